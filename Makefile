@@ -1,0 +1,74 @@
+# make bench     verify fused attention, then time it against torch: on the GPU when torch sees one,
+#                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
+# make test      run the whole test suite
+# make test-gpu  run only the tests marked gpu
+# make lint, make format, make types    check with ruff, ruff format and ty
+# ARGS="..."     goes to pytest or to python -m bench
+#
+# Each first does what set-up is due, in the virtual environment that is active, else in .venv.
+#   VENV=path    in another one
+#   VENV=        in the python3 on PATH as it is: only fastattn is installed, nothing is fetched
+
+VENV ?= $(or $(VIRTUAL_ENV),.venv)
+PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
+PIP := $(PYTHON) -m pip --disable-pip-version-check
+
+# Eight compilers at a time fit a small machine's memory, whatever its number of cores.
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell n=$$(nproc 2>/dev/null || echo 2); echo $$((n < 8 ? n : 8)))
+
+on = $(filter-out 0,$($(1)))
+
+.PHONY: help bench test test-gpu lint format types setup
+help:
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
+
+bench: setup
+	@$(PYTHON) -m bench $(if $(call on,FULL),--full) $(if $(call on,SAVE),--save) $(ARGS)
+
+test: setup
+	@$(PYTHON) -m pytest $(ARGS)
+
+test-gpu: setup
+	@$(PYTHON) -m pytest -m gpu $(ARGS)
+
+lint: setup
+	$(PYTHON) -m ruff check
+
+format: setup
+	$(PYTHON) -m ruff format --check
+
+types: setup
+	$(PYTHON) -m ty check --python $(PYTHON)
+
+# ------------------------------------------------------------------------------------------ set-up
+
+STAMP := $(or $(VENV),build)/.fastattn
+SOURCES := pyproject.toml .ci/constraints.txt $(shell find csrc -type f)
+
+# The stamp says when, pip says what: a stamp is no use when that Python now has another checkout's
+# fastattn, or none because the environment was made anew. It bears the time at which set-up began,
+# so that a source edited meanwhile is compiled the next time.
+installed := $(shell $(PYTHON) -c 'from importlib.metadata import distribution as d; \
+	print(d("fastattn").read_text("direct_url.json"))' 2>/dev/null)
+ifeq ($(and $(findstring "file://$(CURDIR)",$(installed)),$(findstring "editable": true,$(installed))),)
+.PHONY: $(STAMP)
+endif
+
+setup: $(STAMP)
+
+ifneq ($(VENV),)
+$(STAMP): $(SOURCES)
+	@$(or $(wildcard $(PYTHON)),python3) .ci/preflight.py
+	@test -x $(PYTHON) || python3 -m venv $(VENV)
+	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip
+	@touch $@.begun
+	$(PIP) install -c .ci/constraints.txt scikit-build-core cmake ninja
+	$(PIP) install -c .ci/constraints.txt --no-build-isolation -e '.[dev]'
+	@mv $@.begun $@
+else
+$(STAMP): $(SOURCES)
+	@$(PYTHON) .ci/preflight.py --as-is
+	@mkdir -p $(@D) && touch $@.begun
+	PIP_BREAK_SYSTEM_PACKAGES=1 $(PIP) install --no-index --no-deps --no-build-isolation -e .
+	@mv $@.begun $@
+endif

@@ -1,0 +1,74 @@
+// The C ABI between Python and the native kernels: plain data, no torch, no
+// Python, no exceptions. fastattn/native.py mirrors it field by field.
+#pragma once
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#define FA_EXPORT __attribute__((visibility("default")))
+#else
+#define FA_EXPORT
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum FaDtype { FA_F32 = 0, FA_F64 = 1, FA_BF16 = 2, FA_F16 = 3, FA_BOOL = 4 };
+
+// A strided 4-D view (batch, head, row, column). Strides count elements; a
+// broadcast dimension has stride 0. An absent tensor has data == null.
+struct FaTensor {
+  void* data;
+  int64_t stride[4];
+  int64_t dtype;  // FaDtype
+};
+
+// Every field is 8 bytes wide, so the mirror needs no padding rules.
+struct FaParams {
+  struct FaTensor q, k, v;   // (B,H,M,D) (B,Hk,N,D) (B,Hk,N,Dv)
+  struct FaTensor out, lse;  // (B,H,M,Dv); (B,H,M,1) float32, or float64 for float64 inputs
+  struct FaTensor mask;      // (B,H,M,N): FA_BOOL (true = may attend) or additive float
+  struct FaTensor slopes;    // (B,H,1,1), same dtype as lse: ALiBi
+  struct FaTensor sinks;     // (1,H,1,1), same dtype as lse: one more logit in the denominator
+
+  struct FaTensor dout, dlse;        // incoming gradients; dlse may be null
+  struct FaTensor dq, dk, dv;        // outgoing, in the inputs' dtypes
+  struct FaTensor dmask, dsinks;     // null unless wanted; a dmask stride of 0 asks for the sum over
+                                     // that dimension; dsinks has the dtype of sinks
+  struct FaTensor weights, dweights; // (B,H,M,N), or (B,1,M,N) with average_heads
+
+  const int64_t* lengths;  // (B) valid keys per batch item, or null
+  const int64_t* seed;     // one element; read by the kernel when dropout_p > 0
+  const int64_t* cu_q;     // reserved for packed variable-length batches: (B+1) row offsets
+  const int64_t* cu_k;     // reserved, likewise for keys; both must be null today
+  void* workspace;         // fa_cpu_workspace() bytes, 64-byte aligned; contents undefined on entry
+
+  int64_t B, H, Hk, M, N, D, Dv;
+  int64_t left, right;     // row i, standing at i', keeps i'-left <= j <= i'+right
+  int64_t bottom_right;    // i' = i + length - M when set, else i' = i
+  int64_t average_heads;   // weights: mean over heads
+  int64_t constant_lse;    // weights backward: do not differentiate the normaliser
+  int64_t threads;         // at most this many threads
+  double scale;            // multiplies q.k
+  double softcap;          // 0 = off
+  double dropout_p;        // 0 = off
+};
+
+// Which kernel a workspace is for, and the entries themselves. Entries return
+// 0, or FA_BAD_LENGTH when a key length is outside [0, N] (nothing is computed).
+enum FaPass { FA_FORWARD = 0, FA_BACKWARD = 1, FA_WEIGHTS = 2, FA_WEIGHTS_BACKWARD = 3 };
+enum FaStatus { FA_OK = 0, FA_BAD_LENGTH = 1, FA_NO_MEMORY = 2 };
+
+FA_EXPORT int64_t fa_abi_size(void);                                            // sizeof(FaParams)
+FA_EXPORT int64_t fa_cpu_workspace(const struct FaParams* p, int64_t pass);     // bytes
+FA_EXPORT int64_t fa_cpu_run(const struct FaParams* p, int64_t pass);           // FaStatus
+
+FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first: "avx512_bf16,avx512,avx2,generic"
+FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
+FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it
+FA_EXPORT void fa_cpu_poison(int64_t on);            // tests: fill every scratch buffer with NaN bytes before use
+FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers alone
+
+#ifdef __cplusplus
+}
+#endif

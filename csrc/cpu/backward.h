@@ -1,0 +1,213 @@
+// Backward. The main phase gives each block of keys of one key head to a task, which
+// keeps dK and dV to itself and adds its share of dQ to the tile of rows in hand.
+// Those additions wait for their turn, first block first, so every sum has one order
+// whatever the threads do; a task only ever waits for tasks taken before it, and
+// follows its predecessor one tile behind.
+#pragma once
+#include <thread>
+
+#include "mask_gradient.h"
+
+namespace fa {
+namespace FA_ISA {
+
+// Turns are taken within one call, by threads that share nothing but this number.
+inline void wait_for_turn(const int32_t* turn, int64_t mine) {
+  for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++spins)
+    if (spins > 64) std::this_thread::yield();
+}
+inline void pass_turn(int32_t* turn, int64_t mine) {
+  __atomic_store_n(turn, int32_t(mine + 1), __ATOMIC_RELEASE);
+}
+
+template <class Mul>
+struct Backward {
+  using G = Gradient<Mul>;
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  using Op = Operand<Mul>;
+  using Buffers = typename G::Buffers;
+  static constexpr int pair = Mul::pair;
+
+  // --- before: lse and delta as the tiles want them, dq = 0 -----------------------
+  static void prepare(const FaParams& p, int64_t task, char* scratch) {
+    const auto w = G::workspace(p);
+    const int64_t t = task % G::tiles(p), h = task / G::tiles(p) % p.H,
+                  b = task / G::tiles(p) / p.H;
+    const Rows rows = G::tile_rows(p, b, h, t);
+    R* lse = w.lse + task * kTileRows<R>;
+    R* delta = w.delta + task * kTileRows<R>;
+    for (int64_t l = 0; l < kTileRows<R>; ++l) {
+      lse[l] = kInf<R>;
+      delta[l] = R(0);
+      if (l >= rows.count) continue;
+      const R x = read<R>(p.lse.data, p.lse.dtype, plane(p.lse, b, h).at(rows.i0 + l));
+      if (x != -kInf<R>) lse[l] = x;
+      R* dq = dq_row(p, w, rows, l);
+      std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
+    }
+    if (!G::of_weights(p))
+      delta_from_output(p, rows, delta);
+    else if (!p.constant_lse)
+      delta_from_weights(p, rows, lse, delta, scratch);
+    w.turn[task] = int32_t(key_range(p, b, rows.i0, rows.end()).lo / kTileKeys);
+  }
+  static void delta_from_output(const FaParams& p, const Rows& rows, R* delta) {
+    const Plane o = plane(p.out, rows.b, rows.h), g = plane(p.dout, rows.b, rows.h);
+    R a[512], c[512];
+    for (int64_t l = 0; l < rows.count; ++l) {
+      read_row(o.data, o.dtype, o.at(rows.i0 + l), o.step, p.Dv, a);
+      read_row(g.data, g.dtype, g.at(rows.i0 + l), g.step, p.Dv, c);
+      Vec<R> sums{};
+      int64_t d = 0;
+      for (; d + kLanes<R> <= p.Dv; d += kLanes<R>) sums += load(a + d) * load(c + d);
+      R sum = R(0);
+      for (; d < p.Dv; ++d) sum += a[d] * c[d];
+      for (int x = 0; x < kLanes<R>; ++x) sum += sums[x];
+      if (p.dlse.data)
+        sum -= read<R>(p.dlse.data, p.dlse.dtype,
+                       plane(p.dlse, rows.b, rows.h).at(rows.i0 + l));
+      delta[l] = sum;
+    }
+  }
+  static void delta_from_weights(const FaParams& p, const Rows& rows, const R* lse, R* delta,
+                                 char* scratch) {
+    Buffers buf;
+    G::carve(p, scratch, buf);
+    with_vectors<R>(rows.count, [&](auto nv) {
+      constexpr int NV = decltype(nv)::value;
+      using T = Tile<R, NV>;
+      G::stage_rows(p, rows, T::lanes, buf);
+      G::each_block(p, rows, {0, p.N}, buf, [&](const Keys& keys, const auto& block) {
+        G::template probabilities<NV>(p, rows, keys, block, lse, buf);
+        for (int64_t j = 0; j < keys.count; ++j)
+          for (int l = 0; l < T::lanes; ++l)
+            delta[l] += buf.s[j * T::lanes + l] * buf.ds[j * T::lanes + l];
+      });
+    });
+  }
+
+  static R* dq_row(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
+                   int64_t l) {
+    if (G::dq_in_place(p))
+      return static_cast<R*>(p.dq.data) + plane(p.dq, rows.b, rows.h).at(rows.i0 + l);
+    return w.dq + ((rows.b * p.H + rows.h) * p.M + rows.i0 + l) * G::padded(p.D);
+  }
+
+  // --- the five products -----------------------------------------------------------
+  static void keys(const FaParams& p, int64_t task, char* scratch) {
+    Buffers buf;
+    G::carve(p, scratch, buf);
+    const auto w = G::workspace(p);
+    const int64_t bhk = task % (p.B * p.Hk), chunk = task / (p.B * p.Hk);
+    const int64_t b = bhk / p.Hk, hk = bhk % p.Hk, group = p.H / p.Hk;
+    const int64_t J0 = chunk * kTileKeys, count = std::min(kTileKeys, p.N - J0);
+    std::fill(buf.dk, buf.dk + count * G::padded(p.D), R(0));
+    std::fill(buf.dv, buf.dv + count * G::padded(p.Dv), R(0));
+    const int64_t end = std::min(J0 + count, key_length(p, b));
+    if (end > J0) {
+      const auto block = G::stage_keys(p, b, hk, J0, end, buf);
+      const Broadcast<E> k_across =
+          Op::across(plane(p.k, b, hk), J0, end - J0, p.D, true, buf.k_across);
+      for (int64_t h = hk * group; h < (hk + 1) * group; ++h)
+        for (int64_t t = 0; t < G::tiles(p); ++t) {
+          const Rows rows = G::tile_rows(p, b, h, t);
+          const Keys seen = visible_keys(p, rows, J0);
+          if (seen.count <= 0) continue;
+          with_vectors<R>(rows.count, [&](auto nv) {
+            tile<decltype(nv)::value>(p, w, rows, t, seen, chunk, block, k_across, buf);
+          });
+        }
+    }
+    write(p.dk, b, hk, J0, count, p.D, buf.dk);
+    if (!G::of_weights(p)) write(p.dv, b, hk, J0, count, p.Dv, buf.dv);
+  }
+  static void write(const FaTensor& t, int64_t b, int64_t hk, int64_t J0, int64_t count, int64_t d,
+                    const R* src) {
+    const Plane to = plane(t, b, hk);
+    for (int64_t j = 0; j < count; ++j)
+      write_row(t.data, to.dtype, to.at(J0 + j), to.step, d, src + j * G::padded(d));
+  }
+
+  template <int NV>
+  static void tile(const FaParams& p, const typename G::Workspace& w, const Rows& rows, int64_t t,
+                   const Keys& keys, int64_t chunk, const typename G::Block& block,
+                   Broadcast<E> k_across, const Buffers& buf) {
+    using T = Tile<R, NV>;
+    const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
+    const int64_t pairs_of_rows = (rows.count + pair - 1) / pair;
+    G::stage_rows(p, rows, T::lanes, buf);
+    G::template scores<NV>(p, rows, keys, block, w.lse + index * kTileRows<R>,
+                           w.delta + index * kTileRows<R>, buf);
+    if (!G::of_weights(p)) {  // dV += dropout(P) dO
+      const R* s = p.dropout_p > 0 ? buf.dropped : buf.s;
+      const Broadcast<E> dout = Op::across(plane(p.dout, rows.b, rows.h), rows.i0, rows.count,
+                                           p.Dv, true, buf.dout_across);
+      accumulate_wide<Mul, Unit::along_k>(
+          {Op::tile_along(s, keys.count, T::lanes, buf.along), T::lanes / pair}, dout.data,
+          dout.stride, pairs_of_rows, keys.count, G::padded(p.Dv),
+          buf.dv + first * G::padded(p.Dv), G::padded(p.Dv));
+    }
+    T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> ds) {
+      const R* slope = buf.slope + j * T::lanes + v * T::W;
+      return ds * R(p.scale) * (p.softcap > 0 ? load(slope) : splat(R(1)));
+    });
+    const Broadcast<E> q = Op::across(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, true,
+                                      buf.q_across);
+    accumulate_wide<Mul, Unit::along_k>(  // dK += dS Q
+        {Op::tile_along(buf.ds, keys.count, T::lanes, buf.along), T::lanes / pair}, q.data,
+        q.stride, pairs_of_rows, keys.count, G::padded(p.D), buf.dk + first * G::padded(p.D),
+        G::padded(p.D));
+    const E* across = Op::tile_across(buf.ds, keys.count, T::lanes, buf.across);
+    wait_for_turn(w.turn + index, chunk);
+    accumulate_wide<Mul, Unit::along_r>(  // dQ += dS^T K
+        {across, T::lanes}, k_across.data + first / pair * k_across.stride, k_across.stride,
+        (keys.count + pair - 1) / pair, rows.count, G::padded(p.D), dq_row(p, w, rows, 0),
+        dq_stride(p));
+    pass_turn(w.turn + index, chunk);
+  }
+  static int64_t dq_stride(const FaParams& p) {
+    return G::dq_in_place(p) ? p.dq.stride[2] : G::padded(p.D);
+  }
+
+  // --- after -----------------------------------------------------------------------
+  static void write_dq(const FaParams& p, int64_t task, char*) {
+    const auto w = G::workspace(p);
+    const int64_t t = task % G::tiles(p), bh = task / G::tiles(p);
+    const Rows rows = G::tile_rows(p, bh / p.H, bh % p.H, t);
+    const Plane to = plane(p.dq, rows.b, rows.h);
+    for (int64_t l = 0; l < rows.count; ++l)
+      write_row(p.dq.data, to.dtype, to.at(rows.i0 + l), to.step, p.D, dq_row(p, w, rows, l));
+  }
+
+  // A sink is a key without a value: dsink_h = -sum exp(sink - lse) delta.
+  static void sinks(const FaParams& p, int64_t h, char*) {
+    const auto w = G::workspace(p);
+    const R sink = read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1]);
+    double sum = 0;
+    for (int64_t b = 0; b < p.B; ++b) {
+      const int64_t at = G::tile_index(p, b, h, 0) * kTileRows<R>;
+      for (int64_t i = 0; i < p.M; ++i)
+        sum -= std::exp(double(sink) - double(w.lse[at + i])) * double(w.delta[at + i]);
+    }
+    const R result = R(sum);
+    write_row(p.dsinks.data, p.dsinks.dtype, h * p.dsinks.stride[1], 1, 1, &result);
+  }
+
+  static Plan plan(const FaParams& p) {
+    Plan plan;
+    Buffers unused;
+    const size_t scratch = G::carve(p, nullptr, unused);
+    const int64_t row_tasks = p.B * p.H * G::tiles(p);
+    plan.workspace = G::workspace(p).bytes;
+    plan.add({row_tasks, G::of_weights(p) ? scratch : 0, prepare});
+    plan.add({G::chunks(p) * p.B * p.Hk, scratch, keys});
+    if (!G::dq_in_place(p)) plan.add({row_tasks, 0, write_dq});
+    if (p.dmask.data) plan.add({MaskGradient<Mul>::tasks(p), scratch, MaskGradient<Mul>::run});
+    if (p.dsinks.data) plan.add({p.H, 0, sinks});
+    return plan;
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa

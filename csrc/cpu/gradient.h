@@ -1,0 +1,172 @@
+// What every backward phase shares: the workspace, a thread's buffers, and the
+// gradient of one tile of scores (FlashAttention-2, Dao 2023, Algorithm 2, with the
+// tile transposed):
+//
+//   P = exp(S - lse)   dP = V dO^T   dS = P * (dropout(dP) - delta)
+//
+// delta_i = sum_d dO_id O_id - dlse_i, which is sum_j P_ij dP_ij less what a loss on
+// the LSE asks for. The gradient of attention weights enters by the same door: there
+// dP is given instead of computed.
+#pragma once
+#include "plan.h"
+#include "scratch.h"
+#include "tile.h"
+
+namespace fa {
+namespace FA_ISA {
+
+template <class Mul>
+struct Gradient {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  using Op = Operand<Mul>;
+  static constexpr int pair = Mul::pair;
+
+  static int64_t tiles(const FaParams& p) { return (p.M + kTileRows<R> - 1) / kTileRows<R>; }
+  static int64_t chunks(const FaParams& p) { return (p.N + kTileKeys - 1) / kTileKeys; }
+  static int64_t padded(int64_t d) { return round_up(d, kLanes<R>); }
+  static Rows tile_rows(const FaParams& p, int64_t b, int64_t h, int64_t t) {
+    const int64_t i0 = t * kTileRows<R>;
+    return {b, h, i0, std::min(kTileRows<R>, p.M - i0)};
+  }
+
+  // Does dP come from the gradient of the weights, or from dO and V?
+  static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
+
+  // dq is summed in place where its rows are whole vectors of the computing type.
+  static bool dq_in_place(const FaParams& p) {
+    return p.dq.dtype == dtype_of<R> && p.dq.stride[3] == 1 && p.D % kLanes<R> == 0;
+  }
+  struct Workspace {
+    R *lse, *delta;  // [B H][tiles][kTileRows]; lse is +inf where a row sees nothing
+    R* dq;           // [B H M][padded(D)], unless summed in place
+    int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
+    size_t bytes;
+  };
+  static Workspace workspace(const FaParams& p) {
+    Scratch take{static_cast<char*>(p.workspace)};
+    const int64_t rows = p.B * p.H * tiles(p) * kTileRows<R>;
+    Workspace w;
+    w.lse = take.array<R>(rows);
+    w.delta = take.array<R>(rows);
+    w.dq = take.array<R>(dq_in_place(p) ? 0 : p.B * p.H * p.M * padded(p.D));
+    w.turn = take.array<int32_t>(p.B * p.H * tiles(p));
+    w.bytes = take.used;
+    return w;
+  }
+  static int64_t tile_index(const FaParams& p, int64_t b, int64_t h, int64_t t) {
+    return (b * p.H + h) * tiles(p) + t;
+  }
+
+  struct Buffers {
+    E *k, *v, *k_across;             // of one block of keys
+    E *q, *dout, *q_across, *dout_across, *rows;  // of one tile of rows
+    R *s, *ds, *dropped, *slope;     // [keys][lanes]
+    E *along, *across;               // a tile as an operand
+    R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
+    R* sum;                          // [keys][lanes], mask gradients
+    ScoreScratch<R> score;
+  };
+  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+    Scratch take{base};
+    const int64_t lanes = kTileRows<R>, keys = kTileKeys, tile = keys * lanes;
+    const int64_t d = padded(p.D), dv = padded(p.Dv);
+    b.k = take.array<E>(keys * d / pair);
+    b.v = take.array<E>(keys * dv / pair);
+    b.k_across = take.array<E>(keys * d / pair);
+    b.q = take.array<E>(d / pair * lanes);
+    b.dout = take.array<E>(dv / pair * lanes);
+    b.q_across = take.array<E>(lanes * d / pair);
+    b.dout_across = take.array<E>(lanes * dv / pair);
+    b.rows = take.array<E>(kLanes<E> * std::max({d, dv, keys}));
+    b.s = take.array<R>(tile);
+    b.ds = take.array<R>(tile);
+    b.dropped = take.array<R>(p.dropout_p > 0 ? tile : 0);
+    b.slope = take.array<R>(p.softcap > 0 ? tile : 0);
+    b.along = take.array<E>(pair == 1 ? 0 : tile / pair);
+    b.across = take.array<E>(pair == 1 ? 0 : tile / pair);
+    b.dk = take.array<R>(keys * d);
+    b.dv = take.array<R>(keys * dv);
+    b.sum = take.array<R>(p.dmask.data ? tile : 0);
+    b.score = {take.array<R>(p.mask.data ? tile : 0),
+               take.array<R>(p.mask.data || of_weights(p) ? keys * kLanes<R> : 0)};
+    return take.used;
+  }
+
+  struct Block {  // a block of keys, staged
+    int64_t J0;
+    Broadcast<E> k, v;
+  };
+  static Block stage_keys(const FaParams& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
+                          const Buffers& buf) {
+    Block block{J0, {}, {}};
+    const int64_t count = std::min(J0 + kTileKeys, end) - J0;
+    block.k = Op::along(plane(p.k, b, hk), J0, count, p.D, buf.k);
+    if (!of_weights(p)) block.v = Op::along(plane(p.v, b, hk), J0, count, p.Dv, buf.v);
+    return block;
+  }
+  static void stage_rows(const FaParams& p, const Rows& rows, int64_t lanes, const Buffers& buf) {
+    Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, lanes, buf.q,
+                   buf.rows);
+    if (!of_weights(p))
+      Op::transposed(plane(p.dout, rows.b, rows.h), rows.i0, rows.count, 0, p.Dv, lanes, buf.dout,
+                     buf.rows);
+  }
+
+  // buf.s = P and, as the caller needs it, buf.dropped = dropout(P); buf.ds = dropout(dP).
+  template <int NV>
+  static void probabilities(const FaParams& p, const Rows& rows, const Keys& keys,
+                            const Block& block, const R* lse, const Buffers& buf) {
+    using T = Tile<R, NV>;
+    Broadcast<E> k = block.k, v = block.v;
+    k.data += (keys.j0 - block.J0) * k.stride;
+    v.data += (keys.j0 - block.J0) * v.stride;
+    product<Mul, Unit::along_k, NV>(k, buf.q, T::lanes, (p.D + pair - 1) / pair, keys.count,
+                                    Overwrite<R>{buf.s, T::lanes, R(p.scale)});
+    T::score(p, rows, keys, buf.s, p.softcap > 0 ? buf.slope : nullptr, buf.score);
+    T::probabilities(keys.count, lse, buf.s);
+    if (!of_weights(p)) {
+      product<Mul, Unit::along_k, NV>(v, buf.dout, T::lanes, (p.Dv + pair - 1) / pair, keys.count,
+                                      Overwrite<R>{buf.ds, T::lanes});
+    } else {
+      Operand<Plain<R>>::transposed(plane(p.dweights, rows.b, rows.h), rows.i0, rows.count,
+                                    keys.j0, keys.count, T::lanes, buf.ds, buf.score.rows);
+      const R share = p.average_heads ? R(1) / R(p.H) : R(1);
+      T::each(keys.count, buf.ds, [&](int64_t, int, Vec<R> x) { return x * share; });
+    }
+    if (p.dropout_p > 0) {
+      std::copy(buf.s, buf.s + keys.count * T::lanes, buf.dropped);
+      T::dropout(p, rows, keys, buf.dropped, buf.ds);
+    }
+  }
+
+  // buf.ds = the gradient with respect to the scores.
+  template <int NV>
+  static void scores(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
+                     const R* lse, const R* delta, const Buffers& buf) {
+    using T = Tile<R, NV>;
+    probabilities<NV>(p, rows, keys, block, lse, buf);
+    Vec<R> shift[NV];
+    for (int v = 0; v < NV; ++v) shift[v] = load(delta + v * T::W);
+    T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> dp) {
+      return load(buf.s + j * T::lanes + v * T::W) * (dp - shift[v]);
+    });
+  }
+
+  // Calls f(nv, keys, block) for every block of keys that the rows see.
+  template <class F>
+  static void each_block(const FaParams& p, const Rows& rows, KeyRange within, const Buffers& buf,
+                         F f) {
+    const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
+    const int64_t end = std::min(seen.hi, within.hi);
+    const int64_t begin = std::max(seen.lo, within.lo) / kTileKeys * kTileKeys;
+    for (int64_t J0 = begin; J0 < end; J0 += kTileKeys) {
+      const Keys keys = visible_keys(p, rows, J0);
+      if (keys.count <= 0) continue;
+      f(keys, stage_keys(p, rows.b, rows.h / (p.H / p.Hk), J0, seen.hi, buf));
+    }
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa

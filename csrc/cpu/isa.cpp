@@ -1,0 +1,62 @@
+// The kernels for one instruction set: CMake compiles this file once for each, with
+// FA_ISA naming it. Nothing here may be called before the machine was asked for it.
+#include "backward.h"
+#include "forward.h"
+#include "weights.h"
+
+namespace fa {
+namespace FA_ISA {
+
+template <class Mul>
+Plan plan_with(const FaParams& p, int64_t pass) {
+  switch (pass) {
+    case FA_FORWARD:
+      return Forward<Mul>::plan(p);
+    case FA_WEIGHTS:
+      return Weights<Mul>::plan(p);
+    default:
+      return Backward<Mul>::plan(p);
+  }
+}
+
+Plan make_plan(const FaParams& p, int64_t pass) {
+  if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);
+#if defined(__AVX512BF16__)
+  if (p.q.dtype == FA_BF16) return plan_with<PairedBf16>(p, pass);
+#endif
+  return plan_with<Plain<float>>(p, pass);
+}
+
+// GF/s of one core's multiply-adds on registers alone: the ceiling to hold kernels to.
+template <class Mul>
+double peak(double seconds, double (*now)()) {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  constexpr int chains = register_rows(kTileVectors) * kTileVectors;
+  constexpr int64_t batch = 1 << 14;
+  Vec<R> acc[chains] = {};
+  E x = E(0);
+  const Vec<E> y = {};
+  int64_t batches = 0;
+  const double start = now();
+  double end = start;
+  while (end - start < seconds) {
+    for (int64_t i = 0; i < batch; ++i)
+#pragma GCC unroll 32
+      for (int c = 0; c < chains; ++c) acc[c] = Mul::fma(acc[c], &x, y);
+    __asm__ volatile("" : "+m"(x), "+m"(acc));  // the loop must happen
+    ++batches;
+    end = now();
+  }
+  return 2.0 * Mul::pair * kLanes<R> * chains * batch * batches / (end - start) * 1e-9;
+}
+double measure_peak(int64_t dtype, double seconds, double (*now)()) {
+  if (dtype == FA_F64) return peak<Plain<double>>(seconds, now);
+#if defined(__AVX512BF16__)
+  if (dtype == FA_BF16) return peak<PairedBf16>(seconds, now);
+#endif
+  return peak<Plain<float>>(seconds, now);
+}
+
+}  // namespace FA_ISA
+}  // namespace fa

@@ -1,0 +1,193 @@
+// The C ABI: checks what only values can tell, chooses the instruction set, runs plans
+// on threads.
+#include <pthread.h>
+#include <time.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#if defined(_OPENMP)
+#include <omp.h>
+#endif
+
+#include "plan.h"
+
+namespace fa {
+
+#define FA_DECLARE(isa)                                         \
+  namespace isa {                                               \
+  Plan make_plan(const FaParams& p, int64_t pass);              \
+  double measure_peak(int64_t dtype, double s, double (*)());   \
+  }
+FA_DECLARE(generic)
+#if defined(FA_X86)
+FA_DECLARE(avx2)
+FA_DECLARE(avx512)
+#endif
+#if defined(FA_X86_BF16)
+FA_DECLARE(avx512_bf16)
+#endif
+
+namespace {
+
+struct Isa {
+  const char* name;
+  bool (*runs_here)();
+  MakePlan make_plan;
+  double (*measure_peak)(int64_t, double, double (*)());
+};
+
+#if defined(FA_X86)
+// Everything that the flags in CMake allow the compiler to use, but F16C: every
+// processor with AVX2 has it, and no builtin asks for it alone.
+bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+#if defined(FA_X86_BF16)
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+bool always() { return true; }
+
+const Isa kIsas[] = {  // best first
+#if defined(FA_X86_BF16)
+    {"avx512_bf16", has_avx512_bf16, avx512_bf16::make_plan, avx512_bf16::measure_peak},
+#endif
+#if defined(FA_X86)
+    {"avx512", has_avx512, avx512::make_plan, avx512::measure_peak},
+    {"avx2", has_avx2, avx2::make_plan, avx2::measure_peak},
+#endif
+    {"generic", always, generic::make_plan, generic::measure_peak},
+};
+
+const Isa* best_isa() {
+#if defined(FA_X86)
+  __builtin_cpu_init();
+#endif
+  for (const Isa& isa : kIsas)
+    if (isa.runs_here()) return &isa;
+  return nullptr;
+}
+std::atomic<const Isa*> chosen{best_isa()};
+
+std::atomic<bool> poisoned{false};
+
+// A thread's scratch outlives the call, so that small calls do not page it in anew;
+// what is unusually large is given back.
+class ScratchMemory {
+ public:
+  ~ScratchMemory() { std::free(data_); }
+  char* get(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+      if (!data_) size_ = 0;
+    }
+    return data_;
+  }
+  void trim() {
+    if (size_ <= kKept) return;
+    std::free(data_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+ private:
+  static constexpr size_t kKept = size_t(4) << 20;
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// After fork() the OpenMP pool of the parent is gone and waiting for it would hang:
+// a child computes on the thread that calls.
+bool forked = false;
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+bool run_phase(const Phase& phase, const FaParams& p) {
+  std::atomic<int64_t> next{0}, done{0};
+  const auto work = [&] {
+    static thread_local ScratchMemory memory;
+    char* scratch = phase.scratch ? memory.get(phase.scratch) : nullptr;
+    if (phase.scratch && !scratch) return;  // the other threads take its share
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < phase.tasks;) {
+      if (poisoned && scratch) std::memset(scratch, 0xFF, phase.scratch);
+      phase.run(p, task, scratch);
+      done.fetch_add(1, std::memory_order_relaxed);
+    }
+    memory.trim();
+  };
+  // Waking a thread costs what a million multiply-adds do.
+  const double worth = 1 + double(p.B) * p.H * p.M * p.N * (p.D + p.Dv) / (1 << 20);
+  int64_t threads = p.threads < phase.tasks ? p.threads : phase.tasks;
+  if (worth < threads) threads = static_cast<int64_t>(worth);
+  if (forked) threads = 1;
+  if (threads <= 1) {
+    work();
+  } else {
+#pragma omp parallel num_threads(static_cast<int>(threads))
+    work();
+  }
+  return done == phase.tasks;
+}
+
+double thread_seconds() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+}  // namespace
+}  // namespace fa
+
+extern "C" {
+
+int64_t fa_abi_size(void) { return sizeof(FaParams); }
+
+int64_t fa_cpu_workspace(const FaParams* p, int64_t pass) {
+  return static_cast<int64_t>(fa::chosen.load()->make_plan(*p, pass).workspace);
+}
+
+int64_t fa_cpu_run(const FaParams* p, int64_t pass) {
+  if (p->lengths)
+    for (int64_t b = 0; b < p->B; ++b)
+      if (p->lengths[b] < 0 || p->lengths[b] > p->N) return FA_BAD_LENGTH;
+  const fa::Plan plan = fa::chosen.load()->make_plan(*p, pass);
+  if (fa::poisoned && plan.workspace) std::memset(p->workspace, 0xFF, plan.workspace);
+  for (int i = 0; i < plan.count; ++i)
+    if (!fa::run_phase(plan.phases[i], *p)) return FA_NO_MEMORY;
+  return FA_OK;
+}
+
+const char* fa_cpu_isas(void) {
+  static const std::string names = [] {
+    std::string all;
+    for (const fa::Isa& isa : fa::kIsas)
+      if (isa.runs_here()) all += (all.empty() ? "" : ",") + std::string(isa.name);
+    return all;
+  }();
+  return names.c_str();
+}
+
+const char* fa_cpu_isa(void) { return fa::chosen.load()->name; }
+
+int64_t fa_cpu_select(const char* name) {
+  for (const fa::Isa& isa : fa::kIsas)
+    if (std::strcmp(isa.name, name) == 0 && isa.runs_here()) {
+      fa::chosen = &isa;
+      return 0;
+    }
+  return 1;
+}
+
+void fa_cpu_poison(int64_t on) { fa::poisoned = on != 0; }
+
+double fa_cpu_peak(int64_t dtype, double seconds) {
+  return fa::chosen.load()->measure_peak(dtype, seconds, fa::thread_seconds);
+}
+
+}  // extern "C"

@@ -1,0 +1,93 @@
+// The gradient of a float mask, in the mask's own shape: dS summed over whatever
+// dimensions the mask is broadcast along. Each task owns some of its elements and
+// walks everything that flows into them, in one order; it computes dS anew, so that
+// no M x N buffer exists unless the mask itself is one.
+#pragma once
+#include "gradient.h"
+
+namespace fa {
+namespace FA_ISA {
+
+template <class Mul>
+struct MaskGradient {
+  using G = Gradient<Mul>;
+  using R = typename Mul::Real;
+  using Buffers = typename G::Buffers;
+  static constexpr int64_t kLanesKept = kTileRows<R>;
+
+  // A dimension of stride 0 is summed over: it has one part instead of `whole`.
+  static int64_t parts(const FaParams& p, int dim, int64_t whole) {
+    return p.dmask.stride[dim] == 0 ? 1 : whole;
+  }
+  static int64_t tasks(const FaParams& p) {
+    return parts(p, 0, p.B) * parts(p, 1, p.H) * parts(p, 2, G::tiles(p)) *
+           parts(p, 3, G::chunks(p));
+  }
+
+  static void run(const FaParams& p, int64_t task, char* scratch) {
+    Buffers buf;
+    G::carve(p, scratch, buf);
+    const bool sum_b = p.dmask.stride[0] == 0, sum_h = p.dmask.stride[1] == 0;
+    const bool sum_rows = p.dmask.stride[2] == 0, sum_keys = p.dmask.stride[3] == 0;
+    int64_t rest = task;
+    const auto take = [&](int dim, int64_t whole) {
+      const int64_t n = parts(p, dim, whole), at = rest % n;
+      rest /= n;
+      return at;
+    };
+    const int64_t chunk = take(3, G::chunks(p)), tile = take(2, G::tiles(p));
+    const int64_t head = take(1, p.H), item = take(0, p.B);
+    const KeyRange within = sum_keys ? KeyRange{0, p.N}
+                                     : clip(chunk * kTileKeys, (chunk + 1) * kTileKeys, p.N);
+    std::fill(buf.sum, buf.sum + (sum_keys ? 1 : kTileKeys) * kLanesKept, R(0));
+    for (int64_t b = sum_b ? 0 : item; b < (sum_b ? p.B : item + 1); ++b)
+      for (int64_t h = sum_h ? 0 : head; h < (sum_h ? p.H : head + 1); ++h)
+        for (int64_t t = sum_rows ? 0 : tile; t < (sum_rows ? G::tiles(p) : tile + 1); ++t)
+          add(p, G::tile_rows(p, b, h, t), t, within, sum_keys, buf);
+    write(p, item, head, tile, within, buf);
+  }
+
+  // buf.sum[key - within.lo][lane] += dS, or buf.sum[0][lane] when keys are summed over.
+  static void add(const FaParams& p, const Rows& rows, int64_t t, KeyRange within, bool sum_keys,
+                  const Buffers& buf) {
+    const auto w = G::workspace(p);
+    const int64_t at = G::tile_index(p, rows.b, rows.h, t) * kTileRows<R>;
+    with_vectors<R>(rows.count, [&](auto nv) {
+      constexpr int NV = decltype(nv)::value;
+      using T = Tile<R, NV>;
+      G::stage_rows(p, rows, T::lanes, buf);
+      G::each_block(p, rows, within, buf, [&](const Keys& keys, const auto& block) {
+        G::template scores<NV>(p, rows, keys, block, w.lse + at, w.delta + at, buf);
+        for (int64_t j = 0; j < keys.count; ++j) {
+          R* sum = buf.sum + (sum_keys ? 0 : keys.j0 + j - within.lo) * kLanesKept;
+          for (int v = 0; v < NV; ++v) {
+            const Vec<R> ds = load(buf.ds + j * T::lanes + v * T::W);
+            store(sum + v * T::W, load(sum + v * T::W) + ds);
+          }
+        }
+      });
+    });
+  }
+
+  static void write(const FaParams& p, int64_t item, int64_t head, int64_t tile, KeyRange within,
+                    const Buffers& buf) {
+    const Plane to = plane(p.dmask, item, head);
+    const int64_t count = to.step == 0 ? 1 : within.hi - within.lo;
+    const int64_t j0 = to.step == 0 ? 0 : within.lo;
+    if (to.row != 0) {
+      const Rows rows = G::tile_rows(p, item, head, tile);
+      R one[kLanesKept];
+      std::fill(one, one + kLanesKept, R(1));
+      write_transposed(buf.sum, kLanesKept, one, to, rows.i0, rows.count, j0, count);
+      return;
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      R total = R(0);
+      for (int64_t l = 0; l < kLanesKept; ++l) total += buf.sum[j * kLanesKept + l];
+      write_row(p.dmask.data, to.dtype, to.at(0, j0 + j), to.step, 1, &total);
+    }
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa

@@ -1,0 +1,147 @@
+// The one matrix product behind every kernel:
+//
+//   C[r][lane] (op)= sum_k X[r][k] * Y[k][lane]
+//
+// X is broadcast element by element, Y and C are rows of vectors. Scores, dP, O,
+// dQ, dK and dV differ only in what stands for X, Y and C. Each sum is one
+// chain of fused multiply-adds in the order of k, so its value depends neither on
+// the register tile that computed it nor on how rows were shared among threads.
+#pragma once
+#include "simd.h"
+
+namespace fa {
+namespace FA_ISA {
+
+// How two operands multiply. An "element" is what is broadcast: one number, or a
+// pair of bfloat16 that lie next to each other along k.
+template <class R>
+struct Plain {
+  using Real = R;
+  using Element = R;
+  static constexpr int pair = 1;
+  static FA_INLINE Vec<R> fma(Vec<R> acc, const R* x, Vec<R> y) { return acc + splat(*x) * y; }
+};
+
+#if defined(__AVX512BF16__)
+struct PairedBf16 {
+  using Real = float;
+  using Element = int32_t;
+  static constexpr int pair = 2;
+  static FA_INLINE Vec<float> fma(Vec<float> acc, const int32_t* x, Vec<int32_t> y) {
+    int32_t both;
+    std::memcpy(&both, x, 4);
+    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(both), (__m512bh)y);
+  }
+};
+#endif
+
+// Which of X's two strides is 1.
+enum class Unit { along_k, along_r };
+
+// Rows of C held in registers for NV vectors a row: as many independent chains as
+// hide the latency and still fit. Measured on AVX-512: 4 x 4 best or tied.
+constexpr int register_rows(int nv) {
+#if defined(__AVX512F__)
+  return nv >= 4 ? 4 : 8;
+#else
+  return nv >= 2 ? 6 : 8;
+#endif
+}
+// Query rows of one tile, in vectors.
+#if defined(__AVX512F__)
+constexpr int kTileVectors = 4;
+#else
+constexpr int kTileVectors = 2;
+#endif
+
+template <class E>
+struct Broadcast {
+  const E* data;
+  int64_t stride;  // the one that is not 1
+};
+
+// What becomes of a sum. Each starts from zero and meets what C held only at the end:
+// two levels of summation err less than one long chain, at no cost.
+template <class R>
+struct Overwrite {  // C = sum * factor
+  R* c;
+  int64_t ldc;
+  R factor = R(1);
+  FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
+    store(c + r * ldc + v * kLanes<R>, sum * factor);
+  }
+};
+template <class R>
+struct Accumulate {  // C += sum
+  R* c;
+  int64_t ldc;
+  FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
+    R* at = c + r * ldc + v * kLanes<R>;
+    store(at, load(at) + sum);
+  }
+};
+template <class R>
+struct Rescale {  // C = C * factor[lane] + sum
+  R* c;
+  int64_t ldc;
+  const R* factor;
+  FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
+    R* at = c + r * ldc + v * kLanes<R>;
+    store(at, load(at) * load(factor + v * kLanes<R>) + sum);
+  }
+};
+
+template <class Mul, Unit U, int MR, int NV, class Out>
+FA_INLINE void register_tile(Broadcast<typename Mul::Element> x, const typename Mul::Element* y,
+                             int64_t ldy, int64_t n, int64_t r0, const Out& out) {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  Vec<R> acc[MR][NV];
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) acc[r][v] = Vec<R>{};
+  const E* xr = x.data + (U == Unit::along_k ? r0 * x.stride : r0);
+  for (int64_t k = 0; k < n; ++k) {
+    Vec<E> row[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) row[v] = load(y + k * ldy + v * kLanes<E>);
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r) {
+      const E* element = U == Unit::along_k ? xr + r * x.stride + k : xr + k * x.stride + r;
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) acc[r][v] = Mul::fma(acc[r][v], element, row[v]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < MR; ++r)
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) out(r0 + r, v, acc[r][v]);
+}
+
+// All `rows` of C: full register tiles, then halves of them.
+template <class Mul, Unit U, int NV, class Out, int MR = register_rows(NV)>
+FA_INLINE void product(Broadcast<typename Mul::Element> x, const typename Mul::Element* y,
+                       int64_t ldy, int64_t n, int64_t rows, const Out& out, int64_t r = 0) {
+  for (; r + MR <= rows; r += MR) register_tile<Mul, U, MR, NV>(x, y, ldy, n, r, out);
+  if constexpr (MR > 1)
+    if (r < rows) product<Mul, U, NV, Out, MR / 2>(x, y, ldy, n, rows, out, r);
+}
+
+// C += X Y for a C of any width: `columns` is a multiple of the vector length.
+template <class Mul, Unit U, int NV = kTileVectors>
+void accumulate_wide(Broadcast<typename Mul::Element> x, const typename Mul::Element* y,
+                     int64_t ldy, int64_t n, int64_t rows, int64_t columns,
+                     typename Mul::Real* c, int64_t ldc) {
+  using R = typename Mul::Real;
+  constexpr int step = NV * kLanes<R>;
+  int64_t at = 0;
+  for (; at + step <= columns; at += step)
+    product<Mul, U, NV>(x, y + at, ldy, n, rows, Accumulate<R>{c + at, ldc});
+  if constexpr (NV > 1)
+    if (at < columns)
+      accumulate_wide<Mul, U, NV / 2>(x, y + at, ldy, n, rows, columns - at, c + at, ldc);
+}
+
+}  // namespace FA_ISA
+}  // namespace fa

@@ -1,0 +1,224 @@
+// What happens to a tile of scores, keys x lanes (lanes are query rows): the score
+// pipeline in its documented order (scale, softcap, ALiBi, mask, band), the online
+// softmax, dropout. Forward, backward and weights call these; a feature is written
+// once. A branch is taken per tile, never per element.
+#pragma once
+#include "../score.h"
+#include "operand.h"
+
+namespace fa {
+namespace FA_ISA {
+
+// Keys per tile. A multiple of 4, so that a tile starts on a Philox group and on a
+// pair; measured: 96 to 128 best for both float32 and bfloat16.
+constexpr int64_t kTileKeys = 128;
+
+struct Rows {
+  int64_t b, h, i0, count;
+  FA_INLINE int64_t end() const { return i0 + count; }
+};
+struct Keys {
+  int64_t j0, count;
+  FA_INLINE int64_t end() const { return j0 + count; }
+};
+
+// The keys of [J0, J0 + kTileKeys) that some of these rows see.
+FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0) {
+  const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
+  if (seen.empty()) return {J0, 0};
+  const int64_t lo = std::max(J0, seen.lo / 4 * 4), hi = std::min(J0 + kTileKeys, seen.hi);
+  return {lo, std::max<int64_t>(hi - lo, 0)};
+}
+
+template <class R>
+struct ScoreScratch {
+  R* bias;  // kTileKeys x lanes
+  R* rows;  // kLanes x kTileKeys
+};
+
+template <class R, int NV>
+struct Tile {
+  static constexpr int W = kLanes<R>, lanes = NV * W;
+  using V = Vec<R>;
+
+  template <class F>
+  static FA_INLINE void each(int64_t keys, R* s, F f) {
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        R* at = s + j * lanes + v * W;
+        store(at, V(f(j, v, load(at))));
+      }
+  }
+
+  // i' - j0 of each lane, as numbers.
+  static FA_INLINE void positions(const FaParams& p, const Rows& rows, const Keys& keys, V* at) {
+    const R first = R(rows.i0 + diagonal(p, rows.b) - keys.j0);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v)
+      for (int l = 0; l < W; ++l) at[v][l] = first + R(v * W + l);
+  }
+
+  // s = c tanh(s / c); `slope`, when wanted, receives its derivative.
+  static void softcap(R c, int64_t keys, R* s, R* slope) {
+    const R inverse = R(1) / c;
+    each(keys, s, [&](int64_t j, int v, V x) {
+      const V t = tanh<R>(x * inverse);
+      if (slope) store(slope + j * lanes + v * W, V(R(1) - t * t));
+      return t * c;
+    });
+  }
+
+  static void alibi(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
+    const R m = read<R>(p.slopes.data, p.slopes.dtype,
+                        rows.b * p.slopes.stride[0] + rows.h * p.slopes.stride[1]);
+    V at[NV];
+    positions(p, rows, keys, at);
+    each(keys.count, s,
+         [&](int64_t j, int v, V x) { return x - absolute<R>(at[v] - R(j)) * m; });
+  }
+
+  static void mask(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
+                   const ScoreScratch<R>& scratch) {
+    const Plane a = plane(p.mask, rows.b, rows.h);
+    const bool shared = a.row == 0;  // one row serves every query: O(N) to read
+    if (shared)
+      copy_rows(a, 0, 1, keys.j0, keys.count, scratch.bias, keys.count);
+    else
+      Operand<Plain<R>>::transposed(a, rows.i0, rows.count, keys.j0, keys.count, lanes,
+                                    scratch.bias, scratch.rows);
+    const auto bias = [&](int64_t j, int v) {
+      return shared ? splat(scratch.bias[j]) : load(scratch.bias + j * lanes + v * W);
+    };
+    if (p.mask.dtype == FA_BOOL)  // hides even a NaN score, as masked_fill does
+      each(keys.count, s, [&](int64_t j, int v, V x) {
+        const V add = bias(j, v);
+        return add < R(0) ? add : x;
+      });
+    else
+      each(keys.count, s, [&](int64_t j, int v, V x) { return x + bias(j, v); });
+  }
+
+  static void band(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
+    V at[NV];
+    positions(p, rows, keys, at);
+    // Offsets past any tile are as good as infinite, and exact in R.
+    const R left = R(least(p.left, int64_t(1) << 40)), right = R(least(p.right, int64_t(1) << 40));
+    each(keys.count, s, [&](int64_t j, int v, V x) {
+      const V ahead = R(j) - at[v];
+      const auto seen = (ahead <= right) & (ahead >= -left);
+      return seen ? x : splat(-kInf<R>);
+    });
+  }
+
+  // Scaled products to scores, -inf where a row may not look. `slope` may be null.
+  static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* slope,
+                    const ScoreScratch<R>& scratch) {
+    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, slope);
+    if (p.slopes.data) alibi(p, rows, keys, s);
+    if (p.mask.data) mask(p, rows, keys, s, scratch);
+    const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
+    if (keys.j0 < all.lo || keys.end() > all.hi) band(p, rows, keys, s);
+  }
+
+  // One step of the online softmax (Milakov and Gimelshein 2018; FlashAttention,
+  // Dao et al. 2022, Algorithm 1): s becomes exp(s - m), m and l move on, and
+  // `rescale` is what sums made under the old maximum are to be multiplied by.
+  static void online_softmax(int64_t keys, R* s, R* m, R* l, R* rescale) {
+    V top[NV], sum[NV], pivot[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) top[v] = load(m + v * W);
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) top[v] = max_or_second(load(s + j * lanes + v * W), top[v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      // A row that has seen nothing keeps 0 for its pivot: -inf - (-inf) is NaN.
+      pivot[v] = top[v] == -kInf<R> ? V{} : top[v];
+      const V c = exp(V(load(m + v * W) - pivot[v]));
+      store(rescale + v * W, c);
+      store(m + v * W, top[v]);
+      sum[v] = V{};
+    }
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const V e = exp(V(load(s + j * lanes + v * W) - pivot[v]));
+        sum[v] += e;
+        store(s + j * lanes + v * W, e);
+      }
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v)
+      store(l + v * W, load(l + v * W) * load(rescale + v * W) + sum[v]);
+  }
+
+  // s becomes the probabilities exp(s - lse); lse is +inf for rows that see nothing.
+  static void probabilities(int64_t keys, const R* lse, R* s) {
+    V pivot[NV];
+    for (int v = 0; v < NV; ++v) pivot[v] = load(lse + v * W);
+    each(keys, s, [&](int64_t, int v, V x) { return exp(V(x - pivot[v])); });
+  }
+
+  // Room for whole vectors of words, which have more lanes than those of doubles.
+  static constexpr int kMaxLanes = round_up(lanes, kLanes<uint32_t>);
+
+  // Philox words of four keys, 4 x kMaxLanes.
+  static void philox(const FaParams& p, const Rows& rows, int64_t j, uint32_t* words) {
+    const uint64_t seed = static_cast<uint64_t>(*p.seed);
+    for (int l = 0; l < lanes; l += kLanes<uint32_t>) {
+      Words c0 = splat(uint32_t(j >> 2)), c1, c2 = splat(uint32_t(rows.h)),
+            c3 = splat(uint32_t(rows.b));
+      for (int x = 0; x < kLanes<uint32_t>; ++x) c1[x] = uint32_t(rows.i0 + l + x);
+      uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+      for (int r = 0; r < Philox::rounds; ++r, k0 += Philox::weyl0, k1 += Philox::weyl1) {
+        Words hi0, lo0, hi1, lo1;
+        multiply_wide(c0, Philox::mul0, hi0, lo0);
+        multiply_wide(c2, Philox::mul1, hi1, lo1);
+        c0 = hi1 ^ c1 ^ splat(k0);
+        c1 = lo1;
+        c2 = hi0 ^ c3 ^ splat(k1);
+        c3 = lo0;
+      }
+      store(words + l, c0);
+      store(words + kMaxLanes + l, c1);
+      store(words + 2 * kMaxLanes + l, c2);
+      store(words + 3 * kMaxLanes + l, c3);
+    }
+  }
+
+  // Drops elements of `a`, and the same ones of `b` when given, scaling the rest.
+  static void dropout(const FaParams& p, const Rows& rows, const Keys& keys, R* a, R* b) {
+    const Dropout rule = dropout_rule(p.dropout_p);
+    const R factor = R(rule.factor);
+    uint32_t words[4 * kMaxLanes];
+    for (int64_t j = 0; j < keys.count; j += 4) {
+      philox(p, rows, keys.j0 + j, words);
+      const int64_t n = std::min<int64_t>(4, keys.count - j);
+      for (int64_t r = 0; r < n; ++r) {
+        const uint32_t* w = words + r * kMaxLanes;
+        R* ar = a + (j + r) * lanes;
+        for (int l = 0; l < lanes; ++l) ar[l] = w[l] >= rule.threshold ? ar[l] * factor : R(0);
+        if (!b) continue;
+        R* br = b + (j + r) * lanes;
+        for (int l = 0; l < lanes; ++l) br[l] = w[l] >= rule.threshold ? br[l] * factor : R(0);
+      }
+    }
+  }
+};
+
+// Calls f with the number of vectors that `rows` query rows fill, as a constant.
+template <class R, class F>
+FA_INLINE void with_vectors(int64_t rows, F f) {
+  const int64_t nv = (rows + kLanes<R> - 1) / kLanes<R>;
+  if (nv <= 1) return f(std::integral_constant<int, 1>{});
+  if constexpr (kTileVectors > 2) {
+    if (nv == 3) return f(std::integral_constant<int, 3>{});
+    if (nv >= 4) return f(std::integral_constant<int, 4>{});
+  }
+  f(std::integral_constant<int, 2>{});
+}
+template <class R>
+constexpr int64_t kTileRows = kTileVectors * kLanes<R>;
+
+}  // namespace FA_ISA
+}  // namespace fa

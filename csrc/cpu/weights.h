@@ -1,0 +1,92 @@
+// The probabilities themselves, exp(S - lse) after dropout, from q, k and the LSE of a
+// forward pass; per head, or averaged over heads with no per-head M x N buffer.
+#pragma once
+#include "gradient.h"
+
+namespace fa {
+namespace FA_ISA {
+
+template <class Mul>
+struct Weights {
+  using G = Gradient<Mul>;
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  using Op = Operand<Mul>;
+
+  struct Buffers {
+    E *q, *k, *rows;
+    R *s, *sum, *lse, *factor;
+    ScoreScratch<R> score;
+  };
+  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+    Scratch take{base};
+    const int64_t lanes = kTileRows<R>, tile = kTileKeys * lanes, d = G::padded(p.D);
+    b.q = take.array<E>(d / Mul::pair * lanes);
+    b.k = take.array<E>(kTileKeys * d / Mul::pair);
+    b.rows = take.array<E>(kLanes<E> * d);
+    b.s = take.array<R>(tile);
+    b.sum = take.array<R>(tile);
+    b.lse = take.array<R>(lanes);
+    b.factor = take.array<R>(lanes);
+    b.score = {take.array<R>(p.mask.data ? tile : 0),
+               take.array<R>(p.mask.data ? kTileKeys * kLanes<R> : 0)};
+    return take.used;
+  }
+
+  // One tile of rows of one head, or of all heads, against every key.
+  static void run(const FaParams& p, int64_t task, char* scratch) {
+    Buffers buf;
+    carve(p, scratch, buf);
+    const int64_t heads = p.average_heads ? p.H : 1, per_item = p.H / heads;
+    const int64_t t = task % G::tiles(p), first = task / G::tiles(p) % per_item,
+                  b = task / G::tiles(p) / per_item;
+    const Rows rows = G::tile_rows(p, b, first, t);
+    std::fill(buf.factor, buf.factor + kTileRows<R>, R(1) / R(heads));
+    with_vectors<R>(rows.count, [&](auto nv) {
+      constexpr int NV = decltype(nv)::value;
+      using T = Tile<R, NV>;
+      for (int64_t J0 = 0; J0 < p.N; J0 += kTileKeys) {
+        const int64_t count = std::min(kTileKeys, p.N - J0);
+        std::fill(buf.sum, buf.sum + count * T::lanes, R(0));
+        for (int64_t h = first; h < first + heads; ++h)
+          add<NV>(p, {b, h, rows.i0, rows.count}, J0, buf);
+        write_transposed(buf.sum, T::lanes, buf.factor, plane(p.weights, b, first), rows.i0,
+                         rows.count, J0, count);
+      }
+    });
+  }
+
+  template <int NV>
+  static void add(const FaParams& p, const Rows& rows, int64_t J0, const Buffers& buf) {
+    using T = Tile<R, NV>;
+    const Keys keys = visible_keys(p, rows, J0);
+    if (keys.count <= 0) return;
+    for (int64_t l = 0; l < T::lanes; ++l) {
+      buf.lse[l] = kInf<R>;
+      if (l >= rows.count) continue;
+      const R x = read<R>(p.lse.data, p.lse.dtype, plane(p.lse, rows.b, rows.h).at(rows.i0 + l));
+      if (x != -kInf<R>) buf.lse[l] = x;
+    }
+    Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, T::lanes, buf.q,
+                   buf.rows);
+    const int64_t hk = rows.h / (p.H / p.Hk);
+    const Broadcast<E> k = Op::along(plane(p.k, rows.b, hk), keys.j0, keys.count, p.D, buf.k);
+    product<Mul, Unit::along_k, NV>(k, buf.q, T::lanes, (p.D + Mul::pair - 1) / Mul::pair,
+                                    keys.count, Overwrite<R>{buf.s, T::lanes, R(p.scale)});
+    T::score(p, rows, keys, buf.s, nullptr, buf.score);
+    T::probabilities(keys.count, buf.lse, buf.s);
+    if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
+    R* sum = buf.sum + (keys.j0 - J0) * T::lanes;
+    for (int64_t x = 0; x < keys.count * T::lanes; ++x) sum[x] += buf.s[x];
+  }
+
+  static Plan plan(const FaParams& p) {
+    Plan plan;
+    Buffers unused;
+    plan.add({p.B * (p.average_heads ? 1 : p.H) * G::tiles(p), carve(p, nullptr, unused), run});
+    return plan;
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa

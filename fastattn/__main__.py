@@ -1,0 +1,73 @@
+"""python -m fastattn [--json | --support]: what is here, what is not, and why."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from . import native
+from .backend import backends
+from .inside import support_table
+
+
+def report() -> dict:
+    """Everything that decides how a call runs on this machine."""
+    try:
+        own = version("fastattn")
+    except PackageNotFoundError:
+        own = "not installed"
+    cpu_down = native.cpu_unavailable()
+    return {
+        "fastattn": own,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "cpu": None
+        if cpu_down
+        else {
+            "isa": native.cpu_isa(),
+            "isas": native.cpu_isas(),
+            "library": str(native.cpu().path),
+        },
+        "backends": {
+            name: {"available": reason is None, "reason": reason}
+            for name, reason in backends().items()
+        },
+    }
+
+
+def show(found: dict) -> str:
+    lines = [f"{name:10} {found[name]}" for name in ("fastattn", "torch", "python", "machine")]
+    lines.append(f"{'gpu':10} {found['gpu'] or 'none that torch sees'}")
+    lines.append(f"{'threads':10} {found['threads']}")
+    if cpu := found["cpu"]:
+        lines.append(f"{'cpu isa':10} {cpu['isa']} (of {', '.join(cpu['isas'])})")
+        lines.append(f"{'library':10} {cpu['library']}")
+    lines.append("backends, in order of preference:")
+    for name, status in found["backends"].items():
+        verdict = "available" if status["available"] else f"not available: {status['reason']}"
+        lines.append(f"  {name:10} {verdict}")
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m fastattn", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--support", action="store_true", help="print the README's support table")
+    chosen = parser.parse_args(arguments)
+    if chosen.support:
+        print(support_table())
+    elif chosen.json:
+        print(json.dumps(report(), indent=2))
+    else:
+        print(show(report()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+"""The backend protocol, support declared as data, and the choice among backends."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .spec import AttentionSpec, Feature, Tensors
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a backend can do. Selection, errors, test skips and the README's table read it."""
+
+    devices: frozenset[str] | None  # None = any
+    dtypes: frozenset[torch.dtype]
+    max_head_dim: int | None  # for D and Dv; None = any
+    features: Feature
+
+    def why_not(self, spec: AttentionSpec) -> list[str]:
+        """The reasons to decline `spec`; empty when it can be run."""
+        devices, limit = self.devices, self.max_head_dim
+        missing = [f.name.lower() for f in Feature if f & spec.features & ~self.features]
+        rules = [
+            (devices is None or spec.device in devices, f"no kernel for device {spec.device!r}"),
+            (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
+            (limit is None or spec.D <= limit, f"head dim {spec.D} is over {limit}"),
+            (limit is None or spec.Dv <= limit, f"value head dim {spec.Dv} is over {limit}"),
+            (not missing, f"does not support {', '.join(missing)}"),
+        ]
+        return [reason for ok, reason in rules if not ok]
+
+
+class Backend(Protocol):
+    """Kernels behind one interface. `t` is as the caller gave it, so a backend checks nothing but
+    values. Outputs and gradients in q's layout are stored (B,M,H,D) and viewed as (B,H,M,D);
+    gradients that `wants` does not ask for may be None.
+    """
+
+    name: str
+    support: Support
+
+    def unavailable(self) -> str | None:
+        """Why it cannot run on this machine at all, or None. Constant within a process."""
+        ...
+
+    def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
+        """out (B,H,M,Dv) and lse (B,H,M) in spec.lse_dtype."""
+        ...
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        wants: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        """dq dk dv dmask dsinks, each in its input's dtype and shape."""
+        ...
+
+    def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
+        """Probabilities after dropout (B,H,M,N), or (B,M,N) averaged over heads, from t.lse."""
+        ...
+
+    def weights_backward(
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        """dq dk dmask dsinks."""
+        ...
+
+
+def token_major(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """An empty (B,H,M,D) tensor stored (B,M,H,D): the layout of outputs and their gradients."""
+    B, H, M, D = shape
+    return like.new_empty_strided((B, H, M, D), (M * H * D, D, H * D, 1), dtype=dtype)
+
+
+_BACKENDS: dict[str, Backend] = {}  # in order of preference
+_warned: set[str] = set()
+
+
+def register(backend: Backend) -> None:
+    _BACKENDS[backend.name] = backend
+
+
+def names() -> list[str]:
+    """Every backend there is, in order of preference."""
+    return list(_BACKENDS)
+
+
+def get(name: str) -> Backend:
+    if name not in _BACKENDS:
+        raise ValueError(f"backend: got {name!r}, expected one of {names()}, or None for the best")
+    return _BACKENDS[name]
+
+
+def backends() -> dict[str, str | None]:
+    """Every backend in order of preference: None if it can run here, else the reason it cannot."""
+    return {name: backend.unavailable() for name, backend in _BACKENDS.items()}
+
+
+def why_not(name: str, spec: AttentionSpec) -> list[str]:
+    """Why backend `name` declines `spec`; empty when it would run."""
+    backend = get(name)
+    down = backend.unavailable()
+    return ([down] if down else []) + backend.support.why_not(spec)
+
+
+def explain_choice(reasons: dict[str, list[str]]) -> str:
+    return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(spec: AttentionSpec, requested: str = "") -> Backend:
+    """The first backend that can run `spec`, or `requested` and no other.
+
+    Raises NotImplementedError with every backend's reasons, ValueError for an unknown name.
+    """
+    declined: dict[str, list[str]] = {}
+    for name in [requested] if requested else names():
+        declined[name] = why_not(name, spec)
+        if not declined[name]:
+            if name == "reference" and not requested:
+                _warn_slow(declined)
+            return _BACKENDS[name]
+    if requested:
+        declined |= {name: why_not(name, spec) or ["can run it"] for name in names()}
+    what = f"backend {requested!r} cannot" if requested else "no backend can"
+    raise NotImplementedError(f"{what} run {spec}:\n{explain_choice(declined)}")
+
+
+def _warn_slow(declined: dict[str, list[str]]) -> None:
+    """Say once, for each set of reasons, that no fused kernel ran."""
+    reasons = explain_choice({name: why for name, why in declined.items() if why})
+    if reasons and reasons not in _warned:
+        _warned.add(reasons)
+        warnings.warn(
+            "fastattn runs this attention call on the slow O(M N) reference backend, because every "
+            f'fused backend declined (backend="reference" asks for it silently):\n{reasons}',
+            stacklevel=_caller_level(),
+        )
+
+
+def _caller_level() -> int:
+    """The stacklevel, counted from our caller, of the first frame outside this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith("fastattn"):
+        frame, level = frame.f_back, level + 1
+    return level

@@ -1,0 +1,168 @@
+"""The oracle as a backend: runs everything, slowly, with memory O(M N)."""
+
+from __future__ import annotations
+
+import functools
+import os
+
+import torch
+from torch import Tensor
+
+from .. import reference as oracle
+from ..backend import Support, register, token_major
+from ..check import DTYPES
+from ..spec import UNLIMITED, AttentionSpec, Feature, Tensors
+
+
+def _without_autocast(method):
+    """What is computed here is computed in the dtype it says, wherever it is called."""
+
+    @functools.wraps(method)
+    def run(self, spec: AttentionSpec, *args):
+        with torch.autocast(spec.device, enabled=False):
+            return method(self, spec, *args)
+
+    return run
+
+
+class Reference:
+    name = "reference"
+    support = Support(
+        devices=None,
+        dtypes=frozenset(DTYPES),
+        max_head_dim=None,
+        features=~Feature.PACKED,
+    )
+
+    def unavailable(self) -> None:
+        return None
+
+    @_without_autocast
+    def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
+        w = _wide(spec, t)
+        out, lse = oracle.attention(
+            w.q,
+            w.k,
+            w.v,
+            **_score_arguments(spec, w),
+            sinks=w.sinks,
+            dropout_p=spec.dropout_p,
+            seed=w.seed,
+            return_lse=True,
+        )
+        return token_major(t.q, out.shape, spec.dtype).copy_(out), lse
+
+    @_without_autocast
+    def backward(self, spec, t, out, lse, dout, dlse, wants):
+        w = _wide(spec, t)._replace(lse=lse)
+        p, kept = _probabilities(spec, w)
+        dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
+        dp = dout @ _heads(w.v, w).mT * kept
+        delta = (p * dp).sum(-1) - (0 if dlse is None else dlse)
+        dq, dk, dmask, dsinks = _score_gradients(spec, w, p, dp, delta)
+        dv = _sum_groups(spec, (p * kept).mT @ dout)
+        return _as_inputs(t, dict(q=dq, k=dk, v=dv, mask=dmask, sinks=dsinks), wants)
+
+    @_without_autocast
+    def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
+        p, kept = _probabilities(spec, _wide(spec, t))
+        p = p * kept
+        return (p.mean(dim=1) if spec.average_heads else p).to(spec.dtype)
+
+    @_without_autocast
+    def weights_backward(self, spec, t, dweights, wants):
+        w = _wide(spec, t)
+        p, kept = _probabilities(spec, w)
+        if spec.average_heads:
+            dweights = (dweights[:, None] / max(spec.H, 1)).expand(p.shape)
+        dp = dweights.to(p.dtype) * kept
+        delta = (p * dp).sum(-1) * (0 if spec.constant_lse else 1)
+        dq, dk, dmask, dsinks = _score_gradients(spec, w, p, dp, delta)
+        return _as_inputs(t, dict(q=dq, k=dk, mask=dmask, sinks=dsinks), wants)
+
+
+def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
+    """16-bit inputs in float32, and key lengths that are in range."""
+    q, k, v, lengths = t.q, t.k, t.v, t.lengths
+    if lengths is not None:
+        lengths = _lengths(lengths, spec.N)
+    q, k = q.to(spec.lse_dtype), k.to(spec.lse_dtype)
+    v = None if v is None else v.to(spec.lse_dtype)
+    return t._replace(q=q, k=k, v=v, lengths=lengths)
+
+
+def _lengths(lengths: Tensor, N: int) -> Tensor:
+    if lengths.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
+        return lengths.clamp(0, N)  # looking at the values would wait for the device
+    wrong = lengths[(lengths < 0) | (lengths > N)].tolist()
+    if wrong:
+        raise ValueError(f"key_lengths: got {wrong[0]}, expected values in [0, N] = [0, {N}]")
+    return lengths
+
+
+def _score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
+    """The oracle's arguments for scores; causal is already the right edge of the window."""
+    left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
+    return dict(
+        mask=t.mask,
+        causal="bottom_right" if spec.bottom_right else False,
+        window=(left, right),
+        key_lengths=t.lengths,
+        alibi_slopes=t.slopes,
+        softcap=spec.softcap or None,
+        scale=spec.scale,
+    )
+
+
+# The gradients are written out, not left to autograd: a backend may run below autograd's dispatch,
+# where nothing is recorded and every derivative would come out as 0.
+
+
+def _heads(x: Tensor, t: Tensors) -> Tensor:
+    """Keys or values as the query heads see them, with 0 at and past the key lengths."""
+    if t.lengths is not None:
+        x = x.masked_fill(~oracle.within(t.lengths, x.shape[2])[:, None, :, None], 0)
+    return x.repeat_interleave(t.q.shape[1] // max(x.shape[1], 1), dim=1)
+
+
+def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | float]:
+    """P = exp(S - lse), and what dropout multiplies it by."""
+    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(spec, t)), t.lse)
+    return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed)
+
+
+def _score_gradients(spec: AttentionSpec, t: Tensors, p: Tensor, dp: Tensor, delta: Tensor):
+    """dS = P (dP - delta) (Dao 2023, section 3.1), and from it dq, dk, dmask, dsinks."""
+    k = _heads(t.k, t)
+    ds = p * (dp - delta[..., None])
+    dmask = None if t.mask is None else ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
+    dsinks = None
+    if t.sinks is not None:
+        seen = torch.where(t.lse == -torch.inf, torch.inf, t.lse)
+        dsinks = -(torch.exp(t.sinks.to(p)[:, None] - seen) * delta).sum((0, 2))
+    if spec.softcap:
+        ds = ds * (1 - torch.tanh(t.q @ k.mT * (spec.scale / spec.softcap)) ** 2)
+    dq = ds @ k * spec.scale
+    dk = _sum_groups(spec, ds.mT @ t.q * spec.scale)
+    return dq, dk, dmask, dsinks
+
+
+def _sum_groups(spec: AttentionSpec, x: Tensor) -> Tensor:
+    """(B,H,N,D) -> (B,Hk,N,D): a key head's gradient is the sum over the query heads it serves."""
+    return x.unflatten(1, (spec.Hk, spec.H // max(spec.Hk, 1))).sum(2)
+
+
+def _as_inputs(t: Tensors, grads: dict[str, Tensor | None], wants) -> tuple[Tensor | None, ...]:
+    """Gradients in each input's shape and dtype; None where not wanted."""
+    found: list[Tensor | None] = []
+    for (name, grad), wanted in zip(grads.items(), wants):
+        x = getattr(t, name)
+        if grad is None or not wanted:
+            found.append(None)
+        else:
+            room = token_major(x, x.shape, x.dtype) if name in "qkv" else x.new_empty(x.shape)
+            found.append(room.copy_(grad.reshape(x.shape)))
+    return tuple(found)
+
+
+register(Reference())

@@ -1,0 +1,89 @@
+"""Seeing inside: which backend a call would run on, and why the others declined."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from . import backend
+from .api import prepare
+from .check import describe
+from .spec import AttentionSpec, Feature
+
+_MEANING = {
+    Feature.BAND: "causal (both alignments), window",
+    Feature.LENGTHS: "key_lengths",
+    Feature.MASK: "mask: bool or float of any broadcast shape, gradient in that shape",
+    Feature.ALIBI: "alibi_slopes",
+    Feature.SOFTCAP: "softcap",
+    Feature.SINKS: "sinks, with gradient",
+    Feature.DROPOUT: "dropout, the same draws on every backend",
+    Feature.GQA: "grouped heads (GQA, MQA)",
+    Feature.WEIGHTS: "attention_weights, per head or averaged",
+    Feature.GRAD: "backward, with a loss on the LSE too",
+    Feature.PACKED: "packed variable-length batches (cu_seqlens)",
+}
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """backend is the name of the one that would run, or None; declined maps the others that were
+    asked before it, and those that could not run it either, to their reasons."""
+
+    spec: AttentionSpec
+    backend: str | None
+    declined: dict[str, list[str]]
+
+    def __str__(self) -> str:
+        lines = [str(self.spec)]
+        for name in backend.names():
+            if name == self.backend:
+                verdict = "would run"
+            else:
+                verdict = "; ".join(self.declined.get(name, ["could run, but is not preferred"]))
+            lines.append(f"  {name}: {verdict}")
+        return "\n".join(lines)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
+    """What `attention(q, k, v, **arguments)` would run on. Computes nothing, prints well.
+
+    Raises what `attention` would raise for bad input, except that a call no backend can run gives
+    an explanation with backend None.
+    """
+    arguments.pop("return_lse", None)  # changes nothing here
+    t, options = prepare(q, k, v, **arguments)
+    spec = describe(t, options)
+    requested = options.backend
+    if requested:
+        backend.get(requested)  # raises for a name that is none
+    declined = {name: why for name in backend.names() if (why := backend.why_not(name, spec))}
+    able = [name for name in backend.names() if name not in declined]
+    if requested:
+        able = [name for name in able if name == requested]
+    return Explanation(spec, able[0] if able else None, declined)
+
+
+def support_table() -> str:
+    """What each backend declares, as the Markdown table in the README."""
+    declared = [backend.get(name).support for name in backend.names()]
+    rows = [
+        ["", *backend.names()],
+        ["---"] * (1 + len(declared)),
+        ["devices", *(_listed(s.devices) for s in declared)],
+        ["dtypes", *(_listed(str(x)[6:] for x in s.dtypes) for s in declared)],
+        [
+            "D and Dv up to",
+            *("any" if s.max_head_dim is None else str(s.max_head_dim) for s in declared),
+        ],
+        *(
+            [what, *("yes" if f & s.features else "no" for s in declared)]
+            for f, what in _MEANING.items()
+        ),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _listed(items) -> str:
+    return "any" if items is None else ", ".join(sorted(items))

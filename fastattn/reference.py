@@ -1,0 +1,161 @@
+"""The oracle: attention as the mathematics says it, one line a feature.
+
+It computes in the dtype it is given and upcasts nothing, so that the same lines are the yardstick
+in float64 and a same-dtype baseline in bfloat16. Memory is O(M N). Every fused backend is compared
+with this file; read it to learn what the operation means.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: how the key moves on, round by round
+MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+WORD = 0xFFFFFFFF
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    key_lengths: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+):
+    """softmax(score(q k^T)) v for q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv).
+
+    The arguments mean what they mean in `fastattn.attention`. Returns out (B,H,M,Dv), then the LSE
+    (B,H,M) if `return_lse`, then the probabilities after dropout (B,H,M,N) if `return_weights`.
+    """
+    v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)  # GQA: a key head serves a run
+    if key_lengths is not None:
+        v = v.masked_fill(~within(key_lengths, v.shape[2])[:, None, :, None], 0)
+    with torch.autocast(q.device.type, enabled=False):
+        s = scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale)
+        p, lse = softmax(s, sinks)
+        p = dropout(p, dropout_p, seed)
+        out = p @ v
+    extras = [x for x, wanted in ((lse, return_lse), (p, return_weights)) if wanted]
+    return (out, *extras) if extras else out
+
+
+def scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale) -> Tensor:
+    """(B,H,M,N) scores, -inf where a query may not look."""
+    (B, H, M, D), N = q.shape, k.shape[2]
+    k = k.repeat_interleave(H // max(k.shape[1], 1), dim=1)
+    j = torch.arange(N, device=q.device)
+    i = positions(M, N, causal, key_lengths, q.device)
+    keep = band(i, j, causal, window)
+    if key_lengths is not None:
+        keep = keep & within(key_lengths, N)[:, None, None]
+        k = k.masked_fill(~within(key_lengths, N)[:, None, :, None], 0)  # NaN there must not matter
+    s = q @ k.mT * ((1 / math.sqrt(D) if D else 1.0) if scale is None else scale)
+    if softcap is not None:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.to(s).expand(B, H)[..., None, None] * (i - j).abs()
+    if mask is not None and mask.dtype == torch.bool:
+        keep = keep & mask
+    elif mask is not None:
+        s = s + mask.to(s)
+    return s.masked_fill(~keep, -torch.inf)
+
+
+def within(key_lengths: Tensor, N: int) -> Tensor:
+    """(B,N): is key j inside item b?"""
+    return torch.arange(N, device=key_lengths.device) < key_lengths[:, None]
+
+
+def positions(M, N, causal, key_lengths, device) -> Tensor:
+    """i' (B|1,1,M,1): where each query row stands among the keys."""
+    i = torch.arange(M, device=device)[:, None]
+    if causal != "bottom_right":
+        return i[None, None]
+    ends = torch.tensor([N], device=device) if key_lengths is None else key_lengths.long()
+    return i + (ends - M)[:, None, None, None]
+
+
+def band(i: Tensor, j: Tensor, causal, window) -> Tensor:
+    """Causal is a window whose right edge is 0."""
+    left, right = (None, None) if window is None else window
+    keep = torch.ones_like(i - j, dtype=torch.bool)
+    if causal:
+        keep = keep & (j <= i)
+    if left is not None:
+        keep = keep & (j >= i - left)
+    if right is not None:
+        keep = keep & (j <= i + right)
+    return keep
+
+
+def softmax(s: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Probabilities (B,H,M,N), and the log of the denominator (B,H,M) as float32 at least.
+
+    A sink is one more logit in the denominator; no sink is a sink of -inf. The denominator of a row
+    that sees nothing is 0: it is replaced before the division and the logarithm, not after, because
+    the gradient of the branch not taken would be NaN.
+    """
+    B, H, M, _ = s.shape
+    sink = s.new_tensor(-torch.inf) if sinks is None else sinks.to(s)[:, None, None]
+    logits = torch.cat([s, sink.expand(B, H, M, 1)], dim=-1)
+    m = logits.detach().amax(-1, keepdim=True)
+    m = torch.where(m == -torch.inf, 0.0, m)  # or -inf - (-inf) = NaN
+    e = torch.exp(logits - m)
+    total = e.sum(-1, keepdim=True)
+    safe = torch.where(total == 0, 1.0, total)
+    lse = torch.where(total == 0, -torch.inf, torch.log(safe) + m).squeeze(-1)
+    return e[..., :-1] / safe, lse if s.dtype == torch.float64 else lse.float()
+
+
+def dropout(p: Tensor, dropout_p: float, seed: int | Tensor | None) -> Tensor:
+    if dropout_p == 0:
+        return p
+    if seed is None:
+        seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=p.device)
+    kept = keep_mask(p.shape, dropout_p, int(seed), p.device)
+    return torch.where(kept, p, 0.0) / (1 - dropout_p if dropout_p < 1 else 1.0)
+
+
+def keep_mask(shape: tuple[int, ...], dropout_p: float, seed: int, device="cpu") -> Tensor:
+    """(B,H,M,N) bool: element (b,h,i,j) is kept iff its Philox word is >= floor(p 2^32).
+
+    Four neighbouring keys share one block: counter (j >> 2, i, h, b), word j & 3.
+    """
+    B, H, M, N = shape
+
+    def along(n, dim):
+        return torch.arange(n, device=device).view([-1 if d == dim else 1 for d in range(4)])
+
+    counter = along(-(-N // 4), 3), along(M, 2), along(H, 1), along(B, 0)
+    words = torch.stack(torch.broadcast_tensors(*philox(counter, seed)), dim=-1)
+    return words.flatten(-2)[..., :N] >= math.floor(dropout_p * 2**32)
+
+
+def philox(counter: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
+    """Philox-4x32-10 (Salmon et al., 2011). Words are int64 tensors holding 32 bits."""
+    c0, c1, c2, c3 = counter
+    k0, k1 = seed & WORD, (seed >> 32) & WORD
+    for _ in range(10):
+        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # int64 wraps, but all 64 bits are right
+        c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
+        k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
+    return c0, c1, c2, c3
+
+
+def weights(s: Tensor, lse: Tensor) -> Tensor:
+    """Probabilities before dropout, from scores and a normaliser found earlier."""
+    lse = lse.to(s)[..., None]
+    return torch.exp(s - torch.where(lse == -torch.inf, torch.inf, lse))  # an empty row: 0

@@ -1,0 +1,227 @@
+"""torch.nn.functional.scaled_dot_product_attention, call for call.
+
+Any leading dimensions, broadcast against each other, are brought to the one form (B,H,M,D) by views
+where the memory allows it. Known differences, all on purpose: a mask together with is_causal always
+raises, as do keys and values of different lengths and a NaN scale; masks may have fewer than two
+dimensions; dropout runs inside the kernel and draws its own mask.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, cast
+
+import torch
+from torch import Size, Tensor, broadcast_shapes
+
+from .api import attention
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """softmax(query key^T scale + attn_mask) value, as torch's function of the same name.
+
+    query (..., L, E), key (..., S, E), value (..., S, Ev) of float32, float64, bfloat16 or
+    float16; leading dimensions broadcast. attn_mask broadcasts to (..., L, S): bool (True = may
+    attend), or added to the scores, in query's dtype or float32; CausalBias is understood.
+    `is_causal` aligns to the top left. With `enable_gqa` the heads (dimension -3) of key and value
+    divide those of query. Returns (..., L, Ev); a row that may attend to nothing gives 0.
+
+    Raises RuntimeError where torch does, with the same first words, and TypeError for what is no
+    tensor. `fastattn.attention` is the same computation with more features and fewer shapes.
+    """
+    if attn_mask is None and scale is None and dropout_p == 0 and _is_ordinary(query, key, value):
+        return _attend(query, key, value, causal=bool(is_causal))
+    causal = "top_left" if is_causal else False
+    # By name: importing the class costs a second, and whoever holds one has paid it.
+    if type(attn_mask).__name__ == "CausalBias":
+        causal, attn_mask = _causal_bias(attn_mask, query, key, is_causal), None
+    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    q, k, v, mask = query, key, value, attn_mask
+    rank = max(q.ndim, k.ndim, v.ndim)
+    if mask is not None and mask.ndim > rank:
+        raise RuntimeError(
+            f"attn_mask: got {mask.ndim} dimensions, expected at most {rank}, as the scores have"
+        )
+    if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]):
+        return _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa)
+    if not k.shape[1] == v.shape[1] == q.shape[1]:
+        q, k, v = _match_heads(q, k, v, enable_gqa)
+    return _attend(q, k, v, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
+    return cast("Tensor", attention(q, k, v, **rest))  # no LSE asked for: one tensor
+
+
+def _is_ordinary(q, k, v) -> bool:
+    """4-D and of one shape, dtype and device: nothing to check or to arrange."""
+    return (
+        type(q) is type(k) is type(v) is Tensor
+        and q.shape == k.shape == v.shape
+        and q.ndim == 4
+        and q.dtype == k.dtype == v.dtype
+        and q.device == k.device == v.device
+    )
+
+
+def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
+    """Through (B,H,M,D) and back. Two dimensions have B = H = 1; three have B = 1."""
+    rank = max(q.ndim, k.ndim, v.ndim)
+    if enable_gqa and rank < 3:
+        raise RuntimeError("enable_gqa: got 2 dimensions, expected a dimension -3 for the heads")
+    q, k, v = (x[(None,) * (max(rank, 4) - x.ndim)] for x in (q, k, v))
+    q, k, v = _match_heads(q, k, v, enable_gqa)
+    lead = _broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
+    q, k, v = (_merge(x, lead) for x in (q, k, v))
+    mask = _merge_mask(mask, lead)
+    out = _attend(q, k, v, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
+    out = out.unflatten(0, lead)
+    return out[(0,) * (max(rank, 4) - rank)]
+
+
+def _merge(x: Tensor, lead: Size) -> Tensor:
+    """(..., H, M, D) with its leading dimensions broadcast to `lead` and merged into one."""
+    if len(lead) == 1:
+        return x.expand(*lead, *x.shape[1:])
+    return x.expand(*lead, *x.shape[-3:]).reshape(math.prod(lead), *x.shape[-3:])
+
+
+def _merge_mask(mask: Tensor | None, lead: Size) -> Tensor | None:
+    """A mask that is the same for every batch item stays that small."""
+    if mask is None or mask.ndim < 4:
+        return mask
+    if all(n == 1 for n in mask.shape[:-3]):
+        return mask[(0,) * (mask.ndim - 3)]
+    if _broadcast(mask.shape[:-3], lead) != lead:
+        raise RuntimeError(
+            f"attn_mask: got leading dimensions {tuple(mask.shape[:-3])}, expected some that "
+            f"broadcast to {tuple(lead)}, as the scores have"
+        )
+    return _merge(mask, lead)
+
+
+def _match_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool):
+    """Heads (dimension -3) as `attention` takes them: k and v alike, and dividing q's."""
+    H, Hk, Hv = (x.shape[-3] for x in (q, k, v))
+    if enable_gqa:
+        if any(H % h if h else H for h in (Hk, Hv)):
+            raise RuntimeError(
+                "Number of heads in key and value must divide the number of heads in query: got "
+                f"{Hk} and {Hv}, expected divisors of {H}"
+            )
+        if Hk != Hv:
+            k, v = (x.repeat_interleave(H // max(x.shape[-3], 1), dim=-3) for x in (k, v))
+        return q, k, v
+    (heads,) = _broadcast((H,), (Hk,), (Hv,))
+    if heads != H:
+        q = _expand_heads(q, heads)
+    if not Hk == Hv == 1:  # one key head for all needs no expansion
+        k, v = _expand_heads(k, heads), _expand_heads(v, heads)
+    return q, k, v
+
+
+def _expand_heads(x: Tensor, heads: int) -> Tensor:
+    return x.expand(*x.shape[:-3], heads, *x.shape[-2:])
+
+
+def _broadcast(*shapes) -> Size:
+    try:
+        return broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise RuntimeError(
+            "The size of tensor must match at non-singleton dimensions: got query, key and value "
+            f"with leading dimensions {', '.join(str(tuple(s)) for s in shapes)}, expected shapes "
+            "that broadcast (enable_gqa=True lets fewer key heads serve more query heads)"
+        ) from None
+
+
+def _causal_bias(bias, query: Tensor, key: Tensor, is_causal: bool) -> str:
+    """Where a CausalBias puts the rows. Its data is uninitialised: only its sizes mean anything."""
+    if is_causal:
+        raise ValueError(
+            "CausalBias should not be used with is_causal=True: got both, expected one"
+        )
+    sizes = bias.seq_len_q, bias.seq_len_kv
+    if bias.variant.name == "UPPER_LEFT" or sizes[0] == sizes[1]:
+        return "top_left"
+    if sizes != (query.shape[-2], key.shape[-2]):
+        raise RuntimeError(
+            f"The size of tensor must match: got a CausalBias for (L, S) = {sizes}, expected "
+            f"{(query.shape[-2], key.shape[-2])}"
+        )
+    return "bottom_right"
+
+
+def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
+    """torch's rules in torch's words, and where torch's kernels disagree, the stricter one."""
+    tensors = (("query", q), ("key", k), ("value", v), ("attn_mask", mask))
+    for name, x in tensors[: 3 if mask is None else 4]:
+        _need_type(isinstance(x, Tensor), name, "Tensor", x)
+    _need_type(isinstance(dropout_p, (int, float)), "dropout_p", "float", dropout_p)
+    _need_type(scale is None or isinstance(scale, (int, float)), "scale", "float", scale)
+    if min(q.ndim, k.ndim, v.ndim) < 2:
+        raise RuntimeError(
+            "Expected query, key, and value to all be at least 2 dimensional, but got query.dim: "
+            f"{q.ndim} key.dim: {k.ndim} and value.dim: {v.ndim} instead."
+        )
+    for what, kinds in (
+        ("dtype", (q.dtype, k.dtype, v.dtype)),
+        ("device type", (q.device, k.device, v.device)),
+    ):
+        mixed = not kinds[0] == kinds[1] == kinds[2]
+        if mixed and (what != "dtype" or not torch.is_autocast_enabled(q.device.type)):
+            name = what.split()[0]
+            raise RuntimeError(
+                f"Expected query, key, and value to have the same {what}, but got query.{name}: "
+                f"{kinds[0]} key.{name}: {kinds[1]} and value.{name}: {kinds[2]} instead."
+            )
+    if q.shape[-1] != k.shape[-1] or k.shape[-2] != v.shape[-2]:
+        raise RuntimeError(
+            f"Expected size for query, key and value: got {tuple(q.shape)}, {tuple(k.shape)} and "
+            f"{tuple(v.shape)}, expected (..., L, E), (..., S, E) and (..., S, Ev)"
+        )
+    if not 0 <= dropout_p <= 1:
+        raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
+    if scale is not None and not math.isfinite(scale):
+        raise RuntimeError(f"scale: got {scale}, expected a finite number or None")
+    if mask is not None:
+        _check_mask(q, k, mask, is_causal)
+
+
+def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:
+    if is_causal:
+        raise RuntimeError(
+            "Explicit attn_mask should not be set when is_causal=True: got both, expected one; "
+            "put the causal part into the mask"
+        )
+    if mask.dtype not in (torch.bool, torch.float32, q.dtype) and not (
+        mask.is_floating_point() and torch.is_autocast_enabled(q.device.type)
+    ):
+        raise RuntimeError(
+            "Expected attn_mask dtype to be bool or float or to match query dtype, but got "
+            f"attn_mask.dtype: {mask.dtype} and query.dtype: {q.dtype} instead."
+        )
+    tail = tuple(mask.shape[-2:])
+    if any(m not in (1, n) for m, n in zip(reversed(tail), (k.shape[-2], q.shape[-2]))):
+        raise RuntimeError(
+            f"The size of attn_mask must match at non-singleton dimensions: got {tuple(mask.shape)}"
+            f", expected a shape that broadcasts to (..., {q.shape[-2]}, {k.shape[-2]})"
+        )
+
+
+def _need_type(ok: bool, name: str, kind: str, x: object) -> None:
+    if not ok:
+        raise TypeError(
+            f"scaled_dot_product_attention(): argument '{name}' must be {kind}, not "
+            f"{type(x).__name__}"
+        )

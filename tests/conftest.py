@@ -1,0 +1,83 @@
+"""Every test runs with NaN in uninitialised memory, and names why it is skipped.
+
+Memory that is read before it is written shows: torch itself fills `torch.empty`, `empty_like`,
+`new_empty`, `empty_strided` and `resize_` with NaN (integers with their maximum, so a byte
+buffer read as floats is NaN too), and the native library fills its own scratch.
+"""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+# Tests import their helpers by name (`import cases`) whatever pytest's import mode is.
+sys.path.insert(0, str(Path(__file__).parent))
+
+if importlib.util.find_spec("hypothesis"):
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "fastattn",
+        max_examples=int(os.environ.get("FASTATTN_EXAMPLES", "60")),
+        deadline=None,  # a shared machine stalls
+        derandomize="FASTATTN_EXAMPLES" not in os.environ,  # the same examples on every commit
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    )
+    settings.load_profile("fastattn")
+
+NO_GPU = "torch sees no GPU here"
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU; skipped, with the reason, without one")
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def poisoned_scratch():
+    """The native library's own workspaces start as NaN too."""
+    from fastattn import native
+
+    try:
+        native.poison(True)
+    except (OSError, RuntimeError):  # no library: test_backend_is_here says so
+        yield
+        return
+    yield
+    native.poison(False)
+
+
+@pytest.fixture(autouse=True)
+def poisoned_empty():
+    was = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    yield
+    torch.use_deterministic_algorithms(was, warn_only=warn_only)
+    torch.utils.deterministic.fill_uninitialized_memory = fill
+
+
+@pytest.fixture
+def threads():
+    """A function that sets torch's thread count until the test ends."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread(threads):
+    """For files of many tiny calls. Threads change no bit of a result (test_determinism)."""
+    threads(1)

@@ -1,0 +1,185 @@
+"""Attention a second time, more naive than the oracle: what the oracle itself is judged by.
+
+`keep` is Philox in numpy integers. `loops` is Python scalars, one query and one key at a time.
+`baseline` is torch in the inputs' own dtype throughout: every intermediate is rounded to it, as
+someone without a fused kernel would compute, and so its error is the yardstick for a kernel's.
+Nothing here shares code with `fastattn.reference`.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+MUL = (0xD2511F53, 0xCD9E8D57)
+WEYL = (0x9E3779B9, 0xBB67AE85)
+LOW = np.uint64(0xFFFFFFFF)
+
+
+def philox(counter, key):
+    """Philox-4x32-10 of four counter words (arrays or ints) and two key words."""
+    c = [np.asarray(x, dtype=np.uint64) for x in counter]
+    k = [int(x) for x in key]
+    for _ in range(10):
+        a, b = c[0] * np.uint64(MUL[0]), c[2] * np.uint64(MUL[1])
+        c = [
+            (b >> np.uint64(32)) ^ c[1] ^ np.uint64(k[0]),
+            b & LOW,
+            (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k[1]),
+            a & LOW,
+        ]
+        k = [(x + w) & 0xFFFFFFFF for x, w in zip(k, WEYL, strict=True)]
+    return c
+
+
+def keep(seed, p, shape):
+    """(B,H,M,N) bool: which probabilities dropout keeps."""
+    if p >= 1:
+        return torch.zeros(shape, dtype=torch.bool)
+    b, h, i, j = np.indices(shape, dtype=np.uint64)
+    seed = int(seed) % 2**64
+    words = np.stack(philox((j >> np.uint64(2), i, h, b), (seed % 2**32, seed >> 32)))
+    word = np.take_along_axis(words, (j & np.uint64(3)).astype(np.int64)[None], axis=0)[0]
+    return torch.from_numpy(word >= np.uint64(math.floor(p * 2**32)))
+
+
+def place(i, length, m, causal):
+    """Where query row i stands among the keys."""
+    return i + length - m if causal == "bottom_right" else i
+
+
+def edges(causal, window):
+    left, right = window or (None, None)
+    left = math.inf if left is None else left
+    right = math.inf if right is None else right
+    return left, min(right, 0) if causal else right
+
+
+def loops(
+    q,
+    k,
+    v,
+    *,
+    mask=None,
+    causal=False,
+    window=None,
+    key_lengths=None,
+    alibi_slopes=None,
+    softcap=None,
+    sinks=None,
+    dropout_p=0.0,
+    seed=0,
+    scale=None,
+):
+    """(out, lse, weights) as float64 numpy arrays, one scalar at a time."""
+    (batch, heads, m, dim), (_, kv_heads, n, _) = q.shape, k.shape
+    q, k, v = (x.detach().double().numpy() for x in (q, k, v))
+    scale = 1 / math.sqrt(dim) if scale is None else scale
+    left, right = edges(causal, window)
+    if mask is not None:
+        mask = torch.broadcast_to(mask.detach(), (batch, heads, m, n)).numpy()
+    if alibi_slopes is not None:
+        alibi_slopes = torch.broadcast_to(alibi_slopes.detach(), (batch, heads)).tolist()
+    kept = keep(seed, dropout_p, (batch, heads, m, n)).numpy() if dropout_p else None
+    out = np.zeros((batch, heads, m, v.shape[-1]))
+    lse = np.full((batch, heads, m), -math.inf)
+    weights = np.zeros((batch, heads, m, n))
+    for b, h, i in np.ndindex(batch, heads, m):
+        g = h // (heads // kv_heads)
+        length = n if key_lengths is None else int(key_lengths[b])
+        at = place(i, length, m, causal)
+        scores = {}
+        for j in range(length):
+            if not at - left <= j <= at + right:
+                continue
+            s = scale * sum(q[b, h, i, d] * k[b, g, j, d] for d in range(dim))
+            if softcap:
+                s = softcap * math.tanh(s / softcap)
+            if alibi_slopes is not None:
+                s -= alibi_slopes[b][h] * abs(at - j)
+            if mask is not None and mask.dtype == bool:
+                s = s if mask[b, h, i, j] else -math.inf
+            elif mask is not None:
+                s += float(mask[b, h, i, j])
+            if s > -math.inf:
+                scores[j] = s
+        logits = list(scores.values()) + ([] if sinks is None else [float(sinks[h])])
+        if not logits:
+            continue
+        top = max(logits)
+        lse[b, h, i] = top + math.log(sum(math.exp(s - top) for s in logits))
+        for j, s in scores.items():
+            w = math.exp(s - lse[b, h, i])
+            if kept is not None:
+                w = w / (1 - dropout_p) if kept[b, h, i, j] else 0.0
+            weights[b, h, i, j] = w
+            out[b, h, i] += w * v[b, g, j]
+    return out, lse, weights
+
+
+def visible(q, k, causal, window, key_lengths):
+    """(B,1,M,N) bool and the distance |i' - j|, from the band and the lengths."""
+    batch, m, n = q.shape[0], q.shape[2], k.shape[2]
+    lengths = [n] * batch if key_lengths is None else key_lengths.tolist()
+    lengths = torch.tensor(lengths, device=q.device).view(-1, 1, 1, 1)
+    i = torch.arange(m, device=q.device).view(1, 1, -1, 1)
+    j = torch.arange(n, device=q.device).view(1, 1, 1, -1)
+    ahead = j - place(i, lengths, m, causal)
+    left, right = edges(causal, window)
+    return (ahead >= -left) & (ahead <= right) & (j < lengths), ahead.abs()
+
+
+def baseline(
+    q,
+    k,
+    v,
+    *,
+    mask=None,
+    causal=False,
+    window=None,
+    key_lengths=None,
+    alibi_slopes=None,
+    softcap=None,
+    sinks=None,
+    dropout_p=0.0,
+    seed=0,
+    scale=None,
+    return_lse=False,
+    return_weights=False,
+):
+    """What torch gives without fusion: M x N matrices in q's dtype; or its probabilities alone."""
+    dtype, group = q.dtype, q.shape[1] // max(k.shape[1], 1)
+    seen, distance = visible(q, k, causal, window, key_lengths)
+    if key_lengths is not None:  # memory past the end may hold NaN
+        past = torch.arange(k.shape[2], device=k.device) >= key_lengths.view(-1, 1, 1)
+        k, v = (x.masked_fill(past.unsqueeze(-1), 0) for x in (k, v))
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    if alibi_slopes is not None:
+        slopes = torch.broadcast_to(alibi_slopes, s.shape[:2])[:, :, None, None]
+        s = s - slopes.to(dtype) * distance.to(dtype)
+    if mask is not None and mask.dtype == torch.bool:
+        seen = seen & mask
+    elif mask is not None:
+        s = s + mask.to(dtype)
+    s = s.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        column = sinks.to(dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
+        s = torch.cat([s, column], -1)
+    # Rows of -inf alone: softmax over zeros, then erased, keeps NaN out of the gradients.
+    empty = (s == -math.inf).all(-1, keepdim=True)
+    s = s.masked_fill(empty, 0)
+    p = torch.softmax(s, -1).masked_fill(empty, 0)[..., : k.shape[2]]
+    if dropout_p:
+        kept = keep(seed, dropout_p, p.shape).to(p.device)
+        p = (p / (1 - dropout_p) if dropout_p < 1 else p).masked_fill(~kept, 0)
+    if return_weights:
+        return p
+    out = p @ v
+    if not return_lse:
+        return out
+    # The LSE of 16-bit inputs is float32: a contract on its dtype, not more accuracy in s.
+    wide = s if dtype == torch.float64 else s.float()
+    return out, torch.logsumexp(wide, -1).masked_fill(empty.squeeze(-1), -math.inf)

@@ -1,0 +1,119 @@
+"""Imports point downward only: each module may import from the floors below its own."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import fastattn
+
+PACKAGE = Path(fastattn.__file__).parent
+
+# From the roof to the ground. A module imports only from the lines below it.
+FLOORS = (
+    {"__main__"},
+    {"__init__"},
+    {"conversion"},
+    {"multihead", "sdpa", "inside"},
+    {"api"},
+    {"transforms"},
+    {"ops"},
+    {"backends"},
+    {"backend", "native"},
+    {"check"},
+    {"spec"},
+    {"reference"},
+)
+FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
+
+# Exceptions, each with its reason.
+ALLOWED = {
+    ("ops", "transforms"),  # inside a function: only functorch's transforms need that half of ops
+    ("native", "__init__"),  # inside a function: where the package lies, to find its library
+}
+# Who may know the oracle: the backend that runs it, and the package that shows it.
+KNOW_THE_ORACLE = {"backends.reference", "__init__"}
+
+
+def modules():
+    """{"api": path, "backends.cpu": path, ...}, kernels and compiled files left out."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        if parts[0] != "kernels":
+            name = ".".join(parts)
+            found[name.removesuffix(".__init__") if len(parts) > 1 else name] = path
+    return found
+
+
+MODULES = modules()
+
+
+def imported(name, path):
+    """The modules of this package that a module imports, anywhere in its text."""
+    here = ("fastattn." + name).split(".")
+    package = here if path.name == "__init__.py" and name != "__init__" else here[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join(base + (node.module.split(".") if node.module else []))
+            found |= {f"{base}.{alias.name}" for alias in node.names}
+    return {known for x in found if (known := resolve(x))}
+
+
+def resolve(dotted):
+    """ "fastattn.spec.Tensors" -> "spec": the longest prefix that is a module of this package."""
+    parts = dotted.split(".")
+    if parts[0] != "fastattn":
+        return None
+    for end in range(len(parts), 1, -1):
+        if (name := ".".join(parts[1:end])) in MODULES:
+            return name
+    return "__init__"
+
+
+def test_the_parser_sees_every_kind_of_import(tmp_path):
+    text = "import fastattn.spec\nfrom . import ops\nfrom .backend import x\ndef f():\n"
+    path = tmp_path / "api.py"
+    path.write_text(text + "    from fastattn.reference import attention\n    import fastattn\n")
+    assert imported("api", path) == {"spec", "ops", "backend", "reference", "__init__"}
+    assert imported("backends.cpu", path) >= {"spec", "reference"}
+
+
+def test_every_module_has_a_floor():
+    unknown = {name.split(".")[0] for name in MODULES} - set(FLOOR)
+    assert not unknown, f"give {sorted(unknown)} a floor in tests/test_arrows.py"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_point_down(name):
+    above = [
+        other
+        for other in imported(name, MODULES[name])
+        if FLOOR[other.split(".")[0]] <= FLOOR[name.split(".")[0]]
+        and (name, other) not in ALLOWED
+        and not (name.startswith("backends") and other.startswith("backends"))
+    ]
+    assert not above, f"{name} imports {above}, which are not below it"
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("backends.")])
+def test_backends_do_not_know_each_other(name):
+    others = {x for x in imported(name, MODULES[name]) if x.startswith("backends")}
+    assert not others, f"{name} imports {others}"
+
+
+def test_only_its_backend_knows_the_oracle():
+    know = {name for name, path in MODULES.items() if "reference" in imported(name, path)}
+    assert know <= KNOW_THE_ORACLE, f"{know - KNOW_THE_ORACLE} import the oracle"
+
+
+def test_kernels_know_nothing_above_them():
+    folders = {Path(folder) / "kernels" for folder in fastattn.__path__}
+    folders.add(PACKAGE.parent / "kernels")
+    for path in (path for folder in folders for path in folder.glob("*.py")):
+        known = imported(f"kernels.{path.stem}", path)
+        assert known <= {"__init__"} and "import fastattn" not in path.read_text(), path

@@ -1,0 +1,171 @@
+"""Bad input raises at once and says what was got, what was expected, or what to do."""
+
+import numpy as np
+import pytest
+import torch
+
+import fastattn
+
+B, H, HK, M, N, D, DV = 2, 4, 2, 5, 7, 3, 6
+BACKENDS = [None, *(name for name, why in fastattn.backends().items() if why is None)]
+
+
+def call(**changes):
+    given = dict(q=torch.randn(B, H, M, D), k=torch.randn(B, HK, N, D), v=torch.randn(B, HK, N, DV))
+    given |= changes
+    return fastattn.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+
+
+r = torch.randn
+BAD = {
+    "q is a list": (dict(q=[1.0]), TypeError, "q: got list"),
+    "v is None": (dict(v=None), TypeError, "v: got NoneType"),
+    "k is an array": (dict(k=np.zeros((B, HK, N, D))), TypeError, "k: got ndarray"),
+    "q of 3 dimensions": (dict(q=r(H, M, D)), ValueError, "4 dimensions"),
+    "v of 5 dimensions": (dict(v=r(1, B, HK, N, DV)), ValueError, "4 dimensions"),
+    "k of other batch": (dict(k=r(3, HK, N, D)), ValueError, "batch size 2"),
+    "v of other batch": (dict(v=r(1, HK, N, DV)), ValueError, "batch size 2"),
+    "k of other head dim": (dict(k=r(B, HK, N, D + 1)), ValueError, "head dim 3"),
+    "indivisible heads": (dict(k=r(B, 3, N, D), v=r(B, 3, N, DV)), ValueError, "3 heads.*divisor"),
+    "no key heads": (dict(k=r(B, 0, N, D), v=r(B, 0, N, DV)), ValueError, "divisor of"),
+    "v of other heads": (dict(v=r(B, 1, N, DV)), ValueError, "2 heads"),
+    "v of other length": (dict(v=r(B, HK, N + 1, DV)), ValueError, "7 rows"),
+    "int q": (dict(q=torch.ones(B, H, M, D).int()), ValueError, "q.dtype.*int32"),
+    "mixed dtypes": (dict(k=r(B, HK, N, D).double()), ValueError, "k.dtype.*float64"),
+    "other device": (dict(k=r(B, HK, N, D, device="meta")), ValueError, "k.device.*meta"),
+    "sparse q": (dict(q=r(B, H, M, D).to_sparse()), (ValueError, RuntimeError), ""),
+    "mask is a list": (dict(mask=[[True]]), TypeError, "mask: got list"),
+    "int mask": (dict(mask=torch.ones(M, N).int()), ValueError, "mask.dtype.*torch.bool"),
+    "double mask": (dict(mask=r(M, N).double()), ValueError, "mask.dtype"),
+    "bfloat16 mask": (dict(mask=r(M, N).bfloat16()), ValueError, "mask.dtype"),
+    "mask of other size": (dict(mask=r(M, N + 1)), ValueError, "broadcasts to"),
+    "mask of many dimensions": (dict(mask=r(1, 1, 1, M, N)), ValueError, "broadcasts to"),
+    "mask of other batch": (dict(mask=r(3, 1, M, N)), ValueError, "broadcasts to"),
+    "mask on other device": (dict(mask=r(M, N, device="meta")), ValueError, "mask.device"),
+    "causal name": (dict(causal="left"), ValueError, "causal: got 'left'.*top_left"),
+    "causal list": (dict(causal=[True]), ValueError, "causal"),
+    "causal tensor": (dict(causal=torch.tensor(True)), ValueError, "causal"),
+    "causal None": (dict(causal=None), ValueError, "causal"),
+    "window of one": (dict(window=3), ValueError, "window.*pair"),
+    "window of three": (dict(window=(1, 2, 3)), ValueError, "window.*pair"),
+    "window left": (dict(window=(-1, None)), ValueError, "window left: got -1"),
+    "window right": (dict(window=(None, -2)), ValueError, "window right: got -2"),
+    "window float": (dict(window=(1.5, 0)), TypeError, "window left: got 1.5"),
+    "lengths list": (dict(key_lengths=[N, N]), TypeError, "key_lengths: got list"),
+    "lengths dtype": (dict(key_lengths=torch.ones(B)), ValueError, "key_lengths.dtype"),
+    "lengths shape": (dict(key_lengths=torch.ones(B + 1).long()), ValueError, r"lengths.*\(B,\)"),
+    "lengths rank": (dict(key_lengths=torch.ones(B, 1).long()), ValueError, "key_lengths"),
+    "lengths device": (
+        dict(key_lengths=torch.ones(B, device="meta").long()), ValueError, "key_lengths.device"
+    ),
+    "lengths above": (dict(key_lengths=torch.tensor([N + 1, 0])), ValueError, r"got 8.*\[0, 7\]"),
+    "lengths below": (dict(key_lengths=torch.tensor([0, -3])), ValueError, r"got -3.*\[0, 7\]"),
+    "slopes shape": (dict(alibi_slopes=r(H + 1)), ValueError, "alibi_slopes"),
+    "slopes of other batch": (dict(alibi_slopes=r(1, H)), ValueError, "alibi_slopes"),
+    "slopes dtype": (dict(alibi_slopes=torch.ones(H).int()), ValueError, "alibi_slopes.dtype"),
+    "slopes with grad": (dict(alibi_slopes=r(H).requires_grad_()), ValueError, "detach"),
+    "softcap 0": (dict(softcap=0.0), ValueError, "softcap: got 0.0.*above 0"),
+    "softcap below 0": (dict(softcap=-1.0), ValueError, "softcap"),
+    "softcap nan": (dict(softcap=torch.nan), ValueError, "softcap"),
+    "softcap inf": (dict(softcap=torch.inf), ValueError, "softcap"),
+    "softcap text": (dict(softcap="1"), TypeError, "softcap"),
+    "sinks shape": (dict(sinks=r(B, H)), ValueError, "sinks"),
+    "sinks dtype": (dict(sinks=torch.ones(H).long()), ValueError, "sinks.dtype"),
+    "dropout below": (dict(dropout_p=-0.1), ValueError, r"dropout_p: got -0.1.*\[0, 1\]"),
+    "dropout above": (dict(dropout_p=1.1), ValueError, "dropout_p"),
+    "dropout nan": (dict(dropout_p=torch.nan), ValueError, "dropout_p: got nan"),
+    "dropout text": (dict(dropout_p="0.1"), TypeError, "dropout_p"),
+    "seed text": (dict(dropout_p=0.1, seed="a"), ValueError, "seed: got 'a'"),
+    "seed float": (dict(dropout_p=0.1, seed=1.0), ValueError, "seed"),
+    "seed of 65 bits": (dict(dropout_p=0.1, seed=2**64), ValueError, "seed.*64 bits"),
+    "seed dtype": (dict(dropout_p=0.1, seed=torch.tensor([1.0])), ValueError, "seed.dtype"),
+    "two seeds": (dict(dropout_p=0.1, seed=torch.tensor([1, 2])), ValueError, "one element"),
+    "seed device": (
+        dict(dropout_p=0.1, seed=torch.ones(1, device="meta").long()), ValueError, "seed.device"
+    ),
+    "scale nan": (dict(scale=torch.nan), ValueError, "scale: got nan"),
+    "scale inf": (dict(scale=-torch.inf), ValueError, "scale"),
+    "scale text": (dict(scale="1"), TypeError, "scale"),
+    "scale list": (dict(scale=[1.0]), TypeError, "scale"),
+    "scale tensor": (dict(scale=torch.tensor(1.0)), TypeError, "scale"),
+    "no such backend": (dict(backend="gpu"), ValueError, "backend: got 'gpu'.*cpu"),
+    "no such argument": (dict(bias=r(M, N)), TypeError, "bias"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name, backend):
+    changes, kind, message = BAD[name]
+    call(backend=backend)  # what is remembered of a good call must not let a bad one through
+    for _ in range(2):
+        with pytest.raises(kind, match=f"(?s){message}"):
+            call(**(dict(backend=backend) | changes))
+
+
+@pytest.mark.parametrize("grads", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS, ids=str)
+def test_lengths_are_checked_on_every_call(backend, grads):
+    q = torch.randn(B, H, M, D, requires_grad=grads)
+    for lengths in ([N, 0], [1, 2]):
+        call(q=q, key_lengths=torch.tensor(lengths), backend=backend)
+        with pytest.raises(ValueError, match="key_lengths: got 8"):
+            call(q=q, key_lengths=torch.tensor([lengths[0], N + 1]), backend=backend)
+
+
+@pytest.mark.parametrize(
+    "lse, message",
+    [
+        (torch.zeros(B, H, M + 1), "lse: got"),
+        (torch.zeros(B, H, M).double(), "lse.dtype"),
+        (torch.zeros(B, H, M, device="meta"), "lse.device"),
+    ],
+)
+def test_bad_lse_for_weights(lse, message):
+    with pytest.raises(ValueError, match=message):
+        fastattn.attention_weights(r(B, H, M, D), r(B, HK, N, D), lse=lse)
+    with pytest.raises(TypeError, match="lse: got list"):
+        fastattn.attention_weights(r(B, H, M, D), r(B, HK, N, D), lse=[1])
+
+
+def test_bad_input_raises_while_compiling_too():
+    q, k, v = r(B, H, M, D), r(B, HK, N, D), r(B, HK, N, DV)
+    with pytest.raises(Exception, match="head dim 3"):
+        torch.compile(fastattn.attention, fullgraph=True, backend="aot_eager")(q, k[..., :2], v)
+    torch._dynamo.reset()
+    with pytest.raises(ValueError, match="key_lengths: got 8"):
+        torch.compile(fastattn.attention, fullgraph=True, backend="aot_eager")(
+            q, k, v, key_lengths=torch.tensor([8, 0])
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(causal=np.True_),
+        dict(scale=np.float32(0.5)),
+        dict(scale=1),
+        dict(window=[2, None]),
+        dict(window=(np.int64(2), 10**9)),
+        dict(dropout_p=0),
+        dict(dropout_p=1, seed=1),
+        dict(seed=5),
+        dict(mask=torch.tensor(True)),
+        dict(mask=torch.ones(())),
+        dict(alibi_slopes=r(H).half()),
+        dict(sinks=r(H).double()),
+        dict(key_lengths=torch.tensor([1, 2], dtype=torch.int32)),
+        dict(key_lengths=torch.tensor([1, 9, 2])[::2]),
+    ],
+    ids=str,
+)
+def test_unusual_but_right(changes):
+    given = dict(q=r(B, H, M, D), k=r(B, HK, N, D), v=r(B, HK, N, DV)) | changes
+    found = call(**given)
+    exact = fastattn.reference.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
+    torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
+
+
+def test_slopes_that_require_grad_are_fine_where_nothing_is_differentiated():
+    with torch.no_grad():
+        call(alibi_slopes=r(H).requires_grad_())

@@ -1,0 +1,237 @@
+"""What the package says of itself: the report, explain, the log, the warning, explicit backends."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import __main__, backend, native
+from fastattn.backend import Support
+from fastattn.check import DTYPES
+from fastattn.spec import Feature
+
+HERE = {name for name, why in fastattn.backends().items() if why is None}
+needs_cpu = pytest.mark.skipif("cpu" not in HERE, reason=str(fastattn.backends()["cpu"]))
+
+
+def qkv(D=4, dtype=torch.float32):
+    return [torch.randn(1, 2, 3, D).to(dtype) for _ in range(3)]
+
+
+def python(code, **environment):
+    """stdout and stderr of a fresh interpreter that imports this very package."""
+    where = os.path.dirname(os.path.dirname(fastattn.__file__))
+    path = os.pathsep.join(x for x in (where, os.environ.get("PYTHONPATH")) if x)
+    run = subprocess.run(
+        [sys.executable, *code],
+        env=os.environ | {"PYTHONPATH": path} | environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout, run.stderr
+
+
+class Declining:
+    """A backend in front of all others that says no."""
+
+    name = "declining"
+    support = Support(frozenset({"nowhere"}), frozenset(DTYPES), 2, Feature.MASK)
+
+    def unavailable(self):
+        return "it is Sunday"
+
+
+@pytest.fixture
+def declining(monkeypatch):
+    monkeypatch.setattr(backend, "_BACKENDS", {"declining": Declining(), **backend._BACKENDS})
+    backend.choose.cache_clear()
+    yield
+    backend.choose.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered(monkeypatch):
+    """Choices, warnings and log lines are made once: every test starts without a memory."""
+    from fastattn import ops
+
+    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(backend, "_warned", set())
+    backend.choose.cache_clear()
+
+
+# ---------------------------------------------------------------------------------- the report
+
+
+def test_report_as_json_and_as_text():
+    found = json.loads(python(["-m", "fastattn", "--json"])[0])
+    assert found["torch"] == torch.__version__ and found["threads"] >= 1
+    assert set(found["backends"]) == set(fastattn.backends())
+    for name, why in fastattn.backends().items():
+        assert found["backends"][name] == {"available": why is None, "reason": why}
+    text = __main__.show(found)
+    assert torch.__version__ in text
+    for name in found["backends"]:
+        assert name in text
+
+
+@needs_cpu
+def test_report_names_the_instruction_set(capsys):
+    __main__.main([])
+    assert f"{native.cpu_isa()} (of {', '.join(native.cpu_isas())})" in capsys.readouterr().out
+
+
+@needs_cpu
+def test_an_instruction_set_can_be_forced():
+    isa = native.cpu_isas()[-1]
+    found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_CPU_ISA=isa)[0])
+    assert found["cpu"]["isa"] == isa
+
+
+@needs_cpu
+def test_an_instruction_set_that_is_not_here_is_a_reason():
+    found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_CPU_ISA="mmx")[0])
+    why = found["backends"]["cpu"]["reason"]
+    assert "FASTATTN_CPU_ISA" in why and "mmx" in why and native.cpu_isas()[0] in why
+    assert found["cpu"] is None
+    with pytest.raises(ValueError, match="mmx"):
+        native.select_cpu_isa("mmx")
+
+
+def test_a_missing_library_is_a_reason():
+    found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_LIBRARY="/nowhere.so")[0])
+    assert "was not built" in found["backends"]["cpu"]["reason"]
+    found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_LIBRARY=__file__)[0])
+    assert "does not load" in found["backends"]["cpu"]["reason"]
+
+
+# ------------------------------------------------------------------------------------- explain
+
+
+def test_explain_names_the_backend_that_then_runs():
+    q, k, v = qkv()
+    found = fastattn.explain(q, k, v, causal=True, dropout_p=0.5)
+    assert found.backend in HERE and found.backend not in found.declined
+    assert f"{found.backend}: would run" in str(found)
+    fastattn.attention(q, k, v, causal=True, backend=found.backend)
+
+
+def test_explain_says_why_others_declined(declining):
+    found = fastattn.explain(*qkv(), causal=True, softcap=1.0)
+    assert found.backend != "declining"
+    why = "; ".join(found.declined["declining"])
+    for part in ("it is Sunday", "device 'cpu'", "head dim 4 is over 2", "band, softcap"):
+        assert part in why and part in str(found)
+
+
+def test_explain_of_a_head_dim_that_only_the_reference_runs():
+    found = fastattn.explain(*qkv(D=513))
+    assert found.backend == "reference"
+    assert any("513" in why for why in found.declined["cpu"])
+    refused = fastattn.explain(*qkv(D=513), backend="cpu")
+    assert refused.backend is None and "513" in str(refused)
+    assert "reference: could run" in str(refused)
+
+
+def test_explain_computes_nothing_and_refuses_bad_input():
+    q, k, v = (x.to("meta") for x in qkv())
+    assert fastattn.explain(q, k, v).spec.device == "meta"
+    with pytest.raises(ValueError, match="head dim"):
+        fastattn.explain(q, k[..., :2], v)
+    with pytest.raises(ValueError, match="backend: got 'nvidia'"):
+        fastattn.explain(q, k, v, backend="nvidia")
+
+
+# -------------------------------------------------------------------------------- the one warning
+
+
+def test_falling_back_to_the_reference_warns_once_with_the_reasons():
+    with pytest.warns(UserWarning) as caught:
+        fastattn.attention(*qkv(D=513))
+    assert len(caught) == 1 and caught[0].filename == __file__
+    message = str(caught[0].message)
+    assert "reference" in message and "cpu: " in message and "513" in message
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastattn.attention(*qkv(D=513))
+        fastattn.attention(*qkv(D=513), causal=True)
+    with pytest.warns(UserWarning, match="600"):
+        fastattn.attention(*qkv(D=600))
+
+
+def test_asking_for_the_reference_does_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fastattn.attention(*qkv(D=513), backend="reference")
+
+
+def test_the_fallback_is_right_in_every_pass():
+    q, k, v = (x.double().requires_grad_() for x in qkv(D=513))
+    with pytest.warns(UserWarning):
+        out = fastattn.attention(q, k, v)
+    exact = fastattn.reference.attention(q, k, v)
+    torch.testing.assert_close(out, exact)
+    for a, b in zip(*(torch.autograd.grad(x.sum(), (q, k, v)) for x in (out, exact))):
+        torch.testing.assert_close(a, b)
+
+
+# ----------------------------------------------------------------------------- explicit backends
+
+
+def test_an_explicit_backend_never_falls_back(declining):
+    for given, part in ((dict(backend="cpu"), "513"), (dict(backend="declining"), "Sunday")):
+        with pytest.raises(NotImplementedError) as caught:
+            fastattn.attention(*qkv(D=513), **given)
+        message = str(caught.value)
+        assert part in message and "reference: can run it" in message and "declining: " in message
+
+
+@pytest.mark.parametrize("name", sorted(HERE))
+def test_an_explicit_backend_runs(name):
+    q, k, v = qkv(dtype=torch.float64)
+    found = fastattn.attention(q, k, v, backend=name)
+    torch.testing.assert_close(found, fastattn.reference.attention(q, k, v))
+
+
+# ---------------------------------------------------------------------------------------- the log
+
+CALLS = """
+import torch, fastattn
+q = torch.randn(1, 2, 3, 4, requires_grad=True)
+for _ in range(3):
+    fastattn.attention(q, q, q, causal=True, backend="reference").sum().backward()
+    fastattn.attention(q.detach(), q.detach(), q.detach(), softcap=2., backend="reference")
+"""
+
+
+def test_log_has_one_line_per_new_kind_of_call():
+    lines = python(["-c", CALLS], FASTATTN_LOG="1")[1].strip().splitlines()
+    assert len(lines) == 2 and all(x.startswith("fastattn: reference runs B=1 H=2") for x in lines)
+    assert "[band grad]" in lines[0] and "[softcap]" in lines[1]
+
+
+def test_nothing_is_logged_unasked(capsys, monkeypatch):
+    monkeypatch.delenv("FASTATTN_LOG", raising=False)
+    fastattn.attention(*qkv(), backend="reference")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_importing_changes_no_state_of_the_process():
+    code = """
+import torch
+state = lambda: (torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype(),
+                 torch.random.initial_seed(), torch.get_float32_matmul_precision(),
+                 (torch.tensor(1e-40) * 1).item())
+before = state()
+import fastattn
+q = torch.randn(1, 1, 8, 8)
+fastattn.attention(q, q, q, backend=fastattn.explain(q, q, q).backend)
+assert state() == before
+"""
+    python(["-W", "ignore", "-c", code])

@@ -1,0 +1,112 @@
+"""Peak memory is linear in the sequence length, with dropout and a bias gradient, too.
+
+Measured as the kernel sees it: the peak resident size of a fresh process, reset before the call
+(/proc/self/clear_refs), with an allocator that returns what it frees, no huge pages, and scratch
+memory that is written (poisoned) even where a kernel would not touch it.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from kernels import every_backend
+
+PROC = Path("/proc/self/clear_refs")
+needs_proc = pytest.mark.skipif(
+    not os.access(PROC, os.W_OK), reason=f"{PROC} cannot be written: no way to reset the peak"
+)
+
+MEASURE = """
+    import ctypes, sys, torch, fastattn
+    from fastattn import native
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    native.poison(True)
+    torch.set_num_threads(2)
+    backend = sys.argv[1]
+
+    def status(field):
+        with open("/proc/self/status") as lines:
+            return next(int(x.split()[1]) for x in lines if x.startswith(field)) * 1024
+
+    def call(kind, n, heads=2, dim=64):
+        "Everything but the call itself, so that inputs are there before the peak is reset."
+        g = torch.Generator().manual_seed(0)
+        kwargs = dict(backend=backend)
+        grad = kind in ("backward", "everything")
+        q, k, v = (torch.randn(1, heads, n, dim, generator=g).requires_grad_(grad) for _ in "qkv")
+        leaves = [q, k, v]
+        if kind in ("dropout", "everything"):
+            kwargs |= dict(dropout_p=0.1, seed=1)
+        if kind == "padding":
+            kwargs |= dict(mask=torch.rand(1, 1, 1, n, generator=g) < 0.9)
+        if kind == "everything":
+            bias = torch.randn(1, 1, 1, n, generator=g).requires_grad_()
+            leaves.append(bias)
+            kwargs |= dict(mask=bias, causal=True, softcap=9.0, window=(n // 2, None))
+        dout = torch.randn(q.shape, generator=g) if grad else None
+
+        def run():
+            out = fastattn.attention(q, k, v, **kwargs)
+            return torch.autograd.grad(out, leaves, dout) if grad else out
+
+        return run
+
+    for case in sys.argv[2:]:
+        kind, n = case.split(":")
+        call(kind, 256)()  # threads, caches, lazily loaded code
+        run = call(kind, int(n))
+        with open("/proc/self/clear_refs", "w") as reset:
+            reset.write("5")
+        before = status("VmRSS:")
+        run()
+        print(status("VmHWM:") - before)
+        del run
+"""
+KINDS = ("forward", "dropout", "padding", "backward", "everything")
+MEGABYTE = 1 << 20
+
+
+@functools.cache
+def extra(name, kinds, sizes):
+    """{(kind, n): bytes that the call adds to the process at its peak, results included}."""
+    cases = [(kind, n) for kind in kinds for n in sizes]
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(MEASURE), name, *(f"{k}:{n}" for k, n in cases)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(zip(cases, (int(x) for x in done.stdout.split()), strict=True))
+
+
+@needs_proc
+@every_backend
+@pytest.mark.parametrize("kind", KINDS)
+def test_peak_memory_is_linear(name, kind):
+    found = extra(name, KINDS, (2048, 4096))
+    small, large = found[kind, 2048], found[kind, 4096]
+    output = 2 * 4096 * 64 * 4
+    assert large > 0.9 * output, "the measurement sees at least the output"
+    assert large <= 2.2 * small, f"{small / MEGABYTE:.1f} MB, then {large / MEGABYTE:.1f} MB"
+
+
+@needs_proc
+@every_backend
+@pytest.mark.parametrize("kind", ["dropout", "everything"])
+def test_dropout_at_4096_stays_under_20_megabytes(name, kind):
+    found = extra(name, KINDS, (2048, 4096))[kind, 4096]
+    assert found < 20 * MEGABYTE, f"{found / MEGABYTE:.1f} MB"
+
+
+@needs_proc
+def test_the_measurement_sees_a_quadratic_one():
+    found = extra("reference", ("forward",), (1024, 2048))
+    assert found["forward", 2048] > 3 * found["forward", 1024]

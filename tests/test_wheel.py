@@ -1,0 +1,111 @@
+"""The wheel: what it is called, what it holds, and one call from it in an empty environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[1]
+LIBRARY = "fastattn/lib/libfastattn_cpu.so"
+
+ONE_CALL = """
+import torch, fastattn
+torch.manual_seed(0)
+q, k, v = (torch.randn(2, 4, 33, 16, requires_grad=True) for _ in range(3))
+ours = fastattn.attention(q, k, v, causal=True, backend="cpu")
+torchs = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+torch.testing.assert_close(ours, torchs)
+torch.testing.assert_close(torch.autograd.grad(ours.sum(), q), torch.autograd.grad(torchs.sum(), q))
+print(fastattn.__file__)
+"""
+
+
+def run(*command: str | Path, cwd: Path) -> str:
+    """stdout of a command that must succeed; nothing of the checkout or a registry helps it."""
+    hidden = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS")
+    env = {name: value for name, value in os.environ.items() if name not in hidden}
+    env |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    done = subprocess.run([*map(str, command)], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("scikit_build_core", reason="building the wheel needs scikit-build-core")
+    pytest.importorskip("pip", reason="building the wheel needs pip")
+    dist = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
+    run(*build, "--wheel-dir", dist, CHECKOUT, cwd=dist)
+    (path,) = dist.iterdir()
+    return path
+
+
+@pytest.fixture(scope="module")
+def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that holds the wheel, and borrows torch from this one.
+
+    A .pth line adds this environment's packages behind the wheel's own, without running the hook
+    through which an editable install would lead back to the checkout.
+    """
+    home = tmp_path_factory.mktemp("empty")
+    venv.create(home, symlinks=True)
+    (site,) = home.glob("lib/python*/site-packages")
+    borrowed = [p for p in sys.path if p.endswith(("site-packages", "dist-packages"))]
+    (site / "borrowed.pth").write_text("\n".join(borrowed))
+    install = [sys.executable, "-m", "pip", "install", "--no-deps", "--target", site]
+    run(*install, wheel, cwd=home)
+    return home / "bin" / "python"
+
+
+def test_name_binds_the_wheel_to_a_platform_only(wheel):
+    assert re.fullmatch(r"fastattn-[\d.]+\w*-py3-none-\w+\.whl", wheel.name)
+    assert not wheel.name.endswith("-any.whl"), "it holds a compiled library"
+
+
+def test_contents(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        library = archive.read(LIBRARY)
+    top = {name.split("/")[0] for name in names}
+    assert top == {"fastattn", f"{'-'.join(wheel.name.split('-')[:2])}.dist-info"}
+    assert any(name.startswith("fastattn/kernels/") for name in names)
+    assert "fastattn/kernels/__init__.py" not in names
+    assert "fastattn/py.typed" in names
+    assert any(re.fullmatch(r"[^/]+\.dist-info/(licenses/)?LICENSE", name) for name in names)
+    for needed in (b"libtorch", b"libc10", b"libpython"):
+        assert needed not in library, f"the library must not be bound to {needed.decode()}"
+
+
+def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
+    modules = {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("fastattn/**/*.py")}
+    modules |= {f"fastattn/{p.relative_to(CHECKOUT)}" for p in CHECKOUT.glob("kernels/**/*.py")}
+    with zipfile.ZipFile(wheel) as archive:
+        assert modules <= set(archive.namelist())
+
+
+def test_one_call_away_from_the_checkout(python, tmp_path):
+    where = Path(run(python, "-I", "-c", ONE_CALL, cwd=tmp_path).strip())
+    assert python.parents[1] in where.parents
+
+
+def test_report_of_what_is_here(python, tmp_path):
+    assert "cpu" in run(python, "-I", "-m", "fastattn", cwd=tmp_path)
+    json.loads(run(python, "-I", "-m", "fastattn", "--json", cwd=tmp_path))
+
+
+def test_no_top_level_kernels(python, tmp_path):
+    """Another package has that name; ours must neither take it nor hide it."""
+    code = (
+        "import importlib.util as u; s = u.find_spec('kernels');"
+        "print(s and [s.origin, *(s.submodule_search_locations or [])])"
+    )
+    assert str(python.parents[1]) not in run(python, "-I", "-c", code, cwd=tmp_path)
