@@ -1,0 +1,40 @@
+"""A progress bar where tqdm and a terminal are there, else a plain line for each cell."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .report import one_line
+
+Record = dict[str, Any]
+
+
+def follow(records: Iterable[Record], total: int) -> Iterator[Record]:
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            yield from _bar(tqdm(total=total, unit="cell", leave=False), records)
+            return
+    yield from _lines(records, total)
+
+
+def _bar(bar: Any, records: Iterable[Record]) -> Iterator[Record]:
+    with bar:
+        for record in records:
+            bar.set_description_str(one_line(record))
+            bar.update()
+            yield record
+
+
+def _lines(records: Iterable[Record], total: int) -> Iterator[Record]:
+    start = time.perf_counter()
+    for i, record in enumerate(records, 1):
+        elapsed = time.perf_counter() - start
+        print(f"[{i}/{total} {elapsed:4.0f}s] {one_line(record)}", file=sys.stderr, flush=True)
+        yield record

@@ -1,0 +1,133 @@
+"""Clocks, and interleaved rounds: every peer runs in every round, so that a busy neighbour or a
+changing clock frequency falls on all of them, and the ratio is taken inside the round."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+# A program is a chain of phases; each gets what the one before returned, and each is timed apart.
+Phase = Callable[[Any], Any]
+Program = Sequence[Phase]
+
+MIN_SAMPLE_S = 0.003
+ROUNDS = (5, 41)
+L2_BYTES = 256 << 20  # more than any GPU's L2
+
+
+class Clock(Protocol):
+    name: str
+
+    def sample(self, program: Program, loops: int) -> list[float]:
+        """Seconds per call of each phase, averaged over loops calls."""
+        ...
+
+
+class HostClock:
+    """Times with one of Python's clocks: time.thread_time or time.perf_counter."""
+
+    def __init__(self, name: str, now: Callable[[], float]):
+        self.name, self.now = name, now
+
+    def sample(self, program: Program, loops: int) -> list[float]:
+        now, total = self.now, [0.0] * len(program)
+        for _ in range(loops):
+            value = None
+            for i, phase in enumerate(program):
+                start = now()
+                value = phase(value)
+                total[i] += now() - start
+        return [t / loops for t in total]
+
+
+class DeviceClock:
+    """CUDA events around each phase, after a write that empties the L2 cache; that write also
+    hides the launch latency, so what is measured is the device's own time."""
+
+    name = "device events"
+
+    def __init__(self):
+        self.flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+
+    def sample(self, program: Program, loops: int) -> list[float]:
+        marks = []
+        for _ in range(loops):
+            self.flush.zero_()
+            value, row = None, [torch.cuda.Event(enable_timing=True)]
+            row[0].record()
+            for phase in program:
+                value = phase(value)
+                row.append(torch.cuda.Event(enable_timing=True))
+                row[-1].record()
+            marks.append(row)
+        torch.cuda.synchronize()
+        phases = range(len(program))
+        return [
+            statistics.median(row[i].elapsed_time(row[i + 1]) for row in marks) / 1e3
+            for i in phases
+        ]
+
+
+THREAD_TIME = HostClock("thread CPU time", time.thread_time)  # blind to other processes
+WALL_TIME = HostClock("wall time", time.perf_counter)
+
+
+def clocks(device: str) -> list[tuple[int | None, Clock]]:
+    """(threads, clock) pairs to measure with; a GPU has no thread count."""
+    if device == "cuda":
+        return [(None, DeviceClock())]
+    every = torch.get_num_threads()
+    return [(1, THREAD_TIME)] + [(every, WALL_TIME)] * (every > 1)
+
+
+@contextlib.contextmanager
+def torch_threads(count: int | None) -> Generator[None, None, None]:
+    """torch's thread count inside the block; None leaves it."""
+    before = torch.get_num_threads()
+    if count is not None:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def interleaved(
+    programs: Mapping[str, Program], clock: Clock, seconds: float
+) -> dict[str, list[list[float]]]:
+    """name -> rounds -> seconds per phase, in about `seconds` in all."""
+    loops, round_s = {}, 0.0
+    for name, program in programs.items():
+        clock.sample(program, 1)  # warm: first calls allocate, page in and choose kernels
+        once = sum(clock.sample(program, 1))
+        loops[name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
+        round_s += once * loops[name]
+    rounds = int(min(ROUNDS[1], max(ROUNDS[0], seconds / round_s)))
+    samples: dict[str, list[list[float]]] = {name: [] for name in programs}
+    order = list(programs)
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(rounds):
+            for name in order:
+                samples[name].append(clock.sample(programs[name], loops[name]))
+            order.reverse()  # nobody always runs in the wake of the same peer
+    finally:
+        if collecting:
+            gc.enable()
+    return samples
+
+
+def quartiles(values: Sequence[float]) -> dict[str, float]:
+    """{"median", "q1", "q3"} of at least one value."""
+    if len(values) == 1:
+        return dict.fromkeys(("q1", "median", "q3"), values[0])
+    q1, median, q3 = statistics.quantiles(values, n=4, method="inclusive")
+    return {"q1": q1, "median": median, "q3": q3}
