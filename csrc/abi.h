@@ -54,8 +54,8 @@ struct FaParams {
   double dropout_p;        // 0 = off
 };
 
-// Which kernel a workspace is for, and the entries themselves. Entries return
-// 0, or FA_BAD_LENGTH when a key length is outside [0, N] (nothing is computed).
+// Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
+// length is outside [0, N] (nothing is computed), FA_NO_MEMORY when no thread got scratch.
 enum FaPass { FA_FORWARD = 0, FA_BACKWARD = 1, FA_WEIGHTS = 2, FA_WEIGHTS_BACKWARD = 3 };
 enum FaStatus { FA_OK = 0, FA_BAD_LENGTH = 1, FA_NO_MEMORY = 2 };
 
@@ -65,7 +65,8 @@ FA_EXPORT int64_t fa_cpu_run(const struct FaParams* p, int64_t pass);           
 
 FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first: "avx512_bf16,avx512,avx2,generic"
 FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
-FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it
+FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;
+                                                     // not while another thread is in a call
 FA_EXPORT void fa_cpu_poison(int64_t on);            // tests: fill every scratch buffer with NaN bytes before use
 FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers alone
 

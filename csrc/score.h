@@ -6,7 +6,9 @@
 #ifdef __CUDACC__
 #define FA_SHARED __host__ __device__ inline
 #else
-#define FA_SHARED inline
+// Always inlined: a copy of its own, shared by objects compiled for different
+// instruction sets, could end up being the one that this machine cannot run.
+#define FA_SHARED inline __attribute__((always_inline))
 #endif
 
 namespace fa {
@@ -22,6 +24,8 @@ FA_SHARED int64_t key_length(const FaParams& p, int64_t b) {
 FA_SHARED int64_t diagonal(const FaParams& p, int64_t b) {
   return p.bottom_right ? key_length(p, b) - p.M : 0;
 }
+
+FA_SHARED int64_t key_head(const FaParams& p, int64_t h) { return h / (p.H / p.Hk); }
 
 struct KeyRange {
   int64_t lo, hi;  // [lo, hi); [0, 0) when empty

@@ -152,8 +152,8 @@ def _warn_slow(declined: dict[str, list[str]]) -> None:
 
 
 def _caller_level() -> int:
-    """The stacklevel, counted from our caller, of the first frame outside this package."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").startswith("fastattn"):
+    """The stacklevel, counted from our caller, of the first frame outside fastattn and torch."""
+    frame, level, inside = sys._getframe(1), 1, ("fastattn", "torch")
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(inside):
         frame, level = frame.f_back, level + 1
     return level

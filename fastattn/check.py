@@ -57,7 +57,7 @@ def check(t: Tensors, o: Options) -> None:
     _layout(t)
     _mask(t)
     _extras(t, o)
-    _scalars(o)
+    _scalars(o, t.q.dtype)
 
 
 def need(ok: bool, name: str, got: object, expected: str) -> None:
@@ -163,14 +163,16 @@ def _extras(t: Tensors, o: Options) -> None:
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
 
 
-def _scalars(o: Options) -> None:
+def _scalars(o: Options, dtype: torch.dtype) -> None:
     need(o.causal in PLACES, "causal", repr(o.causal), 'False, True, "top_left" or "bottom_right"')
     p = o.dropout_p
     need(_real("dropout_p", p) and 0 <= p <= 1, "dropout_p", p, "a number in [0, 1]")
     for name in ("scale", "softcap"):
         if (x := getattr(o, name)) is not None:
             need(_real(name, x) and math.isfinite(x), name, x, "a finite number, or None")
-    need(o.softcap is None or o.softcap > 0, "softcap", o.softcap, "a number above 0, or None")
+    finfo = torch.finfo(torch.float64 if dtype == torch.float64 else torch.float32)
+    fits = o.softcap is None or finfo.tiny <= o.softcap <= finfo.max
+    need(fits, "softcap", o.softcap, f"a number above 0 that {finfo.dtype} holds, or None")
     for name, x in (("left", o.left), ("right", o.right)):
         whole = x is None or (isinstance(x, numbers.Integral) and not isinstance(x, bool))
         if not whole:

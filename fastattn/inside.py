@@ -37,11 +37,14 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
+        able = (
+            "could run, but is not preferred" if self.backend else "could run, but is not asked for"
+        )
         for name in backend.names():
             if name == self.backend:
                 verdict = "would run"
             else:
-                verdict = "; ".join(self.declined.get(name, ["could run, but is not preferred"]))
+                verdict = "; ".join(self.declined.get(name, [able]))
             lines.append(f"  {name}: {verdict}")
         return "\n".join(lines)
 

@@ -41,6 +41,7 @@ _modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._are_functorch_transforms_active
 _tracing = torch._C._get_tracing_state
 _is_compiling = torch.compiler.is_compiling
+_is_batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 _plans: dict[tuple, tuple[AttentionSpec, Backend]] = {}
 
 
@@ -66,8 +67,9 @@ def plan(t: Tensors, o: Options) -> tuple[AttentionSpec, Backend]:
     q, k, v, mask, lengths, slopes, sinks, seed, lse = t
     try:
         key: tuple = (q.shape, k.shape, q.dtype, k.dtype, q.device, k.device, o)
+        key += (q.layout, k.layout)
         if v is not None:
-            key += (v.shape, v.dtype, v.device)
+            key += (v.shape, v.dtype, v.device, v.layout)
         if not (mask is lengths is slopes is sinks is seed is lse is None):
             for x in (mask, lengths, slopes, sinks, seed, lse):
                 key += (None,) if x is None else (x.shape, x.dtype, x.device)
@@ -135,6 +137,8 @@ def call_kernel(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     """The kernel, or the operator where something wants to see it pass."""
     if _observed(t):
         check(t, o)
+        if _tracing() is not None:  # a traced graph serves with and without gradients
+            o = o._replace(grad=True)
         return _as_tuple(op.operator()(*t, *o))
     return run_forward(op, t, o)
 
@@ -180,6 +184,19 @@ def refuse_double_backward() -> None:
     )
 
 
+def refuse_batched_gradients() -> None:
+    raise NotImplementedError(
+        "fastattn cannot be given a batch of gradients by autograd itself (is_grads_batched=True, "
+        "jacobian(vectorize=True)): use torch.func.jacrev or torch.func.vmap, or vectorize=False"
+    )
+
+
+def saved(ctx) -> tuple[Tensors, tuple[Tensor, ...]]:
+    """Inputs and outputs; asked for once, because every asking unpacks them all (checkpoints)."""
+    tensors = ctx.saved_tensors
+    return Tensors(*tensors[:N_TENSORS]), tensors[N_TENSORS:]
+
+
 class Differentiable(torch.autograd.Function):
     """For autograd alone: the cheapest form of a Function."""
 
@@ -195,9 +212,12 @@ class Differentiable(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         op, o = ctx.call
-        t, outs = Tensors(*ctx.saved_tensors[:N_TENSORS]), ctx.saved_tensors[N_TENSORS:]
+        t, outs = saved(ctx)
         wants = [ctx.needs_input_grad[2 + i] for i in op.wants]
-        if torch.is_grad_enabled():  # create_graph=True: somebody may differentiate again
+        if any(x is not None and _is_batched_by_autograd(x) for x in grads):
+            refuse_batched_gradients()
+        # With create_graph=True somebody may differentiate again; torch.func may batch the grads.
+        if torch.is_grad_enabled() or _transforms():
             from .transforms import TransformedBackward
 
             found = TransformedBackward.apply(op, o, tuple(wants), *grads, *outs, *t)
@@ -298,7 +318,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _autograd(op: Operation, ctx, *grads):
-    t, outs = ctx.saved_tensors[:N_TENSORS], ctx.saved_tensors[N_TENSORS:]
+    t, outs = saved(ctx)
     wants = [ctx.needs_input_grad[i] for i in op.wants]
     found = op.operator("_backward")(*grads, *outs, *t, *ctx.options, wants)
     return (*spread(op, found, wants), *(None,) * N_SCALARS)

@@ -90,7 +90,13 @@ def positions(M, N, causal, key_lengths, device) -> Tensor:
 
 def band(i: Tensor, j: Tensor, causal, window) -> Tensor:
     """Causal is a window whose right edge is 0."""
+    if causal not in (False, True, "top_left", "bottom_right"):
+        raise ValueError(f'causal: got {causal!r}, expected a bool, "top_left" or "bottom_right"')
     left, right = (None, None) if window is None else window
+    for edge in (left, right):
+        if edge is not None and edge < 0:
+            raise ValueError(f"window: got {window}, expected edges of 0 or more, or None")
+    left, right = (None if x is None or x >= 1 << 40 else x for x in (left, right))  # no overflow
     keep = torch.ones_like(i - j, dtype=torch.bool)
     if causal:
         keep = keep & (j <= i)

@@ -212,7 +212,7 @@ def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:
             f"attn_mask.dtype: {mask.dtype} and query.dtype: {q.dtype} instead."
         )
     tail = tuple(mask.shape[-2:])
-    if any(m not in (1, n) for m, n in zip(reversed(tail), (k.shape[-2], q.shape[-2]))):
+    if any(m != 1 and m != n for m, n in zip(reversed(tail), (k.shape[-2], q.shape[-2]))):
         raise RuntimeError(
             f"The size of attn_mask must match at non-singleton dimensions: got {tuple(mask.shape)}"
             f", expected a shape that broadcasts to (..., {q.shape[-2]}, {k.shape[-2]})"

@@ -18,6 +18,7 @@ from .ops import (
     library,
     refuse_double_backward,
     refuse_forward_ad,
+    saved,
     spread,
     untuple,
 )
@@ -41,7 +42,7 @@ class Transformed(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         op, o = ctx.call
-        t, outs = Tensors(*ctx.saved_tensors[:N_TENSORS]), ctx.saved_tensors[N_TENSORS:]
+        t, outs = saved(ctx)
         wants = [ctx.needs_input_grad[2 + i] for i in op.wants]
         found = TransformedBackward.apply(op, o, tuple(wants), *grads, *outs, *t)
         return None, None, *spread(op, found, wants)

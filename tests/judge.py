@@ -83,7 +83,7 @@ def magnitudes(problem, out, backward=True):
     logit = 1 + logit + largest_addend(kwargs, p) + math.sqrt(max(p.shape[-2:])) / 2
     sizes = {"out": grown * (p @ all_heads(v)) * logit}
     if problem.kwargs.get("return_lse"):
-        sizes["lse"] = logit.expand(p.shape[:3])
+        sizes["lse"] = logit.squeeze(-1)
     if not backward:
         return {"all": sizes, "delta": {}}
 
@@ -101,20 +101,22 @@ def magnitudes(problem, out, backward=True):
     row = weighted.sum(-1, keepdim=True) + dlse
     sizes |= through_scores((weighted + p * row) * logit, row * logit)
     if "v" in problem.wants:
-        sizes["dv"] = grown * key_heads(p.mT @ dout) * logit
+        sizes["dv"] = grown * key_heads((p * logit).mT @ dout)
     delta = (dout * out.abs()).sum(-1, keepdim=True)
     return {"all": sizes, "delta": through_scores(p * delta, delta)}
 
 
 def largest_addend(kwargs, p):
-    """The largest term that a mask or ALiBi adds to a logit which still counts."""
-    size = 0.0
+    """(B,H,M,1): the largest term that a mask or ALiBi adds to a logit of the row which counts."""
+    size = p.new_zeros((*p.shape[:3], 1))
     mask, slopes = kwargs.get("mask"), kwargs.get("alibi_slopes")
+    if not p.numel():
+        return size
     if mask is not None and mask.dtype != torch.bool:
-        counts = mask.expand_as(p).abs()[p > 1e-12]
-        size += counts.max().item() if counts.numel() else 0.0
-    if slopes is not None and p.numel():
-        size += slopes.abs().max().item() * sum(p.shape[-2:])
+        counts = mask.expand_as(p).abs().masked_fill(p <= 1e-12, 0)
+        size = size + counts.amax(-1, keepdim=True).clamp(max=1e30)  # finfo.min must not overflow
+    if slopes is not None:
+        size = size + slopes.abs().max() * sum(p.shape[-2:])
     return size
 
 

@@ -288,3 +288,29 @@ def test_gqa_heads_in_order(name):
     k, v = torch.zeros(1, 3, 4, 8), torch.arange(3.0).view(1, 3, 1, 1).expand(1, 3, 4, 8)
     out = fastattn.attention(q, k, v, backend=name)
     torch.testing.assert_close(out[0, :, 0, 0], torch.tensor([0.0, 0, 1, 1, 2, 2]))
+
+
+@every_dtype
+@every_backend
+def test_infinite_key_leaves_other_gradients_finite(name, dtype):
+    """Lanes of a tile past the last row see 0 * inf; nothing of it may reach a sum over rows."""
+    declares(name, DTYPES[dtype])
+    q = randn(1, 1, 5, 8, dtype=DTYPES[dtype]).abs()
+    k, v = (randn(1, 1, 9, 8, dtype=DTYPES[dtype], seed=seed) for seed in (1, 2))
+    k[0, 0, 3] = -torch.inf
+    leaves = [x.requires_grad_() for x in (k, v, torch.zeros(1, 1, 1, 9, dtype=k.dtype))]
+    for isa in on_every_variant(name):
+        out = fastattn.attention(q, k, v, mask=leaves[2], backend=name)
+        grads = torch.autograd.grad(out.sum(), leaves)
+        assert all(x.isfinite().all() for x in grads), isa
+
+
+@every_backend
+def test_window_edge_is_exact_where_float32_cannot_count(name):
+    """The one key with a value stands exactly on the left edge, 2^24 + 1 behind the row."""
+    left, N = (1 << 24) + 1, (1 << 25) + 8
+    q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, 1, N, 1)
+    v = torch.zeros(1, 1, N, 1)
+    v[0, 0, N - 1 - left] = 1
+    out = fastattn.attention(q, k, v, causal="bottom_right", window=(left, 0), backend=name)
+    assert out.item() * (left + 1) == pytest.approx(1, rel=1e-4)

@@ -632,3 +632,51 @@ def test_a_seed_is_64_bits_however_it_is_written(attention, seed):
 
 def test_every_backend_is_registered_in_order_of_preference():
     assert backend.names()[-1] == "reference" and backend.names()[0] == "cpu"
+
+
+# ------------------------------------------------------- how others hold and batch what we save
+
+
+def test_checkpointing_recomputes(attention):
+    q = torch.randn(1, 2, 3, 4, requires_grad=True)
+
+    def call(q):
+        return fastattn.attention(q, q, q, backend=attention.backend)
+
+    out = torch.utils.checkpoint.checkpoint(call, q, use_reentrant=False)
+    (found,) = torch.autograd.grad(out.sum(), q)
+    (expected,) = torch.autograd.grad(call(q).sum(), q)
+    assert torch.equal(found, expected)
+
+
+def test_saved_tensors_are_unpacked_once_each(attention):
+    packed, unpacked = [], []
+    q, k, v = (torch.randn(1, 2, 3, 4, requires_grad=True) for _ in range(3))
+    hooks = torch.autograd.graph.saved_tensors_hooks(
+        lambda x: packed.append(1) or x, lambda x: unpacked.append(1) or x
+    )
+    with hooks:
+        out = fastattn.attention(q, k, v, backend=attention.backend)
+    out.sum().backward()
+    assert len(packed) == len(unpacked) == 5
+
+
+def test_batched_gradients_of_an_eager_call(attention):
+    x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    out = fastattn.attention(x, x, x, backend=attention.backend)
+    batch = torch.randn(2, *out.shape, dtype=torch.float64)
+
+    def pull(g):
+        return torch.autograd.grad(out, x, g, retain_graph=True)[0]
+
+    torch.testing.assert_close(vmap(pull)(batch), torch.stack([pull(g) for g in batch]))
+    with pytest.raises(NotImplementedError, match=r"use torch\.func\.jacrev"):
+        torch.autograd.grad(out, x, batch, is_grads_batched=True)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+def test_a_traced_module_passes_the_tracers_own_check():
+    module = fastattn.MultiheadAttention(8, 2, batch_first=True).eval()
+    x = torch.randn(2, 5, 8)
+    traced = torch.jit.trace(module, (x, x, x))
+    torch.testing.assert_close(traced(x, x, x), module(x, x, x))

@@ -301,3 +301,13 @@ def test_integers_and_complex_numbers_are_refused():
     for dtype in (torch.int32, torch.complex64):
         with pytest.raises(ValueError, match="dtype"):
             ours(*(x.to(dtype) for x in (Q, K, V)))
+
+
+def test_compiles_with_a_symbolic_length_and_a_mask_of_constant_size():
+    @torch.compile(fullgraph=True, backend="eager")
+    def call(q, mask):
+        return fastattn.scaled_dot_product_attention(q, q, q, mask)
+
+    q, mask = torch.randn(1, 2, 5, 8), torch.randn(5, 5)
+    torch._dynamo.maybe_mark_dynamic(q, 2)
+    torch.testing.assert_close(call(q, mask), F.scaled_dot_product_attention(q, q, q, mask))

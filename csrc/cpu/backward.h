@@ -1,5 +1,5 @@
-// Backward. The main phase gives each block of keys of one key head to a task, which
-// keeps dK and dV to itself and adds its share of dQ to the tile of rows in hand.
+// Backward. The main phase gives each block of keys of one key head (and, where those
+// are few, each segment of its rows) to a task, which keeps dK and dV to itself and adds its share of dQ to the tile of rows in hand.
 // Those additions wait for their turn, first block first, so every sum has one order
 // whatever the threads do; a task only ever waits for tasks taken before it, and
 // follows its predecessor one tile behind.
@@ -37,12 +37,9 @@ struct Backward {
     const Rows rows = G::tile_rows(p, b, h, t);
     R* lse = w.lse + task * kTileRows<R>;
     R* delta = w.delta + task * kTileRows<R>;
-    for (int64_t l = 0; l < kTileRows<R>; ++l) {
-      lse[l] = kInf<R>;
-      delta[l] = R(0);
-      if (l >= rows.count) continue;
-      const R x = read<R>(p.lse.data, p.lse.dtype, plane(p.lse, b, h).at(rows.i0 + l));
-      if (x != -kInf<R>) lse[l] = x;
+    G::load_lse(p, rows, kTileRows<R>, lse);
+    std::fill(delta, delta + kTileRows<R>, R(0));
+    for (int64_t l = 0; l < rows.count; ++l) {
       R* dq = dq_row(p, w, rows, l);
       std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
     }
@@ -80,9 +77,12 @@ struct Backward {
       G::stage_rows(p, rows, T::lanes, buf);
       G::each_block(p, rows, {0, p.N}, buf, [&](const Keys& keys, const auto& block) {
         G::template probabilities<NV>(p, rows, keys, block, lse, buf);
+        R sum[T::lanes] = {};
         for (int64_t j = 0; j < keys.count; ++j)
           for (int l = 0; l < T::lanes; ++l)
-            delta[l] += buf.s[j * T::lanes + l] * buf.ds[j * T::lanes + l];
+            sum[l] += buf.s[j * T::lanes + l] * buf.ds[j * T::lanes + l];
+        for (int l = 0; l < T::lanes; ++l)
+          if (lse[l] != kInf<R>) delta[l] += sum[l];
       });
     });
   }
@@ -99,7 +99,8 @@ struct Backward {
     Buffers buf;
     G::carve(p, scratch, buf);
     const auto w = G::workspace(p);
-    const int64_t bhk = task % (p.B * p.Hk), chunk = task / (p.B * p.Hk);
+    const int64_t bhk = task % (p.B * p.Hk), segment = task / (p.B * p.Hk) % G::segments(p);
+    const int64_t chunk = task / (p.B * p.Hk) / G::segments(p);
     const int64_t b = bhk / p.Hk, hk = bhk % p.Hk, group = p.H / p.Hk;
     const int64_t J0 = chunk * kTileKeys, count = std::min(kTileKeys, p.N - J0);
     std::fill(buf.dk, buf.dk + count * G::padded(p.D), R(0));
@@ -109,18 +110,41 @@ struct Backward {
       const auto block = G::stage_keys(p, b, hk, J0, end, buf);
       const Broadcast<E> k_across =
           Op::across(plane(p.k, b, hk), J0, end - J0, p.D, true, buf.k_across);
-      for (int64_t h = hk * group; h < (hk + 1) * group; ++h)
-        for (int64_t t = 0; t < G::tiles(p); ++t) {
-          const Rows rows = G::tile_rows(p, b, h, t);
-          const Keys seen = visible_keys(p, rows, J0);
-          if (seen.count <= 0) continue;
-          with_vectors<R>(rows.count, [&](auto nv) {
-            tile<decltype(nv)::value>(p, w, rows, t, seen, chunk, block, k_across, buf);
-          });
-        }
+      const int64_t all = group * G::tiles(p);  // head by head
+      for (int64_t at = all * segment / G::segments(p);
+           at < all * (segment + 1) / G::segments(p); ++at) {
+        const int64_t t = at % G::tiles(p);
+        const Rows rows = G::tile_rows(p, b, hk * group + at / G::tiles(p), t);
+        const Keys seen = visible_keys(p, rows, J0);
+        if (seen.count <= 0) continue;
+        with_vectors<R>(rows.count, [&](auto nv) {
+          tile<decltype(nv)::value>(p, w, rows, t, seen, chunk, block, k_across, buf);
+        });
+      }
     }
-    write(p.dk, b, hk, J0, count, p.D, buf.dk);
-    if (!G::of_weights(p)) write(p.dv, b, hk, J0, count, p.Dv, buf.dv);
+    if (G::segments(p) == 1) {
+      write(p.dk, b, hk, J0, count, p.D, buf.dk);
+      if (!G::of_weights(p)) write(p.dv, b, hk, J0, count, p.Dv, buf.dv);
+    } else {
+      std::copy_n(buf.dk, count * G::padded(p.D), w.dk + task * kTileKeys * G::padded(p.D));
+      std::copy_n(buf.dv, count * G::padded(p.Dv), w.dv + task * kTileKeys * G::padded(p.Dv));
+    }
+  }
+
+  // dK and dV of a block of keys from its segments, in their order.
+  static void join_segments(const FaParams& p, int64_t task, char*) {
+    const auto w = G::workspace(p);
+    const int64_t bhk = task % (p.B * p.Hk), chunk = task / (p.B * p.Hk), J0 = chunk * kTileKeys;
+    const int64_t count = std::min(kTileKeys, p.N - J0);
+    const auto join = [&](const FaTensor& to, R* parts, int64_t d) {
+      const int64_t size = kTileKeys * G::padded(d), step = p.B * p.Hk * size;
+      R* sum = parts + (chunk * G::segments(p) * p.B * p.Hk + bhk) * size;
+      for (int64_t s = 1; s < G::segments(p); ++s)
+        for (int64_t x = 0; x < count * G::padded(d); ++x) sum[x] += sum[s * step + x];
+      write(to, bhk / p.Hk, bhk % p.Hk, J0, count, d, sum);
+    };
+    join(p.dk, w.dk, p.D);
+    if (!G::of_weights(p)) join(p.dv, w.dv, p.Dv);
   }
   static void write(const FaTensor& t, int64_t b, int64_t hk, int64_t J0, int64_t count, int64_t d,
                     const R* src) {
@@ -201,7 +225,8 @@ struct Backward {
     const int64_t row_tasks = p.B * p.H * G::tiles(p);
     plan.workspace = G::workspace(p).bytes;
     plan.add({row_tasks, G::of_weights(p) ? scratch : 0, prepare});
-    plan.add({G::chunks(p) * p.B * p.Hk, scratch, keys});
+    plan.add({G::chunks(p) * G::segments(p) * p.B * p.Hk, scratch, keys});
+    if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, join_segments});
     if (!G::dq_in_place(p)) plan.add({row_tasks, 0, write_dq});
     if (p.dmask.data) plan.add({MaskGradient<Mul>::tasks(p), scratch, MaskGradient<Mul>::run});
     if (p.dsinks.data) plan.add({p.H, 0, sinks});

@@ -106,7 +106,7 @@ struct Forward {
     carve(p, scratch, buf);
     const int64_t heads = p.B * p.H, bh = task % heads;
     const int64_t block = blocks(p) - 1 - task / heads;  // causal: the last rows see most
-    const int64_t b = bh / p.H, h = bh % p.H, hk = h / (p.H / p.Hk);
+    const int64_t b = bh / p.H, h = bh % p.H, hk = key_head(p, h);
     const int64_t begin_row = block * rows_per_task(p);
     const int64_t end_row = std::min(p.M, begin_row + rows_per_task(p));
     const auto each_tile = [&](auto f) {

@@ -30,6 +30,14 @@ struct Gradient {
     return {b, h, i0, std::min(kTileRows<R>, p.M - i0)};
   }
 
+  // Few keys and many rows (cross-attention, grouped heads) leave few blocks of keys to
+  // share out: then the rows are cut, too, into segments of at least four tiles. The rule
+  // sees no B, H or threads, so neither does the order of a sum.
+  static int64_t segments(const FaParams& p) {
+    const int64_t group = p.Hk ? p.H / p.Hk : 0, few = most(1, chunks(p));
+    return most(1, least(group * tiles(p) / 4, 16 / few));
+  }
+
   // Does dP come from the gradient of the weights, or from dO and V?
   static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
 
@@ -41,6 +49,7 @@ struct Gradient {
     R *lse, *delta;  // [B H][tiles][kTileRows]; lse is +inf where a row sees nothing
     R* dq;           // [B H M][padded(D)], unless summed in place
     int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
+    R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
     size_t bytes;
   };
   static Workspace workspace(const FaParams& p) {
@@ -51,8 +60,20 @@ struct Gradient {
     w.delta = take.array<R>(rows);
     w.dq = take.array<R>(dq_in_place(p) ? 0 : p.B * p.H * p.M * padded(p.D));
     w.turn = take.array<int32_t>(p.B * p.H * tiles(p));
+    const int64_t parts = segments(p) == 1 ? 0 : segments(p) * chunks(p) * p.B * p.Hk * kTileKeys;
+    w.dk = take.array<R>(parts * padded(p.D));
+    w.dv = take.array<R>(parts * padded(p.Dv));
     w.bytes = take.used;
     return w;
+  }
+  // The LSE of a tile's rows, +inf for lanes that see nothing or stand for no row.
+  static void load_lse(const FaParams& p, const Rows& rows, int64_t lanes, R* lse) {
+    const Plane from = plane(p.lse, rows.b, rows.h);
+    std::fill(lse, lse + lanes, kInf<R>);
+    for (int64_t l = 0; l < rows.count; ++l) {
+      const R x = read<R>(from.data, from.dtype, from.at(rows.i0 + l));
+      if (x != -kInf<R>) lse[l] = x;
+    }
   }
   static int64_t tile_index(const FaParams& p, int64_t b, int64_t h, int64_t t) {
     return (b * p.H + h) * tiles(p) + t;
@@ -146,14 +167,18 @@ struct Gradient {
                      const R* lse, const R* delta, const Buffers& buf) {
     using T = Tile<R, NV>;
     probabilities<NV>(p, rows, keys, block, lse, buf);
-    Vec<R> shift[NV];
-    for (int v = 0; v < NV; ++v) shift[v] = load(delta + v * T::W);
+    Vec<R> shift[NV], normaliser[NV];
+    for (int v = 0; v < NV; ++v) {
+      shift[v] = load(delta + v * T::W);
+      normaliser[v] = load(lse + v * T::W);
+    }
     T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> dp) {
-      return load(buf.s + j * T::lanes + v * T::W) * (dp - shift[v]);
+      const Vec<R> ds = load(buf.s + j * T::lanes + v * T::W) * (dp - shift[v]);
+      return normaliser[v] == kInf<R> ? Vec<R>{} : ds;  // 0 even where dP is not finite
     });
   }
 
-  // Calls f(nv, keys, block) for every block of keys that the rows see.
+  // Calls f(keys, block) for every block of keys that the rows see.
   template <class F>
   static void each_block(const FaParams& p, const Rows& rows, KeyRange within, const Buffers& buf,
                          F f) {
@@ -163,7 +188,7 @@ struct Gradient {
     for (int64_t J0 = begin; J0 < end; J0 += kTileKeys) {
       const Keys keys = visible_keys(p, rows, J0);
       if (keys.count <= 0) continue;
-      f(keys, stage_keys(p, rows.b, rows.h / (p.H / p.Hk), J0, seen.hi, buf));
+      f(keys, stage_keys(p, rows.b, key_head(p, rows.h), J0, seen.hi, buf));
     }
   }
 };

@@ -1,6 +1,7 @@
-// How a pass is cut into work: phases that follow one another, each a number of
-// independent tasks. Cutting finer or coarser never changes a result: each element of it
-// is one chain of operations inside one task.
+// How a pass is cut into work: phases that follow one another, each a number of tasks.
+// Tasks are handed out in ascending order and run to their end, so a task may wait for
+// what a lower one does. Cutting finer or coarser by the number of threads never changes
+// a result: each element of it is one chain of operations in an order of its own.
 #pragma once
 #include <cstddef>
 
@@ -15,10 +16,10 @@ struct Phase {
 };
 
 struct Plan {
-  Phase phases[5];
+  Phase phases[6];
   int count = 0;
   size_t workspace = 0;  // bytes shared by all tasks
-  void add(const Phase& phase) {
+  __attribute__((always_inline)) void add(const Phase& phase) {
     if (phase.tasks > 0) phases[count++] = phase;
   }
 };

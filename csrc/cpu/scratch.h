@@ -4,6 +4,7 @@
 #include <cstdint>
 
 namespace fa {
+namespace FA_ISA {
 
 struct Scratch {
   char* base;
@@ -16,4 +17,5 @@ struct Scratch {
   }
 };
 
+}  // namespace FA_ISA
 }  // namespace fa

@@ -100,13 +100,16 @@ struct Tile {
   }
 
   static void band(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
-    V at[NV];
-    positions(p, rows, keys, at);
-    // Offsets past any tile are as good as infinite, and exact in R.
-    const R left = R(least(p.left, int64_t(1) << 40)), right = R(least(p.right, int64_t(1) << 40));
+    // The keys of this tile that each lane sees, [lo, hi]: cut to the tile while they are
+    // integers, because far positions are no exact numbers in R.
+    R lo[lanes], hi[lanes];
+    const int64_t first = rows.i0 + diagonal(p, rows.b) - keys.j0;
+    for (int64_t l = 0; l < lanes; ++l) {
+      lo[l] = R(std::clamp<int64_t>(first + l - p.left, -1, kTileKeys));
+      hi[l] = R(std::clamp<int64_t>(first + l + p.right, -1, kTileKeys));
+    }
     each(keys.count, s, [&](int64_t j, int v, V x) {
-      const V ahead = R(j) - at[v];
-      const auto seen = (ahead <= right) & (ahead >= -left);
+      const auto seen = (R(j) >= load(lo + v * W)) & (R(j) <= load(hi + v * W));
       return seen ? x : splat(-kInf<R>);
     });
   }
@@ -156,7 +159,10 @@ struct Tile {
   static void probabilities(int64_t keys, const R* lse, R* s) {
     V pivot[NV];
     for (int v = 0; v < NV; ++v) pivot[v] = load(lse + v * W);
-    each(keys, s, [&](int64_t, int v, V x) { return exp(V(x - pivot[v])); });
+    // Not exp(-inf): the score may be NaN where a lane stands for no row at all.
+    each(keys, s, [&](int64_t, int v, V x) {
+      return pivot[v] == kInf<R> ? V{} : exp(V(x - pivot[v]));
+    });
   }
 
   // Room for whole vectors of words, which have more lanes than those of doubles.

@@ -61,15 +61,10 @@ struct Weights {
     using T = Tile<R, NV>;
     const Keys keys = visible_keys(p, rows, J0);
     if (keys.count <= 0) return;
-    for (int64_t l = 0; l < T::lanes; ++l) {
-      buf.lse[l] = kInf<R>;
-      if (l >= rows.count) continue;
-      const R x = read<R>(p.lse.data, p.lse.dtype, plane(p.lse, rows.b, rows.h).at(rows.i0 + l));
-      if (x != -kInf<R>) buf.lse[l] = x;
-    }
+    G::load_lse(p, rows, T::lanes, buf.lse);
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, T::lanes, buf.q,
                    buf.rows);
-    const int64_t hk = rows.h / (p.H / p.Hk);
+    const int64_t hk = key_head(p, rows.h);
     const Broadcast<E> k = Op::along(plane(p.k, rows.b, hk), keys.j0, keys.count, p.D, buf.k);
     product<Mul, Unit::along_k, NV>(k, buf.q, T::lanes, (p.D + Mul::pair - 1) / Mul::pair,
                                     keys.count, Overwrite<R>{buf.s, T::lanes, R(p.scale)});
