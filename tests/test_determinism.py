@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import DTYPES, FEATURE, Dims, build
+from runners import declares, every_backend, variant, variants
 
 import fastattn
-from kernels import declares, every_backend, variant, variants
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 EVERYTHING = tuple(

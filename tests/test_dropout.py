@@ -9,9 +9,9 @@ import math
 import naive
 import pytest
 import torch
+from runners import every_backend, variant, variants
 
 import fastattn
-from kernels import every_backend, variant, variants
 
 P = 0.3
 SEED = 0x1234_5678_9ABC_DEF0

@@ -19,10 +19,10 @@ from cases import (
     square,
 )
 from judge import Verdict
+from runners import FUSED, REASONS, declares, every_backend, everywhere, passed
 
 import fastattn
 from fastattn import spec
-from kernels import FUSED, REASONS, declares, every_backend, everywhere, passed
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

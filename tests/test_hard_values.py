@@ -6,9 +6,9 @@ import pytest
 import torch
 from cases import DTYPES, FEATURE, Dims, build, square
 from judge import Verdict
+from runners import declares, every_backend, everywhere, passed, variant, variants
 
 import fastattn
-from kernels import declares, every_backend, everywhere, passed, variant, variants
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

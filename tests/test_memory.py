@@ -13,8 +13,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
-
-from kernels import every_backend
+from runners import every_backend
 
 PROC = Path("/proc/self/clear_refs")
 needs_proc = pytest.mark.skipif(

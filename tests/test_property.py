@@ -14,9 +14,9 @@ from cases import DTYPES, Dims, Draft, Problem, spoil_tail
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from judge import Verdict
+from runners import declares, every_backend, passed, variant, variants
 
 import fastattn
-from kernels import declares, every_backend, passed, variant, variants
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)

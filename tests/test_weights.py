@@ -11,9 +11,9 @@ import pytest
 import torch
 from cases import DTYPES, FEATURE, FEATURES, PAIRS, PLAIN, build, name_of, square
 from judge import Verdict
+from runners import declares, every_backend, passed, variant, variants
 
 import fastattn
-from kernels import declares, every_backend, passed, variant, variants
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
