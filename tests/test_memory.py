@@ -103,9 +103,7 @@ def test_peak_memory_is_linear(name, kind):
     small, large = found[kind, 2048], found[kind, 4096]
     output = 8 * 4096 * 64 * 4
     assert large > output - RESOLUTION, "the measurement sees at least the output"
-    assert large <= 2.2 * small + RESOLUTION, (
-        f"{small / MEGABYTE:.1f} MB, then {large / MEGABYTE:.1f} MB"
-    )
+    assert large <= 2.2 * small, f"{small / MEGABYTE:.1f} MB, then {large / MEGABYTE:.1f} MB"
 
 
 @needs_proc

@@ -1,6 +1,6 @@
 // Backward. The main phase gives each block of keys of one key head (and, where those
-// are few, each segment of its rows) to a task, which keeps dK and dV to itself and adds its share of dQ to the tile of rows in hand.
-// Those additions wait for their turn, first block first, so every sum has one order
+// are few, each segment of its rows) to a task, which keeps dK and dV to itself and adds
+// its share of dQ to the tile of rows in hand. Those additions wait for their turn, first block first, so every sum has one order
 // whatever the threads do; a task only ever waits for tasks taken before it, and
 // follows its predecessor one tile behind.
 #pragma once
