@@ -1,7 +1,9 @@
 # make bench     verify fused attention, then time it against torch: on the GPU when torch sees one,
 #                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
-# make test      run the whole test suite
-# make test-gpu  run only the tests marked gpu
+# make test      run the whole test suite: on this machine, then Triton's kernels in its interpreter
+# make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
+# make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
+#                the oldest; fails on spilled registers, too much shared memory, or no wgmma
 # make lint, make format, make types    check with ruff, ruff format and ty
 # ARGS="..."     goes to pytest or to python -m bench
 #
@@ -18,18 +20,34 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(shell n=$$(nproc 2>/dev/null || echo 2); 
 
 on = $(filter-out 0,$($(1)))
 
-.PHONY: help bench test test-gpu lint format types setup
+# The oldest Triton that is supported, in a folder that goes before the newest on the path.
+OLDEST := build/triton-3.6.0
+
+.PHONY: help bench test test-interpreter test-gpu aot lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
 bench: setup
 	@$(PYTHON) -m bench $(if $(call on,FULL),--full) $(if $(call on,SAVE),--save) $(ARGS)
 
+# The interpreter is chosen when Triton is imported: a run of its own. Status 5, no test collected,
+# is no failure there: ARGS may name tests that have nothing to interpret.
+INTERPRET = TRITON_INTERPRET=1 $(PYTHON) -m pytest -m interpreter $(ARGS) $$($(PYTHON) -c \
+	'import importlib.util as u; print("-n2" * bool(u.find_spec("xdist")))') || [ $$? -eq 5 ]
+
 test: setup
 	@$(PYTHON) -m pytest $(ARGS)
+	@$(INTERPRET)
+
+test-interpreter: setup
+	@$(INTERPRET)
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
+
+aot: setup $(OLDEST)
+	@$(PYTHON) -m bench.aot $(ARGS)
+	@PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTHON) -m bench.aot $(ARGS)
 
 lint: setup
 	$(PYTHON) -m ruff check
@@ -41,6 +59,10 @@ types: setup
 	$(PYTHON) -m ty check --python $(PYTHON)
 
 # ------------------------------------------------------------------------------------------ set-up
+
+$(OLDEST): | setup
+	$(PIP) install --no-deps --target $@.part triton==$(@:build/triton-%=%)
+	@mv $@.part $@
 
 STAMP := $(or $(VENV),build)/.fastattn
 SOURCES := pyproject.toml .ci/constraints.txt $(shell find csrc -type f)

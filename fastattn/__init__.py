@@ -5,6 +5,11 @@ from . import (
     transforms,  # noqa: F401  teaches the operators vmap
 )
 from .backends import cpu as _cpu  # noqa: F401  registers; the order is the preference
+
+# isort: split
+from .backends import triton as _triton  # noqa: F401
+
+# isort: split
 from .backends import reference as _reference  # noqa: F401
 
 # isort: split

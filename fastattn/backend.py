@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .spec import AttentionSpec, Feature, Tensors
+from .spec import AttentionSpec, Feature, Maybe, Tensors
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,19 @@ class Support:
     dtypes: frozenset[torch.dtype]
     max_head_dim: int | None  # for D and Dv; None = any
     features: Feature
+    max_length: int | None = None  # for M and N; None = any
 
     def why_not(self, spec: AttentionSpec) -> list[str]:
         """The reasons to decline `spec`; empty when it can be run."""
-        devices, limit = self.devices, self.max_head_dim
+        devices, limit, longest = self.devices, self.max_head_dim, self.max_length
         missing = [f.name.lower() for f in Feature if f & spec.features & ~self.features]
         rules = [
             (devices is None or spec.device in devices, f"no kernel for device {spec.device!r}"),
             (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
             (limit is None or spec.D <= limit, f"head dim {spec.D} is over {limit}"),
             (limit is None or spec.Dv <= limit, f"value head dim {spec.Dv} is over {limit}"),
+            (longest is None or spec.M <= longest, f"{spec.M} queries are over {longest}"),
+            (longest is None or spec.N <= longest, f"{spec.N} keys are over {longest}"),
             (not missing, f"does not support {', '.join(missing)}"),
         ]
         return [reason for ok, reason in rules if not ok]
@@ -83,6 +87,21 @@ def token_major(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tenso
     """An empty (B,H,M,D) tensor stored (B,M,H,D): the layout of outputs and their gradients."""
     B, H, M, D = shape
     return like.new_empty_strided((B, H, M, D), (M * H * D, D, H * D, 1), dtype=dtype)
+
+
+def check_lengths(lengths: Maybe, N: int) -> None:
+    """Raise for a key length that is out of range.
+
+    On a GPU only if FASTATTN_CHECK=1, because to look at values is to wait for the device: there
+    kernels clamp them.
+    """
+    if lengths is None:
+        return
+    if lengths.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
+        return
+    wrong = lengths[(lengths < 0) | (lengths > N)].tolist()
+    if wrong:
+        raise ValueError(f"key_lengths: got {wrong[0]}, expected values in [0, N] = [0, {N}]")
 
 
 _BACKENDS: dict[str, Backend] = {}  # in order of preference

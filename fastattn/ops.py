@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.utils.flop_counter import register_flop_formula
 
+from . import flops
 from .backend import Backend, choose, token_major
 from .check import check, describe
 from .spec import AttentionSpec, Options, Tensors
@@ -257,8 +257,8 @@ def _define(op: Operation) -> None:
     torch.library.register_autograd(
         f"fastattn::{back}", lambda ctx, *grads: refuse_double_backward(), lib=library
     )
-    register_flop_formula(getattr(torch.ops.fastattn, name))(_flops)
-    register_flop_formula(getattr(torch.ops.fastattn, back))(functools.partial(_flops_backward, n))
+    flops.register(op.operator(), flops.forward)
+    flops.register(op.operator("_backward"), functools.partial(flops.backward, n))
 
 
 def _split(args: Sequence[Any]) -> tuple[Tensors, Options]:
@@ -322,18 +322,6 @@ def _autograd(op: Operation, ctx, *grads):
     wants = [ctx.needs_input_grad[i] for i in op.wants]
     found = op.operator("_backward")(*grads, *outs, *t, *ctx.options, wants)
     return (*spread(op, found, wants), *(None,) * N_SCALARS)
-
-
-def _flops(q, k, v, *args, out_shape=None, **kwargs) -> int:
-    """Two products of 2 B H M N D flops each, as torch counts its own attention."""
-    B, H, M, D = q
-    return 2 * B * H * M * k[2] * (D + (v[3] if v is not None else 0))
-
-
-def _flops_backward(n: int, *args, out_shape=None, **kwargs) -> int:
-    """Scores again, dP and dV over Dv; dQ and dK over D."""
-    (B, H, M, D), k, v = args[2 * n : 2 * n + 3]
-    return 2 * B * H * M * k[2] * (3 * D + (2 * v[3] if v is not None else 0))
 
 
 # ----------------------------------------------------------------------------------- the operations

@@ -31,8 +31,31 @@ if importlib.util.find_spec("hypothesis"):
 NO_GPU = "torch sees no GPU here"
 
 
+def quicken_interpreter():
+    """Triton's interpreter patches its language at every inner call, which takes half its time and
+    is never undone: once for each module does.
+    """
+    from triton.runtime import interpreter
+
+    patched = set()
+
+    def call(self, *args, **kwargs):
+        module = self.fn.__module__
+        if module not in patched:
+            interpreter._patch_lang(self.fn)
+            patched.add(module)
+        return self.rewrite()(*args, **kwargs)
+
+    interpreter.InterpretedFunction.__call__ = call
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "gpu: needs a GPU; skipped, with the reason, without one")
+    config.addinivalue_line("markers", "interpreter: Triton's kernels under TRITON_INTERPRET=1")
+    from fastattn.backends.triton import interpreted
+
+    if interpreted() and importlib.util.find_spec("triton"):
+        quicken_interpreter()
 
 
 def pytest_collection_modifyitems(items):

@@ -1,18 +1,54 @@
-"""What the tests run: every backend but the reference, on every instruction set it has here."""
+"""What the tests run: every fused backend that takes CPU tensors, on every instruction set.
 
+Under TRITON_INTERPRET=1 that is Triton's kernels in Triton's interpreter, and nothing else: those
+tests bear the mark `interpreter`. The interpreter is a thousand times slower than a kernel, so
+`thinned` and `small` give it fewer dtypes and smaller sizes, never fewer features.
+"""
+
+import itertools
 from contextlib import contextmanager
 
 import pytest
+from cases import DTYPES
 
 import fastattn
 from fastattn import backend, native
+from fastattn.backends.triton import interpreted
 
-REASONS = {name: why for name, why in fastattn.backends().items() if name != "reference"}
-FUSED = [
-    pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why}")] if why else [])
-    for name, why in REASONS.items()
-]
+INTERPRETED = interpreted()
+REASONS = {
+    name: why
+    for name, why in fastattn.backends().items()
+    if "cpu" in (backend.get(name).support.devices or ()) and (name == "triton") == INTERPRETED
+}
+
+
+def marks(why):
+    return [pytest.mark.skip(reason=why)] * bool(why) + [pytest.mark.interpreter] * INTERPRETED
+
+
+FUSED = [pytest.param(name, marks=marks(why)) for name, why in REASONS.items()]
 every_backend = pytest.mark.parametrize("name", FUSED)
+DECLARED = [
+    name
+    for name, dtype in DTYPES.items()
+    if any(dtype in backend.get(x).support.dtypes for x in REASONS)
+]
+every_dtype = pytest.mark.parametrize("dtype", DECLARED)
+not_interpreted = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter; runs on a GPU")
+
+
+def small(sizes, interpreted):
+    """`sizes`, or fewer and smaller ones for the interpreter."""
+    return interpreted if INTERPRETED else sizes
+
+
+def thinned(*lists):
+    """Every combination of the lists; in the interpreter each of the first once, the others in
+    turn."""
+    if not INTERPRETED:
+        return list(itertools.product(*lists))
+    return list(zip(lists[0], *(itertools.cycle(x) for x in lists[1:])))
 
 
 def variants(name):

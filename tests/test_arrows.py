@@ -19,8 +19,8 @@ FLOORS = (
     {"transforms"},
     {"ops"},
     {"backends"},
-    {"backend", "native"},
-    {"check"},
+    {"backend", "native", "autotune"},
+    {"check", "tuning", "flops"},
     {"spec"},
     {"reference"},
 )

@@ -10,11 +10,12 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import DTYPES, FEATURE, Dims, build
-from runners import declares, every_backend, variant, variants
+from runners import declares, every_backend, every_dtype, not_interpreted, variant, variants
 
 import fastattn
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+pytestmark = not_interpreted
+
 EVERYTHING = tuple(
     FEATURE[name]
     for name in ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")

@@ -13,7 +13,9 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from runners import every_backend
+from runners import every_backend, not_interpreted
+
+pytestmark = not_interpreted
 
 PROC = Path("/proc/self/clear_refs")
 needs_proc = pytest.mark.skipif(

@@ -1,0 +1,413 @@
+"""python -m bench.aot: compile every kernel of the tuning tables with no GPU, and judge the code.
+
+The launcher itself decides what is compiled: Triton is given a driver for a GPU that is not there,
+the tensors are on torch's meta device, and where a kernel would be launched it is compiled. What
+comes out is read back with the cuobjdump and nvdisasm of Triton's own wheel. At fault are
+
+    a kernel that does not compile
+    spilled registers beyond bench/aot_budget.json: {version of Triton: {kernel: instructions}}
+    shared or tensor memory beyond what a block of the chip may have
+    16-bit products on sm_90 without wgmma, where the tile has rows enough for it
+
+The report, one line a kernel, is bench/results/aot-triton-<version>.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+BUDGET = HERE / "aot_budget.json"
+RESULTS = HERE / "results"
+
+ARCHS = (80, 90, 100, 120)
+DTYPES = ("bfloat16", "float32")  # float16 shares bfloat16's tiles and instructions
+HEAD_DIMS = (64, 128, 256)
+
+# Bytes that a block may have when it asks (CUDA programming guide, table of technical
+# specifications per compute capability), and columns of tensor memory.
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+TENSOR_COLUMNS = 512
+WGMMA_ROWS = 64
+NO_PRODUCTS = ("delta", "combine")
+
+
+class Case(NamedTuple):
+    """A kind of call: every kernel it needs is compiled."""
+
+    arch: int
+    dtype: str
+    head_dim: int
+    variant: str  # of VARIANTS
+
+    def __str__(self) -> str:
+        return f"sm_{self.arch} {self.dtype} D{self.head_dim} {self.variant}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What was compiled, and what came out."""
+
+    case: Case
+    name: str
+    tile: str  # rows x keys, warps, stages
+    rows: int = 0  # of its matrix products, if it has any
+    registers: int = 0  # of a thread
+    spills: int = 0  # instructions that store or load a spilled register
+    inner: int = 0  # of those, in the innermost loop that has the most
+    stack: int = 0  # bytes of a thread
+    shared: int = 0  # bytes of a block
+    tensor: int = 0  # columns of tensor memory of a block
+    mix: Counter[str] = dataclasses.field(default_factory=Counter)  # opcode: instructions
+    error: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.case} {self.name}"
+
+
+# ------------------------------------------------------------------------------------ what to call
+
+
+def everything(B: int, H: int, M: int, N: int) -> dict[str, Any]:
+    meta = functools.partial(torch.empty, device="meta")
+    return dict(
+        Hk=2,
+        causal="bottom_right",
+        left=1000,
+        softcap=30.0,
+        dropout_p=0.1,
+        mask=meta((B, H, M, N)),
+        lengths=meta(B, dtype=torch.int64),
+        slopes=meta((B, H)),
+        sinks=meta(H),
+        seed=meta(1, dtype=torch.int64),
+    )
+
+
+class Variant(NamedTuple):
+    options: Callable[..., dict[str, Any]]
+    kernels: tuple[str, ...] = ()  # those that the options change; () for all
+
+
+PAIR = ("forward", "dq", "dkv")
+VARIANTS = {
+    "plain": Variant(lambda *sizes: {}),
+    "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
+    "everything": Variant(everything, (*PAIR, "dmask", "split", "weights average")),
+    # Rows that no tensor descriptor can read: 16 bytes do not divide them.
+    "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
+    "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
+}
+
+
+def cases(
+    archs: Iterable[int] = ARCHS,
+    dtypes: Iterable[str] = DTYPES,
+    variants: Iterable[str] = tuple(VARIANTS),
+) -> Iterator[Case]:
+    for case in map(Case._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
+        if case.dtype == "float32" or case.variant != "tf32":
+            yield case
+
+
+def call(case: Case) -> None:
+    """Every pass of the launcher over meta tensors of this case."""
+    from fastattn import check, spec
+    from fastattn.backends.triton import Triton
+
+    dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
+    o = VARIANTS[case.variant].options(B, H, N, N)
+    Hk, D = o.pop("Hk", H), case.head_dim - o.pop("short", 0)
+    precision = "tf32" if o.pop("tf32", False) else "ieee"
+    extras = {x: o.pop(x) for x in ("mask", "lengths", "slopes", "sinks", "seed") if x in o}
+    meta = functools.partial(torch.empty, device="meta", dtype=dtype)
+    options = spec.Options(**o)
+    attention = spec.Tensors(meta(B, H, N, D), meta(B, Hk, N, D), meta(B, Hk, N, D), **extras)
+    lse = meta(B, H, N, dtype=torch.float32)
+    weights = attention._replace(v=None, lse=lse)
+    few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
+    decode = attention._replace(q=attention.q[:, :, :1], **few)
+    wants = [True, True, True, "mask" in extras, "sinks" in extras]
+    describe = check.describe
+    backend = Triton()
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        s = describe(attention, options)
+        backend.backward(s, attention, *backend.forward(s, attention), attention.q, lse, wants)
+        backend.forward(describe(decode, options), decode)
+        for average in (False, True):
+            s = describe(weights, options._replace(average_heads=average))
+            dweights = backend.weights(s, weights)
+        backend.weights_backward(s, weights, dweights, wants[:2] + wants[3:])
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+# ------------------------------------------------------------------------------------- compilation
+
+
+class Absent:
+    """Triton's driver of a GPU that is not there."""
+
+    def __init__(self, arch: int):
+        from triton.backends.compiler import GPUTarget
+
+        self.arch, self.target = arch, GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton keeps what it compiled by device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def pretend(arch: int, launched: Callable) -> None:
+    """From here on, the launcher takes this machine for one with a GPU of `arch`, and calls
+    `launched` where it would launch. Nothing undoes it: for processes that do nothing else.
+    """
+    from triton.runtime import driver
+
+    from fastattn.backends import triton as launcher
+
+    absent: Any = Absent(arch)  # as much of a driver as compilation asks for
+    driver.set_active(absent)
+    vars(launcher).update(
+        architecture=lambda device: arch, processors=lambda device: 132, run=launched
+    )
+
+
+def compiled(case: Case) -> list[Kernel]:
+    """The kernels of a case, in the order of launches."""
+    names = VARIANTS[case.variant].kernels
+    found: dict[str, Kernel] = {}
+
+    def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        flags = [x.lower() for x, on in options.items() if on is True and x.isupper()]
+        name = " ".join([kernel.__name__.removesuffix("_kernel"), *flags])
+        tile, warps, stages = (options[x] for x in ("T", "num_warps", "num_stages"))
+        if name in found or (names and name not in names):
+            return
+        result = Kernel(
+            case,
+            name,
+            f"{tile.BM}x{tile.BN} w{warps} s{stages}",
+            0 if name in NO_PRODUCTS else tile.BN if name.startswith("dkv") else tile.BM,
+        )
+        try:
+            binary = kernel.warmup(*args, grid=grid, **options)
+        except Exception as e:  # whatever a compiler raises is what is reported
+            found[name] = dataclasses.replace(result, error=f"{type(e).__name__}: {_last(str(e))}")
+        else:
+            found[name] = dataclasses.replace(result, **inspect(binary))
+
+    pretend(case.arch, launched)
+    call(case)
+    return list(found.values())
+
+
+def _last(text: str) -> str:
+    return ([""] + [line.strip() for line in text.splitlines() if line.strip()])[-1]
+
+
+def inspect(binary: Any) -> dict[str, Any]:
+    """The fields of a Kernel that its code tells."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
+        sass = _tool("nvdisasm", "-c", file.name)
+    registers, stack = (int(_found(rf"{x}:(\d+)", usage)) for x in ("REG", "STACK"))
+    code, labels = instructions(sass)
+    operations = Counter(opcode.split(".")[0] for opcode, _ in code)
+    return dict(
+        registers=registers,
+        stack=stack,
+        spills=spills(code),
+        inner=max((spills(code[a:b]) for a, b in inner_loops(code, labels)), default=0),
+        shared=binary.metadata.shared,
+        tensor=getattr(binary.metadata, "tmem_size", None) or 0,
+        mix=Counter(
+            wgmma=operations["HGMMA"],
+            tcgen05=operations["UTCHMMA"],
+            mma=operations["HMMA"],
+            tma=operations["UTMALDG"],
+            cp_async=operations["LDGSTS"],
+            exp2=sum(opcode == "MUFU.EX2" for opcode, _ in code),
+            ffma=operations["FFMA"],
+        ),
+    )
+
+
+Code = list[tuple[str, str]]  # (opcode, operands) of each instruction
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*)")
+LABEL = re.compile(r"\.(L_x_\d+):")
+
+
+def instructions(sass: str) -> tuple[Code, dict[str, int]]:
+    """The instructions that nvdisasm -c printed, and which of them each label stands before."""
+    code: Code = []
+    labels = {}
+    for line in sass.splitlines():
+        if found := LABEL.match(line):
+            labels[found[1]] = len(code)
+        elif found := INSTRUCTION.match(line):
+            code.append((found[1], found[2]))
+    return code, labels
+
+
+def spills(code: Code) -> int:
+    return sum(opcode.split(".")[0] in ("STL", "LDL") for opcode, _ in code)
+
+
+def inner_loops(code: Code, labels: dict[str, int]) -> list[tuple[int, int]]:
+    """The loops [first, past) that hold no other loop: backward branches."""
+    loops = []
+    for at, (opcode, operands) in enumerate(code):
+        target = re.search(r"L_x_\d+", operands) if opcode.startswith("BRA") else None
+        if target and labels[target[0]] <= at:
+            loops.append((labels[target[0]], at + 1))
+    return [
+        (a, b)
+        for a, b in loops
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if not match:
+        raise RuntimeError(f"cuobjdump: got {text!r}, expected {pattern} in it")
+    return match[1]
+
+
+def _tool(name: str, *args: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
+
+
+# ------------------------------------------------------------------------------------ the verdicts
+
+
+def faults(kernel: Kernel, budget: dict[str, int] | None) -> list[str]:
+    """What is wrong with a kernel; `budget` is None where none was made for this Triton."""
+    if kernel.error:
+        return [kernel.error]
+    limit, arch = SHARED[kernel.case.arch], kernel.case.arch
+    allowed = kernel.spills if budget is None else budget.get(str(kernel), 0)
+    wide = arch == 90 and kernel.case.dtype != "float32" and kernel.rows >= WGMMA_ROWS
+    rules = [
+        (kernel.spills <= allowed, f"{kernel.spills} spill instructions, {allowed} allowed"),
+        (kernel.shared <= limit, f"{kernel.shared} bytes of shared memory, sm_{arch} has {limit}"),
+        (
+            kernel.tensor <= TENSOR_COLUMNS,
+            f"{kernel.tensor} columns of tensor memory, sm_{arch} has {TENSOR_COLUMNS}",
+        ),
+        (
+            not wide or (kernel.mix["wgmma"] and not kernel.mix["mma"]),
+            f"{kernel.mix['wgmma']} wgmma and {kernel.mix['mma']} mma.sync, wgmma expected for "
+            f"products of {kernel.rows} rows",
+        ),
+    ]
+    return [reason for ok, reason in rules if not ok]
+
+
+def budget_of(version: str) -> dict[str, int] | None:
+    return json.loads(BUDGET.read_text()).get(version) if BUDGET.exists() else None
+
+
+# --------------------------------------------------------------------------------------- the report
+
+COLUMNS = ("tile", "registers", "spills", "inner", "stack", "shared", "tensor")
+MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
+
+
+def report(version: str, kernels: Iterable[Kernel]) -> str:
+    """One line a kernel, in the order given. Columns have fixed widths, so that lines compare."""
+    head = " ".join([f"{'kernel':48}", f"{'tile':14}", *(f"{x:>9}" for x in COLUMNS[1:] + MIX)])
+    lines = [f"# Triton {version}: python -m bench.aot. Read bench/aot.py for what is meant.", head]
+    for k in kernels:
+        numbers = [getattr(k, x) for x in COLUMNS[1:]] + [k.mix[x] for x in MIX]
+        values = k.error.split() or [f"{x:>9}" for x in numbers]
+        lines.append(" ".join([f"{k!s:48}", f"{k.tile:14}", *values]))
+    return "\n".join(lines) + "\n"
+
+
+def compile_all(every: Iterable[Case], workers: int = 2) -> Iterator[list[Kernel]]:
+    """The kernels of each case in turn, compiled by `workers` processes."""
+    context = multiprocessing.get_context("spawn")  # each has a driver of its own
+    with context.Pool(workers) as pool:
+        yield from pool.imap(compiled, every)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.aot", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=tuple(VARIANTS))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--check", action="store_true", help="fail if the report is stale")
+    parser.add_argument("--accept", action="store_true", help="write the budget from what is found")
+    options = parser.parse_args(argv)
+
+    import triton
+
+    version, started = triton.__version__, time.perf_counter()
+    every = list(cases(options.arch, options.dtype, options.variant))
+    whole = every == list(cases())
+    if not whole and (options.check or options.accept):
+        parser.error("--check and --accept are of every arch, dtype and variant")
+    found: list[Kernel] = []
+    for case, kernels in zip(every, compile_all(every, workers=options.workers)):
+        elapsed = time.perf_counter() - started
+        spilled = sum(k.spills for k in kernels)
+        text = f"[{elapsed:4.0f}s] {case}: {len(kernels)} kernels, {spilled} spill instructions"
+        print(text, file=sys.stderr, flush=True)
+        found += kernels
+    if options.accept:
+        accept(version, found)
+    budget = budget_of(version)
+    wrong = [f"{k} ({k.tile}): {fault}" for k in found for fault in faults(k, budget)]
+    text, path = report(version, found), RESULTS / f"aot-triton-{version}.txt"
+    if not whole:
+        print(text)
+    elif not options.check:
+        path.write_text(text)
+    elif not path.exists() or path.read_text() != text:
+        wrong.append(f"{path} is stale: make aot writes it anew")
+    print(f"Triton {version}: {len(found)} kernels, {len(wrong)} faults")
+    print("".join(f"  {line}\n" for line in wrong), end="")
+    return bool(wrong)
+
+
+def accept(version: str, found: Iterable[Kernel]) -> None:
+    """Make what was found the budget of this Triton."""
+    every = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+    every[version] = {str(k): k.spills for k in found if k.spills}
+    BUDGET.write_text(json.dumps(every, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""FASTATTN_AUTOTUNE=1: time a few tiles on the GPU at hand, once for each kind of call.
+
+The fastest is kept in FASTATTN_CACHE_DIR, else in $XDG_CACHE_HOME/fastattn or ~/.cache/fastattn: a
+JSON file for each kind of call, so that processes that search at once do not lose each other's
+results. Without the variable nothing is timed, read or written, and the tables of tuning.py hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from .spec import AttentionSpec
+from .tuning import Config
+
+
+class Key(NamedTuple):
+    """What a search is for. Calls with one key get one tile."""
+
+    device: str  # its name
+    triton: str  # its version
+    which: str  # the pass
+    dtype: str
+    D: int
+    Dv: int
+    features: tuple[str, ...]  # what the kernel was compiled for
+    group: int  # query heads to a key head
+    M: int  # sizes are rounded up to powers of two
+    N: int
+    heads: int  # of all batch items
+
+
+def enabled() -> bool:
+    """Has the user asked for searches?"""
+    return os.environ.get("FASTATTN_AUTOTUNE", "") not in ("", "0")
+
+
+def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: object) -> Key:
+    """The key of one pass of a call; `constexprs` is what its kernel is compiled for."""
+    return Key(
+        device=torch.cuda.get_device_name(device),
+        triton=_version(),
+        which=which,
+        dtype=str(spec.dtype),
+        D=spec.D,
+        Dv=spec.Dv,
+        features=tuple(f"{name}={value}" for name, value in constexprs.items()),
+        group=spec.H // spec.Hk,
+        M=bucket(spec.M),
+        N=bucket(spec.N),
+        heads=bucket(spec.B * spec.H),
+    )
+
+
+@functools.cache
+def _version() -> str:
+    return importlib.metadata.version("triton")
+
+
+def bucket(n: int) -> int:
+    """The power of two that is n or the next above it."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+_known: dict[tuple[Path, Key], Config] = {}
+
+
+def best(
+    key: Key, default: Config, candidates: Iterable[Config], time: Callable[[Config], float]
+) -> Config:
+    """The fastest of `default` and `candidates` by `time`, which launches and returns any unit.
+
+    A candidate that raises is passed over: not every tile fits every chip. Nothing can be timed
+    while a CUDA graph is captured: `default` is used, and the search is left to a later call.
+    """
+    choices = list(dict.fromkeys([default, *candidates]))
+    if len(choices) == 1:
+        return default
+    where = folder()
+    if found := _known.get((where, key)):
+        return found
+    path = where / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
+    found = _read(path, key)
+    if found not in choices:  # a damaged file, or one of other tables than these
+        if torch.cuda.is_current_stream_capturing():
+            return default
+        times = _times(choices, time)
+        if not times:
+            return default  # its launch will say what is wrong
+        found = min(times, key=times.__getitem__)
+        _write(path, key, found)
+    _known[where, key] = found
+    return found
+
+
+def _times(choices: Iterable[Config], time: Callable[[Config], float]) -> dict[Config, float]:
+    times = {}
+    for config in choices:
+        with contextlib.suppress(Exception):  # out of resources, or any error of a compiler
+            times[config] = time(config)
+    return times
+
+
+def folder() -> Path:
+    """Where winners are kept."""
+    if chosen := os.environ.get("FASTATTN_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastattn"
+
+
+def _read(path: Path, key: Key) -> Config | None:
+    try:
+        stored = json.loads(path.read_text())
+        if stored["key"] == json.loads(json.dumps(key._asdict())):
+            return Config(**stored["config"])
+    except (OSError, ValueError, TypeError, KeyError):
+        pass  # absent, unreadable or damaged: search, and write it anew
+    return None
+
+
+def _write(path: Path, key: Key, config: Config) -> None:
+    """Whole or not at all; a cache that cannot be written costs a search in each process."""
+    text = json.dumps(dict(key=key._asdict(), config=config._asdict()), indent=2)
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+            file = Path(scratch) / path.name
+            file.write_text(text + "\n")
+            os.replace(file, path)

@@ -1,0 +1,476 @@
+"""Launcher of the Triton kernels in kernels/: packs their arguments, allocates results."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import math
+import os
+import re
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from .. import autotune, tuning
+from ..backend import Support, check_lengths, register, token_major
+from ..spec import AttentionSpec, Feature, Maybe, Tensors
+
+OLDEST = (3, 6)
+LONGEST = 1 << 29  # positions and their differences are 32 bits wide
+DECODE_ROWS = 16  # up to here, M is few enough to split the keys
+TINY = 1e-37  # a smaller scale is not a normal float32 when it is in base 2
+LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares among programs
+
+
+def interpreted() -> bool:
+    """Do kernels run on CPU tensors, in Triton's interpreter? Fixed when a kernel is imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+@functools.lru_cache(maxsize=1)
+def kernels() -> SimpleNamespace:
+    """The kernels. Triton is imported here and nowhere earlier."""
+    names = ("tile", "score", "forward", "backward", "decode", "weights")
+    return SimpleNamespace(**{x: importlib.import_module(f"fastattn.kernels.{x}") for x in names})
+
+
+@functools.cache
+def unavailable() -> str | None:
+    if not importlib.util.find_spec("triton"):
+        return "Triton is not installed (pip install triton)"
+    version = importlib.metadata.version("triton")
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
+        return f"Triton {version} is older than {OLDEST[0]}.{OLDEST[1]}"
+    if interpreted():
+        return None
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return "torch sees no CUDA GPU (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"
+    capability = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
+    if capability < (8, 0):
+        return f"needs compute capability 8.0 or newer, and a GPU here has {capability}"
+    return None
+
+
+class Triton:
+    name = "triton"
+    support = Support(
+        devices=frozenset({"cpu" if interpreted() else "cuda"}),
+        dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
+        max_head_dim=256,
+        max_length=LONGEST,
+        features=~Feature.PACKED,
+    )
+
+    def unavailable(self) -> str | None:
+        return unavailable()
+
+    def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
+        out = token_major(t.q, (spec.B, spec.H, spec.M, spec.Dv), spec.dtype)
+        lse = t.q.new_empty((spec.B, spec.H, spec.M), dtype=torch.float32)
+        if lse.numel():
+            job = Job(spec, t)
+            if job.splits > 1:
+                job.decode(out, lse)
+            else:
+                job.forward(out, lse)
+        return out, lse
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        out: Tensor,
+        lse: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        wants: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:
+        if dout is None:
+            dout = out.new_zeros(()).expand(out.shape)
+        job = Job(spec, t, dout)
+        job.find_delta(out, lse, dlse)
+        return job.gradients(wants)
+
+    def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
+        B, H, M, N = spec.B, spec.H, spec.M, spec.N
+        shape = (B, M, N) if spec.average_heads else (B, H, M, N)
+        weights = t.q.new_empty(shape)
+        if weights.numel():
+            Job(spec, t).weights(weights[:, None] if spec.average_heads else weights)
+        return weights
+
+    def weights_backward(
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[bool]
+    ) -> tuple[Tensor | None, ...]:
+        if spec.average_heads:
+            dweights = dweights[:, None].expand(spec.B, spec.H, spec.M, spec.N)
+        job = Job(spec, t, dweights)
+        job.find_delta(None, t.lse, None)
+        want_q, want_k, want_mask, want_sinks = wants
+        dq, dk, _, dmask, dsinks = job.gradients((want_q, want_k, False, want_mask, want_sinks))
+        return dq, dk, dmask, dsinks
+
+
+class Job:
+    """One call's arguments, as the kernels want them, and the passes over them."""
+
+    def __init__(self, spec: AttentionSpec, t: Tensors, dout: Maybe = None):
+        check_lengths(t.lengths, spec.N)
+        self.spec, self.t, self.dout = spec, t, dout
+        self.device = t.q.device
+        self.arch = architecture(self.device)
+        self.extras = extras(spec, t)
+        self.q, self.k = operand(t.q), operand(t.k)
+        self.v, self.do = operand(t.v), operand(dout)
+        tensors = [x for x in (t.q, t.k, t.v, dout) if x is not None]
+        # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers.
+        tma = 90 <= self.arch < 120 and t.v is not None and all(map(describable, tensors))
+        self.features = flags(spec, tf32(), tma)
+
+    # ------------------------------------------------------------------------------------ forward
+
+    @functools.cached_property
+    def splits(self) -> int:
+        """Into how many parts to split the keys: 1 where there are rows enough."""
+        spec, blocks = self.spec, -(-self.spec.N // self.config("decode").BN)
+        if spec.M > DECODE_ROWS or blocks <= tuning.FEW_BLOCKS:
+            return 1
+        packed = spec.H // spec.Hk * spec.M
+        programs = spec.B * spec.Hk * -(-packed // self.config("decode").BM)
+        return tuning.splits(programs, blocks, processors(self.device))
+
+    def forward(self, out: Tensor, lse: Tensor) -> None:
+        spec = self.spec
+        self.launch(
+            kernels().forward.forward_kernel,
+            "forward",
+            lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
+            (self.q, self.k, self.v, operand(out), lse, *self.call, self.extras),
+        )
+
+    def decode(self, out: Tensor, lse: Tensor) -> None:
+        spec, splits, decode = self.spec, self.splits, kernels().decode
+        rows = (splits, spec.B, spec.H, spec.M)
+        partial = out.new_empty((*rows, spec.Dv), dtype=torch.float32)
+        partial_m, partial_l = lse.new_empty(rows), lse.new_empty(rows)
+        parts = partial, partial_m, partial_l
+        packed = spec.H // spec.Hk * spec.M
+        self.launch(
+            decode.split_kernel,
+            "decode",
+            lambda c: -(-packed // c.BM) * spec.B * spec.Hk * splits,
+            (self.q, self.k, self.v, *parts, *self.call, self.extras),
+        )
+        self.launch(
+            decode.combine_kernel,
+            "combine",
+            lambda c: spec.B * spec.H * spec.M,
+            (*parts, operand(out), lse, splits, *self.call, self.extras),
+        )
+
+    def weights(self, weights: Tensor) -> None:
+        spec = self.spec
+        heads = 1 if spec.average_heads else spec.H
+        self.launch(
+            kernels().weights.weights_kernel,
+            "weights",
+            lambda c: -(-spec.M // c.BM) * -(-spec.N // c.BN) * spec.B * heads,
+            (self.q, self.k, self.t.lse.contiguous(), operand(weights), *self.call, self.extras),
+            AVERAGE=spec.average_heads,
+        )
+
+    # ----------------------------------------------------------------------------------- backward
+
+    def find_delta(self, out: Maybe, lse: Tensor, dlse: Maybe) -> None:
+        """self.delta, and self.level: the LSE as `exponential` wants it."""
+        spec = self.spec
+        self.lse = lse.contiguous()
+        self.level, self.delta = (torch.empty_like(self.lse) for _ in "ld")
+        if not lse.numel():
+            return
+        self.launch(
+            kernels().backward.delta_kernel,
+            "delta",
+            lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
+            (operand(out), self.do, operand(dlse), self.lse, *self.rows, *self.call, self.extras),
+            F=kernels().score.Flags(plain=self.features.plain),
+        )
+        if spec.weights and not spec.constant_lse:
+            self.walk_keys(None, sums=True)
+
+    def walk_keys(self, dq: Maybe, sums: bool = False) -> None:
+        spec = self.spec
+        self.launch(
+            kernels().backward.dq_kernel,
+            "dq",
+            lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
+            (*self.inputs, *self.rows, operand(dq), *self.call, self.extras),
+            GIVEN=spec.weights,
+            SUMS=sums,
+        )
+
+    def walk_rows(self, dk: Tensor, dv: Maybe) -> None:
+        spec = self.spec
+        self.launch(
+            kernels().backward.dkv_kernel,
+            "dkv",
+            lambda c: -(-spec.N // c.BN) * spec.B * spec.Hk,
+            (*self.inputs, *self.rows, operand(dk), operand(dv), *self.call, self.extras),
+            GIVEN=spec.weights,
+        )
+
+    @property
+    def inputs(self) -> tuple:
+        return self.q, self.k, self.v, self.do
+
+    @property
+    def rows(self) -> tuple:
+        return self.level, self.delta
+
+    def gradients(self, wants: Sequence[bool]) -> tuple[Tensor | None, ...]:
+        """dq dk dv dmask dsinks."""
+        t, (want_q, want_k, want_v, want_mask, want_sinks) = self.t, wants
+        dq = dk = dv = dmask = dsinks = None
+        if want_q:
+            dq = token_major(t.q, t.q.shape, t.q.dtype)
+            if dq.numel():
+                self.walk_keys(dq)
+        if want_k or want_v:
+            dk = token_major(t.k, t.k.shape, t.k.dtype)
+            dv = None if t.v is None else token_major(t.v, t.v.shape, t.v.dtype)
+            if dk.numel() or (dv is not None and dv.numel()):
+                self.walk_rows(dk, dv)
+        if want_mask:
+            dmask = self.mask_gradient()
+        if want_sinks:
+            dsinks = self.sink_gradient()
+        return dq, dk, dv, dmask, dsinks
+
+    def mask_gradient(self) -> Tensor:
+        spec, mask = self.spec, self.t.mask
+        shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        if not spec.B * spec.H * spec.M * spec.N:
+            return torch.zeros_like(mask, memory_format=torch.contiguous_format)
+        c = self.config("dmask")
+        whole = (spec.B, spec.H, -(-spec.M // c.BM), -(-spec.N // c.BN))
+        summed = tuple(n == 1 for n in shape)
+        tiles = math.prod(n for n, s in zip(whole, summed) if not s)
+        work = math.prod(n for n, s in zip(whole, summed) if s)
+        splits = min(work, max(1, 2 * processors(self.device) // tiles))
+        partial = mask.new_empty((splits, *shape), dtype=torch.float32)
+        self.launch(
+            kernels().backward.dmask_kernel,
+            "dmask",
+            lambda c: tiles * splits,
+            (*self.inputs, *self.rows, partial, *self.call, self.extras),
+            GIVEN=spec.weights,
+            SUMMED=summed,
+        )
+        return partial.sum(0).to(mask.dtype).view(mask.shape)
+
+    def sink_gradient(self) -> Tensor:
+        """dsinks = -sum p_sink delta: a sink is a key with a probability and no value."""
+        sinks = self.t.sinks.to(torch.float32)[:, None]
+        p = torch.exp(sinks - self.lse).masked_fill(self.lse == -torch.inf, 0.0)
+        return -(p * self.delta).sum((0, 2)).to(self.t.sinks.dtype)
+
+    # ----------------------------------------------------------------------------------- launching
+
+    @property
+    def call(self) -> tuple:
+        return scalars(self.spec, self.together)
+
+    @property
+    def together(self) -> int:
+        """How many heads' keys and values the cache holds, for longest-first scheduling."""
+        spec = self.spec
+        if spec.right >= spec.M + spec.N:
+            return 1
+        size = max(1, spec.N * (spec.D + spec.Dv) * spec.dtype.itemsize)
+        heads = max(1, LONGEST_FIRST_BYTES // size) * (spec.H // spec.Hk)
+        return min(heads, spec.B * spec.H)
+
+    def config(self, which: str) -> tuning.Config:
+        spec, features = self.spec, self.features
+        busy = not features.plain or features.dropout or spec.weights
+        return tuning.config(which, self.arch, spec.dtype.itemsize, max(spec.D, spec.Dv), busy)
+
+    def launch(self, kernel, which: str, programs, args: tuple, **constexprs) -> None:
+        """Run a kernel on a grid of `programs(config)`, with the tile of its table or search."""
+        spec, constexprs = self.spec, dict(F=self.features) | constexprs
+
+        def attempt(c: tuning.Config) -> None:
+            options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
+            tile = kernels().score.Tile(
+                c.BM, c.BN, spec.D, spec.Dv, padded(spec.D), padded(spec.Dv)
+            )
+            run(kernel, (programs(c),), *args, T=tile, **constexprs, **options)
+
+        with on(self.device):
+            config = self.config(which)
+            if self.arch and autotune.enabled():
+                key = autotune.key(which, spec, self.device, **constexprs)
+                others = tuning.candidates(which, config)
+                config = autotune.best(key, config, others, lambda c: timed(attempt, c))
+            attempt(config)
+
+
+def timed(attempt, config: tuning.Config) -> float:
+    """Milliseconds that a launch takes."""
+    from triton.testing import do_bench
+
+    return do_bench(lambda: attempt(config), warmup=5, rep=25)
+
+
+def run(kernel, grid: tuple[int], *args, **kwargs) -> None:
+    """Launch, with memory for tensor descriptors. The allocator is set for this launch alone."""
+    if interpreted():
+        kernel[grid](*args, **kwargs)
+    else:
+        contextvars.copy_context().run(_launch, kernel, grid, args, kwargs)
+
+
+def _launch(kernel, grid, args, kwargs) -> None:
+    import triton
+
+    triton.set_allocator(_workspace)
+    kernel[grid](*args, **kwargs)
+
+
+def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def on(device: torch.device):
+    """Make `device` current, where it is not."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return contextlib.nullcontext()
+    return torch.cuda.device(device)
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """90 for compute capability 9.0; 0 in the interpreter."""
+    if device.type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Streaming multiprocessors; a few in the interpreter, so that it splits keys too."""
+    if device.type != "cuda":
+        return 8
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tile: a power of two that tensor cores take."""
+    return max(16, 1 << max(head_dim - 1, 0).bit_length())
+
+
+def tf32() -> bool:
+    """Has the user let torch's float32 products be tf32?"""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def describable(x: Tensor) -> bool:
+    """Can a tensor descriptor read it? 16-bit, and 16-byte addresses of every row."""
+    *outer, last = x.stride()
+    return (
+        x.dtype.itemsize == 2
+        and last == 1
+        and outer[-1] > 0
+        and x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and all(s % 8 == 0 for s in outer)
+    )
+
+
+def operand(x: Maybe):
+    """An Operand of (B,H,M,D), or of the first of these dimensions."""
+    if x is None:
+        return None
+    return kernels().tile.Operand(x, *x.stride(), *(0,) * (4 - x.ndim))
+
+
+def broadcast(x: Tensor):
+    """An Operand of whatever broadcasts to (B, H, M, N): strides of 0 where it repeats."""
+    strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride())]
+    return kernels().tile.Operand(x, *(0,) * (4 - x.ndim), *strides)
+
+
+def extras(spec: AttentionSpec, t: Tensors):
+    """The optional tensors, in the dtypes that kernels read."""
+    mask, slopes = t.mask, t.slopes
+    if mask is not None:
+        mask = broadcast(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
+    if slopes is not None:
+        slopes = slopes.to(torch.float32)
+        slopes = operand(slopes if slopes.ndim == 2 else slopes.expand(spec.B, spec.H))
+    return kernels().score.Extras(
+        mask=mask,
+        lengths=None if t.lengths is None else t.lengths.to(torch.int64).contiguous(),
+        slopes=slopes,
+        sinks=None if t.sinks is None else t.sinks.to(torch.float32).contiguous(),
+        seed=t.seed,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def flags(spec: AttentionSpec, tf32: bool, tma: bool):
+    """What the call uses, for the compiler."""
+    masked = spec.mask_shape is not None
+    varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
+    return kernels().score.Flags(
+        plain=spec.scale > TINY and not (masked or spec.softcap or spec.has_alibi),
+        left=spec.left < spec.M + spec.N,
+        right=spec.right < spec.M + spec.N,
+        bottom_right=spec.bottom_right,
+        lengths=spec.has_lengths,
+        gqa=spec.H != spec.Hk,
+        mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
+        mask_rows=varies[1] or varies[2],
+        alibi=spec.has_alibi,
+        softcap=spec.softcap > 0,
+        sinks=spec.has_sinks,
+        dropout=spec.dropout_p > 0,
+        precision="tf32" if tf32 else "ieee",
+        tma=tma,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def scalars(spec: AttentionSpec, together: int) -> tuple:
+    """The sizes, as score.SIZES lists them, and the Reals."""
+    score = kernels().score
+    threshold = min(int(spec.dropout_p * 2**32), 2**32 - 1)
+    sizes = dict(
+        B=spec.B,
+        H=spec.H,
+        group=spec.H // spec.Hk,
+        M=spec.M,
+        N=spec.N,
+        left=min(spec.left, LONGEST),
+        right=min(spec.right, LONGEST),
+        threshold=threshold - (threshold >> 31 << 32),
+        together=together,
+    )
+    reals = score.Reals(
+        scale=float(spec.scale),
+        unit=spec.scale * score.LOG2E.value,
+        softcap=float(spec.softcap),
+        factor=1 / (1 - spec.dropout_p) if spec.dropout_p < 1 else 0.0,
+        share=1 / spec.H if spec.average_heads else 1.0,
+    )
+    return *(sizes[name] for name in score.SIZES), reals
+
+
+register(Triton())

@@ -1,0 +1,337 @@
+"""Backward in passes that recompute P, each owning what it writes: no atomics, one order of sums.
+
+    dS = P (dP - delta),  dP = dO V^T,  delta = rowsum(dO O) - dLSE     (Dao 2023, algorithm 2)
+
+`dq_kernel` owns rows, `dkv_kernel` owns keys and walks all query heads that share them, and
+`dmask_kernel` owns elements of the mask. The gradient of the weights takes the same road (GIVEN):
+there `dout` is dP itself, (B, H, M, N), v is not needed, and delta is a sum over keys.
+"""
+
+import triton
+import triton.language as tl
+
+from .score import (
+    SIZES,
+    call_of,
+    exponential,
+    item_of,
+    kept,
+    key_range,
+    level_of,
+    place,
+    row_range,
+    rows_of,
+    score,
+    some,
+    visible,
+)
+from .tile import dot, head_of, load, narrow, row_index, source, store
+
+
+@triton.jit
+def gradients(
+    qk, dp, keep, level, delta, rows, j, item, call, extras,
+    F: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """P after dropout, dS, and the gradient of scale q.k; level and delta lie as the rows do."""
+    s, slope = score(qk, rows, j, call, extras, F)
+    p = exponential(s, level, call, F)
+    if MASKED:  # not left to -inf and 0: 0 * inf in a lane past the end would be NaN
+        seen = visible(rows, j, item, call, F)
+        p = tl.where(seen, p, 0.0)
+    dropped = p
+    if F.dropout:
+        dropped = tl.where(keep, p * call.factor, 0.0)
+        dp = tl.where(keep, dp * call.factor, 0.0)
+    ds = p * (dp - delta)
+    dqk = ds * slope
+    if MASKED:
+        ds, dqk = tl.where(seen, ds, 0.0), tl.where(seen, dqk, 0.0)
+    return dropped, ds, dqk
+
+
+@triton.jit
+def given(dweights, item, h, i, j, call):
+    """dP of a tile, where it is an input."""
+    offset = i.to(tl.int64) * dweights.sm + j.to(tl.int64) * dweights.sd
+    inside = (i < call.M) & (j < call.N)
+    dp = tl.load(head_of(dweights, item.b, h) + offset, mask=inside, other=0.0)
+    return dp.to(tl.float32) * call.share
+
+
+@triton.jit(do_not_specialize=SIZES)
+def delta_kernel(
+    out, dout, dlse, lse, level, delta,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """delta, and the LSE as `exponential` wants it, both (B,H,M) float32."""
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    tile, b, h = place(call.M, T.BM, call.H, 1, False)
+    i0 = tile * T.BM
+    i = i0 + tl.arange(0, T.BM)
+    inside, at = i < call.M, row_index(b, h, i, call.H, call.M)
+    total = tl.full([T.BM], 0, tl.float32)
+    if out is not None:
+        tile_o = load(out, head_of(out, b, h), i0, call.M, T.DV, T.BM, T.BDV, False, True)
+        tile_do = load(dout, head_of(dout, b, h), i0, call.M, T.DV, T.BM, T.BDV, False, True)
+        total += tl.sum(tile_o.to(tl.float32) * tile_do.to(tl.float32), 1)
+    if dlse is not None:
+        from_lse = head_of(dlse, b, h) + i.to(tl.int64) * dlse.sm
+        total -= tl.load(from_lse, mask=inside, other=0.0)
+    tl.store(delta + at, total, mask=inside)
+    saved = tl.load(lse + at, mask=inside, other=0.0)
+    tl.store(level + at, level_of(saved, F), mask=inside)
+
+
+# ---------------------------------------------------------------------------------- rows: dq, delta
+
+
+@triton.jit
+def over_keys(
+    acc, tile_q, tile_do, level, delta, k, v, dout, k_from, v_from, lo, hi, rows, item, call,
+    extras, F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """acc += dS K over keys [lo, hi); or, if SUMS, acc += rowsum(P dP)."""
+    for j0 in tl.range(lo, hi, T.BN):
+        j = (j0 + tl.arange(0, T.BN))[None, :]
+        tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
+        zero = tl.full([T.BM, T.BN], 0, tl.float32)
+        qk = dot(tile_q, tl.trans(tile_k), zero, F)
+        if GIVEN:
+            dp = given(dout, item, rows.h, rows.i, j, call)
+        else:
+            tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, MASKED)
+            dp = dot(tile_do, tl.trans(tile_v), zero, F)
+        keep = zero
+        if F.dropout:
+            keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
+        _, ds, dqk = gradients(qk, dp, keep, level, delta, rows, j, item, call, extras, F, MASKED)
+        if SUMS:  # delta is 0 here, so that dS is P dP
+            acc += tl.sum(ds, 1)
+        else:
+            acc = dot(narrow(dqk, tile_k.dtype), tile_k, acc, F)
+    return acc
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dq_kernel(
+    q, k, v, dout, level, delta, dq,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
+):  # fmt: skip
+    """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for weights that were GIVEN their gradient."""
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    tile, b, h = place(call.M, T.BM, call.H, call.together, F.right)
+    i0 = tile * T.BM
+    hk = h // call.group
+    item = item_of(b, call, extras, F)
+    i = i0 + tl.arange(0, T.BM)
+    rows = rows_of(i[:, None], h, item, extras, F)
+    q_from = source(q, b, h, call.M, T.D, T.BM, T.BD, F.tma)
+    tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, True)
+    k_from = source(k, b, hk, item.length, T.D, T.BN, T.BD, F.tma)
+    tile_do, v_from = tile_q, k_from
+    if not GIVEN:
+        do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
+        tile_do = load(dout, do_from, i0, call.M, T.DV, T.BM, T.BDV, F.tma, True)
+        v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
+    from_row = row_index(b, h, i, call.H, call.M)
+    row_level = tl.load(level + from_row, mask=i < call.M, other=float("inf"))[:, None]
+    if SUMS:
+        acc = tl.full([T.BM], 0, tl.float32)
+        row_delta = tl.full([T.BM, 1], 0, tl.float32)
+    else:
+        acc = tl.full([T.BM, T.BD], 0, tl.float32)
+        row_delta = tl.load(delta + from_row, mask=i < call.M, other=0.0)[:, None]
+    first, full, tail, last = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
+    if F.left:
+        acc = over_keys(
+            acc, tile_q, tile_do, row_level, row_delta, k, v, dout, k_from, v_from, first, full,
+            rows, item, call, extras, F, T, GIVEN, SUMS, True,
+        )  # fmt: skip
+    acc = over_keys(
+        acc, tile_q, tile_do, row_level, row_delta, k, v, dout, k_from, v_from, full, tail,
+        rows, item, call, extras, F, T, GIVEN, SUMS, False,
+    )  # fmt: skip
+    acc = over_keys(
+        acc, tile_q, tile_do, row_level, row_delta, k, v, dout, k_from, v_from, tail, last,
+        rows, item, call, extras, F, T, GIVEN, SUMS, True,
+    )  # fmt: skip
+    if SUMS:
+        tl.store(delta + from_row, acc, mask=i < call.M)
+    else:
+        store(dq, b, h, i0, call.M, acc * call.scale, T.D, T.BM, T.BD)
+
+
+# ------------------------------------------------------------------------------------ keys: dk, dv
+
+
+@triton.jit
+def over_rows(
+    dk, dv, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, lo, hi, j0, item, call,
+    extras, F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """dk += dS^T Q and dv += P^T dO over rows [lo, hi) of head h.
+
+    Scores are made transposed, (BN, BM), so that P and dS enter the products from registers.
+    """
+    j = (j0 + tl.arange(0, T.BN))[:, None]
+    for i0 in tl.range(lo, hi, T.BM):
+        i = i0 + tl.arange(0, T.BM)
+        inside = i < call.M
+        from_row = row_index(item.b, h, i, call.H, call.M)
+        row_level = tl.load(level + from_row, mask=inside, other=float("inf"))[None, :]
+        row_delta = tl.load(delta + from_row, mask=inside, other=0.0)[None, :]
+        rows = rows_of(i[None, :], h, item, extras, F)
+        tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, MASKED)
+        zero = tl.full([T.BN, T.BM], 0, tl.float32)
+        qk = dot(tile_k, tl.trans(tile_q), zero, F)
+        if GIVEN:
+            dp = given(dout, item, h, rows.i, j, call)
+        else:
+            tile_do = load(dout, do_from, i0, call.M, T.DV, T.BM, T.BDV, F.tma, MASKED)
+            dp = dot(tile_v, tl.trans(tile_do), zero, F)
+        keep = zero
+        if F.dropout:
+            keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, T.BM, T.BN))
+        p, _, dqk = gradients(
+            qk, dp, keep, row_level, row_delta, rows, j, item, call, extras, F, MASKED
+        )
+        if not GIVEN:
+            dv = dot(narrow(p, tile_do.dtype), tile_do, dv, F)
+        dk = dot(narrow(dqk, tile_q.dtype), tile_q, dk, F)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dkv_kernel(
+    q, k, v, dout, level, delta, dk, dv,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """dk (B,Hk,N,D) and dv (B,Hk,N,Dv), each summed over the query heads of its key head."""
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    # Of causal rows the first keys are seen by the most: ascending is longest first.
+    tile, b, hk = place(call.N, T.BN, call.H // call.group, call.together, False)
+    j0 = tile * T.BN
+    item = item_of(b, call, extras, F)
+    k_from = source(k, b, hk, item.length, T.D, T.BN, T.BD, F.tma)
+    tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, True)
+    acc_k = tl.full([T.BN, T.BD], 0, tl.float32)
+    tile_v, acc_v = tile_k, acc_k
+    if not GIVEN:
+        v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
+        tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, True)
+        acc_v = tl.full([T.BN, T.BDV], 0, tl.float32)
+    first, full, tail, last = row_range(j0, T.BN, item, call, T.BM)
+    groups = call.group if F.gqa else 1
+    for g in range(groups):
+        h = hk * groups + g
+        q_from = source(q, b, h, call.M, T.D, T.BM, T.BD, F.tma)
+        do_from = q_from
+        if not GIVEN:
+            do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
+        acc_k, acc_v = over_rows(
+            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, first, full,
+            j0, item, call, extras, F, T, GIVEN, True,
+        )  # fmt: skip
+        acc_k, acc_v = over_rows(
+            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, full, tail,
+            j0, item, call, extras, F, T, GIVEN, False,
+        )  # fmt: skip
+        acc_k, acc_v = over_rows(
+            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, tail, last,
+            j0, item, call, extras, F, T, GIVEN, True,
+        )  # fmt: skip
+    store(dk, b, hk, j0, call.N, acc_k * call.scale, T.D, T.BN, T.BD)
+    if not GIVEN:
+        store(dv, b, hk, j0, call.N, acc_v, T.DV, T.BN, T.BDV)
+
+
+# -------------------------------------------------------------------------------------- the mask
+
+
+@triton.jit(do_not_specialize=SIZES)
+def dmask_kernel(
+    q, k, v, dout, level, delta, partial,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMMED: tl.constexpr,
+):  # fmt: skip
+    """dS summed over the dimensions that the mask is broadcast along: SUMMED says which of four.
+
+    partial is (splits, ...the mask's four dimensions), float32: the tiles that flow into one
+    element are shared out among `splits` programs, and its sum over splits is dmask.
+    """
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
+    # Each dimension is one that programs own a part of, or one that a program walks.
+    own_b, sum_b = (1, call.B) if SUMMED[0] else (call.B, 1)
+    own_h, sum_h = (1, call.H) if SUMMED[1] else (call.H, 1)
+    own_m, sum_m = (1, tiles_m) if SUMMED[2] else (tiles_m, 1)
+    own_n, sum_n = (1, tiles_n) if SUMMED[3] else (tiles_n, 1)
+    rest = tl.program_id(0)
+    n, rest = rest % own_n, rest // own_n
+    m, rest = rest % own_m, rest // own_m
+    h, rest = rest % own_h, rest // own_h
+    b, split = rest % own_b, rest // own_b
+    work = sum_b * sum_h * sum_m * sum_n
+    splits = tl.num_programs(0) // (own_b * own_h * own_m * own_n)
+    share = tl.cdiv(work, splits)
+    acc = tl.full([T.BM, T.BN], 0, tl.float32)
+    for w in range(split * share, tl.minimum((split + 1) * share, work)):
+        n_w, rest = w % sum_n, w // sum_n
+        m_w, rest = rest % sum_m, rest // sum_m
+        acc = add_to_mask(
+            acc, q, k, v, dout, level, delta, b + rest // sum_h, h + rest % sum_h,
+            (m + m_w) * T.BM, (n + n_w) * T.BN, call, extras, F, T, GIVEN,
+        )  # fmt: skip
+    if SUMMED[2]:
+        acc = tl.sum(acc, 0, keep_dims=True)
+    if SUMMED[3]:
+        acc = tl.sum(acc, 1, keep_dims=True)
+    ROWS: tl.constexpr = 1 if SUMMED[2] else T.BM
+    KEYS: tl.constexpr = 1 if SUMMED[3] else T.BN
+    i, j = m * T.BM + tl.arange(0, ROWS), n * T.BN + tl.arange(0, KEYS)
+    n_rows, n_keys = (1 if SUMMED[2] else call.M), (1 if SUMMED[3] else call.N)
+    plane = (split * own_b + b).to(tl.int64) * own_h + h
+    to = partial + (plane * n_rows + i)[:, None] * n_keys + j[None, :]
+    tl.store(to, acc, mask=(i < n_rows)[:, None] & (j < n_keys)[None, :])
+
+
+@triton.jit
+def add_to_mask(
+    acc, q, k, v, dout, level, delta, b, h, i0, j0, call, extras,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
+):  # fmt: skip
+    """acc + dS of one tile; blocks that no row sees are skipped."""
+    item = item_of(b, call, extras, F)
+    a0, a1 = i0 + item.diagonal, tl.minimum(i0 + T.BM, call.M) + item.diagonal
+    lo, hi = some(a0, a1, call.left, call.right, item.length)
+    if (j0 < hi) & (j0 + T.BN > lo):
+        i = i0 + tl.arange(0, T.BM)
+        j = (j0 + tl.arange(0, T.BN))[None, :]
+        rows = rows_of(i[:, None], h, item, extras, F)
+        hk = h // call.group
+        tile_q = load(q, head_of(q, b, h), i0, call.M, T.D, T.BM, T.BD, False, True)
+        tile_k = load(k, head_of(k, b, hk), j0, item.length, T.D, T.BN, T.BD, False, True)
+        zero = tl.full([T.BM, T.BN], 0, tl.float32)
+        qk = dot(tile_q, tl.trans(tile_k), zero, F)
+        if GIVEN:
+            dp = given(dout, item, h, rows.i, j, call)
+        else:
+            tile_do = load(dout, head_of(dout, b, h), i0, call.M, T.DV, T.BM, T.BDV, False, True)
+            tile_v = load(v, head_of(v, b, hk), j0, item.length, T.DV, T.BN, T.BDV, False, True)
+            dp = dot(tile_do, tl.trans(tile_v), zero, F)
+        keep = zero
+        if F.dropout:
+            keep = kept(rows.i, h, b, j0, call, extras, T.BM, T.BN)
+        from_row = row_index(b, h, i, call.H, call.M)
+        row_level = tl.load(level + from_row, mask=i < call.M, other=float("inf"))[:, None]
+        row_delta = tl.load(delta + from_row, mask=i < call.M, other=0.0)[:, None]
+        _, ds, _ = gradients(
+            qk, dp, keep, row_level, row_delta, rows, j, item, call, extras, F, True
+        )
+        acc += ds
+    return acc

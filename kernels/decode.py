@@ -1,0 +1,97 @@
+"""Decoding: few queries, many keys. The keys are split among programs (Dao et al., Flash-Decoding,
+2023), and the query heads that share a key head are rows of one tile, so that keys are read once.
+"""
+
+import triton
+import triton.language as tl
+
+from .forward import attend
+from .score import SIZES, call_of, item_of, key_range, rows_of
+from .softmax import add_sink, finish, rescale
+from .tile import row_index, store
+
+
+@triton.jit(do_not_specialize=SIZES)
+def split_kernel(
+    q, k, v, partial, partial_m, partial_l,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """The softmax of each split, not yet normalised: acc (splits,B,H,M,Dv), m and l (splits,B,H,M).
+
+    They are merged as they are: an LSE would be rounded, and weigh its split with that error.
+
+    Row r of a tile is query r % M of the r // M-th head of the group.
+    """
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    packed = call.group * call.M
+    tiles, heads = tl.cdiv(packed, T.BM), call.H // call.group
+    pid = tl.program_id(0)
+    tile, rest = pid % tiles, pid // tiles
+    hk, rest = rest % heads, rest // heads
+    b, split = rest % call.B, rest // call.B
+    splits = tl.num_programs(0) // (tiles * heads * call.B)
+
+    r = tile * T.BM + tl.arange(0, T.BM)
+    real = r < packed
+    i, h = tl.where(real, r % call.M, call.M), hk * call.group + tl.where(real, r // call.M, 0)
+    item = item_of(b, call, extras, F)
+    rows = rows_of(i[:, None], h[:, None], item, extras, F)
+
+    d = tl.arange(0, T.BD)
+    from_row = q.ptr + tl.cast(b, tl.int64) * q.sb + h.to(tl.int64) * q.sh + i.to(tl.int64) * q.sm
+    from_q = from_row[:, None] + d.to(tl.int64)[None, :] * q.sd
+    tile_q = tl.load(from_q, mask=real[:, None] & (d < T.D)[None, :], other=0.0)
+
+    first, full, tail, last = key_range(0, call.M, item, call, T.BN)
+    share = tl.cdiv(tl.cdiv(last - first, T.BN), splits) * T.BN
+    lo = first + split * share
+    hi = tl.minimum(lo + share, last)
+    blocks = (
+        lo,
+        tl.minimum(tl.maximum(full, lo), hi),
+        tl.minimum(tl.maximum(tail, lo), hi),
+        hi,
+    )
+    acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
+
+    to = row_index(split * call.B + b, h, i, call.H, call.M)
+    dv = tl.arange(0, T.BDV)
+    inside = real[:, None] & (dv < T.DV)[None, :]
+    tl.store(partial + to[:, None] * T.DV + dv[None, :], acc, mask=inside)
+    tl.store(partial_m + to, m, mask=real)
+    tl.store(partial_l + to, l, mask=real)
+
+
+@triton.jit(do_not_specialize=("splits", *SIZES))
+def combine_kernel(
+    partial, partial_m, partial_l, out, lse, splits,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """out (B,H,M,Dv) and natural lse (B,H,M) from what `split_kernel` left; one row a program."""
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    pid = tl.program_id(0)
+    i, bh = pid % call.M, pid // call.M
+    b, h = bh // call.H, bh % call.H
+    row = pid + tl.arange(0, 1)
+    all_rows = tl.cast(call.B * call.H, tl.int64) * call.M
+    m = tl.full([1], float("-inf"), tl.float32)
+    for split in range(splits):
+        m = tl.maximum(m, tl.load(partial_m + split * all_rows + row))
+    pivot = tl.where(m == float("-inf"), 0.0, m)
+    d = tl.arange(0, T.BDV)[None, :]
+    acc, l = tl.full([1, T.BDV], 0, tl.float32), tl.full([1], 0, tl.float32)
+    for split in range(splits):
+        at = split * all_rows + row
+        weight = rescale(tl.load(partial_m + at), pivot, F)
+        l += weight * tl.load(partial_l + at)
+        part = tl.load(partial + at[:, None] * T.DV + d, mask=d < T.DV, other=0.0)
+        acc += weight[:, None] * part
+    acc, natural = finish(acc, m, l, F)
+    if F.sinks:
+        acc, natural = add_sink(acc, natural, extras.sinks, h)
+    if F.dropout:
+        acc *= call.factor
+    store(out, b, h, i, call.M, acc, T.DV, 1, T.BDV)
+    tl.store(lse + row, natural)

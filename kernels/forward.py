@@ -1,0 +1,83 @@
+"""Forward: one program to a tile of query rows (Dao 2023, algorithm 1)."""
+
+import triton
+import triton.language as tl
+
+from .score import SIZES, call_of, item_of, kept, key_range, place, rows_of, score, visible
+from .softmax import add_sink, finish, update
+from .tile import dot, load, narrow, row_index, source, store
+
+
+@triton.jit
+def accumulate(
+    state, tile_q, k, v, sources, lo, hi, rows, item, call, extras,
+    F: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys [lo, hi) into the state: acc, m, l. MASKED: some keys of these blocks are hidden."""
+    acc, m, l = state
+    k_from, v_from = sources
+    for j0 in tl.range(lo, hi, T.BN):
+        j = (j0 + tl.arange(0, T.BN))[None, :]
+        tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
+        qk = dot(tile_q, tl.trans(tile_k), tl.full([T.BM, T.BN], 0, tl.float32), F)
+        s, _ = score(qk, rows, j, call, extras, F)
+        if MASKED:
+            s = tl.where(visible(rows, j, item, call, F), s, float("-inf"))
+        p, m, l, alpha = update(s, m, l, call, F)
+        if F.dropout:
+            keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
+            p = tl.where(keep, p, 0.0)
+        tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, MASKED)
+        acc = dot(narrow(p, tile_v.dtype), tile_v, acc * alpha[:, None], F)
+    return acc, m, l
+
+
+@triton.jit
+def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, T: tl.constexpr):
+    """acc, m and l of a tile of rows, over the blocks of keys that `key_range` found.
+
+    Only blocks that hold a hidden key are tested for visibility.
+    """
+    sources = (
+        source(k, item.b, hk, item.length, T.D, T.BN, T.BD, F.tma),
+        source(v, item.b, hk, item.length, T.DV, T.BN, T.BDV, F.tma),
+    )
+    first, full, tail, last = blocks
+    acc = tl.full([T.BM, T.BDV], 0, tl.float32)
+    state = (acc, tl.full([T.BM], float("-inf"), tl.float32), tl.full([T.BM], 0, tl.float32))
+    if F.left:
+        state = accumulate(
+            state, tile_q, k, v, sources, first, full, rows, item, call, extras, F, T, True
+        )
+    state = accumulate(
+        state, tile_q, k, v, sources, full, tail, rows, item, call, extras, F, T, False
+    )
+    return accumulate(
+        state, tile_q, k, v, sources, tail, last, rows, item, call, extras, F, T, True
+    )
+
+
+@triton.jit(do_not_specialize=SIZES)
+def forward_kernel(
+    q, k, v, out, lse, B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr,
+):  # fmt: skip
+    """out (B,H,M,Dv) and natural lse (B,H,M), float32."""
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    tile, b, h = place(call.M, T.BM, call.H, call.together, F.right)
+    i0 = tile * T.BM
+    hk = h // call.group
+    item = item_of(b, call, extras, F)
+    i = i0 + tl.arange(0, T.BM)
+    rows = rows_of(i[:, None], h, item, extras, F)
+    q_from = source(q, b, h, call.M, T.D, T.BM, T.BD, F.tma)
+    tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, True)
+    blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
+    acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
+    acc, natural = finish(acc, m, l, F)
+    if F.sinks:
+        acc, natural = add_sink(acc, natural, extras.sinks, h)
+    if F.dropout:
+        acc *= call.factor
+    store(out, b, h, i0, call.M, acc, T.DV, T.BM, T.BDV)
+    tl.store(lse + row_index(b, h, i, call.H, call.M), natural, mask=i < call.M)

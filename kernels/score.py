@@ -1,0 +1,318 @@
+"""The score pipeline: the one place of the Triton code that knows features.
+
+Forward, backward, decode and weights call the same functions, so a feature is written once:
+
+    where   `some_keys`, `every_key` and their mirror images skip blocks; `visible` is exact
+    what    `score`: scale, softcap, ALiBi, mask, in this order
+    after   `kept`: dropout's draws
+
+Where nothing but a positive scale is applied (`F.plain`), a score is q.k itself, and `call.unit`,
+scale * log2(e), takes it to base 2 in the fused multiply-add of `exponential`. Otherwise a score is
+the logit, and differences are taken before they go to base 2: a mask of finfo.min has no product.
+
+Rows and keys are passed shaped for the tile at hand, (BM, 1) and (1, BN) or (1, BM) and (BN, 1):
+nothing here knows which way round it lies.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .tile import fma
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+
+class Flags(NamedTuple):
+    """What a call uses, known at compile time: what it does not use costs nothing."""
+
+    plain: bool  # scores are q.k: scale > 0, no softcap, ALiBi or mask
+    left: bool = False  # rows have a first key
+    right: bool = False  # rows have a last key
+    bottom_right: bool = False
+    lengths: bool = False
+    gqa: bool = False  # several query heads share a key head
+    mask: str = ""  # or "bool" or "add"
+    mask_rows: bool = False  # the mask differs between the rows of a tile
+    alibi: bool = False
+    softcap: bool = False
+    sinks: bool = False
+    dropout: bool = False
+    precision: str = "ieee"  # of float32 products; or "tf32"
+    tma: bool = False  # q, k, v and dout are read through tensor descriptors
+
+
+class Tile(NamedTuple):
+    """Sizes known at compile time: of a tile, and of the head dims with their padding."""
+
+    BM: int
+    BN: int
+    D: int
+    DV: int
+    BD: int  # powers of two, 16 at least
+    BDV: int
+
+
+# The whole numbers of a call. Kernels take them one by one, because only a parameter can be exempt
+# from being compiled for its value (1, or a multiple of 16): a cache that grows would recompile.
+SIZES = ("B", "H", "group", "M", "N", "left", "right", "threshold", "together")
+
+
+class Reals(NamedTuple):
+    scale: Any
+    unit: Any  # scale * log2(e)
+    softcap: Any
+    factor: Any  # what a kept probability is multiplied by
+    share: Any  # of a head in weights averaged over heads
+
+
+class Call(NamedTuple):
+    """The scalars of a call."""
+
+    B: Any
+    H: Any
+    group: Any  # query heads to a key head
+    M: Any
+    N: Any
+    left: Any
+    right: Any
+    threshold: Any  # a draw is dropped below it: 32 bits, read as signed
+    together: Any  # how many heads are worked on at a time
+    scale: Any
+    unit: Any
+    softcap: Any
+    factor: Any
+    share: Any
+
+
+@triton.jit
+def call_of(B, H, group, M, N, left, right, threshold, together, reals):
+    return Call(
+        B, H, group, M, N, left, right, threshold, together,
+        reals.scale, reals.unit, reals.softcap, reals.factor, reals.share,
+    )  # fmt: skip
+
+
+class Extras(NamedTuple):
+    """The optional tensors of a call; None where there is none."""
+
+    mask: Any  # Operand
+    lengths: Any  # (B,) int64
+    slopes: Any  # Operand, float32
+    sinks: Any  # (H,) float32, contiguous
+    seed: Any  # one int64
+
+
+class Item(NamedTuple):
+    """An item of the batch."""
+
+    b: Any
+    length: Any  # how many keys there are
+    diagonal: Any  # row i stands at i + diagonal
+
+
+class Rows(NamedTuple):
+    """The rows of a tile, and what depends on nothing but them."""
+
+    i: Any
+    at: Any  # i' = i + diagonal
+    h: Any  # their heads: one, or (decode) as many as rows
+    slope: Any
+    mask: Any  # the first element of each row of the mask
+
+
+@triton.jit
+def item_of(b, call, extras, F: tl.constexpr):
+    length = call.N
+    if F.lengths:
+        # Values on a GPU are clamped: to check them would be to wait for the device.
+        length = tl.minimum(tl.maximum(tl.load(extras.lengths + b), 0), call.N).to(tl.int32)
+    diagonal = 0
+    if F.bottom_right:
+        diagonal = length - call.M
+    return Item(b, length, diagonal)
+
+
+@triton.jit
+def rows_of(i, h, item, extras, F: tl.constexpr):
+    """Rows i of heads h, both shaped as the tile wants them."""
+    b = tl.cast(item.b, tl.int64)
+    h64 = tl.cast(h, tl.int64)
+    slope = 0.0
+    if F.alibi:
+        slope = tl.load(extras.slopes.ptr + b * extras.slopes.sb + h64 * extras.slopes.sh)
+    mask = 0
+    if F.mask != "":
+        mask = extras.mask.ptr + b * extras.mask.sb + h64 * extras.mask.sh
+        if F.mask_rows:
+            mask += i.to(tl.int64) * extras.mask.sm
+    return Rows(i, i + item.diagonal, h, slope, mask)
+
+
+# ------------------------------------------------------------------------------------------- where
+
+
+@triton.jit
+def place(n, BLOCK: tl.constexpr, heads, together, DESCENDING: tl.constexpr):
+    """The tile, batch item and head of this program, of a grid of one dimension.
+
+    `together` heads at a time are worked on from their last tiles to their first (DESCENDING) or
+    the other way round: what takes longest starts first, and their keys share the cache.
+    """
+    tiles = tl.cdiv(n, BLOCK)
+    pid = tl.program_id(0)
+    every_head = tl.num_programs(0) // tiles
+    first = pid // (tiles * together) * together
+    width = tl.minimum(every_head - first, together)
+    rest = pid - first * tiles
+    tile, bh = rest // width, first + rest % width
+    if DESCENDING:
+        tile = tiles - 1 - tile
+    return tile, bh // heads, bh % heads
+
+
+@triton.jit
+def some(a0, a1, back, ahead, end):
+    """Of [0, end), what at least one of [a0, a1) reaches, `back` behind it to `ahead` of it."""
+    lo = tl.maximum(a0 - back, 0)
+    return lo, tl.maximum(tl.minimum(a1 + ahead, end), lo)
+
+
+@triton.jit
+def every(a0, a1, back, ahead, end):
+    """Of [0, end), what each of [a0, a1) reaches."""
+    lo = tl.maximum(a1 - 1 - back, 0)
+    return lo, tl.maximum(tl.minimum(a0 + ahead + 1, end), lo)
+
+
+@triton.jit
+def in_blocks(some_lo, some_hi, every_lo, every_hi, BLOCK: tl.constexpr):
+    """Four edges on blocks: [first, full) and [tail, last) need `visible`, [full, tail) does not.
+
+    `last` alone may lie inside a block.
+    """
+    empty = some_lo >= some_hi
+    first = tl.where(empty, some_hi, some_lo // BLOCK * BLOCK)
+    full = tl.minimum((every_lo + BLOCK - 1) // BLOCK * BLOCK, some_hi)
+    full = tl.maximum(full, first)
+    tail = tl.maximum(tl.minimum(every_hi, some_hi) // BLOCK * BLOCK, full)
+    return first, full, tail, some_hi
+
+
+@triton.jit
+def key_range(i0, i1, item, call, BN: tl.constexpr):
+    """The blocks of keys that rows [i0, i1) see: `in_blocks`."""
+    a0, a1 = i0 + item.diagonal, i1 + item.diagonal
+    lo, hi = some(a0, a1, call.left, call.right, item.length)
+    every_lo, every_hi = every(a0, a1, call.left, call.right, item.length)
+    return in_blocks(lo, hi, every_lo, every_hi, BN)
+
+
+@triton.jit
+def row_range(j0, BN: tl.constexpr, item, call, BM: tl.constexpr):
+    """The blocks of rows that see keys [j0, j0 + BN): `in_blocks`, with the edges swapped."""
+    j1 = tl.minimum(j0 + BN, item.length)
+    a0, a1 = j0 - item.diagonal, j1 - item.diagonal
+    lo, hi = some(a0, a1, call.right, call.left, call.M)
+    every_lo, every_hi = every(a0, a1, call.right, call.left, call.M)
+    if j0 >= item.length:
+        hi = lo  # no such keys
+    if j0 + BN > item.length:
+        every_lo, every_hi = hi, hi  # no row sees all of them
+    return in_blocks(lo, hi, every_lo, every_hi, BM)
+
+
+@triton.jit
+def visible(rows, j, item, call, F: tl.constexpr):
+    """Which keys of a tile exist, for rows that do, inside the band."""
+    keep = (j < item.length) & (rows.i < call.M)
+    if F.left:
+        keep &= j >= rows.at - call.left
+    if F.right:
+        keep &= j <= rows.at + call.right
+    return keep
+
+
+# -------------------------------------------------------------------------------------------- what
+
+
+@triton.jit
+def tanh(x):
+    """Accurate to a few units in the last place, where 1 - 2 / (e^2x + 1) cancels too."""
+    z = x * x
+    # The series, to x^9: its next term is below 1e-8 where it is used.
+    near = x + x * z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
+    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
+    far = (1 - e) / (1 + e)
+    return tl.where(z < 0.0625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def score(qk, rows, j, call, extras, F: tl.constexpr):
+    """Scores of a tile, and d logit / d (scale q.k)."""
+    slope = 1.0
+    if F.plain:
+        return qk, slope
+    s = qk * call.scale
+    if F.softcap:
+        t = tanh(s / call.softcap)
+        s, slope = call.softcap * t, 1 - t * t
+    if F.alibi:
+        s -= rows.slope * tl.abs(rows.at - j).to(tl.float32)
+    if F.mask != "":
+        at = rows.mask + j.to(tl.int64) * extras.mask.sd
+        inside = j < call.N
+        if F.mask_rows:
+            inside &= rows.i < call.M
+        if F.mask == "bool":
+            s = tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
+        else:
+            s += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    return s, slope
+
+
+@triton.jit
+def exponential(s, level, call, F: tl.constexpr):
+    """exp(logit - level); the level is in base 2 where `F.plain`, else natural."""
+    if F.plain:
+        return tl.exp2(fma(s, call.unit, -level))
+    else:
+        return tl.exp2((s - level) * LOG2E)
+
+
+@triton.jit
+def level_of(lse, F: tl.constexpr):
+    """A natural LSE as a level; that of a row that sees nothing is +inf: its P is then 0."""
+    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+    if F.plain:
+        lse *= LOG2E
+    return lse
+
+
+# ------------------------------------------------------------------------------- after the softmax
+
+
+@triton.jit
+def kept(i, h, b, j0, call, extras, BM: tl.constexpr, BN: tl.constexpr):
+    """(BM, BN): which probabilities dropout keeps. i: (BM, 1); h: one, or (BM, 1); 4 divides j0.
+
+    Philox-4x32-10 (Salmon et al., SC'11): key = the seed, low word first; counter = (j >> 2, i, h,
+    b); key j takes word j & 3, so one round of draws serves four neighbours.
+    """
+    shape: tl.constexpr = [BM, BN // 4]
+    block = tl.broadcast_to((j0 // 4 + tl.arange(0, BN // 4))[None, :], shape).to(tl.uint32)
+    seed = tl.load(extras.seed)
+    zero = tl.full(shape, 0, tl.uint32)
+    w0, w1, w2, w3 = tl.philox_impl(
+        block,
+        zero + i.to(tl.uint32),
+        zero + tl.cast(h, tl.uint32),
+        zero + tl.cast(b, tl.uint32),
+        zero + (seed & 0xFFFFFFFF).to(tl.uint32),
+        zero + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
+        10,
+    )
+    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., a, b] is word 2 a + b
+    return tl.reshape(words, [BM, BN]) >= tl.cast(call.threshold, tl.uint32)

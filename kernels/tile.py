@@ -1,0 +1,109 @@
+"""Tiles in and out of memory, and the three operations that the interpreter gets wrong.
+
+Everything above this file speaks of tensors as an `Operand`: a pointer and four strides.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Operand(NamedTuple):
+    """A (B, heads, rows, columns) tensor: its first element, and its strides in elements."""
+
+    ptr: Any
+    sb: Any
+    sh: Any
+    sm: Any
+    sd: Any
+
+
+@triton.jit
+def dot(a, b, acc, F: tl.constexpr):
+    """acc + a @ b, accumulated in float32; a and b of one dtype.
+
+    The interpreter multiplies bfloat16 operands as the integers that hold their bits (Triton 3.6
+    to 3.9); in float32 their products are exact.
+    """
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=F.precision)
+
+
+@triton.jit
+def narrow(x, dtype: tl.constexpr):
+    """float32 rounded to `dtype`. The interpreter would cut bfloat16 off, not round it."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        to_even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
+        x = tl.where(x == x, to_even.to(tl.float32, bitcast=True), x)
+    return x.to(dtype)
+
+
+@triton.jit
+def fma(x, y, z):
+    """x y + z, rounded once. The interpreter would round the product too."""
+    if INTERPRETED:
+        return (x.to(tl.float64) * y + z).to(tl.float32)
+    return tl.fma(x, y, z)
+
+
+@triton.jit
+def head_of(x, b, h):
+    """The first element of head h of item b. Offsets are 64 bits wide from here on."""
+    return x.ptr + tl.cast(b, tl.int64) * x.sb + tl.cast(h, tl.int64) * x.sh
+
+
+@triton.jit
+def source(x, b, h, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+    """What `load` reads the first `rows` rows of a head from: a pointer, or a descriptor.
+
+    A descriptor is made here, from the device's own `rows`, and not on the host: rows past a key
+    length then come out of the hardware as zeros, whatever lies there (NaN, the next sequence).
+    """
+    if TMA:
+        return tl.make_tensor_descriptor(
+            head_of(x, b, h), [tl.maximum(rows, 1), D], [x.sm, 1], [BM, BD]
+        )
+    else:  # said, because Triton compiles what follows a return too
+        return head_of(x, b, h)
+
+
+@triton.jit
+def load(
+    x, src, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
+    TMA: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """Rows [i0, i0 + BM) as (BM, BD), 0 outside the tensor. BOUND: some may be past `rows`."""
+    if TMA:
+        return src.load([i0, 0])
+    else:
+        i, d = tl.arange(0, BM), tl.arange(0, BD)
+        at = src + (tl.cast(i0, tl.int64) + i)[:, None] * x.sm + d.to(tl.int64)[None, :] * x.sd
+        if BOUND and D < BD:
+            return tl.load(at, mask=(i0 + i < rows)[:, None] & (d < D)[None, :], other=0.0)
+        elif BOUND:
+            return tl.load(at, mask=(i0 + i < rows)[:, None], other=0.0)
+        elif D < BD:
+            return tl.load(at, mask=(d < D)[None, :], other=0.0)
+        else:
+            return tl.load(at)
+
+
+@triton.jit
+def store(x, b, h, i0, rows, values, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+    """Write (BM, BD) `values` to rows [i0, i0 + BM), as far as there are such rows."""
+    i, d = tl.arange(0, BM), tl.arange(0, BD)
+    at = head_of(x, b, h) + (tl.cast(i0, tl.int64) + i)[:, None] * x.sm
+    inside = (i0 + i < rows)[:, None] & (d < D)[None, :]
+    values = narrow(values, x.ptr.dtype.element_ty)
+    tl.store(at + d.to(tl.int64)[None, :] * x.sd, values, mask=inside)
+
+
+@triton.jit
+def row_index(b, h, i, H, M):
+    """Where (b, h, i) lies in a contiguous (B, H, M) tensor."""
+    return (tl.cast(b, tl.int64) * H + h) * M + i

@@ -1,0 +1,70 @@
+"""The probabilities themselves, from q, k and the LSE of a forward pass."""
+
+import triton
+import triton.language as tl
+
+from .score import (
+    SIZES,
+    call_of,
+    exponential,
+    item_of,
+    kept,
+    level_of,
+    rows_of,
+    score,
+    some,
+    visible,
+)
+from .tile import dot, head_of, load, narrow, row_index
+
+
+@triton.jit(do_not_specialize=SIZES)
+def weights_kernel(
+    q, k, lse, weights, B, H, group, M, N, left, right, threshold, together, reals, extras,
+    F: tl.constexpr, T: tl.constexpr, AVERAGE: tl.constexpr,
+):  # fmt: skip
+    """P after dropout, (B,H,M,N), or averaged over heads, (B,1,M,N): one program to a tile.
+
+    The average is made in registers, head by head: no (B,H,M,N) buffer.
+    """
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
+    pid = tl.program_id(0)
+    n, rest = pid % tiles_n, pid // tiles_n
+    m, rest = rest % tiles_m, rest // tiles_m
+    heads = 1 if AVERAGE else call.H
+    b, first = rest // heads, rest % heads
+    i0, j0 = m * T.BM, n * T.BN
+    total = tl.full([T.BM, T.BN], 0, tl.float32)
+    for x in range(call.H if AVERAGE else 1):
+        total = add_head(total, q, k, lse, b, first + x, i0, j0, call, extras, F, T)
+    if F.dropout:
+        total *= call.factor
+    total = narrow(total * call.share, weights.ptr.dtype.element_ty)
+    i, j = (i0 + tl.arange(0, T.BM))[:, None], (j0 + tl.arange(0, T.BN))[None, :]
+    to = head_of(weights, b, first) + i.to(tl.int64) * weights.sm + j.to(tl.int64) * weights.sd
+    tl.store(to, total, mask=(i < call.M) & (j < call.N))
+
+
+@triton.jit
+def add_head(total, q, k, lse, b, h, i0, j0, call, extras, F: tl.constexpr, T: tl.constexpr):
+    item = item_of(b, call, extras, F)
+    a0, a1 = i0 + item.diagonal, tl.minimum(i0 + T.BM, call.M) + item.diagonal
+    lo, hi = some(a0, a1, call.left, call.right, item.length)
+    if (j0 < hi) & (j0 + T.BN > lo):
+        i = i0 + tl.arange(0, T.BM)
+        j = (j0 + tl.arange(0, T.BN))[None, :]
+        rows = rows_of(i[:, None], h, item, extras, F)
+        tile_q = load(q, head_of(q, b, h), i0, call.M, T.D, T.BM, T.BD, False, True)
+        from_k = head_of(k, b, h // call.group)
+        tile_k = load(k, from_k, j0, item.length, T.D, T.BN, T.BD, False, True)
+        qk = dot(tile_q, tl.trans(tile_k), tl.full([T.BM, T.BN], 0, tl.float32), F)
+        s, _ = score(qk, rows, j, call, extras, F)
+        from_row = row_index(b, h, i, call.H, call.M)
+        natural = tl.load(lse + from_row, mask=i < call.M, other=0.0)
+        p = exponential(s, level_of(natural, F)[:, None], call, F)
+        p = tl.where(visible(rows, j, item, call, F), p, 0.0)
+        if F.dropout:
+            p = tl.where(kept(rows.i, h, b, j0, call, extras, T.BM, T.BN), p, 0.0)
+        total += p
+    return total

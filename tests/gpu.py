@@ -1,0 +1,129 @@
+"""What the tests on a GPU share: problems moved to it, and answers brought back to be judged."""
+
+import contextlib
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import fields, replace
+
+import cases
+import pytest
+import torch
+from judge import Verdict
+from runners import passed
+
+import fastattn
+
+# torch warns of cuBLAS in deterministic mode (conftest) unless this is set before its first use.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+DEVICE = "cuda"
+BACKENDS = {x: why for x, why in fastattn.backends().items() if x not in ("cpu", "reference")}
+# The head dim of most tests, by dtype, so that they share kernels. IEEE products of float32 are
+# unrolled into single instructions: with few columns they compile in seconds.
+DIM = {"float32": 16, "bfloat16": 64, "float16": 64}
+DTYPES = {name: cases.DTYPES[name] for name in DIM}
+
+on_gpu = [
+    pytest.mark.gpu,
+    # autograd's threads come to cuBLAS without a context, and torch says that it helped itself.
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+]
+on_every_backend = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.skip(reason=f"{name}: {why}")] if why else [])
+        for name, why in BACKENDS.items()
+    ],
+)
+every_dtype = pytest.mark.parametrize("dtype", DTYPES)
+EVERYTHING = tuple(
+    cases.FEATURE[name]
+    for name in ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")
+)
+
+FOUR_ITEMS = replace(cases.FEATURE["lengths"], dims=lambda dims: replace(dims, B=4))
+
+
+def build(dims, features, dtype):
+    """The CPU's case; with lengths, of four items at any size: whole, empty, half and one key."""
+    features = [FOUR_ITEMS if f.name == "lengths" else f for f in features]
+    return cases.build(dims, features, dtype)
+
+
+def moved(x, device=None):
+    """A tensor on the device, lying as x lies: its strides, its offset, and what is in between."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    memory = x.new_empty(0).set_(x.detach().untyped_storage()).to(device or DEVICE)
+    return memory.as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+def on_device(problem, device=None):
+    changed = {f.name: moved(getattr(problem, f.name), device) for f in fields(problem)}
+    changed["kwargs"] = {name: moved(x, device) for name, x in problem.kwargs.items()}
+    return replace(problem, **changed)
+
+
+def brought_back(found):
+    return {name: x.cpu() for name, x in found.items()}
+
+
+def attend(problem, name):
+    return problem.run(fastattn.attention, backend=name)
+
+
+def check(name, problems, run=attend, verdict=Verdict):
+    """Judge what `run(problem on the device, backend)` gives, for each problem."""
+    found = []
+    for problem in problems:
+        got = run(on_device(problem), name)
+        if not compiling.now:
+            lines = verdict(problem).about(brought_back(got))
+            found += [f"{problem.name}: {line}" for line in lines]
+    passed(found)
+
+
+# --------------------------------------------------------------------------- kernels ahead of time
+
+
+class Compiling(threading.local):
+    now = False
+
+
+compiling = Compiling()
+
+
+def judged(test):
+    """For tests that are one call of `check`: on every backend, with kernels made by `compiled`."""
+    test.judged = True
+    return on_every_backend(test)
+
+
+@pytest.fixture(scope="module")
+def compiled(request):
+    """Make the kernels of the module's chosen `judged` tests, on every core.
+
+    Kernels compile when first launched, for seconds each; one after the other, for an hour. What
+    goes wrong here goes wrong again, and is reported, in the test itself.
+    """
+    chosen = [
+        item
+        for item in request.session.items
+        if item.module is request.module and getattr(item.function, "judged", False)
+    ]
+    if not chosen:
+        return
+    launch(chosen[0])  # alone: it sets up the compiler and the driver
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(launch, chosen[1:]))
+
+
+def launch(item):
+    if item.get_closest_marker("skip"):
+        return
+    compiling.now = True
+    # Backward on the thread that asks for it: autograd has one thread for all of a GPU's work.
+    with contextlib.suppress(Exception), torch.autograd.set_multithreading_enabled(False):
+        item.function(**item.callspec.params)
+    compiling.now = False

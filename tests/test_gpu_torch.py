@@ -1,0 +1,249 @@
+"""On a GPU: compile, autocast, tf32, what falls back, and the values that stay on the device."""
+
+import warnings
+
+import pytest
+import torch
+from cases import FEATURE, build, square
+from gpu import EVERYTHING, attend, on_device, on_every_backend, on_gpu
+
+import fastattn
+from fastattn import backend
+
+pytestmark = on_gpu
+SLOW = "fastattn runs this attention call on the slow"
+
+
+def inputs(dtype=torch.float32, dim=16, grad=False):
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 33, dim), (2, 2, 47, dim), (2, 2, 47, dim)
+    made = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    return [x.to("cuda", dtype).requires_grad_(grad) for x in made]
+
+
+def gradients(call, leaves):
+    out, lse = call(*leaves)
+    dout = torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)
+    return out, lse, *torch.autograd.grad((out, lse), leaves, (dout.to(out.dtype), lse.detach()))
+
+
+# ----------------------------------------------------------------------------------------- compile
+
+
+@pytest.fixture
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+# torch's compiler advises on settings, and says what it found on the machine.
+compiles = [
+    pytest.mark.usefixtures("fresh_compiler"),
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
+    pytest.mark.filterwarnings("ignore::UserWarning:torch"),
+]
+
+
+def marked(marks):
+    def apply(test):
+        for mark in marks:
+            test = mark(test)
+        return test
+
+    return apply
+
+
+@marked(compiles)
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@on_every_backend
+def test_compile_fullgraph(name, compiler, dynamic):
+    lengths = torch.tensor([47, 20], device="cuda")
+
+    def f(q, k, v):
+        out, lse = fastattn.attention(
+            *(q * 1.5, k, v),
+            causal="bottom_right",
+            softcap=5.0,
+            dropout_p=0.3,
+            seed=7,
+            key_lengths=lengths,
+            return_lse=True,
+            backend=name,
+        )
+        return out * 2, lse
+
+    compiled = torch.compile(f, fullgraph=True, dynamic=dynamic, backend=compiler)
+    leaves = inputs(torch.bfloat16, grad=True)
+    for a, b in zip(gradients(compiled, leaves), gradients(f, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*leaves)[0], f(*leaves)[0], rtol=2e-2, atol=2e-2)
+
+
+@marked(compiles)
+@on_every_backend
+def test_compile_draws_fresh_dropout(name):
+    q, k, v = inputs(torch.bfloat16)
+
+    @torch.compile(fullgraph=True)
+    def f(q, k, v, seed=None):
+        return fastattn.attention(q, k, v, dropout_p=0.5, seed=seed, backend=name)
+
+    assert not f(q, k, v).equal(f(q, k, v))
+    want = fastattn.attention(q, k, v, dropout_p=0.5, seed=5, backend=name)
+    assert f(q, k, v, torch.tensor([5], device="cuda")).equal(want)
+
+
+@marked(compiles)
+@on_every_backend
+def test_compile_into_cuda_graphs(name):
+    """mode="reduce-overhead" records what it runs."""
+    q, k, v = inputs(torch.bfloat16)
+
+    @torch.compile(fullgraph=True, mode="reduce-overhead")
+    def f(q, k, v):
+        return fastattn.attention(q + 1, k, v, causal=True, backend=name) * 2
+
+    with torch.no_grad():
+        want = fastattn.attention(q + 1, k, v, causal=True, backend=name) * 2
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            torch.testing.assert_close(f(q, k, v).clone(), want)
+
+
+# ---------------------------------------------------------------------------------------- autocast
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@on_every_backend
+def test_autocast(name, dtype):
+    leaves = inputs(grad=True)
+    bias = torch.randn(33, 47, device="cuda")
+
+    def run(*leaves):
+        return fastattn.attention(*leaves, mask=bias.to(leaves[0].dtype), backend=name)
+
+    with torch.autocast("cuda", dtype=dtype):
+        out = run(*leaves)
+    assert out.dtype == dtype
+    low = [x.detach().to(dtype).requires_grad_() for x in leaves]
+    want = run(*low)
+    assert torch.equal(out, want)
+    grads = torch.autograd.grad(out, leaves, torch.ones_like(out))
+    for a, b in zip(grads, torch.autograd.grad(want, low, torch.ones_like(want)), strict=True):
+        assert a.dtype == torch.float32 and torch.equal(a, b.float())
+
+
+# -------------------------------------------------------------------------------------------- tf32
+
+
+def errors(problem, name):
+    """{result: its largest error}, of products in the precision that torch is set to."""
+    exact = problem.to(torch.float64).run(fastattn.reference.attention)
+    found = attend(on_device(problem), name)
+    return {x: (found[x].cpu().double() - exact[x]).abs().max().item() for x in exact}
+
+
+@on_every_backend
+def test_tf32_only_when_torch_allows_it(name, monkeypatch):
+    """`judge` holds float32 to IEEE; here it is held to be better than tf32, and tf32 to be so."""
+    matmul = torch.backends.cuda.matmul
+    problem = build(square(2, 2, 97, 16), (FEATURE["causal"],), torch.float32)
+    monkeypatch.setattr(matmul, "fp32_precision", "ieee")
+    ieee = errors(problem, name)
+    monkeypatch.setattr(matmul, "fp32_precision", "tf32")
+    tf32 = errors(problem, name)
+    monkeypatch.setattr(matmul, "fp32_precision", "ieee")
+    assert errors(problem, name) == ieee
+    for what, error in ieee.items():
+        assert error < 3e-5 and 4 * error < tf32[what] < 1e-2, (what, error, tf32[what])
+
+
+# ---------------------------------------------------------------------------------- what falls back
+
+
+def falls_back(monkeypatch, tensors, reason):
+    """One warning with the reason, then silence, and the reference's numbers."""
+    monkeypatch.setattr(backend, "_warned", set())
+    backend.choose.cache_clear()
+    fastattn.ops._plans.clear()
+    with pytest.warns(UserWarning, match=SLOW) as caught:
+        out = fastattn.attention(*tensors)
+    (said,) = [str(x.message) for x in caught if SLOW in str(x.message)]
+    assert reason in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again = fastattn.attention(*tensors)
+    assert torch.equal(out, again)
+    want = fastattn.reference.attention(*(x.double() for x in tensors))
+    torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_head_dims_past_the_kernels_fall_back(monkeypatch):
+    falls_back(monkeypatch, inputs(dim=277), "head dim 277 is over 256")
+
+
+def test_float64_falls_back(monkeypatch):
+    falls_back(monkeypatch, inputs(torch.float64), "no kernel for torch.float64")
+
+
+@on_every_backend
+def test_a_backend_asked_for_by_name_says_why_not(name):
+    for tensors, reason in (
+        (inputs(dim=277), "head dim 277 is over 256"),
+        (inputs(torch.float64), "no kernel for torch.float64"),
+        ([x.cpu() for x in inputs()], "no kernel for device 'cpu'"),
+    ):
+        with pytest.raises(NotImplementedError, match=reason):
+            fastattn.attention(*tensors, backend=name)
+
+
+# ------------------------------------------------------------------ values that stay on the device
+
+
+@on_every_backend
+def test_lengths_are_clamped_without_waiting_and_checked_on_request(name, monkeypatch):
+    q, k, v = inputs()
+    for beyond, clamped in (([47, 99], [47, 47]), ([-3, 2**40], [0, 47])):
+        given, meant = (torch.tensor(x, device="cuda") for x in (beyond, clamped))
+        found = fastattn.attention(q, k, v, key_lengths=given, backend=name)
+        assert torch.equal(found, fastattn.attention(q, k, v, key_lengths=meant, backend=name))
+    monkeypatch.setenv("FASTATTN_CHECK", "1")
+    with pytest.raises(ValueError, match="key_lengths: got -3, expected values in"):
+        fastattn.attention(q, k, v, key_lengths=given, backend=name)
+
+
+@on_every_backend
+def test_a_seed_lives_on_the_device(name):
+    q, k, v = inputs()
+    seed = torch.tensor([5], device="cuda")
+    one = fastattn.attention(q, k, v, dropout_p=0.5, seed=seed, backend=name)
+    two = fastattn.attention(q, k, v, dropout_p=0.5, seed=5, backend=name)
+    assert torch.equal(one, two)
+    with pytest.raises(ValueError, match=r"seed\.device"):
+        fastattn.attention(q, k, v, dropout_p=0.5, seed=seed.cpu(), backend=name)
+
+
+@on_every_backend
+def test_manual_seed_repeats_the_draw(name):
+    q, k, v = inputs()
+
+    def draw():
+        return fastattn.attention(q, k, v, dropout_p=0.5, backend=name)
+
+    torch.manual_seed(3)
+    first, second = draw(), draw()
+    torch.manual_seed(3)
+    assert torch.equal(draw(), first)
+    assert not torch.equal(first, second)
+
+
+def test_the_default_backend_runs_everything_without_a_warning():
+    """No backend named: a fused one is chosen, and agrees with the oracle on the device."""
+    problem = on_device(build(square(2, 2, 97, 64), EVERYTHING, torch.bfloat16))
+    found = problem.run(fastattn.attention)
+    want = problem.to(torch.float64).run(fastattn.reference.attention)
+    for what, value in found.items():
+        torch.testing.assert_close(value.double(), want[what], rtol=5e-2, atol=5e-2, msg=what)

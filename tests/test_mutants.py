@@ -1,0 +1,248 @@
+"""Seeded faults: each breaks one line of the Triton kernels, and the named cases must notice.
+
+The cases are those of test_features, at its sizes and budgets. A fault that none of them sees is a
+hole in the suite, and fails here.
+"""
+
+import importlib.util
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import FEATURE, build, negative_logits, square
+from judge import Verdict
+from runners import INTERPRETED, every_backend
+
+import fastattn
+from fastattn.backends import triton as backend
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+if not INTERPRETED:
+    pytest.skip("runs Triton's interpreter: make test-interpreter", allow_module_level=True)
+
+
+class Fault(NamedTuple):
+    file: str
+    old: str
+    new: str
+    seen_by: list[str]
+
+
+# Title: file: the cases that notice (features joined by +); then the code as it is, and the fault.
+FAULTS = r"""
+causal off by one: score.py: causal
+-j <= rows.at + call.right
++j < rows.at + call.right
+causal sees one more: score.py: causal
+-keep &= j <= rows.at + call.right
++keep &= j <= rows.at + call.right + 1
+left edge off by one: score.py: window
+-j >= rows.at - call.left
++j > rows.at - call.left
+padding lane leaks: score.py: plain lengths
+-keep = (j < item.length) &
++keep = (j <= item.length) &
+rows past the end count: score.py: infinite_key
+-& (rows.i < call.M)
++& (rows.i <= call.M)
+last block of keys dropped: score.py: plain
+-tl.minimum(a1 + ahead, end), lo)
++tl.minimum(a1 + ahead, end) // 16 * 16, lo)
+first block of a window dropped: score.py: window
+-some_hi, some_lo // BLOCK * BLOCK)
++some_hi, (some_lo + BLOCK - 1) // BLOCK * BLOCK)
+masked block taken for whole: score.py: causal
+-tl.minimum(every_hi, some_hi) // BLOCK * BLOCK
++(tl.minimum(every_hi, some_hi) + BLOCK - 1) // BLOCK * BLOCK
+whole blocks by their first row: score.py: left_window
+-lo = tl.maximum(a1 - 1 - back, 0)
++lo = tl.maximum(a0 - back, 0)
+lengths ignored: score.py: lengths
+-length = tl.minimum(tl.maximum(tl.load(extras.lengths + b), 0), call.N).to(tl.int32)
++length = call.N
+diagonal from N, not the length: score.py: bottom_right+lengths
+-diagonal = length - call.M
++diagonal = call.N - call.M
+rows seeing a key cut short: score.py: causal
+-lo, hi = some(a0, a1, call.right, call.left, call.M)
++lo, hi = some(a0, a1, call.left, call.right, call.M)
+scale twice: score.py: softcap
+-s = qk * call.scale
++s = qk * call.scale * call.scale
+softcap's slope forgotten: score.py: softcap
+-s, slope = call.softcap * t, 1 - t * t
++s, slope = call.softcap * t, 1.0
+softcap after ALiBi's sign: score.py: alibi
+-s -= rows.slope
++s += rows.slope
+ALiBi's slope of item 0: score.py: alibi_batch
+-tl.load(extras.slopes.ptr + b * extras.slopes.sb
++tl.load(extras.slopes.ptr + b * 0
+strides of the mask swapped: score.py: float_mask bool_mask
+-mask += i.to(tl.int64) * extras.mask.sm
++mask += i.to(tl.int64) * extras.mask.sd
+mask of head 0: score.py: head_bias_grad
+-b * extras.mask.sb + h64 * extras.mask.sh
++b * extras.mask.sb + h64 * 0
+False lets through: score.py: bool_mask
+-!= 0, s, float("-inf"))
++!= 0, s, 0.0)
+sum not rescaled: softmax.py: plain
+-l * alpha + tl.sum(p, 1)
++l + tl.sum(p, 1)
+output not rescaled: forward.py: plain
+-tile_v, acc * alpha[:, None], F.precision
++tile_v, acc, F.precision
+maximum forgotten: softmax.py: plain
+-return p, m_new, l
++return p, m, l
+empty rows are NaN: softmax.py: bool_mask
+-tl.where(m_new == float("-inf"), 0.0, m_new)
++m_new
+sink has a value: softmax.py: sinks
+-acc * (share / total)[:, None]
++acc
+LSE without the sink: softmax.py: sinks+lse_loss
+-m + tl.log2(total) * LN2)
++lse)
+another word of a draw: score.py: dropout
+-tl.join(tl.join(w0, w2), tl.join(w1, w3))
++tl.join(tl.join(w0, w1), tl.join(w2, w3))
+one mask for all heads: score.py: dropout
+-zero + tl.cast(h, tl.uint32)
++zero
+kept values not scaled: forward.py: dropout
+-acc *= call.factor
++acc *= 1.0
+wrong key head: forward.py: gqa
+-hk = h // call.group
++hk = h % (call.H // call.group)
+key gradients from one head: backward.py: gqa
+-for g in range(groups):
++for g in range(1):
+delta without dLSE: backward.py: lse_loss
+-total -= tl.load(from_lse
++total -= 0 * tl.load(from_lse
+dropout forgotten in dP: backward.py: dropout
+-dp = tl.where(keep, dp * call.factor, 0.0)
++dp = dp * 1.0
+dk without the scale: backward.py: plain
+-acc_k * call.scale
++acc_k
+mask gradient of the wrong item: backward.py: head_bias_grad
+-b + rest // sum_h
++b
+splits weigh the same: decode.py: decode
+-weight = rescale(tl.load(partial_m + at), pivot, F)
++weight = rescale(pivot, pivot, F)
+last split dropped: decode.py: decode
+-hi = tl.minimum(lo + share, last)
++hi = tl.minimum(lo + share, last - T.BN)
+packed rows share one head: decode.py: decode
+-hk * call.group + tl.where(real, r // call.M, 0)
++hk * call.group + 0 * r
+"""
+
+
+def faults():
+    """{title: Fault}"""
+    lines = FAULTS.strip().splitlines()
+    for heading, old, new in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        title, file, seen_by = heading.split(": ")
+        assert old[0] == "-" and new[0] == "+", heading
+        yield title, Fault(file, old[1:], new[1:], seen_by.split())
+
+
+FAULT = dict(faults())
+
+
+def problems(names):
+    """The case of that name, and its negative-logit probe."""
+    if names == "decode":
+        yield build(square(2, 2, 200, 16), (FEATURE["one_query"], FEATURE["gqa"]), torch.float32)
+    else:
+        features = tuple(FEATURE[name] for name in names.split("+") if name != "plain")
+        for dims in (square(2, 2, 37, 17), square(1, 2, 70, 17)):
+            problem = build(dims, features, torch.float32)
+            yield problem
+            yield negative_logits(problem)
+
+
+verdicts = {}
+
+
+def infinities_spread():
+    """A key of -inf makes NaN in rows that are not there; nothing of it may reach a gradient."""
+    problem = build(square(1, 1, 5, 8), (), torch.float32)
+    problem.k[0, 0, 3] = -torch.inf
+    problem = replace(problem, q=problem.q.abs(), wants=("k", "v"))
+    found = problem.run(fastattn.attention, backend="triton")
+    return not all(x.isfinite().all() for x in found.values())
+
+
+def notices(names):
+    if names == "infinite_key":
+        return infinities_spread()
+    for problem in problems(names):
+        verdict = verdicts.setdefault(problem.name, None) or Verdict(problem)
+        verdicts[problem.name] = verdict
+        if verdict.complaints(fastattn.attention, backend="triton"):
+            return True
+    return False
+
+
+PACKAGE = importlib.import_module("fastattn.kernels")
+SOURCE = Path(next(iter(PACKAGE.__path__)))
+IN_ORDER = ("tile", "score", "softmax", "forward", "backward", "decode", "weights")
+
+
+@pytest.fixture
+def kernels_in():
+    """A function that loads fastattn.kernels from a folder; the real ones are put back."""
+    names = [f"fastattn.kernels.{name}" for name in IN_ORDER]
+    before = {name: importlib.import_module(name) for name in names}
+
+    def install(modules):
+        for cached in (backend.kernels, backend.flags, backend.scalars):
+            cached.cache_clear()
+        for name, module in modules.items():
+            sys.modules[name] = module
+            setattr(PACKAGE, name.rpartition(".")[2], module)
+
+    def use(folder):
+        install({})
+        for name in names:
+            path = folder / f"{name.rpartition('.')[2]}.py"
+            spec = importlib.util.spec_from_file_location(name, path)
+            module = importlib.util.module_from_spec(spec)
+            install({name: module})
+            spec.loader.exec_module(module)
+
+    yield use
+    install(before)
+
+
+@every_backend
+@pytest.mark.parametrize("what", FAULT)
+def test_a_fault_is_noticed(name, what, kernels_in, tmp_path):
+    fault = FAULT[what]
+    folder = tmp_path / "kernels"
+    shutil.copytree(SOURCE, folder)
+    text = (folder / fault.file).read_text()
+    times = text.count(fault.old)
+    assert times == 1, f"{fault.old!r} is in {fault.file} {times} times"
+    (folder / fault.file).write_text(text.replace(fault.old, fault.new))
+    kernels_in(folder)
+    assert any(notices(names) for names in fault.seen_by), f"{what}: nobody noticed"
+
+
+@every_backend
+@pytest.mark.parametrize("names", sorted({x for f in FAULT.values() for x in f.seen_by}))
+def test_without_a_fault_there_is_nothing_to_notice(name, names, kernels_in, tmp_path):
+    shutil.copytree(SOURCE, tmp_path / "kernels")
+    kernels_in(tmp_path / "kernels")
+    assert not notices(names)

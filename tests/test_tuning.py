@@ -1,0 +1,327 @@
+"""Tiles: what the tables promise, how keys are split, and the search for better ones."""
+
+import itertools
+import math
+import os
+import stat
+import threading
+
+import pytest
+import torch
+
+from fastattn import autotune, tuning
+from fastattn.spec import AttentionSpec
+from fastattn.tuning import Config
+
+ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
+HEAD_DIMS = (1, 64, 65, 128, 129, 256)
+
+
+# --------------------------------------------------------------------------------------- the tables
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
+@pytest.mark.parametrize("which", tuning.PASSES)
+def test_every_tile_is_one_that_kernels_take(which, arch):
+    for itemsize, head_dim, busy in itertools.product((2, 4), HEAD_DIMS, (False, True)):
+        tile = tuning.config(which, arch, itemsize, head_dim, busy)
+        for n in tile[:3]:
+            assert n & (n - 1) == 0, "a power of two"
+        assert 16 <= tile.BM <= 128 and 16 <= tile.BN <= 128
+        assert tile.warps in (4, 8) and tile.stages >= 1
+
+
+@pytest.mark.parametrize("which", tuning.PASSES)
+def test_the_interpreter_has_one_small_tile(which):
+    assert tuning.config(which, 0, 4, 64, True) == tuning.INTERPRETED
+
+
+@pytest.mark.parametrize(
+    "arch, like", [(80, 80), (86, 86), (87, 86), (89, 86), (103, 100), (121, 120), (999, 120)]
+)
+def test_a_chip_without_a_table_has_that_of_the_nearest_lower(arch, like):
+    for which in tuning.PASSES:
+        for itemsize in (2, 4):
+            mine, its = (tuning.config(which, a, itemsize, 128, False) for a in (arch, like))
+            assert mine == its
+
+
+def test_older_than_every_table_is_an_error():
+    with pytest.raises(ValueError, match="arch: got 75, expected 80 or newer"):
+        tuning.config("forward", 75, 2, 64, False)
+
+
+def test_candidates_are_a_few_other_tiles():
+    tile = Config(128, 64, 8, 2)
+    found = tuning.candidates("forward", tile)
+    assert 2 <= len(found) <= 8 and tile not in found and len(set(found)) == len(found)
+    for c in found:
+        assert 16 <= c.BM <= 128 and 16 <= c.BN <= 128 and c.warps in (4, 8) and c.stages >= 1
+    assert tuning.candidates("dmask", tile) == []  # its buffers were cut for one tile
+
+
+# ------------------------------------------------------------------------------------------- splits
+
+
+@pytest.mark.parametrize("processors", [1, 8, 108, 132])
+@pytest.mark.parametrize("blocks", [1, 4, 5, 16, 97, 1024])
+@pytest.mark.parametrize("programs", [1, 2, 7, 32, 105, 131, 132, 1000])
+def test_no_part_of_a_split_is_empty(programs, blocks, processors):
+    parts = tuning.splits(programs, blocks, processors)
+    assert 1 <= parts <= blocks
+    share = math.ceil(blocks / parts)
+    assert (parts - 1) * share < blocks  # the last part has a block
+
+
+def test_busy_processors_and_few_blocks_are_not_split():
+    assert tuning.splits(106, 1000, 132) == 1  # 80% of 132
+    assert tuning.splits(1, tuning.FEW_BLOCKS, 132) == 1
+
+
+@pytest.mark.parametrize("programs", [1, 2, 8, 16, 64])
+def test_idle_processors_get_a_part(programs):
+    parts = tuning.splits(programs, 4096, 132)
+    waves = programs * parts / 132
+    assert waves / math.ceil(waves) > 0.75
+
+
+# ------------------------------------------------------------------------------------------- search
+
+SLOW, QUICK, QUICKEST = Config(64, 64, 4, 2), Config(128, 64, 8, 2), Config(128, 128, 8, 3)
+TIMES = {SLOW: 3.0, QUICK: 2.0, QUICKEST: 1.0}
+KEY = autotune.Key(
+    device="A GPU",
+    triton="3.9.0",
+    which="forward",
+    dtype="torch.bfloat16",
+    D=64,
+    Dv=64,
+    features=("plain=True",),
+    group=1,
+    M=1024,
+    N=1024,
+    heads=16,
+)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """An empty cache, on disk and in memory; `forget()` empties the one in memory."""
+    monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(autotune, "_known", {})
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return tmp_path / "cache"
+
+
+def forget():
+    autotune._known.clear()
+
+
+class Timer:
+    """Times from a table, and which were asked for. What the table lacks fails."""
+
+    def __init__(self, times=TIMES):
+        self.times, self.asked = times, []
+
+    def __call__(self, config):
+        self.asked.append(config)
+        if config not in self.times:
+            raise RuntimeError("out of resource: shared memory")
+        return self.times[config]
+
+
+def search(timer, key=KEY, default=SLOW, candidates=(QUICK, QUICKEST)):
+    return autotune.best(key, default, candidates, timer)
+
+
+def test_the_fastest_wins_and_each_is_timed_once():
+    timer = Timer()
+    assert search(timer, candidates=(QUICK, QUICKEST, QUICK, SLOW)) == QUICKEST
+    assert timer.asked == [SLOW, QUICK, QUICKEST]
+
+
+def test_the_winner_is_remembered_here_and_in_the_next_process(cache):
+    search(Timer())
+    again = Timer()
+    assert search(again) == QUICKEST and not again.asked
+    (file,) = cache.iterdir()
+    forget()
+    assert search(again) == QUICKEST and not again.asked
+    file.unlink()
+    forget()
+    search(again)
+    assert again.asked
+
+
+def test_candidates_that_fail_are_passed_over():
+    assert search(Timer({SLOW: 3.0, QUICK: 2.0})) == QUICK
+
+
+def test_one_choice_needs_no_search(cache):
+    timer = Timer()
+    assert search(timer, candidates=(SLOW,)) == SLOW
+    assert not timer.asked and not cache.exists()
+
+
+def test_where_all_fail_the_default_is_left_to_say_why(cache):
+    assert search(Timer({})) == SLOW
+    assert not cache.exists()
+    assert search(Timer()) == QUICKEST  # and nothing of it was remembered
+
+
+@pytest.mark.parametrize("field", autotune.Key._fields)
+def test_the_key_forgets_nothing(field):
+    search(Timer())
+    was = getattr(KEY, field)
+    other = {int: 7, str: "other", tuple: ("dropout=True",)}[type(was)]
+    for _ in range(2):  # from the memory of the process, then from the disk
+        timer = Timer({SLOW: 1.0, QUICK: 2.0})
+        assert search(timer, KEY._replace(**{field: other})) == SLOW
+        assert search(Timer({})) == QUICKEST
+        forget()
+
+
+def spec(**sizes):
+    given = dict(B=2, H=8, Hk=2, M=1000, N=1025, D=64, Dv=32) | sizes
+    return AttentionSpec(**given, dtype=torch.bfloat16, device="cuda", scale=0.125)
+
+
+def test_a_key_names_the_call(monkeypatch):
+    pytest.importorskip("triton")
+    from fastattn.kernels import score
+
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    flags, gpu = score.Flags(plain=None), torch.device("cuda")
+    key = autotune.key("dq", spec(), gpu, F=flags, GIVEN=False)
+    assert (key.device, key.which, key.dtype) == ("A GPU", "dq", "torch.bfloat16")
+    assert (key.D, key.Dv, key.group, key.M, key.N, key.heads) == (64, 32, 4, 1024, 2048, 16)
+    for name in score.Flags._fields:
+        other = autotune.key("dq", spec(), gpu, F=flags._replace(**{name: 1}), GIVEN=False)
+        assert other.features != key.features
+    assert autotune.key("dq", spec(), gpu, F=flags, GIVEN=True).features != key.features
+
+
+@pytest.mark.parametrize("n, rounded", [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])
+def test_sizes_are_rounded_up_to_powers_of_two(n, rounded):
+    assert autotune.bucket(n) == rounded
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: "",
+        lambda text: text[: len(text) // 2],
+        lambda text: "[]",
+        lambda text: "null",
+        lambda text: text.replace('"BM"', '"rows"'),
+        lambda text: text.replace("A GPU", "Another"),  # another key, under this one's name
+        lambda text: text.replace('"warps": 8', '"warps": 6'),  # no choice of ours
+    ],
+    ids=["empty", "half", "a list", "null", "other fields", "other key", "other tile"],
+)
+def test_a_damaged_file_is_searched_for_and_written_anew(cache, damage):
+    search(Timer())
+    (file,) = cache.iterdir()
+    whole = file.read_text()
+    file.write_text(damage(whole))
+    assert file.read_text() != whole
+    forget()
+    timer = Timer()
+    assert search(timer) == QUICKEST and timer.asked
+    assert file.read_text() == whole
+
+
+def test_bytes_that_are_no_text_are_a_damaged_file(cache):
+    search(Timer())
+    (file,) = cache.iterdir()
+    file.write_bytes(b"\xff\xfe\x00")
+    forget()
+    assert search(Timer()) == QUICKEST
+
+
+@pytest.mark.parametrize("what", ["a file in its place", "no permission"])
+def test_a_folder_that_cannot_be_written_costs_a_search_in_each_process(cache, what):
+    if what == "a file in its place":
+        cache.write_text("")
+    else:
+        if os.geteuid() == 0:
+            pytest.skip("root writes everywhere")
+        cache.mkdir()
+        cache.chmod(stat.S_IRUSR | stat.S_IXUSR)
+    first, second, later = Timer(), Timer(), Timer()
+    assert search(first) == QUICKEST and first.asked
+    assert search(second) == QUICKEST and not second.asked
+    forget()
+    assert search(later) == QUICKEST and later.asked
+
+
+def test_a_write_that_breaks_off_leaves_the_old_file(cache, monkeypatch):
+    search(Timer())
+    (file,) = cache.iterdir()
+    whole = file.read_text()
+
+    def full(*args):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", full)
+    autotune._write(file, KEY, SLOW)
+    assert file.read_text() == whole
+    assert list(cache.iterdir()) == [file]  # and nothing beside it
+
+
+def test_writers_at_once_leave_one_whole_file(cache):
+    search(Timer())
+    (file,) = cache.iterdir()
+
+    def write(config):
+        for _ in range(50):
+            autotune._write(file, KEY, config)
+
+    writers = [threading.Thread(target=write, args=(config,)) for config in TIMES]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        assert autotune._read(file, KEY) in TIMES
+    assert list(cache.iterdir()) == [file]
+
+
+def test_two_calls_have_two_files(cache):
+    """So that processes which search at once do not write over each other's results."""
+    search(Timer())
+    search(Timer(), KEY._replace(M=2048))
+    assert len(list(cache.iterdir())) == 2
+
+
+def test_nothing_is_timed_while_a_graph_is_captured(cache, monkeypatch):
+    timer = Timer()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert search(timer) == SLOW and not timer.asked and not cache.exists()
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert search(timer) == QUICKEST  # what was not searched for was not remembered
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert search(Timer({})) == QUICKEST  # and what is known is used in captures
+
+
+@pytest.mark.parametrize("value, on", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_only_the_variable_asks_for_it(monkeypatch, value, on):
+    monkeypatch.delenv("FASTATTN_AUTOTUNE", raising=False)
+    if value is not None:
+        monkeypatch.setenv("FASTATTN_AUTOTUNE", value)
+    assert autotune.enabled() is on
+
+
+@pytest.mark.parametrize(
+    "variables, folder",
+    [
+        (dict(FASTATTN_CACHE_DIR="/a", XDG_CACHE_HOME="/b"), "/a"),
+        (dict(XDG_CACHE_HOME="/b"), "/b/fastattn"),
+        (dict(HOME="/c"), "/c/.cache/fastattn"),
+    ],
+    ids=["fastattn's", "xdg", "home"],
+)
+def test_winners_lie_in_a_folder_of_the_user(monkeypatch, variables, folder):
+    for name in ("FASTATTN_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert str(autotune.folder()) == folder
