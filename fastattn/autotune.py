@@ -8,9 +8,7 @@ results. Without the variable nothing is timed, read or written, and the tables 
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
-import importlib.metadata
 import json
 import os
 import tempfile
@@ -21,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .spec import AttentionSpec
-from .tuning import Config
+from .tuning import Config, triton_version
 
 
 class Key(NamedTuple):
@@ -38,6 +36,7 @@ class Key(NamedTuple):
     M: int  # sizes are rounded up to powers of two
     N: int
     heads: int  # of all batch items
+    window: int  # how many keys a row sees
 
 
 def enabled() -> bool:
@@ -49,7 +48,7 @@ def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: obj
     """The key of one pass of a call; `constexprs` is what its kernel is compiled for."""
     return Key(
         device=torch.cuda.get_device_name(device),
-        triton=_version(),
+        triton=str(triton_version()),
         which=which,
         dtype=str(spec.dtype),
         D=spec.D,
@@ -59,12 +58,8 @@ def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: obj
         M=bucket(spec.M),
         N=bucket(spec.N),
         heads=bucket(spec.B * spec.H),
+        window=bucket(min(spec.left + spec.right + 1, spec.N)),
     )
-
-
-@functools.cache
-def _version() -> str:
-    return importlib.metadata.version("triton")
 
 
 def bucket(n: int) -> int:
@@ -95,10 +90,9 @@ def best(
         if torch.cuda.is_current_stream_capturing():
             return default
         times = _times(choices, time)
-        if not times:
-            return default  # its launch will say what is wrong
-        found = min(times, key=times.__getitem__)
-        _write(path, key, found)
+        found = min(times, key=times.__getitem__, default=default)
+        if times:  # else the launch will say what is wrong
+            _write(path, key, found)
     _known[where, key] = found
     return found
 

@@ -135,6 +135,11 @@ def why_not(name: str, spec: AttentionSpec) -> list[str]:
     return ([down] if down else []) + backend.support.why_not(spec)
 
 
+def _declines(name: str, spec: AttentionSpec) -> list[str]:
+    """As `why_not`, but a backend for other devices than this one is not woken to say more."""
+    return get(name).support.why_not(spec) or why_not(name, spec)
+
+
 def explain_choice(reasons: dict[str, list[str]]) -> str:
     return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
 
@@ -147,7 +152,7 @@ def choose(spec: AttentionSpec, requested: str = "") -> Backend:
     """
     declined: dict[str, list[str]] = {}
     for name in [requested] if requested else names():
-        declined[name] = why_not(name, spec)
+        declined[name] = _declines(name, spec)
         if not declined[name]:
             if name == "reference" and not requested:
                 _warn_slow(declined)

@@ -6,9 +6,9 @@ use for. So nothing here imports it; the formulas are registered when somebody e
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from collections.abc import Callable
+from importlib.machinery import PathFinder
 from typing import Any
 
 COUNTER = "torch.utils.flop_counter"
@@ -45,12 +45,12 @@ class _OnImport:
     def find_spec(self, name, path=None, target=None):
         if name != COUNTER:
             return None
-        sys.meta_path.remove(self)
-        spec: Any = importlib.util.find_spec(name)
+        spec: Any = PathFinder.find_spec(name, path)
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
+            sys.meta_path.remove(self)
             for operator, formula in _waiting.items():
                 module.register_flop_formula(operator)(formula)
 

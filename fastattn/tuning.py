@@ -6,6 +6,10 @@ tiles fit in registers, the larger one is here: it reads keys and values less of
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import importlib
+import importlib.metadata
 import math
 from typing import NamedTuple
 
@@ -19,6 +23,17 @@ class Config(NamedTuple):
     stages: int  # tiles in flight at a time
 
 
+@functools.cache
+def triton_version() -> str | None:
+    """Of the Triton that is installed, under whatever name; None if there is none."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:  # a vendor's build, or none
+        with contextlib.suppress(ImportError):
+            return getattr(importlib.import_module("triton"), "__version__", None)
+        return None
+
+
 C = Config
 INTERPRETED = C(32, 32, 4, 1)
 PASSES = ("forward", "delta", "dq", "dkv", "dmask", "decode", "combine", "weights")
@@ -28,9 +43,10 @@ TUNED = ("forward", "dq", "dkv", "decode", "weights")  # what FASTATTN_AUTOTUNE 
 Row = tuple[Config, Config]  # of plain calls, and of those whose features need registers
 Table = dict[tuple[str, int], Row]  # by pass and head dim
 
-# A row's comment: registers of a thread / spill instructions; of the plain tile in a causal call
-# with grouped heads, then of the other with every feature at once (-: no such call; inner: within
-# one loop over tiles). Triton 3.9.0; the 99 KB table as compiled for sm_120.
+# A row's comment is what it was chosen by: registers of a thread / spill instructions of the plain
+# tile in a causal call with grouped heads, then of the other with every feature at once (-: no such
+# call; inner: within one loop over tiles), by Triton 3.9.0, the 99 KB table for sm_120. The reports
+# have what they are now.
 
 # fmt: off
 AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memory

@@ -30,19 +30,20 @@ from .tile import dot, head_of, load, narrow, row_index, source, store
 
 @triton.jit
 def gradients(
-    qk, dp, keep, level, delta, rows, j, item, call, extras,
+    qk, dp, keep, lse, delta, rows, j, item, call, extras,
     F: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """P after dropout, dS, and the gradient of scale q.k; level and delta lie as the rows do."""
+    """P where dropout keeps it (not yet multiplied: in 16 bits that might overflow), dS, and the
+    gradient of scale q.k. lse and delta lie as the rows do."""
     s, slope = score(qk, rows, j, call, extras, F)
-    p = exponential(s, level, call, F)
+    p = exponential(s, level_of(lse, F), call, F)
     if MASKED:  # not left to -inf and 0: 0 * inf in a lane past the end would be NaN
         seen = visible(rows, j, item, call, F)
         p = tl.where(seen, p, 0.0)
     dropped = p
     if F.dropout:
-        dropped = tl.where(keep, p * call.factor, 0.0)
-        dp = tl.where(keep, dp * call.factor, 0.0)
+        dropped = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * call.reals.factor, 0.0)
     ds = p * (dp - delta)
     dqk = ds * slope
     if MASKED:
@@ -56,17 +57,17 @@ def given(dweights, item, h, i, j, call):
     offset = i.to(tl.int64) * dweights.sm + j.to(tl.int64) * dweights.sd
     inside = (i < call.M) & (j < call.N)
     dp = tl.load(head_of(dweights, item.b, h) + offset, mask=inside, other=0.0)
-    return dp.to(tl.float32) * call.share
+    return dp.to(tl.float32) * call.reals.share
 
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    out, dout, dlse, lse, level, delta,
+    out, dout, dlse, delta,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """delta, and the LSE as `exponential` wants it, both (B,H,M) float32."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    """delta = rowsum(dO O) - dLSE, (B,H,M) float32."""
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     tile, b, h = place(call.M, T.BM, call.H, 1, False)
     i0 = tile * T.BM
     i = i0 + tl.arange(0, T.BM)
@@ -80,8 +81,6 @@ def delta_kernel(
         from_lse = head_of(dlse, b, h) + i.to(tl.int64) * dlse.sm
         total -= tl.load(from_lse, mask=inside, other=0.0)
     tl.store(delta + at, total, mask=inside)
-    saved = tl.load(lse + at, mask=inside, other=0.0)
-    tl.store(level + at, level_of(saved, F), mask=inside)
 
 
 # ---------------------------------------------------------------------------------- rows: dq, delta
@@ -89,12 +88,13 @@ def delta_kernel(
 
 @triton.jit
 def over_keys(
-    acc, tile_q, tile_do, level, delta, k, v, dout, k_from, v_from, lo, hi, rows, item, call,
+    acc, tile_q, tile_do, lse, delta, k, v, dout, k_from, v_from, lo, hi, rows, item, call,
     extras, F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """acc += dS K over keys [lo, hi); or, if SUMS, acc += rowsum(P dP)."""
-    for j0 in tl.range(lo, hi, T.BN):
+    for x in tl.range(lo, hi, T.BN):
+        j0 = x // T.BN * T.BN  # x itself; the compiler cannot tell that BN divides it
         j = (j0 + tl.arange(0, T.BN))[None, :]
         tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
         zero = tl.full([T.BM, T.BN], 0, tl.float32)
@@ -107,7 +107,7 @@ def over_keys(
         keep = zero
         if F.dropout:
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
-        _, ds, dqk = gradients(qk, dp, keep, level, delta, rows, j, item, call, extras, F, MASKED)
+        _, ds, dqk = gradients(qk, dp, keep, lse, delta, rows, j, item, call, extras, F, MASKED)
         if SUMS:  # delta is 0 here, so that dS is P dP
             acc += tl.sum(ds, 1)
         else:
@@ -117,12 +117,12 @@ def over_keys(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, dout, level, delta, dq,
+    q, k, v, dout, lse, delta, dq,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for weights that were GIVEN their gradient."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     tile, b, h = place(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group
@@ -138,7 +138,7 @@ def dq_kernel(
         tile_do = load(dout, do_from, i0, call.M, T.DV, T.BM, T.BDV, F.tma, True)
         v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
     from_row = row_index(b, h, i, call.H, call.M)
-    row_level = tl.load(level + from_row, mask=i < call.M, other=float("inf"))[:, None]
+    row_lse = tl.load(lse + from_row, mask=i < call.M, other=float("inf"))[:, None]
     if SUMS:
         acc = tl.full([T.BM], 0, tl.float32)
         row_delta = tl.full([T.BM, 1], 0, tl.float32)
@@ -148,21 +148,21 @@ def dq_kernel(
     first, full, tail, last = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
     if F.left:
         acc = over_keys(
-            acc, tile_q, tile_do, row_level, row_delta, k, v, dout, k_from, v_from, first, full,
+            acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, k_from, v_from, first, full,
             rows, item, call, extras, F, T, GIVEN, SUMS, True,
         )  # fmt: skip
     acc = over_keys(
-        acc, tile_q, tile_do, row_level, row_delta, k, v, dout, k_from, v_from, full, tail,
+        acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, k_from, v_from, full, tail,
         rows, item, call, extras, F, T, GIVEN, SUMS, False,
     )  # fmt: skip
     acc = over_keys(
-        acc, tile_q, tile_do, row_level, row_delta, k, v, dout, k_from, v_from, tail, last,
+        acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, k_from, v_from, tail, last,
         rows, item, call, extras, F, T, GIVEN, SUMS, True,
     )  # fmt: skip
     if SUMS:
         tl.store(delta + from_row, acc, mask=i < call.M)
     else:
-        store(dq, b, h, i0, call.M, acc * call.scale, T.D, T.BM, T.BD)
+        store(dq, b, h, i0, call.M, acc * call.reals.scale, T.D, T.BM, T.BD)
 
 
 # ------------------------------------------------------------------------------------ keys: dk, dv
@@ -170,7 +170,7 @@ def dq_kernel(
 
 @triton.jit
 def over_rows(
-    dk, dv, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, lo, hi, j0, item, call,
+    dk, dv, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, lo, hi, j0, item, call,
     extras, F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk += dS^T Q and dv += P^T dO over rows [lo, hi) of head h.
@@ -182,7 +182,7 @@ def over_rows(
         i = i0 + tl.arange(0, T.BM)
         inside = i < call.M
         from_row = row_index(item.b, h, i, call.H, call.M)
-        row_level = tl.load(level + from_row, mask=inside, other=float("inf"))[None, :]
+        row_lse = tl.load(lse + from_row, mask=inside, other=float("inf"))[None, :]
         row_delta = tl.load(delta + from_row, mask=inside, other=0.0)[None, :]
         rows = rows_of(i[None, :], h, item, extras, F)
         tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, MASKED)
@@ -197,7 +197,7 @@ def over_rows(
         if F.dropout:
             keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, T.BM, T.BN))
         p, _, dqk = gradients(
-            qk, dp, keep, row_level, row_delta, rows, j, item, call, extras, F, MASKED
+            qk, dp, keep, row_lse, row_delta, rows, j, item, call, extras, F, MASKED
         )
         if not GIVEN:
             dv = dot(narrow(p, tile_do.dtype), tile_do, dv, F)
@@ -207,12 +207,12 @@ def over_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkv_kernel(
-    q, k, v, dout, level, delta, dk, dv,
+    q, k, v, dout, lse, delta, dk, dv,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """dk (B,Hk,N,D) and dv (B,Hk,N,Dv), each summed over the query heads of its key head."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     # Of causal rows the first keys are seen by the most: ascending is longest first.
     tile, b, hk = place(call.N, T.BN, call.H // call.group, call.together, False)
     j0 = tile * T.BN
@@ -234,18 +234,20 @@ def dkv_kernel(
         if not GIVEN:
             do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
         acc_k, acc_v = over_rows(
-            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, first, full,
+            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, first, full,
             j0, item, call, extras, F, T, GIVEN, True,
         )  # fmt: skip
         acc_k, acc_v = over_rows(
-            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, full, tail,
+            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, full, tail,
             j0, item, call, extras, F, T, GIVEN, False,
         )  # fmt: skip
         acc_k, acc_v = over_rows(
-            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, level, delta, h, tail, last,
+            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, tail, last,
             j0, item, call, extras, F, T, GIVEN, True,
         )  # fmt: skip
-    store(dk, b, hk, j0, call.N, acc_k * call.scale, T.D, T.BN, T.BD)
+    if F.dropout:
+        acc_v *= call.reals.factor
+    store(dk, b, hk, j0, call.N, acc_k * call.reals.scale, T.D, T.BN, T.BD)
     if not GIVEN:
         store(dv, b, hk, j0, call.N, acc_v, T.DV, T.BN, T.BDV)
 
@@ -255,7 +257,7 @@ def dkv_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def dmask_kernel(
-    q, k, v, dout, level, delta, partial,
+    q, k, v, dout, lse, delta, partial,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
@@ -264,7 +266,7 @@ def dmask_kernel(
     partial is (splits, ...the mask's four dimensions), float32: the tiles that flow into one
     element are shared out among `splits` programs, and its sum over splits is dmask.
     """
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     # Each dimension is one that programs own a part of, or one that a program walks.
     own_b, sum_b = (1, call.B) if SUMMED[0] else (call.B, 1)
@@ -276,7 +278,7 @@ def dmask_kernel(
     m, rest = rest % own_m, rest // own_m
     h, rest = rest % own_h, rest // own_h
     b, split = rest % own_b, rest // own_b
-    work = sum_b * sum_h * sum_m * sum_n
+    work = tl.cast(sum_b, tl.int64) * sum_h * sum_m * sum_n
     splits = tl.num_programs(0) // (own_b * own_h * own_m * own_n)
     share = tl.cdiv(work, splits)
     acc = tl.full([T.BM, T.BN], 0, tl.float32)
@@ -284,8 +286,10 @@ def dmask_kernel(
         n_w, rest = w % sum_n, w // sum_n
         m_w, rest = rest % sum_m, rest // sum_m
         acc = add_to_mask(
-            acc, q, k, v, dout, level, delta, b + rest // sum_h, h + rest % sum_h,
-            (m + m_w) * T.BM, (n + n_w) * T.BN, call, extras, F, T, GIVEN,
+            acc, q, k, v, dout, lse, delta,
+            (b + rest // sum_h).to(tl.int32), (h + rest % sum_h).to(tl.int32),
+            ((m + m_w) * T.BM).to(tl.int32), ((n + n_w) * T.BN).to(tl.int32),
+            call, extras, F, T, GIVEN,
         )  # fmt: skip
     if SUMMED[2]:
         acc = tl.sum(acc, 0, keep_dims=True)
@@ -302,7 +306,7 @@ def dmask_kernel(
 
 @triton.jit
 def add_to_mask(
-    acc, q, k, v, dout, level, delta, b, h, i0, j0, call, extras,
+    acc, q, k, v, dout, lse, delta, b, h, i0, j0, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """acc + dS of one tile; blocks that no row sees are skipped."""
@@ -328,10 +332,8 @@ def add_to_mask(
         if F.dropout:
             keep = kept(rows.i, h, b, j0, call, extras, T.BM, T.BN)
         from_row = row_index(b, h, i, call.H, call.M)
-        row_level = tl.load(level + from_row, mask=i < call.M, other=float("inf"))[:, None]
+        row_lse = tl.load(lse + from_row, mask=i < call.M, other=float("inf"))[:, None]
         row_delta = tl.load(delta + from_row, mask=i < call.M, other=0.0)[:, None]
-        _, ds, _ = gradients(
-            qk, dp, keep, row_level, row_delta, rows, j, item, call, extras, F, True
-        )
+        _, ds, _ = gradients(qk, dp, keep, row_lse, row_delta, rows, j, item, call, extras, F, True)
         acc += ds
     return acc

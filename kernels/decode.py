@@ -23,7 +23,7 @@ def split_kernel(
 
     Row r of a tile is query r % M of the r // M-th head of the group.
     """
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     packed = call.group * call.M
     tiles, heads = tl.cdiv(packed, T.BM), call.H // call.group
     pid = tl.program_id(0)
@@ -70,7 +70,7 @@ def combine_kernel(
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """out (B,H,M,Dv) and natural lse (B,H,M) from what `split_kernel` left; one row a program."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     pid = tl.program_id(0)
     i, bh = pid % call.M, pid // call.M
     b, h = bh // call.H, bh % call.H
@@ -92,6 +92,6 @@ def combine_kernel(
     if F.sinks:
         acc, natural = add_sink(acc, natural, extras.sinks, h)
     if F.dropout:
-        acc *= call.factor
+        acc *= call.reals.factor
     store(out, b, h, i, call.M, acc, T.DV, 1, T.BDV)
     tl.store(lse + row, natural)

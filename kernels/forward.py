@@ -16,7 +16,8 @@ def accumulate(
     """Keys [lo, hi) into the state: acc, m, l. MASKED: some keys of these blocks are hidden."""
     acc, m, l = state
     k_from, v_from = sources
-    for j0 in tl.range(lo, hi, T.BN):
+    for x in tl.range(lo, hi, T.BN):
+        j0 = x // T.BN * T.BN  # x itself; the compiler cannot tell that BN divides it
         j = (j0 + tl.arange(0, T.BN))[None, :]
         tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
         qk = dot(tile_q, tl.trans(tile_k), tl.full([T.BM, T.BN], 0, tl.float32), F)
@@ -63,7 +64,7 @@ def forward_kernel(
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """out (B,H,M,Dv) and natural lse (B,H,M), float32."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     tile, b, h = place(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group
@@ -78,6 +79,6 @@ def forward_kernel(
     if F.sinks:
         acc, natural = add_sink(acc, natural, extras.sinks, h)
     if F.dropout:
-        acc *= call.factor
+        acc *= call.reals.factor
     store(out, b, h, i0, call.M, acc, T.DV, T.BM, T.BDV)
     tl.store(lse + row_index(b, h, i, call.H, call.M), natural, mask=i < call.M)

@@ -2,11 +2,11 @@
 
 Forward, backward, decode and weights call the same functions, so a feature is written once:
 
-    where   `some_keys`, `every_key` and their mirror images skip blocks; `visible` is exact
+    where   `key_range` and `row_range` skip blocks; `visible` is exact
     what    `score`: scale, softcap, ALiBi, mask, in this order
     after   `kept`: dropout's draws
 
-Where nothing but a positive scale is applied (`F.plain`), a score is q.k itself, and `call.unit`,
+Where nothing but a positive scale is applied (`F.plain`), a score is q.k itself, and `reals.unit`,
 scale * log2(e), takes it to base 2 in the fused multiply-add of `exponential`. Otherwise a score is
 the logit, and differences are taken before they go to base 2: a mask of finfo.min has no product.
 
@@ -33,6 +33,7 @@ class Flags(NamedTuple):
     right: bool = False  # rows have a last key
     bottom_right: bool = False
     lengths: bool = False
+    aligned: bool = False  # 16 divides N
     gqa: bool = False  # several query heads share a key head
     mask: str = ""  # or "bool" or "add"
     mask_rows: bool = False  # the mask differs between the rows of a tile
@@ -80,19 +81,14 @@ class Call(NamedTuple):
     right: Any
     threshold: Any  # a draw is dropped below it: 32 bits, read as signed
     together: Any  # how many heads are worked on at a time
-    scale: Any
-    unit: Any
-    softcap: Any
-    factor: Any
-    share: Any
+    reals: Any  # Reals
 
 
 @triton.jit
-def call_of(B, H, group, M, N, left, right, threshold, together, reals):
-    return Call(
-        B, H, group, M, N, left, right, threshold, together,
-        reals.scale, reals.unit, reals.softcap, reals.factor, reals.share,
-    )  # fmt: skip
+def call_of(B, H, group, M, N, left, right, threshold, together, reals, F: tl.constexpr):
+    if F.aligned:
+        N = N // 16 * 16  # says so to the compiler, which then reads rows of a mask 16 bytes a time
+    return Call(B, H, group, M, N, left, right, threshold, together, reals)
 
 
 class Extras(NamedTuple):
@@ -255,10 +251,10 @@ def score(qk, rows, j, call, extras, F: tl.constexpr):
     slope = 1.0
     if F.plain:
         return qk, slope
-    s = qk * call.scale
+    s = qk * call.reals.scale
     if F.softcap:
-        t = tanh(s / call.softcap)
-        s, slope = call.softcap * t, 1 - t * t
+        t = tanh(s / call.reals.softcap)
+        s, slope = call.reals.softcap * t, 1 - t * t
     if F.alibi:
         s -= rows.slope * tl.abs(rows.at - j).to(tl.float32)
     if F.mask != "":
@@ -277,7 +273,7 @@ def score(qk, rows, j, call, extras, F: tl.constexpr):
 def exponential(s, level, call, F: tl.constexpr):
     """exp(logit - level); the level is in base 2 where `F.plain`, else natural."""
     if F.plain:
-        return tl.exp2(fma(s, call.unit, -level))
+        return tl.exp2(fma(s, call.reals.unit, -level))
     else:
         return tl.exp2((s - level) * LOG2E)
 

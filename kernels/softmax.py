@@ -15,7 +15,7 @@ def update(s, m, l, call, F: tl.constexpr):
     """
     top = tl.max(s, 1)
     if F.plain:
-        top *= call.unit
+        top *= call.reals.unit
     m_new = tl.maximum(m, top)
     # A row that has seen nothing yet stays 0: -inf - (-inf) would be NaN.
     pivot = tl.where(m_new == float("-inf"), 0.0, m_new)

@@ -27,7 +27,7 @@ def weights_kernel(
 
     The average is made in registers, head by head: no (B,H,M,N) buffer.
     """
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals)
+    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     pid = tl.program_id(0)
     n, rest = pid % tiles_n, pid // tiles_n
@@ -39,8 +39,8 @@ def weights_kernel(
     for x in range(call.H if AVERAGE else 1):
         total = add_head(total, q, k, lse, b, first + x, i0, j0, call, extras, F, T)
     if F.dropout:
-        total *= call.factor
-    total = narrow(total * call.share, weights.ptr.dtype.element_ty)
+        total *= call.reals.factor
+    total = narrow(total * call.reals.share, weights.ptr.dtype.element_ty)
     i, j = (i0 + tl.arange(0, T.BM))[:, None], (j0 + tl.arange(0, T.BN))[None, :]
     to = head_of(weights, b, first) + i.to(tl.int64) * weights.sm + j.to(tl.int64) * weights.sd
     tl.store(to, total, mask=(i < call.M) & (j < call.N))

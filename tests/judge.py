@@ -92,7 +92,7 @@ def magnitudes(problem, out, backward=True):
         if "mask" in problem.wants:
             found["dmask"] = ds.sum_to_size(problem.kwargs["mask"].shape)
         if "sinks" in problem.wants:
-            found["dsinks"] = ((1 - p.sum(-1, keepdim=True)) * sink_row).sum((0, 2, 3))
+            found["dsinks"] = ((1 - p.sum(-1, keepdim=True)).clamp(min=0) * sink_row).sum((0, 2, 3))
         return {x: y for x, y in found.items() if x[1:] in problem.wants}
 
     dout = exact.dout.abs()

@@ -253,6 +253,49 @@ def test_a_scale_that_vanishes_in_base_two(name):
 
 
 @every_backend
+def test_a_scale_at_the_end_of_the_range(name):
+    q, k, v = randn(1, 1, 9, 16) * 1e-38, randn(1, 1, 70, 16), randn(1, 1, 70, 16, seed=1)
+    q = q.clamp(min=1.2e-38)  # normal numbers
+    out = fastattn.attention(q, k, v, scale=3e38, backend=name)
+    exact = fastattn.reference.attention(q.double(), k.double(), v.double(), scale=3e38)
+    torch.testing.assert_close(out.double(), exact, rtol=0, atol=3e-5)
+
+
+@every_backend
+def test_strong_dropout_in_float16(name):
+    """P / (1 - p) may be past 65504 where dV is not."""
+    p, seed = 0.99999, 302
+    kept = fastattn.reference.keep_mask((1, 1, 64, 1), p, seed).sum().item()
+    assert kept
+    q, k = torch.zeros(1, 1, 64, 16).half(), torch.zeros(1, 1, 1, 16).half()
+    v = k.clone().requires_grad_()
+    out = fastattn.attention(q, k, v, dropout_p=p, seed=seed, backend=name)
+    (dv,) = torch.autograd.grad(out, v, torch.full_like(out, 1e-3))
+    torch.testing.assert_close(dv, torch.full_like(dv, kept * 1e-3 / (1 - p)), rtol=2e-3, atol=0)
+
+
+@every_backend
+@pytest.mark.parametrize("average", [False, True], ids=["per_head", "mean"])
+def test_no_query_heads_beside_key_heads(name, average):
+    q = torch.empty(1, 0, 3, 8)
+    k, v = (torch.ones(1, 2, 4, 8, requires_grad=True) for _ in "kv")
+    out = fastattn.attention(q, k, v, backend=name)
+    dk, dv = torch.autograd.grad(out.sum(), (k, v))
+    assert not dk.any() and not dv.any()
+    weights = fastattn.attention_weights(q, k.detach(), average_heads=average, backend=name)
+    assert weights.shape == ((1, 3, 4) if average else (1, 0, 3, 4)) and weights.isnan().all()
+
+
+@every_backend
+@pytest.mark.parametrize("shape", [(1, 4, 1, 203), (1, 4, 5, 203), (203,)], ids=str)
+def test_masks_of_packed_heads(name, shape):
+    """Decoding packs heads as rows: a mask that differs by head alone differs by row there."""
+    problem = build(Dims(1, 4, 2, 5, 203, 16, 16), (), torch.float32)
+    problem.kwargs["mask"] = randn(*shape)
+    passed(everywhere(name, Verdict(problem, backward=False)))
+
+
+@every_backend
 def test_softcap_beside_an_infinite_key(name):
     """Its slope is NaN in lanes past the last row; nothing of it may reach other gradients."""
     q, v = randn(1, 1, 5, 8).abs(), randn(1, 1, 9, 8, seed=2)

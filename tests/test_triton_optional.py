@@ -1,13 +1,16 @@
 """Triton is optional: imported by its first kernel, and absent with a reason."""
 
+import importlib.metadata
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
 from runners import INTERPRETED
 
 import fastattn
+from fastattn import tuning
 from fastattn.backends import triton as backend
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about a process that interprets nothing")
@@ -31,16 +34,37 @@ print("triton" in sys.modules or "fastattn.kernels.forward" in sys.modules)
 
 
 def test_its_absence_is_a_reason(monkeypatch):
+    for version, reason in ((None, "not installed"), ("3.5.1", "older than 3.6")):
+        backend.unavailable.cache_clear()
+        monkeypatch.setattr(tuning, "triton_version", lambda version=version: version)
+        assert reason in fastattn.backends()["triton"]
     backend.unavailable.cache_clear()
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: None)
-    assert "not installed" in fastattn.backends()["triton"]
-    backend.unavailable.cache_clear()
-    monkeypatch.undo()
-    monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(backend.importlib.metadata, "version", lambda name: "3.5.1")
-    assert "older than 3.6" in fastattn.backends()["triton"]
-    monkeypatch.undo()
-    backend.unavailable.cache_clear()
+
+
+def test_a_build_of_another_name_has_a_version(monkeypatch):
+    def nameless(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nameless)
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0+vendor"))
+    assert tuning.triton_version.__wrapped__() == "3.7.0+vendor"
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace())  # a folder of that name
+    assert tuning.triton_version.__wrapped__() is None
+
+
+@pytest.mark.parametrize("first", ["import", "probe"])
+def test_flops_are_counted_whoever_looks_for_the_counter_first(first):
+    code = """
+import importlib.util, torch, fastattn
+importlib.util.find_spec("torch.utils.flop_counter") if PROBE else None
+from torch.utils.flop_counter import FlopCounterMode
+q = torch.randn(1, 2, 9, 8)
+with FlopCounterMode(display=False) as counter:
+    fastattn.attention(q, q, q)
+print(counter.get_total_flops())
+"""
+    code = code.replace("PROBE", str(first == "probe"))
+    assert run(code).split() == [str(2 * 2 * 9 * 9 * 16)]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU here")

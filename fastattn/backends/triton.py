@@ -6,8 +6,6 @@ import contextlib
 import contextvars
 import functools
 import importlib
-import importlib.metadata
-import importlib.util
 import math
 import os
 import re
@@ -24,7 +22,7 @@ from ..spec import AttentionSpec, Feature, Maybe, Tensors
 OLDEST = (3, 6)
 LONGEST = 1 << 29  # positions and their differences are 32 bits wide
 DECODE_ROWS = 16  # up to here, M is few enough to split the keys
-TINY = 1e-37  # a smaller scale is not a normal float32 when it is in base 2
+TINY, HUGE = 1e-37, 1e38  # scales that are normal float32 numbers in base 2, too
 LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares among programs
 
 
@@ -42,9 +40,9 @@ def kernels() -> SimpleNamespace:
 
 @functools.cache
 def unavailable() -> str | None:
-    if not importlib.util.find_spec("triton"):
+    version = tuning.triton_version()
+    if version is None:
         return "Triton is not installed (pip install triton)"
-    version = importlib.metadata.version("triton")
     if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
         return f"Triton {version} is older than {OLDEST[0]}.{OLDEST[1]}"
     if interpreted():
@@ -75,7 +73,7 @@ class Triton:
         lse = t.q.new_empty((spec.B, spec.H, spec.M), dtype=torch.float32)
         if lse.numel():
             job = Job(spec, t)
-            if job.splits > 1:
+            if job.splits:
                 job.decode(out, lse)
             else:
                 job.forward(out, lse)
@@ -101,6 +99,8 @@ class Triton:
         B, H, M, N = spec.B, spec.H, spec.M, spec.N
         shape = (B, M, N) if spec.average_heads else (B, H, M, N)
         weights = t.q.new_empty(shape)
+        if not H:
+            return weights.fill_(torch.nan)  # the mean of nothing
         if weights.numel():
             Job(spec, t).weights(weights[:, None] if spec.average_heads else weights)
         return weights
@@ -122,7 +122,7 @@ class Job:
 
     def __init__(self, spec: AttentionSpec, t: Tensors, dout: Maybe = None):
         check_lengths(t.lengths, spec.N)
-        self.spec, self.t, self.dout = spec, t, dout
+        self.spec, self.t = spec, t
         self.device = t.q.device
         self.arch = architecture(self.device)
         self.extras = extras(spec, t)
@@ -137,10 +137,12 @@ class Job:
 
     @functools.cached_property
     def splits(self) -> int:
-        """Into how many parts to split the keys: 1 where there are rows enough."""
-        spec, blocks = self.spec, -(-self.spec.N // self.config("decode").BN)
+        """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
+        spec = self.spec
+        seen = min(spec.N, spec.M + spec.left + spec.right)
+        blocks = -(-seen // self.config("decode").BN)
         if spec.M > DECODE_ROWS or blocks <= tuning.FEW_BLOCKS:
-            return 1
+            return 0
         packed = spec.H // spec.Hk * spec.M
         programs = spec.B * spec.Hk * -(-packed // self.config("decode").BM)
         return tuning.splits(programs, blocks, processors(self.device))
@@ -188,17 +190,17 @@ class Job:
     # ----------------------------------------------------------------------------------- backward
 
     def find_delta(self, out: Maybe, lse: Tensor, dlse: Maybe) -> None:
-        """self.delta, and self.level: the LSE as `exponential` wants it."""
+        """self.lse, and self.delta: what dP loses by the normalisation."""
         spec = self.spec
         self.lse = lse.contiguous()
-        self.level, self.delta = (torch.empty_like(self.lse) for _ in "ld")
+        self.delta = torch.empty_like(self.lse)
         if not lse.numel():
             return
         self.launch(
             kernels().backward.delta_kernel,
             "delta",
             lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
-            (operand(out), self.do, operand(dlse), self.lse, *self.rows, *self.call, self.extras),
+            (operand(out), self.do, operand(dlse), self.delta, *self.call, self.extras),
             F=kernels().score.Flags(plain=self.features.plain),
         )
         if spec.weights and not spec.constant_lse:
@@ -210,7 +212,7 @@ class Job:
             kernels().backward.dq_kernel,
             "dq",
             lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
-            (*self.inputs, *self.rows, operand(dq), *self.call, self.extras),
+            (*self.inputs, operand(dq), *self.call, self.extras),
             GIVEN=spec.weights,
             SUMS=sums,
         )
@@ -221,33 +223,31 @@ class Job:
             kernels().backward.dkv_kernel,
             "dkv",
             lambda c: -(-spec.N // c.BN) * spec.B * spec.Hk,
-            (*self.inputs, *self.rows, operand(dk), operand(dv), *self.call, self.extras),
+            (*self.inputs, operand(dk), operand(dv), *self.call, self.extras),
             GIVEN=spec.weights,
         )
 
     @property
     def inputs(self) -> tuple:
-        return self.q, self.k, self.v, self.do
-
-    @property
-    def rows(self) -> tuple:
-        return self.level, self.delta
+        return self.q, self.k, self.v, self.do, self.lse, self.delta
 
     def gradients(self, wants: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """dq dk dv dmask dsinks."""
         t, (want_q, want_k, want_v, want_mask, want_sinks) = self.t, wants
         dq = dk = dv = dmask = dsinks = None
+        nothing = not self.spec.B * self.spec.H * self.spec.M * self.spec.N
         if want_q:
             dq = token_major(t.q, t.q.shape, t.q.dtype)
-            if dq.numel():
-                self.walk_keys(dq)
+            dq.zero_() if nothing else self.walk_keys(dq)
         if want_k or want_v:
             dk = token_major(t.k, t.k.shape, t.k.dtype)
             dv = None if t.v is None else token_major(t.v, t.v.shape, t.v.dtype)
-            if dk.numel() or (dv is not None and dv.numel()):
+            if nothing:
+                dk, dv = dk.zero_(), None if dv is None else dv.zero_()
+            else:
                 self.walk_rows(dk, dv)
         if want_mask:
-            dmask = self.mask_gradient()
+            dmask = t.mask.new_zeros(t.mask.shape) if nothing else self.mask_gradient()
         if want_sinks:
             dsinks = self.sink_gradient()
         return dq, dk, dv, dmask, dsinks
@@ -255,8 +255,6 @@ class Job:
     def mask_gradient(self) -> Tensor:
         spec, mask = self.spec, self.t.mask
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        if not spec.B * spec.H * spec.M * spec.N:
-            return torch.zeros_like(mask, memory_format=torch.contiguous_format)
         c = self.config("dmask")
         whole = (spec.B, spec.H, -(-spec.M // c.BM), -(-spec.N // c.BN))
         summed = tuple(n == 1 for n in shape)
@@ -268,11 +266,12 @@ class Job:
             kernels().backward.dmask_kernel,
             "dmask",
             lambda c: tiles * splits,
-            (*self.inputs, *self.rows, partial, *self.call, self.extras),
+            (*self.inputs, partial, *self.call, self.extras),
             GIVEN=spec.weights,
             SUMMED=summed,
         )
-        return partial.sum(0).to(mask.dtype).view(mask.shape)
+        dmask = partial[0] if splits == 1 else partial.sum(0)
+        return dmask.to(mask.dtype).view(mask.shape)
 
     def sink_gradient(self) -> Tensor:
         """dsinks = -sum p_sink delta: a sink is a key with a probability and no value."""
@@ -420,7 +419,7 @@ def extras(spec: AttentionSpec, t: Tensors):
         lengths=None if t.lengths is None else t.lengths.to(torch.int64).contiguous(),
         slopes=slopes,
         sinks=None if t.sinks is None else t.sinks.to(torch.float32).contiguous(),
-        seed=t.seed,
+        seed=t.seed if spec.dropout_p > 0 else None,
     )
 
 
@@ -430,14 +429,15 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
     masked = spec.mask_shape is not None
     varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
     return kernels().score.Flags(
-        plain=spec.scale > TINY and not (masked or spec.softcap or spec.has_alibi),
+        plain=TINY < spec.scale < HUGE and not (masked or spec.softcap or spec.has_alibi),
         left=spec.left < spec.M + spec.N,
         right=spec.right < spec.M + spec.N,
         bottom_right=spec.bottom_right,
         lengths=spec.has_lengths,
+        aligned=spec.N % 16 == 0 and (masked or spec.weights),
         gqa=spec.H != spec.Hk,
         mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
-        mask_rows=varies[1] or varies[2],
+        mask_rows=varies[2],
         alibi=spec.has_alibi,
         softcap=spec.softcap > 0,
         sinks=spec.has_sinks,
@@ -455,7 +455,7 @@ def scalars(spec: AttentionSpec, together: int) -> tuple:
     sizes = dict(
         B=spec.B,
         H=spec.H,
-        group=spec.H // spec.Hk,
+        group=spec.H // max(spec.Hk, 1),
         M=spec.M,
         N=spec.N,
         left=min(spec.left, LONGEST),
@@ -468,7 +468,7 @@ def scalars(spec: AttentionSpec, together: int) -> tuple:
         unit=spec.scale * score.LOG2E.value,
         softcap=float(spec.softcap),
         factor=1 / (1 - spec.dropout_p) if spec.dropout_p < 1 else 0.0,
-        share=1 / spec.H if spec.average_heads else 1.0,
+        share=1 / max(spec.H, 1) if spec.average_heads else 1.0,
     )
     return *(sizes[name] for name in score.SIZES), reals
 
