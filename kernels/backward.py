@@ -283,11 +283,11 @@ def dmask_kernel(
     share = tl.cdiv(work, splits)
     acc = tl.full([T.BM, T.BN], 0, tl.float32)
     for w in range(split * share, tl.minimum((split + 1) * share, work)):
-        n_w, rest = w % sum_n, w // sum_n
-        m_w, rest = rest % sum_m, rest // sum_m
+        n_w, others = w % sum_n, w // sum_n
+        m_w, others = others % sum_m, others // sum_m
         acc = add_to_mask(
             acc, q, k, v, dout, lse, delta,
-            (b + rest // sum_h).to(tl.int32), (h + rest % sum_h).to(tl.int32),
+            (b + others // sum_h).to(tl.int32), (h + others % sum_h).to(tl.int32),
             ((m + m_w) * T.BM).to(tl.int32), ((n + n_w) * T.BN).to(tl.int32),
             call, extras, F, T, GIVEN,
         )  # fmt: skip

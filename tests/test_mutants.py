@@ -71,11 +71,11 @@ rows seeing a key cut short: score.py: causal
 -lo, hi = some(a0, a1, call.right, call.left, call.M)
 +lo, hi = some(a0, a1, call.left, call.right, call.M)
 scale twice: score.py: softcap
--s = qk * call.scale
-+s = qk * call.scale * call.scale
+-s = qk * call.reals.scale
++s = qk * call.reals.scale * call.reals.scale
 softcap's slope forgotten: score.py: softcap
--s, slope = call.softcap * t, 1 - t * t
-+s, slope = call.softcap * t, 1.0
+-s, slope = call.reals.softcap * t, 1 - t * t
++s, slope = call.reals.softcap * t, 1.0
 softcap after ALiBi's sign: score.py: alibi
 -s -= rows.slope
 +s += rows.slope
@@ -95,8 +95,8 @@ sum not rescaled: softmax.py: plain
 -l * alpha + tl.sum(p, 1)
 +l + tl.sum(p, 1)
 output not rescaled: forward.py: plain
--tile_v, acc * alpha[:, None], F.precision
-+tile_v, acc, F.precision
+-tile_v, acc * alpha[:, None], F)
++tile_v, acc, F)
 maximum forgotten: softmax.py: plain
 -return p, m_new, l
 +return p, m, l
@@ -116,7 +116,7 @@ one mask for all heads: score.py: dropout
 -zero + tl.cast(h, tl.uint32)
 +zero
 kept values not scaled: forward.py: dropout
--acc *= call.factor
+-acc *= call.reals.factor
 +acc *= 1.0
 wrong key head: forward.py: gqa
 -hk = h // call.group
@@ -128,13 +128,13 @@ delta without dLSE: backward.py: lse_loss
 -total -= tl.load(from_lse
 +total -= 0 * tl.load(from_lse
 dropout forgotten in dP: backward.py: dropout
--dp = tl.where(keep, dp * call.factor, 0.0)
+-dp = tl.where(keep, dp * call.reals.factor, 0.0)
 +dp = dp * 1.0
 dk without the scale: backward.py: plain
--acc_k * call.scale
+-acc_k * call.reals.scale
 +acc_k
 mask gradient of the wrong item: backward.py: head_bias_grad
--b + rest // sum_h
+-b + others // sum_h
 +b
 splits weigh the same: decode.py: decode
 -weight = rescale(tl.load(partial_m + at), pivot, F)
