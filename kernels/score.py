@@ -99,6 +99,7 @@ class Extras(NamedTuple):
     slopes: Any  # Operand, float32
     sinks: Any  # (H,) float32, contiguous
     seed: Any  # one int64
+    nothing: Any = None  # Triton 3.6 loses the constants inside a tuple that has none of its own
 
 
 class Item(NamedTuple):
