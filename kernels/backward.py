@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .score import (
     SIZES,
+    block_at,
     call_of,
     exponential,
     item_of,
@@ -19,13 +20,14 @@ from .score import (
     key_range,
     level_of,
     place,
+    reaches,
     row_range,
     rows_of,
     score,
-    some,
+    span,
     visible,
 )
-from .tile import dot, head_of, load, narrow, row_index, source, store
+from .tile import by_rows, dot, head_of, load, narrow, row_index, source, store, take
 
 
 @triton.jit
@@ -74,8 +76,8 @@ def delta_kernel(
     inside, at = i < call.M, row_index(b, h, i, call.H, call.M)
     total = tl.full([T.BM], 0, tl.float32)
     if out is not None:
-        tile_o = load(out, head_of(out, b, h), i0, call.M, T.DV, T.BM, T.BDV, False, True)
-        tile_do = load(dout, head_of(dout, b, h), i0, call.M, T.DV, T.BM, T.BDV, False, True)
+        tile_o = take(out, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
+        tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
         total += tl.sum(tile_o.to(tl.float32) * tile_do.to(tl.float32), 1)
     if dlse is not None:
         from_lse = head_of(dlse, b, h) + i.to(tl.int64) * dlse.sm
@@ -88,23 +90,23 @@ def delta_kernel(
 
 @triton.jit
 def over_keys(
-    acc, tile_q, tile_do, lse, delta, k, v, dout, k_from, v_from, lo, hi, rows, item, call,
-    extras, F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
-    MASKED: tl.constexpr,
+    acc, tile_q, tile_do, lse, delta, k, v, dout, sources, blocks, rows, item, call, extras,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc += dS K over keys [lo, hi); or, if SUMS, acc += rowsum(P dP)."""
+    """acc += dS K over one `span` of keys; or, if SUMS, acc += rowsum(P dP)."""
+    k_from, v_from = sources
+    lo, hi = span(blocks, MASKED)
     for x in tl.range(lo, hi, T.BN):
-        j0 = x // T.BN * T.BN  # x itself; the compiler cannot tell that BN divides it
+        j0 = block_at(x, blocks, T.BN, MASKED)
         j = (j0 + tl.arange(0, T.BN))[None, :]
         tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
-        zero = tl.full([T.BM, T.BN], 0, tl.float32)
-        qk = dot(tile_q, tl.trans(tile_k), zero, F)
+        qk = by_rows(tile_q, tile_k, F)
         if GIVEN:
             dp = given(dout, item, rows.h, rows.i, j, call)
         else:
             tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, MASKED)
-            dp = dot(tile_do, tl.trans(tile_v), zero, F)
-        keep = zero
+            dp = by_rows(tile_do, tile_v, F)
+        keep = None
         if F.dropout:
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
         _, ds, dqk = gradients(qk, dp, keep, lse, delta, rows, j, item, call, extras, F, MASKED)
@@ -129,13 +131,11 @@ def dq_kernel(
     item = item_of(b, call, extras, F)
     i = i0 + tl.arange(0, T.BM)
     rows = rows_of(i[:, None], h, item, extras, F)
-    q_from = source(q, b, h, call.M, T.D, T.BM, T.BD, F.tma)
-    tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, True)
+    tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
     k_from = source(k, b, hk, item.length, T.D, T.BN, T.BD, F.tma)
     tile_do, v_from = tile_q, k_from
     if not GIVEN:
-        do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
-        tile_do = load(dout, do_from, i0, call.M, T.DV, T.BM, T.BDV, F.tma, True)
+        tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
         v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
     from_row = row_index(b, h, i, call.H, call.M)
     row_lse = tl.load(lse + from_row, mask=i < call.M, other=float("inf"))[:, None]
@@ -145,20 +145,12 @@ def dq_kernel(
     else:
         acc = tl.full([T.BM, T.BD], 0, tl.float32)
         row_delta = tl.load(delta + from_row, mask=i < call.M, other=0.0)[:, None]
-    first, full, tail, last = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
-    if F.left:
+    blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
+    for masked in tl.static_range(2):
         acc = over_keys(
-            acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, k_from, v_from, first, full,
-            rows, item, call, extras, F, T, GIVEN, SUMS, True,
+            acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, (k_from, v_from), blocks,
+            rows, item, call, extras, F, T, GIVEN, SUMS, masked,
         )  # fmt: skip
-    acc = over_keys(
-        acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, k_from, v_from, full, tail,
-        rows, item, call, extras, F, T, GIVEN, SUMS, False,
-    )  # fmt: skip
-    acc = over_keys(
-        acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, k_from, v_from, tail, last,
-        rows, item, call, extras, F, T, GIVEN, SUMS, True,
-    )  # fmt: skip
     if SUMS:
         tl.store(delta + from_row, acc, mask=i < call.M)
     else:
@@ -170,15 +162,19 @@ def dq_kernel(
 
 @triton.jit
 def over_rows(
-    dk, dv, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, lo, hi, j0, item, call,
-    extras, F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, tile_k, tile_v, q, dout, lse, delta, sources, h, blocks, j0, item, call, extras,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk += dS^T Q and dv += P^T dO over rows [lo, hi) of head h.
+    """If DK, dk += dS^T Q, and if DV, dv += P^T dO, over one `span` of the rows of head h.
 
     Scores are made transposed, (BN, BM), so that P and dS enter the products from registers.
     """
+    q_from, do_from = sources
     j = (j0 + tl.arange(0, T.BN))[:, None]
-    for i0 in tl.range(lo, hi, T.BM):
+    lo, hi = span(blocks, MASKED)
+    for x in tl.range(lo, hi, T.BM):
+        i0 = block_at(x, blocks, T.BM, MASKED)
         i = i0 + tl.arange(0, T.BM)
         inside = i < call.M
         from_row = row_index(item.b, h, i, call.H, call.M)
@@ -186,22 +182,24 @@ def over_rows(
         row_delta = tl.load(delta + from_row, mask=inside, other=0.0)[None, :]
         rows = rows_of(i[None, :], h, item, extras, F)
         tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, MASKED)
-        zero = tl.full([T.BN, T.BM], 0, tl.float32)
-        qk = dot(tile_k, tl.trans(tile_q), zero, F)
+        qk = by_rows(tile_k, tile_q, F)
+        dp = qk  # of no use without DK
         if GIVEN:
             dp = given(dout, item, h, rows.i, j, call)
         else:
             tile_do = load(dout, do_from, i0, call.M, T.DV, T.BM, T.BDV, F.tma, MASKED)
-            dp = dot(tile_v, tl.trans(tile_do), zero, F)
-        keep = zero
+            if DK:
+                dp = by_rows(tile_v, tile_do, F)
+        keep = None
         if F.dropout:
             keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, T.BM, T.BN))
         p, _, dqk = gradients(
             qk, dp, keep, row_lse, row_delta, rows, j, item, call, extras, F, MASKED
         )
-        if not GIVEN:
+        if DV:
             dv = dot(narrow(p, tile_do.dtype), tile_do, dv, F)
-        dk = dot(narrow(dqk, tile_q.dtype), tile_q, dk, F)
+        if DK:
+            dk = dot(narrow(dqk, tile_q.dtype), tile_q, dk, F)
     return dk, dv
 
 
@@ -211,21 +209,24 @@ def dkv_kernel(
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """dk (B,Hk,N,D) and dv (B,Hk,N,Dv), each summed over the query heads of its key head."""
+    """dk (B,Hk,N,D) and dv (B,Hk,N,Dv), each summed over the query heads of its key head.
+
+    What is None is not made.
+    """
+    DK: tl.constexpr = dk is not None
+    DV: tl.constexpr = dv is not None
     call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     # Of causal rows the first keys are seen by the most: ascending is longest first.
     tile, b, hk = place(call.N, T.BN, call.H // call.group, call.together, False)
     j0 = tile * T.BN
     item = item_of(b, call, extras, F)
-    k_from = source(k, b, hk, item.length, T.D, T.BN, T.BD, F.tma)
-    tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, True)
-    acc_k = tl.full([T.BN, T.BD], 0, tl.float32)
-    tile_v, acc_v = tile_k, acc_k
-    if not GIVEN:
-        v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
-        tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, True)
-        acc_v = tl.full([T.BN, T.BDV], 0, tl.float32)
-    first, full, tail, last = row_range(j0, T.BN, item, call, T.BM)
+    tile_k = take(k, b, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
+    tile_v = tile_k
+    if DK and not GIVEN:
+        tile_v = take(v, b, hk, j0, item.length, T.DV, T.BN, T.BDV, F.tma)
+    acc_k = tl.full([T.BN, T.BD if DK else 1], 0, tl.float32)
+    acc_v = tl.full([T.BN, T.BDV if DV else 1], 0, tl.float32)
+    blocks = row_range(j0, T.BN, item, call, T.BM)
     groups = call.group if F.gqa else 1
     for g in range(groups):
         h = hk * groups + g
@@ -233,22 +234,16 @@ def dkv_kernel(
         do_from = q_from
         if not GIVEN:
             do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
-        acc_k, acc_v = over_rows(
-            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, first, full,
-            j0, item, call, extras, F, T, GIVEN, True,
-        )  # fmt: skip
-        acc_k, acc_v = over_rows(
-            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, full, tail,
-            j0, item, call, extras, F, T, GIVEN, False,
-        )  # fmt: skip
-        acc_k, acc_v = over_rows(
-            acc_k, acc_v, tile_k, tile_v, q, dout, q_from, do_from, lse, delta, h, tail, last,
-            j0, item, call, extras, F, T, GIVEN, True,
-        )  # fmt: skip
-    if F.dropout:
-        acc_v *= call.reals.factor
-    store(dk, b, hk, j0, call.N, acc_k * call.reals.scale, T.D, T.BN, T.BD)
-    if not GIVEN:
+        for masked in tl.static_range(2):
+            acc_k, acc_v = over_rows(
+                acc_k, acc_v, tile_k, tile_v, q, dout, lse, delta, (q_from, do_from), h, blocks,
+                j0, item, call, extras, F, T, GIVEN, DK, DV, masked,
+            )  # fmt: skip
+    if DK:
+        store(dk, b, hk, j0, call.N, acc_k * call.reals.scale, T.D, T.BN, T.BD)
+    if DV:
+        if F.dropout:
+            acc_v *= call.reals.factor
         store(dv, b, hk, j0, call.N, acc_v, T.DV, T.BN, T.BDV)
 
 
@@ -311,24 +306,21 @@ def add_to_mask(
 ):  # fmt: skip
     """acc + dS of one tile; blocks that no row sees are skipped."""
     item = item_of(b, call, extras, F)
-    a0, a1 = i0 + item.diagonal, tl.minimum(i0 + T.BM, call.M) + item.diagonal
-    lo, hi = some(a0, a1, call.left, call.right, item.length)
-    if (j0 < hi) & (j0 + T.BN > lo):
+    if reaches(i0, j0, item, call, T.BM, T.BN):
         i = i0 + tl.arange(0, T.BM)
         j = (j0 + tl.arange(0, T.BN))[None, :]
         rows = rows_of(i[:, None], h, item, extras, F)
         hk = h // call.group
-        tile_q = load(q, head_of(q, b, h), i0, call.M, T.D, T.BM, T.BD, False, True)
-        tile_k = load(k, head_of(k, b, hk), j0, item.length, T.D, T.BN, T.BD, False, True)
-        zero = tl.full([T.BM, T.BN], 0, tl.float32)
-        qk = dot(tile_q, tl.trans(tile_k), zero, F)
+        tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
+        tile_k = take(k, b, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
+        qk = by_rows(tile_q, tile_k, F)
         if GIVEN:
             dp = given(dout, item, h, rows.i, j, call)
         else:
-            tile_do = load(dout, head_of(dout, b, h), i0, call.M, T.DV, T.BM, T.BDV, False, True)
-            tile_v = load(v, head_of(v, b, hk), j0, item.length, T.DV, T.BN, T.BDV, False, True)
-            dp = dot(tile_do, tl.trans(tile_v), zero, F)
-        keep = zero
+            tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
+            tile_v = take(v, b, hk, j0, item.length, T.DV, T.BN, T.BDV, F.tma)
+            dp = by_rows(tile_do, tile_v, F)
+        keep = None
         if F.dropout:
             keep = kept(rows.i, h, b, j0, call, extras, T.BM, T.BN)
         from_row = row_index(b, h, i, call.H, call.M)

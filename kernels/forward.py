@@ -3,25 +3,37 @@
 import triton
 import triton.language as tl
 
-from .score import SIZES, call_of, item_of, kept, key_range, place, rows_of, score, visible
+from .score import (
+    SIZES,
+    block_at,
+    call_of,
+    item_of,
+    kept,
+    key_range,
+    place,
+    rows_of,
+    score,
+    span,
+    visible,
+)
 from .softmax import add_sink, finish, update
-from .tile import dot, load, narrow, row_index, source, store
+from .tile import by_rows, dot, load, narrow, row_index, source, store, take
 
 
 @triton.jit
 def accumulate(
-    state, tile_q, k, v, sources, lo, hi, rows, item, call, extras,
+    state, tile_q, k, v, sources, blocks, rows, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys [lo, hi) into the state: acc, m, l. MASKED: some keys of these blocks are hidden."""
+    """The state, acc, m and l, after one `span` of keys. MASKED: some of them are hidden."""
     acc, m, l = state
     k_from, v_from = sources
+    lo, hi = span(blocks, MASKED)
     for x in tl.range(lo, hi, T.BN):
-        j0 = x // T.BN * T.BN  # x itself; the compiler cannot tell that BN divides it
+        j0 = block_at(x, blocks, T.BN, MASKED)
         j = (j0 + tl.arange(0, T.BN))[None, :]
         tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
-        qk = dot(tile_q, tl.trans(tile_k), tl.full([T.BM, T.BN], 0, tl.float32), F)
-        s, _ = score(qk, rows, j, call, extras, F)
+        s, _ = score(by_rows(tile_q, tile_k, F), rows, j, call, extras, F)
         if MASKED:
             s = tl.where(visible(rows, j, item, call, F), s, float("-inf"))
         p, m, l, alpha = update(s, m, l, call, F)
@@ -35,27 +47,18 @@ def accumulate(
 
 @triton.jit
 def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, T: tl.constexpr):
-    """acc, m and l of a tile of rows, over the blocks of keys that `key_range` found.
-
-    Only blocks that hold a hidden key are tested for visibility.
-    """
+    """acc, m and l of a tile of rows, over the blocks of keys that `key_range` found."""
     sources = (
         source(k, item.b, hk, item.length, T.D, T.BN, T.BD, F.tma),
         source(v, item.b, hk, item.length, T.DV, T.BN, T.BDV, F.tma),
     )
-    first, full, tail, last = blocks
     acc = tl.full([T.BM, T.BDV], 0, tl.float32)
     state = (acc, tl.full([T.BM], float("-inf"), tl.float32), tl.full([T.BM], 0, tl.float32))
-    if F.left:
+    for masked in tl.static_range(2):
         state = accumulate(
-            state, tile_q, k, v, sources, first, full, rows, item, call, extras, F, T, True
+            state, tile_q, k, v, sources, blocks, rows, item, call, extras, F, T, masked
         )
-    state = accumulate(
-        state, tile_q, k, v, sources, full, tail, rows, item, call, extras, F, T, False
-    )
-    return accumulate(
-        state, tile_q, k, v, sources, tail, last, rows, item, call, extras, F, T, True
-    )
+    return state
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -71,8 +74,7 @@ def forward_kernel(
     item = item_of(b, call, extras, F)
     i = i0 + tl.arange(0, T.BM)
     rows = rows_of(i[:, None], h, item, extras, F)
-    q_from = source(q, b, h, call.M, T.D, T.BM, T.BD, F.tma)
-    tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, True)
+    tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
     acc, natural = finish(acc, m, l, F)

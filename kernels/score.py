@@ -188,7 +188,7 @@ def every(a0, a1, back, ahead, end):
 def in_blocks(some_lo, some_hi, every_lo, every_hi, BLOCK: tl.constexpr):
     """Four edges on blocks: [first, full) and [tail, last) need `visible`, [full, tail) does not.
 
-    `last` alone may lie inside a block.
+    `last` alone may lie inside a block. A pass has two loops, over the `span` of either kind.
     """
     empty = some_lo >= some_hi
     first = tl.where(empty, some_hi, some_lo // BLOCK * BLOCK)
@@ -196,6 +196,24 @@ def in_blocks(some_lo, some_hi, every_lo, every_hi, BLOCK: tl.constexpr):
     full = tl.maximum(full, first)
     tail = tl.maximum(tl.minimum(every_hi, some_hi) // BLOCK * BLOCK, full)
     return first, full, tail, some_hi
+
+
+@triton.jit
+def span(blocks, MASKED: tl.constexpr):
+    """What a loop over [full, tail) counts through, or, if MASKED, one over the rest."""
+    first, full, tail, last = blocks
+    if MASKED:
+        return first, full + (last - tail)
+    else:
+        return full, tail
+
+
+@triton.jit
+def block_at(x, blocks, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """The block that a loop over a `span` has come to."""
+    if MASKED:  # over the gap
+        x += tl.where(x >= blocks[1], blocks[2] - blocks[1], 0)
+    return x // BLOCK * BLOCK  # x itself; the compiler cannot tell that BLOCK divides it
 
 
 @triton.jit
@@ -208,6 +226,14 @@ def key_range(i0, i1, item, call, BN: tl.constexpr):
 
 
 @triton.jit
+def reaches(i0, j0, item, call, BM: tl.constexpr, BN: tl.constexpr):
+    """Does any of rows [i0, i0 + BM) see any of keys [j0, j0 + BN)?"""
+    a0, a1 = i0 + item.diagonal, tl.minimum(i0 + BM, call.M) + item.diagonal
+    lo, hi = some(a0, a1, call.left, call.right, item.length)
+    return (j0 < hi) & (j0 + BN > lo)
+
+
+@triton.jit
 def row_range(j0, BN: tl.constexpr, item, call, BM: tl.constexpr):
     """The blocks of rows that see keys [j0, j0 + BN): `in_blocks`, with the edges swapped."""
     j1 = tl.minimum(j0 + BN, item.length)
@@ -217,7 +243,7 @@ def row_range(j0, BN: tl.constexpr, item, call, BM: tl.constexpr):
     if j0 >= item.length:
         hi = lo  # no such keys
     if j0 + BN > item.length:
-        every_lo, every_hi = hi, hi  # no row sees all of them
+        every_lo, every_hi = lo, lo  # no row sees all of them
     return in_blocks(lo, hi, every_lo, every_hi, BM)
 
 

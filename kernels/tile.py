@@ -34,6 +34,12 @@ def dot(a, b, acc, F: tl.constexpr):
 
 
 @triton.jit
+def by_rows(a, b, F: tl.constexpr):
+    """a @ b^T in float32: the product of each row of a with each row of b."""
+    return dot(a, tl.trans(b), tl.full([a.shape[0], b.shape[0]], 0, tl.float32), F)
+
+
+@triton.jit
 def narrow(x, dtype: tl.constexpr):
     """float32 rounded to `dtype`. The interpreter would cut bfloat16 off, not round it."""
     if INTERPRETED and dtype == tl.bfloat16:
@@ -91,6 +97,12 @@ def load(
             return tl.load(at, mask=(d < D)[None, :], other=0.0)
         else:
             return tl.load(at)
+
+
+@triton.jit
+def take(x, b, h, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+    """`load` of a tile that is read once, and so has a source of its own."""
+    return load(x, source(x, b, h, rows, D, BM, BD, TMA), i0, rows, D, BM, BD, TMA, True)
 
 
 @triton.jit

@@ -10,12 +10,12 @@ from .score import (
     item_of,
     kept,
     level_of,
+    reaches,
     rows_of,
     score,
-    some,
     visible,
 )
-from .tile import dot, head_of, load, narrow, row_index
+from .tile import by_rows, head_of, narrow, row_index, take
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -48,18 +48,15 @@ def weights_kernel(
 
 @triton.jit
 def add_head(total, q, k, lse, b, h, i0, j0, call, extras, F: tl.constexpr, T: tl.constexpr):
+    """total + P of one tile of one head; blocks that no row sees are skipped."""
     item = item_of(b, call, extras, F)
-    a0, a1 = i0 + item.diagonal, tl.minimum(i0 + T.BM, call.M) + item.diagonal
-    lo, hi = some(a0, a1, call.left, call.right, item.length)
-    if (j0 < hi) & (j0 + T.BN > lo):
+    if reaches(i0, j0, item, call, T.BM, T.BN):
         i = i0 + tl.arange(0, T.BM)
         j = (j0 + tl.arange(0, T.BN))[None, :]
         rows = rows_of(i[:, None], h, item, extras, F)
-        tile_q = load(q, head_of(q, b, h), i0, call.M, T.D, T.BM, T.BD, False, True)
-        from_k = head_of(k, b, h // call.group)
-        tile_k = load(k, from_k, j0, item.length, T.D, T.BN, T.BD, False, True)
-        qk = dot(tile_q, tl.trans(tile_k), tl.full([T.BM, T.BN], 0, tl.float32), F)
-        s, _ = score(qk, rows, j, call, extras, F)
+        tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
+        tile_k = take(k, b, h // call.group, j0, item.length, T.D, T.BN, T.BD, F.tma)
+        s, _ = score(by_rows(tile_q, tile_k, F), rows, j, call, extras, F)
         from_row = row_index(b, h, i, call.H, call.M)
         natural = tl.load(lse + from_row, mask=i < call.M, other=0.0)
         p = exponential(s, level_of(natural, F)[:, None], call, F)

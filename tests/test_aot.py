@@ -4,18 +4,17 @@ checker that says so can say no.
 
 import dataclasses
 import importlib.util
-import os
 from collections import Counter
 
 import pytest
+from runners import INTERPRETED
 
 from bench import aot
 from bench.aot import Case, Kernel
 
-interpreted = os.environ.get("TRITON_INTERPRET", "0").lower() not in ("", "0", "false", "off", "no")
 needs_compiler = [
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed"),
-    pytest.mark.skipif(interpreted, reason="TRITON_INTERPRET is set: there is nothing to compile"),
+    pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set: there is nothing to compile"),
 ]
 
 

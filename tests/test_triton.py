@@ -2,6 +2,7 @@
 order of programs, split keys, tensor descriptors, and the tiles that GPUs get."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from judge import Verdict
 from runners import INTERPRETED, every_backend, everywhere, passed
 
 import fastattn
-from fastattn import tuning
+from fastattn import autotune, tuning
 from fastattn.backends import triton as backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -60,6 +61,11 @@ def ranges(out, start, size, call, length, diagonal, ROWS: tl.constexpr, BLOCK: 
         found = score.key_range(start, start + size, item, call, BLOCK)
     for x in tl.static_range(4):
         tl.store(out + x, found[x])
+    for masked in tl.static_range(2):  # how often each block is come to, whole or masked
+        lo, hi = score.span(found, masked)
+        for x in tl.range(lo, hi, BLOCK):
+            to = out + 4 + 2 * (score.block_at(x, found, BLOCK, masked) // BLOCK) + masked
+            tl.store(to, tl.load(to) + 1)
 
 
 def randn(*shape, seed=0):
@@ -127,7 +133,8 @@ BANDS = [(1000, 1000), (1000, 0), (0, 0), (3, 5), (20, 0), (0, 20), (17, 40), (4
 @pytest.mark.parametrize("rows", [False, True], ids=["keys_of_rows", "rows_of_keys"])
 @pytest.mark.parametrize("left, right", BANDS)
 def test_ranges_of_blocks_hold_what_is_seen(name, rows, left, right):
-    """Against every pair (i, j): nothing that is seen is left out, nothing whole is hidden."""
+    """Against every pair (i, j): nothing that is seen is left out, nothing whole is hidden, and
+    both loops together come to each block once."""
     block, size = 8, 16
     for M, N, length, bottom_right in itertools.product((1, 37), (41,), (0, 9, 41), (False, True)):
         call = score.Call(*[0] * len(score.Call._fields))._replace(M=M, N=N, left=left, right=right)
@@ -136,11 +143,11 @@ def test_ranges_of_blocks_hold_what_is_seen(name, rows, left, right):
         seen = (j >= i - left) & (j <= i + right) & (j < length)
         seen = seen.T if rows else seen
         for start in range(0, len(seen), size):
-            out = torch.empty(4, dtype=torch.int32)
+            out = torch.zeros(4 + 2 * 6, dtype=torch.int32)
             stop = size if rows else min(size, M - start)
             ranges[(1,)](out, start, stop, call, length, shift, ROWS=rows, BLOCK=block)
-            first, full, tail, last = out.tolist()
-            case = (M, N, length, shift, start, out.tolist())
+            first, full, tail, last = edges = out[:4].tolist()
+            case = (M, N, length, shift, start, edges)
             assert first <= full <= tail and (first % block == 0 or first == last), case
             here = seen[start : start + size]
             outside = here.any(0)
@@ -150,6 +157,10 @@ def test_ranges_of_blocks_hold_what_is_seen(name, rows, left, right):
             assert first < last or not here.any(), case  # no block without need
             if full < tail:
                 assert full % block == 0 and (tail % block == 0 or tail == last), case
+            for b, visits in enumerate(out[4:].view(-1, 2).tolist()):
+                whole = full <= b * block < tail
+                expected = [int(whole), int(first <= b * block < last and not whole)]
+                assert visits == expected, (case, b)
 
 
 # ------------------------------------------------------------------------------------- split keys
@@ -305,6 +316,56 @@ def test_softcap_beside_an_infinite_key(name):
     out = fastattn.attention(q, k, v, softcap=5.0, backend=name)
     dk, dv = torch.autograd.grad(out.sum(), leaves)
     assert dv.isfinite().all() and dk[:, :, :3].isfinite().all() and dk[:, :, 4:].isfinite().all()
+
+
+@every_backend
+@pytest.mark.parametrize("features", ["causal+gqa", "dropout"])
+def test_keys_and_values_have_gradients_of_their_own(name, features, monkeypatch):
+    """Each is the same whether the other is wanted or not, and what nobody wants is not made."""
+    made = []
+    monkeypatch.setattr(backend.Job, "walk_rows", spied(backend.Job.walk_rows, made))
+    features = [FEATURE[x] for x in features.split("+")]
+    problem = build(square(1, 2, 70, 16), features, torch.bfloat16)
+    both = problem.run(fastattn.attention, backend=name)
+    for wanted in ("k", "v"):
+        alone = replace(problem, wants=(wanted,)).run(fastattn.attention, backend=name)
+        assert torch.equal(alone[f"d{wanted}"], both[f"d{wanted}"])
+    assert made == [(True, True), (True, False), (False, True)]
+
+
+@every_backend
+def test_a_kernel_that_makes_less_is_searched_for_apart(name, monkeypatch):
+    """Its tile may be too large for the one that makes more."""
+    keys = []
+    monkeypatch.setattr(backend, "architecture", lambda device: 90)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
+    monkeypatch.setattr(autotune, "enabled", lambda: True)
+    monkeypatch.setattr(autotune, "best", lambda key, tile, *others: keys.append(key) or tile)
+    problem = build(square(1, 1, 20, 16), (), torch.float32)
+    for wants in ("k", "kv"):
+        replace(problem, wants=tuple(wants)).run(fastattn.attention, backend=name)
+    assert len({key for key in keys if key.which == "dkv"}) == 2
+
+
+def spied(walk, made):
+    def watched(job, dk, dv):
+        made.append((dk is not None, dv is not None))
+        return walk(job, dk, dv)
+
+    return watched
+
+
+@every_backend
+def test_an_expanded_gradient_is_read_as_any_other(name, monkeypatch):
+    """out.sum() expands one number, which no descriptor can describe."""
+    monkeypatch.setattr(backend, "architecture", lambda device: 90)
+    seen = []
+    monkeypatch.setattr(backend.Job, "launch", spy(backend.Job.launch, seen))
+    q, k, v = (randn(1, 2, 70, 16, seed=x).bfloat16().requires_grad_() for x in range(3))
+    out = fastattn.attention(q, k, v, backend=name)
+    found = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)
+    expected = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert all(map(torch.equal, found, expected)) and all(flags.tma for flags in seen)
 
 
 # --------------------------------------------------------------------------- beside the C++ kernels

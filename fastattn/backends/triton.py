@@ -90,7 +90,9 @@ class Triton:
         wants: Sequence[bool],
     ) -> tuple[Tensor | None, ...]:
         if dout is None:
-            dout = out.new_zeros(()).expand(out.shape)
+            dout = torch.zeros_like(out)
+        elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
+            dout = dout.contiguous()
         job = Job(spec, t, dout)
         job.find_delta(out, lse, dlse)
         return job.gradients(wants)
@@ -140,20 +142,25 @@ class Job:
         """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
         spec = self.spec
         seen = min(spec.N, spec.M + spec.left + spec.right)
-        blocks = -(-seen // self.config("decode").BN)
-        if spec.M > DECODE_ROWS or blocks <= tuning.FEW_BLOCKS:
+        tile = self.config("decode")
+        of_keys = blocks(seen, tile.BN)
+        if spec.M > DECODE_ROWS or of_keys <= tuning.FEW_BLOCKS:
             return 0
-        packed = spec.H // spec.Hk * spec.M
-        programs = spec.B * spec.Hk * -(-packed // self.config("decode").BM)
-        return tuning.splits(programs, blocks, processors(self.device))
+        programs = spec.B * spec.Hk * blocks(self.packed, tile.BM)
+        return tuning.splits(programs, of_keys, processors(self.device))
+
+    @property
+    def packed(self) -> int:
+        """Rows of a tile in decoding: the queries of every head that shares a key head."""
+        return self.spec.H // self.spec.Hk * self.spec.M
 
     def forward(self, out: Tensor, lse: Tensor) -> None:
         spec = self.spec
         self.launch(
             kernels().forward.forward_kernel,
             "forward",
-            lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
-            (self.q, self.k, self.v, operand(out), lse, *self.call, self.extras),
+            lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
+            (self.q, self.k, self.v, operand(out), lse),
         )
 
     def decode(self, out: Tensor, lse: Tensor) -> None:
@@ -162,18 +169,17 @@ class Job:
         partial = out.new_empty((*rows, spec.Dv), dtype=torch.float32)
         partial_m, partial_l = lse.new_empty(rows), lse.new_empty(rows)
         parts = partial, partial_m, partial_l
-        packed = spec.H // spec.Hk * spec.M
         self.launch(
             decode.split_kernel,
             "decode",
-            lambda c: -(-packed // c.BM) * spec.B * spec.Hk * splits,
-            (self.q, self.k, self.v, *parts, *self.call, self.extras),
+            lambda c: blocks(self.packed, c.BM) * spec.B * spec.Hk * splits,
+            (self.q, self.k, self.v, *parts),
         )
         self.launch(
             decode.combine_kernel,
             "combine",
             lambda c: spec.B * spec.H * spec.M,
-            (*parts, operand(out), lse, splits, *self.call, self.extras),
+            (*parts, operand(out), lse, splits),
         )
 
     def weights(self, weights: Tensor) -> None:
@@ -182,8 +188,8 @@ class Job:
         self.launch(
             kernels().weights.weights_kernel,
             "weights",
-            lambda c: -(-spec.M // c.BM) * -(-spec.N // c.BN) * spec.B * heads,
-            (self.q, self.k, self.t.lse.contiguous(), operand(weights), *self.call, self.extras),
+            lambda c: blocks(spec.M, c.BM) * blocks(spec.N, c.BN) * spec.B * heads,
+            (self.q, self.k, self.t.lse.contiguous(), operand(weights)),
             AVERAGE=spec.average_heads,
         )
 
@@ -199,8 +205,8 @@ class Job:
         self.launch(
             kernels().backward.delta_kernel,
             "delta",
-            lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
-            (operand(out), self.do, operand(dlse), self.delta, *self.call, self.extras),
+            lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
+            (operand(out), self.do, operand(dlse), self.delta),
             F=kernels().score.Flags(plain=self.features.plain),
         )
         if spec.weights and not spec.constant_lse:
@@ -211,19 +217,19 @@ class Job:
         self.launch(
             kernels().backward.dq_kernel,
             "dq",
-            lambda c: -(-spec.M // c.BM) * spec.B * spec.H,
-            (*self.inputs, operand(dq), *self.call, self.extras),
+            lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
+            (*self.inputs, operand(dq)),
             GIVEN=spec.weights,
             SUMS=sums,
         )
 
-    def walk_rows(self, dk: Tensor, dv: Maybe) -> None:
+    def walk_rows(self, dk: Maybe, dv: Maybe) -> None:
         spec = self.spec
         self.launch(
             kernels().backward.dkv_kernel,
             "dkv",
-            lambda c: -(-spec.N // c.BN) * spec.B * spec.Hk,
-            (*self.inputs, operand(dk), operand(dv), *self.call, self.extras),
+            lambda c: blocks(spec.N, c.BN) * spec.B * spec.Hk,
+            (*self.inputs, operand(dk), operand(dv)),
             GIVEN=spec.weights,
         )
 
@@ -239,13 +245,14 @@ class Job:
         if want_q:
             dq = token_major(t.q, t.q.shape, t.q.dtype)
             dq.zero_() if nothing else self.walk_keys(dq)
-        if want_k or want_v:
+        if want_k:
             dk = token_major(t.k, t.k.shape, t.k.dtype)
-            dv = None if t.v is None else token_major(t.v, t.v.shape, t.v.dtype)
-            if nothing:
-                dk, dv = dk.zero_(), None if dv is None else dv.zero_()
-            else:
-                self.walk_rows(dk, dv)
+        if want_v:
+            dv = token_major(t.v, t.v.shape, t.v.dtype)
+        if nothing:
+            dk, dv = (None if x is None else x.zero_() for x in (dk, dv))
+        elif want_k or want_v:
+            self.walk_rows(dk, dv)
         if want_mask:
             dmask = t.mask.new_zeros(t.mask.shape) if nothing else self.mask_gradient()
         if want_sinks:
@@ -256,7 +263,7 @@ class Job:
         spec, mask = self.spec, self.t.mask
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         c = self.config("dmask")
-        whole = (spec.B, spec.H, -(-spec.M // c.BM), -(-spec.N // c.BN))
+        whole = (spec.B, spec.H, blocks(spec.M, c.BM), blocks(spec.N, c.BN))
         summed = tuple(n == 1 for n in shape)
         tiles = math.prod(n for n, s in zip(whole, summed) if not s)
         work = math.prod(n for n, s in zip(whole, summed) if s)
@@ -266,7 +273,8 @@ class Job:
             kernels().backward.dmask_kernel,
             "dmask",
             lambda c: tiles * splits,
-            (*self.inputs, partial, *self.call, self.extras),
+            (*self.inputs, partial),
+            F=self.features._replace(tma=False),  # one tile from each: not worth a descriptor
             GIVEN=spec.weights,
             SUMMED=summed,
         )
@@ -281,9 +289,10 @@ class Job:
 
     # ----------------------------------------------------------------------------------- launching
 
-    @property
+    @functools.cached_property
     def call(self) -> tuple:
-        return scalars(self.spec, self.together)
+        """The last arguments of every kernel."""
+        return *scalars(self.spec, self.together), self.extras
 
     @property
     def together(self) -> int:
@@ -309,12 +318,13 @@ class Job:
             tile = kernels().score.Tile(
                 c.BM, c.BN, spec.D, spec.Dv, padded(spec.D), padded(spec.Dv)
             )
-            run(kernel, (programs(c),), *args, T=tile, **constexprs, **options)
+            run(kernel, (programs(c),), *args, *self.call, T=tile, **constexprs, **options)
 
         with on(self.device):
             config = self.config(which)
             if self.arch and autotune.enabled():
-                key = autotune.key(which, spec, self.device, **constexprs)
+                given = [x is not None for x in args]  # a kernel without some is another kernel
+                key = autotune.key(which, spec, self.device, **constexprs, given=given)
                 others = tuning.candidates(which, config)
                 config = autotune.best(key, config, others, lambda c: timed(attempt, c))
             attempt(config)
@@ -368,6 +378,11 @@ def processors(device: torch.device) -> int:
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def blocks(n: int, size: int) -> int:
+    """How many blocks of `size` cover n."""
+    return -(-n // size)
 
 
 def padded(head_dim: int) -> int:
