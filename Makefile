@@ -4,8 +4,10 @@
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
+# make instructions   count what the CPU kernels execute, under valgrind; fails where that is more
+#                than recorded. ARGS=--accept: record it
 # make lint, make format, make types    check with ruff, ruff format and ty
-# ARGS="..."     goes to pytest or to python -m bench
+# ARGS="..."     goes to pytest or to the module of bench
 #
 # Each first does what set-up is due, in the virtual environment that is active, else in .venv.
 #   VENV=path    in another one
@@ -23,7 +25,7 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
-.PHONY: help bench test test-interpreter test-gpu aot lint format types setup
+.PHONY: help bench test test-interpreter test-gpu aot instructions lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -48,6 +50,9 @@ test-gpu: setup
 aot: setup $(OLDEST)
 	@$(PYTHON) -m bench.aot $(ARGS)
 	@PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTHON) -m bench.aot $(ARGS)
+
+instructions: setup
+	@$(PYTHON) -m bench.instructions $(ARGS)
 
 lint: setup
 	$(PYTHON) -m ruff check

@@ -10,6 +10,8 @@ timing.py   clocks and interleaved rounds
 run.py      the loop: verify, then time, one record a cell
 machine.py  where it ran, and the ceilings of that machine
 overhead.py memory.py   a tiny call; extra bytes with dropout
+aot.py      the compiled code of the GPU kernels, judged with no GPU
+instructions.py instructions.c   what the CPU kernels execute, counted and compared with the record
 report.py   the table and the verdict on the claims
 plot.py     the picture
 """

@@ -1,0 +1,128 @@
+"""The CPU kernels execute no more instructions than recorded; and the comparison can say no."""
+
+from pathlib import Path
+
+import pytest
+
+from bench import instructions
+from bench.instructions import OTHER_COMPILER, SAME_COMPILER, Counts, compare
+from fastattn import native
+
+reason = instructions.unavailable()
+needs_valgrind = pytest.mark.skipif(bool(reason), reason=str(reason))
+
+
+# --------------------------------------------------------------------------------- what is executed
+
+
+@needs_valgrind
+def test_no_more_instructions_than_recorded(capsys):
+    status = instructions.main([])
+    assert status == 0, capsys.readouterr().out
+
+
+@needs_valgrind
+def test_counts_are_the_same_in_every_run(tmp_path):
+    program = instructions.build(native.cpu().path.resolve(), tmp_path)
+    first, second = (instructions.count(program, "avx2", "decode") for _ in range(2))
+    assert first == pytest.approx(second, rel=1e-4)
+
+
+@needs_valgrind
+@pytest.mark.parametrize("isa, case", [("avx3", "decode"), ("avx2", "forward nothing")])
+def test_what_does_not_exist_is_not_counted(tmp_path, isa, case):
+    program = instructions.build(native.cpu().path.resolve(), tmp_path)
+    wrong = isa if isa == "avx3" else case
+    with pytest.raises(RuntimeError, match=f"got {wrong}, expected"):
+        instructions.count(program, isa, case)
+
+
+@needs_valgrind
+def test_a_program_without_the_call_has_no_count():
+    with pytest.raises(RuntimeError, match="expected 'Collected : <count>'"):
+        instructions.count(Path("true"), "avx2", "decode")
+
+
+def test_record_is_of_work_that_features_save():
+    """Vectors that are twice as wide, and keys that no row sees."""
+    counts = instructions.recorded().instructions
+    for name in counts:
+        isa, case = name.split(" ", 1)
+        assert counts[f"avx2 {case}"] < counts[f"generic {case}"]
+        assert counts[f"{isa} forward window"] < counts[f"{isa} forward causal"]
+        assert counts[f"{isa} forward causal"] < counts[f"{isa} forward full"]
+        assert counts[f"{isa} forward key length"] < counts[f"{isa} forward full"]
+        assert counts[f"{isa} backward causal"] < counts[f"{isa} backward full"]
+
+
+@pytest.mark.parametrize(
+    "code, expected",
+    [
+        (b"\0GCC: (Debian 12.2.0-14+deb12u1) 12.2.0\0", "GCC 12.2.0"),
+        (b"\0GCC: (GNU) 4.0.0\0Debian clang version 14.0.6\0", "clang 14.0.6"),
+        (b"\0", "unknown"),
+    ],
+)
+def test_compiler_is_read_from_the_library(tmp_path, code, expected):
+    library = tmp_path / "library.so"
+    library.write_bytes(code)
+    assert instructions.compiler_of(library) == expected
+
+
+# ----------------------------------------------------------------------------------- the comparison
+
+RECORD = Counts("GCC 12.2.0", {"avx2 decode": 1000, "avx2 forward full": 2000})
+
+
+def words(counts: dict[str, int], compiler: str = RECORD.compiler) -> list[str]:
+    return [v.word for v in compare(Counts(compiler, RECORD.instructions | counts), RECORD)]
+
+
+@pytest.mark.parametrize(
+    "count, word", [(1000, "ok"), (1020, "ok"), (980, "ok"), (1050, "more"), (950, "fewer")]
+)
+def test_tolerance(count, word):
+    assert SAME_COMPILER == 0.02
+    assert words({"avx2 decode": count}) == [word, "ok"]
+
+
+@pytest.mark.parametrize(
+    "count, word", [(1050, "ok"), (1250, "ok"), (1300, "more"), (700, "fewer")]
+)
+def test_another_compiler_is_allowed_more(count, word):
+    assert OTHER_COMPILER == 0.25
+    assert words({"avx2 decode": count}, "clang 14.0.6") == [word, "ok"]
+
+
+def test_cases_and_records_must_match():
+    assert words({"avx2 new": 1}) == ["ok", "ok", "no record"]
+    got = Counts(RECORD.compiler, {"avx2 decode": 1000})
+    assert [v.word for v in compare(got, RECORD)] == ["ok", "no case"]
+
+
+@pytest.fixture
+def counting(monkeypatch, tmp_path):
+    """Sets what is counted next; the record is a copy of RECORD."""
+    monkeypatch.setattr(instructions, "RECORD", tmp_path / "record.json")
+    monkeypatch.setattr(instructions, "unavailable", lambda: None)
+    instructions.accept(RECORD)
+
+    def count(counts: dict[str, int]) -> None:
+        counts = RECORD.instructions | counts
+        monkeypatch.setattr(instructions, "counted", lambda: Counts(RECORD.compiler, counts))
+
+    return count
+
+
+@pytest.mark.parametrize("count, status", [(1000, 0), (950, 0), (1050, 1)])
+def test_exit_status(counting, capsys, count, status):
+    counting({"avx2 decode": count})
+    assert instructions.main([]) == status
+    assert ("--accept" in capsys.readouterr().out) == (count != 1000)
+
+
+def test_accept_makes_the_record(counting):
+    counting({"avx2 decode": 1050, "avx2 new": 1})
+    assert instructions.main([]) == 1
+    assert instructions.main(["--accept"]) == 0
+    assert instructions.main([]) == 0
