@@ -1,17 +1,20 @@
-"""Verify fused attention against the float64 oracle, then time it against torch.
+"""Verify fused attention against the float64 oracle, then time it against its peers.
 
 python -m bench            the quick sweep, under three minutes on two cores
-python -m bench --full     every length and head dim
+python -m bench --help     every command
 
-cases.py    what is measured: sizes, masks, dtypes, passes
-peers.py    who is measured: a registry of ways to compute a case
-verify.py   a cell is timed only after this passes
-timing.py   clocks and interleaved rounds
-run.py      the loop: verify, then time, one record a cell
-machine.py  where it ran, and the ceilings of that machine
-overhead.py memory.py   a tiny call; extra bytes with dropout
-aot.py      the compiled code of the GPU kernels, judged with no GPU
+masks.py cases.py    what is measured: kinds of mask, sizes, passes, the grids of a sweep
+peers.py others.py   who is measured: a registry of ways to compute a case
+verify.py            a call is timed only after this passes
+timing.py            clocks and interleaved rounds
+run.py               the loop: verify, then time, one record a cell
+machine.py ceilings.py    where it ran, and what that machine can do at most
+decode.py modules.py overhead.py memory.py   long keys; nn.MultiheadAttention; a tiny call; bytes
+targets.py           what is aimed at, held against what is measured
+results.py compare.py     a result file; two of them, cell by cell
+report.py readme.py  the printed page; the README's tables
+plot.py lines.py heatmap.py growth.py   the pictures
+commands.py __main__.py   what each command does; its options
+aot.py                    the compiled code of the GPU kernels, judged with no GPU
 instructions.py instructions.c   what the CPU kernels execute, counted and compared with the record
-report.py   the table and the verdict on the claims
-plot.py     the picture
 """

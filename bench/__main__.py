@@ -1,121 +1,102 @@
-"""python -m bench [--full] [--save]: verify, time, print, and keep the numbers."""
+"""python -m bench [COMMAND]: verify, time, print, and keep the numbers.
+
+With no command, sweep. python -m bench COMMAND --help lists a command's options.
+"""
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import json
-import os
 import sys
-import time
-from collections.abc import Iterable
-from datetime import datetime, timezone
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import torch
+from . import commands, modules
+from .cases import DTYPES, PASSES
+from .masks import MASKS
+from .peers import PEERS
 
-from . import ceilings, claims, machine, memory, overhead, plot, progress, report, run
-from .cases import DTYPES, MASKS, PASSES, SWEEPS, Sweep
-
-RESULTS = Path(__file__).resolve().parent / "results"
-SCHEMA = 1
+README = Path(__file__).resolve().parent.parent / "README.md"
 
 
 def main(argv: list[str] | None = None) -> int:
-    options = _parse(argv)
-    sweep = _sweep(options)
-    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    started = time.perf_counter()
-    result = _prepare(sweep, device)
-    _print(report.heading(result))
+    given = sys.argv[1:] if argv is None else argv
+    parser, names = _parser()
+    if not given or (given[0] not in names and given[0] not in ("-h", "--help")):
+        given = ["sweep", *given]
+    options = parser.parse_args(given)
     try:
-        if not options.sweep_only:
-            result["overhead"] = overhead.measure(device)
-            result["memory"] = memory.measure(device)
-        peaks = ceilings.peaks(device, result["ceilings"])
-        cells = run.sweep_cells(sweep, device, peaks)
-        for record in progress.follow(cells, run.cell_count(sweep, device)):
-            result["cells"].append(record)
-        result["complete"] = True
-    except KeyboardInterrupt:
-        print("\ninterrupted: keeping what is done", file=sys.stderr)
-    result["seconds"] = round(time.perf_counter() - started, 1)
-    result["load"]["end"] = machine.load()
-    result["accuracy"] = claims.accuracy(result["cells"])
-    result["claims"] = claims.judge(result)
-    _print(report.table(result["cells"]))
-    _print(report.summary(result))
-    if result["cells"]:
-        # Half a sweep never replaces a committed file.
-        whole = options.save and result["complete"]
-        _keep(result, options.output or (RESULTS if whole else RESULTS / "local"))
-    return _status(result)
+        return options.command(options)
+    except (ValueError, OSError) as error:
+        print(f"python -m bench: {error}", file=sys.stderr)
+        return 2
 
 
-def _prepare(sweep: Sweep, device: str) -> dict[str, Any]:
-    """Everything of a result that is known before the first cell."""
-    return {
-        "schema": SCHEMA,
-        "sweep": dataclasses.asdict(sweep),
-        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "complete": False,
-        "machine": machine.describe(device),
-        "versions": machine.versions(),
-        "commit": machine.commit(),
-        "load": {"start": machine.load()},
-        "ceilings": ceilings.measure(device, sweep.dtypes),
-        "overhead": None,
-        "memory": None,
-        "cells": [],
-    }
+def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("python -m bench", description=__doc__, formatter_class=raw)
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    names = []
 
+    def add(name: str, command: Callable, text: str) -> argparse.ArgumentParser:
+        found = subparsers.add_parser(name, help=text, description=text)
+        found.set_defaults(command=command)
+        names.append(name)
+        return found
 
-def _keep(result: dict[str, Any], folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = machine.slug(result["machine"])
-    path, picture = folder / f"{stem}.json", folder / f"{stem}.png"
-    unfinished = path.with_suffix(".json.tmp")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    os.replace(unfinished, path)  # a result file is whole or absent
-    print(f"wrote {path}")
-    reason = plot.draw(result, picture)
-    print(f"no picture: {reason}" if reason else f"wrote {picture}")
+    sweep = add("sweep", commands.sweep, "every length, head dim, mask, dtype and pass of a grid")
+    size = sweep.add_mutually_exclusive_group()
+    size.add_argument("--quick", action="store_true", help="under three minutes; the default")
+    size.add_argument("--full", action="store_true", help="every length and head dim")
+    sweep.add_argument("--dims", type=int, nargs="+", metavar="D")
+    sweep.add_argument("--masks", nargs="+", choices=tuple(MASKS))
+    sweep.add_argument("--passes", nargs="+", choices=PASSES)
+    sweep.add_argument("--sweep-only", action="store_true", help="no overhead, no memory")
 
+    decode = add("decode", commands.decode, "a few rows on long keys; GB/s of keys and values")
+    decode.add_argument("--rows", type=int, nargs="+", metavar="M")
 
-def _status(result: dict[str, Any]) -> int:
-    """0 when every cell passed, 1 when one failed, 130 when interrupted."""
-    if any(cell["status"] != "ok" for cell in result["cells"]):
-        return 1
-    return 0 if result["complete"] else 130
+    mha = add("mha", commands.mha, "nn.MultiheadAttention as a whole against its conversion")
+    mha.add_argument("--modes", nargs="+", choices=tuple(modules.MODES))
+    mha.add_argument("--length", type=int, default=modules.LENGTH, metavar="N")
 
+    overhead = add("overhead", commands.tiny, "a call with almost nothing to compute; lengths 1-64")
 
-def _print(lines: Iterable[str]) -> None:
-    print(*lines, sep="\n", flush=True)
+    memory = add("memory", commands.memory, "extra bytes at the peak, against length")
+    memory.add_argument("--masks", nargs="+", choices=tuple(MASKS), default=["full", "dropout"])
 
+    targets = add("targets", commands.aims, "what is aimed at: measured, target, met or not")
+    targets.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
+    targets.add_argument("--list", action="store_true", help="print the names, measure nothing")
+    targets.add_argument("--strict", action="store_true", help="status 1 when one is not met")
 
-def _sweep(options: argparse.Namespace) -> Sweep:
-    sweep = SWEEPS["full" if options.full else "quick"]
-    axes = ("lengths", "dims", "dtypes", "masks", "passes", "seconds")
-    given = {axis: getattr(options, axis) for axis in axes if getattr(options, axis)}
-    given = {k: v if k == "seconds" else tuple(v) for k, v in given.items()}
-    return dataclasses.replace(sweep, **given, name="custom") if given else sweep
+    for measuring in (sweep, decode, mha, overhead, memory, targets):
+        measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
+        measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
+    for measuring in (sweep, decode, mha, overhead, memory):
+        measuring.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if seen")
+    for measuring in (sweep, decode, mha, overhead):
+        measuring.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
+        measuring.add_argument("--seconds", type=float, help="timing budget of a cell and count")
+    for measuring in (sweep, decode, overhead, memory):
+        measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
+    for measuring in (sweep, decode, memory):
+        measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
+    for measuring in (sweep, decode):
+        measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
+    compare = add("compare", commands.compare, "two result files, regressions first")
+    compare.add_argument("first", type=Path, metavar="A.json")
+    compare.add_argument("second", type=Path, metavar="B.json")
+    compare.add_argument("--fail-under", type=float, metavar="RATIO", help="status 1 if any is")
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    parser.add_argument("--full", action="store_true", help="every length and head dim")
-    parser.add_argument("--save", action="store_true", help="write bench/results/<device>.json")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if torch sees it")
-    parser.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    parser.add_argument("--dims", type=int, nargs="+", metavar="D")
-    parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
-    parser.add_argument("--masks", nargs="+", choices=MASKS)
-    parser.add_argument("--passes", nargs="+", choices=PASSES)
-    parser.add_argument("--seconds", type=float, help="timing budget of a cell at a thread count")
-    parser.add_argument("--sweep-only", action="store_true", help="no overhead, no memory")
-    return parser.parse_args(argv)
+    plot = add("plot", commands.draw, "draw a result file's pictures")
+    plot.add_argument("file", type=Path)
+    plot.add_argument("--output", type=Path, metavar="DIR", help="default: beside the file")
+
+    publish = add("report", commands.publish, "write the README's tables, and the pictures")
+    publish.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    publish.add_argument("--readme", type=Path, default=README)
+    return parser, names
 
 
 if __name__ == "__main__":

@@ -5,19 +5,33 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
-FORWARD = "forward"
-TRAINING = "forward+backward"
-PASSES = (FORWARD, TRAINING)
-MASKS = ("full", "causal")
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from .masks import HIDDEN, MASKS, SWEPT, Mask
+
+FORWARD, BACKWARD, TRAINING = "forward", "backward", "forward+backward"
+PASSES = (FORWARD, BACKWARD, TRAINING)
+PRODUCTS = {FORWARD: 2, BACKWARD: 5, TRAINING: 7}  # of 2 D operations for a visible (row, key)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Inputs(NamedTuple):
+    """The tensors of a case; bias is None where the mask has none."""
+
+    q: Tensor  # (B, H, M, D)
+    k: Tensor  # (B, Hk, N, D)
+    v: Tensor  # (B, Hk, N, D)
+    dout: Tensor  # (B, H, M, D)
+    bias: Tensor | None = None  # (1, H, M, N)
 
 
 @dataclass(frozen=True)
 class Case:
-    """Self-attention with q, k, v of (B, H, N, D); mask is one of MASKS."""
+    """q of (B, H, M, D) on k and v of (B, Hk, N, D); mask is one of MASKS. M = 0 stands for N and
+    Hk = 0 for H. strided stores the tensors as (B, N, H, D), as a projection leaves them."""
 
     device: str
     dtype: str
@@ -26,43 +40,98 @@ class Case:
     H: int
     N: int
     D: int
+    Hk: int = 0
+    M: int = 0
+    strided: bool = False
+
+    def __post_init__(self):
+        if self.B != 1 and self.rule.learned:
+            raise ValueError(f"B: got {self.B}, expected 1 where the bias has a gradient")
+        object.__setattr__(self, "Hk", self.Hk or self.H)
+        object.__setattr__(self, "M", self.M or self.N)
 
     def __str__(self) -> str:
-        return f"{self.dtype} D{self.D} N{self.N} {self.mask}"
+        heads = "" if self.Hk == self.H else f" Hk{self.Hk}"
+        rows = "" if self.M == self.N else f" M{self.M}"
+        how = " strided" if self.strided else ""
+        return f"{self.dtype} H{self.H}{heads}{rows} D{self.D} N{self.N} {self.mask}{how}"
 
-    def flops(self, phase: str) -> float:
-        """Useful floating-point operations: two products forward and five backward, 2·D each, for
-        every (query, key) pair that the mask keeps."""
-        pairs = self.N * (self.N + 1) // 2 if self.mask == "causal" else self.N * self.N
-        products = {"forward": 2, "backward": 5, "forward+backward": 7}[phase]
-        return 2.0 * products * self.B * self.H * pairs * self.D
+    @property
+    def rule(self) -> Mask:
+        return MASKS[self.mask]
 
-    def tensors(self, seed: int = 0) -> tuple[torch.Tensor, ...]:
-        """q, k, v and the gradient of the output, all standard normal."""
+    @property
+    def kv_bytes(self) -> int:
+        """What one pass over the keys and values reads."""
+        return 2 * self.B * self.Hk * self.N * self.D * DTYPES[self.dtype].itemsize
+
+    def lengths(self) -> Tensor:
+        """(B,) keys of each item: N, or spread evenly about (1 - HIDDEN) N where it is padded."""
+        if not self.rule.padded:
+            return torch.full((self.B,), self.N, device=self.device)
+        spread = (2 * torch.arange(self.B, device=self.device) + 1) / self.B - 1
+        return ((1 - HIDDEN + HIDDEN * spread) * self.N).long()
+
+    def visible(self, start: int = 0, stop: int | None = None) -> Tensor:
+        """(B, 1, stop - start, N) bool: the keys that these rows may see."""
+        i = torch.arange(start, self.M if stop is None else stop, device=self.device)[:, None]
+        j = torch.arange(self.N, device=self.device)
+        left, right = self.rule.left, self.rule.right
+        keep = j < self.lengths()[:, None, None, None]
+        if left is not None:
+            keep = keep & (j >= i - left)
+        if right is not None:
+            keep = keep & (j <= i + right)
+        return keep.expand(self.B, 1, len(i), self.N)
+
+    def pairs(self) -> int:
+        """How many (row, key) pairs of one head the mask keeps, over all items."""
+        i = torch.arange(self.M)[:, None]
+        first = 0 if self.rule.left is None else (i - self.rule.left).clamp_min(0)
+        last = self.lengths().cpu()
+        if self.rule.right is not None:
+            last = torch.minimum(last, i + self.rule.right + 1)
+        return int((last - first).clamp_min(0).expand(self.M, self.B).sum())
+
+    def flops(self, what: str) -> float:
+        """Useful floating-point operations of a pass: those of the pairs that the mask keeps."""
+        return 2.0 * PRODUCTS[what] * self.H * self.pairs() * self.D
+
+    def inputs(self, seed: int = 0) -> Inputs:
+        """Standard normal tensors."""
         generator = torch.Generator(self.device).manual_seed(seed)
-        shape = (self.B, self.H, self.N, self.D)
-        return tuple(
-            torch.randn(shape, generator=generator, device=self.device).to(DTYPES[self.dtype])
-            for _ in range(4)
-        )
+
+        def normal(*shape: int) -> Tensor:
+            x = torch.randn(shape, generator=generator, device=self.device)
+            return x.to(DTYPES[self.dtype])
+
+        def heads(count: int, rows: int) -> Tensor:
+            if self.strided:
+                return normal(self.B, rows, count, self.D).transpose(1, 2)
+            return normal(self.B, count, rows, self.D)
+
+        q, k, v = heads(self.H, self.M), heads(self.Hk, self.N), heads(self.Hk, self.N)
+        bias = normal(1, self.H, self.M, self.N) if self.rule.biased else None
+        return Inputs(q, k, v, heads(self.H, self.M), bias)
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """The inputs whose gradients are wanted."""
+        return ("q", "k", "v", "bias") if self.rule.learned else ("q", "k", "v")
 
 
 @dataclass(frozen=True)
-class Sweep:
-    """A grid of cases. seconds is the timing budget of one cell at one thread count."""
+class Grid:
+    """Every combination of these axes."""
 
-    name: str
     lengths: tuple[int, ...]
     dims: tuple[int, ...]
-    dtypes: tuple[str, ...] = tuple(DTYPES)
-    masks: tuple[str, ...] = MASKS
-    passes: tuple[str, ...] = PASSES
-    seconds: float = 0.4
+    dtypes: tuple[str, ...]
+    masks: tuple[str, ...]
 
     def cases(self, device: str) -> Iterator[Case]:
-        for dtype, d, mask, n in itertools.product(
-            self.dtypes, self.dims, self.masks, self.lengths
-        ):
+        axes = itertools.product(self.dtypes, self.dims, self.masks, self.lengths)
+        for dtype, d, mask, n in axes:
             b, h = batch_and_heads(device, n, d)
             yield Case(device, dtype, mask, b, h, n, d)
 
@@ -75,7 +144,22 @@ def batch_and_heads(device: str, n: int, d: int) -> tuple[int, int]:
     return 1, 4 if n <= 1024 else 2 if n <= 4096 else 1
 
 
-SWEEPS = {
-    "quick": Sweep("quick", (128, 512, 1024, 2048), (64, 128), seconds=0.4),
-    "full": Sweep("full", (128, 256, 512, 1024, 2048, 4096, 8192), (32, 64, 128, 256), seconds=2.0),
+PLAIN, OTHERS = SWEPT[:2], SWEPT[2:]
+BOTH = ("float32", "bfloat16")
+
+# Grids rather than one product: full and causal in every size, the rest where it tells most. On
+# two cores quick takes under three minutes and full under twenty.
+GRIDS = {
+    "quick": (
+        Grid((128, 512, 1024, 2048), (64, 128), BOTH, PLAIN),
+        Grid((1024,), (64,), BOTH, OTHERS),
+        Grid((1024,), (64,), ("float16",), PLAIN),
+    ),
+    "full": (
+        Grid((128, 256, 512, 1024, 2048, 4096), (32, 64, 128, 256), BOTH, PLAIN),
+        Grid((8192,), (64,), BOTH, PLAIN),
+        Grid((512, 2048), (64, 128), ("float16",), PLAIN),
+        Grid((512, 1024, 2048, 4096), (64,), BOTH, OTHERS),
+    ),
 }
+SECONDS = {"quick": 0.3, "full": 0.5}  # timing budget of a cell at one thread count

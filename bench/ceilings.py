@@ -1,12 +1,14 @@
 """What this machine can do at most, measured in the same run as everything else.
 
-On a CPU the limit is a loop of fused multiply-adds (or bf16 dot products) on registers, one
-thread; torch's matmul stands beside it. On a GPU matmul is the limit.
+On a CPU the limit of arithmetic is a loop of fused multiply-adds (or bf16 dot products) on
+registers, one thread; torch's matmul stands beside it. On a GPU matmul is the limit. The limit of
+memory is the fastest that torch reads or copies a buffer far larger than the last-level cache.
 """
 
 from __future__ import annotations
 
 import ctypes
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,24 +18,37 @@ from . import timing
 from .cases import DTYPES
 
 BURST_S, BURSTS = 0.002, 100
-MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+MATMUL_SIZE = {"cpu": 512, "cuda": 8192}
+BUFFER_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
 
 
-def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, dict[str, float | None]]:
-    """dtype -> {"register_gflops", "matmul_gflops"}; None where nothing measures it."""
-    return {
+class Limits(NamedTuple):
+    """The figures that percentages are percentages of."""
+
+    device: str
+    compute: dict[str, dict[str, float | None]]  # dtype: register_gflops, matmul_gflops
+    memory: list[dict[str, Any]]  # threads, read_gbs, copy_gbs
+
+    def gflops(self, dtype: str, threads: int | None) -> float | None:
+        """Of one thread, or of the GPU: nothing measures the registers of several threads."""
+        key = "matmul_gflops" if self.device == "cuda" else "register_gflops"
+        return self.compute.get(dtype, {}).get(key) if threads in (None, 1) else None
+
+    def read_gbs(self, threads: int | None) -> float | None:
+        rows = (row["read_gbs"] for row in self.memory if row["threads"] == threads)
+        return next(rows, None)
+
+
+def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of Limits; None where nothing measures a figure."""
+    compute = {
         dtype: {
             "register_gflops": register_gflops(dtype) if device == "cpu" else None,
             "matmul_gflops": matmul_gflops(device, dtype),
         }
         for dtype in dtypes
     }
-
-
-def peaks(device: str, ceilings: dict[str, dict[str, float | None]]) -> dict[str, float | None]:
-    """dtype -> the figure that "% of peak" is a percentage of."""
-    key = "matmul_gflops" if device == "cuda" else "register_gflops"
-    return {dtype: row[key] for dtype, row in ceilings.items()}
+    return {"device": device, "compute": compute, "memory": bandwidths(device)}
 
 
 def register_gflops(dtype: str) -> float | None:
@@ -53,3 +68,24 @@ def matmul_gflops(device: str, dtype: str) -> float:
     with timing.torch_threads(1 if device == "cpu" else None), torch.no_grad():
         rounds = timing.interleaved({"matmul": (lambda _: a @ a,)}, clock, seconds=0.3)
     return 2.0 * size**3 / min(laps[0] for laps in rounds["matmul"]) / 1e9
+
+
+def bandwidths(device: str) -> list[dict[str, Any]]:
+    """GB/s at each thread count: the best of several ways to read, and a copy's reads and writes
+    together."""
+    x = torch.ones(BUFFER_BYTES[device] // 4, device=device)
+    y = torch.empty_like(x)
+    ways = {"sum": x.sum, "max": x.amax, "dot": lambda: torch.dot(x, x)}
+    programs: dict[str, timing.Program] = {
+        name: (lambda _, way=way: way(),) for name, way in ways.items()
+    }
+    programs["copy"] = (lambda _: y.copy_(x),)
+    rows = []
+    for threads, clock in timing.clocks(device):
+        with timing.torch_threads(threads), torch.no_grad():
+            rounds = timing.interleaved(programs, clock, seconds=0.0)
+        best = {name: min(laps[0] for laps in each) for name, each in rounds.items()}
+        size = x.numel() * x.itemsize / 1e9
+        read = size / min(best[name] for name in ways)
+        rows.append({"threads": threads, "read_gbs": read, "copy_gbs": 2 * size / best["copy"]})
+    return rows

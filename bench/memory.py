@@ -1,8 +1,8 @@
-"""Extra memory of attention with dropout, forward and backward, each peer in a fresh process.
+"""Extra memory of attention, forward and backward, each peer at each length in a fresh process.
 
-    python -m bench.memory fastattn cpu 4096     prints the extra bytes at the peak
+    python -m bench.memory fastattn cpu dropout 4096     prints the extra bytes at the peak
 
-The outputs and gradients count as extra; q, k, v and whatever the first call sets up do not.
+The outputs and gradients count as extra; q, k, v, a mask and what the first call sets up do not.
 """
 
 from __future__ import annotations
@@ -12,64 +12,67 @@ import re
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
-import fastattn
-
+from .cases import TRAINING, Case
 from .machine import ROOT
-from .peers import BASELINE, SUBJECT
+from .masks import MASKS
+from .peers import BASELINE, PEERS, SUBJECT
+from .verify import compute
 
-N = 4096
-SHAPE = {"B": 1, "H": 1, "D": 64}
-DROPOUT = 0.1
+Record = dict[str, Any]
+LENGTHS = (1024, 2048, 4096)
+SHAPE: Record = {"B": 1, "H": 1, "D": 64}
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-CALLS: dict[str, Callable[..., Any]] = {
-    SUBJECT: lambda q, k, v: fastattn.attention(q, k, v, dropout_p=DROPOUT, seed=0),
-    BASELINE: lambda q, k, v: F.scaled_dot_product_attention(q, k, v, dropout_p=DROPOUT),
-}
 
 
-def measure(device: str, n: int = N) -> dict[str, Any]:
-    """Extra bytes by peer; for a peer that failed None, and its last words under "errors"."""
+def measure(
+    device: str,
+    lengths: Sequence[int] = LENGTHS[-1:],
+    masks: Sequence[str] = ("dropout",),
+    peers: Sequence[str] = (SUBJECT, BASELINE),
+) -> list[Record]:
+    """A record for each mask, length and peer: extra_bytes, or None and the last words as error."""
+    return [row for mask in masks for n in lengths for row in _together(device, mask, n, peers)]
+
+
+def _together(device: str, mask: str, n: int, peers: Sequence[str]) -> list[Record]:
     python = [sys.executable, "-m", "bench.memory"]
     probes = {
-        name: subprocess.Popen([*python, name, device, str(n)], cwd=ROOT, text=True, **PIPES)
-        for name in CALLS
+        name: subprocess.Popen([*python, name, device, mask, str(n)], cwd=ROOT, text=True, **PIPES)
+        for name in peers
     }
-    extra: dict[str, int | None] = {}
-    errors: dict[str, str] = {}
+    records = []
     for name, probe in probes.items():
         printed, said = probe.communicate()
         failed = probe.returncode != 0
-        extra[name] = None if failed else int(printed.split()[-1])
-        errors[name] = said.strip().rpartition("\n")[2] if failed else ""
-    sizes = f"B{SHAPE['B']} H{SHAPE['H']} N{n} D{SHAPE['D']}"
-    case = f"{sizes} float32, dropout {DROPOUT}, forward+backward"
-    return {"case": case, "extra_bytes": extra, "errors": errors}
+        extra = None if failed else int(printed.split()[-1])
+        error = said.strip().rpartition("\n")[2] if failed else ""
+        case = {"mask": mask, "N": n, "dtype": "float32", "pass": TRAINING} | SHAPE
+        records.append(case | {"peer": name, "extra_bytes": extra, "error": error})
+    return records
 
 
-def extra_bytes(peer: str, device: str, n: int) -> int:
+def extra_bytes(peer: str, device: str, mask: str, n: int) -> int:
     # Libraries, thread pools and caches are not this call's memory.
-    _backward(peer, *_inputs(device, 64))
+    _prepared(peer, device, mask, 64)()
+    work = _prepared(peer, device, mask, n)
     reset, peak = (_device_reset, _device_peak) if device == "cuda" else (_host_reset, _host_peak)
-    q, k, v = _inputs(device, n)
     before = reset()
-    _backward(peer, q, k, v)
+    work()
     return max(0, peak() - before)
 
 
-def _inputs(device: str, n: int) -> list[torch.Tensor]:
-    shape = (SHAPE["B"], SHAPE["H"], n, SHAPE["D"])
-    return [torch.randn(shape, device=device, requires_grad=True) for _ in range(3)]
-
-
-def _backward(peer: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    CALLS[peer](q, k, v).sum().backward()
+def _prepared(peer: str, device: str, mask: str, n: int) -> Callable[[], Any]:
+    case = Case(device, "float32", mask, N=n, **SHAPE)
+    if declined := PEERS[peer].why_not(case, TRAINING):
+        raise SystemExit(declined)
+    call, inputs = PEERS[peer].prepare(case), case.inputs()
+    return lambda: compute(call, case, inputs, TRAINING)
 
 
 def _device_reset() -> int:
@@ -109,8 +112,9 @@ def _status(field: str) -> int:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("peer", choices=CALLS)
+    parser.add_argument("peer", choices=PEERS)
     parser.add_argument("device", choices=("cpu", "cuda"))
+    parser.add_argument("mask", choices=MASKS)
     parser.add_argument("n", type=int)
     arguments = parser.parse_args()
-    print(extra_bytes(arguments.peer, arguments.device, arguments.n))
+    print(extra_bytes(arguments.peer, arguments.device, arguments.mask, arguments.n))

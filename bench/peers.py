@@ -1,43 +1,153 @@
-"""Who is measured. To add a peer, write why it may decline a case and how it computes one."""
+"""Who is measured. To add a peer, write why it may decline a case and how it computes one.
+
+`prepare` turns a case into a call; what a user would make once, such as a mask tensor or a compiled
+function, is made there and is not timed.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
-import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
 
-from .cases import Case
+from . import others
+from .cases import Case, Inputs
+from .masks import SEED
 
-Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Case], torch.Tensor]
+Call = Callable[[Inputs], Tensor]
 
 
 @dataclass(frozen=True)
 class Peer:
     name: str
     title: str
-    attention: Attention
-    why_not: Callable[[Case], str] = lambda case: ""  # the reason it cannot do a case, or ""
+    prepare: Callable[[Case], Call]
+    why_not: Callable[[Case, str], str] = lambda case, what: ""  # the reason it cannot, or ""
+    our_draws: bool = False  # its dropout is fastattn's, so the oracle can repeat it
 
 
-# Both are looked up at call time, so that a test may put a wrong kernel in their place.
-def _fastattn(q, k, v, case):
-    return fastattn.attention(q, k, v, causal=case.mask == "causal")
+# The functions are looked up at each call, so that a test may put a wrong kernel in their place.
+def _fastattn(backend: str | None = None) -> Callable[[Case], Call]:
+    def prepare(case: Case) -> Call:
+        options: dict[str, Any] = arguments(case) | {"backend": backend}
+
+        def call(x: Inputs) -> Any:
+            if x.bias is None:
+                return fastattn.attention(x.q, x.k, x.v, **options)
+            return fastattn.attention(x.q, x.k, x.v, mask=x.bias, **options)
+
+        return call
+
+    return prepare
 
 
-def _torch_sdpa(q, k, v, case):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=case.mask == "causal")
+def arguments(case: Case) -> dict[str, Any]:
+    """What fastattn.attention is told of a case, the bias apart."""
+    rule, given = case.rule, {}
+    if rule.left is not None:
+        given["window"] = (rule.left, rule.right)
+    elif rule.right is not None:
+        given["causal"] = True
+    if rule.padded and rule.tensor:
+        given["mask"] = case.visible(0, 1)
+    elif rule.padded:
+        given["key_lengths"] = case.lengths()
+    if rule.dropout_p:
+        given |= {"dropout_p": rule.dropout_p, "seed": SEED}
+    return given
 
 
-SUBJECT = "fastattn"  # whose claims are judged
-BASELINE = "torch"  # whose time is the numerator of every speed-up
+def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
+    def prepare(case: Case) -> Call:
+        rule = case.rule
+        plain_causal = rule.right == 0 and rule.left is None
+        dense = rule.padded or rule.left is not None
+        rows = (0, 1) if rule.padded else ()
+        mask = case.visible(*rows).contiguous() if dense else None
+        options: dict[str, Any] = {"is_causal": plain_causal, "dropout_p": rule.dropout_p}
+        options["enable_gqa"] = case.Hk != case.H
+
+        def call(x: Inputs) -> Tensor:
+            given = x.bias if rule.biased else mask
+            return F.scaled_dot_product_attention(x.q, x.k, x.v, attn_mask=given, **options)
+
+        if backend is None:
+            return call
+
+        def only(x: Inputs) -> Tensor:
+            with sdpa_kernel([backend]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns of what it then raises
+                return call(x)
+
+        return only
+
+    return prepare
+
+
+def _ours_why_not(backend: str) -> Callable[[Case, str], str]:
+    return lambda case, what: fastattn.backends()[backend] or others.too_large(case, backend)
+
+
+def _needs_cuda(case: Case, what: str) -> str:
+    return "" if case.device == "cuda" else "runs on CUDA only"
+
+
+SUBJECT = "fastattn"  # who is judged
+BASELINE = "torch"  # whom the tables show beside it
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer(SUBJECT, "fastattn.attention", _fastattn),
-        Peer(BASELINE, "torch F.scaled_dot_product_attention", _torch_sdpa),
+        Peer(SUBJECT, "fastattn.attention", _fastattn(), our_draws=True),
+        Peer(BASELINE, "torch F.scaled_dot_product_attention", _torch()),
+        Peer("torch-flash", "torch SDPA, flash backend", _torch(SDPBackend.FLASH_ATTENTION)),
+        Peer(
+            "torch-efficient",
+            "torch SDPA, memory-efficient backend",
+            _torch(SDPBackend.EFFICIENT_ATTENTION),
+            _needs_cuda,
+        ),
+        Peer(
+            "torch-cudnn",
+            "torch SDPA, cuDNN backend",
+            _torch(SDPBackend.CUDNN_ATTENTION),
+            _needs_cuda,
+        ),
+        Peer(
+            "torch-math", "torch SDPA, math backend", _torch(SDPBackend.MATH), others.naive_why_not
+        ),
+        Peer("flex", "compiled flex_attention", others.flex, others.flex_why_not),
+        Peer("naive", "matmul, softmax, matmul", others.naive, others.naive_why_not),
+        *(
+            Peer(
+                f"fastattn-{name}",
+                f'fastattn.attention(backend="{name}")',
+                _fastattn(name),
+                _ours_why_not(name),
+                our_draws=True,
+            )
+            for name in ("triton", "reference")
+        ),
+        Peer("flash-attn", "flash_attn_func", others.flash_attn, others.flash_attn_why_not),
+        Peer("xformers", "memory_efficient_attention", others.xformers, others.xformers_why_not),
     )
 }
+DEFAULT = {
+    "cpu": (SUBJECT, BASELINE),
+    "cuda": (
+        *(SUBJECT, BASELINE, "torch-flash", "torch-efficient", "torch-cudnn"),
+        *("flex", "flash-attn", "xformers"),
+    ),
+}
+
+
+def chosen(device: str, names: tuple[str, ...] = ()) -> dict[str, Peer]:
+    """fastattn and the named peers, or the device's default."""
+    picked = dict.fromkeys((SUBJECT, *names)) if names else DEFAULT[device]
+    return {name: PEERS[name] for name in picked}

@@ -1,30 +1,32 @@
-"""A progress bar where tqdm and a terminal are there, else a plain line for each cell."""
+"""A progress bar where tqdm and a terminal are there, else a plain line for each record."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
-
-from .report import one_line
 
 Record = dict[str, Any]
 
 
-def follow(records: Iterable[Record], total: int) -> Iterator[Record]:
+def follow(
+    records: Iterable[Record], total: int, one_line: Callable[[Record], str]
+) -> Iterator[Record]:
     if sys.stderr.isatty():
         try:
             from tqdm import tqdm
         except ImportError:
             pass
         else:
-            yield from _bar(tqdm(total=total, unit="cell", leave=False), records)
+            yield from _bar(tqdm(total=total, unit="cell", leave=False), records, one_line)
             return
-    yield from _lines(records, total)
+    yield from _lines(records, total, one_line)
 
 
-def _bar(bar: Any, records: Iterable[Record]) -> Iterator[Record]:
+def _bar(
+    bar: Any, records: Iterable[Record], one_line: Callable[[Record], str]
+) -> Iterator[Record]:
     with bar:
         for record in records:
             bar.set_description_str(one_line(record))
@@ -32,7 +34,9 @@ def _bar(bar: Any, records: Iterable[Record]) -> Iterator[Record]:
             yield record
 
 
-def _lines(records: Iterable[Record], total: int) -> Iterator[Record]:
+def _lines(
+    records: Iterable[Record], total: int, one_line: Callable[[Record], str]
+) -> Iterator[Record]:
     start = time.perf_counter()
     for i, record in enumerate(records, 1):
         elapsed = time.perf_counter() - start

@@ -1,85 +1,114 @@
-"""The printed page: heading, one line a cell, the table, the summary."""
+"""The printed page: heading, a line a record, the tables, the summary."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .cases import MASKS, PASSES
+from .cases import PASSES
+from .masks import MASKS
 from .peers import BASELINE, SUBJECT
 
 Record = dict[str, Any]
 Result = dict[str, Any]
 RULE = {None: "the GPU, device events", 1: "one thread, thread CPU time"}
+MANY = "threads, wall time"
 
 
-def timing_of(cell: Record, phase: str, threads: int | None) -> Record:
+def timing_of(cell: Record, threads: int | None) -> Record:
     """The entry of a cell, empty where nothing was timed."""
-    for entry in cell["timings"]:
-        if (entry["phase"], entry["threads"]) == (phase, threads):
-            return entry
-    return {}
+    return next((x for x in cell["timings"] if x["threads"] == threads), {})
 
 
-def first_threads(cells: list[Record]) -> int | None:
-    """The thread count that the table shows in full: 1 on a CPU, None on a GPU."""
+def speedup_of(entry: Record, peer: str = BASELINE) -> Record | None:
+    """Quartiles of how many times as fast as a peer we are; None where it was not timed."""
+    return entry.get("peers", {}).get(peer, {}).get("speedup")
+
+
+def first_threads(cells: Sequence[Record]) -> int | None:
+    """The thread count that the tables show in full: 1 on a CPU, None on a GPU."""
     return next((t["threads"] for cell in cells for t in cell["timings"]), 1)
 
 
+def clock_of(threads: int | None) -> str:
+    return RULE.get(threads, f"{threads} {MANY}")
+
+
+def title(cell: Record) -> str:
+    """A cell in words; sizes that say nothing new are left out."""
+    heads = f" H{cell['H']}:{cell['Hk']}" if cell["H"] != cell["Hk"] else ""
+    rows = f" M{cell['M']}" if cell["M"] != cell["N"] else ""
+    return f"{cell['dtype']} D{cell['D']}{heads}{rows} N{cell['N']} {cell['mask']} {cell['pass']}"
+
+
 def one_line(cell: Record) -> str:
-    name = f"{cell['dtype']} D{cell['D']} N{cell['N']} {cell['mask']} {cell['pass']}"
     if cell["status"] != "ok":
-        return f"{name}: FAILED, not timed: {cell['reason']}"
-    entry = timing_of(cell, cell["pass"], first_threads([cell]))
-    text = f"{name}: {_rate(entry['peers'][SUBJECT]['gflops'])}"
-    return text + (f", {entry['speedup']['median']:.2f}x torch" if entry["speedup"] else "")
+        return f"{title(cell)}: FAILED, not timed: {cell['reason']}"
+    entry = timing_of(cell, first_threads([cell]))
+    text = f"{title(cell)}: {_rate(entry['peers'][SUBJECT]['gflops'])}"
+    ratio = speedup_of(entry)
+    return text + (f", {ratio['median']:.2f}x torch" if ratio else "")
+
+
+# ------------------------------------------------------------------------------------ the sweep
 
 
 def table(cells: list[Record]) -> Iterator[str]:
-    """A block for each dtype and pass, a row for each head dim and length, full beside causal."""
+    """A block for each dtype, pass and two masks, a row for each head dim and length."""
     threads = first_threads(cells)
     every = sorted({t["threads"] for c in cells for t in c["timings"] if t["threads"] != threads})
+    kinds = list(MASKS)
+    pairs = [kinds[i : i + 2] for i in range(0, len(kinds), 2)]
     for dtype in dict.fromkeys(cell["dtype"] for cell in cells):
         for what in PASSES:
-            chosen = [c for c in cells if (c["dtype"], c["pass"]) == (dtype, what)]
-            if chosen:
-                yield from _block(chosen, dtype, what, threads, every[-1] if every else None)
+            for masks in pairs:
+                chosen = [
+                    c
+                    for c in cells
+                    if (c["dtype"], c["pass"]) == (dtype, what)
+                    if c["mask"] in masks
+                ]
+                shown = [mask for mask in masks if any(c["mask"] == mask for c in chosen)]
+                if shown:
+                    yield from _block(chosen, shown, threads, every[-1] if every else None)
 
 
 def _block(
-    cells: list[Record], dtype: str, what: str, threads: int | None, every: int | None
+    cells: list[Record], masks: list[str], threads: int | None, every: int | None
 ) -> Iterator[str]:
     yield ""
-    yield f"{dtype} {what}, {RULE[threads]}; GF/s, ratio [quartiles], % of peak" + (
+    head = f"{cells[0]['dtype']} {cells[0]['pass']}, {clock_of(threads)}"
+    yield f"{head}; GF/s, ratio [quartiles], % of peak" + (
         f", ratio of wall times on {every} threads" if every else ""
     )
     head = f"{'ours':>7}{'torch':>7}{'ratio':>6} {'[quartiles]':<13}{'%':>4}"
-    head += f"{f'x{every}':>6}" if every else ""
-    yield f"{'':12}" + "  ".join(mask.center(len(head)) for mask in MASKS)
-    yield f"{'D':>4}{'N':>7} " + "  ".join([head] * len(MASKS))
+    head += f"{f'x{every}':>7}" if every else ""
+    yield (f"{'':12}" + "  ".join(mask.center(len(head)) for mask in masks)).rstrip()
+    yield f"{'D':>4}{'N':>7} " + "  ".join([head] * len(masks))
     grid = {(c["D"], c["N"], c["mask"]): c for c in cells}
     for d, n in dict.fromkeys((c["D"], c["N"]) for c in cells):
-        row = [_entry(grid.get((d, n, mask)), what, threads, every) for mask in MASKS]
+        row = [_entry(grid.get((d, n, mask)), threads, every) for mask in masks]
         yield f"{d:4}{n:7} " + "  ".join(f"{text:<{len(head)}}" for text in row).rstrip()
     for cell in cells:
         if cell["status"] != "ok":
             yield f"  {one_line(cell)}"
 
 
-def _entry(cell: Record | None, what: str, threads: int | None, every: int | None) -> str:
+def _entry(cell: Record | None, threads: int | None, every: int | None) -> str:
     if cell is None:
         return "      -"
     if cell["status"] != "ok":
         return " FAILED"
-    entry = timing_of(cell, what, threads)
+    entry = timing_of(cell, threads)
     ours, theirs = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
     percent = ours["percent_of_peak"]
     text = _number(ours["gflops"]) + _number(theirs["gflops"] if theirs else None)
-    text += _speedup(entry["speedup"]) + (f"{percent:4.0f}" if percent else "   -")
+    text += _speedup(speedup_of(entry)) + (f"{percent:4.0f}" if percent else "   -")
     if every:
-        other = timing_of(cell, what, every)["speedup"]
-        text += f"{other['median']:6.2f}" if other else "     -"
+        other = speedup_of(timing_of(cell, every))
+        text += f"{other['median']:7.2f}" if other else "      -"
     return text
 
 
@@ -98,8 +127,62 @@ def _rate(gflops: float) -> str:
     return f"{gflops:.0f} GF/s" if gflops < 1e4 else f"{gflops / 1e3:.1f} TFLOP/s"
 
 
-def _mb(count: int) -> str:
-    return f"{count / 1e6:.1f} MB"
+# --------------------------------------------------------------------------------- other commands
+
+
+def small_table(cells: list[Record], reading: bool = False) -> Iterator[str]:
+    """A row a cell and thread count, in milliseconds; with `reading`, GB/s of keys and values."""
+    yield ""
+    yield f"{'':56}{'ours ms':>9}{'torch ms':>9}{'ratio':>7}" + (
+        f"{'GB/s':>7}{'% of read':>10}" if reading else ""
+    )
+    for cell in cells:
+        if cell["status"] != "ok":
+            yield one_line(cell)
+        for entry in cell["timings"]:
+            threads = f", {entry['threads']} threads" if (entry["threads"] or 1) > 1 else ""
+            ours, theirs = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
+            text = f"{title(cell) + threads:56}{ours['median_ms']:9.3f}"
+            text += f"{theirs['median_ms']:9.3f}" if theirs else f"{'-':>9}"
+            ratio = speedup_of(entry)
+            text += f"{ratio['median']:7.2f}" if ratio else f"{'-':>7}"
+            if reading:
+                percent = ours["percent_of_read"]
+                text += f"{ours['kv_gbs']:7.1f}" + (f"{percent:9.0f}%" if percent else "")
+            yield text
+
+
+def module_line(record: Record) -> str:
+    name = f"nn.MultiheadAttention {record['case']} {record['mode']}, {record['pass']}"
+    if record["status"] != "ok":
+        return f"{name}: FAILED, not timed: {record['reasons'][SUBJECT]}"
+    parts = []
+    for entry in record["timings"]:
+        times = (f"{peer} {row['median_ms']:.1f} ms" for peer, row in entry["peers"].items())
+        ratio = speedup_of(entry)
+        faster = f", {ratio['median']:.2f}x" if ratio else ""
+        parts.append(f"{clock_of(entry['threads'])}: {', '.join(times)}{faster}")
+    return f"{name}: {'; '.join(parts)}"
+
+
+def memory_line(record: Record) -> str:
+    extra, where = record["extra_bytes"], f"extra memory, {record['mask']} N{record['N']}"
+    said = f"FAILED: {record['error']}" if extra is None else f"{extra / 1e6:.1f} MB"
+    return f"{where} D{record['D']} {record['dtype']} {record['pass']}: {record['peer']} {said}"
+
+
+def target_line(row: Record) -> str:
+    verdict = {True: "met", False: "NOT MET", None: "not measured"}[row["met"]]
+    value = "-" if row["measured"] is None else f"{row['measured']:.3g}"
+    text = f"{verdict:>12}: {row['name']}: {value} ({row['rule']} {row['target']:g} {row['unit']})"
+    beside = [f"{row['ratio']:.2f}x"] if row["ratio"] and row["unit"] != "x" else []
+    if row["percent"] and not row["unit"].startswith("%"):
+        beside.append(f"{row['percent']:.0f}% of peak")
+    beside += [row["reason"]] if row["reason"] else []
+    return text + (f"; {', '.join(beside)}" if beside else "")
+
+
+# --------------------------------------------------------------------------------- the whole run
 
 
 def heading(result: Result) -> Iterator[str]:
@@ -109,10 +192,13 @@ def heading(result: Result) -> Iterator[str]:
     yield f"{machine['name']} ({machine['device']}), {machine['threads']} threads, load {load}"
     yield f"fastattn's CPU kernels: {cpu['isa'] or cpu['unavailable']}"
     yield f"torch {torch_version}, {cpu['torch_isa']}; MKL path: {mkl['path']} ({mkl['note']})"
-    for dtype, ceiling in result["ceilings"].items():
+    for dtype, ceiling in result["ceilings"]["compute"].items():
         register, matmul = ceiling["register_gflops"], ceiling["matmul_gflops"]
         limit = _rate(register) if register else "not measured"
         yield f"{dtype} ceilings: register loop {limit}, torch matmul {_rate(matmul)}"
+    for row in result["ceilings"]["memory"]:
+        where = clock_of(row["threads"])
+        yield f"memory, {where}: read {row['read_gbs']:.1f}, copy {row['copy_gbs']:.1f} GB/s"
 
 
 def summary(result: Result) -> Iterator[str]:
@@ -121,24 +207,51 @@ def summary(result: Result) -> Iterator[str]:
         times = [f"{name} {row['median_us']:.1f} us" for name, row in entry["peers"].items()]
         errors = result["overhead"]["errors"].items()
         times += [f"{name} FAILED, not timed: {error}" for name, error in errors if error]
-        count = f"{entry['threads']} threads, " if (entry["threads"] or 1) > 1 else ""
-        where = f"{result['overhead']['case']}; {count}{entry['clock']}"
+        where = f"{result['overhead']['case']}; {clock_of(entry['threads'])}"
         yield f"tiny call ({where}): {', '.join(times)}"
-    if memory := result["memory"]:
-        extras = (
-            f"{name} FAILED: {memory['errors'][name]}" if extra is None else f"{name} {_mb(extra)}"
-            for name, extra in memory["extra_bytes"].items()
-        )
-        yield f"extra memory ({memory['case']}): {', '.join(extras)}"
-    for dtype, means in result["accuracy"].items():
+    yield from map(memory_line, result["memory"])
+    yield from map(module_line, result["modules"])
+    for dtype, means in accuracy(result["cells"]).items():
         errors = (f"{name} {error:.2e}" for name, error in means.items())
         yield f"{dtype} error against float64, geometric mean: {', '.join(errors)}"
+    yield from _peers(result["cells"])
     yield from _backends(result["cells"])
-    yield ""
-    yield from map(_claim_line, result["claims"])
-    failed = sum(cell["status"] != "ok" for cell in result["cells"])
     rest = "" if result["complete"] else "; interrupted, the rest was not measured"
-    yield f"{len(result['cells'])} cells, {failed} failed{rest}"
+    if result["targets"]:
+        met = Counter(row["met"] for row in result["targets"])
+        yield f"{met[True]} targets met, {met[False]} not met, {met[None]} not measured{rest}"
+    if result["cells"]:
+        failed = sum(cell["status"] != "ok" for cell in result["cells"])
+        yield f"{len(result['cells'])} cells, {failed} failed{rest}"
+
+
+def accuracy(cells: list[Record]) -> dict[str, dict[str, float]]:
+    """dtype -> peer -> geometric mean over cells and tensors of the error against float64."""
+    means: dict[str, dict[str, float]] = {}
+    for dtype in dict.fromkeys(cell["dtype"] for cell in cells):
+        alike = [cell["peers"] for cell in cells if cell["dtype"] == dtype]
+        for peer in dict.fromkeys(name for peers in alike for name in peers):
+            found = (e for peers in alike for e in peers[peer]["errors"].values())
+            if mean := geometric_mean([error for error in found if 0 < error < math.inf]):
+                means.setdefault(dtype, {})[peer] = mean
+    return means
+
+
+def geometric_mean(values: list[float]) -> float | None:
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else None
+
+
+def _peers(cells: list[Record]) -> Iterator[str]:
+    """Every peer but torch, which the tables show: our mean ratio, and why cells have none."""
+    threads = first_threads(cells)
+    for peer in dict.fromkeys(name for cell in cells for name in cell["peers"]):
+        ratios = [q["median"] for c in cells if (q := speedup_of(timing_of(c, threads), peer))]
+        reasons = Counter(c["peers"][peer]["reason"] for c in cells if c["peers"][peer]["reason"])
+        mean = geometric_mean(ratios)
+        if mean and peer != BASELINE:
+            yield f"{mean:.2f}x {peer} (geometric mean of {len(ratios)} cells)"
+        for reason, count in reasons.items() if peer != SUBJECT else ():
+            yield f"{peer}: no time in {count} cells: {reason}"
 
 
 def _backends(cells: list[Record]) -> Iterator[str]:
@@ -150,14 +263,3 @@ def _backends(cells: list[Record]) -> Iterator[str]:
     unfused = [cell["declined"] for cell in cells if cell["backend"] == "reference"]
     for name, reasons in unfused[0].items() if unfused else ():
         yield f"  {name} declined: {'; '.join(reasons)}"
-
-
-def _claim_line(claim: Record) -> str:
-    measured, percent = claim["measured"], claim["percent_of_peak"]
-    verdict = {True: "met", False: "NOT MET", None: "not measured"}[claim["met"]]
-    value = "-" if measured is None else f"{measured:.3g}"
-    text = f"{verdict:>12}: {claim['claim']}: {value} {claim['unit']}"
-    text += f" (target: {claim['rule']} {claim['target']:g})"
-    if percent:
-        text += f"; at {percent:.0f}% of the register-loop peak, {claim['possible']:.2f} at 100%"
-    return text

@@ -1,104 +1,190 @@
-"""The loop: for each case, verify; for each pass that passed, time; one record a cell."""
+"""The loop: for each case, verify; for each pass that passed, time; one record a cell.
+
+A contender is a peer on a case. In a sweep all contenders of a cell share the case; a target may
+also hold one of our own calls against another. Either way `race` is what verifies and times them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 
 import fastattn
 
 from . import timing
-from .cases import FORWARD, Sweep
+from .cases import BACKWARD, FORWARD, TRAINING, Case
+from .ceilings import Limits
 from .machine import load
-from .peers import BASELINE, PEERS, SUBJECT, Peer
-from .verify import Oracle, Verdict
+from .peers import SUBJECT, Peer, arguments
+from .verify import Judge, Verdict, differentiable
 
 Record = dict[str, Any]
-Peaks = dict[str, float | None]  # dtype -> GF/s of one thread, or of the GPU
+PARTS = {FORWARD: (0,), BACKWARD: (1,), TRAINING: (0, 1)}  # phases of a program that a pass sums
+IDENTITY = ("dtype", "mask", "B", "H", "Hk", "M", "N", "D", "strided")
 
 
-def cell_count(sweep: Sweep, device: str) -> int:
-    return len(sweep.passes) * sum(1 for _ in sweep.cases(device))
+class Contender(NamedTuple):
+    """around is entered whenever it is measured: a thread count, an instruction set."""
+
+    peer: Peer
+    case: Case
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
 
 
-def sweep_cells(sweep: Sweep, device: str, peaks: Peaks) -> Iterator[Record]:
-    """Yield one JSON-ready record a cell, as soon as it is done."""
-    for case in sweep.cases(device):
-        oracle = Oracle(case, sweep.passes)
-        q, k, v, _ = oracle.inputs
-        choice = fastattn.explain(q, k, v, causal=case.mask == "causal")
-        for what in sweep.passes:
-            verdicts = {name: _verdict(peer, oracle, what) for name, peer in PEERS.items()}
-            failure = verdicts[SUBJECT].reason
-            passed = [PEERS[name] for name, verdict in verdicts.items() if not verdict.reason]
-            record: Record = {"pass": what}
-            record |= {name: getattr(case, name) for name in ("dtype", "mask", "B", "H", "N", "D")}
-            record |= {
-                "backend": choice.backend,
-                "declined": choice.declined,
-                "status": "failed" if failure else "ok",
-                "reason": failure,
-                "verified": oracle.scope(what),
-                "peers": {
-                    name: {"reason": verdict.reason, "errors": verdict.errors}
-                    for name, verdict in verdicts.items()
-                },
-                "load": load(),
-                "timings": [] if failure else _time(oracle, what, passed, sweep.seconds, peaks),
-            }
-            yield record
+class Heat(NamedTuple):
+    """What a race found: laps are seconds a call, by name, thread count and round."""
+
+    verdicts: dict[str, Verdict]
+    laps: list[tuple[int | None, str, dict[str, list[list[float]]]]]  # threads, clock, name: rounds
+    scope: str
 
 
-def _verdict(peer: Peer, oracle: Oracle, what: str) -> Verdict:
-    declined = peer.why_not(oracle.case)
-    return Verdict(f"declined: {declined}") if declined else oracle.judge(peer, what)
+def cell_count(cases: Iterable[Case], passes: Sequence[str]) -> int:
+    return len(passes) * sum(1 for _ in cases)
 
 
-def _time(
-    oracle: Oracle, what: str, peers: list[Peer], seconds: float, peaks: Peaks
-) -> list[Record]:
-    """One entry for each thread count and phase. A training pass also yields its backward."""
-    case = oracle.case
-    phases = {FORWARD: [0]} if what == FORWARD else {"backward": [1], what: [0, 1]}
-    programs = {peer.name: _program(peer, oracle, what) for peer in peers}
-    entries = []
-    for threads, clock in timing.clocks(case.device):
+def cells(
+    cases: Iterable[Case],
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None = None,
+) -> Iterator[Record]:
+    """Yield one JSON-ready record a cell, as soon as it is done. seconds is the timing budget of a
+    cell at one thread count; threads are the counts, by default one and all."""
+    programs = [[FORWARD]] * (FORWARD in passes)
+    programs += [trained] if (trained := [p for p in passes if p != FORWARD]) else []
+    for case in cases:
+        judge = Judge(case, gradients=bool(trained))
+        clocks = timing.clocks(case.device, threads)
+        for whats in programs:
+            contenders = {name: Contender(peer, case) for name, peer in peers.items()}
+            heat = race(contenders, whats[0], clocks, seconds, {case: judge})
+            for what in whats:
+                yield _record(case, what, heat, limits)
+
+
+def race(
+    contenders: Mapping[str, Contender],
+    what: str,
+    clocks: Sequence[tuple[int | None, timing.Clock]],
+    seconds: float,
+    judges: Mapping[Case, Judge],
+) -> Heat:
+    """Verify each contender, then time those that passed in interleaved rounds. Nothing is timed
+    when the subject failed."""
+    verdicts = {}
+    for name, (peer, case, around) in contenders.items():
+        with around():
+            verdicts[name] = judges[case](peer, what)
+    scope = judges[contenders[SUBJECT].case].oracle.scope(what)
+    if verdicts[SUBJECT].reason:
+        return Heat(verdicts, [], scope)
+    passed = {name: c for name, c in contenders.items() if not verdicts[name].reason}
+    programs = {name: _program(c, what, judges[c.case].oracle.inputs) for name, c in passed.items()}
+    arounds = {name: c.around for name, c in passed.items()}
+    laps = []
+    for threads, clock in clocks:
         with timing.torch_threads(threads), torch.set_grad_enabled(what != FORWARD):
-            samples = timing.interleaved(programs, clock, seconds)
-        peak = peaks.get(case.dtype) if threads in (None, 1) else None
-        for phase, parts in phases.items():
-            totals = {
-                name: [sum(laps[i] for i in parts) for laps in rounds]
-                for name, rounds in samples.items()
-            }
-            head = {"threads": threads, "clock": clock.name, "phase": phase}
-            entries.append(head | _summary(totals, case.flops(phase), peak))
-    return entries
+            samples = timing.interleaved(programs, clock, seconds, arounds)
+        laps.append((threads, clock.name, samples))
+    return Heat(verdicts, laps, scope)
 
 
-def _program(peer: Peer, oracle: Oracle, what: str) -> timing.Program:
-    q, k, v, dout = oracle.inputs
+def _program(contender: Contender, what: str, inputs: Any) -> timing.Program:
+    case = contender.case
+    call = contender.peer.prepare(case)
     if what == FORWARD:
-        return (lambda _: peer.attention(q, k, v, oracle.case),)
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        return (lambda _: call(inputs),)
+    inputs = differentiable(case, inputs)
+    leaves = [getattr(inputs, name) for name in case.leaves]
     return (
-        lambda _: peer.attention(*leaves, oracle.case),
-        lambda out: torch.autograd.grad(out, leaves, dout),
+        lambda _: call(inputs),
+        lambda out: torch.autograd.grad(out, leaves, inputs.dout),
     )
 
 
-def _summary(seconds: dict[str, list[float]], flops: float, peak: float | None) -> Record:
-    """Medians and quartiles by peer, and of the ratio to the baseline inside each round."""
+def totals(samples: Mapping[str, list[list[float]]], what: str) -> dict[str, list[float]]:
+    """Seconds of a pass by name, a value for each round."""
+    return {
+        name: [sum(laps[i] for i in PARTS[what]) for laps in rounds]
+        for name, rounds in samples.items()
+    }
+
+
+def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
+    choice = explain(case)
+    failure = heat.verdicts[SUBJECT].reason
+    return (
+        {"pass": what}
+        | {name: getattr(case, name) for name in IDENTITY}
+        | {
+            "backend": choice.backend,
+            "declined": choice.declined,
+            "status": "failed" if failure else "ok",
+            "reason": failure,
+            "verified": heat.scope,
+            "peers": {
+                name: {"reason": x.reason, "note": x.note, "errors": x.errors}
+                for name, x in heat.verdicts.items()
+            },
+            "load": load(),
+            "timings": [
+                {"threads": threads, "clock": clock, **_summary(case, what, threads, laps, limits)}
+                for threads, clock, laps in heat.laps
+            ],
+        }
+    )
+
+
+def explain(case: Case) -> fastattn.inside.Explanation:
+    """Which of our backends runs the case, and why others do not: a matter of kinds, so asked of
+    one row and one key."""
+    small = dataclasses.replace(case, B=1, N=1, M=1)
+    q, k, v, _, bias = small.inputs()
+    given = arguments(small) | ({} if bias is None else {"mask": bias})
+    return fastattn.explain(q, k, v, **given)
+
+
+def _summary(
+    case: Case, what: str, threads: int | None, samples: Mapping, limits: Limits
+) -> Record:
+    """Medians and quartiles by peer; how many times as fast as each we are, taken in each round."""
+    seconds = totals(samples, what)
+    ours = seconds[SUBJECT]
     peers: Record = {}
     for name, values in seconds.items():
-        quartiles = timing.quartiles(values)
-        gflops = flops / quartiles["median"] / 1e9
-        peers[name] = {f"{key}_ms": value * 1e3 for key, value in quartiles.items()}
-        peers[name] |= {"gflops": gflops, "percent_of_peak": 100 * gflops / peak if peak else None}
-    speedup = None
-    if BASELINE in seconds:
-        rounds = zip(seconds[BASELINE], seconds[SUBJECT], strict=True)
-        speedup = timing.quartiles([theirs / ours for theirs, ours in rounds])
-    return {"rounds": len(seconds[SUBJECT]), "peers": peers, "speedup": speedup}
+        peers[name] = figures(case, what, threads, values, limits)
+        if name != SUBJECT:
+            peers[name]["speedup"] = ratio(values, ours)
+    return {"rounds": len(ours), "peers": peers}
+
+
+def figures(
+    case: Case, what: str, threads: int | None, seconds: list[float], limits: Limits
+) -> Record:
+    """Milliseconds, GF/s of useful work and GB/s of keys and values read, with the percentage of
+    its limit that each is, None where that limit was not measured."""
+    quartiles = timing.quartiles(seconds)
+    gflops = case.flops(what) / quartiles["median"] / 1e9
+    gbs = case.kv_bytes / quartiles["median"] / 1e9
+    return {f"{key}_ms": value * 1e3 for key, value in quartiles.items()} | {
+        "gflops": gflops,
+        "percent_of_peak": _percent(gflops, limits.gflops(case.dtype, threads)),
+        "kv_gbs": gbs,
+        "percent_of_read": _percent(gbs, limits.read_gbs(threads)),
+    }
+
+
+def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
+    return timing.quartiles([t / o for t, o in zip(theirs, ours, strict=True)])
+
+
+def _percent(value: float, limit: float | None) -> float | None:
+    return 100 * value / limit if limit else None

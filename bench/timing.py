@@ -9,6 +9,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -79,12 +80,13 @@ THREAD_TIME = HostClock("thread CPU time", time.thread_time)  # blind to other p
 WALL_TIME = HostClock("wall time", time.perf_counter)
 
 
-def clocks(device: str) -> list[tuple[int | None, Clock]]:
-    """(threads, clock) pairs to measure with; a GPU has no thread count."""
+def clocks(device: str, threads: Sequence[int] | None = None) -> list[tuple[int | None, Clock]]:
+    """(threads, clock) pairs to measure with, by default one thread and all; a GPU has no thread
+    count."""
     if device == "cuda":
         return [(None, DeviceClock())]
-    every = torch.get_num_threads()
-    return [(1, THREAD_TIME)] + [(every, WALL_TIME)] * (every > 1)
+    counts = dict.fromkeys(threads or (1, torch.get_num_threads()))
+    return [(count, THREAD_TIME if count == 1 else WALL_TIME) for count in counts]
 
 
 @contextlib.contextmanager
@@ -100,13 +102,19 @@ def torch_threads(count: int | None) -> Generator[None, None, None]:
 
 
 def interleaved(
-    programs: Mapping[str, Program], clock: Clock, seconds: float
+    programs: Mapping[str, Program],
+    clock: Clock,
+    seconds: float,
+    arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, list[list[float]]]:
-    """name -> rounds -> seconds per phase, in about `seconds` in all."""
+    """name -> rounds -> seconds per phase, in about `seconds` in all. Every sample of a program is
+    taken inside its context of `arounds`."""
+    inside = arounds or dict.fromkeys(programs, contextlib.nullcontext)
     loops, round_s = {}, 0.0
     for name, program in programs.items():
-        clock.sample(program, 1)  # warm: first calls allocate, page in and choose kernels
-        once = sum(clock.sample(program, 1))
+        with inside[name]():
+            clock.sample(program, 1)  # warm: first calls allocate, page in and choose kernels
+            once = sum(clock.sample(program, 1))
         loops[name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
         round_s += once * loops[name]
     rounds = int(min(ROUNDS[1], max(ROUNDS[0], seconds / round_s)))
@@ -115,9 +123,13 @@ def interleaved(
     collecting = gc.isenabled()
     gc.disable()
     try:
-        for _ in range(rounds):
+        end = time.perf_counter() + 3 * seconds
+        for i in range(rounds):
+            if i >= ROUNDS[0] and time.perf_counter() > end:
+                break  # slower than the first calls were: other processes hold the cores
             for name in order:
-                samples[name].append(clock.sample(programs[name], loops[name]))
+                with inside[name]():
+                    samples[name].append(clock.sample(programs[name], loops[name]))
             order.reverse()  # nobody always runs in the wake of the same peer
     finally:
         if collecting:

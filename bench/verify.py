@@ -2,95 +2,118 @@
 
 The oracle runs on blocks of query rows, so that it never holds an N x N matrix in float64, and on
 as many heads as a fixed amount of work allows; the verdict says which heads those were. Rows and
-keys are never sampled: dk and dv of a head sum over all of its rows.
+keys are never sampled: dk and dv of a head sum over all of its rows. Heads that share their keys
+are judged together, for the same reason.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
-import fastattn
+from fastattn import reference
 
-from .cases import TRAINING, Case
-from .peers import Peer
+from .cases import FORWARD, Case, Inputs
+from .masks import SEED
+from .peers import Call, Peer
 
 # dtype -> (whole tensor, worst row): bounds on |x - oracle| / |oracle| in the 2-norm. A row is
 # judged against the larger of its own norm and the tensor's mean row norm, because the gradients
-# of early causal rows cancel to nearly nothing. torch's own kernels measure about
-# (6e-7, 2e-6) and (4e-3, 1e-2): a kernel 1% off fails, and rounding does not.
-BOUNDS = {"float32": (5e-6, 2e-5), "bfloat16": (7e-3, 4e-2)}
+# of early causal rows cancel to nearly nothing. torch's own kernels measure about (6e-7, 2e-6),
+# (4e-3, 1e-2) and (5e-4, 1e-3): a kernel 1% off fails, and rounding does not.
+BOUNDS = {"float32": (5e-6, 2e-5), "bfloat16": (7e-3, 4e-2), "float16": (1e-3, 6e-3)}
 ORACLE_FLOPS = {"cpu": 6e9, "cuda": 4e12}
 BLOCK_ELEMENTS = 1 << 21  # of the score matrix, over all the heads judged
 
 
 @dataclass
 class Verdict:
-    """reason is "" when everything asked for passed; errors are whole-tensor relative errors."""
+    """reason is "" when everything asked for passed; errors are whole-tensor relative errors.
+    note says how the judgement fell short of the call that is timed."""
 
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
+    note: str = ""
 
 
 class Oracle:
-    """The float64 answer for some heads of one case."""
+    """The float64 answer for some heads of one case. `groups` are the key heads judged, counted
+    over the batch, each with all of its query heads."""
 
-    def __init__(self, case: Case, passes: tuple[str, ...]):
+    def __init__(self, case: Case, gradients: bool):
         self.case = case
-        self.inputs = case.tensors()
-        self.heads = judged_heads(case)
-        self.expected = self._compute(gradients=TRAINING in passes)
+        self.inputs = case.inputs()
+        self.groups = judged_groups(case)
+        self.expected = self._compute(gradients)
 
     def scope(self, what: str) -> str:
         """What a pass is judged on, in words."""
-        total = self.case.B * self.case.H
-        some = ", ".join(map(str, self.heads[:8])) + ("…" if len(self.heads) > 8 else "")
-        heads = f"all {total} heads" if len(self.heads) == total else f"head {some} of {total}"
-        return f"{'out, dq, dk, dv' if what == TRAINING else 'out'}: every row of {heads}"
+        case, names = self.case, ["out", *(f"d{x}" for x in self.case.leaves)]
+        heads = self._heads().tolist()
+        total = case.B * case.H
+        some = ", ".join(map(str, heads[:8])) + ("…" if len(heads) > 8 else "")
+        which = f"all {total} heads" if len(heads) == total else f"head {some} of {total}"
+        return f"{'out' if what == FORWARD else ', '.join(names)}: every row of {which}"
 
-    def select(self, x: torch.Tensor) -> torch.Tensor:
-        """The judged heads of a (B, H, N, D) tensor in float64, as (heads, N, D)."""
-        return x.detach().flatten(0, 1)[self.heads].double()
+    def select(self, x: Tensor) -> Tensor:
+        """The judged heads of a (B, heads, rows, columns) tensor in float64, as (groups, heads of
+        a group, rows, columns). A bias has B = 1 and serves every item."""
+        x = x.detach().expand(self.case.B, *x.shape[1:])
+        groups = x.unflatten(1, (self.case.Hk, -1)).flatten(0, 1)
+        return groups[self.groups].double()
 
-    def _compute(self, gradients: bool) -> dict[str, torch.Tensor]:
-        q, k, v, dout = (self.select(x).unsqueeze(0) for x in self.inputs)
-        leaves = [x.requires_grad_(gradients) for x in (q, k, v)]
-        causal = self.case.mask == "causal"
-        n = self.case.N
-        step = max(1, BLOCK_ELEMENTS // (n * len(self.heads)))
-        expected = {"out": torch.empty_like(q)}
+    def _heads(self) -> Tensor:
+        G = self.case.H // self.case.Hk
+        return (torch.tensor(self.groups)[:, None] * G + torch.arange(G)).flatten()
+
+    def _compute(self, gradients: bool) -> dict[str, Tensor]:
+        case = self.case
+        chosen = {name: self.select(getattr(self.inputs, name)) for name in ("q", "k", "v")}
+        if self.inputs.bias is not None:
+            chosen["bias"] = self.select(self.inputs.bias)
+        leaves = [chosen[name].requires_grad_(gradients) for name in case.leaves]
+        dout = self.select(self.inputs.dout)
+        expected = {"out": torch.empty_like(dout)}
         if gradients:
-            expected |= {name: torch.zeros_like(x) for name, x in zip(("dq", "dk", "dv"), leaves)}
-        for start in range(0, n, step):
-            stop = min(start + step, n)
-            # Rows start:stop of a causal square are the last rows of a shorter one.
-            keys = stop if causal else n
-            block = fastattn.reference.attention(
-                q[:, :, start:stop],
-                k[:, :, :keys],
-                v[:, :, :keys],
-                causal="bottom_right" if causal else False,
-            )
+            expected |= {f"d{n}": torch.zeros_like(x) for n, x in zip(case.leaves, leaves)}
+        step = max(1, BLOCK_ELEMENTS // (case.N * dout.shape[0] * dout.shape[1]))
+        for start in range(0, case.M, step):
+            stop = min(start + step, case.M)
+            block = self._rows(chosen, start, stop)
             expected["out"][:, :, start:stop] = block.detach()
             if gradients:
                 parts = torch.autograd.grad(block, leaves, dout[:, :, start:stop])
-                for name, part in zip(("dq", "dk", "dv"), parts):
-                    expected[name] += part
-        return {name: x[0] for name, x in expected.items()}
+                for name, part in zip(case.leaves, parts):
+                    expected[f"d{name}"] += part
+        return expected
 
-    def judge(self, peer: Peer, what: str) -> Verdict:
-        """Run one pass of the case exactly as it will be timed, and compare."""
-        try:
-            actual = compute(peer, self.case, self.inputs, what)
-        except Exception as error:  # whatever a peer raises, it must show in the table
-            return Verdict(f"raised {type(error).__name__}: {str(error).splitlines()[0][:200]}")
+    def _rows(self, chosen: dict[str, Tensor], start: int, stop: int) -> Tensor:
+        """The output of rows start:stop from their own keys and no others."""
+        case, rule = self.case, self.case.rule
+        first = 0 if rule.left is None else max(0, start - rule.left)
+        last = case.N if rule.right is None else min(case.N, stop + rule.right)
+        items = torch.tensor(self.groups, device=case.device) // case.Hk
+        keep = case.visible(start, stop)[items, ..., first:last]
+        k, v = chosen["k"][:, :, first:last], chosen["v"][:, :, first:last]
+        s = chosen["q"][:, :, start:stop] @ k.mT / case.D**0.5
+        if "bias" in chosen:
+            s = s + chosen["bias"][:, :, start:stop, first:last]
+        p, _ = reference.softmax(s.masked_fill(~keep, -torch.inf))
+        if rule.dropout_p:
+            heads = self._heads().view(len(self.groups), -1)
+            kept = kept_rows(heads, case, start, stop)[..., first:last]
+            p = torch.where(kept, p, 0.0) / (1 - rule.dropout_p)
+        return p @ v
+
+    def judge(self, actual: dict[str, Tensor]) -> Verdict:
+        """Compare what `compute` returned for this case."""
         errors = {}
+        whole_bound, row_bound = BOUNDS[self.case.dtype]
         for name, x in actual.items():
-            if not torch.isfinite(x).all():
-                return Verdict(f"{name} is not finite", errors)
             errors[name], worst = relative_errors(self.select(x), self.expected[name])
-            whole_bound, row_bound = BOUNDS[self.case.dtype]
             if not (errors[name] <= whole_bound and worst <= row_bound):
                 return Verdict(
                     f"{name} is off by {errors[name]:.1e} (at most {whole_bound:.0e}),"
@@ -100,18 +123,65 @@ class Oracle:
         return Verdict("", errors)
 
 
-def compute(peer: Peer, case: Case, inputs: tuple, what: str) -> dict[str, torch.Tensor]:
-    q, k, v, dout = inputs
-    if what != TRAINING:
+class Judge:
+    """Runs one pass of a case exactly as it will be timed, and compares. A peer whose dropout is
+    its own is compared without it."""
+
+    def __init__(self, case: Case, gradients: bool):
+        self.oracle = Oracle(case, gradients)
+        plain = dataclasses.replace(case, mask="full")
+        self.plain = Oracle(plain, gradients) if case.rule.dropout_p else self.oracle
+
+    def __call__(self, peer: Peer, what: str) -> Verdict:
+        case, inputs = self.oracle.case, self.oracle.inputs
+        if declined := peer.why_not(case, what):
+            return Verdict(f"declined: {declined}")
+        try:
+            actual = compute(peer.prepare(case), case, inputs, what)
+            if wrong := [name for name, x in actual.items() if not torch.isfinite(x).all()]:
+                return Verdict(f"{wrong[0]} is not finite")
+            if peer.our_draws or self.plain is self.oracle:
+                return self.oracle.judge(actual)
+            plain = self.plain.case
+            verdict = self.plain.judge(compute(peer.prepare(plain), plain, inputs, what))
+        except Exception as error:  # whatever a peer raises, it must show in the table
+            said = (str(error).splitlines() or [""])[0]
+            return Verdict(f"raised {type(error).__name__}: {said[:200]}")
+        verdict.note = "judged without dropout: its draws are its own"
+        return verdict
+
+
+def compute(call: Call, case: Case, inputs: Inputs, what: str) -> dict[str, Tensor]:
+    """out and, unless the pass is the forward one, the gradient of each leaf as d<leaf>."""
+    if what == FORWARD:
         with torch.no_grad():
-            return {"out": peer.attention(q, k, v, case)}
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = peer.attention(*leaves, case)
-    gradients = torch.autograd.grad(out, leaves, dout)
-    return {"out": out, **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+            return {"out": call(inputs)}
+    inputs = differentiable(case, inputs)
+    leaves = [getattr(inputs, name) for name in case.leaves]
+    out = call(inputs)
+    gradients = torch.autograd.grad(out, leaves, inputs.dout)
+    return {"out": out, **{f"d{n}": x for n, x in zip(case.leaves, gradients, strict=True)}}
 
 
-def relative_errors(x: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+def differentiable(case: Case, inputs: Inputs) -> Inputs:
+    """The same values, the leaves of the case requiring grad."""
+    return inputs._replace(
+        **{name: getattr(inputs, name).detach().requires_grad_() for name in case.leaves}
+    )
+
+
+def kept_rows(heads: Tensor, case: Case, start: int, stop: int) -> Tensor:
+    """reference.keep_mask for rows start:stop of some heads, counted over the batch; heads is
+    (groups, G), and the result (groups, G, stop - start, N)."""
+    device = case.device
+    j = torch.arange(-(-case.N // 4), device=device)
+    i = torch.arange(start, stop, device=device)[:, None]
+    b, h = (x.to(device)[..., None, None] for x in (heads // case.H, heads % case.H))
+    words = torch.stack(torch.broadcast_tensors(*reference.philox((j, i, h, b), SEED)), dim=-1)
+    return words.flatten(-2)[..., : case.N] >= int(case.rule.dropout_p * 2**32)
+
+
+def relative_errors(x: Tensor, expected: Tensor) -> tuple[float, float]:
     """(whole tensor, worst row)."""
     error, norm = (x - expected).norm(dim=-1), expected.norm(dim=-1)
     mean_norm = norm.square().mean().sqrt()
@@ -121,9 +191,9 @@ def relative_errors(x: torch.Tensor, expected: torch.Tensor) -> tuple[float, flo
     )
 
 
-def judged_heads(case: Case) -> list[int]:
-    """Evenly spread head indices, the last one included."""
-    total = case.B * case.H
-    per_head = 14.0 * case.N * case.N * case.D
-    count = int(min(total, max(1, ORACLE_FLOPS[case.device] // per_head)))
+def judged_groups(case: Case) -> list[int]:
+    """Evenly spread indices of key heads over the batch, the last one included."""
+    total = case.B * case.Hk
+    per_group = 14.0 * case.M * case.N * case.D * case.H / case.Hk
+    count = int(min(total, max(1, ORACLE_FLOPS[case.device] // per_group)))
     return [(i + 1) * total // count - 1 for i in range(count)]

@@ -1,4 +1,4 @@
-"""The benchmark harness: what it times it has verified, and what fails it never times."""
+"""The benchmark harness: the sweep, its records, and the parts that measure."""
 
 from __future__ import annotations
 
@@ -8,88 +8,94 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-import fastattn
-from bench import claims, machine, memory, overhead, plot, progress, report, run, timing
+from bench import commands, machine, plot, progress, report, results, timing
 from bench.__main__ import main
-from bench.cases import PASSES, SWEEPS, TRAINING, Case, Sweep
+from bench.cases import BACKWARD, FORWARD, GRIDS, PASSES, PLAIN, TRAINING
+from bench.masks import MASKS, SWEPT
 from bench.peers import BASELINE, PEERS, SUBJECT
-from bench.verify import Oracle, judged_heads, relative_errors
+from tests.bench_helpers import case, hurry, know_ceilings
 
-# The sweep's own cost is fixed by time, so make that small.
-TINY = ["--device", "cpu", "--lengths", "40", "--dims", "16", "--seconds", "0.01"]
-
-
-def sweep(**axes) -> Sweep:
-    given = {"lengths": (40,), "dims": (16,), "dtypes": ("float32",), "seconds": 0.01} | axes
-    return Sweep("test", **given)
-
-
-def cells(**axes) -> list[dict]:
-    return list(run.sweep_cells(sweep(**axes), "cpu", {"float32": 100.0, "bfloat16": None}))
+TINY = ["--device", "cpu", "--lengths", "40", "--dims", "16", "--seconds", "0.002"]
+DEFAULT = {SUBJECT, BASELINE}
 
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict:
     """What one run of the program writes, with all of its parts."""
     folder = tmp_path_factory.mktemp("bench")
-    assert main([*TINY, "--output", str(folder)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        patch.setattr("bench.ceilings.BURSTS", 3)
+        patch.setattr("bench.ceilings.BUFFER_BYTES", {"cpu": 4 << 20})
+        patch.setattr("bench.ceilings.MATMUL_SIZE", {"cpu": 128})
+        assert main([*TINY, "--masks", *SWEPT, "--output", str(folder)]) == 0
     (path,) = folder.glob("*.json")
     return json.loads(path.read_text()) | {"folder": folder}
 
 
 def test_a_run_says_where_and_with_what(result):
-    assert result["schema"] == 1 and result["complete"] and result["sweep"]["name"] == "custom"
+    assert result["schema"] == results.SCHEMA and result["complete"] and result["kind"] == "sweep"
     assert result["machine"]["cpu"]["cores"] >= 1 and result["machine"]["name"]
     assert result["machine"]["threads"] == torch.get_num_threads()
     assert {"isa", "isas", "torch_isa", "mhz"} <= result["machine"]["cpu"].keys()
     assert result["machine"]["mkl"]["path"] in ("AVX2", "AVX-512", "none", "unknown")
     assert result["versions"]["torch"] == torch.__version__
     assert {"start", "end"} == result["load"].keys()
-    assert "commit" in result and "created" in result and "seconds" in result
+    assert "commit" in result and "created" in result and result["seconds"] > 0
     for dtype in ("float32", "bfloat16"):
-        ceiling = result["ceilings"][dtype]
+        ceiling = result["ceilings"]["compute"][dtype]
         assert ceiling["matmul_gflops"] > 0
         assert ceiling["register_gflops"] is None or ceiling["register_gflops"] > 0
+    counts = [row["threads"] for row in result["ceilings"]["memory"]]
+    assert counts == list(dict.fromkeys((1, torch.get_num_threads())))
+    assert all(row["read_gbs"] > 0 < row["copy_gbs"] for row in result["ceilings"]["memory"])
     for entry in result["overhead"]["timings"]:
-        assert set(entry["peers"]) == set(PEERS)
+        assert set(entry["peers"]) == DEFAULT
         assert all(row["median_us"] > 0 for row in entry["peers"].values())
     assert result["overhead"]["errors"] == {SUBJECT: "", BASELINE: ""}
-    assert result["memory"]["errors"] == {SUBJECT: "", BASELINE: ""}
 
 
 def test_the_memory_probe_sees_a_quadratic_buffer(result):
     """torch holds the weights when it drops out, 67 MB a copy. Our results alone are 4 MB."""
-    extra = result["memory"]["extra_bytes"]
-    assert extra[BASELINE] > memory.N**2 * 4
-    assert extra[SUBJECT] > 4 * memory.N * memory.SHAPE["D"] * 4
+    extra = {row["peer"]: row for row in result["memory"]}
+    assert extra[BASELINE]["N"] == 4096 and extra[BASELINE]["error"] == ""
+    assert extra[BASELINE]["extra_bytes"] > 4096**2 * 4
+    assert extra[SUBJECT]["extra_bytes"] > 4 * 4096 * 64 * 4
 
 
 def test_a_run_measures_every_cell_of_its_sweep(result):
     grid = {(c["dtype"], c["mask"], c["N"], c["D"], c["pass"]) for c in result["cells"]}
-    assert len(grid) == len(result["cells"]) == 2 * 2 * 2
+    assert len(grid) == len(result["cells"]) == 2 * len(SWEPT) * len(PASSES)
     for cell in result["cells"]:
         assert cell["status"] == "ok" and cell["verified"].endswith("every row of all 4 heads")
-        wanted = {"out", "dq", "dk", "dv"} if cell["pass"] == TRAINING else {"out"}
-        for peer in PEERS:
+        wanted = {"out"} if cell["pass"] == FORWARD else {"out", "dq", "dk", "dv"}
+        for peer in DEFAULT:
             assert set(cell["peers"][peer]["errors"]) == wanted
-        phases = {TRAINING: {"backward", TRAINING}}.get(cell["pass"], {"forward"})
-        counts = {1, torch.get_num_threads()}
-        assert {(t["phase"], t["threads"]) for t in cell["timings"]} == {
-            (phase, count) for phase in phases for count in counts
-        }
+        assert {t["threads"] for t in cell["timings"]} == {1, torch.get_num_threads()}
         for entry in cell["timings"]:
             assert entry["clock"] == ("thread CPU time" if entry["threads"] == 1 else "wall time")
-            assert entry["rounds"] >= timing.ROUNDS[0]
-            for q in (entry["speedup"], entry["peers"][SUBJECT], entry["peers"][BASELINE]):
+            assert entry["rounds"] == 2
+            ratio = report.speedup_of(entry)
+            for q in (ratio, entry["peers"][SUBJECT], entry["peers"][BASELINE]):
                 low, middle, high = (q.get(k, q.get(f"{k}_ms")) for k in ("q1", "median", "q3"))
                 assert 0 < low <= middle <= high
+            assert entry["peers"][SUBJECT]["percent_of_read"] > 0
 
 
-def test_a_run_draws_its_picture(result):
+def test_backward_and_training_share_their_samples(result):
+    """They are parts of the same program: training takes longer, in every quartile."""
+    cells = {(c["dtype"], c["mask"], c["pass"]): c for c in result["cells"]}
+    for (dtype, mask, what), cell in cells.items():
+        if what == BACKWARD:
+            for part, whole in zip(cell["timings"], cells[dtype, mask, TRAINING]["timings"]):
+                for peer in DEFAULT:
+                    assert part["peers"][peer]["q1_ms"] < whole["peers"][peer]["q1_ms"]
+
+
+def test_a_run_draws_its_pictures(result):
     pytest.importorskip("matplotlib")
-    (picture,) = result["folder"].glob("*.png")
+    (picture,) = result["folder"].glob("*-speedup.png")  # one length makes no line
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -102,146 +108,31 @@ def test_without_matplotlib_a_sentence_says_so(result, monkeypatch, tmp_path):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    assert "matplotlib is not installed" in plot.draw(result, tmp_path / "a.png")
-    assert not (tmp_path / "a.png").exists()
-
-
-# --- a wrong kernel --------------------------------------------------------------------------
-
-
-def wrong_output(q, k, v, **arguments):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=arguments["causal"]) * 1.01
-
-
-def wrong_gradient(q, k, v, **arguments):
-    """The right output, and a dv that is 1% off."""
-    off = v.detach() + 1.01 * (v - v.detach())
-    return F.scaled_dot_product_attention(q, k, off, is_causal=arguments["causal"])
-
-
-def not_finite(q, k, v, **arguments):
-    out = F.scaled_dot_product_attention(q, k, v, is_causal=arguments["causal"])
-    return torch.where(torch.arange(out.shape[-2])[:, None] == 3, float("nan"), out)
-
-
-def raises(q, k, v, **arguments):
-    raise RuntimeError("no such kernel")
-
-
-@pytest.fixture
-def timed(monkeypatch) -> list[str]:
-    """The names of the peers that the harness times."""
-    names: list[str] = []
-    real = timing.interleaved
-
-    def spy(programs, clock, seconds):
-        names.extend(programs)
-        return real(programs, clock, seconds)
-
-    monkeypatch.setattr(timing, "interleaved", spy)
-    return names
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    "kernel, reason",
-    [
-        (wrong_output, "out is off by"),
-        (not_finite, "out is not finite"),
-        (raises, "no such kernel"),
-    ],
-    ids=lambda x: getattr(x, "__name__", ""),
-)
-def test_a_wrong_kernel_is_shown_as_failed_and_never_timed(
-    kernel, reason, dtype, monkeypatch, timed
-):
-    monkeypatch.setattr(fastattn, "attention", kernel)
-    records = cells(dtypes=(dtype,))
-    assert len(records) == 4 and timed == []
-    for record in records:
-        assert record["status"] == "failed" and reason in record["reason"]
-        assert record["timings"] == []
-        assert "FAILED, not timed" in report.one_line(record)
-    assert "FAILED" in "\n".join(report.table(records))
-
-
-def test_a_wrong_tiny_call_is_not_timed(monkeypatch, timed):
-    monkeypatch.setattr(fastattn, "attention", wrong_output)
-    measured = overhead.measure("cpu")
-    assert SUBJECT not in timed and "out is off by" in measured["errors"][SUBJECT]
-    assert all(set(entry["peers"]) == {BASELINE} for entry in measured["timings"])
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_wrong_gradient_fails_the_training_pass_alone(dtype, monkeypatch, timed):
-    monkeypatch.setattr(fastattn, "attention", wrong_gradient)
-    for record in cells(dtypes=(dtype,)):
-        if record["pass"] == TRAINING:
-            assert record["status"] == "failed" and record["reason"].startswith("dv is off by")
-            assert record["timings"] == []
-        else:
-            assert record["status"] == "ok" and record["timings"]
-    assert set(timed) == set(PEERS)
-
-
-def test_one_wrong_row_is_seen_among_larger_ones():
-    """Causal rows shrink with their number: the last is lost in a norm over all of them."""
-    size = torch.arange(1, 1025, dtype=torch.float64).rsqrt()[:, None]
-    expected = torch.randn(1, 1024, 16, dtype=torch.float64) * size
-    actual = expected.clone()
-    actual[0, -1] = 0
-    whole, worst = relative_errors(actual, expected)
-    assert whole < 0.05 and worst > 0.1
-    assert relative_errors(expected, expected) == (0.0, 0.0)
-
-
-def test_when_not_every_head_is_judged_the_last_one_is():
-    heads = judged_heads(Case("cpu", "bfloat16", "causal", B=4, H=16, N=1024, D=128))
-    assert 1 <= len(heads) < 64 and heads[-1] == 63 and sorted(set(heads)) == heads
-    assert judged_heads(Case("cpu", "float32", "full", B=2, H=4, N=16, D=16)) == list(range(8))
-
-
-@pytest.mark.parametrize("mask", ["full", "causal"])
-def test_the_blocked_oracle_is_the_oracle(mask, monkeypatch):
-    """Blocks of 7 rows: a causal block sees the keys before it and no others."""
-    monkeypatch.setattr("bench.verify.BLOCK_ELEMENTS", 7 * 40 * 4)
-    oracle = Oracle(Case("cpu", "float32", mask, B=1, H=4, N=40, D=16), PASSES)
-    q, k, v, dout = (x.double() for x in oracle.inputs)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = fastattn.reference.attention(*leaves, causal=mask == "causal")
-    whole = (out, *torch.autograd.grad(out, leaves, dout))
-    for name, expected in zip(("out", "dq", "dk", "dv"), whole, strict=True):
-        torch.testing.assert_close(oracle.expected[name], expected[0], rtol=1e-12, atol=1e-13)
-
-
-def test_a_failed_baseline_leaves_ours_timed_without_a_ratio(monkeypatch, timed):
-    monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
-    (record,) = cells(masks=("full",), passes=("forward",))
-    assert record["status"] == "ok" and set(timed) == {SUBJECT}
-    assert all(entry["speedup"] is None for entry in record["timings"])
-    assert "no such kernel" in record["peers"][BASELINE]["reason"]
-    assert "\n".join(report.table([record]))
+    (said,) = plot.draw_all(result, tmp_path / "a")
+    assert "matplotlib is not installed" in said
+    assert not list(tmp_path.iterdir())
 
 
 # --- the parts -------------------------------------------------------------------------------
 
 
 def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path):
+    know_ceilings(monkeypatch)
     real = progress.follow
 
-    def interrupted(records, total):
-        stream = real(records, total)
+    def interrupted(*arguments):
+        stream = real(*arguments)
         yield next(stream)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(progress, "follow", interrupted)
-    monkeypatch.setattr("bench.__main__.RESULTS", tmp_path)
+    monkeypatch.setattr("bench.results.FOLDER", tmp_path)
     assert main([*TINY, "--sweep-only", "--save"]) == 130
     assert not list(tmp_path.glob("*.*"))  # half a sweep is no result to commit
     (path,) = tmp_path.glob("local/*.json")
     kept = json.loads(path.read_text())
     assert len(kept["cells"]) == 1 and not kept["complete"]
-    assert kept["overhead"] is None and kept["memory"] is None
+    assert kept["overhead"] is None and kept["memory"] == []
 
 
 def test_rounds_are_interleaved_and_nobody_always_comes_second():
@@ -270,35 +161,57 @@ def test_threads_are_given_back():
     assert torch.get_num_threads() == before
 
 
-def test_useful_flops():
-    case = Case("cpu", "float32", "full", B=2, H=3, N=8, D=16)
-    assert case.flops("forward") == 4 * 8 * 8 * 16 * 6
-    assert case.flops(TRAINING) == case.flops("forward") + case.flops("backward")
-    causal = Case("cpu", "float32", "causal", B=2, H=3, N=8, D=16)
-    assert math.isclose(causal.flops("forward") / case.flops("forward"), 36 / 64)
-
-
-def test_quick_measures_what_is_claimed():
-    quick = SWEEPS["quick"]
-    assert claims.N in quick.lengths and claims.D in quick.dims
-    assert {claim[0] for claim in claims.SPEEDUPS} <= set(quick.dtypes)
-
-
-def test_claims_are_judged_by_what_was_measured():
-    entry = {"threads": 1, "phase": "forward", "speedup": {"median": 1.79}}
-    entry["peers"] = {SUBJECT: {"percent_of_peak": 70.0}}
-    cell = {"dtype": "float32", "mask": "full", "pass": "forward", "D": 64, "N": 2048}
-    result = {
-        "machine": {"device": "cpu"},
-        "cells": [cell | {"timings": [entry]}],
-        "overhead": {"timings": [{"peers": {SUBJECT: {"median_us": 9.0}}}]},
-        "memory": {"case": "", "extra_bytes": {SUBJECT: 21_000_000}},
+def test_a_setting_is_in_force_only_while_its_program_runs():
+    seen: dict[str, set[int]] = {"one": set(), "all": set()}
+    programs = {
+        name: (lambda _, name=name: seen[name].add(torch.get_num_threads()),) for name in seen
     }
-    met = [claim["met"] for claim in claims.judge(result)]
-    assert met == [False, None, None, None, None, None, True, False]
-    entry["speedup"]["median"] = 1.8
-    judged = claims.judge(result)[0]
-    assert judged["met"] is True and math.isclose(judged["possible"], 1.8 / 0.7)
+    before = torch.get_num_threads()
+    arounds = {
+        "one": lambda: timing.torch_threads(1),
+        "all": lambda: timing.torch_threads(before),
+    }
+    timing.interleaved(programs, timing.WALL_TIME, 0.0, arounds)
+    assert seen == {"one": {1}, "all": {before}} and torch.get_num_threads() == before
+
+
+def test_useful_flops():
+    full, causal = case(B=2, H=3, N=8), case("causal", B=2, H=3, N=8)
+    assert full.flops(FORWARD) == 4 * 8 * 8 * 16 * 6
+    assert full.flops(TRAINING) == full.flops(FORWARD) + full.flops(BACKWARD)
+    assert math.isclose(causal.flops(FORWARD) / full.flops(FORWARD), 36 / 64)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", [{"N": 300}, {"N": 300, "M": 7}], ids=str)
+def test_the_pairs_counted_are_those_that_are_visible(mask, sizes):
+    for B in (1, 3) if not MASKS[mask].learned else (1,):
+        assert case(mask, B=B, **sizes).pairs() == int(case(mask, B=B, **sizes).visible().sum())
+
+
+def test_a_quarter_of_the_keys_is_padding():
+    assert case("padding", N=400).lengths().tolist() == [300]
+    assert case("padding", B=4, N=400).lengths().tolist() == [225, 275, 325, 375]
+
+
+@pytest.mark.parametrize("preset", GRIDS)
+def test_the_presets_measure_every_mask_and_no_case_twice(preset):
+    cases = [c for grid in GRIDS[preset] for c in grid.cases("cpu")]
+    assert len(set(cases)) == len(cases)
+    assert {c.mask for c in cases} == set(SWEPT)
+    assert {c.dtype for c in cases} == {"float32", "bfloat16", "float16"}
+
+
+def test_an_axis_given_replaces_the_grids():
+    nothing = dict.fromkeys(("lengths", "dims", "dtypes", "masks"))
+    options = commands.Options(**nothing | {"lengths": [40, 50]})
+    (grid,) = commands.grids(options, "quick")
+    assert grid.lengths == (40, 50) and grid.masks == PLAIN
+    assert commands.grids(commands.Options(**nothing), "quick") is GRIDS["quick"]
+
+
+def test_every_peer_says_what_it_is():
+    assert all(peer.title and name == peer.name for name, peer in PEERS.items())
 
 
 @pytest.mark.parametrize(

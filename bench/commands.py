@@ -1,0 +1,186 @@
+"""What each command does with its options; every function returns the exit status.
+
+A command that measures fills its sections of a result, prints them and keeps the file: 0 when
+everything passed, 1 when something failed its verification, 130 when interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Generator, Iterable
+
+import torch
+
+from . import compare as comparison
+from . import decode as decoding
+from . import memory as probes
+from . import modules, overhead, plot, progress, readme, report, results, run, targets
+from .cases import DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
+from .peers import BASELINE, SUBJECT, chosen
+from .results import Result
+
+Options = argparse.Namespace
+
+
+def sweep(options: Options) -> int:
+    device = _device(options)
+    preset = "full" if options.full else "quick"
+    cases = [case for grid in grids(options, preset) for case in grid.cases(device)]
+    with _result("sweep", options, device, _dtypes(cases)) as result:
+        if not options.sweep_only:
+            result["overhead"] = overhead.measure(device, chosen(device))
+            result["memory"] = probes.measure(device)
+        _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset])
+        _print(report.table(result["cells"]))
+    return _finish(result, options)
+
+
+def grids(options: Options, preset: str) -> tuple[Grid, ...]:
+    """The preset's grids; with any axis given, one product of it and of the first grid's others."""
+    axes = ("lengths", "dims", "dtypes", "masks")
+    given = {axis: tuple(getattr(options, axis)) for axis in axes if getattr(options, axis)}
+    first = GRIDS[preset][0]
+    rest = {axis: getattr(first, axis) for axis in axes}
+    return (Grid(**rest | given),) if given else GRIDS[preset]
+
+
+def decode(options: Options) -> int:
+    device = _device(options)
+    given = {x: getattr(options, x) for x in ("dtypes", "rows", "lengths") if getattr(options, x)}
+    cases = list(decoding.cases(device, **given))
+    with _result("decode", options, device, _dtypes(cases)) as result:
+        _cells(result, options, cases, (FORWARD,), 0.5)
+        _print(report.small_table(result["cells"], reading=True))
+    return _finish(result, options)
+
+
+def tiny(options: Options) -> int:
+    device = _device(options)
+    cases = overhead.small_cases(device)
+    with _result("overhead", options, device, _dtypes(cases)) as result:
+        peers = chosen(device, tuple(options.peers))
+        result["overhead"] = overhead.measure(device, peers, options.threads)
+        _cells(result, options, cases, (FORWARD,), 0.1)
+        _print(report.small_table(result["cells"]))
+    return _finish(result, options)
+
+
+def mha(options: Options) -> int:
+    device = _device(options)
+    with _result("mha", options, device, ("float32",)) as result:
+        for mode in options.modes or modules.MODES:
+            result["modules"] += modules.measure(
+                device, (mode,), options.length, options.seconds or 1.0, options.threads
+            )
+            print(report.module_line(result["modules"][-1]), flush=True)
+    return _finish(result, options)
+
+
+def memory(options: Options) -> int:
+    device = _device(options)
+    peers = tuple(dict.fromkeys((SUBJECT, *(options.peers or (BASELINE,)))))
+    with _result("memory", options, device, ("float32",)) as result:
+        for mask in options.masks:
+            for n in options.lengths or probes.LENGTHS:
+                result["memory"] += probes.measure(device, (n,), (mask,), peers)
+                _print(map(report.memory_line, result["memory"][-len(peers) :]))
+    return _finish(result, options)
+
+
+def aims(options: Options) -> int:
+    """The status tells what failed, not what was missed, unless --strict."""
+    chosen_targets = targets.selected(options.only)
+    if options.list or not chosen_targets:
+        _print(target.name for target in chosen_targets)
+        return 0 if chosen_targets else 2
+    with _result("targets", options, "cpu", tuple(DTYPES)) as result:
+        limits = results.limits(result)
+        rows = (target.judge(limits) for target in chosen_targets)
+        for row in progress.follow(rows, len(chosen_targets), report.target_line):
+            result["targets"].append(row)
+        _print(map(report.target_line, result["targets"]))
+    status = _finish(result, options)
+    missed = any(row["met"] is False for row in result["targets"])
+    return status or int(options.strict and missed)
+
+
+def compare(options: Options) -> int:
+    first, second = results.read(options.first), results.read(options.second)
+    found = comparison.changes(first, second)
+    _print(comparison.lines(found, options.fail_under))
+    if options.fail_under is None:
+        return 0
+    return int(not found or bool(comparison.regressions(found, options.fail_under)))
+
+
+def draw(options: Options) -> int:
+    folder = options.output or options.file.parent
+    folder.mkdir(parents=True, exist_ok=True)
+    said = list(plot.draw_all(results.read(options.file), folder / options.file.stem))
+    _print(said or ["no picture: the file has no cells to draw"])
+    return 0 if any(line.startswith("wrote") for line in said) else 1
+
+
+def publish(options: Options) -> int:
+    for path in options.files:
+        result = results.read(path)
+        _print(readme.write(options.readme, result, path))
+        _print(plot.draw_all(result, path.with_suffix("")))
+    return 0
+
+
+# ---------------------------------------------------------------------------------------- the parts
+
+
+@contextlib.contextmanager
+def _result(
+    kind: str, options: Options, device: str, dtypes: tuple[str, ...]
+) -> Generator[Result, None, None]:
+    """A result to fill. Ctrl-C ends the block and keeps what is done."""
+    settings = {k: v for k, v in vars(options).items() if isinstance(v, (str, int, float, list))}
+    result = results.start(kind, device, dtypes, settings)
+    _print(report.heading(result))
+    try:
+        yield result
+        result["complete"] = True
+    except KeyboardInterrupt:
+        print("\ninterrupted: keeping what is done", file=sys.stderr)
+    results.finish(result)
+
+
+def _cells(
+    result: Result, options: Options, cases: list[Case], passes: tuple[str, ...], seconds: float
+) -> None:
+    device = result["machine"]["device"]
+    peers = chosen(device, tuple(options.peers))
+    budget, limits = options.seconds or seconds, results.limits(result)
+    records = run.cells(cases, passes, peers, limits, budget, options.threads)
+    total = run.cell_count(cases, passes)
+    for record in progress.follow(records, total, report.one_line):
+        result["cells"].append(record)
+
+
+def _finish(result: Result, options: Options) -> int:
+    _print(report.summary(result))
+    if any(result[section] for section in ("cells", "memory", "modules", "targets")):
+        # Half a run never replaces a committed file.
+        whole = options.save and result["complete"]
+        results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
+    failed = any(row["status"] != "ok" for row in result["cells"] + result["modules"])
+    failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
+    return 1 if failed else 0 if result["complete"] else 130
+
+
+def _dtypes(cases: list[Case]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(case.dtype for case in cases))
+
+
+def _device(options: Options) -> str:
+    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _print(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, flush=True)

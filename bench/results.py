@@ -1,0 +1,72 @@
+"""A result: what is known before the first measurement, the sections, and the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from . import ceilings, machine, plot
+
+FOLDER = Path(__file__).resolve().parent / "results"
+SCHEMA = 2
+Result = dict[str, Any]
+
+
+def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, Any]) -> Result:
+    """Where, with what, and how fast at most; every section is empty."""
+    return {
+        "schema": SCHEMA,
+        "kind": kind,
+        "settings": settings,
+        "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "complete": False,
+        "machine": machine.describe(device),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "load": {"start": machine.load()},
+        "ceilings": ceilings.measure(device, dtypes),
+        "overhead": None,
+        "memory": [],
+        "modules": [],
+        "targets": [],
+        "cells": [],
+        "seconds": -time.perf_counter(),
+    }
+
+
+def finish(result: Result) -> None:
+    result["seconds"] = round(result["seconds"] + time.perf_counter(), 1)
+    result["load"]["end"] = machine.load()
+
+
+def save(result: Result, folder: Path) -> Path:
+    """Write the file, named after the machine and the command, and its pictures."""
+    folder.mkdir(parents=True, exist_ok=True)
+    suffix = "" if result["kind"] == "sweep" else f"-{result['kind']}"
+    path = folder / f"{machine.slug(result['machine'])}{suffix}.json"
+    unfinished = path.with_suffix(".json.tmp")
+    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    os.replace(unfinished, path)  # a result file is whole or absent
+    print(f"wrote {path}")
+    print(*plot.draw_all(result, path.with_suffix("")), sep="\n")
+    return path
+
+
+def read(path: Path) -> Result:
+    """Raises ValueError for a file that is none of ours or of another schema."""
+    try:
+        result = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: got no JSON ({error}), expected a result file") from None
+    found = result.get("schema") if isinstance(result, dict) else None
+    if found != SCHEMA:
+        raise ValueError(f"{path}: got schema {found}, expected {SCHEMA}; measure it anew")
+    return result
+
+
+def limits(result: Result) -> ceilings.Limits:
+    return ceilings.Limits(**result["ceilings"])

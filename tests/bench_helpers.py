@@ -1,0 +1,40 @@
+"""What the tests of the harness share: tiny runs, on a machine whose limits are known."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench import ceilings, peers, run, timing
+from bench.cases import PASSES, Case
+
+LIMITS = ceilings.Limits(
+    "cpu",
+    {"float32": {"register_gflops": 100.0, "matmul_gflops": 90.0}},
+    [{"threads": 1, "read_gbs": 20.0, "copy_gbs": 20.0}],
+)
+SECONDS = 0.002
+
+
+def case(mask: str = "full", dtype: str = "float32", **sizes) -> Case:
+    return Case("cpu", dtype, mask, **{"B": 1, "H": 4, "N": 40, "D": 16} | sizes)
+
+
+def cells(*cases: Case, passes=PASSES, names=(peers.BASELINE,), threads=(1,)) -> list[dict]:
+    chosen = peers.chosen("cpu", names)
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        return list(run.cells(cases, passes, chosen, LIMITS, SECONDS, threads))
+
+
+def hurry(patch: pytest.MonkeyPatch) -> None:
+    """Samples too short to mean anything, and as few of them as there may be."""
+    patch.setattr(timing, "MIN_SAMPLE_S", 1e-4)
+    patch.setattr(timing, "ROUNDS", (2, 2))
+
+
+def know_ceilings(patch: pytest.MonkeyPatch) -> None:
+    """Measuring the limits of the machine takes seconds."""
+    dtypes = ("float32", "bfloat16", "float16")
+    compute = dict.fromkeys(dtypes, LIMITS.compute["float32"])
+    known = LIMITS._replace(compute=compute)._asdict()
+    patch.setattr(ceilings, "measure", lambda device, dtypes: known)

@@ -1,0 +1,261 @@
+"""The harness's other commands, each at a tiny size."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+
+import pytest
+
+from bench import decode, memory, plot, readme, report, results, targets
+from bench.__main__ import main
+from bench.cases import BACKWARD, FORWARD
+from bench.masks import MASKS
+from bench.peers import BASELINE, SUBJECT
+from tests.bench_helpers import LIMITS, case, cells, hurry, know_ceilings
+
+FAST = ["--device", "cpu", "--threads", "1", "--seconds", "0.002"]
+
+
+@pytest.fixture(autouse=True)
+def known_ceilings(monkeypatch):
+    know_ceilings(monkeypatch)
+    hurry(monkeypatch)
+
+
+def run(folder, *arguments: str) -> dict:
+    assert main([*arguments, "--output", str(folder)]) == 0
+    (path,) = folder.glob("*.json")
+    return results.read(path)
+
+
+def test_decode_reports_reading(tmp_path, capsys):
+    result = run(tmp_path, "decode", *FAST, "--lengths", "64", "--rows", "1", "2")
+    assert {(c["M"], c["H"], c["Hk"]) for c in result["cells"]} == {
+        (m, *heads) for m in (1, 2) for heads in decode.HEADS.values()
+    }
+    for cell in result["cells"]:
+        (entry,) = cell["timings"]
+        ours = entry["peers"][SUBJECT]
+        size = 2 * 8 * 64 * 128 * (4 if cell["dtype"] == "float32" else 2)
+        assert ours["kv_gbs"] == pytest.approx(size / ours["median_ms"] / 1e6)
+        assert ours["percent_of_read"] == pytest.approx(ours["kv_gbs"] / 20 * 100)
+    assert "% of read" in capsys.readouterr().out
+
+
+def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("bench.overhead.SMALL", (1, 4))
+    result = run(tmp_path, "overhead", *FAST)
+    assert {c["N"] for c in result["cells"]} == {1, 4} and result["overhead"]["timings"]
+    assert "tiny call" in capsys.readouterr().out
+
+
+def test_mha_measures_every_mode(tmp_path, capsys):
+    result = run(tmp_path, "mha", *FAST, "--length", "32")
+    assert [r["mode"] for r in result["modules"]] == [
+        "train",
+        "eval",
+        "eval + padding",
+        "eval + weights",
+    ]
+    for record in result["modules"]:
+        assert record["status"] == "ok" and set(record["reasons"].values()) == {""}
+        assert report.speedup_of(record["timings"][0])["median"] > 0
+    assert capsys.readouterr().out.count("nn.MultiheadAttention") >= 4
+
+
+def test_memory_says_why_a_probe_failed(tmp_path):
+    names = ["--peers", "torch-cudnn"]
+    result = run(
+        tmp_path, "memory", "--device", "cpu", "--lengths", "64", "--masks", "full", *names
+    )
+    ours, theirs = result["memory"]
+    assert ours["peer"] == SUBJECT and ours["extra_bytes"] >= 0 and ours["error"] == ""
+    assert theirs["extra_bytes"] is None and theirs["error"] == "runs on CUDA only"
+    assert "FAILED: runs on CUDA only" in report.memory_line(theirs)
+
+
+# --- targets ---------------------------------------------------------------------------------
+
+
+def test_targets_have_names_of_their_own():
+    names = [target.name for target in targets.TARGETS]
+    assert len(set(names)) == len(names)
+    assert main(["targets", "--list", "--only", "no such target"]) == 2
+
+
+@pytest.fixture
+def tiny_targets(monkeypatch):
+    """A target of each way to measure, on small cases."""
+    monkeypatch.setattr(targets, "SECONDS", 0.002)
+    small, other = case(), case("causal")
+    rows = [
+        targets.Target("a ratio", 1e9, "x", targets.Race(small, "x")),
+        targets.Target("a percentage", 1e-9, "% of peak", targets.Race(small, "% of peak")),
+        targets.Target("backward", 0, "x", targets.Race(small, "x", BACKWARD)),
+        targets.Target("of ours", 0, "x", targets.Race(small, "x", FORWARD, SUBJECT, other)),
+        targets.Target("no rival", 0, "x", targets.Race(small, "x", FORWARD, "torch-cudnn")),
+        targets.Target("no such isa", 0, "x", targets.Race(small, "x", isa="mmx")),
+        targets.Target("every isa", 0, "x", targets.Race(small, "x", isa=targets.isas()[-1])),
+        targets.Target("threads", 0, "x", targets.Scaling(small)),
+    ]
+    monkeypatch.setattr(targets, "TARGETS", rows)
+
+
+def test_targets_are_measured_and_judged(tiny_targets, tmp_path, capsys):
+    before = targets.isas() and targets.native.cpu_isa()
+    result = run(tmp_path, "targets")
+    met = {row["name"]: row["met"] for row in result["targets"]}
+    wanted = dict.fromkeys(met, True) | {"a ratio": False, "no rival": None, "no such isa": None}
+    assert {**met, "threads": True} == wanted
+    reasons = {row["name"]: row["reason"] for row in result["targets"]}
+    assert reasons["no rival"] == "declined: runs on CUDA only"
+    assert reasons["no such isa"] == "this machine has no mmx kernels"
+    printed = capsys.readouterr().out
+    assert "NOT MET: a ratio" in printed and "not measured: no rival" in printed
+    assert targets.native.cpu_isa() == before
+
+
+def test_targets_may_be_selected_and_strict(tiny_targets, tmp_path):
+    assert run(tmp_path, "targets", "--only", "percent")["targets"][0]["name"] == "a percentage"
+    assert main(["targets", "--strict", "--only", "a ratio", "--output", str(tmp_path)]) == 1
+
+
+def test_at_most_is_the_rule_of_sizes_and_times():
+    def found(value):
+        return lambda limits: {"measured": value, "reason": ""}
+
+    judged = [targets.Target("", 12.0, "us", found(x)).judge(LIMITS)["met"] for x in (11, 12, 13)]
+    assert judged == [True, True, False]
+    judged = [targets.Target("", 12.0, "x", found(x)).judge(LIMITS)["met"] for x in (11, 12, 13)]
+    assert judged == [False, True, True]
+
+
+def test_a_wrong_kernel_meets_no_target(tiny_targets, monkeypatch, tmp_path):
+    import fastattn
+
+    real = fastattn.attention
+    monkeypatch.setattr(fastattn, "attention", lambda *a, **o: real(*a, **o) * 1.01)
+    result = run(tmp_path, "targets", "--only", "percent")
+    assert result["targets"][0]["met"] is None
+    assert "out is off by" in result["targets"][0]["reason"]
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> dict:
+    """A sweep of three lengths with two lengths of memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        know_ceilings(patch)
+        result = results.start("sweep", "cpu", ("float32",), {})
+    results.finish(result)
+    cases = [case(mask, N=n, D=64) for mask in ("full", "causal", "window") for n in (16, 32, 64)]
+    result["cells"] = cells(*cases)
+    size = {"full": 100, "dropout": 1000}
+    result["memory"] = [
+        {"mask": mask, "N": n, "dtype": "float32", "pass": "forward+backward", "peer": peer}
+        | {"extra_bytes": n * size[mask], "error": ""}
+        | memory.SHAPE
+        for mask in size
+        for n in (1024, 2048)
+        for peer in (SUBJECT, BASELINE)
+    ]
+    return json.loads(json.dumps(result))
+
+
+@pytest.fixture
+def files(sweep, tmp_path):
+    """A result, and another in which one cell is half as fast."""
+    slower = copy.deepcopy(sweep)
+    peers = slower["cells"][4]["timings"][0]["peers"]
+    peers[SUBJECT]["median_ms"] *= 2
+    paths = []
+    for name, result in (("a", sweep), ("b", slower)):
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(result))
+    return paths
+
+
+def test_compare_finds_a_planted_regression(files, sweep, capsys):
+    assert main(["compare", *map(str, files)]) == 0
+    first = capsys.readouterr().out.splitlines()[1]
+    planted = sweep["cells"][4]
+    assert first.split()[:2] == ["0.50", "1.00"]
+    assert f"{planted['mask']} " in first and f"N{planted['N']} " in first
+    assert first.endswith(f"{planted['pass']}, 1 thread")
+    assert main(["compare", *map(str, files), "--fail-under", "0.9"]) == 1
+    assert "1 under 0.9: FAILED" in capsys.readouterr().out
+    assert main(["compare", *map(str, files), "--fail-under", "0.4"]) == 0
+    assert main(["compare", str(files[0]), str(files[0]), "--fail-under", "0.99"]) == 0
+
+
+def test_compare_takes_a_failed_cell_for_a_regression(files, sweep, capsys):
+    broken = copy.deepcopy(sweep)
+    broken["cells"][0] |= {"status": "failed", "timings": []}
+    files[1].write_text(json.dumps(broken))
+    assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
+    assert "FAILED in the second" in capsys.readouterr().out
+
+
+def test_compare_of_nothing_in_common_is_no_success(files, sweep, capsys):
+    files[1].write_text(json.dumps(sweep | {"cells": []}))
+    assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
+    assert "no timed cell in common" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, reason", [("{}", "got schema None"), ("x", "got no JSON")])
+def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    assert main(["plot", str(path)]) == 2
+    assert reason in capsys.readouterr().err
+    assert main(["plot", str(tmp_path / "absent.json")]) == 2
+
+
+def test_plot_draws_every_picture(files):
+    pytest.importorskip("matplotlib")
+    assert main(["plot", str(files[0])]) == 0
+    for suffix in plot.PICTURES:
+        picture = files[0].with_name(f"a{suffix}.png")
+        assert picture.read_bytes().startswith(b"\x89PNG"), suffix
+
+
+def test_a_report_is_written_between_markers(files, tmp_path, sweep):
+    text = "before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n"
+    page = tmp_path / "README.md"
+    page.write_text(text)
+    assert main(["report", str(files[0]), "--readme", str(page)]) == 0
+    written = page.read_text()
+    assert written.startswith("before\n<!-- speed:begin -->\nFrom `a.json`")
+    assert written.endswith("<!-- speed:end -->\nafter\n") and "old" not in written
+    assert "| D=64 | full, N=64 | causal, N=64 | window, N=64 |" in written
+    assert re.search(r"\| float32 forward \| \d+\.\d\dx, \d+% \|", written)
+    assert main(["report", str(files[0]), "--readme", str(page)]) == 0
+    assert page.read_text() == written  # written again, it stays as it is
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no marker", "<!-- speed:begin -->", "<!-- speed:end --><!-- speed:begin -->"],
+)
+def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys):
+    page = tmp_path / "README.md"
+    page.write_text(text)
+    assert main(["report", str(files[0]), "--readme", str(page)]) == 2
+    assert page.read_text() == text and "expected" in capsys.readouterr().err
+
+
+def test_every_table_has_a_row_for_what_was_measured(sweep):
+    rows = list(readme.memory(sweep))
+    assert rows[0] == "| extra MB, forward+backward | fastattn | torch |" and len(rows) == 2 + 4
+    sweep = sweep | {"targets": [_target(True), _target(None)]}
+    assert [row.split(" | ")[-1] for row in readme.targets(sweep)][2:] == ["yes |", "why |"]
+    assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
+
+
+def _target(met: bool | None) -> dict:
+    row = {"name": "n", "rule": "at least", "target": 1.0, "unit": "x", "measured": 2.0}
+    return row | {"met": met, "reason": "why"}
