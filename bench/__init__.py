@@ -14,6 +14,7 @@ targets.py           what is aimed at, held against what is measured
 results.py compare.py     a result file; two of them, cell by cell
 report.py readme.py  the printed page; the README's tables
 plot.py lines.py heatmap.py growth.py   the pictures
+test_calls.py        ten calls for pytest-benchmark, one change against the one before
 commands.py __main__.py   what each command does; its options
 aot.py                    the compiled code of the GPU kernels, judged with no GPU
 instructions.py instructions.c   what the CPU kernels execute, counted and compared with the record

@@ -9,14 +9,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 from collections.abc import Generator, Iterable
 
 import torch
 
 from . import compare as comparison
 from . import decode as decoding
+from . import machine, modules, overhead, plot, progress, readme, report, results, run, targets
 from . import memory as probes
-from . import modules, overhead, plot, progress, readme, report, results, run, targets
 from .cases import DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
 from .peers import BASELINE, SUBJECT, chosen
 from .results import Result
@@ -33,7 +34,7 @@ def sweep(options: Options) -> int:
             result["overhead"] = overhead.measure(device, chosen(device))
             result["memory"] = probes.measure(device)
         _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset])
-        _print(report.table(result["cells"]))
+    _print(report.table(result["cells"]))
     return _finish(result, options)
 
 
@@ -52,7 +53,7 @@ def decode(options: Options) -> int:
     cases = list(decoding.cases(device, **given))
     with _result("decode", options, device, _dtypes(cases)) as result:
         _cells(result, options, cases, (FORWARD,), 0.5)
-        _print(report.small_table(result["cells"], reading=True))
+    _print(report.small_table(result["cells"], reading=True))
     return _finish(result, options)
 
 
@@ -63,7 +64,7 @@ def tiny(options: Options) -> int:
         peers = chosen(device, tuple(options.peers))
         result["overhead"] = overhead.measure(device, peers, options.threads)
         _cells(result, options, cases, (FORWARD,), 0.1)
-        _print(report.small_table(result["cells"]))
+    _print(report.small_table(result["cells"]))
     return _finish(result, options)
 
 
@@ -100,7 +101,7 @@ def aims(options: Options) -> int:
         rows = (target.judge(limits) for target in chosen_targets)
         for row in progress.follow(rows, len(chosen_targets), report.target_line):
             result["targets"].append(row)
-        _print(map(report.target_line, result["targets"]))
+    _print(map(report.target_line, result["targets"]))
     status = _finish(result, options)
     missed = any(row["met"] is False for row in result["targets"])
     return status or int(options.strict and missed)
@@ -140,6 +141,7 @@ def _result(
 ) -> Generator[Result, None, None]:
     """A result to fill. Ctrl-C ends the block and keeps what is done."""
     settings = {k: v for k, v in vars(options).items() if isinstance(v, (str, int, float, list))}
+    started = time.perf_counter()
     result = results.start(kind, device, dtypes, settings)
     _print(report.heading(result))
     try:
@@ -147,7 +149,8 @@ def _result(
         result["complete"] = True
     except KeyboardInterrupt:
         print("\ninterrupted: keeping what is done", file=sys.stderr)
-    results.finish(result)
+    result["seconds"] = round(time.perf_counter() - started, 1)
+    result["load"]["end"] = machine.load()
 
 
 def _cells(

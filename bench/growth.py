@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .lines import COLORS, OTHER_COLORS, SMALL, length_axis, where
+from .lines import COLORS, OTHER_COLORS, SMALL, length_axis
 
 Record = dict[str, Any]
 LENGTHS = 2  # fewer show no growth
@@ -38,12 +38,16 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
                     linewidth=1.8,
                 )
         axis.set_yscale("log")
+        top = max(row["extra_bytes"] for row in rows) / 1e6
+        ticks = [x * 10**i for i in range(6) for x in (1, 3) if x * 10**i < 2 * top]
+        axis.set_yticks(ticks, map(str, ticks))
         length_axis(axis, lengths)
         axis.set_title(f"{mask}, {rows[0]['pass']}", fontsize=9.5)
         axis.set_xlabel("sequence length N")
     axes[0].set_ylabel("extra MB at the peak")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, **SMALL)
+    machine, version = result["machine"]["name"], result["versions"]["torch"]
     sizes = "B{B} H{H} D{D} {dtype}".format(**rows[0])
-    figure.suptitle(f"Memory beyond the inputs, {sizes}.\n{where(result, 1)}", fontsize=10)
+    figure.suptitle(f"Memory beyond the inputs, {sizes}.\n{machine}, torch {version}", fontsize=10)
     return figure

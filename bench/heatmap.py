@@ -9,6 +9,7 @@ from typing import Any
 
 from .cases import BACKWARD, FORWARD
 from .lines import length_label, where
+from .masks import MASKS
 from .report import first_threads, speedup_of, timing_of
 
 Record = dict[str, Any]
@@ -29,7 +30,9 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     if not ratios:
         return None
     dtypes, passes = (list(dict.fromkeys(key[i] for key in ratios)) for i in (0, 1))
-    rows = {d: list(dict.fromkeys(key[2:4] for key in ratios if key[0] == d)) for d in dtypes}
+    order = {mask: i for i, mask in enumerate(MASKS)}
+    kinds = sorted({key[:1] + key[2:4] for key in ratios}, key=lambda x: (order[x[1]], x[2]))
+    rows = {dtype: [kind[1:] for kind in kinds if kind[0] == dtype] for dtype in dtypes}
     lengths = sorted({key[-1] for key in ratios})
     width, height = CELL_INCHES
     heights = [len(rows[dtype]) for dtype in dtypes]
@@ -63,7 +66,8 @@ def _panel(axis: Any, values: list[list[float]], lengths: list[int]) -> None:
             if not math.isnan(x):
                 strong = abs(math.log2(x)) > 0.75 * limit
                 color = "white" if strong else "black"
-                axis.text(j, i, f"{x:.3g}", ha="center", va="center", fontsize=8.5, color=color)
+                text = f"{x:.2f}" if x < 10 else f"{x:.1f}"
+                axis.text(j, i, text, ha="center", va="center", fontsize=8.5, color=color)
     axis.set_xticks(range(len(lengths)), map(length_label, lengths))
     axis.tick_params(labelsize=8.5, length=0)
     axis.spines[:].set_visible(False)

@@ -123,7 +123,8 @@ def _legend(figure: Any, axes: Any, result: Record, threads: int | None) -> None
 def where(result: Record, threads: int | None) -> str:
     """The machine and the software, for a title."""
     machine, version = result["machine"], result["versions"]["torch"]
-    text = f"{machine['name']}, " + ("one thread" if threads == 1 else "device time")
+    clock = {1: "one thread", None: "device time"}.get(threads, f"{threads} threads")
+    text = f"{machine['name']}, {clock}"
     if machine["device"] == "cpu":
         text += f", ISA {machine['cpu']['isa'] or 'none'}, MKL path {machine['mkl']['path']}"
     return f"{text}, torch {version}"

@@ -14,23 +14,20 @@ from torch import Tensor
 from .cases import FORWARD, Case, Inputs
 
 Call = Callable[[Inputs], Tensor]
-SCORES_BYTES = 2 << 30  # at most, in all the (M, N) matrices that a peer may hold at once
+# At most, in all the (M, N) matrices that a peer which stores scores holds at once.
+SCORES_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
 COPIES = 4
-
-
-def too_large(case: Case, name: str) -> str:
-    """Why a peer that stores scores is not tried; "" when it stores none or they fit."""
-    size = COPIES * case.B * case.H * case.M * case.N * (8 if case.rule.dropout_p else 4)
-    if name == "triton" or size <= SCORES_BYTES:
-        return ""
-    return f"would hold {size / 1e9:.1f} GB of scores, at most {SCORES_BYTES / 1e9:.1f} GB is tried"
 
 
 # ------------------------------------------------------------------------------------------- naive
 
 
 def naive_why_not(case: Case, what: str) -> str:
-    return too_large(case, "naive")
+    """Why a peer that stores scores is not tried; "" when they fit."""
+    size, most = COPIES * case.B * case.H * case.M * case.N * 4, SCORES_BYTES[case.device]
+    if size <= most:
+        return ""
+    return f"would hold {size / 1e9:.1f} GB of scores, at most {most / 1e9:.1f} GB is tried"
 
 
 def naive(case: Case) -> Call:

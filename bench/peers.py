@@ -91,8 +91,8 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
     return prepare
 
 
-def _ours_why_not(backend: str) -> Callable[[Case, str], str]:
-    return lambda case, what: fastattn.backends()[backend] or others.too_large(case, backend)
+def _triton_why_not(case: Case, what: str) -> str:
+    return fastattn.backends()["triton"] or ""
 
 
 def _needs_cuda(case: Case, what: str) -> str:
@@ -124,15 +124,19 @@ PEERS = {
         ),
         Peer("flex", "compiled flex_attention", others.flex, others.flex_why_not),
         Peer("naive", "matmul, softmax, matmul", others.naive, others.naive_why_not),
-        *(
-            Peer(
-                f"fastattn-{name}",
-                f'fastattn.attention(backend="{name}")',
-                _fastattn(name),
-                _ours_why_not(name),
-                our_draws=True,
-            )
-            for name in ("triton", "reference")
+        Peer(
+            "fastattn-triton",
+            'fastattn.attention(backend="triton")',
+            _fastattn("triton"),
+            _triton_why_not,
+            our_draws=True,
+        ),
+        Peer(
+            "fastattn-reference",
+            'fastattn.attention(backend="reference")',
+            _fastattn("reference"),
+            others.naive_why_not,
+            our_draws=True,
         ),
         Peer("flash-attn", "flash_attn_func", others.flash_attn, others.flash_attn_why_not),
         Peer("xformers", "memory_efficient_attention", others.xformers, others.xformers_why_not),

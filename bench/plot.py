@@ -36,6 +36,6 @@ def draw_all(result: Result, stem: Path) -> Iterator[str]:
     for suffix, draw in PICTURES.items():
         figure = draw(result, new)
         if figure is not None:
-            path = stem.with_name(f"{stem.name}{suffix}.png")
+            path = stem.with_name(f"{stem.name.removesuffix(suffix)}{suffix}.png")
             figure.savefig(path, dpi=170)
             yield f"wrote {path}"

@@ -51,8 +51,8 @@ def _caption(result: Result, source: Path) -> str:
 
 
 def speed(result: Result) -> Iterator[str]:
-    """Our speed at SHOWN_D and SHOWN_N, or the longest length that every mask has: the ratio to
-    torch, then the percentage of the peak."""
+    """Our speed at SHOWN_D and SHOWN_N, or a mask's longest length: the ratio to torch, then the
+    percentage of the peak."""
     cells = [c for c in result["cells"] if c["D"] == SHOWN_D and c["M"] == c["N"]]
     cells = [c for c in cells if c["pass"] in (FORWARD, BACKWARD)]
     masks = list(dict.fromkeys(c["mask"] for c in cells))

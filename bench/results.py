@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,8 @@ def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, A
         "modules": [],
         "targets": [],
         "cells": [],
-        "seconds": -time.perf_counter(),
+        "seconds": None,
     }
-
-
-def finish(result: Result) -> None:
-    result["seconds"] = round(result["seconds"] + time.perf_counter(), 1)
-    result["load"]["end"] = machine.load()
 
 
 def save(result: Result, folder: Path) -> Path:

@@ -87,7 +87,7 @@ def race(
     if verdicts[SUBJECT].reason:
         return Heat(verdicts, [], scope)
     passed = {name: c for name, c in contenders.items() if not verdicts[name].reason}
-    programs = {name: _program(c, what, judges[c.case].oracle.inputs) for name, c in passed.items()}
+    programs = {name: program(c, what, judges[c.case].oracle.inputs) for name, c in passed.items()}
     arounds = {name: c.around for name, c in passed.items()}
     laps = []
     for threads, clock in clocks:
@@ -97,7 +97,7 @@ def race(
     return Heat(verdicts, laps, scope)
 
 
-def _program(contender: Contender, what: str, inputs: Any) -> timing.Program:
+def program(contender: Contender, what: str, inputs: Any) -> timing.Program:
     case = contender.case
     call = contender.peer.prepare(case)
     if what == FORWARD:

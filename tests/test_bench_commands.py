@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
 
-from bench import decode, memory, plot, readme, report, results, targets
+from bench import decode, machine, memory, plot, readme, report, results, targets
 from bench.__main__ import main
 from bench.cases import BACKWARD, FORWARD
 from bench.masks import MASKS
 from bench.peers import BASELINE, SUBJECT
 from tests.bench_helpers import LIMITS, case, cells, hurry, know_ceilings
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 FAST = ["--device", "cpu", "--threads", "1", "--seconds", "0.002"]
 
 
@@ -76,6 +80,19 @@ def test_memory_says_why_a_probe_failed(tmp_path):
     assert "FAILED: runs on CUDA only" in report.memory_line(theirs)
 
 
+def test_the_ten_calls_run():
+    pytest.importorskip("pytest_benchmark")
+    options = ["-q", "--benchmark-disable", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "bench/test_calls.py", *options],
+        cwd=machine.ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "10 passed" in done.stdout, done.stdout
+
+
 # --- targets ---------------------------------------------------------------------------------
 
 
@@ -103,12 +120,13 @@ def tiny_targets(monkeypatch):
     monkeypatch.setattr(targets, "TARGETS", rows)
 
 
-def test_targets_are_measured_and_judged(tiny_targets, tmp_path, capsys):
+def test_targets_are_measured_and_judged(tiny_targets, tmp_path, capsys, threads):
+    threads(2)
     before = targets.isas() and targets.native.cpu_isa()
     result = run(tmp_path, "targets")
     met = {row["name"]: row["met"] for row in result["targets"]}
     wanted = dict.fromkeys(met, True) | {"a ratio": False, "no rival": None, "no such isa": None}
-    assert {**met, "threads": True} == wanted
+    assert met == wanted
     reasons = {row["name"]: row["reason"] for row in result["targets"]}
     assert reasons["no rival"] == "declined: runs on CUDA only"
     assert reasons["no such isa"] == "this machine has no mmx kernels"
@@ -151,7 +169,6 @@ def sweep(tmp_path_factory) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         know_ceilings(patch)
         result = results.start("sweep", "cpu", ("float32",), {})
-    results.finish(result)
     cases = [case(mask, N=n, D=64) for mask in ("full", "causal", "window") for n in (16, 32, 64)]
     result["cells"] = cells(*cases)
     size = {"full": 100, "dropout": 1000}

@@ -17,6 +17,7 @@ from bench.verify import Judge, Oracle, judged_groups, relative_errors
 from tests.bench_helpers import case, cells
 
 REAL = fastattn.attention
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture
