@@ -58,8 +58,8 @@ def cells(
 ) -> Iterator[Record]:
     """Yield one JSON-ready record a cell, as soon as it is done. seconds is the timing budget of a
     cell at one thread count; threads are the counts, by default one and all."""
-    programs = [[FORWARD]] * (FORWARD in passes)
-    programs += [trained] if (trained := [p for p in passes if p != FORWARD]) else []
+    trained = [what for what in passes if what != FORWARD]  # parts of one program
+    programs = [whats for whats in ([FORWARD] * (FORWARD in passes), trained) if whats]
     for case in cases:
         judge = Judge(case, gradients=bool(trained))
         clocks = timing.clocks(case.device, threads)
