@@ -41,7 +41,8 @@ struct FaParams {
   const int64_t* seed;     // one element; read by the kernel when dropout_p > 0
   const int64_t* cu_q;     // reserved for packed variable-length batches: (B+1) row offsets
   const int64_t* cu_k;     // reserved, likewise for keys; both must be null today
-  void* workspace;         // fa_cpu_workspace() bytes, 64-byte aligned; contents undefined on entry
+  void* workspace;         // fa_cpu_workspace() bytes, 64-byte aligned, contents undefined on entry;
+                           // or null: the library finds them itself
 
   int64_t B, H, Hk, M, N, D, Dv;
   int64_t left, right;     // row i, standing at i', keeps i'-left <= j <= i'+right

@@ -1,6 +1,7 @@
 // The kernels for one instruction set: CMake compiles this file once for each, with
 // FA_ISA naming it. Nothing here may be called before the machine was asked for it.
 #include "backward.h"
+#include "decode.h"
 #include "forward.h"
 #include "weights.h"
 
@@ -11,7 +12,7 @@ template <class Mul>
 Plan plan_with(const FaParams& p, int64_t pass) {
   switch (pass) {
     case FA_FORWARD:
-      return Forward<Mul>::plan(p);
+      return Decode<Mul>::suits(p) ? Decode<Mul>::plan(p) : Forward<Mul>::plan(p);
     case FA_WEIGHTS:
       return Weights<Mul>::plan(p);
     default:

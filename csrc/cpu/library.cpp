@@ -135,6 +135,13 @@ bool run_phase(const Phase& phase, const FaParams& p) {
   return done == phase.tasks;
 }
 
+int64_t run_plan(const Plan& plan, const FaParams& p) {
+  if (poisoned && plan.workspace) std::memset(p.workspace, 0xFF, plan.workspace);
+  for (int i = 0; i < plan.count; ++i)
+    if (!run_phase(plan.phases[i], p)) return FA_NO_MEMORY;
+  return FA_OK;
+}
+
 double thread_seconds() {
   timespec t;
   clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
@@ -157,10 +164,16 @@ int64_t fa_cpu_run(const FaParams* p, int64_t pass) {
     for (int64_t b = 0; b < p->B; ++b)
       if (p->lengths[b] < 0 || p->lengths[b] > p->N) return FA_BAD_LENGTH;
   const fa::Plan plan = fa::chosen.load()->make_plan(*p, pass);
-  if (fa::poisoned && plan.workspace) std::memset(p->workspace, 0xFF, plan.workspace);
-  for (int i = 0; i < plan.count; ++i)
-    if (!fa::run_phase(plan.phases[i], *p)) return FA_NO_MEMORY;
-  return FA_OK;
+  if (plan.workspace && !p->workspace) {
+    static thread_local fa::ScratchMemory memory;
+    FaParams params = *p;
+    params.workspace = memory.get(plan.workspace);
+    if (!params.workspace) return FA_NO_MEMORY;
+    const int64_t status = fa::run_plan(plan, params);
+    memory.trim();
+    return status;
+  }
+  return fa::run_plan(plan, *p);
 }
 
 const char* fa_cpu_isas(void) {

@@ -19,7 +19,8 @@ struct Plain {
   using Real = R;
   using Element = R;
   static constexpr int pair = 1;
-  static FA_INLINE Vec<R> fma(Vec<R> acc, const R* x, Vec<R> y) { return acc + splat(*x) * y; }
+  static FA_INLINE Vec<R> fma(Vec<R> acc, Vec<R> x, Vec<R> y) { return acc + x * y; }
+  static FA_INLINE Vec<R> fma(Vec<R> acc, const R* x, Vec<R> y) { return fma(acc, splat(*x), y); }
 };
 
 #if defined(__AVX512BF16__)
@@ -27,10 +28,13 @@ struct PairedBf16 {
   using Real = float;
   using Element = int32_t;
   static constexpr int pair = 2;
+  static FA_INLINE Vec<float> fma(Vec<float> acc, Vec<int32_t> x, Vec<int32_t> y) {
+    return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)y);
+  }
   static FA_INLINE Vec<float> fma(Vec<float> acc, const int32_t* x, Vec<int32_t> y) {
     int32_t both;
     std::memcpy(&both, x, 4);
-    return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(both), (__m512bh)y);
+    return fma(acc, (Vec<int32_t>)_mm512_set1_epi32(both), y);
   }
 };
 #endif

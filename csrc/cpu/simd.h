@@ -1,7 +1,7 @@
 // Vectors of float and double as wide as the instruction set this file is
 // compiled for, in compiler vector extensions; intrinsics only where those say
-// less than the machine can do. Lanes run over query rows, so nothing here sums
-// across a vector.
+// less than the machine can do. Lanes run over query rows; only decoding sums across
+// them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -60,6 +60,20 @@ FA_INLINE Vec<E> load(const E* p) {
 template <class E>
 FA_INLINE void store(E* p, Vec<E> v) {
   std::memcpy(p, &v, sizeof v);
+}
+// The first n elements, zeros after them.
+template <class E>
+FA_INLINE Vec<E> load_some(const E* p, int64_t n) {
+  Vec<E> v{};
+#if defined(__AVX512F__)
+  if constexpr (sizeof(E) == 4)
+    v = (Vec<E>)_mm512_maskz_loadu_epi32(__mmask16((1u << n) - 1), p);
+  else
+    v = (Vec<E>)_mm512_maskz_loadu_epi64(__mmask8((1u << n) - 1), p);
+#else
+  std::memcpy(&v, p, n * sizeof(E));
+#endif
+  return v;
 }
 template <class E>
 FA_INLINE Vec<E> splat(E x) {
@@ -213,6 +227,22 @@ FA_INLINE void transpose_registers(Vec<E>* r) {
     for (int i = 0; i < W; ++i)
       if (!(i & S)) swap_halves<E, S>(r[i], r[i + S], std::make_integer_sequence<int, W>{});
     transpose_registers<E, 2 * S>(r);
+  }
+}
+
+// Sums along the lanes of kLanes vectors: lane i has that of r[i]. The vectors are used up.
+template <class E, int S = 1>
+FA_INLINE Vec<E> sum_lanes(Vec<E>* r) {
+  constexpr int W = kLanes<E>;
+  if constexpr (S < W) {
+#pragma GCC unroll 16
+    for (int i = 0; i < W; i += 2 * S) {
+      swap_halves<E, S>(r[i], r[i + S], std::make_integer_sequence<int, W>{});
+      r[i] += r[i + S];
+    }
+    return sum_lanes<E, 2 * S>(r);
+  } else {
+    return r[0];
   }
 }
 

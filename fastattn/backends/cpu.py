@@ -58,7 +58,7 @@ class Cpu:
         )
         tail = _pointers(t) + scalars(spec, get_num_threads())
         _run(native.FORWARD, head + _features(t) + _AFTER_SINKS + tail, spec, t)
-        return out, lse  # no workspace: fa_cpu_workspace is 0 for this pass
+        return out, lse  # no workspace: the library finds the little that decoding needs
 
     def backward(
         self,

@@ -1,0 +1,230 @@
+// Decoding: few query rows, many keys. What costs is to read K and V, so they are read once, as
+// they lie, for all query heads that share them, and lanes run over their columns; the scores alone
+// are turned to keys x lanes, for the same pipeline as everywhere. The keys are cut into chunks
+// that threads share, whose softmaxes are merged (Flash-Decoding, Dao et al. 2023).
+#pragma once
+#include "few_rows.h"
+#include "plan.h"
+#include "scratch.h"
+#include "tile.h"
+
+namespace fa {
+namespace FA_ISA {
+
+template <class Mul>
+struct Decode {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  using Op = Operand<Mul>;
+  using T = Tile<R, 1>;
+  using Few = FewRows<Mul>;
+  using Sum = WeightedSum<Mul>;
+  static constexpr int pair = Mul::pair, W = kLanes<R>;
+
+  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster.
+  static bool suits(const FaParams& p) { return p.M <= W / 2; }
+
+  // Blind to threads, and so is the order of every sum.
+  static constexpr int64_t kChunkKeys = 4 * kTileKeys;
+  static int64_t chunks(const FaParams& p) {
+    return std::max<int64_t>(1, (p.N + kChunkKeys - 1) / kChunkKeys);
+  }
+  static int64_t group(const FaParams& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
+
+  // How many heads are lanes of one tile: all, where nothing but q tells their scores apart.
+  static int64_t heads_per_tile(const FaParams& p) {
+    const bool alike = p.M == 1 && !p.slopes.data && p.dropout_p == 0 &&
+                       (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
+    return alike ? std::clamp<int64_t>(group(p), 1, W) : 1;
+  }
+
+  struct Lanes {  // of one tile: rows of one head, or the one row of several
+    Rows rows;
+    int64_t heads, count;
+    FA_INLINE int64_t head(int64_t l) const { return rows.h + (heads > 1 ? l : 0); }
+    FA_INLINE int64_t row(int64_t l) const { return rows.i0 + (heads > 1 ? 0 : l); }
+  };
+  // Calls f(tile, lanes) for every tile of the query heads that share key head hk.
+  template <class F>
+  static void each_tile(const FaParams& p, int64_t b, int64_t hk, F f) {
+    const int64_t most = heads_per_tile(p), end = (hk + 1) * group(p);
+    int64_t t = 0;
+    for (int64_t h = hk * group(p); h < end; h += most)
+      for (int64_t i = 0; i < p.M; i += W) {
+        const int64_t heads = std::min(most, end - h), rows = std::min<int64_t>(W, p.M - i);
+        f(t++, Lanes{{b, h, i, rows}, heads, heads > 1 ? heads : rows});
+      }
+  }
+  static int64_t tiles(const FaParams& p) {
+    return (group(p) + heads_per_tile(p) - 1) / heads_per_tile(p) * ((p.M + W - 1) / W);
+  }
+
+  struct Buffers {
+    E* q;            // [tiles][W][padded(D)]
+    R *out, *m, *l;  // [tiles][W][columns(Dv)], [tiles][W]: out not yet divided by l
+    R *s, *rescale;
+    E *k, *v, *p;
+    ScoreScratch<R> score;
+  };
+  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+    Scratch take{base};
+    const int64_t rows = tiles(p) * W, keys = kTileKeys, d = Few::padded(p.D);
+    b.q = take.array<E>(rows * d);
+    b.out = take.array<R>(rows * Sum::columns(p.Dv));
+    b.m = take.array<R>(rows);
+    b.l = take.array<R>(rows);
+    b.s = take.array<R>(keys * W);
+    b.rescale = take.array<R>(W);
+    b.k = take.array<E>(keys * d);
+    b.v = take.array<E>(Sum::staged(keys, p.Dv));
+    b.p = take.array<E>(pair == 1 ? 0 : keys / pair * W);
+    const int64_t masked = p.mask.data ? keys * W : 0;
+    b.score = {take.array<R>(masked), take.array<R>(masked)};
+    return take.used;
+  }
+
+  // What the chunks leave for the merge.
+  struct Parts {
+    R *out, *m, *l;  // [chunks][B H M][columns(Dv)], [chunks][B H M]
+    size_t bytes;
+  };
+  static Parts parts(const FaParams& p) {
+    Scratch take{static_cast<char*>(p.workspace)};
+    const int64_t rows = chunks(p) * p.B * p.H * p.M;
+    Parts parts;
+    parts.out = take.array<R>(rows * Sum::columns(p.Dv));
+    parts.m = take.array<R>(rows);
+    parts.l = take.array<R>(rows);
+    parts.bytes = take.used;
+    return parts;
+  }
+  static int64_t part(const FaParams& p, int64_t chunk, int64_t b, int64_t h, int64_t i) {
+    return ((chunk * p.B + b) * p.H + h) * p.M + i;
+  }
+
+  static void begin(const FaParams& p, const Lanes& lanes, int64_t t, const Buffers& buf) {
+    const int64_t d = Few::padded(p.D), elements = Few::elements(p.D), dv = Sum::columns(p.Dv);
+    for (int64_t l = 0; l < lanes.count; ++l) {
+      E* q = buf.q + (t * W + l) * d;
+      const Plane from = plane(p.q, lanes.rows.b, lanes.head(l));
+      const Broadcast<E> row = Op::along(from, lanes.row(l), 1, p.D, buf.k);
+      std::copy_n(row.data, elements, q);
+      std::fill(q + elements, q + d, E(0));
+    }
+    std::fill(buf.out + t * W * dv, buf.out + (t + 1) * W * dv, R(0));
+    std::fill(buf.m + t * W, buf.m + (t + 1) * W, -kInf<R>);
+    std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));
+  }
+
+  // Rows [r, r + W) of A on their way to the cache, while something else is computed: their reader
+  // takes a few columns of each at a time, which looks like no stream to the hardware.
+  static FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t columns) {
+    const int64_t size = item_size(a.dtype);
+    if (a.step != 1) return;
+    for (int x = 0; x < W; ++x) {
+      const char* row = static_cast<const char*>(a.data) + a.at(r + x) * size;
+      for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(row + at, 0, 2);
+    }
+  }
+
+  static void attend(const FaParams& p, const Lanes& lanes, int64_t t, const Keys& keys,
+                     Broadcast<E> k, Broadcast<E> v, const Buffers& buf) {
+    const int64_t dv = Sum::columns(p.Dv), hk = key_head(p, lanes.rows.h);
+    const E* q = buf.q + t * W * Few::padded(p.D);
+    R* out = buf.out + t * W * dv;
+    for (int64_t j = 0; j < keys.count; j += W) {
+      const int64_t n = std::min<int64_t>(W, keys.count - j);
+      if (t == 0) prefetch(plane(p.v, lanes.rows.b, hk), keys.j0 + j, p.Dv);
+      Few::products({k.data + j * k.stride, k.stride}, n, p.D, q, lanes.count, R(p.scale),
+                    buf.s + j * W);
+    }
+    T::score(p, lanes.rows, keys, buf.s, nullptr, buf.score);
+    T::online_softmax(keys.count, buf.s, buf.m + t * W, buf.l + t * W, buf.rescale);
+    if (p.dropout_p > 0) T::dropout(p, lanes.rows, keys, buf.s, nullptr);
+    for (int64_t l = 0; l < lanes.count; ++l)
+      for (int64_t c = 0; c < dv; ++c) out[l * dv + c] *= buf.rescale[l];
+    for (int64_t j = 0; j < keys.count; j += W) {
+      const int64_t n = std::min<int64_t>(W, keys.count - j);
+      if (t == 0) prefetch(plane(p.k, lanes.rows.b, hk), keys.end() + j, p.D);
+      Sum::add(buf.s + j * W, {v.data + j * v.stride, v.stride}, n, lanes.count, p.Dv, buf.p, out);
+    }
+  }
+
+  // One chunk of keys against every row that sees them.
+  static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
+    Buffers buf;
+    carve(p, scratch, buf);
+    const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
+    each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
+    const KeyRange seen = key_range(p, b, 0, p.M);
+    const int64_t end = std::min((chunk + 1) * kChunkKeys, seen.hi);
+    // Tiles start on a Philox group; without dropout no tile need begin before what is seen.
+    const int64_t first = p.dropout_p > 0 ? seen.lo / 4 * 4 : seen.lo;
+    for (int64_t J0 = chunk * kChunkKeys; J0 < end; J0 += kTileKeys) {
+      const int64_t lo = std::max(J0, first), hi = std::min(J0 + kTileKeys, end);
+      if (lo >= hi) continue;
+      const Keys keys{lo, hi - lo};
+      const Broadcast<E> k = Op::along(plane(p.k, b, hk), lo, keys.count, p.D, buf.k);
+      const Broadcast<E> v = Sum::stage(plane(p.v, b, hk), lo, keys.count, p.Dv, buf.v);
+      each_tile(p, b, hk,
+                [&](int64_t t, const Lanes& lanes) { attend(p, lanes, t, keys, k, v, buf); });
+    }
+    const Parts to = parts(p);
+    const int64_t dv = Sum::columns(p.Dv);
+    each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
+      for (int64_t l = 0; l < lanes.count; ++l) {
+        const int64_t at = part(p, chunk, b, lanes.head(l), lanes.row(l));
+        Sum::natural(buf.out + (t * W + l) * dv, p.Dv, to.out + at * dv);
+        to.m[at] = buf.m[t * W + l];
+        to.l[at] = buf.l[t * W + l];
+      }
+    });
+  }
+
+  static size_t carve_sum(const FaParams& p, char* base, R*& sum) {
+    Scratch take{base};
+    sum = take.array<R>(Sum::columns(p.Dv));
+    return take.used;
+  }
+  // The rows of one head from their parts; a sink is one more, and has no value.
+  static void merge(const FaParams& p, int64_t task, char* scratch) {
+    R* sum;
+    carve_sum(p, scratch, sum);
+    const int64_t b = task / p.H, h = task % p.H, dv = Sum::columns(p.Dv);
+    const Parts from = parts(p);
+    const R sink = p.sinks.data ? read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1])
+                                : -kInf<R>;
+    for (int64_t i = 0; i < p.M; ++i) {
+      R m = sink;
+      for (int64_t c = 0; c < chunks(p); ++c) m = std::max(m, from.m[part(p, c, b, h, i)]);
+      const R pivot = m == -kInf<R> ? R(0) : m;
+      R l = std::exp(sink - pivot);
+      std::fill(sum, sum + dv, R(0));
+      for (int64_t c = 0; c < chunks(p); ++c) {
+        const int64_t at = part(p, c, b, h, i);
+        const R weight = std::exp(from.m[at] - pivot);
+        l += weight * from.l[at];
+        for (int64_t x = 0; x < dv; ++x) sum[x] += weight * from.out[at * dv + x];
+      }
+      const R lse = l == R(0) ? -kInf<R> : m + std::log(l);
+      const R factor = l == R(0) ? R(0) : R(1) / l;
+      for (int64_t x = 0; x < dv; ++x) sum[x] *= factor;
+      write_row(p.lse.data, p.lse.dtype, plane(p.lse, b, h).at(i), 1, 1, &lse);
+      const Plane out = plane(p.out, b, h);
+      write_row(p.out.data, out.dtype, out.at(i), out.step, p.Dv, sum);
+    }
+  }
+
+  static Plan plan(const FaParams& p) {
+    Plan plan;
+    Buffers unused;
+    R* sum;
+    plan.workspace = parts(p).bytes;
+    plan.add({p.B * p.Hk * chunks(p), carve(p, nullptr, unused), run_chunk});
+    plan.add({p.B * p.H, carve_sum(p, nullptr, sum), merge});
+    return plan;
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa
