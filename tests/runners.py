@@ -36,6 +36,7 @@ DECLARED = [
 ]
 every_dtype = pytest.mark.parametrize("dtype", DECLARED)
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter; runs on a GPU")
+of_cpu_blocks = pytest.mark.skipif(INTERPRETED, reason="sizes are of the C++ kernels' own blocks")
 
 
 def small(sizes, interpreted):

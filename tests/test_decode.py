@@ -7,11 +7,11 @@ import pytest
 import torch
 from cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, negative_logits
 from judge import Verdict
-from runners import declares, every_backend, every_dtype, everywhere, not_interpreted, passed
+from runners import declares, every_backend, every_dtype, everywhere, of_cpu_blocks, passed
 
 import fastattn
 
-pytestmark = [not_interpreted, pytest.mark.usefixtures("one_thread")]
+pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
 
 # Several chunks and part of one, of keys; rows and columns that fill no vector.
 SHAPES = {

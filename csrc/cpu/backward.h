@@ -1,8 +1,8 @@
 // Backward. The main phase gives each block of keys of one key head (and, where those
 // are few, each segment of its rows) to a task, which keeps dK and dV to itself and adds
-// its share of dQ to the tile of rows in hand. Those additions wait for their turn, first block first, so every sum has one order
-// whatever the threads do; a task only ever waits for tasks taken before it, and
-// follows its predecessor one tile behind.
+// its share of dQ to the tile of rows in hand. Those additions wait for their turn, first
+// block first, so every sum has one order whatever the threads do; a task only ever waits
+// for tasks taken before it, and follows its predecessor one tile behind.
 #pragma once
 #include <thread>
 
@@ -47,6 +47,7 @@ struct Backward {
       delta_from_output(p, rows, delta);
     else if (!p.constant_lse)
       delta_from_weights(p, rows, lse, delta, scratch);
+    if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::clear_unseen(p, rows);
     w.turn[task] = int32_t(key_range(p, b, rows.i0, rows.end()).lo / kTileKeys);
   }
   static void delta_from_output(const FaParams& p, const Rows& rows, R* delta) {
@@ -117,6 +118,12 @@ struct Backward {
         const Rows rows = G::tile_rows(p, b, hk * group + at / G::tiles(p), t);
         const Keys seen = visible_keys(p, rows, J0);
         if (seen.count <= 0) continue;
+        if (shown(p, rows, seen) == Shown::none) {  // a turn that nothing is done with
+          int32_t* turn = w.turn + G::tile_index(p, b, rows.h, t);
+          wait_for_turn(turn, chunk);
+          pass_turn(turn, chunk);
+          continue;
+        }
         with_vectors<R>(rows.count, [&](auto nv) {
           tile<decltype(nv)::value>(p, w, rows, t, seen, chunk, block, k_across, buf);
         });
@@ -163,6 +170,8 @@ struct Backward {
     G::stage_rows(p, rows, T::lanes, buf);
     G::template scores<NV>(p, rows, keys, block, w.lse + index * kTileRows<R>,
                            w.delta + index * kTileRows<R>, buf);
+    if (MaskGradient<Mul>::is_ds(p))
+      MaskGradient<Mul>::write_ds(p, rows, keys, T::lanes, buf.ds);
     if (!G::of_weights(p)) {  // dV += dropout(P) dO
       const R* s = p.dropout_p > 0 ? buf.dropped : buf.s;
       const Broadcast<E> dout = Op::across(plane(p.dout, rows.b, rows.h), rows.i0, rows.count,
@@ -228,7 +237,8 @@ struct Backward {
     plan.add({G::chunks(p) * G::segments(p) * p.B * p.Hk, scratch, keys});
     if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, join_segments});
     if (!G::dq_in_place(p)) plan.add({row_tasks, 0, write_dq});
-    if (p.dmask.data) plan.add({MaskGradient<Mul>::tasks(p), scratch, MaskGradient<Mul>::run});
+    if (p.dmask.data && !MaskGradient<Mul>::is_ds(p))
+      plan.add({MaskGradient<Mul>::tasks(p), scratch, MaskGradient<Mul>::run});
     if (p.dsinks.data) plan.add({p.H, 0, sinks});
     return plan;
   }

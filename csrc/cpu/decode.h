@@ -78,8 +78,7 @@ struct Decode {
     b.k = take.array<E>(keys * d);
     b.v = take.array<E>(Sum::staged(keys, p.Dv));
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * W);
-    const int64_t masked = p.mask.data ? keys * W : 0;
-    b.score = {take.array<R>(masked), take.array<R>(masked)};
+    b.score = {take.array<R>(p.mask.data ? keys * W : 0)};
     return take.used;
   }
 
@@ -162,12 +161,13 @@ struct Decode {
     const int64_t first = p.dropout_p > 0 ? seen.lo / 4 * 4 : seen.lo;
     for (int64_t J0 = chunk * kChunkKeys; J0 < end; J0 += kTileKeys) {
       const int64_t lo = std::max(J0, first), hi = std::min(J0 + kTileKeys, end);
-      if (lo >= hi) continue;
       const Keys keys{lo, hi - lo};
+      if (keys.count <= 0) continue;
       const Broadcast<E> k = Op::along(plane(p.k, b, hk), lo, keys.count, p.D, buf.k);
       const Broadcast<E> v = Sum::stage(plane(p.v, b, hk), lo, keys.count, p.Dv, buf.v);
-      each_tile(p, b, hk,
-                [&](int64_t t, const Lanes& lanes) { attend(p, lanes, t, keys, k, v, buf); });
+      each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
+        if (shown(p, lanes.rows, keys) != Shown::none) attend(p, lanes, t, keys, k, v, buf);
+      });
     }
     const Parts to = parts(p);
     const int64_t dv = Sum::columns(p.Dv);

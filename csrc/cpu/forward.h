@@ -53,8 +53,7 @@ struct Forward {
     b.v = take.array<E>(keys / pair * round_up(p.Dv, kLanes<E>));
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * lanes);
     b.rows = take.array<E>(kLanes<E> * p.D);
-    b.score = {take.array<R>(p.mask.data ? keys * lanes : 0),
-               take.array<R>(p.mask.data ? keys * kLanes<R> : 0)};
+    b.score = {take.array<R>(p.mask.data ? keys * kLanes<R> : 0)};
     return take.used;
   }
 
@@ -125,7 +124,8 @@ struct Forward {
       const Broadcast<E> v = Op::across(plane(p.v, b, hk), J0, count, p.Dv, false, buf.v);
       each_tile([&](auto nv, const Rows& rows, const State& st) {
         const Keys keys = visible_keys(p, rows, J0);
-        if (keys.count > 0) attend<decltype(nv)::value>(p, rows, keys, J0, k, v, st, buf);
+        if (keys.count > 0 && shown(p, rows, keys) != Shown::none)
+          attend<decltype(nv)::value>(p, rows, keys, J0, k, v, st, buf);
       });
     }
     each_tile([&](auto nv, const Rows& rows, const State& st) {

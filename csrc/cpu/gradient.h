@@ -109,8 +109,7 @@ struct Gradient {
     b.dk = take.array<R>(keys * d);
     b.dv = take.array<R>(keys * dv);
     b.sum = take.array<R>(p.dmask.data ? tile : 0);
-    b.score = {take.array<R>(p.mask.data ? tile : 0),
-               take.array<R>(p.mask.data || of_weights(p) ? keys * kLanes<R> : 0)};
+    b.score = {take.array<R>(p.mask.data || of_weights(p) ? keys * kLanes<R> : 0)};
     return take.used;
   }
 

@@ -1,5 +1,6 @@
 // The gradient of a float mask, in the mask's own shape: dS summed over whatever
-// dimensions the mask is broadcast along. Each task owns some of its elements and
+// dimensions the mask is broadcast along. Where that is none, the main phase of the
+// backward pass writes dS as it comes by. Else each task owns some of its elements and
 // walks everything that flows into them, in one order; it computes dS anew, so that
 // no M x N buffer exists unless the mask itself is one.
 #pragma once
@@ -14,6 +15,36 @@ struct MaskGradient {
   using R = typename Mul::Real;
   using Buffers = typename G::Buffers;
   static constexpr int64_t kLanesKept = kTileRows<R>;
+
+  // Is every element of dS one of the mask's gradient?
+  static bool is_ds(const FaParams& p) {
+    const int64_t sizes[4] = {p.B, p.H, p.M, p.N};
+    for (int dim = 0; dim < 4; ++dim)
+      if (sizes[dim] > 1 && p.dmask.stride[dim] == 0) return false;
+    return p.dmask.data;
+  }
+  // 0 where no tile comes by: left and right of the keys that these rows see.
+  static void clear_unseen(const FaParams& p, const Rows& rows) {
+    const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
+    const Plane to = plane(p.dmask, rows.b, rows.h);
+    const auto clear = [&](int64_t l, int64_t j, int64_t end) {
+      const R zeros[64] = {};
+      for (; j < end; j += 64)
+        write_row(p.dmask.data, to.dtype, to.at(rows.i0 + l, j), to.step,
+                  std::min<int64_t>(64, end - j), zeros);
+    };
+    for (int64_t l = 0; l < rows.count; ++l) {
+      clear(l, 0, seen.empty() ? p.N : seen.lo / 4 * 4);
+      if (!seen.empty()) clear(l, seen.hi, p.N);
+    }
+  }
+  static void write_ds(const FaParams& p, const Rows& rows, const Keys& keys, int64_t lanes,
+                       const R* ds) {
+    R one[kLanesKept];
+    std::fill(one, one + kLanesKept, R(1));
+    write_transposed(ds, lanes, one, plane(p.dmask, rows.b, rows.h), rows.i0, rows.count, keys.j0,
+                     keys.count);
+  }
 
   // A dimension of stride 0 is summed over: it has one part instead of `whole`.
   static int64_t parts(const FaParams& p, int dim, int64_t whole) {

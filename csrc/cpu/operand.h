@@ -44,25 +44,31 @@ void copy_rows(const Plane& a, int64_t r0, int64_t rows, int64_t c0, int64_t col
   }
 }
 
-// dst[columns][ldd] = src[rows][ld] transposed, lanes past `rows` zero.
-template <class E>
-void transpose(const E* src, int64_t ld, int64_t rows, int64_t columns, E* dst, int64_t ldd) {
+// Calls out(c, column c of src[rows][ld] as a vector), lanes past `rows` zero.
+template <class E, class Out>
+FA_INLINE void each_column(const E* src, int64_t ld, int64_t rows, int64_t columns, Out out) {
   constexpr int W = kLanes<E>;
   Vec<E> block[W];
-  for (int64_t c = 0; c < columns; c += W) {
-    const int64_t width = std::min<int64_t>(W, columns - c);
+  int64_t c = 0;
+  if (rows >= W)  // whole blocks stay in registers
+    for (; c + W <= columns; c += W) {
 #pragma GCC unroll 16
-    for (int r = 0; r < W; ++r) {
-      block[r] = Vec<E>{};
-      if (r >= rows) continue;
-      if (width == W)
-        block[r] = load(src + r * ld + c);
-      else
-        std::memcpy(&block[r], src + r * ld + c, width * sizeof(E));
+      for (int r = 0; r < W; ++r) block[r] = load(src + r * ld + c);
+      transpose_registers<E>(block);
+#pragma GCC unroll 16
+      for (int i = 0; i < W; ++i) out(c + i, block[i]);
     }
+  for (; c < columns; c += W) {
+    const int64_t width = std::min<int64_t>(W, columns - c);
+    for (int r = 0; r < W; ++r)
+      block[r] = r < rows ? load_some(src + r * ld + c, width) : Vec<E>{};
     transpose_registers<E>(block);
-    for (int64_t i = 0; i < width; ++i) store(dst + (c + i) * ldd, block[i]);
+    for (int64_t i = 0; i < width; ++i) out(c + i, block[i]);
   }
+}
+template <class E>
+void transpose(const E* src, int64_t ld, int64_t rows, int64_t columns, E* dst, int64_t ldd) {
+  each_column(src, ld, rows, columns, [&](int64_t c, Vec<E> x) { store(dst + c * ldd, x); });
 }
 
 template <class Mul>
@@ -86,14 +92,19 @@ struct Operand<Plain<R>> {
   // dst[columns][lanes] from rows r0.. and columns c0..; `rows_buf` holds kLanes rows.
   static void transposed(const Plane& a, int64_t r0, int64_t rows, int64_t c0, int64_t columns,
                          int64_t lanes, R* dst, R* rows_buf) {
+    each_lanes(a, r0, rows, c0, columns, lanes, rows_buf,
+               [&](int64_t c, int64_t l, Vec<R> x) { store(dst + c * lanes + l, x); });
+  }
+  // Calls out(c, l, lanes [l, l + kLanes) of column c).
+  template <class Out>
+  static FA_INLINE void each_lanes(const Plane& a, int64_t r0, int64_t rows, int64_t c0,
+                                   int64_t columns, int64_t lanes, R* rows_buf, Out out) {
     for (int64_t l = 0; l < lanes; l += kLanes<R>) {
       const int64_t n = std::clamp<int64_t>(rows - l, 0, kLanes<R>);
-      if (readable_in_place<R>(a)) {
-        transpose(in_place<R>(a, r0 + l, c0), a.row, n, columns, dst + l, lanes);
-      } else {
-        copy_rows(a, r0 + l, n, c0, columns, rows_buf, columns);
-        transpose(rows_buf, columns, n, columns, dst + l, lanes);
-      }
+      const bool here = readable_in_place<R>(a);
+      if (!here) copy_rows(a, r0 + l, n, c0, columns, rows_buf, columns);
+      each_column(here ? in_place<R>(a, r0 + l, c0) : rows_buf, here ? a.row : columns, n, columns,
+                  [&](int64_t c, Vec<R> x) { out(c, l, x); });
     }
   }
   // A tile [keys][lanes] as an operand summed along its lanes, or along its keys.

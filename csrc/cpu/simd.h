@@ -61,7 +61,7 @@ template <class E>
 FA_INLINE void store(E* p, Vec<E> v) {
   std::memcpy(p, &v, sizeof v);
 }
-// The first n elements, zeros after them.
+// The first n elements of a vector, zeros after them.
 template <class E>
 FA_INLINE Vec<E> load_some(const E* p, int64_t n) {
   Vec<E> v{};

@@ -30,10 +30,21 @@ FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0) {
   return {lo, std::max<int64_t>(hi - lo, 0)};
 }
 
+// What a boolean mask with one row for all queries (padding) lets through of these keys.
+enum class Shown { none, some, all };
+FA_INLINE Shown shown(const FaParams& p, const Rows& rows, const Keys& keys) {
+  const Plane a = plane(p.mask, rows.b, rows.h);
+  if (!a.data || a.dtype != FA_BOOL || a.row != 0) return Shown::some;
+  const uint8_t* flags = static_cast<const uint8_t*>(a.data);
+  const bool first = flags[a.at(0, keys.j0)];
+  for (int64_t j = keys.j0 + 1; j < keys.end(); ++j)
+    if (bool(flags[a.at(0, j)]) != first) return Shown::some;
+  return first ? Shown::all : Shown::none;
+}
+
 template <class R>
 struct ScoreScratch {
-  R* bias;  // kTileKeys x lanes
-  R* rows;  // kLanes x kTileKeys
+  R* rows;  // kLanes x kTileKeys, of the mask
 };
 
 template <class R, int NV>
@@ -81,22 +92,22 @@ struct Tile {
   static void mask(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
                    const ScoreScratch<R>& scratch) {
     const Plane a = plane(p.mask, rows.b, rows.h);
-    const bool shared = a.row == 0;  // one row serves every query: O(N) to read
-    if (shared)
-      copy_rows(a, 0, 1, keys.j0, keys.count, scratch.bias, keys.count);
-    else
-      Operand<Plain<R>>::transposed(a, rows.i0, rows.count, keys.j0, keys.count, lanes,
-                                    scratch.bias, scratch.rows);
-    const auto bias = [&](int64_t j, int v) {
-      return shared ? splat(scratch.bias[j]) : load(scratch.bias + j * lanes + v * W);
+    const auto apply = [&](auto act) {
+      if (a.row == 0) {  // one row serves every query: O(N) to read
+        copy_rows(a, 0, 1, keys.j0, keys.count, scratch.rows, keys.count);
+        each(keys.count, s, [&](int64_t j, int, V x) { return act(x, splat(scratch.rows[j])); });
+      } else {
+        Operand<Plain<R>>::each_lanes(a, rows.i0, rows.count, keys.j0, keys.count, lanes,
+                                      scratch.rows, [&](int64_t j, int64_t l, V add) {
+                                        R* at = s + j * lanes + l;
+                                        store(at, V(act(load(at), add)));
+                                      });
+      }
     };
     if (p.mask.dtype == FA_BOOL)  // hides even a NaN score, as masked_fill does
-      each(keys.count, s, [&](int64_t j, int v, V x) {
-        const V add = bias(j, v);
-        return add < R(0) ? add : x;
-      });
+      apply([](V x, V add) { return add < R(0) ? add : x; });
     else
-      each(keys.count, s, [&](int64_t j, int v, V x) { return x + bias(j, v); });
+      apply([](V x, V add) { return x + add; });
   }
 
   static void band(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
@@ -119,7 +130,7 @@ struct Tile {
                     const ScoreScratch<R>& scratch) {
     if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, slope);
     if (p.slopes.data) alibi(p, rows, keys, s);
-    if (p.mask.data) mask(p, rows, keys, s, scratch);
+    if (p.mask.data && shown(p, rows, keys) != Shown::all) mask(p, rows, keys, s, scratch);
     const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
     if (keys.j0 < all.lo || keys.end() > all.hi) band(p, rows, keys, s);
   }

@@ -28,8 +28,7 @@ struct Weights {
     b.sum = take.array<R>(tile);
     b.lse = take.array<R>(lanes);
     b.factor = take.array<R>(lanes);
-    b.score = {take.array<R>(p.mask.data ? tile : 0),
-               take.array<R>(p.mask.data ? kTileKeys * kLanes<R> : 0)};
+    b.score = {take.array<R>(p.mask.data ? kTileKeys * kLanes<R> : 0)};
     return take.used;
   }
 
@@ -60,7 +59,7 @@ struct Weights {
   static void add(const FaParams& p, const Rows& rows, int64_t J0, const Buffers& buf) {
     using T = Tile<R, NV>;
     const Keys keys = visible_keys(p, rows, J0);
-    if (keys.count <= 0) return;
+    if (keys.count <= 0 || shown(p, rows, keys) == Shown::none) return;
     G::load_lse(p, rows, T::lanes, buf.lse);
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, T::lanes, buf.q,
                    buf.rows);
