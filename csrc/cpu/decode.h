@@ -1,7 +1,7 @@
 // Decoding: few query rows, many keys. What costs is to read K and V, so they are read once, as
-// they lie, for all query heads that share them, and lanes run over their columns; the scores alone
-// are turned to keys x lanes, for the same pipeline as everywhere. The keys are cut into chunks
-// that threads share, whose softmaxes are merged (Flash-Decoding, Dao et al. 2023).
+// they lie, for all query heads that share them. Where a feature acts on scores, they are turned to
+// keys x lanes and back, for the same pipeline as everywhere. The keys are cut into chunks that
+// threads share, whose softmaxes are merged (Flash-Decoding, Dao et al. 2023).
 #pragma once
 #include "few_rows.h"
 #include "plan.h"
@@ -62,7 +62,7 @@ struct Decode {
   struct Buffers {
     E* q;            // [tiles][W][padded(D)]
     R *out, *m, *l;  // [tiles][W][columns(Dv)], [tiles][W]: out not yet divided by l
-    R *s, *rescale;
+    R *s, *turned;   // [W][kTileKeys], [kTileKeys][W]
     E *k, *v, *p;
     ScoreScratch<R> score;
   };
@@ -74,7 +74,7 @@ struct Decode {
     b.m = take.array<R>(rows);
     b.l = take.array<R>(rows);
     b.s = take.array<R>(keys * W);
-    b.rescale = take.array<R>(W);
+    b.turned = take.array<R>(keys * W);
     b.k = take.array<E>(keys * d);
     b.v = take.array<E>(Sum::staged(keys, p.Dv));
     b.p = take.array<E>(pair == 1 ? 0 : keys / pair * W);
@@ -135,18 +135,41 @@ struct Decode {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
       if (t == 0) prefetch(plane(p.v, lanes.rows.b, hk), keys.j0 + j, p.Dv);
       Few::products({k.data + j * k.stride, k.stride}, n, p.D, q, lanes.count, R(p.scale),
-                    buf.s + j * W);
+                    buf.s + j);
     }
-    T::score(p, lanes.rows, keys, buf.s, nullptr, buf.score);
-    T::online_softmax(keys.count, buf.s, buf.m + t * W, buf.l + t * W, buf.rescale);
-    if (p.dropout_p > 0) T::dropout(p, lanes.rows, keys, buf.s, nullptr);
-    for (int64_t l = 0; l < lanes.count; ++l)
-      for (int64_t c = 0; c < dv; ++c) out[l * dv + c] *= buf.rescale[l];
+    if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
+    for (int64_t l = 0; l < lanes.count; ++l) {
+      const R rescale = Few::softmax(keys.count, buf.s + l * kTileKeys, buf.m[t * W + l],
+                                     buf.l[t * W + l]);
+      for (int64_t c = 0; c < dv; ++c) out[l * dv + c] *= rescale;
+    }
+    if (p.dropout_p > 0) dropout(p, lanes, keys, buf);
+    const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
       if (t == 0) prefetch(plane(p.k, lanes.rows.b, hk), keys.end() + j, p.D);
-      Sum::add(buf.s + j * W, {v.data + j * v.stride, v.stride}, n, lanes.count, p.Dv, buf.p, out);
+      Sum::add(probabilities, j, v, n, lanes.count, p.Dv, out);
     }
+  }
+  static void score(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
+    transpose(buf.s, kTileKeys, lanes.count, keys.count, buf.turned, W);
+    T::score(p, lanes.rows, keys, buf.turned, nullptr, buf.score);
+    turn_back(keys.count, lanes.count, buf, [](Vec<R>, Vec<R> score) { return score; });
+  }
+  // What becomes of a tile of ones is what P is multiplied by.
+  static void dropout(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
+    std::fill(buf.turned, buf.turned + keys.count * W, R(1));
+    T::dropout(p, lanes.rows, keys, buf.turned, nullptr);
+    turn_back(keys.count, lanes.count, buf, [](Vec<R> p, Vec<R> factor) { return p * factor; });
+  }
+  template <class F>
+  static void turn_back(int64_t keys, int64_t lanes, const Buffers& buf, F f) {
+    for (int64_t j = 0; j < keys; j += W)
+      each_column(buf.turned + j * W, W, std::min<int64_t>(W, keys - j), lanes,
+                  [&](int64_t l, Vec<R> x) {
+                    R* at = buf.s + l * kTileKeys + j;
+                    store(at, Vec<R>(f(load(at), x)));
+                  });
   }
 
   // One chunk of keys against every row that sees them.

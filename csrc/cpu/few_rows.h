@@ -1,12 +1,13 @@
-// The two products of decoding, for a few query rows against keys and values that are read as they
-// lie, lanes along their columns:
+// A few query rows against keys and values that are read as they lie, lanes along their columns:
 //
-//   Products   S[key][row] = factor * sum_c K[key][c] Q[row][c]
-//   Sum        O[row][c]  += sum_key P[key][row] V[key][c]
+//   Products   S[row][key] = factor * sum_c Q[row][c] K[key][c]
+//   Softmax    S becomes P, row by row
+//   Sum        O[row][c]  += sum_key P[row][key] V[key][c]
 //
-// (product.h has lanes along the rows: most would be empty here.)
+// (product.h and tile.h have lanes along the rows: most would be empty here.) A row of S or P has
+// room for kTileKeys keys.
 #pragma once
-#include "operand.h"
+#include "tile.h"
 
 namespace fa {
 namespace FA_ISA {
@@ -20,32 +21,73 @@ struct FewRows {
   static int64_t elements(int64_t columns) { return (columns + pair - 1) / pair; }
   static int64_t padded(int64_t columns) { return round_up(elements(columns), kLanes<E>); }
 
-  // s[key][W rows] of at most W keys; q is [rows][padded(columns)], with zeros at the end.
+  // q is [rows][padded(columns)], with zeros at the end.
   static void products(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
                        R factor, R* s) {
-    const int64_t n = elements(columns), whole = n / kLanes<E> * kLanes<E>;
-    const E* key[W];
-    for (int x = 0; x < W; ++x) key[x] = k.data + std::min<int64_t>(x, keys - 1) * k.stride;
-    Vec<R> block[W] = {};  // [row][key], then [key][row]
-    for (int64_t r = 0; r < rows; ++r) {
-      const E* qr = q + r * padded(columns);
-      Vec<R> sum[W] = {};
-      for (int64_t c = 0; c < whole; c += kLanes<E>) {
-        const Vec<E> y = load(qr + c);
-#pragma GCC unroll 16
-        for (int x = 0; x < W; ++x) sum[x] = Mul::fma(sum[x], load(key[x] + c), y);
-      }
-      if (whole < n) {
-        const Vec<E> y = load(qr + whole);
-#pragma GCC unroll 16
-        for (int x = 0; x < W; ++x)
-          sum[x] = Mul::fma(sum[x], load_some(key[x] + whole, n - whole), y);
-      }
-      block[r] = sum_lanes<R>(sum) * factor;
-    }
-    transpose_registers<R>(block);
-    for (int64_t x = 0; x < keys; ++x) store(s + x * W, block[x]);
+    constexpr int many = W >= 4 ? 4 : 1;
+    int64_t r = 0;
+    for (; r + many <= rows; r += many)
+      products_of<many>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys);
+    for (; r < rows; ++r)
+      products_of<1>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys);
   }
+  // As many products at a time as a vector has lanes, so that the sums along theirs make one. Keys
+  // past the last are the last again: there is room in S.
+  template <int ROWS>
+  static void products_of(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, R factor,
+                          R* s) {
+    constexpr int KEYS = W / ROWS;
+    const int64_t n = elements(columns), ldq = padded(columns);
+    const int64_t whole = n / kLanes<E> * kLanes<E>;
+    for (int64_t j = 0; j < keys; j += KEYS) {
+      const E* key[KEYS];
+      for (int x = 0; x < KEYS; ++x) key[x] = k.data + std::min(j + x, keys - 1) * k.stride;
+      Vec<R> sum[W] = {};
+      const auto add = [&](int64_t c, auto read) {
+        Vec<E> y[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) y[r] = load(q + r * ldq + c);
+#pragma GCC unroll 16
+        for (int x = 0; x < KEYS; ++x) {
+          const Vec<E> e = read(key[x] + c);
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; ++r)
+            sum[r * KEYS + x] = Mul::fma(sum[r * KEYS + x], e, y[r]);
+        }
+      };
+      for (int64_t c = 0; c < whole; c += kLanes<E>) add(c, [](const E* at) { return load(at); });
+      if (whole < n) add(whole, [&](const E* at) { return load_some(at, n - whole); });
+      const Vec<R> sums = sum_lanes<R>(sum) * factor;
+      for (int r = 0; r < ROWS; ++r)
+        std::memcpy(s + r * kTileKeys + j, reinterpret_cast<const R*>(&sums) + r * KEYS,
+                    KEYS * sizeof(R));
+    }
+  }
+
+  // One step of the online softmax of one row, as Tile has it; returns what sums made before are to
+  // be multiplied by. P is 0 past `keys`.
+  static R softmax(int64_t keys, R* s, R& m, R& l) {
+    const int64_t end = round_up(keys, kPadded);
+    std::fill(s + keys, s + end, -kInf<R>);
+    Vec<R> top = splat(m);
+    for (int64_t j = 0; j < end; j += W) top = max_or_second(load(s + j), top);
+    R most = m;
+    for (int x = 0; x < W; ++x) most = top[x] > most ? top[x] : most;
+    const R pivot = most == -kInf<R> ? R(0) : most;
+    Vec<R> sum{};
+    for (int64_t j = 0; j < end; j += W) {
+      const Vec<R> e = exp(Vec<R>(load(s + j) - pivot));
+      sum += e;
+      store(s + j, e);
+    }
+    const R rescale = exp(splat(m - pivot))[0];
+    R total = R(0);
+    for (int x = 0; x < W; ++x) total += sum[x];
+    l = l * rescale + total;
+    m = most;
+    return rescale;
+  }
+  static constexpr int64_t kPadded = 32;  // pairs of the widest vectors
 };
 
 // out is [rows][columns(Dv)], in an order of its own that `natural` undoes.
@@ -58,9 +100,11 @@ struct WeightedSum {
     return Op::across(v, j0, keys, Dv, true, buf);
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
-  static void add(const R* p, Broadcast<R> v, int64_t keys, int64_t rows, int64_t Dv, R*, R* out) {
-    accumulate_wide<Mul, Unit::along_r>(Broadcast<R>{p, kLanes<R>}, v.data, v.stride, keys, rows,
-                                        columns(Dv), out, columns(Dv));
+  static const R* operand(const R* p, int64_t, R*) { return p; }
+  static void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t rows, int64_t Dv,
+                  R* out) {
+    accumulate_wide<Mul, Unit::along_k>({p + j, kTileKeys}, v.data + j * v.stride, v.stride, keys,
+                                        rows, columns(Dv), out, columns(Dv));
   }
   static void natural(const R* out, int64_t Dv, R* to) { std::copy_n(out, columns(Dv), to); }
 };
@@ -104,7 +148,7 @@ struct WeightedSum<PairedBf16> {
         const Vec<int32_t> hi = (Vec<int32_t>)_mm512_unpackhi_epi16(a, b);
 #pragma GCC unroll 4
         for (int r = 0; r < ROWS; ++r) {
-          const int32_t* both = p + j / 2 * 16 + r;
+          const int32_t* both = p + r * (kTileKeys / 2) + j / 2;
           acc[r][2 * g] = PairedBf16::fma(acc[r][2 * g], both, lo);
           acc[r][2 * g + 1] = PairedBf16::fma(acc[r][2 * g + 1], both, hi);
         }
@@ -122,13 +166,19 @@ struct WeightedSum<PairedBf16> {
     if constexpr (G > 1)
       if (c < ldo) rows<ROWS, G / 2>(p, v, ldv, keys, ldo, out, c);
   }
-  static void add(const float* tile, Broadcast<int32_t> v, int64_t keys, int64_t count, int64_t Dv,
-                  int32_t* pairs, float* out) {
-    const int32_t* p = Op::tile_across(tile, keys, 16, pairs);
-    const int64_t ldo = columns(Dv);
+  // P in pairs.
+  static const int32_t* operand(const float* p, int64_t rows, int32_t* buf) {
+    return Op::tile_along(p, rows, kTileKeys, buf);
+  }
+  static void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys, int64_t count,
+                  int64_t Dv, float* out) {
+    const int64_t ldo = columns(Dv), ldp = kTileKeys / 2;
+    const int32_t* from = v.data + j * v.stride;
+    p += j / 2;
     int64_t r = 0;
-    for (; r + 4 <= count; r += 4) rows<4, 2>(p + r, v.data, v.stride, keys, ldo, out + r * ldo);
-    for (; r < count; ++r) rows<1, 4>(p + r, v.data, v.stride, keys, ldo, out + r * ldo);
+    for (; r + 4 <= count; r += 4)
+      rows<4, 2>(p + r * ldp, from, v.stride, keys, ldo, out + r * ldo);
+    for (; r < count; ++r) rows<1, 4>(p + r * ldp, from, v.stride, keys, ldo, out + r * ldo);
   }
   static void natural(const float* out, int64_t Dv, float* to) {
     for (int64_t c = 0; c < columns(Dv); ++c)

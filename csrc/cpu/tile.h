@@ -125,14 +125,24 @@ struct Tile {
     });
   }
 
+  static bool masked(const FaParams& p, const Rows& rows, const Keys& keys) {
+    return p.mask.data && shown(p, rows, keys) != Shown::all;
+  }
+  static bool banded(const FaParams& p, const Rows& rows, const Keys& keys) {
+    const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
+    return keys.j0 < all.lo || keys.end() > all.hi;
+  }
+  // Is a scaled product the score itself?
+  static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
+    return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
+  }
   // Scaled products to scores, -inf where a row may not look. `slope` may be null.
   static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* slope,
                     const ScoreScratch<R>& scratch) {
     if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, slope);
     if (p.slopes.data) alibi(p, rows, keys, s);
-    if (p.mask.data && shown(p, rows, keys) != Shown::all) mask(p, rows, keys, s, scratch);
-    const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
-    if (keys.j0 < all.lo || keys.end() > all.hi) band(p, rows, keys, s);
+    if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
+    if (banded(p, rows, keys)) band(p, rows, keys, s);
   }
 
   // One step of the online softmax (Milakov and Gimelshein 2018; FlashAttention,
