@@ -76,8 +76,7 @@ struct Forward {
     using T = Tile<R, NV>;
     k.data += (keys.j0 - J0) * k.stride;
     v.data += (keys.j0 - J0) / pair * v.stride;
-    product<Mul, Unit::along_k, NV>(k, st.q, T::lanes, (p.D + pair - 1) / pair, keys.count,
-                                    Overwrite<R>{buf.s, T::lanes, R(p.scale)});
+    DotProducts<Mul, NV>::run(k, st.q, p.D, keys.count, R(p.scale), buf.s);
     T::score(p, rows, keys, buf.s, nullptr, buf.score);
     T::online_softmax(keys.count, buf.s, st.m, st.l, buf.rescale);
     if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);

@@ -141,13 +141,11 @@ struct Gradient {
     Broadcast<E> k = block.k, v = block.v;
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
-    product<Mul, Unit::along_k, NV>(k, buf.q, T::lanes, (p.D + pair - 1) / pair, keys.count,
-                                    Overwrite<R>{buf.s, T::lanes, R(p.scale)});
+    DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
     T::score(p, rows, keys, buf.s, p.softcap > 0 ? buf.slope : nullptr, buf.score);
     T::probabilities(keys.count, lse, buf.s);
     if (!of_weights(p)) {
-      product<Mul, Unit::along_k, NV>(v, buf.dout, T::lanes, (p.Dv + pair - 1) / pair, keys.count,
-                                      Overwrite<R>{buf.ds, T::lanes});
+      DotProducts<Mul, NV>::run(v, buf.dout, p.Dv, keys.count, R(1), buf.ds);
     } else {
       Operand<Plain<R>>::transposed(plane(p.dweights, rows.b, rows.h), rows.i0, rows.count,
                                     keys.j0, keys.count, T::lanes, buf.ds, buf.score.rows);

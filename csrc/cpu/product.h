@@ -3,8 +3,8 @@
 //   C[r][lane] (op)= sum_k X[r][k] * Y[k][lane]
 //
 // X is broadcast element by element, Y and C are rows of vectors. Scores, dP, O,
-// dQ, dK and dV differ only in what stands for X, Y and C. Each sum is one
-// chain of fused multiply-adds in the order of k, so its value depends neither on
+// dQ, dK and dV differ only in what stands for X, Y and C. Each sum is made of
+// chains of fused multiply-adds in the order of k, so its value depends neither on
 // the register tile that computed it nor on how rows were shared among threads.
 #pragma once
 #include "simd.h"
@@ -76,12 +76,13 @@ struct Overwrite {  // C = sum * factor
   }
 };
 template <class R>
-struct Accumulate {  // C += sum
+struct Accumulate {  // C += sum * factor
   R* c;
   int64_t ldc;
+  R factor = R(1);
   FA_INLINE void operator()(int64_t r, int v, Vec<R> sum) const {
     R* at = c + r * ldc + v * kLanes<R>;
-    store(at, load(at) + sum);
+    store(at, load(at) + sum * factor);
   }
 };
 template <class R>
@@ -131,6 +132,33 @@ FA_INLINE void product(Broadcast<typename Mul::Element> x, const typename Mul::E
   if constexpr (MR > 1)
     if (r < rows) product<Mul, U, NV, Out, MR / 2>(x, y, ldy, n, rows, out, r);
 }
+
+// S[r][lane] = factor * the dot product of row r of X with lane's column of Y, both of `columns`
+// numbers. Long ones are made of equal chains: the rounding of one grows with its length, and
+// whatever follows inherits it (exp above all). Pairs are of numbers already rounded much more.
+template <class Mul, int NV>
+struct DotProducts {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  static constexpr int64_t lanes = NV * kLanes<R>, longest = Mul::pair == 1 ? 96 : 256;
+
+  static FA_INLINE void run(Broadcast<E> x, const E* y, int64_t columns, int64_t rows, R factor,
+                            R* s) {
+    const int64_t n = (columns + Mul::pair - 1) / Mul::pair;
+    if (n > longest) return chains(x, y, n, rows, factor, s);
+    product<Mul, Unit::along_k, NV>(x, y, lanes, n, rows, Overwrite<R>{s, lanes, factor});
+  }
+  // Not inlined: the common case would compile to 2% more instructions.
+  [[gnu::noinline]] static void chains(Broadcast<E> x, const E* y, int64_t n, int64_t rows,
+                                       R factor, R* s) {
+    const int64_t count = (n + longest - 1) / longest, chain = (n + count - 1) / count;
+    product<Mul, Unit::along_k, NV>(x, y, lanes, chain, rows, Overwrite<R>{s, lanes, factor});
+    for (int64_t k = chain; k < n; k += chain)
+      product<Mul, Unit::along_k, NV>({x.data + k, x.stride}, y + k * lanes, lanes,
+                                      std::min(chain, n - k), rows,
+                                      Accumulate<R>{s, lanes, factor});
+  }
+};
 
 // C += X Y for a C of any width: `columns` is a multiple of the vector length.
 template <class Mul, Unit U, int NV = kTileVectors>

@@ -65,8 +65,7 @@ struct Weights {
                    buf.rows);
     const int64_t hk = key_head(p, rows.h);
     const Broadcast<E> k = Op::along(plane(p.k, rows.b, hk), keys.j0, keys.count, p.D, buf.k);
-    product<Mul, Unit::along_k, NV>(k, buf.q, T::lanes, (p.D + Mul::pair - 1) / Mul::pair,
-                                    keys.count, Overwrite<R>{buf.s, T::lanes, R(p.scale)});
+    DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
     T::score(p, rows, keys, buf.s, nullptr, buf.score);
     T::probabilities(keys.count, buf.lse, buf.s);
     if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
