@@ -1,6 +1,7 @@
 """Every backend, every feature and every pair of features, forward and backward, on every
 instruction set, against the oracle in float64 within the budget of `judge`."""
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -292,6 +293,21 @@ def test_sizes_of_zero(name, dtype, dims):
         torch.testing.assert_close(value.double(), exact[what], **tolerance, msg=what)
     if dims.N == 0:
         assert not found["out"].any() and (found["lse"] == -torch.inf).all()
+
+
+@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("keep", list(itertools.product([False, True], repeat=4)), ids=str)
+@pytest.mark.parametrize("dims", EMPTY.values(), ids=EMPTY)
+def test_mask_gradient_where_nothing_flows(name, dims, keep):
+    """Sums over nothing are 0, whichever dimensions the mask is broadcast along."""
+    problem = build(dims, (), torch.float32)
+    sizes = (dims.B, dims.H, dims.M, dims.N)
+    mask = torch.zeros([n if kept else 1 for n, kept in zip(sizes, keep)], requires_grad=True)
+    fastattn.attention(
+        problem.q, problem.k, problem.v, mask=mask, scale=1.0, backend=name
+    ).sum().backward()
+    if 0 in sizes:
+        assert not mask.grad.any()
 
 
 @every_backend

@@ -20,7 +20,7 @@ struct MaskGradient {
   static bool is_ds(const FaParams& p) {
     const int64_t sizes[4] = {p.B, p.H, p.M, p.N};
     for (int dim = 0; dim < 4; ++dim)
-      if (sizes[dim] > 1 && p.dmask.stride[dim] == 0) return false;
+      if (sizes[dim] != 1 && p.dmask.stride[dim] == 0) return false;  // 0: sums of nothing
     return p.dmask.data;
   }
   // 0 where no tile comes by: left and right of the keys that these rows see.
