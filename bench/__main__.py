@@ -15,7 +15,8 @@ from .cases import DTYPES, PASSES
 from .masks import MASKS
 from .peers import PEERS
 
-README = Path(__file__).resolve().parent.parent / "README.md"
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", ROOT / "bench" / "results" / "README.md"]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -93,9 +94,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     plot.add_argument("file", type=Path)
     plot.add_argument("--output", type=Path, metavar="DIR", help="default: beside the file")
 
-    publish = add("report", commands.publish, "write the README's tables, and the pictures")
+    publish = add("report", commands.publish, "write the pages' tables, and the pictures")
     publish.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    publish.add_argument("--readme", type=Path, default=README)
+    publish.add_argument("--pages", type=Path, nargs="+", default=PAGES, metavar="README.md")
     return parser, names
 
 

@@ -84,6 +84,12 @@ class Case:
             keep = keep & (j <= i + right)
         return keep.expand(self.B, 1, len(i), self.N)
 
+    def kept(self) -> Tensor:
+        """`visible` as a caller would store it: (1, 1, M, N), or (B, 1, 1, N) of padding."""
+        if self.rule.padded:
+            return self.visible(0, 1).contiguous()
+        return self.visible()[:1].contiguous()
+
     def pairs(self) -> int:
         """How many (row, key) pairs of one head the mask keeps, over all items."""
         i = torch.arange(self.M)[:, None]

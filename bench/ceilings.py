@@ -2,12 +2,14 @@
 
 On a CPU the limit of arithmetic is a loop of fused multiply-adds (or bf16 dot products) on
 registers, one thread; torch's matmul stands beside it. On a GPU matmul is the limit. The limit of
-memory is the fastest that torch reads or copies a buffer far larger than the last-level cache.
+memory is the fastest that torch reads or copies a buffer, of several sizes where what was read the
+last time may still lie in a cache, the largest far larger than any.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +21,7 @@ from .cases import DTYPES
 
 BURST_S, BURSTS = 0.002, 100
 MATMUL_SIZE = {"cpu": 512, "cuda": 8192}
-BUFFER_BYTES = {"cpu": 256 << 20, "cuda": 4 << 30}
+BUFFER_BYTES = {"cpu": [mb << 20 for mb in (4, 8, 16, 32, 64, 128, 256)], "cuda": [4 << 30]}
 
 
 class Limits(NamedTuple):
@@ -27,16 +29,19 @@ class Limits(NamedTuple):
 
     device: str
     compute: dict[str, dict[str, float | None]]  # dtype: register_gflops, matmul_gflops
-    memory: list[dict[str, Any]]  # threads, read_gbs, copy_gbs
+    memory: list[dict[str, Any]]  # threads, bytes, read_gbs, copy_gbs
 
     def gflops(self, dtype: str, threads: int | None) -> float | None:
         """Of one thread, or of the GPU: nothing measures the registers of several threads."""
         key = "matmul_gflops" if self.device == "cuda" else "register_gflops"
         return self.compute.get(dtype, {}).get(key) if threads in (None, 1) else None
 
-    def read_gbs(self, threads: int | None) -> float | None:
-        rows = (row["read_gbs"] for row in self.memory if row["threads"] == threads)
-        return next(rows, None)
+    def read_gbs(self, threads: int | None, size: int) -> float | None:
+        """Of the buffer next to `size` bytes; None where that is less than half the smallest."""
+        rows = [row for row in self.memory if row["threads"] == threads]
+        if not rows or 2 * size < min(row["bytes"] for row in rows):
+            return None
+        return min(rows, key=lambda row: abs(math.log(row["bytes"] / size)))["read_gbs"]
 
 
 def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
@@ -71,9 +76,13 @@ def matmul_gflops(device: str, dtype: str) -> float:
 
 
 def bandwidths(device: str) -> list[dict[str, Any]]:
-    """GB/s at each thread count: the best of several ways to read, and a copy's reads and writes
-    together."""
-    x = torch.ones(BUFFER_BYTES[device] // 4, device=device)
+    """GB/s at each size and thread count."""
+    return [row for size in BUFFER_BYTES[device] for row in _bandwidths(device, size)]
+
+
+def _bandwidths(device: str, size: int) -> list[dict[str, Any]]:
+    """The best of several ways to read, and a copy's reads and writes together."""
+    x = torch.ones(size // 4, device=device)
     y = torch.empty_like(x)
     ways = {"sum": x.sum, "max": x.amax, "dot": lambda: torch.dot(x, x)}
     programs: dict[str, timing.Program] = {
@@ -85,7 +94,7 @@ def bandwidths(device: str) -> list[dict[str, Any]]:
         with timing.torch_threads(threads), torch.no_grad():
             rounds = timing.interleaved(programs, clock, seconds=0.0)
         best = {name: min(laps[0] for laps in each) for name, each in rounds.items()}
-        size = x.numel() * x.itemsize / 1e9
-        read = size / min(best[name] for name in ways)
-        rows.append({"threads": threads, "read_gbs": read, "copy_gbs": 2 * size / best["copy"]})
+        read = size / 1e9 / min(best[name] for name in ways)
+        copy = 2 * size / 1e9 / best["copy"]
+        rows.append({"threads": threads, "bytes": size, "read_gbs": read, "copy_gbs": copy})
     return rows

@@ -127,7 +127,10 @@ def draw(options: Options) -> int:
 def publish(options: Options) -> int:
     for path in options.files:
         result = results.read(path)
-        _print(readme.write(options.readme, result, path))
+        if not readme.tables(result):
+            print(f"{path}: no table is made from it")
+            continue
+        _print(readme.write(options.pages, result, path))
         _print(plot.draw_all(result, path.with_suffix("")))
     return 0
 
@@ -173,6 +176,8 @@ def _finish(result: Result, options: Options) -> int:
         results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
     failed = any(row["status"] != "ok" for row in result["cells"] + result["modules"])
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
+    failed |= any(row["failed"] for row in result["targets"])
+    failed |= bool(result["overhead"] and result["overhead"]["errors"].get(SUBJECT))
     return 1 if failed else 0 if result["complete"] else 130
 
 

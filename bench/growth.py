@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,8 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     if len(lengths) < LENGTHS:
         return None
     masks, peers = (list(dict.fromkeys(row[x] for row in rows)) for x in ("mask", "peer"))
-    colors = COLORS | dict(zip([p for p in peers if p not in COLORS], OTHER_COLORS))
+    others = [peer for peer in peers if peer not in COLORS]
+    colors = COLORS | dict(zip(others, itertools.cycle(OTHER_COLORS)))
     figure = new(3.1 * max(2, len(masks)) + 0.4, 3.1)
     axes = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
     for axis, mask in zip(axes, masks, strict=True):

@@ -3,6 +3,7 @@ mask."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ from .report import first_threads, timing_of
 Record = dict[str, Any]
 
 COLORS = {SUBJECT: "#0b6e4f", BASELINE: "#d1495b"}
-OTHER_COLORS = ("#30638e", "#edae49", "#6d597a", "#56a3a6", "#8d6a9f", "#b5651d")
+OTHER_COLORS = ("#30638e", "#edae49", "#6d597a", "#56a3a6", "#8d6a9f", "#b5651d")  # then again
 SMALL = {"fontsize": 9, "columnspacing": 1.2, "handlelength": 1.8}
 STYLES = {FORWARD: "-", TRAINING: ":"}
 PANEL_INCHES = (2.35, 2.0)  # four panels side by side fill a README's width
@@ -35,7 +36,7 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     rows = list(dict.fromkeys(cell["D"] for cell in cells))
     peers = dict.fromkeys(peer for c in cells for t in c["timings"] for peer in t["peers"])
     others = [peer for peer in peers if peer not in COLORS]
-    colors = COLORS | dict(zip(others, OTHER_COLORS))
+    colors = COLORS | dict(zip(others, itertools.cycle(OTHER_COLORS)))
     width, height = PANEL_INCHES
     figure = new(width * max(2, len(columns)) + 0.6, height * len(rows) + 1.1)
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True)

@@ -46,6 +46,15 @@ MODES = {
 }
 
 
+def flops(name: str, length: int = LENGTH) -> float:
+    """Useful floating-point operations of a call: four projections, and attention to the keys that
+    are not hidden; a backward pass is two of a projection and two and a half of attention."""
+    mode = MODES[name]
+    projections = 4 * 2.0 * BATCH * length * EMBED**2
+    attention = 4.0 * BATCH * length**2 * EMBED * (1 - HIDDEN * mode.padded)
+    return (3 if mode.train else 1) * projections + (3.5 if mode.train else 1) * attention
+
+
 def measure(
     device: str,
     modes: Sequence[str] = tuple(MODES),

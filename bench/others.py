@@ -33,7 +33,7 @@ def naive_why_not(case: Case, what: str) -> str:
 def naive(case: Case) -> Call:
     rule, group = case.rule, case.H // case.Hk
     banded = rule.padded or rule.right is not None
-    hidden = ~case.visible() if banded else None
+    hidden = ~case.kept() if banded else None
 
     def call(x: Inputs) -> Tensor:
         k, v = (y.repeat_interleave(group, 1) if group > 1 else y for y in (x.k, x.v))
@@ -61,8 +61,13 @@ def flex_why_not(case: Case, what: str) -> str:
 
 @functools.cache
 def _compiled() -> Any:
+    import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
+    # A case is compiled by shape, dtype, grad mode and thread count. Past its limit the compiler
+    # would run flex_attention as it is written, with all scores in memory, and only warn.
+    limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 10000}
+    torch._dynamo.config.load_config(limits | {"fail_on_recompile_limit_hit": True})
     return torch.compile(flex_attention, dynamic=False)
 
 

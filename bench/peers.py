@@ -69,8 +69,7 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
         rule = case.rule
         plain_causal = rule.right == 0 and rule.left is None
         dense = rule.padded or rule.left is not None
-        rows = (0, 1) if rule.padded else ()
-        mask = case.visible(*rows).contiguous() if dense else None
+        mask = case.kept() if dense else None
         options: dict[str, Any] = {"is_causal": plain_causal, "dropout_p": rule.dropout_p}
         options["enable_gqa"] = case.Hk != case.H
 

@@ -1,4 +1,5 @@
-"""The README's tables, each between two comments that name it, from a result file."""
+"""The tables of the README and of bench/results, each between two comments that name it, from a
+result file."""
 
 from __future__ import annotations
 
@@ -8,25 +9,36 @@ from typing import Any
 
 from .cases import BACKWARD, FORWARD
 from .peers import SUBJECT
-from .report import first_threads, speedup_of, timing_of
+from .report import first_threads, ratio_at_limit, speedup_of, timing_of
 
 Result = dict[str, Any]
 SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind tells enough; the pictures have the rest
 
 
-def write(readme: Path, result: Result, source: Path) -> Iterator[str]:
-    """Replace every table that both the README has markers for and the result has data for; yield
-    what was done. Raises ValueError when there is none, or a marker is missing or repeated."""
-    text = readme.read_text()
-    found = {name: rows for name, make in TABLES.items() if (rows := list(make(result)))}
-    names = [name for name in found if _begin(name) in text]
-    if not names:
-        expected = " or ".join(_begin(name) for name in found) or "a file with cells or targets"
-        raise ValueError(f"{readme}: got no place for a table of {source}, expected {expected}")
-    for name in names:
-        text = _between(text, name, [_caption(result, source), "", *found[name]], readme)
-        yield f"wrote the {name} table of {readme}"
-    readme.write_text(text)
+def tables(result: Result) -> dict[str, list[str]]:
+    """The lines of every table that this kind of result has the data of, by name."""
+    made = {
+        name: list(make(result)) for name, (kind, make) in TABLES.items() if kind == result["kind"]
+    }
+    return {name: lines for name, lines in made.items() if lines}
+
+
+def write(pages: Sequence[Path], result: Result, source: Path) -> Iterator[str]:
+    """Replace every table that both a page has markers for and the result has data for; yield what
+    was done. Raises ValueError when there is none, or a marker is missing or repeated."""
+    found = tables(result)
+    texts = {page: page.read_text() for page in pages}
+    places = [(page, name) for page in pages for name in found if _begin(name) in texts[page]]
+    if not places:
+        expected = " or ".join(_begin(name) for name in found) or "a file that has a table"
+        where = ", ".join(map(str, pages))
+        raise ValueError(f"{where}: got no place for a table of {source}, expected {expected}")
+    for page, name in places:
+        lines = [_caption(result, source), "", *found[name]]
+        texts[page] = _between(texts[page], name, lines, page)
+    for page, name in places:
+        page.write_text(texts[page])
+        yield f"wrote the {name} table of {page}"
 
 
 def _between(text: str, name: str, lines: Sequence[str], readme: Path) -> str:
@@ -85,8 +97,6 @@ def _entry(cell: Result | None) -> str:
 
 def decode(result: Result) -> Iterator[str]:
     """One thread, a row of queries: the ratio to torch and GB/s of keys and values."""
-    if result["kind"] != "decode":
-        return
     cells = [c for c in result["cells"] if c["M"] == 1 and c["timings"]]
     lengths = sorted({c["N"] for c in cells})
     kinds = dict.fromkeys((c["dtype"], c["H"], c["Hk"]) for c in cells)
@@ -113,12 +123,21 @@ def _reading(cell: Result | None) -> str:
 def targets(result: Result) -> Iterator[str]:
     if not result["targets"]:
         return
-    yield _row("target", "aim", "measured", "met")
-    yield _row(*["---"] * 4)
+    yield _row("target", "aim", "measured", "at the limit of the machine", "met")
+    yield _row(*["---"] * 5)
     for row in result["targets"]:
         value = "-" if row["measured"] is None else f"{row['measured']:.3g}"
         met = {True: "yes", False: "no", None: row["reason"]}[row["met"]]
-        yield _row(row["name"], f"{row['rule']} {row['target']:g} {row['unit']}", value, met)
+        most = _at_limit(row)
+        yield _row(row["name"], f"{row['rule']} {row['target']:g} {row['unit']}", value, most, met)
+
+
+def _at_limit(row: Result) -> str:
+    """What would be measured there; a percentage would be 100."""
+    most = ratio_at_limit(row)
+    if row["unit"].startswith("%"):
+        return ""
+    return f"{most:.2f}" if most else ""
 
 
 def memory(result: Result) -> Iterator[str]:
@@ -138,9 +157,10 @@ def _row(*entries: str) -> str:
     return f"| {' | '.join(entries)} |"
 
 
-TABLES: dict[str, Callable[[Result], Iterator[str]]] = {
-    "speed": speed,
-    "decode": decode,
-    "memory": memory,
-    "targets": targets,
+# name: the kind of result that has its data, and what makes its lines
+TABLES: dict[str, tuple[str, Callable[[Result], Iterator[str]]]] = {
+    "speed": ("sweep", speed),
+    "decode": ("decode", decode),
+    "memory": ("memory", memory),
+    "targets": ("targets", targets),
 }

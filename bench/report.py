@@ -177,9 +177,19 @@ def target_line(row: Record) -> str:
     text = f"{verdict:>12}: {row['name']}: {value} ({row['rule']} {row['target']:g} {row['unit']})"
     beside = [f"{row['ratio']:.2f}x"] if row["ratio"] and row["unit"] != "x" else []
     if row["percent"] and not row["unit"].startswith("%"):
-        beside.append(f"{row['percent']:.0f}% of peak")
+        beside.append(f"{row['percent']:.0f}{row['limit']}")
+    most = ratio_at_limit(row)
+    beside += [f"at most {most:.2f}x on this machine"] if most else []
     beside += [row["reason"]] if row["reason"] else []
     return text + (f"; {', '.join(beside)}" if beside else "")
+
+
+def ratio_at_limit(row: Record) -> float | None:
+    """The ratio if our call ran at the limit of the machine; None where it is far from any, or
+    faster than what was taken for one."""
+    if not row["ratio"] or not 20 <= (row["percent"] or 0) <= 100:
+        return None
+    return 100 * row["ratio"] / row["percent"]
 
 
 # --------------------------------------------------------------------------------- the whole run
@@ -196,7 +206,8 @@ def heading(result: Result) -> Iterator[str]:
         register, matmul = ceiling["register_gflops"], ceiling["matmul_gflops"]
         limit = _rate(register) if register else "not measured"
         yield f"{dtype} ceilings: register loop {limit}, torch matmul {_rate(matmul)}"
-    for row in result["ceilings"]["memory"]:
+    rows = result["ceilings"]["memory"]
+    for row in (x for x in rows if x["bytes"] == max(y["bytes"] for y in rows)):
         where = clock_of(row["threads"])
         yield f"memory, {where}: read {row['read_gbs']:.1f}, copy {row['copy_gbs']:.1f} GB/s"
 

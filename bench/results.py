@@ -11,7 +11,7 @@ from typing import Any
 from . import ceilings, machine, plot
 
 FOLDER = Path(__file__).resolve().parent / "results"
-SCHEMA = 2
+SCHEMA = 3
 Result = dict[str, Any]
 
 

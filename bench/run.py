@@ -178,7 +178,7 @@ def figures(
         "gflops": gflops,
         "percent_of_peak": _percent(gflops, limits.gflops(case.dtype, threads)),
         "kv_gbs": gbs,
-        "percent_of_read": _percent(gbs, limits.read_gbs(threads)),
+        "percent_of_read": _percent(gbs, limits.read_gbs(threads, case.kv_bytes)),
     }
 
 

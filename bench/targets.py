@@ -31,8 +31,10 @@ SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Target:
-    """measure returns {"measured", "ratio", "percent", "reason"}: measured is in the target's unit,
-    None with a reason where nothing was measured; ratio and percent stand beside it."""
+    """measure returns {"measured", "ratio", "percent", "limit", "failed", "reason"}: measured is in
+    the target's unit, None with a reason where nothing was measured, which is a failure where our
+    call was wrong. Beside it stand the ratio, and how much that is of the nearest limit of the
+    machine, PEAK or READ."""
 
     name: str
     bound: float
@@ -44,7 +46,8 @@ class Target:
         return "at most" if self.unit in (MB, US) else "at least"
 
     def judge(self, limits: Limits) -> Record:
-        found = {"measured": None, "ratio": None, "percent": None} | self.measure(limits)
+        blank = dict.fromkeys(("measured", "ratio", "percent", "limit"))
+        found = blank | {"failed": False} | self.measure(limits)
         value = found["measured"]
         sign = -1 if self.rule == "at most" else 1
         met = None if value is None else sign * value >= sign * self.bound
@@ -87,18 +90,23 @@ class Race:
         }
         heat = race(contenders, self.what, [(1, timing.THREAD_TIME)])
         if not heat.laps:
-            return {"reason": heat.verdicts[SUBJECT].reason}
+            return {"failed": True, "reason": heat.verdicts[SUBJECT].reason}
         with around():
             limits = limits if not self.isa else _remeasured(limits, self.case.dtype)
         seconds = run.totals(heat.laps[0][2], self.what)
         figures = run.figures(self.case, self.what, 1, seconds[SUBJECT], limits)
-        percent = figures["percent_of_read" if self.unit == READ else "percent_of_peak"]
+        percents = {PEAK: figures["percent_of_peak"], READ: figures["percent_of_read"]}
+        nearest = max(percents, key=lambda limit: percents[limit] or 0)
+        limit = self.unit if self.unit in percents else nearest
         ratio = None
         if RIVAL in seconds:
             ratio = run.ratio(seconds[RIVAL], seconds[SUBJECT])["median"]
-        measured = ratio if self.unit == RATIO else percent
+        measured = ratio if self.unit == RATIO else percents[limit]
         reason = "" if measured is not None else heat.verdicts[RIVAL].reason or "no limit measured"
-        return {"measured": measured, "ratio": ratio, "percent": percent, "reason": reason}
+        found = {"measured": measured, "ratio": ratio, "reason": reason}
+        if self.rival == SUBJECT:  # the same limits hold for both
+            return found
+        return found | {"percent": percents[limit], "limit": limit}
 
 
 @dataclass(frozen=True)
@@ -118,8 +126,8 @@ class Scaling:
             for name, count in ((SUBJECT, 2), (RIVAL, 1))
         }
         heat = race(contenders, self.what, [(None, timing.WALL_TIME)])
-        if not heat.laps:
-            return {"reason": heat.verdicts[SUBJECT].reason}
+        if wrong := next((x.reason for x in heat.verdicts.values() if x.reason), ""):
+            return {"failed": True, "reason": wrong}
         seconds = run.totals(heat.laps[0][2], self.what)
         ratio = run.ratio(seconds[RIVAL], seconds[SUBJECT])["median"]
         return {"measured": ratio, "ratio": ratio, "reason": ""}
@@ -135,9 +143,14 @@ def module(mode: str) -> Callable[[Limits], Record]:
     def measure(limits: Limits) -> Record:
         (found,) = modules.measure("cpu", (mode,), threads=(1,))
         if not found["timings"] or BASELINE not in found["timings"][0]["peers"]:
-            return {"reason": "; ".join(filter(None, found["reasons"].values()))}
-        ratio = found["timings"][0]["peers"][BASELINE]["speedup"]["median"]
-        return {"measured": ratio, "ratio": ratio, "reason": ""}
+            reason = "; ".join(filter(None, found["reasons"].values()))
+            return {"failed": found["status"] != "ok", "reason": reason}
+        peers = found["timings"][0]["peers"]
+        ratio = peers[BASELINE]["speedup"]["median"]
+        peak = limits.gflops("float32", 1)
+        gflops = modules.flops(mode) / peers[SUBJECT]["median_ms"] / 1e6
+        percent = 100 * gflops / peak if peak else None
+        return {"measured": ratio, "ratio": ratio, "percent": percent, "limit": PEAK, "reason": ""}
 
     return measure
 
@@ -145,7 +158,7 @@ def module(mode: str) -> Callable[[Limits], Record]:
 def extra_megabytes(limits: Limits) -> Record:
     ours, theirs = memory.measure("cpu")
     if ours["extra_bytes"] is None:
-        return {"reason": ours["error"]}
+        return {"failed": True, "reason": ours["error"]}
     ratio = theirs["extra_bytes"] and theirs["extra_bytes"] / ours["extra_bytes"]
     return {"measured": ours["extra_bytes"] / 1e6, "ratio": ratio, "reason": ""}
 
@@ -154,7 +167,7 @@ def tiny_call(limits: Limits) -> Record:
     found = overhead.measure("cpu", chosen("cpu"))
     us = {name: row["median_us"] for name, row in found["timings"][0]["peers"].items()}
     if SUBJECT not in us:
-        return {"reason": found["errors"][SUBJECT]}
+        return {"failed": True, "reason": found["errors"][SUBJECT]}
     ratio = us[BASELINE] / us[SUBJECT] if BASELINE in us else None
     return {"measured": us[SUBJECT], "ratio": ratio, "reason": ""}
 

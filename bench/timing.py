@@ -49,7 +49,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """CUDA events around each phase, after a write that empties the L2 cache; that write also
+    """CUDA events around each phase, each after a write that empties the L2 cache; that write also
     hides the launch latency, so what is measured is the device's own time."""
 
     name = "device events"
@@ -60,19 +60,19 @@ class DeviceClock:
     def sample(self, program: Program, loops: int) -> list[float]:
         marks = []
         for _ in range(loops):
-            self.flush.zero_()
-            value, row = None, [torch.cuda.Event(enable_timing=True)]
-            row[0].record()
+            value, row = None, []
             for phase in program:
+                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                self.flush.zero_()
+                begin.record()
                 value = phase(value)
-                row.append(torch.cuda.Event(enable_timing=True))
-                row[-1].record()
+                end.record()
+                row.append((begin, end))
             marks.append(row)
         torch.cuda.synchronize()
-        phases = range(len(program))
         return [
-            statistics.median(row[i].elapsed_time(row[i + 1]) for row in marks) / 1e3
-            for i in phases
+            statistics.median(begin.elapsed_time(end) for begin, end in each) / 1e3
+            for each in zip(*marks, strict=True)
         ]
 
 

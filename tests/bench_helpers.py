@@ -10,7 +10,7 @@ from bench.cases import PASSES, Case
 LIMITS = ceilings.Limits(
     "cpu",
     {"float32": {"register_gflops": 100.0, "matmul_gflops": 90.0}},
-    [{"threads": 1, "read_gbs": 20.0, "copy_gbs": 20.0}],
+    [{"threads": 1, "bytes": 1 << 19, "read_gbs": 20.0, "copy_gbs": 20.0}],
 )
 SECONDS = 0.002
 

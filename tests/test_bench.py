@@ -27,7 +27,7 @@ def result(tmp_path_factory) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
         patch.setattr("bench.ceilings.BURSTS", 3)
-        patch.setattr("bench.ceilings.BUFFER_BYTES", {"cpu": 4 << 20})
+        patch.setattr("bench.ceilings.BUFFER_BYTES", {"cpu": [1 << 12, 4 << 20]})
         patch.setattr("bench.ceilings.MATMUL_SIZE", {"cpu": 128})
         assert main([*TINY, "--masks", *SWEPT, "--output", str(folder)]) == 0
     (path,) = folder.glob("*.json")
@@ -48,7 +48,7 @@ def test_a_run_says_where_and_with_what(result):
         assert ceiling["matmul_gflops"] > 0
         assert ceiling["register_gflops"] is None or ceiling["register_gflops"] > 0
     counts = [row["threads"] for row in result["ceilings"]["memory"]]
-    assert counts == list(dict.fromkeys((1, torch.get_num_threads())))
+    assert counts == 2 * list(dict.fromkeys((1, torch.get_num_threads())))  # two sizes
     assert all(row["read_gbs"] > 0 < row["copy_gbs"] for row in result["ceilings"]["memory"])
     for entry in result["overhead"]["timings"]:
         assert set(entry["peers"]) == DEFAULT

@@ -155,9 +155,10 @@ def test_a_wrong_kernel_meets_no_target(tiny_targets, monkeypatch, tmp_path):
 
     real = fastattn.attention
     monkeypatch.setattr(fastattn, "attention", lambda *a, **o: real(*a, **o) * 1.01)
-    result = run(tmp_path, "targets", "--only", "percent")
-    assert result["targets"][0]["met"] is None
-    assert "out is off by" in result["targets"][0]["reason"]
+    assert main(["targets", "--only", "percent", "--output", str(tmp_path)]) == 1
+    (path,) = tmp_path.glob("*.json")
+    (row,) = results.read(path)["targets"]
+    assert row["met"] is None and row["failed"] and "out is off by" in row["reason"]
 
 
 # --- files -----------------------------------------------------------------------------------
@@ -244,13 +245,13 @@ def test_a_report_is_written_between_markers(files, tmp_path, sweep):
     text = "before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n"
     page = tmp_path / "README.md"
     page.write_text(text)
-    assert main(["report", str(files[0]), "--readme", str(page)]) == 0
+    assert main(["report", str(files[0]), "--pages", str(page)]) == 0
     written = page.read_text()
     assert written.startswith("before\n<!-- speed:begin -->\nFrom `a.json`")
     assert written.endswith("<!-- speed:end -->\nafter\n") and "old" not in written
     assert "| D=64 | full, N=64 | causal, N=64 | window, N=64 |" in written
     assert re.search(r"\| float32 forward \| \d+\.\d\dx, \d+% \|", written)
-    assert main(["report", str(files[0]), "--readme", str(page)]) == 0
+    assert main(["report", str(files[0]), "--pages", str(page)]) == 0
     assert page.read_text() == written  # written again, it stays as it is
 
 
@@ -261,13 +262,16 @@ def test_a_report_is_written_between_markers(files, tmp_path, sweep):
 def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys):
     page = tmp_path / "README.md"
     page.write_text(text)
-    assert main(["report", str(files[0]), "--readme", str(page)]) == 2
+    assert main(["report", str(files[0]), "--pages", str(page)]) == 2
     assert page.read_text() == text and "expected" in capsys.readouterr().err
 
 
 def test_every_table_has_a_row_for_what_was_measured(sweep):
     rows = list(readme.memory(sweep))
     assert rows[0] == "| extra MB, forward+backward | fastattn | torch |" and len(rows) == 2 + 4
+    kinds = {name: kind for name, (kind, _) in readme.TABLES.items()}
+    assert set(readme.tables(sweep)) == {"speed"} and kinds["speed"] == "sweep"
+    assert "speed" not in readme.tables(sweep | {"kind": "overhead"})
     sweep = sweep | {"targets": [_target(True), _target(None)]}
     assert [row.split(" | ")[-1] for row in readme.targets(sweep)][2:] == ["yes |", "why |"]
     assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
@@ -275,4 +279,21 @@ def test_every_table_has_a_row_for_what_was_measured(sweep):
 
 def _target(met: bool | None) -> dict:
     row = {"name": "n", "rule": "at least", "target": 1.0, "unit": "x", "measured": 2.0}
-    return row | {"met": met, "reason": "why"}
+    return row | {"met": met, "reason": "why", "ratio": 2.0, "percent": 80.0, "limit": "% of peak"}
+
+
+def test_a_ratio_at_the_limit_is_told_where_it_is_near():
+    assert report.ratio_at_limit(_target(True)) == pytest.approx(2.5)
+    assert "80% of peak, at most 2.50x" in report.target_line(_target(True))
+    assert " 2.50 |" in list(readme.targets({"targets": [_target(True)]}))[-1]
+    for blank in ({"ratio": None}, {"percent": None}, {"percent": 3.0}):
+        assert report.ratio_at_limit(_target(True) | blank) is None
+
+
+def test_reading_is_held_against_a_buffer_of_its_size():
+    """What fits a cache is read faster than memory, and what is tiny is no matter of bandwidth."""
+    row = {"threads": 1, "copy_gbs": 1.0}
+    rows = [row | {"bytes": mb << 20, "read_gbs": gbs} for mb, gbs in ((4, 50.0), (256, 20.0))]
+    limits = LIMITS._replace(memory=rows)
+    found = [limits.read_gbs(1, size << 20) for size in (1, 2, 16, 64, 1024)]
+    assert found == [None, 50.0, 50.0, 20.0, 20.0] and limits.read_gbs(2, 4 << 20) is None
