@@ -13,6 +13,7 @@ from .backends import triton as _triton  # noqa: F401
 from .backends import reference as _reference  # noqa: F401
 
 # isort: split
+from . import nn
 from .api import attention, attention_weights
 from .backend import backends  # after the folder of that name, which it hides
 from .conversion import convert, revert
@@ -27,6 +28,7 @@ __all__ = [
     "backends",
     "convert",
     "explain",
+    "nn",
     "reference",
     "revert",
     "scaled_dot_product_attention",

@@ -1,0 +1,161 @@
+"""Multi-head attention in the three ways that tutorials write it (Vaswani et al. 2017, section
+3.2.2): one packed projection, three projections with every step laid open, or small projections
+that all heads share. `fastattn.MultiheadAttention` is torch's own."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from .core import attend, check_heads, merge_heads, split_heads
+
+
+class PackedSelfAttention(nn.Module):
+    """q, k and v in one projection of the input, split into heads, then `out_proj`; the scale is
+    1 / sqrt(head_dim)."""
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.num_heads, self.dropout = num_heads, dropout
+        self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """x (B, N, E) to (B, N, E). mask: 0 or False hides; (N, N), (B, N, N) or (B, H, N, N), or
+        what broadcasts to them. With need_weights, (B, H, N, N) after dropout comes second."""
+        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
+        out, weights = attend(
+            *(q, k, v),
+            mask=_of_heads(mask),
+            dropout_p=self.dropout if self.training else 0.0,
+            need_weights=need_weights,
+        )
+        out = self.out_proj(merge_heads(out))
+        return out if weights is None else (out, weights)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+class TracedAttention(nn.Module):
+    """Three projections of separate inputs, and every intermediate tensor for who asks.
+
+    The scale is 1 / sqrt(embed_dim) unless given, as the tutorial that this follows has it; the
+    paper's is 1 / sqrt(embed_dim / num_heads). Head dims such as 40 are as good as any.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        *,
+        dropout: float = 0.1,
+        bias: bool = True,
+        scale: float | None = None,
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.num_heads, self.dropout = num_heads, dropout
+        self.scale = 1 / math.sqrt(embed_dim) if scale is None else scale
+        self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        trace: dict[str, Tensor] | None = None,
+    ) -> Tensor:
+        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask as `PackedSelfAttention` has it, of
+        (M, N).
+
+        trace: a dict that receives Q_feat, K_feat, V_feat (B, N, E); Q_split, K_split, V_split
+        (B, H, N, D); scores and attention (B, H, M, N), before dropout; x_raw (B, H, M, D), x_rsh1
+        (B, M, H, D), x_rsh2 and x (B, M, E). Scores exist only for it: without, nothing of M x N
+        is stored. A row with every key hidden has attention 0; the tutorial, which fills scores
+        with -1e9, averages v there.
+        """
+        feats = self.q_proj(q), self.k_proj(k), self.v_proj(v)
+        splits = tuple(split_heads(y, self.num_heads) for y in feats)
+        mask = _of_heads(mask)
+        raw, _ = attend(
+            *splits,
+            mask=mask,
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+        )
+        merged = merge_heads(raw)
+        x = self.out_proj(merged)
+        if trace is not None:
+            scores, attention = self._written_out(splits[0], splits[1], mask)
+            trace.update(zip(("Q_feat", "K_feat", "V_feat"), feats, strict=True))
+            trace.update(zip(("Q_split", "K_split", "V_split"), splits, strict=True))
+            trace.update(scores=scores, attention=attention, x_raw=raw)
+            trace.update(x_rsh1=raw.transpose(1, 2), x_rsh2=merged, x=x)
+        return x
+
+    def _written_out(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        scores = q @ k.mT * self.scale
+        if mask is not None:
+            scores = scores.masked_fill(mask == 0, -torch.inf)
+        seen = (scores > -torch.inf).any(-1, keepdim=True)
+        return scores, torch.where(seen, torch.softmax(scores, -1), 0.0)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, dropout={self.dropout}, scale={self.scale:.4g}"
+
+
+class SharedHeadAttention(nn.Module):
+    """The embedding is cut into heads first, and one head_dim x head_dim projection each for q, k
+    and v serves them all; the scale is 1 / sqrt(embed_dim), as the tutorial has it."""
+
+    def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.num_heads, self.dropout = num_heads, dropout
+        head_dim = embed_dim // num_heads
+        self.q_proj = nn.Linear(head_dim, head_dim, bias=False)
+        self.k_proj = nn.Linear(head_dim, head_dim, bias=False)
+        self.v_proj = nn.Linear(head_dim, head_dim, bias=False)
+        self.out_proj = nn.Linear(embed_dim, embed_dim)
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask and weights as `PackedSelfAttention`
+        has them, of (M, N)."""
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        heads = (proj(split_heads(x, self.num_heads)) for proj, x in zip(projections, (q, k, v)))
+        out, weights = attend(
+            *heads,
+            mask=_of_heads(mask),
+            scale=self.out_proj.in_features**-0.5,
+            dropout_p=self.dropout if self.training else 0.0,
+            need_weights=need_weights,
+        )
+        out = self.out_proj(merge_heads(out))
+        return out if weights is None else (out, weights)
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, dropout={self.dropout}"
+
+
+def _of_heads(mask: Tensor | None) -> Tensor | None:
+    """A mask of each item, (B, M, N), is the same for all heads."""
+    return mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask

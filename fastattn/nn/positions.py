@@ -1,0 +1,117 @@
+"""Where a token stands: sinusoids added to it, rotations of queries and keys, slopes for scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class SinusoidalPositionalEncoding(nn.Module):
+    """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
+    2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
+
+    pe: Tensor
+
+    def __init__(
+        self,
+        embed_dim: int,
+        max_len: int = 5000,
+        dropout: float = 0.1,
+        batch_first: bool = True,
+    ) -> None:
+        super().__init__()
+        self.batch_first = batch_first
+        self.dropout = nn.Dropout(dropout)
+        position = torch.arange(max_len, dtype=torch.float64)[:, None]
+        frequency = torch.exp(
+            torch.arange(0, embed_dim, 2, dtype=torch.float64) * (-math.log(1e4) / embed_dim)
+        )
+        pe = torch.empty(max_len, embed_dim, dtype=torch.float64)
+        pe[:, 0::2] = torch.sin(position * frequency)
+        pe[:, 1::2] = torch.cos(position * frequency[: embed_dim // 2])
+        self.register_buffer("pe", pe.float(), persistent=False)
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        """x is (B, N, E) or (N, E), or (N, B, E) without batch_first; its first token stands at
+        `offset`. Raises ValueError past max_len."""
+        at = 0 if x.ndim == 3 and not self.batch_first else -2
+        length, longest = x.shape[at], self.pe.shape[0]
+        if offset < 0 or offset + length > longest:
+            raise ValueError(
+                f"x: got positions {offset} to {offset + length - 1}, expected 0 to {longest - 1}; "
+                "make the module with a larger max_len"
+            )
+        pe = self.pe[offset : offset + length].to(x.dtype)
+        return self.dropout(x + (pe[:, None] if at == 0 else pe))
+
+    def extra_repr(self) -> str:
+        return f"{self.pe.shape[1]}, max_len={self.pe.shape[0]}, batch_first={self.batch_first}"
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates pairs of columns of queries and keys by an angle that grows with the position, so
+    that q.k depends on positions by their difference alone (RoPE, Su et al. 2021, equation 34).
+
+    Pair i turns by pos / base^(2i/D). A pair is columns i and i + D/2 (half-split, as in Llama and
+    NeoX) or, interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). rotary_dim columns
+    turn, all by default; the rest stays.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        rotary_dim: int | None = None,
+        base: float = 10000.0,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        turned = head_dim if rotary_dim is None else rotary_dim
+        if turned % 2 or not 0 < turned <= head_dim:
+            raise ValueError(
+                f"rotary_dim: got {turned}, expected an even number up to head_dim = {head_dim}"
+            )
+        self.head_dim, self.rotary_dim = head_dim, turned
+        self.base, self.interleaved = base, interleaved
+
+    def forward(self, x: Tensor, positions: Tensor | None = None, offset: int = 0) -> Tensor:
+        """x is (..., N, head_dim), as (B, H, N, D). Row n stands at offset + n, or at positions[n];
+        positions broadcasts to x without its last dimension."""
+        if x.shape[-1] != self.head_dim:
+            raise ValueError(f"x: got {x.shape[-1]} columns, expected head_dim = {self.head_dim}")
+        if positions is None:
+            positions = torch.arange(offset, offset + x.shape[-2], device=x.device)
+        # In float64, where a float32 angle at position 100,000 would be off by a hundredth; and no
+        # buffer, which model.bfloat16() would round.
+        pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=x.device)
+        angle = positions.to(torch.float64)[..., None] * self.base ** (-pair / self.rotary_dim)
+        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
+        turned, rest = x[..., : self.rotary_dim].to(wide), x[..., self.rotary_dim :]
+        if self.interleaved:
+            a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        else:
+            a, b = turned.chunk(2, dim=-1)
+        rotated = (a * cos - b * sin, a * sin + b * cos)
+        y = torch.stack(rotated, -1).flatten(-2) if self.interleaved else torch.cat(rotated, -1)
+        return torch.cat([y.to(x.dtype), rest], dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"{self.head_dim}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
+
+
+def alibi_slopes(num_heads: int) -> Tensor:
+    """(num_heads,) float32: the slopes that `fastattn.attention` takes as `alibi_slopes` (ALiBi,
+    Press et al. 2022, section 3): 2^(-8/H), 2^(-16/H), ... for a power of two; other numbers take
+    those of the next smaller power, then every other one of twice as many."""
+    if num_heads < 1:
+        raise ValueError(f"num_heads: got {num_heads}, expected at least 1")
+    power = 2 ** (num_heads.bit_length() - 1)
+
+    def geometric(n: int) -> Tensor:
+        return 2.0 ** (-8.0 / n * torch.arange(1, n + 1, dtype=torch.float64))
+
+    more = geometric(2 * power)[0::2][: num_heads - power]
+    return torch.cat([geometric(power), more]).float()

@@ -1,0 +1,87 @@
+"""Attention of a recurrent decoder over the states of its encoder."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .core import attend
+
+
+class LuongAttention(nn.Module):
+    """Dot-product ("global, dot") attention and the attentional state (Luong et al. 2015,
+    equations 5 to 8): score s.h, context a = sum of weights times h, then tanh(W_c [a; s] + b_c).
+    Scores and context run fused."""
+
+    def __init__(self, state_dim: int, out_dim: int | None = None, bias: bool = True) -> None:
+        super().__init__()
+        out_dim = state_dim if out_dim is None else out_dim
+        self.combine = nn.Linear(2 * state_dim, out_dim, bias=bias)
+
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """state (B, M, E): M decoder states; or (B, E), one. memory (B, N, E): the encoder's.
+
+        mask: (B, N), or what broadcasts to (B, M, N); 0 or False hides a state of the encoder.
+        Returns (B, M, out_dim), with need_weights also (B, M, N); without the M where state is one.
+        """
+        one = state.ndim == 2
+        state = state.unsqueeze(1) if one else state
+        context, weights = attend(
+            *(state, memory, memory),
+            mask=_of_items(mask),
+            scale=1.0,
+            need_weights=need_weights,
+        )
+        out = torch.tanh(self.combine(torch.cat([context, state], dim=-1)))
+        return _results(out, weights, one)
+
+
+class BahdanauAttention(nn.Module):
+    """Additive attention (Bahdanau et al. 2015, section A.1.2): score v.tanh(W s + U h).
+
+    Its scores are no products of queries and keys, so this is plain torch, not fused: it stores
+    (B, M, N, hidden_dim), all of it for the backward pass.
+    """
+
+    def __init__(self, state_dim: int, memory_dim: int, hidden_dim: int) -> None:
+        super().__init__()
+        self.state_proj = nn.Linear(state_dim, hidden_dim, bias=False)
+        self.memory_proj = nn.Linear(memory_dim, hidden_dim)
+        self.score = nn.Linear(hidden_dim, 1, bias=False)
+
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """state (B, M, state_dim) or (B, state_dim), memory (B, N, memory_dim); mask and weights as
+        in `LuongAttention`. Returns the context (B, M, memory_dim), 0 where all is hidden."""
+        one = state.ndim == 2
+        state = state.unsqueeze(1) if one else state
+        hidden = torch.tanh(self.state_proj(state)[:, :, None] + self.memory_proj(memory)[:, None])
+        scores = self.score(hidden).squeeze(-1)
+        if mask is not None:
+            scores = scores.masked_fill(_of_items(mask) == 0, -torch.inf)
+        seen = (scores > -torch.inf).any(-1, keepdim=True)
+        weights = torch.softmax(torch.where(seen, scores, 0.0), dim=-1) * seen
+        return _results(weights @ memory, weights if need_weights else None, one)
+
+
+def _of_items(mask: Tensor | None) -> Tensor | None:
+    """(B, N) serves every state of an item."""
+    return mask.unsqueeze(1) if mask is not None and mask.ndim == 2 else mask
+
+
+def _results(out: Tensor, weights: Tensor | None, one: bool) -> Tensor | tuple[Tensor, Tensor]:
+    out = out.squeeze(1) if one else out
+    if weights is None:
+        return out
+    return out, weights.squeeze(1) if one else weights

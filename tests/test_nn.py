@@ -1,0 +1,356 @@
+"""`fastattn.nn` against the same modules written out naively: outputs, weights and gradients."""
+
+import copy
+import math
+
+import pytest
+import torch
+from runners import every_backend, small
+
+import fastattn
+from fastattn import backend, nn, ops
+
+MASKS = {
+    "none": lambda m, n: None,
+    "matrix": lambda m, n: torch.arange(n) % 3 != torch.arange(m)[:, None] % 3,
+    "integers": lambda m, n: (torch.arange(n) < n - 2).long().expand(m, n),
+    "floats": lambda m, n: (torch.arange(n) > 0).float(),
+    "a row hidden": lambda m, n: (torch.arange(m) != 1)[:, None].expand(m, n),
+}
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def on(name, monkeypatch):
+    """Every call inside runs on backend `name`."""
+    chosen = backend.get(name)
+    monkeypatch.setattr(ops, "choose", lambda spec, asked: chosen)
+    ops._plans.clear()
+    yield name
+    ops._plans.clear()
+
+
+def naive(q, k, v, mask=None, causal=False, scale=None):
+    """As the tutorials write it, but that a row with every key hidden is 0."""
+    s = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    keep = torch.ones(s.shape[-2:], dtype=torch.bool)
+    keep = keep.tril() if causal else keep
+    keep = keep if mask is None else keep & (mask != 0)
+    p = torch.softmax(s.masked_fill(~keep, -torch.inf), -1)
+    p = torch.where(keep.any(-1, keepdim=True), p, 0.0)
+    return p @ v, p
+
+
+def same(found, expected, leaves):
+    """Equal values, and equal gradients of a loss on all of them."""
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+    losses = [sum((x * x).sum() for x in results) for results in (found, expected)]
+    grads = [torch.autograd.grad(loss, leaves) for loss in losses]
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@every_backend
+@pytest.mark.parametrize("mask", small(list(MASKS), ["integers"]))
+@pytest.mark.parametrize("lead", [(), (2,), (2, 3), (2, 1, 3)], ids=str)
+def test_any_leading_dimensions(name, lead, mask, on):
+    q, k, v = (torch.randn(*lead, n, d) for n, d in ((5, 8), (7, 8), (7, 4)))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    given = MASKS[mask](5, 7)
+    module = nn.ScaledDotProductAttention()
+    same(module(q, k, v, given, need_weights=True), naive(q, k, v, given), leaves)
+    torch.testing.assert_close(module(q, k, v, given), naive(q, k, v, given)[0])
+
+
+@every_backend
+@pytest.mark.parametrize("lead, shape", [((2,), (2, 5, 7)), ((2, 3), (2, 1, 5, 7))], ids=str)
+def test_a_mask_of_each_item(name, lead, shape, on):
+    q, k, v = (torch.randn(*lead, n, 8) for n in (5, 7, 7))
+    mask = torch.rand(shape) > 0.3
+    found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
+    for x, y in zip(found, naive(q, k, v, mask), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+@every_backend
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("heads", [1, 3])
+def test_causal_self_attention(name, heads, bias, on):
+    module = nn.CausalSelfAttention(10, 15, 9, num_heads=heads, qkv_bias=bias)
+    x = torch.randn(2, 7, 10, requires_grad=True)
+
+    def split(y):
+        return y if heads == 1 else y.view(2, 7, heads, 15 // heads).transpose(1, 2)
+
+    out, weights = naive(
+        *(split(p(x)) for p in (module.q_proj, module.k_proj, module.v_proj)), None, True
+    )
+    out = out if heads == 1 else module.out_proj(out.transpose(1, 2).reshape(2, 7, 15))
+    same(module(x, need_weights=True), (out, weights), [x, *module.parameters()])
+    torch.testing.assert_close(module(x[0]), module(x)[0])
+    with pytest.raises(ValueError, match="context_length"):
+        module(torch.randn(2, 10, 10))
+
+
+@every_backend
+def test_concatenated_heads_are_single_heads_side_by_side(name, on):
+    module = nn.ConcatenatedHeads(10, 5, num_heads=3)
+    x = torch.randn(2, 7, 10)
+    out, weights = module(x, need_weights=True)
+    assert out.shape == (2, 7, 15) and weights.shape == (2, 3, 7, 7)
+    for h, head in enumerate(module.heads):
+        torch.testing.assert_close(out[..., 5 * h : 5 * h + 5], head(x))
+    wide = nn.CausalSelfAttention(10, 15, num_heads=3)
+    for child, proj in wide.named_children():
+        if child != "out_proj":
+            proj.weight.data = torch.cat([getattr(h, child).weight for h in module.heads])
+    wide.out_proj = torch.nn.Identity()
+    torch.testing.assert_close(wide(x), out)
+
+
+@every_backend
+@pytest.mark.parametrize("heads", [1, 2])
+def test_dropout_is_of_training_alone_and_in_the_weights(name, heads, on):
+    module = nn.CausalSelfAttention(8, 8, dropout=0.4, num_heads=heads)
+    x = torch.randn(2, 9, 8)
+    torch.manual_seed(5)
+    out, weights = module(x, need_weights=True)
+    whole = copy.deepcopy(module).eval()(x, need_weights=True)[1]
+    kept = weights != 0
+    torch.testing.assert_close(weights[kept], whole[kept] / 0.6)
+    assert 0.3 < (~kept & (whole != 0)).sum() / (whole != 0).sum() < 0.5
+    torch.manual_seed(5)
+    torch.testing.assert_close(module(x), out)
+    assert not torch.equal(module(x), out)
+    assert torch.equal(module.eval()(x), module(x))
+
+
+def test_wrong_shapes_are_told():
+    attention = nn.ScaledDotProductAttention()
+    x = torch.randn(2, 5, 8)
+    with pytest.raises(ValueError, match="same leading dimensions"):
+        attention(x, x[:1], x)
+    with pytest.raises(ValueError, match="same leading dimensions"):
+        attention(x[0, 0], x[0, 0], x[0, 0])
+    with pytest.raises(ValueError, match="mask: got 4 dimensions"):
+        attention(x, x, x, torch.ones(1, 1, 5, 5))
+    with pytest.raises(ValueError, match="multiple"):
+        nn.CausalSelfAttention(8, 8, num_heads=3)
+
+
+# --- heads, as the tutorials write them -----------------------------------------------------------
+
+HEAD_MASKS = {
+    "none": None,
+    "matrix": torch.ones(6, 6).tril(),
+    "items": torch.arange(72).view(2, 6, 6) ** 2 % 7 > 2,
+    "padding": (torch.arange(6) < torch.tensor([4, 6])[:, None]).int()[:, None, None],
+}
+HEADS = pytest.mark.parametrize("embed, heads", small([(200, 5), (12, 4), (7, 1)], [(10, 2)]))
+
+
+def heads_of(x, heads):
+    return x.view(2, -1, heads, x.shape[-1] // heads).transpose(1, 2)
+
+
+def joined(x):
+    return x.transpose(1, 2).reshape(2, 6, -1)
+
+
+def four(mask):
+    return mask[:, None] if mask is not None and mask.ndim == 3 else mask
+
+
+@every_backend
+@HEADS
+@pytest.mark.parametrize("mask", small(list(HEAD_MASKS), ["items", "padding"]))
+def test_packed_self_attention(name, embed, heads, mask, on):
+    module, mask = nn.PackedSelfAttention(embed, heads), HEAD_MASKS[mask]
+    x = torch.randn(2, 6, embed, requires_grad=True)
+    q, k, v = module.qkv_proj(x).view(2, 6, 3, heads, embed // heads).permute(2, 0, 3, 1, 4)
+    out, weights = naive(q, k, v, four(mask))
+    expected = module.out_proj(joined(out)), weights
+    same(module(x, mask, need_weights=True), expected, [x, *module.parameters()])
+    torch.testing.assert_close(module(x, mask), expected[0])
+
+
+@every_backend
+@HEADS
+@pytest.mark.parametrize("mask", small(list(HEAD_MASKS), ["items", "padding"]))
+def test_shared_head_attention(name, embed, heads, mask, on):
+    module, mask = nn.SharedHeadAttention(embed, heads), HEAD_MASKS[mask]
+    inputs = [torch.randn(2, 6, embed, requires_grad=True) for _ in range(3)]
+    cut = (x.reshape(2, 6, heads, embed // heads) for x in inputs)
+    q, k, v = (p(x) for p, x in zip((module.q_proj, module.k_proj, module.v_proj), cut))
+    energy = torch.einsum("nqhd,nkhd->nhqk", q, k)
+    if mask is not None:
+        energy = energy.masked_fill(four(mask) == 0, -torch.inf)
+    weights = torch.softmax(energy / embed**0.5, dim=3).nan_to_num(0.0)
+    out = torch.einsum("nhql,nlhd->nqhd", weights, v).reshape(2, 6, embed)
+    expected = module.out_proj(out), weights
+    found = module(*inputs, mask, need_weights=True)
+    if mask is None or (weights.sum(-1) > 0).all():
+        same(found, expected, [*inputs, *module.parameters()])
+    else:
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+@every_backend
+@HEADS
+@pytest.mark.parametrize("mask", small(list(HEAD_MASKS), ["items", "padding"]))
+def test_every_step_of_traced_attention(name, embed, heads, mask, on):
+    module, mask = nn.TracedAttention(embed, heads).eval(), HEAD_MASKS[mask]
+    inputs = [torch.randn(2, 6, embed, requires_grad=True) for _ in range(3)]
+    trace = {}
+    x = module(*inputs, mask, trace=trace)
+    feats = [p(y) for p, y in zip((module.q_proj, module.k_proj, module.v_proj), inputs)]
+    splits = [heads_of(y, heads) for y in feats]
+    out, attention = naive(*splits, four(mask), scale=embed**-0.5)
+    expected = dict(zip(("Q_feat", "K_feat", "V_feat"), feats))
+    expected |= dict(zip(("Q_split", "K_split", "V_split"), splits))
+    expected |= dict(attention=attention, x_raw=out, x_rsh1=out.transpose(1, 2))
+    expected |= dict(x_rsh2=joined(out), x=module.out_proj(joined(out)))
+    for what, y in expected.items():
+        torch.testing.assert_close(trace[what], y, rtol=2e-5, atol=2e-6, msg=what)
+    assert trace.keys() == {*expected, "scores"} and trace["x"] is x
+    kept = trace["attention"] > 0
+    scores = splits[0] @ splits[1].mT * embed**-0.5
+    torch.testing.assert_close(trace["scores"][kept], scores[kept])
+    same([module(*inputs, mask)], [expected["x"]], [*inputs, *module.parameters()])
+
+
+def test_the_scale_of_the_paper_may_be_asked_for():
+    x = torch.randn(2, 6, 12)
+    module = nn.TracedAttention(12, 4, dropout=0.0, scale=3**-0.5)
+    q, k, v = (heads_of(p(x), 4) for p in (module.q_proj, module.k_proj, module.v_proj))
+    torch.testing.assert_close(module(x, x, x), module.out_proj(joined(naive(q, k, v)[0])))
+    for kind in (nn.PackedSelfAttention, nn.TracedAttention, nn.SharedHeadAttention):
+        with pytest.raises(ValueError, match="multiple"):
+            kind(12, 5)
+
+
+# --- sequence to sequence ----------------------------------------------------------------------
+
+
+@every_backend
+@pytest.mark.parametrize("mask", [None, "padding", "all hidden"])
+def test_luong_attention(name, mask, on):
+    module = nn.LuongAttention(8, 6)
+    state, memory = (torch.randn(2, n, 8, requires_grad=True) for n in (3, 5))
+    if mask:
+        mask = torch.arange(5) < torch.tensor([4, 5 if mask == "padding" else 0])[:, None]
+    context, weights = naive(
+        state, memory, memory, None if mask is None else mask[:, None], scale=1.0
+    )
+    expected = torch.tanh(module.combine(torch.cat([context, state], -1))), weights
+    same(module(state, memory, mask, True), expected, [state, memory, *module.parameters()])
+    out, weights = module(state[:, 1], memory, mask, need_weights=True)
+    for x, y in zip((out, weights), expected, strict=True):
+        torch.testing.assert_close(x, y[:, 1])
+
+
+@pytest.mark.parametrize("mask", [None, "padding", "all hidden"])
+def test_bahdanau_attention(mask):
+    module = nn.BahdanauAttention(8, 6, 4)
+    state, memory = torch.randn(2, 3, 8, requires_grad=True), torch.randn(2, 5, 6)
+    if mask:
+        mask = torch.arange(5) < torch.tensor([4, 5 if mask == "padding" else 0])[:, None]
+    out, weights = module(state, memory, mask, need_weights=True)
+    for b in range(2):
+        for i in range(3):
+            n = 5 if mask is None else int(mask[b].sum())
+            seen = memory[b, :n]
+            hidden = torch.tanh(module.state_proj(state[b, i]) + module.memory_proj(seen))
+            p = torch.softmax(module.score(hidden)[:, 0], 0)
+            torch.testing.assert_close(weights[b, i], torch.cat([p, torch.zeros(5 - n)]))
+            torch.testing.assert_close(out[b, i], p @ seen)
+    (grad,) = torch.autograd.grad(out.sum(), state)
+    assert grad.isfinite().all()
+    torch.testing.assert_close(module(state[:, 0], memory, mask), out[:, 0])
+
+
+# --- positions ---------------------------------------------------------------------------------
+
+
+def sinusoid(pos, column, size):
+    angle = pos / 10000 ** (column // 2 * 2 / size)
+    return math.cos(angle) if column % 2 else math.sin(angle)
+
+
+@pytest.mark.parametrize("size", [1, 6, 7])
+def test_sinusoids(size):
+    encoding = nn.SinusoidalPositionalEncoding(size, max_len=50, dropout=0.0)
+    expected = torch.tensor([[sinusoid(i, c, size) for c in range(size)] for i in range(50)])
+    x = torch.randn(2, 50, size)
+    torch.testing.assert_close(encoding(x) - x, expected.expand(2, 50, size))
+    torch.testing.assert_close(encoding(x[0]), encoding(x)[0])
+    torch.testing.assert_close(encoding(x[:, 7:9], offset=7), encoding(x)[:, 7:9])
+    first = nn.SinusoidalPositionalEncoding(size, 50, 0.0, batch_first=False)
+    torch.testing.assert_close(first(x.transpose(0, 1)), encoding(x).transpose(0, 1))
+    assert encoding(x.bfloat16()).dtype == torch.bfloat16 and not encoding.state_dict()
+    for bad in (dict(offset=1), dict(offset=-1)):
+        with pytest.raises(ValueError, match="max_len"):
+            encoding(x, **bad)
+
+
+def test_positional_dropout_is_of_training_alone():
+    encoding = nn.SinusoidalPositionalEncoding(8, dropout=0.5)
+    x = torch.ones(1, 40, 8)
+    assert (encoding(x) == 0).any() and not (encoding.eval()(x) == 0).all()
+    assert torch.equal(encoding(x), encoding(x))
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotations_are_those_of_complex_numbers(interleaved):
+    D, N = 10, 13
+    x = torch.randn(2, 3, N, D, dtype=torch.float64)
+    rope = nn.RotaryEmbedding(D, interleaved=interleaved)
+    pairs = x.unflatten(-1, (-1, 2)) if interleaved else torch.stack(x.chunk(2, -1), -1)
+    angle = torch.arange(N)[:, None] * 10000.0 ** (-torch.arange(0, D, 2).double() / D)
+    turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * torch.exp(1j * angle))
+    expected = turned.flatten(-2) if interleaved else torch.cat(turned.unbind(-1), -1)
+    torch.testing.assert_close(rope(x), expected)
+    torch.testing.assert_close(rope(x[..., 4:, :], offset=4), rope(x)[..., 4:, :])
+    positions = torch.randperm(N)
+    torch.testing.assert_close(rope(x[..., positions, :], positions), rope(x)[..., positions, :])
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rotated_scores_depend_on_differences_alone(interleaved):
+    rope = nn.RotaryEmbedding(16, rotary_dim=12, interleaved=interleaved)
+    q, k = torch.randn(2, 6, 16, dtype=torch.float64)
+    near, far = (rope(q, offset=at) @ rope(k, offset=at).T for at in (0, 10**6))
+    torch.testing.assert_close(near, far)
+    assert torch.equal(rope(q)[..., 12:], q[..., 12:])
+    torch.testing.assert_close(rope(q).norm(dim=-1), q.norm(dim=-1))
+
+
+def test_rotations_keep_the_dtype_and_their_precision():
+    rope, x = nn.RotaryEmbedding(64).bfloat16(), torch.randn(4, 64)
+    exact = nn.RotaryEmbedding(64)(x.double(), offset=100_000)
+    torch.testing.assert_close(rope(x, offset=100_000).double(), exact, rtol=0, atol=1e-6)
+    assert rope(x.bfloat16()).dtype == torch.bfloat16
+    for bad in (dict(rotary_dim=5), dict(rotary_dim=66), dict(rotary_dim=0)):
+        with pytest.raises(ValueError, match="rotary_dim"):
+            nn.RotaryEmbedding(64, **bad)
+    with pytest.raises(ValueError, match="head_dim"):
+        rope(x[:, :60])
+
+
+def test_alibi_slopes():
+    """Of 8 heads a half to a 256th (Press et al., section 3); of 12 those and some of 16."""
+    eight = [2.0**-i for i in range(1, 9)]
+    torch.testing.assert_close(nn.alibi_slopes(8), torch.tensor(eight))
+    more = [2.0 ** (-i / 2) for i in (1, 3, 5, 7)]
+    torch.testing.assert_close(nn.alibi_slopes(12), torch.tensor(eight + more))
+    assert nn.alibi_slopes(1).tolist() == [2.0**-8] and nn.alibi_slopes(16)[1] == 0.5
+    q = torch.randn(1, 12, 5, 8)
+    assert fastattn.attention(q, q, q, alibi_slopes=nn.alibi_slopes(12)).shape == q.shape
+    with pytest.raises(ValueError, match="num_heads"):
+        nn.alibi_slopes(0)
