@@ -42,10 +42,12 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True)
     limits = Limits(**result["ceilings"])
     threads = first_threads(cells)
+    lengths = sorted({c["N"] for c in cells if (c["dtype"], c["mask"]) in columns})
     for i, d in enumerate(rows):
         for j, (dtype, mask) in enumerate(columns):
             chosen = [c for c in cells if (c["dtype"], c["mask"], c["D"]) == (dtype, mask, d)]
             _panel(axes[i][j], chosen, limits.gflops(dtype, threads), colors)
+            length_axis(axes[i][j], lengths)
             axes[i][j].set_title(f"{dtype}, {mask}, D={d}", fontsize=9.5)
         axes[i][0].set_ylabel("GF/s")
     _share_scales(axes, columns)
@@ -76,7 +78,6 @@ def _panel(axis: Any, cells: list[Record], limit: float | None, colors: dict[str
                 )
     if limit:
         axis.axhline(limit, color="#888888", linewidth=1, linestyle="--", label="peak")
-    length_axis(axis, sorted({cell["N"] for cell in cells}))
     axis.set_ylim(bottom=0)
 
 
