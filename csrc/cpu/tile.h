@@ -238,11 +238,9 @@ template <class R, class F>
 FA_INLINE void with_vectors(int64_t rows, F f) {
   const int64_t nv = (rows + kLanes<R> - 1) / kLanes<R>;
   if (nv <= 1) return f(std::integral_constant<int, 1>{});
-  if constexpr (kTileVectors > 2) {
-    if (nv == 3) return f(std::integral_constant<int, 3>{});
-    if (nv >= 4) return f(std::integral_constant<int, 4>{});
-  }
-  f(std::integral_constant<int, 2>{});
+  if (nv == 2) return f(std::integral_constant<int, 2>{});
+  if (nv == 3) return f(std::integral_constant<int, 3>{});
+  if constexpr (kTileVectors > 3) f(std::integral_constant<int, 4>{});
 }
 template <class R>
 constexpr int64_t kTileRows = kTileVectors * kLanes<R>;
