@@ -15,9 +15,6 @@ from .cases import DTYPES, PASSES
 from .masks import MASKS
 from .peers import PEERS
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", ROOT / "bench" / "results" / "README.md"]
-
 
 def main(argv: list[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else argv
@@ -27,6 +24,9 @@ def main(argv: list[str] | None = None) -> int:
     options = parser.parse_args(given)
     try:
         return options.command(options)
+    except BrokenPipeError:  # who reads has seen enough
+        sys.stdout = None
+        return 0
     except (ValueError, OSError) as error:
         print(f"python -m bench: {error}", file=sys.stderr)
         return 2
@@ -96,7 +96,14 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     publish = add("report", commands.publish, "write the pages' tables, and the pictures")
     publish.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    publish.add_argument("--pages", type=Path, nargs="+", default=PAGES, metavar="README.md")
+    publish.add_argument(
+        "--pages",
+        type=Path,
+        nargs="+",
+        metavar="README.md",
+        help="write there; default: the two of this repository from files in bench/results, "
+        "only print the tables of others",
+    )
     return parser, names
 
 

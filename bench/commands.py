@@ -23,6 +23,7 @@ from .peers import BASELINE, SUBJECT, chosen
 from .results import Result
 
 Options = argparse.Namespace
+PAGES = [results.FOLDER.parent.parent / "README.md", results.FOLDER / "README.md"]
 
 
 def sweep(options: Options) -> int:
@@ -130,7 +131,11 @@ def publish(options: Options) -> int:
         if not readme.tables(result):
             print(f"{path}: no table is made from it")
             continue
-        _print(readme.write(options.pages, result, path))
+        if not options.pages and path.resolve().parent != results.FOLDER:
+            for lines in readme.tables(result).values():  # the pages show what is committed
+                _print(lines)
+            continue
+        _print(readme.write(options.pages or PAGES, result, path))
         _print(plot.draw_all(result, path.with_suffix("")))
     return 0
 

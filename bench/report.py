@@ -233,7 +233,7 @@ def summary(result: Result) -> Iterator[str]:
         yield f"{met[True]} targets met, {met[False]} not met, {met[None]} not measured{rest}"
     if result["cells"]:
         failed = sum(cell["status"] != "ok" for cell in result["cells"])
-        yield f"{len(result['cells'])} cells, {failed} failed{rest}"
+        yield f"{len(result['cells'])} cells verified, {failed} failed{rest}"
 
 
 def accuracy(cells: list[Record]) -> dict[str, dict[str, float]]:

@@ -137,10 +137,76 @@ def test_wrong_shapes_are_told():
         attention(x, x[:1], x)
     with pytest.raises(ValueError, match="same leading dimensions"):
         attention(x[0, 0], x[0, 0], x[0, 0])
-    with pytest.raises(ValueError, match="mask: got 4 dimensions"):
+    with pytest.raises(ValueError, match="mask: got shape"):
         attention(x, x, x, torch.ones(1, 1, 5, 5))
     with pytest.raises(ValueError, match="multiple"):
         nn.CausalSelfAttention(8, 8, num_heads=3)
+
+
+DROPPING = {
+    "ScaledDotProductAttention": lambda: nn.ScaledDotProductAttention(dropout=0.4),
+    "SelfAttention": lambda: nn.SelfAttention(12, dropout=0.4),
+    "CausalSelfAttention": lambda: nn.CausalSelfAttention(12, 12, None, 0.4, num_heads=2),
+    "ConcatenatedHeads": lambda: nn.ConcatenatedHeads(12, 6, None, 0.4),
+    "PackedSelfAttention": lambda: nn.PackedSelfAttention(12, 2, dropout=0.4),
+    "TracedAttention": lambda: nn.TracedAttention(12, 2, dropout=0.4),
+    "SharedHeadAttention": lambda: nn.SharedHeadAttention(12, 2, dropout=0.4),
+}
+
+
+@pytest.mark.parametrize("kind", DROPPING)
+def test_every_module_drops_out_in_training_alone(kind):
+    module, x = DROPPING[kind](), torch.randn(2, 9, 12)
+    inputs = [x] * (1 if "Self" in kind or "Heads" in kind else 3)
+    module.train()
+    assert not torch.equal(module(*inputs), module(*inputs))
+    module.eval()
+    assert torch.equal(module(*inputs), module(*inputs))
+
+
+def test_options_reach_what_they_are_for():
+    x = torch.randn(2, 7, 10)
+    scaled = nn.SelfAttention(10, 4, scale=0.1)
+    q, k, v = (p(x) for p in (scaled.q_proj, scaled.k_proj, scaled.v_proj))
+    torch.testing.assert_close(scaled(x), naive(q, k, v, scale=0.1)[0])
+    heads = nn.ConcatenatedHeads(10, 5, 9, 0.3, num_heads=2, qkv_bias=True).heads
+    assert [(h.context_length, h.dropout, h.q_proj.bias is None) for h in heads] == [
+        (9, 0.3, False)
+    ] * 2
+    biases = [nn.PackedSelfAttention(10, 2, bias=False), nn.TracedAttention(10, 2, bias=False)]
+    for module in [*biases, nn.LuongAttention(10, bias=False)]:
+        assert not [name for name, _ in module.named_parameters() if "bias" in name]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("shape", [(7, 7), (2, 7, 7), (2, 1, 7, 7), (1, 1, 7), (7,)], ids=str)
+def test_masks_of_causal_self_attention(heads, shape):
+    """One of each item has as many dimensions as x, whatever the number of heads."""
+    module, x = nn.CausalSelfAttention(10, 8, num_heads=heads), torch.randn(2, 7, 10)
+    mask = (torch.arange(math.prod(shape)) ** 2 % 5 > 1).view(shape)
+    q, k, v = (p(x).view(2, 7, heads, -1).transpose(1, 2) for p in list(module.children())[:3])
+    wide = mask[:, None] if mask.ndim == 3 else mask
+    _, expected = naive(q, k, v, wide, causal=True)
+    _, weights = module(x, mask, need_weights=True)
+    torch.testing.assert_close(weights, expected[:, 0] if heads == 1 else expected)
+    stack = nn.ConcatenatedHeads(10, 4, num_heads=2)
+    assert (stack(x, mask, need_weights=True)[1][expected.expand(2, 2, 7, 7) == 0] == 0).all()
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (4, 1, 5, 7), (2, 1, 3, 5, 1), (7,)], ids=str)
+def test_masks_beside_many_leading_dimensions(shape):
+    q, k, v = (torch.randn(2, 4, 3, n, 8) for n in (5, 7, 7))
+    mask = (torch.arange(math.prod(shape)) ** 2 % 5 - 1).view(shape)  # -1 shows, as any but 0
+    found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
+    for x, y in zip(found, naive(q, k, v, mask), strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+def test_an_additive_mask_is_refused():
+    x = torch.randn(2, 4, 8)
+    mask = torch.nn.Transformer.generate_square_subsequent_mask(4)
+    with pytest.raises(ValueError, match="-inf"):
+        nn.ScaledDotProductAttention()(x, x, x, mask)
 
 
 # --- heads, as the tutorials write them -----------------------------------------------------------
@@ -270,8 +336,16 @@ def test_bahdanau_attention(mask):
             p = torch.softmax(module.score(hidden)[:, 0], 0)
             torch.testing.assert_close(weights[b, i], torch.cat([p, torch.zeros(5 - n)]))
             torch.testing.assert_close(out[b, i], p @ seen)
-    (grad,) = torch.autograd.grad(out.sum(), state)
+    with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
+        (grad,) = torch.autograd.grad(out.sum(), state, retain_graph=True)
     assert grad.isfinite().all()
+    assert module(state * torch.nan, memory, mask)[0].isnan().all()
+    for bad in (torch.ones(3, 5), torch.ones(2, 4, 5), torch.ones(5)):
+        for kind in (module, nn.LuongAttention(6)):
+            with pytest.raises(ValueError, match="mask: got shape"):
+                kind(state[..., :6] if kind is not module else state, memory, bad)
+    with pytest.raises(ValueError, match="state, memory"):
+        module(state[:1], memory)
     torch.testing.assert_close(module(state[:, 0], memory, mask), out[:, 0])
 
 
@@ -294,6 +368,11 @@ def test_sinusoids(size):
     first = nn.SinusoidalPositionalEncoding(size, 50, 0.0, batch_first=False)
     torch.testing.assert_close(first(x.transpose(0, 1)), encoding(x).transpose(0, 1))
     assert encoding(x.bfloat16()).dtype == torch.bfloat16 and not encoding.state_dict()
+    exact = encoding(x.double()) - x.double()
+    assert torch.equal(encoding.bfloat16()(x.double()) - x.double(), exact)
+    for wrong in (x[..., None, :], x.long(), torch.randn(2, 5, size + 1)):
+        with pytest.raises(ValueError, match="embed_dim"):
+            encoding(wrong)
     for bad in (dict(offset=1), dict(offset=-1)):
         with pytest.raises(ValueError, match="max_len"):
             encoding(x, **bad)
@@ -302,7 +381,7 @@ def test_sinusoids(size):
 def test_positional_dropout_is_of_training_alone():
     encoding = nn.SinusoidalPositionalEncoding(8, dropout=0.5)
     x = torch.ones(1, 40, 8)
-    assert (encoding(x) == 0).any() and not (encoding.eval()(x) == 0).all()
+    assert (encoding(x) == 0).any() and not (encoding.eval()(x) == 0).any()
     assert torch.equal(encoding(x), encoding(x))
 
 
@@ -341,6 +420,10 @@ def test_rotations_keep_the_dtype_and_their_precision():
             nn.RotaryEmbedding(64, **bad)
     with pytest.raises(ValueError, match="head_dim"):
         rope(x[:, :60])
+    with pytest.raises(ValueError, match="one of the two"):
+        rope(x, torch.arange(4), offset=1)
+    slower = nn.RotaryEmbedding(64, base=1e6)(x) - nn.RotaryEmbedding(64)(x)
+    assert not slower[0].any() and slower[1:].abs().max() > 0.01
 
 
 def test_alibi_slopes():

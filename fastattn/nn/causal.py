@@ -39,15 +39,20 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (..., N, d_in) to (..., N, d_out).
 
-        mask hides more keys than the future: bool or any dtype, 0 hides, broadcast to
-        (..., H, N, N). With need_weights the weights after dropout come second, (..., H, N, N);
-        without the H where there is one head. Raises ValueError past context_length.
+        mask hides more keys than the future: bool or any dtype, 0 hides; broadcast to (..., N, N),
+        the same for all heads, or of one dimension more, (..., H, N, N). With need_weights the
+        weights after dropout come second, (..., H, N, N); without the H where there is one head.
+        Raises ValueError past context_length.
         """
         if self.context_length is not None and x.shape[-2] > self.context_length:
             raise ValueError(
                 f"x: got {x.shape[-2]} tokens, expected at most context_length = "
                 f"{self.context_length}; make the module with a longer one"
             )
+        if mask is not None and self.num_heads > 1 and 3 <= mask.ndim <= x.ndim:
+            mask = mask.unsqueeze(-3)
+        elif mask is not None and self.num_heads == 1 and mask.ndim > max(x.ndim, 2):
+            mask = mask.squeeze(-3)
         q, k, v = (self._split(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         out, weights = attend(
             *(q, k, v),

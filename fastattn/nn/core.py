@@ -24,8 +24,9 @@ def attend(
     """Fused attention of q (..., M, D) to k (..., N, D) and v (..., N, Dv).
 
     The leading dimensions, from none to any number, are the same for all three. mask broadcasts to
-    (..., M, N) and says what may be attended to: a bool, or any other dtype in which 0 hides a key
-    (a float mask is no bias here: add one with `fastattn.attention`).
+    (..., M, N) and says what may be attended to: a bool, or any other dtype in which 0 hides a key.
+    A float mask is no bias here, and one of 0 and -inf would mean its opposite: it raises on the
+    CPU. `fastattn.attention` takes those.
 
     Returns the output (..., M, Dv) and, if wanted, the weights (..., M, N) that v was multiplied
     by, dropout included. A row whose keys are all hidden has weights and output 0.
@@ -38,7 +39,8 @@ def attend(
         )
     options: dict[str, Any] = {"causal": causal, "scale": scale}
     if mask is not None:
-        options["mask"] = _four_dimensional(_may_attend(mask), lead)
+        shape = (*lead, q.shape[-2], k.shape[-2])
+        options["mask"] = _four_dimensional(_may_attend(mask), shape)
     if dropout_p:  # drawn here, so that the weights see the dropout of the output
         options |= {"dropout_p": dropout_p, "seed": api.draw_seed(q.device)}
     q, k, v = (_split_lead(x) for x in (q, k, v))
@@ -66,17 +68,43 @@ def check_heads(embed_dim: int, num_heads: int) -> None:
 
 
 def _may_attend(mask: Tensor) -> Tensor:
-    return mask if mask.dtype == torch.bool else mask != 0
-
-
-def _four_dimensional(mask: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """The mask beside q as `_split_lead` leaves it."""
-    if mask.ndim <= 2 or len(lead) == 2:  # aligned to the right, as everything that broadcasts
+    if mask.dtype == torch.bool:
         return mask
-    if mask.ndim > len(lead) + 2:
-        expected = ", ".join(["..."] * bool(lead) + ["M", "N"])
-        raise ValueError(f"mask: got {mask.ndim} dimensions, expected one for ({expected}) of q")
-    return _split_lead(mask.expand(*lead, *mask.shape[-2:]))
+    if mask.is_floating_point() and _may_look(mask) and (mask == -torch.inf).any():
+        raise ValueError(
+            "mask: got a float mask with -inf, expected one in which 0 hides a key: pass "
+            "mask > -torch.inf, or add it to the scores with fastattn.attention"
+        )
+    return mask != 0
+
+
+def _may_look(x: Tensor) -> bool:
+    """Are there values, to be had without waiting for a device?"""
+    plain = type(x) is Tensor and x.device.type == "cpu"
+    traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+    return plain and not traced
+
+
+def _four_dimensional(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """A mask for scores of `shape` (..., M, N), beside q as `_split_lead` leaves it."""
+    sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
+    if mask.ndim > len(shape) or any(n not in (1, size) for n, size in sizes):
+        raise ValueError(
+            f"mask: got shape {tuple(mask.shape)}, expected what broadcasts to {tuple(shape)}"
+        )
+    if mask.ndim <= 2 or len(shape) == 4:  # aligned to the right, as everything that broadcasts
+        return mask
+    return _split_lead(mask.expand(*shape[:-2], *mask.shape[-2:]))
+
+
+def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Written out, for who wants the steps: 0 in a row whose keys are all hidden."""
+    if mask is None:
+        return torch.softmax(scores, dim=-1)
+    keep = _may_attend(mask)
+    seen = keep.any(-1, keepdim=True)  # such a row is given other scores: none may become NaN
+    scores = scores.masked_fill(~keep & seen, -torch.inf)
+    return torch.softmax(scores, dim=-1) * seen
 
 
 def _split_lead(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .core import attend, check_heads, merge_heads, split_heads
+from .core import attend, check_heads, masked_softmax, merge_heads, split_heads
 
 
 class PackedSelfAttention(nn.Module):
@@ -98,19 +98,15 @@ class TracedAttention(nn.Module):
         merged = merge_heads(raw)
         x = self.out_proj(merged)
         if trace is not None:
-            scores, attention = self._written_out(splits[0], splits[1], mask)
+            scores = splits[0] @ splits[1].mT * self.scale
+            attention = masked_softmax(scores, mask)
+            if mask is not None:
+                scores = scores.masked_fill(mask == 0, -torch.inf)
             trace.update(zip(("Q_feat", "K_feat", "V_feat"), feats, strict=True))
             trace.update(zip(("Q_split", "K_split", "V_split"), splits, strict=True))
             trace.update(scores=scores, attention=attention, x_raw=raw)
             trace.update(x_rsh1=raw.transpose(1, 2), x_rsh2=merged, x=x)
         return x
-
-    def _written_out(self, q: Tensor, k: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
-        scores = q @ k.mT * self.scale
-        if mask is not None:
-            scores = scores.masked_fill(mask == 0, -torch.inf)
-        seen = (scores > -torch.inf).any(-1, keepdim=True)
-        return scores, torch.where(seen, torch.softmax(scores, -1), 0.0)
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, dropout={self.dropout}, scale={self.scale:.4g}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
@@ -11,8 +9,6 @@ from torch import Tensor, nn
 class SinusoidalPositionalEncoding(nn.Module):
     """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
     2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
-
-    pe: Tensor
 
     def __init__(
         self,
@@ -22,32 +18,38 @@ class SinusoidalPositionalEncoding(nn.Module):
         batch_first: bool = True,
     ) -> None:
         super().__init__()
-        self.batch_first = batch_first
+        self.embed_dim, self.max_len, self.batch_first = embed_dim, max_len, batch_first
         self.dropout = nn.Dropout(dropout)
-        position = torch.arange(max_len, dtype=torch.float64)[:, None]
-        frequency = torch.exp(
-            torch.arange(0, embed_dim, 2, dtype=torch.float64) * (-math.log(1e4) / embed_dim)
-        )
-        pe = torch.empty(max_len, embed_dim, dtype=torch.float64)
-        pe[:, 0::2] = torch.sin(position * frequency)
-        pe[:, 1::2] = torch.cos(position * frequency[: embed_dim // 2])
-        self.register_buffer("pe", pe.float(), persistent=False)
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         """x is (B, N, E) or (N, E), or (N, B, E) without batch_first; its first token stands at
         `offset`. Raises ValueError past max_len."""
+        if x.ndim not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
+            raise ValueError(
+                f"x: got {x.dtype} of shape {tuple(x.shape)}, expected floats of 2 or 3 "
+                f"dimensions, the last embed_dim = {self.embed_dim}"
+            )
         at = 0 if x.ndim == 3 and not self.batch_first else -2
-        length, longest = x.shape[at], self.pe.shape[0]
+        length, longest = x.shape[at], self.max_len
         if offset < 0 or offset + length > longest:
             raise ValueError(
                 f"x: got positions {offset} to {offset + length - 1}, expected 0 to {longest - 1}; "
                 "make the module with a larger max_len"
             )
-        pe = self.pe[offset : offset + length].to(x.dtype)
+        positions = torch.arange(offset, offset + length, device=x.device)
+        pe = self._encode(positions).to(x.dtype)
         return self.dropout(x + (pe[:, None] if at == 0 else pe))
 
+    def _encode(self, positions: Tensor) -> Tensor:
+        """(N, E) in float64. Made anew, which costs less than the addition to a batch: a buffer
+        would be rounded by model.bfloat16(), and left empty by model.to_empty()."""
+        column = torch.arange(self.embed_dim, device=positions.device)
+        exponent = (column // 2 * 2).to(torch.float64) / self.embed_dim
+        angle = positions.to(torch.float64)[:, None] * 1e4**-exponent
+        return torch.where(column % 2 == 0, angle.sin(), angle.cos())
+
     def extra_repr(self) -> str:
-        return f"{self.pe.shape[1]}, max_len={self.pe.shape[0]}, batch_first={self.batch_first}"
+        return f"{self.embed_dim}, max_len={self.max_len}, batch_first={self.batch_first}"
 
 
 class RotaryEmbedding(nn.Module):
@@ -78,9 +80,11 @@ class RotaryEmbedding(nn.Module):
 
     def forward(self, x: Tensor, positions: Tensor | None = None, offset: int = 0) -> Tensor:
         """x is (..., N, head_dim), as (B, H, N, D). Row n stands at offset + n, or at positions[n];
-        positions broadcasts to x without its last dimension."""
+        positions broadcasts to x without its last dimension: (B, 1, N) where items differ."""
         if x.shape[-1] != self.head_dim:
             raise ValueError(f"x: got {x.shape[-1]} columns, expected head_dim = {self.head_dim}")
+        if positions is not None and offset:
+            raise ValueError(f"offset: got {offset} beside positions, expected one of the two")
         if positions is None:
             positions = torch.arange(offset, offset + x.shape[-2], device=x.device)
         # In float64, where a float32 angle at position 100,000 would be off by a hundredth; and no

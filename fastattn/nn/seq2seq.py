@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .core import attend
+from .core import attend, masked_softmax
 
 
 class LuongAttention(nn.Module):
@@ -27,14 +27,14 @@ class LuongAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """state (B, M, E): M decoder states; or (B, E), one. memory (B, N, E): the encoder's.
 
-        mask: (B, N), or what broadcasts to (B, M, N); 0 or False hides a state of the encoder.
+        mask: (B, N), or three dimensions that broadcast to (B, M, N); 0 or False hides a state of
+        the encoder.
         Returns (B, M, out_dim), with need_weights also (B, M, N); without the M where state is one.
         """
-        one = state.ndim == 2
-        state = state.unsqueeze(1) if one else state
+        state, mask, one = _prepare(state, memory, mask)
         context, weights = attend(
             *(state, memory, memory),
-            mask=_of_items(mask),
+            mask=mask,
             scale=1.0,
             need_weights=need_weights,
         )
@@ -64,20 +64,33 @@ class BahdanauAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """state (B, M, state_dim) or (B, state_dim), memory (B, N, memory_dim); mask and weights as
         in `LuongAttention`. Returns the context (B, M, memory_dim), 0 where all is hidden."""
-        one = state.ndim == 2
-        state = state.unsqueeze(1) if one else state
+        state, mask, one = _prepare(state, memory, mask)
         hidden = torch.tanh(self.state_proj(state)[:, :, None] + self.memory_proj(memory)[:, None])
-        scores = self.score(hidden).squeeze(-1)
-        if mask is not None:
-            scores = scores.masked_fill(_of_items(mask) == 0, -torch.inf)
-        seen = (scores > -torch.inf).any(-1, keepdim=True)
-        weights = torch.softmax(torch.where(seen, scores, 0.0), dim=-1) * seen
+        weights = masked_softmax(self.score(hidden).squeeze(-1), mask)
         return _results(weights @ memory, weights if need_weights else None, one)
 
 
-def _of_items(mask: Tensor | None) -> Tensor | None:
-    """(B, N) serves every state of an item."""
-    return mask.unsqueeze(1) if mask is not None and mask.ndim == 2 else mask
+def _prepare(
+    state: Tensor, memory: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor | None, bool]:
+    """state (B, M, E), mask (B or 1, M or 1, N), and whether there was one state without an M."""
+    one = state.ndim == 2
+    state = state.unsqueeze(1) if one else state
+    if not state.ndim == memory.ndim == 3 or state.shape[0] != memory.shape[0]:
+        raise ValueError(
+            f"state, memory: got shapes {tuple(state.shape)} and {tuple(memory.shape)}, expected "
+            "(B, M, E) or (B, E), and (B, N, E)"
+        )
+    if mask is None:
+        return state, None, one
+    wide = mask.unsqueeze(1) if mask.ndim == 2 else mask
+    shape = (memory.shape[0], state.shape[1], memory.shape[1])
+    if wide.ndim != 3 or any(n not in (1, size) for n, size in zip(wide.shape, shape, strict=True)):
+        raise ValueError(
+            f"mask: got shape {tuple(mask.shape)}, expected {shape[::2]} or three dimensions that "
+            f"broadcast to {shape}"
+        )
+    return state, wide, one
 
 
 def _results(out: Tensor, weights: Tensor | None, one: bool) -> Tensor | tuple[Tensor, Tensor]:
