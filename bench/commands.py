@@ -128,11 +128,12 @@ def draw(options: Options) -> int:
 def publish(options: Options) -> int:
     for path in options.files:
         result = results.read(path)
-        if not readme.tables(result):
+        tables = readme.tables(result)
+        if not tables:
             print(f"{path}: no table is made from it")
             continue
         if not options.pages and path.resolve().parent != results.FOLDER:
-            for lines in readme.tables(result).values():  # the pages show what is committed
+            for lines in tables.values():  # the pages show what is committed
                 _print(lines)
             continue
         _print(readme.write(options.pages or PAGES, result, path))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
-from .lines import COLORS, OTHER_COLORS, SMALL, length_axis
+from .lines import SMALL, colors_of, length_axis
 
 Record = dict[str, Any]
 LENGTHS = 2  # fewer show no growth
@@ -19,8 +18,7 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     if len(lengths) < LENGTHS:
         return None
     masks, peers = (list(dict.fromkeys(row[x] for row in rows)) for x in ("mask", "peer"))
-    others = [peer for peer in peers if peer not in COLORS]
-    colors = COLORS | dict(zip(others, itertools.cycle(OTHER_COLORS)))
+    colors = colors_of(peers)
     figure = new(3.1 * max(2, len(masks)) + 0.4, 3.1)
     axes = figure.subplots(1, len(masks), squeeze=False, sharey=True)[0]
     for axis, mask in zip(axes, masks, strict=True):

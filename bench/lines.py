@@ -4,7 +4,7 @@ mask."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from .cases import FORWARD, PLAIN, TRAINING
@@ -35,8 +35,7 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
         return None
     rows = list(dict.fromkeys(cell["D"] for cell in cells))
     peers = dict.fromkeys(peer for c in cells for t in c["timings"] for peer in t["peers"])
-    others = [peer for peer in peers if peer not in COLORS]
-    colors = COLORS | dict(zip(others, itertools.cycle(OTHER_COLORS)))
+    colors = colors_of(peers)
     width, height = PANEL_INCHES
     figure = new(width * max(2, len(columns)) + 0.6, height * len(rows) + 1.1)
     axes = figure.subplots(len(rows), len(columns), squeeze=False, sharex=True)
@@ -79,6 +78,11 @@ def _panel(axis: Any, cells: list[Record], limit: float | None, colors: dict[str
     if limit:
         axis.axhline(limit, color="#888888", linewidth=1, linestyle="--", label="peak")
     axis.set_ylim(bottom=0)
+
+
+def colors_of(peers: Iterable[str]) -> dict[str, str]:
+    others = [peer for peer in peers if peer not in COLORS]
+    return COLORS | dict(zip(others, itertools.cycle(OTHER_COLORS)))
 
 
 def length_axis(axis: Any, lengths: list[int]) -> None:

@@ -56,7 +56,7 @@ def arguments(case: Case) -> dict[str, Any]:
     elif rule.right is not None:
         given["causal"] = True
     if rule.padded and rule.tensor:
-        given["mask"] = case.visible(0, 1)
+        given["mask"] = case.kept()
     elif rule.padded:
         given["key_lengths"] = case.lengths()
     if rule.dropout_p:

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from bench import compare as comparison
 from bench import decode, machine, memory, plot, readme, report, results, targets
 from bench.__main__ import main
 from bench.cases import BACKWARD, FORWARD
@@ -297,3 +298,12 @@ def test_reading_is_held_against_a_buffer_of_its_size():
     limits = LIMITS._replace(memory=rows)
     found = [limits.read_gbs(1, size << 20) for size in (1, 2, 16, 64, 1024)]
     assert found == [None, 50.0, 50.0, 20.0, 20.0] and limits.read_gbs(2, 4 << 20) is None
+
+
+def test_a_regression_is_what_torch_did_not_share():
+    """A slower machine is no regression of ours; a faster one excuses none."""
+    ratios = {"slower alone": (0.5, 1.0), "slower with torch": (0.5, 0.5), "failed": (0.0, None)}
+    ratios |= {"slower, torch faster": (0.8, 1.5), "no torch": (0.8, None), "faster": (1.2, 0.5)}
+    found = [comparison.Change(ratio, name, torch) for name, (ratio, torch) in ratios.items()]
+    worse = {change.cell for change in comparison.regressions(found, 0.9)}
+    assert worse == {"slower alone", "failed", "slower, torch faster", "no torch"}

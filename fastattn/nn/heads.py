@@ -5,6 +5,7 @@ that all heads share. `fastattn.MultiheadAttention` is torch's own."""
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,42 @@ from torch import Tensor, nn
 from .core import attend, check_heads, masked_softmax, merge_heads, split_heads
 
 
-class PackedSelfAttention(nn.Module):
+class _MultiHead(nn.Module):
+    """What the three share: heads, dropout and scale of the attention between the projections."""
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float, scale: float | None = None
+    ) -> None:
+        super().__init__()
+        check_heads(embed_dim, num_heads)
+        self.num_heads, self.dropout = num_heads, dropout
+        self.scale = 1 / math.sqrt(embed_dim // num_heads) if scale is None else scale
+
+    def _attend(
+        self, heads: Iterable[Tensor], mask: Tensor | None, need_weights: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Of q, k, v (B, H, N, D), before heads are merged."""
+        q, k, v = heads
+        return attend(
+            *(q, k, v),
+            mask=_of_heads(mask),
+            scale=self.scale,
+            dropout_p=self.dropout if self.training else 0.0,
+            need_weights=need_weights,
+        )
+
+    def extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}, dropout={self.dropout}, scale={self.scale:.4g}"
+
+
+class PackedSelfAttention(_MultiHead):
     """q, k and v in one projection of the input, split into heads, then `out_proj`; the scale is
     1 / sqrt(head_dim)."""
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
     ) -> None:
-        super().__init__()
-        check_heads(embed_dim, num_heads)
-        self.num_heads, self.dropout = num_heads, dropout
+        super().__init__(embed_dim, num_heads, dropout)
         self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
@@ -30,21 +57,13 @@ class PackedSelfAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (B, N, E) to (B, N, E). mask: 0 or False hides; (N, N), (B, N, N) or (B, H, N, N), or
         what broadcasts to them. With need_weights, (B, H, N, N) after dropout comes second."""
-        q, k, v = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
-        out, weights = attend(
-            *(q, k, v),
-            mask=_of_heads(mask),
-            dropout_p=self.dropout if self.training else 0.0,
-            need_weights=need_weights,
-        )
+        heads = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
+        out, weights = self._attend(heads, mask, need_weights)
         out = self.out_proj(merge_heads(out))
         return out if weights is None else (out, weights)
 
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, dropout={self.dropout}"
 
-
-class TracedAttention(nn.Module):
+class TracedAttention(_MultiHead):
     """Three projections of separate inputs, and every intermediate tensor for who asks.
 
     The scale is 1 / sqrt(embed_dim) unless given, as the tutorial that this follows has it; the
@@ -60,10 +79,9 @@ class TracedAttention(nn.Module):
         bias: bool = True,
         scale: float | None = None,
     ) -> None:
-        super().__init__()
-        check_heads(embed_dim, num_heads)
-        self.num_heads, self.dropout = num_heads, dropout
-        self.scale = 1 / math.sqrt(embed_dim) if scale is None else scale
+        super().__init__(
+            embed_dim, num_heads, dropout, 1 / math.sqrt(embed_dim) if scale is None else scale
+        )
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.v_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
@@ -88,17 +106,11 @@ class TracedAttention(nn.Module):
         """
         feats = self.q_proj(q), self.k_proj(k), self.v_proj(v)
         splits = tuple(split_heads(y, self.num_heads) for y in feats)
-        mask = _of_heads(mask)
-        raw, _ = attend(
-            *splits,
-            mask=mask,
-            scale=self.scale,
-            dropout_p=self.dropout if self.training else 0.0,
-        )
+        raw, _ = self._attend(splits, mask)
         merged = merge_heads(raw)
         x = self.out_proj(merged)
         if trace is not None:
-            scores = splits[0] @ splits[1].mT * self.scale
+            mask, scores = _of_heads(mask), splits[0] @ splits[1].mT * self.scale
             attention = masked_softmax(scores, mask)
             if mask is not None:
                 scores = scores.masked_fill(mask == 0, -torch.inf)
@@ -108,18 +120,13 @@ class TracedAttention(nn.Module):
             trace.update(x_rsh1=raw.transpose(1, 2), x_rsh2=merged, x=x)
         return x
 
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, dropout={self.dropout}, scale={self.scale:.4g}"
 
-
-class SharedHeadAttention(nn.Module):
+class SharedHeadAttention(_MultiHead):
     """The embedding is cut into heads first, and one head_dim x head_dim projection each for q, k
     and v serves them all; the scale is 1 / sqrt(embed_dim), as the tutorial has it."""
 
     def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        check_heads(embed_dim, num_heads)
-        self.num_heads, self.dropout = num_heads, dropout
+        super().__init__(embed_dim, num_heads, dropout, 1 / math.sqrt(embed_dim))
         head_dim = embed_dim // num_heads
         self.q_proj = nn.Linear(head_dim, head_dim, bias=False)
         self.k_proj = nn.Linear(head_dim, head_dim, bias=False)
@@ -138,18 +145,9 @@ class SharedHeadAttention(nn.Module):
         has them, of (M, N)."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         heads = (proj(split_heads(x, self.num_heads)) for proj, x in zip(projections, (q, k, v)))
-        out, weights = attend(
-            *heads,
-            mask=_of_heads(mask),
-            scale=self.out_proj.in_features**-0.5,
-            dropout_p=self.dropout if self.training else 0.0,
-            need_weights=need_weights,
-        )
+        out, weights = self._attend(heads, mask, need_weights)
         out = self.out_proj(merge_heads(out))
         return out if weights is None else (out, weights)
-
-    def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, dropout={self.dropout}"
 
 
 def _of_heads(mask: Tensor | None) -> Tensor | None:
