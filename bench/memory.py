@@ -8,15 +8,14 @@ The outputs and gradients count as extra; q, k, v, a mask and what the first cal
 from __future__ import annotations
 
 import argparse
-import re
-import resource
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
+
+from fastattn.examples.memory import peak_bytes, reset_peak
 
 from .cases import TRAINING, Case
 from .machine import ROOT
@@ -61,7 +60,7 @@ def extra_bytes(peer: str, device: str, mask: str, n: int) -> int:
     # Libraries, thread pools and caches are not this call's memory.
     _prepared(peer, device, mask, 64)()
     work = _prepared(peer, device, mask, n)
-    reset, peak = (_device_reset, _device_peak) if device == "cuda" else (_host_reset, _host_peak)
+    reset, peak = (_device_reset, _device_peak) if device == "cuda" else (reset_peak, peak_bytes)
     before = reset()
     work()
     return max(0, peak() - before)
@@ -84,30 +83,6 @@ def _device_reset() -> int:
 def _device_peak() -> int:
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated()
-
-
-def _host_reset() -> int:
-    """Forget the peak so far and return the resident bytes. Without this the peak is that of
-    importing torch, or even of the parent process, which ru_maxrss keeps across exec."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        return _status("VmRSS")
-    except OSError:
-        return _host_peak()
-
-
-def _host_peak() -> int:
-    try:
-        return _status("VmHWM")
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _status(field: str) -> int:
-    found = re.search(rf"^{field}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.M)
-    if not found:
-        raise OSError(f"/proc/self/status has no {field}")
-    return int(found[1]) * 1024
 
 
 if __name__ == "__main__":

@@ -1,0 +1,10 @@
+"""Programs that do real work with this package and print what they proved.
+
+    python -m fastattn.examples.attention_notebook   the notebook on attention, digit by digit
+    python -m fastattn.examples.char_lm              a language model: torch and fused, side by side
+    python -m fastattn.examples.translate            an encoder-decoder that reads number words
+    python -m fastattn.examples.digits_vit           a vision Transformer, converted in place
+    python -m fastattn.examples.complexity           the paper's table of complexities, measured
+
+Each takes --plot to save a picture, needs no download, and ends with status 1 if a claim fails.
+"""

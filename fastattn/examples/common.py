@@ -1,0 +1,93 @@
+"""What the examples share: options, a progress bar, claims that are checked, pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence, Sized
+from pathlib import Path
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def parser(name: str, doc: str) -> argparse.ArgumentParser:
+    """Of `python -m fastattn.examples.<name>`, with --plot; doc is the module's docstring."""
+    made = argparse.ArgumentParser(
+        prog=f"python -m fastattn.examples.{name}",
+        description=doc,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    made.add_argument(
+        "--plot",
+        nargs="?",
+        type=Path,
+        const=Path(f"{name}.png"),
+        metavar="PNG",
+        help=f"save a picture, as {name}.png unless named (needs matplotlib)",
+    )
+    return made
+
+
+def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; a picture that could not be drawn is told now, not minutes later."""
+    options = made.parse_args(arguments)
+    if options.plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            made.error("--plot needs matplotlib: pip install 'fastattn[examples]'")
+    return options
+
+
+class Claims:
+    """What an example set out to show, each claim printed with the figure that bears it out."""
+
+    def __init__(self) -> None:
+        self.failed: list[str] = []
+
+    def prove(self, claim: str, holds: bool) -> None:
+        print(f"{'proved' if holds else 'FAILED'}  {claim}", flush=True)
+        if not holds:
+            self.failed.append(claim)
+
+    def status(self) -> int:
+        """The exit status of the program."""
+        return 1 if self.failed else 0
+
+
+def progress(items: Sequence[T] | range, what: str) -> Iterator[T]:
+    """The items, behind a bar on a terminal that has tqdm; else ten lines say how far it is."""
+    if sys.stderr.isatty():
+        try:
+            from tqdm import tqdm
+        except ImportError:
+            pass
+        else:
+            yield from tqdm(items, desc=what, leave=False, dynamic_ncols=True)
+            return
+    yield from _lines(items, what)
+
+
+def _lines(items: Any, what: str) -> Iterator[Any]:
+    total = len(items) if isinstance(items, Sized) else 0
+    tenths = {max(1, round(total * tenth / 10)) for tenth in range(1, 11)}
+    for i, item in enumerate(items, 1):
+        yield item
+        if i in tenths:
+            print(f"{what}: {i}/{total}", file=sys.stderr, flush=True)
+
+
+def new_figure(width: float, height: float) -> Any:
+    """A matplotlib figure of so many inches that needs no display."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    print(f"wrote {path}")
