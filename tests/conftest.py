@@ -104,3 +104,15 @@ def threads():
 def one_thread(threads):
     """For files of many tiny calls. Threads change no bit of a result (test_determinism)."""
     threads(1)
+
+
+@pytest.fixture
+def on(name, monkeypatch):
+    """Every call inside runs on backend `name`."""
+    from fastattn import backend, ops
+
+    chosen = backend.get(name)
+    monkeypatch.setattr(ops, "choose", lambda spec, asked: chosen)
+    ops._plans.clear()
+    yield name
+    ops._plans.clear()

@@ -33,7 +33,8 @@ INSIDE = {
         {"nn.interchange"},
         {"nn.transformer"},
         {"nn.layers"},
-        {"nn.cached", "nn.causal", "nn.heads", "nn.positions", "nn.seq2seq", "nn.single"},
+        {"nn.cached"},
+        {"nn.causal", "nn.heads", "nn.positions", "nn.seq2seq", "nn.single"},
         {"nn.core"},
     ),
     "examples": (

@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
+from nn_naive import naive, same
 from runners import every_backend, small
 
 import fastattn
-from fastattn import backend, nn, ops
+from fastattn import nn
 
 MASKS = {
     "none": lambda m, n: None,
@@ -22,37 +23,6 @@ MASKS = {
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-
-
-@pytest.fixture
-def on(name, monkeypatch):
-    """Every call inside runs on backend `name`."""
-    chosen = backend.get(name)
-    monkeypatch.setattr(ops, "choose", lambda spec, asked: chosen)
-    ops._plans.clear()
-    yield name
-    ops._plans.clear()
-
-
-def naive(q, k, v, mask=None, causal=False, scale=None):
-    """As the tutorials write it, but that a row with every key hidden is 0."""
-    s = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
-    keep = torch.ones(s.shape[-2:], dtype=torch.bool)
-    keep = keep.tril() if causal else keep
-    keep = keep if mask is None else keep & (mask != 0)
-    p = torch.softmax(s.masked_fill(~keep, -torch.inf), -1)
-    p = torch.where(keep.any(-1, keepdim=True), p, 0.0)
-    return p @ v, p
-
-
-def same(found, expected, leaves):
-    """Equal values, and equal gradients of a loss on all of them."""
-    for x, y in zip(found, expected, strict=True):
-        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
-    losses = [sum((x * x).sum() for x in results) for results in (found, expected)]
-    grads = [torch.autograd.grad(loss, leaves) for loss in losses]
-    for x, y in zip(*grads, strict=True):
-        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
 
 
 @every_backend
@@ -437,3 +407,50 @@ def test_alibi_slopes():
     assert fastattn.attention(q, q, q, alibi_slopes=nn.alibi_slopes(12)).shape == q.shape
     with pytest.raises(ValueError, match="num_heads"):
         nn.alibi_slopes(0)
+
+
+# --- training ----------------------------------------------------------------------------------
+
+X = (2, 7, 12)
+SYSTEMS = {
+    "SelfAttention": (lambda: nn.SelfAttention(12, 8), [X]),
+    "CausalSelfAttention": (lambda: nn.CausalSelfAttention(12, 8, num_heads=2), [X]),
+    "ConcatenatedHeads": (lambda: nn.ConcatenatedHeads(12, 4), [X]),
+    "PackedSelfAttention": (lambda: nn.PackedSelfAttention(12, 3), [X]),
+    "TracedAttention": (lambda: nn.TracedAttention(12, 3, dropout=0.0), [X, X, X]),
+    "SharedHeadAttention": (lambda: nn.SharedHeadAttention(12, 3), [X, X, X]),
+    "CachedAttention": (lambda: nn.CachedAttention(12, 3), [X, X]),
+    "LuongAttention": (lambda: nn.LuongAttention(12), [X, X]),
+    "BahdanauAttention": (lambda: nn.BahdanauAttention(12, 12, 5), [X, X]),
+    "FeedForward": (lambda: nn.FeedForward(12, 20, dropout=0.0), [X]),
+    "EncoderLayer": (lambda: nn.EncoderLayer(12, 3, 20, dropout=0.0), [X]),
+    "DecoderLayer": (lambda: nn.DecoderLayer(12, 3, 20, dropout=0.0), [X, X]),
+    "Encoder": (lambda: nn.Encoder(nn.EncoderLayer(12, 3, 20, dropout=0.0), 2), [X]),
+    "Decoder": (lambda: nn.Decoder(nn.DecoderLayer(12, 3, 20, dropout=0.0), 2), [X, X]),
+}
+# Trained elsewhere: inside the above, in test_nn_transformer.py; or they have no parameters.
+OTHERS = {"Residual", "EncoderDecoder", "Transformer", "ScaledDotProductAttention"}
+OTHERS |= {"SinusoidalPositionalEncoding", "RotaryEmbedding"}
+
+
+def test_every_class_is_known_here():
+    classes = [getattr(nn, name) for name in nn.__all__]
+    modules = {
+        x.__name__ for x in classes if isinstance(x, type) and issubclass(x, torch.nn.Module)
+    }
+    assert modules == {*SYSTEMS, *OTHERS}
+
+
+@pytest.mark.parametrize("kind", SYSTEMS)
+def test_every_system_trains_one_step(kind):
+    """A step along gradients that its naive twin has, too, leads downhill."""
+    make, shapes = SYSTEMS[kind]
+    module, inputs = make(), [torch.randn(shape) for shape in shapes]
+    target = torch.randn_like(module(*inputs))
+    before = (module(*inputs) - target).square().mean()
+    before.backward()
+    grads = {name: p.grad for name, p in module.named_parameters()}
+    # A constant added to every key leaves the softmax as it is: such a bias has gradient 0.
+    assert not [name for name, g in grads.items() if "k_proj.bias" not in name and not g.any()]
+    torch.optim.SGD(module.parameters(), lr=0.01).step()
+    assert (module(*inputs) - target).square().mean() < before

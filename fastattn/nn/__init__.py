@@ -22,23 +22,42 @@ They are the systems of the tutorials that this package grew from, checked again
 RotaryEmbedding and alibi_slopes are what people use today instead.
 """
 
+from .cached import CachedAttention, KeyValueCache, record_weights
 from .causal import CausalSelfAttention, ConcatenatedHeads
 from .heads import PackedSelfAttention, SharedHeadAttention, TracedAttention
+from .interchange import from_torch, state_from_torch, state_to_torch, to_torch
+from .layers import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, Residual
 from .positions import RotaryEmbedding, SinusoidalPositionalEncoding, alibi_slopes
 from .seq2seq import BahdanauAttention, LuongAttention
 from .single import ScaledDotProductAttention, SelfAttention
+from .transformer import EncoderDecoder, Transformer
 
 __all__ = [
     "BahdanauAttention",
+    "CachedAttention",
     "CausalSelfAttention",
     "ConcatenatedHeads",
+    "Decoder",
+    "DecoderLayer",
+    "Encoder",
+    "EncoderDecoder",
+    "EncoderLayer",
+    "FeedForward",
+    "KeyValueCache",
     "LuongAttention",
     "PackedSelfAttention",
+    "Residual",
     "RotaryEmbedding",
     "ScaledDotProductAttention",
     "SelfAttention",
     "SharedHeadAttention",
     "SinusoidalPositionalEncoding",
     "TracedAttention",
+    "Transformer",
     "alibi_slopes",
+    "from_torch",
+    "record_weights",
+    "state_from_torch",
+    "state_to_torch",
+    "to_torch",
 ]

@@ -16,7 +16,7 @@ def attend(
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    causal: bool = False,
+    causal: bool | str = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = False,
@@ -57,6 +57,22 @@ def split_heads(x: Tensor, num_heads: int) -> Tensor:
 def merge_heads(x: Tensor) -> Tensor:
     """(..., H, N, D) as (..., N, H D)."""
     return x.transpose(-3, -2).flatten(-2)
+
+
+def of_heads(mask: Tensor | None) -> Tensor | None:
+    """A mask of each item, (B, M, N), is the same for all heads."""
+    return mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
+
+
+def merge_masks(mask: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
+    """One mask of both: padding_mask (B, N) hides keys from every row of every head."""
+    if padding_mask is None:
+        return mask
+    if padding_mask.ndim != 2:
+        raise ValueError(f"padding_mask: got shape {tuple(padding_mask.shape)}, expected (B, N)")
+    shown = _may_attend(padding_mask)[:, None, None]
+    mask = of_heads(mask)
+    return shown if mask is None else _may_attend(mask) & shown
 
 
 def check_heads(embed_dim: int, num_heads: int) -> None:

@@ -5,16 +5,15 @@ that all heads share. `fastattn.MultiheadAttention` is torch's own."""
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from .core import attend, check_heads, masked_softmax, merge_heads, split_heads
+from .core import attend, check_heads, masked_softmax, merge_heads, of_heads, split_heads
 
 
-class _MultiHead(nn.Module):
-    """What the three share: heads, dropout and scale of the attention between the projections."""
+class MultiHead(nn.Module):
+    """What these share: heads, dropout and scale of the attention between the projections."""
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float, scale: float | None = None
@@ -25,13 +24,19 @@ class _MultiHead(nn.Module):
         self.scale = 1 / math.sqrt(embed_dim // num_heads) if scale is None else scale
 
     def _attend(
-        self, heads: Iterable[Tensor], mask: Tensor | None, need_weights: bool = False
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None,
+        causal: bool | str = False,
+        need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Of q, k, v (B, H, N, D), before heads are merged."""
-        q, k, v = heads
         return attend(
             *(q, k, v),
-            mask=_of_heads(mask),
+            mask=of_heads(mask),
+            causal=causal,
             scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0,
             need_weights=need_weights,
@@ -41,7 +46,7 @@ class _MultiHead(nn.Module):
         return f"num_heads={self.num_heads}, dropout={self.dropout}, scale={self.scale:.4g}"
 
 
-class PackedSelfAttention(_MultiHead):
+class PackedSelfAttention(MultiHead):
     """q, k and v in one projection of the input, split into heads, then `out_proj`; the scale is
     1 / sqrt(head_dim)."""
 
@@ -58,12 +63,12 @@ class PackedSelfAttention(_MultiHead):
         """x (B, N, E) to (B, N, E). mask: 0 or False hides; (N, N), (B, N, N) or (B, H, N, N), or
         what broadcasts to them. With need_weights, (B, H, N, N) after dropout comes second."""
         heads = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
-        out, weights = self._attend(heads, mask, need_weights)
+        out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)
         out = self.out_proj(merge_heads(out))
         return out if weights is None else (out, weights)
 
 
-class TracedAttention(_MultiHead):
+class TracedAttention(MultiHead):
     """Three projections of separate inputs, and every intermediate tensor for who asks.
 
     The scale is 1 / sqrt(embed_dim) unless given, as the tutorial that this follows has it; the
@@ -106,11 +111,11 @@ class TracedAttention(_MultiHead):
         """
         feats = self.q_proj(q), self.k_proj(k), self.v_proj(v)
         splits = tuple(split_heads(y, self.num_heads) for y in feats)
-        raw, _ = self._attend(splits, mask)
+        raw, _ = self._attend(*splits, mask=mask)
         merged = merge_heads(raw)
         x = self.out_proj(merged)
         if trace is not None:
-            mask, scores = _of_heads(mask), splits[0] @ splits[1].mT * self.scale
+            mask, scores = of_heads(mask), splits[0] @ splits[1].mT * self.scale
             attention = masked_softmax(scores, mask)
             if mask is not None:
                 scores = scores.masked_fill(mask == 0, -torch.inf)
@@ -121,7 +126,7 @@ class TracedAttention(_MultiHead):
         return x
 
 
-class SharedHeadAttention(_MultiHead):
+class SharedHeadAttention(MultiHead):
     """The embedding is cut into heads first, and one head_dim x head_dim projection each for q, k
     and v serves them all; the scale is 1 / sqrt(embed_dim), as the tutorial has it."""
 
@@ -145,11 +150,6 @@ class SharedHeadAttention(_MultiHead):
         has them, of (M, N)."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         heads = (proj(split_heads(x, self.num_heads)) for proj, x in zip(projections, (q, k, v)))
-        out, weights = self._attend(heads, mask, need_weights)
+        out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)
         out = self.out_proj(merge_heads(out))
         return out if weights is None else (out, weights)
-
-
-def _of_heads(mask: Tensor | None) -> Tensor | None:
-    """A mask of each item, (B, M, N), is the same for all heads."""
-    return mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask

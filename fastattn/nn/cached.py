@@ -1,0 +1,156 @@
+"""Multi-head attention that can keep keys and values from call to call, as decoding does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .core import merge_heads, split_heads
+from .heads import MultiHead
+
+
+class KeyValueCache:
+    """The keys and values (B, H, n, D) of one attention, for decoding without gradients.
+
+    Room for max_len tokens is taken at the first `append`; None keeps what comes first as it is,
+    which is for the memory of an encoder.
+    """
+
+    def __init__(self, max_len: int | None = None) -> None:
+        self.max_len, self.length = max_len, 0
+        self._k: Tensor | None = None
+        self._v: Tensor | None = None
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add k and v (B, H, m, D) to what is there; return all of it, as views."""
+        if self._k is None or self._v is None:
+            room = k.shape[2] if self.max_len is None else self.max_len
+            self._k, self._v = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (k, v))
+        start, end = self.length, self.length + k.shape[2]
+        room = self._k.shape[2]
+        if end > room:
+            raise ValueError(
+                f"cache: got tokens {start} to {end - 1}, expected 0 to {room - 1}; make the cache "
+                "with a larger max_len"
+            )
+        for kept, new in ((self._k, k), (self._v, v)):
+            place = kept[:, :, start:end]
+            if place.shape != new.shape:
+                raise ValueError(
+                    f"cache: got keys of shape {tuple(new.shape)}, expected {tuple(place.shape)}, "
+                    "as in the calls before; make a new cache for another batch"
+                )
+            place.copy_(new)
+        self.length = end
+        return self.view()
+
+    def view(self) -> tuple[Tensor, Tensor]:
+        """The keys and values (B, H, length, D) so far; there must have been an `append`."""
+        assert self._k is not None and self._v is not None
+        return self._k[:, :, : self.length], self._v[:, :, : self.length]
+
+
+class CachedAttention(MultiHead):
+    """Multi-head attention of a sequence to itself or to another (Vaswani et al. 2017, section
+    3.2.2), with the parameters of torch.nn.MultiheadAttention: their state dicts are one."""
+
+    # Set by `record_weights` while it is on.
+    _record: Callable[[Tensor], None] | None = None
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
+    ) -> None:
+        super().__init__(embed_dim, num_heads, dropout)
+        self.embed_dim = embed_dim
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim))
+        self.in_proj_bias = nn.Parameter(torch.empty(3 * embed_dim)) if bias else None
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """As torch.nn.MultiheadAttention draws them."""
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        self.out_proj.reset_parameters()
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor | None = None,
+        mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """x (B, M, E) attends to memory (B, N, E), or to itself without one; gives (B, M, E).
+
+        mask: 0 or False hides; (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them.
+        causal: token i of a sequence sees tokens 0 to i.
+        cache: x continues the tokens whose keys the cache holds, and sees those, too: N counts
+            them all. With a memory, the cache takes its keys at the first call, and later calls
+            use those, whatever memory they are given.
+        """
+        self._check(x, "x")
+        if memory is None:
+            q, k, v = (split_heads(y, self.num_heads) for y in self._project(x, 0, 3))
+            if cache is not None:
+                k, v = cache.append(k, v)
+        else:
+            self._check(memory, "memory")
+            (q,) = (split_heads(y, self.num_heads) for y in self._project(x, 0, 1))
+            k, v = self._of_memory(memory, cache)
+        out, weights = self._attend(
+            *(q, k, v),
+            mask=mask,
+            causal="bottom_right" if causal else False,  # the last row is the last key
+            need_weights=self._record is not None,
+        )
+        if self._record is not None and weights is not None:
+            self._record(weights)
+        return self.out_proj(merge_heads(out))
+
+    def _of_memory(self, memory: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor]:
+        if cache is not None and cache.length:
+            return cache.view()
+        k, v = (split_heads(y, self.num_heads) for y in self._project(memory, 1, 3))
+        return (k, v) if cache is None else cache.append(k, v)
+
+    def _project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
+        """The projections of x from the `first` to before the `last` of q, k and v."""
+        rows = slice(first * self.embed_dim, last * self.embed_dim)
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
+        return F.linear(x, self.in_proj_weight[rows], bias).chunk(last - first, dim=-1)
+
+    def _check(self, x: Tensor, name: str) -> None:
+        if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+            raise ValueError(
+                f"{name}: got shape {tuple(x.shape)}, expected (B, N, {self.embed_dim})"
+            )
+
+
+@contextmanager
+def record_weights(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
+    """Inside, every `CachedAttention` of `model` leaves the weights of its last call, after
+    dropout, in the dict that this gives: (B, H, M, N) by qualified module name. Outside it costs
+    nothing.
+
+    >>> with record_weights(model) as weights:
+    ...     model(src, tgt)
+    >>> weights["decoder.layers.0.cross_attn"]
+    """
+    found: dict[str, Tensor] = {}
+    attentions = [(name, m) for name, m in model.named_modules() if isinstance(m, CachedAttention)]
+    for name, attention in attentions:
+        attention._record = partial(found.__setitem__, name)
+    try:
+        yield found
+    finally:
+        for _, attention in attentions:
+            del attention._record

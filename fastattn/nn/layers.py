@@ -1,0 +1,263 @@
+"""The layers of the Transformer and their stacks (Vaswani et al. 2017, section 3.1).
+
+Masks: 0 or False hides. `mask` is (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them;
+`padding_mask` is (B, N), 0 where a key is padding. They compose with each other and with `causal`.
+What padded queries give is finite and means nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .cached import CachedAttention, KeyValueCache
+from .core import merge_masks
+
+Activation = Callable[[Tensor], Tensor]
+ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu}
+
+
+class FeedForward(nn.Module):
+    """activation(x W_1 + b_1) W_2 + b_2 for every token (section 3.3), with dropout before W_2.
+
+    activation is "relu", "gelu" or any function of a tensor.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        ff_dim: int = 2048,
+        *,
+        dropout: float = 0.1,
+        activation: str | Activation = "relu",
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        if isinstance(activation, str) and activation not in ACTIVATIONS:
+            raise ValueError(
+                f'activation: got "{activation}", expected "relu", "gelu" or a function'
+            )
+        self.linear1 = nn.Linear(embed_dim, ff_dim, bias=bias)
+        self.linear2 = nn.Linear(ff_dim, embed_dim, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+        self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., E) to (..., E)."""
+        return self.linear2(self.dropout(self.activation(self.linear1(x))))
+
+
+class Residual(nn.Module):
+    """A residual connection around a sublayer, and its LayerNorm: norm(x + dropout(sublayer(x)))
+    (section 5.4), or with norm_first x + dropout(sublayer(norm(x))) (Xiong et al. 2020)."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        *,
+        dropout: float = 0.1,
+        norm_first: bool = False,
+        eps: float = 1e-5,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(embed_dim, eps=eps, bias=bias)
+        self.dropout = nn.Dropout(dropout)
+        self.norm_first = norm_first
+
+    def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
+        """(..., E) to (..., E), as the sublayer."""
+        if self.norm_first:
+            return x + self.dropout(sublayer(self.norm(x)))
+        return self.norm(x + self.dropout(sublayer(x)))
+
+    def extra_repr(self) -> str:
+        return f"norm_first={self.norm_first}"
+
+
+class EncoderLayer(nn.Module):
+    """Self-attention, then a feed-forward network; post-norm unless norm_first.
+
+    dropout acts on the attention's weights, inside the feed-forward network and on what each
+    sublayer adds. With `causal` this is a layer of a language model.
+    """
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ff_dim: int = 2048,
+        *,
+        dropout: float = 0.1,
+        activation: str | Activation = "relu",
+        norm_first: bool = False,
+        eps: float = 1e-5,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.self_attn = CachedAttention(embed_dim, num_heads, dropout=dropout, bias=bias)
+        self.feed_forward = FeedForward(
+            embed_dim, ff_dim, dropout=dropout, activation=activation, bias=bias
+        )
+        self.residual1, self.residual2 = (
+            Residual(embed_dim, dropout=dropout, norm_first=norm_first, eps=eps, bias=bias)
+            for _ in range(2)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """x (B, N, E) to (B, N, E); masks as the module's docstring has them, cache as
+        `CachedAttention` does."""
+        mask = merge_masks(mask, padding_mask)
+        x = self.residual1(x, lambda y: self.self_attn(y, mask=mask, causal=causal, cache=cache))
+        return self.residual2(x, self.feed_forward)
+
+    def new_cache(self, max_len: int) -> KeyValueCache:
+        return KeyValueCache(max_len)
+
+
+class DecoderCache(NamedTuple):
+    """What a `DecoderLayer` keeps while it decodes."""
+
+    self_attn: KeyValueCache
+    cross_attn: KeyValueCache
+
+
+class DecoderLayer(nn.Module):
+    """Masked self-attention, attention to the encoder's memory, then a feed-forward network;
+    dropout and norm_first as in `EncoderLayer`."""
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ff_dim: int = 2048,
+        *,
+        dropout: float = 0.1,
+        activation: str | Activation = "relu",
+        norm_first: bool = False,
+        eps: float = 1e-5,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.self_attn = CachedAttention(embed_dim, num_heads, dropout=dropout, bias=bias)
+        self.cross_attn = CachedAttention(embed_dim, num_heads, dropout=dropout, bias=bias)
+        self.feed_forward = FeedForward(
+            embed_dim, ff_dim, dropout=dropout, activation=activation, bias=bias
+        )
+        self.residual1, self.residual2, self.residual3 = (
+            Residual(embed_dim, dropout=dropout, norm_first=norm_first, eps=eps, bias=bias)
+            for _ in range(3)
+        )
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        memory_padding_mask: Tensor | None = None,
+        *,
+        causal: bool = True,
+        cache: DecoderCache | None = None,
+    ) -> Tensor:
+        """x (B, M, E) and memory (B, N, E) to (B, M, E).
+
+        mask and padding_mask are of the self-attention, (M, M) and (B, M); memory_mask and
+        memory_padding_mask of the attention to memory, (M, N) and (B, N).
+        """
+        own, cross = (None, None) if cache is None else cache
+        mask = merge_masks(mask, padding_mask)
+        memory_mask = merge_masks(memory_mask, memory_padding_mask)
+        x = self.residual1(x, lambda y: self.self_attn(y, mask=mask, causal=causal, cache=own))
+        x = self.residual2(x, lambda y: self.cross_attn(y, memory, memory_mask, cache=cross))
+        return self.residual3(x, self.feed_forward)
+
+    def new_cache(self, max_len: int) -> DecoderCache:
+        return DecoderCache(KeyValueCache(max_len), KeyValueCache())
+
+
+class _Stack(nn.Module):
+    """num_layers layers like `layer`, the first of them itself, the others with parameters drawn
+    anew; then `norm`, if any."""
+
+    def __init__(self, layer: Any, num_layers: int, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        if num_layers < 1:
+            raise ValueError(f"num_layers: got {num_layers}, expected at least 1")
+        others = (_drawn_anew(copy.deepcopy(layer)) for _ in range(num_layers - 1))
+        self.layers, self.norm = nn.ModuleList([layer, *others]), norm
+
+    def new_cache(self, max_len: int) -> list:
+        """Empty caches for `forward`, one a layer, with room for sequences of max_len tokens."""
+        layers: Any = self.layers
+        return [layer.new_cache(max_len) for layer in layers]
+
+    def _with_caches(self, cache: list | None) -> Iterator[tuple[nn.Module, Any]]:
+        return zip(self.layers, itertools.repeat(None) if cache is None else cache)
+
+    def _normed(self, x: Tensor) -> Tensor:
+        return x if self.norm is None else self.norm(x)
+
+
+class Encoder(_Stack):
+    """A stack of `EncoderLayer`s: Encoder(EncoderLayer(512, 8), num_layers=6)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        *,
+        causal: bool = False,
+        cache: list[KeyValueCache] | None = None,
+    ) -> Tensor:
+        """x (B, N, E) to (B, N, E), as `EncoderLayer`; cache comes from `new_cache`."""
+        mask = merge_masks(mask, padding_mask)
+        for layer, kept in self._with_caches(cache):
+            x = layer(x, mask, causal=causal, cache=kept)
+        return self._normed(x)
+
+
+class Decoder(_Stack):
+    """A stack of `DecoderLayer`s: Decoder(DecoderLayer(512, 8), num_layers=6)."""
+
+    def forward(
+        self,
+        x: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        padding_mask: Tensor | None = None,
+        memory_padding_mask: Tensor | None = None,
+        *,
+        causal: bool = True,
+        cache: list[DecoderCache] | None = None,
+    ) -> Tensor:
+        """x (B, M, E) and memory (B, N, E) to (B, M, E), as `DecoderLayer`; cache comes from
+        `new_cache`."""
+        mask = merge_masks(mask, padding_mask)
+        memory_mask = merge_masks(memory_mask, memory_padding_mask)
+        for layer, kept in self._with_caches(cache):
+            x = layer(x, memory, mask, memory_mask, causal=causal, cache=kept)
+        return self._normed(x)
+
+
+def _drawn_anew(layer: nn.Module) -> nn.Module:
+    for module in layer.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    return layer

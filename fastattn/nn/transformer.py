@@ -1,0 +1,183 @@
+"""The Transformer (Vaswani et al. 2017): an encoder, a decoder, and the model of tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .layers import Activation, Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer
+from .positions import SinusoidalPositionalEncoding
+
+
+class EncoderDecoder(nn.Module):
+    """An encoder whose output is the memory of a decoder: the structure of torch.nn.Transformer.
+
+    >>> EncoderDecoder(Encoder(EncoderLayer(512, 8), 6), Decoder(DecoderLayer(512, 8), 6))
+    """
+
+    def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
+        super().__init__()
+        self.encoder, self.decoder = encoder, decoder
+
+    def forward(
+        self,
+        src: Tensor,
+        tgt: Tensor,
+        src_mask: Tensor | None = None,
+        tgt_mask: Tensor | None = None,
+        memory_mask: Tensor | None = None,
+        src_padding_mask: Tensor | None = None,
+        tgt_padding_mask: Tensor | None = None,
+        *,
+        causal: bool = True,
+    ) -> Tensor:
+        """src (B, N, E) and tgt (B, M, E) to (B, M, E). Masks: 0 or False hides, as
+        `fastattn.nn.layers` has them; padding of src is hidden from the decoder, too. With
+        `causal` a token of tgt sees those up to itself."""
+        memory = self.encoder(src, src_mask, src_padding_mask)
+        return self.decoder(
+            *(tgt, memory, tgt_mask, memory_mask, tgt_padding_mask, src_padding_mask),
+            causal=causal,
+        )
+
+
+class Transformer(nn.Module):
+    """From tokens of a source and of a target so far to logits of the target's next tokens.
+
+    Embeddings times sqrt(embed_dim) plus sinusoids, `encoder`, `decoder`, `out_proj` (section 3.4).
+    With tgt_vocab_size None source and target share one vocabulary and one embedding. With `tied`,
+    out_proj has the weights of the target's embedding and no bias.
+
+    Tokens equal to pad_id are hidden: those of src from all that look at it, those of tgt from the
+    self-attention. `norm_first` is pre-norm; `final_norm` puts a LayerNorm behind each stack, as
+    torch.nn.Transformer does and pre-norm needs, though the paper's post-norm has none. Sequences
+    longer than max_len are an error.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        tgt_vocab_size: int | None = None,
+        *,
+        embed_dim: int = 512,
+        num_heads: int = 8,
+        num_encoder_layers: int = 6,
+        num_decoder_layers: int = 6,
+        ff_dim: int = 2048,
+        dropout: float = 0.1,
+        activation: str | Activation = "relu",
+        norm_first: bool = False,
+        final_norm: bool = True,
+        eps: float = 1e-5,
+        bias: bool = True,
+        max_len: int = 5000,
+        pad_id: int | None = None,
+        tied: bool = True,
+    ) -> None:
+        super().__init__()
+        self.embed_dim, self.pad_id = embed_dim, pad_id
+        sizes = (embed_dim, num_heads, ff_dim)
+        options: dict[str, Any] = dict(
+            dropout=dropout, activation=activation, norm_first=norm_first, eps=eps, bias=bias
+        )
+
+        def norm() -> nn.LayerNorm | None:
+            return nn.LayerNorm(embed_dim, eps=eps, bias=bias) if final_norm else None
+
+        self.encoder = Encoder(EncoderLayer(*sizes, **options), num_encoder_layers, norm())
+        self.decoder = Decoder(DecoderLayer(*sizes, **options), num_decoder_layers, norm())
+        for parameter in self.parameters():
+            if parameter.dim() > 1:
+                nn.init.xavier_uniform_(parameter)
+
+        self.src_embedding = _embedding(vocab_size, embed_dim)
+        self.tgt_embedding = self.src_embedding
+        if tgt_vocab_size is not None:
+            self.tgt_embedding = _embedding(tgt_vocab_size, embed_dim)
+        self.positions = SinusoidalPositionalEncoding(embed_dim, max_len, dropout)
+        self.out_proj = nn.Linear(embed_dim, self.tgt_embedding.num_embeddings, bias=not tied)
+        if tied:
+            self.out_proj.weight = self.tgt_embedding.weight
+
+    def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
+        """src (B, N) and tgt (B, M), whole numbers, to logits (B, M, V): those at i are of the
+        token after tgt[:, i], of which only tgt[:, : i + 1] and src are seen."""
+        memory = self.encode(src)
+        return self.decode(
+            tgt, memory, padding_mask=self._shown(tgt), memory_padding_mask=self._shown(src)
+        )
+
+    def encode(self, src: Tensor) -> Tensor:
+        """src (B, N) to the memory (B, N, E)."""
+        return self.encoder(self._embed(src, self.src_embedding), padding_mask=self._shown(src))
+
+    def decode(
+        self,
+        tgt: Tensor,
+        memory: Tensor,
+        *,
+        padding_mask: Tensor | None = None,
+        memory_padding_mask: Tensor | None = None,
+        cache: list[DecoderCache] | None = None,
+    ) -> Tensor:
+        """Logits (B, M, V) for tgt (B, M) and memory (B, N, E); padding masks (B, M) and (B, N),
+        where 0 or False hides.
+
+        cache, from `decoder.new_cache`: tgt goes on where the calls before ended, whose keys it
+        holds, and padding_mask counts their tokens, too.
+        """
+        offset = 0 if cache is None else cache[0].self_attn.length
+        x = self.decoder(
+            *(self._embed(tgt, self.tgt_embedding, offset), memory),
+            padding_mask=padding_mask,
+            memory_padding_mask=memory_padding_mask,
+            cache=cache,
+        )
+        return self.out_proj(x)
+
+    @torch.no_grad()
+    def generate(
+        self, src: Tensor, max_len: int, *, bos_id: int, eos_id: int | None = None
+    ) -> Tensor:
+        """Greedy decoding: at most max_len tokens (B, T) for src (B, N), each the likeliest after
+        bos_id and those before it. Past eos_id a row holds eos_id; it ends when all rows have.
+
+        Keys and values are kept, so a token costs one row of each layer. Dropout acts in training
+        mode: call eval() first.
+        """
+        memory, shown = self.encode(src), self._shown(src)
+        cache = self.decoder.new_cache(max_len)
+        token = src.new_full((src.shape[0], 1), bos_id)
+        ended = torch.zeros_like(token, dtype=torch.bool)
+        tokens = [token[:, :0]]
+        for _ in range(max_len):
+            logits = self.decode(token, memory, memory_padding_mask=shown, cache=cache)
+            token = logits.argmax(-1)
+            if eos_id is not None:
+                token = token.masked_fill(ended, eos_id)
+                ended = token == eos_id
+            tokens.append(token)
+            if ended.all():
+                break
+        return torch.cat(tokens, dim=1)
+
+    def _embed(self, tokens: Tensor, embedding: nn.Embedding, offset: int = 0) -> Tensor:
+        if tokens.ndim != 2 or tokens.is_floating_point():
+            raise ValueError(
+                f"tokens: got {tokens.dtype} of shape {tuple(tokens.shape)}, expected whole "
+                "numbers (B, N)"
+            )
+        return self.positions(embedding(tokens) * math.sqrt(self.embed_dim), offset)
+
+    def _shown(self, tokens: Tensor) -> Tensor | None:
+        return None if self.pad_id is None else tokens != self.pad_id
+
+
+def _embedding(vocab_size: int, embed_dim: int) -> nn.Embedding:
+    """Of variance 1 / embed_dim, so that logits of tied weights begin near 1."""
+    embedding = nn.Embedding(vocab_size, embed_dim)
+    nn.init.normal_(embedding.weight, std=embed_dim**-0.5)
+    return embedding

@@ -1,0 +1,28 @@
+"""What the tests of `fastattn.nn` share: attention as tutorials write it, and how to compare."""
+
+import math
+
+import torch
+
+
+def naive(q, k, v, mask=None, causal=False, scale=None):
+    """As the tutorials write it, but that a row with every key hidden is 0. Causal rows end where
+    the keys end."""
+    m, n = q.shape[-2], k.shape[-2]
+    s = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    keep = torch.ones(m, n, dtype=torch.bool)
+    keep = keep.tril(n - m) if causal else keep
+    keep = keep if mask is None else keep & (mask != 0)
+    p = torch.softmax(s.masked_fill(~keep, -torch.inf), -1)
+    p = torch.where(keep.any(-1, keepdim=True), p, 0.0)
+    return p @ v, p
+
+
+def same(found, expected, leaves):
+    """Equal values, and equal gradients of a loss on all of them."""
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+    losses = [sum((x * x).sum() for x in results) for results in (found, expected)]
+    grads = [torch.autograd.grad(loss, leaves) for loss in losses]
+    for x, y in zip(*grads, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
