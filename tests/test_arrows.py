@@ -40,7 +40,7 @@ INSIDE = {
     "examples": (
         {"examples.attention_notebook", "examples.char_lm", "examples.translate"}
         | {"examples.digits_vit", "examples.complexity"},
-        {"examples", "examples.common", "examples.memory"},
+        {"examples", "examples.common", "examples.memory", "examples.notebook_cells"},
     ),
 }
 

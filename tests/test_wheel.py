@@ -87,6 +87,7 @@ def test_contents(wheel):
 
 def test_every_module_of_the_checkout_is_in_the_wheel(wheel):
     modules = {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("fastattn/**/*.py")}
+    modules |= {str(p.relative_to(CHECKOUT)) for p in CHECKOUT.glob("fastattn/**/*.txt")}
     modules |= {f"fastattn/{p.relative_to(CHECKOUT)}" for p in CHECKOUT.glob("kernels/**/*.py")}
     with zipfile.ZipFile(wheel) as archive:
         assert modules <= set(archive.namelist())
