@@ -2,6 +2,8 @@
 
 import copy
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -170,6 +172,21 @@ def test_masks_beside_many_leading_dimensions(shape):
     found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
     for x, y in zip(found, naive(q, k, v, mask), strict=True):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
+
+
+def test_beside_the_minus_1e9_of_the_tutorials():
+    """They add it to the scores where a mask is 1. Equal, but for a row that sees nothing: there
+    every score is -1e9, the weights are equal and the output is the mean of v; here it is 0."""
+    q, k, v = torch.randn(3, 2, 5, 8)
+    hidden = (torch.arange(25).view(5, 5) ** 2 % 7 > 3).float()
+    hidden[3] = 1
+    weights = torch.softmax(q @ k.mT / 8**0.5 + hidden * -1e9, -1)
+    out, found = nn.ScaledDotProductAttention()(q, k, v, hidden == 0, need_weights=True)
+    seen = torch.arange(5) != 3
+    torch.testing.assert_close(found[:, seen], weights[:, seen])
+    torch.testing.assert_close(out[:, seen], (weights @ v)[:, seen])
+    torch.testing.assert_close((weights @ v)[:, 3], v.mean(1))
+    assert not out[:, 3].any() and not found[:, 3].any()
 
 
 def test_an_additive_mask_is_refused():
@@ -439,6 +456,16 @@ def test_every_class_is_known_here():
         x.__name__ for x in classes if isinstance(x, type) and issubclass(x, torch.nn.Module)
     }
     assert modules == {*SYSTEMS, *OTHERS}
+
+
+def test_the_table_of_documents_names_classes_and_tests_that_exist():
+    rows = re.findall(r"^ *\S.*  ([A-Z]\w+(?:, \w+)*) +([DNT]) (\w+)$", nn.__doc__, re.MULTILINE)
+    assert len(rows) == 22
+    files = {"D": "test_documents.py", "N": "test_nn.py", "T": "test_nn_transformer.py"}
+    for classes, file, words in rows:
+        text = Path(__file__).with_name(files[file]).read_text()
+        assert re.search(rf"^def test_\w*{words}", text, re.MULTILINE), words
+        assert all(name in nn.__all__ for name in classes.split(", ")), classes
 
 
 @pytest.mark.parametrize("kind", SYSTEMS)

@@ -409,6 +409,38 @@ def call_ours(model, src, tgt, padding):
     return model(src, tgt, **masks)
 
 
+@pytest.mark.parametrize("masks", ["none", "padding", "both", "causal"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("itself", [False, True])
+def test_attention_is_torchs(itself, bias, masks):
+    """With torch's own state_dict, of a sequence to itself or to another."""
+    theirs = drawn(torch.nn.MultiheadAttention(E, H, bias=bias, batch_first=True))
+    ours = nn.CachedAttention(E, H, bias=bias)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(B, N, E, requires_grad=True)
+    memory = x if itself else torch.randn(B, N, E, requires_grad=True)
+    mask = torch.rand(N, N) > 0.3 if masks == "both" else None
+    mask = torch.ones(N, N, dtype=torch.bool).tril() if masks == "causal" else mask
+    shown = SHOWN if masks in ("padding", "both") else None
+    expected, _ = theirs(
+        *(x, memory, memory),
+        attn_mask=None if mask is None else ~mask,
+        key_padding_mask=None if shown is None else ~shown,
+    )
+    merged = whole(mask, shown)
+    causal = itself and masks == "causal"
+    found = ours(x, None if itself else memory, None if causal else merged, causal=causal)
+    real = expected.isfinite().all(-1)  # a row with all hidden is NaN in torch
+    assert real.sum() > B
+    leaves = [x, memory, *theirs.parameters()] if real.all() else []
+    torch.testing.assert_close(found[real], expected[real], rtol=2e-5, atol=5e-6)
+    if leaves:
+        grads = torch.autograd.grad(expected.square().sum(), leaves)
+        leaves = [x, memory, *ours.parameters()]
+        for a, b in zip(torch.autograd.grad(found.square().sum(), leaves), grads):
+            torch.testing.assert_close(a, b, rtol=2e-4, atol=2e-5)
+
+
 @pytest.mark.parametrize("padding", [False, True])
 @pytest.mark.parametrize("train", [False, True])
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(f"{v}" for v in o.values()))

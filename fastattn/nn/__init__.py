@@ -1,25 +1,41 @@
 """Thin modules over `fastattn.attention`, batch first, for models written in plain PyTorch.
 
-They are the systems of the tutorials that this package grew from, checked against what those print
-(tests/test_documents.py) and against the same systems written out naively (tests/test_nn.py):
+They are the systems of the five tutorials that this package grew from. Tests hold them to what
+those print (D: tests/test_documents.py), and to the same systems written out naively, gradients
+too (N: tests/test_nn.py, T: tests/test_nn_transformer.py); pytest -k finds them by these words:
 
-    tutorial                system                                  class
-    chapter-3 notebook      attention without parameters            ScaledDotProductAttention
-                            self-attention, one head                SelfAttention
-                            causal, with dropout; split heads       CausalSelfAttention
-                            a stack of single heads                 ConcatenatedHeads
-    attention overview      self-attention of three tokens          SelfAttention
-                            projections that heads share            SharedHeadAttention
-                            dot-product seq2seq attention           LuongAttention
-                            additive seq2seq attention              BahdanauAttention
-    Transformer practice    n_Q != n_K, d_V != d_K                  ScaledDotProductAttention
-                            every intermediate tensor               TracedAttention
-    attention from scratch  masked self-attention                   SelfAttention
-                            packed projection                       PackedSelfAttention
-                            positions, batch first                  SinusoidalPositionalEncoding
-    paper review            positions, sequence first               SinusoidalPositionalEncoding
+document              system                         class                         test
+--------------------  -----------------------------  ----------------------------  -----------------
+chapter-3 notebook    attention without parameters   ScaledDotProductAttention     D notebook
+                      self-attention, one head       SelfAttention                 D notebook
+                      causal, dropout, split heads   CausalSelfAttention           N causal_self
+                      a stack of single heads        ConcatenatedHeads             N concatenated
+attention overview    self-attention, three tokens   SelfAttention                 D overview
+                      scaled dot product with mask   ScaledDotProductAttention     N leading
+                      projections that heads share   SharedHeadAttention           N shared_head
+                      multi-head                     CachedAttention               T is_torchs
+                      dot-product seq2seq            LuongAttention                N luong
+                      additive seq2seq               BahdanauAttention             N bahdanau
+Transformer practice  n_Q != n_K, d_V != d_K         ScaledDotProductAttention     D shapes
+                      every intermediate tensor      TracedAttention               N traced
+attention, scratch    masked self-attention          SelfAttention                 D causal_weights
+                      packed projection              PackedSelfAttention           N packed
+                      positions, batch first         SinusoidalPositionalEncoding  N sinusoids
+paper review          positions, sequence first      SinusoidalPositionalEncoding  N sinusoids
+                      position-wise network          FeedForward                   T feed_forward
+                      residual and norm              Residual                      T encoder_layer
+                      encoder block, stack           EncoderLayer, Encoder         T encoder_layer
+                      decoder block, stack           DecoderLayer, Decoder         T decoder_layer
+                      encode, decode                 EncoderDecoder                T and_back
+                      tokens, tied embeddings        Transformer                   T transformer
 
-RotaryEmbedding and alibi_slopes are what people use today instead.
+A mask hides where it is 0, whatever its dtype. Where a tutorial adds -1e9 to hidden scores, or its
+mask has 1 where a key is hidden, pass mask == 0; a row whose keys are all hidden averages v there,
+and is 0 here.
+
+Beside them: RotaryEmbedding and alibi_slopes, which people use today instead of sinusoids;
+KeyValueCache for decoding; from_torch and to_torch, to and from torch.nn.Transformer;
+record_weights, to look inside. The programs of `fastattn.examples` show them at work.
 """
 
 from .cached import CachedAttention, KeyValueCache, record_weights

@@ -1,0 +1,98 @@
+"""Every example runs as a newcomer runs it, proves what it claims and saves its picture."""
+
+import importlib
+import importlib.util
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+from runners import INTERPRETED
+
+import fastattn.examples
+from fastattn.examples import common, memory
+
+EXAMPLES = [
+    module.name
+    for module in pkgutil.iter_modules(fastattn.examples.__path__)
+    if hasattr(importlib.import_module(f"fastattn.examples.{module.name}"), "main")
+]
+NEEDS = {"digits_vit": "sklearn"}
+HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter")
+
+
+def test_the_package_lists_its_examples():
+    for name in EXAMPLES:
+        assert f"python -m fastattn.examples.{name} " in fastattn.examples.__doc__
+    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 5
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name, tmp_path):
+    """On one thread that sleeps when it waits: other tests run beside it."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    picture = tmp_path / "picture.png"
+    done = subprocess.run(
+        [sys.executable, "-m", f"fastattn.examples.{name}", *["--plot", picture] * HAS_PLOTS],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    claims = [line for line in done.stdout.split("\n") if line.startswith(("proved", "FAILED"))]
+    assert len(claims) >= 2 and all(line.startswith("proved") for line in claims)
+    assert not HAS_PLOTS or picture.stat().st_size > 10_000
+
+
+# --- what they share ---------------------------------------------------------------------------
+
+
+def test_a_claim_that_fails_is_told_and_ends_with_status_1(capsys):
+    claims = common.Claims()
+    claims.prove("one is one", 1 == 1)
+    assert claims.status() == 0
+    claims.prove("one is two", 1 == 2)
+    assert claims.status() == 1 and claims.failed == ["one is two"]
+    assert capsys.readouterr().out == "proved  one is one\nFAILED  one is two\n"
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_at_once(monkeypatch, capsys):
+    made = common.parser("translate", "doc")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert common.parse(made, []).plot is None
+    with pytest.raises(SystemExit):
+        common.parse(made, ["--plot"])
+    assert "pip install 'fastattn[examples]'" in capsys.readouterr().err
+
+
+def test_a_picture_is_named_after_the_example():
+    pytest.importorskip("matplotlib")
+    made = common.parser("translate", "doc")
+    assert common.parse(made, ["--plot"]).plot.name == "translate.png"
+    assert common.parse(made, ["--plot", "x/y.png"]).plot.as_posix() == "x/y.png"
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 10, 25, 1000])
+def test_progress_without_a_terminal_is_ten_lines_at_most(total, capsys):
+    assert list(common.progress(range(total), "training")) == list(range(total))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == min(total, 10)
+    assert not total or lines[-1] == f"training: {total}/{total}"
+
+
+def make_bytes(count):
+    """What the memory probe is asked about: a call that fills so many bytes."""
+    return lambda: bytearray(b"x" * count)
+
+
+def test_memory_of_a_fresh_process():
+    found = memory.extra_bytes(make_bytes, (64 << 20,), (1,))
+    assert 64 << 20 <= found < 160 << 20  # the bytes, and their copy in a bytearray
+    before = memory.reset_peak()
+    kept = bytearray(b"x" * (32 << 20))
+    assert memory.peak_bytes() - before >= 30 << 20 and kept
