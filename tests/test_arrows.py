@@ -40,6 +40,8 @@ INSIDE = {
     "examples": (
         {"examples.attention_notebook", "examples.char_lm", "examples.translate"}
         | {"examples.digits_vit", "examples.complexity"},
+        {"examples.complexity_plot"},
+        {"examples.layers"},
         {"examples", "examples.common", "examples.memory", "examples.notebook_cells"},
     ),
 }

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import re
 import resource
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
 def reset_peak() -> int:
@@ -50,6 +53,9 @@ def extra_bytes(
 
 
 def _extra_bytes(prepare: Callable[..., Callable[[], Any]], arguments: tuple, warm: tuple) -> int:
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):  # else glibc may keep what was freed, and the peak counts that too
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
     prepare(*warm)()
     call = prepare(*arguments)
     before = reset_peak()
