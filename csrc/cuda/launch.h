@@ -1,0 +1,37 @@
+// How a kernel is started: a function, so that the same line is C++ to nvcc and to the g++ that
+// compiles kernels for the tests (FA_EMULATED: tests/emu).
+#pragma once
+#include <stddef.h>
+
+#ifndef FA_EMULATED
+#include <cuda_runtime.h>
+#endif
+
+namespace fa {
+
+// The CUDA error code, 0 for none. It does not wait for the kernel. shared_bytes may be up to what
+// a block may have; stream is a cudaStream_t.
+template <class... P, class... A>
+int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+           A... arguments) {
+#ifdef FA_EMULATED
+  (void)stream;
+  emu::launch(kernel, grid, block, shared_bytes, arguments...);
+  return 0;
+#else
+  constexpr size_t kWithoutAsking = 48 << 10;
+  if (shared_bytes > kWithoutAsking) {
+    const cudaError_t refused = cudaFuncSetAttribute(
+        kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+    if (refused) return refused;
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = block;
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+#endif
+}
+
+}  // namespace fa

@@ -1,0 +1,51 @@
+// cp.async: copies to shared memory that land when a wait for their group says so, or any time
+// before. Lazily they land as late as they may, and until then the target holds NaN.
+#include "block.h"
+
+namespace emu {
+
+static void land(const Copy& copy) {
+  unsigned char* to = shared_pointer(copy.to, 16);
+  std::memcpy(to, copy.from, copy.bytes);
+  std::memset(to + copy.bytes, 0, 16 - copy.bytes);
+  note_write(copy.to, 16, "cp.async");
+}
+
+void copy16(uint32_t to, const void* from, int bytes) {
+  if (reinterpret_cast<uintptr_t>(from) % 16)
+    fail("cp.async: the global address is not a multiple of 16");
+  if (bytes != 0 && bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %d bytes", bytes);
+  unsigned char* target = shared_pointer(to, 16);
+  const Copy copy{to, static_cast<const unsigned char*>(from), bytes};
+  if (!options.lazy) {
+    land(copy);
+    current().issued.push_back(Copy{to, nullptr, 0});
+    return;
+  }
+  if (options.check) {
+    const Fiber& by = current();
+    block->shadow.begin_copy(to - kWindow, 16, Step{by.id, by.clocks[by.id], "cp.async"},
+                             by.clocks);
+  }
+  std::memset(target, 0xFF, 16);
+  current().issued.push_back(copy);
+}
+
+void copies_commit(const char* site) {
+  if (skipped(site)) return;
+  Fiber& fiber = current();
+  fiber.pending.push_back(std::move(fiber.issued));
+  fiber.issued.clear();
+}
+
+void copies_wait(const char* site, int pending) {
+  if (skipped(site)) return;
+  Fiber& fiber = current();
+  while (static_cast<int>(fiber.pending.size()) > pending) {
+    if (options.lazy)
+      for (const Copy& copy : fiber.pending.front()) land(copy);
+    fiber.pending.pop_front();
+  }
+}
+
+}  // namespace emu

@@ -1,0 +1,141 @@
+// What a kernel sees when g++ compiles it to run on a CPU: the CUDA built-ins that kernels use, and
+// the primitives behind csrc/cuda/ptx.cuh. Force-included (g++ -include emu.h) before the kernel.
+//
+// A block runs on one OS thread; each of its CUDA threads is a fiber with a stack of its own. What
+// is not declared here does not compile, which is how anything unknown is rejected.
+#pragma once
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <tuple>
+
+#define __global__
+#define __device__
+#define __host__
+#define __forceinline__ inline
+#define __launch_bounds__(...)
+#define __align__(n) alignas(n)
+// A static array would silently be one per fiber: kernels take all shared memory at launch.
+#define __shared__ emu_error_shared_memory_is_FA_SHARED_MEMORY_here
+
+struct uint2 {
+  unsigned x, y;
+};
+struct uint3 {
+  unsigned x, y, z;
+};
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+struct alignas(8) float2 {
+  float x, y;
+};
+struct alignas(16) float4 {
+  float x, y, z, w;
+};
+struct dim3 {
+  unsigned x, y, z;
+  dim3(unsigned x = 1, unsigned y = 1, unsigned z = 1) : x(x), y(y), z(z) {}
+};
+
+namespace emu {
+
+// -- where a kernel runs ---------------------------------------------------------------------------
+
+struct Thread {
+  uint3 index;
+  int id, warp, lane;  // in the block, of the block, in the warp
+};
+struct Place {
+  uint3 block;
+  dim3 block_size, grid_size;
+  unsigned char* shared;
+};
+// __thread, not thread_local: no initialiser runs at each use, and fibers never change OS threads.
+extern __thread Thread* self;
+extern __thread Place* place;
+
+void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
+
+template <class... P, class... A>
+void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A&&... arguments) {
+  std::tuple<P...> copies(static_cast<P>(arguments)...);  // by value, as a kernel's parameters are
+  launch(grid, block, shared_bytes, [&] { std::apply(kernel, copies); });
+}
+
+// Ends the block with this message in the report; the C++ stack of the fiber unwinds.
+[[noreturn]] [[gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
+
+// -- primitives; `site` names the place in the kernel, for reports and to switch it off -----------
+
+// An address in the window of shared memory, checked both ways.
+uint32_t shared_address(const void* pointer);
+unsigned char* shared_pointer(uint32_t address, int bytes);
+
+// Every lane of mask meets; the last one to come runs act on what all brought.
+using Act = void (*)(void** brought, uint32_t mask);
+void warp_meet(const char* name, uint32_t mask, void* brought, Act act);
+void warp_sync(const char* site, uint32_t mask);
+void barrier_sync(const char* site, int id, int threads);  // threads < 0: the whole block
+void barrier_arrive(const char* site, int id, int threads);
+
+void copy16(uint32_t to, const void* from, int bytes);  // cp.async: the rest of 16 is 0
+void copies_commit(const char* site);
+void copies_wait(const char* site, int pending);
+
+void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address);
+void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16);
+float widened(uint16_t bits, bool bfloat16);     // else float16
+uint32_t narrowed(float x, bool bfloat16);       // to nearest even, in the low half
+
+// -- shuffles --------------------------------------------------------------------------------------
+
+template <class T>
+struct Shuffle {
+  T value, found;
+  int from;
+};
+template <class T>
+T shuffle(uint32_t mask, T value, int from) {
+  Shuffle<T> mine{value, value, from};
+  warp_meet("shuffle", mask, &mine, [](void** brought, uint32_t mask) {
+    for (int lane = 0; lane < 32; ++lane) {
+      if (!(mask >> lane & 1)) continue;
+      auto* to = static_cast<Shuffle<T>*>(brought[lane]);
+      if (!(mask >> to->from & 1))
+        fail("shuffle: lane %d reads lane %d, which is not in mask 0x%x", lane, to->from, mask);
+      to->found = static_cast<Shuffle<T>*>(brought[to->from])->value;
+    }
+  });
+  return mine.found;
+}
+
+}  // namespace emu
+
+#define threadIdx (::emu::self->index)
+#define blockIdx (::emu::place->block)
+#define blockDim (::emu::place->block_size)
+#define gridDim (::emu::place->grid_size)
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from) {
+  return emu::shuffle(mask, value, from & 31);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int flip) {
+  return emu::shuffle(mask, value, (emu::self->lane ^ flip) & 31);
+}
+inline float __uint_as_float(unsigned bits) {
+  float x;
+  std::memcpy(&x, &bits, 4);
+  return x;
+}
+inline unsigned __float_as_uint(float x) {
+  unsigned bits;
+  std::memcpy(&bits, &x, 4);
+  return bits;
+}
+inline int min(int a, int b) { return a < b ? a : b; }
+inline int max(int a, int b) { return a > b ? a : b; }

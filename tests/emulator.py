@@ -1,0 +1,115 @@
+"""Kernels of csrc/cuda on the emulator of tests/emu: compiled by the C++ compiler, run on a CPU."""
+
+import ctypes
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
+PARTS = ("clocks", "run", "meet", "copy", "matrix", "hooks", "control")
+FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-fno-strict-aliasing"]
+FLAGS += ["-DFA_EMULATED", *(f"-I{folder}" for folder in (EMULATOR, ROOT / "csrc"))]
+# Of the thread sanitizer only the calls that it makes at loads and stores: hooks.cpp has them.
+KERNEL_FLAGS = ["-fsanitize=thread", "-include", str(EMULATOR / "emu.h"), "-x", "c++"]
+CACHE = ROOT / "build" / "emu"
+
+IN_ORDER, RANDOM, DEPTH_FIRST, WARP_PRIORITIES = range(4)
+SCHEDULES = (IN_ORDER, RANDOM, DEPTH_FIRST, WARP_PRIORITIES)
+TEXT_BYTES = 1 << 16
+
+
+def compiler():
+    named = shlex.split(os.environ.get("CXX", ""))
+    found = named or next(([x] for x in ("g++", "c++") if shutil.which(x)), None)
+    if not found:
+        pytest.skip("the emulator needs a C++ compiler")
+    return found
+
+
+def compiled(source, *flags):
+    """The object file of a source, from the cache if nothing that it reads has changed."""
+    command = [*compiler(), *FLAGS, *flags]
+    headers = sorted([*EMULATOR.glob("*.h"), *(ROOT / "csrc").rglob("*.h"), *KERNELS.rglob("*.cuh")])
+    digest = hashlib.sha256("\n".join(command).encode())
+    for file in (source, *headers):
+        digest.update(Path(file).read_bytes())
+    target = CACHE / f"{Path(source).stem}-{digest.hexdigest()[:16]}.o"
+    return made(target, [*command, "-c", source])
+
+
+def linked(objects):
+    digest = hashlib.sha256("\n".join(map(str, objects)).encode()).hexdigest()[:16]
+    return made(CACHE / f"emulator-{digest}.so", [*compiler(), "-shared", *objects])
+
+
+def made(target, command):
+    """Written beside its place first: another process may be at the same."""
+    if not target.exists():
+        CACHE.mkdir(parents=True, exist_ok=True)
+        part = target.with_suffix(f".{os.getpid()}")
+        done = subprocess.run([*map(str, command), "-o", str(part)], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        part.replace(target)
+    return target
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a launch brought to light."""
+
+    count: int
+    first: str
+    sites: tuple[str, ...]  # of the synchronisations that ran
+    multiplies: int
+
+
+class Emulator:
+    """A library of kernels. `parts` replaces sources of the emulator itself by others."""
+
+    def __init__(self, *kernels, parts=None):
+        objects = [compiled((parts or {}).get(x, EMULATOR / f"{x}.cpp")) for x in PARTS]
+        objects += [compiled(kernel, *KERNEL_FLAGS) for kernel in kernels]
+        self.library = ctypes.CDLL(str(linked(objects)))
+        self.library.emu_findings.restype = ctypes.c_long
+        self.library.emu_multiplies.restype = ctypes.c_long
+
+    def run(
+        self, entry, *arguments, seed=1, schedule=RANDOM, lazy=True, check=True, disabled=None
+    ):
+        """Call an entry with numbers and arrays, and tell what was found."""
+        site = ctypes.c_char_p((disabled or "").encode())
+        self.library.emu_reset(ctypes.c_uint64(seed), schedule, lazy, check, site)
+        converted = [pointer(x) if isinstance(x, np.ndarray) else x for x in arguments]
+        assert getattr(self.library, entry)(*converted) == 0
+        first, sites = (ctypes.create_string_buffer(TEXT_BYTES) for _ in range(2))
+        count = self.library.emu_findings(first, sites, ctypes.c_size_t(TEXT_BYTES))
+        lines = tuple(sites.value.decode().splitlines())
+        return Findings(count, first.value.decode(), lines, self.library.emu_multiplies())
+
+
+def pointer(array):
+    assert array.flags.c_contiguous
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+def aligned(size, dtype):
+    """Zeros at a multiple of 16 bytes, as what a GPU allocates."""
+    raw = np.zeros(size * np.dtype(dtype).itemsize + 16, np.uint8)
+    start = -raw.ctypes.data % 16
+    return raw[start : start + size * np.dtype(dtype).itemsize].view(dtype)
+
+
+def can_run():
+    """Why the emulator cannot run here, or None."""
+    if sys.platform != "linux" or os.uname().machine != "x86_64":
+        return "the emulator switches fibers by x86-64 assembly, on Linux"
+    return None
