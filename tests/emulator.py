@@ -16,7 +16,16 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "run", "meet", "copy", "matrix", "hooks", "control")
-FLAGS = ["-std=c++17", "-O2", "-g", "-fPIC", "-Wall", "-Wextra", "-fno-strict-aliasing"]
+FLAGS = [
+    "-std=c++17",
+    "-O2",
+    "-g",
+    "-fPIC",
+    "-Wall",
+    "-Wextra",
+    "-fno-strict-aliasing",
+    "-Wno-unknown-pragmas",
+]
 FLAGS += ["-DFA_EMULATED", *(f"-I{folder}" for folder in (EMULATOR, ROOT / "csrc"))]
 # Of the thread sanitizer only the calls that it makes at loads and stores: hooks.cpp has them.
 KERNEL_FLAGS = ["-fsanitize=thread", "-include", str(EMULATOR / "emu.h"), "-x", "c++"]
@@ -38,7 +47,9 @@ def compiler():
 def compiled(source, *flags):
     """The object file of a source, from the cache if nothing that it reads has changed."""
     command = [*compiler(), *FLAGS, *flags]
-    headers = sorted([*EMULATOR.glob("*.h"), *(ROOT / "csrc").rglob("*.h"), *KERNELS.rglob("*.cuh")])
+    headers = sorted(
+        [*EMULATOR.glob("*.h"), *(ROOT / "csrc").rglob("*.h"), *KERNELS.rglob("*.cuh")]
+    )
     digest = hashlib.sha256("\n".join(command).encode())
     for file in (source, *headers):
         digest.update(Path(file).read_bytes())
@@ -82,9 +93,7 @@ class Emulator:
         self.library.emu_findings.restype = ctypes.c_long
         self.library.emu_multiplies.restype = ctypes.c_long
 
-    def run(
-        self, entry, *arguments, seed=1, schedule=RANDOM, lazy=True, check=True, disabled=None
-    ):
+    def run(self, entry, *arguments, seed=1, schedule=RANDOM, lazy=True, check=True, disabled=None):
         """Call an entry with numbers and arrays, and tell what was found."""
         site = ctypes.c_char_p((disabled or "").encode())
         self.library.emu_reset(ctypes.c_uint64(seed), schedule, lazy, check, site)

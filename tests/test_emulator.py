@@ -234,36 +234,94 @@ def test_schedules_differ_and_repeat(emulator):
 
 # --- faults of the emulator itself ----------------------------------------------------------------
 
-FAULTS = {
-    "columns of A change places": ("matrix", "+ 8 * (i / 4)] = element(x.a", "+ 8 * (1 - i / 4)] = element(x.a"),
-    "rows of A change places": ("matrix", "a[g + 8 * (i / 2 % 2)]", "a[g + 8 * (1 - i / 2 % 2)]"),
-    "rows of B change places": ("matrix", "b[2 * t + i % 2 + 8 * (i / 2)][g]", "b[2 * t + i % 2 + 8 * (1 - i / 2)][g]"),
-    "D starts at zero": ("matrix", "[2 * t + i % 2] = x.d[i];", "[2 * t + i % 2] = 0;"),
-    "ldmatrix never transposes": ("matrix", "first.transposed ? m[column][row]", "false ? m[column][row]"),
-    "halves change places": ("matrix", "low | high << 16", "high | low << 16"),
-    "addresses from other lanes": ("matrix", "const int lane = 8 * matrix + row;", "const int lane = 8 * matrix + 7 - row;"),
-    "float16 taken for bfloat16": ("matrix", "bfloat16 ? fa::emulator::from_bf16(bits)", "true ? fa::emulator::from_bf16(bits)"),
-    "no zeros where invalid": ("copy", "std::memset(to + copy.bytes, 0, 16 - copy.bytes);", ""),
-    "a wait waits for nothing": ("copy", "land(copy);\n    fiber", "(void)copy;\n    fiber"),
-    "copies land at once": ("copy", "if (!options.lazy) {", "if (true) {"),
-    "a wait is one group short": ("copy", "pending.size()) > pending", "pending.size()) > pending + 1"),
-    "a barrier orders nothing": ("meet", "block->fibers[waiting].clocks.join(barrier.clocks);", ""),
-    "an arrival orders nothing": ("meet", "barrier.clocks.join(fiber.clocks);", ""),
-    "a barrier lets one through early": ("meet", "++barrier.arrived < threads", "++barrier.arrived < threads - 1"),
-    "a warp's barrier orders the block": ("meet", "Clocks all(block->fibers.size());", "Clocks all(block->fibers.size(), 1000);"),
-    "divergence goes unseen": ("meet", "meeting.name != std::string(name) || meeting.mask != mask", "false"),
-    "reads are forgotten": ("clocks", "cell.readers[slot] = now;", ""),
-    "writes are forgotten": ("clocks", "cell.written = now;\n    cell.reader_count = 0;\n    cell.fresh = cell.in_flight", "cell.fresh = cell.in_flight"),
-    "all memory counts as written": ("clocks", "else if (cell.fresh)", "else if (false)"),
-    "plain loads go unseen": ("hooks", 'note_read(address, static_cast<int>(bytes), "load");', "(void)address;"),
-    "plain stores go unseen": ("hooks", 'note_write(address, static_cast<int>(bytes), "store");', "(void)address;"),
-    "exits with copies in flight": ("run", "if (!group.empty()) fail(", "if (false) fail("),
-}  # fmt: skip
+
+# Title: part of the emulator; then the code as it is, and the fault.
+FAULTS = r"""
+columns of A change places: matrix
+-+ 8 * (i / 4)] = element(x.a
+++ 8 * (1 - i / 4)] = element(x.a
+rows of A change places: matrix
+-a[g + 8 * (i / 2 % 2)]
++a[g + 8 * (1 - i / 2 % 2)]
+rows of B change places: matrix
+-b[2 * t + i % 2 + 8 * (i / 2)][g]
++b[2 * t + i % 2 + 8 * (1 - i / 2)][g]
+D starts at zero: matrix
+-[2 * t + i % 2] = x.d[i];
++[2 * t + i % 2] = 0;
+ldmatrix never transposes: matrix
+-first.transposed ? m[column][row]
++false ? m[column][row]
+halves change places: matrix
+-low | high << 16
++high | low << 16
+addresses from other lanes: matrix
+-const int lane = 8 * matrix + row;
++const int lane = 8 * matrix + 7 - row;
+float16 taken for bfloat16: matrix
+-bfloat16 ? fa::emulator::from_bf16(bits)
++true ? fa::emulator::from_bf16(bits)
+no zeros where invalid: copy
+-std::memset(to + copy.bytes, 0, 16 - copy.bytes);
+a wait waits for nothing: copy
+-land(copy);
+-    fiber
++(void)copy;
++    fiber
+copies land at once: copy
+-if (!options.lazy) {
++if (true) {
+a wait is one group short: copy
+-pending.size()) > pending
++pending.size()) > pending + 1
+a barrier orders nothing: meet
+-block->fibers[waiting].clocks.join(barrier.clocks);
+an arrival orders nothing: meet
+-barrier.clocks.join(fiber.clocks);
+a barrier lets one through early: meet
+-++barrier.arrived < threads
++++barrier.arrived < threads - 1
+a warp's barrier orders the block: meet
+-Clocks all(block->fibers.size());
++Clocks all(block->fibers.size(), 1000);
+divergence goes unseen: meet
+-meeting.name != std::string(name) || meeting.mask != mask
++false
+reads are forgotten: clocks
+-cell.readers[slot] = now;
+writes are forgotten: clocks
+-cell.written = now;
+-    cell.reader_count = 0;
+-    cell.fresh = cell.in_flight
++cell.fresh = cell.in_flight
+all memory counts as written: clocks
+-else if (cell.fresh)
++else if (false)
+plain loads go unseen: hooks
+-note_read(address, static_cast<int>(bytes), "load");
++(void)address;
+plain stores go unseen: hooks
+-note_write(address, static_cast<int>(bytes), "store");
++(void)address;
+exits with copies in flight: run
+-if (!group.empty()) fail(
++if (false) fail(
+"""
 
 
-@pytest.mark.parametrize("title", FAULTS)
-def test_a_fault_of_the_emulator_is_noticed(title, tmp_path):
-    part, old, new = FAULTS[title]
+def faults():
+    """{title: (part, old, new)}"""
+    found = {}
+    for title, part, old, new in re.findall(
+        r"^(\w[^:]*): (\w+)\n((?:-.*\n)+)((?:\+.*\n)*)", FAULTS, re.MULTILINE
+    ):
+        old, new = (re.sub("^[-+]", "", x, flags=re.MULTILINE).rstrip("\n") for x in (old, new))
+        found[title] = (part, old, new)
+    return found
+
+
+@pytest.mark.parametrize("part, old, new", faults().values(), ids=faults())
+def test_a_fault_of_the_emulator_is_noticed(part, old, new, tmp_path):
     source = EMULATOR / f"{part}.cpp"
     text = source.read_text()
     assert text.count(old) == 1, f"{source.name} has {text.count(old)} times: {old}"

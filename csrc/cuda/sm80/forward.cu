@@ -1,0 +1,43 @@
+// Which forward kernel serves a call, and its launch.
+#include "forward.cuh"
+
+#include "../launch.h"
+
+namespace fa {
+namespace sm80 {
+
+template <class F>
+int start_forward(const FaParams& p, void* stream) {
+  const int64_t blocks = (p.M + F::kRows - 1) / F::kRows * p.H * p.B;
+  if (blocks == 0) return 0;
+  return launch(forward_kernel<F>, dim3(static_cast<unsigned>(blocks)), dim3(F::kThreads),
+                F::kSharedBytes, stream, p);
+}
+
+template <class Type, bool general>
+int forward_of(const FaParams& p, void* stream) {
+  const int64_t d = most(p.D, p.Dv);
+  if (d <= 32) return start_forward<Forward<Type, 32, 32, general>>(p, stream);
+  if (d <= 64) return start_forward<Forward<Type, 64, 64, general>>(p, stream);
+  if (d <= 96) return start_forward<Forward<Type, 96, 96, general>>(p, stream);
+  if (d <= 128) return start_forward<Forward<Type, 128, 128, general>>(p, stream);
+  if (d <= 192 && p.Dv <= 128) return start_forward<Forward<Type, 192, 128, general>>(p, stream);
+  if (d <= 192) return start_forward<Forward<Type, 192, 192, general>>(p, stream);
+  return start_forward<Forward<Type, 256, 256, general>>(p, stream);
+}
+
+template <class Type>
+int forward_of(const FaParams& p, void* stream) {
+  // The plain kernel takes the maximum of products, which only a positive scale keeps.
+  const bool general = p.mask.data || p.slopes.data || p.sinks.data || p.softcap > 0 ||
+                       p.dropout_p > 0 || !(p.scale > 0);
+  return general ? forward_of<Type, true>(p, stream) : forward_of<Type, false>(p, stream);
+}
+
+}  // namespace sm80
+}  // namespace fa
+
+extern "C" int fa_cuda_forward(const FaParams* p, void* stream) {
+  return p->q.dtype == FA_BF16 ? fa::sm80::forward_of<fa::ptx::BF16>(*p, stream)
+                               : fa::sm80::forward_of<fa::ptx::F16>(*p, stream);
+}

@@ -1,0 +1,223 @@
+// Forward on Ampere-class tensor cores (mma.sync, cp.async): FlashAttention-2 (Dao 2023, algorithm
+// 1). A block has 64 rows, a warp 16 of them; keys and values of one tile are computed with while
+// those of the next are on their way.
+#pragma once
+#include "../score.cuh"
+#include "../tile.cuh"
+
+namespace fa {
+namespace sm80 {
+
+// kD and kDv are what the head dims are padded to; a plain kernel knows scale and band only.
+template <class Type_, int kD_, int kDv_, bool kGeneral_>
+struct Forward {
+  using Type = Type_;
+  static constexpr int kD = kD_, kDv = kDv_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kRows = 16 * kWarps;
+  static constexpr int kKeys = kD <= 128 ? 64 : 32;  // two stages fit the 99 KB of sm_86 and sm_89
+  static constexpr bool kKeepQ = kD <= 128;          // in registers, else read again for each tile
+  using QTile = Tile<kRows, kD>;
+  using KTile = Tile<kKeys, kD>;
+  using VTile = Tile<kKeys, kDv>;
+  static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes;
+  static constexpr int kSharedBytes = QTile::kBytes + 2 * kStageBytes;
+};
+
+// What a lane holds of a warp's 16 rows: of rows g and g + 8 the columns 2 t and 2 t + 1 of every 8.
+template <int columns>
+using Accumulator = float[columns / 8][4];
+
+// The running maximum and sum of two rows; the sum of this lane's columns alone.
+struct Softmax {
+  float max[2], sum[2];
+};
+
+// One lane's scores of a tile become weights exp(s - max), and what went before is rescaled.
+template <class F>
+FA_DEVICE void update(Softmax& state, Accumulator<F::kKeys>& s, Accumulator<F::kDv>& out,
+                      float to_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float max = state.max[half];
+#pragma unroll
+    for (int n = 0; n < F::kKeys / 8; ++n)
+      max = fmaxf(max, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
+    max = fmaxf(max, ptx::shuffle_xor(max, 1));
+    max = fmaxf(max, ptx::shuffle_xor(max, 2));
+    // A row that has seen nothing: -inf - -inf would be NaN.
+    const float base = max == -INFINITY ? 0.0f : max * to_log2;
+    const float decay = ptx::exp2(fmaf(state.max[half], to_log2, -base));
+    float sum = state.sum[half] * decay;
+#pragma unroll
+    for (int n = 0; n < F::kKeys / 8; ++n)
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        s[n][e] = ptx::exp2(fmaf(s[n][e], to_log2, -base));
+        sum += s[n][e];
+      }
+#pragma unroll
+    for (int n = 0; n < F::kDv / 8; ++n) {
+      out[n][2 * half] *= decay;
+      out[n][2 * half + 1] *= decay;
+    }
+    state.max[half] = max;
+    state.sum[half] = sum;
+  }
+}
+
+// Products become logits; keys that a row does not see, -inf.
+template <class F>
+FA_DEVICE void score(Accumulator<F::kKeys>& s, const Head& head, const Band (&band)[2], int row,
+                     int first) {
+#pragma unroll
+  for (int n = 0; n < F::kKeys / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int half = e / 2, j = first + 8 * n + e % 2;
+      if (!band[half].holds(j))
+        s[n][e] = -INFINITY;
+      else if (F::kGeneral)
+        s[n][e] = head.logit(s[n][e], row + 8 * half, j);
+    }
+}
+
+template <class F>
+FA_DEVICE void drop(Accumulator<F::kKeys>& weights, const Head& head, int row, int first) {
+#pragma unroll
+  for (int n = 0; n < F::kKeys / 8; ++n)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float2 factor = head.dropped(row + 8 * half, first + 8 * n);
+      weights[n][2 * half] *= factor.x;
+      weights[n][2 * half + 1] *= factor.y;
+    }
+}
+
+// The rows' outputs and log-sum-exps, from lanes to global memory.
+template <class F>
+FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
+                     Accumulator<F::kDv>& out, float to_log2) {
+  const int64_t* stride = p.out.stride;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = state.sum[half];
+    sum += ptx::shuffle_xor(sum, 1);
+    sum += ptx::shuffle_xor(sum, 2);
+    const int64_t i = row + 8 * half;
+    if (i >= p.M) continue;
+    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    auto* to = static_cast<uint16_t*>(p.out.data) + b * stride[0] + h * stride[1] + i * stride[2];
+#pragma unroll
+    for (int n = 0; n < F::kDv / 8; ++n) {
+      const int d = 8 * n + column;
+      const uint32_t pair = ptx::pack(typename F::Type(), out[n][2 * half] * inverse,
+                                      out[n][2 * half + 1] * inverse);
+      if (d < p.Dv) to[d * stride[3]] = static_cast<uint16_t>(pair);
+      if (d + 1 < p.Dv) to[(d + 1) * stride[3]] = static_cast<uint16_t>(pair >> 16);
+    }
+    if (column == 0) {
+      auto* lse = static_cast<float*>(p.lse.data);
+      lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =
+          sum == 0.0f ? -INFINITY : state.max[half] * (to_log2 * kLn2) + ptx::log2(sum) * kLn2;
+    }
+  }
+}
+
+// A block for 64 rows of a head, the last rows first: with a causal band those have most to do.
+template <class F>
+__global__ void __launch_bounds__(F::kThreads) forward_kernel(const FaParams p) {
+  FA_SHARED_MEMORY(memory);
+  const int64_t blocks = (p.M + F::kRows - 1) / F::kRows;
+  const int64_t head_at = blockIdx.x / blocks;
+  const int64_t b = head_at / p.H, h = head_at % p.H, hk = key_head(p, h);
+  const int first_row = static_cast<int>(blocks - 1 - blockIdx.x % blocks) * F::kRows;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = first_row + 16 * warp + lane / 4, column = 2 * (lane % 4);  // and row + 8
+
+  const Head head(p, b, h);
+  const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
+  const int64_t last_row = least(first_row + F::kRows, p.M);
+  const KeyRange seen = key_range(p, b, first_row, last_row);
+  const KeyRange by_all = common_range(p, b, first_row, last_row);
+  const Band band[2] = {band_of(p, b, row), band_of(p, b, row + 8)};
+  const int start = static_cast<int>(seen.lo) / F::kKeys * F::kKeys;
+  const int end = static_cast<int>(seen.hi);
+
+  const Matrix q = matrix_of(p.q, b, h, p.M, p.D);
+  const Matrix k = matrix_of(p.k, b, hk, end, p.D), v = matrix_of(p.v, b, hk, end, p.Dv);
+  unsigned char* const stages = memory + F::QTile::kBytes;
+  const uint32_t q_tile = ptx::shared_address(memory);
+
+  Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+  if (F::kGeneral && p.sinks.data) {  // one more logit, counted by one of the four lanes of a row
+    const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
+    for (int half = 0; half < 2; ++half) {
+      state.max[half] = sink;
+      state.sum[half] = column == 0 && sink != -INFINITY ? 1.0f : 0.0f;
+    }
+  }
+  Accumulator<F::kDv> out = {};
+  uint32_t left[F::kKeepQ ? F::kD / 16 : 1][4];
+
+  load_tile<typename F::QTile, F::kThreads>(memory, q, first_row);
+  load_tile<typename F::KTile, F::kThreads>(stages, k, start);
+  load_tile<typename F::VTile, F::kThreads>(stages + F::KTile::kBytes, v, start);
+  ptx::copies_commit("forward: first tile");
+  for (int first = start, stage = 0; first < end; first += F::kKeys, stage ^= 1) {
+    unsigned char* const now = stages + stage * F::kStageBytes;
+    unsigned char* const next = stages + (stage ^ 1) * F::kStageBytes;
+    if (first + F::kKeys < end) {
+      load_tile<typename F::KTile, F::kThreads>(next, k, first + F::kKeys);
+      load_tile<typename F::VTile, F::kThreads>(next + F::KTile::kBytes, v, first + F::kKeys);
+    }
+    ptx::copies_commit("forward: next tile");
+    ptx::copies_wait<1>("forward: this tile has landed");
+    ptx::block_sync("forward: all see this tile");
+
+    const uint32_t k_tile = ptx::shared_address(now), v_tile = k_tile + F::KTile::kBytes;
+    if (F::kKeepQ && first == start)
+#pragma unroll
+      for (int d = 0; d < F::kD / 16; ++d) load_left<typename F::QTile>(left[d], q_tile, warp, d);
+    Accumulator<F::kKeys> s = {};
+#pragma unroll
+    for (int d = 0; d < F::kD / 16; ++d) {
+      uint32_t(&a)[4] = left[F::kKeepQ ? d : 0];
+      if (!F::kKeepQ) load_left<typename F::QTile>(a, q_tile, warp, d);
+#pragma unroll
+      for (int n = 0; n < F::kKeys / 16; ++n) {
+        uint32_t right[4];
+        load_right_transposed<typename F::KTile>(right, k_tile, n, d);
+        ptx::multiply(typename F::Type(), s[2 * n], a, right[0], right[1]);
+        ptx::multiply(typename F::Type(), s[2 * n + 1], a, right[2], right[3]);
+      }
+    }
+
+    const bool whole = by_all.lo <= first && first + F::kKeys <= by_all.hi;
+    if (F::kGeneral || !whole) score<F>(s, head, band, row, first + column);
+    update<F>(state, s, out, to_log2);
+    if (F::kGeneral && p.dropout_p > 0) drop<F>(s, head, row, first + column);
+
+#pragma unroll
+    for (int j = 0; j < F::kKeys / 16; ++j) {  // what a lane holds of the weights is a left side
+      const typename F::Type type;
+      const uint32_t a[4] = {ptx::pack(type, s[2 * j][0], s[2 * j][1]),
+                             ptx::pack(type, s[2 * j][2], s[2 * j][3]),
+                             ptx::pack(type, s[2 * j + 1][0], s[2 * j + 1][1]),
+                             ptx::pack(type, s[2 * j + 1][2], s[2 * j + 1][3])};
+#pragma unroll
+      for (int n = 0; n < F::kDv / 16; ++n) {
+        uint32_t right[4];
+        load_right<typename F::VTile>(right, v_tile, j, n);
+        ptx::multiply(type, out[2 * n], a, right[0], right[1]);
+        ptx::multiply(type, out[2 * n + 1], a, right[2], right[3]);
+      }
+    }
+    ptx::block_sync("forward: all are done with this tile");
+  }
+  ptx::copies_wait<0>("forward: nothing is on its way");
+  store<F>(p, b, h, row, column, state, out, to_log2);
+}
+
+}  // namespace sm80
+}  // namespace fa

@@ -1,0 +1,149 @@
+"""The CUDA kernels in the emulator, watched for races: the cases of every other backend, small."""
+
+import pytest
+import torch
+from cases import DTYPES, PAIRS, PLAIN, SINGLES, Dims, build, name_of, negative_logits, square
+from emulated import DTYPES as NAMES
+from emulated import Emulated
+from emulator import SCHEDULES, can_run
+from judge import Verdict
+from runners import INTERPRETED, passed
+
+import fastattn
+from fastattn import ops
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"),
+]
+every_dtype = pytest.mark.parametrize("dtype", NAMES)
+SHAPES = (square(1, 2, 5, 3), square(2, 2, 63, 17), square(1, 1, 131, 32))
+SMALL = (square(1, 2, 37, 17),)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Every call inside runs on the emulator. A function sets its options."""
+    backend = Emulated()
+    monkeypatch.setattr(ops, "choose", lambda spec, asked: backend)
+    ops._plans.clear()
+    yield backend
+    ops._plans.clear()
+
+
+def run_all(problems):
+    found = []
+    for problem in problems:
+        lines = Verdict(problem, backward=False).complaints(fastattn.attention)
+        found += [f"{problem.name} {line}" for line in lines]
+    passed(found)
+
+
+@every_dtype
+@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+def test_features(emulated, dtype, features):
+    run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
+
+
+@pytest.mark.parametrize("features", PAIRS, ids=name_of)
+def test_pairs_of_features(emulated, features):
+    """Each in one dtype, in turn."""
+    dtype = DTYPES[NAMES[PAIRS.index(features) % 2]]
+    run_all([build(dims, features, dtype) for dims in SMALL])
+
+
+# What each pair of head dims is padded to; the last of each line is odd, and no row is aligned.
+HEAD_DIMS = {
+    "32": [(32, 32), (8, 24), (31, 1)],
+    "64": [(64, 64), (40, 64), (33, 61)],
+    "96": [(96, 96), (80, 72), (95, 65)],
+    "128": [(128, 128), (112, 128), (97, 127)],
+    "192 and 128": [(192, 128), (144, 128), (191, 99)],
+    "192": [(192, 192), (160, 160), (131, 191)],
+    "256": [(256, 256), (200, 256), (255, 193)],
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
+@pytest.mark.parametrize("padded", HEAD_DIMS)
+def test_head_dims(emulated, padded, general, dtype):
+    """With a band that ends inside tiles, in every kernel there is."""
+    features = [f for (f,) in SINGLES if f.name in ("bottom_right", "softcap")[: 1 + general]]
+    dims = [Dims(1, 2, 1, 70, 67, d, dv) for d, dv in HEAD_DIMS[padded]]
+    run_all([build(x, features, DTYPES[dtype]) for x in dims])
+
+
+HIDING = [x for x in SINGLES if x[0].group in ("causal", "window", "lengths", "mask", "queries")]
+
+
+@pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
+def test_no_key_leaks(emulated, features):
+    dims = square(1, 2, 67, 16)
+    run_all([negative_logits(build(dims, features, torch.bfloat16))])
+
+
+@pytest.mark.parametrize("M", [1, 16, 63, 64, 65, 128, 129])
+@pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129])
+def test_lengths_around_tiles(emulated, M, N):
+    run_all([build(Dims(1, 1, 1, M, N, 24, 24), (), torch.float16)])
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("features", [f for f in SINGLES if f[0].name in ("causal", "dropout")])
+def test_every_schedule_gives_the_same_bits(emulated, features, schedule, lazy):
+    problem = build(square(1, 2, 150, 40), features, torch.bfloat16)
+    expected = problem.run(fastattn.attention, backward=False)
+    for seed in range(3):
+        emulated.options = dict(schedule=schedule, lazy=lazy, seed=seed)
+        found = problem.run(fastattn.attention, backward=False)
+        assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+def test_dropout_is_that_of_the_other_backends():
+    """Bit for bit: with values of one, a row's sum tells which weights were kept."""
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(2, 3, 45, 24, generator=g).bfloat16() for _ in range(2))
+    v = torch.eye(45).bfloat16().expand(2, 3, 45, 45)
+    options = dict(dropout_p=0.4, seed=77)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "choose", lambda spec, asked: Emulated())
+        ops._plans.clear()
+        ours = fastattn.attention(q, k, v, **options)
+    ops._plans.clear()
+    theirs = fastattn.attention(q, k, v, **options, backend="cpu")
+    assert torch.equal(ours == 0, theirs == 0) and 0.3 < (ours == 0).float().mean() < 0.5
+
+
+# --- every synchronisation is needed --------------------------------------------------------------
+
+# Sites whose deletion nothing can see, and why.
+FREE = {
+    "forward: nothing is on its way": "the groups left at the end are empty: it waits for none",
+}
+
+
+def sites():
+    backend = Emulated()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "choose", lambda spec, asked: backend)
+        ops._plans.clear()
+        build(square(1, 1, 150, 40), (), torch.bfloat16).run(fastattn.attention, backward=False)
+    ops._plans.clear()
+    return sorted({site for found in backend.findings for site in found.sites})
+
+
+@pytest.mark.skipif(bool(can_run()), reason=str(can_run()))
+def test_each_site_deleted_is_caught(emulated):
+    """One run with the checker is enough, whatever the values turn out to be."""
+    survivors = []
+    for site in sites():
+        emulated.options = dict(disabled=site)
+        try:
+            build(square(1, 1, 200, 40), (), torch.bfloat16).run(fastattn.attention, backward=False)
+        except AssertionError as caught:
+            assert "findings" in str(caught)
+        else:
+            survivors.append(site)
+    assert set(survivors) == set(FREE)
