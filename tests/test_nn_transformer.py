@@ -209,7 +209,10 @@ def test_what_is_hidden_does_not_matter():
 
 
 def test_layers_of_a_stack_begin_apart():
-    encoder = nn.Encoder(nn.EncoderLayer(E, H, FF), 3)
+    given = nn.EncoderLayer(E, H, FF)
+    encoder = nn.Encoder(given, 3)
+    same = zip(given.parameters(), encoder.layers[0].parameters())
+    assert all(torch.equal(x, y) and x is not y for x, y in same)
     first, *others = (dict(layer.named_parameters()) for layer in encoder.layers)
     for other in others:
         assert not torch.equal(first["self_attn.in_proj_weight"], other["self_attn.in_proj_weight"])
@@ -218,6 +221,71 @@ def test_layers_of_a_stack_begin_apart():
         )
     with pytest.raises(ValueError, match="num_layers"):
         nn.Encoder(nn.EncoderLayer(E, H, FF), 0)
+
+
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_dropout_zeroes_what_a_sublayer_adds(norm_first):
+    """With rate 1 a residual adds nothing, and a feed-forward network gives its last bias."""
+    x, residual = torch.randn(2, 3, E), nn.Residual(E, dropout=1.0, norm_first=norm_first)
+    assert torch.equal(residual(x, torch.nn.Linear(E, E)), x if norm_first else residual.norm(x))
+    network = nn.FeedForward(E, FF, dropout=1.0)
+    assert torch.equal(network(x), network.linear2.bias.expand_as(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_an_encoder_decoder_hands_on_every_mask(causal):
+    encoder = nn.Encoder(nn.EncoderLayer(E, H, FF), 1)
+    decoder = nn.Decoder(nn.DecoderLayer(E, H, FF), 1)
+    model = drawn(nn.EncoderDecoder(encoder, decoder)).eval()
+    src, tgt = torch.randn(B, N, E), torch.randn(B, M, E)
+    masks = [torch.rand(shape) > 0.4 for shape in ((N, N), (M, M), (M, N), (B, N), (B, M))]
+    own, tgt_own, cross, src_shown, tgt_shown = masks
+    memory = encoder(src, own, src_shown)
+    expected = decoder(tgt, memory, tgt_own, cross, tgt_shown, src_shown, causal=causal)
+    assert torch.equal(model(src, tgt, *masks, causal=causal), expected)
+    for i in range(5):  # and each of them matters
+        fewer = [None if j == i else mask for j, mask in enumerate(masks)]
+        assert not torch.equal(model(src, tgt, *fewer, causal=causal), expected), i
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bfloat16])
+def test_masks_of_any_dtype_compose(dtype):
+    layer, x = drawn(nn.EncoderLayer(E, H, FF)).eval(), torch.randn(B, N, E)
+    mask, given = torch.rand(B, N, N) > 0.4, torch.rand(B, N) > 0.3
+    expected = layer(x, mask, given)
+    assert torch.equal(layer(x, -2 * mask.to(dtype), -2 * given.to(dtype)), expected)
+
+
+def test_options_reach_every_layer():
+    options = dict(dropout=0.25, activation="gelu", norm_first=True, eps=0.5, bias=False)
+    modules = list(tokens_model(**options).modules())
+    assert {m.p for m in modules if isinstance(m, torch.nn.Dropout)} == {0.25}
+    assert {m.dropout for m in modules if isinstance(m, nn.CachedAttention)} == {0.25}
+    assert {m.eps for m in modules if isinstance(m, torch.nn.LayerNorm)} == {0.5}
+    assert {m.activation for m in modules if isinstance(m, nn.FeedForward)} == {F.gelu}
+    assert {m.norm_first for m in modules if isinstance(m, nn.Residual)} == {True}
+    assert not [name for m in modules for name, _ in m.named_parameters() if "bias" in name]
+
+
+def test_layers_begin_as_torchs():
+    """The same defaults and distributions: zero biases, and the spread of each matrix."""
+    size = 128
+    for ours, theirs in (
+        (nn.CachedAttention(size, 2), torch.nn.MultiheadAttention(size, 2)),
+        (nn.EncoderLayer(size, 2), torch.nn.TransformerEncoderLayer(size, 2)),
+    ):
+        found = nn.state_to_torch(ours.state_dict())
+        for name, x in theirs.state_dict().items():
+            assert found[name].shape == x.shape and found[name].any() == x.any(), name
+            if x.ndim == 2:
+                torch.testing.assert_close(found[name].std(), x.std(), rtol=0.05, atol=0)
+                size_of = found[name].abs().max(), x.abs().max()
+                torch.testing.assert_close(*size_of, rtol=0.05, atol=0)
+    a, b = nn.to_torch(nn.DecoderLayer(E, H)), torch.nn.TransformerDecoderLayer(E, H)
+    assert (a.dropout.p, a.norm1.eps, a.norm_first) == (b.dropout.p, b.norm1.eps, b.norm_first)
+    model = nn.Transformer(5, embed_dim=size, num_heads=2, ff_dim=size, num_encoder_layers=1)
+    widest = model.encoder.layers[0].feed_forward.linear1.weight.abs().max()
+    assert 0.95 < widest / (6 / (2 * size)) ** 0.5 <= 1 and model.positions.dropout.p == 0.1
 
 
 # --- the model of tokens -----------------------------------------------------------------------
@@ -229,21 +297,25 @@ def tokens_model(**options):
 
 
 def test_weights_are_tied():
+    """With tied weights there is one parameter, under no second name: nothing can part them."""
     shared, apart = tokens_model(), nn.Transformer(11, 9, embed_dim=E, num_heads=H)
-    assert shared.out_proj.weight is shared.tgt_embedding.weight is shared.src_embedding.weight
-    assert apart.out_proj.weight is apart.tgt_embedding.weight and apart.out_proj.bias is None
-    assert apart.src_embedding.weight.shape == (11, E) and apart.out_proj.weight.shape == (9, E)
+    assert shared.out_proj is None and shared.tgt_embedding is shared.src_embedding
+    assert apart.out_proj is None and apart.src_embedding.weight.shape == (11, E)
+    assert apart.tgt_embedding.weight.shape == (9, E)
+    src, tgt = torch.randint(1, 11, (B, N)), torch.randint(1, 11, (B, M))
+    x = shared.eval().decoder(shared._embed(tgt, shared.tgt_embedding), shared.encode(src))
+    torch.testing.assert_close(shared(src, tgt), x @ shared.tgt_embedding.weight.T)
     loose = tokens_model(tied=False)
     assert loose.out_proj.weight is not loose.tgt_embedding.weight
     assert loose.out_proj.bias is not None and loose.tgt_embedding is loose.src_embedding
-    again = tokens_model()
-    again.load_state_dict(shared.state_dict())
-    assert again.out_proj.weight is again.src_embedding.weight
-    src, tgt = torch.randint(1, 11, (B, N)), torch.randint(1, 11, (B, M))
+    with torch.device("meta"):
+        again = tokens_model()
+    again.load_state_dict(shared.state_dict(), assign=True)
+    assert len(list(again.parameters())) == len(list(shared.parameters()))
     assert torch.equal(again.eval()(src, tgt), shared.eval()(src, tgt))
 
 
-def test_a_step_of_training_lowers_the_loss_and_keeps_the_ties():
+def test_a_step_of_training_lowers_the_loss():
     model = tokens_model(dropout=0.0)
     src, tgt = torch.randint(1, 11, (B, N)) * SHOWN, torch.randint(1, 11, (B, M + 1))
 
@@ -254,7 +326,7 @@ def test_a_step_of_training_lowers_the_loss_and_keeps_the_ties():
     before.backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
     torch.optim.SGD(model.parameters(), lr=0.05).step()
-    assert loss() < before and model.out_proj.weight is model.src_embedding.weight
+    assert loss() < before
 
 
 def test_tokens_are_whole_numbers_within_max_len():
@@ -263,9 +335,11 @@ def test_tokens_are_whole_numbers_within_max_len():
     assert model(fits, fits).shape == (1, 6, 11)
     with pytest.raises(ValueError, match="max_len"):
         model(torch.ones(1, 7, dtype=torch.long), fits)
-    for wrong in (fits[0], fits.float()):
-        with pytest.raises(ValueError, match="whole numbers"):
+    for wrong in (fits[0], fits.float(), fits.bool()):
+        with pytest.raises(ValueError, match="int32 or int64"):
             model(wrong, fits)
+    with pytest.raises(ValueError, match="max_len: got 7, expected at most 6"):
+        model.generate(fits, 7, bos_id=1)
 
 
 # --- decoding ----------------------------------------------------------------------------------
@@ -322,6 +396,34 @@ def test_a_cache_says_what_does_not_fit():
             encoder(x[:, :1], causal=True, cache=cache)
 
 
+def test_a_cache_of_another_stack_is_told():
+    deep, shallow = (nn.Encoder(nn.EncoderLayer(E, H, FF), n) for n in (3, 1))
+    x = torch.randn(B, N, E)
+    for cache in (shallow.new_cache(N), []):
+        with torch.no_grad(), pytest.raises(ValueError, match="expected 3, as this stack's"):
+            deep(x, causal=True, cache=cache)
+    with pytest.raises(ValueError, match=r"torch\.no_grad"):
+        deep(x, causal=True, cache=deep.new_cache(N))
+    with torch.no_grad(), pytest.raises(ValueError, match=r"padding_mask: got shape \(3, 1\)"):
+        cache = deep.new_cache(N + 1)
+        deep(x, causal=True, cache=cache)
+        deep(x[:, :1], padding_mask=torch.ones(B, 1), causal=True, cache=cache)
+
+
+def test_generation_hides_padding_as_the_full_pass_does():
+    """Also where bos_id is pad_id: its token is hidden then, in both."""
+    model = drawn(tokens_model(pad_id=3)).eval()
+    src = torch.randint(4, 11, (20, N))
+    assert torch.equal(model.generate(src, 6, bos_id=3), greedy(model, src, 6, bos_id=3))
+
+
+def test_generation_keeps_no_graph():
+    model, seen = tokens_model(tied=False).eval(), []
+    model.out_proj.register_forward_hook(lambda m, args, out: seen.append(out.requires_grad))
+    model.generate(torch.ones(1, 2, dtype=torch.long), 2, bos_id=1)
+    assert seen == [False, False]
+
+
 def greedy(model, src, max_len, bos_id):
     """Every token from a full pass over those before it."""
     tgt = torch.full((len(src), 1), bos_id)
@@ -372,9 +474,25 @@ def test_weights_are_recorded_inside_alone():
     torch.testing.assert_close(cross.sum(-1), torch.ones(B, H, M))
     assert not cross.masked_select(~SHOWN[:, None, None]).any() and not own.triu(1).any()
     assert torch.equal(model(src, tgt), inside)
+    assert not any(x.requires_grad for x in weights.values())
     weights.clear()
     model(src, tgt)
-    assert not weights and all("_record" not in vars(m) for m in model.modules())
+    assert not weights
+
+
+def test_recordings_nest_and_end_with_an_error():
+    model, src = tokens_model(), torch.randint(1, 11, (B, N))
+    with nn.record_weights(model) as outer:
+        with pytest.raises(KeyError), nn.record_weights(model.encoder) as inner:
+            copied = copy.deepcopy(model)
+            model(src, src)
+            raise KeyError
+        assert len(inner) == 2 and len(outer) == 6
+        before = dict(inner)
+        outer.clear()
+        model(src, src)
+        copied(src, src)
+    assert len(outer) == 6 and all(inner[name] is x for name, x in before.items())
 
 
 # --- torch's -----------------------------------------------------------------------------------
@@ -516,7 +634,7 @@ def test_states_move_between_torchs_and_a_model_of_tokens():
         nn.state_from_torch(theirs.state_dict()), strict=False
     )
     assert not unexpected
-    assert set(missing) == {"src_embedding.weight", "tgt_embedding.weight", "out_proj.weight"}
+    assert set(missing) == {"src_embedding.weight", "tgt_embedding.weight"}
     moved = nn.state_to_torch(ours.state_dict())
     torchs().load_state_dict(moved)
     assert all(torch.equal(x, moved[name]) for name, x in theirs.state_dict().items())
@@ -526,19 +644,95 @@ def test_states_move_between_torchs_and_a_model_of_tokens():
     nn.CachedAttention(E, H).load_state_dict(attention.state_dict())
 
 
+ALTERED = {
+    "one dropout rate": lambda x: setattr(x.dropout1, "p", 0.7),
+    "a dropout": lambda x: setattr(x, "dropout1", torch.nn.Identity()),
+    "the first dropout": lambda x: setattr(x, "dropout", torch.nn.Identity()),
+    "the attention's rate": lambda x: setattr(x.self_attn, "dropout", 0.7),
+    "one eps": lambda x: setattr(x.norm2, "eps", 0.5),
+    "a norm": lambda x: setattr(x, "norm1", torch.nn.RMSNorm(E)),
+    "a norm without weights": lambda x: setattr(
+        x, "norm2", torch.nn.LayerNorm(E, elementwise_affine=False)
+    ),
+    "an attention with zeros": lambda x: setattr(
+        x, "self_attn", torch.nn.MultiheadAttention(E, H, dropout=0.1, add_zero_attn=True)
+    ),
+    "an attention with biases": lambda x: setattr(
+        x, "self_attn", torch.nn.MultiheadAttention(E, H, dropout=0.1, add_bias_kv=True)
+    ),
+    "heads": lambda x: setattr(x, "multihead_attn", torch.nn.MultiheadAttention(E, 2, dropout=0.1)),
+    "a linear layer": lambda x: setattr(x, "linear1", torch.nn.Sequential()),
+    "no bias": lambda x: setattr(x, "linear2", torch.nn.Linear(FF, E, bias=False)),
+    "a parametrization": lambda x: torch.nn.utils.parametrizations.weight_norm(x.linear2),
+}
+
+
+@pytest.mark.parametrize("what", ALTERED)
+def test_an_altered_layer_is_refused(what):
+    """What would be lost on the way is named, whatever it is."""
+    kind = torch.nn.TransformerDecoderLayer if what == "heads" else torch.nn.TransformerEncoderLayer
+    layer = kind(E, H, FF)
+    nn.from_torch(layer)
+    ALTERED[what](layer)
+    with pytest.raises(ValueError, match=r"altered|as its constructor makes it"):
+        nn.from_torch(layer)
+
+
+def test_an_altered_layer_of_ours_is_refused():
+    for alter in (
+        lambda x: setattr(x.residual1.dropout, "p", 0.7),
+        lambda x: setattr(x.residual2.norm, "eps", 0.5),
+        lambda x: setattr(x.residual2, "norm_first", True),
+        lambda x: setattr(x.self_attn, "scale", 0.3),
+        lambda x: setattr(x, "cross_attn", nn.CachedAttention(E, 2, dropout=0.1)),
+    ):
+        layer = nn.DecoderLayer(E, H, FF)
+        nn.to_torch(layer)
+        alter(layer)
+        with pytest.raises(ValueError, match="as its constructor makes it"):
+            nn.to_torch(layer)
+
+
 def test_what_has_no_counterpart_is_refused():
-    altered = torch.nn.TransformerEncoderLayer(E, H, FF)
-    altered.dropout1.p = 0.7
-    with pytest.raises(ValueError, match=r"rates \[0.1, 0.7\]"):
-        nn.from_torch(altered)
-    altered = torch.nn.TransformerEncoderLayer(E, H, FF)
-    altered.norm1 = torch.nn.RMSNorm(E)
-    with pytest.raises(ValueError, match="RMSNorm"):
-        nn.from_torch(altered)
-    with pytest.raises(ValueError, match="got Linear, expected one of"):
-        nn.from_torch(torch.nn.Linear(2, 2))
-    with pytest.raises(ValueError, match="got Linear, expected one of"):
-        nn.to_torch(torch.nn.Linear(2, 2))
+    for convert in (nn.from_torch, nn.to_torch):
+        with pytest.raises(ValueError, match="got Linear, expected one of"):
+            convert(torch.nn.Linear(2, 2))
+
+
+def test_activations_that_are_modules_are_copied():
+    theirs = torch.nn.TransformerEncoderLayer(E, H, FF, activation=torch.nn.PReLU()).eval()
+    ours = nn.from_torch(theirs)
+    x = torch.randn(B, N, E)
+    expected = theirs(x.transpose(0, 1)).transpose(0, 1)
+    torch.testing.assert_close(ours(x), expected, rtol=2e-5, atol=5e-6)
+    torch.testing.assert_close(nn.to_torch(ours)(x), expected, rtol=2e-5, atol=5e-6)
+    assert ours.feed_forward.activation is not theirs.activation
+
+
+def test_frozen_parameters_and_modes_stay_what_they_are():
+    theirs = torchs()
+    theirs.encoder.requires_grad_(False).eval()
+    for moved in (nn.from_torch(theirs), nn.to_torch(nn.from_torch(theirs))):
+        assert not any(p.requires_grad for p in moved.encoder.parameters())
+        assert all(p.requires_grad for p in moved.decoder.parameters())
+        assert moved.training and moved.decoder.layers[0].training
+        still = [m for m in moved.encoder.modules() if m.training]
+        assert all(type(m) is torch.nn.ModuleList for m in still)
+
+
+def test_layers_that_differ_and_norms_are_copied():
+    def layer(heads, ff, **options):
+        return torch.nn.TransformerEncoderLayer(E, heads, ff, batch_first=True, **options)
+
+    norm = torch.nn.LayerNorm(E, eps=0.3)
+    theirs = torch.nn.TransformerEncoder(layer(H, FF), 2, norm, enable_nested_tensor=False)
+    layers = [layer(H, FF, norm_first=True), layer(2, 9, activation="gelu")]
+    theirs.layers = torch.nn.ModuleList(layers)
+    x, ours = torch.randn(B, N, E), nn.from_torch(drawn(theirs).eval())
+    back = nn.to_torch(ours)
+    for module in (ours, back):
+        torch.testing.assert_close(module(x), theirs(x), rtol=2e-5, atol=5e-6)
+    assert len({id(m.norm) for m in (theirs, ours, back)}) == 3
 
 
 def test_wrong_shapes_are_told():
@@ -548,7 +742,14 @@ def test_wrong_shapes_are_told():
             layer(bad, x)
         with pytest.raises(ValueError, match="memory: got shape"):
             layer(x, bad)
-    with pytest.raises(ValueError, match=r"padding_mask: got shape .* expected \(B, N\)"):
-        layer(x, x, padding_mask=torch.ones(M))
+    for bad in ((M,), (B, 1), (1, M), (B, M + 1)):
+        with pytest.raises(ValueError, match=r"^padding_mask: got shape .* expected \(3, 5\)"):
+            layer(x, x, padding_mask=torch.ones(bad))
+        with pytest.raises(ValueError, match=r"memory_padding_mask: got shape .* \(3, 5\)"):
+            layer(x, x, memory_padding_mask=torch.ones(bad))
+    with pytest.raises(ValueError, match="memory: got a batch of 2, expected 3"):
+        layer(x, x[:2])
+    with pytest.raises(ValueError, match="causal: got True beside a memory"):
+        nn.CachedAttention(E, H)(x, x, causal=True)
     with pytest.raises(ValueError, match="mask: got shape"):
         layer(x, x, memory_mask=torch.ones(M, M + 1))

@@ -18,7 +18,8 @@ class KeyValueCache:
     """The keys and values (B, H, n, D) of one attention, for decoding without gradients.
 
     Room for max_len tokens is taken at the first `append`; None keeps what comes first as it is,
-    which is for the memory of an encoder.
+    which is for the memory of an encoder. Dtype, device and grad mode are those of the first call
+    to the last; after an error in a call that it was given to, make a new one.
     """
 
     def __init__(self, max_len: int | None = None) -> None:
@@ -28,6 +29,10 @@ class KeyValueCache:
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add k and v (B, H, m, D) to what is there; return all of it, as views."""
+        if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
+            raise ValueError(
+                "cache: got keys that require grad, expected to decode under torch.no_grad()"
+            )
         if self._k is None or self._v is None:
             room = k.shape[2] if self.max_len is None else self.max_len
             self._k, self._v = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (k, v))
@@ -47,20 +52,22 @@ class KeyValueCache:
                 )
             place.copy_(new)
         self.length = end
-        return self.view()
+        return self._k[:, :, :end], self._v[:, :, :end]
 
-    def view(self) -> tuple[Tensor, Tensor]:
-        """The keys and values (B, H, length, D) so far; there must have been an `append`."""
-        assert self._k is not None and self._v is not None
+    def view(self) -> tuple[Tensor, Tensor] | None:
+        """The keys and values (B, H, length, D) so far; None before the first `append`."""
+        if self._k is None or self._v is None:
+            return None
         return self._k[:, :, : self.length], self._v[:, :, : self.length]
+
+
+# Who listens to which attention, by `record_weights`.
+_recorders: list[dict[nn.Module, Callable[[Tensor], None]]] = []
 
 
 class CachedAttention(MultiHead):
     """Multi-head attention of a sequence to itself or to another (Vaswani et al. 2017, section
     3.2.2), with the parameters of torch.nn.MultiheadAttention: their state dicts are one."""
-
-    # Set by `record_weights` while it is on.
-    _record: Callable[[Tensor], None] | None = None
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
@@ -92,33 +99,35 @@ class CachedAttention(MultiHead):
         """x (B, M, E) attends to memory (B, N, E), or to itself without one; gives (B, M, E).
 
         mask: 0 or False hides; (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them.
-        causal: token i of a sequence sees tokens 0 to i.
+        causal: token i of a sequence sees tokens 0 to i; not beside a memory.
         cache: x continues the tokens whose keys the cache holds, and sees those, too: N counts
             them all. With a memory, the cache takes its keys at the first call, and later calls
             use those, whatever memory they are given.
         """
-        self._check(x, "x")
+        self._check(x, memory, causal)
         if memory is None:
             q, k, v = (split_heads(y, self.num_heads) for y in self._project(x, 0, 3))
             if cache is not None:
                 k, v = cache.append(k, v)
         else:
-            self._check(memory, "memory")
             (q,) = (split_heads(y, self.num_heads) for y in self._project(x, 0, 1))
             k, v = self._of_memory(memory, cache)
         out, weights = self._attend(
             *(q, k, v),
             mask=mask,
             causal="bottom_right" if causal else False,  # the last row is the last key
-            need_weights=self._record is not None,
+            need_weights=any(self in listening for listening in _recorders),
         )
-        if self._record is not None and weights is not None:
-            self._record(weights)
+        if weights is not None:
+            for listening in _recorders:
+                if self in listening:
+                    listening[self](weights.detach())
         return self.out_proj(merge_heads(out))
 
     def _of_memory(self, memory: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor]:
-        if cache is not None and cache.length:
-            return cache.view()
+        kept = None if cache is None else cache.view()
+        if kept is not None:
+            return kept
         k, v = (split_heads(y, self.num_heads) for y in self._project(memory, 1, 3))
         return (k, v) if cache is None else cache.append(k, v)
 
@@ -128,18 +137,28 @@ class CachedAttention(MultiHead):
         bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
         return F.linear(x, self.in_proj_weight[rows], bias).chunk(last - first, dim=-1)
 
-    def _check(self, x: Tensor, name: str) -> None:
-        if x.ndim != 3 or x.shape[-1] != self.embed_dim:
+    def _check(self, x: Tensor, memory: Tensor | None, causal: bool) -> None:
+        for name, given in (("x", x), ("memory", memory)):
+            if given is not None and (given.ndim != 3 or given.shape[-1] != self.embed_dim):
+                raise ValueError(
+                    f"{name}: got shape {tuple(given.shape)}, expected (B, N, {self.embed_dim})"
+                )
+        if memory is not None and memory.shape[0] != x.shape[0]:
             raise ValueError(
-                f"{name}: got shape {tuple(x.shape)}, expected (B, N, {self.embed_dim})"
+                f"memory: got a batch of {memory.shape[0]}, expected {x.shape[0]}, as x has"
             )
+        if memory is not None and causal:
+            raise ValueError("causal: got True beside a memory, expected it of self-attention only")
+
+    def extra_repr(self) -> str:
+        return f"embed_dim={self.embed_dim}, {super().extra_repr()}"
 
 
 @contextmanager
 def record_weights(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
     """Inside, every `CachedAttention` of `model` leaves the weights of its last call, after
-    dropout, in the dict that this gives: (B, H, M, N) by qualified module name. Outside it costs
-    nothing.
+    dropout and detached, in the dict that this gives: (B, H, M, N) by qualified module name.
+    Outside it costs nothing.
 
     >>> with record_weights(model) as weights:
     ...     model(src, tgt)
@@ -147,10 +166,11 @@ def record_weights(model: nn.Module) -> Generator[dict[str, Tensor], None, None]
     """
     found: dict[str, Tensor] = {}
     attentions = [(name, m) for name, m in model.named_modules() if isinstance(m, CachedAttention)]
-    for name, attention in attentions:
-        attention._record = partial(found.__setitem__, name)
+    listening: dict[nn.Module, Callable[[Tensor], None]] = {
+        m: partial(found.__setitem__, name) for name, m in attentions
+    }
+    _recorders.append(listening)
     try:
         yield found
     finally:
-        for _, attention in attentions:
-            del attention._record
+        _recorders[:] = [other for other in _recorders if other is not listening]

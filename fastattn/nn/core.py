@@ -64,12 +64,17 @@ def of_heads(mask: Tensor | None) -> Tensor | None:
     return mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
 
 
-def merge_masks(mask: Tensor | None, padding_mask: Tensor | None) -> Tensor | None:
-    """One mask of both: padding_mask (B, N) hides keys from every row of every head."""
+def merge_masks(
+    mask: Tensor | None, padding_mask: Tensor | None, shape: tuple[int, int], name: str
+) -> Tensor | None:
+    """One mask of both: padding_mask, of shape (B, N), hides keys from every row of every head."""
     if padding_mask is None:
         return mask
-    if padding_mask.ndim != 2:
-        raise ValueError(f"padding_mask: got shape {tuple(padding_mask.shape)}, expected (B, N)")
+    if padding_mask.shape != shape:
+        raise ValueError(
+            f"{name}: got shape {tuple(padding_mask.shape)}, expected {shape}: the batch and all "
+            "the keys, those of a cache too"
+        )
     shown = _may_attend(padding_mask)[:, None, None]
     mask = of_heads(mask)
     return shown if mask is None else _may_attend(mask) & shown

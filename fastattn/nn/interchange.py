@@ -1,13 +1,15 @@
 """To and from torch.nn.Transformer, its stacks and its layers: equal structure, equal outputs.
 
-Ours are batch first, whatever theirs was. Where torch's key_padding_mask and bool masks are True,
-ours are False; our decoders are causal unless told otherwise.
+Ours are batch first, whatever theirs was. Calls differ in three ways: where torch's bool masks and
+key_padding_masks are True, ours are False; our decoders are causal unless told causal=False; and
+our src_padding_mask is torch's memory_key_padding_mask, too.
 """
 
 from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -37,7 +39,7 @@ OURS_TO_TORCHS = (
 )
 TORCHS_TO_OURS = (
     (r"\bmultihead_attn\.", "cross_attn."),
-    (r"\b(linear\d)\.", r"feed_forward.\1."),
+    (r"\b(linear\d|activation)\.", r"feed_forward.\1."),
     (r"\bnorm(\d)\.", r"residual\1.norm."),
 )
 
@@ -56,29 +58,34 @@ def state_to_torch(state: State) -> State:
 
 
 def from_torch(module: nn.Module) -> nn.Module:
-    """A module here that computes what torch's does, with copies of its parameters, in its mode.
+    """A module here that computes what torch's does, with copies of its parameters, in its modes.
 
     Takes torch.nn.TransformerEncoderLayer, TransformerDecoderLayer, TransformerEncoder,
-    TransformerDecoder, and Transformer, which becomes an `EncoderDecoder`. Raises ValueError for
-    anything else, a layer that was altered among it.
+    TransformerDecoder, and Transformer, which becomes an `EncoderDecoder`. Calls differ: masks hide
+    where they are 0 or False, decoders are causal unless told causal=False, and padding of src is
+    hidden from the decoder, too. Raises ValueError for anything else, a layer that was altered
+    among it.
     """
     with torch.device("meta"):  # no parameters are drawn for nothing
         ours = _ours(module)
-    return _filled(ours, state_from_torch(module.state_dict()), module)
+    return _filled(ours, module, state_from_torch)
 
 
 def to_torch(module: nn.Module) -> nn.Module:
     """The reverse of `from_torch`, with batch_first. A `Transformer` gives the torch.nn.Transformer
     of its encoder and decoder: embeddings and out_proj have no place in that."""
     with torch.device("meta"):
-        theirs = _torchs(module)
-    return _filled(theirs, state_to_torch(module.state_dict()), module)
+        torchs = _torchs(module)
+    return _filled(torchs, module, state_to_torch)
 
 
-def _filled(made: nn.Module, state: State, source: nn.Module) -> nn.Module:
-    copies = {name: x.detach().clone() for name, x in state.items()}
-    made.load_state_dict(copies, assign=True)
-    return made.train(source.training)
+def _filled(made: nn.Module, source: nn.Module, renamed: Callable[[State], State]) -> nn.Module:
+    """`made` with copies of the source's parameters, trainable where those are."""
+    state = renamed(dict(source.state_dict(keep_vars=True)))
+    made.load_state_dict({name: x.detach().clone() for name, x in state.items()}, assign=True)
+    for name, parameter in made.named_parameters():
+        parameter.requires_grad_(state[name].requires_grad)
+    return made
 
 
 def _renamed(state: State, rules: tuple[tuple[str, str], ...]) -> State:
@@ -93,53 +100,64 @@ def _renamed(state: State, rules: tuple[tuple[str, str], ...]) -> State:
 def _ours(torchs: Any) -> nn.Module:
     kind = _twin(torchs, OURS)
     if kind is EncoderDecoder:
-        return EncoderDecoder(_ours(torchs.encoder), _ours(torchs.decoder))
-    if kind in (Encoder, Decoder):
+        ours: Any = EncoderDecoder(_ours(torchs.encoder), _ours(torchs.decoder))
+    elif kind in (Encoder, Decoder):
         layers = [_ours(layer) for layer in torchs.layers]
-        stack = kind(layers[0], 1, copy.deepcopy(torchs.norm))
-        stack.layers = nn.ModuleList(layers)  # which may differ, in torch's
-        return stack
-    _check_layer(torchs)
-    return kind(
-        torchs.self_attn.embed_dim,
-        torchs.self_attn.num_heads,
-        torchs.linear1.out_features,
-        dropout=torchs.dropout.p,
-        activation=torchs.activation,
-        norm_first=torchs.norm_first,
-        eps=torchs.norm1.eps,
-        bias=torchs.linear1.bias is not None,
-    )
+        ours = kind(layers[0], 1, copy.deepcopy(torchs.norm))
+        ours.layers = nn.ModuleList(layers)  # which may differ, in torch's
+    else:
+        return _checked(torchs, _our_layer, _torchs_layer)
+    ours.training = torchs.training
+    return ours
 
 
 def _torchs(ours: Any) -> nn.Module:
     kind = _twin(ours, TORCHS)
     if kind is nn.Transformer:
         first = ours.encoder.layers[0].self_attn
-        return nn.Transformer(
+        torchs: Any = nn.Transformer(
             *(first.embed_dim, first.num_heads),
             custom_encoder=_torchs(ours.encoder),
             custom_decoder=_torchs(ours.decoder),
             batch_first=True,
         )
-    if kind in (nn.TransformerEncoder, nn.TransformerDecoder):
+    elif kind in (nn.TransformerEncoder, nn.TransformerDecoder):
         layers = [_torchs(layer) for layer in ours.layers]
         # Nested tensors would give padded positions other values, and warn where they cannot be.
         options = {"enable_nested_tensor": False} if kind is nn.TransformerEncoder else {}
-        stack = kind(layers[0], len(layers), copy.deepcopy(ours.norm), **options)
-        stack.layers = nn.ModuleList(layers)
-        return stack
-    return kind(
+        torchs = kind(layers[0], len(layers), copy.deepcopy(ours.norm), **options)
+        torchs.layers = nn.ModuleList(layers)
+    else:
+        return _checked(ours, _torchs_layer, _our_layer)
+    torchs.training = ours.training
+    return torchs
+
+
+def _our_layer(torchs: Any) -> nn.Module:
+    return OURS[type(torchs)](
+        torchs.self_attn.embed_dim,
+        torchs.self_attn.num_heads,
+        torchs.linear1.out_features,
+        dropout=torchs.dropout.p,
+        activation=copy.deepcopy(torchs.activation),
+        norm_first=torchs.norm_first,
+        eps=torchs.norm1.eps,
+        bias=torchs.linear1.bias is not None,
+    ).train(torchs.training)
+
+
+def _torchs_layer(ours: Any) -> nn.Module:
+    return TORCHS[type(ours)](
         ours.self_attn.embed_dim,
         ours.self_attn.num_heads,
         ours.feed_forward.linear1.out_features,
         dropout=ours.feed_forward.dropout.p,
-        activation=ours.feed_forward.activation,
+        activation=copy.deepcopy(ours.feed_forward.activation),
         layer_norm_eps=ours.residual1.norm.eps,
         batch_first=True,
         norm_first=ours.residual1.norm_first,
         bias=ours.feed_forward.linear1.bias is not None,
-    )
+    ).train(ours.training)
 
 
 def _twin(module: nn.Module, twins: dict[type[nn.Module], Any]) -> Any:
@@ -149,17 +167,40 @@ def _twin(module: nn.Module, twins: dict[type[nn.Module], Any]) -> Any:
     return twins[type(module)]
 
 
-def _check_layer(layer: nn.Module) -> None:
-    """torch's layer has a dropout rate in five places, norms and attentions that may be replaced:
-    ours has them all alike."""
-    children = list(layer.modules())
-    rates = {m.p for m in children if isinstance(m, nn.Dropout)}
-    rates |= {m.dropout for m in children if isinstance(m, nn.MultiheadAttention)}
-    norms = {type(m) for name, m in layer.named_children() if name.startswith("norm")}
-    eps = {m.eps for m in children if isinstance(m, nn.LayerNorm)}
-    if len(rates) != 1 or norms != {nn.LayerNorm} or len(eps) != 1:
+def _checked(
+    layer: nn.Module, there: Callable[[Any], nn.Module], back: Callable[[Any], nn.Module]
+) -> nn.Module:
+    """there(layer), if nothing of the layer is lost: all of it is in back(there(layer))."""
+    try:
+        twin = there(layer)
+        found, made = _parts(layer), _parts(back(twin))
+    except (AttributeError, TypeError) as error:
         raise ValueError(
-            f"module: got a {type(layer).__name__} with dropout rates {sorted(rates)}, norms "
-            f"{sorted(kind.__name__ for kind in norms)} of eps {sorted(eps)}, expected one rate, "
-            "LayerNorms and one eps"
+            f"module: got a {type(layer).__name__} that was altered ({error}), expected one as its "
+            "constructor makes it"
+        ) from error
+    differing = [name for name in {**found, **made} if found.get(name) != made.get(name)]
+    if differing:
+        name = differing[0]
+        raise ValueError(
+            f"module: got a {type(layer).__name__} whose {name or 'own'} part is "
+            f"{found.get(name, 'none')}, expected {made.get(name, 'none')}, as its constructor "
+            "makes it from its other parts"
         )
+    return twin
+
+
+def _parts(layer: nn.Module) -> dict[str, str]:
+    """What each module in it is, and its options, by name."""
+    parts = {}
+    for name, module in layer.named_modules():
+        options = module.extra_repr()
+        if isinstance(module, nn.MultiheadAttention):
+            same = ["embed_dim", "num_heads", "dropout", "kdim", "vdim", "add_zero_attn"]
+            options = ", ".join(f"{x}={getattr(module, x)}" for x in same)
+            options += f", bias_kv={module.bias_k is not None}"
+        if hasattr(module, "norm_first"):
+            options += f", norm_first={module.norm_first}"
+        shapes = [f"{x} {tuple(p.shape)}" for x, p in module.named_parameters(recurse=False)]
+        parts[name] = f"{type(module).__name__}({', '.join([options, *shapes])})"
+    return parts

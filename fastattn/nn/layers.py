@@ -1,7 +1,7 @@
 """The layers of the Transformer and their stacks (Vaswani et al. 2017, section 3.1).
 
-Masks: 0 or False hides. `mask` is (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them;
-`padding_mask` is (B, N), 0 where a key is padding. They compose with each other and with `causal`.
+Masks: 0 or False hides. A mask is (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; a
+padding mask is (B, N), 0 where a key is padding. They compose with each other and with `causal`.
 What padded queries give is finite and means nothing.
 """
 
@@ -118,9 +118,10 @@ class EncoderLayer(nn.Module):
         causal: bool = False,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """x (B, N, E) to (B, N, E); masks as the module's docstring has them, cache as
-        `CachedAttention` does."""
-        mask = merge_masks(mask, padding_mask)
+        """x (B, M, E) to (B, M, E), with mask (M, N), (B, M, N) or (B, H, M, N) and padding_mask
+        (B, N): 0 or False hides a key. N is M, or with a cache, used as `CachedAttention` does,
+        counts what it holds, too."""
+        mask = merge_masks(mask, padding_mask, _keys(x, cache), "padding_mask")
         x = self.residual1(x, lambda y: self.self_attn(y, mask=mask, causal=causal, cache=cache))
         return self.residual2(x, self.feed_forward)
 
@@ -176,12 +177,15 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """x (B, M, E) and memory (B, N, E) to (B, M, E).
 
-        mask and padding_mask are of the self-attention, (M, M) and (B, M); memory_mask and
-        memory_padding_mask of the attention to memory, (M, N) and (B, N).
+        mask and padding_mask are of the self-attention, as `EncoderLayer` has them; memory_mask,
+        (M, N), (B, M, N) or (B, H, M, N), and memory_padding_mask, (B, N), of the attention to
+        memory. 0 or False hides a key.
         """
         own, cross = (None, None) if cache is None else cache
-        mask = merge_masks(mask, padding_mask)
-        memory_mask = merge_masks(memory_mask, memory_padding_mask)
+        mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
+        memory_mask = merge_masks(
+            memory_mask, memory_padding_mask, _keys(memory), "memory_padding_mask"
+        )
         x = self.residual1(x, lambda y: self.self_attn(y, mask=mask, causal=causal, cache=own))
         x = self.residual2(x, lambda y: self.cross_attn(y, memory, memory_mask, cache=cross))
         return self.residual3(x, self.feed_forward)
@@ -190,16 +194,22 @@ class DecoderLayer(nn.Module):
         return DecoderCache(KeyValueCache(max_len), KeyValueCache())
 
 
+def _keys(x: Tensor, cache: KeyValueCache | None = None) -> tuple[int, int]:
+    """The batch, and how many keys there are for x."""
+    return x.shape[0], x.shape[1] + (0 if cache is None else cache.length)
+
+
 class _Stack(nn.Module):
-    """num_layers layers like `layer`, the first of them itself, the others with parameters drawn
-    anew; then `norm`, if any."""
+    """num_layers copies of `layer`, all but the first with parameters drawn anew; then `norm`, if
+    any."""
 
     def __init__(self, layer: Any, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
         if num_layers < 1:
             raise ValueError(f"num_layers: got {num_layers}, expected at least 1")
-        others = (_drawn_anew(copy.deepcopy(layer)) for _ in range(num_layers - 1))
-        self.layers, self.norm = nn.ModuleList([layer, *others]), norm
+        first, *others = (copy.deepcopy(layer) for _ in range(num_layers))
+        self.layers = nn.ModuleList([first, *map(_drawn_anew, others)])
+        self.norm = norm
 
     def new_cache(self, max_len: int) -> list:
         """Empty caches for `forward`, one a layer, with room for sequences of max_len tokens."""
@@ -207,6 +217,11 @@ class _Stack(nn.Module):
         return [layer.new_cache(max_len) for layer in layers]
 
     def _with_caches(self, cache: list | None) -> Iterator[tuple[nn.Module, Any]]:
+        if cache is not None and len(cache) != len(self.layers):
+            raise ValueError(
+                f"cache: got one of {len(cache)} layers, expected {len(self.layers)}, as this "
+                "stack's new_cache makes it"
+            )
         return zip(self.layers, itertools.repeat(None) if cache is None else cache)
 
     def _normed(self, x: Tensor) -> Tensor:
@@ -225,10 +240,11 @@ class Encoder(_Stack):
         causal: bool = False,
         cache: list[KeyValueCache] | None = None,
     ) -> Tensor:
-        """x (B, N, E) to (B, N, E), as `EncoderLayer`; cache comes from `new_cache`."""
-        mask = merge_masks(mask, padding_mask)
+        """x (B, M, E) to (B, M, E), masks as `EncoderLayer` has them: (M, N) and (B, N), 0 or False
+        hides. cache comes from `new_cache`; with it, M new tokens see all before them and, unless
+        `causal`, each other."""
         for layer, kept in self._with_caches(cache):
-            x = layer(x, mask, causal=causal, cache=kept)
+            x = layer(x, mask, padding_mask, causal=causal, cache=kept)
         return self._normed(x)
 
 
@@ -247,12 +263,11 @@ class Decoder(_Stack):
         causal: bool = True,
         cache: list[DecoderCache] | None = None,
     ) -> Tensor:
-        """x (B, M, E) and memory (B, N, E) to (B, M, E), as `DecoderLayer`; cache comes from
-        `new_cache`."""
-        mask = merge_masks(mask, padding_mask)
-        memory_mask = merge_masks(memory_mask, memory_padding_mask)
+        """x (B, M, E) and memory (B, N, E) to (B, M, E), masks as `DecoderLayer` has them: (M, M),
+        (M, N), (B, M) and (B, N), 0 or False hides. cache comes from `new_cache`."""
+        masks = (mask, memory_mask, padding_mask, memory_padding_mask)
         for layer, kept in self._with_caches(cache):
-            x = layer(x, memory, mask, memory_mask, causal=causal, cache=kept)
+            x = layer(x, memory, *masks, causal=causal, cache=kept)
         return self._normed(x)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from .layers import Activation, Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer
 from .positions import SinusoidalPositionalEncoding
@@ -34,9 +35,12 @@ class EncoderDecoder(nn.Module):
         *,
         causal: bool = True,
     ) -> Tensor:
-        """src (B, N, E) and tgt (B, M, E) to (B, M, E). Masks: 0 or False hides, as
-        `fastattn.nn.layers` has them; padding of src is hidden from the decoder, too. With
-        `causal` a token of tgt sees those up to itself."""
+        """src (B, N, E) and tgt (B, M, E) to (B, M, E).
+
+        src_mask is (N, N), tgt_mask (M, M), memory_mask (M, N), each also (B, ..) or (B, H, ..);
+        src_padding_mask is (B, N), tgt_padding_mask (B, M). 0 or False hides a key; padding of src
+        is hidden from the decoder, too. With `causal` a token of tgt sees those up to itself.
+        """
         memory = self.encoder(src, src_mask, src_padding_mask)
         return self.decoder(
             *(tgt, memory, tgt_mask, memory_mask, tgt_padding_mask, src_padding_mask),
@@ -47,9 +51,9 @@ class EncoderDecoder(nn.Module):
 class Transformer(nn.Module):
     """From tokens of a source and of a target so far to logits of the target's next tokens.
 
-    Embeddings times sqrt(embed_dim) plus sinusoids, `encoder`, `decoder`, `out_proj` (section 3.4).
-    With tgt_vocab_size None source and target share one vocabulary and one embedding. With `tied`,
-    out_proj has the weights of the target's embedding and no bias.
+    Embeddings times sqrt(embed_dim) plus sinusoids, `encoder`, `decoder`, then a linear map with,
+    if `tied`, the weights of the target's embedding and no bias (section 3.4); else it is
+    `out_proj`. With tgt_vocab_size None source and target share one vocabulary and one embedding.
 
     Tokens equal to pad_id are hidden: those of src from all that look at it, those of tgt from the
     self-attention. `norm_first` is pre-norm; `final_norm` puts a LayerNorm behind each stack, as
@@ -98,9 +102,10 @@ class Transformer(nn.Module):
         if tgt_vocab_size is not None:
             self.tgt_embedding = _embedding(tgt_vocab_size, embed_dim)
         self.positions = SinusoidalPositionalEncoding(embed_dim, max_len, dropout)
-        self.out_proj = nn.Linear(embed_dim, self.tgt_embedding.num_embeddings, bias=not tied)
-        if tied:
-            self.out_proj.weight = self.tgt_embedding.weight
+        # No second name for tied weights: a copy of the model could part them.
+        self.out_proj = None
+        if not tied:
+            self.out_proj = nn.Linear(embed_dim, self.tgt_embedding.num_embeddings)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
         """src (B, N) and tgt (B, M), whole numbers, to logits (B, M, V): those at i are of the
@@ -136,6 +141,8 @@ class Transformer(nn.Module):
             memory_padding_mask=memory_padding_mask,
             cache=cache,
         )
+        if self.out_proj is None:
+            return F.linear(x, self.tgt_embedding.weight)
         return self.out_proj(x)
 
     @torch.no_grad()
@@ -148,27 +155,34 @@ class Transformer(nn.Module):
         Keys and values are kept, so a token costs one row of each layer. Dropout acts in training
         mode: call eval() first.
         """
+        if max_len > self.positions.max_len:
+            raise ValueError(
+                f"max_len: got {max_len}, expected at most {self.positions.max_len}, the max_len "
+                "that this model was made with"
+            )
         memory, shown = self.encode(src), self._shown(src)
         cache = self.decoder.new_cache(max_len)
-        token = src.new_full((src.shape[0], 1), bos_id)
-        ended = torch.zeros_like(token, dtype=torch.bool)
-        tokens = [token[:, :0]]
+        tokens = torch.full((src.shape[0], 1), bos_id, dtype=torch.int64, device=src.device)
         for _ in range(max_len):
-            logits = self.decode(token, memory, memory_padding_mask=shown, cache=cache)
+            logits = self.decode(
+                *(tokens[:, -1:], memory),
+                padding_mask=self._shown(tokens),
+                memory_padding_mask=shown,
+                cache=cache,
+            )
             token = logits.argmax(-1)
-            if eos_id is not None:
-                token = token.masked_fill(ended, eos_id)
-                ended = token == eos_id
-            tokens.append(token)
-            if ended.all():
+            if eos_id is not None and tokens.shape[1] > 1:
+                token = token.masked_fill(tokens[:, -1:] == eos_id, eos_id)
+            tokens = torch.cat([tokens, token], dim=1)
+            if eos_id is not None and (token == eos_id).all():
                 break
-        return torch.cat(tokens, dim=1)
+        return tokens[:, 1:]
 
     def _embed(self, tokens: Tensor, embedding: nn.Embedding, offset: int = 0) -> Tensor:
-        if tokens.ndim != 2 or tokens.is_floating_point():
+        if tokens.ndim != 2 or tokens.dtype not in (torch.int32, torch.int64):
             raise ValueError(
-                f"tokens: got {tokens.dtype} of shape {tuple(tokens.shape)}, expected whole "
-                "numbers (B, N)"
+                f"tokens: got {tokens.dtype} of shape {tuple(tokens.shape)}, expected int32 "
+                "or int64 (B, N)"
             )
         return self.positions(embedding(tokens) * math.sqrt(self.embed_dim), offset)
 
