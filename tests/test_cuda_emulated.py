@@ -1,11 +1,13 @@
 """The CUDA kernels in the emulator, watched for races: the cases of every other backend, small."""
 
+import re
+
 import pytest
 import torch
 from cases import DTYPES, PAIRS, PLAIN, SINGLES, Dims, build, name_of, negative_logits, square
 from emulated import DTYPES as NAMES
 from emulated import Emulated
-from emulator import SCHEDULES, can_run
+from emulator import KERNELS, SCHEDULES, can_run
 from judge import Verdict
 from runners import INTERPRETED, passed
 
@@ -34,7 +36,7 @@ def emulated(monkeypatch):
 def run_all(problems):
     found = []
     for problem in problems:
-        lines = Verdict(problem, backward=False).complaints(fastattn.attention)
+        lines = Verdict(problem).complaints(fastattn.attention)
         found += [f"{problem.name} {line}" for line in lines]
     passed(found)
 
@@ -94,10 +96,10 @@ def test_lengths_around_tiles(emulated, M, N):
 @pytest.mark.parametrize("features", [f for f in SINGLES if f[0].name in ("causal", "dropout")])
 def test_every_schedule_gives_the_same_bits(emulated, features, schedule, lazy):
     problem = build(square(1, 2, 150, 40), features, torch.bfloat16)
-    expected = problem.run(fastattn.attention, backward=False)
+    expected = problem.run(fastattn.attention)
     for seed in range(3):
         emulated.options = dict(schedule=schedule, lazy=lazy, seed=seed)
-        found = problem.run(fastattn.attention, backward=False)
+        found = problem.run(fastattn.attention)
         assert all(torch.equal(x, found[name]) for name, x in expected.items())
 
 
@@ -119,9 +121,14 @@ def test_dropout_is_that_of_the_other_backends():
 # --- every synchronisation is needed --------------------------------------------------------------
 
 # Sites whose deletion nothing can see, and why.
-FREE = {
-    "forward: nothing is on its way": "the groups left at the end are empty: it waits for none",
-}
+EMPTY = "the groups left at the end are empty: it waits for none"
+FREE = {"forward: nothing is on its way": EMPTY, "backward: nothing is on its way": EMPTY}
+
+
+def problems():
+    """Between them they reach every site: several tiles, and a mask's gradient summed over rows."""
+    features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
+    return [build(square(1, 1, 150, 40), x, torch.bfloat16) for x in ((), features)]
 
 
 def sites():
@@ -129,19 +136,27 @@ def sites():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ops, "choose", lambda spec, asked: backend)
         ops._plans.clear()
-        build(square(1, 1, 150, 40), (), torch.bfloat16).run(fastattn.attention, backward=False)
+        for problem in problems():
+            problem.run(fastattn.attention)
     ops._plans.clear()
     return sorted({site for found in backend.findings for site in found.sites})
 
 
-@pytest.mark.skipif(bool(can_run()), reason=str(can_run()))
+def test_every_site_is_reached():
+    named = set()
+    for file in (KERNELS / "sm80").glob("*.cu*"):
+        named |= set(re.findall(r'ptx::\w+(?:<\d>)?\("([^"]+)"', file.read_text()))
+    assert named == set(sites()) and len(named) > 12
+
+
 def test_each_site_deleted_is_caught(emulated):
     """One run with the checker is enough, whatever the values turn out to be."""
     survivors = []
     for site in sites():
         emulated.options = dict(disabled=site)
         try:
-            build(square(1, 1, 200, 40), (), torch.bfloat16).run(fastattn.attention, backward=False)
+            for problem in problems():
+                problem.run(fastattn.attention)
         except AssertionError as caught:
             assert "findings" in str(caught)
         else:

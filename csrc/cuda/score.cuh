@@ -49,6 +49,31 @@ FA_DEVICE Band band_of(const FaParams& p, int64_t b, int64_t i) {
   return {static_cast<int>(range.lo), static_cast<int>(range.hi)};
 }
 
+// Which keys rows see, for the pairs of a tile: i + shift - left <= j <= i + shift + right, and
+// j < length. Sizes fit an int, and band edges that no sequence reaches are cut to do so.
+struct Visible {
+  int shift, left, right, length;
+
+  FA_DEVICE Visible(const FaParams& p, int64_t b)
+      : shift(static_cast<int>(diagonal(p, b))), left(cut(p.left)), right(cut(p.right)),
+        length(static_cast<int>(key_length(p, b))) {}
+  static FA_DEVICE int cut(int64_t edge) {
+    constexpr int64_t far = 1 << 30;
+    return static_cast<int>(most(-far, least(edge, far)));
+  }
+  FA_DEVICE bool holds(int i, int j) const {
+    const int at = i + shift;
+    return at - left <= j && j <= at + right && j < length;
+  }
+};
+
+// The rows that see at least one key of [j0, j1).
+FA_DEVICE KeyRange row_range(const FaParams& p, int64_t b, int64_t j0, int64_t j1) {
+  const int64_t shift = diagonal(p, b), end = least(j1, key_length(p, b));
+  if (j0 >= end) return {0, 0};
+  return clip(j0 - p.right - shift, end - 1 + p.left - shift + 1, p.M);
+}
+
 // Everything of one head that scores depend on beside q.k.
 struct Head {
   const FaParams& p;
@@ -70,10 +95,20 @@ struct Head {
     }
   }
 
-  // The logit of row i and key j from their product, before the band.
+  // The logit of row i and key j from their product, before the band; and its derivative by the
+  // scaled product, which only softcap makes other than 1.
   FA_DEVICE float logit(float qk, int64_t i, int64_t j) const {
+    float derivative;
+    return logit(qk, i, j, derivative);
+  }
+  FA_DEVICE float logit(float qk, int64_t i, int64_t j, float& derivative) const {
     float s = qk * scale;
-    if (softcap > 0) s = softcap * tanhf(s / softcap);
+    derivative = 1.0f;
+    if (softcap > 0) {
+      const float bounded = tanhf(s / softcap);
+      s = softcap * bounded;
+      derivative = 1.0f - bounded * bounded;
+    }
     if (p.slopes.data) {
       const int64_t distance = i + shift - j;
       s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
@@ -85,7 +120,13 @@ struct Head {
     return s;
   }
 
-  // What dropout multiplies the weights of row i at keys j and j + 1 by; j is even.
+  // What dropout multiplies the weight of row i at key j by.
+  FA_DEVICE float dropped_one(int64_t i, int64_t j) const {
+    const float2 two = dropped(i, j & ~int64_t{1});
+    return j & 1 ? two.y : two.x;
+  }
+
+  // The same at keys j and j + 1; j is even.
   FA_DEVICE float2 dropped(int64_t i, int64_t j) const {
     uint32_t words[4] = {static_cast<uint32_t>(j >> 2), static_cast<uint32_t>(i),
                          static_cast<uint32_t>(h), static_cast<uint32_t>(b)};

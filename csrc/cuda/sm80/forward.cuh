@@ -4,6 +4,7 @@
 #pragma once
 #include "../score.cuh"
 #include "../tile.cuh"
+#include "fragments.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -23,10 +24,6 @@ struct Forward {
   static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes;
   static constexpr int kSharedBytes = QTile::kBytes + 2 * kStageBytes;
 };
-
-// What a lane holds of a warp's 16 rows: of rows g and g + 8 the columns 2 t and 2 t + 1 of every 8.
-template <int columns>
-using Accumulator = float[columns / 8][4];
 
 // The running maximum and sum of two rows; the sum of this lane's columns alone.
 struct Softmax {
@@ -199,12 +196,10 @@ __global__ void __launch_bounds__(F::kThreads) forward_kernel(const FaParams p) 
     if (F::kGeneral && p.dropout_p > 0) drop<F>(s, head, row, first + column);
 
 #pragma unroll
-    for (int j = 0; j < F::kKeys / 16; ++j) {  // what a lane holds of the weights is a left side
+    for (int j = 0; j < F::kKeys / 16; ++j) {
       const typename F::Type type;
-      const uint32_t a[4] = {ptx::pack(type, s[2 * j][0], s[2 * j][1]),
-                             ptx::pack(type, s[2 * j][2], s[2 * j][3]),
-                             ptx::pack(type, s[2 * j + 1][0], s[2 * j + 1][1]),
-                             ptx::pack(type, s[2 * j + 1][2], s[2 * j + 1][3])};
+      uint32_t a[4];
+      pack_left(type, a, s[2 * j], s[2 * j + 1]);
 #pragma unroll
       for (int n = 0; n < F::kDv / 16; ++n) {
         uint32_t right[4];

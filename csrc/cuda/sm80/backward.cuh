@@ -1,0 +1,233 @@
+// Backward on Ampere-class tensor cores, in two kernels of one shape (Dao 2023, algorithm 2, with
+// the loops turned about so that nothing is added across blocks: results are the same every time).
+//
+// One side of the scores stays: rows of q and dout for dq, keys and values for dk and dv. Tiles of
+// the other side come by. With L and R the left and right of a product,
+//
+//   s  = L1 R1^T,  L1 stays: q or k           p  = exp(s - lse)
+//   dp = L2 R2^T,  L2 stays: dout or v        ds = p (dp - delta)
+//   first += ds R1: dq or dk                  second += p R2: dv
+#pragma once
+#include "../score.cuh"
+#include "../tile.cuh"
+#include "fragments.cuh"
+
+namespace fa {
+namespace sm80 {
+
+enum Gradient { kOfQ, kOfKV, kOfK, kOfV, kOfMask };  // what a kernel makes
+
+template <class Type_, int kD_, int kDv_, Gradient kWhat_, bool kGeneral_>
+struct Backward {
+  using Type = Type_;
+  static constexpr int kD = kD_, kDv = kDv_, kWidest = kD > kDv ? kD : kDv;
+  static constexpr Gradient kWhat = kWhat_;
+  static constexpr bool kGeneral = kGeneral_, kKeysStay = kWhat != kOfQ && kWhat != kOfMask;
+  static constexpr bool kFirst = kWhat != kOfV, kSecond = kWhat == kOfKV || kWhat == kOfV;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kStaying = 16 * kWarps;
+  static constexpr int kPassing = kWidest <= 64 ? 64 : kWidest <= 192 ? 32 : 16;
+  using Left1 = Tile<kStaying, kD>;
+  using Left2 = Tile<kStaying, kDv>;
+  using Right1 = Tile<kPassing, kD>;
+  using Right2 = Tile<kPassing, kDv>;
+  static constexpr int kStageBytes = Right1::kBytes + Right2::kBytes;
+  static constexpr int kSharedBytes = Left1::kBytes + Left2::kBytes + 2 * kStageBytes;
+};
+
+// What a lane knows of a row: the LSE in powers of two, infinite for rows that see nothing or are
+// not there, which makes their weights 0; and delta.
+struct RowState {
+  float lse2, delta;
+};
+
+FA_DEVICE RowState row_state(const FaParams& p, const float* deltas, int64_t b, int64_t h,
+                             int64_t i) {
+  if (i >= p.M) return {INFINITY, 0.0f};
+  const auto* lse = static_cast<const float*>(p.lse.data);
+  const float x = lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]];
+  return {x == -INFINITY ? INFINITY : x * kLog2e, deltas[(b * p.H + h) * p.M + i]};
+}
+
+// Products of one tile become weights, and dp becomes ds, by the scaled products or by the mask.
+// (row, column) is the lane's first element: a row or key that stays, and one that passes.
+template <class B>
+FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassing>& dp,
+                             const FaParams& p, const Head& head, const Visible& visible,
+                             const float* deltas, const RowState (&staying)[2], int row,
+                             int column) {
+  const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
+#pragma unroll
+  for (int n = 0; n < B::kPassing / 8; ++n)
+#pragma unroll
+    for (int pass = 0; pass < 2; ++pass) {
+      const int passing = column + 8 * n + pass;
+      RowState state = {};
+      if (B::kKeysStay) state = row_state(p, deltas, head.b, head.h, passing);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int stays = row + 8 * half, e = 2 * half + pass;
+        const int i = B::kKeysStay ? passing : stays, j = B::kKeysStay ? stays : passing;
+        if (!B::kKeysStay) state = staying[half];
+        if (i >= p.M || !visible.holds(i, j)) {
+          s[n][e] = dp[n][e] = 0.0f;
+          continue;
+        }
+        float derivative = 1.0f;
+        const float logit = B::kGeneral ? head.logit(s[n][e], i, j, derivative) : s[n][e];
+        const float weight = ptx::exp2(fmaf(logit, to_log2, -state.lse2));
+        float kept = 1.0f;
+        if (B::kGeneral && p.dropout_p > 0) kept = head.dropped_one(i, j);
+        dp[n][e] = weight * (dp[n][e] * kept - state.delta);
+        if (B::kWhat != kOfMask) dp[n][e] *= derivative;  // the mask is added after softcap
+        s[n][e] = weight * kept;
+      }
+    }
+}
+
+// The 16 x kPassing weights or ds of a warp, times a tile that passed by, onto its gradient.
+template <class B, class Right, int columns>
+FA_DEVICE void accumulate(Accumulator<columns>& to, const Accumulator<B::kPassing>& from,
+                          uint32_t tile) {
+#pragma unroll
+  for (int k = 0; k < B::kPassing / 16; ++k) {
+    uint32_t a[4];
+    pack_left(typename B::Type(), a, from[2 * k], from[2 * k + 1]);
+#pragma unroll
+    for (int n = 0; n < columns / 16; ++n) {
+      uint32_t right[4];
+      load_right<Right>(right, tile, k, n);
+      ptx::multiply(typename B::Type(), to[2 * n], a, right[0], right[1]);
+      ptx::multiply(typename B::Type(), to[2 * n + 1], a, right[2], right[3]);
+    }
+  }
+}
+
+// s += L R^T of the warp's 16 rows of L, both in shared memory.
+template <class B, class Left, class Right>
+FA_DEVICE void product(Accumulator<B::kPassing>& s, uint32_t left, uint32_t right, int warp) {
+#pragma unroll
+  for (int d = 0; d < Left::kColumns / 16; ++d) {
+    uint32_t a[4];
+    load_left<Left>(a, left, warp, d);
+#pragma unroll
+    for (int n = 0; n < B::kPassing / 16; ++n) {
+      uint32_t b[4];
+      load_right_transposed<Right>(b, right, n, d);
+      ptx::multiply(typename B::Type(), s[2 * n], a, b[0], b[1]);
+      ptx::multiply(typename B::Type(), s[2 * n + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+template <class Type, int columns>
+FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row, int column,
+                              int64_t rows, int64_t width, Accumulator<columns>& x, float factor) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t i = row + 8 * half;
+    if (i >= rows) continue;
+    auto* at = static_cast<uint16_t*>(to.data) + b * to.stride[0] + h * to.stride[1] +
+               i * to.stride[2];
+#pragma unroll
+    for (int n = 0; n < columns / 8; ++n) {
+      const int d = 8 * n + column;
+      const uint32_t pair = ptx::pack(Type(), x[n][2 * half] * factor, x[n][2 * half + 1] * factor);
+      if (d < width) at[d * to.stride[3]] = static_cast<uint16_t>(pair);
+      if (d + 1 < width) at[(d + 1) * to.stride[3]] = static_cast<uint16_t>(pair >> 16);
+    }
+  }
+}
+
+// A block for 64 rows of one query head, or 64 keys of one key head and the rows of all query heads
+// that read it, one after the other.
+template <class B>
+__global__ void __launch_bounds__(B::kThreads)
+    backward_kernel(const FaParams p, const float* deltas) {
+  FA_SHARED_MEMORY(memory);
+  const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
+  const int64_t blocks = (length + B::kStaying - 1) / B::kStaying;
+  const int64_t head_at = blockIdx.x / blocks;
+  const int64_t b = head_at / heads, staying_head = head_at % heads;
+  const int first_row = static_cast<int>(blockIdx.x % blocks) * B::kStaying;
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = first_row + 16 * warp + lane / 4, column = 2 * (lane % 4);  // and row + 8
+  const int64_t last_row = least(first_row + B::kStaying, length);
+
+  const Visible visible(p, b);
+  const KeyRange seen = B::kKeysStay ? row_range(p, b, first_row, last_row)
+                                     : key_range(p, b, first_row, last_row);
+  const int64_t group = p.H / p.Hk;
+  const int64_t hk = B::kKeysStay ? staying_head : key_head(p, staying_head);
+  const int start = static_cast<int>(seen.lo) / B::kPassing * B::kPassing;
+  const int end = static_cast<int>(seen.hi);
+  const int tiles = end <= start ? 0 : (end - start + B::kPassing - 1) / B::kPassing;
+  const int steps = B::kKeysStay ? tiles * static_cast<int>(group) : tiles;
+  const auto head_of = [&](int step) {
+    return B::kKeysStay ? hk * group + step / tiles : staying_head;
+  };
+
+  unsigned char* const left2 = memory + B::Left1::kBytes;
+  unsigned char* const stages = left2 + B::Left2::kBytes;
+  // Rows past what is seen are not read: NaN may lie past a key length.
+  const int64_t keys = B::kKeysStay ? visible.length : end;
+  const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
+  const auto load_passing = [&](int step) {
+    unsigned char* const to = stages + step % 2 * B::kStageBytes;
+    const int first = start + step % tiles * B::kPassing;
+    const int64_t h = head_of(step);
+    const Matrix right1 = B::kKeysStay ? matrix_of(p.q, b, h, p.M, p.D) : k;
+    const Matrix right2 = B::kKeysStay ? matrix_of(p.dout, b, h, p.M, p.Dv) : v;
+    load_tile<typename B::Right1, B::kThreads>(to, right1, first);
+    load_tile<typename B::Right2, B::kThreads>(to + B::Right1::kBytes, right2, first);
+  };
+
+  Accumulator<B::kFirst ? B::kD : 8> first = {};
+  Accumulator<B::kSecond ? B::kDv : 8> second = {};
+  RowState staying[2] = {};
+  if (steps > 0) {
+    const int64_t h = staying_head;
+    load_tile<typename B::Left1, B::kThreads>(
+        memory, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
+    load_tile<typename B::Left2, B::kThreads>(
+        left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
+    load_passing(0);
+    if (!B::kKeysStay)
+      for (int half = 0; half < 2; ++half)
+        staying[half] = row_state(p, deltas, b, h, row + 8 * half);
+  }
+  ptx::copies_commit("backward: first tile");
+  const uint32_t left1_tile = ptx::shared_address(memory), left2_tile = ptx::shared_address(left2);
+  for (int step = 0; step < steps; ++step) {
+    if (step + 1 < steps) load_passing(step + 1);
+    ptx::copies_commit("backward: next tile");
+    ptx::copies_wait<1>("backward: this tile has landed");
+    ptx::block_sync("backward: all see this tile");
+
+    const uint32_t right1 = ptx::shared_address(stages + step % 2 * B::kStageBytes);
+    const uint32_t right2 = right1 + B::Right1::kBytes;
+    Accumulator<B::kPassing> s = {}, dp = {};
+    product<B, typename B::Left1, typename B::Right1>(s, left1_tile, right1, warp);
+    if (B::kFirst)
+      product<B, typename B::Left2, typename B::Right2>(dp, left2_tile, right2, warp);
+    const Head head(p, b, head_of(step));
+    differentiate<B>(s, dp, p, head, visible, deltas, staying, row,
+                     start + step % tiles * B::kPassing + column);
+    if constexpr (B::kFirst)
+      accumulate<B, typename B::Right1, B::kD>(first, dp, right1);
+    if constexpr (B::kSecond)
+      accumulate<B, typename B::Right2, B::kDv>(second, s, right2);
+    ptx::block_sync("backward: all are done with this tile");
+  }
+  ptx::copies_wait<0>("backward: nothing is on its way");
+
+  using Type = typename B::Type;
+  const float scale = static_cast<float>(p.scale);
+  const FaTensor& of_first = B::kKeysStay ? p.dk : p.dq;
+  if constexpr (B::kFirst)
+    store_gradient<Type, B::kD>(of_first, b, staying_head, row, column, length, p.D, first, scale);
+  if constexpr (B::kSecond)
+    store_gradient<Type, B::kDv>(p.dv, b, staying_head, row, column, length, p.Dv, second, 1.0f);
+}
+
+}  // namespace sm80
+}  // namespace fa

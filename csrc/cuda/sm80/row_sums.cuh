@@ -1,0 +1,69 @@
+// The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
+#pragma once
+#include "../score.cuh"
+
+namespace fa {
+namespace sm80 {
+
+constexpr int kRowThreads = 128;
+
+// The sum over the lanes of a warp, in one order.
+FA_DEVICE float warp_sum(float x) {
+#pragma unroll
+  for (int flip = 16; flip; flip /= 2) x += ptx::shuffle_xor(x, flip);
+  return x;
+}
+
+// delta[b, h, i] = sum over d of dout * out, less dlse: what a row's every dp is less by. A warp for
+// each row.
+template <class Type>
+__global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, float* deltas) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
+  if (at >= p.B * p.H * p.M) return;
+  const int64_t i = at % p.M, h = at / p.M % p.H, b = at / p.M / p.H;
+  const auto row_of = [&](const FaTensor& x) {
+    return static_cast<const uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1] +
+           i * x.stride[2];
+  };
+  const uint16_t *out = row_of(p.out), *dout = row_of(p.dout);
+  float sum = 0.0f;
+  for (int64_t d = lane; d < p.Dv; d += 32)
+    sum = fmaf(ptx::widen(Type(), out[d * p.out.stride[3]]),
+               ptx::widen(Type(), dout[d * p.dout.stride[3]]), sum);
+  sum = warp_sum(sum);
+  if (p.dlse.data) {
+    const int64_t* stride = p.dlse.stride;
+    sum -= read(p.dlse, b * stride[0] + h * stride[1] + i * stride[2]);
+  }
+  if (lane == 0) deltas[at] = sum;
+}
+
+// dsinks[h] = - sum over b and i of exp(sink - lse) delta: the sink is a key without a value. A block
+// for each head, which adds in one order.
+__global__ void __launch_bounds__(kRowThreads)
+    sink_gradient_kernel(const FaParams p, const float* deltas) {
+  FA_SHARED_MEMORY(memory);
+  auto* sums = reinterpret_cast<float*>(memory);
+  const int64_t h = blockIdx.x;
+  const int thread = static_cast<int>(threadIdx.x);
+  const float sink = read(p.sinks, h * p.sinks.stride[1]);
+  float sum = 0.0f;
+  for (int64_t at = thread; at < p.B * p.M; at += kRowThreads) {
+    const int64_t b = at / p.M, i = at % p.M;
+    const int64_t* stride = p.lse.stride;
+    const float lse = read(p.lse, b * stride[0] + h * stride[1] + i * stride[2]);
+    if (lse == -INFINITY || sink == -INFINITY) continue;
+    sum -= ptx::exp2((sink - lse) * kLog2e) * deltas[(b * p.H + h) * p.M + i];
+  }
+  sum = warp_sum(sum);
+  if (thread % 32 == 0) sums[thread / 32] = sum;
+  ptx::block_sync("sinks: every warp has its sum");
+  if (thread != 0) return;
+  float total = 0.0f;
+  for (int warp = 0; warp < kRowThreads / 32; ++warp) total += sums[warp];
+  static_cast<float*>(p.dsinks.data)[h * p.dsinks.stride[1]] = total;
+}
+
+}  // namespace sm80
+}  // namespace fa
