@@ -2,15 +2,21 @@
 
 import ctypes
 import functools
+from contextlib import contextmanager
 
+import pytest
 import torch
 from emulator import KERNELS, Emulator
 
-from fastattn import native
+from fastattn import native, ops
 from fastattn.backends import cpu
 
 DTYPES = ("bfloat16", "float16")
-PASSES = {native.FORWARD: "fa_cuda_forward", native.BACKWARD: "fa_cuda_backward"}
+PASSES = {
+    native.FORWARD: "fa_cuda_forward",
+    native.BACKWARD: "fa_cuda_backward",
+    native.WEIGHTS: "fa_cuda_weights",
+}
 
 
 @functools.cache
@@ -35,6 +41,9 @@ class Emulated(cpu.Cpu):
     def backward(self, *arguments):
         return self._instead(super().backward, *arguments)
 
+    def weights(self, spec, t):
+        return self._instead(super().weights, spec, t)
+
     def _instead(self, run, *arguments):
         before, cpu._run = cpu._run, self._run
         try:
@@ -50,3 +59,33 @@ class Emulated(cpu.Cpu):
         found = library().run(PASSES[which], ctypes.c_char_p(params), None, **self.options)
         self.findings.append(found)
         assert not found.count, f"{found.count} findings: {found.first}"
+
+
+@contextmanager
+def everywhere(**options):
+    """Every call inside runs on the emulator, whatever backend it asks for."""
+    backend = Emulated(**options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "choose", lambda spec, asked: backend)
+        ops._plans.clear()
+        try:
+            yield backend
+        finally:
+            ops._plans.clear()
+
+
+def survivors(run):
+    """The sites of the synchronisations in `run` that can be deleted without a finding. One run
+    with the checker is enough, whatever the values turn out to be."""
+    with everywhere() as backend:
+        run()
+    found = set()
+    for site in sorted({site for x in backend.findings for site in x.sites}):
+        with everywhere(disabled=site):
+            try:
+                run()
+            except AssertionError as caught:
+                assert "findings" in str(caught)
+            else:
+                found.add(site)
+    return found

@@ -6,13 +6,12 @@ import pytest
 import torch
 from cases import DTYPES, PAIRS, PLAIN, SINGLES, Dims, build, name_of, negative_logits, square
 from emulated import DTYPES as NAMES
-from emulated import Emulated
+from emulated import everywhere, survivors
 from emulator import KERNELS, SCHEDULES, can_run
 from judge import Verdict
 from runners import INTERPRETED, passed
 
 import fastattn
-from fastattn import ops
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -24,13 +23,10 @@ SMALL = (square(1, 2, 37, 17),)
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """Every call inside runs on the emulator. A function sets its options."""
-    backend = Emulated()
-    monkeypatch.setattr(ops, "choose", lambda spec, asked: backend)
-    ops._plans.clear()
-    yield backend
-    ops._plans.clear()
+def emulated():
+    """Every call runs on the emulator. A function sets its options."""
+    with everywhere() as backend:
+        yield backend
 
 
 def run_all(problems):
@@ -109,11 +105,8 @@ def test_dropout_is_that_of_the_other_backends():
     q, k = (torch.randn(2, 3, 45, 24, generator=g).bfloat16() for _ in range(2))
     v = torch.eye(45).bfloat16().expand(2, 3, 45, 45)
     options = dict(dropout_p=0.4, seed=77)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "choose", lambda spec, asked: Emulated())
-        ops._plans.clear()
+    with everywhere():
         ours = fastattn.attention(q, k, v, **options)
-    ops._plans.clear()
     theirs = fastattn.attention(q, k, v, **options, backend="cpu")
     assert torch.equal(ours == 0, theirs == 0) and 0.3 < (ours == 0).float().mean() < 0.5
 
@@ -125,40 +118,22 @@ EMPTY = "the groups left at the end are empty: it waits for none"
 FREE = {"forward: nothing is on its way": EMPTY, "backward: nothing is on its way": EMPTY}
 
 
-def problems():
+def run_problems():
     """Between them they reach every site: several tiles, and a mask's gradient summed over rows."""
     features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
-    return [build(square(1, 1, 150, 40), x, torch.bfloat16) for x in ((), features)]
-
-
-def sites():
-    backend = Emulated()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "choose", lambda spec, asked: backend)
-        ops._plans.clear()
-        for problem in problems():
-            problem.run(fastattn.attention)
-    ops._plans.clear()
-    return sorted({site for found in backend.findings for site in found.sites})
+    for chosen in ((), features):
+        build(square(1, 1, 150, 40), chosen, torch.bfloat16).run(fastattn.attention)
 
 
 def test_every_site_is_reached():
     named = set()
-    for file in (KERNELS / "sm80").glob("*.cu*"):
-        named |= set(re.findall(r'ptx::\w+(?:<\d>)?\("([^"]+)"', file.read_text()))
-    assert named == set(sites()) and len(named) > 12
+    for kind in ("forward", "backward", "mask_gradient", "row_sums"):
+        text = (KERNELS / "sm80" / f"{kind}.cuh").read_text()
+        named |= set(re.findall(r'ptx::\w+(?:<\d>)?\("([^"]+)"', text))
+    with everywhere() as backend:
+        run_problems()
+    assert named == {site for x in backend.findings for site in x.sites} and len(named) > 12
 
 
-def test_each_site_deleted_is_caught(emulated):
-    """One run with the checker is enough, whatever the values turn out to be."""
-    survivors = []
-    for site in sites():
-        emulated.options = dict(disabled=site)
-        try:
-            for problem in problems():
-                problem.run(fastattn.attention)
-        except AssertionError as caught:
-            assert "findings" in str(caught)
-        else:
-            survivors.append(site)
-    assert set(survivors) == set(FREE)
+def test_each_site_deleted_is_caught():
+    assert survivors(run_problems) == set(FREE)

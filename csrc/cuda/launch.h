@@ -3,6 +3,8 @@
 #pragma once
 #include <stddef.h>
 
+#include "../abi.h"
+
 #ifndef FA_EMULATED
 #include <cuda_runtime.h>
 #endif
@@ -32,6 +34,17 @@ int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, voi
   config.stream = static_cast<cudaStream_t>(stream);
   return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
 #endif
+}
+
+// A row of blocks: none are no launch, and more than a grid has are refused, not wrapped around.
+template <class... P, class... A>
+int launch_blocks(void (*kernel)(P...), int64_t blocks, int threads, size_t shared_bytes,
+                  void* stream, A... arguments) {
+  constexpr int kInvalidConfiguration = 9;  // cudaErrorInvalidConfiguration
+  if (blocks == 0) return 0;
+  if (blocks > INT32_MAX) return kInvalidConfiguration;
+  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
+                shared_bytes, stream, arguments...);
 }
 
 }  // namespace fa

@@ -38,13 +38,15 @@ FA_DEVICE void philox(uint32_t (&c)[4], uint64_t seed) {
   }
 }
 
-// The keys that row i sees: [lo, hi), empty where lo >= hi.
+// The keys that row i sees: [lo, hi), empty where lo >= hi. A row past the last sees none: a mask
+// has no elements for it.
 struct Band {
   int lo, hi;
   FA_DEVICE bool holds(int j) const { return lo <= j && j < hi; }
 };
 
 FA_DEVICE Band band_of(const FaParams& p, int64_t b, int64_t i) {
+  if (i >= p.M) return {0, 0};
   const KeyRange range = key_range(p, b, i, i + 1);
   return {static_cast<int>(range.lo), static_cast<int>(range.hi)};
 }

@@ -12,9 +12,7 @@ template <class B>
 int start_gradient(const FaParams& p, const float* deltas, void* stream) {
   const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
   const int64_t blocks = (length + B::kStaying - 1) / B::kStaying * heads * p.B;
-  if (blocks == 0) return 0;
-  return launch(backward_kernel<B>, dim3(static_cast<unsigned>(blocks)), dim3(B::kThreads),
-                B::kSharedBytes, stream, p, deltas);
+  return launch_blocks(backward_kernel<B>, blocks, B::kThreads, B::kSharedBytes, stream, p, deltas);
 }
 
 template <class B>
@@ -22,9 +20,8 @@ int start_mask_gradient(const FaParams& p, const float* deltas, void* stream) {
   const int64_t blocks = extent(p, 0, p.B).parts * extent(p, 1, p.H).parts *
                          extent(p, 2, tiles_of_rows<B>(p)).parts *
                          extent(p, 3, tiles_of_keys<B>(p)).parts;
-  if (blocks == 0) return 0;
-  return launch(mask_gradient_kernel<B>, dim3(static_cast<unsigned>(blocks)), dim3(B::kThreads),
-                B::kSharedBytes, stream, p, deltas);
+  return launch_blocks(mask_gradient_kernel<B>, blocks, B::kThreads, B::kSharedBytes, stream, p,
+                       deltas);
 }
 
 // Gradients of keys and values come from one kernel where the registers of a lane hold both.
@@ -59,13 +56,11 @@ template <class Type>
 int backward_of(const FaParams& p, void* stream) {
   auto* deltas = static_cast<float*>(p.workspace);
   const int64_t rows = p.B * p.H * p.M, warps = kRowThreads / 32;
-  int failed = 0;
-  if (rows)
-    failed = launch(delta_kernel<Type>, dim3(static_cast<unsigned>((rows + warps - 1) / warps)),
-                    dim3(kRowThreads), 0, stream, p, deltas);
-  if (!failed && p.dsinks.data && p.H)
-    failed = launch(sink_gradient_kernel, dim3(static_cast<unsigned>(p.H)), dim3(kRowThreads),
-                    sizeof(float) * warps, stream, p, deltas);
+  int failed = launch_blocks(delta_kernel<Type>, (rows + warps - 1) / warps, kRowThreads, 0, stream,
+                             p, deltas);
+  if (!failed && p.dsinks.data)
+    failed = launch_blocks(sink_gradient_kernel, p.H, kRowThreads, sizeof(float) * warps, stream, p,
+                           deltas);
   if (failed) return failed;
   const bool general = p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0;
   return general ? gradients<Type, true>(p, deltas, stream)

@@ -8,9 +8,7 @@
 //   dp = L2 R2^T,  L2 stays: dout or v        ds = p (dp - delta)
 //   first += ds R1: dq or dk                  second += p R2: dv
 #pragma once
-#include "../score.cuh"
-#include "../tile.cuh"
-#include "fragments.cuh"
+#include "product.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -109,13 +107,7 @@ FA_DEVICE void product(Accumulator<B::kPassing>& s, uint32_t left, uint32_t righ
   for (int d = 0; d < Left::kColumns / 16; ++d) {
     uint32_t a[4];
     load_left<Left>(a, left, warp, d);
-#pragma unroll
-    for (int n = 0; n < B::kPassing / 16; ++n) {
-      uint32_t b[4];
-      load_right_transposed<Right>(b, right, n, d);
-      ptx::multiply(typename B::Type(), s[2 * n], a, b[0], b[1]);
-      ptx::multiply(typename B::Type(), s[2 * n + 1], a, b[2], b[3]);
-    }
+    add_products<typename B::Type, Right>(s, a, right, d);
   }
 }
 

@@ -9,9 +9,7 @@ namespace sm80 {
 template <class F>
 int start_forward(const FaParams& p, void* stream) {
   const int64_t blocks = (p.M + F::kRows - 1) / F::kRows * p.H * p.B;
-  if (blocks == 0) return 0;
-  return launch(forward_kernel<F>, dim3(static_cast<unsigned>(blocks)), dim3(F::kThreads),
-                F::kSharedBytes, stream, p);
+  return launch_blocks(forward_kernel<F>, blocks, F::kThreads, F::kSharedBytes, stream, p);
 }
 
 template <class Type, bool general>

@@ -2,9 +2,7 @@
 // 1). A block has 64 rows, a warp 16 of them; keys and values of one tile are computed with while
 // those of the next are on their way.
 #pragma once
-#include "../score.cuh"
-#include "../tile.cuh"
-#include "fragments.cuh"
+#include "product.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -76,18 +74,6 @@ FA_DEVICE void score(Accumulator<F::kKeys>& s, const Head& head, const Band (&ba
         s[n][e] = -INFINITY;
       else if (F::kGeneral)
         s[n][e] = head.logit(s[n][e], row + 8 * half, j);
-    }
-}
-
-template <class F>
-FA_DEVICE void drop(Accumulator<F::kKeys>& weights, const Head& head, int row, int first) {
-#pragma unroll
-  for (int n = 0; n < F::kKeys / 8; ++n)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 factor = head.dropped(row + 8 * half, first + 8 * n);
-      weights[n][2 * half] *= factor.x;
-      weights[n][2 * half + 1] *= factor.y;
     }
 }
 
@@ -181,13 +167,7 @@ __global__ void __launch_bounds__(F::kThreads) forward_kernel(const FaParams p) 
     for (int d = 0; d < F::kD / 16; ++d) {
       uint32_t(&a)[4] = left[F::kKeepQ ? d : 0];
       if (!F::kKeepQ) load_left<typename F::QTile>(a, q_tile, warp, d);
-#pragma unroll
-      for (int n = 0; n < F::kKeys / 16; ++n) {
-        uint32_t right[4];
-        load_right_transposed<typename F::KTile>(right, k_tile, n, d);
-        ptx::multiply(typename F::Type(), s[2 * n], a, right[0], right[1]);
-        ptx::multiply(typename F::Type(), s[2 * n + 1], a, right[2], right[3]);
-      }
+      add_products<typename F::Type, typename F::KTile>(s, a, k_tile, d);
     }
 
     const bool whole = by_all.lo <= first && first + F::kKeys <= by_all.hi;
