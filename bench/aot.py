@@ -234,8 +234,8 @@ def inspect(binary: Any) -> dict[str, Any]:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
-        usage = _tool("cuobjdump", "--dump-resource-usage", file.name)
-        sass = _tool("nvdisasm", "-c", file.name)
+        usage = nvidia_tool("cuobjdump", "--dump-resource-usage", file.name)
+        sass = nvidia_tool("nvdisasm", "-c", file.name)
     registers, stack = (int(_found(rf"{x}:(\d+)", usage)) for x in ("REG", "STACK"))
     code, labels = instructions(sass)
     operations = Counter(opcode.split(".")[0] for opcode, _ in code)
@@ -300,7 +300,7 @@ def _found(pattern: str, text: str) -> str:
     return match[1]
 
 
-def _tool(name: str, *args: str) -> str:
+def nvidia_tool(name: str, *args: str) -> str:
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name

@@ -266,6 +266,14 @@ uint32_t no_such_barrier(Thread) {
   }
 FA_KERNELS(FA_ENTRY)
 
+// Global memory past its end, which only AddressSanitizer sees.
+extern "C" int past_the_end(const uint32_t* from, uint32_t* out) {
+  const auto body = [](int thread, uint32_t*, uint32_t, const uint32_t* from) {
+    return from[256 + thread];
+  };
+  return fa::start(body, from, out);
+}
+
 extern "C" int launch_of(int threads, int shared_bytes, const uint32_t* from, uint32_t* out) {
   const auto nothing = [](int, uint32_t*, uint32_t, const uint32_t*) { return 0u; };
   return fa::launch(fa::run<decltype(nothing)>, dim3(1), dim3(threads), shared_bytes, nullptr,

@@ -38,21 +38,29 @@ struct RowState {
   float lse2, delta;
 };
 
-FA_DEVICE RowState row_state(const FaParams& p, const float* deltas, int64_t b, int64_t h,
-                             int64_t i) {
-  if (i >= p.M) return {INFINITY, 0.0f};
-  const auto* lse = static_cast<const float*>(p.lse.data);
-  const float x = lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]];
-  return {x == -INFINITY ? INFINITY : x * kLog2e, deltas[(b * p.H + h) * p.M + i]};
-}
+// Of the rows of one query head.
+struct RowStates {
+  const float *lse, *deltas;
+  int64_t stride;
+  int rows;
+
+  FA_DEVICE RowStates(const FaParams& p, const float* deltas, int64_t b, int64_t h)
+      : lse(static_cast<const float*>(p.lse.data) + b * p.lse.stride[0] + h * p.lse.stride[1]),
+        deltas(deltas + (b * p.H + h) * p.M), stride(p.lse.stride[2]),
+        rows(static_cast<int>(p.M)) {}
+  FA_DEVICE RowState at(int i) const {
+    if (i >= rows) return {INFINITY, 0.0f};
+    const float x = lse[i * stride];
+    return {x == -INFINITY ? INFINITY : x * kLog2e, deltas[i]};
+  }
+};
 
 // Products of one tile become weights, and dp becomes ds, by the scaled products or by the mask.
 // (row, column) is the lane's first element: a row or key that stays, and one that passes.
 template <class B>
 FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassing>& dp,
-                             const FaParams& p, const Head& head, const Visible& visible,
-                             const float* deltas, const RowState (&staying)[2], int row,
-                             int column) {
+                             const Head& head, const Visible& visible, const RowStates& states,
+                             const RowState (&staying)[2], int row, int column) {
   const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
 #pragma unroll
   for (int n = 0; n < B::kPassing / 8; ++n)
@@ -60,13 +68,13 @@ FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassin
     for (int pass = 0; pass < 2; ++pass) {
       const int passing = column + 8 * n + pass;
       RowState state = {};
-      if (B::kKeysStay) state = row_state(p, deltas, head.b, head.h, passing);
+      if (B::kKeysStay) state = states.at(passing);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int stays = row + 8 * half, e = 2 * half + pass;
         const int i = B::kKeysStay ? passing : stays, j = B::kKeysStay ? stays : passing;
         if (!B::kKeysStay) state = staying[half];
-        if (i >= p.M || !visible.holds(i, j)) {
+        if (i >= states.rows || !visible.holds(i, j)) {
           s[n][e] = dp[n][e] = 0.0f;
           continue;
         }
@@ -74,7 +82,7 @@ FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassin
         const float logit = B::kGeneral ? head.logit(s[n][e], i, j, derivative) : s[n][e];
         const float weight = ptx::exp2(fmaf(logit, to_log2, -state.lse2));
         float kept = 1.0f;
-        if (B::kGeneral && p.dropout_p > 0) kept = head.dropped_one(i, j);
+        if (B::kGeneral && head.p.dropout_p > 0) kept = head.dropped_one(i, j);
         dp[n][e] = weight * (dp[n][e] * kept - state.delta);
         if (B::kWhat != kOfMask) dp[n][e] *= derivative;  // the mask is added after softcap
         s[n][e] = weight * kept;
@@ -103,7 +111,7 @@ FA_DEVICE void accumulate(Accumulator<columns>& to, const Accumulator<B::kPassin
 // s += L R^T of the warp's 16 rows of L, both in shared memory.
 template <class B, class Left, class Right>
 FA_DEVICE void product(Accumulator<B::kPassing>& s, uint32_t left, uint32_t right, int warp) {
-#pragma unroll
+#pragma unroll 4  // no more: ptxas would compute all addresses ahead, and spill
   for (int d = 0; d < Left::kColumns / 16; ++d) {
     uint32_t a[4];
     load_left<Left>(a, left, warp, d);
@@ -133,7 +141,7 @@ FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row,
 // A block for 64 rows of one query head, or 64 keys of one key head and the rows of all query heads
 // that read it, one after the other.
 template <class B>
-__global__ void __launch_bounds__(B::kThreads)
+__global__ void __launch_bounds__(B::kThreads, 1)
     backward_kernel(const FaParams p, const float* deltas) {
   FA_SHARED_MEMORY(memory);
   const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
@@ -185,7 +193,7 @@ __global__ void __launch_bounds__(B::kThreads)
     load_passing(0);
     if (!B::kKeysStay)
       for (int half = 0; half < 2; ++half)
-        staying[half] = row_state(p, deltas, b, h, row + 8 * half);
+        staying[half] = RowStates(p, deltas, b, h).at(row + 8 * half);
   }
   ptx::copies_commit("backward: first tile");
   const uint32_t left1_tile = ptx::shared_address(memory), left2_tile = ptx::shared_address(left2);
@@ -201,8 +209,8 @@ __global__ void __launch_bounds__(B::kThreads)
     product<B, typename B::Left1, typename B::Right1>(s, left1_tile, right1, warp);
     if (B::kFirst)
       product<B, typename B::Left2, typename B::Right2>(dp, left2_tile, right2, warp);
-    const Head head(p, b, head_of(step));
-    differentiate<B>(s, dp, p, head, visible, deltas, staying, row,
+    const int64_t h = head_of(step);
+    differentiate<B>(s, dp, Head(p, b, h), visible, RowStates(p, deltas, b, h), staying, row,
                      start + step % tiles * B::kPassing + column);
     if constexpr (B::kFirst)
       accumulate<B, typename B::Right1, B::kD>(first, dp, right1);

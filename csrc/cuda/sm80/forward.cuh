@@ -109,7 +109,7 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int colum
 
 // A block for 64 rows of a head, the last rows first: with a causal band those have most to do.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads) forward_kernel(const FaParams p) {
+__global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams p) {
   FA_SHARED_MEMORY(memory);
   const int64_t blocks = (p.M + F::kRows - 1) / F::kRows;
   const int64_t head_at = blockIdx.x / blocks;

@@ -63,9 +63,9 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
                                                     ptx::shared_address(right1), warp);
   product<B, typename B::Left2, typename B::Right2>(dp, ptx::shared_address(left2),
                                                     ptx::shared_address(right2), warp);
-  const RowState staying[2] = {row_state(p, deltas, b, h, row),
-                               row_state(p, deltas, b, h, row + 8)};
-  differentiate<B>(s, dp, p, Head(p, b, h), Visible(p, b), deltas, staying, row, column);
+  const RowStates states(p, deltas, b, h);
+  const RowState staying[2] = {states.at(row), states.at(row + 8)};
+  differentiate<B>(s, dp, Head(p, b, h), Visible(p, b), states, staying, row, column);
 #pragma unroll
   for (int n = 0; n < B::kPassing / 8; ++n)
 #pragma unroll
@@ -112,7 +112,7 @@ FA_DEVICE void sum_columns(Accumulator<B::kPassing>& total) {
 }
 
 template <class B>
-__global__ void __launch_bounds__(B::kThreads)
+__global__ void __launch_bounds__(B::kThreads, 1)
     mask_gradient_kernel(const FaParams p, const float* deltas) {
   FA_SHARED_MEMORY(memory);
   const Extent of_b = extent(p, 0, p.B), of_h = extent(p, 1, p.H);

@@ -1,0 +1,140 @@
+"""python -m bench.ptxas: compile the CUDA kernels with no GPU, and judge the machine code.
+
+nvcc compiles csrc/cuda for sm_80 and sm_90. At fault are
+
+    a kernel that does not compile
+    spilled registers in a plain kernel of head dims up to 128; in others, more bytes than
+    bench/ptxas_budget.json says: {arch: {kernel: bytes}}
+    a kernel of products without tensor-core instructions
+
+The report, one line a kernel, is bench/results/cuda-ptxas.txt; --accept writes it and the budget.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from .aot import nvidia_tool
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parent / "csrc"
+BUDGET = HERE / "ptxas_budget.json"
+REPORT = HERE / "results" / "cuda-ptxas.txt"
+ARCHS = ("sm_80", "sm_90")
+WITHOUT_SPILLS = 128  # head dims of plain kernels up to this
+FLAGS = ("-std=c++17", "-O3", f"-I{SOURCES}", "-Xptxas", "-v")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What ptxas made of one kernel: registers of a thread, bytes spilled in stores and loads, and
+    how many instructions multiply matrices."""
+
+    arch: str
+    name: str
+    registers: int
+    spilled: int
+    products: int
+
+    def __str__(self) -> str:
+        sizes = f"{self.registers:3d} registers  {self.spilled:4d} bytes spilled"
+        return f"{self.arch}  {sizes}  {self.products:4d} HMMA  {self.name}"
+
+
+def nvcc() -> str:
+    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
+    if not found:
+        raise SystemExit("bench.ptxas needs nvcc, of the CUDA toolkit 12.8 or newer")
+    return found
+
+
+def compile_one(source: Path, arch: str) -> list[Kernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        cubin = Path(folder) / "code.cubin"
+        command = [nvcc(), *FLAGS, f"-arch={arch}", "-cubin", str(source), "-o", str(cubin)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{source.name} does not compile for {arch}:\n{done.stderr}")
+        code = nvidia_tool("nvdisasm", "-c", str(cubin))
+    sections = re.findall(r"\.section\s+\.text\.(\w+)(.*?)(?=\.section\s|\Z)", code, re.DOTALL)
+    products = {name: text.count("HMMA.") for name, text in sections}
+    said = re.findall(
+        r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
+        r".*?Used (\d+) registers",
+        done.stderr,
+        re.DOTALL,
+    )
+    return [
+        Kernel(arch, readable(name), int(used), int(stores) + int(loads), products[name])
+        for name, stores, loads, used in said
+    ]
+
+
+def readable(mangled: str) -> str:
+    """forward_kernel<Forward<BF16, 64, 64, false>>, of a mangled name."""
+    run = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True)
+    name = re.sub(r"\([^()]*\)$|^void |\w+::", "", run.stdout.strip())
+    return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", name)
+
+
+def compile_all(jobs: int) -> list[Kernel]:
+    """Every kernel, in one order."""
+    tasks = [(source, arch) for arch in ARCHS for source in sorted(SOURCES.glob("cuda/sm80/*.cu"))]
+    with ThreadPoolExecutor(jobs) as pool:
+        found = pool.map(lambda task: compile_one(*task), tasks)
+        kernels = [kernel for each in found for kernel in each]
+    return sorted(kernels, key=lambda k: (k.arch, k.name))
+
+
+def may_not_spill(kernel: Kernel) -> bool:
+    """Is it plain, with head dims up to WITHOUT_SPILLS?"""
+    sizes = [int(x) for x in re.findall(r"\b\d+\b", kernel.name)[:2]]
+    return "false" in kernel.name and all(size <= WITHOUT_SPILLS for size in sizes)
+
+
+def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str]:
+    found = []
+    for kernel in kernels:
+        allowed = 0 if may_not_spill(kernel) else budget.get(kernel.arch, {}).get(kernel.name, 0)
+        if kernel.spilled > allowed:
+            found.append(f"{kernel}: expected at most {allowed} bytes spilled")
+        if "<" in kernel.name and "delta" not in kernel.name and not kernel.products:
+            found.append(f"{kernel}: expected tensor-core instructions")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.ptxas", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--accept", action="store_true", help="write the budget and the report")
+    parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
+    options = parser.parse_args(arguments)
+    kernels = compile_all(options.jobs)
+    report = "".join(f"{kernel}\n" for kernel in kernels)
+    if options.accept:
+        spilled = {
+            arch: {k.name: k.spilled for k in kernels if k.arch == arch and k.spilled}
+            for arch in ARCHS
+        }
+        BUDGET.write_text(json.dumps(spilled, indent=1) + "\n")
+        REPORT.write_text(report)
+    print(report, end="")
+    wrong = faults(kernels, json.loads(BUDGET.read_text()))
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    spilled = sum(kernel.spilled for kernel in kernels)
+    print(f"{len(kernels)} kernels, {spilled} bytes spilled, {len(wrong)} faults")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

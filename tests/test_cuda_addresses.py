@@ -1,0 +1,60 @@
+"""The CUDA kernels under AddressSanitizer: they touch no global memory but what they are given.
+
+Whatever torch allocates has a guard zone before and behind it then. The emulator that tests run by
+default watches shared memory; this is the same, with the kernels compiled to watch all else.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from emulator import can_run, compiler
+from runners import INTERPRETED
+
+pytestmark = pytest.mark.skipif(
+    INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"
+)
+TESTS = Path(__file__).parent
+PAST_THE_END = """
+import numpy as np
+from emulator import EMULATOR, KERNELS, Emulator, aligned
+emulator = Emulator(KERNELS / "probe.cu", EMULATOR / "misuse.cu")
+arrays = aligned(256, np.uint32), aligned(64, np.uint32)
+assert not emulator.run("misuse_reversed", *arrays).count
+print("nothing yet", flush=True)
+emulator.run("past_the_end", *arrays)
+"""
+
+
+def under_address_sanitizer(*arguments):
+    named = subprocess.run(
+        [*compiler(), "-print-file-name=libasan.so"], capture_output=True, text=True
+    )
+    library = Path(named.stdout.strip())
+    if not library.is_absolute():
+        pytest.skip("this compiler has no AddressSanitizer")
+    environment = os.environ | {
+        "FASTATTN_EMULATOR": "address",
+        "LD_PRELOAD": str(library.resolve()),
+        # Fibers have stacks of their own, which its copies of stack frames know nothing of.
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, cwd=TESTS, env=environment, capture_output=True, text=True)
+
+
+def test_an_access_past_the_end_is_caught():
+    done = under_address_sanitizer("-c", PAST_THE_END)
+    assert done.returncode and "nothing yet" in done.stdout, done.stdout + done.stderr
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
+
+
+def test_every_feature_stays_within_its_buffers():
+    files = [TESTS / "test_cuda_emulated.py", TESTS / "test_cuda_weights.py"]
+    chosen = ["-k", "test_features and bfloat16", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    done = under_address_sanitizer("-m", "pytest", "-q", *map(str, files), *chosen)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
+    assert " failed" not in done.stdout and "AddressSanitizer" not in done.stderr
