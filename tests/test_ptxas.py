@@ -1,0 +1,48 @@
+"""The gate on machine code: what nvcc makes of the CUDA kernels, and that the gate can shut."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from bench import ptxas
+
+FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 0, 96)
+
+
+@pytest.mark.skipif(not shutil.which("nvcc"), reason="compiling CUDA needs nvcc")
+def test_the_kernels_spill_no_more_than_allowed(capsys):
+    assert ptxas.main([]) == 0, capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert printed.rpartition("\n")[0].rpartition("\n")[0] + "\n" == ptxas.REPORT.read_text(), (
+        "the report is stale: python -m bench.ptxas --accept"
+    )
+
+
+def test_the_report_is_of_every_dtype_and_pass():
+    report = ptxas.REPORT.read_text()
+    for arch in ptxas.ARCHS:
+        for what in ("forward", "backward", "mask_gradient", "weights"):
+            for dtype in ("BF16", "F16"):
+                assert f"{what}_kernel<" in report and dtype in report and arch in report
+    assert set(json.loads(ptxas.BUDGET.read_text())) == set(ptxas.ARCHS)
+
+
+@pytest.mark.parametrize(
+    "changed, budget, wrong",
+    [
+        ({}, {}, False),
+        ({"spilled": 4}, {}, True),
+        ({"spilled": 4, "name": FITS.name.replace("128", "256")}, {}, True),
+        ({"spilled": 4, "name": FITS.name.replace("128", "256")}, 4, False),
+        ({"spilled": 4}, 4, True),  # a plain kernel of 128 has no budget
+        ({"spilled": 4, "name": FITS.name.replace("false", "true")}, 4, False),
+        ({"products": 0}, {}, True),
+        ({"products": 0, "name": "delta_kernel<BF16>"}, {}, False),
+    ],
+)
+def test_what_is_at_fault(changed, budget, wrong):
+    kernel = dataclasses.replace(FITS, **changed)
+    allowed = {kernel.arch: {kernel.name: budget}} if budget else {}
+    assert bool(ptxas.faults([kernel], allowed)) == wrong
