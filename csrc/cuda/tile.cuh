@@ -24,6 +24,8 @@ struct Matrix {
   int64_t row_stride, column_stride;  // in elements
   int rows, columns;
   bool chunked;  // whole chunks of 8, each 16 bytes at a multiple of 16
+
+  FA_DEVICE const uint16_t* row(int r) const { return data + r * row_stride; }
 };
 
 FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows, int64_t columns) {
@@ -36,13 +38,13 @@ FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows
 
 // Rows from `first` on into a tile at `to` in shared memory, by all threads of the block: begun
 // where chunks can be copied by themselves, done where they cannot. The caller commits and waits.
-template <class Tile, int threads>
-FA_DEVICE void load_tile(unsigned char* to, const Matrix& from, int first) {
+template <class Tile, int threads, class Rows>
+FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
   const uint32_t address = ptx::shared_address(to);
   for (int i = static_cast<int>(threadIdx.x); i < Tile::kRows * Tile::kChunks; i += threads) {
     const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
     const bool inside = first + row < from.rows && 8 * chunk < from.columns;
-    const uint16_t* source = from.data + (inside ? (first + row) * from.row_stride : 0);
+    const uint16_t* source = inside ? from.row(first + row) : from.data;
     if (from.chunked) {
       ptx::copy16(address + Tile::at(row, chunk), inside ? source + 8 * chunk : source, inside);
       continue;

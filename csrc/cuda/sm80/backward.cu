@@ -2,6 +2,7 @@
 #include "backward.cuh"
 
 #include "../launch.h"
+#include "dims.h"
 #include "mask_gradient.cuh"
 #include "row_sums.cuh"
 
@@ -42,14 +43,10 @@ int gradients(const FaParams& p, const float* deltas, void* stream) {
 
 template <class Type, bool general>
 int gradients(const FaParams& p, const float* deltas, void* stream) {
-  const int64_t d = most(p.D, p.Dv);
-  if (d <= 32) return gradients<Type, 32, 32, general>(p, deltas, stream);
-  if (d <= 64) return gradients<Type, 64, 64, general>(p, deltas, stream);
-  if (d <= 96) return gradients<Type, 96, 96, general>(p, deltas, stream);
-  if (d <= 128) return gradients<Type, 128, 128, general>(p, deltas, stream);
-  if (d <= 192 && p.Dv <= 128) return gradients<Type, 192, 128, general>(p, deltas, stream);
-  if (d <= 192) return gradients<Type, 192, 192, general>(p, deltas, stream);
-  return gradients<Type, 256, 256, general>(p, deltas, stream);
+  return with_dims(p, [&](auto dims) {
+    using To = decltype(dims);
+    return gradients<Type, To::kD, To::kDv, general>(p, deltas, stream);
+  });
 }
 
 template <class Type>

@@ -90,24 +90,6 @@ FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassin
     }
 }
 
-// The 16 x kPassing weights or ds of a warp, times a tile that passed by, onto its gradient.
-template <class B, class Right, int columns>
-FA_DEVICE void accumulate(Accumulator<columns>& to, const Accumulator<B::kPassing>& from,
-                          uint32_t tile) {
-#pragma unroll
-  for (int k = 0; k < B::kPassing / 16; ++k) {
-    uint32_t a[4];
-    pack_left(typename B::Type(), a, from[2 * k], from[2 * k + 1]);
-#pragma unroll
-    for (int n = 0; n < columns / 16; ++n) {
-      uint32_t right[4];
-      load_right<Right>(right, tile, k, n);
-      ptx::multiply(typename B::Type(), to[2 * n], a, right[0], right[1]);
-      ptx::multiply(typename B::Type(), to[2 * n + 1], a, right[2], right[3]);
-    }
-  }
-}
-
 // s += L R^T of the warp's 16 rows of L, both in shared memory.
 template <class B, class Left, class Right>
 FA_DEVICE void product(Accumulator<B::kPassing>& s, uint32_t left, uint32_t right, int warp) {
@@ -213,9 +195,9 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     differentiate<B>(s, dp, Head(p, b, h), visible, RowStates(p, deltas, b, h), staying, row,
                      start + step % tiles * B::kPassing + column);
     if constexpr (B::kFirst)
-      accumulate<B, typename B::Right1, B::kD>(first, dp, right1);
+      multiply_values<typename B::Type, typename B::Right1>(first, dp, right1);
     if constexpr (B::kSecond)
-      accumulate<B, typename B::Right2, B::kDv>(second, s, right2);
+      multiply_values<typename B::Type, typename B::Right2>(second, s, right2);
     ptx::block_sync("backward: all are done with this tile");
   }
   ptx::copies_wait<0>("backward: nothing is on its way");

@@ -2,6 +2,7 @@
 #include "forward.cuh"
 
 #include "../launch.h"
+#include "dims.h"
 
 namespace fa {
 namespace sm80 {
@@ -14,21 +15,17 @@ int start_forward(const FaParams& p, void* stream) {
 
 template <class Type, bool general>
 int forward_of(const FaParams& p, void* stream) {
-  const int64_t d = most(p.D, p.Dv);
-  if (d <= 32) return start_forward<Forward<Type, 32, 32, general>>(p, stream);
-  if (d <= 64) return start_forward<Forward<Type, 64, 64, general>>(p, stream);
-  if (d <= 96) return start_forward<Forward<Type, 96, 96, general>>(p, stream);
-  if (d <= 128) return start_forward<Forward<Type, 128, 128, general>>(p, stream);
-  if (d <= 192 && p.Dv <= 128) return start_forward<Forward<Type, 192, 128, general>>(p, stream);
-  if (d <= 192) return start_forward<Forward<Type, 192, 192, general>>(p, stream);
-  return start_forward<Forward<Type, 256, 256, general>>(p, stream);
+  return with_dims(p, [&](auto dims) {
+    using To = decltype(dims);
+    return start_forward<Forward<Type, To::kD, To::kDv, general>>(p, stream);
+  });
 }
 
 template <class Type>
 int forward_of(const FaParams& p, void* stream) {
   // The plain kernel takes the maximum of products, which only a positive scale keeps.
   const bool general = p.mask.data || p.slopes.data || p.sinks.data || p.softcap > 0 ||
-                       p.dropout_p > 0 || !(p.scale > 0);
+                       p.dropout_p > 0 || !(static_cast<float>(p.scale) > 0);
   return general ? forward_of<Type, true>(p, stream) : forward_of<Type, false>(p, stream);
 }
 

@@ -2,7 +2,7 @@
 // 1). A block has 64 rows, a warp 16 of them; keys and values of one tile are computed with while
 // those of the next are on their way.
 #pragma once
-#include "product.cuh"
+#include "softmax.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -23,60 +23,6 @@ struct Forward {
   static constexpr int kSharedBytes = QTile::kBytes + 2 * kStageBytes;
 };
 
-// The running maximum and sum of two rows; the sum of this lane's columns alone.
-struct Softmax {
-  float max[2], sum[2];
-};
-
-// One lane's scores of a tile become weights exp(s - max), and what went before is rescaled.
-template <class F>
-FA_DEVICE void update(Softmax& state, Accumulator<F::kKeys>& s, Accumulator<F::kDv>& out,
-                      float to_log2) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float max = state.max[half];
-#pragma unroll
-    for (int n = 0; n < F::kKeys / 8; ++n)
-      max = fmaxf(max, fmaxf(s[n][2 * half], s[n][2 * half + 1]));
-    max = fmaxf(max, ptx::shuffle_xor(max, 1));
-    max = fmaxf(max, ptx::shuffle_xor(max, 2));
-    // A row that has seen nothing: -inf - -inf would be NaN.
-    const float base = max == -INFINITY ? 0.0f : max * to_log2;
-    const float decay = ptx::exp2(fmaf(state.max[half], to_log2, -base));
-    float sum = state.sum[half] * decay;
-#pragma unroll
-    for (int n = 0; n < F::kKeys / 8; ++n)
-#pragma unroll
-      for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        s[n][e] = ptx::exp2(fmaf(s[n][e], to_log2, -base));
-        sum += s[n][e];
-      }
-#pragma unroll
-    for (int n = 0; n < F::kDv / 8; ++n) {
-      out[n][2 * half] *= decay;
-      out[n][2 * half + 1] *= decay;
-    }
-    state.max[half] = max;
-    state.sum[half] = sum;
-  }
-}
-
-// Products become logits; keys that a row does not see, -inf.
-template <class F>
-FA_DEVICE void score(Accumulator<F::kKeys>& s, const Head& head, const Band (&band)[2], int row,
-                     int first) {
-#pragma unroll
-  for (int n = 0; n < F::kKeys / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int half = e / 2, j = first + 8 * n + e % 2;
-      if (!band[half].holds(j))
-        s[n][e] = -INFINITY;
-      else if (F::kGeneral)
-        s[n][e] = head.logit(s[n][e], row + 8 * half, j);
-    }
-}
-
 // The rows' outputs and log-sum-exps, from lanes to global memory.
 template <class F>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
@@ -84,9 +30,7 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int colum
   const int64_t* stride = p.out.stride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float sum = state.sum[half];
-    sum += ptx::shuffle_xor(sum, 1);
-    sum += ptx::shuffle_xor(sum, 2);
+    const float sum = row_sum(state.sum[half]);
     const int64_t i = row + 8 * half;
     if (i >= p.M) continue;
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
@@ -110,6 +54,7 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int colum
 // A block for 64 rows of a head, the last rows first: with a causal band those have most to do.
 template <class F>
 __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams p) {
+  using Type = typename F::Type;
   FA_SHARED_MEMORY(memory);
   const int64_t blocks = (p.M + F::kRows - 1) / F::kRows;
   const int64_t head_at = blockIdx.x / blocks;
@@ -163,31 +108,21 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
 #pragma unroll
       for (int d = 0; d < F::kD / 16; ++d) load_left<typename F::QTile>(left[d], q_tile, warp, d);
     Accumulator<F::kKeys> s = {};
-#pragma unroll
-    for (int d = 0; d < F::kD / 16; ++d) {
+    multiply_keys<Type, typename F::KTile>(s, k_tile, 0, [&](int d) -> uint32_t(&)[4] {
       uint32_t(&a)[4] = left[F::kKeepQ ? d : 0];
       if (!F::kKeepQ) load_left<typename F::QTile>(a, q_tile, warp, d);
-      add_products<typename F::Type, typename F::KTile>(s, a, k_tile, d);
-    }
+      return a;
+    });
 
     const bool whole = by_all.lo <= first && first + F::kKeys <= by_all.hi;
-    if (F::kGeneral || !whole) score<F>(s, head, band, row, first + column);
-    update<F>(state, s, out, to_log2);
-    if (F::kGeneral && p.dropout_p > 0) drop<F>(s, head, row, first + column);
-
-#pragma unroll
-    for (int j = 0; j < F::kKeys / 16; ++j) {
-      const typename F::Type type;
-      uint32_t a[4];
-      pack_left(type, a, s[2 * j], s[2 * j + 1]);
-#pragma unroll
-      for (int n = 0; n < F::kDv / 16; ++n) {
-        uint32_t right[4];
-        load_right<typename F::VTile>(right, v_tile, j, n);
-        ptx::multiply(type, out[2 * n], a, right[0], right[1]);
-        ptx::multiply(type, out[2 * n + 1], a, right[2], right[3]);
-      }
-    }
+    if (F::kGeneral || !whole)
+      score(s, band, first + column, [&](float qk, int half, int j) {
+        return F::kGeneral ? head.logit(qk, row + 8 * half, j) : qk;
+      });
+    update(state, s, out, to_log2);
+    if (F::kGeneral && p.dropout_p > 0)
+      drop(s, first + column, [&](int half, int j) { return head.dropped(row + 8 * half, j); });
+    multiply_values<Type, typename F::VTile>(out, s, v_tile, 0);
     ptx::block_sync("forward: all are done with this tile");
   }
   ptx::copies_wait<0>("forward: nothing is on its way");

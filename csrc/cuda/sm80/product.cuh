@@ -1,4 +1,4 @@
-// What every pass over scores does with a warp's 16 rows in registers.
+// Products of a warp's 16 rows with a tile, and what is done to them, all of it in registers.
 #pragma once
 #include "../score.cuh"
 #include "../tile.cuh"
@@ -6,22 +6,9 @@
 namespace fa {
 namespace sm80 {
 
-// What a lane holds of a warp's 16 rows: of rows g and g + 8 columns 2 t and 2 t + 1 of every 8.
+// What lane 4 g + t holds of 16 rows: of rows g and g + 8 the columns 2 t and 2 t + 1 of every 8.
 template <int columns>
 using Accumulator = float[columns / 8][4];
-
-// Adds a (16 rows, columns 16 d on) times these columns of every row of a tile.
-template <class Type, class Tile>
-FA_DEVICE void add_products(Accumulator<Tile::kRows>& s, const uint32_t (&a)[4], uint32_t tile,
-                            int d) {
-#pragma unroll
-  for (int n = 0; n < Tile::kRows / 16; ++n) {
-    uint32_t right[4];
-    load_right_transposed<Tile>(right, tile, n, d);
-    ptx::multiply(Type(), s[2 * n], a, right[0], right[1]);
-    ptx::multiply(Type(), s[2 * n + 1], a, right[2], right[3]);
-  }
-}
 
 // Two neighbouring 16 x 8 parts of an accumulator are what the left side of a product takes.
 template <class Type>
@@ -33,15 +20,47 @@ FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],
   a[3] = ptx::pack(type, high[2], high[3]);
 }
 
-template <class F>
-FA_DEVICE void drop(Accumulator<F::kKeys>& weights, const Head& head, int row, int first) {
+// s += a (16 rows, columns 16 d on) times these columns of the rows of a tile, those from 16 at on.
+template <class Type, class Tile, int n>
+FA_DEVICE void add_products(float (&s)[n][4], const uint32_t (&a)[4], uint32_t tile, int d,
+                            int at = 0) {
 #pragma unroll
-  for (int n = 0; n < F::kKeys / 8; ++n)
+  for (int j = 0; j < n / 2; ++j) {
+    uint32_t right[4];
+    load_right_transposed<Tile>(right, tile, at + j, d);
+    ptx::multiply(Type(), s[2 * j], a, right[0], right[1]);
+    ptx::multiply(Type(), s[2 * j + 1], a, right[2], right[3]);
+  }
+}
+
+// out += weights times the rows of a tile, those from 16 at on.
+template <class Type, class Tile, int n, int columns>
+FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[n][4],
+                               uint32_t tile, int at = 0) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) {
+    uint32_t a[4];
+    pack_left(Type(), a, weights[2 * j], weights[2 * j + 1]);
+#pragma unroll
+    for (int d = 0; d < columns / 2; ++d) {
+      uint32_t right[4];
+      load_right<Tile>(right, tile, at + j, d);
+      ptx::multiply(Type(), out[2 * d], a, right[0], right[1]);
+      ptx::multiply(Type(), out[2 * d + 1], a, right[2], right[3]);
+    }
+  }
+}
+
+// Weights times what dropout makes of them: factors(half, key) for that key and the next.
+template <int n, class Factors>
+FA_DEVICE void drop(float (&weights)[n][4], int first, Factors factors) {
+#pragma unroll
+  for (int j = 0; j < n; ++j)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float2 factor = head.dropped(row + 8 * half, first + 8 * n);
-      weights[n][2 * half] *= factor.x;
-      weights[n][2 * half + 1] *= factor.y;
+      const float2 factor = factors(half, first + 8 * j);
+      weights[j][2 * half] *= factor.x;
+      weights[j][2 * half + 1] *= factor.y;
     }
 }
 

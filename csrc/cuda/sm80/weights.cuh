@@ -140,7 +140,8 @@ __global__ void __launch_bounds__(W::kThreads, 2) weights_kernel(const FaParams 
     }
     const Head head(p, b, h);
     probabilities<W>(s, head, band, whole, row, column);
-    if (W::kGeneral && p.dropout_p > 0) drop<W>(s, head, row, column);
+    if (W::kGeneral && p.dropout_p > 0)
+      drop(s, column, [&](int half, int j) { return head.dropped(row + 8 * half, j); });
 #pragma unroll
     for (int n = 0; n < W::kKeys / 8; ++n)
 #pragma unroll

@@ -1,0 +1,91 @@
+// Into how many splits a decode call's keys go, which kernels serve it, and their launch.
+#include "decode.cuh"
+
+#include "../launch.h"
+#include "dims.h"
+
+namespace fa {
+namespace sm80 {
+
+// Tiles of rows of a block.
+int64_t row_tiles(const FaParams& p) { return p.H / p.Hk * p.M <= 16 ? 1 : 4; }
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t blocks_of_a_split(const FaParams& p) {
+  return ceil_div(p.H / p.Hk * p.M, 16 * row_tiles(p)) * p.Hk * p.B;
+}
+
+// The fewest with which the multiprocessors are nearly as busy as with any number: at the end of a
+// call some wait for others. One, where that is as good, or keys are too few for a second kernel.
+int64_t splits(const FaParams& p, int64_t multiprocessors) {
+  constexpr int64_t kFewKeys = 256;
+  constexpr double kBusy = 0.8, kNearly = 0.85;
+  if (p.B * p.H * p.M == 0) return 1;
+  const int64_t blocks = blocks_of_a_split(p);
+  const int64_t keys = least(p.N, least(p.left, p.N) + least(p.right, p.N) + p.M);
+  if (keys <= kFewKeys || blocks >= kBusy * multiprocessors) return 1;
+  const int64_t tiles = ceil_div(keys, decode_keys(most(p.D, p.Dv)));
+  const auto busy = [&](int64_t splits) {
+    const int64_t waves = ceil_div(blocks * splits, multiprocessors);
+    const int64_t time = waves * ceil_div(tiles, splits);
+    return static_cast<double>(blocks * tiles) / static_cast<double>(time * multiprocessors);
+  };
+  double best = 0;
+  for (int64_t s = 1; s <= least(tiles, multiprocessors); ++s)
+    if (busy(s) > best) best = busy(s);
+  int64_t fewest = 1;
+  while (busy(fewest) < kNearly * best) ++fewest;
+  return fewest;
+}
+
+template <class F>
+int start(const FaParams& p, int64_t splits, void* stream) {
+  const auto blocks = static_cast<unsigned>(blocks_of_a_split(p) * splits);
+  const int error = launch(decode_kernel<F>, dim3(blocks), dim3(F::kThreads), F::kSharedBytes,
+                           stream, p, static_cast<int>(splits));
+  if (error || splits == 1) return error;
+  const Parts parts = splits_of(p, splits);
+  const size_t bytes = sizeof(float) * kCombineWarps * static_cast<size_t>(parts.width);
+  return launch(combine_kernel<typename F::Type>, dim3(static_cast<unsigned>(parts.rows)),
+                dim3(32 * kCombineWarps), bytes, stream, p, static_cast<int>(splits));
+}
+
+template <class Type, bool general>
+int decode_of(const FaParams& p, int64_t splits, void* stream) {
+  return with_dims(p, [&](auto dims) {
+    using To = decltype(dims);
+    return row_tiles(p) == 1
+               ? start<Decode<Type, To::kD, To::kDv, 1, general>>(p, splits, stream)
+               : start<Decode<Type, To::kD, To::kDv, 4, general>>(p, splits, stream);
+  });
+}
+
+template <class Type>
+int decode_of(const FaParams& p, int64_t splits, void* stream) {
+  if (p.B * p.H * p.M == 0) return 0;
+  // The plain kernel takes the maximum of products, which only a positive scale keeps.
+  const bool general = p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
+                       !(static_cast<float>(p.scale) > 0);
+  return general ? decode_of<Type, true>(p, splits, stream)
+                 : decode_of<Type, false>(p, splits, stream);
+}
+
+}  // namespace sm80
+}  // namespace fa
+
+extern "C" int64_t fa_cuda_decode_splits(const FaParams* p, int64_t sm_count) {
+  return fa::sm80::splits(*p, sm_count);
+}
+
+// The bytes that p->workspace must have, at a multiple of 16.
+extern "C" int64_t fa_cuda_decode_workspace(const FaParams* p, int64_t sm_count) {
+  const int64_t splits = fa::sm80::splits(*p, sm_count);
+  return splits == 1 ? 0 : fa::sm80::splits_bytes(*p, splits);
+}
+
+extern "C" int fa_cuda_decode(const FaParams* p, int64_t sm_count, void* stream) {
+  const int64_t splits = fa::sm80::splits(*p, sm_count);
+  return p->q.dtype == FA_BF16 ? fa::sm80::decode_of<fa::ptx::BF16>(*p, splits, stream)
+                               : fa::sm80::decode_of<fa::ptx::F16>(*p, splits, stream);
+}

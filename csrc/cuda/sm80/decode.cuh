@@ -1,0 +1,304 @@
+// Decode on Ampere-class tensor cores: few query rows, many keys. What costs is to read K and V, so
+// the query heads that share them are rows of one tile, and the keys are split among blocks, whose
+// softmaxes a second kernel combines (Flash-Decoding, Dao et al. 2023).
+#pragma once
+#include "softmax.cuh"
+
+namespace fa {
+namespace sm80 {
+
+// How many keys a tile has: K and V of one have at most 32 KB.
+constexpr int decode_keys(int64_t d) { return d <= 64 ? 128 : d <= 128 ? 64 : 32; }
+
+// kD and kDv are what the head dims are padded to; a plain kernel knows scale, band and sinks only.
+// A block has a tile of 16 rows, and its warps share the keys; or several, and a warp for each.
+template <class Type_, int kD_, int kDv_, int row_tiles, bool kGeneral_>
+struct Decode {
+  using Type = Type_;
+  static constexpr int kD = kD_, kDv = kDv_;
+  static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kRows = 16 * row_tiles, kKeys = decode_keys(kD);
+  static constexpr int kKeyWarps = row_tiles > 1 ? 1 : kKeys < 64 ? kKeys / 16 : 4;
+  static constexpr int kWarps = row_tiles * kKeyWarps, kThreads = 32 * kWarps;
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;
+  using QTile = Tile<kRows, kD>;
+  using KTile = Tile<kKeys, kD>;
+  using VTile = Tile<kKeys, kDv>;
+  // One stage is computed with, the others are on their way. Q comes first, where the last stage
+  // will be. All fits the 99 KB of sm_86 and sm_89.
+  static constexpr int kStages = 3, kStageBytes = KTile::kBytes + VTile::kBytes;
+  static constexpr int kLastBytes = QTile::kBytes > kStageBytes ? QTile::kBytes : kStageBytes;
+  static constexpr int kSharedBytes = (kStages - 1) * kStageBytes + kLastBytes;
+  // And so does, where the stages were, what the warps found: see Parts.
+  static constexpr int kPartWidth = kDv + 8;  // spreads rows over the banks
+  static_assert(kKeyWarps * kRows * (kPartWidth + 2) * 4 <= kSharedBytes, "no room for the parts");
+};
+
+// -- rows -----------------------------------------------------------------------------------------
+
+// Row r of those of a key head is query i of head h: the queries of its first head, of its second,
+// and so on. Past the last there is none.
+struct Query {
+  int64_t h, i;
+};
+
+FA_DEVICE Query query_of(const FaParams& p, int64_t hk, int r) {
+  const int64_t group = p.H / p.Hk;
+  const int M = static_cast<int>(p.M);
+  if (r >= group * M) return {hk * group, M};
+  return {hk * group + r / M, r % M};
+}
+
+struct QueryRows : Matrix {
+  int64_t head_stride;
+  int per_head;
+  FA_DEVICE const uint16_t* row(int r) const {
+    return data + r / per_head * head_stride + r % per_head * row_stride;
+  }
+};
+
+FA_DEVICE QueryRows queries_of(const FaParams& p, int64_t b, int64_t hk) {
+  const int64_t group = p.H / p.Hk;
+  QueryRows q = {matrix_of(p.q, b, hk * group, group * p.M, p.D), p.q.stride[1],
+                 static_cast<int>(p.M)};
+  q.chunked = q.chunked && q.head_stride % 8 == 0;
+  return q;
+}
+
+// -- parts of softmaxes ---------------------------------------------------------------------------
+
+// Of some keys each: for every row the maximum of its scores and the sum of their exponentials, to
+// base 2, and its values weighted by these. Not yet divided, they merge without a rounding more.
+struct Parts {
+  float *out, *max, *sum;  // [parts][rows][width], [parts][rows] and again
+  int64_t rows;
+  int width;
+
+  FA_SHARED Parts(void* memory, int64_t count, int64_t rows, int width)
+      : out(static_cast<float*>(memory)), max(out + count * rows * width), sum(max + count * rows),
+        rows(rows), width(width) {}
+
+  // What a part counts for among others, the largest maximum of which is `top`.
+  FA_DEVICE float weight(int part, int64_t row, float top) const {
+    return ptx::exp2(max[part * rows + row] - (top == -INFINITY ? 0.0f : top));
+  }
+  FA_DEVICE float4* columns(int part, int64_t row, int column) const {
+    return reinterpret_cast<float4*>(out + (part * rows + row) * width + column);
+  }
+};
+
+// What the blocks leave in the workspace.
+FA_SHARED Parts splits_of(const FaParams& p, int64_t splits) {
+  return Parts(p.workspace, splits, p.B * p.H * p.M, static_cast<int>((p.Dv + 3) / 4 * 4));
+}
+FA_SHARED int64_t splits_bytes(const FaParams& p, int64_t splits) {
+  const Parts parts = splits_of(p, splits);
+  return splits * parts.rows * (parts.width + 2) * static_cast<int64_t>(sizeof(float));
+}
+
+// Four columns of a row.
+struct Merged {
+  float max, sum;
+  float4 out;
+
+  FA_DEVICE void add(float weight, const float4& x) {
+    out.x = fmaf(weight, x.x, out.x);
+    out.y = fmaf(weight, x.y, out.y);
+    out.z = fmaf(weight, x.z, out.z);
+    out.w = fmaf(weight, x.w, out.w);
+  }
+};
+
+template <int count>
+FA_DEVICE Merged merge(const Parts& parts, int64_t row, int column) {
+  Merged all = {-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+#pragma unroll
+  for (int part = 0; part < count; ++part)
+    all.max = fmaxf(all.max, parts.max[part * parts.rows + row]);
+#pragma unroll
+  for (int part = 0; part < count; ++part) {
+    const float weight = parts.weight(part, row, all.max);
+    all.sum = fmaf(weight, parts.sum[part * parts.rows + row], all.sum);
+    all.add(weight, *parts.columns(part, row, column));
+  }
+  return all;
+}
+
+// The output of these columns, and with the first of them the log-sum-exp. The sink, which is one
+// more logit without a value, is counted here.
+template <class Type>
+FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Merged all) {
+  const auto [h, i] = query;
+  float decay = 1;
+  if (p.sinks.data) {
+    const float sink = kLog2e * read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
+    const float top = fmaxf(all.max, sink), base = top == -INFINITY ? 0.0f : top;
+    decay = ptx::exp2(all.max - base);
+    all.sum = all.sum * decay + ptx::exp2(sink - base);
+    all.max = top;
+  }
+  const float factor = all.sum == 0.0f ? 0.0f : decay / all.sum;
+  const int64_t* stride = p.out.stride;
+  auto* to = static_cast<uint16_t*>(p.out.data) + b * stride[0] + h * stride[1] + i * stride[2];
+  const uint32_t pairs[2] = {ptx::pack(Type(), all.out.x * factor, all.out.y * factor),
+                             ptx::pack(Type(), all.out.z * factor, all.out.w * factor)};
+#pragma unroll
+  for (int e = 0; e < 4; ++e)
+    if (column + e < p.Dv)
+      to[(column + e) * stride[3]] = static_cast<uint16_t>(pairs[e / 2] >> 16 * (e % 2));
+  if (column == 0) {
+    auto* lse = static_cast<float*>(p.lse.data);
+    lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =
+        all.sum == 0.0f ? -INFINITY : (all.max + ptx::log2(all.sum)) * kLn2;
+  }
+}
+
+// -- kernels --------------------------------------------------------------------------------------
+
+// A block for some rows of a key head and one of `splits` shares of the keys that they see. Blocks
+// that read the same keys are neighbours. A multiprocessor runs out of shared memory before it runs
+// out of registers: one block may have them all.
+template <class F>
+__global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p, int splits) {
+  using Type = typename F::Type;
+  FA_SHARED_MEMORY(memory);
+  const int64_t group = p.H / p.Hk;
+  const int rows = static_cast<int>(group * p.M), blocks = (rows + F::kRows - 1) / F::kRows;
+  const int first_row = static_cast<int>(blockIdx.x) % blocks * F::kRows;
+  const int share = static_cast<int>(blockIdx.x) / blocks, split = share % splits;
+  const int64_t hk = share / splits % p.Hk, b = share / splits / p.Hk;
+
+  const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+  const int row_tile = thread / 32 / F::kKeyWarps, key_warp = thread / 32 % F::kKeyWarps;
+  const int row = 16 * row_tile + lane / 4, column = 2 * (lane % 4);  // of the block; and row + 8
+  const Query query[2] = {query_of(p, hk, first_row + row), query_of(p, hk, first_row + row + 8)};
+  const Head head[2] = {Head(p, b, query[0].h), Head(p, b, query[1].h)};
+  const Band band[2] = {band_of(p, b, query[0].i), band_of(p, b, query[1].i)};
+  const float to_log2 = F::kGeneral ? kLog2e : head[0].scale * kLog2e;
+
+  const KeyRange seen = key_range(p, b, 0, p.M), by_all = common_range(p, b, 0, p.M);
+  const int begin = static_cast<int>(seen.lo) / 2 * 2;  // dropout draws for pairs of keys
+  const int end = static_cast<int>(seen.hi);
+  const int64_t all_tiles = (end - begin + F::kKeys - 1) / F::kKeys;
+  const int first_tile = static_cast<int>(all_tiles * split / splits);
+  const int tiles = static_cast<int>(all_tiles * (split + 1) / splits) - first_tile;
+  const int start = begin + first_tile * F::kKeys;
+
+  const Matrix k = matrix_of(p.k, b, hk, end, p.D), v = matrix_of(p.v, b, hk, end, p.Dv);
+  const auto load = [&](int tile) {
+    if (tile < tiles) {
+      unsigned char* const to = memory + tile % F::kStages * F::kStageBytes;
+      load_tile<typename F::KTile, F::kThreads>(to, k, start + tile * F::kKeys);
+      load_tile<typename F::VTile, F::kThreads>(to + F::KTile::kBytes, v, start + tile * F::kKeys);
+    }
+    ptx::copies_commit("decode: a tile");
+  };
+
+  unsigned char* const q_tile = memory + (F::kStages - 1) * F::kStageBytes;
+  load_tile<typename F::QTile, F::kThreads>(q_tile, queries_of(p, b, hk), first_row);
+  ptx::copies_commit("decode: the rows");
+#pragma unroll
+  for (int tile = 0; tile < F::kStages - 1; ++tile) load(tile);
+  ptx::copies_wait<F::kStages - 1>("decode: the rows have landed");
+  ptx::block_sync("decode: all see the rows");
+  uint32_t left[F::kD / 16][4];
+#pragma unroll
+  for (int d = 0; d < F::kD / 16; ++d)
+    load_left<typename F::QTile>(left[d], ptx::shared_address(q_tile), row_tile, d);
+
+  Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+  Accumulator<F::kDv> out = {};
+  for (int tile = 0; tile < tiles; ++tile) {
+    ptx::copies_wait<F::kStages - 2>("decode: this tile has landed");
+    ptx::block_sync("decode: all see this tile and are done with the one before");
+    load(tile + F::kStages - 1);  // to where the one before was
+    if (first_row + 16 * row_tile >= rows) continue;
+
+    const uint32_t k_tile = ptx::shared_address(memory + tile % F::kStages * F::kStageBytes);
+    const int at = key_warp * F::kWarpKeys, first = start + tile * F::kKeys + at;  // this warp's
+    Accumulator<F::kWarpKeys> s = {};
+    multiply_keys<Type, typename F::KTile>(
+        s, k_tile, at / 16, [&](int d) -> const uint32_t(&)[4] { return left[d]; });
+    const bool whole = by_all.lo <= first && first + F::kWarpKeys <= by_all.hi;
+    if (F::kGeneral || !whole)
+      score(s, band, first + column, [&](float qk, int half, int j) {
+        return F::kGeneral ? head[half].logit(qk, query[half].i, j) : qk;
+      });
+    update(state, s, out, to_log2);
+    if (F::kGeneral && p.dropout_p > 0)
+      drop(s, first + column,
+           [&](int half, int j) { return head[half].dropped(query[half].i, j); });
+    multiply_values<Type, typename F::VTile>(out, s, k_tile + F::KTile::kBytes, at / 16);
+  }
+
+  ptx::block_sync("decode: all are done with the last tile");
+  const Parts parts(memory, F::kKeyWarps, F::kRows, F::kPartWidth);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t at = key_warp * F::kRows + row + 8 * half;
+    const float sum = row_sum(state.sum[half]);
+    if (column == 0) {
+      parts.max[at] = state.max[half] * to_log2;
+      parts.sum[at] = sum;
+    }
+#pragma unroll
+    for (int n = 0; n < F::kDv / 8; ++n)
+      *reinterpret_cast<float2*>(parts.out + at * F::kPartWidth + 8 * n + column) = {
+          out[n][2 * half], out[n][2 * half + 1]};
+  }
+  ptx::block_sync("decode: the warps' parts are there");
+
+  const Parts to = splits_of(p, splits);
+  for (int x = thread; x < F::kRows * F::kDv / 4; x += F::kThreads) {
+    const int r = x / (F::kDv / 4), d = x % (F::kDv / 4) * 4;
+    if (first_row + r >= rows || d >= p.Dv) continue;
+    const Merged all = merge<F::kKeyWarps>(parts, r, d);
+    if (splits == 1) {
+      finish<Type>(p, b, query_of(p, hk, first_row + r), d, all);
+      continue;
+    }
+    const int64_t at = (b * p.H + hk * group) * p.M + first_row + r;
+    *to.columns(split, at, d) = all.out;
+    if (d == 0) {
+      to.max[split * to.rows + at] = all.max;
+      to.sum[split * to.rows + at] = all.sum;
+    }
+  }
+}
+
+constexpr int kCombineWarps = 4;
+
+// A block for a row, whose splits its warps take in turns.
+template <class Type>
+__global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const FaParams p, int splits) {
+  FA_SHARED_MEMORY(memory);
+  const int64_t row = blockIdx.x, M = p.M;
+  const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
+  const Parts parts = splits_of(p, splits);
+
+  Merged all = {-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
+  for (int part = lane; part < splits; part += 32)
+    all.max = fmaxf(all.max, parts.max[part * parts.rows + row]);
+  for (int flip = 16; flip; flip /= 2) all.max = fmaxf(all.max, ptx::shuffle_xor(all.max, flip));
+  for (int part = lane; part < splits; part += 32)
+    all.sum = fmaf(parts.weight(part, row, all.max), parts.sum[part * parts.rows + row], all.sum);
+  for (int flip = 16; flip; flip /= 2) all.sum += ptx::shuffle_xor(all.sum, flip);
+
+  auto* sums = reinterpret_cast<float4*>(memory);  // [kCombineWarps][width / 4]
+  for (int x = lane; x < parts.width / 4; x += 32) {
+    Merged mine = {};
+#pragma unroll 4
+    for (int part = warp; part < splits; part += kCombineWarps)
+      mine.add(parts.weight(part, row, all.max), *parts.columns(part, row, 4 * x));
+    sums[warp * (parts.width / 4) + x] = mine.out;
+  }
+  ptx::block_sync("combine: the warps' sums are there");
+  for (int x = thread; x < parts.width / 4; x += 32 * kCombineWarps) {
+    for (int from = 0; from < kCombineWarps; ++from)
+      all.add(1.0f, sums[from * (parts.width / 4) + x]);
+    finish<Type>(p, row / M / p.H, {row / M % p.H, row % M}, 4 * x, all);
+  }
+}
+
+}  // namespace sm80
+}  // namespace fa

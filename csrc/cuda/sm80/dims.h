@@ -1,0 +1,27 @@
+// The head dims that kernels exist for. Others are padded to them.
+#pragma once
+#include "../../score.h"
+
+namespace fa {
+namespace sm80 {
+
+template <int d, int dv>
+struct Dims {
+  static constexpr int kD = d, kDv = dv;
+};
+
+// What use makes of the smallest that hold this call's.
+template <class Use>
+int with_dims(const FaParams& p, Use use) {
+  const int64_t d = most(p.D, p.Dv);
+  if (d <= 32) return use(Dims<32, 32>());
+  if (d <= 64) return use(Dims<64, 64>());
+  if (d <= 96) return use(Dims<96, 96>());
+  if (d <= 128) return use(Dims<128, 128>());
+  if (d <= 192 && p.Dv <= 128) return use(Dims<192, 128>());
+  if (d <= 192) return use(Dims<192, 192>());
+  return use(Dims<256, 256>());
+}
+
+}  // namespace sm80
+}  // namespace fa

@@ -1,0 +1,74 @@
+// The online softmax of a warp's 16 rows over tiles of keys, which forward and decode share.
+#pragma once
+#include "product.cuh"
+
+namespace fa {
+namespace sm80 {
+
+// The running maximum and sum of two rows; the sum of this lane's columns alone.
+struct Softmax {
+  float max[2], sum[2];
+};
+
+// The sum over the four lanes that hold a row.
+FA_DEVICE float row_sum(float x) {
+  x += ptx::shuffle_xor(x, 1);
+  return x + ptx::shuffle_xor(x, 2);
+}
+
+// s += rows times keys, those from 16 at on of a tile. left(d): columns 16 d to 16 d + 15 of the
+// rows.
+template <class Type, class KTile, class Left, int n>
+FA_DEVICE void multiply_keys(float (&s)[n][4], uint32_t k_tile, int at, Left left) {
+#pragma unroll
+  for (int d = 0; d < KTile::kColumns / 16; ++d) {
+    const uint32_t(&a)[4] = left(d);
+    add_products<Type, KTile>(s, a, k_tile, d, at);
+  }
+}
+
+// Products become logits, by logit(product, half, key); keys that a row does not see, -inf.
+template <int n, class Logit>
+FA_DEVICE void score(float (&s)[n][4], const Band (&band)[2], int first, Logit logit) {
+#pragma unroll
+  for (int j = 0; j < n; ++j)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int key = first + 8 * j + e % 2;
+      s[j][e] = band[e / 2].holds(key) ? logit(s[j][e], e / 2, key) : -INFINITY;
+    }
+}
+
+// One lane's scores of a tile become weights exp(s - max), and what went before is rescaled.
+template <int n, int columns>
+FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float max = state.max[half];
+#pragma unroll
+    for (int j = 0; j < n; ++j) max = fmaxf(max, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
+    max = fmaxf(max, ptx::shuffle_xor(max, 1));
+    max = fmaxf(max, ptx::shuffle_xor(max, 2));
+    // A row that has seen nothing: -inf - -inf would be NaN.
+    const float base = max == -INFINITY ? 0.0f : max * to_log2;
+    const float decay = ptx::exp2(fmaf(state.max[half], to_log2, -base));
+    float sum = state.sum[half] * decay;
+#pragma unroll
+    for (int j = 0; j < n; ++j)
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        s[j][e] = ptx::exp2(fmaf(s[j][e], to_log2, -base));
+        sum += s[j][e];
+      }
+#pragma unroll
+    for (int d = 0; d < columns; ++d) {
+      out[d][2 * half] *= decay;
+      out[d][2 * half + 1] *= decay;
+    }
+    state.max[half] = max;
+    state.sum[half] = sum;
+  }
+}
+
+}  // namespace sm80
+}  // namespace fa

@@ -1,0 +1,247 @@
+"""The CUDA decode kernels in the emulator: few rows, keys split among blocks, and the combination.
+
+The number of multiprocessors decides on the splits: one for a call that fills them, several else.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    FEATURE,
+    PAIRS,
+    PLAIN,
+    SINGLES,
+    Dims,
+    Feature,
+    build,
+    name_of,
+    negative_logits,
+)
+from emulated import DTYPES as NAMES
+from emulated import Emulated, decode_splits
+from emulator import SCHEDULES, can_run
+from judge import Verdict
+from runners import INTERPRETED, passed
+
+import fastattn
+from fastattn import native, ops
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"),
+]
+every_dtype = pytest.mark.parametrize("dtype", NAMES)
+MANY, ONE = 132, 1  # multiprocessors
+
+# Tiles of 128 keys: below one, and several with a split for each; rows of one tile, and of four.
+SHAPES = (Dims(1, 2, 2, 3, 45, 17, 17), Dims(1, 5, 1, 1, 300, 24, 24), Dims(1, 4, 1, 16, 300, 5, 5))
+SMALL = Dims(1, 2, 2, 3, 261, 17, 17)
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    """Every call inside runs on the emulator. A function sets its options."""
+    backend = Emulated(sm_count=MANY)
+    monkeypatch.setattr(ops, "choose", lambda spec, asked: backend)
+    ops._plans.clear()
+    yield backend
+    ops._plans.clear()
+
+
+def run_all(problems):
+    found = []
+    for problem in problems:
+        lines = Verdict(problem, backward=False).complaints(fastattn.attention)
+        found += [f"{problem.name} {line}" for line in lines]
+    passed(found)
+
+
+# Sizes are the shapes' own here; what changes the gradients only is as good as absent.
+LEFT_OUT = ("queries", "heads", "dout")
+FEATURES = [x for x in SINGLES if x[0].group not in LEFT_OUT]
+ROWS_16 = Feature("16_rows", "rows", dims=lambda dims: replace(dims, M=16))
+GROUP_OF_5 = Feature("group_of_5", "rows", dims=lambda dims: replace(dims, H=5 * dims.Hk))
+
+
+@every_dtype
+@pytest.mark.parametrize("features", [PLAIN, *FEATURES], ids=name_of)
+def test_features(emulated, dtype, features):
+    run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
+
+
+DECISIVE = [p for p in PAIRS if not any(x.group in (*LEFT_OUT, "lse", "values") for x in p)]
+
+
+@pytest.mark.parametrize("features", DECISIVE, ids=name_of)
+def test_pairs_of_features(emulated, features):
+    """Each in one dtype, and with more rows or with heads that share keys, in turn."""
+    at = DECISIVE.index(features)
+    rows = (GROUP_OF_5, ROWS_16)[at // 2 % 2]
+    run_all([build(SMALL, (*features, rows), DTYPES[NAMES[at % 2]])])
+
+
+# What each pair of head dims is padded to; the last of each line is odd, and no row is aligned.
+HEAD_DIMS = {
+    "32": [(32, 32), (31, 1)],
+    "64": [(40, 64), (33, 61)],
+    "96": [(96, 96), (95, 65)],
+    "128": [(112, 128), (97, 127)],
+    "192 and 128": [(192, 128), (191, 99)],
+    "192": [(160, 160), (131, 191)],
+    "256": [(256, 256), (255, 193)],
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
+@pytest.mark.parametrize("padded", HEAD_DIMS)
+def test_head_dims(emulated, padded, general, dtype):
+    """In every kernel there is, with one split and with several."""
+    features = [FEATURE[name] for name in ("bottom_right", "softcap")[: 1 + general]]
+    (d, dv), odd = HEAD_DIMS[padded]
+    dims = [Dims(1, 2, 1, 3, 300, d, dv), Dims(1, 4, 1, 5, 67, *odd)]
+    run_all([build(x, features, DTYPES[dtype]) for x in dims])
+
+
+HIDING = [x for x in FEATURES if x[0].group in ("causal", "window", "lengths", "mask")]
+
+
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
+def test_no_key_leaks(emulated, features, M):
+    dims = Dims(1, 4, 2, M, 267, 16, 16)
+    run_all([negative_logits(build(dims, features, torch.bfloat16))])
+
+
+@pytest.mark.parametrize("d", [24, 72])
+@pytest.mark.parametrize("N", [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 383, 384, 385])
+def test_lengths_around_tiles(emulated, N, d):
+    run_all([build(Dims(1, 1, 1, 1, N, d, d), (), torch.float16)])
+
+
+@pytest.mark.parametrize("M, group", [(1, 16), (1, 17), (4, 4), (13, 5), (16, 4), (16, 5)])
+def test_rows_around_tiles(emulated, M, group):
+    features = (FEATURE["bottom_right"], FEATURE["alibi"])
+    run_all([build(Dims(1, 2 * group, 2, M, 70, 8, 8), features, torch.bfloat16)])
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5])
+def test_any_number_of_splits(emulated, splits, dtype):
+    """Where a window or a length leaves some of them nothing, too."""
+    emulated.sm_count = splits
+    dims = Dims(1, 3, 1, 2, max(300, 128 * splits - 20), 16, 20)
+    chosen = (PLAIN, (FEATURE["sinks"], FEATURE["lse_loss"]), (FEATURE["dropout"],))
+    for features in chosen:
+        run_all([build(dims, features, DTYPES[dtype])])
+        assert emulated.splits == splits
+    mask = torch.arange(dims.N)[None] // 128 == splits - 1  # one split alone sees anything
+    problem = build(dims, (), DTYPES[dtype])
+    run_all([replace(problem, kwargs=dict(mask=mask))])
+
+
+def test_a_short_item_leaves_splits_without_keys(emulated):
+    problem = build(Dims(4, 2, 1, 3, 700, 16, 16), (), torch.bfloat16)
+    lengths = torch.tensor([700, 0, 130, 1])
+    run_all([replace(problem, kwargs=dict(key_lengths=lengths))])
+    assert emulated.splits == 6
+
+
+def params(**sizes):
+    """FaParams of no tensors: what the number of splits depends on."""
+    given = dict(B=1, H=1, Hk=1, M=1, N=0, D=128, Dv=128, left=2**40, right=2**40) | sizes
+    numbers = [given[x] for x in ("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right")]
+    scalars = native.SCALARS.pack(*numbers, 0, 0, 0, 1, 1.0, 0.0, 0.0)
+    return bytes(native.SIZE - len(scalars)) + scalars
+
+
+@pytest.mark.parametrize(
+    "sizes, splits",
+    [
+        (dict(N=0), 1),
+        (dict(N=256), 1),  # too few keys for a second kernel
+        (dict(N=257), 5),
+        (dict(N=2**15), 128),  # tiles of 64, four for each; 132 is no faster
+        (dict(N=2**15, H=64, Hk=8), 14),
+        (dict(N=2**15, H=64, Hk=8, B=8), 2),
+        (dict(N=2**15, H=64, Hk=8, B=14), 1),  # 112 of 132 are busy
+        (dict(N=2**15, left=200, right=0), 1),  # a window leaves 201 keys
+        (dict(N=2**15, H=0, Hk=1), 1),
+        (dict(N=2**15, B=0), 1),
+    ],
+)
+def test_number_of_splits(sizes, splits):
+    assert decode_splits(params(**sizes), 132) == splits
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("M", [1, 16])
+def test_every_schedule_gives_the_same_bits(emulated, M, schedule, lazy):
+    problem = build(Dims(1, 4, 1, M, 650, 24, 24), (FEATURE["dropout"],), torch.bfloat16)
+    emulated.sm_count = 2
+    expected = problem.run(fastattn.attention, backward=False)
+    for seed in range(2):
+        emulated.options = dict(schedule=schedule, lazy=lazy, seed=seed)
+        found = problem.run(fastattn.attention, backward=False)
+        assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+def test_dropout_is_that_of_the_other_backends(emulated):
+    """Bit for bit: with values of one, a row's sum tells which weights were kept."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 3, 24, generator=g).bfloat16()
+    k = torch.randn(2, 2, 60, 24, generator=g).bfloat16()
+    v = torch.eye(60).bfloat16().expand(2, 2, 60, 60)
+    options = dict(dropout_p=0.4, seed=77)
+    ours = fastattn.attention(q, k, v, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ops, "choose", lambda spec, asked: fastattn.backend.get("cpu"))
+        ops._plans.clear()
+        theirs = fastattn.attention(q, k, v, **options)
+    assert torch.equal(ours == 0, theirs == 0) and 0.3 < (ours == 0).float().mean() < 0.5
+
+
+# --- every synchronisation is needed --------------------------------------------------------------
+
+SITES = {
+    "decode: the rows",
+    "decode: a tile",
+    "decode: the rows have landed",
+    "decode: all see the rows",
+    "decode: this tile has landed",
+    "decode: all see this tile and are done with the one before",
+    "decode: all are done with the last tile",
+    "decode: the warps' parts are there",
+    "combine: the warps' sums are there",
+}
+
+
+@pytest.mark.parametrize("group", [1, 17], ids=["warps share the keys", "a warp for 16 rows"])
+def test_each_site_deleted_is_caught(emulated, group):
+    """One run with the checker is enough, whatever the values turn out to be.
+
+    Four tiles a split: the last is in the first of three stages, where the warps' parts will be.
+    """
+    emulated.sm_count = 2
+    problem = build(Dims(1, group, 1, 1, 1000, 24, 40), (), torch.bfloat16)
+    problem.run(fastattn.attention, backward=False)
+    assert {site for found in emulated.findings for site in found.sites} == SITES
+    survivors = []
+    for site in sorted(SITES):
+        emulated.options = dict(disabled=site)
+        try:
+            problem.run(fastattn.attention, backward=False)
+        except AssertionError as caught:
+            assert "findings" in str(caught)
+        else:
+            survivors.append(site)
+    assert not survivors
