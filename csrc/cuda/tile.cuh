@@ -40,20 +40,32 @@ FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows
 // where chunks can be copied by themselves, done where they cannot. The caller commits and waits.
 template <class Tile, int threads, class Rows>
 FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
+  constexpr int chunks = Tile::kRows * Tile::kChunks;
   const uint32_t address = ptx::shared_address(to);
-  for (int i = static_cast<int>(threadIdx.x); i < Tile::kRows * Tile::kChunks; i += threads) {
-    const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
-    const bool inside = first + row < from.rows && 8 * chunk < from.columns;
-    const uint16_t* source = inside ? from.row(first + row) : from.data;
-    if (from.chunked) {
-      ptx::copy16(address + Tile::at(row, chunk), inside ? source + 8 * chunk : source, inside);
-      continue;
+  const auto inside = [&](int row, int chunk) {
+    return first + row < from.rows && 8 * chunk < from.columns;
+  };
+  const int thread = static_cast<int>(threadIdx.x % threads);  // tells the compiler its range
+  if (from.chunked) {  // few instructions for each: where memory is the limit, so is their number
+#pragma unroll 2
+    for (int turn = 0; turn < (chunks + threads - 1) / threads; ++turn) {
+      const int i = thread + turn * threads, row = i / Tile::kChunks, chunk = i % Tile::kChunks;
+      if (chunks % threads && i >= chunks) break;
+      const uint16_t* source = from.row(first + row) + 8 * chunk;  // outside, it is not read
+      ptx::copy16(address + Tile::at(row, chunk), source, inside(row, chunk));
     }
+    return;
+  }
+#pragma unroll 1
+  for (int i = thread; i < chunks; i += threads) {
+    const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
+    const uint16_t* source = inside(row, chunk) ? from.row(first + row) : from.data;
     uint32_t words[4];
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
       const int column = 8 * chunk + 2 * k;
-      const bool low = inside && column < from.columns, high = inside && column + 1 < from.columns;
+      const bool low = inside(row, chunk) && column < from.columns;
+      const bool high = inside(row, chunk) && column + 1 < from.columns;
       words[k] = (low ? source[column * from.column_stride] : 0u) |
                  (high ? source[(column + 1) * from.column_stride] : 0u) << 16;
     }

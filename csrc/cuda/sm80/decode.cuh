@@ -19,8 +19,11 @@ struct Decode {
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kRows = 16 * row_tiles, kKeys = decode_keys(kD);
   static constexpr int kKeyWarps = row_tiles > 1 ? 1 : kKeys < 64 ? kKeys / 16 : 4;
-  static constexpr int kWarps = row_tiles * kKeyWarps, kThreads = 32 * kWarps;
-  static constexpr int kWarpKeys = kKeys / kKeyWarps;
+  // More than 128 columns of values are too many for the registers of one warp: two have a half
+  // each, and both compute the scores.
+  static constexpr int kColumnWarps = kDv > 128 ? 2 : 1;
+  static constexpr int kWarps = row_tiles * kKeyWarps * kColumnWarps, kThreads = 32 * kWarps;
+  static constexpr int kWarpKeys = kKeys / kKeyWarps, kWarpColumns = kDv / kColumnWarps;
   using QTile = Tile<kRows, kD>;
   using KTile = Tile<kKeys, kD>;
   using VTile = Tile<kKeys, kDv>;
@@ -169,7 +172,9 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   const int64_t hk = share / splits % p.Hk, b = share / splits / p.Hk;
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
-  const int row_tile = thread / 32 / F::kKeyWarps, key_warp = thread / 32 % F::kKeyWarps;
+  const int warp = thread / 32, row_tile = warp / (F::kKeyWarps * F::kColumnWarps);
+  const int key_warp = warp / F::kColumnWarps % F::kKeyWarps;
+  const int first_column = warp % F::kColumnWarps * F::kWarpColumns;
   const int row = 16 * row_tile + lane / 4, column = 2 * (lane % 4);  // of the block; and row + 8
   const Query query[2] = {query_of(p, hk, first_row + row), query_of(p, hk, first_row + row + 8)};
   const Head head[2] = {Head(p, b, query[0].h), Head(p, b, query[1].h)};
@@ -207,7 +212,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
     load_left<typename F::QTile>(left[d], ptx::shared_address(q_tile), row_tile, d);
 
   Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-  Accumulator<F::kDv> out = {};
+  Accumulator<F::kWarpColumns> out = {};
   for (int tile = 0; tile < tiles; ++tile) {
     ptx::copies_wait<F::kStages - 2>("decode: this tile has landed");
     ptx::block_sync("decode: all see this tile and are done with the one before");
@@ -228,7 +233,8 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
     if (F::kGeneral && p.dropout_p > 0)
       drop(s, first + column,
            [&](int half, int j) { return head[half].dropped(query[half].i, j); });
-    multiply_values<Type, typename F::VTile>(out, s, k_tile + F::KTile::kBytes, at / 16);
+    multiply_values<Type, typename F::VTile>(out, s, k_tile + F::KTile::kBytes, at / 16,
+                                             first_column / 16);
   }
 
   ptx::block_sync("decode: all are done with the last tile");
@@ -237,14 +243,14 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   for (int half = 0; half < 2; ++half) {
     const int64_t at = key_warp * F::kRows + row + 8 * half;
     const float sum = row_sum(state.sum[half]);
-    if (column == 0) {
+    if (first_column + column == 0) {
       parts.max[at] = state.max[half] * to_log2;
       parts.sum[at] = sum;
     }
+    float* const to = parts.out + at * F::kPartWidth + first_column + column;
 #pragma unroll
-    for (int n = 0; n < F::kDv / 8; ++n)
-      *reinterpret_cast<float2*>(parts.out + at * F::kPartWidth + 8 * n + column) = {
-          out[n][2 * half], out[n][2 * half + 1]};
+    for (int n = 0; n < F::kWarpColumns / 8; ++n)
+      *reinterpret_cast<float2*>(to + 8 * n) = {out[n][2 * half], out[n][2 * half + 1]};
   }
   ptx::block_sync("decode: the warps' parts are there");
 

@@ -33,10 +33,10 @@ FA_DEVICE void add_products(float (&s)[n][4], const uint32_t (&a)[4], uint32_t t
   }
 }
 
-// out += weights times the rows of a tile, those from 16 at on.
+// out += weights times the rows of a tile, those from 16 at on, and their columns from 16 column on.
 template <class Type, class Tile, int n, int columns>
 FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[n][4],
-                               uint32_t tile, int at = 0) {
+                               uint32_t tile, int at = 0, int column = 0) {
 #pragma unroll
   for (int j = 0; j < n / 2; ++j) {
     uint32_t a[4];
@@ -44,7 +44,7 @@ FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[
 #pragma unroll
     for (int d = 0; d < columns / 2; ++d) {
       uint32_t right[4];
-      load_right<Tile>(right, tile, at + j, d);
+      load_right<Tile>(right, tile, at + j, column + d);
       ptx::multiply(Type(), out[2 * d], a, right[0], right[1]);
       ptx::multiply(Type(), out[2 * d + 1], a, right[2], right[3]);
     }
