@@ -13,6 +13,9 @@ FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="compiling CUDA needs nvcc")
 def test_the_kernels_spill_no_more_than_allowed(capsys):
+    recorded = ptxas.REPORT.read_text().partition("\n")[0]
+    if ptxas.version() != recorded:
+        pytest.skip(f"the budget is of {recorded}, here is {ptxas.version()}")
     assert ptxas.main([]) == 0, capsys.readouterr().out
     printed = capsys.readouterr().out
     assert printed.rpartition("\n")[0].rpartition("\n")[0] + "\n" == ptxas.REPORT.read_text(), (
@@ -23,7 +26,7 @@ def test_the_kernels_spill_no_more_than_allowed(capsys):
 def test_the_report_is_of_every_dtype_and_pass():
     report = ptxas.REPORT.read_text()
     for arch in ptxas.ARCHS:
-        for what in ("forward", "backward", "mask_gradient", "weights"):
+        for what in ("forward", "backward", "mask_gradient", "weights", "decode"):
             for dtype in ("BF16", "F16"):
                 assert f"{what}_kernel<" in report and dtype in report and arch in report
     assert set(json.loads(ptxas.BUDGET.read_text())) == set(ptxas.ARCHS)

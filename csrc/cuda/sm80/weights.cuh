@@ -93,9 +93,10 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t plane, int row, int f
   }
 }
 
-// Two blocks share a multiprocessor, even where that costs a general kernel a few spills.
+// Two blocks for a multiprocessor, where that spills no registers.
 template <class W>
-__global__ void __launch_bounds__(W::kThreads, 2) weights_kernel(const FaParams p) {
+__global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 ? 1 : 2)
+    weights_kernel(const FaParams p) {
   FA_SHARED_MEMORY(memory);
   const int key_tiles = static_cast<int>(W::key_tiles(p)), planes = static_cast<int>(W::planes(p));
   const int row_tiles = static_cast<int>(W::row_tiles(p));
