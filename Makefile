@@ -2,6 +2,7 @@
 #                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
 # make test      run the whole test suite: on this machine, then Triton's kernels in its interpreter
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
+# make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
 # make instructions   count what the CPU kernels execute, under valgrind; fails where that is more
@@ -25,7 +26,7 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
-.PHONY: help bench test test-interpreter test-gpu aot instructions lint format types setup
+.PHONY: help bench test test-interpreter test-gpu test-cuda aot instructions lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -46,6 +47,9 @@ test-interpreter: setup
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
+
+test-cuda: setup
+	@$(PYTHON) -m pytest tests/test_emulator.py $(wildcard tests/test_cuda_*.py) tests/test_ptxas.py $(ARGS)
 
 aot: setup $(OLDEST)
 	@$(PYTHON) -m bench.aot $(ARGS)

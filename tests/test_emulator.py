@@ -190,6 +190,15 @@ def test_what_is_wrong_is_named(emulator, name):
     check_wrong(emulator, name)
 
 
+def test_one_file_has_inline_assembly():
+    with_assembly = {
+        file.name
+        for file in KERNELS.rglob("*")
+        if file.is_file() and re.search(r"\basm\b|__asm", file.read_text())
+    }
+    assert with_assembly == {"ptx.cuh"}
+
+
 def test_every_kernel_is_known_here():
     text = (EMULATOR / "misuse.cu").read_text()
     assert set(re.findall(r"EACH\((\w+)\)", text)) == {*RIGHT, *WRONG}
