@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from fastattn.examples.common import new_figure
+
 from . import growth, heatmap, lines
 
 Result = dict[str, Any]
@@ -22,19 +24,13 @@ def draw_all(result: Result, stem: Path) -> Iterator[str]:
     """Write <stem><suffix>.png for each picture that the result has data for; yield what was
     written, or why nothing could be."""
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        import matplotlib  # noqa: F401
     except ImportError as error:
         yield f"no picture: matplotlib is not installed ({error})"
         return
 
-    def new(width: float, height: float) -> Any:
-        figure = Figure(figsize=(width, height), layout="constrained")
-        FigureCanvasAgg(figure)
-        return figure
-
     for suffix, draw in PICTURES.items():
-        figure = draw(result, new)
+        figure = draw(result, new_figure)
         if figure is not None:
             path = stem.with_name(f"{stem.name.removesuffix(suffix)}{suffix}.png")
             figure.savefig(path, dpi=170)

@@ -102,14 +102,14 @@ def everywhere(**options):
             ops._plans.clear()
 
 
-def survivors(run):
+def survivors(run, **options):
     """The sites of the synchronisations in `run` that can be deleted without a finding. One run
     with the checker is enough, whatever the values turn out to be."""
-    with everywhere() as backend:
+    with everywhere(**options) as backend:
         run()
     found = set()
     for site in sorted({site for x in backend.findings for site in x.sites}):
-        with everywhere(disabled=site):
+        with everywhere(**options, disabled=site):
             try:
                 run()
             except AssertionError as caught:

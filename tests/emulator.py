@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from runners import INTERPRETED
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
@@ -121,8 +122,8 @@ def aligned(size, dtype):
     return raw[start : start + size * np.dtype(dtype).itemsize].view(dtype)
 
 
-def can_run():
-    """Why the emulator cannot run here, or None."""
-    if sys.platform != "linux" or os.uname().machine != "x86_64":
-        return "the emulator switches fibers by x86-64 assembly, on Linux"
-    return None
+HERE = sys.platform == "linux" and os.uname().machine == "x86_64"
+needs_emulator = pytest.mark.skipif(
+    INTERPRETED or not HERE,
+    reason="no test of Triton" if HERE else "it switches fibers by x86-64 assembly, on Linux",
+)

@@ -10,16 +10,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from emulator import can_run, compiler
-from runners import INTERPRETED
+from emulator import compiler, needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"
-)
+pytestmark = needs_emulator
 TESTS = Path(__file__).parent
 PAST_THE_END = """
 import numpy as np
-from emulator import EMULATOR, KERNELS, Emulator, aligned
+from emulator import compiler, needs_emulator
 emulator = Emulator(KERNELS / "probe.cu", EMULATOR / "misuse.cu")
 arrays = aligned(256, np.uint32), aligned(64, np.uint32)
 assert not emulator.run("misuse_reversed", *arrays).count

@@ -20,18 +20,15 @@ from cases import (
     negative_logits,
 )
 from emulated import DTYPES as NAMES
-from emulated import Emulated, decode_splits
-from emulator import SCHEDULES, can_run
+from emulated import decode_splits, everywhere, survivors
+from emulator import SCHEDULES, needs_emulator
 from judge import Verdict
-from runners import INTERPRETED, passed
+from runners import passed
 
 import fastattn
-from fastattn import native, ops
+from fastattn import native
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 MANY, ONE = 132, 1  # multiprocessors
 
@@ -41,13 +38,10 @@ SMALL = Dims(1, 2, 2, 3, 261, 17, 17)
 
 
 @pytest.fixture
-def emulated(monkeypatch):
-    """Every call inside runs on the emulator. A function sets its options."""
-    backend = Emulated(sm_count=MANY)
-    monkeypatch.setattr(ops, "choose", lambda spec, asked: backend)
-    ops._plans.clear()
-    yield backend
-    ops._plans.clear()
+def emulated():
+    """Every call runs on the emulator. A test sets its options."""
+    with everywhere(sm_count=MANY) as backend:
+        yield backend
 
 
 def run_all(problems):
@@ -195,18 +189,16 @@ def test_every_schedule_gives_the_same_bits(emulated, M, schedule, lazy):
         assert all(torch.equal(x, found[name]) for name, x in expected.items())
 
 
-def test_dropout_is_that_of_the_other_backends(emulated):
+def test_dropout_is_that_of_the_other_backends():
     """Bit for bit: with values of one, a row's sum tells which weights were kept."""
     g = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 3, 24, generator=g).bfloat16()
     k = torch.randn(2, 2, 60, 24, generator=g).bfloat16()
     v = torch.eye(60).bfloat16().expand(2, 2, 60, 60)
     options = dict(dropout_p=0.4, seed=77)
-    ours = fastattn.attention(q, k, v, **options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "choose", lambda spec, asked: fastattn.backend.get("cpu"))
-        ops._plans.clear()
-        theirs = fastattn.attention(q, k, v, **options)
+    with everywhere(sm_count=MANY):
+        ours = fastattn.attention(q, k, v, **options)
+    theirs = fastattn.attention(q, k, v, **options, backend="cpu")
     assert torch.equal(ours == 0, theirs == 0) and 0.3 < (ours == 0).float().mean() < 0.5
 
 
@@ -226,22 +218,15 @@ SITES = {
 
 
 @pytest.mark.parametrize("group", [1, 17], ids=["warps share the keys", "a warp for 16 rows"])
-def test_each_site_deleted_is_caught(emulated, group):
-    """One run with the checker is enough, whatever the values turn out to be.
-
-    Four tiles a split: the last is in the first of three stages, where the warps' parts will be.
-    """
-    emulated.sm_count = 2
+def test_each_site_deleted_is_caught(group):
+    """Four tiles a split: the last is in the first of three stages, where the warps' parts will
+    be."""
     problem = build(Dims(1, group, 1, 1, 1000, 24, 40), (), torch.bfloat16)
-    problem.run(fastattn.attention, backward=False)
-    assert {site for found in emulated.findings for site in found.sites} == SITES
-    survivors = []
-    for site in sorted(SITES):
-        emulated.options = dict(disabled=site)
-        try:
-            problem.run(fastattn.attention, backward=False)
-        except AssertionError as caught:
-            assert "findings" in str(caught)
-        else:
-            survivors.append(site)
-    assert not survivors
+
+    def run():
+        problem.run(fastattn.attention, backward=False)
+
+    with everywhere(sm_count=2) as backend:
+        run()
+    assert {site for found in backend.findings for site in found.sites} == SITES
+    assert not survivors(run, sm_count=2)

@@ -7,16 +7,13 @@ import torch
 from cases import DTYPES, PAIRS, PLAIN, SINGLES, Dims, build, name_of, negative_logits, square
 from emulated import DTYPES as NAMES
 from emulated import everywhere, survivors
-from emulator import KERNELS, SCHEDULES, can_run
+from emulator import KERNELS, SCHEDULES, needs_emulator
 from judge import Verdict
-from runners import INTERPRETED, passed
+from runners import passed
 
 import fastattn
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 SHAPES = (square(1, 2, 5, 3), square(2, 2, 63, 17), square(1, 1, 131, 32))
 SMALL = (square(1, 2, 37, 17),)
@@ -24,7 +21,7 @@ SMALL = (square(1, 2, 37, 17),)
 
 @pytest.fixture
 def emulated():
-    """Every call runs on the emulator. A function sets its options."""
+    """Every call runs on the emulator. A test sets its options."""
     with everywhere() as backend:
         yield backend
 

@@ -8,19 +8,16 @@ import torch
 from cases import DTYPES, PAIRS, PLAIN, SINGLES, Dims, build, name_of, negative_logits, square
 from emulated import DTYPES as NAMES
 from emulated import everywhere, library, survivors
-from emulator import SCHEDULES, can_run
+from emulator import SCHEDULES, needs_emulator
 from judge import Verdict
-from runners import INTERPRETED, passed
+from runners import passed
 from test_weights import MEANS, WITHOUT_V, with_identity
 
 import fastattn
 from fastattn import native, nn
 from fastattn.backends import cpu
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"),
-]
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 every_mean = pytest.mark.parametrize("mean", MEANS)
 ALONE = [PLAIN, *((f,) for f in WITHOUT_V)]
@@ -31,7 +28,7 @@ SMALL = square(1, 2, 37, 17)
 
 @pytest.fixture
 def emulated():
-    """Every call runs on the emulator. A function sets its options."""
+    """Every call runs on the emulator. A test sets its options."""
     with everywhere() as backend:
         yield backend
 

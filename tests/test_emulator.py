@@ -12,12 +12,9 @@ import warnings
 
 import numpy as np
 import pytest
-from emulator import EMULATOR, KERNELS, SCHEDULES, Emulator, aligned, can_run
-from runners import INTERPRETED
+from emulator import EMULATOR, KERNELS, SCHEDULES, Emulator, aligned, needs_emulator
 
-pytestmark = pytest.mark.skipif(
-    INTERPRETED or bool(can_run()), reason=can_run() or "no test of Triton"
-)
+pytestmark = needs_emulator
 LOAD, LOAD_TRANSPOSED, MULTIPLY_BF16, MULTIPLY_F16, COPY = range(5)
 SOURCES = (KERNELS / "probe.cu", EMULATOR / "misuse.cu")
 

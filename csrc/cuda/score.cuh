@@ -45,7 +45,6 @@ struct Band {
   FA_DEVICE bool holds(int j) const { return lo <= j && j < hi; }
 };
 
-// A row past the last sees none, and has no mask to read.
 FA_DEVICE Band band_of(const FaParams& p, int64_t b, int64_t i) {
   if (i >= p.M) return {0, 0};
   const KeyRange range = key_range(p, b, i, i + 1);

@@ -112,16 +112,16 @@ class CachedAttention(MultiHead):
         else:
             (q,) = (split_heads(y, self.num_heads) for y in self._project(x, 0, 1))
             k, v = self._of_memory(memory, cache)
+        recorders = [listening[self] for listening in _recorders if self in listening]
         out, weights = self._attend(
             *(q, k, v),
             mask=mask,
             causal="bottom_right" if causal else False,  # the last row is the last key
-            need_weights=any(self in listening for listening in _recorders),
+            need_weights=bool(recorders),
         )
         if weights is not None:
-            for listening in _recorders:
-                if self in listening:
-                    listening[self](weights.detach())
+            for record in recorders:
+                record(weights.detach())
         return self.out_proj(merge_heads(out))
 
     def _of_memory(self, memory: Tensor, cache: KeyValueCache | None) -> tuple[Tensor, Tensor]:

@@ -80,12 +80,14 @@ class Residual(nn.Module):
         return f"norm_first={self.norm_first}"
 
 
-class EncoderLayer(nn.Module):
-    """Self-attention, then a feed-forward network; post-norm unless norm_first.
+class _Layer(nn.Module):
+    """Attentions, by the names in `attentions`, then a feed-forward network, a residual connection
+    around each. What both kinds of layers are made with."""
 
-    dropout acts on the attention's weights, inside the feed-forward network and on what each
-    sublayer adds. With `causal` this is a layer of a language model.
-    """
+    attentions: tuple[str, ...]
+    self_attn: CachedAttention
+    residual1: Residual
+    residual2: Residual
 
     def __init__(
         self,
@@ -100,14 +102,27 @@ class EncoderLayer(nn.Module):
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.self_attn = CachedAttention(embed_dim, num_heads, dropout=dropout, bias=bias)
+        for name in self.attentions:
+            attention = CachedAttention(embed_dim, num_heads, dropout=dropout, bias=bias)
+            self.add_module(name, attention)
         self.feed_forward = FeedForward(
             embed_dim, ff_dim, dropout=dropout, activation=activation, bias=bias
         )
-        self.residual1, self.residual2 = (
-            Residual(embed_dim, dropout=dropout, norm_first=norm_first, eps=eps, bias=bias)
-            for _ in range(2)
-        )
+        for i in range(1, len(self.attentions) + 2):
+            residual = Residual(
+                embed_dim, dropout=dropout, norm_first=norm_first, eps=eps, bias=bias
+            )
+            self.add_module(f"residual{i}", residual)
+
+
+class EncoderLayer(_Layer):
+    """Self-attention, then a feed-forward network; post-norm unless norm_first.
+
+    dropout acts on the attention's weights, inside the feed-forward network and on what each
+    sublayer adds. With `causal` this is a layer of a language model.
+    """
+
+    attentions = ("self_attn",)
 
     def forward(
         self,
@@ -136,32 +151,13 @@ class DecoderCache(NamedTuple):
     cross_attn: KeyValueCache
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(_Layer):
     """Masked self-attention, attention to the encoder's memory, then a feed-forward network;
     dropout and norm_first as in `EncoderLayer`."""
 
-    def __init__(
-        self,
-        embed_dim: int,
-        num_heads: int,
-        ff_dim: int = 2048,
-        *,
-        dropout: float = 0.1,
-        activation: str | Activation = "relu",
-        norm_first: bool = False,
-        eps: float = 1e-5,
-        bias: bool = True,
-    ) -> None:
-        super().__init__()
-        self.self_attn = CachedAttention(embed_dim, num_heads, dropout=dropout, bias=bias)
-        self.cross_attn = CachedAttention(embed_dim, num_heads, dropout=dropout, bias=bias)
-        self.feed_forward = FeedForward(
-            embed_dim, ff_dim, dropout=dropout, activation=activation, bias=bias
-        )
-        self.residual1, self.residual2, self.residual3 = (
-            Residual(embed_dim, dropout=dropout, norm_first=norm_first, eps=eps, bias=bias)
-            for _ in range(3)
-        )
+    attentions = ("self_attn", "cross_attn")
+    cross_attn: CachedAttention
+    residual3: Residual
 
     def forward(
         self,
@@ -243,8 +239,11 @@ class Encoder(_Stack):
         """x (B, M, E) to (B, M, E), masks as `EncoderLayer` has them: (M, N) and (B, N), 0 or False
         hides. cache comes from `new_cache`; with it, M new tokens see all before them and, unless
         `causal`, each other."""
-        for layer, kept in self._with_caches(cache):
-            x = layer(x, mask, padding_mask, causal=causal, cache=kept)
+        layers = self._with_caches(cache)
+        own = cache[0] if cache else None  # every layer's holds as much
+        mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
+        for layer, kept in layers:
+            x = layer(x, mask, causal=causal, cache=kept)
         return self._normed(x)
 
 
@@ -265,9 +264,14 @@ class Decoder(_Stack):
     ) -> Tensor:
         """x (B, M, E) and memory (B, N, E) to (B, M, E), masks as `DecoderLayer` has them: (M, M),
         (M, N), (B, M) and (B, N), 0 or False hides. cache comes from `new_cache`."""
-        masks = (mask, memory_mask, padding_mask, memory_padding_mask)
-        for layer, kept in self._with_caches(cache):
-            x = layer(x, memory, *masks, causal=causal, cache=kept)
+        layers = self._with_caches(cache)
+        own = cache[0].self_attn if cache else None  # every layer's holds as much
+        mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
+        memory_mask = merge_masks(
+            memory_mask, memory_padding_mask, _keys(memory), "memory_padding_mask"
+        )
+        for layer, kept in layers:
+            x = layer(x, memory, mask, memory_mask, causal=causal, cache=kept)
         return self._normed(x)
 
 

@@ -2,7 +2,7 @@
 #include "backward.cuh"
 
 #include "../launch.h"
-#include "dims.h"
+#include "instances.h"
 #include "mask_gradient.cuh"
 #include "row_sums.cuh"
 
@@ -59,8 +59,7 @@ int backward_of(const FaParams& p, void* stream) {
     failed = launch_blocks(sink_gradient_kernel, p.H, kRowThreads, sizeof(float) * warps, stream, p,
                            deltas);
   if (failed) return failed;
-  const bool general = p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0;
-  return general ? gradients<Type, true>(p, deltas, stream)
+  return is_general(p) ? gradients<Type, true>(p, deltas, stream)
                  : gradients<Type, false>(p, deltas, stream);
 }
 

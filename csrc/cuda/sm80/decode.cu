@@ -2,7 +2,7 @@
 #include "decode.cuh"
 
 #include "../launch.h"
-#include "dims.h"
+#include "instances.h"
 
 namespace fa {
 namespace sm80 {
@@ -41,14 +41,13 @@ int64_t splits(const FaParams& p, int64_t multiprocessors) {
 
 template <class F>
 int start(const FaParams& p, int64_t splits, void* stream) {
-  const auto blocks = static_cast<unsigned>(blocks_of_a_split(p) * splits);
-  const int error = launch(decode_kernel<F>, dim3(blocks), dim3(F::kThreads), F::kSharedBytes,
-                           stream, p, static_cast<int>(splits));
+  const int error = launch_blocks(decode_kernel<F>, blocks_of_a_split(p) * splits, F::kThreads,
+                                  F::kSharedBytes, stream, p, static_cast<int>(splits));
   if (error || splits == 1) return error;
   const Parts parts = splits_of(p, splits);
   const size_t bytes = sizeof(float) * kCombineWarps * static_cast<size_t>(parts.width);
-  return launch(combine_kernel<typename F::Type>, dim3(static_cast<unsigned>(parts.rows)),
-                dim3(32 * kCombineWarps), bytes, stream, p, static_cast<int>(splits));
+  return launch_blocks(combine_kernel<typename F::Type>, parts.rows, 32 * kCombineWarps, bytes,
+                       stream, p, static_cast<int>(splits));
 }
 
 template <class Type, bool general>
@@ -65,8 +64,7 @@ template <class Type>
 int decode_of(const FaParams& p, int64_t splits, void* stream) {
   if (p.B * p.H * p.M == 0) return 0;
   // The plain kernel takes the maximum of products, which only a positive scale keeps.
-  const bool general = p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
-                       !(static_cast<float>(p.scale) > 0);
+  const bool general = is_general(p) || !(static_cast<float>(p.scale) > 0);
   return general ? decode_of<Type, true>(p, splits, stream)
                  : decode_of<Type, false>(p, splits, stream);
 }

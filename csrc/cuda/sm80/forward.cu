@@ -2,7 +2,7 @@
 #include "forward.cuh"
 
 #include "../launch.h"
-#include "dims.h"
+#include "instances.h"
 
 namespace fa {
 namespace sm80 {
@@ -24,8 +24,8 @@ int forward_of(const FaParams& p, void* stream) {
 template <class Type>
 int forward_of(const FaParams& p, void* stream) {
   // The plain kernel takes the maximum of products, which only a positive scale keeps.
-  const bool general = p.mask.data || p.slopes.data || p.sinks.data || p.softcap > 0 ||
-                       p.dropout_p > 0 || !(static_cast<float>(p.scale) > 0);
+  const bool general =
+      is_general(p) || p.sinks.data || !(static_cast<float>(p.scale) > 0);
   return general ? forward_of<Type, true>(p, stream) : forward_of<Type, false>(p, stream);
 }
 

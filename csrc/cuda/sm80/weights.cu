@@ -2,6 +2,7 @@
 #include "weights.cuh"
 
 #include "../launch.h"
+#include "instances.h"
 
 namespace fa {
 namespace sm80 {
@@ -15,19 +16,15 @@ int start_weights(const FaParams& p, void* stream) {
 
 template <class Type, bool general>
 int weights_of(const FaParams& p, void* stream) {
-  if (p.D <= 32) return start_weights<Weights<Type, 32, general>>(p, stream);
-  if (p.D <= 64) return start_weights<Weights<Type, 64, general>>(p, stream);
-  if (p.D <= 96) return start_weights<Weights<Type, 96, general>>(p, stream);
-  if (p.D <= 128) return start_weights<Weights<Type, 128, general>>(p, stream);
-  if (p.D <= 192) return start_weights<Weights<Type, 192, general>>(p, stream);
-  return start_weights<Weights<Type, 256, general>>(p, stream);
+  return with_dims(p, [&](auto dims) {  // v is absent: Dv is 0
+    return start_weights<Weights<Type, decltype(dims)::kD, general>>(p, stream);
+  });
 }
 
 template <class Type>
 int weights_of(const FaParams& p, void* stream) {
   // Sinks are in the LSE.
-  const bool general = p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0;
-  return general ? weights_of<Type, true>(p, stream) : weights_of<Type, false>(p, stream);
+  return is_general(p) ? weights_of<Type, true>(p, stream) : weights_of<Type, false>(p, stream);
 }
 
 }  // namespace sm80

@@ -1,10 +1,16 @@
-// The head dims that kernels exist for. Others are padded to them.
+// Which of its kernels a pass takes: general or plain, and for which head dims.
 #pragma once
 #include "../../score.h"
 
 namespace fa {
 namespace sm80 {
 
+// Does something other than scale and band change the scores or the weights?
+inline bool is_general(const FaParams& p) {
+  return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0;
+}
+
+// The head dims that kernels exist for. Others are padded to them.
 template <int d, int dv>
 struct Dims {
   static constexpr int kD = d, kDv = dv;
