@@ -16,7 +16,7 @@ pytestmark = needs_emulator
 TESTS = Path(__file__).parent
 PAST_THE_END = """
 import numpy as np
-from emulator import compiler, needs_emulator
+from emulator import EMULATOR, KERNELS, Emulator, aligned
 emulator = Emulator(KERNELS / "probe.cu", EMULATOR / "misuse.cu")
 arrays = aligned(256, np.uint32), aligned(64, np.uint32)
 assert not emulator.run("misuse_reversed", *arrays).count
