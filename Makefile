@@ -2,7 +2,9 @@
 #                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
 # make test      run the whole test suite: on this machine, then Triton's kernels in its interpreter
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
-# make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them
+# make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
+#                builds them by nvcc whether there is a GPU or not
+# make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
 # make instructions   count what the CPU kernels execute, under valgrind; fails where that is more
@@ -13,6 +15,7 @@
 # Each first does what set-up is due, in the virtual environment that is active, else in .venv.
 #   VENV=path    in another one
 #   VENV=        in the python3 on PATH as it is: only fastattn is installed, nothing is fetched
+#   FASTATTN_CUDA=on, off    compile the CUDA kernels, or not; else where there are nvcc and a GPU
 
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
@@ -26,7 +29,7 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
-.PHONY: help bench test test-interpreter test-gpu test-cuda aot instructions lint format types setup
+.PHONY: help bench test test-interpreter test-gpu test-cuda sanitize aot instructions lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -49,7 +52,15 @@ test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
 test-cuda: setup
-	@$(PYTHON) -m pytest tests/test_emulator.py $(wildcard tests/test_cuda_*.py) tests/test_ptxas.py $(ARGS)
+	@FASTATTN_CUDA=on $(PYTHON) -m pytest $(wildcard tests/test_cuda_*.py) \
+		tests/test_emulator.py tests/test_probe.py tests/test_ptxas.py $(ARGS)
+
+# The features, small: a thousand times slower, they still take minutes.
+sanitize: setup
+	@for tool in memcheck initcheck synccheck racecheck; do echo "== $$tool"; \
+		compute-sanitizer --tool $$tool --error-exitcode 1 \
+			$(PYTHON) -m pytest -m gpu -k "test_features and cuda" tests/test_gpu.py $(ARGS) || exit 1; \
+	done
 
 aot: setup $(OLDEST)
 	@$(PYTHON) -m bench.aot $(ARGS)
@@ -73,12 +84,14 @@ $(OLDEST): | setup
 	$(PIP) install --no-deps --target $@.part triton==$(@:build/triton-%=%)
 	@mv $@.part $@
 
-STAMP := $(or $(VENV),build)/.fastattn
+export FASTATTN_CUDA ?=
+STAMP := $(or $(VENV),build)/.fastattn$(addprefix -cuda-,$(FASTATTN_CUDA))
 SOURCES := pyproject.toml .ci/constraints.txt $(shell find csrc -type f)
 
 # The stamp says when, pip says what: a stamp is no use when that Python now has another checkout's
 # fastattn, or none because the environment was made anew. It bears the time at which set-up began,
-# so that a source edited meanwhile is compiled the next time.
+# so that a source edited meanwhile is compiled the next time. There is one stamp: what was set up
+# otherwise is set up again.
 installed := $(shell $(PYTHON) -c 'from importlib.metadata import distribution as d; \
 	print(d("fastattn").read_text("direct_url.json"))' 2>/dev/null)
 ifeq ($(and $(findstring "file://$(CURDIR)",$(installed)),$(findstring "editable": true,$(installed))),)
@@ -92,14 +105,14 @@ $(STAMP): $(SOURCES)
 	@$(or $(wildcard $(PYTHON)),python3) .ci/preflight.py
 	@test -x $(PYTHON) || python3 -m venv $(VENV)
 	@$(PIP) --version >/dev/null 2>&1 || $(PYTHON) -m ensurepip
-	@touch $@.begun
+	@rm -f $(@D)/.fastattn* && touch $@.begun
 	$(PIP) install -c .ci/constraints.txt scikit-build-core cmake ninja
 	$(PIP) install -c .ci/constraints.txt --no-build-isolation -e '.[dev]'
 	@mv $@.begun $@
 else
 $(STAMP): $(SOURCES)
 	@$(PYTHON) .ci/preflight.py --as-is
-	@mkdir -p $(@D) && touch $@.begun
+	@mkdir -p $(@D) && rm -f $(@D)/.fastattn* && touch $@.begun
 	PIP_BREAK_SYSTEM_PACKAGES=1 $(PIP) install --no-index --no-deps --no-build-isolation -e .
 	@mv $@.begun $@
 endif

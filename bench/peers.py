@@ -16,9 +16,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
+from fastattn.backend import get
 
 from . import others
-from .cases import Case, Inputs
+from .cases import DTYPES, Case, Inputs
 from .masks import SEED
 
 Call = Callable[[Inputs], Tensor]
@@ -90,8 +91,16 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
     return prepare
 
 
-def _triton_why_not(case: Case, what: str) -> str:
-    return fastattn.backends()["triton"] or ""
+def _unavailable(name: str) -> Callable[[Case, str], str]:
+    """Why one of our own backends does not run a case."""
+
+    def why_not(case: Case, what: str) -> str:
+        if reason := fastattn.backends()[name]:
+            return reason
+        declared = get(name).support.dtypes
+        return "" if DTYPES[case.dtype] in declared else f"{name} declares no {case.dtype}"
+
+    return why_not
 
 
 def _needs_cuda(case: Case, what: str) -> str:
@@ -127,7 +136,14 @@ PEERS = {
             "fastattn-triton",
             'fastattn.attention(backend="triton")',
             _fastattn("triton"),
-            _triton_why_not,
+            _unavailable("triton"),
+            our_draws=True,
+        ),
+        Peer(
+            "fastattn-cuda",
+            'fastattn.attention(backend="cuda")',
+            _fastattn("cuda"),
+            _unavailable("cuda"),
             our_draws=True,
         ),
         Peer(
@@ -144,7 +160,7 @@ PEERS = {
 DEFAULT = {
     "cpu": (SUBJECT, BASELINE),
     "cuda": (
-        *(SUBJECT, BASELINE, "torch-flash", "torch-efficient", "torch-cudnn"),
+        *(SUBJECT, "fastattn-cuda", BASELINE, "torch-flash", "torch-efficient", "torch-cudnn"),
         *("flex", "flash-attn", "xformers"),
     ),
 }

@@ -16,8 +16,9 @@ namespace fa {
 FA_SHARED int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 FA_SHARED int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
+// Cut to what there is: on a GPU nobody has looked at the values.
 FA_SHARED int64_t key_length(const FaParams& p, int64_t b) {
-  return p.lengths ? p.lengths[b] : p.N;
+  return p.lengths ? most(0, least(p.lengths[b], p.N)) : p.N;
 }
 
 // Row i stands at i' = i + diagonal(p, b).

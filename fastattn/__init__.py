@@ -10,6 +10,9 @@ from .backends import cpu as _cpu  # noqa: F401  registers; the order is the pre
 from .backends import triton as _triton  # noqa: F401
 
 # isort: split
+from .backends import cuda as _cuda  # noqa: F401  after Triton's, whose kernels know newer GPUs
+
+# isort: split
 from .backends import reference as _reference  # noqa: F401
 
 # isort: split

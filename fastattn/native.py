@@ -1,6 +1,7 @@
-"""The Python side of csrc/abi.h: arguments as bytes, and the library that reads them.
+"""The Python side of csrc/abi.h: arguments as bytes, and the libraries that read them.
 
-FASTATTN_LIBRARY names another build of libfastattn_cpu.so to load, for development.
+FASTATTN_LIBRARY names another build of libfastattn_cpu.so to load, for development, and
+FASTATTN_CUDA_LIBRARY one of libfastattn_cuda.so.
 FASTATTN_CPU_ISA forces one of the instruction sets that `cpu_isas` lists.
 """
 
@@ -72,49 +73,74 @@ def column(x: Tensor | None) -> bytes:
 
 
 class Library:
-    """libfastattn_cpu.so, loaded."""
+    """A native library, loaded."""
 
     def __init__(self, path: Path):
-        # CDLL, not PyDLL: the GIL is released while a kernel runs.
+        # CDLL, not PyDLL: the GIL is released while a call is in it.
         self.path, self.dll = path, ctypes.CDLL(str(path))
-        integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
-        self.abi_size = self._entry("fa_abi_size", integer)
-        self.workspace = self._entry("fa_cpu_workspace", integer, params, integer)
-        self.run = self._entry("fa_cpu_run", integer, params, integer)
-        self.isas = self._entry("fa_cpu_isas", text)
-        self.isa = self._entry("fa_cpu_isa", text)
-        self.select = self._entry("fa_cpu_select", integer, text)
-        self.poison = self._entry("fa_cpu_poison", None, integer)
-        if self.abi_size() != SIZE:
+
+    def entry(self, name: str, result, *arguments):
+        found = getattr(self.dll, name)
+        found.restype, found.argtypes = result, arguments
+        return found
+
+    def check_abi(self, size: int) -> None:
+        if size != SIZE:
             raise OSError(
-                f"{path} was built from another version of csrc/abi.h: FaParams has "
-                f"{self.abi_size()} bytes there and {SIZE} in fastattn/native.py; build it again"
+                f"{self.path} was built from another version of csrc/abi.h: FaParams has "
+                f"{size} bytes there and {SIZE} in fastattn/native.py; build it again"
             )
 
-    def _entry(self, name: str, result, *arguments):
-        entry = getattr(self.dll, name)
-        entry.restype, entry.argtypes = result, arguments
-        return entry
+
+class CpuLibrary(Library):
+    """libfastattn_cpu.so."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
+        self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
+        self.run = self.entry("fa_cpu_run", integer, params, integer)
+        self.isas = self.entry("fa_cpu_isas", text)
+        self.isa = self.entry("fa_cpu_isa", text)
+        self.select = self.entry("fa_cpu_select", integer, text)
+        self.poison = self.entry("fa_cpu_poison", None, integer)
+        self.check_abi(self.entry("fa_abi_size", integer)())
 
 
-def _candidates() -> list[Path]:
-    if named := os.environ.get("FASTATTN_LIBRARY"):
+class CudaLibrary(Library):
+    """libfastattn_cuda.so. It loads without a GPU, and without CUDA."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
+        self.workspace = self.entry("fa_cuda_workspace", integer, params, integer, integer)
+        # params, pass, device, multiprocessors, stream
+        self.run = self.entry(
+            "fa_cuda_run", integer, params, integer, integer, integer, ctypes.c_void_p
+        )
+        self.error = self.entry("fa_cuda_error", text, integer)
+        self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
+        self.check_abi(self.entry("fa_cuda_abi_size", integer)())
+
+
+def _candidates(name: str, variable: str) -> list[Path]:
+    if named := os.environ.get(variable):
         return [Path(named)]
     import fastattn  # an editable install spreads the package over two folders
 
-    return [Path(folder) / "lib" / "libfastattn_cpu.so" for folder in fastattn.__path__]
+    return [Path(folder) / "lib" / name for folder in fastattn.__path__]
 
 
 @functools.cache
-def _load() -> Library | str:
+def _load_cpu() -> CpuLibrary | str:
     """The library, or the reason there is none."""
-    candidates = _candidates()
+    candidates = _candidates("libfastattn_cpu.so", "FASTATTN_LIBRARY")
     path = next((p for p in candidates if p.exists()), None)
     if path is None:
         where = ", ".join(map(str, candidates))
         return f"the native library was not built: no {where} (install with `pip install .`)"
     try:
-        library = Library(path)
+        library = CpuLibrary(path)
     except (OSError, AttributeError) as error:
         return f"the native library does not load: {error}"
     wanted = os.environ.get("FASTATTN_CPU_ISA")
@@ -124,16 +150,48 @@ def _load() -> Library | str:
     return library
 
 
-def cpu_unavailable() -> str | None:
-    """Why the CPU kernels cannot run here, or None."""
-    found = _load()
+@functools.cache
+def _load_cuda() -> CudaLibrary | str:
+    """The library, or the reason there is none."""
+    candidates = _candidates("libfastattn_cuda.so", "FASTATTN_CUDA_LIBRARY")
+    path = next((p for p in candidates if p.exists()), None)
+    if path is None:
+        notes = (p.with_name("no_cuda.txt") for p in candidates)  # what set-up left in its place
+        why = next((p.read_text() for p in notes if p.exists()), f"no {candidates[0]}")
+        return f"the CUDA kernels were not built: {why}"
+    try:
+        return CudaLibrary(path)
+    except (OSError, AttributeError) as error:
+        return f"the CUDA kernels do not load: {error}"
+
+
+def _reason(found: Library | str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def cpu_unavailable() -> str | None:
+    """Why the CPU kernels cannot run here, or None."""
+    return _reason(_load_cpu())
+
+
+def cuda_unavailable() -> str | None:
+    """Why there are no CUDA kernels to run, whatever the GPU, or None."""
+    return _reason(_load_cuda())
+
+
 @functools.cache
-def cpu() -> Library:
+def cpu() -> CpuLibrary:
     """The CPU kernels. Raises RuntimeError with the reason if they cannot run here."""
-    found = _load()
+    found = _load_cpu()
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+@functools.cache
+def cuda() -> CudaLibrary:
+    """The CUDA kernels. Raises RuntimeError with the reason if there are none."""
+    found = _load_cuda()
     if isinstance(found, str):
         raise RuntimeError(found)
     return found

@@ -66,6 +66,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+def pytest_terminal_summary(terminalreporter):
+    """Last of all, what tests want known though they passed: what they recorded as `notice`."""
+    reports = terminalreporter.getreports("passed")
+    notices = [text for x in reports for name, text in x.user_properties if name == "notice"]
+    for text in dict.fromkeys(notices):
+        terminalreporter.write_line(f"WARNING: {text}", yellow=True, bold=True)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_scratch():
     """The native library's own workspaces start as NaN too."""

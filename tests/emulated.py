@@ -1,92 +1,72 @@
-"""The CUDA kernels as a backend for CPU tensors, run by the emulator: for tests alone."""
+"""The CUDA backend for CPU tensors, with the emulator behind it: for tests alone."""
 
 import ctypes
 import functools
 from contextlib import contextmanager
 
-import numpy as np
 import pytest
-import torch
-from emulator import KERNELS, Emulator, aligned
+from emulator import KERNELS, Emulator
 
 from fastattn import native, ops
-from fastattn.backends import cpu
+from fastattn.backends.cuda import Cuda
 
 DTYPES = ("bfloat16", "float16")
-PASSES = {
-    native.FORWARD: "fa_cuda_forward",
-    native.BACKWARD: "fa_cuda_backward",
-    native.WEIGHTS: "fa_cuda_weights",
-}
-DECODE_ROWS = 16  # at most, of each head
 
 
 @functools.cache
-def library():
-    return Emulator(*sorted((KERNELS / "sm80").glob("*.cu")))
+def emulator():
+    return Emulator(KERNELS / "library.cu", *sorted((KERNELS / "sm80").glob("*.cu")))
 
 
-def decode_splits(params, sm_count):
+@functools.cache
+def binary():
+    """The same, as any library of CUDA kernels."""
+    return native.CudaLibrary(emulator().path)
+
+
+def decode_splits(params, multiprocessors):
     """Among how many blocks decode splits the keys."""
-    splits = library().library.fa_cuda_decode_splits
-    splits.restype = ctypes.c_int64
-    return splits(ctypes.c_char_p(params), ctypes.c_int64(sm_count))
+    splits = binary().entry("fa_cuda_splits", ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
+    return splits(params, multiprocessors)
 
 
-def decode_workspace(params, sm_count):
-    """As many floats as decode asks for, each NaN."""
-    workspace = library().library.fa_cuda_decode_workspace
-    workspace.restype = ctypes.c_int64
-    floats = aligned(workspace(ctypes.c_char_p(params), ctypes.c_int64(sm_count)) // 4, np.float32)
-    floats[:] = np.nan
-    return floats
+class Watched:
+    """What native.CudaLibrary is to the backend; every call is watched, and must be faultless."""
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.workspace = binary().workspace
+
+    def run(self, params, which, device, multiprocessors, stream):
+        if which == native.FORWARD:
+            self.backend.splits = decode_splits(params, multiprocessors)
+        numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
+        found = emulator().run(
+            "fa_cuda_run", ctypes.c_char_p(params), *numbers, stream, **self.backend.options
+        )
+        self.backend.findings.append(found)
+        assert not found.count, f"{found.count} findings: {found.first}"
+        return 0
 
 
-class Emulated(cpu.Cpu):
-    """The launcher of the CPU's kernels, which packs the same FaParams, with others behind it.
-
-    Given a number of multiprocessors, it sends calls of few rows to decode. `findings` holds what
-    the emulator told of each launch; `options` go to it; `splits` are those of the last decode.
-    """
+class Emulated(Cuda):
+    """With a number of multiprocessors, calls of few rows go to decode. `options` go to the
+    emulator; `findings` holds what it told of each call; `splits` are those of the last forward."""
 
     name = "emulated"
 
-    def __init__(self, sm_count=None, **options):
+    def __init__(self, sm_count=0, **options):
         self.sm_count, self.options, self.findings, self.splits = sm_count, options, [], None
 
-    def forward(self, *arguments):
-        return self._instead(super().forward, *arguments)
+    @property
+    def library(self):
+        return Watched(self)
 
-    def backward(self, *arguments):
-        return self._instead(super().backward, *arguments)
+    def multiprocessors(self, x):
+        return self.sm_count
 
-    def weights(self, spec, t):
-        return self._instead(super().weights, spec, t)
-
-    def _instead(self, run, *arguments):
-        before, cpu._run = cpu._run, self._run
-        try:
-            return run(*arguments)
-        finally:
-            cpu._run = before
-
-    def _run(self, which, params, spec, t):
-        assert spec.dtype in (torch.bfloat16, torch.float16)
-        found = self._launch(which, params, spec)
-        self.findings.append(found)
-        assert not found.count, f"{found.count} findings: {found.first}"
-
-    def _launch(self, which, params, spec):
-        if self.sm_count and which == native.FORWARD and spec.M <= DECODE_ROWS:
-            self.splits = decode_splits(params, self.sm_count)
-            workspace = decode_workspace(params, self.sm_count)
-            entry, more = "fa_cuda_decode", (ctypes.c_int64(self.sm_count),)
-        else:
-            workspace = np.full(spec.B * spec.H * spec.M, np.nan, np.float32)
-            entry, more = PASSES[which], ()
-        at = native.WORKSPACE
-        params = params[:at] + workspace.ctypes.data.to_bytes(8, "little") + params[at + 8 :]
-        return library().run(entry, ctypes.c_char_p(params), *more, None, **self.options)
+    def stream(self, x):
+        return None
 
 
 @contextmanager

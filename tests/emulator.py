@@ -93,7 +93,8 @@ class Emulator:
     def __init__(self, *kernels, parts=None):
         objects = [compiled((parts or {}).get(x, EMULATOR / f"{x}.cpp")) for x in PARTS]
         objects += [compiled(kernel, *KERNEL_FLAGS) for kernel in kernels]
-        self.library = ctypes.CDLL(str(linked(objects)))
+        self.path = linked(objects)
+        self.library = ctypes.CDLL(str(self.path))
         self.library.emu_findings.restype = ctypes.c_long
         self.library.emu_multiplies.restype = ctypes.c_long
 

@@ -10,7 +10,7 @@ import cases
 import pytest
 import torch
 from judge import Verdict
-from runners import passed
+from runners import declares, passed
 
 import fastattn
 
@@ -75,6 +75,8 @@ def attend(problem, name):
 
 def check(name, problems, run=attend, verdict=Verdict):
     """Judge what `run(problem on the device, backend)` gives, for each problem."""
+    for problem in problems:
+        declares(name, problem.q.dtype)
     found = []
     for problem in problems:
         got = run(on_device(problem), name)

@@ -49,9 +49,14 @@ def test_an_access_past_the_end_is_caught():
     assert "AddressSanitizer: heap-buffer-overflow" in done.stderr, done.stderr
 
 
-def test_every_feature_stays_within_its_buffers():
-    files = [TESTS / "test_cuda_emulated.py", TESTS / "test_cuda_weights.py"]
+FILES = ("emulated", "weights", "decode")
+
+
+@pytest.mark.parametrize("kernels", FILES)
+def test_every_feature_stays_within_its_buffers(kernels):
+    """Forward and backward."""
+    file = TESTS / f"test_cuda_{kernels}.py"
     chosen = ["-k", "test_features and bfloat16", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    done = under_address_sanitizer("-m", "pytest", "-q", *map(str, files), *chosen)
+    done = under_address_sanitizer("-m", "pytest", "-q", str(file), *chosen)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout + done.stderr
     assert " failed" not in done.stdout and "AddressSanitizer" not in done.stderr

@@ -1,8 +1,9 @@
 """The emulator of CUDA kernels: that it computes what the PTX ISA says, and sees what is wrong.
 
-What an instruction means comes from an independent source, the layouts of PyPI's tensor-layouts
-(CuTe's algebra), never from the emulator's own formulas. Every misuse of tests/emu/misuse.cu must
-be named; and each fault seeded into the emulator itself must make one of these checks fail.
+What an instruction means comes from an independent source, never from the emulator's own formulas:
+the layouts of PyPI's tensor-layouts (CuTe's algebra), numpy's float16 and float64, torch's
+bfloat16. The inputs are those of tests/probe.py. Every misuse of tests/emu/misuse.cu must be named;
+and each fault seeded into the emulator itself must make one of these checks fail.
 """
 
 import faulthandler
@@ -11,12 +12,13 @@ import re
 import warnings
 
 import numpy as np
+import probe
 import pytest
+import torch
 from emulator import EMULATOR, KERNELS, SCHEDULES, Emulator, aligned, needs_emulator
 
 pytestmark = needs_emulator
-LOAD, LOAD_TRANSPOSED, MULTIPLY_BF16, MULTIPLY_F16, COPY = range(5)
-SOURCES = (KERNELS / "probe.cu", EMULATOR / "misuse.cu")
+SOURCES = (probe.SOURCE, EMULATOR / "misuse.cu")
 
 
 @pytest.fixture(scope="module")
@@ -27,99 +29,111 @@ def emulator():
 # --- conformance --------------------------------------------------------------------------------
 
 
-def probe(emulator, what, words=None, address=None, a=None, b=None, d=None, **options):
-    """Four words of each lane, after one instruction."""
-    given = (words, 1024, np.uint32), (address, 32, np.uint32), (a, 128, np.uint32)
-    given += (b, 64, np.uint32), (d, 128, np.float32)
-    arrays = []
-    for values, size, dtype in given:
-        arrays.append(aligned(size, dtype))
-        if values is not None:
-            arrays[-1][:] = np.ravel(values)
-    out = aligned(128, np.uint32)
-    findings = emulator.run("fa_cuda_probe", what, *arrays, out, None, **options)
-    assert not findings.count, findings.first
-    return out.reshape(32, 4)
-
-
-def check_load(emulator, what):
-    """Rows of 8 elements in any order; the layout says which bits end in which lane's register."""
+def loaded(case):
+    """The layout says which bits end in which lane's register."""
     layouts = pytest.importorskip("tensor_layouts.atoms_nv")
-    atom = layouts.SM75_U16x8_LDSM_T if what == LOAD_TRANSPOSED else layouts.SM75_U32x4_LDSM_N
-    random = np.random.default_rng(what)
-    elements = random.permutation(2048).astype(np.uint16)
-    rows = random.permutation(256)[:32]
-    found = probe(emulator, what, words=elements.view(np.uint32), address=16 * rows)
-    found = found.copy().view(np.uint16).reshape(32, 8)
-    source = elements.reshape(256, 8)[rows]
+    transposed = case.what == probe.LOAD_TRANSPOSED
+    atom = layouts.SM75_U16x8_LDSM_T if transposed else layouts.SM75_U32x4_LDSM_N
+    source = case.inputs["words"].view(np.uint16).reshape(256, 8)[case.inputs["address"] // 16]
     bits = range(0, 128, 16)  # a layout of bits: of (lane, bit) in its source and its destination
     at = {int(atom.src_layout_bits(x, y)): source[x, y // 16] for x in range(32) for y in bits}
-    for x in range(32):
-        expected = [at[int(atom.dst_layout_bits(x, y))] for y in bits]
-        assert found[x].tolist() == expected, f"lane {x}"
+    found = [[at[int(atom.dst_layout_bits(x, y))] for y in bits] for x in range(32)]
+    return np.array(found, np.uint16).view(np.uint32)
 
 
-def half(x, what):
-    """float32 as bits of the format that is multiplied; small whole numbers are exact."""
-    if what == MULTIPLY_F16:
-        return x.astype(np.float16).view(np.uint16)
-    return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-
-def check_multiply(emulator, what):
-    layouts = pytest.importorskip("tensor_layouts.atoms_nv")
-    atom = layouts.SM80_16x8x16_F32BF16BF16F32_TN
-    if what == MULTIPLY_F16:
-        atom = layouts.SM80_16x8x16_F32F16F16F32_TN
-    random = np.random.default_rng(what)
-    a, b, c = (random.integers(-8, 8, n).astype(np.float32) for n in ((16, 16), (8, 16), (16, 8)))
-
-    def fragment(matrix, layout, count):
-        flat = matrix.flatten("F")
-        return np.array([[flat[int(layout(x, y))] for y in range(count)] for x in range(32)])
-
-    found = probe(
-        emulator,
-        what,
-        a=half(fragment(a, atom.a_layout, 8), what).view(np.uint32),
-        b=half(fragment(b, atom.b_layout, 4), what).view(np.uint32),
-        d=fragment(c, atom.c_layout, 4),
-    ).view(np.float32)
-    assert found.tolist() == fragment(a @ b.T + c, atom.c_layout, 4).tolist()
-
-
-def check_copy(emulator, lazy):
+def copied(case):
     """Even lanes' 16 bytes arrive; odd lanes', which are not valid, are zeros."""
-    words = np.random.default_rng(0).integers(1, 1 << 32, 1024, dtype=np.uint32)
-    rows = np.random.default_rng(1).permutation(256)[:32]
-    found = probe(emulator, COPY, words=words, address=16 * rows, lazy=lazy)
-    expected = words.reshape(256, 4)[rows]
+    expected = case.inputs["words"].reshape(256, 4)[case.inputs["address"] // 16]
     expected[1::2] = 0
-    assert found.tolist() == expected.tolist()
+    return expected
 
 
-@pytest.mark.parametrize("what", [LOAD, LOAD_TRANSPOSED], ids=["plain", "transposed"])
-def test_ldmatrix_by_an_independent_layout(emulator, what):
-    check_load(emulator, what)
+def multiplied(case):
+    layouts = pytest.importorskip("tensor_layouts.atoms_nv")
+    bfloat16 = case.what == probe.MULTIPLY_BF16
+    kind = "BF16BF16" if bfloat16 else "F16F16"
+    atom = getattr(layouts, f"SM80_16x8x16_F32{kind}F32_TN")
+
+    def lanes(layout, count):
+        return [[int(layout(x, y)) for y in range(count)] for x in range(32)]
+
+    def matrix(name, layout, rows, columns):
+        bits = case.inputs[name]
+        if bits.dtype == np.uint32:
+            bits = bits.view(np.uint16)
+            bits = (bits.astype(np.uint32) << 16).view("f4") if bfloat16 else bits.view("f2")
+        flat = np.empty(rows * columns)  # float64, by columns
+        flat[lanes(layout, len(flat) // 32)] = bits.reshape(32, -1)
+        return flat.reshape(rows, columns, order="F")
+
+    a, b = matrix("a", atom.a_layout, 16, 16), matrix("b", atom.b_layout, 8, 16)
+    with np.errstate(invalid="ignore"):  # 0 times infinity
+        d = (a[:, None] * b).sum(-1) + matrix("d", atom.c_layout, 16, 8)
+    return d.flatten("F")[lanes(atom.c_layout, 4)].astype(np.float32).view(np.uint32)
 
 
-@pytest.mark.parametrize("what", [MULTIPLY_BF16, MULTIPLY_F16], ids=["bf16", "f16"])
-def test_mma_by_an_independent_layout(emulator, what):
-    check_multiply(emulator, what)
+def packed(case):
+    """Each element with its neighbour: as the low half, and of the next word as the high one."""
+    x = case.inputs["d"].reshape(32, 4)
+    if case.what == probe.PACK_F16:
+        with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+            low = x.astype(np.float16).view(np.uint16)
+    else:
+        low = torch.from_numpy(x.copy()).bfloat16().view(torch.int16).numpy().view(np.uint16)
+    return np.stack([low, low[:, [1, 0, 3, 2]]], -1).reshape(32, 8).view(np.uint32)
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-def test_copies_and_their_zeros(emulator, lazy):
-    check_copy(emulator, lazy)
+def widened(case):
+    halves = (case.inputs["a"] & 0xFFFF).astype(np.uint16).reshape(32, 4)
+    if case.what == probe.WIDEN_F16:
+        with np.errstate(invalid="ignore"):
+            return halves.view(np.float16).astype(np.float32).view(np.uint32)
+    return torch.from_numpy(halves.view(np.int16)).view(torch.bfloat16).float().numpy().view("u4")
 
 
-def test_infinity_and_nan_multiply_as_numbers_do(emulator):
-    """0 times infinity is NaN, in every row and column that it reaches and in no other."""
-    a = np.zeros((32, 8), np.float32)
-    a[0, 0] = np.inf  # row 0, column 0 of A
-    found = probe(emulator, MULTIPLY_BF16, a=half(a, MULTIPLY_BF16).view(np.uint32))
-    lanes = np.isnan(found.view(np.float32)).any(1)
-    assert lanes.tolist() == [lane < 4 for lane in range(32)]
+def shuffled(case):
+    lanes = np.arange(32) ^ case.inputs["b"][0]
+    return case.inputs["d"].view(np.uint32).reshape(32, 4)[lanes]
+
+
+EXPECTED = {
+    **dict.fromkeys([probe.LOAD, probe.LOAD_TRANSPOSED], loaded),
+    **dict.fromkeys([probe.MULTIPLY_BF16, probe.MULTIPLY_F16], multiplied),
+    **dict.fromkeys([probe.PACK_BF16, probe.PACK_F16], packed),
+    **dict.fromkeys([probe.WIDEN_BF16, probe.WIDEN_F16], widened),
+    probe.COPY: copied,
+    probe.SHUFFLE: shuffled,
+}
+APPROXIMATED = {probe.EXP2: np.exp2, probe.LOG2: np.log2}  # in float64
+
+
+def check(emulator, name, **options):
+    case = probe.CASES[name]
+    found = probe.on_emulator(emulator, case, **options)
+    if case.what in APPROXIMATED:
+        x = case.inputs["d"].reshape(32, 4)
+        with np.errstate(all="ignore"):
+            expected = APPROXIMATED[case.what](x.astype(np.float64)).astype(np.float32)
+        wrong = probe.ulps(found.view(np.float32), expected) > 2
+        assert not wrong.any(), f"{name} of {x[wrong]}"
+    else:
+        assert not (wrong := probe.complaints(name, found, EXPECTED[case.what](case))), wrong[0]
+
+
+@pytest.mark.parametrize("name", probe.CASES)
+def test_an_instruction_by_an_independent_source(emulator, name):
+    check(emulator, name)
+
+
+def test_copies_and_their_zeros_when_they_land_at_once(emulator):
+    check(emulator, "copy16", lazy=False)
+
+
+def test_every_instruction_that_gives_something_is_probed():
+    """Those that only synchronise name their site."""
+    wrappers = re.findall(r"FA_DEVICE \w+ (\w+)\((\w+)", probe.INSTRUCTIONS.read_text())
+    probed = re.findall(r"ptx::(\w+)", probe.SOURCE.read_text())
+    assert {name for name, first in wrappers if first != "Site"} <= set(probed)
 
 
 # --- what is wrong is named -----------------------------------------------------------------------
@@ -267,6 +281,9 @@ addresses from other lanes: matrix
 float16 taken for bfloat16: matrix
 -bfloat16 ? fa::emulator::from_bf16(bits)
 +true ? fa::emulator::from_bf16(bits)
+all narrowed to bfloat16: matrix
+-bfloat16 ? fa::emulator::to_bf16(x)
++true ? fa::emulator::to_bf16(x)
 no zeros where invalid: copy
 -std::memset(to + copy.bytes, 0, 16 - copy.bytes);
 a wait waits for nothing: copy
@@ -334,9 +351,8 @@ def test_a_fault_of_the_emulator_is_noticed(part, old, new, tmp_path):
     changed = tmp_path / source.name
     changed.write_text(text.replace(old, new))
     faulty = Emulator(*SOURCES, parts={part: changed})
-    checks = [lambda x=x: check_load(faulty, x) for x in (LOAD, LOAD_TRANSPOSED)]
-    checks += [lambda x=x: check_multiply(faulty, x) for x in (MULTIPLY_BF16, MULTIPLY_F16)]
-    checks += [lambda x=x: check_copy(faulty, x) for x in (False, True)]
+    checks = [lambda x=x: check(faulty, x) for x in probe.CASES]
+    checks += [lambda: check(faulty, "copy16", lazy=False)]
     checks += [lambda x=x: check_right(faulty, x) for x in RIGHT]
     checks += [lambda x=x: check_wrong(faulty, x) for x in WRONG]
     assert noticed(checks), "no check noticed"

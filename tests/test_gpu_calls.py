@@ -22,6 +22,7 @@ from gpu import (
     on_gpu,
 )
 from judge import Verdict
+from runners import declares
 from test_weights import Averaged, ask, with_identity
 
 import fastattn
@@ -130,6 +131,7 @@ def revealed(name, seed, shape, p, dtype):
 @pytest.mark.parametrize("p", [1e-3, 0.3, 0.5, 0.9])
 def test_mask_is_philox_forward_and_backward(name, p, dtype):
     """Bit for bit, at sizes that no tile or block of four divides."""
+    declares(name, DTYPES[dtype])
     for seed in (0x1234_5678_9ABC_DEF0, -1, 3):
         for shape in ((2, 3, 99, 125), (2, 2, 5, 127)):
             want = naive.keep(seed, p, shape)

@@ -8,7 +8,7 @@ import torch
 from cases import FEATURE, Dims, build, square
 from gpu import EVERYTHING, attend, check, on_device, on_every_backend, on_gpu
 from judge import Verdict
-from runners import passed
+from runners import declares, passed
 
 import fastattn
 
@@ -258,6 +258,7 @@ def test_repeats_beside_other_work(name):
 @on_every_backend
 def test_place_in_the_batch_does_not_matter(name, sizes, dtype):
     """The same item five times: the same bits. (Dropout is left out: it knows its b and h.)"""
+    declares(name, getattr(torch, dtype))
     names = ("bottom_right", "softcap", "alibi", "float_mask", "sinks", "lse_loss")
     dim = 64 if dtype == "bfloat16" else 16
     one = build(Dims(1, 3, 3, *sizes, dim, dim), [FEATURE[x] for x in names], getattr(torch, dtype))

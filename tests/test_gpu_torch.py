@@ -6,6 +6,7 @@ import pytest
 import torch
 from cases import FEATURE, build, square
 from gpu import EVERYTHING, attend, on_device, on_every_backend, on_gpu
+from runners import declares
 
 import fastattn
 from fastattn import backend
@@ -149,6 +150,7 @@ def errors(problem, name):
 @on_every_backend
 def test_tf32_only_when_torch_allows_it(name, monkeypatch):
     """`judge` holds float32 to IEEE; here it is held to be better than tf32, and tf32 to be so."""
+    declares(name, torch.float32)
     matmul = torch.backends.cuda.matmul
     problem = build(square(2, 2, 97, 16), (FEATURE["causal"],), torch.float32)
     monkeypatch.setattr(matmul, "fp32_precision", "ieee")
@@ -205,7 +207,7 @@ def test_a_backend_asked_for_by_name_says_why_not(name):
 
 @on_every_backend
 def test_lengths_are_clamped_without_waiting_and_checked_on_request(name, monkeypatch):
-    q, k, v = inputs()
+    q, k, v = inputs(torch.bfloat16)
     for beyond, clamped in (([47, 99], [47, 47]), ([-3, 2**40], [0, 47])):
         given, meant = (torch.tensor(x, device="cuda") for x in (beyond, clamped))
         found = fastattn.attention(q, k, v, key_lengths=given, backend=name)
@@ -217,7 +219,7 @@ def test_lengths_are_clamped_without_waiting_and_checked_on_request(name, monkey
 
 @on_every_backend
 def test_a_seed_lives_on_the_device(name):
-    q, k, v = inputs()
+    q, k, v = inputs(torch.bfloat16)
     seed = torch.tensor([5], device="cuda")
     one = fastattn.attention(q, k, v, dropout_p=0.5, seed=seed, backend=name)
     two = fastattn.attention(q, k, v, dropout_p=0.5, seed=5, backend=name)
@@ -228,7 +230,7 @@ def test_a_seed_lives_on_the_device(name):
 
 @on_every_backend
 def test_manual_seed_repeats_the_draw(name):
-    q, k, v = inputs()
+    q, k, v = inputs(torch.bfloat16)
 
     def draw():
         return fastattn.attention(q, k, v, dropout_p=0.5, backend=name)

@@ -85,11 +85,8 @@ def test_weights(name, features, mean, dtype):
     passed([line for x in problems for line in about_weights(name, x, average)])
 
 
-@every_backend
-@pytest.mark.parametrize("features, mean", thinned(ALONE, MEANS), ids=title)
-def test_a_given_lse_is_a_constant(name, features, mean):
-    average = mean == "mean"
-    problem = with_identity(build(SHAPES[1], features, torch.float32), average)
+def of_constant_lse(problem, average):
+    """The verdict on weights whose normaliser is given and held constant, and that normaliser."""
     heads = problem.q.shape[1]
     share = problem.dout / heads if average else problem.dout
     kwargs = problem.kwargs
@@ -105,10 +102,19 @@ def test_a_given_lse_is_a_constant(name, features, mean):
         del values["lse"]
         values["out"] = values["out"].mean(1) if average else values["out"]
         values.pop("dsinks", None)
+    return verdict, lse.float()
+
+
+@every_backend
+@pytest.mark.parametrize("features, mean", thinned(ALONE, MEANS), ids=title)
+def test_a_given_lse_is_a_constant(name, features, mean):
+    average = mean == "mean"
+    problem = with_identity(build(SHAPES[1], features, torch.float32), average)
+    verdict, lse = of_constant_lse(problem, average)
     found = []
     for isa in variants(name):
         with variant(isa):
-            got = ask(problem, name, average, lse=lse.float())
+            got = ask(problem, name, average, lse=lse)
         if "sinks" in problem.wants:
             assert not got.pop("dsinks").any(), isa  # a constant normaliser hides the sink
         found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]

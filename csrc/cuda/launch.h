@@ -1,5 +1,6 @@
 // How a kernel is started: a function, so that the same line is C++ to nvcc and to the g++ that
-// compiles kernels for the tests (FA_EMULATED: tests/emu).
+// compiles kernels for the tests (FA_EMULATED: tests/emu). Every call returns the CUDA error code,
+// 0 for none, and waits for no kernel.
 #pragma once
 #include <stddef.h>
 
@@ -11,13 +12,42 @@
 
 namespace fa {
 
-// The CUDA error code, 0 for none. It does not wait for the kernel. shared_bytes may be up to what
-// a block may have; stream is a cudaStream_t.
-template <class... P, class... A>
-int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
-           A... arguments) {
+// What went wrong last on this thread, and in the launch of which kernel.
+struct Failure {
+  int code;
+  const char* kernel;
+};
+inline thread_local Failure last_failure = {};
+
+inline int checked(int code, const char* kernel) {
+  if (code) last_failure = {code, kernel};
+  return code;
+}
+
+inline const char* error_text(int code) {
 #ifdef FA_EMULATED
-  (void)stream;
+  return code ? "the emulator refuses it" : "no error";
+#else
+  return cudaGetErrorString(static_cast<cudaError_t>(code));
+#endif
+}
+
+inline int use_device(int64_t device) {
+#ifdef FA_EMULATED
+  (void)device;
+  return 0;
+#else
+  return checked(cudaSetDevice(static_cast<int>(device)), "no kernel yet: cudaSetDevice");
+#endif
+}
+
+// `name` is for messages; shared_bytes may be up to what a block may have; stream is a
+// cudaStream_t.
+template <class... P, class... A>
+int launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
+           void* stream, A... arguments) {
+#ifdef FA_EMULATED
+  (void)name, (void)stream;
   emu::launch(kernel, grid, block, shared_bytes, arguments...);
   return 0;
 #else
@@ -25,26 +55,26 @@ int launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, voi
   if (shared_bytes > kWithoutAsking) {
     const cudaError_t refused = cudaFuncSetAttribute(
         kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
-    if (refused) return refused;
+    if (refused) return checked(refused, name);
   }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  return cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
+  return checked(cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...), name);
 #endif
 }
 
 // A row of blocks: none are no launch, and more than a grid has are refused, not wrapped around.
 template <class... P, class... A>
-int launch_blocks(void (*kernel)(P...), int64_t blocks, int threads, size_t shared_bytes,
-                  void* stream, A... arguments) {
+int launch_blocks(const char* name, void (*kernel)(P...), int64_t blocks, int threads,
+                  size_t shared_bytes, void* stream, A... arguments) {
   constexpr int kInvalidConfiguration = 9;  // cudaErrorInvalidConfiguration
   if (blocks == 0) return 0;
-  if (blocks > INT32_MAX) return kInvalidConfiguration;
-  return launch(kernel, dim3(static_cast<unsigned>(blocks)), dim3(static_cast<unsigned>(threads)),
-                shared_bytes, stream, arguments...);
+  if (blocks > INT32_MAX) return checked(kInvalidConfiguration, name);
+  return launch(name, kernel, dim3(static_cast<unsigned>(blocks)),
+                dim3(static_cast<unsigned>(threads)), shared_bytes, stream, arguments...);
 }
 
 }  // namespace fa

@@ -27,7 +27,7 @@ struct F16 {};
 
 constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
 
-// -- arithmetic ------------------------------------------------------------------------------------
+// -- arithmetic -----------------------------------------------------------------------------------
 
 // 2^x to 2 ulp, 0 for -inf.
 FA_DEVICE float exp2(float x) {
@@ -57,7 +57,7 @@ FA_DEVICE float widen(F16, uint16_t x) {
                  float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y;)
 }
 
-// -- threads that wait for each other --------------------------------------------------------------
+// -- threads that wait for each other -------------------------------------------------------------
 
 // All threads of the block; what each wrote to shared memory before, each sees after.
 FA_DEVICE void block_sync(Site site) {
@@ -81,7 +81,7 @@ FA_DEVICE void barrier_arrive(Site site, int id, int threads) {
                  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");)
 }
 
-// -- shared memory ---------------------------------------------------------------------------------
+// -- shared memory --------------------------------------------------------------------------------
 
 // Its address in the window of shared memory, as the instructions below take it.
 FA_DEVICE uint32_t shared_address(const void* pointer) {
@@ -129,7 +129,7 @@ FA_DEVICE void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
                    : "memory");)
 }
 
-// -- tensor cores ----------------------------------------------------------------------------------
+// -- tensor cores ---------------------------------------------------------------------------------
 
 // d (16 x 8, float32) += a (16 x 16) b (16 x 8). Lane 4 g + t holds of d rows g and g + 8, columns
 // 2 t and 2 t + 1; of a these rows, columns 2 t and 2 t + 1, and both 8 further; of b column g,
@@ -149,7 +149,7 @@ FA_MULTIPLY(BF16, "bf16", true)
 FA_MULTIPLY(F16, "f16", false)
 #undef FA_MULTIPLY
 
-// -- exchange between the lanes of a warp ----------------------------------------------------------
+// -- exchange between the lanes of a warp ---------------------------------------------------------
 
 // The value of lane (this ^ flip).
 FA_DEVICE float shuffle_xor(float x, int flip) { return __shfl_xor_sync(kWholeWarp, x, flip); }

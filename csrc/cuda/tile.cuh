@@ -73,7 +73,7 @@ FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
   }
 }
 
-// -- fragments, as ptx::multiply takes them --------------------------------------------------------
+// -- fragments, as ptx::multiply takes them -------------------------------------------------------
 
 // a: rows 16 r to 16 r + 15, columns 16 k to 16 k + 15 of a tile.
 template <class Tile>

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 import importlib
@@ -15,8 +14,9 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from .. import autotune, tuning
+from .. import autotune, gpu, tuning
 from ..backend import Support, check_lengths, register, token_major
+from ..gpu import architecture, on, processors
 from ..spec import AttentionSpec, Feature, Maybe, Tensors
 
 OLDEST = (3, 6)
@@ -47,12 +47,10 @@ def unavailable() -> str | None:
         return f"Triton {version} is older than {OLDEST[0]}.{OLDEST[1]}"
     if interpreted():
         return None
-    if torch.version.cuda is None or not torch.cuda.is_available():
-        return "torch sees no CUDA GPU (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"
-    capability = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
-    if capability < (8, 0):
-        return f"needs compute capability 8.0 or newer, and a GPU here has {capability}"
-    return None
+    missing = gpu.unavailable()
+    if missing and not torch.cuda.is_available():
+        missing += " (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"
+    return missing
 
 
 class Triton:
@@ -354,30 +352,6 @@ def _launch(kernel, grid, args, kwargs) -> None:
 
 def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
-
-
-def on(device: torch.device):
-    """Make `device` current, where it is not."""
-    if device.type != "cuda" or device.index == torch.cuda.current_device():
-        return contextlib.nullcontext()
-    return torch.cuda.device(device)
-
-
-@functools.cache
-def architecture(device: torch.device) -> int:
-    """90 for compute capability 9.0; 0 in the interpreter."""
-    if device.type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
-
-
-@functools.cache
-def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; a few in the interpreter, so that it splits keys too."""
-    if device.type != "cuda":
-        return 8
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def blocks(n: int, size: int) -> int:

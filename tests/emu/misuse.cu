@@ -15,7 +15,7 @@ __global__ void run(Body body, const uint32_t* from, uint32_t* out) {
 
 template <class Body>
 int start(Body body, const uint32_t* from, uint32_t* out) {
-  return launch(run<Body>, dim3(1), dim3(64), 4096, nullptr, body, from, out);
+  return launch("run", run<Body>, dim3(1), dim3(64), 4096, nullptr, body, from, out);
 }
 
 struct Thread {
@@ -276,6 +276,6 @@ extern "C" int past_the_end(const uint32_t* from, uint32_t* out) {
 
 extern "C" int launch_of(int threads, int shared_bytes, const uint32_t* from, uint32_t* out) {
   const auto nothing = [](int, uint32_t*, uint32_t, const uint32_t*) { return 0u; };
-  return fa::launch(fa::run<decltype(nothing)>, dim3(1), dim3(threads), shared_bytes, nullptr,
+  return fa::launch("run", fa::run<decltype(nothing)>, dim3(1), dim3(threads), shared_bytes, nullptr,
                     nothing, from, out);
 }

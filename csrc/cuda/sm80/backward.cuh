@@ -7,21 +7,28 @@
 //   s  = L1 R1^T,  L1 stays: q or k           p  = exp(s - lse)
 //   dp = L2 R2^T,  L2 stays: dout or v        ds = p (dp - delta)
 //   first += ds R1: dq or dk                  second += p R2: dv
+//
+// The backward pass of the weights takes the same road. There dp is an input, no values exist, and
+// delta is a sum over keys: it has a kernel, in which a row's p dp are added up.
 #pragma once
+#include "../launch.h"
 #include "product.cuh"
 
 namespace fa {
 namespace sm80 {
 
-enum Gradient { kOfQ, kOfKV, kOfK, kOfV, kOfMask };  // what a kernel makes
+enum Gradient { kOfQ, kOfKV, kOfK, kOfV, kOfMask, kDelta };  // what a kernel makes
 
+// Without values, kDv = 0, dp is given.
 template <class Type_, int kD_, int kDv_, Gradient kWhat_, bool kGeneral_>
 struct Backward {
   using Type = Type_;
   static constexpr int kD = kD_, kDv = kDv_, kWidest = kD > kDv ? kD : kDv;
   static constexpr Gradient kWhat = kWhat_;
-  static constexpr bool kGeneral = kGeneral_, kKeysStay = kWhat != kOfQ && kWhat != kOfMask;
-  static constexpr bool kFirst = kWhat != kOfV, kSecond = kWhat == kOfKV || kWhat == kOfV;
+  static constexpr bool kGeneral = kGeneral_, kGiven = kDv == 0;
+  static constexpr bool kKeysStay = kWhat == kOfKV || kWhat == kOfK || kWhat == kOfV;
+  static constexpr bool kFirst = kWhat != kOfV && kWhat != kDelta;
+  static constexpr bool kSecond = kWhat == kOfKV || kWhat == kOfV;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kStaying = 16 * kWarps;
   static constexpr int kPassing = kWidest <= 64 ? 64 : kWidest <= 192 ? 32 : 16;
   using Left1 = Tile<kStaying, kD>;
@@ -84,7 +91,8 @@ FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassin
         float kept = 1.0f;
         if (B::kGeneral && head.p.dropout_p > 0) kept = head.dropped_one(i, j);
         dp[n][e] = weight * (dp[n][e] * kept - state.delta);
-        if (B::kWhat != kOfMask) dp[n][e] *= derivative;  // the mask is added after softcap
+        // The mask is added after softcap.
+        if (B::kWhat != kOfMask && B::kWhat != kDelta) dp[n][e] *= derivative;
         s[n][e] = weight * kept;
       }
     }
@@ -101,9 +109,29 @@ FA_DEVICE void product(Accumulator<B::kPassing>& s, uint32_t left, uint32_t righ
   }
 }
 
+// dp of a tile where it is an input, or what a head has of the mean's.
+template <class B>
+FA_DEVICE void read_given(Accumulator<B::kPassing>& dp, const FaParams& p, int64_t b, int64_t h,
+                          int row, int column) {
+  const int64_t* stride = p.dweights.stride;
+  const auto* data =
+      static_cast<const uint16_t*>(p.dweights.data) + b * stride[0] + h * stride[1];
+  const float share = p.average_heads ? 1.0f / static_cast<float>(p.H) : 1.0f;
+#pragma unroll
+  for (int n = 0; n < B::kPassing / 8; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int stays = row + 8 * (e / 2), passing = column + 8 * n + e % 2;
+      const int64_t i = B::kKeysStay ? passing : stays, j = B::kKeysStay ? stays : passing;
+      if (i < p.M && j < p.N)
+        dp[n][e] = share * ptx::widen(typename B::Type(), data[i * stride[2] + j * stride[3]]);
+    }
+}
+
 template <class Type, int columns>
 FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row, int column,
                               int64_t rows, int64_t width, Accumulator<columns>& x, float factor) {
+  if (!to.data) return;  // nobody wants it
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t i = row + 8 * half;
@@ -121,10 +149,9 @@ FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row,
 }
 
 // A block for 64 rows of one query head, or 64 keys of one key head and the rows of all query heads
-// that read it, one after the other.
+// that read it, one after the other. Where deltas are what it makes, they are 0 before.
 template <class B>
-__global__ void __launch_bounds__(B::kThreads, 1)
-    backward_kernel(const FaParams p, const float* deltas) {
+__global__ void __launch_bounds__(B::kThreads, 1) backward_kernel(const FaParams p, float* deltas) {
   FA_SHARED_MEMORY(memory);
   const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
   const int64_t blocks = (length + B::kStaying - 1) / B::kStaying;
@@ -160,18 +187,21 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     const Matrix right1 = B::kKeysStay ? matrix_of(p.q, b, h, p.M, p.D) : k;
     const Matrix right2 = B::kKeysStay ? matrix_of(p.dout, b, h, p.M, p.Dv) : v;
     load_tile<typename B::Right1, B::kThreads>(to, right1, first);
-    load_tile<typename B::Right2, B::kThreads>(to + B::Right1::kBytes, right2, first);
+    if constexpr (!B::kGiven)
+      load_tile<typename B::Right2, B::kThreads>(to + B::Right1::kBytes, right2, first);
   };
 
   Accumulator<B::kFirst ? B::kD : 8> first = {};
   Accumulator<B::kSecond ? B::kDv : 8> second = {};
+  float delta[2] = {0.0f, 0.0f};
   RowState staying[2] = {};
   if (steps > 0) {
     const int64_t h = staying_head;
     load_tile<typename B::Left1, B::kThreads>(
         memory, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
-    load_tile<typename B::Left2, B::kThreads>(
-        left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
+    if constexpr (!B::kGiven)
+      load_tile<typename B::Left2, B::kThreads>(
+          left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
     load_passing(0);
     if (!B::kKeysStay)
       for (int half = 0; half < 2; ++half)
@@ -189,15 +219,24 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     const uint32_t right2 = right1 + B::Right1::kBytes;
     Accumulator<B::kPassing> s = {}, dp = {};
     product<B, typename B::Left1, typename B::Right1>(s, left1_tile, right1, warp);
-    if (B::kFirst)
-      product<B, typename B::Left2, typename B::Right2>(dp, left2_tile, right2, warp);
     const int64_t h = head_of(step);
+    const int passing = start + step % tiles * B::kPassing + column;
+    if constexpr (B::kGiven)
+      read_given<B>(dp, p, b, h, row, passing);
+    else if (B::kFirst)
+      product<B, typename B::Left2, typename B::Right2>(dp, left2_tile, right2, warp);
     differentiate<B>(s, dp, Head(p, b, h), visible, RowStates(p, deltas, b, h), staying, row,
-                     start + step % tiles * B::kPassing + column);
+                     passing);
     if constexpr (B::kFirst)
       multiply_values<typename B::Type, typename B::Right1>(first, dp, right1);
     if constexpr (B::kSecond)
       multiply_values<typename B::Type, typename B::Right2>(second, s, right2);
+    if constexpr (B::kWhat == kDelta) {
+#pragma unroll
+      for (int n = 0; n < B::kPassing / 8; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) delta[e / 2] += dp[n][e];
+    }
     ptx::block_sync("backward: all are done with this tile");
   }
   ptx::copies_wait<0>("backward: nothing is on its way");
@@ -209,6 +248,22 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     store_gradient<Type, B::kD>(of_first, b, staying_head, row, column, length, p.D, first, scale);
   if constexpr (B::kSecond)
     store_gradient<Type, B::kDv>(p.dv, b, staying_head, row, column, length, p.Dv, second, 1.0f);
+  if constexpr (B::kWhat == kDelta) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int i = row + 8 * half;
+      const float sum = row_sum(delta[half]);
+      if (lane % 4 == 0 && i < p.M) deltas[(b * p.H + staying_head) * p.M + i] = sum;
+    }
+  }
+}
+
+template <class B>
+int start_gradient(const FaParams& p, float* deltas, void* stream) {
+  const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
+  const int64_t blocks = (length + B::kStaying - 1) / B::kStaying * heads * p.B;
+  return launch_blocks("backward_kernel", backward_kernel<B>, blocks, B::kThreads, B::kSharedBytes,
+                       stream, p, deltas);
 }
 
 }  // namespace sm80

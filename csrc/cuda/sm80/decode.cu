@@ -3,6 +3,7 @@
 
 #include "../launch.h"
 #include "instances.h"
+#include "kernels.h"
 
 namespace fa {
 namespace sm80 {
@@ -18,7 +19,7 @@ int64_t blocks_of_a_split(const FaParams& p) {
 
 // The fewest with which the multiprocessors are nearly as busy as with any number: at the end of a
 // call some wait for others. One, where that is as good, or keys are too few for a second kernel.
-int64_t splits(const FaParams& p, int64_t multiprocessors) {
+int64_t decode_splits(const FaParams& p, int64_t multiprocessors) {
   constexpr int64_t kFewKeys = 256;
   constexpr double kBusy = 0.8, kNearly = 0.85;
   if (p.B * p.H * p.M == 0) return 1;
@@ -41,13 +42,14 @@ int64_t splits(const FaParams& p, int64_t multiprocessors) {
 
 template <class F>
 int start(const FaParams& p, int64_t splits, void* stream) {
-  const int error = launch_blocks(decode_kernel<F>, blocks_of_a_split(p) * splits, F::kThreads,
-                                  F::kSharedBytes, stream, p, static_cast<int>(splits));
+  const int error =
+      launch_blocks("decode_kernel", decode_kernel<F>, blocks_of_a_split(p) * splits, F::kThreads,
+                    F::kSharedBytes, stream, p, static_cast<int>(splits));
   if (error || splits == 1) return error;
   const Parts parts = splits_of(p, splits);
   const size_t bytes = sizeof(float) * kCombineWarps * static_cast<size_t>(parts.width);
-  return launch_blocks(combine_kernel<typename F::Type>, parts.rows, 32 * kCombineWarps, bytes,
-                       stream, p, static_cast<int>(splits));
+  return launch_blocks("combine_kernel", combine_kernel<typename F::Type>, parts.rows,
+                       32 * kCombineWarps, bytes, stream, p, static_cast<int>(splits));
 }
 
 template <class Type, bool general>
@@ -69,21 +71,16 @@ int decode_of(const FaParams& p, int64_t splits, void* stream) {
                  : decode_of<Type, false>(p, splits, stream);
 }
 
+int64_t decode_workspace(const FaParams& p, int64_t multiprocessors) {
+  const int64_t splits = decode_splits(p, multiprocessors);
+  return splits == 1 ? 0 : splits_bytes(p, splits);
+}
+
+int decode(const FaParams& p, int64_t multiprocessors, void* stream) {
+  const int64_t splits = decode_splits(p, multiprocessors);
+  return p.q.dtype == FA_BF16 ? decode_of<ptx::BF16>(p, splits, stream)
+                              : decode_of<ptx::F16>(p, splits, stream);
+}
+
 }  // namespace sm80
 }  // namespace fa
-
-extern "C" int64_t fa_cuda_decode_splits(const FaParams* p, int64_t sm_count) {
-  return fa::sm80::splits(*p, sm_count);
-}
-
-// The bytes that p->workspace must have, at a multiple of 16.
-extern "C" int64_t fa_cuda_decode_workspace(const FaParams* p, int64_t sm_count) {
-  const int64_t splits = fa::sm80::splits(*p, sm_count);
-  return splits == 1 ? 0 : fa::sm80::splits_bytes(*p, splits);
-}
-
-extern "C" int fa_cuda_decode(const FaParams* p, int64_t sm_count, void* stream) {
-  const int64_t splits = fa::sm80::splits(*p, sm_count);
-  return p->q.dtype == FA_BF16 ? fa::sm80::decode_of<fa::ptx::BF16>(*p, splits, stream)
-                               : fa::sm80::decode_of<fa::ptx::F16>(*p, splits, stream);
-}

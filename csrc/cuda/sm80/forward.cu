@@ -3,6 +3,7 @@
 
 #include "../launch.h"
 #include "instances.h"
+#include "kernels.h"
 
 namespace fa {
 namespace sm80 {
@@ -10,7 +11,8 @@ namespace sm80 {
 template <class F>
 int start_forward(const FaParams& p, void* stream) {
   const int64_t blocks = (p.M + F::kRows - 1) / F::kRows * p.H * p.B;
-  return launch_blocks(forward_kernel<F>, blocks, F::kThreads, F::kSharedBytes, stream, p);
+  return launch_blocks("forward_kernel", forward_kernel<F>, blocks, F::kThreads, F::kSharedBytes,
+                       stream, p);
 }
 
 template <class Type, bool general>
@@ -29,10 +31,9 @@ int forward_of(const FaParams& p, void* stream) {
   return general ? forward_of<Type, true>(p, stream) : forward_of<Type, false>(p, stream);
 }
 
+int forward(const FaParams& p, void* stream) {
+  return p.q.dtype == FA_BF16 ? forward_of<ptx::BF16>(p, stream) : forward_of<ptx::F16>(p, stream);
+}
+
 }  // namespace sm80
 }  // namespace fa
-
-extern "C" int fa_cuda_forward(const FaParams* p, void* stream) {
-  return p->q.dtype == FA_BF16 ? fa::sm80::forward_of<fa::ptx::BF16>(*p, stream)
-                               : fa::sm80::forward_of<fa::ptx::F16>(*p, stream);
-}

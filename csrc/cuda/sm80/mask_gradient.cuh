@@ -1,5 +1,5 @@
-// The gradient of a float mask, in the mask's own shape: ds summed over whatever dimensions the mask
-// is broadcast along. Each block owns some of its elements and walks everything that flows into
+// The gradient of a float mask, in the mask's own shape: ds summed over whatever dimensions it is
+// broadcast along. Each block owns some of its elements and walks everything that flows into
 // them, in one order; it computes ds anew, so that no M x N buffer exists unless the mask is one.
 #pragma once
 #include "backward.cuh"
@@ -23,7 +23,7 @@ struct Extent {
 };
 FA_SHARED Extent extent(const FaParams& p, int dim, int64_t whole) {
   const bool summed = p.dmask.stride[dim] == 0;
-  return {summed ? least(whole, 1) : whole, summed};
+  return {summed ? 1 : whole, summed};  // one, too, where there is nothing to sum: that is 0
 }
 
 template <class B>
@@ -50,19 +50,24 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
   unsigned char* const right1 = left2 + B::Left2::kBytes;
   unsigned char* const right2 = right1 + B::Right1::kBytes;
   load_tile<typename B::Left1, B::kThreads>(memory, matrix_of(p.q, b, h, p.M, p.D), first_row);
-  load_tile<typename B::Left2, B::kThreads>(left2, matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
   load_tile<typename B::Right1, B::kThreads>(right1, matrix_of(p.k, b, hk, seen.hi, p.D),
                                              first_key);
-  load_tile<typename B::Right2, B::kThreads>(right2, matrix_of(p.v, b, hk, seen.hi, p.Dv),
-                                             first_key);
+  if constexpr (!B::kGiven) {
+    load_tile<typename B::Left2, B::kThreads>(left2, matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
+    load_tile<typename B::Right2, B::kThreads>(right2, matrix_of(p.v, b, hk, seen.hi, p.Dv),
+                                               first_key);
+  }
   ptx::copies_commit("mask: a tile");
   ptx::copies_wait<0>("mask: it has landed");
   ptx::block_sync("mask: all see this tile");
   Accumulator<B::kPassing> s = {}, dp = {};
   product<B, typename B::Left1, typename B::Right1>(s, ptx::shared_address(memory),
                                                     ptx::shared_address(right1), warp);
-  product<B, typename B::Left2, typename B::Right2>(dp, ptx::shared_address(left2),
-                                                    ptx::shared_address(right2), warp);
+  if constexpr (B::kGiven)
+    read_given<B>(dp, p, b, h, row, column);
+  else
+    product<B, typename B::Left2, typename B::Right2>(dp, ptx::shared_address(left2),
+                                                      ptx::shared_address(right2), warp);
   const RowStates states(p, deltas, b, h);
   const RowState staying[2] = {states.at(row), states.at(row + 8)};
   differentiate<B>(s, dp, Head(p, b, h), Visible(p, b), states, staying, row, column);
@@ -106,8 +111,7 @@ FA_DEVICE void sum_columns(Accumulator<B::kPassing>& total) {
     float sum = 0.0f;
 #pragma unroll
     for (int n = 0; n < B::kPassing / 8; ++n) sum += total[n][2 * half] + total[n][2 * half + 1];
-    sum += ptx::shuffle_xor(sum, 1);
-    total[0][2 * half] = sum + ptx::shuffle_xor(sum, 2);
+    total[0][2 * half] = row_sum(sum);
   }
 }
 
@@ -145,13 +149,23 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   for (int n = 0; n < B::kPassing / 8; ++n)
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int64_t row = 16 * warp + lane / 4 + 8 * (e / 2), column = 8 * n + 2 * (lane % 4) + e % 2;
+      const int64_t row = 16 * warp + lane / 4 + 8 * (e / 2);
+      const int64_t column = 8 * n + 2 * (lane % 4) + e % 2;
       const int64_t i = of_i.summed ? row : own_i * B::kStaying + row;
       const int64_t j = of_j.summed ? column : own_j * B::kPassing + column;
       if (i >= (of_i.summed ? 1 : p.M) || j >= (of_j.summed ? 1 : p.N)) continue;
       write(p.dmask, own_b * stride[0] + own_h * stride[1] + i * stride[2] + j * stride[3],
             total[n][e]);
     }
+}
+
+template <class B>
+int start_mask_gradient(const FaParams& p, const float* deltas, void* stream) {
+  const int64_t blocks = extent(p, 0, p.B).parts * extent(p, 1, p.H).parts *
+                         extent(p, 2, tiles_of_rows<B>(p)).parts *
+                         extent(p, 3, tiles_of_keys<B>(p)).parts;
+  return launch_blocks("mask_gradient_kernel", mask_gradient_kernel<B>, blocks, B::kThreads,
+                       B::kSharedBytes, stream, p, deltas);
 }
 
 }  // namespace sm80

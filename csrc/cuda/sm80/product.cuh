@@ -10,6 +10,12 @@ namespace sm80 {
 template <int columns>
 using Accumulator = float[columns / 8][4];
 
+// The sum over the four lanes that hold a row.
+FA_DEVICE float row_sum(float x) {
+  x += ptx::shuffle_xor(x, 1);
+  return x + ptx::shuffle_xor(x, 2);
+}
+
 // Two neighbouring 16 x 8 parts of an accumulator are what the left side of a product takes.
 template <class Type>
 FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],
@@ -33,7 +39,8 @@ FA_DEVICE void add_products(float (&s)[n][4], const uint32_t (&a)[4], uint32_t t
   }
 }
 
-// out += weights times the rows of a tile, those from 16 at on, and their columns from 16 column on.
+// out += weights times the rows of a tile, those from 16 at on, and their columns from 16 column
+// on.
 template <class Type, class Tile, int n, int columns>
 FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[n][4],
                                uint32_t tile, int at = 0, int column = 0) {

@@ -1,5 +1,6 @@
 // The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
 #pragma once
+#include "../launch.h"
 #include "../score.cuh"
 
 namespace fa {
@@ -14,8 +15,8 @@ FA_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// delta[b, h, i] = sum over d of dout * out, less dlse: what a row's every dp is less by. A warp for
-// each row.
+// delta[b, h, i] = sum over d of dout * out, less dlse: what a row's every dp is less by. 0 where
+// there is no output. A warp for each row.
 template <class Type>
 __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, float* deltas) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -39,9 +40,10 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, fl
   if (lane == 0) deltas[at] = sum;
 }
 
-// dsinks[h] = - sum over b and i of exp(sink - lse) delta: the sink is a key without a value. A block
-// for each head, which adds in one order.
-__global__ void __launch_bounds__(kRowThreads)
+// dsinks[h] = - sum over b and i of exp(sink - lse) delta: the sink is a key without a value. A
+// block for each head, which adds in one order.
+template <int threads>
+__global__ void __launch_bounds__(threads)
     sink_gradient_kernel(const FaParams p, const float* deltas) {
   FA_SHARED_MEMORY(memory);
   auto* sums = reinterpret_cast<float*>(memory);
@@ -49,7 +51,7 @@ __global__ void __launch_bounds__(kRowThreads)
   const int thread = static_cast<int>(threadIdx.x);
   const float sink = read(p.sinks, h * p.sinks.stride[1]);
   float sum = 0.0f;
-  for (int64_t at = thread; at < p.B * p.M; at += kRowThreads) {
+  for (int64_t at = thread; at < p.B * p.M; at += threads) {
     const int64_t b = at / p.M, i = at % p.M;
     const int64_t* stride = p.lse.stride;
     const float lse = read(p.lse, b * stride[0] + h * stride[1] + i * stride[2]);
@@ -61,8 +63,20 @@ __global__ void __launch_bounds__(kRowThreads)
   ptx::block_sync("sinks: every warp has its sum");
   if (thread != 0) return;
   float total = 0.0f;
-  for (int warp = 0; warp < kRowThreads / 32; ++warp) total += sums[warp];
+  for (int warp = 0; warp < threads / 32; ++warp) total += sums[warp];
   static_cast<float*>(p.dsinks.data)[h * p.dsinks.stride[1]] = total;
+}
+
+template <class Type>
+int start_delta(const FaParams& p, float* deltas, void* stream) {
+  const int64_t rows = p.B * p.H * p.M, warps = kRowThreads / 32;
+  return launch_blocks("delta_kernel", delta_kernel<Type>, (rows + warps - 1) / warps, kRowThreads,
+                       0, stream, p, deltas);
+}
+
+inline int start_sink_gradient(const FaParams& p, const float* deltas, void* stream) {
+  return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads>, p.H, kRowThreads,
+                       sizeof(float) * (kRowThreads / 32), stream, p, deltas);
 }
 
 }  // namespace sm80

@@ -10,12 +10,6 @@ struct Softmax {
   float max[2], sum[2];
 };
 
-// The sum over the four lanes that hold a row.
-FA_DEVICE float row_sum(float x) {
-  x += ptx::shuffle_xor(x, 1);
-  return x + ptx::shuffle_xor(x, 2);
-}
-
 // s += rows times keys, those from 16 at on of a tile. left(d): columns 16 d to 16 d + 15 of the
 // rows.
 template <class Type, class KTile, class Left, int n>

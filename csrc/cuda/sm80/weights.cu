@@ -3,6 +3,7 @@
 
 #include "../launch.h"
 #include "instances.h"
+#include "kernels.h"
 
 namespace fa {
 namespace sm80 {
@@ -11,7 +12,8 @@ template <class W>
 int start_weights(const FaParams& p, void* stream) {
   const int64_t blocks = W::key_tiles(p) * W::row_tiles(p) * W::planes(p) * p.B;
   const int stages = p.average_heads ? 2 : 1;
-  return launch_blocks(weights_kernel<W>, blocks, W::kThreads, stages * W::kStageBytes, stream, p);
+  return launch_blocks("weights_kernel", weights_kernel<W>, blocks, W::kThreads,
+                       stages * W::kStageBytes, stream, p);
 }
 
 template <class Type, bool general>
@@ -27,10 +29,9 @@ int weights_of(const FaParams& p, void* stream) {
   return is_general(p) ? weights_of<Type, true>(p, stream) : weights_of<Type, false>(p, stream);
 }
 
+int weights(const FaParams& p, void* stream) {
+  return p.q.dtype == FA_BF16 ? weights_of<ptx::BF16>(p, stream) : weights_of<ptx::F16>(p, stream);
+}
+
 }  // namespace sm80
 }  // namespace fa
-
-extern "C" int fa_cuda_weights(const FaParams* p, void* stream) {
-  return p->q.dtype == FA_BF16 ? fa::sm80::weights_of<fa::ptx::BF16>(*p, stream)
-                               : fa::sm80::weights_of<fa::ptx::F16>(*p, stream);
-}

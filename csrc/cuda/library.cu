@@ -1,0 +1,52 @@
+// The C ABI of csrc/abi.h over the kernels: which of them serve a pass.
+#include "launch.h"
+#include "sm80/kernels.h"
+
+namespace {
+
+constexpr int64_t kDecodeRows = 16;
+
+bool decodes(const FaParams& p, int64_t multiprocessors) {
+  return multiprocessors > 0 && p.M <= kDecodeRows;
+}
+
+}  // namespace
+
+extern "C" {
+
+int64_t fa_cuda_abi_size(void) { return sizeof(FaParams); }
+
+int64_t fa_cuda_splits(const FaParams* p, int64_t multiprocessors) {
+  return decodes(*p, multiprocessors) ? fa::sm80::decode_splits(*p, multiprocessors) : 1;
+}
+
+int64_t fa_cuda_workspace(const FaParams* p, int64_t pass, int64_t multiprocessors) {
+  switch (pass) {
+    case FA_FORWARD:
+      return decodes(*p, multiprocessors) ? fa::sm80::decode_workspace(*p, multiprocessors) : 0;
+    case FA_WEIGHTS:
+      return 0;
+    default:
+      return fa::sm80::backward_workspace(*p);
+  }
+}
+
+int64_t fa_cuda_run(const FaParams* p, int64_t pass, int64_t device, int64_t multiprocessors,
+                    void* stream) {
+  if (const int failed = fa::use_device(device)) return failed;
+  switch (pass) {
+    case FA_FORWARD:
+      return decodes(*p, multiprocessors) ? fa::sm80::decode(*p, multiprocessors, stream)
+                                          : fa::sm80::forward(*p, stream);
+    case FA_BACKWARD:
+      return fa::sm80::backward(*p, stream);
+    case FA_WEIGHTS:
+      return fa::sm80::weights(*p, stream);
+    default:
+      return fa::sm80::weights_backward(*p, stream);
+  }
+}
+
+const char* fa_cuda_failed_kernel(void) { return fa::last_failure.kernel; }
+const char* fa_cuda_error(int64_t code) { return fa::error_text(static_cast<int>(code)); }
+}

@@ -1,0 +1,165 @@
+"""The library that nvcc makes of the CUDA kernels: when it is built, what is in it, and that it
+loads and says what is wrong where there is no GPU.
+
+Where FASTATTN_CUDA=on (make test-cuda), no nvcc is a failure; else it is a skip.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bench.aot import nvidia_tool
+
+ROOT = Path(__file__).resolve().parents[1]
+BUILD = ROOT / "build" / "cuda"
+FORCED = os.environ.get("FASTATTN_CUDA") == "on"
+TOOLS = {"path": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+
+
+def cmake(*arguments, **environment):
+    tool = shutil.which("cmake", **TOOLS)
+    if not tool or not shutil.which("ninja", **TOOLS):
+        pytest.skip("building needs cmake and ninja")
+    env = {x: y for x, y in os.environ.items() if not x.startswith(("FASTATTN", "CUDA"))}
+    return subprocess.run(
+        [tool, *map(str, arguments)],
+        env=env | dict(PATH=TOOLS["path"]) | environment,
+        capture_output=True,
+        text=True,
+    )
+
+
+def configure(folder, *more, **environment):
+    return cmake("-S", ROOT / "csrc", "-B", folder, "-GNinja", *more, **environment)
+
+
+@pytest.fixture(scope="module")
+def library():
+    """Its path. The build folder is kept: the second time there is nothing to compile."""
+    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
+    done = configure(BUILD, FASTATTN_CUDA="on")
+    if done.returncode and not FORCED:
+        pytest.skip(done.stderr.strip().splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    done = cmake("--build", BUILD, "--target", "fastattn_cuda", "--parallel", jobs)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return BUILD / "cuda" / "libfastattn_cuda.so"
+
+
+def without_gpu(code, library):
+    """What Python prints that uses the library and sees no GPU."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "FASTATTN_CUDA_LIBRARY": str(library)}
+    done = subprocess.run(
+        [sys.executable, *code], env=os.environ | hidden, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_has_code_for_sm_80_and_ptx_for_what_is_newer(library):
+    pytest.importorskip("triton", reason="cuobjdump comes with Triton")
+    binaries = nvidia_tool("cuobjdump", "--list-elf", str(library))
+    texts = nvidia_tool("cuobjdump", "--list-ptx", str(library))
+    sources = len(list((ROOT / "csrc" / "cuda").rglob("*.cu")))
+    assert binaries.count("sm_80.cubin") == texts.count("sm_80.ptx") == sources, binaries + texts
+
+
+def test_it_needs_no_library_of_cuda(library):
+    if not shutil.which("readelf"):
+        pytest.skip("reading what a library needs takes readelf")
+    said = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.+)\]", said)
+    assert needed and not any("cuda" in x or "nv" in x for x in needed), needed
+
+
+def test_it_exports_its_c_abi_and_no_more(library):
+    said = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True
+    ).stdout
+    exported = set(re.findall(r" T (\w+)", said))
+    header = (ROOT / "csrc" / "abi.h").read_text()
+    assert exported == set(re.findall(r"\b(fa_cuda_\w+)\(", header)) | {"fa_cuda_probe"}
+    assert " W " not in said and " B " not in said, said
+
+
+def test_it_loads_without_a_gpu(library):
+    found = json.loads(without_gpu(["-m", "fastattn", "--json"], library))["backends"]["cuda"]
+    assert found == {"available": False, "reason": "torch sees no CUDA GPU"}
+
+
+FAILING = """
+import torch
+from fastattn import native, ops
+from fastattn.backends import cuda
+import fastattn
+
+class Pretending(cuda.Cuda):
+    multiprocessors = stream = lambda self, x: 0
+
+ops.choose = lambda spec, asked: Pretending()
+q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
+try:
+    fastattn.attention(q, q, q)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_what_the_driver_says_is_raised(library):
+    said = without_gpu(["-c", FAILING], library)
+    assert re.match(r"no kernel yet: cudaSetDevice .*: .+ \(CUDA error \d+;", said), said
+
+
+# --- when it is built -----------------------------------------------------------------------------
+
+
+def fake_nvcc(folder, version):
+    tool = folder / "nvcc"
+    tool.write_text(f'#!/bin/sh\necho "Cuda compilation tools, release {version}, V{version}.1"\n')
+    tool.chmod(0o755)
+    return str(tool)
+
+
+@pytest.mark.parametrize(
+    "wanted, reason",
+    [("off", "FASTATTN_CUDA was off"), ("auto", "no NVIDIA GPU was there"), ("", "no NVIDIA GPU")],
+    ids=["off", "auto", "unsaid"],
+)
+def test_where_it_is_not_built_the_reason_is_left(tmp_path, wanted, reason):
+    if wanted != "off" and any(Path("/dev").glob("nvidia[0-9]*")):
+        pytest.skip("there is a GPU here")
+    assert configure(tmp_path, FASTATTN_CUDA=wanted).returncode == 0
+    assert (tmp_path / "no_cuda.txt").read_text().startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "wanted, version, complaint",
+    [
+        ("on", "12.1", "is of CUDA 12.1, older than 12.8"),
+        ("maybe", "13.0", "FASTATTN_CUDA: got 'maybe', expected on, off or auto"),
+    ],
+    ids=["old", "unknown"],
+)
+def test_what_cannot_be_built_is_refused(tmp_path, wanted, version, complaint):
+    done = configure(tmp_path, FASTATTN_CUDA=wanted, CUDACXX=fake_nvcc(tmp_path, version))
+    assert done.returncode and complaint in " ".join(done.stderr.split())
+
+
+def test_the_reason_is_what_the_backend_says(tmp_path):
+    (tmp_path / "no_cuda.txt").write_text("of a reason")
+    missing = tmp_path / "libfastattn_cuda.so"
+    found = json.loads(without_gpu(["-m", "fastattn", "--json"], missing))["backends"]["cuda"]
+    assert found["reason"] == "the CUDA kernels were not built: of a reason"
+
+
+def test_what_is_no_such_library_is_said(tmp_path):
+    broken = tmp_path / "libfastattn_cuda.so"
+    broken.write_bytes(b"no library")
+    found = json.loads(without_gpu(["-m", "fastattn", "--json"], broken))["backends"]["cuda"]
+    assert found["reason"].startswith("the CUDA kernels do not load: ")
