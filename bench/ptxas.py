@@ -6,6 +6,7 @@ nvcc compiles csrc/cuda for sm_80 and sm_90. At fault are
     spilled registers in a plain kernel of head dims up to 128; in others, more bytes than
     bench/ptxas_budget.json says: {arch: {kernel: bytes}}
     a kernel of products without tensor-core instructions
+    more shared memory than a block of sm_86 and sm_89 may have, which run code for sm_80
 
 The report, one line a kernel, is bench/results/cuda-ptxas.txt; --accept writes it and the budget.
 Both are of the nvcc that its first line names: another one gives other code.
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -31,6 +33,7 @@ SOURCES = HERE.parent / "csrc"
 BUDGET = HERE / "ptxas_budget.json"
 REPORT = HERE / "results" / "cuda-ptxas.txt"
 ARCHS = ("sm_80", "sm_90")
+SHARED_LIMIT = 99 << 10
 WITHOUT_SPILLS = 128  # head dims of plain kernels up to this
 WITHOUT_PRODUCTS = r"(delta|combine|sink_gradient)_kernel"
 FLAGS = ("-std=c++17", "-O3", f"-I{SOURCES}", "-Xptxas", "-v")
@@ -39,17 +42,20 @@ FLAGS = ("-std=c++17", "-O3", f"-I{SOURCES}", "-Xptxas", "-v")
 @dataclass(frozen=True)
 class Kernel:
     """What ptxas made of one kernel: registers of a thread, bytes spilled in stores and loads, and
-    how many instructions multiply matrices."""
+    how many instructions multiply matrices. And the bytes of shared memory that it is launched
+    with, at most: none are static."""
 
     arch: str
     name: str
     registers: int
+    shared: int
     spilled: int
     products: int
 
     def __str__(self) -> str:
-        sizes = f"{self.registers:3d} registers  {self.spilled:4d} bytes spilled"
-        return f"{self.arch}  {sizes}  {self.products:4d} HMMA  {self.name}"
+        memory = f"{self.shared:5d} bytes shared  {self.spilled:4d} bytes spilled"
+        counts = f"{self.registers:3d} registers  {memory}  {self.products:4d} HMMA"
+        return f"{self.arch}  {counts}  {self.name}"
 
 
 def nvcc() -> str:
@@ -66,7 +72,24 @@ def version() -> str:
     return f"nvcc {found[1] if found else 'unknown'}"
 
 
-def compile_one(source: Path, arch: str) -> list[Kernel]:
+def shared_memory() -> dict[str, int]:
+    """Bytes for a block of each kernel, by what it is an instance of, or by its name."""
+    emulator = HERE.parent / "tests" / "emu"
+    flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}", f"-I{SOURCES}"]
+    flags += ["-include", str(emulator / "emu.h")]
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "shared_memory"
+        compiler = os.environ.get("CXX", "c++").split()
+        subprocess.run(
+            [*compiler, *flags, str(HERE / "shared_memory.cpp"), "-o", str(program)], check=True
+        )
+        said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(["c++filt", "-t"], input=said, capture_output=True, text=True).stdout
+    lines = (line.split(maxsplit=1) for line in plain(names).splitlines())
+    return {name: int(size) for size, name in lines}
+
+
+def compile_one(source: Path, arch: str, shared: dict[str, int]) -> list[Kernel]:
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder) / "code.cubin"
         command = [nvcc(), *FLAGS, f"-arch={arch}", "-cubin", str(source), "-o", str(cubin)]
@@ -82,24 +105,34 @@ def compile_one(source: Path, arch: str) -> list[Kernel]:
         done.stderr,
         re.DOTALL,
     )
-    return [
-        Kernel(arch, readable(name), int(used), int(stores) + int(loads), products[name])
-        for name, stores, loads, used in said
-    ]
+    found = []
+    for mangled, stores, loads, used in said:
+        name = readable(mangled)
+        kind, _, instance = name.rstrip("> ").partition("<")
+        instance = f"{instance}>" if instance.count("<") else instance
+        size = shared[instance] if instance in shared else shared[kind]
+        spilled = int(stores) + int(loads)
+        found.append(Kernel(arch, name, int(used), size, spilled, products[mangled]))
+    return found
 
 
 def readable(mangled: str) -> str:
-    """forward_kernel<Forward<BF16, 64, 64, false>>, of a mangled name."""
+    """forward_kernel<Forward<BF16, 64, 64, false> >, of a mangled name."""
     run = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True)
-    name = re.sub(r"\([^()]*\)$|^void |\w+::", "", run.stdout.strip())
-    return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", name)
+    return plain(re.sub(r"\([^()]*\)$|^void ", "", run.stdout.strip()))
+
+
+def plain(name: str) -> str:
+    """Without namespaces, and without the types of numbers."""
+    return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", re.sub(r"\w+::", "", name))
 
 
 def compile_all(jobs: int) -> list[Kernel]:
     """Every kernel, in one order."""
     tasks = [(source, arch) for arch in ARCHS for source in sorted(SOURCES.glob("cuda/sm80/*.cu"))]
+    shared = shared_memory()
     with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda task: compile_one(*task), tasks)
+        found = pool.map(lambda task: compile_one(*task, shared), tasks)
         kernels = [kernel for each in found for kernel in each]
     return sorted(kernels, key=lambda k: (k.arch, k.name))
 
@@ -118,6 +151,8 @@ def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str
             found.append(f"{kernel}: expected at most {allowed} bytes spilled")
         if not kernel.products and not re.match(WITHOUT_PRODUCTS, kernel.name):
             found.append(f"{kernel}: expected tensor-core instructions")
+        if kernel.shared > SHARED_LIMIT:
+            found.append(f"{kernel}: expected at most {SHARED_LIMIT} bytes shared")
     return found
 
 

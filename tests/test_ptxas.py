@@ -8,7 +8,7 @@ import pytest
 
 from bench import ptxas
 
-FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 0, 96)
+FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
 
 
 @pytest.mark.skipif(not shutil.which("nvcc"), reason="compiling CUDA needs nvcc")
@@ -43,6 +43,8 @@ def test_the_report_is_of_every_dtype_and_pass():
         ({"spilled": 4, "name": FITS.name.replace("false", "true")}, 4, False),
         ({"products": 0}, {}, True),
         ({"products": 0, "name": "delta_kernel<BF16>"}, {}, False),
+        ({"shared": 99 * 1024}, {}, False),
+        ({"shared": 99 * 1024 + 16}, {}, True),
     ],
 )
 def test_what_is_at_fault(changed, budget, wrong):

@@ -136,15 +136,10 @@ FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row,
   for (int half = 0; half < 2; ++half) {
     const int64_t i = row + 8 * half;
     if (i >= rows) continue;
-    auto* at = static_cast<uint16_t*>(to.data) + b * to.stride[0] + h * to.stride[1] +
-               i * to.stride[2];
+    const OutputRow<Type> at(to, b, h, i, width);
 #pragma unroll
-    for (int n = 0; n < columns / 8; ++n) {
-      const int d = 8 * n + column;
-      const uint32_t pair = ptx::pack(Type(), x[n][2 * half] * factor, x[n][2 * half + 1] * factor);
-      if (d < width) at[d * to.stride[3]] = static_cast<uint16_t>(pair);
-      if (d + 1 < width) at[(d + 1) * to.stride[3]] = static_cast<uint16_t>(pair >> 16);
-    }
+    for (int n = 0; n < columns / 8; ++n)
+      at.store(8 * n + column, x[n][2 * half] * factor, x[n][2 * half + 1] * factor);
   }
 }
 

@@ -141,14 +141,9 @@ FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Mer
     all.max = top;
   }
   const float factor = all.sum == 0.0f ? 0.0f : decay / all.sum;
-  const int64_t* stride = p.out.stride;
-  auto* to = static_cast<uint16_t*>(p.out.data) + b * stride[0] + h * stride[1] + i * stride[2];
-  const uint32_t pairs[2] = {ptx::pack(Type(), all.out.x * factor, all.out.y * factor),
-                             ptx::pack(Type(), all.out.z * factor, all.out.w * factor)};
-#pragma unroll
-  for (int e = 0; e < 4; ++e)
-    if (column + e < p.Dv)
-      to[(column + e) * stride[3]] = static_cast<uint16_t>(pairs[e / 2] >> 16 * (e % 2));
+  const OutputRow<Type> to(p.out, b, h, i, p.Dv);
+  to.store(column, all.out.x * factor, all.out.y * factor);
+  to.store(column + 2, all.out.z * factor, all.out.w * factor);
   if (column == 0) {
     auto* lse = static_cast<float*>(p.lse.data);
     lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =

@@ -27,22 +27,16 @@ struct Forward {
 template <class F>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
                      Accumulator<F::kDv>& out, float to_log2) {
-  const int64_t* stride = p.out.stride;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = row_sum(state.sum[half]);
     const int64_t i = row + 8 * half;
     if (i >= p.M) continue;
     const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
-    auto* to = static_cast<uint16_t*>(p.out.data) + b * stride[0] + h * stride[1] + i * stride[2];
+    const OutputRow<typename F::Type> to(p.out, b, h, i, p.Dv);
 #pragma unroll
-    for (int n = 0; n < F::kDv / 8; ++n) {
-      const int d = 8 * n + column;
-      const uint32_t pair = ptx::pack(typename F::Type(), out[n][2 * half] * inverse,
-                                      out[n][2 * half + 1] * inverse);
-      if (d < p.Dv) to[d * stride[3]] = static_cast<uint16_t>(pair);
-      if (d + 1 < p.Dv) to[(d + 1) * stride[3]] = static_cast<uint16_t>(pair >> 16);
-    }
+    for (int n = 0; n < F::kDv / 8; ++n)
+      to.store(8 * n + column, out[n][2 * half] * inverse, out[n][2 * half + 1] * inverse);
     if (column == 0) {
       auto* lse = static_cast<float*>(p.lse.data);
       lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =

@@ -16,6 +16,31 @@ FA_DEVICE float row_sum(float x) {
   return x + ptx::shuffle_xor(x, 2);
 }
 
+// A row in global memory to which neighbours are stored, from an even element on: as one word where
+// it lies so.
+template <class Type>
+struct OutputRow {
+  uint16_t* data;
+  int64_t step, width;  // in elements
+  bool in_words;
+
+  FA_DEVICE OutputRow(const FaTensor& x, int64_t b, int64_t h, int64_t i, int64_t width)
+      : data(static_cast<uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2]),
+        step(x.stride[3]), width(width),
+        in_words(step == 1 && reinterpret_cast<uintptr_t>(data) % 4 == 0) {}
+
+  // Elements j and j + 1: those that there are.
+  FA_DEVICE void store(int64_t j, float low, float high) const {
+    const uint32_t pair = ptx::pack(Type(), low, high);
+    if (in_words && j + 1 < width) {
+      *reinterpret_cast<uint32_t*>(data + j) = pair;
+      return;
+    }
+    if (j < width) data[j * step] = static_cast<uint16_t>(pair);
+    if (j + 1 < width) data[(j + 1) * step] = static_cast<uint16_t>(pair >> 16);
+  }
+};
+
 // Two neighbouring 16 x 8 parts of an accumulator are what the left side of a product takes.
 template <class Type>
 FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],

@@ -69,27 +69,14 @@ FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, const B
 template <class W>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t plane, int row, int first,
                      const Accumulator<W::kKeys>& weights, float factor) {
-  const int64_t* stride = p.weights.stride;
-  auto* data = static_cast<uint16_t*>(p.weights.data) + b * stride[0] + plane * stride[1];
-  const bool in_pairs =
-      stride[3] == 1 && stride[2] % 2 == 0 && reinterpret_cast<uintptr_t>(data) % 4 == 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t i = row + 8 * half;
     if (i >= p.M) continue;
-    uint16_t* to = data + i * stride[2];
+    const OutputRow<typename W::Type> to(p.weights, b, plane, i, p.N);
 #pragma unroll
-    for (int n = 0; n < W::kKeys / 8; ++n) {
-      const int64_t j = first + 8 * n;
-      const uint32_t pair = ptx::pack(typename W::Type(), weights[n][2 * half] * factor,
-                                      weights[n][2 * half + 1] * factor);
-      if (in_pairs && j + 1 < p.N) {
-        *reinterpret_cast<uint32_t*>(to + j) = pair;
-        continue;
-      }
-      if (j < p.N) to[j * stride[3]] = static_cast<uint16_t>(pair);
-      if (j + 1 < p.N) to[(j + 1) * stride[3]] = static_cast<uint16_t>(pair >> 16);
-    }
+    for (int n = 0; n < W::kKeys / 8; ++n)
+      to.store(first + 8 * n, weights[n][2 * half] * factor, weights[n][2 * half + 1] * factor);
   }
 }
 
