@@ -302,7 +302,8 @@ def test_gqa_heads_in_order(name):
 
 @every_dtype
 @every_backend
-def test_infinite_key_leaves_other_gradients_finite(name, dtype):
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
     """Lanes of a tile past the last row see 0 * inf; nothing of it may reach a sum over rows."""
     declares(name, DTYPES[dtype])
     q = randn(1, 1, 5, 8, dtype=DTYPES[dtype]).abs()
@@ -310,7 +311,7 @@ def test_infinite_key_leaves_other_gradients_finite(name, dtype):
     k[0, 0, 3] = -torch.inf
     leaves = [x.requires_grad_() for x in (k, v, torch.zeros(1, 1, 1, 9, dtype=k.dtype))]
     for isa in on_every_variant(name):
-        out = fastattn.attention(q, k, v, mask=leaves[2], backend=name)
+        out = fastattn.attention(q, k, v, mask=leaves[2], softcap=softcap, backend=name)
         grads = torch.autograd.grad(out.sum(), leaves)
         assert all(x.isfinite().all() for x in grads), isa
 

@@ -182,8 +182,11 @@ struct Backward {
           buf.dv + first * G::padded(p.Dv), G::padded(p.Dv));
     }
     T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> ds) {
-      const R* slope = buf.slope + j * T::lanes + v * T::W;
-      return ds * R(p.scale) * (p.softcap > 0 ? load(slope) : splat(R(1)));
+      const Vec<R> scaled = ds * R(p.scale);
+      if (!(p.softcap > 0)) return scaled;
+      // Past the last row the slope of 0 * inf is NaN, and of a pair of rows both are summed.
+      const Vec<R> slope = load(buf.slope + j * T::lanes + v * T::W);
+      return ds == Vec<R>{} ? Vec<R>{} : scaled * slope;
     });
     const Broadcast<E> q = Op::across(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, true,
                                       buf.q_across);
