@@ -3,7 +3,7 @@
 # make test      run the whole test suite: on this machine, then Triton's kernels in its interpreter
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
-#                builds them by nvcc whether there is a GPU or not
+#                needs nvcc, and builds them whether there is a GPU or not
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
@@ -15,7 +15,8 @@
 # Each first does what set-up is due, in the virtual environment that is active, else in .venv.
 #   VENV=path    in another one
 #   VENV=        in the python3 on PATH as it is: only fastattn is installed, nothing is fetched
-#   FASTATTN_CUDA=on, off    compile the CUDA kernels, or not; else where there are nvcc and a GPU
+#   FASTATTN_CUDA=on, off    compile the CUDA kernels, or not; else (auto) where there are nvcc and
+#                a GPU. CUDAARCHS="80;90-real": for these architectures
 
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
@@ -55,9 +56,12 @@ test-cuda: setup
 	@FASTATTN_CUDA=on $(PYTHON) -m pytest $(wildcard tests/test_cuda_*.py) \
 		tests/test_emulator.py tests/test_probe.py tests/test_ptxas.py $(ARGS)
 
-# The features, small: a thousand times slower, they still take minutes.
+# The features, small: a thousand times slower, they still take minutes. torch's own allocator would
+# hide what lies beyond a tensor.
 sanitize: setup
+	@$(PYTHON) -c 'import fastattn, sys; sys.exit(fastattn.backends()["cuda"])'
 	@for tool in memcheck initcheck synccheck racecheck; do echo "== $$tool"; \
+		PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$(PYTHON) -m pytest -m gpu -k "test_features and cuda" tests/test_gpu.py $(ARGS) || exit 1; \
 	done
@@ -85,7 +89,9 @@ $(OLDEST): | setup
 	@mv $@.part $@
 
 export FASTATTN_CUDA ?=
-STAMP := $(or $(VENV),build)/.fastattn$(addprefix -cuda-,$(FASTATTN_CUDA))
+semicolon := ;
+STAMP := $(or $(VENV),build)/.fastattn$(addprefix -cuda-,$(FASTATTN_CUDA) $(subst $(semicolon),+,$(CUDAARCHS)))
+STAMP := $(subst $() ,,$(STAMP))
 SOURCES := pyproject.toml .ci/constraints.txt $(shell find csrc -type f)
 
 # The stamp says when, pip says what: a stamp is no use when that Python now has another checkout's

@@ -97,8 +97,10 @@ def _unavailable(name: str) -> Callable[[Case, str], str]:
     def why_not(case: Case, what: str) -> str:
         if reason := fastattn.backends()[name]:
             return reason
-        declared = get(name).support.dtypes
-        return "" if DTYPES[case.dtype] in declared else f"{name} declares no {case.dtype}"
+        declared, most = get(name).support.dtypes, get(name).support.max_head_dim or case.D
+        if DTYPES[case.dtype] not in declared:
+            return f"{name} declares no {case.dtype}"
+        return f"head dim {case.D} is over {most}" if case.D > most else ""
 
     return why_not
 

@@ -59,10 +59,18 @@ class Kernel:
 
 
 def nvcc() -> str:
-    found = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    if not found:
-        raise SystemExit("bench.ptxas needs nvcc, of the CUDA toolkit 12.8 or newer")
-    return found
+    if found := find_nvcc():
+        return found
+    raise SystemExit("bench.ptxas needs nvcc, of the CUDA toolkit 12.8 or newer")
+
+
+def find_nvcc() -> str | None:
+    """As csrc/cuda/nvcc.cmake looks for it."""
+    if named := os.environ.get("CUDACXX"):
+        return named
+    home = os.environ.get("CUDA_HOME")
+    folders = [f"{home}/bin"] * bool(home) + [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
 
 
 def version() -> str:

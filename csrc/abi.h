@@ -72,14 +72,16 @@ FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machi
 FA_EXPORT void fa_cpu_poison(int64_t on);            // tests: fill every scratch buffer with NaN bytes before use
 FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers alone
 
-// The CUDA library. Nothing here waits for the GPU, so all may be captured in a CUDA graph; key
-// lengths are cut to [0, N]; gradients whose data is null are not made. With multiprocessors, those
-// of the device, few rows on many keys are shared out among them; with 0 never.
+// The CUDA library. Nothing here waits for the GPU, and all may be captured in a CUDA graph, once a
+// call outside has loaded its kernels; key lengths are cut to [0, N]; gradients whose data is null
+// are not made. With multiprocessors, those of the device, few rows on many keys are shared out
+// among them; with 0 never.
 FA_EXPORT int64_t fa_cuda_abi_size(void);
 FA_EXPORT int64_t fa_cuda_workspace(const struct FaParams* p, int64_t pass, int64_t multiprocessors);
 FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocessors);  // of the keys, in forward
 FA_EXPORT int64_t fa_cuda_run(const struct FaParams* p, int64_t pass, int64_t device,
                               int64_t multiprocessors, void* stream);  // 0, or a cudaError_t
+FA_EXPORT int64_t fa_cuda_driver_error(void);          // 0 if the driver here can load its code
 FA_EXPORT const char* fa_cuda_error(int64_t code);     // what a cudaError_t says
 FA_EXPORT const char* fa_cuda_failed_kernel(void);     // whose launch failed last on this thread
 

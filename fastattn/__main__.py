@@ -20,7 +20,7 @@ def report() -> dict:
         own = version("fastattn")
     except PackageNotFoundError:
         own = "not installed"
-    cpu_down = native.cpu_unavailable()
+    cpu_down, cuda_down = native.cpu_unavailable(), native.cuda_unavailable()
     return {
         "fastattn": own,
         "torch": torch.__version__,
@@ -35,6 +35,7 @@ def report() -> dict:
             "isas": native.cpu_isas(),
             "library": str(native.cpu().path),
         },
+        "cuda": None if cuda_down else {"library": str(native.cuda().path)},
         "backends": {
             name: {"available": reason is None, "reason": reason}
             for name, reason in backends().items()
@@ -49,6 +50,8 @@ def show(found: dict) -> str:
     if cpu := found["cpu"]:
         lines.append(f"{'cpu isa':10} {cpu['isa']} (of {', '.join(cpu['isas'])})")
         lines.append(f"{'library':10} {cpu['library']}")
+    if cuda := found["cuda"]:
+        lines.append(f"{'cuda':10} {cuda['library']}")
     lines.append("backends, in order of preference:")
     for name, status in found["backends"].items():
         verdict = "available" if status["available"] else f"not available: {status['reason']}"

@@ -118,6 +118,7 @@ class CudaLibrary(Library):
         self.run = self.entry(
             "fa_cuda_run", integer, params, integer, integer, integer, ctypes.c_void_p
         )
+        self.driver_error = self.entry("fa_cuda_driver_error", integer)
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
         self.check_abi(self.entry("fa_cuda_abi_size", integer)())
@@ -157,7 +158,8 @@ def _load_cuda() -> CudaLibrary | str:
     path = next((p for p in candidates if p.exists()), None)
     if path is None:
         notes = (p.with_name("no_cuda.txt") for p in candidates)  # what set-up left in its place
-        why = next((p.read_text() for p in notes if p.exists()), f"no {candidates[0]}")
+        where = ", ".join(map(str, candidates))
+        why = next((p.read_text() for p in notes if p.exists()), f"no {where} (pip install .)")
         return f"the CUDA kernels were not built: {why}"
     try:
         return CudaLibrary(path)

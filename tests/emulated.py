@@ -62,6 +62,10 @@ class Emulated(Cuda):
     def library(self):
         return Watched(self)
 
+    def run(self, which, params, spec, t):
+        assert t.q.dtype in self.support.dtypes
+        super().run(which, params, spec, t)
+
     def multiprocessors(self, x):
         return self.sm_count
 

@@ -333,7 +333,10 @@ def main(arguments=None):
     if parser.parse_args(arguments).accept:
         accept()
         return 0
-    wrong = confirm()
+    try:
+        wrong = confirm()
+    except RuntimeError as error:  # no library, or no GPU
+        raise SystemExit(str(error)) from None
     print("\n".join(wrong) or f"{RECORD}: confirmed")
     return bool(wrong)
 

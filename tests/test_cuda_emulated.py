@@ -1,6 +1,7 @@
 """The CUDA kernels in the emulator, watched for races: the cases of every other backend, small."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -82,6 +83,18 @@ def test_no_key_leaks(emulated, features):
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129])
 def test_lengths_around_tiles(emulated, M, N):
     run_all([build(Dims(1, 1, 1, M, N, 24, 24), (), torch.float16)])
+
+
+@pytest.mark.parametrize("d", [32, 160], ids=["dk and dv together", "apart"])
+@pytest.mark.parametrize("wants", ["q", "k", "v", "mask", "sinks", "kv", "qv"])
+def test_each_gradient_alone_is_the_same(emulated, wants, d):
+    features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
+    problem = build(Dims(1, 2, 1, 70, 67, d, d), features, torch.bfloat16)
+    every = problem.run(fastattn.attention)
+    wants = (wants,) if wants in ("mask", "sinks") else tuple(wants)
+    found = replace(problem, wants=wants).run(fastattn.attention)
+    assert {x for x in found if x.startswith("d")} == {f"d{x}" for x in wants}
+    assert all(torch.equal(x, every[name]) for name, x in found.items())
 
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])

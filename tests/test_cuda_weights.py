@@ -64,6 +64,15 @@ def test_a_given_lse_is_a_constant(emulated, features, mean):
     passed(verdict.about(got))
 
 
+def test_a_given_lse_may_lie_anyhow(emulated):
+    problem = with_identity(build(square(2, 3, 70, 24), (), torch.bfloat16), False)
+    lse = torch.randn(2, 3, 70) + 4
+    expected = ask(problem, None, False, lse=lse)
+    stepped = torch.full((70, 6, 2), torch.nan).permute(2, 1, 0)[:, ::2].copy_(lse)
+    found = ask(problem, None, False, lse=stepped)
+    assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
 # What each head dim is padded to; the last of each line is odd, and no row is aligned.
 HEAD_DIMS = {
     "32": (32, 8, 1),

@@ -37,6 +37,9 @@ def committed(name):
 
 def test_every_case_is_committed_and_no_other(record_property):
     assert list(probe.recorded()["outputs"]) == list(probe.CASES)
+    if probe.recorded()["confirmed_on"] is None:
+        digest = probe.recorded()["ptx_sha256"]
+        assert digest == probe.digest(), "python tests/probe.py --accept"
     if notice := probe.unconfirmed(probe.recorded()):
         record_property("notice", notice)
 

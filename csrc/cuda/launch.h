@@ -32,12 +32,28 @@ inline const char* error_text(int code) {
 #endif
 }
 
+// Can the driver load code of this library onto the current device? It may be too old for this
+// library's CUDA runtime, or for its PTX.
+template <class... P>
+int loadable(void (*kernel)(P...)) {
+#ifdef FA_EMULATED
+  (void)kernel;
+  return 0;
+#else
+  cudaFuncAttributes of_kernel;
+  return cudaFuncGetAttributes(&of_kernel, kernel);
+#endif
+}
+
 inline int use_device(int64_t device) {
 #ifdef FA_EMULATED
   (void)device;
   return 0;
 #else
-  return checked(cudaSetDevice(static_cast<int>(device)), "no kernel yet: cudaSetDevice");
+  int current;
+  const int failed = cudaGetDevice(&current);
+  if (!failed && current == device) return 0;  // a context of the caller's own stays as it is
+  return checked(failed ? failed : cudaSetDevice(static_cast<int>(device)), "cudaSetDevice");
 #endif
 }
 

@@ -4,10 +4,12 @@
 
 namespace {
 
+__global__ void smallest_kernel() {}
+
 constexpr int64_t kDecodeRows = 16;
 
 bool decodes(const FaParams& p, int64_t multiprocessors) {
-  return multiprocessors > 0 && p.M <= kDecodeRows;
+  return multiprocessors > 0 && p.M <= kDecodeRows && p.Dv > 0;  // without values, only the LSE
 }
 
 }  // namespace
@@ -47,6 +49,7 @@ int64_t fa_cuda_run(const FaParams* p, int64_t pass, int64_t device, int64_t mul
   }
 }
 
+int64_t fa_cuda_driver_error(void) { return fa::loadable(smallest_kernel); }
 const char* fa_cuda_failed_kernel(void) { return fa::last_failure.kernel; }
 const char* fa_cuda_error(int64_t code) { return fa::error_text(static_cast<int>(code)); }
 }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,16 @@ from ..launcher import Launcher
 from ..spec import AttentionSpec, Feature, Tensors
 
 LONGEST = 1 << 29  # positions and their differences are 32 bits wide
+
+
+@functools.cache
+def unavailable() -> str | None:
+    if why := native.cuda_unavailable() or gpu.unavailable():
+        return why
+    library = native.cuda()
+    if code := library.driver_error():
+        return f"the CUDA runtime of its library cannot work here: {library.error(code).decode()}"
+    return None
 
 
 class Cuda(Launcher):
@@ -24,7 +36,7 @@ class Cuda(Launcher):
     )
 
     def unavailable(self) -> str | None:
-        return native.cuda_unavailable() or gpu.unavailable()
+        return unavailable()
 
     @property
     def library(self):
@@ -48,7 +60,7 @@ class Cuda(Launcher):
             )
         if code:
             raise RuntimeError(
-                f"{library.failed_kernel().decode()} was not launched: "
+                f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
                 f"{library.error(code).decode()} (CUDA error {code}; it may be that of an earlier "
                 "kernel, of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it)"
             )

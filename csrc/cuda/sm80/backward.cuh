@@ -39,13 +39,14 @@ struct Backward {
   static constexpr int kSharedBytes = Left1::kBytes + Left2::kBytes + 2 * kStageBytes;
 };
 
-// What a lane knows of a row: the LSE in powers of two, infinite for rows that see nothing or are
-// not there, which makes their weights 0; and delta.
+// What a lane knows of a row: the level of its weights, infinite for rows that see nothing or are
+// not there, which makes these 0; and delta.
 struct RowState {
-  float lse2, delta;
+  float level, delta;
 };
 
 // Of the rows of one query head.
+template <bool general>
 struct RowStates {
   const float *lse, *deltas;
   int64_t stride;
@@ -58,7 +59,7 @@ struct RowStates {
   FA_DEVICE RowState at(int i) const {
     if (i >= rows) return {INFINITY, 0.0f};
     const float x = lse[i * stride];
-    return {x == -INFINITY ? INFINITY : x * kLog2e, deltas[i]};
+    return {level_of<general>(x == -INFINITY ? INFINITY : x, kLog2e), deltas[i]};
   }
 };
 
@@ -66,7 +67,8 @@ struct RowStates {
 // (row, column) is the lane's first element: a row or key that stays, and one that passes.
 template <class B>
 FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassing>& dp,
-                             const Head& head, const Visible& visible, const RowStates& states,
+                             const Head& head, const Visible& visible,
+                             const RowStates<B::kGeneral>& states,
                              const RowState (&staying)[2], int row, int column) {
   const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
 #pragma unroll
@@ -87,7 +89,7 @@ FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassin
         }
         float derivative = 1.0f;
         const float logit = B::kGeneral ? head.logit(s[n][e], i, j, derivative) : s[n][e];
-        const float weight = ptx::exp2(fmaf(logit, to_log2, -state.lse2));
+        const float weight = exponential<B::kGeneral>(logit, state.level, to_log2);
         float kept = 1.0f;
         if (B::kGeneral && head.p.dropout_p > 0) kept = head.dropped_one(i, j);
         dp[n][e] = weight * (dp[n][e] * kept - state.delta);
@@ -194,13 +196,13 @@ __global__ void __launch_bounds__(B::kThreads, 1) backward_kernel(const FaParams
     const int64_t h = staying_head;
     load_tile<typename B::Left1, B::kThreads>(
         memory, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
-    if constexpr (!B::kGiven)
+    if constexpr (!B::kGiven && B::kFirst)
       load_tile<typename B::Left2, B::kThreads>(
           left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
     load_passing(0);
     if (!B::kKeysStay)
       for (int half = 0; half < 2; ++half)
-        staying[half] = RowStates(p, deltas, b, h).at(row + 8 * half);
+        staying[half] = RowStates<B::kGeneral>(p, deltas, b, h).at(row + 8 * half);
   }
   ptx::copies_commit("backward: first tile");
   const uint32_t left1_tile = ptx::shared_address(memory), left2_tile = ptx::shared_address(left2);
@@ -220,8 +222,8 @@ __global__ void __launch_bounds__(B::kThreads, 1) backward_kernel(const FaParams
       read_given<B>(dp, p, b, h, row, passing);
     else if (B::kFirst)
       product<B, typename B::Left2, typename B::Right2>(dp, left2_tile, right2, warp);
-    differentiate<B>(s, dp, Head(p, b, h), visible, RowStates(p, deltas, b, h), staying, row,
-                     passing);
+    const RowStates<B::kGeneral> states(p, deltas, b, h);
+    differentiate<B>(s, dp, Head(p, b, h), visible, states, staying, row, passing);
     if constexpr (B::kFirst)
       multiply_values<typename B::Type, typename B::Right1>(first, dp, right1);
     if constexpr (B::kSecond)

@@ -70,8 +70,8 @@ FA_DEVICE QueryRows queries_of(const FaParams& p, int64_t b, int64_t hk) {
 
 // -- parts of softmaxes ---------------------------------------------------------------------------
 
-// Of some keys each: for every row the maximum of its scores and the sum of their exponentials, to
-// base 2, and its values weighted by these. Not yet divided, they merge without a rounding more.
+// Of some keys each: for every row the maximum of its logits and the sum of their exponentials
+// above it, and its values weighted by these. Not yet divided, they merge without a rounding more.
 struct Parts {
   float *out, *max, *sum;  // [parts][rows][width], [parts][rows] and again
   int64_t rows;
@@ -83,7 +83,8 @@ struct Parts {
 
   // What a part counts for among others, the largest maximum of which is `top`.
   FA_DEVICE float weight(int part, int64_t row, float top) const {
-    return ptx::exp2(max[part * rows + row] - (top == -INFINITY ? 0.0f : top));
+    const float level = top == -INFINITY ? 0.0f : top;
+    return exponential<true>(max[part * rows + row], level, kLog2e);
   }
   FA_DEVICE float4* columns(int part, int64_t row, int column) const {
     return reinterpret_cast<float4*>(out + (part * rows + row) * width + column);
@@ -134,10 +135,10 @@ FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Mer
   const auto [h, i] = query;
   float decay = 1;
   if (p.sinks.data) {
-    const float sink = kLog2e * read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
-    const float top = fmaxf(all.max, sink), base = top == -INFINITY ? 0.0f : top;
-    decay = ptx::exp2(all.max - base);
-    all.sum = all.sum * decay + ptx::exp2(sink - base);
+    const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
+    const float top = fmaxf(all.max, sink), level = top == -INFINITY ? 0.0f : top;
+    decay = exponential<true>(all.max, level, kLog2e);
+    all.sum = all.sum * decay + exponential<true>(sink, level, kLog2e);
     all.max = top;
   }
   const float factor = all.sum == 0.0f ? 0.0f : decay / all.sum;
@@ -147,7 +148,7 @@ FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Mer
   if (column == 0) {
     auto* lse = static_cast<float*>(p.lse.data);
     lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =
-        all.sum == 0.0f ? -INFINITY : (all.max + ptx::log2(all.sum)) * kLn2;
+        all.sum == 0.0f ? -INFINITY : all.max + ptx::log2(all.sum) * kLn2;
   }
 }
 
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   const Query query[2] = {query_of(p, hk, first_row + row), query_of(p, hk, first_row + row + 8)};
   const Head head[2] = {Head(p, b, query[0].h), Head(p, b, query[1].h)};
   const Band band[2] = {band_of(p, b, query[0].i), band_of(p, b, query[1].i)};
-  const float to_log2 = F::kGeneral ? kLog2e : head[0].scale * kLog2e;
+  const float unit = F::kGeneral ? 1.0f : head[0].scale, to_log2 = unit * kLog2e;
 
   const KeyRange seen = key_range(p, b, 0, p.M), by_all = common_range(p, b, 0, p.M);
   const int begin = static_cast<int>(seen.lo) / 2 * 2;  // dropout draws for pairs of keys
@@ -224,7 +225,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
       score(s, band, first + column, [&](float qk, int half, int j) {
         return F::kGeneral ? head[half].logit(qk, query[half].i, j) : qk;
       });
-    update(state, s, out, to_log2);
+    update<F::kGeneral>(state, s, out, to_log2);
     if (F::kGeneral && p.dropout_p > 0)
       drop(s, first + column,
            [&](int half, int j) { return head[half].dropped(query[half].i, j); });
@@ -239,7 +240,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
     const int64_t at = key_warp * F::kRows + row + 8 * half;
     const float sum = row_sum(state.sum[half]);
     if (first_column + column == 0) {
-      parts.max[at] = state.max[half] * to_log2;
+      parts.max[at] = state.max[half] * unit;
       parts.sum[at] = sum;
     }
     float* const to = parts.out + at * F::kPartWidth + first_column + column;

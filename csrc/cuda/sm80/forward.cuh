@@ -23,10 +23,10 @@ struct Forward {
   static constexpr int kSharedBytes = QTile::kBytes + 2 * kStageBytes;
 };
 
-// The rows' outputs and log-sum-exps, from lanes to global memory.
+// The rows' outputs and log-sum-exps, from lanes to global memory. `unit` makes scores logits.
 template <class F>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
-                     Accumulator<F::kDv>& out, float to_log2) {
+                     Accumulator<F::kDv>& out, float unit) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = row_sum(state.sum[half]);
@@ -40,7 +40,7 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int colum
     if (column == 0) {
       auto* lse = static_cast<float*>(p.lse.data);
       lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =
-          sum == 0.0f ? -INFINITY : state.max[half] * (to_log2 * kLn2) + ptx::log2(sum) * kLn2;
+          sum == 0.0f ? -INFINITY : state.max[half] * unit + ptx::log2(sum) * kLn2;
     }
   }
 }
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const int row = first_row + 16 * warp + lane / 4, column = 2 * (lane % 4);  // and row + 8
 
   const Head head(p, b, h);
-  const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
+  const float unit = F::kGeneral ? 1.0f : head.scale, to_log2 = unit * kLog2e;
   const int64_t last_row = least(first_row + F::kRows, p.M);
   const KeyRange seen = key_range(p, b, first_row, last_row);
   const KeyRange by_all = common_range(p, b, first_row, last_row);
@@ -113,14 +113,14 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
       score(s, band, first + column, [&](float qk, int half, int j) {
         return F::kGeneral ? head.logit(qk, row + 8 * half, j) : qk;
       });
-    update(state, s, out, to_log2);
+    update<F::kGeneral>(state, s, out, to_log2);
     if (F::kGeneral && p.dropout_p > 0)
       drop(s, first + column, [&](int half, int j) { return head.dropped(row + 8 * half, j); });
     multiply_values<Type, typename F::VTile>(out, s, v_tile, 0);
     ptx::block_sync("forward: all are done with this tile");
   }
   ptx::copies_wait<0>("forward: nothing is on its way");
-  store<F>(p, b, h, row, column, state, out, to_log2);
+  store<F>(p, b, h, row, column, state, out, unit);
 }
 
 }  // namespace sm80

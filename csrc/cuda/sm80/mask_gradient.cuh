@@ -68,7 +68,7 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
   else
     product<B, typename B::Left2, typename B::Right2>(dp, ptx::shared_address(left2),
                                                       ptx::shared_address(right2), warp);
-  const RowStates states(p, deltas, b, h);
+  const RowStates<true> states(p, deltas, b, h);
   const RowState staying[2] = {states.at(row), states.at(row + 8)};
   differentiate<B>(s, dp, Head(p, b, h), Visible(p, b), states, staying, row, column);
 #pragma unroll

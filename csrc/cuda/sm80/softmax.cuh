@@ -34,7 +34,7 @@ FA_DEVICE void score(float (&s)[n][4], const Band (&band)[2], int first, Logit l
 }
 
 // One lane's scores of a tile become weights exp(s - max), and what went before is rescaled.
-template <int n, int columns>
+template <bool general, int n, int columns>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -44,14 +44,14 @@ FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4]
     max = fmaxf(max, ptx::shuffle_xor(max, 1));
     max = fmaxf(max, ptx::shuffle_xor(max, 2));
     // A row that has seen nothing: -inf - -inf would be NaN.
-    const float base = max == -INFINITY ? 0.0f : max * to_log2;
-    const float decay = ptx::exp2(fmaf(state.max[half], to_log2, -base));
+    const float level = level_of<general>(max == -INFINITY ? 0.0f : max, to_log2);
+    const float decay = exponential<general>(state.max[half], level, to_log2);
     float sum = state.sum[half] * decay;
 #pragma unroll
     for (int j = 0; j < n; ++j)
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        s[j][e] = ptx::exp2(fmaf(s[j][e], to_log2, -base));
+        s[j][e] = exponential<general>(s[j][e], level, to_log2);
         sum += s[j][e];
       }
 #pragma unroll

@@ -52,7 +52,7 @@ FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, const B
     const int i = row + 8 * half;
     const float lse = lse_of(head.p, head.b, head.h, i);
     // A row that has seen nothing: -inf - -inf would be NaN.
-    const float base = lse == -INFINITY ? INFINITY : lse * kLog2e;
+    const float level = level_of<W::kGeneral>(lse == -INFINITY ? INFINITY : lse, kLog2e);
 #pragma unroll
     for (int n = 0; n < W::kKeys / 8; ++n)
 #pragma unroll
@@ -60,7 +60,7 @@ FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, const B
         const int j = first + 8 * n + e % 2;
         const bool seen = (!W::kGeneral && whole) || band[half].holds(j);
         if (W::kGeneral && seen) s[n][e] = head.logit(s[n][e], i, j);
-        s[n][e] = seen ? ptx::exp2(fmaf(s[n][e], to_log2, -base)) : 0.0f;
+        s[n][e] = seen ? exponential<W::kGeneral>(s[n][e], level, to_log2) : 0.0f;
       }
   }
 }

@@ -1,0 +1,91 @@
+"""The CUDA kernels in the emulator, put to tests of the CPU's kernels and to tests of a GPU.
+
+Both are as they stand, of the backend `emulated` alone. Of a GPU's, those are here that no test of
+the emulator's own has like: the rest would take an hour.
+"""
+
+import types
+from dataclasses import replace
+
+import gpu
+import pytest
+import test_gpu
+import test_gpu_calls
+import test_hard_values
+from emulated import Emulated
+from emulator import needs_emulator
+
+from fastattn import backend, ops
+from fastattn.backends.cuda import Cuda
+
+pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
+CHOSEN = {
+    test_hard_values: "",  # all
+    test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero",
+    test_gpu_calls: "masks subsets dtype philox same",
+}
+IN_FLOAT32 = "strides_past more_heads inference_then backward_twice gqa_heads window_edge"
+IN_FLOAT32 = (*IN_FLOAT32.split(), "infinite_mask")  # which these kernels do not have
+
+
+class OnTheCpu(Emulated):
+    """Few rows go to decode, as on a GPU."""
+
+    support = replace(Cuda.support, devices=frozenset({"cpu"}))
+
+    def unavailable(self):
+        return None
+
+
+@pytest.fixture
+def emulated(monkeypatch):
+    monkeypatch.setitem(backend._BACKENDS, "emulated", OnTheCpu(8))
+    for module in (gpu, test_gpu_calls):
+        monkeypatch.setattr(module, "DEVICE", "cpu")
+    for forget in (backend.choose.cache_clear, ops._plans.clear):
+        forget()
+    yield
+    for forget in (backend.choose.cache_clear, ops._plans.clear):
+        forget()
+
+
+def of_backends(test):
+    return [m for m in getattr(test, "pytestmark", []) if m.args[:1] == ("name",)]
+
+
+def clone(test):
+    """The same function, with other marks."""
+    copy = types.FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__)
+    copy.__kwdefaults__, copy.__doc__ = test.__kwdefaults__, test.__doc__
+    marks = [m for m in test.pytestmark if m not in of_backends(test)]
+    copy.pytestmark = [*marks, pytest.mark.parametrize("name", ["emulated"]).mark]
+    return copy
+
+
+def chosen(module, words):
+    tests = {x: y for x, y in vars(module).items() if x.startswith("test_") and of_backends(y)}
+    tests = {x: y for x, y in tests.items() if not any(word in x for word in IN_FLOAT32)}
+    wanted = words.split() or ["test_"]
+    found = {x: y for x, y in tests.items() if any(word in x for word in wanted)}
+    assert all(any(word in x for x in found) for word in wanted), (module, wanted)
+    prefix = "test_on_a_gpu" if module is not test_hard_values else "test"
+    return {x.replace("test", prefix, 1): clone(y) for x, y in found.items()}
+
+
+def test_a_skip_while_compiling_skips_nothing_else():
+    """The fixture that compiles a module's kernels runs its tests: of what is not declared, too."""
+
+    def skipped():
+        assert gpu.compiling.now
+        pytest.skip("declares no such dtype")
+
+    params = types.SimpleNamespace(params={})
+    item = types.SimpleNamespace(
+        get_closest_marker=lambda name: None, function=skipped, callspec=params
+    )
+    gpu.launch(item)
+    assert not gpu.compiling.now
+
+
+for module, words in CHOSEN.items():
+    globals().update(chosen(module, words))
