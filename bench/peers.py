@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import fastattn
-from fastattn.backend import get
 
 from . import others
 from .cases import DTYPES, Case, Inputs
@@ -92,15 +92,13 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
 
 
 def _unavailable(name: str) -> Callable[[Case, str], str]:
-    """Why one of our own backends does not run a case."""
+    """Why one of our own backends does not run a case: what it says of tensors like its."""
 
     def why_not(case: Case, what: str) -> str:
-        if reason := fastattn.backends()[name]:
-            return reason
-        declared, most = get(name).support.dtypes, get(name).support.max_head_dim or case.D
-        if DTYPES[case.dtype] not in declared:
-            return f"{name} declares no {case.dtype}"
-        return f"head dim {case.D} is over {most}" if case.D > most else ""
+        element = torch.empty((), dtype=DTYPES[case.dtype], device=case.device)
+        q = element.expand(case.B, case.H, case.M, case.D)
+        k = element.expand(case.B, case.Hk, case.N, case.D)
+        return "; ".join(fastattn.explain(q, k, k).declined.get(name, []))
 
     return why_not
 

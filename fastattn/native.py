@@ -12,6 +12,7 @@ import functools
 import os
 import struct
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -124,6 +125,9 @@ class CudaLibrary(Library):
         self.check_abi(self.entry("fa_cuda_abi_size", integer)())
 
 
+Loaded = TypeVar("Loaded", bound=Library)
+
+
 def _candidates(name: str, variable: str) -> list[Path]:
     if named := os.environ.get(variable):
         return [Path(named)]
@@ -171,6 +175,12 @@ def _reason(found: Library | str) -> str | None:
     return found if isinstance(found, str) else None
 
 
+def _required(found: Loaded | str) -> Loaded:
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
 def cpu_unavailable() -> str | None:
     """Why the CPU kernels cannot run here, or None."""
     return _reason(_load_cpu())
@@ -184,19 +194,13 @@ def cuda_unavailable() -> str | None:
 @functools.cache
 def cpu() -> CpuLibrary:
     """The CPU kernels. Raises RuntimeError with the reason if they cannot run here."""
-    found = _load_cpu()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    return _required(_load_cpu())
 
 
 @functools.cache
 def cuda() -> CudaLibrary:
     """The CUDA kernels. Raises RuntimeError with the reason if there are none."""
-    found = _load_cuda()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found
+    return _required(_load_cuda())
 
 
 def cpu_isas() -> list[str]:

@@ -51,8 +51,7 @@ int64_t backward_workspace(const FaParams& p) {
 }
 
 int backward(const FaParams& p, void* stream) {
-  return p.q.dtype == FA_BF16 ? backward_of<ptx::BF16>(p, stream)
-                              : backward_of<ptx::F16>(p, stream);
+  return with_type(p, [&](auto type) { return backward_of<decltype(type)>(p, stream); });
 }
 
 }  // namespace sm80

@@ -65,10 +65,8 @@ int decode_of(const FaParams& p, int64_t splits, void* stream) {
 template <class Type>
 int decode_of(const FaParams& p, int64_t splits, void* stream) {
   if (p.B * p.H * p.M == 0) return 0;
-  // The plain kernel takes the maximum of products, which only a positive scale keeps.
-  const bool general = is_general(p) || !(static_cast<float>(p.scale) > 0);
-  return general ? decode_of<Type, true>(p, splits, stream)
-                 : decode_of<Type, false>(p, splits, stream);
+  return is_general_forward(p) ? decode_of<Type, true>(p, splits, stream)
+                               : decode_of<Type, false>(p, splits, stream);
 }
 
 int64_t decode_workspace(const FaParams& p, int64_t multiprocessors) {
@@ -78,8 +76,7 @@ int64_t decode_workspace(const FaParams& p, int64_t multiprocessors) {
 
 int decode(const FaParams& p, int64_t multiprocessors, void* stream) {
   const int64_t splits = decode_splits(p, multiprocessors);
-  return p.q.dtype == FA_BF16 ? decode_of<ptx::BF16>(p, splits, stream)
-                              : decode_of<ptx::F16>(p, splits, stream);
+  return with_type(p, [&](auto type) { return decode_of<decltype(type)>(p, splits, stream); });
 }
 
 }  // namespace sm80

@@ -25,14 +25,12 @@ int forward_of(const FaParams& p, void* stream) {
 
 template <class Type>
 int forward_of(const FaParams& p, void* stream) {
-  // The plain kernel takes the maximum of products, which only a positive scale keeps.
-  const bool general =
-      is_general(p) || p.sinks.data || !(static_cast<float>(p.scale) > 0);
+  const bool general = is_general_forward(p) || p.sinks.data;
   return general ? forward_of<Type, true>(p, stream) : forward_of<Type, false>(p, stream);
 }
 
 int forward(const FaParams& p, void* stream) {
-  return p.q.dtype == FA_BF16 ? forward_of<ptx::BF16>(p, stream) : forward_of<ptx::F16>(p, stream);
+  return with_type(p, [&](auto type) { return forward_of<decltype(type)>(p, stream); });
 }
 
 }  // namespace sm80

@@ -1,6 +1,7 @@
 // Which of its kernels a pass takes: general or plain, and for which head dims.
 #pragma once
 #include "../../score.h"
+#include "../ptx.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -8,6 +9,18 @@ namespace sm80 {
 // Does something other than scale and band change the scores or the weights?
 inline bool is_general(const FaParams& p) {
   return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0;
+}
+
+// The same of a forward pass, whose plain kernels take the maximum of products: only a positive
+// scale keeps that.
+inline bool is_general_forward(const FaParams& p) {
+  return is_general(p) || !(static_cast<float>(p.scale) > 0);
+}
+
+// What use makes of the format of this call's elements.
+template <class Use>
+int with_type(const FaParams& p, Use use) {
+  return p.q.dtype == FA_BF16 ? use(ptx::BF16()) : use(ptx::F16());
 }
 
 // The head dims that kernels exist for. Others are padded to them.

@@ -30,7 +30,7 @@ int weights_of(const FaParams& p, void* stream) {
 }
 
 int weights(const FaParams& p, void* stream) {
-  return p.q.dtype == FA_BF16 ? weights_of<ptx::BF16>(p, stream) : weights_of<ptx::F16>(p, stream);
+  return with_type(p, [&](auto type) { return weights_of<decltype(type)>(p, stream); });
 }
 
 }  // namespace sm80

@@ -32,8 +32,7 @@ int weights_backward_of(const FaParams& p, void* stream) {
 }
 
 int weights_backward(const FaParams& p, void* stream) {
-  return p.q.dtype == FA_BF16 ? weights_backward_of<ptx::BF16>(p, stream)
-                              : weights_backward_of<ptx::F16>(p, stream);
+  return with_type(p, [&](auto type) { return weights_backward_of<decltype(type)>(p, stream); });
 }
 
 }  // namespace sm80
