@@ -139,8 +139,8 @@ def call(case: Case) -> None:
     meta = functools.partial(torch.empty, device="meta", dtype=dtype)
     options = spec.Options(**o)
     attention = spec.Tensors(meta(B, H, N, D), meta(B, Hk, N, D), meta(B, Hk, N, D), **extras)
-    lse = meta(B, H, N, dtype=torch.float32)
-    weights = attention._replace(v=None, lse=lse)
+    normaliser = meta(2, B, H, N, dtype=torch.float32)
+    weights = attention._replace(v=None, normaliser=normaliser)
     few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
     decode = attention._replace(q=attention.q[:, :, :1], **few)
     wants = [True, True, True, "mask" in extras, "sinks" in extras]
@@ -150,7 +150,9 @@ def call(case: Case) -> None:
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         s = describe(attention, options)
-        backend.backward(s, attention, *backend.forward(s, attention), attention.q, lse, wants)
+        backend.backward(
+            s, attention, *backend.forward(s, attention), attention.q, normaliser[0], wants
+        )
         backend.forward(describe(decode, options), decode)
         for average in (False, True):
             s = describe(weights, options._replace(average_heads=average))

@@ -26,7 +26,8 @@ struct FaTensor {
 // Every field is 8 bytes wide, so the mirror needs no padding rules.
 struct FaParams {
   struct FaTensor q, k, v;   // (B,H,M,D) (B,Hk,N,D) (B,Hk,N,Dv)
-  struct FaTensor out, lse;  // (B,H,M,Dv); (B,H,M,1) float32, or float64 for float64 inputs
+  struct FaTensor out, lse;  // (B,H,M,Dv); (B,H,M,2) float32, or float64 for float64 inputs: the
+                             // LSE, and stride[3] from it what its rounding lost
   struct FaTensor mask;      // (B,H,M,N): FA_BOOL (true = may attend) or additive float
   struct FaTensor slopes;    // (B,H,1,1), same dtype as lse: ALiBi
   struct FaTensor sinks;     // (1,H,1,1), same dtype as lse: one more logit in the denominator

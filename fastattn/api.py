@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from . import ops
+from .check import check_lse
 from .spec import Options, Tensors
 
 _PLACES = {False: "", True: "top_left", "top_left": "top_left", "bottom_right": "bottom_right"}
@@ -61,26 +62,31 @@ def attention(
     Raises ValueError or TypeError for arguments that break these rules, NotImplementedError with
     every backend's reasons when none can run the call, for second derivatives and forward-mode AD.
     """
-    if v is None:  # below this line, that means the weights are wanted
-        raise TypeError("v: got NoneType, expected a torch.Tensor")
-    t, o = prepare(
+    out, normaliser = attend(
         q,
         k,
         v,
-        mask,
-        causal,
-        window,
-        key_lengths,
-        alibi_slopes,
-        softcap,
-        sinks,
-        dropout_p,
-        seed,
-        scale,
-        backend,
+        mask=mask,
+        causal=causal,
+        window=window,
+        key_lengths=key_lengths,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        sinks=sinks,
+        dropout_p=dropout_p,
+        seed=seed,
+        scale=scale,
+        backend=backend,
     )
-    out, lse = ops.call(ops.ATTENTION, t, o)
-    return (out, lse) if return_lse else out
+    return (out, normaliser[0]) if return_lse else out
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost."""
+    if v is None:  # below this line, that means the weights are wanted
+        raise TypeError("v: got NoneType, expected a torch.Tensor")
+    out, normaliser = ops.call(ops.ATTENTION, *prepare(q, k, v, **arguments))
+    return out, normaliser
 
 
 def attention_weights(
@@ -106,7 +112,8 @@ def attention_weights(
     Returns (B,H,M,N) in q's dtype, or with `average_heads` their mean over heads (B,M,N), in no
     more memory than that. `lse` (B,H,M), as `attention(..., return_lse=True)` gives it, saves the
     pass that finds it and is a constant to autograd; without it, gradients reach q, k, mask and
-    sinks through the normaliser too. Errors as for `attention`.
+    sinks through the normaliser too, and it is known to more than float32: leave it out where every
+    score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`.
     """
     arguments: dict[str, Any] = dict(
         mask=mask,
@@ -121,11 +128,14 @@ def attention_weights(
     )
     constant = lse is not None
     if lse is None:
-        with torch.no_grad():  # v has no columns: this pass is for its LSE
-            _, lse = attention(q, k, k[..., :0], return_lse=True, **arguments)
+        with torch.no_grad():  # v has no columns: this pass is for its normaliser
+            _, normaliser = attend(q, k, k[..., :0], **arguments)
+    else:
+        check_lse(q, lse)
+        normaliser = torch.stack([lse, torch.zeros_like(lse)])
     return weights_from(
         *(q, k),
-        lse=lse,
+        normaliser=normaliser,
         average_heads=average_heads,
         differentiate_lse=not constant,
         dropout_p=dropout_p,
@@ -138,7 +148,7 @@ def weights_from(
     q: Tensor,
     k: Tensor,
     *,
-    lse: Tensor,
+    normaliser: Tensor,
     average_heads: bool = False,
     differentiate_lse: bool = True,
     mask: Tensor | None = None,
@@ -153,9 +163,9 @@ def weights_from(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """`attention_weights` from an LSE found by the same arguments.
+    """`attention_weights` from a normaliser that `attend` found by the same arguments.
 
-    With `differentiate_lse` gradients take the LSE for the function of q, k, mask and sinks that
+    With `differentiate_lse` gradients take it for the function of q, k, mask and sinks that
     it is, although the tensor itself is a constant here: the values of a forward pass are reused
     and the derivative is that of the whole softmax.
     """
@@ -174,7 +184,7 @@ def weights_from(
         seed,
         scale,
         backend,
-        lse.detach() if isinstance(lse, Tensor) else lse,
+        normaliser.detach(),
         average_heads,
         not differentiate_lse,
     )
@@ -201,7 +211,7 @@ def prepare(
     seed: int | Tensor | None = None,
     scale: float | None = None,
     backend: str | None = None,
-    lse: Tensor | None = None,
+    normaliser: Tensor | None = None,
     average_heads: bool = False,
     constant_lse: bool = False,
 ) -> tuple[Tensors, Options]:
@@ -216,7 +226,7 @@ def prepare(
         q, k, v, mask = _autocast(q, k, v, mask)
     if seed is not None or dropout_p:
         seed = _seed(seed, dropout_p, q)
-    t = Tensors(q, k, v, mask, key_lengths, alibi_slopes, sinks, seed, lse)
+    t = Tensors(q, k, v, mask, key_lengths, alibi_slopes, sinks, seed, normaliser)
     grad = is_grad_enabled() and _requires_grad(t)
     options = Options(
         *(scale, place, left, right, softcap, dropout_p, backend or "", grad),

@@ -56,7 +56,12 @@ class Backend(Protocol):
         ...
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
-        """out (B,H,M,Dv) and lse (B,H,M) in spec.lse_dtype."""
+        """out (B,H,M,Dv), and the normaliser (2,B,H,M) in spec.lse_dtype, contiguous.
+
+        The maximum plus the logarithm of the sum is normaliser[0] + normaliser[1]: the LSE, and
+        what its rounding lost, without which exp(s - LSE) is N times too large where a float32
+        near the scores cannot hold log N. A row that sees nothing has -inf and 0.
+        """
         ...
 
     def backward(
@@ -64,7 +69,7 @@ class Backend(Protocol):
         spec: AttentionSpec,
         t: Tensors,
         out: Tensor,
-        lse: Tensor,
+        normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
         wants: Sequence[bool],
@@ -73,7 +78,7 @@ class Backend(Protocol):
         ...
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
-        """Probabilities after dropout (B,H,M,N), or (B,M,N) averaged over heads, from t.lse."""
+        """Probabilities after dropout (B,H,M,N), or (B,M,N) averaged over heads."""
         ...
 
     def weights_backward(

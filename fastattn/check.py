@@ -90,7 +90,7 @@ def _types(t: Tensors) -> None:
             f"{q.dtype}, as q has: convert them to one dtype",
         )
         need(x.layout == torch.strided, f"{name}.layout", x.layout, "torch.strided: use to_dense()")
-    names = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed", "lse")
+    names = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed", "normaliser")
     for name, x in zip(names, t[3:]):
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor or None")
@@ -156,11 +156,25 @@ def _extras(t: Tensors, o: Options) -> None:
     if (x := t.seed) is not None:
         need(x.dtype == torch.int64, "seed.dtype", x.dtype, "torch.int64")
         need(x.numel() == 1, "seed", _shape(x), "one element")
-    if (x := t.lse) is not None:
-        need(x.dtype == wide, "lse.dtype", x.dtype, f"{wide}, as attention(return_lse=True) gives")
-        fits = x.ndim == 3 and x.shape[0] == B and x.shape[1] == H and x.shape[2] == M
-        need(fits, "lse", _shape(x), f"(B, H, M) = {(B, H, M)}")
+    if (x := t.normaliser) is not None:
+        need(x.dtype == wide, "normaliser.dtype", x.dtype, f"{wide}")
+        fits = x.ndim == 4 and all(got == want for got, want in zip(x.shape, (2, B, H, M)))
+        need(fits, "normaliser", _shape(x), f"(2, B, H, M) = {(2, B, H, M)}")
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
+
+
+def check_lse(q: Tensor, lse: object) -> None:
+    """Raise unless `lse` is what attention(q, ..., return_lse=True) gives."""
+    if not isinstance(lse, Tensor):
+        raise TypeError(f"lse: got {type(lse).__name__}, expected a torch.Tensor or None")
+    if not isinstance(q, Tensor) or q.ndim != 4:
+        return  # the rules on q say so
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    need(lse.dtype == wide, "lse.dtype", lse.dtype, f"{wide}, as attention(return_lse=True) gives")
+    need(lse.device == q.device, "lse.device", lse.device, f"{q.device}, as q has")
+    B, H, M, _ = q.shape
+    fits = lse.ndim == 3 and lse.shape[0] == B and lse.shape[1] == H and lse.shape[2] == M
+    need(fits, "lse", _shape(lse), f"(B, H, M) = {(B, H, M)}")
 
 
 def _scalars(o: Options, dtype: torch.dtype) -> None:

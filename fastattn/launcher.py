@@ -33,16 +33,17 @@ class Launcher:
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         out = token_major(t.q, (spec.B, spec.H, spec.M, spec.Dv), spec.dtype)
-        lse = t.q.new_empty((spec.B, spec.H, spec.M), dtype=spec.lse_dtype)
-        self._launch(native.FORWARD, spec, t, dict(out=strided(out), lse=column(lse)))
-        return out, lse
+        normaliser = t.q.new_zeros((2, spec.B, spec.H, spec.M), dtype=spec.lse_dtype)
+        given = dict(out=strided(out), lse=pair(normaliser))
+        self._launch(native.FORWARD, spec, t, given)
+        return out, normaliser
 
     def backward(
         self,
         spec: AttentionSpec,
         t: Tensors,
         out: Tensor,
-        lse: Tensor,
+        normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
         wants: Sequence[bool],
@@ -51,7 +52,8 @@ class Launcher:
             dout = out.new_zeros(()).expand(out.shape)
         dq, dk, dv = (self._like(x, wanted) for x, wanted in zip(t[:3], wants))
         dmask, dsinks = _optional_gradients(spec, t, wants[3], wants[4])
-        given = dict(dout=strided(dout), dlse=column(dlse), out=strided(out), lse=column(lse))
+        given = dict(dout=strided(dout), dlse=column(dlse), out=strided(out))
+        given |= dict(lse=pair(normaliser))
         given |= dict(dq=strided(dq), dk=strided(dk), dv=strided(dv))
         given |= dict(dmask=broadcast(dmask), dsinks=column(dsinks))
         self._launch(native.BACKWARD, spec, t, given)
@@ -62,7 +64,7 @@ class Launcher:
         shape = (B, M, N) if spec.average_heads else (B, H, M, N)
         weights = empty(shape, dtype=spec.dtype, device=t.q.device)
         with_heads = weights[:, None] if spec.average_heads else weights
-        given = dict(lse=column(t.lse), weights=broadcast(with_heads))
+        given = dict(lse=pair(t.normaliser), weights=broadcast(with_heads))
         self._launch(native.WEIGHTS, spec, t, given)
         return weights
 
@@ -77,7 +79,7 @@ class Launcher:
                     grad.zero_()
         else:
             dweights = dweights[:, None] if spec.average_heads else dweights
-            given = dict(dweights=broadcast(dweights), lse=column(t.lse))
+            given = dict(dweights=broadcast(dweights), lse=pair(t.normaliser))
             given |= dict(dq=strided(dq), dk=strided(dk))
             given |= dict(dmask=broadcast(dmask), dsinks=column(dsinks))
             self._launch(native.WEIGHTS_BACKWARD, spec, t, given)
@@ -101,6 +103,12 @@ class Launcher:
 def strided(x: Maybe) -> bytes:
     """FaTensor of a 4-D tensor, read where it lies."""
     return ABSENT if x is None else pack_tensor(x.data_ptr(), *x.stride(), DTYPE[x.dtype])
+
+
+def pair(normaliser: Tensor) -> bytes:
+    """FaTensor of a normaliser (2,B,H,M), which the kernels see as (B,H,M,2)."""
+    two, *rows = normaliser.stride()
+    return pack_tensor(normaliser.data_ptr(), *rows, two, DTYPE[normaliser.dtype])
 
 
 def convert(spec: AttentionSpec, t: Tensors) -> Tensors:

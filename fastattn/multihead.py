@@ -187,10 +187,10 @@ class MultiheadAttention(nn.MultiheadAttention):
             # Drawn here, so that the weights see the dropout of the output, and one manual_seed
             # gives one result whether or not the weights are asked for.
             options |= {"dropout_p": self.dropout, "seed": api.draw_seed(q.device)}
-        out, lse = api.attention(q, k, v, return_lse=True, **options)
+        out, normaliser = api.attend(q, k, v, **options)
         if not need_weights:
             return out, None
-        return out, api.weights_from(q, k, lse=lse, average_heads=average, **options)
+        return out, api.weights_from(q, k, normaliser=normaliser, average_heads=average, **options)
 
     def _merge_masks(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None

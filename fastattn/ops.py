@@ -29,8 +29,8 @@ from .spec import AttentionSpec, Options, Tensors
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor? v, Tensor? mask, Tensor? lengths, Tensor? slopes, Tensor? sinks, "
-    "Tensor? seed, Tensor? lse, float? scale, str causal, int? left, int? right, float? softcap, "
-    "float dropout_p, str backend, bool grad, bool average_heads, bool constant_lse"
+    "Tensor? seed, Tensor? normaliser, float? scale, str causal, int? left, int? right, "
+    "float? softcap, float dropout_p, str backend, bool grad, bool average_heads, bool constant_lse"
 )
 PLAIN = frozenset({Tensor, torch.nn.Parameter})  # no subclass with a dispatch of its own
 N_TENSORS = len(Tensors._fields)
@@ -50,6 +50,7 @@ class Operation(NamedTuple):
 
     name: str
     results: tuple[str, ...]
+    batch_at: tuple[int, ...]  # which dimension of each result is the batch
     wants: tuple[int, ...]  # which of `Tensors` have gradients, in the backends' order
     forward: Callable[[Backend, AttentionSpec, Tensors], tuple[Tensor, ...]]
     backward: Callable[..., tuple[Tensor | None, ...]]
@@ -64,14 +65,14 @@ class Operation(NamedTuple):
 
 def plan(t: Tensors, o: Options) -> tuple[AttentionSpec, Backend]:
     """The spec of a call and the backend that runs it; checked once for each kind of call."""
-    q, k, v, mask, lengths, slopes, sinks, seed, lse = t
+    q, k, v, mask, lengths, slopes, sinks, seed, normaliser = t
     try:
         key: tuple = (q.shape, k.shape, q.dtype, k.dtype, q.device, k.device, o)
         key += (q.layout, k.layout)
         if v is not None:
             key += (v.shape, v.dtype, v.device, v.layout)
-        if not (mask is lengths is slopes is sinks is seed is lse is None):
-            for x in (mask, lengths, slopes, sinks, seed, lse):
+        if not (mask is lengths is slopes is sinks is seed is normaliser is None):
+            for x in (mask, lengths, slopes, sinks, seed, normaliser):
                 key += (None,) if x is None else (x.shape, x.dtype, x.device)
         return _plans[key]
     except (KeyError, AttributeError, TypeError):
@@ -330,7 +331,7 @@ def _autograd(op: Operation, ctx, *grads):
 def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     B, H, M, _ = t.q.shape
     out = token_major(t.q, (B, H, M, t.v.shape[3]), t.q.dtype)
-    return out, t.q.new_empty((B, H, M), dtype=lse_dtype(t.q))
+    return out, t.q.new_empty((2, B, H, M), dtype=lse_dtype(t.q))
 
 
 def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
@@ -342,19 +343,27 @@ def lse_dtype(q: Tensor) -> torch.dtype:
     return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
+def _attention_backward(backend, spec, t, outs, grads, wants):
+    """Of the normaliser only the LSE is a function to differentiate: what rounding lost is not."""
+    dout, dnormaliser = grads
+    return backend.backward(
+        spec, t, *outs, dout, None if dnormaliser is None else dnormaliser[0], wants
+    )
+
+
 ATTENTION = Operation(
     "attention",
-    results=("out", "lse"),
+    results=("out", "normaliser"),
+    batch_at=(0, 1),
     wants=(0, 1, 2, 3, 6),  # q k v mask sinks
     forward=lambda backend, spec, t: backend.forward(spec, t),
-    backward=lambda backend, spec, t, outs, grads, wants: backend.backward(
-        spec, t, *outs, *grads, wants
-    ),
+    backward=_attention_backward,
     outputs=_attention_outputs,
 )
 WEIGHTS = Operation(
     "weights",
     results=("weights",),
+    batch_at=(0,),
     wants=(0, 1, 3, 6),  # q k mask sinks
     forward=lambda backend, spec, t: (backend.weights(spec, t),),
     backward=lambda backend, spec, t, outs, grads, wants: backend.weights_backward(

@@ -34,21 +34,24 @@ def attention(
     scale: float | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
+    return_normaliser: bool = False,
 ):
     """softmax(score(q k^T)) v for q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv).
 
     The arguments mean what they mean in `fastattn.attention`. Returns out (B,H,M,Dv), then the LSE
-    (B,H,M) if `return_lse`, then the probabilities after dropout (B,H,M,N) if `return_weights`.
+    (B,H,M) if `return_lse`, then the probabilities after dropout (B,H,M,N) if `return_weights`,
+    then the normaliser (2,B,H,M), which is the LSE and what its rounding lost, if asked for.
     """
     v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)  # GQA: a key head serves a run
     if key_lengths is not None:
         v = v.masked_fill(~within(key_lengths, v.shape[2])[:, None, :, None], 0)
     with torch.autocast(q.device.type, enabled=False):
         s = scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale)
-        p, lse = softmax(s, sinks)
+        p, normaliser = softmax(s, sinks)
         p = dropout(p, dropout_p, seed)
         out = p @ v
-    extras = [x for x, wanted in ((lse, return_lse), (p, return_weights)) if wanted]
+    wanted = (normaliser[0], return_lse), (p, return_weights), (normaliser, return_normaliser)
+    extras = [x for x, asked in wanted if asked]
     return (out, *extras) if extras else out
 
 
@@ -108,7 +111,9 @@ def band(i: Tensor, j: Tensor, causal, window) -> Tensor:
 
 
 def softmax(s: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Probabilities (B,H,M,N), and the log of the denominator (B,H,M) as float32 at least.
+    """Probabilities (B,H,M,N), and the log of the denominator as two numbers, (2,B,H,M) in float32
+    at least: the LSE, and what its rounding lost. m + log(total) is their sum; where m is large, a
+    float32 beside it cannot hold log(total).
 
     A sink is one more logit in the denominator; no sink is a sink of -inf. The denominator of a row
     that sees nothing is 0: it is replaced before the division and the logarithm, not after, because
@@ -122,8 +127,11 @@ def softmax(s: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     e = torch.exp(logits - m)
     total = e.sum(-1, keepdim=True)
     safe = torch.where(total == 0, 1.0, total)
-    lse = torch.where(total == 0, -torch.inf, torch.log(safe) + m).squeeze(-1)
-    return e[..., :-1] / safe, lse if s.dtype == torch.float64 else lse.float()
+    wide = torch.float64 if s.dtype == torch.float64 else torch.float32
+    m, log = m.to(wide), torch.log(safe).to(wide)
+    lse = torch.where(total == 0, -torch.inf, m + log)
+    tail = torch.where(lse.isfinite(), (m - lse) + log, 0.0).detach()
+    return e[..., :-1] / safe, torch.stack([lse, tail]).squeeze(-1)
 
 
 def dropout(p: Tensor, dropout_p: float, seed: int | Tensor | None) -> Tensor:
@@ -161,7 +169,8 @@ def philox(counter: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
     return c0, c1, c2, c3
 
 
-def weights(s: Tensor, lse: Tensor) -> Tensor:
-    """Probabilities before dropout, from scores and a normaliser found earlier."""
-    lse = lse.to(s)[..., None]
-    return torch.exp(s - torch.where(lse == -torch.inf, torch.inf, lse))  # an empty row: 0
+def weights(s: Tensor, normaliser: Tensor) -> Tensor:
+    """Probabilities before dropout, from scores and a normaliser (2,B,H,M) found earlier."""
+    lse, tail = normaliser.to(s)[..., None]
+    # An empty row: 0. The two large numbers are subtracted first.
+    return torch.exp((s - torch.where(lse == -torch.inf, torch.inf, lse)) - tail)

@@ -34,7 +34,7 @@ class Feature(enum.Flag):
 class Tensors(NamedTuple):
     """The tensors of a call. Strides are free; nothing here is copied or expanded.
 
-    The weights passes have no `v`; the attention passes have no `lse`, which is an output there.
+    The weights passes have no `v`; the attention passes have no `normaliser`, an output there.
     """
 
     q: Tensor  # (B, H, M, D)
@@ -45,7 +45,7 @@ class Tensors(NamedTuple):
     slopes: Maybe = None  # (H,) or (B, H)
     sinks: Maybe = None  # (H,)
     seed: Maybe = None  # one int64 element, read when dropout_p > 0
-    lse: Maybe = None  # (B, H, M)
+    normaliser: Maybe = None  # (2, B, H, M): the LSE, and what its rounding lost
 
 
 class Options(NamedTuple):
@@ -110,7 +110,7 @@ class AttentionSpec:
 
     @functools.cached_property
     def lse_dtype(self) -> torch.dtype:
-        """What LSE, slopes and sinks are kept in: at least float32."""
+        """What the normaliser, slopes and sinks are kept in: at least float32."""
         return torch.float64 if self.dtype == torch.float64 else torch.float32
 
     @functools.cached_property

@@ -98,7 +98,8 @@ def batched_forward(op: Operation, V: int, dims: Sequence, t: Tensors, o: Option
     """Outputs with the new dimension first, and where it is."""
     if _folds(t, Tensors(*dims), o):
         outs = call(op, _fold_tensors(V, dims, t), o)
-        outs = tuple(x.unflatten(0, (V, _batch(t, dims))) for x in outs)
+        B = _batch(t, dims)
+        outs = tuple(_unfold(V, B, x, at) for x, at in zip(outs, op.batch_at))
     else:
         calls = [call(op, Tensors(*_pick(t, dims, i)), o) for i in range(_some(V))]
         outs = tuple(torch.stack(x) for x in zip(*calls))
@@ -111,8 +112,8 @@ def batched_backward(op: Operation, V: int, dims: Sequence, tensors: Sequence, o
     n_layout = 3 if op is ATTENTION else 2  # of `wants`: those of q, k and v, which fold
     if _folds(t, dt, o) and not any(wants[n_layout:]):
         B = _batch(t, dt)
-        grads = [_fold(V, B, x, dim) for x, dim in zip(grads, dgrads)]
-        outs = [_fold(V, B, x, dim) for x, dim in zip(outs, douts)]
+        grads = [_fold(V, B, x, dim, at) for x, dim, at in zip(grads, dgrads, op.batch_at)]
+        outs = [_fold(V, B, x, dim, at) for x, dim, at in zip(outs, douts, op.batch_at)]
         inputs = (*grads, *outs, *_fold_tensors(V, dt, t))
         found = TransformedBackward.apply(op, o, wants, *inputs)
         found = tuple(x.unflatten(0, (V, B)) for x in found)
@@ -155,12 +156,17 @@ def _front(V: int, x: Tensor, dim: int | None) -> Tensor:
     return x.expand(V, *x.shape) if dim is None else x.movedim(dim, 0)
 
 
-def _fold(V: int, B: int, x: Maybe, dim: Maybe) -> Maybe:
-    """(B, ...) and a mapped dimension -> (V B, ...)."""
+def _fold(V: int, B: int, x: Maybe, dim: Maybe, at: int = 0) -> Maybe:
+    """(B, ...) and a mapped dimension -> (V B, ...); the batch is dimension `at`."""
     if x is None:
         return None
-    x = _front(V, x, dim)
-    return x.reshape(V * B, *x.shape[2:])
+    x = _front(V, x, dim).movedim(0, at)
+    return x.reshape(*x.shape[:at], V * B, *x.shape[at + 2 :])
+
+
+def _unfold(V: int, B: int, x: Tensor, at: int) -> Tensor:
+    """The reverse: the mapped dimension comes first."""
+    return x.unflatten(at, (V, B)).movedim(at, 0)
 
 
 def _fold_tensors(V: int, dims: Sequence, t: Tensors) -> Tensors:
@@ -174,7 +180,7 @@ def _fold_tensors(V: int, dims: Sequence, t: Tensors) -> Tensors:
         slopes=_fold_slopes(V, B, t.slopes, d.slopes),
         sinks=t.sinks,
         seed=None,  # there is no dropout
-        lse=_fold(V, B, t.lse, d.lse),
+        normaliser=_fold(V, B, t.normaliser, d.normaliser, 1),
     )
 
 

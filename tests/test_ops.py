@@ -169,8 +169,8 @@ def test_weights_from_a_forward_pass_differentiate_the_normaliser(attention):
 
     q, k, v = (x.requires_grad_() for x in inputs())
     rest = everything() | dict(backend=attention.backend)
-    lse = fastattn.attention(q, k, v, **rest, return_lse=True)[1]
-    found = api.weights_from(q, k, lse=lse, **rest)
+    _, normaliser = api.attend(q, k, v, **rest)
+    found = api.weights_from(q, k, normaliser=normaliser, **rest)
     exact = fastattn.attention_weights(q, k, **rest)
     torch.testing.assert_close(found, exact)
     for a, b in zip(*(torch.autograd.grad(w.sin().sum(), (q, k)) for w in (found, exact))):
@@ -391,32 +391,32 @@ def test_per_sample_gradients_of_a_module(attention):
 # ------------------------------------------------------------------------- compile, export, opcheck
 
 
-def op_arguments(grads=True, v=True, lse=False, average=False):
+def op_arguments(grads=True, v=True, normaliser=False, average=False):
     q, k, value = inputs(dtype=torch.float32)
     mask, sinks = rand(4, 5, 7, dtype=torch.float32), rand(4, dtype=torch.float32)
     for x in (q, k, value, mask, sinks):
         x.requires_grad_(grads)
     tensors = (q, k, value if v else None, mask, torch.tensor([7, 5]), None, sinks)
-    rest = (torch.tensor([3]), rand(2, 4, 5, dtype=torch.float32) if lse else None)
+    rest = (torch.tensor([3]), rand(2, 2, 4, 5, dtype=torch.float32) if normaliser else None)
     return (*tensors, *rest, 0.5, "top_left", 4, None, 2.0, 0.25, "", grads, average, False)
 
 
 @pytest.mark.parametrize("grads", [False, True])
 def test_opcheck(grads):
     torch.library.opcheck(torch.ops.fastattn.attention.default, op_arguments(grads))
-    arguments = op_arguments(grads, v=False, lse=True)
+    arguments = op_arguments(grads, v=False, normaliser=True)
     torch.library.opcheck(torch.ops.fastattn.weights.default, arguments)
 
 
 def test_opcheck_of_the_backward_operators():
     t = op_arguments(False)
-    out, lse = torch.ops.fastattn.attention(*t)
+    out, normaliser = torch.ops.fastattn.attention(*t)
     dout = torch.randn_like(out)
-    for dlse, wants in ((None, [True] * 5), (lse, [True, False, True, False, True])):
+    for given, wants in ((None, [True] * 5), (normaliser, [True, False, True, False, True])):
         torch.library.opcheck(
-            torch.ops.fastattn.attention_backward.default, (dout, dlse, out, lse, *t, wants)
+            torch.ops.fastattn.attention_backward.default, (dout, given, out, normaliser, *t, wants)
         )
-    t = op_arguments(False, v=False, lse=True, average=True)
+    t = op_arguments(False, v=False, normaliser=True, average=True)
     weights = torch.ops.fastattn.weights(*t)
     torch.library.opcheck(
         torch.ops.fastattn.weights_backward.default, (weights, weights, *t, [True] * 4)

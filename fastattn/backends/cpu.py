@@ -20,10 +20,10 @@ _AFTER_SINKS = ABSENT * 9
 
 @functools.lru_cache(maxsize=4096)
 def _outputs(spec: AttentionSpec) -> tuple:
-    """Shapes, strides and FaDtypes of out (stored token-major) and lse."""
+    """Shapes, strides and FaDtypes of out (stored token-major) and the normaliser."""
     B, H, M, Dv = spec.B, spec.H, spec.M, spec.Dv
     out = (B, H, M, Dv), (M * H * Dv, Dv, H * Dv, 1)
-    return *out, (B, H, M), (H * M, M, 1), DTYPE[spec.dtype], DTYPE[spec.lse_dtype]
+    return *out, (2, B, H, M), (B * H * M, H * M, M, 1), DTYPE[spec.dtype], DTYPE[spec.lse_dtype]
 
 
 class Cpu(Launcher):
@@ -44,7 +44,7 @@ class Cpu(Launcher):
         dtype, wide = spec.dtype, spec.lse_dtype
         shape, strides, rows, row_strides, code, wide_code = _outputs(spec)
         out = empty_strided(shape, strides, dtype=dtype)
-        lse = empty_strided(rows, row_strides, dtype=wide)
+        normaliser = empty_strided(rows, row_strides, dtype=wide).zero_()
         t = convert(spec, t)
         q, k, v = t.q, t.k, t.v
         head = _HEAD.pack(
@@ -52,11 +52,11 @@ class Cpu(Launcher):
             *(k.data_ptr(), *k.stride(), code),
             *(v.data_ptr(), *v.stride(), code),
             *(out.data_ptr(), *strides, code),
-            *(lse.data_ptr(), *row_strides, 0, wide_code),
+            *(normaliser.data_ptr(), *row_strides[1:], row_strides[0], wide_code),
         )
         tail = pointers(t) + scalars(spec, get_num_threads())
         self.run(native.FORWARD, head + features(t) + _AFTER_SINKS + tail, spec, t)
-        return out, lse  # no workspace: the library finds the little that decoding needs
+        return out, normaliser  # no workspace: the library finds the little that decoding needs
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         return native.cpu().workspace(params, which)

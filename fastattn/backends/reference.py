@@ -39,7 +39,7 @@ class Reference:
     @_without_autocast
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         w = _wide(spec, t)
-        out, lse = oracle.attention(
+        out, normaliser = oracle.attention(
             w.q,
             w.k,
             w.v,
@@ -47,13 +47,13 @@ class Reference:
             sinks=w.sinks,
             dropout_p=spec.dropout_p,
             seed=w.seed,
-            return_lse=True,
+            return_normaliser=True,
         )
-        return token_major(t.q, out.shape, spec.dtype).copy_(out), lse
+        return token_major(t.q, out.shape, spec.dtype).copy_(out), normaliser
 
     @_without_autocast
-    def backward(self, spec, t, out, lse, dout, dlse, wants):
-        w = _wide(spec, t)._replace(lse=lse)
+    def backward(self, spec, t, out, normaliser, dout, dlse, wants):
+        w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
         dp = dout @ _heads(w.v, w).mT * kept
@@ -117,8 +117,8 @@ def _heads(x: Tensor, t: Tensors) -> Tensor:
 
 
 def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | float]:
-    """P = exp(S - lse), and what dropout multiplies it by."""
-    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(spec, t)), t.lse)
+    """P = exp(S - normaliser), and what dropout multiplies it by."""
+    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(spec, t)), t.normaliser)
     return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed)
 
 
@@ -129,8 +129,8 @@ def _score_gradients(spec: AttentionSpec, t: Tensors, p: Tensor, dp: Tensor, del
     dmask = None if t.mask is None else ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
     dsinks = None
     if t.sinks is not None:
-        seen = torch.where(t.lse == -torch.inf, torch.inf, t.lse)
-        dsinks = -(torch.exp(t.sinks.to(p)[:, None] - seen) * delta).sum((0, 2))
+        share = oracle.weights(t.sinks.to(p)[:, None, None], t.normaliser).squeeze(-1)
+        dsinks = -(share * delta).sum((0, 2))
     if spec.softcap:
         ds = ds * (1 - torch.tanh(t.q @ k.mT * (spec.scale / spec.softcap)) ** 2)
     dq = ds @ k * spec.scale

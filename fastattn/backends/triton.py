@@ -68,21 +68,21 @@ class Triton:
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         out = token_major(t.q, (spec.B, spec.H, spec.M, spec.Dv), spec.dtype)
-        lse = t.q.new_empty((spec.B, spec.H, spec.M), dtype=torch.float32)
-        if lse.numel():
+        normaliser = t.q.new_zeros((2, spec.B, spec.H, spec.M), dtype=torch.float32)
+        if normaliser.numel():
             job = Job(spec, t)
             if job.splits:
-                job.decode(out, lse)
+                job.decode(out, normaliser)
             else:
-                job.forward(out, lse)
-        return out, lse
+                job.forward(out, normaliser)
+        return out, normaliser
 
     def backward(
         self,
         spec: AttentionSpec,
         t: Tensors,
         out: Tensor,
-        lse: Tensor,
+        normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
         wants: Sequence[bool],
@@ -92,7 +92,7 @@ class Triton:
         elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
             dout = dout.contiguous()
         job = Job(spec, t, dout)
-        job.find_delta(out, lse, dlse)
+        job.find_delta(out, normaliser, dlse)
         return job.gradients(wants)
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
@@ -111,7 +111,7 @@ class Triton:
         if spec.average_heads:
             dweights = dweights[:, None].expand(spec.B, spec.H, spec.M, spec.N)
         job = Job(spec, t, dweights)
-        job.find_delta(None, t.lse, None)
+        job.find_delta(None, t.normaliser, None)
         want_q, want_k, want_mask, want_sinks = wants
         dq, dk, _, dmask, dsinks = job.gradients((want_q, want_k, False, want_mask, want_sinks))
         return dq, dk, dmask, dsinks
@@ -152,20 +152,20 @@ class Job:
         """Rows of a tile in decoding: the queries of every head that shares a key head."""
         return self.spec.H // self.spec.Hk * self.spec.M
 
-    def forward(self, out: Tensor, lse: Tensor) -> None:
+    def forward(self, out: Tensor, normaliser: Tensor) -> None:
         spec = self.spec
         self.launch(
             kernels().forward.forward_kernel,
             "forward",
             lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
-            (self.q, self.k, self.v, operand(out), lse),
+            (self.q, self.k, self.v, operand(out), normaliser),
         )
 
-    def decode(self, out: Tensor, lse: Tensor) -> None:
+    def decode(self, out: Tensor, normaliser: Tensor) -> None:
         spec, splits, decode = self.spec, self.splits, kernels().decode
         rows = (splits, spec.B, spec.H, spec.M)
         partial = out.new_empty((*rows, spec.Dv), dtype=torch.float32)
-        partial_m, partial_l = lse.new_empty(rows), lse.new_empty(rows)
+        partial_m, partial_l = normaliser.new_empty(rows), normaliser.new_empty(rows)
         parts = partial, partial_m, partial_l
         self.launch(
             decode.split_kernel,
@@ -177,7 +177,7 @@ class Job:
             decode.combine_kernel,
             "combine",
             lambda c: spec.B * spec.H * spec.M,
-            (*parts, operand(out), lse, splits),
+            (*parts, operand(out), normaliser, splits),
         )
 
     def weights(self, weights: Tensor) -> None:
@@ -187,18 +187,18 @@ class Job:
             kernels().weights.weights_kernel,
             "weights",
             lambda c: blocks(spec.M, c.BM) * blocks(spec.N, c.BN) * spec.B * heads,
-            (self.q, self.k, self.t.lse.contiguous(), operand(weights)),
+            (self.q, self.k, self.t.normaliser.contiguous(), operand(weights)),
             AVERAGE=spec.average_heads,
         )
 
     # ----------------------------------------------------------------------------------- backward
 
-    def find_delta(self, out: Maybe, lse: Tensor, dlse: Maybe) -> None:
-        """self.lse, and self.delta: what dP loses by the normalisation."""
+    def find_delta(self, out: Maybe, normaliser: Tensor, dlse: Maybe) -> None:
+        """self.normaliser, and self.delta: what dP loses by the normalisation."""
         spec = self.spec
-        self.lse = lse.contiguous()
-        self.delta = torch.empty_like(self.lse)
-        if not lse.numel():
+        self.normaliser = normaliser.contiguous()
+        self.delta = torch.empty_like(self.normaliser[0])
+        if not self.delta.numel():
             return
         self.launch(
             kernels().backward.delta_kernel,
@@ -233,7 +233,7 @@ class Job:
 
     @property
     def inputs(self) -> tuple:
-        return self.q, self.k, self.v, self.do, self.lse, self.delta
+        return self.q, self.k, self.v, self.do, self.normaliser, self.delta
 
     def gradients(self, wants: Sequence[bool]) -> tuple[Tensor | None, ...]:
         """dq dk dv dmask dsinks."""
@@ -282,7 +282,8 @@ class Job:
     def sink_gradient(self) -> Tensor:
         """dsinks = -sum p_sink delta: a sink is a key with a probability and no value."""
         sinks = self.t.sinks.to(torch.float32)[:, None]
-        p = torch.exp(sinks - self.lse).masked_fill(self.lse == -torch.inf, 0.0)
+        lse, tail = self.normaliser
+        p = torch.exp(sinks - lse - tail).masked_fill(lse == -torch.inf, 0.0)
         return -(p * self.delta).sum((0, 2)).to(self.t.sinks.dtype)
 
     # ----------------------------------------------------------------------------------- launching

@@ -44,8 +44,8 @@ def attend(
     if dropout_p:  # drawn here, so that the weights see the dropout of the output
         options |= {"dropout_p": dropout_p, "seed": api.draw_seed(q.device)}
     q, k, v = (_split_lead(x) for x in (q, k, v))
-    out, lse = api.attention(q, k, v, return_lse=True, **options)
-    weights = api.weights_from(q, k, lse=lse, **options) if need_weights else None
+    out, normaliser = api.attend(q, k, v, **options)
+    weights = api.weights_from(q, k, normaliser=normaliser, **options) if need_weights else None
     return _restore(out, lead), None if weights is None else _restore(weights, lead)
 
 
