@@ -13,6 +13,9 @@
 extern "C" {
 #endif
 
+// The largest head dims, of q.k and of v, that the kernels are built for.
+enum { FA_CPU_MAX_HEAD_DIM = 512, FA_CUDA_MAX_HEAD_DIM = 256 };
+
 enum FaDtype { FA_F32 = 0, FA_F64 = 1, FA_BF16 = 2, FA_F16 = 3, FA_BOOL = 4 };
 
 // A strided 4-D view (batch, head, row, column). Strides count elements; a
@@ -63,6 +66,7 @@ enum FaPass { FA_FORWARD = 0, FA_BACKWARD = 1, FA_WEIGHTS = 2, FA_WEIGHTS_BACKWA
 enum FaStatus { FA_OK = 0, FA_BAD_LENGTH = 1, FA_NO_MEMORY = 2 };
 
 FA_EXPORT int64_t fa_abi_size(void);                                            // sizeof(FaParams)
+FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                    // FA_CPU_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cpu_workspace(const struct FaParams* p, int64_t pass);     // bytes
 FA_EXPORT int64_t fa_cpu_run(const struct FaParams* p, int64_t pass);           // FaStatus
 

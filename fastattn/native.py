@@ -21,6 +21,7 @@ from .spec import AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD = range(4)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY = range(3)  # FaStatus
+CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
     torch.float32: 0,
     torch.float64: 1,
@@ -85,11 +86,11 @@ class Library:
         found.restype, found.argtypes = result, arguments
         return found
 
-    def check_abi(self, size: int) -> None:
-        if size != SIZE:
+    def check_abi(self, what: str, got: int, expected: int) -> None:
+        if got != expected:
             raise OSError(
-                f"{self.path} was built from another version of csrc/abi.h: FaParams has "
-                f"{size} bytes there and {SIZE} in fastattn/native.py; build it again"
+                f"{self.path} was built from another version of csrc/abi.h: {what} {got} there "
+                f"and {expected} in fastattn/native.py; build it again"
             )
 
 
@@ -105,7 +106,9 @@ class CpuLibrary(Library):
         self.isa = self.entry("fa_cpu_isa", text)
         self.select = self.entry("fa_cpu_select", integer, text)
         self.poison = self.entry("fa_cpu_poison", None, integer)
-        self.check_abi(self.entry("fa_abi_size", integer)())
+        self.check_abi("the bytes of FaParams are", self.entry("fa_abi_size", integer)(), SIZE)
+        head_dim = self.entry("fa_cpu_max_head_dim", integer)()
+        self.check_abi("the largest head dim is", head_dim, CPU_MAX_HEAD_DIM)
 
 
 class CudaLibrary(Library):
@@ -122,7 +125,7 @@ class CudaLibrary(Library):
         self.driver_error = self.entry("fa_cuda_driver_error", integer)
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
-        self.check_abi(self.entry("fa_cuda_abi_size", integer)())
+        self.check_abi("the bytes of FaParams are", self.entry("fa_cuda_abi_size", integer)(), SIZE)
 
 
 Loaded = TypeVar("Loaded", bound=Library)

@@ -52,7 +52,7 @@ struct Backward {
   }
   static void delta_from_output(const FaParams& p, const Rows& rows, R* delta) {
     const Plane o = plane(p.out, rows.b, rows.h), g = plane(p.dout, rows.b, rows.h);
-    R a[512], c[512];
+    R a[FA_CPU_MAX_HEAD_DIM], c[FA_CPU_MAX_HEAD_DIM];
     for (int64_t l = 0; l < rows.count; ++l) {
       read_row(o.data, o.dtype, o.at(rows.i0 + l), o.step, p.Dv, a);
       read_row(g.data, g.dtype, g.at(rows.i0 + l), g.step, p.Dv, c);
@@ -118,7 +118,7 @@ struct Backward {
         const Rows rows = G::tile_rows(p, b, hk * group + at / G::tiles(p), t);
         const Keys seen = visible_keys(p, rows, J0);
         if (seen.count <= 0) continue;
-        if (shown(p, rows, seen) == Shown::none) {  // a turn that nothing is done with
+        if (shown(p, rows, seen) == Shown::none) {  // nothing to add to dq: only pass the turn on
           int32_t* turn = w.turn + G::tile_index(p, b, rows.h, t);
           wait_for_turn(turn, chunk);
           pass_turn(turn, chunk);
@@ -181,13 +181,7 @@ struct Backward {
           dout.stride, pairs_of_rows, keys.count, G::padded(p.Dv),
           buf.dv + first * G::padded(p.Dv), G::padded(p.Dv));
     }
-    T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> ds) {
-      const Vec<R> scaled = ds * R(p.scale);
-      if (!(p.softcap > 0)) return scaled;
-      // Past the last row the slope of 0 * inf is NaN, and of a pair of rows both are summed.
-      const Vec<R> slope = load(buf.slope + j * T::lanes + v * T::W);
-      return ds == Vec<R>{} ? Vec<R>{} : scaled * slope;
-    });
+    T::product_gradient(p, keys.count, buf.ds, buf.derivative);
     const Broadcast<E> q = Op::across(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, true,
                                       buf.q_across);
     accumulate_wide<Mul, Unit::along_k>(  // dK += dS Q

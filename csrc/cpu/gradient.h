@@ -82,7 +82,8 @@ struct Gradient {
   struct Buffers {
     E *k, *v, *k_across;             // of one block of keys
     E *q, *dout, *q_across, *dout_across, *rows;  // of one tile of rows
-    R *s, *ds, *dropped, *slope;     // [keys][lanes]
+    R *s, *ds, *dropped;             // [keys][lanes]
+    R* derivative;                   // [keys][lanes], of softcap; null without it
     E *along, *across;               // a tile as an operand
     R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;                          // [keys][lanes], mask gradients
@@ -103,7 +104,7 @@ struct Gradient {
     b.s = take.array<R>(tile);
     b.ds = take.array<R>(tile);
     b.dropped = take.array<R>(p.dropout_p > 0 ? tile : 0);
-    b.slope = take.array<R>(p.softcap > 0 ? tile : 0);
+    b.derivative = capped(p) ? take.array<R>(tile) : nullptr;
     b.along = take.array<E>(pair == 1 ? 0 : tile / pair);
     b.across = take.array<E>(pair == 1 ? 0 : tile / pair);
     b.dk = take.array<R>(keys * d);
@@ -142,7 +143,7 @@ struct Gradient {
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
     DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
-    T::score(p, rows, keys, buf.s, p.softcap > 0 ? buf.slope : nullptr, buf.score);
+    T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
     T::probabilities(keys.count, lse, buf.s);
     if (!of_weights(p)) {
       DotProducts<Mul, NV>::run(v, buf.dout, p.Dv, keys.count, R(1), buf.ds);

@@ -155,6 +155,8 @@ extern "C" {
 
 int64_t fa_abi_size(void) { return sizeof(FaParams); }
 
+int64_t fa_cpu_max_head_dim(void) { return FA_CPU_MAX_HEAD_DIM; }
+
 int64_t fa_cpu_workspace(const FaParams* p, int64_t pass) {
   return static_cast<int64_t>(fa::chosen.load()->make_plan(*p, pass).workspace);
 }

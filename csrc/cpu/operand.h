@@ -148,7 +148,7 @@ struct Operand<PairedBf16> {
   static Broadcast<int32_t> across(const Plane& a, int64_t r0, int64_t rows, int64_t columns, bool,
                                    int32_t* buf) {
     const int64_t ld = round_up(columns, 16);
-    uint16_t row[2][512 + 16];
+    uint16_t row[2][FA_CPU_MAX_HEAD_DIM + 16];
     for (int64_t r = 0; r < rows; r += 2) {
       copy_halves(a, r0 + r, columns, row[0], ld);
       if (r + 1 < rows)

@@ -1,9 +1,15 @@
-// What happens to a tile of scores, keys x lanes (lanes are query rows): the score
-// pipeline in its documented order (scale, softcap, ALiBi, mask, band), the online
-// softmax, dropout. Forward, backward and weights call these; a feature is written
-// once. A branch is taken per tile, never per element.
+// The score pipeline of the CPU kernels: the one place here that knows features. What happens to a
+// tile of scores, keys x lanes (lanes are query rows), forward and backward:
+//
+//   where   visible_keys and `shown` skip keys; `band` is exact (csrc/band.h)
+//   what    `score`: softcap, ALiBi, mask, band, in this order; `product_gradient`, the way back
+//   after   `dropout`: draws (csrc/philox.h)
+//
+// Forward, decoding, backward and weights call these, so a feature is written once. A branch is
+// taken per tile, never per element.
 #pragma once
-#include "../score.h"
+#include "../band.h"
+#include "../philox.h"
 #include "operand.h"
 
 namespace fa {
@@ -42,6 +48,8 @@ FA_INLINE Shown shown(const FaParams& p, const Rows& rows, const Keys& keys) {
   return first ? Shown::all : Shown::none;
 }
 
+FA_INLINE bool capped(const FaParams& p) { return p.softcap > 0; }
+
 template <class R>
 struct ScoreScratch {
   R* rows;  // kLanes x kTileKeys, of the mask
@@ -70,12 +78,12 @@ struct Tile {
       for (int l = 0; l < W; ++l) at[v][l] = first + R(v * W + l);
   }
 
-  // s = c tanh(s / c); `slope`, when wanted, receives its derivative.
-  static void softcap(R c, int64_t keys, R* s, R* slope) {
+  // s = c tanh(s / c); `derivative`, when wanted, receives that by s.
+  static void softcap(R c, int64_t keys, R* s, R* derivative) {
     const R inverse = R(1) / c;
     each(keys, s, [&](int64_t j, int v, V x) {
       const V t = tanh<R>(x * inverse);
-      if (slope) store(slope + j * lanes + v * W, V(R(1) - t * t));
+      if (derivative) store(derivative + j * lanes + v * W, V(R(1) - t * t));
       return t * c;
     });
   }
@@ -134,15 +142,27 @@ struct Tile {
   }
   // Is a scaled product the score itself?
   static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
-    return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
+    return !(capped(p) || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
   }
-  // Scaled products to scores, -inf where a row may not look. `slope` may be null.
-  static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* slope,
+  // Scaled products to scores, -inf where a row may not look. `derivative` (that of the scores by
+  // the scaled products) may be null where nobody asks for it.
+  static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
                     const ScoreScratch<R>& scratch) {
-    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, slope);
+    if (capped(p)) softcap(R(p.softcap), keys.count, s, derivative);
     if (p.slopes.data) alibi(p, rows, keys, s);
     if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
     if (banded(p, rows, keys)) band(p, rows, keys, s);
+  }
+
+  // The way back: `ds`, the gradient of scores, becomes that of the products q.k. Only softcap has
+  // a derivative other than 1.
+  static void product_gradient(const FaParams& p, int64_t keys, R* ds, const R* derivative) {
+    each(keys, ds, [&](int64_t j, int v, V x) {
+      const V scaled = x * R(p.scale);
+      if (!capped(p)) return scaled;
+      // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS of 0 stays.
+      return x == V{} ? V{} : scaled * load(derivative + j * lanes + v * W);
+    });
   }
 
   // One step of the online softmax (Milakov and Gimelshein 2018; FlashAttention,

@@ -1,7 +1,12 @@
-// What happens to a score between q.k and the softmax, and which weights dropout keeps: the stages
-// of csrc/score.h for one element, forward and backward.
+// The score pipeline of the CUDA kernels: the one place here that knows features. One element, forward
+// and backward:
+//
+//   where   Band, Visible, row_range: which keys a row sees (csrc/band.h)
+//   what    Head::logit: scale, softcap, ALiBi, mask, in this order
+//   after   Head::dropped: dropout's draws (csrc/philox.h)
 #pragma once
-#include "../score.h"
+#include "../band.h"
+#include "../philox.h"
 #include "ptx.cuh"
 
 namespace fa {
@@ -22,7 +27,7 @@ FA_DEVICE float read(const FaTensor& x, int64_t at) {
   }
 }
 
-// Four random words for the keys 4 k to 4 k + 3 (csrc/score.h: Philox).
+// Four random words for the keys 4 k to 4 k + 3 (csrc/philox.h).
 FA_DEVICE void philox(uint32_t (&c)[4], uint64_t seed) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
 #pragma unroll

@@ -32,7 +32,7 @@ class Cpu(Launcher):
     support = Support(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
-        max_head_dim=512,
+        max_head_dim=native.CPU_MAX_HEAD_DIM,
         features=~Feature.PACKED,
     )
 

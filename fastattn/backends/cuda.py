@@ -30,7 +30,7 @@ class Cuda(Launcher):
     support = Support(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_head_dim=256,
+        max_head_dim=native.CUDA_MAX_HEAD_DIM,
         max_length=LONGEST,
         features=~Feature.PACKED,
     )

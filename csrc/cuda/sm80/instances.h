@@ -1,6 +1,6 @@
 // Which of its kernels a pass takes: general or plain, and for which head dims.
 #pragma once
-#include "../../score.h"
+#include "../../abi.h"
 #include "../ptx.cuh"
 
 namespace fa {

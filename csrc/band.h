@@ -1,15 +1,9 @@
-// Where a row may look, and which draws dropout makes: the arithmetic that every
-// native backend shares. Scalar, host and device.
+// Where a row may look: the band of visible keys, cut to the key lengths, and the key head of a
+// query head. Every native backend shares this arithmetic; what happens to a score is in
+// cpu/tile.h and cuda/score.cuh.
 #pragma once
 #include "abi.h"
-
-#ifdef __CUDACC__
-#define FA_SHARED __host__ __device__ inline
-#else
-// Always inlined: a copy of its own, shared by objects compiled for different
-// instruction sets, could end up being the one that this machine cannot run.
-#define FA_SHARED inline __attribute__((always_inline))
-#endif
+#include "host_device.h"
 
 namespace fa {
 
@@ -49,26 +43,6 @@ FA_SHARED KeyRange key_range(const FaParams& p, int64_t b, int64_t i0, int64_t i
 FA_SHARED KeyRange common_range(const FaParams& p, int64_t b, int64_t i0, int64_t i1) {
   const int64_t shift = diagonal(p, b);
   return clip(i1 - 1 + shift - p.left, i0 + shift + p.right + 1, key_length(p, b));
-}
-
-// Philox-4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// SC'11): key = the seed, low word first; counter = (j >> 2, i, h, b); element
-// (b, h, i, j) takes word j & 3 and is kept iff that word >= floor(p * 2^32).
-struct Philox {
-  static constexpr int rounds = 10;
-  static constexpr uint32_t mul0 = 0xD2511F53u, mul1 = 0xCD9E8D57u;
-  static constexpr uint32_t weyl0 = 0x9E3779B9u, weyl1 = 0xBB67AE85u;
-};
-
-struct Dropout {
-  uint32_t threshold;  // words below it are dropped
-  double factor;       // what a kept element is multiplied by
-};
-
-FA_SHARED Dropout dropout_rule(double p) {
-  // p = 1 drops all, though no 32-bit threshold can: the factor 0 does it.
-  if (p >= 1.0) return {0xFFFFFFFFu, 0.0};
-  return {static_cast<uint32_t>(p * 4294967296.0), 1.0 / (1.0 - p)};
 }
 
 }  // namespace fa
