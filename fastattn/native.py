@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from .elf import why_broken
 from .spec import AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD = range(4)  # FaPass
@@ -78,6 +79,8 @@ class Library:
     """A native library, loaded."""
 
     def __init__(self, path: Path):
+        if why := why_broken(path):
+            raise OSError(why)
         # CDLL, not PyDLL: the GIL is released while a call is in it.
         self.path, self.dll = path, ctypes.CDLL(str(path))
 
@@ -133,7 +136,7 @@ Loaded = TypeVar("Loaded", bound=Library)
 
 def _candidates(name: str, variable: str) -> list[Path]:
     if named := os.environ.get(variable):
-        return [Path(named)]
+        return [Path(named).absolute()]  # or the loader would search folders of its own
     import fastattn  # an editable install spreads the package over two folders
 
     return [Path(folder) / "lib" / name for folder in fastattn.__path__]
@@ -143,7 +146,7 @@ def _candidates(name: str, variable: str) -> list[Path]:
 def _load_cpu() -> CpuLibrary | str:
     """The library, or the reason there is none."""
     candidates = _candidates("libfastattn_cpu.so", "FASTATTN_LIBRARY")
-    path = next((p for p in candidates if p.exists()), None)
+    path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
         where = ", ".join(map(str, candidates))
         return f"the native library was not built: no {where} (install with `pip install .`)"
@@ -162,12 +165,12 @@ def _load_cpu() -> CpuLibrary | str:
 def _load_cuda() -> CudaLibrary | str:
     """The library, or the reason there is none."""
     candidates = _candidates("libfastattn_cuda.so", "FASTATTN_CUDA_LIBRARY")
-    path = next((p for p in candidates if p.exists()), None)
+    path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
         notes = (p.with_name("no_cuda.txt") for p in candidates)  # what set-up left in its place
         where = ", ".join(map(str, candidates))
-        why = next((p.read_text() for p in notes if p.exists()), f"no {where} (pip install .)")
-        return f"the CUDA kernels were not built: {why}"
+        why = next((p.read_text() for p in notes if os.path.exists(p)), None)
+        return f"the CUDA kernels were not built: {why or f'no {where} (pip install .)'}"
     try:
         return CudaLibrary(path)
     except (OSError, AttributeError) as error:

@@ -21,7 +21,7 @@ FLOORS = (
     {"backends"},
     {"launcher"},
     {"backend", "native", "autotune", "gpu"},
-    {"check", "tuning", "flops"},
+    {"check", "tuning", "flops", "elf"},
     {"spec"},
     {"reference"},
 )

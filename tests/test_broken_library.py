@@ -1,0 +1,178 @@
+"""A native library whose file is broken, in any way, is a reason and never a crash.
+
+Each form is loaded in a process of its own, forked from one that has imported torch already.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import elf, native
+
+NOBODY = 65534
+TORCH = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
+
+LOADER = f"""
+import json, os, sys
+import fastattn
+from fastattn import native
+
+def reason(cuda, unreadable):
+    if unreadable and os.geteuid() == 0:
+        os.seteuid({NOBODY})  # nothing is unreadable to root
+    return native.cuda_unavailable() if cuda else native.cpu_unavailable()
+
+for name, path, cuda, unreadable in json.load(sys.stdin):
+    os.environ["FASTATTN_CUDA_LIBRARY" if cuda else "FASTATTN_LIBRARY"] = path
+    read, write = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            os.write(write, str(reason(cuda, unreadable)).encode())
+        except BaseException as error:
+            os.write(write, repr(error).encode())
+        os._exit(0)
+    os.close(write)
+    said = os.read(read, 1 << 16).decode()  # nothing from one that was killed
+    print(json.dumps([name, os.waitpid(child, 0)[1], said]))
+"""
+
+
+def patched(whole, at, *values):
+    found = bytearray(whole)
+    found[at : at + len(values)] = bytes(values)
+    return bytes(found)
+
+
+# What is wrong -> (the file's bytes, made of those of the whole library; what is said of it).
+# Offsets are those of the ELF header: 4 class, 18 machine, 54 size of a segment's entry, 56 their
+# number, 60 the number of sections, 62 which of them has the names.
+CONTENTS = {
+    "empty": (lambda x: b"", "is no shared library: it has 0 bytes"),
+    "text": (lambda x: b"no library " * 99, "is no 64-bit shared library"),
+    "short text": (lambda x: b"no library", "is no shared library: it has 10 bytes"),
+    "cut in its header": (lambda x: x[:63], "is no shared library: it has 63 bytes"),
+    "cut after its header": (lambda x: x[:64], "is cut short: it has 64 of at least"),
+    "cut in its table of segments": (lambda x: x[:200], "is cut short: it has 200 of"),
+    "cut in its first segment": (lambda x: x[:5000], "is cut short: it has 5000 of"),
+    "cut to a quarter": (lambda x: x[: len(x) // 4], "is cut short"),
+    "cut to a half": (lambda x: x[: len(x) // 2], "is cut short"),
+    "cut to whole pages": (lambda x: x[: len(x) // 8192 * 4096], "is cut short"),
+    "cut in its table of sections": (lambda x: x[:-100], "is cut short"),
+    "cut by one byte": (lambda x: x[:-1], "is cut short"),
+    "half of it zeros": (lambda x: x[: len(x) // 2].ljust(len(x), b"\0"), "is not whole"),
+    "of 32 bits": (lambda x: patched(x, 4, 1), "is no 64-bit shared library"),
+    "another machine's": (lambda x: patched(x, 18, 8, 0), "was built for another machine"),
+    "entries of no size": (lambda x: patched(x, 54, 0, 0), "its headers have other sizes"),
+    "too many segments": (lambda x: patched(x, 56, 255, 255), "is cut short"),
+    "too many sections": (lambda x: patched(x, 60, 255, 255), "is cut short"),
+    "names nowhere": (lambda x: patched(x, 62, 255, 255), "is not whole"),
+}
+OTHERS = {
+    "a directory": "is no file",
+    "a pipe": "is no file",
+    "nothing": "built: no ",
+    "a link to nothing": "built: no ",
+    "unreadable": "cannot be read: Permission denied",
+    "in an unreadable folder": "built: no ",
+    "without the symbols": "undefined symbol: fa_",
+    "of another ABI": "has 8 bytes there and",
+}
+
+OTHER_ABI = "\n".join(
+    ["long fa_abi_size(void) { return 8; }", "long fa_cuda_abi_size(void) { return 8; }"]
+    + [f"void fa_cpu_{x}(void) {{}}" for x in ("workspace", "run", "isas", "isa", "select")]
+    + ["void fa_cpu_poison(void) {}"]
+    + [f"void fa_cuda_{x}(void) {{}}" for x in ("workspace", "run", "driver_error", "error")]
+    + ["void fa_cuda_failed_kernel(void) {}"]
+)
+
+
+@pytest.fixture(scope="module")
+def whole():
+    if why := native.cpu_unavailable():
+        pytest.skip(why)
+    return native.cpu().path
+
+
+def make(folder, name, whole):
+    """The broken library of that name."""
+    path = folder / name.replace(" ", "_")
+    if name in CONTENTS:
+        path.write_bytes(CONTENTS[name][0](whole.read_bytes()))
+    elif name == "a directory":
+        path.mkdir()
+    elif name == "a pipe":
+        os.mkfifo(path)
+    elif name == "a link to nothing":
+        path.symlink_to(folder / "nowhere")
+    elif name == "unreadable":
+        shutil.copy(whole, path)
+        path.chmod(0)
+    elif name == "in an unreadable folder":
+        path.mkdir()
+        shutil.copy(whole, path / "library.so")
+        path.chmod(0)
+        return path / "library.so"
+    elif name == "without the symbols":
+        shutil.copy(TORCH, path)
+    elif name == "of another ABI":
+        if not (compiler := shutil.which("cc") or shutil.which("gcc")):
+            return None
+        path.with_suffix(".c").write_text(OTHER_ABI)
+        build = [compiler, "-shared", "-fPIC", path.with_suffix(".c"), "-o", path]
+        subprocess.run(build, check=True)
+    return path
+
+
+@pytest.fixture(scope="module")
+def said(whole):
+    """{(name, is it the CUDA library): (how its process ended, the reason it printed)}."""
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are for their owner alone
+        os.chmod(folder, 0o755)
+        return load_all(Path(folder), whole)
+
+
+def load_all(folder, whole):
+    made = {name: make(folder, name, whole) for name in (*CONTENTS, *OTHERS)}
+    wanted = [
+        ((name, cuda), str(path), cuda, "unreadable" in name)
+        for name, path in made.items()
+        if path is not None
+        for cuda in (False, True)
+    ]
+    where = os.path.dirname(os.path.dirname(fastattn.__file__))
+    python = os.pathsep.join(x for x in (where, os.environ.get("PYTHONPATH")) if x)
+    run = subprocess.run(
+        [sys.executable, "-c", LOADER],
+        input=json.dumps(wanted),
+        env=os.environ | {"PYTHONPATH": python},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stderr
+    return {tuple(name): rest for name, *rest in map(json.loads, run.stdout.splitlines())}
+
+
+@pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
+@pytest.mark.parametrize("name", [*CONTENTS, *OTHERS])
+def test_a_broken_library_is_a_reason(name, cuda, said):
+    if (name, cuda) not in said:
+        pytest.skip("building a library needs a C compiler")
+    status, reason = said[name, cuda]
+    assert status == 0, f"the process ended with status {status}"
+    expected = CONTENTS[name][1] if name in CONTENTS else OTHERS[name]
+    prefix = "the CUDA kernels" if cuda else "the native library"
+    assert reason.startswith(prefix) and expected in reason, reason
+
+
+def test_a_whole_library_has_nothing_amiss(whole):
+    assert elf.why_broken(whole) is None and elf.why_broken(TORCH) is None
