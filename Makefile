@@ -59,7 +59,7 @@ test-cuda: setup
 # The features, small: a thousand times slower, they still take minutes. torch's own allocator would
 # hide what lies beyond a tensor.
 sanitize: setup
-	@$(PYTHON) -c 'import fastattn, sys; sys.exit(fastattn.backends()["cuda"])'
+	@$(PYTHON) -c 'import fastattn, sys; sys.exit(fastattn.available_backends()["cuda"])'
 	@for tool in memcheck initcheck synccheck racecheck; do echo "== $$tool"; \
 		PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		compute-sanitizer --tool $$tool --error-exitcode 1 \

@@ -143,7 +143,7 @@ def call(case: Case) -> None:
     weights = attention._replace(v=None, normaliser=normaliser)
     few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
     decode = attention._replace(q=attention.q[:, :, :1], **few)
-    wants = [True, True, True, "mask" in extras, "sinks" in extras]
+    wants = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
     describe = check.describe
     backend = Triton()
     before = torch.backends.cuda.matmul.fp32_precision
@@ -157,7 +157,7 @@ def call(case: Case) -> None:
         for average in (False, True):
             s = describe(weights, options._replace(average_heads=average))
             dweights = backend.weights(s, weights)
-        backend.weights_backward(s, weights, dweights, wants[:2] + wants[3:])
+        backend.weights_backward(s, weights, dweights, [x for x in wants if x != "v"])
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 

@@ -143,7 +143,7 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
     )
 
 
-def explain(case: Case) -> fastattn.inside.Explanation:
+def explain(case: Case) -> fastattn.explaining.Explanation:
     """Which of our backends runs the case, and why others do not: a matter of kinds, so asked of
     one row and one key."""
     small = dataclasses.replace(case, B=1, N=1, M=1)

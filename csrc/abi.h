@@ -1,5 +1,6 @@
 // The C ABI between Python and the native kernels: plain data, no torch, no
-// Python, no exceptions. fastattn/native.py mirrors it field by field.
+// Python, no exceptions. fastattn/native.py mirrors it field by field, in the order
+// of the tables in fastattn/spec.py.
 #pragma once
 #include <stdint.h>
 
@@ -29,17 +30,19 @@ struct FaTensor {
 // Every field is 8 bytes wide, so the mirror needs no padding rules.
 struct FaParams {
   struct FaTensor q, k, v;   // (B,H,M,D) (B,Hk,N,D) (B,Hk,N,Dv)
-  struct FaTensor out, lse;  // (B,H,M,Dv); (B,H,M,2) float32, or float64 for float64 inputs: the
-                             // LSE, and stride[3] from it what its rounding lost
   struct FaTensor mask;      // (B,H,M,N): FA_BOOL (true = may attend) or additive float
   struct FaTensor slopes;    // (B,H,1,1), same dtype as lse: ALiBi
   struct FaTensor sinks;     // (1,H,1,1), same dtype as lse: one more logit in the denominator
+  struct FaTensor lse;       // (B,H,M,2) float32, or float64 for float64 inputs: the LSE, and
+                             // stride[3] from it what its rounding lost
 
-  struct FaTensor dout, dlse;        // incoming gradients; dlse may be null
-  struct FaTensor dq, dk, dv;        // outgoing, in the inputs' dtypes
+  struct FaTensor out;               // (B,H,M,Dv)
+  struct FaTensor weights;           // (B,H,M,N), or (B,1,M,N) with average_heads
+  struct FaTensor dq, dk, dv;        // outgoing gradients, in the inputs' dtypes
   struct FaTensor dmask, dsinks;     // null unless wanted; a dmask stride of 0 asks for the sum over
                                      // that dimension; dsinks has the dtype of sinks
-  struct FaTensor weights, dweights; // (B,H,M,N), or (B,1,M,N) with average_heads
+  struct FaTensor dout, dlse;        // incoming gradients; dlse may be null
+  struct FaTensor dweights;
 
   const int64_t* lengths;  // (B) valid keys per batch item, or null
   const int64_t* seed;     // one element; read by the kernel when dropout_p > 0

@@ -10,8 +10,8 @@ from importlib.metadata import PackageNotFoundError, version
 import torch
 
 from . import native
-from .backend import backends
-from .inside import support_table
+from .backend import available_backends
+from .explaining import support_table
 
 
 def report() -> dict:
@@ -38,7 +38,7 @@ def report() -> dict:
         "cuda": None if cuda_down else {"library": str(native.cuda().path)},
         "backends": {
             name: {"available": reason is None, "reason": reason}
-            for name, reason in backends().items()
+            for name, reason in available_backends().items()
         },
     }
 

@@ -1,38 +1,69 @@
-"""The public calls: resolve what the arguments mean, then hand over to ops."""
+"""The public calls: resolve what the arguments mean, then hand over to an operation."""
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+import typing
+from collections.abc import Callable
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
+from typing_extensions import Unpack  # torch depends on it
 
-from . import ops
+from . import operators  # noqa: F401  roads lead to them
 from .check import check_lse
-from .spec import Options, Tensors
+from .operation import ATTENTION, WEIGHTS
+from .roads import call
+from .spec import ARGUMENTS, Options, Tensors
 
-_PLACES = {False: "", True: "top_left", "top_left": "top_left", "bottom_right": "bottom_right"}
+_ALIGNMENTS = {
+    False: "",
+    True: "top_left",
+    "top_left": "top_left",
+    "bottom_right": "bottom_right",
+}
 _is_compiling = torch.compiler.is_compiling
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
+class Arguments(TypedDict, total=False):
+    """What every public call takes beside q, k and v. `attention` says what each means."""
+
+    mask: Tensor | None
+    causal: bool | str
+    window: tuple[int | None, int | None] | None
+    key_lengths: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    backend: str | None
+
+
+DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, but for
+DEFAULTS |= {"causal": False, "dropout_p": 0.0}
+
+Call = TypeVar("Call", bound=Callable)
+
+
+def _with_arguments(function: Call) -> Call:
+    """`inspect.signature`, help() and editors show `Arguments` one by one."""
+    signature = inspect.signature(function)
+    own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    shared = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
+        for (name, default), hint in zip(DEFAULTS.items(), Arguments.__annotations__.values())
+    ]
+    function.__signature__ = signature.replace(parameters=own + shared)  # ty: ignore
+    return function
+
+
+@_with_arguments
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    mask: Tensor | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-    backend: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **arguments: Unpack[Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(score(q k^T)) v, fused: no M x N matrix is ever stored (FlashAttention-2, Dao 2023).
 
@@ -62,50 +93,18 @@ def attention(
     Raises ValueError or TypeError for arguments that break these rules, NotImplementedError with
     every backend's reasons when none can run the call, for second derivatives and forward-mode AD.
     """
-    out, normaliser = attend(
-        q,
-        k,
-        v,
-        mask=mask,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        sinks=sinks,
-        dropout_p=dropout_p,
-        seed=seed,
-        scale=scale,
-        backend=backend,
-    )
+    out, normaliser = attend(q, k, v, **arguments)
     return (out, normaliser[0]) if return_lse else out
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost."""
-    if v is None:  # below this line, that means the weights are wanted
-        raise TypeError("v: got NoneType, expected a torch.Tensor")
-    out, normaliser = ops.call(ops.ATTENTION, *prepare(q, k, v, **arguments))
-    return out, normaliser
-
-
+@_with_arguments
 def attention_weights(
     q: Tensor,
     k: Tensor,
     *,
     lse: Tensor | None = None,
     average_heads: bool = False,
-    mask: Tensor | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    backend: str | None = None,
+    **arguments: Unpack[Arguments],
 ) -> Tensor:
     """The probabilities that `attention` with the same arguments multiplies v by, after dropout.
 
@@ -115,33 +114,30 @@ def attention_weights(
     sinks through the normaliser too, and it is known to more than float32: leave it out where every
     score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`.
     """
-    arguments: dict[str, Any] = dict(
-        mask=mask,
-        causal=causal,
-        window=window,
-        key_lengths=key_lengths,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        sinks=sinks,
-        scale=scale,
-        backend=backend,
-    )
     constant = lse is not None
     if lse is None:
+        undropped = {x: y for x, y in arguments.items() if x not in ("dropout_p", "seed")}
         with torch.no_grad():  # v has no columns: this pass is for its normaliser
-            _, normaliser = attend(q, k, k[..., :0], **arguments)
+            _, normaliser = attend(q, k, k[..., :0], **undropped)
     else:
         check_lse(q, lse)
         normaliser = torch.stack([lse, torch.zeros_like(lse)])
     return weights_from(
-        *(q, k),
+        q,
+        k,
         normaliser=normaliser,
         average_heads=average_heads,
         differentiate_lse=not constant,
-        dropout_p=dropout_p,
-        seed=seed,
         **arguments,
     )
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost."""
+    if v is None:  # below this line, that means the weights are wanted
+        raise TypeError("v: got NoneType, expected a torch.Tensor")
+    out, normaliser = call(ATTENTION, *prepare(q, k, v, arguments))
+    return out, normaliser
 
 
 def weights_from(
@@ -151,44 +147,18 @@ def weights_from(
     normaliser: Tensor,
     average_heads: bool = False,
     differentiate_lse: bool = True,
-    mask: Tensor | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    backend: str | None = None,
+    **arguments: Any,
 ) -> Tensor:
     """`attention_weights` from a normaliser that `attend` found by the same arguments.
 
-    With `differentiate_lse` gradients take it for the function of q, k, mask and sinks that
-    it is, although the tensor itself is a constant here: the values of a forward pass are reused
-    and the derivative is that of the whole softmax.
+    With `differentiate_lse` gradients take it for the function of q, k, mask and sinks that it is,
+    although the tensor itself is a constant here: the values of a forward pass are reused and the
+    derivative is that of the whole softmax.
     """
-    t, o = prepare(
-        q,
-        k,
-        None,
-        mask,
-        causal,
-        window,
-        key_lengths,
-        alibi_slopes,
-        softcap,
-        sinks,
-        dropout_p,
-        seed,
-        scale,
-        backend,
-        normaliser.detach(),
-        average_heads,
-        not differentiate_lse,
-    )
-    return ops.call(ops.WEIGHTS, t, o)[0]
+    t, o = prepare(q, k, None, arguments)
+    t = t._replace(normaliser=normaliser.detach())
+    o = o._replace(average_heads=average_heads, constant_lse=not differentiate_lse)
+    return call(WEIGHTS, t, o)[0]
 
 
 def draw_seed(device: torch.device | str) -> Tensor:
@@ -197,60 +167,50 @@ def draw_seed(device: torch.device | str) -> Tensor:
 
 
 def prepare(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor | None,
-    mask: Tensor | None = None,
-    causal: bool | str = False,
-    window: tuple[int | None, int | None] | None = None,
-    key_lengths: Tensor | None = None,
-    alibi_slopes: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    dropout_p: float = 0.0,
-    seed: int | Tensor | None = None,
-    scale: float | None = None,
-    backend: str | None = None,
-    normaliser: Tensor | None = None,
-    average_heads: bool = False,
-    constant_lse: bool = False,
+    q: Tensor, k: Tensor, v: Tensor | None, arguments: dict[str, Any]
 ) -> tuple[Tensors, Options]:
-    """The arguments in the one form that everything below reads."""
+    """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
+    if unknown := arguments.keys() - DEFAULTS.keys():
+        raise TypeError(_advice(unknown.pop()))
+    given = DEFAULTS | arguments if arguments else DEFAULTS
+    causal, window, seed, dropout_p = (given[x] for x in ("causal", "window", "seed", "dropout_p"))
     try:
-        place = _PLACES[causal]
+        alignment = _ALIGNMENTS[causal]
     except (KeyError, TypeError):
         expected = 'False, True, "top_left" or "bottom_right"'
         raise ValueError(f"causal: got {causal!r}, expected {expected}") from None
     left, right = (None, None) if window is None else _pair(window)
+    mask = given["mask"]
     if (_is_compiling() or _any_autocast()) and isinstance(q, Tensor):
         q, k, v, mask = _autocast(q, k, v, mask)
     if seed is not None or dropout_p:
         seed = _seed(seed, dropout_p, q)
-    t = Tensors(q, k, v, mask, key_lengths, alibi_slopes, sinks, seed, normaliser)
+    t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
     grad = is_grad_enabled() and _requires_grad(t)
-    options = Options(
-        *(scale, place, left, right, softcap, dropout_p, backend or "", grad),
-        *(average_heads, constant_lse),
+    o = Options(
+        *(given["scale"], alignment, left, right, given["softcap"], dropout_p),
+        *(given["backend"] or "", grad),
     )
-    return t, options
+    return t, o
+
+
+def _advice(name: str) -> str:
+    """What to say of an argument that there is not."""
+    return f"got an unexpected keyword argument {name!r}, expected {', '.join(DEFAULTS)}"
 
 
 def _requires_grad(t: Tensors) -> bool:
-    try:
-        if t.slopes is not None and t.slopes.requires_grad:
+    grad = False
+    for argument, x in zip(ARGUMENTS.values(), t):
+        if not isinstance(x, Tensor) or not x.requires_grad:
+            continue  # what else it is, the checks say
+        if not argument.gradient:
             raise ValueError(
-                "alibi_slopes: got a tensor that requires grad, expected a constant: there is no "
-                "gradient for slopes; pass alibi_slopes.detach()"
+                f"{argument.public}: got a tensor that requires grad, expected a constant: there "
+                f"is no gradient for it; pass {argument.public}.detach()"
             )
-        return (
-            t.q.requires_grad
-            or t.k.requires_grad
-            or (t.v is not None and t.v.requires_grad)
-            or (t.mask is not None and t.mask.requires_grad)
-            or (t.sinks is not None and t.sinks.requires_grad)
-        )
-    except AttributeError:
-        return False  # no tensor: the checks say which
+        grad = True
+    return grad
 
 
 def _pair(window) -> tuple:

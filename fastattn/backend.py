@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .spec import AttentionSpec, Feature, Maybe, Tensors
+from .spec import AttentionSpec, Feature, Tensors
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Support:
     def why_not(self, spec: AttentionSpec) -> list[str]:
         """The reasons to decline `spec`; empty when it can be run."""
         devices, limit, longest = self.devices, self.max_head_dim, self.max_length
-        missing = [f.name.lower() for f in Feature if f & spec.features & ~self.features]
+        missing = _names(spec.features.value & ~self.features.value)
         rules = [
             (devices is None or spec.device in devices, f"no kernel for device {spec.device!r}"),
             (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
@@ -42,10 +42,20 @@ class Support:
         return [reason for ok, reason in rules if not ok]
 
 
+def _names(bits: int) -> list[str]:
+    """Features by name, and what is none yet by its number."""
+    known = [f for f in Feature if f.value & bits]
+    rest = bits & ~sum(f.value for f in known)
+    return [str(f.name).lower() for f in known] + ([f"feature {rest:#x}"] if rest else [])
+
+
 class Backend(Protocol):
-    """Kernels behind one interface. `t` is as the caller gave it, so a backend checks nothing but
-    values. Outputs and gradients in q's layout are stored (B,M,H,D) and viewed as (B,H,M,D);
-    gradients that `wants` does not ask for may be None.
+    """Kernels behind one interface.
+
+    `t` is what the caller gave. Its shapes, dtypes and devices keep the rules of `check`; values
+    (key lengths in range) are the backend's to check. Outputs and gradients in q's layout are
+    stored (B,M,H,D) and viewed as (B,H,M,D). Gradients come by the names of their tensors in
+    `Tensors`, at least those that `wants` has.
     """
 
     name: str
@@ -56,7 +66,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
-        """out (B,H,M,Dv), and the normaliser (2,B,H,M) in spec.lse_dtype, contiguous.
+        """out (B,H,M,Dv), and the normaliser (2,B,H,M) in spec.wide, contiguous.
 
         The maximum plus the logarithm of the sum is normaliser[0] + normaliser[1]: the LSE, and
         what its rounding lost, without which exp(s - LSE) is N times too large where a float32
@@ -72,9 +82,9 @@ class Backend(Protocol):
         normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
-        wants: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
-        """dq dk dv dmask dsinks, each in its input's dtype and shape."""
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """Gradients of q, k, v, mask and sinks, each in its input's dtype and shape."""
         ...
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
@@ -82,9 +92,9 @@ class Backend(Protocol):
         ...
 
     def weights_backward(
-        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        """dq dk dmask dsinks."""
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Gradients of q, k, mask and sinks."""
         ...
 
 
@@ -94,7 +104,13 @@ def token_major(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tenso
     return like.new_empty_strided((B, H, M, D), (M * H * D, D, H * D, 1), dtype=dtype)
 
 
-def check_lengths(lengths: Maybe, N: int) -> None:
+def broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    """Strides of `x` in (B,H,M,N), which it is aligned to the right of: 0 where it repeats."""
+    strides = (0 if n == 1 else s for n, s in zip(x.shape, x.stride()))
+    return (*(0,) * (4 - x.ndim), *strides)
+
+
+def check_lengths(lengths: Tensor | None, N: int) -> None:
     """Raise for a key length that is out of range.
 
     On a GPU only if FASTATTN_CHECK=1, because to look at values is to wait for the device: there
@@ -109,17 +125,22 @@ def check_lengths(lengths: Maybe, N: int) -> None:
         raise ValueError(f"key_lengths: got {wrong[0]}, expected values in [0, N] = [0, {N}]")
 
 
-_BACKENDS: dict[str, Backend] = {}  # in order of preference
+# Triton's kernels before those in CUDA C++, because they know newer GPUs.
+PREFERENCE = ["cpu", "triton", "cuda", "reference"]
+
+_BACKENDS: dict[str, Backend] = {}
 _warned: set[str] = set()
 
 
 def register(backend: Backend) -> None:
+    """Make `backend` one of those to choose from, last if `PREFERENCE` does not name it."""
     _BACKENDS[backend.name] = backend
 
 
 def names() -> list[str]:
     """Every backend there is, in order of preference."""
-    return list(_BACKENDS)
+    known = [name for name in PREFERENCE if name in _BACKENDS]
+    return known + [name for name in _BACKENDS if name not in PREFERENCE]
 
 
 def get(name: str) -> Backend:
@@ -128,9 +149,9 @@ def get(name: str) -> Backend:
     return _BACKENDS[name]
 
 
-def backends() -> dict[str, str | None]:
+def available_backends() -> dict[str, str | None]:
     """Every backend in order of preference: None if it can run here, else the reason it cannot."""
-    return {name: backend.unavailable() for name, backend in _BACKENDS.items()}
+    return {name: get(name).unavailable() for name in names()}
 
 
 def why_not(name: str, spec: AttentionSpec) -> list[str]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, empty, get_num_threads
 
 from . import native
-from .backend import token_major
-from .native import ABSENT, DTYPE, broadcast, column, pack_pointers, pack_tensor, scalars
-from .spec import AttentionSpec, Maybe, Tensors
-
-_NO_POINTERS = pack_pointers(0, 0, 0, 0, 0)
-_NO_FEATURES = ABSENT * 3
+from .backend import broadcast_strides, token_major
+from .native import ABSENT, DTYPE, pack_pointer, pack_tensor, scalars
+from .spec import ARGUMENTS, AttentionSpec, Tensors
 
 
 class Launcher:
@@ -33,7 +30,7 @@ class Launcher:
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         out = token_major(t.q, (spec.B, spec.H, spec.M, spec.Dv), spec.dtype)
-        normaliser = t.q.new_zeros((2, spec.B, spec.H, spec.M), dtype=spec.lse_dtype)
+        normaliser = t.q.new_zeros((2, spec.B, spec.H, spec.M), dtype=spec.wide)
         given = dict(out=strided(out), lse=pair(normaliser))
         self._launch(native.FORWARD, spec, t, given)
         return out, normaliser
@@ -46,47 +43,51 @@ class Launcher:
         normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
-        wants: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
-        dq, dk, dv = (self._like(x, wanted) for x, wanted in zip(t[:3], wants))
-        dmask, dsinks = _optional_gradients(spec, t, wants[3], wants[4])
-        given = dict(dout=strided(dout), dlse=column(dlse), out=strided(out))
-        given |= dict(lse=pair(normaliser))
-        given |= dict(dq=strided(dq), dk=strided(dk), dv=strided(dv))
-        given |= dict(dmask=broadcast(dmask), dsinks=column(dsinks))
-        self._launch(native.BACKWARD, spec, t, given)
-        return dq, dk, dv, dmask, _like_input(dsinks, t.sinks)
+        grads = self._gradients(spec, t, wants)
+        given = dict(dout=strided(dout), out=strided(out), lse=pair(normaliser))
+        if dlse is not None:
+            given |= dict(dlse=column(dlse))
+        self._launch(native.BACKWARD, spec, t, given | _packed_gradients(grads))
+        return _as_inputs(grads, t)
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
         B, H, M, N = spec.B, spec.H, spec.M, spec.N
         shape = (B, M, N) if spec.average_heads else (B, H, M, N)
         weights = empty(shape, dtype=spec.dtype, device=t.q.device)
-        with_heads = weights[:, None] if spec.average_heads else weights
-        given = dict(lse=pair(t.normaliser), weights=broadcast(with_heads))
+        given = dict(weights=broadcast(_with_heads(spec, weights)))
         self._launch(native.WEIGHTS, spec, t, given)
         return weights
 
     def weights_backward(
-        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
-        dq, dk = (self._like(x, wanted) for x, wanted in zip(t[:2], wants))
-        dmask, dsinks = _optional_gradients(spec, t, wants[2], wants[3])
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+    ) -> dict[str, Tensor]:
+        grads = self._gradients(spec, t, wants)
         if dweights.numel() == 0:  # its pointer is null, which would mean that there is none
-            for grad in (dq, dk, dmask, dsinks):
-                if grad is not None:
-                    grad.zero_()
+            for grad in grads.values():
+                grad.zero_()
         else:
-            dweights = dweights[:, None] if spec.average_heads else dweights
-            given = dict(dweights=broadcast(dweights), lse=pair(t.normaliser))
-            given |= dict(dq=strided(dq), dk=strided(dk))
-            given |= dict(dmask=broadcast(dmask), dsinks=column(dsinks))
-            self._launch(native.WEIGHTS_BACKWARD, spec, t, given)
-        return dq, dk, dmask, _like_input(dsinks, t.sinks)
+            given = dict(dweights=broadcast(_with_heads(spec, dweights)))
+            self._launch(native.WEIGHTS_BACKWARD, spec, t, given | _packed_gradients(grads))
+        return _as_inputs(grads, t)
 
-    def _like(self, x: Tensor, wanted: bool) -> Tensor | None:
-        return token_major(x, x.shape, x.dtype) if wanted or self.makes_all else None
+    def _gradients(
+        self, spec: AttentionSpec, t: Tensors, wants: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Room for the gradients: laid as q is, in the mask's shape, or as wide as kernels sum."""
+        grads = {}
+        for name, a in ARGUMENTS.items():
+            x = getattr(t, name)
+            if x is None or not a.gradient:
+                continue
+            if a.crosses == "strided" and (name in wants or self.makes_all):
+                grads[name] = token_major(x, x.shape, x.dtype)
+            elif name in wants:
+                grads[name] = x.new_empty(x.shape, dtype=_kernel_dtype(a.dtype, x, spec))
+        return grads
 
     def _launch(self, which: int, spec: AttentionSpec, t: Tensors, given: dict[str, bytes]) -> None:
         t = convert(spec, t)
@@ -96,13 +97,27 @@ class Launcher:
             workspace = empty(size + 63, dtype=torch.uint8, device=t.q.device)
             at = -(-workspace.data_ptr() // 64) * 64
             field = native.WORKSPACE
-            params = params[:field] + at.to_bytes(8, "little") + params[field + 8 :]
+            params = params[:field] + pack_pointer(at) + params[field + 8 :]
         self.run(which, params, spec, t)
 
 
-def strided(x: Maybe) -> bytes:
+# ----------------------------------------------------- tensors as FaTensors (`Argument.crosses`)
+
+
+def strided(x: Tensor) -> bytes:
     """FaTensor of a 4-D tensor, read where it lies."""
-    return ABSENT if x is None else pack_tensor(x.data_ptr(), *x.stride(), DTYPE[x.dtype])
+    return pack_tensor(x.data_ptr(), *x.stride(), DTYPE[x.dtype])
+
+
+def broadcast(x: Tensor) -> bytes:
+    """FaTensor of `x` aligned to the right of (B,H,M,N); what it is broadcast over has stride 0."""
+    return pack_tensor(x.data_ptr(), *broadcast_strides(x), DTYPE[x.dtype])
+
+
+def column(x: Tensor) -> bytes:
+    """FaTensor of (H,), (B,H) or (B,H,M), which the kernels see with trailing sizes of 1."""
+    strides = x.stride() if x.ndim > 1 else (0, *x.stride())
+    return pack_tensor(x.data_ptr(), *(*strides, 0, 0)[:4], DTYPE[x.dtype])
 
 
 def pair(normaliser: Tensor) -> bytes:
@@ -111,52 +126,74 @@ def pair(normaliser: Tensor) -> bytes:
     return pack_tensor(normaliser.data_ptr(), *rows, two, DTYPE[normaliser.dtype])
 
 
+def pointer(x: Tensor) -> bytes:
+    return pack_pointer(x.data_ptr())
+
+
+_CROSSES = {f.__name__: f for f in (strided, broadcast, column, pair, pointer)}
+_OPTIONAL = tuple(  # name, function
+    (name, _CROSSES[ARGUMENTS[name].crosses]) for name in Tensors._field_defaults
+)
+_VIEWS = tuple(x for x in _OPTIONAL if x[1] is not pointer)
+_POINTERS = tuple(x for x in _OPTIONAL if x[1] is pointer)
+_NO_VIEWS = ABSENT * len(_VIEWS)
+_NO_POINTERS = bytes(8 * len(native.POINTERS))
+_AFTER_POINTERS = bytes(8 * (len(native.POINTERS) - len(_POINTERS)))
+
+
+def _kernel_dtype(rule: str, x: Tensor, spec: AttentionSpec) -> torch.dtype:
+    """What kernels read or write it in."""
+    return {"floating": spec.wide, "integer": torch.int64}.get(rule, x.dtype)
+
+
 def convert(spec: AttentionSpec, t: Tensors) -> Tensors:
-    """Lengths, slopes and sinks in the dtypes that csrc/abi.h asks for."""
-    if t.lengths is t.slopes is t.sinks is None:
+    """The optional tensors in the dtypes that csrc/abi.h asks for; whole numbers side by side."""
+    if not spec.given:
         return t
-    return t._replace(
-        lengths=None if t.lengths is None else t.lengths.to(torch.int64).contiguous(),
-        slopes=None if t.slopes is None else t.slopes.to(spec.lse_dtype),
-        sinks=None if t.sinks is None else t.sinks.to(spec.lse_dtype),
-    )
+    changed = {}
+    for name in spec.given:
+        a, x = ARGUMENTS[name], getattr(t, name)
+        x = x.to(_kernel_dtype(a.dtype, x, spec))
+        changed[name] = x.contiguous() if a.crosses == "pointer" else x
+    return t._replace(**changed)
 
 
-def features(t: Tensors) -> bytes:
-    """FaTensors of mask, slopes and sinks."""
-    if t.mask is t.slopes is t.sinks is None:
-        return _NO_FEATURES
-    return broadcast(t.mask) + column(t.slopes) + column(t.sinks)
+def optional_views(spec: AttentionSpec, t: Tensors) -> bytes:
+    """FaTensors of what a call need not have, the normaliser among them."""
+    if not spec.given:
+        return _NO_VIEWS
+    found = ((cross, getattr(t, name)) for name, cross in _VIEWS)
+    return b"".join(ABSENT if x is None else cross(x) for cross, x in found)
 
 
-def pointers(t: Tensors) -> bytes:
-    if t.lengths is t.seed is None:
+def pointers(spec: AttentionSpec, t: Tensors) -> bytes:
+    if not spec.given:
         return _NO_POINTERS
-    lengths = 0 if t.lengths is None else t.lengths.data_ptr()
-    return pack_pointers(lengths, 0 if t.seed is None else t.seed.data_ptr(), 0, 0, 0)
+    found = (getattr(t, name) for name, _ in _POINTERS)
+    return b"".join(bytes(8) if x is None else pointer(x) for x in found) + _AFTER_POINTERS
 
 
 def _params(spec: AttentionSpec, t: Tensors, given: dict[str, bytes]) -> bytes:
     """FaParams with the inputs in `t` and the fields in `given`."""
-    given = given | dict(q=strided(t.q), k=strided(t.k), v=strided(t.v))
-    names = native.TENSORS
-    before, after = names[: names.index("mask")], names[names.index("dout") :]
-    parts = [
-        *(given.get(name, ABSENT) for name in before),
-        features(t),
-        *(given.get(name, ABSENT) for name in after),
-        pointers(t),
-        scalars(spec, get_num_threads()),
-    ]
-    return b"".join(parts)
+    given = given | dict(q=strided(t.q), k=strided(t.k))
+    if t.v is not None:
+        given |= dict(v=strided(t.v))
+    given |= {
+        ARGUMENTS[name].field: cross(x)
+        for name, cross in _VIEWS
+        if (x := getattr(t, name)) is not None
+    }
+    fields = (given.get(name, ABSENT) for name in native.TENSORS)
+    return b"".join((*fields, pointers(spec, t), scalars(spec, get_num_threads())))
 
 
-def _optional_gradients(spec: AttentionSpec, t: Tensors, want_mask: bool, want_sinks: bool):
-    """Room for dmask, shaped as the mask is, and for dsinks; None where not wanted."""
-    dmask = t.mask.new_empty(t.mask.shape) if want_mask else None
-    dsinks = t.sinks.new_empty(t.sinks.shape, dtype=spec.lse_dtype) if want_sinks else None
-    return dmask, dsinks
+def _packed_gradients(grads: dict[str, Tensor]) -> dict[str, bytes]:
+    return {f"d{name}": _CROSSES[ARGUMENTS[name].crosses](x) for name, x in grads.items()}
 
 
-def _like_input(grad: Tensor | None, x: Maybe) -> Tensor | None:
-    return None if grad is None else grad.to(x.dtype)
+def _as_inputs(grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:
+    return {name: grad.to(getattr(t, name).dtype) for name, grad in grads.items()}
+
+
+def _with_heads(spec: AttentionSpec, weights: Tensor) -> Tensor:
+    return weights[:, None] if spec.average_heads else weights

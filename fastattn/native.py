@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from .elf import why_broken
-from .spec import AttentionSpec
+from .spec import ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD = range(4)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY = range(3)  # FaStatus
@@ -33,46 +32,31 @@ DTYPE = {
 
 # FaParams field by field; every field is 8 bytes, so packing one is packing them all.
 TENSORS = (
-    *("q", "k", "v", "out", "lse", "mask", "slopes", "sinks", "dout", "dlse"),
-    *("dq", "dk", "dv", "dmask", "dsinks", "weights", "dweights"),
+    *(a.field for a in ARGUMENTS.values() if a.crosses != "pointer"),
+    *("out", "weights"),
+    *(f"d{name}" for name in DIFFERENTIABLE),
+    *("dout", "dlse", "dweights"),
+)
+POINTERS = (
+    *(a.field for a in ARGUMENTS.values() if a.crosses == "pointer"),
+    *("cu_q", "cu_k", "workspace"),
 )
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
-POINTERS = struct.Struct("=5Q")  # lengths, seed, cu_q, cu_k, workspace
-SCALARS = struct.Struct("=13q3d")  # B .. threads, scale, softcap, dropout_p
+POINTER = struct.Struct("=Q")
+SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # and threads, after the whole numbers
 ABSENT = bytes(TENSOR.size)
-WORKSPACE = len(TENSORS) * TENSOR.size + 4 * 8  # where that pointer lies
-SIZE = len(TENSORS) * TENSOR.size + POINTERS.size + SCALARS.size
+WORKSPACE = len(TENSORS) * TENSOR.size + POINTERS.index("workspace") * 8  # where it lies
+SIZE = len(TENSORS) * TENSOR.size + len(POINTERS) * 8 + SCALARS.size
 
 pack_tensor = TENSOR.pack
-pack_pointers = POINTERS.pack
+pack_pointer = POINTER.pack
 
 
 @functools.lru_cache(maxsize=4096)
 def scalars(spec: AttentionSpec, threads: int) -> bytes:
     """The end of FaParams, from B on."""
-    return SCALARS.pack(
-        *(spec.B, spec.H, spec.Hk, spec.M, spec.N, spec.D, spec.Dv),
-        *(spec.left, spec.right, spec.bottom_right),
-        *(spec.average_heads, spec.constant_lse, threads),
-        *(spec.scale, spec.softcap, spec.dropout_p),
-    )
-
-
-def broadcast(x: Tensor | None) -> bytes:
-    """FaTensor of `x` aligned to the right of (B,H,M,N); what it is broadcast over has stride 0."""
-    if x is None:
-        return ABSENT
-    strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride())]
-    return pack_tensor(x.data_ptr(), *[0] * (4 - len(strides)), *strides, DTYPE[x.dtype])
-
-
-def column(x: Tensor | None) -> bytes:
-    """FaTensor of (H,), (B,H) or (B,H,M), which the kernels see with trailing sizes of 1."""
-    if x is None:
-        return ABSENT
-    strides = x.stride() if x.ndim > 1 else (0, *x.stride())
-    strides = (*strides, 0, 0)[:4] if len(strides) < 3 else (*strides, 0)
-    return pack_tensor(x.data_ptr(), *strides, DTYPE[x.dtype])
+    whole = (getattr(spec, name) for name in WHOLE)
+    return SCALARS.pack(*whole, threads, *(getattr(spec, name) for name in REAL))
 
 
 class Library:

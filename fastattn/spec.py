@@ -1,21 +1,24 @@
-"""What one attention call computes, with every default resolved."""
+"""What one attention call computes, with every default resolved.
+
+`Tensors` and `Options` state every tensor and scalar of a call once. The rules on arguments, the
+operators' schemas, plans, vmap's folding and the packing for native kernels are loops over them.
+"""
 
 from __future__ import annotations
 
 import enum
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Annotated, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
 
 UNLIMITED = 1 << 40  # a band edge that no sequence reaches
-Maybe = Any  # Tensor | None, where the spec says which: no reader has to ask again
 
 
 class Feature(enum.Flag):
-    """The building blocks a backend may support. A new feature starts here."""
+    """The building blocks a backend may support. A backend has those that it names."""
 
     NONE = 0
     BAND = enum.auto()  # causal and sliding windows: one pair of edges
@@ -31,21 +34,79 @@ class Feature(enum.Flag):
     PACKED = enum.auto()  # reserved: variable-length batches described by cu_seqlens
 
 
+MEANING = {  # for people: the rows of the support table
+    Feature.BAND: "causal (both alignments), window",
+    Feature.LENGTHS: "key_lengths",
+    Feature.MASK: "mask: bool or float of any broadcast shape, gradient in that shape",
+    Feature.ALIBI: "alibi_slopes",
+    Feature.SOFTCAP: "softcap",
+    Feature.SINKS: "sinks, with gradient",
+    Feature.DROPOUT: "dropout, the same draws on every backend",
+    Feature.GQA: "grouped heads (GQA, MQA)",
+    Feature.WEIGHTS: "attention_weights, per head or averaged",
+    Feature.GRAD: "backward, with a loss on the LSE too",
+    Feature.PACKED: "packed variable-length batches (cu_seqlens)",
+}
+
+
+class Argument(NamedTuple):
+    """What there is to know of one tensor.
+
+    shapes: its dimensions in letters, "B H M D"; several where the caller has the choice, "" for
+        one element of any shape, and `broadcast` for whatever broadcasts to the one that stands.
+    dtype: "q", as q has; "mask", also bool or float32; "floating", any, and kernels get `wide`;
+        "wide", float32 or for float64 inputs float64; "integer", int32 or int64; "int64".
+    crosses: how kernels behind csrc/abi.h see it, by a function of fastattn/launcher.py.
+    """
+
+    shapes: tuple[str, ...]
+    dtype: str
+    crosses: str
+    public: str = ""  # the name that callers know, where it is another
+    feature: Feature = Feature.NONE
+    gradient: bool = False
+    broadcast: bool = False
+    field: str = ""  # of FaParams, where it has another name there
+    optional: bool = True
+
+
 class Tensors(NamedTuple):
     """The tensors of a call. Strides are free; nothing here is copied or expanded.
 
     The weights passes have no `v`; the attention passes have no `normaliser`, an output there.
     """
 
-    q: Tensor  # (B, H, M, D)
-    k: Tensor  # (B, Hk, N, D)
-    v: Maybe  # (B, Hk, N, Dv)
-    mask: Maybe = None  # broadcasts to (B, H, M, N): bool (True = may attend) or additive
-    lengths: Maybe = None  # (B,) int32 or int64
-    slopes: Maybe = None  # (H,) or (B, H)
-    sinks: Maybe = None  # (H,)
-    seed: Maybe = None  # one int64 element, read when dropout_p > 0
-    normaliser: Maybe = None  # (2, B, H, M): the LSE, and what its rounding lost
+    q: Annotated[Tensor, Argument(("B H M D",), "q", "strided", gradient=True)]
+    k: Annotated[Tensor, Argument(("B Hk N D",), "q", "strided", gradient=True)]
+    v: Annotated[Tensor | None, Argument(("B Hk N Dv",), "q", "strided", gradient=True)]
+    mask: Annotated[  # bool (True = may attend) or additive
+        Tensor | None,
+        Argument(
+            ("B H M N",), "mask", "broadcast", feature=Feature.MASK, gradient=True, broadcast=True
+        ),
+    ] = None
+    lengths: Annotated[
+        Tensor | None,
+        Argument(("B",), "integer", "pointer", public="key_lengths", feature=Feature.LENGTHS),
+    ] = None
+    slopes: Annotated[
+        Tensor | None,
+        Argument(("H", "B H"), "floating", "column", public="alibi_slopes", feature=Feature.ALIBI),
+    ] = None
+    sinks: Annotated[
+        Tensor | None,
+        Argument(("H",), "floating", "column", feature=Feature.SINKS, gradient=True),
+    ] = None
+    seed: Annotated[Tensor | None, Argument(("",), "int64", "pointer")] = None  # for dropout
+    normaliser: Annotated[  # the LSE, and what its rounding lost
+        Tensor | None, Argument(("2 B H M",), "wide", "pair", field="lse")
+    ] = None
+
+    def given(self, name: str) -> Tensor:
+        """The tensor of that name, which this call must have."""
+        x = getattr(self, name)
+        assert x is not None, name
+        return x
 
 
 class Options(NamedTuple):
@@ -61,6 +122,30 @@ class Options(NamedTuple):
     grad: bool = False
     average_heads: bool = False  # weights only
     constant_lse: bool = False  # weights only: no gradient through the normaliser
+
+
+def _arguments() -> dict[str, Argument]:
+    found = {}
+    for name, hint in get_type_hints(Tensors, include_extras=True).items():
+        kind, argument = get_args(hint)
+        public, field = argument.public or name, argument.field or name
+        optional = get_origin(kind) is not None  # a union, with None
+        found[name] = argument._replace(public=public, field=field, optional=optional)
+    return found
+
+
+ARGUMENTS = _arguments()  # by name, in the order of `Tensors`
+DIFFERENTIABLE = tuple(name for name, a in ARGUMENTS.items() if a.gradient)
+RESULTS = {  # what passes return; q's dtype, but for the normaliser
+    "out": "B H M Dv",
+    "normaliser": "2 B H M",
+    "weights": "B H M N",  # or, averaged over heads, B M N
+}
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What the normaliser, slopes and sinks are kept in: float32 at least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 @dataclass(frozen=True, eq=True)
@@ -90,11 +175,9 @@ class AttentionSpec:
     bottom_right: bool = False
     softcap: float = 0.0  # 0 = off
     dropout_p: float = 0.0
+    given: frozenset[str] = frozenset()  # the optional tensors that there are
     mask_shape: tuple[int, ...] | None = None
     mask_dtype: torch.dtype | None = None
-    has_lengths: bool = False
-    has_alibi: bool = False
-    has_sinks: bool = False
     needs_grad: bool = False
     weights: bool = False  # asks for the probabilities
     average_heads: bool = False
@@ -109,28 +192,33 @@ class AttentionSpec:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     @functools.cached_property
-    def lse_dtype(self) -> torch.dtype:
-        """What the normaliser, slopes and sinks are kept in: at least float32."""
-        return torch.float64 if self.dtype == torch.float64 else torch.float32
+    def wide(self) -> torch.dtype:
+        return wide(self.dtype)
 
     @functools.cached_property
     def features(self) -> Feature:
         used = {
             Feature.BAND: self.left < UNLIMITED or self.right < UNLIMITED,
-            Feature.LENGTHS: self.has_lengths,
-            Feature.MASK: self.mask_shape is not None,
-            Feature.ALIBI: self.has_alibi,
             Feature.SOFTCAP: self.softcap > 0,
-            Feature.SINKS: self.has_sinks,
             Feature.DROPOUT: self.dropout_p > 0,
             Feature.GQA: self.H != self.Hk,
             Feature.WEIGHTS: self.weights,
             Feature.GRAD: self.needs_grad,
             Feature.PACKED: self.packed,
         }
-        return functools.reduce(Feature.__or__, (f for f, on in used.items() if on), Feature.NONE)
+        by_tensors = (ARGUMENTS[name].feature for name in self.given)
+        by_scalars = (feature for feature, on in used.items() if on)
+        return functools.reduce(Feature.__or__, (*by_tensors, *by_scalars), Feature.NONE)
 
     def __str__(self) -> str:
         sizes = " ".join(f"{x}={getattr(self, x)}" for x in ("B", "H", "Hk", "M", "N", "D", "Dv"))
         names = [f.name for f in Feature if f & self.features]
         return f"{sizes} {str(self.dtype)[6:]} {self.device} [{' '.join(names).lower()}]"
+
+
+# The scalars that kernels behind csrc/abi.h get, as FaParams has them; `threads` stands between.
+WHOLE = (
+    *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),
+    *("average_heads", "constant_lse"),
+)
+REAL = ("scale", "softcap", "dropout_p")

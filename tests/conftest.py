@@ -117,10 +117,10 @@ def one_thread(threads):
 @pytest.fixture
 def on(name, monkeypatch):
     """Every call inside runs on backend `name`."""
-    from fastattn import backend, ops
+    from fastattn import backend, operation
 
     chosen = backend.get(name)
-    monkeypatch.setattr(ops, "choose", lambda spec, asked: chosen)
-    ops._plans.clear()
+    monkeypatch.setattr(operation, "choose", lambda spec, asked: chosen)
+    operation.forget_plans()
     yield name
-    ops._plans.clear()
+    operation.forget_plans()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import pytest
 from emulator import KERNELS, Emulator
 
-from fastattn import native, ops
+from fastattn import native, operation
 from fastattn.backends.cuda import Cuda
 
 DTYPES = ("bfloat16", "float16")
@@ -78,12 +78,12 @@ def everywhere(**options):
     """Every call inside runs on the emulator, whatever backend it asks for."""
     backend = Emulated(**options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ops, "choose", lambda spec, asked: backend)
-        ops._plans.clear()
+        patch.setattr(operation, "choose", lambda spec, asked: backend)
+        operation.forget_plans()
         try:
             yield backend
         finally:
-            ops._plans.clear()
+            operation.forget_plans()
 
 
 def survivors(run, **options):

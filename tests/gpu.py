@@ -17,7 +17,9 @@ import fastattn
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DEVICE = "cuda"
-BACKENDS = {x: why for x, why in fastattn.backends().items() if x not in ("cpu", "reference")}
+BACKENDS = {
+    x: why for x, why in fastattn.available_backends().items() if x not in ("cpu", "reference")
+}
 # The head dim of most tests, by dtype, so that they share kernels. IEEE products of float32 are
 # unrolled into single instructions: with few columns they compile in seconds.
 DIM = {"float32": 16, "bfloat16": 64, "float16": 64}

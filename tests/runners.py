@@ -18,7 +18,7 @@ from fastattn.backends.triton import interpreted
 INTERPRETED = interpreted()
 REASONS = {
     name: why
-    for name, why in fastattn.backends().items()
+    for name, why in fastattn.available_backends().items()
     if "cpu" in (backend.get(name).support.devices or ()) and (name == "triton") == INTERPRETED
 }
 

@@ -109,14 +109,14 @@ def test_it_loads_without_a_gpu(library):
 
 FAILING = """
 import torch
-from fastattn import native, ops
+from fastattn import native, operation
 from fastattn.backends import cuda
 import fastattn
 
 class Pretending(cuda.Cuda):
     multiprocessors = stream = lambda self, x: 0
 
-ops.choose = lambda spec, asked: Pretending()
+operation.choose = lambda spec, asked: Pretending()
 q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
 try:
     fastattn.attention(q, q, q)

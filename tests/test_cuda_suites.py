@@ -15,7 +15,7 @@ import test_hard_values
 from emulated import Emulated
 from emulator import needs_emulator
 
-from fastattn import backend, ops
+from fastattn import backend, operation
 from fastattn.backends.cuda import Cuda
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
@@ -42,10 +42,10 @@ def emulated(monkeypatch):
     monkeypatch.setitem(backend._BACKENDS, "emulated", OnTheCpu(8))
     for module in (gpu, test_gpu_calls):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    for forget in (backend.choose.cache_clear, ops._plans.clear):
+    for forget in (backend.choose.cache_clear, operation.forget_plans):
         forget()
     yield
-    for forget in (backend.choose.cache_clear, ops._plans.clear):
+    for forget in (backend.choose.cache_clear, operation.forget_plans):
         forget()
 
 

@@ -7,7 +7,7 @@ import torch
 import fastattn
 
 B, H, HK, M, N, D, DV = 2, 4, 2, 5, 7, 3, 6
-BACKENDS = [None, *(name for name, why in fastattn.backends().items() if why is None)]
+BACKENDS = [None, *(name for name, why in fastattn.available_backends().items() if why is None)]
 
 
 def call(**changes):

@@ -170,7 +170,7 @@ def falls_back(monkeypatch, tensors, reason):
     """One warning with the reason, then silence, and the reference's numbers."""
     monkeypatch.setattr(backend, "_warned", set())
     backend.choose.cache_clear()
-    fastattn.ops._plans.clear()
+    fastattn.operation.forget_plans()
     with pytest.warns(UserWarning, match=SLOW) as caught:
         out = fastattn.attention(*tensors)
     (said,) = [str(x.message) for x in caught if SLOW in str(x.message)]

@@ -15,8 +15,8 @@ from fastattn.backend import Support
 from fastattn.check import DTYPES
 from fastattn.spec import Feature
 
-HERE = {name for name, why in fastattn.backends().items() if why is None}
-needs_cpu = pytest.mark.skipif("cpu" not in HERE, reason=str(fastattn.backends()["cpu"]))
+HERE = {name for name, why in fastattn.available_backends().items() if why is None}
+needs_cpu = pytest.mark.skipif("cpu" not in HERE, reason=str(fastattn.available_backends()["cpu"]))
 
 
 def qkv(D=4, dtype=torch.float32):
@@ -59,9 +59,9 @@ def declining(monkeypatch):
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
     """Choices, warnings and log lines are made once: every test starts without a memory."""
-    from fastattn import ops
+    from fastattn import operation
 
-    monkeypatch.setattr(ops, "_plans", {})
+    monkeypatch.setattr(operation, "_plans", {})
     monkeypatch.setattr(backend, "_warned", set())
     backend.choose.cache_clear()
 
@@ -72,8 +72,8 @@ def nothing_remembered(monkeypatch):
 def test_report_as_json_and_as_text():
     found = json.loads(python(["-m", "fastattn", "--json"])[0])
     assert found["torch"] == torch.__version__ and found["threads"] >= 1
-    assert set(found["backends"]) == set(fastattn.backends())
-    for name, why in fastattn.backends().items():
+    assert set(found["backends"]) == set(fastattn.available_backends())
+    for name, why in fastattn.available_backends().items():
         assert found["backends"][name] == {"available": why is None, "reason": why}
     text = __main__.show(found)
     assert torch.__version__ in text

@@ -10,12 +10,13 @@ from torch import Tensor, empty_strided, get_num_threads
 from .. import native
 from ..backend import Support, register
 from ..check import DTYPES
-from ..launcher import Launcher, convert, features, pointers
+from ..launcher import Launcher, convert, optional_views, pointers
 from ..native import ABSENT, DTYPE, scalars
 from ..spec import AttentionSpec, Feature, Tensors
 
-_HEAD = struct.Struct("=" + 5 * "Q4qq")  # q, k, v, out, lse
-_AFTER_SINKS = ABSENT * 9
+_INPUTS = struct.Struct("=" + 3 * "Q4qq")  # q, k, v
+_OUTPUTS = struct.Struct("=" + 2 * "Q4qq")  # lse, out
+_AFTER_OUT = ABSENT * (len(native.TENSORS) - native.TENSORS.index("out") - 1)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -23,7 +24,7 @@ def _outputs(spec: AttentionSpec) -> tuple:
     """Shapes, strides and FaDtypes of out (stored token-major) and the normaliser."""
     B, H, M, Dv = spec.B, spec.H, spec.M, spec.Dv
     out = (B, H, M, Dv), (M * H * Dv, Dv, H * Dv, 1)
-    return *out, (2, B, H, M), (B * H * M, H * M, M, 1), DTYPE[spec.dtype], DTYPE[spec.lse_dtype]
+    return *out, (2, B, H, M), (B * H * M, H * M, M, 1), DTYPE[spec.dtype], DTYPE[spec.wide]
 
 
 class Cpu(Launcher):
@@ -33,7 +34,18 @@ class Cpu(Launcher):
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
         max_head_dim=native.CPU_MAX_HEAD_DIM,
-        features=~Feature.PACKED,
+        features=(
+            Feature.BAND
+            | Feature.LENGTHS
+            | Feature.MASK
+            | Feature.ALIBI
+            | Feature.SOFTCAP
+            | Feature.SINKS
+            | Feature.DROPOUT
+            | Feature.GQA
+            | Feature.WEIGHTS
+            | Feature.GRAD
+        ),
     )
 
     def unavailable(self) -> str | None:
@@ -41,21 +53,24 @@ class Cpu(Launcher):
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         # Written out and packed at once: this is the pass that tiny calls wait for.
-        dtype, wide = spec.dtype, spec.lse_dtype
+        dtype, wide = spec.dtype, spec.wide
         shape, strides, rows, row_strides, code, wide_code = _outputs(spec)
         out = empty_strided(shape, strides, dtype=dtype)
         normaliser = empty_strided(rows, row_strides, dtype=wide).zero_()
         t = convert(spec, t)
-        q, k, v = t.q, t.k, t.v
-        head = _HEAD.pack(
+        q, k, v = t.q, t.k, t.given("v")
+        inputs = _INPUTS.pack(
             *(q.data_ptr(), *q.stride(), code),
             *(k.data_ptr(), *k.stride(), code),
             *(v.data_ptr(), *v.stride(), code),
-            *(out.data_ptr(), *strides, code),
-            *(normaliser.data_ptr(), *row_strides[1:], row_strides[0], wide_code),
         )
-        tail = pointers(t) + scalars(spec, get_num_threads())
-        self.run(native.FORWARD, head + features(t) + _AFTER_SINKS + tail, spec, t)
+        outputs = _OUTPUTS.pack(
+            *(normaliser.data_ptr(), *row_strides[1:], row_strides[0], wide_code),
+            *(out.data_ptr(), *strides, code),
+        )
+        views = optional_views(spec, t)[: -len(ABSENT)]  # the last is the normaliser, an output
+        end = pointers(spec, t) + scalars(spec, get_num_threads())
+        self.run(native.FORWARD, inputs + views + outputs + _AFTER_OUT + end, spec, t)
         return out, normaliser  # no workspace: the library finds the little that decoding needs
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
@@ -67,7 +82,7 @@ class Cpu(Launcher):
             return
         if status == native.BAD_LENGTH:
             N = spec.N
-            bad = next(x for x in t.lengths.tolist() if not 0 <= x <= N)
+            bad = next(x for x in t.given("lengths").tolist() if not 0 <= x <= N)
             raise ValueError(f"key_lengths: got {bad}, expected values in [0, N] = [0, {N}]")
         if status == native.NO_MEMORY:
             raise MemoryError("the CPU kernels could not allocate their scratch memory")

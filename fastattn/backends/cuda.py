@@ -32,7 +32,18 @@ class Cuda(Launcher):
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=native.CUDA_MAX_HEAD_DIM,
         max_length=LONGEST,
-        features=~Feature.PACKED,
+        features=(
+            Feature.BAND
+            | Feature.LENGTHS
+            | Feature.MASK
+            | Feature.ALIBI
+            | Feature.SOFTCAP
+            | Feature.SINKS
+            | Feature.DROPOUT
+            | Feature.GQA
+            | Feature.WEIGHTS
+            | Feature.GRAD
+        ),
     )
 
     def unavailable(self) -> str | None:

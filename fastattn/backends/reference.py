@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -30,7 +31,18 @@ class Reference:
         devices=None,
         dtypes=frozenset(DTYPES),
         max_head_dim=None,
-        features=~Feature.PACKED,
+        features=(
+            Feature.BAND
+            | Feature.LENGTHS
+            | Feature.MASK
+            | Feature.ALIBI
+            | Feature.SOFTCAP
+            | Feature.SINKS
+            | Feature.DROPOUT
+            | Feature.GQA
+            | Feature.WEIGHTS
+            | Feature.GRAD
+        ),
     )
 
     def unavailable(self) -> None:
@@ -42,7 +54,7 @@ class Reference:
         out, normaliser = oracle.attention(
             w.q,
             w.k,
-            w.v,
+            w.given("v"),
             **_score_arguments(spec, w),
             sinks=w.sinks,
             dropout_p=spec.dropout_p,
@@ -56,11 +68,11 @@ class Reference:
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
-        dp = dout @ _heads(w.v, w).mT * kept
+        dp = dout @ _heads(w.given("v"), w).mT * kept
         delta = (p * dp).sum(-1) - (0 if dlse is None else dlse)
-        dq, dk, dmask, dsinks = _score_gradients(spec, w, p, dp, delta)
-        dv = _sum_groups(spec, (p * kept).mT @ dout)
-        return _as_inputs(t, dict(q=dq, k=dk, v=dv, mask=dmask, sinks=dsinks), wants)
+        grads = _score_gradients(spec, w, p, dp, delta)
+        grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
+        return _as_inputs(t, grads, wants)
 
     @_without_autocast
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
@@ -76,8 +88,7 @@ class Reference:
             dweights = (dweights[:, None] / max(spec.H, 1)).expand(p.shape)
         dp = dweights.to(p.dtype) * kept
         delta = (p * dp).sum(-1) * (0 if spec.constant_lse else 1)
-        dq, dk, dmask, dsinks = _score_gradients(spec, w, p, dp, delta)
-        return _as_inputs(t, dict(q=dq, k=dk, mask=dmask, sinks=dsinks), wants)
+        return _as_inputs(t, _score_gradients(spec, w, p, dp, delta), wants)
 
 
 def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
@@ -86,8 +97,8 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
     if lengths is not None:
         check_lengths(lengths, spec.N)
         lengths = lengths.clamp(0, spec.N)
-    q, k = q.to(spec.lse_dtype), k.to(spec.lse_dtype)
-    v = None if v is None else v.to(spec.lse_dtype)
+    q, k = q.to(spec.wide), k.to(spec.wide)
+    v = None if v is None else v.to(spec.wide)
     return t._replace(q=q, k=k, v=v, lengths=lengths)
 
 
@@ -118,24 +129,28 @@ def _heads(x: Tensor, t: Tensors) -> Tensor:
 
 def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | float]:
     """P = exp(S - normaliser), and what dropout multiplies it by."""
-    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(spec, t)), t.normaliser)
+    s = oracle.scores(t.q, t.k, **_score_arguments(spec, t))
+    p = oracle.weights(s, t.given("normaliser"))
     return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed)
 
 
-def _score_gradients(spec: AttentionSpec, t: Tensors, p: Tensor, dp: Tensor, delta: Tensor):
-    """dS = P (dP - delta) (Dao 2023, section 3.1), and from it dq, dk, dmask, dsinks."""
+def _score_gradients(
+    spec: AttentionSpec, t: Tensors, p: Tensor, dp: Tensor, delta: Tensor
+) -> dict[str, Tensor]:
+    """dS = P (dP - delta) (Dao 2023, section 3.1), and from it those of q, k, mask and sinks."""
+    grads = {}
     k = _heads(t.k, t)
     ds = p * (dp - delta[..., None])
-    dmask = None if t.mask is None else ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
-    dsinks = None
+    if t.mask is not None:
+        grads["mask"] = ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
     if t.sinks is not None:
-        share = oracle.weights(t.sinks.to(p)[:, None, None], t.normaliser).squeeze(-1)
-        dsinks = -(share * delta).sum((0, 2))
+        share = oracle.weights(t.sinks.to(p)[:, None, None], t.given("normaliser")).squeeze(-1)
+        grads["sinks"] = -(share * delta).sum((0, 2))
     if spec.softcap:
         ds = ds * (1 - torch.tanh(t.q @ k.mT * (spec.scale / spec.softcap)) ** 2)
-    dq = ds @ k * spec.scale
-    dk = _sum_groups(spec, ds.mT @ t.q * spec.scale)
-    return dq, dk, dmask, dsinks
+    grads["q"] = ds @ k * spec.scale
+    grads["k"] = _sum_groups(spec, ds.mT @ t.q * spec.scale)
+    return grads
 
 
 def _sum_groups(spec: AttentionSpec, x: Tensor) -> Tensor:
@@ -143,17 +158,14 @@ def _sum_groups(spec: AttentionSpec, x: Tensor) -> Tensor:
     return x.unflatten(1, (spec.Hk, spec.H // max(spec.Hk, 1))).sum(2)
 
 
-def _as_inputs(t: Tensors, grads: dict[str, Tensor | None], wants) -> tuple[Tensor | None, ...]:
-    """Gradients in each input's shape and dtype; None where not wanted."""
-    found: list[Tensor | None] = []
-    for (name, grad), wanted in zip(grads.items(), wants):
+def _as_inputs(t: Tensors, grads: dict[str, Tensor], wants: Sequence[str]) -> dict[str, Tensor]:
+    """The gradients that are wanted, in each input's shape and dtype."""
+    found = {}
+    for name in wants:
         x = getattr(t, name)
-        if grad is None or not wanted:
-            found.append(None)
-        else:
-            room = token_major(x, x.shape, x.dtype) if name in "qkv" else x.new_empty(x.shape)
-            found.append(room.copy_(grad.reshape(x.shape)))
-    return tuple(found)
+        room = token_major(x, x.shape, x.dtype) if name in "qkv" else x.new_empty(x.shape)
+        found[name] = room.copy_(grads[name].reshape(x.shape))
+    return found
 
 
 register(Reference())

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from .. import autotune, gpu, tuning
-from ..backend import Support, check_lengths, register, token_major
+from ..backend import Support, broadcast_strides, check_lengths, register, token_major
 from ..gpu import architecture, on, processors
-from ..spec import AttentionSpec, Feature, Maybe, Tensors
+from ..spec import AttentionSpec, Feature, Tensors
 
 OLDEST = (3, 6)
 LONGEST = 1 << 29  # positions and their differences are 32 bits wide
@@ -60,7 +60,18 @@ class Triton:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=256,
         max_length=LONGEST,
-        features=~Feature.PACKED,
+        features=(
+            Feature.BAND
+            | Feature.LENGTHS
+            | Feature.MASK
+            | Feature.ALIBI
+            | Feature.SOFTCAP
+            | Feature.SINKS
+            | Feature.DROPOUT
+            | Feature.GQA
+            | Feature.WEIGHTS
+            | Feature.GRAD
+        ),
     )
 
     def unavailable(self) -> str | None:
@@ -85,8 +96,8 @@ class Triton:
         normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
-        wants: Sequence[bool],
-    ) -> tuple[Tensor | None, ...]:
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
         if dout is None:
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
@@ -106,21 +117,19 @@ class Triton:
         return weights
 
     def weights_backward(
-        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[bool]
-    ) -> tuple[Tensor | None, ...]:
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+    ) -> dict[str, Tensor]:
         if spec.average_heads:
             dweights = dweights[:, None].expand(spec.B, spec.H, spec.M, spec.N)
         job = Job(spec, t, dweights)
-        job.find_delta(None, t.normaliser, None)
-        want_q, want_k, want_mask, want_sinks = wants
-        dq, dk, _, dmask, dsinks = job.gradients((want_q, want_k, False, want_mask, want_sinks))
-        return dq, dk, dmask, dsinks
+        job.find_delta(None, t.given("normaliser"), None)
+        return job.gradients(wants)
 
 
 class Job:
     """One call's arguments, as the kernels want them, and the passes over them."""
 
-    def __init__(self, spec: AttentionSpec, t: Tensors, dout: Maybe = None):
+    def __init__(self, spec: AttentionSpec, t: Tensors, dout: Tensor | None = None):
         check_lengths(t.lengths, spec.N)
         self.spec, self.t = spec, t
         self.device = t.q.device
@@ -131,7 +140,7 @@ class Job:
         tensors = [x for x in (t.q, t.k, t.v, dout) if x is not None]
         # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers.
         tma = 90 <= self.arch < 120 and t.v is not None and all(map(describable, tensors))
-        self.features = flags(spec, tf32(), tma)
+        self.flags = flags(spec, tf32(), tma)
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -187,13 +196,13 @@ class Job:
             kernels().weights.weights_kernel,
             "weights",
             lambda c: blocks(spec.M, c.BM) * blocks(spec.N, c.BN) * spec.B * heads,
-            (self.q, self.k, self.t.normaliser.contiguous(), operand(weights)),
+            (self.q, self.k, self.t.given("normaliser").contiguous(), operand(weights)),
             AVERAGE=spec.average_heads,
         )
 
     # ----------------------------------------------------------------------------------- backward
 
-    def find_delta(self, out: Maybe, normaliser: Tensor, dlse: Maybe) -> None:
+    def find_delta(self, out: Tensor | None, normaliser: Tensor, dlse: Tensor | None) -> None:
         """self.normaliser, and self.delta: what dP loses by the normalisation."""
         spec = self.spec
         self.normaliser = normaliser.contiguous()
@@ -205,12 +214,12 @@ class Job:
             "delta",
             lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
             (operand(out), self.do, operand(dlse), self.delta),
-            F=kernels().score.Flags(plain=self.features.plain),
+            F=kernels().score.Flags(plain=self.flags.plain),
         )
         if spec.weights and not spec.constant_lse:
             self.walk_keys(None, sums=True)
 
-    def walk_keys(self, dq: Maybe, sums: bool = False) -> None:
+    def walk_keys(self, dq: Tensor | None, sums: bool = False) -> None:
         spec = self.spec
         self.launch(
             kernels().backward.dq_kernel,
@@ -221,7 +230,7 @@ class Job:
             SUMS=sums,
         )
 
-    def walk_rows(self, dk: Maybe, dv: Maybe) -> None:
+    def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
         spec = self.spec
         self.launch(
             kernels().backward.dkv_kernel,
@@ -235,30 +244,27 @@ class Job:
     def inputs(self) -> tuple:
         return self.q, self.k, self.v, self.do, self.normaliser, self.delta
 
-    def gradients(self, wants: Sequence[bool]) -> tuple[Tensor | None, ...]:
-        """dq dk dv dmask dsinks."""
-        t, (want_q, want_k, want_v, want_mask, want_sinks) = self.t, wants
-        dq = dk = dv = dmask = dsinks = None
-        nothing = not self.spec.B * self.spec.H * self.spec.M * self.spec.N
-        if want_q:
-            dq = token_major(t.q, t.q.shape, t.q.dtype)
-            dq.zero_() if nothing else self.walk_keys(dq)
-        if want_k:
-            dk = token_major(t.k, t.k.shape, t.k.dtype)
-        if want_v:
-            dv = token_major(t.v, t.v.shape, t.v.dtype)
-        if nothing:
-            dk, dv = (None if x is None else x.zero_() for x in (dk, dv))
-        elif want_k or want_v:
-            self.walk_rows(dk, dv)
-        if want_mask:
-            dmask = t.mask.new_zeros(t.mask.shape) if nothing else self.mask_gradient()
-        if want_sinks:
-            dsinks = self.sink_gradient()
-        return dq, dk, dv, dmask, dsinks
+    def gradients(self, wants: Sequence[str]) -> dict[str, Tensor]:
+        t, spec = self.t, self.spec
+        wanted = {name: x for name in wants if (x := getattr(t, name)) is not None}
+        grads = {x: token_major(y, y.shape, y.dtype) for x, y in wanted.items() if x in "qkv"}
+        if not spec.B * spec.H * spec.M * spec.N:
+            grads = {name: x.zero_() for name, x in grads.items()}
+            if "mask" in wanted:
+                grads["mask"] = torch.zeros_like(wanted["mask"])
+        else:
+            if "q" in grads:
+                self.walk_keys(grads["q"])
+            if "k" in grads or "v" in grads:
+                self.walk_rows(grads.get("k"), grads.get("v"))
+            if "mask" in wanted:
+                grads["mask"] = self.mask_gradient(wanted["mask"])
+        if "sinks" in wanted:
+            grads["sinks"] = self.sink_gradient(wanted["sinks"])
+        return grads
 
-    def mask_gradient(self) -> Tensor:
-        spec, mask = self.spec, self.t.mask
+    def mask_gradient(self, mask: Tensor) -> Tensor:
+        spec = self.spec
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
         c = self.config("dmask")
         whole = (spec.B, spec.H, blocks(spec.M, c.BM), blocks(spec.N, c.BN))
@@ -272,19 +278,19 @@ class Job:
             "dmask",
             lambda c: tiles * splits,
             (*self.inputs, partial),
-            F=self.features._replace(tma=False),  # one tile from each: not worth a descriptor
+            F=self.flags._replace(tma=False),  # one tile from each: not worth a descriptor
             GIVEN=spec.weights,
             SUMMED=summed,
         )
         dmask = partial[0] if splits == 1 else partial.sum(0)
         return dmask.to(mask.dtype).view(mask.shape)
 
-    def sink_gradient(self) -> Tensor:
+    def sink_gradient(self, sinks: Tensor) -> Tensor:
         """dsinks = -sum p_sink delta: a sink is a key with a probability and no value."""
-        sinks = self.t.sinks.to(torch.float32)[:, None]
+        wide = sinks.to(torch.float32)[:, None]
         lse, tail = self.normaliser
-        p = torch.exp(sinks - lse - tail).masked_fill(lse == -torch.inf, 0.0)
-        return -(p * self.delta).sum((0, 2)).to(self.t.sinks.dtype)
+        p = torch.exp(wide - lse - tail).masked_fill(lse == -torch.inf, 0.0)
+        return -(p * self.delta).sum((0, 2)).to(sinks.dtype)
 
     # ----------------------------------------------------------------------------------- launching
 
@@ -304,13 +310,13 @@ class Job:
         return min(heads, spec.B * spec.H)
 
     def config(self, which: str) -> tuning.Config:
-        spec, features = self.spec, self.features
-        busy = not features.plain or features.dropout or spec.weights
+        spec, flags = self.spec, self.flags
+        busy = not flags.plain or flags.dropout or spec.weights
         return tuning.config(which, self.arch, spec.dtype.itemsize, max(spec.D, spec.Dv), busy)
 
     def launch(self, kernel, which: str, programs, args: tuple, **constexprs) -> None:
         """Run a kernel on a grid of `programs(config)`, with the tile of its table or search."""
-        spec, constexprs = self.spec, dict(F=self.features) | constexprs
+        spec, constexprs = self.spec, dict(F=self.flags) | constexprs
 
         def attempt(c: tuning.Config) -> None:
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
@@ -383,7 +389,7 @@ def describable(x: Tensor) -> bool:
     )
 
 
-def operand(x: Maybe):
+def operand(x: Tensor | None):
     """An Operand of (B,H,M,D), or of the first of these dimensions."""
     if x is None:
         return None
@@ -392,8 +398,7 @@ def operand(x: Maybe):
 
 def broadcast(x: Tensor):
     """An Operand of whatever broadcasts to (B, H, M, N): strides of 0 where it repeats."""
-    strides = [0 if n == 1 else s for n, s in zip(x.shape, x.stride())]
-    return kernels().tile.Operand(x, *(0,) * (4 - x.ndim), *strides)
+    return kernels().tile.Operand(x, *broadcast_strides(x))
 
 
 def extras(spec: AttentionSpec, t: Tensors):
@@ -419,18 +424,18 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
     masked = spec.mask_shape is not None
     varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
     return kernels().score.Flags(
-        plain=TINY < spec.scale < HUGE and not (masked or spec.softcap or spec.has_alibi),
+        plain=TINY < spec.scale < HUGE and not (masked or spec.softcap or "slopes" in spec.given),
         left=spec.left < spec.M + spec.N,
         right=spec.right < spec.M + spec.N,
         bottom_right=spec.bottom_right,
-        lengths=spec.has_lengths,
+        lengths="lengths" in spec.given,
         aligned=spec.N % 16 == 0 and (masked or spec.weights),
         gqa=spec.H != spec.Hk,
         mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
         mask_rows=varies[2],
-        alibi=spec.has_alibi,
+        alibi="slopes" in spec.given,
         softcap=spec.softcap > 0,
-        sinks=spec.has_sinks,
+        sinks="sinks" in spec.given,
         dropout=spec.dropout_p > 0,
         precision="tf32" if tf32 else "ieee",
         tma=tma,

@@ -9,21 +9,7 @@ from torch import Tensor
 from . import backend
 from .api import prepare
 from .check import describe
-from .spec import AttentionSpec, Feature
-
-_MEANING = {
-    Feature.BAND: "causal (both alignments), window",
-    Feature.LENGTHS: "key_lengths",
-    Feature.MASK: "mask: bool or float of any broadcast shape, gradient in that shape",
-    Feature.ALIBI: "alibi_slopes",
-    Feature.SOFTCAP: "softcap",
-    Feature.SINKS: "sinks, with gradient",
-    Feature.DROPOUT: "dropout, the same draws on every backend",
-    Feature.GQA: "grouped heads (GQA, MQA)",
-    Feature.WEIGHTS: "attention_weights, per head or averaged",
-    Feature.GRAD: "backward, with a loss on the LSE too",
-    Feature.PACKED: "packed variable-length batches (cu_seqlens)",
-}
+from .spec import MEANING, AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -56,7 +42,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
     an explanation with backend None.
     """
     arguments.pop("return_lse", None)  # changes nothing here
-    t, options = prepare(q, k, v, **arguments)
+    t, options = prepare(q, k, v, arguments)
     spec = describe(t, options)
     requested = options.backend
     if requested:
@@ -82,7 +68,7 @@ def support_table() -> str:
         ],
         *(
             [what, *("yes" if f & s.features else "no" for s in declared)]
-            for f, what in _MEANING.items()
+            for f, what in MEANING.items()
         ),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

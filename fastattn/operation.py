@@ -1,0 +1,151 @@
+"""What an operation is, and how one runs: attention, and its weights.
+
+Each has a forward and a backward kernel in every backend. Everything above this floor is written
+once for both.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .backend import Backend, choose, token_major
+from .check import describe
+from .spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec, Options, Tensors, wide
+
+INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
+MAX_PLANS = 4096
+
+_plans: dict[tuple, tuple[AttentionSpec, Backend]] = {}
+
+
+class Operation(NamedTuple):
+    """What differs between attention and its weights."""
+
+    name: str
+    results: tuple[str, ...]  # of `RESULTS`
+    differentiable: tuple[str, ...]  # of `ARGUMENTS`
+    forward: Callable[[Backend, AttentionSpec, Tensors], tuple[Tensor, ...]]
+    backward: Callable[..., dict[str, Tensor]]
+    outputs: Callable[[Tensors, Options], tuple[Tensor, ...]]  # empty ones, for fake tensors
+
+    def operator(self, suffix: str = ""):
+        return getattr(torch.ops.fastattn, self.name + suffix)
+
+    def wants(self, needed: Sequence[bool]) -> tuple[str, ...]:
+        """Which gradients autograd asks for. needed: a bool for each of `Tensors`."""
+        return tuple(name for name in self.differentiable if needed[INDEX[name]])
+
+
+def plan(t: Tensors, o: Options) -> tuple[AttentionSpec, Backend]:
+    """The spec of a call and the backend that runs it; checked once for each kind of call."""
+    key: list[Any] = [o]
+    try:
+        for x in t:
+            key.append(None if x is None else (x.shape, x.dtype, x.device, x.layout))
+        kind = tuple(key)
+        return _plans[kind]
+    except (KeyError, AttributeError, TypeError):
+        spec = describe(t, o)  # raises the readable error if the arguments were to blame
+    backend = choose(spec, o.backend)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[kind] = spec, backend
+    if os.environ.get("FASTATTN_LOG") == "1":
+        print(f"fastattn: {backend.name} runs {spec}", file=sys.stderr)
+    return spec, backend
+
+
+def forget_plans() -> None:
+    """Choose anew for every kind of call, as after a change of what can be chosen."""
+    _plans.clear()
+
+
+def run_forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    spec, backend = plan(t, o)
+    return op.forward(backend, spec, t)
+
+
+def run_backward(
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    outs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    wants: Sequence[str],
+) -> list[Tensor]:
+    """The gradients of the tensors that `wants` names, by the backend that ran forward."""
+    if all(grad is None for grad in grads):
+        return [torch.zeros_like(t.given(name)) for name in wants]
+    spec, backend = plan(t, o)
+    found = op.backward(backend, spec, t, outs, grads, wants)
+    return [found[name] for name in wants]
+
+
+def spread(grads: Sequence[Tensor], wants: Sequence[str]) -> list[Tensor | None]:
+    """`run_backward`'s gradients in the order of `Tensors`, None where there is none."""
+    every: list[Tensor | None] = [None] * len(INDEX)
+    for name, grad in zip(wants, grads):
+        every[INDEX[name]] = grad
+    return every
+
+
+def empty_gradients(t: Tensors, wants: Sequence[str]) -> list[Tensor]:
+    """What `run_backward` returns, as far as shapes, dtypes and strides go."""
+    wanted = [(ARGUMENTS[name], t.given(name)) for name in wants]
+    return [
+        token_major(x, x.shape, x.dtype) if a.crosses == "strided" else x.new_empty(x.shape)
+        for a, x in wanted
+    ]
+
+
+# ----------------------------------------------------------------------------------- the operations
+
+
+def _empty(result: str, t: Tensors, dtype: torch.dtype) -> Tensor:
+    (B, H, M, _), N = t.q.shape, t.k.shape[2]
+    sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else t.v.shape[3]}
+    return t.q.new_empty([sizes[letter] for letter in result.split()], dtype=dtype)
+
+
+def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    assert t.v is not None
+    out = token_major(t.q, (*t.q.shape[:3], t.v.shape[3]), t.q.dtype)
+    return out, _empty(RESULTS["normaliser"], t, wide(t.q.dtype))
+
+
+def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    shape = RESULTS["weights"].replace("H ", "") if o.average_heads else RESULTS["weights"]
+    return (_empty(shape, t, t.q.dtype),)
+
+
+def _attention_backward(backend: Backend, spec, t, outs, grads, wants) -> dict[str, Tensor]:
+    """Of the normaliser only the LSE is a function to differentiate: what rounding lost is not."""
+    dout, dnormaliser = grads
+    dlse = None if dnormaliser is None else dnormaliser[0]
+    return backend.backward(spec, t, *outs, dout, dlse, wants)
+
+
+ATTENTION = Operation(
+    "attention",
+    results=("out", "normaliser"),
+    differentiable=DIFFERENTIABLE,
+    forward=lambda backend, spec, t: backend.forward(spec, t),
+    backward=_attention_backward,
+    outputs=_attention_outputs,
+)
+WEIGHTS = Operation(
+    "weights",
+    results=("weights",),
+    differentiable=tuple(name for name in DIFFERENTIABLE if name != "v"),
+    forward=lambda backend, spec, t: (backend.weights(spec, t),),
+    backward=lambda backend, spec, t, outs, grads, wants: backend.weights_backward(
+        spec, t, grads[0], wants
+    ),
+    outputs=_weights_outputs,
+)

@@ -1,0 +1,253 @@
+"""The road a call takes to a kernel.
+
+Which wrapper a call goes through depends on who is watching, because no single one serves everybody
+and each costs time:
+
+    torch.compile, torch.export, FakeTensorMode, any dispatch mode  ->  the torch.library operator
+    torch.func transforms (vmap, grad, ...)                         ->  `Transformed`
+    autograd                                                        ->  `Differentiable`
+    nobody                                                          ->  the kernel itself
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import batching
+from .check import check
+from .operation import Operation, run_backward, run_forward, spread
+from .spec import Options, Tensors
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})  # no subclass with a dispatch of its own
+N_TENSORS = len(Tensors._fields)
+
+_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._are_functorch_transforms_active
+_tracing = torch._C._get_tracing_state
+_is_compiling = torch.compiler.is_compiling
+_is_batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
+
+
+def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    """Run an operation through the wrapper that this moment needs; see above."""
+    if _is_compiling():
+        return as_tuple(op.operator()(*t, *o))
+    if _transforms():
+        return Transformed.apply(op, o._replace(grad=True), *t)
+    if forward_ad._current_level >= 0:
+        refuse_tangents(t)
+    if o.grad and not _observed(t):
+        return Differentiable.apply(op, o, *t)
+    return call_kernel(op, t, o)
+
+
+def call_kernel(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    """The kernel, or the operator where something wants to see it pass."""
+    if _observed(t):
+        check(t, o)
+        if _tracing() is not None:  # a traced graph serves with and without gradients
+            o = o._replace(grad=True)
+        return as_tuple(op.operator()(*t, *o))
+    return run_forward(op, t, o)
+
+
+def call_backward_kernel(op: Operation, t: Tensors, o: Options, outs, grads, wants) -> list[Tensor]:
+    if _observed((*t, *outs, *grads)):
+        return op.operator("_backward")(*grads, *outs, *t, *o, list(wants))
+    return run_backward(op, t, o, outs, grads, wants)
+
+
+def _observed(tensors: Sequence[Tensor | None]) -> bool:
+    """Is a mode active that has to see operators, or a tensor here that is no plain memory?"""
+    if _modes() or _tracing() is not None:
+        return True
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in PLAIN or x.is_meta or x.is_neg():
+            return True
+    return False
+
+
+def as_tuple(outs) -> tuple[Tensor, ...]:
+    """An operator with one result returns it bare."""
+    return (outs,) if isinstance(outs, Tensor) else tuple(outs)
+
+
+def saved(ctx) -> tuple[Tensors, tuple[Tensor, ...]]:
+    """Inputs and outputs; asked for once, because every asking unpacks them all (checkpoints)."""
+    tensors = ctx.saved_tensors
+    return Tensors(*tensors[:N_TENSORS]), tensors[N_TENSORS:]
+
+
+# ------------------------------------------------------------------------ what has no derivative
+
+
+def refuse_tangents(t: Sequence[Tensor | None]) -> None:
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in t):
+        refuse_forward_ad()
+
+
+def refuse_forward_ad() -> None:
+    raise NotImplementedError(
+        "fastattn has no forward-mode derivative (jvp, jacfwd, hessian): use reverse mode, or "
+        "fastattn.reference.attention, which is made of differentiable torch operations"
+    )
+
+
+def refuse_double_backward() -> None:
+    raise NotImplementedError(
+        "fastattn has no second derivative (double backward): differentiate once, or use "
+        "fastattn.reference.attention, which is made of differentiable torch operations"
+    )
+
+
+def refuse_batched_gradients() -> None:
+    raise NotImplementedError(
+        "fastattn cannot be given a batch of gradients by autograd itself (is_grads_batched=True, "
+        "jacobian(vectorize=True)): use torch.func.jacrev or torch.func.vmap, or vectorize=False"
+    )
+
+
+# ------------------------------------------------------------------------------------- Functions
+
+
+class Differentiable(torch.autograd.Function):
+    """For autograd alone: the cheapest form of a Function."""
+
+    @staticmethod
+    def forward(ctx, op, o, *tensors):
+        t = Tensors(*tensors)
+        outs = run_forward(op, t, o)
+        ctx.save_for_backward(*t, *outs)
+        ctx.call = op, o
+        ctx.set_materialize_grads(False)
+        return outs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op, o = ctx.call
+        t, outs = saved(ctx)
+        wants = op.wants(ctx.needs_input_grad[2:])
+        if any(x is not None and _is_batched_by_autograd(x) for x in grads):
+            refuse_batched_gradients()
+        # With create_graph=True somebody may differentiate again; torch.func may batch the grads.
+        if torch.is_grad_enabled() or _transforms():
+            found = TransformedBackward.apply(op, o, wants, *grads, *outs, *t)
+        else:
+            found = call_backward_kernel(op, t, o, outs, grads, wants)
+        return None, None, *spread(found, wants)
+
+
+class Transformed(torch.autograd.Function):
+    """A Function that torch.func can take apart, at 15 µs a call more than `Differentiable`."""
+
+    @staticmethod
+    def forward(op, o, *tensors):
+        return call_kernel(op, Tensors(*tensors), o)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        op, o, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.call = op, o
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op, o = ctx.call
+        t, outs = saved(ctx)
+        wants = op.wants(ctx.needs_input_grad[2:])
+        found = TransformedBackward.apply(op, o, wants, *grads, *outs, *t)
+        return None, None, *spread(found, wants)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_forward_ad()
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        op, o, *tensors = args
+        return batched_forward(op, info.batch_size, in_dims[2:], Tensors(*tensors), o)
+
+
+class TransformedBackward(torch.autograd.Function):
+    """The backward kernel; it has no derivative, and says so."""
+
+    @staticmethod
+    def forward(op, o, wants, *tensors):
+        grads, outs, t = _parts(tensors)
+        return tuple(call_backward_kernel(op, Tensors(*t), o, outs, grads, wants))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        refuse_double_backward()
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        refuse_forward_ad()
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        op, o, wants, *tensors = args
+        return batched_backward(op, info.batch_size, in_dims[3:], tensors, o, wants)
+
+
+def _parts(of: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+    """Gradients of the results, the results, the inputs; or what is said of each of these."""
+    n = (len(of) - N_TENSORS) // 2
+    return of[:n], of[n : 2 * n], of[2 * n :]
+
+
+# ------------------------------------------------------------------------------------------- vmap
+# V calls are one call whose batch is V times as large, where they fold; the others run one after
+# the other.
+
+
+def batched_forward(op: Operation, V: int, dims: Sequence, t: Tensors, o: Options):
+    """Outputs with the new dimension first, and where it is."""
+    if batching.can_fold(t, dims, o):
+        outs = call(op, batching.fold_tensors(V, dims, t), o)
+        outs = batching.unfold_results(op.results, V, batching.batch_of(t, dims), outs)
+    else:
+        calls = [call(op, Tensors(*batching.pick(t, dims, i)), o) for i in range(_some(V))]
+        outs = tuple(torch.stack(x) for x in zip(*calls))
+    return outs, (0,) * len(outs)
+
+
+def batched_backward(op: Operation, V: int, dims: Sequence, tensors: Sequence, o: Options, wants):
+    grads, outs, inputs = _parts(tensors)
+    dgrads, douts, dt = _parts(dims)
+    t = Tensors(*inputs)
+    if batching.can_fold(t, dt, o) and batching.gradients_fold(wants):
+        B = batching.batch_of(t, dt)
+        grads = batching.fold_results(op.results, V, B, grads, dgrads)
+        outs = batching.fold_results(op.results, V, B, outs, douts)
+        inputs = (*grads, *outs, *batching.fold_tensors(V, dt, t))
+        found = TransformedBackward.apply(op, o, wants, *inputs)
+        found = tuple(batching.unfold(V, B, x, 0) for x in found)
+    else:
+        calls = [
+            TransformedBackward.apply(op, o, wants, *batching.pick(tensors, dims, i))
+            for i in range(_some(V))
+        ]
+        found = tuple(torch.stack(x) for x in zip(*calls))
+    return found, (0,) * len(found)
+
+
+def _some(V: int) -> int:
+    if V == 0:
+        raise NotImplementedError(
+            "vmap over a dimension of size 0 with dropout, per-example sinks, or gradients of "
+            "masks or sinks: got 0, expected at least 1"
+        )
+    return V
