@@ -65,7 +65,7 @@ static struct FaParams params(const struct Case* c) {
       .k = tensor(dtype, Hk, N, D),
       .v = tensor(dtype, Hk, N, D),
       .out = tensor(dtype, H, M, D),
-      .lse = tensor(FA_F32, H, M, 1),
+      .lse = tensor(FA_F32, H, M, 2),
       .seed = &seed,
       .B = 1, .H = H, .Hk = Hk, .M = M, .N = N, .D = D, .Dv = D,
       .left = c->window ? c->window : unlimited,

@@ -29,15 +29,15 @@ struct Backward {
   using Buffers = typename G::Buffers;
   static constexpr int pair = Mul::pair;
 
-  // --- before: lse and delta as the tiles want them, dq = 0 -----------------------
+  // --- before: normaliser and delta as the tiles want them, dq = 0 ----------------
   static void prepare(const FaParams& p, int64_t task, char* scratch) {
     const auto w = G::workspace(p);
     const int64_t t = task % G::tiles(p), h = task / G::tiles(p) % p.H,
                   b = task / G::tiles(p) / p.H;
     const Rows rows = G::tile_rows(p, b, h, t);
-    R* lse = w.lse + task * kTileRows<R>;
+    const Normaliser<R> normaliser = w.normaliser.from(task * kTileRows<R>);
     R* delta = w.delta + task * kTileRows<R>;
-    G::load_lse(p, rows, kTileRows<R>, lse);
+    read_normaliser(p, rows, kTileRows<R>, normaliser);
     std::fill(delta, delta + kTileRows<R>, R(0));
     for (int64_t l = 0; l < rows.count; ++l) {
       R* dq = dq_row(p, w, rows, l);
@@ -46,7 +46,7 @@ struct Backward {
     if (!G::of_weights(p))
       delta_from_output(p, rows, delta);
     else if (!p.constant_lse)
-      delta_from_weights(p, rows, lse, delta, scratch);
+      delta_from_weights(p, rows, normaliser, delta, scratch);
     if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::clear_unseen(p, rows);
     w.turn[task] = int32_t(key_range(p, b, rows.i0, rows.end()).lo / kTileKeys);
   }
@@ -68,8 +68,8 @@ struct Backward {
       delta[l] = sum;
     }
   }
-  static void delta_from_weights(const FaParams& p, const Rows& rows, const R* lse, R* delta,
-                                 char* scratch) {
+  static void delta_from_weights(const FaParams& p, const Rows& rows, Normaliser<R> normaliser,
+                                 R* delta, char* scratch) {
     Buffers buf;
     G::carve(p, scratch, buf);
     with_vectors<R>(rows.count, [&](auto nv) {
@@ -77,13 +77,13 @@ struct Backward {
       using T = Tile<R, NV>;
       G::stage_rows(p, rows, T::lanes, buf);
       G::each_block(p, rows, {0, p.N}, buf, [&](const Keys& keys, const auto& block) {
-        G::template probabilities<NV>(p, rows, keys, block, lse, buf);
+        G::template probabilities<NV>(p, rows, keys, block, normaliser, buf);
         R sum[T::lanes] = {};
         for (int64_t j = 0; j < keys.count; ++j)
           for (int l = 0; l < T::lanes; ++l)
             sum[l] += buf.s[j * T::lanes + l] * buf.ds[j * T::lanes + l];
         for (int l = 0; l < T::lanes; ++l)
-          if (lse[l] != kInf<R>) delta[l] += sum[l];
+          if (normaliser.lse[l] != kInf<R>) delta[l] += sum[l];
       });
     });
   }
@@ -168,7 +168,7 @@ struct Backward {
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
     const int64_t pairs_of_rows = (rows.count + pair - 1) / pair;
     G::stage_rows(p, rows, T::lanes, buf);
-    G::template scores<NV>(p, rows, keys, block, w.lse + index * kTileRows<R>,
+    G::template scores<NV>(p, rows, keys, block, w.normaliser.from(index * kTileRows<R>),
                            w.delta + index * kTileRows<R>, buf);
     if (MaskGradient<Mul>::is_ds(p))
       MaskGradient<Mul>::write_ds(p, rows, keys, T::lanes, buf.ds);
@@ -210,15 +210,17 @@ struct Backward {
       write_row(p.dq.data, to.dtype, to.at(rows.i0 + l), to.step, p.D, dq_row(p, w, rows, l));
   }
 
-  // A sink is a key without a value: dsink_h = -sum exp(sink - lse) delta.
+  // A sink is a key without a value: dsink_h = -sum exp(sink - lse - tail) delta.
   static void sinks(const FaParams& p, int64_t h, char*) {
     const auto w = G::workspace(p);
     const R sink = read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1]);
     double sum = 0;
     for (int64_t b = 0; b < p.B; ++b) {
       const int64_t at = G::tile_index(p, b, h, 0) * kTileRows<R>;
+      const Normaliser<R> normaliser = w.normaliser.from(at);
       for (int64_t i = 0; i < p.M; ++i)
-        sum -= std::exp(double(sink) - double(w.lse[at + i])) * double(w.delta[at + i]);
+        sum -= std::exp((double(sink) - double(normaliser.lse[i])) - double(normaliser.tail[i])) *
+               double(w.delta[at + i]);
     }
     const R result = R(sum);
     write_row(p.dsinks.data, p.dsinks.dtype, h * p.dsinks.stride[1], 1, 1, &result);

@@ -221,18 +221,17 @@ struct Decode {
       R m = sink;
       for (int64_t c = 0; c < chunks(p); ++c) m = std::max(m, from.m[part(p, c, b, h, i)]);
       const R pivot = m == -kInf<R> ? R(0) : m;
-      R l = std::exp(sink - pivot);
+      R l = exp_one(sink - pivot);
       std::fill(sum, sum + dv, R(0));
       for (int64_t c = 0; c < chunks(p); ++c) {
         const int64_t at = part(p, c, b, h, i);
-        const R weight = std::exp(from.m[at] - pivot);
+        const R weight = exp_one(from.m[at] - pivot);
         l += weight * from.l[at];
         for (int64_t x = 0; x < dv; ++x) sum[x] += weight * from.out[at * dv + x];
       }
-      const R lse = l == R(0) ? -kInf<R> : m + std::log(l);
+      write_normaliser(p, b, h, i, m, l);
       const R factor = l == R(0) ? R(0) : R(1) / l;
       for (int64_t x = 0; x < dv; ++x) sum[x] *= factor;
-      write_row(p.lse.data, p.lse.dtype, plane(p.lse, b, h).at(i), 1, 1, &lse);
       const Plane out = plane(p.out, b, h);
       write_row(p.out.data, out.dtype, out.at(i), out.step, p.Dv, sum);
     }

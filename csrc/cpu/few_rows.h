@@ -80,7 +80,7 @@ struct FewRows {
       sum += e;
       store(s + j, e);
     }
-    const R rescale = exp(splat(m - pivot))[0];
+    const R rescale = exp_one(m - pivot);
     R total = R(0);
     for (int x = 0; x < W; ++x) total += sum[x];
     l = l * rescale + total;

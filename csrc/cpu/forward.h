@@ -90,8 +90,7 @@ struct Forward {
     constexpr int lanes = NV * kLanes<R>;
     for (int64_t i = 0; i < rows.count; ++i) {
       const R l = st.l[i];
-      const R lse = l == R(0) ? -kInf<R> : st.m[i] + std::log(l);
-      write_row(p.lse.data, p.lse.dtype, plane(p.lse, rows.b, rows.h).at(rows.i0 + i), 1, 1, &lse);
+      write_normaliser(p, rows.b, rows.h, rows.i0 + i, st.m[i], l);
       st.l[i] = l == R(0) ? R(0) : R(1) / l;
     }
     if (p.Dv > 0)

@@ -2,7 +2,7 @@
 // gradient of one tile of scores (FlashAttention-2, Dao 2023, Algorithm 2, with the
 // tile transposed):
 //
-//   P = exp(S - lse)   dP = V dO^T   dS = P * (dropout(dP) - delta)
+//   P = exp(S - lse - tail)   dP = V dO^T   dS = P * (dropout(dP) - delta)
 //
 // delta_i = sum_d dO_id O_id - dlse_i, which is sum_j P_ij dP_ij less what a loss on
 // the LSE asks for. The gradient of attention weights enters by the same door: there
@@ -46,7 +46,8 @@ struct Gradient {
     return p.dq.dtype == dtype_of<R> && p.dq.stride[3] == 1 && p.D % kLanes<R> == 0;
   }
   struct Workspace {
-    R *lse, *delta;  // [B H][tiles][kTileRows]; lse is +inf where a row sees nothing
+    Normaliser<R> normaliser;  // [B H][tiles][kTileRows]
+    R* delta;                  // the same
     R* dq;           // [B H M][padded(D)], unless summed in place
     int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
     R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
@@ -56,7 +57,8 @@ struct Gradient {
     Scratch take{static_cast<char*>(p.workspace)};
     const int64_t rows = p.B * p.H * tiles(p) * kTileRows<R>;
     Workspace w;
-    w.lse = take.array<R>(rows);
+    w.normaliser.lse = take.array<R>(rows);
+    w.normaliser.tail = take.array<R>(rows);
     w.delta = take.array<R>(rows);
     w.dq = take.array<R>(dq_in_place(p) ? 0 : p.B * p.H * p.M * padded(p.D));
     w.turn = take.array<int32_t>(p.B * p.H * tiles(p));
@@ -65,15 +67,6 @@ struct Gradient {
     w.dv = take.array<R>(parts * padded(p.Dv));
     w.bytes = take.used;
     return w;
-  }
-  // The LSE of a tile's rows, +inf for lanes that see nothing or stand for no row.
-  static void load_lse(const FaParams& p, const Rows& rows, int64_t lanes, R* lse) {
-    const Plane from = plane(p.lse, rows.b, rows.h);
-    std::fill(lse, lse + lanes, kInf<R>);
-    for (int64_t l = 0; l < rows.count; ++l) {
-      const R x = read<R>(from.data, from.dtype, from.at(rows.i0 + l));
-      if (x != -kInf<R>) lse[l] = x;
-    }
   }
   static int64_t tile_index(const FaParams& p, int64_t b, int64_t h, int64_t t) {
     return (b * p.H + h) * tiles(p) + t;
@@ -137,14 +130,14 @@ struct Gradient {
   // buf.s = P and, as the caller needs it, buf.dropped = dropout(P); buf.ds = dropout(dP).
   template <int NV>
   static void probabilities(const FaParams& p, const Rows& rows, const Keys& keys,
-                            const Block& block, const R* lse, const Buffers& buf) {
+                            const Block& block, Normaliser<R> normaliser, const Buffers& buf) {
     using T = Tile<R, NV>;
     Broadcast<E> k = block.k, v = block.v;
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
     DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
     T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
-    T::probabilities(keys.count, lse, buf.s);
+    T::probabilities(keys.count, normaliser, buf.s);
     if (!of_weights(p)) {
       DotProducts<Mul, NV>::run(v, buf.dout, p.Dv, keys.count, R(1), buf.ds);
     } else {
@@ -162,17 +155,17 @@ struct Gradient {
   // buf.ds = the gradient with respect to the scores.
   template <int NV>
   static void scores(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
-                     const R* lse, const R* delta, const Buffers& buf) {
+                     Normaliser<R> normaliser, const R* delta, const Buffers& buf) {
     using T = Tile<R, NV>;
-    probabilities<NV>(p, rows, keys, block, lse, buf);
-    Vec<R> shift[NV], normaliser[NV];
+    probabilities<NV>(p, rows, keys, block, normaliser, buf);
+    Vec<R> shift[NV], lse[NV];
     for (int v = 0; v < NV; ++v) {
       shift[v] = load(delta + v * T::W);
-      normaliser[v] = load(lse + v * T::W);
+      lse[v] = load(normaliser.lse + v * T::W);
     }
     T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> dp) {
       const Vec<R> ds = load(buf.s + j * T::lanes + v * T::W) * (dp - shift[v]);
-      return normaliser[v] == kInf<R> ? Vec<R>{} : ds;  // 0 even where dP is not finite
+      return lse[v] == kInf<R> ? Vec<R>{} : ds;  // 0 even where dP is not finite
     });
   }
 

@@ -88,7 +88,7 @@ struct MaskGradient {
       using T = Tile<R, NV>;
       G::stage_rows(p, rows, T::lanes, buf);
       G::each_block(p, rows, within, buf, [&](const Keys& keys, const auto& block) {
-        G::template scores<NV>(p, rows, keys, block, w.lse + at, w.delta + at, buf);
+        G::template scores<NV>(p, rows, keys, block, w.normaliser.from(at), w.delta + at, buf);
         for (int64_t j = 0; j < keys.count; ++j) {
           R* sum = buf.sum + (sum_keys ? 0 : keys.j0 + j - within.lo) * kLanesKept;
           for (int v = 0; v < NV; ++v) {

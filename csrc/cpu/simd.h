@@ -184,6 +184,11 @@ FA_INLINE Vec<float> exp(Vec<float> x) { return exp_by_magic<float>(x); }
 FA_INLINE Vec<double> exp(Vec<double> x) { return exp_by_magic<double>(x); }
 #endif
 
+template <class R>
+FA_INLINE R exp_one(R x) {
+  return exp(splat(x))[0];
+}
+
 // tanh, after Cephes (Moshier): a polynomial near 0, where 1 - 2/(e^2x + 1) cancels.
 FA_INLINE Vec<float> tanh_near_zero(Vec<float> x) {
   const Vec<float> z = x * x;

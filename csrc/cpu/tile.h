@@ -50,6 +50,36 @@ FA_INLINE Shown shown(const FaParams& p, const Rows& rows, const Keys& keys) {
 
 FA_INLINE bool capped(const FaParams& p) { return p.softcap > 0; }
 
+// The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its
+// rounding lost. Where scores are as large as a mask of finfo.min, lse alone has lost the sum.
+template <class R>
+struct Normaliser {
+  R *lse, *tail;
+  FA_INLINE Normaliser from(int64_t lane) const { return {lse + lane, tail + lane}; }
+};
+// Of row i whose largest score is m and whose sum, measured from it, is l; 0 if nothing was seen.
+template <class R>
+void write_normaliser(const FaParams& p, int64_t b, int64_t h, int64_t i, R m, R l) {
+  const R lse = l == R(0) ? -kInf<R> : m + std::log(l);
+  const R tail = std::isfinite(lse) ? (m - lse) + std::log(l) : R(0);
+  const Plane to = plane(p.lse, b, h);
+  write_row(p.lse.data, p.lse.dtype, to.at(i, 0), 1, 1, &lse);
+  write_row(p.lse.data, p.lse.dtype, to.at(i, 1), 1, 1, &tail);
+}
+// Those of some rows; lse is +inf for lanes that see nothing or stand for no row.
+template <class R>
+void read_normaliser(const FaParams& p, const Rows& rows, int64_t lanes, Normaliser<R> to) {
+  const Plane from = plane(p.lse, rows.b, rows.h);
+  std::fill(to.lse, to.lse + lanes, kInf<R>);
+  std::fill(to.tail, to.tail + lanes, R(0));
+  for (int64_t l = 0; l < rows.count; ++l) {
+    const R lse = read<R>(from.data, from.dtype, from.at(rows.i0 + l, 0));
+    if (lse == -kInf<R>) continue;
+    to.lse[l] = lse;
+    to.tail[l] = read<R>(from.data, from.dtype, from.at(rows.i0 + l, 1));
+  }
+}
+
 template <class R>
 struct ScoreScratch {
   R* rows;  // kLanes x kTileKeys, of the mask
@@ -196,13 +226,16 @@ struct Tile {
       store(l + v * W, load(l + v * W) * load(rescale + v * W) + sum[v]);
   }
 
-  // s becomes the probabilities exp(s - lse); lse is +inf for rows that see nothing.
-  static void probabilities(int64_t keys, const R* lse, R* s) {
-    V pivot[NV];
-    for (int v = 0; v < NV; ++v) pivot[v] = load(lse + v * W);
+  // s becomes the probabilities exp(s - lse - tail), in this order: first the large numbers cancel.
+  static void probabilities(int64_t keys, Normaliser<R> normaliser, R* s) {
+    V lse[NV], tail[NV];
+    for (int v = 0; v < NV; ++v) {
+      lse[v] = load(normaliser.lse + v * W);
+      tail[v] = load(normaliser.tail + v * W);
+    }
     // Not exp(-inf): the score may be NaN where a lane stands for no row at all.
     each(keys, s, [&](int64_t, int v, V x) {
-      return pivot[v] == kInf<R> ? V{} : exp(V(x - pivot[v]));
+      return lse[v] == kInf<R> ? V{} : exp(V((x - lse[v]) - tail[v]));
     });
   }
 

@@ -1,5 +1,5 @@
-// The probabilities themselves, exp(S - lse) after dropout, from q, k and the LSE of a
-// forward pass; per head, or averaged over heads with no per-head M x N buffer.
+// The probabilities themselves, after dropout, from q, k and the normaliser of a forward pass; per
+// head, or averaged over heads with no per-head M x N buffer.
 #pragma once
 #include "gradient.h"
 
@@ -15,7 +15,8 @@ struct Weights {
 
   struct Buffers {
     E *q, *k, *rows;
-    R *s, *sum, *lse, *factor;
+    R *s, *sum, *factor;
+    Normaliser<R> normaliser;
     ScoreScratch<R> score;
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
@@ -26,7 +27,7 @@ struct Weights {
     b.rows = take.array<E>(kLanes<E> * d);
     b.s = take.array<R>(tile);
     b.sum = take.array<R>(tile);
-    b.lse = take.array<R>(lanes);
+    b.normaliser = {take.array<R>(lanes), take.array<R>(lanes)};
     b.factor = take.array<R>(lanes);
     b.score = {take.array<R>(p.mask.data ? kTileKeys * kLanes<R> : 0)};
     return take.used;
@@ -60,14 +61,14 @@ struct Weights {
     using T = Tile<R, NV>;
     const Keys keys = visible_keys(p, rows, J0);
     if (keys.count <= 0 || shown(p, rows, keys) == Shown::none) return;
-    G::load_lse(p, rows, T::lanes, buf.lse);
+    read_normaliser(p, rows, T::lanes, buf.normaliser);
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, T::lanes, buf.q,
                    buf.rows);
     const int64_t hk = key_head(p, rows.h);
     const Broadcast<E> k = Op::along(plane(p.k, rows.b, hk), keys.j0, keys.count, p.D, buf.k);
     DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
     T::score(p, rows, keys, buf.s, nullptr, buf.score);
-    T::probabilities(keys.count, buf.lse, buf.s);
+    T::probabilities(keys.count, buf.normaliser, buf.s);
     if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
     R* sum = buf.sum + (keys.j0 - J0) * T::lanes;
     for (int64_t x = 0; x < keys.count * T::lanes; ++x) sum[x] += buf.s[x];

@@ -56,7 +56,7 @@ class Cpu(Launcher):
         dtype, wide = spec.dtype, spec.wide
         shape, strides, rows, row_strides, code, wide_code = _outputs(spec)
         out = empty_strided(shape, strides, dtype=dtype)
-        normaliser = empty_strided(rows, row_strides, dtype=wide).zero_()
+        normaliser = empty_strided(rows, row_strides, dtype=wide)
         t = convert(spec, t)
         q, k, v = t.q, t.k, t.given("v")
         inputs = _INPUTS.pack(
