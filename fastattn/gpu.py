@@ -8,6 +8,7 @@ import functools
 import torch
 
 OLDEST_CAPABILITY = (8, 0)
+LONGEST = 1 << 29  # queries or keys: positions and their differences are 32 bits wide
 
 
 def unavailable() -> str | None:

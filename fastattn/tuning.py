@@ -10,7 +10,6 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
-import math
 from typing import NamedTuple
 
 
@@ -147,23 +146,28 @@ def candidates(which: str, tile: Config) -> list[Config]:
     return [c for c in dict.fromkeys(found) if c != tile]
 
 
-FEW_BLOCKS = 4  # of keys: not worth a second pass to combine
+# ------------------------------------------------------------- decoding: keys split among programs
+
+DECODE_ROWS = 16  # up to here, M is few enough to split the keys
+FEW_TILES = 4  # of keys: not worth a second pass to combine
 
 
-def splits(programs: int, blocks: int, processors: int) -> int:
-    """Into how many parts `programs` split `blocks` blocks of keys.
+@functools.lru_cache(maxsize=4096)
+def splits(programs: int, tiles: int, processors: int) -> int:
+    """Into how many parts `programs` split their `tiles` of keys: no part is empty.
 
-    The fewest whose last wave wastes little: an efficiency within 85% of the best. One where the
-    processors are busy as it is.
+    The fewest with which the processors are nearly as busy as with any number: at the end of a
+    call some wait for others. One where they are busy as it is. The CUDA kernels have the same
+    rule in C++ (csrc/cuda/splits.h).
     """
-    if programs >= 0.8 * processors or blocks <= FEW_BLOCKS:
+    BUSY, NEARLY = 0.8, 0.85
+    if programs >= BUSY * processors:
         return 1
 
-    def efficiency(parts: int) -> float:
-        waves = programs * parts / processors
-        return waves / math.ceil(waves)
+    def busy(parts: int) -> float:
+        waves = -(-programs * parts // processors)
+        return programs * tiles / (waves * -(-tiles // parts) * processors)
 
-    candidates = range(1, min(blocks, processors) + 1)
-    best = max(map(efficiency, candidates))
-    parts = next(x for x in candidates if efficiency(x) >= 0.85 * best)
-    return math.ceil(blocks / math.ceil(blocks / parts))  # no part is empty
+    candidates = range(1, min(tiles, processors) + 1)
+    best = max(map(busy, candidates))
+    return next(parts for parts in candidates if busy(parts) >= NEARLY * best)

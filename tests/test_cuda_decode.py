@@ -3,6 +3,7 @@
 The number of multiprocessors decides on the splits: one for a call that fills them, several else.
 """
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -26,7 +27,7 @@ from judge import Verdict
 from runners import passed
 
 import fastattn
-from fastattn import native
+from fastattn import native, tuning
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -171,6 +172,19 @@ def params(**sizes):
 )
 def test_number_of_splits(sizes, splits):
     assert decode_splits(params(**sizes), 132) == splits
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 8, 108, 132])
+def test_one_rule_splits_for_both_gpu_backends(multiprocessors):
+    """Heads of 128 columns, one row each: a tile has 64 keys, and a block one key head."""
+    for heads, N in itertools.product((1, 2, 7, 32, 105, 106, 131), (257, 300, 1000, 4097, 2**17)):
+        found = decode_splits(params(H=heads, Hk=heads, N=N), multiprocessors)
+        assert found == tuning.splits(heads, -(-N // 64), multiprocessors), (heads, N)
+
+
+def test_as_many_rows_are_few_on_both_gpu_backends():
+    few, many = (decode_splits(params(M=tuning.DECODE_ROWS + x, N=2**15), MANY) for x in (0, 1))
+    assert few > many == 1
 
 
 # --- order ----------------------------------------------------------------------------------------

@@ -219,7 +219,7 @@ def test_tiles_of_a_gpu(name, arch, dtype, features, monkeypatch):
 
 def spy(launch, seen):
     def watched(job, *args, **kwargs):
-        seen.append(job.features)
+        seen.append(job.flags)
         return launch(job, *args, **kwargs)
 
     return watched

@@ -73,9 +73,9 @@ def test_no_part_of_a_split_is_empty(programs, blocks, processors):
     assert (parts - 1) * share < blocks  # the last part has a block
 
 
-def test_busy_processors_and_few_blocks_are_not_split():
+def test_busy_processors_are_not_split():
+    assert tuning.splits(105, 1000, 132) > 1
     assert tuning.splits(106, 1000, 132) == 1  # 80% of 132
-    assert tuning.splits(1, tuning.FEW_BLOCKS, 132) == 1
 
 
 @pytest.mark.parametrize("programs", [1, 2, 8, 16, 64])

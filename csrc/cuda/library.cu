@@ -1,15 +1,14 @@
 // The C ABI of csrc/abi.h over the kernels: which of them serve a pass.
 #include "launch.h"
 #include "sm80/kernels.h"
+#include "splits.h"
 
 namespace {
 
 __global__ void smallest_kernel() {}
 
-constexpr int64_t kDecodeRows = 16;
-
 bool decodes(const FaParams& p, int64_t multiprocessors) {
-  return multiprocessors > 0 && p.M <= kDecodeRows && p.Dv > 0;  // without values, only the LSE
+  return multiprocessors > 0 && p.M <= fa::kDecodeRows && p.Dv > 0;  // without values, only the LSE
 }
 
 }  // namespace

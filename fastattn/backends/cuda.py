@@ -12,8 +12,6 @@ from ..backend import Support, check_lengths, register
 from ..launcher import Launcher
 from ..spec import AttentionSpec, Feature, Tensors
 
-LONGEST = 1 << 29  # positions and their differences are 32 bits wide
-
 
 @functools.cache
 def unavailable() -> str | None:
@@ -31,7 +29,7 @@ class Cuda(Launcher):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=native.CUDA_MAX_HEAD_DIM,
-        max_length=LONGEST,
+        max_length=gpu.LONGEST,
         features=(
             Feature.BAND
             | Feature.LENGTHS

@@ -20,8 +20,6 @@ from ..gpu import architecture, on, processors
 from ..spec import AttentionSpec, Feature, Tensors
 
 OLDEST = (3, 6)
-LONGEST = 1 << 29  # positions and their differences are 32 bits wide
-DECODE_ROWS = 16  # up to here, M is few enough to split the keys
 TINY, HUGE = 1e-37, 1e38  # scales that are normal float32 numbers in base 2, too
 LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares among programs
 
@@ -58,8 +56,8 @@ class Triton:
     support = Support(
         devices=frozenset({"cpu" if interpreted() else "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        max_head_dim=256,
-        max_length=LONGEST,
+        max_head_dim=tuning.BUCKETS[-1],
+        max_length=gpu.LONGEST,
         features=(
             Feature.BAND
             | Feature.LENGTHS
@@ -151,7 +149,7 @@ class Job:
         seen = min(spec.N, spec.M + spec.left + spec.right)
         tile = self.config("decode")
         of_keys = blocks(seen, tile.BN)
-        if spec.M > DECODE_ROWS or of_keys <= tuning.FEW_BLOCKS:
+        if spec.M > tuning.DECODE_ROWS or of_keys <= tuning.FEW_TILES:
             return 0
         programs = spec.B * spec.Hk * blocks(self.packed, tile.BM)
         return tuning.splits(programs, of_keys, processors(self.device))
@@ -453,8 +451,8 @@ def scalars(spec: AttentionSpec, together: int) -> tuple:
         group=spec.H // max(spec.Hk, 1),
         M=spec.M,
         N=spec.N,
-        left=min(spec.left, LONGEST),
-        right=min(spec.right, LONGEST),
+        left=min(spec.left, gpu.LONGEST),
+        right=min(spec.right, gpu.LONGEST),
         threshold=threshold - (threshold >> 31 << 32),
         together=together,
     )

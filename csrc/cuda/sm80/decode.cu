@@ -2,6 +2,7 @@
 #include "decode.cuh"
 
 #include "../launch.h"
+#include "../splits.h"
 #include "instances.h"
 #include "kernels.h"
 
@@ -11,33 +12,17 @@ namespace sm80 {
 // Tiles of rows of a block.
 int64_t row_tiles(const FaParams& p) { return p.H / p.Hk * p.M <= 16 ? 1 : 4; }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 int64_t blocks_of_a_split(const FaParams& p) {
   return ceil_div(p.H / p.Hk * p.M, 16 * row_tiles(p)) * p.Hk * p.B;
 }
 
-// The fewest with which the multiprocessors are nearly as busy as with any number: at the end of a
-// call some wait for others. One, where that is as good, or keys are too few for a second kernel.
 int64_t decode_splits(const FaParams& p, int64_t multiprocessors) {
-  constexpr int64_t kFewKeys = 256;
-  constexpr double kBusy = 0.8, kNearly = 0.85;
+  constexpr int64_t kFewKeys = 256;  // not worth a second kernel
   if (p.B * p.H * p.M == 0) return 1;
-  const int64_t blocks = blocks_of_a_split(p);
   const int64_t keys = least(p.N, least(p.left, p.N) + least(p.right, p.N) + p.M);
-  if (keys <= kFewKeys || blocks >= kBusy * multiprocessors) return 1;
+  if (keys <= kFewKeys) return 1;
   const int64_t tiles = ceil_div(keys, decode_keys(most(p.D, p.Dv)));
-  const auto busy = [&](int64_t splits) {
-    const int64_t waves = ceil_div(blocks * splits, multiprocessors);
-    const int64_t time = waves * ceil_div(tiles, splits);
-    return static_cast<double>(blocks * tiles) / static_cast<double>(time * multiprocessors);
-  };
-  double best = 0;
-  for (int64_t s = 1; s <= least(tiles, multiprocessors); ++s)
-    if (busy(s) > best) best = busy(s);
-  int64_t fewest = 1;
-  while (busy(fewest) < kNearly * best) ++fewest;
-  return fewest;
+  return fa::splits(blocks_of_a_split(p), tiles, multiprocessors);
 }
 
 template <class F>
