@@ -79,6 +79,23 @@ def test_no_key_leaks(emulated, features):
     run_all([negative_logits(build(dims, features, torch.bfloat16))])
 
 
+@pytest.mark.parametrize("score", [torch.inf, torch.nan], ids=["infinite", "nan"])
+@pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "softcap"])
+def test_a_bool_mask_hides_any_score(emulated, softcap, score):
+    """The products with hidden keys are infinite or NaN, and every result is as with ordinary
+    ones. Gradients are where the keys are numbers: those of the others are multiplied by 0."""
+    problem = build(square(1, 2, 70, 16), (), torch.bfloat16)
+    problem.q[..., 0] = 4.0
+    hidden = torch.arange(70) % 3 == 1
+    problem.kwargs |= dict(mask=~hidden, softcap=softcap)
+    spoiled = replace(problem, k=problem.k.clone())
+    spoiled.k[:, :, hidden, 0] = torch.nan if score != score else 3e38
+    expected = problem.run(fastattn.attention)
+    found = spoiled.run(fastattn.attention)
+    names = expected if score == score else ("out", "dv")
+    assert all(torch.equal(found[name], expected[name]) for name in names)
+
+
 @pytest.mark.parametrize("M", [1, 16, 63, 64, 65, 128, 129])
 @pytest.mark.parametrize("N", [0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129])
 def test_lengths_around_tiles(emulated, M, N):

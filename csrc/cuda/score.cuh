@@ -12,18 +12,17 @@
 namespace fa {
 
 constexpr float kLog2e = 1.4426950408889634f, kLn2 = 0.6931471805599453f;
+constexpr float kLog2eRest = static_cast<float>(1.4426950408889634 - static_cast<double>(kLog2e));
 
-// An element of any storage type as a number; a bool as what it adds to a score.
+// An element of any storage type for numbers.
 FA_DEVICE float read(const FaTensor& x, int64_t at) {
   switch (x.dtype) {
     case FA_F32:
       return static_cast<const float*>(x.data)[at];
     case FA_BF16:
       return ptx::widen(ptx::BF16(), static_cast<const uint16_t*>(x.data)[at]);
-    case FA_F16:
-      return ptx::widen(ptx::F16(), static_cast<const uint16_t*>(x.data)[at]);
     default:
-      return static_cast<const uint8_t*>(x.data)[at] ? 0.0f : -INFINITY;
+      return ptx::widen(ptx::F16(), static_cast<const uint16_t*>(x.data)[at]);
   }
 }
 
@@ -103,7 +102,7 @@ struct Head {
   }
 
   // The logit of row i and key j from their product, before the band; and its derivative by the
-  // scaled product, which only softcap makes other than 1.
+  // scaled product: what softcap makes it, else 1, and 0 where a bool mask hides the key.
   FA_DEVICE float logit(float qk, int64_t i, int64_t j) const {
     float derivative;
     return logit(qk, i, j, derivative);
@@ -122,7 +121,13 @@ struct Head {
     }
     if (p.mask.data) {
       const int64_t* stride = p.mask.stride;
-      s += read(p.mask, b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3]);
+      const int64_t at = b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3];
+      if (p.mask.dtype != FA_BOOL) {
+        s += read(p.mask, at);
+      } else if (!static_cast<const uint8_t*>(p.mask.data)[at]) {
+        s = -INFINITY;  // whatever the score was: it may be NaN
+        derivative = 0.0f;
+      }
     }
     return s;
   }
