@@ -14,17 +14,17 @@ from .score import (
     SIZES,
     block_at,
     call_of,
-    exponential,
     item_of,
     kept,
     key_range,
-    level_of,
-    place,
+    levels_of,
+    probability,
     reaches,
     row_range,
     rows_of,
     score,
     span,
+    tile_of_program,
     visible,
 )
 from .tile import by_rows, dot, head_of, load, narrow, row_index, source, store, take
@@ -32,13 +32,13 @@ from .tile import by_rows, dot, head_of, load, narrow, row_index, source, store,
 
 @triton.jit
 def gradients(
-    qk, dp, keep, lse, delta, rows, j, item, call, extras,
+    qk, dp, keep, levels, delta, rows, j, item, call, extras,
     F: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """P where dropout keeps it (not yet multiplied: in 16 bits that might overflow), dS, and the
-    gradient of scale q.k. lse and delta lie as the rows do."""
-    s, slope = score(qk, rows, j, call, extras, F)
-    p = exponential(s, level_of(lse, F), call, F)
+    gradient of scale q.k. levels (two) and delta lie as the rows do."""
+    s, derivative = score(qk, rows, j, call, extras, F)
+    p = probability(s, levels, call, F)
     if MASKED:  # not left to -inf and 0: 0 * inf in a lane past the end would be NaN
         seen = visible(rows, j, item, call, F)
         p = tl.where(seen, p, 0.0)
@@ -47,7 +47,7 @@ def gradients(
         dropped = tl.where(keep, p, 0.0)
         dp = tl.where(keep, dp * call.reals.factor, 0.0)
     ds = p * (dp - delta)
-    dqk = ds * slope
+    dqk = ds * derivative
     if MASKED:
         ds, dqk = tl.where(seen, ds, 0.0), tl.where(seen, dqk, 0.0)
     return dropped, ds, dqk
@@ -70,7 +70,7 @@ def delta_kernel(
 ):  # fmt: skip
     """delta = rowsum(dO O) - dLSE, (B,H,M) float32."""
     call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
-    tile, b, h = place(call.M, T.BM, call.H, 1, False)
+    tile, b, h = tile_of_program(call.M, T.BM, call.H, 1, False)
     i0 = tile * T.BM
     i = i0 + tl.arange(0, T.BM)
     inside, at = i < call.M, row_index(b, h, i, call.H, call.M)
@@ -90,7 +90,7 @@ def delta_kernel(
 
 @triton.jit
 def over_keys(
-    acc, tile_q, tile_do, lse, delta, k, v, dout, sources, blocks, rows, item, call, extras,
+    acc, tile_q, tile_do, levels, delta, k, v, dout, sources, blocks, rows, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """acc += dS K over one `span` of keys; or, if SUMS, acc += rowsum(P dP)."""
@@ -109,7 +109,7 @@ def over_keys(
         keep = None
         if F.dropout:
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
-        _, ds, dqk = gradients(qk, dp, keep, lse, delta, rows, j, item, call, extras, F, MASKED)
+        _, ds, dqk = gradients(qk, dp, keep, levels, delta, rows, j, item, call, extras, F, MASKED)
         if SUMS:  # delta is 0 here, so that dS is P dP
             acc += tl.sum(ds, 1)
         else:
@@ -119,13 +119,13 @@ def over_keys(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, dout, lse, delta, dq,
+    q, k, v, dout, normaliser, delta, dq,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for weights that were GIVEN their gradient."""
     call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
-    tile, b, h = place(call.M, T.BM, call.H, call.together, F.right)
+    tile, b, h = tile_of_program(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group
     item = item_of(b, call, extras, F)
@@ -138,7 +138,7 @@ def dq_kernel(
         tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
         v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
     from_row = row_index(b, h, i, call.H, call.M)
-    row_lse = tl.load(lse + from_row, mask=i < call.M, other=float("inf"))[:, None]
+    level, rest = levels_of(normaliser, b, h, i, call, F)
     if SUMS:
         acc = tl.full([T.BM], 0, tl.float32)
         row_delta = tl.full([T.BM, 1], 0, tl.float32)
@@ -148,8 +148,8 @@ def dq_kernel(
     blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
     for masked in tl.static_range(2):
         acc = over_keys(
-            acc, tile_q, tile_do, row_lse, row_delta, k, v, dout, (k_from, v_from), blocks,
-            rows, item, call, extras, F, T, GIVEN, SUMS, masked,
+            acc, tile_q, tile_do, (level[:, None], rest[:, None]), row_delta, k, v, dout,
+            (k_from, v_from), blocks, rows, item, call, extras, F, T, GIVEN, SUMS, masked,
         )  # fmt: skip
     if SUMS:
         tl.store(delta + from_row, acc, mask=i < call.M)
@@ -162,7 +162,7 @@ def dq_kernel(
 
 @triton.jit
 def over_rows(
-    dk, dv, tile_k, tile_v, q, dout, lse, delta, sources, h, blocks, j0, item, call, extras,
+    dk, dv, tile_k, tile_v, q, dout, normaliser, delta, sources, h, blocks, j0, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +178,7 @@ def over_rows(
         i = i0 + tl.arange(0, T.BM)
         inside = i < call.M
         from_row = row_index(item.b, h, i, call.H, call.M)
-        row_lse = tl.load(lse + from_row, mask=inside, other=float("inf"))[None, :]
+        level, rest = levels_of(normaliser, item.b, h, i, call, F)
         row_delta = tl.load(delta + from_row, mask=inside, other=0.0)[None, :]
         rows = rows_of(i[None, :], h, item, extras, F)
         tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, MASKED)
@@ -194,8 +194,9 @@ def over_rows(
         if F.dropout:
             keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, T.BM, T.BN))
         p, _, dqk = gradients(
-            qk, dp, keep, row_lse, row_delta, rows, j, item, call, extras, F, MASKED
-        )
+            qk, dp, keep, (level[None, :], rest[None, :]), row_delta, rows, j, item, call, extras,
+            F, MASKED,
+        )  # fmt: skip
         if DV:
             dv = dot(narrow(p, tile_do.dtype), tile_do, dv, F)
         if DK:
@@ -205,7 +206,7 @@ def over_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkv_kernel(
-    q, k, v, dout, lse, delta, dk, dv,
+    q, k, v, dout, normaliser, delta, dk, dv,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +218,7 @@ def dkv_kernel(
     DV: tl.constexpr = dv is not None
     call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     # Of causal rows the first keys are seen by the most: ascending is longest first.
-    tile, b, hk = place(call.N, T.BN, call.H // call.group, call.together, False)
+    tile, b, hk = tile_of_program(call.N, T.BN, call.H // call.group, call.together, False)
     j0 = tile * T.BN
     item = item_of(b, call, extras, F)
     tile_k = take(k, b, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
@@ -236,8 +237,8 @@ def dkv_kernel(
             do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
         for masked in tl.static_range(2):
             acc_k, acc_v = over_rows(
-                acc_k, acc_v, tile_k, tile_v, q, dout, lse, delta, (q_from, do_from), h, blocks,
-                j0, item, call, extras, F, T, GIVEN, DK, DV, masked,
+                acc_k, acc_v, tile_k, tile_v, q, dout, normaliser, delta, (q_from, do_from), h,
+                blocks, j0, item, call, extras, F, T, GIVEN, DK, DV, masked,
             )  # fmt: skip
     if DK:
         store(dk, b, hk, j0, call.N, acc_k * call.reals.scale, T.D, T.BN, T.BD)
@@ -252,7 +253,7 @@ def dkv_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def dmask_kernel(
-    q, k, v, dout, lse, delta, partial,
+    q, k, v, dout, normaliser, delta, partial,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
@@ -281,7 +282,7 @@ def dmask_kernel(
         n_w, others = w % sum_n, w // sum_n
         m_w, others = others % sum_m, others // sum_m
         acc = add_to_mask(
-            acc, q, k, v, dout, lse, delta,
+            acc, q, k, v, dout, normaliser, delta,
             (b + others // sum_h).to(tl.int32), (h + others % sum_h).to(tl.int32),
             ((m + m_w) * T.BM).to(tl.int32), ((n + n_w) * T.BN).to(tl.int32),
             call, extras, F, T, GIVEN,
@@ -301,7 +302,7 @@ def dmask_kernel(
 
 @triton.jit
 def add_to_mask(
-    acc, q, k, v, dout, lse, delta, b, h, i0, j0, call, extras,
+    acc, q, k, v, dout, normaliser, delta, b, h, i0, j0, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """acc + dS of one tile; blocks that no row sees are skipped."""
@@ -324,8 +325,9 @@ def add_to_mask(
         if F.dropout:
             keep = kept(rows.i, h, b, j0, call, extras, T.BM, T.BN)
         from_row = row_index(b, h, i, call.H, call.M)
-        row_lse = tl.load(lse + from_row, mask=i < call.M, other=float("inf"))[:, None]
+        level, rest = levels_of(normaliser, b, h, i, call, F)
+        levels = (level[:, None], rest[:, None])
         row_delta = tl.load(delta + from_row, mask=i < call.M, other=0.0)[:, None]
-        _, ds, _ = gradients(qk, dp, keep, row_lse, row_delta, rows, j, item, call, extras, F, True)
+        _, ds, _ = gradients(qk, dp, keep, levels, row_delta, rows, j, item, call, extras, F, True)
         acc += ds
     return acc

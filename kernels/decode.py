@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .forward import attend
 from .score import SIZES, call_of, item_of, key_range, rows_of
-from .softmax import add_sink, finish, rescale
+from .softmax import add_sink, finish, rescale, store_normaliser
 from .tile import row_index, store
 
 
@@ -65,11 +65,12 @@ def split_kernel(
 
 @triton.jit(do_not_specialize=("splits", *SIZES))
 def combine_kernel(
-    partial, partial_m, partial_l, out, lse, splits,
+    partial, partial_m, partial_l, out, normaliser, splits,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """out (B,H,M,Dv) and natural lse (B,H,M) from what `split_kernel` left; one row a program."""
+    """out (B,H,M,Dv) and the normaliser (2,B,H,M) from what `split_kernel` left; one row a
+    program."""
     call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
     pid = tl.program_id(0)
     i, bh = pid % call.M, pid // call.M
@@ -88,10 +89,10 @@ def combine_kernel(
         l += weight * tl.load(partial_l + at)
         part = tl.load(partial + at[:, None] * T.DV + d, mask=d < T.DV, other=0.0)
         acc += weight[:, None] * part
-    acc, natural = finish(acc, m, l, F)
     if F.sinks:
-        acc, natural = add_sink(acc, natural, extras.sinks, h)
+        acc, m, l = add_sink(acc, m, l, extras.sinks, h, F)
+    acc, lse, tail = finish(acc, m, l, F)
     if F.dropout:
         acc *= call.reals.factor
     store(out, b, h, i, call.M, acc, T.DV, 1, T.BDV)
-    tl.store(lse + row, natural)
+    store_normaliser(normaliser, row, row < all_rows, lse, tail, call)

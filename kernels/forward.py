@@ -10,13 +10,13 @@ from .score import (
     item_of,
     kept,
     key_range,
-    place,
     rows_of,
     score,
     span,
+    tile_of_program,
     visible,
 )
-from .softmax import add_sink, finish, update
+from .softmax import add_sink, finish, store_normaliser, update
 from .tile import by_rows, dot, load, narrow, row_index, source, store, take
 
 
@@ -63,12 +63,13 @@ def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, 
 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
-    q, k, v, out, lse, B, H, group, M, N, left, right, threshold, together, reals, extras,
+    q, k, v, out, normaliser,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """out (B,H,M,Dv) and natural lse (B,H,M), float32."""
+    """out (B,H,M,Dv) and the normaliser (2,B,H,M), float32."""
     call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
-    tile, b, h = place(call.M, T.BM, call.H, call.together, F.right)
+    tile, b, h = tile_of_program(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group
     item = item_of(b, call, extras, F)
@@ -77,10 +78,11 @@ def forward_kernel(
     tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
-    acc, natural = finish(acc, m, l, F)
     if F.sinks:
-        acc, natural = add_sink(acc, natural, extras.sinks, h)
+        acc, m, l = add_sink(acc, m, l, extras.sinks, h, F)
+    acc, lse, tail = finish(acc, m, l, F)
     if F.dropout:
         acc *= call.reals.factor
     store(out, b, h, i0, call.M, acc, T.DV, T.BM, T.BDV)
-    tl.store(lse + row_index(b, h, i, call.H, call.M), natural, mask=i < call.M)
+    row = row_index(b, h, i, call.H, call.M)
+    store_normaliser(normaliser, row, i < call.M, lse, tail, call)

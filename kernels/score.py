@@ -19,9 +19,10 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tile import fma
+from .tile import fma, row_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E_REST = tl.constexpr(1.92596298909109e-08)  # what float32 loses of it
 LN2 = tl.constexpr(0.6931471805599453)
 
 
@@ -152,7 +153,7 @@ def rows_of(i, h, item, extras, F: tl.constexpr):
 
 
 @triton.jit
-def place(n, BLOCK: tl.constexpr, heads, together, DESCENDING: tl.constexpr):
+def tile_of_program(n, BLOCK: tl.constexpr, heads, together, DESCENDING: tl.constexpr):
     """The tile, batch item and head of this program, of a grid of one dimension.
 
     `together` heads at a time are worked on from their last tiles to their first (DESCENDING) or
@@ -274,14 +275,14 @@ def tanh(x):
 
 @triton.jit
 def score(qk, rows, j, call, extras, F: tl.constexpr):
-    """Scores of a tile, and d logit / d (scale q.k)."""
-    slope = 1.0
+    """Scores of a tile, and their derivative: d logit / d (scale q.k)."""
+    derivative = 1.0
     if F.plain:
-        return qk, slope
+        return qk, derivative
     s = qk * call.reals.scale
     if F.softcap:
         t = tanh(s / call.reals.softcap)
-        s, slope = call.reals.softcap * t, 1 - t * t
+        s, derivative = call.reals.softcap * t, 1 - t * t
     if F.alibi:
         s -= rows.slope * tl.abs(rows.at - j).to(tl.float32)
     if F.mask != "":
@@ -290,10 +291,13 @@ def score(qk, rows, j, call, extras, F: tl.constexpr):
         if F.mask_rows:
             inside &= rows.i < call.M
         if F.mask == "bool":
-            s = tl.where(tl.load(at, mask=inside, other=0) != 0, s, float("-inf"))
+            seen = tl.load(at, mask=inside, other=0) != 0
+            s = tl.where(seen, s, float("-inf"))  # whatever it was: it may be NaN
+            if F.softcap:
+                derivative = tl.where(seen, derivative, 0.0)
         else:
             s += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-    return s, slope
+    return s, derivative
 
 
 @triton.jit
@@ -306,12 +310,33 @@ def exponential(s, level, call, F: tl.constexpr):
 
 
 @triton.jit
-def level_of(lse, F: tl.constexpr):
-    """A natural LSE as a level; that of a row that sees nothing is +inf: its P is then 0."""
-    lse = tl.where(lse == float("-inf"), float("inf"), lse)
+def probability(s, levels, call, F: tl.constexpr):
+    """exp(logit - normaliser); `levels` of its row are what `levels_of` made of that."""
+    level, rest = levels
     if F.plain:
-        lse *= LOG2E
-    return lse
+        return tl.exp2(fma(s, call.reals.unit, -level) - rest)
+    else:
+        return tl.exp2(((s - level) - rest) * LOG2E)
+
+
+@triton.jit
+def levels_of(normaliser, b, h, i, call, F: tl.constexpr):
+    """What `probability` takes off the scores of rows i: a level, and what its rounding lost.
+
+    A row that sees nothing, or is not there, has +inf and 0, and its P is 0. `normaliser` is
+    contiguous (2, B, H, M): the LSE, and what rounding cut off it.
+    """
+    at, inside = row_index(b, h, i, call.H, call.M), i < call.M
+    to_tail = row_index(call.B, 0, 0, call.H, call.M)
+    level = tl.load(normaliser + at, mask=inside, other=float("inf"))
+    rest = tl.load(normaliser + to_tail + at, mask=inside, other=0.0)
+    level = tl.where(level == float("-inf"), float("inf"), level)
+    if F.plain:
+        lse = level
+        level = lse * LOG2E
+        rest = fma(lse, LOG2E, -level) + (lse * LOG2E_REST + rest * LOG2E)
+        rest = tl.where(level == float("inf"), 0.0, rest)
+    return level, rest
 
 
 # ------------------------------------------------------------------------------- after the softmax

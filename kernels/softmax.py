@@ -3,7 +3,8 @@
 import triton
 import triton.language as tl
 
-from .score import LN2, LOG2E, exponential
+from .score import LN2, LOG2E, LOG2E_REST, exponential
+from .tile import fma, row_index
 
 
 @triton.jit
@@ -32,23 +33,39 @@ def rescale(m, pivot, F: tl.constexpr):
 
 
 @triton.jit
-def finish(acc, m, l, F: tl.constexpr):
-    """The output and its natural LSE; an empty row's are 0 and -inf."""
-    empty = l == 0
-    l = tl.where(empty, 1.0, l)
-    lse = tl.log2(l) * LN2
-    lse += m * LN2 if F.plain else m
-    return acc / l[:, None], tl.where(empty, float("-inf"), lse)
+def add_sink(acc, m, l, sinks, h, F: tl.constexpr):
+    """The sums with a sink: one more logit in the denominator, with no value of its own."""
+    sink = tl.load(sinks + h)
+    top = tl.maximum(m, sink * LOG2E if F.plain else sink)
+    pivot = tl.where(top == float("-inf"), 0.0, top)
+    decay = rescale(m, pivot, F)
+    # In plain calls `exponential` takes products; a sink is a logit.
+    share = tl.exp2(fma(sink, LOG2E, -pivot) if F.plain else (sink - pivot) * LOG2E)
+    return acc * decay[:, None], top, l * decay + share
 
 
 @triton.jit
-def add_sink(acc, lse, sinks, h):
-    """A sink is one more logit in the denominator, with no value of its own."""
-    sink = tl.load(sinks + h)
-    m = tl.maximum(lse, sink)
-    m = tl.where(m == float("-inf"), 0.0, m)
-    share = tl.exp2((lse - m) * LOG2E)
-    total = share + tl.exp2((sink - m) * LOG2E)
-    empty = total == 0
-    total = tl.where(empty, 1.0, total)
-    return acc * (share / total)[:, None], tl.where(empty, float("-inf"), m + tl.log2(total) * LN2)
+def finish(acc, m, l, F: tl.constexpr):
+    """The output, the natural LSE, and the tail that rounding cut off that; an empty row's are 0,
+    -inf and 0."""
+    empty = l == 0
+    log2_l = tl.log2(tl.where(empty, 1.0, l))
+    log_l = log2_l * LN2
+    if F.plain:
+        # What the rounded LSE leaves of the level. The product that rounds it is an explicit FMA:
+        # the compiler must not take it apart again.
+        lse = fma(m, LN2, log_l)
+        tail = (fma(-lse, LOG2E, m) - lse * LOG2E_REST + log2_l) * LN2
+    else:
+        lse = m + log_l
+        tail = (m - lse) + log_l
+    tail = tl.where(tl.abs(lse) < float("inf"), tail, 0.0)
+    acc /= tl.where(empty, 1.0, l)[:, None]
+    return acc, tl.where(empty, float("-inf"), lse), tl.where(empty, 0.0, tail)
+
+
+@triton.jit
+def store_normaliser(normaliser, row, inside, lse, tail, call):
+    """To rows of a contiguous (2, B, H, M)."""
+    tl.store(normaliser + row, lse, mask=inside)
+    tl.store(normaliser + row_index(call.B, 0, 0, call.H, call.M) + row, tail, mask=inside)

@@ -51,8 +51,9 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def fma(x, y, z):
-    """x y + z, rounded once. The interpreter would round the product too."""
-    if INTERPRETED:
+    """x y + z, rounded once, in float32. The interpreter would round the product too."""
+    if INTERPRETED:  # y may be a constant of 64 bits, which the compiler would round
+        y = tl.cast(y, tl.float32)
         return (x.to(tl.float64) * y + z).to(tl.float32)
     return tl.fma(x, y, z)
 

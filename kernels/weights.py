@@ -1,4 +1,4 @@
-"""The probabilities themselves, from q, k and the LSE of a forward pass."""
+"""The probabilities themselves, from q, k and the normaliser of a forward pass."""
 
 import triton
 import triton.language as tl
@@ -6,21 +6,22 @@ import triton.language as tl
 from .score import (
     SIZES,
     call_of,
-    exponential,
     item_of,
     kept,
-    level_of,
+    levels_of,
+    probability,
     reaches,
     rows_of,
     score,
     visible,
 )
-from .tile import by_rows, head_of, narrow, row_index, take
+from .tile import by_rows, head_of, narrow, take
 
 
 @triton.jit(do_not_specialize=SIZES)
 def weights_kernel(
-    q, k, lse, weights, B, H, group, M, N, left, right, threshold, together, reals, extras,
+    q, k, normaliser, weights,
+    B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
     """P after dropout, (B,H,M,N), or averaged over heads, (B,1,M,N): one program to a tile.
@@ -37,7 +38,7 @@ def weights_kernel(
     i0, j0 = m * T.BM, n * T.BN
     total = tl.full([T.BM, T.BN], 0, tl.float32)
     for x in range(call.H if AVERAGE else 1):
-        total = add_head(total, q, k, lse, b, first + x, i0, j0, call, extras, F, T)
+        total = add_head(total, q, k, normaliser, b, first + x, i0, j0, call, extras, F, T)
     if F.dropout:
         total *= call.reals.factor
     total = narrow(total * call.reals.share, weights.ptr.dtype.element_ty)
@@ -47,7 +48,9 @@ def weights_kernel(
 
 
 @triton.jit
-def add_head(total, q, k, lse, b, h, i0, j0, call, extras, F: tl.constexpr, T: tl.constexpr):
+def add_head(
+    total, q, k, normaliser, b, h, i0, j0, call, extras, F: tl.constexpr, T: tl.constexpr
+):  # fmt: skip
     """total + P of one tile of one head; blocks that no row sees are skipped."""
     item = item_of(b, call, extras, F)
     if reaches(i0, j0, item, call, T.BM, T.BN):
@@ -57,9 +60,8 @@ def add_head(total, q, k, lse, b, h, i0, j0, call, extras, F: tl.constexpr, T: t
         tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
         tile_k = take(k, b, h // call.group, j0, item.length, T.D, T.BN, T.BD, F.tma)
         s, _ = score(by_rows(tile_q, tile_k, F), rows, j, call, extras, F)
-        from_row = row_index(b, h, i, call.H, call.M)
-        natural = tl.load(lse + from_row, mask=i < call.M, other=0.0)
-        p = exponential(s, level_of(natural, F)[:, None], call, F)
+        level, rest = levels_of(normaliser, b, h, i, call, F)
+        p = probability(s, (level[:, None], rest[:, None]), call, F)
         p = tl.where(visible(rows, j, item, call, F), p, 0.0)
         if F.dropout:
             p = tl.where(kept(rows.i, h, b, j0, call, extras, T.BM, T.BN), p, 0.0)

@@ -73,9 +73,9 @@ rows seeing a key cut short: score.py: causal
 scale twice: score.py: softcap
 -s = qk * call.reals.scale
 +s = qk * call.reals.scale * call.reals.scale
-softcap's slope forgotten: score.py: softcap
--s, slope = call.reals.softcap * t, 1 - t * t
-+s, slope = call.reals.softcap * t, 1.0
+softcap's derivative forgotten: score.py: softcap
+-s, derivative = call.reals.softcap * t, 1 - t * t
++s, derivative = call.reals.softcap * t, 1.0
 softcap after ALiBi's sign: score.py: alibi
 -s -= rows.slope
 +s += rows.slope
@@ -89,8 +89,8 @@ mask of head 0: score.py: head_bias_grad
 -b * extras.mask.sb + h64 * extras.mask.sh
 +b * extras.mask.sb + h64 * 0
 False lets through: score.py: bool_mask
--!= 0, s, float("-inf"))
-+!= 0, s, 0.0)
+-tl.where(seen, s, float("-inf"))
++tl.where(seen, s, 0.0)
 sum not rescaled: softmax.py: plain
 -l * alpha + tl.sum(p, 1)
 +l + tl.sum(p, 1)
@@ -104,11 +104,11 @@ empty rows are NaN: softmax.py: bool_mask
 -tl.where(m_new == float("-inf"), 0.0, m_new)
 +m_new
 sink has a value: softmax.py: sinks
--acc * (share / total)[:, None]
-+acc
-LSE without the sink: softmax.py: sinks+lse_loss
--m + tl.log2(total) * LN2)
-+lse)
+-acc * decay[:, None], top, l * decay + share
++acc * (decay + share / l)[:, None], top, l * decay + share
+sink not counted: softmax.py: sinks+lse_loss
+-top, l * decay + share
++top, l * decay
 another word of a draw: score.py: dropout
 -tl.join(tl.join(w0, w2), tl.join(w1, w3))
 +tl.join(tl.join(w0, w1), tl.join(w2, w3))

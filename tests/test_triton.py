@@ -45,7 +45,7 @@ def product(a, b, out, F: tl.constexpr, SIZE: tl.constexpr):
 
 @triton.jit
 def places(out, n, heads, together, BLOCK: tl.constexpr, DESCENDING: tl.constexpr):
-    t, b, h = score.place(n, BLOCK, heads, together, DESCENDING)
+    t, b, h = score.tile_of_program(n, BLOCK, heads, together, DESCENDING)
     at = out + tl.program_id(0) * 3
     tl.store(at, t)
     tl.store(at + 1, b)

@@ -1,5 +1,5 @@
-// The score pipeline of the CUDA kernels: the one place here that knows features. One element, forward
-// and backward:
+// The score pipeline of the CUDA kernels: the one place of them that knows features. One element,
+// forward and backward:
 //
 //   where   Band, Visible, row_range: which keys a row sees (csrc/band.h)
 //   what    Head::logit: scale, softcap, ALiBi, mask, in this order

@@ -4,7 +4,7 @@
 // One side of the scores stays: rows of q and dout for dq, keys and values for dk and dv. Tiles of
 // the other side come by. With L and R the left and right of a product,
 //
-//   s  = L1 R1^T,  L1 stays: q or k           p  = exp(s - lse)
+//   s  = L1 R1^T,  L1 stays: q or k           p  = exp(s - normaliser)
 //   dp = L2 R2^T,  L2 stays: dout or v        ds = p (dp - delta)
 //   first += ds R1: dq or dk                  second += p R2: dv
 //
@@ -39,27 +39,24 @@ struct Backward {
   static constexpr int kSharedBytes = Left1::kBytes + Left2::kBytes + 2 * kStageBytes;
 };
 
-// What a lane knows of a row: the level of its weights, infinite for rows that see nothing or are
-// not there, which makes these 0; and delta.
+// What a lane knows of a row.
 struct RowState {
-  float level, delta;
+  Normaliser normaliser;
+  float delta;
 };
 
 // Of the rows of one query head.
 template <bool general>
 struct RowStates {
-  const float *lse, *deltas;
-  int64_t stride;
+  Normalisers normalisers;
+  const float* deltas;
   int rows;
 
   FA_DEVICE RowStates(const FaParams& p, const float* deltas, int64_t b, int64_t h)
-      : lse(static_cast<const float*>(p.lse.data) + b * p.lse.stride[0] + h * p.lse.stride[1]),
-        deltas(deltas + (b * p.H + h) * p.M), stride(p.lse.stride[2]),
-        rows(static_cast<int>(p.M)) {}
+      : normalisers(p, b, h), deltas(deltas + (b * p.H + h) * p.M), rows(static_cast<int>(p.M)) {}
   FA_DEVICE RowState at(int i) const {
-    if (i >= rows) return {INFINITY, 0.0f};
-    const float x = lse[i * stride];
-    return {level_of<general>(x == -INFINITY ? INFINITY : x, kLog2e), deltas[i]};
+    if (i >= rows) return {{INFINITY, 0.0f}, 0.0f};
+    return {normalisers.at<general>(i), deltas[i]};
   }
 };
 
@@ -89,7 +86,7 @@ FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassin
         }
         float derivative = 1.0f;
         const float logit = B::kGeneral ? head.logit(s[n][e], i, j, derivative) : s[n][e];
-        const float weight = exponential<B::kGeneral>(logit, state.level, to_log2);
+        const float weight = probability<B::kGeneral>(logit, state.normaliser, to_log2);
         float kept = 1.0f;
         if (B::kGeneral && head.p.dropout_p > 0) kept = head.dropped_one(i, j);
         dp[n][e] = weight * (dp[n][e] * kept - state.delta);

@@ -33,8 +33,9 @@ int start(const FaParams& p, int64_t splits, void* stream) {
   if (error || splits == 1) return error;
   const Parts parts = splits_of(p, splits);
   const size_t bytes = sizeof(float) * kCombineWarps * static_cast<size_t>(parts.width);
-  return launch_blocks("combine_kernel", combine_kernel<typename F::Type>, parts.rows,
-                       32 * kCombineWarps, bytes, stream, p, static_cast<int>(splits));
+  return launch_blocks("combine_kernel", combine_kernel<typename F::Type, F::kGeneral>,
+                       parts.rows, 32 * kCombineWarps, bytes, stream, p,
+                       static_cast<int>(splits));
 }
 
 template <class Type, bool general>
@@ -50,7 +51,7 @@ int decode_of(const FaParams& p, int64_t splits, void* stream) {
 template <class Type>
 int decode_of(const FaParams& p, int64_t splits, void* stream) {
   if (p.B * p.H * p.M == 0) return 0;
-  return is_general_forward(p) ? decode_of<Type, true>(p, splits, stream)
+  return is_general(p) ? decode_of<Type, true>(p, splits, stream)
                                : decode_of<Type, false>(p, splits, stream);
 }
 

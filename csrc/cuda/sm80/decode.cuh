@@ -70,21 +70,21 @@ FA_DEVICE QueryRows queries_of(const FaParams& p, int64_t b, int64_t hk) {
 
 // -- parts of softmaxes ---------------------------------------------------------------------------
 
-// Of some keys each: for every row the maximum of its logits and the sum of their exponentials
-// above it, and its values weighted by these. Not yet divided, they merge without a rounding more.
+// Of some keys each: for every row the level of its weights and their sum, and its values weighted
+// by them. Not yet divided, they merge without a rounding more.
 struct Parts {
-  float *out, *max, *sum;  // [parts][rows][width], [parts][rows] and again
+  float *out, *level, *sum;  // [parts][rows][width], [parts][rows] and again
   int64_t rows;
   int width;
 
   FA_SHARED Parts(void* memory, int64_t count, int64_t rows, int width)
-      : out(static_cast<float*>(memory)), max(out + count * rows * width), sum(max + count * rows),
-        rows(rows), width(width) {}
+      : out(static_cast<float*>(memory)), level(out + count * rows * width),
+        sum(level + count * rows), rows(rows), width(width) {}
 
-  // What a part counts for among others, the largest maximum of which is `top`.
+  // What a part counts for among others, the highest level of which is `top`.
+  template <bool general>
   FA_DEVICE float weight(int part, int64_t row, float top) const {
-    const float level = top == -INFINITY ? 0.0f : top;
-    return exponential<true>(max[part * rows + row], level, kLog2e);
+    return rescale<general>(level[part * rows + row], top == -INFINITY ? 0.0f : top);
   }
   FA_DEVICE float4* columns(int part, int64_t row, int column) const {
     return reinterpret_cast<float4*>(out + (part * rows + row) * width + column);
@@ -102,7 +102,7 @@ FA_SHARED int64_t splits_bytes(const FaParams& p, int64_t splits) {
 
 // Four columns of a row.
 struct Merged {
-  float max, sum;
+  float level, sum;
   float4 out;
 
   FA_DEVICE void add(float weight, const float4& x) {
@@ -113,43 +113,40 @@ struct Merged {
   }
 };
 
-template <int count>
+template <bool general, int count>
 FA_DEVICE Merged merge(const Parts& parts, int64_t row, int column) {
   Merged all = {-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
 #pragma unroll
   for (int part = 0; part < count; ++part)
-    all.max = fmaxf(all.max, parts.max[part * parts.rows + row]);
+    all.level = fmaxf(all.level, parts.level[part * parts.rows + row]);
 #pragma unroll
   for (int part = 0; part < count; ++part) {
-    const float weight = parts.weight(part, row, all.max);
+    const float weight = parts.weight<general>(part, row, all.level);
     all.sum = fmaf(weight, parts.sum[part * parts.rows + row], all.sum);
     all.add(weight, *parts.columns(part, row, column));
   }
   return all;
 }
 
-// The output of these columns, and with the first of them the log-sum-exp. The sink, which is one
+// The output of these columns, and with the first of them the normaliser. The sink, which is one
 // more logit without a value, is counted here.
-template <class Type>
+template <class Type, bool general>
 FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Merged all) {
   const auto [h, i] = query;
   float decay = 1;
   if (p.sinks.data) {
     const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
-    const float top = fmaxf(all.max, sink), level = top == -INFINITY ? 0.0f : top;
-    decay = exponential<true>(all.max, level, kLog2e);
-    all.sum = all.sum * decay + exponential<true>(sink, level, kLog2e);
-    all.max = top;
+    const float top = fmaxf(all.level, level_of<general>(sink, kLog2e));
+    const float level = top == -INFINITY ? 0.0f : top;
+    decay = rescale<general>(all.level, level);
+    all.sum = all.sum * decay + exponential<general>(sink, level, kLog2e);
+    all.level = top;
   }
   const float factor = all.sum == 0.0f ? 0.0f : decay / all.sum;
   const OutputRow<Type> to(p.out, b, h, i, p.Dv);
   to.store(column, all.out.x * factor, all.out.y * factor);
   to.store(column + 2, all.out.z * factor, all.out.w * factor);
-  if (column == 0) {
-    auto* lse = static_cast<float*>(p.lse.data);
-    lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =
-        all.sum == 0.0f ? -INFINITY : all.max + ptx::log2(all.sum) * kLn2;
-  }
+  if (column == 0) Normalisers(p, b, h).template store<general>(i, all.level, all.sum);
 }
 
 // -- kernels --------------------------------------------------------------------------------------
@@ -175,7 +172,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   const Query query[2] = {query_of(p, hk, first_row + row), query_of(p, hk, first_row + row + 8)};
   const Head head[2] = {Head(p, b, query[0].h), Head(p, b, query[1].h)};
   const Band band[2] = {band_of(p, b, query[0].i), band_of(p, b, query[1].i)};
-  const float unit = F::kGeneral ? 1.0f : head[0].scale, to_log2 = unit * kLog2e;
+  const float to_log2 = F::kGeneral ? kLog2e : head[0].scale * kLog2e;
 
   const KeyRange seen = key_range(p, b, 0, p.M), by_all = common_range(p, b, 0, p.M);
   const int begin = static_cast<int>(seen.lo) / 2 * 2;  // dropout draws for pairs of keys
@@ -240,7 +237,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
     const int64_t at = key_warp * F::kRows + row + 8 * half;
     const float sum = row_sum(state.sum[half]);
     if (first_column + column == 0) {
-      parts.max[at] = state.max[half] * unit;
+      parts.level[at] = state.level[half];
       parts.sum[at] = sum;
     }
     float* const to = parts.out + at * F::kPartWidth + first_column + column;
@@ -254,15 +251,15 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   for (int x = thread; x < F::kRows * F::kDv / 4; x += F::kThreads) {
     const int r = x / (F::kDv / 4), d = x % (F::kDv / 4) * 4;
     if (first_row + r >= rows || d >= p.Dv) continue;
-    const Merged all = merge<F::kKeyWarps>(parts, r, d);
+    const Merged all = merge<F::kGeneral, F::kKeyWarps>(parts, r, d);
     if (splits == 1) {
-      finish<Type>(p, b, query_of(p, hk, first_row + r), d, all);
+      finish<Type, F::kGeneral>(p, b, query_of(p, hk, first_row + r), d, all);
       continue;
     }
     const int64_t at = (b * p.H + hk * group) * p.M + first_row + r;
     *to.columns(split, at, d) = all.out;
     if (d == 0) {
-      to.max[split * to.rows + at] = all.max;
+      to.level[split * to.rows + at] = all.level;
       to.sum[split * to.rows + at] = all.sum;
     }
   }
@@ -271,7 +268,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
 constexpr int kCombineWarps = 4;
 
 // A block for a row, whose splits its warps take in turns.
-template <class Type>
+template <class Type, bool general>
 __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const FaParams p, int splits) {
   FA_SHARED_MEMORY(memory);
   const int64_t row = blockIdx.x, M = p.M;
@@ -280,10 +277,12 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const FaPar
 
   Merged all = {-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
   for (int part = lane; part < splits; part += 32)
-    all.max = fmaxf(all.max, parts.max[part * parts.rows + row]);
-  for (int flip = 16; flip; flip /= 2) all.max = fmaxf(all.max, ptx::shuffle_xor(all.max, flip));
+    all.level = fmaxf(all.level, parts.level[part * parts.rows + row]);
+  for (int flip = 16; flip; flip /= 2)
+    all.level = fmaxf(all.level, ptx::shuffle_xor(all.level, flip));
   for (int part = lane; part < splits; part += 32)
-    all.sum = fmaf(parts.weight(part, row, all.max), parts.sum[part * parts.rows + row], all.sum);
+    all.sum = fmaf(parts.weight<general>(part, row, all.level), parts.sum[part * parts.rows + row],
+                   all.sum);
   for (int flip = 16; flip; flip /= 2) all.sum += ptx::shuffle_xor(all.sum, flip);
 
   auto* sums = reinterpret_cast<float4*>(memory);  // [kCombineWarps][width / 4]
@@ -291,14 +290,14 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const FaPar
     Merged mine = {};
 #pragma unroll 4
     for (int part = warp; part < splits; part += kCombineWarps)
-      mine.add(parts.weight(part, row, all.max), *parts.columns(part, row, 4 * x));
+      mine.add(parts.weight<general>(part, row, all.level), *parts.columns(part, row, 4 * x));
     sums[warp * (parts.width / 4) + x] = mine.out;
   }
   ptx::block_sync("combine: the warps' sums are there");
   for (int x = thread; x < parts.width / 4; x += 32 * kCombineWarps) {
     for (int from = 0; from < kCombineWarps; ++from)
       all.add(1.0f, sums[from * (parts.width / 4) + x]);
-    finish<Type>(p, row / M / p.H, {row / M % p.H, row % M}, 4 * x, all);
+    finish<Type, general>(p, row / M / p.H, {row / M % p.H, row % M}, 4 * x, all);
   }
 }
 

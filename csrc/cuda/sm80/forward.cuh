@@ -7,7 +7,7 @@
 namespace fa {
 namespace sm80 {
 
-// kD and kDv are what the head dims are padded to; a plain kernel knows scale and band only.
+// kD and kDv are what the head dims are padded to; a plain kernel knows scale, band and sinks only.
 template <class Type_, int kD_, int kDv_, bool kGeneral_>
 struct Forward {
   using Type = Type_;
@@ -23,10 +23,10 @@ struct Forward {
   static constexpr int kSharedBytes = QTile::kBytes + 2 * kStageBytes;
 };
 
-// The rows' outputs and log-sum-exps, from lanes to global memory. `unit` makes scores logits.
+// The rows' outputs and normalisers, from lanes to global memory.
 template <class F>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
-                     Accumulator<F::kDv>& out, float unit) {
+                     Accumulator<F::kDv>& out) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = row_sum(state.sum[half]);
@@ -37,11 +37,8 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int colum
 #pragma unroll
     for (int n = 0; n < F::kDv / 8; ++n)
       to.store(8 * n + column, out[n][2 * half] * inverse, out[n][2 * half + 1] * inverse);
-    if (column == 0) {
-      auto* lse = static_cast<float*>(p.lse.data);
-      lse[b * p.lse.stride[0] + h * p.lse.stride[1] + i * p.lse.stride[2]] =
-          sum == 0.0f ? -INFINITY : state.max[half] * unit + ptx::log2(sum) * kLn2;
-    }
+    if (column == 0)
+      Normalisers(p, b, h).template store<F::kGeneral>(i, state.level[half], sum);
   }
 }
 
@@ -58,7 +55,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const int row = first_row + 16 * warp + lane / 4, column = 2 * (lane % 4);  // and row + 8
 
   const Head head(p, b, h);
-  const float unit = F::kGeneral ? 1.0f : head.scale, to_log2 = unit * kLog2e;
+  const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
   const int64_t last_row = least(first_row + F::kRows, p.M);
   const KeyRange seen = key_range(p, b, first_row, last_row);
   const KeyRange by_all = common_range(p, b, first_row, last_row);
@@ -72,11 +69,13 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const uint32_t q_tile = ptx::shared_address(memory);
 
   Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-  if (F::kGeneral && p.sinks.data) {  // one more logit, counted by one of the four lanes of a row
+  if (p.sinks.data) {  // one more logit, counted by one of the four lanes of a row
     const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
+    const float level = level_of<F::kGeneral>(sink, kLog2e);
+    const bool counts = column == 0 && sink != -INFINITY;
     for (int half = 0; half < 2; ++half) {
-      state.max[half] = sink;
-      state.sum[half] = column == 0 && sink != -INFINITY ? 1.0f : 0.0f;
+      state.level[half] = level;
+      state.sum[half] = counts ? exponential<F::kGeneral>(sink, level, kLog2e) : 0.0f;
     }
   }
   Accumulator<F::kDv> out = {};
@@ -120,7 +119,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
     ptx::block_sync("forward: all are done with this tile");
   }
   ptx::copies_wait<0>("forward: nothing is on its way");
-  store<F>(p, b, h, row, column, state, out, unit);
+  store<F>(p, b, h, row, column, state, out);
 }
 
 }  // namespace sm80

@@ -6,15 +6,12 @@
 namespace fa {
 namespace sm80 {
 
-// Does something other than scale and band change the scores or the weights?
+// Does something other than a positive scale and a band change the scores or the weights? Plain
+// kernels take the maximum of products, which another scale does not keep. All passes of a call
+// go by this rule, so that they have the same scores, but weights backward: it is always general.
 inline bool is_general(const FaParams& p) {
-  return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0;
-}
-
-// The same of a forward pass, whose plain kernels take the maximum of products: only a positive
-// scale keeps that.
-inline bool is_general_forward(const FaParams& p) {
-  return is_general(p) || !(static_cast<float>(p.scale) > 0);
+  return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
+         !(static_cast<float>(p.scale) > 0);
 }
 
 // What use makes of the format of this call's elements.

@@ -1,6 +1,6 @@
 // Products of a warp's 16 rows with a tile, and what is done to them, all of it in registers.
 #pragma once
-#include "../score.cuh"
+#include "../normaliser.cuh"
 #include "../tile.cuh"
 
 namespace fa {
@@ -14,20 +14,6 @@ using Accumulator = float[columns / 8][4];
 FA_DEVICE float row_sum(float x) {
   x += ptx::shuffle_xor(x, 1);
   return x + ptx::shuffle_xor(x, 2);
-}
-
-// The level that scores are measured from. General kernels have it as a logit and subtract first: a
-// mask of finfo.min is a number, which log2(e) would make infinite. Plain ones, whose scores are
-// the products, have it in powers of two, so that one FMA does.
-template <bool general>
-FA_DEVICE float level_of(float score, float to_log2) {
-  return general ? score : score * to_log2;
-}
-
-// exp(score - level), where to_log2 makes scores powers of two.
-template <bool general>
-FA_DEVICE float exponential(float score, float level, float to_log2) {
-  return ptx::exp2(general ? (score - level) * to_log2 : fmaf(score, to_log2, -level));
 }
 
 // A row in global memory to which neighbours are stored, from an even element on: as one word where

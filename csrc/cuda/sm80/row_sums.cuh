@@ -1,7 +1,7 @@
 // The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
 #pragma once
 #include "../launch.h"
-#include "../score.cuh"
+#include "../normaliser.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -40,8 +40,8 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, fl
   if (lane == 0) deltas[at] = sum;
 }
 
-// dsinks[h] = - sum over b and i of exp(sink - lse) delta: the sink is a key without a value. A
-// block for each head, which adds in one order.
+// dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a value.
+// A block for each head, which adds in one order.
 template <int threads>
 __global__ void __launch_bounds__(threads)
     sink_gradient_kernel(const FaParams p, const float* deltas) {
@@ -53,10 +53,9 @@ __global__ void __launch_bounds__(threads)
   float sum = 0.0f;
   for (int64_t at = thread; at < p.B * p.M; at += threads) {
     const int64_t b = at / p.M, i = at % p.M;
-    const int64_t* stride = p.lse.stride;
-    const float lse = read(p.lse, b * stride[0] + h * stride[1] + i * stride[2]);
-    if (lse == -INFINITY || sink == -INFINITY) continue;
-    sum -= ptx::exp2((sink - lse) * kLog2e) * deltas[(b * p.H + h) * p.M + i];
+    const Normaliser normaliser = Normalisers(p, b, h).at<true>(i);
+    if (normaliser.level == INFINITY || sink == -INFINITY) continue;
+    sum -= probability<true>(sink, normaliser, kLog2e) * deltas[(b * p.H + h) * p.M + i];
   }
   sum = warp_sum(sum);
   if (thread % 32 == 0) sums[thread / 32] = sum;

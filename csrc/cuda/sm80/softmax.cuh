@@ -5,9 +5,11 @@
 namespace fa {
 namespace sm80 {
 
-// The running maximum and sum of two rows; the sum of this lane's columns alone.
+// The level of two rows, that of their running maximum, and the sum of their weights above it; the
+// sum of this lane's columns alone. The level is rounded once and compared with itself from then
+// on: where it stays, nothing is rescaled.
 struct Softmax {
-  float max[2], sum[2];
+  float level[2], sum[2];
 };
 
 // s += rows times keys, those from 16 at on of a tile. left(d): columns 16 d to 16 d + 15 of the
@@ -33,19 +35,20 @@ FA_DEVICE void score(float (&s)[n][4], const Band (&band)[2], int first, Logit l
     }
 }
 
-// One lane's scores of a tile become weights exp(s - max), and what went before is rescaled.
+// One lane's scores of a tile become weights exp(s - level), and what went before is rescaled.
 template <bool general, int n, int columns>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float max = state.max[half];
+    float max = -INFINITY;
 #pragma unroll
     for (int j = 0; j < n; ++j) max = fmaxf(max, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
     max = fmaxf(max, ptx::shuffle_xor(max, 1));
     max = fmaxf(max, ptx::shuffle_xor(max, 2));
+    const float highest = fmaxf(state.level[half], level_of<general>(max, to_log2));
     // A row that has seen nothing: -inf - -inf would be NaN.
-    const float level = level_of<general>(max == -INFINITY ? 0.0f : max, to_log2);
-    const float decay = exponential<general>(state.max[half], level, to_log2);
+    const float level = highest == -INFINITY ? 0.0f : highest;
+    const float decay = rescale<general>(state.level[half], level);
     float sum = state.sum[half] * decay;
 #pragma unroll
     for (int j = 0; j < n; ++j)
@@ -59,7 +62,7 @@ FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4]
       out[d][2 * half] *= decay;
       out[d][2 * half + 1] *= decay;
     }
-    state.max[half] = max;
+    state.level[half] = highest;
     state.sum[half] = sum;
   }
 }

@@ -25,7 +25,7 @@ int weights_of(const FaParams& p, void* stream) {
 
 template <class Type>
 int weights_of(const FaParams& p, void* stream) {
-  // Sinks are in the LSE.
+  // Sinks are in the normaliser.
   return is_general(p) ? weights_of<Type, true>(p, stream) : weights_of<Type, false>(p, stream);
 }
 

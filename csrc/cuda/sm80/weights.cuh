@@ -1,4 +1,4 @@
-// The probabilities themselves, exp(s - lse) after dropout, on Ampere-class tensor cores: for every
+// The probabilities themselves, exp(s - normaliser) after dropout, on Ampere-class tensor cores: for every
 // head, or their mean. A block has one tile of rows and keys, a warp 16 rows of it. For the mean it
 // adds up the heads in their order, the same on every run, each computed with while the next is on
 // its way; memory sees the mean alone.
@@ -36,23 +36,17 @@ FA_DEVICE void load_head(unsigned char* stage, const FaParams& p, int64_t b, int
   load_tile<typename W::KTile, W::kThreads>(stage + W::QTile::kBytes, k, first_key);
 }
 
-FA_DEVICE float lse_of(const FaParams& p, int64_t b, int64_t h, int64_t i) {
-  const int64_t* stride = p.lse.stride;
-  if (i >= p.M) return -INFINITY;
-  return static_cast<const float*>(p.lse.data)[b * stride[0] + h * stride[1] + i * stride[2]];
-}
-
 // Products become probabilities; `whole` is a tile that every row sees all of.
 template <class W>
 FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, const Band (&band)[2],
                              bool whole, int row, int first) {
   const float to_log2 = W::kGeneral ? kLog2e : head.scale * kLog2e;
+  const Normalisers normalisers(head.p, head.b, head.h);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int i = row + 8 * half;
-    const float lse = lse_of(head.p, head.b, head.h, i);
-    // A row that has seen nothing: -inf - -inf would be NaN.
-    const float level = level_of<W::kGeneral>(lse == -INFINITY ? INFINITY : lse, kLog2e);
+    Normaliser normaliser = {INFINITY, 0.0f};
+    if (i < head.p.M) normaliser = normalisers.at<W::kGeneral>(i);
 #pragma unroll
     for (int n = 0; n < W::kKeys / 8; ++n)
 #pragma unroll
@@ -60,7 +54,7 @@ FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, const B
         const int j = first + 8 * n + e % 2;
         const bool seen = (!W::kGeneral && whole) || band[half].holds(j);
         if (W::kGeneral && seen) s[n][e] = head.logit(s[n][e], i, j);
-        s[n][e] = seen ? exponential<W::kGeneral>(s[n][e], level, to_log2) : 0.0f;
+        s[n][e] = seen ? probability<W::kGeneral>(s[n][e], normaliser, to_log2) : 0.0f;
       }
   }
 }
