@@ -10,12 +10,16 @@ in the same dtype (torch's own math path is no baseline: it upcasts), by 2 units
 of the largest value, and by what storing the output in 16 bits does to delta = sum(dout * out),
 which backward subtracts: where a gradient is 0 by cancellation, the baseline may be exact by luck.
 The LSE is float32 for 16-bit inputs, and is held to float32.
+
+Rows of a mask's large numbers (far_rows.py) have the oracle of their rounded logits, and a budget
+that counts their distance from the largest: how far they all are from zero is nobody's error.
 """
 
 import math
 from contextlib import contextmanager
 
 import torch
+from far_rows import accumulator, far_rows
 from naive import baseline
 
 import fastattn
@@ -24,19 +28,16 @@ FACTOR = {"out": 2}  # gradients: 3
 ROUNDINGS = 4  # how many half-ulp steps of the accumulation dtype may line up
 
 
-def oracle(problem, backward=True):
-    return problem.to(torch.float64).run(fastattn.reference.attention, backward)
+def oracle(problem, backward=True, far=None):
+    attention = fastattn.reference.attention
+    return problem.to(torch.float64).run(far.hold(attention) if far else attention, backward)
 
 
-def accumulator(dtype):
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def budgets(problem, exact, backward=True):
+def budgets(problem, exact, backward=True, far=None):
     """{"out", "lse", ...}: a bound on |error| for every element of every result."""
     dtype = problem.q.dtype
     finfo = torch.finfo(accumulator(dtype))
-    sizes = magnitudes(problem, exact["out"], backward)
+    sizes = magnitudes(problem, exact["out"], backward, far)
     # The last term: what underflows may be 0.
     bounds = {
         x: ROUNDINGS * finfo.eps * size + 1e4 * finfo.tiny for x, size in sizes["all"].items()
@@ -45,20 +46,31 @@ def budgets(problem, exact, backward=True):
         bounds[name] = bound + torch.finfo(expected_dtype(name, problem)).eps * exact[name].abs()
     if dtype.itemsize > 2:
         return bounds
-    finfo, rough = torch.finfo(dtype), problem.run(baseline, backward)
+    finfo, roughly = torch.finfo(dtype), roughness(problem, exact, backward, far)
     for name in exact.keys() - {"lse"}:
         value = exact[name].masked_fill(~exact[name].isfinite(), 0)
-        error = (rough[name].double() - value).abs()
-        error = error.masked_fill(~error.isfinite(), 0)
         if value.numel():
-            bounds[name] += FACTOR.get(name, 3) * error.max()
+            bounds[name] += FACTOR.get(name, 3) * roughly.get(name, 0)
             bounds[name] += 2 * finfo.eps * max(value.abs().max().item(), finfo.tiny)
         if name in sizes["delta"]:
             bounds[name] += finfo.eps / 2 * sizes["delta"][name]
     return bounds
 
 
-def magnitudes(problem, out, backward=True):
+def roughness(problem, exact, backward, far):
+    """The largest error of the baseline in each result. In far rows 16 bits hold none of q.k, which
+    is no measure of what rounding costs: it is taken with these rows near zero."""
+    attention = baseline
+    if far:
+        attention = far.bring_near(baseline)
+        near = far.bring_near(fastattn.reference.attention)
+        exact = problem.to(torch.float64).run(near, backward)
+    rough = problem.run(attention, backward)
+    errors = {name: (rough[name].double() - exact[name]).abs() for name in exact}
+    return {name: x[x.isfinite()].max() for name, x in errors.items() if x.isfinite().any()}
+
+
+def magnitudes(problem, out, backward=True, far=None):
     """{"all", "delta"}, each {"out", "lse", ...}: the absolute values that each result sums up,
     and those among them that pass through delta."""
     exact = problem.to(torch.float64)
@@ -76,11 +88,12 @@ def magnitudes(problem, out, backward=True):
     def key_heads(x):
         return x.unflatten(1, (kv_heads, heads // max(kv_heads, 1))).sum(2)
 
-    p = baseline(exact.q, exact.k, exact.v, **kwargs, return_weights=True)
+    probabilities = far.hold(baseline) if far else baseline
+    p = probabilities(exact.q, exact.k, exact.v, **kwargs, return_weights=True)
     # One ulp of the largest logit is a relative error of this many ulps in every probability;
     # sums of n terms err as the square root of n, where the terms are alike.
     logit = scale * (q @ all_heads(k).mT).amax() if p.numel() else torch.zeros(())
-    logit = 1 + logit + largest_addend(kwargs, p) + math.sqrt(max(p.shape[-2:])) / 2
+    logit = 1 + logit + largest_addend(kwargs, p, far) + math.sqrt(max(p.shape[-2:])) / 2
     sizes = {"out": grown * (p @ all_heads(v)) * logit}
     if problem.kwargs.get("return_lse"):
         sizes["lse"] = logit.squeeze(-1)
@@ -106,15 +119,17 @@ def magnitudes(problem, out, backward=True):
     return {"all": sizes, "delta": through_scores(p * delta, delta)}
 
 
-def largest_addend(kwargs, p):
+def largest_addend(kwargs, p, far=None):
     """(B,H,M,1): the largest term that a mask or ALiBi adds to a logit of the row which counts."""
     size = p.new_zeros((*p.shape[:3], 1))
     mask, slopes = kwargs.get("mask"), kwargs.get("alibi_slopes")
     if not p.numel():
         return size
     if mask is not None and mask.dtype != torch.bool:
-        counts = mask.expand_as(p).abs().masked_fill(p <= 1e-12, 0)
-        size = size + counts.amax(-1, keepdim=True).clamp(max=1e30)  # finfo.min must not overflow
+        counts = mask.expand_as(p).abs()
+        if far:
+            counts = torch.where(far.rows & ~far.ties, far.below, counts)
+        size = size + counts.masked_fill(p <= 1e-12, 0).amax(-1, keepdim=True)
     if slopes is not None:
         size = size + slopes.abs().max() * sum(p.shape[-2:])
     return size
@@ -145,8 +160,9 @@ class Verdict:
     def __init__(self, problem, backward=True):
         self.problem, self.backward = problem, backward
         with one_thread():
-            self.exact = oracle(problem, backward)
-            self.bounds = budgets(problem, self.exact, backward)
+            far = far_rows(problem)
+            self.exact = oracle(problem, backward, far)
+            self.bounds = budgets(problem, self.exact, backward, far)
 
     def complaints(self, attention, **more):
         """About `attention(...)`, one line per result out of budget."""

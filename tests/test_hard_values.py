@@ -1,12 +1,18 @@
 """Values and memory that broke other kernels: NaN, infinities, ends of the range, far strides."""
 
 import mmap
+from contextlib import nullcontext
+from dataclasses import replace
 
+import emulated
 import pytest
 import torch
 from cases import DTYPES, FEATURE, Dims, build, square
+from emulator import needs_emulator
+from far_rows import LARGE, ROWS, far_problem
 from judge import Verdict
 from runners import (
+    INTERPRETED,
     declares,
     every_backend,
     every_dtype,
@@ -17,8 +23,10 @@ from runners import (
     variant,
     variants,
 )
+from test_weights import about_weights
 
 import fastattn
+from fastattn.backend import get
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
@@ -141,16 +149,14 @@ def test_rows_of_finfo_min(name, dtype):
     """A whole row of the most negative number is a uniform row: the mean of v."""
     declares(name, DTYPES[dtype])
     dtype = DTYPES[dtype]
-    problems = []
+    if dtype == torch.float16:
+        return  # 65504 leaves room for the logits: test_rows_far_from_zero
     for n in (5, 131):
         problem = build(square(1, 2, n, 16), (), dtype)
         mask = randn(n, n, dtype=dtype)
         mask[n // 2] = torch.finfo(dtype).min
         mask[0, n // 2 :] = torch.finfo(dtype).min
         problem.kwargs["mask"] = mask
-        problems.append(problem)
-        if dtype == torch.float16:
-            continue  # 65504 leaves room for the logits: not uniform, and the oracle says so
         for isa in on_every_variant(name):
             out = problem.run(fastattn.attention, backward=False, backend=name)["out"]
             mean = problem.v.double().mean(2)
@@ -158,7 +164,36 @@ def test_rows_of_finfo_min(name, dtype):
             torch.testing.assert_close(
                 out[:, :, n // 2].double(), mean, rtol=0, atol=tolerance, msg=str(isa)
             )
-    run_all(name, problems)
+
+
+# The backends whose backward pass and weights have the normaliser in two numbers: of "reference",
+# "cpu", "triton" (in its interpreter) and "cuda" (in the emulator).
+TWO_NUMBERS = ()
+FAR = [
+    pytest.param(
+        name,
+        dtype,
+        marks=[pytest.mark.interpreter] * INTERPRETED + [needs_emulator] * (name == "cuda"),
+    )
+    for name in TWO_NUMBERS
+    for dtype in DTYPES
+    if INTERPRETED == (name == "triton") and DTYPES[dtype] in get(name).support.dtypes
+]
+
+
+@pytest.mark.parametrize("value", LARGE)
+@pytest.mark.parametrize("title", ROWS)
+@pytest.mark.parametrize("name, dtype", FAR)
+def test_rows_far_from_zero(name, dtype, title, value):
+    """Outputs, the LSE and all gradients; and the weights with theirs, whose rows sum to 1."""
+    problem, found = far_problem(title, value, dtype), []
+    with emulated.everywhere() if name == "cuda" else nullcontext():
+        chosen = None if name == "cuda" else name
+        found += everywhere(chosen, Verdict(problem))
+        if dtype in small(list(DTYPES), ["float32"]):  # in the interpreter, of one dtype
+            problem.kwargs.pop("return_lse", None)
+            found += about_weights(chosen, replace(problem, dlse=None), average=False)
+    passed(found)
 
 
 @every_dtype
