@@ -1,6 +1,9 @@
 # make bench     verify fused attention, then time it against torch: on the GPU when torch sees one,
 #                else on the CPU. FULL=1: the long sweep. SAVE=1: write bench/results/<device>.json
-# make test      run the whole test suite: on this machine, then Triton's kernels in its interpreter
+# make check     for every change: in two minutes, something of every part that needs no building
+# make test      in ten minutes with nothing built, something of every promise: on this machine, then
+#                Triton's kernels in its interpreter.  make test-rest  what it leaves out
+# make test-all  all tests there are. tests/README.md says what each of these runs
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not
@@ -30,24 +33,28 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
-.PHONY: help bench test test-interpreter test-gpu test-cuda sanitize aot instructions lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda sanitize aot instructions lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
 bench: setup
 	@$(PYTHON) -m bench $(if $(call on,FULL),--full) $(if $(call on,SAVE),--save) $(ARGS)
 
-# The interpreter is chosen when Triton is imported: a run of its own. Status 5, no test collected,
-# is no failure there: ARGS may name tests that have nothing to interpret.
-INTERPRET = TRITON_INTERPRET=1 $(PYTHON) -m pytest -m interpreter $(ARGS) $$($(PYTHON) -c \
-	'import importlib.util as u; print("-n2" * bool(u.find_spec("xdist")))') || [ $$? -eq 5 ]
+# Tests run in two processes, where pytest-xdist is. The interpreter is chosen when Triton is
+# imported: a run of its own. Status 5, no test collected, is no failure there: ARGS may name tests
+# that have nothing to interpret.
+WORKERS ?= 2
+XDIST = $$($(PYTHON) -c 'import importlib.util as u; \
+	print("-n$(WORKERS) --dist=worksteal" * bool(u.find_spec("xdist")))')
+PYTEST = $(PYTHON) -m pytest $(XDIST) --durations=20
+INTERPRET = TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
-test: setup
-	@$(PYTHON) -m pytest $(ARGS)
-	@$(INTERPRET)
+check test test-rest test-all: setup
+	@$(PYTEST) --tier=$(@:test-%=%) $(ARGS)
+	@$(INTERPRET) --tier=$(@:test-%=%) $(ARGS) || [ $$? -eq 5 ]
 
 test-interpreter: setup
-	@$(INTERPRET)
+	@$(INTERPRET) $(ARGS) || [ $$? -eq 5 ]
 
 test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)

@@ -1,4 +1,4 @@
-"""Every test runs with NaN in uninitialised memory, and names why it is skipped.
+"""Every test runs with NaN in uninitialised memory, at the tier that is asked for (tiers.py).
 
 Memory that is read before it is written shows: torch itself fills `torch.empty`, `empty_like`,
 `new_empty`, `empty_strided` and `resize_` with NaN (integers with their maximum, so a byte
@@ -8,10 +8,18 @@ buffer read as floats is NaN too), and the native library fills its own scratch.
 import importlib.util
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
-import pytest
-import torch
+# Before torch is loaded. Workers side by side have a share of the cores each, and a thread that
+# waits does not spin on the core that another needs.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+if WORKERS > 1:  # programs that tests start have theirs, too
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # The yardstick in 16 bits is torch's: the same on every machine, and none of the tile instructions
 # that torch's oneDNN makes, which some virtual machines announce and then refuse.
@@ -19,6 +27,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Tests import their helpers by name (`import cases`) whatever pytest's import mode is.
 sys.path.insert(0, str(Path(__file__).parent))
+import tiers  # noqa: E402
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -53,16 +62,26 @@ def quicken_interpreter():
     interpreter.InterpretedFunction.__call__ = call
 
 
+def pytest_addoption(parser):
+    parser.addoption("--tier", choices=tiers.TIERS, default="all", help="see tests/README.md")
+
+
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a GPU; skipped, with the reason, without one")
-    config.addinivalue_line("markers", "interpreter: Triton's kernels under TRITON_INTERPRET=1")
+    from fastattn import native
     from fastattn.backends.triton import interpreted
 
+    if why := native.cpu_unavailable():
+        raise pytest.UsageError(f"there is nothing to test: {why}; `make setup` builds it")
     if interpreted() and importlib.util.find_spec("triton"):
         quicken_interpreter()
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)  # a share is of all that there is, whatever -k and -m take of it
+def pytest_collection_modifyitems(config, items):
+    from runners import INTERPRETED
+
+    items[:], others = tiers.select(items, config.option.tier, INTERPRETED)
+    config.hook.pytest_deselected(items=others)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -70,12 +89,25 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
 
 
+REASONS = 5  # that are told of what was skipped
+
+
 def pytest_terminal_summary(terminalreporter):
-    """Last of all, what tests want known though they passed: what they recorded as `notice`."""
+    """What was not run, and why; and what tests want known though they passed: what they recorded
+    as `notice`."""
+    reasons = Counter(x.longrepr[2].removeprefix("Skipped: ") for x in skipped(terminalreporter))
+    for reason, count in reasons.most_common(REASONS):
+        terminalreporter.write_line(f"not run: {count} of: {reason}")
+    if others := sum(reasons.values()) - sum(dict(reasons.most_common(REASONS)).values()):
+        terminalreporter.write_line(f"not run: {others} for other reasons, which -rs tells")
     reports = terminalreporter.getreports("passed")
     notices = [text for x in reports for name, text in x.user_properties if name == "notice"]
     for text in dict.fromkeys(notices):
         terminalreporter.write_line(f"WARNING: {text}", yellow=True, bold=True)
+
+
+def skipped(terminalreporter):
+    return [x for x in terminalreporter.getreports("skipped") if isinstance(x.longrepr, tuple)]
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -83,11 +115,7 @@ def poisoned_scratch():
     """The native library's own workspaces start as NaN too."""
     from fastattn import native
 
-    try:
-        native.poison(True)
-    except (OSError, RuntimeError):  # no library: test_backend_is_here says so
-        yield
-        return
+    native.poison(True)
     yield
     native.poison(False)
 

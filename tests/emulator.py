@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import once
 import pytest
 from runners import INTERPRETED
 
@@ -67,13 +68,15 @@ def linked(objects):
 
 
 def made(target, command):
-    """Written beside its place first: another process may be at the same."""
-    if not target.exists():
-        CACHE.mkdir(parents=True, exist_ok=True)
-        part = target.with_suffix(f".{os.getpid()}")
-        done = subprocess.run([*map(str, command), "-o", str(part)], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        part.replace(target)
+    """Another process may be at the same: it waits. What was begun and not ended is no target."""
+    with once.alone(target.name):
+        if not target.exists():
+            CACHE.mkdir(parents=True, exist_ok=True)
+            part = target.with_suffix(f".{os.getpid()}")
+            command = [*map(str, command), "-o", str(part)]
+            done = subprocess.run(command, capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            part.replace(target)
     return target
 
 

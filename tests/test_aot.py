@@ -3,9 +3,12 @@ checker that says so can say no.
 """
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 from collections import Counter
+from pathlib import Path
 
+import once
 import pytest
 from runners import INTERPRETED
 
@@ -30,9 +33,17 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def kernels():
-    """Every kernel of every case, by case."""
-    return dict(zip(CASES, aot.compile_all(CASES, workers=2), strict=True))
+def kernels(request):
+    """Every kernel of every case that the chosen tests are of, by case."""
+    items = [x for x in request.session.items if "kernels" in getattr(x, "fixturenames", ())]
+    each = {x.callspec.params["case"] for x in items if hasattr(x, "callspec")}
+    chosen = (
+        [x for x in CASES if x in each] if all(hasattr(x, "callspec") for x in items) else CASES
+    )
+    sources = sorted((Path(__file__).parents[1] / "kernels").glob("*.py"))
+    key = once.digest(importlib.metadata.version("triton"), Path(aot.__file__), *sources, chosen)
+    found = once.made("aot", key, lambda: list(aot.compile_all(chosen, workers=2)))
+    return dict(zip(chosen, found, strict=True))
 
 
 class TestTables:

@@ -11,6 +11,7 @@ import venv
 import zipfile
 from pathlib import Path
 
+import once
 import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
@@ -44,7 +45,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("pip", reason="building the wheel needs pip")
     dist = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    run(*build, "--wheel-dir", dist, CHECKOUT, cwd=dist)
+    with once.alone("wheel"):  # there is one folder to build it in
+        run(*build, "--wheel-dir", dist, CHECKOUT, cwd=dist)
     (path,) = dist.iterdir()
     return path
 

@@ -1,0 +1,76 @@
+"""The tiers: what they leave out is in `rest`, and nothing is left out of `all`."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import tiers
+
+HERE = Path(__file__).parent
+
+
+def item(file, test, *case, **params):
+    name = f"{test}[{'-'.join(case)}]" if case else test
+    found = SimpleNamespace(path=HERE / f"{file}.py", nodeid=f"{file}::{name}", originalname=test)
+    if params:
+        found.callspec = SimpleNamespace(params=params)
+    return found
+
+
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+ITEMS = [
+    *(
+        item("test_features", "test_features", f"feature{x}", y, dtype=y)
+        for x in range(6)
+        for y in DTYPES
+    ),
+    *(item("test_oracle", "test_pairs", f"pair{x}") for x in range(20)),
+    item("test_ptxas", "test_the_kernels_spill_no_more_than_allowed"),
+    item("test_new", "test_one"),
+]
+
+
+@pytest.mark.parametrize("interpreted", [False, True])
+def test_test_and_rest_are_all(interpreted):
+    test, rest = (tiers.select(ITEMS, tier, interpreted)[0] for tier in ("test", "rest"))
+    every, none = tiers.select(ITEMS, "all", interpreted)
+    assert every == ITEMS and not none
+    assert sorted(x.nodeid for x in test + rest) == sorted(x.nodeid for x in ITEMS)
+
+
+def test_every_feature_is_there_in_dtypes_that_take_turns():
+    found = tiers.chosen(ITEMS[:24], "test", False)
+    names = [f"test_features::test_features[feature{x}-{DTYPES[x % 4]}]" for x in range(6)]
+    assert found == set(names)
+
+
+def test_every_nth_case_is_there_and_the_first_always():
+    found, n = tiers.chosen(ITEMS, "check", False), tiers.SHARES["test_oracle"][0]
+    assert found >= {f"test_oracle::test_pairs[pair{x}]" for x in range(0, 20, n)}
+    assert f"test_oracle::test_pairs[pair{n - 1}]" not in found
+    assert "test_new::test_one" in found
+    assert "test_ptxas::test_the_kernels_spill_no_more_than_allowed" not in found
+
+
+@pytest.mark.parametrize("name", [*tiers.SHARES, *tiers.INTERPRETED_SHARES])
+def test_the_tables_name_what_exists(name):
+    file, _, test = name.partition("::")
+    assert f"def {test}" in (HERE / f"{file}.py").read_text()
+
+
+def test_where_nothing_is_built_one_sentence_says_so(tmp_path):
+    environment = {"FASTATTN_LIBRARY": str(tmp_path / "nothing.so"), "PATH": ""}
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        str(HERE / "test_tiers.py"),
+    ]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    said = (done.stdout + done.stderr).strip()
+    assert done.returncode == 4 and said.count("\n") == 0, said
+    assert said.startswith("ERROR: there is nothing to test: the native library was not built")

@@ -1,0 +1,135 @@
+"""Which tests run at each tier: `check` in two minutes, `test` in ten, `all` of them, and `rest`,
+which is `all` without `test`. README.md says how the shares were found.
+
+A share is a number n: of a test's cases, every n-th; and where cases differ by dtype alone, one of
+them, each in its turn. So a feature that is tested in four dtypes is tested in one, and its
+neighbour in the next. The first case of every test is in every share but NONE.
+"""
+
+from pathlib import Path
+
+ALL, NONE = "all", 0
+TIERS = ("check", "test", "rest", "all")
+DEFAULT = (4, ALL)  # of a file that the table does not name
+
+# File, or file::test: its shares of `check` and of `test`.
+SHARES = {
+    # The kernels of the CPU: every feature in one dtype, and some of the pairs.
+    "test_features": (11, 2),
+    "test_features::test_features": (1, 1),
+    "test_features::test_pairs_of_features": (37, 3),
+    "test_weights": (23, 5),
+    "test_decode": (11, 2),
+    "test_hard_values": (5, 1),
+    "test_hard_values::test_rows_far_from_zero": (13, 3),
+    "test_property": (4, 1),
+    "test_judge": (11, 3),
+    "test_oracle": (7, 2),
+    # CUDA: the emulator takes a minute to build, and nvcc takes many.
+    "test_cuda_addresses": (NONE, ALL),
+    "test_cuda_decode": (NONE, 13),
+    "test_cuda_emulated": (NONE, 13),
+    "test_cuda_emulated::test_features": (NONE, 1),
+    "test_cuda_library": (NONE, NONE),
+    "test_cuda_scale": (NONE, 5),
+    "test_cuda_suites": (NONE, 7),
+    "test_cuda_weights": (NONE, 17),
+    "test_emulator": (NONE, 5),
+    "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),
+    "test_probe": (NONE, 5),
+    "test_ptxas": (2, ALL),
+    "test_ptxas::test_the_kernels_spill_no_more_than_allowed": (NONE, NONE),
+    # Triton's kernels compiled: one case for each chip. Whole tables: `make aot`.
+    "test_aot": (4, ALL),
+    "test_aot::test_compiles_within_its_budget": (NONE, 7),
+    "test_aot::test_products_are_those_of_the_chip": (NONE, NONE),
+    "test_aot::test_every_pass_is_compiled": (NONE, NONE),
+    # Programs that start others, and what is trained.
+    "test_bench": (4, 2),
+    "test_bench_commands": (4, 2),
+    "test_bench_verify": (5, 3),
+    "test_broken_library": (NONE, 5),
+    "test_char_lm": (NONE, ALL),
+    "test_determinism": (5, 2),
+    "test_examples": (4, ALL),
+    "test_examples::test_example": (NONE, ALL),
+    "test_instructions": (4, ALL),
+    "test_instructions::test_no_more_instructions_than_recorded": (NONE, NONE),
+    "test_instructions::test_counts_are_the_same_in_every_run": (NONE, NONE),
+    "test_memory": (NONE, 3),
+    "test_triton_optional": (NONE, ALL),
+    "test_wheel": (NONE, ALL),
+    # torch.compile, and modules beside torch's.
+    "test_inside": (4, 2),
+    "test_multihead": (5, 2),
+    "test_nn_transformer": (5, 2),
+    "test_ops": (5, 2),
+    # What only a GPU runs.
+    **dict.fromkeys(("test_gpu", "test_gpu_calls", "test_gpu_pairs"), (NONE, ALL)),
+    **dict.fromkeys(("test_gpu_scale", "test_gpu_streams", "test_gpu_torch"), (NONE, ALL)),
+}
+
+# The same for Triton's kernels in its interpreter, a run of its own.
+INTERPRETED_SHARES = {
+    "test_features": (97, 23),
+    "test_features::test_features": (11, 1),
+    "test_features::test_pairs_of_features": (NONE, 23),
+    "test_weights": (97, 29),
+    "test_triton": (29, 7),
+    "test_decode": (29, 11),
+    "test_hard_values": (29, 7),
+    "test_property": (NONE, 2),
+    "test_mutants": (NONE, 7),
+}
+INTERPRETED_DEFAULT = (NONE, 5)
+
+
+def shares(interpreted):
+    """The table of a run, and what holds for files that it does not name."""
+    return (INTERPRETED_SHARES, INTERPRETED_DEFAULT) if interpreted else (SHARES, DEFAULT)
+
+
+def share(item, tier, interpreted):
+    """What is said of an item for `check` or `test`."""
+    table, default = shares(interpreted)
+    file = Path(item.path).stem
+    function = getattr(item, "originalname", None) or item.name
+    entry = table.get(f"{file}::{function}") or table.get(file) or default
+    return entry[("check", "test").index(tier)]
+
+
+def family(item):
+    """What an item shares with those that differ by dtype alone."""
+    dtype = getattr(item, "callspec", None) and item.callspec.params.get("dtype")
+    parts = item.nodeid.partition("[")[2].rstrip("]").split("-")
+    return "-".join("*" if part == str(dtype) else part for part in parts)
+
+
+def chosen(items, tier, interpreted):
+    """The items that `check` or `test` runs, as a set of node ids."""
+    tests = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for cases in tests.values():
+        n = share(cases[0], tier, interpreted)
+        if n == ALL:
+            kept.update(item.nodeid for item in cases)
+        elif n != NONE:
+            families = {}
+            for item in cases:
+                families.setdefault(family(item), []).append(item.nodeid)
+            for turn, members in enumerate(list(families.values())[::n]):
+                kept.add(members[turn % len(members)])
+    return kept
+
+
+def select(items, tier, interpreted):
+    """(those that run, those that do not)"""
+    if tier == "all":
+        return items, []
+    inside = chosen(items, "test" if tier == "rest" else tier, interpreted)
+    split = [], []
+    for item in items:
+        split[(item.nodeid in inside) == (tier == "rest")].append(item)
+    return split
