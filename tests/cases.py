@@ -168,6 +168,15 @@ PLAIN = ()
 SINGLES = tuple((feature,) for feature in FEATURES)
 PAIRS = tuple(p for p in itertools.combinations(FEATURES, 2) if p[0].group != p[1].group)
 FEATURE = {feature.name: feature for feature in FEATURES}
+# Where kernels choose their way by three things: with one query, heads that share a key head are
+# taken together unless a feature of the scores tells them apart.
+SCORING = ("causal", "window", "lengths", "alibi", "softcap", "mask", "sinks", "dropout", "scale")
+TRIPLES = tuple(
+    (feature, FEATURE["one_query"], FEATURE[heads])
+    for feature in FEATURES
+    if feature.group in SCORING
+    for heads in ("gqa", "mqa")
+)
 
 
 def name_of(features):

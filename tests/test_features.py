@@ -5,6 +5,7 @@ import itertools
 from dataclasses import replace
 
 import pytest
+import slices
 import torch
 from cases import (
     DTYPES,
@@ -13,6 +14,7 @@ from cases import (
     PLAIN,
     SHAPES,
     SINGLES,
+    TRIPLES,
     Dims,
     build,
     name_of,
@@ -27,10 +29,12 @@ from runners import (
     every_backend,
     every_dtype,
     everywhere,
+    not_interpreted,
     passed,
     small,
     thinned,
 )
+from slices import SLICES
 
 import fastattn
 from fastattn import backend, spec
@@ -87,6 +91,21 @@ def test_features(name, dtype, features):
 def test_pairs_of_features(name, dtype, features):
     shapes = small(SHAPES, (square(1, 2, 37, 17),))
     run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
+
+
+@every_backend
+@pytest.mark.parametrize("features, dtype", thinned(TRIPLES, DECLARED), ids=name_or_names)
+def test_triples_of_features(name, dtype, features):
+    shapes = small((square(2, 2, 63, 17), square(1, 1, 197, 32)), (square(2, 1, 37, 17),))
+    run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
+
+
+@not_interpreted
+@every_backend
+@pytest.mark.parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)))
+def test_slices(name, which, dtype):
+    """Sizes where the other cases do not go."""
+    run_all(name, slices.problems(which, DTYPES[dtype]))
 
 
 # What hides keys, and what changes the logits after they are made.

@@ -198,6 +198,21 @@ def test_rows_far_from_zero(name, dtype, title, value):
 
 @every_dtype
 @every_backend
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_bool_mask_hides_a_nan_score(name, dtype, rows):
+    """It replaces the score: nothing is added to it."""
+    declares(name, DTYPES[dtype])
+    problem = build(Dims(1, 2, 2, rows, 37, 16, 16), (FEATURE["bool_mask"],), DTYPES[dtype])
+    problem.kwargs["mask"][..., 3] = False
+    for isa in on_every_variant(name):
+        clean = problem.run(fastattn.attention, backward=False, backend=name)["out"]
+        k = problem.k.index_fill(2, torch.tensor([3]), torch.nan)
+        found = replace(problem, k=k).run(fastattn.attention, backward=False, backend=name)["out"]
+        assert torch.equal(found, clean), isa
+
+
+@every_dtype
+@every_backend
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_blocks_of_nothing_before_the_first_key(name, dtype, kind):
     """The running maximum stays -inf for whole key blocks, then numbers come."""

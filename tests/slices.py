@@ -1,0 +1,104 @@
+"""Named slices: problems at sizes where the generated cases do not go, and where a fault can hide.
+
+`problems(name)` also knows the generated cases: features joined by "+", "plain" for none. Seeded
+faults name the slice that catches each (test_cpu_mutants.py).
+"""
+
+from dataclasses import replace
+
+import torch
+from cases import DTYPES, FEATURE, Dims, build, negative_logits, square
+from far_rows import far_problem
+
+
+def length_edges(dtype):
+    """Key lengths at every edge of a block of keys, and one off it."""
+    edges = [n + e for n in (0, 64, 128, 256) for e in (-1, 0, 1) if n + e >= 0]
+    for m, features in ((5, ()), (1, (FEATURE["gqa"],)), (40, (FEATURE["bottom_right"],))):
+        problem = build(Dims(len(edges), 1, 1, m, 259, 8, 8), features, dtype)
+        lengths = torch.tensor(edges)
+        for b, length in enumerate(edges):
+            problem.k[b, :, length:] = problem.v[b, :, length:] = torch.nan
+        yield replace(problem, kwargs=problem.kwargs | dict(key_lengths=lengths))
+
+
+def far_bands(dtype):
+    """Bands that begin and end far from the first key, in the middle of a block or of a group."""
+    for rows, window in ((70, (5, 3)), (33, (130, 1)), (37, (255, 0)), (1, (66, 0)), (3, (301, 0))):
+        problem = build(Dims(1, 2, 1, rows, 711, 8, 8), (), dtype)
+        problem.kwargs |= dict(causal="bottom_right", window=window)
+        problem.name += f":window{window}"
+        yield negative_logits(problem)
+
+
+def band_widths(dtype):
+    """Every width of a band, on every number of rows."""
+    for width in range(1, 71):
+        problem = build(Dims(1, 1, 1, width, 75, 8, 8), (), dtype)
+        left = width * 7 % (width + 1)
+        problem.kwargs["window"] = (left, width - left)
+        problem.name += f":window({left}, {width - left})"
+        yield problem
+
+
+def weak_softcap(dtype):
+    """A cap far above the scores: tanh is nearly its argument, and its derivative 1."""
+    for features in ((), (FEATURE["one_query"],)):
+        problem = build(square(1, 2, 37, 16), features, dtype)
+        yield replace(problem, kwargs=problem.kwargs | dict(softcap=1e4), name="softcap 1e4")
+
+
+def far_draws(dtype):
+    """Dropout of rows, keys, heads and items with large numbers."""
+    for dims in (Dims(1, 1, 1, 70_000, 4, 2, 2), Dims(1, 1, 1, 2, 70_000, 2, 2)):
+        yield build(dims, (FEATURE["dropout"],), dtype)
+    yield build(Dims(1, 300, 300, 3, 4, 2, 2), (FEATURE["dropout"],), dtype)
+    yield build(Dims(300, 1, 1, 3, 4, 2, 2), (FEATURE["dropout"],), dtype)
+
+
+def decode(dtype, *names):
+    """One query on long keys, whose heads share a key head."""
+    features = tuple(FEATURE[name] for name in ("one_query", "gqa", *names))
+    for dims in (square(2, 2, 200, 16), Dims(1, 2, 2, 1, 1100, 16, 24)):
+        yield build(dims, features, dtype)
+
+
+def grouped_rows(dtype):
+    """Few keys for many rows of grouped heads: the rows are cut into segments."""
+    yield build(Dims(1, 4, 1, 300, 40, 8, 8), (FEATURE["causal"],), dtype)
+
+
+def far_rows(dtype):
+    """Rows that a mask takes far from zero."""
+    name = next(x for x, y in NAMES.items() if y == dtype)
+    yield from (
+        far_problem(title, "-1e9", name) for title in ("left padding", "one query", "sinks")
+    )
+
+
+NAMES = {"float32": torch.float32, "float64": torch.float64}
+NAMES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SLICES = {
+    "length_edges": length_edges,
+    "far_bands": far_bands,
+    "band_widths": band_widths,
+    "weak_softcap": weak_softcap,
+    "far_draws": far_draws,
+    "grouped_rows": grouped_rows,
+}
+
+
+def problems(name, dtype=torch.float32):
+    """Those of a slice, or of the generated cases whose features are joined by +."""
+    if name == "far_rows":
+        yield from far_rows(dtype)
+    elif name in SLICES:
+        yield from SLICES[name](dtype)
+    elif name.startswith("decode"):
+        yield from decode(dtype, *name.split("+")[1:])
+    else:
+        features = tuple(FEATURE[x] for x in name.split("+") if x != "plain")
+        for dims in (square(2, 2, 37, 17), square(1, 2, 197, 16)):
+            problem = build(dims, features, dtype)
+            yield problem
+            yield negative_logits(problem)
