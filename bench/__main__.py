@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-from . import commands, modules
+from . import commands, flushing, modules
 from .cases import DTYPES, PASSES
 from .masks import MASKS
 from .peers import PEERS
@@ -38,13 +37,13 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     names = []
 
-    def add(name: str, command: Callable, text: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str) -> argparse.ArgumentParser:
         found = subparsers.add_parser(name, help=text, description=text)
-        found.set_defaults(command=command)
+        found.set_defaults(command=getattr(commands, name))
         names.append(name)
         return found
 
-    sweep = add("sweep", commands.sweep, "every length, head dim, mask, dtype and pass of a grid")
+    sweep = add("sweep", "every length, head dim, mask, dtype and pass of a grid")
     size = sweep.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="under three minutes; the default")
     size.add_argument("--full", action="store_true", help="every length and head dim")
@@ -53,50 +52,54 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     sweep.add_argument("--passes", nargs="+", choices=PASSES)
     sweep.add_argument("--sweep-only", action="store_true", help="no overhead, no memory")
 
-    decode = add("decode", commands.decode, "a few rows on long keys; GB/s of keys and values")
+    decode = add("decode", "a few rows on long keys; GB/s of keys and values")
     decode.add_argument("--rows", type=int, nargs="+", metavar="M")
 
-    mha = add("mha", commands.mha, "nn.MultiheadAttention as a whole against its conversion")
+    mha = add("mha", "nn.MultiheadAttention as a whole against its conversion")
     mha.add_argument("--modes", nargs="+", choices=tuple(modules.MODES))
     mha.add_argument("--length", type=int, default=modules.LENGTH, metavar="N")
 
-    overhead = add("overhead", commands.tiny, "a call with almost nothing to compute; lengths 1-64")
+    overhead = add("overhead", "a call with almost nothing to compute; lengths 1-64")
 
-    memory = add("memory", commands.memory, "extra bytes at the peak, against length")
+    memory = add("memory", "extra bytes at the peak, against length")
     memory.add_argument("--masks", nargs="+", choices=tuple(MASKS), default=["full", "dropout"])
 
-    targets = add("targets", commands.aims, "what is aimed at: measured, target, met or not")
+    targets = add("targets", "what is aimed at: measured, target, met or not")
     targets.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
     targets.add_argument("--list", action="store_true", help="print the names, measure nothing")
     targets.add_argument("--strict", action="store_true", help="status 1 when one is not met")
 
-    for measuring in (sweep, decode, mha, overhead, memory, targets):
+    subnormals = add("subnormals", "what they cost: as it is, over flushed to zero by hand")
+    subnormals.add_argument("--masks", nargs="+", choices=flushing.MASKS)
+
+    for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals):
         measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
     for measuring in (sweep, decode, mha, overhead, memory):
         measuring.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if seen")
     for measuring in (sweep, decode, mha, overhead):
         measuring.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
+    for measuring in (sweep, decode, mha, overhead, subnormals):
         measuring.add_argument("--seconds", type=float, help="timing budget of a cell and count")
     for measuring in (sweep, decode, overhead, memory):
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
     for measuring in (sweep, decode, memory):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, decode):
+    for measuring in (sweep, decode, subnormals):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
-    compare = add("compare", commands.compare, "two result files, regressions first")
+    compare = add("compare", "two result files, regressions first")
     compare.add_argument("first", type=Path, metavar="A.json")
     compare.add_argument("second", type=Path, metavar="B.json")
     compare.add_argument("--fail-under", type=float, metavar="RATIO", help="status 1 if any is")
 
-    plot = add("plot", commands.draw, "draw a result file's pictures")
+    plot = add("plot", "draw a result file's pictures")
     plot.add_argument("file", type=Path)
     plot.add_argument("--output", type=Path, metavar="DIR", help="default: beside the file")
 
-    publish = add("report", commands.publish, "write the pages' tables, and the pictures")
-    publish.add_argument("files", type=Path, nargs="+", metavar="FILE")
-    publish.add_argument(
+    report = add("report", "write the pages' tables, and the pictures")
+    report.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    report.add_argument(
         "--pages",
         type=Path,
         nargs="+",

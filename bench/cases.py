@@ -77,7 +77,8 @@ class Case:
         i = torch.arange(start, self.M if stop is None else stop, device=self.device)[:, None]
         j = torch.arange(self.N, device=self.device)
         left, right = self.rule.left, self.rule.right
-        keep = j < self.lengths()[:, None, None, None]
+        hidden = self.N - self.lengths()[:, None, None, None]
+        keep = j >= hidden if self.rule.at_start else j < self.N - hidden
         if left is not None:
             keep = keep & (j >= i - left)
         if right is not None:
@@ -85,18 +86,34 @@ class Case:
         return keep.expand(self.B, 1, len(i), self.N)
 
     def kept(self) -> Tensor:
-        """`visible` as a caller would store it: (1, 1, M, N), or (B, 1, 1, N) of padding."""
+        """`visible` as a caller would store it: (B, 1, M, N) of a dense mask, (1, 1, M, N) of a
+        band, (B, 1, 1, N) of padding."""
+        if self.rule.dense:
+            return self.visible().contiguous()
         if self.rule.padded:
             return self.visible(0, 1).contiguous()
         return self.visible()[:1].contiguous()
 
+    def stored(self) -> Tensor:
+        """`kept` as it is given: bool, or float with -inf where a key is hidden."""
+        keep = self.kept()
+        if self.rule.dense != "float":
+            return keep
+        return torch.zeros(keep.shape, device=self.device).masked_fill(~keep, -torch.inf)
+
+    def slopes(self) -> Tensor:
+        """ALiBi's (H,), as its paper has them: 2^(-8 / H), its square, its cube, ..."""
+        return 2 ** (-8.0 / self.H * torch.arange(1, self.H + 1, device=self.device))
+
     def pairs(self) -> int:
         """How many (row, key) pairs of one head the mask keeps, over all items."""
         i = torch.arange(self.M)[:, None]
-        first = 0 if self.rule.left is None else (i - self.rule.left).clamp_min(0)
-        last = self.lengths().cpu()
+        hidden = self.N - self.lengths().cpu()
+        first, last = (hidden, self.N) if self.rule.at_start else (0 * hidden, self.N - hidden)
+        if self.rule.left is not None:
+            first = torch.maximum(first, i - self.rule.left)
         if self.rule.right is not None:
-            last = torch.minimum(last, i + self.rule.right + 1)
+            last = (i + self.rule.right + 1).clamp_max(last)
         return int((last - first).clamp_min(0).expand(self.M, self.B).sum())
 
     def flops(self, what: str) -> float:
@@ -104,7 +121,7 @@ class Case:
         return 2.0 * PRODUCTS[what] * self.H * self.pairs() * self.D
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Standard normal tensors."""
+        """Standard normal tensors; q is larger, and the bias ALiBi's, where the rule says so."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -117,7 +134,14 @@ class Case:
             return normal(self.B, count, rows, self.D)
 
         q, k, v = heads(self.H, self.M), heads(self.Hk, self.N), heads(self.Hk, self.N)
-        bias = normal(1, self.H, self.M, self.N) if self.rule.biased else None
+        q = q * self.rule.peak if self.rule.peak != 1 else q
+        bias = None
+        if self.rule.alibi:
+            i = torch.arange(self.M, device=self.device)[:, None]
+            j = torch.arange(self.N, device=self.device)
+            bias = -self.slopes()[:, None, None] * (i - j).abs()[None, None]
+        elif self.rule.biased:
+            bias = normal(1, self.H, self.M, self.N)
         return Inputs(q, k, v, heads(self.H, self.M), bias)
 
     @property

@@ -14,11 +14,23 @@ from collections.abc import Generator, Iterable
 
 import torch
 
-from . import compare as comparison
-from . import decode as decoding
-from . import machine, modules, overhead, plot, progress, readme, report, results, run, targets
-from . import memory as probes
-from .cases import DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
+from . import (
+    aims,
+    comparison,
+    decoding,
+    flushing,
+    machine,
+    modules,
+    pages,
+    peak_memory,
+    pictures,
+    printed,
+    progress,
+    results,
+    run,
+    tiny_call,
+)
+from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
 from .peers import BASELINE, SUBJECT, chosen
 from .results import Result
 
@@ -32,10 +44,10 @@ def sweep(options: Options) -> int:
     cases = [case for grid in grids(options, preset) for case in grid.cases(device)]
     with _result("sweep", options, device, _dtypes(cases)) as result:
         if not options.sweep_only:
-            result["overhead"] = overhead.measure(device, chosen(device))
-            result["memory"] = probes.measure(device)
+            result["overhead"] = tiny_call.measure(device, chosen(device))
+            result["memory"] = peak_memory.measure(device)
         _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset])
-    _print(report.table(result["cells"]))
+    _print(printed.table(result["cells"]))
     return _finish(result, options)
 
 
@@ -54,18 +66,18 @@ def decode(options: Options) -> int:
     cases = list(decoding.cases(device, **given))
     with _result("decode", options, device, _dtypes(cases)) as result:
         _cells(result, options, cases, (FORWARD,), 0.5)
-    _print(report.small_table(result["cells"], reading=True))
+    _print(printed.small_table(result["cells"], reading=True))
     return _finish(result, options)
 
 
-def tiny(options: Options) -> int:
+def overhead(options: Options) -> int:
     device = _device(options)
-    cases = overhead.small_cases(device)
+    cases = tiny_call.small_cases(device)
     with _result("overhead", options, device, _dtypes(cases)) as result:
         peers = chosen(device, tuple(options.peers))
-        result["overhead"] = overhead.measure(device, peers, options.threads)
+        result["overhead"] = tiny_call.measure(device, peers, options.threads)
         _cells(result, options, cases, (FORWARD,), 0.1)
-    _print(report.small_table(result["cells"]))
+    _print(printed.small_table(result["cells"]))
     return _finish(result, options)
 
 
@@ -76,7 +88,7 @@ def mha(options: Options) -> int:
             result["modules"] += modules.measure(
                 device, (mode,), options.length, options.seconds or 1.0, options.threads
             )
-            print(report.module_line(result["modules"][-1]), flush=True)
+            print(printed.module_line(result["modules"][-1]), flush=True)
     return _finish(result, options)
 
 
@@ -85,27 +97,43 @@ def memory(options: Options) -> int:
     peers = tuple(dict.fromkeys((SUBJECT, *(options.peers or (BASELINE,)))))
     with _result("memory", options, device, ("float32",)) as result:
         for mask in options.masks:
-            for n in options.lengths or probes.LENGTHS:
-                result["memory"] += probes.measure(device, (n,), (mask,), peers)
-                _print(map(report.memory_line, result["memory"][-len(peers) :]))
+            for n in options.lengths or peak_memory.LENGTHS:
+                result["memory"] += peak_memory.measure(device, (n,), (mask,), peers)
+                _print(map(printed.memory_line, result["memory"][-len(peers) :]))
     return _finish(result, options)
 
 
-def aims(options: Options) -> int:
+def targets(options: Options) -> int:
     """The status tells what failed, not what was missed, unless --strict."""
-    chosen_targets = targets.selected(options.only)
+    chosen_targets = aims.selected(options.only)
     if options.list or not chosen_targets:
         _print(target.name for target in chosen_targets)
         return 0 if chosen_targets else 2
     with _result("targets", options, "cpu", tuple(DTYPES)) as result:
         limits = results.limits(result)
         rows = (target.judge(limits) for target in chosen_targets)
-        for row in progress.follow(rows, len(chosen_targets), report.target_line):
+        for row in progress.follow(rows, len(chosen_targets), printed.target_line):
             result["targets"].append(row)
-    _print(map(report.target_line, result["targets"]))
+    _print(map(printed.target_line, result["targets"]))
     status = _finish(result, options)
-    missed = any(row["met"] is False for row in result["targets"])
+    missed = any(row["met"] is False and not printed.beyond(row) for row in result["targets"])
     return status or int(options.strict and missed)
+
+
+def subnormals(options: Options) -> int:
+    chosen_cases = list(flushing.cases(options.dtypes or BOTH, options.masks or flushing.MASKS))
+    passes = (FORWARD, BACKWARD)
+    with _result("subnormals", options, "cpu", _dtypes(chosen_cases)) as result:
+        records = (
+            flushing.measure(case, what, options.seconds or flushing.SECONDS)
+            for case in chosen_cases
+            for what in passes
+        )
+        total = run.cell_count(chosen_cases, passes)
+        for record in progress.follow(records, total, printed.subnormal_line):
+            result["subnormals"].append(record)
+    _print(map(printed.subnormal_line, result["subnormals"]))
+    return _finish(result, options)
 
 
 def compare(options: Options) -> int:
@@ -117,18 +145,18 @@ def compare(options: Options) -> int:
     return int(not found or bool(comparison.regressions(found, options.fail_under)))
 
 
-def draw(options: Options) -> int:
+def plot(options: Options) -> int:
     folder = options.output or options.file.parent
     folder.mkdir(parents=True, exist_ok=True)
-    said = list(plot.draw_all(results.read(options.file), folder / options.file.stem))
+    said = list(pictures.draw_all(results.read(options.file), folder / options.file.stem))
     _print(said or ["no picture: the file has no cells to draw"])
     return 0 if any(line.startswith("wrote") for line in said) else 1
 
 
-def publish(options: Options) -> int:
+def report(options: Options) -> int:
     for path in options.files:
         result = results.read(path)
-        tables = readme.tables(result)
+        tables = pages.tables(result)
         if not tables:
             print(f"{path}: no table is made from it")
             continue
@@ -136,8 +164,8 @@ def publish(options: Options) -> int:
             for lines in tables.values():  # the pages show what is committed
                 _print(lines)
             continue
-        _print(readme.write(options.pages or PAGES, result, path))
-        _print(plot.draw_all(result, path.with_suffix("")))
+        _print(pages.write(options.pages or PAGES, result, path))
+        _print(pictures.draw_all(result, path.with_suffix("")))
     return 0
 
 
@@ -152,7 +180,7 @@ def _result(
     settings = {k: v for k, v in vars(options).items() if isinstance(v, (str, int, float, list))}
     started = time.perf_counter()
     result = results.start(kind, device, dtypes, settings)
-    _print(report.heading(result))
+    _print(printed.heading(result))
     try:
         yield result
         result["complete"] = True
@@ -170,19 +198,20 @@ def _cells(
     budget, limits = options.seconds or seconds, results.limits(result)
     records = run.cells(cases, passes, peers, limits, budget, options.threads)
     total = run.cell_count(cases, passes)
-    for record in progress.follow(records, total, report.one_line):
+    for record in progress.follow(records, total, printed.one_line):
         result["cells"].append(record)
 
 
 def _finish(result: Result, options: Options) -> int:
-    _print(report.summary(result))
-    if any(result[section] for section in ("cells", "memory", "modules", "targets")):
+    _print(printed.summary(result))
+    if any(result[section] for section in ("cells", "memory", "modules", "targets", "subnormals")):
         # Half a run never replaces a committed file.
         whole = options.save and result["complete"]
         results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
     failed = any(row["status"] != "ok" for row in result["cells"] + result["modules"])
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
     failed |= any(row["failed"] for row in result["targets"])
+    failed |= any(flushing.verdict(row) in ("slow", "failed") for row in result["subnormals"])
     failed |= bool(result["overhead"] and result["overhead"]["errors"].get(SUBJECT))
     return 1 if failed else 0 if result["complete"] else 130
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .lines import SMALL, colors_of, length_axis
+from .machine import words
 
 Record = dict[str, Any]
 LENGTHS = 2  # fewer show no growth
@@ -47,7 +48,7 @@ def draw(result: Record, new: Callable[..., Any]) -> Any:
     axes[0].set_ylabel("extra MB at the peak")
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False, **SMALL)
-    machine, version = result["machine"]["name"], result["versions"]["torch"]
+    machine, version = words(result["machine"]), result["versions"]["torch"]
     sizes = "B{B} H{H} D{D} {dtype}".format(**rows[0])
     figure.suptitle(f"Memory beyond the inputs, {sizes}.\n{machine}, torch {version}", fontsize=10)
     return figure

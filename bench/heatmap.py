@@ -10,7 +10,7 @@ from typing import Any
 from .cases import BACKWARD, FORWARD
 from .lines import length_label, where
 from .masks import MASKS
-from .report import first_threads, speedup_of, timing_of
+from .printed import first_threads, speedup_of, timing_of
 
 Record = dict[str, Any]
 

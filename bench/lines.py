@@ -9,8 +9,9 @@ from typing import Any
 
 from .cases import FORWARD, PLAIN, TRAINING
 from .ceilings import Limits
+from .machine import words
 from .peers import BASELINE, SUBJECT
-from .report import first_threads, timing_of
+from .printed import first_threads, timing_of
 
 Record = dict[str, Any]
 
@@ -130,7 +131,7 @@ def where(result: Record, threads: int | None) -> str:
     """The machine and the software, for a title."""
     machine, version = result["machine"], result["versions"]["torch"]
     clock = {1: "one thread", None: "device time"}.get(threads, f"{threads} threads")
-    text = f"{machine['name']}, {clock}"
+    text = f"{words(machine)}, {clock}"
     if machine["device"] == "cpu":
         text += f", ISA {machine['cpu']['isa'] or 'none'}, MKL path {machine['mkl']['path']}"
     return f"{text}, torch {version}"

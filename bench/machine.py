@@ -17,9 +17,13 @@ import torch
 
 from fastattn import native
 
+from .chips import chip
+
 ROOT = Path(__file__).resolve().parent.parent
 # Environment settings that change speed.
-SETTINGS = re.compile(r"^(OMP|MKL|KMP|GOMP|ATEN)_|^FASTATTN_CPU_ISA$|^CUDA_VISIBLE_DEVICES$")
+SETTINGS = re.compile(
+    r"^(OMP|MKL|ONEDNN|DNNL|KMP|GOMP|ATEN)_|^FASTATTN_CPU_ISA$|^CUDA_VISIBLE_DEVICES$"
+)
 PACKAGES = ("fastattn", "triton", "numpy", "matplotlib")
 
 _MKL_PROBE = """
@@ -45,15 +49,24 @@ def describe(device: str) -> dict[str, Any]:
     return machine
 
 
+def words(machine: dict[str, Any]) -> str:
+    """The device for a reader. A CPU is its design and the width of its vector units, which say
+    more than a hypervisor's "AMD EPYC"; one that chips.py lacks is its model name."""
+    if machine["device"] != "cpu":
+        return machine["name"]
+    cpu = machine["cpu"]
+    found = chip(cpu["vendor"], cpu["family"], cpu["number"])
+    if found is None:
+        name = re.sub(r"\(R\)|\(TM\)|\bCPU\b|\bProcessor\b|@.*|\d+-Core", " ", machine["name"])
+        name = " ".join(name.split()) or "unknown CPU"
+        return name if re.search(r"\d", name) else f"{name} {cpu['family']} {cpu['number']}"
+    amx = ", AMX" if cpu["amx"] else ""
+    return f"{found.maker} {found.name}, {found.vector_bits}-bit units{amx}"
+
+
 def slug(machine: dict[str, Any]) -> str:
-    """A file name for the device. A hypervisor may hide the CPU's model number: then its family
-    and model stand in for it."""
-    name = machine["name"]
-    if machine["device"] == "cpu":
-        name = re.sub(r"\(R\)|\(TM\)|\bCPU\b|\bProcessor\b|@.*|\d+-Core", " ", name)
-        if not re.search(r"\d", name):
-            name += f" {machine['cpu']['family']} {machine['cpu']['number']}"
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-") or "unknown"
+    """`words` as a file name: amd-zen-4-256-bit-units."""
+    return re.sub(r"[^a-z0-9]+", "-", words(machine).lower()).strip("-")
 
 
 def versions() -> dict[str, str]:
@@ -85,6 +98,7 @@ def _cpu() -> dict[str, Any]:
         "vendor": info.get("vendor_id", ""),
         "family": info.get("cpu family", ""),
         "number": info.get("model", ""),
+        "amx": "amx_tile" in info.get("flags", "").split(),
         "cores": len(os.sched_getaffinity(0)),
         "mhz": float(info["cpu MHz"]) if "cpu MHz" in info else None,
         **_isa(),

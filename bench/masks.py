@@ -1,4 +1,5 @@
-"""The kinds of mask that are measured, each as plain data that every peer and the oracle read."""
+"""The kinds of score and mask that are measured, each as plain data that every peer and the oracle
+read."""
 
 from __future__ import annotations
 
@@ -8,19 +9,30 @@ WINDOW = 256  # keys that a row of the sliding window sees
 HIDDEN = 0.25  # of the keys, by padding
 DROPOUT_P = 0.1
 SEED = 7  # of our own draws
+PEAK = 30.0  # of q, so that most of a row's probabilities are too small for a float32
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Row i sees the keys i - left to i + right, None being no limit, that are not padding."""
+    """Row i sees the keys i - left to i + right, None being no limit, that are not padding. Padding
+    lies at the end of an item, or at its start, as a batch of prompts to continue has it."""
 
     left: int | None = None
     right: int | None = None
     padded: bool = False  # item b has lengths[b] keys, HIDDEN of them hidden on average
+    at_start: bool = False  # where that padding is
     tensor: bool = False  # padding reaches us, too, as the boolean (B,1,1,N) that others take
+    dense: str = ""  # "bool" or "float": all of it reaches everybody as one (B,1,M,N) tensor
     biased: bool = False  # a float (1,H,M,N) is added to the scores
     learned: bool = False  # and its gradient is wanted
+    alibi: bool = False  # it is ALiBi's, by the paper's slopes; we take the slopes
+    peak: float = 1.0  # q is that many times as large
     dropout_p: float = 0.0
+
+    @property
+    def added(self) -> bool:
+        """Whether the bias reaches us as a float mask."""
+        return self.biased and not self.alibi
 
 
 MASKS = {
@@ -32,5 +44,10 @@ MASKS = {
     "dropout": Mask(dropout_p=DROPOUT_P),
     "padding mask": Mask(padded=True, tensor=True),
     "learned bias": Mask(biased=True, learned=True),
+    "peaked": Mask(peak=PEAK),
+    "causal, left padding, bool": Mask(right=0, padded=True, at_start=True, dense="bool"),
+    "causal, left padding, float": Mask(right=0, padded=True, at_start=True, dense="float"),
+    "ALiBi": Mask(biased=True, alibi=True),
 }
+SUBNORMAL = ("peaked", "causal, left padding, bool", "causal, left padding, float", "ALiBi")
 SWEPT = ("full", "causal", "window", "padding", "bias", "dropout")

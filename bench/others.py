@@ -43,6 +43,8 @@ def naive(case: Case) -> Call:
         if hidden is not None:
             s = s.masked_fill(hidden, -torch.inf)
         p = torch.softmax(s, -1)
+        if hidden is not None and rule.at_start:  # rows that see nothing
+            p = p.masked_fill(hidden, 0)
         return torch.nn.functional.dropout(p, rule.dropout_p) @ v
 
     return call
@@ -77,7 +79,8 @@ def flex(case: Case) -> Call:
     rule, lengths = case.rule, case.lengths()
 
     def mask_mod(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        keep = j < lengths[b]
+        hidden = case.N - lengths[b]
+        keep = j >= hidden if rule.at_start else j < case.N - hidden
         if rule.left is not None:
             keep = keep & (j >= i - rule.left)
         if rule.right is not None:
@@ -111,6 +114,8 @@ def _absent(package: str, case: Case) -> str:
         return f"{package} is not installed"
     if case.device != "cuda":
         return "runs on CUDA only"
+    if case.rule.dense:
+        return "takes no dense boolean mask"
     return "" if not case.rule.padded else "padding would need its variable-length interface"
 
 

@@ -40,7 +40,7 @@ def _fastattn(backend: str | None = None) -> Callable[[Case], Call]:
         options: dict[str, Any] = arguments(case) | {"backend": backend}
 
         def call(x: Inputs) -> Any:
-            if x.bias is None:
+            if not case.rule.added:
                 return fastattn.attention(x.q, x.k, x.v, **options)
             return fastattn.attention(x.q, x.k, x.v, mask=x.bias, **options)
 
@@ -52,6 +52,10 @@ def _fastattn(backend: str | None = None) -> Callable[[Case], Call]:
 def arguments(case: Case) -> dict[str, Any]:
     """What fastattn.attention is told of a case, the bias apart."""
     rule, given = case.rule, {}
+    if rule.alibi:
+        given["alibi_slopes"] = case.slopes()
+    if rule.dense:
+        return given | {"mask": case.stored()}
     if rule.left is not None:
         given["window"] = (rule.left, rule.right)
     elif rule.right is not None:
@@ -68,9 +72,9 @@ def arguments(case: Case) -> dict[str, Any]:
 def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
     def prepare(case: Case) -> Call:
         rule = case.rule
-        plain_causal = rule.right == 0 and rule.left is None
+        plain_causal = rule.right == 0 and rule.left is None and not rule.padded
         dense = rule.padded or rule.left is not None
-        mask = case.kept() if dense else None
+        mask = case.stored() if dense else None
         options: dict[str, Any] = {"is_causal": plain_causal, "dropout_p": rule.dropout_p}
         options["enable_gqa"] = case.Hk != case.H
 

@@ -8,10 +8,11 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import ceilings, machine, plot
+from . import ceilings, machine, pictures
 
 FOLDER = Path(__file__).resolve().parent / "results"
-SCHEMA = 3
+SCHEMA = 4
+DIGITS = 6  # significant ones that a file keeps of a measurement: more than any repeats
 Result = dict[str, Any]
 
 
@@ -32,6 +33,7 @@ def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, A
         "memory": [],
         "modules": [],
         "targets": [],
+        "subnormals": [],
         "cells": [],
         "seconds": None,
     }
@@ -43,11 +45,31 @@ def save(result: Result, folder: Path) -> Path:
     suffix = "" if result["kind"] == "sweep" else f"-{result['kind']}"
     path = folder / f"{machine.slug(result['machine'])}{suffix}.json"
     unfinished = path.with_suffix(".json.tmp")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
+    unfinished.write_text(text(result))
     os.replace(unfinished, path)  # a result file is whole or absent
     print(f"wrote {path}")
-    print(*plot.draw_all(result, path.with_suffix("")), sep="\n")
+    print(*pictures.draw_all(result, path.with_suffix("")), sep="\n")
     return path
+
+
+def text(result: Result) -> str:
+    """The file: JSON, a line for each field of the result, and one for each record of a section."""
+    fields = [f"{json.dumps(key)}: {_field(_rounded(value))}" for key, value in result.items()]
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def _field(value: Any) -> str:
+    if not (isinstance(value, list) and value):
+        return json.dumps(value)
+    return "[\n " + ",\n ".join(map(json.dumps, value)) + "\n]"
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _rounded(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_rounded(x) for x in value]
+    return float(f"{value:.{DIGITS}g}") if isinstance(value, float) else value
 
 
 def read(path: Path) -> Result:

@@ -126,7 +126,7 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
         | {name: getattr(case, name) for name in IDENTITY}
         | {
             "backend": choice.backend,
-            "declined": choice.declined,
+            "declined": choice.declined if choice.backend == "reference" else {},
             "status": "failed" if failure else "ok",
             "reason": failure,
             "verified": heat.scope,
@@ -148,7 +148,7 @@ def explain(case: Case) -> fastattn.explaining.Explanation:
     one row and one key."""
     small = dataclasses.replace(case, B=1, N=1, M=1)
     q, k, v, _, bias = small.inputs()
-    given = arguments(small) | ({} if bias is None else {"mask": bias})
+    given = arguments(small) | ({"mask": bias} if small.rule.added else {})
     return fastattn.explain(q, k, v, **given)
 
 

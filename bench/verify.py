@@ -111,7 +111,7 @@ class Oracle:
     def judge(self, actual: dict[str, Tensor]) -> Verdict:
         """Compare what `compute` returned for this case."""
         errors = {}
-        whole_bound, row_bound = BOUNDS[self.case.dtype]
+        whole_bound, row_bound = bounds(self.case)
         for name, x in actual.items():
             errors[name], worst = relative_errors(self.select(x), self.expected[name])
             if not (errors[name] <= whole_bound and worst <= row_bound):
@@ -149,6 +149,14 @@ class Judge:
             return Verdict(f"raised {type(error).__name__}: {said[:200]}")
         verdict.note = "judged without dropout: its draws are its own"
         return verdict
+
+
+def bounds(case: Case) -> tuple[float, float]:
+    """BOUNDS of the case. exp turns the rounding error of a float32 score, which grows with the
+    score, into a relative error of its probability."""
+    float32 = (case.rule.peak * bound for bound in BOUNDS["float32"])
+    whole, row = map(max, BOUNDS[case.dtype], float32)
+    return whole, row
 
 
 def compute(call: Call, case: Case, inputs: Inputs, what: str) -> dict[str, Tensor]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import pkgutil
 
 import pytest
 import torch
 
-from bench import commands, machine, plot, progress, report, results, timing
-from bench.__main__ import main
+import bench
+from bench import commands, machine, pictures, printed, progress, results, timing
+from bench.__main__ import _parser, main
 from bench.cases import BACKWARD, FORWARD, GRIDS, PASSES, PLAIN, TRAINING
 from bench.masks import MASKS, SWEPT
 from bench.peers import BASELINE, PEERS, SUBJECT
@@ -77,7 +79,7 @@ def test_a_run_measures_every_cell_of_its_sweep(result):
         for entry in cell["timings"]:
             assert entry["clock"] == ("thread CPU time" if entry["threads"] == 1 else "wall time")
             assert entry["rounds"] == 2
-            ratio = report.speedup_of(entry)
+            ratio = printed.speedup_of(entry)
             for q in (ratio, entry["peers"][SUBJECT], entry["peers"][BASELINE]):
                 low, middle, high = (q.get(k, q.get(f"{k}_ms")) for k in ("q1", "median", "q3"))
                 assert 0 < low <= middle <= high
@@ -109,7 +111,7 @@ def test_without_matplotlib_a_sentence_says_so(result, monkeypatch, tmp_path):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    (said,) = plot.draw_all(result, tmp_path / "a")
+    (said,) = pictures.draw_all(result, tmp_path / "a")
     assert "matplotlib is not installed" in said
     assert not list(tmp_path.iterdir())
 
@@ -216,14 +218,48 @@ def test_every_peer_says_what_it_is():
 
 
 @pytest.mark.parametrize(
-    "name, expected",
+    "vendor, family, number, name, expected",
     [
-        ("AMD EPYC", "amd-epyc-25-17"),
-        ("AMD EPYC 9654 96-Core Processor", "amd-epyc-9654"),
-        ("Intel(R) Xeon(R) Platinum 8488C CPU @ 2.40GHz", "intel-xeon-platinum-8488c"),
+        ("AuthenticAMD", "25", "17", "AMD EPYC", "amd-zen-4-256-bit-units"),
+        ("AuthenticAMD", "25", "1", "AMD EPYC 7763 64-Core Processor", "amd-zen-3-256-bit-units"),
+        ("GenuineIntel", "6", "85", "Intel(R) Xeon(R)", "intel-skylake-512-bit-units"),
+        ("GenuineIntel", "6", "0", "Intel(R) Core(TM) i7-920 CPU @ 2.67GHz", "intel-core-i7-920"),
+        ("GenuineIntel", "6", "1", "Intel(R) Xeon(R) Processor", "intel-xeon-6-1"),
+        ("", "", "", "Neoverse-N1", "neoverse-n1"),
     ],
 )
-def test_the_file_is_named_after_the_device(name, expected):
-    cpu = {"family": "25", "number": "17"}
+def test_the_file_is_named_after_the_device(vendor, family, number, name, expected):
+    cpu = {"vendor": vendor, "family": family, "number": number, "amx": False}
     assert machine.slug({"device": "cpu", "name": name, "cpu": cpu}) == expected
     assert machine.slug({"device": "cuda", "name": "NVIDIA H200", "cpu": cpu}) == "nvidia-h200"
+
+
+def test_the_name_says_that_there_are_tiles():
+    cpu = {"vendor": "GenuineIntel", "family": "6", "number": "207", "amx": True}
+    described = {"device": "cpu", "name": "Intel(R) Xeon(R)", "cpu": cpu}
+    assert machine.words(described) == "Intel Emerald Rapids, 512-bit units, AMX"
+    assert machine.slug(described) == "intel-emerald-rapids-512-bit-units-amx"
+
+
+def test_a_function_bears_the_name_of_its_command():
+    """And has no name of a module, which it would hide."""
+    _, names = _parser()
+    assert names and all(getattr(commands, x).__module__ == commands.__name__ for x in names)
+    modules = {module.name for module in pkgutil.iter_modules(bench.__path__)}
+    assert not modules & set(names)
+
+
+def test_a_file_has_a_line_for_a_record_and_six_digits(result):
+    text = results.text(result | {"folder": ""})
+    assert json.loads(text)["cells"] == result["cells"]
+    assert text.count("\n") < len(result["cells"]) + 40
+    assert results.text({"a": [{"b": 1234567.8, "c": [1 / 3]}], "d": 1234567}) == (
+        '{\n"a": [\n {"b": 1234570.0, "c": [0.333333]}\n],\n"d": 1234567\n}\n'
+    )
+
+
+@pytest.mark.parametrize("path", sorted(results.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_every_committed_file_can_be_read_and_is_named_after_its_machine(path):
+    kept = results.read(path)
+    suffix = "" if kept["kind"] == "sweep" else f"-{kept['kind']}"
+    assert path.stem == machine.slug(kept["machine"]) + suffix and kept["complete"]

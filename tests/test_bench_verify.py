@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import fastattn
-from bench import modules, overhead, report, timing, verify
+from bench import modules, printed, timing, tiny_call, verify
 from bench.cases import FORWARD, PASSES
 from bench.masks import DROPOUT_P, MASKS, SEED
 from bench.peers import BASELINE, PEERS, SUBJECT, Peer, arguments, chosen
@@ -71,8 +71,8 @@ def test_a_wrong_kernel_is_shown_as_failed_and_never_timed(
     for record in records:
         assert record["status"] == "failed" and reason in record["reason"]
         assert record["timings"] == []
-        assert "FAILED, not timed" in report.one_line(record)
-    assert "FAILED" in "\n".join(report.table(records))
+        assert "FAILED, not timed" in printed.one_line(record)
+    assert "FAILED" in "\n".join(printed.table(records))
 
 
 # For each mask, the call of somebody who forgot a part of it.
@@ -85,6 +85,10 @@ FORGOTTEN = {
     "dropout": {"seed": SEED + 1},
     "padding mask": {"mask": None},
     "learned bias": {"mask": None},
+    "peaked": {"scale": 0.26},
+    "causal, left padding, bool": {"mask": None},
+    "causal, left padding, float": {"mask": None},
+    "ALiBi": {"alibi_slopes": None},
 }
 
 
@@ -99,7 +103,7 @@ def test_a_call_with_another_mask_fails(mask, monkeypatch, timed):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("sizes", [{}, {"Hk": 2}, {"M": 3, "Hk": 1}], ids=["MHA", "GQA", "decode"])
+@pytest.mark.parametrize("sizes", [{}, {"Hk": 2}, {"M": 13, "Hk": 1}], ids=["MHA", "GQA", "few"])
 def test_every_peer_that_runs_here_passes_or_says_why(mask, sizes):
     names = tuple(name for name in PEERS if name != "flex")  # it takes a compiler half a minute
     for record in cells(case(mask, **sizes), names=names):
@@ -133,7 +137,7 @@ def test_a_wrong_gradient_of_the_bias_is_seen(monkeypatch):
 
 def test_a_wrong_tiny_call_is_not_timed(monkeypatch, timed):
     monkeypatch.setattr(fastattn, "attention", wrong_output)
-    measured = overhead.measure("cpu", chosen("cpu"))
+    measured = tiny_call.measure("cpu", chosen("cpu"))
     assert SUBJECT not in timed and "out is off by" in measured["errors"][SUBJECT]
     assert all(set(entry["peers"]) == {BASELINE} for entry in measured["timings"])
 
@@ -149,16 +153,16 @@ def test_a_wrong_module_is_not_timed(mode, monkeypatch, timed):
     monkeypatch.setattr(fastattn.MultiheadAttention, "forward", wrong)
     (record,) = modules.measure("cpu", (mode,), length=32, seconds=0.0, threads=(1,))
     assert record["status"] == "failed" and timed == [] and record["timings"] == []
-    assert "FAILED, not timed: result 0 is off by" in report.module_line(record)
+    assert "FAILED, not timed: result 0 is off by" in printed.module_line(record)
 
 
 def test_a_failed_baseline_leaves_ours_timed_without_a_ratio(monkeypatch, timed):
     monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
     (record,) = cells(case("full"), passes=(FORWARD,))
     assert record["status"] == "ok" and set(timed) == {SUBJECT}
-    assert all(report.speedup_of(entry) is None for entry in record["timings"])
+    assert all(printed.speedup_of(entry) is None for entry in record["timings"])
     assert "no such kernel" in record["peers"][BASELINE]["reason"]
-    assert "\n".join(report.table([record]))
+    assert "\n".join(printed.table([record]))
 
 
 def test_dropout_that_is_not_ours_is_judged_without_it():
@@ -174,7 +178,7 @@ def test_dropout_that_is_not_ours_is_judged_without_it():
 # --- the oracle ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sizes", [{}, {"H": 6, "Hk": 3}], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("sizes", [{}, {"H": 8, "Hk": 4}], ids=["MHA", "GQA"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_blocked_oracle_is_the_reference(mask, sizes, monkeypatch):
     """Blocks of a few rows: each sees its own keys and no others."""
@@ -185,7 +189,7 @@ def test_the_blocked_oracle_is_the_reference(mask, sizes, monkeypatch):
     inputs = oracle.inputs
     leaves = [getattr(inputs, name).double().requires_grad_() for name in chosen_case.leaves]
     given = arguments(chosen_case)
-    if inputs.bias is not None:
+    if chosen_case.rule.added:
         given["mask"] = leaves[3] if len(leaves) == 4 else inputs.bias.double()
     out = fastattn.reference.attention(*leaves[:3], **given)
     gradients = torch.autograd.grad(out, leaves, inputs.dout.double())

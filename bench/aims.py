@@ -17,7 +17,7 @@ import torch
 
 from fastattn import native
 
-from . import ceilings, memory, modules, overhead, run, timing
+from . import ceilings, modules, peak_memory, run, timing, tiny_call
 from .cases import BACKWARD, BOTH, FORWARD, TRAINING, Case
 from .ceilings import Limits
 from .peers import BASELINE, PEERS, SUBJECT, chosen
@@ -55,13 +55,8 @@ class Target:
         return row | found | {"met": met}
 
 
-def follow(limits: Limits, names: Sequence[str] = ()) -> Iterator[Record]:
-    """Judge every target whose name contains one of `names`, or all; yield each as it is done."""
-    for target in selected(names):
-        yield target.judge(limits)
-
-
 def selected(names: Sequence[str] = ()) -> list[Target]:
+    """Every target whose name contains one of `names`, or all."""
     return [t for t in TARGETS if not names or any(name in t.name for name in names)]
 
 
@@ -156,15 +151,15 @@ def module(mode: str) -> Callable[[Limits], Record]:
 
 
 def extra_megabytes(limits: Limits) -> Record:
-    ours, theirs = memory.measure("cpu")
+    ours, theirs = peak_memory.measure("cpu")
     if ours["extra_bytes"] is None:
         return {"failed": True, "reason": ours["error"]}
     ratio = theirs["extra_bytes"] and theirs["extra_bytes"] / ours["extra_bytes"]
     return {"measured": ours["extra_bytes"] / 1e6, "ratio": ratio, "reason": ""}
 
 
-def tiny_call(limits: Limits) -> Record:
-    found = overhead.measure("cpu", chosen("cpu"))
+def call_microseconds(limits: Limits) -> Record:
+    found = tiny_call.measure("cpu", chosen("cpu"))
     us = {name: row["median_us"] for name, row in found["timings"][0]["peers"].items()}
     if SUBJECT not in us:
         return {"failed": True, "reason": found["errors"][SUBJECT]}
@@ -273,7 +268,7 @@ def _elsewhere() -> Iterator[Target]:
     ):
         yield Target(f"nn.MultiheadAttention E512 H8 N2048 {mode}", least, RATIO, module(mode))
     yield Target("extra memory: dropout N4096, forward+backward", 20.0, MB, extra_megabytes)
-    yield Target("overhead of a tiny call", 12.0, US, tiny_call)
+    yield Target("overhead of a tiny call", 12.0, US, call_microseconds)
 
 
 def _row(

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from .cases import BACKWARD, FORWARD
-from .peers import SUBJECT
-from .report import first_threads, ratio_at_limit, speedup_of, timing_of
+from .flushing import FLUSHED
+from .machine import words
+from .peers import BASELINE, SUBJECT
+from .printed import beyond, first_threads, ratio_at_limit, speedup_of, timing_of
 
 Result = dict[str, Any]
 SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind tells enough; the pictures have the rest
@@ -56,7 +58,7 @@ def _begin(name: str) -> str:
 
 def _caption(result: Result, source: Path) -> str:
     machine, version = result["machine"], result["versions"]["torch"]
-    where = machine["name"]
+    where = words(machine)
     if machine["device"] == "cpu":
         where += f", {machine['cpu']['isa']}, MKL path {machine['mkl']['path']}"
     return f"From `{source.name}` ({where}; torch {version}; {result['created'][:10]}):"
@@ -128,6 +130,7 @@ def targets(result: Result) -> Iterator[str]:
     for row in result["targets"]:
         value = "-" if row["measured"] is None else f"{row['measured']:.3g}"
         met = {True: "yes", False: "no", None: row["reason"]}[row["met"]]
+        met = "beyond this machine" if beyond(row) else met
         most = _at_limit(row)
         yield _row(row["name"], f"{row['rule']} {row['target']:g} {row['unit']}", value, most, met)
 
@@ -138,6 +141,23 @@ def _at_limit(row: Result) -> str:
     if row["unit"].startswith("%"):
         return ""
     return f"{most:.2f}" if most else ""
+
+
+def subnormals(result: Result) -> Iterator[str]:
+    """A row a cell: milliseconds as it is and flushed to zero, their ratio, and torch's."""
+    if not result["subnormals"]:
+        return
+    yield _row("one thread, ms", "as it is", "flushed to zero", "ratio [quartiles]", "torch")
+    yield _row(*["---"] * 5)
+    for row in result["subnormals"]:
+        name = f"{row['dtype']} {row['mask']}, {row['pass']}"
+        if row["status"] != "ok":
+            yield _row(name, "failed", "", "", "")
+            continue
+        ms, ratio = row["ms"], row["ratio"]
+        spread = f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
+        times = (f"{ms[x]:.1f}" if x in ms else "" for x in (SUBJECT, FLUSHED))
+        yield _row(name, *times, spread, f"{ms[BASELINE]:.1f}" if BASELINE in ms else "")
 
 
 def memory(result: Result) -> Iterator[str]:
@@ -163,4 +183,5 @@ TABLES: dict[str, tuple[str, Callable[[Result], Iterator[str]]]] = {
     "decode": ("decode", decode),
     "memory": ("memory", memory),
     "targets": ("targets", targets),
+    "subnormals": ("subnormals", subnormals),
 }

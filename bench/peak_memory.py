@@ -1,6 +1,6 @@
 """Extra memory of attention, forward and backward, each peer at each length in a fresh process.
 
-    python -m bench.memory fastattn cpu dropout 4096     prints the extra bytes at the peak
+    python -m bench.peak_memory fastattn cpu dropout 4096     prints the extra bytes at the peak
 
 The outputs and gradients count as extra; q, k, v, a mask and what the first call sets up do not.
 """
@@ -40,7 +40,7 @@ def measure(
 
 
 def _together(device: str, mask: str, n: int, peers: Sequence[str]) -> list[Record]:
-    python = [sys.executable, "-m", "bench.memory"]
+    python = [sys.executable, "-m", "bench.peak_memory"]
     probes = {
         name: subprocess.Popen([*python, name, device, mask, str(n)], cwd=ROOT, text=True, **PIPES)
         for name in peers

@@ -1,0 +1,99 @@
+"""What subnormal numbers cost: our call as it is, against the same call in a thread that flushes
+them to zero.
+
+A result below 1.2e-38 traps into microcode on Intel, some hundred cycles each, and softmax makes
+such numbers by the million: exp of a score far below its row's maximum, and what is multiplied by
+it. Kernels that make none cost the same either way. Flush-to-zero is a state of the thread, so that
+everything here runs on one. The cell "full" has no subnormals: how far its ratio is from 1 is the
+noise of the measurement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import run, timing
+from .cases import BOTH, FORWARD, Case
+from .masks import SUBNORMAL
+from .peers import BASELINE, PEERS, SUBJECT
+from .verify import Judge
+
+Record = dict[str, Any]
+FLUSHED = "flushed"
+MASKS = ("full", *SUBNORMAL)
+BOUND = 1.15  # as it is, over flushed
+QUIET = 0.1  # quartiles further apart, relative to the ratio, say nothing
+CLEAR = 1.5  # no busy neighbour does that to one side of interleaved rounds
+ATTEMPTS = 3
+SECONDS = 0.4
+
+
+@contextlib.contextmanager
+def flush_to_zero() -> Generator[None, None, None]:
+    """Subnormal operands and results are 0 in this thread, inside the block."""
+    if not torch.set_flush_denormal(True):
+        raise ValueError("this CPU cannot flush subnormal numbers to zero: nothing to compare with")
+    try:
+        yield
+    finally:
+        torch.set_flush_denormal(False)
+
+
+def cases(
+    dtypes: Sequence[str] = BOTH, masks: Sequence[str] = MASKS, n: int = 1024
+) -> Iterator[Case]:
+    for dtype in dtypes:
+        for mask in masks:
+            yield Case("cpu", dtype, mask, B=2, H=4, N=n, D=64)
+
+
+def measure(case: Case, what: str, seconds: float = SECONDS, rival: bool = True) -> Record:
+    """One cell: as it is, flushed and torch's, in interleaved rounds. A ratio over BOUND that is
+    not CLEAR is measured again, ATTEMPTS times in all, and the lowest is kept: a busy machine makes
+    ratios larger and smaller, slow kernels make them larger every time."""
+    peers = {SUBJECT: PEERS[SUBJECT], FLUSHED: PEERS[SUBJECT]} | (
+        {BASELINE: PEERS[BASELINE]} if rival else {}
+    )
+    contenders = {
+        name: run.Contender(
+            peer, case, flush_to_zero if name == FLUSHED else contextlib.nullcontext
+        )
+        for name, peer in peers.items()
+    }
+    judges = {case: Judge(case, gradients=what != FORWARD)}
+    found: list[Record] = []
+    while len(found) < ATTEMPTS:
+        heat = run.race(contenders, what, [(1, timing.THREAD_TIME)], seconds, judges)
+        record = _record(case, what, heat)
+        found.append(record)
+        if record["status"] != "ok" or not BOUND < record["ratio"]["median"] < CLEAR:
+            break
+    return min(found, key=lambda x: x["ratio"]["median"] if x["ratio"] else 0.0) | {
+        "attempts": len(found)
+    }
+
+
+def _record(case: Case, what: str, heat: run.Heat) -> Record:
+    reason = next((heat.verdicts[x].reason for x in (SUBJECT, FLUSHED)), "")
+    cell = {"dtype": case.dtype, "mask": case.mask, "N": case.N, "pass": what, "reason": reason}
+    if reason or not heat.laps:
+        return cell | {"status": "failed", "rounds": 0, "ms": {}, "ratio": None}
+    seconds = run.totals(heat.laps[0][2], what)
+    ms = {name: 1e3 * timing.quartiles(values)["median"] for name, values in seconds.items()}
+    ratio = run.ratio(seconds[SUBJECT], seconds[FLUSHED])
+    return cell | {"status": "ok", "rounds": len(seconds[SUBJECT]), "ms": ms, "ratio": ratio}
+
+
+def verdict(record: Record) -> str:
+    """ "ok", "slow", "noisy" where the rounds disagree too much to say, or "failed"."""
+    if record["status"] != "ok":
+        return "failed"
+    ratio = record["ratio"]
+    if ratio["median"] <= BOUND:
+        return "ok"
+    noisy = ratio["q1"] <= BOUND and ratio["q3"] - ratio["q1"] > QUIET * ratio["median"]
+    return "noisy" if noisy else "slow"
