@@ -15,7 +15,7 @@ flushing.py          what subnormal numbers cost
 aims.py              the targets, held against what is measured
 results.py comparison.py   a result file; two of them, cell by cell
 printed.py pages.py  the printed page; the tables of the README and of bench/results
-pictures.py lines.py heatmap.py growth.py   the pictures
+pictures.py glance.py lines.py heatmap.py growth.py   the pictures
 test_calls.py        ten calls for pytest-benchmark, one change against the one before
 commands.py __main__.py   what each command does; its options
 aot.py                    the compiled code of the GPU kernels, judged with no GPU

@@ -97,14 +97,14 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     plot.add_argument("file", type=Path)
     plot.add_argument("--output", type=Path, metavar="DIR", help="default: beside the file")
 
-    report = add("report", "write the pages' tables, and the pictures")
+    report = add("report", "write the results page's tables, and the pictures")
     report.add_argument("files", type=Path, nargs="+", metavar="FILE")
     report.add_argument(
         "--pages",
         type=Path,
         nargs="+",
         metavar="README.md",
-        help="write there; default: the two of this repository from files in bench/results, "
+        help="write there; default: bench/results/README.md from files beside it, "
         "only print the tables of others",
     )
     return parser, names

@@ -35,7 +35,7 @@ from .peers import BASELINE, SUBJECT, chosen
 from .results import Result
 
 Options = argparse.Namespace
-PAGES = [results.FOLDER.parent.parent / "README.md", results.FOLDER / "README.md"]
+PAGES = [results.FOLDER / "README.md"]
 
 
 def sweep(options: Options) -> int:

@@ -1,5 +1,5 @@
-"""The tables of the README and of bench/results, each between two comments that name it, from a
-result file."""
+"""The tables of bench/results/README.md, each between two comments that name it, from a result
+file."""
 
 from __future__ import annotations
 

@@ -8,13 +8,14 @@ from typing import Any
 
 from fastattn.examples.common import new_figure
 
-from . import growth, heatmap, lines
+from . import glance, growth, heatmap, lines
 
 Result = dict[str, Any]
 
 # suffix of the file: draws a result on a new figure, or returns why it cannot
 PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
     "": lines.draw,
+    "-glance": glance.draw,
     "-speedup": heatmap.draw,
     "-memory": growth.draw,
 }

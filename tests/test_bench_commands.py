@@ -17,6 +17,7 @@ from bench import (
     comparison,
     decoding,
     flushing,
+    glance,
     machine,
     pages,
     peak_memory,
@@ -25,9 +26,10 @@ from bench import (
     results,
 )
 from bench.__main__ import main
-from bench.cases import BACKWARD, FORWARD
+from bench.cases import BACKWARD, BOTH, FORWARD
 from bench.masks import MASKS, SUBNORMAL
 from bench.peers import BASELINE, SUBJECT
+from fastattn.examples.common import new_figure
 from tests.bench_helpers import LIMITS, case, cells, hurry, know_ceilings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -307,9 +309,24 @@ def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
 def test_plot_draws_every_picture(files):
     pytest.importorskip("matplotlib")
     assert main(["plot", str(files[0])]) == 0
-    for suffix in pictures.PICTURES:
+    for suffix in pictures.PICTURES.keys() - {"-glance"}:  # of longer lengths, in two dtypes
         picture = files[0].with_name(f"a{suffix}.png")
         assert picture.read_bytes().startswith(b"\x89PNG"), suffix
+
+
+def test_the_picture_of_the_readme_has_a_bar_for_each_feature_and_dtype():
+    pytest.importorskip("matplotlib")
+    (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
+    kept = results.read(path)
+    speed, extra = glance.draw(kept, new_figure).axes
+    assert len(speed.patches) == len(glance.NAMES) * len(BOTH) and len(extra.patches) == 2
+    widths = sorted(bar.get_width() for bar in speed.patches)
+    said = [text.get_text() for text in speed.texts]
+    assert f"{widths[-1]:.1f}×" in said and f"{widths[0]:.1f}×" in said and "torch = 1" in said
+    (alone,) = glance.draw(kept | {"memory": []}, new_figure).axes
+    assert len(alone.patches) == len(speed.patches)
+    rest = [c for c in kept["cells"] if c["mask"] != "window"]
+    assert glance.draw(kept | {"cells": rest}, new_figure) is None
 
 
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):

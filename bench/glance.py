@@ -1,0 +1,87 @@
+"""The picture of the README: how many times as fast as torch each feature trains, a pair of bars
+each, and beside it what a call keeps in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .cases import BOTH, TRAINING
+from .lines import COLORS, where
+from .masks import DROPOUT_P, WINDOW
+from .peers import BASELINE, SUBJECT
+from .printed import first_threads, speedup_of, timing_of
+
+Record = dict[str, Any]
+
+SHOWN_D, SHOWN_N = 64, 2048
+NAMES = {
+    "full": "plain",
+    "causal": "causal",
+    "window": f"causal, window of {WINDOW}",
+    "padding": "padding, ¼ of the keys",
+    "bias": "float mask",
+    "dropout": f"dropout {DROPOUT_P}",
+}
+SHADES = dict(zip(BOTH, ("#0b6e4f", "#6fbf9b")))
+BAR = 0.36  # of a row, for each of two dtypes
+
+
+def draw(result: Record, new: Callable[..., Any]) -> Any:
+    """The figure, or None where not every cell of SHOWN_N was measured in both dtypes."""
+    cells = [
+        c
+        for c in result["cells"]
+        if (c["pass"], c["D"], c["N"], c["M"]) == (TRAINING, SHOWN_D, SHOWN_N, SHOWN_N)
+    ]
+    threads = first_threads(cells)
+    ratios = {
+        (c["mask"], c["dtype"]): q["median"]
+        for c in cells
+        if (q := speedup_of(timing_of(c, threads)))
+    }
+    if not all((mask, dtype) in ratios for mask in NAMES for dtype in BOTH):
+        return None
+    memory = {x["peer"]: x for x in result["memory"] if x["extra_bytes"]}
+    panels = 2 if {SUBJECT, BASELINE} <= memory.keys() else 1
+    figure = new(9.4, 4.0)
+    figure.get_layout_engine().set(w_pad=0.12, wspace=0.08)
+    axes = figure.subplots(1, panels, width_ratios=(3, 1)[:panels], squeeze=False)[0]
+    _speed(axes[0], ratios)
+    if panels == 2:
+        _memory(axes[1], memory)
+    below = f"N = {SHOWN_N}, D = {SHOWN_D}; {where(result, threads)}"
+    figure.supxlabel(below, fontsize=8.5, color="#666666")
+    return figure
+
+
+def _speed(axis: Any, ratios: dict[tuple[str, str], float]) -> None:
+    rows = sorted(NAMES, key=lambda mask: ratios[mask, BOTH[1]])
+    for k, dtype in enumerate(BOTH):
+        values = [ratios[mask, dtype] for mask in rows]
+        places = [i + (0.5 - k) * BAR for i in range(len(rows))]
+        axis.barh(places, values, BAR * 0.92, color=SHADES[dtype], label=dtype)
+        for place, value in zip(places, values, strict=True):
+            axis.text(value + 0.12, place, f"{value:.1f}×", va="center", fontsize=9)
+    axis.axvline(1, color=COLORS[BASELINE], linewidth=1.6)
+    axis.text(1.12, len(rows) - 0.42, "torch = 1", color=COLORS[BASELINE], fontsize=9.5)
+    axis.set_ylim(-0.6, len(rows) - 0.1)
+    axis.set_yticks(range(len(rows)), [NAMES[mask] for mask in rows], fontsize=10)
+    axis.set_xticks([])
+    axis.tick_params(length=0)
+    axis.spines[["top", "right", "bottom"]].set_visible(False)
+    axis.legend(loc="lower right", frameon=False, fontsize=9.5)
+    axis.set_title("Times as fast as torch,\nforward and backward", fontsize=11, loc="left")
+
+
+def _memory(axis: Any, memory: dict[str, Record]) -> None:
+    peers = (SUBJECT, BASELINE)
+    values = [memory[peer]["extra_bytes"] / 1e6 for peer in peers]
+    axis.bar(peers, values, 0.62, color=[COLORS[peer] for peer in peers])
+    for i, value in enumerate(values):
+        axis.text(i, value + max(values) * 0.015, f"{value:.0f} MB", ha="center", fontsize=10)
+    axis.set_yticks([])
+    axis.tick_params(length=0, labelsize=10)
+    axis.spines[["top", "right", "left"]].set_visible(False)
+    row = memory[SUBJECT]
+    axis.set_title(f"Extra memory,\n{row['mask']}, N = {row['N']}", fontsize=11)
