@@ -77,7 +77,7 @@ class Triton:
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         out = token_major(t.q, (spec.B, spec.H, spec.M, spec.Dv), spec.dtype)
-        normaliser = t.q.new_empty((2, spec.B, spec.H, spec.M), dtype=spec.lse_dtype)
+        normaliser = t.q.new_empty((2, spec.B, spec.H, spec.M), dtype=spec.wide)
         if normaliser.numel():
             job = Job(spec, t)
             if job.splits:
