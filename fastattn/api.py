@@ -118,7 +118,7 @@ def attention_weights(
     if lse is None:
         undropped = {x: y for x, y in arguments.items() if x not in ("dropout_p", "seed")}
         with torch.no_grad():  # v has no columns: this pass is for its normaliser
-            _, normaliser = attend(q, k, k[..., :0], **undropped)
+            _, normaliser = attend(q, k, _no_columns(k), **undropped)
     else:
         check_lse(q, lse)
         normaliser = torch.stack([lse, torch.zeros_like(lse)])
@@ -130,6 +130,13 @@ def attention_weights(
         differentiate_lse=not constant,
         **arguments,
     )
+
+
+def _no_columns(k: Tensor) -> Tensor:
+    try:
+        return k[..., :0]
+    except (TypeError, IndexError, RuntimeError):
+        return k  # no tensor of keys: the checks say so
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:

@@ -73,6 +73,17 @@ def need(ok: bool, name: str, got: object, expected: str) -> None:
         raise ValueError(f"{name}: got {got}, expected {expected}")
 
 
+def need_dense(name: str, x: Tensor) -> None:
+    """Raise TypeError for a tensor whose values do not lie where strides say."""
+    if x.is_nested:
+        raise TypeError(
+            f"{name}: got a nested tensor, expected a dense one: torch.nested.to_padded_tensor "
+            "makes it, and key_lengths tells where each item ends"
+        )
+    if x.layout != torch.strided:
+        raise TypeError(f"{name}: got a {x.layout} tensor, expected a dense one: use to_dense()")
+
+
 def _present(t: Tensors) -> Iterator[tuple[str, Argument, Any]]:
     """The tensors that there are. q and k always: None breaks a rule."""
     for (name, argument), x in zip(ARGUMENTS.items(), t):
@@ -84,7 +95,7 @@ def _type(argument: Argument, x: object, optional: bool) -> None:
     name, kind = argument.public, "a torch.Tensor" + (" or None" if optional else "")
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected {kind}")
-    need(x.layout == torch.strided, f"{name}.layout", x.layout, "torch.strided: use to_dense()")
+    need_dense(name, x)
 
 
 def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype) -> None:
@@ -154,6 +165,7 @@ def check_lse(q: object, lse: object) -> None:
     """Raise unless `lse` is what attention(q, ..., return_lse=True) gives."""
     if not isinstance(lse, Tensor):
         raise TypeError(f"lse: got {type(lse).__name__}, expected a torch.Tensor or None")
+    need_dense("lse", lse)
     if not isinstance(q, Tensor) or q.ndim != 4:
         return  # the rules on q say so
     exact = wide(q.dtype)

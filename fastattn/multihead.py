@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from . import api
+from .check import need_dense
 
 
 def always_call_forward(module: nn.Module, args: tuple) -> None:
@@ -66,6 +67,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             self._check_nested(query, key, value, key_padding_mask, attn_mask)
             _check_hint(is_causal, attn_mask)
             return self._forward_nested(query, need_weights, average_attn_weights)
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            need_dense(name, x)
 
         batched = F._mha_shape_check(  # ty: ignore  (private: torch's own checks and texts)
             query, key, value, key_padding_mask, attn_mask, self.num_heads
@@ -272,6 +275,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 def _check_mask_kinds(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:
     for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
+        if mask is not None:
+            need_dense(name, mask)
         if mask is not None and mask.dtype != torch.bool and not torch.is_floating_point(mask):
             raise AssertionError(f"only bool and floating types of {name} are supported")
     if key_padding_mask is None or attn_mask is None or key_padding_mask.dtype == attn_mask.dtype:

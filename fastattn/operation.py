@@ -50,7 +50,7 @@ def plan(t: Tensors, o: Options) -> tuple[AttentionSpec, Backend]:
             key.append(None if x is None else (x.shape, x.dtype, x.device, x.layout))
         kind = tuple(key)
         return _plans[kind]
-    except (KeyError, AttributeError, TypeError):
+    except (KeyError, AttributeError, TypeError, RuntimeError):  # a nested tensor has no shape
         spec = describe(t, o)  # raises the readable error if the arguments were to blame
     backend = choose(spec, o.backend)
     if len(_plans) >= MAX_PLANS:

@@ -69,9 +69,10 @@ def _observed(tensors: Sequence[Tensor | None]) -> bool:
     for x in tensors:
         if x is None:
             continue
-        if type(x) not in PLAIN or x.is_meta or x.is_neg():
+        if type(x) not in PLAIN or x.is_neg() or x._is_zerotensor():
             return True
-    return False
+    q = tensors[0]
+    return q is not None and q.is_meta  # all others are as q is, or the checks refuse them
 
 
 def as_tuple(outs) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ import torch
 from torch import Size, Tensor, broadcast_shapes
 
 from .api import attention
+from .check import need_dense
 
 
 def scaled_dot_product_attention(
@@ -65,13 +66,16 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
 
 def _is_ordinary(q, k, v) -> bool:
     """4-D and of one shape, dtype and device: nothing to check or to arrange."""
-    return (
-        type(q) is type(k) is type(v) is Tensor
-        and q.shape == k.shape == v.shape
-        and q.ndim == 4
-        and q.dtype == k.dtype == v.dtype
-        and q.device == k.device == v.device
-    )
+    try:
+        return (
+            type(q) is type(k) is type(v) is Tensor
+            and q.shape == k.shape == v.shape
+            and q.ndim == 4
+            and q.dtype == k.dtype == v.dtype
+            and q.device == k.device == v.device
+        )
+    except RuntimeError:
+        return False  # a nested tensor has no shape
 
 
 def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
@@ -167,6 +171,7 @@ def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
     tensors = (("query", q), ("key", k), ("value", v), ("attn_mask", mask))
     for name, x in tensors[: 3 if mask is None else 4]:
         _need_type(isinstance(x, Tensor), name, "Tensor", x)
+        need_dense(name, x)
     _need_type(isinstance(dropout_p, (int, float)), "dropout_p", "float", dropout_p)
     _need_type(scale is None or isinstance(scale, (int, float)), "scale", "float", scale)
     if min(q.ndim, k.ndim, v.ndim) < 2:

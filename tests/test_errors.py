@@ -33,7 +33,7 @@ BAD = {
     "int q": (dict(q=torch.ones(B, H, M, D).int()), ValueError, "q.dtype.*int32"),
     "mixed dtypes": (dict(k=r(B, HK, N, D).double()), ValueError, "k.dtype.*float64"),
     "other device": (dict(k=r(B, HK, N, D, device="meta")), ValueError, "k.device.*meta"),
-    "sparse q": (dict(q=r(B, H, M, D).to_sparse()), (ValueError, RuntimeError), ""),
+    "sparse q": (dict(q=r(B, H, M, D).to_sparse()), TypeError, "q: got a torch.sparse_coo"),
     "mask is a list": (dict(mask=[[True]]), TypeError, "mask: got list"),
     "int mask": (dict(mask=torch.ones(M, N).int()), ValueError, "mask.dtype.*torch.bool"),
     "double mask": (dict(mask=r(M, N).double()), ValueError, "mask.dtype"),
