@@ -12,6 +12,7 @@ from torch import Tensor, is_grad_enabled
 from typing_extensions import Unpack  # torch depends on it
 
 from . import operators  # noqa: F401  roads lead to them
+from .advice import unknown_argument
 from .check import check_lse
 from .operation import ATTENTION, WEIGHTS
 from .roads import call
@@ -178,7 +179,7 @@ def prepare(
 ) -> tuple[Tensors, Options]:
     """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
     if unknown := arguments.keys() - DEFAULTS.keys():
-        raise TypeError(_advice(unknown.pop()))
+        raise TypeError(unknown_argument(min(unknown), DEFAULTS))
     given = DEFAULTS | arguments if arguments else DEFAULTS
     causal, window, seed, dropout_p = (given[x] for x in ("causal", "window", "seed", "dropout_p"))
     try:
@@ -199,11 +200,6 @@ def prepare(
         *(given["backend"] or "", grad),
     )
     return t, o
-
-
-def _advice(name: str) -> str:
-    """What to say of an argument that there is not."""
-    return f"got an unexpected keyword argument {name!r}, expected {', '.join(DEFAULTS)}"
 
 
 def _requires_grad(t: Tensors) -> bool:

@@ -22,7 +22,7 @@ FLOORS = (
     {"backends"},
     {"launcher"},
     {"backend", "native", "autotune", "gpu"},
-    {"check", "tuning", "flops", "elf"},
+    {"check", "tuning", "flops", "elf", "advice"},
     {"spec"},
     {"reference"},
 )

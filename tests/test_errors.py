@@ -1,10 +1,13 @@
 """Bad input raises at once and says what was got, what was expected, or what to do."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
 
 import fastattn
+from fastattn import advice
 
 B, H, HK, M, N, D, DV = 2, 4, 2, 5, 7, 3, 6
 BACKENDS = [None, *(name for name, why in fastattn.available_backends().items() if why is None)]
@@ -89,7 +92,11 @@ BAD = {
     "scale list": (dict(scale=[1.0]), TypeError, "scale"),
     "scale tensor": (dict(scale=torch.tensor(1.0)), TypeError, "scale"),
     "no such backend": (dict(backend="gpu"), ValueError, "backend: got 'gpu'.*cpu"),
-    "no such argument": (dict(bias=r(M, N)), TypeError, "bias"),
+    "no such argument": (dict(depth=1), TypeError, "'depth', expected one of mask, causal"),
+    "misspelt argument": (dict(key_length=1), TypeError, "'key_length', expected key_lengths"),
+    "torch's is_causal": (dict(is_causal=True), TypeError, "'is_causal', expected causal=True"),
+    "torch's attn_mask": (dict(attn_mask=r(M, N)), TypeError, "'attn_mask', expected mask: bool"),
+    "torch's enable_gqa": (dict(enable_gqa=True), TypeError, "fewer heads than q"),
 }  # fmt: skip
 
 
@@ -101,6 +108,19 @@ def test_bad_input(name, backend):
     for _ in range(2):
         with pytest.raises(kind, match=f"(?s){message}"):
             call(**(dict(backend=backend) | changes))
+
+
+def test_unknown_arguments_are_answered_by_every_call():
+    q, k, v = r(B, H, M, D), r(B, HK, N, D), r(B, HK, N, DV)
+    for function, tensors in (
+        (fastattn.attention, (q, k, v)),
+        (fastattn.explain, (q, k, v)),
+        (fastattn.attention_weights, (q, k)),
+    ):
+        with pytest.raises(TypeError, match="'is_causal', expected causal=True"):
+            function(*tensors, is_causal=True)
+    for name, instead in advice.INSTEAD.items():
+        assert name not in inspect.signature(fastattn.attention).parameters, instead
 
 
 @pytest.mark.parametrize("grads", [False, True])

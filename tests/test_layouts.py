@@ -6,7 +6,7 @@ import torch
 
 import fastattn
 
-BACKENDS = [name for name, why in fastattn.backends().items() if why is None]
+BACKENDS = [name for name, why in fastattn.available_backends().items() if why is None]
 B, H, M, N, D = 2, 4, 5, 7, 3
 
 # ------------------------------------------------------------------------------- other layouts

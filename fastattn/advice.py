@@ -1,0 +1,44 @@
+"""What is said to a keyword argument that there is not: what it is called here."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+_CAUSAL = 'causal=True (row i sees the keys up to i) or causal="bottom_right"'
+_MASK = "mask: bool, True = may attend, or float, added to the scores"
+_PADDING = "key_lengths, or mask: bool, True = may attend (the reverse of torch's padding masks)"
+_WINDOW = "window=(left, right)"
+_GROUPS = "no such argument: k and v may have fewer heads than q"
+INSTEAD = {  # what others call it -> what is expected here
+    "is_causal": _CAUSAL,
+    "attn_mask": _MASK,
+    "attention_mask": _MASK,
+    "attn_bias": _MASK,
+    "bias": _MASK,
+    "key_padding_mask": _PADDING,
+    "padding_mask": _PADDING,
+    "seq_lens": "key_lengths",
+    "enable_gqa": _GROUPS,
+    "num_kv_heads": _GROUPS,
+    "dropout": "dropout_p",
+    "softmax_scale": "scale",
+    "sm_scale": "scale",
+    "scaling": "scale",
+    "window_size": _WINDOW,
+    "sliding_window": _WINDOW,
+    "logits_soft_cap": "softcap",
+    "s_aux": "sinks",
+    "need_weights": "a call of attention_weights",
+    "return_weights": "a call of attention_weights",
+}
+
+
+def unknown_argument(name: str, known: Iterable[str]) -> str:
+    """A sentence; `known` are the names that there are."""
+    if name in INSTEAD:
+        expected = INSTEAD[name]
+    else:
+        close = difflib.get_close_matches(name, list(known), n=1)
+        expected = close[0] if close else f"one of {', '.join(known)}"
+    return f"got an unexpected keyword argument {name!r}, expected {expected}"
