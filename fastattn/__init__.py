@@ -1,6 +1,12 @@
 """Fused exact attention for PyTorch: every feature composes with every other."""
 
-from . import backends, nn, operators, reference  # noqa: F401  torch knows the operators by this
+from . import (
+    backends,
+    decomposition,  # noqa: F401  exporters know what the operators are made of by this
+    nn,
+    operators,  # noqa: F401  torch knows the operators by this
+    reference,
+)
 from .api import attention, attention_weights
 from .backend import available_backends
 from .conversion import convert, revert

@@ -87,7 +87,7 @@ def positions(M, N, causal, key_lengths, device) -> Tensor:
     i = torch.arange(M, device=device)[:, None]
     if causal != "bottom_right":
         return i[None, None]
-    ends = torch.tensor([N], device=device) if key_lengths is None else key_lengths.long()
+    ends = torch.full((1,), N, device=device) if key_lengths is None else key_lengths.long()
     return i + (ends - M)[:, None, None, None]
 
 
@@ -120,7 +120,7 @@ def softmax(s: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     the gradient of the branch not taken would be NaN.
     """
     B, H, M, _ = s.shape
-    sink = s.new_tensor(-torch.inf) if sinks is None else sinks.to(s)[:, None, None]
+    sink = s.new_full((), -torch.inf) if sinks is None else sinks.to(s)[:, None, None]
     logits = torch.cat([s, sink.expand(B, H, M, 1)], dim=-1)
     m = logits.detach().amax(-1, keepdim=True)
     m = torch.where(m == -torch.inf, 0.0, m)  # or -inf - (-inf) = NaN

@@ -1,0 +1,62 @@
+"""The operators made of torch's own, for exporters that know no others: torch.onnx.export.
+
+What the oracle does is what they get: exact, in O(M N) memory. They look into the table at the end;
+torch.compile and torch.export do not, and keep the operators whole.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+
+from . import operators  # noqa: F401  defines them
+from . import reference as oracle
+from .operation import ATTENTION, WEIGHTS
+from .spec import Options, Tensors
+
+N_TENSORS = len(Tensors._fields)
+
+
+def attention(*args) -> tuple[Tensor, Tensor]:
+    t, o = _wide(*args)
+    out, normaliser = oracle.attention(
+        *t[:3], **_score_arguments(t, o), sinks=t.sinks, return_normaliser=True
+    )
+    out = out.to(args[0].dtype).transpose(1, 2).contiguous().transpose(1, 2)  # stored (B,M,H,Dv)
+    return out, normaliser
+
+
+def weights(*args) -> Tensor:
+    t, o = _wide(*args)
+    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(t, o)), t.normaliser)
+    return (p.mean(dim=1) if o.average_heads else p).to(args[0].dtype)
+
+
+def _wide(*args) -> tuple[Tensors, Options]:
+    """An operator's arguments, with 16-bit tensors in float32."""
+    t, o = Tensors(*args[:N_TENSORS]), Options(*args[N_TENSORS:])
+    if o.dropout_p:
+        raise NotImplementedError(
+            f"dropout_p: got {o.dropout_p}, expected 0 where a graph of torch's own operators is "
+            "made: export the model after model.eval()"
+        )
+    wide = torch.promote_types(t.q.dtype, torch.float32)
+    v = None if t.v is None else t.v.to(wide)
+    return t._replace(q=t.q.to(wide), k=t.k.to(wide), v=v), o
+
+
+def _score_arguments(t: Tensors, o: Options) -> dict:
+    return dict(
+        mask=t.mask,
+        causal=o.causal or False,
+        window=(o.left, o.right),
+        key_lengths=t.lengths,
+        alibi_slopes=t.slopes,
+        softcap=o.softcap,
+        scale=o.scale,
+    )
+
+
+decomposition_table[ATTENTION.operator().default] = attention
+decomposition_table[WEIGHTS.operator().default] = weights
