@@ -1,5 +1,8 @@
 """Fused exact attention for PyTorch: every feature composes with every other."""
 
+from . import prerequisites  # noqa: F401
+
+# isort: split
 from . import (
     backends,
     decomposition,  # noqa: F401  exporters know what the operators are made of by this

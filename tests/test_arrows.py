@@ -24,7 +24,7 @@ FLOORS = (
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice"},
     {"spec"},
-    {"reference"},
+    {"reference", "prerequisites"},
 )
 FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
 

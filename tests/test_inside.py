@@ -111,6 +111,22 @@ def test_a_missing_library_is_a_reason():
     assert "does not load" in found["backends"]["cpu"]["reason"]
 
 
+@pytest.mark.parametrize("code", [["-m", "fastattn"], ["-c", "import fastattn"]], ids=" ".join)
+def test_without_torch_it_says_what_to_install(tmp_path, code):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('none', name='torch')")
+    path = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(fastattn.__file__))])
+    run = subprocess.run(
+        [sys.executable, *code],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert run.returncode == 1 and run.stdout == ""
+    *trace, sentence = run.stderr.strip().splitlines()
+    assert "pip install torch --index-url https://download.pytorch.org/whl/cpu" in sentence
+    assert code[0] == "-c" or not trace
+
+
 # ------------------------------------------------------------------------------------- explain
 
 
