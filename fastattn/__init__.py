@@ -4,7 +4,7 @@ from . import prerequisites  # noqa: F401
 
 # isort: split
 from . import (
-    backends,
+    backends,  # noqa: F401  they register themselves
     decomposition,  # noqa: F401  exporters know what the operators are made of by this
     nn,
     operators,  # noqa: F401  torch knows the operators by this
@@ -29,3 +29,14 @@ __all__ = [
     "revert",
     "scaled_dot_product_attention",
 ]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("fastattn")
+        except PackageNotFoundError:  # a folder on the path, not an installed package
+            return "unknown"
+    raise AttributeError(f"module 'fastattn' has no attribute {name!r}")

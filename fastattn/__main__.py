@@ -5,24 +5,19 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import native
+from . import __version__, native
 from .backend import available_backends
 from .explaining import support_table
 
 
 def report() -> dict:
     """Everything that decides how a call runs on this machine."""
-    try:
-        own = version("fastattn")
-    except PackageNotFoundError:
-        own = "not installed"
     cpu_down, cuda_down = native.cpu_unavailable(), native.cuda_unavailable()
     return {
-        "fastattn": own,
+        "fastattn": __version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),

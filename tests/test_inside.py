@@ -1,5 +1,6 @@
 """What the package says of itself: the report, explain, the log, the warning, explicit backends."""
 
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -79,6 +80,19 @@ def test_report_as_json_and_as_text():
     assert torch.__version__ in text
     for name in found["backends"]:
         assert name in text
+
+
+def test_the_version_is_that_of_the_installed_package(monkeypatch):
+    assert fastattn.__version__ == importlib.metadata.version("fastattn")
+    assert __main__.report()["fastattn"] == fastattn.__version__
+
+    def nameless(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nameless)
+    assert fastattn.__version__ == "unknown"
+    with pytest.raises(AttributeError, match="has no attribute 'version'"):
+        fastattn.version  # noqa: B018
 
 
 @needs_cpu
