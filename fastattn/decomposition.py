@@ -21,7 +21,7 @@ N_TENSORS = len(Tensors._fields)
 def attention(*args) -> tuple[Tensor, Tensor]:
     t, o = _wide(*args)
     out, normaliser = oracle.attention(
-        *t[:3], **_score_arguments(t, o), sinks=t.sinks, return_normaliser=True
+        *(t.q, t.k, t.given("v")), **_score_arguments(t, o), sinks=t.sinks, return_normaliser=True
     )
     out = out.to(args[0].dtype).transpose(1, 2).contiguous().transpose(1, 2)  # stored (B,M,H,Dv)
     return out, normaliser
@@ -29,7 +29,7 @@ def attention(*args) -> tuple[Tensor, Tensor]:
 
 def weights(*args) -> Tensor:
     t, o = _wide(*args)
-    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(t, o)), t.normaliser)
+    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(t, o)), t.given("normaliser"))
     return (p.mean(dim=1) if o.average_heads else p).to(args[0].dtype)
 
 

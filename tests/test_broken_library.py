@@ -83,7 +83,7 @@ OTHERS = {
     "unreadable": "cannot be read: Permission denied",
     "in an unreadable folder": "built: no ",
     "without the symbols": "undefined symbol: fa_",
-    "of another ABI": "has 8 bytes there and",
+    "of another ABI": "was built from another version of csrc/abi.h: the bytes of FaParams are 8",
 }
 
 OTHER_ABI = "\n".join(
