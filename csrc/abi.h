@@ -85,6 +85,7 @@ FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thr
 // are not made. With multiprocessors, those of the device, few rows on many keys are shared out
 // among them; with 0 never.
 FA_EXPORT int64_t fa_cuda_abi_size(void);
+FA_EXPORT int64_t fa_cuda_max_head_dim(void);  // FA_CUDA_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cuda_workspace(const struct FaParams* p, int64_t pass, int64_t multiprocessors);
 FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocessors);  // of the keys, in forward
 FA_EXPORT int64_t fa_cuda_run(const struct FaParams* p, int64_t pass, int64_t device,

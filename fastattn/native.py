@@ -113,6 +113,8 @@ class CudaLibrary(Library):
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
         self.check_abi("the bytes of FaParams are", self.entry("fa_cuda_abi_size", integer)(), SIZE)
+        head_dim = self.entry("fa_cuda_max_head_dim", integer)()
+        self.check_abi("the largest head dim is", head_dim, CUDA_MAX_HEAD_DIM)
 
 
 Loaded = TypeVar("Loaded", bound=Library)

@@ -16,6 +16,7 @@ bool decodes(const FaParams& p, int64_t multiprocessors) {
 extern "C" {
 
 int64_t fa_cuda_abi_size(void) { return sizeof(FaParams); }
+int64_t fa_cuda_max_head_dim(void) { return FA_CUDA_MAX_HEAD_DIM; }
 
 int64_t fa_cuda_splits(const FaParams* p, int64_t multiprocessors) {
   return decodes(*p, multiprocessors) ? fa::sm80::decode_splits(*p, multiprocessors) : 1;

@@ -10,7 +10,7 @@ namespace fa {
 // the products, have it in powers of two, so that one FMA does.
 template <bool general>
 FA_DEVICE float level_of(float score, float to_log2) {
-  return general ? score : score * to_log2;
+  return general ? score : ptx::rounded_product(score, to_log2);
 }
 
 // exp(score - level), where to_log2 makes scores powers of two.
@@ -35,7 +35,7 @@ template <bool general>
 FA_DEVICE Normaliser normaliser_of(float lse, float tail) {
   if (lse == -INFINITY) return {INFINITY, 0.0f};
   if (general) return {lse, tail};
-  const float level = lse * kLog2e;
+  const float level = ptx::rounded_product(lse, kLog2e);
   return {level, fmaf(lse, kLog2e, -level) + (lse * kLog2eRest + tail * kLog2e)};
 }
 

@@ -9,7 +9,7 @@
 #define FA_DEVICE __device__ __forceinline__
 
 #ifdef FA_EMULATED
-#define FA_SHARED_MEMORY(name) unsigned char* const name = ::emu::place->shared
+#define FA_SHARED_MEMORY(name) unsigned char* const name = ::emu::here->shared
 #define FA_EMULATED_OR(host, ...) host
 #else
 #define FA_SHARED_MEMORY(name) extern __shared__ __align__(1024) unsigned char name[]
@@ -39,6 +39,11 @@ FA_DEVICE float exp2(float x) {
 FA_DEVICE float log2(float x) {
   FA_EMULATED_OR(return ::log2f(x);,
                  float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;)
+}
+
+// x y, rounded: the compiler does not make it a part of an FMA.
+FA_DEVICE float rounded_product(float x, float y) {
+  FA_EMULATED_OR(return x * y;, return __fmul_rn(x, y);)
 }
 
 // Two elements, rounded to nearest even; the low half lies first in memory.

@@ -71,7 +71,7 @@ struct Barrier {
   Clocks clocks;  // of those who arrived
 };
 
-struct Block : Place {
+struct Block : Here {
   size_t shared_bytes = 0;
   std::vector<unsigned char> memory;
   std::vector<Fiber> fibers;

@@ -48,14 +48,14 @@ struct Thread {
   uint3 index;
   int id, warp, lane;  // in the block, of the block, in the warp
 };
-struct Place {
+struct Here {
   uint3 block;
   dim3 block_size, grid_size;
   unsigned char* shared;
 };
 // __thread, not thread_local: no initialiser runs at each use, and fibers never change OS threads.
 extern __thread Thread* self;
-extern __thread Place* place;
+extern __thread Here* here;
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
@@ -115,9 +115,9 @@ T shuffle(uint32_t mask, T value, int from) {
 }  // namespace emu
 
 #define threadIdx (::emu::self->index)
-#define blockIdx (::emu::place->block)
-#define blockDim (::emu::place->block_size)
-#define gridDim (::emu::place->grid_size)
+#define blockIdx (::emu::here->block)
+#define blockDim (::emu::here->block_size)
+#define gridDim (::emu::here->grid_size)
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from) {

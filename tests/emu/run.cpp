@@ -27,7 +27,7 @@ extern "C" void emu_switch(void** save, void* load);
 namespace emu {
 
 __thread Thread* self;
-__thread Place* place;
+__thread Here* here;
 __thread Block* block;
 Options options;
 Report report;
@@ -162,7 +162,7 @@ void run_block(const std::function<void()>& body, dim3 grid, dim3 size, uint3 at
                unsigned char* stacks) {
   Block running;
   block = &running;
-  place = &running;
+  here = &running;
   running.block = at;
   running.block_size = size;
   running.grid_size = grid;
@@ -197,7 +197,7 @@ void run_block(const std::function<void()>& body, dim3 grid, dim3 size, uint3 at
   }
   report.blocks++;
   block = nullptr;
-  place = nullptr;
+  here = nullptr;
   self = nullptr;
 }
 

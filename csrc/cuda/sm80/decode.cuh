@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
     const int64_t at = key_warp * F::kRows + row + 8 * half;
     const float sum = row_sum(state.sum[half]);
     if (first_column + column == 0) {
-      parts.level[at] = state.level[half];
+      parts.level[at] = level_of<F::kGeneral>(state.max[half], to_log2);
       parts.sum[at] = sum;
     }
     float* const to = parts.out + at * F::kPartWidth + first_column + column;

@@ -7,7 +7,7 @@
 namespace fa {
 namespace sm80 {
 
-// kD and kDv are what the head dims are padded to; a plain kernel knows scale, band and sinks only.
+// kD and kDv are what the head dims are padded to; a plain kernel knows scale and band only.
 template <class Type_, int kD_, int kDv_, bool kGeneral_>
 struct Forward {
   using Type = Type_;
@@ -26,7 +26,7 @@ struct Forward {
 // The rows' outputs and normalisers, from lanes to global memory.
 template <class F>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
-                     Accumulator<F::kDv>& out) {
+                     Accumulator<F::kDv>& out, float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float sum = row_sum(state.sum[half]);
@@ -38,7 +38,8 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int colum
     for (int n = 0; n < F::kDv / 8; ++n)
       to.store(8 * n + column, out[n][2 * half] * inverse, out[n][2 * half + 1] * inverse);
     if (column == 0)
-      Normalisers(p, b, h).template store<F::kGeneral>(i, state.level[half], sum);
+      Normalisers(p, b, h).template store<F::kGeneral>(
+          i, level_of<F::kGeneral>(state.max[half], to_log2), sum);
   }
 }
 
@@ -69,13 +70,11 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const uint32_t q_tile = ptx::shared_address(memory);
 
   Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-  if (p.sinks.data) {  // one more logit, counted by one of the four lanes of a row
+  if (F::kGeneral && p.sinks.data) {  // one more logit, counted by one of the four lanes of a row
     const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
-    const float level = level_of<F::kGeneral>(sink, kLog2e);
-    const bool counts = column == 0 && sink != -INFINITY;
     for (int half = 0; half < 2; ++half) {
-      state.level[half] = level;
-      state.sum[half] = counts ? exponential<F::kGeneral>(sink, level, kLog2e) : 0.0f;
+      state.max[half] = sink;
+      state.sum[half] = column == 0 && sink != -INFINITY ? 1.0f : 0.0f;
     }
   }
   Accumulator<F::kDv> out = {};
@@ -119,7 +118,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
     ptx::block_sync("forward: all are done with this tile");
   }
   ptx::copies_wait<0>("forward: nothing is on its way");
-  store<F>(p, b, h, row, column, state, out);
+  store<F>(p, b, h, row, column, state, out, to_log2);
 }
 
 }  // namespace sm80

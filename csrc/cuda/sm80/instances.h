@@ -7,8 +7,7 @@ namespace fa {
 namespace sm80 {
 
 // Does something other than a positive scale and a band change the scores or the weights? Plain
-// kernels take the maximum of products, which another scale does not keep. All passes of a call
-// go by this rule, so that they have the same scores, but weights backward: it is always general.
+// kernels take the maximum of products, which another scale does not keep.
 inline bool is_general(const FaParams& p) {
   return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
          !(static_cast<float>(p.scale) > 0);
@@ -36,7 +35,7 @@ int with_dims(const FaParams& p, Use use) {
   if (d <= 128) return use(Dims<128, 128>());
   if (d <= 192 && p.Dv <= 128) return use(Dims<192, 128>());
   if (d <= 192) return use(Dims<192, 192>());
-  return use(Dims<256, 256>());
+  return use(Dims<FA_CUDA_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM>());
 }
 
 }  // namespace sm80

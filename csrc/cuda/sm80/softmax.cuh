@@ -5,11 +5,10 @@
 namespace fa {
 namespace sm80 {
 
-// The level of two rows, that of their running maximum, and the sum of their weights above it; the
-// sum of this lane's columns alone. The level is rounded once and compared with itself from then
-// on: where it stays, nothing is rescaled.
+// The running maximum of two rows, and the sum of their weights above its level; the sum of this
+// lane's columns alone.
 struct Softmax {
-  float level[2], sum[2];
+  float max[2], sum[2];
 };
 
 // s += rows times keys, those from 16 at on of a tile. left(d): columns 16 d to 16 d + 15 of the
@@ -40,15 +39,15 @@ template <bool general, int n, int columns>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float max = -INFINITY;
+    float max = state.max[half];
 #pragma unroll
     for (int j = 0; j < n; ++j) max = fmaxf(max, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
     max = fmaxf(max, ptx::shuffle_xor(max, 1));
     max = fmaxf(max, ptx::shuffle_xor(max, 2));
-    const float highest = fmaxf(state.level[half], level_of<general>(max, to_log2));
     // A row that has seen nothing: -inf - -inf would be NaN.
-    const float level = highest == -INFINITY ? 0.0f : highest;
-    const float decay = rescale<general>(state.level[half], level);
+    const float level = level_of<general>(max == -INFINITY ? 0.0f : max, to_log2);
+    // Both are rounded alike: where the maximum stays, nothing is rescaled.
+    const float decay = rescale<general>(level_of<general>(state.max[half], to_log2), level);
     float sum = state.sum[half] * decay;
 #pragma unroll
     for (int j = 0; j < n; ++j)
@@ -62,7 +61,7 @@ FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4]
       out[d][2 * half] *= decay;
       out[d][2 * half + 1] *= decay;
     }
-    state.level[half] = highest;
+    state.max[half] = max;
     state.sum[half] = sum;
   }
 }
