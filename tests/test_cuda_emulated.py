@@ -9,6 +9,7 @@ from cases import DTYPES, PAIRS, PLAIN, SINGLES, Dims, build, name_of, negative_
 from emulated import DTYPES as NAMES
 from emulated import everywhere, survivors
 from emulator import KERNELS, SCHEDULES, needs_emulator
+from far_logits import complaints, far_logits
 from judge import Verdict
 from runners import passed
 
@@ -124,6 +125,16 @@ def test_every_schedule_gives_the_same_bits(emulated, features, schedule, lazy):
         emulated.options = dict(schedule=schedule, lazy=lazy, seed=seed)
         found = problem.run(fastattn.attention)
         assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+@every_dtype
+@pytest.mark.parametrize("decode", [False, True], ids=["rows", "decode"])
+def test_plain_kernels_know_what_the_lse_lost(emulated, decode, dtype):
+    """Where q.k is far from zero. tests/test_hard_values.py has what a mask takes there."""
+    emulated.sm_count = 132 * decode
+    sizes = dict(M=1, N=300, H=4) if decode else dict(M=37, N=150)
+    passed(list(complaints(far_logits(DTYPES[dtype], **sizes))))
+    assert decode == any("combine: the warps' sums are there" in x.sites for x in emulated.findings)
 
 
 def test_dropout_is_that_of_the_other_backends():

@@ -168,7 +168,7 @@ def test_rows_of_finfo_min(name, dtype):
 
 # The backends whose backward pass and weights have the normaliser in two numbers: of "reference",
 # "cpu", "triton" (in its interpreter) and "cuda" (in the emulator).
-TWO_NUMBERS = ()
+TWO_NUMBERS = ("reference", "cpu", "triton", "cuda")
 FAR = [
     pytest.param(
         name,

@@ -11,11 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import far_logits
 import pytest
 import torch
 from cases import FEATURE, build, negative_logits, square
+from far_rows import far_problem
 from judge import Verdict
 from runners import INTERPRETED, every_backend
+from test_weights import about_weights
 
 import fastattn
 from fastattn.backends import triton as backend
@@ -145,6 +148,51 @@ last split dropped: decode.py: decode
 packed rows share one head: decode.py: decode
 -hk * call.group + tl.where(real, r // call.M, 0)
 +hk * call.group + 0 * r
+sums not rescaled by the sink: softmax.py: far_sinks
+-decay = rescale(m, pivot, F)
++decay = rescale(pivot, pivot, F)
+no tail from forward: softmax.py: far_rows
+-tl.where(tl.abs(lse) < float("inf"), tail, 0.0)
++tl.where(tl.abs(lse) < 0, tail, 0.0)
+no tail from decode: decode.py: far_query
+-row < all_rows, lse, tail, call)
++row < all_rows, lse, 0 * tail, call)
+tail of another row: softmax.py: far_rows
+-call.H, call.M) + row, tail
++call.H, call.M) + row // 2, tail
+tail added to scores: score.py: far_rows
+-((s - level) - rest) * LOG2E
++((s - level) + rest) * LOG2E
+tail added to the LSE first: score.py: far_rows
+-((s - level) - rest) * LOG2E
++(s - (level + rest)) * LOG2E
+dq without the tail: backward.py: far_rows
+-(level[:, None], rest[:, None]), row_delta
++(level[:, None], 0 * rest[:, None]), row_delta
+dk and dv without the tail: backward.py: far_rows
+-(level[None, :], rest[None, :])
++(level[None, :], 0 * rest[None, :])
+mask gradient without the tail: backward.py: far_rows
+-levels = (level[:, None], rest[:, None])
++levels = (level[:, None], 0 * rest[:, None])
+weights without the tail: weights.py: far_weights
+-rest[:, None]), call, F)
++0 * rest[:, None]), call, F)
+tail dropped in base two: score.py: far_logits
+-(lse * LOG2E_REST + rest * LOG2E)
++(lse * LOG2E_REST)
+rounding of the level dropped: score.py: far_logits
+-rest = fma(lse, LOG2E, -level) +
++rest = 0 * level +
+log2(e) is of 24 bits: score.py: far_logits
+-(lse * LOG2E_REST + rest * LOG2E)
++(rest * LOG2E)
+tail in base two added to scores: score.py: far_logits
+--level) - rest)
++-level) + rest)
+tail of the sum alone: softmax.py: far_logits
+-(fma(-lse, LOG2E, m) - lse * LOG2E_REST + log2_l) * LN2
++0 * lse
 """
 
 
@@ -162,7 +210,9 @@ FAULT = dict(faults())
 
 def problems(names):
     """The case of that name, and its negative-logit probe."""
-    if names == "decode":
+    if names in FAR:
+        yield far_problem(FAR[names], "-1e9", "float32")
+    elif names == "decode":
         yield build(square(2, 2, 200, 16), (FEATURE["one_query"], FEATURE["gqa"]), torch.float32)
     else:
         features = tuple(FEATURE[name] for name in names.split("+") if name != "plain")
@@ -184,9 +234,18 @@ def infinities_spread():
     return not all(x.isfinite().all() for x in found.values())
 
 
+# Rows far from zero, which the tail of the normaliser is for: by a mask, or by q.k.
+FAR = {"far_rows": "some rows", "far_query": "one query", "far_sinks": "sinks"}
+
+
 def notices(names):
     if names == "infinite_key":
         return infinities_spread()
+    if names == "far_logits":
+        return any(far_logits.complaints(far_logits.far_logits(torch.float32), "triton"))
+    if names == "far_weights":
+        problem = far_problem("some rows", "-1e9", "float32")
+        return any(about_weights("triton", problem, average=False))
     for problem in problems(names):
         verdict = verdicts.setdefault(problem.name, None) or Verdict(problem)
         verdicts[problem.name] = verdict
@@ -238,6 +297,20 @@ def test_a_fault_is_noticed(name, what, kernels_in, tmp_path):
     (folder / fault.file).write_text(text.replace(fault.old, fault.new))
     kernels_in(folder)
     assert any(notices(names) for names in fault.seen_by), f"{what}: nobody noticed"
+
+
+@every_backend
+def test_the_gradient_of_sinks_without_the_tail_is_noticed(name, monkeypatch):
+    """It is no kernel's."""
+    right = backend.Job.sink_gradient
+
+    def forgetful(job):
+        job.normaliser = torch.stack((job.normaliser[0], torch.zeros_like(job.normaliser[1])))
+        return right(job)
+
+    assert not notices("far_sinks")
+    monkeypatch.setattr(backend.Job, "sink_gradient", forgetful)
+    assert notices("far_sinks")
 
 
 @every_backend

@@ -127,7 +127,8 @@ def test_lse_of_the_forward_gives_the_same_weights(name):
     _, lse = fastattn.attention(q, k, v, causal=True, return_lse=True, backend=name)
     given = fastattn.attention_weights(q, k, lse=lse, causal=True, backend=name)
     found = fastattn.attention_weights(q, k, causal=True, backend=name)
-    assert torch.equal(given, found)
+    # Given is the LSE alone, without what its rounding lost.
+    torch.testing.assert_close(given, found, rtol=2e-6, atol=0)
     torch.testing.assert_close(given.sum(-1), torch.ones(2, 2, 35))
 
 

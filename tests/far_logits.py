@@ -1,0 +1,42 @@
+"""Rows whose logits are all near 2^20, by q.k itself: beside them a float32 LSE counts in steps of
+1/8, and what its rounding lost decides on every weight of the row. Plain kernels make such rows;
+tests/far_rows.py has those that a mask takes far from zero.
+
+The logits are whole numbers, exact in every dtype: the float64 oracle has the same.
+"""
+
+import torch
+from cases import Dims, build
+
+import fastattn
+
+SIZE = 2**10  # of q and of k, in a column of their own
+
+
+def far_logits(dtype, M=37, N=70, H=2, Hk=1):
+    """Logits of 2^20 - 1, 2^20 and 2^20 + 1; the other columns of q and k never meet."""
+    problem = build(Dims(1, H, Hk, M, N, 16, 16), (), dtype)
+    problem.q[..., 8:], problem.k[..., 2:8] = 0, 0
+    problem.q[..., 0], problem.k[..., 0] = SIZE, SIZE
+    problem.q[..., 1], problem.k[..., 1] = 1, torch.arange(N) % 3 - 1
+    problem.kwargs |= dict(scale=1.0)
+    problem.name += ":far_logits"
+    return problem
+
+
+def complaints(problem, backend=None):
+    """About out, dk, dv and the weights. In dq the large column drowns what is beside it."""
+    tolerance = 1e-4 if problem.q.dtype == torch.float32 else 2e-2
+    wide = problem.to(torch.float64)
+    exact, found = wide.run(fastattn.reference.attention), problem.run(attention(backend))
+    kwargs = dict(scale=1.0)
+    exact["weights"] = torch.softmax(wide.q @ wide.k.mT, -1)
+    found["weights"] = fastattn.attention_weights(problem.q, problem.k, **kwargs, backend=backend)
+    for name in ("out", "dk", "dv", "weights"):
+        error = (found[name].double() - exact[name]).abs().max() / exact[name].abs().max()
+        if not error <= tolerance:
+            yield f"{problem.name} {name}: relative error {error:.3g}, over {tolerance}"
+
+
+def attention(backend):
+    return lambda *tensors, **kwargs: fastattn.attention(*tensors, **kwargs, backend=backend)
