@@ -40,8 +40,9 @@ def test_the_example_runs():
 
 def test_every_argument_has_its_row():
     parameters = inspect.signature(fastattn.attention).parameters.values()
-    has = [(f"`{x.name}`", f"`{x.default}`") for x in parameters if x.kind == x.KEYWORD_ONLY]
-    assert [tuple(row[:2]) for row in rows(README, "The arguments of `attention`")] == has
+    has = {(f"`{x.name}`", f"`{x.default}`") for x in parameters if x.kind == x.KEYWORD_ONLY}
+    told = [tuple(row[:2]) for row in rows(README, "The arguments of `attention`")]
+    assert set(told) == has and len(told) == len(has)
 
 
 def test_every_environment_variable_has_its_row():
@@ -58,3 +59,10 @@ def test_every_environment_variable_has_its_row():
 def test_every_link_leads_somewhere(page):
     for link in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", [README, CONTRIBUTING, ROOT / "bench" / "README.md"], ids=str)
+def test_every_make_target_named_is_one(page):
+    rules = re.findall(r"^([a-z][a-z -]*):", (ROOT / "Makefile").read_text(), flags=re.M)
+    named = re.findall(r"(?:^|`)make ([a-z][a-z-]*)", page.read_text(), flags=re.M)
+    assert named and set(named) <= {target for rule in rules for target in rule.split()}
