@@ -48,6 +48,15 @@ def weak_softcap(dtype):
         yield replace(problem, kwargs=problem.kwargs | dict(softcap=1e4), name="softcap 1e4")
 
 
+def triangles(dtype):
+    """Bool masks whose first row shows every key or nearly none: what rows see is their own."""
+    for upper in (False, True):
+        problem = build(Dims(1, 2, 1, 37, 150, 8, 8), (), dtype)
+        mask = torch.ones(37, 150, dtype=torch.bool)
+        mask = mask.triu() if upper else mask.tril()
+        yield replace(problem, kwargs=dict(mask=mask), name="triu" if upper else "tril")
+
+
 def far_draws(dtype):
     """Dropout of rows, keys, heads and items with large numbers."""
     for dims in (Dims(1, 1, 1, 70_000, 4, 2, 2), Dims(1, 1, 1, 2, 70_000, 2, 2)):
@@ -70,19 +79,17 @@ def grouped_rows(dtype):
 
 def far_rows(dtype):
     """Rows that a mask takes far from zero."""
-    name = next(x for x, y in NAMES.items() if y == dtype)
-    yield from (
-        far_problem(title, "-1e9", name) for title in ("left padding", "one query", "sinks")
-    )
+    name = next(x for x, y in DTYPES.items() if y == dtype)
+    for title in ("left padding", "one query", "sinks"):
+        yield far_problem(title, "-1e9", name)
 
 
-NAMES = {"float32": torch.float32, "float64": torch.float64}
-NAMES |= {"bfloat16": torch.bfloat16, "float16": torch.float16}
 SLICES = {
     "length_edges": length_edges,
     "far_bands": far_bands,
     "band_widths": band_widths,
     "weak_softcap": weak_softcap,
+    "triangles": triangles,
     "far_draws": far_draws,
     "grouped_rows": grouped_rows,
 }

@@ -62,9 +62,9 @@ whole blocks by their first row: band.h: left_window
 kept values not scaled: philox.h: dropout
 -1.0 / (1.0 - p)};
 +1.0};
-p = 1 keeps some: philox.h: dropout_of_all
+p = 1 keeps all: philox.h: dropout_of_all
 -if (p >= 1.0) return {0xFFFFFFFFu, 0.0};
-+if (p >= 1.0) return {0xFFFFFFFFu, 1.0};
++if (p >= 1.0) return {0, 1.0};
 nine rounds: philox.h: dropout
 -constexpr int rounds = 10;
 +constexpr int rounds = 9;
@@ -77,7 +77,7 @@ the last keys of a block lost: cpu/tile.h: plain
 padding looked up in the first key alone: cpu/tile.h: padding_mask
 -!= first) return Shown::some;
 +!= first) continue;
-a row's mask taken for padding: cpu/tile.h: bool_mask
+a row's mask taken for padding: cpu/tile.h: triangles
 -a.dtype != FA_BOOL || a.row != 0)
 +a.dtype != FA_BOOL)
 ALiBi's sign: cpu/tile.h: alibi
