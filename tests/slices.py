@@ -7,7 +7,7 @@ faults name the slice that catches each (test_cpu_mutants.py).
 from dataclasses import replace
 
 import torch
-from cases import FEATURE, Dims, build, negative_logits, square
+from cases import DTYPES, FEATURE, Dims, build, negative_logits, square
 from far_rows import far_problem
 
 
