@@ -12,28 +12,31 @@ from torch._decomp import decomposition_table
 
 from . import operators  # noqa: F401  defines them
 from . import reference as oracle
+from .backends.reference import score_arguments
+from .check import describe
 from .operation import ATTENTION, WEIGHTS
-from .spec import Options, Tensors
+from .spec import AttentionSpec, Options, Tensors
 
 N_TENSORS = len(Tensors._fields)
 
 
 def attention(*args) -> tuple[Tensor, Tensor]:
-    t, o = _wide(*args)
+    t, spec = _wide(*args)
+    given = score_arguments(spec, t)
     out, normaliser = oracle.attention(
-        *(t.q, t.k, t.given("v")), **_score_arguments(t, o), sinks=t.sinks, return_normaliser=True
+        *(t.q, t.k, t.given("v")), **given, sinks=t.sinks, return_normaliser=True
     )
     out = out.to(args[0].dtype).transpose(1, 2).contiguous().transpose(1, 2)  # stored (B,M,H,Dv)
     return out, normaliser
 
 
 def weights(*args) -> Tensor:
-    t, o = _wide(*args)
-    p = oracle.weights(oracle.scores(t.q, t.k, **_score_arguments(t, o)), t.given("normaliser"))
-    return (p.mean(dim=1) if o.average_heads else p).to(args[0].dtype)
+    t, spec = _wide(*args)
+    p = oracle.weights(oracle.scores(t.q, t.k, **score_arguments(spec, t)), t.given("normaliser"))
+    return (p.mean(dim=1) if spec.average_heads else p).to(spec.dtype)
 
 
-def _wide(*args) -> tuple[Tensors, Options]:
+def _wide(*args) -> tuple[Tensors, AttentionSpec]:
     """An operator's arguments, with 16-bit tensors in float32."""
     t, o = Tensors(*args[:N_TENSORS]), Options(*args[N_TENSORS:])
     if o.dropout_p:
@@ -43,19 +46,7 @@ def _wide(*args) -> tuple[Tensors, Options]:
         )
     wide = torch.promote_types(t.q.dtype, torch.float32)
     v = None if t.v is None else t.v.to(wide)
-    return t._replace(q=t.q.to(wide), k=t.k.to(wide), v=v), o
-
-
-def _score_arguments(t: Tensors, o: Options) -> dict:
-    return dict(
-        mask=t.mask,
-        causal=o.causal or False,
-        window=(o.left, o.right),
-        key_lengths=t.lengths,
-        alibi_slopes=t.slopes,
-        softcap=o.softcap,
-        scale=o.scale,
-    )
+    return t._replace(q=t.q.to(wide), k=t.k.to(wide), v=v), describe(t, o)
 
 
 decomposition_table[ATTENTION.operator().default] = attention

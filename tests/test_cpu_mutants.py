@@ -148,13 +148,13 @@ tanh by the far formula near 0: cpu/simd.h: weak_softcap
 tanh's sign: cpu/simd.h: softcap
 -return x < R(0) ? -t : t;
 +return t;
-heads taken for alike in spite of a mask: cpu/decode.h: decode+head_bias_grad
+heads taken for alike in spite of a mask: cpu/tile.h: decode+head_bias_grad
 -(p.mask.stride[1] == 0 && p.mask.stride[2] == 0)
 +(p.mask.stride[2] == 0)
-heads taken for alike in spite of ALiBi: cpu/decode.h: decode+alibi
--p.M == 1 && !p.slopes.data && p.dropout_p == 0
-+p.M == 1 && p.dropout_p == 0
-heads taken for alike in spite of dropout: cpu/decode.h: decode+dropout
+heads taken for alike in spite of ALiBi: cpu/tile.h: decode+alibi
+-return !p.slopes.data && p.dropout_p == 0 &&
++return p.dropout_p == 0 &&
+heads taken for alike in spite of dropout: cpu/tile.h: decode+dropout
 -!p.slopes.data && p.dropout_p == 0 &&
 +!p.slopes.data &&
 the last chunk of keys dropped: cpu/decode.h: decode

@@ -33,9 +33,7 @@ struct Decode {
 
   // How many heads are lanes of one tile: all, where nothing but q tells their scores apart.
   static int64_t heads_per_tile(const FaParams& p) {
-    const bool alike = p.M == 1 && !p.slopes.data && p.dropout_p == 0 &&
-                       (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
-    return alike ? std::clamp<int64_t>(group(p), 1, W) : 1;
+    return p.M == 1 && heads_alike(p) ? std::clamp<int64_t>(group(p), 1, W) : 1;
   }
 
   struct Lanes {  // of one tile: rows of one head, or the one row of several

@@ -48,6 +48,12 @@ FA_INLINE Shown shown(const FaParams& p, const Rows& rows, const Keys& keys) {
   return first ? Shown::all : Shown::none;
 }
 
+// Are a product and its key all that the score of a row hangs on, whatever the head?
+FA_INLINE bool heads_alike(const FaParams& p) {
+  return !p.slopes.data && p.dropout_p == 0 &&
+         (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
+}
+
 FA_INLINE bool capped(const FaParams& p) { return p.softcap > 0; }
 
 // The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its

@@ -55,7 +55,7 @@ class Reference:
             w.q,
             w.k,
             w.given("v"),
-            **_score_arguments(spec, w),
+            **score_arguments(spec, w),
             sinks=w.sinks,
             dropout_p=spec.dropout_p,
             seed=w.seed,
@@ -102,7 +102,7 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
     return t._replace(q=q, k=k, v=v, lengths=lengths)
 
 
-def _score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
+def score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
     """The oracle's arguments for scores; causal is already the right edge of the window."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
     return dict(
@@ -129,7 +129,7 @@ def _heads(x: Tensor, t: Tensors) -> Tensor:
 
 def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | float]:
     """P = exp(S - normaliser), and what dropout multiplies it by."""
-    s = oracle.scores(t.q, t.k, **_score_arguments(spec, t))
+    s = oracle.scores(t.q, t.k, **score_arguments(spec, t))
     p = oracle.weights(s, t.given("normaliser"))
     return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed)
 
