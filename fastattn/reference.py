@@ -65,7 +65,7 @@ def scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale
     if key_lengths is not None:
         keep = keep & within(key_lengths, N)[:, None, None]
         k = k.masked_fill(~within(key_lengths, N)[:, None, :, None], 0)  # NaN there must not matter
-    s = q @ k.mT * ((1 / math.sqrt(D) if D else 1.0) if scale is None else scale)
+    s = q @ k.mT * scale_of(D, scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
@@ -75,6 +75,18 @@ def scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale
     elif mask is not None:
         s = s + mask.to(s)
     return s.masked_fill(~keep, -torch.inf)
+
+
+def scale_of(D: int, scale: float | None) -> float:
+    return (1 / math.sqrt(D) if D else 1.0) if scale is None else scale
+
+
+def derivative(q, k, *, softcap, scale, **others) -> Tensor | float:
+    """Of a score by q.k, for k as the query heads see it: (B,H,M,N), or one number for all."""
+    factor = scale_of(q.shape[3], scale)
+    if softcap is not None:
+        return factor * (1 - torch.tanh(q @ k.mT * (factor / softcap)) ** 2)
+    return factor
 
 
 def within(key_lengths: Tensor, N: int) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference as oracle
 from ..backend import Support, check_lengths, register, token_major
 from ..check import DTYPES
-from ..spec import UNLIMITED, AttentionSpec, Feature, Tensors
+from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tensors
 
 
 def _without_autocast(method):
@@ -31,18 +31,7 @@ class Reference:
         devices=None,
         dtypes=frozenset(DTYPES),
         max_head_dim=None,
-        features=(
-            Feature.BAND
-            | Feature.LENGTHS
-            | Feature.MASK
-            | Feature.ALIBI
-            | Feature.SOFTCAP
-            | Feature.SINKS
-            | Feature.DROPOUT
-            | Feature.GQA
-            | Feature.WEIGHTS
-            | Feature.GRAD
-        ),
+        features=~Feature.PACKED,  # what the oracle lacks is no argument of it, and raises
     )
 
     def unavailable(self) -> None:
@@ -91,6 +80,10 @@ class Reference:
         return _as_inputs(t, _score_gradients(spec, w, p, dp, delta), wants)
 
 
+# The optional tensors, but for those that come after the scores.
+_OF_SCORES = [x for x in Tensors._field_defaults if x not in ("sinks", "seed", "normaliser")]
+
+
 def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
     """16-bit inputs in float32, and key lengths that are in range."""
     q, k, v, lengths = t.q, t.k, t.v, t.lengths
@@ -105,12 +98,9 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
 def score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
     """The oracle's arguments for scores; causal is already the right edge of the window."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
-    return dict(
-        mask=t.mask,
+    return {ARGUMENTS[name].public: getattr(t, name) for name in _OF_SCORES} | dict(
         causal="bottom_right" if spec.bottom_right else False,
         window=(left, right),
-        key_lengths=t.lengths,
-        alibi_slopes=t.slopes,
         softcap=spec.softcap or None,
         scale=spec.scale,
     )
@@ -146,10 +136,9 @@ def _score_gradients(
     if t.sinks is not None:
         share = oracle.weights(t.sinks.to(p)[:, None, None], t.given("normaliser")).squeeze(-1)
         grads["sinks"] = -(share * delta).sum((0, 2))
-    if spec.softcap:
-        ds = ds * (1 - torch.tanh(t.q @ k.mT * (spec.scale / spec.softcap)) ** 2)
-    grads["q"] = ds @ k * spec.scale
-    grads["k"] = _sum_groups(spec, ds.mT @ t.q * spec.scale)
+    ds = ds * oracle.derivative(t.q, k, **score_arguments(spec, t))
+    grads["q"] = ds @ k
+    grads["k"] = _sum_groups(spec, ds.mT @ t.q)
     return grads
 
 
