@@ -75,9 +75,15 @@ FA_EXPORT int64_t fa_cpu_run(const struct FaParams* p, int64_t pass);           
 
 FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first: "avx512_bf16,avx512,avx2,generic"
 FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
+FA_EXPORT const char* fa_cpu_why(void);              // and why: a sentence
 FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;
                                                      // not while another thread is in a call
 FA_EXPORT void fa_cpu_poison(int64_t on);            // tests: fill every scratch buffer with NaN bytes before use
+// Tests: "<instruction set>: <why>" of another chip, named as CPUID does, which has the given sets;
+// and y = f(x) of n numbers of one dtype, FA_F32 or FA_F64, by the vector function that kernels use.
+FA_EXPORT const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model, const char* isas);
+enum FaVectorFunction { FA_EXP = 0, FA_TANH = 1 };
+FA_EXPORT void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n);
 FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers alone
 
 // The CUDA library. Nothing here waits for the GPU, and all may be captured in a CUDA graph, once a

@@ -28,6 +28,7 @@ def report() -> dict:
         else {
             "isa": native.cpu_isa(),
             "isas": native.cpu_isas(),
+            "why": native.cpu_isa_reason(),
             "library": str(native.cpu().path),
         },
         "cuda": None if cuda_down else {"library": str(native.cuda().path)},
@@ -44,6 +45,7 @@ def show(found: dict) -> str:
     lines.append(f"{'threads':10} {found['threads']}")
     if cpu := found["cpu"]:
         lines.append(f"{'cpu isa':10} {cpu['isa']} (of {', '.join(cpu['isas'])})")
+        lines.append(f"{'':10} {cpu['why']}")
         lines.append(f"{'library':10} {cpu['library']}")
     if cuda := found["cuda"]:
         lines.append(f"{'cuda':10} {cuda['library']}")

@@ -91,6 +91,7 @@ class CpuLibrary(Library):
         self.run = self.entry("fa_cpu_run", integer, params, integer)
         self.isas = self.entry("fa_cpu_isas", text)
         self.isa = self.entry("fa_cpu_isa", text)
+        self.why = self.entry("fa_cpu_why", text)
         self.select = self.entry("fa_cpu_select", integer, text)
         self.poison = self.entry("fa_cpu_poison", None, integer)
         self.check_abi("the bytes of FaParams are", self.entry("fa_abi_size", integer)(), SIZE)
@@ -203,6 +204,12 @@ def cpu_isas() -> list[str]:
 def cpu_isa() -> str:
     """The instruction set in use."""
     return cpu().isa().decode()
+
+
+def cpu_isa_reason() -> str:
+    """Why that one: what is known of this chip, or who named it."""
+    named = os.environ.get("FASTATTN_CPU_ISA")
+    return "FASTATTN_CPU_ISA names it" if named == cpu_isa() else cpu().why().decode()
 
 
 def select_cpu_isa(name: str) -> None:

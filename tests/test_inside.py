@@ -106,6 +106,7 @@ def test_an_instruction_set_can_be_forced():
     isa = native.cpu_isas()[-1]
     found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_CPU_ISA=isa)[0])
     assert found["cpu"]["isa"] == isa
+    assert found["cpu"]["why"] == "FASTATTN_CPU_ISA names it"
 
 
 @needs_cpu

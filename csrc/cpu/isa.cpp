@@ -28,6 +28,28 @@ Plan make_plan(const FaParams& p, int64_t pass) {
   return plan_with<Plain<float>>(p, pass);
 }
 
+// Is this the pass of few rows on many keys, which reads keys and values as they lie?
+bool decodes(const FaParams& p, int64_t pass) {
+  if (pass != FA_FORWARD) return false;
+  return p.q.dtype == FA_F64 ? Decode<Plain<double>>::suits(p) : Decode<Plain<float>>::suits(p);
+}
+
+template <class R>
+void each_vector(int64_t which, const R* x, R* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes<R>) {
+    const int64_t here = std::min<int64_t>(kLanes<R>, n - i);
+    const Vec<R> at = load_some(x + i, here);
+    const Vec<R> value = which == FA_EXP ? Vec<R>(exp(at)) : Vec<R>(tanh<R>(at));
+    std::memcpy(y + i, &value, here * sizeof(R));
+  }
+}
+void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n) {
+  if (dtype == FA_F64)
+    each_vector(which, static_cast<const double*>(x), static_cast<double*>(y), n);
+  else
+    each_vector(which, static_cast<const float*>(x), static_cast<float*>(y), n);
+}
+
 // GF/s of one core's multiply-adds on registers alone: the ceiling to hold kernels to.
 template <class Mul>
 double peak(double seconds, double (*now)()) {

@@ -12,14 +12,17 @@
 #include <omp.h>
 #endif
 
+#include "chips.h"
 #include "plan.h"
 
 namespace fa {
 
-#define FA_DECLARE(isa)                                         \
-  namespace isa {                                               \
-  Plan make_plan(const FaParams& p, int64_t pass);              \
-  double measure_peak(int64_t dtype, double s, double (*)());   \
+#define FA_DECLARE(isa)                                                                    \
+  namespace isa {                                                                          \
+  Plan make_plan(const FaParams& p, int64_t pass);                                         \
+  bool decodes(const FaParams& p, int64_t pass);                                           \
+  double measure_peak(int64_t dtype, double s, double (*)());                              \
+  void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n);   \
   }
 FA_DECLARE(generic)
 #if defined(FA_X86)
@@ -36,7 +39,9 @@ struct Isa {
   const char* name;
   bool (*runs_here)();
   MakePlan make_plan;
+  bool (*decodes)(const FaParams&, int64_t);
   double (*measure_peak)(int64_t, double, double (*)());
+  void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
 };
 
 #if defined(FA_X86)
@@ -53,26 +58,55 @@ bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf
 #endif
 bool always() { return true; }
 
-const Isa kIsas[] = {  // best first
+#define FA_FUNCTIONS(isa) isa::make_plan, isa::decodes, isa::measure_peak, isa::vector_function
+const Isa kIsas[] = {  // the widest vectors first
 #if defined(FA_X86_BF16)
-    {"avx512_bf16", has_avx512_bf16, avx512_bf16::make_plan, avx512_bf16::measure_peak},
+    {"avx512_bf16", has_avx512_bf16, FA_FUNCTIONS(avx512_bf16)},
 #endif
 #if defined(FA_X86)
-    {"avx512", has_avx512, avx512::make_plan, avx512::measure_peak},
-    {"avx2", has_avx2, avx2::make_plan, avx2::measure_peak},
+    {"avx512", has_avx512, FA_FUNCTIONS(avx512)},
+    {"avx2", has_avx2, FA_FUNCTIONS(avx2)},
 #endif
-    {"generic", always, generic::make_plan, generic::measure_peak},
+    {"generic", always, FA_FUNCTIONS(generic)},
 };
 
-const Isa* best_isa() {
-#if defined(FA_X86)
-  __builtin_cpu_init();
-#endif
+// The kernels in use: one instruction set, or one for decoding and one for everything else.
+struct Choice {
+  const Isa *isa, *decoding;
+  std::string why;
+
+  Plan make_plan(const FaParams& p, int64_t pass) const {
+    return (decoding->decodes(p, pass) ? decoding : isa)->make_plan(p, pass);
+  }
+};
+
+const Isa* named(const char* name) {
   for (const Isa& isa : kIsas)
-    if (isa.runs_here()) return &isa;
+    if (std::strcmp(isa.name, name) == 0 && isa.runs_here()) return &isa;
   return nullptr;
 }
-std::atomic<const Isa*> chosen{best_isa()};
+
+std::string names_of_all_here() {  // the widest vectors first
+  std::string names;
+  for (const Isa& isa : kIsas)
+    if (isa.runs_here()) names += (names.empty() ? "" : ",") + std::string(isa.name);
+  return names;
+}
+
+const Choice& best() {
+  static const Choice choice = [] {
+#if defined(FA_X86)
+    __builtin_cpu_init();
+#endif
+    const Order order = order_for(this_chip(), names_of_all_here());
+    return Choice{named(order.isa.c_str()), named(order.decoding.c_str()), order.why};
+  }();
+  return choice;
+}
+
+// Selected by name: not while another thread is in a call, so the text needs no lock.
+Choice selected;
+std::atomic<const Choice*> chosen{&best()};
 
 std::atomic<bool> poisoned{false};
 
@@ -180,29 +214,41 @@ int64_t fa_cpu_run(const FaParams* p, int64_t pass) {
 
 const char* fa_cpu_isas(void) {
   static const std::string names = [] {
-    std::string all;
+    std::string all = fa::best().isa->name;
     for (const fa::Isa& isa : fa::kIsas)
-      if (isa.runs_here()) all += (all.empty() ? "" : ",") + std::string(isa.name);
+      if (isa.runs_here() && &isa != fa::best().isa) all += "," + std::string(isa.name);
     return all;
   }();
   return names.c_str();
 }
 
-const char* fa_cpu_isa(void) { return fa::chosen.load()->name; }
+const char* fa_cpu_isa(void) { return fa::chosen.load()->isa->name; }
+
+const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
+
+const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model, const char* isas) {
+  static thread_local std::string said;
+  const fa::Order order = fa::order_for({vendor, family, model}, isas);
+  said = order.isa + ": " + order.why;
+  return said.c_str();
+}
 
 int64_t fa_cpu_select(const char* name) {
-  for (const fa::Isa& isa : fa::kIsas)
-    if (std::strcmp(isa.name, name) == 0 && isa.runs_here()) {
-      fa::chosen = &isa;
-      return 0;
-    }
-  return 1;
+  const fa::Isa* isa = fa::named(name);
+  if (!isa) return 1;
+  fa::selected = {isa, isa, "selected by its name"};
+  fa::chosen = &fa::selected;
+  return 0;
 }
 
 void fa_cpu_poison(int64_t on) { fa::poisoned = on != 0; }
 
 double fa_cpu_peak(int64_t dtype, double seconds) {
-  return fa::chosen.load()->measure_peak(dtype, seconds, fa::thread_seconds);
+  return fa::chosen.load()->isa->measure_peak(dtype, seconds, fa::thread_seconds);
+}
+
+void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n) {
+  fa::chosen.load()->isa->vector_function(which, dtype, x, y, n);
 }
 
 }  // extern "C"

@@ -1,0 +1,96 @@
+// Which instruction set a chip is best served by, from facts of the chip and what was measured on
+// which: never from a timing in the process, because instruction sets differ in the last bits, and
+// runs and ranks must repeat. Wider vectors go first (nobody measured a chip where they lose), so
+// the question is only whether VDPBF16PS, the one instruction that avx512_bf16 adds, serves.
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace fa {
+
+struct Chip {
+  std::string vendor;  // as CPUID spells it; empty where there is none
+  int64_t family, model;
+};
+
+inline Chip this_chip() {
+#if defined(__x86_64__)
+  unsigned a, b, c, d;
+  if (__get_cpuid(0, &a, &b, &c, &d)) {
+    char vendor[13] = {};
+    std::memcpy(vendor, &b, 4);
+    std::memcpy(vendor + 4, &d, 4);
+    std::memcpy(vendor + 8, &c, 4);
+    __get_cpuid(1, &a, &b, &c, &d);
+    const unsigned family = a >> 8 & 15, extended = a >> 20 & 255;
+    const unsigned model = (a >> 4 & 15) | (a >> 16 & 15) << 4;
+    return {vendor, family == 15 ? family + extended : family, model};
+  }
+#endif
+  return {"", 0, 0};
+}
+
+// Where avx512_bf16 goes before avx512, both being there. Decoding gains what the others lose: it
+// waits for memory, and pairs are multiplied as they lie where avx512 first widens them.
+enum class Pairs { everywhere, decoding };
+
+struct Served {
+  const char* vendor;  // null: any
+  int64_t family, first_model, last_model;
+  Pairs pairs;
+  const char* why;
+};
+constexpr int64_t kAny = -1, kLast = 255;  // any family; the largest model there is
+
+// The first row that fits. Times are thread CPU time of bfloat16, interleaved, one thread.
+constexpr Served kServed[] = {
+    {"GenuineIntel", 6, 207, 207, Pairs::decoding,
+     "Emerald Rapids, measured: VDPBF16PS does 121 GF/s and float32 241, so with it forward and "
+     "backward (N 512 and 2048, D 64 and 128) take 1.5 to 1.8 times as long; decoding 0.4 to 0.5"},
+    {"GenuineIntel", 6, 143, 143, Pairs::decoding,
+     "Sapphire Rapids, not measured: the vector units of Emerald Rapids"},
+    {"GenuineIntel", 6, 173, 174, Pairs::decoding,
+     "Granite Rapids, not measured: the vector units of Emerald Rapids, as far as published"},
+    {"GenuineIntel", kAny, 0, kLast, Pairs::decoding,
+     "an Intel chip that is not in the table: on the one measured VDPBF16PS has half the rate"},
+    {"AuthenticAMD", 26, 0, kLast, Pairs::everywhere,
+     "Zen 5, measured: VDPBF16PS does 465 to 489 GF/s and float32 234"},
+    {"AuthenticAMD", 25, 0, kLast, Pairs::everywhere,
+     "Zen 4, measured: VDPBF16PS does 235 GF/s and float32 117"},
+    {nullptr, kAny, 0, kLast, Pairs::everywhere,
+     "a chip that is not in the table: it has the instruction to gain by it"},
+};
+
+inline const Served& served(const Chip& chip) {
+  for (const Served& row : kServed)
+    if ((!row.vendor || chip.vendor == row.vendor) &&
+        (row.family == kAny || chip.family == row.family) && row.first_model <= chip.model &&
+        chip.model <= row.last_model)
+      return row;
+  return kServed[sizeof kServed / sizeof *kServed - 1];
+}
+
+// What to use, by name: one instruction set to decode with and one for everything else.
+struct Order {
+  std::string isa, decoding, why;
+};
+
+// `isas` are those that the chip and the build have, the widest vectors first, commas between.
+inline Order order_for(const Chip& chip, const std::string& isas) {
+  const std::string widest = isas.substr(0, isas.find(','));
+  if (widest != "avx512_bf16")
+    return {widest, widest, "the widest vectors that this machine and this build have"};
+  const Served& row = served(chip);
+  const bool everywhere = row.pairs == Pairs::everywhere;
+  return {everywhere ? widest : "avx512", widest,
+          (everywhere ? "" : "avx512_bf16 only decodes bfloat16; ") + chip.vendor + " family " +
+              std::to_string(chip.family) + " model " + std::to_string(chip.model) + ": " +
+              row.why};
+}
+
+}  // namespace fa

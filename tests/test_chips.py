@@ -1,0 +1,86 @@
+"""The instruction set is chosen by facts of the chip, and the choice says why."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+from runners import variant
+
+from fastattn import native
+from fastattn.__main__ import report, show
+
+pytestmark = pytest.mark.skipif(
+    bool(native.cpu_unavailable()), reason=str(native.cpu_unavailable())
+)
+ALL = "avx512_bf16,avx512,avx2,generic"
+
+
+def chosen(vendor, family, model, isas):
+    """(instruction set, why) for a chip that need not be here."""
+    text, number = ctypes.c_char_p, ctypes.c_int64
+    served = native.cpu().entry("fa_cpu_served", text, text, number, number, text)
+    return served(vendor.encode(), family, model, isas.encode()).decode().split(": ", 1)
+
+
+@pytest.mark.parametrize(
+    "vendor, family, model, isa, says",
+    [
+        ("GenuineIntel", 6, 207, "avx512", "Emerald Rapids, measured"),
+        ("GenuineIntel", 6, 143, "avx512", "Sapphire Rapids, not measured"),
+        ("GenuineIntel", 6, 173, "avx512", "Granite Rapids, not measured"),
+        ("GenuineIntel", 6, 85, "avx512", "not in the table"),
+        ("GenuineIntel", 19, 1, "avx512", "not in the table"),
+        ("AuthenticAMD", 25, 97, "avx512_bf16", "Zen 4, measured"),
+        ("AuthenticAMD", 26, 68, "avx512_bf16", "Zen 5, measured"),
+        ("AuthenticAMD", 27, 1, "avx512_bf16", "not in the table"),
+        ("CentaurHauls", 7, 11, "avx512_bf16", "not in the table"),
+    ],
+)
+def test_chip_decides(vendor, family, model, isa, says):
+    found, why = chosen(vendor, family, model, ALL)
+    assert found == isa
+    assert says in why and f"{vendor} family {family} model {model}" in why
+    assert ("only decodes" in why) == (isa == "avx512")
+
+
+@pytest.mark.parametrize("isas", ["avx512,avx2,generic", "avx2,generic", "generic"])
+def test_without_bfloat16_the_widest_vectors(isas):
+    for vendor, family, model in (("GenuineIntel", 6, 143), ("AuthenticAMD", 25, 33), ("", 0, 0)):
+        found, why = chosen(vendor, family, model, isas)
+        assert found == isas.split(",")[0] and "widest" in why
+
+
+def test_what_is_listed_first_is_what_is_chosen():
+    listed = native.cpu_isas()
+    assert sorted(listed) == sorted(x for x in ALL.split(",") if x in listed)
+    with variant(listed[-1]):
+        assert native.cpu_isa() == listed[-1]
+        assert native.cpu().why() == b"selected by its name"
+
+
+def test_only_decoding_takes_pairs_where_they_are_slow():
+    """Bit for bit, in a process where nobody has selected anything."""
+    listed = native.cpu_isas()
+    if "avx512_bf16" not in listed[1:]:
+        pytest.skip("avx512_bf16 is not here, or is the best here")
+    code = """
+import torch
+from fastattn import attention, native
+torch.manual_seed(0)
+k = torch.randn(1, 8, 300, 64).mul(0.3).bfloat16()
+run = lambda m: attention(k[:, :, :m], k, k, backend="cpu")
+one, many = run(1), run(64)
+native.select_cpu_isa("avx512_bf16")
+assert torch.equal(one, run(1)) and not torch.equal(many, run(64))
+native.select_cpu_isa("avx512")
+assert torch.equal(many, run(64)) and not torch.equal(one, run(1))
+"""
+    environment = {x: y for x, y in os.environ.items() if x != "FASTATTN_CPU_ISA"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+def test_report_says_why():
+    found = report()["cpu"]
+    assert found["why"] == native.cpu_isa_reason() in show(report())
