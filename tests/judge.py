@@ -97,6 +97,12 @@ def magnitudes(problem, out, backward=True, far=None):
     sizes = {"out": grown * (p @ all_heads(v)) * logit}
     if problem.kwargs.get("return_lse"):
         sizes["lse"] = logit.squeeze(-1)
+    # A kernel's exp is 0 below 2^-100 (float64: 2^-900): so large an error in each probability.
+    wide = accumulator(problem.q.dtype)
+    zeroed = 2.0**-900 if wide == torch.float64 else 2.0**-100
+    zeroed = (p > 0).to(p) * (zeroed / (ROUNDINGS * torch.finfo(wide).eps))
+    sizes["out"] = sizes["out"] + grown * zeroed @ all_heads(v)
+    p = p + zeroed
     if not backward:
         return {"all": sizes, "delta": {}}
 

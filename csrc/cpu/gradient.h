@@ -165,7 +165,8 @@ struct Gradient {
     }
     T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> dp) {
       const Vec<R> ds = load(buf.s + j * T::lanes + v * T::W) * (dp - shift[v]);
-      return lse[v] == kInf<R> ? Vec<R>{} : ds;  // 0 even where dP is not finite
+      // 0 even where dP is not finite
+      return lse[v] == kInf<R> ? Vec<R>{} : normal_or_zero<R>(ds);
     });
   }
 

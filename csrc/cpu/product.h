@@ -24,6 +24,9 @@ struct Plain {
 };
 
 #if defined(__AVX512BF16__)
+// VDPBF16PS takes subnormal elements for 0 and makes no subnormal sum, whatever the process's state:
+// of bfloat16 below 2^-126 nothing is left here (nor on AMX tiles), while the other instruction sets
+// widen and keep them.
 struct PairedBf16 {
   using Real = float;
   using Element = int32_t;
