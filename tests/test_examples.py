@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import math
 import os
 import pkgutil
 import subprocess
@@ -11,7 +12,7 @@ import pytest
 from runners import INTERPRETED
 
 import fastattn.examples
-from fastattn.examples import common, memory
+from fastattn.examples import common, complexity, memory
 
 EXAMPLES = [
     module.name
@@ -47,6 +48,35 @@ def test_example(name, tmp_path):
     claims = [line for line in done.stdout.split("\n") if line.startswith(("proved", "FAILED"))]
     assert len(claims) >= 2 and all(line.startswith("proved") for line in claims)
     assert not HAS_PLOTS or picture.stat().st_size > 10_000
+
+
+def by_the_paper(cases, spoiled=()):
+    """Seconds that grow as the table says, but for cases that were disturbed."""
+    found = {}
+    for case in cases:
+        sizes = [getattr(case, x) ** p for x, p in complexity.TABLE[case.layer].time.items()]
+        found[case] = math.prod(sizes) * (9 if case in spoiled else 1)
+    return found
+
+
+@pytest.mark.parametrize("disturbed", [0, 3, complexity.ATTEMPTS])
+def test_what_a_busy_machine_disturbed_is_measured_again(disturbed):
+    """In as many attempts as are made; and only what is not as it should be."""
+    every = {case for cases in complexity.TIME.values() for case in cases}
+    last = complexity.TIME[complexity.RESTRICTED, "r"][-1]
+    asked = []
+
+    def measured_at(cases):
+        asked.append(set(cases))
+        return by_the_paper(cases, {last} if len(asked) <= disturbed else ())
+
+    found = complexity.times(measured_at)
+    attempts = min(disturbed + 1, complexity.ATTEMPTS)
+    assert asked[0] == every and len(asked) == attempts
+    assert all(last in cases and len(cases) == 3 for cases in asked[1:])
+    near = {key: complexity.is_near(*key, curve.slope()) for key, curve in found.items()}
+    wrong = disturbed == complexity.ATTEMPTS
+    assert [key for key, ok in near.items() if not ok] == [(complexity.RESTRICTED, "r")] * wrong
 
 
 # --- what they share ---------------------------------------------------------------------------

@@ -3,6 +3,7 @@ instruction set, against the oracle in float64 within the budget of `judge`."""
 
 import itertools
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import slices
@@ -65,6 +66,18 @@ def test_cases_cover_the_declared_features():
         asked |= fastattn.explain(q, k, v, **given).spec.features
     missing = [f.name for f in spec.Feature if f & ~asked and f is not spec.Feature.PACKED]
     assert not missing, f"no case in tests/cases.py for {missing}"
+
+
+@pytest.mark.parametrize("name", backend.names())
+def test_a_feature_that_a_backend_does_not_name_is_declined(name):
+    """One that comes after all that there are, as it would be before any kernel has it."""
+    later = 2 * max(feature.value for feature in spec.Feature)
+    sizes = dict(B=1, H=2, Hk=2, M=5, N=5, D=16, Dv=16)
+    device = "cpu" if name == "cpu" else "cuda"
+    call = spec.AttentionSpec(**sizes, dtype=torch.float16, device=device, scale=0.25)
+    assert backend.get(name).support.why_not(call) == []
+    call.__dict__["features"] = SimpleNamespace(value=call.features.value | later)
+    assert backend.get(name).support.why_not(call) == [f"does not support feature {later:#x}"]
 
 
 @every_dtype
