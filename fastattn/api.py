@@ -16,7 +16,8 @@ from .advice import unknown_argument
 from .check import check_lse
 from .operation import ATTENTION, WEIGHTS
 from .roads import call
-from .spec import ARGUMENTS, Options, Tensors
+from .scalars import real, whole
+from .spec import ARGUMENTS, UNLIMITED, Options, Tensors
 
 _ALIGNMENTS = {
     False: "",
@@ -187,7 +188,13 @@ def prepare(
     except (KeyError, TypeError):
         expected = 'False, True, "top_left" or "bottom_right"'
         raise ValueError(f"causal: got {causal!r}, expected {expected}") from None
-    left, right = (None, None) if window is None else _pair(window)
+    left, right = (None, None) if window is None else _edges(window)
+    if type(dropout_p) is not float:
+        dropout_p = real("dropout_p", dropout_p)
+    scale, softcap = (None if given[x] is None else real(x, given[x]) for x in ("scale", "softcap"))
+    backend = given["backend"]
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
     mask = given["mask"]
     if (_is_compiling() or _any_autocast()) and isinstance(q, Tensor):
         q, k, v, mask = _autocast(q, k, v, mask)
@@ -196,8 +203,8 @@ def prepare(
     t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
     grad = is_grad_enabled() and _requires_grad(t)
     o = Options(
-        *(given["scale"], alignment, left, right, given["softcap"], dropout_p),
-        *(given["backend"] or "", grad),
+        *(scale, alignment, left, right, softcap, dropout_p),
+        *(backend or "", grad),
     )
     return t, o
 
@@ -216,13 +223,20 @@ def _requires_grad(t: Tensors) -> bool:
     return grad
 
 
-def _pair(window) -> tuple:
+def _edges(window) -> tuple:
     try:
         left, right = window
     except (TypeError, ValueError):
         expected = "a pair (left, right) of ints or None"
         raise ValueError(f"window: got {window!r}, expected {expected}") from None
-    return left, right
+    return _edge("left", left), _edge("right", right)
+
+
+def _edge(side: str, x):
+    if x is None:
+        return None
+    x = whole(f"window {side}", x, "an int, or None for no limit")
+    return UNLIMITED if type(x) is int and x > UNLIMITED else x  # operators hold 64 bits
 
 
 def _autocast(q, k, v, mask):
@@ -244,14 +258,16 @@ def _seed(seed, dropout_p: float, q: Tensor) -> Tensor | None:
     """The seed as a tensor; None when nothing is dropped."""
     if isinstance(seed, Tensor):
         return seed
-    whole = seed is None or (isinstance(seed, int) and not isinstance(seed, bool))
-    if not whole or not (seed is None or -(1 << 63) <= seed < 1 << 64):
-        raise ValueError(
-            f"seed: got {seed!r}, expected an int of 64 bits, an int64 tensor of one element on "
-            "q's device, or None to draw one"
-        )
+    expected = (
+        "an int of 64 bits, an int64 tensor of one element on q's device, or None to draw one"
+    )
+    if seed is not None:
+        seed = whole("seed", seed, expected)
+        if not -(1 << 63) <= seed < 1 << 64:
+            raise ValueError(f"seed: got {seed}, expected {expected}")
     if not dropout_p:
         return None
+    device = q.device if isinstance(q, Tensor) else "cpu"  # what q is instead, the checks say
     if seed is None:
-        return draw_seed(q.device)
-    return torch.full((1,), seed if seed < 1 << 63 else seed - (1 << 64), device=q.device)
+        return draw_seed(device)
+    return torch.full((1,), seed if seed < 1 << 63 else seed - (1 << 64), device=device)

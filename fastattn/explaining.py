@@ -42,6 +42,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
     an explanation with backend None.
     """
     arguments.pop("return_lse", None)  # changes nothing here
+    if v is None:
+        raise TypeError("v: got NoneType, expected a torch.Tensor")
     t, options = prepare(q, k, v, arguments)
     spec = describe(t, options)
     requested = options.backend

@@ -22,7 +22,7 @@ FLOORS = (
     {"backends"},
     {"launcher"},
     {"backend", "native", "autotune", "gpu"},
-    {"check", "tuning", "flops", "elf", "advice"},
+    {"check", "tuning", "flops", "elf", "advice", "scalars"},
     {"spec"},
     {"reference", "prerequisites"},
 )

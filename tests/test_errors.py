@@ -78,8 +78,11 @@ BAD = {
     "dropout above": (dict(dropout_p=1.1), ValueError, "dropout_p"),
     "dropout nan": (dict(dropout_p=torch.nan), ValueError, "dropout_p: got nan"),
     "dropout text": (dict(dropout_p="0.1"), TypeError, "dropout_p"),
-    "seed text": (dict(dropout_p=0.1, seed="a"), ValueError, "seed: got 'a'"),
-    "seed float": (dict(dropout_p=0.1, seed=1.0), ValueError, "seed"),
+    "seed text": (dict(dropout_p=0.1, seed="a"), TypeError, "seed: got 'a'"),
+    "seed float": (dict(dropout_p=0.1, seed=1.0), TypeError, "seed: got 1.0"),
+    "seed bool": (dict(dropout_p=0.1, seed=True), TypeError, "seed: got True"),
+    "seed numpy bool": (dict(dropout_p=0.1, seed=np.True_), TypeError, "seed: got np.True_"),
+    "q is a list, with dropout": (dict(q=[1.0], dropout_p=0.1), TypeError, "q: got list"),
     "seed of 65 bits": (dict(dropout_p=0.1, seed=2**64), ValueError, "seed.*64 bits"),
     "seed dtype": (dict(dropout_p=0.1, seed=torch.tensor([1.0])), ValueError, "seed.dtype"),
     "two seeds": (dict(dropout_p=0.1, seed=torch.tensor([1, 2])), ValueError, "one element"),
@@ -90,6 +93,14 @@ BAD = {
     "scale inf": (dict(scale=-torch.inf), ValueError, "scale"),
     "scale text": (dict(scale="1"), TypeError, "scale"),
     "scale list": (dict(scale=[1.0]), TypeError, "scale"),
+    "scale bool": (dict(scale=True), TypeError, "scale: got True"),
+    "scale no float holds": (dict(scale=10**400), ValueError, "scale: got 10000.*a float holds"),
+    "softcap no float holds": (dict(softcap=10**400), ValueError, "softcap: got 10000"),
+    "dropout bool": (dict(dropout_p=True), TypeError, "dropout_p: got True"),
+    "dropout None": (dict(dropout_p=None), TypeError, "dropout_p: got None"),
+    "window bool": (dict(window=(True, None)), TypeError, "window left: got True"),
+    "window tensor": (dict(window=torch.tensor([1, 2])), TypeError, "window left: got tensor"),
+    "backend list": (dict(backend=["cpu"]), TypeError, "backend: got .*expected a name"),
     "scale tensor": (dict(scale=torch.tensor(1.0)), TypeError, "scale"),
     "no such backend": (dict(backend="gpu"), ValueError, "backend: got 'gpu'.*cpu"),
     "no such argument": (dict(depth=1), TypeError, "'depth', expected one of mask, causal"),
@@ -104,6 +115,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_input(name, backend):
     changes, kind, message = BAD[name]
+    call(backend=backend, scale=1, dropout_p=0, window=(1, None))
     call(backend=backend)  # what is remembered of a good call must not let a bad one through
     for _ in range(2):
         with pytest.raises(kind, match=f"(?s){message}"):
@@ -174,6 +186,12 @@ def in_words(changes):
         dict(causal=np.True_),
         dict(scale=np.float32(0.5)),
         dict(scale=1),
+        dict(scale=np.int64(2)),
+        dict(softcap=np.float32(2.5)),
+        dict(dropout_p=np.float32(0.5), seed=np.int64(7)),
+        dict(dropout_p=0.5, seed=np.uint64(2**64 - 1)),
+        dict(window=(1, 1)),
+        dict(window=(np.uint8(1), 2**70)),
         dict(window=[2, None]),
         dict(window=(np.int64(2), 10**9)),
         dict(dropout_p=0),
