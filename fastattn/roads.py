@@ -216,6 +216,8 @@ def _parts(of: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any], Sequence[An
 
 def batched_forward(op: Operation, V: int, dims: Sequence, t: Tensors, o: Options):
     """Outputs with the new dimension first, and where it is."""
+    if V:
+        check(Tensors(*batching.pick(t, dims, 0)), o)  # the rules speak of one call, not of V
     if batching.can_fold(t, dims, o):
         outs = call(op, batching.fold_tensors(V, dims, t), o)
         outs = batching.unfold_results(op.results, V, batching.batch_of(t, dims), outs)

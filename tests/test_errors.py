@@ -216,3 +216,28 @@ def test_unusual_but_right(changes):
 def test_slopes_that_require_grad_are_fine_where_nothing_is_differentiated():
     with torch.no_grad():
         call(alibi_slopes=r(H).requires_grad_())
+
+
+VMAPPED = {
+    "k of other batch": (dict(k=r(3, 1, HK, N, D)), r"k: got shape \(1, 2, 7, 3\).*batch size 2"),
+    "q of 3 dimensions": (
+        dict(q=r(3, H, M, D)),
+        r"q: got shape \(4, 5, 3\), expected 4 dimensions",
+    ),
+    "mask of other batch": (dict(mask=r(3, 5, 1, M, N)), r"mask: got shape \(5, 1, 5, 7\)"),
+    "lengths": (dict(key_lengths=torch.ones(3, 5).long()), r"key_lengths: got shape \(5,\)"),
+    "slopes": (dict(alibi_slopes=r(3, 5, H)), r"alibi_slopes: got shape \(5, 4\)"),
+}
+
+
+def attend(given):
+    q, k, v = (given.pop(x) for x in ("q", "k", "v"))
+    return fastattn.attention(q, k, v, **given)
+
+
+@pytest.mark.parametrize("name", VMAPPED)
+def test_bad_input_under_vmap_is_told_of_one_call(name):
+    changes, message = VMAPPED[name]
+    given = dict(q=r(3, B, H, M, D), k=r(3, B, HK, N, D), v=r(3, B, HK, N, DV)) | changes
+    with pytest.raises(ValueError, match=message):
+        torch.func.vmap(attend)(given)
