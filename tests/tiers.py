@@ -17,6 +17,8 @@ SHARES = {
     # The kernels of the CPU: every feature in one dtype, and some of the pairs.
     "test_features": (11, 2),
     "test_features::test_features": (1, 1),
+    "test_features::test_triples_of_features": (5, 1),
+    "test_features::test_slices": (NONE, 1),
     "test_features::test_pairs_of_features": (37, 3),
     "test_weights": (23, 5),
     "test_decode": (11, 2),
@@ -25,6 +27,9 @@ SHARES = {
     "test_property": (4, 1),
     "test_judge": (11, 3),
     "test_oracle": (7, 2),
+    "test_cpu_mutants": (NONE, 1),
+    "test_cpu_mutants::test_a_fault_is_noticed": (NONE, 13),
+    "test_interruption": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_cuda_addresses": (NONE, ALL),
     "test_cuda_decode": (NONE, 13),
