@@ -87,6 +87,9 @@ class CpuLibrary(Library):
     def __init__(self, path: Path):
         super().__init__(path)
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
+        self.check_abi("the bytes of FaParams are", self.entry("fa_abi_size", integer)(), SIZE)
+        head_dim = self.entry("fa_cpu_max_head_dim", integer)()
+        self.check_abi("the largest head dim is", head_dim, CPU_MAX_HEAD_DIM)
         self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
         self.run = self.entry("fa_cpu_run", integer, params, integer)
         self.isas = self.entry("fa_cpu_isas", text)
@@ -94,9 +97,6 @@ class CpuLibrary(Library):
         self.why = self.entry("fa_cpu_why", text)
         self.select = self.entry("fa_cpu_select", integer, text)
         self.poison = self.entry("fa_cpu_poison", None, integer)
-        self.check_abi("the bytes of FaParams are", self.entry("fa_abi_size", integer)(), SIZE)
-        head_dim = self.entry("fa_cpu_max_head_dim", integer)()
-        self.check_abi("the largest head dim is", head_dim, CPU_MAX_HEAD_DIM)
 
 
 class CudaLibrary(Library):
