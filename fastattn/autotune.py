@@ -31,7 +31,7 @@ class Key(NamedTuple):
     dtype: str
     D: int
     Dv: int
-    features: tuple[str, ...]  # what the kernel was compiled for
+    flags: tuple[str, ...]  # what the kernel was compiled for
     group: int  # query heads to a key head
     M: int  # sizes are rounded up to powers of two
     N: int
@@ -53,7 +53,7 @@ def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: obj
         dtype=str(spec.dtype),
         D=spec.D,
         Dv=spec.Dv,
-        features=tuple(f"{name}={value}" for name, value in constexprs.items()),
+        flags=tuple(f"{name}={value}" for name, value in constexprs.items()),
         group=spec.H // spec.Hk,
         M=bucket(spec.M),
         N=bucket(spec.N),

@@ -183,7 +183,7 @@ def over_rows(
         rows = rows_of(i[None, :], h, item, extras, F)
         tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, MASKED)
         qk = by_rows(tile_k, tile_q, F)
-        dp = qk  # of no use without DK
+        dp = qk  # a name for the compiler: without DK nothing reads it
         if GIVEN:
             dp = given(dout, item, h, rows.i, j, call)
         else:

@@ -19,7 +19,8 @@ def split_kernel(
 ):  # fmt: skip
     """The softmax of each split, not yet normalised: acc (splits,B,H,M,Dv), m and l (splits,B,H,M).
 
-    They are merged as they are: an LSE would be rounded, and weigh its split with that error.
+    They are merged before they are divided. Weighed by their LSEs, which are rounded, the splits
+    would have that error in their shares.
 
     Row r of a tile is query r % M of the r // M-th head of the group.
     """

@@ -75,7 +75,7 @@ def source(x, b, h, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, T
         return tl.make_tensor_descriptor(
             head_of(x, b, h), [tl.maximum(rows, 1), D], [x.sm, 1], [BM, BD]
         )
-    else:  # said, because Triton compiles what follows a return too
+    else:  # needed: Triton compiles what follows a return, too
         return head_of(x, b, h)
 
 

@@ -96,7 +96,7 @@ KEY = autotune.Key(
     dtype="torch.bfloat16",
     D=64,
     Dv=64,
-    features=("plain=True",),
+    flags=("plain=True",),
     group=1,
     M=1024,
     N=1024,
@@ -200,8 +200,8 @@ def test_a_key_names_the_call(monkeypatch):
     assert (key.D, key.Dv, key.group, key.M, key.N, key.heads) == (64, 32, 4, 1024, 2048, 16)
     for name in score.Flags._fields:
         other = autotune.key("dq", spec(), gpu, F=flags._replace(**{name: 1}), GIVEN=False)
-        assert other.features != key.features
-    assert autotune.key("dq", spec(), gpu, F=flags, GIVEN=True).features != key.features
+        assert other.flags != key.flags
+    assert autotune.key("dq", spec(), gpu, F=flags, GIVEN=True).flags != key.flags
 
 
 @pytest.mark.parametrize("n, rounded", [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])

@@ -71,7 +71,7 @@ FA_DEVICE QueryRows queries_of(const FaParams& p, int64_t b, int64_t hk) {
 // -- parts of softmaxes ---------------------------------------------------------------------------
 
 // Of some keys each: for every row the level of its weights and their sum, and its values weighted
-// by them. Not yet divided, they merge without a rounding more.
+// by them. They are merged before the division, which then rounds once.
 struct Parts {
   float *out, *level, *sum;  // [parts][rows][width], [parts][rows] and again
   int64_t rows;
