@@ -74,23 +74,34 @@ def attention(
     0. Scores go through, in this order: scale, softcap, ALiBi, mask.
 
     mask: bool (True = may attend), or added to the scores in q's dtype or float32. Any shape that
-        broadcasts to (B,H,M,N); it is read as it lies, and its gradient has its own shape.
-    causal: True or "top_left" puts row i at i' = i, "bottom_right" at i' = i + length - M, where
-        length is key_lengths[b] or N. Keeps j <= i'.
-    window: (left, right) keeps i' - left <= j <= i' + right; None is no limit.
-    key_lengths: (B,) int32 or int64. Keys at or past it are never read.
-    alibi_slopes: (H,) or (B,H). Subtracts slope |i' - j|; has no gradient.
-    softcap: replaces s by softcap tanh(s / softcap).
-    sinks: (H,). One more logit in each row's denominator, with no value.
-    dropout_p, seed: drops probabilities inside the kernel (Philox-4x32-10). seed is an int or an
-        int64 tensor of one element on q's device; None draws one from torch's generator.
-    scale: multiplies q k^T; 1 / sqrt(D) by default.
+        broadcasts to (B,H,M,N); it is read as it lies. Rows that are all False or -inf are empty.
+        The gradient of a float mask has its own shape: it is summed where the mask is broadcast.
+    causal: keeps j <= i'. True or "top_left" puts row i at i' = i, "bottom_right" at
+        i' = i + length - M, where length is key_lengths[b] or N: rows with i' < 0 are empty.
+    window: (left, right) keeps i' - left <= j <= i' + right; None is no limit. Rows whose window
+        holds no key are empty.
+    key_lengths: (B,) int32 or int64, each in [0, N]. Keys at or past it are never read and have
+        gradient 0; an item of length 0 has empty rows.
+    alibi_slopes: (H,) or (B,H). Subtracts slope |i' - j|. Constants: they have no gradient.
+    softcap: above 0. Replaces s by softcap tanh(s / softcap); the gradient of s is multiplied by
+        1 - tanh(s / softcap)^2.
+    sinks: (H,). One more logit in each row's denominator, with no value; the gradient is (H,).
+    dropout_p, seed: after the softmax, drops probabilities and divides the others by 1 - dropout_p;
+        the LSE stays. Drawn in the kernel (Philox-4x32-10) by seed and place, in backward the same.
+        seed is an int or an int64 tensor of one element on q's device; None draws one from torch's
+        generator.
+    scale: multiplies q k^T; 1 / sqrt(D) by default; 0 and below are allowed.
     return_lse: also return the natural log of the softmax denominator, (B,H,M) in float32 (float64
         for float64), sinks included; a loss on it has a gradient too.
     backend: run on this one or raise; None takes the first that can. See `fastattn.explain`.
 
-    Returns (B,H,M,Dv) in q's dtype, stored (B,M,H,Dv). A row with nothing to attend to has output
-    0, LSE -inf (or its sink) and zero gradients.
+    Returns (B,H,M,Dv) in q's dtype, stored (B,M,H,Dv). An empty row, which has nothing to attend
+    to, has output 0, LSE -inf (or its sink) and zero gradients.
+
+    NaN and infinity in k or v at hidden keys are kept out by key_lengths alone. Behind a mask,
+    causal or a window it is unspecified whether they reach a result: whole blocks are skipped,
+    single keys are multiplied by 0. Subnormal bfloat16 inputs (below 2^-126) may count as 0:
+    VDPBF16PS and AMX, the products of processors that have them, flush them.
 
     Raises ValueError or TypeError for arguments that break these rules, NotImplementedError with
     every backend's reasons when none can run the call, for second derivatives and forward-mode AD.
