@@ -6,15 +6,17 @@ torch.compile and torch.export do not, and keep the operators whole.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 
-from . import operators  # noqa: F401  defines them
+from . import operators
 from . import reference as oracle
 from .backends.reference import score_arguments
 from .check import describe
-from .operation import ATTENTION, WEIGHTS
+from .operation import ATTENTION, WEIGHTS, Operation
 from .spec import AttentionSpec, Options, Tensors
 
 N_TENSORS = len(Tensors._fields)
@@ -49,5 +51,18 @@ def _wide(*args) -> tuple[Tensors, AttentionSpec]:
     return t._replace(q=t.q.to(wide), k=t.k.to(wide), v=v), describe(t, o)
 
 
-decomposition_table[ATTENTION.operator().default] = attention
-decomposition_table[WEIGHTS.operator().default] = weights
+def _where_traced(op: Operation, function: Callable) -> Callable:
+    """FakeTensorMode asks the table too, where sizes are symbols: it gets empty results."""
+
+    def run(*args):
+        from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
+
+        if get_proxy_mode() is None:
+            return operators.fake(op, *args)
+        return function(*args)
+
+    return run
+
+
+decomposition_table[ATTENTION.operator().default] = _where_traced(ATTENTION, attention)
+decomposition_table[WEIGHTS.operator().default] = _where_traced(WEIGHTS, weights)
