@@ -11,6 +11,7 @@ from pathlib import Path
 
 from . import commands, flushing, modules
 from .cases import DTYPES, PASSES
+from .machine import avoid_refused_tiles
 from .masks import MASKS
 from .peers import PEERS
 
@@ -21,6 +22,8 @@ def main(argv: list[str] | None = None) -> int:
     if not given or (given[0] not in names and given[0] not in ("-h", "--help")):
         given = ["sweep", *given]
     options = parser.parse_args(given)
+    if note := avoid_refused_tiles():
+        print(note, file=sys.stderr)
     try:
         return options.command(options)
     except BrokenPipeError:  # who reads has seen enough

@@ -32,6 +32,28 @@ with torch.backends.mkl.verbose(torch.backends.mkl.VERBOSE_ON):
     torch.ones(64, 64) @ torch.ones(64, 64)
 """
 
+_TILES_PROBE = """
+import torch
+a = torch.ones(128, 128, dtype=torch.bfloat16)
+a @ a
+"""
+WITHOUT_TILES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
+
+
+def avoid_refused_tiles() -> str:
+    """Some virtual machines announce AMX and refuse it: torch's bfloat16 products kill the process
+    there. Such a machine is measured without AMX, as `settings` then tells; a line for the reader,
+    or "". To be called before torch multiplies anything."""
+    announced = "amx_tile" in _cpuinfo().get("flags", "").split()
+    if not announced or WITHOUT_TILES.keys() & os.environ.keys():
+        return ""
+    probe = subprocess.run([sys.executable, "-c", _TILES_PROBE], capture_output=True)
+    if probe.returncode >= 0:
+        return ""
+    os.environ.update(WITHOUT_TILES)
+    name, value = next(iter(WITHOUT_TILES.items()))
+    return f"torch dies of its AMX instructions on this machine: measured with {name}={value}"
+
 
 def describe(device: str) -> dict[str, Any]:
     cpu = _cpu()

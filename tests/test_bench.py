@@ -5,7 +5,9 @@ from __future__ import annotations
 import builtins
 import json
 import math
+import os
 import pkgutil
+import subprocess
 
 import pytest
 import torch
@@ -263,3 +265,17 @@ def test_every_committed_file_can_be_read_and_is_named_after_its_machine(path):
     kept = results.read(path)
     suffix = "" if kept["kind"] == "sweep" else f"-{kept['kind']}"
     assert path.stem == machine.slug(kept["machine"]) + suffix and kept["complete"]
+
+
+@pytest.mark.parametrize(
+    "announced, status, expected",
+    [(False, -4, ""), (True, 0, ""), (True, 1, ""), (True, -4, "AVX512_CORE_BF16")],
+)
+def test_a_machine_that_refuses_tiles_is_measured_without(monkeypatch, announced, status, expected):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    flags = {"flags": "avx2 amx_tile" if announced else "avx2"}
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: flags)
+    done = subprocess.CompletedProcess([], status)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *a, **o: done)
+    assert expected in machine.avoid_refused_tiles()
+    assert os.environ.get("ONEDNN_MAX_CPU_ISA", "") == expected
