@@ -35,7 +35,8 @@ CASES = [
 @pytest.fixture(scope="module")
 def kernels(request):
     """Every kernel of every case that the chosen tests are of, by case."""
-    items = [x for x in request.session.items if "kernels" in getattr(x, "fixturenames", ())]
+    mine = [x for x in request.session.items if x.path == request.path]
+    items = [x for x in mine if "kernels" in getattr(x, "fixturenames", ())]
     each = {x.callspec.params["case"] for x in items if hasattr(x, "callspec")}
     chosen = (
         [x for x in CASES if x in each] if all(hasattr(x, "callspec") for x in items) else CASES

@@ -158,8 +158,8 @@ def test_what_is_not_launched_is_raised_by_name(name):
     q = torch.empty(1, 1, 1, 8, dtype=torch.float16)
     numbers = [TOO_MANY * (4 if name == "delta" else 1), 1, 1, 1, 1, 8, 8]
     scalars = native.SCALARS.pack(*numbers, 1, 1, 0, 0, 0, 1, 1.0, 0.0, 0.0)
-    params = native.broadcast(q) + native.ABSENT * (len(native.TENSORS) - 1)
-    params += bytes(native.POINTERS.size) + scalars
+    params = launcher.broadcast(q) + native.ABSENT * (len(native.TENSORS) - 1)
+    params += bytes(8 * len(native.POINTERS)) + scalars
     assert len(params) == native.SIZE
 
     class Unwatched(Emulated):

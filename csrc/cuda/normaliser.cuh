@@ -5,12 +5,17 @@
 
 namespace fa {
 
+// x y, rounded: the compiler does not make it a part of an FMA.
+FA_DEVICE float rounded_product(float x, float y) {
+  FA_EMULATED_OR(return x * y;, return __fmul_rn(x, y);)
+}
+
 // The level that scores are measured from. General kernels have it as a logit and subtract first: a
 // mask of finfo.min is a number, which log2(e) would make infinite. Plain ones, whose scores are
 // the products, have it in powers of two, so that one FMA does.
 template <bool general>
 FA_DEVICE float level_of(float score, float to_log2) {
-  return general ? score : ptx::rounded_product(score, to_log2);
+  return general ? score : rounded_product(score, to_log2);
 }
 
 // exp(score - level), where to_log2 makes scores powers of two.
@@ -35,7 +40,7 @@ template <bool general>
 FA_DEVICE Normaliser normaliser_of(float lse, float tail) {
   if (lse == -INFINITY) return {INFINITY, 0.0f};
   if (general) return {lse, tail};
-  const float level = ptx::rounded_product(lse, kLog2e);
+  const float level = rounded_product(lse, kLog2e);
   return {level, fmaf(lse, kLog2e, -level) + (lse * kLog2eRest + tail * kLog2e)};
 }
 

@@ -41,11 +41,6 @@ FA_DEVICE float log2(float x) {
                  float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;)
 }
 
-// x y, rounded: the compiler does not make it a part of an FMA.
-FA_DEVICE float rounded_product(float x, float y) {
-  FA_EMULATED_OR(return x * y;, return __fmul_rn(x, y);)
-}
-
 // Two elements, rounded to nearest even; the low half lies first in memory.
 FA_DEVICE uint32_t pack(BF16, float low, float high) {
   FA_EMULATED_OR(return emu::narrowed(low, true) | emu::narrowed(high, true) << 16;, uint32_t d;
