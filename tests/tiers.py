@@ -31,7 +31,7 @@ SHARES = {
     "test_cpu_mutants::test_a_fault_is_noticed": (NONE, 13),
     "test_interruption": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
-    "test_cuda_addresses": (NONE, ALL),
+    "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
     "test_cuda_decode": (NONE, 13),
     "test_cuda_emulated": (NONE, 13),
     "test_cuda_emulated::test_features": (NONE, 1),
@@ -57,7 +57,7 @@ SHARES = {
     "test_char_lm": (NONE, ALL),
     "test_determinism": (5, 2),
     "test_examples": (4, ALL),
-    "test_examples::test_example": (NONE, ALL),
+    "test_examples::test_example": (NONE, 4),
     "test_instructions": (4, ALL),
     "test_instructions::test_no_more_instructions_than_recorded": (NONE, NONE),
     "test_instructions::test_counts_are_the_same_in_every_run": (NONE, NONE),
