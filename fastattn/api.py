@@ -190,19 +190,20 @@ def prepare(
     q: Tensor, k: Tensor, v: Tensor | None, arguments: dict[str, Any]
 ) -> tuple[Tensors, Options]:
     """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
-    if unknown := arguments.keys() - DEFAULTS.keys():
-        raise TypeError(unknown_argument(min(unknown), DEFAULTS))
     given = DEFAULTS | arguments if arguments else DEFAULTS
-    causal, window, seed, dropout_p = (given[x] for x in ("causal", "window", "seed", "dropout_p"))
+    if len(given) > len(DEFAULTS):
+        raise TypeError(unknown_argument(min(arguments.keys() - DEFAULTS.keys()), DEFAULTS))
+    causal, window, seed = given["causal"], given["window"], given["seed"]
+    dropout_p, scale, softcap = given["dropout_p"], given["scale"], given["softcap"]
     try:
         alignment = _ALIGNMENTS[causal]
     except (KeyError, TypeError):
         expected = 'False, True, "top_left" or "bottom_right"'
         raise ValueError(f"causal: got {causal!r}, expected {expected}") from None
     left, right = (None, None) if window is None else _edges(window)
-    if type(dropout_p) is not float:
-        dropout_p = real("dropout_p", dropout_p)
-    scale, softcap = (None if given[x] is None else real(x, given[x]) for x in ("scale", "softcap"))
+    dropout_p = real("dropout_p", dropout_p)
+    scale = None if scale is None else real("scale", scale)
+    softcap = None if softcap is None else real("softcap", softcap)
     backend = given["backend"]
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
@@ -221,17 +222,16 @@ def prepare(
 
 
 def _requires_grad(t: Tensors) -> bool:
-    grad = False
-    for argument, x in zip(ARGUMENTS.values(), t):
-        if not isinstance(x, Tensor) or not x.requires_grad:
-            continue  # what else it is, the checks say
-        if not argument.gradient:
+    with_grad = [isinstance(x, Tensor) and x.requires_grad for x in t]  # else the checks speak
+    if True not in with_grad:
+        return False
+    for argument, grad in zip(ARGUMENTS.values(), with_grad):
+        if grad and not argument.gradient:
             raise ValueError(
                 f"{argument.public}: got a tensor that requires grad, expected a constant: there "
                 f"is no gradient for it; pass {argument.public}.detach()"
             )
-        grad = True
-    return grad
+    return True
 
 
 def _edges(window) -> tuple:
