@@ -13,7 +13,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from . import operators  # noqa: F401  roads lead to them
 from .advice import unknown_argument
-from .check import check_lse
+from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
 from .roads import call
 from .scalars import real, whole
@@ -55,9 +55,10 @@ def _with_arguments(function: Call) -> Call:
     """`inspect.signature`, help() and editors show `Arguments` one by one."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    hints = {name: hint.__forward_arg__ for name, hint in Arguments.__annotations__.items()}
     shared = [
         inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hint)
-        for (name, default), hint in zip(DEFAULTS.items(), Arguments.__annotations__.values())
+        for (name, hint), default in zip(hints.items(), DEFAULTS.values())
     ]
     function.__signature__ = signature.replace(parameters=own + shared)  # ty: ignore
     return function
@@ -127,6 +128,7 @@ def attention_weights(
     sinks through the normaliser too, and it is known to more than float32: leave it out where every
     score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`.
     """
+    resolved(arguments, "attention_weights")
     constant = lse is not None
     if lse is None:
         undropped = {x: y for x, y in arguments.items() if x not in ("dropout_p", "seed")}
@@ -146,10 +148,10 @@ def attention_weights(
 
 
 def _no_columns(k: Tensor) -> Tensor:
-    try:
-        return k[..., :0]
-    except (TypeError, IndexError, RuntimeError):
-        return k  # no tensor of keys: the checks say so
+    if not isinstance(k, Tensor):
+        raise TypeError(f"k: got {type(k).__name__}, expected a torch.Tensor")
+    need_dense("k", k)
+    return k[..., :0] if k.ndim else k  # what dimensions there have to be, the checks say
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -186,13 +188,24 @@ def draw_seed(device: torch.device | str) -> Tensor:
     return torch.randint(-(1 << 63), (1 << 63) - 1, (1,), dtype=torch.int64, device=device)
 
 
-def prepare(
-    q: Tensor, k: Tensor, v: Tensor | None, arguments: dict[str, Any]
-) -> tuple[Tensors, Options]:
-    """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
+def resolved(arguments: Any, function: str) -> dict[str, Any]:
+    """Every argument of `Arguments`; raises TypeError for others, in the name of `function`."""
     given = DEFAULTS | arguments if arguments else DEFAULTS
     if len(given) > len(DEFAULTS):
-        raise TypeError(unknown_argument(min(arguments.keys() - DEFAULTS.keys()), DEFAULTS))
+        unknown = min(arguments.keys() - DEFAULTS.keys())
+        raise TypeError(f"{function}() {unknown_argument(unknown, DEFAULTS)}")
+    return given
+
+
+def prepare(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    arguments: dict[str, Any],
+    function: str = "attention",
+) -> tuple[Tensors, Options]:
+    """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
+    given = resolved(arguments, function)
     causal, window, seed = given["causal"], given["window"], given["seed"]
     dropout_p, scale, softcap = given["dropout_p"], given["scale"], given["softcap"]
     try:

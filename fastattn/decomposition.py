@@ -17,9 +17,7 @@ from . import reference as oracle
 from .backends.reference import score_arguments
 from .check import describe
 from .operation import ATTENTION, WEIGHTS, Operation
-from .spec import AttentionSpec, Options, Tensors
-
-N_TENSORS = len(Tensors._fields)
+from .spec import AttentionSpec, Tensors
 
 
 def attention(*args) -> tuple[Tensor, Tensor]:
@@ -40,7 +38,7 @@ def weights(*args) -> Tensor:
 
 def _wide(*args) -> tuple[Tensors, AttentionSpec]:
     """An operator's arguments, with 16-bit tensors in float32."""
-    t, o = Tensors(*args[:N_TENSORS]), Options(*args[N_TENSORS:])
+    t, o = operators.split(args)
     if o.dropout_p:
         raise NotImplementedError(
             f"dropout_p: got {o.dropout_p}, expected 0 where a graph of torch's own operators is "

@@ -44,7 +44,9 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
     arguments.pop("return_lse", None)  # changes nothing here
     if v is None:
         raise TypeError("v: got NoneType, expected a torch.Tensor")
-    t, options = prepare(q, k, v, arguments)
+    if arguments.get("seed") is None:
+        arguments["seed"] = 0  # none is drawn: to ask changes nothing for what runs next
+    t, options = prepare(q, k, v, arguments, "explain")
     spec = describe(t, options)
     requested = options.backend
     if requested:

@@ -80,7 +80,7 @@ def _define(op: Operation) -> None:
     flops.register(op.operator("_backward"), bind(flops.backward, n))
 
 
-def _split(args: Sequence[Any]) -> tuple[Tensors, Options]:
+def split(args: Sequence[Any]) -> tuple[Tensors, Options]:
     return Tensors(*args[:N_TENSORS]), Options(*args[N_TENSORS : N_TENSORS + N_SCALARS])
 
 
@@ -102,27 +102,27 @@ def _refuse_forward_mode() -> None:
 @unseen
 def _forward_kernel(op: Operation, *args):
     _refuse_forward_mode()
-    return _untuple(run_forward(op, *_split(args)))
+    return _untuple(run_forward(op, *split(args)))
 
 
 @unseen
 def _backward_kernel(op: Operation, n: int, *args) -> list[Tensor]:
     _refuse_forward_mode()
-    t, o = _split(args[2 * n :])
+    t, o = split(args[2 * n :])
     return run_backward(op, t, o, args[n : 2 * n], args[:n], args[-1])
 
 
 @unseen
 def fake(op: Operation, *args):
     _refuse_forward_mode()
-    t, o = _split(args)
+    t, o = split(args)
     check(t, o)
     return _untuple(op.outputs(t, o))
 
 
 @unseen
 def _fake_backward(n: int, *args) -> list[Tensor]:
-    t, _ = _split(args[2 * n :])
+    t, _ = split(args[2 * n :])
     return empty_gradients(t, args[-1])
 
 
@@ -140,7 +140,7 @@ def _autograd(op: Operation, ctx, *grads):
 
 
 def _vmap(op: Operation, info, in_dims, *args):
-    t, o = _split(args)
+    t, o = split(args)
     outs, out_dims = batched_forward(op, info.batch_size, in_dims[:N_TENSORS], t, o)
     return _untuple(outs), _untuple(out_dims)
 

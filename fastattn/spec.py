@@ -1,7 +1,8 @@
 """What one attention call computes, with every default resolved.
 
-`Tensors` and `Options` state every tensor and scalar of a call once. The rules on arguments, the
-operators' schemas, plans, vmap's folding and the packing for native kernels are loops over them.
+`Tensors` states every tensor of a call once, `Options` its scalars. The operators' schemas, plans,
+vmap's folding and the packing for native kernels are loops over them, and so are the rules on
+tensors. A scalar has a default, too (`check.describe`), and rules of its own (`check._scalars`).
 """
 
 from __future__ import annotations

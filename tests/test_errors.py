@@ -241,3 +241,28 @@ def test_bad_input_under_vmap_is_told_of_one_call(name):
     given = dict(q=r(3, B, H, M, D), k=r(3, B, HK, N, D), v=r(3, B, HK, N, DV)) | changes
     with pytest.raises(ValueError, match=message):
         torch.func.vmap(attend)(given)
+
+
+@pytest.mark.parametrize(
+    "function, arguments, message",
+    [
+        (fastattn.attention, dict(attn_mask=None), r"attention\(\) got .*'attn_mask'.*mask: bool"),
+        (fastattn.attention_weights, dict(v=r(2)), r"attention_weights\(\) got .*'v'"),
+        (fastattn.attention_weights, dict(normaliser=1), r"attention_weights\(\) got .*normaliser"),
+    ],
+)
+def test_an_unknown_argument_is_told_by_the_function_that_was_called(function, arguments, message):
+    q = r(B, H, M, D)
+    given = (q, q, q) if function is fastattn.attention else (q, q)
+    with pytest.raises(TypeError, match=message):
+        function(*given, **arguments)
+
+
+def test_weights_without_keys_speak_of_the_keys():
+    with pytest.raises(TypeError, match="k: got NoneType"):
+        fastattn.attention_weights(r(B, H, M, D), None)
+
+
+def test_what_is_no_tensor_is_told_inside_forward_mode_too():
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(TypeError, match="q: got str"):
+        fastattn.attention("q", r(B, H, M, D), r(B, H, M, D))

@@ -1,6 +1,7 @@
 """What the package says of itself: the report, explain, the log, the warning, explicit backends."""
 
 import importlib.metadata
+import inspect
 import json
 import os
 import subprocess
@@ -266,3 +267,17 @@ fastattn.attention(q, q, q, backend=fastattn.explain(q, q, q).backend)
 assert state() == before
 """
     python(["-W", "ignore", "-c", code])
+
+
+def test_help_shows_every_argument_with_its_type():
+    for function in (fastattn.attention, fastattn.attention_weights):
+        text = str(inspect.signature(function))
+        assert "mask: 'Tensor | None' = None" in text and "backend: 'str | None' = None" in text
+        assert "arguments" not in text and "ForwardRef" not in text
+
+
+def test_to_ask_draws_nothing():
+    q = torch.randn(1, 1, 3, 4)
+    before = torch.get_rng_state()
+    assert fastattn.explain(q, q, q, dropout_p=0.1).spec.dropout_p == 0.1
+    assert torch.equal(torch.get_rng_state(), before)

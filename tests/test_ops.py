@@ -408,6 +408,18 @@ def test_opcheck(grads):
     torch.library.opcheck(torch.ops.fastattn.weights.default, arguments)
 
 
+def test_weights_by_a_given_lse_compile_as_one_graph_of_any_size():
+    def both(q, k, v):
+        out, lse = fastattn.attention(q, k, v, return_lse=True)
+        return out, fastattn.attention_weights(q, k, lse=lse)
+
+    compiled = torch.compile(both, backend="eager", fullgraph=True)
+    for M in (5, 9, 11):  # from the second on, the compiler takes M for a symbol
+        q, (_, k, v) = rand(2, 4, M, 3), inputs()
+        for found, expected in zip(compiled(q, k, v), both(q, k, v)):
+            torch.testing.assert_close(found, expected)
+
+
 def test_opcheck_of_the_backward_operators():
     t = op_arguments(False)
     out, normaliser = torch.ops.fastattn.attention(*t)

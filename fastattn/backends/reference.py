@@ -25,13 +25,19 @@ def _without_autocast(method):
     return run
 
 
+# A tensor that the oracle lacks is no argument of it, and raises; a scalar is named here.
+ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values())) | (
+    Feature.BAND | Feature.SOFTCAP | Feature.DROPOUT | Feature.GQA | Feature.WEIGHTS | Feature.GRAD
+)
+
+
 class Reference:
     name = "reference"
     support = Support(
         devices=None,
         dtypes=frozenset(DTYPES),
         max_head_dim=None,
-        features=~Feature.PACKED,  # what the oracle lacks is no argument of it, and raises
+        features=ORACLES,
     )
 
     def unavailable(self) -> None:
