@@ -63,12 +63,18 @@ struct FaParams {
   double dropout_p;        // 0 = off
 };
 
+// FaParams field by field: by this the two sides of the ABI know that they are of one version.
+#define FA_FIELDS                                                                        \
+  "q k v mask slopes sinks lse out weights dq dk dv dmask dsinks dout dlse dweights "    \
+  "lengths seed cu_q cu_k workspace B H Hk M N D Dv left right bottom_right "            \
+  "average_heads constant_lse threads scale softcap dropout_p"
+
 // Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
 // length is outside [0, N] (nothing is computed), FA_NO_MEMORY when no thread got scratch.
 enum FaPass { FA_FORWARD = 0, FA_BACKWARD = 1, FA_WEIGHTS = 2, FA_WEIGHTS_BACKWARD = 3 };
 enum FaStatus { FA_OK = 0, FA_BAD_LENGTH = 1, FA_NO_MEMORY = 2 };
 
-FA_EXPORT int64_t fa_abi_size(void);                                            // sizeof(FaParams)
+FA_EXPORT const char* fa_abi_fields(void);                                      // FA_FIELDS
 FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                    // FA_CPU_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cpu_workspace(const struct FaParams* p, int64_t pass);     // bytes
 FA_EXPORT int64_t fa_cpu_run(const struct FaParams* p, int64_t pass);           // FaStatus
@@ -90,7 +96,7 @@ FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thr
 // call outside has loaded its kernels; key lengths are cut to [0, N]; gradients whose data is null
 // are not made. With multiprocessors, those of the device, few rows on many keys are shared out
 // among them; with 0 never.
-FA_EXPORT int64_t fa_cuda_abi_size(void);
+FA_EXPORT const char* fa_cuda_abi_fields(void);
 FA_EXPORT int64_t fa_cuda_max_head_dim(void);  // FA_CUDA_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cuda_workspace(const struct FaParams* p, int64_t pass, int64_t multiprocessors);
 FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocessors);  // of the keys, in forward

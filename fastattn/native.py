@@ -44,6 +44,7 @@ POINTERS = (
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
 POINTER = struct.Struct("=Q")
 SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # and threads, after the whole numbers
+FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL))
 ABSENT = bytes(TENSOR.size)
 WORKSPACE = len(TENSORS) * TENSOR.size + POINTERS.index("workspace") * 8  # where it lies
 SIZE = len(TENSORS) * TENSOR.size + len(POINTERS) * 8 + SCALARS.size
@@ -73,7 +74,14 @@ class Library:
         found.restype, found.argtypes = result, arguments
         return found
 
-    def check_abi(self, what: str, got: int, expected: int) -> None:
+    def check_abi(self, fields: str, head_dim: str, expected_head_dim: int) -> None:
+        """By these two entries, before any other is looked up: another version may lack some."""
+        found = self.entry(fields, ctypes.c_char_p)().decode()
+        self._same("the fields of FaParams are", found, FIELDS)
+        found = self.entry(head_dim, ctypes.c_int64)()
+        self._same("the largest head dim is", found, expected_head_dim)
+
+    def _same(self, what: str, got: object, expected: object) -> None:
         if got != expected:
             raise OSError(
                 f"{self.path} was built from another version of csrc/abi.h: {what} {got} there "
@@ -87,9 +95,7 @@ class CpuLibrary(Library):
     def __init__(self, path: Path):
         super().__init__(path)
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
-        self.check_abi("the bytes of FaParams are", self.entry("fa_abi_size", integer)(), SIZE)
-        head_dim = self.entry("fa_cpu_max_head_dim", integer)()
-        self.check_abi("the largest head dim is", head_dim, CPU_MAX_HEAD_DIM)
+        self.check_abi("fa_abi_fields", "fa_cpu_max_head_dim", CPU_MAX_HEAD_DIM)
         self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
         self.run = self.entry("fa_cpu_run", integer, params, integer)
         self.isas = self.entry("fa_cpu_isas", text)
@@ -105,6 +111,7 @@ class CudaLibrary(Library):
     def __init__(self, path: Path):
         super().__init__(path)
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
+        self.check_abi("fa_cuda_abi_fields", "fa_cuda_max_head_dim", CUDA_MAX_HEAD_DIM)
         self.workspace = self.entry("fa_cuda_workspace", integer, params, integer, integer)
         # params, pass, device, multiprocessors, stream
         self.run = self.entry(
@@ -113,9 +120,6 @@ class CudaLibrary(Library):
         self.driver_error = self.entry("fa_cuda_driver_error", integer)
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
-        self.check_abi("the bytes of FaParams are", self.entry("fa_cuda_abi_size", integer)(), SIZE)
-        head_dim = self.entry("fa_cuda_max_head_dim", integer)()
-        self.check_abi("the largest head dim is", head_dim, CUDA_MAX_HEAD_DIM)
 
 
 Loaded = TypeVar("Loaded", bound=Library)

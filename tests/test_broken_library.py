@@ -83,11 +83,14 @@ OTHERS = {
     "unreadable": "cannot be read: Permission denied",
     "in an unreadable folder": "built: no ",
     "without the symbols": "undefined symbol: fa_",
-    "of another ABI": "was built from another version of csrc/abi.h: the bytes of FaParams are 8",
+    "of another ABI": "another version of csrc/abi.h: the fields of FaParams are q k",
 }
 
 OTHER_ABI = "\n".join(
-    ["long fa_abi_size(void) { return 8; }", "long fa_cuda_abi_size(void) { return 8; }"]
+    [
+        'const char* fa_abi_fields(void) { return "q k"; }',
+        'const char* fa_cuda_abi_fields(void) { return "q k"; }',
+    ]
     + [f"void fa_cpu_{x}(void) {{}}" for x in ("workspace", "run", "isas", "isa", "select")]
     + ["void fa_cpu_poison(void) {}"]
     + [f"void fa_cuda_{x}(void) {{}}" for x in ("workspace", "run", "driver_error", "error")]

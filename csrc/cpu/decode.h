@@ -24,7 +24,7 @@ struct Decode {
   // Measured: as long as lanes of rows would be half empty, lanes of columns are faster.
   static bool suits(const FaParams& p) { return p.M <= W / 2; }
 
-  // Blind to threads, and so is the order of every sum.
+  // Never by the number of threads: the order of every sum must not depend on it.
   static constexpr int64_t kChunkKeys = 4 * kTileKeys;
   static int64_t chunks(const FaParams& p) {
     return std::max<int64_t>(1, (p.N + kChunkKeys - 1) / kChunkKeys);

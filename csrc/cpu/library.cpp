@@ -187,7 +187,7 @@ double thread_seconds() {
 
 extern "C" {
 
-int64_t fa_abi_size(void) { return sizeof(FaParams); }
+const char* fa_abi_fields(void) { return FA_FIELDS; }
 
 int64_t fa_cpu_max_head_dim(void) { return FA_CPU_MAX_HEAD_DIM; }
 

@@ -113,7 +113,7 @@ FA_INLINE Vec<R> normal_or_zero(Vec<R> x) {
   return absolute<R>(x) < splat(std::numeric_limits<R>::min()) ? Vec<R>{} : x;
 }
 
-// 2^r on [-1/2, 1/2]. float: minimax, 2e-9; double: Taylor, 4e-18; the roundings are in exp's error.
+// 2^r on [-1/2, 1/2]. float: minimax, 2e-9; double: Taylor, 4e-18; roundings: see exp.
 FA_INLINE Vec<float> exp2_fraction(Vec<float> r) {
   Vec<float> p = r * 0.000153458117f + 0.00133999312f;
   p = p * r + 0.00961848896f;
@@ -150,7 +150,8 @@ constexpr double kLog2eLow<double> = 2.0355273740931033e-17;
 // exp gives no subnormal number: each would cost an Intel core a microcode trap of some 150 cycles,
 // here and in every product that follows. What is below 2^-100 (double: 2^-900) is exactly 0: beside
 // the 1 of a row's largest weight it cannot matter, and its products with ordinary numbers would be
-// as slow. So is dS, below the smallest normal number. The process's own flush-to-zero stays as it is: tiny values of the caller are numbers.
+// as slow. (dS has `normal_or_zero` for the same end.) The process's own flush-to-zero stays as it
+// is: tiny values of the caller are numbers.
 template <class R>
 constexpr R kLeastExponent = sizeof(R) == 4 ? R(-69.3147180559945309) : R(-623.832462503950778);
 
@@ -158,8 +159,9 @@ constexpr R kLeastExponent = sizeof(R) == 4 ? R(-69.3147180559945309) : R(-623.8
 // and without AVX-512 already from 2^127.5 (2^1023.5) on, NaN at NaN. Between them within 1.5 ulp;
 // where there is no fused multiply-add (generic), within 2 on [-1, 1] and 46 (356) at the ends.
 #if defined(__AVX512F__)
-// The products with kLog2eHigh are written as fused: GCC fuses none of them if one is used by itself.
-// "Not less" is true of NaN; lanes that the mask clears do no work that could trap.
+// The products with kLog2eHigh are written as fused multiply-adds: GCC fuses none of several products
+// that are alike if one of them is also used alone. The comparison "not less" holds for NaN, which
+// so stays NaN; a lane that the mask clears gets 0 and makes no subnormal number on the way.
 FA_INLINE Vec<float> exp(Vec<float> x) {
   const __mmask16 counts = _mm512_cmp_ps_mask(x, splat(kLeastExponent<float>), _CMP_NLT_UQ);
   const Vec<float> high = splat(kLog2eHigh<float>), n = _mm512_roundscale_ps(x * high, 0);

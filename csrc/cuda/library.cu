@@ -15,7 +15,7 @@ bool decodes(const FaParams& p, int64_t multiprocessors) {
 
 extern "C" {
 
-int64_t fa_cuda_abi_size(void) { return sizeof(FaParams); }
+const char* fa_cuda_abi_fields(void) { return FA_FIELDS; }
 int64_t fa_cuda_max_head_dim(void) { return FA_CUDA_MAX_HEAD_DIM; }
 
 int64_t fa_cuda_splits(const FaParams* p, int64_t multiprocessors) {
