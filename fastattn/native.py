@@ -11,6 +11,7 @@ import ctypes
 import functools
 import os
 import struct
+import sys
 from pathlib import Path
 from typing import TypeVar
 
@@ -128,9 +129,8 @@ Loaded = TypeVar("Loaded", bound=Library)
 def _candidates(name: str, variable: str) -> list[Path]:
     if named := os.environ.get(variable):
         return [Path(named).absolute()]  # or the loader would search folders of its own
-    import fastattn  # an editable install spreads the package over two folders
-
-    return [Path(folder) / "lib" / name for folder in fastattn.__path__]
+    package = sys.modules[__package__ or ""]  # an editable install spreads it over two folders
+    return [Path(folder) / "lib" / name for folder in package.__path__]
 
 
 @functools.cache

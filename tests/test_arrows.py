@@ -48,10 +48,6 @@ INSIDE = {
     ),
 }
 
-# Exceptions, each with its reason.
-ALLOWED = {
-    ("native", "__init__"),  # inside a function: where the package lies, to find its library
-}
 # Who may know the oracle: the backend that runs it, exported graphs, and the package that shows it.
 KNOW_THE_ORACLE = {"backends.reference", "decomposition", "__init__"}
 
@@ -123,7 +119,6 @@ def test_imports_point_down(name):
         other
         for other in imported(name, MODULES[name])
         if not is_below(other, name)
-        and (name, other) not in ALLOWED
         and not (name.startswith("backends") and other.startswith("backends"))
     ]
     assert not above, f"{name} imports {above}, which are not below it"
