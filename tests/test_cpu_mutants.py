@@ -99,10 +99,10 @@ the derivative of the first key: cpu/tile.h: softcap
 -scaled * load(derivative + j * lanes + v * W);
 +scaled * load(derivative + v * W);
 ALiBi before the cap: cpu/tile.h: softcap+alibi
--if (capped(p)) softcap(R(p.softcap), keys.count, s, derivative);
+-if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
 -    if (p.slopes.data) alibi(p, rows, keys, s);
 +if (p.slopes.data) alibi(p, rows, keys, s);
-+    if (capped(p)) softcap(R(p.softcap), keys.count, s, derivative);
++    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
 a bool mask adds: cpu/tile.h: nan_scores
 -return add < R(0) ? add : x; });
 +return add + x; });

@@ -76,7 +76,7 @@ struct Gradient {
     E *k, *v, *k_across;             // of one block of keys
     E *q, *dout, *q_across, *dout_across, *rows;  // of one tile of rows
     R *s, *ds, *dropped;             // [keys][lanes]
-    R* derivative;                   // [keys][lanes], of softcap; null without it
+    R* derivative;                   // [keys][lanes], of the scores by the products; null if 1
     E *along, *across;               // a tile as an operand
     R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;                          // [keys][lanes], mask gradients
@@ -97,7 +97,7 @@ struct Gradient {
     b.s = take.array<R>(tile);
     b.ds = take.array<R>(tile);
     b.dropped = take.array<R>(p.dropout_p > 0 ? tile : 0);
-    b.derivative = capped(p) ? take.array<R>(tile) : nullptr;
+    b.derivative = has_derivative(p) ? take.array<R>(tile) : nullptr;
     b.along = take.array<E>(pair == 1 ? 0 : tile / pair);
     b.across = take.array<E>(pair == 1 ? 0 : tile / pair);
     b.dk = take.array<R>(keys * d);

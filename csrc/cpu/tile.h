@@ -54,7 +54,8 @@ FA_INLINE bool heads_alike(const FaParams& p) {
          (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
 }
 
-FA_INLINE bool capped(const FaParams& p) { return p.softcap > 0; }
+// Is the derivative of a score by its scaled product other than 1?
+FA_INLINE bool has_derivative(const FaParams& p) { return p.softcap > 0; }
 
 // The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its
 // rounding lost. Where scores are as large as a mask of finfo.min, lse alone has lost the sum.
@@ -178,24 +179,23 @@ struct Tile {
   }
   // Is a scaled product the score itself?
   static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
-    return !(capped(p) || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
+    return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
   }
   // Scaled products to scores, -inf where a row may not look. `derivative` (that of the scores by
   // the scaled products) may be null where nobody asks for it.
   static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
                     const ScoreScratch<R>& scratch) {
-    if (capped(p)) softcap(R(p.softcap), keys.count, s, derivative);
+    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
     if (p.slopes.data) alibi(p, rows, keys, s);
     if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
     if (banded(p, rows, keys)) band(p, rows, keys, s);
   }
 
-  // The way back: `ds`, the gradient of scores, becomes that of the products q.k. Only softcap has
-  // a derivative other than 1.
+  // The way back: `ds`, the gradient of scores, becomes that of the products q.k.
   static void product_gradient(const FaParams& p, int64_t keys, R* ds, const R* derivative) {
     each(keys, ds, [&](int64_t j, int v, V x) {
       const V scaled = x * R(p.scale);
-      if (!capped(p)) return scaled;
+      if (!has_derivative(p)) return scaled;
       // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS of 0 stays.
       return x == V{} ? V{} : scaled * load(derivative + j * lanes + v * W);
     });
