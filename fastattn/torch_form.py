@@ -9,6 +9,7 @@ dimensions; dropout runs inside the kernel and draws its own mask.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import Any, cast
 
 import torch
@@ -172,8 +173,8 @@ def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
     for name, x in tensors[: 3 if mask is None else 4]:
         _need_type(isinstance(x, Tensor), name, "Tensor", x)
         need_dense(name, x)
-    _need_type(isinstance(dropout_p, (int, float)), "dropout_p", "float", dropout_p)
-    _need_type(scale is None or isinstance(scale, (int, float)), "scale", "float", scale)
+    _need_type(isinstance(dropout_p, Real), "dropout_p", "float", dropout_p)
+    _need_type(scale is None or isinstance(scale, Real), "scale", "float", scale)
     if min(q.ndim, k.ndim, v.ndim) < 2:
         raise RuntimeError(
             "Expected query, key, and value to all be at least 2 dimensional, but got query.dim: "

@@ -60,6 +60,7 @@ is_right(pass_over(*SIZES), *SIZES)
 # The signal comes while a call is under way: calls follow one another until it has come.
 INTERRUPTED = """
 import os, signal, threading, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 SIZES = 1, 2, 3000, 64
 started = threading.Event()
 

@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -145,6 +146,13 @@ def test_dtypes(dtype):
     assert found.dtype == dtype
     error = (theirs(q, k, v, is_causal=True) - exact).abs().max()
     assert (found - exact).abs().max() <= 2 * error + 2 * torch.finfo(dtype).eps
+
+
+def test_numpy_scalars():
+    q = rand(1, 2, 5, 4, dtype=torch.float32)
+    same(ours(q, q, q, scale=np.float32(0.5)), theirs(q, q, q, scale=np.float32(0.5)))
+    same(ours(q, q, q, scale=np.int64(2)), theirs(q, q, q, scale=2))
+    assert not ours(q, q, q, dropout_p=np.float32(1)).any()
 
 
 def test_a_float32_mask_with_16_bit_queries():

@@ -15,7 +15,11 @@ M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 def reset_peak() -> int:
     """Forget the peak so far and return the resident bytes. Without this the peak is that of
-    importing torch, or even of the parent process, which ru_maxrss keeps across exec."""
+    importing torch, or even of the parent process, which ru_maxrss keeps across exec. What is free
+    goes back to the system first, or a call that takes it would seem to need less."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text("5")
         return _status("VmRSS")
