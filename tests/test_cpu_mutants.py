@@ -96,8 +96,8 @@ softcap's derivative forgotten: cpu/tile.h: softcap
 -V(R(1) - t * t));
 +V(R(1) - t));
 the derivative of the first key: cpu/tile.h: softcap
--scaled * load(derivative + j * lanes + v * W);
-+scaled * load(derivative + v * W);
+-x * load(derivative + j * lanes + v * W);
++x * load(derivative + v * W);
 ALiBi before the cap: cpu/tile.h: softcap+alibi
 -if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
 -    if (p.slopes.data) alibi(p, rows, keys, s);
@@ -196,9 +196,9 @@ the gradient of a sink has the other sign: cpu/backward.h: sinks
 dS without delta: cpu/gradient.h: plain
 -* (dp - shift[v]);
 +* dp;
-dK without the scale: cpu/tile.h: plain
--const V scaled = x * R(p.scale);
-+const V scaled = x;
+dK without the scale: cpu/backward.h: plain
+-G::padded(p.D), R(p.scale));
++G::padded(p.D));
 a mask's gradient of one item: cpu/mask_gradient.h: head_bias_grad
 -b < (sum_b ? p.B : item + 1)
 +b < item + 1

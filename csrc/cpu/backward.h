@@ -184,16 +184,16 @@ struct Backward {
     T::product_gradient(p, keys.count, buf.ds, buf.derivative);
     const Broadcast<E> q = Op::across(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, true,
                                       buf.q_across);
-    accumulate_wide<Mul, Unit::along_k>(  // dK += dS Q
+    accumulate_wide<Mul, Unit::along_k>(  // dK += scale dS Q
         {Op::tile_along(buf.ds, keys.count, T::lanes, buf.along), T::lanes / pair}, q.data,
         q.stride, pairs_of_rows, keys.count, G::padded(p.D), buf.dk + first * G::padded(p.D),
-        G::padded(p.D));
+        G::padded(p.D), R(p.scale));
     const E* across = Op::tile_across(buf.ds, keys.count, T::lanes, buf.across);
     wait_for_turn(w.turn + index, chunk);
-    accumulate_wide<Mul, Unit::along_r>(  // dQ += dS^T K
+    accumulate_wide<Mul, Unit::along_r>(  // dQ += scale dS^T K
         {across, T::lanes}, k_across.data + first / pair * k_across.stride, k_across.stride,
         (keys.count + pair - 1) / pair, rows.count, G::padded(p.D), dq_row(p, w, rows, 0),
-        dq_stride(p));
+        dq_stride(p), R(p.scale));
     pass_turn(w.turn + index, chunk);
   }
   static int64_t dq_stride(const FaParams& p) {

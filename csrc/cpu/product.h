@@ -169,19 +169,21 @@ struct DotProducts {
   }
 };
 
-// C += X Y for a C of any width: `columns` is a multiple of the vector length.
+// C += factor * X Y for a C of any width: `columns` is a multiple of the vector length.
 template <class Mul, Unit U, int NV = kTileVectors>
 void accumulate_wide(Broadcast<typename Mul::Element> x, const typename Mul::Element* y,
                      int64_t ldy, int64_t n, int64_t rows, int64_t columns,
-                     typename Mul::Real* c, int64_t ldc) {
+                     typename Mul::Real* c, int64_t ldc,
+                     typename Mul::Real factor = typename Mul::Real(1)) {
   using R = typename Mul::Real;
   constexpr int step = NV * kLanes<R>;
   int64_t at = 0;
   for (; at + step <= columns; at += step)
-    product<Mul, U, NV>(x, y + at, ldy, n, rows, Accumulate<R>{c + at, ldc});
+    product<Mul, U, NV>(x, y + at, ldy, n, rows, Accumulate<R>{c + at, ldc, factor});
   if constexpr (NV > 1)
     if (at < columns)
-      accumulate_wide<Mul, U, (NV + 1) / 2>(x, y + at, ldy, n, rows, columns - at, c + at, ldc);
+      accumulate_wide<Mul, U, (NV + 1) / 2>(x, y + at, ldy, n, rows, columns - at, c + at, ldc,
+                                            factor);
 }
 
 }  // namespace FA_ISA

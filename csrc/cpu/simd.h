@@ -112,6 +112,17 @@ template <class R>
 FA_INLINE Vec<R> normal_or_zero(Vec<R> x) {
   return absolute<R>(x) < splat(std::numeric_limits<R>::min()) ? Vec<R>{} : x;
 }
+#if defined(__AVX512DQ__)
+constexpr int kSubnormal = 0x20;  // of VFPCLASS
+template <>
+FA_INLINE Vec<float> normal_or_zero<float>(Vec<float> x) {
+  return _mm512_mask_mov_ps(x, _mm512_fpclass_ps_mask(x, kSubnormal), Vec<float>{});
+}
+template <>
+FA_INLINE Vec<double> normal_or_zero<double>(Vec<double> x) {
+  return _mm512_mask_mov_pd(x, _mm512_fpclass_pd_mask(x, kSubnormal), Vec<double>{});
+}
+#endif
 
 // 2^r on [-1/2, 1/2]. float: minimax, 2e-9; double: Taylor, 4e-18; roundings: see exp.
 FA_INLINE Vec<float> exp2_fraction(Vec<float> r) {

@@ -67,11 +67,11 @@ struct Normaliser {
 // Of row i whose largest score is m and whose sum, measured from it, is l; 0 if nothing was seen.
 template <class R>
 void write_normaliser(const FaParams& p, int64_t b, int64_t h, int64_t i, R m, R l) {
-  const R lse = l == R(0) ? -kInf<R> : m + std::log(l);
-  const R tail = std::isfinite(lse) ? (m - lse) + std::log(l) : R(0);
+  const R log = std::log(l), lse = l == R(0) ? -kInf<R> : m + log;
   const Plane to = plane(p.lse, b, h);
-  write_row(p.lse.data, p.lse.dtype, to.at(i, 0), 1, 1, &lse);
-  write_row(p.lse.data, p.lse.dtype, to.at(i, 1), 1, 1, &tail);
+  R* data = static_cast<R*>(p.lse.data);  // its dtype is that which the kernel computes in
+  data[to.at(i, 0)] = lse;
+  data[to.at(i, 1)] = std::isfinite(lse) ? (m - lse) + log : R(0);
 }
 // Those of some rows; lse is +inf for lanes that see nothing or stand for no row.
 template <class R>
@@ -80,10 +80,11 @@ void read_normaliser(const FaParams& p, const Rows& rows, int64_t lanes, Normali
   std::fill(to.lse, to.lse + lanes, kInf<R>);
   std::fill(to.tail, to.tail + lanes, R(0));
   for (int64_t l = 0; l < rows.count; ++l) {
-    const R lse = read<R>(from.data, from.dtype, from.at(rows.i0 + l, 0));
+    const R* data = static_cast<const R*>(from.data);
+    const R lse = data[from.at(rows.i0 + l, 0)];
     if (lse == -kInf<R>) continue;
     to.lse[l] = lse;
-    to.tail[l] = read<R>(from.data, from.dtype, from.at(rows.i0 + l, 1));
+    to.tail[l] = data[from.at(rows.i0 + l, 1)];
   }
 }
 
@@ -191,13 +192,12 @@ struct Tile {
     if (banded(p, rows, keys)) band(p, rows, keys, s);
   }
 
-  // The way back: `ds`, the gradient of scores, becomes that of the products q.k.
+  // The way back: `ds`, the gradient of scores, becomes that of the scaled products.
   static void product_gradient(const FaParams& p, int64_t keys, R* ds, const R* derivative) {
+    if (!has_derivative(p)) return;
     each(keys, ds, [&](int64_t j, int v, V x) {
-      const V scaled = x * R(p.scale);
-      if (!has_derivative(p)) return scaled;
       // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS of 0 stays.
-      return x == V{} ? V{} : scaled * load(derivative + j * lanes + v * W);
+      return x == V{} ? V{} : x * load(derivative + j * lanes + v * W);
     });
   }
 
