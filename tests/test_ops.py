@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
 from fastattn import backend
+from fastattn.spec import Options, Tensors
 
 BACKENDS = [name for name, why in fastattn.available_backends().items() if why is None]
 
@@ -396,9 +397,11 @@ def op_arguments(grads=True, v=True, normaliser=False, average=False):
     mask, sinks = rand(4, 5, 7, dtype=torch.float32), rand(4, dtype=torch.float32)
     for x in (q, k, value, mask, sinks):
         x.requires_grad_(grads)
-    tensors = (q, k, value if v else None, mask, torch.tensor([7, 5]), None, sinks)
-    rest = (torch.tensor([3]), rand(2, 2, 4, 5, dtype=torch.float32) if normaliser else None)
-    return (*tensors, *rest, 0.5, "top_left", 4, None, 2.0, 0.25, "", grads, average, False)
+    given = rand(2, 2, 4, 5, dtype=torch.float32) if normaliser else None
+    beside = dict(mask=mask, lengths=torch.tensor([7, 5]), sinks=sinks, seed=torch.tensor([3]))
+    t = Tensors(q, k, value if v else None, **beside, normaliser=given)
+    o = Options(scale=0.5, causal="top_left", left=4, softcap=2.0, dropout_p=0.25, grad=grads)
+    return (*t, *o._replace(average_heads=average))
 
 
 @pytest.mark.parametrize("grads", [False, True])
