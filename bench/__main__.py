@@ -101,14 +101,16 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     plot.add_argument("--output", type=Path, metavar="DIR", help="default: beside the file")
 
     report = add("report", "write the results page's tables, and the pictures")
-    report.add_argument("files", type=Path, nargs="+", metavar="FILE")
+    report.add_argument(
+        "files", type=Path, nargs="*", metavar="FILE", help="default: all of bench/results"
+    )
     report.add_argument(
         "--pages",
         type=Path,
         nargs="+",
         metavar="README.md",
-        help="write there; default: bench/results/README.md from files beside it, "
-        "only print the tables of others",
+        help="write there; default: bench/results/README.md from all files beside it, "
+        "only print the tables of files that are named",
     )
     return parser, names
 

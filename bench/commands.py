@@ -105,13 +105,14 @@ def memory(options: Options) -> int:
 
 def targets(options: Options) -> int:
     """The status tells what failed, not what was missed, unless --strict."""
-    chosen_targets = aims.selected(options.only)
+    kind = machine.units(machine.describe("cpu")["cpu"])
+    chosen_targets = aims.selected(kind, options.only)
     if options.list or not chosen_targets:
         _print(target.name for target in chosen_targets)
         return 0 if chosen_targets else 2
     with _result("targets", options, "cpu", tuple(DTYPES)) as result:
         limits = results.limits(result)
-        rows = (target.judge(limits) for target in chosen_targets)
+        rows = (target.judge(limits, kind) for target in chosen_targets)
         for row in progress.follow(rows, len(chosen_targets), printed.target_line):
             result["targets"].append(row)
     _print(map(printed.target_line, result["targets"]))
@@ -154,18 +155,17 @@ def plot(options: Options) -> int:
 
 
 def report(options: Options) -> int:
-    for path in options.files:
-        result = results.read(path)
-        tables = pages.tables(result)
-        if not tables:
-            print(f"{path}: no table is made from it")
-            continue
-        if not options.pages and path.resolve().parent != results.FOLDER:
-            for lines in tables.values():  # the pages show what is committed
-                _print(lines)
-            continue
-        _print(pages.write(options.pages or PAGES, result, path))
+    files = options.files or sorted(results.FOLDER.glob("*.json"))
+    found = {path: results.read(path) for path in files}
+    if options.files and not options.pages:  # the pages show what is committed
+        for lines in pages.tables(found).values():
+            _print(lines)
+        return 0
+    _print(pages.write(options.pages or PAGES, found))
+    for path, result in found.items():
         _print(pictures.draw_all(result, path.with_suffix("")))
+    if not options.files:
+        _print(pictures.draw_glance(list(found.values()), results.FOLDER / "glance.png"))
     return 0
 
 

@@ -1,16 +1,17 @@
 """The picture of the README: how many times as fast as torch each feature trains, a pair of bars
-each, and beside it what a call keeps in memory."""
+each, on each machine that was measured, and beside it what a call keeps in memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .cases import BOTH, TRAINING
-from .lines import COLORS, where
+from .lines import COLORS
+from .machine import words
 from .masks import DROPOUT_P, WINDOW
 from .peers import BASELINE, SUBJECT
-from .printed import first_threads, speedup_of, timing_of
+from .printed import speedup_of, timing_of
 
 Record = dict[str, Any]
 
@@ -27,36 +28,49 @@ SHADES = dict(zip(BOTH, ("#0b6e4f", "#6fbf9b")))
 BAR = 0.36  # of a row, for each of two dtypes
 
 
-def draw(result: Record, new: Callable[..., Any]) -> Any:
-    """The figure, or None where not every cell of SHOWN_N was measured in both dtypes."""
+def draw(results: Sequence[Record], new: Callable[..., Any]) -> Any:
+    """The figure, or None where no sweep has every cell of SHOWN_N in both dtypes."""
+    sweeps = {words(x["machine"]): ratios for x in results if (ratios := _ratios(x))}
+    if not sweeps:
+        return None
+    tables = [{x["peer"]: x for x in result["memory"] if x["extra_bytes"]} for result in results]
+    memory = next((x for x in tables if {SUBJECT, BASELINE} <= x.keys()), None)
+    widths = [3] * len(sweeps) + [1] * bool(memory)
+    figure = new(2.2 + 1.8 * sum(widths), 4.0)
+    figure.get_layout_engine().set(w_pad=0.12, wspace=0.08)
+    axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
+    rows = sorted(NAMES, key=lambda mask: sum(x[mask, BOTH[1]] for x in sweeps.values()))
+    longest = max(max(ratios.values()) for ratios in sweeps.values())
+    for axis, (name, ratios) in zip(axes, sweeps.items()):
+        _speed(axis, ratios, rows)
+        axis.set_xlim(0, longest * 1.14)
+        axis.set_title(name, fontsize=11, loc="left")
+        if axis is not axes[0]:
+            axis.set_yticklabels([])
+    axes[0].legend(loc="lower right", frameon=False, fontsize=9.5)
+    if memory:
+        _memory(axes[-1], memory)
+    below = (
+        f"Times as fast as torch, forward and backward; N = {SHOWN_N}, D = {SHOWN_D}, one thread"
+    )
+    figure.supxlabel(below, fontsize=9.5, color="#666666")
+    return figure
+
+
+def _ratios(result: Record) -> dict[tuple[str, str], float]:
+    """By mask and dtype; empty where one is missing."""
     cells = [
         c
         for c in result["cells"]
         if (c["pass"], c["D"], c["N"], c["M"]) == (TRAINING, SHOWN_D, SHOWN_N, SHOWN_N)
     ]
-    threads = first_threads(cells)
     ratios = {
-        (c["mask"], c["dtype"]): q["median"]
-        for c in cells
-        if (q := speedup_of(timing_of(c, threads)))
+        (c["mask"], c["dtype"]): q["median"] for c in cells if (q := speedup_of(timing_of(c, 1)))
     }
-    if not all((mask, dtype) in ratios for mask in NAMES for dtype in BOTH):
-        return None
-    memory = {x["peer"]: x for x in result["memory"] if x["extra_bytes"]}
-    panels = 2 if {SUBJECT, BASELINE} <= memory.keys() else 1
-    figure = new(9.4, 4.0)
-    figure.get_layout_engine().set(w_pad=0.12, wspace=0.08)
-    axes = figure.subplots(1, panels, width_ratios=(3, 1)[:panels], squeeze=False)[0]
-    _speed(axes[0], ratios)
-    if panels == 2:
-        _memory(axes[1], memory)
-    below = f"N = {SHOWN_N}, D = {SHOWN_D}; {where(result, threads)}"
-    figure.supxlabel(below, fontsize=8.5, color="#666666")
-    return figure
+    return ratios if all((mask, x) in ratios for mask in NAMES for x in BOTH) else {}
 
 
-def _speed(axis: Any, ratios: dict[tuple[str, str], float]) -> None:
-    rows = sorted(NAMES, key=lambda mask: ratios[mask, BOTH[1]])
+def _speed(axis: Any, ratios: dict[tuple[str, str], float], rows: Sequence[str]) -> None:
     for k, dtype in enumerate(BOTH):
         values = [ratios[mask, dtype] for mask in rows]
         places = [i + (0.5 - k) * BAR for i in range(len(rows))]
@@ -70,8 +84,6 @@ def _speed(axis: Any, ratios: dict[tuple[str, str], float]) -> None:
     axis.set_xticks([])
     axis.tick_params(length=0)
     axis.spines[["top", "right", "bottom"]].set_visible(False)
-    axis.legend(loc="lower right", frameon=False, fontsize=9.5)
-    axis.set_title("Times as fast as torch,\nforward and backward", fontsize=11, loc="left")
 
 
 def _memory(axis: Any, memory: dict[str, Record]) -> None:

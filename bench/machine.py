@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SETTINGS = re.compile(
     r"^(OMP|MKL|ONEDNN|DNNL|KMP|GOMP|ATEN)_|^FASTATTN_CPU_ISA$|^CUDA_VISIBLE_DEVICES$"
 )
+AMX, FULL, HALF, NARROW = "AMX", "full-width AVX-512", "half-width AVX-512", "AVX2 or less"
 PACKAGES = ("fastattn", "triton", "numpy", "matplotlib")
 
 _MKL_PROBE = """
@@ -84,6 +85,16 @@ def words(machine: dict[str, Any]) -> str:
         return name if re.search(r"\d", name) else f"{name} {cpu['family']} {cpu['number']}"
     amx = ", AMX" if cpu["amx"] else ""
     return f"{found.maker} {found.name}, {found.vector_bits}-bit units{amx}"
+
+
+def units(cpu: dict[str, Any]) -> str:
+    """The class of a CPU by its fastest units, for which aims are stated."""
+    if cpu["amx"] and not WITHOUT_TILES.keys() & os.environ.keys():
+        return AMX
+    if not any("avx512" in isa for isa in cpu["isas"]):
+        return NARROW
+    found = chip(cpu["vendor"], cpu["family"], cpu["number"])
+    return HALF if found and found.vector_bits < 512 else FULL
 
 
 def slug(machine: dict[str, Any]) -> str:

@@ -1,9 +1,9 @@
-"""The tables of bench/results/README.md, each between two comments that name it, from a result
-file."""
+"""The tables of bench/results/README.md, each between two comments that name it, from result files:
+what several machines gave stands side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +17,30 @@ Result = dict[str, Any]
 SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind tells enough; the pictures have the rest
 
 
-def tables(result: Result) -> dict[str, list[str]]:
-    """The lines of every table that this kind of result has the data of, by name."""
-    made = {
-        name: list(make(result)) for name, (kind, make) in TABLES.items() if kind == result["kind"]
-    }
-    return {name: lines for name, lines in made.items() if lines}
+def tables(found: Mapping[Path, Result]) -> dict[str, list[str]]:
+    """The lines of every table that some of these results have the data of, by name: where each
+    machine's figures come from, then the figures, side by side."""
+    made = {}
+    for name, (kind, make) in TABLES.items():
+        of = {path: result for path, result in found.items() if result["kind"] == kind}
+        if lines := list(make(list(of.values()))) if of else []:
+            sources = (_caption(result, path) for path, result in of.items())
+            made[name] = [*sources, "", *lines]
+    return made
 
 
-def write(pages: Sequence[Path], result: Result, source: Path) -> Iterator[str]:
-    """Replace every table that both a page has markers for and the result has data for; yield what
+def write(pages: Sequence[Path], found: Mapping[Path, Result]) -> Iterator[str]:
+    """Replace every table that both a page has markers for and a result has data for; yield what
     was done. Raises ValueError when there is none, or a marker is missing or repeated."""
-    found = tables(result)
+    made = tables(found)
     texts = {page: page.read_text() for page in pages}
-    places = [(page, name) for page in pages for name in found if _begin(name) in texts[page]]
+    places = [(page, name) for page in pages for name in made if _begin(name) in texts[page]]
     if not places:
-        expected = " or ".join(_begin(name) for name in found) or "a file that has a table"
-        where = ", ".join(map(str, pages))
-        raise ValueError(f"{where}: got no place for a table of {source}, expected {expected}")
+        expected = " or ".join(_begin(name) for name in made) or "files that have a table"
+        where, sources = ", ".join(map(str, pages)), ", ".join(map(str, found))
+        raise ValueError(f"{where}: got no place for a table of {sources}, expected {expected}")
     for page, name in places:
-        lines = [_caption(result, source), "", *found[name]]
-        texts[page] = _between(texts[page], name, lines, page)
+        texts[page] = _between(texts[page], name, made[name], page)
     for page, name in places:
         page.write_text(texts[page])
         yield f"wrote the {name} table of {page}"
@@ -60,25 +63,38 @@ def _caption(result: Result, source: Path) -> str:
     machine, version = result["machine"], result["versions"]["torch"]
     where = words(machine)
     if machine["device"] == "cpu":
-        where += f", {machine['cpu']['isa']}, MKL path {machine['mkl']['path']}"
-    return f"From `{source.name}` ({where}; torch {version}; {result['created'][:10]}):"
+        where += f": {machine['cpu']['isa']}, MKL path {machine['mkl']['path']}"
+    return f"- `{source.name}`: {where}; torch {version}, {result['created'][:10]}"
 
 
-def speed(result: Result) -> Iterator[str]:
-    """Our speed at SHOWN_D and SHOWN_N, or a mask's longest length: the ratio to torch, then the
-    percentage of the peak."""
+def _machine(result: Result) -> str:
+    return words(result["machine"])
+
+
+def speed(results: Sequence[Result]) -> Iterator[str]:
+    """One thread, our speed at SHOWN_D and SHOWN_N, or a mask's longest length: the ratio to torch,
+    then the percentage of the peak."""
+    grids = {_machine(x): _shown(x) for x in results}
+    columns = list(dict.fromkeys(key[2:] for grid in grids.values() for key in grid))
+    if not columns:
+        return
+    yield _row(f"D={SHOWN_D}", "machine", *(f"{mask}, N={n}" for mask, n in columns))
+    yield _row(*["---"] * (2 + len(columns)))
+    for dtype, what in dict.fromkeys(key[:2] for grid in grids.values() for key in grid):
+        for name, grid in grids.items():
+            entries = [_entry(grid.get((dtype, what, *column))) for column in columns]
+            if any(entries):
+                yield _row(f"{dtype} {what}", name, *entries)
+
+
+def _shown(result: Result) -> dict[tuple[str, str, str, int], Result]:
     cells = [c for c in result["cells"] if c["D"] == SHOWN_D and c["M"] == c["N"]]
     cells = [c for c in cells if c["pass"] in (FORWARD, BACKWARD)]
-    masks = list(dict.fromkeys(c["mask"] for c in cells))
+    masks = dict.fromkeys(c["mask"] for c in cells)
     lengths = {mask: _shown_length(cells, mask) for mask in masks}
-    grid = {(c["dtype"], c["pass"], c["mask"]): c for c in cells if c["N"] == lengths[c["mask"]]}
-    if not grid:
-        return
-    yield _row(f"D={SHOWN_D}", *(f"{mask}, N={lengths[mask]}" for mask in masks))
-    yield _row(*["---"] * (1 + len(masks)))
-    for dtype, what in dict.fromkeys(key[:2] for key in grid):
-        entries = (_entry(grid.get((dtype, what, mask))) for mask in masks)
-        yield _row(f"{dtype} {what}", *entries)
+    return {
+        (c["dtype"], c["pass"], c["mask"], c["N"]): c for c in cells if c["N"] == lengths[c["mask"]]
+    }
 
 
 def _shown_length(cells: list[Result], mask: str) -> int:
@@ -97,20 +113,23 @@ def _entry(cell: Result | None) -> str:
     return ", ".join(parts + ([f"{percent:.0f}%"] if percent else []))
 
 
-def decode(result: Result) -> Iterator[str]:
+def decode(results: Sequence[Result]) -> Iterator[str]:
     """One thread, a row of queries: the ratio to torch and GB/s of keys and values."""
-    cells = [c for c in result["cells"] if c["M"] == 1 and c["timings"]]
-    lengths = sorted({c["N"] for c in cells})
-    kinds = dict.fromkeys((c["dtype"], c["H"], c["Hk"]) for c in cells)
-    grid = {(c["dtype"], c["H"], c["Hk"], c["N"]): c for c in cells}
-    if not grid:
+    grids = {}
+    for result in results:
+        cells = [c for c in result["cells"] if c["M"] == 1 and c["timings"]]
+        grids[_machine(result)] = {(c["dtype"], c["H"], c["Hk"], c["N"]): c for c in cells}
+    lengths = sorted({key[3] for grid in grids.values() for key in grid})
+    if not lengths:
         return
-    yield _row("one row of queries", *(f"N={n}" for n in lengths))
-    yield _row(*["---"] * (1 + len(lengths)))
-    for kind in kinds:
+    yield _row("one row of queries", "machine", *(f"N={n}" for n in lengths))
+    yield _row(*["---"] * (2 + len(lengths)))
+    for kind in dict.fromkeys(key[:3] for grid in grids.values() for key in grid):
         dtype, h, hk = kind
-        entries = (_reading(grid.get((*kind, n))) for n in lengths)
-        yield _row(f"{dtype} {h}:{hk} heads", *entries)
+        for name, grid in grids.items():
+            entries = [_reading(grid.get((*kind, n))) for n in lengths]
+            if any(entries):
+                yield _row(f"{dtype} {h}:{hk} heads", name, *entries)
 
 
 def _reading(cell: Result | None) -> str:
@@ -122,46 +141,59 @@ def _reading(cell: Result | None) -> str:
     return ", ".join([*parts, f"{ours['kv_gbs']:.0f} GB/s"])
 
 
-def targets(result: Result) -> Iterator[str]:
-    if not result["targets"]:
+def targets(results: Sequence[Result]) -> Iterator[str]:
+    """What was measured, the aim of that class of machine, what would be measured at the machine's
+    limit, and the verdict."""
+    judged = {_machine(x): {row["name"]: row for row in x["targets"]} for x in results}
+    names = dict.fromkeys(name for rows in judged.values() for name in rows)
+    if not names:
         return
-    yield _row("target", "aim", "measured", "at the limit of the machine", "met")
-    yield _row(*["---"] * 5)
-    for row in result["targets"]:
-        value = "-" if row["measured"] is None else f"{row['measured']:.3g}"
-        met = {True: "yes", False: "no", None: row["reason"]}[row["met"]]
-        met = "beyond this machine" if beyond(row) else met
-        most = _at_limit(row)
-        yield _row(row["name"], f"{row['rule']} {row['target']:g} {row['unit']}", value, most, met)
+    yield _row("target", *judged)
+    yield _row(*["---"] * (1 + len(judged)))
+    for name in names:
+        yield _row(name, *(_verdict(rows.get(name)) for rows in judged.values()))
 
 
-def _at_limit(row: Result) -> str:
-    """What would be measured there; a percentage would be 100."""
-    most = ratio_at_limit(row)
-    if row["unit"].startswith("%"):
+def _verdict(row: Result | None) -> str:
+    if row is None:
         return ""
-    return f"{most:.2f}" if most else ""
+    if row["met"] is None:
+        return row["reason"]
+    aim = f"aim {'≤ ' if row['rule'] == 'at most' else ''}{row['target']:g}"
+    most = None if row["unit"].startswith("%") else ratio_at_limit(row)
+    limit = f", limit {most:.2f}" if most else ""
+    met = "beyond this machine" if beyond(row) else "met" if row["met"] else "**missed**"
+    return f"{row['measured']:.3g} ({aim}{limit}) {met}"
 
 
-def subnormals(result: Result) -> Iterator[str]:
+def subnormals(results: Sequence[Result]) -> Iterator[str]:
     """A row a cell: milliseconds as it is and flushed to zero, their ratio, and torch's."""
-    if not result["subnormals"]:
+    if not any(result["subnormals"] for result in results):
         return
-    yield _row("one thread, ms", "as it is", "flushed to zero", "ratio [quartiles]", "torch")
-    yield _row(*["---"] * 5)
-    for row in result["subnormals"]:
-        name = f"{row['dtype']} {row['mask']}, {row['pass']}"
-        if row["status"] != "ok":
-            yield _row(name, "failed", "", "", "")
-            continue
-        ms, ratio = row["ms"], row["ratio"]
-        spread = f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
-        times = (f"{ms[x]:.1f}" if x in ms else "" for x in (SUBJECT, FLUSHED))
-        yield _row(name, *times, spread, f"{ms[BASELINE]:.1f}" if BASELINE in ms else "")
+    yield _row(
+        *("one thread, ms", "machine", "as it is", "flushed to zero", "ratio [quartiles]", "torch")
+    )
+    yield _row(*["---"] * 6)
+    rows = [(_machine(result), row) for result in results for row in result["subnormals"]]
+    names = [f"{row['dtype']} {row['mask']}, {row['pass']}" for _, row in rows]
+    for wanted in dict.fromkeys(names):
+        for name, (machine, row) in zip(names, rows, strict=True):
+            if name == wanted:
+                yield _row(name, machine, *_flushed(row))
 
 
-def memory(result: Result) -> Iterator[str]:
-    rows = [row for row in result["memory"] if row["extra_bytes"] is not None]
+def _flushed(row: Result) -> list[str]:
+    if row["status"] != "ok":
+        return ["failed", "", "", ""]
+    ms, ratio = row["ms"], row["ratio"]
+    spread = f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
+    times = (f"{ms[x]:.1f}" if x in ms else "" for x in (SUBJECT, FLUSHED))
+    return [*times, spread, f"{ms[BASELINE]:.1f}" if BASELINE in ms else ""]
+
+
+def memory(results: Sequence[Result]) -> Iterator[str]:
+    """Of the first machine: bytes are the same on all."""
+    rows = [row for x in results[:1] for row in x["memory"] if row["extra_bytes"] is not None]
     if not rows:
         return
     peers = list(dict.fromkeys(row["peer"] for row in rows))
@@ -177,8 +209,8 @@ def _row(*entries: str) -> str:
     return f"| {' | '.join(entries)} |"
 
 
-# name: the kind of result that has its data, and what makes its lines
-TABLES: dict[str, tuple[str, Callable[[Result], Iterator[str]]]] = {
+# name: the kind of result that has its data, and what makes its lines of some of them
+TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "speed": ("sweep", speed),
     "decode": ("decode", decode),
     "memory": ("memory", memory),

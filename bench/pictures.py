@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ Result = dict[str, Any]
 # suffix of the file: draws a result on a new figure, or returns why it cannot
 PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
     "": lines.draw,
-    "-glance": glance.draw,
     "-speedup": heatmap.draw,
     "-memory": growth.draw,
 }
@@ -24,15 +23,27 @@ PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
 def draw_all(result: Result, stem: Path) -> Iterator[str]:
     """Write <stem><suffix>.png for each picture that the result has data for; yield what was
     written, or why nothing could be."""
+
+    def draws() -> Iterator[tuple[Any, Path]]:
+        for suffix, draw in PICTURES.items():
+            name = f"{stem.name.removesuffix(suffix)}{suffix}.png"
+            yield draw(result, new_figure), stem.with_name(name)
+
+    return _written(draws())
+
+
+def draw_glance(results: Sequence[Result], path: Path) -> Iterator[str]:
+    """Write the picture of the README, which has a panel for each machine."""
+    return _written((glance.draw(x, new_figure), path) for x in [results])
+
+
+def _written(figures: Iterator[tuple[Any, Path]]) -> Iterator[str]:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
         yield f"no picture: matplotlib is not installed ({error})"
         return
-
-    for suffix, draw in PICTURES.items():
-        figure = draw(result, new_figure)
+    for figure, path in figures:
         if figure is not None:
-            path = stem.with_name(f"{stem.name.removesuffix(suffix)}{suffix}.png")
             figure.savefig(path, dpi=170)
             yield f"wrote {path}"

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from bench import (
 )
 from bench.__main__ import main
 from bench.cases import BACKWARD, BOTH, FORWARD
+from bench.machine import AMX, FULL, HALF, NARROW
 from bench.masks import MASKS, SUBNORMAL
 from bench.peers import BASELINE, SUBJECT
 from fastattn.examples.common import new_figure
@@ -160,10 +162,43 @@ def test_at_most_is_the_rule_of_sizes_and_times():
     def found(value):
         return lambda limits: {"measured": value, "reason": ""}
 
-    judged = [aims.Target("", 12.0, "us", found(x)).judge(LIMITS)["met"] for x in (11, 12, 13)]
-    assert judged == [True, True, False]
-    judged = [aims.Target("", 12.0, "x", found(x)).judge(LIMITS)["met"] for x in (11, 12, 13)]
-    assert judged == [False, True, True]
+    def judged(unit):
+        rows = (aims.Target("", 12.0, unit, found(x)) for x in (11, 12, 13))
+        return [row.judge(LIMITS, FULL)["met"] for row in rows]
+
+    assert judged("MB") == [True, True, False] and judged("x") == [False, True, True]
+
+
+def test_an_aim_may_differ_by_class_of_machine():
+    """What torch leaves to be gained depends on its units; a share of the peak does not."""
+    everywhere = aims.Target("a", 82.0, "% of peak", None)
+    some, tiles = (aims.Target("b", of, "x", None) for of in ({FULL: 2.0, HALF: 1.5}, {AMX: 3.0}))
+    kinds = (AMX, FULL, HALF, NARROW)
+    assert [everywhere.bound_on(kind) for kind in kinds] == [82.0] * 4
+    assert [some.bound_on(kind) for kind in kinds] == [None, 2.0, 1.5, 1.5]
+    assert [tiles.bound_on(kind) for kind in kinds] == [3.0, None, None, None]
+    for kind in kinds:
+        assert all(target.bound_on(kind) for target in aims.selected(kind))
+    assert len(aims.selected(AMX, ["M16"])) > len(aims.selected(HALF, ["M16"])) == 0
+
+
+@pytest.mark.parametrize(
+    "vendor, family, number, amx, isas, kind",
+    [
+        ("GenuineIntel", "6", "207", True, ["avx512_bf16", "avx512"], AMX),
+        ("GenuineIntel", "6", "85", False, ["avx512", "avx2"], FULL),
+        ("AuthenticAMD", "26", "2", False, ["avx512_bf16"], FULL),
+        ("AuthenticAMD", "25", "97", False, ["avx512_bf16"], HALF),
+        ("AuthenticAMD", "25", "1", False, ["avx2"], NARROW),
+        ("", "", "", False, ["generic"], NARROW),
+        ("GenuineIntel", "19", "1", False, ["avx512"], FULL),
+    ],
+)
+def test_the_class_of_a_cpu(vendor, family, number, amx, isas, kind, monkeypatch):
+    for name in machine.WITHOUT_TILES:
+        monkeypatch.delenv(name, raising=False)
+    cpu = {"vendor": vendor, "family": family, "number": number, "amx": amx, "isas": isas}
+    assert machine.units(cpu) == kind
 
 
 def test_a_wrong_kernel_meets_no_target(tiny_targets, monkeypatch, tmp_path):
@@ -186,8 +221,13 @@ def test_an_aim_that_no_kernel_could_reach_is_told_from_one_missed():
     found = [printed.beyond(row) for row in (met, missed, beyond, unknown, percent)]
     assert found == [False, False, True, False, False]
     assert "beyond this machine: n" in printed.target_line(beyond)
-    rows = list(pages.targets({"targets": [missed, beyond]}))[2:]
-    assert [row.split(" | ")[-1] for row in rows] == ["no |", "beyond this machine |"]
+    rows = [pages._verdict(row) for row in (met, missed, beyond, percent)]
+    assert rows == [
+        "2 (aim 1, limit 2.50) met",
+        "2 (aim 1, limit 2.50) **missed**",
+        "2 (aim 2.6, limit 2.50) beyond this machine",
+        "80 (aim 82) **missed**",
+    ]
 
 
 # --- subnormals ------------------------------------------------------------------------------
@@ -203,7 +243,7 @@ def test_subnormals_holds_each_cell_against_flushing_by_hand(tmp_path, monkeypat
     assert {row["mask"] for row in rows} == {"full", *SUBNORMAL} and len(rows) == 2 * 5
     for row in rows:
         assert row["status"] == "ok" and set(row["ms"]) == {SUBJECT, BASELINE, flushing.FLUSHED}
-    assert len(list(pages.subnormals(result))) == 2 + len(rows)
+    assert len(list(pages.subnormals([result]))) == 2 + len(rows)
 
 
 def test_flushing_is_in_force_inside_and_not_after():
@@ -310,7 +350,7 @@ def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
 def test_plot_draws_every_picture(files):
     pytest.importorskip("matplotlib")
     assert main(["plot", str(files[0])]) == 0
-    for suffix in pictures.PICTURES.keys() - {"-glance"}:  # of longer lengths, in two dtypes
+    for suffix in pictures.PICTURES:
         picture = files[0].with_name(f"a{suffix}.png")
         assert picture.read_bytes().startswith(b"\x89PNG"), suffix
 
@@ -319,15 +359,20 @@ def test_the_picture_of_the_readme_has_a_bar_for_each_feature_and_dtype():
     pytest.importorskip("matplotlib")
     (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
     kept = results.read(path)
-    speed, extra = glance.draw(kept, new_figure).axes
+    speed, extra = glance.draw([kept], new_figure).axes
     assert len(speed.patches) == len(glance.NAMES) * len(BOTH) and len(extra.patches) == 2
     widths = sorted(bar.get_width() for bar in speed.patches)
     said = [text.get_text() for text in speed.texts]
     assert f"{widths[-1]:.1f}×" in said and f"{widths[0]:.1f}×" in said and "torch = 1" in said
-    (alone,) = glance.draw(kept | {"memory": []}, new_figure).axes
+    (alone,) = glance.draw([kept | {"memory": []}], new_figure).axes
     assert len(alone.patches) == len(speed.patches)
-    rest = [c for c in kept["cells"] if c["mask"] != "window"]
-    assert glance.draw(kept | {"cells": rest}, new_figure) is None
+    rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}
+    assert glance.draw([rest], new_figure) is None
+    older = kept["machine"]["cpu"] | {"number": "33"}
+    other = kept | {"machine": kept["machine"] | {"cpu": older}}
+    *each, extra = glance.draw([rest, kept, other], new_figure).axes
+    titles = [axis.get_title(loc="left") for axis in each]
+    assert titles == ["AMD Zen 4, 256-bit units", "AMD Zen 3, 256-bit units"]
 
 
 def test_a_report_is_written_between_markers(files, tmp_path, sweep):
@@ -336,10 +381,10 @@ def test_a_report_is_written_between_markers(files, tmp_path, sweep):
     page.write_text(text)
     assert main(["report", str(files[0]), "--pages", str(page)]) == 0
     written = page.read_text()
-    assert written.startswith("before\n<!-- speed:begin -->\nFrom `a.json`")
+    assert written.startswith("before\n<!-- speed:begin -->\n- `a.json`: ")
     assert written.endswith("<!-- speed:end -->\nafter\n") and "old" not in written
-    assert "| D=64 | full, N=64 | causal, N=64 | window, N=64 |" in written
-    assert re.search(r"\| float32 forward \| \d+\.\d\dx, \d+% \|", written)
+    assert "| D=64 | machine | full, N=64 | causal, N=64 | window, N=64 |" in written
+    assert re.search(r"\| float32 forward \| [^|]+ \| \d+\.\d\dx, \d+% \|", written)
     assert main(["report", str(files[0]), "--pages", str(page)]) == 0
     assert page.read_text() == written  # written again, it stays as it is
 
@@ -356,13 +401,16 @@ def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys)
 
 
 def test_every_table_has_a_row_for_what_was_measured(sweep):
-    rows = list(pages.memory(sweep))
+    rows = list(pages.memory([sweep]))
     assert rows[0] == "| extra MB, forward+backward | fastattn | torch |" and len(rows) == 2 + 4
     kinds = {name: kind for name, (kind, _) in pages.TABLES.items()}
-    assert set(pages.tables(sweep)) == {"speed"} and kinds["speed"] == "sweep"
-    assert "speed" not in pages.tables(sweep | {"kind": "overhead"})
-    sweep = sweep | {"targets": [_target(True), _target(None)]}
-    assert [row.split(" | ")[-1] for row in pages.targets(sweep)][2:] == ["yes |", "why |"]
+    path = Path("a.json")
+    assert set(pages.tables({path: sweep})) == {"speed"} and kinds["speed"] == "sweep"
+    assert not pages.tables({path: sweep | {"kind": "overhead"}})
+    sweep = sweep | {"targets": [_target(True), _target(None) | {"name": "m"}]}
+    head, _, first, second = pages.targets([sweep])
+    assert head == f"| target | {machine.words(sweep['machine'])} |"
+    assert first == "| n | 2 (aim 1, limit 2.50) met |" and second == "| m | why |"
     assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
 
 
@@ -374,7 +422,6 @@ def _target(met: bool | None) -> dict:
 def test_a_ratio_at_the_limit_is_told_where_it_is_near():
     assert printed.ratio_at_limit(_target(True)) == pytest.approx(2.5)
     assert "80% of peak, at most 2.50x" in printed.target_line(_target(True))
-    assert " 2.50 |" in list(pages.targets({"targets": [_target(True)]}))[-1]
     for blank in ({"ratio": None}, {"percent": None}, {"percent": 3.0}):
         assert printed.ratio_at_limit(_target(True) | blank) is None
 
