@@ -1,9 +1,10 @@
 """What this machine can do at most, measured in the same run as everything else.
 
 On a CPU the limit of arithmetic is a loop of fused multiply-adds (or bf16 dot products) on
-registers, one thread; torch's matmul stands beside it. On a GPU matmul is the limit. The limit of
-memory is the fastest that torch reads or copies a buffer, of several sizes where what was read the
-last time may still lie in a cache, the largest far larger than any.
+registers, one thread, in short bursts; beside it stand the same loop for a third of a second, in
+which a chip that lowers its clock for wide vectors has done so, and torch's matmul. On a GPU matmul
+is the limit. The limit of memory is the fastest that torch reads or copies a buffer, of several
+sizes where what was read the last time may still lie in a cache, the largest far larger than any.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from fastattn import native
 from . import timing
 from .cases import DTYPES
 
-BURST_S, BURSTS = 0.002, 100
+BURST_S, BURSTS, SUSTAINED_S = 0.002, 100, 0.3
 MATMUL_SIZE = {"cpu": 512, "cuda": 8192}
 BUFFER_BYTES = {"cpu": [mb << 20 for mb in (4, 8, 16, 32, 64, 128, 256)], "cuda": [4 << 30]}
 
@@ -28,7 +29,7 @@ class Limits(NamedTuple):
     """The figures that percentages are percentages of."""
 
     device: str
-    compute: dict[str, dict[str, float | None]]  # dtype: register_gflops, matmul_gflops
+    compute: dict[str, dict[str, float | None]]  # dtype: the rates that `measure` finds
     memory: list[dict[str, Any]]  # threads, bytes, read_gbs, copy_gbs
 
     def gflops(self, dtype: str, threads: int | None) -> float | None:
@@ -49,6 +50,7 @@ def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
     compute = {
         dtype: {
             "register_gflops": register_gflops(dtype) if device == "cpu" else None,
+            "sustained_gflops": sustained_gflops(dtype) if device == "cpu" else None,
             "matmul_gflops": matmul_gflops(device, dtype),
         }
         for dtype in dtypes
@@ -59,11 +61,19 @@ def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
 def register_gflops(dtype: str) -> float | None:
     """The best of many bursts, each shorter than a scheduler's time slice: a busy neighbour can
     only make a burst slower."""
-    peak = None if native.cpu_unavailable() else getattr(native.cpu().dll, "fa_cpu_peak", None)
-    if peak is None:
-        return None
-    peak.restype, peak.argtypes = ctypes.c_double, (ctypes.c_int64, ctypes.c_double)
-    return max(peak(native.DTYPE[DTYPES[dtype]], BURST_S) for _ in range(BURSTS))
+    return max(rates) if (rates := _rates(dtype, BURST_S, BURSTS)) else None
+
+
+def sustained_gflops(dtype: str) -> float | None:
+    return rates[0] if (rates := _rates(dtype, SUSTAINED_S, 1)) else None
+
+
+def _rates(dtype: str, seconds: float, times: int) -> list[float]:
+    """GF/s of the register loop, so many times so long of CPU time; none without our kernels."""
+    if native.cpu_unavailable():
+        return []
+    peak = native.cpu().entry("fa_cpu_peak", ctypes.c_double, ctypes.c_int64, ctypes.c_double)
+    return [peak(native.DTYPE[DTYPES[dtype]], seconds) for _ in range(times)]
 
 
 def matmul_gflops(device: str, dtype: str) -> float:

@@ -64,6 +64,11 @@ def _caption(result: Result, source: Path) -> str:
     where = words(machine)
     if machine["device"] == "cpu":
         where += f": {machine['cpu']['isa']}, MKL path {machine['mkl']['path']}"
+    for dtype, rates in result["ceilings"]["compute"].items():
+        if sustained := rates.get("sustained_gflops"):
+            where += (
+                f", {dtype} peak {rates['register_gflops']:.0f} GF/s, sustained {sustained:.0f}"
+            )
     return f"- `{source.name}`: {where}; torch {version}, {result['created'][:10]}"
 
 

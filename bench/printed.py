@@ -226,6 +226,8 @@ def heading(result: Result) -> Iterator[str]:
     for dtype, ceiling in result["ceilings"]["compute"].items():
         register, matmul = ceiling["register_gflops"], ceiling["matmul_gflops"]
         limit = _rate(register) if register else "not measured"
+        if sustained := ceiling.get("sustained_gflops"):
+            limit += f", sustained {_rate(sustained)}"
         yield f"{dtype} ceilings: register loop {limit}, torch matmul {_rate(matmul)}"
     rows = result["ceilings"]["memory"]
     for row in (x for x in rows if x["bytes"] == max(y["bytes"] for y in rows)):

@@ -31,6 +31,7 @@ def result(tmp_path_factory) -> dict:
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
         patch.setattr("bench.ceilings.BURSTS", 3)
+        patch.setattr("bench.ceilings.SUSTAINED_S", 0.002)
         patch.setattr("bench.ceilings.BUFFER_BYTES", {"cpu": [1 << 12, 4 << 20]})
         patch.setattr("bench.ceilings.MATMUL_SIZE", {"cpu": 128})
         assert main([*TINY, "--masks", *SWEPT, "--output", str(folder)]) == 0
@@ -50,7 +51,8 @@ def test_a_run_says_where_and_with_what(result):
     for dtype in ("float32", "bfloat16"):
         ceiling = result["ceilings"]["compute"][dtype]
         assert ceiling["matmul_gflops"] > 0
-        assert ceiling["register_gflops"] is None or ceiling["register_gflops"] > 0
+        for rate in (ceiling["register_gflops"], ceiling["sustained_gflops"]):
+            assert rate is None or rate > 0
     counts = [row["threads"] for row in result["ceilings"]["memory"]]
     assert counts == 2 * list(dict.fromkeys((1, torch.get_num_threads())))  # two sizes
     assert all(row["read_gbs"] > 0 < row["copy_gbs"] for row in result["ceilings"]["memory"])
