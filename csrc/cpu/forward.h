@@ -1,5 +1,5 @@
-// Forward: a task is a few tiles of query rows of one head that share each block of
-// keys and values while it is in cache. Q is transposed once; S^T = K Q^T and
+// Forward: a task is a few tiles of query rows that share each block of keys and values while it is
+// in cache: of one head, or of several that have a key head in common and few rows each. Q is transposed once; S^T = K Q^T and
 // O^T = V^T P^T then read K and V as they lie.
 #pragma once
 #include "plan.h"
@@ -27,6 +27,15 @@ struct Forward {
   static int64_t rows_per_task(const FaParams& p) { return tiles_per_task(p) * kTileRows<R>; }
   static int64_t blocks(const FaParams& p) {
     return (p.M + rows_per_task(p) - 1) / rows_per_task(p);
+  }
+  // Heads of one task: more than one where the rows of a head leave tiles of a task over.
+  static int64_t heads_per_task(const FaParams& p) {
+    const int64_t tiles = std::max<int64_t>(1, (p.M + kTileRows<R> - 1) / kTileRows<R>);
+    return std::clamp<int64_t>(tiles_per_task(p) / tiles, 1, std::max<int64_t>(1, group(p)));
+  }
+  static int64_t group(const FaParams& p) { return p.Hk ? p.H / p.Hk : 0; }
+  static int64_t shares(const FaParams& p) {  // of a key head's query heads
+    return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
   }
 
   struct State {  // one tile of rows across all blocks of keys
@@ -101,16 +110,20 @@ struct Forward {
   static void run(const FaParams& p, int64_t task, char* scratch) {
     Buffers buf;
     carve(p, scratch, buf);
-    const int64_t heads = p.B * p.H, bh = task % heads;
-    const int64_t block = blocks(p) - 1 - task / heads;  // causal: the last rows see most
-    const int64_t b = bh / p.H, h = bh % p.H, hk = key_head(p, h);
+    const int64_t each = p.Hk * shares(p), all = p.B * each, at = task % all;
+    const int64_t block = blocks(p) - 1 - task / all;  // causal: the last rows see most
+    const int64_t b = at / each, hk = at % each / shares(p), end_head = (hk + 1) * group(p);
+    const int64_t begin_head = hk * group(p) + at % shares(p) * heads_per_task(p);
     const int64_t begin_row = block * rows_per_task(p);
     const int64_t end_row = std::min(p.M, begin_row + rows_per_task(p));
     const auto each_tile = [&](auto f) {
-      for (int64_t t = 0, i = begin_row; i < end_row; ++t, i += kTileRows<R>) {
-        const Rows rows{b, h, i, std::min(kTileRows<R>, end_row - i)};
-        with_vectors<R>(rows.count, [&](auto nv) { f(nv, rows, buf.state[t]); });
-      }
+      int64_t t = 0;
+      for (int64_t h = begin_head; h < std::min(begin_head + heads_per_task(p), end_head); ++h)
+        for (int64_t i = begin_row; i < end_row; i += kTileRows<R>) {
+          const Rows rows{b, h, i, std::min(kTileRows<R>, end_row - i)};
+          with_vectors<R>(rows.count, [&](auto nv) { f(nv, rows, buf.state[t]); });
+          ++t;
+        }
     };
     each_tile([&](auto nv, const Rows& rows, const State& st) {
       begin<decltype(nv)::value>(p, rows, st, buf.rows);
@@ -134,7 +147,7 @@ struct Forward {
   static Plan plan(const FaParams& p) {
     Plan plan;
     Buffers unused;
-    plan.add({p.B * p.H * blocks(p), carve(p, nullptr, unused), run});
+    plan.add({p.B * p.Hk * shares(p) * blocks(p), carve(p, nullptr, unused), run});
     return plan;
   }
 };
