@@ -77,6 +77,13 @@ def grouped_rows(dtype):
     yield build(Dims(1, 4, 1, 300, 40, 8, 8), (FEATURE["causal"],), dtype)
 
 
+def shared_heads(dtype):
+    """Few rows of many grouped heads, several of which make one task; the last task has fewer."""
+    for names in (("causal", "alibi"), ("head_bias_grad", "dropout"), ("lengths", "sinks"), ()):
+        features = tuple(FEATURE[name] for name in names)
+        yield build(Dims(2, 15, 3, 10, 300, 16, 24), features, dtype)
+
+
 def far_rows(dtype):
     """Rows that a mask takes far from zero."""
     name = next(x for x, y in DTYPES.items() if y == dtype)
@@ -92,6 +99,7 @@ SLICES = {
     "triangles": triangles,
     "far_draws": far_draws,
     "grouped_rows": grouped_rows,
+    "shared_heads": shared_heads,
 }
 
 

@@ -44,7 +44,7 @@ lengths ignored: band.h: lengths
 diagonal from N, not the length: band.h: bottom_right+lengths
 -key_length(p, b) - p.M : 0
 +p.N - p.M : 0
-key heads in turn, not in runs: band.h: gqa
+key heads in turn, not in runs: band.h: weights+gqa
 -return h / (p.H / p.Hk);
 +return h % p.Hk;
 band one key short on the right: band.h: causal
@@ -187,6 +187,18 @@ gradients of keys from one head: cpu/backward.h: gqa
 dV of what was not dropped: cpu/backward.h: dropout
 -p.dropout_p > 0 ? buf.dropped : buf.s;
 +buf.s;
+the last heads of a group lost: cpu/forward.h: shared_heads
+-return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
++return group(p) / heads_per_task(p);
+one head of a task computed: cpu/forward.h: shared_heads
+-std::min(begin_head + heads_per_task(p), end_head)
++std::min(begin_head + 1, end_head)
+tasks count heads by key heads: cpu/forward.h: shared_heads
+-hk = at % each / shares(p), end_head
++hk = at % p.Hk, end_head
+V not moved on between fetches: cpu/forward.h: shared_heads
+-{v.data + c, v.stride}, weights
++{v.data, v.stride}, weights
 the last segment forgotten: cpu/backward.h: grouped_rows
 -for (int64_t s = 1; s < G::segments(p); ++s)
 +for (int64_t s = 1; s + 1 < G::segments(p); ++s)

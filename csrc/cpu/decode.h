@@ -113,17 +113,6 @@ struct Decode {
     std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));
   }
 
-  // Rows [r, r + W) of A on their way to the cache, while something else is computed: their reader
-  // takes a few columns of each at a time, which looks like no stream to the hardware.
-  static FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t columns) {
-    const int64_t size = item_size(a.dtype);
-    if (a.step != 1) return;
-    for (int x = 0; x < W; ++x) {
-      const char* row = static_cast<const char*>(a.data) + a.at(r + x) * size;
-      for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(row + at, 0, 2);
-    }
-  }
-
   static void attend(const FaParams& p, const Lanes& lanes, int64_t t, const Keys& keys,
                      Broadcast<E> k, Broadcast<E> v, const Buffers& buf) {
     const int64_t dv = Sum::columns(p.Dv), hk = key_head(p, lanes.rows.h);
@@ -131,7 +120,7 @@ struct Decode {
     R* out = buf.out + t * W * dv;
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(plane(p.v, lanes.rows.b, hk), keys.j0 + j, p.Dv);
+      if (t == 0) prefetch(plane(p.v, lanes.rows.b, hk), keys.j0 + j, W, p.Dv);
       Few::products({k.data + j * k.stride, k.stride}, n, p.D, q, lanes.count, R(p.scale),
                     buf.s + j);
     }
@@ -145,7 +134,7 @@ struct Decode {
     const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(plane(p.k, lanes.rows.b, hk), keys.end() + j, p.D);
+      if (t == 0) prefetch(plane(p.k, lanes.rows.b, hk), keys.end() + j, W, p.D);
       Sum::add(probabilities, j, v, n, lanes.count, p.Dv, out);
     }
   }
