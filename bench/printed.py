@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from . import flushing
-from .cases import PASSES
+from .cases import FORWARD, PASSES
 from .machine import words
 from .masks import MASKS
 from .peers import BASELINE, SUBJECT
@@ -235,14 +235,19 @@ def heading(result: Result) -> Iterator[str]:
         yield f"memory, {where}: read {row['read_gbs']:.1f}, copy {row['copy_gbs']:.1f} GB/s"
 
 
+def _microseconds(name: str, row: Record) -> str:
+    ratio = f", {row['speedup']['median']:.2f} x torch" if "speedup" in row else ""
+    return f"{name} {row['median_us']:.1f} us{ratio}"
+
+
 def summary(result: Result) -> Iterator[str]:
     yield ""
     for entry in result["overhead"]["timings"] if result["overhead"] else ():
-        times = [f"{name} {row['median_us']:.1f} us" for name, row in entry["peers"].items()]
+        times = [_microseconds(name, row) for name, row in entry["peers"].items()]
         errors = result["overhead"]["errors"].items()
         times += [f"{name} FAILED, not timed: {error}" for name, error in errors if error]
-        where = f"{result['overhead']['case']}; {clock_of(entry['threads'])}"
-        yield f"tiny call ({where}): {', '.join(times)}"
+        case, what = result["overhead"]["case"], entry.get("pass", FORWARD)
+        yield f"tiny call ({case} {what}; {clock_of(entry['threads'])}): {', '.join(times)}"
     yield from map(memory_line, result["memory"])
     yield from map(module_line, result["modules"])
     for dtype, means in accuracy(result["cells"]).items():

@@ -1,4 +1,4 @@
-"""What a call costs when there is almost nothing to compute: B1 H2 N8 D16, no gradient."""
+"""What a call costs when there is almost nothing to compute: B1 H2 N8 D16."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from . import timing
-from .cases import FORWARD, Case
-from .peers import Peer
+from .cases import FORWARD, TRAINING, Case
+from .peers import BASELINE, Peer
+from .run import Contender, program, ratio
 from .verify import Judge
 
 CALLS = 20  # one sample is this many calls
@@ -19,22 +20,29 @@ SMALL = (1, 4, 16, 32, 64)  # lengths at which a call is little more than its ov
 def measure(
     device: str, peers: Mapping[str, Peer], threads: Sequence[int] | None = None
 ) -> dict[str, Any]:
-    """Microseconds a call by peer: CPU time on one thread, wall time on all; on a GPU the wall time
-    of launching, not waited for."""
+    """Microseconds a call by pass and peer, and how many times as fast as torch each is: CPU time
+    on one thread, wall time on all; on a GPU the wall time of launching, not waited for."""
     case = Case(device, "float32", "full", B=1, H=2, N=8, D=16)
-    judge = Judge(case, gradients=False)
-    verdicts = {name: judge(peer, FORWARD).reason for name, peer in peers.items()}
-    programs = {name: (_calls(peers[name], case),) for name, bad in verdicts.items() if not bad}
     clocks = [(None, timing.WALL_TIME)] if device == "cuda" else timing.clocks(device, threads)
-    timings = []
-    for count, clock in clocks:
-        with timing.torch_threads(count), torch.no_grad():
-            samples = timing.interleaved(programs, clock, seconds=0.3)
-        row = {name: _microseconds(rounds) for name, rounds in samples.items()}
-        timings.append({"threads": count, "clock": clock.name, "peers": row})
+    timings, errors = [], dict.fromkeys(peers, "")
+    for what in (FORWARD, TRAINING):
+        judge = Judge(case, gradients=what != FORWARD)
+        for name, peer in peers.items():
+            errors[name] = errors[name] or judge(peer, what).reason
+        programs = {
+            name: (_calls(Contender(peer, case), what, judge.oracle.inputs),)
+            for name, peer in peers.items()
+            if not errors[name]
+        }
+        for count, clock in clocks:
+            with timing.torch_threads(count), torch.set_grad_enabled(what != FORWARD):
+                samples = timing.interleaved(programs, clock, seconds=0.3)
+            laps = {name: [x[0] / CALLS for x in rounds] for name, rounds in samples.items()}
+            row = {name: _microseconds(laps, name) for name in laps}
+            timings.append({"pass": what, "threads": count, "clock": clock.name, "peers": row})
     if device == "cuda":
         torch.cuda.synchronize()
-    return {"case": "B1 H2 N8 D16 float32, no gradient", "timings": timings, "errors": verdicts}
+    return {"case": "B1 H2 N8 D16 float32", "timings": timings, "errors": errors}
 
 
 def small_cases(device: str) -> list[Case]:
@@ -45,16 +53,22 @@ def small_cases(device: str) -> list[Case]:
     ]
 
 
-def _calls(peer: Peer, case: Case) -> timing.Phase:
-    inputs, call = case.inputs(), peer.prepare(case)
+def _calls(contender: Contender, what: str, inputs: Any) -> timing.Phase:
+    phases = program(contender, what, inputs)
 
     def calls(_: Any) -> None:
         for _ in range(CALLS):
-            call(inputs)
+            value = None
+            for phase in phases:
+                value = phase(value)
 
     return calls
 
 
-def _microseconds(rounds: list[list[float]]) -> dict[str, float]:
-    quartiles = timing.quartiles([laps[0] / CALLS for laps in rounds])
-    return {f"{key}_us": value * 1e6 for key, value in quartiles.items()}
+def _microseconds(laps: Mapping[str, list[float]], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        f"{key}_us": value * 1e6 for key, value in timing.quartiles(laps[name]).items()
+    }
+    if name != BASELINE and BASELINE in laps:
+        found["speedup"] = ratio(laps[BASELINE], laps[name])
+    return found
