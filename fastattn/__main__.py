@@ -32,11 +32,13 @@ def report() -> dict:
             "library": str(native.cpu().path),
         },
         "cuda": None if cuda_down else {"library": str(native.cuda().path)},
-        "backends": {
-            name: {"available": reason is None, "reason": reason}
-            for name, reason in available_backends().items()
-        },
+        "extension": _status(native.extension_unavailable()),
+        "backends": {name: _status(reason) for name, reason in available_backends().items()},
     }
+
+
+def _status(reason: str | None) -> dict:
+    return {"available": reason is None, "reason": reason}
 
 
 def show(found: dict) -> str:
@@ -49,6 +51,8 @@ def show(found: dict) -> str:
         lines.append(f"{'library':10} {cpu['library']}")
     if cuda := found["cuda"]:
         lines.append(f"{'cuda':10} {cuda['library']}")
+    if why := found["extension"]["reason"]:
+        lines.append(f"{'extension':10} none, tiny calls take longer: {why}")
     lines.append("backends, in order of preference:")
     for name, status in found["backends"].items():
         verdict = "available" if status["available"] else f"not available: {status['reason']}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import typing
 from collections.abc import Callable
@@ -107,7 +108,10 @@ def attention(
     Raises ValueError or TypeError for arguments that break these rules, NotImplementedError with
     every backend's reasons when none can run the call, for second derivatives and forward-mode AD.
     """
-    out, normaliser = attend(q, k, v, **arguments)
+    if v is None:
+        raise _no_values()
+    t, o = prepare(q, k, v, arguments)
+    out, normaliser = call(ATTENTION, t, o)
     return (out, normaliser[0]) if return_lse else out
 
 
@@ -156,10 +160,16 @@ def _no_columns(k: Tensor) -> Tensor:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost."""
-    if v is None:  # below this line, that means the weights are wanted
-        raise TypeError("v: got NoneType, expected a torch.Tensor")
-    out, normaliser = call(ATTENTION, *prepare(q, k, v, arguments))
+    if v is None:
+        raise _no_values()
+    t, o = prepare(q, k, v, arguments)
+    out, normaliser = call(ATTENTION, t, o)
     return out, normaliser
+
+
+def _no_values() -> TypeError:
+    """Below this floor, no v means that the weights are wanted."""
+    return TypeError("v: got NoneType, expected a torch.Tensor")
 
 
 def weights_from(
@@ -201,50 +211,87 @@ def prepare(
     q: Tensor,
     k: Tensor,
     v: Tensor | None,
-    arguments: dict[str, Any],
+    arguments: Any,
     function: str = "attention",
 ) -> tuple[Tensors, Options]:
     """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
     given = resolved(arguments, function)
-    causal, window, seed = given["causal"], given["window"], given["seed"]
-    dropout_p, scale, softcap = given["dropout_p"], given["scale"], given["softcap"]
+    compiling = _is_compiling()
+    window, mask, seed = given["window"], given["mask"], given["seed"]
+    scalars = (
+        given["causal"],
+        given["dropout_p"],
+        given["scale"],
+        given["softcap"],
+        given["backend"],
+    )
+    if window is not None:
+        scalars = *scalars, *_edges(window)
+    plain, with_grad = _options(*scalars) if compiling else _same_options(scalars)
+    if (compiling or _any_autocast()) and isinstance(q, Tensor):
+        q, k, v, mask = _autocast(q, k, v, mask)
+    if seed is not None or plain.dropout_p:
+        seed = _seed(seed, plain.dropout_p, q)
+    t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
+    return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
+
+
+def _options(
+    causal: Any,
+    dropout_p: Any,
+    scale: Any,
+    softcap: Any,
+    backend: Any,
+    left: Any = None,
+    right: Any = None,
+) -> tuple[Options, Options]:
+    """The scalars of a call without gradients, and of one with them."""
     try:
         alignment = _ALIGNMENTS[causal]
     except (KeyError, TypeError):
         expected = 'False, True, "top_left" or "bottom_right"'
         raise ValueError(f"causal: got {causal!r}, expected {expected}") from None
-    left, right = (None, None) if window is None else _edges(window)
     dropout_p = real("dropout_p", dropout_p)
     scale = None if scale is None else real("scale", scale)
     softcap = None if softcap is None else real("softcap", softcap)
-    backend = given["backend"]
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
-    mask = given["mask"]
-    if (_is_compiling() or _any_autocast()) and isinstance(q, Tensor):
-        q, k, v, mask = _autocast(q, k, v, mask)
-    if seed is not None or dropout_p:
-        seed = _seed(seed, dropout_p, q)
-    t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
-    grad = is_grad_enabled() and _requires_grad(t)
-    o = Options(
-        *(scale, alignment, left, right, softcap, dropout_p),
-        *(backend or "", grad),
-    )
-    return t, o
+    fields = scale, alignment, left, right, softcap, dropout_p, backend or ""
+    return Options(*fields), Options(*fields, grad=True)
+
+
+# By type, too: True is no number here, and equals one.
+_remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
+
+
+def _same_options(scalars: tuple) -> tuple[Options, Options]:
+    """`_options`, computed once for each set of scalars."""
+    try:
+        return _remembered(*scalars)
+    except TypeError:  # of what does not hash, or of what is no scalar, which is said below
+        pass
+    return _options(*scalars)
+
+
+_CONSTANT, _VARIABLE = (
+    [at for at, a in enumerate(ARGUMENTS.values()) if a.gradient == has] for has in (False, True)
+)
 
 
 def _requires_grad(t: Tensors) -> bool:
-    with_grad = [isinstance(x, Tensor) and x.requires_grad for x in t]  # else the checks speak
-    if True not in with_grad:
-        return False
-    for argument, grad in zip(ARGUMENTS.values(), with_grad):
-        if grad and not argument.gradient:
+    for at in _CONSTANT:
+        x = t[at]
+        if x is not None and isinstance(x, Tensor) and x.requires_grad:
+            name = list(ARGUMENTS.values())[at].public
             raise ValueError(
-                f"{argument.public}: got a tensor that requires grad, expected a constant: there "
-                f"is no gradient for it; pass {argument.public}.detach()"
+                f"{name}: got a tensor that requires grad, expected a constant: there is no "
+                f"gradient for it; pass {name}.detach()"
             )
-    return True
+    for at in _VARIABLE:
+        x = t[at]
+        if x is not None and isinstance(x, Tensor) and x.requires_grad:
+            return True  # of what is no tensor the checks speak
+    return False
 
 
 def _edges(window) -> tuple:

@@ -98,10 +98,17 @@ class Backend(Protocol):
         ...
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+def token_major_layout(B: int, H: int, M: int, D: int) -> Layout:
+    """(B,H,M,D) stored (B,M,H,D): the layout of outputs and their gradients."""
+    return (B, H, M, D), (M * H * D, D, H * D, 1)
+
+
 def token_major(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """An empty (B,H,M,D) tensor stored (B,M,H,D): the layout of outputs and their gradients."""
-    B, H, M, D = shape
-    return like.new_empty_strided((B, H, M, D), (M * H * D, D, H * D, 1), dtype=dtype)
+    """An empty tensor of that layout."""
+    return like.new_empty_strided(*token_major_layout(*shape), dtype=dtype)
 
 
 def broadcast_strides(x: Tensor) -> tuple[int, ...]:

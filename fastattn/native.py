@@ -3,6 +3,7 @@
 FASTATTN_LIBRARY names another build of libfastattn_cpu.so to load, for development, and
 FASTATTN_CUDA_LIBRARY one of libfastattn_cuda.so.
 FASTATTN_CPU_ISA forces one of the instruction sets that `cpu_isas` lists.
+FASTATTN_EXTENSION=off leaves the extension alone that packs arguments in C++ (see crossing.py).
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import functools
 import os
 import struct
 import sys
+from importlib import machinery, util
 from pathlib import Path
+from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -47,18 +50,23 @@ POINTER = struct.Struct("=Q")
 SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # and threads, after the whole numbers
 FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL))
 ABSENT = bytes(TENSOR.size)
-WORKSPACE = len(TENSORS) * TENSOR.size + POINTERS.index("workspace") * 8  # where it lies
 SIZE = len(TENSORS) * TENSOR.size + len(POINTERS) * 8 + SCALARS.size
 
-pack_tensor = TENSOR.pack
-pack_pointer = POINTER.pack
+
+def offset(field: str) -> int:
+    """Where in FaParams it lies."""
+    at = FIELDS.split().index(field)
+    return min(at, len(TENSORS)) * TENSOR.size + max(0, at - len(TENSORS)) * 8
 
 
-@functools.lru_cache(maxsize=4096)
-def scalars(spec: AttentionSpec, threads: int) -> bytes:
-    """The end of FaParams, from B on."""
+WORKSPACE, THREADS = offset("workspace"), offset("threads")
+
+
+def form(spec: AttentionSpec) -> bytes:
+    """FaParams of a call's scalars, with no tensor and no thread in it."""
     whole = (getattr(spec, name) for name in WHOLE)
-    return SCALARS.pack(*whole, threads, *(getattr(spec, name) for name in REAL))
+    scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
+    return bytes(SIZE - SCALARS.size) + scalars
 
 
 class Library:
@@ -99,6 +107,7 @@ class CpuLibrary(Library):
         self.check_abi("fa_abi_fields", "fa_cpu_max_head_dim", CPU_MAX_HEAD_DIM)
         self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
         self.run = self.entry("fa_cpu_run", integer, params, integer)
+        self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
         self.isas = self.entry("fa_cpu_isas", text)
         self.isa = self.entry("fa_cpu_isa", text)
         self.why = self.entry("fa_cpu_why", text)
@@ -126,11 +135,19 @@ class CudaLibrary(Library):
 Loaded = TypeVar("Loaded", bound=Library)
 
 
-def _candidates(name: str, variable: str) -> list[Path]:
+def _candidates(name: str, variable: str = "") -> list[Path]:
     if named := os.environ.get(variable):
         return [Path(named).absolute()]  # or the loader would search folders of its own
     package = sys.modules[__package__ or ""]  # an editable install spreads it over two folders
     return [Path(folder) / "lib" / name for folder in package.__path__]
+
+
+def _note(candidates: list[Path], name: str) -> str:
+    """What set-up left in the place of what it did not build."""
+    notes = (p.with_name(name) for p in candidates)
+    where = ", ".join(map(str, candidates))
+    why = next((p.read_text() for p in notes if os.path.exists(p)), None)
+    return why or f"no {where} (pip install .)"
 
 
 @functools.cache
@@ -158,17 +175,40 @@ def _load_cuda() -> CudaLibrary | str:
     candidates = _candidates("libfastattn_cuda.so", "FASTATTN_CUDA_LIBRARY")
     path = next((p for p in candidates if os.path.exists(p)), None)
     if path is None:
-        notes = (p.with_name("no_cuda.txt") for p in candidates)  # what set-up left in its place
-        where = ", ".join(map(str, candidates))
-        why = next((p.read_text() for p in notes if os.path.exists(p)), None)
-        return f"the CUDA kernels were not built: {why or f'no {where} (pip install .)'}"
+        return f"the CUDA kernels were not built: {_note(candidates, 'no_cuda.txt')}"
     try:
         return CudaLibrary(path)
     except (OSError, AttributeError) as error:
         return f"the CUDA kernels do not load: {error}"
 
 
-def _reason(found: Library | str) -> str | None:
+@functools.cache
+def _load_extension() -> ModuleType | str:
+    """The extension, or the reason there is none."""
+    if os.environ.get("FASTATTN_EXTENSION") == "off":
+        return "FASTATTN_EXTENSION is off"
+    name, suffix = "fastattn_crossing", ".abi3.so"
+    if suffix not in machinery.EXTENSION_SUFFIXES:
+        return "this Python has no stable ABI"
+    candidates = _candidates(name + suffix)
+    path = next((p for p in candidates if os.path.exists(p)), None)
+    if path is None:
+        return f"it was not built: {_note(candidates, 'no_extension.txt')}"
+    if why := why_broken(path):
+        return f"it does not load: {why}"
+    spec = util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    try:
+        module = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, AttributeError, ValueError) as error:  # a torch without such DLPack
+        return f"it does not load: {error}"
+    if module.fields != FIELDS:
+        return f"{path} was built from another version of csrc/abi.h; build it again"
+    return module
+
+
+def _reason(found: Library | ModuleType | str) -> str | None:
     return found if isinstance(found, str) else None
 
 
@@ -186,6 +226,17 @@ def cpu_unavailable() -> str | None:
 def cuda_unavailable() -> str | None:
     """Why there are no CUDA kernels to run, whatever the GPU, or None."""
     return _reason(_load_cuda())
+
+
+def extension_unavailable() -> str | None:
+    """Why Python itself packs the arguments of kernels, or None."""
+    return _reason(_load_extension())
+
+
+def extension() -> ModuleType | None:
+    """`kind`, `pack` and `launch` of crossing.py in C++, where they can be had."""
+    found = _load_extension()
+    return None if isinstance(found, str) else found
 
 
 @functools.cache

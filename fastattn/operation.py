@@ -6,22 +6,30 @@ once for both.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .backend import Backend, choose, token_major
 from .check import describe
+from .crossing import Kind
 from .spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec, Options, Tensors, wide
 
 INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
 MAX_PLANS = 4096
 
 _plans: dict[tuple, tuple[AttentionSpec, Backend]] = {}
+
+
+@functools.lru_cache(maxsize=512)
+def _wants(differentiable: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
+    wanted = {name for name, need in zip(INDEX, needed) if need}
+    return tuple(name for name in differentiable if name in wanted)
 
 
 class Operation(NamedTuple):
@@ -38,27 +46,29 @@ class Operation(NamedTuple):
         return getattr(torch.ops.fastattn, self.name + suffix)
 
     def wants(self, needed: Sequence[bool]) -> tuple[str, ...]:
-        """Which gradients autograd asks for. needed: a bool for each of `Tensors`."""
-        return tuple(name for name in self.differentiable if needed[INDEX[name]])
+        """Which gradients autograd asks for. needed: a bool for each of `Tensors`, or the first."""
+        return _wants(self.differentiable, tuple(needed))
 
 
-def plan(t: Tensors, o: Options) -> tuple[AttentionSpec, Backend]:
+def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Backend]:
     """The spec of a call and the backend that runs it; checked once for each kind of call."""
-    key: list[Any] = [o]
     try:
-        for x in t:
-            key.append(None if x is None else (x.shape, x.dtype, x.device, x.layout))
-        kind = tuple(key)
-        return _plans[kind]
+        key = o, _described(t) if kind is None else kind
+        return _plans[key]
     except (KeyError, AttributeError, TypeError, RuntimeError):  # a nested tensor has no shape
         spec = describe(t, o)  # raises the readable error if the arguments were to blame
     backend = choose(spec, o.backend)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
-    _plans[kind] = spec, backend
+    _plans[key] = spec, backend
     if os.environ.get("FASTATTN_LOG") == "1":
         print(f"fastattn: {backend.name} runs {spec}", file=sys.stderr)
     return spec, backend
+
+
+def _described(t: Tensors) -> tuple:
+    """The kind of tensors that are no plain memory."""
+    return tuple(None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in t)
 
 
 def forget_plans() -> None:
@@ -66,30 +76,35 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-def run_forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    spec, backend = plan(t, o)
+def run_forward(op: Operation, t: Tensors, o: Options, kind: Kind | None) -> tuple[Tensor, ...]:
+    spec, backend = plan(t, o, kind)
     return op.forward(backend, spec, t)
 
 
 def run_backward(
     op: Operation,
+    planned: tuple[AttentionSpec, Backend],
     t: Tensors,
-    o: Options,
     outs: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     wants: Sequence[str],
 ) -> list[Tensor]:
-    """The gradients of the tensors that `wants` names, by the backend that ran forward."""
-    if all(grad is None for grad in grads):
+    """The gradients of the tensors that `wants` names."""
+    if grads[0] is None and all(grad is None for grad in grads):
         return [torch.zeros_like(t.given(name)) for name in wants]
-    spec, backend = plan(t, o)
+    spec, backend = planned
     found = op.backward(backend, spec, t, outs, grads, wants)
     return [found[name] for name in wants]
 
 
-def spread(grads: Sequence[Tensor], wants: Sequence[str]) -> list[Tensor | None]:
-    """`run_backward`'s gradients in the order of `Tensors`, None where there is none."""
-    every: list[Tensor | None] = [None] * len(INDEX)
+def spread(
+    grads: Sequence[Tensor], wants: Sequence[str], n: int = len(INDEX)
+) -> list[Tensor | None]:
+    """`run_backward`'s gradients in the order of `Tensors`, the first n of them, None where there
+    is none."""
+    if len(wants) == n:
+        return list(grads)
+    every: list[Tensor | None] = [None] * n
     for name, grad in zip(wants, grads):
         every[INDEX[name]] = grad
     return every

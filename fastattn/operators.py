@@ -15,11 +15,13 @@ from torch.autograd import forward_ad
 
 from . import flops
 from .check import check
+from .crossing import kind
 from .operation import (
     ATTENTION,
     WEIGHTS,
     Operation,
     empty_gradients,
+    plan,
     run_backward,
     run_forward,
     spread,
@@ -102,14 +104,15 @@ def _refuse_forward_mode() -> None:
 @unseen
 def _forward_kernel(op: Operation, *args):
     _refuse_forward_mode()
-    return _untuple(run_forward(op, *split(args)))
+    t, o = split(args)
+    return _untuple(run_forward(op, t, o, kind(t)))
 
 
 @unseen
 def _backward_kernel(op: Operation, n: int, *args) -> list[Tensor]:
     _refuse_forward_mode()
     t, o = split(args[2 * n :])
-    return run_backward(op, t, o, args[n : 2 * n], args[:n], args[-1])
+    return run_backward(op, plan(t, o, kind(t)), t, args[n : 2 * n], args[:n], args[-1])
 
 
 @unseen

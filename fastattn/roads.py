@@ -20,10 +20,10 @@ from torch.autograd import forward_ad
 
 from . import batching
 from .check import check
-from .operation import Operation, run_backward, run_forward, spread
+from .crossing import Kind, kind
+from .operation import Operation, plan, run_backward, run_forward, spread
 from .spec import Options, Tensors
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})  # no subclass with a dispatch of its own
 N_TENSORS = len(Tensors._fields)
 
 _modes = torch._C._len_torch_dispatch_stack
@@ -41,38 +41,40 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
         return Transformed.apply(op, o._replace(grad=True), *t)
     if forward_ad._current_level >= 0:
         refuse_tangents(t)
-    if o.grad and not _observed(t):
-        return Differentiable.apply(op, o, *t)
-    return call_kernel(op, t, o)
+    found = None if _watched() else kind(t)
+    if found is None:
+        return _seen(op, t, o)
+    planned = spec, backend = plan(t, o, found)
+    if not o.grad:
+        return op.forward(backend, spec, t)
+    seen = t if spec.given else t[:3]  # autograd takes its time for each, None as well
+    return _differentiable((op, o, t, found, planned), *seen)
 
 
 def call_kernel(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     """The kernel, or the operator where something wants to see it pass."""
-    if _observed(t):
-        check(t, o)
-        if _tracing() is not None:  # a traced graph serves with and without gradients
-            o = o._replace(grad=True)
-        return as_tuple(op.operator()(*t, *o))
-    return run_forward(op, t, o)
+    found = None if _watched() else kind(t)
+    return _seen(op, t, o) if found is None else run_forward(op, t, o, found)
 
 
 def call_backward_kernel(op: Operation, t: Tensors, o: Options, outs, grads, wants) -> list[Tensor]:
-    if _observed((*t, *outs, *grads)):
+    found = None if _watched() or kind((*outs, *grads)) is None else kind(t)
+    if found is None:
         return op.operator("_backward")(*grads, *outs, *t, *o, list(wants))
-    return run_backward(op, t, o, outs, grads, wants)
+    return run_backward(op, plan(t, o, found), t, outs, grads, wants)
 
 
-def _observed(tensors: Sequence[Tensor | None]) -> bool:
-    """Is a mode active that has to see operators, or a tensor here that is no plain memory?"""
-    if _modes() or _tracing() is not None:
-        return True
-    for x in tensors:
-        if x is None:
-            continue
-        if type(x) not in PLAIN or x.is_neg() or x._is_zerotensor():
-            return True
-    q = tensors[0]
-    return q is not None and q.is_meta  # all others are as q is, or the checks refuse them
+def _watched() -> bool:
+    """Is a mode active that has to see operators?"""
+    return _modes() > 0 or _tracing() is not None
+
+
+def _seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    """Through the operator: for modes, and for tensors that are no plain memory."""
+    check(t, o)
+    if _tracing() is not None:  # a traced graph serves with and without gradients
+        o = o._replace(grad=True)
+    return as_tuple(op.operator()(*t, *o))
 
 
 def as_tuple(outs) -> tuple[Tensor, ...]:
@@ -109,41 +111,57 @@ def refuse_double_backward() -> None:
     )
 
 
-def refuse_batched_gradients() -> None:
-    raise NotImplementedError(
-        "fastattn cannot be given a batch of gradients by autograd itself (is_grads_batched=True, "
-        "jacobian(vectorize=True)): use torch.func.jacrev or torch.func.vmap, or vectorize=False"
-    )
+def _refuse_batched(grads: Sequence[Tensor | None]) -> None:
+    if any(x is not None and _is_batched_by_autograd(x) for x in grads):
+        raise NotImplementedError(
+            "fastattn cannot be given a batch of gradients by autograd itself "
+            "(is_grads_batched=True, jacobian(vectorize=True)): use torch.func.jacrev or "
+            "torch.func.vmap, or vectorize=False"
+        )
 
 
 # ------------------------------------------------------------------------------------- Functions
 
 
 class Differentiable(torch.autograd.Function):
-    """For autograd alone: the cheapest form of a Function."""
+    """For autograd alone: the cheapest form of a Function. It sees only `tensors`, those of t."""
 
     @staticmethod
-    def forward(ctx, op, o, *tensors):
-        t = Tensors(*tensors)
-        outs = run_forward(op, t, o)
-        ctx.save_for_backward(*t, *outs)
-        ctx.call = op, o
+    def forward(ctx, call, *tensors):
+        op, o, t, found, planned = call
+        spec, backend = planned
+        outs = op.forward(backend, spec, t)
+        ctx.save_for_backward(*tensors, *outs)
+        ctx.call = op, o, len(tensors), found, planned
         ctx.set_materialize_grads(False)
         return outs
 
     @staticmethod
     def backward(ctx, *grads):
-        op, o = ctx.call
-        t, outs = saved(ctx)
-        wants = op.wants(ctx.needs_input_grad[2:])
-        if any(x is not None and _is_batched_by_autograd(x) for x in grads):
-            refuse_batched_gradients()
+        op, o, n, before, planned = ctx.call
+        tensors = ctx.saved_tensors  # once, because every asking unpacks them all (checkpoints)
+        t, outs = Tensors(*tensors[:n]), tensors[n:]
+        wants = op.wants(ctx.needs_input_grad[1:])
         # With create_graph=True somebody may differentiate again; torch.func may batch the grads.
         if torch.is_grad_enabled() or _transforms():
+            _refuse_batched(grads)
             found = TransformedBackward.apply(op, o, wants, *grads, *outs, *t)
-        else:
+        elif not _watched() and _begins(kind((*t, *outs, *grads)), before):
+            found = run_backward(op, planned, t, outs, grads, wants)
+        else:  # hooks may save one tensor and give back another
+            _refuse_batched(grads)
             found = call_backward_kernel(op, t, o, outs, grads, wants)
-        return None, None, *spread(found, wants)
+        return None, *spread(found, wants, n)
+
+
+def _begins(found: Kind | None, before: Kind) -> bool:
+    """Is it a kind of tensors of which the first are of the kind `before`?"""
+    return found is not None and found[: len(before)] == before
+
+
+# Its own `apply` looks for torch.func's wrappers first, for a microsecond. Here there are none:
+# they are no plain memory.
+_differentiable = super(torch.autograd.Function, Differentiable).apply  # ty: ignore
 
 
 class Transformed(torch.autograd.Function):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import functools
 from dataclasses import dataclass
-from typing import Annotated, NamedTuple, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hints
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class Argument(NamedTuple):
         one element of any shape, and `broadcast` for whatever broadcasts to the one that stands.
     dtype: "q", as q has; "mask", also bool or float32; "floating", any, and kernels get `wide`;
         "wide", float32 or for float64 inputs float64; "integer", int32 or int64; "int64".
-    crosses: how kernels behind csrc/abi.h see it, by a function of fastattn/launcher.py.
+    crosses: how kernels behind csrc/abi.h see it, by a function of fastattn/crossing.py.
     """
 
     shapes: tuple[str, ...]
@@ -191,6 +191,11 @@ class AttentionSpec:
     @functools.cached_property
     def _hash(self) -> int:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
+
+    @functools.cached_property
+    def kept(self) -> dict[str, Any]:
+        """What launchers made of this spec, for the calls to come."""
+        return {}
 
     @functools.cached_property
     def wide(self) -> torch.dtype:

@@ -21,6 +21,7 @@ FLOORS = (
     {"batching", "operation"},
     {"backends"},
     {"launcher"},
+    {"crossing"},
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars"},
     {"spec"},

@@ -13,7 +13,7 @@ from emulated import Emulated, binary, everywhere
 from emulator import KERNELS, needs_emulator
 
 import fastattn
-from fastattn import launcher, native
+from fastattn import crossing, launcher, native
 from fastattn.backends import cuda
 from fastattn.spec import Tensors
 
@@ -158,7 +158,8 @@ def test_what_is_not_launched_is_raised_by_name(name):
     q = torch.empty(1, 1, 1, 8, dtype=torch.float16)
     numbers = [TOO_MANY * (4 if name == "delta" else 1), 1, 1, 1, 1, 8, 8]
     scalars = native.SCALARS.pack(*numbers, 1, 1, 0, 0, 0, 1, 1.0, 0.0, 0.0)
-    params = launcher.broadcast(q) + native.ABSENT * (len(native.TENSORS) - 1)
+    params = native.TENSOR.pack(q.data_ptr(), *crossing.broadcast(q), native.DTYPE[q.dtype])
+    params += native.ABSENT * (len(native.TENSORS) - 1)
     params += bytes(8 * len(native.POINTERS)) + scalars
     assert len(params) == native.SIZE
 

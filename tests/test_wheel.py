@@ -16,6 +16,7 @@ import pytest
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 LIBRARY = "fastattn/lib/libfastattn_cpu.so"
+EXTENSION = "fastattn/lib/fastattn_crossing.abi3.so"
 
 ONE_CALL = """
 import torch, fastattn
@@ -68,9 +69,32 @@ def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "bin" / "python"
 
 
-def test_name_binds_the_wheel_to_a_platform_only(wheel):
-    assert re.fullmatch(r"fastattn-[\d.]+\w*-py3-none-\w+\.whl", wheel.name)
+def test_name_binds_the_wheel_to_a_platform_and_the_stable_abi(wheel):
+    assert re.fullmatch(r"fastattn-[\d.]+\w*-cp310-abi3-\w+\.whl", wheel.name)
     assert not wheel.name.endswith("-any.whl"), "it holds a compiled library"
+
+
+def test_the_extension_or_the_reason_is_in_it(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        found = set(archive.namelist()) & {EXTENSION, "fastattn/lib/no_extension.txt"}
+        assert len(found) == 1
+        content = archive.read(*found)
+    for needed in (b"libtorch", b"libc10", b"libpython"):
+        assert needed not in content
+
+
+def test_without_the_extension_it_is_for_any_python(tmp_path):
+    """Its name alone: what pip asks a build for before it compiles anything."""
+    pytest.importorskip("scikit_build_core", reason="naming the wheel needs scikit-build-core")
+    code = (
+        "from scikit_build_core.settings.skbuild_read_settings import SettingsReader as R;"
+        "print(R.from_file('pyproject.toml').settings.wheel.py_api)"
+    )
+    for value, tag in (("off", "py3"), ("auto", "cp310"), ("", "cp310")):
+        env = os.environ | {"FASTATTN_EXTENSION": value}
+        command = [sys.executable, "-c", code]
+        done = subprocess.run(command, cwd=CHECKOUT, env=env, capture_output=True, text=True)
+        assert done.stdout.split()[-1:] == [tag], done.stdout + done.stderr
 
 
 def test_contents(wheel):

@@ -55,6 +55,8 @@ SHARES = {
     "test_bench_verify": (5, 3),
     "test_broken_library": (NONE, 5),
     "test_char_lm": (NONE, ALL),
+    "test_crossing::test_nothing_is_kept_of_a_call": (NONE, ALL),
+    "test_crossing::test_without_headers_the_reason_is_left": (NONE, ALL),
     "test_determinism": (5, 2),
     "test_examples": (4, ALL),
     "test_examples::test_example": (NONE, 4),

@@ -1,0 +1,126 @@
+"""How tensors cross to the native kernels: what kind they are, and FaParams packed of them.
+
+    kind      what is the same for all calls that one plan serves; None where a tensor is no plain
+              memory, and something else has to see the call
+    pack      FaParams, as bytes, of a template and tensors, each at its place
+    launch    the same, given to a function of the CPU's library at once
+
+csrc/python/crossing.cpp has these three for CPython's stable ABI. They are used where set-up built
+them, and those below where it did not, or where FASTATTN_EXTENSION=off.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import native
+from .backend import broadcast_strides
+from .native import DTYPE, POINTER, TENSOR
+from .spec import ARGUMENTS
+
+Kind = bytes | tuple  # it hashes, and compares with those of the same maker
+
+PLAIN = frozenset({Tensor, torch.nn.Parameter})  # no subclass with a dispatch of its own
+
+# ------------------------------------- `Argument.crosses`: the strides of an FaTensor, in elements
+
+
+strided = Tensor.stride  # of a 4-D tensor, read where it lies
+
+
+def broadcast(x: Tensor) -> tuple[int, ...]:
+    """Of `x` aligned to the right of (B,H,M,N); what it is broadcast over has stride 0."""
+    return broadcast_strides(x)
+
+
+def column(x: Tensor) -> tuple[int, ...]:
+    """Of (H,), (B,H) or (B,H,M), which the kernels see with trailing sizes of 1."""
+    strides = x.stride() if x.ndim > 1 else (0, *x.stride())
+    return (*strides, 0, 0)[:4]
+
+
+def pair(normaliser: Tensor) -> tuple[int, ...]:
+    """Of a normaliser (2,B,H,M), which the kernels see as (B,H,M,2)."""
+    two, b, h, m = normaliser.stride()
+    return b, h, m, two
+
+
+CROSSES = {  # enum Crosses
+    "strided": strided,
+    "broadcast": broadcast,
+    "column": column,
+    "pair": pair,
+    "pointer": None,  # only where it lies
+}
+_PLACE = struct.Struct("=ii")  # offset in FaParams, which of `CROSSES`
+
+
+def places(after: Mapping[str, str]) -> bytes:
+    """Where the tensors of a call go, and after them those in `after`: by field, how they cross."""
+    fields = [(a.field, a.crosses) for a in ARGUMENTS.values()]
+    names = list(CROSSES)
+    return b"".join(
+        _PLACE.pack(native.offset(field), names.index(crosses))
+        for field, crosses in (*fields, *after.items())
+    )
+
+
+# ----------------------------------------------------------------------- the three, in Python
+
+
+def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
+    found: list[Any] = []
+    for x in tensors:
+        if x is None:
+            found.append(None)
+            continue
+        if type(x) not in PLAIN or x.is_neg():
+            return None
+        try:
+            if not x.data_ptr() and (x.is_meta or x.numel()):  # or zeros that are nowhere
+                return None
+            found.append((x.shape, x.dtype, x.device))
+        except RuntimeError:  # it has no storage, or no shape
+            return None
+    return tuple(found)
+
+
+@functools.cache
+def _read(places: bytes) -> list[tuple[int, Callable | None]]:
+    functions = list(CROSSES.values())
+    return [(at, functions[which]) for at, which in _PLACE.iter_unpack(places)]
+
+
+def _pack(form: bytes, places: bytes, tensors: Sequence[Tensor | None], threads: int) -> bytes:
+    params = bytearray(form)
+    for (at, strides), x in zip(_read(places), tensors):
+        if x is None:
+            continue
+        if strides is None:
+            POINTER.pack_into(params, at, x.data_ptr())
+        else:
+            b, h, m, n = strides(x)
+            TENSOR.pack_into(params, at, x.data_ptr(), b, h, m, n, DTYPE[x.dtype])
+    POINTER.pack_into(params, native.THREADS, threads)
+    return bytes(params)
+
+
+def _launch(
+    entry: int, which: int, brief: bool, form: bytes, places: bytes, tensors: Sequence, threads: int
+) -> int:
+    """entry: the address of fa_cpu_run. brief: not worth letting another thread interpret."""
+    return native.cpu().run(_pack(form, places, tensors, threads), which)
+
+
+extension = native.extension()
+kind, pack, launch = (
+    (_kind, _pack, _launch)
+    if extension is None
+    else (extension.kind, extension.pack, extension.launch)
+)
