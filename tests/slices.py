@@ -81,7 +81,7 @@ def shared_heads(dtype):
     """Few rows of many grouped heads, several of which make one task; the last task has fewer."""
     for names in (("causal", "alibi"), ("head_bias_grad", "dropout"), ("lengths", "sinks"), ()):
         features = tuple(FEATURE[name] for name in names)
-        yield build(Dims(2, 15, 3, 10, 300, 16, 24), features, dtype)
+        yield build(Dims(2, 10, 2, 10, 300, 16, 24), features, dtype)
 
 
 def far_rows(dtype):

@@ -21,8 +21,11 @@ struct Decode {
   using Sum = WeightedSum<Mul>;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
-  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster.
-  static bool suits(const FaParams& p) { return p.M <= W / 2; }
+  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster; for a few
+  // rows not on so few keys that there is next to nothing to read.
+  static bool suits(const FaParams& p) {
+    return p.M <= W / 2 && (p.M == 1 || p.N * (p.D + p.Dv) > 256 * p.M);
+  }
 
   // Never by the number of threads: the order of every sum must not depend on it.
   static constexpr int64_t kChunkKeys = 4 * kTileKeys;
