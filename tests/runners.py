@@ -9,6 +9,7 @@ import itertools
 from contextlib import contextmanager
 
 import pytest
+import torch
 from cases import DTYPES
 
 import fastattn
@@ -52,9 +53,14 @@ def thinned(*lists):
     return list(zip(lists[0], *(itertools.cycle(x) for x in lists[1:])))
 
 
-def variants(name):
-    """The instruction sets to run backend `name` on; one nameless variant for other backends."""
-    return native.cpu_isas() if name == "cpu" else [None]
+def variants(name, dtype=None):
+    """The instruction sets to run backend `name` on; one nameless variant for other backends. Tiles
+    compute bfloat16, and are another name for vectors where `dtype` says that it is something else.
+    """
+    if name != "cpu":
+        return [None]
+    tiles = dtype in (None, torch.bfloat16)
+    return [isa for isa in native.cpu_isas() if tiles or not isa.startswith("amx_")]
 
 
 @contextmanager
@@ -74,7 +80,7 @@ def variant(isa):
 def everywhere(name, verdict, tag=""):
     """Complaints about backend `name` on each of its variants."""
     found = []
-    for isa in variants(name):
+    for isa in variants(name, verdict.problem.q.dtype):
         with variant(isa):
             lines = verdict.complaints(fastattn.attention, backend=name)
         where = " ".join(x for x in (verdict.problem.name, isa, tag) if x)

@@ -20,7 +20,7 @@ def errors(d):
     return {x: float((found[x] - exact[x]).norm() / exact[x].norm()) for x in exact}
 
 
-@pytest.mark.parametrize("isa", variants("cpu"))
+@pytest.mark.parametrize("isa", variants("cpu", torch.float32))
 def test_does_not_grow_with_the_head_dim(isa, one_thread):
     with variant(isa):
         least = errors(64)

@@ -15,6 +15,7 @@ pytestmark = pytest.mark.skipif(
     bool(native.cpu_unavailable()), reason=str(native.cpu_unavailable())
 )
 ALL = "avx512_bf16,avx512,avx2,generic"
+TILES = "amx_bf16," + ALL
 
 
 def chosen(vendor, family, model, isas):
@@ -45,6 +46,22 @@ def test_chip_decides(vendor, family, model, isa, says):
     assert ("only decodes" in why) == (isa == "avx512")
 
 
+@pytest.mark.parametrize(
+    "model, says",
+    [
+        (207, "Emerald Rapids, not measured with these kernels"),
+        (143, "Sapphire Rapids, not measured"),
+        (173, "Granite Rapids, not measured"),
+        (300, "not measured"),
+    ],
+)
+def test_tiles_go_first_where_they_are(model, says):
+    for isas in (TILES, TILES + ",amx_model", "amx_bf16,avx512,avx2,generic"):
+        found, why = chosen("GenuineIntel", 6, model, isas)
+        assert found == "amx_bf16"
+        assert says in why and f"GenuineIntel family 6 model {model}" in why
+
+
 @pytest.mark.parametrize("isas", ["avx512,avx2,generic", "avx2,generic", "generic"])
 def test_without_bfloat16_the_widest_vectors(isas):
     for vendor, family, model in (("GenuineIntel", 6, 143), ("AuthenticAMD", 25, 33), ("", 0, 0)):
@@ -54,7 +71,8 @@ def test_without_bfloat16_the_widest_vectors(isas):
 
 def test_what_is_listed_first_is_what_is_chosen():
     listed = native.cpu_isas()
-    assert sorted(listed) == sorted(x for x in ALL.split(",") if x in listed)
+    assert sorted(listed) == sorted(x for x in [*TILES.split(","), "amx_model"] if x in listed)
+    assert listed[0] != "amx_model"  # the chip's tiles in software, for tests
     with variant(listed[-1]):
         assert native.cpu_isa() == listed[-1]
         assert native.cpu().why() == b"selected by its name"
@@ -65,7 +83,7 @@ def test_only_decoding_takes_pairs_where_they_are_slow():
     listed = native.cpu_isas()
     if "avx512_bf16" not in listed[1:]:
         pytest.skip("avx512_bf16 is not here, or is the best here")
-    code = """
+    code = f"""
 import torch
 from fastattn import attention, native
 torch.manual_seed(0)
@@ -74,7 +92,7 @@ run = lambda m: attention(k[:, :, :m], k, k, backend="cpu")
 one, many = run(1), run(64)
 native.select_cpu_isa("avx512_bf16")
 assert torch.equal(one, run(1)) and not torch.equal(many, run(64))
-native.select_cpu_isa("avx512")
+native.select_cpu_isa({listed[0]!r})
 assert torch.equal(many, run(64)) and not torch.equal(one, run(1))
 """
     environment = {x: y for x, y in os.environ.items() if x != "FASTATTN_CPU_ISA"}

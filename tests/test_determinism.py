@@ -42,7 +42,7 @@ def test_threads_and_repeats(name, dtype, shape, kind, threads):
     declares(name, DTYPES[dtype])
     features = EVERYTHING if kind == "everything" else ()
     problem = build(SHAPES[shape], features, DTYPES[dtype])
-    for isa in variants(name):
+    for isa in variants(name, DTYPES[dtype]):
         with variant(isa):
             threads(1)
             first = problem.run(fastattn.attention, backend=name)
@@ -90,7 +90,7 @@ def test_batch_and_heads_around_it_do_not_matter(name, dtype, lengths):
         problem.kwargs["key_lengths"] = torch.tensor([170, 0, 85])[torch.arange(len(problem.q)) % 3]
         problem.k.nan_to_num_(0.5), problem.v.nan_to_num_(0.5)
     everything = slice(None)
-    for isa in variants(name):
+    for isa in variants(name, DTYPES[dtype]):
         with variant(isa):
             whole = part(problem, everything, everything).run(fastattn.attention, backend=name)
             for batch, heads in (

@@ -132,7 +132,7 @@ def test_any_call_is_right(name, dtype, data):
     declares(name, DTYPES[dtype])
     problem = data.draw(problems(DTYPES[dtype]))
     note(problem.name)
-    isa = data.draw(st.sampled_from(variants(name)))
+    isa = data.draw(st.sampled_from(variants(name, DTYPES[dtype])))
     verdict = Verdict(problem)
     with variant(isa):
         passed(verdict.complaints(fastattn.attention, backend=name))

@@ -63,7 +63,7 @@ def about_weights(name, problem, average):
     problem = with_identity(problem, average)
     verdict = (Averaged if average else Verdict)(problem)
     found = []
-    for isa in variants(name):
+    for isa in variants(name, problem.q.dtype):
         with variant(isa):
             got = ask(problem, name, average)
         found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]
@@ -112,7 +112,7 @@ def test_a_given_lse_is_a_constant(name, features, mean):
     problem = with_identity(build(SHAPES[1], features, torch.float32), average)
     verdict, lse = of_constant_lse(problem, average)
     found = []
-    for isa in variants(name):
+    for isa in variants(name, problem.q.dtype):
         with variant(isa):
             got = ask(problem, name, average, lse=lse)
         if "sinks" in problem.wants:

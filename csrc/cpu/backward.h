@@ -31,18 +31,22 @@ struct Backward {
 
   // --- before: normaliser and delta as the tiles want them, dq = 0 ----------------
   static void prepare(const FaParams& p, int64_t task, char* scratch) {
+    [[maybe_unused]] const typename Mul::Registers registers;
     const auto w = G::workspace(p);
     const int64_t t = task % G::tiles(p), h = task / G::tiles(p) % p.H,
                   b = task / G::tiles(p) / p.H;
     const Rows rows = G::tile_rows(p, b, h, t);
-    const Normaliser<R> normaliser = w.normaliser.from(task * kTileRows<R>);
-    R* delta = w.delta + task * kTileRows<R>;
-    read_normaliser(p, rows, kTileRows<R>, normaliser);
-    std::fill(delta, delta + kTileRows<R>, R(0));
-    for (int64_t l = 0; l < rows.count; ++l) {
-      R* dq = dq_row(p, w, rows, l);
-      std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
-    }
+    const Normaliser<R> normaliser = w.normaliser.from(task * G::kRows);
+    R* delta = w.delta + task * G::kRows;
+    read_normaliser(p, rows, G::kRows, normaliser);
+    std::fill(delta, delta + G::kRows, R(0));
+    if constexpr (G::kByParts)
+      std::fill_n(w.dq + task * G::kRows * G::padded(p.D), G::kRows * G::padded(p.D), R(0));
+    else
+      for (int64_t l = 0; l < rows.count; ++l) {
+        R* dq = dq_row(p, w, rows, l);
+        std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
+      }
     if (!G::of_weights(p))
       delta_from_output(p, rows, delta);
     else if (!p.constant_lse)
@@ -72,18 +76,19 @@ struct Backward {
                                  R* delta, char* scratch) {
     Buffers buf;
     G::carve(p, scratch, buf);
-    with_vectors<R>(rows.count, [&](auto nv) {
+    each_part<Mul>(rows, [&](auto nv, const Rows& part, int64_t lane) {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
-      G::stage_rows(p, rows, T::lanes, buf);
-      G::each_block(p, rows, {0, p.N}, buf, [&](const Keys& keys, const auto& block) {
-        G::template probabilities<NV>(p, rows, keys, block, normaliser, buf);
+      const Normaliser<R> here = normaliser.from(lane);
+      G::stage_rows(p, part, T::lanes, buf);
+      G::each_block(p, part, {0, p.N}, buf, [&](const Keys& keys, const auto& block) {
+        G::template probabilities<NV>(p, part, keys, block, here, buf);
         R sum[T::lanes] = {};
         for (int64_t j = 0; j < keys.count; ++j)
           for (int l = 0; l < T::lanes; ++l)
             sum[l] += buf.s[j * T::lanes + l] * buf.ds[j * T::lanes + l];
         for (int l = 0; l < T::lanes; ++l)
-          if (normaliser.lse[l] != kInf<R>) delta[l] += sum[l];
+          if (here.lse[l] != kInf<R>) delta[lane + l] += sum[l];
       });
     });
   }
@@ -97,6 +102,7 @@ struct Backward {
 
   // --- the five products -----------------------------------------------------------
   static void keys(const FaParams& p, int64_t task, char* scratch) {
+    [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     G::carve(p, scratch, buf);
     const auto w = G::workspace(p);
@@ -109,14 +115,13 @@ struct Backward {
     const int64_t end = std::min(J0 + count, key_length(p, b));
     if (end > J0) {
       const auto block = G::stage_keys(p, b, hk, J0, end, buf);
-      const Broadcast<E> k_across =
-          Op::across(plane(p.k, b, hk), J0, end - J0, p.D, true, buf.k_across);
+      const auto k_across = summed_keys(plane(p.k, b, hk), J0, end - J0, p.D, buf);
       const int64_t all = group * G::tiles(p);  // head by head
       for (int64_t at = all * segment / G::segments(p);
            at < all * (segment + 1) / G::segments(p); ++at) {
         const int64_t t = at % G::tiles(p);
         const Rows rows = G::tile_rows(p, b, hk * group + at / G::tiles(p), t);
-        const Keys seen = visible_keys(p, rows, J0);
+        const Keys seen = visible_keys<Mul>(p, rows, J0);
         if (seen.count <= 0) continue;
         if (shown(p, rows, seen) == Shown::none) {  // nothing to add to dq: only pass the turn on
           int32_t* turn = w.turn + G::tile_index(p, b, rows.h, t);
@@ -124,9 +129,12 @@ struct Backward {
           pass_turn(turn, chunk);
           continue;
         }
-        with_vectors<R>(rows.count, [&](auto nv) {
-          tile<decltype(nv)::value>(p, w, rows, t, seen, chunk, block, k_across, buf);
-        });
+        if constexpr (G::kByParts)
+          tile_by_parts(p, w, rows, t, seen, chunk, block, k_across, buf);
+        else
+          with_vectors<R>(rows.count, [&](auto nv) {
+            tile<decltype(nv)::value>(p, w, rows, t, seen, chunk, block, k_across, buf);
+          });
       }
     }
     if (G::segments(p) == 1) {
@@ -168,8 +176,8 @@ struct Backward {
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
     const int64_t pairs_of_rows = (rows.count + pair - 1) / pair;
     G::stage_rows(p, rows, T::lanes, buf);
-    G::template scores<NV>(p, rows, keys, block, w.normaliser.from(index * kTileRows<R>),
-                           w.delta + index * kTileRows<R>, buf);
+    G::template scores<NV>(p, rows, keys, block, w.normaliser.from(index * G::kRows),
+                           w.delta + index * G::kRows, buf);
     if (MaskGradient<Mul>::is_ds(p))
       MaskGradient<Mul>::write_ds(p, rows, keys, T::lanes, buf.ds);
     if (!G::of_weights(p)) {  // dV += dropout(P) dO
@@ -196,6 +204,66 @@ struct Backward {
         dq_stride(p), R(p.scale));
     pass_turn(w.turn + index, chunk);
   }
+
+  // K as dQ += dS^T K reads it, summed along the keys.
+  static auto summed_keys(const Plane& k, int64_t J0, int64_t count, int64_t D,
+                          const Buffers& buf) {
+    if constexpr (G::kByParts) {
+      Op::turned(k, J0, count, D, buf.k_across, buf.rows);
+      return buf.k_across;
+    } else {
+      return Op::across(k, J0, count, D, true, buf.k_across);
+    }
+  }
+
+  // The same on tile registers: the scores of one part of the rows after another, while they are in
+  // the nearest cache; then the sums over all of the rows at once, and dQ^T += K^T dS part by part.
+  static void tile_by_parts(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
+                            int64_t t, const Keys& keys, int64_t chunk,
+                            const typename G::Block& block, const E* k_turned,
+                            const Buffers& buf) {
+    constexpr int64_t part = G::kPart, room = part * kTileKeys;  // of one part, as an operand
+    const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
+    const int64_t d = G::padded(p.D), dv = G::padded(p.Dv);
+    const int64_t whole = round_up(keys.count, part), parts = (rows.count + part - 1) / part;
+    each_part<Mul>(rows, [&](auto nv, const Rows& here, int64_t lane) {
+      constexpr int NV = decltype(nv)::value;
+      using T = Tile<R, NV>;
+      const int64_t at = index * G::kRows + lane, operand = lane / part * room;
+      G::stage_rows(p, here, T::lanes, buf);
+      G::template scores<NV>(p, here, keys, block, w.normaliser.from(at), w.delta + at, buf);
+      if (MaskGradient<Mul>::is_ds(p))
+        MaskGradient<Mul>::write_ds(p, here, keys, T::lanes, buf.ds);
+      if (!G::of_weights(p)) {
+        Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, keys.count, buf.along_p + operand);
+        Op::across(plane(p.dout, here.b, here.h), here.i0, here.count, p.Dv,
+                   buf.dout_across + lane * dv, buf.rows);
+      }
+      T::product_gradient(p, keys.count, buf.ds, buf.derivative);
+      T::each(keys.count, buf.ds, [&](int64_t, int, Vec<R> ds) { return ds * R(p.scale); });
+      Op::tile_along(buf.ds, keys.count, buf.along + operand);
+      Op::template tile_across<NV>(buf.ds, keys.count, buf.across + operand);
+      Op::across(plane(p.q, here.b, here.h), here.i0, here.count, p.D, buf.q_across + lane * d,
+                 buf.rows);
+    });
+    const auto add = [&](const E* along, const E* across, int64_t columns, R* sum) {
+      Op::multiply_add(along, part, room, across, columns, parts, whole, columns,
+                       sum + first * columns, columns);
+    };
+    if (!G::of_weights(p)) add(buf.along_p, buf.dout_across, dv, buf.dv);
+    add(buf.along, buf.q_across, d, buf.dk);
+    wait_for_turn(w.turn + index, chunk);
+    for (int64_t x = 0; x < parts; ++x)
+      Op::multiply_add(k_turned + first * d, part, part * d, buf.across + x * room, part,
+                       whole / part, d, part, dq_part(p, w, rows, x * part), part);
+    pass_turn(w.turn + index, chunk);
+  }
+  static R* dq_part(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
+                    int64_t lane) {
+    const int64_t tile = G::tile_index(p, rows.b, rows.h, rows.i0 / G::kRows);
+    return w.dq + (tile * G::kRows + lane) * G::padded(p.D);
+  }
+
   static int64_t dq_stride(const FaParams& p) {
     return G::dq_in_place(p) ? p.dq.stride[2] : G::padded(p.D);
   }
@@ -206,6 +274,13 @@ struct Backward {
     const int64_t t = task % G::tiles(p), bh = task / G::tiles(p);
     const Rows rows = G::tile_rows(p, bh / p.H, bh % p.H, t);
     const Plane to = plane(p.dq, rows.b, rows.h);
+    if constexpr (G::kByParts) {
+      R one[G::kPart];
+      std::fill(one, one + G::kPart, R(1));
+      return each_part<Mul>(rows, [&](auto, const Rows& part, int64_t lane) {
+        write_transposed(dq_part(p, w, rows, lane), G::kPart, one, to, part.i0, part.count, 0, p.D);
+      });
+    }
     for (int64_t l = 0; l < rows.count; ++l)
       write_row(p.dq.data, to.dtype, to.at(rows.i0 + l), to.step, p.D, dq_row(p, w, rows, l));
   }
@@ -216,7 +291,7 @@ struct Backward {
     const R sink = read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1]);
     double sum = 0;
     for (int64_t b = 0; b < p.B; ++b) {
-      const int64_t at = G::tile_index(p, b, h, 0) * kTileRows<R>;
+      const int64_t at = G::tile_index(p, b, h, 0) * G::kRows;
       const Normaliser<R> normaliser = w.normaliser.from(at);
       for (int64_t i = 0; i < p.M; ++i)
         sum -= std::exp((double(sink) - double(normaliser.lse[i])) - double(normaliser.tail[i])) *

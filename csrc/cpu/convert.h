@@ -65,6 +65,24 @@ FA_INLINE void widen_f16(const uint16_t* src, int64_t n, float* dst) {
   for (; i < n; ++i) dst[i] = from_f16(src[i]);
 }
 
+// dst[i] = to_bf16(src[i]).
+FA_INLINE void narrow_bf16(const float* src, int64_t n, uint16_t* dst) {
+  int64_t i = 0;
+#if defined(__AVX512F__)
+  for (; i + 16 <= n; i += 16) {
+    const __m512 x = _mm512_loadu_ps(src + i);
+    const __m512i u = (__m512i)x, upper = _mm512_srli_epi32(u, 16);
+    const __m512i odd = _mm512_and_epi32(upper, _mm512_set1_epi32(1));
+    const __m512i even = _mm512_add_epi32(_mm512_add_epi32(u, _mm512_set1_epi32(0x7FFF)), odd);
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
+    const __m512i half =
+        _mm512_mask_mov_epi32(_mm512_srli_epi32(even, 16), nan, _mm512_set1_epi32(0x7FC0));
+    _mm256_storeu_si256((__m256i*)(dst + i), _mm512_cvtepi32_epi16(half));
+  }
+#endif
+  for (; i < n; ++i) dst[i] = to_bf16(src[i]);
+}
+
 // One element of any storage type. A bool mask reads as what it adds to a score.
 template <class R>
 FA_INLINE R read(const void* data, int64_t dtype, int64_t at) {
@@ -114,6 +132,8 @@ void write_row(void* data, int64_t dtype, int64_t at, int64_t step, int64_t n, c
     std::copy_n(src, n, static_cast<R*>(data) + at);
   } else if (dtype == FA_BF16) {
     uint16_t* half = static_cast<uint16_t*>(data) + at;
+    if constexpr (sizeof(R) == 4)
+      if (step == 1) return narrow_bf16(src, n, half);
     for (int64_t i = 0; i < n; ++i) half[i * step] = to_bf16(float(src[i]));
   } else if (dtype == FA_F16) {
     uint16_t* half = static_cast<uint16_t*>(data) + at;

@@ -154,7 +154,7 @@ struct Forward {
       const Broadcast<E> k = Op::along(plane(p.k, b, hk), J0, count, p.D, buf.k);
       const Broadcast<E> v = Op::across(plane(p.v, b, hk), J0, count, p.Dv, false, buf.v);
       each_tile([&](auto nv, const Rows& rows, const State& st) {
-        const Keys keys = visible_keys(p, rows, J0);
+        const Keys keys = visible_keys<Mul>(p, rows, J0);
         if (keys.count <= 0 || shown(p, rows, keys) == Shown::none) return;
         if constexpr (pair == 1)
           if (few && &st == buf.state)

@@ -21,13 +21,14 @@ struct Gradient {
   using E = typename Mul::Element;
   using Op = Operand<Mul>;
   static constexpr int pair = Mul::pair;
+  static constexpr int64_t kRows = Sizes<Mul>::rows, kPart = Sizes<Mul>::part;
 
-  static int64_t tiles(const FaParams& p) { return (p.M + kTileRows<R> - 1) / kTileRows<R>; }
+  static int64_t tiles(const FaParams& p) { return (p.M + kRows - 1) / kRows; }
   static int64_t chunks(const FaParams& p) { return (p.N + kTileKeys - 1) / kTileKeys; }
-  static int64_t padded(int64_t d) { return round_up(d, kLanes<R>); }
+  static int64_t padded(int64_t d) { return round_up(d, Sizes<Mul>::padding); }
   static Rows tile_rows(const FaParams& p, int64_t b, int64_t h, int64_t t) {
-    const int64_t i0 = t * kTileRows<R>;
-    return {b, h, i0, std::min(kTileRows<R>, p.M - i0)};
+    const int64_t i0 = t * kRows;
+    return {b, h, i0, std::min(kRows, p.M - i0)};
   }
 
   // Few keys and many rows (cross-attention, grouped heads) leave few blocks of keys to
@@ -41,26 +42,29 @@ struct Gradient {
   // Does dP come from the gradient of the weights, or from dO and V?
   static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
 
+  static constexpr bool kByParts = kPart < kRows;
+
   // dq is summed in place where its rows are whole vectors of the computing type.
   static bool dq_in_place(const FaParams& p) {
     return p.dq.dtype == dtype_of<R> && p.dq.stride[3] == 1 && p.D % kLanes<R> == 0;
   }
   struct Workspace {
-    Normaliser<R> normaliser;  // [B H][tiles][kTileRows]
+    Normaliser<R> normaliser;  // [B H][tiles][kRows]
     R* delta;                  // the same
-    R* dq;           // [B H M][padded(D)], unless summed in place
+    R* dq;           // [B H M][padded(D)], unless summed in place; by parts,
+                     // [B H][tiles][parts][padded(D)][kPart], where they are taken one by one
     int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
     R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
     size_t bytes;
   };
   static Workspace workspace(const FaParams& p) {
     Scratch take{static_cast<char*>(p.workspace)};
-    const int64_t rows = p.B * p.H * tiles(p) * kTileRows<R>;
+    const int64_t rows = p.B * p.H * tiles(p) * kRows;
     Workspace w;
     w.normaliser.lse = take.array<R>(rows);
     w.normaliser.tail = take.array<R>(rows);
     w.delta = take.array<R>(rows);
-    w.dq = take.array<R>(dq_in_place(p) ? 0 : p.B * p.H * p.M * padded(p.D));
+    w.dq = take.array<R>(dq_in_place(p) ? 0 : (kByParts ? rows : p.B * p.H * p.M) * padded(p.D));
     w.turn = take.array<int32_t>(p.B * p.H * tiles(p));
     const int64_t parts = segments(p) == 1 ? 0 : segments(p) * chunks(p) * p.B * p.Hk * kTileKeys;
     w.dk = take.array<R>(parts * padded(p.D));
@@ -78,31 +82,34 @@ struct Gradient {
     R *s, *ds, *dropped;             // [keys][lanes]
     R* derivative;                   // [keys][lanes], of the scores by the products; null if 1
     E *along, *across;               // a tile as an operand
+    E* along_p;                      // P's, where that of dS does not take its place
     R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;                          // [keys][lanes], mask gradients
     ScoreScratch<R> score;
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
     Scratch take{base};
-    const int64_t lanes = kTileRows<R>, keys = kTileKeys, tile = keys * lanes;
+    const int64_t lanes = kPart, rows = kRows, keys = kTileKeys, tile = keys * lanes;
     const int64_t d = padded(p.D), dv = padded(p.Dv);
     b.k = take.array<E>(keys * d / pair);
     b.v = take.array<E>(keys * dv / pair);
     b.k_across = take.array<E>(keys * d / pair);
     b.q = take.array<E>(d / pair * lanes);
     b.dout = take.array<E>(dv / pair * lanes);
-    b.q_across = take.array<E>(lanes * d / pair);
-    b.dout_across = take.array<E>(lanes * dv / pair);
+    b.q_across = take.array<E>(rows * d / pair);
+    b.dout_across = take.array<E>(rows * dv / pair);
     b.rows = take.array<E>(kLanes<E> * std::max({d, dv, keys}));
     b.s = take.array<R>(tile);
     b.ds = take.array<R>(tile);
     b.dropped = take.array<R>(p.dropout_p > 0 ? tile : 0);
     b.derivative = has_derivative(p) ? take.array<R>(tile) : nullptr;
-    b.along = take.array<E>(pair == 1 ? 0 : tile / pair);
-    b.across = take.array<E>(pair == 1 ? 0 : tile / pair);
+    const bool converted = sizeof(E) != sizeof(R) || pair > 1;
+    b.along = take.array<E>(converted ? keys * rows / pair : 0);
+    b.across = take.array<E>(converted ? keys * rows / pair : 0);
+    b.along_p = take.array<E>(kByParts ? keys * rows : 0);
     b.dk = take.array<R>(keys * d);
     b.dv = take.array<R>(keys * dv);
-    b.sum = take.array<R>(p.dmask.data ? tile : 0);
+    b.sum = take.array<R>(p.dmask.data ? keys * rows : 0);
     b.score = {take.array<R>(p.mask.data || of_weights(p) ? keys * kLanes<R> : 0)};
     return take.used;
   }
@@ -178,7 +185,7 @@ struct Gradient {
     const int64_t end = std::min(seen.hi, within.hi);
     const int64_t begin = std::max(seen.lo, within.lo) / kTileKeys * kTileKeys;
     for (int64_t J0 = begin; J0 < end; J0 += kTileKeys) {
-      const Keys keys = visible_keys(p, rows, J0);
+      const Keys keys = visible_keys<Mul>(p, rows, J0);
       if (keys.count <= 0) continue;
       f(keys, stage_keys(p, rows.b, key_head(p, rows.h), J0, seen.hi, buf));
     }

@@ -1,5 +1,9 @@
 // The kernels for one instruction set: CMake compiles this file once for each, with
 // FA_ISA naming it. Nothing here may be called before the machine was asked for it.
+#if defined(FA_AMX)
+#include "amx_decode.h"
+#include "amx_forward.h"
+#endif
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
@@ -8,6 +12,23 @@
 namespace fa {
 namespace FA_ISA {
 
+#if defined(FA_AMX)  // bfloat16 alone: nothing else is multiplied on tiles
+Plan make_plan(const FaParams& p, int64_t pass) {
+  switch (pass) {
+    case FA_FORWARD:
+      return AmxDecode::suits(p) ? AmxDecode::plan(p) : AmxForward::plan(p);
+    case FA_WEIGHTS:
+      return Weights<AmxBf16>::plan(p);
+    default:
+      return Backward<AmxBf16>::plan(p);
+  }
+}
+
+// Of fewer than four rows on the same keys the tiles are so empty that they gain nothing, measured.
+bool decodes(const FaParams& p, int64_t pass) {
+  return pass == FA_FORWARD && p.M * Decode<AmxBf16>::group(p) < 4;
+}
+#else
 template <class Mul>
 Plan plan_with(const FaParams& p, int64_t pass) {
   switch (pass) {
@@ -28,11 +49,13 @@ Plan make_plan(const FaParams& p, int64_t pass) {
   return plan_with<Plain<float>>(p, pass);
 }
 
-// Is this the pass of few rows on many keys, which reads keys and values as they lie?
+// Is this a pass for the instruction set that decodes: of few rows on many keys, which reads keys
+// and values as they lie?
 bool decodes(const FaParams& p, int64_t pass) {
   if (pass != FA_FORWARD) return false;
   return p.q.dtype == FA_F64 ? Decode<Plain<double>>::suits(p) : Decode<Plain<float>>::suits(p);
 }
+#endif
 
 template <class R>
 void each_vector(int64_t which, const R* x, R* y, int64_t n) {
@@ -51,6 +74,22 @@ void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64
 }
 
 // GF/s of one core's multiply-adds on registers alone: the ceiling to hold kernels to.
+#if defined(FA_AMX)
+double measure_peak(int64_t, double seconds, double (*now)()) {
+  const amx::Tiles registers;
+  constexpr int64_t batch = 1 << 12;
+  uint16_t half[512];  // no zeros: the clock depends on the data
+  for (int i = 0; i < 512; ++i) half[i] = uint16_t(0x3f80 ^ (i * 40503 & 0x807f));
+  amx::load<4>(half, 64), amx::load<5>(half, 64), amx::load<6>(half, 64), amx::load<7>(half, 64);
+  int64_t batches = 0;
+  const double start = now();
+  double end = start;
+  for (; end - start < seconds; ++batches, end = now())
+    for (int64_t i = 0; i < batch; ++i)
+      amx::dot<0, 4, 6>(), amx::dot<1, 4, 7>(), amx::dot<2, 5, 6>(), amx::dot<3, 5, 7>();
+  return 2.0 * 4 * 16 * 16 * 32 * batch * batches / (end - start) * 1e-9;
+}
+#else
 template <class Mul>
 double peak(double seconds, double (*now)()) {
   using R = typename Mul::Real;
@@ -80,6 +119,7 @@ double measure_peak(int64_t dtype, double seconds, double (*now)()) {
 #endif
   return peak<Plain<float>>(seconds, now);
 }
+#endif
 
 }  // namespace FA_ISA
 }  // namespace fa

@@ -14,6 +14,9 @@
 
 #include "chips.h"
 #include "plan.h"
+#if defined(FA_X86_AMX)
+#include "amx_permission.h"
+#endif
 
 namespace fa {
 
@@ -32,6 +35,10 @@ FA_DECLARE(avx512)
 #if defined(FA_X86_BF16)
 FA_DECLARE(avx512_bf16)
 #endif
+#if defined(FA_X86_AMX)
+FA_DECLARE(amx_bf16)
+FA_DECLARE(amx_model)
+#endif
 
 namespace {
 
@@ -39,7 +46,7 @@ struct Isa {
   const char* name;
   bool (*runs_here)();
   MakePlan make_plan;
-  bool (*decodes)(const FaParams&, int64_t);
+  bool (*decodes)(const FaParams&, int64_t);  // what Choice's `decoding` is for
   double (*measure_peak)(int64_t, double, double (*)());
   void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
 };
@@ -56,10 +63,30 @@ bool has_avx512() {
 #if defined(FA_X86_BF16)
 bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 #endif
+#if defined(FA_X86_AMX)
+bool has_amx() { return has_avx512() && tiles_refused().empty(); }
+#endif
 bool always() { return true; }
 
 #define FA_FUNCTIONS(isa) isa::make_plan, isa::decodes, isa::measure_peak, isa::vector_function
-const Isa kIsas[] = {  // the widest vectors first
+#if defined(FA_X86_AMX)
+// Tiles multiply bfloat16 alone; everything else runs on the vectors of avx512.
+#define FA_BF16_FUNCTIONS(isa)                                                              \
+  [](const FaParams& p, int64_t pass) {                                                     \
+    return (p.q.dtype == FA_BF16 ? isa::make_plan : avx512::make_plan)(p, pass);            \
+  },                                                                                        \
+  [](const FaParams& p, int64_t pass) {                                                     \
+    return (p.q.dtype == FA_BF16 ? isa::decodes : avx512::decodes)(p, pass);                \
+  },                                                                                        \
+  [](int64_t dtype, double s, double (*now)()) {                                            \
+    return (dtype == FA_BF16 ? isa::measure_peak : avx512::measure_peak)(dtype, s, now);    \
+  },                                                                                        \
+  avx512::vector_function
+#endif
+const Isa kIsas[] = {  // tiles, then the widest vectors first; last what only tests name
+#if defined(FA_X86_AMX)
+    {"amx_bf16", has_amx, FA_BF16_FUNCTIONS(amx_bf16)},
+#endif
 #if defined(FA_X86_BF16)
     {"avx512_bf16", has_avx512_bf16, FA_FUNCTIONS(avx512_bf16)},
 #endif
@@ -68,6 +95,9 @@ const Isa kIsas[] = {  // the widest vectors first
     {"avx2", has_avx2, FA_FUNCTIONS(avx2)},
 #endif
     {"generic", always, FA_FUNCTIONS(generic)},
+#if defined(FA_X86_AMX)
+    {"amx_model", has_avx512, FA_BF16_FUNCTIONS(amx_model)},
+#endif
 };
 
 // The kernels in use: one instruction set, or one for decoding and one for everything else.
@@ -76,7 +106,7 @@ struct Choice {
   std::string why;
 
   Plan make_plan(const FaParams& p, int64_t pass) const {
-    return (decoding->decodes(p, pass) ? decoding : isa)->make_plan(p, pass);
+    return (isa->decodes(p, pass) ? decoding : isa)->make_plan(p, pass);
   }
 };
 
@@ -86,7 +116,7 @@ const Isa* named(const char* name) {
   return nullptr;
 }
 
-std::string names_of_all_here() {  // the widest vectors first
+std::string names_of_all_here() {  // in the order of kIsas
   std::string names;
   for (const Isa& isa : kIsas)
     if (isa.runs_here()) names += (names.empty() ? "" : ",") + std::string(isa.name);
@@ -98,7 +128,11 @@ const Choice& best() {
 #if defined(FA_X86)
     __builtin_cpu_init();
 #endif
-    const Order order = order_for(this_chip(), names_of_all_here());
+    Order order = order_for(this_chip(), names_of_all_here());
+#if defined(FA_X86_AMX)
+    if (announces_amx() && !tiles_refused().empty())
+      order.why += "; not amx_bf16: " + tiles_refused();
+#endif
     return Choice{named(order.isa.c_str()), named(order.decoding.c_str()), order.why};
   }();
   return choice;

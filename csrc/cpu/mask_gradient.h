@@ -14,7 +14,7 @@ struct MaskGradient {
   using G = Gradient<Mul>;
   using R = typename Mul::Real;
   using Buffers = typename G::Buffers;
-  static constexpr int64_t kLanesKept = kTileRows<R>;
+  static constexpr int64_t kLanesKept = G::kRows;
 
   // Is every element of dS one of the mask's gradient?
   static bool is_ds(const FaParams& p) {
@@ -56,6 +56,7 @@ struct MaskGradient {
   }
 
   static void run(const FaParams& p, int64_t task, char* scratch) {
+    [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     G::carve(p, scratch, buf);
     const bool sum_b = p.dmask.stride[0] == 0, sum_h = p.dmask.stride[1] == 0;
@@ -82,15 +83,17 @@ struct MaskGradient {
   static void add(const FaParams& p, const Rows& rows, int64_t t, KeyRange within, bool sum_keys,
                   const Buffers& buf) {
     const auto w = G::workspace(p);
-    const int64_t at = G::tile_index(p, rows.b, rows.h, t) * kTileRows<R>;
-    with_vectors<R>(rows.count, [&](auto nv) {
+    const int64_t at = G::tile_index(p, rows.b, rows.h, t) * G::kRows;
+    each_part<Mul>(rows, [&](auto nv, const Rows& part, int64_t lane) {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
-      G::stage_rows(p, rows, T::lanes, buf);
-      G::each_block(p, rows, within, buf, [&](const Keys& keys, const auto& block) {
-        G::template scores<NV>(p, rows, keys, block, w.normaliser.from(at), w.delta + at, buf);
+      G::stage_rows(p, part, T::lanes, buf);
+      G::each_block(p, part, within, buf, [&](const Keys& keys, const auto& block) {
+        G::template scores<NV>(p, part, keys, block, w.normaliser.from(at + lane),
+                               w.delta + at + lane, buf);
         for (int64_t j = 0; j < keys.count; ++j) {
-          R* sum = buf.sum + (sum_keys ? 0 : keys.j0 + j - within.lo) * kLanesKept;
+          const int64_t key = sum_keys ? 0 : keys.j0 + j - within.lo;
+          R* sum = buf.sum + key * kLanesKept + lane;
           for (int v = 0; v < NV; ++v) {
             const Vec<R> ds = load(buf.ds + j * T::lanes + v * T::W);
             store(sum + v * T::W, load(sum + v * T::W) + ds);

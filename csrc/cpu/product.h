@@ -13,11 +13,14 @@ namespace fa {
 namespace FA_ISA {
 
 // How two operands multiply. An "element" is what is broadcast: one number, or a
-// pair of bfloat16 that lie next to each other along k.
+// pair of bfloat16 that lie next to each other along k. "Registers" is what a task holds
+// while it multiplies, besides those that every task has (amx_operand.h).
+struct NoRegisters {};
 template <class R>
 struct Plain {
   using Real = R;
   using Element = R;
+  using Registers = NoRegisters;
   static constexpr int pair = 1;
   static FA_INLINE Vec<R> fma(Vec<R> acc, Vec<R> x, Vec<R> y) { return acc + x * y; }
   static FA_INLINE Vec<R> fma(Vec<R> acc, const R* x, Vec<R> y) { return fma(acc, splat(*x), y); }
@@ -30,6 +33,7 @@ struct Plain {
 struct PairedBf16 {
   using Real = float;
   using Element = int32_t;
+  using Registers = NoRegisters;
   static constexpr int pair = 2;
   static FA_INLINE Vec<float> fma(Vec<float> acc, Vec<int32_t> x, Vec<int32_t> y) {
     return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)y);
@@ -61,6 +65,14 @@ constexpr int kTileVectors = 4;
 #else
 constexpr int kTileVectors = 3;
 #endif
+
+// A tile of query rows, in the passes that make gradients and weights; a part of them is what the
+// score pipeline takes at once. Where the keys of a tile may begin, and what columns are padded to.
+template <class Mul>
+struct Sizes {
+  static constexpr int64_t lanes = kLanes<typename Mul::Real>;
+  static constexpr int64_t rows = kTileVectors * lanes, part = rows, first_key = 4, padding = lanes;
+};
 
 template <class E>
 struct Broadcast {

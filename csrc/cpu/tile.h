@@ -28,11 +28,14 @@ struct Keys {
   FA_INLINE int64_t end() const { return j0 + count; }
 };
 
-// The keys of [J0, J0 + kTileKeys) that some of these rows see.
-FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0) {
+// The keys of [J0, J0 + width) that some of these rows see.
+template <class Mul>
+FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
+                            int64_t width = kTileKeys) {
+  constexpr int64_t first = Sizes<Mul>::first_key;
   const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
   if (seen.empty()) return {J0, 0};
-  const int64_t lo = std::max(J0, seen.lo / 4 * 4), hi = std::min(J0 + kTileKeys, seen.hi);
+  const int64_t lo = std::max(J0, seen.lo / first * first), hi = std::min(J0 + width, seen.hi);
   return {lo, std::max<int64_t>(hi - lo, 0)};
 }
 
@@ -303,6 +306,19 @@ FA_INLINE void with_vectors(int64_t rows, F f) {
 }
 template <class R>
 constexpr int64_t kTileRows = kTileVectors * kLanes<R>;
+
+// Calls f(number of vectors, rows, first lane) for each part of a tile's rows.
+template <class Mul, class F>
+FA_INLINE void each_part(const Rows& rows, F f) {
+  using R = typename Mul::Real;
+  constexpr int64_t part = Sizes<Mul>::part;
+  if constexpr (part == Sizes<Mul>::rows)
+    with_vectors<R>(rows.count, [&](auto nv) { f(nv, rows, int64_t(0)); });
+  else
+    for (int64_t l = 0; l < rows.count; l += part)
+      f(std::integral_constant<int, part / kLanes<R>>{},
+        Rows{rows.b, rows.h, rows.i0 + l, std::min(part, rows.count - l)}, l);
+}
 
 }  // namespace FA_ISA
 }  // namespace fa

@@ -21,7 +21,7 @@ struct Weights {
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
     Scratch take{base};
-    const int64_t lanes = kTileRows<R>, tile = kTileKeys * lanes, d = G::padded(p.D);
+    const int64_t lanes = G::kPart, tile = kTileKeys * lanes, d = G::padded(p.D);
     b.q = take.array<E>(d / Mul::pair * lanes);
     b.k = take.array<E>(kTileKeys * d / Mul::pair);
     b.rows = take.array<E>(kLanes<E> * d);
@@ -35,23 +35,24 @@ struct Weights {
 
   // One tile of rows of one head, or of all heads, against every key.
   static void run(const FaParams& p, int64_t task, char* scratch) {
+    [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     carve(p, scratch, buf);
     const int64_t heads = p.average_heads ? p.H : 1, per_item = p.H / heads;
     const int64_t t = task % G::tiles(p), first = task / G::tiles(p) % per_item,
                   b = task / G::tiles(p) / per_item;
     const Rows rows = G::tile_rows(p, b, first, t);
-    std::fill(buf.factor, buf.factor + kTileRows<R>, R(1) / R(heads));
-    with_vectors<R>(rows.count, [&](auto nv) {
+    std::fill(buf.factor, buf.factor + G::kPart, R(1) / R(heads));
+    each_part<Mul>(rows, [&](auto nv, const Rows& part, int64_t) {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
       for (int64_t J0 = 0; J0 < p.N; J0 += kTileKeys) {
         const int64_t count = std::min(kTileKeys, p.N - J0);
         std::fill(buf.sum, buf.sum + count * T::lanes, R(0));
         for (int64_t h = first; h < first + heads; ++h)
-          add<NV>(p, {b, h, rows.i0, rows.count}, J0, buf);
-        write_transposed(buf.sum, T::lanes, buf.factor, plane(p.weights, b, first), rows.i0,
-                         rows.count, J0, count);
+          add<NV>(p, {b, h, part.i0, part.count}, J0, buf);
+        write_transposed(buf.sum, T::lanes, buf.factor, plane(p.weights, b, first), part.i0,
+                         part.count, J0, count);
       }
     });
   }
@@ -59,7 +60,7 @@ struct Weights {
   template <int NV>
   static void add(const FaParams& p, const Rows& rows, int64_t J0, const Buffers& buf) {
     using T = Tile<R, NV>;
-    const Keys keys = visible_keys(p, rows, J0);
+    const Keys keys = visible_keys<Mul>(p, rows, J0);
     if (keys.count <= 0 || shown(p, rows, keys) == Shown::none) return;
     read_normaliser(p, rows, T::lanes, buf.normaliser);
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, T::lanes, buf.q,
