@@ -84,6 +84,44 @@ def shared_heads(dtype):
         yield build(Dims(2, 10, 2, 10, 300, 16, 24), features, dtype)
 
 
+def tile_edges(dtype, *names):
+    """Rows and keys at the edges of steps and tiles of 16, 32 and 128, head dims at those of 32."""
+    features = tuple(FEATURE[name] for name in names)
+    edges = (1, 16, 32), (15, 17, 31), (31, 33, 32), (33, 47, 64), (97, 65, 96), (129, 31, 65)
+    for m, n, d in edges:
+        problem = build(Dims(1, 2, 1, m, n, d, d), features, dtype)
+        if problem.k.is_contiguous():
+            problem.k, problem.v = (inside_nan(x) for x in (problem.k, problem.v))
+        yield problem
+        yield negative_logits(problem)
+
+
+def inside_nan(x):
+    """The values of x, with NaN before and after the keys of each head."""
+    wide = torch.full((*x.shape[:2], x.shape[2] + 80, x.shape[3]), torch.nan, dtype=x.dtype)
+    wide[:, :, 40:-40] = x
+    return wide[:, :, 40:-40]
+
+
+def rising(dtype):
+    """Logits that climb by 100 along the keys in every other row, and fall in the rows between."""
+    for m, heads in ((70, 2), (3, 4), (1, 6)):
+        problem = build(Dims(1, heads, 1, m, 512, 16, 16), (), dtype)
+        signs = 1.0 - 2 * ((torch.arange(heads)[:, None] + torch.arange(m)) % 2)
+        problem.q[:] = (problem.q.double() * 0.1 + 2 * signs[..., None]).to(dtype)
+        climb = torch.arange(512).div(40)[:, None]
+        problem.k[:] = (problem.k.double() * 0.1 + climb).to(dtype)
+        problem.name += ":rising"
+        yield problem
+
+
+def few_heads(dtype, *names):
+    """A few rows of heads that share a key head, on keys of several chunks."""
+    features = tuple(FEATURE[name] for name in names)
+    for dims in (Dims(2, 6, 2, 5, 70, 24, 40), Dims(1, 4, 1, 3, 700, 64, 16)):
+        yield build(dims, features, dtype)
+
+
 def far_rows(dtype):
     """Rows that a mask takes far from zero."""
     name = next(x for x, y in DTYPES.items() if y == dtype)
@@ -100,6 +138,8 @@ SLICES = {
     "far_draws": far_draws,
     "grouped_rows": grouped_rows,
     "shared_heads": shared_heads,
+    "tile_edges": tile_edges,
+    "rising": rising,
 }
 
 
@@ -111,6 +151,10 @@ def problems(name, dtype=torch.float32):
         yield from SLICES[name](dtype)
     elif name.startswith("decode"):
         yield from decode(dtype, *name.split("+")[1:])
+    elif name.startswith("few_heads"):
+        yield from few_heads(dtype, *name.split("+")[1:])
+    elif name.startswith("tile_edges+"):
+        yield from tile_edges(dtype, *name.split("+")[1:])
     else:
         features = tuple(FEATURE[x] for x in name.split("+") if x != "plain")
         for dims in (square(2, 2, 37, 17), square(1, 2, 197, 16)):

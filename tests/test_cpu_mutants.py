@@ -1,19 +1,21 @@
 """Seeded faults: each breaks one line of the C++ kernels, and the slice named with it must notice.
 
 The kernels are compiled for one instruction set, in float32 alone and without optimisation, in
-three seconds each. A fault that its slice does not see is a hole in the suite, and fails here.
+three seconds each; those on AMX's tiles for their model, in bfloat16. A fault that its slice does
+not see is a hole in the suite, and fails here.
 """
 
 import shutil
 import subprocess
 from typing import NamedTuple
 
+import cases
 import once
 import pytest
 import torch
 from emulator import ROOT, compiler
 from judge import Verdict
-from runners import INTERPRETED
+from runners import INTERPRETED, variant
 from slices import problems
 from test_weights import about_weights
 
@@ -96,8 +98,8 @@ softcap's derivative forgotten: cpu/tile.h: softcap
 -V(R(1) - t * t));
 +V(R(1) - t));
 the derivative of the first key: cpu/tile.h: softcap
--x * load(derivative + j * lanes + v * W);
-+x * load(derivative + v * W);
+-x, derivative + j * lanes + v * W);
++x, derivative + v * W);
 ALiBi before the cap: cpu/tile.h: softcap+alibi
 -if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
 -    if (p.slopes.data) alibi(p, rows, keys, s);
@@ -226,20 +228,109 @@ the mean over heads is their sum: cpu/weights.h: weights
 weights without dropout: cpu/weights.h: weights+dropout
 -if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
 +;
+packing on tiles, a row past the last: cpu/amx_operand.h: tile_edges
+-if (r >= rows) return zeros;
++if (r > rows) return zeros;
+packing on tiles, columns past the last are not 0: cpu/amx_operand.h: plain
+-std::fill(buf + columns, buf + round_up(columns, kStep), uint16_t(0));
++;
+packing on tiles, a column's stride forgotten: cpu/amx_operand.h: tile_edges+column_major
+-if (a.step == 1 && columns % kStep == 0) return from;
++if (columns % kStep == 0) return from;
+packing on tiles, V of the next step is that of the first: cpu/amx_operand.h: plain
+-from[x] = row(a, r0, at + x, rows, columns, rows_buf + x
++from[x] = row(a, r0, x, rows, columns, rows_buf + x
+packing on tiles, values past a length: cpu/amx_forward.h: length_edges
+-key_length(p, b));
++p.N);
+packing on tiles, values of the first head: cpu/amx_forward.h: plain
+-(b * p.Hk + hk) * size;
++b * p.Hk * size;
+pairs on tiles the wrong way round: cpu/amx_operand.h: plain
+-_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
++_mm512_or_si512(hi, _mm512_slli_epi32(lo, 16));
+pairs on tiles of P the wrong way round: cpu/amx_operand.h: plain
+-_mm512_srli_epi32(first, 16), second);
++_mm512_srli_epi32(second, 16), first);
+pairs on tiles of neighbours: cpu/amx_operand.h: dropout
+-load(tile + l + 16 * lanes)
++load(tile + l + lanes)
+pairs on tiles of dS the wrong way round: cpu/amx_operand.h: plain
+-store(to, pair_up(a, c));
++store(to, pair_up(c, a));
+pairs on tiles cut off, not rounded: cpu/amx_operand.h: bias
+-return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
++return (__m512i)x;
+tails on tiles, keys past the last have weights: cpu/amx_softmax.h: tile_edges
+-store(s + at, splat(-kInf<float>));
++store(s + at, splat(0.0f));
+tails on tiles, dS past the last key: cpu/amx_operand.h: right_window
+-return key < keys ? upper_halves_or_nan(value(key, v)) : _mm512_setzero_si512();
++return upper_halves_or_nan(value(key, v));
+tails on tiles, P past the last key: cpu/amx_operand.h: right_window
+-std::fill(to, to + (round_up(keys, kStep) - keys) * 16, 0);
++;
+tails on tiles, the last 32 lanes of 128 forgotten: cpu/backward.h: tile_edges
+-parts = (rows.count + part - 1) / part;
++parts = std::min<int64_t>(3, (rows.count + part - 1) / part);
+dS on tiles from the start of a block: cpu/backward.h: far_bands
+-Op::multiply_add(k_turned + first * d, part
++Op::multiply_add(k_turned, part
+the second tile of lanes is the first: cpu/amx_operand.h: plain
+-amx::load<5>(b + 16, 4 * 32);
++amx::load<5>(b, 4 * 32);
+a step of the head dim forgotten: cpu/amx_operand.h: plain
+-for (; steps > 0; --steps
++for (; steps > 1; --steps
+the lazy pivot stays at the first: cpu/amx_softmax.h: rising
+-best, old + kRise, _CMP_GT_OQ);
++best, old == -kInf<float> ? old : splat(kInf<float>), _CMP_GT_OQ);
+the lazy pivot moves and O does not: cpu/amx_forward.h: rising
+-load(st.out + at) * load(buf.rescale + at % kLanesUsed)
++load(st.out + at)
+the lazy pivot moves and O of a few rows does not: cpu/amx_decode.h: rising
+-load(st.out + at) * buf.rescale[at / dv]
++load(st.out + at)
+the lazy pivot moves and l does not: cpu/amx_softmax.h: rising
+-store(l + v * W, V(load(l + v * W) * change));
++;
+the lazy pivot takes all lanes with it: cpu/amx_softmax.h: rising
+-_mm512_mask_mov_ps(old, up, best);
++up ? best : old;
+P under the old pivot is summed under the new: cpu/amx_forward.h: rising
+-        sum(j);
++
+P of the chunks before is lost: cpu/amx_forward.h: plain
+-buf.p + (j - keys.j0) * kLanesUsed,
++buf.p,
+rows of a few heads share one's features: cpu/amx_decode.h: few_heads+alibi
+-f(heads.rows(x), one);
++f(heads.rows(0), one);
+lanes of a few heads mixed up: cpu/amx_decode.h: few_heads
+-heads.h + l / heads.M), l % heads.M, 0,
++heads.h + l % heads.count), l / heads.count, 0,
+a chunk too many for a few rows: cpu/amx_decode.h: few_heads
+-(chunk + 1) * kChunkKeys, seen.hi);
++(chunk + 2) * kChunkKeys, seen.hi);
 """
 
 
-def faults():
-    """{title: Fault}. An edit of several lines has a sign on each."""
-    found, lines = {}, FAULTS.strip().splitlines()
+def edits(text):
+    """{first line: (old, new)}. An edit of several lines has a sign on each."""
+    found, lines = {}, text.strip().splitlines()
     while lines:
-        title, file, seen_by = lines.pop(0).split(": ")
-        parts = {"-": [], "+": []}
+        title, parts = lines.pop(0), {"-": [], "+": []}
         while lines and lines[0][0] in "-+":
             line = lines.pop(0)
             parts[line[0]].append(line[1:])
-        found[title] = Fault(file, *("\n".join(parts[sign]) for sign in "-+"), seen_by)
+        found[title] = tuple("\n".join(parts[sign]) for sign in "-+")
     return found
+
+
+def faults():
+    """{title: Fault}"""
+    found = {tuple(x.split(": ")): edit for x, edit in edits(FAULTS).items()}
+    return {title: Fault(file, *edit, slice) for (title, file, slice), edit in found.items()}
 
 
 FAULT = faults()
@@ -247,17 +338,19 @@ SLICES = sorted({fault.seen_by for fault in FAULT.values()})
 # As CMake has them, but unoptimised: what is compiled is run for a moment.
 FLAGS = ["-std=gnu++17", "-O0", "-fPIC", "-ffp-contract=fast", "-fno-trapping-math", "-w"]
 FLAGS += ["-fvisibility=hidden", "-fopenmp"]
+AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+ON_THE_MODEL = [*AMX_FLAGS, "-DFA_AMX", "-DFA_AMX_MODEL"]
 ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);"
 
 
-def build(sources, folder):
-    """The library of the kernels in `sources`, for the instruction set that every machine has."""
+def build(sources, folder, *more):
+    """The library of the kernels in `sources`, under the name that every machine has."""
     isa = sources / "cpu" / "isa.cpp"
     text = isa.read_text()
     assert ONLY_FLOAT32 in text
     isa.write_text(text.replace(ONLY_FLOAT32, ""))
     objects = [folder / "isa.o", library_object(sources)]
-    run(*FLAGS, "-DFA_ISA=generic", "-c", isa, "-o", objects[0])
+    run(*FLAGS, *more, "-DFA_ISA=generic", "-c", isa, "-o", objects[0])
     run("-shared", "-fopenmp", *objects, "-o", folder / "mutant.so")
     return folder / "mutant.so"
 
@@ -286,7 +379,7 @@ def run(*arguments):
 def kernels_of(monkeypatch, tmp_path):
     """A function that runs the backend cpu on kernels with this edit."""
 
-    def use(file=None, old="", new=""):
+    def use(file=None, old="", new="", tiled=False):
         sources = tmp_path / "csrc"
         shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
         if file:
@@ -294,11 +387,16 @@ def kernels_of(monkeypatch, tmp_path):
             times = text.count(old)
             assert times == 1, f"{old!r} is in {file} {times} times"
             (sources / file).write_text(text.replace(old, new))
-        library = native.CpuLibrary(build(sources, tmp_path))
+        library = native.CpuLibrary(build(sources, tmp_path, *ON_THE_MODEL * tiled))
         library.poison(1)
         monkeypatch.setattr(native, "cpu", lambda: library)
 
     return use
+
+
+def is_tiled(what):
+    """Is the fault in what runs on AMX's tiles alone?"""
+    return FAULT[what].file.startswith("cpu/amx_") or "on tiles" in what
 
 
 def nan_scores():
@@ -311,6 +409,29 @@ def nan_scores():
     spoiled = problem.run(fastattn.attention, backward=False, backend="cpu")["out"]
     assert not torch.equal(clean, hidden)
     return [] if torch.equal(hidden, spoiled) else ["a hidden NaN is seen"]
+
+
+def exactly(problem):
+    return problem.to(torch.float64).run(fastattn.reference.attention, backward=False)["out"]
+
+
+def bias():
+    """Rounding errs to both sides: a mean of positive values is not off by an eighth of what one
+    rounding may cost."""
+    problem = cases.build(cases.Dims(1, 2, 2, 130, 600, 32, 32), (), torch.bfloat16)
+    problem.v.abs_()
+    out, exact = problem.run(fastattn.attention, False, backend="cpu")["out"], exactly(problem)
+    off = float((out.double() - exact).mean() / exact.mean())
+    return [f"the mean is off by {off:.1e}"] if abs(off) > 2.0**-12 else []
+
+
+def rising():
+    """Closer than the judge, whose yardstick has logits in 16 bits: here they are large."""
+    for problem in problems("rising", torch.bfloat16):
+        out = problem.run(fastattn.attention, False, backend="cpu")["out"]
+        error = (out.double() - exactly(problem)).abs().max()
+        if not error < 0.03:
+            yield f"{problem.name}: an error of {error:.2g}"
 
 
 def of_all_dropped():
@@ -328,31 +449,54 @@ def of_weights(features):
 verdicts = {}
 
 
-def complaints(name):
+def complaints(name, dtype=torch.float32):
     """What the slice says of the kernels in use."""
-    if name == "nan_scores":
-        yield from nan_scores()
+    if name in ("nan_scores", "bias", "rising"):
+        yield from globals()[name]()
     elif name == "dropout_of_all":
         yield from of_all_dropped()
     elif name.startswith("weights"):
         yield from of_weights(name.partition("+")[2])
     else:
-        for at, problem in enumerate(problems(name)):
-            if (name, at) not in verdicts:
-                verdicts[name, at] = Verdict(problem)
-            yield from verdicts[name, at].complaints(fastattn.attention, backend="cpu")
+        for at, problem in enumerate(problems(name, dtype)):
+            if (name, dtype, at) not in verdicts:
+                verdicts[name, dtype, at] = Verdict(problem)
+            yield from verdicts[name, dtype, at].complaints(fastattn.attention, backend="cpu")
 
 
-@pytest.mark.parametrize("what", FAULT)
-def test_a_fault_is_noticed(what, kernels_of):
+needs_model = pytest.mark.skipif(
+    bool(native.cpu_unavailable()) or "amx_model" not in native.cpu_isas(),
+    reason="AMX's model needs AVX-512",
+)
+
+
+def noticed(what, kernels_of, dtype=torch.float32):
     fault = FAULT[what]
-    kernels_of(fault.file, fault.old, fault.new)
-    assert any(complaints(fault.seen_by)), f"{fault.seen_by} did not notice"
+    kernels_of(fault.file, fault.old, fault.new, tiled=dtype == torch.bfloat16)
+    assert any(complaints(fault.seen_by, dtype)), f"{fault.seen_by} did not notice"
+
+
+@pytest.mark.parametrize("what", [x for x in FAULT if not is_tiled(x)])
+def test_a_fault_is_noticed(what, kernels_of):
+    noticed(what, kernels_of)
+
+
+@needs_model
+@pytest.mark.parametrize("what", [x for x in FAULT if is_tiled(x)])
+def test_a_fault_on_tiles_is_noticed(what, kernels_of):
+    noticed(what, kernels_of, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", SLICES)
 def test_without_a_fault_there_is_nothing_to_notice(name):
     assert not list(complaints(name))
+
+
+@needs_model
+@pytest.mark.parametrize("name", sorted({FAULT[x].seen_by for x in filter(is_tiled, FAULT)}))
+def test_without_a_fault_on_tiles_there_is_nothing_to_notice(name):
+    with variant("amx_model"):
+        assert not list(complaints(name, torch.bfloat16))
 
 
 def test_kernels_compiled_here_are_right(kernels_of):

@@ -101,10 +101,10 @@ struct AmxDecode : Decode<AmxBf16> {
     }
   }
 
-  // As Softmax::score, for every head by itself, or for all of one row if they are alike.
+  // As T::score_unscaled, for every head by itself, or for all of one row if they are alike.
   static float score(const FaParams& p, const Heads& heads, const Keys& keys, const Buffers& buf) {
     if (heads.count == 1 || (heads.M == 1 && heads_alike(p)))
-      return Softmax::score(p, heads.rows(0), keys, buf.s, buf.score);
+      return T::score_unscaled(p, heads.rows(0), keys, buf.s, nullptr, buf.score);
     bool plain = p.scale > 0;
     for (int64_t x = 0; x < heads.count; ++x) plain = plain && T::plain(p, heads.rows(x), keys);
     if (plain) return float(p.scale);

@@ -98,7 +98,7 @@ struct AmxForward {
     for (int64_t j = keys.j0; j < keys.end(); j += kChunkKeys) {
       const Keys chunk{j, std::min(kChunkKeys, keys.end() - j)};
       tile_products<NV>({k.data + (j - J0) * k.stride, k.stride}, st.q, p.D, chunk.count, buf.s);
-      const float factor = Softmax::score(p, rows, chunk, buf.s, buf.score);
+      const float factor = T::score_unscaled(p, rows, chunk, buf.s, nullptr, buf.score);
       if (Softmax::move(chunk.count, buf.s, factor, st.m, st.l, buf.rescale)) {
         sum(j);
         for (int64_t at = 0; at < dv * kLanesUsed; at += 16)

@@ -129,6 +129,7 @@ struct DotProducts<AmxBf16, NV> {
   static void run(Broadcast<uint16_t> x, const uint16_t* y, int64_t columns, int64_t rows,
                   float factor, float* s) {
     tile_products<NV>(x, y, columns, rows, s);
+    if (factor == 1) return;
     for (int64_t at = 0; at < rows * NV * 16; at += 16) store(s + at, load(s + at) * factor);
   }
 };
@@ -245,26 +246,41 @@ struct Operand<AmxBf16> {
       f(from);
     }
   }
-  // A tile [keys][32 lanes] for the left side, summed along its lanes: dst[keys][32]; and for the
-  // right side, summed along its keys: dst[keys / 2][lanes]. Keys past the last are 0.
+  // A tile [keys][32 lanes] for the left side, summed along its lanes: dst[keys][32], with zeros
+  // past the last key; and one of zeros there for the right, summed along its keys:
+  // dst[keys / 2][lanes].
   static void tile_along(const float* tile, int64_t keys, uint16_t* dst) {
     int32_t* to = reinterpret_cast<int32_t*>(dst);
     for (int64_t j = 0; j < keys; ++j, tile += 32, to += 16)
       store(to, pair_up(load(tile), load(tile + 16)));
     std::fill(to, to + (round_up(keys, kStep) - keys) * 16, 0);
   }
+  // Both, of value(key, vector).
+  template <class Value>
+  static FA_INLINE void along_and_across(int64_t keys, uint16_t* along, uint16_t* across,
+                                         Value value) {
+    int32_t *rows = reinterpret_cast<int32_t*>(along), *to = reinterpret_cast<int32_t*>(across);
+    for (int64_t at = 0; at < round_up(keys, kStep); at += 2, to += 32) {
+      const int64_t j = at / kStep * kStep + at % kStep / 2;  // and j + 16
+      const auto halves = [&](int64_t key, int v) {
+        return key < keys ? upper_halves_or_nan(value(key, v)) : _mm512_setzero_si512();
+      };
+      const __m512i a = halves(j, 0), b = halves(j, 1);
+      const __m512i c = halves(j + 16, 0), d = halves(j + 16, 1);
+      store(rows + j * 16, pair_up(a, b));
+      store(rows + (j + 16) * 16, pair_up(c, d));
+      store(to, pair_up(a, c));
+      store(to + 16, pair_up(b, d));
+    }
+  }
   template <int NV>
   static void tile_across(const float* tile, int64_t keys, uint16_t* dst) {
     constexpr int64_t lanes = NV * 16;
     int32_t* to = reinterpret_cast<int32_t*>(dst);
-    for (int64_t at = 0; at < round_up(keys, kStep); at += 2) {
-      const int64_t j = at / kStep * kStep + at % kStep / 2;  // and j + 16
-      for (int64_t l = 0; l < lanes; l += 16, to += 16) {
-        const Vec<float> none{}, first = j < keys ? load(tile + j * lanes + l) : none;
-        const Vec<float> second = j + 16 < keys ? load(tile + (j + 16) * lanes + l) : none;
-        store(to, pair_up(first, second));
-      }
-    }
+    for (int64_t j = 0; j < keys; j += kStep, tile += 16 * lanes)
+      for (int i = 0; i < 16; ++i, tile += lanes)
+        for (int64_t l = 0; l < lanes; l += 16, to += 16)
+          store(to, pair_up(load(tile + l), load(tile + l + 16 * lanes)));
   }
 };
 

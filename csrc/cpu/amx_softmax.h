@@ -28,17 +28,6 @@ struct AmxSoftmax {
     return _mm512_maskz_scalef_ps(counts, p, x);
   }
 
-  // What a tile of products is to be multiplied by to be scores: the scale, where it is the only
-  // thing between them, else 1, and they are scores already.
-  static float score(const FaParams& p, const Rows& rows, const Keys& keys, float* s,
-                     const ScoreScratch<float>& scratch) {
-    const float scale = float(p.scale);
-    if (scale > 0 && T::plain(p, rows, keys)) return scale;
-    T::each(keys.count, s, [&](int64_t, int, V x) { return x * scale; });
-    T::score(p, rows, keys, s, nullptr, scratch);
-    return 1;
-  }
-
   // Moves the pivots m where these scores ask for it, and l with them. True if sums made before are
   // to be multiplied by `rescale`.
   static bool move(int64_t keys, const float* s, float factor, float* m, float* l,

@@ -40,13 +40,17 @@ struct Backward {
     R* delta = w.delta + task * G::kRows;
     read_normaliser(p, rows, G::kRows, normaliser);
     std::fill(delta, delta + G::kRows, R(0));
-    if constexpr (G::kByParts)
+    if constexpr (G::kByParts) {
+      Buffers buf;
+      G::carve(p, scratch, buf);
+      pack_rows(p, w, rows, task * G::kRows, buf);
       std::fill_n(w.dq + task * G::kRows * G::padded(p.D), G::kRows * G::padded(p.D), R(0));
-    else
+    } else {
       for (int64_t l = 0; l < rows.count; ++l) {
         R* dq = dq_row(p, w, rows, l);
         std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
       }
+    }
     if (!G::of_weights(p))
       delta_from_output(p, rows, delta);
     else if (!p.constant_lse)
@@ -226,37 +230,58 @@ struct Backward {
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
     const int64_t d = G::padded(p.D), dv = G::padded(p.Dv);
     const int64_t whole = round_up(keys.count, part), parts = (rows.count + part - 1) / part;
+    const Buffers mine = packed_rows(p, w, index * G::kRows, buf);
     each_part<Mul>(rows, [&](auto nv, const Rows& here, int64_t lane) {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
       const int64_t at = index * G::kRows + lane, operand = lane / part * room;
-      G::stage_rows(p, here, T::lanes, buf);
-      G::template scores<NV>(p, here, keys, block, w.normaliser.from(at), w.delta + at, buf);
-      if (MaskGradient<Mul>::is_ds(p))
-        MaskGradient<Mul>::write_ds(p, here, keys, T::lanes, buf.ds);
-      if (!G::of_weights(p)) {
+      const Normaliser<R> normaliser = w.normaliser.from(at);
+      G::template probabilities<NV>(p, here, keys, block, normaliser,
+                                    packed_rows(p, w, at, buf));
+      if (!G::of_weights(p))
         Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, keys.count, buf.along_p + operand);
-        Op::across(plane(p.dout, here.b, here.h), here.i0, here.count, p.Dv,
-                   buf.dout_across + lane * dv, buf.rows);
-      }
-      T::product_gradient(p, keys.count, buf.ds, buf.derivative);
-      T::each(keys.count, buf.ds, [&](int64_t, int, Vec<R> ds) { return ds * R(p.scale); });
-      Op::tile_along(buf.ds, keys.count, buf.along + operand);
-      Op::template tile_across<NV>(buf.ds, keys.count, buf.across + operand);
-      Op::across(plane(p.q, here.b, here.h), here.i0, here.count, p.D, buf.q_across + lane * d,
-                 buf.rows);
+      const typename G::template OfScores<NV> of_scores(normaliser, w.delta + at);
+      const bool keep = MaskGradient<Mul>::is_ds(p);
+      Op::along_and_across(
+          keys.count, buf.along + operand, buf.across + operand, [&](int64_t j, int v) {
+            const int64_t x = j * T::lanes + v * T::W;
+            const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
+            if (keep) store(buf.ds + x, ds);
+            return T::product_gradient(p, ds, buf.derivative + x) * R(p.scale);
+          });
+      if (keep) MaskGradient<Mul>::write_ds(p, here, keys, T::lanes, buf.ds);
     });
     const auto add = [&](const E* along, const E* across, int64_t columns, R* sum) {
       Op::multiply_add(along, part, room, across, columns, parts, whole, columns,
                        sum + first * columns, columns);
     };
-    if (!G::of_weights(p)) add(buf.along_p, buf.dout_across, dv, buf.dv);
-    add(buf.along, buf.q_across, d, buf.dk);
+    if (!G::of_weights(p)) add(buf.along_p, mine.dout_across, dv, buf.dv);
+    add(buf.along, mine.q_across, d, buf.dk);
     wait_for_turn(w.turn + index, chunk);
     for (int64_t x = 0; x < parts; ++x)
       Op::multiply_add(k_turned + first * d, part, part * d, buf.across + x * room, part,
                        whole / part, d, part, dq_part(p, w, rows, x * part), part);
     pass_turn(w.turn + index, chunk);
+  }
+  // The buffers with the rows that `prepare` packed, from this one on.
+  static Buffers packed_rows(const FaParams& p, const typename G::Workspace& w, int64_t row,
+                             Buffers buf) {
+    buf.q = w.q + row * G::padded(p.D);
+    buf.q_across = w.q_across + row * G::padded(p.D);
+    buf.dout = w.dout + row * G::padded(p.Dv);
+    buf.dout_across = w.dout_across + row * G::padded(p.Dv);
+    return buf;
+  }
+  static void pack_rows(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
+                        int64_t first, const Buffers& buf) {
+    each_part<Mul>(rows, [&](auto, const Rows& part, int64_t lane) {
+      const Buffers to = packed_rows(p, w, first + lane, buf);
+      G::stage_rows(p, part, G::kPart, to);
+      Op::across(plane(p.q, part.b, part.h), part.i0, part.count, p.D, to.q_across, buf.rows);
+      if (!G::of_weights(p))
+        Op::across(plane(p.dout, part.b, part.h), part.i0, part.count, p.Dv, to.dout_across,
+                   buf.rows);
+    });
   }
   static R* dq_part(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
                     int64_t lane) {
@@ -307,7 +332,7 @@ struct Backward {
     const size_t scratch = G::carve(p, nullptr, unused);
     const int64_t row_tasks = p.B * p.H * G::tiles(p);
     plan.workspace = G::workspace(p).bytes;
-    plan.add({row_tasks, G::of_weights(p) ? scratch : 0, prepare});
+    plan.add({row_tasks, G::of_weights(p) || G::kByParts ? scratch : 0, prepare});
     plan.add({G::chunks(p) * G::segments(p) * p.B * p.Hk, scratch, keys});
     if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, join_segments});
     if (!G::dq_in_place(p)) plan.add({row_tasks, 0, write_dq});

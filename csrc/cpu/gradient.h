@@ -55,6 +55,7 @@ struct Gradient {
                      // [B H][tiles][parts][padded(D)][kPart], where they are taken one by one
     int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
     R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
+    E *q, *dout, *q_across, *dout_across;  // [B H][tiles], of all rows, where they are taken by parts
     size_t bytes;
   };
   static Workspace workspace(const FaParams& p) {
@@ -69,6 +70,11 @@ struct Gradient {
     const int64_t parts = segments(p) == 1 ? 0 : segments(p) * chunks(p) * p.B * p.Hk * kTileKeys;
     w.dk = take.array<R>(parts * padded(p.D));
     w.dv = take.array<R>(parts * padded(p.Dv));
+    const int64_t packed = kByParts ? rows : 0, packed_dout = of_weights(p) ? 0 : packed;
+    w.q = take.array<E>(packed * padded(p.D));
+    w.q_across = take.array<E>(packed * padded(p.D));
+    w.dout = take.array<E>(packed_dout * padded(p.Dv));
+    w.dout_across = take.array<E>(packed_dout * padded(p.Dv));
     w.bytes = take.used;
     return w;
   }
@@ -78,7 +84,7 @@ struct Gradient {
 
   struct Buffers {
     E *k, *v, *k_across;             // of one block of keys
-    E *q, *dout, *q_across, *dout_across, *rows;  // of one tile of rows
+    E *q, *dout, *q_across, *dout_across, *rows;  // of one tile of rows, or part of it
     R *s, *ds, *dropped;             // [keys][lanes]
     R* derivative;                   // [keys][lanes], of the scores by the products; null if 1
     E *along, *across;               // a tile as an operand
@@ -96,8 +102,8 @@ struct Gradient {
     b.k_across = take.array<E>(keys * d / pair);
     b.q = take.array<E>(d / pair * lanes);
     b.dout = take.array<E>(dv / pair * lanes);
-    b.q_across = take.array<E>(rows * d / pair);
-    b.dout_across = take.array<E>(rows * dv / pair);
+    b.q_across = take.array<E>(kByParts ? 0 : lanes * d / pair);
+    b.dout_across = take.array<E>(kByParts ? 0 : lanes * dv / pair);
     b.rows = take.array<E>(kLanes<E> * std::max({d, dv, keys}));
     b.s = take.array<R>(tile);
     b.ds = take.array<R>(tile);
@@ -142,9 +148,15 @@ struct Gradient {
     Broadcast<E> k = block.k, v = block.v;
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
-    DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
-    T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
-    T::probabilities(keys.count, normaliser, buf.s);
+    if constexpr (kByParts) {
+      DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(1), buf.s);
+      const R factor = T::score_unscaled(p, rows, keys, buf.s, buf.derivative, buf.score);
+      T::template probabilities<true>(keys.count, normaliser, buf.s, factor);
+    } else {
+      DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
+      T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
+      T::probabilities(keys.count, normaliser, buf.s);
+    }
     if (!of_weights(p)) {
       DotProducts<Mul, NV>::run(v, buf.dout, p.Dv, keys.count, R(1), buf.ds);
     } else {
@@ -159,21 +171,30 @@ struct Gradient {
     }
   }
 
+  // The gradient of scores, P * (dP - delta), of one tile of rows.
+  template <int NV>
+  struct OfScores {
+    Vec<R> shift[NV], lse[NV];
+    FA_INLINE OfScores(Normaliser<R> normaliser, const R* delta) {
+      for (int v = 0; v < NV; ++v) {
+        shift[v] = load(delta + v * kLanes<R>);
+        lse[v] = load(normaliser.lse + v * kLanes<R>);
+      }
+    }
+    FA_INLINE Vec<R> operator()(int v, Vec<R> p, Vec<R> dp) const {
+      const Vec<R> ds = p * (dp - shift[v]);
+      return lse[v] == kInf<R> ? Vec<R>{} : normal_or_zero<R>(ds);  // 0 even where dP is not finite
+    }
+  };
   // buf.ds = the gradient with respect to the scores.
   template <int NV>
   static void scores(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
                      Normaliser<R> normaliser, const R* delta, const Buffers& buf) {
     using T = Tile<R, NV>;
     probabilities<NV>(p, rows, keys, block, normaliser, buf);
-    Vec<R> shift[NV], lse[NV];
-    for (int v = 0; v < NV; ++v) {
-      shift[v] = load(delta + v * T::W);
-      lse[v] = load(normaliser.lse + v * T::W);
-    }
+    const OfScores<NV> of_scores(normaliser, delta);
     T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> dp) {
-      const Vec<R> ds = load(buf.s + j * T::lanes + v * T::W) * (dp - shift[v]);
-      // 0 even where dP is not finite
-      return lse[v] == kInf<R> ? Vec<R>{} : normal_or_zero<R>(ds);
+      return of_scores(v, load(buf.s + j * T::lanes + v * T::W), dp);
     });
   }
 

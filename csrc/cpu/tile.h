@@ -195,12 +195,27 @@ struct Tile {
     if (banded(p, rows, keys)) band(p, rows, keys, s);
   }
 
-  // The way back: `ds`, the gradient of scores, becomes that of the scaled products.
+  // The same from products without their scale: what is returned is still to be multiplied with,
+  // which is the scale where that is all there is to do.
+  static R score_unscaled(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
+                          R* derivative, const ScoreScratch<R>& scratch) {
+    const R scale = R(p.scale);
+    if (scale > 0 && plain(p, rows, keys)) return scale;
+    each(keys.count, s, [&](int64_t, int, V x) { return x * scale; });
+    score(p, rows, keys, s, derivative, scratch);
+    return R(1);
+  }
+
+  // The way back, of one vector: the gradient of scores becomes that of the scaled products.
+  static FA_INLINE V product_gradient(const FaParams& p, V ds, const R* derivative) {
+    if (!has_derivative(p)) return ds;
+    // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS of 0 stays.
+    return ds == V{} ? V{} : ds * load(derivative);
+  }
   static void product_gradient(const FaParams& p, int64_t keys, R* ds, const R* derivative) {
     if (!has_derivative(p)) return;
     each(keys, ds, [&](int64_t j, int v, V x) {
-      // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS of 0 stays.
-      return x == V{} ? V{} : x * load(derivative + j * lanes + v * W);
+      return product_gradient(p, x, derivative + j * lanes + v * W);
     });
   }
 
@@ -236,7 +251,9 @@ struct Tile {
   }
 
   // s becomes the probabilities exp(s - lse - tail), in this order: first the large numbers cancel.
-  static void probabilities(int64_t keys, Normaliser<R> normaliser, R* s) {
+  // Unscaled, s is first multiplied by `factor`.
+  template <bool Unscaled = false>
+  static void probabilities(int64_t keys, Normaliser<R> normaliser, R* s, R factor = R(1)) {
     V lse[NV], tail[NV];
     for (int v = 0; v < NV; ++v) {
       lse[v] = load(normaliser.lse + v * W);
@@ -244,7 +261,8 @@ struct Tile {
     }
     // Not exp(-inf): the score may be NaN where a lane stands for no row at all.
     each(keys, s, [&](int64_t, int v, V x) {
-      return lse[v] == kInf<R> ? V{} : exp(V((x - lse[v]) - tail[v]));
+      const V from_lse = Unscaled ? x * factor - lse[v] : x - lse[v];
+      return lse[v] == kInf<R> ? V{} : exp(V(from_lse - tail[v]));
     });
   }
 
