@@ -115,10 +115,21 @@ struct AmxDecode : Decode<AmxBf16> {
     return 1;
   }
 
+  // Calls f(first key, keys) for each step, with the rows of the next on their way to the cache.
+  template <class F>
+  static void each_step(const Plane& a, const Keys& keys, int64_t columns, F f) {
+    for (int64_t j = 0; j < keys.count; j += kStep) {
+      prefetch(a, keys.j0 + j + kStep, kStep, columns);
+      f(j, std::min(kStep, keys.count - j));
+    }
+  }
+
   static void attend(const FaParams& p, const Heads& heads, const Keys& keys,
                      Broadcast<uint16_t> k, const State& st, const Buffers& buf) {
     const int64_t dv = Sum::columns(p.Dv), steps = (keys.count + kStep - 1) / kStep;
-    tile_products<1>(k, st.q, p.D, keys.count, buf.s);
+    each_step(plane(p.k, heads.b, key_head(p, heads.h)), keys, p.D, [&](int64_t j, int64_t n) {
+      tile_products<1>({k.data + j * k.stride, k.stride}, st.q, p.D, n, buf.s + j * 16);
+    });
     const float factor = score(p, heads, keys, buf);
     if (Softmax::move(keys.count, buf.s, factor, st.m, st.l, buf.rescale))
       for (int64_t at = 0; at < 16 * dv; at += 16)
@@ -156,7 +167,10 @@ struct AmxDecode : Decode<AmxBf16> {
       const Keys keys{lo, hi - lo};
       if (keys.count <= 0) continue;
       const Broadcast<uint16_t> k = Op::along(plane(p.k, b, hk), lo, keys.count, p.D, buf.k);
-      Op::across(plane(p.v, b, hk), lo, keys.count, p.Dv, buf.v, buf.rows);
+      const Plane v = plane(p.v, b, hk);
+      each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
+        Op::across(v, lo + j, n, p.Dv, buf.v + j * Sum::columns(p.Dv), buf.rows);
+      });
       all([&](const Heads& heads, const State& st) {
         const bool one = heads.count == 1 || heads_alike(p);
         if (!one || shown(p, heads.rows(0), keys) != Shown::none)
