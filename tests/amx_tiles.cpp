@@ -1,53 +1,11 @@
 // For test_amx.py: TDPBF16PS by the header that the kernels use (the chip's, or with FA_AMX_MODEL
-// the model's), and by a plain reading of its rules, an operation at a time.
-#include <cmath>
-
+// the model's), and by a plain reading of its rules.
+#include "amx_rules.h"
 #include "cpu/amx_permission.h"
 #include "cpu/convert.h"
 #if defined(FA_AMX_MODEL)
 #include "cpu/amx_model.h"
 #endif
-
-namespace plain {
-
-using fa::FA_ISA::bits;
-using fa::FA_ISA::number;
-
-float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
-float quieted(float x) { return number(bits(x) | 0x00400000); }
-float made(float x) { return std::isnan(x) ? number(0xffc00000) : x; }
-
-// a b + c, rounded once. What would be below 2^-126 with 24 bits and any exponent is tiny, also where
-// rounding to a subnormal number gives 2^-126; double is exact there.
-float multiply_add(float a, float b, float c) {
-  for (float x : {a, b, c})
-    if (std::isnan(x)) return quieted(x);
-  a = flushed(a), b = flushed(b), c = flushed(c);
-  const float r = made(std::fma(a, b, c));
-  const double exact = std::fma(double(a), double(b), double(c));
-  const bool tiny = std::fabs(r) == 0x1p-126f && std::fabs(exact) < 0x1p-126 * (1 - 0x1p-25);
-  return tiny ? std::copysign(0.0f, r) : flushed(r);
-}
-float add(float x, float y) {
-  for (float z : {x, y})
-    if (std::isnan(z)) return quieted(z);
-  return flushed(made(flushed(x) + flushed(y)));
-}
-void multiply(const uint32_t* a, const uint32_t* b, uint32_t* c) {
-  for (int m = 0; m < 16; ++m)
-    for (int n = 0; n < 16; ++n) {
-      float even = 0, odd = 0;
-      for (int k = 0; k < 16; ++k) {
-        const uint32_t x = a[16 * m + k], y = b[16 * k + n];
-        even = multiply_add(number(x << 16), number(y << 16), even);
-        odd = multiply_add(number(x & 0xffff0000), number(y & 0xffff0000), odd);
-      }
-      uint32_t& sum = c[16 * m + n];
-      sum = bits(add(number(sum), add(even, odd)));
-    }
-}
-
-}  // namespace plain
 
 namespace fa {
 namespace FA_ISA {
@@ -82,8 +40,8 @@ uint32_t multiply(const uint32_t* a, const uint32_t* b, uint32_t* c, int64_t n, 
   return after;
 }
 
-// Which of these survive: nothing at all, a tile before anyone asked for tiles, one inside, one after
-// a use inside that use, one after all; and a product on this chip. A bit each.
+// Which of these survive: nothing at all, a tile before anyone asked for tiles, one inside, one
+// after a use inside that use, one after all; and a product on this chip. A bit each.
 int legal() {
   using namespace fa::FA_ISA;
   const auto clear = [] { amx::zero<0>(); };

@@ -309,6 +309,44 @@ def test_subnormal_values_count_as_zero(isa, m):
         assert out.any() == kept
 
 
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory):
+    """(the kernels in assembly, optimised; what does their instructions if the chip does not)"""
+    folder = tmp_path_factory.mktemp("assembly")
+    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cuda"))
+    optimised = [*ON_THE_MODEL[:-1], "-O3", "-mprefer-vector-width=512"]
+    library = native.CpuLibrary(build_kernels(folder / "csrc", folder, *optimised))
+    target = folder / "trap.so"
+    flags = ["-std=gnu++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-mfma"]
+    run(*flags, ROOT / "tests" / "amx_trap.cpp", "-o", target)
+    trap = ctypes.CDLL(str(target))
+    trap.end.restype = ctypes.c_int64
+    return library, trap
+
+
+ASSEMBLED = [(1, ""), (3, "gqa+dropout"), (40, "causal"), (150, "window"), (70, "softcap+sinks")]
+
+
+@pytest.mark.parametrize("d", [24, 64, 72])
+@pytest.mark.parametrize("m, features", ASSEMBLED)
+def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, features, d):
+    """As compiled for the chip. Where there is none its instructions are done one by one."""
+    library, trap = trapped
+    given = tuple(FEATURE[x] for x in features.split("+") if x)
+    problem = build(Dims(1, 2, 2, m, 99, d, 40), given, torch.bfloat16)
+    with variant("amx_model"):
+        expected = problem.run(fastattn.attention, backend="cpu")
+    monkeypatch.setattr(native, "cpu", lambda: library)
+    trap.begin()
+    try:
+        found = problem.run(fastattn.attention, backend="cpu")
+    finally:
+        executed = trap.end()
+    assert executed == 0 if "amx_bf16" in TILED else executed > 100
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
 BESIDE_TORCH = """
 import torch
 from fastattn import attention, native
