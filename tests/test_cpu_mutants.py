@@ -274,8 +274,14 @@ tails on tiles, the last 32 lanes of 128 forgotten: cpu/backward.h: tile_edges
 -parts = (rows.count + part - 1) / part;
 +parts = std::min<int64_t>(3, (rows.count + part - 1) / part);
 dS on tiles from the start of a block: cpu/backward.h: far_bands
--Op::multiply_add(k_turned + first * d, part
+-Op::multiply_add(k_turned + (seen[x].j0 - block.J0) * d, part
 +Op::multiply_add(k_turned, part
+what a part of the rows does not see on tiles: cpu/backward.h: causal
+-std::fill(along + end * part, along + whole * part, E(0));
++;
+what comes before what a part sees on tiles: cpu/backward.h: left_window
+-std::fill(along, along + skipped * part, E(0));
++;
 the second tile of lanes is the first: cpu/amx_operand.h: plain
 -amx::load<5>(b + 16, 4 * 32);
 +amx::load<5>(b, 4 * 32);

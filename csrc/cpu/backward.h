@@ -55,7 +55,10 @@ struct Backward {
       delta_from_output(p, rows, delta);
     else if (!p.constant_lse)
       delta_from_weights(p, rows, normaliser, delta, scratch);
-    if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::clear_unseen(p, rows);
+    if (MaskGradient<Mul>::is_ds(p))
+      each_part<Mul>(rows, [&](auto, const Rows& part, int64_t) {
+        MaskGradient<Mul>::clear_unseen(p, part);
+      });
     w.turn[task] = int32_t(key_range(p, b, rows.i0, rows.end()).lo / kTileKeys);
   }
   static void delta_from_output(const FaParams& p, const Rows& rows, R* delta) {
@@ -230,37 +233,48 @@ struct Backward {
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
     const int64_t d = G::padded(p.D), dv = G::padded(p.Dv);
     const int64_t whole = round_up(keys.count, part), parts = (rows.count + part - 1) / part;
-    const Buffers mine = packed_rows(p, w, index * G::kRows, buf);
+    Keys seen[G::kRows / part];  // of each part; what it does not see is 0 for the sums of all
     each_part<Mul>(rows, [&](auto nv, const Rows& here, int64_t lane) {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
       const int64_t at = index * G::kRows + lane, operand = lane / part * room;
+      const Keys& mine = seen[lane / part] = visible_keys<Mul>(p, here, block.J0);
+      const int64_t skipped = mine.count > 0 ? mine.j0 - keys.j0 : 0;
+      const int64_t end = skipped + round_up(mine.count, part);
+      for (E* along : {buf.along + operand, buf.along_p + operand}) {
+        std::fill(along, along + skipped * part, E(0));
+        std::fill(along + end * part, along + whole * part, E(0));
+      }
+      if (mine.count == 0) return;
       const Normaliser<R> normaliser = w.normaliser.from(at);
-      G::template probabilities<NV>(p, here, keys, block, normaliser,
+      G::template probabilities<NV>(p, here, mine, block, normaliser,
                                     packed_rows(p, w, at, buf));
       if (!G::of_weights(p))
-        Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, keys.count, buf.along_p + operand);
+        Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, mine.count,
+                       buf.along_p + operand + skipped * part);
       const typename G::template OfScores<NV> of_scores(normaliser, w.delta + at);
       const bool keep = MaskGradient<Mul>::is_ds(p);
-      Op::along_and_across(
-          keys.count, buf.along + operand, buf.across + operand, [&](int64_t j, int v) {
-            const int64_t x = j * T::lanes + v * T::W;
-            const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
-            if (keep) store(buf.ds + x, ds);
-            return T::product_gradient(p, ds, buf.derivative + x) * R(p.scale);
-          });
-      if (keep) MaskGradient<Mul>::write_ds(p, here, keys, T::lanes, buf.ds);
+      Op::along_and_across(mine.count, buf.along + operand + skipped * part, buf.across + operand,
+                           [&](int64_t j, int v) {
+                             const int64_t x = j * T::lanes + v * T::W;
+                             const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
+                             if (keep) store(buf.ds + x, ds);
+                             return T::product_gradient(p, ds, buf.derivative + x) * R(p.scale);
+                           });
+      if (keep) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
     });
     const auto add = [&](const E* along, const E* across, int64_t columns, R* sum) {
       Op::multiply_add(along, part, room, across, columns, parts, whole, columns,
                        sum + first * columns, columns);
     };
-    if (!G::of_weights(p)) add(buf.along_p, mine.dout_across, dv, buf.dv);
-    add(buf.along, mine.q_across, d, buf.dk);
+    const Buffers packed = packed_rows(p, w, index * G::kRows, buf);
+    if (!G::of_weights(p)) add(buf.along_p, packed.dout_across, dv, buf.dv);
+    add(buf.along, packed.q_across, d, buf.dk);
     wait_for_turn(w.turn + index, chunk);
     for (int64_t x = 0; x < parts; ++x)
-      Op::multiply_add(k_turned + first * d, part, part * d, buf.across + x * room, part,
-                       whole / part, d, part, dq_part(p, w, rows, x * part), part);
+      Op::multiply_add(k_turned + (seen[x].j0 - block.J0) * d, part, part * d,
+                       buf.across + x * room, part, round_up(seen[x].count, part) / part, d, part,
+                       dq_part(p, w, rows, x * part), part);
     pass_turn(w.turn + index, chunk);
   }
   // The buffers with the rows that `prepare` packed, from this one on.
