@@ -309,19 +309,39 @@ def test_subnormal_values_count_as_zero(isa, m):
         assert out.any() == kept
 
 
-@pytest.fixture(scope="module")
-def trapped(tmp_path_factory):
-    """(the kernels in assembly, optimised; what does their instructions if the chip does not)"""
-    folder = tmp_path_factory.mktemp("assembly")
+def in_assembly(folder, flags=(), old="", new=""):
+    """(the kernels with an edit of amx.h; what does their instructions if the chip does not)"""
     shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cuda"))
-    optimised = [*ON_THE_MODEL[:-1], "-O3", "-mprefer-vector-width=512"]
-    library = native.CpuLibrary(build_kernels(folder / "csrc", folder, *optimised))
+    header = folder / "csrc" / "cpu" / "amx.h"
+    assert not old or header.read_text().count(old) == 1
+    header.write_text(header.read_text().replace(old, new, 1))
+    flags = [*ON_THE_MODEL[:-1], *flags]
+    library = native.CpuLibrary(build_kernels(folder / "csrc", folder, *flags))
     target = folder / "trap.so"
     flags = ["-std=gnu++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-mfma"]
     run(*flags, ROOT / "tests" / "amx_trap.cpp", "-o", target)
     trap = ctypes.CDLL(str(target))
     trap.end.restype = ctypes.c_int64
     return library, trap
+
+
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory):
+    """As the library is compiled."""
+    return in_assembly(tmp_path_factory.mktemp("chip"), ["-O3", "-mprefer-vector-width=512"])
+
+
+def of_both(library, trap, monkeypatch, problem):
+    """(what the model gives, what the assembly gives, how many instructions were done for it)"""
+    with variant("amx_model"):
+        expected = problem.run(fastattn.attention, backend="cpu")
+    monkeypatch.setattr(native, "cpu", lambda: library)
+    trap.begin()
+    try:
+        found = problem.run(fastattn.attention, backend="cpu")
+    finally:
+        executed = trap.end()
+    return expected, found, executed
 
 
 ASSEMBLED = [(1, ""), (3, "gqa+dropout"), (40, "causal"), (150, "window"), (70, "softcap+sinks")]
@@ -331,20 +351,38 @@ ASSEMBLED = [(1, ""), (3, "gqa+dropout"), (40, "causal"), (150, "window"), (70, 
 @pytest.mark.parametrize("m, features", ASSEMBLED)
 def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, features, d):
     """As compiled for the chip. Where there is none its instructions are done one by one."""
-    library, trap = trapped
     given = tuple(FEATURE[x] for x in features.split("+") if x)
     problem = build(Dims(1, 2, 2, m, 99, d, 40), given, torch.bfloat16)
-    with variant("amx_model"):
-        expected = problem.run(fastattn.attention, backend="cpu")
-    monkeypatch.setattr(native, "cpu", lambda: library)
-    trap.begin()
-    try:
-        found = problem.run(fastattn.attention, backend="cpu")
-    finally:
-        executed = trap.end()
+    expected, found, executed = of_both(*trapped, monkeypatch, problem)
     assert executed == 0 if "amx_bf16" in TILED else executed > 100
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
+
+
+ASSEMBLY_MUTANTS = edits(r"""
+the operands of a product change places
+-%%tmm%c2, %%tmm%c1, %%tmm%c0
++%%tmm%c1, %%tmm%c2, %%tmm%c0
+the rows of a tile lie one after another
+-"i"(T), "r"(from), "r"(stride)
++"i"(T), "r"(from), "r"(int64_t(64))
+a tile is stored where another should be
+-tilestored %%tmm%c0,
++tilestored %%tmm0,
+tiles left configured
+-      release();
++      ;
+""")
+
+
+@pytest.mark.skipif("amx_bf16" in TILED, reason="the chip does not tell what it was left with")
+@pytest.mark.parametrize("what", ASSEMBLY_MUTANTS)
+def test_a_fault_in_the_assembly_is_noticed(what, tmp_path, monkeypatch):
+    library, trap = in_assembly(tmp_path, (), *ASSEMBLY_MUTANTS[what])
+    problem = build(Dims(1, 1, 1, 40, 99, 64, 40), (), torch.bfloat16)
+    expected, found, executed = of_both(library, trap, monkeypatch, problem)
+    same = all(torch.equal(found[name], value) for name, value in expected.items())
+    assert executed < 0 or not same
 
 
 BESIDE_TORCH = """

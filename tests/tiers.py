@@ -32,6 +32,7 @@ SHARES = {
     "test_cpu_mutants::test_a_fault_on_tiles_is_noticed": (NONE, 7),
     "test_amx": (5, ALL),
     "test_amx::test_a_rule_of_the_model_is_noticed": (NONE, 5),
+    "test_amx::test_a_fault_in_the_assembly_is_noticed": (NONE, 4),
     "test_amx::test_the_assembly_gives_the_bits_of_the_model": (NONE, 4),
     "test_interruption": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
