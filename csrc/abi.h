@@ -79,7 +79,8 @@ FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                    
 FA_EXPORT int64_t fa_cpu_workspace(const struct FaParams* p, int64_t pass);     // bytes
 FA_EXPORT int64_t fa_cpu_run(const struct FaParams* p, int64_t pass);           // FaStatus
 
-FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first: "avx512_bf16,avx512,avx2,generic"
+FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first: "avx512_bf16,avx512,avx2,generic";
+                                                     // last amx_model, for tests, never chosen
 FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
 FA_EXPORT const char* fa_cpu_why(void);              // and why: a sentence
 FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;

@@ -252,7 +252,8 @@ def cuda() -> CudaLibrary:
 
 
 def cpu_isas() -> list[str]:
-    """The instruction sets that kernels exist for and this machine has, best first."""
+    """The instruction sets that kernels exist for and this machine has, best first. Last comes
+    amx_model, AMX's tiles in software: for tests, and never chosen."""
     return cpu().isas().decode().split(",")
 
 
