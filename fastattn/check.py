@@ -83,6 +83,13 @@ def need_dense(name: str, x: Tensor) -> None:
         raise TypeError(f"{name}: got a {x.layout} tensor, expected a dense one: use to_dense()")
 
 
+def need_memory(t: Tensors) -> None:
+    """Raise ValueError for a tensor whose storage was given back, as `storage.resize_(0)` does."""
+    for _, argument, x in _present(t):
+        released = x.numel() and not x.is_meta and not x.data_ptr()
+        need(not released, argument.public, "a tensor without storage", "one that has its values")
+
+
 def _present(t: Tensors) -> Iterator[tuple[str, Argument, Any]]:
     """The tensors that there are. q and k always: None breaks a rule."""
     for (name, argument), x in zip(ARGUMENTS.items(), t):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .backend import Backend, choose, token_major
-from .check import describe
+from .check import describe, need_memory
 from .crossing import Kind
 from .spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec, Options, Tensors, wide
 
@@ -78,6 +78,8 @@ def forget_plans() -> None:
 
 def run_forward(op: Operation, t: Tensors, o: Options, kind: Kind | None) -> tuple[Tensor, ...]:
     spec, backend = plan(t, o, kind)
+    if kind is None:
+        need_memory(t)
     return op.forward(backend, spec, t)
 
 

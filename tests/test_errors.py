@@ -213,6 +213,17 @@ def test_unusual_but_right(changes):
     torch.testing.assert_close(found, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "mask", "alibi_slopes"])
+def test_a_tensor_whose_storage_was_given_back(name):
+    """It keeps its shape, and its address is null."""
+    tensors = dict(zip("qkv", torch.randn(3, 1, 2, 5, 4).clone().unbind()))
+    tensors |= dict(mask=torch.zeros(5, 5), alibi_slopes=torch.ones(2))
+    tensors[name] = tensors[name].clone()
+    tensors[name].untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match=f"^{name}: got a tensor without storage"):
+        fastattn.attention(**tensors)
+
+
 def test_slopes_that_require_grad_are_fine_where_nothing_is_differentiated():
     with torch.no_grad():
         call(alibi_slopes=r(H).requires_grad_())
