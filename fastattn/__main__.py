@@ -31,6 +31,7 @@ def report() -> dict:
             "isa": native.cpu_isa(),
             "isas": native.cpu_isas(),
             "why": native.cpu_isa_reason(),
+            "units": native.cpu_units(),
             "library": str(native.cpu().path),
         },
         "cuda": None if cuda_down else {"library": str(native.cuda().path)},
@@ -50,6 +51,8 @@ def show(found: dict) -> str:
     if cpu := found["cpu"]:
         lines.append(f"{'cpu isa':10} {cpu['isa']} (of {', '.join(cpu['isas'])})")
         lines.append(f"{'':10} {cpu['why']}")
+        for dtype, units in cpu["units"].items():
+            lines.append(f"{'':10} {dtype}: {_by_unit(units)}")
         lines.append(f"{'library':10} {cpu['library']}")
     if cuda := found["cuda"]:
         lines.append(f"{'cuda':10} {cuda['library']}")
@@ -60,6 +63,13 @@ def show(found: dict) -> str:
         verdict = "available" if status["available"] else f"not available: {status['reason']}"
         lines.append(f"  {name:10} {verdict}")
     return "\n".join(lines)
+
+
+def _by_unit(units: dict[str, str]) -> str:
+    """The passes of each instruction set: "avx512, one row avx512_bf16"."""
+    usual = units["forward"]
+    others = [f"{name} {unit}" for name, unit in units.items() if unit != usual]
+    return ", ".join([usual, *others])
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from . import backend
+from . import backend, native
 from .api import prepare
 from .check import describe
 from .spec import MEANING, AttentionSpec
@@ -15,11 +15,13 @@ from .spec import MEANING, AttentionSpec
 @dataclass(frozen=True)
 class Explanation:
     """backend is the name of the one that would run, or None; declined maps the others that were
-    asked before it, and those that could not run it either, to their reasons."""
+    asked before it, and those that could not run it either, to their reasons; unit is the
+    instruction set of the CPU that the forward pass would run on."""
 
     spec: AttentionSpec
     backend: str | None
     declined: dict[str, list[str]]
+    unit: str | None = None
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
@@ -28,7 +30,7 @@ class Explanation:
         )
         for name in backend.names():
             if name == self.backend:
-                verdict = "would run"
+                verdict = f"would run, on {self.unit}" if self.unit else "would run"
             else:
                 verdict = "; ".join(self.declined.get(name, [able]))
             lines.append(f"  {name}: {verdict}")
@@ -55,7 +57,8 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
     able = [name for name in backend.names() if name not in declined]
     if requested:
         able = [name for name in able if name == requested]
-    return Explanation(spec, able[0] if able else None, declined)
+    chosen = able[0] if able else None
+    return Explanation(spec, chosen, declined, native.cpu_unit(spec) if chosen == "cpu" else None)
 
 
 def support_table() -> str:

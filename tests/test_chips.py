@@ -6,8 +6,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from runners import variant
 
+import fastattn
 from fastattn import native
 from fastattn.__main__ import report, show
 
@@ -76,6 +78,24 @@ def test_what_is_listed_first_is_what_is_chosen():
     with variant(listed[-1]):
         assert native.cpu_isa() == listed[-1]
         assert native.cpu().why() == b"selected by its name"
+
+
+@pytest.mark.parametrize("isa", native.cpu_isas() if not native.cpu_unavailable() else [])
+def test_each_dtype_names_what_runs_it(isa):
+    """Tiles multiply bfloat16 alone; every other dtype names the vectors that it gets."""
+    before = native.cpu_isa()
+    native.select_cpu_isa(isa)
+    try:
+        units = native.cpu_units()
+        q = torch.ones(1, 1, 3, 4)
+        explained = str(fastattn.explain(q, q, q))
+    finally:
+        native.select_cpu_isa(before)
+    others = "avx512" if isa.startswith("amx") else isa
+    assert units.keys() == {"float32", "bfloat16", "float16", "float64"}
+    for dtype, passes in units.items():
+        assert set(passes.values()) == {isa if dtype == "bfloat16" else others}
+    assert f"cpu: would run, on {others}\n" in explained
 
 
 def test_only_decoding_takes_pairs_where_they_are_slow():

@@ -44,6 +44,7 @@ namespace {
 
 struct Isa {
   const char* name;
+  const char* others;  // the set that runs what is not bfloat16
   bool (*runs_here)();
   MakePlan make_plan;
   bool (*decodes)(const FaParams&, int64_t);  // what Choice's `decoding` is for
@@ -85,18 +86,18 @@ bool always() { return true; }
 #endif
 const Isa kIsas[] = {  // tiles, then the widest vectors first; last what only tests name
 #if defined(FA_X86_AMX)
-    {"amx_bf16", has_amx, FA_BF16_FUNCTIONS(amx_bf16)},
+    {"amx_bf16", "avx512", has_amx, FA_BF16_FUNCTIONS(amx_bf16)},
 #endif
 #if defined(FA_X86_BF16)
-    {"avx512_bf16", has_avx512_bf16, FA_FUNCTIONS(avx512_bf16)},
+    {"avx512_bf16", "avx512_bf16", has_avx512_bf16, FA_FUNCTIONS(avx512_bf16)},
 #endif
 #if defined(FA_X86)
-    {"avx512", has_avx512, FA_FUNCTIONS(avx512)},
-    {"avx2", has_avx2, FA_FUNCTIONS(avx2)},
+    {"avx512", "avx512", has_avx512, FA_FUNCTIONS(avx512)},
+    {"avx2", "avx2", has_avx2, FA_FUNCTIONS(avx2)},
 #endif
-    {"generic", always, FA_FUNCTIONS(generic)},
+    {"generic", "generic", always, FA_FUNCTIONS(generic)},
 #if defined(FA_X86_AMX)
-    {"amx_model", has_avx512, FA_BF16_FUNCTIONS(amx_model)},
+    {"amx_model", "avx512", has_avx512, FA_BF16_FUNCTIONS(amx_model)},
 #endif
 };
 
@@ -105,9 +106,10 @@ struct Choice {
   const Isa *isa, *decoding;
   std::string why;
 
-  Plan make_plan(const FaParams& p, int64_t pass) const {
-    return (isa->decodes(p, pass) ? decoding : isa)->make_plan(p, pass);
+  const Isa& of(const FaParams& p, int64_t pass) const {
+    return *(isa->decodes(p, pass) ? decoding : isa);
   }
+  Plan make_plan(const FaParams& p, int64_t pass) const { return of(p, pass).make_plan(p, pass); }
 };
 
 const Isa* named(const char* name) {
@@ -257,6 +259,11 @@ const char* fa_cpu_isas(void) {
 }
 
 const char* fa_cpu_isa(void) { return fa::chosen.load()->isa->name; }
+
+const char* fa_cpu_unit(const FaParams* p, int64_t pass) {
+  const fa::Isa& isa = fa::chosen.load()->of(*p, pass);
+  return p->q.dtype == FA_BF16 ? isa.name : isa.others;
+}
 
 const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
 
