@@ -144,6 +144,8 @@ struct Backward {
           });
       }
     }
+    if (G::kByParts)  // elsewhere as it is added up
+      for (int64_t x = 0; x < count * G::padded(p.D); ++x) buf.dk[x] *= R(p.scale);
     if (G::segments(p) == 1) {
       write(p.dk, b, hk, J0, count, p.D, buf.dk);
       if (!G::of_weights(p)) write(p.dv, b, hk, J0, count, p.Dv, buf.dv);
@@ -259,7 +261,7 @@ struct Backward {
                              const int64_t x = j * T::lanes + v * T::W;
                              const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
                              if (keep) store(buf.ds + x, ds);
-                             return T::product_gradient(p, ds, buf.derivative + x) * R(p.scale);
+                             return T::product_gradient(p, ds, buf.derivative + x);
                            });
       if (keep) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
     });
@@ -314,10 +316,11 @@ struct Backward {
     const Rows rows = G::tile_rows(p, bh / p.H, bh % p.H, t);
     const Plane to = plane(p.dq, rows.b, rows.h);
     if constexpr (G::kByParts) {
-      R one[G::kPart];
-      std::fill(one, one + G::kPart, R(1));
+      R scale[G::kPart];
+      std::fill(scale, scale + G::kPart, R(p.scale));
       return each_part<Mul>(rows, [&](auto, const Rows& part, int64_t lane) {
-        write_transposed(dq_part(p, w, rows, lane), G::kPart, one, to, part.i0, part.count, 0, p.D);
+        write_transposed(dq_part(p, w, rows, lane), G::kPart, scale, to, part.i0, part.count, 0,
+                         p.D);
       });
     }
     for (int64_t l = 0; l < rows.count; ++l)

@@ -55,7 +55,7 @@ struct Gradient {
                      // [B H][tiles][parts][padded(D)][kPart], where they are taken one by one
     int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
     R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
-    E *q, *dout, *q_across, *dout_across;  // [B H][tiles], of all rows, where they are taken by parts
+    E *q, *dout, *q_across, *dout_across;  // [B H][tiles], where rows are taken by parts
     size_t bytes;
   };
   static Workspace workspace(const FaParams& p) {
