@@ -35,8 +35,8 @@ def draw(results: Sequence[Record], new: Callable[..., Any]) -> Any:
         return None
     tables = [{x["peer"]: x for x in result["memory"] if x["extra_bytes"]} for result in results]
     memory = next((x for x in tables if {SUBJECT, BASELINE} <= x.keys()), None)
-    widths = [3] * len(sweeps) + [1] * bool(memory)
-    figure = new(2.2 + 1.8 * sum(widths), 4.0)
+    widths = [3] * len(sweeps) + [1.4] * bool(memory)
+    figure = new(2.0 + 1.15 * sum(widths), 3.8)
     figure.get_layout_engine().set(w_pad=0.12, wspace=0.08)
     axes = figure.subplots(1, len(widths), width_ratios=widths, squeeze=False)[0]
     rows = sorted(NAMES, key=lambda mask: sum(x[mask, BOTH[1]] for x in sweeps.values()))
