@@ -98,6 +98,7 @@ $(OLDEST): | setup
 export FASTATTN_CUDA ?=
 semicolon := ;
 STAMP := $(or $(VENV),build)/.fastattn$(addprefix -cuda-,$(FASTATTN_CUDA) $(subst $(semicolon),+,$(CUDAARCHS)))
+STAMP := $(STAMP)$(addprefix -extension-,$(FASTATTN_EXTENSION))
 STAMP := $(subst $() ,,$(STAMP))
 SOURCES := pyproject.toml .ci/constraints.txt $(shell find csrc -type f)
 

@@ -168,7 +168,7 @@ def _verdict(row: Result | None) -> str:
     most = None if row["unit"].startswith("%") else ratio_at_limit(row)
     limit = f", limit {most:.2f}" if most else ""
     met = "beyond this machine" if beyond(row) else "met" if row["met"] else "**missed**"
-    return f"{row['measured']:.3g} ({aim}{limit}) {met}"
+    return f"{row['measured']:.4g} ({aim}{limit}) {met}"
 
 
 def subnormals(results: Sequence[Result]) -> Iterator[str]:

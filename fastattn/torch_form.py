@@ -1,9 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention, call for call.
 
 Any leading dimensions, broadcast against each other, are brought to the one form (B,H,M,D) by views
-where the memory allows it. Known differences, all on purpose: a mask together with is_causal always
-raises, as do keys and values of different lengths and a NaN scale; masks may have fewer than two
-dimensions; dropout runs inside the kernel and draws its own mask.
+where the memory allows it.
 """
 
 from __future__ import annotations
@@ -37,6 +35,10 @@ def scaled_dot_product_attention(
     attend), or added to the scores, in query's dtype or float32; CausalBias is understood.
     `is_causal` aligns to the top left. With `enable_gqa` the heads (dimension -3) of key and value
     divide those of query. Returns (..., L, Ev); a row that may attend to nothing gives 0.
+
+    It differs from torch's on purpose in four things: a mask together with is_causal always raises,
+    as do keys and values of different lengths and a NaN scale; masks may have fewer than two
+    dimensions; dropout runs inside the kernel and draws its own mask.
 
     Raises RuntimeError where torch does, with the same first words, and TypeError for what is no
     tensor. `fastattn.attention` is the same computation with more features and fewer shapes.

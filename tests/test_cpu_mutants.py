@@ -71,11 +71,11 @@ nine rounds: philox.h: dropout
 -constexpr int rounds = 10;
 +constexpr int rounds = 9;
 three keys lost at a left edge after key 256: cpu/tile.h: far_bands
--lo = std::max(J0, seen.lo / 4 * 4), hi
-+lo = std::max(J0, (seen.lo + (seen.lo > 256 ? 3 : 0)) / 4 * 4), hi
+-lo = std::max(J0, seen.lo / first * first), hi
++lo = std::max(J0, (seen.lo + (seen.lo > 256 ? 3 : 0)) / first * first), hi
 the last keys of a block lost: cpu/tile.h: plain
--hi = std::min(J0 + kTileKeys, seen.hi);
-+hi = std::min(J0 + kTileKeys - 1, seen.hi);
+-hi = std::min(J0 + width, seen.hi);
++hi = std::min(J0 + width - 1, seen.hi);
 padding looked up in the first key alone: cpu/tile.h: padding_mask
 -!= first) return Shown::some;
 +!= first) continue;

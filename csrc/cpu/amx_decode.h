@@ -18,7 +18,7 @@ struct AmxDecode : Decode<AmxBf16> {
   using Softmax = AmxSoftmax<1>;
   static constexpr int64_t kLanesUsed = 16;
 
-  static bool suits(const FaParams& p) { return p.M <= kLanesUsed; }
+  static bool suits(const FaParams& p) { return p.M > 0 && p.M <= kLanesUsed; }
 
   static int64_t heads_per_tile(const FaParams& p) {
     return std::clamp<int64_t>(kLanesUsed / std::max<int64_t>(p.M, 1), 1,

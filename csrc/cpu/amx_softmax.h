@@ -39,7 +39,7 @@ struct AmxSoftmax {
       for (int v = 0; v < NV; ++v) top[v] = max_or_second(load(s + j * lanes + v * W), top[v]);
     bool moved = false;
     for (int v = 0; v < NV; ++v) {
-      const V old = load(m + v * W), best = top[v] * factor;
+      const V old = load(m + v * W), best = rounded_product(top[v], factor);
       const __mmask16 up = _mm512_cmp_ps_mask(best, old + kRise, _CMP_GT_OQ);
       const __mmask16 summed = _mm512_cmp_ps_mask(old, splat(-kInf<float>), _CMP_NEQ_OQ) & up;
       const V now = _mm512_mask_mov_ps(old, up, best);
@@ -60,14 +60,11 @@ struct AmxSoftmax {
     for (int64_t at = keys * lanes; at < round_up(keys, kStep) * lanes; at += W)
       store(s + at, splat(-kInf<float>));
     V shift[NV], sum[2][NV];
-    const V scale = splat(factor * kLog2e);
-    const bool scaled = factor != 1;
 #pragma GCC unroll 2
     for (int v = 0; v < NV; ++v) {
       // A row that has seen nothing has 0 for its pivot: -inf - (-inf) is NaN.
       const V pivot = load(m + v * W);
       shift[v] = pivot == -kInf<float> ? V{} : pivot;
-      if (scaled) shift[v] *= kLog2e;
       sum[0][v] = sum[1][v] = V{};
     }
     const auto all = [&](auto exponent) {
@@ -84,9 +81,10 @@ struct AmxSoftmax {
           }
         }
     };
-    // Scores are measured from the pivot before anything rounds them: they may be far from zero.
-    if (scaled)
-      all([&](V x, int v) -> V { return _mm512_fmsub_ps(x, scale, shift[v]); });
+    // A score is the same number here, in `move` and in gradients, however far from zero; only its
+    // distance from the pivot goes to base 2.
+    if (factor != 1)
+      all([&](V x, int v) -> V { return (rounded_product(x, factor) - shift[v]) * kLog2e; });
     else
       all([&](V x, int v) -> V { return (x - shift[v]) * kLog2e; });
     for (int v = 0; v < NV; ++v) store(l + v * W, V(load(l + v * W) + (sum[0][v] + sum[1][v])));

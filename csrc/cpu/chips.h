@@ -35,8 +35,9 @@ inline Chip this_chip() {
   return {"", 0, 0};
 }
 
-// Where avx512_bf16 goes before avx512, both being there and no tiles. Decoding gains what the others lose: it
-// waits for memory, and pairs are multiplied as they lie where avx512 first widens them.
+// Where avx512_bf16 goes before avx512, both being there and no tiles. Decoding gains what the
+// others lose: it waits for memory, and pairs are multiplied as they lie where avx512 first widens
+// them.
 enum class Pairs { everywhere, decoding };
 
 struct Served {

@@ -1,6 +1,6 @@
 // Forward: a task is a few tiles of query rows that share each block of keys and values while it is
-// in cache: of one head, or of several that have a key head in common and few rows each. Q is transposed once; S^T = K Q^T and
-// O^T = V^T P^T then read K and V as they lie.
+// in cache: of one head, or of several that have a key head in common and few rows each. Q is
+// transposed once; S^T = K Q^T and O^T = V^T P^T then read K and V as they lie.
 #pragma once
 #include "plan.h"
 #include "scratch.h"

@@ -107,6 +107,13 @@ FA_INLINE Vec<R> absolute(Vec<R> x) {
   return (Vec<R>)((Vec<Int<R>>)x & sign_off);
 }
 
+#if defined(__AVX512F__)
+// x y as one rounded number, which no compiler fuses with what is added to it.
+FA_INLINE Vec<float> rounded_product(Vec<float> x, float y) {
+  return _mm512_mul_round_ps(x, splat(y), _MM_FROUND_CUR_DIRECTION);
+}
+#endif
+
 // x, or 0 where it is subnormal.
 template <class R>
 FA_INLINE Vec<R> normal_or_zero(Vec<R> x) {

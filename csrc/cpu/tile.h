@@ -251,7 +251,8 @@ struct Tile {
   }
 
   // s becomes the probabilities exp(s - lse - tail), in this order: first the large numbers cancel.
-  // Unscaled, s is first multiplied by `factor`.
+  // Unscaled, s is first multiplied by `factor`, and rounded as where a feature has multiplied it: the
+  // score of a row's normaliser is the same number.
   template <bool Unscaled = false>
   static void probabilities(int64_t keys, Normaliser<R> normaliser, R* s, R factor = R(1)) {
     V lse[NV], tail[NV];
@@ -261,8 +262,8 @@ struct Tile {
     }
     // Not exp(-inf): the score may be NaN where a lane stands for no row at all.
     each(keys, s, [&](int64_t, int v, V x) {
-      const V from_lse = Unscaled ? x * factor - lse[v] : x - lse[v];
-      return lse[v] == kInf<R> ? V{} : exp(V(from_lse - tail[v]));
+      if constexpr (Unscaled) x = rounded_product(x, factor);
+      return lse[v] == kInf<R> ? V{} : exp(V((x - lse[v]) - tail[v]));
     });
   }
 
