@@ -315,7 +315,7 @@ rows of a few heads share one's features: cpu/amx_decode.h: few_heads+alibi
 lanes of a few heads mixed up: cpu/amx_decode.h: few_heads
 -heads.h + l / heads.M), l % heads.M, 0,
 +heads.h + l % heads.count), l / heads.count, 0,
-a chunk too many for a few rows: cpu/amx_decode.h: few_heads
+a chunk too many for a few rows on tiles: cpu/decode.h: few_heads
 -(chunk + 1) * kChunkKeys, seen.hi);
 +(chunk + 2) * kChunkKeys, seen.hi);
 """

@@ -158,25 +158,18 @@ struct AmxDecode : Decode<AmxBf16> {
       each_tile(p, b, hk, [&](int64_t t, const Heads& heads) { f(heads, buf.state(p, t)); });
     };
     all([&](const Heads& heads, const State& st) { begin(p, heads, st, buf.rows); });
-    const KeyRange seen = key_range(p, b, 0, p.M);
-    const int64_t end = std::min((chunk + 1) * kChunkKeys, seen.hi);
-    // Tiles start on a Philox group; without dropout no tile need begin before what is seen.
-    const int64_t first = p.dropout_p > 0 ? seen.lo / 4 * 4 : seen.lo;
-    for (int64_t J0 = chunk * kChunkKeys; J0 < end; J0 += kTileKeys) {
-      const int64_t lo = std::max(J0, first), hi = std::min(J0 + kTileKeys, end);
-      const Keys keys{lo, hi - lo};
-      if (keys.count <= 0) continue;
-      const Broadcast<uint16_t> k = Op::along(plane(p.k, b, hk), lo, keys.count, p.D, buf.k);
+    each_block(p, b, chunk, [&](const Keys& keys) {
+      const Broadcast<uint16_t> k = Op::along(plane(p.k, b, hk), keys.j0, keys.count, p.D, buf.k);
       const Plane v = plane(p.v, b, hk);
       each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
-        Op::across(v, lo + j, n, p.Dv, buf.v + j * Sum::columns(p.Dv), buf.rows);
+        Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * Sum::columns(p.Dv), buf.rows);
       });
       all([&](const Heads& heads, const State& st) {
         const bool one = heads.count == 1 || heads_alike(p);
         if (!one || shown(p, heads.rows(0), keys) != Shown::none)
           attend(p, heads, keys, k, st, buf);
       });
-    }
+    });
     const Parts to = parts(p);
     const int64_t dv = Sum::columns(p.Dv);
     all([&](const Heads& heads, const State& st) {
@@ -190,13 +183,8 @@ struct AmxDecode : Decode<AmxBf16> {
   }
 
   static Plan plan(const FaParams& p) {
-    Plan plan;
     Buffers unused;
-    float* sum;
-    plan.workspace = parts(p).bytes;
-    plan.add({p.B * p.Hk * chunks(p), carve(p, nullptr, unused), run_chunk});
-    plan.add({p.B * p.H, carve_sum(p, nullptr, sum), merge});
-    return plan;
+    return Decode::plan(p, carve(p, nullptr, unused), run_chunk);
   }
 };
 

@@ -162,12 +162,9 @@ struct Decode {
                   });
   }
 
-  // One chunk of keys against every row that sees them.
-  static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
-    Buffers buf;
-    carve(p, scratch, buf);
-    const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
-    each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
+  // Calls f(keys) for each block of a chunk that some row of item b sees.
+  template <class F>
+  static FA_INLINE void each_block(const FaParams& p, int64_t b, int64_t chunk, F f) {
     const KeyRange seen = key_range(p, b, 0, p.M);
     const int64_t end = std::min((chunk + 1) * kChunkKeys, seen.hi);
     // Tiles start on a Philox group; without dropout no tile need begin before what is seen.
@@ -175,13 +172,23 @@ struct Decode {
     for (int64_t J0 = chunk * kChunkKeys; J0 < end; J0 += kTileKeys) {
       const int64_t lo = std::max(J0, first), hi = std::min(J0 + kTileKeys, end);
       const Keys keys{lo, hi - lo};
-      if (keys.count <= 0) continue;
-      const Broadcast<E> k = Op::along(plane(p.k, b, hk), lo, keys.count, p.D, buf.k);
-      const Broadcast<E> v = Sum::stage(plane(p.v, b, hk), lo, keys.count, p.Dv, buf.v);
+      if (keys.count > 0) f(keys);
+    }
+  }
+
+  // One chunk of keys against every row that sees them.
+  static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
+    Buffers buf;
+    carve(p, scratch, buf);
+    const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
+    each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
+    each_block(p, b, chunk, [&](const Keys& keys) {
+      const Broadcast<E> k = Op::along(plane(p.k, b, hk), keys.j0, keys.count, p.D, buf.k);
+      const Broadcast<E> v = Sum::stage(plane(p.v, b, hk), keys.j0, keys.count, p.Dv, buf.v);
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
         if (shown(p, lanes.rows, keys) != Shown::none) attend(p, lanes, t, keys, k, v, buf);
       });
-    }
+    });
     const Parts to = parts(p);
     const int64_t dv = Sum::columns(p.Dv);
     each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
@@ -228,11 +235,14 @@ struct Decode {
   }
 
   static Plan plan(const FaParams& p) {
-    Plan plan;
     Buffers unused;
+    return plan(p, carve(p, nullptr, unused), run_chunk);
+  }
+  static Plan plan(const FaParams& p, size_t scratch, decltype(Phase::run) of_chunk) {
+    Plan plan;
     R* sum;
     plan.workspace = parts(p).bytes;
-    plan.add({p.B * p.Hk * chunks(p), carve(p, nullptr, unused), run_chunk});
+    plan.add({p.B * p.Hk * chunks(p), scratch, of_chunk});
     plan.add({p.B * p.H, carve_sum(p, nullptr, sum), merge});
     return plan;
   }
