@@ -113,6 +113,7 @@ class CpuLibrary(Library):
         self.why = self.entry("fa_cpu_why", text)
         self.unit = self.entry("fa_cpu_unit", text, params, integer)
         self.select = self.entry("fa_cpu_select", integer, text)
+        self.float32_on_tiles = self.entry("fa_cpu_float32_on_tiles", None, integer)
         self.poison = self.entry("fa_cpu_poison", None, integer)
 
 
@@ -167,6 +168,10 @@ def _load_cpu() -> CpuLibrary | str:
     if wanted and library.select(wanted.encode()):
         have = library.isas().decode()
         return f"FASTATTN_CPU_ISA: got {wanted!r}, expected one that this machine runs: {have}"
+    float32 = os.environ.get("FASTATTN_FLOAT32") or "tiles"
+    if float32 not in ("tiles", "vector"):
+        return f"FASTATTN_FLOAT32: got {float32!r}, expected tiles (as without it) or vector"
+    library.float32_on_tiles(int(float32 == "tiles"))
     return library
 
 

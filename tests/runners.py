@@ -55,11 +55,11 @@ def thinned(*lists):
 
 def variants(name, dtype=None):
     """The instruction sets to run backend `name` on; one nameless variant for other backends. Tiles
-    compute bfloat16, and are another name for vectors where `dtype` says that it is something else.
+    compute no float64, for which they are another name for vectors.
     """
     if name != "cpu":
         return [None]
-    tiles = dtype in (None, torch.bfloat16)
+    tiles = dtype != torch.float64
     return [isa for isa in native.cpu_isas() if tiles or not isa.startswith("amx_")]
 
 

@@ -232,43 +232,43 @@ packing on tiles, a row past the last: cpu/amx_operand.h: tile_edges
 -if (r >= rows) return zeros;
 +if (r > rows) return zeros;
 packing on tiles, columns past the last are not 0: cpu/amx_operand.h: plain
--std::fill(buf + columns, buf + round_up(columns, kStep), uint16_t(0));
+-std::fill(buf + columns, buf + round_up(columns, kStep), Source(0));
 +;
 packing on tiles, a column's stride forgotten: cpu/amx_operand.h: tile_edges+column_major
--if (a.step == 1 && columns % kStep == 0) return from;
-+if (columns % kStep == 0) return from;
+-const bool whole = a.step == 1 && columns
++const bool whole = columns
 packing on tiles, V of the next step is that of the first: cpu/amx_operand.h: plain
--from[x] = row(a, r0, at + x, rows, columns, rows_buf + x
-+from[x] = row(a, r0, x, rows, columns, rows_buf + x
+-from[x] = row(a, r0, at + x, rows,
++from[x] = row(a, r0, x, rows,
 packing on tiles, values past a length: cpu/amx_forward.h: length_edges
--key_length(p, b));
-+p.N);
+-key_length(p, b)) - J0;
++p.N) - J0;
 packing on tiles, values of the first head: cpu/amx_forward.h: plain
--(b * p.Hk + hk) * size;
-+b * p.Hk * size;
-pairs on tiles the wrong way round: cpu/amx_operand.h: plain
+-(b * p.Hk + hk) * padded_keys(p), all
++b * p.Hk * padded_keys(p), all
+pairs on tiles the wrong way round: cpu/amx_planes.h: plain
 -_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
 +_mm512_or_si512(hi, _mm512_slli_epi32(lo, 16));
-pairs on tiles of P the wrong way round: cpu/amx_operand.h: plain
+pairs on tiles of P the wrong way round: cpu/amx_planes.h: plain
 -_mm512_srli_epi32(first, 16), second);
 +_mm512_srli_epi32(second, 16), first);
 pairs on tiles of neighbours: cpu/amx_operand.h: dropout
 -load(tile + l + 16 * lanes)
 +load(tile + l + lanes)
 pairs on tiles of dS the wrong way round: cpu/amx_operand.h: plain
--store(to, pair_up(a, c));
-+store(to, pair_up(c, a));
-pairs on tiles cut off, not rounded: cpu/amx_operand.h: bias
+-store(to + plane * 32, pair_up(half[0], half[2]));
++store(to + plane * 32, pair_up(half[2], half[0]));
+pairs on tiles cut off, not rounded: cpu/amx_planes.h: bias
 -return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
 +return (__m512i)x;
 tails on tiles, keys past the last have weights: cpu/amx_softmax.h: tile_edges
 -store(s + at, splat(-kInf<float>));
 +store(s + at, splat(0.0f));
 tails on tiles, dS past the last key: cpu/amx_operand.h: right_window
--return key < keys ? upper_halves_or_nan(value(key, v)) : _mm512_setzero_si512();
-+return upper_halves_or_nan(value(key, v));
+-x[i] = key < keys ? value(key, i % 2) : Vec<float>{};
++x[i] = value(key, i % 2);
 tails on tiles, P past the last key: cpu/amx_operand.h: right_window
--std::fill(to, to + (round_up(keys, kStep) - keys) * 16, 0);
+-std::fill(to, to + (round_up(keys, kStep) - keys) * 16 * P, 0);
 +;
 tails on tiles, the last 32 lanes of 128 forgotten: cpu/backward.h: tile_edges
 -parts = (rows.count + part - 1) / part;
@@ -277,23 +277,23 @@ dS on tiles from the start of a block: cpu/backward.h: far_bands
 -Op::multiply_add(k_turned + (seen[x].j0 - block.J0) * d, part
 +Op::multiply_add(k_turned, part
 what a part of the rows does not see on tiles: cpu/backward.h: causal
--std::fill(along + end * part, along + whole * part, E(0));
+-std::fill(along + end * part, along + whole * part, E{});
 +;
 what comes before what a part sees on tiles: cpu/backward.h: left_window
--std::fill(along, along + skipped * part, E(0));
+-std::fill(along, along + skipped * part, E{});
 +;
-the second tile of lanes is the first: cpu/amx_operand.h: plain
--amx::load<5>(b + 16, 4 * 32);
-+amx::load<5>(b, 4 * 32);
-a step of the head dim forgotten: cpu/amx_operand.h: plain
--for (; steps > 0; --steps
-+for (; steps > 1; --steps
+the second tile of lanes is the first: cpu/amx_product.h: plain
+-amx::load<5>(b.tile(16, 0), b.stride());
++amx::load<5>(b.tile(0, 0), b.stride());
+a step of the head dim forgotten: cpu/amx_product.h: plain
+-for (int64_t x = 0; x < steps; ++x)
++for (int64_t x = 0; x + 1 < steps; ++x)
 the lazy pivot stays at the first: cpu/amx_softmax.h: rising
 -best, old + kRise, _CMP_GT_OQ);
 +best, old == -kInf<float> ? old : splat(kInf<float>), _CMP_GT_OQ);
 the lazy pivot moves and O does not: cpu/amx_forward.h: rising
--load(st.out + at) * load(buf.rescale + at % kLanesUsed)
-+load(st.out + at)
+-rescale(st.out, dv);
++;
 the lazy pivot moves and O of a few rows does not: cpu/amx_decode.h: rising
 -load(st.out + at) * buf.rescale[at / dv]
 +load(st.out + at)

@@ -9,23 +9,28 @@
 namespace fa {
 namespace FA_ISA {
 
-template <>
-struct WeightedSum<AmxBf16> {
-  static int64_t columns(int64_t Dv) { return round_up(Dv, kStep); }
-};
+// Chunks that tiles cannot serve have parts of the vector kernels beside the others.
+template <int P>
+struct WeightedSum<Amx<P>> : WeightedSum<Plain<float>> {};
 
-struct AmxDecode : Decode<AmxBf16> {
-  using Softmax = AmxSoftmax<1>;
+template <int P>
+struct AmxDecode : Decode<Amx<P>> {
+  using Base = Decode<Amx<P>>;
+  using Softmax = AmxSoftmax<P, 1>;
+  using E = Planes<P>;
+  using typename Base::Op;
+  using typename Base::T;
   static constexpr int64_t kLanesUsed = 16;
+  static int64_t padded(int64_t d) { return round_up(d, kStep); }
 
   static bool suits(const FaParams& p) { return p.M > 0 && p.M <= kLanesUsed; }
 
   static int64_t heads_per_tile(const FaParams& p) {
     return std::clamp<int64_t>(kLanesUsed / std::max<int64_t>(p.M, 1), 1,
-                               std::max<int64_t>(group(p), 1));
+                               std::max<int64_t>(Base::group(p), 1));
   }
   static int64_t tiles(const FaParams& p) {
-    return (group(p) + heads_per_tile(p) - 1) / heads_per_tile(p);
+    return (Base::group(p) + heads_per_tile(p) - 1) / heads_per_tile(p);
   }
   // Lane x * M + i is row i of head h + x.
   struct Heads {
@@ -34,55 +39,61 @@ struct AmxDecode : Decode<AmxBf16> {
   };
   template <class F>
   static void each_tile(const FaParams& p, int64_t b, int64_t hk, F f) {
-    const int64_t most = heads_per_tile(p), end = (hk + 1) * group(p);
+    const int64_t most = heads_per_tile(p), end = (hk + 1) * Base::group(p);
     int64_t t = 0;
-    for (int64_t h = hk * group(p); h < end; h += most)
+    for (int64_t h = hk * Base::group(p); h < end; h += most)
       f(t++, Heads{b, h, std::min(most, end - h), p.M});
   }
 
   struct State {   // one tile of lanes
-    uint16_t* q;   // [padded(D) / 2][16] pairs
-    float *out;    // [16][columns(Dv)], not yet divided by l
+    E* q;          // [padded(D) / 2][planes][16] pairs
+    float *out;    // [16][padded(Dv)], not yet divided by l
     float *m, *l;  // [16]
   };
   struct Buffers {
-    uint16_t* q;
+    E* q;
     float *out, *m, *l;              // of all tiles
     float *s, *one, *rescale;        // [kTileKeys][16], the same for one head
-    uint16_t *k, *v, *p, *turned, *rows;
+    E *k, *v, *p, *turned, *rows;
+    uint8_t *k_unfit, *v_unfit, *not_served;  // of keys; of lanes, by tiles
     ScoreScratch<float> score;
     State state(const FaParams& p, int64_t t) const {
-      return {q + t * round_up(p.D, kStep) * 16, out + t * 16 * Sum::columns(p.Dv), m + t * 16,
-              l + t * 16};
+      return {q + t * padded(p.D) * 16, out + t * 16 * padded(p.Dv), m + t * 16, l + t * 16};
     }
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
     Scratch take{base};
-    const int64_t lanes = tiles(p) * 16, d = round_up(p.D, kStep), dv = Sum::columns(p.Dv);
-    b.q = take.array<uint16_t>(lanes * d);
+    const int64_t lanes = tiles(p) * 16, d = padded(p.D), dv = padded(p.Dv);
+    b.q = take.template array<E>(lanes * d);
     b.out = take.array<float>(lanes * dv);
     b.m = take.array<float>(lanes);
     b.l = take.array<float>(lanes);
     b.s = take.array<float>(kTileKeys * 16);
     b.one = take.array<float>(kTileKeys * 16);
     b.rescale = take.array<float>(16);
-    b.k = take.array<uint16_t>(kTileKeys * d);
-    b.v = take.array<uint16_t>(kTileKeys * dv);
-    b.p = take.array<uint16_t>(kTileKeys * 16);
-    b.turned = take.array<uint16_t>(kTileKeys * 16);
-    b.rows = take.array<uint16_t>(kStep * std::max(d, dv));
+    b.k = take.template array<E>(kTileKeys * d);
+    b.v = take.template array<E>(kTileKeys * dv);
+    b.p = take.template array<E>(kTileKeys * 16);
+    b.turned = take.template array<E>(kTileKeys * 16);
+    b.rows = take.template array<E>(kStep * std::max(d, dv));
+    b.k_unfit = take.array<uint8_t>(kTileKeys);
+    b.v_unfit = take.array<uint8_t>(kTileKeys);
+    b.not_served = take.array<uint8_t>(lanes);
     b.score = {take.array<float>(p.mask.data ? kTileKeys * 16 : 0)};
     return take.used;
   }
 
-  static void begin(const FaParams& p, const Heads& heads, const State& st, uint16_t* rows_buf) {
-    const uint16_t* from[16];
-    const int64_t d = round_up(p.D, kStep);
+  static void begin(const FaParams& p, const Heads& heads, const State& st, E* rows_buf,
+                    uint8_t* not_served) {
+    const typename Op::Source* from[16];
+    const int64_t d = padded(p.D);
+    std::fill_n(not_served, 16, uint8_t(kFits));
     for (int64_t l = 0; l < 16; ++l)
       from[l] = Op::row(plane(p.q, heads.b, heads.h + l / heads.M), l % heads.M, 0,
-                        l < heads.count * heads.M, p.D, rows_buf + l * d);
-    Op::transpose_rows(from, d, 16, st.q);
-    std::fill_n(st.out, 16 * Sum::columns(p.Dv), 0.0f);
+                        l < heads.count * heads.M, p.D, Op::as_source(rows_buf) + l * d,
+                        not_served + l);
+    Op::transpose_rows(from, d, 16, Op::as_pairs(st.q));
+    std::fill_n(st.out, 16 * padded(p.Dv), 0.0f);
     std::fill_n(st.m, 16, -kInf<float>);
     std::fill_n(st.l, 16, 0.0f);
   }
@@ -125,10 +136,10 @@ struct AmxDecode : Decode<AmxBf16> {
   }
 
   static void attend(const FaParams& p, const Heads& heads, const Keys& keys,
-                     Broadcast<uint16_t> k, const State& st, const Buffers& buf) {
-    const int64_t dv = Sum::columns(p.Dv), steps = (keys.count + kStep - 1) / kStep;
+                     Broadcast<E> k, const State& st, const Buffers& buf) {
+    const int64_t dv = padded(p.Dv), steps = (keys.count + kStep - 1) / kStep;
     each_step(plane(p.k, heads.b, key_head(p, heads.h)), keys, p.D, [&](int64_t j, int64_t n) {
-      tile_products<1>({k.data + j * k.stride, k.stride}, st.q, p.D, n, buf.s + j * 16);
+      tile_products<1, P>({k.data + j * k.stride, k.stride}, st.q, p.D, n, buf.s + j * 16);
     });
     const float factor = score(p, heads, keys, buf);
     if (Softmax::move(keys.count, buf.s, factor, st.m, st.l, buf.rescale))
@@ -139,43 +150,59 @@ struct AmxDecode : Decode<AmxBf16> {
         T::dropout(p, rows, keys, s, nullptr);
       });
     });
-    for (int64_t at = 0; at < steps * 512; at += 512) {  // to [steps][16 lanes][32]
-      Vec<int32_t> block[16];
-      std::memcpy(block, buf.p + at, sizeof block);
-      transpose_registers<int32_t>(block);
-      std::memcpy(buf.turned + at, block, sizeof block);
-    }
+    const int32_t* from = reinterpret_cast<const int32_t*>(buf.p);
+    int32_t* to = Op::as_pairs(buf.turned);
+    for (int64_t step = 0; step < steps; ++step, from += 256 * P, to += 256 * P)
+      for (int x = 0; x < P; ++x) {  // to [steps][16 lanes][planes][32]
+        Vec<int32_t> block[16];
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) block[i] = load(from + (i * P + x) * 16);
+        transpose_registers<int32_t>(block);
+#pragma GCC unroll 16
+        for (int i = 0; i < 16; ++i) store(to + (i * P + x) * 16, block[i]);
+      }
     Op::multiply_add(buf.turned, kStep, 16 * kStep, buf.v, dv, steps, 16, dv, st.out, dv);
   }
 
-  // One chunk of keys against every row that sees them.
+  // One block of keys against every row that sees them.
+  static void run_block(const FaParams& p, int64_t b, int64_t hk, const Keys& keys,
+                        const Buffers& buf) {
+    const Plane k = plane(p.k, b, hk), v = plane(p.v, b, hk);
+    const Broadcast<E> staged = Op::along(k, keys.j0, keys.count, p.D, buf.k, buf.k_unfit);
+    each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
+      Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * padded(p.Dv), buf.rows, buf.v_unfit + j);
+    });
+    const KeyFits fits{buf.k_unfit, buf.v_unfit, keys.j0};
+    each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
+      if constexpr (P > 1)
+        for (int64_t l = 0; l < heads.count * heads.M; ++l)
+          buf.not_served[t * 16 + l] |=
+              meet_unfit(p, heads.rows(l / heads.M).one(l % heads.M), keys, fits);
+      const bool one = heads.count == 1 || heads_alike(p);
+      if (!one || shown(p, heads.rows(0), keys) != Shown::none)
+        attend(p, heads, keys, staged, buf.state(p, t), buf);
+    });
+  }
   static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
     const amx::Tiles registers;
     Buffers buf;
-    carve(p, scratch, buf);
+    const size_t used = carve(p, scratch, buf);
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
-    const auto all = [&](auto f) {
-      each_tile(p, b, hk, [&](int64_t t, const Heads& heads) { f(heads, buf.state(p, t)); });
-    };
-    all([&](const Heads& heads, const State& st) { begin(p, heads, st, buf.rows); });
-    each_block(p, b, chunk, [&](const Keys& keys) {
-      const Broadcast<uint16_t> k = Op::along(plane(p.k, b, hk), keys.j0, keys.count, p.D, buf.k);
-      const Plane v = plane(p.v, b, hk);
-      each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
-        Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * Sum::columns(p.Dv), buf.rows);
-      });
-      all([&](const Heads& heads, const State& st) {
-        const bool one = heads.count == 1 || heads_alike(p);
-        if (!one || shown(p, heads.rows(0), keys) != Shown::none)
-          attend(p, heads, keys, k, st, buf);
-      });
+    each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
+      begin(p, heads, buf.state(p, t), buf.rows, buf.not_served + t * 16);
     });
-    const Parts to = parts(p);
-    const int64_t dv = Sum::columns(p.Dv);
-    all([&](const Heads& heads, const State& st) {
+    Base::each_block(p, b, chunk, [&](const Keys& keys) { run_block(p, b, hk, keys, buf); });
+    if constexpr (P > 1)  // as the vector kernels do them: all rows, of which those stay
+      if (any_unfit(buf.not_served, tiles(p) * 16))
+        Decode<Plain<float>>::run_chunk(p, task, scratch + used);
+    const auto to = Base::parts(p);
+    const int64_t columns = Base::Sum::columns(p.Dv);
+    each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
+      const State st = buf.state(p, t);
       for (int64_t l = 0; l < heads.count * heads.M; ++l) {
-        const int64_t at = part(p, chunk, b, heads.h + l / heads.M, l % heads.M);
-        std::copy_n(st.out + l * dv, dv, to.out + at * dv);
+        if (P > 1 && buf.not_served[t * 16 + l] != kFits) continue;
+        const int64_t at = Base::part(p, chunk, b, heads.h + l / heads.M, l % heads.M);
+        std::copy_n(st.out + l * padded(p.Dv), columns, to.out + at * columns);
         to.m[at] = st.m[l];
         to.l[at] = st.l[l];
       }
@@ -184,7 +211,10 @@ struct AmxDecode : Decode<AmxBf16> {
 
   static Plan plan(const FaParams& p) {
     Buffers unused;
-    return Decode::plan(p, carve(p, nullptr, unused), run_chunk);
+    typename Decode<Plain<float>>::Buffers of_vectors;
+    size_t scratch = carve(p, nullptr, unused);
+    if (P > 1) scratch += Decode<Plain<float>>::carve(p, nullptr, of_vectors);
+    return Base::plan(p, scratch, run_chunk);
   }
 };
 

@@ -1,21 +1,26 @@
-// Forward on tiles. S^T = K Q^T reads K as it lies; O^T += V^T P reads V^T, which a phase of its
-// own packs once for every row and head that shares it. Scores are made for a few keys at a time
-// and exponentiated while they are in the nearest cache; P is gathered for a block of keys, so that
-// O is taken up once for all of them. All four of one tile stay under 40 KB at D = 64.
+// Forward on tiles. S^T = K Q^T reads bfloat16's K as it lies; O^T += V^T P reads V^T, which a
+// phase of its own packs once for every row and head that shares it, as it does K where it is to be
+// cut. Scores are made for a few keys at a time and exponentiated while they are in the nearest
+// cache; P is gathered for a block of keys, so that O is taken up once for all of them. All four of
+// one tile of bfloat16 stay under 40 KB at D = 64.
 #pragma once
 #include "amx_softmax.h"
-#include "plan.h"
-#include "scratch.h"
+#include "forward.h"
 
 namespace fa {
 namespace FA_ISA {
 
+template <int P>
 struct AmxForward {
-  using Op = Operand<AmxBf16>;
+  using Mul = Amx<P>;
+  using E = Planes<P>;
+  using Op = Operand<Mul>;
   static constexpr int NV = 2;
   using T = Tile<float, NV>;
-  using Softmax = AmxSoftmax<NV>;
-  static constexpr int64_t kLanesUsed = T::lanes, kBlockKeys = 256, kChunkKeys = 64;
+  using Softmax = AmxSoftmax<P, NV>;
+  static constexpr int64_t kLanesUsed = T::lanes;
+  // Of planes O's sums are of two levels, so a block is also how far one goes.
+  static constexpr int64_t kBlockKeys = P == 1 ? 256 : 128, kChunkKeys = P == 1 ? 64 : 32;
   static_assert(kChunkKeys <= kTileKeys && kChunkKeys % kStep == 0, "a tile of whole steps");
 
   // Tiles that share each block of keys, as in forward.h; they fit the second cache with it.
@@ -31,48 +36,70 @@ struct AmxForward {
   static int64_t key_blocks(const FaParams& p) { return (p.N + kBlockKeys - 1) / kBlockKeys; }
   static int64_t padded(int64_t d) { return round_up(d, kStep); }
 
-  // V^T of one key head: [steps of keys][padded(Dv)][32]. Keys past the length are 0.
-  static uint16_t* values(const FaParams& p, int64_t b, int64_t hk) {
-    const int64_t size = round_up(p.N, kStep) * padded(p.Dv);
-    return static_cast<uint16_t*>(p.workspace) + (b * p.Hk + hk) * size;
+  // K, where it is cut, and V^T; their rows past the length are 0. And which have no planes.
+  struct Packed {
+    E *k, *v;                   // [B Hk][keys][padded(D)], [B Hk][steps of keys][padded(Dv)][32]
+    uint8_t *k_unfit, *v_unfit;  // [B Hk][keys]
+    size_t bytes;
+  };
+  static int64_t padded_keys(const FaParams& p) { return round_up(p.N, kStep); }
+  static Packed packed(const FaParams& p, int64_t b = 0, int64_t hk = 0) {
+    Scratch take{static_cast<char*>(p.workspace)};
+    const int64_t at = (b * p.Hk + hk) * padded_keys(p), all = p.B * p.Hk * padded_keys(p);
+    const int64_t cut = P == 1 ? 0 : all;
+    Packed to;
+    to.k = take.array<E>(cut * padded(p.D)) + at * padded(p.D);
+    to.v = take.array<E>(all * padded(p.Dv)) + at * padded(p.Dv);
+    to.k_unfit = take.array<uint8_t>(cut) + at;
+    to.v_unfit = take.array<uint8_t>(cut) + at;
+    to.bytes = take.used;
+    return to;
   }
-  static void pack_values(const FaParams& p, int64_t task, char* scratch) {
+  static void pack(const FaParams& p, int64_t task, char* scratch) {
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, J0 = task / p.Hk / p.B * kBlockKeys;
-    const int64_t end = std::min(J0 + kBlockKeys, key_length(p, b));
-    if (J0 < end)
-      Op::turned(plane(p.v, b, hk), J0, end - J0, p.Dv, values(p, b, hk) + J0 * padded(p.Dv),
-                 reinterpret_cast<uint16_t*>(scratch));
+    const int64_t count = std::min(J0 + kBlockKeys, key_length(p, b)) - J0;
+    if (count <= 0) return;
+    const Packed to = packed(p, b, hk);
+    Op::turned(plane(p.v, b, hk), J0, count, p.Dv, to.v + J0 * padded(p.Dv),
+               reinterpret_cast<E*>(scratch), P == 1 ? nullptr : to.v_unfit + J0);
+    if constexpr (P > 1)
+      Op::along(plane(p.k, b, hk), J0, count, p.D, to.k + J0 * padded(p.D), to.k_unfit + J0);
   }
 
   struct State {   // one tile of rows across all blocks of keys
-    uint16_t* q;   // [padded(D) / 2][lanes] pairs
+    E* q;          // [padded(D) / 2][planes][lanes] pairs
     float *out;    // [padded(Dv)][lanes], not yet divided by l
     float *m, *l;  // [lanes]
   };
   struct Buffers {
     State state[kMostTiles];
     float *s, *rescale;
-    uint16_t *k, *p, *rows;
+    float *sum, *sum_l;  // of a block's O and l, where they are of two levels
+    E *k, *p, *rows;
     ScoreScratch<float> score;
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t d = padded(p.D), dv = padded(p.Dv);
     for (int64_t t = 0; t < tiles_per_task(p); ++t)
-      b.state[t] = {take.array<uint16_t>(d * kLanesUsed), take.array<float>(dv * kLanesUsed),
+      b.state[t] = {take.array<E>(d * kLanesUsed), take.array<float>(dv * kLanesUsed),
                     take.array<float>(kLanesUsed), take.array<float>(kLanesUsed)};
     b.s = take.array<float>(kChunkKeys * kLanesUsed);
     b.rescale = take.array<float>(kLanesUsed);
-    b.k = take.array<uint16_t>(std::min(kBlockKeys, round_up(p.N, kStep)) * d);
-    b.p = take.array<uint16_t>(kBlockKeys * kLanesUsed);
-    b.rows = take.array<uint16_t>(16 * d);
+    b.sum = take.array<float>(P == 1 ? 0 : dv * kLanesUsed);
+    b.sum_l = take.array<float>(kLanesUsed);
+    b.k = take.array<E>(P == 1 ? std::min(kBlockKeys, round_up(p.N, kStep)) * d : 0);
+    b.p = take.array<E>(kBlockKeys * kLanesUsed);
+    b.rows = take.array<E>(16 * d);
     b.score = {take.array<float>(p.mask.data ? kChunkKeys * 16 : 0)};
     return take.used;
   }
 
-  static void begin(const FaParams& p, const Rows& rows, const State& st, uint16_t* rows_buf) {
+  // Which of these rows tiles cannot serve: a bit for each.
+  static uint32_t begin(const FaParams& p, const Rows& rows, const State& st, E* rows_buf) {
+    uint8_t unfit[kLanesUsed] = {};
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, kLanesUsed, st.q,
-                   rows_buf);
+                   rows_buf, unfit);
     std::fill_n(st.out, padded(p.Dv) * kLanesUsed, 0.0f);
     // A sink is a key that was seen first and has no value.
     const float sink = p.sinks.data ? read<float>(p.sinks.data, p.sinks.dtype,
@@ -80,35 +107,62 @@ struct AmxForward {
                                     : -kInf<float>;
     std::fill_n(st.m, kLanesUsed, sink);
     std::fill_n(st.l, kLanesUsed, sink == -kInf<float> ? 0.0f : 1.0f);
+    if (P == 1) return 0;
+    const Packed keys = packed(p, rows.b, key_head(p, rows.h));
+    const KeyFits fits{keys.k_unfit, keys.v_unfit, 0};
+    const bool some = meet_unfit(p, rows, {0, p.N}, fits);
+    uint32_t found = 0;
+    for (int64_t i = 0; i < rows.count; ++i)
+      if (unfit[i] || (some && meet_unfit(p, rows.one(i), {0, p.N}, fits)))
+        found |= uint32_t(1) << i;
+    return found;
   }
 
   // One tile of rows against one block of keys; `k` starts at key J0.
   static void attend(const FaParams& p, const Rows& rows, const Keys& keys, int64_t J0,
-                     Broadcast<uint16_t> k, const State& st, const Buffers& buf) {
-    const uint16_t* v = values(p, rows.b, key_head(p, rows.h));
+                     Broadcast<E> k, const State& st, const Buffers& buf) {
+    const E* v = packed(p, rows.b, key_head(p, rows.h)).v;
     const int64_t dv = padded(p.Dv);
-    int64_t summed = keys.j0;  // P of the keys before is in O
+    float *into = P == 1 ? st.out : buf.sum, *into_l = P == 1 ? st.l : buf.sum_l;
+    std::fill_n(buf.sum_l, kLanesUsed, 0.0f);
+    int64_t summed = keys.j0;  // P of the keys before is in O, or in what will be added to it
     const auto sum = [&](int64_t end) {
       if (end == summed) return;
-      Op::multiply_add(v + summed * dv, kStep, kStep * dv, buf.p + (summed - keys.j0) * kLanesUsed,
-                       kLanesUsed, (end - summed + kStep - 1) / kStep, dv, kLanesUsed, st.out,
-                       kLanesUsed);
+      const auto go = [&](auto to) {
+        Op::template multiply_add<decltype(to)::value>(
+            v + summed * dv, kStep, kStep * dv, buf.p + (summed - keys.j0) * kLanesUsed, kLanesUsed,
+            (end - summed + kStep - 1) / kStep, dv, kLanesUsed, into, kLanesUsed);
+      };
+      if (P > 1 && summed == keys.j0)
+        go(std::integral_constant<Sums, Sums::overwrite>{});
+      else
+        go(std::integral_constant<Sums, Sums::go_on>{});
       summed = end;
+    };
+    const auto rescale = [&](float* x, int64_t rows) {
+      for (int64_t at = 0; at < rows * kLanesUsed; at += 16)
+        store(x + at, load(x + at) * load(buf.rescale + at % kLanesUsed));
+    };
+    const auto add = [&](const float* x, int64_t rows, float* to) {
+      for (int64_t at = 0; at < rows * kLanesUsed; at += 16)
+        store(to + at, load(to + at) + load(x + at));
     };
     for (int64_t j = keys.j0; j < keys.end(); j += kChunkKeys) {
       const Keys chunk{j, std::min(kChunkKeys, keys.end() - j)};
-      tile_products<NV>({k.data + (j - J0) * k.stride, k.stride}, st.q, p.D, chunk.count, buf.s);
+      tile_products<NV, P>({k.data + (j - J0) * k.stride, k.stride}, st.q, p.D, chunk.count,
+                           buf.s);
       const float factor = T::score_unscaled(p, rows, chunk, buf.s, nullptr, buf.score);
       if (Softmax::move(chunk.count, buf.s, factor, st.m, st.l, buf.rescale)) {
         sum(j);
-        for (int64_t at = 0; at < dv * kLanesUsed; at += 16)
-          store(st.out + at, load(st.out + at) * load(buf.rescale + at % kLanesUsed));
+        rescale(st.out, dv);
+        if (P > 1 && j > keys.j0) rescale(buf.sum, dv), rescale(buf.sum_l, 1);
       }
-      Softmax::probabilities(chunk.count, buf.s, factor, st.m, st.l, p.dropout_p > 0,
+      Softmax::probabilities(chunk.count, buf.s, factor, st.m, into_l, p.dropout_p > 0,
                              buf.p + (j - keys.j0) * kLanesUsed,
                              [&] { T::dropout(p, rows, chunk, buf.s, nullptr); });
     }
     sum(keys.end());
+    if (P > 1) add(buf.sum, dv, st.out), add(buf.sum_l, 1, st.l);
   }
 
   static void finish(const FaParams& p, const Rows& rows, const State& st) {
@@ -122,6 +176,21 @@ struct AmxForward {
                        0, p.Dv);
   }
 
+  // The rows that tiles cannot serve, as the vector kernels do them.
+  static void on_vectors(const FaParams& p, const Rows& rows, uint32_t which, char* scratch) {
+    using Vectors = Forward<Plain<float>>;
+    typename Vectors::Buffers buf;
+    Vectors::carve(p, scratch, buf);
+    for (int64_t i = 0; i < rows.count; ++i) {
+      if (!(which >> i & 1)) continue;
+      Rows some = rows.one(i);
+      while (i + 1 < rows.count && which >> (i + 1) & 1) ++i, ++some.count;
+      Vectors::over_keys(p, rows.b, key_head(p, rows.h), some.i0, some.end(), buf, [&](auto f) {
+        f(std::integral_constant<int, NV>{}, some, buf.state[0]);
+      });
+    }
+  }
+
   static void run(const FaParams& p, int64_t task, char* scratch) {
     const amx::Tiles registers;
     Buffers buf;
@@ -131,31 +200,44 @@ struct AmxForward {
     const int64_t b = bh / p.H, h = bh % p.H, hk = key_head(p, h);
     const int64_t begin_row = block * rows_per_task(p);
     const int64_t end_row = std::min(p.M, begin_row + rows_per_task(p));
-    const auto each_tile = [&](auto f) {
+    uint32_t not_served[kMostTiles];
+    const auto each = [&](auto f) {
       for (int64_t t = 0, i = begin_row; i < end_row; ++t, i += kLanesUsed)
-        f(Rows{b, h, i, std::min(kLanesUsed, end_row - i)}, buf.state[t]);
+        f(Rows{b, h, i, std::min(kLanesUsed, end_row - i)}, t);
     };
-    each_tile([&](const Rows& rows, const State& st) { begin(p, rows, st, buf.rows); });
+    each([&](const Rows& rows, int64_t t) {
+      not_served[t] = begin(p, rows, buf.state[t], buf.rows);
+    });
+    const auto each_tile = [&](auto f) {
+      each([&](const Rows& rows, int64_t t) { f(rows, buf.state[t]); });
+    };
     const KeyRange seen = key_range(p, b, begin_row, end_row);
     for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
       const int64_t count = std::min(J0 + kBlockKeys, seen.hi) - J0;
-      const Broadcast<uint16_t> k = Op::along(plane(p.k, b, hk), J0, count, p.D, buf.k);
+      Broadcast<E> k{packed(p, b, hk).k + J0 * padded(p.D), padded(p.D)};
+      if constexpr (P == 1) k = Op::along(plane(p.k, b, hk), J0, count, p.D, buf.k);
       each_tile([&](const Rows& rows, const State& st) {
-        const Keys keys = visible_keys<AmxBf16>(p, rows, J0, kBlockKeys);
+        const Keys keys = visible_keys<Mul>(p, rows, J0, kBlockKeys);
         if (keys.count > 0 && shown(p, rows, keys) != Shown::none)
           attend(p, rows, keys, J0, k, st, buf);
       });
     }
     each_tile([&](const Rows& rows, const State& st) { finish(p, rows, st); });
+    if constexpr (P > 1)
+      each([&](const Rows& rows, int64_t t) {
+        on_vectors(p, rows, not_served[t], scratch);
+      });
   }
 
   static Plan plan(const FaParams& p) {
     Plan plan;
     Buffers unused;
-    plan.workspace = p.B * p.Hk * round_up(p.N, kStep) * padded(p.Dv) * sizeof(uint16_t);
-    plan.add({p.B * p.Hk * key_blocks(p), size_t(kStep * padded(p.Dv)) * sizeof(uint16_t),
-              pack_values});
-    plan.add({p.B * p.H * blocks(p), carve(p, nullptr, unused), run});
+    typename Forward<Plain<float>>::Buffers of_vectors;
+    size_t scratch = carve(p, nullptr, unused);
+    if (P > 1) scratch = std::max(scratch, Forward<Plain<float>>::carve(p, nullptr, of_vectors));
+    plan.workspace = packed(p).bytes;
+    plan.add({p.B * p.Hk * key_blocks(p), kStep * size_t(padded(p.Dv)) * sizeof(E), pack});
+    plan.add({p.B * p.H * blocks(p), scratch, run});
     return plan;
   }
 };

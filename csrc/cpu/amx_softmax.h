@@ -1,23 +1,26 @@
-// The online softmax for probabilities that become bfloat16. The pivot that exponentials are
-// measured from moves only where one would exceed 2^8, which is rare after a row's first keys: sums
-// made under the old one are seldom touched. Each lane decides alone, so what a row gets does not
-// depend on the rows beside it.
+// The online softmax for probabilities that become planes of bfloat16. The pivot that exponentials
+// are measured from moves only where one would exceed 2^8, which is rare after a row's first keys:
+// sums made under the old one are seldom touched. Each lane decides alone, so what a row gets does
+// not depend on the rows beside it.
 #pragma once
 #include "amx_operand.h"
-#include "tile.h"
 
 namespace fa {
 namespace FA_ISA {
 
-template <int NV>
+template <int P, int NV>
 struct AmxSoftmax {
   using T = Tile<float, NV>;
   using V = Vec<float>;
   static constexpr int64_t W = T::W, lanes = T::lanes;
   static constexpr float kLog2e = kLog2eHigh<float>, kRise = 8 / kLog2e;
 
-  // 2^x within 2e-7 of itself (minimax on [0, 1)), for x to about 2^8; 0 below 2^-100, NaN at NaN.
-  static FA_INLINE V exp2(V x) {
+  // e^x for x to about 2^8, 0 below 2^-100, NaN at NaN. P of fewer than three planes has not the
+  // bits to tell the rounding of x log2(e), and a polynomial within 2e-7 (minimax on [0, 1)), from
+  // better.
+  static FA_INLINE V power(V of_e) {
+    if (P == 3) return exp(of_e);
+    const V x = of_e * kLog2e;
     const __mmask16 counts = _mm512_cmp_ps_mask(x, splat(-100.0f), _CMP_NLT_UQ);
     const V r = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);  // x - floor(x)
     V p = r * 0.001877576675f + 0.008989340091f;
@@ -73,40 +76,42 @@ struct AmxSoftmax {
           const float* at = s + (j + i) * lanes;
 #pragma GCC unroll 2
           for (int v = 0; v < NV; ++v, at += W) {
-            const V first = exp2(exponent(load(at), v));
-            const V second = exp2(exponent(load(at + 16 * lanes), v));
+            const V first = power(exponent(load(at), v));
+            const V second = power(exponent(load(at + 16 * lanes), v));
             sum[0][v] += first;
             sum[1][v] += second;
             out(j, i, v, first, second);
           }
         }
     };
-    // A score is the same number here, in `move` and in gradients, however far from zero; only its
-    // distance from the pivot goes to base 2.
+    // A score is the same number here, in `move` and in gradients, however far from zero.
     if (factor != 1)
-      all([&](V x, int v) -> V { return (rounded_product(x, factor) - shift[v]) * kLog2e; });
+      all([&](V x, int v) -> V { return rounded_product(x, factor) - shift[v]; });
     else
-      all([&](V x, int v) -> V { return (x - shift[v]) * kLog2e; });
+      all([&](V x, int v) -> V { return x - shift[v]; });
     for (int v = 0; v < NV; ++v) store(l + v * W, V(load(l + v * W) + (sum[0][v] + sum[1][v])));
   }
 
-  // P in pairs of keys for the right side of a product: to[keys / 2][lanes]. `drop` is called with P
-  // in s, where there is dropout.
+  // P in pairs of keys for the right side of a product: to[keys / 2][planes][lanes]. `drop` is
+  // called with P in s, where there is dropout.
   template <class Drop>
   static FA_INLINE void probabilities(int64_t keys, float* s, float factor, const float* m,
-                                      float* l, bool dropout, uint16_t* to, Drop drop) {
+                                      float* l, bool dropout, Planes<P>* to, Drop drop) {
     int32_t* pairs = reinterpret_cast<int32_t*>(to);
     if (!dropout)
       return exponentials(keys, s, factor, m, l, [&](int64_t j, int i, int v, V a, V b) {
-        // A NaN is in l as well, and makes the whole row one.
-        store(pairs + (j / 2 + i) * lanes + v * W, pair_up(upper_halves(a), upper_halves(b)));
+        int32_t* at = pairs + (j / 2 + i) * P * lanes + v * W;
+        if constexpr (P == 1)  // a NaN is in l as well, and makes the whole row one
+          store(at, pair_up(upper_halves(a), upper_halves(b)));
+        else
+          each_plane<P, false>(a, b, [&](int x, Vec<int32_t> y) { store(at + x * lanes, y); });
       });
     exponentials(keys, s, factor, m, l, [&](int64_t j, int i, int v, V a, V b) {
       store(s + (j + i) * lanes + v * W, a);
       store(s + (j + 16 + i) * lanes + v * W, b);
     });
     drop();
-    Operand<AmxBf16>::tile_across<NV>(s, keys, to);
+    Operand<Amx<P>>::template tile_across<NV>(s, keys, to);
   }
 };
 

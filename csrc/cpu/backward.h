@@ -244,26 +244,35 @@ struct Backward {
       const int64_t skipped = mine.count > 0 ? mine.j0 - keys.j0 : 0;
       const int64_t end = skipped + round_up(mine.count, part);
       for (E* along : {buf.along + operand, buf.along_p + operand}) {
-        std::fill(along, along + skipped * part, E(0));
-        std::fill(along + end * part, along + whole * part, E(0));
+        std::fill(along, along + skipped * part, E{});
+        std::fill(along + end * part, along + whole * part, E{});
       }
       if (mine.count == 0) return;
       const Normaliser<R> normaliser = w.normaliser.from(at);
-      G::template probabilities<NV>(p, here, mine, block, normaliser,
-                                    packed_rows(p, w, at, buf));
+      bool fit = G::template probabilities<NV>(p, here, mine, block, normaliser,
+                                               packed_rows(p, w, at, buf));
       if (!G::of_weights(p))
         Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, mine.count,
                        buf.along_p + operand + skipped * part);
       const typename G::template OfScores<NV> of_scores(normaliser, w.delta + at);
-      const bool keep = MaskGradient<Mul>::is_ds(p);
-      Op::along_and_across(mine.count, buf.along + operand + skipped * part, buf.across + operand,
-                           [&](int64_t j, int v) {
-                             const int64_t x = j * T::lanes + v * T::W;
-                             const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
-                             if (keep) store(buf.ds + x, ds);
-                             return T::product_gradient(p, ds, buf.derivative + x);
-                           });
-      if (keep) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
+      const bool keep = G::kPlanes || MaskGradient<Mul>::is_ds(p);
+      const auto gradient = [&](int64_t j, int v) {
+        const int64_t x = j * T::lanes + v * T::W;
+        const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
+        if (keep) store(buf.ds + x, ds);
+        return T::product_gradient(p, ds, buf.derivative + x);
+      };
+      fit &= Op::along_and_across(mine.count, buf.along + operand + skipped * part,
+                                  buf.across + operand, gradient);
+      if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
+      if constexpr (G::kPlanes) {
+        if (fit) return;
+        for (E* along : {buf.along + operand, buf.along_p + operand})
+          std::fill(along, along + whole * part, E{});
+        wait_for_turn(w.turn + index, chunk);
+        add_on_vectors<NV>(p, here, mine, block.J0, dq_part(p, w, rows, lane), buf);
+        seen[lane / part].count = 0;
+      }
     });
     const auto add = [&](const E* along, const E* across, int64_t columns, R* sum) {
       Op::multiply_add(along, part, room, across, columns, parts, whole, columns,
@@ -279,6 +288,29 @@ struct Backward {
                        dq_part(p, w, rows, x * part), part);
     pass_turn(w.turn + index, chunk);
   }
+  // What a part of the rows adds to the three sums where not all that meets there has planes.
+  template <int NV>
+  static void add_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys, int64_t J0,
+                             R* dq, const Buffers& buf) {
+    using T = Tile<R, NV>;
+    using Vectors = Plain<R>;
+    using OfRows = Operand<Vectors>;
+    const auto add = [&](const R* tile, const FaTensor& t, int64_t columns, R* sum) {
+      const Broadcast<R> across = OfRows::across(plane(t, rows.b, rows.h), rows.i0, rows.count,
+                                                 columns, true, buf.vectors.turned);
+      accumulate_wide<Vectors, Unit::along_k>(
+          {tile, T::lanes}, across.data, across.stride, rows.count, keys.count,
+          round_up(columns, T::W), sum + (keys.j0 - J0) * G::padded(columns), G::padded(columns));
+    };
+    if (!G::of_weights(p)) add(p.dropout_p > 0 ? buf.dropped : buf.s, p.dout, p.Dv, buf.dv);
+    T::product_gradient(p, keys.count, buf.ds, buf.derivative);
+    add(buf.ds, p.q, p.D, buf.dk);
+    const Broadcast<R> k = OfRows::along(plane(p.k, rows.b, key_head(p, rows.h)), keys.j0,
+                                         keys.count, p.D, buf.vectors.keys);
+    product<Vectors, Unit::along_r, NV>({k.data, k.stride}, buf.ds, T::lanes, keys.count, p.D,
+                                        Accumulate<R>{dq, T::lanes});
+  }
+
   // The buffers with the rows that `prepare` packed, from this one on.
   static Buffers packed_rows(const FaParams& p, const typename G::Workspace& w, int64_t row,
                              Buffers buf) {
@@ -286,6 +318,7 @@ struct Backward {
     buf.q_across = w.q_across + row * G::padded(p.D);
     buf.dout = w.dout + row * G::padded(p.Dv);
     buf.dout_across = w.dout_across + row * G::padded(p.Dv);
+    buf.rows_unfit = w.rows_unfit + row;
     return buf;
   }
   static void pack_rows(const FaParams& p, const typename G::Workspace& w, const Rows& rows,

@@ -78,8 +78,8 @@ struct Forward {
     std::fill(st.l, st.l + lanes, sink == -kInf<R> ? R(0) : R(1));
   }
 
-  // One tile of rows against one block of keys; `k` and `v` start at key J0. `ahead`: the products go
-  // in steps, between which V, and K of the next block, are fetched.
+  // One tile of rows against one block of keys; `k` and `v` start at key J0. `ahead`: the products
+  // go in steps, between which V, and K of the next block, are fetched.
   template <int NV, bool ahead = false>
   static void attend(const FaParams& p, const Rows& rows, const Keys& keys, int64_t J0,
                      Broadcast<E> k, Broadcast<E> v, const State& st, const Buffers& buf) {
@@ -123,24 +123,11 @@ struct Forward {
                        p.Dv);
   }
 
-  static void run(const FaParams& p, int64_t task, char* scratch) {
-    Buffers buf;
-    carve(p, scratch, buf);
-    const int64_t each = p.Hk * shares(p), all = p.B * each, at = task % all;
-    const int64_t block = blocks(p) - 1 - task / all;  // causal: the last rows see most
-    const int64_t b = at / each, hk = at % each / shares(p), end_head = (hk + 1) * group(p);
-    const int64_t begin_head = hk * group(p) + at % shares(p) * heads_per_task(p);
-    const int64_t begin_row = block * rows_per_task(p);
-    const int64_t end_row = std::min(p.M, begin_row + rows_per_task(p));
-    const auto each_tile = [&](auto f) {
-      int64_t t = 0;
-      for (int64_t h = begin_head; h < std::min(begin_head + heads_per_task(p), end_head); ++h)
-        for (int64_t i = begin_row; i < end_row; i += kTileRows<R>) {
-          const Rows rows{b, h, i, std::min(kTileRows<R>, end_row - i)};
-          with_vectors<R>(rows.count, [&](auto nv) { f(nv, rows, buf.state[t]); });
-          ++t;
-        }
-    };
+  // Tiles whose rows are within [begin_row, end_row) against all keys: `each_tile` calls its
+  // argument with the number of vectors, rows and state of each.
+  template <class EachTile>
+  static void over_keys(const FaParams& p, int64_t b, int64_t hk, int64_t begin_row,
+                        int64_t end_row, const Buffers& buf, EachTile each_tile) {
     each_tile([&](auto nv, const Rows& rows, const State& st) {
       begin<decltype(nv)::value>(p, rows, st, buf.rows);
     });
@@ -165,6 +152,27 @@ struct Forward {
     each_tile([&](auto nv, const Rows& rows, const State& st) {
       finish<decltype(nv)::value>(p, rows, st);
     });
+  }
+
+  static void run(const FaParams& p, int64_t task, char* scratch) {
+    Buffers buf;
+    carve(p, scratch, buf);
+    const int64_t each = p.Hk * shares(p), all = p.B * each, at = task % all;
+    const int64_t block = blocks(p) - 1 - task / all;  // causal: the last rows see most
+    const int64_t b = at / each, hk = at % each / shares(p), end_head = (hk + 1) * group(p);
+    const int64_t begin_head = hk * group(p) + at % shares(p) * heads_per_task(p);
+    const int64_t begin_row = block * rows_per_task(p);
+    const int64_t end_row = std::min(p.M, begin_row + rows_per_task(p));
+    const auto each_tile = [&](auto f) {
+      int64_t t = 0;
+      for (int64_t h = begin_head; h < std::min(begin_head + heads_per_task(p), end_head); ++h)
+        for (int64_t i = begin_row; i < end_row; i += kTileRows<R>) {
+          const Rows rows{b, h, i, std::min(kTileRows<R>, end_row - i)};
+          with_vectors<R>(rows.count, [&](auto nv) { f(nv, rows, buf.state[t]); });
+          ++t;
+        }
+    };
+    over_keys(p, b, hk, begin_row, end_row, buf, each_tile);
   }
 
   static Plan plan(const FaParams& p) {

@@ -9,8 +9,7 @@
 // dP is given instead of computed.
 #pragma once
 #include "plan.h"
-#include "scratch.h"
-#include "tile.h"
+#include "unfit.h"
 
 namespace fa {
 namespace FA_ISA {
@@ -42,11 +41,12 @@ struct Gradient {
   // Does dP come from the gradient of the weights, or from dO and V?
   static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
 
-  static constexpr bool kByParts = kPart < kRows;
+  static constexpr bool kByParts = kPart < kRows, kPlanes = Mul::planes > 1;
 
-  // dq is summed in place where its rows are whole vectors of the computing type.
+  // dq is summed in place where its rows are whole vectors of the computing type, and not parts.
   static bool dq_in_place(const FaParams& p) {
-    return p.dq.dtype == dtype_of<R> && p.dq.stride[3] == 1 && p.D % kLanes<R> == 0;
+    return !kByParts && p.dq.dtype == dtype_of<R> && p.dq.stride[3] == 1 &&
+           p.D % kLanes<R> == 0;
   }
   struct Workspace {
     Normaliser<R> normaliser;  // [B H][tiles][kRows]
@@ -56,6 +56,7 @@ struct Gradient {
     int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
     R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
     E *q, *dout, *q_across, *dout_across;  // [B H][tiles], where rows are taken by parts
+    uint8_t* rows_unfit;  // [B H][tiles][kRows]: has a row of q or dout no planes?
     size_t bytes;
   };
   static Workspace workspace(const FaParams& p) {
@@ -75,6 +76,7 @@ struct Gradient {
     w.q_across = take.array<E>(packed * padded(p.D));
     w.dout = take.array<E>(packed_dout * padded(p.Dv));
     w.dout_across = take.array<E>(packed_dout * padded(p.Dv));
+    w.rows_unfit = take.array<uint8_t>(packed);
     w.bytes = take.used;
     return w;
   }
@@ -92,6 +94,8 @@ struct Gradient {
     R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;                          // [keys][lanes], mask gradients
     ScoreScratch<R> score;
+    uint8_t *k_unfit, *v_unfit, *rows_unfit;  // which of the block's keys, and rows, have no planes
+    VectorScratch vectors;                    // for those
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
     Scratch take{base};
@@ -104,12 +108,12 @@ struct Gradient {
     b.dout = take.array<E>(dv / pair * lanes);
     b.q_across = take.array<E>(kByParts ? 0 : lanes * d / pair);
     b.dout_across = take.array<E>(kByParts ? 0 : lanes * dv / pair);
-    b.rows = take.array<E>(kLanes<E> * std::max({d, dv, keys}));
+    b.rows = take.array<E>(Sizes<Mul>::staged * std::max({d, dv, keys}));
     b.s = take.array<R>(tile);
     b.ds = take.array<R>(tile);
     b.dropped = take.array<R>(p.dropout_p > 0 ? tile : 0);
     b.derivative = has_derivative(p) ? take.array<R>(tile) : nullptr;
-    const bool converted = sizeof(E) != sizeof(R) || pair > 1;
+    const bool converted = kByParts || sizeof(E) != sizeof(R) || pair > 1;
     b.along = take.array<E>(converted ? keys * rows / pair : 0);
     b.across = take.array<E>(converted ? keys * rows / pair : 0);
     b.along_p = take.array<E>(kByParts ? keys * rows : 0);
@@ -117,6 +121,12 @@ struct Gradient {
     b.dv = take.array<R>(keys * dv);
     b.sum = take.array<R>(p.dmask.data ? keys * rows : 0);
     b.score = {take.array<R>(p.mask.data || of_weights(p) ? keys * kLanes<R> : 0)};
+    if constexpr (kPlanes) {
+      b.k_unfit = take.array<uint8_t>(keys);
+      b.v_unfit = take.array<uint8_t>(keys);
+      b.rows_unfit = take.array<uint8_t>(kPart);
+      b.vectors = VectorScratch::of(take, std::max(d, dv));
+    }
     return take.used;
   }
 
@@ -128,37 +138,69 @@ struct Gradient {
                           const Buffers& buf) {
     Block block{J0, {}, {}};
     const int64_t count = std::min(J0 + kTileKeys, end) - J0;
-    block.k = Op::along(plane(p.k, b, hk), J0, count, p.D, buf.k);
-    if (!of_weights(p)) block.v = Op::along(plane(p.v, b, hk), J0, count, p.Dv, buf.v);
+    const auto along = [&](const FaTensor& t, int64_t d, E* to, [[maybe_unused]] uint8_t* unfit) {
+      if constexpr (kPlanes)
+        return Op::along(plane(t, b, hk), J0, count, d, to, unfit);
+      else
+        return Op::along(plane(t, b, hk), J0, count, d, to);
+    };
+    block.k = along(p.k, p.D, buf.k, buf.k_unfit);
+    if (!of_weights(p)) block.v = along(p.v, p.Dv, buf.v, buf.v_unfit);
     return block;
   }
   static void stage_rows(const FaParams& p, const Rows& rows, int64_t lanes, const Buffers& buf) {
-    Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, lanes, buf.q,
-                   buf.rows);
-    if (!of_weights(p))
-      Op::transposed(plane(p.dout, rows.b, rows.h), rows.i0, rows.count, 0, p.Dv, lanes, buf.dout,
-                     buf.rows);
+    const auto turn = [&](const FaTensor& t, int64_t d, E* to) {
+      const Plane from = plane(t, rows.b, rows.h);
+      if constexpr (kPlanes)
+        Op::transposed(from, rows.i0, rows.count, 0, d, lanes, to, buf.rows, buf.rows_unfit);
+      else
+        Op::transposed(from, rows.i0, rows.count, 0, d, lanes, to, buf.rows);
+    };
+    if constexpr (kPlanes) std::fill_n(buf.rows_unfit, kPart, uint8_t(kFits));
+    turn(p.q, p.D, buf.q);
+    if (!of_weights(p)) turn(p.dout, p.Dv, buf.dout);
   }
 
-  // buf.s = P and, as the caller needs it, buf.dropped = dropout(P); buf.ds = dropout(dP).
+  // buf.s = P and, as the caller needs it, buf.dropped = dropout(P); buf.ds = dropout(dP). Have all
+  // that meet here planes?
   template <int NV>
-  static void probabilities(const FaParams& p, const Rows& rows, const Keys& keys,
+  static bool probabilities(const FaParams& p, const Rows& rows, const Keys& keys,
                             const Block& block, Normaliser<R> normaliser, const Buffers& buf) {
     using T = Tile<R, NV>;
     Broadcast<E> k = block.k, v = block.v;
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
+    bool fit = true;
+    if constexpr (kPlanes)
+      fit = !any_unfit(buf.rows_unfit, rows.count) &&
+            !meet_unfit(p, rows, keys,
+                        {buf.k_unfit, of_weights(p) ? nullptr : buf.v_unfit, block.J0});
+    // Of x by y, or of what is packed of them.
+    const auto dot = [&](const FaTensor& x, Broadcast<E> staged, const FaTensor& y, const E* packed,
+                         int64_t columns, R factor, R* s) {
+      if constexpr (kPlanes)
+        if (!fit)
+          return products_on_vectors<NV>(plane(x, rows.b, key_head(p, rows.h)), keys,
+                                         plane(y, rows.b, rows.h), rows, columns, factor,
+                                         buf.vectors, s);
+      DotProducts<Mul, NV>::run(staged, packed, columns, keys.count, factor, s);
+    };
+    const auto scaled = [&](R scale) { dot(p.k, k, p.q, buf.q, p.D, scale, buf.s); };
     if constexpr (kByParts) {
-      DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(1), buf.s);
-      const R factor = T::score_unscaled(p, rows, keys, buf.s, buf.derivative, buf.score);
+      scaled(fit ? R(1) : R(p.scale));
+      R factor = R(1);
+      if (fit)
+        factor = T::score_unscaled(p, rows, keys, buf.s, buf.derivative, buf.score);
+      else
+        T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       T::template probabilities<true>(keys.count, normaliser, buf.s, factor);
     } else {
-      DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
+      scaled(R(p.scale));
       T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       T::probabilities(keys.count, normaliser, buf.s);
     }
     if (!of_weights(p)) {
-      DotProducts<Mul, NV>::run(v, buf.dout, p.Dv, keys.count, R(1), buf.ds);
+      dot(p.v, v, p.dout, buf.dout, p.Dv, R(1), buf.ds);
     } else {
       Operand<Plain<R>>::transposed(plane(p.dweights, rows.b, rows.h), rows.i0, rows.count,
                                     keys.j0, keys.count, T::lanes, buf.ds, buf.score.rows);
@@ -169,6 +211,7 @@ struct Gradient {
       std::copy(buf.s, buf.s + keys.count * T::lanes, buf.dropped);
       T::dropout(p, rows, keys, buf.dropped, buf.ds);
     }
+    return fit;
   }
 
   // The gradient of scores, P * (dP - delta), of one tile of rows.

@@ -12,21 +12,36 @@
 namespace fa {
 namespace FA_ISA {
 
-#if defined(FA_AMX)  // bfloat16 alone: nothing else is multiplied on tiles
-Plan make_plan(const FaParams& p, int64_t pass) {
+#if defined(FA_AMX)
+template <int P>
+Plan plan_with(const FaParams& p, int64_t pass) {
   switch (pass) {
     case FA_FORWARD:
-      return AmxDecode::suits(p) ? AmxDecode::plan(p) : AmxForward::plan(p);
+      return AmxDecode<P>::suits(p) ? AmxDecode<P>::plan(p) : AmxForward<P>::plan(p);
     case FA_WEIGHTS:
-      return Weights<AmxBf16>::plan(p);
+      return Weights<Amx<P>>::plan(p);
     default:
-      return Backward<AmxBf16>::plan(p);
+      return Backward<Amx<P>>::plan(p);
+  }
+}
+
+Plan make_plan(const FaParams& p, int64_t pass) {
+  switch (p.q.dtype) {
+    case FA_BF16:
+      return plan_with<1>(p, pass);
+    case FA_F16:
+      return plan_with<2>(p, pass);
+    default:
+      return plan_with<3>(p, pass);
   }
 }
 
 // Of fewer than four rows on the same keys the tiles are so empty that they gain nothing, measured.
+// Cutting keys and values that are read once costs what vectors need for some ten or twenty rows,
+// by their instructions; not measured.
 bool decodes(const FaParams& p, int64_t pass) {
-  return pass == FA_FORWARD && p.M * Decode<AmxBf16>::group(p) < 4;
+  const int64_t least = p.q.dtype == FA_BF16 ? 4 : p.q.dtype == FA_F16 ? 16 : 32;
+  return pass == FA_FORWARD && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
 template <class Mul>
@@ -75,7 +90,7 @@ void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64
 
 // GF/s of one core's multiply-adds on registers alone: the ceiling to hold kernels to.
 #if defined(FA_AMX)
-double measure_peak(int64_t, double seconds, double (*now)()) {
+double measure_peak(int64_t dtype, double seconds, double (*now)()) {
   const amx::Tiles registers;
   constexpr int64_t batch = 1 << 12;
   uint16_t half[512];  // no zeros: the clock depends on the data
@@ -87,7 +102,10 @@ double measure_peak(int64_t, double seconds, double (*now)()) {
   for (; end - start < seconds; ++batches, end = now())
     for (int64_t i = 0; i < batch; ++i)
       amx::dot<0, 4, 6>(), amx::dot<1, 4, 7>(), amx::dot<2, 5, 6>(), amx::dot<3, 5, 7>();
-  return 2.0 * 4 * 16 * 16 * 32 * batch * batches / (end - start) * 1e-9;
+  const int products = dtype == FA_BF16   ? OfSums<1>::count
+                       : dtype == FA_F16 ? OfSums<2>::count
+                                         : OfSums<3>::count;
+  return 2.0 * 4 * 16 * 16 * 32 * batch * batches / (end - start) * 1e-9 / products;
 }
 #else
 template <class Mul>

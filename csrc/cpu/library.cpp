@@ -44,7 +44,7 @@ namespace {
 
 struct Isa {
   const char* name;
-  const char* others;  // the set that runs what is not bfloat16
+  const char* (*unit)(const FaParams&);  // the set that runs this call: another's for some
   bool (*runs_here)();
   MakePlan make_plan;
   bool (*decodes)(const FaParams&, int64_t);  // what Choice's `decoding` is for
@@ -69,35 +69,48 @@ bool has_amx() { return has_avx512() && tiles_refused().empty(); }
 #endif
 bool always() { return true; }
 
-#define FA_FUNCTIONS(isa) isa::make_plan, isa::decodes, isa::measure_peak, isa::vector_function
+#define FA_KERNELS(isa, runs_here)                                                            \
+  #isa, [](const FaParams&) { return #isa; }, runs_here, isa::make_plan, isa::decodes,        \
+      isa::measure_peak, isa::vector_function
 #if defined(FA_X86_AMX)
-// Tiles multiply bfloat16 alone; everything else runs on the vectors of avx512.
-#define FA_BF16_FUNCTIONS(isa)                                                              \
-  [](const FaParams& p, int64_t pass) {                                                     \
-    return (p.q.dtype == FA_BF16 ? isa::make_plan : avx512::make_plan)(p, pass);            \
-  },                                                                                        \
-  [](const FaParams& p, int64_t pass) {                                                     \
-    return (p.q.dtype == FA_BF16 ? isa::decodes : avx512::decodes)(p, pass);                \
-  },                                                                                        \
-  [](int64_t dtype, double s, double (*now)()) {                                            \
-    return (dtype == FA_BF16 ? isa::measure_peak : avx512::measure_peak)(dtype, s, now);    \
-  },                                                                                        \
-  avx512::vector_function
+// Float64 has no planes that tiles could multiply, and float32 leaves them on demand: these run on
+// the vectors of avx512. So does what asks for a scale at which products below the least normal
+// number, 0 on tiles, would be seen.
+std::atomic<bool> float32_on_tiles{true};
+bool on_tiles(int64_t dtype) {
+  return dtype == FA_BF16 || dtype == FA_F16 || (dtype == FA_F32 && float32_on_tiles);
+}
+bool on_tiles(const FaParams& p) {
+  constexpr double most = 0x1p60;
+  return on_tiles(p.q.dtype) && (p.q.dtype == FA_BF16 || (-most < p.scale && p.scale < most));
+}
+#define FA_TILED_KERNELS(isa, runs_here)                                                    \
+  #isa, [](const FaParams& p) { return on_tiles(p) ? #isa : "avx512"; }, runs_here,         \
+      [](const FaParams& p, int64_t pass) {                                                 \
+        return (on_tiles(p) ? isa::make_plan : avx512::make_plan)(p, pass);                 \
+      },                                                                                    \
+      [](const FaParams& p, int64_t pass) {                                                 \
+        return (on_tiles(p) ? isa::decodes : avx512::decodes)(p, pass);                     \
+      },                                                                                    \
+      [](int64_t dtype, double s, double (*now)()) {                                        \
+        return (on_tiles(dtype) ? isa::measure_peak : avx512::measure_peak)(dtype, s, now); \
+      },                                                                                    \
+      avx512::vector_function
 #endif
 const Isa kIsas[] = {  // tiles, then the widest vectors first; last what only tests name
 #if defined(FA_X86_AMX)
-    {"amx_bf16", "avx512", has_amx, FA_BF16_FUNCTIONS(amx_bf16)},
+    {FA_TILED_KERNELS(amx_bf16, has_amx)},
 #endif
 #if defined(FA_X86_BF16)
-    {"avx512_bf16", "avx512_bf16", has_avx512_bf16, FA_FUNCTIONS(avx512_bf16)},
+    {FA_KERNELS(avx512_bf16, has_avx512_bf16)},
 #endif
 #if defined(FA_X86)
-    {"avx512", "avx512", has_avx512, FA_FUNCTIONS(avx512)},
-    {"avx2", "avx2", has_avx2, FA_FUNCTIONS(avx2)},
+    {FA_KERNELS(avx512, has_avx512)},
+    {FA_KERNELS(avx2, has_avx2)},
 #endif
-    {"generic", "generic", always, FA_FUNCTIONS(generic)},
+    {FA_KERNELS(generic, always)},
 #if defined(FA_X86_AMX)
-    {"amx_model", "avx512", has_avx512, FA_BF16_FUNCTIONS(amx_model)},
+    {FA_TILED_KERNELS(amx_model, has_avx512)},
 #endif
 };
 
@@ -261,8 +274,7 @@ const char* fa_cpu_isas(void) {
 const char* fa_cpu_isa(void) { return fa::chosen.load()->isa->name; }
 
 const char* fa_cpu_unit(const FaParams* p, int64_t pass) {
-  const fa::Isa& isa = fa::chosen.load()->of(*p, pass);
-  return p->q.dtype == FA_BF16 ? isa.name : isa.others;
+  return fa::chosen.load()->of(*p, pass).unit(*p);
 }
 
 const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
@@ -280,6 +292,12 @@ int64_t fa_cpu_select(const char* name) {
   fa::selected = {isa, isa, "selected by its name"};
   fa::chosen = &fa::selected;
   return 0;
+}
+
+void fa_cpu_float32_on_tiles([[maybe_unused]] int64_t on) {
+#if defined(FA_X86_AMX)
+  fa::float32_on_tiles = on != 0;
+#endif
 }
 
 void fa_cpu_poison(int64_t on) { fa::poisoned = on != 0; }

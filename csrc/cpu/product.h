@@ -14,14 +14,15 @@ namespace FA_ISA {
 
 // How two operands multiply. An "element" is what is broadcast: one number, or a
 // pair of bfloat16 that lie next to each other along k. "Registers" is what a task holds
-// while it multiplies, besides those that every task has (amx_operand.h).
+// while it multiplies, besides those that every task has, and "planes" what a number is cut into
+// (amx_product.h).
 struct NoRegisters {};
 template <class R>
 struct Plain {
   using Real = R;
   using Element = R;
   using Registers = NoRegisters;
-  static constexpr int pair = 1;
+  static constexpr int pair = 1, planes = 1;
   static FA_INLINE Vec<R> fma(Vec<R> acc, Vec<R> x, Vec<R> y) { return acc + x * y; }
   static FA_INLINE Vec<R> fma(Vec<R> acc, const R* x, Vec<R> y) { return fma(acc, splat(*x), y); }
 };
@@ -34,7 +35,7 @@ struct PairedBf16 {
   using Real = float;
   using Element = int32_t;
   using Registers = NoRegisters;
-  static constexpr int pair = 2;
+  static constexpr int pair = 2, planes = 1;
   static FA_INLINE Vec<float> fma(Vec<float> acc, Vec<int32_t> x, Vec<int32_t> y) {
     return _mm512_dpbf16_ps(acc, (__m512bh)x, (__m512bh)y);
   }
@@ -67,11 +68,13 @@ constexpr int kTileVectors = 3;
 #endif
 
 // A tile of query rows, in the passes that make gradients and weights; a part of them is what the
-// score pipeline takes at once. Where the keys of a tile may begin, and what columns are padded to.
+// score pipeline takes at once. Where the keys of a tile may begin, what columns are padded to, and
+// how many rows are staged to be packed.
 template <class Mul>
 struct Sizes {
   static constexpr int64_t lanes = kLanes<typename Mul::Real>;
   static constexpr int64_t rows = kTileVectors * lanes, part = rows, first_key = 4, padding = lanes;
+  static constexpr int64_t staged = kLanes<typename Mul::Element>;
 };
 
 template <class E>

@@ -22,6 +22,7 @@ constexpr int64_t kTileKeys = 128;
 struct Rows {
   int64_t b, h, i0, count;
   FA_INLINE int64_t end() const { return i0 + count; }
+  FA_INLINE Rows one(int64_t i) const { return {b, h, i0 + i, 1}; }
 };
 struct Keys {
   int64_t j0, count;

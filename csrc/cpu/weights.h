@@ -18,18 +18,24 @@ struct Weights {
     R *s, *sum, *factor;
     Normaliser<R> normaliser;
     ScoreScratch<R> score;
+    uint8_t* k_unfit;  // which keys have no planes
+    VectorScratch vectors;
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
     Scratch take{base};
     const int64_t lanes = G::kPart, tile = kTileKeys * lanes, d = G::padded(p.D);
     b.q = take.array<E>(d / Mul::pair * lanes);
     b.k = take.array<E>(kTileKeys * d / Mul::pair);
-    b.rows = take.array<E>(kLanes<E> * d);
+    b.rows = take.array<E>(Sizes<Mul>::staged * d);
     b.s = take.array<R>(tile);
     b.sum = take.array<R>(tile);
     b.normaliser = {take.array<R>(lanes), take.array<R>(lanes)};
     b.factor = take.array<R>(lanes);
     b.score = {take.array<R>(p.mask.data ? kTileKeys * kLanes<R> : 0)};
+    if constexpr (G::kPlanes) {
+      b.k_unfit = take.array<uint8_t>(kTileKeys);
+      b.vectors = VectorScratch::of(take, d);
+    }
     return take.used;
   }
 
@@ -63,16 +69,33 @@ struct Weights {
     const Keys keys = visible_keys<Mul>(p, rows, J0);
     if (keys.count <= 0 || shown(p, rows, keys) == Shown::none) return;
     read_normaliser(p, rows, T::lanes, buf.normaliser);
-    Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, T::lanes, buf.q,
-                   buf.rows);
-    const int64_t hk = key_head(p, rows.h);
-    const Broadcast<E> k = Op::along(plane(p.k, rows.b, hk), keys.j0, keys.count, p.D, buf.k);
-    DotProducts<Mul, NV>::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
+    products<NV>(p, rows, keys, plane(p.q, rows.b, rows.h),
+                 plane(p.k, rows.b, key_head(p, rows.h)), buf);
     T::score(p, rows, keys, buf.s, nullptr, buf.score);
     T::probabilities(keys.count, buf.normaliser, buf.s);
     if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
     R* sum = buf.sum + (keys.j0 - J0) * T::lanes;
     for (int64_t x = 0; x < keys.count * T::lanes; ++x) sum[x] += buf.s[x];
+  }
+
+  // buf.s = scale q k
+  template <int NV>
+  static void products(const FaParams& p, const Rows& rows, const Keys& keys, const Plane& q,
+                       const Plane& k, const Buffers& buf) {
+    constexpr int64_t lanes = Tile<R, NV>::lanes;
+    Broadcast<E> staged;
+    if constexpr (G::kPlanes) {
+      uint8_t unfit[lanes] = {};
+      Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows, unfit);
+      staged = Op::along(k, keys.j0, keys.count, p.D, buf.k, buf.k_unfit);
+      const KeyFits fits{buf.k_unfit, nullptr, keys.j0};
+      if (any_unfit(unfit, rows.count) || meet_unfit(p, rows, keys, fits))
+        return products_on_vectors<NV>(k, keys, q, rows, p.D, R(p.scale), buf.vectors, buf.s);
+    } else {
+      Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows);
+      staged = Op::along(k, keys.j0, keys.count, p.D, buf.k);
+    }
+    DotProducts<Mul, NV>::run(staged, buf.q, p.D, keys.count, R(p.scale), buf.s);
   }
 
   static Plan plan(const FaParams& p) {

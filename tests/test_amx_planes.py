@@ -1,0 +1,735 @@
+"""float32 and float16 on AMX's tiles, which multiply bfloat16: a number is cut into planes, three
+for a float32 and two for a float16. It may cost no accuracy at any size of the values, and what has
+no exact planes is computed by the vector kernels, which nothing else may notice."""
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import DTYPES, FEATURE, Dims, build
+from judge import oracle
+from naive import visible
+from runners import INTERPRETED, variant
+from test_amx import TILED, every_tiled
+
+import fastattn
+from fastattn import native
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
+    pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
+]
+VECTORS = "avx512"  # what computes the blocks without planes
+BLOCK = 32  # rows that are decided about together in gradients
+every_planed = pytest.mark.parametrize("dtype", ["float32", "float16"])
+
+
+def case(dims, dtype="float32", **arguments):
+    """Random tensors, and gradients that come in for out and the LSE."""
+    problem = build(dims, (FEATURE["lse_loss"],), DTYPES[dtype])
+    return replace(problem, kwargs=problem.kwargs | arguments)
+
+
+def computed(isa, problem, everything=True):
+    """{"out", "lse"}, and "dq", "dk", "dv" and "weights"."""
+    arguments = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
+    with variant(isa):
+        found = problem.run(fastattn.attention, everything, backend="cpu")
+        if everything:
+            found["weights"] = fastattn.attention_weights(
+                problem.q, problem.k, **arguments, backend="cpu"
+            )
+    return found
+
+
+def same(x, y):
+    """Bit for bit; but a NaN is a NaN."""
+    kept = {"nan": 0.0, "posinf": torch.inf, "neginf": -torch.inf}
+    whole = {4: torch.int32, 2: torch.int16}[x.element_size()]
+    bits = (z.nan_to_num(**kept).contiguous().view(whole) for z in (x, y))
+    return torch.equal(x.isnan(), y.isnan()) and torch.equal(*bits)
+
+
+def differ(found, expected):
+    """The names of the results that are not the same."""
+    return [name for name, value in expected.items() if not same(found[name], value)]
+
+
+# ------------------------------------------------------------------------------------- the accuracy
+
+# Of torch's error, how much each may have: forward and backward. The last 2% of float16, whose
+# results are both rounded to it, are chance.
+SHARE = {"float32": (0.5, 1.0), "float16": (1.02, 1.02)}
+SHARE_OF_SMALL_HEADS = 0.6  # for the first: scores of few terms round less often than exp
+
+
+def errors_beside_torch(isa, dtype, dims, causal, backward):
+    """name -> (our error, torch's), the root of the sum of squares."""
+    problem = build(dims, (), DTYPES[dtype])
+
+    def results(attention, dtype, **more):
+        given = [x.to(dtype).requires_grad_(backward) for x in (problem.q, problem.k, problem.v)]
+        out = attention(*given, **more)
+        if not backward:
+            return [out]
+        return [out.detach(), *torch.autograd.grad(out, given, problem.dout.to(dtype))]
+
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    exact = results(sdpa, torch.float64, is_causal=causal)
+    theirs = results(sdpa, DTYPES[dtype], is_causal=causal)
+    with variant(isa):
+        ours = results(fastattn.attention, DTYPES[dtype], causal=causal, backend="cpu")
+    return {
+        name: (float((mine - right).norm()), float((other - right).norm()))
+        for name, mine, other, right in zip(("out", "dq", "dk", "dv"), ours, theirs, exact)
+    }
+
+
+def complaints_beside_torch(dtype, errors, forward=None):
+    forward, backward = forward or SHARE[dtype][0], SHARE[dtype][1]
+    share = {name: forward if name == "out" else backward for name in errors}
+    return [
+        f"{name}: {mine / other:.3f} of torch's error, not {share[name]}"
+        for name, (mine, other) in errors.items()
+        if not mine <= share[name] * other
+    ]
+
+
+@every_tiled
+@every_planed
+@pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("n, d", [(700, 64), (300, 128), (350, 40)])
+def test_errs_no_more_than_torch(isa, n, d, causal, dtype):
+    """And in the outputs of float32 half as much: as torch's fused kernel, which takes these."""
+    errors = errors_beside_torch(isa, dtype, Dims(1, 1, 1, n, n, d, d), causal, True)
+    forward = SHARE_OF_SMALL_HEADS if dtype == "float32" and d < 64 else None
+    assert not complaints_beside_torch(dtype, errors, forward)
+
+
+@every_tiled
+@every_planed
+@pytest.mark.parametrize("m", [3, 48])
+def test_errs_no_more_than_torch_on_long_keys(isa, m, dtype):
+    """Where one sum over all keys would be the largest error."""
+    errors = errors_beside_torch(isa, dtype, Dims(1, 2, 2, m, 2048, 64, 64), False, False)
+    assert not complaints_beside_torch(dtype, errors)
+
+
+# --------------------------------------------------------------------------------------- the ranges
+
+# What is always allowed, of the largest number in a column or row, is little more than the vector
+# kernels err: where one operand has two planes of three, nearly every column errs twice as much.
+FLOOR = 2.0**-21
+BY_CHANCE = 0.04  # of the columns or rows, how many may be over that, by half of it
+
+
+def powers(n, low, high):
+    """Of ten, in no order."""
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(5))
+    return 10.0 ** torch.linspace(low, high, n, dtype=torch.float64)[order]
+
+
+def rows(low, high):
+    def sized_by_rows(x):
+        return x * powers(x.shape[2], low, high)[:, None]
+
+    return sized_by_rows
+
+
+def columns(low, high):
+    return lambda x: x * powers(x.shape[3], low, high)
+
+
+def opposite_columns(low, high):
+    return lambda x: x / powers(x.shape[3], low, high)
+
+
+def one(value):
+    def put(x):
+        x = x.clone()
+        x[:, :, 70, 3] = value
+        return x
+
+    return put
+
+
+def behind_small_weights(low, high):
+    """{tensor: change} for one key whose weight is about 2^low in every row, and which alone has
+    a value in column 0: weights have planes, too."""
+
+    def key(x):
+        x = x.clone()
+        x[..., 0] = 0
+        x[:, :, 5, 0] = low
+        return x
+
+    def query(x):
+        x = x.clone()
+        x[..., 0] = 4
+        return x
+
+    def value(x):
+        x = x.clone()
+        x[..., 0] = 0
+        x[:, :, 5, 0] = high
+        return x
+
+    return {"q": query, "k": key, "v": value}
+
+
+def opposite(size):
+    return {"q": size, "k": 1 / size}
+
+
+# name -> {tensor: a factor or a function of it}. What is one size throughout, or by columns, is
+# judged by columns; where rows have sizes of their own, their gradients are judged by rows.
+RANGES = {
+    **{f"v 1e{e}": {"v": 10.0**e} for e in (-38, -35, -31, -30, -29, -20, -10, 8, 9, 10, 20, 37)},
+    **{f"dout 1e{e}": {"dout": 10.0**e} for e in (-38, -30, -29, -20, -10, 8, 9, 20, 37)},
+    **{f"q 1e{e}, k 1e{-e}": opposite(10.0**e) for e in (-35, -29, -20, -10, 8, 10, 20, 29, 35)},
+    "v and dout 1e-10": {"v": 1e-10, "dout": 1e-10},
+    "v and dout 1e-14": {"v": 1e-14, "dout": 1e-14},  # dS is smaller than what has planes
+    "v and dout 1e-16": {"v": 1e-16, "dout": 1e-16},
+    "v and dout 1e-18": {"v": 1e-18, "dout": 1e-18},
+    "v and dout 1e8": {"v": 1e8, "dout": 1e8},
+    "v and dout 1e16": {"v": 1e16, "dout": 1e16},
+    "v 1e-25, dout 1e25": {"v": 1e-25, "dout": 1e25},
+    "v 1e25, dout 1e-25": {"v": 1e25, "dout": 1e-25},
+    "q and k 1e-3": {"q": 1e-3, "k": 1e-3},
+    "q 1e-20": {"q": 1e-20},
+    "k 1e-20": {"k": 1e-20},
+    "k and dout 1e-12": {"k": 1e-12, "dout": 1e-12},
+    "columns of v 1e-38 to 1e-28": {"v": columns(-38, -28)},
+    "columns of q and k 1e±8": {"q": columns(-8, 8), "k": opposite_columns(-8, 8)},
+    "columns of q and k 1e±25": {"q": columns(-25, 25), "k": opposite_columns(-25, 25)},
+    "columns of q and k 1e±35": {"q": columns(-35, 35), "k": opposite_columns(-35, 35)},
+    **{
+        f"{kind.__name__} of {name} 1e{low} to 1e{high}": {name: kind(low, high)}
+        for name in ("q", "k", "v", "dout")
+        for kind in (rows, columns)
+        for low, high in ((-12, 0), (-20, 0), (-35, 0), (-28, 8), (-35, 35))
+        if high <= 0 or name in ("v", "dout")
+    },
+    **{
+        f"one of {name} {value:.0e}": {name: one(value)}
+        for name in ("q", "k", "v", "dout")
+        for value in (3e38, 2.0**30, 1e-40, 2.0**-100)
+    },
+    "behind weights of 2^-86": behind_small_weights(-86.0, 1.0),
+    "2^29 behind weights of 2^-86": behind_small_weights(-86.0, 2.0**29),
+    "2^-29 behind weights of 2^-58": behind_small_weights(-58.0, 2.0**-29),
+}
+HALF_RANGES = {  # of float16; 6e-8 is its smallest number
+    **{f"v {x:.0e}": {"v": x} for x in (6e-8, 1e-6, 1e-4, 1e4)},
+    **{f"dout {x:.0e}": {"dout": x} for x in (1e-6, 1e-4, 1e3)},
+    "q 1e4, k 1e-4": opposite(1e4),
+    "q 1e-4, k 1e4": opposite(1e-4),
+    "columns of q and k 1e±4": {"q": columns(-4, 4), "k": opposite_columns(-4, 4)},
+    "rows of v 1e-7 to 1e4": {"v": rows(-7, 4)},
+    "columns of v 1e-7 to 1e4": {"v": columns(-7, 4)},
+    "columns of dout 1e-7 to 1e3": {"dout": columns(-7, 3)},
+    "behind weights of 2^-9": behind_small_weights(-9.0, 1.0),
+}
+
+
+def ranged(changes, dims, dtype):
+    problem = case(dims, dtype)
+    problem.dlse.zero_()  # or its gradients would hide those of a small dout
+    for name, change in changes.items():
+        value = getattr(problem, name).double()
+        value = change(value) if callable(change) else value * change
+        setattr(problem, name, value.to(DTYPES[dtype]))
+    return problem
+
+
+def sizes(problem, exact):
+    """name -> what each result would be about if the terms of its sums had signs by chance: that
+    they cancel is no measure of rounding. For dq and dk also what may go where dS, or its product
+    with k or q, would be subnormal."""
+    q, k, v, dout = (getattr(problem, x).double() for x in ("q", "k", "v", "dout"))
+    groups, scale = q.shape[1] // k.shape[1], q.shape[3] ** -0.5
+    k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
+    p = (scale * (q @ k.mT) - exact["lse"].unsqueeze(-1)).exp().nan_to_num(0)
+
+    def key_heads(x):
+        return x.unflatten(1, (-1, groups)).sum(2)
+
+    terms = p.square() * (dout.square() @ v.square().mT)
+    found = {
+        "out": p.square() @ v.square(),
+        "dq": scale**2 * (terms @ k.square()),
+        "dk": scale**2 * key_heads(terms.mT @ q.square()),
+        "dv": key_heads(p.square().mT @ dout.square()),
+    }
+    tiny = torch.finfo(torch.float32).tiny
+    rest = {
+        "dq": tiny * k.abs().clamp(min=6).sum(2, keepdim=True),
+        "dk": tiny * key_heads(q.abs().clamp(min=6).sum(2, keepdim=True)),
+    }
+    return {name: x.sqrt() for name, x in found.items()}, rest
+
+
+def out_of_range(problem, exact, found, vectors, by_rows=()):
+    """One line for each result of which rows or columns err too much. Where the oracle or the
+    vector kernels overflow, other tests look."""
+    lines = []
+    terms, rest = sizes(problem, exact)
+    for name, right in exact.items():
+        if name == "lse":
+            right, mine, theirs = (x[name].unsqueeze(-1) for x in (exact, found, vectors))
+        else:
+            mine, theirs = found[name], vectors[name]
+        axis = 3 if name in (*by_rows, "weights") else 2
+        judged = (right.abs() < torch.finfo(mine.dtype).max) & theirs.isfinite()
+        if not judged.any():
+            lines += [f"{name}: nothing is judged"] * (name in ("out", "lse"))
+            continue
+
+        def rms(x, right=right, axis=axis, judged=judged):
+            error = (x.double() - right).masked_fill(~judged, 0)
+            return error.square().mean(axis, keepdim=True).sqrt()
+
+        size = torch.maximum(right.abs(), terms.get(name, torch.zeros(())))
+        size = size.masked_fill(~judged, 0).nan_to_num(0).amax(axis, keepdim=True)
+        # Of float16 two planes leave 16 bits, which may round to another half than more of them.
+        times = 1.1 if mine.dtype == torch.float32 else 1.25
+        allowed = torch.maximum(times * rms(theirs), FLOOR * size)
+        if name in rest:
+            least = rest[name] if axis == 2 else rest[name].amax(3, keepdim=True)
+            allowed = torch.maximum(allowed, least)
+        error = rms(mine)
+        over = ~(error <= allowed)
+        if over.double().mean() > BY_CHANCE or not (error <= 1.5 * allowed).all():
+            at = tuple(int(x) for x in over.nonzero()[0])
+            lines.append(
+                f"{name}{list(at)}: error {error[at] / size[at]:.3g} of the largest, not "
+                f"{allowed[at] / size[at]:.3g}; {int(over.sum())} of {over.numel()} are over"
+            )
+    return lines
+
+
+def row_sized(changes):
+    """The gradients that are judged by rows, because a few large rows would hide the others."""
+    scaled = {x for x, how in changes.items() if getattr(how, "__name__", "") == "sized_by_rows"}
+    if scaled & {"dout", "v"}:
+        return "dq", "dk"
+    return ("dq", "dk", "dv") if scaled else ()
+
+
+def judge_range(isa, changes, dims, dtype):
+    problem = ranged(changes, dims, dtype)
+    exact = oracle(problem)
+    exact["weights"] = fastattn.attention_weights(
+        problem.q.double(), problem.k.double(), backend="reference"
+    )
+    vectors, found = (computed(x, problem) for x in (VECTORS, isa))
+    lines = out_of_range(problem, exact, found, vectors, row_sized(changes))
+    assert not lines, "\n".join(lines)
+
+
+@every_tiled
+@pytest.mark.parametrize("what", RANGES)
+def test_small_and_large_values_err_no_more(isa, what):
+    """Beside the vector kernels: no plane of a value is lost that has them, and none is made of one
+    that has not. Some blocks of 128 keys have such values and others not."""
+    judge_range(isa, RANGES[what], Dims(1, 2, 2, 100, 200, 33, 40), "float32")
+
+
+FEW = ("v 1e-30", "v 1e-20", "v 1e9", "q 1e20, k 1e-20", "columns of v 1e-28 to 1e8")
+FEW += ("rows of v 1e-35 to 1e35", "one of k 3e+38")
+
+
+@every_tiled
+@pytest.mark.parametrize("what", FEW)
+def test_small_and_large_values_of_a_few_rows(isa, what):
+    judge_range(isa, RANGES[what], Dims(1, 8, 2, 5, 200, 33, 40), "float32")
+
+
+@every_tiled
+@pytest.mark.parametrize("what", HALF_RANGES)
+def test_small_and_large_halves_err_no_more(isa, what):
+    judge_range(isa, HALF_RANGES[what], Dims(1, 2, 2, 100, 200, 33, 40), "float16")
+
+
+# --------------------------------------------------------------------- blocks that have no planes
+
+VALUES = {"inf": torch.inf, "-inf": -torch.inf, "nan": torch.nan, "3e38": 3e38, "1e-40": 1e-40}
+WITHOUT_PLANES = [("float32", x) for x in VALUES] + [("float16", x) for x in ("inf", "-inf", "nan")]
+every_value = pytest.mark.parametrize(
+    "dtype, value", WITHOUT_PLANES, ids=[" ".join(x) for x in WITHOUT_PLANES]
+)
+SHAPES = {
+    "100 rows": Dims(2, 1, 1, 100, 192, 33, 40),
+    "70 rows of 3 heads": Dims(1, 6, 2, 70, 192, 33, 40),
+    "5 rows of 8 heads": Dims(1, 16, 2, 5, 192, 33, 40),
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+
+
+def key_of_row(dims, row):
+    """A key of the second 128, which by causal="bottom_right" `row` is the first to see. Every one
+    of a few rows sees it."""
+    return max(128, dims.N - dims.M + row) if dims.M > 16 else 156
+
+
+def hidden_from_half(dims):
+    """A mask by which the first half of the rows sees none of many keys."""
+    mask = torch.ones(dims.M, dims.N, dtype=torch.bool)
+    mask[: dims.M // 2, 120:-1] = False
+    return mask
+
+
+BANDS = {
+    "full": lambda dims: {},
+    "causal": lambda dims: {"causal": "bottom_right"},
+    "window": lambda dims: {"causal": "bottom_right", "window": (9, 0)},
+    "mask": lambda dims: {"mask": hidden_from_half(dims)},
+}
+
+
+def place(problem, name, value, at):
+    """The same problem with `value` in the last head of the last item of one tensor: of k and v in
+    the key `at`, of q and dout in the 38th row, or the third of a few."""
+    spoiled = getattr(problem, name).clone()
+    if name in ("q", "dout"):
+        at = 37 if problem.q.shape[2] > 37 else 2
+    spoiled[-1, -1, at, 3] = VALUES.get(value, value)
+    return replace(problem, **{name: spoiled})
+
+
+def seen_keys(problem):
+    """(M,N) bool, by the band and the mask."""
+    band = (problem.kwargs.get(x) for x in ("causal", "window", "key_lengths"))
+    seen = visible(problem.q, problem.k, *band)[0][-1, 0]
+    seen = seen & problem.kwargs.get("mask", torch.ones(()).bool())
+    return seen.expand(problem.q.shape[2], problem.k.shape[2])
+
+
+def touched(problem, name, at):
+    """(B,H,M) bool: the rows that have what `place` put there, or see its key."""
+    (batch, heads, m, _), (_, key_heads, _, _) = problem.q.shape, problem.k.shape
+    found = torch.zeros(batch, heads, m, dtype=torch.bool)
+    sharing = slice(heads - heads // key_heads, None)  # those of the last key head
+    if name in ("k", "v"):
+        found[-1, sharing] = seen_keys(problem)[:, at]
+    else:
+        found[-1, -1, 37 if m > 37 else 2] = True
+    return found
+
+
+def blocks_of(rows):
+    """Whole blocks, of which some row is one of these: in gradients they are decided about."""
+    m = rows.shape[2]
+    blocks = torch.nn.functional.pad(rows, (0, -m % BLOCK)).unflatten(2, (-1, BLOCK))
+    return blocks.any(-1).repeat_interleave(BLOCK, 2)[:, :, :m]
+
+
+# name -> of each shape that has more, how many rows of the head see a key from row 64 on, or 40
+SEEING = {
+    "full": {(100, 64): 100, (100, 40): 100, (70, 64): 70, (70, 40): 70},
+    "causal": {(100, 64): 36, (100, 40): 60, (70, 64): 6, (70, 40): 30},
+    "window": {(100, 64): 10, (100, 40): 10, (70, 64): 6, (70, 40): 10},
+    "mask": {(100, 64): 50, (100, 40): 50, (70, 64): 35, (70, 40): 35},
+}
+
+
+@every_tiled
+@every_shape
+@pytest.mark.parametrize("band", BANDS)
+@every_value
+def test_a_row_without_planes_is_of_the_vector_kernels(isa, dtype, value, band, shape):
+    """Its out and LSE to the bit; and every other row has the bits that it has without it."""
+    dims = SHAPES[shape]
+    clean = case(dims, dtype, **BANDS[band](dims))
+    before = computed(isa, clean, everything=False)
+    for name, row in (("q", 64), ("k", 64), ("k", 40), ("v", 64), ("v", 40)):
+        at = key_of_row(dims, row)
+        problem, rows = place(clean, name, value, at), touched(clean, name, at)
+        if name != "q" and dims.M > 16:
+            assert rows[-1, -1].sum() == SEEING[band][dims.M, row]
+        vectors, found = (computed(x, problem, everything=False) for x in (VECTORS, isa))
+        for result in ("out", "lse"):
+            assert same(found[result][rows], vectors[result][rows]), (name, row, result)
+            assert same(found[result][~rows], before[result][~rows]), (name, row, result)
+
+
+def kinds(x):
+    """0 where x is a number, else which of the three it is."""
+    return x.float().nan_to_num(3, 1, -1).masked_fill(x.isfinite(), 0)
+
+
+@every_tiled
+@every_shape
+@pytest.mark.parametrize("band", ["full", "causal"])
+@every_value
+def test_what_is_no_number_is_so_everywhere(isa, dtype, value, band, shape):
+    """Infinities and NaN come out of every pass where they come out of the vector kernels; and what
+    other heads, items and blocks of rows have is as without them."""
+    dims = SHAPES[shape]
+    clean, at = case(dims, dtype, **BANDS[band](dims)), key_of_row(dims, 64)
+    before = computed(isa, clean)
+    for name in ("q", "k", "v", "dout"):
+        problem, rows = place(clean, name, value, at), touched(clean, name, at)
+        vectors, found = (computed(x, problem) for x in (VECTORS, isa))
+        for results in (vectors, found):  # which zeros of a row are written is theirs
+            results["weights"] = results["weights"].masked_fill(~seen_keys(problem), 0)
+        for result, expected in vectors.items():
+            assert torch.equal(kinds(found[result]), kinds(expected)), (name, result)
+            if result in ("dq", "weights"):
+                apart = ~blocks_of(rows)
+                assert same(found[result][apart], before[result][apart]), (name, result)
+            apart = slice(0, dims.H // dims.Hk) if dims.B == 1 else slice(None)
+            if result in ("dk", "dv"):
+                apart = slice(0, 1)
+            assert same(found[result][0, apart], before[result][0, apart]), (name, result)
+
+
+@every_tiled
+@every_value
+def test_what_is_no_number_in_one_of_several_chunks(isa, dtype, value):
+    """A few rows take their keys by 512s, each of which is decided about."""
+    clean = case(Dims(1, 4, 1, 3, 1100, 32, 32), dtype)
+    for name, places in (("q", (0,)), ("k", (5, 700, 1099)), ("v", (700,)), ("dout", (0,))):
+        for at in places:
+            problem = place(clean, name, value, at)
+            vectors, found = (computed(x, problem) for x in (VECTORS, isa))
+            for result, expected in vectors.items():
+                assert torch.equal(kinds(found[result]), kinds(expected)), (name, at, result)
+
+
+LARGEST, SMALLEST = 2.0**30, 2.0**-99  # the first that has no planes, and the last that has
+ONE = torch.tensor(1.0)
+INNER, OUTER = (float(torch.nextafter(ONE, torch.tensor(x))) for x in (0.0, 2.0))
+
+
+@every_tiled
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [LARGEST, -LARGEST, SMALLEST * INNER, -SMALLEST / 2, 1e-45])
+def test_the_first_values_without_planes(isa, value, name, shape):
+    problem = place(case(SHAPES[shape]), name, value, 150)
+    vectors, found = (computed(x, problem, everything=False) for x in (VECTORS, isa))
+    rows = touched(problem, name, 150)
+    assert all(same(found[x][rows], vectors[x][rows]) for x in vectors)
+
+
+@every_tiled
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("value", [LARGEST * INNER, -SMALLEST, 0.0, -0.0])
+def test_the_last_values_with_planes(isa, value, name, shape):
+    """They keep their rows on the tiles: or padding with zeros would take them off."""
+    if name == "q" and abs(value) > 1:
+        value = 8.0  # so large a q has one weight, of which every kernel makes the same
+    problem = place(case(SHAPES[shape]), name, value, 150)
+    vectors, found = (computed(x, problem, everything=False) for x in (VECTORS, isa))
+    rows = touched(problem, name, 150)
+    assert not same(found["out"][rows], vectors["out"][rows])
+
+
+@every_tiled
+@every_planed
+@pytest.mark.parametrize("m, heads", [(70, 1), (5, 3)])
+def test_rows_decide_alone(isa, dtype, m, heads):
+    """A row has the same bits whatever the rows are with which it shares a block, even where all of
+    those have no planes."""
+    problem = case(Dims(1, heads, 1, m, 300, 32, 32), dtype)
+    shaken, spoiled = problem.q.clone(), problem.q.clone()
+    shaken[:, :, 1:] *= 40  # their pivots move again and again
+    spoiled[:, :, 1:] = torch.nan
+    first, second, third = (
+        computed(isa, replace(problem, q=q), everything=False) for q in (problem.q, shaken, spoiled)
+    )
+    for name, value in first.items():
+        assert same(second[name][:, :, 0], value[:, :, 0]), name
+        assert same(third[name][:, :, 0], value[:, :, 0]), name
+        assert not same(second[name], value) and third[name][:, :, 1:].isnan().all(), name
+
+
+# ------------------------------------------------------------------------- keys that nobody may see
+
+
+def masked(m, n):
+    """Some in between, all of several blocks, and the last."""
+    draw = torch.rand(m, n, generator=torch.Generator().manual_seed(0))
+    hidden = torch.zeros(n, dtype=torch.bool)
+    hidden[3:9] = hidden[n // 2] = hidden[-20:] = True
+    return {"mask": (draw < 0.8) & ~hidden}, hidden
+
+
+def padded(m, n):
+    hidden = torch.arange(n) >= n - 20
+    return {"mask": ~hidden.view(1, 1, 1, n)}, hidden
+
+
+def windowed(m, n, step):
+    """Whole steps of keys before the first that any row sees."""
+    first = (n - m - 20) // step * step
+    return {"causal": "bottom_right", "window": (20, 0)}, torch.arange(n) < first
+
+
+# name -> (m, n) -> (arguments, the keys (N,) bool that they hide from all rows)
+HIDING = {
+    "causal": lambda m, n: ({"causal": True}, torch.arange(n) >= m),
+    "window": lambda m, n: ({"window": (None, 3)}, torch.arange(n) >= m + 3),
+    "lengths": lambda m, n: ({"key_lengths": torch.tensor([n - 30])}, torch.arange(n) >= n - 30),
+    "steps before a window": lambda m, n: windowed(m, n, 32),
+    "keys before a window": lambda m, n: windowed(m, n, 1),
+    "mask": masked,
+    "padding mask": padded,
+}
+# Keys that are hidden and read all the same: they are multiplied by weights of 0.
+READ = ("keys before a window", "mask", "padding mask")
+UNSEEN_SHAPES = {
+    "70 rows": Dims(1, 2, 1, 70, 150, 33, 40),
+    "100 rows": Dims(1, 1, 1, 100, 290, 33, 40),
+    "3 rows of 4 heads": Dims(1, 8, 2, 3, 150, 33, 40),
+    "3 rows, chunks": Dims(1, 4, 1, 3, 1100, 32, 32),
+}
+UNSEEN = {
+    "float32": (torch.nan, torch.inf, -torch.inf, 3e38, 1e-40),
+    "float16": (torch.nan, torch.inf, -torch.inf, 6e4, 6e-8),
+}
+
+
+def unseen(dtype, how):
+    """(tensors, value) that hidden keys are filled with. Of those that are read 0 * NaN would be
+    NaN, and from 3e38 in v dP would be infinite."""
+    values = UNSEEN[dtype]
+    if how not in READ:
+        return [(("k", "v"), value) for value in values]
+    return [(("k",), value) for value in values] + [(("k", "v"), x) for x in (1e36, values[-1])]
+
+
+def filled(problem, names, keys, value):
+    changed = {x: getattr(problem, x).clone() for x in names}
+    for x in changed.values():
+        x[:, :, keys] = min(value, torch.finfo(x.dtype).max) if value < torch.inf else value
+    return replace(problem, **changed)
+
+
+@every_tiled
+@every_planed
+@pytest.mark.parametrize("shape", UNSEEN_SHAPES)
+@pytest.mark.parametrize("how", HIDING)
+def test_a_key_that_no_row_sees_changes_no_bit(isa, how, shape, dtype):
+    """Of what it is filled with nothing comes out, nor that it would have had no planes."""
+    dims = UNSEEN_SHAPES[shape]
+    arguments, hidden = HIDING[how](dims.M, dims.N)
+    clean = case(dims, dtype, **arguments)
+    expected = computed(isa, clean)
+    assert hidden.any() and not expected["weights"][..., hidden].any()
+    for names, value in unseen(dtype, how):
+        found = computed(isa, filled(clean, names, hidden, value))
+        if how in READ and not abs(value) < torch.inf:
+            found.pop("dq")  # has 0 * NaN, as torch's has
+        for name, mine in found.items():
+            right = expected[name]
+            if name in ("dk", "dv"):
+                assert not mine[:, :, hidden].any(), (names, value, name)
+                mine, right = mine[:, :, ~hidden], right[:, :, ~hidden]
+            assert same(mine, right), (names, value, name)
+
+
+# Of three rows at the first keys, which see three to six of them, another kernel would run.
+APPENDED = [
+    (how, shape)
+    for how in ("causal", "window", "lengths", "padding mask")
+    for shape, dims in UNSEEN_SHAPES.items()
+    if dims.M > 16 or how not in ("causal", "window")
+]
+
+
+@every_tiled
+@every_planed
+@pytest.mark.parametrize("how, shape", APPENDED)
+def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
+    """Appended keys, whatever they are."""
+    dims = UNSEEN_SHAPES[shape]
+    arguments, hidden = HIDING[how](dims.M, dims.N)
+    whole = case(dims, dtype, **arguments)
+    kept = int((~hidden).sum())
+    cut = replace(whole, k=whole.k[:, :, :kept].clone(), v=whole.v[:, :, :kept].clone())
+    if how in ("lengths", "padding mask"):
+        cut.kwargs = {"return_lse": True}
+    expected = computed(isa, cut)
+    for names, value in unseen(dtype, how)[-2:]:
+        found = computed(isa, filled(whole, names, hidden, value))
+        found["weights"] = found["weights"][..., :kept]
+        found |= {name: found[name][:, :, :kept] for name in ("dk", "dv")}
+        assert not differ(found, expected), (names, value)
+
+
+# --------------------------------------------------------------------------------------- the choice
+
+
+@every_tiled
+def test_what_runs_each_dtype_is_named(isa):
+    with variant(isa):
+        units = native.cpu_units()
+    assert units["float32"]["forward"] == units["float16"]["forward"] == isa
+    assert units["float64"] == dict.fromkeys(units["float64"], VECTORS)
+
+
+@every_tiled
+@every_planed
+@pytest.mark.parametrize("m", [70, 3])
+def test_the_tiles_are_in_use(isa, dtype, m):
+    """Or everything above would be said of the vector kernels."""
+    problem = case(Dims(1, 4, 1, m, 150, 33, 40), dtype)
+    vectors, found = (computed(x, problem) for x in (VECTORS, isa))
+    assert not same(found["lse"], vectors["lse"])
+
+
+WITHOUT_FLOAT32 = """
+import torch
+from fastattn import attention, attention_weights, native
+torch.set_num_threads(1)
+def results(dtype, m):
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(1, *shape, generator=generator).to(dtype)
+    given = [draw(4, m, 33).requires_grad_()] + [draw(1, 150, 33).requires_grad_() for _ in "kv"]
+    out, lse = attention(*given, causal="bottom_right", return_lse=True, backend="cpu")
+    weights = attention_weights(*given[:2], backend="cpu")
+    grads = torch.autograd.grad(out, given, draw(4, m, 33))
+    return [x.detach() for x in (lse, out, weights, *grads)]
+cases = [(dtype, m) for dtype in (torch.float32, torch.float16) for m in (70, 3)]
+isa = {isa!r}
+assert native.cpu_isa() == isa
+units, found = native.cpu_units(), [results(*x) for x in cases]
+assert set(units["float32"].values()) == {{"avx512"}}, units
+native.select_cpu_isa("avx512")
+for (dtype, m), first in zip(cases, found):
+    again = [torch.equal(x, y) for x, y in zip(first, results(dtype, m))]
+    assert all(again) or dtype != torch.float32, (m, again)
+    assert not again[0] or dtype == torch.float32, "float16 has its tiles"
+assert units["float16"]["forward"] == isa, units
+"""
+
+
+def in_a_process(code, **environment):
+    command = [sys.executable, "-c", code]
+    given = os.environ | environment
+    return subprocess.run(command, env=given, capture_output=True, text=True, timeout=120)
+
+
+@every_tiled
+def test_float32_can_be_left_to_the_vector_kernels(isa):
+    """Bit for bit, and float32 alone."""
+    code = WITHOUT_FLOAT32.format(isa=isa)
+    found = in_a_process(code, FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vector")
+    assert found.returncode == 0, found.stderr
+
+
+@every_tiled
+def test_another_word_for_that_is_refused(isa):
+    code = "from fastattn import native; print(native.cpu_unavailable()); native.cpu()"
+    found = in_a_process(code, FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vectors")
+    assert found.returncode and "RuntimeError" in found.stderr
+    for said in (found.stdout, found.stderr.splitlines()[-1]):
+        what, _, expected = said.partition("expected")
+        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, said
