@@ -86,7 +86,7 @@ FA_EXPORT const char* fa_cpu_why(void);              // and why: a sentence
 FA_EXPORT const char* fa_cpu_unit(const struct FaParams* p, int64_t pass);  // that which runs this
 FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;
                                                      // not while another thread is in a call
-FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on); // 0: vectors multiply it, also where there is AMX
+FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on);  // 0: vectors multiply it, AMX or not
 FA_EXPORT void fa_cpu_poison(int64_t on);            // tests: fill every scratch buffer with NaN bytes before use
 // Tests: "<instruction set>: <why>" of another chip, named as CPUID does, which has the given sets;
 // and y = f(x) of n numbers of one dtype, FA_F32 or FA_F64, by the vector function that kernels use.

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
 PAGES = [README, CONTRIBUTING, *sorted(ROOT.glob("[!.b]*/README.md")), *ROOT.glob("bench/**/*.md")]
 VARIABLE = re.compile(
-    r"\b(?:FASTATTN_[A-Z_]*[A-Z]|TRITON_INTERPRET|CUDAARCHS|CMAKE_BUILD_\w+LEVEL)\b"
+    r"\b(?:FASTATTN_[A-Z_0-9]*[A-Z0-9]|TRITON_INTERPRET|CUDAARCHS|CMAKE_BUILD_\w+LEVEL)\b"
 )
 SOURCES = ("*.py", "*.cmake", "CMakeLists.txt")
 FOLDERS = ("fastattn", "kernels", "csrc", "bench", "tests", ".ci")
