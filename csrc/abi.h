@@ -83,7 +83,7 @@ FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can ru
                                                      // last amx_model, for tests, never chosen
 FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
 FA_EXPORT const char* fa_cpu_why(void);              // and why: a sentence
-FA_EXPORT const char* fa_cpu_unit(const struct FaParams* p, int64_t pass);  // that which runs this
+FA_EXPORT const char* fa_cpu_unit(const struct FaParams* p);  // that which runs this
 FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;
                                                      // not while another thread is in a call
 FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on);  // 0: vectors multiply it, AMX or not

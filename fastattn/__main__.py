@@ -66,8 +66,8 @@ def show(found: dict) -> str:
 
 
 def _by_unit(units: dict[str, str]) -> str:
-    """The passes of each instruction set: "avx512, one row avx512_bf16"."""
-    usual = units["forward"]
+    """The calls of each instruction set: "avx512, one row avx512_bf16"."""
+    usual = units["many rows"]
     others = [f"{name} {unit}" for name, unit in units.items() if unit != usual]
     return ", ".join([usual, *others])
 

@@ -111,7 +111,7 @@ class CpuLibrary(Library):
         self.isas = self.entry("fa_cpu_isas", text)
         self.isa = self.entry("fa_cpu_isa", text)
         self.why = self.entry("fa_cpu_why", text)
-        self.unit = self.entry("fa_cpu_unit", text, params, integer)
+        self.unit = self.entry("fa_cpu_unit", text, params)
         self.select = self.entry("fa_cpu_select", integer, text)
         self.float32_on_tiles = self.entry("fa_cpu_float32_on_tiles", None, integer)
         self.poison = self.entry("fa_cpu_poison", None, integer)
@@ -274,21 +274,20 @@ def cpu_isa_reason() -> str:
     return "FASTATTN_CPU_ISA names it" if named == cpu_isa() else cpu().why().decode()
 
 
-def cpu_unit(spec: AttentionSpec, which: int = FORWARD) -> str:
-    """The instruction set that runs this pass of this call."""
+def cpu_unit(spec: AttentionSpec) -> str:
+    """The instruction set that runs the passes of this call."""
     params = bytearray(form(spec))
     TENSOR.pack_into(params, offset("q"), 0, 0, 0, 0, 0, DTYPE[spec.dtype])
-    return cpu().unit(bytes(params), which).decode()
+    return cpu().unit(bytes(params)).decode()
 
 
 def cpu_units() -> dict[str, dict[str, str]]:
-    """By dtype, what runs a forward pass, one of a single row on long keys, and a backward pass."""
+    """By dtype, what runs a call of many rows, and one of a single row on long keys."""
     sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, N=4096, D=64, Dv=64, device="cpu", scale=1.0)
     found = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         many, one = (AttentionSpec(M=m, dtype=dtype, **sizes) for m in (4096, 1))
-        units = cpu_unit(many), cpu_unit(one), cpu_unit(many, BACKWARD)
-        found[str(dtype)[6:]] = dict(zip(("forward", "one row", "backward"), units))
+        found[str(dtype)[6:]] = {"many rows": cpu_unit(many), "one row": cpu_unit(one)}
     return found
 
 

@@ -1,5 +1,6 @@
 """What rounding leaves of float32: as much at a large head dim as at a small one, whose dot
-products are as long as one chain of sums may be."""
+products are as long as one chain of sums may be; and however far from zero scores are, for they
+are the same numbers in every pass."""
 
 import pytest
 import torch
@@ -27,3 +28,23 @@ def test_does_not_grow_with_the_head_dim(isa, one_thread):
         for d in (97, 128, 256, 511):
             for name, error in errors(d).items():
                 assert error <= 1.25 * least[name], (d, name, least[name])
+
+
+@pytest.mark.parametrize("size", [1, 30, 1e3, 1e5])
+@pytest.mark.parametrize("m", [1, 3, 8, 12, 40])
+@pytest.mark.parametrize("isa", variants("cpu", torch.float32))
+def test_a_score_is_the_same_in_every_pass(isa, m, size, one_thread):
+    """Weights are measured from the LSE of the forward pass, which a few rows make in another way
+    than many: rows sum to 1 and dV to what these weights say, though a score's own rounding is
+    1e-2 at the largest."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 4, n, 64, generator=generator) for n in (m, 300, 300, m))
+    q, k = q * size**0.5, k[:, :2] * size**0.5
+    v = v[:, :2].clone().requires_grad_()
+    with variant(isa):
+        out = fastattn.attention(q, k, v, backend="cpu")
+        (dv,) = torch.autograd.grad(out, v, dout)
+        weights = fastattn.attention_weights(q, k, backend="cpu").double()
+    assert (weights.sum(-1) - 1).abs().max() < 1e-6
+    expected = (weights.mT @ dout.double()).unflatten(1, (2, 2)).sum(2)
+    assert (dv - expected).norm() < 1e-6 * expected.norm()

@@ -671,7 +671,7 @@ def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
 def test_what_runs_each_dtype_is_named(isa):
     with variant(isa):
         units = native.cpu_units()
-    assert units["float32"]["forward"] == units["float16"]["forward"] == isa
+    assert units["float32"]["many rows"] == units["float16"]["many rows"] == isa
     assert units["float64"] == dict.fromkeys(units["float64"], VECTORS)
 
 
@@ -707,7 +707,7 @@ for (dtype, m), first in zip(cases, found):
     again = [torch.equal(x, y) for x, y in zip(first, results(dtype, m))]
     assert all(again) or dtype != torch.float32, (m, again)
     assert not again[0] or dtype == torch.float32, "float16 has its tiles"
-assert units["float16"]["forward"] == isa, units
+assert units["float16"]["many rows"] == isa, units
 """
 
 

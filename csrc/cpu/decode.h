@@ -21,12 +21,6 @@ struct Decode {
   using Sum = WeightedSum<Mul>;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
-  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster; for a few
-  // rows not on so few keys that there is next to nothing to read.
-  static bool suits(const FaParams& p) {
-    return p.M <= W / 2 && (p.M == 1 || p.N * (p.D + p.Dv) > 256 * p.M);
-  }
-
   // Never by the number of threads: the order of every sum must not depend on it.
   static constexpr int64_t kChunkKeys = 4 * kTileKeys;
   static int64_t chunks(const FaParams& p) {
@@ -103,14 +97,10 @@ struct Decode {
   }
 
   static void begin(const FaParams& p, const Lanes& lanes, int64_t t, const Buffers& buf) {
-    const int64_t d = Few::padded(p.D), elements = Few::elements(p.D), dv = Sum::columns(p.Dv);
-    for (int64_t l = 0; l < lanes.count; ++l) {
-      E* q = buf.q + (t * W + l) * d;
-      const Plane from = plane(p.q, lanes.rows.b, lanes.head(l));
-      const Broadcast<E> row = Op::along(from, lanes.row(l), 1, p.D, buf.k);
-      std::copy_n(row.data, elements, q);
-      std::fill(q + elements, q + d, E(0));
-    }
+    const int64_t d = Few::padded(p.D), dv = Sum::columns(p.Dv);
+    for (int64_t l = 0; l < lanes.count; ++l)
+      Few::stage(plane(p.q, lanes.rows.b, lanes.head(l)), lanes.row(l), 1, p.D,
+                 buf.q + (t * W + l) * d);
     std::fill(buf.out + t * W * dv, buf.out + (t + 1) * W * dv, R(0));
     std::fill(buf.m + t * W, buf.m + (t + 1) * W, -kInf<R>);
     std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));

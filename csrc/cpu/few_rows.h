@@ -18,6 +18,13 @@ struct FewRows {
   using E = typename Mul::Element;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
+  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster; for a few
+  // rows not on so few keys that there is next to nothing to read. (Every pass of a call says the
+  // same, whether it has values or not.)
+  static bool suit(const FaParams& p) {
+    return p.M <= W / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
+  }
+
   static int64_t elements(int64_t columns) { return (columns + pair - 1) / pair; }
   static int64_t padded(int64_t columns) { return round_up(elements(columns), kLanes<E>); }
 
@@ -30,6 +37,24 @@ struct FewRows {
       products_of<many>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys);
     for (; r < rows; ++r)
       products_of<1>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys);
+  }
+  // The same as tile.h has them, S[key][row]: gradients and weights of rows whose forward pass made
+  // its scores here, so that they have the same roundings. `turned` has room for a vector of rows.
+  static void tile(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
+                   R factor, R* turned, R* s) {
+    for (int64_t j = 0; j < keys; j += W)
+      products({k.data + j * k.stride, k.stride}, std::min<int64_t>(W, keys - j), columns, q, rows,
+               factor, turned + j);
+    transpose(turned, kTileKeys, rows, keys, s, W);
+  }
+  // Rows [i0, i0 + rows) for that: q of `rows` times padded(columns).
+  static void stage(const Plane& a, int64_t i0, int64_t rows, int64_t columns, E* q) {
+    const int64_t ld = padded(columns);
+    E row[FA_CPU_MAX_HEAD_DIM];
+    for (int64_t i = 0; i < rows; ++i, q += ld) {
+      std::copy_n(Operand<Mul>::along(a, i0 + i, 1, columns, row).data, elements(columns), q);
+      std::fill(q + elements(columns), q + ld, E(0));
+    }
   }
   // As many products at a time as a vector has lanes, so that the sums along theirs make one. Keys
   // past the last are the last again: there is room in S.

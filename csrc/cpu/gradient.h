@@ -8,6 +8,7 @@
 // the LSE asks for. The gradient of attention weights enters by the same door: there
 // dP is given instead of computed.
 #pragma once
+#include "few_rows.h"
 #include "plan.h"
 #include "unfit.h"
 
@@ -42,6 +43,11 @@ struct Gradient {
   static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
 
   static constexpr bool kByParts = kPart < kRows, kPlanes = Mul::planes > 1;
+  // Do scores have the roundings of few_rows.h? (Tiles have one way to make them.)
+  static bool few(const FaParams& p) {
+    if constexpr (kByParts) return false;
+    return FewRows<Mul>::suit(p);
+  }
 
   // dq is summed in place where its rows are whole vectors of the computing type, and not parts.
   static bool dq_in_place(const FaParams& p) {
@@ -94,6 +100,8 @@ struct Gradient {
     R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;                          // [keys][lanes], mask gradients
     ScoreScratch<R> score;
+    E* few_q;                                 // [rows][padded(D)], and [rows][keys] of S: few_rows.h
+    R* few_s;
     uint8_t *k_unfit, *v_unfit, *rows_unfit;  // which of the block's keys, and rows, have no planes
     VectorScratch vectors;                    // for those
   };
@@ -121,6 +129,8 @@ struct Gradient {
     b.dv = take.array<R>(keys * dv);
     b.sum = take.array<R>(p.dmask.data ? keys * rows : 0);
     b.score = {take.array<R>(p.mask.data || of_weights(p) ? keys * kLanes<R> : 0)};
+    b.few_q = take.array<E>(few(p) ? p.M * d : 0);
+    b.few_s = take.array<R>(few(p) ? keys * kLanes<R> : 0);
     if constexpr (kPlanes) {
       b.k_unfit = take.array<uint8_t>(keys);
       b.v_unfit = take.array<uint8_t>(keys);
@@ -157,7 +167,10 @@ struct Gradient {
         Op::transposed(from, rows.i0, rows.count, 0, d, lanes, to, buf.rows);
     };
     if constexpr (kPlanes) std::fill_n(buf.rows_unfit, kPart, uint8_t(kFits));
-    turn(p.q, p.D, buf.q);
+    if constexpr (!kByParts)
+      if (few(p))
+        FewRows<Mul>::stage(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, buf.few_q);
+    if (!few(p)) turn(p.q, p.D, buf.q);
     if (!of_weights(p)) turn(p.dout, p.Dv, buf.dout);
   }
 
@@ -195,7 +208,10 @@ struct Gradient {
         T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       T::template probabilities<true>(keys.count, normaliser, buf.s, factor);
     } else {
-      scaled(R(p.scale));
+      if (few(p))
+        FewRows<Mul>::tile(k, keys.count, p.D, buf.few_q, rows.count, R(p.scale), buf.few_s, buf.s);
+      else
+        scaled(R(p.scale));
       T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       T::probabilities(keys.count, normaliser, buf.s);
     }

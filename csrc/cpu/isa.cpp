@@ -39,16 +39,16 @@ Plan make_plan(const FaParams& p, int64_t pass) {
 // Of fewer than four rows on the same keys the tiles are so empty that they gain nothing, measured.
 // Cutting keys and values that are read once costs what vectors need for some ten or twenty rows,
 // by their instructions; not measured.
-bool decodes(const FaParams& p, int64_t pass) {
+bool decodes(const FaParams& p) {
   const int64_t least = p.q.dtype == FA_BF16 ? 4 : p.q.dtype == FA_F16 ? 16 : 32;
-  return pass == FA_FORWARD && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
+  return p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
 template <class Mul>
 Plan plan_with(const FaParams& p, int64_t pass) {
   switch (pass) {
     case FA_FORWARD:
-      return Decode<Mul>::suits(p) ? Decode<Mul>::plan(p) : Forward<Mul>::plan(p);
+      return FewRows<Mul>::suit(p) ? Decode<Mul>::plan(p) : Forward<Mul>::plan(p);
     case FA_WEIGHTS:
       return Weights<Mul>::plan(p);
     default:
@@ -64,11 +64,10 @@ Plan make_plan(const FaParams& p, int64_t pass) {
   return plan_with<Plain<float>>(p, pass);
 }
 
-// Is this a pass for the instruction set that decodes: of few rows on many keys, which reads keys
-// and values as they lie?
-bool decodes(const FaParams& p, int64_t pass) {
-  if (pass != FA_FORWARD) return false;
-  return p.q.dtype == FA_F64 ? Decode<Plain<double>>::suits(p) : Decode<Plain<float>>::suits(p);
+// Is this a call for the instruction set that decodes: of few rows on many keys, which reads keys
+// and values as they lie? Its gradients and weights are: one set makes a call's scores.
+bool decodes(const FaParams& p) {
+  return p.q.dtype == FA_F64 ? FewRows<Plain<double>>::suit(p) : FewRows<Plain<float>>::suit(p);
 }
 #endif
 

@@ -23,7 +23,7 @@ namespace fa {
 #define FA_DECLARE(isa)                                                                    \
   namespace isa {                                                                          \
   Plan make_plan(const FaParams& p, int64_t pass);                                         \
-  bool decodes(const FaParams& p, int64_t pass);                                           \
+  bool decodes(const FaParams& p);                                                         \
   double measure_peak(int64_t dtype, double s, double (*)());                              \
   void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n);   \
   }
@@ -47,7 +47,7 @@ struct Isa {
   const char* (*unit)(const FaParams&);  // the set that runs this call: another's for some
   bool (*runs_here)();
   MakePlan make_plan;
-  bool (*decodes)(const FaParams&, int64_t);  // what Choice's `decoding` is for
+  bool (*decodes)(const FaParams&);  // what Choice's `decoding` is for
   double (*measure_peak)(int64_t, double, double (*)());
   void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
 };
@@ -89,9 +89,7 @@ bool on_tiles(const FaParams& p) {
       [](const FaParams& p, int64_t pass) {                                                 \
         return (on_tiles(p) ? isa::make_plan : avx512::make_plan)(p, pass);                 \
       },                                                                                    \
-      [](const FaParams& p, int64_t pass) {                                                 \
-        return (on_tiles(p) ? isa::decodes : avx512::decodes)(p, pass);                     \
-      },                                                                                    \
+      [](const FaParams& p) { return (on_tiles(p) ? isa::decodes : avx512::decodes)(p); },  \
       [](int64_t dtype, double s, double (*now)()) {                                        \
         return (on_tiles(dtype) ? isa::measure_peak : avx512::measure_peak)(dtype, s, now); \
       },                                                                                    \
@@ -119,10 +117,8 @@ struct Choice {
   const Isa *isa, *decoding;
   std::string why;
 
-  const Isa& of(const FaParams& p, int64_t pass) const {
-    return *(isa->decodes(p, pass) ? decoding : isa);
-  }
-  Plan make_plan(const FaParams& p, int64_t pass) const { return of(p, pass).make_plan(p, pass); }
+  const Isa& of(const FaParams& p) const { return *(isa->decodes(p) ? decoding : isa); }
+  Plan make_plan(const FaParams& p, int64_t pass) const { return of(p).make_plan(p, pass); }
 };
 
 const Isa* named(const char* name) {
@@ -273,8 +269,8 @@ const char* fa_cpu_isas(void) {
 
 const char* fa_cpu_isa(void) { return fa::chosen.load()->isa->name; }
 
-const char* fa_cpu_unit(const FaParams* p, int64_t pass) {
-  return fa::chosen.load()->of(*p, pass).unit(*p);
+const char* fa_cpu_unit(const FaParams* p) {
+  return fa::chosen.load()->of(*p).unit(*p);
 }
 
 const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }

@@ -18,6 +18,8 @@ struct Weights {
     R *s, *sum, *factor;
     Normaliser<R> normaliser;
     ScoreScratch<R> score;
+    E* few_q;
+    R* few_s;          // both of few_rows.h
     uint8_t* k_unfit;  // which keys have no planes
     VectorScratch vectors;
   };
@@ -32,6 +34,8 @@ struct Weights {
     b.normaliser = {take.array<R>(lanes), take.array<R>(lanes)};
     b.factor = take.array<R>(lanes);
     b.score = {take.array<R>(p.mask.data ? kTileKeys * kLanes<R> : 0)};
+    b.few_q = take.array<E>(G::few(p) ? p.M * d : 0);
+    b.few_s = take.array<R>(G::few(p) ? kTileKeys * kLanes<R> : 0);
     if constexpr (G::kPlanes) {
       b.k_unfit = take.array<uint8_t>(kTileKeys);
       b.vectors = VectorScratch::of(take, d);
@@ -92,8 +96,15 @@ struct Weights {
       if (any_unfit(unfit, rows.count) || meet_unfit(p, rows, keys, fits))
         return products_on_vectors<NV>(k, keys, q, rows, p.D, R(p.scale), buf.vectors, buf.s);
     } else {
-      Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows);
       staged = Op::along(k, keys.j0, keys.count, p.D, buf.k);
+      if constexpr (!G::kByParts)
+        if (G::few(p)) {
+          using Few = FewRows<Mul>;
+          Few::stage(q, rows.i0, rows.count, p.D, buf.few_q);
+          return Few::tile(staged, keys.count, p.D, buf.few_q, rows.count, R(p.scale), buf.few_s,
+                           buf.s);
+        }
+      Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows);
     }
     DotProducts<Mul, NV>::run(staged, buf.q, p.D, keys.count, R(p.scale), buf.s);
   }
