@@ -220,12 +220,17 @@ def test_a_rule_of_the_model_is_noticed(what, tmp_path):
 # -------------------------------------------------------------------------------------- the kernels
 
 
+# Of a number's planes: products for scores, and for sums.
+PRODUCTS = {"bfloat16": (1, 1), "float16": (4, 3), "float32": (6, 6)}
+
+
 @needs_chip
+@pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize("features", ["", "causal", "window", "gqa+alibi+dropout", "softcap+sinks"])
 @pytest.mark.parametrize("m", [1, 3, 16, 150])
-def test_chip_and_model_give_the_same_bits(features, m):
+def test_chip_and_model_give_the_same_bits(features, m, dtype):
     given = tuple(FEATURE[x] for x in features.split("+") if x)
-    problem = build(Dims(2, 2, 2, m, 333, 48, 72), given, torch.bfloat16)
+    problem = build(Dims(2, 2, 2, m, 333, 48, 72), given, DTYPES[dtype])
     found = {}
     for isa in TILED:
         with variant(isa):
@@ -377,12 +382,13 @@ def of_both(library, trap, monkeypatch, problem):
 ASSEMBLED = [(1, ""), (3, "gqa+dropout"), (40, "causal"), (150, "window"), (70, "softcap+sinks")]
 
 
+@pytest.mark.parametrize("dtype", PRODUCTS)
 @pytest.mark.parametrize("d", [24, 64, 72])
 @pytest.mark.parametrize("m, features", ASSEMBLED)
-def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, features, d):
+def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, features, d, dtype):
     """As compiled for the chip. Where there is none its instructions are done one by one."""
     given = tuple(FEATURE[x] for x in features.split("+") if x)
-    problem = build(Dims(1, 2, 2, m, 99, d, 40), given, torch.bfloat16)
+    problem = build(Dims(1, 2, 2, m, 99, d, 40), given, DTYPES[dtype])
     expected, found, executed = of_both(*trapped, monkeypatch, problem)
     assert executed == 0 if "amx_bf16" in TILED else executed > 100
     for name, value in expected.items():
@@ -500,8 +506,6 @@ def counting(tmp_path_factory):
     return library, since
 
 
-# Of a number's planes: for scores, and for sums.
-PRODUCTS = {"bfloat16": (1, 1), "float16": (4, 3), "float32": (6, 6)}
 SQUARE = Dims(1, 1, 1, 256, 1024, 64, 64)
 WIDE = Dims(1, 1, 1, 256, 1024, 128, 128)
 FEW = Dims(1, 4, 1, 4, 1024, 128, 128)

@@ -34,6 +34,7 @@ SHARES = {
     "test_amx::test_a_rule_of_the_model_is_noticed": (NONE, 5),
     "test_amx::test_a_fault_in_the_assembly_is_noticed": (NONE, 4),
     "test_amx::test_the_assembly_gives_the_bits_of_the_model": (NONE, 4),
+    "test_amx_planes": (20, 2),
     "test_interruption": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
