@@ -22,7 +22,7 @@ from .chips import chip
 ROOT = Path(__file__).resolve().parent.parent
 # Environment settings that change speed.
 SETTINGS = re.compile(
-    r"^(OMP|MKL|ONEDNN|DNNL|KMP|GOMP|ATEN)_|^FASTATTN_CPU_ISA$|^CUDA_VISIBLE_DEVICES$"
+    r"^(OMP|MKL|ONEDNN|DNNL|KMP|GOMP|ATEN)_|^FASTATTN_(CPU_ISA|FLOAT32)$|^CUDA_VISIBLE_DEVICES$"
 )
 AMX, FULL, HALF, NARROW = "AMX", "full-width AVX-512", "half-width AVX-512", "AVX2 or less"
 PACKAGES = ("fastattn", "triton", "numpy", "matplotlib")

@@ -365,7 +365,7 @@ every_value = pytest.mark.parametrize(
 SHAPES = {
     "100 rows": Dims(2, 1, 1, 100, 192, 33, 40),
     "70 rows of 3 heads": Dims(1, 6, 2, 70, 192, 33, 40),
-    "5 rows of 8 heads": Dims(1, 16, 2, 5, 192, 33, 40),
+    "12 rows of 8 heads": Dims(1, 16, 2, 12, 192, 33, 40),
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 
@@ -548,6 +548,42 @@ def test_rows_decide_alone(isa, dtype, m, heads):
         assert same(second[name][:, :, 0], value[:, :, 0]), name
         assert same(third[name][:, :, 0], value[:, :, 0]), name
         assert not same(second[name], value) and third[name][:, :, 1:].isnan().all(), name
+
+
+@every_tiled
+@pytest.mark.parametrize("value", [1e-31, torch.nan], ids=str)
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+@pytest.mark.parametrize("m", [12, 64])
+@pytest.mark.parametrize("size", [1e2, 1e4])
+def test_a_neighbour_without_planes_changes_no_score(isa, size, m, name, value):
+    """Far from zero scores of tiles and of vectors differ by more than 1: each row has its own in
+    every pass, whichever they are. Its weights sum to 1, and dV is what they say."""
+    if name != "q" and value != value:
+        return  # every row would be one
+    clean = build(Dims(1, 2, 1, m, 300, 64, 64), (), torch.float32)
+    clean = replace(clean, q=clean.q * size, k=clean.k * size)
+    problem = place(clean, name, value, 7)
+    problem = replace(problem, dout=problem.dout.masked_fill(problem.q.isnan().any(3, True), 0))
+    found = computed(isa, problem)
+    numbers = ~problem.q.isnan().any(3)
+    weights = found["weights"].double()
+    assert ((weights.sum(3) - 1).abs()[numbers] < 1e-5).all()
+    if numbers.all():
+        expected = (weights.mT @ problem.dout.double()).sum(1, keepdim=True)
+        assert (found["dv"] - expected).norm() < 1e-5 * expected.norm()
+
+
+@every_tiled
+def test_rows_on_vectors_see_what_is_theirs(isa):
+    """What one of them sees and another does not is not multiplied by that one's zeros."""
+    clean = build(Dims(1, 1, 1, 64, 64, 32, 32), (), torch.float32)
+    clean.kwargs["causal"] = True
+    for rows in ((3,), (3, 4), (3, 4, 5)):
+        problem = place(clean, "v", torch.nan, 5)
+        problem.q[0, 0, list(rows), 0] = 1e-31
+        out = computed(isa, problem, everything=False)["out"]
+        assert out[0, 0, :5].isfinite().all(), rows
+        assert out[0, 0, 5:, 3].isnan().all(), rows
 
 
 # ------------------------------------------------------------------------- keys that nobody may see

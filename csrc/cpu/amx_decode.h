@@ -1,15 +1,16 @@
 // Decoding on tiles: rows and heads that share a key head fill the lanes of one tile of scores, up
-// to 16 of them, so that grouped heads cost what one does. S^T = K Q^T reads K as it lies; for
-// O += P V, V's rows are only paired, and P, which is small, is turned. Chunks and their merge are
-// those of decode.h.
+// to 16 of them, so that grouped heads cost what one does. S^T = K Q^T reads bfloat16's K as it
+// lies; for O += P V, V's rows are only paired (or cut and paired), and P, which is small, is
+// turned. Chunks and their merge are those of decode.h; a row that tiles cannot serve in one of its
+// chunks is made anew in the merge.
 #pragma once
 #include "amx_softmax.h"
 #include "decode.h"
+#include "forward.h"
 
 namespace fa {
 namespace FA_ISA {
 
-// Chunks that tiles cannot serve have parts of the vector kernels beside the others.
 template <int P>
 struct WeightedSum<Amx<P>> : WeightedSum<Plain<float>> {};
 
@@ -186,35 +187,59 @@ struct AmxDecode : Decode<Amx<P>> {
   static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
     const amx::Tiles registers;
     Buffers buf;
-    const size_t used = carve(p, scratch, buf);
+    carve(p, scratch, buf);
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
     each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
       begin(p, heads, buf.state(p, t), buf.rows, buf.not_served + t * 16);
     });
     Base::each_block(p, b, chunk, [&](const Keys& keys) { run_block(p, b, hk, keys, buf); });
-    if constexpr (P > 1)  // as the vector kernels do them: all rows, of which those stay
-      if (any_unfit(buf.not_served, tiles(p) * 16))
-        Decode<Plain<float>>::run_chunk(p, task, scratch + used);
     const auto to = Base::parts(p);
     const int64_t columns = Base::Sum::columns(p.Dv);
     each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
       const State st = buf.state(p, t);
       for (int64_t l = 0; l < heads.count * heads.M; ++l) {
-        if (P > 1 && buf.not_served[t * 16 + l] != kFits) continue;
         const int64_t at = Base::part(p, chunk, b, heads.h + l / heads.M, l % heads.M);
         std::copy_n(st.out + l * padded(p.Dv), columns, to.out + at * columns);
         to.m[at] = st.m[l];
         to.l[at] = st.l[l];
+        if (P > 1) not_served(p)[at] = buf.not_served[t * 16 + l];
       }
     });
+  }
+  static uint8_t* not_served(const FaParams& p) {  // [chunks][B H M], behind the parts
+    return static_cast<uint8_t*>(p.workspace) + Base::parts(p).bytes;
+  }
+
+  static void merge(const FaParams& p, int64_t task, char* scratch) {
+    Base::merge(p, task, scratch);
+    const Rows rows{task / p.H, task % p.H, 0, p.M};
+    using Vectors = Forward<Plain<float>>;
+    typename Vectors::Buffers buf;
+    Vectors::carve(p, scratch, buf);
+    for (int64_t i = 0; i < p.M; ++i) {
+      bool unfit = false;
+      for (int64_t c = 0; c < Base::chunks(p); ++c)
+        unfit = unfit || not_served(p)[Base::part(p, c, rows.b, rows.h, i)] != kFits;
+      if (unfit)
+        Vectors::over_keys(p, rows.b, key_head(p, rows.h), i, i + 1, buf, [&](auto f) {
+          f(std::integral_constant<int, 1>{}, rows.one(i), buf.state[0]);
+        });
+      mark_scores(p, rows, i, unfit);
+    }
   }
 
   static Plan plan(const FaParams& p) {
     Buffers unused;
-    typename Decode<Plain<float>>::Buffers of_vectors;
-    size_t scratch = carve(p, nullptr, unused);
-    if (P > 1) scratch += Decode<Plain<float>>::carve(p, nullptr, of_vectors);
-    return Base::plan(p, scratch, run_chunk);
+    Plan plan = Base::plan(p, carve(p, nullptr, unused), run_chunk);
+    if constexpr (P > 1) {
+      typename Forward<Plain<float>>::Buffers of_vectors;
+      if (plan.count == 0) return plan;
+      Phase& last = plan.phases[plan.count - 1];
+      last.scratch = std::max(last.scratch, Forward<Plain<float>>::carve(p, nullptr, of_vectors));
+      last.run = merge;
+      plan.workspace += Base::chunks(p) * p.B * p.H * p.M;
+    }
+    return plan;
   }
 };
 

@@ -176,15 +176,20 @@ struct AmxForward {
                        0, p.Dv);
   }
 
-  // The rows that tiles cannot serve, as the vector kernels do them.
+  // The rows that tiles cannot serve, as the vector kernels do them: some at a time, but none
+  // beside one that sees what it does not, since a zero times that may be NaN.
   static void on_vectors(const FaParams& p, const Rows& rows, uint32_t which, char* scratch) {
     using Vectors = Forward<Plain<float>>;
     typename Vectors::Buffers buf;
     Vectors::carve(p, scratch, buf);
+    const Packed keys = packed(p, rows.b, key_head(p, rows.h));
+    const KeyFits fits{keys.k_unfit, keys.v_unfit, 0};
     for (int64_t i = 0; i < rows.count; ++i) {
       if (!(which >> i & 1)) continue;
       Rows some = rows.one(i);
-      while (i + 1 < rows.count && which >> (i + 1) & 1) ++i, ++some.count;
+      while (i + 1 < rows.count && which >> (i + 1) & 1 &&
+             see_alike(p, some.one(0), rows.one(i + 1), fits))
+        ++i, ++some.count;
       Vectors::over_keys(p, rows.b, key_head(p, rows.h), some.i0, some.end(), buf, [&](auto f) {
         f(std::integral_constant<int, NV>{}, some, buf.state[0]);
       });
@@ -226,6 +231,7 @@ struct AmxForward {
     if constexpr (P > 1)
       each([&](const Rows& rows, int64_t t) {
         on_vectors(p, rows, not_served[t], scratch);
+        for (int64_t i = 0; i < rows.count; ++i) mark_scores(p, rows, i, not_served[t] >> i & 1);
       });
   }
 

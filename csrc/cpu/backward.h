@@ -305,8 +305,8 @@ struct Backward {
     if (!G::of_weights(p)) add(p.dropout_p > 0 ? buf.dropped : buf.s, p.dout, p.Dv, buf.dv);
     T::product_gradient(p, keys.count, buf.ds, buf.derivative);
     add(buf.ds, p.q, p.D, buf.dk);
-    const Broadcast<R> k = OfRows::along(plane(p.k, rows.b, key_head(p, rows.h)), keys.j0,
-                                         keys.count, p.D, buf.vectors.keys);
+    const Broadcast<R> k = keys_on_vectors(p, plane(p.k, rows.b, key_head(p, rows.h)), keys, rows,
+                                           p.D, buf.k_unfit + (keys.j0 - J0), buf.vectors.keys);
     product<Vectors, Unit::along_r, NV>({k.data, k.stride}, buf.ds, T::lanes, keys.count, p.D,
                                         Accumulate<R>{dq, T::lanes});
   }
@@ -318,7 +318,8 @@ struct Backward {
     buf.q_across = w.q_across + row * G::padded(p.D);
     buf.dout = w.dout + row * G::padded(p.Dv);
     buf.dout_across = w.dout_across + row * G::padded(p.Dv);
-    buf.rows_unfit = w.rows_unfit + row;
+    buf.q_unfit = w.q_unfit + row;
+    buf.dout_unfit = w.dout_unfit + row;
     return buf;
   }
   static void pack_rows(const FaParams& p, const typename G::Workspace& w, const Rows& rows,

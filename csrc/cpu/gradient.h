@@ -62,7 +62,7 @@ struct Gradient {
     int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
     R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
     E *q, *dout, *q_across, *dout_across;  // [B H][tiles], where rows are taken by parts
-    uint8_t* rows_unfit;  // [B H][tiles][kRows]: has a row of q or dout no planes?
+    uint8_t *q_unfit, *dout_unfit;  // [B H][tiles][kRows]: which rows have no planes
     size_t bytes;
   };
   static Workspace workspace(const FaParams& p) {
@@ -82,7 +82,8 @@ struct Gradient {
     w.q_across = take.array<E>(packed * padded(p.D));
     w.dout = take.array<E>(packed_dout * padded(p.Dv));
     w.dout_across = take.array<E>(packed_dout * padded(p.Dv));
-    w.rows_unfit = take.array<uint8_t>(packed);
+    w.q_unfit = take.array<uint8_t>(packed);
+    w.dout_unfit = take.array<uint8_t>(packed_dout);
     w.bytes = take.used;
     return w;
   }
@@ -100,10 +101,11 @@ struct Gradient {
     R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;                          // [keys][lanes], mask gradients
     ScoreScratch<R> score;
-    E* few_q;                                 // [rows][padded(D)], and [rows][keys] of S: few_rows.h
+    E* few_q;  // [rows][padded(D)], and [rows][keys] of S: few_rows.h
     R* few_s;
-    uint8_t *k_unfit, *v_unfit, *rows_unfit;  // which of the block's keys, and rows, have no planes
-    VectorScratch vectors;                    // for those
+    // Which of the block's keys, and of the rows, have no planes; and what is needed for those.
+    uint8_t *k_unfit, *v_unfit, *q_unfit, *dout_unfit;
+    VectorScratch vectors;
   };
   static size_t carve(const FaParams& p, char* base, Buffers& b) {
     Scratch take{base};
@@ -134,7 +136,8 @@ struct Gradient {
     if constexpr (kPlanes) {
       b.k_unfit = take.array<uint8_t>(keys);
       b.v_unfit = take.array<uint8_t>(keys);
-      b.rows_unfit = take.array<uint8_t>(kPart);
+      b.q_unfit = take.array<uint8_t>(kPart);
+      b.dout_unfit = take.array<uint8_t>(kPart);
       b.vectors = VectorScratch::of(take, std::max(d, dv));
     }
     return take.used;
@@ -159,19 +162,32 @@ struct Gradient {
     return block;
   }
   static void stage_rows(const FaParams& p, const Rows& rows, int64_t lanes, const Buffers& buf) {
-    const auto turn = [&](const FaTensor& t, int64_t d, E* to) {
+    const auto turn = [&](const FaTensor& t, int64_t d, E* to, [[maybe_unused]] uint8_t* unfit) {
       const Plane from = plane(t, rows.b, rows.h);
-      if constexpr (kPlanes)
-        Op::transposed(from, rows.i0, rows.count, 0, d, lanes, to, buf.rows, buf.rows_unfit);
-      else
+      if constexpr (kPlanes) {
+        std::fill_n(unfit, kPart, uint8_t(kFits));
+        Op::transposed(from, rows.i0, rows.count, 0, d, lanes, to, buf.rows, unfit);
+      } else {
         Op::transposed(from, rows.i0, rows.count, 0, d, lanes, to, buf.rows);
+      }
     };
-    if constexpr (kPlanes) std::fill_n(buf.rows_unfit, kPart, uint8_t(kFits));
     if constexpr (!kByParts)
       if (few(p))
         FewRows<Mul>::stage(plane(p.q, rows.b, rows.h), rows.i0, rows.count, p.D, buf.few_q);
-    if (!few(p)) turn(p.q, p.D, buf.q);
-    if (!of_weights(p)) turn(p.dout, p.Dv, buf.dout);
+    if (!few(p)) turn(p.q, p.D, buf.q, buf.q_unfit);
+    if (!of_weights(p)) turn(p.dout, p.Dv, buf.dout, buf.dout_unfit);
+  }
+
+  // Of these lanes S, or dP, of keys `x` by rows `y`; `unfit` is of the block's keys.
+  template <int NV>
+  static void make_on_vectors(const FaParams& p, const FaTensor& x, const Keys& keys,
+                              const uint8_t* unfit, const Block& block, const FaTensor& y,
+                              const Rows& rows, uint32_t which, int64_t columns, R factor,
+                              const Buffers& buf, R* s) {
+    if constexpr (kPlanes)
+      products_on_vectors<NV>(p, plane(x, rows.b, key_head(p, rows.h)), keys,
+                              unfit + (keys.j0 - block.J0), plane(y, rows.b, rows.h), rows, which,
+                              columns, factor, buf.vectors, s);
   }
 
   // buf.s = P and, as the caller needs it, buf.dropped = dropout(P); buf.ds = dropout(dP). Have all
@@ -180,48 +196,50 @@ struct Gradient {
   static bool probabilities(const FaParams& p, const Rows& rows, const Keys& keys,
                             const Block& block, Normaliser<R> normaliser, const Buffers& buf) {
     using T = Tile<R, NV>;
+    using Dots = DotProducts<Mul, NV>;
     Broadcast<E> k = block.k, v = block.v;
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
     bool fit = true;
-    if constexpr (kPlanes)
-      fit = !any_unfit(buf.rows_unfit, rows.count) &&
-            !meet_unfit(p, rows, keys,
-                        {buf.k_unfit, of_weights(p) ? nullptr : buf.v_unfit, block.J0});
-    // Of x by y, or of what is packed of them.
-    const auto dot = [&](const FaTensor& x, Broadcast<E> staged, const FaTensor& y, const E* packed,
-                         int64_t columns, R factor, R* s) {
-      if constexpr (kPlanes)
-        if (!fit)
-          return products_on_vectors<NV>(plane(x, rows.b, key_head(p, rows.h)), keys,
-                                         plane(y, rows.b, rows.h), rows, columns, factor,
-                                         buf.vectors, s);
-      DotProducts<Mul, NV>::run(staged, packed, columns, keys.count, factor, s);
-    };
-    const auto scaled = [&](R scale) { dot(p.k, k, p.q, buf.q, p.D, scale, buf.s); };
+    if constexpr (kPlanes) {
+      const bool outputs = !of_weights(p);
+      fit = !any_unfit(buf.q_unfit, rows.count) &&
+            !(outputs && any_unfit(buf.dout_unfit, rows.count)) &&
+            !meet_unfit(p, rows, keys, {buf.k_unfit, outputs ? buf.v_unfit : nullptr, block.J0});
+    }
     if constexpr (kByParts) {
-      scaled(fit ? R(1) : R(p.scale));
+      uint32_t on_vectors = 0;
+      if constexpr (kPlanes)
+        on_vectors = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, block.J0}, buf.q_unfit,
+                                       normaliser.tail);
       R factor = R(1);
-      if (fit)
+      Dots::run(k, buf.q, p.D, keys.count, on_vectors ? R(p.scale) : R(1), buf.s);
+      if (!on_vectors) {
         factor = T::score_unscaled(p, rows, keys, buf.s, buf.derivative, buf.score);
-      else
+      } else {
+        make_on_vectors<NV>(p, p.k, keys, buf.k_unfit, block, p.q, rows, on_vectors, p.D,
+                            R(p.scale), buf, buf.s);
         T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
+      }
       T::template probabilities<true>(keys.count, normaliser, buf.s, factor);
     } else {
       if (few(p))
         FewRows<Mul>::tile(k, keys.count, p.D, buf.few_q, rows.count, R(p.scale), buf.few_s, buf.s);
       else
-        scaled(R(p.scale));
+        Dots::run(k, buf.q, p.D, keys.count, R(p.scale), buf.s);
       T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       T::probabilities(keys.count, normaliser, buf.s);
     }
-    if (!of_weights(p)) {
-      dot(p.v, v, p.dout, buf.dout, p.Dv, R(1), buf.ds);
-    } else {
+    if (of_weights(p)) {
       Operand<Plain<R>>::transposed(plane(p.dweights, rows.b, rows.h), rows.i0, rows.count,
                                     keys.j0, keys.count, T::lanes, buf.ds, buf.score.rows);
       const R share = p.average_heads ? R(1) / R(p.H) : R(1);
       T::each(keys.count, buf.ds, [&](int64_t, int, Vec<R> x) { return x * share; });
+    } else if (fit) {
+      Dots::run(v, buf.dout, p.Dv, keys.count, R(1), buf.ds);
+    } else {
+      make_on_vectors<NV>(p, p.v, keys, buf.v_unfit, block, p.dout, rows, ~0u, p.Dv, R(1), buf,
+                          buf.ds);
     }
     if (p.dropout_p > 0) {
       std::copy(buf.s, buf.s + keys.count * T::lanes, buf.dropped);

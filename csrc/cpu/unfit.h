@@ -45,24 +45,80 @@ inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, co
   return false;
 }
 
+// Do two rows see the same of the keys that have no planes? At the edges of their bands a mask is
+// not asked.
+inline bool see_alike(const FaParams& p, const Rows& one, const Rows& other, const KeyFits& fits) {
+  const KeyRange a = key_range(p, one.b, one.i0, one.end());
+  const KeyRange b = key_range(p, other.b, other.i0, other.end());
+  const auto any = [&](int64_t begin, int64_t end) {
+    return any_unfit(fits.k + begin, end - begin) || any_unfit(fits.v + begin, end - begin);
+  };
+  if (any(std::min(a.lo, b.lo), std::max(a.lo, b.lo))) return false;
+  if (any(std::min(a.hi, b.hi), std::max(a.hi, b.hi))) return false;
+  const Plane mask = plane(p.mask, one.b, one.h);
+  if (!mask.data || mask.row == 0) return true;
+  const auto masked = [&](const Rows& row, int64_t j) {
+    return read<float>(mask.data, mask.dtype, mask.at(row.i0, j)) == -kInf<float>;
+  };
+  for (int64_t j = std::max(a.lo, b.lo); j < std::min(a.hi, b.hi); ++j)
+    if ((fits.k[j] | fits.v[j]) != kFits && masked(one, j) != masked(other, j)) return false;
+  return true;
+}
+
+// A row's scores must be the same numbers in every pass, or P = exp(score - LSE) is off by the
+// rounding of scores, which has no bound. So forward says of each row who made them, in the last
+// bit of what the rounding of its LSE lost; where that is nothing, by a number too small to be seen.
+inline void mark_scores(const FaParams& p, const Rows& rows, int64_t i, bool on_vectors) {
+  float* tail = static_cast<float*>(p.lse.data) + plane(p.lse, rows.b, rows.h).at(rows.i0 + i, 1);
+  const uint32_t was = bits(*tail), least = 0x00800000;
+  *tail = number(on_vectors ? (was & 0x7fffffff ? was : least) | 1 : was & ~1u);
+}
+// The lanes whose scores of these keys are those of the vector kernels: a bit for each row.
+inline uint32_t scored_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys,
+                                  const KeyFits& k, const uint8_t* q_unfit, const float* tail) {
+  uint32_t found = 0;
+  const bool some = meet_unfit(p, rows, keys, k);
+  for (int64_t i = 0; i < rows.count; ++i)
+    if ((bits(tail[i]) & 1) || q_unfit[i] != kFits ||
+        (some && meet_unfit(p, rows.one(i), keys, k)))
+      found |= uint32_t(1) << i;
+  return found;
+}
+
 // What the vector kernels' products need where they stand in for tiles: one operand turned, the
-// other as rows, whatever the tensors' layouts.
+// other as rows, whatever the tensors' layouts; and products.
 struct VectorScratch {
-  float *turned, *rows, *keys;  // [columns][32 lanes], [16][columns], [128][columns]
+  float *turned, *rows, *keys, *made;  // [columns][32], [16][columns], [128][columns], [128][32]
   static VectorScratch of(Scratch& take, int64_t columns) {
     return {take.array<float>(32 * columns), take.array<float>(16 * columns),
-            take.array<float>(128 * columns)};
+            take.array<float>(kTileKeys * columns), take.array<float>(kTileKeys * 32)};
   }
 };
 
-// S[key][lane], or dP, as the vector kernels have it.
+// Keys as they are; but zeros for one that none of the rows sees and that may be no number. `unfit`
+// begins with the first key.
+inline Broadcast<float> keys_on_vectors(const FaParams& p, const Plane& x, const Keys& keys,
+                                        const Rows& rows, int64_t columns, const uint8_t* unfit,
+                                        float* buf) {
+  const auto along = Operand<Plain<float>>::along(x, keys.j0, keys.count, columns, buf);
+  if (!any_unfit(unfit, keys.count)) return along;
+  if (along.data != buf) copy_rows(x, keys.j0, keys.count, 0, columns, buf, columns);
+  for (int64_t j = 0; j < keys.count; ++j)
+    if (unfit[j] != kFits && hidden(p, rows, keys.j0 + j))
+      std::fill_n(buf + j * columns, columns, 0.0f);
+  return {buf, columns};
+}
+// S[key][lane], or dP, of the lanes in `which`, as the vector kernels have it.
 template <int NV>
-void products_on_vectors(const Plane& x, const Keys& keys, const Plane& y, const Rows& rows,
-                         int64_t columns, float factor, const VectorScratch& buf, float* s) {
-  using Op = Operand<Plain<float>>;
-  Op::transposed(y, rows.i0, rows.count, 0, columns, NV * 16, buf.turned, buf.rows);
-  const Broadcast<float> k = Op::along(x, keys.j0, keys.count, columns, buf.keys);
-  DotProducts<Plain<float>, NV>::run(k, buf.turned, columns, keys.count, factor, s);
+void products_on_vectors(const FaParams& p, const Plane& x, const Keys& keys, const uint8_t* unfit,
+                         const Plane& y, const Rows& rows, uint32_t which, int64_t columns,
+                         float factor, const VectorScratch& buf, float* s) {
+  Operand<Plain<float>>::transposed(y, rows.i0, rows.count, 0, columns, NV * 16, buf.turned,
+                                    buf.rows);
+  const Broadcast<float> k = keys_on_vectors(p, x, keys, rows, columns, unfit, buf.keys);
+  DotProducts<Plain<float>, NV>::run(k, buf.turned, columns, keys.count, factor, buf.made);
+  for (int64_t at = 0; at < keys.count * NV * 16; ++at)
+    if (which >> at % (NV * 16) & 1) s[at] = buf.made[at];
 }
 
 }  // namespace FA_ISA

@@ -48,7 +48,7 @@ struct Weights {
     [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     carve(p, scratch, buf);
-    const int64_t heads = p.average_heads ? p.H : 1, per_item = p.H / heads;
+    const int64_t heads = p.average_heads ? p.H : 1, per_item = p.average_heads ? 1 : p.H;
     const int64_t t = task % G::tiles(p), first = task / G::tiles(p) % per_item,
                   b = task / G::tiles(p) / per_item;
     const Rows rows = G::tile_rows(p, b, first, t);
@@ -92,9 +92,13 @@ struct Weights {
       uint8_t unfit[lanes] = {};
       Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows, unfit);
       staged = Op::along(k, keys.j0, keys.count, p.D, buf.k, buf.k_unfit);
-      const KeyFits fits{buf.k_unfit, nullptr, keys.j0};
-      if (any_unfit(unfit, rows.count) || meet_unfit(p, rows, keys, fits))
-        return products_on_vectors<NV>(k, keys, q, rows, p.D, R(p.scale), buf.vectors, buf.s);
+      DotProducts<Mul, NV>::run(staged, buf.q, p.D, keys.count, R(p.scale), buf.s);
+      const uint32_t on_vectors = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, keys.j0},
+                                                    unfit, buf.normaliser.tail);
+      if (on_vectors)
+        products_on_vectors<NV>(p, k, keys, buf.k_unfit, q, rows, on_vectors, p.D, R(p.scale),
+                                buf.vectors, buf.s);
+      return;
     } else {
       staged = Op::along(k, keys.j0, keys.count, p.D, buf.k);
       if constexpr (!G::kByParts)
