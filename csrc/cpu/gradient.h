@@ -178,18 +178,6 @@ struct Gradient {
     if (!of_weights(p)) turn(p.dout, p.Dv, buf.dout, buf.dout_unfit);
   }
 
-  // Of these lanes S, or dP, of keys `x` by rows `y`; `unfit` is of the block's keys.
-  template <int NV>
-  static void make_on_vectors(const FaParams& p, const FaTensor& x, const Keys& keys,
-                              const uint8_t* unfit, const Block& block, const FaTensor& y,
-                              const Rows& rows, uint32_t which, int64_t columns, R factor,
-                              const Buffers& buf, R* s) {
-    if constexpr (kPlanes)
-      products_on_vectors<NV>(p, plane(x, rows.b, key_head(p, rows.h)), keys,
-                              unfit + (keys.j0 - block.J0), plane(y, rows.b, rows.h), rows, which,
-                              columns, factor, buf.vectors, s);
-  }
-
   // buf.s = P and, as the caller needs it, buf.dropped = dropout(P); buf.ds = dropout(dP). Have all
   // that meet here planes?
   template <int NV>
@@ -200,6 +188,15 @@ struct Gradient {
     Broadcast<E> k = block.k, v = block.v;
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
+    // s = x y of these lanes, where planes of them will not do.
+    [[maybe_unused]] const auto on_vectors = [&](const FaTensor& x, const uint8_t* unfit,
+                                                 const FaTensor& y, uint32_t lanes,
+                                                 int64_t columns, R factor, R* s) {
+      if constexpr (kPlanes)
+        products_on_vectors<NV>(p, plane(x, rows.b, key_head(p, rows.h)), keys,
+                                unfit + (keys.j0 - block.J0), plane(y, rows.b, rows.h), rows, lanes,
+                                columns, factor, buf.vectors, s);
+    };
     bool fit = true;
     if constexpr (kPlanes) {
       const bool outputs = !of_weights(p);
@@ -208,17 +205,16 @@ struct Gradient {
             !meet_unfit(p, rows, keys, {buf.k_unfit, outputs ? buf.v_unfit : nullptr, block.J0});
     }
     if constexpr (kByParts) {
-      uint32_t on_vectors = 0;
+      uint32_t lanes = 0;
       if constexpr (kPlanes)
-        on_vectors = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, block.J0}, buf.q_unfit,
-                                       normaliser.tail);
+        lanes = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, block.J0}, buf.q_unfit,
+                                  normaliser.tail);
       R factor = R(1);
-      Dots::run(k, buf.q, p.D, keys.count, on_vectors ? R(p.scale) : R(1), buf.s);
-      if (!on_vectors) {
+      Dots::run(k, buf.q, p.D, keys.count, lanes ? R(p.scale) : R(1), buf.s);
+      if (!lanes) {
         factor = T::score_unscaled(p, rows, keys, buf.s, buf.derivative, buf.score);
       } else {
-        make_on_vectors<NV>(p, p.k, keys, buf.k_unfit, block, p.q, rows, on_vectors, p.D,
-                            R(p.scale), buf, buf.s);
+        on_vectors(p.k, buf.k_unfit, p.q, lanes, p.D, R(p.scale), buf.s);
         T::score(p, rows, keys, buf.s, buf.derivative, buf.score);
       }
       T::template probabilities<true>(keys.count, normaliser, buf.s, factor);
@@ -238,8 +234,7 @@ struct Gradient {
     } else if (fit) {
       Dots::run(v, buf.dout, p.Dv, keys.count, R(1), buf.ds);
     } else {
-      make_on_vectors<NV>(p, p.v, keys, buf.v_unfit, block, p.dout, rows, ~0u, p.Dv, R(1), buf,
-                          buf.ds);
+      on_vectors(p.v, buf.v_unfit, p.dout, ~0u, p.Dv, R(1), buf.ds);
     }
     if (p.dropout_p > 0) {
       std::copy(buf.s, buf.s + keys.count * T::lanes, buf.dropped);
