@@ -213,8 +213,10 @@ struct AmxForward {
     each([&](const Rows& rows, int64_t t) {
       not_served[t] = begin(p, rows, buf.state[t], buf.rows);
     });
-    const auto each_tile = [&](auto f) {
-      each([&](const Rows& rows, int64_t t) { f(rows, buf.state[t]); });
+    const auto each_tile = [&](auto f) {  // of which some row is served
+      each([&](const Rows& rows, int64_t t) {
+        if (not_served[t] != (uint64_t(1) << rows.count) - 1) f(rows, buf.state[t]);
+      });
     };
     const KeyRange seen = key_range(p, b, begin_row, end_row);
     for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
