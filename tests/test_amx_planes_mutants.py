@@ -160,9 +160,9 @@ queries are not looked at in gradients: gradient.h: float32: a tiny query
 +fit = true &&
 rows on vectors stay in the sums: backward.h: float32: keys without planes
 -          std::fill(along, along + whole * part, E{});
--        wait
+-        if (!keep)
 +          ;
-+        wait
++        if (!keep)
 dQ of rows on vectors added twice: backward.h: float32: keys without planes
 -seen[lane / part].count = 0;
 +;

@@ -255,7 +255,7 @@ struct Backward {
         Op::tile_along(p.dropout_p > 0 ? buf.dropped : buf.s, mine.count,
                        buf.along_p + operand + skipped * part);
       const typename G::template OfScores<NV> of_scores(normaliser, w.delta + at);
-      const bool keep = G::kPlanes || MaskGradient<Mul>::is_ds(p);
+      const bool keep = MaskGradient<Mul>::is_ds(p);
       const auto gradient = [&](int64_t j, int v) {
         const int64_t x = j * T::lanes + v * T::W;
         const Vec<R> ds = of_scores(v, load(buf.s + x), load(buf.ds + x));
@@ -264,11 +264,12 @@ struct Backward {
       };
       fit &= Op::along_and_across(mine.count, buf.along + operand + skipped * part,
                                   buf.across + operand, gradient);
-      if (MaskGradient<Mul>::is_ds(p)) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
+      if (keep) MaskGradient<Mul>::write_ds(p, here, mine, T::lanes, buf.ds);
       if constexpr (G::kPlanes) {
         if (fit) return;
         for (E* along : {buf.along + operand, buf.along_p + operand})
           std::fill(along, along + whole * part, E{});
+        if (!keep) G::of_all(of_scores, mine.count, buf);
         wait_for_turn(w.turn + index, chunk);
         add_on_vectors<NV>(p, here, mine, block.J0, dq_part(p, w, rows, lane), buf);
         seen[lane / part].count = 0;

@@ -54,9 +54,9 @@ constexpr Served kServed[] = {
     {"GenuineIntel", 6, 207, 207, Pairs::decoding,
      "Emerald Rapids, measured: VDPBF16PS does 121 GF/s and float32 241, so with it forward and "
      "backward (N 512 and 2048, D 64 and 128) take 1.5 to 1.8 times as long; decoding 0.4 to 0.5",
-     "Emerald Rapids, not measured with these kernels: prototypes did 1.7 to 4.7 times torch forward "
-     "in bfloat16, 3.4 to 5.2 in float16 and 1.85 to 3.1 in float32, and 3.6 to 8.5 times backward in "
-     "bfloat16"},
+     "Emerald Rapids, not measured with these kernels: prototypes did 1.7 to 4.7 times torch "
+     "forward in bfloat16, 3.4 to 5.2 in float16 and 1.85 to 3.1 in float32, and 3.6 to 8.5 times "
+     "backward in bfloat16"},
     {"GenuineIntel", 6, 143, 143, Pairs::decoding,
      "Sapphire Rapids, not measured: the vector units of Emerald Rapids",
      "Sapphire Rapids, not measured: the tiles of Emerald Rapids"},

@@ -262,10 +262,14 @@ struct Gradient {
   template <int NV>
   static void scores(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
                      Normaliser<R> normaliser, const R* delta, const Buffers& buf) {
-    using T = Tile<R, NV>;
     probabilities<NV>(p, rows, keys, block, normaliser, buf);
-    const OfScores<NV> of_scores(normaliser, delta);
-    T::each(keys.count, buf.ds, [&](int64_t j, int v, Vec<R> dp) {
+    of_all(OfScores<NV>(normaliser, delta), keys.count, buf);
+  }
+  // From what `probabilities` left there.
+  template <int NV>
+  static FA_INLINE void of_all(const OfScores<NV>& of_scores, int64_t keys, const Buffers& buf) {
+    using T = Tile<R, NV>;
+    T::each(keys, buf.ds, [&](int64_t j, int v, Vec<R> dp) {
       return of_scores(v, load(buf.s + j * T::lanes + v * T::W), dp);
     });
   }

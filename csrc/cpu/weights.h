@@ -88,17 +88,10 @@ struct Weights {
                        const Plane& k, const Buffers& buf) {
     constexpr int64_t lanes = Tile<R, NV>::lanes;
     Broadcast<E> staged;
+    [[maybe_unused]] uint8_t q_unfit[lanes] = {};
     if constexpr (G::kPlanes) {
-      uint8_t unfit[lanes] = {};
-      Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows, unfit);
       staged = Op::along(k, keys.j0, keys.count, p.D, buf.k, buf.k_unfit);
-      DotProducts<Mul, NV>::run(staged, buf.q, p.D, keys.count, R(p.scale), buf.s);
-      const uint32_t on_vectors = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, keys.j0},
-                                                    unfit, buf.normaliser.tail);
-      if (on_vectors)
-        products_on_vectors<NV>(p, k, keys, buf.k_unfit, q, rows, on_vectors, p.D, R(p.scale),
-                                buf.vectors, buf.s);
-      return;
+      Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows, q_unfit);
     } else {
       staged = Op::along(k, keys.j0, keys.count, p.D, buf.k);
       if constexpr (!G::kByParts)
@@ -111,6 +104,11 @@ struct Weights {
       Op::transposed(q, rows.i0, rows.count, 0, p.D, lanes, buf.q, buf.rows);
     }
     DotProducts<Mul, NV>::run(staged, buf.q, p.D, keys.count, R(p.scale), buf.s);
+    if constexpr (G::kPlanes)
+      if (const uint32_t which = scored_on_vectors(p, rows, keys, {buf.k_unfit, nullptr, keys.j0},
+                                                   q_unfit, buf.normaliser.tail))
+        products_on_vectors<NV>(p, k, keys, buf.k_unfit, q, rows, which, p.D, R(p.scale),
+                                buf.vectors, buf.s);
   }
 
   static Plan plan(const FaParams& p) {
