@@ -5,6 +5,10 @@
 #include "cpu/convert.h"
 #if defined(FA_AMX_MODEL)
 #include "cpu/amx_model.h"
+namespace tiles = fa::FA_ISA::amx;
+#else
+#include "cpu/amx.h"
+namespace tiles = fa::amx;
 #endif
 
 namespace fa {
@@ -32,7 +36,7 @@ uint32_t multiply(const uint32_t* a, const uint32_t* b, uint32_t* c, int64_t n, 
   if (by_plain_reading) {
     for (int64_t i = 0; i < 256 * n; i += 256) plain::multiply(a + i, b + i, c + i);
   } else {
-    const amx::Tiles registers;
+    const tiles::Tiles registers;
     for (int64_t i = 0; i < 256 * n; i += 256) fa::FA_ISA::multiply(a + i, b + i, c + i);
   }
   const uint32_t after = _mm_getcsr();
@@ -44,12 +48,12 @@ uint32_t multiply(const uint32_t* a, const uint32_t* b, uint32_t* c, int64_t n, 
 // after a use inside that use, one after all; and a product on this chip. A bit each.
 int legal() {
   using namespace fa::FA_ISA;
-  const auto clear = [] { amx::zero<0>(); };
+  const auto clear = [] { tiles::zero<0>(); };
   int found = fa::survives([] {}) | fa::survives(clear) << 1;
   {
-    const amx::Tiles outer;
+    const tiles::Tiles outer;
     found |= fa::survives(clear) << 2;
-    { const amx::Tiles inner; }
+    { const tiles::Tiles inner; }
     found |= fa::survives(clear) << 3;
   }
   return found | fa::survives(clear) << 4 | fa::survives(fa::multiply_on_tiles) << 5;

@@ -104,7 +104,8 @@ def inside_nan(x):
 
 
 def rising(dtype):
-    """Logits that climb by 100 along the keys in every other row, and fall in the rows between."""
+    """Logits that climb by 100 along the keys in every other row, and fall in the rows between; and
+    one of 160 more than the others, at one of the last keys."""
     for m, heads in ((70, 2), (3, 4), (1, 6)):
         problem = build(Dims(1, heads, 1, m, 512, 16, 16), (), dtype)
         signs = 1.0 - 2 * ((torch.arange(heads)[:, None] + torch.arange(m)) % 2)
@@ -112,6 +113,13 @@ def rising(dtype):
         climb = torch.arange(512).div(40)[:, None]
         problem.k[:] = (problem.k.double() * 0.1 + climb).to(dtype)
         problem.name += ":rising"
+        yield problem
+    for key in range(60, 67):
+        problem = build(Dims(1, 1, 1, 37, 67, 16, 16), (), dtype)
+        problem.q[:] = (problem.q.double() * 0.1 + 2).to(dtype)
+        problem.k[:] *= 0.1
+        problem.k[:, :, key] = 20
+        problem.name += f":largest at {key}"
         yield problem
 
 

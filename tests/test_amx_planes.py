@@ -65,12 +65,15 @@ def differ(found, expected):
 # results are both rounded to it, are chance.
 SHARE = {"float32": (0.5, 1.0), "float16": (1.02, 1.02)}
 SHARE_OF_SMALL_HEADS = 0.6  # for the first: scores of few terms round less often than exp
-SHARE_OF_FEW_ROWS, SHARE_OF_LONG_GRADIENTS = 0.2, 0.57
+SHARE_OF_LONG_GRADIENTS = 0.57
+# Torch's sum over long keys for a few rows errs three times as much on one maker's chips as on
+# another's, ours not at all: it is held against what it sums to.
+ERROR_OF_FEW_ROWS = 2.0**-22.5
 BIAS = {"float32": 2.0**-25, "float16": 2.0**-18}
 
 
 def errors_beside_torch(isa, dtype, dims, causal, backward):
-    """name -> (our error, torch's), the root of the sum of squares."""
+    """name -> (our error, torch's, what is right), the root of the sum of squares."""
     problem = build(dims, (), DTYPES[dtype])
 
     def results(attention, dtype, **more):
@@ -86,7 +89,7 @@ def errors_beside_torch(isa, dtype, dims, causal, backward):
     with variant(isa):
         ours = results(fastattn.attention, DTYPES[dtype], causal=causal, backend="cpu")
     return {
-        name: (float((mine - right).norm()), float((other - right).norm()))
+        name: tuple(float(x.norm()) for x in (mine - right, other - right, right))
         for name, mine, other, right in zip(("out", "dq", "dk", "dv"), ours, theirs, exact)
     }
 
@@ -96,7 +99,7 @@ def complaints_beside_torch(dtype, errors, forward=None):
     share = {name: forward if name == "out" else backward for name in errors}
     return [
         f"{name}: {mine / other:.3f} of torch's error, not {share[name]}"
-        for name, (mine, other) in errors.items()
+        for name, (mine, other, _) in errors.items()
         if not mine <= share[name] * other
     ]
 
@@ -118,8 +121,9 @@ def test_errs_no_more_than_torch(isa, n, d, causal, dtype):
 def test_errs_no_more_than_torch_on_long_keys(isa, m, dtype):
     """Where one sum over all keys would be the largest error."""
     errors = errors_beside_torch(isa, dtype, Dims(1, 2, 2, m, 2048, 64, 64), False, False)
-    forward = SHARE_OF_FEW_ROWS if dtype == "float32" and m < 16 else None
-    assert not complaints_beside_torch(dtype, errors, forward)
+    assert not complaints_beside_torch(dtype, errors)
+    if dtype == "float32" and m < 16:
+        assert errors["out"][0] <= ERROR_OF_FEW_ROWS * errors["out"][2]
 
 
 @every_tiled
@@ -128,7 +132,7 @@ def test_errs_less_than_torch_in_long_gradients(isa, m, n, long):
     """Where one sum over all keys, or rows, would be the largest error. Of float16 it never is."""
     errors = errors_beside_torch(isa, "float32", Dims(1, 1, 1, m, n, 64, 64), False, True)
     for name in long:
-        mine, other = errors[name]
+        mine, other, _ = errors[name]
         assert mine <= SHARE_OF_LONG_GRADIENTS * other, (name, mine / other)
 
 

@@ -102,14 +102,23 @@ scores in one chain: amx_product.h: float32: head dims
 -longest = 8;
 +longest = 16;
 sums of two levels are one: amx_operand.h: float32: long gradients
--template <Sums To = P == 1 ? Sums::go_on : Sums::add>
-+template <Sums To = Sums::go_on>
+-template <Sums To = P == 1 ? Sums::go_on : Sums::add, class
++template <Sums To = Sums::go_on, class
 sums of two levels are one of a few rows: amx_operand.h: float32: long keys of few rows
--template <Sums To = P == 1 ? Sums::go_on : Sums::add>
-+template <Sums To = Sums::go_on>
+-template <Sums To = P == 1 ? Sums::go_on : Sums::add, class
++template <Sums To = Sums::go_on, class
 a block is all keys: amx_forward.h: float32: long keys
 -P == 1 ? 256 : 128, kChunk
 +P == 1 ? 256 : 2048, kChunk
+scores in the place of those before: amx_forward.h: float16: plain
+-kChunks = kMeanwhile ? 2 : 1
++kChunks = 1
+P is summed before it is made: amx_product.h: float32: plain
+-  FA_INLINE void due() { work.rest(); }
++  FA_INLINE void due() {}
+P of a chunk is lost with the next: amx_forward.h: float32: plain
+-      made.rest();
++
 a block's sum not added: amx_forward.h: float32: plain
 -if (P > 1) add(buf.sum, dv, st.out), add
 +if (P > 1) add

@@ -289,8 +289,8 @@ a step of the head dim forgotten: cpu/amx_product.h: plain
 -for (int64_t x = 0; x < steps; ++x)
 +for (int64_t x = 0; x + 1 < steps; ++x)
 the lazy pivot stays at the first: cpu/amx_softmax.h: rising
--best, old + kRise, _CMP_GT_OQ);
-+best, old == -kInf<float> ? old : splat(kInf<float>), _CMP_GT_OQ);
+-top[v], pivot(v) + kRise, _CMP_GT_OQ);
++top[v], pivot(v) == -kInf<float> ? pivot(v) : splat(kInf<float>), _CMP_GT_OQ);
 the lazy pivot moves and O does not: cpu/amx_forward.h: rising
 -rescale(st.out, dv);
 +;
@@ -301,14 +301,23 @@ the lazy pivot moves and l does not: cpu/amx_softmax.h: rising
 -store(l + v * W, V(load(l + v * W) * change));
 +;
 the lazy pivot takes all lanes with it: cpu/amx_softmax.h: rising
--_mm512_mask_mov_ps(old, up, best);
-+up ? best : old;
+-_mm512_mask_mov_ps(old, up[v], top[v]);
++up[v] ? top[v] : old;
+the largest score is sought among every fourth key: cpu/amx_softmax.h: rising
+-max_or_second(of[0][v], of[1][v])
++of[0][v]
+the largest score is not sought among the last keys: cpu/amx_softmax.h: rising
+-for (; j < keys; ++j) take(j, 0);
++;
+the vectors do not make all of P: cpu/amx_softmax.h: plain
+-here.next_ < here.end_
++here.next_ + 1 < here.end_
 P under the old pivot is summed under the new: cpu/amx_forward.h: rising
 -        sum(j);
 +
 P of the chunks before is lost: cpu/amx_forward.h: plain
--buf.p + (j - keys.j0) * kLanesUsed,
-+buf.p,
+-buf.p + (j - keys.j0) * kLanesUsed;
++buf.p;
 rows of a few heads share one's features: cpu/amx_decode.h: few_heads+alibi
 -f(heads.rows(x), one);
 +f(heads.rows(0), one);

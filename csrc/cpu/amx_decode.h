@@ -146,11 +146,14 @@ struct AmxDecode : Decode<Amx<P>> {
     if (Softmax::move(keys.count, buf.s, factor, st.m, st.l, buf.rescale))
       for (int64_t at = 0; at < 16 * dv; at += 16)
         store(st.out + at, load(st.out + at) * buf.rescale[at / dv]);
-    Softmax::probabilities(keys.count, buf.s, factor, st.m, st.l, p.dropout_p > 0, buf.p, [&] {
-      each_head(heads, keys.count, buf.s, buf.one, [&](const Rows& rows, float* s) {
-        T::dropout(p, rows, keys, s, nullptr);
+    if (p.dropout_p > 0)
+      Softmax::probabilities_after(keys.count, buf.s, factor, st.m, st.l, buf.p, [&] {
+        each_head(heads, keys.count, buf.s, buf.one, [&](const Rows& rows, float* s) {
+          T::dropout(p, rows, keys, s, nullptr);
+        });
       });
-    });
+    else
+      typename Softmax::Probabilities(keys.count, buf.s, factor, st.m, st.l, buf.p).rest();
     const int32_t* from = reinterpret_cast<const int32_t*>(buf.p);
     int32_t* to = Op::as_pairs(buf.turned);
     for (int64_t step = 0; step < steps; ++step, from += 256 * P, to += 256 * P)

@@ -21,6 +21,17 @@ struct AmxForward {
   static constexpr int64_t kLanesUsed = T::lanes;
   // Of planes O's sums are of two levels, so a block is also how far one goes.
   static constexpr int64_t kBlockKeys = P == 1 ? 256 : 128, kChunkKeys = P == 1 ? 64 : 32;
+  // Of planes a product takes long enough for vectors to exponentiate the chunk before meanwhile.
+  // bfloat16's does not, and another chunk of scores would not fit the nearest cache: measured.
+  static constexpr bool kMeanwhile = P > 1;
+  static constexpr int64_t kChunks = kMeanwhile ? 2 : 1;
+  template <template <class> class Beside>
+  static auto beside(typename Softmax::Probabilities& made) {
+    if constexpr (kMeanwhile)
+      return Beside<typename Softmax::Probabilities>{made};
+    else
+      return Nothing{};
+  }
   static_assert(kChunkKeys <= kTileKeys && kChunkKeys % kStep == 0, "a tile of whole steps");
 
   // Tiles that share each block of keys, as in forward.h; they fit the second cache with it.
@@ -84,7 +95,7 @@ struct AmxForward {
     for (int64_t t = 0; t < tiles_per_task(p); ++t)
       b.state[t] = {take.array<E>(d * kLanesUsed), take.array<float>(dv * kLanesUsed),
                     take.array<float>(kLanesUsed), take.array<float>(kLanesUsed)};
-    b.s = take.array<float>(kChunkKeys * kLanesUsed);
+    b.s = take.array<float>(kChunks * kChunkKeys * kLanesUsed);
     b.rescale = take.array<float>(kLanesUsed);
     b.sum = take.array<float>(P == 1 ? 0 : dv * kLanesUsed);
     b.sum_l = take.array<float>(kLanesUsed);
@@ -126,12 +137,14 @@ struct AmxForward {
     float *into = P == 1 ? st.out : buf.sum, *into_l = P == 1 ? st.l : buf.sum_l;
     std::fill_n(buf.sum_l, kLanesUsed, 0.0f);
     int64_t summed = keys.j0;  // P of the keys before is in O, or in what will be added to it
+    typename Softmax::Probabilities made;  // P of the chunk before, or what there is of it
     const auto sum = [&](int64_t end) {
       if (end == summed) return;
       const auto go = [&](auto to) {
         Op::template multiply_add<decltype(to)::value>(
             v + summed * dv, kStep, kStep * dv, buf.p + (summed - keys.j0) * kLanesUsed, kLanesUsed,
-            (end - summed + kStep - 1) / kStep, dv, kLanesUsed, into, kLanesUsed);
+            (end - summed + kStep - 1) / kStep, dv, kLanesUsed, into, kLanesUsed,
+            beside<DueForLastStep>(made));
       };
       if (P > 1 && summed == keys.j0)
         go(std::integral_constant<Sums, Sums::overwrite>{});
@@ -147,21 +160,28 @@ struct AmxForward {
       for (int64_t at = 0; at < rows * kLanesUsed; at += 16)
         store(to + at, load(to + at) + load(x + at));
     };
-    for (int64_t j = keys.j0; j < keys.end(); j += kChunkKeys) {
+    for (int64_t j = keys.j0, c = 0; j < keys.end(); j += kChunkKeys, ++c) {
       const Keys chunk{j, std::min(kChunkKeys, keys.end() - j)};
-      tile_products<NV, P>({k.data + (j - J0) * k.stride, k.stride}, st.q, p.D, chunk.count,
-                           buf.s);
-      const float factor = T::score_unscaled(p, rows, chunk, buf.s, nullptr, buf.score);
-      if (Softmax::move(chunk.count, buf.s, factor, st.m, st.l, buf.rescale)) {
+      float* s = buf.s + c % kChunks * kChunkKeys * kLanesUsed;
+      tile_products<NV, P>({k.data + (j - J0) * k.stride, k.stride}, st.q, p.D, chunk.count, s,
+                           beside<Meanwhile>(made));
+      made.rest();
+      const float factor = T::score_unscaled(p, rows, chunk, s, nullptr, buf.score);
+      if (Softmax::move(chunk.count, s, factor, st.m, st.l, buf.rescale)) {
         sum(j);
         rescale(st.out, dv);
         if (P > 1 && j > keys.j0) rescale(buf.sum, dv), rescale(buf.sum_l, 1);
       }
-      Softmax::probabilities(chunk.count, buf.s, factor, st.m, into_l, p.dropout_p > 0,
-                             buf.p + (j - keys.j0) * kLanesUsed,
-                             [&] { T::dropout(p, rows, chunk, buf.s, nullptr); });
+      E* to = buf.p + (j - keys.j0) * kLanesUsed;
+      if (p.dropout_p > 0)
+        Softmax::probabilities_after(chunk.count, s, factor, st.m, into_l, to,
+                                     [&] { T::dropout(p, rows, chunk, s, nullptr); });
+      else
+        made = {chunk.count, s, factor, st.m, into_l, to};
+      if (!kMeanwhile) made.rest();
     }
     sum(keys.end());
+    made.rest();  // where there is no V to do it for
     if (P > 1) add(buf.sum, dv, st.out), add(buf.sum_l, 1, st.l);
   }
 

@@ -16,11 +16,12 @@ struct Operand<Amx<P>> {
   using Source = std::conditional_t<P == 1, uint16_t, float>;
 
   // C += A B.
-  template <Sums To = P == 1 ? Sums::go_on : Sums::add>
+  template <Sums To = P == 1 ? Sums::go_on : Sums::add, class Beside = Nothing>
   static void multiply_add(const E* a, int64_t row, int64_t step, const E* b, int64_t ldb,
-                           int64_t steps, int64_t rows, int64_t columns, float* c, int64_t ldc) {
+                           int64_t steps, int64_t rows, int64_t columns, float* c, int64_t ldc,
+                           Beside beside = {}) {
     tile_product<To, OfSums<P>>(TileRows<P>{a, row, step}, TilePairs<P>{b, ldb}, steps, rows,
-                                columns, c, ldc);
+                                columns, c, ldc, beside);
   }
   // One row, of whole steps: in place, or in `buf`. Zeros if it is none of A's `rows`, or if it has
   // no planes, which `unfit` is told.

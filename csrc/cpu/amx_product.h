@@ -87,9 +87,28 @@ struct Smaller<3> {
   static constexpr int count = 5, a[] = {2, 1, 1, 0, 0}, b[] = {0, 0, 1, 1, 2};
 };
 
+// What vectors do while tiles multiply: a product asks for `some` of it again and again. `due` comes
+// before its last step along k, which may be what reads it.
+struct Nothing {
+  FA_INLINE void some() {}
+  FA_INLINE void due() {}
+};
+template <class Work>
+struct Meanwhile {
+  Work& work;
+  FA_INLINE void some() { work.some(); }
+  FA_INLINE void due() {}
+};
+template <class Work>
+struct DueForLastStep {
+  Work& work;
+  FA_INLINE void some() { work.some(); }
+  FA_INLINE void due() { work.rest(); }
+};
+
 // One step of a block of R x C tiles of C, whose tiles are 0 to 3; A has 4 and 5, B 6 and 7.
-template <class Of, int P, int R, int C, int... I>
-FA_INLINE void tile_step(const TileRows<P>& a, const TilePairs<P>& b,
+template <class Of, int P, int R, int C, class Beside, int... I>
+FA_INLINE void tile_step(const TileRows<P>& a, const TilePairs<P>& b, Beside& beside,
                          std::integer_sequence<int, I...>) {
   const auto one = [&](auto at) {
     constexpr int x = decltype(at)::value / (R * C), r = decltype(at)::value / C % R;
@@ -99,6 +118,7 @@ FA_INLINE void tile_step(const TileRows<P>& a, const TilePairs<P>& b,
     if constexpr (c == 0 && new_a) amx::load<4 + r>(a.tile(16 * r, Of::a[x]), a.stride());
     if constexpr (r == 0 && new_b) amx::load<6 + c>(b.tile(16 * c, Of::b[x]), b.stride());
     amx::dot<r * C + c, 4 + r, 6 + c>();
+    if constexpr (r == 0 && c == C - 1) beside.some();
   };
   (one(std::integral_constant<int, I>{}), ...);
 }
@@ -106,9 +126,9 @@ FA_INLINE void tile_step(const TileRows<P>& a, const TilePairs<P>& b,
 // two levels of summation err less than one (of bfloat16 nobody sees it).
 enum class Sums { overwrite, go_on, add };
 
-template <Sums To, class... Of, int P, int R, int C, int... I>
+template <Sums To, class... Of, int P, int R, int C, class Beside, int... I>
 FA_INLINE void tile_block(const TileRows<P>& a, const TilePairs<P>& b, int64_t steps, float* c,
-                          int64_t ldc, std::integral_constant<int, R>,
+                          int64_t ldc, Beside& beside, std::integral_constant<int, R>,
                           std::integral_constant<int, C>, std::integer_sequence<int, I...>) {
   if constexpr (To == Sums::go_on)
     (amx::load<I>(c + I / C * 16 * ldc + I % C * 16, 4 * ldc), ...);
@@ -117,8 +137,10 @@ FA_INLINE void tile_block(const TileRows<P>& a, const TilePairs<P>& b, int64_t s
   const auto along_k = [&](auto of) {
     using One = decltype(of);
     constexpr auto all = std::make_integer_sequence<int, One::count * R * C>{};
-    for (int64_t x = 0; x < steps; ++x)
-      tile_step<One, P, R, C>({a.data + x * a.step, a.row, a.step}, b.from(x, 0), all);
+    for (int64_t x = 0; x < steps; ++x) {
+      if (x == steps - 1) beside.due();
+      tile_step<One, P, R, C>({a.data + x * a.step, a.row, a.step}, b.from(x, 0), beside, all);
+    }
   };
   (along_k(Of{}), ...);
   if constexpr (To == Sums::add) {
@@ -135,15 +157,15 @@ FA_INLINE void tile_block(const TileRows<P>& a, const TilePairs<P>& b, int64_t s
 }
 
 // C (+)= A B, of `steps` steps. `rows` and `columns` are multiples of 32, or one of them is 16.
-template <Sums To, class... Of, int P>
+template <Sums To, class... Of, int P, class Beside = Nothing>
 void tile_product(const TileRows<P>& a, const TilePairs<P>& b, int64_t steps, int64_t rows,
-                  int64_t columns, float* c, int64_t ldc) {
+                  int64_t columns, float* c, int64_t ldc, Beside beside = {}) {
   const auto blocks = [&](auto r, auto n) {
     constexpr int R = decltype(r)::value, C = decltype(n)::value;
     for (int64_t i = 0; i < rows; i += 16 * R)
       for (int64_t j = 0; j < columns; j += 16 * C)
         tile_block<To, Of...>(TileRows<P>{a.data + i * a.row, a.row, a.step}, b.from(0, j), steps,
-                              c + i * ldc + j, ldc, r, n,
+                              c + i * ldc + j, ldc, beside, r, n,
                               std::make_integer_sequence<int, R * C>{});
   };
   using One = std::integral_constant<int, 1>;
@@ -185,9 +207,9 @@ void resident_product(const TileRows<1>& a, const TilePairs<1>& b, int64_t rows,
 
 // S[r][lane] = the dot product of row r of X, as it lies, with lane's column of Y. Both have whole
 // steps, and S and X whole 32s of rows.
-template <int NV, int P>
+template <int NV, int P, class Beside = Nothing>
 void tile_products(Broadcast<Planes<P>> x, const Planes<P>* y, int64_t columns, int64_t rows,
-                   float* s) {
+                   float* s, Beside beside = {}) {
   constexpr int64_t lanes = NV * kLanes<float>;
   const int64_t steps = round_up(columns, kStep) / kStep, whole = round_up(rows, kStep);
   const TileRows<P> a{x.data, x.stride, kStep};
@@ -197,15 +219,15 @@ void tile_products(Broadcast<Planes<P>> x, const Planes<P>* y, int64_t columns, 
     if (steps == 1) return resident_product<1>(a, b, whole, s);
   }
   if constexpr (P == 1) {
-    tile_product<Sums::overwrite, Largest>(a, b, steps, whole, lanes, s, lanes);
+    tile_product<Sums::overwrite, Largest>(a, b, steps, whole, lanes, s, lanes, beside);
   } else {
     constexpr int64_t longest = 8;  // steps of one sum, as in product.h
     tile_product<Sums::overwrite, Smaller<P>, Largest>(a, b, std::min(steps, longest), whole, lanes,
-                                                       s, lanes);
+                                                       s, lanes, beside);
     for (int64_t x = longest; x < steps; x += longest)
       tile_product<Sums::add, Smaller<P>, Largest>(TileRows<P>{a.data + x * a.step, a.row, a.step},
                                                    b.from(x, 0), std::min(steps - x, longest),
-                                                   whole, lanes, s, lanes);
+                                                   whole, lanes, s, lanes, beside);
   }
 }
 template <int P, int NV>

@@ -35,17 +35,20 @@ struct AmxSoftmax {
   // to be multiplied by `rescale`.
   static bool move(int64_t keys, const float* s, float factor, float* m, float* l,
                    float* rescale) {
+    const auto pivot = [&](int v) { return load(m + v * W); };
     V top[NV];
-    for (int v = 0; v < NV; ++v) top[v] = splat(-kInf<float>);
-    for (int64_t j = 0; j < keys; ++j)
-#pragma GCC unroll 2
-      for (int v = 0; v < NV; ++v) top[v] = max_or_second(load(s + j * lanes + v * W), top[v]);
+    largest(keys, s, top);
+    __mmask16 up[NV], any = 0;
+    for (int v = 0; v < NV; ++v) {
+      top[v] = rounded_product(top[v], factor);
+      up[v] = _mm512_cmp_ps_mask(top[v], pivot(v) + kRise, _CMP_GT_OQ);
+      any |= up[v];
+    }
+    if (!any) return false;
     bool moved = false;
     for (int v = 0; v < NV; ++v) {
-      const V old = load(m + v * W), best = rounded_product(top[v], factor);
-      const __mmask16 up = _mm512_cmp_ps_mask(best, old + kRise, _CMP_GT_OQ);
-      const __mmask16 summed = _mm512_cmp_ps_mask(old, splat(-kInf<float>), _CMP_NEQ_OQ) & up;
-      const V now = _mm512_mask_mov_ps(old, up, best);
+      const V old = pivot(v), now = _mm512_mask_mov_ps(old, up[v], top[v]);
+      const __mmask16 summed = _mm512_cmp_ps_mask(old, splat(-kInf<float>), _CMP_NEQ_OQ) & up[v];
       const V change = _mm512_mask_mov_ps(splat(1.0f), summed, exp(V(old - now)));
       store(m + v * W, now);
       store(l + v * W, V(load(l + v * W) * change));
@@ -54,62 +57,93 @@ struct AmxSoftmax {
     }
     return moved;
   }
-
-  // P = exp(score - m), and l grows by its sum. Calls out(step, pair, vector, two of them): of keys
-  // `pair` and 16 + `pair` of a step; 0 past the last key, for which S must have room.
-  template <class Out>
-  static FA_INLINE void exponentials(int64_t keys, float* s, float factor, const float* m,
-                                     float* l, Out out) {
-    for (int64_t at = keys * lanes; at < round_up(keys, kStep) * lanes; at += W)
-      store(s + at, splat(-kInf<float>));
-    V shift[NV], sum[2][NV];
+  // Of each lane. A maximum takes four cycles, of which the next need not wait for it.
+  static FA_INLINE void largest(int64_t keys, const float* s, V* top) {
+    V of[4][NV];
+    for (int i = 0; i < 4; ++i)
+      for (int v = 0; v < NV; ++v) of[i][v] = splat(-kInf<float>);
+    const auto take = [&](int64_t j, int i) {
 #pragma GCC unroll 2
-    for (int v = 0; v < NV; ++v) {
-      // A row that has seen nothing has 0 for its pivot: -inf - (-inf) is NaN.
-      const V pivot = load(m + v * W);
-      shift[v] = pivot == -kInf<float> ? V{} : pivot;
-      sum[0][v] = sum[1][v] = V{};
-    }
-    const auto all = [&](auto exponent) {
-      for (int64_t j = 0; j < keys; j += kStep)
-        for (int i = 0; i < 16; ++i) {
-          const float* at = s + (j + i) * lanes;
-#pragma GCC unroll 2
-          for (int v = 0; v < NV; ++v, at += W) {
-            const V first = power(exponent(load(at), v));
-            const V second = power(exponent(load(at + 16 * lanes), v));
-            sum[0][v] += first;
-            sum[1][v] += second;
-            out(j, i, v, first, second);
-          }
-        }
+      for (int v = 0; v < NV; ++v) of[i][v] = max_or_second(load(s + j * lanes + v * W), of[i][v]);
     };
-    // A score is the same number here, in `move` and in gradients, however far from zero.
-    if (factor != 1)
-      all([&](V x, int v) -> V { return rounded_product(x, factor) - shift[v]; });
-    else
-      all([&](V x, int v) -> V { return x - shift[v]; });
-    for (int v = 0; v < NV; ++v) store(l + v * W, V(load(l + v * W) + (sum[0][v] + sum[1][v])));
+    int64_t j = 0;
+    for (; j + 4 <= keys; j += 4)
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) take(j + i, i);
+    for (; j < keys; ++j) take(j, 0);
+    for (int v = 0; v < NV; ++v)
+      top[v] = max_or_second(max_or_second(of[0][v], of[1][v]), max_or_second(of[2][v], of[3][v]));
   }
 
-  // P in pairs of keys for the right side of a product: to[keys / 2][planes][lanes]. `drop` is
-  // called with P in s, where there is dropout.
+  // P = exp(score - m) of some keys, in pairs for the right side of a product:
+  // to[keys / 2][planes][lanes], 0 past the last key; or, without `to`, in the place of the scores.
+  // S has room for whole steps. It is made a little at a time, so that vectors work while tiles
+  // multiply something else; l has grown by its sum when `rest` is done.
+  class Probabilities {
+   public:
+    Probabilities() = default;  // of no keys
+    Probabilities(int64_t keys, float* s, float factor, const float* m, float* l, Planes<P>* to)
+        : s_(s), l_(l), pairs_(reinterpret_cast<int32_t*>(to)), factor_(factor),
+          end_(round_up(keys, kStep) / 2) {
+      for (int64_t at = keys * lanes; at < round_up(keys, kStep) * lanes; at += W)
+        store(s + at, splat(-kInf<float>));
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v) {
+        // A row that has seen nothing has 0 for its pivot: -inf - (-inf) is NaN.
+        const V pivot = load(m + v * W);
+        shift_[v] = pivot == -kInf<float> ? V{} : pivot;
+        sum_[0][v] = sum_[1][v] = V{};
+      }
+    }
+    // Of one pair of keys, if one is left.
+    FA_INLINE void some() {
+      if (next_ < end_) make(next_++);
+    }
+    FA_INLINE void rest() {
+      if (end_ == 0) return;
+      Probabilities here = *this;  // whose sums stay in registers
+      while (here.next_ < here.end_) here.make(here.next_++);
+      for (int v = 0; v < NV; ++v)
+        store(l_ + v * W, V(load(l_ + v * W) + (here.sum_[0][v] + here.sum_[1][v])));
+      end_ = 0;
+    }
+
+   private:
+    // Keys i and 16 + i of a step are a pair.
+    FA_INLINE void make(int64_t pair) {
+      float* at = s_ + (pair / 16 * kStep + pair % 16) * lanes;
+      int32_t* to = pairs_ + pair * P * lanes;
+#pragma GCC unroll 2
+      for (int v = 0; v < NV; ++v, at += W, to += W) {
+        // A score is the same number here, in `move` and in gradients, however far from zero.
+        const V first = power(V(rounded_product(load(at), factor_) - shift_[v]));
+        const V second = power(V(rounded_product(load(at + 16 * lanes), factor_) - shift_[v]));
+        sum_[0][v] += first;
+        sum_[1][v] += second;
+        if (!pairs_) {
+          store(at, first);
+          store(at + 16 * lanes, second);
+        } else if constexpr (P == 1) {  // a NaN is in l as well, and makes the whole row one
+          store(to, pair_up(upper_halves(first), upper_halves(second)));
+        } else {
+          each_plane<P, false>(first, second,
+                               [&](int x, Vec<int32_t> y) { store(to + x * lanes, y); });
+        }
+      }
+    }
+
+    float *s_ = nullptr, *l_ = nullptr;
+    int32_t* pairs_ = nullptr;
+    float factor_ = 1;
+    int64_t next_ = 0, end_ = 0;
+    V shift_[NV], sum_[2][NV];
+  };
+
+  // The same at once, after dropout: `drop` is called with P in s.
   template <class Drop>
-  static FA_INLINE void probabilities(int64_t keys, float* s, float factor, const float* m,
-                                      float* l, bool dropout, Planes<P>* to, Drop drop) {
-    int32_t* pairs = reinterpret_cast<int32_t*>(to);
-    if (!dropout)
-      return exponentials(keys, s, factor, m, l, [&](int64_t j, int i, int v, V a, V b) {
-        int32_t* at = pairs + (j / 2 + i) * P * lanes + v * W;
-        if constexpr (P == 1)  // a NaN is in l as well, and makes the whole row one
-          store(at, pair_up(upper_halves(a), upper_halves(b)));
-        else
-          each_plane<P, false>(a, b, [&](int x, Vec<int32_t> y) { store(at + x * lanes, y); });
-      });
-    exponentials(keys, s, factor, m, l, [&](int64_t j, int i, int v, V a, V b) {
-      store(s + (j + i) * lanes + v * W, a);
-      store(s + (j + 16 + i) * lanes + v * W, b);
-    });
+  static void probabilities_after(int64_t keys, float* s, float factor, const float* m, float* l,
+                                  Planes<P>* to, Drop drop) {
+    Probabilities(keys, s, factor, m, l, nullptr).rest();
     drop();
     Operand<Amx<P>>::template tile_across<NV>(s, keys, to);
   }
