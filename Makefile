@@ -61,7 +61,7 @@ test-gpu: setup
 
 test-cuda: setup
 	@FASTATTN_CUDA=on $(PYTHON) -m pytest $(wildcard tests/test_cuda_*.py) \
-		tests/test_emulator.py tests/test_probe.py tests/test_ptxas.py $(ARGS)
+		$(wildcard tests/test_emulator*.py) tests/test_probe.py tests/test_ptxas.py $(ARGS)
 
 # The features, small: a thousand times slower, they still take minutes. torch's own allocator would
 # hide what lies beyond a tensor.

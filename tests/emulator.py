@@ -17,7 +17,8 @@ from runners import INTERPRETED
 
 ROOT = Path(__file__).resolve().parents[1]
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
-PARTS = ("clocks", "run", "meet", "copy", "matrix", "hooks", "control")
+PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
+PARTS = (*PARTS, "control")
 FLAGS = [
     "-std=c++17",
     "-O2",
@@ -26,6 +27,7 @@ FLAGS = [
     "-Wall",
     "-Wextra",
     "-fno-strict-aliasing",
+    "-fno-semantic-interposition",
     "-Wno-unknown-pragmas",
 ]
 FLAGS += ["-DFA_EMULATED", *(f"-I{folder}" for folder in (EMULATOR, ROOT / "csrc"))]
@@ -33,7 +35,12 @@ FLAGS += ["-DFA_EMULATED", *(f"-I{folder}" for folder in (EMULATOR, ROOT / "csrc
 # memory; else under the emulator's own checker of shared memory, which takes from the thread
 # sanitizer only the calls that it makes at loads and stores: hooks.cpp has them.
 WATCHED = os.environ.get("FASTATTN_EMULATOR", "thread")
-KERNEL_FLAGS = [f"-fsanitize={WATCHED}", "-include", str(EMULATOR / "emu.h"), "-x", "c++"]
+# Instructions are known by their addresses: each keeps its own, and one only. What copies blocks of
+# code, or merges them, would make two of one, or one of two.
+PLACES = ["-fno-thread-jumps", "-freorder-blocks-algorithm=simple", "-fno-crossjumping"]
+PLACES += ["-fno-tree-tail-merge", "-fno-code-hoisting"]
+KERNEL_FLAGS = [f"-fsanitize={WATCHED},alignment", *PLACES]
+KERNEL_FLAGS += ["-include", str(EMULATOR / "emu.h"), "-x", "c++"]
 CACHE = ROOT / "build" / "emu"
 
 IN_ORDER, RANDOM, DEPTH_FIRST, WARP_PRIORITIES = range(4)
@@ -80,6 +87,25 @@ def made(target, command):
     return target
 
 
+class Options(ctypes.Structure):
+    """As control.cpp has them; block.h says what they mean."""
+
+    _fields_ = [
+        ("seed", ctypes.c_uint64),
+        ("shared_limit", ctypes.c_int64),
+        ("schedule", ctypes.c_int32),
+        ("lazy", ctypes.c_int32),
+        ("check", ctypes.c_int32),
+        ("same_value_stores", ctypes.c_int32),
+        ("pessimistic", ctypes.c_int32),
+        ("banks", ctypes.c_int32),
+        ("disabled", ctypes.c_char_p),
+    ]
+
+
+DEFAULTS = dict(seed=1, schedule=RANDOM, lazy=True, check=True, shared_limit=99 << 10)
+
+
 @dataclass(frozen=True)
 class Findings:
     """What a launch brought to light."""
@@ -88,6 +114,7 @@ class Findings:
     first: str
     sites: tuple[str, ...]  # of the synchronisations that ran
     multiplies: int
+    banks: dict[str, tuple[int, int]]  # of accesses to shared memory: turns, and their conflicts
 
 
 class Emulator:
@@ -101,17 +128,20 @@ class Emulator:
         self.library.emu_findings.restype = ctypes.c_long
         self.library.emu_multiplies.restype = ctypes.c_long
 
-    def run(self, entry, *arguments, seed=1, schedule=RANDOM, lazy=True, check=True, disabled=None):
+    def run(self, entry, *arguments, disabled="", **options):
         """Call an entry with numbers and arrays, and tell what was found."""
-        site = ctypes.c_char_p((disabled or "").encode())
-        check = check and WATCHED == "thread"
-        self.library.emu_reset(ctypes.c_uint64(seed), schedule, lazy, check, site)
+        options = Options(**DEFAULTS | options, disabled=disabled.encode())
+        options.check &= WATCHED == "thread"
+        self.library.emu_reset(ctypes.byref(options))
         converted = [pointer(x) if isinstance(x, np.ndarray) else x for x in arguments]
         assert getattr(self.library, entry)(*converted) == 0
-        first, sites = (ctypes.create_string_buffer(TEXT_BYTES) for _ in range(2))
-        count = self.library.emu_findings(first, sites, ctypes.c_size_t(TEXT_BYTES))
-        lines = tuple(sites.value.decode().splitlines())
-        return Findings(count, first.value.decode(), lines, self.library.emu_multiplies())
+        first, sites, banks = (ctypes.create_string_buffer(TEXT_BYTES) for _ in range(3))
+        count = self.library.emu_findings(first, sites, banks, ctypes.c_size_t(TEXT_BYTES))
+        first, sites, banks = (x.value.decode() for x in (first, sites, banks))
+        lines = (line.split("\t") for line in banks.splitlines())
+        banks = {what: (int(turns), int(conflicts)) for what, turns, conflicts in lines}
+        multiplies = self.library.emu_multiplies()
+        return Findings(count, first, tuple(sites.splitlines()), multiplies, banks)
 
 
 def pointer(array):

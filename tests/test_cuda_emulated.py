@@ -49,6 +49,69 @@ def test_pairs_of_features(emulated, features):
     run_all([build(dims, features, dtype) for dims in SMALL])
 
 
+@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+def test_features_where_hardware_rounds_worst(emulated, features):
+    """Tensor cores that cut products off instead of rounding them, exp2 that is 2 ulp off."""
+    emulated.options = dict(pessimistic=True)
+    dtype = DTYPES[NAMES[len(features[0].name if features else "") % 2]]
+    run_all([build(square(1, 2, 131, 32), features, dtype)])
+
+
+def test_the_worst_rounding_is_another(emulated):
+    problem = build(square(1, 2, 131, 32), (), torch.float16)
+    right = problem.run(fastattn.attention)
+    emulated.options = dict(pessimistic=True)
+    found = problem.run(fastattn.attention)
+    assert all(not torch.equal(x, right[name]) for name, x in found.items())
+
+
+# Ways to lie where chunks of 8 elements cannot be copied as such.
+def shifted(x):
+    memory = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype)
+    memory[1:] = x.flatten()
+    return memory[1:].view(x.shape)
+
+
+def with_wide_rows(x):
+    memory = torch.full((*x.shape[:3], x.shape[3] + 4), torch.nan, dtype=x.dtype)
+    memory[..., : x.shape[3]] = x
+    return memory[..., : x.shape[3]]
+
+
+def with_heads_apart(x):
+    size = x.shape[2] * x.shape[3]
+    memory = torch.full((*x.shape[:2], size + 4), torch.nan, dtype=x.dtype)
+    memory[..., :size] = x.flatten(2)
+    return memory[..., :size].unflatten(-1, x.shape[2:])
+
+
+every_way = pytest.mark.parametrize("way", [shifted, with_wide_rows, with_heads_apart])
+
+
+@every_way
+@pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
+def test_a_tensor_that_is_not_aligned(emulated, what, way):
+    """Its rows have whole chunks, of which none, or not every one, lies at 16 bytes."""
+    problem = build(square(1, 2, 70, 24), (), torch.bfloat16)
+    right = problem.run(fastattn.attention)
+    moved = replace(problem, **{what: way(getattr(problem, what))})
+    found = moved.run(fastattn.attention)
+    assert all(torch.equal(x, right[name]) for name, x in found.items())
+
+
+@every_way
+@pytest.mark.parametrize("what", ["q", "k", "v"])
+def test_a_tensor_that_is_not_aligned_in_decoding(emulated, what, way):
+    """A tile of queries has rows of several heads."""
+    emulated.sm_count = 8
+    problem = build(Dims(1, 4, 2, 3, 300, 24, 24), (), torch.bfloat16)
+    right = problem.run(fastattn.attention, backward=False)
+    moved = replace(problem, **{what: way(getattr(problem, what))})
+    found = moved.run(fastattn.attention, backward=False)
+    assert torch.equal(found["out"], right["out"])
+    assert emulated.splits > 1
+
+
 # What each pair of head dims is padded to; the last of each line is odd, and no row is aligned.
 HEAD_DIMS = {
     "32": [(32, 32), (8, 24), (31, 1)],

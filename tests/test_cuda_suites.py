@@ -21,7 +21,8 @@ from fastattn.backends.cuda import Cuda
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {
     test_hard_values: "",  # all
-    test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero",
+    test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero "
+    "storage_offsets one_tensor",
     test_gpu_calls: "masks subsets dtype philox same",
 }
 IN_FLOAT32 = "strides_past more_heads inference_then backward_twice gqa_heads window_edge"

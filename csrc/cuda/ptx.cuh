@@ -9,7 +9,7 @@
 #define FA_DEVICE __device__ __forceinline__
 
 #ifdef FA_EMULATED
-#define FA_SHARED_MEMORY(name) unsigned char* const name = ::emu::here->shared
+#define FA_SHARED_MEMORY(name) unsigned char* const name = ::emu::shared_memory()
 #define FA_EMULATED_OR(host, ...) host
 #else
 #define FA_SHARED_MEMORY(name) extern __shared__ __align__(1024) unsigned char name[]
@@ -31,13 +31,13 @@ constexpr unsigned kWholeWarp = 0xFFFFFFFFu;
 
 // 2^x to 2 ulp, 0 for -inf.
 FA_DEVICE float exp2(float x) {
-  FA_EMULATED_OR(return ::exp2f(x);,
+  FA_EMULATED_OR(return emu::approximate_exp2(x);,
                  float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;)
 }
 
 // log2 x, -inf for 0.
 FA_DEVICE float log2(float x) {
-  FA_EMULATED_OR(return ::log2f(x);,
+  FA_EMULATED_OR(return emu::approximate_log2(x);,
                  float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;)
 }
 

@@ -1,19 +1,21 @@
-// The state of a thread block while it runs, and what the parts of the emulator offer each other.
+// The state of thread blocks while they run, and what the parts of the emulator offer each other.
 #pragma once
+#include <array>
 #include <deque>
-#include <map>
 #include <set>
-#include <stdexcept>
 #include <string>
+#include <unordered_map>
 #include <vector>
 
-#include "clocks.h"
 #include "emu.h"
+#include "memory.h"
+#include "shadow.h"
 
 namespace emu {
 
 constexpr uint32_t kWindow = 1024;  // where dynamic shared memory begins in its window, as on sm_90
 constexpr int kBarriers = 16;
+constexpr uint32_t kWholeWarp = 0xFFFFFFFFu;
 
 // -- options and findings, of the process ----------------------------------------------------------
 
@@ -23,23 +25,31 @@ struct Options {
   uint64_t seed = 1;
   Schedule schedule = kRandom;
   bool lazy = true;   // asynchronous copies land as late as the ISA allows, else at once
-  bool check = true;  // watch shared memory for races
-  size_t shared_limit = 227 * 1024;
-  std::string disabled;  // the site of a synchronisation that does nothing
+  bool check = true;  // watch memory for races
+  size_t shared_limit = 99 * 1024;  // of sm_86 and sm_89
+  bool same_value_stores = false;   // a race of stores is none where the value stays
+  bool pessimistic = false;  // tensor cores and approximations round as badly as any hardware
+  bool banks = false;        // count conflicts of banks
+  std::string disabled;      // the site of a synchronisation that does nothing
 };
 extern Options options;
 
 struct Report {
+  struct Banks {
+    long turns = 0, conflicts = 0;
+  };
   long findings = 0, switches = 0, multiplies = 0, blocks = 0;
   std::string first;            // the first finding
   std::set<std::string> sites;  // of the synchronisations that ran
+  std::unordered_map<const char*, bool> skipped;  // the same by address: are they switched off?
+  std::map<std::string, Banks> banks;  // of each kind of access
 };
 extern Report report;
 
 // Notes the site; true if it is switched off.
 bool skipped(const char* site);
 
-// -- one block -------------------------------------------------------------------------------------
+// -- blocks ----------------------------------------------------------------------------------------
 
 struct Copy {
   uint32_t to;
@@ -47,60 +57,137 @@ struct Copy {
   int bytes;
 };
 
+// A store that races with another one, and is none if it leaves what was there.
+struct Doubt {
+  const void* at = nullptr;
+  int bytes = 0;
+  unsigned char before[16];
+  std::string finding;
+};
+
+// What a thread published by its last fence, and what its atomics saw since.
+struct Fences {
+  Clocks released, released_in_block, observed, observed_in_block;
+};
+
 struct Fiber : Thread {
   void* stack_pointer = nullptr;
   bool done = false;
-  std::string waits_for;
+  const char* waits_for = "";
+  int at_barrier = -1;
   Clocks clocks;
+  Clock committed = 0;                    // groups of copies
   std::vector<Copy> issued;               // cp.async since the last commit
   std::deque<std::vector<Copy>> pending;  // committed groups, oldest first
+  std::unique_ptr<Fences> fences;
+  Doubt doubt;
+  std::vector<uintptr_t> calls;  // what leads to each function that has been called: see place_here
+
+  Step step(const char* what) const {
+    return {clocks.block, clocks.own[id], static_cast<uint16_t>(id), false, what};
+  }
 };
 
 // Lanes that come together.
 struct Meeting {
-  const char* name = nullptr;  // null: nobody waits here
-  uint32_t mask = 0;
-  int arrived = 0;
+  const char* name = nullptr;
+  const void* place = nullptr;  // the instruction, where it must be one for all; else null
+  uint32_t mask = 0, arrived = 0;
+  bool exits_count = false;  // a lane that has exited is not waited for
+  bool (*all_here)(Meeting&) = nullptr;
+  Act act = nullptr;
   void* brought[32] = {};
-  std::vector<int> waiting;
+};
+
+struct Warp {
+  uint32_t live = 0;  // lanes
+  int priority = 0, meetings = 0;
+  std::array<Meeting, 32> meeting;
 };
 
 struct Barrier {
   int threads = 0, arrived = 0;
+  bool all = false;          // for all threads of the block that there still are
+  uint32_t warps = 0;        // that have arrived
   std::vector<int> waiting;
   Clocks clocks;  // of those who arrived
 };
 
+// What lanes of a warp access together.
+struct Together {
+  const char* what = "";
+  int bytes = 0;
+  uint32_t lanes = 0, offset[32] = {};
+};
+
 struct Block : Here {
+  int64_t number = 0;  // in the grid
   size_t shared_bytes = 0;
-  std::vector<unsigned char> memory;
   std::vector<Fiber> fibers;
-  std::vector<int> ready, priorities;  // fibers that can run; of each warp
-  std::vector<std::vector<Meeting>> meetings;  // of each warp
+  std::vector<Warp> warps;
+  std::vector<int> ready;  // fibers that can run
   Barrier barriers[kBarriers];
-  Shadow shadow;
-  void* scheduler = nullptr;  // its stack pointer
-  const std::function<void()>* body = nullptr;
+  Shadow shadow;           // of shared memory
+  // Where banks are counted: how often a thread came to a place, and what a warp did there that time.
+  std::map<std::pair<const void*, int>, long> times;
+  std::map<std::tuple<const void*, int, long>, Together> together;
   uint64_t random_state = 0;
   int live = 0;
   bool failed = false;
 
+  Block();
   uint32_t random();
 };
-extern __thread Block* block;
+extern Block* block;  // the current fiber's
 
-struct Failure : std::runtime_error {
-  using std::runtime_error::runtime_error;
-};
-
-Fiber& current();
+inline Fiber& current() { return *static_cast<Fiber*>(self); }
 void found(const std::string& finding);  // counts it and keeps the first
-void wait_for(const std::string& what);  // the current fiber stops until someone wakes it
+void wait_for(const char* what, int barrier = -1);  // until someone wakes the current fiber
 void wake(int fiber);
+void give_way();    // others may run before the current fiber goes on
+void lane_exits();  // those who wait for it need not
 
-// Accesses to shared memory by the current fiber, or by lane's fiber of its warp.
-void note_read(uint32_t address, int bytes, const char* what);
+// The instruction whose code ends here, as told apart by all the calls that lead to it.
+inline const void* place_here(const void* after) {
+  const std::vector<uintptr_t>& calls = current().calls;
+  const auto at = reinterpret_cast<uintptr_t>(after);
+  return reinterpret_cast<const void*>(calls.empty() ? at : at ^ calls.back());
+}
+inline void enter_function(const void* from) {
+  std::vector<uintptr_t>& calls = current().calls;
+  const auto at = reinterpret_cast<uintptr_t>(from);
+  calls.push_back((calls.empty() ? 0 : calls.back()) * 0x9E3779B97F4A7C15ull + at);
+}
+inline void leave_function() {
+  std::vector<uintptr_t>& calls = current().calls;
+  if (!calls.empty()) calls.pop_back();
+}
+
+std::string coordinates(int64_t block);
+bool running(int64_t block);
+
+// -- memory ----------------------------------------------------------------------------------------
+
+void memory_begins();  // of a launch
+void memory_of_block(Block& begins, int slot, size_t shared);
+
+ptrdiff_t offset_in_shared(const void* at);
+void settle_doubt(Fiber& fiber);  // about its last store, which has happened
+// Of g++'s own loads and stores at a place in the program.
+void read_at_place(const void* at, int bytes, const void* place);
+void write_at_place(const void* at, int bytes, const void* place);
+
+// Accesses to shared memory by a fiber, and by a copy that the current one begins.
 void note_read(const Fiber& by, uint32_t address, int bytes, const char* what);
-void note_write(uint32_t address, int bytes, const char* what);
+void note_copy(uint32_t to, const void* from, int bytes, const void* place);
+
+void note_atomic(const void* at, int bytes, const char* what, bool narrow);
+void atomics_begin();  // of a launch
+
+// Counts, where options.banks says so. Lanes of a warp access together what they do at one place,
+// for the n-th time each.
+void note_bank(const char* what, const void* place, ptrdiff_t offset, int bytes);
+void note_turn(const char* what, const std::vector<uint32_t>& offsets, int bytes);
+void count_banks(Block& ends);
 
 }  // namespace emu

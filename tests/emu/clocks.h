@@ -1,62 +1,43 @@
-// Who knows of whose work: vector clocks, and for shared memory the last accesses to each cell.
-// Two accesses race when neither happened before the other (FastTrack, Flanagan and Freund 2009).
+// Who knows of whose work: vector clocks. Two accesses race when neither happened before the other
+// (FastTrack, Flanagan and Freund 2009).
 #pragma once
-#include <algorithm>
-#include <array>
 #include <cstdint>
-#include <string>
+#include <map>
+#include <memory>
 #include <vector>
 
 namespace emu {
 
 using Clock = uint32_t;
 
-// Entry i: up to which of agent i's steps its work is known to have happened. Agents are the
-// threads of a block, and after them what works on its own beside them.
-struct Clocks : std::vector<Clock> {
-  using std::vector<Clock>::vector;
-  void join(const Clocks& other) {
-    for (size_t i = 0; i < size(); ++i) (*this)[i] = std::max((*this)[i], other[i]);
-  }
-};
-
-// One agent at one moment, and what it did.
+// One agent at one moment, and what it did. Agents of a block are its threads, and after them the
+// asynchronous copies of each thread, which work beside it.
 struct Step {
-  int agent = -1;
-  Clock clock = 0;
+  int64_t block = -1;
+  Clock clock = 0;  // 0: nothing was done
+  uint16_t agent = 0;
+  bool narrow = false;  // an atomic for its own block alone
   const char* what = "";
-  bool known_to(const Clocks& clocks) const { return agent < 0 || clock <= clocks[agent]; }
+
+  bool by_same(const Step& other) const { return block == other.block && agent == other.agent; }
 };
 
-// Shared memory in cells of two bytes, the smallest element.
-class Shadow {
- public:
-  static constexpr int kCellBytes = 2, kReaders = 8;
-  using Complain = void (*)(const char* kind, uint32_t offset, const Step& before, const Step& now);
+// What is known of agents: entry i, up to which of agent i's steps.
+struct Clocks {
+  using Known = std::vector<Clock>;
+  int64_t block = -1;
+  Known own;  // of the agents of this block
+  // Of other blocks: nothing at first. Only atomics and fences order blocks of a launch.
+  std::shared_ptr<const std::map<int64_t, Known>> others;
 
-  Shadow() = default;
-  Shadow(size_t bytes, Complain complain)
-      : cells_(bytes / kCellBytes + 1), complain_(complain) {}
-
-  void read(uint32_t offset, int bytes, const Step& now, const Clocks& known);
-  void write(uint32_t offset, int bytes, const Step& now, const Clocks& known);
-  // A copy into the cells has begun and may land at any time until `write` says that it has.
-  void begin_copy(uint32_t offset, int bytes, const Step& now, const Clocks& known);
+  bool know(const Step& step) const {
+    if (step.clock == 0) return true;
+    return step.block == block ? step.clock <= own[step.agent] : others && know_other(step);
+  }
+  void join(const Clocks& from);
 
  private:
-  struct Cell {
-    Step written;
-    std::array<Step, kReaders> readers;
-    int reader_count = 0;
-    bool fresh = true, in_flight = false;
-  };
-  template <class Visit>
-  void visit(uint32_t offset, int bytes, Visit each);
-  void check_write(Cell& cell, uint32_t offset, const Step& now, const Clocks& known);
-
-  std::vector<Cell> cells_;
-  Complain complain_ = nullptr;
-  unsigned evicted_ = 0;
+  bool know_other(const Step& step) const;
 };
 
 }  // namespace emu

@@ -1,5 +1,6 @@
 // cp.async: copies to shared memory that land when a wait for their group says so, or any time
-// before. Lazily they land as late as they may, and until then the target holds NaN.
+// before. Lazily they land as late as they may, and until then the target holds NaN. To the checker
+// they are an agent beside their thread, whose groups are its steps: known by who waits for them.
 #include "block.h"
 
 namespace emu {
@@ -8,7 +9,6 @@ static void land(const Copy& copy) {
   unsigned char* to = shared_pointer(copy.to, 16);
   std::memcpy(to, copy.from, copy.bytes);
   std::memset(to + copy.bytes, 0, 16 - copy.bytes);
-  note_write(copy.to, 16, "cp.async");
 }
 
 void copy16(uint32_t to, const void* from, int bytes) {
@@ -17,17 +17,11 @@ void copy16(uint32_t to, const void* from, int bytes) {
   if (bytes != 0 && bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %d bytes", bytes);
   unsigned char* target = shared_pointer(to, 16);
   const Copy copy{to, static_cast<const unsigned char*>(from), bytes};
-  if (!options.lazy) {
+  note_copy(to, from, bytes, __builtin_return_address(0));
+  if (options.lazy)
+    std::memset(target, 0xFF, 16);
+  else
     land(copy);
-    current().issued.push_back(Copy{to, nullptr, 0});
-    return;
-  }
-  if (options.check) {
-    const Fiber& by = current();
-    block->shadow.begin_copy(to - kWindow, 16, Step{by.id, by.clocks[by.id], "cp.async"},
-                             by.clocks);
-  }
-  std::memset(target, 0xFF, 16);
   current().issued.push_back(copy);
 }
 
@@ -36,6 +30,7 @@ void copies_commit(const char* site) {
   Fiber& fiber = current();
   fiber.pending.push_back(std::move(fiber.issued));
   fiber.issued.clear();
+  fiber.committed++;
 }
 
 void copies_wait(const char* site, int pending) {
@@ -45,6 +40,7 @@ void copies_wait(const char* site, int pending) {
     if (options.lazy)
       for (const Copy& copy : fiber.pending.front()) land(copy);
     fiber.pending.pop_front();
+    fiber.clocks.own[block->fibers.size() + fiber.id]++;
   }
 }
 

@@ -11,6 +11,7 @@
 #include <functional>
 #include <tuple>
 
+#define FA_UNWATCHED __attribute__((no_sanitize("thread", "alignment")))
 #define __global__
 #define __device__
 #define __host__
@@ -53,19 +54,35 @@ struct Here {
   dim3 block_size, grid_size;
   unsigned char* shared;
 };
-// __thread, not thread_local: no initialiser runs at each use, and fibers never change OS threads.
-extern __thread Thread* self;
-extern __thread Here* here;
+// One kernel runs at a time, on whichever OS thread launches it.
+extern Thread* self;
+extern Here* here;
+// The same, for kernels, which are watched where they load: of one thread, they never change.
+[[gnu::const]] uint3 thread_index();
+[[gnu::const]] uint3 block_index();
+[[gnu::const]] dim3 block_size();
+[[gnu::const]] dim3 grid_size();
+[[gnu::const]] int lane();
+[[gnu::const]] unsigned char* shared_memory();
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
+
+// What was called on the way here has left its traces on the stack: the kernel begins below them.
+template <class... P>
+FA_UNWATCHED __attribute__((noinline)) void enter(void (*kernel)(P...), const P&... of) {
+  asm volatile("" ::"r"(__builtin_alloca(2048)));
+  kernel(of...);
+}
 
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A&&... arguments) {
   std::tuple<P...> copies(static_cast<P>(arguments)...);  // by value, as a kernel's parameters are
-  launch(grid, block, shared_bytes, [&] { std::apply(kernel, copies); });
+  launch(grid, block, shared_bytes, [&] {
+    std::apply([&](const P&... of) { enter(kernel, of...); }, copies);
+  });
 }
 
-// Ends the block with this message in the report; the C++ stack of the fiber unwinds.
+// Ends the block with this message in the report.
 [[noreturn]] [[gnu::format(printf, 1, 2)]] void fail(const char* format, ...);
 
 // -- primitives; `site` names the place in the kernel, for reports and to switch it off -----------
@@ -74,9 +91,24 @@ void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A&
 uint32_t shared_address(const void* pointer);
 unsigned char* shared_pointer(uint32_t address, int bytes);
 
-// Every lane of mask meets; the last one to come runs act on what all brought.
-using Act = void (*)(void** brought, uint32_t mask);
-void warp_meet(const char* name, uint32_t mask, void* brought, Act act);
+// What a thread is about to do with plain loads, stores and atomics: `at` is a real pointer, to shared
+// memory or to global. Its alignment, the end of shared memory and races are checked.
+void plain_read(const void* at, int bytes, const char* what);
+void plain_write(const void* at, int bytes, const char* what);
+// Atomics, by the memory model of PTX: whom they order, and whose they are atomic for. Beside each
+// of them others may run, so that who waits for one by asking again does not wait for ever.
+enum class Order { kRelaxed, kAcquire, kRelease, kAcquireRelease };
+enum class Scope { kBlock, kDevice };
+void atomic_access(const void* at, int bytes, const char* what, Order order = Order::kRelaxed,
+                   Scope scope = Scope::kDevice);
+void fence(Scope scope);
+
+// Every lane of mask meets; the last one to come runs act on what all brought. With a place, the
+// address of an instruction, it must be the same of all, who must all be there; else those who have
+// exited are not waited for.
+using Act = void (*)(void** brought, uint32_t lanes);
+void warp_meet(const char* name, uint32_t mask, void* brought, Act act,
+               const void* place = nullptr);
 void warp_sync(const char* site, uint32_t mask);
 void barrier_sync(const char* site, int id, int threads);  // threads < 0: the whole block
 void barrier_arrive(const char* site, int id, int threads);
@@ -87,8 +119,10 @@ void copies_wait(const char* site, int pending);
 
 void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address);
 void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16);
-float widened(uint16_t bits, bool bfloat16);     // else float16
-uint32_t narrowed(float x, bool bfloat16);       // to nearest even, in the low half
+float widened(uint16_t bits, bool bfloat16);  // else float16
+uint32_t narrowed(float x, bool bfloat16);    // to nearest even, in the low half
+float approximate_exp2(float x);              // ex2.approx.ftz
+float approximate_log2(float x);              // lg2.approx.ftz
 
 // -- shuffles --------------------------------------------------------------------------------------
 
@@ -100,12 +134,12 @@ struct Shuffle {
 template <class T>
 T shuffle(uint32_t mask, T value, int from) {
   Shuffle<T> mine{value, value, from};
-  warp_meet("shuffle", mask, &mine, [](void** brought, uint32_t mask) {
+  warp_meet("shuffle", mask, &mine, [](void** brought, uint32_t lanes) {
     for (int lane = 0; lane < 32; ++lane) {
-      if (!(mask >> lane & 1)) continue;
+      if (!(lanes >> lane & 1)) continue;
       auto* to = static_cast<Shuffle<T>*>(brought[lane]);
-      if (!(mask >> to->from & 1))
-        fail("shuffle: lane %d reads lane %d, which is not in mask 0x%x", lane, to->from, mask);
+      if (!(lanes >> to->from & 1))
+        fail("shuffle: lane %d reads lane %d, which is not among 0x%x", lane, to->from, lanes);
       to->found = static_cast<Shuffle<T>*>(brought[to->from])->value;
     }
   });
@@ -114,10 +148,10 @@ T shuffle(uint32_t mask, T value, int from) {
 
 }  // namespace emu
 
-#define threadIdx (::emu::self->index)
-#define blockIdx (::emu::here->block)
-#define blockDim (::emu::here->block_size)
-#define gridDim (::emu::here->grid_size)
+#define threadIdx (::emu::thread_index())
+#define blockIdx (::emu::block_index())
+#define blockDim (::emu::block_size())
+#define gridDim (::emu::grid_size())
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from) {
@@ -125,7 +159,7 @@ T __shfl_sync(unsigned mask, T value, int from) {
 }
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, int flip) {
-  return emu::shuffle(mask, value, (emu::self->lane ^ flip) & 31);
+  return emu::shuffle(mask, value, (emu::lane() ^ flip) & 31);
 }
 inline float __uint_as_float(unsigned bits) {
   float x;

@@ -1,28 +1,16 @@
-// Plain loads and stores of shared memory in kernels. The kernels are compiled with
-// -fsanitize=thread, whose calls come here instead of to its library.
+// What g++ puts into kernels that it compiles with -fsanitize=thread,alignment: calls at every load
+// and store, and where a pointer is misaligned. They come here instead of to its libraries.
 #include "block.h"
 
-namespace {
-
-void access(const void* pointer, long bytes, bool write) {
-  using namespace emu;
-  if (!block || !self) return;
-  const ptrdiff_t offset = static_cast<const unsigned char*>(pointer) - block->shared;
-  if (offset < 0 || static_cast<size_t>(offset) >= block->shared_bytes) return;
-  const auto address = static_cast<uint32_t>(offset) + kWindow;
-  if (write)
-    note_write(address, static_cast<int>(bytes), "store");
-  else
-    note_read(address, static_cast<int>(bytes), "load");
-}
-
-}  // namespace
-
-#define ACCESS(n)                                                 \
-  void __tsan_read##n(void* p) { access(p, n, false); }           \
-  void __tsan_write##n(void* p) { access(p, n, true); }           \
-  void __tsan_unaligned_read##n(void* p) { access(p, n, false); } \
-  void __tsan_unaligned_write##n(void* p) { access(p, n, true); }
+#define ACCESS(n)                                                                             \
+  void __tsan_read##n(void* p) { emu::read_at_place(p, n, __builtin_return_address(0)); }     \
+  void __tsan_write##n(void* p) { emu::write_at_place(p, n, __builtin_return_address(0)); }   \
+  void __tsan_unaligned_read##n(void* p) {                                                    \
+    emu::read_at_place(p, n, __builtin_return_address(0));                                    \
+  }                                                                                           \
+  void __tsan_unaligned_write##n(void* p) {                                                   \
+    emu::write_at_place(p, n, __builtin_return_address(0));                                   \
+  }
 
 extern "C" {
 ACCESS(1)
@@ -30,11 +18,41 @@ ACCESS(2)
 ACCESS(4)
 ACCESS(8)
 ACCESS(16)
-void __tsan_read_range(void* p, long bytes) { access(p, bytes, false); }
-void __tsan_write_range(void* p, long bytes) { access(p, bytes, true); }
+void __tsan_read_range(void* p, long bytes) {
+  emu::read_at_place(p, static_cast<int>(bytes), __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, long bytes) {
+  emu::write_at_place(p, static_cast<int>(bytes), __builtin_return_address(0));
+}
 void __tsan_init() {}
-void __tsan_func_entry(void*) {}
-void __tsan_func_exit() {}
+void __tsan_func_entry(void* from) {
+  if (emu::self) emu::enter_function(from);
+}
+void __tsan_func_exit() {
+  if (emu::self) emu::leave_function();
+}
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
+
+// As GCC lays them out (libsanitizer/ubsan).
+struct SourceLocation {
+  const char* file;
+  unsigned line, column;
+};
+struct TypeDescriptor {
+  uint16_t kind, info;
+  char name[1];
+};
+struct TypeMismatch {
+  SourceLocation at;
+  const TypeDescriptor* type;
+  unsigned char log_alignment, kind;
+};
+void __ubsan_handle_type_mismatch_v1(TypeMismatch* what, void* pointer) {
+  if (!emu::self) return;
+  const char* const slash = strrchr(what->at.file, '/');
+  emu::fail("%s:%u: MISALIGNED access to %s at %p, expected a multiple of %d",
+            slash ? slash + 1 : what->at.file, what->at.line, what->type->name, pointer,
+            1 << what->log_alignment);
+}
 }

@@ -1,5 +1,8 @@
 // ldmatrix and mma.sync, by the fragment layouts of the PTX ISA. tests/test_emulator.py holds them
-// to an independent source of those layouts.
+// to an independent source of those layouts. And arithmetic that hardware approximates.
+#include <algorithm>
+#include <cmath>
+
 #include "block.h"
 
 #define FA_ISA emulator
@@ -21,12 +24,15 @@ void load(void** brought, uint32_t) {
   const Load& first = *lane_of(0);
   for (int matrix = 0; matrix < first.count; ++matrix) {
     uint16_t m[8][8];
+    std::vector<uint32_t> offsets;
     for (int row = 0; row < 8; ++row) {  // its address comes from lane 8 matrix + row
       const int lane = 8 * matrix + row;
       const uint32_t address = lane_of(lane)->address;
       std::memcpy(m[row], shared_pointer(address, 16), 16);
       note_read(block->fibers[self->warp * 32 + lane], address, 16, "ldmatrix");
+      if (options.banks) offsets.push_back(address - kWindow);
     }
+    if (options.banks) note_turn("ldmatrix", offsets, 16);
     for (int lane = 0; lane < 32; ++lane) {  // gets row lane / 4, columns 2 (lane % 4) + {0, 1}
       const int row = lane / 4, column = 2 * (lane % 4);
       const uint32_t low = first.transposed ? m[column][row] : m[row][column];
@@ -47,6 +53,45 @@ float element(const uint32_t* registers, int i, bool bfloat16) {
   return widened(static_cast<uint16_t>(registers[i / 2] >> (16 * (i % 2))), bfloat16);
 }
 
+// The sum of some terms as the worst of tensor cores adds them: each is cut to the last bit that
+// the largest has, and one more; so is the sum.
+float truncated_sum(const double (&terms)[9]) {
+  double plain = 0, largest = 0;
+  for (const double x : terms) {
+    plain += x;
+    largest = std::max(largest, std::fabs(x));
+  }
+  if (!std::isfinite(plain) || largest == 0) return static_cast<float>(plain);
+  const double unit = std::ldexp(1.0, std::max(std::ilogb(largest), -126) - 24);
+  double sum = 0;  // exact: whole numbers of units, of which there are few
+  for (const double x : terms) sum += std::trunc(x / unit);
+  sum *= unit;
+  if (sum == 0) return 0.0f;
+  const double last = std::ldexp(1.0, std::max(std::ilogb(sum), -126) - 23);
+  return static_cast<float>(std::trunc(sum / last) * last);
+}
+
+// Eight products at a time, with what there is.
+void multiply_pessimistically(const float (&a)[16][16], const float (&b)[16][8], float (&d)[16][8]) {
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 8; ++j)
+      for (int first = 0; first < 16; first += 8) {
+        double terms[9] = {d[i][j]};
+        for (int k = 0; k < 8; ++k) terms[k + 1] = double{a[i][first + k]} * b[first + k][j];
+        d[i][j] = truncated_sum(terms);
+      }
+}
+
+float without_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
+
+// Off by as much as two of its last bits, up or down by the bits of the argument.
+float within_two_ulp(float exact, float x) {
+  const bool normal = exact >= 0x1p-125f && std::isfinite(exact);
+  if (!options.pessimistic || !normal || exact == 1) return exact;
+  const int off = static_cast<int>((__float_as_uint(x) * 2654435761u >> 16) % 5) - 2;
+  return __uint_as_float(__float_as_uint(exact) + static_cast<unsigned>(off));
+}
+
 // D (16 x 8) += A (16 x 16) B (16 x 8). Lane 4 g + t holds, two at a time along a row:
 // of A the rows g and g + 8, columns 2 t and 2 t + 8; of B, which lies transposed, column g, rows
 // 2 t and 2 t + 8; of D the rows g and g + 8, columns 2 t.
@@ -62,9 +107,12 @@ void multiply(void** brought, uint32_t) {
     for (int i = 0; i < 4; ++i) b[2 * t + i % 2 + 8 * (i / 2)][g] = element(x.b, i, x.bfloat16);
     for (int i = 0; i < 4; ++i) d[g + 8 * (i / 2)][2 * t + i % 2] = x.d[i];
   }
-  for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 16; ++k)
-      for (int j = 0; j < 8; ++j) d[i][j] += a[i][k] * b[k][j];
+  if (options.pessimistic)
+    multiply_pessimistically(a, b, d);
+  else
+    for (int i = 0; i < 16; ++i)
+      for (int k = 0; k < 16; ++k)
+        for (int j = 0; j < 8; ++j) d[i][j] += a[i][k] * b[k][j];
   for (int lane = 0; lane < 32; ++lane) {
     const int g = lane / 4, t = lane % 4;
     for (int i = 0; i < 4; ++i) lane_of(lane)->d[i] = d[g + 8 * (i / 2)][2 * t + i % 2];
@@ -81,14 +129,22 @@ uint32_t narrowed(float x, bool bfloat16) {
   return bfloat16 ? fa::emulator::to_bf16(x) : fa::emulator::to_f16(x);
 }
 
+float approximate_exp2(float x) {
+  return without_subnormal(within_two_ulp(std::exp2(without_subnormal(x)), x));
+}
+
+float approximate_log2(float x) { return std::log2(without_subnormal(x)); }
+
 void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address) {
   Load mine{registers, address, count, transposed};
-  warp_meet(transposed ? "ldmatrix.trans" : "ldmatrix", ~0u, &mine, load);
+  warp_meet(transposed ? "ldmatrix.trans" : "ldmatrix", ~0u, &mine, load,
+            place_here(__builtin_return_address(0)));
 }
 
 void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16) {
   Multiply mine{d, a, {b0, b1}, bfloat16};
-  warp_meet(bfloat16 ? "mma.bf16" : "mma.f16", ~0u, &mine, multiply);
+  warp_meet(bfloat16 ? "mma.bf16" : "mma.f16", ~0u, &mine, multiply,
+            place_here(__builtin_return_address(0)));
 }
 
 }  // namespace emu

@@ -3,86 +3,178 @@
 
 namespace emu {
 
-// The meeting of this warp that these lanes are to join, or a free one.
-static Meeting& meeting_of(const char* name, uint32_t mask) {
-  Meeting* free = nullptr;
-  for (Meeting& meeting : block->meetings[self->warp]) {
-    if (!meeting.name) {
-      if (!free) free = &meeting;
-    } else if (meeting.mask & mask) {
-      if (meeting.name != std::string(name) || meeting.mask != mask)
-        fail("warp %d has diverged: lane %d is at %s with mask 0x%x, others wait at %s with mask "
-             "0x%x", self->warp, self->lane, name, mask, meeting.name, meeting.mask);
-      return meeting;
-    }
+// The meeting of this warp that these lanes are to join, or a new one.
+static Meeting& meeting_of(const char* name, const void* place, uint32_t mask) {
+  Warp& warp = block->warps[self->warp];
+  for (int i = 0; i < warp.meetings; ++i) {
+    Meeting& meeting = warp.meeting[i];
+    if (!(meeting.mask & mask)) continue;
+    if (meeting.place != place || meeting.mask != mask ||
+        (meeting.name != name && strcmp(meeting.name, name)))
+      fail("warp %d has diverged: lane %d is at %s with mask 0x%x, others wait at %s with mask "
+           "0x%x%s", self->warp, self->lane, name, mask, meeting.name, meeting.mask,
+           meeting.place != place ? ", another place in the program" : "");
+    return meeting;
   }
-  free->name = name;
-  free->mask = mask;
-  return *free;
+  Meeting& meeting = warp.meeting[warp.meetings++];
+  meeting.name = name;
+  meeting.place = place;
+  meeting.mask = mask;
+  meeting.arrived = 0;
+  return meeting;
 }
 
-void warp_meet(const char* name, uint32_t mask, void* brought, Act act) {
+// Everybody else who waits here; the meeting is over.
+static uint32_t disperse(Meeting& meeting) {
+  const uint32_t others = meeting.arrived & ~(1u << self->lane);
+  Warp& warp = block->warps[self->warp];
+  Meeting& last = warp.meeting[--warp.meetings];
+  if (&last != &meeting) meeting = last;
+  return others;
+}
+
+static void wake_lanes(uint32_t lanes) {
+  for (; lanes; lanes &= lanes - 1) wake(self->warp * 32 + __builtin_ctz(lanes));
+}
+
+// True for the last to come, who need not wait.
+static bool join(Meeting& meeting, void* brought) {
+  meeting.brought[self->lane] = brought;
+  meeting.arrived |= 1u << self->lane;
+  const uint32_t live = block->warps[self->warp].live;
+  return meeting.arrived == (meeting.exits_count ? meeting.mask & live : meeting.mask);
+}
+
+static bool act(Meeting& meeting) {
+  meeting.act(meeting.brought, meeting.arrived);
+  wake_lanes(disperse(meeting));
+  return true;
+}
+
+void warp_meet(const char* name, uint32_t mask, void* brought, Act what, const void* place) {
   if (!(mask >> self->lane & 1))
     fail("%s: lane %d is not in its own mask 0x%x", name, self->lane, mask);
-  Meeting& meeting = meeting_of(name, mask);
-  meeting.brought[self->lane] = brought;
-  if (++meeting.arrived < __builtin_popcount(mask)) {
-    meeting.waiting.push_back(self->id);
+  Meeting& meeting = meeting_of(name, place, mask);
+  meeting.exits_count = !place;
+  meeting.all_here = act;
+  meeting.act = what;
+  if (join(meeting, brought))
+    act(meeting);
+  else
     wait_for(name);
-    return;
-  }
-  act(meeting.brought, mask);
-  for (int fiber : meeting.waiting) wake(fiber);
-  meeting = Meeting{};
 }
 
 void warp_sync(const char* site, uint32_t mask) {
   if (skipped(site)) return;
-  warp_meet(site, mask, nullptr, [](void**, uint32_t mask) {
-    const int first = self->warp * 32;
-    Clocks all(block->fibers.size());
-    for (int lane = 0; lane < 32; ++lane)
-      if (mask >> lane & 1) all.join(block->fibers[first + lane].clocks);
-    for (int lane = 0; lane < 32; ++lane) {
-      if (!(mask >> lane & 1)) continue;
-      block->fibers[first + lane].clocks = all;
-      block->fibers[first + lane].clocks[first + lane]++;
+  warp_meet(site, mask, nullptr, [](void**, uint32_t lanes) {
+    Fiber* const first = &block->fibers[self->warp * 32];
+    Clocks all = first[__builtin_ctz(lanes)].clocks;
+    for (uint32_t rest = lanes; rest; rest &= rest - 1)
+      all.join(first[__builtin_ctz(rest)].clocks);
+    for (uint32_t rest = lanes; rest; rest &= rest - 1) {
+      Fiber& fiber = first[__builtin_ctz(rest)];
+      fiber.clocks = all;
+      fiber.clocks.own[fiber.id]++;
     }
   });
 }
 
-static void arrive(const char* site, int id, int threads, bool wait) {
+// -- barriers: a warp arrives at one when all of its lanes are at the same instruction -------------
+
+namespace {
+
+struct Arrival {
+  const char* site;
+  int id, threads;
+  bool all, wait;
+};
+
+bool complete(const Barrier& barrier) {
+  if (!barrier.all) return barrier.arrived >= barrier.threads;
+  for (size_t i = 0; i < block->warps.size(); ++i)
+    if (block->warps[i].live && !(barrier.warps >> i & 1)) return false;
+  return barrier.warps != 0;
+}
+
+void release(Barrier& barrier) {
+  for (int waiting : barrier.waiting) {
+    Fiber& fiber = block->fibers[waiting];
+    const Clock own = fiber.clocks.own[waiting];
+    fiber.clocks = barrier.clocks;
+    fiber.clocks.own[waiting] = own;
+    if (waiting != self->id) wake(waiting);
+  }
+  barrier.threads = barrier.arrived = 0;
+  barrier.warps = 0;
+  barrier.waiting.clear();
+}
+
+// True if that completes the barrier.
+bool warp_arrives(Meeting& meeting) {
+  const Arrival arrival = *static_cast<Arrival*>(meeting.brought[__builtin_ctz(meeting.arrived)]);
+  Barrier& barrier = block->barriers[arrival.id];
+  if (barrier.arrived && barrier.threads != arrival.threads)
+    fail("%s: barrier %d for %d threads, others wait there for %d", arrival.site, arrival.id,
+         arrival.threads, barrier.threads);
+  const uint32_t lanes = meeting.arrived;
+  const bool first = !barrier.arrived;
+  barrier.all = arrival.all && (first || barrier.all);
+  barrier.threads = arrival.threads;
+  barrier.arrived += 32;
+  barrier.warps |= 1u << self->warp;
+  for (uint32_t rest = lanes; rest; rest &= rest - 1) {
+    Fiber& fiber = block->fibers[self->warp * 32 + __builtin_ctz(rest)];
+    if (first && rest == lanes)
+      barrier.clocks = fiber.clocks;
+    else
+      barrier.clocks.join(fiber.clocks);
+    fiber.clocks.own[fiber.id]++;
+    if (arrival.wait) barrier.waiting.push_back(fiber.id);
+  }
+  const uint32_t others = disperse(meeting);
+  if (!arrival.wait) wake_lanes(others);
+  const bool done = complete(barrier);
+  if (done) release(barrier);
+  return done;
+}
+
+void arrive(const char* site, int id, int threads, bool wait, const void* place) {
   if (skipped(site)) return;
   if (id < 0 || id >= kBarriers) fail("%s: barrier %d, expected 0 to 15", site, id);
   const int everyone = static_cast<int>(block->fibers.size());
-  if (threads < 0) threads = everyone;
+  const bool all = threads < 0;
+  if (all) threads = everyone;
   if (threads % 32 || threads == 0 || threads > everyone)
     fail("%s: %d threads, expected whole warps of a block of %d", site, threads, everyone);
-  Barrier& barrier = block->barriers[id];
-  if (barrier.arrived && barrier.threads != threads)
-    fail("%s: barrier %d for %d threads, others wait there for %d", site, id, threads,
-         barrier.threads);
-  barrier.threads = threads;
-  if (barrier.clocks.empty()) barrier.clocks.resize(block->fibers.size());
-
-  Fiber& fiber = current();
-  barrier.clocks.join(fiber.clocks);
-  fiber.clocks[fiber.id]++;
-  if (++barrier.arrived < threads) {
-    if (!wait) return;
-    barrier.waiting.push_back(fiber.id);
-    wait_for(std::string(site) + " (barrier " + std::to_string(id) + ")");
-    return;
-  }
-  for (int waiting : barrier.waiting) {
-    block->fibers[waiting].clocks.join(barrier.clocks);
-    wake(waiting);
-  }
-  if (wait) fiber.clocks.join(barrier.clocks);
-  barrier = Barrier{};
+  Arrival mine{site, id, threads, all, wait};
+  Meeting& meeting = meeting_of(site, place, kWholeWarp);
+  meeting.exits_count = all;
+  meeting.all_here = warp_arrives;
+  const bool last = join(meeting, &mine);
+  const bool done = last && warp_arrives(meeting);
+  if (!last || (wait && !done)) wait_for(site, id);
 }
 
-void barrier_sync(const char* site, int id, int threads) { arrive(site, id, threads, true); }
-void barrier_arrive(const char* site, int id, int threads) { arrive(site, id, threads, false); }
+}  // namespace
+
+void barrier_sync(const char* site, int id, int threads) {
+  arrive(site, id, threads, true, place_here(__builtin_return_address(0)));
+}
+void barrier_arrive(const char* site, int id, int threads) {
+  arrive(site, id, threads, false, place_here(__builtin_return_address(0)));
+}
+
+void lane_exits() {
+  Warp& warp = block->warps[self->warp];
+  warp.live &= ~(1u << self->lane);
+  for (int i = warp.meetings - 1; i >= 0; --i) {
+    Meeting& meeting = warp.meeting[i];
+    if (meeting.exits_count && meeting.arrived == (meeting.mask & warp.live) && meeting.arrived)
+      meeting.all_here(meeting);
+  }
+  if (warp.live) return;
+  for (Barrier& barrier : block->barriers)
+    if (barrier.all && barrier.arrived && complete(barrier)) release(barrier);
+}
 
 }  // namespace emu

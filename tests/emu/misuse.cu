@@ -4,7 +4,7 @@
 
 namespace fa {
 
-// Two warps. from: 256 words in global memory; out: a word for each thread.
+// Two warps. from: 1024 words in global memory; out: a word for each thread.
 template <class Body>
 __global__ void run(Body body, const uint32_t* from, uint32_t* out) {
   FA_SHARED_MEMORY(memory);
@@ -215,12 +215,6 @@ uint32_t some_lanes_have_left(Thread t) {
   return static_cast<uint32_t>(ptx::shuffle_xor(1.0f, 2));
 }
 
-uint32_t a_warp_stays_away(Thread t) {
-  if (t.thread >= 32) return 0;
-  ptx::block_sync("all of the block");
-  return 0;
-}
-
 uint32_t nobody_arrives(Thread t) {
   if (t.thread < 32) ptx::barrier_sync("never complete", 3, 64);
   return 0;
@@ -252,7 +246,7 @@ uint32_t no_such_barrier(Thread) {
   EACH(copy_over_what_others_read) EACH(never_committed) EACH(never_waited_for)                \
   EACH(misaligned_in_global_memory) EACH(misaligned_in_shared_memory)                          \
   EACH(out_of_shared_memory) EACH(misaligned_matrix) EACH(some_lanes_elsewhere)                \
-  EACH(some_lanes_have_left) EACH(a_warp_stays_away) EACH(nobody_arrives) EACH(half_a_warp)    \
+  EACH(some_lanes_have_left) EACH(nobody_arrives) EACH(half_a_warp)    \
   EACH(counts_differ) EACH(no_such_barrier)
 
 }  // namespace fa

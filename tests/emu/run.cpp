@@ -1,6 +1,5 @@
-// Fibers, the schedules that interleave them, and launches.
-#include <sys/mman.h>
-
+// Fibers, the schedules that interleave them and their blocks, and launches.
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 
@@ -26,40 +25,53 @@ extern "C" void emu_switch(void** save, void* load);
 
 namespace emu {
 
-__thread Thread* self;
-__thread Here* here;
-__thread Block* block;
+Thread* self;
+Here* here;
+Block* block;
 Options options;
 Report report;
 
 namespace {
 
-constexpr size_t kStackBytes = 128 * 1024;
+// What runs: a grid of blocks, some of which are resident.
+struct Launch {
+  dim3 grid, size;
+  size_t shared = 0;
+  const std::function<void()>* body = nullptr;
+  int64_t blocks = 0, begun = 0;
+  std::vector<int64_t> upcoming;  // blocks that may be the next
+  std::vector<Block*> resident;
+  void* scheduler = nullptr;  // its stack pointer
+  long asked = 0;             // atomics since a block ended
+  uint64_t random_state = 0;
+};
+Launch* running_launch;
 
-std::string where() {
-  const uint3& at = block->block;
-  return "block (" + std::to_string(at.x) + ", " + std::to_string(at.y) + ", " +
-         std::to_string(at.z) + "): ";
+std::array<Block, kResident> blocks;  // those that run, and others before and after them
+
+uint32_t next_random(uint64_t& state) {  // xorshift64
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return static_cast<uint32_t>(state >> 32);
 }
 
-std::string name_of(const Step& step) {
-  return "thread " + std::to_string(step.agent) + " (" + step.what + ")";
-}
-
-void complain(const char* kind, uint32_t offset, const Step& before, const Step& now) {
-  std::string text = std::string(kind) + " at shared byte " + std::to_string(offset) + ": ";
-  if (before.agent >= 0) text += name_of(before) + ", then ";
-  found(text + name_of(now));
+uint64_t random_state(uint64_t stream) {
+  uint64_t state = options.seed * 0x9E3779B97F4A7C15ull + 0x1234567 * (stream + 1);
+  for (int i = 0; i < 8; ++i) next_random(state);
+  return state;
 }
 
 }  // namespace
 
-uint32_t Block::random() {  // xorshift64
-  random_state ^= random_state << 13;
-  random_state ^= random_state >> 7;
-  random_state ^= random_state << 17;
-  return static_cast<uint32_t>(random_state >> 32);
-}
+uint3 thread_index() { return self->index; }
+uint3 block_index() { return here->block; }
+dim3 block_size() { return here->block_size; }
+dim3 grid_size() { return here->grid_size; }
+int lane() { return self->lane; }
+unsigned char* shared_memory() { return here->shared; }
+
+uint32_t Block::random() { return next_random(random_state); }
 
 void fail(const char* format, ...) {
   char text[512];
@@ -67,60 +79,112 @@ void fail(const char* format, ...) {
   va_start(values, format);
   vsnprintf(text, sizeof text, format, values);
   va_end(values);
-  throw Failure(text);
+  found("thread " + std::to_string(self->id) + ": " + text);
+  block->failed = true;
+  void* never;
+  emu_switch(&never, running_launch->scheduler);
+  abort();
+}
+
+std::string coordinates(int64_t number) {
+  const dim3& grid = running_launch->grid;
+  const int64_t x = number % grid.x, y = number / grid.x % grid.y, z = number / grid.x / grid.y;
+  return "(" + std::to_string(x) + ", " + std::to_string(y) + ", " + std::to_string(z) + ")";
+}
+
+bool running(int64_t number) {
+  for (const Block* resident : running_launch->resident)
+    if (resident->number == number) return true;
+  return false;
 }
 
 void found(const std::string& finding) {
-  if (!report.findings++) report.first = where() + finding;
+  if (!report.findings++) report.first = "block " + coordinates(block->number) + ": " + finding;
 }
 
 bool skipped(const char* site) {
-  report.sites.insert(site);
-  return options.disabled == site;
+  const auto [known, fresh] = report.skipped.try_emplace(site, false);
+  if (fresh) {
+    report.sites.insert(site);
+    known->second = options.disabled == site;
+  }
+  return known->second;
 }
 
 // -- fibers ----------------------------------------------------------------------------------------
 
-Fiber& current() { return block->fibers[self->id]; }
-
-void wait_for(const std::string& what) {
+void wait_for(const char* what, int barrier) {
   Fiber& fiber = current();
+  settle_doubt(fiber);
   fiber.waits_for = what;
+  fiber.at_barrier = barrier;
   report.switches++;
-  emu_switch(&fiber.stack_pointer, block->scheduler);
+  emu_switch(&fiber.stack_pointer, running_launch->scheduler);
 }
 
 void wake(int fiber) { block->ready.push_back(fiber); }
 
+// Whom it waits for may be in a block that is yet to come.
+void give_way() {
+  constexpr long kMost = 4000000;
+  if (++running_launch->asked > kMost)
+    fail("LIVELOCK: %ld atomics since a block ended, and none is done", kMost);
+  wake(self->id);
+  wait_for("its turn");
+}
+
 namespace {
 
 void fiber_main() {
-  try {
-    (*block->body)();
-    Fiber& fiber = current();
-    if (!fiber.issued.empty()) fail("exits with asynchronous copies that no group holds");
-    for (const auto& group : fiber.pending)
-      if (!group.empty()) fail("exits with asynchronous copies in flight");
-  } catch (Failure& failure) {
-    block->failed = true;
-    found("thread " + std::to_string(self->id) + ": " + failure.what());
-  }
-  current().done = true;
+  (*running_launch->body)();
+  Fiber& fiber = current();
+  settle_doubt(fiber);
+  if (!fiber.issued.empty()) fail("exits with asynchronous copies that no group holds");
+  for (const auto& group : fiber.pending)
+    if (!group.empty()) fail("exits with asynchronous copies in flight");
+  lane_exits();
+  fiber.done = true;
   block->live--;
   void* never;
-  emu_switch(&never, block->scheduler);
+  emu_switch(&never, running_launch->scheduler);
 }
 
-void prepare(Fiber& fiber, int id, unsigned char* stack) {
-  const dim3& size = block->block_size;
+// What a register has that nobody wrote is NaN, or a number that no index should be: all bits of a
+// stack are set, from its end on to where they still are.
+void poison(unsigned char* end) {
+  constexpr size_t kPiece = 256, kMost = 16 * 1024 / kPiece, kEnough = 16;
+  static const std::array<unsigned char, kPiece> set = [] {
+    std::array<unsigned char, kPiece> all;
+    all.fill(0xFF);
+    return all;
+  }();
+  for (size_t piece = 1, still = 0; piece <= kMost && still < kEnough; ++piece) {
+    unsigned char* const at = end - piece * kPiece;
+    still = std::memcmp(at, set.data(), kPiece) ? 0 : still + 1;
+    if (!still) std::memcpy(at, set.data(), kPiece);
+  }
+}
+
+void prepare(Fiber& fiber, const Block& of, int id, unsigned char* stack_end) {
+  const dim3& size = of.block_size;
   fiber.id = id;
   fiber.warp = id / 32;
   fiber.lane = id % 32;
   fiber.index = {id % size.x, id / size.x % size.y, id / (size.x * size.y)};
-  fiber.clocks.assign(block->fibers.size(), 0);
-  fiber.clocks[id] = 1;
+  fiber.done = false;
+  fiber.clocks.block = of.number;
+  fiber.clocks.own.assign(2 * of.fibers.size(), 0);
+  fiber.clocks.own[id] = 1;
+  fiber.clocks.others.reset();
+  fiber.committed = 0;
+  fiber.issued.clear();
+  fiber.pending.clear();
+  fiber.fences.reset();
+  fiber.doubt.at = nullptr;
+  fiber.calls.clear();
+  poison(stack_end);
   // The first switch pops six registers and returns to fiber_main, with the stack as a call has it.
-  auto* top = reinterpret_cast<void**>(stack + kStackBytes);
+  auto* top = reinterpret_cast<void**>(stack_end);
   *--top = nullptr;
   *--top = reinterpret_cast<void*>(fiber_main);
   for (int k = 0; k < 6; ++k) *--top = nullptr;
@@ -137,12 +201,12 @@ size_t choose() {
     case kDepthFirst:
       return ready.size() - 1;
     case kWarpPriorities: {
-      std::vector<int>& priorities = block->priorities;
+      std::vector<Warp>& warps = block->warps;
       if (block->random() % 512 == 0)
-        priorities[block->random() % priorities.size()] = static_cast<int>(block->random() >> 1);
+        warps[block->random() % warps.size()].priority = static_cast<int>(block->random() >> 1);
       size_t best = 0;
       for (size_t i = 1; i < ready.size(); ++i)
-        if (priorities[ready[i] / 32] > priorities[ready[best] / 32]) best = i;
+        if (warps[ready[i] / 32].priority > warps[ready[best] / 32].priority) best = i;
       return best;
     }
   }
@@ -151,54 +215,121 @@ size_t choose() {
 
 void tell_deadlock() {
   std::map<std::string, int> waiting;
-  for (const Fiber& fiber : block->fibers)
-    if (!fiber.done) waiting[fiber.waits_for]++;
+  for (const Fiber& fiber : block->fibers) {
+    if (fiber.done) continue;
+    std::string what = fiber.waits_for;
+    if (fiber.at_barrier >= 0) what += " (barrier " + std::to_string(fiber.at_barrier) + ")";
+    waiting[what]++;
+  }
   std::string text = "DEADLOCK: no thread can run;";
   for (const auto& [what, count] : waiting) text += " " + std::to_string(count) + " at " + what + ",";
   found(text + " " + std::to_string(block->fibers.size() - block->live) + " have exited");
 }
 
-void run_block(const std::function<void()>& body, dim3 grid, dim3 size, uint3 at, size_t shared,
-               unsigned char* stacks) {
-  Block running;
-  block = &running;
-  here = &running;
-  running.block = at;
-  running.block_size = size;
-  running.grid_size = grid;
-  running.body = &body;
-  running.shared_bytes = shared;
-  running.memory.assign(shared + 1024, 0xFF);  // NaN in every floating-point format
-  running.shared = reinterpret_cast<unsigned char*>(
-      (reinterpret_cast<uintptr_t>(running.memory.data()) + 1023) & ~uintptr_t(1023));
-  running.random_state = options.seed * 0x9E3779B97F4A7C15ull + 0x1234567 * (report.blocks + 1);
-  for (int i = 0; i < 8; ++i) running.random();
-  const int threads = static_cast<int>(size.x * size.y * size.z), warps = (threads + 31) / 32;
-  running.fibers.resize(threads);
-  running.meetings.assign(warps, std::vector<Meeting>(32));
-  for (int i = 0; i < warps; ++i)
-    running.priorities.push_back(static_cast<int>(running.random() >> 1));
-  if (options.check) running.shadow = Shadow(shared, complain);
+// -- blocks ----------------------------------------------------------------------------------------
+
+// In order, backwards, or at random among the next few.
+int64_t next_block(Launch& launch) {
+  if (options.schedule == kInOrder) return launch.begun++;
+  if (options.schedule == kDepthFirst) return launch.blocks - 1 - launch.begun++;
+  while (launch.upcoming.size() < 64 && launch.begun < launch.blocks)
+    launch.upcoming.push_back(launch.begun++);
+  int64_t& chosen = launch.upcoming[next_random(launch.random_state) % launch.upcoming.size()];
+  const int64_t next = chosen;
+  chosen = launch.upcoming.back();
+  launch.upcoming.pop_back();
+  return next;
+}
+
+void begin(Launch& launch, int64_t number) {
+  size_t slot = 0;
+  const auto taken = [&](Block& x) {
+    return std::find(launch.resident.begin(), launch.resident.end(), &x) != launch.resident.end();
+  };
+  while (taken(blocks[slot])) ++slot;
+  Block& next = blocks[slot];
+  const dim3 &grid = launch.grid, &size = launch.size;
+  next.number = number;
+  next.block = {static_cast<unsigned>(number % grid.x),
+                static_cast<unsigned>(number / grid.x % grid.y),
+                static_cast<unsigned>(number / grid.x / grid.y)};
+  next.block_size = size;
+  next.grid_size = grid;
+  next.random_state = random_state(static_cast<uint64_t>(report.blocks++));
+  const int threads = static_cast<int>(size.x * size.y * size.z);
+  next.live = threads;
+  next.failed = false;
+  memory_of_block(next, static_cast<int>(slot), launch.shared);
+  next.fibers.resize(threads);
+  next.warps.resize(threads / 32);
+  for (Warp& warp : next.warps) {
+    warp.live = kWholeWarp;
+    warp.meetings = 0;
+    warp.priority = static_cast<int>(next.random() >> 1);
+  }
+  for (Barrier& barrier : next.barriers) barrier = Barrier();
+  next.ready.clear();
   for (int i = 0; i < threads; ++i) {
-    prepare(running.fibers[i], i, stacks + i * kStackBytes);
-    running.ready.push_back(i);
+    prepare(next.fibers[i], next, i, stacks.at((slot * 1024 + i + 1) * kStackBytes));
+    next.ready.push_back(i);
   }
-  running.live = threads;
-  while (running.live && !running.failed) {
-    if (running.ready.empty()) {
-      tell_deadlock();
-      break;
-    }
-    const size_t chosen = choose();
-    const int fiber = running.ready[chosen];
-    running.ready.erase(running.ready.begin() + static_cast<long>(chosen));
-    self = &running.fibers[fiber];
-    emu_switch(&running.scheduler, running.fibers[fiber].stack_pointer);
-  }
-  report.blocks++;
-  block = nullptr;
-  here = nullptr;
+  launch.resident.push_back(&next);
+}
+
+void enter(Block* next) { here = block = next; }
+
+// One fiber of the current block runs, until it waits.
+void run_one(Launch& launch) {
+  const size_t chosen = choose();
+  Fiber& fiber = block->fibers[block->ready[chosen]];
+  block->ready.erase(block->ready.begin() + static_cast<long>(chosen));
+  self = &fiber;
+  emu_switch(&launch.scheduler, fiber.stack_pointer);
   self = nullptr;
+}
+
+void end(Launch& launch) {
+  count_banks(*block);
+  launch.asked = 0;
+  launch.resident.erase(std::find(launch.resident.begin(), launch.resident.end(), block));
+  enter(nullptr);
+}
+
+// The current block goes on, or another one that can; false if there is none.
+bool choose_block(Launch& launch) {
+  const std::vector<Block*>& resident = launch.resident;
+  const auto ready = [](const Block* x) { return !x->ready.empty(); };
+  const bool stay = block && ready(block) && next_random(launch.random_state) % 512;
+  if (stay) return true;
+  enter(resident[next_random(launch.random_state) % resident.size()]);
+  if (ready(block)) return true;
+  const auto other = std::find_if(resident.begin(), resident.end(), ready);
+  if (other == resident.end()) return false;
+  enter(*other);
+  return true;
+}
+
+// How many blocks run at a time.
+size_t most_resident(const Launch& launch) {
+  if (launch.asked) return kResident;
+  if (options.schedule == kInOrder) return 1;
+  return options.schedule == kRandom ? 2 : kResident;
+}
+
+void run(Launch& launch) {
+  while (true) {
+    while (launch.resident.size() < most_resident(launch) &&
+           (launch.begun < launch.blocks || !launch.upcoming.empty()))
+      begin(launch, next_block(launch));
+    if (launch.resident.empty()) return;
+    if (!choose_block(launch)) {
+      tell_deadlock();
+      end(launch);
+      continue;
+    }
+    run_one(launch);
+    if (!block->live || block->failed) end(launch);
+  }
 }
 
 }  // namespace
@@ -212,47 +343,26 @@ void launch(dim3 grid, dim3 size, size_t shared, const std::function<void()>& bo
                    std::to_string(options.shared_limit) + " bytes";
     return;
   }
-  const size_t bytes = threads * kStackBytes;
-  void* stacks = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
-                      MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  for (unsigned z = 0; z < grid.z; ++z)
-    for (unsigned y = 0; y < grid.y; ++y)
-      for (unsigned x = 0; x < grid.x; ++x)
-        run_block(body, grid, size, {x, y, z}, shared, static_cast<unsigned char*>(stacks));
-  munmap(stacks, bytes);
-}
-
-// -- shared memory ---------------------------------------------------------------------------------
-
-uint32_t shared_address(const void* pointer) {
-  const ptrdiff_t offset = static_cast<const unsigned char*>(pointer) - block->shared;
-  if (offset < 0 || static_cast<size_t>(offset) > block->shared_bytes)
-    fail("shared_address: the pointer is not into shared memory");
-  return static_cast<uint32_t>(offset) + kWindow;
-}
-
-unsigned char* shared_pointer(uint32_t address, int bytes) {
-  if (address < kWindow || address - kWindow + bytes > block->shared_bytes)
-    fail("shared memory: %d bytes at %d, of %zu", bytes, static_cast<int>(address - kWindow),
-         block->shared_bytes);
-  if (address % bytes)
-    fail("shared memory: %d bytes at %d are misaligned", bytes, static_cast<int>(address - kWindow));
-  return block->shared + (address - kWindow);
-}
-
-void note_read(const Fiber& by, uint32_t address, int bytes, const char* what) {
-  if (!options.check) return;
-  block->shadow.read(address - kWindow, bytes, Step{by.id, by.clocks[by.id], what}, by.clocks);
-}
-
-void note_read(uint32_t address, int bytes, const char* what) {
-  note_read(current(), address, bytes, what);
-}
-
-void note_write(uint32_t address, int bytes, const char* what) {
-  if (!options.check) return;
-  const Fiber& by = current();
-  block->shadow.write(address - kWindow, bytes, Step{by.id, by.clocks[by.id], what}, by.clocks);
+  constexpr unsigned kMost = 65535, kMostInX = 0x7FFFFFFF;
+  if (!grid.x || !grid.y || !grid.z || grid.x > kMostInX || grid.y > kMost || grid.z > kMost) {
+    report.findings++;
+    report.first = "launch: a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) +
+                   " x " + std::to_string(grid.z) + " blocks, expected one at least, and at most " +
+                   std::to_string(kMostInX) + " x 65535 x 65535";
+    return;
+  }
+  Launch now;
+  now.grid = grid;
+  now.size = size;
+  now.shared = shared;
+  now.body = &body;
+  now.blocks = int64_t{grid.x} * grid.y * grid.z;
+  now.random_state = random_state(~uint64_t(report.blocks));
+  running_launch = &now;
+  memory_begins();
+  atomics_begin();
+  run(now);
+  running_launch = nullptr;
 }
 
 }  // namespace emu

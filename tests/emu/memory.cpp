@@ -1,0 +1,228 @@
+// What threads do to memory: where it lies, whether it is aligned, and whether it races.
+#include "memory.h"
+
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include "block.h"
+
+namespace emu {
+
+Arena stacks{kStackBytes * 1024 * kResident};
+Arena windows{kWindowBytes * kResident};
+Arena parameters{0};
+
+namespace {
+
+void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& now);
+
+Shadow global(false, complain, running);
+
+// The current thread's access, of which a shadow may complain.
+const void* now_at;
+int now_bytes;
+
+std::string name_of(const Step& step) {
+  const int threads = static_cast<int>(block->fibers.size());
+  std::string name = "thread " + std::to_string(step.agent % threads);
+  if (step.block != block->number) name += " of block " + coordinates(step.block);
+  return name + " (" + step.what + ")";
+}
+
+// Of a copy, as long as its own thread has not waited for it.
+bool in_flight(const Step& step) {
+  const size_t threads = block->fibers.size();
+  if (step.block != block->number || step.agent < threads) return false;
+  return step.clock > block->fibers[step.agent - threads].clocks.own[step.agent];
+}
+
+const char* name_of(Shadow::Kind kind, const Step& before) {
+  switch (kind) {
+    case Shadow::kUninitialised: return "UNINITIALISED";
+    case Shadow::kWriteRead: return in_flight(before) ? "READ IN FLIGHT" : "RACE write/read";
+    case Shadow::kWriteWrite: return in_flight(before) ? "WRITE IN FLIGHT" : "RACE write/write";
+    case Shadow::kReadWrite:
+      return in_flight(before) ? "SOURCE CHANGED IN FLIGHT" : "RACE read/write";
+    case Shadow::kOfAtomics: return "RACE with an atomic";
+  }
+  return "";
+}
+
+std::string place_of(uintptr_t at) {
+  char text[64];
+  if (windows.holds(at))
+    snprintf(text, sizeof text, "shared byte %ld", offset_in_shared(reinterpret_cast<void*>(at)));
+  else
+    snprintf(text, sizeof text, "global address 0x%lx", at);
+  return text;
+}
+
+void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& now) {
+  std::string text = std::string(name_of(kind, before)) + " at " + place_of(at) + ": ";
+  if (before.clock) text += name_of(before) + ", then ";
+  text += name_of(now);
+  Doubt& doubt = current().doubt;
+  const bool of_stores = kind == Shadow::kWriteWrite && now.agent == current().id;
+  if (!options.same_value_stores || !of_stores || now_bytes > int{sizeof doubt.before}) {
+    found(text);
+  } else if (!doubt.at) {
+    doubt.at = now_at;
+    doubt.bytes = now_bytes;
+    doubt.finding = text;
+    std::memcpy(doubt.before, now_at, static_cast<size_t>(now_bytes));
+  }
+}
+
+// The shadow of what lies there, after what can be said at once; null where nobody else looks.
+Shadow* shadow_at(const void* at, int bytes, const char* what) {
+  if (windows.holds(reinterpret_cast<uintptr_t>(at))) {
+    const ptrdiff_t offset = offset_in_shared(at);
+    if (offset < 0 || offset + bytes > static_cast<ptrdiff_t>(block->shared_bytes))
+      fail("shared memory: %s of %d bytes at %td, of %zu", what, bytes, offset,
+           block->shared_bytes);
+    return &block->shadow;
+  }
+  return parameters.holds(reinterpret_cast<uintptr_t>(at)) ? nullptr : &global;
+}
+
+void misaligned(const void* at, int bytes, const char* what) {
+  if (windows.holds(reinterpret_cast<uintptr_t>(at)))
+    fail("shared memory: %s of %d bytes at %td is misaligned", what, bytes, offset_in_shared(at));
+  fail("global memory: %s of %d bytes at %p is misaligned", what, bytes, at);
+}
+
+// Of a thread's access, which is to happen now. Null: of no further interest.
+Shadow* begin_access(const void* at, int bytes, const char* what, const void* place) {
+  if (!self || stacks.holds(reinterpret_cast<uintptr_t>(at))) return nullptr;
+  if (current().doubt.at) settle_doubt(current());
+  Shadow* const shadow = shadow_at(at, bytes, what);
+  now_at = at;
+  now_bytes = bytes;
+  if (options.banks && shadow == &block->shadow) note_bank(what, place, offset_in_shared(at), bytes);
+  return options.check ? shadow : nullptr;
+}
+
+void read(const void* at, int bytes, const char* what, const void* place) {
+  if (Shadow* const shadow = begin_access(at, bytes, what, place)) {
+    const Fiber& by = current();
+    shadow->read(reinterpret_cast<uintptr_t>(at), bytes, by.step(what), by.clocks);
+  }
+}
+
+void write(const void* at, int bytes, const char* what, const void* place) {
+  if (Shadow* const shadow = begin_access(at, bytes, what, place)) {
+    const Fiber& by = current();
+    shadow->write(reinterpret_cast<uintptr_t>(at), bytes, by.step(what), by.clocks);
+  }
+}
+
+}  // namespace
+
+Arena::Arena(size_t bytes) : bytes(bytes) {
+  if (!bytes) return;
+  void* const found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE,
+                           MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  begin = reinterpret_cast<uintptr_t>(found);
+}
+
+void memory_begins() {
+  global.clear();
+  // What is on the stack of the thread that launches is a kernel's parameters.
+  static thread_local Arena stack{0};
+  if (!stack.bytes) {
+    pthread_attr_t attributes;
+    void* begin;
+    pthread_getattr_np(pthread_self(), &attributes);
+    pthread_attr_getstack(&attributes, &begin, &stack.bytes);
+    pthread_attr_destroy(&attributes);
+    stack.begin = reinterpret_cast<uintptr_t>(begin);
+  }
+  parameters = stack;
+}
+
+void memory_of_block(Block& begins, int slot, size_t shared) {
+  begins.shared_bytes = shared;
+  begins.shared = windows.at(kWindowBytes * static_cast<size_t>(slot) + kGuardBytes);
+  std::memset(begins.shared, 0xFF, shared);  // NaN in every floating-point format
+  begins.shadow.clear();
+}
+
+Block::Block() : shadow(true, complain, running) {}
+
+void settle_doubt(Fiber& fiber) {
+  Doubt& doubt = fiber.doubt;
+  if (!doubt.at) return;
+  if (std::memcmp(doubt.at, doubt.before, static_cast<size_t>(doubt.bytes))) found(doubt.finding);
+  doubt.at = nullptr;
+}
+
+ptrdiff_t offset_in_shared(const void* at) {
+  return static_cast<const unsigned char*>(at) - block->shared;
+}
+
+// -- what a thread does ----------------------------------------------------------------------------
+
+void plain_read(const void* at, int bytes, const char* what) {
+  if (reinterpret_cast<uintptr_t>(at) % static_cast<unsigned>(bytes)) misaligned(at, bytes, what);
+  read(at, bytes, what, __builtin_return_address(0));
+}
+
+void plain_write(const void* at, int bytes, const char* what) {
+  if (reinterpret_cast<uintptr_t>(at) % static_cast<unsigned>(bytes)) misaligned(at, bytes, what);
+  write(at, bytes, what, __builtin_return_address(0));
+}
+
+void read_at_place(const void* at, int bytes, const void* place) { read(at, bytes, "load", place); }
+void write_at_place(const void* at, int bytes, const void* place) {
+  write(at, bytes, "store", place);
+}
+
+void note_atomic(const void* at, int bytes, const char* what, bool narrow) {
+  if (reinterpret_cast<uintptr_t>(at) % static_cast<unsigned>(bytes)) misaligned(at, bytes, what);
+  Shadow* const shadow = begin_access(at, bytes, what, nullptr);
+  if (!shadow) return;
+  const Fiber& by = current();
+  Step step = by.step(what);
+  step.narrow = narrow;
+  shadow->access_atomically(reinterpret_cast<uintptr_t>(at), bytes, step, by.clocks);
+}
+
+// -- what instructions do to shared memory ---------------------------------------------------------
+
+uint32_t shared_address(const void* pointer) {
+  const ptrdiff_t offset = offset_in_shared(pointer);
+  if (offset < 0 || static_cast<size_t>(offset) > block->shared_bytes)
+    fail("shared_address: the pointer is not into shared memory");
+  return static_cast<uint32_t>(offset) + kWindow;
+}
+
+unsigned char* shared_pointer(uint32_t address, int bytes) {
+  if (address < kWindow || address - kWindow + bytes > block->shared_bytes)
+    fail("shared memory: %d bytes at %d, of %zu", bytes, static_cast<int>(address - kWindow),
+         block->shared_bytes);
+  if (address % bytes)
+    fail("shared memory: %d bytes at %d are misaligned", bytes, static_cast<int>(address - kWindow));
+  return block->shared + (address - kWindow);
+}
+
+void note_read(const Fiber& by, uint32_t address, int bytes, const char* what) {
+  if (!options.check) return;
+  const auto at = reinterpret_cast<uintptr_t>(block->shared) + (address - kWindow);
+  block->shadow.read(at, bytes, by.step(what), by.clocks);
+}
+
+void note_copy(uint32_t to, const void* from, int bytes, const void* place) {
+  Shadow* const source = bytes ? shadow_at(from, bytes, "cp.async") : nullptr;
+  if (source == &block->shadow) fail("cp.async: it reads shared memory, expected global");
+  if (options.banks) note_bank("cp.async", place, to - kWindow, 16);
+  if (!options.check) return;
+  const Fiber& by = current();
+  Step step = by.step("cp.async");
+  step.agent = static_cast<uint16_t>(step.agent + block->fibers.size());
+  step.clock = by.committed + 1;
+  if (source) source->read(reinterpret_cast<uintptr_t>(from), bytes, step, by.clocks);
+  const auto at = reinterpret_cast<uintptr_t>(block->shared) + (to - kWindow);
+  block->shadow.write(at, 16, step, by.clocks);
+}
+
+}  // namespace emu

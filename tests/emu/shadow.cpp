@@ -1,0 +1,176 @@
+#include "shadow.h"
+
+#include <algorithm>
+
+namespace emu {
+
+void Shadow::clear() {
+  for (auto& [number, page] : pages_) spare_.push_back(std::move(page));
+  pages_.clear();
+  recent_.fill({});
+}
+
+Shadow::Chunk& Shadow::chunk_at(uintptr_t at) {
+  const uintptr_t number = at / kPageBytes;
+  Recent& recent = recent_[number % recent_.size()];
+  if (recent.number != number) {
+    std::unique_ptr<Page>& page = pages_[number];
+    if (!page) {
+      if (spare_.empty()) {
+        page = std::make_unique<Page>();
+      } else {
+        page = std::move(spare_.back());
+        spare_.pop_back();
+        for (Chunk& chunk : *page) chunk = Chunk();
+      }
+      if (fresh_)
+        for (Chunk& chunk : *page) chunk.whole.fresh = true;
+    }
+    recent = {number, page.get()};
+  }
+  return (*recent.page)[at % kPageBytes / kChunkBytes];
+}
+
+void Shadow::split(Chunk& chunk) {
+  chunk.parts = std::make_unique<std::array<Cell, kParts>>();
+  for (Cell& part : *chunk.parts) {
+    part.written = chunk.whole.written;
+    part.read = chunk.whole.read;
+    part.fresh = chunk.whole.fresh;
+    if (chunk.whole.crowd) part.crowd = std::make_unique<Crowd>(*chunk.whole.crowd);
+  }
+}
+
+template <class Visit>
+void Shadow::visit(uintptr_t at, int bytes, Visit each) {
+  const uintptr_t end = at + static_cast<uintptr_t>(bytes);
+  for (uintptr_t begin = at / kChunkBytes * kChunkBytes; begin < end; begin += kChunkBytes) {
+    Chunk& chunk = chunk_at(begin);
+    const bool whole = at <= begin && begin + kChunkBytes <= end;
+    if (!chunk.parts) {
+      if (whole) {
+        each(chunk.whole, begin);
+        continue;
+      }
+      split(chunk);
+    }
+    const uintptr_t first = at <= begin ? 0 : (at - begin) / kPartBytes;
+    for (uintptr_t i = first; i < kParts && begin + i * kPartBytes < end; ++i)
+      each((*chunk.parts)[i], begin + i * kPartBytes);
+  }
+}
+
+// The first of a group that is not known; else a step that nobody took.
+static Step unknown(Step first, uint32_t lanes, const Clocks& known) {
+  const int warp = first.agent / 32 * 32;
+  for (; lanes; lanes &= lanes - 1) {
+    first.agent = static_cast<uint16_t>(warp + __builtin_ctz(lanes));
+    if (!known.know(first)) return first;
+  }
+  return Step();
+}
+
+bool Shadow::know_all(const std::vector<Group>& groups, uintptr_t at, Kind kind, const Step& now,
+                      const Clocks& known) {
+  for (const Group& group : groups) {
+    const Step step = unknown(group.first, group.lanes, known);
+    if (!step.clock) continue;
+    complain_(kind, at, step, now);
+    return false;
+  }
+  return true;
+}
+
+// Of a cell, all but the last write.
+bool Shadow::know_all(const Cell& cell, uintptr_t at, Kind of_readers, const Step& now,
+                      const Clocks& known) {
+  const Step reader = unknown(cell.read.first, cell.read.lanes, known);
+  if (reader.clock) {
+    complain_(of_readers, at, reader, now);
+    return false;
+  }
+  return !cell.crowd || know_all(cell.crowd->readers, at, of_readers, now, known);
+}
+
+// With others of its warp; else in the place of a group that is known, or of another block that has
+// ended.
+void Shadow::remember(std::vector<Group>& groups, const Group& one, const Clocks& known) {
+  for (Group& group : groups) {
+    if (!group.takes(one.first)) continue;
+    group.lanes |= one.lanes;
+    return;
+  }
+  bool ended = !running_(one.first.block);
+  for (Group& group : groups) {
+    const int64_t block = group.first.block;
+    const bool other_ended = block != one.first.block && !running_(block);
+    if ((ended && other_ended) || !unknown(group.first, group.lanes, known).clock) {
+      group = one;
+      return;
+    }
+    ended |= other_ended;
+  }
+  groups.push_back(one);
+}
+
+void Shadow::read(uintptr_t at, int bytes, const Step& now, const Clocks& known) {
+  const uint32_t lane = 1u << now.agent % 32;
+  visit(at, bytes, [&](Cell& cell, uintptr_t at) {
+    const bool together = cell.read.takes(now);
+    if (together && cell.read.lanes & lane) return;  // once more
+    if (cell.fresh)
+      complain_(kUninitialised, at, Step(), now);
+    else if (!known.know(cell.written))
+      complain_(kWriteRead, at, cell.written, now);
+    else if (cell.crowd)
+      know_all(cell.crowd->atomics, at, kOfAtomics, now, known);
+    cell.fresh = false;  // told once
+    if (together) {
+      cell.read.lanes |= lane;
+      return;
+    }
+    if (unknown(cell.read.first, cell.read.lanes, known).clock) {
+      if (!cell.crowd) cell.crowd = std::make_unique<Crowd>();
+      remember(cell.crowd->readers, cell.read, known);
+    }
+    cell.read = {now, lane};
+  });
+}
+
+void Shadow::write(uintptr_t at, int bytes, const Step& now, const Clocks& known) {
+  visit(at, bytes, [&](Cell& cell, uintptr_t at) {
+    if (!known.know(cell.written))
+      complain_(kWriteWrite, at, cell.written, now);
+    else if (know_all(cell, at, kReadWrite, now, known) && cell.crowd)
+      know_all(cell.crowd->atomics, at, kOfAtomics, now, known);
+    cell.written = now;
+    cell.read = Group();
+    cell.crowd.reset();
+    cell.fresh = false;
+  });
+}
+
+void Shadow::access_atomically(uintptr_t at, int bytes, const Step& now, const Clocks& known) {
+  visit(at, bytes, [&](Cell& cell, uintptr_t at) {
+    if (!cell.crowd) cell.crowd = std::make_unique<Crowd>();
+    if (cell.fresh)
+      complain_(kUninitialised, at, Step(), now);
+    else if (!known.know(cell.written))
+      complain_(kOfAtomics, at, cell.written, now);
+    else
+      know_all(cell, at, kOfAtomics, now, known);
+    for (const Group& group : cell.crowd->atomics) {
+      if (group.first.block == now.block || !(group.first.narrow || now.narrow)) continue;
+      const Step other = unknown(group.first, group.lanes, known);
+      if (!other.clock) continue;
+      complain_(kOfAtomics, at, other, now);
+      break;
+    }
+    cell.fresh = false;
+    cell.read = Group();
+    cell.crowd->readers.clear();
+    remember(cell.crowd->atomics, {now, 1u << now.agent % 32}, known);
+  });
+}
+
+}  // namespace emu

@@ -1,0 +1,81 @@
+// The last accesses to each place of a memory, held against those that come.
+#pragma once
+#include <array>
+#include <memory>
+#include <unordered_map>
+#include <vector>
+
+#include "clocks.h"
+
+namespace emu {
+
+class Shadow {
+ public:
+  enum Kind { kUninitialised, kWriteRead, kWriteWrite, kReadWrite, kOfAtomics };
+  using Complain = void (*)(Kind kind, uintptr_t at, const Step& before, const Step& now);
+  using Running = bool (*)(int64_t block);
+
+  // `fresh`: what is read must have been written. A block that no longer runs needs to be remembered
+  // by one of its readers only: nothing of it will be published any more.
+  Shadow(bool fresh, Complain complain, Running running)
+      : fresh_(fresh), complain_(complain), running_(running) {}
+
+  void read(uintptr_t at, int bytes, const Step& now, const Clocks& known);
+  void write(uintptr_t at, int bytes, const Step& now, const Clocks& known);
+  void access_atomically(uintptr_t at, int bytes, const Step& now, const Clocks& known);
+  void clear();
+
+ private:
+  static constexpr uintptr_t kPartBytes = 2, kChunkBytes = 16;  // the least element, the largest
+  static constexpr int kParts = kChunkBytes / kPartBytes;
+  static constexpr uintptr_t kPageBytes = 1024;
+
+  // What agents of one warp did in the same step: the first of them, and which of 32.
+  struct Group {
+    Step first;
+    uint32_t lanes = 0;
+    bool takes(const Step& step) const {
+      return first.clock == step.clock && first.block == step.block &&
+             first.agent / 32 == step.agent / 32 && first.narrow == step.narrow;
+    }
+  };
+  // Accesses that do not know of one another.
+  struct Crowd {
+    std::vector<Group> readers, atomics;
+  };
+  struct Cell {
+    Step written;
+    Group read;  // the last, since it was written
+    std::unique_ptr<Crowd> crowd;  // others before, which are not known to the last
+    bool fresh = false;
+  };
+  // One cell, until a part of it is accessed.
+  struct Chunk {
+    Cell whole;
+    std::unique_ptr<std::array<Cell, kParts>> parts;
+  };
+  using Page = std::array<Chunk, kPageBytes / kChunkBytes>;
+  struct Recent {
+    uintptr_t number = ~uintptr_t(0);
+    Page* page = nullptr;
+  };
+
+  Chunk& chunk_at(uintptr_t at);
+  void split(Chunk& chunk);
+  template <class Visit>
+  void visit(uintptr_t at, int bytes, Visit each);
+  bool know_all(const std::vector<Group>& groups, uintptr_t at, Kind kind, const Step& now,
+                const Clocks& known);
+  bool know_all(const Cell& cell, uintptr_t at, Kind of_readers, const Step& now,
+                const Clocks& known);
+  void remember(std::vector<Group>& groups, const Group& one, const Clocks& known);
+
+  bool fresh_;
+  Complain complain_;
+  Running running_;
+  std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
+  std::vector<std::unique_ptr<Page>> spare_;
+  std::array<Recent, 256> recent_;
+};
+
+}  // namespace emu
