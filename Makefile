@@ -7,6 +7,8 @@
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not
+# make test-ptx  run only the tests of compiled GPU kernels, all of them: nvcc's and Triton's PTX, on the
+#                emulator; needs nvcc for its part
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
@@ -33,7 +35,7 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda sanitize aot instructions lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx sanitize aot instructions lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -62,6 +64,9 @@ test-gpu: setup
 test-cuda: setup
 	@FASTATTN_CUDA=on $(PYTHON) -m pytest $(wildcard tests/test_cuda_*.py) \
 		$(wildcard tests/test_emulator*.py) tests/test_probe.py tests/test_ptxas.py $(ARGS)
+
+test-ptx: setup
+	@$(PYTEST) --tier=whole $(wildcard tests/test_ptx_*.py) $(ARGS)
 
 # The features, small: a thousand times slower, they still take minutes. torch's own allocator would
 # hide what lies beyond a tensor.

@@ -2,10 +2,11 @@
 
 import ctypes
 import functools
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 from emulator import KERNELS, Emulator
+from ptx import library, ours
 
 from fastattn import native, operation
 from fastattn.backends.cuda import Cuda
@@ -16,6 +17,12 @@ DTYPES = ("bfloat16", "float16")
 @functools.cache
 def emulator():
     return Emulator(KERNELS / "library.cu", *sorted((KERNELS / "sm80").glob("*.cu")))
+
+
+@functools.cache
+def executor():
+    """Runs the PTX of the same kernels, as nvcc makes it."""
+    return library.Executor(emulator())
 
 
 @functools.cache
@@ -41,22 +48,26 @@ class Watched:
         if which == native.FORWARD:
             self.backend.splits = decode_splits(params, multiprocessors)
         numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
-        found = emulator().run(
-            "fa_cuda_run", ctypes.c_char_p(params), *numbers, stream, **self.backend.options
-        )
+        with executor().instead(ours.ptx) if self.backend.ptx else nullcontext():
+            found = emulator().run(
+                "fa_cuda_run", ctypes.c_char_p(params), *numbers, stream, **self.backend.options
+            )
+        self.backend.launches += executor().launches()
         self.backend.findings.append(found)
         assert not found.count, f"{found.count} findings: {found.first}"
         return 0
 
 
 class Emulated(Cuda):
-    """With a number of multiprocessors, calls of few rows go to decode. `options` go to the
-    emulator; `findings` holds what it told of each call; `splits` are those of the last forward."""
+    """With a number of multiprocessors, calls of few rows go to decode. With `ptx` the kernels run
+    as nvcc compiled them; `launches` counts those. `options` go to the emulator; `findings` holds
+    what it told of each call; `splits` are those of the last forward."""
 
     name = "emulated"
 
-    def __init__(self, sm_count=0, **options):
+    def __init__(self, sm_count=0, ptx=False, **options):
         self.sm_count, self.options, self.findings, self.splits = sm_count, options, [], None
+        self.ptx, self.launches = ptx, 0
 
     @property
     def library(self):

@@ -18,7 +18,7 @@ from runners import INTERPRETED
 ROOT = Path(__file__).resolve().parents[1]
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
-PARTS = (*PARTS, "control")
+PARTS = (*PARTS, "control", "compiled")
 FLAGS = [
     "-std=c++17",
     "-O2",
@@ -78,7 +78,7 @@ def made(target, command):
     """Another process may be at the same: it waits. What was begun and not ended is no target."""
     with once.alone(target.name):
         if not target.exists():
-            CACHE.mkdir(parents=True, exist_ok=True)
+            target.parent.mkdir(parents=True, exist_ok=True)
             part = target.with_suffix(f".{os.getpid()}")
             command = [*map(str, command), "-o", str(part)]
             done = subprocess.run(command, capture_output=True, text=True)

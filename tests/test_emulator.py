@@ -218,7 +218,7 @@ all narrowed to bfloat16: matrix
 -bfloat16 ? fa::emulator::to_bf16(x)
 +true ? fa::emulator::to_bf16(x)
 no zeros where invalid: copy
--std::memset(to + copy.bytes, 0, 16 - copy.bytes);
+-std::memset(to + copy.bytes, 0, copy.size - copy.bytes);
 a wait waits for nothing: copy
 -land(copy);
 -    fiber
@@ -251,8 +251,7 @@ any place will do: meet
 -if (meeting.place != place || meeting.mask
 +if (meeting.mask
 any place will do for products: matrix
--&mine, multiply,
--            place_here(__builtin_return_address(0)));
+-&mine, multiply, site ? site : place_here(__builtin_return_address(0)));
 +&mine, multiply);
 a warp's barrier orders nothing: meet
 -      fiber.clocks = all;

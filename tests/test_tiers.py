@@ -35,8 +35,9 @@ ITEMS = [
 @pytest.mark.parametrize("interpreted", [False, True])
 def test_test_and_rest_are_all(interpreted):
     test, rest = (tiers.select(ITEMS, tier, interpreted)[0] for tier in ("test", "rest"))
-    every, none = tiers.select(ITEMS, "all", interpreted)
-    assert every == ITEMS and not none
+    for tier in ("all", "whole"):
+        every, none = tiers.select(ITEMS, tier, interpreted)
+        assert every == ITEMS and not none
     assert sorted(x.nodeid for x in test + rest) == sorted(x.nodeid for x in ITEMS)
 
 
@@ -54,10 +55,20 @@ def test_every_nth_case_is_there_and_the_first_always():
     assert "test_ptxas::test_the_kernels_spill_no_more_than_allowed" not in found
 
 
-@pytest.mark.parametrize("name", [*tiers.SHARES, *tiers.INTERPRETED_SHARES])
+def test_what_has_a_command_of_its_own_is_not_all_in_all():
+    items = [item("test_ptx_triton", "test_features", f"feature{x}") for x in range(11)]
+    every, others = tiers.select(items, "all", False)
+    test, rest = (tiers.select(items, tier, False)[0] for tier in ("test", "rest"))
+    n = tiers.OF_ALL["test_ptx_triton::test_features"]
+    assert every == items[::n] == test + rest and others == [x for x in items if x not in every]
+    assert tiers.select(items, "whole", False) == (items, [])
+
+
+@pytest.mark.parametrize("name", [*tiers.SHARES, *tiers.INTERPRETED_SHARES, *tiers.OF_ALL])
 def test_the_tables_name_what_exists(name):
     file, _, test = name.partition("::")
-    assert f"def {test}" in (HERE / f"{file}.py").read_text()
+    written = (HERE / f"{file}.py").read_text()
+    assert f"def {test}" in written or f"\n{test} = " in written
 
 
 def test_where_nothing_is_built_one_sentence_says_so(tmp_path):

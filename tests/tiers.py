@@ -1,5 +1,6 @@
 """Which tests run at each tier: `check` in two minutes, `test` in ten, `all` of them, and `rest`,
-which is `all` without `test`. README.md says how the shares were found.
+which is `all` without `test`. README.md says how the shares were found. `whole` is more than `all`,
+by what has a command of its own.
 
 A share is a number n: of a test's cases, every n-th; and where cases differ by dtype alone, one of
 them, each in its turn. So a feature that is tested in four dtypes is tested in one, and its
@@ -9,7 +10,7 @@ neighbour in the next. The first case of every test is in every share but NONE.
 from pathlib import Path
 
 ALL, NONE = "all", 0
-TIERS = ("check", "test", "rest", "all")
+TIERS = ("check", "test", "rest", "all", "whole")
 DEFAULT = (4, ALL)  # of a file that the table does not name
 
 # File, or file::test: its shares of `check` and of `test`.
@@ -50,6 +51,14 @@ SHARES = {
     "test_emulator": (NONE, 5),
     "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),
     "test_probe": (NONE, 5),
+    # Compiled kernels on the emulator. Each takes seconds to compile, the first time.
+    "test_ptx_cuda": (NONE, NONE),
+    "test_ptx_cuda::test_features": (NONE, 30),
+    "test_ptx_foreign": (NONE, 12),
+    "test_ptx_machine": (NONE, ALL),
+    "test_ptx_triton": (NONE, NONE),
+    "test_ptx_triton::test_features": (NONE, 40),
+    "test_ptx_values": (NONE, ALL),
     "test_ptxas": (2, ALL),
     "test_ptxas::test_the_kernels_spill_no_more_than_allowed": (NONE, NONE),
     # Triton's kernels compiled: one case for each chip. Whole tables: `make aot`.
@@ -84,6 +93,26 @@ SHARES = {
     **dict.fromkeys(("test_gpu_scale", "test_gpu_streams", "test_gpu_torch"), (NONE, ALL)),
 }
 
+# What `all` takes of tests that have a command of their own; the others are in `whole`.
+OF_ALL = {
+    "test_ptx_cuda::test_features": 2,
+    "test_ptx_cuda::test_features_of_decode": 3,
+    "test_ptx_cuda::test_features_of_weights": 4,
+    "test_ptx_cuda::test_a_given_lse_is_a_constant": 7,
+    "test_ptx_cuda::test_schedules": 3,
+    "test_ptx_cuda::test_schedules_of_decode": 3,
+    "test_ptx_cuda::test_schedules_of_weights": 3,
+    "test_ptx_cuda::test_head_dims": 7,
+    "test_ptx_cuda::test_head_dims_of_decode": 7,
+    "test_ptx_cuda::test_head_dims_of_weights": 7,
+    "test_ptx_triton::test_features": 5,
+    "test_ptx_triton::test_features_of_decode": 7,
+    "test_ptx_triton::test_features_of_weights": 13,
+    "test_ptx_triton::test_tiles": 3,
+    "test_ptx_triton::test_tiles_of_decode": 4,
+    "test_ptx_triton::test_tiles_of_weights": 3,
+}
+
 # The same for Triton's kernels in its interpreter, a run of its own.
 INTERPRETED_SHARES = {
     "test_features": (97, 23),
@@ -107,10 +136,12 @@ def shares(interpreted):
 
 
 def share(item, tier, interpreted):
-    """What is said of an item for `check` or `test`."""
+    """What is said of an item for `check`, `test` or `all`."""
     table, default = shares(interpreted)
     file = Path(item.path).stem
     function = getattr(item, "originalname", None) or item.name
+    if tier == "all":
+        return OF_ALL.get(f"{file}::{function}", ALL)
     entry = table.get(f"{file}::{function}") or table.get(file) or default
     return entry[("check", "test").index(tier)]
 
@@ -129,7 +160,7 @@ def is_emulated(item):
 
 
 def chosen(items, tier, interpreted):
-    """The items that `check` or `test` runs, as a set of node ids."""
+    """The items that `check`, `test` or `all` runs, as a set of node ids."""
     tests = {}
     if tier == "check":
         items = [item for item in items if not is_emulated(item)]
@@ -151,10 +182,12 @@ def chosen(items, tier, interpreted):
 
 def select(items, tier, interpreted):
     """(those that run, those that do not)"""
-    if tier == "all":
+    if tier == "whole":
         return items, []
-    inside = chosen(items, "test" if tier == "rest" else tier, interpreted)
+    inside = chosen(items, "all" if tier == "rest" else tier, interpreted)
+    if tier == "rest":
+        inside -= chosen(items, "test", interpreted)
     split = [], []
     for item in items:
-        split[(item.nodeid in inside) == (tier == "rest")].append(item)
+        split[item.nodeid not in inside].append(item)
     return split

@@ -38,7 +38,7 @@ struct Report {
   struct Banks {
     long turns = 0, conflicts = 0;
   };
-  long findings = 0, switches = 0, multiplies = 0, blocks = 0;
+  long findings = 0, switches = 0, multiplies = 0, blocks = 0, compiled = 0;
   std::string first;            // the first finding
   std::set<std::string> sites;  // of the synchronisations that ran
   std::unordered_map<const char*, bool> skipped;  // the same by address: are they switched off?
@@ -54,7 +54,7 @@ bool skipped(const char* site);
 struct Copy {
   uint32_t to;
   const unsigned char* from;
-  int bytes;
+  int size, bytes;
 };
 
 // A store that races with another one, and is none if it leaves what was there.
@@ -179,7 +179,7 @@ void write_at_place(const void* at, int bytes, const void* place);
 
 // Accesses to shared memory by a fiber, and by a copy that the current one begins.
 void note_read(const Fiber& by, uint32_t address, int bytes, const char* what);
-void note_copy(uint32_t to, const void* from, int bytes, const void* place);
+void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place);
 
 void note_atomic(const void* at, int bytes, const char* what, bool narrow);
 void atomics_begin();  // of a launch

@@ -6,20 +6,20 @@
 namespace emu {
 
 static void land(const Copy& copy) {
-  unsigned char* to = shared_pointer(copy.to, 16);
+  unsigned char* to = shared_pointer(copy.to, copy.size);
   std::memcpy(to, copy.from, copy.bytes);
-  std::memset(to + copy.bytes, 0, 16 - copy.bytes);
+  std::memset(to + copy.bytes, 0, copy.size - copy.bytes);
 }
 
-void copy16(uint32_t to, const void* from, int bytes) {
-  if (reinterpret_cast<uintptr_t>(from) % 16)
-    fail("cp.async: the global address is not a multiple of 16");
-  if (bytes != 0 && bytes != 4 && bytes != 8 && bytes != 16) fail("cp.async of %d bytes", bytes);
-  unsigned char* target = shared_pointer(to, 16);
-  const Copy copy{to, static_cast<const unsigned char*>(from), bytes};
-  note_copy(to, from, bytes, __builtin_return_address(0));
+void copy(uint32_t to, const void* from, int size, int bytes) {
+  if (reinterpret_cast<uintptr_t>(from) % size)
+    fail("cp.async: the global address is not a multiple of %d", size);
+  if (bytes < 0 || bytes > size) fail("cp.async of %d bytes, of %d", bytes, size);
+  unsigned char* target = shared_pointer(to, size);
+  const Copy copy{to, static_cast<const unsigned char*>(from), size, bytes};
+  note_copy(to, from, size, bytes, __builtin_return_address(0));
   if (options.lazy)
-    std::memset(target, 0xFF, 16);
+    std::memset(target, 0xFF, size);
   else
     land(copy);
   current().issued.push_back(copy);

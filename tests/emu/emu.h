@@ -4,12 +4,15 @@
 // A block runs on one OS thread; each of its CUDA threads is a fiber with a stack of its own. What
 // is not declared here does not compile, which is how anything unknown is rejected.
 #pragma once
+#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
 #include <functional>
 #include <tuple>
+
+#include "compiled.h"
 
 #define FA_UNWATCHED __attribute__((no_sanitize("thread", "alignment")))
 #define __global__
@@ -67,6 +70,17 @@ extern Here* here;
 
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
+// The same of a kernel that came compiled, if that is asked for. Arguments are those of its
+// parameters, one by one.
+struct Argument {
+  const void* at;
+  size_t bytes;
+};
+void launch(const Compiled& kernel, dim3 grid, dim3 block, size_t shared_bytes,
+            const Argument* arguments, int count);
+bool launch_compiled(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes,
+                     const Argument* arguments, int count);
+
 // What was called on the way here has left its traces on the stack: the kernel begins below them.
 template <class... P>
 FA_UNWATCHED __attribute__((noinline)) void enter(void (*kernel)(P...), const P&... of) {
@@ -77,6 +91,11 @@ FA_UNWATCHED __attribute__((noinline)) void enter(void (*kernel)(P...), const P&
 template <class... P, class... A>
 void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A&&... arguments) {
   std::tuple<P...> copies(static_cast<P>(arguments)...);  // by value, as a kernel's parameters are
+  const auto each = std::apply(
+      [](const auto&... x) { return std::array<Argument, sizeof...(P)>{{{&x, sizeof x}...}}; }, copies);
+  if (launch_compiled(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, each.data(),
+                      static_cast<int>(sizeof...(P))))
+    return;
   launch(grid, block, shared_bytes, [&] {
     std::apply([&](const P&... of) { enter(kernel, of...); }, copies);
   });
@@ -113,12 +132,16 @@ void warp_sync(const char* site, uint32_t mask);
 void barrier_sync(const char* site, int id, int threads);  // threads < 0: the whole block
 void barrier_arrive(const char* site, int id, int threads);
 
-void copy16(uint32_t to, const void* from, int bytes);  // cp.async: the rest of 16 is 0
+void copy(uint32_t to, const void* from, int size, int bytes);  // cp.async: the rest of size is 0
+inline void copy16(uint32_t to, const void* from, int bytes) { copy(to, from, 16, bytes); }
 void copies_commit(const char* site);
 void copies_wait(const char* site, int pending);
 
-void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address);
-void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16);
+// `site` tells one such instruction of a kernel from another; else the address of the caller does.
+void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address,
+                   const char* site = nullptr);
+void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16,
+                   const char* site = nullptr);
 float widened(uint16_t bits, bool bfloat16);  // else float16
 uint32_t narrowed(float x, bool bfloat16);    // to nearest even, in the low half
 float approximate_exp2(float x);              // ex2.approx.ftz

@@ -135,16 +135,18 @@ float approximate_exp2(float x) {
 
 float approximate_log2(float x) { return std::log2(without_subnormal(x)); }
 
-void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address) {
+void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address,
+                   const char* site) {
   Load mine{registers, address, count, transposed};
-  warp_meet(transposed ? "ldmatrix.trans" : "ldmatrix", ~0u, &mine, load,
-            place_here(__builtin_return_address(0)));
+  const char* const name = site ? site : transposed ? "ldmatrix.trans" : "ldmatrix";
+  warp_meet(name, ~0u, &mine, load, site ? site : place_here(__builtin_return_address(0)));
 }
 
-void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16) {
+void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16,
+                   const char* site) {
   Multiply mine{d, a, {b0, b1}, bfloat16};
-  warp_meet(bfloat16 ? "mma.bf16" : "mma.f16", ~0u, &mine, multiply,
-            place_here(__builtin_return_address(0)));
+  const char* const name = site ? site : bfloat16 ? "mma.bf16" : "mma.f16";
+  warp_meet(name, ~0u, &mine, multiply, site ? site : place_here(__builtin_return_address(0)));
 }
 
 }  // namespace emu

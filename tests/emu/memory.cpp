@@ -211,10 +211,10 @@ void note_read(const Fiber& by, uint32_t address, int bytes, const char* what) {
   block->shadow.read(at, bytes, by.step(what), by.clocks);
 }
 
-void note_copy(uint32_t to, const void* from, int bytes, const void* place) {
+void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place) {
   Shadow* const source = bytes ? shadow_at(from, bytes, "cp.async") : nullptr;
   if (source == &block->shadow) fail("cp.async: it reads shared memory, expected global");
-  if (options.banks) note_bank("cp.async", place, to - kWindow, 16);
+  if (options.banks) note_bank("cp.async", place, to - kWindow, size);
   if (!options.check) return;
   const Fiber& by = current();
   Step step = by.step("cp.async");
@@ -222,7 +222,7 @@ void note_copy(uint32_t to, const void* from, int bytes, const void* place) {
   step.clock = by.committed + 1;
   if (source) source->read(reinterpret_cast<uintptr_t>(from), bytes, step, by.clocks);
   const auto at = reinterpret_cast<uintptr_t>(block->shared) + (to - kWindow);
-  block->shadow.write(at, 16, step, by.clocks);
+  block->shadow.write(at, size, step, by.clocks);
 }
 
 }  // namespace emu

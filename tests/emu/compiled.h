@@ -1,0 +1,21 @@
+// Kernels that come compiled from elsewhere: tests/ptx makes them of PTX. A library of them registers
+// each when it is loaded, and a launch of a kernel with that name runs it.
+#pragma once
+#include <stddef.h>
+
+namespace emu {
+
+struct Compiled {
+  const char* name;  // mangled
+  void (*body)(const unsigned char* const* parameters);
+  int parameters;
+  const size_t* bytes;              // of each
+  unsigned most[3], exactly[3];     // launch bounds; 0 for none
+  size_t shared, align, limit;      // bytes of static shared memory, alignment of what follows it,
+                                    // and what the architecture lets a block have of both
+};
+
+void add(const Compiled* kernel);
+const Compiled* compiled(const char* name);  // null if there is none
+
+}  // namespace emu

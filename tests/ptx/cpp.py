@@ -1,0 +1,259 @@
+"""A kernel of PTX as C++: registers are variables, labels are labels, each instruction a statement.
+
+Registers that are never written are poison, all ones. What an instruction does is in forms.py.
+"""
+
+import re
+
+from . import forms
+from .text import NAME, SIZES, Instruction, refuse
+
+HERE = re.compile(r"%(tid|ntid|ctaid|nctaid)\.([xyz])")
+NUMBER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?")
+FLOAT = {"f32": re.compile(r"0[fF]([0-9a-fA-F]{8})"), "f64": re.compile(r"0[dD]([0-9a-fA-F]{16})")}
+WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
+
+# What blocks may have of shared memory: without asking, and at most, in KB.
+STATIC = 48
+LIMITS = {80: 163, 86: 99, 89: 99, 90: 227}
+
+
+def source(kernels):
+    """C++ of kernels, which register themselves when they are loaded."""
+    return '#include "machine.h"\nusing namespace ptx;\n' + "".join(
+        f"namespace kernel_{i} {{\n{one(kernel)}}}\n" for i, kernel in enumerate(kernels)
+    )
+
+
+def one(kernel):
+    if kernel.target not in LIMITS:
+        refuse(kernel.line, f"target sm_{kernel.target}, expected one of {[*LIMITS]}")
+    writer = Writer(kernel)
+    body = [x for each in kernel.body for x in writer.statement(each)]
+    sizes = ", ".join(map(str, [*kernel.parameters.values(), 0]))
+    at, align = writer.static, max([16, *(x.align for x in kernel.shared.values() if not x.bytes)])
+    if at > STATIC << 10:
+        refuse(kernel.line, f"{at} bytes of static shared memory, expected at most {STATIC} KB")
+    lines = [
+        "extern const emu::Compiled kernel;",
+        "static void body(Parameters P) {",
+        "const Special S = special();",
+        *writer.declarations(),
+        *body,
+        "return;",
+        "}",
+        f"const size_t bytes[] = {{{sizes}}};",
+        f'const emu::Compiled kernel = {{"{kernel.name}", body, {len(kernel.parameters)}, bytes,',
+        f"{{{three(kernel.most)}}}, {{{three(kernel.exactly)}}},",
+        f"{at}, {align}, {LIMITS[kernel.target] << 10}}};",
+        "const struct Register {",
+        "Register() { emu::add(&kernel); }",
+        "} registered;",
+    ]
+    return "".join(f"{x}\n" for x in lines)
+
+
+def three(shape):
+    return ", ".join(map(str, (*shape, 1, 1)[:3] if shape else (0, 0, 0)))
+
+
+def unsigned(kind):
+    return "pred" if kind == "pred" else f"u{8 * SIZES[kind]}"
+
+
+def doubled(kind):
+    return f"{kind[0]}{2 * int(kind[1:])}"
+
+
+class Writer:
+    """Writes the statements of one kernel."""
+
+    def __init__(self, kernel):
+        self.kernel, self.line, self.shared, self.static = kernel, kernel.line, {}, 0
+        found = re.search(r"[a-z]+(_[a-z]+)*_kernel", kernel.name)  # of a mangled name
+        self.name = found[0] if found else kernel.name
+        self.labels = {x.name for x in kernel.body if not isinstance(x, Instruction)}
+        for name, variable in sorted(kernel.shared.items(), key=lambda x: x[1].bytes == 0):
+            self.shared[name] = self.static = -(-self.static // variable.align) * variable.align
+            self.static += variable.bytes
+
+    def declarations(self):
+        for name, kind in self.kernel.registers.items():
+            ones = "true" if kind == "pred" else f"BITS({self.type(kind)}, u{8 * SIZES[kind]}(-1))"
+            yield f"{self.type(kind)} {self.register(name)} = {ones};"
+        for name, variable in self.kernel.local.items():
+            yield f"alignas({variable.align}) u8 {self.plain(name)}[{variable.bytes}];"
+            yield f"__builtin_memset({self.plain(name)}, 0xFF, {variable.bytes});"
+
+    def statement(self, each):
+        if not isinstance(each, Instruction):
+            return [f"{self.label(each.name)}:;"]
+        self.line = each.line
+        found, groups = forms.known(each.opcode, each.line)
+        self.counted(each, found.kinds)
+        place = f'"{each.opcode} in line {each.line} of {self.name}"'
+        if callable(found.code):
+            code = found.code(self, groups, each.operands, place)
+        else:
+            code = self.expression(each, found, groups)
+        if each.guard:
+            code = f"if ({self.value(each.guard, 'pred')}) {{ {code} }}"
+        return [code]
+
+    def counted(self, each, kinds):
+        """The number of operands that a form has; a * at the end is one that may be there."""
+        most = len(kinds)
+        if kinds and not least_of(kinds) <= len(each.operands) <= most:
+            refuse(each.line, f"{each.opcode} with {len(each.operands)} operands, expected {most}")
+
+    def expression(self, each, found, groups):
+        """The result of operands a, b, ..."""
+        kinds, wider = [], []
+        for kind in found.kinds:
+            wider.append(kind.startswith("["))
+            kinds.append(self.kind(kind.strip("[]"), groups))
+        flush = bool(groups.get("ftz"))
+        names = {
+            name: self.value(x, kind, wider=wide, flush=flush and kind == "f32")
+            for name, x, kind, wide in zip("abcd", each.operands[1:], kinds[1:], wider[1:])
+        }
+        for name in ("T", "W", "B", "WB"):
+            if "T" in groups and not (name[0] == "W" and groups["T"] in ("f32", "f64", "pred")):
+                names[name] = self.type(self.kind(name, groups))
+        if "T" in groups:
+            names["bits"] = 8 * SIZES[groups["T"]]
+        code = found.code.format(**names)
+        if groups.get("sat"):
+            code = f"saturated({code})"
+        if flush and kinds[0] == "f32":
+            code = f"ftz({code})"
+        return self.result(each.operands[0], kinds[0], code, wider=wider[0])
+
+    def kind(self, name, groups):
+        own = groups.get("T")
+        if name == "B":
+            return unsigned(own)
+        if name in ("W", "WB"):
+            return doubled(own if name == "W" else unsigned(own))
+        return groups.get(name) or name
+
+    # -- operands --------------------------------------------------------------------------------
+
+    def type(self, kind):
+        return {"pred": "bool"}.get(kind, kind.replace("b", "u"))
+
+    def plain(self, name):
+        return re.sub(r"\W", "_", name.replace("$", "D"))
+
+    def register(self, name):
+        return "r_" + self.plain(name)
+
+    def label(self, name):
+        if name not in self.labels:
+            refuse(self.line, f"label {name}")
+        return "L_" + self.plain(name)
+
+    def value(self, operand, kind, wider=False, flush=False):
+        """As C++ of that type; of a register that may be wider, its low bits."""
+        if flush:
+            return f"ftz({self.value(operand, kind, wider)})"
+        type = self.type(kind)
+        if operand.startswith("!") and kind == "pred":
+            return f"!{self.value(operand[1:], kind)}"
+        if operand in self.kernel.registers:
+            own = self.kernel.registers[operand]
+            self.fits(operand, own, kind, wider)
+            return cast(type, self.type(own), self.register(operand))
+        return f"{type}({self.other(operand, kind)})"
+
+    def other(self, operand, kind):
+        """What is no register."""
+        if found := HERE.fullmatch(operand):
+            return f"S.{found[1]}[{'xyz'.index(found[2])}]"
+        if operand == "%laneid":
+            return "S.laneid"
+        if operand in self.shared:
+            return f"{WINDOW + self.shared[operand]}u"
+        if operand in self.kernel.local:
+            return f"u64({self.plain(operand)})"
+        if operand in self.kernel.parameters:
+            return f"u64(P[{[*self.kernel.parameters].index(operand)}])"
+        for float_kind, pattern in FLOAT.items():
+            if found := pattern.fullmatch(operand):
+                bits = 8 * SIZES[float_kind]
+                number = f"u{bits}(0x{found[1]}ull)"
+                if 8 * SIZES[kind] != bits:
+                    refuse(self.line, f"{operand} as .{kind}")
+                return f"BITS({kind}, {number})" if kind[0] == "f" else number
+        if NUMBER.fullmatch(operand) and kind[0] != "f":
+            return self.number(operand, kind)
+        refuse(self.line, f"operand {operand} as .{kind}")
+
+    def number(self, operand, kind):
+        value = self.constant(operand)
+        if kind == "pred":
+            return "true" if value else "false"
+        if not -(2**63) <= value < 2**64:
+            refuse(self.line, f"operand {operand} as .{kind}")
+        return f"0x{value % 2**64:x}ull"
+
+    def constant(self, operand):
+        found = NUMBER.fullmatch(operand)
+        if not found:
+            refuse(self.line, f"operand {operand}, expected a number")
+        digits = found[2]
+        octal = len(digits) > 1 and digits[0] == "0" and digits[1] not in "xXbB"
+        return int(found[1] + digits, 8 if octal else 0)
+
+    def result(self, operand, kind, code, wider=False):
+        """The statement that gives it to a register, which may be wider: its sign goes on."""
+        if operand not in self.kernel.registers:
+            refuse(self.line, f"result {operand}, expected a register")
+        own = self.kernel.registers[operand]
+        self.fits(operand, own, kind, wider)
+        to, type = self.type(own), self.type(kind)
+        return f"{self.register(operand)} = {cast(to, type, f'{type}({code})')};"
+
+    def fits(self, operand, own, kind, wider):
+        same = SIZES[own] == SIZES[kind] and (own == "pred") == (kind == "pred")
+        if not same and not (wider and SIZES[own] > SIZES[kind] and "pred" not in (own, kind)):
+            refuse(self.line, f"{operand} is .{own}, expected .{kind}")
+
+    def vector(self, operand):
+        if not operand.startswith("{"):
+            refuse(self.line, f"{operand}, expected registers in braces")
+        return [x.strip() for x in operand[1:-1].split(",")]
+
+    def registers(self, operand, count, kind):
+        found = self.vector(operand) if operand.startswith("{") else [operand]
+        if len(found) * SIZES[kind] > 16:
+            refuse(self.line, f"{len(found)} elements of .{kind}, expected at most 16 bytes")
+        if len(found) != int(count or 1):
+            refuse(self.line, f"{len(found)} registers, expected {count or 1}")
+        return found
+
+    def base(self, operand):
+        """What an address is from, and how far."""
+        found = re.fullmatch(rf"\[\s*({NAME}|\d+)\s*(?:\+\s*(-?\w+)\s*)?\]", operand)
+        if not found:
+            refuse(self.line, f"address {operand}")
+        return found[1], self.constant(found[2]) if found[2] else 0
+
+    def address(self, operand, kind):
+        base, offset = self.base(operand)
+        at = self.value(base, kind)
+        return f"{at} + {self.type(kind)}({offset})" if offset else at
+
+
+def least_of(kinds):
+    return sum(x != "*" for x in kinds)
+
+
+def cast(to, own, code):
+    """From one C++ type to another: the same bits, or whole numbers of another size."""
+    if to == own:
+        return code
+    floats = [x[0] == "f" for x in (to, own)]
+    if any(floats):
+        return f"BITS({to}, {code})"
+    return f"{to}({code})"

@@ -1,0 +1,129 @@
+"""PTX made into libraries that the emulator runs: compiled once for each content, in build/ptx."""
+
+import ctypes
+import hashlib
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import emulator
+import numpy as np
+
+from . import cpp, text
+
+HERE = Path(__file__).resolve().parent
+CACHE = emulator.ROOT / "build" / "ptx"
+# A kernel is thousands of small statements: more optimisation would cost more than it saves. No
+# contraction: what PTX does not fuse is not fused.
+FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off")
+FLAGS += tuple(f"-I{folder}" for folder in (HERE, emulator.EMULATOR))
+MOST_SHARED = max(cpp.LIMITS.values()) << 10
+one_at_a_time = threading.Lock()  # compilers of a process
+
+
+def digest(*parts):
+    found = hashlib.sha256()
+    for x in parts:
+        found.update(x.read_bytes() if isinstance(x, Path) else str(x).encode() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def made(name, key, command):
+    """The file that a command makes, from the cache if there is one of this key."""
+    with one_at_a_time:
+        return emulator.made(CACHE / f"{name}-{key}", command)
+
+
+def machine():
+    # The emulator takes the address that it returns to for the place in the program. Here it is one
+    # for all instructions of a kind, which have names of their own: g++ may make two of one.
+    command = [*emulator.compiler(), *emulator.FLAGS, "-fno-optimize-sibling-calls"]
+    headers = sorted([*emulator.EMULATOR.glob("*.h"), HERE / "machine.h"])
+    key = digest(*command, HERE / "machine.cpp", *headers)
+    return made("machine", f"{key}.o", [*command, "-c", HERE / "machine.cpp"])
+
+
+def translated(kernels):
+    """The object file of these kernels."""
+    code = cpp.source(kernels)
+    command = [*emulator.compiler(), *FLAGS]
+    key = digest(*command, code, HERE / "machine.h", emulator.EMULATOR / "compiled.h")
+    source = CACHE / f"kernels-{key}.cpp"
+    with emulator.once.alone(source.name):
+        if not source.exists():
+            CACHE.mkdir(parents=True, exist_ok=True)
+            source.write_text(code)
+    return made("kernels", f"{key}.o", [*command, "-c", source])
+
+
+class Executor:
+    """Runs PTX on an emulator."""
+
+    def __init__(self, on):
+        self.emulator, self.there = on, set()
+        on.library.emu_compiled_launches.restype = ctypes.c_long
+
+    def add(self, ptx, names=None):
+        """The kernels of a text of PTX can be launched from here on; of those in `names`, under the
+        name that stands there."""
+        kernels = list(text.kernels(ptx).values())
+        if names:
+            kernels = [x for x in kernels if x.name in names]
+            for x in kernels:
+                x.name = names[x.name]
+        objects = [translated(kernels), machine()]
+        path = self.emulator.path
+        key = digest(*objects, path)
+        # It names the emulator that it is linked with, which is in memory by then.
+        command = [*emulator.compiler(), "-shared", *objects, path]
+        ctypes.CDLL(str(made("library", f"{key}.so", command)))
+        self.there.update(x.name for x in kernels)
+
+    def launch(self, name, grid, block, shared, arguments, **options):
+        """One kernel, and what was found. Arguments are bytes, or arrays for their addresses."""
+        options = dict(shared_limit=MOST_SHARED) | options  # the kernel knows its own
+        packed = [packed_argument(x) for x in arguments]
+        count = len(packed)
+        return self.emulator.run(
+            "emu_launch",
+            ctypes.c_char_p(name.encode()),
+            *((ctypes.c_uint * 3)(*x, *(1,) * (3 - len(x))) for x in (grid, block)),
+            ctypes.c_size_t(shared),
+            (ctypes.c_void_p * count)(*(x.ctypes.data for x in packed)),
+            (ctypes.c_size_t * count)(*(len(x) for x in packed)),
+            count,
+            **options,
+        )
+
+    @contextmanager
+    def instead(self, find):
+        """Inside, launches from C++ run the PTX of their kernel. Where it is not there yet, `find`
+        is called with the mangled name, and gives the text."""
+        failed = []
+
+        def asked(name):
+            try:
+                self.add(find(name.decode()))
+            except BaseException as error:  # none gets through C++
+                failed.append(error)
+
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(asked)
+        self.emulator.library.emu_compiled(callback)
+        try:
+            yield
+        finally:
+            self.emulator.library.emu_compiled(None)
+            if failed:
+                raise failed[0]
+
+    def launches(self):
+        """How many kernels ran as PTX since the last run began."""
+        return self.emulator.library.emu_compiled_launches()
+
+
+def packed_argument(x):
+    """Bytes at a multiple of 16, as a launch lays its parameters out; of an array, its address."""
+    given = x if isinstance(x, bytes) else x.ctypes.data.to_bytes(8, "little")
+    memory = emulator.aligned(len(given), np.uint8)
+    memory[:] = np.frombuffer(given, np.uint8)
+    return memory

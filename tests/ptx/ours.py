@@ -1,0 +1,36 @@
+"""The PTX that nvcc makes of csrc/cuda, kernel by kernel: the one that a launch asks for."""
+
+import functools
+import subprocess
+
+import pytest
+from emulator import KERNELS, ROOT
+
+from bench import ptxas
+
+from . import library
+
+FLAGS = ("-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-ptx", "-arch=sm_80")
+INCLUDES = "".join(f'#include "{x}"\n' for x in sorted((KERNELS / "sm80").glob("*.cuh")))
+
+needs_nvcc = pytest.mark.skipif(not ptxas.find_nvcc(), reason="compiling CUDA needs nvcc")
+
+
+@functools.cache
+def sources():
+    """What the kernels are made of, and by what."""
+    headers = [*(ROOT / "csrc").glob("*.h"), *KERNELS.glob("*.cuh"), *KERNELS.glob("*.h")]
+    headers += (KERNELS / "sm80").glob("*.cuh")
+    return library.digest(ptxas.version(), *FLAGS, *sorted(headers))
+
+
+def ptx(name):
+    """Of a kernel with this mangled name, which tells all that its template is an instance of."""
+    signature = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
+    code = f"{INCLUDES}template __global__ {signature.strip()};\n"
+    source = library.CACHE / f"instance-{library.digest(code)}.cu"
+    library.CACHE.mkdir(parents=True, exist_ok=True)
+    source.write_text(code)
+    key = library.digest(sources(), code)
+    made = library.made("instance", f"{key}.ptx", [ptxas.nvcc(), *FLAGS, source])
+    return made.read_text()

@@ -1,0 +1,107 @@
+"""Triton's kernels as it compiles them for a GPU, launched by its own launch path on CPU tensors.
+
+Triton is given a driver for a GPU that is not there. It compiles to PTX and stops; where it would
+load machine code, the PTX is loaded into the emulator; where it would launch, that runs.
+"""
+
+import functools
+import struct
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+from emulator import Emulator
+
+from bench.aot import SHARED, Absent
+from fastattn import operation
+from fastattn.backends import triton as launcher
+
+from . import library
+
+# How a parameter of each type lies in memory, as Triton's launcher has it.
+PACKED = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
+PACKED |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
+MULTIPROCESSORS = 132
+OPTIONS = dict(same_value_stores=True)  # its reductions leave a sum in several lanes: all store it
+
+
+class Driver(Absent):
+    """Triton's driver of a GPU of `arch`, behind which is the emulator."""
+
+    def __init__(self, arch):
+        super().__init__(arch)
+        self.executor, self.options, self.launched = library.Executor(Emulator()), {}, []
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED[arch]},
+            load_binary=self.load,
+        )
+        self.launcher_cls = self.launcher
+
+    def load(self, name, ptx, shared, device):
+        """Kernels of one name are many: each is called by its content."""
+        handle = f"{name}_{library.digest(ptx)}"
+        self.executor.add(ptx.decode(), {name: handle})
+        return handle, handle, 0, 0, 1024  # registers and spills are ptxas's to tell
+
+    def launcher(self, source, metadata):
+        types = list(source.signature.values())
+
+        def launch(x, y, z, stream, function, packed, about, enter, leave, *arguments):
+            self.launch(function, (x, y, z), metadata, list(flat(types, arguments)))
+
+        return launch
+
+    def launch(self, function, grid, metadata, arguments):
+        scratch = [bytes(8), bytes(8)]  # global memory that a kernel asks for, and the profiler
+        assert not metadata.global_scratch_size and not metadata.profile_scratch_size
+        block = (32 * metadata.num_warps,)
+        found = self.executor.launch(
+            function, grid, block, metadata.shared, [*arguments, *scratch], **OPTIONS | self.options
+        )
+        self.launched.append((function.rpartition("_")[0], found))
+        assert not found.count, f"{function}: {found.count} findings: {found.first}"
+
+
+def flat(types, arguments):
+    """The bytes of each parameter. Constants are none, tuples are their elements."""
+    for kind, x in zip(types, arguments, strict=True):
+        if isinstance(kind, tuple):
+            yield from flat(kind, x)
+        elif kind.startswith("*"):
+            yield struct.pack("Q", 0 if x is None else x.data_ptr())
+        elif kind != "constexpr":
+            yield struct.pack(PACKED[kind], x)
+
+
+def until_ptx(backend=None, stages=None, options=None, language=None, capability=None):
+    """Triton's hook into its passes: machine code is PTX."""
+    if stages is not None:
+        stages["cubin"] = lambda ptx, metadata: ptx.encode()
+    return "ptx", "ptx"
+
+
+# One of each: a kernel that Triton compiled goes on to be launched by the driver that it was for.
+driver_of = functools.cache(Driver)
+
+
+@contextmanager
+def compiled(arch=80, multiprocessors=MULTIPROCESSORS, **options):
+    """Inside, every call runs Triton's kernels of `arch`, as compiled, on the emulator. Gives the
+    driver: it takes options of the emulator, and keeps the names of what was launched and what was
+    found."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    made, backend = driver_of(arch), launcher.Triton()
+    made.options, made.launched = options, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(driver, "_active", made)
+        patch.setattr(knobs.runtime, "add_stages_inspection_hook", until_ptx)
+        patch.setattr(launcher, "architecture", lambda device: arch)
+        patch.setattr(launcher, "processors", lambda device: multiprocessors)
+        patch.setattr(operation, "choose", lambda spec, asked: backend)
+        operation.forget_plans()
+        try:
+            yield made
+        finally:
+            operation.forget_plans()

@@ -1,0 +1,57 @@
+"""What nvcc makes of the CUDA kernels, run on the emulator: the tests of the source, as they stand.
+
+Here nvcc's PTX runs, not the C++ that g++ makes of the same source: a fault of nvcc or in a body of
+inline assembly shows, and so does what the two disagree on.
+"""
+
+import pytest
+import test_cuda_decode
+import test_cuda_emulated
+import test_cuda_weights
+import torch
+from cases import build, square
+from emulated import everywhere, survivors
+from emulator import needs_emulator
+from ptx import ours
+
+import fastattn
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, ours.needs_nvcc]
+
+
+@pytest.fixture
+def emulated(request):
+    """Every call runs on the emulator, and all its kernels are nvcc's. None is faultless that none
+    ran."""
+    few_rows = request.function.__module__ == test_cuda_decode.__name__
+    with everywhere(sm_count=test_cuda_decode.MANY * few_rows, ptx=True) as backend:
+        yield backend
+    assert backend.launches >= len(backend.findings) > 0
+
+
+# Every feature, in kernels of head dim 32; the kernels of other head dims; and what else chooses a
+# kernel.
+test_features = test_cuda_emulated.test_features
+test_features_of_decode = test_cuda_decode.test_features
+test_features_of_weights = test_cuda_weights.test_features
+test_a_given_lse_is_a_constant = test_cuda_weights.test_a_given_lse_is_a_constant
+
+test_head_dims = test_cuda_emulated.test_head_dims
+test_head_dims_of_decode = test_cuda_decode.test_head_dims
+test_head_dims_of_weights = test_cuda_weights.test_head_dims
+
+test_each_gradient_alone_is_the_same = test_cuda_emulated.test_each_gradient_alone_is_the_same
+test_any_number_of_splits = test_cuda_decode.test_any_number_of_splits
+test_rows_around_tiles = test_cuda_decode.test_rows_around_tiles
+
+test_schedules = test_cuda_emulated.test_every_schedule_gives_the_same_bits
+test_schedules_of_decode = test_cuda_decode.test_every_schedule_gives_the_same_bits
+test_schedules_of_weights = test_cuda_weights.test_every_schedule_gives_the_same_bits
+
+
+@pytest.mark.parametrize("backward, empty", [(False, 1), (True, 3)], ids=["forward", "both"])
+def test_each_wait_deleted_is_caught(backward, empty):
+    """But the one at the end of a kernel, where nothing is on its way."""
+    problem = build(square(1, 1, 150, 24), (), torch.bfloat16)
+    survived = survivors(lambda: problem.run(fastattn.attention, backward=backward), ptx=True)
+    assert len(survived) == empty and all(x.startswith("cp.async.wait_group") for x in survived)

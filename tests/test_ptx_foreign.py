@@ -1,0 +1,118 @@
+"""Programs of Triton that are not this project's: products of matrices, attention, softmax of rows.
+
+An emulator and kernels that were made for each other may share a mistake. These were not: the forms
+are those of Triton's tutorials, and its compiler is another one than nvcc.
+"""
+
+import pytest
+import torch
+from emulator import SCHEDULES, needs_emulator
+from ptx import triton as executed
+from runners import INTERPRETED
+
+triton = pytest.importorskip("triton")
+tl = triton.language
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
+if INTERPRETED:
+    pytest.skip("there is nothing to compile", allow_module_level=True)
+FUSED = dict(enable_fp_fusion=True)  # as Triton's default has been
+
+
+@pytest.fixture(params=SCHEDULES, ids=lambda x: f"schedule{x}")
+def compiled(request):
+    with executed.compiled(schedule=request.param) as driver:
+        yield driver
+    assert driver.launched
+
+
+@triton.jit
+def product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """C (M, N) = A (M, K) B (K, N)."""
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    columns = tl.program_id(1) * BN + tl.arange(0, BN)
+    inner = tl.arange(0, BK)
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(tl.cdiv(K, BK)):
+        at = k * BK + inner
+        x = tl.load(
+            a + rows[:, None] * K + at[None, :],
+            mask=(rows[:, None] < M) & (at[None, :] < K),
+            other=0.0,
+        )
+        y = tl.load(
+            b + at[:, None] * N + columns[None, :],
+            mask=(at[:, None] < K) & (columns[None, :] < N),
+            other=0.0,
+        )
+        total = tl.dot(x, y, total)
+    inside = (rows[:, None] < M) & (columns[None, :] < N)
+    tl.store(c + rows[:, None] * N + columns[None, :], total.to(c.dtype.element_ty), mask=inside)
+
+
+@pytest.mark.parametrize("stages", [1, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_product(compiled, dtype, stages):
+    """Of small whole numbers, which every format and every order adds exactly."""
+    g = torch.Generator().manual_seed(0)
+    M, N, K = 80, 72, 136
+    a, b = (torch.randint(-3, 4, x, generator=g).to(dtype) for x in ((M, K), (K, N)))
+    c = torch.full((M, N), torch.nan)
+    grid = (triton.cdiv(M, 32), triton.cdiv(N, 64))
+    product[grid](a, b, c, M, N, K, BM=32, BN=64, BK=32, num_warps=4, num_stages=stages, **FUSED)
+    assert torch.equal(c, a.float() @ b.float())
+
+
+@triton.jit
+def attention(q, k, v, out, N, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Causal, of one head a program's second axis; the softmax goes along with the keys."""
+    head = tl.program_id(1) * N * D
+    rows, of_d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D)
+    x = tl.load(q + head + rows[:, None] * D + of_d[None, :], mask=rows[:, None] < N, other=0.0)
+    top = tl.full((BM,), -float("inf"), dtype=tl.float32)
+    weight = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, D), dtype=tl.float32)
+    for start in range(0, tl.minimum((tl.program_id(0) + 1) * BM, N), BN):
+        keys = start + tl.arange(0, BN)
+        y = tl.load(k + head + keys[None, :] * D + of_d[:, None], mask=keys[None, :] < N, other=0.0)
+        z = tl.load(v + head + keys[:, None] * D + of_d[None, :], mask=keys[:, None] < N, other=0.0)
+        s = tl.dot(x, y) * scale
+        s = tl.where((keys[None, :] <= rows[:, None]) & (keys[None, :] < N), s, -float("inf"))
+        newer = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp(s - newer[:, None])
+        before = tl.exp(top - newer)
+        weight = weight * before + tl.sum(p, 1)
+        total = tl.dot(p.to(z.dtype), z, total * before[:, None])
+        top = newer
+    total = total / weight[:, None]
+    to = out + head + rows[:, None] * D + of_d[None, :]
+    tl.store(to, total.to(out.dtype.element_ty), mask=rows[:, None] < N)
+
+
+@pytest.mark.parametrize("N, D", [(96, 32), (75, 64)])
+def test_attention(compiled, N, D):
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, N, D, generator=g).half() for _ in "qkv")
+    out = torch.full_like(q, torch.nan)
+    grid = (triton.cdiv(N, 32), 2)
+    attention[grid](q, k, v, out, N, D**-0.5, D=D, BM=32, BN=32, num_warps=4, num_stages=2, **FUSED)
+    s = (q.double() @ k.double().mT) * D**-0.5
+    s = s.masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
+    torch.testing.assert_close(out.double(), s.softmax(-1) @ v.double(), rtol=2e-3, atol=2e-3)
+
+
+@triton.jit
+def softmax(x, out, columns, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    row = tl.program_id(0) * columns
+    given = tl.load(x + row + at, mask=at < columns, other=-float("inf"))
+    found = tl.exp(given - tl.max(given, 0))
+    tl.store(out + row + at, found / tl.sum(found, 0), mask=at < columns)
+
+
+@pytest.mark.parametrize("columns", [1, 37, 256, 1000])
+def test_softmax_of_rows(compiled, columns):
+    x = torch.randn(5, columns, generator=torch.Generator().manual_seed(2)) * 5
+    out = torch.full_like(x, torch.nan)
+    size = triton.next_power_of_2(columns)
+    softmax[(5,)](x, out, columns, SIZE=size, num_warps=8, **FUSED)
+    torch.testing.assert_close(out, x.softmax(-1), rtol=2e-6, atol=1e-9)
