@@ -27,8 +27,11 @@ def executor():
 
 @functools.cache
 def binary():
-    """The same, as any library of CUDA kernels."""
-    return native.CudaLibrary(emulator().path)
+    """The same, as any library of CUDA kernels. CPU tensors are on no device: on the first one."""
+    library = native.CudaLibrary(emulator().path)
+    run = library.run
+    library.run = lambda params, which, device, *more: run(params, which, max(device, 0), *more)
+    return library
 
 
 def decode_splits(params, multiprocessors):
@@ -47,6 +50,7 @@ class Watched:
     def run(self, params, which, device, multiprocessors, stream):
         if which == native.FORWARD:
             self.backend.splits = decode_splits(params, multiprocessors)
+        device = max(device, 0)  # CPU tensors have none
         numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
         with executor().instead(ours.ptx) if self.backend.ptx else nullcontext():
             found = emulator().run(

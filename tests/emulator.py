@@ -18,7 +18,7 @@ from runners import INTERPRETED
 ROOT = Path(__file__).resolve().parents[1]
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
-PARTS = (*PARTS, "control", "compiled")
+PARTS = (*PARTS, "control", "compiled", "runtime")
 FLAGS = [
     "-std=c++17",
     "-O2",
@@ -128,20 +128,26 @@ class Emulator:
         self.library.emu_findings.restype = ctypes.c_long
         self.library.emu_multiplies.restype = ctypes.c_long
 
-    def run(self, entry, *arguments, disabled="", **options):
+    def run(self, entry, *arguments, **options):
         """Call an entry with numbers and arrays, and tell what was found."""
+        code, found = self.call(entry, *arguments, **options)
+        assert code == 0, f"{entry} returns {code}"
+        return found
+
+    def call(self, entry, *arguments, disabled="", **options):
+        """The same of one that may return an error code: with the code."""
         options = Options(**DEFAULTS | options, disabled=disabled.encode())
         options.check &= WATCHED == "thread"
         self.library.emu_reset(ctypes.byref(options))
         converted = [pointer(x) if isinstance(x, np.ndarray) else x for x in arguments]
-        assert getattr(self.library, entry)(*converted) == 0
+        code = getattr(self.library, entry)(*converted)
         first, sites, banks = (ctypes.create_string_buffer(TEXT_BYTES) for _ in range(3))
         count = self.library.emu_findings(first, sites, banks, ctypes.c_size_t(TEXT_BYTES))
         first, sites, banks = (x.value.decode() for x in (first, sites, banks))
         lines = (line.split("\t") for line in banks.splitlines())
         banks = {what: (int(turns), int(conflicts)) for what, turns, conflicts in lines}
         multiplies = self.library.emu_multiplies()
-        return Findings(count, first, tuple(sites.splitlines()), multiplies, banks)
+        return code, Findings(count, first, tuple(sites.splitlines()), multiplies, banks)
 
 
 def pointer(array):

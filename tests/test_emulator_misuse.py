@@ -100,30 +100,44 @@ def test_stores_of_one_value_are_a_race_unless_told(emulator):
 # --- launches and schedules -----------------------------------------------------------------------
 
 
+INVALID_VALUE, INVALID_CONFIGURATION = 1, 9  # as CUDA's runtime returns them
+
+
 @pytest.mark.parametrize(
-    "threads, shared", [(48, 0), (0, 0), (2048, 0), (64, 300 << 10), (64, (99 << 10) + 1)], ids=str
+    "threads, shared, code",
+    [
+        (0, 0, INVALID_CONFIGURATION),
+        (2048, 0, INVALID_CONFIGURATION),
+        (64, 300 << 10, INVALID_VALUE),
+        (64, (99 << 10) + 1, INVALID_VALUE),
+    ],
+    ids=str,
 )
-def test_impossible_launches_are_told(emulator, threads, shared):
+def test_impossible_launches_are_refused(emulator, threads, shared, code):
     """Of shared memory there are the 99 KB of sm_86 and sm_89."""
     arrays = aligned(256, np.uint32), aligned(64, np.uint32)
-    findings = emulator.run("launch_of", threads, shared, *arrays)
-    assert findings.count == 1 and f"{threads} threads and {shared} bytes" in findings.first
+    assert emulator.call("launch_of", threads, shared, *arrays)[0] == code
+
+
+def test_a_warp_that_is_not_whole_is_told(emulator):
+    """A GPU would run it; no kernel of ours is meant so."""
+    findings = emulator.run("launch_of", 48, 0, aligned(256, np.uint32), aligned(64, np.uint32))
+    assert findings.count == 1 and "48 threads" in findings.first
 
 
 def test_shared_memory_has_the_limit_that_is_asked_for(emulator):
     arrays = aligned(256, np.uint32), aligned(64, np.uint32)
-    for limit, told in ((227 << 10, 0), (200 << 10, 1)):
-        found = emulator.run("launch_of", 64, 227 << 10, *arrays, shared_limit=limit)
-        assert found.count == told
+    for limit, code in ((227 << 10, 0), (200 << 10, INVALID_VALUE)):
+        found = emulator.call("launch_of", 64, 227 << 10, *arrays, shared_limit=limit)
+        assert found[0] == code and found[1].count == 0
 
 
 @pytest.mark.parametrize(
     "grid", [(1, 65536, 1), (1, 1, 65536), (1 << 31, 1, 1), (0, 1, 1)], ids=str
 )
-def test_impossible_grids_are_told(emulator, grid):
-    findings = emulator.run("order_of_blocks", *grid, aligned(4, np.uint32))
-    assert findings.count == 1
-    assert f"a grid of {grid[0]} x {grid[1]} x {grid[2]} blocks" in findings.first
+def test_impossible_grids_are_refused(emulator, grid):
+    code, _ = emulator.call("order_of_blocks", *grid, aligned(4, np.uint32))
+    assert code == INVALID_CONFIGURATION
 
 
 @pytest.mark.parametrize("grid", [(70_000, 1, 1), (2, 35_000, 1), (2, 1, 35_000)], ids=str)

@@ -1,14 +1,11 @@
 // How a kernel is started: a function, so that the same line is C++ to nvcc and to the g++ that
-// compiles kernels for the tests (FA_EMULATED: tests/emu). Every call returns the CUDA error code,
-// 0 for none, and waits for no kernel.
+// compiles kernels for the tests, which has a cuda_runtime.h of its own (tests/emu). Every call
+// returns the CUDA error code, 0 for none, and waits for no kernel.
 #pragma once
+#include <cuda_runtime.h>
 #include <stddef.h>
 
 #include "../abi.h"
-
-#ifndef FA_EMULATED
-#include <cuda_runtime.h>
-#endif
 
 namespace fa {
 
@@ -25,36 +22,22 @@ inline int checked(int code, const char* kernel) {
 }
 
 inline const char* error_text(int code) {
-#ifdef FA_EMULATED
-  return code ? "the emulator refuses it" : "no error";
-#else
   return cudaGetErrorString(static_cast<cudaError_t>(code));
-#endif
 }
 
 // Can the driver load code of this library onto the current device? It may be too old for this
 // library's CUDA runtime, or for its PTX.
 template <class... P>
 int loadable(void (*kernel)(P...)) {
-#ifdef FA_EMULATED
-  (void)kernel;
-  return 0;
-#else
   cudaFuncAttributes of_kernel;
   return cudaFuncGetAttributes(&of_kernel, kernel);
-#endif
 }
 
 inline int use_device(int64_t device) {
-#ifdef FA_EMULATED
-  (void)device;
-  return 0;
-#else
   int current;
   const int failed = cudaGetDevice(&current);
   if (!failed && current == device) return 0;  // a context of the caller's own stays as it is
   return checked(failed ? failed : cudaSetDevice(static_cast<int>(device)), "cudaSetDevice");
-#endif
 }
 
 // `name` is for messages; shared_bytes may be up to what a block may have; stream is a
@@ -62,11 +45,6 @@ inline int use_device(int64_t device) {
 template <class... P, class... A>
 int launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
            void* stream, A... arguments) {
-#ifdef FA_EMULATED
-  (void)name, (void)stream;
-  emu::launch(kernel, grid, block, shared_bytes, arguments...);
-  return 0;
-#else
   constexpr size_t kWithoutAsking = 48 << 10;
   if (shared_bytes > kWithoutAsking) {
     const cudaError_t refused = cudaFuncSetAttribute(
@@ -79,7 +57,6 @@ int launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   return checked(cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...), name);
-#endif
 }
 
 // A row of blocks: none are no launch, and more than a grid has are refused, not wrapped around.

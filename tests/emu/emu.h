@@ -63,11 +63,10 @@ extern Here* here;
 // The same, for kernels, which are watched where they load: of one thread, they never change.
 [[gnu::const]] uint3 thread_index();
 [[gnu::const]] uint3 block_index();
-[[gnu::const]] dim3 block_size();
-[[gnu::const]] dim3 grid_size();
 [[gnu::const]] int lane();
 [[gnu::const]] unsigned char* shared_memory();
 
+bool can_launch(dim3 grid, dim3 block);  // by CUDA's limits
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
 // The same of a kernel that came compiled, if that is asked for. Arguments are those of its
@@ -173,8 +172,7 @@ T shuffle(uint32_t mask, T value, int from) {
 
 #define threadIdx (::emu::thread_index())
 #define blockIdx (::emu::block_index())
-#define blockDim (::emu::block_size())
-#define gridDim (::emu::grid_size())
+extern dim3 blockDim, gridDim;  // of the launch: no macros, since launch.h has fields of these names
 
 template <class T>
 T __shfl_sync(unsigned mask, T value, int from) {

@@ -23,6 +23,8 @@ emu_switch:
 )");
 extern "C" void emu_switch(void** save, void* load);
 
+dim3 blockDim, gridDim;
+
 namespace emu {
 
 Thread* self;
@@ -66,8 +68,6 @@ uint64_t random_state(uint64_t stream) {
 
 uint3 thread_index() { return self->index; }
 uint3 block_index() { return here->block; }
-dim3 block_size() { return here->block_size; }
-dim3 grid_size() { return here->grid_size; }
 int lane() { return self->lane; }
 unsigned char* shared_memory() { return here->shared; }
 
@@ -334,23 +334,31 @@ void run(Launch& launch) {
 
 }  // namespace
 
+bool can_launch(dim3 grid, dim3 size) {
+  constexpr unsigned kMost = 65535, kMostInX = 0x7FFFFFFF;
+  const size_t threads = size_t{size.x} * size.y * size.z;
+  return threads && threads <= 1024 && grid.x && grid.y && grid.z && grid.x <= kMostInX &&
+         grid.y <= kMost && grid.z <= kMost;
+}
+
 void launch(dim3 grid, dim3 size, size_t shared, const std::function<void()>& body) {
   const size_t threads = size_t{size.x} * size.y * size.z;
-  if (shared > options.shared_limit || threads == 0 || threads > 1024 || threads % 32) {
+  if (shared > options.shared_limit || threads % 32) {
     report.findings++;
     report.first = "launch: " + std::to_string(threads) + " threads and " + std::to_string(shared) +
-                   " bytes of shared memory, expected whole warps up to 1024 threads and at most " +
+                   " bytes of shared memory, expected whole warps and at most " +
                    std::to_string(options.shared_limit) + " bytes";
     return;
   }
-  constexpr unsigned kMost = 65535, kMostInX = 0x7FFFFFFF;
-  if (!grid.x || !grid.y || !grid.z || grid.x > kMostInX || grid.y > kMost || grid.z > kMost) {
+  if (!can_launch(grid, size)) {
     report.findings++;
     report.first = "launch: a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) +
-                   " x " + std::to_string(grid.z) + " blocks, expected one at least, and at most " +
-                   std::to_string(kMostInX) + " x 65535 x 65535";
+                   " x " + std::to_string(grid.z) + " blocks of " + std::to_string(threads) +
+                   " threads, expected one at least, at most 2147483647 x 65535 x 65535 of 1024";
     return;
   }
+  gridDim = grid;
+  blockDim = size;
   Launch now;
   now.grid = grid;
   now.size = size;

@@ -1,0 +1,181 @@
+"""CUDA's runtime as the emulator has it (tests/emu/runtime.cpp): two devices with memory of their
+own, streams, graphs, and calls that fail when they are told to."""
+
+import ctypes
+import weakref
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+from emulated import emulator
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from fastattn import native, operation
+from fastattn.backends.cuda import Cuda
+
+TEXT_BYTES = 1 << 16
+
+
+class Runtime:
+    """As new. With `at_once` false work waits in its stream until `finish`, and memory that Python
+    gives up is spoiled in the stream's order. `apart`, a kernel's parameters may point nowhere but
+    to memory of its device."""
+
+    def __init__(self, at_once=True, apart=True):
+        self.library = emulator().library
+        self.library.emu_allocate.restype = self.library.emu_stream.restype = ctypes.c_void_p
+        self.library.emu_captured.restype = ctypes.c_long
+        self.library.emu_runtime_reset(at_once, apart)
+
+    def stream(self, device=0):
+        return self.library.emu_stream(device)
+
+    def finish(self, *streams):
+        """Run what waits in these streams, a kernel of each in turn."""
+        left = [ctypes.c_void_p(x) for x in streams]
+        while left:
+            ran = [(x, *emulator().call("emu_run_waiting", x, 1)) for x in left]
+            for _, _, found in ran:
+                faultless(found)
+            left = [x for x, waiting, _ in ran if waiting]
+
+    @contextmanager
+    def recording(self, stream):
+        """Launches on the stream go to a graph: a list, whose one element is its number."""
+        self.library.emu_capture(ctypes.c_void_p(stream))
+        graph = []
+        yield graph
+        graph.append(self.library.emu_captured(ctypes.c_void_p(stream)))
+
+    def replay(self, graph):
+        faultless(emulator().run("emu_replay", ctypes.c_long(*graph)))
+
+    def fail(self, calls, code):
+        """The call after so many more returns this code."""
+        self.library.emu_runtime_fail(ctypes.c_long(calls), code)
+
+    def log(self):
+        """What was called since the start."""
+        text = ctypes.create_string_buffer(TEXT_BYTES)
+        self.library.emu_runtime_log(text, ctypes.c_size_t(TEXT_BYTES))
+        return text.value.decode().splitlines()
+
+    def launches(self):
+        """(device, number of the stream, kernel) of each."""
+        lines = [x.split() for x in self.log() if x.startswith("launch")]
+        return [(int(x[3]), x[5], x[6]) for x in lines]
+
+    def memory(self, like, device, stream=0):
+        """A copy of a tensor's storage on a device, and the tensor in it: strides, offset and all.
+        The memory is another's when, in the order of the stream, nobody has it any more."""
+        storage = like.detach().untyped_storage()
+        at = self.library.emu_allocate(device, ctypes.c_size_t(max(storage.nbytes(), 1)))
+        assert at, "the device's memory is full"
+        raw = (ctypes.c_char * max(storage.nbytes(), 1)).from_address(at)
+        ctypes.memmove(at, storage.data_ptr(), storage.nbytes())
+        if stream:
+            sizes = ctypes.c_void_p(at), ctypes.c_size_t(storage.nbytes())
+            weakref.finalize(raw, self.library.emu_free, ctypes.c_void_p(stream), *sizes)
+        there = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
+        empty = torch.empty(0, dtype=like.dtype)
+        return empty.set_(there, like.storage_offset(), like.shape, like.stride())
+
+
+def faultless(found):
+    assert not found.count, f"{found.count} findings: {found.first}"
+
+
+class OnDevice(TorchFunctionMode):
+    """New tensors are the device's, but what comes of Tensor.cpu is the host's, and what is made of
+    that alone."""
+
+    def __init__(self, runtime, device, stream):
+        self.runtime, self.device, self.stream, self.known = runtime, device, stream, set()
+
+    def has(self, x):
+        return x.untyped_storage().data_ptr() in self.known
+
+    def there(self, x):
+        if not isinstance(x, torch.Tensor) or self.has(x):
+            return x
+        x = self.runtime.memory(x, self.device, self.stream)
+        self.known.add(x.untyped_storage().data_ptr())
+        return x
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **kwargs or {})
+        if function is torch.Tensor.cpu:
+            return found.clone()
+        given = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        if given and not any(map(self.has, given)):
+            return found
+        return tree_map(self.there, found)
+
+
+class Binary(native.CudaLibrary):
+    """The library of kernels; CPU tensors have no number of a device, so that is told."""
+
+    def __init__(self, device):
+        super().__init__(emulator().path)
+
+        def run(params, which, number, multiprocessors, stream):
+            assert number == -1
+            numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
+            params, stream = ctypes.c_char_p(params), ctypes.c_void_p(stream)
+            code, found = emulator().call("fa_cuda_run", params, *numbers, stream)
+            faultless(found)
+            return code
+
+        self.run = run
+
+
+class Launched(Cuda):
+    """The backend as it is, on a device of the runtime: it gets tensors that are there, and what it
+    allocates is there."""
+
+    name = "launched"
+
+    def __init__(self, runtime, device=0, stream=0):
+        self.runtime, self.binary = runtime, Binary(device)
+        self.mode = OnDevice(runtime, device, stream)
+
+    @property
+    def library(self):
+        return self.binary
+
+    def moved(self, t):
+        return type(t)(*map(self.mode.there, t))
+
+    def forward(self, spec, t):
+        with self.mode:
+            return super().forward(spec, self.moved(t))
+
+    def backward(self, spec, t, *given):
+        *given, wants = given
+        with self.mode:
+            return super().backward(spec, self.moved(t), *map(self.mode.there, given), wants)
+
+    def weights(self, spec, t):
+        with self.mode:
+            return super().weights(spec, self.moved(t))
+
+    def weights_backward(self, spec, t, dweights, wants):
+        with self.mode:
+            return super().weights_backward(spec, self.moved(t), self.mode.there(dweights), wants)
+
+
+@contextmanager
+def launching(runtime, stream=0, device=0):
+    """Every call inside goes to a device of the runtime, on this stream of it."""
+    backend = Launched(runtime, device, stream)
+    current = SimpleNamespace(cuda_stream=stream)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "choose", lambda spec, asked: backend)
+        patch.setattr(torch.cuda, "current_stream", lambda device: current)
+        operation.forget_plans()
+        try:
+            yield backend
+        finally:
+            operation.forget_plans()

@@ -1,0 +1,193 @@
+"""The launch path of the CUDA kernels, from the backend through csrc/cuda/launch.h to a runtime
+that has two devices, streams, graphs and errors (tests/emu/runtime.cpp)."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import FEATURE, Dims, build, square
+from emulator import needs_emulator
+from judge import Verdict
+from runners import passed
+from runtime import Launched, Runtime, launching
+
+import fastattn
+
+pytestmark = [needs_emulator, pytest.mark.usefixtures("one_thread")]
+NAMES = ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")
+EVERYTHING = tuple(FEATURE[name] for name in NAMES)
+SHAPES = {
+    "square": square(2, 2, 97, 64),
+    "decoding": Dims(2, 4, 2, 5, 300, 64, 64),
+    "wide": Dims(1, 2, 1, 40, 40, 256, 256),  # more shared memory than a block has without asking
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES)
+INVALID_VALUE, INVALID_CONFIGURATION, INVALID_DEVICE, INVALID_HANDLE = 1, 9, 101, 400
+CODES = {
+    INVALID_VALUE: "invalid argument",
+    INVALID_DEVICE: "invalid device ordinal",
+    719: "unrecognized error code",
+}
+
+
+@pytest.fixture(autouse=True)
+def as_it_was():
+    """Other tests share the emulator, whose tensors are nobody's device's."""
+    yield
+    Runtime(apart=False)
+
+
+def problem_of(shape, features=EVERYTHING, seed=0):
+    return build(SHAPES[shape], features, torch.bfloat16, seed=seed)
+
+
+def attend(problem):
+    return problem.run(fastattn.attention)
+
+
+@every_shape
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_call_runs_where_it_should(shape, device):
+    """On its device, also if that is not the current one, on the stream of the caller; and what its
+    kernels are given is memory of that device: also lengths, which are converted for them."""
+    runtime = Runtime()
+    stream = [runtime.stream(0), runtime.stream(1)][device]
+    problem = problem_of(shape, (*EVERYTHING, FEATURE["lengths"]))
+    problem.kwargs["key_lengths"] = problem.kwargs["key_lengths"].to(torch.int32)
+    with launching(runtime, stream, device):
+        passed(Verdict(problem).about(attend(problem)))
+    launches = runtime.launches()
+    assert launches and {x[:2] for x in launches} == {(device, str(device + 1))}
+    assert ("set device 1" in runtime.log()) == (device == 1)
+
+
+def test_weights_run_there_too():
+    runtime = Runtime()
+    q, k = (x.requires_grad_() for x in (problem_of("square").q, problem_of("square").k))
+    with launching(runtime, runtime.stream(0)):
+        fastattn.attention_weights(q, k, causal=True).float().square().sum().backward()
+    assert len(runtime.launches()) >= 3 and {x[1] for x in runtime.launches()} == {"1"}
+
+
+@pytest.mark.parametrize("wrong", ["host", "another device"])
+def test_memory_of_somebody_else_is_noticed(wrong, monkeypatch):
+    runtime = Runtime()
+    given = (lambda self, x: x) if wrong == "host" else lambda self, x: runtime.memory(x, 1)
+    problem = problem_of("square", ())
+    with launching(runtime) as backend:
+        monkeypatch.setattr(
+            Launched,
+            "moved",
+            lambda self, t: t._replace(k=given(self, t.k), q=self.mode.there(t.q)),
+        )
+        with pytest.raises(AssertionError, match=f"a .*{wrong}|a {wrong} pointer"):
+            backend.forward(*call_of(problem))
+
+
+def call_of(problem):
+    """The spec and the tensors that a backend's forward gets."""
+    caught = []
+
+    class Caught(Exception):
+        pass
+
+    class Catching(Launched):
+        def forward(self, spec, t):
+            caught.append((spec, t))
+            raise Caught
+
+    with launching(Runtime()) as backend:
+        backend.__class__ = Catching
+        with pytest.raises(Caught):
+            fastattn.attention(problem.q, problem.k, problem.v, **problem.kwargs)
+    return caught[0]
+
+
+# --------------------------------------------------------------------------------------- streams
+
+
+@every_shape
+def test_streams_share_nothing(shape):
+    """Two calls wait, each in its stream; then a kernel of one runs, one of the other, and so on.
+    Memory that Python gave up meanwhile is somebody else's in the order of the stream."""
+    runtime = Runtime(at_once=False)
+    problems = [problem_of(shape, seed=seed) for seed in (1, 2)]
+    streams, found = [runtime.stream() for _ in problems], []
+    for problem, stream in zip(problems, streams, strict=True):
+        with launching(runtime, stream):
+            found.append(attend(problem))
+    assert any(x.isnan().any() for x in found[0].values()), "nothing has run yet"
+    runtime.finish(*streams)
+    for problem, got in zip(problems, found, strict=True):
+        passed(Verdict(problem).about(got))
+
+
+@every_shape
+def test_a_graph_replays_with_new_values(shape):
+    """Of what kernels read as it is; what torch converts for them, torch would record."""
+    features = tuple(FEATURE[x] for x in ("causal", "softcap", "alibi", "dropout"))
+    runtime = Runtime()
+    stream = runtime.stream()
+    with launching(runtime, stream) as backend:
+        old = problem_of(shape, features, seed=1)
+        inputs = ("q", "k", "v", "dout")
+        here = replace(old, **{x: backend.mode.there(getattr(old, x)) for x in inputs})
+        with runtime.recording(stream) as graph:
+            found = attend(here)
+        for seed in (2, 3):
+            new = replace(problem_of(shape, features, seed=seed), kwargs=old.kwargs)
+            for x in inputs:
+                getattr(here, x).copy_(getattr(new, x))
+            runtime.replay(graph)
+            passed(Verdict(new).about(found))
+
+
+# ---------------------------------------------------------------------------------------- errors
+
+
+@every_shape
+@pytest.mark.parametrize("code", CODES)
+def test_each_call_that_fails_is_told(shape, code):
+    """With its text and the kernel; nothing is called after it; and the next call is right."""
+    problem = problem_of(shape, ())
+    with launching(runtime := Runtime()):
+        attend(problem)
+        calls = len(runtime.log())
+    assert calls > 4
+    for at in range(calls):
+        runtime = Runtime()
+        with launching(runtime):
+            runtime.fail(at, code)
+            with pytest.raises(
+                RuntimeError, match=rf"failed at \w+: {CODES[code]} \(CUDA error {code};"
+            ):
+                attend(problem)
+            assert len(runtime.log()) == at + 1
+            if at == calls - 1:
+                passed(Verdict(problem).about(attend(problem)))
+
+
+@pytest.mark.parametrize(
+    "device, streams_device, says",
+    [(5, 0, "cudaSetDevice: invalid device ordinal"), (0, 1, "_kernel: invalid resource handle")],
+    ids=["no such device", "a stream of another device"],
+)
+def test_what_the_runtime_refuses_is_told(device, streams_device, says):
+    runtime = Runtime(apart=False)
+    problem = problem_of("square", ())
+    with launching(runtime, runtime.stream(streams_device)) as backend:
+        backend.binary = type(backend.binary)(device)
+        with pytest.raises(RuntimeError, match=says):
+            fastattn.attention(problem.q, problem.k, problem.v)
+
+
+def test_shared_memory_is_asked_for_once_a_launch_and_where_it_is_needed():
+    """A block has 48 KB without asking; what is asked for holds on one device."""
+    for shape, asked in (("square", False), ("wide", True)):
+        for device in (0, 1):
+            problem = problem_of(shape, ())
+            runtime = Runtime()
+            with launching(runtime, device=device):
+                fastattn.attention(problem.q, problem.k, problem.v)
+            sizes = [int(x.split()[1]) for x in runtime.log() if x.startswith("allow")]
+            assert bool(sizes) == asked and all(48 << 10 < x <= 99 << 10 for x in sizes)
