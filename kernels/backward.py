@@ -93,7 +93,7 @@ def over_keys(
     acc, tile_q, tile_do, levels, delta, k, v, dout, sources, blocks, rows, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """acc += dS K over one `span` of keys; or, if SUMS, acc += rowsum(P dP)."""
+    """acc += dS K over one `span` of keys; or, if SUMS, acc += P dP, key by key of a block."""
     k_from, v_from = sources
     lo, hi = span(blocks, MASKED)
     for x in tl.range(lo, hi, T.BN):
@@ -111,7 +111,7 @@ def over_keys(
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
         _, ds, dqk = gradients(qk, dp, keep, levels, delta, rows, j, item, call, extras, F, MASKED)
         if SUMS:  # delta is 0 here, so that dS is P dP
-            acc += tl.sum(ds, 1)
+            acc += ds
         else:
             acc = dot(narrow(dqk, tile_k.dtype), tile_k, acc, F)
     return acc
@@ -140,7 +140,9 @@ def dq_kernel(
     from_row = row_index(b, h, i, call.H, call.M)
     level, rest = levels_of(normaliser, b, h, i, call, F)
     if SUMS:
-        acc = tl.full([T.BM], 0, tl.float32)
+        # Summed across lanes once, at the end: there the compiler could fuse a lane's own product
+        # with the first addition, and lanes would store sums that differ to one word.
+        acc = tl.full([T.BM, T.BN], 0, tl.float32)
         row_delta = tl.full([T.BM, 1], 0, tl.float32)
     else:
         acc = tl.full([T.BM, T.BD], 0, tl.float32)
@@ -152,7 +154,7 @@ def dq_kernel(
             (k_from, v_from), blocks, rows, item, call, extras, F, T, GIVEN, SUMS, masked,
         )  # fmt: skip
     if SUMS:
-        tl.store(delta + from_row, acc, mask=i < call.M)
+        tl.store(delta + from_row, tl.sum(acc, 1), mask=i < call.M)
     else:
         store(dq, b, h, i0, call.M, acc * call.reals.scale, T.D, T.BM, T.BD)
 

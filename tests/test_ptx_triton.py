@@ -102,14 +102,7 @@ def test_tiles_of_decode(compiled, dtype, d, kind):
     assert kernels(compiled) == {"split_kernel", "combine_kernel"}
 
 
-# A lane of this tile has one key of a row. Triton contracts P dP with the first addition of the
-# reduction, so that the lanes' sums differ in the last bit, and all of them store theirs.
-CONTRACTED = pytest.mark.xfail(reason="rowsum(P dP): lanes store unlike sums to one word")
-
-
-@pytest.mark.parametrize(
-    "dtype, d", [*TABLES[:-1], pytest.param(*TABLES[-1], marks=CONTRACTED)], ids=lambda x: str(x)
-)
+@every_table
 def test_tiles_of_weights(compiled, dtype, d):
     problem = build(square(1, 2, 150, d), KINDS["plain"], DTYPES[dtype])
     passed(test_weights.about_weights(None, problem, False))
