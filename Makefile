@@ -3,7 +3,7 @@
 # make check     for every change: in two minutes, something of every part that needs no building
 # make test      in ten minutes with nothing built, something of every promise: on this machine, then
 #                Triton's kernels in its interpreter.  make test-rest  what it leaves out
-# make test-all  all tests there are. tests/README.md says what each of these runs
+# make test-all  all tests, but of compiled GPU kernels a part. tests/README.md says what each runs
 # make test-gpu  run only the tests marked gpu;  make test-interpreter  only the interpreter's
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not

@@ -32,7 +32,7 @@ FLAGS = [
 ]
 FLAGS += ["-DFA_EMULATED", *(f"-I{folder}" for folder in (EMULATOR, ROOT / "csrc"))]
 # With FASTATTN_EMULATOR=address the kernels run under AddressSanitizer, which watches global
-# memory; else under the emulator's own checker of shared memory, which takes from the thread
+# memory; else under the emulator's own checker of memory, which takes from the thread
 # sanitizer only the calls that it makes at loads and stores: hooks.cpp has them.
 WATCHED = os.environ.get("FASTATTN_EMULATOR", "thread")
 # Instructions are known by their addresses: each keeps its own, and one only. What copies blocks of

@@ -19,15 +19,20 @@ TEXT_BYTES = 1 << 16
 
 
 class Runtime:
-    """As new. With `at_once` false work waits in its stream until `finish`, and memory that Python
-    gives up is spoiled in the stream's order. `apart`, a kernel's parameters may point nowhere but
-    to memory of its device."""
+    """As new; one at a time. With `at_once` false work waits in its stream until `finish`, and
+    memory that Python gives up is spoiled in the stream's order. `apart`, a kernel's parameters may
+    point nowhere but to memory of its device."""
+
+    spoilers = ()  # of the one there is
 
     def __init__(self, at_once=True, apart=True):
-        self.library = emulator().library
+        for x in Runtime.spoilers:  # streams and memory of the last one are gone
+            x.detach()
+        self.library, self.at_once, self.apart = emulator().library, at_once, apart
         self.library.emu_allocate.restype = self.library.emu_stream.restype = ctypes.c_void_p
         self.library.emu_captured.restype = ctypes.c_long
-        self.library.emu_runtime_reset(at_once, apart)
+        self.library.emu_runtime_reset()
+        self.spoilers = Runtime.spoilers = []
 
     def stream(self, device=0):
         return self.library.emu_stream(device)
@@ -46,8 +51,10 @@ class Runtime:
         """Launches on the stream go to a graph: a list, whose one element is its number."""
         self.library.emu_capture(ctypes.c_void_p(stream))
         graph = []
-        yield graph
-        graph.append(self.library.emu_captured(ctypes.c_void_p(stream)))
+        try:
+            yield graph
+        finally:
+            graph.append(self.library.emu_captured(ctypes.c_void_p(stream)))
 
     def replay(self, graph):
         faultless(emulator().run("emu_replay", ctypes.c_long(*graph)))
@@ -75,9 +82,11 @@ class Runtime:
         assert at, "the device's memory is full"
         raw = (ctypes.c_char * max(storage.nbytes(), 1)).from_address(at)
         ctypes.memmove(at, storage.data_ptr(), storage.nbytes())
-        if stream:
+        if stream and not self.at_once:
             sizes = ctypes.c_void_p(at), ctypes.c_size_t(storage.nbytes())
-            weakref.finalize(raw, self.library.emu_free, ctypes.c_void_p(stream), *sizes)
+            last = weakref.finalize(raw, self.library.emu_free, ctypes.c_void_p(stream), *sizes)
+            last.atexit = False
+            self.spoilers.append(last)
         there = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
         empty = torch.empty(0, dtype=like.dtype)
         return empty.set_(there, like.storage_offset(), like.shape, like.stride())
@@ -175,7 +184,9 @@ def launching(runtime, stream=0, device=0):
         patch.setattr(operation, "choose", lambda spec, asked: backend)
         patch.setattr(torch.cuda, "current_stream", lambda device: current)
         operation.forget_plans()
+        runtime.library.emu_runtime_mode(runtime.at_once, runtime.apart)
         try:
             yield backend
-        finally:
+        finally:  # the emulator is everybody's
+            runtime.library.emu_runtime_mode(True, False)
             operation.forget_plans()

@@ -30,13 +30,6 @@ CODES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def as_it_was():
-    """Other tests share the emulator, whose tensors are nobody's device's."""
-    yield
-    Runtime(apart=False)
-
-
 def problem_of(shape, features=EVERYTHING, seed=0):
     return build(SHAPES[shape], features, torch.bfloat16, seed=seed)
 
@@ -69,19 +62,16 @@ def test_weights_run_there_too():
     assert len(runtime.launches()) >= 3 and {x[1] for x in runtime.launches()} == {"1"}
 
 
-@pytest.mark.parametrize("wrong", ["host", "another device"])
-def test_memory_of_somebody_else_is_noticed(wrong, monkeypatch):
+@pytest.mark.parametrize("whose", ["a host pointer", "a pointer of another device"])
+def test_memory_of_somebody_else_is_noticed(whose, monkeypatch):
+    spec, t = call_of(problem_of("square", ()))
     runtime = Runtime()
-    given = (lambda self, x: x) if wrong == "host" else lambda self, x: runtime.memory(x, 1)
-    problem = problem_of("square", ())
     with launching(runtime) as backend:
-        monkeypatch.setattr(
-            Launched,
-            "moved",
-            lambda self, t: t._replace(k=given(self, t.k), q=self.mode.there(t.q)),
-        )
-        with pytest.raises(AssertionError, match=f"a .*{wrong}|a {wrong} pointer"):
-            backend.forward(*call_of(problem))
+        k = t.k if "host" in whose else runtime.memory(t.k, 1)
+        there = backend.moved(t)._replace(k=k)
+        monkeypatch.setattr(Launched, "moved", lambda self, t: there)
+        with pytest.raises(AssertionError, match=whose):
+            backend.forward(spec, t)
 
 
 def call_of(problem):
@@ -181,13 +171,32 @@ def test_what_the_runtime_refuses_is_told(device, streams_device, says):
             fastattn.attention(problem.q, problem.k, problem.v)
 
 
-def test_shared_memory_is_asked_for_once_a_launch_and_where_it_is_needed():
+@pytest.mark.parametrize("shape, asked", [("square", False), ("wide", True)])
+@pytest.mark.parametrize("device", [0, 1])
+def test_shared_memory_is_asked_for_where_it_is_needed(shape, asked, device):
     """A block has 48 KB without asking; what is asked for holds on one device."""
-    for shape, asked in (("square", False), ("wide", True)):
-        for device in (0, 1):
-            problem = problem_of(shape, ())
-            runtime = Runtime()
-            with launching(runtime, device=device):
-                fastattn.attention(problem.q, problem.k, problem.v)
-            sizes = [int(x.split()[1]) for x in runtime.log() if x.startswith("allow")]
-            assert bool(sizes) == asked and all(48 << 10 < x <= 99 << 10 for x in sizes)
+    problem, runtime = problem_of(shape, ()), Runtime()
+    with launching(runtime, device=device):
+        fastattn.attention(problem.q, problem.k, problem.v)
+    sizes = [int(x.split()[1]) for x in runtime.log() if x.startswith("allow")]
+    assert len(sizes) == asked and all(48 << 10 < x <= 99 << 10 for x in sizes)
+
+
+def test_a_tensor_of_an_old_runtime_changes_nothing():
+    """Whatever keeps it so long: its memory is somebody else's, and nobody spoils that."""
+    runtime = Runtime(at_once=False)
+    old = runtime.memory(torch.ones(64), 0, runtime.stream())
+    runtime = Runtime(at_once=False)
+    stream = runtime.stream()
+    new = runtime.memory(torch.ones(64), 0, stream)
+    del old
+    runtime.finish(stream)
+    assert (new == 1).all()
+
+
+def test_graphs_are_told_apart():
+    runtime = Runtime()
+    first, second = runtime.stream(), runtime.stream()
+    with runtime.recording(first) as one, runtime.recording(second) as other:
+        pass
+    assert one != other

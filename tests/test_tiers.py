@@ -55,6 +55,13 @@ def test_every_nth_case_is_there_and_the_first_always():
     assert "test_ptxas::test_the_kernels_spill_no_more_than_allowed" not in found
 
 
+def test_check_builds_no_emulator():
+    files = [x.stem for kind in ("cuda", "emulator", "ptx_") for x in HERE.glob(f"test_{kind}*.py")]
+    assert len(files) > 10
+    for file in files:
+        assert tiers.SHARES.get(file, tiers.DEFAULT)[0] == tiers.NONE, file
+
+
 def test_what_has_a_command_of_its_own_is_not_all_in_all():
     items = [item("test_ptx_triton", "test_features", f"feature{x}") for x in range(11)]
     every, others = tiers.select(items, "all", False)

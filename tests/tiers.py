@@ -51,6 +51,8 @@ SHARES = {
     "test_cuda_weights": (NONE, 17),
     "test_emulator": (NONE, 5),
     "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),
+    "test_emulator_banks": (NONE, 3),
+    "test_emulator_misuse": (NONE, 2),
     "test_probe": (NONE, 5),
     # Compiled kernels on the emulator. Each takes seconds to compile, the first time.
     "test_ptx_cuda": (NONE, NONE),

@@ -11,7 +11,6 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
-  cudaErrorInvalidDeviceFunction = 98,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
 };
@@ -22,9 +21,7 @@ cudaError_t cudaSetDevice(int device);
 
 using cudaStream_t = struct CUstream_st*;  // null is each device's default stream
 
-struct cudaFuncAttributes {
-  int maxThreadsPerBlock, maxDynamicSharedSizeBytes;
-};
+struct cudaFuncAttributes {};  // of which nobody reads any
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 struct cudaLaunchConfig_t {
@@ -37,7 +34,7 @@ struct cudaLaunchConfig_t {
 
 namespace emu {
 
-cudaError_t attributes_of(const void* kernel, cudaFuncAttributes* found);
+cudaError_t attributes_of(const void* kernel);
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
 // A kernel with the values of its parameters, to be run now or later: as often as a graph replays,
@@ -56,8 +53,8 @@ cudaError_t launch_on(cudaStream_t stream, const Work& work);
 }  // namespace emu
 
 template <class... P>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, void (*kernel)(P...)) {
-  return emu::attributes_of(reinterpret_cast<const void*>(kernel), found);
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(P...)) {
+  return emu::attributes_of(reinterpret_cast<const void*>(kernel));
 }
 template <class... P>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {

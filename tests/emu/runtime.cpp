@@ -22,6 +22,7 @@ struct CUstream_st {
   int device;
   std::deque<Task> waiting;
   std::vector<Task>* recorder = nullptr;
+  long graph = -1;  // its number
 };
 
 namespace emu {
@@ -41,7 +42,7 @@ struct Device {
 struct Runtime {
   Device devices[kDevices];
   std::vector<std::unique_ptr<CUstream_st>> streams;
-  std::vector<std::vector<Task>> graphs;
+  std::deque<std::vector<Task>> graphs;  // they stay where they are
   std::vector<std::string> log;  // a line for each call
   bool at_once = true, apart = false;
   long calls = 0, failing = -1;  // which call fails, and how
@@ -95,12 +96,8 @@ bool known(cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t attributes_of(const void* kernel, cudaFuncAttributes* found) {
-  if (fails("attributes")) return runtime.failure;
-  const auto& allowed = runtime.devices[current_device].allowed;
-  const auto at = allowed.find(kernel);
-  *found = {1024, static_cast<int>(at == allowed.end() ? kWithoutAsking : at->second)};
-  return cudaSuccess;
+cudaError_t attributes_of(const void*) {
+  return fails("attributes") ? runtime.failure : cudaSuccess;
 }
 
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
@@ -169,7 +166,6 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
-    case cudaErrorInvalidDeviceFunction: return "invalid device function";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
   }
@@ -179,16 +175,24 @@ const char* cudaGetErrorString(cudaError_t error) {
 // What the tests do with the runtime beside what launch.h does.
 extern "C" {
 
-// As new: device 0 is current, no work waits. `at_once`: or else in streams until they are finished.
-// `apart`: pointers among a kernel's parameters must be to memory of its device.
-void emu_runtime_reset(int at_once, int apart) {
-  for (emu::Device& device : emu::runtime.devices)
-    if (device.memory) munmap(device.memory, emu::kMemory);
-  emu::runtime = emu::Runtime{};
+// As new: device 0 is current, no work waits. Memory is empty, and at its place: a tensor of before
+// is no tensor any more, but to look at it ends no process.
+void emu_runtime_reset() {
+  emu::Runtime next;
+  for (int i = 0; i < emu::kDevices; ++i) {
+    next.devices[i].stream.device = i;
+    next.devices[i].memory = emu::runtime.devices[i].memory;
+    if (next.devices[i].memory) madvise(next.devices[i].memory, emu::kMemory, MADV_DONTNEED);
+  }
+  emu::runtime = std::move(next);
+  emu::current_device = 0;
+}
+
+// Does work run at once, or wait in its stream? Must pointers among a kernel's parameters be to
+// memory of its device?
+void emu_runtime_mode(int at_once, int apart) {
   emu::runtime.at_once = at_once;
   emu::runtime.apart = apart;
-  for (int i = 0; i < emu::kDevices; ++i) emu::runtime.devices[i].stream.device = i;
-  emu::current_device = 0;
 }
 
 // The call after `calls` more fails with this code.
@@ -213,7 +217,8 @@ void* emu_allocate(int device, size_t bytes) {
 }
 
 void* emu_stream(int device) {
-  emu::runtime.streams.push_back(std::make_unique<CUstream_st>(CUstream_st{device, {}, nullptr}));
+  emu::runtime.streams.push_back(std::make_unique<CUstream_st>());
+  emu::runtime.streams.back()->device = device;
   return emu::runtime.streams.back().get();
 }
 // Runs at most so many kernels of those that wait; tells how many still do.
@@ -225,22 +230,22 @@ int emu_run_waiting(void* stream, int most) {
   }
   return static_cast<int>(waiting.size());
 }
-// What was this memory is another's from here on in the stream's order.
+// What was this memory is another's from here on in the stream's order; but a graph keeps its own.
 void emu_free(void* stream, void* at, size_t bytes) {
   auto* queue = static_cast<CUstream_st*>(stream);
-  if (emu::runtime.at_once || queue->recorder) return;  // a graph keeps its memory
-  queue->waiting.push_back([=] { std::memset(at, 0xFF, bytes); });
+  if (!queue->recorder) queue->waiting.push_back([=] { std::memset(at, 0xFF, bytes); });
 }
 
 // What is launched on this stream until `emu_captured`, which tells the number of its graph.
 void emu_capture(void* stream) {
-  emu::runtime.graphs.reserve(64);  // they stay where they are
-  emu::runtime.graphs.emplace_back();
-  static_cast<CUstream_st*>(stream)->recorder = &emu::runtime.graphs.back();
+  auto* from = static_cast<CUstream_st*>(stream);
+  from->graph = static_cast<long>(emu::runtime.graphs.size());
+  from->recorder = &emu::runtime.graphs.emplace_back();
 }
 long emu_captured(void* stream) {
-  static_cast<CUstream_st*>(stream)->recorder = nullptr;
-  return static_cast<long>(emu::runtime.graphs.size()) - 1;
+  auto* from = static_cast<CUstream_st*>(stream);
+  from->recorder = nullptr;
+  return from->graph;
 }
 int emu_replay(long graph) {
   for (const Task& task : emu::runtime.graphs.at(static_cast<size_t>(graph))) task();

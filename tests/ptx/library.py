@@ -2,6 +2,7 @@
 
 import ctypes
 import hashlib
+import os
 import threading
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,18 @@ def made(name, key, command):
         return emulator.made(CACHE / f"{name}-{key}", command)
 
 
+def written(name, code):
+    """The file of this name in the cache, which is whole or not there: others may read it."""
+    path = CACHE / name
+    with emulator.once.alone(name):
+        if not path.exists():
+            CACHE.mkdir(parents=True, exist_ok=True)
+            part = path.with_suffix(f".{os.getpid()}")
+            part.write_text(code)
+            part.replace(path)
+    return path
+
+
 def machine():
     # The emulator takes the address that it returns to for the place in the program. Here it is one
     # for all instructions of a kind, which have names of their own: g++ may make two of one.
@@ -48,11 +61,7 @@ def translated(kernels):
     code = cpp.source(kernels)
     command = [*emulator.compiler(), *FLAGS]
     key = digest(*command, code, HERE / "machine.h", emulator.EMULATOR / "compiled.h")
-    source = CACHE / f"kernels-{key}.cpp"
-    with emulator.once.alone(source.name):
-        if not source.exists():
-            CACHE.mkdir(parents=True, exist_ok=True)
-            source.write_text(code)
+    source = written(f"kernels-{key}.cpp", code)
     return made("kernels", f"{key}.o", [*command, "-c", source])
 
 

@@ -28,9 +28,7 @@ def ptx(name):
     """Of a kernel with this mangled name, which tells all that its template is an instance of."""
     signature = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
     code = f"{INCLUDES}template __global__ {signature.strip()};\n"
-    source = library.CACHE / f"instance-{library.digest(code)}.cu"
-    library.CACHE.mkdir(parents=True, exist_ok=True)
-    source.write_text(code)
+    source = library.written(f"instance-{library.digest(code)}.cu", code)
     key = library.digest(sources(), code)
     made = library.made("instance", f"{key}.ptx", [ptxas.nvcc(), *FLAGS, source])
     return made.read_text()

@@ -61,6 +61,7 @@ ENTRY = re.compile(rf"(?:\.visible\s+)?\.entry\s+({NAME})\s*\(([^()]*)\)([^{{]*)
 # names it is refused: it is no operand that is known.)
 IDLE = (r"\.version\s+[\d.]+", r"\.address_size\s+64", r"\.file\s[^\n]*")
 IDLE += (rf"\.global\s+\.align\s+\d+\s+\.b8\s+{NAME}\[\d+\]\s*=\s*\{{[^}}]*\}}\s*;",)
+IDLE += (r"\.section\s+\.debug_\w+\s*\{[^}]*\}",)
 VARIABLE = rf"\.align\s+(\d+)\s+\.(\w+)\s+({NAME})(?:\[(\d*)\])?"
 
 
@@ -71,7 +72,7 @@ def without_comments(text):
 
 def kernels(text):
     """The kernels of a module, by name."""
-    text = without_comments(text).partition("\n\t.section")[0]
+    text = without_comments(text)
     found, target, shared, at = {}, 0, {}, 0
     while rest := re.compile(r"\S").search(text, at):
         at, line = rest.start(), text.count("\n", 0, rest.start()) + 1
