@@ -60,6 +60,7 @@ GLOBAL_MEMORY = {
     "released_for_one_block": "RACE write/read at global",
     "acquired_for_one_block": "RACE write/read at global",
     "more_is_read_than_was_handed_over": "RACE (write/read|read/write) at global",
+    "one_of_two_readers_is_not_waited_for": "RACE (write/read|read/write) at global",
     "a_copy_of_what_others_write": "RACE (write/read|read/write) at global .*cp.async",
     "a_source_changes_in_flight": "SOURCE CHANGED IN FLIGHT at global",
 }

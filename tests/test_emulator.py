@@ -303,6 +303,9 @@ an acquire takes nothing over: atomics
 a release publishes for any scope: atomics
 -  if (scope == Scope::kDevice) published[{at, kEverywhere}].join(from);
 +  published[{at, kEverywhere}].join(from);
+readers of blocks that have ended are forgotten: atomics
+-!running(block) && !publishers.count(block)
++!running(block)
 a fence publishes nothing: atomics
 -  (scope == Scope::kDevice ? fences.released : fences.released_in_block) = fiber.clocks;
 plain loads go unseen: memory

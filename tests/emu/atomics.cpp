@@ -9,6 +9,7 @@ namespace {
 
 constexpr int64_t kEverywhere = -1;  // else for one block
 std::map<std::pair<uintptr_t, int64_t>, Clocks> published;
+std::set<int64_t> publishers;  // blocks that told others
 
 Fences& fences_of(Fiber& fiber) {
   if (!fiber.fences) fiber.fences = std::make_unique<Fences>();
@@ -21,13 +22,20 @@ void acquire(Clocks& to, uintptr_t at, Scope scope) {
 }
 
 void release(uintptr_t at, const Clocks& from, Scope scope) {
+  if (from.own.empty()) return;
   published[{at, block->number}].join(from);
   if (scope == Scope::kDevice) published[{at, kEverywhere}].join(from);
+  if (scope == Scope::kDevice) publishers.insert(block->number);
 }
 
 }  // namespace
 
-void atomics_begin() { published.clear(); }
+void atomics_begin() {
+  published.clear();
+  publishers.clear();
+}
+
+bool forgotten(int64_t block) { return !running(block) && !publishers.count(block); }
 
 void atomic_access(const void* at, int bytes, const char* what, Order order, Scope scope) {
   if (!self) return;

@@ -183,6 +183,7 @@ void note_copy(uint32_t to, const void* from, int size, int bytes, const void* p
 
 void note_atomic(const void* at, int bytes, const char* what, bool narrow);
 void atomics_begin();  // of a launch
+bool forgotten(int64_t block);  // it has ended, and never told another what it did
 
 // Counts, where options.banks says so. Lanes of a warp access together what they do at one place,
 // for the n-th time each.

@@ -16,7 +16,7 @@ namespace {
 
 void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& now);
 
-Shadow global(false, complain, running);
+Shadow global(false, complain, forgotten);
 
 // The current thread's access, of which a shadow may complain.
 const void* now_at;
@@ -147,7 +147,7 @@ void memory_of_block(Block& begins, int slot, size_t shared) {
   begins.shadow.clear();
 }
 
-Block::Block() : shadow(true, complain, running) {}
+Block::Block() : shadow(true, complain, forgotten) {}
 
 void settle_doubt(Fiber& fiber) {
   Doubt& doubt = fiber.doubt;

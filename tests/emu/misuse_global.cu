@@ -156,6 +156,17 @@ void more_is_read_than_was_handed_over(Thread t) {
   t.out[t.at()] = t.out[t.thread];
 }
 
+// Two blocks have read, and one of them tells so.
+void one_of_two_readers_is_not_waited_for(Thread t) {
+  if (t.thread || t.block == 3) return;
+  uint32_t* const flag = t.out + 1000;
+  t.out[512 + t.block] = t.out[0];
+  if (t.block == 1) publish(flag);
+  if (t.block != 2) return;
+  while (!published(flag)) continue;
+  t.out[0] = 1;
+}
+
 void a_copy_of_what_others_write(Thread t) {
   t.out[t.at()] = t.from[t.at()];
   const uint32_t* const source = t.out + 64 * t.block + 4 * ((t.thread + 8) % 16);
@@ -184,7 +195,8 @@ void misaligned_word(Thread t) {
   EACH(blocks_add_in_the_scope_of_one) EACH(handed_over_without_fences)                        \
   EACH(released_for_one_block) EACH(acquired_for_one_block)                                    \
   EACH(more_is_read_than_was_handed_over) EACH(a_copy_of_what_others_write)                    \
-  EACH(a_source_changes_in_flight) EACH(misaligned_word)
+  EACH(a_source_changes_in_flight) EACH(misaligned_word)                         \
+  EACH(one_of_two_readers_is_not_waited_for)
 
 }  // namespace fa
 

@@ -92,23 +92,23 @@ bool Shadow::know_all(const Cell& cell, uintptr_t at, Kind of_readers, const Ste
   return !cell.crowd || know_all(cell.crowd->readers, at, of_readers, now, known);
 }
 
-// With others of its warp; else in the place of a group that is known, or of another block that has
-// ended.
+// With others of its warp; else in the place of a group that is known, or of one of two blocks that
+// nobody will know of.
 void Shadow::remember(std::vector<Group>& groups, const Group& one, const Clocks& known) {
   for (Group& group : groups) {
     if (!group.takes(one.first)) continue;
     group.lanes |= one.lanes;
     return;
   }
-  bool ended = !running_(one.first.block);
+  bool forgotten = forgotten_(one.first.block);
   for (Group& group : groups) {
     const int64_t block = group.first.block;
-    const bool other_ended = block != one.first.block && !running_(block);
-    if ((ended && other_ended) || !unknown(group.first, group.lanes, known).clock) {
+    const bool other = block != one.first.block && forgotten_(block);
+    if ((forgotten && other) || !unknown(group.first, group.lanes, known).clock) {
       group = one;
       return;
     }
-    ended |= other_ended;
+    forgotten |= other;
   }
   groups.push_back(one);
 }

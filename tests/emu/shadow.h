@@ -13,12 +13,12 @@ class Shadow {
  public:
   enum Kind { kUninitialised, kWriteRead, kWriteWrite, kReadWrite, kOfAtomics };
   using Complain = void (*)(Kind kind, uintptr_t at, const Step& before, const Step& now);
-  using Running = bool (*)(int64_t block);
+  using Forgotten = bool (*)(int64_t block);
 
-  // `fresh`: what is read must have been written. A block that no longer runs needs to be remembered
-  // by one of its readers only: nothing of it will be published any more.
-  Shadow(bool fresh, Complain complain, Running running)
-      : fresh_(fresh), complain_(complain), running_(running) {}
+  // `fresh`: what is read must have been written. Of blocks whose work nobody will ever know of, one
+  // reader is enough: it races with whoever writes.
+  Shadow(bool fresh, Complain complain, Forgotten forgotten)
+      : fresh_(fresh), complain_(complain), forgotten_(forgotten) {}
 
   void read(uintptr_t at, int bytes, const Step& now, const Clocks& known);
   void write(uintptr_t at, int bytes, const Step& now, const Clocks& known);
@@ -72,7 +72,7 @@ class Shadow {
 
   bool fresh_;
   Complain complain_;
-  Running running_;
+  Forgotten forgotten_;
   std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages_;
   std::vector<std::unique_ptr<Page>> spare_;
   std::array<Recent, 256> recent_;
