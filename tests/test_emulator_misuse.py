@@ -125,6 +125,12 @@ def test_a_warp_that_is_not_whole_is_told(emulator):
     assert findings.count == 1 and "48 threads" in findings.first
 
 
+def test_the_first_finding_is_kept(emulator):
+    """Whatever later launches bring."""
+    findings = emulator.run("wrong_twice", aligned(256, np.uint32), aligned(64, np.uint32))
+    assert findings.count > 1 and "RACE write/write" in findings.first
+
+
 def test_shared_memory_has_the_limit_that_is_asked_for(emulator):
     arrays = aligned(256, np.uint32), aligned(64, np.uint32)
     for limit, code in ((227 << 10, 0), (200 << 10, INVALID_VALUE)):

@@ -141,7 +141,7 @@ struct Block : Here {
 extern Block* block;  // the current fiber's
 
 inline Fiber& current() { return *static_cast<Fiber*>(self); }
-void found(const std::string& finding);  // counts it and keeps the first
+void found(const std::string& finding);  // of a block or a launch: counts it and keeps the first
 void wait_for(const char* what, int barrier = -1);  // until someone wakes the current fiber
 void wake(int fiber);
 void give_way();    // others may run before the current fiber goes on

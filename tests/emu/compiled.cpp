@@ -21,7 +21,7 @@ using Find = void (*)(const char* name);  // asked for a kernel that is to be ad
 Find find = nullptr;
 
 void refuse(const char* name, const std::string& why) {
-  if (!report.findings++) report.first = std::string("launch of ") + name + ": " + why;
+  found(std::string("launch of ") + name + ": " + why);
 }
 
 std::string text(dim3 x) {

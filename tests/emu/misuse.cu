@@ -273,3 +273,9 @@ extern "C" int launch_of(int threads, int shared_bytes, const uint32_t* from, ui
   return fa::launch("run", fa::run<decltype(nothing)>, dim3(1), dim3(threads), shared_bytes, nullptr,
                     nothing, from, out);
 }
+
+// Two launches, each with a mistake of its own.
+extern "C" int wrong_twice(const uint32_t* from, uint32_t* out) {
+  misuse_two_write_the_same(from, out);
+  return launch_of(48, 0, from, out);
+}

@@ -99,7 +99,8 @@ bool running(int64_t number) {
 }
 
 void found(const std::string& finding) {
-  if (!report.findings++) report.first = "block " + coordinates(block->number) + ": " + finding;
+  if (report.findings++) return;
+  report.first = (block ? "block " + coordinates(block->number) + ": " : "") + finding;
 }
 
 bool skipped(const char* site) {
@@ -343,20 +344,14 @@ bool can_launch(dim3 grid, dim3 size) {
 
 void launch(dim3 grid, dim3 size, size_t shared, const std::function<void()>& body) {
   const size_t threads = size_t{size.x} * size.y * size.z;
-  if (shared > options.shared_limit || threads % 32) {
-    report.findings++;
-    report.first = "launch: " + std::to_string(threads) + " threads and " + std::to_string(shared) +
-                   " bytes of shared memory, expected whole warps and at most " +
-                   std::to_string(options.shared_limit) + " bytes";
-    return;
-  }
-  if (!can_launch(grid, size)) {
-    report.findings++;
-    report.first = "launch: a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) +
-                   " x " + std::to_string(grid.z) + " blocks of " + std::to_string(threads) +
-                   " threads, expected one at least, at most 2147483647 x 65535 x 65535 of 1024";
-    return;
-  }
+  if (shared > options.shared_limit || threads % 32)
+    return found("launch: " + std::to_string(threads) + " threads and " + std::to_string(shared) +
+                 " bytes of shared memory, expected whole warps and at most " +
+                 std::to_string(options.shared_limit) + " bytes");
+  if (!can_launch(grid, size))
+    return found("launch: a grid of " + std::to_string(grid.x) + " x " + std::to_string(grid.y) +
+                 " x " + std::to_string(grid.z) + " blocks of " + std::to_string(threads) +
+                 " threads, expected one at least, at most 2147483647 x 65535 x 65535 of 1024");
   gridDim = grid;
   blockDim = size;
   Launch now;
