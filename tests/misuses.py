@@ -73,6 +73,8 @@ ALIGNED = {
     "half_warps_at_two_barriers": "warp [0-9]+ has diverged.*the (upper|lower) half",
     "half_warps_at_one_barrier_twice": "warp [0-9]+ has diverged.* another place in the program",
     "halves_of_two_warps_are_no_warp": "DEADLOCK.*at 32 of two warps .barrier 1.",
+    "lanes_name_two_barriers": "lane 0 at barrier 1 for 352 threads, lane 1 at barrier 2 for 352",
+    "lanes_name_two_counts": "lane 0 at barrier 1 for 352 threads, lane 1 at barrier 1 for 320",
     "lanes_at_two_loads_of_matrices": "diverged.*at ldmatrix .*another place in the program",
     "lanes_at_two_products": "diverged.*at mma.bf16 .*another place in the program",
     "a_lane_leaves_before_a_product": "DEADLOCK.*31 at mma.bf16",

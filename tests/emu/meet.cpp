@@ -109,9 +109,24 @@ void release(Barrier& barrier) {
   barrier.waiting.clear();
 }
 
+// What the lanes of a warp say: one of them, all must agree with it.
+const Arrival& one_for_all(const Meeting& meeting) {
+  const int first = __builtin_ctz(meeting.arrived);
+  const auto& mine = *static_cast<Arrival*>(meeting.brought[first]);
+  for (uint32_t rest = meeting.arrived; rest; rest &= rest - 1) {
+    const int lane = __builtin_ctz(rest);
+    const auto& other = *static_cast<Arrival*>(meeting.brought[lane]);
+    if (mine.id != other.id || mine.threads != other.threads || mine.wait != other.wait)
+      fail("%s: lane %d at barrier %d for %d threads, lane %d at barrier %d for %d, expected one "
+           "for all lanes of a warp", mine.site, first, mine.id, mine.threads, lane, other.id,
+           other.threads);
+  }
+  return mine;
+}
+
 // True if that completes the barrier.
 bool warp_arrives(Meeting& meeting) {
-  const Arrival arrival = *static_cast<Arrival*>(meeting.brought[__builtin_ctz(meeting.arrived)]);
+  const Arrival arrival = one_for_all(meeting);
   Barrier& barrier = block->barriers[arrival.id];
   if (barrier.arrived && barrier.threads != arrival.threads)
     fail("%s: barrier %d for %d threads, others wait there for %d", arrival.site, arrival.id,

@@ -80,6 +80,16 @@ uint32_t halves_of_two_warps_are_no_warp(Thread t) {
   return 0;
 }
 
+uint32_t lanes_name_two_barriers(Thread t) {
+  ptx::barrier_sync("of two names", 1 + (t.thread & 1), 352);
+  return 0;
+}
+
+uint32_t lanes_name_two_counts(Thread t) {
+  ptx::barrier_sync("of two counts", 1, t.thread & 1 ? 320 : 352);
+  return 0;
+}
+
 uint32_t lanes_at_two_loads_of_matrices(Thread t) {
   if (t.thread < 32)
     for (int i = 0; i < 8; ++i) t.shared[32 * i + t.thread] = 0;
@@ -175,6 +185,7 @@ uint32_t misaligned_chunk(Thread t) {
   EACH(a_warp_leaves_before_a_barrier_of_all) EACH(lanes_leave_before_a_barrier_of_all)          \
   EACH(many_readers) EACH(shuffles_at_two_places) EACH(half_warps_at_two_barriers)               \
   EACH(half_warps_at_one_barrier_twice) EACH(halves_of_two_warps_are_no_warp)                    \
+  EACH(lanes_name_two_barriers) EACH(lanes_name_two_counts)                                      \
   EACH(lanes_at_two_loads_of_matrices) EACH(lanes_at_two_products)                               \
   EACH(a_lane_leaves_before_a_product) EACH(own_store_over_a_copy) EACH(own_load_of_a_copy)      \
   EACH(two_own_copies_to_one_place) EACH(one_of_many_readers_is_not_waited_for)                  \
