@@ -45,6 +45,7 @@ ORDERED = (
     "warps_add_for_their_block",
     "handed_to_other_blocks",
     "handed_over_by_fences",
+    "handed_over_by_a_later_store",
 )
 OTHER_BLOCK = r"RACE (write/read|read/write|write/write) at global .* of block \("
 GLOBAL_MEMORY = {
@@ -59,6 +60,8 @@ GLOBAL_MEMORY = {
     "handed_over_without_fences": "RACE write/read at global",
     "released_for_one_block": "RACE write/read at global",
     "acquired_for_one_block": "RACE write/read at global",
+    "another_stores_over_what_was_released": "RACE write/read at global",
+    "a_load_releases_nothing": "RACE (write/read|read/write) at global",
     "more_is_read_than_was_handed_over": "RACE (write/read|read/write) at global",
     "one_of_two_readers_is_not_waited_for": "RACE (write/read|read/write) at global",
     "a_copy_of_what_others_write": "RACE (write/read|read/write) at global .*cp.async",

@@ -310,6 +310,14 @@ a release publishes for any scope: atomics
 readers of blocks that have ended are forgotten: atomics
 -!running(block) && !publishers.count(block)
 +!running(block)
+a load releases: atomics
+-if (access != Access::kLoad) write
++write
+a store passes on what was released: atomics
+-  if (access == Access::kStore) take_back(address);
+a store takes its own release back: atomics
+-  release(at, fences.released_at[{at, Scope::kDevice}], scope);
++  if (releases(order)) release(at, fences.released_at[{at, Scope::kDevice}], scope);
 a fence publishes nothing: atomics
 -  (scope == Scope::kDevice ? fences.released : fences.released_in_block) = fiber.clocks;
 plain loads go unseen: memory

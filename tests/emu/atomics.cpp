@@ -1,6 +1,7 @@
 // Atomics and fences: all that orders the blocks of a launch. A release publishes what its thread
 // knows, at an address and in a scope; an acquire at that address, in a scope that holds both, takes
-// it over. A fence is a release for the atomics after it, and an acquire for those before.
+// it over. A fence is a release for the atomics after it that write, and an acquire for those before
+// that read. A store ends what others published there; what reads and writes in one passes it on.
 #include "block.h"
 
 namespace emu {
@@ -28,6 +29,32 @@ void release(uintptr_t at, const Clocks& from, Scope scope) {
   if (scope == Scope::kDevice) publishers.insert(block->number);
 }
 
+void take_back(uintptr_t at) {
+  const auto first = published.lower_bound({at, kEverywhere});
+  published.erase(first, published.lower_bound({at + 1, kEverywhere}));
+}
+
+bool acquires(Order order) { return order == Order::kAcquire || order == Order::kAcquireRelease; }
+bool releases(Order order) { return order == Order::kRelease || order == Order::kAcquireRelease; }
+
+void read(Fiber& by, uintptr_t at, Order order, Scope scope) {
+  Fences& fences = fences_of(by);
+  if (acquires(order)) acquire(by.clocks, at, scope);
+  acquire(scope == Scope::kDevice ? fences.observed : fences.observed_in_block, at, scope);
+}
+
+void write(Fiber& by, uintptr_t at, Order order, Scope scope) {
+  Fences& fences = fences_of(by);
+  if (releases(order)) {
+    fences.released_at[{at, scope}] = by.clocks;
+    by.clocks.own[by.id]++;
+  }
+  release(at, fences.released_at[{at, Scope::kBlock}], Scope::kBlock);
+  release(at, fences.released_at[{at, Scope::kDevice}], scope);
+  release(at, fences.released_in_block, Scope::kBlock);
+  release(at, fences.released, scope);
+}
+
 }  // namespace
 
 void atomics_begin() {
@@ -37,23 +64,16 @@ void atomics_begin() {
 
 bool forgotten(int64_t block) { return !running(block) && !publishers.count(block); }
 
-void atomic_access(const void* at, int bytes, const char* what, Order order, Scope scope) {
+void atomic_access(const void* at, int bytes, const char* what, Access access, Order order,
+                   Scope scope) {
   if (!self) return;
   give_way();  // before it: whoever spins here lets others run
   note_atomic(at, bytes, what, scope == Scope::kBlock);
   if (!options.check) return;
-  Fiber& fiber = current();
   const auto address = reinterpret_cast<uintptr_t>(at);
-  Fences& fences = fences_of(fiber);
-  if (order == Order::kAcquire || order == Order::kAcquireRelease)
-    acquire(fiber.clocks, address, scope);
-  acquire(scope == Scope::kDevice ? fences.observed : fences.observed_in_block, address, scope);
-  if (order == Order::kRelease || order == Order::kAcquireRelease) {
-    release(address, fiber.clocks, scope);
-    fiber.clocks.own[fiber.id]++;
-  }
-  release(address, fences.released_in_block, Scope::kBlock);
-  release(address, fences.released, scope);
+  if (access != Access::kStore) read(current(), address, order, scope);
+  if (access == Access::kStore) take_back(address);
+  if (access != Access::kLoad) write(current(), address, order, scope);
 }
 
 void fence(Scope scope) {

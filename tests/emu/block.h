@@ -68,6 +68,8 @@ struct Doubt {
 // What a thread published by its last fence, and what its atomics saw since.
 struct Fences {
   Clocks released, released_in_block, observed, observed_in_block;
+  // By releases of its own at an address: its later writes there publish that once more.
+  std::map<std::pair<uintptr_t, Scope>, Clocks> released_at;
 };
 
 struct Fiber : Thread {

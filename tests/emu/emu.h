@@ -115,10 +115,11 @@ void plain_read(const void* at, int bytes, const char* what);
 void plain_write(const void* at, int bytes, const char* what);
 // Atomics, by the memory model of PTX: whom they order, and whose they are atomic for. Beside each
 // of them others may run, so that who waits for one by asking again does not wait for ever.
+enum class Access { kLoad, kStore, kBoth };
 enum class Order { kRelaxed, kAcquire, kRelease, kAcquireRelease };
 enum class Scope { kBlock, kDevice };
-void atomic_access(const void* at, int bytes, const char* what, Order order = Order::kRelaxed,
-                   Scope scope = Scope::kDevice);
+void atomic_access(const void* at, int bytes, const char* what, Access access,
+                   Order order = Order::kRelaxed, Scope scope = Scope::kDevice);
 void fence(Scope scope);
 
 // Every lane of mask meets; the last one to come runs act on what all brought. With a place, the

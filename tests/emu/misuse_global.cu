@@ -23,22 +23,33 @@ __global__ void run(Body body, const uint32_t* from, uint32_t* out) {
 
 // Atomics, of which the kernels of csrc/cuda have none. No other thread runs between what the
 // emulator is told and what is done.
+__attribute__((no_sanitize("thread"), noinline)) uint32_t loaded(const uint32_t* from) {
+  return *from;
+}
+__attribute__((no_sanitize("thread"), noinline)) void stored(uint32_t* to, uint32_t x) { *to = x; }
 __attribute__((no_sanitize("thread"), noinline)) uint32_t added(uint32_t* to, uint32_t x) {
   return *to += x;
 }
 uint32_t add(uint32_t* to, uint32_t x, emu::Scope scope = emu::Scope::kDevice) {
-  emu::atomic_access(to, 4, "atom", emu::Order::kRelaxed, scope);
+  emu::atomic_access(to, 4, "atom", emu::Access::kBoth, emu::Order::kRelaxed, scope);
   return added(to, x);
 }
 void publish(uint32_t* flag) {
-  emu::atomic_access(flag, 4, "st.release", emu::Order::kRelease);
-  added(flag, 1);
+  emu::atomic_access(flag, 4, "st.release", emu::Access::kStore, emu::Order::kRelease);
+  stored(flag, 1);
 }
-bool published(uint32_t* flag) {
-  emu::atomic_access(flag, 4, "ld.acquire", emu::Order::kAcquire);
-  return added(flag, 0);
+void store(uint32_t* flag, uint32_t x) {
+  emu::atomic_access(flag, 4, "st.relaxed", emu::Access::kStore);
+  stored(flag, x);
 }
-bool seen(uint32_t* flag) { return add(flag, 0); }
+uint32_t published(const uint32_t* flag) {
+  emu::atomic_access(flag, 4, "ld.acquire", emu::Access::kLoad, emu::Order::kAcquire);
+  return loaded(flag);
+}
+uint32_t seen(const uint32_t* flag) {
+  emu::atomic_access(flag, 4, "ld.relaxed", emu::Access::kLoad);
+  return loaded(flag);
+}
 
 // -- nothing wrong ---------------------------------------------------------------------------------
 
@@ -87,6 +98,28 @@ void hand_over(Thread t, emu::Scope released, emu::Scope acquired) {
   t.out[t.at()] = t.out[t.thread];
 }
 void handed_over_by_fences(Thread t) { hand_over(t, emu::Scope::kDevice, emu::Scope::kDevice); }
+
+// A store comes after the release, and it is what the others see.
+void hand_over_and_store(Thread t, int storing) {
+  uint32_t* const flag = t.out + 1000;
+  if (t.block == 0) {
+    t.out[t.thread] = t.from[t.thread];
+    ptx::block_sync("all written");
+    if (t.thread == 0) publish(flag);
+  }
+  if (t.block == storing && t.thread == 0) {
+    while (!seen(flag)) continue;
+    store(flag, 2);
+  }
+  if (t.block == 0) return;
+  if (t.thread == 0) {
+    while (seen(flag) != 2) continue;
+    published(flag);
+  }
+  ptx::block_sync("it is there");
+  t.out[t.at()] = t.out[t.thread];
+}
+void handed_over_by_a_later_store(Thread t) { hand_over_and_store(t, 0); }
 
 // -- something wrong -------------------------------------------------------------------------------
 
@@ -143,6 +176,22 @@ void handed_over_without_fences(Thread t) {
 void released_for_one_block(Thread t) { hand_over(t, emu::Scope::kBlock, emu::Scope::kDevice); }
 void acquired_for_one_block(Thread t) { hand_over(t, emu::Scope::kDevice, emu::Scope::kBlock); }
 
+void another_stores_over_what_was_released(Thread t) { hand_over_and_store(t, 1); }
+
+// A release needs a write after its fence.
+void a_load_releases_nothing(Thread t) {
+  uint32_t* const flag = t.out + 1000;
+  if (t.thread || t.block > 1) return;
+  if (t.block == 0) {
+    t.out[1] = 7;
+    emu::fence(emu::Scope::kDevice);
+    seen(flag);
+    return;
+  }
+  published(flag);
+  t.out[2] = t.out[1];
+}
+
 void more_is_read_than_was_handed_over(Thread t) {
   uint32_t* const flag = t.out + 1000;
   if (t.block == 0) {
@@ -196,7 +245,8 @@ void misaligned_word(Thread t) {
   EACH(released_for_one_block) EACH(acquired_for_one_block)                                    \
   EACH(more_is_read_than_was_handed_over) EACH(a_copy_of_what_others_write)                    \
   EACH(a_source_changes_in_flight) EACH(misaligned_word)                         \
-  EACH(one_of_two_readers_is_not_waited_for)
+  EACH(one_of_two_readers_is_not_waited_for) EACH(handed_over_by_a_later_store)                \
+  EACH(another_stores_over_what_was_released) EACH(a_load_releases_nothing)
 
 }  // namespace fa
 
