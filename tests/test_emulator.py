@@ -273,6 +273,9 @@ reads are forgotten: shadow
 all but some reads are forgotten: shadow
 -  groups.push_back(one);
 +  if (groups.size() < 4) groups.push_back(one);
+two bytes are one: shadow
+-(at | end) % 2 ? kChunkBytes :
++false ? kChunkBytes :
 writes are forgotten: shadow
 -    cell.written = now;
 +    (void)now;

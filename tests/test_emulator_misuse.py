@@ -47,6 +47,11 @@ def test_plain_accesses_are_aligned(emulator, name):
     check_wrong(emulator, name)
 
 
+@named(misuses.BYTES)
+def test_every_byte_is_watched(emulator, name):
+    check_wrong(emulator, name)
+
+
 @named(misuses.OUTSIDE)
 def test_plain_accesses_end_where_shared_memory_does(emulator, name):
     check_wrong(emulator, name)

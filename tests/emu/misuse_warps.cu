@@ -57,6 +57,16 @@ uint32_t shuffles_at_two_places(Thread t) {
   return static_cast<uint32_t>(x);
 }
 
+uint32_t neighbours_store_bytes(Thread t) {
+  auto* const bytes = reinterpret_cast<unsigned char*>(t.shared);
+  for (int i = 0; i < 4; ++i)
+    bytes[352 * i + t.thread] = static_cast<unsigned char>(t.from[t.thread] >> (8 * i));
+  ptx::block_sync("written");
+  uint32_t x = 0;
+  for (int i = 0; i < 4; ++i) x |= static_cast<uint32_t>(bytes[352 * i + t.thread]) << (8 * i);
+  return x;
+}
+
 // -- lanes of one warp -----------------------------------------------------------------------------
 
 uint32_t half_warps_at_two_barriers(Thread t) {
@@ -162,6 +172,12 @@ uint32_t one_of_many_readers_is_not_waited_for(Thread t) {
   return x;
 }
 
+// A byte that was written, and one that was not.
+uint32_t half_of_it_was_never_written(Thread t) {
+  reinterpret_cast<unsigned char*>(t.shared + t.thread)[2] = 1;
+  return reinterpret_cast<uint16_t*>(t.shared + t.thread)[1];
+}
+
 uint32_t past_the_end_of_shared_memory(Thread t) {
   t.shared[2048 + t.thread] = 1;
   return 0;
@@ -185,6 +201,7 @@ uint32_t misaligned_chunk(Thread t) {
   EACH(a_warp_leaves_before_a_barrier_of_all) EACH(lanes_leave_before_a_barrier_of_all)          \
   EACH(many_readers) EACH(shuffles_at_two_places) EACH(half_warps_at_two_barriers)               \
   EACH(half_warps_at_one_barrier_twice) EACH(halves_of_two_warps_are_no_warp)                    \
+  EACH(neighbours_store_bytes) EACH(half_of_it_was_never_written)                                \
   EACH(lanes_name_two_barriers) EACH(lanes_name_two_counts)                                      \
   EACH(lanes_at_two_loads_of_matrices) EACH(lanes_at_two_products)                               \
   EACH(a_lane_leaves_before_a_product) EACH(own_store_over_a_copy) EACH(own_load_of_a_copy)      \

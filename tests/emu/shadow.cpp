@@ -31,32 +31,36 @@ Shadow::Chunk& Shadow::chunk_at(uintptr_t at) {
   return (*recent.page)[at % kPageBytes / kChunkBytes];
 }
 
-void Shadow::split(Chunk& chunk) {
-  chunk.parts = std::make_unique<std::array<Cell, kParts>>();
-  for (Cell& part : *chunk.parts) {
-    part.written = chunk.whole.written;
-    part.read = chunk.whole.read;
-    part.fresh = chunk.whole.fresh;
-    if (chunk.whole.crowd) part.crowd = std::make_unique<Crowd>(*chunk.whole.crowd);
+void Shadow::split(Chunk& chunk, size_t parts) {
+  std::vector<Cell> into(parts);
+  for (size_t i = 0; i < parts; ++i) {
+    const size_t before = chunk.parts.size();
+    const Cell& from = before ? chunk.parts[i * before / parts] : chunk.whole;
+    Cell& part = into[i];
+    part.written = from.written;
+    part.read = from.read;
+    part.fresh = from.fresh;
+    if (from.crowd) part.crowd = std::make_unique<Crowd>(*from.crowd);
   }
+  chunk.parts = std::move(into);
 }
 
 template <class Visit>
 void Shadow::visit(uintptr_t at, int bytes, Visit each) {
   const uintptr_t end = at + static_cast<uintptr_t>(bytes);
+  const size_t needed = (at | end) % 2 ? kChunkBytes : kChunkBytes / 2;
   for (uintptr_t begin = at / kChunkBytes * kChunkBytes; begin < end; begin += kChunkBytes) {
     Chunk& chunk = chunk_at(begin);
     const bool whole = at <= begin && begin + kChunkBytes <= end;
-    if (!chunk.parts) {
-      if (whole) {
-        each(chunk.whole, begin);
-        continue;
-      }
-      split(chunk);
+    if (whole && chunk.parts.empty()) {
+      each(chunk.whole, begin);
+      continue;
     }
-    const uintptr_t first = at <= begin ? 0 : (at - begin) / kPartBytes;
-    for (uintptr_t i = first; i < kParts && begin + i * kPartBytes < end; ++i)
-      each((*chunk.parts)[i], begin + i * kPartBytes);
+    if (chunk.parts.size() < needed) split(chunk, needed);
+    const size_t parts = chunk.parts.size(), shift = parts == kChunkBytes ? 0 : 1;
+    for (size_t i = at <= begin ? 0 : (at - begin) >> shift;
+         i < parts && begin + (i << shift) < end; ++i)
+      each(chunk.parts[i], begin + (i << shift));
   }
 }
 

@@ -26,8 +26,7 @@ class Shadow {
   void clear();
 
  private:
-  static constexpr uintptr_t kPartBytes = 2, kChunkBytes = 16;  // the least element, the largest
-  static constexpr int kParts = kChunkBytes / kPartBytes;
+  static constexpr uintptr_t kChunkBytes = 16;  // of the largest element
   static constexpr uintptr_t kPageBytes = 1024;
 
   // What agents of one warp did in the same step: the first of them, and which of 32.
@@ -49,10 +48,11 @@ class Shadow {
     std::unique_ptr<Crowd> crowd;  // others before, which are not known to the last
     bool fresh = false;
   };
-  // One cell, until a part of it is accessed.
+  // One cell, until a part of it is accessed: then one for two bytes each, which is the size of most
+  // elements; and for each byte once an access begins or ends between two.
   struct Chunk {
     Cell whole;
-    std::unique_ptr<std::array<Cell, kParts>> parts;
+    std::vector<Cell> parts;
   };
   using Page = std::array<Chunk, kPageBytes / kChunkBytes>;
   struct Recent {
@@ -61,7 +61,7 @@ class Shadow {
   };
 
   Chunk& chunk_at(uintptr_t at);
-  void split(Chunk& chunk);
+  void split(Chunk& chunk, size_t parts);
   template <class Visit>
   void visit(uintptr_t at, int bytes, Visit each);
   bool know_all(const std::vector<Group>& groups, uintptr_t at, Kind kind, const Step& now,
