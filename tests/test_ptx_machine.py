@@ -231,6 +231,13 @@ RIGHT = {
         setp.lt.u32 %p0, %t, 32; @%p0 bra $gives; bar.sync 2, 64; add.s32 %s0, %w, -1024;
         ld.shared.b32 %s1, [%s0]; st.global.b32 [%o], %s1; ret; $gives: ld.global.b32 %s1, [%a];
         st.shared.b32 [%w], %s1; bar.arrive 2, 64;""",
+    "two_places": """
+        setp.lt.u32 %p0, %t, 16; st.shared.b32 [%w], %t; @%p0 bra $here; bar.warp.sync -1; bra $end;
+        $here: bar.warp.sync -1; $end: xor.b32 %s0, %t, 31; mov.u32 %s1, memory;
+        mad.lo.s32 %s1, %s0, 32, %s1; ld.shared.b32 %s2, [%s1]; st.global.b32 [%o], %s2;""",
+    "two_shuffles": """
+        and.b32 %s0, %t, 1; setp.eq.b32 %p0, %s0, 0; @%p0 shfl.sync.bfly.b32 %s1, %t, 31, 31, -1;
+        @!%p0 shfl.sync.bfly.b32 %s1, %t, 31, 31, -1; st.global.b32 [%o], %s1;""",
     **{
         f"shuffle_{way}": LOAD_THREE
         + f"shfl.sync.{way}.b32 %s3|%p0, %s0, %s1, %s2, -1; selp.b32 %s4, 1, 0, %p0;"
@@ -350,6 +357,14 @@ def test_barriers(executor):
         assert np.array_equal(out, lanes32(given)[:32, 0])
 
 
+@pytest.mark.parametrize("name", ["two_places", "two_shuffles"])
+def test_lanes_at_two_instructions_meet_where_they_are_alike(executor, name):
+    """A warp's barriers and shuffles are not .aligned: their name and their mask decide."""
+    for schedule in SCHEDULES:
+        out = lanes32(run(executor, name, words(), schedule=schedule))[:, 0]
+        assert np.array_equal(out, np.arange(LANES) ^ 31)
+
+
 @pytest.mark.parametrize("width", [32, 16, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_shuffles(executor, way, width):
@@ -453,12 +468,12 @@ def test_every_form_is_tested():
 # --- what is wrong is named -----------------------------------------------------------------------
 
 WRONG = {
-    "two_places": """
-        setp.lt.u32 %p0, %t, 16; @%p0 bra $here; bar.warp.sync -1; bra $end; $here:
-        bar.warp.sync -1; $end: st.global.b32 [%o], 1;""",
-    "two_shuffles": """
+    "two_kinds": """
         and.b32 %s0, %t, 1; setp.eq.b32 %p0, %s0, 0; @%p0 shfl.sync.bfly.b32 %s1, %t, 1, 31, -1;
-        @!%p0 shfl.sync.bfly.b32 %s1, %t, 1, 31, -1; st.global.b32 [%o], %s1;""",
+        @!%p0 shfl.sync.idx.b32 %s1, %t, 1, 31, -1; st.global.b32 [%o], %s1;""",
+    "two_masks": """
+        and.b32 %s0, %t, 1; setp.eq.b32 %p0, %s0, 0; @%p0 bar.warp.sync -1;
+        @!%p0 bar.warp.sync 0xaaaaaaaa;""",
     "some_lanes_load": """
         setp.lt.u32 %p0, %t, 8; mov.u32 %s4, memory;
         @%p0 ldmatrix.sync.aligned.m8n8.x1.shared.b16 {%s0}, [%s4];""",
@@ -483,8 +498,8 @@ WRONG = {
     "no_such_barrier": "bar.sync 16;",
 }
 EXPECTED = {
-    "two_places": r"warp \d has diverged.*bar.warp.sync in line \d+.*bar.warp.sync in line \d+",
-    "two_shuffles": r"warp \d has diverged.*shfl.sync.bfly.b32 in line \d+",
+    "two_kinds": r"warp \d has diverged.*shfl.sync.\w+.b32 in line \d+.*shfl.sync.\w+.b32 in line",
+    "two_masks": r"warp \d has diverged.*bar.warp.sync in line \d+ of.*bar.warp.sync in line \d+",
     "some_lanes_load": "DEADLOCK.*8 at ldmatrix.sync.aligned.m8n8.x1.shared.b16 in line",
     "not_in_its_mask": "is not in its own mask 0xffff",
     "race": r"(RACE|UNINITIALISED).*ld.shared.b32 in line \d+",

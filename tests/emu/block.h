@@ -92,7 +92,7 @@ struct Fiber : Thread {
 
 // Lanes that come together.
 struct Meeting {
-  const char* name = nullptr;
+  const char *name = nullptr, *site = nullptr;
   const void* place = nullptr;  // the instruction, where it must be one for all; else null
   uint32_t mask = 0, arrived = 0;
   bool exits_count = false;  // a lane that has exited is not waited for

@@ -122,12 +122,12 @@ void atomic_access(const void* at, int bytes, const char* what, Access access,
                    Order order = Order::kRelaxed, Scope scope = Scope::kDevice);
 void fence(Scope scope);
 
-// Every lane of mask meets; the last one to come runs act on what all brought. With a place, the
-// address of an instruction, it must be the same of all, who must all be there; else those who have
-// exited are not waited for.
+// Every lane of mask meets, by an instruction of one name; the last one to come runs act on what all
+// brought. With a place, the address of an instruction, it must be the same of all, who must all be
+// there; else those who have exited are not waited for. `site` is what reports say instead of a name.
 using Act = void (*)(void** brought, uint32_t lanes);
 void warp_meet(const char* name, uint32_t mask, void* brought, Act act,
-               const void* place = nullptr);
+               const void* place = nullptr, const char* site = nullptr);
 void warp_sync(const char* site, uint32_t mask);
 void barrier_sync(const char* site, int id, int threads);  // threads < 0: the whole block
 void barrier_arrive(const char* site, int id, int threads);

@@ -4,7 +4,7 @@
 namespace emu {
 
 // The meeting of this warp that these lanes are to join, or a new one.
-static Meeting& meeting_of(const char* name, const void* place, uint32_t mask) {
+static Meeting& meeting_of(const char* name, const void* place, const char* site, uint32_t mask) {
   Warp& warp = block->warps[self->warp];
   for (int i = 0; i < warp.meetings; ++i) {
     Meeting& meeting = warp.meeting[i];
@@ -12,12 +12,13 @@ static Meeting& meeting_of(const char* name, const void* place, uint32_t mask) {
     if (meeting.place != place || meeting.mask != mask ||
         (meeting.name != name && strcmp(meeting.name, name)))
       fail("warp %d has diverged: lane %d is at %s with mask 0x%x, others wait at %s with mask "
-           "0x%x%s", self->warp, self->lane, name, mask, meeting.name, meeting.mask,
+           "0x%x%s", self->warp, self->lane, site, mask, meeting.site, meeting.mask,
            meeting.place != place ? ", another place in the program" : "");
     return meeting;
   }
   Meeting& meeting = warp.meeting[warp.meetings++];
   meeting.name = name;
+  meeting.site = site;
   meeting.place = place;
   meeting.mask = mask;
   meeting.arrived = 0;
@@ -51,22 +52,24 @@ static bool act(Meeting& meeting) {
   return true;
 }
 
-void warp_meet(const char* name, uint32_t mask, void* brought, Act what, const void* place) {
+void warp_meet(const char* name, uint32_t mask, void* brought, Act what, const void* place,
+               const char* site) {
+  if (!site) site = name;
   if (!(mask >> self->lane & 1))
-    fail("%s: lane %d is not in its own mask 0x%x", name, self->lane, mask);
-  Meeting& meeting = meeting_of(name, place, mask);
+    fail("%s: lane %d is not in its own mask 0x%x", site, self->lane, mask);
+  Meeting& meeting = meeting_of(name, place, site, mask);
   meeting.exits_count = !place;
   meeting.all_here = act;
   meeting.act = what;
   if (join(meeting, brought))
     act(meeting);
   else
-    wait_for(name);
+    wait_for(site);
 }
 
 void warp_sync(const char* site, uint32_t mask) {
   if (skipped(site)) return;
-  warp_meet(site, mask, nullptr, [](void**, uint32_t lanes) {
+  const auto order = [](void**, uint32_t lanes) {
     Fiber* const first = &block->fibers[self->warp * 32];
     Clocks all = first[__builtin_ctz(lanes)].clocks;
     for (uint32_t rest = lanes; rest; rest &= rest - 1)
@@ -76,7 +79,8 @@ void warp_sync(const char* site, uint32_t mask) {
       fiber.clocks = all;
       fiber.clocks.own[fiber.id]++;
     }
-  });
+  };
+  warp_meet("bar.warp.sync", mask, nullptr, order, nullptr, site);
 }
 
 // -- barriers: a warp arrives at one when all of its lanes are at the same instruction -------------
@@ -162,7 +166,7 @@ void arrive(const char* site, int id, int threads, bool wait, const void* place)
   if (threads % 32 || threads == 0 || threads > everyone)
     fail("%s: %d threads, expected whole warps of a block of %d", site, threads, everyone);
   Arrival mine{site, id, threads, all, wait};
-  Meeting& meeting = meeting_of(site, place, kWholeWarp);
+  Meeting& meeting = meeting_of(site, place, site, kWholeWarp);
   meeting.exits_count = all;
   meeting.all_here = warp_arrives;
   const bool last = join(meeting, &mine);

@@ -105,7 +105,7 @@ struct Shuffled {
 };
 }  // namespace
 
-// Lanes outside the range that clamp (its low bits, and above them the mask of a segment) leaves
+// Lanes at different instructions may meet, if those are alike. Lanes outside the range that clamp (its low bits, and above them the mask of a segment) leaves
 // keep what they have.
 u32 shuffle(Way way, u32 value, u32 by, u32 clamp, u32 mask, bool& valid, Place place) {
   const int lane = emu::self->lane, segment = clamp >> 8 & 31, most = clamp & 31;
@@ -117,7 +117,7 @@ u32 shuffle(Way way, u32 value, u32 by, u32 clamp, u32 mask, bool& valid, Place 
   if (way == kIndex) from = first | (step & ~segment);
   valid = way == kUp ? from >= last : from <= last;
   Shuffled mine{value, value, valid ? from : lane};
-  emu::warp_meet(place, mask, &mine, [](void** brought, u32 mask) {
+  const auto exchange = [](void** brought, u32 mask) {
     for (int lane = 0; lane < 32; ++lane) {
       if (!(mask >> lane & 1)) continue;
       auto* to = static_cast<Shuffled*>(brought[lane]);
@@ -125,7 +125,10 @@ u32 shuffle(Way way, u32 value, u32 by, u32 clamp, u32 mask, bool& valid, Place 
         emu::fail("shuffle: lane %d reads lane %d, which is not in mask 0x%x", lane, to->from, mask);
       to->found = static_cast<Shuffled*>(brought[to->from])->value;
     }
-  });
+  };
+  constexpr const char* kNames[] = {"shfl.sync.up", "shfl.sync.down", "shfl.sync.bfly",
+                                    "shfl.sync.idx"};
+  emu::warp_meet(kNames[way], mask, &mine, exchange, nullptr, place);
   return mine.found;
 }
 
