@@ -227,6 +227,12 @@ RIGHT = {
         mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s3, [%s2]; bar.sync 1, 64;
         st.shared.b32 [%w], %s3; bar.warp.sync -1; xor.b32 %s1, %t, 1; mov.u32 %s2, memory;
         mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s4, [%s2]; st.global.b32 [%o], %s4;""",
+    "banks": """
+        and.b32 %s0, %t, 1; setp.eq.b32 %p0, %s0, 0; shl.b32 %s1, %t, 2; mov.u32 %s2, memory;
+        add.s32 %s1, %s1, %s2; @%p0 st.shared.b32 [%s1], 0;
+        @!%p0 st.shared.b32 [%s1+380], 1; and.b32 %s0, %t, 3; shl.b32 %s1, %t, 4;
+        add.s32 %s1, %s1, %s2; bar.sync 0;
+        cp.async.cg.shared.global [%s1], [%a], 16; cp.async.commit_group; cp.async.wait_group 0;""",
     "handed_over": """
         setp.lt.u32 %p0, %t, 32; @%p0 bra $gives; bar.sync 2, 64; add.s32 %s0, %w, -1024;
         ld.shared.b32 %s1, [%s0]; st.global.b32 [%o], %s1; ret; $gives: ld.global.b32 %s1, [%a];
@@ -355,6 +361,15 @@ def test_barriers(executor):
         assert np.array_equal(out, lanes32(given)[np.arange(LANES) ^ 63 ^ 1, 0])
         out = lanes32(run(executor, "handed_over", given, schedule=schedule))[32:, 0]
         assert np.array_equal(out, lanes32(given)[:32, 0])
+
+
+def test_banks_are_counted_for_each_instruction(executor):
+    """Of two stores by half of the lanes each: together they would have conflicts."""
+    arrays = [words(), aligned(LANES * 4, np.uint64)]
+    found = executor.launch("banks", (1,), (LANES,), 2048, arrays, banks=True)
+    assert not found.count, found.first
+    stores = [x for what, x in found.banks.items() if what.startswith("st.shared")]
+    assert stores == [(2, 0), (2, 0)] and found.banks["cp.async"] == (8, 0)
 
 
 @pytest.mark.parametrize("name", ["two_places", "two_shuffles"])

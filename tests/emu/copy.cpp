@@ -11,13 +11,13 @@ static void land(const Copy& copy) {
   std::memset(to + copy.bytes, 0, copy.size - copy.bytes);
 }
 
-void copy(uint32_t to, const void* from, int size, int bytes) {
+void copy(uint32_t to, const void* from, int size, int bytes, const char* site) {
   if (reinterpret_cast<uintptr_t>(from) % size)
     fail("cp.async: the global address is not a multiple of %d", size);
   if (bytes < 0 || bytes > size) fail("cp.async of %d bytes, of %d", bytes, size);
   unsigned char* target = shared_pointer(to, size);
   const Copy copy{to, static_cast<const unsigned char*>(from), size, bytes};
-  note_copy(to, from, size, bytes, __builtin_return_address(0));
+  note_copy(to, from, size, bytes, site ? site : __builtin_return_address(0));
   if (options.lazy)
     std::memset(target, 0xFF, size);
   else

@@ -110,7 +110,8 @@ uint32_t shared_address(const void* pointer);
 unsigned char* shared_pointer(uint32_t address, int bytes);
 
 // What a thread is about to do with plain loads, stores and atomics: `at` is a real pointer, to shared
-// memory or to global. Its alignment, the end of shared memory and races are checked.
+// memory or to global. Its alignment, the end of shared memory and races are checked. `what` tells one
+// such instruction of a kernel from another.
 void plain_read(const void* at, int bytes, const char* what);
 void plain_write(const void* at, int bytes, const char* what);
 // Atomics, by the memory model of PTX: whom they order, and whose they are atomic for. Beside each
@@ -132,12 +133,14 @@ void warp_sync(const char* site, uint32_t mask);
 void barrier_sync(const char* site, int id, int threads);  // threads < 0: the whole block
 void barrier_arrive(const char* site, int id, int threads);
 
-void copy(uint32_t to, const void* from, int size, int bytes);  // cp.async: the rest of size is 0
+// cp.async: the rest of size is 0. `site` tells one such instruction of a kernel from another; else the
+// address of the caller does.
+void copy(uint32_t to, const void* from, int size, int bytes, const char* site = nullptr);
 inline void copy16(uint32_t to, const void* from, int bytes) { copy(to, from, 16, bytes); }
 void copies_commit(const char* site);
 void copies_wait(const char* site, int pending);
 
-// `site` tells one such instruction of a kernel from another; else the address of the caller does.
+// The same of these.
 void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address,
                    const char* site = nullptr);
 void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16,

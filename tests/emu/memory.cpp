@@ -164,12 +164,12 @@ ptrdiff_t offset_in_shared(const void* at) {
 
 void plain_read(const void* at, int bytes, const char* what) {
   if (reinterpret_cast<uintptr_t>(at) % static_cast<unsigned>(bytes)) misaligned(at, bytes, what);
-  read(at, bytes, what, __builtin_return_address(0));
+  read(at, bytes, what, what);
 }
 
 void plain_write(const void* at, int bytes, const char* what) {
   if (reinterpret_cast<uintptr_t>(at) % static_cast<unsigned>(bytes)) misaligned(at, bytes, what);
-  write(at, bytes, what, __builtin_return_address(0));
+  write(at, bytes, what, what);
 }
 
 void read_at_place(const void* at, int bytes, const void* place) { read(at, bytes, "load", place); }

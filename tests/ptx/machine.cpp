@@ -82,7 +82,7 @@ void* local(u64 address, int bytes, void* variable, u64 size, Place place) {
 void copy(u32 to, u64 from, int size, u32 bytes, Place place) {
   if (bytes > static_cast<u32>(size)) emu::fail("%s: %u bytes of %d", place, bytes, size);
   if (bytes) pointer(from, size, place);
-  emu::copy(to, reinterpret_cast<const void*>(from), size, static_cast<int>(bytes));
+  emu::copy(to, reinterpret_cast<const void*>(from), size, static_cast<int>(bytes), place);
 }
 void commit(Place place) { emu::copies_commit(place); }
 void wait(int pending, Place place) { emu::copies_wait(place, pending); }
