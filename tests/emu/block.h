@@ -28,7 +28,7 @@ struct Options {
   bool check = true;  // watch memory for races
   size_t shared_limit = 99 * 1024;  // of sm_86 and sm_89
   bool same_value_stores = false;   // a race of stores is none where the value stays
-  bool pessimistic = false;  // tensor cores and approximations round as badly as any hardware
+  bool pessimistic = false;  // products of 16 bits and ex2.approx.ftz round as badly as any hardware
   bool banks = false;        // count conflicts of banks
   std::string disabled;      // the site of a synchronisation that does nothing
 };
