@@ -82,8 +82,9 @@ class Executor:
                 x.name = names[x.name]
         objects = [translated(kernels), machine()]
         path = self.emulator.path
-        key = digest(*objects, path)
-        # It names the emulator that it is linked with, which is in memory by then.
+        # It names the emulator that it is linked with, which is in memory by then: another of the
+        # same contents is not that.
+        key = digest(*objects, path, str(path))
         command = [*emulator.compiler(), "-shared", *objects, path]
         ctypes.CDLL(str(made("library", f"{key}.so", command)))
         self.there.update(x.name for x in kernels)
