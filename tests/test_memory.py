@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 from runners import every_backend, not_interpreted
 
+from fastattn import native
+
 pytestmark = not_interpreted
 
 PROC = Path("/proc/self/clear_refs")
@@ -112,8 +114,12 @@ def test_peak_memory_is_linear(name, kind):
 @every_backend
 @pytest.mark.parametrize("kind", ["dropout", "everything"])
 def test_dropout_at_4096_stays_under_20_megabytes(name, kind):
+    """Or 24 where AMX multiplies float32: Q and dO lie there in planes, half as large again, and
+    twice, for either side of a product."""
     found = extra(name, ("dropout", "everything"), (4096,), heads=2)[kind, 4096]
-    assert found < 20 * MEGABYTE, f"{found / MEGABYTE:.1f} MB"
+    on_tiles = name == "cpu" and native.cpu_units()["float32"]["many rows"].startswith("amx")
+    limit = 24 if on_tiles else 20
+    assert found < limit * MEGABYTE, f"{found / MEGABYTE:.1f} MB, not {limit}"
 
 
 @needs_proc
