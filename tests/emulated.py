@@ -4,11 +4,11 @@ import ctypes
 import functools
 from contextlib import contextmanager, nullcontext
 
-import pytest
 from emulator import KERNELS, Emulator
 from ptx import library, ours
+from runners import every_call
 
-from fastattn import native, operation
+from fastattn import native
 from fastattn.backends.cuda import Cuda
 
 DTYPES = ("bfloat16", "float16")
@@ -58,7 +58,7 @@ class Watched:
             )
         self.backend.launches += executor().launches()
         self.backend.findings.append(found)
-        assert not found.count, f"{found.count} findings: {found.first}"
+        found.none()
         return 0
 
 
@@ -91,14 +91,8 @@ class Emulated(Cuda):
 @contextmanager
 def everywhere(**options):
     """Every call inside runs on the emulator, whatever backend it asks for."""
-    backend = Emulated(**options)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "choose", lambda spec, asked: backend)
-        operation.forget_plans()
-        try:
-            yield backend
-        finally:
-            operation.forget_plans()
+    with every_call(Emulated(**options)) as backend:
+        yield backend
 
 
 def survivors(run, **options):

@@ -116,6 +116,10 @@ class Findings:
     multiplies: int
     banks: dict[str, tuple[int, int]]  # of accesses to shared memory: turns, and their conflicts
 
+    def none(self, of=""):
+        """Fails if there is one."""
+        assert not self.count, f"{of}{self.count} findings: {self.first}"
+
 
 class Emulator:
     """A library of kernels. `parts` replaces sources of the emulator itself by others."""

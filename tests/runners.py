@@ -13,7 +13,7 @@ import torch
 from cases import DTYPES
 
 import fastattn
-from fastattn import backend, native
+from fastattn import backend, native, operation
 from fastattn.backends.triton import interpreted
 
 INTERPRETED = interpreted()
@@ -96,3 +96,15 @@ def declares(name, dtype):
 
 def passed(found):
     assert not found, f"{len(found)} results out of budget:\n" + "\n".join(found[:12])
+
+
+@contextmanager
+def every_call(backend):
+    """Goes to this backend, whatever it asks for."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(operation, "choose", lambda spec, asked: backend)
+        operation.forget_plans()
+        try:
+            yield backend
+        finally:
+            operation.forget_plans()

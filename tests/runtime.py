@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from emulated import emulator
+from runners import every_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastattn import native, operation
+from fastattn import native
 from fastattn.backends.cuda import Cuda
 
 TEXT_BYTES = 1 << 16
@@ -43,7 +44,7 @@ class Runtime:
         while left:
             ran = [(x, *emulator().call("emu_run_waiting", x, 1)) for x in left]
             for _, _, found in ran:
-                faultless(found)
+                found.none()
             left = [x for x, waiting, _ in ran if waiting]
 
     @contextmanager
@@ -57,7 +58,7 @@ class Runtime:
             graph.append(self.library.emu_captured(ctypes.c_void_p(stream)))
 
     def replay(self, graph):
-        faultless(emulator().run("emu_replay", ctypes.c_long(*graph)))
+        emulator().run("emu_replay", ctypes.c_long(*graph)).none()
 
     def fail(self, calls, code):
         """The call after so many more returns this code."""
@@ -90,10 +91,6 @@ class Runtime:
         there = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
         empty = torch.empty(0, dtype=like.dtype)
         return empty.set_(there, like.storage_offset(), like.shape, like.stride())
-
-
-def faultless(found):
-    assert not found.count, f"{found.count} findings: {found.first}"
 
 
 class OnDevice(TorchFunctionMode):
@@ -134,7 +131,7 @@ class Binary(native.CudaLibrary):
             numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
             params, stream = ctypes.c_char_p(params), ctypes.c_void_p(stream)
             code, found = emulator().call("fa_cuda_run", params, *numbers, stream)
-            faultless(found)
+            found.none()
             return code
 
         self.run = run
@@ -180,13 +177,10 @@ def launching(runtime, stream=0, device=0):
     """Every call inside goes to a device of the runtime, on this stream of it."""
     backend = Launched(runtime, device, stream)
     current = SimpleNamespace(cuda_stream=stream)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "choose", lambda spec, asked: backend)
+    with pytest.MonkeyPatch.context() as patch, every_call(backend):
         patch.setattr(torch.cuda, "current_stream", lambda device: current)
-        operation.forget_plans()
         runtime.library.emu_runtime_mode(runtime.at_once, runtime.apart)
         try:
             yield backend
         finally:  # the emulator is everybody's
             runtime.library.emu_runtime_mode(True, False)
-            operation.forget_plans()

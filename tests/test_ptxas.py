@@ -4,13 +4,14 @@ import dataclasses
 import json
 
 import pytest
+from ptx.ours import needs_nvcc
 
 from bench import ptxas
 
 FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
 
 
-@pytest.mark.skipif(not ptxas.find_nvcc(), reason="compiling CUDA needs nvcc")
+@needs_nvcc
 def test_the_kernels_spill_no_more_than_allowed(capsys):
     recorded = ptxas.REPORT.read_text().partition("\n")[0]
     if ptxas.version() != recorded:

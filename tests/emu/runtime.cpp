@@ -131,7 +131,7 @@ cudaError_t launch_on(cudaStream_t stream, const Work& work) {
   if (runtime.apart) {
     const std::string stray = stray_pointer(work, current_device);
     if (!stray.empty()) {  // told, and not followed
-      if (!report.findings++) report.first = "launch of " + name + ": " + stray;
+      found("launch of " + name + ": " + stray);
       return cudaSuccess;
     }
   }
