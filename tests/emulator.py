@@ -18,7 +18,7 @@ from runners import INTERPRETED
 ROOT = Path(__file__).resolve().parents[1]
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
-PARTS = (*PARTS, "control", "compiled", "runtime")
+PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "boxes", "products", "lanes")
 FLAGS = [
     "-std=c++17",
     "-O2",
@@ -159,10 +159,10 @@ def pointer(array):
     return ctypes.c_void_p(array.ctypes.data)
 
 
-def aligned(size, dtype):
-    """Zeros at a multiple of 16 bytes, as what a GPU allocates."""
-    raw = np.zeros(size * np.dtype(dtype).itemsize + 16, np.uint8)
-    start = -raw.ctypes.data % 16
+def aligned(size, dtype, to=16):
+    """Zeros at a multiple of so many bytes, as what a GPU allocates."""
+    raw = np.zeros(size * np.dtype(dtype).itemsize + to, np.uint8)
+    start = -raw.ctypes.data % to
     return raw[start : start + size * np.dtype(dtype).itemsize].view(dtype)
 
 

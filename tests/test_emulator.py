@@ -134,9 +134,13 @@ def check(emulator, name, **options):
             exact = APPROXIMATED[case.what](flushed(x).astype(np.float64))
             expected = flushed(exact.astype(np.float32))
         wrong = probe.ulps(found.view(np.float32), expected) > 2
+        if options.get("pessimistic") and case.what == probe.LOG2:  # of arguments near 1: absolute
+            with np.errstate(invalid="ignore"):
+                wrong &= np.abs(found.view(np.float32) - exact) > 2.0**-22.6
         assert not wrong.any(), f"{name} of {x[wrong]}"
     else:
-        assert not (wrong := probe.complaints(name, found, EXPECTED[case.what](case))), wrong[0]
+        wrong = probe.complaints(name, found, EXPECTED[case.what](case))
+        assert not wrong, wrong[0]
 
 
 @pytest.mark.parametrize("name", probe.CASES)
@@ -204,14 +208,18 @@ D starts at zero: matrix
 -[2 * t + i % 2] = x.d[i];
 +[2 * t + i % 2] = 0;
 ldmatrix never transposes: matrix
--first.transposed ? m[column][row]
-+false ? m[column][row]
+-low = first.transposed ? m[column][row]
++low = false ? m[column][row]
 halves change places: matrix
 -low | high << 16
 +high | low << 16
 addresses from other lanes: matrix
 -const int lane = 8 * matrix + row;
+-      const uint32_t address = lane_of(lane)->address;
+-      std::memcpy(m
 +const int lane = 8 * matrix + 7 - row;
++      const uint32_t address = lane_of(lane)->address;
++      std::memcpy(m
 float16 taken for bfloat16: matrix
 -bfloat16 ? fa::emulator::from_bf16(bits)
 +true ? fa::emulator::from_bf16(bits)
@@ -290,10 +298,18 @@ atomics race with nobody: shadow
 -know_all(cell, at, kOfAtomics, now, known);
 +(void)0;
 loads race with no atomic: shadow
--      know_all(cell.crowd->atomics, at, kOfAtomics, now, known);
+-      know_all(cell.crowd->atomics, at, kOfAtomics, now, known, false);
 -    cell.fresh = false;  // told once
 +      (void)0;
 +    cell.fresh = false;  // told once
+atomics that load race with loads: shadow
+-    if (group.first.loads && !of_loads) continue;
+atomics that store need what is there: shadow
+-if (cell.fresh && reads)
++if (cell.fresh)
+loads by atomics race with readers: shadow
+-    else if (!now.loads)
++    else
 atomics know no scope: shadow
 -!(group.first.narrow || now.narrow)
 +true
@@ -338,7 +354,7 @@ the end of shared memory goes unseen: memory
 copies read nothing: memory
 -  if (source) source->read(reinterpret_cast<uintptr_t>(from), bytes, step, by.clocks);
 copies are their thread's own work: memory
--  step.agent = static_cast<uint16_t>(step.agent + block->fibers.size());
+-  step.agent = block->agents.copies(by.id);
 -  step.clock = by.committed + 1;
 shared memory is that of the block before: memory
 -  begins.shadow.clear();

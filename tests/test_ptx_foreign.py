@@ -18,11 +18,26 @@ if INTERPRETED:
 FUSED = dict(enable_fp_fusion=True)  # as Triton's default has been
 
 
-@pytest.fixture(params=SCHEDULES, ids=lambda x: f"schedule{x}")
-def compiled(request):
-    with executed.compiled(schedule=request.param) as driver:
+ROWS = {80: 32, 90: 64}  # of a tile: as many as the products of its chip have
+
+
+@pytest.fixture(params=ROWS, ids="sm_{}".format)
+def arch(request):
+    return request.param
+
+
+@pytest.fixture(params=SCHEDULES, ids="schedule{}".format)
+def compiled(request, arch):
+    with executed.compiled(arch, schedule=request.param) as driver:
         yield driver
     assert driver.launched
+
+
+with_tensor_maps = pytest.mark.parametrize("arch", [90], indirect=True)
+
+
+def sites(driver, opcode):
+    return [x for _, found in driver.launched for x in found.sites if x.startswith(opcode)]
 
 
 @triton.jit
@@ -51,15 +66,46 @@ def product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constex
 
 @pytest.mark.parametrize("stages", [1, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
-def test_product(compiled, dtype, stages):
+def test_product(compiled, arch, dtype, stages):
     """Of small whole numbers, which every format and every order adds exactly."""
+    a, b, c = whole_numbers(dtype)
+    (M, K), N, BM = a.shape, b.shape[1], ROWS[arch]
+    grid = (triton.cdiv(M, BM), triton.cdiv(N, 64))
+    product[grid](a, b, c, M, N, K, BM=BM, BN=64, BK=32, num_warps=4, num_stages=stages, **FUSED)
+    assert torch.equal(c, a.float() @ b.float())
+    assert bool(sites(compiled, "wgmma.mma_async")) == (arch == 90)
+
+
+def whole_numbers(dtype):
     g = torch.Generator().manual_seed(0)
     M, N, K = 80, 72, 136
     a, b = (torch.randint(-3, 4, x, generator=g).to(dtype) for x in ((M, K), (K, N)))
-    c = torch.full((M, N), torch.nan)
-    grid = (triton.cdiv(M, 32), triton.cdiv(N, 64))
-    product[grid](a, b, c, M, N, K, BM=32, BN=64, BK=32, num_warps=4, num_stages=stages, **FUSED)
+    return a, b, torch.full((M, N), torch.nan)
+
+
+@triton.jit
+def described_product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """The same; boxes of A and B come by tensor maps that the kernel makes."""
+    of_a = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
+    of_b = tl.make_tensor_descriptor(b, [K, N], [N, 1], [BK, BN])
+    row, column = tl.program_id(0) * BM, tl.program_id(1) * BN
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in range(0, K, BK):
+        total = tl.dot(of_a.load([row, k]), of_b.load([k, column]), total)
+    rows, columns = row + tl.arange(0, BM)[:, None], column + tl.arange(0, BN)[None, :]
+    tl.store(c + rows * N + columns, total, mask=(rows < M) & (columns < N))
+
+
+@with_tensor_maps
+@pytest.mark.parametrize("depth, stages", [(64, 1), (32, 3), (16, 4)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_product_of_boxes(compiled, dtype, depth, stages):
+    a, b, c = whole_numbers(dtype)
+    (M, K), N = a.shape, b.shape[1]
+    grid, tile = (triton.cdiv(M, 64), triton.cdiv(N, 64)), dict(BM=64, BN=64, BK=depth)
+    described_product[grid](a, b, c, M, N, K, num_warps=4, num_stages=stages, **tile, **FUSED)
     assert torch.equal(c, a.float() @ b.float())
+    assert sites(compiled, "cp.async.bulk.tensor.2d") and sites(compiled, "wgmma.mma_async")
 
 
 @triton.jit
@@ -88,13 +134,57 @@ def attention(q, k, v, out, N, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.
     tl.store(to, total.to(out.dtype.element_ty), mask=rows[:, None] < N)
 
 
-@pytest.mark.parametrize("N, D", [(96, 32), (75, 64)])
-def test_attention(compiled, N, D):
+@triton.jit
+def described_attention(
+    q, k, v, out, N, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
+):
+    """The same for all heads as one tensor, of which boxes are loaded."""
+    rows_of_all = tl.num_programs(1) * N
+    of_q = tl.make_tensor_descriptor(q, [rows_of_all, D], [D, 1], [BM, D])
+    of_k = tl.make_tensor_descriptor(k, [rows_of_all, D], [D, 1], [BN, D])
+    of_v = tl.make_tensor_descriptor(v, [rows_of_all, D], [D, 1], [BN, D])
+    head, first = tl.program_id(1) * N, tl.program_id(0) * BM
+    rows = first + tl.arange(0, BM)
+    x = of_q.load([head + first, 0])
+    top = tl.full((BM,), -float("inf"), dtype=tl.float32)
+    weight = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, D), dtype=tl.float32)
+    for start in range(0, tl.minimum(first + BM, N), BN):
+        keys = start + tl.arange(0, BN)
+        s = tl.dot(x, of_k.load([head + start, 0]).T) * scale
+        s = tl.where((keys[None, :] <= rows[:, None]) & (keys[None, :] < N), s, -float("inf"))
+        newer = tl.maximum(top, tl.max(s, 1))
+        p = tl.exp(s - newer[:, None])
+        before = tl.exp(top - newer)
+        weight = weight * before + tl.sum(p, 1)
+        z = of_v.load([head + start, 0])
+        total = tl.dot(p.to(z.dtype), z, total * before[:, None])
+        top = newer
+    to = out + (head + rows)[:, None] * D + tl.arange(0, D)[None, :]
+    tl.store(to, (total / weight[:, None]).to(out.dtype.element_ty), mask=rows[:, None] < N)
+
+
+SIZES = pytest.mark.parametrize("N, D", [(96, 32), (75, 64), (150, 128)])
+
+
+@SIZES
+def test_attention(compiled, arch, N, D):
+    judge(attention, ROWS[arch], N, D)
+
+
+@with_tensor_maps
+@SIZES
+def test_attention_of_boxes(compiled, N, D):
+    judge(described_attention, 64, N, D)
+    assert sites(compiled, "cp.async.bulk.tensor.2d") and sites(compiled, "wgmma.mma_async")
+
+
+def judge(kernel, B, N, D):
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(2, N, D, generator=g).half() for _ in "qkv")
     out = torch.full_like(q, torch.nan)
-    grid = (triton.cdiv(N, 32), 2)
-    attention[grid](q, k, v, out, N, D**-0.5, D=D, BM=32, BN=32, num_warps=4, num_stages=2, **FUSED)
+    grid, tile = (triton.cdiv(N, B), 2), dict(D=D, BM=B, BN=B)
+    kernel[grid](q, k, v, out, N, D**-0.5, num_warps=4, num_stages=2, **tile, **FUSED)
     s = (q.double() @ k.double().mT) * D**-0.5
     s = s.masked_fill(torch.ones(N, N).triu(1).bool(), -torch.inf)
     torch.testing.assert_close(out.double(), s.softmax(-1) @ v.double(), rtol=2e-3, atol=2e-3)

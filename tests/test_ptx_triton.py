@@ -1,17 +1,19 @@
-"""Triton's kernels, compiled for sm_80 and run on the emulator: what its interpreter does not see.
+"""Triton's kernels, compiled for sm_80 and sm_90 and run on the emulator: what its interpreter does
+not see.
 
 Every feature alone on one small tile, and every tile of the tuning tables. The launcher chooses the
 kernels and their arguments, as on a GPU.
 """
 
 import importlib.util
+from typing import NamedTuple
 
 import pytest
 import test_cuda_decode
 import test_weights
 import torch
 from cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
-from emulator import SCHEDULES, needs_emulator
+from emulator import IN_ORDER, SCHEDULES, needs_emulator
 from judge import Verdict
 from ptx import triton
 from runners import passed
@@ -24,23 +26,47 @@ pytestmark = [
     needs_emulator,
     pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed"),
 ]
-TILE = tuning.Config(32, 32, 4, 2)
-FEW_KEYS = 40  # of a tile's rows: two tiles, the last of them not whole
+
+
+class Small(NamedTuple):
+    """A small tile, and a problem that has several of them, the last not whole."""
+
+    tile: tuning.Config
+    keys: int
+    keys_of_decode: int
+    d: int
+
+
+# On sm_90, products of warpgroups and boxes of tensors: these need rows of 64, and 16 bytes.
+SMALL = {
+    80: Small(tuning.Config(32, 32, 4, 2), 40, 170, 17),
+    90: Small(tuning.Config(64, 64, 4, 2), 70, 340, 24),
+}
 ATTENTION = {"forward_kernel", "delta_kernel", "dq_kernel", "dkv_kernel"}
 
 
+@pytest.fixture(params=SMALL, ids="sm_{}".format)
+def arch(request):
+    return request.param
+
+
+def on(arch):
+    return pytest.mark.parametrize("arch", [arch], ids="sm_{}".format, indirect=True)
+
+
 @pytest.fixture
-def compiled():
+def compiled(arch):
     """Every call runs on the emulator, in kernels that Triton compiled."""
-    with triton.compiled() as driver:
+    with triton.compiled(arch) as driver:
         yield driver
     assert driver.launched
 
 
 @pytest.fixture
-def one_tile(monkeypatch):
-    """The kernels are those of a small tile, several of which any problem has."""
-    monkeypatch.setattr(tuning, "config", lambda *about: TILE)
+def small(arch, monkeypatch):
+    """The kernels are those of a small tile."""
+    monkeypatch.setattr(tuning, "config", lambda *about: SMALL[arch].tile)
+    return SMALL[arch]
 
 
 def judge(problem, backward=True):
@@ -55,8 +81,8 @@ def kernels(driver):
 
 
 @pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
-def test_features(compiled, one_tile, features):
-    problem = build(square(1, 2, FEW_KEYS, 17), features, DTYPES["bfloat16"])
+def test_features(compiled, small, features):
+    problem = build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"])
     judge(problem)
     masks = {"dmask_kernel"} & kernels(compiled)
     assert kernels(compiled) == ATTENTION | masks and bool(masks) == ("mask" in problem.wants)
@@ -67,15 +93,16 @@ SPLIT = [x for x in test_cuda_decode.FEATURES if x[0].name not in ("window", "ow
 
 
 @pytest.mark.parametrize("features", [PLAIN, *SPLIT], ids=name_of)
-def test_features_of_decode(compiled, one_tile, features):
-    judge(build(Dims(1, 2, 1, 3, 170, 17, 17), features, DTYPES["bfloat16"]), backward=False)
+def test_features_of_decode(compiled, small, features):
+    dims = Dims(1, 2, 1, 3, small.keys_of_decode, small.d, small.d)
+    judge(build(dims, features, DTYPES["bfloat16"]), backward=False)
     assert kernels(compiled) == {"split_kernel", "combine_kernel"}
 
 
 @pytest.mark.parametrize("mean", test_weights.MEANS)
 @pytest.mark.parametrize("features", test_weights.ALONE, ids=name_of)
-def test_features_of_weights(compiled, one_tile, features, mean):
-    problem = build(square(1, 2, FEW_KEYS, 17), features, DTYPES["bfloat16"])
+def test_features_of_weights(compiled, small, features, mean):
+    problem = build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"])
     passed(test_weights.about_weights(None, problem, mean == "mean"))
     assert kernels(compiled) >= {"weights_kernel", "dq_kernel", "dkv_kernel"}
 
@@ -131,9 +158,16 @@ def test_tf32_where_torch_allows_it(compiled, precision):
 
 
 @pytest.mark.parametrize("short", ["aligned", "odd"])
-def test_rows_that_no_copy_of_16_bytes_reads(compiled, one_tile, short):
+def test_rows_that_no_copy_of_16_bytes_reads(compiled, small, short):
     """Head dims of 24 and of 23: wide copies, and narrow ones."""
     judge(build(square(1, 2, 70, 24 - (short == "odd")), KINDS["plain"], DTYPES["float16"]))
+
+
+@pytest.mark.parametrize("features", [PLAIN, (FEATURE["softcap"],)], ids=name_of)
+def test_the_worst_rounding_stays_within_the_budget(compiled, small, features):
+    """Products and approximations that are off as far as any hardware's may be."""
+    compiled.options = dict(pessimistic=True)
+    judge(build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"]))
 
 
 # --- order ----------------------------------------------------------------------------------------
@@ -141,7 +175,7 @@ def test_rows_that_no_copy_of_16_bytes_reads(compiled, one_tile, short):
 
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_gives_the_same_bits(compiled, one_tile, schedule, lazy):
+def test_every_schedule_gives_the_same_bits(compiled, small, schedule, lazy):
     problem = build(square(1, 2, 100, 40), (FEATURE["dropout"],), DTYPES["bfloat16"])
     expected = problem.run(fastattn.attention)
     compiled.options = dict(schedule=schedule, lazy=lazy, seed=2)
@@ -149,17 +183,58 @@ def test_every_schedule_gives_the_same_bits(compiled, one_tile, schedule, lazy):
     assert all((found[name] == x).all() for name, x in expected.items())
 
 
-def test_a_barrier_deleted_is_noticed(compiled, one_tile):
+def without_each(driver, problem, backward, chosen):
+    """Places of synchronisation that ran, and those whose absence is noticed: by the checker, or by
+    another result."""
+
+    def run(**options):
+        driver.options = options
+        return problem.run(fastattn.attention, backward=backward)
+
+    def noticed(site):
+        for order in ({}, dict(lazy=False, schedule=IN_ORDER)):
+            try:
+                found = run(disabled=site, **order)
+            except AssertionError as caught:
+                assert "findings" in str(caught)
+                return True
+            if not all(torch.equal(found[name], x) for name, x in expected.items()):
+                return True
+        return False
+
+    expected = run()
+    sites = {x for _, found in driver.launched for x in found.sites if x.startswith(chosen)}
+    return sites, {x for x in sorted(sites) if noticed(x)}
+
+
+@on(80)
+def test_a_barrier_deleted_is_noticed(compiled, small):
     """Triton puts some where this call has no need of one, before memory that it uses again."""
     problem = build(square(1, 1, 100, 40), (), DTYPES["bfloat16"])
-    problem.run(fastattn.attention, backward=False)
-    sites = {x for _, found in compiled.launched for x in found.sites if x.startswith("bar.sync")}
-    noticed = set()
-    for site in sorted(sites):
-        compiled.options = dict(disabled=site)
-        try:
-            problem.run(fastattn.attention, backward=False)
-        except AssertionError as caught:
-            assert "findings" in str(caught)
-            noticed.add(site)
+    sites, noticed = without_each(compiled, problem, False, "bar.sync")
     assert len(noticed) > 0.9 * len(sites) > 10, sites - noticed
+
+
+# What orders products, boxes and the proxies between them. (bar.sync has its test above: on sm_90
+# most are beside an mbarrier that orders the same.)
+HOPPER = ("wgmma.", "fence.proxy.", "mbarrier.init", "mbarrier.arrive", "mbarrier.try_wait")
+HOPPER += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "tensormap.replace", "bar.warp.sync")
+
+
+@on(90)
+def test_everything_that_orders_the_forward_is_needed(compiled, small):
+    problem = build(square(1, 1, 280, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
+    sites, noticed = without_each(compiled, problem, False, HOPPER)
+    assert {x for x in HOPPER if not any(y.startswith(x) for y in sites)} == set()
+    assert sites == noticed, sites - noticed
+
+
+@on(90)
+def test_what_orders_the_backward_is_needed(compiled, small):
+    """But for a wait and a fence between two products of which none is used before the second's."""
+    problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
+    sites, noticed = without_each(compiled, problem, True, HOPPER)
+    between = ("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
+    assert {x for x in sites - noticed if not x.startswith(between)} == set()
+    ordering = {x for x in sites if x.startswith(between)}
+    assert len(noticed & ordering) > 0.7 * len(ordering) > 20

@@ -205,6 +205,7 @@ WHOLE = {
     "rem": lambda n, a, b: a - b * trunc_div(a, b) if b else -1,
     "min": lambda n, a, b: min(a, b),
     "max": lambda n, a, b: max(a, b),
+    "max.relu": lambda n, a, b: max(a, b, 0),
     "neg": lambda n, a: -a,
     "abs": lambda n, a: abs(a),
     "and": lambda n, a, b: a & b,

@@ -68,7 +68,7 @@ void atomic_access(const void* at, int bytes, const char* what, Access access, O
                    Scope scope) {
   if (!self) return;
   give_way();  // before it: whoever spins here lets others run
-  note_atomic(at, bytes, what, scope == Scope::kBlock);
+  note_atomic(at, bytes, what, access, scope == Scope::kBlock);
   if (!options.check) return;
   const auto address = reinterpret_cast<uintptr_t>(at);
   if (access != Access::kStore) read(current(), address, order, scope);

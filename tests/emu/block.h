@@ -9,6 +9,7 @@
 
 #include "emu.h"
 #include "memory.h"
+#include "proxy.h"
 #include "shadow.h"
 
 namespace emu {
@@ -86,7 +87,7 @@ struct Fiber : Thread {
   std::vector<uintptr_t> calls;  // what leads to each function that has been called: see place_here
 
   Step step(const char* what) const {
-    return {clocks.block, clocks.own[id], static_cast<uint16_t>(id), false, what};
+    return {clocks.block, clocks.own[id], static_cast<uint16_t>(id), false, false, what};
   }
 };
 
@@ -122,6 +123,19 @@ struct Together {
   uint32_t lanes = 0, offset[32] = {};
 };
 
+// Agents of a block: its threads, the copies of each, and what works through the asynchronous proxy:
+// the products of each warp, and what arrives at each mbarrier.
+struct Agents {
+  size_t threads = 0;
+
+  uint16_t copies(int thread) const { return static_cast<uint16_t>(threads + thread); }
+  uint16_t proxied() const { return static_cast<uint16_t>(2 * threads); }  // the first of those
+  uint16_t products(int warp) const { return static_cast<uint16_t>(proxied() + warp); }
+  uint16_t arrivals(int mbarrier) const {
+    return static_cast<uint16_t>(proxied() + threads / 32 + mbarrier);
+  }
+};
+
 struct Block : Here {
   int64_t number = 0;  // in the grid
   size_t shared_bytes = 0;
@@ -130,6 +144,8 @@ struct Block : Here {
   std::vector<int> ready;  // fibers that can run
   Barrier barriers[kBarriers];
   Shadow shadow;           // of shared memory
+  Agents agents;
+  Proxy proxy;
   // Where banks are counted: how often a thread came to a place, and what a warp did there that time.
   std::map<std::pair<const void*, int>, long> times;
   std::map<std::tuple<const void*, int, long>, Together> together;
@@ -181,11 +197,19 @@ void write_at_place(const void* at, int bytes, const void* place);
 
 // Accesses to shared memory by a fiber, and by a copy that the current one begins.
 void note_read(const Fiber& by, uint32_t address, int bytes, const char* what);
+void note_write(const Fiber& by, uint32_t address, int bytes, const char* what);
 void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place);
+// By the asynchronous proxy, in a step of an agent of its own, for a thread with these clocks.
+void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& of);
+void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clocks& of);
+void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& of);
 
-void note_atomic(const void* at, int bytes, const char* what, bool narrow);
+void note_atomic(const void* at, int bytes, const char* what, Access access, bool narrow);
 void atomics_begin();  // of a launch
 bool forgotten(int64_t block);  // it has ended, and never told another what it did
+
+// The sum of some terms as the worst of tensor cores adds them.
+float truncated_sum(const double (&terms)[9]);
 
 // Counts, where options.banks says so. Lanes of a warp access together what they do at one place,
 // for the n-th time each.

@@ -10,13 +10,22 @@ static void join(Clocks::Known& to, const Clocks::Known& from) {
 }
 
 void Clocks::join(const Clocks& from) {
-  if (from.block == block) emu::join(own, from.own);
+  if (from.block == block) {
+    emu::join(own, from.own);
+    emu::join(proxied, from.proxied);
+  }
   if (from.others == others && (from.block == block || from.own.empty())) return;
   auto all = others ? *others : std::map<int64_t, Known>();
   if (from.block != block && !from.own.empty()) emu::join(all[from.block], from.own);
   if (from.others)
     for (const auto& [of, known] : *from.others) emu::join(of == block ? own : all[of], known);
   others = std::make_shared<const std::map<int64_t, Known>>(std::move(all));
+}
+
+Clocks Clocks::of_async_proxy(size_t first) const {
+  Clocks known = *this;
+  for (size_t i = 0; i < first; ++i) known.own[i] = i < proxied.size() ? proxied[i] : 0;
+  return known;
 }
 
 bool Clocks::know_other(const Step& step) const {

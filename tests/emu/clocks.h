@@ -10,13 +10,14 @@ namespace emu {
 
 using Clock = uint32_t;
 
-// One agent at one moment, and what it did. Agents of a block are its threads, and after them the
-// asynchronous copies of each thread, which work beside it.
+// One agent at one moment, and what it did. Agents of a block are its threads, and after them those
+// that work beside them: see Agents.
 struct Step {
   int64_t block = -1;
   Clock clock = 0;  // 0: nothing was done
   uint16_t agent = 0;
   bool narrow = false;  // an atomic for its own block alone
+  bool loads = false;   // an atomic that writes nothing
   const char* what = "";
 
   bool by_same(const Step& other) const { return block == other.block && agent == other.agent; }
@@ -27,14 +28,23 @@ struct Clocks {
   using Known = std::vector<Clock>;
   int64_t block = -1;
   Known own;  // of the agents of this block
+  Known proxied;  // of these, up to the last fence between the generic and the asynchronous proxy
   // Of other blocks: nothing at first. Only atomics and fences order blocks of a launch.
   std::shared_ptr<const std::map<int64_t, Known>> others;
 
   bool know(const Step& step) const {
     if (step.clock == 0) return true;
-    return step.block == block ? step.clock <= own[step.agent] : others && know_other(step);
+    if (step.block != block) return others && know_other(step);
+    return step.agent < own.size() && step.clock <= own[step.agent];
+  }
+  void learn(uint16_t agent, Clock clock) {
+    if (own.size() <= agent) own.resize(agent + size_t{1});
+    own[agent] = clock;
   }
   void join(const Clocks& from);
+  // What the asynchronous proxy knows that works for this agent: of agents before `first`, which use
+  // the generic one, what a fence between the two has told.
+  Clocks of_async_proxy(size_t first) const;
 
  private:
   bool know_other(const Step& step) const;

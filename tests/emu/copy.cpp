@@ -40,7 +40,7 @@ void copies_wait(const char* site, int pending) {
     if (options.lazy)
       for (const Copy& copy : fiber.pending.front()) land(copy);
     fiber.pending.pop_front();
-    fiber.clocks.own[block->fibers.size() + fiber.id]++;
+    fiber.clocks.own[block->agents.copies(fiber.id)]++;
   }
 }
 

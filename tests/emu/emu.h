@@ -105,6 +105,7 @@ void launch(void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, A&
 
 // -- primitives; `site` names the place in the kernel, for reports and to switch it off -----------
 
+bool is_global(const void* at);  // and not shared, nor a thread's own
 // An address in the window of shared memory, checked both ways.
 uint32_t shared_address(const void* pointer);
 unsigned char* shared_pointer(uint32_t address, int bytes);
@@ -145,10 +146,12 @@ void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t add
                    const char* site = nullptr);
 void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16,
                    const char* site = nullptr);
+void multiply1688(float* d, const uint32_t* a, const uint32_t* b, const char* site);  // of tf32
 float widened(uint16_t bits, bool bfloat16);  // else float16
 uint32_t narrowed(float x, bool bfloat16);    // to nearest even, in the low half
-float approximate_exp2(float x);              // ex2.approx.ftz
-float approximate_log2(float x);              // lg2.approx.ftz
+float approximate_exp2(float x, bool ftz = true);  // ex2.approx
+float approximate_log2(float x, bool ftz = true);  // lg2.approx
+float approximate_quotient(float a, float b);      // div.full, and rcp.approx of 1
 
 // -- shuffles --------------------------------------------------------------------------------------
 

@@ -53,8 +53,9 @@ float element(const uint32_t* registers, int i, bool bfloat16) {
   return widened(static_cast<uint16_t>(registers[i / 2] >> (16 * (i % 2))), bfloat16);
 }
 
-// The sum of some terms as the worst of tensor cores adds them: each is cut to the last bit that
-// the largest has, and one more; so is the sum.
+}  // namespace
+
+// Each is cut to the last bit that the largest has, and one more; so is the sum.
 float truncated_sum(const double (&terms)[9]) {
   double plain = 0, largest = 0;
   for (const double x : terms) {
@@ -71,6 +72,8 @@ float truncated_sum(const double (&terms)[9]) {
   return static_cast<float>(std::trunc(sum / last) * last);
 }
 
+namespace {
+
 // Eight products at a time, with what there is.
 void multiply_pessimistically(const float (&a)[16][16], const float (&b)[16][8], float (&d)[16][8]) {
   for (int i = 0; i < 16; ++i)
@@ -84,11 +87,16 @@ void multiply_pessimistically(const float (&a)[16][16], const float (&b)[16][8],
 
 float without_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
-// Off by as much as two of its last bits, up or down by the bits of the argument.
+// From -1 to 1, as the bits of the argument have it.
+float error_of(float x) {
+  return static_cast<float>((__float_as_uint(x) * 2654435761u >> 16) % 5) / 2 - 1;
+}
+
+// Off by as much as two of its last bits, up or down.
 float within_two_ulp(float exact, float x) {
-  const bool normal = exact >= 0x1p-125f && std::isfinite(exact);
+  const bool normal = std::fabs(exact) >= 0x1p-125f && std::isfinite(exact);
   if (!options.pessimistic || !normal || exact == 1) return exact;
-  const int off = static_cast<int>((__float_as_uint(x) * 2654435761u >> 16) % 5) - 2;
+  const int off = static_cast<int>(2 * error_of(x));
   return __uint_as_float(__float_as_uint(exact) + static_cast<unsigned>(off));
 }
 
@@ -119,6 +127,42 @@ void multiply(void** brought, uint32_t) {
   }
 }
 
+struct Multiply32 {
+  float* d;
+  const uint32_t *a, *b;
+};
+
+// A float32 counts with the 10 bits of its fraction that tf32 has: what lies below is cut off.
+float tf32(uint32_t bits) { return __uint_as_float(bits & ~0x1FFFu); }
+
+// D (16 x 8) += A (16 x 8) B (8 x 8). Lane 4 g + t holds of A the rows g and g + 8 of columns t and
+// t + 4; of B, column g of rows t and t + 4; D as above.
+void multiply32(void** brought, uint32_t) {
+  float a[16][8], b[8][8], d[16][8];
+  for (int lane = 0; lane < 32; ++lane) {
+    const auto& mine = *static_cast<Multiply32*>(brought[lane]);
+    const int g = lane / 4, t = lane % 4;
+    for (int i = 0; i < 4; ++i) {
+      a[g + 8 * (i % 2)][t + 4 * (i / 2)] = tf32(mine.a[i]);
+      d[g + 8 * (i / 2)][2 * t + i % 2] = mine.d[i];
+    }
+    for (int i = 0; i < 2; ++i) b[t + 4 * i][g] = tf32(mine.b[i]);
+  }
+  for (int i = 0; i < 16; ++i)
+    for (int j = 0; j < 8; ++j) {
+      double terms[9] = {d[i][j]};
+      for (int k = 0; k < 8; ++k) {
+        terms[k + 1] = double{a[i][k]} * b[k][j];
+        d[i][j] += a[i][k] * b[k][j];
+      }
+      if (options.pessimistic) d[i][j] = truncated_sum(terms);
+    }
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i)
+      static_cast<Multiply32*>(brought[lane])->d[i] =
+          d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
+}
+
 }  // namespace
 
 float widened(uint16_t bits, bool bfloat16) {
@@ -129,17 +173,30 @@ uint32_t narrowed(float x, bool bfloat16) {
   return bfloat16 ? fa::emulator::to_bf16(x) : fa::emulator::to_f16(x);
 }
 
-float approximate_exp2(float x) {
-  return without_subnormal(within_two_ulp(std::exp2(without_subnormal(x)), x));
+float approximate_exp2(float x, bool ftz) {
+  const float exact = within_two_ulp(std::exp2(ftz ? without_subnormal(x) : x), x);
+  return ftz ? without_subnormal(exact) : exact;
 }
 
-float approximate_log2(float x) { return std::log2(without_subnormal(x)); }
+// The error is absolute where the result is below 1, and relative beyond.
+float approximate_log2(float x, bool ftz) {
+  const float exact = std::log2(ftz ? without_subnormal(x) : x);
+  if (!options.pessimistic || !std::isfinite(exact)) return exact;
+  return exact + 0x1p-23f * error_of(x) * std::max(1.0f, std::fabs(exact));
+}
+
+float approximate_quotient(float a, float b) { return within_two_ulp(a / b, b); }
 
 void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address,
                    const char* site) {
   Load mine{registers, address, count, transposed};
   const char* const name = site ? site : transposed ? "ldmatrix.trans" : "ldmatrix";
   warp_meet(name, ~0u, &mine, load, site ? site : place_here(__builtin_return_address(0)));
+}
+
+void multiply1688(float* d, const uint32_t* a, const uint32_t* b, const char* site) {
+  Multiply32 mine{d, a, b};
+  warp_meet(site, ~0u, &mine, multiply32, site);
 }
 
 void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16,

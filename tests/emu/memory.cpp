@@ -23,20 +23,36 @@ const void* now_at;
 int now_bytes;
 
 std::string name_of(const Step& step) {
-  const int threads = static_cast<int>(block->fibers.size());
-  std::string name = "thread " + std::to_string(step.agent % threads);
+  const Agents& agents = block->agents;
+  std::string name = "thread " + std::to_string(step.agent % agents.threads);
+  if (step.agent >= agents.proxied()) name = "products of warp " + std::to_string(step.agent - agents.proxied());
+  if (step.agent >= agents.arrivals(0))
+    name = "an arrival at mbarrier " + std::to_string(step.agent - agents.arrivals(0));
   if (step.block != block->number) name += " of block " + coordinates(step.block);
   return name + " (" + step.what + ")";
 }
 
-// Of a copy, as long as its own thread has not waited for it.
+// Of a copy, as long as its own thread has not waited for it; of products, their warp; of what
+// arrives at an mbarrier, as long as its phase is not over.
 bool in_flight(const Step& step) {
-  const size_t threads = block->fibers.size();
-  if (step.block != block->number || step.agent < threads) return false;
-  return step.clock > block->fibers[step.agent - threads].clocks.own[step.agent];
+  const Agents& agents = block->agents;
+  if (step.block != block->number || step.agent < agents.threads) return false;
+  if (step.agent >= agents.arrivals(0))
+    return step.clock > block->proxy.phases[step.agent - agents.arrivals(0)];
+  const size_t by = step.agent < agents.proxied() ? step.agent - agents.threads
+                                                  : size_t(step.agent - agents.proxied()) * 32;
+  return !block->fibers[by].clocks.know(step);
 }
 
-const char* name_of(Shadow::Kind kind, const Step& before) {
+// What one proxy wrote and the other is to use, and the thread that asks for it knows of.
+bool wants_fence(Shadow::Kind kind, const Step& before, const Step& now) {
+  const Agents& agents = block->agents;
+  return kind != Shadow::kReadWrite && now.agent >= agents.proxied() &&
+         before.agent < agents.proxied() && current().clocks.know(before);
+}
+
+const char* name_of(Shadow::Kind kind, const Step& before, const Step& now) {
+  if (kind != Shadow::kUninitialised && wants_fence(kind, before, now)) return "NO PROXY FENCE";
   switch (kind) {
     case Shadow::kUninitialised: return "UNINITIALISED";
     case Shadow::kWriteRead: return in_flight(before) ? "READ IN FLIGHT" : "RACE write/read";
@@ -58,11 +74,11 @@ std::string place_of(uintptr_t at) {
 }
 
 void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& now) {
-  std::string text = std::string(name_of(kind, before)) + " at " + place_of(at) + ": ";
+  std::string text = std::string(name_of(kind, before, now)) + " at " + place_of(at) + ": ";
   if (before.clock) text += name_of(before) + ", then ";
   text += name_of(now);
   Doubt& doubt = current().doubt;
-  const bool of_stores = kind == Shadow::kWriteWrite && now.agent == current().id;
+  const bool of_stores = kind == Shadow::kWriteWrite && now.agent < block->agents.threads;
   if (!options.same_value_stores || !of_stores || now_bytes > int{sizeof doubt.before}) {
     found(text);
   } else if (!doubt.at) {
@@ -177,17 +193,24 @@ void write_at_place(const void* at, int bytes, const void* place) {
   write(at, bytes, "store", place);
 }
 
-void note_atomic(const void* at, int bytes, const char* what, bool narrow) {
+void note_atomic(const void* at, int bytes, const char* what, Access access, bool narrow) {
   if (reinterpret_cast<uintptr_t>(at) % static_cast<unsigned>(bytes)) misaligned(at, bytes, what);
   Shadow* const shadow = begin_access(at, bytes, what, nullptr);
   if (!shadow) return;
   const Fiber& by = current();
   Step step = by.step(what);
   step.narrow = narrow;
-  shadow->access_atomically(reinterpret_cast<uintptr_t>(at), bytes, step, by.clocks);
+  step.loads = access == Access::kLoad;
+  shadow->access_atomically(reinterpret_cast<uintptr_t>(at), bytes, access != Access::kStore, step,
+                            by.clocks);
 }
 
 // -- what instructions do to shared memory ---------------------------------------------------------
+
+bool is_global(const void* at) {
+  const auto address = reinterpret_cast<uintptr_t>(at);
+  return !windows.holds(address) && !stacks.holds(address);
+}
 
 uint32_t shared_address(const void* pointer) {
   const ptrdiff_t offset = offset_in_shared(pointer);
@@ -205,10 +228,36 @@ unsigned char* shared_pointer(uint32_t address, int bytes) {
   return block->shared + (address - kWindow);
 }
 
+static uintptr_t in_window(uint32_t address) {
+  return reinterpret_cast<uintptr_t>(block->shared) + (address - kWindow);
+}
+
 void note_read(const Fiber& by, uint32_t address, int bytes, const char* what) {
   if (!options.check) return;
-  const auto at = reinterpret_cast<uintptr_t>(block->shared) + (address - kWindow);
-  block->shadow.read(at, bytes, by.step(what), by.clocks);
+  block->shadow.read(in_window(address), bytes, by.step(what), by.clocks);
+}
+
+void note_write(const Fiber& by, uint32_t address, int bytes, const char* what) {
+  if (!options.check) return;
+  settle_doubt(current());
+  now_at = block->shared + (address - kWindow);
+  now_bytes = bytes;
+  block->shadow.write(in_window(address), bytes, by.step(what), by.clocks);
+}
+
+void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& of) {
+  if (options.check) block->shadow.read(in_window(address), bytes, step, of);
+}
+
+void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clocks& of) {
+  if (!options.check) return;
+  // What others read is over once that is known: no fence is needed for it.
+  const Clocks known = of.of_async_proxy(block->agents.proxied());
+  block->shadow.write(in_window(address), bytes, step, known, of);
+}
+
+void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& of) {
+  if (options.check) global.read(reinterpret_cast<uintptr_t>(from), bytes, step, of);
 }
 
 void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place) {
@@ -218,11 +267,10 @@ void note_copy(uint32_t to, const void* from, int size, int bytes, const void* p
   if (!options.check) return;
   const Fiber& by = current();
   Step step = by.step("cp.async");
-  step.agent = static_cast<uint16_t>(step.agent + block->fibers.size());
+  step.agent = block->agents.copies(by.id);
   step.clock = by.committed + 1;
   if (source) source->read(reinterpret_cast<uintptr_t>(from), bytes, step, by.clocks);
-  const auto at = reinterpret_cast<uintptr_t>(block->shared) + (to - kWindow);
-  block->shadow.write(at, size, step, by.clocks);
+  block->shadow.write(in_window(to), size, step, by.clocks);
 }
 
 }  // namespace emu

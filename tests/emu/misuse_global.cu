@@ -63,6 +63,15 @@ void reversed_in_global_memory(Thread t) {
 
 void blocks_add_atomically(Thread t) { add(t.out + t.thread, 1); }
 
+void atomic_and_plain_loads_meet(Thread t) {
+  t.out[t.at()] = t.block % 2 ? seen(t.from + t.thread) : t.from[t.thread];
+}
+
+void an_atomic_stores_first(Thread t) {
+  store(t.shared, 1);  // nobody wrote there before
+  t.out[t.at()] = t.from[t.thread] + seen(t.shared) - 1;
+}
+
 void warps_add_for_their_block(Thread t) { add(t.out + t.block, 1, emu::Scope::kBlock); }
 
 // The first block hands over to the others, which ask until it has.
@@ -156,6 +165,13 @@ void an_atomic_meets_a_plain_load(Thread t) {
     t.out[512 + t.thread] = t.out[t.thread];
 }
 
+void an_atomic_load_meets_a_plain_store(Thread t) {
+  if (t.block)
+    t.out[64 * t.block + t.thread] = seen(t.out + t.thread);
+  else
+    t.out[t.thread] = 1;
+}
+
 void blocks_add_in_the_scope_of_one(Thread t) { add(t.out + t.thread, 1, emu::Scope::kBlock); }
 
 void handed_over_without_fences(Thread t) {
@@ -240,6 +256,8 @@ void misaligned_word(Thread t) {
   EACH(handed_to_other_blocks) EACH(handed_over_by_fences) EACH(neighbours_race)               \
   EACH(two_threads_write_a_word) EACH(a_warp_barrier_is_none_of_the_block)                     \
   EACH(a_block_reads_what_another_writes) EACH(blocks_add_without_atomics)                     \
+  EACH(atomic_and_plain_loads_meet) EACH(an_atomic_stores_first)                               \
+  EACH(an_atomic_load_meets_a_plain_store)                                                     \
   EACH(an_atomic_meets_a_plain_store) EACH(an_atomic_meets_a_plain_load)                       \
   EACH(blocks_add_in_the_scope_of_one) EACH(handed_over_without_fences)                        \
   EACH(released_for_one_block) EACH(acquired_for_one_block)                                    \

@@ -130,7 +130,9 @@ void give_way() {
   constexpr long kMost = 4000000;
   if (++running_launch->asked > kMost)
     fail("LIVELOCK: %ld atomics since a block ended, and none is done", kMost);
-  wake(self->id);
+  // Deep first is whoever was woken last: all the others, before this one again.
+  std::vector<int>& ready = block->ready;
+  ready.insert(options.schedule == kDepthFirst ? ready.begin() : ready.end(), self->id);
   wait_for("its turn");
 }
 
@@ -143,6 +145,7 @@ void fiber_main() {
   if (!fiber.issued.empty()) fail("exits with asynchronous copies that no group holds");
   for (const auto& group : fiber.pending)
     if (!group.empty()) fail("exits with asynchronous copies in flight");
+  products_end();
   lane_exits();
   fiber.done = true;
   block->live--;
@@ -174,7 +177,8 @@ void prepare(Fiber& fiber, const Block& of, int id, unsigned char* stack_end) {
   fiber.index = {id % size.x, id / size.x % size.y, id / (size.x * size.y)};
   fiber.done = false;
   fiber.clocks.block = of.number;
-  fiber.clocks.own.assign(2 * of.fibers.size(), 0);
+  fiber.clocks.own.assign(of.agents.proxied(), 0);
+  fiber.clocks.proxied.clear();
   fiber.clocks.own[id] = 1;
   fiber.clocks.others.reset();
   fiber.committed = 0;
@@ -262,6 +266,8 @@ void begin(Launch& launch, int64_t number) {
   next.failed = false;
   memory_of_block(next, static_cast<int>(slot), launch.shared);
   next.fibers.resize(threads);
+  next.agents.threads = next.fibers.size();
+  next.proxy = Proxy();
   next.warps.resize(threads / 32);
   for (Warp& warp : next.warps) {
     warp.live = kWholeWarp;
@@ -291,6 +297,11 @@ void run_one(Launch& launch) {
 
 void end(Launch& launch) {
   count_banks(*block);
+  if (!block->failed && !block->live) {
+    if (!block->proxy.boxes.empty()) found("ends with bulk copies in flight");
+    mbarriers_end();
+    products_all_end();
+  }
   launch.asked = 0;
   launch.resident.erase(std::find(launch.resident.begin(), launch.resident.end(), block));
   enter(nullptr);
@@ -310,6 +321,17 @@ bool choose_block(Launch& launch) {
   return true;
 }
 
+// Where no thread can go on: a bulk copy of some block, if there is one under way.
+bool a_box_lands(Launch& launch) {
+  for (Block* const each : launch.resident) {
+    if (each->proxy.boxes.empty()) continue;
+    enter(each);
+    land_box();
+    return true;
+  }
+  return false;
+}
+
 // How many blocks run at a time.
 size_t most_resident(const Launch& launch) {
   if (launch.asked) return kResident;
@@ -324,10 +346,12 @@ void run(Launch& launch) {
       begin(launch, next_block(launch));
     if (launch.resident.empty()) return;
     if (!choose_block(launch)) {
+      if (a_box_lands(launch)) continue;
       tell_deadlock();
       end(launch);
       continue;
     }
+    if (!block->proxy.boxes.empty() && block->random() % 64 == 0) land_box();
     run_one(launch);
     if (!block->live || block->failed) end(launch);
   }

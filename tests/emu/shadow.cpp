@@ -75,8 +75,9 @@ static Step unknown(Step first, uint32_t lanes, const Clocks& known) {
 }
 
 bool Shadow::know_all(const std::vector<Group>& groups, uintptr_t at, Kind kind, const Step& now,
-                      const Clocks& known) {
+                      const Clocks& known, bool of_loads) {
   for (const Group& group : groups) {
+    if (group.first.loads && !of_loads) continue;
     const Step step = unknown(group.first, group.lanes, known);
     if (!step.clock) continue;
     complain_(kind, at, step, now);
@@ -127,7 +128,7 @@ void Shadow::read(uintptr_t at, int bytes, const Step& now, const Clocks& known)
     else if (!known.know(cell.written))
       complain_(kWriteRead, at, cell.written, now);
     else if (cell.crowd)
-      know_all(cell.crowd->atomics, at, kOfAtomics, now, known);
+      know_all(cell.crowd->atomics, at, kOfAtomics, now, known, false);
     cell.fresh = false;  // told once
     if (together) {
       cell.read.lanes |= lane;
@@ -141,12 +142,13 @@ void Shadow::read(uintptr_t at, int bytes, const Step& now, const Clocks& known)
   });
 }
 
-void Shadow::write(uintptr_t at, int bytes, const Step& now, const Clocks& known) {
+void Shadow::write(uintptr_t at, int bytes, const Step& now, const Clocks& known,
+                   const Clocks& known_of_readers) {
   visit(at, bytes, [&](Cell& cell, uintptr_t at) {
     if (!known.know(cell.written))
       complain_(kWriteWrite, at, cell.written, now);
-    else if (know_all(cell, at, kReadWrite, now, known) && cell.crowd)
-      know_all(cell.crowd->atomics, at, kOfAtomics, now, known);
+    else if (know_all(cell, at, kReadWrite, now, known_of_readers) && cell.crowd)
+      know_all(cell.crowd->atomics, at, kOfAtomics, now, known_of_readers);
     cell.written = now;
     cell.read = Group();
     cell.crowd.reset();
@@ -154,14 +156,15 @@ void Shadow::write(uintptr_t at, int bytes, const Step& now, const Clocks& known
   });
 }
 
-void Shadow::access_atomically(uintptr_t at, int bytes, const Step& now, const Clocks& known) {
+void Shadow::access_atomically(uintptr_t at, int bytes, bool reads, const Step& now,
+                               const Clocks& known) {
   visit(at, bytes, [&](Cell& cell, uintptr_t at) {
     if (!cell.crowd) cell.crowd = std::make_unique<Crowd>();
-    if (cell.fresh)
+    if (cell.fresh && reads)
       complain_(kUninitialised, at, Step(), now);
     else if (!known.know(cell.written))
       complain_(kOfAtomics, at, cell.written, now);
-    else
+    else if (!now.loads)
       know_all(cell, at, kOfAtomics, now, known);
     for (const Group& group : cell.crowd->atomics) {
       if (group.first.block == now.block || !(group.first.narrow || now.narrow)) continue;
@@ -171,8 +174,10 @@ void Shadow::access_atomically(uintptr_t at, int bytes, const Step& now, const C
       break;
     }
     cell.fresh = false;
-    cell.read = Group();
-    cell.crowd->readers.clear();
+    if (!now.loads) {
+      cell.read = Group();
+      cell.crowd->readers.clear();
+    }
     remember(cell.crowd->atomics, {now, 1u << now.agent % 32}, known);
   });
 }

@@ -21,8 +21,13 @@ class Shadow {
       : fresh_(fresh), complain_(complain), forgotten_(forgotten) {}
 
   void read(uintptr_t at, int bytes, const Step& now, const Clocks& known);
-  void write(uintptr_t at, int bytes, const Step& now, const Clocks& known);
-  void access_atomically(uintptr_t at, int bytes, const Step& now, const Clocks& known);
+  void write(uintptr_t at, int bytes, const Step& now, const Clocks& known) {
+    write(at, bytes, now, known, known);
+  }
+  void write(uintptr_t at, int bytes, const Step& now, const Clocks& known,
+             const Clocks& known_of_readers);
+  // `reads`: it needs what is there.
+  void access_atomically(uintptr_t at, int bytes, bool reads, const Step& now, const Clocks& known);
   void clear();
 
  private:
@@ -35,7 +40,8 @@ class Shadow {
     uint32_t lanes = 0;
     bool takes(const Step& step) const {
       return first.clock == step.clock && first.block == step.block &&
-             first.agent / 32 == step.agent / 32 && first.narrow == step.narrow;
+             first.agent / 32 == step.agent / 32 && first.narrow == step.narrow &&
+             first.loads == step.loads;
     }
   };
   // Accesses that do not know of one another.
@@ -65,7 +71,7 @@ class Shadow {
   template <class Visit>
   void visit(uintptr_t at, int bytes, Visit each);
   bool know_all(const std::vector<Group>& groups, uintptr_t at, Kind kind, const Step& now,
-                const Clocks& known);
+                const Clocks& known, bool of_loads = true);
   bool know_all(const Cell& cell, uintptr_t at, Kind of_readers, const Step& now,
                 const Clocks& known);
   void remember(std::vector<Group>& groups, const Group& one, const Clocks& known);

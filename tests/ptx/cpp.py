@@ -5,7 +5,7 @@ Registers that are never written are poison, all ones. What an instruction does 
 
 import re
 
-from . import forms
+from . import forms, hopper
 from .text import NAME, SIZES, Instruction, refuse
 
 HERE = re.compile(r"%(tid|ntid|ctaid|nctaid)\.([xyz])")
@@ -73,11 +73,14 @@ class Writer:
         found = re.search(r"[a-z]+(_[a-z]+)*_kernel", kernel.name)  # of a mangled name
         self.name = found[0] if found else kernel.name
         self.labels = {x.name for x in kernel.body if not isinstance(x, Instruction)}
+        self.used = groups_of(hopper.wgmma_registers, kernel.body)
         for name, variable in sorted(kernel.shared.items(), key=lambda x: x[1].bytes == 0):
             self.shared[name] = self.static = -(-self.static // variable.align) * variable.align
             self.static += variable.bytes
 
     def declarations(self):
+        uses = "".join(f", used_{i} = 0" for i in sorted(set(self.used.values())))
+        yield f"u32 fenced = 0{uses};"
         for name, kind in self.kernel.registers.items():
             ones = "true" if kind == "pred" else f"BITS({self.type(kind)}, u{8 * SIZES[kind]}(-1))"
             yield f"{self.type(kind)} {self.register(name)} = {ones};"
@@ -88,7 +91,7 @@ class Writer:
     def statement(self, each):
         if not isinstance(each, Instruction):
             return [f"{self.label(each.name)}:;"]
-        self.line = each.line
+        self.each, self.line = each, each.line
         found, groups = forms.known(each.opcode, each.line)
         self.counted(each, found.kinds)
         place = f'"{each.opcode} in line {each.line} of {self.name}"'
@@ -163,8 +166,27 @@ class Writer:
         if operand in self.kernel.registers:
             own = self.kernel.registers[operand]
             self.fits(operand, own, kind, wider)
-            return cast(type, self.type(own), self.register(operand))
+            return cast(type, self.type(own), self.read(operand))
         return f"{type}({self.other(operand, kind)})"
+
+    # -- registers that products use in flight: how many wgmma.fences were there when others did? --
+
+    def use(self, register):
+        return f"used_{self.used[register]} = fenced"
+
+    def read(self, register):
+        plain = self.register(register)
+        return f"({self.use(register)}, {plain})" if register in self.used else plain
+
+    def ordered(self, lists):
+        """Was there a fence since?"""
+        return " && ".join(f"used_{i} < fenced" for i in sorted({self.used[x[0]] for x in lists}))
+
+    def four_bytes(self, operand):
+        own = self.kernel.registers.get(operand)
+        if own is None or SIZES[own] != 4:
+            refuse(self.line, f"{operand}, expected a register of 32 bits")
+        return self.register(operand)
 
     def other(self, operand, kind):
         """What is no register."""
@@ -212,7 +234,8 @@ class Writer:
         own = self.kernel.registers[operand]
         self.fits(operand, own, kind, wider)
         to, type = self.type(own), self.type(kind)
-        return f"{self.register(operand)} = {cast(to, type, f'{type}({code})')};"
+        given = f"{self.register(operand)} = {cast(to, type, f'{type}({code})')};"
+        return f"{given} {self.use(operand)};" if operand in self.used else given
 
     def fits(self, operand, own, kind, wider):
         same = SIZES[own] == SIZES[kind] and (own == "pred") == (kind == "pred")
@@ -241,8 +264,19 @@ class Writer:
 
     def address(self, operand, kind):
         base, offset = self.base(operand)
-        at = self.value(base, kind)
+        at = self.value(base, kind, wider=kind == "u32")  # of shared memory: its low bits
         return f"{at} + {self.type(kind)}({offset})" if offset else at
+
+
+def groups_of(lists_of, body):
+    """For each register of a list, the number of those that are together with it in some list."""
+    found = {}
+    lists = [x for each in body if isinstance(each, Instruction) for x in lists_of(each)]
+    for number, names in enumerate(lists):
+        merged = {found[x] for x in names if x in found}
+        found |= dict.fromkeys(names, number)
+        found = {x: number if i in merged else i for x, i in found.items()}
+    return found
 
 
 def least_of(kinds):

@@ -11,7 +11,7 @@ With .ftz, subnormal float32 operands and results are zeros; with .sat, the resu
 import re
 from dataclasses import dataclass
 
-from . import memory
+from . import hopper, memory
 from .text import refuse
 
 SETS = {
@@ -112,6 +112,7 @@ ARITHMETIC = [
     form("rem.<T:INT>", "T T T", "remainder<{T}>({a}, {b})"),
     form("min.<T:INT>", "T T T", "{a} < {b} ? {a} : {b}"),
     form("max.<T:INT>", "T T T", "{a} > {b} ? {a} : {b}"),
+    form("max.relu.<T:s32>", "T T T", "{a} > 0 && {a} > {b} ? {a} : {b} > 0 ? {b} : 0"),
     form("neg.<T:SIGNED>", "B B", "-u64({a})"),
     form("abs.<T:SIGNED>", "B T", "{a} < 0 ? -u64({a}) : u64({a})"),
     # Bits.
@@ -134,13 +135,13 @@ ARITHMETIC = [
     form("mul[.rn][.ftz][.sat].<T:f32>", "T T T", "{a} * {b}"),
     form("fma.rn[.ftz][.sat].<T:f32>", "T T T T", "fused({a}, {b}, {c})"),
     form("div.rn[.ftz].<T:f32>", "T T T", "{a} / {b}"),
-    form("div.full[.ftz].<T:f32>", "T T T", "{a} / {b}"),
+    form("div.full[.ftz].<T:f32>", "T T T", "approximate_quotient({a}, {b})"),
     form("rcp.rn[.ftz].<T:f32>", "T T", "1 / {a}"),
-    form("rcp.approx.ftz.<T:f32>", "T T", "1 / {a}"),
-    form("ex2.approx.ftz.<T:f32>", "T T", "approximate_exp2({a})"),
-    form("lg2.approx.ftz.<T:f32>", "T T", "approximate_log2({a})"),
-    form("ex2.approx.<T:f32>", "T T", "exp2({a})"),
-    form("lg2.approx.<T:f32>", "T T", "log2({a})"),
+    form("rcp.approx.ftz.<T:f32>", "T T", "approximate_quotient(1, {a})"),
+    form("ex2.approx.ftz.<T:f32>", "T T", "approximate_exp2({a}, true)"),
+    form("lg2.approx.ftz.<T:f32>", "T T", "approximate_log2({a}, true)"),
+    form("ex2.approx.<T:f32>", "T T", "approximate_exp2({a}, false)"),
+    form("lg2.approx.<T:f32>", "T T", "approximate_log2({a}, false)"),
     form("min[.ftz].<T:f32>", "T T T", "least<f32>({a}, {b})"),
     form("max[.ftz].<T:f32>", "T T T", "most<f32>({a}, {b})"),
     form("abs[.ftz].<T:f32>", "T T", "__builtin_fabsf({a})"),
@@ -196,7 +197,7 @@ CONVERSIONS = [
     form("cvta.to.shared.u64", "u64 u64", "to_shared({a})"),
 ]
 
-FORMS = [*ARITHMETIC, *CONVERSIONS, *(form(*each) for each in memory.FORMS)]
+FORMS = [*ARITHMETIC, *CONVERSIONS, *(form(*each) for each in (*memory.FORMS, *hopper.FORMS))]
 BY_NAME = {}
 for each in FORMS:
     BY_NAME.setdefault(each.name.partition(".")[0].partition("[")[0], []).append(each)

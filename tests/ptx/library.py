@@ -60,7 +60,8 @@ def translated(kernels):
     """The object file of these kernels."""
     code = cpp.source(kernels)
     command = [*emulator.compiler(), *FLAGS]
-    key = digest(*command, code, HERE / "machine.h", emulator.EMULATOR / "compiled.h")
+    headers = [HERE / "machine.h", *(emulator.EMULATOR / x for x in ("compiled.h", "hopper.h"))]
+    key = digest(*command, code, *headers)
     source = written(f"kernels-{key}.cpp", code)
     return made("kernels", f"{key}.o", [*command, "-c", source])
 

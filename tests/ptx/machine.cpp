@@ -22,7 +22,7 @@ Special special() {
 
 // Not misaligned, and not what no pointer is: next to null, or a poison. Reading there would end
 // the process.
-static void* pointer(u64 address, int bytes, Place place) {
+void* memory(u64 address, int bytes, Place place) {
   if (address % bytes)
     emu::fail("%s: %d bytes at 0x%llx are misaligned", place, bytes,
               static_cast<unsigned long long>(address));
@@ -33,15 +33,32 @@ static void* pointer(u64 address, int bytes, Place place) {
 }
 
 void load(void* to, u64 from, int bytes, Place place) {
-  const void* at = pointer(from, bytes, place);
+  const void* at = memory(from, bytes, place);
   emu::plain_read(at, bytes, place);
   std::memcpy(to, at, bytes);
 }
 
 void store(u64 to, const void* from, int bytes, Place place) {
-  void* at = pointer(to, bytes, place);
+  void* at = memory(to, bytes, place);
   emu::plain_write(at, bytes, place);
   std::memcpy(at, from, bytes);
+}
+
+// What names global memory and is none.
+static void expect_global(u64 address, int bytes, Place place) {
+  if (emu::is_global(reinterpret_cast<void*>(address))) return;
+  emu::fail("%s: %d bytes at 0x%llx are not in global memory", place, bytes,
+            static_cast<unsigned long long>(address));
+}
+
+void load_global(void* to, u64 from, int bytes, Place place) {
+  expect_global(from, bytes, place);
+  load(to, from, bytes, place);
+}
+
+void store_global(u64 to, const void* from, int bytes, Place place) {
+  expect_global(to, bytes, place);
+  store(to, from, bytes, place);
 }
 
 void load_shared(void* to, u32 from, int bytes, Place place) {
@@ -81,7 +98,7 @@ void* local(u64 address, int bytes, void* variable, u64 size, Place place) {
 
 void copy(u32 to, u64 from, int size, u32 bytes, Place place) {
   if (bytes > static_cast<u32>(size)) emu::fail("%s: %u bytes of %d", place, bytes, size);
-  if (bytes) pointer(from, size, place);
+  if (bytes) memory(from, size, place);
   emu::copy(to, reinterpret_cast<const void*>(from), size, static_cast<int>(bytes), place);
 }
 void commit(Place place) { emu::copies_commit(place); }
@@ -140,51 +157,15 @@ void multiply16816(f32* d, const u32* a, const u32* b, bool bfloat16, Place plac
   emu::multiply16816(d, a, b[0], b[1], bfloat16, place);
 }
 
-namespace {
-
-struct Fragments {
-  f32* d;
-  const u32 *a, *b;
-};
-
-// A float32 counts with the 10 bits of its fraction that tf32 has: what lies below is cut off.
-f32 tf32(u32 bits) { return BITS(f32, bits & ~0x1FFFu); }
-
-// D (16 x 8) += A (16 x 8) B (8 x 8). Lane 4 g + t holds of A the rows g and g + 8 of columns t and
-// t + 4; of B, column g of rows t and t + 4; of D the rows g and g + 8 of columns 2 t and 2 t + 1.
-void multiply(void** brought, uint32_t) {
-  f32 a[16][8], b[8][8], d[16][8];
-  for (int lane = 0; lane < 32; ++lane) {
-    const auto& x = *static_cast<Fragments*>(brought[lane]);
-    const int g = lane / 4, t = lane % 4;
-    for (int i = 0; i < 4; ++i) {
-      a[g + 8 * (i % 2)][t + 4 * (i / 2)] = tf32(x.a[i]);
-      d[g + 8 * (i / 2)][2 * t + i % 2] = x.d[i];
-    }
-    for (int i = 0; i < 2; ++i) b[t + 4 * i][g] = tf32(x.b[i]);
-  }
-  for (int i = 0; i < 16; ++i)
-    for (int k = 0; k < 8; ++k)
-      for (int j = 0; j < 8; ++j) d[i][j] += a[i][k] * b[k][j];
-  for (int lane = 0; lane < 32; ++lane)
-    for (int i = 0; i < 4; ++i)
-      static_cast<Fragments*>(brought[lane])->d[i] =
-          d[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
-}
-
-}  // namespace
-
 void multiply1688(f32* d, const u32* a, const u32* b, Place place) {
-  Fragments mine{d, a, b};
-  emu::warp_meet(place, ~0u, &mine, multiply, place);
+  emu::multiply1688(d, a, b, place);
 }
 
 // -- floating point --------------------------------------------------------------------------------
 
-f32 approximate_exp2(f32 x) { return emu::approximate_exp2(x); }
-f32 approximate_log2(f32 x) { return emu::approximate_log2(x); }
-f32 exp2(f32 x) { return std::exp2(x); }
-f32 log2(f32 x) { return std::log2(x); }
+f32 approximate_exp2(f32 x, bool ftz) { return emu::approximate_exp2(x, ftz); }
+f32 approximate_log2(f32 x, bool ftz) { return emu::approximate_log2(x, ftz); }
+f32 approximate_quotient(f32 a, f32 b) { return emu::approximate_quotient(a, b); }
 f32 fused(f32 a, f32 b, f32 c) { return std::fma(a, b, c); }
 f64 fused(f64 a, f64 b, f64 c) { return std::fma(a, b, c); }
 f32 widened(u16 bits, bool bfloat16) { return emu::widened(bits, bfloat16); }

@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "compiled.h"
+#include "hopper.h"
 
 namespace ptx {
 
@@ -34,7 +35,10 @@ Special special();
 
 // -- memory ----------------------------------------------------------------------------------------
 
-void load(void* to, u64 from, int bytes, Place place);  // global or generic
+void load(void* to, u64 from, int bytes, Place place);  // generic
+void load_global(void* to, u64 from, int bytes, Place place);
+void store_global(u64 to, const void* from, int bytes, Place place);
+void* memory(u64 address, int bytes, Place place);  // where that is, if it can be
 void store(u64 to, const void* from, int bytes, Place place);
 void load_shared(void* to, u32 from, int bytes, Place place);
 void store_shared(u32 to, const void* from, int bytes, Place place);
@@ -85,10 +89,9 @@ inline F most(F a, F b) {
   return b > a || __builtin_signbit(a) ? b : a;
 }
 
-f32 approximate_exp2(f32 x);  // without subnormals
-f32 approximate_log2(f32 x);
-f32 exp2(f32 x);
-f32 log2(f32 x);
+f32 approximate_exp2(f32 x, bool ftz);
+f32 approximate_log2(f32 x, bool ftz);
+f32 approximate_quotient(f32 a, f32 b);
 f32 fused(f32 a, f32 b, f32 c);
 f64 fused(f64 a, f64 b, f64 c);
 f32 widened(u16 bits, bool bfloat16);

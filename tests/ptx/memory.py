@@ -5,6 +5,7 @@ and the place in the program) and gives a statement.
 
 from .text import SIZES, refuse
 
+SHARED = ("shared", "shared::cta")
 LOADED = "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
 
 
@@ -33,8 +34,8 @@ def load(write, groups, operands, place):
     kind, space = groups["T"], groups.get("space")
     registers = write.registers(operands[0], groups.get("count"), kind)
     bytes = SIZES[kind] * len(registers)
-    name = "load_shared" if space == "shared" else "load"
-    at = write.address(operands[1], "u32" if space == "shared" else "u64")
+    name = "load_shared" if space in SHARED else "load_global" if space else "load"
+    at = write.address(operands[1], "u32" if space in SHARED else "u64")
     return received(write, registers, kind, f"{name}(x, {at}, {bytes}, {place});")
 
 
@@ -50,8 +51,8 @@ def received(write, registers, kind, code):
 def store(write, groups, operands, place):
     kind, space = groups["T"], groups.get("space")
     registers = write.registers(operands[1], groups.get("count"), kind)
-    name = "store_shared" if space == "shared" else "store"
-    at = write.address(operands[0], "u32" if space == "shared" else "u64")
+    name = "store_shared" if space in SHARED else "store_global" if space else "store"
+    at = write.address(operands[0], "u32" if space in SHARED else "u64")
     bytes = SIZES[kind] * len(registers)
     return given(write, registers, kind, f"{name}({at}, x, {bytes}, {place});")
 
@@ -167,16 +168,16 @@ def branch(write, groups, operands, place):
 
 FORMS = [
     ("mov.<T:b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64|pred>", "_ _", move),
-    (f"ld.<space:global|shared>.v<count:2|4>.<T:{LOADED}>", "_ _", load),
-    (f"ld.<space:global|shared>.<T:{LOADED}>", "_ _", load),
+    (f"ld.<space:global|shared|shared::cta>.v<count:2|4>.<T:{LOADED}>", "_ _", load),
+    (f"ld.<space:global|shared|shared::cta>.<T:{LOADED}>", "_ _", load),
     (f"ld.v<count:2|4>.<T:{LOADED}>", "_ _", load),
     (f"ld.<T:{LOADED}>", "_ _", load),
     (f"ld.local.v<count:2|4>.<T:{LOADED}>", "_ _", load_local),
     (f"ld.local.<T:{LOADED}>", "_ _", load_local),
     (f"ld.param.v<count:2|4>.<T:{LOADED}>", "_ _", load_parameter),
     (f"ld.param.<T:{LOADED}>", "_ _", load_parameter),
-    (f"st.<space:global|shared>.v<count:2|4>.<T:{LOADED}>", "_ _", store),
-    (f"st.<space:global|shared>.<T:{LOADED}>", "_ _", store),
+    (f"st.<space:global|shared|shared::cta>.v<count:2|4>.<T:{LOADED}>", "_ _", store),
+    (f"st.<space:global|shared|shared::cta>.<T:{LOADED}>", "_ _", store),
     (f"st.v<count:2|4>.<T:{LOADED}>", "_ _", store),
     (f"st.<T:{LOADED}>", "_ _", store),
     (f"st.local.v<count:2|4>.<T:{LOADED}>", "_ _", store_local),

@@ -5,7 +5,7 @@ meaning.
 """
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 class Refused(Exception):
@@ -127,7 +127,7 @@ def bounds(kernel, text, line):
 def read_body(kernel, text, at):
     """Statements until the brace that ends the kernel; where the text goes on after it. A scope
     has registers of its own: each gets a name that no other has."""
-    scopes = [{}]
+    scopes, begun = [{}], []  # what each scope inside began with, and where
     line, seen = text.count("\n", 0, at) + 1, at
     while True:
         at = re.compile(r"\s*").match(text, at).end()
@@ -135,10 +135,15 @@ def read_body(kernel, text, at):
         if at >= len(text):
             refuse(kernel.line, f"{kernel.name} has no end")
         if text[at] in "{}":
-            scopes = [*scopes, {}] if text[at] == "{" else scopes[:-1]
+            if text[at] == "{":
+                scopes.append({})
+                begun.append((len(kernel.body), line))
+            else:
+                scopes.pop()
+                if not scopes:
+                    return at + 1
+                own_labels(kernel.body, *begun.pop())
             at += 1
-            if not scopes:
-                return at
         elif label := re.compile(rf"({NAME})\s*:(?!:)").match(text, at):
             kernel.body.append(Label(line, label[1]))
             at = label.end()
@@ -148,6 +153,17 @@ def read_body(kernel, text, at):
             end = text.index(";", at)
             statement(kernel, " ".join(text[at:end].split()), line, scopes)
             at = end + 1
+
+
+def own_labels(body, first, line):
+    """Labels of the scope from `first` on get names that no other has."""
+    inside = body[first:]
+    own = {x.name: f"{x.name}_{line}" for x in inside if isinstance(x, Label)}
+    for i, each in enumerate(inside if own else (), first):
+        if isinstance(each, Label):
+            body[i] = replace(each, name=own[each.name])
+        elif each.opcode.startswith("bra"):
+            body[i] = replace(each, operands=tuple(own.get(x, x) for x in each.operands))
 
 
 def statement(kernel, text, line, scopes):
@@ -165,7 +181,7 @@ def statement(kernel, text, line, scopes):
             kernel.shared = kernel.shared | {name: variable}
         else:
             kernel.local[name] = variable
-    elif not re.fullmatch(r'\.pragma "nounroll"', text):
+    elif not re.fullmatch(r'\.pragma "(nounroll|used_bytes_mask 0x[0-9a-f]+)"', text):
         kernel.body.append(instruction(text, line, scopes))
 
 

@@ -5,10 +5,13 @@ load machine code, the PTX is loaded into the emulator; where it would launch, t
 """
 
 import functools
+import math
 import struct
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+import emulator
+import numpy as np
 import pytest
 from emulator import Emulator
 from runners import every_call
@@ -22,6 +25,7 @@ from . import library
 PACKED = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
 PACKED |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 MULTIPROCESSORS = 132
+SCRATCH_ALIGN = 128  # of a tensor map
 OPTIONS = dict(same_value_stores=True)  # its reductions leave a sum in several lanes: all store it
 
 
@@ -52,8 +56,11 @@ class Driver(Absent):
         return launch
 
     def launch(self, function, grid, metadata, arguments):
-        scratch = [bytes(8), bytes(8)]  # global memory that a kernel asks for, and the profiler
-        assert not metadata.global_scratch_size and not metadata.profile_scratch_size
+        # Global memory that a kernel asks for, each program its own; and that of the profiler.
+        bytes_of_all = metadata.global_scratch_size * math.prod(grid)
+        assert SCRATCH_ALIGN % (metadata.global_scratch_align or 1) == 0
+        assert not metadata.profile_scratch_size
+        scratch = [emulator.aligned(bytes_of_all, np.uint8, SCRATCH_ALIGN), bytes(8)]
         block = (32 * metadata.num_warps,)
         found = self.executor.launch(
             function, grid, block, metadata.shared, [*arguments, *scratch], **OPTIONS | self.options

@@ -1,0 +1,364 @@
+// Products of warpgroups (wgmma): each of four warps adds 16 rows of A times B to registers of its own.
+// They read shared memory, and write registers, at any time between their issue and the wait for
+// their group: lazily at its end, and until then the registers hold NaN.
+#include <algorithm>
+
+#include "block.h"
+
+namespace emu {
+
+namespace {
+
+constexpr int kRows = 16;  // of a warp
+constexpr uint32_t kNan = 0xFFFFFFFFu;
+
+// A matrix in shared memory as a descriptor tells of it: chunks of 16 bytes in groups of 8 rows. In
+// chunks, `span` of them a row of a swizzle, of elements along k, or where it lies across along the
+// other dimension: the canonical layouts of CUTLASS's GmmaDescriptor.
+struct Matrix {
+  uint32_t start, leading, stride, span;  // a swizzle's: 1 for none
+  bool across;
+
+  uint32_t at(uint32_t row, uint32_t chunk) const {
+    uint32_t offset;
+    if (span == 1)
+      offset = across ? chunk * stride + row % 8 * 16 + row / 8 * leading
+                      : row % 8 * 16 + row / 8 * stride + chunk * leading;
+    else
+      offset = row % 8 * 16 * span + row / 8 * stride + chunk % span * 16 + chunk / span * leading;
+    const uint32_t address = start + offset;
+    return address ^ ((address >> 7) & (span - 1)) << 4;
+  }
+};
+
+Matrix matrix_of(const char* site, uint64_t descriptor, bool across) {
+  constexpr uint64_t kFields = 3ull << 62 | 7ull << 49 | 0x3FFFull << 32 | 0x3FFFull << 16 | 0x3FFF;
+  if (descriptor & ~kFields || descriptor >> 49 & 7)
+    fail("%s: descriptor 0x%llx, expected a base offset of 0 and no bit beside its fields", site,
+         static_cast<unsigned long long>(descriptor));
+  constexpr uint32_t kSpans[] = {1, 8, 4, 2};
+  const auto field = [&](int bit) { return static_cast<uint32_t>(descriptor >> bit & 0x3FFF) << 4; };
+  const Matrix found{field(0), field(16), field(32), kSpans[descriptor >> 62], across};
+  if (found.start >> 7 & (found.span - 1))
+    fail("%s: descriptor 0x%llx begins inside the pattern of its swizzle, expected a multiple of %u "
+         "and part of a row: without a base offset, it is not said what that means", site,
+         static_cast<unsigned long long>(descriptor), 128 * found.span);
+  return found;
+}
+
+float value_of(const unsigned char* at, Element element) {
+  if (element == Element::kTf32) {
+    uint32_t bits;
+    std::memcpy(&bits, at, 4);
+    return __uint_as_float(bits & ~0x1FFFu);  // the fraction has ten bits
+  }
+  uint16_t bits;
+  std::memcpy(&bits, at, 2);
+  return widened(bits, element == Element::kBfloat16);
+}
+
+int bytes_of(Element element) { return element == Element::kTf32 ? 4 : 2; }
+int depth_of(Element element) { return 32 / bytes_of(element); }  // k
+
+// Chunks of the rows (of A) or columns (of B) from `first`: visit(address, first of these, first k).
+template <class Visit>
+void each_chunk(const Matrix& matrix, Element element, int first, int count, Visit visit) {
+  const int per_chunk = 16 / bytes_of(element), depth = depth_of(element);
+  if (matrix.across) {
+    for (int k = 0; k < depth; ++k)
+      for (int i = first; i < first + count; i += per_chunk)
+        visit(matrix.at(static_cast<uint32_t>(k), static_cast<uint32_t>(i / per_chunk)), i - first, k);
+  } else {
+    for (int i = first; i < first + count; ++i)
+      for (int k = 0; k < depth; k += per_chunk)
+        visit(matrix.at(static_cast<uint32_t>(i), static_cast<uint32_t>(k / per_chunk)), i - first, k);
+  }
+}
+
+// As rows of k: element (i, k) at k * count + i.
+std::vector<float> read(const Matrix& matrix, Element element, int first, int count) {
+  std::vector<float> values(static_cast<size_t>(count * depth_of(element)));
+  const int bytes = bytes_of(element);
+  each_chunk(matrix, element, first, count, [&](uint32_t address, int i, int k) {
+    const unsigned char* const chunk = shared_pointer(address, 16);
+    for (int e = 0; e < 16 / bytes; ++e) {
+      const int row = matrix.across ? i + e : i, column = matrix.across ? k : k + e;
+      values[static_cast<size_t>(column * count + row)] = value_of(chunk + e * bytes, element);
+    }
+  });
+  return values;
+}
+
+// Lane 4 g + t holds of A the rows g and g + 8, of k two words at a time, or for 32 bits one.
+std::vector<float> fragments(const ProductInFlight& product) {
+  const Element element = product.of.element;
+  std::vector<float> values(static_cast<size_t>(kRows * depth_of(element)));
+  const int per_word = 4 / bytes_of(element);
+  for (int lane = 0; lane < 32; ++lane)
+    for (int i = 0; i < 4; ++i)
+      for (int e = 0; e < per_word; ++e) {
+        const int row = lane / 4 + 8 * (i % 2), k = per_word * (lane % 4) + 4 * per_word * (i / 2) + e;
+        const auto* word = reinterpret_cast<const unsigned char*>(&product.a[size_t(4 * lane + i)]);
+        values[static_cast<size_t>(k * kRows + row)] =
+            value_of(word + e * bytes_of(element), element);
+      }
+  return values;
+}
+
+float signed_by(int sign, float x) { return sign < 0 ? -x : x; }
+
+// Adds to `values`, register by register of each lane: of rows g and g + 8, two columns at a time.
+void multiply(const ProductInFlight& product, int rank, std::vector<float>& values) {
+  const Product& of = product.of;
+  const int depth = depth_of(of.element), columns = of.columns, registers = columns / 2;
+  const std::vector<float> a = product.a.empty()
+      ? read(matrix_of(product.site, of.a_at, of.a_across), of.element, kRows * rank, kRows)
+      : fragments(product);
+  const std::vector<float> b =
+      read(matrix_of(product.site, of.b_at, of.b_across), of.element, 0, columns);
+  std::vector<float> row(static_cast<size_t>(columns));
+  report.multiplies++;
+  for (int i = 0; i < kRows; ++i) {
+    const auto register_of = [&](int j) -> float& {
+      const int lane = i % 8 * 4 + j % 8 / 2;
+      return values[static_cast<size_t>(lane * registers + j / 8 * 4 + i / 8 * 2 + j % 2)];
+    };
+    for (int j = 0; j < columns; ++j) row[size_t(j)] = of.add ? register_of(j) : 0.0f;
+    for (int first = 0; first < depth; first += 8) {
+      if (options.pessimistic) {
+        for (int j = 0; j < columns; ++j) {
+          double terms[9] = {row[size_t(j)]};
+          for (int k = 0; k < 8; ++k)
+            terms[k + 1] = double{signed_by(of.a_sign * of.b_sign, a[size_t((first + k) * kRows + i)])} *
+                           b[size_t((first + k) * columns + j)];
+          row[size_t(j)] = truncated_sum(terms);
+        }
+        continue;
+      }
+      for (int k = first; k < first + 8; ++k) {
+        const float x = signed_by(of.a_sign * of.b_sign, a[size_t(k * kRows + i)]);
+        for (int j = 0; j < columns; ++j) row[size_t(j)] += x * b[size_t(k * columns + j)];
+      }
+    }
+    for (int j = 0; j < columns; ++j) register_of(j) = row[size_t(j)];
+  }
+}
+
+// -- order -----------------------------------------------------------------------------------------
+
+Products& products_of_warp() {
+  std::vector<Products>& all = block->proxy.products;
+  if (all.empty()) all.resize(block->warps.size());
+  return all[size_t(self->warp)];
+}
+
+bool alike(const Product& x, const Product& y) {
+  return (x.a || x.a_at == y.a_at) && x.b_at == y.b_at && x.add == y.add;
+}
+
+// Warps of a warpgroup do the same ones in the same order. Each is on its own until the next.
+void count_instruction(const char* site, const Product* product = nullptr) {
+  if (block->warps.size() % 4)
+    fail("%s: a block of %zu warps, expected whole warpgroups of four", site, block->warps.size());
+  auto& all = block->proxy.instructions;
+  if (all.empty()) all.resize(block->warps.size() / 4);
+  std::vector<GroupInstruction>& mine = all[size_t(self->warp / 4)];
+  const size_t at = products_of_warp().instructions++;
+  if (at == mine.size()) mine.push_back({site, product ? *product : Product{}});
+  const GroupInstruction& other = mine[at];
+  if (std::strcmp(other.site, site))
+    fail("warps of a warpgroup have diverged: warp %d is at %s, another was at %s", self->warp, site,
+         other.site);
+  if (product && !alike(*product, other.product))
+    fail("%s: warps of a warpgroup have different descriptors or scales", site);
+}
+
+// Of the first lane: the others have the same ones.
+bool holds(const Accumulator& accumulator, const uint32_t* at) {
+  const auto first = accumulator.registers.begin();
+  const auto end = first + static_cast<long>(accumulator.registers.size() / 32);
+  return std::find(first, end, at) != end;
+}
+
+// The registers that these products add to, of which others may be in flight.
+std::shared_ptr<Accumulator> accumulator_of(const char* site, const Product* const* of) {
+  auto found = std::make_shared<Accumulator>();
+  for (int lane = 0; lane < 32; ++lane)
+    found->registers.insert(found->registers.end(), of[lane]->d, of[lane]->d + of[lane]->columns / 2);
+  for (const auto& other : products_of_warp().accumulators) {
+    if (other->registers == found->registers) return other;
+    for (int i = 0; i < of[0]->columns / 2; ++i)
+      if (holds(*other, of[0]->d[i])) fail("%s: its registers are in flight in another shape", site);
+  }
+  for (uint32_t* x : found->registers) {
+    found->values.push_back(__uint_as_float(*x));
+    *x = kNan;
+  }
+  products_of_warp().accumulators.push_back(found);
+  return found;
+}
+
+void end_accumulator(const char* site, Accumulator& mine) {
+  for (size_t i = 0; i < mine.registers.size(); ++i) {
+    if (*mine.registers[i] != kNan) fail("%s: an accumulator was written in flight", site);
+    *mine.registers[i] = __float_as_uint(mine.values[i]);
+  }
+}
+
+void finish(const ProductInFlight& product) {
+  Accumulator& to = *product.to;
+  for (size_t i = 0; i < product.a.size(); ++i)
+    if (*product.a_registers[i] != product.a[i])
+      fail("%s: a register of A was written in flight", product.site);
+  if (options.lazy) multiply(product, self->warp % 4, to.values);
+  if (--to.in_flight) return;
+  end_accumulator(product.site, to);
+  auto& all = products_of_warp().accumulators;
+  for (auto& each : all)
+    if (each == product.to) {
+      std::swap(each, all.back());
+      return all.pop_back();
+    }
+}
+
+struct Beginning {
+  const char* site;
+  const Product* product;
+};
+
+// All lanes say the same of what is no register.
+void expect_one(const char* site, const Product* const* of) {
+  for (int lane = 1; lane < 32; ++lane) {
+    if (!alike(*of[0], *of[lane]))
+      fail("%s: lanes of a warp have different descriptors or scales", site);
+  }
+  for (int lane = 0; lane < 32; ++lane)
+    if (options.check && !of[lane]->ordered)
+      return found(std::string(site) + ": NO FENCE: its registers were used since the last wgmma.fence");
+}
+
+void note_reads(const char* site, const Product& product) {
+  if (!options.check) return;
+  // Any of its lanes asks for it: all must know what is there.
+  const Fiber& by = block->fibers[size_t(self->warp) * 32 + block->random() % 32];
+  const Clocks known = by.clocks.of_async_proxy(block->agents.proxied());
+  Step step = by.step(site);
+  step.agent = block->agents.products(self->warp);
+  step.clock = products_of_warp().committed + 1;
+  const auto note = [&](uint32_t address, int, int) {
+    shared_pointer(address, 16);
+    note_proxied_read(address, 16, step, known);
+  };
+  if (!product.a)
+    each_chunk(matrix_of(site, product.a_at, product.a_across), product.element,
+               kRows * (self->warp % 4), kRows, note);
+  each_chunk(matrix_of(site, product.b_at, product.b_across), product.element, 0, product.columns,
+             note);
+}
+
+void begin(void** brought, uint32_t) {
+  const Product* of[32];
+  const char* const site = static_cast<Beginning*>(brought[0])->site;
+  for (int lane = 0; lane < 32; ++lane) of[lane] = static_cast<Beginning*>(brought[lane])->product;
+  expect_one(site, of);
+  count_instruction(site, of[0]);
+  note_reads(site, *of[0]);
+  ProductInFlight product{site, *of[0], {}, {}, nullptr};
+  for (int lane = 0; lane < 32 && of[0]->a; ++lane)
+    for (int i = 0; i < 4; ++i) {
+      for (const auto& other : products_of_warp().accumulators)
+        if (!lane && holds(*other, of[0]->a[i]))
+          fail("%s: a register of A is an accumulator in flight", site);
+      product.a_registers.push_back(of[lane]->a[i]);
+      product.a.push_back(*of[lane]->a[i]);
+    }
+  product.to = accumulator_of(site, of);
+  product.to->in_flight++;
+  if (!options.lazy) multiply(product, self->warp % 4, product.to->values);
+  products_of_warp().issued.push_back(std::move(product));
+}
+
+}  // namespace
+
+void products_begin(const char* site, const Product& product) {
+  if (skipped(site)) return;
+  Beginning mine{site, &product};
+  warp_meet(site, ~0u, &mine, begin, site);
+}
+
+// Fences and waits are of a warp, all of whose lanes are at the same one.
+static void together(const char* site, Act act, void* brought = nullptr) {
+  warp_meet(site, ~0u, brought, act, site);
+}
+
+bool products_fence(const char* site) {
+  if (skipped(site)) return false;
+  together(site, [](void** brought, uint32_t) { count_instruction(*static_cast<const char**>(brought[0])); },
+           &site);
+  return true;
+}
+
+void products_commit(const char* site) {
+  if (skipped(site)) return;
+  const auto commit = [](void** brought, uint32_t) {
+    count_instruction(*static_cast<const char**>(brought[0]));
+    Products& mine = products_of_warp();
+    mine.pending.push_back(std::move(mine.issued));
+    mine.issued.clear();
+    mine.committed++;
+  };
+  together(site, commit, &site);
+}
+
+namespace {
+
+struct Wait {
+  const char* site;
+  int pending;
+};
+
+void wait(void** brought, uint32_t) {
+  const auto& told = *static_cast<Wait*>(brought[0]);
+  count_instruction(told.site);
+  Products& mine = products_of_warp();
+  while (static_cast<int>(mine.pending.size()) > told.pending) {
+    for (const ProductInFlight& product : mine.pending.front()) finish(product);
+    mine.pending.pop_front();
+  }
+  const Clock over = mine.committed - static_cast<Clock>(mine.pending.size());
+  for (size_t lane = 0; lane < 32; ++lane)
+    block->fibers[size_t(self->warp) * 32 + lane].clocks.learn(block->agents.products(self->warp), over);
+}
+
+}  // namespace
+
+void products_wait(const char* site, int pending) {
+  if (skipped(site)) return;
+  Wait mine{site, pending};
+  together(site, wait, &mine);
+}
+
+void products_end() {
+  if (block->proxy.products.empty()) return;
+  if (!products_of_warp().accumulators.empty()) fail("exits with products of its warp in flight");
+}
+
+void products_all_end() {
+  const Proxy& proxy = block->proxy;
+  for (size_t warp = 0; warp < proxy.products.size(); ++warp)
+    if (const size_t done = proxy.products[warp].instructions, all = proxy.instructions[warp / 4].size();
+        done != all)
+      return found("warps of a warpgroup have diverged: warp " + std::to_string(warp) + " ends after " +
+                   std::to_string(done) + " instructions of products, another after " +
+                   std::to_string(all));
+}
+
+void async_proxy_fence(const char* site) {
+  if (skipped(site)) return;
+  Fiber& fiber = current();
+  const auto end = fiber.clocks.own.begin() + block->agents.proxied();
+  fiber.clocks.proxied.assign(fiber.clocks.own.begin(), end);
+  fiber.clocks.own[size_t(fiber.id)]++;
+}
+
+}  // namespace emu

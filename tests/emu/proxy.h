@@ -1,0 +1,97 @@
+// What is under way through a block's asynchronous proxy.
+#pragma once
+#include <deque>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "clocks.h"
+#include "hopper.h"
+
+namespace emu {
+
+struct Mbarrier {
+  int index = 0;  // among all that its block initialised
+  bool valid = false;
+  uint32_t expected = 0, pending = 0, phase = 0;
+  int64_t bytes = 0;             // that are yet to arrive
+  Clocks arrived, completed;     // of those who arrived: in this phase, and before
+  std::vector<int> waiting;
+};
+
+// Of bytes at one, in the phase that there is when they are asked for.
+struct Arrival {
+  uint32_t address;
+  int index;
+  uint32_t phase;
+};
+
+// The 128 bytes of a tensor map, as this emulator has them; a GPU's are not documented.
+struct TensorMap {
+  uint64_t address, strides[4];  // in bytes, from the second dimension on
+  uint32_t dims[5], box[5], element_strides[5];
+  uint8_t rank, type, interleave, swizzle, fill;  // the rank: one less
+};
+constexpr int kMapBytes = 128, kMapAlign = 64;
+static_assert(sizeof(TensorMap) <= kMapBytes);
+
+// A map that a block published, and who saw it since.
+struct Published {
+  Step by;
+  std::vector<Step> acquired;
+};
+
+// A box on its way.
+struct Box {
+  const char* site;
+  TensorMap map;
+  int32_t at[5];
+  uint32_t to;
+  Arrival arrives;
+};
+
+// Registers that products add to, of all lanes of a warp, and what they will hold.
+struct Accumulator {
+  std::vector<uint32_t*> registers;
+  std::vector<float> values;
+  int in_flight = 0;
+};
+struct ProductInFlight {
+  const char* site;
+  Product of;  // without registers
+  std::vector<const uint32_t*> a_registers;
+  std::vector<uint32_t> a;
+  std::shared_ptr<Accumulator> to;
+};
+struct Products {  // of a warp
+  Clock committed = 0;
+  std::vector<ProductInFlight> issued;               // since the last commit
+  std::deque<std::vector<ProductInFlight>> pending;  // committed groups, oldest first
+  std::vector<std::shared_ptr<Accumulator>> accumulators;
+  size_t instructions = 0;
+};
+
+struct GroupInstruction {  // of a warpgroup
+  const char* site;
+  Product product;  // of one, without registers
+};
+
+struct Proxy {
+  std::map<uint32_t, Mbarrier> mbarriers;  // by address
+  std::vector<uint32_t> phases;            // that are over, of each there was
+  std::map<const void*, Published> maps;
+  std::vector<Box> boxes;
+  std::vector<Products> products;  // of each warp
+  // What the warps of a warpgroup do together, in order.
+  std::vector<std::vector<GroupInstruction>> instructions;
+};
+
+Arrival mbarrier_arrival(const char* site, uint32_t address);
+void bytes_arrive(const char* site, const Arrival& at, uint32_t bytes);
+void mbarriers_end();  // of the current block, whose threads all have
+void land_box();      // one of the current block's, any
+void products_end();      // of the current thread, which exits
+void products_all_end();  // of the current block, whose threads all have
+
+}  // namespace emu
