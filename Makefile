@@ -8,7 +8,7 @@
 # make test-cuda run only the tests of the CUDA kernels: on the emulator, and what nvcc makes of them;
 #                needs nvcc, and builds them whether there is a GPU or not
 # make test-ptx  run only the tests of compiled GPU kernels, all of them: nvcc's and Triton's PTX, on the
-#                emulator; needs nvcc for its part
+#                emulator; and every seeded fault of GPU kernels. Needs nvcc for its part
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
@@ -66,7 +66,7 @@ test-cuda: setup
 		$(wildcard tests/test_emulator*.py) tests/test_probe.py tests/test_ptxas.py $(ARGS)
 
 test-ptx: setup
-	@$(PYTEST) --tier=whole $(wildcard tests/test_ptx_*.py) $(ARGS)
+	@$(PYTEST) --tier=whole $(wildcard tests/test_ptx_*.py) tests/test_gpu_mutants.py $(ARGS)
 
 # The features, small: a thousand times slower, they still take minutes. torch's own allocator would
 # hide what lies beyond a tensor.

@@ -127,8 +127,10 @@ class Emulator:
     def __init__(self, *kernels, parts=None):
         objects = [compiled((parts or {}).get(x, EMULATOR / f"{x}.cpp")) for x in PARTS]
         objects += [compiled(kernel, *KERNEL_FLAGS) for kernel in kernels]
-        self.path = linked(objects)
-        self.library = ctypes.CDLL(str(self.path))
+        self.load(linked(objects))
+
+    def load(self, path):
+        self.path, self.library = path, ctypes.CDLL(str(path))
         self.library.emu_findings.restype = ctypes.c_long
         self.library.emu_multiplies.restype = ctypes.c_long
 

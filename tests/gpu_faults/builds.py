@@ -1,0 +1,89 @@
+"""Altered kernels: for the emulator by g++, and as PTX by nvcc. They are those of one head dim, in
+bfloat16, so that a fault is built in seconds; each content is built once, in build/faults."""
+
+import os
+import re
+
+import emulator
+import once
+from emulator import ROOT, Emulator
+from ptx import library
+
+from . import table
+
+FOLDER, SOURCES = ROOT / "build" / "faults", ROOT / "csrc"
+SMALLEST = 32  # head dim; others are for slices that ask for them
+FLAGS = [x for x in emulator.FLAGS if x != "-g"]
+UNITS = ("library", *(f"sm80/{x.stem}" for x in sorted((SOURCES / "cuda/sm80").glob("*.cu"))))
+OF_PASS = {
+    "forward": ("forward",),
+    "backward": ("forward", "backward"),
+    "decode": ("decode",),
+    "weights": ("forward", "weights", "weights_backward"),
+}
+
+
+def few_instances(dim):
+    """What csrc has no more kernels by."""
+    where = "cuda/sm80/instances.h"
+    text = (SOURCES / where).read_text()
+    dims = re.search(r"  const int64_t d = most.*?(?=\n\}\n)", text, re.S)[0]
+    types = "return p.q.dtype == FA_BF16 ? use(ptx::BF16()) : use(ptx::F16());"
+    edits = (dims, f"  return use(Dims<{dim}, {dim}>());"), (types, "return use(ptx::BF16());")
+    return table.Fault("few instances", "", tuple(table.Edit(where, *x) for x in edits), "")
+
+
+def tree(dim, fault=None):
+    """A folder with the sources of the kernels, altered."""
+    files = [x for x in SOURCES.rglob("*.*h") if "cpu" not in x.parts]
+    files += [SOURCES / f"cuda/{x}.cu" for x in UNITS]
+    texts = {str(x.relative_to(SOURCES)): x.read_text() for x in sorted(files)}
+    for change in filter(None, (few_instances(dim), fault)):
+        for where in {x.where for x in change.edits if x.of == "sources"}:
+            texts[where] = table.applied(change, where, texts[where])
+    folder = FOLDER / once.digest(texts)
+    with once.alone(f"faults-{folder.name}"):
+        if not folder.exists():
+            part = folder.with_suffix(f".{os.getpid()}")
+            for where, text in texts.items():
+                (part / where).parent.mkdir(parents=True, exist_ok=True)
+                (part / where).write_text(text)
+            part.rename(folder)
+    return folder
+
+
+def includes(folder):
+    """What a source begins with that has all kernels of a tree."""
+    return "".join(f'#include "{x}"\n' for x in sorted((folder / "cuda/sm80").glob("*.cuh")))
+
+
+def closure(path, known):
+    """A source and what it includes of ours."""
+    if path not in known:
+        known.add(path)
+        for name in re.findall(r'(?m)^#include "([^"]+)"', path.read_text()):
+            closure((path.parent / name).resolve(), known)
+    return known
+
+
+def compiled(folder, unit):
+    source = folder / "cuda" / f"{unit}.cu"
+    command = [*emulator.compiler(), *FLAGS, *emulator.KERNEL_FLAGS]
+    parts = sorted(emulator.EMULATOR.glob("*.h")) + sorted(closure(source, set()))
+    target = FOLDER / f"{source.stem}-{library.digest(*command, *parts)}.o"
+    return emulator.made(target, [*command, "-c", source])
+
+
+class Altered(Emulator):
+    """The small library of kernels, with a fault in the units of `passes`. It is one's own: kernels
+    that are added to it as PTX are no other's."""
+
+    def __init__(self, name, dim, fault=None, passes=()):
+        altered = {f"sm80/{x}" for one in passes for x in OF_PASS[one]} | {"library"}
+        folders = {False: tree(SMALLEST), True: tree(dim, fault)}
+        objects = [emulator.compiled(emulator.EMULATOR / f"{x}.cpp") for x in emulator.PARTS]
+        # Of what several units have, and none inlines, the linker takes the first.
+        for wrong in (True, False):
+            objects += [compiled(folders[wrong], x) for x in UNITS if (x in altered) == wrong]
+        path = FOLDER / f"{library.digest(name, *objects)}.so"
+        self.load(emulator.made(path, [*emulator.compiler(), "-shared", "-s", *objects]))

@@ -1,0 +1,147 @@
+"""Slices of the launch path: the backend on the runtime of tests/emu, which has two devices."""
+
+import re
+from dataclasses import replace
+
+import emulated
+import torch
+from cases import FEATURE, Dims, build
+from judge import Verdict
+from runtime import Runtime, launching
+
+import fastattn
+from fastattn import crossing, native
+
+from .slices import DIM, SHAPES, named
+
+FEATURES = [FEATURE[x] for x in ("softcap", "key_bias_grad", "sinks", "lengths")]
+DIM["launches that ask for shared memory"] = 256
+
+
+def slice_of(*passes):
+    return named(*passes, launches=True)
+
+
+def attend(dims, features=(), device=1, backward=True):
+    """Of a call on a stream of one's own: values, and where the kernels ran."""
+    runtime = Runtime()
+    streams = [runtime.stream(0), runtime.stream(1)]
+    problem = build(dims, features, torch.bfloat16)
+    with launching(runtime, streams[device], device):
+        found = problem.run(fastattn.attention, backward)
+    yield from Verdict(problem, backward).about(found)
+    for where in runtime.launches():
+        if where[:2] != (device, str(device + 1)):
+            yield f"{where[2]} ran on device {where[0]}, stream {where[1]}"
+    if device == 0 and (found := [x for x in runtime.log() if x.startswith("set device")]):
+        yield f"{found[0]}, which is the current one"
+
+
+@slice_of("backward")
+def launches():
+    return attend(SHAPES["backward"][1], FEATURES)
+
+
+@slice_of("backward")
+def launches_on_the_current_device():
+    return attend(SHAPES["backward"][1], device=0)
+
+
+@slice_of("backward")
+def launches_with_lengths_apart():
+    """Of 32 bits, and of 64 that are not side by side."""
+    runtime = Runtime()
+    problem = build(Dims(4, 2, 1, 37, 67, 24, 24), [FEATURE["lengths"]], torch.bfloat16)
+    apart = torch.zeros(8, dtype=torch.int32)
+    apart[::2] = problem.kwargs["key_lengths"]
+    for lengths in (problem.kwargs["key_lengths"].int(), apart.long()[::2]):
+        moved = replace(problem, kwargs=problem.kwargs | dict(key_lengths=lengths))
+        with launching(runtime, runtime.stream()):
+            yield from Verdict(problem).about(moved.run(fastattn.attention))
+
+
+@slice_of("decode", "backward")
+def launches_of_decoding():
+    return attend(SHAPES["many tiles"][1], [FEATURE["sinks"]])
+
+
+@slice_of("forward")
+def launches_that_ask_for_shared_memory():
+    """A block of theirs has more than 48 KB."""
+    return attend(SHAPES["wide"][1], backward=False)
+
+
+@slice_of("backward")
+def launches_of_nothing():
+    """No rows, whose gradients are zero."""
+    q, k, v = (torch.randn(1, 1, n, 8).bfloat16().requires_grad_() for n in (0, 5, 5))
+    runtime = Runtime()
+    with launching(runtime, runtime.stream()):
+        out = fastattn.attention(q, k, v)
+        if any(x.any() for x in torch.autograd.grad(out, (k, v), torch.ones_like(out))):
+            yield "gradients of nothing"
+
+
+@slice_of("forward")
+def launches_of_too_many_blocks():
+    """One more than 2^32: as many as one, in 32 bits."""
+    q = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
+    scalars = native.SCALARS.pack((1 << 32) + 1, 1, 1, 1, 1, 8, 8, 1, 1, 0, 0, 0, 1, 1.0, 0.0, 0.0)
+    tensor = native.TENSOR.pack(q.data_ptr(), *crossing.broadcast(q), native.DTYPE[q.dtype])
+    lse = native.TENSOR.pack(torch.ones(8).data_ptr(), 0, 0, 0, 0, 0)
+    fields = {"q": tensor, "k": tensor, "v": tensor, "out": tensor, "lse": lse}
+    params = b"".join(fields.get(x, native.ABSENT) for x in native.TENSORS)
+    params += bytes(8 * len(native.POINTERS)) + scalars
+    Runtime()
+    code = emulated.binary().run(params, native.FORWARD, 0, 0, None)
+    return [] if code == 9 else [f"error {code}, expected 9"]
+
+
+@slice_of("backward")
+def each_launch_that_fails():
+    """Is told by its kernel and the text of the code, and nothing is called after it."""
+    return each_that_fails(build(SHAPES["few rows"][1], (), torch.bfloat16))
+
+
+@slice_of("forward")
+def each_call_that_fails():
+    """The same where shared memory is asked for, on a device that is not the current one."""
+    problem = build(SHAPES["wide"][1], (), torch.bfloat16)
+    return each_that_fails(problem, device=1, backward=False)
+
+
+DIM["each call that fails"] = 256
+
+
+def each_that_fails(problem, device=0, backward=True):
+    right = Runtime()
+    with launching(right, device=device):
+        problem.run(fastattn.attention, backward)
+    for at, call in enumerate(right.log()):
+        kernel = re.search(r"[a-z]+_kernel|$", call)[0]
+        runtime = Runtime()
+        with launching(runtime, device=device):
+            runtime.fail(at, 101)
+            said = "no exception"
+            try:
+                problem.run(fastattn.attention, backward)
+            except RuntimeError as caught:
+                said = str(caught)
+        if "invalid device ordinal (CUDA error 101" not in said or kernel not in said:
+            yield f"{call} fails: got {said!r}"
+        if len(runtime.log()) != at + 1:
+            yield f"{call} fails: {len(runtime.log())} calls, expected {at + 1}"
+
+
+@slice_of("backward")
+def launches_in_two_streams():
+    """They wait; then a kernel of one runs, one of the other, and so on."""
+    runtime = Runtime(at_once=False)
+    problems = [build(SHAPES["backward"][1], FEATURES, torch.bfloat16, seed=x) for x in (1, 2)]
+    streams, found = [runtime.stream() for _ in problems], []
+    for problem, stream in zip(problems, streams):
+        with launching(runtime, stream):
+            found.append(problem.run(fastattn.attention))
+    runtime.finish(*streams)
+    for problem, got in zip(problems, found):
+        yield from Verdict(problem).about(got)

@@ -1,0 +1,138 @@
+"""A slice against kernels with a fault: what it notices, in words."""
+
+import functools
+import importlib
+import inspect
+import re
+from collections import defaultdict
+from contextlib import contextmanager
+
+import emulated
+import pytest
+import runtime
+from ptx import ours, triton
+from test_cuda_addresses import under_address_sanitizer
+
+from fastattn.backends import triton as launcher
+
+from . import builds, launches, slices, table  # noqa: F401 (launches has slices)
+
+RIGHT = table.Fault("no fault", "", (), "")
+ADDRESSES = "addresses of "  # before a slice: under AddressSanitizer
+
+
+def notices(fault, name=None):
+    """What the slice says of it, or "". That the fault does not compile is no notice: it raises."""
+    name = name or fault.seen_by
+    if name.startswith(ADDRESSES):
+        return of_addresses(fault, name.removeprefix(ADDRESSES))
+    with altered(fault, name):
+        try:
+            return "\n".join(slices.complaints(name))
+        except (AssertionError, RuntimeError) as caught:
+            if re.search("findings: |fa_cuda_run returns|CUDA error", str(caught)):
+                return str(caught)
+            raise
+
+
+def of_addresses(fault, name):
+    """In a process of its own, which ends at the first address that nobody was given."""
+    program = (
+        "from gpu_faults import notice, table; import torch; torch.set_num_threads(1)\n"
+        f"fault = table.every().get({fault.title!r}, notice.RIGHT)\n"
+        f"print('noticed' if notice.notices(fault, {name!r}) else 'passed')"
+    )
+    done = under_address_sanitizer("-c", program)
+    if done.returncode == 0:
+        assert "passed" in done.stdout, done.stdout
+        return ""
+    (found,) = [x for x in done.stderr.splitlines() if "ERROR: AddressSanitizer" in x]
+    return found
+
+
+@contextmanager
+def altered(fault, name):
+    """Inside, what the slice runs has the fault."""
+    engine, _, _ = slices.parts(name)
+    with pytest.MonkeyPatch.context() as patch:
+        for where in {x.where for x in fault.edits if x.of == "python"}:
+            alter_python(patch, fault, where)
+        if engine == "triton":
+            with altered_triton(patch, fault):
+                yield
+        else:
+            alter_library(patch, fault, name)
+            if engine == "ptx":
+                alter_nvcc(patch, fault, name)
+            yield
+
+
+def alter_library(patch, fault, name):
+    """The emulator has altered kernels; where nvcc's run, the host's code alone is g++'s."""
+    by_nvcc = slices.parts(name)[0] == "ptx"
+    made = builds.Altered(
+        f"{name} {fault.title}",
+        slices.dim_of(name),
+        fault=None if by_nvcc else fault,
+        passes=slices.passes(name),
+    )
+    for module in (emulated, runtime):
+        patch.setattr(module, "emulator", lambda: made)
+    for cached in ("executor", "binary"):
+        again = functools.cache(getattr(emulated, cached).__wrapped__)
+        patch.setattr(emulated, cached, again)
+
+
+def alter_nvcc(patch, fault, name):
+    """What it compiles, and what it made of that."""
+    of_source = ours.ptx
+    altered = builds.includes(builds.tree(slices.dim_of(name), fault))
+    patch.setattr(ours, "INCLUDES", altered)
+    patch.setattr(ours, "ptx", lambda name: table.applied_to_compiled(fault, of_source(name)))
+
+
+@contextmanager
+def altered_triton(patch, fault):
+    """Inside, Triton loads its kernels anew, altered."""
+    from triton.runtime.jit import JITFunction
+
+    driver, loaded = triton.driver_of(80), []
+
+    def load(name, ptx, *more):
+        return driver.load(name, table.applied_to_compiled(fault, ptx.decode()).encode(), *more)
+
+    patch.setattr(driver.utils, "load_binary", load)
+    for module in vars(launcher.kernels()).values():
+        for x in vars(module).values():
+            if isinstance(x, JITFunction):
+                loaded.append(defaultdict(x.create_binder))
+                patch.setattr(x, "device_caches", loaded[-1])
+    yield
+    for kernels, *_ in (of_device for x in loaded for of_device in x.values()):
+        for kernel in kernels.values():
+            kernel.module = None  # or its end would ask a driver of GPUs to unload it
+
+
+# -- Python ----------------------------------------------------------------------------------------
+
+
+def alter_python(patch, fault, where):
+    """The functions of a module get the code that its altered text has."""
+    module = importlib.import_module(where.removesuffix(".py").replace("/", "."))
+    text = table.applied(fault, where, builds.ROOT.joinpath(where).read_text())
+    codes = dict(functions_of(compile(text, where, "exec", dont_inherit=True)))
+    for name, code in codes.items():
+        owner, _, own = name.rpartition(".")
+        holder = getattr(module, owner) if owner else module
+        function = vars(holder).get(own)
+        if hasattr(function, "__code__") and function.__code__ != code:
+            patch.setattr(function, "__code__", code)
+
+
+def functions_of(code, within=""):
+    """(dotted name, code) of every function in code, but those inside of functions."""
+    for x in code.co_consts:
+        if hasattr(x, "co_consts") and x.co_name.isidentifier():
+            yield within + x.co_name, x
+            if not x.co_flags & inspect.CO_OPTIMIZED:  # the body of a class
+                yield from functions_of(x, f"{within}{x.co_name}.")

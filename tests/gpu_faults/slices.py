@@ -1,0 +1,239 @@
+"""The smallest calls that notice, by name: a shape, and the features of cases.py after it, joined
+by +. `ptx ` before it: nvcc's kernels run as it compiled them; `triton `: Triton's.
+
+A slice gives what it says against the kernels in use; findings and refusals are raised.
+"""
+
+import re
+from contextlib import contextmanager
+from dataclasses import replace
+
+import far_logits
+import pytest
+import torch
+from cases import FEATURE, Dims, build, negative_logits
+from emulated import everywhere
+from judge import Verdict
+from ptx import triton
+from slices import inside_nan
+from test_cuda_emulated import shifted, with_heads_apart, with_wide_rows
+from test_cuda_scale import far
+from test_weights import about_weights
+
+import fastattn
+from fastattn import tuning
+
+from . import builds
+
+MANY = 8  # multiprocessors: decode splits its keys
+TILE = tuning.Config(32, 32, 4, 2)  # of Triton's kernels
+
+# Name: what it runs, the sizes, and whether a gradient is asked for.
+SHAPES = {
+    "forward": ("forward", Dims(1, 2, 1, 70, 150, 24, 24)),
+    "grouped": ("forward", Dims(2, 4, 2, 37, 67, 24, 24)),
+    "full columns": ("forward", Dims(1, 2, 1, 70, 150, 32, 32)),
+    "wide": ("forward", Dims(1, 1, 1, 70, 70, 256, 256)),
+    "backward": ("backward", Dims(1, 2, 1, 70, 150, 24, 24)),
+    "few rows": ("backward", Dims(1, 1, 1, 35, 37, 24, 24)),
+    "full gradients": ("backward", Dims(1, 2, 1, 70, 150, 32, 32)),
+    "decode": ("decode", Dims(2, 4, 2, 3, 300, 24, 24)),
+    "many tiles": ("decode", Dims(2, 4, 2, 3, 700, 24, 24)),
+    "many rows": ("decode", Dims(1, 10, 2, 4, 300, 24, 24)),  # 20 of a tile of 64
+    "weights": ("weights", Dims(1, 2, 1, 70, 150, 24, 24)),
+    "mean weights": ("weights", Dims(1, 4, 2, 150, 70, 24, 24)),
+}
+DIM = {"wide": 256}  # of the kernels, where it is not the smallest
+
+
+def parts(name):
+    """(engine, shape, features)"""
+    engine, shape, features = re.fullmatch(r"(?:(ptx|triton) )?([^+]*)(.*)", name).groups()
+    return engine or "", shape, [FEATURE[x] for x in features.split("+")[1:]]
+
+
+def dim_of(name):
+    return DIM.get(parts(name)[1], builds.SMALLEST)
+
+
+def passes(name):
+    """Which of the library's passes the slice runs."""
+    shape = parts(name)[1]
+    return (SHAPES[shape][0],) if shape in SHAPES else OTHERS[shape].passes
+
+
+def problem_of(name):
+    _, shape, features = parts(name)
+    return build(SHAPES[shape][1], features, torch.bfloat16)
+
+
+def judged(name):
+    """Of a shape with features."""
+    kind = SHAPES[parts(name)[1]][0]
+    problem = problem_of(name)
+    if kind == "weights":
+        return about_weights(None, problem, name.startswith("mean"))
+    return Verdict(problem, backward=kind == "backward").complaints(fastattn.attention)
+
+
+# -- others ----------------------------------------------------------------------------------------
+
+
+def named(*passes, **more):
+    def add(function):
+        vars(function).update(passes=passes, **more)
+        OTHERS[function.__name__.replace("_", " ")] = function
+        return function
+
+    return add
+
+
+OTHERS = {}
+
+
+@named("forward")
+def between_nan():
+    """Before and after the keys of a head lies NaN."""
+    problem = build(Dims(1, 2, 1, 70, 75, 24, 24), (), torch.bfloat16)
+    problem = replace(problem, k=inside_nan(problem.k), v=inside_nan(problem.v))
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("forward")
+def cut_off():
+    """Rounding errs to both sides: a mean of positive values is off by less than cutting off is."""
+    problem = problem_of("forward")
+    problem.v.abs_()
+    exact = problem.to(torch.float64).run(fastattn.reference.attention, backward=False)["out"]
+    found = problem.run(fastattn.attention, backward=False)["out"].double()
+    off = float((found - exact).mean() / exact.mean())
+    return [f"the mean is off by {off:.1e}"] if abs(off) > 2.0**-12 else []
+
+
+@named("forward")
+def no_conflicts():
+    """Of banks, at any access to shared memory."""
+    with everywhere(banks=True) as backend:
+        problem_of("forward").run(fastattn.attention, backward=False)
+    (found,) = backend.findings
+    return [f"{what}: {x} conflicts" for what, (_, x) in found.banks.items() if x]
+
+
+def moved(shape, ways):
+    """A key or a query that lies in such a way changes no bit."""
+    problem = problem_of(shape)
+    right = problem.run(fastattn.attention, backward=False)["out"]
+    for way in ways:
+        for what in "qk":
+            other = replace(problem, **{what: way(getattr(problem, what))})
+            if not torch.equal(other.run(fastattn.attention, backward=False)["out"], right):
+                yield f"{what}, {way.__name__}: other bits"
+
+
+@named("forward")
+def not_aligned():
+    return moved("forward", (shifted, with_wide_rows, with_heads_apart))
+
+
+@named("decode")
+def not_aligned_in_decoding():
+    return moved("decode", (shifted, with_wide_rows, with_heads_apart))
+
+
+@named("forward")
+def rows_far_apart():
+    """By more elements than 32 bits count."""
+    near = build(Dims(1, 1, 1, 70, 67, 24, 24), (), torch.bfloat16)
+    spread = replace(near, k=far(near.k, 2))
+    found, right = (x.run(fastattn.attention, backward=False)["out"] for x in (spread, near))
+    return [] if torch.equal(found, right) else ["other bits"]
+
+
+@named("backward", "weights")
+def far_from_zero():
+    return far_logits.complaints(far_logits.far_logits(torch.bfloat16, M=37, N=70))
+
+
+@named("forward")
+def nothing_seen():
+    """Rows before the first key that any row of their tile sees, of a plain kernel."""
+    problem = build(Dims(1, 1, 1, 100, 70, 24, 24), [FEATURE["bottom_right"]], torch.bfloat16)
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("forward")
+def a_key_short_of_a_tile():
+    """All keys end there, and one of zeros that leaked would take a row."""
+    problem = build(Dims(1, 1, 1, 70, 127, 32, 32), (), torch.bfloat16)
+    return Verdict(negative_logits(problem), backward=False).complaints(fastattn.attention)
+
+
+@named("backward")
+def hidden_nan():
+    """A key of NaN that a bool mask hides changes no bit, under a softcap: but of dq, which is made
+    of zeros times the keys."""
+    problem = build(Dims(1, 2, 1, 40, 70, 24, 24), [FEATURE["softcap"]], torch.bfloat16)
+    hidden = torch.arange(70) % 3 == 1
+    problem.kwargs["mask"] = ~hidden
+    right = problem.run(fastattn.attention)
+    problem.k[:, :, hidden, 0] = torch.nan
+    found = problem.run(fastattn.attention)
+    names = [x for x in right if x != "dq" and not torch.equal(found[x], right[x])]
+    return [f"{name}: other bits" for name in names]
+
+
+@named("forward")
+def largest_scores():
+    """Of 100 at one key, another in each item: what is measured from less overflows."""
+    problem = build(Dims(8, 1, 1, 40, 70, 32, 32), (), torch.bfloat16)
+    problem.q[:] = 2
+    problem.k[:] *= 0.1
+    for key in range(8):
+        problem.k[key, :, key] = 16
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("decode")
+def sinks_above_all():
+    """They take most of each row."""
+    problem = problem_of("decode+sinks")
+    problem.kwargs["sinks"] = problem.kwargs["sinks"] + 6
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("forward")
+def odd_columns():
+    problem = build(Dims(1, 2, 1, 21, 37, 17, 17), (), torch.bfloat16)
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("backward")
+def two_items_with_sinks():
+    problem = build(Dims(2, 2, 1, 70, 67, 24, 24), [FEATURE["sinks"]], torch.bfloat16)
+    return Verdict(problem).complaints(fastattn.attention)
+
+
+# -- where they run --------------------------------------------------------------------------------
+
+
+@contextmanager
+def backend_of(name):
+    """The kernels that the slice is for are everybody's."""
+    engine, shape, _ = parts(name)
+    if engine == "triton":
+        with triton.compiled() as found, pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tuning, "config", lambda *about: TILE)
+            yield found
+    elif getattr(OTHERS.get(shape), "launches", False):
+        yield None  # it has a runtime of its own
+    else:
+        few_rows = MANY * ("decode" in passes(name))
+        with everywhere(sm_count=few_rows, ptx=engine == "ptx") as found:
+            yield found
+
+
+def complaints(name):
+    """What a slice says against the kernels in use."""
+    shape = parts(name)[1]
+    with backend_of(name):
+        return list(judged(name) if shape in SHAPES else OTHERS[shape]())
