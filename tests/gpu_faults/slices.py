@@ -28,7 +28,7 @@ from . import builds
 MANY = 8  # multiprocessors: decode splits its keys
 TILE = tuning.Config(32, 32, 4, 2)  # of Triton's kernels
 
-# Name: what it runs, the sizes, and whether a gradient is asked for.
+# Name: the pass that it runs, and the sizes.
 SHAPES = {
     "forward": ("forward", Dims(1, 2, 1, 70, 150, 24, 24)),
     "grouped": ("forward", Dims(2, 4, 2, 37, 67, 24, 24)),
@@ -156,7 +156,7 @@ def far_from_zero():
 
 @named("forward")
 def nothing_seen():
-    """Rows before the first key that any row of their tile sees, of a plain kernel."""
+    """By some rows of a tile, in a plain kernel."""
     problem = build(Dims(1, 1, 1, 100, 70, 24, 24), [FEATURE["bottom_right"]], torch.bfloat16)
     return Verdict(problem, backward=False).complaints(fastattn.attention)
 
