@@ -14,6 +14,8 @@
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
 # make instructions   count what the CPU kernels execute, under valgrind; fails where that is more
 #                than recorded. ARGS=--accept: record it
+# make ledger    count what the main loops of the GPU kernels issue, with no GPU, beside
+#                FlashAttention's; fails where that is more than recorded. ARGS=--accept: record it
 # make lint, make format, make types    check with ruff, ruff format and ty
 # ARGS="..."     goes to pytest or to the module of bench
 #
@@ -35,7 +37,7 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx sanitize aot instructions lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx sanitize aot instructions ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -84,6 +86,9 @@ aot: setup $(OLDEST)
 
 instructions: setup
 	@$(PYTHON) -m bench.instructions $(ARGS)
+
+ledger: setup
+	@$(PYTHON) -m bench ledger $(ARGS)
 
 lint: setup
 	$(PYTHON) -m ruff check

@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import commands, flushing, modules
+from . import commands, flushing, ledger_cases, modules
 from .cases import DTYPES, PASSES
 from .machine import avoid_refused_tiles
 from .masks import MASKS
@@ -90,6 +90,15 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
     for measuring in (sweep, decode, subnormals):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
+
+    ledger = add("ledger", "what the GPU kernels' main loops issue, with no GPU")
+    ledger.add_argument("--compilers", nargs="+", choices=tuple(ledger_cases.COMPILERS))
+    ledger.add_argument("--archs", type=int, nargs="+", choices=ledger_cases.COMPILERS["triton"])
+    ledger.add_argument("--passes", nargs="+", choices=ledger_cases.PASSES)
+    ledger.add_argument("--dims", type=int, nargs="+", metavar="D")
+    ledger.add_argument("--features", nargs="+", choices=tuple(ledger_cases.FEATURES))
+    ledger.add_argument("--workers", type=int, default=2, help="compilers at a time (default: 2)")
+    ledger.add_argument("--accept", action="store_true", help="make these counts the budget")
 
     compare = add("compare", "two result files, regressions first")
     compare.add_argument("first", type=Path, metavar="A.json")

@@ -19,6 +19,7 @@ from . import (
     comparison,
     decoding,
     flushing,
+    ledger_report,
     machine,
     modules,
     pages,
@@ -135,6 +136,10 @@ def subnormals(options: Options) -> int:
             result["subnormals"].append(record)
     _print(map(printed.subnormal_line, result["subnormals"]))
     return _finish(result, options)
+
+
+def ledger(options: Options) -> int:
+    return ledger_report.run(options)
 
 
 def compare(options: Options) -> int:

@@ -29,15 +29,16 @@ def draw_all(result: Result, stem: Path) -> Iterator[str]:
             name = f"{stem.name.removesuffix(suffix)}{suffix}.png"
             yield draw(result, new_figure), stem.with_name(name)
 
-    return _written(draws())
+    return written(draws())
 
 
 def draw_glance(results: Sequence[Result], path: Path) -> Iterator[str]:
     """Write the picture of the README, which has a panel for each machine."""
-    return _written((glance.draw(x, new_figure), path) for x in [results])
+    return written((glance.draw(x, new_figure), path) for x in [results])
 
 
-def _written(figures: Iterator[tuple[Any, Path]]) -> Iterator[str]:
+def written(figures: Iterator[tuple[Any, Path]]) -> Iterator[str]:
+    """Save each figure; yield what was written, or why nothing could be."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -80,6 +80,9 @@ SHARES = {
     "test_aot::test_compiles_within_its_budget": (NONE, 7),
     "test_aot::test_products_are_those_of_the_chip": (NONE, NONE),
     "test_aot::test_every_pass_is_compiled": (NONE, NONE),
+    "test_ledger": (4, ALL),
+    "test_ledger::test_nvcc_stays_within_the_budget": (NONE, NONE),
+    "test_ledger::test_triton_stays_within_the_budget": (NONE, NONE),
     # Programs that start others, and what is trained.
     "test_bench": (4, 2),
     "test_bench_commands": (4, 2),

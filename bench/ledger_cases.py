@@ -1,0 +1,48 @@
+"""Which kernels the ledger is of, and what is known of one that was compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+FEATURES = ("plain", "mask", "alibi", "softcap", "dropout", "sinks")
+COMPILERS = {"cuda": (80, 90), "triton": (80, 90, 100, 120)}
+PASSES = ("forward", "dq", "dkv", "dk", "dv", "decode")
+
+
+class Case(NamedTuple):
+    """One kernel, in bfloat16."""
+
+    compiler: str
+    arch: int
+    name: str  # of PASSES
+    head_dim: int
+    feature: str
+
+    def __str__(self) -> str:
+        return f"sm_{self.arch} {self.compiler} {self.name} D{self.head_dim} {self.feature}"
+
+
+class Compiled(NamedTuple):
+    case: Case
+    rows: int  # of the tile that one iteration covers
+    keys: int
+    warps: int
+    stages: int
+    registers: int  # of a thread
+    shared: int  # bytes of a block
+    tensor: int  # columns of tensor memory
+    listing: str  # what nvdisasm -c prints
+
+
+def cases() -> Iterator[Case]:
+    """All that the ledger is of."""
+    for compiler, archs in COMPILERS.items():
+        for arch in archs:
+            for d in (64, 128, 256):
+                for feature in FEATURES if d < 256 else ("plain",):
+                    split = compiler == "cuda" and d > 128
+                    of_keys = ("dk", "dv") if split else ("dkv",)
+                    decode = ("decode",) * (d == 128 and feature == "plain")
+                    for name in ("forward", "dq", *of_keys, *decode):
+                        yield Case(compiler, arch, name, d, feature)

@@ -1,0 +1,164 @@
+"""How the kernels of the ledger are compiled with no GPU: nvcc gets a file that instantiates one
+template, Triton's launcher decides for itself what it compiles (as in aot.py). And what a call
+passes to them."""
+
+from __future__ import annotations
+
+import re
+import struct
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import aot, ptxas
+from .ledger_cases import Case, Compiled
+
+FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
+    "plain": lambda B, H, N: {},
+    "mask": lambda B, H, N: dict(mask=meta(B, H, N, N)),
+    "alibi": lambda B, H, N: dict(slopes=meta(B, H, dtype=torch.float32)),
+    "softcap": lambda B, H, N: dict(softcap=30.0),
+    "dropout": lambda B, H, N: dict(dropout_p=0.1, seed=meta(1, dtype=torch.int64)),
+    "sinks": lambda B, H, N: dict(sinks=meta(H, dtype=torch.float32)),
+}
+# nvcc's kernels by pass; a tile's sides are rows and keys, whichever of them pass by.
+CUDA = {
+    "forward": ("Forward<Type, {d}, {d}, {general}>", "forward_kernel", "kRows, K::kKeys"),
+    "decode": ("Decode<Type, {d}, {d}, 1, {general}>", "decode_kernel", "kRows, K::kKeys"),
+    "dq": ("Backward<Type, {d}, {d}, kOfQ, {general}>", "backward_kernel", "kStaying, K::kPassing"),
+} | {
+    name: (f"Backward<Type, {{d}}, {{d}}, {what}, {{general}}>", "backward_kernel", sides)
+    for name, what, sides in (
+        ("dkv", "kOfKV", "kPassing, K::kStaying"),
+        ("dk", "kOfK", "kPassing, K::kStaying"),
+        ("dv", "kOfV", "kPassing, K::kStaying"),
+    )
+}
+TRITON = {"forward": "forward", "dq": "dq", "dkv": "dkv", "split": "decode"}
+PARAMETERS = {80: 0x160, 90: 0x210}  # where they begin in constant bank 0
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, device="meta", dtype=dtype)
+
+
+def source(case: Case) -> str:
+    """The one kernel; and another without work, whose name tells the tile."""
+    kind, kernel, sides = CUDA[case.name]
+    general = "false" if case.feature == "plain" else "true"
+    if case.feature == "sinks" and case.name != "forward":
+        general = "false"  # as csrc/cuda/sm80/*.cu choose
+    more = "" if kernel == "forward_kernel" else ", float*" if "back" in kernel else ", int"
+    stages = "K::kStages" if case.name == "decode" else "2"
+    return f"""\
+#include "cuda/sm80/backward.cuh"
+#include "cuda/sm80/decode.cuh"
+#include "cuda/sm80/forward.cuh"
+namespace fa {{ namespace sm80 {{
+using Type = ptx::BF16;
+using K = {kind.format(d=case.head_dim, general=general)};
+template __global__ void {kernel}<K>(FaParams{more});
+}} }}
+template <int...> __global__ void tile() {{}}
+using fa::sm80::K;
+template __global__ void tile<K::{sides}, K::kWarps, {stages}, K::kSharedBytes>();
+"""
+
+
+def by_nvcc(cases: list[Case]) -> list[Compiled]:
+    """Raises RuntimeError for what does not compile."""
+    return [_by_nvcc(case) for case in cases]
+
+
+def _by_nvcc(case: Case) -> Compiled:
+    with tempfile.TemporaryDirectory() as folder:
+        code, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
+        code.write_text(source(case))
+        flags = [x for x in ptxas.FLAGS if x not in ("-Xptxas", "-v")]
+        command = [ptxas.nvcc(), *flags, f"-arch=sm_{case.arch}", "-cubin", code, "-o", cubin]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"{case} does not compile:\n{done.stderr}")
+        listing = aot.nvidia_tool("nvdisasm", "-c", str(cubin))
+        usage = aot.nvidia_tool("cuobjdump", "--dump-resource-usage", str(cubin))
+    tile = re.search(r"\.text\._Z4tileIJ((?:Li\d+E)+)E", listing)
+    used = re.search(rf"Function \S*{CUDA[case.name][1]}\S*:\s+REG:(\d+)", usage)
+    if not tile or not used:
+        raise RuntimeError(f"{case}: got no tile or no registers from {usage!r}")
+    rows, keys, warps, stages, shared = map(int, re.findall(r"Li(\d+)E", tile[1]))
+    return Compiled(case, rows, keys, warps, stages, int(used[1]), shared, 0, listing)
+
+
+def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any, Any]:
+    """Specification and tensors of a call; with `rows`, of so few."""
+    from fastattn import check, spec
+
+    B, H, N = 2, 8, 4096
+    given = FEATURES[feature](B, H, N)
+    names = ("mask", "slopes", "sinks", "seed")
+    tensors = {x: given.pop(x) for x in names if x in given}
+    q, k, v = (meta(B, H, n, head_dim) for n in (rows or N, N, N))
+    t = spec.Tensors(q, k, v, **tensors)
+    return check.describe(t, spec.Options(**given)), t
+
+
+def by_triton(cases: list[Case]) -> list[Compiled]:
+    """Passes of one call, by the launcher."""
+    from fastattn.backends.triton import Triton
+
+    found, one = {}, cases[0]
+
+    def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        case = one._replace(name=TRITON.get(kernel.__name__.removesuffix("_kernel"), ""))
+        if case not in cases or case in found:
+            return
+        tile, stages = options["T"], options["num_stages"]
+        binary = kernel.warmup(*args, grid=grid, **options)
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(binary.asm["cubin"])
+            file.flush()
+            usage = aot.nvidia_tool("cuobjdump", "--dump-resource-usage", file.name)
+            listing = aot.nvidia_tool("nvdisasm", "-c", file.name)
+        used = re.search(r"REG:(\d+)", usage)
+        columns = getattr(binary.metadata, "tmem_size", None) or 0
+        sizes = tile.BM, tile.BN, binary.metadata.num_warps, stages
+        registers = int(used[1]) if used else 0
+        found[case] = Compiled(case, *sizes, registers, binary.metadata.shared, columns, listing)
+
+    aot.pretend(one.arch, launched)
+    spec, t = described(one.head_dim, one.feature)
+    backend, normaliser = Triton(), meta(2, *t.q.shape[:3], dtype=torch.float32)
+    out = backend.forward(spec, t)
+    backend.backward(spec, t, *out, t.q, normaliser[0], ["q", "k", "v"])
+    if any(case.name == "decode" for case in cases):
+        backend.forward(*described(one.head_dim, one.feature, rows=1))
+    return list(found.values())
+
+
+def constants(case: Case) -> dict[int, int]:
+    """The words of constant bank 0 that a call of nvcc's kernel has: its parameters."""
+    if case.compiler != "cuda":
+        return {}
+    from fastattn import native
+
+    spec, t = described(case.head_dim, case.feature)
+    data = bytearray(native.form(spec))
+    shape = tuple(t.q.shape)
+    both = t._asdict() | {"out": t.q, "lse": meta(*shape[:3], 2, dtype=torch.float32)}
+    both |= {"dq": t.q, "dk": t.k, "dv": t.v, "dout": t.q}
+    for place, name in enumerate(native.TENSORS):
+        if (x := both.get(name)) is not None:
+            strides = (*x.stride(), *(0,) * 4)[:4]
+            address, at = (place + 1) << 36, native.offset(name)
+            packed = native.TENSOR.pack(address, *strides, native.DTYPE[x.dtype])
+            data[at : at + len(packed)] = packed
+    for place, name in enumerate(native.POINTERS):
+        if name in ("workspace", "seed" if case.feature == "dropout" else ""):
+            address = (place + 64) << 36
+            data[native.offset(name) : native.offset(name) + 8] = native.POINTER.pack(address)
+    words = struct.unpack(f"<{len(data) // 4}I", data)
+    return {PARAMETERS[case.arch] + 4 * k: word for k, word in enumerate(words)}
