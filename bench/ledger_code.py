@@ -27,6 +27,8 @@ def unavailable(compiler: str) -> str | None:
     """Why nothing can be compiled by it here, or read, or None."""
     if not importlib.util.find_spec("triton"):
         return "Triton is not installed, whose wheel has nvdisasm and cuobjdump"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "TRITON_INTERPRET is set: there is nothing to compile"
     if compiler == "cuda" and not ptxas.find_nvcc():
         return "nvcc is not installed (of the CUDA toolkit 12.8 or newer)"
     return None
