@@ -54,23 +54,25 @@ def head() -> str:
     cycles = "".join(f"{x:>8}" for x in UNITS)
     own = f"{'regs':>5}{'bytes':>8}{'blocks':>7}"
     bound = f"{'bound':7}{'peak':>5}"
-    return f"{'kernel':30}{'tile':14}{counts}  |{cycles}  {bound}  |{own}  ex2 in flight"
+    flight = f"{'ex2 in flight':19}products, mufu"
+    return f"{'kernel':30}{'tile':14}{counts}  |{cycles}  {bound}  |{own}  {flight}"
 
 
 def line(row: Row) -> str:
-    """Counts, then cycles, then what a block has, then exponentials under products and copies."""
+    """Counts, then cycles, what a block has, exponentials under products and copies, and which
+    products and functions."""
     n = row.main.counts
     first = (n["instructions"], row.masked.counts["instructions"], f"{row.main.products:g}")
     counts = "".join(f"{x:>8}" for x in (*first, *(n.get(x, 0) for x in COUNTS)))
     flight = f"{row.main.under_products}, {row.main.under_copies} of {row.main.exponentials}"
     own = f"{row.registers:>5}{row.shared:>8}{row.blocks:>7}"
+    kinds = ", ".join(f"{x.removeprefix('MUFU.')} {n}" for x, n in row.main.opcodes.items())
     name = str(row.case).partition(" ")[2]
-    return (
-        f"{name:30}{row.tile:14}{counts}{_cycles(row.main.cycles, row.case.name)}  |{own}  {flight}"
-    )
+    cycles = _cycles(row.main.cycles)
+    return f"{name:30}{row.tile:14}{counts}{cycles}  |{own}  {flight:19}{kinds}"
 
 
-def _cycles(cycles: dict[str, float], name: str) -> str:
+def _cycles(cycles: dict[str, float]) -> str:
     unit, most = max(cycles.items(), key=lambda x: x[1])
     text = "".join(f"{cycles.get(x, 0):>8.0f}" for x in UNITS)
     return f"  |{text}  {unit:7}{cycles['tensor'] / most:>5.0%}"
