@@ -124,8 +124,11 @@ def faults(rows: Iterable[Row], versions: dict[str, str]) -> list[str]:
 
 
 def accept(rows: Iterable[Row], versions: dict[str, str]) -> None:
-    """Make these counts the budget of their compilers; older versions' are dropped."""
-    every = {x: kernels for x, kernels in budgets().items() if x in versions.values()}
+    """Make these counts the budget of their compilers; of other versions of them none is kept."""
+    names = {x.split()[0] for x in versions.values()}
+    every = budgets()
+    for other in [x for x in every if x.split()[0] in names and x not in versions.values()]:
+        del every[other]
     for row in rows:
         every.setdefault(versions[row.case.compiler], {})[str(row.case)] = row.counts()
     lines = [

@@ -281,6 +281,18 @@ def test_a_count_may_not_grow(program, capsys, tmp_path):
     assert program(more, accept=True) == 0 and program() == 0  # fewer are no fault
 
 
+def test_a_budget_is_of_one_version_of_each_compiler(program, monkeypatch, tmp_path):
+    def recorded():
+        return set(json.loads((tmp_path / "budget.json").read_text()))
+
+    program(accept=True)
+    program(KERNEL._replace(case=CASE._replace(compiler="cuda")), True, compilers=["cuda"])
+    assert recorded() == {"triton 1.0", "cuda 1.0"}
+    monkeypatch.setattr(ledger_code, "version", lambda compiler: f"{compiler} 2.0")
+    program(accept=True)
+    assert recorded() == {"triton 2.0", "cuda 1.0"}
+
+
 def test_a_spill_in_the_loop_is_a_fault(program, capsys):
     program(accept=True)
     assert program(KERNEL._replace(listing=TOY.replace("MOV R16, RZ", "LDL R16, [R1]"))) == 1
