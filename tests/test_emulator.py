@@ -205,8 +205,8 @@ rows of B change places: matrix
 -b[2 * t + i % 2 + 8 * (i / 2)][g]
 +b[2 * t + i % 2 + 8 * (1 - i / 2)][g]
 D starts at zero: matrix
--[2 * t + i % 2] = x.d[i];
-+[2 * t + i % 2] = 0;
+-for (int i = 0; i < 4; ++i) d[g + 8 * (i / 2)][2 * t + i % 2] = x.d[i];
++for (int i = 0; i < 4; ++i) d[g + 8 * (i / 2)][2 * t + i % 2] = 0;
 ldmatrix never transposes: matrix
 -low = first.transposed ? m[column][row]
 +low = false ? m[column][row]

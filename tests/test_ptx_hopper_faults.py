@@ -153,11 +153,11 @@ FAULTS = [
     ("what comes after an arrival is known", "mbarrier", "  fiber.clocks.own[fiber.id]++;\n", ""),
     (
         "stmatrix never transposes",
-        "matrix",
+        "lanes",
         "(first.transposed ? m[column][row] : m[row][column]) = x",
         "m[row][column] = x",
     ),
-    ("the first lane leads", "matrix", "if (options.schedule != kInOrder)", "if (false)"),
+    ("the first lane leads", "lanes", "if (options.schedule != kInOrder)", "if (false)"),
 ]
 
 
