@@ -20,7 +20,7 @@ from .ledger_cases import Case, Compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "ledger"
-FORMAT = 1  # of what is kept, and of how the kernels are asked for
+FORMAT = 1  # of what is kept
 
 
 def unavailable(compiler: str) -> str | None:
@@ -84,7 +84,8 @@ def _sources(compiler: str) -> str:
         "triton": ("kernels/*.py", "fastattn/tuning.py", "fastattn/backends/triton.py"),
     }
     found = hashlib.sha256(f"{FORMAT} {version(compiler)} {ptxas.FLAGS}".encode())
-    for path in sorted(x for y in folders[compiler] for x in ROOT.glob(y)):
+    asked = Path(ledger_compilers.__file__)
+    for path in (asked, *sorted(x for y in folders[compiler] for x in ROOT.glob(y))):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 

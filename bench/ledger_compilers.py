@@ -49,9 +49,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def source(case: Case) -> str:
     """The one kernel; and another without work, whose name tells the tile."""
     kind, kernel, sides = CUDA[case.name]
-    general = "false" if case.feature == "plain" else "true"
-    if case.feature == "sinks" and case.name != "forward":
-        general = "false"  # as csrc/cuda/sm80/*.cu choose
+    general = "false" if case.feature in ("plain", "sinks") else "true"  # instances.h: is_general
     more = "" if kernel == "forward_kernel" else ", float*" if "back" in kernel else ", int"
     stages = "K::kStages" if case.name == "decode" else "2"
     return f"""\

@@ -128,20 +128,11 @@ FA_DEVICE Merged merge(const Parts& parts, int64_t row, int column) {
   return all;
 }
 
-// The output of these columns, and with the first of them the normaliser. The sink, which is one
-// more logit without a value, is counted here.
+// The output of these columns, and with the first of them the normaliser.
 template <class Type, bool general>
 FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Merged all) {
   const auto [h, i] = query;
-  float decay = 1;
-  if (p.sinks.data) {
-    const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
-    const float top = fmaxf(all.level, level_of<general>(sink, kLog2e));
-    const float level = top == -INFINITY ? 0.0f : top;
-    decay = rescale<general>(all.level, level);
-    all.sum = all.sum * decay + exponential<general>(sink, level, kLog2e);
-    all.level = top;
-  }
+  const float decay = count_sink<general>(p, b, h, all.level, all.sum);
   const float factor = all.sum == 0.0f ? 0.0f : decay / all.sum;
   const OutputRow<Type> to(p.out, b, h, i, p.Dv);
   to.store(column, all.out.x * factor, all.out.y * factor);

@@ -25,8 +25,7 @@ int forward_of(const FaParams& p, void* stream) {
 
 template <class Type>
 int forward_of(const FaParams& p, void* stream) {
-  const bool general = is_general(p) || p.sinks.data;
-  return general ? forward_of<Type, true>(p, stream) : forward_of<Type, false>(p, stream);
+  return is_general(p) ? forward_of<Type, true>(p, stream) : forward_of<Type, false>(p, stream);
 }
 
 int forward(const FaParams& p, void* stream) {

@@ -7,7 +7,7 @@
 namespace fa {
 namespace sm80 {
 
-// kD and kDv are what the head dims are padded to; a plain kernel knows scale and band only.
+// kD and kDv are what the head dims are padded to; a plain kernel knows scale, band and sinks only.
 template <class Type_, int kD_, int kDv_, bool kGeneral_>
 struct Forward {
   using Type = Type_;
@@ -29,17 +29,16 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int colum
                      Accumulator<F::kDv>& out, float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = row_sum(state.sum[half]);
+    float level = level_of<F::kGeneral>(state.max[half], to_log2), sum = row_sum(state.sum[half]);
     const int64_t i = row + 8 * half;
     if (i >= p.M) continue;
-    const float inverse = sum == 0.0f ? 0.0f : 1.0f / sum;
+    const float decay = count_sink<F::kGeneral>(p, b, h, level, sum);
+    const float inverse = sum == 0.0f ? 0.0f : decay / sum;
     const OutputRow<typename F::Type> to(p.out, b, h, i, p.Dv);
 #pragma unroll
     for (int n = 0; n < F::kDv / 8; ++n)
       to.store(8 * n + column, out[n][2 * half] * inverse, out[n][2 * half + 1] * inverse);
-    if (column == 0)
-      Normalisers(p, b, h).template store<F::kGeneral>(
-          i, level_of<F::kGeneral>(state.max[half], to_log2), sum);
+    if (column == 0) Normalisers(p, b, h).template store<F::kGeneral>(i, level, sum);
   }
 }
 
@@ -70,13 +69,6 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const uint32_t q_tile = ptx::shared_address(memory);
 
   Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-  if (F::kGeneral && p.sinks.data) {  // one more logit, counted by one of the four lanes of a row
-    const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
-    for (int half = 0; half < 2; ++half) {
-      state.max[half] = sink;
-      state.sum[half] = column == 0 && sink != -INFINITY ? 1.0f : 0.0f;
-    }
-  }
   Accumulator<F::kDv> out = {};
   uint32_t left[F::kKeepQ ? F::kD / 16 : 1][4];
 

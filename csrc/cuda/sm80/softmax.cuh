@@ -66,5 +66,19 @@ FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4]
   }
 }
 
+// A sink is one more logit, without a value. It is counted when all keys have been, so that no loop
+// knows of it: in the level and the sum of a row's weights. What the row's values are rescaled by.
+template <bool general>
+FA_DEVICE float count_sink(const FaParams& p, int64_t b, int64_t h, float& level, float& sum) {
+  if (!p.sinks.data) return 1;
+  const float sink = read(p.sinks, b * p.sinks.stride[0] + h * p.sinks.stride[1]);
+  const float top = fmaxf(level, level_of<general>(sink, kLog2e));
+  const float finite = top == -INFINITY ? 0.0f : top;
+  const float decay = rescale<general>(level, finite);
+  sum = sum * decay + exponential<general>(sink, finite, kLog2e);
+  level = top;
+  return decay;
+}
+
 }  // namespace sm80
 }  // namespace fa
