@@ -367,6 +367,13 @@ def test_boxes_on_every_schedule(executor, name, lazy):
             assert np.array_equal(out, expected)
 
 
+def test_a_box_of_more_bytes_than_a_number_has(executor):
+    tensor = Tensor(*SHAPES[4], 1, 0, np.random.default_rng(0))
+    fields = tensor.fields(**{f"box_dim{i}": 256 for i in range(4)})
+    with pytest.raises(AssertionError, match="bytes of a box 4294967296, expected no more than"):
+        load_boxes(executor, "boxes_4", tensor, [(0, 0, 0, 0)], fields=fields)
+
+
 def test_groups_of_nothing(executor):
     found = executor.launch("groups", (1,), (LANES,), 4096, [bytes(8)] * 9)
     assert not found.count, found.first

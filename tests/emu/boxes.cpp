@@ -21,8 +21,8 @@ uint32_t swizzled(uint32_t address, int mode) {
   return address ^ (address >> 7 & flips) << 4;
 }
 
-uint32_t box_bytes(const TensorMap& map) {
-  uint32_t bytes = static_cast<uint32_t>(bytes_of(map));
+uint64_t box_bytes(const TensorMap& map) {
+  auto bytes = static_cast<uint64_t>(bytes_of(map));
   for (int i = 0; i <= map.rank; ++i) bytes *= map.box[i];
   return bytes;
 }
@@ -51,6 +51,8 @@ std::string fault_of(const TensorMap& map) {
   if (row % 16) return said("bytes of a row of the box", row, "a multiple of 16");
   if (map.swizzle && row != 16u << map.swizzle)
     return said("bytes of a row of a swizzled box", row, "as many as the swizzle has");
+  if (const uint64_t bytes = box_bytes(map); bytes > block->shared_bytes)
+    return said("bytes of a box", bytes, "no more than there is of shared memory");
   return "";
 }
 
