@@ -101,9 +101,10 @@ FAULTS = [
     (
         "no fence of proxies is needed",
         "clocks",
-        "i < proxied.size() ? proxied[i] : 0",
+        "i < told.size() ? told[i] : 0",
         "known.own[i]",
     ),
+    ("any fence of proxies is of global memory", "products", "if (!of_shared_alone) ", ""),
     ("A in registers may change", "products", "*product.a_registers[i] != product.a[i]", "false"),
     ("boxes know no swizzle", "boxes", "(address >> 7 & flips)", "(address >> 7 & 0)"),
     (

@@ -49,7 +49,10 @@ RIGHT = {
     "of_registers": f"{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} {WAIT} {KEEP}",
     "a_of_registers_again": f"""{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} {WAIT}
         mov.u32 %a0, %s0; {FENCE} {OF_REGISTERS} {COMMIT} {WAIT} {KEEP}""",
+    "a_warp_beside_the_group": f"""setp.ge.u32 %p0, %t, {GROUP}; @%p0 bra $end; {FILL} {PROXY}
+        bar.sync 1, {GROUP}; {BEGUN} {WAIT} {KEEP} $end:""",
 }
+WARPS = {"three_warps": 3, "a_warp_beside_the_group": 5}
 OTHER_LANES = "setp.eq.u32 %p0, %lane, 5; selp.b32 %s1, 1, 0, %p0; cvt.u64.u32 %at, %s1;"
 OTHER_WARPS = "setp.eq.u32 %p0, %warp, 2; selp.b32 %s1, 1, 0, %p0; cvt.u64.u32 %at, %s1;"
 LAST_WARP = "setp.eq.u32 %p0, %warp, 3;"
@@ -107,7 +110,7 @@ EXPECTED = {
     "a_among_the_accumulators": "a register of A is an accumulator in flight",
     "never_waited_for": "exits with products of its warp in flight",
     "never_committed": "exits with products of its warp in flight",
-    "three_warps": "a block of 3 warps, expected whole warpgroups",
+    "three_warps": r"warp \d of 3, expected one of a whole warpgroup",
     "two_places": r"warps of a warpgroup have diverged: warp \d is at wgmma.mma.*in line \d+",
     "absent_warp": "warps of a warpgroup have diverged",
     "some_lanes": "DEADLOCK.*wgmma.mma|diverged",
@@ -193,10 +196,13 @@ LOAD = load(2)
 TARGET = "add.s32 %w, %w, 2048;"  # each thread's part of it: 16 bytes of 16 of them
 STORE = f"{TARGET} setp.lt.u32 %p2, %t, 16; @%p2 st.shared.v4.b32 [%w], {{%s0, %s0, %s0, %s0}};"
 ASK, LOADED = f"{AT} {EXPECT} {ACQUIRE} {LOAD}", f"{wait('%bar', 0)} {COPY_OUT}"
+SOURCE = "ld.global.b64 %d1, [%f]; st.global.b32 [%d1+72], %t;"  # one of its elements
 SEVERAL = {  # kernels that are right, where the map is
     "one_box": f"{MAKE} @!%first bra $wait; {ASK} $wait: {LOADED}",
     "stored_before": f"{STORE} {PROXY} {MAKE} @!%first bra $wait; {ASK} $wait: {LOADED}",
     "fenced_by_who_asks": f"{STORE} {MAKE} @!%first bra $wait; {PROXY} {ASK} $wait: {LOADED}",
+    "source_stored": f"""{MAKE} @!%first bra $wait; {SOURCE} fence.proxy.async; {ASK}
+        $wait: {LOADED}""",
     "read_before": f"""@%first {INIT} [%bar+8], 1; {MAKE} @!%first bra $wait; {ASK}
         $wait: {wait("%bar", 0)} {TARGET} setp.lt.u32 %p2, %t, 16;
         @%p2 ld.shared.b32 %s3, [%w]; bar.sync 0; @!%first bra $again;
@@ -207,6 +213,14 @@ WRONG_BOXES = {
     "stored_without_a_fence": (
         f"{STORE} {MAKE} @!%first bra $wait; {ASK} $wait: {LOADED}",
         "NO PROXY FENCE",
+    ),
+    "source_stored_without_a_fence": (
+        f"{MAKE} @!%first bra $wait; {SOURCE} {ASK} $wait: {LOADED}",
+        "NO PROXY FENCE at global address",
+    ),
+    "source_stored_with_a_fence_of_shared": (
+        f"{MAKE} @!%first bra $wait; {SOURCE} {PROXY} {ASK} $wait: {LOADED}",
+        "NO PROXY FENCE at global address",
     ),
     "never_acquired": (
         f"{MAKE} @!%first bra $wait; {AT} {EXPECT} {LOAD} $wait: {LOADED}",
@@ -314,8 +328,8 @@ def executor():
 WAYS = [(schedule, lazy) for schedule in SCHEDULES for lazy in (False, True)]
 
 
-def multiply(executor, name, threads=GROUP, **options):
-    out = aligned(4 * GROUP, np.float32)
+def multiply(executor, name, **options):
+    out, threads = aligned(4 * GROUP, np.float32), 32 * WARPS.get(name, 4)
     return out, executor.launch(name, (1,), (threads,), 4096, [out, out], **options)
 
 
@@ -328,9 +342,8 @@ def test_products_that_are_right(executor, name):
 
 @named("name", WRONG)
 def test_a_misuse_of_products_is_named(executor, name):
-    threads = 96 if name == "three_warps" else GROUP
     for schedule, lazy in WAYS:
-        _, found = multiply(executor, name, threads, schedule=schedule, lazy=lazy)
+        _, found = multiply(executor, name, schedule=schedule, lazy=lazy)
         assert found.count and re.search(EXPECTED[name], found.first), found.first
 
 

@@ -199,10 +199,11 @@ void write_at_place(const void* at, int bytes, const void* place);
 void note_read(const Fiber& by, uint32_t address, int bytes, const char* what);
 void note_write(const Fiber& by, uint32_t address, int bytes, const char* what);
 void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place);
-// By the asynchronous proxy, in a step of an agent of its own, for a thread with these clocks.
-void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& of);
+// By the asynchronous proxy, in a step of an agent of its own, for a thread with these clocks; what it
+// reads, with those that it has of this thread.
+void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& known);
 void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clocks& of);
-void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& of);
+void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& known);
 
 void note_atomic(const void* at, int bytes, const char* what, Access access, bool narrow);
 void atomics_begin();  // of a launch

@@ -218,8 +218,9 @@ void load_box(const char* site, uint32_t to, const void* map, int rank, const in
   step.agent = block->agents.arrivals(box.arrives.index);
   step.clock = box.arrives.phase + 1;
   note_proxied_write(to, bytes, step, by.clocks);
+  const Clocks known = by.clocks.of_async_proxy(by.clocks.proxied_global, block->agents.proxied());
   each_row(box, [&](uint32_t, const unsigned char* from, int64_t, int64_t count) {
-    if (count) note_proxied_source(from, static_cast<int>(count), step, by.clocks);
+    if (count) note_proxied_source(from, static_cast<int>(count), step, known);
   });
   if (!options.lazy) return land(box);
   std::memset(shared_pointer(to, 16), 0xFF, static_cast<size_t>(bytes));

@@ -13,6 +13,7 @@ void Clocks::join(const Clocks& from) {
   if (from.block == block) {
     emu::join(own, from.own);
     emu::join(proxied, from.proxied);
+    emu::join(proxied_global, from.proxied_global);
   }
   if (from.others == others && (from.block == block || from.own.empty())) return;
   auto all = others ? *others : std::map<int64_t, Known>();
@@ -22,9 +23,9 @@ void Clocks::join(const Clocks& from) {
   others = std::make_shared<const std::map<int64_t, Known>>(std::move(all));
 }
 
-Clocks Clocks::of_async_proxy(size_t first) const {
+Clocks Clocks::of_async_proxy(const Known& told, size_t first) const {
   Clocks known = *this;
-  for (size_t i = 0; i < first; ++i) known.own[i] = i < proxied.size() ? proxied[i] : 0;
+  for (size_t i = 0; i < first; ++i) known.own[i] = i < told.size() ? told[i] : 0;
   return known;
 }
 

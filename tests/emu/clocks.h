@@ -28,7 +28,9 @@ struct Clocks {
   using Known = std::vector<Clock>;
   int64_t block = -1;
   Known own;  // of the agents of this block
-  Known proxied;  // of these, up to the last fence between the generic and the asynchronous proxy
+  // Of these, up to the last fence between the generic and the asynchronous proxy: one of shared
+  // memory, and one of global memory too.
+  Known proxied, proxied_global;
   // Of other blocks: nothing at first. Only atomics and fences order blocks of a launch.
   std::shared_ptr<const std::map<int64_t, Known>> others;
 
@@ -43,8 +45,8 @@ struct Clocks {
   }
   void join(const Clocks& from);
   // What the asynchronous proxy knows that works for this agent: of agents before `first`, which use
-  // the generic one, what a fence between the two has told.
-  Clocks of_async_proxy(size_t first) const;
+  // the generic one, what a fence between the two has told, which is one of the above.
+  Clocks of_async_proxy(const Known& told, size_t first) const;
 
  private:
   bool know_other(const Step& step) const;

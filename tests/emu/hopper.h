@@ -31,7 +31,7 @@ void load_box(const char* site, uint32_t to, const void* map, int rank, const in
 
 // -- products of warpgroups ------------------------------------------------------------------------
 
-void async_proxy_fence(const char* site);  // fence.proxy.async
+void async_proxy_fence(const char* site, bool of_shared_alone);  // fence.proxy.async
 
 enum class Element { kBfloat16, kFloat16, kTf32 };
 // D (64 x columns) (+)= A (64 x k) B (k x columns), k of 32 bytes; this thread's part.

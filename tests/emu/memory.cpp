@@ -245,19 +245,19 @@ void note_write(const Fiber& by, uint32_t address, int bytes, const char* what) 
   block->shadow.write(in_window(address), bytes, by.step(what), by.clocks);
 }
 
-void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& of) {
-  if (options.check) block->shadow.read(in_window(address), bytes, step, of);
+void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& known) {
+  if (options.check) block->shadow.read(in_window(address), bytes, step, known);
 }
 
 void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clocks& of) {
   if (!options.check) return;
   // What others read is over once that is known: no fence is needed for it.
-  const Clocks known = of.of_async_proxy(block->agents.proxied());
+  const Clocks known = of.of_async_proxy(of.proxied, block->agents.proxied());
   block->shadow.write(in_window(address), bytes, step, known, of);
 }
 
-void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& of) {
-  if (options.check) global.read(reinterpret_cast<uintptr_t>(from), bytes, step, of);
+void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& known) {
+  if (options.check) global.read(reinterpret_cast<uintptr_t>(from), bytes, step, known);
 }
 
 void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place) {

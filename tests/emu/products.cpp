@@ -158,11 +158,13 @@ bool alike(const Product& x, const Product& y) {
 
 // Warps of a warpgroup do the same ones in the same order. Each is on its own until the next.
 void count_instruction(const char* site, const Product* product = nullptr) {
-  if (block->warps.size() % 4)
-    fail("%s: a block of %zu warps, expected whole warpgroups of four", site, block->warps.size());
+  const auto group = static_cast<size_t>(self->warp / 4);
+  if (4 * group + 4 > block->warps.size())
+    fail("%s: warp %d of %zu, expected one of a whole warpgroup of four", site, self->warp,
+         block->warps.size());
   auto& all = block->proxy.instructions;
   if (all.empty()) all.resize(block->warps.size() / 4);
-  std::vector<GroupInstruction>& mine = all[size_t(self->warp / 4)];
+  std::vector<GroupInstruction>& mine = all[group];
   const size_t at = products_of_warp().instructions++;
   if (at == mine.size()) mine.push_back({site, product ? *product : Product{}});
   const GroupInstruction& other = mine[at];
@@ -241,7 +243,7 @@ void note_reads(const char* site, const Product& product) {
   if (!options.check) return;
   // Any of its lanes asks for it: all must know what is there.
   const Fiber& by = block->fibers[size_t(self->warp) * 32 + block->random() % 32];
-  const Clocks known = by.clocks.of_async_proxy(block->agents.proxied());
+  const Clocks known = by.clocks.of_async_proxy(by.clocks.proxied, block->agents.proxied());
   Step step = by.step(site);
   step.agent = block->agents.products(self->warp);
   step.clock = products_of_warp().committed + 1;
@@ -345,7 +347,7 @@ void products_end() {
 
 void products_all_end() {
   const Proxy& proxy = block->proxy;
-  for (size_t warp = 0; warp < proxy.products.size(); ++warp)
+  for (size_t warp = 0; warp < 4 * proxy.instructions.size(); ++warp)
     if (const size_t done = proxy.products[warp].instructions, all = proxy.instructions[warp / 4].size();
         done != all)
       return found("warps of a warpgroup have diverged: warp " + std::to_string(warp) + " ends after " +
@@ -353,11 +355,12 @@ void products_all_end() {
                    std::to_string(all));
 }
 
-void async_proxy_fence(const char* site) {
+void async_proxy_fence(const char* site, bool of_shared_alone) {
   if (skipped(site)) return;
   Fiber& fiber = current();
   const auto end = fiber.clocks.own.begin() + block->agents.proxied();
   fiber.clocks.proxied.assign(fiber.clocks.own.begin(), end);
+  if (!of_shared_alone) fiber.clocks.proxied_global = fiber.clocks.proxied;
   fiber.clocks.own[size_t(fiber.id)]++;
 }
 

@@ -179,6 +179,7 @@ void prepare(Fiber& fiber, const Block& of, int id, unsigned char* stack_end) {
   fiber.clocks.block = of.number;
   fiber.clocks.own.assign(of.agents.proxied(), 0);
   fiber.clocks.proxied.clear();
+  fiber.clocks.proxied_global.clear();
   fiber.clocks.own[id] = 1;
   fiber.clocks.others.reset();
   fiber.committed = 0;

@@ -104,6 +104,12 @@ def acquire(write, groups, operands, place):
     return f"emu::map_acquire({place}, {of_map(write, operands[0], place)});"
 
 
+def fence(write, groups, operands, place):
+    """Between the proxies: of all memory, or of shared memory alone."""
+    of_shared_alone = "true" if groups["sharedcta"] else "false"
+    return f"emu::async_proxy_fence({place}, {of_shared_alone});"
+
+
 def load_box(write, groups, operands, place):
     """cp.async.bulk.tensor [to], [map, {coordinates}], [mbarrier]."""
     rank, source = int(groups["rank"]), operands[1].strip("[] ")
@@ -204,7 +210,7 @@ FORMS = [
     ),
     (f"mbarrier.<way:arrive|arrive.expect_tx>[.release.cta].{SHARED}.b64", "_ _ *", arrive),
     (f"mbarrier.<way:try_wait|test_wait>.parity[.acquire.cta].{SHARED}.b64", "_ _ _ *", test),
-    ("fence.proxy.async[.shared::cta]", "", call("async_proxy_fence")),
+    ("fence.proxy.async[.shared::cta]", "", fence),
     # Of blocks that share a cluster there is one.
     ("fence.mbarrier_init.release.cluster", "", nothing),
     (
