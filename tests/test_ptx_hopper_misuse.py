@@ -146,7 +146,11 @@ MBARRIERS = {
     "used_before_it_is_known": (f"@%first {INIT} [%bar], 64; {ARRIVE}", "no mbarrier|RACE with"),
     "too_many_arrive": (
         f"{READY} mbarrier.arrive.shared::cta.b64 _, [%bar], 2;",
-        "2 arrive at the mbarrier at shared byte 1024, expected at most 1",
+        "2 arrive at the mbarrier at shared byte 1024, expected at least 1 and at most 1",
+    ),
+    "none_arrives": (
+        f"{READY} @%first mbarrier.arrive.shared::cta.b64 _, [%bar], 0;",
+        "0 arrive at the mbarrier at shared byte 1024, expected at least 1",
     ),
     "invalid_while_waited_for": (
         f"{READY} @!%first bra $wait; mbarrier.inval.shared::cta.b64 [%bar]; ret; "
@@ -264,6 +268,11 @@ WRONG_BOXES = {
     "at_no_mbarrier": (
         f"{MAKE} @%first {AT} @%first {ACQUIRE} @%first {load(2, bar='%bar+8')}",
         "no mbarrier at shared byte 1032",
+    ),
+    "map_overwritten": (
+        f"{MAKE} @!%first bra $wait; ld.global.b64 %d1, [%f]; add.s64 %d1, %d1, 16; "
+        f"st.global.b64 [%map], %d1; {ASK} $wait: {LOADED}",
+        "its tensor map was overwritten since it was published",
     ),
     "lanes_publish_others": (
         MAKE.replace("[%map], [%m]", "[%x], [%m]").replace(

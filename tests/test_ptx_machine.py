@@ -647,6 +647,7 @@ REGISTERS = ".reg .b32 %r<9>; .reg .b64 %d<9>; .reg .pred %p<3>; .reg .b16 %h<3>
         ("ld.param.u64 %d0, [other];", "operand other as .u64"),
         (".reg .b128 %q;", "registers of type .b128"),
         (".branchtargets here;", "'.branchtargets here' is no instruction"),
+        (".local .align 4 .b8 big[65540];", "65540 bytes of local memory, expected at most 64 KB"),
         (".shared .align 4 .b8 big[49156];", "49156 bytes of static shared memory, expected .* 48"),
         ("setp.lt.and.s32 %p0, %r0, %r1;", "3 operands"),
         ("@%r0 mov.u32 %r1, 0;", "%r0 is .b32, expected .pred"),

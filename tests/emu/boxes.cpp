@@ -122,6 +122,8 @@ TensorMap published_map(const char* site, const void* map) {
   note_map(plain_read, map, site);
   TensorMap copy;
   std::memcpy(&copy, map, sizeof copy);
+  if (std::memcmp(&copy, &published.map, sizeof copy))
+    fail("%s: its tensor map was overwritten since it was published", site);
   if (const std::string fault = fault_of(copy); !fault.empty())
     fail("%s: its tensor map has %s", site, fault.c_str());
   return copy;
@@ -181,7 +183,9 @@ void publish(void** brought, uint32_t) {
   note_map(plain_read, from, mine.site);
   note_map(plain_write, mine.to, mine.site);
   std::memcpy(mine.to, from, kMapBytes);
-  block->proxy.maps[mine.to] = {current().step(mine.site), {}};
+  Published& published = block->proxy.maps[mine.to];
+  published = {current().step(mine.site), {}, {}};
+  std::memcpy(&published.map, from, sizeof published.map);
 }
 
 }  // namespace

@@ -78,9 +78,9 @@ void mbarrier_expect(const char* site, uint32_t address, uint32_t bytes) {
 void mbarrier_arrive(const char* site, uint32_t address, uint32_t count) {
   if (skipped(site)) return;
   Mbarrier& mbarrier = used_at(site, address);
-  if (count > mbarrier.pending)
-    fail("%s: %u arrive at the mbarrier at shared byte %u, expected at most %u", site, count,
-         address - kWindow, mbarrier.pending);
+  if (!count || count > mbarrier.pending)
+    fail("%s: %u arrive at the mbarrier at shared byte %u, expected at least 1 and at most %u", site,
+         count, address - kWindow, mbarrier.pending);
   Fiber& fiber = current();
   mbarrier.arrived.join(fiber.clocks);
   fiber.clocks.own[fiber.id]++;

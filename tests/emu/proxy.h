@@ -39,6 +39,7 @@ static_assert(sizeof(TensorMap) <= kMapBytes);
 // A map that a block published, and who saw it since.
 struct Published {
   Step by;
+  TensorMap map;
   std::vector<Step> acquired;
 };
 

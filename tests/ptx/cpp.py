@@ -13,8 +13,9 @@ NUMBER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?")
 FLOAT = {"f32": re.compile(r"0[fF]([0-9a-fA-F]{8})"), "f64": re.compile(r"0[dD]([0-9a-fA-F]{16})")}
 WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
 
-# What blocks may have of shared memory: without asking, and at most, in KB.
-STATIC = 48
+# What blocks may have of shared memory: without asking, and at most, in KB. Local memory is on the
+# stack of a thread of the emulator.
+STATIC, LOCAL = 48, 64
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227}
 
 
@@ -34,6 +35,8 @@ def one(kernel):
     at, align = writer.static, max([16, *(x.align for x in kernel.shared.values() if not x.bytes)])
     if at > STATIC << 10:
         refuse(kernel.line, f"{at} bytes of static shared memory, expected at most {STATIC} KB")
+    if (bytes := sum(x.bytes for x in kernel.local.values())) > LOCAL << 10:
+        refuse(kernel.line, f"{bytes} bytes of local memory, expected at most {LOCAL} KB")
     lines = [
         "extern const emu::Compiled kernel;",
         "static void body(Parameters P) {",
