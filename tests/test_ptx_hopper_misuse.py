@@ -49,6 +49,8 @@ RIGHT = {
     "of_registers": f"{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} {WAIT} {KEEP}",
     "a_of_registers_again": f"""{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} {WAIT}
         mov.u32 %a0, %s0; {FENCE} {OF_REGISTERS} {COMMIT} {WAIT} {KEEP}""",
+    "another_shape_fenced": f"""{FILLED} {BEGUN} {WAIT} {FENCE} {wgmma(range(8), b="%da")} {COMMIT}
+        {WAIT} {FENCE} {PRODUCT} {COMMIT} {WAIT} {KEEP}""",
     "a_warp_beside_the_group": f"""setp.ge.u32 %p0, %t, {GROUP}; @%p0 bra $end; {FILL} {PROXY}
         bar.sync 1, {GROUP}; {BEGUN} {WAIT} {KEEP} $end:""",
 }
@@ -56,6 +58,7 @@ WARPS = {"three_warps": 3, "a_warp_beside_the_group": 5}
 OTHER_LANES = "setp.eq.u32 %p0, %lane, 5; selp.b32 %s1, 1, 0, %p0; cvt.u64.u32 %at, %s1;"
 OTHER_WARPS = "setp.eq.u32 %p0, %warp, 2; selp.b32 %s1, 1, 0, %p0; cvt.u64.u32 %at, %s1;"
 LAST_WARP = "setp.eq.u32 %p0, %warp, 3;"
+FROM_D, ALL_COLUMNS = "{%d0, %d1, %d2, %d3}", wgmma(range(8), b="%da")
 WRONG = {
     "no_proxy_fence": f"{FILL} {BARRIER} {BEGUN} {WAIT}",
     "proxy_fence_too_early": f"{PROXY} {FILL} {BARRIER} {BEGUN} {WAIT}",
@@ -66,12 +69,15 @@ WRONG = {
     "read_since_the_fence": f"{FILLED} {BEGUN} {WAIT} {KEEP} {PRODUCT} {COMMIT} {WAIT}",
     "a_written_since_the_fence": f"""{FILLED} {FENCE} mov.u32 %a2, 0;
         {OF_REGISTERS} {COMMIT} {WAIT}""",
+    "another_shape_later": f"{FILLED} {BEGUN} {WAIT} {ALL_COLUMNS} {COMMIT} {WAIT}",
+    "accumulators_as_a": f"""{FILLED} {BEGUN} {WAIT} {wgmma((4, 5, 6, 7), FROM_D)}
+        {COMMIT} {WAIT}""",
     "written_in_flight": f"{FILLED} {BEGUN} mov.f32 %d2, 0f3F800000; {WAIT}",
     "a_written_in_flight": f"{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} mov.u32 %a3, 0; {WAIT}",
     "changed_in_flight": f"{FILLED} {BEGUN} {FILL} {WAIT}",
     "changed_by_others": f"{FILLED} {BEGUN} {BARRIER} {FILL} {WAIT}",
     "changed_while_others_wait": f"{FILLED} {BEGUN} {WAIT} {FILL}",
-    "another_shape": f"{FILLED} {BEGUN} {wgmma(range(8))} {COMMIT} {WAIT}",
+    "another_shape": f"{FILLED} {BEGUN} {FENCE} {wgmma(range(8))} {COMMIT} {WAIT}",
     "shifted_up": f"{FILLED} {BEGUN} {wgmma((1, 2, 3, 4))} {COMMIT} {WAIT}",
     "shifted_down": f"{FILLED} {FENCE} {wgmma((1, 2, 3, 4))} {COMMIT} {PRODUCT} {COMMIT} {WAIT}",
     "a_among_the_accumulators": f"""{FILLED} {BEGUN} mov.b32 %a0, %s0;
@@ -99,6 +105,8 @@ EXPECTED = {
     "written_since_the_fence": "NO FENCE",
     "read_since_the_fence": "NO FENCE",
     "a_written_since_the_fence": "NO FENCE",
+    "another_shape_later": "NO FENCE",
+    "accumulators_as_a": "NO FENCE",
     "written_in_flight": "an accumulator was written in flight",
     "a_written_in_flight": "a register of A was written in flight",
     "changed_in_flight": "SOURCE CHANGED IN FLIGHT.*products of warp",

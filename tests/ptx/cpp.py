@@ -82,7 +82,8 @@ class Writer:
             self.static += variable.bytes
 
     def declarations(self):
-        uses = "".join(f", used_{i} = 0" for i in sorted(set(self.used.values())))
+        groups = sorted(set(self.used.values()))
+        uses = "".join(f", used_{i} = 0, as_{i} = 0, as_{i}_at = 0" for i in groups)
         yield f"u32 fenced = 0{uses};"
         for name, kind in self.kernel.registers.items():
             ones = "true" if kind == "pred" else f"BITS({self.type(kind)}, u{8 * SIZES[kind]}(-1))"
@@ -172,7 +173,8 @@ class Writer:
             return cast(type, self.type(own), self.read(operand))
         return f"{type}({self.other(operand, kind)})"
 
-    # -- registers that products use in flight: how many wgmma.fences were there when others did? --
+    # -- registers that products use in flight: how many wgmma.fences were there when other
+    # instructions used them, and when products did? And as what: of A (1), or D of such columns --
 
     def use(self, register):
         return f"used_{self.used[register]} = fenced"
@@ -181,9 +183,13 @@ class Writer:
         plain = self.register(register)
         return f"({self.use(register)}, {plain})" if register in self.used else plain
 
-    def ordered(self, lists):
-        """Was there a fence since?"""
-        return " && ".join(f"used_{i} < fenced" for i in sorted({self.used[x[0]] for x in lists}))
+    def ordered(self, uses):
+        """Was there a fence since? Of (a register of a list, as what); and what remembers these."""
+        groups = [(self.used[register], what) for register, what in uses]
+        fenced = " && ".join(
+            f"used_{i} < fenced && (as_{i} == {what} || as_{i}_at < fenced)" for i, what in groups
+        )
+        return fenced, "".join(f" as_{i} = {what}; as_{i}_at = fenced;" for i, what in groups)
 
     def four_bytes(self, operand):
         own = self.kernel.registers.get(operand)

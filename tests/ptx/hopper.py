@@ -161,6 +161,8 @@ def product(write, groups, operands, place):
     if len(rest) != 2 + (0 if kind == "tf32" else 1 if in_registers else 2):
         refuse(write.line, f"{len(operands)} operands")
     code = pointers(write, d, columns // 2, "d")
+    whole = [x[0] for x in wgmma_registers(write.each)]
+    ordered, remember = write.ordered(zip(whole, (columns, 1)))
     if in_registers:
         code += pointers(write, a, 4, "a")
     across = ["true" if write.constant(x) else "false" for x in rest[2:]]
@@ -168,11 +170,11 @@ def product(write, groups, operands, place):
     fields = [
         *(f"emu::Element::{ELEMENTS[kind]}", columns, "d", "a" if in_registers else "nullptr"),
         *("0" if in_registers else write.value(a, "u64"), write.value(b, "u64")),
-        *(write.value(scale, "pred"), write.ordered(wgmma_registers(write.each))),
+        *(write.value(scale, "pred"), ordered),
         *(sign(write, rest[0]), sign(write, rest[1]), of_a, of_b),
     ]
     fields = ", ".join(map(str, fields))
-    return f"{{ {code}emu::products_begin({place}, {{{fields}}}); }}"
+    return f"{{ {code}emu::products_begin({place}, {{{fields}}});{remember} }}"
 
 
 # --- lanes ----------------------------------------------------------------------------------------
