@@ -91,6 +91,13 @@ def test_so_is_one_of_a_compiled_kernel(old, times):
         notice.notices(fault)
 
 
+@ours.needs_nvcc
+def test_an_edit_is_of_a_kernel_that_runs():
+    fault = table.Fault("a fault", "ptx forward", (table.Edit("dq_kernel", "a", ""),), "")
+    with pytest.raises(AssertionError, match="a fault: ptx forward runs no dq_kernel"):
+        notice.notices(fault)
+
+
 def test_a_fault_that_does_not_compile_is_an_error():
     edit = table.Edit("cuda/sm80/forward.cuh", "stage ^= 1) {", "stage ^= one) {")
     with pytest.raises(AssertionError, match=r"error: .one. was not declared"):

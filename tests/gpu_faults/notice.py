@@ -26,13 +26,16 @@ def notices(fault, name=None):
     name = name or fault.seen_by
     if name.startswith(ADDRESSES):
         return of_addresses(fault, name.removeprefix(ADDRESSES))
-    with altered(fault, name):
+    with altered(fault, name) as met:
         try:
-            return "\n".join(slices.complaints(name))
+            found = "\n".join(slices.complaints(name))
         except (AssertionError, RuntimeError) as caught:
             if re.search("findings: |fa_cuda_run returns|CUDA error", str(caught)):
                 return str(caught)
             raise
+    absent = {x.where for x in fault.edits if x.of == "compiled"} - met
+    assert not absent, f"{fault.title}: {name} runs no {', '.join(absent)}"
+    return found
 
 
 def of_addresses(fault, name):
@@ -52,19 +55,25 @@ def of_addresses(fault, name):
 
 @contextmanager
 def altered(fault, name):
-    """Inside, what the slice runs has the fault."""
-    engine, _, _ = slices.parts(name)
+    """Inside, what the slice runs has the fault. Gives the compiled kernels that it edits, as they
+    are met."""
+    met, (engine, _, _) = set(), slices.parts(name)
+
+    def edited(ptx):
+        met.update(x.where for x in fault.edits if table.kernels_of(x, ptx))
+        return table.applied_to_compiled(fault, ptx)
+
     with pytest.MonkeyPatch.context() as patch:
         for where in {x.where for x in fault.edits if x.of == "python"}:
             alter_python(patch, fault, where)
         if engine == "triton":
-            with altered_triton(patch, fault):
-                yield
+            with altered_triton(patch, edited):
+                yield met
         else:
             alter_library(patch, fault, name)
             if engine == "ptx":
-                alter_nvcc(patch, fault, name)
-            yield
+                alter_nvcc(patch, fault, name, edited)
+            yield met
 
 
 def alter_library(patch, fault, name):
@@ -83,23 +92,23 @@ def alter_library(patch, fault, name):
         patch.setattr(emulated, cached, again)
 
 
-def alter_nvcc(patch, fault, name):
+def alter_nvcc(patch, fault, name, edited):
     """What it compiles, and what it made of that."""
     of_source = ours.ptx
     altered = builds.includes(builds.tree(slices.dim_of(name), fault))
     patch.setattr(ours, "INCLUDES", altered)
-    patch.setattr(ours, "ptx", lambda name: table.applied_to_compiled(fault, of_source(name)))
+    patch.setattr(ours, "ptx", lambda name: edited(of_source(name)))
 
 
 @contextmanager
-def altered_triton(patch, fault):
+def altered_triton(patch, edited):
     """Inside, Triton loads its kernels anew, altered."""
     from triton.runtime.jit import JITFunction
 
     driver, loaded = triton.driver_of(80), []
 
     def load(name, ptx, *more):
-        return driver.load(name, table.applied_to_compiled(fault, ptx.decode()).encode(), *more)
+        return driver.load(name, edited(ptx.decode()).encode(), *more)
 
     patch.setattr(driver.utils, "load_binary", load)
     for module in vars(launcher.kernels()).values():

@@ -96,9 +96,14 @@ def applied_to_compiled(fault, text):
     return "".join(compiled(fault, x) for x in kernels)
 
 
+def kernels_of(edit, text):
+    """The beginnings of the kernels that it is of."""
+    return re.findall(rf"^\.visible \.entry \w*{edit.where}", text, re.M)
+
+
 def compiled(fault, kernel):
     for edit in fault.edits:
-        if not re.match(rf"\.visible \.entry \w*{edit.where}", kernel):
+        if not kernels_of(edit, kernel):
             continue
         index, pattern = re.fullmatch(r"(?:(-?\d+): )?(.*)", edit.old, re.S).groups()
         found = list(re.finditer(pattern, kernel, re.M))
