@@ -19,6 +19,7 @@ from . import (
     comparison,
     decoding,
     flushing,
+    launching,
     ledger_report,
     machine,
     modules,
@@ -79,6 +80,7 @@ def overhead(options: Options) -> int:
         result["overhead"] = tiny_call.measure(device, peers, options.threads)
         _cells(result, options, cases, (FORWARD,), 0.1)
     _print(printed.small_table(result["cells"]))
+    _print(launching.lines())
     return _finish(result, options)
 
 

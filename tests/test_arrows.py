@@ -22,7 +22,7 @@ FLOORS = (
     {"backends"},
     {"launcher"},
     {"crossing"},
-    {"backend", "native", "autotune", "gpu"},
+    {"backend", "native", "autotune", "gpu", "compiled"},
     {"check", "tuning", "flops", "elf", "advice", "scalars"},
     {"spec"},
     {"reference", "prerequisites"},

@@ -67,9 +67,11 @@ def test_decode_reports_reading(tmp_path, capsys):
 
 def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.tiny_call.SMALL", (1, 4))
+    monkeypatch.setattr("bench.launching.CALLS", 2)
     result = run(tmp_path, "overhead", *FAST)
     assert {c["N"] for c in result["cells"]} == {1, 4} and result["overhead"]["timings"]
-    assert "tiny call" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "tiny call" in said and "launch" in said
 
 
 def test_mha_measures_every_mode(tmp_path, capsys):

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import contextvars
 import functools
 import importlib
 import math
-import os
-import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
-from .. import autotune, gpu, tuning
+from .. import autotune, compiled, gpu, tuning
 from ..backend import Support, broadcast_strides, check_lengths, register, token_major
+from ..compiled import Launch, interpreted, version
 from ..gpu import architecture, on, processors
+from ..launcher import prepared
 from ..spec import AttentionSpec, Feature, Tensors
 
 OLDEST = (3, 6)
 TINY, HUGE = 1e-37, 1e38  # scales that are normal float32 numbers in base 2, too
 LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares among programs
-
-
-def interpreted() -> bool:
-    """Do kernels run on CPU tensors, in Triton's interpreter? Fixed when a kernel is imported."""
-    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 @functools.lru_cache(maxsize=1)
@@ -38,11 +32,11 @@ def kernels() -> SimpleNamespace:
 
 @functools.cache
 def unavailable() -> str | None:
-    version = tuning.triton_version()
-    if version is None:
+    found = version()
+    if found is None:
         return "Triton is not installed (pip install triton)"
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST:
-        return f"Triton {version} is older than {OLDEST[0]}.{OLDEST[1]}"
+    if found < OLDEST:
+        return f"Triton {tuning.triton_version()} is older than {OLDEST[0]}.{OLDEST[1]}"
     if interpreted():
         return None
     missing = gpu.unavailable()
@@ -76,12 +70,13 @@ class Triton:
         return unavailable()
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
-        out = token_major(t.q, (spec.B, spec.H, spec.M, spec.Dv), spec.dtype)
-        normaliser = t.q.new_empty((2, spec.B, spec.H, spec.M), dtype=spec.wide)
+        like = prepared(spec)
+        out = t.q.new_empty_strided(*like.out)
+        normaliser = t.q.new_empty_strided(*like.normaliser, dtype=spec.wide)
         if normaliser.numel():
             job = Job(spec, t)
-            if job.splits:
-                job.decode(out, normaliser)
+            if splits := job.splits():
+                job.decode(out, normaliser, splits)
             else:
                 job.forward(out, normaliser)
         return out, normaliser
@@ -133,23 +128,28 @@ class Job:
         self.device = t.q.device
         self.arch = architecture(self.device)
         self.extras = extras(spec, t)
-        self.q, self.k = operand(t.q), operand(t.k)
-        self.v, self.do = operand(t.v), operand(dout)
-        tensors = [x for x in (t.q, t.k, t.v, dout) if x is not None]
+        self.inputs = operand(t.q), operand(t.k), operand(t.v), operand(dout)
         # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers.
-        tma = 90 <= self.arch < 120 and t.v is not None and all(map(describable, tensors))
+        tma = 90 <= self.arch < 120 and t.v is not None
+        tma = tma and all(describable(x) for x in (t.q, t.k, t.v, dout) if x is not None)
         self.flags = flags(spec, tf32(), tma)
+        busy = not self.flags.plain or self.flags.dropout or spec.weights
+        self.tiled = self.arch, spec.dtype.itemsize, max(spec.D, spec.Dv), busy
+        self.searches = self.arch and autotune.enabled()
+        given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
+        self.launches = compiled.alike(spec.kept.setdefault("launches", {}), given, self.flags)
 
     # ------------------------------------------------------------------------------------ forward
 
-    @functools.cached_property
     def splits(self) -> int:
         """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
         spec = self.spec
+        if spec.M > tuning.DECODE_ROWS:
+            return 0
         seen = min(spec.N, spec.M + spec.left + spec.right)
         tile = self.config("decode")
         of_keys = blocks(seen, tile.BN)
-        if spec.M > tuning.DECODE_ROWS or of_keys <= tuning.FEW_TILES:
+        if of_keys <= tuning.FEW_TILES:
             return 0
         programs = spec.B * spec.Hk * blocks(self.packed, tile.BM)
         return tuning.splits(programs, of_keys, processors(self.device))
@@ -165,11 +165,12 @@ class Job:
             kernels().forward.forward_kernel,
             "forward",
             lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
-            (self.q, self.k, self.v, operand(out), normaliser),
+            self.inputs[:3],
+            (operand(out), normaliser),
         )
 
-    def decode(self, out: Tensor, normaliser: Tensor) -> None:
-        spec, splits, decode = self.spec, self.splits, kernels().decode
+    def decode(self, out: Tensor, normaliser: Tensor, splits: int) -> None:
+        spec, decode = self.spec, kernels().decode
         rows = (splits, spec.B, spec.H, spec.M)
         partial = out.new_empty((*rows, spec.Dv), dtype=torch.float32)
         partial_m, partial_l = normaliser.new_empty(rows), normaliser.new_empty(rows)
@@ -178,12 +179,14 @@ class Job:
             decode.split_kernel,
             "decode",
             lambda c: blocks(self.packed, c.BM) * spec.B * spec.Hk * splits,
-            (self.q, self.k, self.v, *parts),
+            self.inputs[:3],
+            parts,
         )
         self.launch(
             decode.combine_kernel,
             "combine",
             lambda c: spec.B * spec.H * spec.M,
+            (),
             (*parts, operand(out), normaliser, splits),
         )
 
@@ -194,7 +197,8 @@ class Job:
             kernels().weights.weights_kernel,
             "weights",
             lambda c: blocks(spec.M, c.BM) * blocks(spec.N, c.BN) * spec.B * heads,
-            (self.q, self.k, self.t.given("normaliser").contiguous(), operand(weights)),
+            self.inputs[:2],
+            (self.t.given("normaliser").contiguous(), operand(weights)),
             AVERAGE=spec.average_heads,
         )
 
@@ -211,7 +215,8 @@ class Job:
             kernels().backward.delta_kernel,
             "delta",
             lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
-            (operand(out), self.do, operand(dlse), self.delta),
+            (),
+            (operand(out), self.inputs[3], operand(dlse), self.delta),
             F=kernels().score.Flags(plain=self.flags.plain),
         )
         if spec.weights and not spec.constant_lse:
@@ -223,7 +228,8 @@ class Job:
             kernels().backward.dq_kernel,
             "dq",
             lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
-            (*self.inputs, operand(dq)),
+            self.inputs,
+            (self.normaliser, self.delta, operand(dq)),
             GIVEN=spec.weights,
             SUMS=sums,
         )
@@ -234,13 +240,10 @@ class Job:
             kernels().backward.dkv_kernel,
             "dkv",
             lambda c: blocks(spec.N, c.BN) * spec.B * spec.Hk,
-            (*self.inputs, operand(dk), operand(dv)),
+            self.inputs,
+            (self.normaliser, self.delta, operand(dk), operand(dv)),
             GIVEN=spec.weights,
         )
-
-    @property
-    def inputs(self) -> tuple:
-        return self.q, self.k, self.v, self.do, self.normaliser, self.delta
 
     def gradients(self, wants: Sequence[str]) -> dict[str, Tensor]:
         t, spec = self.t, self.spec
@@ -275,7 +278,8 @@ class Job:
             kernels().backward.dmask_kernel,
             "dmask",
             lambda c: tiles * splits,
-            (*self.inputs, partial),
+            self.inputs,
+            (self.normaliser, self.delta, partial),
             F=self.flags._replace(tma=False),  # one tile from each: not worth a descriptor
             GIVEN=spec.weights,
             SUMMED=summed,
@@ -292,11 +296,6 @@ class Job:
 
     # ----------------------------------------------------------------------------------- launching
 
-    @functools.cached_property
-    def call(self) -> tuple:
-        """The last arguments of every kernel."""
-        return *scalars(self.spec, self.together), self.extras
-
     @property
     def together(self) -> int:
         """How many heads' keys and values the cache holds, for longest-first scheduling."""
@@ -308,28 +307,40 @@ class Job:
         return min(heads, spec.B * spec.H)
 
     def config(self, which: str) -> tuning.Config:
-        spec, flags = self.spec, self.flags
-        busy = not flags.plain or flags.dropout or spec.weights
-        return tuning.config(which, self.arch, spec.dtype.itemsize, max(spec.D, spec.Dv), busy)
+        return tuning.config(which, *self.tiled)
 
-    def launch(self, kernel, which: str, programs, args: tuple, **constexprs) -> None:
-        """Run a kernel on a grid of `programs(config)`, with the tile of its table or search."""
-        spec, constexprs = self.spec, dict(F=self.flags) | constexprs
+    def launch(self, kernel, which: str, programs, own: tuple, others: tuple, **constexprs) -> None:
+        """Run a kernel on a grid of `programs(config)`, with the tile of its table or search.
+
+        own: its first arguments, which are tensors of the call.
+        """
+        spec, args = self.spec, own + others
+        constexprs.setdefault("F", self.flags)
 
         def attempt(c: tuning.Config) -> None:
+            launches = None if kernel.pre_run_hooks else self.launches
+            if launches is not None:
+                key = compiled.key(kernel, others, c, *constexprs.values())
+                if again := launches.get(key):
+                    return again(args, self.extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
             tile = kernels().score.Tile(
                 c.BM, c.BN, spec.D, spec.Dv, padded(spec.D), padded(spec.Dv)
             )
-            run(kernel, (programs(c),), *args, *self.call, T=tile, **constexprs, **options)
+            constants, sizes = constexprs | dict(T=tile), scalars(spec, self.together)
+            grid = (programs(c),)
+            made = run(kernel, grid, *args, *sizes, self.extras, **constants, **options)
+            if launches is not None and made is not None:
+                named = tuple(constants[x] for x in kernel.arg_names if x in constants)
+                compiled.keep(launches, key, Launch(made, *grid, sizes, named))
 
         with on(self.device):
             config = self.config(which)
-            if self.arch and autotune.enabled():
+            if self.searches:
                 given = [x is not None for x in args]  # a kernel without some is another kernel
                 key = autotune.key(which, spec, self.device, **constexprs, given=given)
-                others = tuning.candidates(which, config)
-                config = autotune.best(key, config, others, lambda c: timed(attempt, c))
+                alternatives = tuning.candidates(which, config)
+                config = autotune.best(key, config, alternatives, lambda c: timed(attempt, c))
             attempt(config)
 
 
@@ -340,23 +351,11 @@ def timed(attempt, config: tuning.Config) -> float:
     return do_bench(lambda: attempt(config), warmup=5, rep=25)
 
 
-def run(kernel, grid: tuple[int], *args, **kwargs) -> None:
-    """Launch, with memory for tensor descriptors. The allocator is set for this launch alone."""
+def run(kernel, grid: tuple[int], *args, **kwargs):
+    """Triton's own launch. Returns the compiled kernel; nothing, in the interpreter."""
     if interpreted():
-        kernel[grid](*args, **kwargs)
-    else:
-        contextvars.copy_context().run(_launch, kernel, grid, args, kwargs)
-
-
-def _launch(kernel, grid, args, kwargs) -> None:
-    import triton
-
-    triton.set_allocator(_workspace)
-    kernel[grid](*args, **kwargs)
-
-
-def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+        return kernel[grid](*args, **kwargs)
+    return compiled.with_workspace(kernel[grid], *args, **kwargs)
 
 
 def blocks(n: int, size: int) -> int:
@@ -391,7 +390,10 @@ def operand(x: Tensor | None):
     """An Operand of (B,H,M,D), or of the first of these dimensions."""
     if x is None:
         return None
-    return kernels().tile.Operand(x, *x.stride(), *(0,) * (4 - x.ndim))
+    strides = x.stride()
+    if len(strides) < 4:
+        strides += (0,) * (4 - len(strides))
+    return kernels().tile.Operand(x, *strides)
 
 
 def broadcast(x: Tensor):

@@ -1,0 +1,145 @@
+"""Launches of Triton's kernels that derive nothing: compiled once, kept with the spec of a call.
+
+At every launch Triton derives what decides its compiled kernel: the type of each argument, which
+numbers are 1 or multiples of 16, which pointers are, the constants and the options. A `Launch` is
+found by at least as much: by the numbers themselves, and by Triton's driver and knobs. What remains
+is to hand the tensors of this call to the compiled kernel.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import os
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from . import tuning
+
+NEWEST = (3, 9)  # what a later Triton derives a kernel from, only its own launch knows
+MOST = 256  # launches of one spec
+
+
+def interpreted() -> bool:
+    """Do kernels run on CPU tensors, in Triton's interpreter? Fixed when a kernel is imported."""
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
+
+
+def version() -> tuple[int, ...] | None:
+    """Of Triton, as (major, minor); None without it."""
+    found = tuning.triton_version()
+    return None if found is None else tuple(map(int, re.findall(r"\d+", found)[:2]))
+
+
+@functools.cache
+def _known() -> bool:
+    return not interpreted() and (version() or NEWEST) <= NEWEST
+
+
+@functools.cache
+def _triton() -> tuple[Any, Any]:
+    """Triton's knobs, and what holds its driver."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    return knobs, driver
+
+
+class Launch(NamedTuple):
+    """A compiled kernel with all of its arguments but tensors."""
+
+    compiled: Any  # Triton's CompiledKernel
+    programs: int
+    sizes: tuple  # the spec's numbers
+    constants: tuple
+
+    def __call__(self, args: tuple, extras: tuple) -> None:
+        active, compiled = _triton()[1].active, self.compiled
+        stream = active.get_current_stream(active.get_current_device())
+        given = (self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata)
+        hooks = (None, None, None)  # their metadata, on entry, on exit
+        rest = (*given, *hooks, *args, *self.sizes, extras, *self.constants)
+        if compiled.metadata.global_scratch_size:
+            with_workspace(compiled.run, *rest)
+        else:
+            compiled.run(*rest)
+
+
+Launches = dict[tuple, Launch]
+
+
+def alike(launches: dict[tuple, Launches], args: tuple, flags: Any) -> Launches | None:
+    """Of a spec's launches those of calls like this one; None where Triton's own launch has to run.
+
+    It has where somebody hooks launches, in the interpreter, and with a Triton newer than NEWEST.
+    args: what every kernel of the call may take; flags: what it is compiled for.
+    """
+    if not _known():
+        return None
+    knobs, driver = _triton()
+    runtime, compilation = knobs.runtime, knobs.compilation
+    if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook):
+        return None
+    inspect = runtime.add_stages_inspection_hook
+    key = (
+        flags,
+        driver.active,
+        runtime.debug,
+        compilation.instrumentation_mode,
+        getattr(compilation, "fpsan_homomorphic_casts", None),
+        inspect and inspect(),
+        *described(args),
+    )
+    found = launches.get(key)
+    return keep(launches, key, {}) if found is None else found
+
+
+def key(kernel: Any, args: tuple, *others: Any) -> tuple:
+    """Of a kernel's launch among those of calls alike. args: what `alike` has not seen."""
+    return kernel.fn, _triton()[1].active.get_current_device(), *others, *described(args)
+
+
+def _calls(hook: Any) -> bool:
+    """Would Triton's launcher call anything? A chain of hooks may be empty."""
+    return hook is not None and bool(getattr(hook, "calls", True))
+
+
+def described(args: tuple) -> list:
+    """At least what Triton derives of them."""
+    found: list = []
+    for x in args:
+        if isinstance(x, tuple):  # an Operand: a tensor and its strides
+            found.append(x[1:])
+            x = x[0]
+        if isinstance(x, Tensor):
+            found += x.dtype, x.data_ptr() % 16
+        else:  # a number, or None
+            found.append(x)
+    return found
+
+
+def keep(where: dict[tuple, Any], key: tuple, value: Any) -> Any:
+    if len(where) >= MOST:
+        where.clear()
+    where[key] = value
+    return value
+
+
+def with_workspace(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Call, with memory for tensor descriptors. The allocator is set for this call alone."""
+    return contextvars.copy_context().run(_with_allocator, function, args, kwargs)
+
+
+def _with_allocator(function: Callable, args: tuple, kwargs: dict) -> Any:
+    import triton
+
+    triton.set_allocator(_workspace)
+    return function(*args, **kwargs)
+
+
+def _workspace(size: int, alignment: int, stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
