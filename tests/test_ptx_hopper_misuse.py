@@ -45,6 +45,7 @@ BEGUN = f"{FENCE} {PRODUCT} {COMMIT}"
 RIGHT = {
     "fence_of_the_writer": f"{FILLED} {BEGUN} {WAIT} {KEEP}",
     "fence_of_the_reader": f"{FILL} {BARRIER} {PROXY} {BEGUN} {WAIT} {KEEP}",
+    "changed_after_the_group": f"{FILLED} {BEGUN} {WAIT} {FILL} {KEEP}",
     "filled_again": f"{FILLED} {BEGUN} {WAIT} {BARRIER} {FILLED} {BEGUN} {WAIT} {KEEP}",
     "of_registers": f"{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} {WAIT} {KEEP}",
     "a_of_registers_again": f"""{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} {WAIT}
@@ -54,7 +55,7 @@ RIGHT = {
     "a_warp_beside_the_group": f"""setp.ge.u32 %p0, %t, {GROUP}; @%p0 bra $end; {FILL} {PROXY}
         bar.sync 1, {GROUP}; {BEGUN} {WAIT} {KEEP} $end:""",
 }
-WARPS = {"three_warps": 3, "a_warp_beside_the_group": 5}
+WARPS = {"three_warps": 3, "a_warp_beside_the_group": 5, "changed_while_another_group_reads": 8}
 OTHER_LANES = "setp.eq.u32 %p0, %lane, 5; selp.b32 %s1, 1, 0, %p0; cvt.u64.u32 %at, %s1;"
 OTHER_WARPS = "setp.eq.u32 %p0, %warp, 2; selp.b32 %s1, 1, 0, %p0; cvt.u64.u32 %at, %s1;"
 LAST_WARP = "setp.eq.u32 %p0, %warp, 3;"
@@ -76,7 +77,8 @@ WRONG = {
     "a_written_in_flight": f"{FILLED} {FENCE} {OF_REGISTERS} {COMMIT} mov.u32 %a3, 0; {WAIT}",
     "changed_in_flight": f"{FILLED} {BEGUN} {FILL} {WAIT}",
     "changed_by_others": f"{FILLED} {BEGUN} {BARRIER} {FILL} {WAIT}",
-    "changed_while_others_wait": f"{FILLED} {BEGUN} {WAIT} {FILL}",
+    "changed_while_another_group_reads": f"""setp.ge.u32 %p0, %t, {GROUP}; @%p0 bra $filled; {FILL}
+        $filled: {PROXY} {BARRIER} {BEGUN} {WAIT} @%p0 bra $end; {FILL} $end:""",
     "another_shape": f"{FILLED} {BEGUN} {FENCE} {wgmma(range(8))} {COMMIT} {WAIT}",
     "shifted_up": f"{FILLED} {BEGUN} {wgmma((1, 2, 3, 4))} {COMMIT} {WAIT}",
     "shifted_down": f"{FILLED} {FENCE} {wgmma((1, 2, 3, 4))} {COMMIT} {PRODUCT} {COMMIT} {WAIT}",
@@ -111,7 +113,7 @@ EXPECTED = {
     "a_written_in_flight": "a register of A was written in flight",
     "changed_in_flight": "SOURCE CHANGED IN FLIGHT.*products of warp",
     "changed_by_others": "SOURCE CHANGED IN FLIGHT.*products of warp",
-    "changed_while_others_wait": "(SOURCE CHANGED IN FLIGHT|RACE).*products of warp",
+    "changed_while_another_group_reads": "(SOURCE CHANGED IN FLIGHT|RACE).*products of warp [4-7]",
     "another_shape": "its registers are in flight in another shape",
     "shifted_up": "its registers are in flight in another shape",
     "shifted_down": "its registers are in flight in another shape",
@@ -120,7 +122,7 @@ EXPECTED = {
     "never_committed": "exits with products of its warp in flight",
     "three_warps": r"warp \d of 3, expected one of a whole warpgroup",
     "two_places": r"warps of a warpgroup have diverged: warp \d is at wgmma.mma.*in line \d+",
-    "absent_warp": "warps of a warpgroup have diverged",
+    "absent_warp": "warps of a warpgroup have diverged|DEADLOCK.*wgmma.wait_group",
     "some_lanes": "DEADLOCK.*wgmma.mma|diverged",
     "lanes_of_other_descriptors": "lanes of a warp have different descriptors",
     "warps_of_other_descriptors": "warps of a warpgroup have different descriptors",

@@ -207,12 +207,16 @@ void end_accumulator(const char* site, Accumulator& mine) {
   }
 }
 
+void multiply_once(ProductInFlight& product, int warp) {
+  if (!product.multiplied) multiply(product, warp % 4, product.to->values);
+  product.multiplied = true;
+}
+
 void finish(const ProductInFlight& product) {
   Accumulator& to = *product.to;
   for (size_t i = 0; i < product.a.size(); ++i)
     if (*product.a_registers[i] != product.a[i])
       fail("%s: a register of A was written in flight", product.site);
-  if (options.lazy) multiply(product, self->warp % 4, to.values);
   if (--to.in_flight) return;
   end_accumulator(product.site, to);
   auto& all = products_of_warp().accumulators;
@@ -276,7 +280,7 @@ void begin(void** brought, uint32_t) {
     }
   product.to = accumulator_of(site, of);
   product.to->in_flight++;
-  if (!options.lazy) multiply(product, self->warp % 4, product.to->values);
+  if (!options.lazy) multiply_once(product, self->warp);
   products_of_warp().issued.push_back(std::move(product));
 }
 
@@ -300,44 +304,84 @@ bool products_fence(const char* site) {
   return true;
 }
 
-void products_commit(const char* site) {
-  if (skipped(site)) return;
-  const auto commit = [](void** brought, uint32_t) {
-    count_instruction(*static_cast<const char**>(brought[0]));
-    Products& mine = products_of_warp();
-    mine.pending.push_back(std::move(mine.issued));
-    mine.issued.clear();
-    mine.committed++;
-  };
-  together(site, commit, &site);
-}
-
 namespace {
+
+// Those of the four warps of the current one's warpgroup.
+Products* products_of_group() { return &block->proxy.products[size_t(self->warp / 4) * 4]; }
 
 struct Wait {
   const char* site;
   int pending;
+  Clock over;  // groups that will be
 };
 
-void wait(void** brought, uint32_t) {
-  const auto& told = *static_cast<Wait*>(brought[0]);
-  count_instruction(told.site);
+void commit(void** brought, uint32_t) {
+  count_instruction(*static_cast<const char**>(brought[0]));
   Products& mine = products_of_warp();
-  while (static_cast<int>(mine.pending.size()) > told.pending) {
+  mine.pending.push_back(std::move(mine.issued));
+  mine.issued.clear();
+  mine.committed++;
+  for (Products* each = products_of_group(); each < products_of_group() + 4; ++each) {
+    for (const int thread : each->waiting) wake(thread);
+    each->waiting.clear();
+  }
+}
+
+void wait(void** brought, uint32_t) {
+  count_instruction(static_cast<Wait*>(brought[0])->site);
+  const Clock committed = products_of_warp().committed;
+  for (int lane = 0; lane < 32; ++lane) {
+    auto& told = *static_cast<Wait*>(brought[lane]);
+    const auto pending = static_cast<Clock>(told.pending);
+    told.over = committed > pending ? committed - pending : 0;
+  }
+}
+
+// Groups up to `over` are: all four warps have read what theirs do, and this one has its registers.
+void finish_groups(Clock over) {
+  for (int warp = self->warp / 4 * 4; warp < self->warp / 4 * 4 + 4; ++warp) {
+    Products& each = block->proxy.products[size_t(warp)];
+    Clock group = each.committed - static_cast<Clock>(each.pending.size());
+    for (auto& products : each.pending)
+      if (group++ < over)
+        for (ProductInFlight& product : products) multiply_once(product, warp);
+  }
+  Products& mine = products_of_warp();
+  while (mine.committed - static_cast<Clock>(mine.pending.size()) < over) {
     for (const ProductInFlight& product : mine.pending.front()) finish(product);
     mine.pending.pop_front();
   }
-  const Clock over = mine.committed - static_cast<Clock>(mine.pending.size());
-  for (size_t lane = 0; lane < 32; ++lane)
-    block->fibers[size_t(self->warp) * 32 + lane].clocks.learn(block->agents.products(self->warp), over);
 }
 
 }  // namespace
 
+void products_commit(const char* site) {
+  if (skipped(site)) return;
+  together(site, commit, &site);
+}
+
+// A group is the whole warpgroup's: who waits for it waits for four warps, and knows that they are
+// done. (FlashAttention-3 hands a stage back by one thread of 128.)
 void products_wait(const char* site, int pending) {
   if (skipped(site)) return;
-  Wait mine{site, pending};
+  Wait mine{site, pending, 0};
   together(site, wait, &mine);
+  const auto committed = [&] {
+    Clock least = mine.over;
+    for (int i = 0; i < 4; ++i) least = std::min(least, products_of_group()[i].committed);
+    return least;
+  };
+  while (committed() < mine.over) {
+    products_of_warp().waiting.push_back(self->id);
+    wait_for(site);
+  }
+  finish_groups(mine.over);
+  Clocks& clocks = current().clocks;
+  for (int warp = self->warp / 4 * 4; warp < self->warp / 4 * 4 + 4; ++warp) {
+    const uint16_t agent = block->agents.products(warp);
+    if (!clocks.know({block->number, mine.over, agent, false, false, ""}))
+      clocks.learn(agent, mine.over);
+  }
 }
 
 void products_end() {

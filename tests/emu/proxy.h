@@ -64,12 +64,14 @@ struct ProductInFlight {
   std::vector<const uint32_t*> a_registers;
   std::vector<uint32_t> a;
   std::shared_ptr<Accumulator> to;
+  bool multiplied = false;
 };
 struct Products {  // of a warp
   Clock committed = 0;
   std::vector<ProductInFlight> issued;               // since the last commit
   std::deque<std::vector<ProductInFlight>> pending;  // committed groups, oldest first
   std::vector<std::shared_ptr<Accumulator>> accumulators;
+  std::vector<int> waiting;  // threads, for another warp's commit
   size_t instructions = 0;
 };
 
