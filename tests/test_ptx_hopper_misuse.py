@@ -329,7 +329,9 @@ IN_FLIGHT = {  # the second of two groups, of which the first is waited for
 
 
 def made(emulator):
-    of_two = RIGHT | WRONG | IN_FLIGHT | {f"m_{x}": code for x, (code, _) in MBARRIERS.items()}
+    # Kernels of one name would hide each other, those of other modules too.
+    of_two = {f"p_{x}": code for x, code in (RIGHT | WRONG | IN_FLIGHT).items()}
+    of_two |= {f"m_{x}": code for x, (code, _) in MBARRIERS.items()}
     begins = {x: BEGIN if x.startswith("m_") else PRODUCTS for x in of_two}
     kernels = [entry(x, "given out", [begins[x], code], "") for x, code in of_two.items()]
     loads = SEVERAL | {f"b_{x}": code for x, (code, _) in WRONG_BOXES.items()}
@@ -349,7 +351,7 @@ WAYS = [(schedule, lazy) for schedule in SCHEDULES for lazy in (False, True)]
 
 def multiply(executor, name, **options):
     out, threads = aligned(4 * GROUP, np.float32), 32 * WARPS.get(name, 4)
-    return out, executor.launch(name, (1,), (threads,), 4096, [out, out], **options)
+    return out, executor.launch(f"p_{name}", (1,), (threads,), 4096, [out, out], **options)
 
 
 @named("name", RIGHT)
