@@ -156,6 +156,16 @@ class Emulator:
         return code, Findings(count, first, tuple(sites.splitlines()), multiplies, banks)
 
 
+def altered(part, old, new, folder):
+    """`parts` of an emulator in whose source a text that stands there once is another."""
+    source = EMULATOR / f"{part}.cpp"
+    text = source.read_text()
+    assert text.count(old) == 1, f"{source.name} has {text.count(old)} times: {old}"
+    changed = folder / source.name
+    changed.write_text(text.replace(old, new))
+    return {part: changed}
+
+
 def pointer(array):
     assert array.flags.c_contiguous
     return ctypes.c_void_p(array.ctypes.data)

@@ -5,6 +5,7 @@ tests bear the mark `interpreter`. The interpreter is a thousand times slower th
 `thinned` and `small` give it fewer dtypes and smaller sizes, never fewer features.
 """
 
+import importlib.util
 import itertools
 from contextlib import contextmanager
 
@@ -37,6 +38,9 @@ DECLARED = [
 ]
 every_dtype = pytest.mark.parametrize("dtype", DECLARED)
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter; runs on a GPU")
+needs_triton = pytest.mark.skipif(
+    not importlib.util.find_spec("triton"), reason="Triton is not installed"
+)
 of_cpu_blocks = pytest.mark.skipif(INTERPRETED, reason="sizes are of the C++ kernels' own blocks")
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import once
 import pytest
-from runners import INTERPRETED
+from runners import INTERPRETED, needs_triton
 
 from bench import aot
 from bench.aot import Case, Kernel
 
 needs_compiler = [
-    pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed"),
+    needs_triton,
     pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set: there is nothing to compile"),
 ]
 

@@ -18,7 +18,7 @@ import pytest
 import test_emulator_banks
 import test_emulator_misuse
 import torch
-from emulator import EMULATOR, KERNELS, Emulator, needs_emulator
+from emulator import KERNELS, Emulator, altered, needs_emulator
 from misuses import RIGHT, WRONG, check_right, check_wrong
 
 pytestmark = needs_emulator
@@ -390,12 +390,7 @@ def faults():
 
 @pytest.mark.parametrize("part, old, new", faults().values(), ids=faults())
 def test_a_fault_of_the_emulator_is_noticed(part, old, new, tmp_path):
-    source = EMULATOR / f"{part}.cpp"
-    text = source.read_text()
-    assert text.count(old) == 1, f"{source.name} has {text.count(old)} times: {old}"
-    changed = tmp_path / source.name
-    changed.write_text(text.replace(old, new))
-    faulty = Emulator(*SOURCES, parts={part: changed})
+    faulty = Emulator(*SOURCES, parts=altered(part, old, new, tmp_path))
     checks = [lambda x=x: check(faulty, x) for x in probe.CASES]
     checks += [lambda: check(faulty, "copy16", lazy=False)]
     checks += [lambda x=x: check_right(faulty, x) for x in RIGHT]

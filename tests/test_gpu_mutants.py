@@ -6,20 +6,14 @@ refused; a fault that does not compile is an error of the table. One that surviv
 must go on to do so.
 """
 
-import importlib.util
-
 import pytest
 from emulator import needs_emulator
 from gpu_faults import notice, slices, table
 from ptx import ours
+from runners import needs_triton
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
-MARKS = {
-    "ptx": [ours.needs_nvcc],
-    "triton": [
-        pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed")
-    ],
-}
+MARKS = {"ptx": [ours.needs_nvcc], "triton": [needs_triton]}
 
 
 def run_by(name):

@@ -176,9 +176,7 @@ KERNELS = {
 
 
 def made(emulator):
-    found = library.Executor(emulator)
-    found.add(HEADER + SHARED + "".join(KERNELS.values()))
-    return found
+    return library.Executor(emulator, HEADER + SHARED + "".join(KERNELS.values()))
 
 
 @pytest.fixture(scope="module")

@@ -336,9 +336,7 @@ def made(emulator):
     kernels = [entry(x, "given out", [begins[x], code], "") for x, code in of_two.items()]
     loads = SEVERAL | {f"b_{x}": code for x, (code, _) in WRONG_BOXES.items()}
     kernels += [entry(x, BOXED, [BEGIN, code], "") for x, code in loads.items()]
-    found = library.Executor(emulator)
-    found.add(HEADER + SHARED + "".join(kernels))
-    return found
+    return library.Executor(emulator, HEADER + SHARED + "".join(kernels))
 
 
 @pytest.fixture(scope="module")

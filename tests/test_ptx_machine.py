@@ -291,10 +291,9 @@ RIGHT = {
 
 @pytest.fixture(scope="module")
 def executor():
-    made = library.Executor(Emulator())
     named = [kernel(x, code) for x, code in (RIGHT | WRONG).items()]
-    made.add(HEADER + SHARED + "".join(x[0] for x in PLAN.values()) + "".join(named) + LAUNCHED)
-    return made
+    code = [HEADER, SHARED, *(x[0] for x in PLAN.values()), *named, LAUNCHED]
+    return library.Executor(Emulator(), "".join(code))
 
 
 def lanes32(out):

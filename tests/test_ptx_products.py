@@ -140,9 +140,7 @@ KERNELS = {x: entry(x, POINTERS, code, "") for x, code in KERNELS.items()}
 
 
 def made(emulator):
-    found = library.Executor(emulator)
-    found.add(HEADER + SHARED + "".join(KERNELS.values()))
-    return found
+    return library.Executor(emulator, HEADER + SHARED + "".join(KERNELS.values()))
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ Every feature alone on one small tile, and every tile of the tuning tables. The 
 kernels and their arguments, as on a GPU.
 """
 
-import importlib.util
 from typing import NamedTuple
 
 import pytest
@@ -16,7 +15,7 @@ from cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
 from emulator import IN_ORDER, SCHEDULES, needs_emulator
 from judge import Verdict
 from ptx import triton
-from runners import passed
+from runners import needs_triton, passed
 
 import fastattn
 from fastattn import tuning
@@ -24,7 +23,7 @@ from fastattn import tuning
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     needs_emulator,
-    pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed"),
+    needs_triton,
 ]
 
 

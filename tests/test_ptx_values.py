@@ -106,9 +106,7 @@ PLAN = plan()
 
 @pytest.fixture(scope="module")
 def executor():
-    made = library.Executor(Emulator())
-    made.add(HEADER + "".join(x[0] for x in PLAN.values()))
-    return made
+    return library.Executor(Emulator(), HEADER + "".join(x[0] for x in PLAN.values()))
 
 
 EDGES = {

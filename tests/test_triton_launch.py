@@ -3,19 +3,19 @@
 A stub stands where Triton would call the driver; no GPU is needed.
 """
 
-import importlib.util
 import itertools
 import random
 
 import pytest
 import torch
+from runners import needs_triton
 
 from bench import launching
 from fastattn import check, compiled, spec, tuning
 from fastattn.backends import triton as backend
 
 pytestmark = [
-    pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="Triton is not installed"),
+    needs_triton,
     pytest.mark.skipif(backend.interpreted(), reason="nothing is compiled in the interpreter"),
 ]
 DIMS = dict(B=1, H=2, M=20, N=70, D=16)

@@ -1,5 +1,5 @@
-// Boxes of tensors on their way to shared memory (cp.async.bulk.tensor), and the maps of these tensors.
-// A box lands at any time after it was asked for; until then its target holds NaN.
+// Boxes of tensors on their way to shared memory (cp.async.bulk.tensor), and the maps of these
+// tensors. A box lands at any time after it was asked for; until then its target holds NaN.
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -14,12 +14,6 @@ namespace {
 int bytes_of(const TensorMap& map) {
   constexpr uint8_t kBytes[] = {1, 2, 4, 4, 8, 8, 2, 4, 4, 8, 2, 4, 4};
   return map.type < sizeof kBytes ? kBytes[map.type] : 0;
-}
-
-// How it lies in shared memory: chunks of 16 bytes within so many bytes change places by the rows.
-uint32_t swizzled(uint32_t address, int mode) {
-  const uint32_t flips = mode ? (1u << mode) - 1 : 0;
-  return address ^ (address >> 7 & flips) << 4;
 }
 
 uint64_t box_bytes(const TensorMap& map) {
@@ -99,7 +93,7 @@ void land(const Box& box) {
     if (!copied(row.data() + first, from, bytes))
       found(std::string(box.site) + ": " + std::to_string(bytes) + " bytes that are no memory");
     for (uint32_t i = 0; i < row.size(); ++i)
-      block->shared[swizzled(to + i, box.map.swizzle) - kWindow] = row[i];
+      block->shared[swizzled(to + i, 1u << box.map.swizzle) - kWindow] = row[i];
   });
   bytes_arrive(box.site, box.arrives, box_bytes(box.map));
 }

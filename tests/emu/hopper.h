@@ -7,6 +7,12 @@
 
 namespace emu {
 
+// Where a byte lies that a swizzle of so many chunks of 16 bytes moves, 1 for none: they change places
+// by their row of 128 bytes.
+inline uint32_t swizzled(uint32_t address, uint32_t chunks) {
+  return address ^ (address >> 7 & (chunks - 1)) << 4;
+}
+
 // -- mbarriers -------------------------------------------------------------------------------------
 
 void mbarrier_init(const char* site, uint32_t address, uint32_t count);

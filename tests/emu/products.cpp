@@ -26,8 +26,7 @@ struct Matrix {
                       : row % 8 * 16 + row / 8 * stride + chunk * leading;
     else
       offset = row % 8 * 16 * span + row / 8 * stride + chunk % span * 16 + chunk / span * leading;
-    const uint32_t address = start + offset;
-    return address ^ ((address >> 7) & (span - 1)) << 4;
+    return swizzled(start + offset, span);
   }
 };
 

@@ -67,11 +67,13 @@ def translated(kernels):
 
 
 class Executor:
-    """Runs PTX on an emulator."""
+    """Runs PTX on an emulator: that of this text, and what is added later."""
 
-    def __init__(self, on):
+    def __init__(self, on, ptx=""):
         self.emulator, self.there = on, set()
         on.library.emu_compiled_launches.restype = ctypes.c_long
+        if ptx:
+            self.add(ptx)
 
     def add(self, ptx, names=None):
         """The kernels of a text of PTX can be launched from here on; of those in `names`, under the

@@ -30,10 +30,16 @@ def move(write, groups, operands, place):
     return write.result(to, kind, write.value(source, kind))
 
 
+def accessed(write, groups, operand):
+    """The kind of a load's or a store's elements, their registers, and their bytes."""
+    kind = groups["T"]
+    registers = write.registers(operand, groups.get("count"), kind)
+    return kind, registers, SIZES[kind] * len(registers)
+
+
 def load(write, groups, operands, place):
-    kind, space = groups["T"], groups.get("space")
-    registers = write.registers(operands[0], groups.get("count"), kind)
-    bytes = SIZES[kind] * len(registers)
+    kind, registers, bytes = accessed(write, groups, operands[0])
+    space = groups.get("space")
     name = "load_shared" if space in SHARED else "load_global" if space else "load"
     at = write.address(operands[1], "u32" if space in SHARED else "u64")
     return received(write, registers, kind, f"{name}(x, {at}, {bytes}, {place});")
@@ -49,11 +55,10 @@ def received(write, registers, kind, code):
 
 
 def store(write, groups, operands, place):
-    kind, space = groups["T"], groups.get("space")
-    registers = write.registers(operands[1], groups.get("count"), kind)
+    kind, registers, bytes = accessed(write, groups, operands[1])
+    space = groups.get("space")
     name = "store_shared" if space in SHARED else "store_global" if space else "store"
     at = write.address(operands[0], "u32" if space in SHARED else "u64")
-    bytes = SIZES[kind] * len(registers)
     return given(write, registers, kind, f"{name}({at}, x, {bytes}, {place});")
 
 
@@ -64,9 +69,7 @@ def given(write, registers, kind, code):
 
 
 def load_parameter(write, groups, operands, place):
-    kind = groups["T"]
-    registers = write.registers(operands[0], groups.get("count"), kind)
-    bytes = SIZES[kind] * len(registers)
+    kind, registers, bytes = accessed(write, groups, operands[0])
     base, offset = write.base(operands[1])
     parameters = list(write.kernel.parameters)
     if base not in parameters:
@@ -89,17 +92,13 @@ def local(write, operand, bytes, place):
 
 
 def load_local(write, groups, operands, place):
-    kind = groups["T"]
-    registers = write.registers(operands[0], groups.get("count"), kind)
-    bytes = SIZES[kind] * len(registers)
+    kind, registers, bytes = accessed(write, groups, operands[0])
     at = local(write, operands[1], bytes, place)
     return received(write, registers, kind, f"__builtin_memcpy(x, {at}, {bytes});")
 
 
 def store_local(write, groups, operands, place):
-    kind = groups["T"]
-    registers = write.registers(operands[1], groups.get("count"), kind)
-    bytes = SIZES[kind] * len(registers)
+    kind, registers, bytes = accessed(write, groups, operands[1])
     at = local(write, operands[0], bytes, place)
     return given(write, registers, kind, f"__builtin_memcpy({at}, x, {bytes});")
 
