@@ -23,7 +23,7 @@
 #   VENV=path    in another one
 #   VENV=        in the python3 on PATH as it is: only fastattn is installed, nothing is fetched
 #   FASTATTN_CUDA=on, off    compile the CUDA kernels, or not; else (auto) where there are nvcc and
-#                a GPU. CUDAARCHS="80;90-real": for these architectures
+#                a GPU. CUDAARCHS="80-real;120": for these, not sm_80 and 90
 
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
