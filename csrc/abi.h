@@ -106,6 +106,9 @@ FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocesso
 FA_EXPORT int64_t fa_cuda_run(const struct FaParams* p, int64_t pass, int64_t device,
                               int64_t multiprocessors, void* stream);  // 0, or a cudaError_t
 FA_EXPORT int64_t fa_cuda_driver_error(void);          // 0 if the driver here can load its code
+FA_EXPORT int64_t fa_cuda_version(int64_t of_driver);  // 13010 is CUDA 13.1: the library's, or the newest
+                                                       // that the driver knows
+FA_EXPORT int64_t fa_cuda_translates(void);            // 1 if the driver here translates its kernels from PTX
 FA_EXPORT const char* fa_cuda_error(int64_t code);     // what a cudaError_t says
 FA_EXPORT const char* fa_cuda_failed_kernel(void);     // whose launch failed last on this thread
 

@@ -8,10 +8,12 @@ results. Without the variable nothing is timed, read or written, and the tables 
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
@@ -125,9 +127,20 @@ def _read(path: Path, key: Key) -> Config | None:
 def _write(path: Path, key: Key, config: Config) -> None:
     """Whole or not at all; a cache that cannot be written costs a search in each process."""
     text = json.dumps(dict(key=key._asdict(), config=config._asdict()), indent=2)
-    with contextlib.suppress(OSError):
+    try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
             file = Path(scratch) / path.name
             file.write_text(text + "\n")
             os.replace(file, path)
+    except OSError as error:
+        _tell_unwritable(path.parent, str(error))
+
+
+@functools.cache
+def _tell_unwritable(where: Path, why: str) -> None:
+    warnings.warn(
+        f"what FASTATTN_AUTOTUNE found cannot be kept ({why}): every process searches anew, for "
+        f"seconds for each kind of call; FASTATTN_CACHE_DIR names another folder than {where}",
+        stacklevel=2,
+    )

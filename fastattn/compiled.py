@@ -12,13 +12,17 @@ import contextvars
 import functools
 import os
 import re
+import tempfile
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import tuning
+from .trouble import why_unwritable
 
 NEWEST = (3, 9)  # what a later Triton derives a kernel from, only its own launch knows
 MOST = 256  # launches of one spec
@@ -47,6 +51,29 @@ def _triton() -> tuple[Any, Any]:
     from triton.runtime import driver
 
     return knobs, driver
+
+
+@functools.cache
+def find_cache() -> None:
+    """Before Triton's first kernel: another folder for its cache, where its own cannot be written,
+    without which it compiles nothing. It is this process's, and gone with it."""
+    from triton import knobs
+
+    wanted = knobs.cache.dir
+    if not (why := why_unwritable(Path(wanted))):
+        return
+    folder = tempfile.TemporaryDirectory(prefix="fastattn-triton-")
+    _kept.append(folder)
+    knobs.cache.dir = folder.name
+    warnings.warn(
+        f"Triton's cache {wanted} cannot be written ({why}): this process compiles its kernels in "
+        f"{folder.name}, for seconds each, and so will every other. TRITON_CACHE_DIR names a "
+        "folder that can be written and is kept",
+        stacklevel=2,
+    )
+
+
+_kept: list[tempfile.TemporaryDirectory] = []
 
 
 class Launch(NamedTuple):

@@ -130,6 +130,8 @@ class CudaLibrary(Library):
             "fa_cuda_run", integer, params, integer, integer, integer, ctypes.c_void_p
         )
         self.driver_error = self.entry("fa_cuda_driver_error", integer)
+        self.version = self.entry("fa_cuda_version", integer, integer)  # its own, or the driver's
+        self.translates = self.entry("fa_cuda_translates", integer)
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
 

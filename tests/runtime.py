@@ -64,6 +64,10 @@ class Runtime:
         """The call after so many more returns this code."""
         self.library.emu_runtime_fail(ctypes.c_long(calls), code)
 
+    def driver(self, version, binary=80):
+        """It knows CUDA up to this version, say 12040, and runs code of this architecture."""
+        self.library.emu_runtime_driver(version, binary)
+
     def log(self):
         """What was called since the start."""
         text = ctypes.create_string_buffer(TEXT_BYTES)

@@ -23,7 +23,7 @@ FLOORS = (
     {"launcher"},
     {"crossing"},
     {"backend", "native", "autotune", "gpu", "compiled"},
-    {"check", "tuning", "flops", "elf", "advice", "scalars"},
+    {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble"},
     {"spec"},
     {"reference", "prerequisites"},
 )

@@ -49,6 +49,7 @@ SHARES = {
     "test_cuda_scale": (NONE, 5),
     "test_cuda_suites": (NONE, 7),
     "test_cuda_weights": (NONE, 17),
+    "test_first_call": (NONE, ALL),
     "test_emulator": (NONE, 5),
     "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),
     "test_emulator_banks": (NONE, 3),

@@ -33,6 +33,20 @@ int loadable(void (*kernel)(P...)) {
   return cudaFuncGetAttributes(&of_kernel, kernel);
 }
 
+// Does the driver make code for the current device of the kernel's PTX? What nvcc made is not of a
+// newer architecture than its PTX.
+template <class... P>
+bool translated(void (*kernel)(P...)) {
+  cudaFuncAttributes of_kernel;
+  return !cudaFuncGetAttributes(&of_kernel, kernel) && of_kernel.binaryVersion > of_kernel.ptxVersion;
+}
+
+inline int version(bool of_driver) {
+  int found = 0;
+  const cudaError_t failed = of_driver ? cudaDriverGetVersion(&found) : cudaRuntimeGetVersion(&found);
+  return failed ? 0 : found;
+}
+
 inline int use_device(int64_t device) {
   int current;
   const int failed = cudaGetDevice(&current);

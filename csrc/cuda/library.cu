@@ -50,6 +50,8 @@ int64_t fa_cuda_run(const FaParams* p, int64_t pass, int64_t device, int64_t mul
 }
 
 int64_t fa_cuda_driver_error(void) { return fa::loadable(smallest_kernel); }
+int64_t fa_cuda_version(int64_t of_driver) { return fa::version(of_driver); }
+int64_t fa_cuda_translates(void) { return fa::translated(smallest_kernel); }
 const char* fa_cuda_failed_kernel(void) { return fa::last_failure.kernel; }
 const char* fa_cuda_error(int64_t code) { return fa::error_text(static_cast<int>(code)); }
 }

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import os
+import warnings
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from .. import gpu, native
+from .. import gpu, native, trouble
 from ..backend import Support, check_lengths, register
 from ..launcher import Launcher
 from ..spec import AttentionSpec, Feature, Tensors
@@ -19,8 +22,32 @@ def unavailable() -> str | None:
         return why
     library = native.cuda()
     if code := library.driver_error():
-        return f"the CUDA runtime of its library cannot work here: {library.error(code).decode()}"
+        theirs, ours = (f"{x // 1000}.{x % 1000 // 10}" for x in map(library.version, (1, 0)))
+        said = f"{library.error(code).decode()} (CUDA {ours} there, {theirs} in the driver)"
+        what = trouble.advice(code)
+        return f"the CUDA runtime of its library cannot work here: {said}{what and '; '}{what}"
     return None
+
+
+@functools.cache
+def met(device: torch.device) -> int:
+    """The multiprocessors of a device. The first call there says what it will wait for."""
+    if device.type == "cuda" and native.cuda().translates():
+        warnings.warn(waiting(device), stacklevel=2)
+    return gpu.processors(device)
+
+
+def waiting(device: torch.device) -> str:
+    arch = gpu.architecture(device)
+    cache = Path(os.environ.get("CUDA_CACHE_PATH") or Path.home() / ".nv" / "ComputeCache")
+    why = trouble.why_unwritable(cache)
+    if os.environ.get("CUDA_CACHE_DISABLE", "0") != "0":
+        why = "CUDA_CACHE_DISABLE is set"
+    each = f", in every process, because {cache} cannot be written ({why})" if why else ""
+    return (
+        f"the CUDA kernels have no code for sm_{arch}: the driver translates each when it is first "
+        f"called, for up to a minute{each}. CUDAARCHS={arch}-real make setup spares it"
+    )
 
 
 class Cuda(Launcher):
@@ -52,7 +79,7 @@ class Cuda(Launcher):
         return native.cuda()
 
     def multiprocessors(self, x: Tensor) -> int:
-        return gpu.processors(x.device)
+        return met(x.device)
 
     def stream(self, x: Tensor) -> int:
         return torch.cuda.current_stream(x.device).cuda_stream
@@ -68,10 +95,11 @@ class Cuda(Launcher):
                 params, which, q.get_device(), self.multiprocessors(q), self.stream(q)
             )
         if code:
+            anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
             raise RuntimeError(
                 f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
-                f"{library.error(code).decode()} (CUDA error {code}; it may be that of an earlier "
-                "kernel, of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it)"
+                f"{library.error(code).decode()} (CUDA error {code}; "
+                f"{trouble.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
             )
 
 

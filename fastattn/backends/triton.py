@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from .. import autotune, compiled, gpu, tuning
+from .. import autotune, compiled, gpu, trouble, tuning
 from ..backend import Support, broadcast_strides, check_lengths, register, token_major
 from ..compiled import Launch, interpreted, version
 from ..gpu import architecture, on, processors
@@ -26,6 +26,8 @@ LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares am
 @functools.lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
     """The kernels. Triton is imported here and nowhere earlier."""
+    if not interpreted():
+        compiled.find_cache()
     names = ("tile", "score", "forward", "backward", "decode", "weights")
     return SimpleNamespace(**{x: importlib.import_module(f"fastattn.kernels.{x}") for x in names})
 
@@ -355,7 +357,12 @@ def run(kernel, grid: tuple[int], *args, **kwargs):
     """Triton's own launch. Returns the compiled kernel; nothing, in the interpreter."""
     if interpreted():
         return kernel[grid](*args, **kwargs)
-    return compiled.with_workspace(kernel[grid], *args, **kwargs)
+    try:
+        return compiled.with_workspace(kernel[grid], *args, **kwargs)
+    except RuntimeError as error:  # of the driver, when it loads or launches
+        if what := trouble.advice(str(error)):
+            raise RuntimeError(f"Triton failed at {kernel.__name__}: {error}: {what}") from error
+        raise
 
 
 def blocks(n: int, size: int) -> int:

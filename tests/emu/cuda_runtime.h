@@ -11,17 +11,22 @@ enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorInvalidConfiguration = 9,
+  cudaErrorInsufficientDriver = 35,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
 };
 const char* cudaGetErrorString(cudaError_t error);
 
+cudaError_t cudaDriverGetVersion(int* version);
+cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 
 using cudaStream_t = struct CUstream_st*;  // null is each device's default stream
 
-struct cudaFuncAttributes {};  // of which nobody reads any
+struct cudaFuncAttributes {  // of which others are read by nobody
+  int ptxVersion, binaryVersion;
+};
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
 
 struct cudaLaunchConfig_t {
@@ -34,7 +39,7 @@ struct cudaLaunchConfig_t {
 
 namespace emu {
 
-cudaError_t attributes_of(const void* kernel);
+cudaError_t attributes_of(cudaFuncAttributes* found, const void* kernel);
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
 // A kernel with the values of its parameters, to be run now or later: as often as a graph replays,
@@ -53,8 +58,8 @@ cudaError_t launch_on(cudaStream_t stream, const Work& work);
 }  // namespace emu
 
 template <class... P>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, void (*kernel)(P...)) {
-  return emu::attributes_of(reinterpret_cast<const void*>(kernel));
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* found, void (*kernel)(P...)) {
+  return emu::attributes_of(found, reinterpret_cast<const void*>(kernel));
 }
 template <class... P>
 cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {

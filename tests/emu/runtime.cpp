@@ -29,7 +29,7 @@ namespace emu {
 
 namespace {
 
-constexpr int kDevices = 2;
+constexpr int kDevices = 2, kVersion = 13000;
 constexpr size_t kMemory = size_t(1) << 30, kWithoutAsking = 48 << 10;
 
 struct Device {
@@ -45,6 +45,8 @@ struct Runtime {
   std::deque<std::vector<Task>> graphs;  // they stay where they are
   std::vector<std::string> log;  // a line for each call
   bool at_once = true, apart = false;
+  int driver = 13000;  // the newest CUDA that it knows
+  int binary = 80;     // what runs on the devices: nvcc's code for sm_80, or the driver's for others
   long calls = 0, failing = -1;  // which call fails, and how
   cudaError_t failure = cudaSuccess;
 };
@@ -96,8 +98,11 @@ bool known(cudaStream_t stream) {
 
 }  // namespace
 
-cudaError_t attributes_of(const void*) {
-  return fails("attributes") ? runtime.failure : cudaSuccess;
+cudaError_t attributes_of(cudaFuncAttributes* found, const void*) {
+  if (fails("attributes")) return runtime.failure;
+  if (runtime.driver < kVersion) return cudaErrorInsufficientDriver;
+  *found = {80, runtime.binary};
+  return cudaSuccess;
 }
 
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value) {
@@ -148,6 +153,15 @@ cudaError_t launch_on(cudaStream_t stream, const Work& work) {
 
 }  // namespace emu
 
+cudaError_t cudaDriverGetVersion(int* version) {
+  *version = emu::runtime.driver;
+  return cudaSuccess;
+}
+cudaError_t cudaRuntimeGetVersion(int* version) {
+  *version = emu::kVersion;
+  return cudaSuccess;
+}
+
 cudaError_t cudaGetDevice(int* device) {
   if (emu::fails("get device")) return emu::runtime.failure;
   *device = emu::current_device;
@@ -166,6 +180,7 @@ const char* cudaGetErrorString(cudaError_t error) {
     case cudaSuccess: return "no error";
     case cudaErrorInvalidValue: return "invalid argument";
     case cudaErrorInvalidConfiguration: return "invalid configuration argument";
+    case cudaErrorInsufficientDriver: return "CUDA driver version is insufficient for CUDA runtime version";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorInvalidResourceHandle: return "invalid resource handle";
   }
@@ -193,6 +208,12 @@ void emu_runtime_reset() {
 void emu_runtime_mode(int at_once, int apart) {
   emu::runtime.at_once = at_once;
   emu::runtime.apart = apart;
+}
+
+// The driver knows CUDA up to this version, and runs code for this architecture.
+void emu_runtime_driver(int version, int binary) {
+  emu::runtime.driver = version;
+  emu::runtime.binary = binary;
 }
 
 // The call after `calls` more fails with this code.

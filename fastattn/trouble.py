@@ -1,0 +1,65 @@
+"""What is to be done about what goes wrong between a call and a GPU, by what its driver says of it.
+
+CUDA's runtime gives a code, Triton only the driver's words, which are the same.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+_CAPTURE = (
+    "a CUDA graph was being captured: make one call of the same kind before, outside the capture, "
+    "as torch asks for; it loads the kernels"
+)
+_DRIVER = (
+    "the driver is older than the CUDA that these kernels were built with: update the driver, or "
+    "have them built by a CUDA that it knows: CUDACXX=/path/to/its/nvcc make setup for CUDA C++, "
+    "TRITON_PTXAS_PATH=/path/to/its/ptxas for Triton"
+)
+_MEMORY = (
+    "the GPU's memory is full: free tensors, or give back what torch only keeps with "
+    "torch.cuda.empty_cache(); other processes may have it, which nvidia-smi lists"
+)
+_CODE = (
+    "the kernels have no code that this GPU runs: build them for it, say CUDAARCHS=120-real make "
+    "setup for compute capability 12.0"
+)
+
+
+class Trouble(NamedTuple):
+    codes: tuple[int, ...]  # of cudaError_t
+    words: str  # a part of what the driver says, in lower case
+    advice: str
+
+
+TROUBLES = (
+    Trouble((2,), "out of memory", _MEMORY),
+    Trouble((35, 222), "driver version is insufficient", _DRIVER),
+    Trouble((), "unsupported toolchain", _DRIVER),
+    Trouble((200,), "device kernel image is invalid", _DRIVER),
+    Trouble((209,), "no kernel image is available", _CODE),
+    Trouble((900, 906), "when stream is capturing", _CAPTURE),
+    Trouble((901,), "error during capture", _CAPTURE),
+)
+
+
+def advice(said: int | str) -> str:
+    """What to do, for a code or for the driver's words; "" where only they themselves can tell."""
+    if isinstance(said, int):
+        return next((x.advice for x in TROUBLES if said in x.codes), "")
+    return next((x.advice for x in TROUBLES if x.words in said.lower()), "")
+
+
+def why_unwritable(folder: Path) -> str:
+    """Why no file can be made in a folder, or none of its name; "" if one can. It is made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(b"\0")
+            file.flush()
+    except OSError as error:
+        return os.strerror(error.errno) if error.errno else str(error)
+    return ""
