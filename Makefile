@@ -9,6 +9,8 @@
 #                needs nvcc, and builds them whether there is a GPU or not
 # make test-ptx  run only the tests of compiled GPU kernels, all of them: nvcc's and Triton's PTX, on the
 #                emulator; and every seeded fault of GPU kernels. Needs nvcc for its part
+# make gpu       the first hour with a GPU: build, tests, sanitizers, timings beside torch's kernels and
+#                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
@@ -37,7 +39,7 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx sanitize aot instructions ledger lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx gpu sanitize aot instructions ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -69,6 +71,11 @@ test-cuda: setup
 
 test-ptx: setup
 	@$(PYTEST) --tier=whole $(wildcard tests/test_ptx_*.py) tests/test_gpu_mutants.py $(ARGS)
+
+# Kernels that do not build are a part that fails; the others have what else there is.
+gpu:
+	@$(MAKE) setup || $(MAKE) setup FASTATTN_CUDA=off
+	@$(PYTHON) -m bench gpu $(ARGS)
 
 # The features, small: a thousand times slower, they still take minutes. torch's own allocator would
 # hide what lies beyond a tensor.

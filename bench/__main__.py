@@ -9,7 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import commands, flushing, ledger_cases, modules
+from . import commands, first_hour, flushing, ledger_cases, modules
 from .cases import DTYPES, PASSES
 from .machine import avoid_refused_tiles
 from .masks import MASKS
@@ -99,6 +99,14 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     ledger.add_argument("--features", nargs="+", choices=tuple(ledger_cases.FEATURES))
     ledger.add_argument("--workers", type=int, default=2, help="compilers at a time (default: 2)")
     ledger.add_argument("--accept", action="store_true", help="make these counts the budget")
+
+    gpu = add("gpu", "the first hour with a GPU: build, tests, sanitizers, measurements, one page")
+    gpu.add_argument(
+        "--rehearse", action="store_true", help="without the GPU; so it is without one"
+    )
+    gpu.add_argument("--only", nargs="+", metavar="TEXT", help="parts with TEXT in their names")
+    gpu.add_argument("--minutes", type=float, default=first_hour.MINUTES, help="for all parts")
+    gpu.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results/gpu")
 
     compare = add("compare", "two result files, regressions first")
     compare.add_argument("first", type=Path, metavar="A.json")

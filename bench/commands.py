@@ -18,6 +18,7 @@ from . import (
     aims,
     comparison,
     decoding,
+    first_hour,
     flushing,
     launching,
     ledger_report,
@@ -142,6 +143,14 @@ def subnormals(options: Options) -> int:
 
 def ledger(options: Options) -> int:
     return ledger_report.run(options)
+
+
+def gpu(options: Options) -> int:
+    """The status tells whether a part failed or ran out of time, not whether all were begun."""
+    record, path = first_hour.run(options.only, options.rehearse, options.minutes, options.output)
+    _print(first_hour.summary(record, path))
+    failed = {x["status"] for x in record["parts"]} & {first_hour.FAILED, first_hour.TIMEOUT}
+    return 1 if failed else 0 if record["complete"] else 130
 
 
 def compare(options: Options) -> int:

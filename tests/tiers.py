@@ -50,6 +50,7 @@ SHARES = {
     "test_cuda_suites": (NONE, 7),
     "test_cuda_weights": (NONE, 17),
     "test_first_call": (NONE, ALL),
+    "test_first_hour::test_the_rehearsal_runs_from_end_to_end": (NONE, NONE),
     "test_emulator": (NONE, 5),
     "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),
     "test_emulator_banks": (NONE, 3),
