@@ -91,6 +91,11 @@ FA_DEVICE uint32_t shared_address(const void* pointer) {
 
 // Starts a copy of 16 bytes from global to shared memory, both at multiples of 16. Where `valid` is
 // false nothing is read, and zeros are written.
+FA_DEVICE void copy16(uint32_t to, const void* from) {
+  FA_EMULATED_OR(emu::copy16(to, from, 16);,
+                 asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from)
+                              : "memory");)
+}
 FA_DEVICE void copy16(uint32_t to, const void* from, bool valid) {
   FA_EMULATED_OR(emu::copy16(to, from, valid ? 16 : 0);,
                  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from),

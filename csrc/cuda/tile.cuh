@@ -11,15 +11,17 @@ struct Tile {
   static_assert(columns % 32 == 0, "a row of chunks must hold the swizzle");
   static constexpr int kRows = rows, kColumns = columns, kChunks = columns / 8;
   static constexpr int kBytes = rows * columns * 2;
+  static constexpr int kSwizzled = columns % 64 == 0 ? 8 : 4;  // neighbours that change places
 
   static FA_DEVICE uint32_t at(int row, int chunk) {
-    const int flip = columns % 64 == 0 ? row & 7 : row >> 1 & 3;
+    const int flip = kSwizzled == 8 ? row & 7 : row >> 1 & 3;
     return static_cast<uint32_t>(row * kChunks + (chunk ^ flip)) * 16;
   }
 };
 
 // A matrix in global memory; what lies past its rows and columns reads as 0.
 struct Matrix {
+  static constexpr bool kEven = true;  // rows lie row_stride apart
   const uint16_t* data;
   int64_t row_stride, column_stride;  // in elements
   int rows, columns;
@@ -36,29 +38,62 @@ FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows
           chunked};
 }
 
+// What a thread has of a tile that `threads` load: of every kStep-th row each kLanes-th chunk. All of
+// them are swizzled alike, so that where they lie differs from chunk to chunk by constants.
+template <class Tile, int threads>
+struct Share {
+  static constexpr int kLanes = Tile::kSwizzled, kStep = threads / kLanes;
+  static constexpr int kAcross = Tile::kChunks / kLanes;
+  static constexpr int kChunks = (Tile::kRows + kStep - 1) / kStep * kAcross;
+  static_assert(kStep % 8 == 0, "rows of a thread would be swizzled in several ways");
+  static_assert(Tile::kRows % kStep == 0 || Tile::kRows < kStep, "some threads would have more");
+
+  const int row, chunk;  // of the first
+  FA_DEVICE Share()
+      : row(static_cast<int>(threadIdx.x) % threads / kLanes),
+        chunk(static_cast<int>(threadIdx.x) % threads % kLanes) {}
+  FA_DEVICE bool any() const { return Tile::kRows >= kStep || row < Tile::kRows; }
+  static FA_DEVICE int below(int i) { return i / kAcross * kStep; }   // rows, to the i-th chunk
+  static FA_DEVICE int right(int i) { return i % kAcross * kLanes; }  // and chunks
+  FA_DEVICE uint32_t at(int i) const {
+    return Tile::at(row, chunk) + static_cast<uint32_t>(below(i) * Tile::kChunks + right(i)) * 16;
+  }
+};
+
 // Rows from `first` on into a tile at `to` in shared memory, by all threads of the block: begun
 // where chunks can be copied by themselves, done where they cannot. The caller commits and waits.
 template <class Tile, int threads, class Rows>
 FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
-  constexpr int chunks = Tile::kRows * Tile::kChunks;
+  using Mine = Share<Tile, threads>;
+  const Mine mine;
+  if (!mine.any()) return;
   const uint32_t address = ptx::shared_address(to);
+  // A whole tile, in which nothing is compared.
+  if (Rows::kEven && from.chunked && from.columns == Tile::kColumns &&
+      first + Tile::kRows <= from.rows) {
+    const uint16_t* source = from.row(first + mine.row) + 8 * mine.chunk;
+#pragma unroll
+    for (int i = 0; i < Mine::kChunks; ++i) {
+      if (i > 0 && Mine::right(i) == 0) source += Mine::kStep * from.row_stride;
+      ptx::copy16(address + mine.at(i), source + 8 * Mine::right(i));
+    }
+    return;
+  }
   const auto inside = [&](int row, int chunk) {
     return first + row < from.rows && 8 * chunk < from.columns;
   };
-  const int thread = static_cast<int>(threadIdx.x % threads);  // tells the compiler its range
-  if (from.chunked) {  // few instructions for each: where memory is the limit, so is their number
+  if (from.chunked) {
 #pragma unroll 2
-    for (int turn = 0; turn < (chunks + threads - 1) / threads; ++turn) {
-      const int i = thread + turn * threads, row = i / Tile::kChunks, chunk = i % Tile::kChunks;
-      if (chunks % threads && i >= chunks) break;
+    for (int i = 0; i < Mine::kChunks; ++i) {
+      const int row = mine.row + Mine::below(i), chunk = mine.chunk + Mine::right(i);
       const uint16_t* source = from.row(first + row) + 8 * chunk;  // outside, it is not read
-      ptx::copy16(address + Tile::at(row, chunk), source, inside(row, chunk));
+      ptx::copy16(address + mine.at(i), source, inside(row, chunk));
     }
     return;
   }
 #pragma unroll 1
-  for (int i = thread; i < chunks; i += threads) {
-    const int row = i / Tile::kChunks, chunk = i % Tile::kChunks;
+  for (int i = 0; i < Mine::kChunks; ++i) {
+    const int row = mine.row + Mine::below(i), chunk = mine.chunk + Mine::right(i);
     const uint16_t* source = inside(row, chunk) ? from.row(first + row) : from.data;
     uint32_t words[4];
 #pragma unroll
@@ -69,7 +104,7 @@ FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
       words[k] = (low ? source[column * from.column_stride] : 0u) |
                  (high ? source[(column + 1) * from.column_stride] : 0u) << 16;
     }
-    *reinterpret_cast<uint4*>(to + Tile::at(row, chunk)) = {words[0], words[1], words[2], words[3]};
+    *reinterpret_cast<uint4*>(to + mine.at(i)) = {words[0], words[1], words[2], words[3]};
   }
 }
 

@@ -53,6 +53,7 @@ FA_DEVICE Query query_of(const FaParams& p, int64_t hk, int r) {
 }
 
 struct QueryRows : Matrix {
+  static constexpr bool kEven = false;
   int64_t head_stride;
   int per_head;
   FA_DEVICE const uint16_t* row(int r) const {
