@@ -143,6 +143,46 @@ def test_no_key_leaks(emulated, features):
     run_all([negative_logits(build(dims, features, torch.bfloat16))])
 
 
+def by_columns(x):
+    return x.mT.contiguous().mT
+
+
+MASK_WAYS = (shifted, with_wide_rows, with_heads_apart, by_columns)
+
+
+@pytest.mark.parametrize("N", [134, 135], ids=["even", "odd"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bool, torch.bfloat16, torch.float16, torch.float32], ids=lambda x: str(x)[6:]
+)
+def test_a_mask_in_memory_of_any_kind(emulated, dtype, N):
+    """Keys in pairs, in one word or not, or one by one: all to the same bits. The last tile of keys
+    is not whole, nor is that of the rows."""
+    of_rows = torch.float16 if dtype == torch.float16 else torch.bfloat16
+    problem = build(Dims(2, 2, 1, 70, N, 32, 32), (), of_rows)
+    values = torch.randn(2, 2, 70, N, generator=torch.Generator().manual_seed(3))
+    mask = values > -0.5 if dtype == torch.bool else values.to(dtype)
+    run_all([replace(problem, kwargs=dict(mask=mask))])
+
+    def out(mask):
+        found = replace(problem, kwargs=dict(mask=mask)).run(fastattn.attention, backward=False)
+        return found["out"]
+
+    right, row = out(mask), mask[:1, :, :1]
+    for way in MASK_WAYS[dtype == torch.bool :]:  # no bool is NaN: it would hide nothing
+        assert torch.equal(out(way(mask)), right), way.__name__
+    assert torch.equal(out(row), out(row.expand_as(mask).contiguous()))
+    assert torch.equal(out(mask[..., :1]), out(mask[..., :1].expand_as(mask).contiguous()))
+
+
+@pytest.mark.parametrize("cap", [0.5, 64.0, 64.5, 1e4])
+@pytest.mark.parametrize("size", [1e-4, 1.0, 100.0], ids=["tiny", "ordinary", "large"])
+def test_a_cap_of_any_strength(emulated, cap, size):
+    """Of logits of any size, on both sides of where the formula changes."""
+    problem = build(Dims(1, 2, 1, 37, 70, 32, 32), (), torch.bfloat16)
+    problem.q.mul_(size)
+    run_all([replace(problem, kwargs=dict(softcap=cap))])
+
+
 @pytest.mark.parametrize("score", [torch.inf, torch.nan], ids=["infinite", "nan"])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "softcap"])
 def test_a_bool_mask_hides_any_score(emulated, softcap, score):

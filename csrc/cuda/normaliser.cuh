@@ -1,7 +1,8 @@
 // From scores to weights: what is taken off a score before exp, while a softmax is under way (a
 // level) and once it is done (the normaliser).
 #pragma once
-#include "score.cuh"
+#include "dropout.cuh"
+#include "mask.cuh"
 
 namespace fa {
 

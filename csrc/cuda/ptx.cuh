@@ -41,6 +41,18 @@ FA_DEVICE float log2(float x) {
                  float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;)
 }
 
+// 1 / x to 1 ulp, 0 for infinity.
+FA_DEVICE float reciprocal(float x) {
+  FA_EMULATED_OR(return emu::approximate_quotient(1.0f, x);,
+                 float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;)
+}
+
+// x y, all 64 bits of it, as one instruction of which both halves are used.
+FA_DEVICE uint64_t product(uint32_t x, uint32_t y) {
+  FA_EMULATED_OR(return static_cast<uint64_t>(x) * y;, uint64_t wide;
+                 asm("mul.wide.u32 %0, %1, %2;" : "=l"(wide) : "r"(x), "r"(y)); return wide;)
+}
+
 // Two elements, rounded to nearest even; the low half lies first in memory.
 FA_DEVICE uint32_t pack(BF16, float low, float high) {
   FA_EMULATED_OR(return emu::narrowed(low, true) | emu::narrowed(high, true) << 16;, uint32_t d;
@@ -157,7 +169,10 @@ FA_MULTIPLY(F16, "f16", false)
 // -- exchange between the lanes of a warp ---------------------------------------------------------
 
 // The value of lane (this ^ flip).
-FA_DEVICE float shuffle_xor(float x, int flip) { return __shfl_xor_sync(kWholeWarp, x, flip); }
+template <class T>
+FA_DEVICE T shuffle_xor(T x, int flip) {
+  return __shfl_xor_sync(kWholeWarp, x, flip);
+}
 
 }  // namespace ptx
 }  // namespace fa

@@ -1,9 +1,12 @@
-// The score pipeline of the CUDA kernels: the one place of them that knows features. One element,
-// forward and backward:
+// The score pipeline of the CUDA kernels: the one place of them that knows features, forward and
+// backward.
 //
 //   where   Band, Visible, row_range: which keys a row sees (csrc/band.h)
-//   what    Head::logit: scale, softcap, ALiBi, mask, in this order
-//   after   Head::dropped: dropout's draws (csrc/philox.h)
+//   what    logits: scale, softcap, ALiBi, mask (mask.cuh), in this order
+//   after   draw: dropout's (dropout.cuh)
+//
+// Each is a sweep over all that a lane holds of a tile, behind one branch that all threads take
+// alike: what a call does not use costs its tiles a comparison.
 #pragma once
 #include "../band.h"
 #include "../philox.h"
@@ -31,8 +34,8 @@ FA_DEVICE void philox(uint32_t (&c)[4], uint64_t seed) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
   for (int round = 0; round < Philox::rounds; ++round) {
-    const uint64_t x = static_cast<uint64_t>(Philox::mul0) * c[0];
-    const uint64_t y = static_cast<uint64_t>(Philox::mul1) * c[2];
+    const uint64_t x = ptx::product(Philox::mul0, c[0]);
+    const uint64_t y = ptx::product(Philox::mul1, c[2]);
     const uint32_t next[4] = {static_cast<uint32_t>(y >> 32) ^ c[1] ^ k0, static_cast<uint32_t>(y),
                               static_cast<uint32_t>(x >> 32) ^ c[3] ^ k1, static_cast<uint32_t>(x)};
 #pragma unroll
@@ -101,12 +104,9 @@ struct Head {
     }
   }
 
-  // The logit of row i and key j from their product, before the band; and its derivative by the
-  // scaled product: what softcap makes it, else 1, and 0 where a bool mask hides the key.
-  FA_DEVICE float logit(float qk, int64_t i, int64_t j) const {
-    float derivative;
-    return logit(qk, i, j, derivative);
-  }
+  // Of one element, for backward, which has no sweeps yet: the logit of row i and key j from their
+  // product, before the band; and its derivative by the scaled product: what softcap makes it, else
+  // 1, and 0 where a bool mask hides the key.
   FA_DEVICE float logit(float qk, int64_t i, int64_t j, float& derivative) const {
     float s = qk * scale;
     derivative = 1.0f;
@@ -149,5 +149,90 @@ struct Head {
             high < dropout_threshold ? 0.0f : dropout_factor};
   }
 };
+
+// -- tiles ----------------------------------------------------------------------------------------
+//
+// A lane holds s[n][4] of a tile, as ptx::multiply makes it. Either rows stay at the left of the
+// products and keys pass, or the other way about: element e of the k-th is of a staying one, the
+// lane's first or 8 further, and of a passing one, 8 k from the lane's first or next to it.
+
+template <bool keys_stay>
+struct Places {
+  static constexpr bool kKeysStay = keys_stay;
+  const Head& one;
+  int stays, passes;  // where s[0][0] is
+
+  FA_DEVICE const Head& head(int) const { return one; }
+  FA_DEVICE int staying(int e) const { return stays + 8 * (e / 2); }
+  FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
+  FA_DEVICE int i(int k, int e) const { return keys_stay ? passing(k, e) : staying(e); }
+  FA_DEVICE int j(int k, int e) const { return keys_stay ? staying(e) : passing(k, e); }
+  // |i + shift - j| is |from + offset|, of which the compiler knows one.
+  FA_DEVICE int from(int) const {
+    const int shift = static_cast<int>(one.shift);
+    return passes - stays + (keys_stay ? shift : -shift);
+  }
+  static FA_DEVICE int offset(int k, int e) { return 8 * k + e % 2 - 8 * (e / 2); }
+};
+
+// What becomes of gradients by the logits on their way to gradients by the scaled products: of
+// none, in forward; or of a tile of them.
+struct NoGradient {
+  FA_DEVICE void multiply(int, int, float) const {}
+  FA_DEVICE void hide(int, int) const {}
+};
+template <int n>
+struct Gradient {
+  float (&dp)[n][4];
+  FA_DEVICE void multiply(int k, int e, float derivative) const { dp[k][e] *= derivative; }
+  FA_DEVICE void hide(int k, int e) const { dp[k][e] = 0.0f; }  // it may be NaN
+};
+
+template <int n, class Visit>
+FA_DEVICE void each_of(const float (&)[n][4], Visit visit) {
+#pragma unroll
+  for (int k = 0; k < n; ++k)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) visit(k, e);
+}
+
+// tanh(x) from r = 1 / (1 + e^2x): 1 - 2 r, and near 0, where that cancels, the series to x^9.
+FA_DEVICE float tanh_of(float x, float r) {
+  const float z = x * x;
+  const float series = fmaf(z, fmaf(z, fmaf(z, 62.0f / 2835, -17.0f / 315), 2.0f / 15), -1.0f / 3);
+  return z < 0.0625f ? fmaf(x * z, series, x) : fmaf(-2.0f, r, 1.0f);
+}
+
+// Products become softcap tanh(scale product / softcap). What cancels in 1 - 2 r is softcap 2^-23
+// of a logit: nothing, unless the cap is far above the scores.
+template <int n, class Gradient>
+FA_DEVICE void cap(float (&s)[n][4], const Head& head, Gradient gradient) {
+  constexpr float kWeak = 64.0f;
+  const float inner = head.scale / head.softcap, to_log2 = 2 * kLog2e * inner;
+  const auto fraction = [&](float x) { return ptx::reciprocal(1.0f + ptx::exp2(x * to_log2)); };
+  if (head.softcap <= kWeak) {
+    const float twice = -2.0f * head.softcap;
+    each_of(s, [&](int k, int e) {
+      const float r = fraction(s[k][e]);
+      s[k][e] = fmaf(twice, r, head.softcap);
+      gradient.multiply(k, e, 4.0f * fmaf(-r, r, r));
+    });
+  } else {
+    each_of(s, [&](int k, int e) {
+      const float t = tanh_of(s[k][e] * inner, fraction(s[k][e]));
+      s[k][e] = head.softcap * t;
+      gradient.multiply(k, e, fmaf(-t, t, 1.0f));
+    });
+  }
+}
+
+template <int n, class Places>
+FA_DEVICE void add_alibi(float (&s)[n][4], const Places& at) {
+  const float from[2] = {static_cast<float>(at.from(0)), static_cast<float>(at.from(2))};
+  each_of(s, [&](int k, int e) {
+    const float distance = from[e / 2] + static_cast<float>(Places::offset(k, e));  // exact
+    s[k][e] -= at.head(e).slope * fabsf(distance);
+  });
+}
 
 }  // namespace fa

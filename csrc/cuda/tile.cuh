@@ -69,8 +69,8 @@ FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
   if (!mine.any()) return;
   const uint32_t address = ptx::shared_address(to);
   // A whole tile, in which nothing is compared.
-  if (Rows::kEven && from.chunked && from.columns == Tile::kColumns &&
-      first + Tile::kRows <= from.rows) {
+  const int wholly = from.chunked && from.columns == Tile::kColumns ? from.rows : 0;
+  if (Rows::kEven && first + Tile::kRows <= wholly) {
     const uint16_t* source = from.row(first + mine.row) + 8 * mine.chunk;
 #pragma unroll
     for (int i = 0; i < Mine::kChunks; ++i) {

@@ -182,6 +182,38 @@ def hidden_nan():
     return [f"{name}: other bits" for name in names]
 
 
+def with_softcap(cap, size):
+    problem = problem_of("forward")
+    problem.q.mul_(size)
+    problem.kwargs["softcap"] = cap
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("forward")
+def weak_cap():
+    """Far above the scores: what 1 - 2 / (1 + e^2x) cancels is more than the scores."""
+    return with_softcap(1e6, 1.0)
+
+
+@named("forward")
+def softcap_of_large_logits():
+    return with_softcap(65.0, 50.0)
+
+
+@named("forward")
+def masks_at_odd_elements():
+    problem = problem_of("forward+float_mask")
+    problem.kwargs["mask"] = shifted(problem.kwargs["mask"])
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("forward")
+def mask_two_keys_short():
+    """Of a whole tile."""
+    problem = build(Dims(1, 2, 1, 70, 126, 24, 24), [FEATURE["float_mask"]], torch.bfloat16)
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
 @named("forward")
 def largest_scores():
     """Of 100 at one key, another in each item: what is measured from less overflows."""

@@ -52,6 +52,21 @@ FA_DEVICE Query query_of(const FaParams& p, int64_t hk, int r) {
   return {hk * group + r / M, r % M};
 }
 
+// Where a lane's scores are: Places of rows that stay, which may be of two heads.
+struct QueryPlaces {
+  static constexpr bool kKeysStay = false;
+  const Head (&heads)[2];
+  const Query (&queries)[2];
+  int passes;
+
+  FA_DEVICE const Head& head(int e) const { return heads[e / 2]; }
+  FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
+  FA_DEVICE int i(int, int e) const { return static_cast<int>(queries[e / 2].i); }
+  FA_DEVICE int j(int k, int e) const { return passing(k, e); }
+  FA_DEVICE int from(int e) const { return passes - i(0, e) - static_cast<int>(head(e).shift); }
+  static FA_DEVICE int offset(int k, int e) { return 8 * k + e % 2; }
+};
+
 struct QueryRows : Matrix {
   static constexpr bool kEven = false;
   int64_t head_stride;
@@ -164,10 +179,11 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   const Query query[2] = {query_of(p, hk, first_row + row), query_of(p, hk, first_row + row + 8)};
   const Head head[2] = {Head(p, b, query[0].h), Head(p, b, query[1].h)};
   const Band band[2] = {band_of(p, b, query[0].i), band_of(p, b, query[1].i)};
+  const MaskLines mask(QueryPlaces{head, query, 0});
   const float to_log2 = F::kGeneral ? kLog2e : head[0].scale * kLog2e;
 
   const KeyRange seen = key_range(p, b, 0, p.M), by_all = common_range(p, b, 0, p.M);
-  const int begin = static_cast<int>(seen.lo) / 2 * 2;  // dropout draws for pairs of keys
+  const int begin = static_cast<int>(seen.lo) / 8 * 8;  // see mask.cuh, dropout.cuh
   const int end = static_cast<int>(seen.hi);
   const int64_t all_tiles = (end - begin + F::kKeys - 1) / F::kKeys;
   const int first_tile = static_cast<int>(all_tiles * split / splits);
@@ -206,18 +222,17 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
 
     const uint32_t k_tile = ptx::shared_address(memory + tile % F::kStages * F::kStageBytes);
     const int at = key_warp * F::kWarpKeys, first = start + tile * F::kKeys + at;  // this warp's
+    const QueryPlaces places = {head, query, first + column};
+    MaskPairs<F::kWarpKeys / 8> pairs;
+    if (F::kGeneral) load_mask(pairs, mask, places);
     Accumulator<F::kWarpKeys> s = {};
     multiply_keys<Type, typename F::KTile>(
         s, k_tile, at / 16, [&](int d) -> const uint32_t(&)[4] { return left[d]; });
     const bool whole = by_all.lo <= first && first + F::kWarpKeys <= by_all.hi;
-    if (F::kGeneral || !whole)
-      score(s, band, first + column, [&](float qk, int half, int j) {
-        return F::kGeneral ? head[half].logit(qk, query[half].i, j) : qk;
-      });
+    if (F::kGeneral) logits(s, places, mask, pairs, NoGradient());
+    if (!whole) hide(s, band, first + column);
     update<F::kGeneral>(state, s, out, to_log2);
-    if (F::kGeneral && p.dropout_p > 0)
-      drop(s, first + column,
-           [&](int half, int j) { return head[half].dropped(query[half].i, j); });
+    if (F::kGeneral && p.dropout_p > 0) drop(s, draw<F::kWarpKeys / 8>(places));
     multiply_values<Type, typename F::VTile>(out, s, k_tile + F::KTile::kBytes, at / 16,
                                              first_column / 16);
   }
@@ -232,10 +247,12 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
       parts.level[at] = level_of<F::kGeneral>(state.max[half], to_log2);
       parts.sum[at] = sum;
     }
+    const float factor = head[half].dropout_factor;
     float* const to = parts.out + at * F::kPartWidth + first_column + column;
 #pragma unroll
     for (int n = 0; n < F::kWarpColumns / 8; ++n)
-      *reinterpret_cast<float2*>(to + 8 * n) = {out[n][2 * half], out[n][2 * half + 1]};
+      *reinterpret_cast<float2*>(to + 8 * n) = {out[n][2 * half] * factor,
+                                                  out[n][2 * half + 1] * factor};
   }
   ptx::block_sync("decode: the warps' parts are there");
 

@@ -23,17 +23,17 @@ struct Forward {
   static constexpr int kSharedBytes = QTile::kBytes + 2 * kStageBytes;
 };
 
-// The rows' outputs and normalisers, from lanes to global memory.
+// The rows' outputs, times what dropout asks for, and normalisers, from lanes to global memory.
 template <class F>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
-                     Accumulator<F::kDv>& out, float to_log2) {
+                     Accumulator<F::kDv>& out, float to_log2, float factor) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float level = level_of<F::kGeneral>(state.max[half], to_log2), sum = row_sum(state.sum[half]);
     const int64_t i = row + 8 * half;
     if (i >= p.M) continue;
     const float decay = count_sink<F::kGeneral>(p, b, h, level, sum);
-    const float inverse = sum == 0.0f ? 0.0f : decay / sum;
+    const float inverse = sum == 0.0f ? 0.0f : factor * decay / sum;
     const OutputRow<typename F::Type> to(p.out, b, h, i, p.Dv);
 #pragma unroll
     for (int n = 0; n < F::kDv / 8; ++n)
@@ -65,6 +65,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
 
   const Matrix q = matrix_of(p.q, b, h, p.M, p.D);
   const Matrix k = matrix_of(p.k, b, hk, end, p.D), v = matrix_of(p.v, b, hk, end, p.Dv);
+  const MaskLines mask(Places<false>{head, row, 0});
   unsigned char* const stages = memory + F::QTile::kBytes;
   const uint32_t q_tile = ptx::shared_address(memory);
 
@@ -91,6 +92,9 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
     if (F::kKeepQ && first == start)
 #pragma unroll
       for (int d = 0; d < F::kD / 16; ++d) load_left<typename F::QTile>(left[d], q_tile, warp, d);
+    const Places<false> places = {head, row, first + column};
+    MaskPairs<F::kKeys / 8> pairs;
+    if (F::kGeneral) load_mask(pairs, mask, places);
     Accumulator<F::kKeys> s = {};
     multiply_keys<Type, typename F::KTile>(s, k_tile, 0, [&](int d) -> uint32_t(&)[4] {
       uint32_t(&a)[4] = left[F::kKeepQ ? d : 0];
@@ -99,18 +103,15 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
     });
 
     const bool whole = by_all.lo <= first && first + F::kKeys <= by_all.hi;
-    if (F::kGeneral || !whole)
-      score(s, band, first + column, [&](float qk, int half, int j) {
-        return F::kGeneral ? head.logit(qk, row + 8 * half, j) : qk;
-      });
+    if (F::kGeneral) logits(s, places, mask, pairs, NoGradient());
+    if (!whole) hide(s, band, first + column);
     update<F::kGeneral>(state, s, out, to_log2);
-    if (F::kGeneral && p.dropout_p > 0)
-      drop(s, first + column, [&](int half, int j) { return head.dropped(row + 8 * half, j); });
+    if (F::kGeneral && p.dropout_p > 0) drop(s, draw<F::kKeys / 8>(places));
     multiply_values<Type, typename F::VTile>(out, s, v_tile, 0);
     ptx::block_sync("forward: all are done with this tile");
   }
   ptx::copies_wait<0>("forward: nothing is on its way");
-  store<F>(p, b, h, row, column, state, out, to_log2);
+  store<F>(p, b, h, row, column, state, out, to_log2, head.dropout_factor);
 }
 
 }  // namespace sm80

@@ -83,17 +83,20 @@ FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[
   }
 }
 
-// Weights times what dropout makes of them: factors(half, key) for that key and the next.
-template <int n, class Factors>
-FA_DEVICE void drop(float (&weights)[n][4], int first, Factors factors) {
-#pragma unroll
-  for (int j = 0; j < n; ++j)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float2 factor = factors(half, first + 8 * j);
-      weights[j][2 * half] *= factor.x;
-      weights[j][2 * half + 1] *= factor.y;
-    }
+// Keys that a row does not see weigh nothing. `first` is the lane's first key.
+template <int n>
+FA_DEVICE void hide(float (&s)[n][4], const Band (&band)[2], int first) {
+  each_of(s, [&](int k, int e) {
+    if (!band[e / 2].holds(first + 8 * k + e % 2)) s[k][e] = -INFINITY;
+  });
+}
+
+// Nor do those that dropout drops. The factor of the others is left to whoever stores their sums.
+template <int n>
+FA_DEVICE void drop(float (&weights)[n][4], const Kept<n>& kept) {
+  each_of(weights, [&](int k, int e) {
+    if (!kept.at(k, e)) weights[k][e] = 0.0f;
+  });
 }
 
 }  // namespace sm80

@@ -22,18 +22,6 @@ FA_DEVICE void multiply_keys(float (&s)[n][4], uint32_t k_tile, int at, Left lef
   }
 }
 
-// Products become logits, by logit(product, half, key); keys that a row does not see, -inf.
-template <int n, class Logit>
-FA_DEVICE void score(float (&s)[n][4], const Band (&band)[2], int first, Logit logit) {
-#pragma unroll
-  for (int j = 0; j < n; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int key = first + 8 * j + e % 2;
-      s[j][e] = band[e / 2].holds(key) ? logit(s[j][e], e / 2, key) : -INFINITY;
-    }
-}
-
 // One lane's scores of a tile become weights exp(s - level), and what went before is rescaled.
 template <bool general, int n, int columns>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {

@@ -36,10 +36,9 @@ FA_DEVICE void load_head(unsigned char* stage, const FaParams& p, int64_t b, int
   load_tile<typename W::KTile, W::kThreads>(stage + W::QTile::kBytes, k, first_key);
 }
 
-// Products become probabilities; `whole` is a tile that every row sees all of.
+// Scores become probabilities.
 template <class W>
-FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, const Band (&band)[2],
-                             bool whole, int row, int first) {
+FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, int row) {
   const float to_log2 = W::kGeneral ? kLog2e : head.scale * kLog2e;
   const Normalisers normalisers(head.p, head.b, head.h);
 #pragma unroll
@@ -50,12 +49,8 @@ FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, const B
 #pragma unroll
     for (int n = 0; n < W::kKeys / 8; ++n)
 #pragma unroll
-      for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        const int j = first + 8 * n + e % 2;
-        const bool seen = (!W::kGeneral && whole) || band[half].holds(j);
-        if (W::kGeneral && seen) s[n][e] = head.logit(s[n][e], i, j);
-        s[n][e] = seen ? probability<W::kGeneral>(s[n][e], normaliser, to_log2) : 0.0f;
-      }
+      for (int e = 2 * half; e < 2 * half + 2; ++e)
+        s[n][e] = probability<W::kGeneral>(s[n][e], normaliser, to_log2);
   }
 }
 
@@ -97,6 +92,7 @@ __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 ? 1 : 
   const int heads = p.average_heads ? static_cast<int>(p.H) : 1, first = plane;
   const int last = seen.lo < last_key && first_key < seen.hi ? first + heads : first;
 
+  float factor = 1.0f;  // of dropout: the same for all heads
   Accumulator<W::kKeys> sum = {};
   if (first < last) {
     load_head<W>(memory, p, b, first, first_row, first_key, seen.hi);
@@ -113,6 +109,11 @@ __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 ? 1 : 
 
     const uint32_t q_tile = ptx::shared_address(memory + stage * W::kStageBytes);
     const uint32_t k_tile = q_tile + W::QTile::kBytes;
+    const Head head(p, b, h);
+    const Places<false> places = {head, row, column};
+    const MaskLines mask(places);
+    MaskPairs<W::kKeys / 8> pairs;
+    if (W::kGeneral) load_mask(pairs, mask, places);
     Accumulator<W::kKeys> s = {};
 #pragma unroll
     for (int d = 0; d < W::kD / 16; ++d) {
@@ -120,16 +121,17 @@ __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 ? 1 : 
       load_left<typename W::QTile>(a, q_tile, warp, d);
       add_products<typename W::Type, typename W::KTile>(s, a, k_tile, d);
     }
-    const Head head(p, b, h);
-    probabilities<W>(s, head, band, whole, row, column);
-    if (W::kGeneral && p.dropout_p > 0)
-      drop(s, column, [&](int half, int j) { return head.dropped(row + 8 * half, j); });
+    if (W::kGeneral) logits(s, places, mask, pairs, NoGradient());
+    if (!whole) hide(s, band, column);
+    probabilities<W>(s, head, row);
+    if (W::kGeneral && p.dropout_p > 0) drop(s, draw<W::kKeys / 8>(places));
+    factor = head.dropout_factor;
 #pragma unroll
     for (int n = 0; n < W::kKeys / 8; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) sum[n][e] += s[n][e];
   }
-  store<W>(p, b, plane, row, column, sum, 1.0f / static_cast<float>(heads));
+  store<W>(p, b, plane, row, column, sum, factor / static_cast<float>(heads));
 }
 
 }  // namespace sm80
