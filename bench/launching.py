@@ -1,7 +1,9 @@
-"""What a call of Triton's kernels costs the CPU before the driver launches: a stub takes launches.
+"""What a call of the GPU's kernels costs the CPU before the driver launches: a stub takes launches.
 
-No GPU is needed: Triton takes the stub for the driver of one, compiles as far as its own language,
-and calls the stub where it would call the driver.
+No GPU is needed. Triton takes the stub for the driver of one, compiles as far as its own language,
+and calls the stub where it would call the driver. The CUDA backend gets a library that launches
+nothing (launch_stub.cpp). Not seen: what our library itself does, which is some arithmetic and two
+questions to CUDA's runtime; and that torch takes longer to find memory of a GPU.
 """
 
 from __future__ import annotations
@@ -10,9 +12,12 @@ import contextlib
 import functools
 import importlib.util
 import itertools
+import os
+import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +25,7 @@ from unittest import mock
 import torch
 
 from fastattn.compiled import interpreted
+from fastattn.native import CudaLibrary
 
 from .aot import SHARED, Absent
 
@@ -98,10 +104,34 @@ def stubbed(arch: int) -> Generator[Stub]:
         yield stub
 
 
-def measure(arch: int, calls: int) -> dict[str, float]:
+def compiled_stub(folder: Path) -> CudaLibrary:
+    """Raises OSError or CalledProcessError where there is no C++ compiler."""
+    path = folder / "libfastattn_cuda_stub.so"
+    compiler = os.environ.get("CXX", "c++").split()
+    source = Path(__file__).with_name("launch_stub.cpp")
+    flags = ("-std=c++17", "-O2", "-fPIC", "-shared")
+    subprocess.run([*compiler, *flags, str(source), "-o", str(path)], check=True)
+    return CudaLibrary(path)
+
+
+def cuda_backend(library: CudaLibrary, stream: int = 0) -> Any:
+    """The CUDA backend, which takes CPU tensors for those of a GPU, over such a library."""
+    from fastattn.backends.cuda import Cuda
+
+    class Stubbed(Cuda):
+        @property
+        def library(self) -> CudaLibrary:
+            return library
+
+        def stream(self, x: torch.Tensor) -> int:
+            return stream
+
+    return Stubbed()
+
+
+def measure(backend: Any, calls: int) -> dict[str, float]:
     """Microseconds of CPU time, by call: the median."""
     from fastattn import check, spec
-    from fastattn.backends.triton import Triton
 
     def call(M: int, N: int, Hk: int, **options: Any) -> tuple[Any, Any]:
         sizes = ((8, M), (Hk, N), (Hk, N))
@@ -109,21 +139,18 @@ def measure(arch: int, calls: int) -> dict[str, float]:
         t = spec.Tensors(q, k, v)
         return check.describe(t, spec.Options(**options)), t
 
-    backend = Triton()
     kinds = {
         "forward": call(128, 128, 8),
         "forward, causal": call(128, 128, 8, right=0),
         "decode": call(1, 8192, 2),
     }
-    with stubbed(arch):
-        found = {
-            name: median(functools.partial(backend.forward, *x), calls) for name, x in kinds.items()
-        }
-        s, t = kinds["forward"]
-        out, normaliser = backend.forward(s, t)
-        given = (s, t, out, normaliser, out, None, ("q", "k", "v"))
-        back = functools.partial(backend.backward, *given)
-        return found | {"backward": median(back, calls)}
+    found = {
+        name: median(functools.partial(backend.forward, *x), calls) for name, x in kinds.items()
+    }
+    s, t = kinds["forward"]
+    out, normaliser = backend.forward(s, t)
+    given = (s, t, out, normaliser, out, None, ("q", "k", "v"))
+    return found | {"backward": median(functools.partial(backend.backward, *given), calls)}
 
 
 def median(call: Callable[[], Any], calls: int) -> float:
@@ -136,14 +163,30 @@ def median(call: Callable[[], Any], calls: int) -> float:
 
 
 def lines() -> Iterator[str]:
-    """What `measure` finds, as `bench overhead` prints it; why not, without Triton."""
-    if importlib.util.find_spec("triton") is None:
-        yield "Triton is not installed: its launches are not measured"
+    """What `measure` finds, as `bench overhead` prints it; or why not."""
+    yield "CPU time of a call that has run before, above the driver's launch, in µs:"
+    yield from (f"  {name:13} {said}" for name, said in (("CUDA", _cuda()), *_triton()))
+
+
+def _cuda() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            library = compiled_stub(Path(folder))
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"not measured: {error}"
+        return _told(measure(cuda_backend(library), CALLS))
+
+
+def _triton() -> Iterator[tuple[str, str]]:
+    from fastattn.backends.triton import Triton
+
+    if importlib.util.find_spec("triton") is None or interpreted():
+        yield "Triton", "not measured: it is not installed, or its interpreter is on"
         return
-    if interpreted():
-        yield "Triton's interpreter is on: its launches are not measured"
-        return
-    yield "Triton: CPU time of a call that has run before, above the driver's launch, in µs:"
     for arch in ARCHS:
-        found = measure(arch, CALLS)
-        yield f"  sm_{arch}  " + "  ".join(f"{name} {time:.0f}" for name, time in found.items())
+        with stubbed(arch):
+            yield f"Triton, sm_{arch}", _told(measure(Triton(), CALLS))
+
+
+def _told(found: dict[str, float]) -> str:
+    return "  ".join(f"{name} {time:.1f}" for name, time in found.items())

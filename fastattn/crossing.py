@@ -4,9 +4,10 @@
               memory, and something else has to see the call
     pack      FaParams, as bytes, of a template and tensors, each at its place
     launch    the same, given to a function of the CPU's library at once
+    launch_on the same for the CUDA library, with a workspace; None where only Python packs
 
-csrc/python/crossing.cpp has these three for CPython's stable ABI. They are used where set-up built
-them, and those below where it did not, or where FASTATTN_EXTENSION=off.
+csrc/python/crossing.cpp has these for CPython's stable ABI. They are used where set-up built them,
+and those below where it did not, or where FASTATTN_EXTENSION=off.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ def places(after: Mapping[str, str]) -> bytes:
     )
 
 
-# ----------------------------------------------------------------------- the three, in Python
+# ------------------------------------------------------------------------- the same, in Python
 
 
 def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
@@ -124,3 +125,4 @@ kind, pack, launch = (
     if extension is None
     else (extension.kind, extension.pack, extension.launch)
 )
+launch_on = getattr(extension, "launch_on", None)

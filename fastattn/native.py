@@ -125,10 +125,12 @@ class CudaLibrary(Library):
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
         self.check_abi("fa_cuda_abi_fields", "fa_cuda_max_head_dim", CUDA_MAX_HEAD_DIM)
         self.workspace = self.entry("fa_cuda_workspace", integer, params, integer, integer)
+        self.workspace_at = ctypes.cast(self.workspace, ctypes.c_void_p).value or 0
         # params, pass, device, multiprocessors, stream
         self.run = self.entry(
             "fa_cuda_run", integer, params, integer, integer, integer, ctypes.c_void_p
         )
+        self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
         self.driver_error = self.entry("fa_cuda_driver_error", integer)
         self.version = self.entry("fa_cuda_version", integer, integer)  # its own, or the driver's
         self.translates = self.entry("fa_cuda_translates", integer)
@@ -242,7 +244,7 @@ def extension_unavailable() -> str | None:
 
 
 def extension() -> ModuleType | None:
-    """`kind`, `pack` and `launch` of crossing.py in C++, where they can be had."""
+    """The functions of crossing.py in C++, where they can be had."""
     found = _load_extension()
     return None if isinstance(found, str) else found
 

@@ -31,6 +31,7 @@ def binary():
     library = native.CudaLibrary(emulator().path)
     run = library.run
     library.run = lambda params, which, device, *more: run(params, which, max(device, 0), *more)
+    library.run_at = 0  # what is called at once has the number of a device
     return library
 
 
@@ -42,6 +43,8 @@ def decode_splits(params, multiprocessors):
 
 class Watched:
     """What native.CudaLibrary is to the backend; every call is watched, and must be faultless."""
+
+    run_at = 0  # nothing is called at once, unseen
 
     def __init__(self, backend):
         self.backend = backend

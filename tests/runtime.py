@@ -4,7 +4,6 @@ own, streams, graphs, and calls that fail when they are told to."""
 import ctypes
 import weakref
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fastattn import native
-from fastattn.backends.cuda import Cuda
+from fastattn.backends import cuda
 
 TEXT_BYTES = 1 << 16
 
@@ -138,10 +137,10 @@ class Binary(native.CudaLibrary):
             found.none()
             return code
 
-        self.run = run
+        self.run, self.run_at = run, 0
 
 
-class Launched(Cuda):
+class Launched(cuda.Cuda):
     """The backend as it is, on a device of the runtime: it gets tensors that are there, and what it
     allocates is there."""
 
@@ -180,9 +179,8 @@ class Launched(Cuda):
 def launching(runtime, stream=0, device=0):
     """Every call inside goes to a device of the runtime, on this stream of it."""
     backend = Launched(runtime, device, stream)
-    current = SimpleNamespace(cuda_stream=stream)
     with pytest.MonkeyPatch.context() as patch, every_call(backend):
-        patch.setattr(torch.cuda, "current_stream", lambda device: current)
+        patch.setattr(cuda, "current_stream", lambda device: stream)
         runtime.library.emu_runtime_mode(runtime.at_once, runtime.apart)
         try:
             yield backend

@@ -1,4 +1,4 @@
-// fastattn/crossing.py in C++, for CPython's stable ABI: the three functions by which tensors
+// fastattn/crossing.py in C++, for CPython's stable ABI: the functions by which tensors
 // cross to the kernels. Nothing needs it: without it Python does the same, some microseconds
 // slower. It knows torch by DLPack alone, whose exchange table (its C ABI for exactly this)
 // tells where a tensor lies without a method call.
@@ -7,6 +7,7 @@
 #include <Python.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <cstring>
 
 #include "../abi.h"
@@ -152,7 +153,7 @@ bool write(FaParams& p, Place place, const DLTensor& x) {
 }
 
 // FaParams of a template, and of `tensors`, each at its place; None is left out.
-bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors, PyObject* threads) {
+bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors) {
   char *bytes, *at;
   Py_ssize_t size, places_size;
   if (PyBytes_AsStringAndSize(form, &bytes, &size)) return false;
@@ -176,6 +177,11 @@ bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors, PyOb
       return false;
     }
   }
+  return true;
+}
+
+bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors, PyObject* threads) {
+  if (!fill(p, form, places, tensors)) return false;
   p.threads = PyLong_AsLongLong(threads);
   return !PyErr_Occurred();
 }
@@ -209,6 +215,38 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
     Py_END_ALLOW_THREADS
   }
   return PyLong_FromLongLong(status);
+}
+
+// Of the CUDA library: entries, what makes a workspace, then what csrc/abi.h asks of them.
+PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  FaParams p;
+  if (!has(n, 10) || !fill(p, args[7], args[8], args[9])) return nullptr;
+  using Run = int64_t (*)(const FaParams*, int64_t, int64_t, int64_t, void*);
+  using Workspace = int64_t (*)(const FaParams*, int64_t, int64_t);
+  const Run run = reinterpret_cast<Run>(PyLong_AsVoidPtr(args[0]));
+  const Workspace wanted = reinterpret_cast<Workspace>(PyLong_AsVoidPtr(args[1]));
+  int64_t numbers[3];  // pass, device, multiprocessors
+  for (int i = 0; i < 3; ++i) numbers[i] = PyLong_AsLongLong(args[3 + i]);
+  void* stream = PyLong_AsVoidPtr(args[6]);
+  if (PyErr_Occurred()) return nullptr;
+  PyObject* workspace = nullptr;
+  if (const int64_t size = wanted(&p, numbers[0], numbers[2]); size > 0) {
+    constexpr uintptr_t kTo = 64;
+    DLTensor d;
+    workspace = PyObject_CallFunction(args[2], "L", static_cast<long long>(size + kTo - 1));
+    if (!workspace || view(workspace, &d)) {
+      Py_XDECREF(workspace);
+      return nullptr;
+    }
+    const auto at = reinterpret_cast<uintptr_t>(address(d));
+    p.workspace = reinterpret_cast<void*>((at + kTo - 1) / kTo * kTo);
+  }
+  int64_t code;
+  Py_BEGIN_ALLOW_THREADS  // a full queue of launches waits
+  code = run(&p, numbers[0], numbers[1], numbers[2], stream);
+  Py_END_ALLOW_THREADS
+  Py_XDECREF(workspace);  // whoever gets that memory next comes later on the stream
+  return PyLong_FromLongLong(code);
 }
 
 // --- the module ---------------------------------------------------------------------------------
@@ -246,6 +284,7 @@ PyCFunction fast(Fast f) {
 PyMethodDef functions[] = {{"kind", kind, METH_O, nullptr},
                            {"pack", fast(pack), METH_FASTCALL, nullptr},
                            {"launch", fast(launch), METH_FASTCALL, nullptr},
+                           {"launch_on", fast(launch_on), METH_FASTCALL, nullptr},
                            {nullptr, nullptr, 0, nullptr}};
 PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(begin)}, {0, nullptr}};
 PyModuleDef definition = {PyModuleDef_HEAD_INIT, "fastattn_crossing", nullptr, 0, functions,

@@ -6,13 +6,15 @@ import functools
 import os
 import warnings
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 from torch import Tensor
 
 from .. import gpu, native, trouble
 from ..backend import Support, check_lengths, register
-from ..launcher import Launcher
+from ..crossing import launch_on
+from ..launcher import PLACES, Launcher, convert, prepared
 from ..spec import AttentionSpec, Feature, Tensors
 
 
@@ -27,6 +29,13 @@ def unavailable() -> str | None:
         what = trouble.advice(code)
         return f"the CUDA runtime of its library cannot work here: {said}{what and '; '}{what}"
     return None
+
+
+def current_stream(device: int) -> int:
+    """The caller's, of that device. Without an object for it, where torch can: that takes longer
+    than all else here."""
+    raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+    return raw(device) if raw else torch.cuda.current_stream(device).cuda_stream
 
 
 @functools.cache
@@ -82,10 +91,28 @@ class Cuda(Launcher):
         return met(x.device)
 
     def stream(self, x: Tensor) -> int:
-        return torch.cuda.current_stream(x.device).cuda_stream
+        return current_stream(x.get_device())
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         return self.library.workspace(params, which, self.multiprocessors(t.q))
+
+    def _launch(
+        self, which: int, spec: AttentionSpec, t: Tensors, after: tuple[Tensor | None, ...]
+    ) -> None:
+        # At once, where there is an extension. Nothing of a call is kept for the next.
+        library, q = self.library, t.q
+        if launch_on is None or not library.run_at:
+            return super()._launch(which, spec, t, after)
+        if spec.given:
+            t = convert(spec, t)
+            check_lengths(t.lengths, spec.N)
+        entries = library.run_at, library.workspace_at, functools.partial(_room, q)
+        where = q.get_device(), self.multiprocessors(q), self.stream(q)
+        packed = prepared(spec).form, PLACES[which], (*t, *after)
+        with gpu.on(q.device):
+            code = launch_on(*entries, which, *where, *packed)
+        if code:
+            self._fail(code)
 
     def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> None:
         check_lengths(t.lengths, spec.N)
@@ -95,12 +122,20 @@ class Cuda(Launcher):
                 params, which, q.get_device(), self.multiprocessors(q), self.stream(q)
             )
         if code:
-            anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
-            raise RuntimeError(
-                f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
-                f"{library.error(code).decode()} (CUDA error {code}; "
-                f"{trouble.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
-            )
+            self._fail(code)
+
+    def _fail(self, code: int) -> NoReturn:
+        library = self.library
+        anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
+        raise RuntimeError(
+            f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
+            f"{library.error(code).decode()} (CUDA error {code}; "
+            f"{trouble.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
+        )
+
+
+def _room(q: Tensor, size: int) -> Tensor:
+    return torch.empty(size, dtype=torch.uint8, device=q.device)
 
 
 register(Cuda())

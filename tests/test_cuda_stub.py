@@ -1,0 +1,202 @@
+"""What arrives at the CUDA library of a call, by the extension that hands it over at once: that of
+this call alone, whatever was called before. A library that launches nothing takes it."""
+
+import ctypes
+import itertools
+import random
+
+import pytest
+import torch
+
+from bench import launching
+from fastattn import check, crossing, launcher, native, spec
+from fastattn.backends import cuda
+
+pytestmark = pytest.mark.skipif(
+    crossing.launch_on is None, reason=f"no extension: {native.extension_unavailable()}"
+)
+FIELDS = ("pass", "device", "multiprocessors", "stream", "runs")
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    try:
+        return launching.compiled_stub(tmp_path_factory.mktemp("stub"))
+    except OSError:
+        pytest.skip("the stub needs a C++ compiler")
+
+
+def last(library):
+    """The last run: FaParams, and the rest by name."""
+    at = library.entry("stub_last", ctypes.c_void_p)()
+    params = ctypes.string_at(at, native.SIZE)
+    rest = (ctypes.c_int64 * len(FIELDS)).from_address(at + native.SIZE)
+    return params, dict(zip(FIELDS, rest))
+
+
+def laid(shape, dtype, column=1, first=0, row=0):
+    """In a larger tensor: every `column`-th element, from `first`, rows `row` elements further."""
+    *outer, D = shape
+    wide = torch.zeros(*outer, D * column + row, dtype=dtype)
+    room = torch.zeros(first + wide.numel(), dtype=dtype)
+    return room[first:].view(wide.shape)[..., : D * column : column]
+
+
+SIZES = {"square": (20, 70), "decoding": (1, 300)}
+GIVEN = {
+    "": {},
+    "a mask": dict(mask=torch.zeros(1, 2, 1, 70, dtype=torch.bool)),
+    "lengths": dict(lengths=torch.tensor([31])),
+    "lengths of 32 bits": dict(lengths=torch.tensor([31], dtype=torch.int32)),
+    "slopes and sinks": dict(slopes=torch.zeros(2), sinks=torch.zeros(2)),
+}
+LAYOUTS = [dict(column=c, first=f, row=r) for c, f, r in itertools.product((1, 2), (0, 1), (0, 8))]
+
+
+def described(size, dtype, layout, given, **options):
+    M, N = SIZES[size]
+    shapes = ((1, 2, M, 16), (1, 2, N, 16), (1, 2, N, 16))
+    q, k, v = (laid(s, dtype, **layout) for s in shapes)
+    t = spec.Tensors(q, k, v, **given)
+    return check.describe(t, spec.Options(**options)), t
+
+
+def calls():
+    kinds = itertools.product((torch.bfloat16, torch.float16), LAYOUTS, GIVEN)
+    found = [described("square", dtype, layout, GIVEN[name]) for dtype, layout, name in kinds]
+    found += [described("decoding", torch.float16, layout, {}) for layout in LAYOUTS]
+    found += [described("square", torch.float16, {}, {}, right=right) for right in (0, 5)]
+    return found
+
+
+def by_python(which, s, t, after):
+    """FaParams as Python packs them, of any workspace and number of threads."""
+    form = launcher.prepared(s).form
+    return crossing._pack(form, launcher.PLACES[which], (*launcher.convert(s, t), *after), 0)
+
+
+def without(params, *fields):
+    for at in map(native.offset, fields):
+        params = params[:at] + bytes(8) + params[at + 8 :]
+    return params
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_call_is_handed_over_as_it_is(seed, library, monkeypatch):
+    """Of any dtype, strides, alignment and tensors, after calls of any other kind, forward and
+    backward."""
+    backend = launching.cuda_backend(library)
+    # Converted tensors are new ones: the same for both.
+    converted = {}
+    real = launcher.convert
+
+    def once(s, t):
+        key = tuple(map(id, t))
+        return converted.setdefault(key, (real(s, t), t))[0]
+
+    monkeypatch.setattr(launcher, "convert", once)
+    monkeypatch.setattr(cuda, "convert", once)
+    some = calls()
+    random.Random(seed).shuffle(some)
+    for s, t in some:
+        out, normaliser = backend.forward(s, t)
+        params, rest = last(library)
+        assert rest["pass"] == native.FORWARD
+        (at,) = native.POINTER.unpack_from(params, native.WORKSPACE)
+        assert at % 64 == 0 and bool(at) == (s.M <= 16)
+        want = by_python(native.FORWARD, s, t, (out, normaliser))
+        assert without(params, "workspace") == want
+        dout = torch.zeros_like(out)
+        for dlse, wants in ((None, "qkv"), (torch.zeros_like(normaliser[0]), "qv")):
+            grads = backend.backward(s, t, out, normaliser, dout, dlse, tuple(wants))
+            params, rest = last(library)
+            (at,) = native.POINTER.unpack_from(params, native.WORKSPACE)
+            assert rest["pass"] == native.BACKWARD and at and at % 64 == 0
+            after = (out, normaliser, dout, dlse, *(grads.get(x) for x in spec.DIFFERENTIABLE))
+            assert without(params, "workspace") == by_python(native.BACKWARD, s, t, after)
+
+
+def test_the_device_and_the_stream_are_those_of_the_call(library, monkeypatch):
+    s, t = described("square", torch.float16, {}, {})
+    for stream, processors in ((0, 108), (1 << 47, 132), (7, 108)):
+        monkeypatch.setattr(cuda, "met", lambda device, n=processors: n)
+        launching.cuda_backend(library, stream).forward(s, t)
+        found = last(library)[1]
+        assert found["stream"] == stream and found["multiprocessors"] == processors
+        assert found["device"] == -1  # as of any CPU tensor
+
+
+def test_the_stream_is_asked_for_by_the_number_of_the_device(monkeypatch):
+    class OnTwo:
+        def get_device(self):
+            return 2
+
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda at: 100 + at, raising=False)
+    assert cuda.Cuda().stream(OnTwo()) == 102
+
+
+def test_an_error_is_told_and_the_next_call_runs(library):
+    s, t = described("square", torch.float16, {}, {})
+    backend = launching.cuda_backend(library)
+    fail = library.entry("stub_fail", None, ctypes.c_int64)
+    fail(700)
+    try:
+        told = r"at stub_kernel: an error of the stub \(CUDA error 700; it may be that of"
+        with pytest.raises(RuntimeError, match=told):
+            backend.forward(s, t)
+    finally:
+        fail(0)
+    before = last(library)[1]["runs"]
+    backend.forward(s, t)
+    assert last(library)[1]["runs"] == before + 1
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_workspace_is_of_the_inputs_device_and_large_enough(size, library, monkeypatch):
+    made = []
+
+    def room(q, size):
+        made.append((q, torch.empty(size, dtype=torch.uint8)))
+        return made[-1][1]
+
+    monkeypatch.setattr(cuda, "_room", room)
+    s, t = described(size, torch.float16, {}, {})
+    launching.cuda_backend(library).forward(s, t)
+    params, rest = last(library)
+    (at,) = native.POINTER.unpack_from(params, native.WORKSPACE)
+    assert bool(made) == (size == "decoding") == bool(at)
+    for q, x in made:
+        want = library.workspace(params, native.FORWARD, rest["multiprocessors"])
+        assert q is t.q and x.data_ptr() <= at and at + want <= x.data_ptr() + x.numel()
+
+
+def test_no_room_is_told_and_nothing_runs(library, monkeypatch):
+    def full(q, size):
+        raise torch.OutOfMemoryError("Tried to allocate")
+
+    monkeypatch.setattr(cuda, "_room", full)
+    s, t = described("decoding", torch.float16, {}, {})
+    before = last(library)[1]["runs"]
+    with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+        launching.cuda_backend(library).forward(s, t)
+    assert last(library)[1]["runs"] == before
+
+
+def test_without_the_extension_the_same_arrives(library, monkeypatch):
+    s, t = described("decoding", torch.float16, {}, {})
+    backend = launching.cuda_backend(library)
+    found = []
+    for way in (crossing.launch_on, None):
+        monkeypatch.setattr(cuda, "launch_on", way)
+        backend.forward(s, t)
+        params, rest = last(library)
+        found.append(
+            (without(params, "workspace", "threads", "out", "lse"), rest["multiprocessors"])
+        )
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("arguments", [(), (1,) * 10, (0, 0, None, 0, 0, 0, 0, b"", b"", ())])
+def test_what_is_no_call_is_refused(arguments):
+    with pytest.raises((TypeError, ValueError)):
+        crossing.launch_on(*arguments)
