@@ -46,6 +46,7 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 
 TENSOR_COLUMNS = 512
 WGMMA_ROWS = 64
 NO_PRODUCTS = ("delta", "combine")
+BY_KEYS = ("dkv", "dk", "dv")
 
 
 class Case(NamedTuple):
@@ -105,10 +106,25 @@ class Variant(NamedTuple):
     kernels: tuple[str, ...] = ()  # those that the options change; () for all
 
 
-PAIR = ("forward", "dq", "dkv")
+PAIR = ("forward", "dq", *BY_KEYS)
+ONE = {  # feature alone, by its options
+    "mask": ("mask",),
+    "alibi": ("slopes",),
+    "softcap": ("softcap",),
+    "dropout": ("dropout_p", "seed"),
+}
 VARIANTS = {
     "plain": Variant(lambda *sizes: {}),
     "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
+    **{
+        x: Variant(
+            lambda B, H, M, N, x=x: {
+                k: v for k, v in everything(B, H, M, N).items() if k in ONE[x]
+            },
+            PAIR,
+        )
+        for x in ONE
+    },
     "everything": Variant(everything, (*PAIR, "dmask", "split", "weights average")),
     # Rows that no tensor descriptor can read: 16 bytes do not divide them.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
@@ -122,7 +138,7 @@ def cases(
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[Case]:
     for case in map(Case._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
-        if case.dtype == "float32" or case.variant != "tf32":
+        if case.variant not in (ONE if case.dtype == "float32" else ("tf32",)):
             yield case
 
 
@@ -198,6 +214,15 @@ def pretend(arch: int, launched: Callable) -> None:
     )
 
 
+def name_of(kernel: Any, args: Sequence[Any]) -> str:
+    """Of a launch: what it makes, where that is not all that its kernel can."""
+    name = kernel.__name__.removesuffix("_kernel")
+    given = dict(zip(kernel.arg_names, args))
+    if name == "dkv":
+        name = "dv" if given["dk"] is None else "dk" if given["dv"] is None else name
+    return name
+
+
 def compiled(case: Case) -> list[Kernel]:
     """The kernels of a case, in the order of launches."""
     names = VARIANTS[case.variant].kernels
@@ -205,7 +230,7 @@ def compiled(case: Case) -> list[Kernel]:
 
     def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         flags = [x.lower() for x, on in options.items() if on is True and x.isupper()]
-        name = " ".join([kernel.__name__.removesuffix("_kernel"), *flags])
+        name = " ".join([name_of(kernel, args), *flags])
         tile, warps, stages = (options[x] for x in ("T", "num_warps", "num_stages"))
         if name in found or (names and name not in names):
             return
@@ -213,7 +238,7 @@ def compiled(case: Case) -> list[Kernel]:
             case,
             name,
             f"{tile.BM}x{tile.BN} w{warps} s{stages}",
-            0 if name in NO_PRODUCTS else tile.BN if name.startswith("dkv") else tile.BM,
+            0 if name in NO_PRODUCTS else tile.BN if name.split()[0] in BY_KEYS else tile.BM,
         )
         try:
             binary = kernel.warmup(*args, grid=grid, **options)

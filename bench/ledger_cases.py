@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from fastattn import tuning
+
 FEATURES = ("plain", "mask", "alibi", "softcap", "dropout", "sinks")
 COMPILERS = {"cuda": (80, 90), "triton": (80, 90, 100, 120)}
 PASSES = ("forward", "dq", "dkv", "dk", "dv", "decode")
@@ -41,7 +43,7 @@ def cases() -> Iterator[Case]:
         for arch in archs:
             for d in (64, 128, 256):
                 for feature in FEATURES if d < 256 else ("plain",):
-                    split = compiler == "cuda" and d > 128
+                    split = d > 128 if compiler == "cuda" else tuning.apart(arch, 2, d)
                     of_keys = ("dk", "dv") if split else ("dkv",)
                     decode = ("decode",) * (d == 128 and feature == "plain")
                     for name in ("forward", "dq", *of_keys, *decode):

@@ -38,7 +38,7 @@ CUDA = {
         ("dv", "kOfV", "kPassing, K::kStaying"),
     )
 }
-TRITON = {"forward": "forward", "dq": "dq", "dkv": "dkv", "split": "decode"}
+TRITON = {"split": "decode"}  # passes that are named otherwise than their kernels
 PARAMETERS = {80: 0x160, 90: 0x210}  # where they begin in constant bank 0
 
 
@@ -111,7 +111,8 @@ def by_triton(cases: list[Case]) -> list[Compiled]:
     found, one = {}, cases[0]
 
     def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        case = one._replace(name=TRITON.get(kernel.__name__.removesuffix("_kernel"), ""))
+        name = aot.name_of(kernel, args)
+        case = one._replace(name=TRITON.get(name, name))
         if case not in cases or case in found:
             return
         tile, stages = options["T"], options["num_stages"]

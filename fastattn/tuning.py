@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import importlib.metadata
+from collections.abc import Sequence
 from typing import NamedTuple
 
 
@@ -35,74 +36,100 @@ def triton_version() -> str | None:
 
 C = Config
 INTERPRETED = C(32, 32, 4, 1)
-PASSES = ("forward", "delta", "dq", "dkv", "dmask", "decode", "combine", "weights")
+PASSES = ("forward", "delta", "dq", "dkv", "dk", "dv", "dmask", "decode", "combine", "weights")
 BUCKETS = (64, 128, 256)  # head dims: the larger of q's and v's
-TUNED = ("forward", "dq", "dkv", "decode", "weights")  # what FASTATTN_AUTOTUNE searches
+TUNED = ("forward", "dq", "dkv", "dk", "dv", "decode", "weights")  # what FASTATTN_AUTOTUNE searches
+FEATURES = ("mask", "alibi", "softcap", "dropout")  # which want registers for every score
 
-Row = tuple[Config, Config]  # of plain calls, and of those whose features need registers
+
+class Row(NamedTuple):
+    """Tiles of calls without FEATURES, with one of them, and with several. Pointers count as one,
+    where tensor descriptors could have been."""
+
+    plain: Config
+    one: Config
+    several: Config
+    mask: Config | None = None  # of one alone, where it is another than `one`
+    alibi: Config | None = None
+    softcap: Config | None = None
+    dropout: Config | None = None
+    pointers: Config | None = None
+
+
+def same(tile: Config) -> Row:
+    return Row(tile, tile, tile)
+
+
+R = Row
 Table = dict[tuple[str, int], Row]  # by pass and head dim
 
-# A row's comment is what it was chosen by: registers of a thread / spill instructions of the plain
-# tile in a causal call with grouped heads, then of the other with every feature at once (-: no such
-# call; inner: within one loop over tiles), by Triton 3.9.0, the 99 KB table for sm_120. The reports
-# have what they are now.
+# Chosen so that loops over tiles issue the least (bench/results/ledger-sm_*.txt) with few spills in
+# a causal call with grouped heads and with every feature at once (bench/results/aot-triton-*.txt).
 
 # fmt: off
 AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memory
-    ("forward", 64): (C(128, 64, 4, 3), C(128, 64, 8, 2)),  # 255/2, 255/0
-    ("forward", 128): (C(128, 64, 8, 3), C(128, 32, 8, 2)),  # 212/0, 255/0
-    ("forward", 256): (C(64, 64, 8, 2), C(64, 32, 8, 2)),  # 255/4, 255/0
-    ("dq", 64): (C(128, 64, 8, 2), C(128, 32, 8, 2)),  # 190/0, 255/0
-    ("dq", 128): (C(64, 64, 8, 2), C(64, 32, 8, 2)),  # 188/0, 255/0
-    ("dq", 256): (C(64, 32, 8, 2), C(32, 32, 8, 2)),  # 193/0, 174/0
-    ("dkv", 64): (C(64, 128, 8, 2), C(32, 64, 8, 2)),  # 255/57, 255/363 (21 inner)
-    ("dkv", 128): (C(64, 64, 8, 2), C(16, 64, 8, 2)),  # 255/25, 255/130
-    ("dkv", 256): (C(32, 32, 8, 2), C(32, 32, 8, 2)),  # 255/15, 255/212
-    ("dmask", 256): (C(64, 64, 8, 1), C(64, 64, 8, 1)),  # -, 255/124
-    ("weights", 256): (C(64, 64, 8, 1), C(64, 64, 8, 1)),  # 164/0, 186/0
-    ("decode", 128): (C(16, 64, 4, 3), C(16, 64, 4, 3)),  # 142/0, 255/32
-    ("decode", 256): (C(16, 64, 4, 2), C(16, 64, 4, 2)),  # 202/0, 255/81
+    ("forward", 64): R(C(128, 64, 4, 3), C(128, 64, 4, 2), C(128, 64, 8, 2),
+        dropout=C(128, 64, 8, 3)),
+    ("forward", 128): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 2)),
+    ("forward", 256): R(C(64, 64, 8, 2), C(64, 32, 8, 2), C(64, 32, 8, 2)),
+    ("dq", 64): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 2), dropout=C(128, 32, 8, 2)),
+    ("dq", 128): R(C(128, 32, 8, 2), C(128, 32, 8, 2), C(64, 64, 8, 2), dropout=C(64, 64, 8, 2)),
+    ("dq", 256): R(C(64, 32, 8, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
+    ("dkv", 64): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 64, 8, 2),
+        mask=C(32, 128, 8, 2), dropout=C(32, 128, 8, 2)),
+    ("dkv", 128): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 64, 8, 2),
+        mask=C(64, 64, 8, 2), dropout=C(64, 64, 8, 2)),
+    ("dkv", 256): same(C(32, 32, 8, 2)),
+    ("dmask", 256): same(C(64, 64, 8, 1)),
+    ("weights", 256): same(C(64, 64, 8, 1)),
+    ("decode", 128): same(C(16, 64, 4, 3)),
+    ("decode", 256): same(C(16, 64, 4, 2)),
 }
 SMALL: Table = AMPERE | {  # 16 bits on sm_86, sm_89, sm_120: mma.sync, 99 KB
-    ("forward", 64): (C(128, 64, 8, 3), C(128, 32, 8, 3)),  # 178/0, 248/0
-    ("forward", 128): (C(128, 64, 8, 3), C(128, 32, 8, 2)),  # 255/103 (26 inner), 255/32 (6 inner)
-    ("forward", 256): (C(64, 32, 8, 2), C(64, 32, 8, 2)),  # 180/0, 254/0
-    ("dq", 256): (C(32, 32, 8, 2), C(32, 32, 8, 2)),  # 142/0, 170/0
+    ("forward", 64): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 3)),
+    ("forward", 128): R(C(128, 64, 8, 3), C(128, 64, 8, 2), C(128, 32, 8, 2)),
+    ("forward", 256): same(C(64, 32, 8, 2)),
+    ("dq", 256): same(C(32, 32, 8, 2)),
 }
 HOPPER: Table = {  # 16 bits on sm_90: wgmma wants 64 rows and warps in fours; TMA; 227 KB
-    ("forward", 64): (C(128, 128, 8, 3), C(128, 64, 8, 2)),  # 188/0, 218/0
-    ("forward", 128): (C(128, 128, 8, 2), C(128, 64, 8, 2)),  # 219/0, 255/128 (27 inner)
-    ("forward", 256): (C(128, 64, 8, 2), C(128, 32, 8, 2)),  # 219/0, 255/29 (9 inner)
-    ("dq", 64): (C(128, 128, 8, 2), C(128, 64, 8, 2)),  # 213/0, 230/0
-    ("dq", 128): (C(128, 64, 8, 2), C(128, 32, 8, 2)),  # 165/0, 246/0
-    ("dq", 256): (C(128, 32, 8, 2), C(64, 32, 8, 2)),  # 207/0, 255/158 (15 inner)
-    ("dkv", 64): (C(64, 128, 8, 3), C(32, 128, 8, 2)),  # 248/0, 255/197
-    ("dkv", 128): (C(32, 128, 8, 2), C(16, 64, 8, 2)),  # 255/49, 255/63
-    ("dkv", 256): (C(16, 64, 8, 2), C(16, 64, 8, 2)),  # 255/123 (7 inner), 255/355 (56 inner)
-    ("dmask", 256): (C(128, 64, 8, 1), C(128, 64, 8, 1)),  # -, 192/0
-    ("weights", 256): (C(128, 64, 8, 1), C(128, 64, 8, 1)),  # 224/0, 255/6
-    ("decode", 128): (C(16, 64, 4, 3), C(16, 64, 4, 3)),  # 96/2, 168/0
-    ("decode", 256): (C(16, 64, 4, 2), C(16, 64, 4, 2)),  # 110/0, 189/0
+    ("forward", 64): R(C(128, 128, 8, 3), C(128, 128, 8, 3), C(128, 64, 8, 2),
+        mask=C(128, 128, 8, 2)),
+    ("forward", 128): R(C(128, 128, 8, 3), C(128, 128, 8, 3), C(128, 64, 8, 2),
+        mask=C(128, 128, 8, 2), dropout=C(128, 64, 8, 3)),
+    ("forward", 256): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(128, 32, 8, 2),
+        dropout=C(128, 32, 8, 2)),
+    ("dq", 64): R(C(128, 128, 8, 3), C(128, 128, 8, 3), C(128, 64, 8, 2),
+        mask=C(128, 128, 8, 2), dropout=C(128, 64, 8, 3)),
+    ("dq", 128): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 2)),
+    ("dq", 256): R(C(128, 32, 8, 2), C(128, 32, 8, 2), C(64, 32, 8, 2)),
+    ("dkv", 64): R(C(64, 128, 8, 3), C(64, 128, 8, 3), C(32, 128, 8, 2)),
+    ("dkv", 128): R(C(64, 128, 8, 3), C(32, 128, 8, 3), C(16, 64, 8, 2), softcap=C(64, 128, 8, 2)),
+    ("dk", 256): R(C(32, 128, 8, 2), C(32, 128, 8, 2), C(16, 64, 8, 2), dropout=C(16, 128, 8, 2)),
+    ("dv", 256): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(16, 64, 8, 2),
+        dropout=C(32, 128, 8, 2), pointers=C(32, 128, 8, 2)),
+    ("dmask", 256): same(C(128, 64, 8, 1)),
+    ("weights", 256): same(C(128, 64, 8, 1)),
+    ("decode", 128): same(C(16, 64, 4, 3)),
+    ("decode", 256): same(C(16, 64, 4, 2)),
 }
 BLACKWELL: Table = HOPPER | {  # 16 bits on sm_100: sums lie in tensor memory, 512 columns of it
-    ("dkv", 64): (C(64, 64, 8, 2), C(32, 128, 8, 2)),  # 254/0, 255/139
-    ("dkv", 128): (C(64, 128, 8, 2), C(32, 64, 8, 2)),  # 255/208, 255/124
-    ("dkv", 256): (C(32, 64, 8, 2), C(16, 64, 8, 2)),  # 255/465, 255/544; 64 keys fill its products
+    ("dkv", 64): R(C(64, 64, 8, 2), C(32, 128, 8, 2), C(32, 128, 8, 2)),
+    ("dkv", 128): R(C(64, 128, 8, 2), C(32, 64, 8, 2), C(32, 64, 8, 2)),
 }
 FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on every chip
-    ("forward", 64): (C(64, 32, 8, 2), C(64, 32, 8, 2)),  # 80/2, 128/6
-    ("forward", 128): (C(32, 16, 8, 2), C(32, 32, 8, 2)),  # 80/0, 128/8
-    ("forward", 256): (C(32, 16, 8, 1), C(32, 32, 8, 1)),  # 128/0, 255/0
-    ("dq", 128): (C(32, 16, 8, 2), C(32, 32, 8, 2)),  # 80/0, 128/6
-    ("dq", 256): (C(16, 16, 8, 2), C(16, 16, 8, 2)),  # 74/0, 108/0
-    ("dkv", 64): (C(32, 32, 8, 2), C(32, 32, 8, 2)),  # 128/4, 255/18
-    ("dkv", 128): (C(16, 32, 8, 2), C(16, 32, 8, 2)),  # 128/21, 255/20
-    ("dkv", 256): (C(16, 16, 8, 2), C(16, 16, 8, 2)),  # 186/0, 255/5
-    ("dmask", 128): (C(32, 32, 8, 1), C(32, 32, 8, 1)),  # -, 243/0
-    ("dmask", 256): (C(16, 32, 8, 1), C(16, 32, 8, 1)),  # -, 113/0
-    ("weights", 256): (C(32, 32, 8, 1), C(32, 32, 8, 1)),  # 120/0, 144/0
-    ("decode", 128): (C(16, 32, 8, 2), C(16, 32, 8, 2)),  # 64/0, -
-    ("decode", 256): (C(16, 16, 4, 1), C(16, 16, 4, 1)),  # 168/12, 168/0
+    ("forward", 64): same(C(64, 32, 8, 2)),
+    ("forward", 128): R(C(32, 16, 8, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
+    ("forward", 256): R(C(32, 16, 8, 1), C(32, 32, 8, 1), C(32, 32, 8, 1)),
+    ("dq", 128): R(C(32, 16, 8, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
+    ("dq", 256): same(C(16, 16, 8, 2)),
+    ("dkv", 64): same(C(32, 32, 8, 2)),
+    ("dkv", 128): same(C(16, 32, 8, 2)),
+    ("dkv", 256): same(C(16, 16, 8, 2)),
+    ("dmask", 128): same(C(32, 32, 8, 1)),
+    ("dmask", 256): same(C(16, 32, 8, 1)),
+    ("weights", 256): same(C(32, 32, 8, 1)),
+    ("decode", 128): same(C(16, 32, 8, 2)),
+    ("decode", 256): same(C(16, 16, 4, 1)),
 }
 # fmt: on
 
@@ -110,23 +137,47 @@ BY_ROWS = C(32, 32, 4, 1)  # delta and combine: no products, bound by memory
 TABLES = {80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}  # 16-bit, by arch
 
 
-def config(which: str, arch: int, itemsize: int, head_dim: int, busy: bool) -> Config:
+def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[str]) -> Config:
     """The tile of one pass.
 
     arch is 90 for compute capability 9.0, or 0 for the interpreter; itemsize is the inputs', in
-    bytes; busy says that features need registers in every score (dropout, softcap, ALiBi, a mask).
-    A chip without a table has that of the nearest older one. Raises ValueError for chips older
-    than every table.
+    bytes; busy names what wants registers: FEATURES, "pointers", or anything else, which counts for
+    several. A chip without a table has that of the nearest older one. Raises ValueError for
+    chips older than every table.
     """
     if not arch:
         return INTERPRETED
     if which in ("delta", "combine"):
         return BY_ROWS
+    table = _table(arch, itemsize)
+    row = next(r for x in (which, "dkv", "dk") if (r := _row(table, x, head_dim)))
+    if not busy:
+        return row.plain
+    if len(busy) > 1 or busy[0] not in (*FEATURES, "pointers"):
+        return row.several
+    return getattr(row, busy[0]) or row.one
+
+
+def apart(arch: int, itemsize: int, head_dim: int) -> bool:
+    """Are dK and dV made by two launches, whose sums together are too many for registers?"""
+    return bool(arch) and _row(_table(arch, itemsize), "dk", head_dim) is not None
+
+
+def _table(arch: int, itemsize: int) -> Table:
     nearest = max((x for x in TABLES if x <= arch), default=None)
     if nearest is None:
         raise ValueError(f"arch: got {arch}, expected {min(TABLES)} or newer")
-    table = FLOAT32 if itemsize == 4 else TABLES[nearest]
-    return next(table[which, d] for d in BUCKETS if d >= head_dim and (which, d) in table)[busy]
+    return FLOAT32 if itemsize == 4 else TABLES[nearest]
+
+
+def _row(table: Table, which: str, head_dim: int) -> Row | None:
+    """A row is of its head dim and of smaller ones that have none; dk and dv only of their own.
+    Where dk and dv are not apart they have dkv's."""
+    for d in BUCKETS:
+        near = which not in ("dk", "dv") or d // 2 < head_dim
+        if d >= head_dim and near and (found := table.get((which, d))):
+            return found
+    return None
 
 
 def candidates(which: str, tile: Config) -> list[Config]:

@@ -12,18 +12,21 @@ import triton.language as tl
 
 from .score import (
     SIZES,
+    Keys,
     block_at,
     call_of,
     item_of,
     kept,
     key_range,
     levels_of,
+    pitch_of,
     probability,
     reaches,
     row_range,
     rows_of,
     score,
     span,
+    statistics,
     tile_of_program,
     visible,
 )
@@ -32,15 +35,15 @@ from .tile import by_rows, dot, head_of, load, narrow, row_index, source, store,
 
 @triton.jit
 def gradients(
-    qk, dp, keep, levels, delta, rows, j, item, call, extras,
+    qk, dp, keep, levels, delta, rows, keys, item, call, extras,
     F: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """P where dropout keeps it (not yet multiplied: in 16 bits that might overflow), dS, and the
     gradient of scale q.k. levels (two) and delta lie as the rows do."""
-    s, derivative = score(qk, rows, j, call, extras, F)
+    s, derivative = score(qk, rows, keys, call, extras, F, MASKED)
     p = probability(s, levels, call, F)
     if MASKED:  # not left to -inf and 0: 0 * inf in a lane past the end would be NaN
-        seen = visible(rows, j, item, call, F)
+        seen = visible(rows, keys, item, call, F)
         p = tl.where(seen, p, 0.0)
     dropped = p
     if F.dropout:
@@ -64,16 +67,16 @@ def given(dweights, item, h, i, j, call):
 
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
-    out, dout, dlse, delta,
+    out, dout, dlse, normaliser, of_rows,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO O) - dLSE, (B,H,M) float32."""
+    """of_rows: level, rest and delta = rowsum(dO O) - dLSE, (3,B,H,pitch) float32."""
     call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
-    tile, b, h = tile_of_program(call.M, T.BM, call.H, 1, False)
+    pitch = pitch_of(call)
+    tile, b, h = tile_of_program(pitch, T.BM, call.H, 1, False)
     i0 = tile * T.BM
     i = i0 + tl.arange(0, T.BM)
-    inside, at = i < call.M, row_index(b, h, i, call.H, call.M)
     total = tl.full([T.BM], 0, tl.float32)
     if out is not None:
         tile_o = take(out, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
@@ -81,8 +84,12 @@ def delta_kernel(
         total += tl.sum(tile_o.to(tl.float32) * tile_do.to(tl.float32), 1)
     if dlse is not None:
         from_lse = head_of(dlse, b, h) + i.to(tl.int64) * dlse.sm
-        total -= tl.load(from_lse, mask=inside, other=0.0)
-    tl.store(delta + at, total, mask=inside)
+        total -= tl.load(from_lse, mask=i < call.M, other=0.0)
+    level, rest = levels_of(normaliser, b, h, i, call, F)
+    at, plane = row_index(b, h, i, call.H, pitch), row_index(call.B, 0, 0, call.H, pitch)
+    tl.store(of_rows + at, level)
+    tl.store(of_rows + plane + at, rest)
+    tl.store(of_rows + 2 * plane + at, total)
 
 
 # ---------------------------------------------------------------------------------- rows: dq, delta
@@ -98,18 +105,20 @@ def over_keys(
     lo, hi = span(blocks, MASKED)
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, MASKED)
-        j = (j0 + tl.arange(0, T.BN))[None, :]
+        keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
         qk = by_rows(tile_q, tile_k, F)
         if GIVEN:
-            dp = given(dout, item, rows.h, rows.i, j, call)
+            dp = given(dout, item, rows.h, rows.i, keys.j, call)
         else:
             tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, MASKED)
             dp = by_rows(tile_do, tile_v, F)
         keep = None
         if F.dropout:
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
-        _, ds, dqk = gradients(qk, dp, keep, levels, delta, rows, j, item, call, extras, F, MASKED)
+        _, ds, dqk = gradients(
+            qk, dp, keep, levels, delta, rows, keys, item, call, extras, F, MASKED
+        )
         if SUMS:  # delta is 0 here, so that dS is P dP
             acc += ds
         else:
@@ -119,7 +128,7 @@ def over_keys(
 
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
-    q, k, v, dout, normaliser, delta, dq,
+    q, k, v, dout, of_rows, dq,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
@@ -130,31 +139,30 @@ def dq_kernel(
     hk = h // call.group
     item = item_of(b, call, extras, F)
     i = i0 + tl.arange(0, T.BM)
-    rows = rows_of(i[:, None], h, item, extras, F)
+    rows = rows_of(i[:, None], h, item, call, extras, F)
     tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
     k_from = source(k, b, hk, item.length, T.D, T.BN, T.BD, F.tma)
     tile_do, v_from = tile_q, k_from
     if not GIVEN:
         tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
         v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
-    from_row = row_index(b, h, i, call.H, call.M)
-    level, rest = levels_of(normaliser, b, h, i, call, F)
+    level, rest, row_delta = statistics(of_rows, b, h, i, call)
     if SUMS:
         # Summed across lanes once, at the end: there the compiler could fuse a lane's own product
         # with the first addition, and lanes would store sums that differ to one word.
         acc = tl.full([T.BM, T.BN], 0, tl.float32)
-        row_delta = tl.full([T.BM, 1], 0, tl.float32)
+        row_delta *= 0
     else:
         acc = tl.full([T.BM, T.BD], 0, tl.float32)
-        row_delta = tl.load(delta + from_row, mask=i < call.M, other=0.0)[:, None]
     blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
     for masked in tl.static_range(2):
         acc = over_keys(
-            acc, tile_q, tile_do, (level[:, None], rest[:, None]), row_delta, k, v, dout,
+            acc, tile_q, tile_do, (level[:, None], rest[:, None]), row_delta[:, None], k, v, dout,
             (k_from, v_from), blocks, rows, item, call, extras, F, T, GIVEN, SUMS, masked,
         )  # fmt: skip
     if SUMS:
-        tl.store(delta + from_row, tl.sum(acc, 1), mask=i < call.M)
+        to = of_rows + row_index(2 * call.B + b, h, i, call.H, pitch_of(call))
+        tl.store(to, tl.sum(acc, 1), mask=i < call.M)
     else:
         store(dq, b, h, i0, call.M, acc * call.reals.scale, T.D, T.BM, T.BD)
 
@@ -164,7 +172,7 @@ def dq_kernel(
 
 @triton.jit
 def over_rows(
-    dk, dv, tile_k, tile_v, q, dout, normaliser, delta, sources, h, blocks, j0, item, call, extras,
+    dk, dv, tile_k, tile_v, q, dout, of_rows, sources, h, blocks, j0, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -173,31 +181,28 @@ def over_rows(
     Scores are made transposed, (BN, BM), so that P and dS enter the products from registers.
     """
     q_from, do_from = sources
-    j = (j0 + tl.arange(0, T.BN))[:, None]
+    keys = Keys(j0, (j0 + tl.arange(0, T.BN))[:, None])
     lo, hi = span(blocks, MASKED)
     for x in tl.range(lo, hi, T.BM):
         i0 = block_at(x, blocks, T.BM, MASKED)
         i = i0 + tl.arange(0, T.BM)
-        inside = i < call.M
-        from_row = row_index(item.b, h, i, call.H, call.M)
-        level, rest = levels_of(normaliser, item.b, h, i, call, F)
-        row_delta = tl.load(delta + from_row, mask=inside, other=0.0)[None, :]
-        rows = rows_of(i[None, :], h, item, extras, F)
+        rows = rows_of(i[None, :], h, item, call, extras, F)
         tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, MASKED)
         qk = by_rows(tile_k, tile_q, F)
         dp = qk  # a name for the compiler: without DK nothing reads it
         if GIVEN:
-            dp = given(dout, item, h, rows.i, j, call)
+            dp = given(dout, item, h, rows.i, keys.j, call)
         else:
             tile_do = load(dout, do_from, i0, call.M, T.DV, T.BM, T.BDV, F.tma, MASKED)
             if DK:
                 dp = by_rows(tile_v, tile_do, F)
+        level, rest, row_delta = statistics(of_rows, item.b, h, i, call)
         keep = None
         if F.dropout:
             keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, T.BM, T.BN))
         p, _, dqk = gradients(
-            qk, dp, keep, (level[None, :], rest[None, :]), row_delta, rows, j, item, call, extras,
-            F, MASKED,
+            qk, dp, keep, (level[None, :], rest[None, :]), row_delta[None, :], rows, keys, item,
+            call, extras, F, MASKED,
         )  # fmt: skip
         if DV:
             dv = dot(narrow(p, tile_do.dtype), tile_do, dv, F)
@@ -208,7 +213,7 @@ def over_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def dkv_kernel(
-    q, k, v, dout, normaliser, delta, dk, dv,
+    q, k, v, dout, of_rows, dk, dv,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
@@ -239,7 +244,7 @@ def dkv_kernel(
             do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
         for masked in tl.static_range(2):
             acc_k, acc_v = over_rows(
-                acc_k, acc_v, tile_k, tile_v, q, dout, normaliser, delta, (q_from, do_from), h,
+                acc_k, acc_v, tile_k, tile_v, q, dout, of_rows, (q_from, do_from), h,
                 blocks, j0, item, call, extras, F, T, GIVEN, DK, DV, masked,
             )  # fmt: skip
     if DK:
@@ -255,7 +260,7 @@ def dkv_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def dmask_kernel(
-    q, k, v, dout, normaliser, delta, partial,
+    q, k, v, dout, of_rows, partial,
     B, H, group, M, N, left, right, threshold, together, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
@@ -284,7 +289,7 @@ def dmask_kernel(
         n_w, others = w % sum_n, w // sum_n
         m_w, others = others % sum_m, others // sum_m
         acc = add_to_mask(
-            acc, q, k, v, dout, normaliser, delta,
+            acc, q, k, v, dout, of_rows,
             (b + others // sum_h).to(tl.int32), (h + others % sum_h).to(tl.int32),
             ((m + m_w) * T.BM).to(tl.int32), ((n + n_w) * T.BN).to(tl.int32),
             call, extras, F, T, GIVEN,
@@ -304,21 +309,21 @@ def dmask_kernel(
 
 @triton.jit
 def add_to_mask(
-    acc, q, k, v, dout, normaliser, delta, b, h, i0, j0, call, extras,
+    acc, q, k, v, dout, of_rows, b, h, i0, j0, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """acc + dS of one tile; blocks that no row sees are skipped."""
     item = item_of(b, call, extras, F)
     if reaches(i0, j0, item, call, T.BM, T.BN):
         i = i0 + tl.arange(0, T.BM)
-        j = (j0 + tl.arange(0, T.BN))[None, :]
-        rows = rows_of(i[:, None], h, item, extras, F)
+        keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
+        rows = rows_of(i[:, None], h, item, call, extras, F)
         hk = h // call.group
         tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
         tile_k = take(k, b, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
         qk = by_rows(tile_q, tile_k, F)
         if GIVEN:
-            dp = given(dout, item, h, rows.i, j, call)
+            dp = given(dout, item, h, rows.i, keys.j, call)
         else:
             tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
             tile_v = take(v, b, hk, j0, item.length, T.DV, T.BN, T.BDV, F.tma)
@@ -326,10 +331,10 @@ def add_to_mask(
         keep = None
         if F.dropout:
             keep = kept(rows.i, h, b, j0, call, extras, T.BM, T.BN)
-        from_row = row_index(b, h, i, call.H, call.M)
-        level, rest = levels_of(normaliser, b, h, i, call, F)
+        level, rest, row_delta = statistics(of_rows, b, h, i, call)
         levels = (level[:, None], rest[:, None])
-        row_delta = tl.load(delta + from_row, mask=i < call.M, other=0.0)[:, None]
-        _, ds, _ = gradients(qk, dp, keep, levels, row_delta, rows, j, item, call, extras, F, True)
+        _, ds, _ = gradients(
+            qk, dp, keep, levels, row_delta[:, None], rows, keys, item, call, extras, F, True
+        )
         acc += ds
     return acc

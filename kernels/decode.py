@@ -7,7 +7,7 @@ import triton.language as tl
 
 from .forward import attend
 from .score import SIZES, call_of, item_of, key_range, rows_of
-from .softmax import add_sink, finish, rescale, store_normaliser
+from .softmax import LOWEST, add_sink, finish, rescale, store_normaliser
 from .tile import row_index, store
 
 
@@ -37,7 +37,7 @@ def split_kernel(
     real = r < packed
     i, h = tl.where(real, r % call.M, call.M), hk * call.group + tl.where(real, r // call.M, 0)
     item = item_of(b, call, extras, F)
-    rows = rows_of(i[:, None], h[:, None], item, extras, F)
+    rows = rows_of(i[:, None], h[:, None], item, call, extras, F)
 
     d = tl.arange(0, T.BD)
     from_row = q.ptr + tl.cast(b, tl.int64) * q.sb + h.to(tl.int64) * q.sh + i.to(tl.int64) * q.sm
@@ -81,7 +81,7 @@ def combine_kernel(
     m = tl.full([1], float("-inf"), tl.float32)
     for split in range(splits):
         m = tl.maximum(m, tl.load(partial_m + split * all_rows + row))
-    pivot = tl.where(m == float("-inf"), 0.0, m)
+    pivot = tl.maximum(m, LOWEST)
     d = tl.arange(0, T.BDV)[None, :]
     acc, l = tl.full([1, T.BDV], 0, tl.float32), tl.full([1], 0, tl.float32)
     for split in range(splits):

@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .score import (
     SIZES,
+    Keys,
     block_at,
     call_of,
     item_of,
@@ -31,11 +32,11 @@ def accumulate(
     lo, hi = span(blocks, MASKED)
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, MASKED)
-        j = (j0 + tl.arange(0, T.BN))[None, :]
+        keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
-        s, _ = score(by_rows(tile_q, tile_k, F), rows, j, call, extras, F)
+        s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, MASKED)
         if MASKED:
-            s = tl.where(visible(rows, j, item, call, F), s, float("-inf"))
+            s = tl.where(visible(rows, keys, item, call, F), s, float("-inf"))
         p, m, l, alpha = update(s, m, l, call, F)
         if F.dropout:
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
@@ -74,7 +75,7 @@ def forward_kernel(
     hk = h // call.group
     item = item_of(b, call, extras, F)
     i = i0 + tl.arange(0, T.BM)
-    rows = rows_of(i[:, None], h, item, extras, F)
+    rows = rows_of(i[:, None], h, item, call, extras, F)
     tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)

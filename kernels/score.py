@@ -6,9 +6,10 @@ Forward, backward, decode and weights call the same functions, so a feature is w
     what    `score`: scale, softcap, ALiBi, mask, in this order
     after   `kept`: dropout's draws
 
-Where nothing but a positive scale is applied (`F.plain`), a score is q.k itself, and `reals.unit`,
-scale * log2(e), takes it to base 2 in the fused multiply-add of `exponential`. Otherwise a score is
-the logit, and differences are taken before they go to base 2: a mask of finfo.min has no product.
+Where nothing is added to the logits but ALiBi (`F.scaled`), a score is q.k, or with softcap its
+tanh, and ALiBi's slopes are in its unit: `reals.unit`, scale or softcap times log2(e), takes it to
+base 2 in the fused multiply-add of `exponential`. Otherwise a score is the logit, and differences
+are taken before they go to base 2: a mask of finfo.min has no product.
 
 Rows and keys are passed shaped for the tile at hand, (BM, 1) and (1, BN) or (1, BM) and (BN, 1):
 nothing here knows which way round it lies.
@@ -19,7 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tile import fma, row_index
+from .tile import fma, reciprocal, row_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.92596298909109e-08)  # what float32 loses of it
@@ -29,7 +30,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 class Flags(NamedTuple):
     """What a call uses, known at compile time: what it does not use costs nothing."""
 
-    plain: bool  # scores are q.k: scale > 0, no softcap, ALiBi or mask
+    scaled: bool  # a logit is a score times a positive number, that of `reals.unit`
     left: bool = False  # rows have a first key
     right: bool = False  # rows have a last key
     bottom_right: bool = False
@@ -64,8 +65,10 @@ SIZES = ("B", "H", "group", "M", "N", "left", "right", "threshold", "together")
 
 class Reals(NamedTuple):
     scale: Any
-    unit: Any  # scale * log2(e)
+    unit: Any  # of scores, times log2(e)
+    per_unit: Any  # 1 / that of scores
     softcap: Any
+    per_softcap: Any  # scale / softcap, times 2 log2(e) as `tanh` wants it
     factor: Any  # what a kept probability is multiplied by
     share: Any  # of a head in weights averaged over heads
 
@@ -121,6 +124,13 @@ class Rows(NamedTuple):
     mask: Any  # the first element of each row of the mask
 
 
+class Keys(NamedTuple):
+    """The keys of a tile."""
+
+    first: Any
+    j: Any  # all of them
+
+
 @triton.jit
 def item_of(b, call, extras, F: tl.constexpr):
     length = call.N
@@ -134,18 +144,20 @@ def item_of(b, call, extras, F: tl.constexpr):
 
 
 @triton.jit
-def rows_of(i, h, item, extras, F: tl.constexpr):
+def rows_of(i, h, item, call, extras, F: tl.constexpr):
     """Rows i of heads h, both shaped as the tile wants them."""
     b = tl.cast(item.b, tl.int64)
     h64 = tl.cast(h, tl.int64)
     slope = 0.0
     if F.alibi:
         slope = tl.load(extras.slopes.ptr + b * extras.slopes.sb + h64 * extras.slopes.sh)
+        slope *= call.reals.per_unit
     mask = 0
     if F.mask != "":
         mask = extras.mask.ptr + b * extras.mask.sb + h64 * extras.mask.sh
         if F.mask_rows:
-            mask += i.to(tl.int64) * extras.mask.sm
+            # Of rows that are not there the last one is read, so that loads have no bounds.
+            mask += tl.minimum(i, call.M - 1).to(tl.int64) * extras.mask.sm
     return Rows(i, i + item.diagonal, h, slope, mask)
 
 
@@ -249,8 +261,9 @@ def row_range(j0, BN: tl.constexpr, item, call, BM: tl.constexpr):
 
 
 @triton.jit
-def visible(rows, j, item, call, F: tl.constexpr):
+def visible(rows, keys, item, call, F: tl.constexpr):
     """Which keys of a tile exist, for rows that do, inside the band."""
+    j = keys.j
     keep = (j < item.length) & (rows.i < call.M)
     if F.left:
         keep &= j >= rows.at - call.left
@@ -263,47 +276,47 @@ def visible(rows, j, item, call, F: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    """Accurate to a few units in the last place, where 1 - 2 / (e^2x + 1) cancels too."""
-    z = x * x
-    # The series, to x^9: its next term is below 1e-8 where it is used.
-    near = x + x * z * (-1 / 3 + z * (2 / 15 + z * (-17 / 315 + z * (62 / 2835))))
-    e = tl.exp2(tl.abs(x) * (-2 * LOG2E))
-    far = (1 - e) / (1 + e)
-    return tl.where(z < 0.0625, near, tl.where(x < 0, -far, far))
+def tanh(y):
+    """tanh(y / (2 log2 e)), accurate to a few units in the last place, where 1 - 2 / (2^y + 1)
+    cancels too."""
+    z = y * y
+    # As an odd polynomial: the coefficients that err least, by 1.1e-7, where it is used.
+    near = y * (0.34657359 + z * (-0.013875471 + z * (6.6402894e-4 - z * 2.8791055e-5)))
+    far = 1 - 2 * reciprocal(1 + tl.exp2(y))
+    return tl.where(z < 1.3, near, far)
 
 
 @triton.jit
-def score(qk, rows, j, call, extras, F: tl.constexpr):
-    """Scores of a tile, and their derivative: d logit / d (scale q.k)."""
-    derivative = 1.0
-    if F.plain:
-        return qk, derivative
-    s = qk * call.reals.scale
+def score(qk, rows, keys, call, extras, F: tl.constexpr, BOUND: tl.constexpr):
+    """Scores of a tile, and their derivative: d logit / d (scale q.k). BOUND: some keys may not be
+    there."""
+    s, derivative = qk, 1.0
     if F.softcap:
-        t = tanh(s / call.reals.softcap)
-        s, derivative = call.reals.softcap * t, 1 - t * t
+        s = tanh(qk * call.reals.per_softcap)
+        derivative = 1 - s * s
+    if not F.scaled:
+        s *= call.reals.softcap if F.softcap else call.reals.scale
     if F.alibi:
-        s -= rows.slope * tl.abs(rows.at - j).to(tl.float32)
+        # Small numbers, which float32 holds: of rows and keys that are near each other.
+        at, j = (rows.at - keys.first).to(tl.float32), (keys.j - keys.first).to(tl.float32)
+        s -= rows.slope * tl.abs(at - j)
     if F.mask != "":
-        at = rows.mask + j.to(tl.int64) * extras.mask.sd
-        inside = j < call.N
-        if F.mask_rows:
-            inside &= rows.i < call.M
+        at = rows.mask + keys.j.to(tl.int64) * extras.mask.sd
+        found = tl.load(at, mask=keys.j < call.N, other=0) if BOUND else tl.load(at)
         if F.mask == "bool":
-            seen = tl.load(at, mask=inside, other=0) != 0
+            seen = found != 0
             s = tl.where(seen, s, float("-inf"))  # whatever it was: it may be NaN
             if F.softcap:
                 derivative = tl.where(seen, derivative, 0.0)
         else:
-            s += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+            s += found.to(tl.float32)
     return s, derivative
 
 
 @triton.jit
 def exponential(s, level, call, F: tl.constexpr):
-    """exp(logit - level); the level is in base 2 where `F.plain`, else natural."""
-    if F.plain:
+    """exp(logit - level); the level is in base 2 where `F.scaled`, else natural."""
+    if F.scaled:
         return tl.exp2(fma(s, call.reals.unit, -level))
     else:
         return tl.exp2((s - level) * LOG2E)
@@ -313,7 +326,7 @@ def exponential(s, level, call, F: tl.constexpr):
 def probability(s, levels, call, F: tl.constexpr):
     """exp(logit - normaliser); `levels` of its row are what `levels_of` made of that."""
     level, rest = levels
-    if F.plain:
+    if F.scaled:
         return tl.exp2(fma(s, call.reals.unit, -level) - rest)
     else:
         return tl.exp2(((s - level) - rest) * LOG2E)
@@ -331,12 +344,31 @@ def levels_of(normaliser, b, h, i, call, F: tl.constexpr):
     level = tl.load(normaliser + at, mask=inside, other=float("inf"))
     rest = tl.load(normaliser + to_tail + at, mask=inside, other=0.0)
     level = tl.where(level == float("-inf"), float("inf"), level)
-    if F.plain:
+    if F.scaled:
         lse = level
         level = lse * LOG2E
         rest = fma(lse, LOG2E, -level) + (lse * LOG2E_REST + rest * LOG2E)
         rest = tl.where(level == float("inf"), 0.0, rest)
     return level, rest
+
+
+PITCH = tl.constexpr(128)  # no tile has more rows
+
+
+@triton.jit
+def pitch_of(call):
+    """Rows of a head in `statistics`: so many that no tile reads past them."""
+    return tl.cdiv(call.M, PITCH) * PITCH
+
+
+@triton.jit
+def statistics(of_rows, b, h, i, call):
+    """Level, rest and delta of rows i, which need no bounds: (3, B, H, pitch), as `delta_kernel`
+    left them for all passes of backward."""
+    pitch = pitch_of(call)
+    at = of_rows + row_index(b, h, i, call.H, pitch)
+    plane = row_index(call.B, 0, 0, call.H, pitch)
+    return tl.load(at), tl.load(at + plane), tl.load(at + 2 * plane)
 
 
 # ------------------------------------------------------------------------------- after the softmax
@@ -353,14 +385,24 @@ def kept(i, h, b, j0, call, extras, BM: tl.constexpr, BN: tl.constexpr):
     block = tl.broadcast_to((j0 // 4 + tl.arange(0, BN // 4))[None, :], shape).to(tl.uint32)
     seed = tl.load(extras.seed)
     zero = tl.full(shape, 0, tl.uint32)
-    w0, w1, w2, w3 = tl.philox_impl(
+    w0, w1, w2, w3 = philox(
         block,
         zero + i.to(tl.uint32),
         zero + tl.cast(h, tl.uint32),
         zero + tl.cast(b, tl.uint32),
-        zero + (seed & 0xFFFFFFFF).to(tl.uint32),
-        zero + ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
-        10,
+        (seed & 0xFFFFFFFF).to(tl.uint32),
+        ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
     )
     words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., a, b] is word 2 a + b
     return tl.reshape(words, [BM, BN]) >= tl.cast(call.threshold, tl.uint32)
+
+
+@triton.jit
+def philox(c0, c1, c2, c3, k0, k1):
+    """Four words of a counter and a key. Triton's own multiplies twice for a product's halves."""
+    for _ in tl.static_range(10):
+        a, b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
+        c0, c2 = (b >> 32).to(tl.uint32) ^ c1 ^ k0, (a >> 32).to(tl.uint32) ^ c3 ^ k1
+        c1, c3 = b.to(tl.uint32), a.to(tl.uint32)
+        k0, k1 = (k0 + 0x9E3779B9).to(tl.uint32), (k1 + 0xBB67AE85).to(tl.uint32)
+    return c0, c1, c2, c3

@@ -6,6 +6,9 @@ import triton.language as tl
 from .score import LN2, LOG2E, LOG2E_REST, exponential
 from .tile import fma, row_index
 
+# In place of -inf, the level of rows that have seen nothing yet: -inf - (-inf) would be NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
 
 @triton.jit
 def update(s, m, l, call, F: tl.constexpr):
@@ -15,11 +18,10 @@ def update(s, m, l, call, F: tl.constexpr):
     rescales by exactly 1 where it stays.
     """
     top = tl.max(s, 1)
-    if F.plain:
+    if F.scaled:
         top *= call.reals.unit
     m_new = tl.maximum(m, top)
-    # A row that has seen nothing yet stays 0: -inf - (-inf) would be NaN.
-    pivot = tl.where(m_new == float("-inf"), 0.0, m_new)
+    pivot = tl.maximum(m_new, LOWEST)
     p = exponential(s, pivot[:, None], call, F)
     alpha = rescale(m, pivot, F)
     return p, m_new, l * alpha + tl.sum(p, 1), alpha
@@ -29,18 +31,18 @@ def update(s, m, l, call, F: tl.constexpr):
 def rescale(m, pivot, F: tl.constexpr):
     """What takes sums relative to the level m to the level pivot."""
     step = m - pivot
-    return tl.exp2(step if F.plain else step * LOG2E)
+    return tl.exp2(step if F.scaled else step * LOG2E)
 
 
 @triton.jit
 def add_sink(acc, m, l, sinks, h, F: tl.constexpr):
     """The sums with a sink: one more logit in the denominator, with no value of its own."""
     sink = tl.load(sinks + h)
-    top = tl.maximum(m, sink * LOG2E if F.plain else sink)
-    pivot = tl.where(top == float("-inf"), 0.0, top)
+    top = tl.maximum(m, sink * LOG2E if F.scaled else sink)
+    pivot = tl.maximum(top, LOWEST)
     decay = rescale(m, pivot, F)
-    # In plain calls `exponential` takes products; a sink is a logit.
-    share = tl.exp2(fma(sink, LOG2E, -pivot) if F.plain else (sink - pivot) * LOG2E)
+    # Of scaled scores `exponential` takes products; a sink is a logit.
+    share = tl.exp2(fma(sink, LOG2E, -pivot) if F.scaled else (sink - pivot) * LOG2E)
     return acc * decay[:, None], top, l * decay + share
 
 
@@ -51,7 +53,7 @@ def finish(acc, m, l, F: tl.constexpr):
     empty = l == 0
     log2_l = tl.log2(tl.where(empty, 1.0, l))
     log_l = log2_l * LN2
-    if F.plain:
+    if F.scaled:
         # What the rounded LSE leaves of the level. The product that rounds it is an explicit FMA:
         # the compiler must not take it apart again.
         lse = fma(m, LN2, log_l)

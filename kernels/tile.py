@@ -59,6 +59,16 @@ def fma(x, y, z):
 
 
 @triton.jit
+def reciprocal(x):
+    """1 / x of a float32, to a unit in the last place; 0 where that is subnormal."""
+    if INTERPRETED:
+        return 1 / x
+    return tl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
+    )
+
+
+@triton.jit
 def head_of(x, b, h):
     """The first element of head h of item b. Offsets are 64 bits wide from here on."""
     return x.ptr + tl.cast(b, tl.int64) * x.sb + tl.cast(h, tl.int64) * x.sh

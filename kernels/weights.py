@@ -5,6 +5,7 @@ import triton.language as tl
 
 from .score import (
     SIZES,
+    Keys,
     call_of,
     item_of,
     kept,
@@ -55,14 +56,14 @@ def add_head(
     item = item_of(b, call, extras, F)
     if reaches(i0, j0, item, call, T.BM, T.BN):
         i = i0 + tl.arange(0, T.BM)
-        j = (j0 + tl.arange(0, T.BN))[None, :]
-        rows = rows_of(i[:, None], h, item, extras, F)
+        keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
+        rows = rows_of(i[:, None], h, item, call, extras, F)
         tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
         tile_k = take(k, b, h // call.group, j0, item.length, T.D, T.BN, T.BD, F.tma)
-        s, _ = score(by_rows(tile_q, tile_k, F), rows, j, call, extras, F)
+        s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, True)
         level, rest = levels_of(normaliser, b, h, i, call, F)
         p = probability(s, (level[:, None], rest[:, None]), call, F)
-        p = tl.where(visible(rows, j, item, call, F), p, 0.0)
+        p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
         if F.dropout:
             p = tl.where(kept(rows.i, h, b, j0, call, extras, T.BM, T.BN), p, 0.0)
         total += p

@@ -75,11 +75,11 @@ rows seeing a key cut short: score.py: causal
 -lo, hi = some(a0, a1, call.right, call.left, call.M)
 +lo, hi = some(a0, a1, call.left, call.right, call.M)
 scale twice: score.py: softcap
--s = qk * call.reals.scale
-+s = qk * call.reals.scale * call.reals.scale
+-tanh(qk * call.reals.per_softcap)
++tanh(qk * call.reals.per_softcap * call.reals.scale)
 softcap's derivative forgotten: score.py: softcap
--s, derivative = call.reals.softcap * t, 1 - t * t
-+s, derivative = call.reals.softcap * t, 1.0
+-derivative = 1 - s * s
++derivative = 1.0
 softcap after ALiBi's sign: score.py: alibi
 -s -= rows.slope
 +s += rows.slope
@@ -87,8 +87,8 @@ ALiBi's slope of item 0: score.py: alibi_batch
 -tl.load(extras.slopes.ptr + b * extras.slopes.sb
 +tl.load(extras.slopes.ptr + b * 0
 strides of the mask swapped: score.py: float_mask bool_mask
--mask += i.to(tl.int64) * extras.mask.sm
-+mask += i.to(tl.int64) * extras.mask.sd
+-tl.minimum(i, call.M - 1).to(tl.int64) * extras.mask.sm
++tl.minimum(i, call.M - 1).to(tl.int64) * extras.mask.sd
 mask of head 0: score.py: head_bias_grad
 -b * extras.mask.sb + h64 * extras.mask.sh
 +b * extras.mask.sb + h64 * 0
@@ -105,7 +105,7 @@ maximum forgotten: softmax.py: plain
 -return p, m_new, l
 +return p, m, l
 empty rows are NaN: softmax.py: bool_mask
--tl.where(m_new == float("-inf"), 0.0, m_new)
+-tl.maximum(m_new, LOWEST)
 +m_new
 sink has a value: softmax.py: sinks
 -acc * decay[:, None], top, l * decay + share

@@ -15,6 +15,7 @@ from fastattn.tuning import Config
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 HEAD_DIMS = (1, 64, 65, 128, 129, 256)
+BUSY = ((), *((x,) for x in tuning.FEATURES), ("pointers",), ("given",), ("mask", "softcap"))
 
 
 # --------------------------------------------------------------------------------------- the tables
@@ -23,7 +24,7 @@ HEAD_DIMS = (1, 64, 65, 128, 129, 256)
 @pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
 @pytest.mark.parametrize("which", tuning.PASSES)
 def test_every_tile_is_one_that_kernels_take(which, arch):
-    for itemsize, head_dim, busy in itertools.product((2, 4), HEAD_DIMS, (False, True)):
+    for itemsize, head_dim, busy in itertools.product((2, 4), HEAD_DIMS, BUSY):
         tile = tuning.config(which, arch, itemsize, head_dim, busy)
         for n in tile[:3]:
             assert n & (n - 1) == 0, "a power of two"
@@ -33,7 +34,7 @@ def test_every_tile_is_one_that_kernels_take(which, arch):
 
 @pytest.mark.parametrize("which", tuning.PASSES)
 def test_the_interpreter_has_one_small_tile(which):
-    assert tuning.config(which, 0, 4, 64, True) == tuning.INTERPRETED
+    assert tuning.config(which, 0, 4, 64, ("mask",)) == tuning.INTERPRETED
 
 
 @pytest.mark.parametrize(
@@ -42,13 +43,30 @@ def test_the_interpreter_has_one_small_tile(which):
 def test_a_chip_without_a_table_has_that_of_the_nearest_lower(arch, like):
     for which in tuning.PASSES:
         for itemsize in (2, 4):
-            mine, its = (tuning.config(which, a, itemsize, 128, False) for a in (arch, like))
+            mine, its = (tuning.config(which, a, itemsize, 128, ()) for a in (arch, like))
             assert mine == its
+
+
+def test_features_have_tiles_of_their_own():
+    """One alone, where the table has one for it; several, or what is no feature, another."""
+    table = {("dq", 64): tuning.Row(*(Config(n, 32, 8, 2) for n in (128, 64, 32, 16)))}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(tuning.TABLES, 90, table)
+        found = [tuning.config("dq", 90, 2, 64, busy).BM for busy in BUSY]
+    assert found == [128, 16, 64, 64, 64, 64, 32, 32]
+
+
+def test_dk_and_dv_are_made_apart_where_the_table_has_tiles_for_them():
+    assert tuning.apart(90, 2, 256) and tuning.apart(90, 2, 129)
+    assert not tuning.apart(90, 2, 128) and not tuning.apart(90, 4, 256)
+    assert not tuning.apart(80, 2, 256) and not tuning.apart(0, 2, 256)
+    dkv = [tuning.config("dkv", 90, 2, d, ()) for d in (64, 128)]
+    assert dkv == [tuning.config("dk", 90, 2, d, ()) for d in (64, 128)]
 
 
 def test_older_than_every_table_is_an_error():
     with pytest.raises(ValueError, match="arch: got 75, expected 80 or newer"):
-        tuning.config("forward", 75, 2, 64, False)
+        tuning.config("forward", 75, 2, 64, ())
 
 
 def test_candidates_are_a_few_other_tiles():
@@ -96,7 +114,7 @@ KEY = autotune.Key(
     dtype="torch.bfloat16",
     D=64,
     Dv=64,
-    flags=("plain=True",),
+    flags=("scaled=True",),
     group=1,
     M=1024,
     N=1024,
@@ -194,7 +212,7 @@ def test_a_key_names_the_call(monkeypatch):
     from fastattn.kernels import score
 
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
-    flags, gpu = score.Flags(plain=None), torch.device("cuda")
+    flags, gpu = score.Flags(scaled=None), torch.device("cuda")
     key = autotune.key("dq", spec(), gpu, F=flags, GIVEN=False)
     assert (key.device, key.which, key.dtype) == ("A GPU", "dq", "torch.bfloat16")
     assert (key.D, key.Dv, key.group, key.M, key.N, key.heads) == (64, 32, 4, 1024, 2048, 16)

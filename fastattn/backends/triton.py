@@ -19,7 +19,8 @@ from ..launcher import prepared
 from ..spec import AttentionSpec, Feature, Tensors
 
 OLDEST = (3, 6)
-TINY, HUGE = 1e-37, 1e38  # scales that are normal float32 numbers in base 2, too
+TINY, HUGE = 1e-18, 1e18  # units of scores by which slopes can be divided
+MOST = 1e38  # a real number of a call, which float32 holds
 LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares among programs
 
 
@@ -132,10 +133,13 @@ class Job:
         self.extras = extras(spec, t)
         self.inputs = operand(t.q), operand(t.k), operand(t.v), operand(dout)
         # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers.
-        tma = 90 <= self.arch < 120 and t.v is not None
-        tma = tma and all(describable(x) for x in (t.q, t.k, t.v, dout) if x is not None)
+        wanted = 90 <= self.arch < 120 and t.v is not None and spec.dtype.itemsize == 2
+        tma = wanted and all(describable(x) for x in (t.q, t.k, t.v, dout) if x is not None)
         self.flags = flags(spec, tf32(), tma)
-        busy = not self.flags.plain or self.flags.dropout or spec.weights
+        busy = tuple(x for x in tuning.FEATURES if getattr(self.flags, x))
+        wide = spec.mask_dtype in (torch.float32, torch.float64) and spec.dtype.itemsize == 2
+        busy += ("given",) * spec.weights + ("wide mask",) * wide  # tiles have room for 16 bits
+        busy += ("pointers",) * (wanted and not tma)
         self.tiled = self.arch, spec.dtype.itemsize, max(spec.D, spec.Dv), busy
         self.searches = self.arch and autotune.enabled()
         given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
@@ -207,19 +211,21 @@ class Job:
     # ----------------------------------------------------------------------------------- backward
 
     def find_delta(self, out: Tensor | None, normaliser: Tensor, dlse: Tensor | None) -> None:
-        """self.normaliser, and self.delta: what dP loses by the normalisation."""
+        """self.normaliser, and self.of_rows, what backward reads of a row: what is taken off its
+        scores, in two numbers, and delta, what dP loses by the normalisation."""
         spec = self.spec
         self.normaliser = normaliser.contiguous()
-        self.delta = torch.empty_like(self.normaliser[0])
-        if not self.delta.numel():
+        pitch = blocks(spec.M, kernels().score.PITCH.value) * kernels().score.PITCH.value
+        self.of_rows = normaliser.new_empty((3, spec.B, spec.H, pitch))
+        if not self.of_rows.numel():
             return
         self.launch(
             kernels().backward.delta_kernel,
             "delta",
-            lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
+            lambda c: blocks(pitch, c.BM) * spec.B * spec.H,
             (),
-            (operand(out), self.inputs[3], operand(dlse), self.delta),
-            F=kernels().score.Flags(plain=self.flags.plain),
+            (operand(out), self.inputs[3], operand(dlse), self.normaliser, self.of_rows),
+            F=kernels().score.Flags(scaled=self.flags.scaled),
         )
         if spec.weights and not spec.constant_lse:
             self.walk_keys(None, sums=True)
@@ -231,19 +237,23 @@ class Job:
             "dq",
             lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
             self.inputs,
-            (self.normaliser, self.delta, operand(dq)),
+            (self.of_rows, operand(dq)),
             GIVEN=spec.weights,
             SUMS=sums,
         )
 
     def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
         spec = self.spec
+        if dk is not None and dv is not None and tuning.apart(*self.tiled[:3]):
+            self.walk_rows(dk, None)
+            self.walk_rows(None, dv)
+            return
         self.launch(
             kernels().backward.dkv_kernel,
-            "dkv",
+            "dkv" if dk is not None and dv is not None else "dv" if dk is None else "dk",
             lambda c: blocks(spec.N, c.BN) * spec.B * spec.Hk,
             self.inputs,
-            (self.normaliser, self.delta, operand(dk), operand(dv)),
+            (self.of_rows, operand(dk), operand(dv)),
             GIVEN=spec.weights,
         )
 
@@ -281,7 +291,7 @@ class Job:
             "dmask",
             lambda c: tiles * splits,
             self.inputs,
-            (self.normaliser, self.delta, partial),
+            (self.of_rows, partial),
             F=self.flags._replace(tma=False),  # one tile from each: not worth a descriptor
             GIVEN=spec.weights,
             SUMMED=summed,
@@ -294,7 +304,8 @@ class Job:
         wide = sinks.to(torch.float32)[:, None]
         lse, tail = self.normaliser
         p = torch.exp(wide - lse - tail).masked_fill(lse == -torch.inf, 0.0)
-        return -(p * self.delta).sum((0, 2)).to(sinks.dtype)
+        delta = self.of_rows[2, ..., : self.spec.M]
+        return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
     # ----------------------------------------------------------------------------------- launching
 
@@ -425,13 +436,19 @@ def extras(spec: AttentionSpec, t: Tensors):
     )
 
 
+def scaled(spec: AttentionSpec) -> bool:
+    """Are logits scores times a positive number? A mask that is added is one of logits."""
+    added = spec.mask_shape is not None and spec.mask_dtype != torch.bool
+    return TINY < (spec.softcap or spec.scale) < HUGE and not added
+
+
 @functools.lru_cache(maxsize=4096)
 def flags(spec: AttentionSpec, tf32: bool, tma: bool):
     """What the call uses, for the compiler."""
     masked = spec.mask_shape is not None
     varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
     return kernels().score.Flags(
-        plain=TINY < spec.scale < HUGE and not (masked or spec.softcap or "slopes" in spec.given),
+        scaled=scaled(spec),
         left=spec.left < spec.M + spec.N,
         right=spec.right < spec.M + spec.N,
         bottom_right=spec.bottom_right,
@@ -465,10 +482,13 @@ def scalars(spec: AttentionSpec, together: int) -> tuple:
         threshold=threshold - (threshold >> 31 << 32),
         together=together,
     )
+    unit = spec.softcap or spec.scale or 1.0
     reals = score.Reals(
         scale=float(spec.scale),
-        unit=spec.scale * score.LOG2E.value,
+        unit=unit * score.LOG2E.value,
+        per_unit=1 / unit if scaled(spec) else 1.0,
         softcap=float(spec.softcap),
+        per_softcap=min(max(2 * score.LOG2E.value * spec.scale / unit, -MOST), MOST),
         factor=1 / (1 - spec.dropout_p) if spec.dropout_p < 1 else 0.0,
         share=1 / max(spec.H, 1) if spec.average_heads else 1.0,
     )
