@@ -82,7 +82,7 @@ AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memo
     ("dkv", 256): same(C(32, 32, 8, 2)),
     ("dmask", 256): same(C(64, 64, 8, 1)),
     ("weights", 256): same(C(64, 64, 8, 1)),
-    ("decode", 128): same(C(16, 64, 4, 3)),
+    ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
 }
 SMALL: Table = AMPERE | {  # 16 bits on sm_86, sm_89, sm_120: mma.sync, 99 KB
@@ -109,7 +109,7 @@ HOPPER: Table = {  # 16 bits on sm_90: wgmma wants 64 rows and warps in fours; T
         dropout=C(32, 128, 8, 2), pointers=C(32, 128, 8, 2)),
     ("dmask", 256): same(C(128, 64, 8, 1)),
     ("weights", 256): same(C(128, 64, 8, 1)),
-    ("decode", 128): same(C(16, 64, 4, 3)),
+    ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
 }
 BLACKWELL: Table = HOPPER | {  # 16 bits on sm_100: sums lie in tensor memory, 512 columns of it
@@ -181,19 +181,26 @@ def _row(table: Table, which: str, head_dim: int) -> Row | None:
 
 
 def candidates(which: str, tile: Config) -> list[Config]:
-    """A few other tiles that FASTATTN_AUTOTUNE tries: one step away from `tile`."""
+    """A few other tiles that FASTATTN_AUTOTUNE tries: one step away from `tile`, and halves of it
+    with half its warps, of which a multiprocessor holds two."""
     if which not in TUNED:  # the mask's buffers are cut for one tile; the others hardly differ
         return []
     least = 16 if which == "decode" else 32
     found = [
         tile._replace(stages=tile.stages + 1),
         tile._replace(stages=max(1, tile.stages - 1)),
-        tile._replace(warps=12 - tile.warps),  # 4 for 8, 8 for 4
+        tile._replace(warps={2: 4, 4: 8, 8: 4}[tile.warps]),
         tile._replace(BN=max(least, tile.BN // 2)),
         tile._replace(BN=min(128, tile.BN * 2)),
         tile._replace(BM=max(least, tile.BM // 2)),
         tile._replace(BM=min(128, tile.BM * 2)),
     ]
+    if tile.warps == 8:
+        half = tile._replace(warps=4, stages=2)
+        found += [
+            half._replace(BN=max(least, tile.BN // 2)),
+            half._replace(BM=max(least, tile.BM // 2)),
+        ]
     return [c for c in dict.fromkeys(found) if c != tile]
 
 
@@ -201,6 +208,12 @@ def candidates(which: str, tile: Config) -> list[Config]:
 
 DECODE_ROWS = 16  # up to here, M is few enough to split the keys
 FEW_TILES = 4  # of keys: not worth a second pass to combine
+DECODING = {80: 2, 86: 1, 90: 3, 100: 3, 120: 1}  # programs that a multiprocessor holds, by arch
+
+
+def decoding(arch: int) -> int:
+    """How many programs of a decoding call a multiprocessor works on at a time."""
+    return next((n for x, n in sorted(DECODING.items(), reverse=True) if x <= arch), 1)
 
 
 @functools.lru_cache(maxsize=4096)

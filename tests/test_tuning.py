@@ -29,7 +29,7 @@ def test_every_tile_is_one_that_kernels_take(which, arch):
         for n in tile[:3]:
             assert n & (n - 1) == 0, "a power of two"
         assert 16 <= tile.BM <= 128 and 16 <= tile.BN <= 128
-        assert tile.warps in (4, 8) and tile.stages >= 1
+        assert tile.warps in (2, 4, 8) and tile.stages >= 1
 
 
 @pytest.mark.parametrize("which", tuning.PASSES)
@@ -69,12 +69,16 @@ def test_older_than_every_table_is_an_error():
         tuning.config("forward", 75, 2, 64, ())
 
 
-def test_candidates_are_a_few_other_tiles():
-    tile = Config(128, 64, 8, 2)
-    found = tuning.candidates("forward", tile)
+@pytest.mark.parametrize(
+    "which, tile", [("forward", Config(128, 64, 8, 2)), ("decode", Config(16, 64, 2, 3))]
+)
+def test_candidates_are_a_few_other_tiles(which, tile):
+    found = tuning.candidates(which, tile)
     assert 2 <= len(found) <= 8 and tile not in found and len(set(found)) == len(found)
     for c in found:
-        assert 16 <= c.BM <= 128 and 16 <= c.BN <= 128 and c.warps in (4, 8) and c.stages >= 1
+        assert 16 <= c.BM <= 128 and 16 <= c.BN <= 128 and c.warps in (2, 4, 8) and c.stages >= 1
+    assert Config(128, 64, 4, 2) in tuning.candidates("forward", Config(128, 128, 8, 3))
+    assert Config(64, 64, 4, 2) in tuning.candidates("dkv", Config(64, 128, 8, 3))
     assert tuning.candidates("dmask", tile) == []  # its buffers were cut for one tile
 
 
@@ -89,6 +93,15 @@ def test_no_part_of_a_split_is_empty(programs, blocks, processors):
     assert 1 <= parts <= blocks
     share = math.ceil(blocks / parts)
     assert (parts - 1) * share < blocks  # the last part has a block
+
+
+@pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
+def test_a_multiprocessor_decodes_as_many_programs_as_it_has_memory_for(arch):
+    kilobytes = {80: 164, 90: 228, 100: 228, 103: 228}.get(arch, 100)
+    tile = tuning.config("decode", arch, 2, 128, ())
+    each = 1 + 2 * tile.BN * 128 * 2 * (tile.stages - 1) // 1024 + 4  # of keys, values and queries
+    assert 1 <= tuning.decoding(arch) <= kilobytes // each
+    assert tuning.decoding(0) == 1
 
 
 def test_busy_processors_are_not_split():

@@ -158,7 +158,8 @@ class Job:
         if of_keys <= tuning.FEW_TILES:
             return 0
         programs = spec.B * spec.Hk * blocks(self.packed, tile.BM)
-        return tuning.splits(programs, of_keys, processors(self.device))
+        places = processors(self.device) * tuning.decoding(self.arch)
+        return tuning.splits(programs, of_keys, places)
 
     @property
     def packed(self) -> int:
