@@ -113,18 +113,18 @@ ONE = {  # feature alone, by its options
     "softcap": ("softcap",),
     "dropout": ("dropout_p", "seed"),
 }
+
+
+def alone(feature: str, *sizes: int) -> dict[str, Any]:
+    """One feature; a mask of bfloat16, not float32 as with every feature."""
+    found = {x: y for x, y in everything(*sizes).items() if x in ONE[feature]}
+    return dict(mask=found["mask"].to(torch.bfloat16)) if feature == "mask" else found
+
+
 VARIANTS = {
     "plain": Variant(lambda *sizes: {}),
     "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
-    **{
-        x: Variant(
-            lambda B, H, M, N, x=x: {
-                k: v for k, v in everything(B, H, M, N).items() if k in ONE[x]
-            },
-            PAIR,
-        )
-        for x in ONE
-    },
+    **{x: Variant(functools.partial(alone, x), PAIR) for x in ONE},
     "everything": Variant(everything, (*PAIR, "dmask", "split", "weights average")),
     # Rows that no tensor descriptor can read: 16 bytes do not divide them.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),

@@ -43,8 +43,8 @@ FEATURES = ("mask", "alibi", "softcap", "dropout")  # which want registers for e
 
 
 class Row(NamedTuple):
-    """Tiles of calls without FEATURES, with one of them, and with several. Pointers count as one,
-    where tensor descriptors could have been."""
+    """Tiles of calls without FEATURES, with one of them, and with several. Narrow rows, which 16
+    bytes do not divide, count as one."""
 
     plain: Config
     one: Config
@@ -53,7 +53,7 @@ class Row(NamedTuple):
     alibi: Config | None = None
     softcap: Config | None = None
     dropout: Config | None = None
-    pointers: Config | None = None
+    narrow: Config | None = None
 
 
 def same(tile: Config) -> Row:
@@ -73,16 +73,18 @@ AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memo
     ("forward", 128): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 2)),
     ("forward", 256): R(C(64, 64, 8, 2), C(64, 32, 8, 2), C(64, 32, 8, 2)),
     ("dq", 64): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 2), dropout=C(128, 32, 8, 2)),
-    ("dq", 128): R(C(128, 32, 8, 2), C(128, 32, 8, 2), C(64, 64, 8, 2), dropout=C(64, 64, 8, 2)),
+    ("dq", 128): R(C(128, 32, 8, 2), C(128, 32, 8, 2), C(64, 64, 8, 2),
+        dropout=C(64, 64, 8, 2), narrow=C(64, 64, 8, 2)),
     ("dq", 256): R(C(64, 32, 8, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
     ("dkv", 64): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 64, 8, 2),
         mask=C(32, 128, 8, 2), dropout=C(32, 128, 8, 2)),
     ("dkv", 128): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 64, 8, 2),
-        mask=C(64, 64, 8, 2), dropout=C(64, 64, 8, 2)),
+        mask=C(64, 64, 8, 2), dropout=C(64, 64, 8, 2), narrow=C(64, 64, 8, 2)),
     ("dkv", 256): same(C(32, 32, 8, 2)),
     ("dmask", 256): same(C(64, 64, 8, 1)),
     ("weights", 256): same(C(64, 64, 8, 1)),
-    ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3)),
+    ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3),
+        narrow=C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
 }
 SMALL: Table = AMPERE | {  # 16 bits on sm_86, sm_89, sm_120: mma.sync, 99 KB
@@ -102,19 +104,20 @@ HOPPER: Table = {  # 16 bits on sm_90: wgmma wants 64 rows and warps in fours; T
         mask=C(128, 128, 8, 2), dropout=C(128, 64, 8, 3)),
     ("dq", 128): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 2)),
     ("dq", 256): R(C(128, 32, 8, 2), C(128, 32, 8, 2), C(64, 32, 8, 2)),
-    ("dkv", 64): R(C(64, 128, 8, 3), C(64, 128, 8, 3), C(32, 128, 8, 2)),
+    ("dkv", 64): R(C(64, 128, 8, 3), C(64, 128, 8, 3), C(32, 128, 8, 2), narrow=C(64, 128, 8, 2)),
     ("dkv", 128): R(C(64, 128, 8, 3), C(32, 128, 8, 3), C(16, 64, 8, 2), softcap=C(64, 128, 8, 2)),
     ("dk", 256): R(C(32, 128, 8, 2), C(32, 128, 8, 2), C(16, 64, 8, 2), dropout=C(16, 128, 8, 2)),
     ("dv", 256): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(16, 64, 8, 2),
-        dropout=C(32, 128, 8, 2), pointers=C(32, 128, 8, 2)),
+        dropout=C(32, 128, 8, 2), narrow=C(32, 128, 8, 2)),
     ("dmask", 256): same(C(128, 64, 8, 1)),
     ("weights", 256): same(C(128, 64, 8, 1)),
-    ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3)),
+    ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3),
+        narrow=C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
 }
 BLACKWELL: Table = HOPPER | {  # 16 bits on sm_100: sums lie in tensor memory, 512 columns of it
-    ("dkv", 64): R(C(64, 64, 8, 2), C(32, 128, 8, 2), C(32, 128, 8, 2)),
-    ("dkv", 128): R(C(64, 128, 8, 2), C(32, 64, 8, 2), C(32, 64, 8, 2)),
+    ("dkv", 64): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 128, 8, 2)),
+    ("dkv", 128): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 64, 8, 2)),
 }
 FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on every chip
     ("forward", 64): same(C(64, 32, 8, 2)),
@@ -141,7 +144,7 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
     """The tile of one pass.
 
     arch is 90 for compute capability 9.0, or 0 for the interpreter; itemsize is the inputs', in
-    bytes; busy names what wants registers: FEATURES, "pointers", or anything else, which counts for
+    bytes; busy names what wants registers: FEATURES, "narrow", or anything else, which counts for
     several. A chip without a table has that of the nearest older one. Raises ValueError for
     chips older than every table.
     """
@@ -153,7 +156,7 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
     row = next(r for x in (which, "dkv", "dk") if (r := _row(table, x, head_dim)))
     if not busy:
         return row.plain
-    if len(busy) > 1 or busy[0] not in (*FEATURES, "pointers"):
+    if len(busy) > 1 or busy[0] not in (*FEATURES, "narrow"):
         return row.several
     return getattr(row, busy[0]) or row.one
 

@@ -110,6 +110,17 @@ def test_tanh_is_accurate_near_zero_and_far_from_it(name):
     torch.testing.assert_close(out.double(), x.double().tanh(), rtol=8e-7, atol=0)
 
 
+@every_backend
+def test_a_softcap_far_above_the_logits_changes_nothing(name):
+    """1 - 2 / (e^2x + 1) would lose a tenth of a logit here."""
+    q, k, v = (randn(1, 2, 40, 16, seed=x).requires_grad_() for x in range(3))
+    found = []
+    for softcap in (None, 1e6):
+        out = fastattn.attention(q, k, v, softcap=softcap, backend=name)
+        found.append([out, *torch.autograd.grad(out.square().sum(), (q, k, v))])
+    torch.testing.assert_close(*found, rtol=2e-5, atol=2e-6)
+
+
 # -------------------------------------------------------------------------------- blocks, programs
 
 

@@ -167,6 +167,24 @@ def test_gradients_of_any_layout(strided, stub, monkeypatch):
         assert launches(stub, call, s, t) == as_triton(monkeypatch, stub, call, s, t)
 
 
+BUSY = {
+    "plain": ({}, []),
+    "sinks": (dict(tensors={"sinks": noise(2)}), []),
+    "softcap": (dict(softcap=5.0), ["softcap"]),
+    "two": (dict(softcap=5.0, tensors={"slopes": noise(2)}), ["alibi", "softcap"]),
+    "narrow rows": (dict(D=12), ["narrow"]),
+    "mask": (dict(tensors={"mask": noise(1, 1, 20, 70, dtype=torch.bool)}), ["mask"]),
+    "wide mask": (dict(tensors={"mask": noise(1, 1, 20, 70)}), ["mask", "wide mask"]),
+    "wide everything": (dict(dtype=torch.float32, tensors={"mask": noise(20, 70)}), ["mask"]),
+}
+
+
+@pytest.mark.parametrize("kind", BUSY)
+def test_tiles_are_chosen_by_what_wants_registers(kind, stub):
+    arguments, busy = BUSY[kind]
+    assert list(backend.Job(*described(**arguments)).tiled[3]) == busy
+
+
 def test_tensor_descriptors_come_and_go(derived, monkeypatch):
     """On sm_90: rows that 16 bytes divide, and then rows that they do not."""
     with launching.stubbed(90) as stub:

@@ -15,7 +15,7 @@ from fastattn.tuning import Config
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 HEAD_DIMS = (1, 64, 65, 128, 129, 256)
-BUSY = ((), *((x,) for x in tuning.FEATURES), ("pointers",), ("given",), ("mask", "softcap"))
+BUSY = ((), *((x,) for x in tuning.FEATURES), ("narrow",), ("given",), ("mask", "softcap"))
 
 
 # --------------------------------------------------------------------------------------- the tables

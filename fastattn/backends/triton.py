@@ -132,14 +132,14 @@ class Job:
         self.arch = architecture(self.device)
         self.extras = extras(spec, t)
         self.inputs = operand(t.q), operand(t.k), operand(t.v), operand(dout)
+        wide = all(describable(x) for x in (t.q, t.k, t.v, dout) if x is not None)
         # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers.
-        wanted = 90 <= self.arch < 120 and t.v is not None and spec.dtype.itemsize == 2
-        tma = wanted and all(describable(x) for x in (t.q, t.k, t.v, dout) if x is not None)
+        tma = 90 <= self.arch < 120 and t.v is not None and wide
         self.flags = flags(spec, tf32(), tma)
-        busy = tuple(x for x in tuning.FEATURES if getattr(self.flags, x))
-        wide = spec.mask_dtype in (torch.float32, torch.float64) and spec.dtype.itemsize == 2
-        busy += ("given",) * spec.weights + ("wide mask",) * wide  # tiles have room for 16 bits
-        busy += ("pointers",) * (wanted and not tma)
+        busy = [x for x in tuning.FEATURES if getattr(self.flags, x)] + ["given"] * spec.weights
+        if spec.dtype.itemsize == 2:
+            wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
+            busy += ["narrow"] * (not wide) + ["wide mask"] * wide_mask
         self.tiled = self.arch, spec.dtype.itemsize, max(spec.D, spec.Dv), busy
         self.searches = self.arch and autotune.enabled()
         given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
