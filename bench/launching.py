@@ -78,8 +78,7 @@ def _stages(backend: Any = None, stages: Any = None, *rest: Any) -> tuple[str, s
 
     if stages is not None:
         stages.update({name: functools.partial(skip, name) for name in STAGES})
-    key = f"stub {METADATA}"
-    return key, key
+    return "stub", "stub"
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from . import tuning
+from .crossing import laid
 from .trouble import why_unwritable
 
 NEWEST = (3, 9)  # what a later Triton derives a kernel from, only its own launch knows
@@ -96,14 +97,12 @@ class Launch(NamedTuple):
             compiled.run(*rest)
 
 
-Launches = dict[tuple, Launch]
-
-
-def alike(launches: dict[tuple, Launches], args: tuple, flags: Any) -> Launches | None:
-    """Of a spec's launches those of calls like this one; None where Triton's own launch has to run.
+def alike(args: tuple, *about: Any) -> tuple | None:
+    """What calls of one spec have in common that have their launches in common; None where Triton's
+    own launch has to run.
 
     It has where somebody hooks launches, in the interpreter, and with a Triton newer than NEWEST.
-    args: what every kernel of the call may take; flags: what it is compiled for.
+    args: what every kernel of the call may take.
     """
     if not _known():
         return None
@@ -111,42 +110,22 @@ def alike(launches: dict[tuple, Launches], args: tuple, flags: Any) -> Launches 
     runtime, compilation = knobs.runtime, knobs.compilation
     if _calls(runtime.launch_enter_hook) or _calls(runtime.launch_exit_hook):
         return None
-    inspect = runtime.add_stages_inspection_hook
-    key = (
-        flags,
-        driver.active,
+    inspect, active = runtime.add_stages_inspection_hook, driver.active
+    return (
+        *about,
+        active,
+        active.get_current_device(),
         runtime.debug,
         compilation.instrumentation_mode,
         getattr(compilation, "fpsan_homomorphic_casts", None),
         inspect and inspect(),
-        *described(args),
+        laid(args),
     )
-    found = launches.get(key)
-    return keep(launches, key, {}) if found is None else found
-
-
-def key(kernel: Any, args: tuple, *others: Any) -> tuple:
-    """Of a kernel's launch among those of calls alike. args: what `alike` has not seen."""
-    return kernel.fn, _triton()[1].active.get_current_device(), *others, *described(args)
 
 
 def _calls(hook: Any) -> bool:
     """Would Triton's launcher call anything? A chain of hooks may be empty."""
     return hook is not None and bool(getattr(hook, "calls", True))
-
-
-def described(args: tuple) -> list:
-    """At least what Triton derives of them."""
-    found: list = []
-    for x in args:
-        if isinstance(x, tuple):  # an Operand: a tensor and its strides
-            found.append(x[1:])
-            x = x[0]
-        if isinstance(x, Tensor):
-            found += x.dtype, x.data_ptr() % 16
-        else:  # a number, or None
-            found.append(x)
-    return found
 
 
 def keep(where: dict[tuple, Any], key: tuple, value: Any) -> Any:

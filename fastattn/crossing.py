@@ -5,6 +5,8 @@
     pack      FaParams, as bytes, of a template and tensors, each at its place
     launch    the same, given to a function of the CPU's library at once
     launch_on the same for the CUDA library, with a workspace; None where only Python packs
+    laid      of a kernel's arguments at least what Triton compiles it for: dtypes, strides, whether
+              16 bytes divide where they lie, and numbers as they are
 
 csrc/python/crossing.cpp has these for CPython's stable ABI. They are used where set-up built them,
 and those below where it did not, or where FASTATTN_EXTENSION=off.
@@ -26,6 +28,7 @@ from .native import DTYPE, POINTER, TENSOR
 from .spec import ARGUMENTS
 
 Kind = bytes | tuple  # it hashes, and compares with those of the same maker
+Laid = bytes | tuple  # likewise
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})  # no subclass with a dispatch of its own
 
@@ -119,6 +122,18 @@ def _launch(
     return native.cpu().run(_pack(form, places, tensors, threads), which)
 
 
+def _laid(args: tuple) -> Laid:
+    found: list[Any] = []
+    for x in args:
+        if isinstance(x, tuple):  # a tensor, and its strides
+            x = x[0]
+        if isinstance(x, Tensor):
+            found += x.dtype, x.stride(), x.data_ptr() % 16
+        else:  # a number, or None
+            found.append(x)
+    return tuple(found)
+
+
 extension = native.extension()
 kind, pack, launch = (
     (_kind, _pack, _launch)
@@ -126,3 +141,9 @@ kind, pack, launch = (
     else (extension.kind, extension.pack, extension.launch)
 )
 launch_on = getattr(extension, "launch_on", None)
+_fast_laid = getattr(extension, "laid", _laid)
+
+
+def laid(args: tuple) -> Laid:
+    found = _fast_laid(args)
+    return _laid(args) if found is None else found  # tensors that are nowhere, as when compiling

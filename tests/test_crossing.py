@@ -96,6 +96,59 @@ def test_a_kind_is_shared_by_tensors_that_differ_in_memory_alone():
                 assert a != b or hash(a) == hash(b)
 
 
+def lying():
+    """Arguments of a kernel that Triton may compile apart, or not."""
+    room = torch.zeros(64, dtype=torch.bfloat16)
+    wide = room[:48].view(3, 16)
+    return {
+        "a tensor": room[:16],
+        "shifted": room[1:17],
+        "shifted by 16 bytes": room[8:24],
+        "of another dtype": room[:16].half(),
+        "every other": room[:32:2],
+        "of two dimensions": wide,
+        "transposed": wide.T,
+        "of one row": wide[:1],
+        "of one row of a longer one": room[:48].view(1, 48)[:, :16],
+        "one row, strided otherwise": room.as_strided((1, 16), (40, 1)),
+        "nothing": None,
+        "1": 1,
+        "16": 16,
+    }
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "with strides"])
+def test_arguments_are_told_apart_by_how_they_lie(wrapped):
+    """Both tell apart dtype, strides, those of a single row too, and whether 16 bytes divide the
+    address; and nothing else."""
+    cases = list(lying().values())
+
+    def seen(x):
+        if not isinstance(x, torch.Tensor):
+            return x
+        return x.dtype, x.stride(), x.data_ptr() % 16
+
+    for laid in {crossing.laid, crossing._laid}:
+        for a in cases:
+            for b in cases:
+                some = [(x, 1, 2) if wrapped and isinstance(x, torch.Tensor) else x for x in (a, b)]
+                first, second = laid((some[0], 7)), laid((some[1], 7))
+                assert (first == second) == (seen(a) == seen(b))
+                assert first != second or hash(first) == hash(second)
+
+
+@needs_extension
+def test_arguments_that_are_nowhere_are_pythons():
+    """Compiled ahead of time, tensors are on the meta device; and numbers may be of any kind."""
+    for x in (torch.empty(3, device="meta"), PLAIN["of float32"].as_subclass(Subclass), 0.5, "x"):
+        assert crossing.extension.laid((x,)) is None
+        assert crossing.laid((x, 3)) == crossing._laid((x, 3))
+    many = (PLAIN["of float32"],) * 100
+    assert crossing.extension.laid(many) is None and len(crossing.laid(many)) == 300
+    with pytest.raises(OverflowError):
+        crossing.extension.laid((1 << 70,))
+
+
 CASES = {
     "strided": [x for x in PLAIN.values() if x.ndim == 4 and x.dtype != torch.int64],
     "broadcast": [x for x in PLAIN.values() if x.dtype != torch.int64],

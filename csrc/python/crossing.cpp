@@ -105,6 +105,46 @@ PyObject* kind(PyObject*, PyObject* tensors) {
   return PyBytes_FromStringAndSize(reinterpret_cast<char*>(words), used * 8);
 }
 
+// --- laid ---------------------------------------------------------------------------------------
+
+// Of a tuple of tensors, of tuples that begin with one, of whole numbers and None; None where
+// something else is among them, or a tensor that DLPack has not.
+PyObject* laid(PyObject*, PyObject* args) {
+  enum { kNone = -1, kNumber = -2 };
+  constexpr Py_ssize_t kMost = 192;  // of words
+  int64_t words[kMost];
+  Py_ssize_t used = 0;
+  const Py_ssize_t count = PyTuple_Size(args);
+  if (count < 0) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* x = PyTuple_GetItem(args, i);  // borrowed
+    if (PyTuple_Check(x) && !(x = PyTuple_GetItem(x, 0))) return nullptr;
+    if (used + 2 > kMost) Py_RETURN_NONE;
+    if (x == Py_None) {
+      words[used++] = kNone;
+      continue;
+    }
+    if (PyLong_Check(x)) {
+      words[used++] = kNumber;
+      words[used++] = PyLong_AsLongLong(x);
+      if (PyErr_Occurred()) return nullptr;
+      continue;
+    }
+    DLTensor d;
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+    if (type != tensor_type && type != parameter_type) Py_RETURN_NONE;
+    if (view(x, &d)) {
+      PyErr_Clear();
+      Py_RETURN_NONE;
+    }
+    if (used + 1 + d.ndim > kMost) Py_RETURN_NONE;
+    const auto off = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address(d)) % 16);
+    words[used++] = d.code | int64_t(d.bits) << 8 | off << 16 | int64_t(d.ndim) << 32;
+    for (int32_t n = 0; n < d.ndim; ++n) words[used++] = d.strides[n];
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(words), used * 8);
+}
+
 // --- pack and launch ----------------------------------------------------------------------------
 
 enum Crosses { kStrided, kBroadcast, kColumn, kPair, kPointer };  // crossing.CROSSES
@@ -282,6 +322,7 @@ PyCFunction fast(Fast f) {
   return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f));
 }
 PyMethodDef functions[] = {{"kind", kind, METH_O, nullptr},
+                           {"laid", laid, METH_O, nullptr},
                            {"pack", fast(pack), METH_FASTCALL, nullptr},
                            {"launch", fast(launch), METH_FASTCALL, nullptr},
                            {"launch_on", fast(launch_on), METH_FASTCALL, nullptr},

@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import autotune, compiled, gpu, trouble, tuning
-from ..backend import Support, broadcast_strides, check_lengths, register, token_major
+from ..backend import Support, broadcast_strides, check_lengths, register
 from ..compiled import Launch, interpreted, version
+from ..crossing import laid
 from ..gpu import architecture, on, processors
 from ..launcher import prepared
 from ..spec import AttentionSpec, Feature, Tensors
@@ -30,7 +32,10 @@ def kernels() -> SimpleNamespace:
     if not interpreted():
         compiled.find_cache()
     names = ("tile", "score", "forward", "backward", "decode", "weights")
-    return SimpleNamespace(**{x: importlib.import_module(f"fastattn.kernels.{x}") for x in names})
+    found = {x: importlib.import_module(f"fastattn.kernels.{x}") for x in names}
+    # What NamedTuple._make does, without counting.
+    operand = functools.partial(tuple.__new__, found["tile"].Operand)
+    return SimpleNamespace(**found, operand=operand)
 
 
 @functools.cache
@@ -77,11 +82,12 @@ class Triton:
         out = t.q.new_empty_strided(*like.out)
         normaliser = t.q.new_empty_strided(*like.normaliser, dtype=spec.wide)
         if normaliser.numel():
-            job = Job(spec, t)
-            if splits := job.splits():
-                job.decode(out, normaliser, splits)
-            else:
-                job.forward(out, normaliser)
+            with on(t.q.device):
+                job = Job(spec, t)
+                if splits := job.splits():
+                    job.decode(out, normaliser, splits)
+                else:
+                    job.forward(out, normaliser)
         return out, normaliser
 
     def backward(
@@ -98,9 +104,10 @@ class Triton:
             dout = torch.zeros_like(out)
         elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
             dout = dout.contiguous()
-        job = Job(spec, t, dout)
-        job.find_delta(out, normaliser, dlse)
-        return job.gradients(wants)
+        with on(t.q.device):
+            job = Job(spec, t, dout)
+            job.find_delta(out, normaliser, dlse)
+            return job.gradients(wants)
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
         B, H, M, N = spec.B, spec.H, spec.M, spec.N
@@ -109,7 +116,8 @@ class Triton:
         if not H:
             return weights.fill_(torch.nan)  # the mean of nothing
         if weights.numel():
-            Job(spec, t).weights(weights[:, None] if spec.average_heads else weights)
+            with on(t.q.device):
+                Job(spec, t).weights(weights[:, None] if spec.average_heads else weights)
         return weights
 
     def weights_backward(
@@ -117,33 +125,53 @@ class Triton:
     ) -> dict[str, Tensor]:
         if spec.average_heads:
             dweights = dweights[:, None].expand(spec.B, spec.H, spec.M, spec.N)
-        job = Job(spec, t, dweights)
-        job.find_delta(None, t.given("normaliser"), None)
-        return job.gradients(wants)
+        with on(t.q.device):
+            job = Job(spec, t, dweights)
+            job.find_delta(None, t.given("normaliser"), None)
+            return job.gradients(wants)
+
+
+class Alike(NamedTuple):
+    """What is derived of a call, and kept for those like it."""
+
+    arch: int
+    flags: Any
+    tiled: tuple  # what its tiles are chosen by
+    launches: dict[tuple, Launch]
 
 
 class Job:
-    """One call's arguments, as the kernels want them, and the passes over them."""
+    """One call's arguments, as the kernels want them, and the passes over them. Its device is the
+    current one."""
 
     def __init__(self, spec: AttentionSpec, t: Tensors, dout: Tensor | None = None):
         check_lengths(t.lengths, spec.N)
         self.spec, self.t = spec, t
         self.device = t.q.device
-        self.arch = architecture(self.device)
         self.extras = extras(spec, t)
         self.inputs = operand(t.q), operand(t.k), operand(t.v), operand(dout)
-        wide = all(describable(x) for x in (t.q, t.k, t.v, dout) if x is not None)
+        given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
+        arch, fast = architecture(self.device), tf32()
+        self.key = compiled.alike(given, arch, fast)
+        kept = spec.kept.setdefault("launches", {})
+        found = kept.get(self.key) if self.key else None
+        if found is None:
+            found = self.derive(arch, fast, (t.q, t.k, t.v, dout))
+            if self.key:
+                compiled.keep(kept, self.key, found)
+        self.arch, self.flags, self.tiled, self.launches = found
+        self.searches = arch and autotune.enabled()
+
+    def derive(self, arch: int, tf32: bool, inputs: tuple) -> Alike:
+        spec = self.spec
+        wide = all(describable(x) for x in inputs if x is not None)
         # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers.
-        tma = 90 <= self.arch < 120 and t.v is not None and wide
-        self.flags = flags(spec, tf32(), tma)
-        busy = [x for x in tuning.FEATURES if getattr(self.flags, x)] + ["given"] * spec.weights
+        f = flags(spec, tf32, tma=90 <= arch < 120 and self.t.v is not None and wide)
+        busy = [x for x in tuning.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         if spec.dtype.itemsize == 2:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
             busy += ["narrow"] * (not wide) + ["wide mask"] * wide_mask
-        self.tiled = self.arch, spec.dtype.itemsize, max(spec.D, spec.Dv), busy
-        self.searches = self.arch and autotune.enabled()
-        given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
-        self.launches = compiled.alike(spec.kept.setdefault("launches", {}), given, self.flags)
+        return Alike(arch, f, (arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy)), {})
 
     # ------------------------------------------------------------------------------------ forward
 
@@ -261,7 +289,8 @@ class Job:
     def gradients(self, wants: Sequence[str]) -> dict[str, Tensor]:
         t, spec = self.t, self.spec
         wanted = {name: x for name in wants if (x := getattr(t, name)) is not None}
-        grads = {x: token_major(y, y.shape, y.dtype) for x, y in wanted.items() if x in "qkv"}
+        laid = [(name, layout) for name, layout in prepared(spec).gradients if name in wanted]
+        grads = {name: t.q.new_empty_strided(*layout) for name, layout in laid if layout}
         if not spec.B * spec.H * spec.M * spec.N:
             grads = {name: x.zero_() for name, x in grads.items()}
             if "mask" in wanted:
@@ -321,7 +350,7 @@ class Job:
         return min(heads, spec.B * spec.H)
 
     def config(self, which: str) -> tuning.Config:
-        return tuning.config(which, *self.tiled)
+        return _tile(tuning.config, which, *self.tiled)
 
     def launch(self, kernel, which: str, programs, own: tuple, others: tuple, **constexprs) -> None:
         """Run a kernel on a grid of `programs(config)`, with the tile of its table or search.
@@ -332,10 +361,10 @@ class Job:
         constexprs.setdefault("F", self.flags)
 
         def attempt(c: tuning.Config) -> None:
-            launches = None if kernel.pre_run_hooks else self.launches
-            if launches is not None:
-                key = compiled.key(kernel, others, c, *constexprs.values())
-                if again := launches.get(key):
+            keeps = self.key and not kernel.pre_run_hooks
+            if keeps:
+                key = (kernel.fn, c, *constexprs.values(), laid(others))
+                if again := self.launches.get(key):
                     return again(args, self.extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
             tile = kernels().score.Tile(
@@ -344,18 +373,22 @@ class Job:
             constants, sizes = constexprs | dict(T=tile), scalars(spec, self.together)
             grid = (programs(c),)
             made = run(kernel, grid, *args, *sizes, self.extras, **constants, **options)
-            if launches is not None and made is not None:
+            if keeps and made is not None:
                 named = tuple(constants[x] for x in kernel.arg_names if x in constants)
-                compiled.keep(launches, key, Launch(made, *grid, sizes, named))
+                compiled.keep(self.launches, key, Launch(made, *grid, sizes, named))
 
-        with on(self.device):
-            config = self.config(which)
-            if self.searches:
-                given = [x is not None for x in args]  # a kernel without some is another kernel
-                key = autotune.key(which, spec, self.device, **constexprs, given=given)
-                alternatives = tuning.candidates(which, config)
-                config = autotune.best(key, config, alternatives, lambda c: timed(attempt, c))
-            attempt(config)
+        config = self.config(which)
+        if self.searches:
+            given = [x is not None for x in args]  # a kernel without some is another kernel
+            key = autotune.key(which, spec, self.device, **constexprs, given=given)
+            alternatives = tuning.candidates(which, config)
+            config = autotune.best(key, config, alternatives, lambda c: timed(attempt, c))
+        attempt(config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(table: Callable[..., tuning.Config], *about: Any) -> tuning.Config:
+    return table(*about)
 
 
 def timed(attempt, config: tuning.Config) -> float:
@@ -412,7 +445,7 @@ def operand(x: Tensor | None):
     strides = x.stride()
     if len(strides) < 4:
         strides += (0,) * (4 - len(strides))
-    return kernels().tile.Operand(x, *strides)
+    return kernels().operand((x, *strides))
 
 
 def broadcast(x: Tensor):
@@ -422,6 +455,8 @@ def broadcast(x: Tensor):
 
 def extras(spec: AttentionSpec, t: Tensors):
     """The optional tensors, in the dtypes that kernels read."""
+    if not spec.given and t.seed is None:
+        return _no_extras()
     mask, slopes = t.mask, t.slopes
     if mask is not None:
         mask = broadcast(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
@@ -441,6 +476,11 @@ def scaled(spec: AttentionSpec) -> bool:
     """Are logits scores times a positive number? A mask that is added is one of logits."""
     added = spec.mask_shape is not None and spec.mask_dtype != torch.bool
     return TINY < (spec.softcap or spec.scale) < HUGE and not added
+
+
+@functools.cache
+def _no_extras():
+    return kernels().score.Extras(None, None, None, None, None)
 
 
 @functools.lru_cache(maxsize=4096)
