@@ -85,10 +85,10 @@ def launches_of_nothing():
 @slice_of("forward")
 def launches_of_too_many_blocks():
     """One more than 2^32: as many as one, in 32 bits."""
-    q = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16)
+    q, rows = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(8)
     scalars = native.SCALARS.pack((1 << 32) + 1, 1, 1, 1, 1, 8, 8, 1, 1, 0, 0, 0, 1, 1.0, 0.0, 0.0)
     tensor = native.TENSOR.pack(q.data_ptr(), *crossing.broadcast(q), native.DTYPE[q.dtype])
-    lse = native.TENSOR.pack(torch.ones(8).data_ptr(), 0, 0, 0, 0, 0)
+    lse = native.TENSOR.pack(rows.data_ptr(), 0, 0, 0, 0, 0)
     fields = {"q": tensor, "k": tensor, "v": tensor, "out": tensor, "lse": lse}
     params = b"".join(fields.get(x, native.ABSENT) for x in native.TENSORS)
     params += bytes(8 * len(native.POINTERS)) + scalars
