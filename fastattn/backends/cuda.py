@@ -6,7 +6,6 @@ import functools
 import os
 import warnings
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -111,8 +110,7 @@ class Cuda(Launcher):
         packed = prepared(spec).form, PLACES[which], (*t, *after)
         with gpu.on(q.device):
             code = launch_on(*entries, which, *where, *packed)
-        if code:
-            self._fail(code)
+        self._check(code)
 
     def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> None:
         check_lengths(t.lengths, spec.N)
@@ -121,17 +119,17 @@ class Cuda(Launcher):
             code = library.run(
                 params, which, q.get_device(), self.multiprocessors(q), self.stream(q)
             )
-        if code:
-            self._fail(code)
+        self._check(code)
 
-    def _fail(self, code: int) -> NoReturn:
-        library = self.library
-        anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
-        raise RuntimeError(
-            f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
-            f"{library.error(code).decode()} (CUDA error {code}; "
-            f"{trouble.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
-        )
+    def _check(self, code: int) -> None:
+        if code:
+            library = self.library
+            anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
+            raise RuntimeError(
+                f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
+                f"{library.error(code).decode()} (CUDA error {code}; "
+                f"{trouble.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
+            )
 
 
 def _room(q: Tensor, size: int) -> Tensor:
