@@ -47,6 +47,7 @@ SHARES = {
     "test_cuda_launch": (NONE, 2),
     "test_cuda_library": (NONE, NONE),
     "test_cuda_scale": (NONE, 5),
+    "test_cuda_stub": (NONE, ALL),
     "test_cuda_suites": (NONE, 7),
     "test_cuda_weights": (NONE, 17),
     "test_first_call": (NONE, ALL),
