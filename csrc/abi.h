@@ -57,6 +57,10 @@ struct FaParams {
   int64_t bottom_right;    // i' = i + length - M when set, else i' = i
   int64_t average_heads;   // weights: mean over heads
   int64_t constant_lse;    // weights backward: do not differentiate the normaliser
+  // Where this call lies in a larger one: its first row, key, head and item there, and how many rows
+  // and keys there are after its own. Lengths are the larger call's; draws of dropout count from its
+  // beginning.
+  int64_t at_row, at_key, at_head, at_item, rows_after, keys_after;
   int64_t threads;         // at most this many threads
   double scale;            // multiplies q.k
   double softcap;          // 0 = off
@@ -67,10 +71,11 @@ struct FaParams {
 #define FA_FIELDS                                                                        \
   "q k v mask slopes sinks lse out weights dq dk dv dmask dsinks dout dlse dweights "    \
   "lengths seed cu_q cu_k workspace B H Hk M N D Dv left right bottom_right "            \
-  "average_heads constant_lse threads scale softcap dropout_p"
+  "average_heads constant_lse at_row at_key at_head at_item rows_after keys_after "       \
+  "threads scale softcap dropout_p"
 
 // Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
-// length is outside [0, N] (nothing is computed), FA_NO_MEMORY when no thread got scratch.
+// length is outside [0, keys of the larger call] (nothing is computed), FA_NO_MEMORY when no thread got scratch.
 enum FaPass { FA_FORWARD = 0, FA_BACKWARD = 1, FA_WEIGHTS = 2, FA_WEIGHTS_BACKWARD = 3 };
 enum FaStatus { FA_OK = 0, FA_BAD_LENGTH = 1, FA_NO_MEMORY = 2 };
 

@@ -10,14 +10,24 @@ namespace fa {
 FA_SHARED int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 FA_SHARED int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// Cut to what there is: on a GPU nobody has looked at the values.
-FA_SHARED int64_t key_length(const FaParams& p, int64_t b) {
-  return p.lengths ? most(0, least(p.lengths[b], p.N)) : p.N;
+// All the keys of the larger call that this one lies in.
+FA_SHARED int64_t all_keys(const FaParams& p) { return p.at_key + p.N + p.keys_after; }
+
+// Those of an item. Cut to what there is: on a GPU nobody has looked at the values.
+FA_SHARED int64_t whole_length(const FaParams& p, int64_t b) {
+  return p.lengths ? most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
 }
 
-// Row i stands at i' = i + diagonal(p, b).
+// How many of this call's own keys that leaves.
+FA_SHARED int64_t key_length(const FaParams& p, int64_t b) {
+  return most(0, least(whole_length(p, b) - p.at_key, p.N));
+}
+
+// Row i stands at i' = i + diagonal(p, b), counted from this call's first key.
 FA_SHARED int64_t diagonal(const FaParams& p, int64_t b) {
-  return p.bottom_right ? key_length(p, b) - p.M : 0;
+  const int64_t shift =
+      p.bottom_right ? whole_length(p, b) - (p.at_row + p.M + p.rows_after) : 0;
+  return shift + p.at_row - p.at_key;
 }
 
 FA_SHARED int64_t key_head(const FaParams& p, int64_t h) { return h / (p.H / p.Hk); }

@@ -14,16 +14,20 @@ from .api import attention, attention_weights
 from .backend import available_backends
 from .conversion import convert, revert
 from .explaining import explain
+from .merging import merge
 from .multihead import MultiheadAttention
+from .place import Place
 from .torch_form import scaled_dot_product_attention
 
 __all__ = [
     "MultiheadAttention",
+    "Place",
     "attention",
     "attention_weights",
     "available_backends",
     "convert",
     "explain",
+    "merge",
     "nn",
     "reference",
     "revert",

@@ -16,6 +16,7 @@ from . import operators  # noqa: F401  roads lead to them
 from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
+from .place import EVERYTHING, Place
 from .roads import call
 from .scalars import real, whole
 from .spec import ARGUMENTS, UNLIMITED, Options, Tensors
@@ -43,6 +44,7 @@ class Arguments(TypedDict, total=False):
     dropout_p: float
     seed: int | Tensor | None
     scale: float | None
+    place: Place | None
     backend: str | None
 
 
@@ -93,6 +95,11 @@ def attention(
         seed is an int or an int64 tensor of one element on q's device; None draws one from torch's
         generator.
     scale: multiplies q k^T; 1 / sqrt(D) by default; 0 and below are allowed.
+    place: the `fastattn.Place` of this call in a larger one that it is a part of. causal, window,
+        key_lengths (up to the larger call's keys), ALiBi and dropout count from where that begins;
+        q, k, v, mask, slopes and sinks are the part's own. A call cut into blocks of rows, keys,
+        heads or items equals the whole; `fastattn.merge` puts blocks of keys together, of which one
+        alone has the sinks.
     return_lse: also return the natural log of the softmax denominator, (B,H,M) in float32 (float64
         for float64), sinks included; a loss on it has a gradient too.
     backend: run on this one or raise; None takes the first that can. See `fastattn.explain`.
@@ -225,8 +232,8 @@ def prepare(
         given["softcap"],
         given["backend"],
     )
-    if window is not None:
-        scalars = *scalars, *_edges(window)
+    if window is not None or given["place"] is not None:
+        scalars = *scalars, *_edges(window), *_place(given["place"])
     plain, with_grad = _options(*scalars) if compiling else _same_options(scalars)
     if (compiling or _any_autocast()) and isinstance(q, Tensor):
         q, k, v, mask = _autocast(q, k, v, mask)
@@ -244,6 +251,7 @@ def _options(
     backend: Any,
     left: Any = None,
     right: Any = None,
+    *place: Any,
 ) -> tuple[Options, Options]:
     """The scalars of a call without gradients, and of one with them."""
     try:
@@ -257,7 +265,8 @@ def _options(
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
     fields = scale, alignment, left, right, softcap, dropout_p, backend or ""
-    return Options(*fields), Options(*fields, grad=True)
+    lies = dict(zip(Options._fields[-len(Place._fields) :], place))
+    return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 
 # By type, too: True is no number here, and equals one.
@@ -294,7 +303,21 @@ def _requires_grad(t: Tensors) -> bool:
     return False
 
 
+def _place(place) -> Place:
+    if place is None:
+        return EVERYTHING
+    if not isinstance(place, Place):
+        raise TypeError(f"place: got {place!r}, expected a fastattn.Place or None")
+    found: list[Any] = list(place)
+    for at, name in enumerate(Place._fields):
+        if found[at] is not None or Place._field_defaults[name] is not None:
+            found[at] = whole(f"place.{name}", found[at], "a whole number")
+    return Place(*found)
+
+
 def _edges(window) -> tuple:
+    if window is None:
+        return None, None
     try:
         left, right = window
     except (TypeError, ValueError):

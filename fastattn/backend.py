@@ -35,8 +35,8 @@ class Support:
             (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
             (limit is None or spec.D <= limit, f"head dim {spec.D} is over {limit}"),
             (limit is None or spec.Dv <= limit, f"value head dim {spec.Dv} is over {limit}"),
-            (longest is None or spec.M <= longest, f"{spec.M} queries are over {longest}"),
-            (longest is None or spec.N <= longest, f"{spec.N} keys are over {longest}"),
+            (longest is None or spec.rows <= longest, f"{spec.rows} queries are over {longest}"),
+            (longest is None or spec.keys <= longest, f"{spec.keys} keys are over {longest}"),
             (not missing, f"does not support {', '.join(missing)}"),
         ]
         return [reason for ok, reason in rules if not ok]
@@ -117,7 +117,7 @@ def broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return (*(0,) * (4 - x.ndim), *strides)
 
 
-def check_lengths(lengths: Tensor | None, N: int) -> None:
+def check_lengths(lengths: Tensor | None, spec: AttentionSpec) -> None:
     """Raise for a key length that is out of range.
 
     On a GPU only if FASTATTN_CHECK=1, because to look at values is to wait for the device: there
@@ -127,9 +127,10 @@ def check_lengths(lengths: Tensor | None, N: int) -> None:
         return
     if lengths.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
         return
-    wrong = lengths[(lengths < 0) | (lengths > N)].tolist()
+    wrong = lengths[(lengths < 0) | (lengths > spec.keys)].tolist()
     if wrong:
-        raise ValueError(f"key_lengths: got {wrong[0]}, expected values in [0, N] = [0, {N}]")
+        expected = f"values in [0, N] = [0, {spec.keys}]"
+        raise ValueError(f"key_lengths: got {wrong[0]}, expected {expected}")
 
 
 # Triton's kernels before those in CUDA C++, because they know newer GPUs.

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .place import Place
 from .spec import ARGUMENTS, UNLIMITED, Argument, AttentionSpec, Options, Tensors, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -48,6 +49,12 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         weights=t.v is None,
         average_heads=o.average_heads,
         constant_lse=o.constant_lse,
+        at_row=o.at_row,
+        at_key=o.at_key,
+        at_head=o.at_head,
+        at_item=o.at_item,
+        rows_after=0 if o.rows is None else o.rows - o.at_row - M,
+        keys_after=0 if o.keys is None else o.keys - o.at_key - N,
     )
 
 
@@ -64,6 +71,7 @@ def check(t: Tensors, o: Options) -> None:
         if name in Tensors._field_defaults:
             _shape_fits(argument, x, sizes)
     _scalars(o, t.q.dtype)
+    _place(o.place, t.q.shape[2], t.k.shape[2])
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
 
 
@@ -167,6 +175,22 @@ def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
         texts = (f"({', '.join(x.split())}{',' * (' ' not in x)})" for x in argument.shapes)
         expected = " or ".join(f"{a} = {b}" for a, b in zip(texts, shapes))
         need(False, name, _shape(x), expected)
+
+
+LONGEST = 2**31 - 1  # what kernels count by in 32 bits
+
+
+def _place(place: Place, M: int, N: int) -> None:
+    for name, x in zip(Place._fields, place):
+        need(x is None or 0 <= x <= LONGEST, f"place.{name}", x, f"a number in [0, {LONGEST}]")
+    for name, first, own, x in (
+        ("rows", place.row, M, place.rows),
+        ("keys", place.key, N, place.keys),
+    ):
+        end = first + own
+        need(end <= LONGEST, f"place.{name[:-1]}", first, f"at most {LONGEST} - {own} {name}")
+        expected = f"at least {end}, where this call's end, or None for that"
+        need(x is None or x >= end, f"place.{name}", x, expected)
 
 
 def check_lse(q: object, lse: object) -> None:

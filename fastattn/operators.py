@@ -41,6 +41,7 @@ N_SCALARS = len(Options._fields)
 _TYPES = {
     str: "str",
     bool: "bool",
+    int: "int",
     float: "float",
     float | None: "float?",
     int | None: "int?",

@@ -12,6 +12,8 @@ import math
 import torch
 from torch import Tensor
 
+from .place import EVERYTHING, Place
+
 WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: how the key moves on, round by round
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WORD = 0xFFFFFFFF
@@ -32,6 +34,7 @@ def attention(
     dropout_p: float = 0.0,
     seed: int | Tensor | None = None,
     scale: float | None = None,
+    place: Place | None = None,
     return_lse: bool = False,
     return_weights: bool = False,
     return_normaliser: bool = False,
@@ -43,28 +46,40 @@ def attention(
     then the normaliser (2,B,H,M), which is the LSE and what its rounding lost, if asked for.
     """
     v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)  # GQA: a key head serves a run
+    place = located(place, q, k)
     if key_lengths is not None:
-        v = v.masked_fill(~within(key_lengths, v.shape[2])[:, None, :, None], 0)
+        v = v.masked_fill(~within(key_lengths, v.shape[2], place)[:, None, :, None], 0)
     with torch.autocast(q.device.type, enabled=False):
-        s = scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale)
+        s = scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale, place)
         p, normaliser = softmax(s, sinks)
-        p = dropout(p, dropout_p, seed)
+        p = dropout(p, dropout_p, seed, place)
         out = p @ v
     wanted = (normaliser[0], return_lse), (p, return_weights), (normaliser, return_normaliser)
     extras = [x for x, asked in wanted if asked]
     return (out, *extras) if extras else out
 
 
-def scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale) -> Tensor:
+def located(place: Place | None, q: Tensor, k: Tensor) -> Place:
+    """Where the call lies in a larger one, of which no part is left open."""
+    row, key, head, item, rows, keys = place or EVERYTHING
+    rows = row + q.shape[2] if rows is None else rows
+    return Place(row, key, head, item, rows, key + k.shape[2] if keys is None else keys)
+
+
+def scores(
+    q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale, place=None
+) -> Tensor:
     """(B,H,M,N) scores, -inf where a query may not look."""
     (B, H, M, D), N = q.shape, k.shape[2]
+    place = located(place, q, k)
     k = k.repeat_interleave(H // max(k.shape[1], 1), dim=1)
-    j = torch.arange(N, device=q.device)
-    i = positions(M, N, causal, key_lengths, q.device)
+    j = place.key + torch.arange(N, device=q.device)
+    i = positions(M, causal, key_lengths, place, q.device)
     keep = band(i, j, causal, window)
     if key_lengths is not None:
-        keep = keep & within(key_lengths, N)[:, None, None]
-        k = k.masked_fill(~within(key_lengths, N)[:, None, :, None], 0)  # NaN there must not matter
+        inside = within(key_lengths, N, place)
+        keep = keep & inside[:, None, None]
+        k = k.masked_fill(~inside[:, None, :, None], 0)  # NaN there must not matter
     s = q @ k.mT * scale_of(D, scale)
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
@@ -89,18 +104,19 @@ def derivative(q, k, *, softcap, scale, **others) -> Tensor | float:
     return factor
 
 
-def within(key_lengths: Tensor, N: int) -> Tensor:
+def within(key_lengths: Tensor, N: int, place: Place) -> Tensor:
     """(B,N): is key j inside item b?"""
-    return torch.arange(N, device=key_lengths.device) < key_lengths[:, None]
+    return place.key + torch.arange(N, device=key_lengths.device) < key_lengths[:, None]
 
 
-def positions(M, N, causal, key_lengths, device) -> Tensor:
+def positions(M, causal, key_lengths, place, device) -> Tensor:
     """i' (B|1,1,M,1): where each query row stands among the keys."""
-    i = torch.arange(M, device=device)[:, None]
+    i = place.row + torch.arange(M, device=device)[:, None]
     if causal != "bottom_right":
         return i[None, None]
-    ends = torch.full((1,), N, device=device) if key_lengths is None else key_lengths.long()
-    return i + (ends - M)[:, None, None, None]
+    ends = key_lengths
+    ends = torch.full((1,), place.keys, device=device) if ends is None else ends.long()
+    return i + (ends - place.rows)[:, None, None, None]
 
 
 def band(i: Tensor, j: Tensor, causal, window) -> Tensor:
@@ -146,28 +162,36 @@ def softmax(s: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     return e[..., :-1] / safe, torch.stack([lse, tail]).squeeze(-1)
 
 
-def dropout(p: Tensor, dropout_p: float, seed: int | Tensor | None) -> Tensor:
+def dropout(
+    p: Tensor, dropout_p: float, seed: int | Tensor | None, place: Place = EVERYTHING
+) -> Tensor:
     if dropout_p == 0:
         return p
     if seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=p.device)
-    kept = keep_mask(p.shape, dropout_p, int(seed), p.device)
+    kept = keep_mask(p.shape, dropout_p, int(seed), p.device, place)
     return torch.where(kept, p, 0.0) / (1 - dropout_p if dropout_p < 1 else 1.0)
 
 
-def keep_mask(shape: tuple[int, ...], dropout_p: float, seed: int, device="cpu") -> Tensor:
+def keep_mask(
+    shape: tuple[int, ...], dropout_p: float, seed: int, device="cpu", place: Place = EVERYTHING
+) -> Tensor:
     """(B,H,M,N) bool: element (b,h,i,j) is kept iff its Philox word is >= floor(p 2^32).
 
-    Four neighbouring keys share one block: counter (j >> 2, i, h, b), word j & 3.
+    Four neighbouring keys share one block: counter (j >> 2, i, h, b), word j & 3. Of a call that is
+    a part, b, h, i and j count from where the larger one begins.
     """
     B, H, M, N = shape
 
-    def along(n, dim):
-        return torch.arange(n, device=device).view([-1 if d == dim else 1 for d in range(4)])
+    def along(first, n, dim):
+        x = torch.arange(first, first + n, device=device)
+        return x.view([-1 if d == dim else 1 for d in range(4)])
 
-    counter = along(-(-N // 4), 3), along(M, 2), along(H, 1), along(B, 0)
+    block, skipped = divmod(place.key, 4)
+    j, i = along(block, -(-(skipped + N) // 4), 3), along(place.row, M, 2)
+    counter = j, i, along(place.head, H, 1), along(place.item, B, 0)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, seed)), dim=-1)
-    return words.flatten(-2)[..., :N] >= math.floor(dropout_p * 2**32)
+    return words.flatten(-2)[..., skipped : skipped + N] >= math.floor(dropout_p * 2**32)
 
 
 def philox(counter: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:

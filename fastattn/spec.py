@@ -15,6 +15,8 @@ from typing import Annotated, Any, NamedTuple, get_args, get_origin, get_type_hi
 import torch
 from torch import Tensor
 
+from .place import Place
+
 UNLIMITED = 1 << 40  # a band edge that no sequence reaches
 
 
@@ -32,6 +34,7 @@ class Feature(enum.Flag):
     GQA = enum.auto()  # fewer key heads than query heads
     WEIGHTS = enum.auto()  # the probabilities themselves
     GRAD = enum.auto()
+    PLACE = enum.auto()  # the call is a part of a larger one
     PACKED = enum.auto()  # reserved: variable-length batches described by cu_seqlens
 
 
@@ -46,6 +49,7 @@ MEANING = {  # for people: the rows of the support table
     Feature.GQA: "grouped heads (GQA, MQA)",
     Feature.WEIGHTS: "attention_weights, per head or averaged",
     Feature.GRAD: "backward, with a loss on the LSE too",
+    Feature.PLACE: "place: the call is a part of a larger one",
     Feature.PACKED: "packed variable-length batches (cu_seqlens)",
 }
 
@@ -123,6 +127,16 @@ class Options(NamedTuple):
     grad: bool = False
     average_heads: bool = False  # weights only
     constant_lse: bool = False  # weights only: no gradient through the normaliser
+    at_row: int = 0  # `Place`
+    at_key: int = 0
+    at_head: int = 0
+    at_item: int = 0
+    rows: int | None = None
+    keys: int | None = None
+
+    @property
+    def place(self) -> Place:
+        return Place(self.at_row, self.at_key, self.at_head, self.at_item, self.rows, self.keys)
 
 
 def _arguments() -> dict[str, Argument]:
@@ -158,7 +172,9 @@ class AttentionSpec:
         s = scale * q.k;  s = softcap * tanh(s / softcap);  s -= slope * |i' - j|;  s += mask
         keep i' - left <= j <= i' + right and j < length
 
-    followed by softmax (with the sink as one more logit) and dropout.
+    followed by softmax (with the sink as one more logit) and dropout. Here i, j, length and M are
+    the larger call's, where this one is a part of one: i and j count from at_row and at_key, M is
+    at_row + M + rows_after, and dropout counts heads and items from at_head and at_item.
     """
 
     B: int
@@ -183,6 +199,12 @@ class AttentionSpec:
     weights: bool = False  # asks for the probabilities
     average_heads: bool = False
     constant_lse: bool = False
+    at_row: int = 0
+    at_key: int = 0
+    at_head: int = 0
+    at_item: int = 0
+    rows_after: int = 0
+    keys_after: int = 0
     packed: bool = False  # reserved for cu_seqlens, with M and N the longest lengths
 
     def __hash__(self) -> int:  # specs are long-lived keys: hash once
@@ -210,11 +232,25 @@ class AttentionSpec:
             Feature.GQA: self.H != self.Hk,
             Feature.WEIGHTS: self.weights,
             Feature.GRAD: self.needs_grad,
+            Feature.PLACE: any(getattr(self, name) for name in PLACED),
             Feature.PACKED: self.packed,
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)
         by_scalars = (feature for feature, on in used.items() if on)
         return functools.reduce(Feature.__or__, (*by_tensors, *by_scalars), Feature.NONE)
+
+    @property
+    def rows(self) -> int:
+        """Of the larger call, or of this one if there is none."""
+        return self.at_row + self.M + self.rows_after
+
+    @property
+    def keys(self) -> int:
+        return self.at_key + self.N + self.keys_after
+
+    @property
+    def place(self) -> Place:
+        return Place(self.at_row, self.at_key, self.at_head, self.at_item, self.rows, self.keys)
 
     def __str__(self) -> str:
         sizes = " ".join(f"{x}={getattr(self, x)}" for x in ("B", "H", "Hk", "M", "N", "D", "Dv"))
@@ -222,9 +258,12 @@ class AttentionSpec:
         return f"{sizes} {str(self.dtype)[6:]} {self.device} [{' '.join(names).lower()}]"
 
 
+# Where the call lies in a larger one.
+PLACED = ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
 # The scalars that kernels behind csrc/abi.h get, as FaParams has them; `threads` stands between.
 WHOLE = (
     *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),
     *("average_heads", "constant_lse"),
+    *PLACED,
 )
 REAL = ("scale", "softcap", "dropout_p")

@@ -68,11 +68,15 @@ def given(dweights, item, h, i, j, call):
 @triton.jit(do_not_specialize=SIZES)
 def delta_kernel(
     out, dout, dlse, normaliser, of_rows,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """of_rows: level, rest and delta = rowsum(dO O) - dLSE, (3,B,H,pitch) float32."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     pitch = pitch_of(call)
     tile, b, h = tile_of_program(pitch, T.BM, call.H, 1, False)
     i0 = tile * T.BM
@@ -115,7 +119,7 @@ def over_keys(
             dp = by_rows(tile_do, tile_v, F)
         keep = None
         if F.dropout:
-            keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
+            keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
         _, ds, dqk = gradients(
             qk, dp, keep, levels, delta, rows, keys, item, call, extras, F, MASKED
         )
@@ -129,11 +133,15 @@ def over_keys(
 @triton.jit(do_not_specialize=SIZES)
 def dq_kernel(
     q, k, v, dout, of_rows, dq,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
     """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for weights that were GIVEN their gradient."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     tile, b, h = tile_of_program(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group
@@ -199,7 +207,7 @@ def over_rows(
         level, rest, row_delta = statistics(of_rows, item.b, h, i, call)
         keep = None
         if F.dropout:
-            keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, T.BM, T.BN))
+            keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, F, T.BM, T.BN))
         p, _, dqk = gradients(
             qk, dp, keep, (level[None, :], rest[None, :]), row_delta[None, :], rows, keys, item,
             call, extras, F, MASKED,
@@ -214,7 +222,8 @@ def over_rows(
 @triton.jit(do_not_specialize=SIZES)
 def dkv_kernel(
     q, k, v, dout, of_rows, dk, dv,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
     """dk (B,Hk,N,D) and dv (B,Hk,N,Dv), each summed over the query heads of its key head.
@@ -223,7 +232,10 @@ def dkv_kernel(
     """
     DK: tl.constexpr = dk is not None
     DV: tl.constexpr = dv is not None
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     # Of causal rows the first keys are seen by the most: ascending is longest first.
     tile, b, hk = tile_of_program(call.N, T.BN, call.H // call.group, call.together, False)
     j0 = tile * T.BN
@@ -261,7 +273,8 @@ def dkv_kernel(
 @triton.jit(do_not_specialize=SIZES)
 def dmask_kernel(
     q, k, v, dout, of_rows, partial,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
     """dS summed over the dimensions that the mask is broadcast along: SUMMED says which of four.
@@ -269,7 +282,10 @@ def dmask_kernel(
     partial is (splits, ...the mask's four dimensions), float32: the tiles that flow into one
     element are shared out among `splits` programs, and its sum over splits is dmask.
     """
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     # Each dimension is one that programs own a part of, or one that a program walks.
     own_b, sum_b = (1, call.B) if SUMMED[0] else (call.B, 1)
@@ -330,7 +346,7 @@ def add_to_mask(
             dp = by_rows(tile_do, tile_v, F)
         keep = None
         if F.dropout:
-            keep = kept(rows.i, h, b, j0, call, extras, T.BM, T.BN)
+            keep = kept(rows.i, h, b, j0, call, extras, F, T.BM, T.BN)
         level, rest, row_delta = statistics(of_rows, b, h, i, call)
         levels = (level[:, None], rest[:, None])
         _, ds, _ = gradients(

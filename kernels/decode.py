@@ -14,7 +14,8 @@ from .tile import row_index, store
 @triton.jit(do_not_specialize=SIZES)
 def split_kernel(
     q, k, v, partial, partial_m, partial_l,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """The softmax of each split, not yet normalised: acc (splits,B,H,M,Dv), m and l (splits,B,H,M).
@@ -24,7 +25,10 @@ def split_kernel(
 
     Row r of a tile is query r % M of the r // M-th head of the group.
     """
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     packed = call.group * call.M
     tiles, heads = tl.cdiv(packed, T.BM), call.H // call.group
     pid = tl.program_id(0)
@@ -67,12 +71,16 @@ def split_kernel(
 @triton.jit(do_not_specialize=("splits", *SIZES))
 def combine_kernel(
     partial, partial_m, partial_l, out, normaliser, splits,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """out (B,H,M,Dv) and the normaliser (2,B,H,M) from what `split_kernel` left; one row a
     program."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     pid = tl.program_id(0)
     i, bh = pid % call.M, pid // call.M
     b, h = bh // call.H, bh % call.H

@@ -39,7 +39,7 @@ def accumulate(
             s = tl.where(visible(rows, keys, item, call, F), s, float("-inf"))
         p, m, l, alpha = update(s, m, l, call, F)
         if F.dropout:
-            keep = kept(rows.i, rows.h, item.b, j0, call, extras, T.BM, T.BN)
+            keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
             p = tl.where(keep, p, 0.0)
         tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, MASKED)
         acc = dot(narrow(p, tile_v.dtype), tile_v, acc * alpha[:, None], F)
@@ -65,11 +65,15 @@ def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, 
 @triton.jit(do_not_specialize=SIZES)
 def forward_kernel(
     q, k, v, out, normaliser,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
     """out (B,H,M,Dv) and the normaliser (2,B,H,M), float32."""
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     tile, b, h = tile_of_program(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group

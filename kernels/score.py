@@ -34,6 +34,7 @@ class Flags(NamedTuple):
     left: bool = False  # rows have a first key
     right: bool = False  # rows have a last key
     bottom_right: bool = False
+    place: bool = False  # the call is a part of a larger one
     lengths: bool = False
     aligned: bool = False  # 16 divides N
     gqa: bool = False  # several query heads share a key head
@@ -43,6 +44,7 @@ class Flags(NamedTuple):
     softcap: bool = False
     sinks: bool = False
     dropout: bool = False
+    fours: bool = True  # keys that draw together are 4 j to 4 j + 3
     precision: str = "ieee"  # of float32 products; or "tf32"
     tma: bool = False  # q, k, v and dout are read through tensor descriptors
 
@@ -61,6 +63,7 @@ class Tile(NamedTuple):
 # The whole numbers of a call. Kernels take them one by one, because only a parameter can be exempt
 # from being compiled for its value (1, or a multiple of 16): a cache that grows would recompile.
 SIZES = ("B", "H", "group", "M", "N", "left", "right", "threshold", "together")
+SIZES += ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
 
 
 class Reals(NamedTuple):
@@ -85,14 +88,26 @@ class Call(NamedTuple):
     right: Any
     threshold: Any  # a draw is dropped below it: 32 bits, read as signed
     together: Any  # how many heads are worked on at a time
+    at_row: Any  # in the larger call, this one's first row, key, head and item
+    at_key: Any
+    at_head: Any
+    at_item: Any
+    rows_after: Any  # and what it has after this one's
+    keys_after: Any
     reals: Any  # Reals
 
 
 @triton.jit
-def call_of(B, H, group, M, N, left, right, threshold, together, reals, F: tl.constexpr):
+def call_of(
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F: tl.constexpr,
+):  # fmt: skip
     if F.aligned:
         N = N // 16 * 16  # says so to the compiler, which then reads rows of a mask 16 bytes a time
-    return Call(B, H, group, M, N, left, right, threshold, together, reals)
+    return Call(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals,
+    )  # fmt: skip
 
 
 class Extras(NamedTuple):
@@ -133,13 +148,19 @@ class Keys(NamedTuple):
 
 @triton.jit
 def item_of(b, call, extras, F: tl.constexpr):
-    length = call.N
+    whole = call.N  # of the larger call, if there is one
+    if F.place:
+        whole += call.at_key + call.keys_after
     if F.lengths:
         # Values on a GPU are clamped: to check them would be to wait for the device.
-        length = tl.minimum(tl.maximum(tl.load(extras.lengths + b), 0), call.N).to(tl.int32)
-    diagonal = 0
+        whole = tl.minimum(tl.maximum(tl.load(extras.lengths + b), 0), whole).to(tl.int32)
+    length, diagonal = whole, 0
     if F.bottom_right:
-        diagonal = length - call.M
+        diagonal = whole - call.M
+    if F.place:
+        length = tl.minimum(tl.maximum(whole - call.at_key, 0), call.N)
+        diagonal -= call.at_key
+        diagonal += -call.rows_after if F.bottom_right else call.at_row
     return Item(b, length, diagonal)
 
 
@@ -375,26 +396,39 @@ def statistics(of_rows, b, h, i, call):
 
 
 @triton.jit
-def kept(i, h, b, j0, call, extras, BM: tl.constexpr, BN: tl.constexpr):
+def kept(i, h, b, j0, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """(BM, BN): which probabilities dropout keeps. i: (BM, 1); h: one, or (BM, 1); 4 divides j0.
 
     Philox-4x32-10 (Salmon et al., SC'11): key = the seed, low word first; counter = (j >> 2, i, h,
-    b); key j takes word j & 3, so one round of draws serves four neighbours.
+    b); key j takes word j & 3, so one round of draws serves four neighbours. Of a part of a larger
+    call, b, h, i and j count from that one's beginning.
     """
-    shape: tl.constexpr = [BM, BN // 4]
-    block = tl.broadcast_to((j0 // 4 + tl.arange(0, BN // 4))[None, :], shape).to(tl.uint32)
-    seed = tl.load(extras.seed)
-    zero = tl.full(shape, 0, tl.uint32)
-    w0, w1, w2, w3 = philox(
-        block,
+    if F.place:
+        i, h, b, j0 = i + call.at_row, h + call.at_head, b + call.at_item, j0 + call.at_key
+    if F.fours:
+        four = tl.broadcast_to((j0 // 4 + tl.arange(0, BN // 4))[None, :], [BM, BN // 4])
+        w0, w1, w2, w3 = draws(four, i, h, b, extras)
+        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BM, BN])  # in their order
+    else:
+        j = tl.broadcast_to((j0 + tl.arange(0, BN))[None, :], [BM, BN])
+        w0, w1, w2, w3 = draws(j // 4, i, h, b, extras)
+        low, high = tl.where(j % 2 == 0, w0, w1), tl.where(j % 2 == 0, w2, w3)
+        word = tl.where(j % 4 < 2, low, high)
+    return word >= tl.cast(call.threshold, tl.uint32)
+
+
+@triton.jit
+def draws(four, i, h, b, extras):
+    """Four words for each of a tile of counters."""
+    seed, zero = tl.load(extras.seed), tl.zeros_like(four).to(tl.uint32)
+    return philox(
+        four.to(tl.uint32),
         zero + i.to(tl.uint32),
         zero + tl.cast(h, tl.uint32),
         zero + tl.cast(b, tl.uint32),
         (seed & 0xFFFFFFFF).to(tl.uint32),
         ((seed >> 32) & 0xFFFFFFFF).to(tl.uint32),
     )
-    words = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [..., a, b] is word 2 a + b
-    return tl.reshape(words, [BM, BN]) >= tl.cast(call.threshold, tl.uint32)
 
 
 @triton.jit

@@ -22,14 +22,18 @@ from .tile import by_rows, head_of, narrow, take
 @triton.jit(do_not_specialize=SIZES)
 def weights_kernel(
     q, k, normaliser, weights,
-    B, H, group, M, N, left, right, threshold, together, reals, extras,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
     """P after dropout, (B,H,M,N), or averaged over heads, (B,1,M,N): one program to a tile.
 
     The average is made in registers, head by head: no (B,H,M,N) buffer.
     """
-    call = call_of(B, H, group, M, N, left, right, threshold, together, reals, F)
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+    )  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     pid = tl.program_id(0)
     n, rest = pid % tiles_n, pid // tiles_n
@@ -65,6 +69,6 @@ def add_head(
         p = probability(s, (level[:, None], rest[:, None]), call, F)
         p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
         if F.dropout:
-            p = tl.where(kept(rows.i, h, b, j0, call, extras, T.BM, T.BN), p, 0.0)
+            p = tl.where(kept(rows.i, h, b, j0, call, extras, F, T.BM, T.BN), p, 0.0)
         total += p
     return total

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+import fastattn
+
 DTYPES = {
     "float32": torch.float32,
     "float64": torch.float64,
@@ -91,6 +93,11 @@ def constant(**kwargs):
     return lambda draft: kwargs
 
 
+def somewhere(dims):
+    """In a call that has more on all sides; where four keys draw together, its first is a third."""
+    return fastattn.Place(row=3, key=6, head=1, item=2, rows=3 + dims.M + 4, keys=6 + dims.N + 7)
+
+
 def bhmn(dims):
     return dims.B, dims.H, dims.M, dims.N
 
@@ -147,6 +154,7 @@ FEATURES = (
         wants="sinks",
     ),
     Feature("dropout", "dropout", args=constant(dropout_p=0.3, seed=2**63 - 25)),
+    Feature("place", "place", args=lambda x: dict(place=somewhere(x.dims))),
     Feature("gqa", "heads", dims=lambda dims: replace(dims, H=2 * dims.Hk)),
     Feature("mqa", "heads", dims=lambda dims: replace(dims, H=3, Hk=1)),
     Feature("wide_values", "values", dims=lambda dims: replace(dims, Dv=dims.D + 13)),
@@ -180,6 +188,9 @@ TRIPLES = tuple(
 
 
 def name_of(features):
+    """Features by name; what is a name stays one."""
+    if isinstance(features, str):
+        return features
     return "+".join(f.name for f in features) or "plain"
 
 
@@ -266,7 +277,8 @@ def build(dims, features, dtype, seed=None):
     k = draft.randn(dims.B, dims.Hk, dims.N, dims.D)
     v = draft.randn(dims.B, dims.Hk, dims.N, dims.Dv)
     if "key_lengths" in kwargs:
-        k, v = (spoil_tail(x, kwargs["key_lengths"]) for x in (k, v))
+        first = kwargs["place"].key if "place" in kwargs else 0
+        k, v = (spoil_tail(x, (kwargs["key_lengths"] - first).clamp(min=0)) for x in (k, v))
     q, k, v = (lay(x, layout) for x in (q, k, v))
     dout = lay(draft.randn(dims.B, dims.H, dims.M, dims.Dv), dout_layout)
     dlse = draft.randn(dims.B, dims.H, dims.M, dtype=draft.exact)

@@ -76,7 +76,7 @@ def far_rows(problem):
 
 
 def scores(problem, mask):
-    names = ("causal", "window", "key_lengths", "alibi_slopes", "softcap", "scale")
+    names = ("causal", "window", "key_lengths", "alibi_slopes", "softcap", "scale", "place")
     given = {name: problem.kwargs.get(name) for name in names}
     given["causal"] = given["causal"] or False
     with torch.no_grad():

@@ -32,20 +32,31 @@ def philox(counter, key):
     return c
 
 
-def keep(seed, p, shape):
+def keep(seed, p, shape, place=None):
     """(B,H,M,N) bool: which probabilities dropout keeps."""
     if p >= 1:
         return torch.zeros(shape, dtype=torch.bool)
     b, h, i, j = np.indices(shape, dtype=np.uint64)
+    if place:
+        i, j, h, b = (x + np.uint64(first) for x, first in zip((i, j, h, b), place))
     seed = int(seed) % 2**64
     words = np.stack(philox((j >> np.uint64(2), i, h, b), (seed % 2**32, seed >> 32)))
     word = np.take_along_axis(words, (j & np.uint64(3)).astype(np.int64)[None], axis=0)[0]
     return torch.from_numpy(word >= np.uint64(math.floor(p * 2**32)))
 
 
-def place(i, length, m, causal):
+def stands(i, length, m, causal):
     """Where query row i stands among the keys."""
     return i + length - m if causal == "bottom_right" else i
+
+
+def larger(place, m, n):
+    """Of the call that this one is a part of: the index of its first row and key there, and how
+    many of them there are."""
+    if not place:
+        return 0, 0, m, n
+    rows = place.row + m if place.rows is None else place.rows
+    return place.row, place.key, rows, place.key + n if place.keys is None else place.keys
 
 
 def edges(causal, window):
@@ -70,6 +81,7 @@ def loops(
     dropout_p=0.0,
     seed=0,
     scale=None,
+    place=None,
 ):
     """(out, lse, weights) as float64 numpy arrays, one scalar at a time."""
     (batch, heads, m, dim), (_, kv_heads, n, _) = q.shape, k.shape
@@ -80,16 +92,17 @@ def loops(
         mask = torch.broadcast_to(mask.detach(), (batch, heads, m, n)).numpy()
     if alibi_slopes is not None:
         alibi_slopes = torch.broadcast_to(alibi_slopes.detach(), (batch, heads)).tolist()
-    kept = keep(seed, dropout_p, (batch, heads, m, n)).numpy() if dropout_p else None
+    kept = keep(seed, dropout_p, (batch, heads, m, n), place).numpy() if dropout_p else None
+    row, key, rows, keys = larger(place, m, n)
     out = np.zeros((batch, heads, m, v.shape[-1]))
     lse = np.full((batch, heads, m), -math.inf)
     weights = np.zeros((batch, heads, m, n))
     for b, h, i in np.ndindex(batch, heads, m):
         g = h // (heads // kv_heads)
-        length = n if key_lengths is None else int(key_lengths[b])
-        at = place(i, length, m, causal)
+        length = keys if key_lengths is None else int(key_lengths[b])
+        at = stands(row + i, length, rows, causal) - key
         scores = {}
-        for j in range(length):
+        for j in range(min(length - key, n)):
             if not at - left <= j <= at + right:
                 continue
             s = scale * sum(q[b, h, i, d] * k[b, g, j, d] for d in range(dim))
@@ -117,14 +130,15 @@ def loops(
     return out, lse, weights
 
 
-def visible(q, k, causal, window, key_lengths):
+def visible(q, k, causal, window, key_lengths, place):
     """(B,1,M,N) bool and the distance |i' - j|, from the band and the lengths."""
     batch, m, n = q.shape[0], q.shape[2], k.shape[2]
-    lengths = [n] * batch if key_lengths is None else key_lengths.tolist()
+    row, key, rows, keys = larger(place, m, n)
+    lengths = [keys] * batch if key_lengths is None else key_lengths.tolist()
     lengths = torch.tensor(lengths, device=q.device).view(-1, 1, 1, 1)
-    i = torch.arange(m, device=q.device).view(1, 1, -1, 1)
-    j = torch.arange(n, device=q.device).view(1, 1, 1, -1)
-    ahead = j - place(i, lengths, m, causal)
+    i = row + torch.arange(m, device=q.device).view(1, 1, -1, 1)
+    j = key + torch.arange(n, device=q.device).view(1, 1, 1, -1)
+    ahead = j - stands(i, lengths, rows, causal)
     left, right = edges(causal, window)
     return (ahead >= -left) & (ahead <= right) & (j < lengths), ahead.abs()
 
@@ -144,14 +158,16 @@ def baseline(
     dropout_p=0.0,
     seed=0,
     scale=None,
+    place=None,
     return_lse=False,
     return_weights=False,
 ):
     """What torch gives without fusion: M x N matrices in q's dtype; or its probabilities alone."""
     dtype, group = q.dtype, q.shape[1] // max(k.shape[1], 1)
-    seen, distance = visible(q, k, causal, window, key_lengths)
+    seen, distance = visible(q, k, causal, window, key_lengths, place)
     if key_lengths is not None:  # memory past the end may hold NaN
-        past = torch.arange(k.shape[2], device=k.device) >= key_lengths.view(-1, 1, 1)
+        first = place.key if place else 0
+        past = first + torch.arange(k.shape[2], device=k.device) >= key_lengths.view(-1, 1, 1)
         k, v = (x.masked_fill(past.unsqueeze(-1), 0) for x in (k, v))
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     s = q @ k.transpose(-1, -2) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -173,7 +189,7 @@ def baseline(
     s = s.masked_fill(empty, 0)
     p = torch.softmax(s, -1).masked_fill(empty, 0)[..., : k.shape[2]]
     if dropout_p:
-        kept = keep(seed, dropout_p, p.shape).to(p.device)
+        kept = keep(seed, dropout_p, p.shape, place).to(p.device)
         p = (p / (1 - dropout_p) if dropout_p < 1 else p).masked_fill(~kept, 0)
     if return_weights:
         return p

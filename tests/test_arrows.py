@@ -14,7 +14,7 @@ FLOORS = (
     {"__main__", "examples"},
     {"__init__"},
     {"conversion"},
-    {"multihead", "torch_form", "explaining", "nn"},
+    {"multihead", "torch_form", "explaining", "nn", "merging"},
     {"api", "decomposition"},
     {"operators"},
     {"roads"},
@@ -25,7 +25,8 @@ FLOORS = (
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble"},
     {"spec"},
-    {"reference", "prerequisites"},
+    {"reference"},
+    {"place", "prerequisites"},
 )
 FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
 

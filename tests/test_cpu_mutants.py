@@ -38,14 +38,26 @@ class Fault(NamedTuple):
 # Title: file: the slice that notices; then the code as it is, and the fault.
 FAULTS = r"""
 a key too many where length % 128 is 127: band.h: length_edges
--most(0, least(p.lengths[b], p.N)) : p.N;
-+most(0, least(p.lengths[b] + (p.lengths[b] % 128 == 127), p.N)) : p.N;
+-most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
++most(0, least(p.lengths[b] + (p.lengths[b] % 128 == 127), all_keys(p))) : all_keys(p);
 lengths ignored: band.h: lengths
--return p.lengths ? most(0, least(p.lengths[b], p.N)) : p.N;
-+return p.N;
+-return p.lengths ? most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
++return all_keys(p);
 diagonal from N, not the length: band.h: bottom_right+lengths
--key_length(p, b) - p.M : 0
-+p.N - p.M : 0
+-p.bottom_right ? whole_length(p, b) - (
++p.bottom_right ? all_keys(p) - (
+a part's own keys are all: band.h: bottom_right+place
+-return p.at_key + p.N + p.keys_after;
++return p.at_key + p.N;
+lengths of a part from its own first key: band.h: lengths+place
+-least(whole_length(p, b) - p.at_key, p.N)
++least(whole_length(p, b), p.N)
+rows after a part are none: band.h: bottom_right+place
+-(p.at_row + p.M + p.rows_after)
++(p.at_row + p.M)
+rows of a part count from its own first: band.h: window+place
+-return shift + p.at_row - p.at_key;
++return shift - p.at_key;
 key heads in turn, not in runs: band.h: weights+gqa
 -return h / (p.H / p.Hk);
 +return h % p.Hk;
@@ -70,6 +82,21 @@ p = 1 keeps all: philox.h: dropout_of_all
 nine rounds: philox.h: dropout
 -constexpr int rounds = 10;
 +constexpr int rounds = 9;
+draws of a part by its own keys: cpu/tile.h: dropout+place
+-const int64_t first = p.at_key + keys.j0;
++const int64_t first = keys.j0;
+draws in fours from a part's first key: cpu/tile.h: dropout+place
+-for (int64_t j = -(first % 4); j < keys.count; j += 4) {
++for (int64_t j = 0; j < keys.count; j += 4) {
+draws of a part by its own rows: cpu/tile.h: dropout+place
+-uint32_t(p.at_row + rows.i0 + l + x);
++uint32_t(rows.i0 + l + x);
+draws of a part by its own heads: cpu/tile.h: dropout+place
+-splat(uint32_t(p.at_head + rows.h)),
++splat(uint32_t(rows.h)),
+draws of a part by its own items: cpu/tile.h: dropout+place
+-splat(uint32_t(p.at_item + rows.b));
++splat(uint32_t(rows.b));
 three keys lost at a left edge after key 256: cpu/tile.h: far_bands
 -lo = std::max(J0, seen.lo / first * first), hi
 +lo = std::max(J0, (seen.lo + (seen.lo > 256 ? 3 : 0)) / first * first), hi
@@ -130,13 +157,13 @@ the tail forgotten: cpu/tile.h: far_rows
 -exp(V((x - lse[v]) - tail[v]))
 +exp(V(x - lse[v]))
 dropout rows past 4096: cpu/tile.h: far_draws
--c1[x] = uint32_t(rows.i0 + l + x);
-+c1[x] = uint32_t(rows.i0 + l + x) & 0xFFF;
+-c1[x] = uint32_t(p.at_row + rows.i0 + l + x);
++c1[x] = uint32_t(p.at_row + rows.i0 + l + x) & 0xFFF;
 one mask of dropout for all heads: cpu/tile.h: dropout
--c2 = splat(uint32_t(rows.h))
+-c2 = splat(uint32_t(p.at_head + rows.h))
 +c2 = splat(uint32_t(0))
 one mask of dropout for all items: cpu/tile.h: dropout
--c3 = splat(uint32_t(rows.b))
+-c3 = splat(uint32_t(p.at_item + rows.b))
 +c3 = splat(uint32_t(0))
 another word of a draw: cpu/tile.h: dropout
 -store(words + kMaxLanes + l, c1);

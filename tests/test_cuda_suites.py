@@ -12,6 +12,7 @@ import pytest
 import test_gpu
 import test_gpu_calls
 import test_hard_values
+import test_place
 from emulated import Emulated
 from emulator import needs_emulator
 
@@ -21,6 +22,7 @@ from fastattn.backends.cuda import Cuda
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {
     test_hard_values: "",  # all
+    test_place: "of_16_bits draws_go_on",
     test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero "
     "storage_offsets one_tensor",
     test_gpu_calls: "masks subsets dtype philox same",
@@ -69,7 +71,7 @@ def chosen(module, words):
     wanted = words.split() or ["test_"]
     found = {x: y for x, y in tests.items() if any(word in x for word in wanted)}
     assert all(any(word in x for x in found) for word in wanted), (module, wanted)
-    prefix = "test_on_a_gpu" if module is not test_hard_values else "test"
+    prefix = "test_on_a_gpu" if module in (test_gpu, test_gpu_calls) else "test"
     return {x.replace("test", prefix, 1): clone(y) for x, y in found.items()}
 
 

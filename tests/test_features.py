@@ -47,10 +47,6 @@ def run_all(name, problems):
     passed([line for problem in problems for line in everywhere(name, Verdict(problem))])
 
 
-def name_or_names(value):
-    return value if isinstance(value, str) else name_of(value)
-
-
 def test_backend_is_here():
     """The CPU kernels are part of every build: their absence is a failure, not a skip."""
     assert fastattn.available_backends()["cpu"] is None
@@ -90,14 +86,14 @@ def test_features(name, dtype, features):
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(PAIRS, DECLARED), ids=name_or_names)
+@pytest.mark.parametrize("features, dtype", thinned(PAIRS, DECLARED), ids=name_of)
 def test_pairs_of_features(name, dtype, features):
     shapes = small(SHAPES, (square(1, 2, 37, 17),))
     run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(TRIPLES, DECLARED), ids=name_or_names)
+@pytest.mark.parametrize("features, dtype", thinned(TRIPLES, DECLARED), ids=name_of)
 def test_triples_of_features(name, dtype, features):
     shapes = small((square(2, 2, 63, 17), square(1, 1, 197, 32)), (square(2, 1, 37, 17),))
     run_all(name, [build(dims, features, DTYPES[dtype]) for dims in shapes])
@@ -123,7 +119,7 @@ PROBED += [
 
 
 @every_backend
-@pytest.mark.parametrize("features, dtype", thinned(PROBED, DECLARED), ids=name_or_names)
+@pytest.mark.parametrize("features, dtype", thinned(PROBED, DECLARED), ids=name_of)
 def test_no_key_leaks(name, dtype, features):
     sizes = (square(1, 2, 13, 8), square(2, 2, 131, 16))
     dims = small(sizes, (square(1, 2, 13, 8), square(1, 1, 70, 16)))

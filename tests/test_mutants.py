@@ -66,11 +66,41 @@ whole blocks by their first row: score.py: left_window
 -lo = tl.maximum(a1 - 1 - back, 0)
 +lo = tl.maximum(a0 - back, 0)
 lengths ignored: score.py: lengths
--length = tl.minimum(tl.maximum(tl.load(extras.lengths + b), 0), call.N).to(tl.int32)
-+length = call.N
+-whole = tl.minimum(tl.maximum(tl.load(extras.lengths + b), 0), whole).to(tl.int32)
++pass
 diagonal from N, not the length: score.py: bottom_right+lengths
--diagonal = length - call.M
+-diagonal = whole - call.M
 +diagonal = call.N - call.M
+a larger call's keys forgotten: score.py: bottom_right+place
+-whole += call.at_key + call.keys_after
++pass
+lengths from a part's first key: score.py: lengths+place
+-tl.maximum(whole - call.at_key, 0), call.N)
++tl.maximum(whole, 0), call.N)
+a part's keys begin at 0: score.py: window+place
+-diagonal -= call.at_key
++pass
+a part's rows begin at 0: score.py: window+place
+-if F.bottom_right else call.at_row
++if F.bottom_right else 0
+rows after a part forgotten: score.py: bottom_right+place
+-diagonal += -call.rows_after if
++diagonal += 0 if
+draws by a part's own rows: score.py: dropout+place
+-i, h, b, j0 = i + call.at_row,
++i, h, b, j0 = i,
+draws by a part's own heads: score.py: dropout+place
+-h + call.at_head
++h
+draws by a part's own items: score.py: dropout+place
+-b + call.at_item
++b
+draws by a part's own keys: score.py: dropout+place
+-j0 + call.at_key
++j0
+another word of a single draw: score.py: dropout+place
+-tl.where(j % 4 < 2, low, high)
++tl.where(j % 4 < 2, high, low)
 rows seeing a key cut short: score.py: causal
 -lo, hi = some(a0, a1, call.right, call.left, call.M)
 +lo, hi = some(a0, a1, call.left, call.right, call.M)

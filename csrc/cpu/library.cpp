@@ -12,6 +12,7 @@
 #include <omp.h>
 #endif
 
+#include "../band.h"
 #include "chips.h"
 #include "plan.h"
 #if defined(FA_X86_AMX)
@@ -243,7 +244,7 @@ int64_t fa_cpu_workspace(const FaParams* p, int64_t pass) {
 int64_t fa_cpu_run(const FaParams* p, int64_t pass) {
   if (p->lengths)
     for (int64_t b = 0; b < p->B; ++b)
-      if (p->lengths[b] < 0 || p->lengths[b] > p->N) return FA_BAD_LENGTH;
+      if (p->lengths[b] < 0 || p->lengths[b] > fa::all_keys(*p)) return FA_BAD_LENGTH;
   const fa::Plan plan = fa::chosen.load()->make_plan(*p, pass);
   if (plan.workspace && !p->workspace) {
     static thread_local fa::ScratchMemory memory;

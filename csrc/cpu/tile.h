@@ -15,8 +15,8 @@
 namespace fa {
 namespace FA_ISA {
 
-// Keys per tile. A multiple of 4, so that a tile starts on a Philox group and on a
-// pair; measured: 96 to 128 best for both float32 and bfloat16.
+// Keys per tile. A multiple of 4, so that tiles share no Philox group (but where the larger call has
+// keys before this one's) and no pair; measured: 96 to 128 best for both float32 and bfloat16.
 constexpr int64_t kTileKeys = 128;
 
 struct Rows {
@@ -271,13 +271,13 @@ struct Tile {
   // Room for whole vectors of words, which have more lanes than those of doubles.
   static constexpr int kMaxLanes = round_up(lanes, kLanes<uint32_t>);
 
-  // Philox words of four keys, 4 x kMaxLanes.
+  // Philox words of four keys of the larger call, 4 x kMaxLanes.
   static void philox(const FaParams& p, const Rows& rows, int64_t j, uint32_t* words) {
     const uint64_t seed = static_cast<uint64_t>(*p.seed);
     for (int l = 0; l < lanes; l += kLanes<uint32_t>) {
-      Words c0 = splat(uint32_t(j >> 2)), c1, c2 = splat(uint32_t(rows.h)),
-            c3 = splat(uint32_t(rows.b));
-      for (int x = 0; x < kLanes<uint32_t>; ++x) c1[x] = uint32_t(rows.i0 + l + x);
+      Words c0 = splat(uint32_t(j >> 2)), c1, c2 = splat(uint32_t(p.at_head + rows.h)),
+            c3 = splat(uint32_t(p.at_item + rows.b));
+      for (int x = 0; x < kLanes<uint32_t>; ++x) c1[x] = uint32_t(p.at_row + rows.i0 + l + x);
       uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
       for (int r = 0; r < Philox::rounds; ++r, k0 += Philox::weyl0, k1 += Philox::weyl1) {
         Words hi0, lo0, hi1, lo1;
@@ -300,10 +300,11 @@ struct Tile {
     const Dropout rule = dropout_rule(p.dropout_p);
     const R factor = R(rule.factor);
     uint32_t words[4 * kMaxLanes];
-    for (int64_t j = 0; j < keys.count; j += 4) {
-      philox(p, rows, keys.j0 + j, words);
+    const int64_t first = p.at_key + keys.j0;
+    for (int64_t j = -(first % 4); j < keys.count; j += 4) {
+      philox(p, rows, first + j, words);
       const int64_t n = std::min<int64_t>(4, keys.count - j);
-      for (int64_t r = 0; r < n; ++r) {
+      for (int64_t r = std::max<int64_t>(0, -j); r < n; ++r) {
         const uint32_t* w = words + r * kMaxLanes;
         R* ar = a + (j + r) * lanes;
         for (int l = 0; l < lanes; ++l) ar[l] = w[l] >= rule.threshold ? ar[l] * factor : R(0);

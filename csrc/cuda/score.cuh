@@ -134,19 +134,12 @@ struct Head {
 
   // What dropout multiplies the weight of row i at key j by.
   FA_DEVICE float dropped_one(int64_t i, int64_t j) const {
-    const float2 two = dropped(i, j & ~int64_t{1});
-    return j & 1 ? two.y : two.x;
-  }
-
-  // The same at keys j and j + 1; j is even.
-  FA_DEVICE float2 dropped(int64_t i, int64_t j) const {
-    uint32_t words[4] = {static_cast<uint32_t>(j >> 2), static_cast<uint32_t>(i),
-                         static_cast<uint32_t>(h), static_cast<uint32_t>(b)};
+    j += p.at_key;
+    uint32_t words[4] = {static_cast<uint32_t>(j >> 2), static_cast<uint32_t>(p.at_row + i),
+                         static_cast<uint32_t>(p.at_head + h), static_cast<uint32_t>(p.at_item + b)};
     philox(words, seed);
-    const bool second = j & 2;
-    const uint32_t low = second ? words[2] : words[0], high = second ? words[3] : words[1];
-    return {low < dropout_threshold ? 0.0f : dropout_factor,
-            high < dropout_threshold ? 0.0f : dropout_factor};
+    const uint32_t low = j & 1 ? words[1] : words[0], high = j & 1 ? words[3] : words[2];
+    return (j & 2 ? high : low) < dropout_threshold ? 0.0f : dropout_factor;
   }
 };
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, get_num_threads
 
 from .. import native
-from ..backend import Support, register
+from ..backend import Support, check_lengths, register
 from ..check import DTYPES
 from ..crossing import launch
 from ..launcher import PLACES, Launcher, convert, prepared
@@ -30,6 +30,7 @@ class Cpu(Launcher):
             | Feature.GQA
             | Feature.WEIGHTS
             | Feature.GRAD
+            | Feature.PLACE
         ),
     )
 
@@ -48,9 +49,7 @@ class Cpu(Launcher):
         if status == native.OK:
             return
         if status == native.BAD_LENGTH:
-            N = spec.N
-            bad = next(x for x in t.given("lengths").tolist() if not 0 <= x <= N)
-            raise ValueError(f"key_lengths: got {bad}, expected values in [0, N] = [0, {N}]")
+            check_lengths(t.lengths, spec)
         if status == native.NO_MEMORY:
             raise MemoryError("the CPU kernels could not allocate their scratch memory")
         raise RuntimeError(f"the CPU kernels returned the unknown status {status}")

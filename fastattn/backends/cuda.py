@@ -76,6 +76,7 @@ class Cuda(Launcher):
             | Feature.GQA
             | Feature.WEIGHTS
             | Feature.GRAD
+            | Feature.PLACE
         ),
     )
 
@@ -104,7 +105,7 @@ class Cuda(Launcher):
             return super()._launch(which, spec, t, after)
         if spec.given:
             t = convert(spec, t)
-            check_lengths(t.lengths, spec.N)
+            check_lengths(t.lengths, spec)
         entries = library.run_at, library.workspace_at, functools.partial(_room, q)
         where = q.get_device(), self.multiprocessors(q), self.stream(q)
         packed = prepared(spec).form, PLACES[which], (*t, *after)
@@ -113,7 +114,7 @@ class Cuda(Launcher):
         self._check(code)
 
     def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> None:
-        check_lengths(t.lengths, spec.N)
+        check_lengths(t.lengths, spec)
         q, library = t.q, self.library
         with gpu.on(q.device):
             code = library.run(

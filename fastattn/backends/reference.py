@@ -27,7 +27,13 @@ def _without_autocast(method):
 
 # A tensor that the oracle lacks is no argument of it, and raises; a scalar is named here.
 ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values())) | (
-    Feature.BAND | Feature.SOFTCAP | Feature.DROPOUT | Feature.GQA | Feature.WEIGHTS | Feature.GRAD
+    Feature.BAND
+    | Feature.SOFTCAP
+    | Feature.DROPOUT
+    | Feature.GQA
+    | Feature.WEIGHTS
+    | Feature.GRAD
+    | Feature.PLACE
 )
 
 
@@ -63,7 +69,7 @@ class Reference:
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
-        dp = dout @ _heads(w.given("v"), w).mT * kept
+        dp = dout @ _heads(spec, w.given("v"), w).mT * kept
         delta = (p * dp).sum(-1) - (0 if dlse is None else dlse)
         grads = _score_gradients(spec, w, p, dp, delta)
         grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
@@ -94,8 +100,8 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
     """16-bit inputs in float32, and key lengths that are in range."""
     q, k, v, lengths = t.q, t.k, t.v, t.lengths
     if lengths is not None:
-        check_lengths(lengths, spec.N)
-        lengths = lengths.clamp(0, spec.N)
+        check_lengths(lengths, spec)
+        lengths = lengths.clamp(0, spec.keys)
     q, k = q.to(spec.wide), k.to(spec.wide)
     v = None if v is None else v.to(spec.wide)
     return t._replace(q=q, k=k, v=v, lengths=lengths)
@@ -109,6 +115,7 @@ def score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
         window=(left, right),
         softcap=spec.softcap or None,
         scale=spec.scale,
+        place=spec.place,
     )
 
 
@@ -116,10 +123,11 @@ def score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
 # where nothing is recorded and every derivative would come out as 0.
 
 
-def _heads(x: Tensor, t: Tensors) -> Tensor:
+def _heads(spec: AttentionSpec, x: Tensor, t: Tensors) -> Tensor:
     """Keys or values as the query heads see them, with 0 at and past the key lengths."""
     if t.lengths is not None:
-        x = x.masked_fill(~oracle.within(t.lengths, x.shape[2])[:, None, :, None], 0)
+        inside = oracle.within(t.lengths, x.shape[2], spec.place)
+        x = x.masked_fill(~inside[:, None, :, None], 0)
     return x.repeat_interleave(t.q.shape[1] // max(x.shape[1], 1), dim=1)
 
 
@@ -127,7 +135,7 @@ def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | fl
     """P = exp(S - normaliser), and what dropout multiplies it by."""
     s = oracle.scores(t.q, t.k, **score_arguments(spec, t))
     p = oracle.weights(s, t.given("normaliser"))
-    return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed)
+    return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed, spec.place)
 
 
 def _score_gradients(
@@ -135,7 +143,7 @@ def _score_gradients(
 ) -> dict[str, Tensor]:
     """dS = P (dP - delta) (Dao 2023, section 3.1), and from it those of q, k, mask and sinks."""
     grads = {}
-    k = _heads(t.k, t)
+    k = _heads(spec, t.k, t)
     ds = p * (dp - delta[..., None])
     if t.mask is not None:
         grads["mask"] = ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)

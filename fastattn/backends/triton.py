@@ -18,7 +18,7 @@ from ..compiled import Launch, interpreted, version
 from ..crossing import laid
 from ..gpu import architecture, on, processors
 from ..launcher import prepared
-from ..spec import AttentionSpec, Feature, Tensors
+from ..spec import PLACED, AttentionSpec, Feature, Tensors
 
 OLDEST = (3, 6)
 TINY, HUGE = 1e-18, 1e18  # units of scores by which slopes can be divided
@@ -71,6 +71,7 @@ class Triton:
             | Feature.GQA
             | Feature.WEIGHTS
             | Feature.GRAD
+            | Feature.PLACE
         ),
     )
 
@@ -145,7 +146,7 @@ class Job:
     current one."""
 
     def __init__(self, spec: AttentionSpec, t: Tensors, dout: Tensor | None = None):
-        check_lengths(t.lengths, spec.N)
+        check_lengths(t.lengths, spec)
         self.spec, self.t = spec, t
         self.device = t.q.device
         self.extras = extras(spec, t)
@@ -490,9 +491,10 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
     varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
     return kernels().score.Flags(
         scaled=scaled(spec),
-        left=spec.left < spec.M + spec.N,
-        right=spec.right < spec.M + spec.N,
+        left=spec.left < spec.rows + spec.keys,
+        right=spec.right < spec.rows + spec.keys,
         bottom_right=spec.bottom_right,
+        place=bool(spec.features & Feature.PLACE),
         lengths="lengths" in spec.given,
         aligned=spec.N % 16 == 0 and (masked or spec.weights),
         gqa=spec.H != spec.Hk,
@@ -502,6 +504,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         softcap=spec.softcap > 0,
         sinks="sinks" in spec.given,
         dropout=spec.dropout_p > 0,
+        fours=spec.at_key % 4 == 0,
         precision="tf32" if tf32 else "ieee",
         tma=tma,
     )
@@ -522,6 +525,7 @@ def scalars(spec: AttentionSpec, together: int) -> tuple:
         right=min(spec.right, gpu.LONGEST),
         threshold=threshold - (threshold >> 31 << 32),
         together=together,
+        **{name: getattr(spec, name) for name in PLACED},
     )
     unit = spec.softcap or spec.scale or 1.0
     reals = score.Reals(

@@ -1,0 +1,62 @@
+"""One call's results from those of its blocks of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .spec import wide
+
+
+def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """Attention over all keys, from that over some of them each.
+
+    parts: (out, lse) of the same rows, one for each block of keys, as `attention(...,
+    return_lse=True)` gives them: out (..., Dv), all of one shape and dtype, lse (...) in float32,
+    or float64 for float64. Where there are sinks, one part has them.
+
+    Returns (out, lse) alike: the log of the sum of exp(lse), and the outputs weighted by their
+    share of it (FlashAttention-2, Dao 2023, section 3.1). A row that no part sees is empty: 0 and
+    -inf. Gradients flow to every out and lse. 16-bit outputs were rounded before they got here;
+    where that is too coarse, compute the parts in float32.
+
+    Raises ValueError or TypeError for parts that do not fit each other.
+    """
+    parts = list(parts)
+    _check(parts)
+    lses = torch.stack([lse for _, lse in parts])
+    top = lses.detach().amax(0)
+    top = torch.where(top == -torch.inf, 0.0, top)  # or -inf - (-inf) = NaN
+    e = torch.exp(lses - top)
+    total = e.sum(0)
+    safe = torch.where(total == 0, 1.0, total)  # before the division: NaN would reach gradients
+    lse = torch.where(total == 0, -torch.inf, top + torch.log(safe))
+    shares = (e / safe).unsqueeze(-1)
+    out = sum(x.to(share.dtype) * share for (x, _), share in zip(parts, shares))
+    return out.to(parts[0][0].dtype), lse
+
+
+def _check(parts: list) -> None:
+    if not parts:
+        raise ValueError("parts: got none, expected at least one (out, lse)")
+    for at, part in enumerate(parts):
+        is_pair = isinstance(part, (tuple, list)) and len(part) == 2
+        if not is_pair or not all(isinstance(x, Tensor) for x in part):
+            raise TypeError(f"parts[{at}]: got {type(part).__name__}, expected tensors (out, lse)")
+    first = parts[0][0]
+    expected = first.shape, first.dtype, first.device
+    for at, (out, lse) in enumerate(parts):
+        got = out.shape, out.dtype, out.device
+        if got != expected:
+            raise ValueError(f"parts[{at}]: got out {_told(out)}, expected {_told(first)}")
+        if (lse.shape, lse.dtype, lse.device) != (out.shape[:-1], wide(out.dtype), out.device):
+            raise ValueError(
+                f"parts[{at}]: got lse {_told(lse)}, expected {wide(out.dtype)} "
+                f"{tuple(out.shape[:-1])} on {out.device}, as attention(return_lse=True) gives"
+            )
+
+
+def _told(x: Tensor) -> str:
+    return f"{x.dtype} {tuple(x.shape)} on {x.device}"
