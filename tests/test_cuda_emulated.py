@@ -134,6 +134,16 @@ def test_head_dims(emulated, padded, general, dtype):
     run_all([build(x, features, DTYPES[dtype]) for x in dims])
 
 
+WIDE = [PLAIN, *[x for x in SINGLES if x[0].name in ("causal", "gqa", "dropout")]]
+
+
+@pytest.mark.parametrize("features", WIDE, ids=name_of)
+@pytest.mark.parametrize("d, n", [(64, 261), (128, 133)], ids=["64", "128"])
+def test_several_tiles_of_wide_heads(emulated, d, n, features):
+    """Of rows and of keys, some whole. What backward holds, and where, hangs on the width."""
+    run_all([build(square(1, 1, n, d), features, torch.bfloat16)])
+
+
 HIDING = [x for x in SINGLES if x[0].group in ("causal", "window", "lengths", "mask", "queries")]
 
 

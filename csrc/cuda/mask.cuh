@@ -16,6 +16,7 @@ struct MaskLines {
   const unsigned char* lines[2];
   int in_pairs;  // do two neighbouring keys lie in one word, or in half of one?
 
+  MaskLines() = default;
   template <class Places>
   FA_DEVICE explicit MaskLines(const Places& at) {
     const FaParams& p = at.head(0).p;

@@ -166,6 +166,14 @@ FA_MULTIPLY(BF16, "bf16", true)
 FA_MULTIPLY(F16, "f16", false)
 #undef FA_MULTIPLY
 
+// -- registers ------------------------------------------------------------------------------------
+
+// blockIdx.x, read anew: what was computed of it before need not be kept.
+FA_DEVICE unsigned block_anew() {
+  FA_EMULATED_OR(return blockIdx.x;,
+                 unsigned x; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x)); return x;)
+}
+
 // -- exchange between the lanes of a warp ---------------------------------------------------------
 
 // The value of lane (this ^ flip).

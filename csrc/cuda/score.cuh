@@ -70,9 +70,18 @@ struct Visible {
     constexpr int64_t far = 1 << 30;
     return static_cast<int>(most(-far, least(edge, far)));
   }
-  FA_DEVICE bool holds(int i, int j) const {
-    const int at = i + shift;
-    return at - left <= j && j <= at + right && j < length;
+  // The keys that row i sees, or the rows that see key j; of `rows` that there are.
+  FA_DEVICE Band keys_of(int i, int rows) const {
+    const int at = i + shift, end = at + right + 1;
+    return {at - left, i >= rows ? at - left : end < length ? end : length};
+  }
+  FA_DEVICE Band rows_of(int j, int rows) const {
+    const int at = j - shift, end = at + left + 1;
+    return {at - right, j >= length ? at - right : end < rows ? end : rows};
+  }
+  // Does every row of [i0, i1) see every key of [j0, j1)?
+  FA_DEVICE bool all(int i0, int i1, int j0, int j1) const {
+    return (i1 - 1 + shift - left <= j0) & (j1 - 1 <= i0 + shift + right) & (j1 <= length);
   }
 };
 
@@ -102,44 +111,6 @@ struct Head {
       dropout_factor = static_cast<float>(rule.factor);
       seed = static_cast<uint64_t>(*p.seed);
     }
-  }
-
-  // Of one element, for backward, which has no sweeps yet: the logit of row i and key j from their
-  // product, before the band; and its derivative by the scaled product: what softcap makes it, else
-  // 1, and 0 where a bool mask hides the key.
-  FA_DEVICE float logit(float qk, int64_t i, int64_t j, float& derivative) const {
-    float s = qk * scale;
-    derivative = 1.0f;
-    if (softcap > 0) {
-      const float bounded = tanhf(s / softcap);
-      s = softcap * bounded;
-      derivative = 1.0f - bounded * bounded;
-    }
-    if (p.slopes.data) {
-      const int64_t distance = i + shift - j;
-      s -= slope * static_cast<float>(distance < 0 ? -distance : distance);
-    }
-    if (p.mask.data) {
-      const int64_t* stride = p.mask.stride;
-      const int64_t at = b * stride[0] + h * stride[1] + i * stride[2] + j * stride[3];
-      if (p.mask.dtype != FA_BOOL) {
-        s += read(p.mask, at);
-      } else if (!static_cast<const uint8_t*>(p.mask.data)[at]) {
-        s = -INFINITY;  // whatever the score was: it may be NaN
-        derivative = 0.0f;
-      }
-    }
-    return s;
-  }
-
-  // What dropout multiplies the weight of row i at key j by.
-  FA_DEVICE float dropped_one(int64_t i, int64_t j) const {
-    j += p.at_key;
-    uint32_t words[4] = {static_cast<uint32_t>(j >> 2), static_cast<uint32_t>(p.at_row + i),
-                         static_cast<uint32_t>(p.at_head + h), static_cast<uint32_t>(p.at_item + b)};
-    philox(words, seed);
-    const uint32_t low = j & 1 ? words[1] : words[0], high = j & 1 ? words[3] : words[2];
-    return (j & 2 ? high : low) < dropout_threshold ? 0.0f : dropout_factor;
   }
 };
 

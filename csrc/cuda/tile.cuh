@@ -7,7 +7,7 @@ namespace fa {
 // Rows of kColumns elements, a multiple of 32. Chunks of 16 bytes are swizzled, so that the eight
 // rows that ldmatrix reads at one chunk lie in eight different groups of banks.
 template <int rows, int columns>
-struct Tile {
+struct Tile {  // at a multiple of 128 bytes
   static_assert(columns % 32 == 0, "a row of chunks must hold the swizzle");
   static constexpr int kRows = rows, kColumns = columns, kChunks = columns / 8;
   static constexpr int kBytes = rows * columns * 2;
@@ -110,11 +110,20 @@ FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
 
 // -- fragments, as ptx::multiply takes them -------------------------------------------------------
 
+// From a lane's first address in a tile to that of 2 k chunks, and of 16 r rows, further on. Only
+// neighbouring chunks change places: few addresses are computed, and constants make the others.
+template <class Tile>
+FA_DEVICE uint32_t along(uint32_t first, int k, int r) {
+  constexpr int pairs = Tile::kSwizzled / 2;
+  return (first ^ static_cast<uint32_t>(k % pairs * 32)) +
+         static_cast<uint32_t>(k / pairs * pairs * 32 + r * 16 * Tile::kChunks * 16);
+}
+
 // a: rows 16 r to 16 r + 15, columns 16 k to 16 k + 15 of a tile.
 template <class Tile>
 FA_DEVICE void load_left(uint32_t (&a)[4], uint32_t tile, int r, int k) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  ptx::load_matrices(a, tile + Tile::at(16 * r + lane % 16, 2 * k + lane / 16));
+  ptx::load_matrices(a, along<Tile>(tile + Tile::at(lane % 16, lane / 16), k, r));
 }
 
 // b of two products whose right sides are rows 16 n to 16 n + 7, and the next 8, of a tile,
@@ -122,14 +131,15 @@ FA_DEVICE void load_left(uint32_t (&a)[4], uint32_t tile, int r, int k) {
 template <class Tile>
 FA_DEVICE void load_right_transposed(uint32_t (&b)[4], uint32_t tile, int n, int k) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  ptx::load_matrices(b, tile + Tile::at(16 * n + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+  const uint32_t first = tile + Tile::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  ptx::load_matrices(b, along<Tile>(first, k, n));
 }
 
 // The same of right sides that are rows 16 k on, columns 16 n to 16 n + 7 and the next 8.
 template <class Tile>
 FA_DEVICE void load_right(uint32_t (&b)[4], uint32_t tile, int k, int n) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  ptx::load_matrices_transposed(b, tile + Tile::at(16 * k + lane % 16, 2 * n + lane / 16));
+  ptx::load_matrices_transposed(b, along<Tile>(tile + Tile::at(lane % 16, lane / 16), n, k));
 }
 
 }  // namespace fa

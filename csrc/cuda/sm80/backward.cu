@@ -11,43 +11,47 @@ namespace sm80 {
 
 // Gradients of keys and values come from one kernel where the registers of a lane hold both.
 template <class Type, int D, int Dv, bool general>
-int gradients(const FaParams& p, float* deltas, void* stream) {
+int gradients(const FaParams& p, float* workspace, void* stream) {
   int failed = 0;
-  if (p.dq.data) failed = start_gradient<Backward<Type, D, Dv, kOfQ, general>>(p, deltas, stream);
+  if (p.dq.data)
+    failed = start_gradient<Backward<Type, D, Dv, kOfQ, general>>(p, workspace, stream);
   if constexpr (D <= 128) {
     if (!failed && (p.dk.data || p.dv.data))
-      failed = start_gradient<Backward<Type, D, Dv, kOfKV, general>>(p, deltas, stream);
+      failed = start_gradient<Backward<Type, D, Dv, kOfKV, general>>(p, workspace, stream);
   } else {
     if (!failed && p.dk.data)
-      failed = start_gradient<Backward<Type, D, Dv, kOfK, general>>(p, deltas, stream);
+      failed = start_gradient<Backward<Type, D, Dv, kOfK, general>>(p, workspace, stream);
     if (!failed && p.dv.data)
-      failed = start_gradient<Backward<Type, D, Dv, kOfV, general>>(p, deltas, stream);
+      failed = start_gradient<Backward<Type, D, Dv, kOfV, general>>(p, workspace, stream);
   }
   if (general && !failed && p.dmask.data)
-    failed = start_mask_gradient<Backward<Type, D, Dv, kOfMask, true>>(p, deltas, stream);
+    failed = start_mask_gradient<Backward<Type, D, Dv, kOfMask, true>>(p, workspace, stream);
   return failed;
 }
 
 template <class Type, bool general>
-int gradients(const FaParams& p, float* deltas, void* stream) {
+int gradients(const FaParams& p, float* workspace, void* stream) {
   return with_dims(p, [&](auto dims) {
     using To = decltype(dims);
-    return gradients<Type, To::kD, To::kDv, general>(p, deltas, stream);
+    return gradients<Type, To::kD, To::kDv, general>(p, workspace, stream);
   });
+}
+
+template <class Type, bool general>
+int backward_of(const FaParams& p, void* stream) {
+  auto* workspace = static_cast<float*>(p.workspace);
+  int failed = start_delta<Type, general>(p, workspace, stream);
+  if (!failed && p.dsinks.data) failed = start_sink_gradient(p, workspace, stream);
+  return failed ? failed : gradients<Type, general>(p, workspace, stream);
 }
 
 template <class Type>
 int backward_of(const FaParams& p, void* stream) {
-  auto* deltas = static_cast<float*>(p.workspace);
-  int failed = start_delta<Type>(p, deltas, stream);
-  if (!failed && p.dsinks.data) failed = start_sink_gradient(p, deltas, stream);
-  if (failed) return failed;
-  return is_general(p) ? gradients<Type, true>(p, deltas, stream)
-                       : gradients<Type, false>(p, deltas, stream);
+  return is_general(p) ? backward_of<Type, true>(p, stream) : backward_of<Type, false>(p, stream);
 }
 
 int64_t backward_workspace(const FaParams& p) {
-  return p.B * p.H * p.M * static_cast<int64_t>(sizeof(float));
+  return p.B * p.H * kParts * padded_rows(p) * static_cast<int64_t>(sizeof(float));
 }
 
 int backward(const FaParams& p, void* stream) {

@@ -12,7 +12,7 @@
 // delta is a sum over keys: it has a kernel, in which a row's p dp are added up.
 #pragma once
 #include "../launch.h"
-#include "product.cuh"
+#include "score_gradient.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -29,235 +29,255 @@ struct Backward {
   static constexpr bool kKeysStay = kWhat == kOfKV || kWhat == kOfK || kWhat == kOfV;
   static constexpr bool kFirst = kWhat != kOfV && kWhat != kDelta;
   static constexpr bool kSecond = kWhat == kOfKV || kWhat == kOfV;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kStaying = 16 * kWarps;
-  static constexpr int kPassing = kWidest <= 64 ? 64 : kWidest <= 192 ? 32 : 16;
+  static constexpr bool kMakesSums = kWhat != kOfMask && kWhat != kDelta;
+  // 32 rows a warp read shared memory half as often as 16, where a lane has registers for their
+  // sums. Beside these it holds what stays, up to so many registers: with more, ptxas spills.
+  static constexpr int kColumns = (kFirst ? kD : 0) + (kSecond ? kDv : 0);
+  static constexpr int kStrips = kMakesSums && kColumns < 128 ? 2 : 1;
+  static constexpr int kSums = kStrips * kColumns / 2, kOneSide = kStrips * kWidest / 4;
+  // Nothing happens to dp before: products are added to - delta.
+  static constexpr bool kDeltaFirst = !kGeneral && kFirst && kSums < 128;
+  static constexpr bool kMayHold = kMakesSums && kWidest <= 128;
+  static constexpr bool kHolds1 =
+      kMayHold && kSums + kOneSide <= (kStrips == 2 ? 96 : kGeneral ? 128 : 160);
+  static constexpr bool kHolds2 =
+      kMayHold && !kGiven && kFirst && kSums + 2 * kOneSide <= (kStrips == 2 ? 96 : 128);
+  static constexpr bool kHoldsAll = kHolds1 && (kHolds2 || kGiven || !kFirst);
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kStaying = 16 * kStrips * kWarps;
+  static constexpr int kPassing = kHoldsAll && kWidest == 64 && kStrips == 1 ? 128
+                                  : kWidest <= 64 || kHoldsAll              ? 64
+                                  : kWidest <= 192                          ? 32
+                                                                            : 16;
+  // Of what passes, in registers at a time.
+  static constexpr int kAtOnce = !kMakesSums ? kPassing : kStrips == 1 && kWidest <= 128 ? 32 : 16;
   using Left1 = Tile<kStaying, kD>;
   using Left2 = Tile<kStaying, kDv>;
   using Right1 = Tile<kPassing, kD>;
   using Right2 = Tile<kPassing, kDv>;
-  static constexpr int kStageBytes = Right1::kBytes + Right2::kBytes;
-  static constexpr int kSharedBytes = Left1::kBytes + Left2::kBytes + 2 * kStageBytes;
+  using States = StateTile<kPassing>;
+  static constexpr int kLeftBytes = Left1::kBytes + Left2::kBytes;
+  static constexpr int kStageBytes =
+      Right1::kBytes + Right2::kBytes + (kKeysStay ? (States::kBytes + 127) / 128 * 128 : 0);
+  // What is held lies first where the second stage will be, if there is room.
+  static constexpr bool kLent = kHoldsAll && kLeftBytes <= kStageBytes;
+  static constexpr int kSharedBytes = (kLent ? 0 : kLeftBytes) + 2 * kStageBytes;
 };
 
-// What a lane knows of a row.
-struct RowState {
-  Normaliser normaliser;
-  float delta;
-};
+// What a block makes gradients of: rows of one query head, the last rows first, as with a causal
+// band those have most to do; or keys of one key head, the first keys first.
+template <class B>
+struct Task {
+  int b, head, first_row;
 
-// Of the rows of one query head.
-template <bool general>
-struct RowStates {
-  Normalisers normalisers;
-  const float* deltas;
-  int rows;
-
-  FA_DEVICE RowStates(const FaParams& p, const float* deltas, int64_t b, int64_t h)
-      : normalisers(p, b, h), deltas(deltas + (b * p.H + h) * p.M), rows(static_cast<int>(p.M)) {}
-  FA_DEVICE RowState at(int i) const {
-    if (i >= rows) return {{INFINITY, 0.0f}, 0.0f};
-    return {normalisers.at<general>(i), deltas[i]};
+  FA_DEVICE Task(const FaParams& p, unsigned index) {
+    const auto heads = static_cast<unsigned>(B::kKeysStay ? p.Hk : p.H);
+    const auto blocks =
+        (static_cast<unsigned>(B::kKeysStay ? p.N : p.M) + B::kStaying - 1) / B::kStaying;
+    const unsigned block = index % blocks;
+    b = static_cast<int>(index / blocks / heads);
+    head = static_cast<int>(index / blocks % heads);
+    first_row = static_cast<int>(B::kKeysStay ? block : blocks - 1 - block) * B::kStaying;
   }
 };
 
-// Products of one tile become weights, and dp becomes ds, by the scaled products or by the mask.
-// (row, column) is the lane's first element: a row or key that stays, and one that passes.
+// The next tile of what passes by: rows of this head, or keys, from `first` on.
 template <class B>
-FA_DEVICE void differentiate(Accumulator<B::kPassing>& s, Accumulator<B::kPassing>& dp,
-                             const Head& head, const Visible& visible,
-                             const RowStates<B::kGeneral>& states,
-                             const RowState (&staying)[2], int row, int column) {
-  const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
-#pragma unroll
-  for (int n = 0; n < B::kPassing / 8; ++n)
-#pragma unroll
-    for (int pass = 0; pass < 2; ++pass) {
-      const int passing = column + 8 * n + pass;
-      RowState state = {};
-      if (B::kKeysStay) state = states.at(passing);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int stays = row + 8 * half, e = 2 * half + pass;
-        const int i = B::kKeysStay ? passing : stays, j = B::kKeysStay ? stays : passing;
-        if (!B::kKeysStay) state = staying[half];
-        if (i >= states.rows || !visible.holds(i, j)) {
-          s[n][e] = dp[n][e] = 0.0f;
-          continue;
-        }
-        float derivative = 1.0f;
-        const float logit = B::kGeneral ? head.logit(s[n][e], i, j, derivative) : s[n][e];
-        const float weight = probability<B::kGeneral>(logit, state.normaliser, to_log2);
-        float kept = 1.0f;
-        if (B::kGeneral && head.p.dropout_p > 0) kept = head.dropped_one(i, j);
-        dp[n][e] = weight * (dp[n][e] * kept - state.delta);
-        // The mask is added after softcap.
-        if (B::kWhat != kOfMask && B::kWhat != kDelta) dp[n][e] *= derivative;
-        s[n][e] = weight * kept;
-      }
-    }
-}
+struct Passing {
+  int h, first;
+  Matrix right1, right2;
+  RowStates states;
 
-// s += L R^T of the warp's 16 rows of L, both in shared memory.
-template <class B, class Left, class Right>
-FA_DEVICE void product(Accumulator<B::kPassing>& s, uint32_t left, uint32_t right, int warp) {
-#pragma unroll 4  // no more: ptxas would compute all addresses ahead, and spill
-  for (int d = 0; d < Left::kColumns / 16; ++d) {
-    uint32_t a[4];
-    load_left<Left>(a, left, warp, d);
-    add_products<typename B::Type, Right>(s, a, right, d);
+  FA_DEVICE Passing(const FaParams& p, float* workspace, int64_t b, int h, int first,
+                    const Matrix& k, const Matrix& v)
+      : h(h), first(first), right1(B::kKeysStay ? matrix_of(p.q, b, h, p.M, p.D) : k),
+        right2(B::kKeysStay ? matrix_of(p.dout, b, h, p.M, p.Dv) : v), states(p, workspace, b, h) {}
+
+  FA_DEVICE void load(unsigned char* to) const {
+    load_tile<typename B::Right1, B::kThreads>(to, right1, first);
+    to += B::Right1::kBytes;
+    if constexpr (!B::kGiven) load_tile<typename B::Right2, B::kThreads>(to, right2, first);
+    to += B::Right2::kBytes;
+    if constexpr (B::kKeysStay) B::States::load(to, states, first);
   }
-}
+};
 
-// dp of a tile where it is an input, or what a head has of the mean's.
-template <class B>
-FA_DEVICE void read_given(Accumulator<B::kPassing>& dp, const FaParams& p, int64_t b, int64_t h,
-                          int row, int column) {
-  const int64_t* stride = p.dweights.stride;
-  const auto* data =
-      static_cast<const uint16_t*>(p.dweights.data) + b * stride[0] + h * stride[1];
-  const float share = p.average_heads ? 1.0f / static_cast<float>(p.H) : 1.0f;
-#pragma unroll
-  for (int n = 0; n < B::kPassing / 8; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int stays = row + 8 * (e / 2), passing = column + 8 * n + e % 2;
-      const int64_t i = B::kKeysStay ? passing : stays, j = B::kKeysStay ? stays : passing;
-      if (i < p.M && j < p.N)
-        dp[n][e] = share * ptx::widen(typename B::Type(), data[i * stride[2] + j * stride[3]]);
-    }
-}
-
-template <class Type, int columns>
+template <class Type, int strips, int n>
 FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row, int column,
-                              int64_t rows, int64_t width, Accumulator<columns>& x, float factor) {
+                              int64_t rows, int64_t width, float (&x)[strips][n][4], float factor) {
   if (!to.data) return;  // nobody wants it
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t i = row + 8 * half;
-    if (i >= rows) continue;
-    const OutputRow<Type> at(to, b, h, i, width);
+  for (int strip = 0; strip < strips; ++strip)
 #pragma unroll
-    for (int n = 0; n < columns / 8; ++n)
-      at.store(8 * n + column, x[n][2 * half] * factor, x[n][2 * half + 1] * factor);
-  }
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = row + 16 * strip + 8 * half;
+      if (i >= rows) continue;
+      const OutputRow<Type> at(to, b, h, i, width);
+#pragma unroll
+      for (int k = 0; k < n; ++k)
+        at.store(8 * k + column, x[strip][k][2 * half] * factor,
+                 x[strip][k][2 * half + 1] * factor);
+    }
 }
 
-// A block for 64 rows of one query head, or 64 keys of one key head and the rows of all query heads
-// that read it, one after the other. Where deltas are what it makes, they are 0 before.
+// The rows of all query heads that read a key head pass by one after the other. Where deltas are
+// what a kernel makes, they are 0 before.
 template <class B>
-__global__ void __launch_bounds__(B::kThreads, 1) backward_kernel(const FaParams p, float* deltas) {
+__global__ void __launch_bounds__(B::kThreads, 1)
+    backward_kernel(const FaParams p, float* workspace) {
+  using Type = typename B::Type;
+  using PlacesOf = Places<B::kKeysStay>;
   FA_SHARED_MEMORY(memory);
-  const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
-  const int64_t blocks = (length + B::kStaying - 1) / B::kStaying;
-  const int64_t head_at = blockIdx.x / blocks;
-  const int64_t b = head_at / heads, staying_head = head_at % heads;
-  const int first_row = static_cast<int>(blockIdx.x % blocks) * B::kStaying;
+  const Task<B> task(p, blockIdx.x);
+  const int b = task.b, staying_head = task.head, first_row = task.first_row;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = first_row + 16 * warp + lane / 4, column = 2 * (lane % 4);  // and row + 8
-  const int64_t last_row = least(first_row + B::kStaying, length);
+  const int row = first_row + 16 * B::kStrips * warp + lane / 4, column = 2 * (lane % 4);
+  const int past = first_row + B::kStaying;
+  const int64_t last_row = least(past, B::kKeysStay ? p.N : p.M);
 
   const Visible visible(p, b);
   const KeyRange seen = B::kKeysStay ? row_range(p, b, first_row, last_row)
                                      : key_range(p, b, first_row, last_row);
-  const int64_t group = p.H / p.Hk;
-  const int64_t hk = B::kKeysStay ? staying_head : key_head(p, staying_head);
   const int start = static_cast<int>(seen.lo) / B::kPassing * B::kPassing;
   const int end = static_cast<int>(seen.hi);
-  const int tiles = end <= start ? 0 : (end - start + B::kPassing - 1) / B::kPassing;
-  const int steps = B::kKeysStay ? tiles * static_cast<int>(group) : tiles;
-  const auto head_of = [&](int step) {
-    return B::kKeysStay ? hk * group + step / tiles : staying_head;
-  };
+  const int group = static_cast<int>(p.H / p.Hk);
+  const int hk = B::kKeysStay ? staying_head : staying_head / group;
+  const int first_head = B::kKeysStay ? hk * group : staying_head;
+  const int last_head = start < end ? first_head + (B::kKeysStay ? group : 1) : first_head;
 
-  unsigned char* const left2 = memory + B::Left1::kBytes;
-  unsigned char* const stages = left2 + B::Left2::kBytes;
+  unsigned char* const stages = memory + (B::kLent ? 0 : B::kLeftBytes);
+  unsigned char* const left1 = B::kLent ? stages + B::kStageBytes : memory;
+  unsigned char* const left2 = left1 + B::Left1::kBytes;
   // Rows past what is seen are not read: NaN may lie past a key length.
   const int64_t keys = B::kKeysStay ? visible.length : end;
   const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
-  const auto load_passing = [&](int step) {
-    unsigned char* const to = stages + step % 2 * B::kStageBytes;
-    const int first = start + step % tiles * B::kPassing;
-    const int64_t h = head_of(step);
-    const Matrix right1 = B::kKeysStay ? matrix_of(p.q, b, h, p.M, p.D) : k;
-    const Matrix right2 = B::kKeysStay ? matrix_of(p.dout, b, h, p.M, p.Dv) : v;
-    load_tile<typename B::Right1, B::kThreads>(to, right1, first);
-    if constexpr (!B::kGiven)
-      load_tile<typename B::Right2, B::kThreads>(to + B::Right1::kBytes, right2, first);
+  Passing<B> coming(p, workspace, b, first_head, start, k, v);
+  const auto load_coming = [&](int stage) {
+    coming.load(stages + stage * B::kStageBytes);
+    coming.first += B::kPassing;
+    if (B::kKeysStay && coming.first >= end)
+      coming = Passing<B>(p, workspace, b, coming.h + 1, start, k, v);
   };
 
-  Accumulator<B::kFirst ? B::kD : 8> first = {};
-  Accumulator<B::kSecond ? B::kDv : 8> second = {};
-  float delta[2] = {0.0f, 0.0f};
-  RowState staying[2] = {};
-  if (steps > 0) {
+  Strips<B::kStrips, B::kFirst ? B::kD : 8> first_sum = {};
+  Strips<B::kStrips, B::kSecond ? B::kDv : 8> second_sum = {};
+  float delta[B::kStrips][2] = {};
+  RowState staying[B::kStrips][2] = {};
+  Left<typename B::Left1, B::kStrips, B::kHolds1> first_left(left1, warp);
+  // Tiles of one width are one tile to the compiler, with fewer addresses.
+  constexpr bool kOneWidth = B::kD == B::kDv;
+  Left<typename B::Left2, B::kStrips, B::kHolds2, kOneWidth ? B::kStaying / 16 : 0> second_left(
+      kOneWidth ? left1 : left2, warp);
+  if (first_head < last_head) {
     const int64_t h = staying_head;
     load_tile<typename B::Left1, B::kThreads>(
-        memory, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
+        left1, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
     if constexpr (!B::kGiven && B::kFirst)
       load_tile<typename B::Left2, B::kThreads>(
           left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
-    load_passing(0);
-    if (!B::kKeysStay)
-      for (int half = 0; half < 2; ++half)
-        staying[half] = RowStates<B::kGeneral>(p, deltas, b, h).at(row + 8 * half);
+    ptx::copies_commit("backward: what stays");
+    load_coming(0);
+    if constexpr (!B::kKeysStay)
+#pragma unroll
+      for (int x = 0; x < 2 * B::kStrips; ++x)
+        staying[x / 2][x % 2] = RowStates(p, workspace, b, h).at(row + 8 * x);
   }
   ptx::copies_commit("backward: first tile");
-  const uint32_t left1_tile = ptx::shared_address(memory), left2_tile = ptx::shared_address(left2);
-  for (int step = 0; step < steps; ++step) {
-    if (step + 1 < steps) load_passing(step + 1);
-    ptx::copies_commit("backward: next tile");
-    ptx::copies_wait<1>("backward: this tile has landed");
-    ptx::block_sync("backward: all see this tile");
-
-    const uint32_t right1 = ptx::shared_address(stages + step % 2 * B::kStageBytes);
-    const uint32_t right2 = right1 + B::Right1::kBytes;
-    Accumulator<B::kPassing> s = {}, dp = {};
-    product<B, typename B::Left1, typename B::Right1>(s, left1_tile, right1, warp);
-    const int64_t h = head_of(step);
-    const int passing = start + step % tiles * B::kPassing + column;
-    if constexpr (B::kGiven)
-      read_given<B>(dp, p, b, h, row, passing);
-    else if (B::kFirst)
-      product<B, typename B::Left2, typename B::Right2>(dp, left2_tile, right2, warp);
-    const RowStates<B::kGeneral> states(p, deltas, b, h);
-    differentiate<B>(s, dp, Head(p, b, h), visible, states, staying, row, passing);
-    if constexpr (B::kFirst)
-      multiply_values<typename B::Type, typename B::Right1>(first, dp, right1);
-    if constexpr (B::kSecond)
-      multiply_values<typename B::Type, typename B::Right2>(second, s, right2);
-    if constexpr (B::kWhat == kDelta) {
-#pragma unroll
-      for (int n = 0; n < B::kPassing / 8; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) delta[e / 2] += dp[n][e];
+  if constexpr (B::kHolds1)
+    if (first_head < last_head) {
+      ptx::copies_wait<1>("backward: what stays has landed");
+      ptx::block_sync("backward: all see what stays");
+      first_left.hold();
+      second_left.hold();
+      if constexpr (B::kLent) ptx::block_sync("backward: all hold what stays");
     }
-    ptx::block_sync("backward: all are done with this tile");
-  }
+  int stage = 0;
+  const auto pass = [&](int h) {
+    const Head head(p, b, h);
+    MaskLines mask[B::kStrips];
+#pragma unroll
+    for (int x = 0; x < B::kStrips; ++x) mask[x] = MaskLines(PlacesOf{head, row + 16 * x, 0});
+    for (int first = start; first < end; first += B::kPassing, stage ^= 1) {
+      if (B::kKeysStay ? coming.h < last_head : coming.first < end) load_coming(stage ^ 1);
+      ptx::copies_commit("backward: next tile");
+      ptx::copies_wait<1>("backward: this tile has landed");
+      ptx::block_sync("backward: all see this tile");
+
+      const unsigned char* const now = stages + stage * B::kStageBytes;
+      const uint32_t right1 = ptx::shared_address(now);
+      const uint32_t right2 = kOneWidth ? right1 : right1 + B::Right1::kBytes;
+      constexpr int kBelow = kOneWidth ? B::kPassing / 16 : 0;
+      const int last = first + B::kPassing;
+      const bool whole = B::kKeysStay
+                             ? (last <= p.M) & visible.all(first, last, first_row, past)
+                             : (past <= p.M) & visible.all(first_row, past, first, last);
+#pragma unroll
+      for (int at = 0; at < B::kPassing; at += B::kAtOnce) {
+        Strips<B::kStrips, B::kAtOnce> s = {}, dp = {};
+        const auto passing = [&](RowState(&two)[2], int further) {
+          B::States::read(two, now + B::Right1::kBytes + B::Right2::kBytes + 4 * column,
+                          at + further);
+        };
+        const Place place = {row, first + at + column};
+        if constexpr (B::kDeltaFirst) subtract_deltas<B>(dp, staying, passing);
+        MaskPairs<B::kAtOnce / 8> pairs[B::kStrips];
+        if (B::kGeneral && p.mask.data)
+#pragma unroll
+          for (int x = 0; x < B::kStrips; ++x)
+            load_mask(pairs[x], mask[x], PlacesOf{head, place.stays + 16 * x, place.passes});
+        product<Type, typename B::Right1>(s, first_left, right1, at / 16);
+        if constexpr (B::kGiven)
+          read_given<B>(dp, p, b, h, place);
+        else if constexpr (B::kFirst)
+          product<Type, typename B::Right2>(dp, second_left, right2, kBelow + at / 16);
+        differentiate<B>(s, dp, head, visible, whole, staying, passing, mask, pairs, place);
+        if constexpr (B::kFirst && B::kMakesSums)
+          accumulate<Type, typename B::Right1>(first_sum, dp, right1, at / 16);
+        if constexpr (B::kSecond)
+          accumulate<Type, typename B::Right2>(second_sum, s, right2, kBelow + at / 16);
+        if constexpr (B::kWhat == kDelta)
+#pragma unroll
+          for (int x = 0; x < B::kStrips * B::kAtOnce / 2; ++x)
+            delta[x % B::kStrips][x / B::kStrips % 4 / 2] +=
+                dp[x % B::kStrips][x / B::kStrips / 4][x / B::kStrips % 4];
+      }
+      ptx::block_sync("backward: all are done with this tile");
+    }
+  };
+  if constexpr (B::kKeysStay)
+    for (int h = first_head; h < last_head; ++h) pass(h);
+  else
+    pass(first_head);
   ptx::copies_wait<0>("backward: nothing is on its way");
 
-  using Type = typename B::Type;
-  const float scale = static_cast<float>(p.scale);
-  const FaTensor& of_first = B::kKeysStay ? p.dk : p.dq;
-  if constexpr (B::kFirst)
-    store_gradient<Type, B::kD>(of_first, b, staying_head, row, column, length, p.D, first, scale);
-  if constexpr (B::kSecond)
-    store_gradient<Type, B::kDv>(p.dv, b, staying_head, row, column, length, p.Dv, second, 1.0f);
+  const Task<B> own(p, ptx::block_anew());
+  const auto store = [&](const FaTensor& to, int64_t width, auto& sum, float factor) {
+    const int at = own.first_row + 16 * B::kStrips * warp + lane / 4;
+    const int64_t length = B::kKeysStay ? p.N : p.M;
+    store_gradient<Type>(to, own.b, own.head, at, column, length, width, sum, factor);
+  };
+  if constexpr (B::kFirst && B::kMakesSums)
+    store(B::kKeysStay ? p.dk : p.dq, p.D, first_sum, static_cast<float>(p.scale));
+  if constexpr (B::kSecond) {
+    const bool dropout = B::kGeneral && p.dropout_p > 0;
+    store(p.dv, p.Dv, second_sum,
+          dropout ? static_cast<float>(dropout_rule(p.dropout_p).factor) : 1.0f);
+  }
   if constexpr (B::kWhat == kDelta) {
+    const RowStates states(p, workspace, own.b, own.head);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int i = row + 8 * half;
-      const float sum = row_sum(delta[half]);
-      if (lane % 4 == 0 && i < p.M) deltas[(b * p.H + staying_head) * p.M + i] = sum;
+    for (int x = 0; x < 2 * B::kStrips; ++x) {
+      const float sum = row_sum(delta[x / 2][x % 2]);
+      if (lane % 4 == 0) states.at(kMinusDelta, row + 8 * x) = -sum;
     }
   }
 }
 
 template <class B>
-int start_gradient(const FaParams& p, float* deltas, void* stream) {
+int start_gradient(const FaParams& p, float* workspace, void* stream) {
   const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
   const int64_t blocks = (length + B::kStaying - 1) / B::kStaying * heads * p.B;
   return launch_blocks("backward_kernel", backward_kernel<B>, blocks, B::kThreads, B::kSharedBytes,
-                       stream, p, deltas);
+                       stream, p, workspace);
 }
 
 }  // namespace sm80

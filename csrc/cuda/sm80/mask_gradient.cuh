@@ -38,7 +38,7 @@ FA_SHARED int64_t tiles_of_keys(const FaParams& p) {
 // ds of one tile onto total.
 template <class B>
 FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, const FaParams& p,
-                        const float* deltas, int64_t b, int64_t h, int first_row, int first_key) {
+                        float* workspace, int64_t b, int64_t h, int first_row, int first_key) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = first_row + 16 * warp + lane / 4, column = first_key + 2 * (lane % 4);
   const int64_t last_row = least(first_row + B::kStaying, p.M);
@@ -60,21 +60,28 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
   ptx::copies_commit("mask: a tile");
   ptx::copies_wait<0>("mask: it has landed");
   ptx::block_sync("mask: all see this tile");
-  Accumulator<B::kPassing> s = {}, dp = {};
-  product<B, typename B::Left1, typename B::Right1>(s, ptx::shared_address(memory),
-                                                    ptx::shared_address(right1), warp);
-  if constexpr (B::kGiven)
-    read_given<B>(dp, p, b, h, row, column);
-  else
-    product<B, typename B::Left2, typename B::Right2>(dp, ptx::shared_address(left2),
-                                                      ptx::shared_address(right2), warp);
-  const RowStates<true> states(p, deltas, b, h);
-  const RowState staying[2] = {states.at(row), states.at(row + 8)};
-  differentiate<B>(s, dp, Head(p, b, h), Visible(p, b), states, staying, row, column);
+  const Head head(p, b, h);
+  const Places<false> places = {head, row, column};
+  const MaskLines mask[1] = {MaskLines(places)};
+  MaskPairs<B::kPassing / 8> pairs[1];
+  load_mask(pairs[0], mask[0], places);
+  Strips<1, B::kPassing> s = {}, dp = {};
+  const Left<typename B::Left1, 1, false> first_left(memory, warp);
+  product<typename B::Type, typename B::Right1>(s, first_left, ptx::shared_address(right1), 0);
+  const Place place = {row, column};
+  if constexpr (B::kGiven) {
+    read_given<B>(dp, p, b, h, place);
+  } else {
+    const Left<typename B::Left2, 1, false> second_left(left2, warp);
+    product<typename B::Type, typename B::Right2>(dp, second_left, ptx::shared_address(right2), 0);
+  }
+  const RowStates states(p, workspace, b, h);
+  const RowState staying[1][2] = {{states.at(row), states.at(row + 8)}};
+  differentiate<B>(s, dp, head, Visible(p, b), false, staying, 0, mask, pairs, place);
 #pragma unroll
   for (int n = 0; n < B::kPassing / 8; ++n)
 #pragma unroll
-    for (int e = 0; e < 4; ++e) total[n][e] += dp[n][e];
+    for (int e = 0; e < 4; ++e) total[n][e] += dp[0][n][e];
   ptx::block_sync("mask: all are done with this tile");
 }
 
@@ -117,7 +124,7 @@ FA_DEVICE void sum_columns(Accumulator<B::kPassing>& total) {
 
 template <class B>
 __global__ void __launch_bounds__(B::kThreads, 1)
-    mask_gradient_kernel(const FaParams p, const float* deltas) {
+    mask_gradient_kernel(const FaParams p, float* workspace) {
   FA_SHARED_MEMORY(memory);
   const Extent of_b = extent(p, 0, p.B), of_h = extent(p, 1, p.H);
   const Extent of_i = extent(p, 2, tiles_of_rows<B>(p)), of_j = extent(p, 3, tiles_of_keys<B>(p));
@@ -134,7 +141,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     each(of_h, own_h, p.H, [&](int64_t h) {
       each(of_i, own_i, tiles_of_rows<B>(p), [&](int64_t i) {
         each(of_j, own_j, tiles_of_keys<B>(p), [&](int64_t j) {
-          add_tile<B>(total, memory, p, deltas, b, h, static_cast<int>(i) * B::kStaying,
+          add_tile<B>(total, memory, p, workspace, b, h, static_cast<int>(i) * B::kStaying,
                       static_cast<int>(j) * B::kPassing);
         });
       });
@@ -160,12 +167,12 @@ __global__ void __launch_bounds__(B::kThreads, 1)
 }
 
 template <class B>
-int start_mask_gradient(const FaParams& p, const float* deltas, void* stream) {
+int start_mask_gradient(const FaParams& p, float* workspace, void* stream) {
   const int64_t blocks = extent(p, 0, p.B).parts * extent(p, 1, p.H).parts *
                          extent(p, 2, tiles_of_rows<B>(p)).parts *
                          extent(p, 3, tiles_of_keys<B>(p)).parts;
   return launch_blocks("mask_gradient_kernel", mask_gradient_kernel<B>, blocks, B::kThreads,
-                       B::kSharedBytes, stream, p, deltas);
+                       B::kSharedBytes, stream, p, workspace);
 }
 
 }  // namespace sm80

@@ -1,7 +1,7 @@
 // The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
 #pragma once
 #include "../launch.h"
-#include "../normaliser.cuh"
+#include "row_states.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -15,14 +15,19 @@ FA_DEVICE float warp_sum(float x) {
   return x;
 }
 
-// delta[b, h, i] = sum over d of dout * out, less dlse: what a row's every dp is less by. 0 where
-// there is no output. A warp for each row.
-template <class Type>
-__global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, float* deltas) {
+// The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
+// dlse, which a row's every dp is less by. 0 where there is no output. A warp for each row.
+template <class Type, bool general>
+__global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, float* workspace) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
-  if (at >= p.B * p.H * p.M) return;
-  const int64_t i = at % p.M, h = at / p.M % p.H, b = at / p.M / p.H;
+  const int64_t rows = padded_rows(p);
+  const int64_t i = at % rows, h = at / rows % p.H, b = at / rows / p.H;
+  const RowStates states(p, workspace, b, h);
+  if (i >= p.M) {
+    if (lane == 0) states.set(i, {INFINITY, 0.0f, 0.0f});
+    return;
+  }
   const auto row_of = [&](const FaTensor& x) {
     return static_cast<const uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1] +
            i * x.stride[2];
@@ -37,14 +42,17 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, fl
     const int64_t* stride = p.dlse.stride;
     sum -= read(p.dlse, b * stride[0] + h * stride[1] + i * stride[2]);
   }
-  if (lane == 0) deltas[at] = sum;
+  if (lane == 0) {
+    const Normaliser normaliser = Normalisers(p, b, h).at<general>(i);
+    states.set(i, {normaliser.level, normaliser.rest, -sum});
+  }
 }
 
 // dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a value.
 // A block for each head, which adds in one order.
 template <int threads>
 __global__ void __launch_bounds__(threads)
-    sink_gradient_kernel(const FaParams p, const float* deltas) {
+    sink_gradient_kernel(const FaParams p, float* workspace) {
   FA_SHARED_MEMORY(memory);
   auto* sums = reinterpret_cast<float*>(memory);
   const int64_t h = blockIdx.x;
@@ -55,7 +63,8 @@ __global__ void __launch_bounds__(threads)
     const int64_t b = at / p.M, i = at % p.M;
     const Normaliser normaliser = Normalisers(p, b, h).at<true>(i);
     if (normaliser.level == INFINITY || sink == -INFINITY) continue;
-    sum -= probability<true>(sink, normaliser, kLog2e) * deltas[(b * p.H + h) * p.M + i];
+    const float minus_delta = RowStates(p, workspace, b, h).at(kMinusDelta, i);
+    sum += probability<true>(sink, normaliser, kLog2e) * minus_delta;
   }
   sum = warp_sum(sum);
   if (thread % 32 == 0) sums[thread / 32] = sum;
@@ -66,16 +75,17 @@ __global__ void __launch_bounds__(threads)
   static_cast<float*>(p.dsinks.data)[h * p.dsinks.stride[1]] = total;
 }
 
-template <class Type>
-int start_delta(const FaParams& p, float* deltas, void* stream) {
-  const int64_t rows = p.B * p.H * p.M, warps = kRowThreads / 32;
-  return launch_blocks("delta_kernel", delta_kernel<Type>, (rows + warps - 1) / warps, kRowThreads,
-                       0, stream, p, deltas);
+template <class Type, bool general>
+int start_delta(const FaParams& p, float* workspace, void* stream) {
+  constexpr int warps = kRowThreads / 32;
+  static_assert(kRowsOfTiles % warps == 0, "blocks would be left over");
+  return launch_blocks("delta_kernel", delta_kernel<Type, general>,
+                       p.B * p.H * padded_rows(p) / warps, kRowThreads, 0, stream, p, workspace);
 }
 
-inline int start_sink_gradient(const FaParams& p, const float* deltas, void* stream) {
+inline int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
   return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads>, p.H, kRowThreads,
-                       sizeof(float) * (kRowThreads / 32), stream, p, deltas);
+                       sizeof(float) * (kRowThreads / 32), stream, p, workspace);
 }
 
 }  // namespace sm80

@@ -9,25 +9,25 @@ namespace fa {
 namespace sm80 {
 
 template <class Type, int D>
-int gradients_of_weights(const FaParams& p, float* deltas, void* stream) {
-  int failed = start_delta<Type>(p, deltas, stream);
+int gradients_of_weights(const FaParams& p, float* workspace, void* stream) {
+  int failed = start_delta<Type, true>(p, workspace, stream);
   if (!failed && !p.constant_lse)
-    failed = start_gradient<Backward<Type, D, 0, kDelta, true>>(p, deltas, stream);
-  if (!failed && p.dsinks.data) failed = start_sink_gradient(p, deltas, stream);
+    failed = start_gradient<Backward<Type, D, 0, kDelta, true>>(p, workspace, stream);
+  if (!failed && p.dsinks.data) failed = start_sink_gradient(p, workspace, stream);
   if (!failed && p.dq.data)
-    failed = start_gradient<Backward<Type, D, 0, kOfQ, true>>(p, deltas, stream);
+    failed = start_gradient<Backward<Type, D, 0, kOfQ, true>>(p, workspace, stream);
   if (!failed && p.dk.data)
-    failed = start_gradient<Backward<Type, D, 0, kOfK, true>>(p, deltas, stream);
+    failed = start_gradient<Backward<Type, D, 0, kOfK, true>>(p, workspace, stream);
   if (!failed && p.dmask.data)
-    failed = start_mask_gradient<Backward<Type, D, 0, kOfMask, true>>(p, deltas, stream);
+    failed = start_mask_gradient<Backward<Type, D, 0, kOfMask, true>>(p, workspace, stream);
   return failed;
 }
 
 template <class Type>
 int weights_backward_of(const FaParams& p, void* stream) {
   return with_dims(p, [&](auto dims) {  // v is absent: Dv is 0
-    auto* deltas = static_cast<float*>(p.workspace);
-    return gradients_of_weights<Type, decltype(dims)::kD>(p, deltas, stream);
+    auto* workspace = static_cast<float*>(p.workspace);
+    return gradients_of_weights<Type, decltype(dims)::kD>(p, workspace, stream);
   });
 }
 

@@ -1,0 +1,68 @@
+// What weights and gradients of a row are measured from, in the workspace of a backward pass: its
+// level, what the level's rounding lost (normaliser.cuh), and - delta (backward.cuh). The rows of a
+// query head end at a whole tile, and what is read of those that are not there weighs nothing.
+#pragma once
+#include "../normaliser.cuh"
+
+namespace fa {
+namespace sm80 {
+
+struct RowState {
+  float level, rest, minus_delta;
+};
+
+enum Part { kLevel, kRest, kMinusDelta, kParts };
+constexpr int kRowsOfTiles = 128;  // a multiple of the rows of every tile
+constexpr int kTogether = 16;      // rows: their levels lie together, then their rests and deltas
+
+FA_SHARED int64_t padded_rows(const FaParams& p) {
+  return (p.M + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
+}
+
+// Of the rows of one query head.
+struct RowStates {
+  float* data;
+
+  FA_DEVICE RowStates(const FaParams& p, float* workspace, int64_t b, int64_t h)
+      : data(workspace + (b * p.H + h) * kParts * padded_rows(p)) {}
+
+  static FA_DEVICE int place(Part part, int i) {
+    return (i / kTogether * kParts + part) * kTogether + i % kTogether;
+  }
+  FA_DEVICE float& at(Part part, int64_t i) const { return data[place(part, static_cast<int>(i))]; }
+  FA_DEVICE RowState at(int64_t i) const {
+    return {at(kLevel, i), at(kRest, i), at(kMinusDelta, i)};
+  }
+  FA_DEVICE void set(int64_t i, RowState state) const {
+    at(kLevel, i) = state.level;
+    at(kRest, i) = state.rest;
+    at(kMinusDelta, i) = state.minus_delta;
+  }
+};
+
+// Those of so many rows, in shared memory.
+template <int kRows>
+struct StateTile {
+  static constexpr int kBytes = kParts * kRows * static_cast<int>(sizeof(float));
+
+  // Rows from `first` on, at which a tile begins. The caller commits and waits.
+  static FA_DEVICE void load(unsigned char* to, const RowStates& from, int first) {
+    const unsigned thread = threadIdx.x;
+    if (thread < kBytes / 16)
+      ptx::copy16(ptx::shared_address(to) + thread * 16, from.data + first * kParts + thread * 4);
+  }
+
+  // Those of rows i and i + 1; i is even.
+  static FA_DEVICE void read(RowState (&two)[2], const unsigned char* tile, int i) {
+    const auto* data = reinterpret_cast<const float*>(tile);
+    const auto pair = [&](Part part) {
+      return *reinterpret_cast<const float2*>(data + RowStates::place(part, i));
+    };
+    const float2 level = pair(kLevel), rest = pair(kRest), minus_delta = pair(kMinusDelta);
+    two[0] = {level.x, rest.x, minus_delta.x};
+    two[1] = {level.y, rest.y, minus_delta.y};
+  }
+};
+
+}  // namespace sm80
+}  // namespace fa

@@ -1,0 +1,205 @@
+// From the products of one tile to weights and to ds, in the registers of a warp: the middle of
+// every backward pass.
+#pragma once
+#include <type_traits>
+
+#include "../dropout.cuh"
+#include "../mask.cuh"
+#include "product.cuh"
+#include "row_states.cuh"
+
+namespace fa {
+namespace sm80 {
+
+// What a warp holds of its rows that stay, in strips of 16, at columns that pass.
+template <int strips, int columns>
+using Strips = Accumulator<columns>[strips];
+
+// A warp's staying rows as the left side of a product: held in registers, or read for each. They
+// lie so many strips below where the tile begins.
+template <class Tile, int strips, bool held, int below = 0>
+struct Left {
+  uint32_t tile;  // from the warp's rows on
+  uint32_t a[held ? strips : 1][held ? Tile::kColumns / 16 : 1][4];
+
+  FA_DEVICE Left(const unsigned char* memory, int warp)
+      : tile(ptx::shared_address(memory + warp * strips * 32 * Tile::kColumns)) {}
+  FA_DEVICE void hold() {
+    if constexpr (held)
+#pragma unroll
+      for (int strip = 0; strip < strips; ++strip)
+#pragma unroll
+        for (int d = 0; d < Tile::kColumns / 16; ++d)
+          load_left<Tile>(a[strip][d], tile, below + strip, d);
+  }
+  FA_DEVICE void get(uint32_t (&to)[4], int strip, int d) const {
+    if constexpr (held)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) to[k] = a[strip][d][k];
+    else
+      load_left<Tile>(to, tile, below + strip, d);
+  }
+};
+
+// s += L R^T, R the rows of a tile from 16 at on.
+template <class Type, class Right, class Left, int strips, int n>
+FA_DEVICE void product(float (&s)[strips][n][4], const Left& left, uint32_t right, int at) {
+#pragma unroll
+  for (int d = 0; d < Right::kColumns / 16; ++d) {
+    uint32_t a[strips][4];
+#pragma unroll
+    for (int strip = 0; strip < strips; ++strip) left.get(a[strip], strip, d);
+#pragma unroll
+    for (int j = 0; j < n / 2; ++j) {
+      uint32_t b[4];
+      load_right_transposed<Right>(b, right, at + j, d);
+#pragma unroll
+      for (int strip = 0; strip < strips; ++strip) {
+        ptx::multiply(Type(), s[strip][2 * j], a[strip], b[0], b[1]);
+        ptx::multiply(Type(), s[strip][2 * j + 1], a[strip], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// out += x R, R the same rows.
+template <class Type, class Right, int strips, int n, int columns>
+FA_DEVICE void accumulate(float (&out)[strips][columns][4], const float (&x)[strips][n][4],
+                          uint32_t right, int at) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) {
+    uint32_t a[strips][4];
+#pragma unroll
+    for (int strip = 0; strip < strips; ++strip)
+      pack_left(Type(), a[strip], x[strip][2 * j], x[strip][2 * j + 1]);
+#pragma unroll
+    for (int d = 0; d < columns / 2; ++d) {
+      uint32_t b[4];
+      load_right<Right>(b, right, at + j, d);
+#pragma unroll
+      for (int strip = 0; strip < strips; ++strip) {
+        ptx::multiply(Type(), out[strip][2 * d], a[strip], b[0], b[1]);
+        ptx::multiply(Type(), out[strip][2 * d + 1], a[strip], b[2], b[3]);
+      }
+    }
+  }
+}
+
+// Where a lane's first element lies: a row or key that stays, and one that passes.
+struct Place {
+  int stays, passes;
+};
+
+// dp -= delta. passing(two, at): the states of rows that pass, a lane's first and the next, `at`
+// further on.
+template <class B, int strips, int n, class Passing>
+FA_DEVICE void subtract_deltas(float (&dp)[strips][n][4], const RowState (&staying)[strips][2],
+                               Passing passing) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    RowState two[2] = {};
+    if constexpr (B::kKeysStay) passing(two, 8 * k);
+#pragma unroll
+    for (int strip = 0; strip < strips; ++strip)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        dp[strip][k][e] += (B::kKeysStay ? two[e % 2] : staying[strip][e / 2]).minus_delta;
+  }
+}
+
+// What becomes of dp where ds by the mask is wanted, which is added after softcap.
+template <int n>
+struct MaskGradient : Gradient<n> {
+  FA_DEVICE void multiply(int, int, float) const {}
+};
+
+// Logits become weights, and dp less delta ds. Of a whole tile all rows see all keys.
+template <class B, bool whole, int strips, int n, class Passing>
+FA_DEVICE void weigh(float (&s)[strips][n][4], float (&dp)[strips][n][4], float to_log2,
+                     const Visible& visible, int rows, const RowState (&staying)[strips][2],
+                     Passing passing, Place place) {
+  Band band[strips][2] = {};
+#pragma unroll
+  for (int x = 0; x < (whole ? 0 : 2 * strips); ++x)
+    band[x / 2][x % 2] = B::kKeysStay ? visible.rows_of(place.stays + 8 * x, rows)
+                                      : visible.keys_of(place.stays + 8 * x, rows);
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    RowState two[2] = {};
+    if constexpr (B::kKeysStay) passing(two, 8 * k);
+#pragma unroll
+    for (int strip = 0; strip < strips; ++strip)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const RowState& state = B::kKeysStay ? two[e % 2] : staying[strip][e / 2];
+        float &x = s[strip][k][e], &y = dp[strip][k][e];
+        if (!B::kGeneral && !B::kDeltaFirst) y += state.minus_delta;
+        const float weight = probability<B::kGeneral>(x, {state.level, state.rest}, to_log2);
+        const bool seen = whole || band[strip][e / 2].holds(place.passes + 8 * k + e % 2);
+        x = seen ? weight : 0.0f;
+        y = seen ? weight * y : 0.0f;
+      }
+  }
+}
+
+// All of it for one tile, or columns of one: from its products and dp to weights, as dropout leaves
+// them but for its factor, and ds. `whole`: all rows see all keys.
+template <class B, int strips, int n, class Passing>
+FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4], const Head& head,
+                             const Visible& visible, bool whole,
+                             const RowState (&staying)[strips][2], Passing passing,
+                             const MaskLines (&mask)[strips], const MaskPairs<n> (&pairs)[strips],
+                             Place place) {
+  const FaParams& p = head.p;
+  Kept<n> kept[strips];
+  if constexpr (B::kGeneral) {
+    using Of = std::conditional_t<B::kMakesSums, Gradient<n>, MaskGradient<n>>;
+    if (p.dropout_p > 0)
+#pragma unroll
+      for (int x = 0; x < strips; ++x) {
+        kept[x] = draw<n>(Places<B::kKeysStay>{head, place.stays + 16 * x, place.passes});
+        each_of(dp[x], [&](int k, int e) {
+          dp[x][k][e] = kept[x].at(k, e) ? dp[x][k][e] * head.dropout_factor : 0.0f;
+        });
+      }
+    subtract_deltas<B>(dp, staying, passing);
+#pragma unroll
+    for (int x = 0; x < strips; ++x)
+      logits(s[x], Places<B::kKeysStay>{head, place.stays + 16 * x, place.passes}, mask[x],
+             pairs[x], Of{dp[x]});
+  }
+  const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
+  const int rows = static_cast<int>(p.M);
+  if (whole)
+    weigh<B, true>(s, dp, to_log2, visible, rows, staying, passing, place);
+  else
+    weigh<B, false>(s, dp, to_log2, visible, rows, staying, passing, place);
+  if (B::kGeneral && B::kSecond && p.dropout_p > 0)
+#pragma unroll
+    for (int x = 0; x < strips; ++x) drop(s[x], kept[x]);
+}
+
+// dp of a tile where it is an input, or what a head has of the mean's.
+template <class B, int strips, int n>
+FA_DEVICE void read_given(float (&dp)[strips][n][4], const FaParams& p, int64_t b, int64_t h,
+                          Place place) {
+  const int64_t* stride = p.dweights.stride;
+  const auto* data = static_cast<const uint16_t*>(p.dweights.data) + b * stride[0] + h * stride[1];
+  const float share = p.average_heads ? 1.0f / static_cast<float>(p.H) : 1.0f;
+#pragma unroll
+  for (int strip = 0; strip < strips; ++strip)
+#pragma unroll
+    for (int k = 0; k < n; ++k)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int stays = place.stays + 16 * strip + e / 2 * 8;
+        const int passes = place.passes + 8 * k + e % 2;
+        const int64_t i = B::kKeysStay ? passes : stays, j = B::kKeysStay ? stays : passes;
+        if (i < p.M && j < p.N)
+          dp[strip][k][e] =
+              share * ptx::widen(typename B::Type(), data[i * stride[2] + j * stride[3]]);
+      }
+}
+
+}  // namespace sm80
+}  // namespace fa
