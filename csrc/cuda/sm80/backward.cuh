@@ -49,7 +49,8 @@ struct Backward {
                                   : kWidest <= 192                          ? 32
                                                                             : 16;
   // Of what passes, in registers at a time.
-  static constexpr int kAtOnce = !kMakesSums ? kPassing : kStrips == 1 && kWidest <= 128 ? 32 : 16;
+  static constexpr bool kMany = kStrips == 1 && kWidest <= 128 && (kKeysStay || kGeneral);
+  static constexpr int kAtOnce = !kMakesSums ? kPassing : kMany ? 32 : 16;
   using Left1 = Tile<kStaying, kD>;
   using Left2 = Tile<kStaying, kDv>;
   using Right1 = Tile<kPassing, kD>;
