@@ -86,22 +86,45 @@ def _lea(state: State, x: Instruction) -> Values:
 
 
 def _logic(state: State, x: Instruction) -> Values:
-    tells, to, reads = _parts(x)
-    values = [state.word(y) for y in reads[:3]]
-    table, found = int(reads[3], 0), set()
-    for guess in itertools.product(*[(v,) if v is not None else (0, WORD - 1) for v in values]):
+    tells, to, _ = _parts(x)
+    known, value = _bits(state, x)
+    values: Values = {to: value} if known == WORD - 1 else {}
+    if known == WORD - 1 or value:
+        values |= dict.fromkeys(tells[:1], value != 0)
+    return values
+
+
+def _packed(state: State, x: Instruction) -> Values:
+    """P2R: predicates of a mask as the bits of a register, into others that it has."""
+    to, _, rest, mask = x.operands
+    value, bits = state.word(rest), int(mask, 0)
+    for k in range(7):
+        if bits >> k & 1:
+            one = state.predicate(f"P{k}")
+            if one is None or value is None:
+                return {}
+            value = value & ~(1 << k) | one << k
+    return {to: value}
+
+
+def _bits(state: State, x: Instruction) -> tuple[int, int]:
+    """Which bits LOP3 writes are known, and these. ptxas keeps predicates so, each a bit of a
+    register, for which there are no others left."""
+    _, _, reads = _parts(x)
+    guesses, table, found = [], int(reads[3], 0), []
+    for known, value in map(state.some_bits, reads[:3]):
+        guesses.append({value, value | (WORD - 1 - known)})
+    for guess in itertools.product(*guesses):
         words = [(WORD - 1 - v, v) for v in guess]
-        found.add(
+        found.append(
             sum_or(
                 words[0][k >> 2 & 1] & words[1][k >> 1 & 1] & words[2][k & 1]
                 for k in range(8)
                 if table >> k & 1
             )
         )
-    if len(found) > 1:
-        return {}
-    (value,) = found
-    return {to: value} | dict.fromkeys(tells[:1], value != 0)
+    differ = sum_or(x ^ found[0] for x in found)
+    return WORD - 1 - differ, found[0] & ~differ
 
 
 def sum_or(words) -> int:
@@ -218,6 +241,7 @@ OPERATIONS: dict[str, Callable[[State, Instruction], Values]] = {
     "IMAD": _product,
     "LEA": _lea,
     "LOP3": _logic,
+    "P2R": _packed,
     "SHF": _shift,
     "SEL": _select,
     "ISETP": _compare,
@@ -227,6 +251,15 @@ OPERATIONS: dict[str, Callable[[State, Instruction], Values]] = {
 }
 
 
+def _bits_after(state: State, x: Instruction, guard: bool | None) -> tuple[int, int]:
+    """Where it is not known whether LOP3 runs, those on which before and after agree."""
+    known, value = _bits(state, x)
+    if guard is None:
+        before, old = state.some_bits(_parts(x)[1])
+        known &= before & ~(value ^ old)
+    return known, value & known
+
+
 def execute(state: State, x: Instruction) -> None:
     """What decides branches is computed; whatever else is written is not known from there on."""
     guard = state.predicate(x.guard) if x.guard else True
@@ -234,7 +267,10 @@ def execute(state: State, x: Instruction) -> None:
         return
     known = OPERATIONS.get(x.base.removeprefix("U"))
     values = known(state, x) if known and guard else None
+    bits = _bits_after(state, x, guard) if known is _logic else (0, 0)
     forget(state, x)
+    if bits[0]:
+        state.bits[_parts(x)[1]] = bits
     for name, value in (values or {}).items():
         if value is None or name in ("PT", "UPT", "RZ", "URZ"):
             continue

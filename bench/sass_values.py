@@ -22,6 +22,7 @@ class State:
 
     constants: dict[int, int]
     registers: dict[str, int] = field(default_factory=dict)
+    bits: dict[str, tuple[int, int]] = field(default_factory=dict)  # known of others: which, value
     predicates: dict[str, bool] = field(default_factory=dict)
     assumed: dict[str, bool] = field(
         default_factory=dict
@@ -43,6 +44,12 @@ class State:
             return self.constants.get(int(found[1], 16) + 4 * offset)
         with_value = re.fullmatch(r"0x[0-9a-f]+|\d+", text)
         return None if not with_value else int(text, 0) if not offset else 0
+
+    def some_bits(self, text: str) -> tuple[int, int]:
+        """Which bits of an operand are known, and these."""
+        if (value := self.word(text)) is not None:
+            return WORD - 1, value
+        return self.bits.get(text.removesuffix(".reuse"), (0, 0))
 
     def integer(self, text: str) -> int | None:
         """With its sign: -0 is 2^32, whose carry is that of a subtraction."""
@@ -106,6 +113,7 @@ def forget(state: State, x: Instruction) -> None:
         state.assumed.pop(name, None)
     for name in registers:
         state.registers.pop(name, None)
+        state.bits.pop(name, None)
 
 
 def condition(state: State, x: Instruction) -> bool | None:

@@ -2,11 +2,22 @@
 
 import argparse
 import json
+import re
 
 import pytest
 from ptx.ours import needs_nvcc
 
-from bench import ledger_code, ledger_model, ledger_page, ledger_report, sass, sass_kinds, sass_walk
+from bench import (
+    ledger_code,
+    ledger_model,
+    ledger_page,
+    ledger_report,
+    sass,
+    sass_arithmetic,
+    sass_kinds,
+    sass_values,
+    sass_walk,
+)
 from bench.ledger_cases import Case, Compiled, cases
 from bench.ledger_model import Tile
 
@@ -111,6 +122,24 @@ def test_an_iteration_of_a_whole_tile():
 def test_other_ways_through_the_loop(constants, dear, more):
     total, kinds = counted(constants or {0: 0}, dear)
     assert (total, kinds["tensor"], kinds["mufu"]) == (PLAIN + more, 1, 1)
+
+
+@pytest.mark.parametrize("known", [False, True, None])
+def test_predicates_that_are_kept_as_bits(known):
+    """By P2R, or each as a bit of a register whose others are not known."""
+    state = sass_values.State({}, predicates={} if known is None else {"P1": known})
+    for line in (
+        "LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT",
+        "@P1 LOP3.LUT R9, R9, 0x2, RZ, 0xfc, !PT",
+        "LOP3.LUT P0, RZ, R9, 0x2, RZ, 0xc0, !PT",
+        "LOP3.LUT P2, RZ, R9, 0x4, RZ, 0xc0, !PT",
+        "P2R R7, PR, RZ, 0x2",
+        "ISETP.NE.AND P3, PT, R7, RZ, PT",
+    ):
+        guard, opcode, operands = re.fullmatch(r"(?:@(\S+) )?(\S+) (.*)", line).groups()
+        x = sass.Instruction(guard or "", opcode, tuple(operands.split(", ")))
+        sass_arithmetic.execute(state, x)
+    assert [state.predicate(x) for x in ("P0", "P2", "P3")] == [known, None, known]
 
 
 def test_what_a_loop_computes_is_not_known_of_the_next_iteration():
