@@ -97,9 +97,11 @@ FA_DEVICE void load_mask(MaskPairs<n>& pairs, const MaskLines& mask, const Place
   }
 }
 
+// Onto logits of this unit; what a bool mask hides has none.
 template <int n, class Places, class Gradient>
 FA_DEVICE void add_mask(float (&s)[n][4], const Places& at, const MaskLines& mask,
-                        const MaskPairs<n>& pairs, Gradient gradient) {
+                        const MaskPairs<n>& pairs, float unit, Gradient gradient) {
+  const auto add = [&](int k, int e, float x) { s[k][e] = fmaf(s[k][e], unit, x); };
   const auto half = [&](int k, int e) {
     return static_cast<uint16_t>(pairs[k][e / 2] >> 16 * (e % 2));
   };
@@ -111,11 +113,11 @@ FA_DEVICE void add_mask(float (&s)[n][4], const Places& at, const MaskLines& mas
         gradient.hide(k, e);
       });
     case FA_BF16:
-      return each_of(s, [&](int k, int e) { s[k][e] += ptx::widen(ptx::BF16(), half(k, e)); });
+      return each_of(s, [&](int k, int e) { add(k, e, ptx::widen(ptx::BF16(), half(k, e))); });
     case FA_F16:
-      return each_of(s, [&](int k, int e) { s[k][e] += ptx::widen(ptx::F16(), half(k, e)); });
+      return each_of(s, [&](int k, int e) { add(k, e, ptx::widen(ptx::F16(), half(k, e))); });
     default:
-      return each_of_mask<float, n>(mask, at, [&](int k, int e, float x) { s[k][e] += x; });
+      return each_of_mask<float, n>(mask, at, add);
   }
 }
 
@@ -125,12 +127,17 @@ template <int n, class Places, class Gradient>
 FA_DEVICE void logits(float (&s)[n][4], const Places& at, const MaskLines& mask,
                       const MaskPairs<n>& pairs, Gradient gradient) {
   const Head& head = at.head(0);
-  if (head.p.softcap > 0)
+  const FaParams& p = head.p;
+  const bool added = p.slopes.data || (p.mask.data && p.mask.dtype != FA_BOOL);
+  float unit = 1.0f;  // of s: the scale is left to the first that adds to it
+  if (p.softcap > 0)
     cap(s, head, gradient);
+  else if (added)
+    unit = head.scale;
   else
     each_of(s, [&](int k, int e) { s[k][e] *= head.scale; });
-  if (head.p.slopes.data) add_alibi(s, at);
-  if (head.p.mask.data) add_mask(s, at, mask, pairs, gradient);
+  if (p.slopes.data) add_alibi(s, at, unit);
+  if (p.mask.data) add_mask(s, at, mask, pairs, p.slopes.data ? 1.0f : unit, gradient);
 }
 
 }  // namespace fa

@@ -1,7 +1,7 @@
 // The score pipeline of the CUDA kernels: the one place of them that knows features, forward and
 // backward.
 //
-//   where   Band, Visible, row_range: which keys a row sees (csrc/band.h)
+//   where   Visible, row_range, hide: which keys a row sees (csrc/band.h)
 //   what    logits: scale, softcap, ALiBi, mask (mask.cuh), in this order
 //   after   draw: dropout's (dropout.cuh)
 //
@@ -51,12 +51,6 @@ struct Band {
   int lo, hi;
   FA_DEVICE bool holds(int j) const { return lo <= j && j < hi; }
 };
-
-FA_DEVICE Band band_of(const FaParams& p, int64_t b, int64_t i) {
-  if (i >= p.M) return {0, 0};
-  const KeyRange range = key_range(p, b, i, i + 1);
-  return {static_cast<int>(range.lo), static_cast<int>(range.hi)};
-}
 
 // Which keys rows see, for the pairs of a tile: i + shift - left <= j <= i + shift + right, and
 // j < length. Sizes fit an int, and band edges that no sequence reaches are cut to do so.
@@ -190,12 +184,24 @@ FA_DEVICE void cap(float (&s)[n][4], const Head& head, Gradient gradient) {
   }
 }
 
+// What is not seen weighs nothing.
+template <int n, class Places, class Gradient>
+FA_DEVICE void hide(float (&s)[n][4], const Places& at, const Visible& visible,
+                    Gradient gradient) {
+  const int rows = static_cast<int>(at.head(0).p.M);
+  each_of(s, [&](int k, int e) {
+    if (visible.keys_of(at.i(k, e), rows).holds(at.j(k, e))) return;
+    s[k][e] = -INFINITY;
+    gradient.hide(k, e);
+  });
+}
+
 template <int n, class Places>
-FA_DEVICE void add_alibi(float (&s)[n][4], const Places& at) {
+FA_DEVICE void add_alibi(float (&s)[n][4], const Places& at, float unit) {
   const float from[2] = {static_cast<float>(at.from(0)), static_cast<float>(at.from(2))};
   each_of(s, [&](int k, int e) {
     const float distance = from[e / 2] + static_cast<float>(Places::offset(k, e));  // exact
-    s[k][e] -= at.head(e).slope * fabsf(distance);
+    s[k][e] = fmaf(s[k][e], unit, -at.head(e).slope * fabsf(distance));
   });
 }
 

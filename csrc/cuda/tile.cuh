@@ -25,7 +25,7 @@ struct Matrix {
   const uint16_t* data;
   int64_t row_stride, column_stride;  // in elements
   int rows, columns;
-  bool chunked;  // whole chunks of 8, each 16 bytes at a multiple of 16
+  int chunked;  // rows of whole chunks of 8, each 16 bytes at a multiple of 16: all, or none
 
   FA_DEVICE const uint16_t* row(int r) const { return data + r * row_stride; }
 };
@@ -34,8 +34,8 @@ FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows
   const auto* data = static_cast<const uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1];
   const bool chunked = x.stride[3] == 1 && columns % 8 == 0 && x.stride[2] % 8 == 0 &&
                        reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  return {data, x.stride[2], x.stride[3], static_cast<int>(rows), static_cast<int>(columns),
-          chunked};
+  const int all = static_cast<int>(rows);
+  return {data, x.stride[2], x.stride[3], all, static_cast<int>(columns), chunked ? all : 0};
 }
 
 // What a thread has of a tile that `threads` load: of every kStep-th row each kLanes-th chunk. All of
@@ -69,8 +69,7 @@ FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
   if (!mine.any()) return;
   const uint32_t address = ptx::shared_address(to);
   // A whole tile, in which nothing is compared.
-  const int wholly = from.chunked && from.columns == Tile::kColumns ? from.rows : 0;
-  if (Rows::kEven && first + Tile::kRows <= wholly) {
+  if (Rows::kEven && from.columns == Tile::kColumns && first + Tile::kRows <= from.chunked) {
     const uint16_t* source = from.row(first + mine.row) + 8 * mine.chunk;
 #pragma unroll
     for (int i = 0; i < Mine::kChunks; ++i) {

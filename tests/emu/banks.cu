@@ -9,7 +9,7 @@ namespace fa {
 template <class Tile>
 __global__ void read_tile(const uint16_t* from, uint32_t* out) {
   FA_SHARED_MEMORY(memory);
-  const Matrix all = {from, Tile::kColumns, 1, Tile::kRows, Tile::kColumns, true};
+  const Matrix all = {from, Tile::kColumns, 1, Tile::kRows, Tile::kColumns, Tile::kRows};
   load_tile<Tile, 128>(memory, all, 0);
   ptx::copies_commit("a tile");
   ptx::copies_wait<0>("it has landed");

@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   const int row = 16 * row_tile + lane / 4, column = 2 * (lane % 4);  // of the block; and row + 8
   const Query query[2] = {query_of(p, hk, first_row + row), query_of(p, hk, first_row + row + 8)};
   const Head head[2] = {Head(p, b, query[0].h), Head(p, b, query[1].h)};
-  const Band band[2] = {band_of(p, b, query[0].i), band_of(p, b, query[1].i)};
+  const Visible visible(p, b);
   const MaskLines mask(QueryPlaces{head, query, 0});
   const float to_log2 = F::kGeneral ? kLog2e : head[0].scale * kLog2e;
 
@@ -226,11 +226,12 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
     MaskPairs<F::kWarpKeys / 8> pairs;
     if (F::kGeneral) load_mask(pairs, mask, places);
     Accumulator<F::kWarpKeys> s = {};
-    multiply_keys<Type, typename F::KTile>(
-        s, k_tile, at / 16, [&](int d) -> const uint32_t(&)[4] { return left[d]; });
+#pragma unroll
+    for (int d = 0; d < F::kD / 16; ++d)
+      add_products<Type, typename F::KTile>(s, left[d], k_tile, d, at / 16);
     const bool whole = by_all.lo <= first && first + F::kWarpKeys <= by_all.hi;
     if (F::kGeneral) logits(s, places, mask, pairs, NoGradient());
-    if (!whole) hide(s, band, first + column);
+    if (!whole) hide(s, places, visible, NoGradient());
     update<F::kGeneral>(state, s, out, to_log2);
     if (F::kGeneral && p.dropout_p > 0) drop(s, draw<F::kWarpKeys / 8>(places));
     multiply_values<Type, typename F::VTile>(out, s, k_tile + F::KTile::kBytes, at / 16,

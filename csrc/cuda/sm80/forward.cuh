@@ -1,6 +1,6 @@
 // Forward on Ampere-class tensor cores (mma.sync, cp.async): FlashAttention-2 (Dao 2023, algorithm
-// 1). A block has 64 rows, a warp 16 of them; keys and values of one tile are computed with while
-// those of the next are on their way.
+// 1). A block has 128 rows, a warp 32 of them; keys, then values of a tile are computed with while
+// those that come after them are on their way. No kernel has fewer rows: calls of few go to decode.
 #pragma once
 #include "softmax.cuh"
 
@@ -13,36 +13,45 @@ struct Forward {
   using Type = Type_;
   static constexpr int kD = kD_, kDv = kDv_;
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kRows = 16 * kWarps;
-  static constexpr int kKeys = kD <= 128 ? 64 : 32;  // two stages fit the 99 KB of sm_86 and sm_89
-  static constexpr bool kKeepQ = kD <= 128;          // in registers, else read again for each tile
+  // Tiles of 16 rows of a warp. Two halve what is read from shared memory, which costs as much as
+  // the products else; the registers of a lane hold their outputs up to 128 columns.
+  static constexpr int kTiles = kD <= 128 ? 2 : 1;
+  static constexpr int kWarps = 4, kThreads = 32 * kWarps, kRows = 16 * kTiles * kWarps;
+  // Beside outputs of 128 columns a mask of 32 keys is what registers have room for.
+  static constexpr int kKeys = kD <= (kGeneral ? 96 : 128) ? 64 : 32;
+  static constexpr bool kKeepQ = kD <= 64 && !kGeneral;  // in registers, else read for each tile
   using QTile = Tile<kRows, kD>;
   using KTile = Tile<kKeys, kD>;
   using VTile = Tile<kKeys, kDv>;
-  static constexpr int kStageBytes = KTile::kBytes + VTile::kBytes;
-  static constexpr int kSharedBytes = QTile::kBytes + 2 * kStageBytes;
+  // One is computed with, two are on their way. All leaves room for two blocks in the 164 KB of
+  // sm_80, and fits the 99 KB of sm_86 and sm_89.
+  static constexpr int kBuffers = 3;
+  static constexpr int kBufferBytes =
+      KTile::kBytes > VTile::kBytes ? KTile::kBytes : VTile::kBytes;
+  static constexpr int kSharedBytes = QTile::kBytes + kBuffers * kBufferBytes;
 };
 
-// The rows' outputs, times what dropout asks for, and normalisers, from lanes to global memory.
+// 16 rows' outputs, times what dropout asks for, and normalisers, from lanes to global memory.
 template <class F>
-FA_DEVICE void store(const FaParams& p, int64_t b, int64_t h, int row, int column, Softmax& state,
-                     Accumulator<F::kDv>& out, float to_log2, float factor) {
+FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, Softmax& state,
+                     Accumulator<F::kDv>& out, float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float level = level_of<F::kGeneral>(state.max[half], to_log2), sum = row_sum(state.sum[half]);
     const int64_t i = row + 8 * half;
     if (i >= p.M) continue;
-    const float decay = count_sink<F::kGeneral>(p, b, h, level, sum);
-    const float inverse = sum == 0.0f ? 0.0f : factor * decay / sum;
-    const OutputRow<typename F::Type> to(p.out, b, h, i, p.Dv);
+    const float decay = count_sink<F::kGeneral>(p, head.b, head.h, level, sum);
+    const float factor = sum == 0.0f ? 0.0f : head.dropout_factor * decay / sum;
+    const OutputRow<typename F::Type> to(p.out, head.b, head.h, i, p.Dv);
 #pragma unroll
     for (int n = 0; n < F::kDv / 8; ++n)
-      to.store(8 * n + column, out[n][2 * half] * inverse, out[n][2 * half + 1] * inverse);
-    if (column == 0) Normalisers(p, b, h).template store<F::kGeneral>(i, level, sum);
+      to.store(8 * n + column, out[n][2 * half] * factor, out[n][2 * half + 1] * factor);
+    if (column == 0)
+      Normalisers(p, head.b, head.h).template store<F::kGeneral>(i, level, sum);
   }
 }
 
-// A block for 64 rows of a head, the last rows first: with a causal band those have most to do.
+// A block for some rows of a head, the last rows first: with a causal band those have most to do.
 template <class F>
 __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams p) {
   using Type = typename F::Type;
@@ -52,66 +61,97 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const int64_t b = head_at / p.H, h = head_at % p.H, hk = key_head(p, h);
   const int first_row = static_cast<int>(blocks - 1 - blockIdx.x % blocks) * F::kRows;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-  const int row = first_row + 16 * warp + lane / 4, column = 2 * (lane % 4);  // and row + 8
+  const int warp_row = first_row + 16 * F::kTiles * warp;
+  const int row = warp_row + lane / 4, column = 2 * (lane % 4);  // and row + 8, + 16, + 24
 
   const Head head(p, b, h);
   const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
-  const int64_t last_row = least(first_row + F::kRows, p.M);
-  const KeyRange seen = key_range(p, b, first_row, last_row);
-  const KeyRange by_all = common_range(p, b, first_row, last_row);
-  const Band band[2] = {band_of(p, b, row), band_of(p, b, row + 8)};
+  const KeyRange seen = key_range(p, b, first_row, least(first_row + F::kRows, p.M));
   const int start = static_cast<int>(seen.lo) / F::kKeys * F::kKeys;
   const int end = static_cast<int>(seen.hi);
+  const KeyRange by_all = common_range(p, b, warp_row, least(warp_row + 16 * F::kTiles, p.M));
+  const int all_from = static_cast<int>(by_all.lo), all_to = static_cast<int>(by_all.hi);
+  const Visible visible(p, b);
+  const auto places = [&](int r, int key) { return Places<false>{head, row + 16 * r, key}; };
+  const MaskLines lines[2] = {MaskLines(places(0, 0)), MaskLines(places(F::kTiles - 1, 0))};
 
   const Matrix q = matrix_of(p.q, b, h, p.M, p.D);
   const Matrix k = matrix_of(p.k, b, hk, end, p.D), v = matrix_of(p.v, b, hk, end, p.Dv);
-  const MaskLines mask(Places<false>{head, row, 0});
-  unsigned char* const stages = memory + F::QTile::kBytes;
-  const uint32_t q_tile = ptx::shared_address(memory);
+  // Keys and values come in turns, each to the buffer after that of those before.
+  const auto buffer = [&](int i) { return memory + F::QTile::kBytes + i * F::kBufferBytes; };
+  const auto after = [](int i) { return i == F::kBuffers - 1 ? 0 : i + 1; };
+  const auto before = [](int i) { return i == 0 ? F::kBuffers - 1 : i - 1; };
+  const auto load_keys = [&](int first, int to) {
+    if (first < end) load_tile<typename F::KTile, F::kThreads>(buffer(to), k, first);
+    ptx::copies_commit("forward: keys");
+  };
+  const auto load_values = [&](int first, int to) {
+    if (first < end) load_tile<typename F::VTile, F::kThreads>(buffer(to), v, first);
+    ptx::copies_commit("forward: values");
+  };
 
-  Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
-  Accumulator<F::kDv> out = {};
-  uint32_t left[F::kKeepQ ? F::kD / 16 : 1][4];
+  Softmax state[F::kTiles];
+#pragma unroll
+  for (Softmax& one : state) one = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
+  float out[F::kTiles][F::kDv / 8][4] = {};
+  uint32_t left[F::kKeepQ ? F::kD / 16 : 1][F::kTiles][4];
 
   load_tile<typename F::QTile, F::kThreads>(memory, q, first_row);
-  load_tile<typename F::KTile, F::kThreads>(stages, k, start);
-  load_tile<typename F::VTile, F::kThreads>(stages + F::KTile::kBytes, v, start);
-  ptx::copies_commit("forward: first tile");
-  for (int first = start, stage = 0; first < end; first += F::kKeys, stage ^= 1) {
-    unsigned char* const now = stages + stage * F::kStageBytes;
-    unsigned char* const next = stages + (stage ^ 1) * F::kStageBytes;
-    if (first + F::kKeys < end) {
-      load_tile<typename F::KTile, F::kThreads>(next, k, first + F::kKeys);
-      load_tile<typename F::VTile, F::kThreads>(next + F::KTile::kBytes, v, first + F::kKeys);
-    }
-    ptx::copies_commit("forward: next tile");
-    ptx::copies_wait<1>("forward: this tile has landed");
-    ptx::block_sync("forward: all see this tile");
-
-    const uint32_t k_tile = ptx::shared_address(now), v_tile = k_tile + F::KTile::kBytes;
-    if (F::kKeepQ && first == start)
+  load_keys(start, 0);
+  load_values(start, 1);
+  if (F::kKeepQ) {
+    ptx::copies_wait<1>("forward: the rows have landed");
+    ptx::block_sync("forward: all see the rows");
 #pragma unroll
-      for (int d = 0; d < F::kD / 16; ++d) load_left<typename F::QTile>(left[d], q_tile, warp, d);
-    const Places<false> places = {head, row, first + column};
-    MaskPairs<F::kKeys / 8> pairs;
-    if (F::kGeneral) load_mask(pairs, mask, places);
-    Accumulator<F::kKeys> s = {};
-    multiply_keys<Type, typename F::KTile>(s, k_tile, 0, [&](int d) -> uint32_t(&)[4] {
-      uint32_t(&a)[4] = left[F::kKeepQ ? d : 0];
-      if (!F::kKeepQ) load_left<typename F::QTile>(a, q_tile, warp, d);
-      return a;
-    });
+    for (int d = 0; d < F::kD / 16; ++d)
+#pragma unroll
+      for (int r = 0; r < F::kTiles; ++r)
+        load_left<typename F::QTile>(left[d][r], ptx::shared_address(memory),
+                                     F::kTiles * warp + r, d);
+  }
+  for (int first = start, now = 0; first < end; first += F::kKeys, now = after(now)) {
+    ptx::copies_wait<1>("forward: the keys have landed");
+    ptx::block_sync("forward: all see the keys, and are done with the values before");
+    load_keys(first + F::kKeys, before(now));  // to where those values were
 
-    const bool whole = by_all.lo <= first && first + F::kKeys <= by_all.hi;
-    if (F::kGeneral) logits(s, places, mask, pairs, NoGradient());
-    if (!whole) hide(s, band, first + column);
-    update<F::kGeneral>(state, s, out, to_log2);
-    if (F::kGeneral && p.dropout_p > 0) drop(s, draw<F::kKeys / 8>(places));
-    multiply_values<Type, typename F::VTile>(out, s, v_tile, 0);
-    ptx::block_sync("forward: all are done with this tile");
+    MaskPairs<F::kKeys / 8> pairs;
+    const auto ask = [&](int r) { load_mask(pairs, lines[r], places(r, first + column)); };
+    if (F::kGeneral) ask(0);
+    float s[F::kTiles][F::kKeys / 8][4] = {};
+    const uint32_t q_tile = ptx::shared_address(memory), k_tile = ptx::shared_address(buffer(now));
+#pragma unroll
+    for (int d = 0; d < F::kD / 16; ++d) {
+      uint32_t(&a)[F::kTiles][4] = left[F::kKeepQ ? d : 0];
+      if (!F::kKeepQ)
+#pragma unroll
+        for (int r = 0; r < F::kTiles; ++r)
+          load_left<typename F::QTile>(a[r], q_tile, F::kTiles * warp + r, d);
+      add_products<Type, typename F::KTile>(s, a, k_tile, d);
+    }
+
+    LeftSides<F::kKeys / 8> weights[F::kTiles];
+    const bool whole = all_from <= first && first + F::kKeys <= all_to;
+#pragma unroll
+    for (int r = 0; r < F::kTiles; ++r) {
+      const Places<false> at = places(r, first + column);
+      if (F::kGeneral) logits(s[r], at, lines[r], pairs, NoGradient());
+      if (F::kGeneral && r + 1 < F::kTiles) ask(r + 1);
+      if (!whole) hide(s[r], at, visible, NoGradient());
+      update<F::kGeneral>(state[r], s[r], out[r], to_log2);
+      if (F::kGeneral && p.dropout_p > 0) drop(s[r], draw<F::kKeys / 8>(at));
+      pack_weights<Type>(weights[r], s[r]);
+    }
+
+    ptx::copies_wait<1>("forward: the values have landed");
+    ptx::block_sync("forward: all see the values, and are done with the keys");
+    load_values(first + F::kKeys, now);
+    now = after(now);
+    multiply_values<Type, typename F::VTile>(out, weights, ptx::shared_address(buffer(now)));
   }
   ptx::copies_wait<0>("forward: nothing is on its way");
-  store<F>(p, b, h, row, column, state, out, to_log2, head.dropout_factor);
+#pragma unroll
+  for (int r = 0; r < F::kTiles; ++r)
+    store<F>(p, head, row + 16 * r, column, state[r], out[r], to_log2);
 }
 
 }  // namespace sm80

@@ -51,47 +51,72 @@ FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],
   a[3] = ptx::pack(type, high[2], high[3]);
 }
 
-// s += a (16 rows, columns 16 d on) times these columns of the rows of a tile, those from 16 at on.
-template <class Type, class Tile, int n>
-FA_DEVICE void add_products(float (&s)[n][4], const uint32_t (&a)[4], uint32_t tile, int d,
-                            int at = 0) {
+// s += a (16 rows, columns 16 d on) times these columns of the rows of a tile, those from 16 at on. The
+// 16 rows of a warp, or more of them: what is read of the tile feeds the products of all.
+template <class Type, class Tile, int tiles, int n>
+FA_DEVICE void add_products(float (&s)[tiles][n][4], const uint32_t (&a)[tiles][4], uint32_t tile,
+                            int d, int at = 0) {
 #pragma unroll
   for (int j = 0; j < n / 2; ++j) {
     uint32_t right[4];
     load_right_transposed<Tile>(right, tile, at + j, d);
-    ptx::multiply(Type(), s[2 * j], a, right[0], right[1]);
-    ptx::multiply(Type(), s[2 * j + 1], a, right[2], right[3]);
-  }
-}
-
-// out += weights times the rows of a tile, those from 16 at on, and their columns from 16 column
-// on.
-template <class Type, class Tile, int n, int columns>
-FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[n][4],
-                               uint32_t tile, int at = 0, int column = 0) {
 #pragma unroll
-  for (int j = 0; j < n / 2; ++j) {
-    uint32_t a[4];
-    pack_left(Type(), a, weights[2 * j], weights[2 * j + 1]);
-#pragma unroll
-    for (int d = 0; d < columns / 2; ++d) {
-      uint32_t right[4];
-      load_right<Tile>(right, tile, at + j, column + d);
-      ptx::multiply(Type(), out[2 * d], a, right[0], right[1]);
-      ptx::multiply(Type(), out[2 * d + 1], a, right[2], right[3]);
+    for (int r = 0; r < tiles; ++r) {
+      ptx::multiply(Type(), s[r][2 * j], a[r], right[0], right[1]);
+      ptx::multiply(Type(), s[r][2 * j + 1], a[r], right[2], right[3]);
     }
   }
 }
 
-// Keys that a row does not see weigh nothing. `first` is the lane's first key.
+// Weights as the left sides of products, 16 columns each.
 template <int n>
-FA_DEVICE void hide(float (&s)[n][4], const Band (&band)[2], int first) {
-  each_of(s, [&](int k, int e) {
-    if (!band[e / 2].holds(first + 8 * k + e % 2)) s[k][e] = -INFINITY;
-  });
+using LeftSides = uint32_t[n / 2][4];
+
+template <class Type, int n>
+FA_DEVICE void pack_weights(LeftSides<n>& to, const float (&weights)[n][4]) {
+#pragma unroll
+  for (int j = 0; j < n / 2; ++j) pack_left(Type(), to[j], weights[2 * j], weights[2 * j + 1]);
 }
 
-// Nor do those that dropout drops. The factor of the others is left to whoever stores their sums.
+// out += weights times the rows of a tile, those from 16 at on, and their columns from 16 column
+// on.
+template <class Type, class Tile, int tiles, int sixteens, int columns>
+FA_DEVICE void multiply_values(float (&out)[tiles][columns][4],
+                               const uint32_t (&weights)[tiles][sixteens][4], uint32_t tile,
+                               int at = 0, int column = 0) {
+#pragma unroll
+  for (int j = 0; j < sixteens; ++j)
+#pragma unroll
+    for (int d = 0; d < columns / 2; ++d) {
+      uint32_t right[4];
+      load_right<Tile>(right, tile, at + j, column + d);
+#pragma unroll
+      for (int r = 0; r < tiles; ++r) {
+        ptx::multiply(Type(), out[r][2 * d], weights[r][j], right[0], right[1]);
+        ptx::multiply(Type(), out[r][2 * d + 1], weights[r][j], right[2], right[3]);
+      }
+    }
+}
+
+// One of something is an array of it.
+template <class T>
+FA_DEVICE T (&alone(T& x))[1] {
+  return reinterpret_cast<T(&)[1]>(x);
+}
+template <class Type, class Tile, int n>
+FA_DEVICE void add_products(float (&s)[n][4], const uint32_t (&a)[4], uint32_t tile, int d,
+                            int at = 0) {
+  add_products<Type, Tile>(alone(s), alone(a), tile, d, at);
+}
+template <class Type, class Tile, int n, int columns>
+FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[n][4],
+                               uint32_t tile, int at = 0, int column = 0) {
+  LeftSides<n> left;
+  pack_weights<Type>(left, weights);
+  multiply_values<Type, Tile>(alone(out), alone(left), tile, at, column);
+}
+
+// What dropout drops weighs nothing. The factor of the rest is left to whoever stores their sums.
 template <int n>
 FA_DEVICE void drop(float (&weights)[n][4], const Kept<n>& kept) {
   each_of(weights, [&](int k, int e) {

@@ -11,17 +11,6 @@ struct Softmax {
   float max[2], sum[2];
 };
 
-// s += rows times keys, those from 16 at on of a tile. left(d): columns 16 d to 16 d + 15 of the
-// rows.
-template <class Type, class KTile, class Left, int n>
-FA_DEVICE void multiply_keys(float (&s)[n][4], uint32_t k_tile, int at, Left left) {
-#pragma unroll
-  for (int d = 0; d < KTile::kColumns / 16; ++d) {
-    const uint32_t(&a)[4] = left(d);
-    add_products<Type, KTile>(s, a, k_tile, d, at);
-  }
-}
-
 // One lane's scores of a tile become weights exp(s - level), and what went before is rescaled.
 template <bool general, int n, int columns>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 ? 1 : 
   const KeyRange seen = key_range(p, b, first_row, last_row);
   const KeyRange by_all = common_range(p, b, first_row, last_row);
   const bool whole = by_all.lo <= first_key && last_key <= by_all.hi;
-  const Band band[2] = {band_of(p, b, row), band_of(p, b, row + 8)};
+  const Visible visible(p, b);
   const int heads = p.average_heads ? static_cast<int>(p.H) : 1, first = plane;
   const int last = seen.lo < last_key && first_key < seen.hi ? first + heads : first;
 
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 ? 1 : 
       add_products<typename W::Type, typename W::KTile>(s, a, k_tile, d);
     }
     if (W::kGeneral) logits(s, places, mask, pairs, NoGradient());
-    if (!whole) hide(s, band, column);
+    if (!whole) hide(s, places, visible, NoGradient());
     probabilities<W>(s, head, row);
     if (W::kGeneral && p.dropout_p > 0) drop(s, draw<W::kKeys / 8>(places));
     factor = head.dropout_factor;
