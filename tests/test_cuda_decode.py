@@ -28,6 +28,7 @@ from runners import passed
 
 import fastattn
 from fastattn import native, tuning
+from fastattn.spec import AttentionSpec
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -149,10 +150,8 @@ def test_a_short_item_leaves_splits_without_keys(emulated):
 
 def params(**sizes):
     """FaParams of no tensors: what the number of splits depends on."""
-    given = dict(B=1, H=1, Hk=1, M=1, N=0, D=128, Dv=128, left=2**40, right=2**40) | sizes
-    numbers = [given[x] for x in ("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right")]
-    scalars = native.SCALARS.pack(*numbers, 0, 0, 0, 1, 1.0, 0.0, 0.0)
-    return bytes(native.SIZE - len(scalars)) + scalars
+    given = dict(B=1, H=1, Hk=1, M=1, N=0, D=128, Dv=128) | sizes
+    return native.form(AttentionSpec(**given, dtype=torch.bfloat16, device="cuda", scale=1.0))
 
 
 @pytest.mark.parametrize(

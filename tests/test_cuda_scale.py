@@ -4,7 +4,6 @@ with what the launch is refused for."""
 import mmap
 import re
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from emulator import KERNELS, needs_emulator
 import fastattn
 from fastattn import crossing, launcher, native
 from fastattn.backends import cuda
-from fastattn.spec import Tensors
+from fastattn.spec import AttentionSpec, Tensors
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 
@@ -156,16 +155,13 @@ TOO_MANY = 1 << 31  # blocks for a grid
 def test_what_is_not_launched_is_raised_by_name(name):
     which = {"weights": native.WEIGHTS, "delta": native.BACKWARD}.get(name, native.FORWARD)
     q = torch.empty(1, 1, 1, 8, dtype=torch.float16)
-    numbers = [TOO_MANY * (4 if name == "delta" else 1), 1, 1, 1, 1, 8, 8]
-    scalars = native.SCALARS.pack(*numbers, 1, 1, 0, 0, 0, 1, 1.0, 0.0, 0.0)
-    params = native.TENSOR.pack(q.data_ptr(), *crossing.broadcast(q), native.DTYPE[q.dtype])
-    params += native.ABSENT * (len(native.TENSORS) - 1)
-    params += bytes(8 * len(native.POINTERS)) + scalars
-    assert len(params) == native.SIZE
+    sizes = dict(B=TOO_MANY * (4 if name == "delta" else 1), H=1, Hk=1, M=1, N=1, D=8, Dv=8)
+    spec = AttentionSpec(**sizes, dtype=q.dtype, device="cuda", scale=1.0, left=1, right=1)
+    tensor = native.TENSOR.pack(q.data_ptr(), *crossing.broadcast(q), native.DTYPE[q.dtype])
+    params = tensor + native.form(spec)[len(tensor) :]
 
     class Unwatched(Emulated):
         library = property(lambda self: binary())
 
-    spec = SimpleNamespace(N=1)
     with pytest.raises(RuntimeError, match=rf"failed at {name}_kernel: .*CUDA error 9;"):
         Unwatched(8 if name == "decode" else 0).run(which, params, spec, Tensors(q, q, q))

@@ -11,6 +11,7 @@ from runtime import Runtime, launching
 
 import fastattn
 from fastattn import crossing, native
+from fastattn.spec import AttentionSpec
 
 from .slices import DIM, SHAPES, named
 
@@ -86,14 +87,16 @@ def launches_of_nothing():
 def launches_of_too_many_blocks():
     """One more than 2^32: as many as one, in 32 bits."""
     q, rows = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(8)
-    scalars = native.SCALARS.pack((1 << 32) + 1, 1, 1, 1, 1, 8, 8, 1, 1, 0, 0, 0, 1, 1.0, 0.0, 0.0)
+    sizes = dict(B=(1 << 32) + 1, H=1, Hk=1, M=1, N=1, D=8, Dv=8, left=1, right=1)
+    spec = AttentionSpec(**sizes, dtype=q.dtype, device="cuda", scale=1.0)
+    params = bytearray(native.form(spec))
     tensor = native.TENSOR.pack(q.data_ptr(), *crossing.broadcast(q), native.DTYPE[q.dtype])
     lse = native.TENSOR.pack(rows.data_ptr(), 0, 0, 0, 0, 0)
-    fields = {"q": tensor, "k": tensor, "v": tensor, "out": tensor, "lse": lse}
-    params = b"".join(fields.get(x, native.ABSENT) for x in native.TENSORS)
-    params += bytes(8 * len(native.POINTERS)) + scalars
+    for field, x in {"q": tensor, "k": tensor, "v": tensor, "out": tensor, "lse": lse}.items():
+        at = native.offset(field)
+        params[at : at + len(x)] = x
     Runtime()
-    code = emulated.binary().run(params, native.FORWARD, 0, 0, None)
+    code = emulated.binary().run(bytes(params), native.FORWARD, 0, 0, None)
     return [] if code == 9 else [f"error {code}, expected 9"]
 
 
