@@ -21,12 +21,13 @@ FA_DEVICE uint32_t exchange_bits(uint32_t bits, int flip, int apart) {
   return (bits & own) | (upper ? other >> apart : other << apart);
 }
 
-// The four words of row i for the keys from 4 four on, both counted in the larger call.
-FA_DEVICE void draw_four(uint32_t (&words)[4], const Head& head, int64_t four, int64_t i) {
+// The four words of row i of head h for the keys from 4 four on, counted in the larger call.
+FA_DEVICE void draw_four(uint32_t (&words)[4], const Head& head, int64_t four, int64_t i,
+                         int64_t h) {
   const FaParams& p = head.p;
   words[0] = static_cast<uint32_t>(four);
   words[1] = static_cast<uint32_t>(p.at_row + i);
-  words[2] = static_cast<uint32_t>(p.at_head + head.h);
+  words[2] = static_cast<uint32_t>(p.at_head + h);
   words[3] = static_cast<uint32_t>(p.at_item + head.b);
   philox(words, head.seed);
 }
@@ -34,6 +35,7 @@ FA_DEVICE void draw_four(uint32_t (&words)[4], const Head& head, int64_t four, i
 // Where the keys that draw together do not lie together in a tile: each weight by itself.
 template <int n, class Places>
 FA_DEVICE Kept<n> draw_each(const Places& at) {
+  const Head& head = at.head(0);
   Kept<n> kept = {};
 #pragma unroll
   for (int e = 0; e < 4; ++e)
@@ -41,12 +43,11 @@ FA_DEVICE Kept<n> draw_each(const Places& at) {
     for (int first = 0; first < n; first += 8)
 #pragma unroll 1
       for (int k = first; k < n && k < first + 8; ++k) {
-        const Head& its = at.head(e);
-        const int64_t j = its.p.at_key + at.j(k, e);
+        const int64_t j = head.p.at_key + at.j(k, e);
         uint32_t words[4];
-        draw_four(words, its, j / 4, at.i(k, e));
+        draw_four(words, head, j / 4, at.i(k, e), at.h(e));
         const uint32_t low = j & 1 ? words[1] : words[0], high = j & 1 ? words[3] : words[2];
-        if ((j & 2 ? high : low) >= its.dropout_threshold)
+        if ((j & 2 ? high : low) >= head.dropout_threshold)
           kept.bits[first / 8] |= 1u << (4 * (k % 8) + e);
       }
   return kept;
@@ -59,13 +60,13 @@ template <int n, class Places>
 FA_DEVICE Kept<n> draw(const Places& at) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int e = Places::kKeysStay ? lane / 4 % 4 : 2 * (lane % 2);
-  const Head& head = at.head(e);
+  const Head& head = at.head(0);  // seed and rate are those of all heads
   if (head.p.at_key % 4) return draw_each<n>(at);
   Kept<n> kept = {};
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     uint32_t words[4];
-    draw_four(words, head, head.p.at_key / 4 + at.j(k, e) / 4, at.i(k, e));
+    draw_four(words, head, head.p.at_key / 4 + at.j(k, e) / 4, at.i(k, e), at.h(e));
 #pragma unroll
     for (int word = 0; word < 4; ++word)
       if (words[word] >= head.dropout_threshold) kept.bits[k / 8] |= 1u << (4 * (k % 8) + word);

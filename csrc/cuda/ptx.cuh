@@ -19,6 +19,13 @@
 namespace fa {
 namespace ptx {
 
+// What is compiled for, 90 for sm_90; 0 where that is no GPU. Only a kernel's inside may go by it.
+#ifdef __CUDA_ARCH__
+constexpr int kArch = __CUDA_ARCH__ / 10;
+#else
+constexpr int kArch = 0;
+#endif
+
 using Site = const char*;
 
 // The formats of 16 bits. Their elements travel as uint16_t, pairs of them as uint32_t.

@@ -121,6 +121,7 @@ struct Places {
   int stays, passes;  // where s[0][0] is
 
   FA_DEVICE const Head& head(int) const { return one; }
+  FA_DEVICE int64_t h(int) const { return one.h; }
   FA_DEVICE int staying(int e) const { return stays + 8 * (e / 2); }
   FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
   FA_DEVICE int i(int k, int e) const { return keys_stay ? passing(k, e) : staying(e); }

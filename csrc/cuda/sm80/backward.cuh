@@ -39,7 +39,7 @@ struct Backward {
   static constexpr bool kDeltaFirst = !kGeneral && kFirst && kSums < 128;
   static constexpr bool kMayHold = kMakesSums && kWidest <= 128;
   static constexpr bool kHolds1 =
-      kMayHold && kSums + kOneSide <= (kStrips == 2 ? 96 : kGeneral ? 128 : 160);
+      kMayHold && kSums + kOneSide <= (kStrips == 2 ? 96 : kGeneral || ptx::kArch >= 90 ? 128 : 160);
   static constexpr bool kHolds2 =
       kMayHold && !kGiven && kFirst && kSums + 2 * kOneSide <= (kStrips == 2 ? 96 : 128);
   static constexpr bool kHoldsAll = kHolds1 && (kHolds2 || kGiven || !kFirst);

@@ -59,9 +59,13 @@ struct QueryPlaces {
   const Query (&queries)[2];
   int passes;
 
+  // `e` of h and i may be known to no compiler: by an index both would have to lie in memory.
   FA_DEVICE const Head& head(int e) const { return heads[e / 2]; }
+  FA_DEVICE int64_t h(int e) const { return e < 2 ? heads[0].h : heads[1].h; }
   FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
-  FA_DEVICE int i(int, int e) const { return static_cast<int>(queries[e / 2].i); }
+  FA_DEVICE int i(int, int e) const {
+    return static_cast<int>(e < 2 ? queries[0].i : queries[1].i);
+  }
   FA_DEVICE int j(int k, int e) const { return passing(k, e); }
   FA_DEVICE int from(int e) const { return passes - i(0, e) - static_cast<int>(head(e).shift); }
   static FA_DEVICE int offset(int k, int e) { return 8 * k + e % 2; }

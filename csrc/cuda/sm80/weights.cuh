@@ -69,9 +69,9 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t plane, int row, int f
   }
 }
 
-// Two blocks for a multiprocessor, where that spills no registers.
+// Two blocks for a multiprocessor, where that spills no registers and their shared memory fits.
 template <class W>
-__global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 ? 1 : 2)
+__global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 || W::kD >= 128 ? 1 : 2)
     weights_kernel(const FaParams p) {
   FA_SHARED_MEMORY(memory);
   const int key_tiles = static_cast<int>(W::key_tiles(p)), planes = static_cast<int>(W::planes(p));
