@@ -130,7 +130,7 @@ def loops(
     return out, lse, weights
 
 
-def visible(q, k, causal, window, key_lengths, place):
+def visible(q, k, causal, window, key_lengths, place=None):
     """(B,1,M,N) bool and the distance |i' - j|, from the band and the lengths."""
     batch, m, n = q.shape[0], q.shape[2], k.shape[2]
     row, key, rows, keys = larger(place, m, n)

@@ -21,6 +21,7 @@ RECORD = EMULATOR / "probe.json"
 
 LOAD, LOAD_TRANSPOSED, MULTIPLY_BF16, MULTIPLY_F16, COPY = range(5)
 EXP2, LOG2, PACK_BF16, PACK_F16, WIDEN_BF16, WIDEN_F16, SHUFFLE = range(5, 12)
+RECIPROCAL, PRODUCT_LOW, PRODUCT_HIGH = range(12, 15)
 
 # --- inputs -------------------------------------------------------------------------------------
 
@@ -105,6 +106,12 @@ def logarithms():
     return filled(both_signs(special), around_one, *row_sums, wide)
 
 
+def divisors():
+    special = [np.inf, np.nan, 1, 2, 3, 0.5, 1e-30, 1e30, 7, 2.0**-125, 2.0**125]
+    wide = floats(0x01000000 + random_words(46, 80) % 0x7D000000)  # whose inverse is normal, too
+    return filled(both_signs(special), between(1, 2, 45, 40), wide)
+
+
 def to_round(infinity, least_normal, step):
     """float32 around what a narrower format has, whose last bit is `step` of float32's bits."""
     special = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000]
@@ -154,6 +161,11 @@ def cases():
     for flip in (1, 2, 4, 8, 16):
         inputs = {"d": floats(moved), "b": [flip] * 64}
         found[f"shuffle_xor_{flip}"] = Case(SHUFFLE, inputs)
+    found["reciprocal"] = Case(RECIPROCAL, {"d": divisors()})
+    factors = {"a": filled([0, 1, 2**32 - 1, 2**31], random_words(90, 124))}
+    factors["b"] = filled([2**32 - 1, 0, 2**32 - 1, 0, 2, 0, 3, 0], random_words(91, 120))[:64]
+    found["product_low"] = Case(PRODUCT_LOW, factors)
+    found["product_high"] = Case(PRODUCT_HIGH, factors)
     return found
 
 
@@ -233,9 +245,9 @@ def ulps(x, y):
 
 
 def near(what, x, found, expected):
-    """Within the errors of ex2.approx.ftz and lg2.approx.ftz."""
+    """Within the errors of ex2.approx.ftz, rcp.approx.ftz and lg2.approx.ftz."""
     close = ulps(found, expected) <= 2
-    if what == EXP2:
+    if what != LOG2:
         return close
     with np.errstate(invalid="ignore"):  # infinity less infinity
         return close | ((0.5 <= x) & (x <= 2) & (abs(found - expected) <= 2.0**-22))
@@ -244,7 +256,7 @@ def near(what, x, found, expected):
 def complaints(name, found, expected):
     """A line for each lane whose outputs are not what a case must give."""
     case = CASES[name]
-    if case.what in (EXP2, LOG2):
+    if case.what in (EXP2, LOG2, RECIPROCAL):
         x = case.inputs["d"].reshape(32, 4)
         right = near(case.what, x, found.view(np.float32), expected.view(np.float32)).all(-1)
     else:

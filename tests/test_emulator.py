@@ -109,7 +109,14 @@ def shuffled(case):
     return case.inputs["d"].view(np.uint32).reshape(32, 4)[lanes]
 
 
+def multiplied_whole(case):
+    b = np.asarray(case.inputs["b"], np.uint64).reshape(32, 2)[:, :1]
+    wide = case.inputs["a"].astype(np.uint64).reshape(32, 4) * b
+    return (wide >> np.uint64(32 * (case.what == probe.PRODUCT_HIGH))).astype(np.uint32)
+
+
 EXPECTED = {
+    **dict.fromkeys([probe.PRODUCT_LOW, probe.PRODUCT_HIGH], multiplied_whole),
     **dict.fromkeys([probe.LOAD, probe.LOAD_TRANSPOSED], loaded),
     **dict.fromkeys([probe.MULTIPLY_BF16, probe.MULTIPLY_F16], multiplied),
     **dict.fromkeys([probe.PACK_BF16, probe.PACK_F16], packed),
@@ -117,7 +124,8 @@ EXPECTED = {
     probe.COPY: copied,
     probe.SHUFFLE: shuffled,
 }
-APPROXIMATED = {probe.EXP2: np.exp2, probe.LOG2: np.log2}  # in float64
+# In float64.
+APPROXIMATED = {probe.EXP2: np.exp2, probe.LOG2: np.log2, probe.RECIPROCAL: np.reciprocal}
 
 
 def flushed(x):

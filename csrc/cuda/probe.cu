@@ -19,6 +19,9 @@ enum Probe {
   kWidenBF16,
   kWidenF16,
   kShuffle,
+  kReciprocal,
+  kProductLow,
+  kProductHigh,
 };
 
 FA_DEVICE void multiply(int what, uint32_t (&r)[4], const uint32_t* a, const uint32_t* b,
@@ -42,6 +45,9 @@ FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, ui
     case kWidenBF16: return __float_as_uint(ptx::widen(ptx::BF16(), half));
     case kWidenF16: return __float_as_uint(ptx::widen(ptx::F16(), half));
     case kShuffle: return __float_as_uint(ptx::shuffle_xor(x, static_cast<int>(flip)));
+    case kReciprocal: return __float_as_uint(ptx::reciprocal(x));
+    case kProductLow: return static_cast<uint32_t>(ptx::product(a, flip));
+    case kProductHigh: return static_cast<uint32_t>(ptx::product(a, flip) >> 32);
   }
   return 0;
 }
@@ -49,7 +55,7 @@ FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, ui
 // One warp. words: 1024 of 32 bits, put in shared memory first (for kCopy, copied there by 16
 // bytes from the row that each lane's address names, the odd lanes' invalid). address: of each
 // lane, in bytes; a: 4 words of each lane (kWiden*: their low halves); b: 2 (kShuffle: the first is
-// the flip); d: 4; out: 4 words of each lane.
+// the flip, kProduct*: a factor); d: 4; out: 4 words of each lane.
 __global__ void probe_kernel(int what, const uint32_t* words, const uint32_t* address,
                              const uint32_t* a, const uint32_t* b, const float* d, uint32_t* out) {
   FA_SHARED_MEMORY(memory);
