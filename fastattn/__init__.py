@@ -10,7 +10,7 @@ from . import (
     operators,  # noqa: F401  torch knows the operators by this
     reference,
 )
-from .api import attention, attention_weights
+from .api import attention, attention_packed, attention_weights
 from .backend import available_backends
 from .conversion import convert, revert
 from .explaining import explain
@@ -23,6 +23,7 @@ __all__ = [
     "MultiheadAttention",
     "Place",
     "attention",
+    "attention_packed",
     "attention_weights",
     "available_backends",
     "convert",

@@ -16,6 +16,7 @@ from . import operators  # noqa: F401  roads lead to them
 from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
+from .packing import heads_first, longest, rows_first
 from .place import EVERYTHING, Place
 from .roads import call
 from .scalars import real, whole
@@ -120,6 +121,46 @@ def attention(
     t, o = prepare(q, k, v, arguments)
     out, normaliser = call(ATTENTION, t, o)
     return (out, normaliser[0]) if return_lse else out
+
+
+@_with_arguments
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`attention` of B sequences of different lengths, one after the other and without padding.
+
+    q is (T,H,D), k (S,Hk,D), v (S,Hk,Dv). cu_q and cu_k are (B+1,) int32 or int64 and on q's
+    device: sequence b has rows cu_q[b] to cu_q[b+1] and keys cu_k[b] to cu_k[b+1]. They begin at 0,
+    never fall, and end at T and S; a sequence may be empty.
+
+    max_q, max_k: no sequence has more rows, or keys. None looks: a GPU is waited for.
+    arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
+        (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
+        each sequence's last row and key, dropout draws for sequence b what it draws for item b of a
+        batch. place has head and item alone.
+
+    Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). A sequence has the same bits
+    in every batch and alone; and as an item of a padded batch where both have more rows than the
+    kernels for few of them take.
+
+    Raises as `attention`; for offsets that break the rules ValueError, on a GPU only if
+    FASTATTN_CHECK=1, where they are clamped.
+    """
+    if v is None:
+        raise _no_values()
+    t, o = prepare_packed(q, k, v, cu_q, cu_k, max_q, max_k, arguments)
+    out, normaliser = call(ATTENTION, t, o)
+    out = rows_first(out)
+    return (out, rows_first(normaliser[0])) if return_lse else out
 
 
 @_with_arguments
@@ -241,6 +282,25 @@ def prepare(
         seed = _seed(seed, plain.dropout_p, q)
     t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
     return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
+
+
+def prepare_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    max_q: int | None,
+    max_k: int | None,
+    arguments: Any,
+    function: str = "attention_packed",
+) -> tuple[Tensors, Options]:
+    """`prepare` of a packed batch."""
+    laid = [heads_first(name, x) for name, x in zip("qkv", (q, k, v))]
+    t, o = prepare(laid[0], laid[1], laid[2], arguments, function)
+    max_q = longest("max_q", max_q, cu_q, q.shape[0])
+    max_k = longest("max_k", max_k, cu_k, k.shape[0])
+    return t._replace(cu_q=cu_q, cu_k=cu_k), o._replace(max_q=max_q, max_k=max_k)
 
 
 def _options(

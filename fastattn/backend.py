@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import warnings
@@ -117,20 +118,53 @@ def broadcast_strides(x: Tensor) -> tuple[int, ...]:
     return (*(0,) * (4 - x.ndim), *strides)
 
 
-def check_lengths(lengths: Tensor | None, spec: AttentionSpec) -> None:
-    """Raise for a key length that is out of range.
+def check_values(spec: AttentionSpec, t: Tensors) -> None:
+    """Raise for a key length, or for offsets of a packed batch, that are out of range.
 
     On a GPU only if FASTATTN_CHECK=1, because to look at values is to wait for the device: there
     kernels clamp them.
     """
-    if lengths is None:
+    if t.q.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
         return
-    if lengths.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
+    if spec.packed:
+        _check_offsets("cu_q", t.given("cu_q"), spec.T, "max_q", spec.M)
+        _check_offsets("cu_k", t.given("cu_k"), spec.S, "max_k", spec.N)
+    if t.lengths is None:
         return
-    wrong = lengths[(lengths < 0) | (lengths > spec.keys)].tolist()
-    if wrong:
-        expected = f"values in [0, N] = [0, {spec.keys}]"
-        raise ValueError(f"key_lengths: got {wrong[0]}, expected {expected}")
+    if not spec.packed:
+        wrong = t.lengths[(t.lengths < 0) | (t.lengths > spec.keys)].tolist()
+        if wrong:
+            expected = f"values in [0, N] = [0, {spec.keys}]"
+            raise ValueError(f"key_lengths: got {wrong[0]}, expected {expected}")
+        return
+    for b, (length, keys) in enumerate(zip(t.lengths.tolist(), t.given("cu_k").diff().tolist())):
+        if not 0 <= length <= keys:
+            raise ValueError(
+                f"key_lengths: got {length} of sequence {b}, expected a value in [0, {keys}], its "
+                "keys by cu_k"
+            )
+
+
+def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int) -> None:
+    offsets = cu.tolist()
+    rows = {"cu_q": "q", "cu_k": "k"}[name]
+    if offsets[0] != 0:
+        raise ValueError(f"{name}: got {offsets[0]} first, expected 0")
+    if offsets[-1] != total:
+        raise ValueError(
+            f"{name}: got {offsets[-1]} last, expected {total}, the rows of {rows}: it has one "
+            "offset more than there are sequences"
+        )
+    steps = list(itertools.pairwise(offsets))
+    for first, end in steps:
+        if end < first:
+            raise ValueError(f"{name}: got {end} after {first}, expected offsets that never fall")
+    for b, (first, end) in enumerate(steps):
+        if end - first > most:
+            raise ValueError(
+                f"{name}: got a sequence, {b}, of {end - first}, expected at most {most_name} = "
+                f"{most}; None looks for the longest"
+            )
 
 
 # Triton's kernels before those in CUDA C++, because they know newer GPUs.

@@ -17,10 +17,10 @@ Dim = int | None  # which dimension of a tensor is mapped; None where it is not
 
 def can_fold(t: Tensors, dims: Sequence[Dim], o: Options) -> bool:
     """Not where a call's place in the batch matters (dropout counts by it), nor where something
-    that has no batch dimension (sinks) is mapped."""
+    that has no batch dimension (sinks, what is packed) is mapped."""
     each = zip(ARGUMENTS.values(), t, dims)
     mapped = (a for a, x, dim in each if x is not None and dim is not None)
-    return o.dropout_p == 0 and all(any(map(batched, a.shapes)) for a in mapped)
+    return t.cu_q is None and o.dropout_p == 0 and all(any(map(batched, a.shapes)) for a in mapped)
 
 
 def gradients_fold(wants: Sequence[str]) -> bool:

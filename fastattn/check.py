@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .place import Place
+from .place import EVERYTHING, Place
 from .spec import ARGUMENTS, UNLIMITED, Argument, AttentionSpec, Options, Tensors, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -24,7 +24,8 @@ ALIGNMENTS = ("", "top_left", "bottom_right")
 def describe(t: Tensors, o: Options) -> AttentionSpec:
     """The spec of a call with these tensors and options; raises if they break a rule."""
     check(t, o)
-    (B, H, M, D), (_, Hk, N, _) = t.q.shape, t.k.shape
+    (_, H, T, D), (_, Hk, S, _) = t.q.shape, t.k.shape
+    B, M, N = _counts(t, o)
     right = UNLIMITED if o.right is None else o.right
     return AttentionSpec(
         B=B,
@@ -55,7 +56,16 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         at_item=o.at_item,
         rows_after=0 if o.rows is None else o.rows - o.at_row - M,
         keys_after=0 if o.keys is None else o.keys - o.at_key - N,
+        T=0 if t.cu_q is None else T,
+        S=0 if t.cu_k is None else S,
     )
+
+
+def _counts(t: Tensors, o: Options) -> tuple[int, int, int]:
+    """B, M and N: items, rows and keys of each; of a packed batch, of the longest."""
+    if t.cu_q is None:
+        return t.q.shape[0], t.q.shape[2], t.k.shape[2]
+    return t.cu_q.shape[0] - 1, o.max_q or 0, o.max_k or 0
 
 
 def check(t: Tensors, o: Options) -> None:
@@ -66,12 +76,12 @@ def check(t: Tensors, o: Options) -> None:
         _dtype(argument, x, t.q.dtype)
         expected = f"{t.q.device}, as q has"
         need(x.device == t.q.device, f"{argument.public}.device", x.device, expected)
-    sizes = _layout(t)
+    sizes = _layout(t) | _packed(t, o)
     for name, argument, x in _present(t):
         if name in Tensors._field_defaults:
             _shape_fits(argument, x, sizes)
     _scalars(o, t.q.dtype)
-    _place(o.place, t.q.shape[2], t.k.shape[2])
+    _place(o.place, *_counts(t, o)[1:])
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
 
 
@@ -157,6 +167,25 @@ def _layout(t: Tensors) -> dict[str, int]:
         need(v.shape[1] == Hk, "v", _shape(v), f"{Hk} heads, as k has")
         need(v.shape[2] == N, "v", _shape(v), f"{N} rows, as k has")
     return {"2": 2, "B": B, "H": H, "M": M, "N": N}
+
+
+def _packed(t: Tensors, o: Options) -> dict[str, int]:
+    """What other sizes the letters stand for in a packed batch."""
+    if t.cu_q is None and t.cu_k is None:
+        need(o.max_q is None and o.max_k is None, "max_q", o.max_q, "None, of what is not packed")
+        return {}
+    for name in ("cu_q", "cu_k"):
+        x = getattr(t, name)
+        need(x is not None, name, None, "a tensor, because the other is given")
+        need(x.ndim == 1 and x.shape[0] > 0, name, _shape(x), "(B + 1,) offsets, one or more")
+    for name, most in (("max_q", o.max_q), ("max_k", o.max_k)):
+        fits = most is not None and 0 <= most <= LONGEST
+        need(fits, name, most, f"a number in [0, {LONGEST}]")
+    need(t.q.shape[0] == 1, "q", _shape(t.q), "batch size 1 of what is packed")
+    at = o.place._replace(head=0, item=0)
+    need(at == EVERYTHING, "place", o.place, "head and item alone, of a packed batch")
+    B, M, N = _counts(t, o)
+    return {"B": B, "B+1": B + 1, "M": M, "N": N}
 
 
 def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from . import backend, native
-from .api import prepare
+from .api import prepare, prepare_packed
 from .check import describe
 from .spec import MEANING, AttentionSpec
 
@@ -38,7 +38,8 @@ class Explanation:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
-    """What `attention(q, k, v, **arguments)` would run on. Computes nothing, prints well.
+    """What `attention(q, k, v, **arguments)` would run on; given cu_q, what `attention_packed`
+    would. Computes nothing, prints well.
 
     Raises what `attention` would raise for bad input, except that a call no backend can run gives
     an explanation with backend None.
@@ -48,7 +49,11 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
         raise TypeError("v: got NoneType, expected a torch.Tensor")
     if arguments.get("seed") is None:
         arguments["seed"] = 0  # none is drawn: to ask changes nothing for what runs next
-    t, options = prepare(q, k, v, arguments, "explain")
+    if "cu_q" in arguments:
+        packed = [arguments.pop(x, None) for x in ("cu_q", "cu_k", "max_q", "max_k")]
+        t, options = prepare_packed(q, k, v, *packed, arguments, "explain")
+    else:
+        t, options = prepare(q, k, v, arguments, "explain")
     spec = describe(t, options)
     requested = options.backend
     if requested:

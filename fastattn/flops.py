@@ -11,28 +11,48 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
+from .spec import ARGUMENTS
+
 COUNTER = "torch.utils.flop_counter"
 
 
-def forward(q, k, v, *args, out_shape=None, **kwargs) -> int:
+def forward(*args, out_val=None, **kwargs) -> int:
     """Two products of 2 B H M N D flops each, as torch counts its own attention."""
-    B, H, M, D = q
-    return 2 * B * H * M * k[2] * (D + (v[3] if v is not None else 0))
+    k, v = args[1:3]
+    return 2 * _scores(args) * (k.shape[3] + (v.shape[3] if v is not None else 0))
 
 
-def backward(n: int, *args, out_shape=None, **kwargs) -> int:
+def backward(n: int, *args, out_val=None, **kwargs) -> int:
     """Scores again, dP and dV over Dv; dQ and dK over D. n: how many results the forward has."""
-    (B, H, M, D), k, v = args[2 * n : 2 * n + 3]
-    return 2 * B * H * M * k[2] * (3 * D + (2 * v[3] if v is not None else 0))
+    k, v = args[2 * n + 1 : 2 * n + 3]
+    return 2 * _scores(args[2 * n :]) * (3 * k.shape[3] + (2 * v.shape[3] if v is not None else 0))
+
+
+def _scores(args) -> int:
+    """How many there are, hidden ones too: B H M N, or of a packed batch the sum over sequences;
+    where its offsets are nowhere to be seen, as if all were alike."""
+    q, k = args[:2]
+    cu_q, cu_k = (args[INDEX[name]] if len(args) > INDEX[name] else None for name in PACKED)
+    B, H, M, _ = q.shape
+    if cu_q is None or cu_k is None:
+        return B * H * M * k.shape[2]
+    try:
+        return H * int((cu_q.diff() * cu_k.diff()).sum())
+    except RuntimeError:  # fake tensors, and those on the meta device, have no values
+        return H * M * k.shape[2] // max(1, cu_q.shape[0] - 1)
+
+
+INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
+PACKED = ("cu_q", "cu_k")
 
 
 _waiting: dict[object, Callable[..., int]] = {}
 
 
 def register(operator: object, formula: Callable[..., int]) -> None:
-    """Count `operator` by `formula`, a function of its arguments' shapes."""
+    """Count `operator` by `formula`, a function of its arguments."""
     if counter := sys.modules.get(COUNTER):
-        counter.register_flop_formula(operator)(formula)
+        counter.register_flop_formula(operator, get_raw=True)(formula)
         return
     _waiting[operator] = formula
     if not any(isinstance(finder, _OnImport) for finder in sys.meta_path):
@@ -52,7 +72,7 @@ class _OnImport:
             execute(module)
             sys.meta_path.remove(self)
             for operator, formula in _waiting.items():
-                module.register_flop_formula(operator)(formula)
+                module.register_flop_formula(operator, get_raw=True)(formula)
 
         spec.loader.exec_module = exec_module
         return spec

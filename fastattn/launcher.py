@@ -96,6 +96,8 @@ class Launcher:
                 x = t.given(name)
                 if layout:
                     grads[name] = x.new_empty_strided(*layout)
+                elif spec.packed:
+                    grads[name] = x.new_zeros(_by_sequence(spec, x), dtype=spec.wide)
                 else:
                     dtype = _kernel_dtype(ARGUMENTS[name].dtype, x, spec)
                     grads[name] = x.new_empty(x.shape, dtype=dtype)
@@ -137,7 +139,8 @@ def prepared(spec: AttentionSpec) -> Prepared:
 
 
 def _prepare(spec: AttentionSpec) -> Prepared:
-    B, H, Hk, M, N, D, Dv = (getattr(spec, x) for x in ("B", "H", "Hk", "M", "N", "D", "Dv"))
+    H, Hk, D, Dv = (getattr(spec, x) for x in ("H", "Hk", "D", "Dv"))
+    B, M, N = spec.lies
     like_q = {"q": (B, H, M, D), "k": (B, Hk, N, D), "v": (B, Hk, N, Dv)}
     if spec.weights:
         del like_q["v"]
@@ -169,9 +172,20 @@ def convert(spec: AttentionSpec, t: Tensors) -> Tensors:
     return t._replace(**changed) if changed else t
 
 
+def _by_sequence(spec: AttentionSpec, x: Tensor) -> tuple[int, ...]:
+    """The shape of a mask's or the sinks' gradient by sequence: kernels see one at a time."""
+    if x.ndim == 4 and x.shape[0] > 1:
+        return tuple(x.shape)
+    shape = x.shape[-3:]
+    return (spec.B, *shape) if x.ndim == 1 else (spec.B, *(1,) * (3 - len(shape)), *shape)
+
+
 def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:
     for name in spec.given & grads.keys():  # the others are
-        grads[name] = grads[name].to(t.given(name).dtype)
+        x = t.given(name)
+        if spec.packed and grads[name].shape != x.shape:
+            grads[name] = grads[name].sum(0).reshape(x.shape)
+        grads[name] = grads[name].to(x.dtype)
     return grads
 
 

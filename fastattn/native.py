@@ -24,7 +24,7 @@ from .elf import why_broken
 from .spec import ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD = range(4)  # FaPass
-OK, BAD_LENGTH, NO_MEMORY = range(3)  # FaStatus
+OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET = range(4)  # FaStatus
 CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
     torch.float32: 0,
@@ -43,7 +43,7 @@ TENSORS = (
 )
 POINTERS = (
     *(a.field for a in ARGUMENTS.values() if a.crosses == "pointer"),
-    *("cu_q", "cu_k", "workspace"),
+    "workspace",
 )
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
 POINTER = struct.Struct("=Q")

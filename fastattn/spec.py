@@ -35,7 +35,7 @@ class Feature(enum.Flag):
     WEIGHTS = enum.auto()  # the probabilities themselves
     GRAD = enum.auto()
     PLACE = enum.auto()  # the call is a part of a larger one
-    PACKED = enum.auto()  # reserved: variable-length batches described by cu_seqlens
+    PACKED = enum.auto()  # sequences of different lengths, one after the other
 
 
 MEANING = {  # for people: the rows of the support table
@@ -50,7 +50,7 @@ MEANING = {  # for people: the rows of the support table
     Feature.WEIGHTS: "attention_weights, per head or averaged",
     Feature.GRAD: "backward, with a loss on the LSE too",
     Feature.PLACE: "place: the call is a part of a larger one",
-    Feature.PACKED: "packed variable-length batches (cu_seqlens)",
+    Feature.PACKED: "attention_packed: sequences of different lengths (cu_seqlens)",
 }
 
 
@@ -59,6 +59,7 @@ class Argument(NamedTuple):
 
     shapes: its dimensions in letters, "B H M D"; several where the caller has the choice, "" for
         one element of any shape, and `broadcast` for whatever broadcasts to the one that stands.
+        What lies packed has all sequences' rows or keys, T or S, where it says M or N, and 1 for B.
     dtype: "q", as q has; "mask", also bool or float32; "floating", any, and kernels get `wide`;
         "wide", float32 or for float64 inputs float64; "integer", int32 or int64; "int64".
     crosses: how kernels behind csrc/abi.h see it, by a function of fastattn/crossing.py.
@@ -103,6 +104,12 @@ class Tensors(NamedTuple):
         Argument(("H",), "floating", "column", feature=Feature.SINKS, gradient=True),
     ] = None
     seed: Annotated[Tensor | None, Argument(("",), "int64", "pointer")] = None  # for dropout
+    cu_q: Annotated[  # of a packed batch: the row at which each sequence begins, and T
+        Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
+    ] = None
+    cu_k: Annotated[
+        Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
+    ] = None
     normaliser: Annotated[  # the LSE, and what its rounding lost
         Tensor | None, Argument(("2 B H M",), "wide", "pair", field="lse")
     ] = None
@@ -127,6 +134,8 @@ class Options(NamedTuple):
     grad: bool = False
     average_heads: bool = False  # weights only
     constant_lse: bool = False  # weights only: no gradient through the normaliser
+    max_q: int | None = None  # of a packed batch: no sequence has more rows, or keys
+    max_k: int | None = None
     at_row: int = 0  # `Place`
     at_key: int = 0
     at_head: int = 0
@@ -172,7 +181,9 @@ class AttentionSpec:
         s = scale * q.k;  s = softcap * tanh(s / softcap);  s -= slope * |i' - j|;  s += mask
         keep i' - left <= j <= i' + right and j < length
 
-    followed by softmax (with the sink as one more logit) and dropout. Here i, j, length and M are
+    followed by softmax (with the sink as one more logit) and dropout. In a packed batch each of B
+    sequences has M and N of its own, at most these; its q lies as (1,H,T,D) and its k as
+    (1,Hk,S,D). Here i, j, length and M are
     the larger call's, where this one is a part of one: i and j count from at_row and at_key, M is
     at_row + M + rows_after, and dropout counts heads and items from at_head and at_item.
     """
@@ -205,7 +216,8 @@ class AttentionSpec:
     at_item: int = 0
     rows_after: int = 0
     keys_after: int = 0
-    packed: bool = False  # reserved for cu_seqlens, with M and N the longest lengths
+    T: int = 0  # rows and keys of all sequences of a packed batch, one after the other
+    S: int = 0
 
     def __hash__(self) -> int:  # specs are long-lived keys: hash once
         return self._hash
@@ -233,11 +245,19 @@ class AttentionSpec:
             Feature.WEIGHTS: self.weights,
             Feature.GRAD: self.needs_grad,
             Feature.PLACE: any(getattr(self, name) for name in PLACED),
-            Feature.PACKED: self.packed,
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)
         by_scalars = (feature for feature, on in used.items() if on)
         return functools.reduce(Feature.__or__, (*by_tensors, *by_scalars), Feature.NONE)
+
+    @property
+    def packed(self) -> bool:
+        return "cu_q" in self.given
+
+    @property
+    def lies(self) -> tuple[int, int, int]:
+        """B, M and N as q, k, v and what has their shapes lie."""
+        return (1, self.T, self.S) if self.packed else (self.B, self.M, self.N)
 
     @property
     def rows(self) -> int:
@@ -265,5 +285,6 @@ WHOLE = (
     *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),
     *("average_heads", "constant_lse"),
     *PLACED,
+    *("T", "S"),
 )
 REAL = ("scale", "softcap", "dropout_p")

@@ -20,7 +20,7 @@ FLOORS = (
     {"roads"},
     {"batching", "operation"},
     {"backends"},
-    {"launcher", "compiled"},
+    {"launcher", "compiled", "packing"},
     {"crossing"},
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble"},

@@ -3,14 +3,12 @@
 #include <algorithm>
 
 #include "../abi.h"
+#include "../item_size.h"
 #include "simd.h"
 
 namespace fa {
 namespace FA_ISA {
 
-constexpr int64_t item_size(int64_t dtype) {
-  return dtype == FA_F64 ? 8 : dtype == FA_F32 ? 4 : dtype == FA_BOOL ? 1 : 2;
-}
 template <class R>
 constexpr int64_t dtype_of = sizeof(R) == 8 ? FA_F64 : FA_F32;
 

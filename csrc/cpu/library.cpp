@@ -13,6 +13,7 @@
 #endif
 
 #include "../band.h"
+#include "calls.h"
 #include "chips.h"
 #include "plan.h"
 #if defined(FA_X86_AMX)
@@ -154,6 +155,8 @@ const Choice& best() {
 Choice selected;
 std::atomic<const Choice*> chosen{&best()};
 
+Plan make_plan(const FaParams& p, int64_t pass) { return chosen.load()->make_plan(p, pass); }
+
 std::atomic<bool> poisoned{false};
 
 // A thread's scratch outlives the call, so that small calls do not page it in anew;
@@ -188,22 +191,25 @@ class ScratchMemory {
 bool forked = false;
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
-bool run_phase(const Phase& phase, const FaParams& p) {
+// Runs phase `at` of every call, each call's tasks in their order. Waking a thread costs what a
+// million multiply-adds do.
+bool run_phase(const Calls& calls, int at) {
+  const int64_t tasks = calls.tasks(at);
+  const size_t scratch_size = calls.scratch(at);
   std::atomic<int64_t> next{0}, done{0};
   const auto work = [&] {
     static thread_local ScratchMemory memory;
-    char* scratch = phase.scratch ? memory.get(phase.scratch) : nullptr;
-    if (phase.scratch && !scratch) return;  // the other threads take its share
-    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < phase.tasks;) {
-      if (poisoned && scratch) std::memset(scratch, 0xFF, phase.scratch);
-      phase.run(p, task, scratch);
+    char* scratch = scratch_size ? memory.get(scratch_size) : nullptr;
+    if (scratch_size && !scratch) return;  // the other threads take its share
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      if (poisoned && scratch) std::memset(scratch, 0xFF, scratch_size);
+      calls.run(at, task, scratch);
       done.fetch_add(1, std::memory_order_relaxed);
     }
     memory.trim();
   };
-  // Waking a thread costs what a million multiply-adds do.
-  const double worth = 1 + double(p.B) * p.H * p.M * p.N * (p.D + p.Dv) / (1 << 20);
-  int64_t threads = p.threads < phase.tasks ? p.threads : phase.tasks;
+  const double worth = 1 + calls.work() / (1 << 20);
+  int64_t threads = std::min(calls.threads(), tasks);
   if (worth < threads) threads = static_cast<int64_t>(worth);
   if (forked) threads = 1;
   if (threads <= 1) {
@@ -212,13 +218,30 @@ bool run_phase(const Phase& phase, const FaParams& p) {
 #pragma omp parallel num_threads(static_cast<int>(threads))
     work();
   }
-  return done == phase.tasks;
+  return done == tasks;
 }
 
-int64_t run_plan(const Plan& plan, const FaParams& p) {
-  if (poisoned && plan.workspace) std::memset(p.workspace, 0xFF, plan.workspace);
-  for (int i = 0; i < plan.count; ++i)
-    if (!run_phase(plan.phases[i], p)) return FA_NO_MEMORY;
+int64_t run_calls(Calls& calls, void* workspace) {
+  static thread_local ScratchMemory memory;
+  const size_t size = calls.workspace();
+  if (size && !workspace && !(workspace = memory.get(size))) return FA_NO_MEMORY;
+  if (poisoned && size) std::memset(workspace, 0xFF, size);
+  calls.give_workspace(static_cast<char*>(workspace));
+  int64_t status = FA_OK;
+  for (int at = 0; at < kPhases && status == FA_OK; ++at)
+    if (!run_phase(calls, at)) status = FA_NO_MEMORY;
+  memory.trim();
+  return status;
+}
+
+int64_t bad_values(const FaParams& p) {
+  if (p.cu_q && !(rises(p.cu_q, p.B, p.T, p.M) && rises(p.cu_k, p.B, p.S, p.N)))
+    return FA_BAD_OFFSET;
+  if (p.lengths)
+    for (int64_t b = 0; b < p.B; ++b) {
+      const int64_t most = p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : all_keys(p);
+      if (p.lengths[b] < 0 || p.lengths[b] > most) return FA_BAD_LENGTH;
+    }
   return FA_OK;
 }
 
@@ -238,24 +261,19 @@ const char* fa_abi_fields(void) { return FA_FIELDS; }
 int64_t fa_cpu_max_head_dim(void) { return FA_CPU_MAX_HEAD_DIM; }
 
 int64_t fa_cpu_workspace(const FaParams* p, int64_t pass) {
-  return static_cast<int64_t>(fa::chosen.load()->make_plan(*p, pass).workspace);
+  if (fa::bad_values(*p) != FA_OK) return 0;
+  const fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });
+  return static_cast<int64_t>(calls.workspace());
 }
 
 int64_t fa_cpu_run(const FaParams* p, int64_t pass) {
-  if (p->lengths)
-    for (int64_t b = 0; b < p->B; ++b)
-      if (p->lengths[b] < 0 || p->lengths[b] > fa::all_keys(*p)) return FA_BAD_LENGTH;
-  const fa::Plan plan = fa::chosen.load()->make_plan(*p, pass);
-  if (plan.workspace && !p->workspace) {
-    static thread_local fa::ScratchMemory memory;
-    FaParams params = *p;
-    params.workspace = memory.get(plan.workspace);
-    if (!params.workspace) return FA_NO_MEMORY;
-    const int64_t status = fa::run_plan(plan, params);
-    memory.trim();
-    return status;
+  if (const int64_t status = fa::bad_values(*p)) return status;
+  try {
+    fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });
+    return fa::run_calls(calls, p->workspace);
+  } catch (const std::bad_alloc&) {  // of a batch of very many sequences
+    return FA_NO_MEMORY;
   }
-  return fa::run_plan(plan, *p);
 }
 
 const char* fa_cpu_isas(void) {

@@ -15,8 +15,10 @@ struct Phase {
   void (*run)(const FaParams& p, int64_t task, char* scratch);
 };
 
+constexpr int kPhases = 6;
+
 struct Plan {
-  Phase phases[6];
+  Phase phases[kPhases];
   int count = 0;
   size_t workspace = 0;  // bytes shared by all tasks
   __attribute__((always_inline)) void add(const Phase& phase) {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor, get_num_threads
 
 from .. import native
-from ..backend import Support, check_lengths, register
+from ..backend import Support, check_values, register
 from ..check import DTYPES
 from ..crossing import launch
 from ..launcher import PLACES, Launcher, convert, prepared
@@ -31,6 +31,7 @@ class Cpu(Launcher):
             | Feature.WEIGHTS
             | Feature.GRAD
             | Feature.PLACE
+            | Feature.PACKED
         ),
     )
 
@@ -48,8 +49,8 @@ class Cpu(Launcher):
         status = launch(entry, which, kept.brief, *given)
         if status == native.OK:
             return
-        if status == native.BAD_LENGTH:
-            check_lengths(t.lengths, spec)
+        if status in (native.BAD_LENGTH, native.BAD_OFFSET):
+            check_values(spec, t)
         if status == native.NO_MEMORY:
             raise MemoryError("the CPU kernels could not allocate their scratch memory")
         raise RuntimeError(f"the CPU kernels returned the unknown status {status}")

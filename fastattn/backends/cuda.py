@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import gpu, native, trouble
-from ..backend import Support, check_lengths, register
+from ..backend import Support, check_values, register
 from ..crossing import launch_on
 from ..launcher import PLACES, Launcher, convert, prepared
 from ..spec import AttentionSpec, Feature, Tensors
@@ -105,7 +105,7 @@ class Cuda(Launcher):
             return super()._launch(which, spec, t, after)
         if spec.given:
             t = convert(spec, t)
-            check_lengths(t.lengths, spec)
+            check_values(spec, t)
         entries = library.run_at, library.workspace_at, functools.partial(_room, q)
         where = q.get_device(), self.multiprocessors(q), self.stream(q)
         packed = prepared(spec).form, PLACES[which], (*t, *after)
@@ -114,7 +114,7 @@ class Cuda(Launcher):
         self._check(code)
 
     def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> None:
-        check_lengths(t.lengths, spec)
+        check_values(spec, t)
         q, library = t.q, self.library
         with gpu.on(q.device):
             code = library.run(

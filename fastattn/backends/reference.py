@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import reference as oracle
-from ..backend import Support, check_lengths, register, token_major
+from ..backend import Support, check_values, register, token_major
 from ..check import DTYPES
+from ..packing import of_sequence, sequences
 from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tensors
 
 
@@ -34,6 +35,7 @@ ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values(
     | Feature.WEIGHTS
     | Feature.GRAD
     | Feature.PLACE
+    | Feature.PACKED
 )
 
 
@@ -51,6 +53,8 @@ class Reference:
 
     @_without_autocast
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
+        if spec.packed:
+            return _forward_packed(self, spec, t)
         w = _wide(spec, t)
         out, normaliser = oracle.attention(
             w.q,
@@ -66,6 +70,8 @@ class Reference:
 
     @_without_autocast
     def backward(self, spec, t, out, normaliser, dout, dlse, wants):
+        if spec.packed:
+            return _backward_packed(self, spec, t, out, normaliser, dout, dlse, wants)
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
@@ -92,15 +98,16 @@ class Reference:
         return _as_inputs(t, _score_gradients(spec, w, p, dp, delta), wants)
 
 
-# The optional tensors, but for those that come after the scores.
-_OF_SCORES = [x for x in Tensors._field_defaults if x not in ("sinks", "seed", "normaliser")]
+# The optional tensors, but for those that come after the scores, and what a sequence has not.
+_OTHERS = ("sinks", "seed", "normaliser", "cu_q", "cu_k")
+_OF_SCORES = [x for x in Tensors._field_defaults if x not in _OTHERS]
 
 
 def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
     """16-bit inputs in float32, and key lengths that are in range."""
+    check_values(spec, t)
     q, k, v, lengths = t.q, t.k, t.v, t.lengths
     if lengths is not None:
-        check_lengths(lengths, spec)
         lengths = lengths.clamp(0, spec.keys)
     q, k = q.to(spec.wide), k.to(spec.wide)
     v = None if v is None else v.to(spec.wide)
@@ -169,6 +176,37 @@ def _as_inputs(t: Tensors, grads: dict[str, Tensor], wants: Sequence[str]) -> di
         room = token_major(x, x.shape, x.dtype) if name in "qkv" else x.new_empty(x.shape)
         found[name] = room.copy_(grads[name].reshape(x.shape))
     return found
+
+
+# ------------------------------------------------------------- packed: one sequence after the other
+
+
+def _forward_packed(run: Reference, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
+    check_values(spec, t)
+    v = t.given("v")
+    out = token_major(t.q, (*t.q.shape[:3], v.shape[3]), spec.dtype)
+    normaliser = t.q.new_empty((2, *t.q.shape[:3]), dtype=spec.wide)
+    for one in sequences(spec, t):
+        out[:, :, one.rows], normaliser[..., one.rows] = run.forward(one.spec, one.t)
+    return out, normaliser
+
+
+def _backward_packed(
+    run: Reference, spec, t, out, normaliser, dout, dlse, wants
+) -> dict[str, Tensor]:
+    grads = {name: torch.zeros_like(t.given(name), dtype=spec.wide) for name in wants}
+    for one in sequences(spec, t):
+        rows = one.rows
+        given = [None if x is None else x[:, :, rows] for x in (out, dout, dlse)]
+        found = run.backward(*(one.spec, one.t, given[0], normaliser[..., rows], *given[1:], wants))
+        room = grads | {name: x[:, :, rows] for name, x in grads.items() if name == "q"}
+        room |= {name: x[:, :, one.keys] for name, x in grads.items() if name in "kv"}
+        if "mask" in wants:
+            b = one.spec.at_item - spec.at_item
+            room["mask"] = of_sequence(grads["mask"], b)[..., : one.spec.M, : one.spec.N]
+        for name, x in found.items():
+            room[name] += x.to(spec.wide)
+    return _as_inputs(t, grads, wants)
 
 
 register(Reference())

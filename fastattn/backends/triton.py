@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import autotune, compiled, gpu, trouble, tuning
-from ..backend import Support, broadcast_strides, check_lengths, register
+from ..backend import Support, broadcast_strides, check_values, register
 from ..compiled import Launch, interpreted, version
 from ..crossing import laid
 from ..gpu import architecture, on, processors
@@ -146,7 +146,7 @@ class Job:
     current one."""
 
     def __init__(self, spec: AttentionSpec, t: Tensors, dout: Tensor | None = None):
-        check_lengths(t.lengths, spec)
+        check_values(spec, t)
         self.spec, self.t = spec, t
         self.device = t.q.device
         self.extras = extras(spec, t)

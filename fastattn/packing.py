@@ -1,0 +1,95 @@
+"""Packed batches: sequences of different lengths one after the other, without padding.
+
+`attention_packed` sees q as (T,H,D), everything below as (1,H,T,D): the heads of one item.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .crossing import kind
+from .scalars import whole
+from .spec import AttentionSpec, Tensors
+
+
+def heads_first(name: str, x: Any) -> Tensor:
+    """(T,H,D) as (1,H,T,D)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    if x.ndim != 3:
+        axes = "(T, H, D)" if name == "q" else "(S, Hk, D)"
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected 3 dimensions {axes}")
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def rows_first(x: Tensor) -> Tensor:
+    """(1,H,T,...) as (T,H,...)."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def longest(name: str, most: Any, cu: Any, total: int) -> int:
+    """No sequence has more: what the caller says, else the greatest step of `cu`, for which a GPU
+    is waited for; where there are no values to see, as in a compiler, all."""
+    if most is not None:
+        return whole(name, most, "an int, or None for the longest there is")
+    seen = isinstance(cu, Tensor) and not torch.compiler.is_compiling() and kind((cu,)) is not None
+    if not seen or cu.ndim != 1:  # of what is no offsets, the checks speak
+        return total
+    steps = cu.diff()
+    return max(0, min(int(steps.max()), total)) if steps.numel() else 0
+
+
+class Sequence(NamedTuple):
+    """One sequence of a packed batch: a call of its own, and where its rows and keys are."""
+
+    spec: AttentionSpec
+    t: Tensors
+    rows: slice
+    keys: slice
+
+
+def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
+    """Those of a batch whose offsets are in order, one by one. It looks at values."""
+    starts, ends = (_offsets(x) for x in (t.cu_q, t.cu_k))
+    given = spec.given - {"cu_q", "cu_k"}
+    for b in range(spec.B):
+        rows, keys = slice(*starts[b : b + 2]), slice(*ends[b : b + 2])
+        M, N = rows.stop - rows.start, keys.stop - keys.start
+        own = t._replace(
+            q=t.q[:, :, rows],
+            k=t.k[:, :, keys],
+            v=None if t.v is None else t.v[:, :, keys],
+            mask=None if t.mask is None else of_sequence(t.mask, b)[..., :M, :N],
+            lengths=None if t.lengths is None else t.lengths[b : b + 1],
+            slopes=t.slopes if t.slopes is None or t.slopes.ndim == 1 else t.slopes[b : b + 1],
+            cu_q=None,
+            cu_k=None,
+            normaliser=None if t.normaliser is None else t.normaliser[..., rows],
+        )
+        shape = None if own.mask is None else tuple(own.mask.shape)
+        yield Sequence(
+            dataclasses.replace(
+                spec,
+                **dict(B=1, M=M, N=N, T=0, S=0, given=given, mask_shape=shape),
+                at_item=spec.at_item + b,
+            ),
+            own,
+            rows,
+            keys,
+        )
+
+
+def of_sequence(mask: Tensor, b: int) -> Tensor:
+    """Its part of a mask, or of a mask's gradient, that broadcasts to (B,H,M,N): a view."""
+    mask = mask[(None,) * max(0, 2 - mask.ndim)]
+    return mask if mask.ndim < 4 or mask.shape[0] == 1 else mask[b : b + 1]
+
+
+def _offsets(cu: Tensor | None) -> list[int]:
+    assert cu is not None
+    return cu.tolist()
