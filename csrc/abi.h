@@ -48,6 +48,8 @@ struct FaParams {
   const int64_t* seed;     // one element; read by the kernel when dropout_p > 0
   const int64_t* cu_q;     // (B+1) of a packed batch, or null: sequence b has rows [cu_q[b], cu_q[b+1])
   const int64_t* cu_k;     // (B+1) likewise of its keys
+  const int64_t* pages;    // (B,blocks) of a packed batch without cu_k, or null: where the keys and
+                           // values of sequence b are, a page after the other, lengths[b] of them
   void* workspace;         // fa_cpu_workspace() or fa_cuda_workspace() bytes, 64-byte aligned,
                            // contents undefined on entry; on the CPU it may be null: the library
                            // finds them itself
@@ -65,6 +67,8 @@ struct FaParams {
   // what has M or N rows above has T or S, and no batch dimension. mask, slopes, lengths, and dmask and
   // dsinks, are by sequence.
   int64_t T, S;
+  // Of one whose keys lie in pages: k is (P,Hk,page,D), v (P,Hk,page,Dv).
+  int64_t P, page, blocks;
   int64_t threads;         // at most this many threads
   double scale;            // multiplies q.k
   double softcap;          // 0 = off
@@ -74,15 +78,16 @@ struct FaParams {
 // FaParams field by field: by this the two sides of the ABI know that they are of one version.
 #define FA_FIELDS                                                                        \
   "q k v mask slopes sinks lse out weights dq dk dv dmask dsinks dout dlse dweights "    \
-  "lengths seed cu_q cu_k workspace B H Hk M N D Dv left right bottom_right "            \
-  "average_heads constant_lse at_row at_key at_head at_item rows_after keys_after T S "   \
-  "threads scale softcap dropout_p"
+  "lengths seed cu_q cu_k pages workspace B H Hk M N D Dv left right bottom_right "            \
+  "average_heads constant_lse at_row at_key at_head at_item rows_after keys_after T S P "  \
+  "page blocks threads scale softcap dropout_p"
 
 // Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
 // length is outside [0, keys of the larger call] and FA_BAD_OFFSET when cu_q or cu_k does not rise from 0
-// to T or S in steps of at most M or N (nothing is computed), FA_NO_MEMORY when no thread got scratch.
+// to T or S in steps of at most M or N, FA_BAD_PAGE when a page that a length needs is outside [0, P)
+// (nothing is computed), FA_NO_MEMORY when no thread got scratch.
 enum FaPass { FA_FORWARD = 0, FA_BACKWARD = 1, FA_WEIGHTS = 2, FA_WEIGHTS_BACKWARD = 3 };
-enum FaStatus { FA_OK = 0, FA_BAD_LENGTH = 1, FA_NO_MEMORY = 2, FA_BAD_OFFSET = 3 };
+enum FaStatus { FA_OK = 0, FA_BAD_LENGTH = 1, FA_NO_MEMORY = 2, FA_BAD_OFFSET = 3, FA_BAD_PAGE = 4 };
 
 FA_EXPORT const char* fa_abi_fields(void);                                      // FA_FIELDS
 FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                    // FA_CPU_MAX_HEAD_DIM

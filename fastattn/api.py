@@ -16,7 +16,7 @@ from . import operators  # noqa: F401  roads lead to them
 from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
-from .packing import heads_first, longest, rows_first
+from .packing import heads_first, longest, pages_first, rows_first
 from .place import EVERYTHING, Place
 from .roads import call
 from .scalars import real, whole
@@ -129,8 +129,9 @@ def attention_packed(
     k: Tensor,
     v: Tensor,
     cu_q: Tensor,
-    cu_k: Tensor,
+    cu_k: Tensor | None = None,
     *,
+    block_table: Tensor | None = None,
     max_q: int | None = None,
     max_k: int | None = None,
     return_lse: bool = False,
@@ -142,6 +143,10 @@ def attention_packed(
     device: sequence b has rows cu_q[b] to cu_q[b+1] and keys cu_k[b] to cu_k[b+1]. They begin at 0,
     never fall, and end at T and S; a sequence may be empty.
 
+    block_table: in the place of cu_k: k is (P,page,Hk,D) and v (P,page,Hk,Dv), P pages of any
+        number of keys, and block_table (B,blocks), int32 or int64, names those of each sequence in
+        their order, which has key_lengths[b] keys there. A page may serve several sequences. What
+        is past a length is never looked at, in pages or in the table. There is no gradient.
     max_q, max_k: no sequence has more rows, or keys. None looks: a GPU is waited for.
     arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
         (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
@@ -152,12 +157,12 @@ def attention_packed(
     in every batch and alone; and as an item of a padded batch where both have more rows than the
     kernels for few of them take.
 
-    Raises as `attention`; for offsets that break the rules ValueError, on a GPU only if
+    Raises as `attention`; for offsets and pages that break the rules ValueError, on a GPU only if
     FASTATTN_CHECK=1, where they are clamped.
     """
     if v is None:
         raise _no_values()
-    t, o = prepare_packed(q, k, v, cu_q, cu_k, max_q, max_k, arguments)
+    t, o = prepare_packed(q, k, v, cu_q, cu_k, block_table, max_q, max_k, arguments)
     out, normaliser = call(ATTENTION, t, o)
     out = rows_first(out)
     return (out, rows_first(normaliser[0])) if return_lse else out
@@ -289,18 +294,22 @@ def prepare_packed(
     k: Tensor,
     v: Tensor,
     cu_q: Tensor,
-    cu_k: Tensor,
+    cu_k: Tensor | None,
+    block_table: Tensor | None,
     max_q: int | None,
     max_k: int | None,
     arguments: Any,
     function: str = "attention_packed",
 ) -> tuple[Tensors, Options]:
     """`prepare` of a packed batch."""
-    laid = [heads_first(name, x) for name, x in zip("qkv", (q, k, v))]
-    t, o = prepare(laid[0], laid[1], laid[2], arguments, function)
+    laid = heads_first if block_table is None else pages_first
+    t, o = prepare(heads_first("q", q), laid("k", k), laid("v", v), arguments, function)
     max_q = longest("max_q", max_q, cu_q, q.shape[0])
+    if max_k is None and isinstance(block_table, Tensor) and block_table.ndim == 2:
+        max_k = block_table.shape[1] * k.shape[1]
     max_k = longest("max_k", max_k, cu_k, k.shape[0])
-    return t._replace(cu_q=cu_q, cu_k=cu_k), o._replace(max_q=max_q, max_k=max_k)
+    t = t._replace(cu_q=cu_q, cu_k=cu_k, pages=block_table)
+    return t, o._replace(max_q=max_q, max_k=max_k)
 
 
 def _options(

@@ -128,6 +128,9 @@ def check_values(spec: AttentionSpec, t: Tensors) -> None:
         return
     if spec.packed:
         _check_offsets("cu_q", t.given("cu_q"), spec.T, "max_q", spec.M)
+    if spec.paged:
+        return _check_pages(spec, t.given("pages"), t.given("lengths"))
+    if spec.packed:
         _check_offsets("cu_k", t.given("cu_k"), spec.S, "max_k", spec.N)
     if t.lengths is None:
         return
@@ -143,6 +146,22 @@ def check_values(spec: AttentionSpec, t: Tensors) -> None:
                 f"key_lengths: got {length} of sequence {b}, expected a value in [0, {keys}], its "
                 "keys by cu_k"
             )
+
+
+def _check_pages(spec: AttentionSpec, pages: Tensor, lengths: Tensor) -> None:
+    room = min(spec.N, spec.blocks * spec.page)
+    for b, (row, length) in enumerate(zip(pages.tolist(), lengths.tolist())):
+        if not 0 <= length <= room:
+            raise ValueError(
+                f"key_lengths: got {length} of sequence {b}, expected a value in [0, {room}], what "
+                f"{spec.blocks} pages of {spec.page} keys and max_k = {spec.N} allow"
+            )
+        for at in row[: -(-length // spec.page)]:
+            if not 0 <= at < spec.P:
+                raise ValueError(
+                    f"block_table: got page {at} of sequence {b}, expected one of the {spec.P} "
+                    f"pages that k has, for each {spec.page} of its {length} keys"
+                )
 
 
 def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int) -> None:

@@ -58,6 +58,9 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         keys_after=0 if o.keys is None else o.keys - o.at_key - N,
         T=0 if t.cu_q is None else T,
         S=0 if t.cu_k is None else S,
+        P=0 if t.pages is None else t.k.shape[0],
+        page=0 if t.pages is None else S,
+        blocks=0 if t.pages is None else t.pages.shape[1],
     )
 
 
@@ -158,12 +161,16 @@ def _layout(t: Tensors) -> dict[str, int]:
             need(x.ndim == 4, name, _shape(x), f"4 dimensions ({axes})")
     B, H, M, D = q.shape
     _, Hk, N, _ = k.shape
-    need(k.shape[0] == B, "k", _shape(k), f"batch size {B}, as q has")
+    if t.pages is None:
+        need(k.shape[0] == B, "k", _shape(k), f"batch size {B}, as q has")
     need(k.shape[3] == D, "k", _shape(k), f"head dim {D}, as q has")
     divides = H % Hk == 0 if Hk else H == 0
     need(divides, "k", f"{Hk} heads", f"a divisor of q's {H} heads")
     if v is not None:
-        need(v.shape[0] == B, "v", _shape(v), f"batch size {B}, as q has")
+        if t.pages is None:
+            need(v.shape[0] == B, "v", _shape(v), f"batch size {B}, as q has")
+        else:
+            need(v.shape[0] == k.shape[0], "v", _shape(v), f"{k.shape[0]} pages, as k has")
         need(v.shape[1] == Hk, "v", _shape(v), f"{Hk} heads, as k has")
         need(v.shape[2] == N, "v", _shape(v), f"{N} rows, as k has")
     return {"2": 2, "B": B, "H": H, "M": M, "N": N}
@@ -171,13 +178,19 @@ def _layout(t: Tensors) -> dict[str, int]:
 
 def _packed(t: Tensors, o: Options) -> dict[str, int]:
     """What other sizes the letters stand for in a packed batch."""
-    if t.cu_q is None and t.cu_k is None:
+    if t.cu_q is None:
+        for name, x in (("cu_k", t.cu_k), ("block_table", t.pages)):
+            need(x is None, name, "a tensor", "None, because cu_q is None")
         need(o.max_q is None and o.max_k is None, "max_q", o.max_q, "None, of what is not packed")
         return {}
-    for name in ("cu_q", "cu_k"):
-        x = getattr(t, name)
-        need(x is not None, name, None, "a tensor, because the other is given")
-        need(x.ndim == 1 and x.shape[0] > 0, name, _shape(x), "(B + 1,) offsets, one or more")
+    need(
+        (t.cu_k is None) != (t.pages is None),
+        *("cu_k and block_table", "neither" if t.cu_k is None else "both"),
+        "cu_k where keys lie one after the other, block_table where they lie in pages",
+    )
+    for name, x in (("cu_q", t.cu_q), ("cu_k", t.cu_k)):
+        fits = x is None or (x.ndim == 1 and x.shape[0] > 0)
+        need(fits, name, x is not None and _shape(x), "(B + 1,) offsets, one or more")
     for name, most in (("max_q", o.max_q), ("max_k", o.max_k)):
         fits = most is not None and 0 <= most <= LONGEST
         need(fits, name, most, f"a number in [0, {LONGEST}]")
@@ -185,7 +198,13 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     at = o.place._replace(head=0, item=0)
     need(at == EVERYTHING, "place", o.place, "head and item alone, of a packed batch")
     B, M, N = _counts(t, o)
-    return {"B": B, "B+1": B + 1, "M": M, "N": N}
+    sizes = {"B": B, "B+1": B + 1, "M": M, "N": N}
+    if t.pages is None:
+        return sizes
+    need(t.pages.ndim == 2, "block_table", _shape(t.pages), "2 dimensions (B, blocks)")
+    need(t.k.shape[2] > 0, "k", _shape(t.k), "pages of one row or more")
+    need(t.lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
+    return sizes | {"blocks": t.pages.shape[1]}
 
 
 def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:

@@ -32,18 +32,20 @@ def _scores(args) -> int:
     """How many there are, hidden ones too: B H M N, or of a packed batch the sum over sequences;
     where its offsets are nowhere to be seen, as if all were alike."""
     q, k = args[:2]
-    cu_q, cu_k = (args[INDEX[name]] if len(args) > INDEX[name] else None for name in PACKED)
+    given = {name: args[INDEX[name]] for name in PACKED if len(args) > INDEX[name]}
+    cu_q, cu_k = given.get("cu_q"), given.get("cu_k")
     B, H, M, _ = q.shape
-    if cu_q is None or cu_k is None:
+    if cu_q is None:
         return B * H * M * k.shape[2]
     try:
-        return H * int((cu_q.diff() * cu_k.diff()).sum())
+        keys = given["lengths"] if cu_k is None else cu_k.diff()
+        return H * int((cu_q.diff() * keys).sum())
     except RuntimeError:  # fake tensors, and those on the meta device, have no values
         return H * M * k.shape[2] // max(1, cu_q.shape[0] - 1)
 
 
 INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
-PACKED = ("cu_q", "cu_k")
+PACKED = ("cu_q", "cu_k", "lengths")
 
 
 _waiting: dict[object, Callable[..., int]] = {}

@@ -24,7 +24,7 @@ from .elf import why_broken
 from .spec import ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD = range(4)  # FaPass
-OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET = range(4)  # FaStatus
+OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE = range(5)  # FaStatus
 CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
     torch.float32: 0,

@@ -95,6 +95,11 @@ def run_backward(
     if grads[0] is None and all(grad is None for grad in grads):
         return [torch.zeros_like(t.given(name)) for name in wants]
     spec, backend = planned
+    if spec.paged:
+        raise NotImplementedError(
+            "attention over keys and values in pages (block_table) has no gradient: to train, give "
+            "them one after the other, with cu_k"
+        )
     found = op.backward(backend, spec, t, outs, grads, wants)
     return [found[name] for name in wants]
 

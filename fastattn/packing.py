@@ -27,6 +27,16 @@ def heads_first(name: str, x: Any) -> Tensor:
     return x.transpose(0, 1).unsqueeze(0)
 
 
+def pages_first(name: str, x: Any) -> Tensor:
+    """Pages (P,page,Hk,D) as (P,Hk,page,D)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+    if x.ndim != 4:
+        got, axes = tuple(x.shape), "(P, page, Hk, D)"
+        raise ValueError(f"{name}: got shape {got}, expected 4 dimensions {axes} with block_table")
+    return x.transpose(1, 2)
+
+
 def rows_first(x: Tensor) -> Tensor:
     """(1,H,T,...) as (T,H,...)."""
     return x.squeeze(0).transpose(0, 1)
@@ -55,27 +65,38 @@ class Sequence(NamedTuple):
 
 def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
     """Those of a batch whose offsets are in order, one by one. It looks at values."""
-    starts, ends = (_offsets(x) for x in (t.cu_q, t.cu_k))
-    given = spec.given - {"cu_q", "cu_k"}
+    starts = t.given("cu_q").tolist()
+    ends = None if t.cu_k is None else t.cu_k.tolist()
+    given = spec.given - {"cu_q", "cu_k", "pages"}
     for b in range(spec.B):
-        rows, keys = slice(*starts[b : b + 2]), slice(*ends[b : b + 2])
+        rows = slice(*starts[b : b + 2])
+        if ends is not None:
+            keys = slice(*ends[b : b + 2])
+            k, v = t.k[:, :, keys], None if t.v is None else t.v[:, :, keys]
+        else:
+            keys = slice(0, int(t.given("lengths")[b]))
+            k = gathered(t.k, t, b, keys.stop)
+            v = None if t.v is None else gathered(t.v, t, b, keys.stop)
         M, N = rows.stop - rows.start, keys.stop - keys.start
         own = t._replace(
             q=t.q[:, :, rows],
-            k=t.k[:, :, keys],
-            v=None if t.v is None else t.v[:, :, keys],
+            k=k,
+            v=v,
             mask=None if t.mask is None else of_sequence(t.mask, b)[..., :M, :N],
             lengths=None if t.lengths is None else t.lengths[b : b + 1],
             slopes=t.slopes if t.slopes is None or t.slopes.ndim == 1 else t.slopes[b : b + 1],
             cu_q=None,
             cu_k=None,
+            pages=None,
             normaliser=None if t.normaliser is None else t.normaliser[..., rows],
         )
         shape = None if own.mask is None else tuple(own.mask.shape)
         yield Sequence(
             dataclasses.replace(
                 spec,
-                **dict(B=1, M=M, N=N, T=0, S=0, given=given, mask_shape=shape),
+                **dict(B=1, M=M, N=N, T=0, S=0, P=0, page=0, blocks=0),
+                given=given,
+                mask_shape=shape,
                 at_item=spec.at_item + b,
             ),
             own,
@@ -84,12 +105,14 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
         )
 
 
+def gathered(x: Tensor, t: Tensors, b: int, length: int) -> Tensor:
+    """A sequence's keys or values out of their pages (P,Hk,page,D), as (1,Hk,length,D)."""
+    page = x.shape[2]
+    mine = x[t.given("pages")[b, : -(-length // page)].long()]
+    return mine.transpose(0, 1).flatten(1, 2)[None, :, :length]
+
+
 def of_sequence(mask: Tensor, b: int) -> Tensor:
     """Its part of a mask, or of a mask's gradient, that broadcasts to (B,H,M,N): a view."""
     mask = mask[(None,) * max(0, 2 - mask.ndim)]
     return mask if mask.ndim < 4 or mask.shape[0] == 1 else mask[b : b + 1]
-
-
-def _offsets(cu: Tensor | None) -> list[int]:
-    assert cu is not None
-    return cu.tolist()

@@ -36,6 +36,7 @@ class Feature(enum.Flag):
     GRAD = enum.auto()
     PLACE = enum.auto()  # the call is a part of a larger one
     PACKED = enum.auto()  # sequences of different lengths, one after the other
+    PAGED = enum.auto()  # keys and values in pages, found by a table
 
 
 MEANING = {  # for people: the rows of the support table
@@ -51,6 +52,7 @@ MEANING = {  # for people: the rows of the support table
     Feature.GRAD: "backward, with a loss on the LSE too",
     Feature.PLACE: "place: the call is a part of a larger one",
     Feature.PACKED: "attention_packed: sequences of different lengths (cu_seqlens)",
+    Feature.PAGED: "block_table: keys and values in pages, without gradient",
 }
 
 
@@ -59,7 +61,8 @@ class Argument(NamedTuple):
 
     shapes: its dimensions in letters, "B H M D"; several where the caller has the choice, "" for
         one element of any shape, and `broadcast` for whatever broadcasts to the one that stands.
-        What lies packed has all sequences' rows or keys, T or S, where it says M or N, and 1 for B.
+        What lies packed has all sequences' rows or keys, T or S, where it says M or N, and 1 for B;
+        keys and values in pages have the number of pages for B, and the rows of one for N.
     dtype: "q", as q has; "mask", also bool or float32; "floating", any, and kernels get `wide`;
         "wide", float32 or for float64 inputs float64; "integer", int32 or int64; "int64".
     crosses: how kernels behind csrc/abi.h see it, by a function of fastattn/crossing.py.
@@ -109,6 +112,10 @@ class Tensors(NamedTuple):
     ] = None
     cu_k: Annotated[
         Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
+    ] = None
+    pages: Annotated[  # of a packed batch: where its keys and values are, a page each
+        Tensor | None,
+        Argument(("B blocks",), "integer", "pointer", public="block_table", feature=Feature.PAGED),
     ] = None
     normaliser: Annotated[  # the LSE, and what its rounding lost
         Tensor | None, Argument(("2 B H M",), "wide", "pair", field="lse")
@@ -183,9 +190,9 @@ class AttentionSpec:
 
     followed by softmax (with the sink as one more logit) and dropout. In a packed batch each of B
     sequences has M and N of its own, at most these; its q lies as (1,H,T,D) and its k as
-    (1,Hk,S,D). Here i, j, length and M are
-    the larger call's, where this one is a part of one: i and j count from at_row and at_key, M is
-    at_row + M + rows_after, and dropout counts heads and items from at_head and at_item.
+    (1,Hk,S,D), or in P pages as (P,Hk,page,D), where its length is its N. Here i, j, length and M
+    are the larger call's, where this one is a part of one: i and j count from at_row and at_key, M
+    is at_row + M + rows_after, and dropout counts heads and items from at_head and at_item.
     """
 
     B: int
@@ -218,6 +225,9 @@ class AttentionSpec:
     keys_after: int = 0
     T: int = 0  # rows and keys of all sequences of a packed batch, one after the other
     S: int = 0
+    P: int = 0  # pages that there are, the rows of one, and how many a sequence may have
+    page: int = 0
+    blocks: int = 0
 
     def __hash__(self) -> int:  # specs are long-lived keys: hash once
         return self._hash
@@ -255,6 +265,10 @@ class AttentionSpec:
         return "cu_q" in self.given
 
     @property
+    def paged(self) -> bool:
+        return "pages" in self.given
+
+    @property
     def lies(self) -> tuple[int, int, int]:
         """B, M and N as q, k, v and what has their shapes lie."""
         return (1, self.T, self.S) if self.packed else (self.B, self.M, self.N)
@@ -285,6 +299,6 @@ WHOLE = (
     *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),
     *("average_heads", "constant_lse"),
     *PLACED,
-    *("T", "S"),
+    *("T", "S", "P", "page", "blocks"),
 )
 REAL = ("scale", "softcap", "dropout_p")

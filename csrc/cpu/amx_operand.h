@@ -74,7 +74,7 @@ struct Operand<Amx<P>> {
   // A as [rows][steps][P][32]; as it lies, if that is so. `unfit` is told of each row.
   static Broadcast<E> along(const Plane& a, int64_t r0, int64_t rows, int64_t columns, E* buf,
                             uint8_t* unfit = nullptr) {
-    if (P == 1 && a.step == 1 && columns % kStep == 0 && rows % kStep == 0)
+    if (P == 1 && a.step == 1 && columns % kStep == 0 && rows % kStep == 0 && a.one_block(r0, rows))
       return {static_cast<const E*>(a.data) + a.at(r0), a.row};
     const int64_t ld = round_up(columns, kStep);
     alignas(64) Source staged[FA_CPU_MAX_HEAD_DIM];

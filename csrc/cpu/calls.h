@@ -20,6 +20,14 @@ inline bool rises(const int64_t* cu, int64_t n, int64_t total, int64_t most) {
   return cu[0] == 0 && cu[n] == total;
 }
 
+// Does every page that a length needs exist?
+inline bool pages_exist(const FaParams& p) {
+  for (int64_t b = 0; b < p.B; ++b)
+    for (int64_t at = 0; at * p.page < p.lengths[b]; ++at)
+      if (p.pages[b * p.blocks + at] < 0 || p.pages[b * p.blocks + at] >= p.P) return false;
+  return true;
+}
+
 inline FaTensor moved(FaTensor t, int dimension, int64_t by) {
   if (t.data) t.data = static_cast<char*>(t.data) + by * t.stride[dimension] * item_size(t.dtype);
   return t;
@@ -32,14 +40,20 @@ inline FaParams sequence(const FaParams& p, int64_t b) {
   FaParams one = p;
   for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse})
     one.*rows = moved(p.*rows, 2, p.cu_q[b]);
-  for (Field keys : {&P::k, &P::v, &P::dk, &P::dv}) one.*keys = moved(p.*keys, 2, p.cu_k[b]);
+  if (p.pages) {  // its keys are those that there are of it
+    one.pages = p.pages + b * p.blocks;
+    one.N = p.lengths[b];
+    one.lengths = nullptr;
+  } else {
+    for (Field keys : {&P::k, &P::v, &P::dk, &P::dv}) one.*keys = moved(p.*keys, 2, p.cu_k[b]);
+    one.N = p.cu_k[b + 1] - p.cu_k[b];
+    if (p.lengths) one.lengths = p.lengths + b;
+  }
   for (Field items : {&P::mask, &P::slopes, &P::dmask, &P::dsinks})
     one.*items = moved(p.*items, 0, b);
-  if (p.lengths) one.lengths = p.lengths + b;
   one.cu_q = one.cu_k = nullptr;
   one.B = 1;
   one.M = p.cu_q[b + 1] - p.cu_q[b];
-  one.N = p.cu_k[b + 1] - p.cu_k[b];
   one.at_item = p.at_item + b;
   return one;
 }
@@ -104,7 +118,8 @@ class Calls {
     std::vector<int64_t> order(p.B);
     std::iota(order.begin(), order.end(), 0);
     const auto scores = [&](int64_t b) {
-      return (p.cu_q[b + 1] - p.cu_q[b]) * (p.cu_k[b + 1] - p.cu_k[b]);
+      const int64_t keys = p.pages ? p.lengths[b] : p.cu_k[b + 1] - p.cu_k[b];
+      return (p.cu_q[b + 1] - p.cu_q[b]) * keys;
     };
     std::stable_sort(order.begin(), order.end(),
                      [&](int64_t x, int64_t y) { return scores(x) > scores(y); });

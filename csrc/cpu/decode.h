@@ -113,7 +113,7 @@ struct Decode {
     R* out = buf.out + t * W * dv;
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(plane(p.v, lanes.rows.b, hk), keys.j0 + j, W, p.Dv);
+      if (t == 0) prefetch(key_plane(p, p.v, lanes.rows.b, hk), keys.j0 + j, W, p.Dv);
       Few::products({k.data + j * k.stride, k.stride}, n, p.D, q, lanes.count, R(p.scale),
                     buf.s + j);
     }
@@ -127,7 +127,7 @@ struct Decode {
     const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(plane(p.k, lanes.rows.b, hk), keys.end() + j, W, p.D);
+      if (t == 0) prefetch(key_plane(p, p.k, lanes.rows.b, hk), keys.end() + j, W, p.D);
       Sum::add(probabilities, j, v, n, lanes.count, p.Dv, out);
     }
   }
@@ -173,8 +173,8 @@ struct Decode {
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
     each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
     each_block(p, b, chunk, [&](const Keys& keys) {
-      const Broadcast<E> k = Op::along(plane(p.k, b, hk), keys.j0, keys.count, p.D, buf.k);
-      const Broadcast<E> v = Sum::stage(plane(p.v, b, hk), keys.j0, keys.count, p.Dv, buf.v);
+      const Broadcast<E> k = Op::along(key_plane(p, p.k, b, hk), keys.j0, keys.count, p.D, buf.k);
+      const Broadcast<E> v = Sum::stage(key_plane(p, p.v, b, hk), keys.j0, keys.count, p.Dv, buf.v);
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
         if (shown(p, lanes.rows, keys) != Shown::none) attend(p, lanes, t, keys, k, v, buf);
       });

@@ -143,7 +143,7 @@ struct WeightedSum<PairedBf16> {
   static int64_t columns(int64_t Dv) { return round_up(Dv, 32); }
   static Broadcast<int32_t> stage(const Plane& v, int64_t j0, int64_t keys, int64_t Dv,
                                   int32_t* buf) {
-    if (v.step == 1 && v.row % 2 == 0 && Dv % 32 == 0) {
+    if (v.step == 1 && v.row % 2 == 0 && Dv % 32 == 0 && v.one_block(j0, keys)) {
       const uint16_t* first = static_cast<const uint16_t*>(v.data) + v.at(j0);
       return {reinterpret_cast<const int32_t*>(first), v.row / 2};
     }

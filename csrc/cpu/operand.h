@@ -16,14 +16,37 @@ namespace FA_ISA {
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// The (row, column) plane of one batch item and head.
+// The (row, column) plane of one batch item and head. Keys and values may lie in pages, `apart` from
+// each other: their rows are one block only within one of these.
 struct Plane {
   const void* data;
   int64_t dtype, origin, row, step;
-  FA_INLINE int64_t at(int64_t r, int64_t c = 0) const { return origin + r * row + c * step; }
+  const int64_t* pages = nullptr;
+  int64_t page = 0, apart = 0, rows = 0;
+  FA_INLINE int64_t at(int64_t r, int64_t c = 0) const {
+    if (pages) {
+      const uint32_t n = uint32_t(r) / uint32_t(page);
+      return origin + pages[n] * apart + (r - n * page) * row + c * step;
+    }
+    return origin + r * row + c * step;
+  }
+  FA_INLINE bool one_block(int64_t r, int64_t count) const {
+    return !pages || count == 0 || r / page == (r + count - 1) / page;
+  }
 };
 FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
   return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
+}
+// Of k or v. Calls in pages have one item: calls.h.
+FA_INLINE Plane key_plane(const FaParams& p, const FaTensor& t, int64_t b, int64_t hk) {
+  Plane found = plane(t, b, hk);
+  if (p.pages) {
+    found.pages = p.pages;
+    found.page = p.page;
+    found.apart = t.stride[0];
+    found.rows = p.N;
+  }
+  return found;
 }
 template <class R>
 FA_INLINE bool readable_in_place(const Plane& a) {
@@ -40,6 +63,7 @@ FA_INLINE const R* in_place(const Plane& a, int64_t r, int64_t c = 0) {
 FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t rows, int64_t columns) {
   const int64_t size = item_size(a.dtype);
   if (a.step != 1) return;
+  if (a.pages) rows = std::min(rows, a.rows - r);  // the table ends there
   for (int64_t x = 0; x < rows; ++x) {
     const char* row = static_cast<const char*>(a.data) + a.at(r + x) * size;
     for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(row + at, 0, 2);
@@ -89,7 +113,7 @@ struct Operand;
 template <class R>
 struct Operand<Plain<R>> {
   static Broadcast<R> along(const Plane& a, int64_t r0, int64_t rows, int64_t columns, R* buf) {
-    if (readable_in_place<R>(a)) return {in_place<R>(a, r0), a.row};
+    if (readable_in_place<R>(a) && a.one_block(r0, rows)) return {in_place<R>(a, r0), a.row};
     copy_rows(a, r0, rows, 0, columns, buf, columns);
     return {buf, columns};
   }
@@ -97,7 +121,8 @@ struct Operand<Plain<R>> {
   static Broadcast<R> across(const Plane& a, int64_t r0, int64_t rows, int64_t columns, bool padded,
                              R* buf) {
     const int64_t ld = padded ? round_up(columns, kLanes<R>) : columns;
-    if (readable_in_place<R>(a) && ld == columns) return {in_place<R>(a, r0), a.row};
+    if (readable_in_place<R>(a) && ld == columns && a.one_block(r0, rows))
+      return {in_place<R>(a, r0), a.row};
     copy_rows(a, r0, rows, 0, columns, buf, ld);
     return {buf, ld};
   }
@@ -148,7 +173,7 @@ struct Operand<PairedBf16> {
   }
   static Broadcast<int32_t> along(const Plane& a, int64_t r0, int64_t rows, int64_t columns,
                                   int32_t* buf) {
-    if (a.step == 1 && columns % 2 == 0 && a.row % 2 == 0) {
+    if (a.step == 1 && columns % 2 == 0 && a.row % 2 == 0 && a.one_block(r0, rows)) {
       const uint16_t* first = static_cast<const uint16_t*>(a.data) + a.at(r0);
       return {reinterpret_cast<const int32_t*>(first), a.row / 2};
     }

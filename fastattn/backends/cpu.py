@@ -32,6 +32,7 @@ class Cpu(Launcher):
             | Feature.GRAD
             | Feature.PLACE
             | Feature.PACKED
+            | Feature.PAGED
         ),
     )
 
@@ -49,7 +50,7 @@ class Cpu(Launcher):
         status = launch(entry, which, kept.brief, *given)
         if status == native.OK:
             return
-        if status in (native.BAD_LENGTH, native.BAD_OFFSET):
+        if status in (native.BAD_LENGTH, native.BAD_OFFSET, native.BAD_PAGE):
             check_values(spec, t)
         if status == native.NO_MEMORY:
             raise MemoryError("the CPU kernels could not allocate their scratch memory")
