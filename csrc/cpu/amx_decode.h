@@ -128,8 +128,8 @@ struct AmxDecode : Decode<Amx<P>> {
   }
 
   // Calls f(first key, keys) for each step, with the rows of the next on their way to the cache.
-  template <class F>
-  static void each_step(const Plane& a, const Keys& keys, int64_t columns, F f) {
+  template <class A, class F>
+  static void each_step(const A& a, const Keys& keys, int64_t columns, F f) {
     for (int64_t j = 0; j < keys.count; j += kStep) {
       prefetch(a, keys.j0 + j + kStep, kStep, columns);
       f(j, std::min(kStep, keys.count - j));
@@ -171,7 +171,7 @@ struct AmxDecode : Decode<Amx<P>> {
   // One block of keys against every row that sees them.
   static void run_block(const FaParams& p, int64_t b, int64_t hk, const Keys& keys,
                         const Buffers& buf) {
-    const Plane k = key_plane(p, p.k, b, hk), v = key_plane(p, p.v, b, hk);
+    const KeyPlane k = key_plane(p, p.k, b, hk), v = key_plane(p, p.v, b, hk);
     const Broadcast<E> staged = Op::along(k, keys.j0, keys.count, p.D, buf.k, buf.k_unfit);
     each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
       Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * padded(p.Dv), buf.rows, buf.v_unfit + j);

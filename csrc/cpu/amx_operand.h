@@ -25,7 +25,8 @@ struct Operand<Amx<P>> {
   }
   // One row, of whole steps: in place, or in `buf`. Zeros if it is none of A's `rows`, or if it has
   // no planes, which `unfit` is told.
-  static const Source* row(const Plane& a, int64_t r0, int64_t r, int64_t rows, int64_t columns,
+  template <class A>
+  static const Source* row(const A& a, int64_t r0, int64_t r, int64_t rows, int64_t columns,
                            Source* buf, uint8_t* unfit) {
     static const Source zeros[FA_CPU_MAX_HEAD_DIM] = {};
     if (r >= rows) return zeros;
@@ -72,7 +73,8 @@ struct Operand<Amx<P>> {
   }
 
   // A as [rows][steps][P][32]; as it lies, if that is so. `unfit` is told of each row.
-  static Broadcast<E> along(const Plane& a, int64_t r0, int64_t rows, int64_t columns, E* buf,
+  template <class A>
+  static Broadcast<E> along(const A& a, int64_t r0, int64_t rows, int64_t columns, E* buf,
                             uint8_t* unfit = nullptr) {
     if (P == 1 && a.step == 1 && columns % kStep == 0 && rows % kStep == 0 && a.one_block(r0, rows))
       return {static_cast<const E*>(a.data) + a.at(r0), a.row};
@@ -116,7 +118,8 @@ struct Operand<Amx<P>> {
     }
   }
   // dst[rows / 32][columns][P][32]: A's transpose for the left side, summed along A's rows.
-  static void turned(const Plane& a, int64_t r0, int64_t rows, int64_t columns, E* dst,
+  template <class A>
+  static void turned(const A& a, int64_t r0, int64_t rows, int64_t columns, E* dst,
                      E* rows_buf, uint8_t* unfit = nullptr) {
     const int64_t ld = round_up(columns, kStep);
     int32_t* to = as_pairs(dst);
@@ -136,7 +139,8 @@ struct Operand<Amx<P>> {
     });
   }
   // dst[rows / 2][P][columns]: A for the right side, summed along its rows.
-  static void across(const Plane& a, int64_t r0, int64_t rows, int64_t columns, E* dst,
+  template <class A>
+  static void across(const A& a, int64_t r0, int64_t rows, int64_t columns, E* dst,
                      E* rows_buf, uint8_t* unfit = nullptr) {
     const int64_t ld = round_up(columns, kStep);
     int32_t* to = as_pairs(dst);
@@ -149,8 +153,8 @@ struct Operand<Amx<P>> {
   }
   // Calls f(the 32 rows of a step) for each step; `rows_buf` holds 32 rows. `unfit` is told of
   // each.
-  template <class F>
-  static FA_INLINE void each_step(const Plane& a, int64_t r0, int64_t rows, int64_t columns,
+  template <class A, class F>
+  static FA_INLINE void each_step(const A& a, int64_t r0, int64_t rows, int64_t columns,
                                   E* rows_buf, uint8_t* unfit, F f) {
     const int64_t ld = round_up(columns, kStep);
     for (int64_t at = 0; at < rows; at += kStep) {

@@ -91,7 +91,7 @@ class Calls {
   Calls(const Calls&) = delete;
 
   int64_t threads() const { return threads_; }
-  int64_t tasks(int at) const { return tasks_[at]; }
+  int64_t tasks(int at) const { return at < kPhases ? tasks_[at] : 0; }
   size_t scratch(int at) const { return scratch_[at]; }
   size_t workspace() const { return workspace_; }
   double work() const { return work_; }  // multiply-adds, at least

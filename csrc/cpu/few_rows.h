@@ -121,7 +121,8 @@ struct WeightedSum {
   using R = typename Mul::Real;
   using Op = Operand<Mul>;
   static int64_t columns(int64_t Dv) { return round_up(Dv, kLanes<R>); }
-  static Broadcast<R> stage(const Plane& v, int64_t j0, int64_t keys, int64_t Dv, R* buf) {
+  template <class A>
+  static Broadcast<R> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, R* buf) {
     return Op::across(v, j0, keys, Dv, true, buf);
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
@@ -141,7 +142,8 @@ template <>
 struct WeightedSum<PairedBf16> {
   using Op = Operand<PairedBf16>;
   static int64_t columns(int64_t Dv) { return round_up(Dv, 32); }
-  static Broadcast<int32_t> stage(const Plane& v, int64_t j0, int64_t keys, int64_t Dv,
+  template <class A>
+  static Broadcast<int32_t> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv,
                                   int32_t* buf) {
     if (v.step == 1 && v.row % 2 == 0 && Dv % 32 == 0 && v.one_block(j0, keys)) {
       const uint16_t* first = static_cast<const uint16_t*>(v.data) + v.at(j0);

@@ -222,16 +222,13 @@ bool run_phase(const Calls& calls, int at) {
 }
 
 int64_t run_calls(Calls& calls, void* workspace) {
-  static thread_local ScratchMemory memory;
-  const size_t size = calls.workspace();
-  if (size && !workspace && !(workspace = memory.get(size))) return FA_NO_MEMORY;
-  if (poisoned && size) std::memset(workspace, 0xFF, size);
-  calls.give_workspace(static_cast<char*>(workspace));
-  int64_t status = FA_OK;
-  for (int at = 0; at < kPhases && status == FA_OK; ++at)
-    if (!run_phase(calls, at)) status = FA_NO_MEMORY;
-  memory.trim();
-  return status;
+  if (const size_t size = calls.workspace()) {
+    if (poisoned) std::memset(workspace, 0xFF, size);
+    calls.give_workspace(static_cast<char*>(workspace));
+  }
+  for (int at = 0; calls.tasks(at) > 0; ++at)
+    if (!run_phase(calls, at)) return FA_NO_MEMORY;
+  return FA_OK;
 }
 
 int64_t bad_values(const FaParams& p) {
@@ -271,7 +268,12 @@ int64_t fa_cpu_run(const FaParams* p, int64_t pass) {
   if (const int64_t status = fa::bad_values(*p)) return status;
   try {
     fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });
-    return fa::run_calls(calls, p->workspace);
+    if (p->workspace || !calls.workspace()) return fa::run_calls(calls, p->workspace);
+    static thread_local fa::ScratchMemory memory;
+    void* workspace = memory.get(calls.workspace());
+    const int64_t status = workspace ? fa::run_calls(calls, workspace) : FA_NO_MEMORY;
+    memory.trim();
+    return status;
   } catch (const std::bad_alloc&) {  // of a batch of very many sequences
     return FA_NO_MEMORY;
   }

@@ -16,19 +16,22 @@ namespace FA_ISA {
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// The (row, column) plane of one batch item and head. Keys and values may lie in pages, `apart` from
-// each other: their rows are one block only within one of these.
+// The (row, column) plane of one batch item and head.
 struct Plane {
   const void* data;
   int64_t dtype, origin, row, step;
-  const int64_t* pages = nullptr;
-  int64_t page = 0, apart = 0, rows = 0;
+  FA_INLINE int64_t at(int64_t r, int64_t c = 0) const { return origin + r * row + c * step; }
+  // Do these rows lie one `row` after the other?
+  static constexpr bool one_block(int64_t, int64_t) { return true; }
+};
+// That of keys or values, which may lie in pages, `apart` from each other.
+struct KeyPlane : Plane {
+  const int64_t* pages;
+  int64_t page, apart, rows;
   FA_INLINE int64_t at(int64_t r, int64_t c = 0) const {
-    if (pages) {
-      const uint32_t n = uint32_t(r) / uint32_t(page);
-      return origin + pages[n] * apart + (r - n * page) * row + c * step;
-    }
-    return origin + r * row + c * step;
+    if (!pages) return Plane::at(r, c);
+    const uint32_t n = uint32_t(r) / uint32_t(page);
+    return Plane::at(r - n * page, c) + pages[n] * apart;
   }
   FA_INLINE bool one_block(int64_t r, int64_t count) const {
     return !pages || count == 0 || r / page == (r + count - 1) / page;
@@ -37,23 +40,16 @@ struct Plane {
 FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
   return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
 }
-// Of k or v. Calls in pages have one item: calls.h.
-FA_INLINE Plane key_plane(const FaParams& p, const FaTensor& t, int64_t b, int64_t hk) {
-  Plane found = plane(t, b, hk);
-  if (p.pages) {
-    found.pages = p.pages;
-    found.page = p.page;
-    found.apart = t.stride[0];
-    found.rows = p.N;
-  }
-  return found;
+// Of k or v. A call that finds them in pages has one item: calls.h.
+FA_INLINE KeyPlane key_plane(const FaParams& p, const FaTensor& t, int64_t b, int64_t hk) {
+  return {plane(t, b, hk), p.pages, p.page, t.stride[0], p.N};
 }
 template <class R>
 FA_INLINE bool readable_in_place(const Plane& a) {
   return a.dtype == dtype_of<R> && a.step == 1;
 }
-template <class R>
-FA_INLINE const R* in_place(const Plane& a, int64_t r, int64_t c = 0) {
+template <class R, class A>
+FA_INLINE const R* in_place(const A& a, int64_t r, int64_t c = 0) {
   return static_cast<const R*>(a.data) + a.at(r, c);
 }
 
@@ -63,16 +59,24 @@ FA_INLINE const R* in_place(const Plane& a, int64_t r, int64_t c = 0) {
 FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t rows, int64_t columns) {
   const int64_t size = item_size(a.dtype);
   if (a.step != 1) return;
-  if (a.pages) rows = std::min(rows, a.rows - r);  // the table ends there
   for (int64_t x = 0; x < rows; ++x) {
     const char* row = static_cast<const char*>(a.data) + a.at(r + x) * size;
     for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(row + at, 0, 2);
   }
 }
 
+FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
+  Plane row = a;
+  if (!a.pages) return prefetch(row, r, rows, columns);
+  for (const int64_t end = std::min(r + rows, a.rows); r < end; ++r) {  // there the table ends
+    row.origin = a.at(r);
+    prefetch(row, 0, 1, columns);
+  }
+}
+
 // buf[rows][ld] = A[r0.., c0..], zero past `columns`.
-template <class R>
-void copy_rows(const Plane& a, int64_t r0, int64_t rows, int64_t c0, int64_t columns, R* buf,
+template <class R, class A>
+void copy_rows(const A& a, int64_t r0, int64_t rows, int64_t c0, int64_t columns, R* buf,
                int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {
     read_row(a.data, a.dtype, a.at(r0 + r, c0), a.step, columns, buf + r * ld);
@@ -112,13 +116,15 @@ struct Operand;
 
 template <class R>
 struct Operand<Plain<R>> {
-  static Broadcast<R> along(const Plane& a, int64_t r0, int64_t rows, int64_t columns, R* buf) {
+  template <class A>
+  static Broadcast<R> along(const A& a, int64_t r0, int64_t rows, int64_t columns, R* buf) {
     if (readable_in_place<R>(a) && a.one_block(r0, rows)) return {in_place<R>(a, r0), a.row};
     copy_rows(a, r0, rows, 0, columns, buf, columns);
     return {buf, columns};
   }
   // With `padded`, the columns are filled with zeros up to whole vectors.
-  static Broadcast<R> across(const Plane& a, int64_t r0, int64_t rows, int64_t columns, bool padded,
+  template <class A>
+  static Broadcast<R> across(const A& a, int64_t r0, int64_t rows, int64_t columns, bool padded,
                              R* buf) {
     const int64_t ld = padded ? round_up(columns, kLanes<R>) : columns;
     if (readable_in_place<R>(a) && ld == columns && a.one_block(r0, rows))
@@ -163,7 +169,8 @@ FA_INLINE __m512i halves_of(Vec<float> first, Vec<float> second) {
 
 template <>
 struct Operand<PairedBf16> {
-  static void copy_halves(const Plane& a, int64_t r, int64_t columns, uint16_t* dst, int64_t ld) {
+  template <class A>
+  static void copy_halves(const A& a, int64_t r, int64_t columns, uint16_t* dst, int64_t ld) {
     const uint16_t* src = static_cast<const uint16_t*>(a.data) + a.at(r);
     if (a.step == 1)
       std::copy_n(src, columns, dst);
@@ -171,7 +178,8 @@ struct Operand<PairedBf16> {
       for (int64_t c = 0; c < columns; ++c) dst[c] = src[c * a.step];
     std::fill(dst + columns, dst + ld, uint16_t(0));
   }
-  static Broadcast<int32_t> along(const Plane& a, int64_t r0, int64_t rows, int64_t columns,
+  template <class A>
+  static Broadcast<int32_t> along(const A& a, int64_t r0, int64_t rows, int64_t columns,
                                   int32_t* buf) {
     if (a.step == 1 && columns % 2 == 0 && a.row % 2 == 0 && a.one_block(r0, rows)) {
       const uint16_t* first = static_cast<const uint16_t*>(a.data) + a.at(r0);
@@ -182,7 +190,8 @@ struct Operand<PairedBf16> {
       copy_halves(a, r0 + r, columns, reinterpret_cast<uint16_t*>(buf + r * ld), 2 * ld);
     return {buf, ld};
   }
-  static Broadcast<int32_t> across(const Plane& a, int64_t r0, int64_t rows, int64_t columns, bool,
+  template <class A>
+  static Broadcast<int32_t> across(const A& a, int64_t r0, int64_t rows, int64_t columns, bool,
                                    int32_t* buf) {
     const int64_t ld = round_up(columns, 16);
     uint16_t row[2][FA_CPU_MAX_HEAD_DIM + 16];
