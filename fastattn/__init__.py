@@ -12,6 +12,7 @@ from . import (
 )
 from .api import attention, attention_packed, attention_weights
 from .backend import available_backends
+from .cache import KVCache
 from .conversion import convert, revert
 from .explaining import explain
 from .merging import merge
@@ -20,6 +21,7 @@ from .place import Place
 from .torch_form import scaled_dot_product_attention
 
 __all__ = [
+    "KVCache",
     "MultiheadAttention",
     "Place",
     "attention",

@@ -14,7 +14,7 @@ FLOORS = (
     {"__main__", "examples"},
     {"__init__"},
     {"conversion"},
-    {"multihead", "torch_form", "explaining", "nn", "merging"},
+    {"multihead", "torch_form", "explaining", "nn", "merging", "cache"},
     {"api", "decomposition"},
     {"operators"},
     {"roads"},

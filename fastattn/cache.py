@@ -1,0 +1,397 @@
+"""Keys and values that are kept from one call to the next: decoding, and prompts in chunks.
+
+Pages and who uses them; no kernel. A contiguous cache is one of pages as large as its capacity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .api import attention_packed
+
+Counts = int | Sequence[int] | Tensor
+
+
+class KVCache:
+    """Keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items, each of a length of its own.
+
+        cache = fastattn.KVCache(batch, Hk, D, capacity=4096, page_size=64, dtype=torch.bfloat16)
+        cache.append(k, v)            # (B,Hk,n,D), n more keys of each item
+        out = cache.attention(q)      # (B,H,M,D): the last M rows of each item, causal
+
+    capacity: the keys that an item may have. page_size: keys of a page; None is one page an item,
+    contiguous, all of whose memory is there at once. Pages are shared by `fork` until one side
+    writes. grow: add pages and capacity where they run out, instead of raising.
+
+    Results have no gradient. On a GPU the reference backend gathers the pages: no kernel there
+    reads them yet. Raises RuntimeError where the cache is full, before anything is written, and
+    ValueError or TypeError for what does not fit it.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        capacity: int,
+        page_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        storage: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        grow: bool = False,
+    ):
+        sizes = dict(batch=batch, heads=heads, head_dim=head_dim, capacity=capacity)
+        for name, x in sizes.items():
+            if not isinstance(x, int) or isinstance(x, bool) or x < (name == "capacity"):
+                raise ValueError(f"{name}: got {x!r}, expected a whole number")
+        if page_size is not None and page_size < 1:
+            raise ValueError(f"page_size: got {page_size}, expected 1 or more, or None")
+        if storage not in (None, dtype):
+            raise NotImplementedError(
+                f"storage: got {storage}, expected {dtype}, the cache's dtype"
+            )
+        page = capacity if page_size is None else page_size
+        blocks = -(-capacity // page)
+        value_dim = head_dim if value_dim is None else value_dim
+        self.capacity, self.grow = capacity, grow
+        self._pool = _Pool(batch * blocks, page, heads, head_dim, value_dim, dtype, device)
+        self._set(torch.zeros(batch, blocks, dtype=torch.int64), torch.zeros(batch).long())
+
+    # ------------------------------------------------------------------------------ what is there
+
+    @property
+    def batch(self) -> int:
+        return self._lengths.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64 on the cache's device: the keys that each item has."""
+        return self._on_device[1].clone()
+
+    @property
+    def page_size(self) -> int:
+        return self._pool.page
+
+    @property
+    def block_table(self) -> Tensor:
+        """(B,blocks) int64 on the cache's device, as `attention_packed` takes it."""
+        return self._on_device[0]
+
+    @property
+    def k_pages(self) -> Tensor:
+        """(P,page,Hk,D). Those that `fork` made share them."""
+        return self._pool.k
+
+    @property
+    def v_pages(self) -> Tensor:
+        return self._pool.v
+
+    @property
+    def nbytes(self) -> int:
+        """Of all pages, whether used or free, with those of forks."""
+        return self._pool.k.nbytes + self._pool.v.nbytes
+
+    @property
+    def pages_free(self) -> int:
+        return int((self._pool.users == 0).sum())
+
+    def __repr__(self) -> str:
+        P, page, heads, dim = self._pool.k.shape
+        return (
+            f"KVCache({self.batch} items of up to {self.capacity} keys, {heads} heads of {dim}, "
+            f"{str(self._pool.k.dtype)[6:]}, {P - self.pages_free} of {P} pages of {page} keys "
+            f"used, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    # ---------------------------------------------------------------------------------- attention
+
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | str = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """`fastattn.attention` of q (B,H,M,D) over what the cache has of each item; or of q (T,H,D)
+        and cu_q (B+1,), as many rows of each as it says.
+
+        arguments: those of `attention` but key_lengths, which are the cache's, and place. A mask
+        broadcasts to (B,H,M,N) with N at least the longest length.
+        """
+        mask = arguments.get("mask")
+        columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
+        given: dict[str, Any] = arguments | dict(
+            causal=causal,
+            block_table=self._on_device[0],
+            key_lengths=self._on_device[1],
+            max_k=None if columns == 1 else columns,
+        )
+        if cu_q is not None:
+            return attention_packed(q, *self._pool.kv, cu_q, max_q=max_q, **given)
+        if not isinstance(q, Tensor) or q.ndim != 4 or q.shape[0] != self.batch:
+            got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
+            raise ValueError(f"q: got {got}, expected (B, H, M, D) with B = {self.batch}")
+        B, _, M, _ = q.shape
+        rows = q.transpose(1, 2).flatten(0, 1)
+        found = attention_packed(rows, *self._pool.kv, self._every(M), max_q=M, **given)
+        return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), found)
+
+    def _every(self, M: int) -> Tensor:
+        """Offsets of M rows each."""
+        if self._offsets is None or self._offsets[0] != M:
+            offsets = torch.arange(self.batch + 1, device=self._pool.k.device) * M
+            self._offsets = M, offsets
+        return self._offsets[1]
+
+    # ------------------------------------------------------------------------------ what is added
+
+    @torch.no_grad()
+    def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
+        """More keys and values, in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n of each item; or k
+        (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] of item b."""
+        packed = cu is not None
+        self._check(k, v, packed)
+        if cu is None:
+            counts = torch.full((self.batch,), k.shape[2])
+            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+        else:
+            counts = _steps(cu, self.batch, k.shape[0])
+        at = self._room(counts)
+        self._pool.k[at] = k
+        self._pool.v[at] = v
+
+    def _check(self, k: Tensor, v: Tensor, packed: bool) -> None:
+        _, _, heads, D = self._pool.k.shape
+        Dv = self._pool.v.shape[3]
+        for name, x, d in (("k", k, D), ("v", v, Dv)):
+            letters = "(T, Hk, D)" if packed else "(B, Hk, n, D)"
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+            fits = x.ndim == (3 if packed else 4) and x.shape[1] == heads and x.shape[-1] == d
+            if not fits or not (packed or x.shape[0] == self.batch):
+                sizes = f"Hk = {heads}, D = {d}" + ("" if packed else f", B = {self.batch}")
+                raise ValueError(f"{name}: got {tuple(x.shape)}, expected {letters} with {sizes}")
+            pages = self._pool.k
+            if (x.dtype, x.device) != (pages.dtype, pages.device):
+                expected = f"{pages.dtype} on {pages.device}, as the cache has"
+                raise ValueError(f"{name}: got {x.dtype} on {x.device}, expected {expected}")
+        rows = 0 if packed else 2
+        if k.shape[rows] != v.shape[rows]:
+            raise ValueError(f"v: got {v.shape[rows]} rows, expected {k.shape[rows]}, as k has")
+
+    def _room(self, counts: Tensor) -> tuple[Tensor, Tensor]:
+        """Pages for so many more keys of each item; where these go: page, and row in it."""
+        lengths = self._lengths + counts
+        self._reserve(lengths)
+        item = torch.repeat_interleave(torch.arange(self.batch), counts)
+        first = torch.repeat_interleave(counts.cumsum(0) - counts - self._lengths, counts)
+        key = torch.arange(len(item)) - first
+        block, row = key // self.page_size, key % self.page_size
+        page = self._table[item, block]
+        self._set(self._table, lengths)
+        return page.to(self._pool.k.device), row.to(self._pool.k.device)
+
+    def _reserve(self, lengths: Tensor) -> None:
+        """Pages of its own for what an item is to have from its end on; all, or none and raise."""
+        if self.batch and int(longest := lengths.max()) > self.capacity:
+            if not self.grow:
+                b = int(lengths.argmax())
+                raise RuntimeError(
+                    f"KVCache is full: got {int(longest)} keys of item {b}, expected at most "
+                    f"capacity = {self.capacity}; evict() drops the oldest, grow=True makes room"
+                )
+            self._widen(int(longest))
+        page, users = self.page_size, self._pool.users
+        has, needs = -(-self._lengths // page), -(-lengths // page)
+        more = needs - has
+        # The last page, where it is not full and somebody else has it too, is copied.
+        partial = (self._lengths % page > 0) & (lengths > self._lengths)
+        last = (has - 1).clamp(min=0)
+        mine = self._table.gather(1, last[:, None])[:, 0]
+        shared = partial & (users[mine] > 1)
+        n = int(more.sum())
+        copies = int(shared.sum())
+        if n + copies == 0:
+            return
+        new = self._pool.take(n + copies, self.grow)
+        if copies:
+            self._pool.copy(mine[shared], new[n:])
+            self._pool.drop(mine[shared])
+            self._table[shared, last[shared]] = new[n:]
+        item = torch.repeat_interleave(torch.arange(self.batch), more)
+        first = torch.repeat_interleave(more.cumsum(0) - more - has, more)
+        self._table[item, torch.arange(n) - first] = new[:n]
+
+    def _widen(self, capacity: int) -> None:
+        """Twice the capacity at least: more pages, or longer ones where an item has one."""
+        capacity = max(capacity, 2 * self.capacity)
+        if self.page_size == self.capacity and not self._pool.forked:
+            self._pool.lengthen(capacity)
+        blocks = max(self._table.shape[1], -(-capacity // self.page_size))
+        self._table = torch.nn.functional.pad(self._table, (0, blocks - self._table.shape[1]))
+        self.capacity = capacity
+
+    # ---------------------------------------------------------------------------- what is let go
+
+    def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
+        """A cache of these items (all; one may be there several times), which shares their pages
+        until either side writes into one: then that one is copied."""
+        made = object.__new__(KVCache)
+        made.capacity, made.grow, made._pool = self.capacity, self.grow, self._pool
+        self._pool.forked = True
+        chosen = torch.arange(self.batch) if items is None else _index(items, self.batch)
+        made._set(self._table[chosen].clone(), self._lengths[chosen].clone())
+        self._pool.users += torch.bincount(made._used(), minlength=len(self._pool.users))
+        return made
+
+    def evict(self, counts: Counts) -> None:
+        """Drop the oldest keys, so many of each item. Whole pages are given back; what is left of a
+        page moves, and with it all that follows: multiples of page_size cost nothing."""
+        counts = self._counts("counts", counts)
+        before = self._table.clone(), self._lengths, self._pool.users.clone()
+        keep, moves = self._lengths - counts, counts % self.page_size > 0
+        kept = [self._rows(b, int(counts[b])) for b in moves.nonzero()[:, 0]]
+        for b in range(self.batch):
+            n = -(-int(self._lengths[b]) // self.page_size)
+            gone = n if moves[b] else int(counts[b]) // self.page_size
+            self._pool.drop(self._table[b, :gone])
+            self._table[b, : n - gone] = self._table[b, gone:n].clone()
+        self._set(self._table, torch.where(moves, 0, keep))
+        try:
+            at = self._room(torch.where(moves, keep, 0))
+        except RuntimeError:  # pages that a fork has, too, do not come free
+            self._pool.users = before[2]
+            self._set(*before[:2])
+            raise
+        if kept:
+            self._pool.k[at], self._pool.v[at] = (torch.cat(x) for x in zip(*kept, strict=True))
+
+    def truncate(self, lengths: Counts) -> None:
+        """Keep the first keys, so many of each item: drops what speculation got wrong."""
+        keep = self._counts("lengths", lengths)
+        for b in range(self.batch):
+            has, needs = (-(-int(x[b]) // self.page_size) for x in (self._lengths, keep))
+            self._pool.drop(self._table[b, needs:has])
+        self._set(self._table, keep)
+
+    def free(self, items: Sequence[int] | Tensor | None = None) -> None:
+        """Give back all pages of these items (all): each is empty then."""
+        chosen = torch.arange(self.batch) if items is None else _index(items, self.batch)
+        keep = self._lengths.clone()
+        keep[chosen] = 0
+        self.truncate(keep)
+
+    # ------------------------------------------------------------------------------------- inside
+
+    def _set(self, table: Tensor, lengths: Tensor) -> None:
+        """The table and lengths, and what kernels read of them."""
+        self._table, self._lengths = table, lengths
+        device = self._pool.k.device
+        same = device.type == "cpu"
+        self._on_device = (table, lengths) if same else (table.to(device), lengths.to(device))
+        self._offsets: tuple[int, Tensor] | None = getattr(self, "_offsets", None)
+
+    def _used(self) -> Tensor:
+        """Every page of every item, as often as one has it."""
+        blocks = torch.arange(self._table.shape[1])
+        return self._table[blocks < (-(-self._lengths // self.page_size))[:, None]]
+
+    def _rows(self, b: int, first: int) -> tuple[Tensor, Tensor]:
+        """An item's keys and values from one on, (n,Hk,D)."""
+        pages = self._table[b, : -(-int(self._lengths[b]) // self.page_size)]
+        end = int(self._lengths[b])
+        pages = pages.to(self._pool.k.device)
+        k, v = (x[pages].flatten(0, 1)[first:end] for x in self._pool.kv)
+        return k, v
+
+    def _counts(self, name: str, counts: Counts) -> Tensor:
+        found = torch.as_tensor(counts, dtype=torch.int64).cpu().expand(self.batch).clone()
+        wrong = (found < 0) | (found > self._lengths)
+        if wrong.any():
+            b = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{name}: got {int(found[b])} keys of item {b}, expected a number in "
+                f"[0, {int(self._lengths[b])}], its length"
+            )
+        return found
+
+
+class _Pool:
+    """Pages (P,page,Hk,D) of keys and of values, and how many items use each."""
+
+    def __init__(self, pages, page, heads, D, Dv, dtype, device):
+        self.page, self.forked = page, False
+        self.k = torch.empty(pages, page, heads, D, dtype=dtype, device=device)
+        self.v = torch.empty(pages, page, heads, Dv, dtype=dtype, device=device)
+        self.users = torch.zeros(pages, dtype=torch.int64)
+
+    @property
+    def kv(self) -> tuple[Tensor, Tensor]:
+        return self.k, self.v
+
+    def take(self, n: int, grow: bool) -> Tensor:
+        """n pages that nobody uses."""
+        free = (self.users == 0).nonzero()[:, 0]
+        if len(free) < n:
+            if not grow:
+                raise RuntimeError(
+                    f"KVCache is full: got {n} more pages of {self.page} keys to find, expected at "
+                    f"most {len(free)}, those that are free; free() gives back those of items, "
+                    "grow=True makes room"
+                )
+            self._more(max(n - len(free), len(self.users)))
+            free = (self.users == 0).nonzero()[:, 0]
+        self.users[free[:n]] = 1
+        return free[:n]
+
+    def drop(self, pages: Tensor) -> None:
+        self.users -= torch.bincount(pages, minlength=len(self.users))
+
+    def copy(self, pages: Tensor, to: Tensor) -> None:
+        pages, to = pages.to(self.k.device), to.to(self.k.device)
+        for x in self.kv:
+            x[to] = x[pages]
+
+    def _more(self, n: int) -> None:
+        self.k, self.v = (torch.cat([x, x.new_empty(n, *x.shape[1:])]) for x in self.kv)
+        self.users = torch.cat([self.users, self.users.new_zeros(n)])
+
+    def lengthen(self, page: int) -> None:
+        longer = [x.new_empty(x.shape[0], page, *x.shape[2:]) for x in self.kv]
+        for x, old in zip(longer, self.kv, strict=True):
+            x[:, : self.page] = old
+        (self.k, self.v), self.page = longer, page
+
+
+def _each(f, found):
+    return tuple(f(x) for x in found) if isinstance(found, tuple) else f(found)
+
+
+def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
+    """How many rows of each item offsets name."""
+    if not isinstance(cu, Tensor) or cu.shape != (batch + 1,):
+        got = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
+        raise ValueError(f"cu: got {got}, expected (B + 1,) = ({batch + 1},) offsets")
+    offsets = cu.cpu().long()
+    steps = offsets.diff()
+    if offsets[0] != 0 or offsets[-1] != total or (steps < 0).any():
+        raise ValueError(
+            f"cu: got {offsets.tolist()}, expected offsets from 0 to {total}, the rows of k, that "
+            "never fall"
+        )
+    return steps
+
+
+def _index(items: Sequence[int] | Tensor, batch: int) -> Tensor:
+    chosen = torch.as_tensor(items, dtype=torch.int64).cpu().reshape(-1)
+    if ((chosen < 0) | (chosen >= batch)).any():
+        raise ValueError(f"items: got {chosen.tolist()}, expected numbers in [0, {batch})")
+    return chosen

@@ -1,0 +1,219 @@
+"""`KVCache`: after any sequence of changes each item has the keys that it should, to the bit, and
+what forks share is nobody's to change."""
+
+import random
+
+import pytest
+import torch
+from runners import not_interpreted
+
+import fastattn
+from fastattn import KVCache
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
+
+B, H, HK, D, DV = 3, 4, 2, 8, 12
+PAGES = (None, 1, 4, 16, 7)
+
+
+class Model:
+    """A cache and, of each item, its keys and values in a list of rows."""
+
+    def __init__(self, page_size, seed=0, **more):
+        self.generator = torch.Generator().manual_seed(seed)
+        given = dict(value_dim=DV, capacity=40, page_size=page_size) | more
+        self.cache = KVCache(B, HK, D, **given)
+        self.rows = [[] for _ in range(B)]
+
+    def new(self, n):
+        size = dict(generator=self.generator)
+        return torch.randn(n, HK, D, **size), torch.randn(n, HK, DV, **size)
+
+    def copy(self, cache, rows):
+        made = object.__new__(Model)
+        made.generator, made.cache, made.rows = self.generator, cache, rows
+        return made
+
+    def append(self, counts):
+        news = [self.new(n) for n in counts]
+        if len(set(counts)) == 1:
+            k, v = (torch.stack(x).transpose(1, 2) for x in zip(*news, strict=True))
+            self.cache.append(k, v)
+        else:
+            k, v = (torch.cat(x) for x in zip(*news, strict=True))
+            self.cache.append(k, v, torch.tensor([0, *counts]).cumsum(0))
+        for mine, (k, v) in zip(self.rows, news, strict=True):
+            mine += list(zip(k, v, strict=True))
+
+    def check(self, rows=2, **given):
+        assert self.cache.lengths.tolist() == [len(x) for x in self.rows]
+        q = torch.randn(len(self.rows), H, rows, D, generator=self.generator)
+        out, lse = self.cache.attention(q, return_lse=True, **given)
+        for b, mine in enumerate(self.rows):
+            k = torch.stack([k for k, _ in mine]) if mine else torch.zeros(0, HK, D)
+            v = torch.stack([v for _, v in mine]) if mine else torch.zeros(0, HK, DV)
+            tensors = (q[b : b + 1], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+            expected = fastattn.attention(
+                *tensors, **(dict(causal="bottom_right") | given), return_lse=True
+            )
+            assert torch.equal(out[b : b + 1], expected[0])
+            assert torch.equal(lse[b : b + 1], expected[1])
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_any_sequence_of_changes(page_size):
+    chance = random.Random(page_size or 0)
+    models = [Model(page_size, grow=True)]
+    for step in range(60):
+        model = chance.choice(models)
+        what = chance.choice(["append", "append", "packed", "fork", "evict", "truncate", "free"])
+        counts = [chance.randrange(len(x) + 1) for x in model.rows]
+        if what == "append":
+            model.append([chance.randrange(6)] * len(model.rows))
+        elif what == "packed":
+            model.append([chance.randrange(9) for _ in model.rows])
+        elif what == "fork":
+            items = [chance.randrange(len(model.rows)) for _ in range(chance.randrange(1, 5))]
+            rows = [list(model.rows[b]) for b in items]
+            models.append(model.copy(model.cache.fork(items), rows))
+        elif what == "evict":
+            model.cache.evict(counts)
+            model.rows = [x[n:] for x, n in zip(model.rows, counts, strict=True)]
+        elif what == "truncate":
+            model.cache.truncate(torch.tensor(counts))
+            model.rows = [x[:n] for x, n in zip(model.rows, counts, strict=True)]
+        elif step % 3 == 0:
+            model.cache.free([0])
+            model.rows[0] = []
+        for x in models[-4:]:
+            x.check(rows=1 + step % 3)
+        del models[:-4]
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_pages_are_given_back(page_size):
+    model = Model(page_size, grow=True)
+    cache = model.cache
+    model.append([5, 1, 0])
+    forks = [cache.fork(), cache.fork([0, 0])]
+    forks[0].append(torch.zeros(B, HK, 2, D), torch.zeros(B, HK, 2, DV))
+    for x in (*forks, cache):
+        x.free()
+        assert x.lengths.sum() == 0
+    assert cache.pages_free == cache.k_pages.shape[0]
+
+
+def test_a_cache_that_is_full_is_as_it_was():
+    for page_size, capacity in ((None, 10), (4, 10), (4, 12)):
+        model = Model(page_size, capacity=capacity)
+        model.append([capacity, 3, 0])
+        with pytest.raises(RuntimeError, match=rf"{capacity + 1} keys of item 0, .* = {capacity}"):
+            model.append([1, 1, 1])
+        model.check()
+        model.append([0, capacity - 3, 1])
+        model.check()
+
+
+@pytest.mark.parametrize("page_size", (4, None))
+def test_forks_need_pages_of_their_own(page_size):
+    model = Model(page_size, capacity=8)
+    model.append([7, 7, 7])
+    fork = model.copy(model.cache.fork(), [list(x) for x in model.rows])
+    nbytes = model.cache.nbytes
+    with pytest.raises(RuntimeError, match=r"3 more pages of . keys to find, .* at most 0"):
+        fork.append([1, 1, 1])
+    with pytest.raises(RuntimeError, match="is full"):
+        fork.cache.evict([1, 1, 1])  # what moves would need them, too
+    for x in (model, fork):
+        x.check()
+    fork.cache.grow = True
+    fork.append([1, 1, 1])
+    assert fork.cache.nbytes == model.cache.nbytes > nbytes
+    for x in (model, fork):
+        x.check()
+
+
+def test_growth_keeps_what_there_is():
+    for page_size in PAGES:
+        model = Model(page_size, capacity=3, grow=True)
+        for counts in ([2, 2, 2], [9, 0, 1], [30, 30, 1]):
+            model.append(counts)
+            model.check()
+        assert model.cache.capacity >= 41
+
+
+def test_features_of_attention():
+    model = Model(4)
+    model.append([5, 17, 0])
+    mask = torch.rand(B, 1, 2, 17) < 0.7
+    out = model.cache.attention(torch.zeros(B, H, 2, D), mask=mask)
+    assert out.shape == (B, H, 2, DV)
+    model.check(window=(3, 0), sinks=torch.ones(H), softcap=2.0)
+    model.check(causal=False, alibi_slopes=torch.rand(H))
+
+
+def test_prompts_in_chunks_are_prompts():
+    """And rows of an item as they come: packed, of one item many and of others none."""
+    whole, parts = Model(16, capacity=100), Model(5, capacity=100)
+    whole.append([60, 60, 60])
+    q = torch.randn(B, H, 60, D, generator=whole.generator)
+    expected = whole.cache.attention(q)
+    kv = [torch.stack([torch.stack([r[x] for r in rows]) for rows in whole.rows]) for x in (0, 1)]
+    outs = []
+    for first, end in ((0, 20), (20, 43), (43, 60)):  # of more rows than decoding takes
+        parts.cache.append(*(x[:, first:end].transpose(1, 2) for x in kv))
+        outs.append(parts.cache.attention(q[:, :, first:end]))
+    assert torch.equal(torch.cat(outs, 2), expected)
+    rows, cu_q = q[1].transpose(0, 1), torch.tensor([0, 0, 60, 60])
+    out = whole.cache.attention(rows, cu_q=cu_q)
+    assert torch.equal(out, expected[1].transpose(0, 1))
+
+
+def test_memory_is_accounted():
+    cache = KVCache(2, HK, D, capacity=100, page_size=16, dtype=torch.bfloat16)
+    assert cache.nbytes == 2 * 2 * 7 * 16 * HK * D * 2
+    assert cache.pages_free == 14 and "0 of 14 pages of 16 keys used" in repr(cache)
+    assert KVCache(2, HK, D, capacity=100).page_size == 100
+    assert cache.k_pages.shape == (14, 16, HK, D) and cache.block_table.shape == (2, 7)
+
+
+x = torch.zeros(B, HK, 2, D)
+WRONG = [
+    (lambda c: c.append(x, x), ValueError, r"v: got \(3, 2, 2, 8\), expected \(B, Hk, n, D\) with"),
+    (lambda c: c.append(x[:2], x), ValueError, "k: got .* B = 3"),
+    (lambda c: c.append(x.double(), x), ValueError, "k: got torch.float64 on cpu, expected"),
+    (lambda c: c.append(3, x), TypeError, "k: got int"),
+    (lambda c: c.append(x, torch.zeros(B, HK, 3, DV)), ValueError, "v: got 3 rows, expected 2"),
+    (
+        lambda c: c.append(x[0].mT, torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
+        ValueError,
+        "k: got .*T, Hk, D",
+    ),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
+        ValueError,
+        "cu: got .*, expected offsets from 0 to 2",
+    ),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 2])),
+        ValueError,
+        r"cu: got \(2,\), expected \(B \+ 1,\) = \(4,\)",
+    ),
+    (lambda c: c.attention(x[:2]), ValueError, r"q: got .*, expected \(B, H, M, D\) with B = 3"),
+    (lambda c: c.evict([1, 0, 0]), ValueError, r"counts: got 1 keys of item 0, .* \[0, 0\]"),
+    (lambda c: c.truncate(-1), ValueError, "lengths: got -1"),
+    (lambda c: c.fork([3]), ValueError, r"items: got \[3\], expected numbers in \[0, 3\)"),
+    (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=0), ValueError, "page_size: got 0"),
+    (
+        lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int8),
+        NotImplementedError,
+        "storage: got torch.int8",
+    ),
+]
+
+
+@pytest.mark.parametrize("call, error, message", WRONG, ids=[message[:24] for *_, message in WRONG])
+def test_what_does_not_fit(call, error, message):
+    with pytest.raises(error, match=message):
+        call(Model(4).cache)
