@@ -52,6 +52,22 @@ class SinusoidalPositionalEncoding(nn.Module):
         return f"{self.embed_dim}, max_len={self.max_len}, batch_first={self.batch_first}"
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """The first R columns of x (..., D) turned pair by pair, by cos and sin (..., R/2): a pair is
+    columns i and i + R/2 or, interleaved, 2i and 2i + 1. Computed in float32 at least."""
+    columns = 2 * cos.shape[-1]
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    cos, sin = cos.to(wide), sin.to(wide)
+    turned, rest = x[..., :columns].to(wide), x[..., columns:]
+    if interleaved:
+        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        a, b = turned.chunk(2, dim=-1)
+    rotated = (a * cos - b * sin, a * sin + b * cos)
+    y = torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
+    return torch.cat([y.to(x.dtype), rest], dim=-1)
+
+
 class RotaryEmbedding(nn.Module):
     """Rotates pairs of columns of queries and keys by an angle that grows with the position, so
     that q.k depends on positions by their difference alone (RoPE, Su et al. 2021, equation 34).
@@ -91,16 +107,7 @@ class RotaryEmbedding(nn.Module):
         # buffer, which model.bfloat16() would round.
         pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=x.device)
         angle = positions.to(torch.float64)[..., None] * self.base ** (-pair / self.rotary_dim)
-        wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-        cos, sin = angle.cos().to(wide), angle.sin().to(wide)
-        turned, rest = x[..., : self.rotary_dim].to(wide), x[..., self.rotary_dim :]
-        if self.interleaved:
-            a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
-        else:
-            a, b = turned.chunk(2, dim=-1)
-        rotated = (a * cos - b * sin, a * sin + b * cos)
-        y = torch.stack(rotated, -1).flatten(-2) if self.interleaved else torch.cat(rotated, -1)
-        return torch.cat([y.to(x.dtype), rest], dim=-1)
+        return rotate(x, angle.cos(), angle.sin(), self.interleaved)
 
     def extra_repr(self) -> str:
         return f"{self.head_dim}, rotary_dim={self.rotary_dim}, interleaved={self.interleaved}"
