@@ -6,6 +6,7 @@ from . import prerequisites  # noqa: F401
 from . import (
     backends,  # noqa: F401  they register themselves
     decomposition,  # noqa: F401  exporters know what the operators are made of by this
+    flash_attn,
     nn,
     operators,  # noqa: F401  torch knows the operators by this
     reference,
@@ -30,6 +31,7 @@ __all__ = [
     "available_backends",
     "convert",
     "explain",
+    "flash_attn",
     "merge",
     "nn",
     "reference",

@@ -13,7 +13,7 @@ PACKAGE = Path(fastattn.__file__).parent
 FLOORS = (
     {"__main__", "examples"},
     {"__init__"},
-    {"conversion"},
+    {"conversion", "flash_attn"},
     {"multihead", "torch_form", "explaining", "nn", "merging", "cache"},
     {"api", "decomposition"},
     {"operators"},
@@ -30,8 +30,16 @@ FLOORS = (
 )
 FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
 
-# The same inside `nn`, and inside `examples`.
+# The same inside packages.
 INSIDE = {
+    "flash_attn": (
+        {"flash_attn"},
+        {"flash_attn.installing"},
+        {"flash_attn.flash_attn_interface", "flash_attn.bert_padding"},
+        {"flash_attn.caching"},
+        {"flash_attn.translation"},
+        {"flash_attn.checks", "flash_attn.transformers_checks"},
+    ),
     "nn": (
         {"nn"},
         {"nn.interchange"},

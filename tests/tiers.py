@@ -51,6 +51,11 @@ SHARES = {
     "test_cuda_suites": (NONE, 7),
     "test_cuda_weights": (NONE, 17),
     "test_first_call": (NONE, ALL),
+    # flash-attn's API: pairs of arguments; and transformers, which takes seconds to import.
+    "test_flash_attn": (7, ALL),
+    "test_flash_attn_cache": (11, ALL),
+    "test_flash_attn_install::test_transformers_is_told": (NONE, ALL),
+    "test_flash_attn_models": (NONE, ALL),
     "test_first_hour::test_the_rehearsal_runs_from_end_to_end": (NONE, NONE),
     "test_emulator": (NONE, 5),
     "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),

@@ -1,0 +1,33 @@
+"""flash-attn 2.8's functions on `fastattn.attention`: CPUs and GPUs, forward and backward.
+
+`from fastattn.flash_attn import flash_attn_func` where code can be changed; where it cannot,
+`install()` makes `import flash_attn` find this package. README.md beside this file says what each
+argument does here.
+"""
+
+from . import bert_padding, flash_attn_interface
+from .flash_attn_interface import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from .installing import __version__, install, uninstall
+
+__all__ = [
+    "__version__",
+    "bert_padding",
+    "flash_attn_func",
+    "flash_attn_interface",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "install",
+    "uninstall",
+]

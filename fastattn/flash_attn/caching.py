@@ -1,0 +1,171 @@
+"""Caches of keys and values as flash-attn has them: where a key lies, what is written and read."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..nn.positions import rotate
+from .checks import in_their_names, need_integers, need_shape, within
+from .translation import Arguments, changed, dense, packed, stands_by_itself
+
+
+class Cache(NamedTuple):
+    """k (P,page,Hk,D) and v (P,page,Hk,Dv), of which `table` (B,pages) names those of each sequence
+    in their order. Keys begin at `starts` (B,), or at 0. The cache is plain where item b of k is
+    sequence b: pages as large as a cache, one each."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    starts: Tensor | None
+    is_plain: bool
+
+    @classmethod
+    def of(
+        cls,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        batch: int,
+        block_table: Tensor | None,
+        cache_batch_idx: Tensor | None,
+        cache_leftpad: Tensor | None,
+    ) -> Cache:
+        """From flash-attn's arguments; raises for those that do not fit each other."""
+        axes = "items, capacity, heads, head_dim"
+        if block_table is not None:
+            axes = "blocks, page, heads, head_dim"
+            need_integers("block_table", block_table, (batch, "pages"))
+            for name, x in (("_batch_idx", cache_batch_idx), ("_leftpad", cache_leftpad)):
+                if x is not None:
+                    raise ValueError(f"cache{name}: got it beside block_table, expected one alone")
+        need_shape("k_cache", k_cache, axes)
+        need_shape("v_cache", v_cache, axes)
+        if v_cache.shape[:3] != k_cache.shape[:3]:
+            got, expected = tuple(v_cache.shape), (*k_cache.shape[:3], "head_dim")
+            raise ValueError(f"v_cache: got shape {got}, expected {expected}, as k_cache has")
+        table, is_plain = block_table, False
+        if cache_batch_idx is not None:
+            need_integers("cache_batch_idx", cache_batch_idx, (batch,))
+            table = within("cache_batch_idx", cache_batch_idx, len(k_cache) - 1)[:, None]
+        elif table is None:
+            if len(k_cache) < batch:
+                raise ValueError(f"k_cache: got {len(k_cache)} items, expected {batch}, as q has")
+            table, is_plain = torch.arange(batch, device=k_cache.device)[:, None], True
+        if cache_leftpad is not None:
+            need_integers("cache_leftpad", cache_leftpad, (batch,))
+        return cls(k_cache, v_cache, table, cache_leftpad, is_plain and cache_leftpad is None)
+
+    @property
+    def capacity(self) -> int:
+        return self.table.shape[1] * self.k.shape[1]
+
+    def lengths(self, cache_seqlens: int | Tensor | None, new: int) -> Tensor:
+        """(B,) int64, each with room for `new` keys after it."""
+        batch = len(self.table)
+        if not isinstance(cache_seqlens, Tensor):
+            length = self.capacity if cache_seqlens is None else cache_seqlens
+            cache_seqlens = torch.full((batch,), length, device=self.k.device)
+        need_integers("cache_seqlens", cache_seqlens, (batch,))
+        room = f"{self.capacity} keys fit" + (f", {new} new ones among them" if new else "")
+        return within("cache_seqlens", cache_seqlens, self.capacity - new, room)
+
+    def looked_at(self, lengths: Tensor) -> Cache:
+        """The same, with nothing out of range where sequences that end at `lengths` (B,) look."""
+        if self.is_plain:
+            return self
+        page = self.k.shape[1]
+        begins = page * torch.arange(self.table.shape[1], device=lengths.device)
+        needed = torch.where(begins < lengths[:, None], self.table, 0)
+        table, starts = within("block_table", needed, max(0, len(self.k) - 1)), self.starts
+        if starts is not None:
+            starts = within("cache_leftpad", starts, lengths, "no more than there are keys")
+        return self._replace(table=table, starts=starts)
+
+    def append(self, k: Tensor, v: Tensor, lengths: Tensor) -> None:
+        """Writes k (B,n,Hk,D) and v (B,n,Hk,Dv) after the `lengths` (B,) keys that there are."""
+        item = torch.arange(len(k), device=lengths.device)[:, None]
+        at = lengths[:, None] + torch.arange(k.shape[1], device=lengths.device)
+        page = self.k.shape[1]
+        at = (item, at) if self.is_plain else (self.table[item, at // page], at % page)
+        self.k[at], self.v[at] = k, v
+
+    def pages(self, lengths: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+        """k and v in pages, the table of these, and how many keys lie there, (B,).
+
+        Behind padding a sequence begins within a page: there each key has a page of its own."""
+        if self.starts is None:
+            return self.k, self.v, (self.table, lengths)
+        first = self.table * self.capacity + self.starts[:, None]
+        table = first + torch.arange(self.capacity, device=first.device)
+        k, v = (x.flatten(0, 1)[:, None] for x in (self.k, self.v))
+        return k, v, (table, lengths - self.starts)
+
+
+@torch.no_grad()
+def attend(
+    q: Tensor,
+    k: Tensor | None,
+    v: Tensor | None,
+    cache: Cache,
+    cache_seqlens: int | Tensor | None,
+    rotation: tuple[Tensor | None, Tensor | None, bool],
+    arguments: Arguments,
+) -> tuple[Tensor, Tensor]:
+    """out (B,M,H,Dv) and LSE (B,H,M) of q (B,M,H,D), after k and v have been appended."""
+    new = 0 if k is None and v is None else _count_new(k, v, cache, cache_seqlens)
+    before = cache.lengths(cache_seqlens, new)
+    lengths = before + new
+    cache = cache.looked_at(lengths)
+    if any(x is not None for x in rotation[:2]):
+        together = not arguments["causal"] and arguments["window"] is None
+        q, k = _rotated(q, k, before, rotation, together)
+    if k is not None and v is not None:
+        cache.append(k, v, before)
+    B, M = q.shape[:2]
+    with in_their_names(k="k_cache", v="v_cache", key_lengths="cache_seqlens"):
+        if cache.is_plain and (M <= 1 or not stands_by_itself(arguments)):
+            given = changed(arguments, key_lengths=lengths)
+            return dense(q, cache.k[:B], cache.v[:B], given)[:2]
+        cu_q = M * torch.arange(B + 1, device=q.device)
+        keys, values, pages = cache.pages(lengths)
+        sizes = M, cache.capacity
+        out, lse, _ = packed(q.flatten(0, 1), keys, values, cu_q, pages, *sizes, arguments)
+        return out.unflatten(0, (B, M)), lse.unflatten(1, (B, M)).transpose(0, 1)
+
+
+def _count_new(k: Tensor | None, v: Tensor | None, cache: Cache, cache_seqlens) -> int:
+    """How many keys are to be written; raises unless they can be."""
+    if cache_seqlens is None:
+        raise ValueError("cache_seqlens: got None beside k and v, expected where to write them")
+    n = k.shape[1] if isinstance(k, Tensor) and k.ndim > 1 else 0
+    for name, x, into in (("k", k, cache.k), ("v", v, cache.v)):
+        expected = len(cache.table), n, *into.shape[2:]
+        if not isinstance(x, Tensor) or x.shape != expected or x.dtype != into.dtype:
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"{name}: got {got}, expected {into.dtype} {expected}, as its cache")
+    return n
+
+
+def _rotated(q, k, lengths, rotation, together: bool) -> tuple[Tensor, Tensor]:
+    """q and k with their first R columns turned: k from `lengths` on, and q too, or all of it there
+    if `together`."""
+    cos, sin, interleaved = rotation
+    if k is None:
+        raise ValueError("rotary_cos: got it without k, expected both or None")
+    for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if not isinstance(x, Tensor) or x.ndim != 2 or 2 * x.shape[1] > q.shape[3]:
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+            raise ValueError(f"{name}: got {got}, expected (positions, R / 2), R <= {q.shape[3]}")
+    if cos.shape != sin.shape:
+        expected = f"{tuple(cos.shape)}, as rotary_cos has"
+        raise ValueError(f"rotary_sin: got shape {tuple(sin.shape)}, expected {expected}")
+
+    def turn(x, still):
+        steps = torch.arange(x.shape[1], device=x.device) * (not still)
+        at = within("rotary_cos", lengths[:, None] + steps, len(cos) - 1, "the positions it has")
+        return rotate(x, cos[at][:, :, None], sin[at][:, :, None], interleaved)
+
+    return turn(q, together), turn(k, False)

@@ -1,0 +1,107 @@
+"""`import flash_attn` finds this package: for code that cannot be changed.
+
+A finder on sys.meta_path answers imports, `importlib.util.find_spec` and `importlib.metadata`, as
+an installed flash-attn would; `transformers_checks` has what transformers asks beyond that.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import Distribution, DistributionFinder
+from types import ModuleType
+
+from . import bert_padding, flash_attn_interface, transformers_checks
+
+__version__ = "2.8.3"  # of flash-attn, whose functions these are
+
+_NAME = "flash_attn"
+_MODULES = {
+    _NAME: flash_attn_interface,
+    f"{_NAME}.flash_attn_interface": flash_attn_interface,
+    f"{_NAME}.bert_padding": bert_padding,
+}
+
+
+def install() -> None:
+    """Makes `import flash_attn`, its `flash_attn_interface` and its `bert_padding` find ours, tells
+    importlib.metadata of flash-attn 2.8.3, and transformers, imported before or after, that
+    "flash_attention_2" runs here, on CPUs too. A second call changes nothing.
+
+    Raises RuntimeError where there is another flash_attn.
+    """
+    if _FINDER in sys.meta_path:
+        return
+    if _NAME in sys.modules or importlib.util.find_spec(_NAME):
+        raise RuntimeError(
+            "flash_attn: another package of this name is installed, expected none; uninstall it "
+            "(pip uninstall flash-attn), or import from fastattn.flash_attn and leave it as it is"
+        )
+    sys.meta_path.insert(0, _FINDER)
+    importlib.invalidate_caches()
+    transformers_checks.answer()
+
+
+def uninstall() -> None:
+    """Undoes `install`, for what is imported or asked from now on. Without one, nothing."""
+    if _FINDER not in sys.meta_path:
+        return
+    sys.meta_path.remove(_FINDER)
+    for name in _MODULES:
+        sys.modules.pop(name, None)
+    transformers_checks.retract(flash_attn_interface)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def find_spec(self, name, path=None, target=None) -> ModuleSpec | None:
+        if name in _MODULES:
+            return ModuleSpec(name, self, origin=_MODULES[name].__file__, is_package=name == _NAME)
+        if name in transformers_checks.MODULES:
+            return _then(transformers_checks.answer, PathFinder.find_spec(name, path, target))
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None  # an empty one, which `exec_module` fills
+
+    def exec_module(self, module: ModuleType) -> None:
+        source = _MODULES[module.__name__]
+        module.__dict__.update({name: getattr(source, name) for name in source.__all__})
+        module.__dict__.update(__doc__=source.__doc__, __version__=__version__)
+        for name in _MODULES:  # those inside a package are there when it is
+            importlib.import_module(name)
+
+    def find_distributions(self, context: DistributionFinder.Context | None = None):
+        wanted = getattr(context, "name", None)
+        if wanted is None or wanted.lower().replace("_", "-") == "flash-attn":
+            yield _Distribution()
+
+
+class _Distribution(Distribution):
+    """What importlib.metadata tells of flash-attn."""
+
+    def read_text(self, filename: str) -> str | None:
+        metadata = f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {__version__}\n"
+        return {"METADATA": metadata, "top_level.txt": f"{_NAME}\n"}.get(filename)
+
+    def locate_file(self, path):
+        raise FileNotFoundError(f"{path}: this flash-attn is fastattn.flash_attn, without files")
+
+
+def _then(act, spec: ModuleSpec | None) -> ModuleSpec | None:
+    """The spec of a module, after whose execution `act` is called."""
+    if spec is None or spec.loader is None:
+        return spec
+    execute = spec.loader.exec_module
+
+    def exec_module(module: ModuleType) -> None:
+        execute(module)
+        act()
+
+    spec.loader.exec_module = exec_module  # of this spec's own loader
+    return spec
+
+
+_FINDER = _Finder()

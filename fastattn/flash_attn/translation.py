@@ -1,0 +1,180 @@
+"""What flash-attn's arguments are called here, and where its rows stand.
+
+flash-attn puts row i at i' = i + N - M, causal or not. `fastattn.attention` does so where a call is
+causal; where it is not, a band or ALiBi needs the call's `Place` to say so.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention, attention_packed, attention_weights, draw_seed
+from ..place import Place
+from .checks import need_shape, within
+
+Arguments = dict[str, Any]  # of `fastattn.attention`, by name
+Pages = tuple[Tensor, Tensor]  # a table (B,pages), and how many keys each sequence has there (B,)
+Results = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, S_dmask
+
+
+def arguments_of(
+    *, dropout_p=0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+) -> Arguments:
+    window = _window(window_size)
+    return dict(
+        dropout_p=dropout_p,
+        scale=softmax_scale,
+        causal="bottom_right" if causal else False,
+        window=None if window == (None, None) else window,
+        softcap=softcap if softcap is not None and softcap > 0 else None,
+        alibi_slopes=alibi_slopes,
+        sinks=s_aux,
+    )
+
+
+def changed(arguments: Arguments, **changes: Any) -> Arguments:
+    return arguments | changes
+
+
+def _window(window_size) -> tuple[int | None, int | None]:
+    try:
+        left, right = (operator.index(x) for x in window_size)
+    except (TypeError, ValueError):
+        expected = "a pair of ints (left, right), -1 for no limit"
+        raise ValueError(f"window_size: got {window_size!r}, expected {expected}") from None
+    return None if left < 0 else left, None if right < 0 else right
+
+
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, with_S_dmask: bool = False
+) -> Results:
+    """Of q (B,M,H,D), k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M), S_dmask."""
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        need_shape(name, x, "batch, seqlen, heads, head_dim")
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    arguments = _settled(arguments, q, q.shape[2])
+    if stands_by_itself(arguments):
+        arguments["place"] = _place(q.shape[2], k.shape[2])
+    out, lse = attention(q, k, v, return_lse=True, **arguments)
+    S_dmask = _signed_weights(q, k, arguments) if with_S_dmask and arguments["dropout_p"] else None
+    return out.transpose(1, 2), lse, S_dmask
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    where: Tensor | Pages,
+    max_q: int,
+    max_k: int,
+    arguments: Arguments,
+    with_S_dmask: bool = False,
+) -> Results:
+    """Of q (T,H,D), k (S,Hk,D), v (S,Hk,Dv): out, LSE (H,T), S_dmask. Keys lie one after the other,
+    `where` then cu_k (B+1,), or k and v are (P,page,Hk,·), and `where` says which are whose."""
+    need_shape("q", q, "total, heads, head_dim")
+    for name, x in (("k", k), ("v", v)):
+        is_paged = isinstance(where, tuple)
+        need_shape(name, x, ("blocks, page" if is_paged else "total") + ", heads, head_dim")
+    arguments = _settled(arguments, q, max_q)
+    wants_S_dmask = with_S_dmask and arguments["dropout_p"]
+    if isinstance(where, tuple) and (stands_by_itself(arguments) or wants_S_dmask):
+        k, v, where = _in_a_row(k, v, *where)
+    given = changed(arguments, max_q=max_q, max_k=max_k, return_lse=True)
+    if isinstance(where, tuple):
+        given = changed(given, block_table=where[0], key_lengths=where[1])
+        out, lse = attention_packed(q, k, v, cu_q, **given)
+        return out, lse.transpose(0, 1), None
+    if stands_by_itself(arguments) and not _alike(cu_q, where):
+        out, lse = _one_by_one(q, k, v, cu_q, where, arguments)
+    else:
+        out, lse = attention_packed(q, k, v, cu_q, where, **given)
+    S_dmask = None
+    if wants_S_dmask:
+        S_dmask = q.new_zeros(len(cu_q) - 1, q.shape[1], max_q, max_k)
+        for into, (rows, keys, own) in zip(S_dmask, _sequences(cu_q, where, arguments)):
+            one = _signed_weights(_item(q, rows), _item(k, keys), own)[0]
+            into[:, : one.shape[1], : one.shape[2]] = one
+    return out, lse.transpose(0, 1), S_dmask
+
+
+def _in_a_row(
+    k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Keys and values (P,page,Hk,·) copied out of their pages, one sequence after the other, and
+    cu_k (B+1,): for what is asked sequence by sequence."""
+    page = k.shape[1]
+    lengths = within("key_lengths", lengths, page * table.shape[1], "what the pages hold")
+    j = torch.arange(page * table.shape[1], device=table.device)
+    b, j = (j < lengths[:, None]).nonzero().unbind(1)
+    at = within("block_table", table[b, j // page], len(k) - 1), j % page
+    return k[at], v[at], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+
+
+def _settled(arguments: Arguments, q: Tensor, rows: int) -> Arguments:
+    """One seed for all parts of a call, to find a second time what was dropped; and a single row,
+    which sees to the last key, is causal: that says where it stands and hides nothing."""
+    seed = draw_seed(q.device) if arguments["dropout_p"] else None
+    arguments = changed(arguments, seed=seed)
+    if rows <= 1 and stands_by_itself(arguments):
+        arguments["causal"] = "bottom_right"
+    return arguments
+
+
+def stands_by_itself(arguments: Arguments) -> bool:
+    """Does it matter where rows stand, and does no causal mask say it?"""
+    counts = arguments["window"] is not None or arguments["alibi_slopes"] is not None
+    return counts and not arguments["causal"]
+
+
+def _place(M: int, N: int, item: int = 0) -> Place:
+    """Row i at i + N - M."""
+    return Place(row=max(N - M, 0), key=max(M - N, 0), item=item)
+
+
+def _alike(cu_q: Tensor, cu_k: Tensor) -> bool:
+    """Has each sequence as many rows as keys? Then rows stand at i, and nothing need be said."""
+    return cu_q is cu_k or (cu_q.shape == cu_k.shape and bool((cu_q == cu_k).all()))
+
+
+def _sequences(
+    cu_q: Tensor, cu_k: Tensor, arguments: Arguments
+) -> Iterator[tuple[slice, slice, Arguments]]:
+    """Of each its rows, its keys and its arguments, with which it draws as in the batch."""
+    slopes, by_itself = arguments["alibi_slopes"], stands_by_itself(arguments)
+    rows, keys = ([slice(*x) for x in pairwise(c)] for c in (cu_q.tolist(), cu_k.tolist()))
+    for b, (i, j) in enumerate(zip(rows, keys)):
+        place = _place(i.stop - i.start, j.stop - j.start, b) if by_itself else Place(item=b)
+        own = slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]
+        yield i, j, changed(arguments, alibi_slopes=own, place=place)
+
+
+def _item(x: Tensor, rows: slice) -> Tensor:
+    """(1,H,M,D): one sequence of a packed batch."""
+    return x[rows].transpose(0, 1)[None]
+
+
+def _one_by_one(q, k, v, cu_q, cu_k, arguments) -> tuple[Tensor, Tensor]:
+    """A packed batch of which no single call can say where rows stand."""
+    parts = []
+    for rows, keys, own in _sequences(cu_q, cu_k, arguments):
+        q_, k_, v_ = _item(q, rows), _item(k, keys), _item(v, keys)
+        out, lse = attention(q_, k_, v_, return_lse=True, **own)
+        parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
+    out, lse = (torch.cat(x) for x in zip(*parts))
+    return out, lse
+
+
+@torch.no_grad()
+def _signed_weights(q: Tensor, k: Tensor, arguments: Arguments) -> Tensor:
+    """S_dmask (B,H,M,N): probabilities before dropout, negative where they were dropped."""
+    kept = attention_weights(q, k, **arguments)
+    p = attention_weights(q, k, **changed(arguments, dropout_p=0.0, seed=None))
+    return torch.where(kept == 0, -p, p)

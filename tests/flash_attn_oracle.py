@@ -1,0 +1,142 @@
+"""flash-attn 2.8 as its documentation says it, in float64, one sequence at a time.
+
+Nothing here is fastattn's: rows stand where the docstrings of flash_attn_interface.py put them, a
+cache is read key by key, and rotations are complex numbers.
+"""
+
+import math
+from itertools import pairwise
+
+import torch
+
+
+def one(
+    q,
+    k,
+    v,
+    *,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    s_aux=None,
+    dropout_p=0.0,
+    kept=None,
+):
+    """q (M,H,D), k (N,Hk,D), v (N,Hk,Dv), slopes (H,): out (M,H,Dv), lse (H,M), p (H,M,N)."""
+    q, k, v = q.double(), k.double(), v.double()
+    (M, H, D), N = q.shape, k.shape[0]
+    k, v = (x.repeat_interleave(H // x.shape[1], 1) for x in (k, v))
+    s = torch.einsum("ihd,jhd->hij", q, k) * (softmax_scale or 1 / math.sqrt(D))
+    if softcap > 0:
+        s = softcap * torch.tanh(s / softcap)
+    i, j = torch.arange(M)[:, None] + N - M, torch.arange(N)[None]
+    if alibi_slopes is not None:
+        s = s - alibi_slopes.double()[:, None, None] * (i - j).abs()
+    seen = torch.ones(M, N, dtype=torch.bool)
+    left, right = window_size
+    if causal:
+        seen &= j <= i
+    if left >= 0:
+        seen &= j >= i - left
+    if right >= 0:
+        seen &= j <= i + right
+    sink = q.new_full((H,), -math.inf) if s_aux is None else s_aux.double()
+    logits = torch.cat([s.masked_fill(~seen, -math.inf), sink[:, None, None].expand(H, M, 1)], -1)
+    empty = (logits == -math.inf).all(-1)
+    safe = logits.masked_fill(empty[..., None], 0)  # whose derivative is no NaN
+    lse = safe.logsumexp(-1)
+    p = (safe - lse[..., None]).exp().masked_fill(empty[..., None], 0)[..., :-1]
+    dropped = p if kept is None else p * kept / (1 - dropout_p)
+    out = torch.einsum("hij,jhd->ihd", dropped, v)
+    return out, lse.masked_fill(empty, -math.inf), p
+
+
+def of_item(b, arguments, kept=None):
+    """The arguments of one item of a batch."""
+    slopes = arguments.get("alibi_slopes")
+    own = {"alibi_slopes": slopes[b] if slopes is not None and slopes.ndim == 2 else slopes}
+    return arguments | own | {"kept": None if kept is None else kept[b]}
+
+
+def dense(q, k, v, kept=None, **arguments):
+    """`flash_attn_func`: out (B,M,H,Dv), lse (B,H,M)."""
+    items = [one(*x, **of_item(b, arguments, kept))[:2] for b, x in enumerate(zip(q, k, v))]
+    return [torch.stack(x) for x in zip(*items)]
+
+
+def varlen(q, k, v, cu_q, cu_k, kept=None, **arguments):
+    """`flash_attn_varlen_func`: out (T,H,Dv), lse (H,T)."""
+    outs, lses = [], []
+    for b, ((i, m), (j, n)) in enumerate(zip(pairwise(cu_q.tolist()), pairwise(cu_k.tolist()))):
+        own = of_item(b, arguments, kept)
+        if kept is not None:
+            own["kept"] = own["kept"][:, : m - i, : n - j]
+        out, lse, _ = one(q[i:m], k[j:n], v[j:n], **own)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def turned(x, cos, sin, positions, interleaved):
+    """x (n,H,D), the first 2 R columns of it turned by angles whose cos and sin are (·,R)."""
+    R = cos.shape[1]
+    first = x[..., : 2 * R].double()
+    a, b = (first[..., 0::2], first[..., 1::2]) if interleaved else first.split(R, -1)
+    z = torch.complex(a, b) * torch.complex(cos.double(), sin.double())[positions][:, None]
+    y = torch.stack((z.real, z.imag), -1).flatten(-2) if interleaved else None
+    return torch.cat([torch.cat((z.real, z.imag), -1) if y is None else y, x[..., 2 * R :]], -1)
+
+
+def with_kvcache(
+    q,
+    k_cache,
+    v_cache,
+    k=None,
+    v=None,
+    rotary_cos=None,
+    rotary_sin=None,
+    cache_seqlens=None,
+    cache_batch_idx=None,
+    cache_leftpad=None,
+    block_table=None,
+    rotary_interleaved=True,
+    **arguments,
+):
+    """`flash_attn_with_kvcache`: out, lse, and the caches as they are then."""
+    k_cache, v_cache = k_cache.clone(), v_cache.clone()
+    local = tuple(arguments.get("window_size", (-1, -1))) != (-1, -1)
+    outs, lses = [], []
+
+    def place(b, position):
+        if block_table is None:
+            return (b if cache_batch_idx is None else int(cache_batch_idx[b])), position
+        page = k_cache.shape[1]
+        return int(block_table[b, position // page]), position % page
+
+    for b, rows in enumerate(q):
+        capacity = k_cache.shape[1] * (1 if block_table is None else block_table.shape[1])
+        n = capacity if cache_seqlens is None else cache_seqlens
+        n = int(n[b]) if isinstance(n, torch.Tensor) else n
+        if rotary_cos is not None:
+            steps = range(len(rows)) if local or arguments.get("causal") else [0] * len(rows)
+            turn = rotary_cos, rotary_sin, torch.tensor([n + i for i in steps], dtype=torch.long)
+            rows = turned(rows, *turn, rotary_interleaved)
+        for i in range(0 if k is None else k.shape[1]):
+            new = k[b, i : i + 1]
+            if rotary_cos is not None:
+                new = turned(new, rotary_cos, rotary_sin, torch.tensor([n]), rotary_interleaved)
+            k_cache[place(b, n)], v_cache[place(b, n)] = new[0].to(k_cache), v[b, i]
+            n += 1
+        first = 0 if cache_leftpad is None else int(cache_leftpad[b])
+        keys, values = (
+            torch.stack([x[place(b, j)] for j in range(first, n)])
+            if n > first
+            else x.new_empty(0, *x.shape[2:])
+            for x in (k_cache, v_cache)
+        )
+        out, lse, _ = one(rows, keys, values, **of_item(b, arguments))
+        outs.append(out)
+        lses.append(lse)
+    return torch.stack(outs), torch.stack(lses), k_cache, v_cache
