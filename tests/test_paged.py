@@ -165,6 +165,15 @@ def test_neither_offsets_nor_pages():
         fastattn.attention_packed(**given | dict(k=torch.zeros(5, 2, 8), v=torch.zeros(5, 2, 8)))
 
 
+@every_backend
+def test_a_table_without_columns(name):
+    given = some() | dict(
+        block_table=torch.zeros(2, 0, dtype=torch.int64), key_lengths=torch.zeros(2).long()
+    )
+    for change in ({}, dict(q=torch.zeros(0, 2, 8), cu_q=torch.zeros(3).long())):
+        assert not fastattn.attention_packed(**(given | change), backend=name).any()
+
+
 @not_interpreted
 def test_pages_have_no_gradient():
     given = some()

@@ -40,7 +40,7 @@ inline FaParams sequence(const FaParams& p, int64_t b) {
   FaParams one = p;
   for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse})
     one.*rows = moved(p.*rows, 2, p.cu_q[b]);
-  if (p.pages) {  // its keys are those that there are of it
+  if (p.page) {  // its keys are those that there are of it
     one.pages = p.pages + b * p.blocks;
     one.N = p.lengths[b];
     one.lengths = nullptr;
@@ -118,7 +118,7 @@ class Calls {
     std::vector<int64_t> order(p.B);
     std::iota(order.begin(), order.end(), 0);
     const auto scores = [&](int64_t b) {
-      const int64_t keys = p.pages ? p.lengths[b] : p.cu_k[b + 1] - p.cu_k[b];
+      const int64_t keys = p.page ? p.lengths[b] : p.cu_k[b + 1] - p.cu_k[b];
       return (p.cu_q[b + 1] - p.cu_q[b]) * keys;
     };
     std::stable_sort(order.begin(), order.end(),

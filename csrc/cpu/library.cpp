@@ -234,13 +234,13 @@ int64_t run_calls(Calls& calls, void* workspace) {
 int64_t bad_values(const FaParams& p) {
   if (p.cu_q && !rises(p.cu_q, p.B, p.T, p.M)) return FA_BAD_OFFSET;
   if (p.cu_k && !rises(p.cu_k, p.B, p.S, p.N)) return FA_BAD_OFFSET;
-  const int64_t room = p.pages ? std::min(p.N, p.blocks * p.page) : all_keys(p);
+  const int64_t room = p.page ? std::min(p.N, p.blocks * p.page) : all_keys(p);
   if (p.lengths)
     for (int64_t b = 0; b < p.B; ++b) {
       const int64_t most = p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : room;
       if (p.lengths[b] < 0 || p.lengths[b] > most) return FA_BAD_LENGTH;
     }
-  return p.pages && !pages_exist(p) ? FA_BAD_PAGE : FA_OK;
+  return p.page && !pages_exist(p) ? FA_BAD_PAGE : FA_OK;
 }
 
 double thread_seconds() {
