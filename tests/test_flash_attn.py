@@ -278,6 +278,49 @@ def test_what_cannot_be_honoured_is_named(call, kind, message):
         call()
 
 
+@pytest.mark.parametrize("look", [dict(causal=True), dict(window_size=(2, 1))], ids=str)
+@pytest.mark.parametrize("wrong", [[0], [0, 4, 12], [0, 4], [1, 4, 10], [0, 12, 10], [0, 4, 9, 10]])
+@pytest.mark.parametrize("side", ["q", "k"])
+def test_offsets_that_are_none(side, wrong, look):
+    x, wrong, right = random(10, H, D), torch.tensor(wrong), torch.tensor([0, 5, 10])
+    cu_q, cu_k = (wrong, right) if side == "q" else (right, wrong)
+    with pytest.raises(ValueError, match=r"cu_seqlens_[qk]"):
+        fa.flash_attn_varlen_func(x, x, x, cu_q, cu_k, 10, 10, **look)
+
+
+@pytest.mark.parametrize("look", [{}, dict(causal=True), dict(window_size=(1, 1))], ids=str)
+@pytest.mark.parametrize("size", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)], ids=str)
+def test_nothing(size, look):
+    """No items, no rows or no keys: what there is is zero."""
+    B, M, N = size
+    q, k, table = random(B, M, H, D), random(B, N, HK, D), torch.zeros(B, 0, dtype=torch.int32)
+    cu_q, cu_k = offsets([M] * B), offsets([N] * B)
+    dropped = dict(dropout_p=0.5, return_attn_probs=True, **look)
+    assert fa.flash_attn_func(q, k, k, **dropped)[2].shape == (B, H, M, N)
+    where = cu_q, cu_k, M, N
+    packed = [x.flatten(0, 1) for x in (q, k, k)]
+    assert fa.flash_attn_varlen_func(*packed, *where, **dropped)[2].shape == (B, H, M, N)
+    pages = random(3, 16, HK, D)
+    for out in (
+        fa.flash_attn_func(q, k[:, :0], k[:, :0], **look),
+        fa.flash_attn_with_kvcache(q, k, k, cache_seqlens=0, **look),
+        fa.flash_attn_with_kvcache(q, pages, pages, block_table=table, **look),
+    ):
+        assert out.shape == q.shape and not out.any()
+
+
+def test_compiled_in_one_graph():
+    cu = offsets([3, 0, 7])
+    q, x = random(2, 5, H, D).requires_grad_(), random(10, H, D)
+
+    def call(q):
+        first = fa.flash_attn_func(q, q, q, causal=True, window_size=(3, -1), softcap=2.0)
+        return first.sum() + fa.flash_attn_varlen_func(x, x, x, cu, cu, 7, 7, window_size=(2, 1))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(q), call(q))
+
+
 def test_a_gradient_of_the_lse():
     """flash-attn drops it in silence; here it is the derivative."""
     q, k, v = drawn((1, 7, H, D), (1, 9, H, D), (1, 9, H, D))

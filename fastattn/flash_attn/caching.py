@@ -34,18 +34,15 @@ class Cache(NamedTuple):
         cache_leftpad: Tensor | None,
     ) -> Cache:
         """From flash-attn's arguments; raises for those that do not fit each other."""
-        axes = "items, capacity, heads, head_dim"
+        lie = "items", "capacity"
         if block_table is not None:
-            axes = "blocks, page, heads, head_dim"
+            lie = "blocks", "page"
             need_integers("block_table", block_table, (batch, "pages"))
             for name, x in (("_batch_idx", cache_batch_idx), ("_leftpad", cache_leftpad)):
                 if x is not None:
                     raise ValueError(f"cache{name}: got it beside block_table, expected one alone")
-        need_shape("k_cache", k_cache, axes)
-        need_shape("v_cache", v_cache, axes)
-        if v_cache.shape[:3] != k_cache.shape[:3]:
-            got, expected = tuple(v_cache.shape), (*k_cache.shape[:3], "head_dim")
-            raise ValueError(f"v_cache: got shape {got}, expected {expected}, as k_cache has")
+        need_shape("k_cache", k_cache, (*lie, "heads", "head_dim"))
+        need_shape("v_cache", v_cache, (*k_cache.shape[:3], "head_dim"))
         table, is_plain = block_table, False
         if cache_batch_idx is not None:
             need_integers("cache_batch_idx", cache_batch_idx, (batch,))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import re
 from contextlib import contextmanager
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -33,29 +33,41 @@ def in_their_names(**names: str):
         raise type(error)(names[first[0]] + str(error)[first.end() :]) from None
 
 
-def need_shape(name: str, x: Tensor, axes: str) -> None:
-    """Raise unless x has these axes: "total, 3, heads" also says that the second has 3."""
+Axes = tuple[int | str, ...]  # a word stands for any size
+
+
+def need_shape(name: str, x: Tensor, axes: Axes) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor ({axes})")
-    count, fixed = _parsed(axes)
-    if x.ndim != count or any(x.shape[at] != n for at, n in fixed):
-        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected ({axes})")
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor {_told(axes)}")
+    if not _fits(x, axes):
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {_told(axes)}")
 
 
-@functools.lru_cache
-def _parsed(axes: str) -> tuple[int, list[tuple[int, int]]]:
-    """How many they are, and which have a size."""
-    names = axes.split(", ")
-    return len(names), [(at, int(x)) for at, x in enumerate(names) if x.isdigit()]
+def need_integers(name: str, x: Tensor, axes: Axes) -> None:
+    """Raise unless x is int32 or int64 of this shape."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {x!r}, expected an int32 or int64 tensor {_told(axes)}")
+    if x.dtype not in (torch.int32, torch.int64) or not _fits(x, axes):
+        got = f"{x.dtype} {tuple(x.shape)}"
+        raise ValueError(f"{name}: got {got}, expected int32 or int64 {_told(axes)}")
 
 
-def need_integers(name: str, x: Tensor, shape: tuple[int | str, ...]) -> None:
-    """Raise unless x is int32 or int64 of this shape; a word stands for any size."""
-    fits = isinstance(x, Tensor) and x.dtype in (torch.int32, torch.int64)
-    fits = fits and x.ndim == len(shape)
-    if not fits or any(s != n for s, n in zip(shape, x.shape) if isinstance(s, int)):
-        got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
-        raise ValueError(f"{name}: got {got}, expected int32 or int64 {shape}")
+def _fits(x: Tensor, axes: Axes) -> bool:
+    sizes = zip(axes, x.shape)
+    return x.ndim == len(axes) and not any(isinstance(a, int) and a != n for a, n in sizes)
+
+
+def _told(axes: Axes) -> str:
+    return f"({', '.join(map(str, axes))})"
+
+
+def need_offsets(name: str, cu: Tensor, total: int, batch: int) -> None:
+    """Raise unless cu are the offsets of `batch` sequences of `total` rows. It looks at values."""
+    offsets = cu.tolist()
+    falls = any(end < first for first, end in pairwise(offsets))
+    if len(offsets) != batch + 1 or offsets[0] != 0 or offsets[-1] != total or falls:
+        expected = f"{batch + 1} that begin at 0, never fall and end at {total}"
+        raise ValueError(f"{name}: got {offsets}, expected {expected}")
 
 
 def within(name: str, x: Tensor, last: int | Tensor, why: str = "") -> Tensor:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from .caching import Cache, attend
-from .checks import in_their_names, need_shape
+from .checks import in_their_names, need_integers, need_shape
 from .translation import arguments_of, dense, packed
 
 __all__ = [
@@ -85,7 +85,7 @@ def flash_attn_kvpacked_func(
     s_aux: Tensor | None = None,
 ):
     """`flash_attn_func` with kv (B,N,2,Hk,D)."""
-    need_shape("kv", kv, "batch, seqlen, 2, heads, head_dim")
+    need_shape("kv", kv, ("batch", "seqlen", 2, "heads", "head_dim"))
     k, v = kv.unbind(2)
     return flash_attn_func(
         q,
@@ -117,7 +117,7 @@ def flash_attn_qkvpacked_func(
     s_aux: Tensor | None = None,
 ):
     """`flash_attn_func` with qkv (B,M,3,H,D)."""
-    need_shape("qkv", qkv, "batch, seqlen, 3, heads, head_dim")
+    need_shape("qkv", qkv, ("batch", "seqlen", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(2)
     return flash_attn_func(
         q,
@@ -173,6 +173,8 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        need_integers(name, x, ("batch + 1",))
     where = cu_seqlens_k if block_table is None else (block_table, cu_seqlens_k.diff())
     max_q, max_k = (
         int(x.item()) if isinstance(x, Tensor) else x for x in (max_seqlen_q, max_seqlen_k)
@@ -201,7 +203,7 @@ def flash_attn_varlen_kvpacked_func(
     s_aux: Tensor | None = None,
 ):
     """`flash_attn_varlen_func` with kv (S,2,Hk,D)."""
-    need_shape("kv", kv, "total, 2, heads, head_dim")
+    need_shape("kv", kv, ("total", 2, "heads", "head_dim"))
     k, v = kv.unbind(1)
     return flash_attn_varlen_func(
         q,
@@ -239,7 +241,7 @@ def flash_attn_varlen_qkvpacked_func(
     s_aux: Tensor | None = None,
 ):
     """`flash_attn_varlen_func` with qkv (T,3,H,D)."""
-    need_shape("qkv", qkv, "total, 3, heads, head_dim")
+    need_shape("qkv", qkv, ("total", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(1)
     return flash_attn_varlen_func(
         q,
@@ -310,7 +312,7 @@ def flash_attn_with_kvcache(
         alibi_slopes=alibi_slopes,
         s_aux=s_aux,
     )
-    need_shape("q", q, "batch, seqlen, heads, head_dim")
+    need_shape("q", q, ("batch", "seqlen", "heads", "head_dim"))
     cache = Cache.of(k_cache, v_cache, len(q), block_table, cache_batch_idx, cache_leftpad)
     rotation = rotary_cos, rotary_sin, rotary_interleaved
     out, lse = attend(q, k, v, cache, cache_seqlens, rotation, arguments)

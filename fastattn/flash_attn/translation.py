@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
 from ..place import Place
-from .checks import need_shape, within
+from .checks import need_offsets, need_shape, within
 
 Arguments = dict[str, Any]  # of `fastattn.attention`, by name
 Pages = tuple[Tensor, Tensor]  # a table (B,pages), and how many keys each sequence has there (B,)
@@ -56,7 +56,7 @@ def dense(
 ) -> Results:
     """Of q (B,M,H,D), k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M), S_dmask."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        need_shape(name, x, "batch, seqlen, heads, head_dim")
+        need_shape(name, x, ("batch", "seqlen", "heads", "head_dim"))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     arguments = _settled(arguments, q, q.shape[2])
     if stands_by_itself(arguments):
@@ -79,10 +79,10 @@ def packed(
 ) -> Results:
     """Of q (T,H,D), k (S,Hk,D), v (S,Hk,Dv): out, LSE (H,T), S_dmask. Keys lie one after the other,
     `where` then cu_k (B+1,), or k and v are (P,page,Hk,·), and `where` says which are whose."""
-    need_shape("q", q, "total, heads, head_dim")
+    need_shape("q", q, ("total", "heads", "head_dim"))
+    lie = ("blocks", "page") if isinstance(where, tuple) else ("total",)
     for name, x in (("k", k), ("v", v)):
-        is_paged = isinstance(where, tuple)
-        need_shape(name, x, ("blocks, page" if is_paged else "total") + ", heads, head_dim")
+        need_shape(name, x, (*lie, "heads", "head_dim"))
     arguments = _settled(arguments, q, max_q)
     wants_S_dmask = with_S_dmask and arguments["dropout_p"]
     if isinstance(where, tuple) and (stands_by_itself(arguments) or wants_S_dmask):
@@ -163,6 +163,8 @@ def _item(x: Tensor, rows: slice) -> Tensor:
 
 def _one_by_one(q, k, v, cu_q, cu_k, arguments) -> tuple[Tensor, Tensor]:
     """A packed batch of which no single call can say where rows stand."""
+    for name, cu, x in (("cu_q", cu_q, q), ("cu_k", cu_k, k)):
+        need_offsets(name, cu, len(x), len(cu_q) - 1)
     parts = []
     for rows, keys, own in _sequences(cu_q, cu_k, arguments):
         q_, k_, v_ = _item(q, rows), _item(k, keys), _item(v, keys)
