@@ -59,6 +59,8 @@ struct FaParams {
   int64_t bottom_right;    // i' = i + length - M when set, else i' = i
   int64_t average_heads;   // weights: mean over heads
   int64_t constant_lse;    // weights backward: do not differentiate the normaliser
+  int64_t row_invariant;   // a row has the bits that it has among any other rows: none of the ways
+                           // that are for few
   // Where this call lies in a larger one: its first row, key, head and item there, and how many rows
   // and keys there are after its own. Lengths are the larger call's; draws of dropout count from its
   // beginning.
@@ -79,7 +81,7 @@ struct FaParams {
 #define FA_FIELDS                                                                        \
   "q k v mask slopes sinks lse out weights dq dk dv dmask dsinks dout dlse dweights "    \
   "lengths seed cu_q cu_k pages workspace B H Hk M N D Dv left right bottom_right "            \
-  "average_heads constant_lse at_row at_key at_head at_item rows_after keys_after T S P "  \
+  "average_heads constant_lse row_invariant at_row at_key at_head at_item rows_after keys_after T S P "  \
   "page blocks threads scale softcap dropout_p"
 
 // Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key

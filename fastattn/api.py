@@ -46,11 +46,12 @@ class Arguments(TypedDict, total=False):
     seed: int | Tensor | None
     scale: float | None
     place: Place | None
+    row_invariant: bool
     backend: str | None
 
 
 DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, but for
-DEFAULTS |= {"causal": False, "dropout_p": 0.0}
+DEFAULTS |= {"causal": False, "dropout_p": 0.0, "row_invariant": False}
 
 Call = TypeVar("Call", bound=Callable)
 
@@ -101,6 +102,9 @@ def attention(
         q, k, v, mask, slopes and sinks are the part's own. A call cut into blocks of rows, keys,
         heads or items equals the whole; `fastattn.merge` puts blocks of keys together, of which one
         alone has the sinks.
+    row_invariant: give each row the bits that it has in a call of any number of rows: decoding a
+        token at a time, in chunks or at once is the same to the bit. It costs what is made for few
+        rows; without it only these differ, in the last bits.
     return_lse: also return the natural log of the softmax denominator, (B,H,M) in float32 (float64
         for float64), sinks included; a loss on it has a gradient too.
     backend: run on this one or raise; None takes the first that can. See `fastattn.explain`.
@@ -277,6 +281,7 @@ def prepare(
         given["scale"],
         given["softcap"],
         given["backend"],
+        given["row_invariant"],
     )
     if window is not None or given["place"] is not None:
         scalars = *scalars, *_edges(window), *_place(given["place"])
@@ -318,6 +323,7 @@ def _options(
     scale: Any,
     softcap: Any,
     backend: Any,
+    row_invariant: Any,
     left: Any = None,
     right: Any = None,
     *place: Any,
@@ -333,8 +339,10 @@ def _options(
     softcap = None if softcap is None else real("softcap", softcap)
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend: got {backend!r}, expected a name, or None for the best")
+    if not isinstance(row_invariant, bool):
+        raise TypeError(f"row_invariant: got {row_invariant!r}, expected True or False")
     fields = scale, alignment, left, right, softcap, dropout_p, backend or ""
-    lies = dict(zip(Options._fields[-len(Place._fields) :], place))
+    lies = dict(zip(Options._fields[-len(Place._fields) :], place), row_invariant=row_invariant)
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 

@@ -50,6 +50,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         weights=t.v is None,
         average_heads=o.average_heads,
         constant_lse=o.constant_lse,
+        row_invariant=o.row_invariant,
         at_row=o.at_row,
         at_key=o.at_key,
         at_head=o.at_head,

@@ -37,6 +37,7 @@ class Feature(enum.Flag):
     PLACE = enum.auto()  # the call is a part of a larger one
     PACKED = enum.auto()  # sequences of different lengths, one after the other
     PAGED = enum.auto()  # keys and values in pages, found by a table
+    INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
 
 
 MEANING = {  # for people: the rows of the support table
@@ -53,6 +54,7 @@ MEANING = {  # for people: the rows of the support table
     Feature.PLACE: "place: the call is a part of a larger one",
     Feature.PACKED: "attention_packed: sequences of different lengths (cu_seqlens)",
     Feature.PAGED: "block_table: keys and values in pages, without gradient",
+    Feature.INVARIANT: "row_invariant: decoding has the bits of the whole",
 }
 
 
@@ -143,6 +145,7 @@ class Options(NamedTuple):
     constant_lse: bool = False  # weights only: no gradient through the normaliser
     max_q: int | None = None  # of a packed batch: no sequence has more rows, or keys
     max_k: int | None = None
+    row_invariant: bool = False
     at_row: int = 0  # `Place`
     at_key: int = 0
     at_head: int = 0
@@ -217,6 +220,7 @@ class AttentionSpec:
     weights: bool = False  # asks for the probabilities
     average_heads: bool = False
     constant_lse: bool = False
+    row_invariant: bool = False
     at_row: int = 0
     at_key: int = 0
     at_head: int = 0
@@ -254,6 +258,7 @@ class AttentionSpec:
             Feature.GQA: self.H != self.Hk,
             Feature.WEIGHTS: self.weights,
             Feature.GRAD: self.needs_grad,
+            Feature.INVARIANT: self.row_invariant,
             Feature.PLACE: any(getattr(self, name) for name in PLACED),
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)
@@ -297,7 +302,7 @@ PLACED = ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
 # The scalars that kernels behind csrc/abi.h get, as FaParams has them; `threads` stands between.
 WHOLE = (
     *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),
-    *("average_heads", "constant_lse"),
+    *("average_heads", "constant_lse", "row_invariant"),
     *PLACED,
     *("T", "S", "P", "page", "blocks"),
 )

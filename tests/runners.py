@@ -16,6 +16,7 @@ from cases import DTYPES
 import fastattn
 from fastattn import backend, native, operation
 from fastattn.backends.triton import interpreted
+from fastattn.spec import Feature
 
 INTERPRETED = interpreted()
 REASONS = {
@@ -92,10 +93,13 @@ def everywhere(name, verdict, tag=""):
     return found
 
 
-def declares(name, dtype):
+def declares(name, dtype, features=Feature.NONE):
     """Skip, with the backend's own reason, what it says it does not support."""
-    if dtype not in backend.get(name).support.dtypes:
+    support = backend.get(name).support
+    if dtype not in support.dtypes:
         pytest.skip(f"{name} declares no {dtype}")
+    if missing := features & ~support.features:
+        pytest.skip(f"{name} declares no {missing}")
 
 
 def passed(found):

@@ -55,7 +55,8 @@ def test_backend_is_here():
 def test_cases_cover_the_declared_features():
     """A feature added to the declarations must be added to the cases."""
     asked = spec.Feature.WEIGHTS | spec.Feature.GRAD  # by test_weights, and by every case
-    asked |= spec.Feature.PACKED | spec.Feature.PAGED  # by test_packed, and by test_paged
+    # By test_packed, test_paged and test_row_invariant.
+    asked |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
     for features in SINGLES:
         problem = build(SHAPES[1], features, torch.float32)
         given = problem.tensors()

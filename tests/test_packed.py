@@ -153,7 +153,7 @@ def complaints(made, found):
 @every_backend
 @pytest.mark.parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of)
 def test_packed(name, features, dtype):
-    declares(name, DTYPES[dtype])
+    declares(name, DTYPES[dtype], Feature.PACKED)
     made = batch(features, DTYPES[dtype])
     lines = []
     with one_thread():

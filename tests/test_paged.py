@@ -4,7 +4,7 @@ the same keys lie one after the other. Nothing else in pages or in the table is 
 import pytest
 import torch
 from cases import DTYPES, FEATURE, PLAIN
-from runners import every_backend, not_interpreted, small, variant, variants
+from runners import declares, every_backend, not_interpreted, small, variant, variants
 from test_packed import CASES, SIZES, batch, complaints, name_of
 
 import fastattn
@@ -51,6 +51,7 @@ def of_scores(features):
 @every_backend
 @pytest.mark.parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of)
 def test_pages_have_the_bits_of_what_lies_in_a_row(name, features):
+    declares(name, torch.float32, Feature.PAGED)
     for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
         made = batch(features, dtype)
         for isa in variants(name, dtype):
@@ -66,6 +67,7 @@ def test_pages_have_the_bits_of_what_lies_in_a_row(name, features):
 @every_backend
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_pages_of_every_dtype_and_of_int32_tables(name, dtype):
+    declares(name, DTYPES[dtype], Feature.PAGED)
     features = (FEATURE["bottom_right"], FEATURE["gqa"])
     made = batch(features, DTYPES[dtype])
     given = in_pages(made, 16, torch.int32)
@@ -80,6 +82,7 @@ def test_pages_of_every_dtype_and_of_int32_tables(name, dtype):
 @pytest.mark.parametrize("rows", (1, 3, 40))
 def test_sequences_share_pages_and_what_is_appended_is_seen(name, rows):
     """Four branches of one prefix, each with rows of its own behind it: a tree's, masked by it."""
+    declares(name, torch.float32, Feature.PAGED)
     generator = torch.Generator().manual_seed(rows)
     page, prefix, branches = 16, 48, 4
     pool = torch.randn(20, page, 2, 8, generator=generator)
@@ -153,6 +156,7 @@ def some():
 @every_backend
 @pytest.mark.parametrize("message", WRONG)
 def test_pages_that_there_are_not(name, message):
+    declares(name, torch.float32, Feature.PAGED)
     for backend in (name, "reference"):
         fastattn.attention_packed(**some(), backend=backend)
         with pytest.raises(ValueError, match=message):
@@ -167,6 +171,7 @@ def test_neither_offsets_nor_pages():
 
 @every_backend
 def test_a_table_without_columns(name):
+    declares(name, torch.float32, Feature.PAGED)
     given = some() | dict(
         block_table=torch.zeros(2, 0, dtype=torch.int64), key_lengths=torch.zeros(2).long()
     )

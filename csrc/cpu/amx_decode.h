@@ -24,7 +24,7 @@ struct AmxDecode : Decode<Amx<P>> {
   static constexpr int64_t kLanesUsed = 16;
   static int64_t padded(int64_t d) { return round_up(d, kStep); }
 
-  static bool suits(const FaParams& p) { return p.M > 0 && p.M <= kLanesUsed; }
+  static bool suits(const FaParams& p) { return !p.row_invariant && p.M > 0 && p.M <= kLanesUsed; }
 
   static int64_t heads_per_tile(const FaParams& p) {
     return std::clamp<int64_t>(kLanesUsed / std::max<int64_t>(p.M, 1), 1,

@@ -244,7 +244,8 @@ struct AmxForward {
       Broadcast<E> k{packed(p, b, hk).k + J0 * padded(p.D), padded(p.D)};
       if constexpr (P == 1) k = Op::along(key_plane(p, p.k, b, hk), J0, count, p.D, buf.k);
       each_tile([&](const Rows& rows, const State& st) {
-        const Keys keys = visible_keys<Mul>(p, rows, J0, kBlockKeys);
+        // From where a chunk of any rows' keys begins: a row's pivot moves chunk by chunk.
+        const Keys keys = visible_keys<Mul>(p, rows, J0, kBlockKeys, kChunkKeys);
         if (keys.count > 0 && shown(p, rows, keys) != Shown::none)
           attend(p, rows, keys, J0, k, st, buf);
       });

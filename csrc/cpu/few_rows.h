@@ -22,7 +22,7 @@ struct FewRows {
   // rows not on so few keys that there is next to nothing to read. (Every pass of a call says the
   // same, whether it has values or not.)
   static bool suit(const FaParams& p) {
-    return p.M <= W / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
+    return !p.row_invariant && p.M <= W / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
   }
 
   static int64_t elements(int64_t columns) { return (columns + pair - 1) / pair; }

@@ -41,7 +41,7 @@ Plan make_plan(const FaParams& p, int64_t pass) {
 // by their instructions; not measured.
 bool decodes(const FaParams& p) {
   const int64_t least = p.q.dtype == FA_BF16 ? 4 : p.q.dtype == FA_F16 ? 16 : 32;
-  return p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
+  return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
 }
 #else
 template <class Mul>

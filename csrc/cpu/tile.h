@@ -29,11 +29,10 @@ struct Keys {
   FA_INLINE int64_t end() const { return j0 + count; }
 };
 
-// The keys of [J0, J0 + width) that some of these rows see.
+// The keys of [J0, J0 + width) that some of these rows see, from a multiple of `first` on.
 template <class Mul>
 FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
-                            int64_t width = kTileKeys) {
-  constexpr int64_t first = Sizes<Mul>::first_key;
+                            int64_t width = kTileKeys, int64_t first = Sizes<Mul>::first_key) {
   const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
   if (seen.empty()) return {J0, 0};
   const int64_t lo = std::max(J0, seen.lo / first * first), hi = std::min(J0 + width, seen.hi);

@@ -8,7 +8,7 @@ namespace {
 __global__ void smallest_kernel() {}
 
 bool decodes(const FaParams& p, int64_t multiprocessors) {
-  return multiprocessors > 0 && p.M <= fa::kDecodeRows && p.Dv > 0;  // without values, only the LSE
+  return multiprocessors > 0 && !p.row_invariant && p.M <= fa::kDecodeRows && p.Dv > 0;  // without values, only the LSE
 }
 
 }  // namespace

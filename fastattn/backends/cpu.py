@@ -31,6 +31,7 @@ class Cpu(Launcher):
             | Feature.WEIGHTS
             | Feature.GRAD
             | Feature.PLACE
+            | Feature.INVARIANT
             | Feature.PACKED
             | Feature.PAGED
         ),

@@ -77,6 +77,7 @@ class Cuda(Launcher):
             | Feature.WEIGHTS
             | Feature.GRAD
             | Feature.PLACE
+            | Feature.INVARIANT
         ),
     )
 

@@ -1,0 +1,82 @@
+"""`row_invariant=True`: a row has the same bits however many rows a call has. Decoding a token at a
+time, prompts in chunks and the whole at once are one result."""
+
+import itertools
+
+import pytest
+import torch
+from cases import DTYPES, FEATURE, FEATURES, PLAIN, Dims, build, name_of
+from runners import declares, every_backend, small, variant, variants
+
+import fastattn
+from fastattn import Place
+from fastattn.spec import Feature
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+DIMS = Dims(2, 4, 2, 37, 70, 16, 16)
+EDGES = (0, 1, 2, 3, 8, 17, 36, 37)  # one row, few, and more than few
+OTHERS = ("queries", "layout", "dout", "values", "heads", "lse", "place", "causal")
+CASES = [PLAIN, *((f,) for f in FEATURES if f.group not in OTHERS)]
+
+
+def rows_of(given, first, end):
+    """The arguments of some of the rows, which lie among all of them."""
+    mine = dict(given, q=given["q"][:, :, first:end])
+    mask = given.get("mask")
+    if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
+        mine["mask"] = mask[..., first:end, :]
+    return mine | dict(place=Place(row=first, rows=given["q"].shape[2]))
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("features", CASES, ids=name_of)
+def test_rows_have_their_bits_among_any_others(name, dtype, features):
+    declares(name, DTYPES[dtype], Feature.INVARIANT)
+    problem = build(DIMS, (*features, FEATURE["bottom_right"]), DTYPES[dtype])
+    given = dict(problem.tensors(), row_invariant=True, return_lse=True, backend=name)
+    for isa in variants(name, DTYPES[dtype]):
+        with variant(isa), torch.no_grad():
+            whole = fastattn.attention(**given)
+            for first, end in itertools.pairwise(EDGES):
+                found = fastattn.attention(**rows_of(given, first, end))
+                for x, y in zip(whole, found, strict=True):
+                    assert torch.equal(x[:, :, first:end], y), (isa, first)
+
+
+@every_backend
+@pytest.mark.parametrize("heads", (2, 4))
+def test_decoding_over_pages_is_the_whole(name, heads, threads):
+    """As a model does it: keys come with their rows, on any number of threads and pages."""
+    declares(name, torch.float32, Feature.INVARIANT | Feature.PAGED)
+    problem = build(DIMS, (FEATURE["left_window"], FEATURE["sinks"]), torch.float32)
+    given = dict(window=(40, None), sinks=problem.kwargs["sinks"], row_invariant=True)
+    N, M = DIMS.N, DIMS.M
+    for isa in small(variants(name), [None]):
+        with variant(isa), torch.no_grad():
+            whole = fastattn.attention(
+                problem.q, problem.k, problem.v, causal="bottom_right", backend=name, **given
+            )
+            cache = fastattn.KVCache(DIMS.B, DIMS.Hk, DIMS.D, capacity=N, page_size=6)
+            for n, (first, end) in enumerate(itertools.pairwise((0, *range(8, 12), 30, M))):
+                threads(1 + n % 3)
+                keys = slice(0 if first == 0 else N - M + first, N - M + end)
+                cache.append(problem.k[:, :, keys], problem.v[:, :, keys])
+                found = cache.attention(problem.q[:, :, first:end], backend=name, **given)
+                assert torch.equal(found, whole[:, :, first:end]), (isa, first)
+
+
+def test_gradients_are_those_of_the_scores_that_were_made():
+    """A backward pass makes the same choice as the forward one."""
+    q, k = (torch.randn(1, 2, n, 16, dtype=torch.float64, requires_grad=True) for n in (2, 300))
+    assert torch.autograd.gradcheck(
+        lambda q, k: fastattn.attention(q, k, k, row_invariant=True), (q, k)
+    )
+
+
+def test_what_is_no_choice():
+    x = torch.zeros(1, 1, 2, 8)
+    for wrong in (1, "yes", None):
+        with pytest.raises(TypeError, match=r"row_invariant: got .*, expected True or False"):
+            fastattn.attention(x, x, x, row_invariant=wrong)
