@@ -84,7 +84,7 @@ FA_DEVICE void load_mask_by_pairs(MaskPairs<n>& pairs, const MaskLines& mask, co
 template <int n, class Places>
 FA_DEVICE void load_mask(MaskPairs<n>& pairs, const MaskLines& mask, const Places& at) {
   const int64_t dtype = at.head(0).p.mask.dtype;
-  if (dtype == FA_F32) return;  // or there is none: all of it is 0
+  if (dtype == FA_F32) return;
   if (!Places::kKeysStay && mask.in_pairs) {
     if (dtype == FA_BOOL)
       load_mask_by_pairs<uint16_t>(pairs, mask, at);

@@ -218,19 +218,19 @@ __global__ void __launch_bounds__(B::kThreads, 1)
           B::States::read(two, now + B::Right1::kBytes + B::Right2::kBytes + 4 * column,
                           at + further);
         };
-        const Place place = {row, first + at + column};
+        const Corner corner = {row, first + at + column};
         if constexpr (B::kDeltaFirst) subtract_deltas<B>(dp, staying, passing);
         MaskPairs<B::kAtOnce / 8> pairs[B::kStrips];
         if (B::kGeneral && p.mask.data)
 #pragma unroll
           for (int x = 0; x < B::kStrips; ++x)
-            load_mask(pairs[x], mask[x], PlacesOf{head, place.stays + 16 * x, place.passes});
+            load_mask(pairs[x], mask[x], PlacesOf{head, corner.stays + 16 * x, corner.passes});
         product<Type, typename B::Right1>(s, first_left, right1, at / 16);
         if constexpr (B::kGiven)
-          read_given<B>(dp, p, b, h, place);
+          read_given<B>(dp, p, b, h, corner);
         else if constexpr (B::kFirst)
           product<Type, typename B::Right2>(dp, second_left, right2, kBelow + at / 16);
-        differentiate<B>(s, dp, head, visible, whole, staying, passing, mask, pairs, place);
+        differentiate<B>(s, dp, head, visible, whole, staying, passing, mask, pairs, corner);
         if constexpr (B::kFirst && B::kMakesSums)
           accumulate<Type, typename B::Right1>(first_sum, dp, right1, at / 16);
         if constexpr (B::kSecond)

@@ -68,16 +68,16 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
   Strips<1, B::kPassing> s = {}, dp = {};
   const Left<typename B::Left1, 1, false> first_left(memory, warp);
   product<typename B::Type, typename B::Right1>(s, first_left, ptx::shared_address(right1), 0);
-  const Place place = {row, column};
+  const Corner corner = {row, column};
   if constexpr (B::kGiven) {
-    read_given<B>(dp, p, b, h, place);
+    read_given<B>(dp, p, b, h, corner);
   } else {
     const Left<typename B::Left2, 1, false> second_left(left2, warp);
     product<typename B::Type, typename B::Right2>(dp, second_left, ptx::shared_address(right2), 0);
   }
   const RowStates states(p, workspace, b, h);
   const RowState staying[1][2] = {{states.at(row), states.at(row + 8)}};
-  differentiate<B>(s, dp, head, Visible(p, b), false, staying, 0, mask, pairs, place);
+  differentiate<B>(s, dp, head, Visible(p, b), false, staying, 0, mask, pairs, corner);
 #pragma unroll
   for (int n = 0; n < B::kPassing / 8; ++n)
 #pragma unroll

@@ -51,8 +51,8 @@ FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],
   a[3] = ptx::pack(type, high[2], high[3]);
 }
 
-// s += a (16 rows, columns 16 d on) times these columns of the rows of a tile, those from 16 at on. The
-// 16 rows of a warp, or more of them: what is read of the tile feeds the products of all.
+// s += a (16 rows, columns 16 d on) times these columns of the rows of a tile, those from 16 at on.
+// The 16 rows of a warp, or more of them: what is read of the tile feeds the products of all.
 template <class Type, class Tile, int tiles, int n>
 FA_DEVICE void add_products(float (&s)[tiles][n][4], const uint32_t (&a)[tiles][4], uint32_t tile,
                             int d, int at = 0) {

@@ -49,16 +49,7 @@ FA_DEVICE void product(float (&s)[strips][n][4], const Left& left, uint32_t righ
     uint32_t a[strips][4];
 #pragma unroll
     for (int strip = 0; strip < strips; ++strip) left.get(a[strip], strip, d);
-#pragma unroll
-    for (int j = 0; j < n / 2; ++j) {
-      uint32_t b[4];
-      load_right_transposed<Right>(b, right, at + j, d);
-#pragma unroll
-      for (int strip = 0; strip < strips; ++strip) {
-        ptx::multiply(Type(), s[strip][2 * j], a[strip], b[0], b[1]);
-        ptx::multiply(Type(), s[strip][2 * j + 1], a[strip], b[2], b[3]);
-      }
-    }
+    add_products<Type, Right>(s, a, right, d, at);
   }
 }
 
@@ -66,27 +57,14 @@ FA_DEVICE void product(float (&s)[strips][n][4], const Left& left, uint32_t righ
 template <class Type, class Right, int strips, int n, int columns>
 FA_DEVICE void accumulate(float (&out)[strips][columns][4], const float (&x)[strips][n][4],
                           uint32_t right, int at) {
+  LeftSides<n> a[strips];
 #pragma unroll
-  for (int j = 0; j < n / 2; ++j) {
-    uint32_t a[strips][4];
-#pragma unroll
-    for (int strip = 0; strip < strips; ++strip)
-      pack_left(Type(), a[strip], x[strip][2 * j], x[strip][2 * j + 1]);
-#pragma unroll
-    for (int d = 0; d < columns / 2; ++d) {
-      uint32_t b[4];
-      load_right<Right>(b, right, at + j, d);
-#pragma unroll
-      for (int strip = 0; strip < strips; ++strip) {
-        ptx::multiply(Type(), out[strip][2 * d], a[strip], b[0], b[1]);
-        ptx::multiply(Type(), out[strip][2 * d + 1], a[strip], b[2], b[3]);
-      }
-    }
-  }
+  for (int strip = 0; strip < strips; ++strip) pack_weights<Type>(a[strip], x[strip]);
+  multiply_values<Type, Right>(out, a, right, at);
 }
 
 // Where a lane's first element lies: a row or key that stays, and one that passes.
-struct Place {
+struct Corner {
   int stays, passes;
 };
 
@@ -117,12 +95,12 @@ struct MaskGradient : Gradient<n> {
 template <class B, bool whole, int strips, int n, class Passing>
 FA_DEVICE void weigh(float (&s)[strips][n][4], float (&dp)[strips][n][4], float to_log2,
                      const Visible& visible, int rows, const RowState (&staying)[strips][2],
-                     Passing passing, Place place) {
+                     Passing passing, Corner corner) {
   Band band[strips][2] = {};
 #pragma unroll
   for (int x = 0; x < (whole ? 0 : 2 * strips); ++x)
-    band[x / 2][x % 2] = B::kKeysStay ? visible.rows_of(place.stays + 8 * x, rows)
-                                      : visible.keys_of(place.stays + 8 * x, rows);
+    band[x / 2][x % 2] = B::kKeysStay ? visible.rows_of(corner.stays + 8 * x, rows)
+                                      : visible.keys_of(corner.stays + 8 * x, rows);
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     RowState two[2] = {};
@@ -135,7 +113,7 @@ FA_DEVICE void weigh(float (&s)[strips][n][4], float (&dp)[strips][n][4], float 
         float &x = s[strip][k][e], &y = dp[strip][k][e];
         if (!B::kGeneral && !B::kDeltaFirst) y += state.minus_delta;
         const float weight = probability<B::kGeneral>(x, {state.level, state.rest}, to_log2);
-        const bool seen = whole || band[strip][e / 2].holds(place.passes + 8 * k + e % 2);
+        const bool seen = whole || band[strip][e / 2].holds(corner.passes + 8 * k + e % 2);
         x = seen ? weight : 0.0f;
         y = seen ? weight * y : 0.0f;
       }
@@ -149,7 +127,7 @@ FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4]
                              const Visible& visible, bool whole,
                              const RowState (&staying)[strips][2], Passing passing,
                              const MaskLines (&mask)[strips], const MaskPairs<n> (&pairs)[strips],
-                             Place place) {
+                             Corner corner) {
   const FaParams& p = head.p;
   Kept<n> kept[strips];
   if constexpr (B::kGeneral) {
@@ -157,7 +135,7 @@ FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4]
     if (p.dropout_p > 0)
 #pragma unroll
       for (int x = 0; x < strips; ++x) {
-        kept[x] = draw<n>(Places<B::kKeysStay>{head, place.stays + 16 * x, place.passes});
+        kept[x] = draw<n>(Places<B::kKeysStay>{head, corner.stays + 16 * x, corner.passes});
         each_of(dp[x], [&](int k, int e) {
           dp[x][k][e] = kept[x].at(k, e) ? dp[x][k][e] * head.dropout_factor : 0.0f;
         });
@@ -165,15 +143,15 @@ FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4]
     subtract_deltas<B>(dp, staying, passing);
 #pragma unroll
     for (int x = 0; x < strips; ++x)
-      logits(s[x], Places<B::kKeysStay>{head, place.stays + 16 * x, place.passes}, mask[x],
+      logits(s[x], Places<B::kKeysStay>{head, corner.stays + 16 * x, corner.passes}, mask[x],
              pairs[x], Of{dp[x]});
   }
   const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
   const int rows = static_cast<int>(p.M);
   if (whole)
-    weigh<B, true>(s, dp, to_log2, visible, rows, staying, passing, place);
+    weigh<B, true>(s, dp, to_log2, visible, rows, staying, passing, corner);
   else
-    weigh<B, false>(s, dp, to_log2, visible, rows, staying, passing, place);
+    weigh<B, false>(s, dp, to_log2, visible, rows, staying, passing, corner);
   if (B::kGeneral && B::kSecond && p.dropout_p > 0)
 #pragma unroll
     for (int x = 0; x < strips; ++x) drop(s[x], kept[x]);
@@ -182,7 +160,7 @@ FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4]
 // dp of a tile where it is an input, or what a head has of the mean's.
 template <class B, int strips, int n>
 FA_DEVICE void read_given(float (&dp)[strips][n][4], const FaParams& p, int64_t b, int64_t h,
-                          Place place) {
+                          Corner corner) {
   const int64_t* stride = p.dweights.stride;
   const auto* data = static_cast<const uint16_t*>(p.dweights.data) + b * stride[0] + h * stride[1];
   const float share = p.average_heads ? 1.0f / static_cast<float>(p.H) : 1.0f;
@@ -192,8 +170,8 @@ FA_DEVICE void read_given(float (&dp)[strips][n][4], const FaParams& p, int64_t 
     for (int k = 0; k < n; ++k)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int stays = place.stays + 16 * strip + e / 2 * 8;
-        const int passes = place.passes + 8 * k + e % 2;
+        const int stays = corner.stays + 16 * strip + e / 2 * 8;
+        const int passes = corner.passes + 8 * k + e % 2;
         const int64_t i = B::kKeysStay ? passes : stays, j = B::kKeysStay ? stays : passes;
         if (i < p.M && j < p.N)
           dp[strip][k][e] =
