@@ -124,11 +124,14 @@ def faults(rows: Iterable[Row], versions: dict[str, str]) -> list[str]:
 
 
 def accept(rows: Iterable[Row], versions: dict[str, str]) -> None:
-    """Make these counts the budget of their compilers; of other versions of them none is kept."""
-    names = {x.split()[0] for x in versions.values()}
-    every = budgets()
-    for other in [x for x in every if x.split()[0] in names and x not in versions.values()]:
-        del every[other]
+    """Make these counts the budget of their compilers. Of other versions of them none is kept, nor
+    of kernels that there are no more."""
+    names, known = {x.split()[0] for x in versions.values()}, set(map(str, cases()))
+    every = {
+        compiler: {x: counts for x, counts in kernels.items() if x in known}
+        for compiler, kernels in budgets().items()
+        if compiler.split()[0] not in names or compiler in versions.values()
+    }
     for row in rows:
         every.setdefault(versions[row.case.compiler], {})[str(row.case)] = row.counts()
     lines = [

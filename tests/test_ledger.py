@@ -322,6 +322,15 @@ def test_a_budget_is_of_one_version_of_each_compiler(program, monkeypatch, tmp_p
     assert recorded() == {"triton 2.0", "cuda 1.0"}
 
 
+def test_kernels_that_there_are_no_more_have_no_budget(program, tmp_path):
+    """Of either compiler; one that is only not counted now keeps its own."""
+    file, one = tmp_path / "budget.json", str(next(cases()))
+    file.write_text(json.dumps({"cuda 1.0": {one: {}, "sm_80 cuda dq D8": {}}}))
+    program(accept=True)
+    kept = {compiler: set(x) for compiler, x in json.loads(file.read_text()).items()}
+    assert kept == {"cuda 1.0": {one}, "triton 1.0": {str(CASE)}}
+
+
 def test_a_spill_in_the_loop_is_a_fault(program, capsys):
     program(accept=True)
     assert program(KERNEL._replace(listing=TOY.replace("MOV R16, RZ", "LDL R16, [R1]"))) == 1
