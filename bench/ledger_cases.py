@@ -9,7 +9,7 @@ from fastattn import tuning
 
 FEATURES = ("plain", "mask", "alibi", "softcap", "dropout", "sinks")
 COMPILERS = {"cuda": (80, 90), "triton": (80, 90, 100, 120)}
-PASSES = ("forward", "dq", "dkv", "dk", "dv", "decode")
+PASSES = ("forward", "dqkv", "dq", "dkv", "dk", "dv", "decode")
 
 
 class Case(NamedTuple):
@@ -44,7 +44,9 @@ def cases() -> Iterator[Case]:
             for d in (64, 128, 256):
                 for feature in FEATURES if d < 256 else ("plain",):
                     split = d > 128 if compiler == "cuda" else tuning.apart(arch, 2, d)
-                    of_keys = ("dk", "dv") if split else ("dkv",)
+                    backward = ("dq", "dk", "dv") if split else ("dq", "dkv")
+                    if compiler == "cuda" and not split:
+                        backward = ("dqkv",)
                     decode = ("decode",) * (d == 128 and feature == "plain")
-                    for name in ("forward", "dq", *of_keys, *decode):
+                    for name in ("forward", *backward, *decode):
                         yield Case(compiler, arch, name, d, feature)

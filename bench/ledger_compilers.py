@@ -33,7 +33,7 @@ CUDA = {
 } | {
     name: (f"Backward<Type, {{d}}, {{d}}, {what}, {{general}}>", "backward_kernel", sides)
     for name, what, sides in (
-        ("dkv", "kOfKV", "kPassing, K::kStaying"),
+        ("dqkv", "kOfAll", "kPassing, K::kStaying"),
         ("dk", "kOfK", "kPassing, K::kStaying"),
         ("dv", "kOfV", "kPassing, K::kStaying"),
     )

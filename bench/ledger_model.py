@@ -26,7 +26,7 @@ from .sass_walk import Issued
 UNIT = 64 * 64  # scores
 LANES, REGISTERS, RESERVED = 32, 65536, 1024  # a warp; a multiprocessor; shared bytes of each block
 MUFU, ISSUE, SHARED = 16, 4, 128  # results, instructions and bytes a cycle
-PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4, "dk": 3, "dv": 2, "decode": 2}
+PRODUCTS = {"forward": 2, "dqkv": 5, "dq": 3, "dkv": 4, "dk": 3, "dv": 2, "decode": 2}
 NEEDED = {"forward": 2, "backward": 5, "decode": 2}  # when nothing is computed twice
 HMMA = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 

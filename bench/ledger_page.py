@@ -12,7 +12,7 @@ from .ledger_cases import Case
 from .ledger_model import Loop
 
 PEERS = Path(__file__).resolve().parent / "ledger_peers.json"
-PARTS = {"dq": "backward", "dkv": "backward", "dk": "backward", "dv": "backward"}
+PARTS = dict.fromkeys(("dqkv", "dq", "dkv", "dk", "dv"), "backward")
 KEPT = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branch", "spill")
 
 

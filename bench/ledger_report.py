@@ -46,7 +46,7 @@ def count(kernel: Compiled) -> Row:
     codes = [x for name, x in sass.read(kernel.listing).items() if "4tile" not in name]
     code = max(codes, key=lambda x: len(x.instructions))
     case, passing = kernel.case, kernel.keys
-    if case.name in ("dkv", "dk", "dv"):
+    if case.name in ("dqkv", "dkv", "dk", "dv"):
         passing = kernel.rows
     tile = Tile(kernel.rows, kernel.keys, passing, case.head_dim, kernel.warps, kernel.stages)
     known = ledger_compilers.constants(case)

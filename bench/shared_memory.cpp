@@ -23,7 +23,7 @@ void attention() {
   tell<Decode<Type, D, Dv, 1, general>>();
   tell<Decode<Type, D, Dv, 4, general>>();
   tell<Backward<Type, D, Dv, kOfQ, general>>();
-  tell<Backward<Type, D, Dv, kOfKV, general>>();
+  tell<Backward<Type, D, Dv, kOfAll, general>>();
   tell<Backward<Type, D, Dv, kOfK, general>>();
   tell<Backward<Type, D, Dv, kOfV, general>>();
   tell<Backward<Type, D, Dv, kOfMask, general>>();
@@ -61,6 +61,7 @@ void of_type() {
 int main() {
   constexpr int kWidest = 256;
   std::printf("0 delta_kernel\n");
+  std::printf("0 query_gradient_kernel\n");
   std::printf("%zu sink_gradient_kernel\n", sizeof(float) * kRowThreads / 32);
   std::printf("%zu combine_kernel\n", sizeof(float) * kCombineWarps * kWidest);
   of_type<fa::ptx::BF16>();

@@ -273,12 +273,14 @@ def run_problems():
     """Between them they reach every site: several tiles, and a mask's gradient summed over rows."""
     features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
     for chosen in ((), features):
-        build(square(1, 1, 150, 40), chosen, torch.bfloat16).run(fastattn.attention)
+        problem = build(square(1, 1, 150, 40), chosen, torch.bfloat16)
+        problem.run(fastattn.attention)
+        replace(problem, wants=("k",)).run(fastattn.attention)
 
 
 def test_every_site_is_reached():
     named = set()
-    for kind in ("forward", "backward", "mask_gradient", "row_sums"):
+    for kind in ("forward", "backward", "mask_gradient", "row_sums", "turns"):
         text = (KERNELS / "sm80" / f"{kind}.cuh").read_text()
         named |= set(re.findall(r'ptx::\w+(?:<\d>)?\("([^"]+)"', text))
     with everywhere() as backend:

@@ -43,7 +43,9 @@ def shape_of(names):
 
 
 def space_of(opcode):
-    return opcode.split(".")[1].partition("::")[0]
+    """The state space that it names, or "": a generic address."""
+    parts = {x.partition("::")[0] for x in opcode.split(".")}
+    return next((x for x in ("global", "shared", "local", "param") if x in parts), "")
 
 
 def braces(registers):
@@ -242,6 +244,16 @@ RIGHT = {
         setp.lt.u32 %p0, %t, 32; @%p0 bra $gives; bar.sync 2, 64; add.s32 %s0, %w, -1024;
         ld.shared.b32 %s1, [%s0]; st.global.b32 [%o], %s1; ret; $gives: ld.global.b32 %s1, [%a];
         st.shared.b32 [%w], %s1; bar.arrive 2, 64;""",
+    "tickets": """
+        ld.param.u64 %g, [given]; atom.relaxed.gpu.global.add.u32 %s0, [%g], 2;
+        st.global.b32 [%o], %s0;""",
+    "in_turn": """
+        setp.lt.u32 %p0, %t, 32; and.b32 %s0, %t, 31; ld.param.u64 %g, [given];
+        mul.wide.u32 %d0, %s0, 4; add.s64 %g, %g, %d0; @%p0 bra $first;
+        $again: ld.acquire.gpu.global.u32 %s1, [%g]; setp.ne.u32 %p1, %s1, 1; @%p1 bra $again;
+        ld.global.b32 %s2, [%o+-1024]; st.global.b32 [%o], %s2; ret;
+        $first: add.s32 %s3, %t, 7; st.global.b32 [%o], %s3;
+        st.release.gpu.global.u32 [%g], 1;""",
     "two_places": """
         setp.lt.u32 %p0, %t, 16; st.shared.b32 [%w], %t; @%p0 bra $here; bar.warp.sync -1; bra $end;
         $here: bar.warp.sync -1; $end: xor.b32 %s0, %t, 31; mov.u32 %s1, memory;
@@ -367,6 +379,18 @@ def test_barriers(executor):
         assert np.array_equal(out, lanes32(given)[:32, 0])
 
 
+def test_tickets_are_drawn_once(executor):
+    out = run(executor, "tickets", aligned(LANES * 4, np.uint64))
+    assert sorted(lanes32(out)[:, 0]) == list(range(0, 2 * LANES, 2))
+
+
+def test_what_a_release_publishes_an_acquire_sees(executor):
+    """A warp spins until the other is done, whoever comes first."""
+    for schedule in SCHEDULES:
+        out = run(executor, "in_turn", aligned(LANES * 4, np.uint64), schedule=schedule)
+        assert np.array_equal(lanes32(out)[:, 0], np.arange(LANES) % 32 + 7)
+
+
 def test_banks_are_counted_for_each_instruction(executor):
     """Of two stores by half of the lanes each: together they would have conflicts."""
     arrays = [words(), aligned(LANES * 4, np.uint64)]
@@ -490,6 +514,8 @@ def test_every_form_is_tested():
 # --- what is wrong is named -----------------------------------------------------------------------
 
 WRONG = {
+    "not_released": RIGHT["in_turn"].replace("st.release", "st.relaxed"),
+    "not_acquired": RIGHT["in_turn"].replace("ld.acquire", "ld.relaxed"),
     "two_kinds": """
         and.b32 %s0, %t, 1; setp.eq.b32 %p0, %s0, 0; @%p0 shfl.sync.bfly.b32 %s1, %t, 1, 31, -1;
         @!%p0 shfl.sync.idx.b32 %s1, %t, 1, 31, -1; st.global.b32 [%o], %s1;""",
@@ -524,6 +550,8 @@ WRONG = {
     "no_such_barrier": "bar.sync 16;",
 }
 EXPECTED = {
+    "not_released": r"RACE write/read.*st.global.b32 in line \d+.*ld.global.b32 in line \d+",
+    "not_acquired": r"RACE write/read.*st.global.b32 in line \d+.*ld.global.b32 in line \d+",
     "two_kinds": r"warp \d has diverged.*shfl.sync.\w+.b32 in line \d+.*shfl.sync.\w+.b32 in line",
     "two_masks": r"warp \d has diverged.*bar.warp.sync in line \d+ of.*bar.warp.sync in line \d+",
     "some_lanes_load": "DEADLOCK.*8 at ldmatrix.sync.aligned.m8n8.x1.shared.b16 in line",

@@ -100,6 +100,27 @@ FA_DEVICE void barrier_arrive(Site site, int id, int threads) {
                  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");)
 }
 
+// -- blocks that wait for each other --------------------------------------------------------------
+
+// *word += x; what it was before. Orders nothing.
+FA_DEVICE uint32_t fetch_add(uint32_t* word, uint32_t x) {
+  FA_EMULATED_OR(return emu::fetch_add(word, x);, uint32_t before;
+                 asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
+                              : "=r"(before) : "l"(word), "r"(x) : "memory"); return before;)
+}
+
+// *word = x. Whoever waits for it sees all that this thread has written and seen.
+FA_DEVICE void publish(Site site, uint32_t* word, uint32_t x) {
+  FA_EMULATED_OR(emu::publish(site, word, x);,
+                 asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(x)
+                              : "memory");)
+}
+FA_DEVICE void wait_until(Site site, const uint32_t* word, uint32_t x) {
+  FA_EMULATED_OR(emu::wait_until(site, word, x);, uint32_t now; do {
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(word) : "memory");
+  } while (now != x);)
+}
+
 // -- shared memory --------------------------------------------------------------------------------
 
 // Its address in the window of shared memory, as the instructions below take it.

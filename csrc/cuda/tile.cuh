@@ -125,6 +125,14 @@ FA_DEVICE void load_left(uint32_t (&a)[4], uint32_t tile, int r, int k) {
   ptx::load_matrices(a, along<Tile>(tile + Tile::at(lane % 16, lane / 16), k, r));
 }
 
+// The same of a tile that is transposed: its rows 16 k on, columns 16 r on.
+template <class Tile>
+FA_DEVICE void load_left_transposed(uint32_t (&a)[4], uint32_t tile, int r, int k) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const uint32_t first = tile + Tile::at(lane % 8 + lane / 16 * 8, lane / 8 % 2);
+  ptx::load_matrices_transposed(a, along<Tile>(first, r, k));
+}
+
 // b of two products whose right sides are rows 16 n to 16 n + 7, and the next 8, of a tile,
 // columns 16 k on, transposed: {b[0], b[1]} and {b[2], b[3]}.
 template <class Tile>

@@ -2,6 +2,8 @@
 // knows, at an address and in a scope; an acquire at that address, in a scope that holds both, takes
 // it over. A fence is a release for the atomics after it that write, and an acquire for those before
 // that read. A store ends what others published there; what reads and writes in one passes it on.
+#include <utility>
+
 #include "block.h"
 
 namespace emu {
@@ -74,6 +76,23 @@ void atomic_access(const void* at, int bytes, const char* what, Access access, O
   if (access != Access::kStore) read(current(), address, order, scope);
   if (access == Access::kStore) take_back(address);
   if (access != Access::kLoad) write(current(), address, order, scope);
+}
+
+uint32_t fetch_add(uint32_t* word, uint32_t x, const char* what) {
+  atomic_access(word, 4, what, Access::kBoth);
+  return std::exchange(*word, *word + x);
+}
+
+void publish(const char* site, uint32_t* word, uint32_t x) {
+  const Order order = skipped(site) ? Order::kRelaxed : Order::kRelease;
+  atomic_access(word, 4, "st", Access::kStore, order);
+  *word = x;
+}
+
+void wait_until(const char* site, const uint32_t* word, uint32_t x) {
+  if (skipped(site)) return;
+  do atomic_access(word, 4, "ld.acquire", Access::kLoad, Order::kAcquire);
+  while (*word != x);
 }
 
 void fence(Scope scope) {

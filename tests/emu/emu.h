@@ -123,6 +123,10 @@ enum class Scope { kBlock, kDevice };
 void atomic_access(const void* at, int bytes, const char* what, Access access,
                    Order order = Order::kRelaxed, Scope scope = Scope::kDevice);
 void fence(Scope scope);
+// What csrc/cuda/ptx.cuh makes of them, done as well as noted.
+uint32_t fetch_add(uint32_t* word, uint32_t x, const char* what = "atom");
+void publish(const char* site, uint32_t* word, uint32_t x);
+void wait_until(const char* site, const uint32_t* word, uint32_t x);
 
 // Every lane of mask meets, by an instruction of one name; the last one to come runs act on what all
 // brought. With a place, the address of an instruction, it must be the same of all, who must all be

@@ -77,6 +77,8 @@ void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& n
   std::string text = std::string(name_of(kind, before, now)) + " at " + place_of(at) + ": ";
   if (before.clock) text += name_of(before) + ", then ";
   text += name_of(now);
+  // What follows from a word that nobody wrote, an address perhaps, is of no interest.
+  if (kind == Shadow::kUninitialised && now.agent < block->agents.threads) fail("%s", text.c_str());
   Doubt& doubt = current().doubt;
   const bool of_stores = kind == Shadow::kWriteWrite && now.agent < block->agents.threads;
   if (!options.same_value_stores || !of_stores || now_bytes > int{sizeof doubt.before}) {

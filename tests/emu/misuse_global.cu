@@ -21,7 +21,7 @@ __global__ void run(Body body, const uint32_t* from, uint32_t* out) {
               reinterpret_cast<uint32_t*>(memory), ptx::shared_address(memory), from, out});
 }
 
-// Atomics, of which the kernels of csrc/cuda have none. No other thread runs between what the
+// Atomics, of more kinds than the kernels of csrc/cuda have. No other thread runs between what the
 // emulator is told and what is done.
 __attribute__((no_sanitize("thread"), noinline)) uint32_t loaded(const uint32_t* from) {
   return *from;

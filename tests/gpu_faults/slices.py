@@ -36,6 +36,7 @@ SHAPES = {
     "wide": ("forward", Dims(1, 1, 1, 70, 70, 256, 256)),
     "backward": ("backward", Dims(1, 2, 1, 70, 150, 24, 24)),
     "few rows": ("backward", Dims(1, 1, 1, 35, 37, 24, 24)),
+    "many blocks of keys": ("backward", Dims(1, 1, 1, 20, 1100, 24, 24)),
     "full gradients": ("backward", Dims(1, 2, 1, 70, 150, 32, 32)),
     "decode": ("decode", Dims(2, 4, 2, 3, 300, 24, 24)),
     "many tiles": ("decode", Dims(2, 4, 2, 3, 700, 24, 24)),

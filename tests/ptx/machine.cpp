@@ -61,6 +61,27 @@ void store_global(u64 to, const void* from, int bytes, Place place) {
   store(to, from, bytes, place);
 }
 
+void load_in_order(void* to, u64 from, int bytes, bool acquires, Place place) {
+  expect_global(from, bytes, place);
+  const void* at = memory(from, bytes, place);
+  const auto order = acquires ? emu::Order::kAcquire : emu::Order::kRelaxed;
+  emu::atomic_access(at, bytes, place, emu::Access::kLoad, order);
+  std::memcpy(to, at, bytes);
+}
+
+void store_in_order(u64 to, const void* from, int bytes, bool releases, Place place) {
+  expect_global(to, bytes, place);
+  void* at = memory(to, bytes, place);
+  const auto order = releases ? emu::Order::kRelease : emu::Order::kRelaxed;
+  emu::atomic_access(at, bytes, place, emu::Access::kStore, order);
+  std::memcpy(at, from, bytes);
+}
+
+u32 fetch_add(u64 at, u32 x, Place place) {
+  expect_global(at, sizeof x, place);
+  return emu::fetch_add(static_cast<u32*>(memory(at, sizeof x, place)), x, place);
+}
+
 void load_shared(void* to, u32 from, int bytes, Place place) {
   const void* at = emu::shared_pointer(from, bytes);
   emu::plain_read(at, bytes, place);

@@ -68,6 +68,25 @@ def given(write, registers, kind, code):
     return f"{{ const {write.type(kind)} x[{len(registers)}] = {{{values}}}; {code} }}"
 
 
+def load_in_order(write, groups, operands, place):
+    kind, registers, bytes = accessed(write, groups, operands[0])
+    at, acquires = write.address(operands[1], "u64"), int(groups["order"] == "acquire")
+    code = f"load_in_order(x, {at}, {bytes}, {acquires}, {place});"
+    return received(write, registers, kind, code)
+
+
+def store_in_order(write, groups, operands, place):
+    kind, registers, bytes = accessed(write, groups, operands[1])
+    at, releases = write.address(operands[0], "u64"), int(groups["order"] == "release")
+    code = f"store_in_order({at}, x, {bytes}, {releases}, {place});"
+    return given(write, registers, kind, code)
+
+
+def fetch_add(write, groups, operands, place):
+    at, x = write.address(operands[1], "u64"), write.value(operands[2], "u32")
+    return write.result(operands[0], "u32", f"fetch_add({at}, {x}, {place})")
+
+
 def load_parameter(write, groups, operands, place):
     kind, registers, bytes = accessed(write, groups, operands[0])
     base, offset = write.base(operands[1])
@@ -169,6 +188,9 @@ FORMS = [
     ("mov.<T:b16|b32|b64|u16|u32|u64|s16|s32|s64|f32|f64|pred>", "_ _", move),
     (f"ld.<space:global|shared|shared::cta>.v<count:2|4>.<T:{LOADED}>", "_ _", load),
     (f"ld.<space:global|shared|shared::cta>.<T:{LOADED}>", "_ _", load),
+    ("ld.<order:relaxed|acquire>.gpu.global.<T:u32>", "_ _", load_in_order),
+    ("st.<order:relaxed|release>.gpu.global.<T:u32>", "_ _", store_in_order),
+    ("atom.relaxed.gpu.global.add.u32", "_ _ _", fetch_add),
     (f"ld.v<count:2|4>.<T:{LOADED}>", "_ _", load),
     (f"ld.<T:{LOADED}>", "_ _", load),
     (f"ld.local.v<count:2|4>.<T:{LOADED}>", "_ _", load_local),

@@ -9,16 +9,24 @@
 namespace fa {
 namespace sm80 {
 
-// Gradients of keys and values come from one kernel where the registers of a lane hold both.
+// Up to here a lane's registers hold the gradients of its keys and values, and the tiles of a block
+// leave room for ds in shared memory: one kernel makes all gradients that are wanted.
+constexpr int64_t kWidestAtOnce = 128;
+
+bool adds_in_turn(const FaParams& p) {
+  return p.dq.data && p.v.data && most(p.D, p.Dv) <= kWidestAtOnce;
+}
+
 template <class Type, int D, int Dv, bool general>
 int gradients(const FaParams& p, float* workspace, void* stream) {
   int failed = 0;
-  if (p.dq.data)
-    failed = start_gradient<Backward<Type, D, Dv, kOfQ, general>>(p, workspace, stream);
-  if constexpr (D <= 128) {
-    if (!failed && (p.dk.data || p.dv.data))
-      failed = start_gradient<Backward<Type, D, Dv, kOfKV, general>>(p, workspace, stream);
+  if constexpr (D <= kWidestAtOnce) {
+    using All = Backward<Type, D, Dv, kOfAll, general>;
+    if (p.dq.data || p.dk.data || p.dv.data) failed = start_gradient<All>(p, workspace, stream);
+    if (!failed && p.dq.data) failed = start_query_gradient<All>(p, workspace, stream);
   } else {
+    if (p.dq.data)
+      failed = start_gradient<Backward<Type, D, Dv, kOfQ, general>>(p, workspace, stream);
     if (!failed && p.dk.data)
       failed = start_gradient<Backward<Type, D, Dv, kOfK, general>>(p, workspace, stream);
     if (!failed && p.dv.data)
@@ -51,7 +59,9 @@ int backward_of(const FaParams& p, void* stream) {
 }
 
 int64_t backward_workspace(const FaParams& p) {
-  return p.B * p.H * kParts * padded_rows(p) * static_cast<int64_t>(sizeof(float));
+  const int64_t rows = p.B * p.H * padded_rows(p), words = turn_words(p) + rows * kParts;
+  const int64_t columns = with_dims(p, [](auto dims) { return int64_t{decltype(dims)::kD}; });
+  return (words + (adds_in_turn(p) ? rows * columns : 0)) * static_cast<int64_t>(sizeof(float));
 }
 
 int backward(const FaParams& p, void* stream) {

@@ -1,8 +1,9 @@
-// Backward on Ampere-class tensor cores, in two kernels of one shape (Dao 2023, algorithm 2, with
-// the loops turned about so that nothing is added across blocks: results are the same every time).
+// Backward on Ampere-class tensor cores, in kernels of one shape (Dao 2023, algorithm 2). Sums have
+// one order, and results are the same every time.
 //
-// One side of the scores stays: rows of q and dout for dq, keys and values for dk and dv. Tiles of
-// the other side come by. With L and R the left and right of a product,
+// One side of the scores stays: keys and values for dk and dv, rows of q and dout for dq. Tiles of
+// the other side come by. Of narrow heads one kernel makes all three: where keys stay, blocks add to
+// dq in turn (query_sums.cuh). With L and R the left and right of a product,
 //
 //   s  = L1 R1^T,  L1 stays: q or k           p  = exp(s - normaliser)
 //   dp = L2 R2^T,  L2 stays: dout or v        ds = p (dp - delta)
@@ -12,12 +13,12 @@
 // delta is a sum over keys: it has a kernel, in which a row's p dp are added up.
 #pragma once
 #include "../launch.h"
-#include "score_gradient.cuh"
+#include "query_sums.cuh"
 
 namespace fa {
 namespace sm80 {
 
-enum Gradient { kOfQ, kOfKV, kOfK, kOfV, kOfMask, kDelta };  // what a kernel makes
+enum Gradient { kOfQ, kOfAll, kOfK, kOfV, kOfMask, kDelta };  // what a kernel makes
 
 // Without values, kDv = 0, dp is given.
 template <class Type_, int kD_, int kDv_, Gradient kWhat_, bool kGeneral_>
@@ -26,28 +27,29 @@ struct Backward {
   static constexpr int kD = kD_, kDv = kDv_, kWidest = kD > kDv ? kD : kDv;
   static constexpr Gradient kWhat = kWhat_;
   static constexpr bool kGeneral = kGeneral_, kGiven = kDv == 0;
-  static constexpr bool kKeysStay = kWhat == kOfKV || kWhat == kOfK || kWhat == kOfV;
+  static constexpr bool kKeysStay = kWhat == kOfAll || kWhat == kOfK || kWhat == kOfV;
   static constexpr bool kFirst = kWhat != kOfV && kWhat != kDelta;
-  static constexpr bool kSecond = kWhat == kOfKV || kWhat == kOfV;
+  static constexpr bool kSecond = kWhat == kOfAll || kWhat == kOfV;
+  static constexpr bool kInTurn = kWhat == kOfAll;  // blocks add to dq, too
   static constexpr bool kMakesSums = kWhat != kOfMask && kWhat != kDelta;
   // 32 rows a warp read shared memory half as often as 16, where a lane has registers for their
-  // sums. Beside these it holds what stays, up to so many registers: with more, ptxas spills.
+  // sums; beside 128 of them it has some for a tile of dq, but not for features. And it holds what
+  // stays, up to so many registers: with more, ptxas spills.
   static constexpr int kColumns = (kFirst ? kD : 0) + (kSecond ? kDv : 0);
-  static constexpr int kStrips = kMakesSums && kColumns < 128 ? 2 : 1;
+  static constexpr bool kFew = kColumns < 128 || (kColumns == 128 && kInTurn && !kGeneral);
+  static constexpr int kStrips = kMakesSums && kFew ? 2 : 1;
   static constexpr int kSums = kStrips * kColumns / 2, kOneSide = kStrips * kWidest / 4;
   // Nothing happens to dp before: products are added to - delta.
   static constexpr bool kDeltaFirst = !kGeneral && kFirst && kSums < 128;
   static constexpr bool kMayHold = kMakesSums && kWidest <= 128;
-  static constexpr bool kHolds1 =
-      kMayHold && kSums + kOneSide <= (kStrips == 2 ? 96 : kGeneral || ptx::kArch >= 90 ? 128 : 160);
+  static constexpr int kMost1 = kStrips == 2 ? 96 : kInTurn ? 112 : 128;
+  static constexpr bool kHolds1 = kMayHold && kSums + kOneSide <= kMost1;
   static constexpr bool kHolds2 =
       kMayHold && !kGiven && kFirst && kSums + 2 * kOneSide <= (kStrips == 2 ? 96 : 128);
   static constexpr bool kHoldsAll = kHolds1 && (kHolds2 || kGiven || !kFirst);
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kStaying = 16 * kStrips * kWarps;
-  static constexpr int kPassing = kHoldsAll && kWidest == 64 && kStrips == 1 ? 128
-                                  : kWidest <= 64 || kHoldsAll              ? 64
-                                  : kWidest <= 192                          ? 32
-                                                                            : 16;
+  static constexpr int kPassing =
+      kHoldsAll || (kWidest <= 64 && !kInTurn) ? 64 : kWidest <= 192 ? 32 : 16;
   // Of what passes, in registers at a time.
   static constexpr bool kMany = kStrips == 1 && kWidest <= 128 && (kKeysStay || kGeneral);
   static constexpr int kAtOnce = !kMakesSums ? kPassing : kMany ? 32 : 16;
@@ -59,13 +61,14 @@ struct Backward {
   static constexpr int kLeftBytes = Left1::kBytes + Left2::kBytes;
   static constexpr int kStageBytes =
       Right1::kBytes + Right2::kBytes + (kKeysStay ? (States::kBytes + 127) / 128 * 128 : 0);
-  // What is held lies first where the second stage will be, if there is room.
-  static constexpr bool kLent = kHoldsAll && kLeftBytes <= kStageBytes;
-  static constexpr int kSharedBytes = (kLent ? 0 : kLeftBytes) + 2 * kStageBytes;
+  static constexpr int kScoresAt = kLeftBytes + 2 * kStageBytes;
+  static constexpr int kTicketAt = kScoresAt + (kInTurn ? kStaying * kPassing * 2 : 0);
+  static constexpr int kSharedBytes = kTicketAt + (kInTurn ? 16 : 0);
 };
 
 // What a block makes gradients of: rows of one query head, the last rows first, as with a causal
-// band those have most to do; or keys of one key head, the first keys first.
+// band those have most to do; or keys of one key head, the first keys first. Blocks that add in
+// turn take the last keys first, of some heads at a time, so that fewer begin behind one another.
 template <class B>
 struct Task {
   int b, head, first_row;
@@ -74,10 +77,16 @@ struct Task {
     const auto heads = static_cast<unsigned>(B::kKeysStay ? p.Hk : p.H);
     const auto blocks =
         (static_cast<unsigned>(B::kKeysStay ? p.N : p.M) + B::kStaying - 1) / B::kStaying;
-    const unsigned block = index % blocks;
-    b = static_cast<int>(index / blocks / heads);
-    head = static_cast<int>(index / blocks % heads);
-    first_row = static_cast<int>(B::kKeysStay ? block : blocks - 1 - block) * B::kStaying;
+    constexpr unsigned kTogether = B::kInTurn ? 8 : 1;
+    const unsigned before = index / (blocks * kTogether) * kTogether;  // heads
+    const unsigned left = heads * static_cast<unsigned>(p.B) - before;
+    const unsigned together = left < kTogether ? left : kTogether, own = index - before * blocks;
+    const unsigned of = before + own % together;
+    constexpr bool kBackwards = !B::kKeysStay || B::kInTurn;
+    const unsigned block = kBackwards ? blocks - 1 - own / together : own / together;
+    b = static_cast<int>(of / heads);
+    head = static_cast<int>(of % heads);
+    first_row = static_cast<int>(block) * B::kStaying;
   }
 };
 
@@ -102,24 +111,6 @@ struct Passing {
   }
 };
 
-template <class Type, int strips, int n>
-FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row, int column,
-                              int64_t rows, int64_t width, float (&x)[strips][n][4], float factor) {
-  if (!to.data) return;  // nobody wants it
-#pragma unroll
-  for (int strip = 0; strip < strips; ++strip)
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t i = row + 16 * strip + 8 * half;
-      if (i >= rows) continue;
-      const OutputRow<Type> at(to, b, h, i, width);
-#pragma unroll
-      for (int k = 0; k < n; ++k)
-        at.store(8 * k + column, x[strip][k][2 * half] * factor,
-                 x[strip][k][2 * half + 1] * factor);
-    }
-}
-
 // The rows of all query heads that read a key head pass by one after the other. Where deltas are
 // what a kernel makes, they are 0 before.
 template <class B>
@@ -128,7 +119,10 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   using Type = typename B::Type;
   using PlacesOf = Places<B::kKeysStay>;
   FA_SHARED_MEMORY(memory);
-  const Task<B> task(p, blockIdx.x);
+  auto* const ticket = reinterpret_cast<unsigned*>(memory + B::kTicketAt);
+  unsigned index = blockIdx.x;
+  if constexpr (B::kInTurn) index = Turns(workspace).begin(ticket);
+  const Task<B> task(p, index);
   const int b = task.b, staying_head = task.head, first_row = task.first_row;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = first_row + 16 * B::kStrips * warp + lane / 4, column = 2 * (lane % 4);
@@ -145,9 +139,8 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const int first_head = B::kKeysStay ? hk * group : staying_head;
   const int last_head = start < end ? first_head + (B::kKeysStay ? group : 1) : first_head;
 
-  unsigned char* const stages = memory + (B::kLent ? 0 : B::kLeftBytes);
-  unsigned char* const left1 = B::kLent ? stages + B::kStageBytes : memory;
-  unsigned char* const left2 = left1 + B::Left1::kBytes;
+  unsigned char *const left1 = memory, *const left2 = left1 + B::Left1::kBytes;
+  unsigned char *const stages = memory + B::kLeftBytes, *const scores = memory + B::kScoresAt;
   // Rows past what is seen are not read: NaN may lie past a key length.
   const int64_t keys = B::kKeysStay ? visible.length : end;
   const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
@@ -189,11 +182,11 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       ptx::block_sync("backward: all see what stays");
       first_left.hold();
       second_left.hold();
-      if constexpr (B::kLent) ptx::block_sync("backward: all hold what stays");
     }
   int stage = 0;
   const auto pass = [&](int h) {
     const Head head(p, b, h);
+    const QuerySums<B> queries(p, workspace, b, h);
     MaskLines mask[B::kStrips];
 #pragma unroll
     for (int x = 0; x < B::kStrips; ++x) mask[x] = MaskLines(PlacesOf{head, row + 16 * x, 0});
@@ -231,16 +224,28 @@ __global__ void __launch_bounds__(B::kThreads, 1)
         else if constexpr (B::kFirst)
           product<Type, typename B::Right2>(dp, second_left, right2, kBelow + at / 16);
         differentiate<B>(s, dp, head, visible, whole, staying, passing, mask, pairs, corner);
+        LeftSides<B::kAtOnce / 8> ds[B::kStrips];
         if constexpr (B::kFirst && B::kMakesSums)
-          accumulate<Type, typename B::Right1>(first_sum, dp, right1, at / 16);
+          accumulate<Type, typename B::Right1>(first_sum, ds, dp, right1, at / 16);
+        if constexpr (B::kInTurn)
+          put_scores<Tile<B::kStaying, B::kPassing>>(scores, ds, at / 16);
         if constexpr (B::kSecond)
-          accumulate<Type, typename B::Right2>(second_sum, s, right2, kBelow + at / 16);
+          accumulate<Type, typename B::Right2>(second_sum, ds, s, right2, kBelow + at / 16);
         if constexpr (B::kWhat == kDelta)
 #pragma unroll
           for (int x = 0; x < B::kStrips * B::kAtOnce / 2; ++x)
             delta[x % B::kStrips][x / B::kStrips % 4 / 2] +=
                 dp[x % B::kStrips][x / B::kStrips / 4][x / B::kStrips % 4];
       }
+      if constexpr (B::kInTurn)
+        if (p.dq.data) {
+          ptx::block_sync("backward: all see this ds");
+          const int rows = static_cast<int>(p.M);
+          const bool begins = visible.keys_of((last < rows ? last : rows) - 1, rows).hi <= past;
+          queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first,
+                              first_row / B::kStaying, begins);
+        }
+      // With ds this waits for nobody who matters; but without it ptxas spills.
       ptx::block_sync("backward: all are done with this tile");
     }
   };
@@ -250,7 +255,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     pass(first_head);
   ptx::copies_wait<0>("backward: nothing is on its way");
 
-  const Task<B> own(p, ptx::block_anew());
+  const Task<B> own(p, B::kInTurn ? *ticket : ptx::block_anew());
   const auto store = [&](const FaTensor& to, int64_t width, auto& sum, float factor) {
     const int at = own.first_row + 16 * B::kStrips * warp + lane / 4;
     const int64_t length = B::kKeysStay ? p.N : p.M;

@@ -27,7 +27,7 @@ struct Dims {
 
 // What use makes of the smallest that hold this call's.
 template <class Use>
-int with_dims(const FaParams& p, Use use) {
+auto with_dims(const FaParams& p, Use use) {
   const int64_t d = most(p.D, p.Dv);
   if (d <= 32) return use(Dims<32, 32>());
   if (d <= 64) return use(Dims<64, 64>());

@@ -41,6 +41,24 @@ struct OutputRow {
   }
 };
 
+template <class Type, int strips, int n>
+FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row, int column,
+                              int64_t rows, int64_t width, float (&x)[strips][n][4], float factor) {
+  if (!to.data) return;  // nobody wants it
+#pragma unroll
+  for (int strip = 0; strip < strips; ++strip)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t i = row + 16 * strip + 8 * half;
+      if (i >= rows) continue;
+      const OutputRow<Type> at(to, b, h, i, width);
+#pragma unroll
+      for (int k = 0; k < n; ++k)
+        at.store(8 * k + column, x[strip][k][2 * half] * factor,
+                 x[strip][k][2 * half + 1] * factor);
+    }
+}
+
 // Two neighbouring 16 x 8 parts of an accumulator are what the left side of a product takes.
 template <class Type>
 FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],

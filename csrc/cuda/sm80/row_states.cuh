@@ -19,12 +19,19 @@ FA_SHARED int64_t padded_rows(const FaParams& p) {
   return (p.M + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
 }
 
+// The workspace begins with what blocks know each other by (turns.cuh): a word for the next task,
+// of as many, and one for so many rows.
+constexpr int kTaskWords = 4, kRowsATurn = 8;
+FA_SHARED int64_t turn_words(const FaParams& p) {
+  return kTaskWords + p.B * p.H * padded_rows(p) / kRowsATurn;
+}
+
 // Of the rows of one query head.
 struct RowStates {
   float* data;
 
   FA_DEVICE RowStates(const FaParams& p, float* workspace, int64_t b, int64_t h)
-      : data(workspace + (b * p.H + h) * kParts * padded_rows(p)) {}
+      : data(workspace + turn_words(p) + (b * p.H + h) * kParts * padded_rows(p)) {}
 
   static FA_DEVICE int place(Part part, int i) {
     return (i / kTogether * kParts + part) * kTogether + i % kTogether;

@@ -1,7 +1,7 @@
 // The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
 #pragma once
 #include "../launch.h"
-#include "row_states.cuh"
+#include "turns.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -23,6 +23,7 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, fl
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
   const int64_t rows = padded_rows(p);
   const int64_t i = at % rows, h = at / rows % p.H, b = at / rows / p.H;
+  if (lane == 0) Turns(workspace).clear(at);  // nobody has had a turn yet
   const RowStates states(p, workspace, b, h);
   if (i >= p.M) {
     if (lane == 0) states.set(i, {INFINITY, 0.0f, 0.0f});

@@ -53,11 +53,10 @@ FA_DEVICE void product(float (&s)[strips][n][4], const Left& left, uint32_t righ
   }
 }
 
-// out += x R, R the same rows.
+// out += x R, R the same rows. What is multiplied of x is left in `a`.
 template <class Type, class Right, int strips, int n, int columns>
-FA_DEVICE void accumulate(float (&out)[strips][columns][4], const float (&x)[strips][n][4],
-                          uint32_t right, int at) {
-  LeftSides<n> a[strips];
+FA_DEVICE void accumulate(float (&out)[strips][columns][4], LeftSides<n> (&a)[strips],
+                          const float (&x)[strips][n][4], uint32_t right, int at) {
 #pragma unroll
   for (int strip = 0; strip < strips; ++strip) pack_weights<Type>(a[strip], x[strip]);
   multiply_values<Type, Right>(out, a, right, at);

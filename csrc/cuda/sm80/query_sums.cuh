@@ -1,0 +1,126 @@
+// dQ where keys stay: ds goes through shared memory, so that a warp has a part of a tile's rows and
+// columns and sums over all keys of its block; and the blocks of a head add their sums in turn
+// (turns.cuh), in float32, in the workspace. A kernel after them makes dq of it.
+//
+// The last keys have the first turn. With a causal band, or a window, a block begins with rows that
+// see no later keys, and then comes by rows that the block of the next keys has left just before:
+// nobody waits. Of rows that see all keys each block begins one tile after the one before.
+#pragma once
+#include "../launch.h"
+#include "score_gradient.cuh"
+#include "turns.cuh"
+
+namespace fa {
+namespace sm80 {
+
+// How the warps of a block share a tile of what passes, and where a warp's part of the sums of a
+// query head lies: as lanes hold it, so that each loads and stores 16 bytes.
+template <class B>
+struct QuerySums {
+  static constexpr int kAcross = B::kPassing <= 32 && B::kD % 64 == 0 ? 4 : 2;
+  static constexpr int kStrips = B::kPassing / 16 * kAcross / B::kWarps;
+  static constexpr int kColumns = B::kD / kAcross;
+  using Scores = Tile<B::kStaying, B::kPassing>;  // ds, transposed
+  using Sums = Strips<kStrips, kColumns>;
+
+  // Of a head's first tile, of this lane and of its warp.
+  float4* sums;
+  uint32_t* turn;
+
+  static FA_DEVICE int warp() { return static_cast<int>(threadIdx.x) / 32; }
+  static FA_DEVICE int strip() { return warp() / kAcross * kStrips; }
+  static FA_DEVICE int column() { return warp() % kAcross * kColumns; }
+
+  FA_DEVICE QuerySums(const FaParams& p, float* workspace, int64_t b, int64_t h) {
+    const int64_t row = (b * p.H + h) * padded_rows(p);
+    turn = Turns(workspace).of(row, warp());
+    float* const all = RowStates(p, workspace, p.B, 0).data;
+    sums = reinterpret_cast<float4*>(all + row * B::kD + warp() * kStrips * 16 * kColumns) +
+           threadIdx.x % 32;
+  }
+
+  // sum += ds K
+  static FA_DEVICE void multiply(Sums& sum, uint32_t scores, uint32_t keys) {
+    static_assert(kColumns % 16 == 0 && B::kPassing >= kRowsATurn * B::kWarps, "no such tile");
+    uint32_t left[kStrips][B::kStaying / 16][4];
+#pragma unroll
+    for (int x = 0; x < kStrips; ++x)
+#pragma unroll
+      for (int j = 0; j < B::kStaying / 16; ++j)
+        load_left_transposed<Scores>(left[x][j], scores, strip() + x, j);
+    multiply_values<typename B::Type, typename B::Left1>(sum, left, keys, 0, column() / 16);
+  }
+
+  // visit(what of a lane's sums of the tile at row `first`, where that lies) for all of them.
+  template <class Visit>
+  FA_DEVICE void each(Sums& sum, int first, Visit visit) const {
+    float4* const from = sums + static_cast<int64_t>(first) * (B::kD / 4);
+#pragma unroll
+    for (int x = 0; x < kStrips; ++x)
+#pragma unroll
+      for (int k = 0; k < kColumns / 8; ++k) visit(sum[x][k], from[(x * kColumns / 8 + k) * 32]);
+  }
+  FA_DEVICE void add(Sums& sum, int first) const {
+    each(sum, first, [](float(&x)[4], const float4& from) {
+      const float4 y = from;
+      x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+    });
+  }
+
+  // The product of a tile's rows with this block's keys, onto what the blocks before have added:
+  // the first to come begins the sums.
+  FA_DEVICE void add_in_turn(uint32_t scores, uint32_t keys, int first, int block,
+                             bool begins) const {
+    Sums sum = {};
+    multiply(sum, scores, keys);
+    uint32_t* const word = turn + first / kRowsATurn;
+    if (!begins) {
+      wait_for_turn(word, block);
+      add(sum, first);
+    }
+    each(sum, first, [](float(&x)[4], float4& to) { to = {x[0], x[1], x[2], x[3]}; });
+    pass_turn_on(word, block);
+  }
+};
+
+// What a warp has of ds, into the tile that all read, from its columns 16 at on.
+template <class Scores, int strips, int sixteens>
+FA_DEVICE void put_scores(unsigned char* tile, const uint32_t (&ds)[strips][sixteens][4], int at) {
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+  for (int x = 0; x < strips; ++x)
+#pragma unroll
+    for (int j = 0; j < sixteens; ++j)
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const int row = 16 * (strips * warp + x) + lane / 4 + k % 2 * 8;
+        const uint32_t to = Scores::at(row, 2 * (at + j) + k / 2) + lane % 4 * 4;
+        *reinterpret_cast<uint32_t*>(tile + to) = ds[x][j][k];
+      }
+}
+
+// A block for each tile. Rows that see no key have no sums.
+template <class B>
+__global__ void __launch_bounds__(B::kThreads)
+    query_gradient_kernel(const FaParams p, float* workspace) {
+  const int64_t tiles = (p.M + B::kPassing - 1) / B::kPassing;
+  const int64_t h = blockIdx.x / tiles % p.H, b = blockIdx.x / tiles / p.H;
+  const int first = static_cast<int>(blockIdx.x % tiles) * B::kPassing;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const QuerySums<B> sums(p, workspace, b, h);
+  typename QuerySums<B>::Sums sum = {};
+  if (!key_range(p, b, first, least(first + B::kPassing, p.M)).empty()) sums.add(sum, first);
+  store_gradient<typename B::Type>(p.dq, b, h, first + 16 * sums.strip() + lane / 4,
+                                   sums.column() + 2 * (lane % 4), p.M, p.D, sum,
+                                   static_cast<float>(p.scale));
+}
+
+template <class B>
+int start_query_gradient(const FaParams& p, float* workspace, void* stream) {
+  const int64_t blocks = (p.M + B::kPassing - 1) / B::kPassing * p.H * p.B;
+  return launch_blocks("query_gradient_kernel", query_gradient_kernel<B>, blocks, B::kThreads, 0,
+                       stream, p, workspace);
+}
+
+}  // namespace sm80
+}  // namespace fa

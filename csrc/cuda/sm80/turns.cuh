@@ -1,0 +1,50 @@
+// Blocks that add to one sum in a fixed order, so that it is the same every time: each waits for
+// its turn, at a word in the workspace of a backward pass.
+//
+// Nobody waits for ever. A block takes its task by a ticket when it begins, and tasks of lower
+// tickets alone are waited for: whoever holds one runs already. The lowest of those that run waits
+// for nobody, and ends; then the next is the lowest. So it does not matter in which order blocks
+// begin, how many fit, or who else is on the device.
+#pragma once
+#include "row_states.cuh"
+
+namespace fa {
+namespace sm80 {
+
+struct Turns {
+  uint32_t* words;
+
+  FA_DEVICE explicit Turns(float* workspace) : words(reinterpret_cast<uint32_t*>(workspace)) {}
+
+  // Before all of it, for the row `at` of those of all heads.
+  FA_DEVICE void clear(int64_t at) const {
+    if (at == 0) words[0] = 0;
+    if (at % kRowsATurn == 0) words[kTaskWords + at / kRowsATurn] = 0;
+  }
+  // The task of the block that asks, for all of its threads; `shared` has room for it.
+  FA_DEVICE unsigned begin(unsigned* shared) const {
+    if (threadIdx.x == 0) *shared = ptx::fetch_add(words, 1);
+    ptx::block_sync("turns: all know their task");
+    return *shared;
+  }
+  // A warp's word for the tile at this row, of those of all heads.
+  FA_DEVICE uint32_t* of(int64_t at, int warp) const {
+    return words + kTaskWords + at / kRowsATurn + warp;
+  }
+};
+
+// By all lanes of a warp, until number `turn` + 1 has passed this on. They see what it wrote.
+FA_DEVICE void wait_for_turn(const uint32_t* word, int turn) {
+  if (threadIdx.x % 32 == 0)
+    ptx::wait_until("turns: the one before has added", word, static_cast<uint32_t>(turn) + 1);
+  ptx::warp_sync("turns: all lanes know of it");
+}
+
+FA_DEVICE void pass_turn_on(uint32_t* word, int turn) {
+  ptx::warp_sync("turns: all lanes have added");
+  if (threadIdx.x % 32 == 0)
+    ptx::publish("turns: the next one sees it", word, static_cast<uint32_t>(turn));
+}
+
+}  // namespace sm80
+}  // namespace fa
