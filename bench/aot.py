@@ -126,6 +126,9 @@ VARIANTS = {
     "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
     **{x: Variant(functools.partial(alone, x), PAIR) for x in ONE},
     "everything": Variant(everything, (*PAIR, "dmask", "split", "weights average")),
+    "packed": Variant(
+        lambda *sizes: dict(causal="bottom_right", Hk=2, packed=True), (*PAIR, "split")
+    ),
     # Rows that no tensor descriptor can read: 16 bytes do not divide them.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
     "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
@@ -138,7 +141,7 @@ def cases(
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[Case]:
     for case in map(Case._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
-        if case.variant not in (ONE if case.dtype == "float32" else ("tf32",)):
+        if case.variant not in ((*ONE, "packed") if case.dtype == "float32" else ("tf32",)):
             yield case
 
 
@@ -153,12 +156,18 @@ def call(case: Case) -> None:
     precision = "tf32" if o.pop("tf32", False) else "ieee"
     extras = {x: o.pop(x) for x in ("mask", "lengths", "slopes", "sinks", "seed") if x in o}
     meta = functools.partial(torch.empty, device="meta", dtype=dtype)
+    items, rows, max_q = B, N, None
+    if packed := o.pop("packed", False):  # as many sequences, one after the other
+        items, rows, max_q = 1, B * N, 1
+        extras |= {x: meta(B + 1, dtype=torch.int32) for x in ("cu_q", "cu_k")}
+        o |= dict(max_q=N, max_k=N)
     options = spec.Options(**o)
-    attention = spec.Tensors(meta(B, H, N, D), meta(B, Hk, N, D), meta(B, Hk, N, D), **extras)
-    normaliser = meta(2, B, H, N, dtype=torch.float32)
+    k, v = meta(items, Hk, rows, D), meta(items, Hk, rows, D)
+    attention = spec.Tensors(meta(items, H, rows, D), k, v, **extras)
+    normaliser = meta(2, items, H, rows, dtype=torch.float32)
     weights = attention._replace(v=None, normaliser=normaliser)
     few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
-    decode = attention._replace(q=attention.q[:, :, :1], **few)
+    decode = attention._replace(q=attention.q[:, :, : rows // N], **few)
     wants = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
     describe = check.describe
     backend = Triton()
@@ -169,7 +178,9 @@ def call(case: Case) -> None:
         backend.backward(
             s, attention, *backend.forward(s, attention), attention.q, normaliser[0], wants
         )
-        backend.forward(describe(decode, options), decode)
+        backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
+        if packed:  # it has no weights
+            return
         for average in (False, True):
             s = describe(weights, options._replace(average_heads=average))
             dweights = backend.weights(s, weights)

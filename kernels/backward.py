@@ -30,7 +30,7 @@ from .score import (
     tile_of_program,
     visible,
 )
-from .tile import by_rows, dot, head_of, load, narrow, row_index, source, store, take
+from .tile import Start, by_rows, dot, head_of, load, narrow, row_index, source, store, take
 
 
 @triton.jit
@@ -61,7 +61,7 @@ def given(dweights, item, h, i, j, call):
     """dP of a tile, where it is an input."""
     offset = i.to(tl.int64) * dweights.sm + j.to(tl.int64) * dweights.sd
     inside = (i < call.M) & (j < call.N)
-    dp = tl.load(head_of(dweights, item.b, h) + offset, mask=inside, other=0.0)
+    dp = tl.load(head_of(dweights, item.q, h) + offset, mask=inside, other=0.0)
     return dp.to(tl.float32) * call.reals.share
 
 
@@ -75,22 +75,24 @@ def delta_kernel(
     """of_rows: level, rest and delta = rowsum(dO O) - dLSE, (3,B,H,pitch) float32."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
-    pitch = pitch_of(call)
+    pitch = pitch_of(call, F)
     tile, b, h = tile_of_program(pitch, T.BM, call.H, 1, False)
     i0 = tile * T.BM
     i = i0 + tl.arange(0, T.BM)
+    start = Start(b, 0)
     total = tl.full([T.BM], 0, tl.float32)
     if out is not None:
-        tile_o = take(out, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
-        tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
+        tile_o = take(out, start, h, i0, call.rows, T.DV, T.BM, T.BDV, F.tma)
+        tile_do = take(dout, start, h, i0, call.rows, T.DV, T.BM, T.BDV, F.tma)
         total += tl.sum(tile_o.to(tl.float32) * tile_do.to(tl.float32), 1)
     if dlse is not None:
-        from_lse = head_of(dlse, b, h) + i.to(tl.int64) * dlse.sm
-        total -= tl.load(from_lse, mask=i < call.M, other=0.0)
-    level, rest = levels_of(normaliser, b, h, i, call, F)
-    at, plane = row_index(b, h, i, call.H, pitch), row_index(call.B, 0, 0, call.H, pitch)
+        from_lse = head_of(dlse, start, h) + i.to(tl.int64) * dlse.sm
+        total -= tl.load(from_lse, mask=i < call.rows, other=0.0)
+    level, rest = levels_of(normaliser, start, h, i, call, F)
+    at = row_index(start, h, i, call.H, pitch)
+    plane = row_index(Start(call.items, 0), 0, 0, call.H, pitch)
     tl.store(of_rows + at, level)
     tl.store(of_rows + plane + at, rest)
     tl.store(of_rows + 2 * plane + at, total)
@@ -140,21 +142,23 @@ def dq_kernel(
     """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for weights that were GIVEN their gradient."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
     tile, b, h = tile_of_program(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group
     item = item_of(b, call, extras, F)
+    if F.packed and i0 >= item.M:
+        return
     i = i0 + tl.arange(0, T.BM)
     rows = rows_of(i[:, None], h, item, call, extras, F)
-    tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
-    k_from = source(k, b, hk, item.length, T.D, T.BN, T.BD, F.tma)
+    tile_q = take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma)
+    k_from = source(k, item.k, hk, item.length, T.D, T.BN, T.BD, F.tma)
     tile_do, v_from = tile_q, k_from
     if not GIVEN:
-        tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
-        v_from = source(v, b, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
-    level, rest, row_delta = statistics(of_rows, b, h, i, call)
+        tile_do = take(dout, item.q, h, i0, item.M, T.DV, T.BM, T.BDV, F.tma)
+        v_from = source(v, item.k, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
+    level, rest, row_delta = statistics(of_rows, item.q, h, i, call, F)
     if SUMS:
         # Summed across lanes once, at the end: there the compiler could fuse a lane's own product
         # with the first addition, and lanes would store sums that differ to one word.
@@ -162,17 +166,17 @@ def dq_kernel(
         row_delta *= 0
     else:
         acc = tl.full([T.BM, T.BD], 0, tl.float32)
-    blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
+    blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
     for masked in tl.static_range(2):
         acc = over_keys(
             acc, tile_q, tile_do, (level[:, None], rest[:, None]), row_delta[:, None], k, v, dout,
             (k_from, v_from), blocks, rows, item, call, extras, F, T, GIVEN, SUMS, masked,
         )  # fmt: skip
     if SUMS:
-        to = of_rows + row_index(2 * call.B + b, h, i, call.H, pitch_of(call))
+        to = of_rows + row_index(Start(2 * call.B + b, 0), h, i, call.H, pitch_of(call, F))
         tl.store(to, tl.sum(acc, 1), mask=i < call.M)
     else:
-        store(dq, b, h, i0, call.M, acc * call.reals.scale, T.D, T.BM, T.BD)
+        store(dq, item.q, h, i0, item.M, acc * call.reals.scale, T.D, T.BM, T.BD)
 
 
 # ------------------------------------------------------------------------------------ keys: dk, dv
@@ -195,16 +199,16 @@ def over_rows(
         i0 = block_at(x, blocks, T.BM, MASKED)
         i = i0 + tl.arange(0, T.BM)
         rows = rows_of(i[None, :], h, item, call, extras, F)
-        tile_q = load(q, q_from, i0, call.M, T.D, T.BM, T.BD, F.tma, MASKED)
+        tile_q = load(q, q_from, i0, item.M, T.D, T.BM, T.BD, F.tma, MASKED)
         qk = by_rows(tile_k, tile_q, F)
         dp = qk  # a name for the compiler: without DK nothing reads it
         if GIVEN:
             dp = given(dout, item, h, rows.i, keys.j, call)
         else:
-            tile_do = load(dout, do_from, i0, call.M, T.DV, T.BM, T.BDV, F.tma, MASKED)
+            tile_do = load(dout, do_from, i0, item.M, T.DV, T.BM, T.BDV, F.tma, MASKED)
             if DK:
                 dp = by_rows(tile_v, tile_do, F)
-        level, rest, row_delta = statistics(of_rows, item.b, h, i, call)
+        level, rest, row_delta = statistics(of_rows, item.q, h, i, call, F)
         keep = None
         if F.dropout:
             keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, F, T.BM, T.BN))
@@ -234,37 +238,39 @@ def dkv_kernel(
     DV: tl.constexpr = dv is not None
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
     # Of causal rows the first keys are seen by the most: ascending is longest first.
     tile, b, hk = tile_of_program(call.N, T.BN, call.H // call.group, call.together, False)
     j0 = tile * T.BN
     item = item_of(b, call, extras, F)
-    tile_k = take(k, b, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
+    if F.packed and j0 >= item.N:
+        return
+    tile_k = take(k, item.k, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
     tile_v = tile_k
     if DK and not GIVEN:
-        tile_v = take(v, b, hk, j0, item.length, T.DV, T.BN, T.BDV, F.tma)
+        tile_v = take(v, item.k, hk, j0, item.length, T.DV, T.BN, T.BDV, F.tma)
     acc_k = tl.full([T.BN, T.BD if DK else 1], 0, tl.float32)
     acc_v = tl.full([T.BN, T.BDV if DV else 1], 0, tl.float32)
     blocks = row_range(j0, T.BN, item, call, T.BM)
     groups = call.group if F.gqa else 1
     for g in range(groups):
         h = hk * groups + g
-        q_from = source(q, b, h, call.M, T.D, T.BM, T.BD, F.tma)
+        q_from = source(q, item.q, h, item.M, T.D, T.BM, T.BD, F.tma)
         do_from = q_from
         if not GIVEN:
-            do_from = source(dout, b, h, call.M, T.DV, T.BM, T.BDV, F.tma)
+            do_from = source(dout, item.q, h, item.M, T.DV, T.BM, T.BDV, F.tma)
         for masked in tl.static_range(2):
             acc_k, acc_v = over_rows(
                 acc_k, acc_v, tile_k, tile_v, q, dout, of_rows, (q_from, do_from), h,
                 blocks, j0, item, call, extras, F, T, GIVEN, DK, DV, masked,
             )  # fmt: skip
     if DK:
-        store(dk, b, hk, j0, call.N, acc_k * call.reals.scale, T.D, T.BN, T.BD)
+        store(dk, item.k, hk, j0, item.N, acc_k * call.reals.scale, T.D, T.BN, T.BD)
     if DV:
         if F.dropout:
             acc_v *= call.reals.factor
-        store(dv, b, hk, j0, call.N, acc_v, T.DV, T.BN, T.BDV)
+        store(dv, item.k, hk, j0, item.N, acc_v, T.DV, T.BN, T.BDV)
 
 
 # -------------------------------------------------------------------------------------- the mask
@@ -284,7 +290,7 @@ def dmask_kernel(
     """
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     # Each dimension is one that programs own a part of, or one that a program walks.
@@ -335,19 +341,19 @@ def add_to_mask(
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         rows = rows_of(i[:, None], h, item, call, extras, F)
         hk = h // call.group
-        tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
-        tile_k = take(k, b, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
+        tile_q = take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma)
+        tile_k = take(k, item.k, hk, j0, item.length, T.D, T.BN, T.BD, F.tma)
         qk = by_rows(tile_q, tile_k, F)
         if GIVEN:
             dp = given(dout, item, h, rows.i, keys.j, call)
         else:
-            tile_do = take(dout, b, h, i0, call.M, T.DV, T.BM, T.BDV, F.tma)
-            tile_v = take(v, b, hk, j0, item.length, T.DV, T.BN, T.BDV, F.tma)
+            tile_do = take(dout, item.q, h, i0, item.M, T.DV, T.BM, T.BDV, F.tma)
+            tile_v = take(v, item.k, hk, j0, item.length, T.DV, T.BN, T.BDV, F.tma)
             dp = by_rows(tile_do, tile_v, F)
         keep = None
         if F.dropout:
             keep = kept(rows.i, h, b, j0, call, extras, F, T.BM, T.BN)
-        level, rest, row_delta = statistics(of_rows, b, h, i, call)
+        level, rest, row_delta = statistics(of_rows, item.q, h, i, call, F)
         levels = (level[:, None], rest[:, None])
         _, ds, _ = gradients(
             qk, dp, keep, levels, row_delta[:, None], rows, keys, item, call, extras, F, True

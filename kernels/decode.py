@@ -6,9 +6,9 @@ import triton
 import triton.language as tl
 
 from .forward import attend
-from .score import SIZES, call_of, item_of, key_range, rows_of
+from .score import SIZES, call_of, item_of, key_range, rows_in, rows_of
 from .softmax import LOWEST, add_sink, finish, rescale, store_normaliser
-from .tile import row_index, store
+from .tile import Start, head_of, row_index, store
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -27,28 +27,31 @@ def split_kernel(
     """
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
-    packed = call.group * call.M
-    tiles, heads = tl.cdiv(packed, T.BM), call.H // call.group
+    tiles, heads = tl.cdiv(call.group * call.M, T.BM), call.H // call.group
     pid = tl.program_id(0)
     tile, rest = pid % tiles, pid // tiles
     hk, rest = rest % heads, rest // heads
     b, split = rest % call.B, rest // call.B
     splits = tl.num_programs(0) // (tiles * heads * call.B)
 
+    _, M = rows_in(b, call, extras, F)
+    of_group = call.group * M
+    if F.packed and tile * T.BM >= of_group:
+        return
     r = tile * T.BM + tl.arange(0, T.BM)
-    real = r < packed
-    i, h = tl.where(real, r % call.M, call.M), hk * call.group + tl.where(real, r // call.M, 0)
+    real = r < of_group
+    i, h = tl.where(real, r % M, M), hk * call.group + tl.where(real, r // M, 0)
     item = item_of(b, call, extras, F)
     rows = rows_of(i[:, None], h[:, None], item, call, extras, F)
 
     d = tl.arange(0, T.BD)
-    from_row = q.ptr + tl.cast(b, tl.int64) * q.sb + h.to(tl.int64) * q.sh + i.to(tl.int64) * q.sm
+    from_row = head_of(q, item.q, h) + i.to(tl.int64) * q.sm
     from_q = from_row[:, None] + d.to(tl.int64)[None, :] * q.sd
     tile_q = tl.load(from_q, mask=real[:, None] & (d < T.D)[None, :], other=0.0)
 
-    first, full, tail, last = key_range(0, call.M, item, call, T.BN)
+    first, full, tail, last = key_range(0, M, item, call, T.BN)
     share = tl.cdiv(tl.cdiv(last - first, T.BN), splits) * T.BN
     lo = first + split * share
     hi = tl.minimum(lo + share, last)
@@ -60,7 +63,8 @@ def split_kernel(
     )
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
 
-    to = row_index(split * call.B + b, h, i, call.H, call.M)
+    of_split = Start(split * call.items + item.q.b, item.q.row)
+    to = row_index(of_split, h, i, call.H, call.rows)
     dv = tl.arange(0, T.BDV)
     inside = real[:, None] & (dv < T.DV)[None, :]
     tl.store(partial + to[:, None] * T.DV + dv[None, :], acc, mask=inside)
@@ -79,13 +83,13 @@ def combine_kernel(
     program."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
     pid = tl.program_id(0)
-    i, bh = pid % call.M, pid // call.M
+    i, bh = pid % call.rows, pid // call.rows
     b, h = bh // call.H, bh % call.H
     row = pid + tl.arange(0, 1)
-    all_rows = tl.cast(call.B * call.H, tl.int64) * call.M
+    all_rows = tl.cast(call.items * call.H, tl.int64) * call.rows
     m = tl.full([1], float("-inf"), tl.float32)
     for split in range(splits):
         m = tl.maximum(m, tl.load(partial_m + split * all_rows + row))
@@ -103,5 +107,5 @@ def combine_kernel(
     acc, lse, tail = finish(acc, m, l, F)
     if F.dropout:
         acc *= call.reals.factor
-    store(out, b, h, i, call.M, acc, T.DV, 1, T.BDV)
+    store(out, Start(b, 0), h, i, call.rows, acc, T.DV, 1, T.BDV)
     store_normaliser(normaliser, row, row < all_rows, lse, tail, call)

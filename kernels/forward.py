@@ -50,8 +50,8 @@ def accumulate(
 def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, T: tl.constexpr):
     """acc, m and l of a tile of rows, over the blocks of keys that `key_range` found."""
     sources = (
-        source(k, item.b, hk, item.length, T.D, T.BN, T.BD, F.tma),
-        source(v, item.b, hk, item.length, T.DV, T.BN, T.BDV, F.tma),
+        source(k, item.k, hk, item.length, T.D, T.BN, T.BD, F.tma),
+        source(v, item.k, hk, item.length, T.DV, T.BN, T.BDV, F.tma),
     )
     acc = tl.full([T.BM, T.BDV], 0, tl.float32)
     state = (acc, tl.full([T.BM], float("-inf"), tl.float32), tl.full([T.BM], 0, tl.float32))
@@ -72,22 +72,24 @@ def forward_kernel(
     """out (B,H,M,Dv) and the normaliser (2,B,H,M), float32."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
     tile, b, h = tile_of_program(call.M, T.BM, call.H, call.together, F.right)
     i0 = tile * T.BM
     hk = h // call.group
     item = item_of(b, call, extras, F)
+    if F.packed and i0 >= item.M:
+        return
     i = i0 + tl.arange(0, T.BM)
     rows = rows_of(i[:, None], h, item, call, extras, F)
-    tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
-    blocks = key_range(i0, tl.minimum(i0 + T.BM, call.M), item, call, T.BN)
+    tile_q = take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma)
+    blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
     if F.sinks:
         acc, m, l = add_sink(acc, m, l, extras.sinks, h, F)
     acc, lse, tail = finish(acc, m, l, F)
     if F.dropout:
         acc *= call.reals.factor
-    store(out, b, h, i0, call.M, acc, T.DV, T.BM, T.BDV)
-    row = row_index(b, h, i, call.H, call.M)
-    store_normaliser(normaliser, row, i < call.M, lse, tail, call)
+    store(out, item.q, h, i0, item.M, acc, T.DV, T.BM, T.BDV)
+    row = row_index(item.q, h, i, call.H, call.rows)
+    store_normaliser(normaliser, row, i < item.M, lse, tail, call)

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .tile import fma, reciprocal, row_index
+from .tile import Start, fma, reciprocal, row_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LOG2E_REST = tl.constexpr(1.92596298909109e-08)  # what float32 loses of it
@@ -35,6 +35,7 @@ class Flags(NamedTuple):
     right: bool = False  # rows have a last key
     bottom_right: bool = False
     place: bool = False  # the call is a part of a larger one
+    packed: bool = False  # items are sequences of different lengths, one after the other
     lengths: bool = False
     aligned: bool = False  # 16 divides N
     gqa: bool = False  # several query heads share a key head
@@ -82,7 +83,7 @@ class Call(NamedTuple):
     B: Any
     H: Any
     group: Any  # query heads to a key head
-    M: Any
+    M: Any  # rows and keys, of a packed batch those of the longest
     N: Any
     left: Any
     right: Any
@@ -95,19 +96,31 @@ class Call(NamedTuple):
     rows_after: Any  # and what it has after this one's
     keys_after: Any
     reals: Any  # Reals
+    items: Any  # and rows of each, as tensors lie: B and M, or of a packed batch 1 and those of all
+    rows: Any
 
 
 @triton.jit
 def call_of(
     B, H, group, M, N, left, right, threshold, together,
-    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F: tl.constexpr,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F: tl.constexpr,
 ):  # fmt: skip
     if F.aligned:
         N = N // 16 * 16  # says so to the compiler, which then reads rows of a mask 16 bytes a time
+    items, rows = B, M
+    if F.packed:
+        items, rows = 1, extras.cu_q.total
     return Call(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, items, rows,
     )  # fmt: skip
+
+
+class Offsets(NamedTuple):
+    """Where the sequences of a packed batch begin."""
+
+    ptr: Any  # (B+1,) int32 or int64, the last one where all end
+    total: Any  # that, as the host knows it
 
 
 class Extras(NamedTuple):
@@ -118,6 +131,8 @@ class Extras(NamedTuple):
     slopes: Any  # Operand, float32
     sinks: Any  # (H,) float32, contiguous
     seed: Any  # one int64
+    cu_q: Any = None  # Offsets, of rows and of keys
+    cu_k: Any = None
     nothing: Any = None  # Triton 3.6 loses the constants inside a tuple that has none of its own
 
 
@@ -125,7 +140,11 @@ class Item(NamedTuple):
     """An item of the batch."""
 
     b: Any
-    length: Any  # how many keys there are
+    M: Any  # its rows and its keys
+    N: Any
+    q: Any  # Start: where those are
+    k: Any
+    length: Any  # how many of the keys there are
     diagonal: Any  # row i stands at i + diagonal
 
 
@@ -147,21 +166,53 @@ class Keys(NamedTuple):
 
 
 @triton.jit
+def sequence(cu, b, most):
+    """Where one of a packed batch begins, and how many rows or keys it has.
+
+    Values on a GPU are clamped, so that whatever they are nothing outside is read: to check them
+    would be to wait for the device.
+    """
+    first = tl.minimum(tl.maximum(tl.load(cu.ptr + b), 0), cu.total)
+    end = tl.minimum(tl.maximum(tl.load(cu.ptr + b + 1), first), cu.total)
+    return first, tl.minimum(end - first, most).to(tl.int32)
+
+
+@triton.jit
+def rows_in(b, call, extras, F: tl.constexpr):
+    """Where an item's rows begin, and how many there are."""
+    if F.packed:
+        row, M = sequence(extras.cu_q, b, call.M)
+        return Start(0, row), M
+    else:
+        return Start(b, 0), call.M
+
+
+@triton.jit
+def keys_in(b, call, extras, F: tl.constexpr):
+    if F.packed:
+        key, N = sequence(extras.cu_k, b, call.N)
+        return Start(0, key), N
+    else:
+        return Start(b, 0), call.N
+
+
+@triton.jit
 def item_of(b, call, extras, F: tl.constexpr):
-    whole = call.N  # of the larger call, if there is one
+    q, M = rows_in(b, call, extras, F)
+    k, N = keys_in(b, call, extras, F)
+    whole = N  # of the larger call, if there is one
     if F.place:
         whole += call.at_key + call.keys_after
     if F.lengths:
-        # Values on a GPU are clamped: to check them would be to wait for the device.
         whole = tl.minimum(tl.maximum(tl.load(extras.lengths + b), 0), whole).to(tl.int32)
     length, diagonal = whole, 0
     if F.bottom_right:
-        diagonal = whole - call.M
+        diagonal = whole - M
     if F.place:
-        length = tl.minimum(tl.maximum(whole - call.at_key, 0), call.N)
+        length = tl.minimum(tl.maximum(whole - call.at_key, 0), N)
         diagonal -= call.at_key
         diagonal += -call.rows_after if F.bottom_right else call.at_row
-    return Item(b, length, diagonal)
+    return Item(b, M, N, q, k, length, diagonal)
 
 
 @triton.jit
@@ -262,7 +313,7 @@ def key_range(i0, i1, item, call, BN: tl.constexpr):
 @triton.jit
 def reaches(i0, j0, item, call, BM: tl.constexpr, BN: tl.constexpr):
     """Does any of rows [i0, i0 + BM) see any of keys [j0, j0 + BN)?"""
-    a0, a1 = i0 + item.diagonal, tl.minimum(i0 + BM, call.M) + item.diagonal
+    a0, a1 = i0 + item.diagonal, tl.minimum(i0 + BM, item.M) + item.diagonal
     lo, hi = some(a0, a1, call.left, call.right, item.length)
     return (j0 < hi) & (j0 + BN > lo)
 
@@ -272,8 +323,8 @@ def row_range(j0, BN: tl.constexpr, item, call, BM: tl.constexpr):
     """The blocks of rows that see keys [j0, j0 + BN): `in_blocks`, with the edges swapped."""
     j1 = tl.minimum(j0 + BN, item.length)
     a0, a1 = j0 - item.diagonal, j1 - item.diagonal
-    lo, hi = some(a0, a1, call.right, call.left, call.M)
-    every_lo, every_hi = every(a0, a1, call.right, call.left, call.M)
+    lo, hi = some(a0, a1, call.right, call.left, item.M)
+    every_lo, every_hi = every(a0, a1, call.right, call.left, item.M)
     if j0 >= item.length:
         hi = lo  # no such keys
     if j0 + BN > item.length:
@@ -285,7 +336,7 @@ def row_range(j0, BN: tl.constexpr, item, call, BM: tl.constexpr):
 def visible(rows, keys, item, call, F: tl.constexpr):
     """Which keys of a tile exist, for rows that do, inside the band."""
     j = keys.j
-    keep = (j < item.length) & (rows.i < call.M)
+    keep = (j < item.length) & (rows.i < item.M)
     if F.left:
         keep &= j >= rows.at - call.left
     if F.right:
@@ -354,16 +405,16 @@ def probability(s, levels, call, F: tl.constexpr):
 
 
 @triton.jit
-def levels_of(normaliser, b, h, i, call, F: tl.constexpr):
+def levels_of(normaliser, at, h, i, call, F: tl.constexpr):
     """What `probability` takes off the scores of rows i: a level, and what its rounding lost.
 
     A row that sees nothing, or is not there, has +inf and 0, and its P is 0. `normaliser` is
     contiguous (2, B, H, M): the LSE, and what rounding cut off it.
     """
-    at, inside = row_index(b, h, i, call.H, call.M), i < call.M
-    to_tail = row_index(call.B, 0, 0, call.H, call.M)
-    level = tl.load(normaliser + at, mask=inside, other=float("inf"))
-    rest = tl.load(normaliser + to_tail + at, mask=inside, other=0.0)
+    row, inside = row_index(at, h, i, call.H, call.rows), i < call.rows
+    to_tail = row_index(Start(call.items, 0), 0, 0, call.H, call.rows)
+    level = tl.load(normaliser + row, mask=inside, other=float("inf"))
+    rest = tl.load(normaliser + to_tail + row, mask=inside, other=0.0)
     level = tl.where(level == float("-inf"), float("inf"), level)
     if F.scaled:
         lse = level
@@ -377,19 +428,23 @@ PITCH = tl.constexpr(128)  # no tile has more rows
 
 
 @triton.jit
-def pitch_of(call):
-    """Rows of a head in `statistics`: so many that no tile reads past them."""
-    return tl.cdiv(call.M, PITCH) * PITCH
+def pitch_of(call, F: tl.constexpr):
+    """Rows of a head in `statistics`: so many that no tile reads past them, which in a packed batch
+    may begin at any row."""
+    tiles = tl.cdiv(call.rows, PITCH)
+    if F.packed:
+        tiles += 1
+    return tiles * PITCH
 
 
 @triton.jit
-def statistics(of_rows, b, h, i, call):
+def statistics(of_rows, at, h, i, call, F: tl.constexpr):
     """Level, rest and delta of rows i, which need no bounds: (3, B, H, pitch), as `delta_kernel`
     left them for all passes of backward."""
-    pitch = pitch_of(call)
-    at = of_rows + row_index(b, h, i, call.H, pitch)
-    plane = row_index(call.B, 0, 0, call.H, pitch)
-    return tl.load(at), tl.load(at + plane), tl.load(at + 2 * plane)
+    pitch = pitch_of(call, F)
+    row = of_rows + row_index(at, h, i, call.H, pitch)
+    plane = row_index(Start(call.items, 0), 0, 0, call.H, pitch)
+    return tl.load(row), tl.load(row + plane), tl.load(row + 2 * plane)
 
 
 # ------------------------------------------------------------------------------- after the softmax

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from .score import LN2, LOG2E, LOG2E_REST, exponential
-from .tile import fma, row_index
+from .tile import Start, fma, row_index
 
 # In place of -inf, the level of rows that have seen nothing yet: -inf - (-inf) would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
@@ -70,4 +70,5 @@ def finish(acc, m, l, F: tl.constexpr):
 def store_normaliser(normaliser, row, inside, lse, tail, call):
     """To rows of a contiguous (2, B, H, M)."""
     tl.store(normaliser + row, lse, mask=inside)
-    tl.store(normaliser + row_index(call.B, 0, 0, call.H, call.M) + row, tail, mask=inside)
+    to_tail = row_index(Start(call.items, 0), 0, 0, call.H, call.rows)
+    tl.store(normaliser + to_tail + row, tail, mask=inside)

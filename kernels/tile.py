@@ -21,6 +21,13 @@ class Operand(NamedTuple):
     sd: Any
 
 
+class Start(NamedTuple):
+    """Where an item of the batch begins in an Operand."""
+
+    b: Any
+    row: Any  # 0, but of a packed batch, whose sequences are rows of one item
+
+
 @triton.jit
 def dot(a, b, acc, F: tl.constexpr):
     """acc + a @ b, accumulated in float32; a and b of one dtype.
@@ -69,13 +76,14 @@ def reciprocal(x):
 
 
 @triton.jit
-def head_of(x, b, h):
-    """The first element of head h of item b. Offsets are 64 bits wide from here on."""
-    return x.ptr + tl.cast(b, tl.int64) * x.sb + tl.cast(h, tl.int64) * x.sh
+def head_of(x, at, h):
+    """The first element of head h from a Start on. Offsets are 64 bits wide from here on."""
+    head = x.ptr + tl.cast(at.b, tl.int64) * x.sb + tl.cast(h, tl.int64) * x.sh
+    return head + tl.cast(at.row, tl.int64) * x.sm
 
 
 @triton.jit
-def source(x, b, h, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+def source(x, at, h, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
     """What `load` reads the first `rows` rows of a head from: a pointer, or a descriptor.
 
     A descriptor is made here, from the device's own `rows`, and not on the host: rows past a key
@@ -83,10 +91,10 @@ def source(x, b, h, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, T
     """
     if TMA:
         return tl.make_tensor_descriptor(
-            head_of(x, b, h), [tl.maximum(rows, 1), D], [x.sm, 1], [BM, BD]
+            head_of(x, at, h), [tl.maximum(rows, 1), D], [x.sm, 1], [BM, BD]
         )
     else:  # needed: Triton compiles what follows a return, too
-        return head_of(x, b, h)
+        return head_of(x, at, h)
 
 
 @triton.jit
@@ -111,22 +119,24 @@ def load(
 
 
 @triton.jit
-def take(x, b, h, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
+def take(
+    x, at, h, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
+):
     """`load` of a tile that is read once, and so has a source of its own."""
-    return load(x, source(x, b, h, rows, D, BM, BD, TMA), i0, rows, D, BM, BD, TMA, True)
+    return load(x, source(x, at, h, rows, D, BM, BD, TMA), i0, rows, D, BM, BD, TMA, True)
 
 
 @triton.jit
-def store(x, b, h, i0, rows, values, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
+def store(x, at, h, i0, rows, values, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
     """Write (BM, BD) `values` to rows [i0, i0 + BM), as far as there are such rows."""
     i, d = tl.arange(0, BM), tl.arange(0, BD)
-    at = head_of(x, b, h) + (tl.cast(i0, tl.int64) + i)[:, None] * x.sm
+    to = head_of(x, at, h) + (tl.cast(i0, tl.int64) + i)[:, None] * x.sm
     inside = (i0 + i < rows)[:, None] & (d < D)[None, :]
     values = narrow(values, x.ptr.dtype.element_ty)
-    tl.store(at + d.to(tl.int64)[None, :] * x.sd, values, mask=inside)
+    tl.store(to + d.to(tl.int64)[None, :] * x.sd, values, mask=inside)
 
 
 @triton.jit
-def row_index(b, h, i, H, M):
-    """Where (b, h, i) lies in a contiguous (B, H, M) tensor."""
-    return (tl.cast(b, tl.int64) * H + h) * M + i
+def row_index(at, h, i, H, M):
+    """Where row i of head h from a Start on lies in a contiguous (B, H, M) tensor."""
+    return (tl.cast(at.b, tl.int64) * H + h) * M + at.row + i

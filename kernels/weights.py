@@ -16,7 +16,7 @@ from .score import (
     score,
     visible,
 )
-from .tile import by_rows, head_of, narrow, take
+from .tile import Start, by_rows, head_of, narrow, take
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -32,7 +32,7 @@ def weights_kernel(
     """
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
-        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, F,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
     tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     pid = tl.program_id(0)
@@ -48,7 +48,8 @@ def weights_kernel(
         total *= call.reals.factor
     total = narrow(total * call.reals.share, weights.ptr.dtype.element_ty)
     i, j = (i0 + tl.arange(0, T.BM))[:, None], (j0 + tl.arange(0, T.BN))[None, :]
-    to = head_of(weights, b, first) + i.to(tl.int64) * weights.sm + j.to(tl.int64) * weights.sd
+    to = head_of(weights, Start(b, 0), first) + i.to(tl.int64) * weights.sm
+    to += j.to(tl.int64) * weights.sd
     tl.store(to, total, mask=(i < call.M) & (j < call.N))
 
 
@@ -62,10 +63,10 @@ def add_head(
         i = i0 + tl.arange(0, T.BM)
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         rows = rows_of(i[:, None], h, item, call, extras, F)
-        tile_q = take(q, b, h, i0, call.M, T.D, T.BM, T.BD, F.tma)
-        tile_k = take(k, b, h // call.group, j0, item.length, T.D, T.BN, T.BD, F.tma)
+        tile_q = take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma)
+        tile_k = take(k, item.k, h // call.group, j0, item.length, T.D, T.BN, T.BD, F.tma)
         s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, True)
-        level, rest = levels_of(normaliser, b, h, i, call, F)
+        level, rest = levels_of(normaliser, item.q, h, i, call, F)
         p = probability(s, (level[:, None], rest[:, None]), call, F)
         p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
         if F.dropout:

@@ -29,7 +29,7 @@ CASES = [
     case
     for case in aot.cases((80, 90), variants=("causal", "everything"))
     if case.dtype == "bfloat16" or (case.arch, case.variant) == (80, "causal")
-] + [Case(80, "bfloat16", 64, "plain"), Case(90, "bfloat16", 64, "plain")]
+] + [Case(arch, "bfloat16", *x) for arch in (80, 90) for x in ((64, "plain"), (128, "packed"))]
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ class Batch:
     rows: list
     keys: list
 
-    def run(self, function=None, **more):
+    def run(self, function=None, backward=True, **more):
         """{"out", "lse", "dq", ...} of one packed call."""
         given = dict(self.given)
         for name in self.wants:
@@ -63,8 +63,10 @@ class Batch:
         leaves = [given[name] for name in self.wants]
         result = (function or fastattn.attention_packed)(**given, **more)
         outputs = result if isinstance(result, tuple) else (result,)
-        grads = torch.autograd.grad(outputs, leaves, (self.dout, self.dlse)[: len(outputs)])
         found = dict(zip(("out", "lse"), outputs, strict=False))
+        if not backward:
+            return found
+        grads = torch.autograd.grad(outputs, leaves, (self.dout, self.dlse)[: len(outputs)])
         return found | {"d" + name: grad for name, grad in zip(self.wants, grads, strict=True)}
 
     def of_sequence(self, found, b):
@@ -79,10 +81,10 @@ class Batch:
         return mine
 
 
-def batch(features, dtype, sizes=SIZES):
+def batch(features, dtype, sizes=SIZES, d=8):
     """Of each sequence the tensors that `cases.build` makes; all share what has no items."""
     built = [feature for feature in features if feature.group != "lengths"]
-    problems = [build(Dims(1, 2, 2, m, n, 8, 8), built, dtype, seed=m) for m, n in sizes]
+    problems = [build(Dims(1, 2, 2, m, n, d, d), built, dtype, seed=m) for m, n in sizes]
     largest = max(problems, key=lambda p: p.q.shape[2])
     for b, problem in enumerate(problems):
         m, n = problem.q.shape[2], problem.k.shape[2]
@@ -150,18 +152,37 @@ def complaints(made, found):
             yield f"{name}: not the sum over sequences"
 
 
+def everywhere(name, made):
+    """Complaints about backend `name` on each of its variants."""
+    lines = []
+    with one_thread():
+        for isa in variants(name, made.given["q"].dtype):
+            with variant(isa):
+                found = made.run(backend=name)
+                lines += [f"{isa or name}: {line}" for line in complaints(made, found)]
+    return lines
+
+
 @every_backend
 @pytest.mark.parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of)
 def test_packed(name, features, dtype):
     declares(name, DTYPES[dtype], Feature.PACKED)
-    made = batch(features, DTYPES[dtype])
-    lines = []
-    with one_thread():
-        for isa in variants(name, DTYPES[dtype]):
-            with variant(isa):
-                found = made.run(backend=name)
-                lines += [f"{isa or name}: {line}" for line in complaints(made, found)]
-    passed(lines)
+    passed(everywhere(name, batch(features, DTYPES[dtype])))
+
+
+# Of few rows and many keys, which some backends cut into parts.
+FEW = ((1, 170), (0, 20), (3, 150), (2, 0), (1, 1), (2, 139))
+CUT = (
+    "bottom_right lengths gqa",
+    "alibi_batch sinks lse_loss mqa",
+    "left_window dropout bias_grad",
+)
+
+
+@every_backend
+@pytest.mark.parametrize("names", ["", *CUT])
+def test_few_rows_of_many_keys(name, names):
+    passed(everywhere(name, batch([FEATURE[x] for x in names.split()], torch.float32, FEW)))
 
 
 @every_backend
@@ -170,7 +191,7 @@ def test_packed_has_the_bits_of_each_alone(name, features, threads):
     made = batch(features, torch.float32)
     for isa in variants(name):
         with variant(isa):
-            for n in (1, 3):
+            for n in small((1, 3), (1,)):
                 threads(n)
                 found = made.run(backend=name)
                 for b, problem in enumerate(made.alone):

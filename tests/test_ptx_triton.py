@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import test_cuda_decode
+import test_packed as test_packed_batches
 import test_weights
 import torch
 from cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
@@ -104,6 +105,34 @@ def test_features_of_weights(compiled, small, features, mean):
     problem = build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"])
     passed(test_weights.about_weights(None, problem, mean == "mean"))
     assert kernels(compiled) >= {"weights_kernel", "dq_kernel", "dkv_kernel"}
+
+
+# --- packed batches -------------------------------------------------------------------------------
+
+PACKED = ("", "bottom_right lengths gqa sinks", "causal alibi_batch bias_grad dropout lse_loss")
+
+
+@pytest.mark.parametrize("names", PACKED)
+def test_packed(compiled, small, names):
+    """Sequences that begin and end anywhere in a tile, of none and of one row or key."""
+    n = small.keys
+    sizes = ((5, 7), (0, 3), (1, 1), (n, n + 9), (3, 0), (n - 9, n), (2, n))
+    made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
+    passed(list(test_packed_batches.complaints(made, made.run())))
+    assert kernels(compiled) >= ATTENTION
+
+
+@pytest.mark.parametrize("names", ["bottom_right lengths gqa sinks"])
+def test_packed_decode(compiled, small, names):
+    n = small.keys_of_decode
+    sizes = ((1, n), (0, 3), (3, n - 60), (2, 0), (1, 1))
+    made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
+    passed(list(test_packed_batches.complaints(made, made.run(backward=False))))
+    assert kernels(compiled) == {"split_kernel", "combine_kernel"}
+
+
+def named(names):
+    return tuple(FEATURE[x] for x in names.split())
 
 
 # --- every tile of the tables ---------------------------------------------------------------------

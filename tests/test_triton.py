@@ -54,7 +54,7 @@ def places(out, n, heads, together, BLOCK: tl.constexpr, DESCENDING: tl.constexp
 
 @triton.jit
 def ranges(out, start, size, call, length, diagonal, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    item = score.Item(0, length, diagonal)
+    item = score.Item(0, call.M, call.N, 0, 0, length, diagonal)
     if ROWS:
         found = score.row_range(start, size, item, call, BLOCK)
     else:

@@ -102,6 +102,11 @@ def noise(*shape, dtype=torch.float32):
     return torch.zeros(shape, dtype=dtype)
 
 
+def packed(M, N):
+    offsets = {"cu_q": torch.tensor([0, M]), "cu_k": torch.tensor([0, N])}
+    return dict(M=M, N=N, max_q=M, max_k=N, tensors=offsets)
+
+
 KINDS = {
     "plain": {},
     "causal": dict(right=0),
@@ -113,6 +118,8 @@ KINDS = {
     "sinks": dict(tensors={"sinks": noise(2)}),
     "dropout": dict(dropout_p=0.1, tensors={"seed": torch.tensor(3)}),
     "float32": dict(dtype=torch.float32),
+    "packed": packed(20, 70),
+    "packed decode": packed(1, 4000),
 }
 
 
@@ -149,6 +156,20 @@ def test_every_layout_has_the_kernel_that_triton_picks(seed, stub, derived, monk
     assert not derived
     assert found == [as_triton(monkeypatch, stub, forward, s, t) for _, t in cases]
     assert len({function for [(*_, function, _packed, _given)] in found}) > 1
+
+
+def test_offsets_of_any_integers_and_address(stub, derived, monkeypatch):
+    """Of one spec, too."""
+    s, t = described(**packed(20, 70))
+    for first, dtype in itertools.product(itertools.product((0, 1), repeat=2), (torch.int32, None)):
+        rows, keys = torch.zeros(2, 3, dtype=dtype or torch.int64)
+        rows[first[0] + 1], keys[first[1] + 1] = 20, 70
+        other = t._replace(cu_q=rows[first[0] :][:2], cu_k=keys[first[1] :][:2])
+        forward(s, other)
+        derived.clear()
+        found = launches(stub, forward, s, other)
+        assert not derived
+        assert found == as_triton(monkeypatch, stub, forward, s, other)
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])

@@ -136,6 +136,7 @@ OF_ALL = {
     "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_noticed": 3,
     "test_gpu_mutants::test_without_a_fault_there_is_nothing_to_notice": 3,
     "test_ptx_triton::test_features": 9,
+    "test_ptx_triton::test_packed": 3,
     "test_ptx_triton::test_features_of_decode": 13,
     "test_ptx_triton::test_features_of_weights": 25,
     "test_ptx_triton::test_tiles": 5,

@@ -72,6 +72,7 @@ class Triton:
             | Feature.WEIGHTS
             | Feature.GRAD
             | Feature.PLACE
+            | Feature.PACKED
         ),
     )
 
@@ -148,6 +149,7 @@ class Job:
     def __init__(self, spec: AttentionSpec, t: Tensors, dout: Tensor | None = None):
         check_values(spec, t)
         self.spec, self.t = spec, t
+        self.M, self.N = longest(spec)
         self.device = t.q.device
         self.extras = extras(spec, t)
         self.inputs = operand(t.q), operand(t.k), operand(t.v), operand(dout)
@@ -179,49 +181,50 @@ class Job:
     def splits(self) -> int:
         """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
         spec = self.spec
-        if spec.M > tuning.DECODE_ROWS:
+        if self.M > tuning.DECODE_ROWS:
             return 0
-        seen = min(spec.N, spec.M + spec.left + spec.right)
+        seen = min(self.N, self.M + spec.left + spec.right)
         tile = self.config("decode")
         of_keys = blocks(seen, tile.BN)
         if of_keys <= tuning.FEW_TILES:
             return 0
-        programs = spec.B * spec.Hk * blocks(self.packed, tile.BM)
+        programs = spec.B * spec.Hk * blocks(self.grouped, tile.BM)
         places = processors(self.device) * tuning.decoding(self.arch)
         return tuning.splits(programs, of_keys, places)
 
     @property
-    def packed(self) -> int:
+    def grouped(self) -> int:
         """Rows of a tile in decoding: the queries of every head that shares a key head."""
-        return self.spec.H // self.spec.Hk * self.spec.M
+        return self.spec.H // self.spec.Hk * self.M
 
     def forward(self, out: Tensor, normaliser: Tensor) -> None:
         spec = self.spec
         self.launch(
             kernels().forward.forward_kernel,
             "forward",
-            lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
+            lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
             self.inputs[:3],
             (operand(out), normaliser),
         )
 
     def decode(self, out: Tensor, normaliser: Tensor, splits: int) -> None:
         spec, decode = self.spec, kernels().decode
-        rows = (splits, spec.B, spec.H, spec.M)
+        items, M, _ = spec.lies
+        rows = (splits, items, spec.H, M)
         partial = out.new_empty((*rows, spec.Dv), dtype=torch.float32)
         partial_m, partial_l = normaliser.new_empty(rows), normaliser.new_empty(rows)
         parts = partial, partial_m, partial_l
         self.launch(
             decode.split_kernel,
             "decode",
-            lambda c: blocks(self.packed, c.BM) * spec.B * spec.Hk * splits,
+            lambda c: blocks(self.grouped, c.BM) * spec.B * spec.Hk * splits,
             self.inputs[:3],
             parts,
         )
         self.launch(
             decode.combine_kernel,
             "combine",
-            lambda c: spec.B * spec.H * spec.M,
+            lambda c: items * spec.H * M,
             (),
             (*parts, operand(out), normaliser, splits),
         )
@@ -245,17 +248,19 @@ class Job:
         scores, in two numbers, and delta, what dP loses by the normalisation."""
         spec = self.spec
         self.normaliser = normaliser.contiguous()
-        pitch = blocks(spec.M, kernels().score.PITCH.value) * kernels().score.PITCH.value
-        self.of_rows = normaliser.new_empty((3, spec.B, spec.H, pitch))
+        items, M, _ = spec.lies
+        PITCH = kernels().score.PITCH.value
+        pitch = (blocks(M, PITCH) + spec.packed) * PITCH
+        self.of_rows = normaliser.new_empty((3, items, spec.H, pitch))
         if not self.of_rows.numel():
             return
         self.launch(
             kernels().backward.delta_kernel,
             "delta",
-            lambda c: blocks(pitch, c.BM) * spec.B * spec.H,
+            lambda c: blocks(pitch, c.BM) * items * spec.H,
             (),
             (operand(out), self.inputs[3], operand(dlse), self.normaliser, self.of_rows),
-            F=kernels().score.Flags(scaled=self.flags.scaled),
+            F=kernels().score.Flags(scaled=self.flags.scaled, packed=self.flags.packed),
         )
         if spec.weights and not spec.constant_lse:
             self.walk_keys(None, sums=True)
@@ -265,7 +270,7 @@ class Job:
         self.launch(
             kernels().backward.dq_kernel,
             "dq",
-            lambda c: blocks(spec.M, c.BM) * spec.B * spec.H,
+            lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
             self.inputs,
             (self.of_rows, operand(dq)),
             GIVEN=spec.weights,
@@ -281,7 +286,7 @@ class Job:
         self.launch(
             kernels().backward.dkv_kernel,
             "dkv" if dk is not None and dv is not None else "dv" if dk is None else "dk",
-            lambda c: blocks(spec.N, c.BN) * spec.B * spec.Hk,
+            lambda c: blocks(self.N, c.BN) * spec.B * spec.Hk,
             self.inputs,
             (self.of_rows, operand(dk), operand(dv)),
             GIVEN=spec.weights,
@@ -292,7 +297,7 @@ class Job:
         wanted = {name: x for name in wants if (x := getattr(t, name)) is not None}
         laid = [(name, layout) for name, layout in prepared(spec).gradients if name in wanted]
         grads = {name: t.q.new_empty_strided(*layout) for name, layout in laid if layout}
-        if not spec.B * spec.H * spec.M * spec.N:
+        if not spec.B * spec.H * self.M * self.N:
             grads = {name: x.zero_() for name, x in grads.items()}
             if "mask" in wanted:
                 grads["mask"] = torch.zeros_like(wanted["mask"])
@@ -335,7 +340,7 @@ class Job:
         wide = sinks.to(torch.float32)[:, None]
         lse, tail = self.normaliser
         p = torch.exp(wide - lse - tail).masked_fill(lse == -torch.inf, 0.0)
-        delta = self.of_rows[2, ..., : self.spec.M]
+        delta = self.of_rows[2, ..., : self.spec.lies[1]]
         return -(p * delta).sum((0, 2)).to(sinks.dtype)
 
     # ----------------------------------------------------------------------------------- launching
@@ -344,9 +349,9 @@ class Job:
     def together(self) -> int:
         """How many heads' keys and values the cache holds, for longest-first scheduling."""
         spec = self.spec
-        if spec.right >= spec.M + spec.N:
+        if spec.right >= self.M + self.N:
             return 1
-        size = max(1, spec.N * (spec.D + spec.Dv) * spec.dtype.itemsize)
+        size = max(1, self.N * (spec.D + spec.Dv) * spec.dtype.itemsize)
         heads = max(1, LONGEST_FIRST_BYTES // size) * (spec.H // spec.Hk)
         return min(heads, spec.B * spec.H)
 
@@ -411,6 +416,14 @@ def run(kernel, grid: tuple[int], *args, **kwargs):
         raise
 
 
+def longest(spec: AttentionSpec) -> tuple[int, int]:
+    """M and N: of a packed batch those of its longest sequence. It has no more than all have, but a
+    mask may."""
+    if spec.packed and spec.mask_shape is None:
+        return min(spec.M, spec.T), min(spec.N, spec.S)
+    return spec.M, spec.N
+
+
 def blocks(n: int, size: int) -> int:
     """How many blocks of `size` cover n."""
     return -(-n // size)
@@ -449,6 +462,10 @@ def operand(x: Tensor | None):
     return kernels().operand((x, *strides))
 
 
+def offsets(cu: Tensor | None, total: int):
+    return None if cu is None else kernels().score.Offsets(cu.contiguous(), total)
+
+
 def broadcast(x: Tensor):
     """An Operand of whatever broadcasts to (B, H, M, N): strides of 0 where it repeats."""
     return kernels().tile.Operand(x, *broadcast_strides(x))
@@ -470,6 +487,8 @@ def extras(spec: AttentionSpec, t: Tensors):
         slopes=slopes,
         sinks=None if t.sinks is None else t.sinks.to(torch.float32).contiguous(),
         seed=t.seed if spec.dropout_p > 0 else None,
+        cu_q=offsets(t.cu_q, spec.T),
+        cu_k=offsets(t.cu_k, spec.S),
     )
 
 
@@ -495,6 +514,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         right=spec.right < spec.rows + spec.keys,
         bottom_right=spec.bottom_right,
         place=bool(spec.features & Feature.PLACE),
+        packed=spec.packed,
         lengths="lengths" in spec.given,
         aligned=spec.N % 16 == 0 and (masked or spec.weights),
         gqa=spec.H != spec.Hk,
@@ -514,13 +534,14 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
 def scalars(spec: AttentionSpec, together: int) -> tuple:
     """The sizes, as score.SIZES lists them, and the Reals."""
     score = kernels().score
+    M, N = longest(spec)
     threshold = min(int(spec.dropout_p * 2**32), 2**32 - 1)
     sizes = dict(
         B=spec.B,
         H=spec.H,
         group=spec.H // max(spec.Hk, 1),
-        M=spec.M,
-        N=spec.N,
+        M=M,
+        N=N,
         left=min(spec.left, gpu.LONGEST),
         right=min(spec.right, gpu.LONGEST),
         threshold=threshold - (threshold >> 31 << 32),

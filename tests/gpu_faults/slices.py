@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import far_logits
 import pytest
+import test_packed
 import torch
 from cases import FEATURE, Dims, build, negative_logits
 from emulated import everywhere
@@ -244,6 +245,20 @@ def odd_columns():
 def two_items_with_sinks():
     problem = build(Dims(2, 2, 1, 70, 67, 24, 24), [FEATURE["sinks"]], torch.bfloat16)
     return Verdict(problem).complaints(fastattn.attention)
+
+
+@named("forward")
+def packed():
+    """Sequences that begin and end inside of tiles."""
+    made = test_packed.batch((), torch.bfloat16, ((37, 41), (0, 3), (40, 64), (5, 9)), 32)
+    return test_packed.complaints(made, made.run(backward=False))
+
+
+@named("forward")
+def packed_decode():
+    """The longest is the last: whoever takes it for all does not write past the end."""
+    made = test_packed.batch((), torch.bfloat16, ((1, 141), (2, 0), (3, 170)), 32)
+    return test_packed.complaints(made, made.run(backward=False))
 
 
 # -- where they run --------------------------------------------------------------------------------
