@@ -1,15 +1,19 @@
 """On a GPU: compile, autocast, tf32, what falls back, and the values that stay on the device."""
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
 from cases import FEATURE, build, square
-from gpu import EVERYTHING, attend, on_device, on_every_backend, on_gpu
+from gpu import EVERYTHING, attend, moved, on_device, on_every_backend, on_gpu
 from runners import declares
+from test_gpu_streams import capture
+from test_packed import batch, complaints
 
 import fastattn
 from fastattn import backend
+from fastattn.spec import Feature
 
 pytestmark = on_gpu
 SLOW = "fastattn runs this attention call on the slow"
@@ -215,6 +219,45 @@ def test_lengths_are_clamped_without_waiting_and_checked_on_request(name, monkey
     monkeypatch.setenv("FASTATTN_CHECK", "1")
     with pytest.raises(ValueError, match="key_lengths: got -3, expected values in"):
         fastattn.attention(q, k, v, key_lengths=given, backend=name)
+
+
+SEQUENCES = ((5, 7), (0, 3), (1, 1), (300, 401), (3, 0), (130, 64))
+SEVERAL = ("bottom_right lengths gqa sinks", "causal alibi_batch bias_grad dropout lse_loss")
+
+
+def packed(name, names):
+    """(on the CPU, on the device)"""
+    if Feature.PACKED not in backend.get(name).support.features:
+        pytest.skip(f"{name} declares no packed batches")
+    made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SEQUENCES, 64)
+    changed = {x: moved(getattr(made, x)) for x in ("dout", "dlse")}
+    given = {x: moved(y) for x, y in made.given.items()}
+    return made, replace(made, given=given, **changed)
+
+
+@pytest.mark.parametrize("names", ["", *SEVERAL])
+@on_every_backend
+def test_packed_batches(name, names):
+    made, there = packed(name, names)
+    found = there.run(backend=name)
+    assert not list(complaints(made, {x: y.cpu() for x, y in found.items()}))
+
+
+@on_every_backend
+def test_offsets_are_clamped_without_waiting(name):
+    """A graph recorded with one batch replays with another, and with one that there is not."""
+    _, there = packed(name, "bottom_right")
+    most = dict(max_q=439, max_k=476)  # as many as there are in all
+    graph, found = capture(lambda: there.run(backend=name, **most))
+    keys = (0, 9, 9, 9, 400, 476, 476)
+    for rows in ((0, 5, 5, 9, 200, 201, 439), (-7, 5, 5, 9, 200, 201, 2**40)):
+        meant = dict(there.given)
+        for x, offsets, end in (("cu_q", rows, 439), ("cu_k", keys, 476)):
+            there.given[x].copy_(torch.tensor(offsets))
+            meant[x] = there.given[x].clamp(0, end)
+        graph.replay()
+        want = replace(there, given=meant).run(backend=name, **most)
+        assert all(torch.equal(found[x], y) for x, y in want.items())
 
 
 @on_every_backend
