@@ -196,6 +196,9 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
         fits = most is not None and 0 <= most <= LONGEST
         need(fits, name, most, f"a number in [0, {LONGEST}]")
     need(t.q.shape[0] == 1, "q", _shape(t.q), "batch size 1 of what is packed")
+    for name, rows, cu in (("cu_q", t.q.shape[2], t.cu_q), ("cu_k", t.k.shape[2], t.cu_k)):
+        told = cu is None or cu.shape[0] > 1 or rows == 0
+        need(told, name, "(1,) offsets, of no sequence", f"those of {rows} rows, or keys")
     at = o.place._replace(head=0, item=0)
     need(at == EVERYTHING, "place", o.place, "head and item alone, of a packed batch")
     B, M, N = _counts(t, o)

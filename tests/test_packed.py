@@ -269,6 +269,7 @@ WRONG = {  # of two sequences of 7 rows together, and 9 keys
     r"cu_k: got shape \(4,\), expected \(B\+1,\) = \(3,\)": dict(cu_k=[0, 3, 4, 9]),
     r"cu_q: got shape \(\), expected \(B \+ 1,\) offsets": dict(cu_q=0),
     r"cu_q: got shape \(0,\), expected": dict(cu_q=torch.zeros(0, dtype=torch.int64)),
+    "cu_q: got .1,. offsets, of no sequence, expected those of 7 rows": dict(cu_q=[0], cu_k=[0]),
     "cu_q.dtype: got torch.float32, expected torch.int32 or torch.int64": dict(cu_q=[0.0, 3, 7]),
     r"max_q: got -1, expected a number in \[0": dict(max_q=-1),
     "key_lengths: got 4 of sequence 0, expected a value in .0, 3., its keys": dict(
