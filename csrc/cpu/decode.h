@@ -106,16 +106,29 @@ struct Decode {
     std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));
   }
 
+  // A block of keys or values as products read it, W rows at a time: those that lie in one page are
+  // read there. make(j, n, buffer of row j): rows j to j + n of the block.
+  struct Staged {
+    Broadcast<E> of[kTileKeys / W];
+    template <class Make>
+    Staged(const KeyPlane& a, const Keys& keys, E* buf, int64_t row, Make make) {
+      const bool whole = a.one_block(keys.j0, keys.count);
+      const Broadcast<E> all = whole ? make(0, keys.count, buf) : Broadcast<E>{};
+      for (int64_t j = 0; j < keys.count; j += W)
+        of[j / W] = whole ? Broadcast<E>{all.data + j * all.stride, all.stride}
+                          : make(j, std::min<int64_t>(W, keys.count - j), buf + j * row);
+    }
+  };
+
   static void attend(const FaParams& p, const Lanes& lanes, int64_t t, const Keys& keys,
-                     Broadcast<E> k, Broadcast<E> v, const Buffers& buf) {
+                     const Staged& k, const Staged& v, const Buffers& buf) {
     const int64_t dv = Sum::columns(p.Dv), hk = key_head(p, lanes.rows.h);
     const E* q = buf.q + t * W * Few::padded(p.D);
     R* out = buf.out + t * W * dv;
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
       if (t == 0) prefetch(key_plane(p, p.v, lanes.rows.b, hk), keys.j0 + j, W, p.Dv);
-      Few::products({k.data + j * k.stride, k.stride}, n, p.D, q, lanes.count, R(p.scale),
-                    buf.s + j);
+      Few::products(k.of[j / W], n, p.D, q, lanes.count, R(p.scale), buf.s + j);
     }
     if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
     for (int64_t l = 0; l < lanes.count; ++l) {
@@ -128,7 +141,7 @@ struct Decode {
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
       if (t == 0) prefetch(key_plane(p, p.k, lanes.rows.b, hk), keys.end() + j, W, p.D);
-      Sum::add(probabilities, j, v, n, lanes.count, p.Dv, out);
+      Sum::add(probabilities, j, v.of[j / W], n, lanes.count, p.Dv, out);
     }
   }
   static void score(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
@@ -157,10 +170,8 @@ struct Decode {
   static FA_INLINE void each_block(const FaParams& p, int64_t b, int64_t chunk, F f) {
     const KeyRange seen = key_range(p, b, 0, p.M);
     const int64_t end = std::min((chunk + 1) * kChunkKeys, seen.hi);
-    // Tiles start on a Philox group; without dropout no tile need begin before what is seen.
-    const int64_t first = p.dropout_p > 0 ? seen.lo / 4 * 4 : seen.lo;
     for (int64_t J0 = chunk * kChunkKeys; J0 < end; J0 += kTileKeys) {
-      const int64_t lo = std::max(J0, first), hi = std::min(J0 + kTileKeys, end);
+      const int64_t lo = std::max(J0, seen.lo), hi = std::min(J0 + kTileKeys, end);
       const Keys keys{lo, hi - lo};
       if (keys.count > 0) f(keys);
     }
@@ -172,9 +183,14 @@ struct Decode {
     carve(p, scratch, buf);
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
     each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
+    const KeyPlane key = key_plane(p, p.k, b, hk), value = key_plane(p, p.v, b, hk);
     each_block(p, b, chunk, [&](const Keys& keys) {
-      const Broadcast<E> k = Op::along(key_plane(p, p.k, b, hk), keys.j0, keys.count, p.D, buf.k);
-      const Broadcast<E> v = Sum::stage(key_plane(p, p.v, b, hk), keys.j0, keys.count, p.Dv, buf.v);
+      const Staged k(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
+        return Op::along(key, keys.j0 + j, n, p.D, to);
+      });
+      const Staged v(value, keys, buf.v, Sum::staged(1, p.Dv), [&](int64_t j, int64_t n, E* to) {
+        return Sum::stage(value, keys.j0 + j, n, p.Dv, to);
+      });
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
         if (shown(p, lanes.rows, keys) != Shown::none) attend(p, lanes, t, keys, k, v, buf);
       });

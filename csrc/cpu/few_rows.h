@@ -115,7 +115,8 @@ struct FewRows {
   static constexpr int64_t kPadded = 32;  // pairs of the widest vectors
 };
 
-// out is [rows][columns(Dv)], in an order of its own that `natural` undoes.
+// out is [rows][columns(Dv)], in an order of its own that `natural` undoes. P is read from its key j
+// on, V as it is given.
 template <class Mul>
 struct WeightedSum {
   using R = typename Mul::Real;
@@ -129,8 +130,8 @@ struct WeightedSum {
   static const R* operand(const R* p, int64_t, R*) { return p; }
   static void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t rows, int64_t Dv,
                   R* out) {
-    accumulate_wide<Mul, Unit::along_k>({p + j, kTileKeys}, v.data + j * v.stride, v.stride, keys,
-                                        rows, columns(Dv), out, columns(Dv));
+    accumulate_wide<Mul, Unit::along_k>({p + j, kTileKeys}, v.data, v.stride, keys, rows,
+                                        columns(Dv), out, columns(Dv));
   }
   static void natural(const R* out, int64_t Dv, R* to) { std::copy_n(out, columns(Dv), to); }
 };
@@ -200,12 +201,11 @@ struct WeightedSum<PairedBf16> {
   static void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys, int64_t count,
                   int64_t Dv, float* out) {
     const int64_t ldo = columns(Dv), ldp = kTileKeys / 2;
-    const int32_t* from = v.data + j * v.stride;
     p += j / 2;
     int64_t r = 0;
     for (; r + 4 <= count; r += 4)
-      rows<4, 2>(p + r * ldp, from, v.stride, keys, ldo, out + r * ldo);
-    for (; r < count; ++r) rows<1, 4>(p + r * ldp, from, v.stride, keys, ldo, out + r * ldo);
+      rows<4, 2>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo);
+    for (; r < count; ++r) rows<1, 4>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo);
   }
   static void natural(const float* out, int64_t Dv, float* to) {
     for (int64_t c = 0; c < columns(Dv); ++c)
