@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Size, Tensor, broadcast_shapes
 
+from . import nested
 from .api import attention
 from .check import need_dense
 
@@ -33,6 +34,7 @@ def scaled_dot_product_attention(
     query (..., L, E), key (..., S, E), value (..., S, Ev) of float32, float64, bfloat16 or
     float16; leading dimensions broadcast. attn_mask broadcasts to (..., L, S): bool (True = may
     attend), or added to the scores, in query's dtype or float32; CausalBias is understood.
+    Jagged (B, H, L*, E) are computed sequence by sequence, without padding and without a mask.
     `is_causal` aligns to the top left. With `enable_gqa` the heads (dimension -3) of key and value
     divide those of query. Returns (..., L, Ev); a row that may attend to nothing gives 0.
 
@@ -45,6 +47,8 @@ def scaled_dot_product_attention(
     """
     if attn_mask is None and scale is None and dropout_p == 0 and _is_ordinary(query, key, value):
         return _attend(query, key, value, causal=bool(is_causal))
+    if all(map(nested.is_jagged, (query, key, value))):
+        return _attend_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     causal = "top_left" if is_causal else False
     # By name: importing the class costs a second, and whoever holds one has paid it.
     if type(attn_mask).__name__ == "CausalBias":
@@ -65,6 +69,21 @@ def scaled_dot_product_attention(
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
     return cast("Tensor", attention(q, k, v, **rest))  # no LSE asked for: one tensor
+
+
+def _attend_jagged(
+    q: Tensor, k: Tensor, v: Tensor, mask, dropout_p, is_causal, scale, enable_gqa
+) -> Tensor:
+    if mask is not None:
+        raise RuntimeError("attn_mask: got one beside jagged tensors, expected None")
+    _check_scalars(dropout_p, scale)
+    if not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
+        heads = [x.shape[1] for x in (q, k, v)]
+        raise RuntimeError(
+            f"query, key, value: got {heads} heads, expected as many each, or enable_gqa=True"
+        )
+    causal = "top_left" if is_causal else False
+    return nested.attend(q, k, v, dropout_p=dropout_p, causal=causal, scale=scale)
 
 
 def _is_ordinary(q, k, v) -> bool:
@@ -175,8 +194,7 @@ def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
     for name, x in tensors[: 3 if mask is None else 4]:
         _need_type(isinstance(x, Tensor), name, "Tensor", x)
         need_dense(name, x)
-    _need_type(isinstance(dropout_p, Real), "dropout_p", "float", dropout_p)
-    _need_type(scale is None or isinstance(scale, Real), "scale", "float", scale)
+    _check_scalars(dropout_p, scale)
     if min(q.ndim, k.ndim, v.ndim) < 2:
         raise RuntimeError(
             "Expected query, key, and value to all be at least 2 dimensional, but got query.dim: "
@@ -198,12 +216,17 @@ def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
             f"Expected size for query, key and value: got {tuple(q.shape)}, {tuple(k.shape)} and "
             f"{tuple(v.shape)}, expected (..., L, E), (..., S, E) and (..., S, Ev)"
         )
+    if mask is not None:
+        _check_mask(q, k, mask, is_causal)
+
+
+def _check_scalars(dropout_p, scale) -> None:
+    _need_type(isinstance(dropout_p, Real), "dropout_p", "float", dropout_p)
+    _need_type(scale is None or isinstance(scale, Real), "scale", "float", scale)
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
     if scale is not None and not math.isfinite(scale):
         raise RuntimeError(f"scale: got {scale}, expected a finite number or None")
-    if mask is not None:
-        _check_mask(q, k, mask, is_causal)
 
 
 def _check_mask(q: Tensor, k: Tensor, mask: Tensor, is_causal: bool) -> None:

@@ -15,6 +15,7 @@ FLOORS = (
     {"__init__"},
     {"conversion", "flash_attn"},
     {"multihead", "torch_form", "explaining", "nn", "merging", "cache"},
+    {"nested"},
     {"api", "decomposition"},
     {"operators"},
     {"roads"},
