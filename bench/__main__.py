@@ -75,20 +75,22 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     subnormals = add("subnormals", "what they cost: as it is, over flushed to zero by hand")
     subnormals.add_argument("--masks", nargs="+", choices=flushing.MASKS)
 
-    for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals):
+    serving = add("serving", "packed batches and pages: beside padding, torch, contiguous keys")
+
+    for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals, serving):
         measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
     for measuring in (sweep, decode, mha, overhead, memory):
         measuring.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if seen")
     for measuring in (sweep, decode, mha, overhead):
         measuring.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
-    for measuring in (sweep, decode, mha, overhead, subnormals):
+    for measuring in (sweep, decode, mha, overhead, subnormals, serving):
         measuring.add_argument("--seconds", type=float, help="timing budget of a cell and count")
     for measuring in (sweep, decode, overhead, memory):
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
     for measuring in (sweep, decode, memory):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, decode, subnormals):
+    for measuring in (sweep, decode, subnormals, serving):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
     ledger = add("ledger", "what the GPU kernels' main loops issue, with no GPU")

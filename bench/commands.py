@@ -32,6 +32,7 @@ from . import (
     results,
     run,
     tiny_call,
+    unpadded,
 )
 from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
 from .peers import BASELINE, SUBJECT, chosen
@@ -141,6 +142,16 @@ def subnormals(options: Options) -> int:
     return _finish(result, options)
 
 
+def serving(options: Options) -> int:
+    races = unpadded.races(options.dtypes or BOTH)
+    with _result("serving", options, "cpu", tuple(options.dtypes or BOTH)) as result:
+        for race in races:
+            seconds = options.seconds or unpadded.SECONDS
+            result["serving"].append(unpadded.measure(race, seconds))
+            print(unpadded.line(result["serving"][-1]), flush=True)
+    return _finish(result, options)
+
+
 def ledger(options: Options) -> int:
     return ledger_report.run(options)
 
@@ -220,11 +231,13 @@ def _cells(
 
 def _finish(result: Result, options: Options) -> int:
     _print(printed.summary(result))
-    if any(result[section] for section in ("cells", "memory", "modules", "targets", "subnormals")):
+    sections = ("cells", "memory", "modules", "targets", "subnormals", "serving")
+    if any(result[section] for section in sections):
         # Half a run never replaces a committed file.
         whole = options.save and result["complete"]
         results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
-    failed = any(row["status"] != "ok" for row in result["cells"] + result["modules"])
+    told = result["cells"] + result["modules"] + result["serving"]
+    failed = any(row["status"] != "ok" for row in told)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
     failed |= any(row["failed"] for row in result["targets"])
     failed |= any(flushing.verdict(row) in ("slow", "failed") for row in result["subnormals"])

@@ -196,6 +196,26 @@ def _flushed(row: Result) -> list[str]:
     return [*times, spread, f"{ms[BASELINE]:.1f}" if BASELINE in ms else ""]
 
 
+def serving(results: Sequence[Result]) -> Iterator[str]:
+    """A row a race and machine: both ways' milliseconds, their ratio, and the aim."""
+    rows = [(_machine(x), row) for x in results for row in x.get("serving", [])]
+    if not rows:
+        return
+    yield _row("", "machine", "ms, ours and the other's", "ratio [quartiles]", "aim")
+    yield _row(*["---"] * 5)
+    for machine, row in sorted(rows, key=lambda x: (x[1]["pass"], x[1]["what"], x[1]["dtype"])):
+        yield _row(f"{row['what']}, {row['dtype']} {row['pass']}", machine, *_raced(row))
+
+
+def _raced(row: Result) -> list[str]:
+    if row["status"] != "ok":
+        return ["failed", "", ""]
+    ms, ratio = row["ms"], row["ratio"]
+    spread = f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
+    aim = f"{row['rule']} {row['aim']:g}: {'met' if row['met'] else '**missed**'}"
+    return [f"{ms['ours']:.2f}, {ms['other']:.2f}", spread, aim]
+
+
 def memory(results: Sequence[Result]) -> Iterator[str]:
     """Of the first machine: bytes are the same on all."""
     rows = [row for x in results[:1] for row in x["memory"] if row["extra_bytes"] is not None]
@@ -221,4 +241,5 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "memory": ("memory", memory),
     "targets": ("targets", targets),
     "subnormals": ("subnormals", subnormals),
+    "serving": ("serving", serving),
 }

@@ -34,6 +34,7 @@ def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, A
         "modules": [],
         "targets": [],
         "subnormals": [],
+        "serving": [],
         "cells": [],
         "seconds": None,
     }

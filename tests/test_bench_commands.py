@@ -25,6 +25,7 @@ from bench import (
     pictures,
     printed,
     results,
+    unpadded,
 )
 from bench.__main__ import main
 from bench.cases import BACKWARD, BOTH, FORWARD
@@ -246,6 +247,28 @@ def test_subnormals_holds_each_cell_against_flushing_by_hand(tmp_path, monkeypat
     for row in rows:
         assert row["status"] == "ok" and set(row["ms"]) == {SUBJECT, BASELINE, flushing.FLUSHED}
     assert len(list(pages.subnormals([result]))) == 2 + len(rows)
+
+
+def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, monkeypatch):
+    """The races, small."""
+    real = unpadded.races
+    monkeypatch.setattr(unpadded, "races", lambda dtypes: real(dtypes, scale=1 / 32))
+    result = run(tmp_path, "serving", "--dtypes", "float32", "--seconds", "0.002")
+    rows = result["serving"]
+    assert len(rows) == 2 * 3 + len(unpadded.PAGES) + 1
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["ratio"]["q1"] <= row["ratio"]["median"] <= row["ratio"]["q3"]
+    lines = list(pages.serving([result]))
+    assert len(lines) == 2 + len(rows)
+
+
+def test_a_race_of_other_numbers_is_not_timed():
+    one, other = torch.ones(3), torch.tensor([1.0, 1.0, 1.1])
+    race = unpadded.Race("", "float32", "forward", lambda: [one], lambda: [other])
+    row = unpadded.measure(race, 0.001)
+    assert row["status"] == "failed" and "an error of 0.091" in row["reason"]
+    assert "FAILED" in unpadded.line(row)
 
 
 def test_flushing_is_in_force_inside_and_not_after():
