@@ -60,6 +60,7 @@ class KVCache:
         blocks = -(-capacity // page)
         value_dim = head_dim if value_dim is None else value_dim
         self.capacity, self.grow = capacity, grow
+        self._is_contiguous = page_size is None
         self._pool = _Pool(batch * blocks, page, heads, head_dim, value_dim, dtype, device)
         self._set(torch.zeros(batch, blocks, dtype=torch.int64), torch.zeros(batch).long())
 
@@ -231,9 +232,9 @@ class KVCache:
         self._table[item, torch.arange(n) - first] = new[:n]
 
     def _widen(self, capacity: int) -> None:
-        """Twice the capacity at least: more pages, or longer ones where an item has one."""
+        """Twice the capacity at least: more pages, or longer ones in a contiguous cache."""
         capacity = max(capacity, 2 * self.capacity)
-        if self.page_size == self.capacity and not self._pool.forked:
+        if self._is_contiguous and not self._pool.forked:
             self._pool.lengthen(capacity)
         blocks = max(self._table.shape[1], -(-capacity // self.page_size))
         self._table = torch.nn.functional.pad(self._table, (0, blocks - self._table.shape[1]))
@@ -246,6 +247,7 @@ class KVCache:
         until either side writes into one: then that one is copied."""
         made = object.__new__(KVCache)
         made.capacity, made.grow, made._pool = self.capacity, self.grow, self._pool
+        made._is_contiguous = self._is_contiguous
         self._pool.forked = True
         chosen = torch.arange(self.batch) if items is None else _index(items, self.batch)
         made._set(self._table[chosen].clone(), self._lengths[chosen].clone())
@@ -347,7 +349,7 @@ class _Pool:
                     f"most {len(free)}, those that are free; free() gives back those of items, "
                     "grow=True makes room"
                 )
-            self._more(max(n - len(free), len(self.users)))
+            self._more(max(n - len(free), len(self.users) // 2))
             free = (self.users == 0).nonzero()[:, 0]
         self.users[free[:n]] = 1
         return free[:n]

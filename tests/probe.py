@@ -21,7 +21,7 @@ RECORD = EMULATOR / "probe.json"
 
 LOAD, LOAD_TRANSPOSED, MULTIPLY_BF16, MULTIPLY_F16, COPY = range(5)
 EXP2, LOG2, PACK_BF16, PACK_F16, WIDEN_BF16, WIDEN_F16, SHUFFLE = range(5, 12)
-RECIPROCAL, PRODUCT_LOW, PRODUCT_HIGH = range(12, 15)
+RECIPROCAL, PRODUCT_LOW, PRODUCT_HIGH, FETCH_ADD = range(12, 16)
 
 # --- inputs -------------------------------------------------------------------------------------
 
@@ -166,6 +166,7 @@ def cases():
     factors["b"] = filled([2**32 - 1, 0, 2**32 - 1, 0, 2, 0, 3, 0], random_words(91, 120))[:64]
     found["product_low"] = Case(PRODUCT_LOW, factors)
     found["product_high"] = Case(PRODUCT_HIGH, factors)
+    found["fetch_add"] = Case(FETCH_ADD, factors)
     return found
 
 

@@ -142,6 +142,19 @@ def test_growth_keeps_what_there_is():
         assert model.cache.capacity >= 41
 
 
+def test_pages_grow_in_number_and_not_in_size():
+    for page_size, capacity in ((4, 4), (4, 3)):
+        model = Model(page_size, capacity=capacity, grow=True)
+        model.append([50, 0, 1])
+        model.check()
+        assert model.cache.page_size == page_size
+        assert model.cache.k_pages.shape[0] <= 14 + 3 + 14 // 2
+    contiguous = Model(None, capacity=4, grow=True)
+    contiguous.append([50, 0, 1])
+    contiguous.check()
+    assert contiguous.cache.block_table.shape == (B, 1)
+
+
 def test_features_of_attention():
     model = Model(4)
     model.append([5, 17, 0])

@@ -115,7 +115,13 @@ def multiplied_whole(case):
     return (wide >> np.uint64(32 * (case.what == probe.PRODUCT_HIGH))).astype(np.uint32)
 
 
+def added(case):
+    b = np.asarray(case.inputs["b"], np.uint32).reshape(32, 2)[:, :1]
+    return case.inputs["a"].astype(np.uint32).reshape(32, 4) + b
+
+
 EXPECTED = {
+    probe.FETCH_ADD: added,
     **dict.fromkeys([probe.PRODUCT_LOW, probe.PRODUCT_HIGH], multiplied_whole),
     **dict.fromkeys([probe.LOAD, probe.LOAD_TRANSPOSED], loaded),
     **dict.fromkeys([probe.MULTIPLY_BF16, probe.MULTIPLY_F16], multiplied),

@@ -22,6 +22,7 @@ enum Probe {
   kReciprocal,
   kProductLow,
   kProductHigh,
+  kFetchAdd,
 };
 
 FA_DEVICE void multiply(int what, uint32_t (&r)[4], const uint32_t* a, const uint32_t* b,
@@ -35,7 +36,8 @@ FA_DEVICE void multiply(int what, uint32_t (&r)[4], const uint32_t* a, const uin
 
 // What takes one value, or two, and gives a word. Each element is packed with its neighbour, once
 // as the low half and once as the high one.
-FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, uint32_t flip) {
+FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, uint32_t flip,
+                              uint32_t* out) {
   const auto half = static_cast<uint16_t>(a);
   switch (what) {
     case kExp2: return __float_as_uint(ptx::exp2(x));
@@ -48,6 +50,12 @@ FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, ui
     case kReciprocal: return __float_as_uint(ptx::reciprocal(x));
     case kProductLow: return static_cast<uint32_t>(ptx::product(a, flip));
     case kProductHigh: return static_cast<uint32_t>(ptx::product(a, flip) >> 32);
+    case kFetchAdd: {  // the sum, as the second finds it, where the first found what was there
+      uint32_t* const word = out;
+      *word = flip;
+      const uint32_t before = ptx::fetch_add(word, a), after = ptx::fetch_add(word, a);
+      return before == flip ? after : ~after;
+    }
   }
   return 0;
 }
@@ -55,7 +63,7 @@ FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, ui
 // One warp. words: 1024 of 32 bits, put in shared memory first (for kCopy, copied there by 16
 // bytes from the row that each lane's address names, the odd lanes' invalid). address: of each
 // lane, in bytes; a: 4 words of each lane (kWiden*: their low halves); b: 2 (kShuffle: the first is
-// the flip, kProduct*: a factor); d: 4; out: 4 words of each lane.
+// the flip, kProduct*: a factor, kFetchAdd: what is added to); d: 4; out: 4 words of each lane.
 __global__ void probe_kernel(int what, const uint32_t* words, const uint32_t* address,
                              const uint32_t* a, const uint32_t* b, const float* d, uint32_t* out) {
   FA_SHARED_MEMORY(memory);
@@ -77,7 +85,7 @@ __global__ void probe_kernel(int what, const uint32_t* words, const uint32_t* ad
   a += 4 * lane, b += 2 * lane, d += 4 * lane;
   if (what == kMultiplyBF16 || what == kMultiplyF16) multiply(what, r, a, b, d);
   if (what >= kExp2)
-    for (int i = 0; i < 4; ++i) r[i] = of_element(what, a[i], d[i], d[i ^ 1], b[0]);
+    for (int i = 0; i < 4; ++i) r[i] = of_element(what, a[i], d[i], d[i ^ 1], b[0], out + 4 * lane + i);
   for (int i = 0; i < 4; ++i) out[4 * lane + i] = r[i];
 }
 

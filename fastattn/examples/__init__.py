@@ -2,6 +2,7 @@
 
     python -m fastattn.examples.attention_notebook   the notebook on attention, digit by digit
     python -m fastattn.examples.char_lm              a language model: torch and fused, side by side
+    python -m fastattn.examples.serve                requests that come and go, over caches in pages
     python -m fastattn.examples.translate            an encoder-decoder that reads number words
     python -m fastattn.examples.digits_vit           a vision Transformer, converted in place
     python -m fastattn.examples.complexity           the paper's table of complexities, measured

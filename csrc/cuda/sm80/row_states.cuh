@@ -15,8 +15,9 @@ enum Part { kLevel, kRest, kMinusDelta, kParts };
 constexpr int kRowsOfTiles = 128;  // a multiple of the rows of every tile
 constexpr int kTogether = 16;      // rows: their levels lie together, then their rests and deltas
 
+// A tile at least: with a head's first row the turns begin (turns.cuh), whether keys have rows or not.
 FA_SHARED int64_t padded_rows(const FaParams& p) {
-  return (p.M + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
+  return (most(p.M, 1) + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
 }
 
 // The workspace begins with what blocks know each other by (turns.cuh): a word for the next task,

@@ -1,0 +1,294 @@
+"""A small language model answers requests that come and go, over caches in pages.
+
+It learns characters of the standard library's sources on packed batches, of sequences of different
+lengths. Then requests of different lengths, for answers of different lengths, are served three
+ways: with continuous batching, where a request takes a slot as soon as one is free and each step
+has the rows of all, prompts and single characters, packed; in padded batches, which last as long
+as their longest; and one after the other. The characters are the same; characters per second and
+the memory of the caches stand side by side.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from .. import KVCache, attention, attention_packed
+from .char_lm import CHARACTERS, sources
+from .common import Claims, new_figure, parse, parser, progress, save
+
+WIDTH, HEADS, LAYERS = 128, 4, 2
+DIM = WIDTH // HEADS
+CONTEXT, PAGE, SLOTS = 256, 16, 12
+STEPS, ROWS, RATE = 300, 1024, 4e-3
+REQUESTS, PROMPTS, ANSWERS = 48, (4, 128), (8, 128)  # lengths, from and to
+CONTINUOUS, PADDED, ALONE = "continuous batching", "padded batches", "one after the other"
+
+# How a layer's rows attend: layer, q, k, v (T,H,D) to (T,H,D).
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.between = torch.nn.LayerNorm(WIDTH), torch.nn.LayerNorm(WIDTH)
+        self.in_proj = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.out_proj = torch.nn.Linear(WIDTH, WIDTH)
+        self.wide = torch.nn.Linear(WIDTH, 4 * WIDTH)
+        self.narrow = torch.nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, attend: Callable[..., Tensor]) -> Tensor:
+        q, k, v = self.in_proj(self.before(x)).unflatten(-1, (3, HEADS, DIM)).unbind(-3)
+        x = x + self.out_proj(attend(q, k, v).flatten(-2))
+        return x + self.narrow(F.gelu(self.wide(self.between(x))))
+
+
+class LanguageModel(torch.nn.Module):
+    """Characters (T,) at their places (T,) to logits (T, CHARACTERS) of the next. Whose rows they
+    are only `attend` knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(CHARACTERS, WIDTH)
+        self.positions = torch.nn.Embedding(CONTEXT, WIDTH)
+        for embedding in (self.embedding, self.positions):
+            torch.nn.init.normal_(embedding.weight, std=0.1)
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(LAYERS))
+        self.norm, self.out_proj = torch.nn.LayerNorm(WIDTH), torch.nn.Linear(WIDTH, CHARACTERS)
+
+    def forward(self, x: Tensor, places: Tensor, attend: Attend) -> Tensor:
+        y = self.embedding(x) + self.positions(places)
+        for at, layer in enumerate(self.layers):
+            y = layer(y, lambda q, k, v, at=at: attend(at, q, k, v))
+        return self.out_proj(self.norm(y))
+
+
+def offsets(lengths: Sequence[int]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0)
+
+
+def train(text: Tensor) -> tuple[LanguageModel, list[float]]:
+    """On packed batches of some ROWS characters, in sequences of 8 to CONTEXT of them."""
+    torch.manual_seed(0)
+    model, losses = LanguageModel(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, STEPS, pct_start=0.1)
+    generator = torch.Generator().manual_seed(1)
+    for _ in progress(range(STEPS), "training"):
+        lengths = torch.randint(8, CONTEXT + 1, (2 * ROWS // CONTEXT,), generator=generator)
+        starts = torch.randint(len(text) - CONTEXT, lengths.shape, generator=generator)
+        cu = offsets(lengths.tolist())
+        places = torch.cat([torch.arange(n) for n in lengths.tolist()])
+        at = starts.repeat_interleave(lengths) + places
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor, cu: Tensor = cu) -> Any:
+            return attention_packed(q, k, v, cu, cu, max_q=CONTEXT, max_k=CONTEXT, causal=True)
+
+        loss = F.cross_entropy(model(text[at], places, attend), text[at + 1])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+        losses.append(loss.item())
+    return model.eval(), losses
+
+
+# ----------------------------------------------------------------------------------------- serving
+
+
+class Request(NamedTuple):
+    prompt: list[int]
+    answer: int  # how many characters it wants
+
+
+class Served(NamedTuple):
+    answers: list[list[int]]  # of each request
+    seconds: float
+    nbytes: int  # of the caches, all layers together
+    busy: list[list[int]]  # by step, how many rows of each slot; 0 where it idles
+
+
+def requests(text: Tensor) -> list[Request]:
+    generator = torch.Generator().manual_seed(2)
+
+    def some(low: int, high: int) -> list[int]:
+        return torch.randint(low, high + 1, (REQUESTS,), generator=generator).tolist()
+
+    starts = some(0, len(text) - PROMPTS[1] - 1)
+    prompts = [text[at : at + n].tolist() for at, n in zip(starts, some(*PROMPTS))]
+    return [Request(*x) for x in zip(prompts, some(*ANSWERS))]
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    """The next characters. Rounded, so that the last bits of torch's products, which depend on how
+    many rows there are, choose none."""
+    return logits.mul(1000).round().argmax(-1).tolist()
+
+
+@torch.no_grad()
+def continuous(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served:
+    """A slot is a request's until it is answered; then its pages are given back."""
+    start = time.perf_counter()
+    size: Any = dict(capacity=CONTEXT // slots, page_size=PAGE, grow=True)
+    caches = [KVCache(slots, HEADS, DIM, **size) for _ in range(LAYERS)]
+    waiting, answers, busy = list(range(len(asked)))[::-1], [[] for _ in asked], []
+    taken: list[int | None] = [None] * slots
+    rows: list[list[int]] = [[] for _ in taken]  # of the next step
+    while waiting or any(x is not None for x in taken):
+        for slot, request in enumerate(taken):
+            if request is None and waiting:
+                taken[slot] = request = waiting.pop()
+                rows[slot] = asked[request].prompt
+        counts = [len(x) for x in rows]
+        cu, lengths = offsets(counts), caches[0].lengths.tolist()
+        places = torch.cat([n + torch.arange(more) for n, more in zip(lengths, counts)])
+
+        def attend(
+            at: int, q: Tensor, k: Tensor, v: Tensor, cu: Tensor = cu, most: int = max(counts)
+        ) -> Any:
+            caches[at].append(k, v, cu)
+            return caches[at].attention(q, cu_q=cu, max_q=most, row_invariant=True)
+
+        logits = model(torch.tensor([x for row in rows for x in row]), places, attend)
+        busy.append(counts)
+        following = likeliest(logits[(cu[1:] - 1).clamp(min=0)])
+        for slot, request in enumerate(taken):
+            if request is None:
+                continue
+            answers[request].append(following[slot])
+            rows[slot] = [following[slot]]
+            if len(answers[request]) == asked[request].answer:
+                taken[slot], rows[slot] = None, []
+        if done := [slot for slot, n in enumerate(counts) if n and not rows[slot]]:
+            for cache in caches:
+                cache.free(done)
+    assert all(cache.pages_free == len(cache.k_pages) for cache in caches)
+    nbytes = sum(cache.nbytes for cache in caches)
+    return Served(answers, time.perf_counter() - start, nbytes, busy)
+
+
+@torch.no_grad()
+def padded(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served:
+    """Prompts of a batch are padded on the left, and nobody leaves before the longest answer."""
+    start = time.perf_counter()
+    answers, busy = [], []
+    kept = torch.zeros(LAYERS, 2, slots, HEADS, CONTEXT, DIM)
+    for first in range(0, len(asked), slots):
+        batch = asked[first : first + slots]
+        longest = max(len(x.prompt) for x in batch)
+        pads = torch.tensor([longest - len(x.prompt) for x in batch])
+        rows = torch.tensor([[0] * (longest - len(x.prompt)) + x.prompt for x in batch])
+        found: list[list[int]] = [[] for _ in batch]
+        begin = 0
+        for _ in range(max(x.answer for x in batch)):
+            end = begin + rows.shape[1]
+            places = (torch.arange(begin, end) - pads[:, None]).clamp(min=0)
+            real = torch.arange(end) >= pads[:, None]
+
+            def attend(
+                at: int,
+                q: Tensor,
+                k: Tensor,
+                v: Tensor,
+                keys: slice = slice(begin, end),
+                mask: Tensor = real[:, None, None],
+            ) -> Any:
+                sized = (x.unflatten(0, (len(mask), -1)).transpose(1, 2) for x in (q, k, v))
+                rows, *new = sized
+                for x, room in zip(new, kept[at, :, : len(mask)]):
+                    room[:, :, keys] = x
+                k, v = kept[at, :, : len(mask), :, : keys.stop]
+                given: Any = dict(mask=mask, causal="bottom_right", row_invariant=True)
+                out: Any = attention(rows, k, v, **given)
+                return out.transpose(1, 2).flatten(0, 1)
+
+            logits = model(rows.flatten(), places.flatten(), attend)
+            wanted = [x.answer - len(y) for x, y in zip(batch, found)]
+            busy.append([rows.shape[1]] * len(batch) + [0] * (slots - len(batch)))
+            following = likeliest(logits.unflatten(0, rows.shape)[:, -1])
+            for answer, x, more in zip(found, following, wanted):
+                answer += [x] * (more > 0)
+            rows, begin = torch.tensor(following)[:, None], end
+        answers += found
+    return Served(answers, time.perf_counter() - start, kept.nbytes, busy)
+
+
+def measured(model: LanguageModel, asked: Sequence[Request], rounds: int) -> dict[str, Served]:
+    """Each way in turn, `rounds` times, with its median of seconds."""
+    ways = {
+        CONTINUOUS: lambda: continuous(model, asked, SLOTS),
+        PADDED: lambda: padded(model, asked, SLOTS),
+        ALONE: lambda: continuous(model, asked, 1),
+    }
+    found: dict[str, list[Served]] = {name: [] for name in ways}
+    for _ in progress(range(rounds), "serving"):
+        for name, way in ways.items():
+            found[name].append(way())
+    return {
+        name: each[0]._replace(seconds=statistics.median(x.seconds for x in each))
+        for name, each in found.items()
+    }
+
+
+def picture(served: dict[str, Served]) -> Any:
+    """Who computed at each step, and what came of it."""
+    figure = new_figure(13, 3.8)
+    busy, pad, speed, memory = figure.subplots(1, 4, width_ratios=(2, 2, 1, 1))
+    for axis, name in ((busy, CONTINUOUS), (pad, PADDED)):
+        rows = torch.tensor(served[name].busy).T
+        axis.imshow(rows.clamp(max=2), aspect="auto", cmap="Greens", interpolation="nearest")
+        axis.set(xlabel="step", ylabel="slot", title=f"{name}: {rows.shape[1]} steps")
+    colors = ("#0b6e4f", "#d1495b", "#edae49")
+    names = [name.replace(" ", "\n", 1) for name in served]
+    total = sum(map(len, served[CONTINUOUS].answers))
+    speed.bar(names, [total / x.seconds for x in served.values()], color=colors)
+    speed.set(title="characters a second")
+    memory.bar(names, [x.nbytes / 1e6 for x in served.values()], color=colors)
+    memory.set(title="MB of caches")
+    for axis in (speed, memory):
+        axis.tick_params(axis="x", labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(parser("serve", __doc__ or ""), arguments)
+    text = sources()
+    model, losses = train(text)
+    asked = requests(text)
+    served = measured(model, asked, 3)
+    total = sum(x.answer for x in asked)
+    print(f"{len(asked)} requests, {total} characters to write, {SLOTS} slots\n")
+    print(f"{'':22}{'steps':>8}{'rows':>8}{'chars/s':>10}{'MB of caches':>14}")
+    for name, x in served.items():
+        rows = sum(map(sum, x.busy))
+        rate, size = total / x.seconds, x.nbytes / 1e6
+        print(f"{name:22}{len(x.busy):8,}{rows:8,}{rate:10,.0f}{size:14.2f}")
+    first = asked[0]
+    shown = bytes(first.prompt + served[CONTINUOUS].answers[0]).decode("ascii", "replace")
+    print("\nThe first, its prompt and answer:\n\n    " + shown.replace("\n", "\n    ") + "\n")
+
+    claims = Claims()
+    late = statistics.fmean(losses[-20:])
+    claims.prove(f"it learned: {late:.2f} nats a character (< 2.4)", late < 2.4)
+    same = all(x.answers == served[ALONE].answers for x in served.values())
+    claims.prove(f"the same {total} characters all three ways", same)
+    steps, longer = (len(served[x].busy) for x in (CONTINUOUS, PADDED))
+    claims.prove(
+        f"continuous batching takes {steps} steps, padded batches {longer}", steps < longer
+    )
+    small, large = (served[x].nbytes / 1e6 for x in (CONTINUOUS, PADDED))
+    claims.prove(f"pages take {small:.2f} MB, padded caches {large:.2f} MB", small < large)
+    if options.plot is not None:
+        save(picture(served), options.plot)
+    return claims.status()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
