@@ -28,6 +28,7 @@ DIM = WIDTH // HEADS
 CONTEXT, PAGE, SLOTS = 256, 16, 12
 STEPS, ROWS, RATE = 300, 1024, 4e-3
 REQUESTS, PROMPTS, ANSWERS = 48, (4, 128), (8, 128)  # lengths, from and to
+SHADES = torch.tensor([[255, 255, 255], [116, 196, 118], [11, 110, 79], [240, 190, 195]])
 CONTINUOUS, PADDED, ALONE = "continuous batching", "padded batches", "one after the other"
 
 # How a layer's rows attend: layer, q, k, v (T,H,D) to (T,H,D).
@@ -112,6 +113,7 @@ class Served(NamedTuple):
     seconds: float
     nbytes: int  # of the caches, all layers together
     busy: list[list[int]]  # by step, how many rows of each slot; 0 where it idles
+    wasted: list[list[bool]]  # by step, which slots wait for others, and compute all the same
 
 
 def requests(text: Tensor) -> list[Request]:
@@ -170,14 +172,15 @@ def continuous(model: LanguageModel, asked: Sequence[Request], slots: int) -> Se
                 cache.free(done)
     assert all(cache.pages_free == len(cache.k_pages) for cache in caches)
     nbytes = sum(cache.nbytes for cache in caches)
-    return Served(answers, time.perf_counter() - start, nbytes, busy)
+    seconds, nothing = time.perf_counter() - start, [[False] * slots] * len(busy)
+    return Served(answers, seconds, nbytes, busy, nothing)
 
 
 @torch.no_grad()
 def padded(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served:
     """Prompts of a batch are padded on the left, and nobody leaves before the longest answer."""
     start = time.perf_counter()
-    answers, busy = [], []
+    answers, busy, wasted = [], [], []
     kept = torch.zeros(LAYERS, 2, slots, HEADS, CONTEXT, DIM)
     for first in range(0, len(asked), slots):
         batch = asked[first : first + slots]
@@ -211,12 +214,13 @@ def padded(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served
             logits = model(rows.flatten(), places.flatten(), attend)
             wanted = [x.answer - len(y) for x, y in zip(batch, found)]
             busy.append([rows.shape[1]] * len(batch) + [0] * (slots - len(batch)))
+            wasted.append([more <= 0 for more in wanted] + [False] * (slots - len(batch)))
             following = likeliest(logits.unflatten(0, rows.shape)[:, -1])
             for answer, x, more in zip(found, following, wanted):
                 answer += [x] * (more > 0)
             rows, begin = torch.tensor(following)[:, None], end
         answers += found
-    return Served(answers, time.perf_counter() - start, kept.nbytes, busy)
+    return Served(answers, time.perf_counter() - start, kept.nbytes, busy, wasted)
 
 
 def measured(model: LanguageModel, asked: Sequence[Request], rounds: int) -> dict[str, Served]:
@@ -237,12 +241,13 @@ def measured(model: LanguageModel, asked: Sequence[Request], rounds: int) -> dic
 
 
 def picture(served: dict[str, Served]) -> Any:
-    """Who computed at each step, and what came of it."""
+    """What each slot did at each step (dark: a prompt; red: it waits), and what came of it."""
     figure = new_figure(13, 3.8)
     busy, pad, speed, memory = figure.subplots(1, 4, width_ratios=(2, 2, 1, 1))
     for axis, name in ((busy, CONTINUOUS), (pad, PADDED)):
-        rows = torch.tensor(served[name].busy).T
-        axis.imshow(rows.clamp(max=2), aspect="auto", cmap="Greens", interpolation="nearest")
+        rows, wasted = (torch.tensor(x).T for x in (served[name].busy, served[name].wasted))
+        kinds = rows.clamp(max=2).masked_fill(wasted, 3)  # nothing, a character, a prompt, waste
+        axis.imshow(SHADES[kinds], aspect="auto", interpolation="nearest")
         axis.set(xlabel="step", ylabel="slot", title=f"{name}: {rows.shape[1]} steps")
     colors = ("#0b6e4f", "#d1495b", "#edae49")
     names = [name.replace(" ", "\n", 1) for name in served]
