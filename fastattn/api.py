@@ -151,7 +151,8 @@ def attention_packed(
         number of keys, and block_table (B,blocks), int32 or int64, names those of each sequence in
         their order, which has key_lengths[b] keys there. A page may serve several sequences. What
         is past a length is never looked at, in pages or in the table. There is no gradient.
-    max_q, max_k: no sequence has more rows, or keys. None looks: a GPU is waited for.
+    max_q, max_k: no sequence has more rows, or keys. None looks: a GPU is waited for. Compiled code
+        cannot look and takes T and S, so say them there beside a mask.
     arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
         (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
         each sequence's last row and key, dropout draws for sequence b what it draws for item b of a

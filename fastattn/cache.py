@@ -5,6 +5,7 @@ Pages and who uses them; no kernel. A contiguous cache is one of pages as large 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ import torch
 from torch import Tensor
 
 from .api import attention_packed
+from .check import DTYPES
+from .scalars import whole
 
 Counts = int | Sequence[int] | Tensor
 
@@ -28,8 +31,9 @@ class KVCache:
     writes. grow: add pages and capacity where they run out, instead of raising.
 
     Results have no gradient. On a GPU the reference backend gathers the pages: no kernel there
-    reads them yet. Raises RuntimeError where the cache is full, before anything is written, and
-    ValueError or TypeError for what does not fit it.
+    reads them yet. A cache and its forks are for one thread at a time. Raises RuntimeError where
+    the cache is full, before anything is written, and ValueError or TypeError for what does not
+    fit it.
     """
 
     def __init__(
@@ -46,19 +50,20 @@ class KVCache:
         device: torch.device | str | None = None,
         grow: bool = False,
     ):
-        sizes = dict(batch=batch, heads=heads, head_dim=head_dim, capacity=capacity)
-        for name, x in sizes.items():
-            if not isinstance(x, int) or isinstance(x, bool) or x < (name == "capacity"):
-                raise ValueError(f"{name}: got {x!r}, expected a whole number")
-        if page_size is not None and page_size < 1:
-            raise ValueError(f"page_size: got {page_size}, expected 1 or more, or None")
+        batch, heads, head_dim = (
+            _size(*x) for x in (("batch", batch), ("heads", heads), ("head_dim", head_dim))
+        )
+        capacity = _size("capacity", capacity, 1)
+        page_size = None if page_size is None else _size("page_size", page_size, 1)
+        value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: got {dtype}, expected one of {DTYPES}")
         if storage not in (None, dtype):
             raise NotImplementedError(
                 f"storage: got {storage}, expected {dtype}, the cache's dtype"
             )
         page = capacity if page_size is None else page_size
         blocks = -(-capacity // page)
-        value_dim = head_dim if value_dim is None else value_dim
         self.capacity, self.grow = capacity, grow
         self._is_contiguous = page_size is None
         self._pool = _Pool(batch * blocks, page, heads, head_dim, value_dim, dtype, device)
@@ -127,6 +132,9 @@ class KVCache:
         arguments: those of `attention` but key_lengths, which are the cache's, and place. A mask
         broadcasts to (B,H,M,N) with N at least the longest length.
         """
+        for name in ("key_lengths", "block_table", "cu_k", "max_k", "place"):
+            if name in arguments:
+                raise TypeError(f"{name}: got one, expected none: the cache has its own")
         mask = arguments.get("mask")
         columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
         given: dict[str, Any] = arguments | dict(
@@ -300,11 +308,14 @@ class KVCache:
         same = device.type == "cpu"
         self._on_device = (table, lengths) if same else (table.to(device), lengths.to(device))
         self._offsets: tuple[int, Tensor] | None = getattr(self, "_offsets", None)
+        if not hasattr(self, "_held"):  # pages come free with a cache that nobody has any more
+            self._held: list[Tensor] = []
+            weakref.finalize(self, _let_go, self._pool, self._held).atexit = False
+        self._held[:] = table, lengths
 
     def _used(self) -> Tensor:
         """Every page of every item, as often as one has it."""
-        blocks = torch.arange(self._table.shape[1])
-        return self._table[blocks < (-(-self._lengths // self.page_size))[:, None]]
+        return _used(self._table, self._lengths, self.page_size)
 
     def _rows(self, b: int, first: int) -> tuple[Tensor, Tensor]:
         """An item's keys and values from one on, (n,Hk,D)."""
@@ -315,7 +326,11 @@ class KVCache:
         return k, v
 
     def _counts(self, name: str, counts: Counts) -> Tensor:
-        found = torch.as_tensor(counts, dtype=torch.int64).cpu().expand(self.batch).clone()
+        found = _whole(name, counts)
+        if found.ndim > 1 or found.numel() not in (1, self.batch):
+            got = tuple(found.shape)
+            raise ValueError(f"{name}: got shape {got}, expected one number, or ({self.batch},)")
+        found = found.expand(self.batch).clone()
         wrong = (found < 0) | (found > self._lengths)
         if wrong.any():
             b = int(wrong.nonzero()[0])
@@ -373,6 +388,30 @@ class _Pool:
         (self.k, self.v), self.page = longer, page
 
 
+def _used(table: Tensor, lengths: Tensor, page: int) -> Tensor:
+    """Every page that items have, as often as one does."""
+    return table[torch.arange(table.shape[1]) < (-(-lengths // page))[:, None]]
+
+
+def _let_go(pool: _Pool, held: list[Tensor]) -> None:
+    pool.drop(_used(held[0], held[1], pool.page))
+
+
+def _size(name: str, x: Any, least: int = 0) -> int:
+    found = whole(name, x, f"a whole number, {least} or more")
+    if found < least:
+        raise ValueError(f"{name}: got {found}, expected {least} or more")
+    return found
+
+
+def _whole(name: str, x: Any) -> Tensor:
+    """Numbers as int64 on the CPU: no mask, and nothing that would be cut."""
+    found = torch.as_tensor(x)
+    if found.numel() and found.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got {found.dtype}, expected whole numbers, int32 or int64")
+    return found.cpu().long()
+
+
 def _each(f, found):
     return tuple(f(x) for x in found) if isinstance(found, tuple) else f(found)
 
@@ -382,7 +421,7 @@ def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
     if not isinstance(cu, Tensor) or cu.shape != (batch + 1,):
         got = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
         raise ValueError(f"cu: got {got}, expected (B + 1,) = ({batch + 1},) offsets")
-    offsets = cu.cpu().long()
+    offsets = _whole("cu", cu)
     steps = offsets.diff()
     if offsets[0] != 0 or offsets[-1] != total or (steps < 0).any():
         raise ValueError(
@@ -393,7 +432,7 @@ def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
 
 
 def _index(items: Sequence[int] | Tensor, batch: int) -> Tensor:
-    chosen = torch.as_tensor(items, dtype=torch.int64).cpu().reshape(-1)
+    chosen = _whole("items", items).reshape(-1)
     if ((chosen < 0) | (chosen >= batch)).any():
         raise ValueError(f"items: got {chosen.tolist()}, expected numbers in [0, {batch})")
     return chosen

@@ -206,7 +206,7 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     if t.pages is None:
         return sizes
     need(t.pages.ndim == 2, "block_table", _shape(t.pages), "2 dimensions (B, blocks)")
-    need(t.k.shape[2] > 0, "k", _shape(t.k), "pages of one row or more")
+    need(0 < t.k.shape[2] <= LONGEST, "k", _shape(t.k), f"pages of 1 to {LONGEST} keys")
     need(t.lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
     return sizes | {"blocks": t.pages.shape[1]}
 

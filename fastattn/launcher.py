@@ -141,6 +141,7 @@ def prepared(spec: AttentionSpec) -> Prepared:
 def _prepare(spec: AttentionSpec) -> Prepared:
     H, Hk, D, Dv = (getattr(spec, x) for x in ("H", "Hk", "D", "Dv"))
     B, M, N = spec.lies
+    keys = spec.B * spec.N if spec.paged else N
     like_q = {"q": (B, H, M, D), "k": (B, Hk, N, D), "v": (B, Hk, N, Dv)}
     if spec.weights:
         del like_q["v"]
@@ -150,7 +151,7 @@ def _prepare(spec: AttentionSpec) -> Prepared:
         out=token_major_layout(B, H, M, Dv),
         normaliser=((2, B, H, M), (B * H * M, H * M, M, 1)),
         gradients=[(x, laid.get(x)) for x in DIFFERENTIABLE if x in laid or x in spec.given],
-        brief=B * H * (1 + M) * (1 + N) * (64 + D + Dv) < BRIEF,
+        brief=B * H * (1 + M) * (1 + keys) * (64 + D + Dv) < BRIEF,
     )
 
 

@@ -46,6 +46,8 @@ _TYPES = {
     float | None: "float?",
     int | None: "int?",
 }
+# Sizes: of tensors, where nobody says them, and so symbols in a compiler.
+_SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
 
 library = torch.library.Library("fastattn", "DEF")
 
@@ -53,7 +55,8 @@ library = torch.library.Library("fastattn", "DEF")
 def inputs_schema() -> str:
     """`Tensors`, then `Options`."""
     tensors = [f"Tensor{'?' if a.optional else ''} {name}" for name, a in ARGUMENTS.items()]
-    scalars = [f"{_TYPES[kind]} {name}" for name, kind in get_type_hints(Options).items()]
+    hints = get_type_hints(Options)
+    scalars = [f"{_SYMBOLS.get(name) or _TYPES[hint]} {name}" for name, hint in hints.items()]
     return ", ".join(tensors + scalars)
 
 

@@ -51,6 +51,7 @@ INSIDE = {
         {"nn.core"},
     ),
     "examples": (
+        {"examples.serve"},
         {"examples.attention_notebook", "examples.char_lm", "examples.translate"}
         | {"examples.digits_vit", "examples.complexity"},
         {"examples.complexity_plot"},

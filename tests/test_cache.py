@@ -1,6 +1,7 @@
 """`KVCache`: after any sequence of changes each item has the keys that it should, to the bit, and
 what forks share is nobody's to change."""
 
+import gc
 import random
 
 import pytest
@@ -182,6 +183,20 @@ def test_prompts_in_chunks_are_prompts():
     assert torch.equal(out, expected[1].transpose(0, 1))
 
 
+def test_a_fork_that_nobody_has_any_more_gives_its_pages_back():
+    cache = KVCache(1, HK, D, capacity=8, page_size=4)
+    some = torch.randn(1, HK, 4, D)
+    cache.append(some, some)
+    for _ in range(5):
+        fork = cache.fork()
+        fork.append(some[:, :, :1], some[:, :, :1])
+        assert cache.pages_free == 0
+        del fork
+        gc.collect()
+        assert cache.pages_free == 1
+    assert cache.lengths.tolist() == [4]
+
+
 def test_memory_is_accounted():
     cache = KVCache(2, HK, D, capacity=100, page_size=16, dtype=torch.bfloat16)
     assert cache.nbytes == 2 * 2 * 7 * 16 * HK * D * 2
@@ -216,7 +231,21 @@ WRONG = [
     (lambda c: c.evict([1, 0, 0]), ValueError, r"counts: got 1 keys of item 0, .* \[0, 0\]"),
     (lambda c: c.truncate(-1), ValueError, "lengths: got -1"),
     (lambda c: c.fork([3]), ValueError, r"items: got \[3\], expected numbers in \[0, 3\)"),
-    (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0"),
+    (lambda c: c.evict([1, 2]), ValueError, r"counts: got shape \(2,\), expected one number, or"),
+    (lambda c: c.evict([0.5, 0, 0]), TypeError, "counts: got torch.float32, expected whole"),
+    (lambda c: c.free(torch.tensor([True, False, True])), TypeError, "items: got torch.bool"),
+    (lambda c: c.fork([0.7]), TypeError, "items: got torch.float32"),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0.0, 1.5, 2, 2])),
+        TypeError,
+        "cu: got torch.float32",
+    ),
+    (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got one, expected"),
+    (lambda c: c.attention(x, place=fastattn.Place()), TypeError, "place: got one, expected none"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=2.5), TypeError, "page_size: got 2.5"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, value_dim=-1), ValueError, "value_dim: got -1"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, dtype=torch.int8), ValueError, "dtype: got torch.int8"),
+    (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0, expected 1 or more"),
     (lambda c: KVCache(1, 2, 8, capacity=4, page_size=0), ValueError, "page_size: got 0"),
     (
         lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int8),

@@ -45,6 +45,20 @@ def test_each_sequence_by_itself(causal, key_heads):
         torch.testing.assert_close(x, y)
 
 
+def test_it_is_compiled():
+    """With the longest known beforehand, and not."""
+
+    def attention(x):
+        x = x.transpose(1, 2)
+        return fastattn.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    compiled = torch.compile(attention, backend="aot_eager")
+    for lengths in ((5, 9), (3, 30)):
+        rows = [torch.randn(n, 2, 16) for n in lengths]
+        x = torch.nested.nested_tensor(rows, layout=torch.jagged)
+        assert torch.equal(compiled(x).values(), attention(x).values())
+
+
 def test_it_is_torchs():
     """Where torch has it too: the same tensors, in and out."""
     q, _ = jagged((5, 9, 33), grad=False)

@@ -320,6 +320,27 @@ def test_packed_is_compiled():
 
 
 @not_interpreted
+def test_packed_of_any_size_is_compiled_once():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(
+        lambda q, cu: fastattn.attention_packed(q, q, q, cu, cu, causal=True),
+        fullgraph=True,
+        dynamic=True,
+        backend=count,
+    )
+    for n in (10, 11, 7, 30):
+        q, cu = torch.randn(n, 2, 8), torch.tensor([0, 4, n])
+        expected = fastattn.attention_packed(q, q, q, cu, cu, causal=True)
+        assert torch.equal(compiled(q, cu), expected)
+    assert len(graphs) == 1
+
+
+@not_interpreted
 def test_packed_is_mapped():
     """One batch for all; the keys of another for each."""
     made = batch((FEATURE["causal"],), torch.float32)

@@ -8,6 +8,7 @@ from runners import declares, every_backend, not_interpreted, small, variant, va
 from test_packed import CASES, SIZES, batch, complaints, name_of
 
 import fastattn
+from fastattn.launcher import prepared
 from fastattn.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -135,7 +136,12 @@ WRONG = {
     r"k: got shape \(11, 2, 8\), expected 4 dimensions \(P, page, Hk, D\)": dict(
         k=torch.zeros(11, 2, 8)
     ),
-    "k: got shape .*, expected pages of one row or more": dict(
+    "k: got shape .* 4294967297, .*, expected pages of 1 to 2147483647 keys": dict(
+        k=torch.zeros(1, 1, 2, 8).expand(6, 2**32 + 1, 2, 8),
+        v=torch.zeros(1, 1, 2, 8).expand(6, 2**32 + 1, 2, 8),
+        max_k=100,
+    ),
+    "k: got shape .*, expected pages of 1 to": dict(
         k=torch.zeros(6, 0, 2, 8), v=torch.zeros(6, 0, 2, 8)
     ),
 }
@@ -186,6 +192,14 @@ def test_pages_have_no_gradient():
     out = fastattn.attention_packed(**given)
     with pytest.raises(NotImplementedError, match=r"block_table.*no gradient"):
         out.sum().backward()
+
+
+@not_interpreted
+def test_other_threads_run_beside_a_long_call():
+    """Calls that are brief hold Python's lock: how long one is depends on its pages."""
+    for blocks, brief in ((2, True), (2000, False)):
+        given = some() | dict(block_table=torch.zeros(2, blocks, dtype=torch.int64))
+        assert prepared(fastattn.explain(**given).spec).brief == brief
 
 
 @not_interpreted
