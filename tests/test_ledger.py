@@ -393,8 +393,8 @@ def held(case):
     "case",
     [
         Case("cuda", 80, "forward", 64, "plain"),
-        Case("cuda", 80, "dkv", 64, "plain"),
-        Case("cuda", 80, "dq", 64, "mask"),
+        Case("cuda", 80, "dqkv", 64, "plain"),
+        Case("cuda", 80, "dqkv", 64, "mask"),
         Case("cuda", 90, "forward", 128, "softcap"),
     ],
     ids=str,
