@@ -8,7 +8,8 @@ namespace {
 __global__ void smallest_kernel() {}
 
 bool decodes(const FaParams& p, int64_t multiprocessors) {
-  return multiprocessors > 0 && !p.row_invariant && p.M <= fa::kDecodeRows && p.Dv > 0;  // without values, only the LSE
+  return multiprocessors > 0 && !p.row_invariant && p.M <= fa::kDecodeRows &&
+         p.Dv > 0;  // without values, only the LSE
 }
 
 }  // namespace
@@ -28,8 +29,10 @@ int64_t fa_cuda_workspace(const FaParams* p, int64_t pass, int64_t multiprocesso
       return decodes(*p, multiprocessors) ? fa::sm80::decode_workspace(*p, multiprocessors) : 0;
     case FA_WEIGHTS:
       return 0;
-    default:
+    case FA_BACKWARD:
       return fa::sm80::backward_workspace(*p);
+    default:
+      return fa::sm80::weights_backward_workspace(*p);
   }
 }
 

@@ -74,13 +74,14 @@ def launches_that_ask_for_shared_memory():
 
 @slice_of("backward")
 def launches_of_nothing():
-    """No rows, whose gradients are zero."""
-    q, k, v = (torch.randn(1, 1, n, 8).bfloat16().requires_grad_() for n in (0, 5, 5))
-    runtime = Runtime()
-    with launching(runtime, runtime.stream()):
-        out = fastattn.attention(q, k, v)
-        if any(x.any() for x in torch.autograd.grad(out, (k, v), torch.ones_like(out))):
-            yield "gradients of nothing"
+    """No rows, or no keys: what there is has gradients of zero."""
+    for rows, keys in (0, 5), (5, 0):
+        inputs = [torch.randn(1, 1, n, 8).bfloat16().requires_grad_() for n in (rows, keys, keys)]
+        runtime = Runtime()
+        with launching(runtime, runtime.stream()):
+            out = fastattn.attention(*inputs)
+            if any(x.any() for x in torch.autograd.grad(out, inputs, torch.ones_like(out))):
+                yield "gradients of nothing"
 
 
 @slice_of("forward")

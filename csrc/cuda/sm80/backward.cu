@@ -13,9 +13,7 @@ namespace sm80 {
 // leave room for ds in shared memory: one kernel makes all gradients that are wanted.
 constexpr int64_t kWidestAtOnce = 128;
 
-bool adds_in_turn(const FaParams& p) {
-  return p.dq.data && p.v.data && most(p.D, p.Dv) <= kWidestAtOnce;
-}
+bool adds_in_turn(const FaParams& p) { return p.dq.data && most(p.D, p.Dv) <= kWidestAtOnce; }
 
 template <class Type, int D, int Dv, bool general>
 int gradients(const FaParams& p, float* workspace, void* stream) {
@@ -59,9 +57,9 @@ int backward_of(const FaParams& p, void* stream) {
 }
 
 int64_t backward_workspace(const FaParams& p) {
-  const int64_t rows = p.B * p.H * padded_rows(p), words = turn_words(p) + rows * kParts;
   const int64_t columns = with_dims(p, [](auto dims) { return int64_t{decltype(dims)::kD}; });
-  return (words + (adds_in_turn(p) ? rows * columns : 0)) * static_cast<int64_t>(sizeof(float));
+  const int64_t sums = adds_in_turn(p) ? p.B * p.H * padded_rows(p) * columns : 0;
+  return (state_words(p) + sums) * static_cast<int64_t>(sizeof(float));
 }
 
 int backward(const FaParams& p, void* stream) {

@@ -16,14 +16,13 @@ int64_t decode_workspace(const FaParams& p, int64_t multiprocessors);
 
 // dq, dk, dv, dmask and dsinks: those that are there.
 int backward(const FaParams& p, void* stream);
+int64_t backward_workspace(const FaParams& p);
 
 int weights(const FaParams& p, void* stream);
 
 // dq, dk, dmask and dsinks, those that are there, from dweights.
 int weights_backward(const FaParams& p, void* stream);
-
-// Of both backward passes.
-int64_t backward_workspace(const FaParams& p);
+int64_t weights_backward_workspace(const FaParams& p);
 
 }  // namespace sm80
 }  // namespace fa

@@ -26,6 +26,10 @@ constexpr int kTaskWords = 4, kRowsATurn = 8;
 FA_SHARED int64_t turn_words(const FaParams& p) {
   return kTaskWords + p.B * p.H * padded_rows(p) / kRowsATurn;
 }
+// All that a workspace begins with: of turns, and the states of all rows.
+FA_SHARED int64_t state_words(const FaParams& p) {
+  return turn_words(p) + p.B * p.H * padded_rows(p) * kParts;
+}
 
 // Of the rows of one query head.
 struct RowStates {

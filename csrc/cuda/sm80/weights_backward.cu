@@ -31,6 +31,10 @@ int weights_backward_of(const FaParams& p, void* stream) {
   });
 }
 
+int64_t weights_backward_workspace(const FaParams& p) {
+  return state_words(p) * static_cast<int64_t>(sizeof(float));
+}
+
 int weights_backward(const FaParams& p, void* stream) {
   return with_type(p, [&](auto type) { return weights_backward_of<decltype(type)>(p, stream); });
 }
