@@ -64,10 +64,9 @@ class KVCache:
             )
         page = capacity if page_size is None else page_size
         blocks = -(-capacity // page)
-        self.capacity, self.grow = capacity, grow
-        self._is_contiguous = page_size is None
-        self._pool = _Pool(batch * blocks, page, heads, head_dim, value_dim, dtype, device)
-        self._set(torch.zeros(batch, blocks, dtype=torch.int64), torch.zeros(batch).long())
+        pool = _Pool(batch * blocks, page, heads, head_dim, value_dim, dtype, device)
+        table = torch.zeros(batch, blocks, dtype=torch.int64)
+        self._begin(pool, table, torch.zeros(batch).long(), capacity, grow, page_size is None)
 
     # ------------------------------------------------------------------------------ what is there
 
@@ -166,14 +165,12 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
         """More keys and values, in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n of each item; or k
         (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] of item b."""
-        packed = cu is not None
-        self._check(k, v, packed)
+        self._check(k, v, cu is not None)
         if cu is None:
-            counts = torch.full((self.batch,), k.shape[2])
-            k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
+            at = self._room_of_each(k.shape[2])
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
         else:
-            counts = _steps(cu, self.batch, k.shape[0])
-        at = self._room(counts)
+            at = self._room(_steps(cu, self.batch, k.shape[0]))
         self._pool.k[at] = k
         self._pool.v[at] = v
 
@@ -197,16 +194,34 @@ class KVCache:
             raise ValueError(f"v: got {v.shape[rows]} rows, expected {k.shape[rows]}, as k has")
 
     def _room(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages for so many more keys of each item; where these go: page, and row in it."""
+        """Pages for so many more keys of each item; where these go: page, and row in it, (n,)."""
         lengths = self._lengths + counts
         self._reserve(lengths)
         item = torch.repeat_interleave(torch.arange(self.batch), counts)
         first = torch.repeat_interleave(counts.cumsum(0) - counts - self._lengths, counts)
         key = torch.arange(len(item)) - first
-        block, row = key // self.page_size, key % self.page_size
-        page = self._table[item, block]
+        at = self._table[item, key // self.page_size], key % self.page_size
         self._set(self._table, lengths)
-        return page.to(self._pool.k.device), row.to(self._pool.k.device)
+        return self._moved(*at)
+
+    def _room_of_each(self, n: int) -> tuple[Tensor, Tensor]:
+        """The same of n keys for every item, as (B,n). Most steps of decoding need no new page."""
+        lengths = self._lengths + n
+        if n > self._slack:
+            self._reserve(lengths)
+            self._slack = self._left(lengths) + n
+        key = self._lengths[:, None] + torch.arange(n)
+        at = self._table.gather(1, key // self.page_size), key % self.page_size
+        self._set(self._table, lengths, self._slack - n)
+        return self._moved(*at)
+
+    def _left(self, lengths: Tensor) -> int:
+        """Keys that every item may still get in its last page, where `_reserve` has just seen to it
+        that this is its own. A fork of it begins with none, and so copies before it writes."""
+        if not self.batch:
+            return 0
+        room = -lengths % self.page_size
+        return min(int(room.min()), self.capacity - int(lengths.max()))
 
     def _reserve(self, lengths: Tensor) -> None:
         """Pages of its own for what an item is to have from its end on; all, or none and raise."""
@@ -253,12 +268,11 @@ class KVCache:
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
         """A cache of these items (all; one may be there several times), which shares their pages
         until either side writes into one: then that one is copied."""
-        made = object.__new__(KVCache)
-        made.capacity, made.grow, made._pool = self.capacity, self.grow, self._pool
-        made._is_contiguous = self._is_contiguous
-        self._pool.forked = True
         chosen = torch.arange(self.batch) if items is None else _index(items, self.batch)
-        made._set(self._table[chosen].clone(), self._lengths[chosen].clone())
+        table, lengths = self._table[chosen].clone(), self._lengths[chosen].clone()
+        made = object.__new__(KVCache)
+        made._begin(self._pool, table, lengths, self.capacity, self.grow, self._is_contiguous)
+        self._pool.forked = True
         self._pool.users += torch.bincount(made._used(), minlength=len(self._pool.users))
         return made
 
@@ -301,17 +315,27 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _set(self, table: Tensor, lengths: Tensor) -> None:
-        """The table and lengths, and what kernels read of them."""
-        self._table, self._lengths = table, lengths
-        device = self._pool.k.device
-        same = device.type == "cpu"
-        self._on_device = (table, lengths) if same else (table.to(device), lengths.to(device))
-        self._offsets: tuple[int, Tensor] | None = getattr(self, "_offsets", None)
-        if not hasattr(self, "_held"):  # pages come free with a cache that nobody has any more
-            self._held: list[Tensor] = []
-            weakref.finalize(self, _let_go, self._pool, self._held).atexit = False
+    def _begin(
+        self, pool: _Pool, table: Tensor, lengths: Tensor, capacity: int, grow: bool, whole: bool
+    ) -> None:
+        """whole: an item's keys are one page, as long as the capacity."""
+        self.capacity, self.grow, self._pool, self._is_contiguous = capacity, grow, pool, whole
+        self._offsets: tuple[int, Tensor] | None = None
+        self._held: list[Tensor] = []
+        self._set(table, lengths)
+        # Pages come free with a cache that nobody has any more.
+        weakref.finalize(self, _let_go, pool, self._held).atexit = False
+
+    def _set(self, table: Tensor, lengths: Tensor, slack: int = 0) -> None:
+        """The table and lengths, and what kernels read of them. slack: what `_left` says at most."""
+        self._table, self._lengths, self._slack = table, lengths, slack
+        self._on_device = self._moved(table, lengths)
         self._held[:] = table, lengths
+
+    def _moved(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """To the device of the pages, from the host, where all is reckoned."""
+        device = self._pool.k.device
+        return (x, y) if device.type == "cpu" else (x.to(device), y.to(device))
 
     def _used(self) -> Tensor:
         """Every page of every item, as often as one has it."""

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from importlib.machinery import PathFinder
 from typing import Any
 
-from .spec import ARGUMENTS
+from .spec import INDEX
 
 COUNTER = "torch.utils.flop_counter"
+PACKED = ("cu_q", "cu_k", "lengths")
 
 
 def forward(*args, out_val=None, **kwargs) -> int:
@@ -42,10 +43,6 @@ def _scores(args) -> int:
         return H * int((cu_q.diff() * keys).sum())
     except RuntimeError:  # fake tensors, and those on the meta device, have no values
         return H * M * k.shape[2] // max(1, cu_q.shape[0] - 1)
-
-
-INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
-PACKED = ("cu_q", "cu_k", "lengths")
 
 
 _waiting: dict[object, Callable[..., int]] = {}

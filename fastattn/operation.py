@@ -18,9 +18,8 @@ from torch import Tensor
 from .backend import Backend, choose, token_major
 from .check import describe, need_memory
 from .crossing import Kind
-from .spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec, Options, Tensors, wide
+from .spec import ARGUMENTS, DIFFERENTIABLE, INDEX, RESULTS, AttentionSpec, Options, Tensors, wide
 
-INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
 MAX_PLANS = 4096
 
 _plans: dict[tuple, tuple[AttentionSpec, Backend]] = {}

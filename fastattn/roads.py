@@ -47,8 +47,8 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     planned = spec, backend = plan(t, o, found)
     if not o.grad:
         return op.forward(backend, spec, t)
-    seen = t if spec.given else t[:3]  # autograd takes its time for each, None as well
-    return _differentiable((op, o, t, found, planned), *seen)
+    # Autograd takes its time for each, None as well.
+    return _differentiable((op, o, t, found, planned), *t[: spec.last])
 
 
 def call_kernel(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:

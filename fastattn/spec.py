@@ -169,6 +169,7 @@ def _arguments() -> dict[str, Argument]:
 
 
 ARGUMENTS = _arguments()  # by name, in the order of `Tensors`
+INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
 DIFFERENTIABLE = tuple(name for name, a in ARGUMENTS.items() if a.gradient)
 RESULTS = {  # what passes return; q's dtype, but for the normaliser
     "out": "B H M Dv",
@@ -264,6 +265,11 @@ class AttentionSpec:
         by_tensors = (ARGUMENTS[name].feature for name in self.given)
         by_scalars = (feature for feature, on in used.items() if on)
         return functools.reduce(Feature.__or__, (*by_tensors, *by_scalars), Feature.NONE)
+
+    @functools.cached_property
+    def last(self) -> int:
+        """How many of `Tensors` there are up to the last one that is given; v counts always."""
+        return 1 + max(INDEX[name] for name in {"v", *self.given})
 
     @property
     def packed(self) -> bool:

@@ -92,6 +92,25 @@ def test_any_sequence_of_changes(page_size):
 
 
 @pytest.mark.parametrize("page_size", PAGES)
+def test_steps_of_one_key_beside_forks(page_size):
+    """Which side steps first after a fork changes, and what is let go comes between."""
+    models = [Model(page_size, grow=True)]
+    models[0].append([3, 5, 2])
+    for step in range(24):
+        for x in models:
+            x.append([1] * len(x.rows))
+            if step % 7 == 3:
+                x.cache.truncate([len(mine) - 1 for mine in x.rows])
+                x.rows = [mine[:-1] for mine in x.rows]
+        if step % 5 == 1:
+            x = models[step % len(models)]
+            models.append(x.copy(x.cache.fork(), [list(mine) for mine in x.rows]))
+            models = models[-2:] if step % 2 else models[-2:][::-1]
+        for x in models:
+            x.check()
+
+
+@pytest.mark.parametrize("page_size", PAGES)
 def test_pages_are_given_back(page_size):
     model = Model(page_size, grow=True)
     cache = model.cache
@@ -113,6 +132,16 @@ def test_a_cache_that_is_full_is_as_it_was():
         model.check()
         model.append([0, capacity - 3, 1])
         model.check()
+
+
+@pytest.mark.parametrize("page_size", (None, 1, 4, 5))
+def test_steps_of_one_key_until_it_is_full(page_size):
+    model = Model(page_size, capacity=10)
+    for _ in range(10):
+        model.append([1, 1, 1])
+    with pytest.raises(RuntimeError, match=r"11 keys of item 0, .* = 10"):
+        model.append([1, 1, 1])
+    model.check()
 
 
 @pytest.mark.parametrize("page_size", (4, None))
