@@ -17,7 +17,7 @@ from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
 from .packing import heads_first, longest, pages_first, rows_first
-from .place import EVERYTHING, Place
+from .place import EVERYTHING, NUMBERS, Place
 from .roads import call
 from .scalars import real, whole
 from .spec import ARGUMENTS, UNLIMITED, Options, Tensors
@@ -101,7 +101,7 @@ def attention(
         key_lengths (up to the larger call's keys), ALiBi and dropout count from where that begins;
         q, k, v, mask, slopes and sinks are the part's own. A call cut into blocks of rows, keys,
         heads or items equals the whole; `fastattn.merge` puts blocks of keys together, of which one
-        alone has the sinks.
+        alone has the sinks. Its bottom_right says where rows stand in a call that is not causal.
     row_invariant: give each row the bits that it has in a call of any number of rows: decoding a
         token at a time, in chunks or at once is the same to the bit. It costs what is made for few
         rows; without it only these differ, in the last bits.
@@ -156,7 +156,7 @@ def attention_packed(
     arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
         (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
         each sequence's last row and key, dropout draws for sequence b what it draws for item b of a
-        batch. place has head and item alone.
+        batch. place has head, item and bottom_right alone.
 
     Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). A sequence has the same bits
     in every batch and alone; and as an item of a padded batch where both have more rows than the
@@ -386,11 +386,13 @@ def _place(place) -> Place:
         return EVERYTHING
     if not isinstance(place, Place):
         raise TypeError(f"place: got {place!r}, expected a fastattn.Place or None")
-    found: list[Any] = list(place)
-    for at, name in enumerate(Place._fields):
+    *found, bottom_right = place
+    if not isinstance(bottom_right, bool):
+        raise TypeError(f"place.bottom_right: got {bottom_right!r}, expected True or False")
+    for at, name in enumerate(NUMBERS):
         if found[at] is not None or Place._field_defaults[name] is not None:
             found[at] = whole(f"place.{name}", found[at], "a whole number")
-    return Place(*found)
+    return Place(*found, bottom_right)
 
 
 def _edges(window) -> tuple:

@@ -327,7 +327,7 @@ class KVCache:
         weakref.finalize(self, _let_go, pool, self._held).atexit = False
 
     def _set(self, table: Tensor, lengths: Tensor, slack: int = 0) -> None:
-        """The table and lengths, and what kernels read of them. slack: what `_left` says at most."""
+        """The table and lengths, and what kernels read of them; slack: at most what is `_left`."""
         self._table, self._lengths, self._slack = table, lengths, slack
         self._on_device = self._moved(table, lengths)
         self._held[:] = table, lengths

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .place import EVERYTHING, Place
+from .place import EVERYTHING, NUMBERS, Place
 from .spec import ARGUMENTS, UNLIMITED, Argument, AttentionSpec, Options, Tensors, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -40,7 +40,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         scale=float(o.scale) if o.scale is not None else 1 / math.sqrt(D) if D else 1.0,
         left=UNLIMITED if o.left is None else min(o.left, UNLIMITED),
         right=min(right, 0 if o.causal else UNLIMITED),
-        bottom_right=o.causal == "bottom_right",
+        bottom_right=o.bottom_right or o.causal == "bottom_right",
         softcap=0.0 if o.softcap is None else float(o.softcap),
         dropout_p=float(o.dropout_p),
         given=frozenset(name for name in Tensors._field_defaults if getattr(t, name) is not None),
@@ -199,8 +199,8 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     for name, rows, cu in (("cu_q", t.q.shape[2], t.cu_q), ("cu_k", t.k.shape[2], t.cu_k)):
         told = cu is None or cu.shape[0] > 1 or rows == 0
         need(told, name, "(1,) offsets, of no sequence", f"those of {rows} rows, or keys")
-    at = o.place._replace(head=0, item=0)
-    need(at == EVERYTHING, "place", o.place, "head and item alone, of a packed batch")
+    at = o.place._replace(head=0, item=0, bottom_right=False)
+    need(at == EVERYTHING, "place", o.place, "no row or key of a packed batch")
     B, M, N = _counts(t, o)
     sizes = {"B": B, "B+1": B + 1, "M": M, "N": N}
     if t.pages is None:
@@ -233,7 +233,7 @@ LONGEST = 2**31 - 1  # what kernels count by in 32 bits
 
 
 def _place(place: Place, M: int, N: int) -> None:
-    for name, x in zip(Place._fields, place):
+    for name, x in zip(NUMBERS, place):
         need(x is None or 0 <= x <= LONGEST, f"place.{name}", x, f"a number in [0, {LONGEST}]")
     for name, first, own, x in (
         ("rows", place.row, M, place.rows),
@@ -270,6 +270,8 @@ def _scalars(o: Options, dtype: torch.dtype) -> None:
         repr(o.causal),
         'False, True, "top_left" or "bottom_right"',
     )
+    expected = 'False beside causal="top_left", or causal="bottom_right"'
+    need(not o.bottom_right or o.causal != "top_left", "place.bottom_right", True, expected)
     p = o.dropout_p
     need(0 <= p <= 1, "dropout_p", p, "a number in [0, 1]")
     for name in ("scale", "softcap"):

@@ -9,7 +9,8 @@ class Place(NamedTuple):
     """Where a call lies in a larger one, of which it is a part.
 
     row, key, head, item: the larger call's index of this one's first. rows, keys: how many the
-    larger has; None: its last are this one's.
+    larger has; None: its last are this one's. bottom_right: the larger call's last row stands at
+    its last key, causal or not: windows and ALiBi count i' = i + length - M, as flash-attn does.
     """
 
     row: int = 0
@@ -18,6 +19,8 @@ class Place(NamedTuple):
     item: int = 0
     rows: int | None = None
     keys: int | None = None
+    bottom_right: bool = False
 
 
 EVERYTHING = Place()  # of a call that is no part
+NUMBERS = Place._fields[:-1]

@@ -61,9 +61,10 @@ def attention(
 
 def located(place: Place | None, q: Tensor, k: Tensor) -> Place:
     """Where the call lies in a larger one, of which no part is left open."""
-    row, key, head, item, rows, keys = place or EVERYTHING
-    rows = row + q.shape[2] if rows is None else rows
-    return Place(row, key, head, item, rows, key + k.shape[2] if keys is None else keys)
+    place = place or EVERYTHING
+    rows = place.row + q.shape[2] if place.rows is None else place.rows
+    keys = place.key + k.shape[2] if place.keys is None else place.keys
+    return place._replace(rows=rows, keys=keys)
 
 
 def scores(
@@ -112,7 +113,7 @@ def within(key_lengths: Tensor, N: int, place: Place) -> Tensor:
 def positions(M, causal, key_lengths, place, device) -> Tensor:
     """i' (B|1,1,M,1): where each query row stands among the keys."""
     i = place.row + torch.arange(M, device=device)[:, None]
-    if causal != "bottom_right":
+    if not place.bottom_right and causal != "bottom_right":
         return i[None, None]
     ends = key_lengths
     ends = torch.full((1,), place.keys, device=device) if ends is None else ends.long()

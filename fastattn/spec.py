@@ -152,10 +152,12 @@ class Options(NamedTuple):
     at_item: int = 0
     rows: int | None = None
     keys: int | None = None
+    bottom_right: bool = False  # what is causal says it itself
 
     @property
     def place(self) -> Place:
-        return Place(self.at_row, self.at_key, self.at_head, self.at_item, self.rows, self.keys)
+        at = self.at_row, self.at_key, self.at_head, self.at_item
+        return Place(*at, self.rows, self.keys, self.bottom_right)
 
 
 def _arguments() -> dict[str, Argument]:
@@ -295,7 +297,8 @@ class AttentionSpec:
 
     @property
     def place(self) -> Place:
-        return Place(self.at_row, self.at_key, self.at_head, self.at_item, self.rows, self.keys)
+        at = self.at_row, self.at_key, self.at_head, self.at_item
+        return Place(*at, self.rows, self.keys, self.bottom_right)
 
     def __str__(self) -> str:
         sizes = " ".join(f"{x}={getattr(self, x)}" for x in ("B", "H", "Hk", "M", "N", "D", "Dv"))

@@ -105,6 +105,7 @@ def bhmn(dims):
 FEATURES = (
     Feature("causal", "causal", args=constant(causal=True)),
     Feature("bottom_right", "causal", args=constant(causal="bottom_right")),
+    Feature("aligned", "causal", args=constant(place=fastattn.Place(bottom_right=True))),
     Feature("window", "window", args=constant(window=(5, 3))),
     Feature("left_window", "window", args=constant(window=(4, None))),
     Feature("right_window", "window", args=constant(window=(None, 2))),

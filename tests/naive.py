@@ -45,9 +45,10 @@ def keep(seed, p, shape, place=None):
     return torch.from_numpy(word >= np.uint64(math.floor(p * 2**32)))
 
 
-def stands(i, length, m, causal):
+def stands(i, length, m, causal, place):
     """Where query row i stands among the keys."""
-    return i + length - m if causal == "bottom_right" else i
+    from_the_end = causal == "bottom_right" or (place and place.bottom_right)
+    return i + length - m if from_the_end else i
 
 
 def larger(place, m, n):
@@ -100,7 +101,7 @@ def loops(
     for b, h, i in np.ndindex(batch, heads, m):
         g = h // (heads // kv_heads)
         length = keys if key_lengths is None else int(key_lengths[b])
-        at = stands(row + i, length, rows, causal) - key
+        at = stands(row + i, length, rows, causal, place) - key
         scores = {}
         for j in range(min(length - key, n)):
             if not at - left <= j <= at + right:
@@ -138,7 +139,7 @@ def visible(q, k, causal, window, key_lengths, place=None):
     lengths = torch.tensor(lengths, device=q.device).view(-1, 1, 1, 1)
     i = row + torch.arange(m, device=q.device).view(1, 1, -1, 1)
     j = key + torch.arange(n, device=q.device).view(1, 1, 1, -1)
-    ahead = j - stands(i, lengths, rows, causal)
+    ahead = j - stands(i, lengths, rows, causal, place)
     left, right = edges(causal, window)
     return (ahead >= -left) & (ahead <= right) & (j < lengths), ahead.abs()
 

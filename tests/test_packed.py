@@ -88,7 +88,7 @@ def batch(features, dtype, sizes=SIZES, d=8):
     largest = max(problems, key=lambda p: p.q.shape[2])
     for b, problem in enumerate(problems):
         m, n = problem.q.shape[2], problem.k.shape[2]
-        problem.kwargs["place"] = Place(item=b)
+        problem.kwargs["place"] = problem.kwargs.get("place", Place())._replace(item=b)
         for name in {"alibi_slopes", "sinks", "mask"} & problem.kwargs.keys():
             common = largest.kwargs[name]
             if name == "mask" and common.ndim == 3:
@@ -100,7 +100,7 @@ def batch(features, dtype, sizes=SIZES, d=8):
             problem.kwargs["key_lengths"] = torch.tensor([length])
             problem.k[:, :, length:] = problem.v[:, :, length:] = torch.nan
     given = dict(largest.kwargs)
-    del given["place"]
+    given["place"] = given["place"]._replace(item=0)
     for name in "qkv":
         given[name] = torch.cat([getattr(p, name)[0].transpose(0, 1) for p in problems])
     for name in {"alibi_slopes", "key_lengths", "mask"} & given.keys():
@@ -275,7 +275,7 @@ WRONG = {  # of two sequences of 7 rows together, and 9 keys
     "key_lengths: got 4 of sequence 0, expected a value in .0, 3., its keys": dict(
         key_lengths=torch.tensor([4, 2])
     ),
-    "place: got .*, expected head and item alone": dict(place=Place(row=1)),
+    "place: got .*, expected no row or key of a packed batch": dict(place=Place(row=1)),
     r"q: got shape \(1, 2, 7, 8\), expected 3 dimensions \(T, H, D\)": dict(
         q=torch.zeros(1, 2, 7, 8)
     ),

@@ -151,6 +151,7 @@ def test_a_place_of_its_own_changes_nothing():
         (Place(item=2**31), "place.item: got 2147483648"),
         (Place(rows=36), "place.rows: got 36, expected at least 37, where this call's end"),
         (Place(key=3, keys=53), "place.keys: got 53, expected at least 54"),
+        (Place(bottom_right=True), "place.bottom_right: got True, expected False beside causal"),
         (Place(key=2**31 - 20), "place.key: got 2147483628, expected at most 2147483647 - 51 keys"),
     ],
     ids=lambda x: "".join(c for c in str(x) if c.isalnum())[:40],
@@ -159,10 +160,12 @@ def test_places_that_there_are_not(place, message):
     problem = build(DIMS, (), torch.float32)
     for function in (fastattn.attention, fastattn.explain):
         with pytest.raises(ValueError, match=message):
-            function(**problem.tensors(), place=place)
+            function(**problem.tensors(), place=place, causal=True)
 
 
-@pytest.mark.parametrize("place", [(0, 0), 3, Place(row=True), Place(head=1.5), Place(key=None)])
+@pytest.mark.parametrize(
+    "place", [(0, 0), 3, Place(row=True), Place(head=1.5), Place(key=None), Place(bottom_right=1)]
+)
 def test_what_is_no_place(place):
     problem = build(DIMS, (), torch.float32)
     with pytest.raises(TypeError, match="place"):

@@ -115,10 +115,10 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
 
 
 def score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
-    """The oracle's arguments for scores; causal is already the right edge of the window."""
+    """The oracle's arguments for scores; causal is the right edge of the window, and its place."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
     return {ARGUMENTS[name].public: getattr(t, name) for name in _OF_SCORES} | dict(
-        causal="bottom_right" if spec.bottom_right else False,
+        causal=False,
         window=(left, right),
         softcap=spec.softcap or None,
         scale=spec.scale,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..nn.positions import rotate
 from .checks import in_their_names, need_integers, need_shape, within
-from .translation import Arguments, changed, dense, packed, stands_by_itself
+from .translation import Arguments, changed, dense, packed
 
 
 class Cache(NamedTuple):
@@ -123,7 +123,7 @@ def attend(
         cache.append(k, v, before)
     B, M = q.shape[:2]
     with in_their_names(k="k_cache", v="v_cache", key_lengths="cache_seqlens"):
-        if cache.is_plain and (M <= 1 or not stands_by_itself(arguments)):
+        if cache.is_plain:
             given = changed(arguments, key_lengths=lengths)
             return dense(q, cache.k[:B], cache.v[:B], given)[:2]
         cu_q = M * torch.arange(B + 1, device=q.device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from contextlib import contextmanager
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -59,15 +58,6 @@ def _fits(x: Tensor, axes: Axes) -> bool:
 
 def _told(axes: Axes) -> str:
     return f"({', '.join(map(str, axes))})"
-
-
-def need_offsets(name: str, cu: Tensor, total: int, batch: int) -> None:
-    """Raise unless cu are the offsets of `batch` sequences of `total` rows. It looks at values."""
-    offsets = cu.tolist()
-    falls = any(end < first for first, end in pairwise(offsets))
-    if len(offsets) != batch + 1 or offsets[0] != 0 or offsets[-1] != total or falls:
-        expected = f"{batch + 1} that begin at 0, never fall and end at {total}"
-        raise ValueError(f"{name}: got {offsets}, expected {expected}")
 
 
 def within(name: str, x: Tensor, last: int | Tensor, why: str = "") -> Tensor:

@@ -1,7 +1,7 @@
 """What flash-attn's arguments are called here, and where its rows stand.
 
-flash-attn puts row i at i' = i + N - M, causal or not. `fastattn.attention` does so where a call is
-causal; where it is not, a band or ALiBi needs the call's `Place` to say so.
+flash-attn puts row i at i' = i + N - M, causal or not: a causal call says so itself, another by its
+`Place`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
 from ..place import Place
-from .checks import need_offsets, need_shape, within
+from .checks import need_shape, within
 
 Arguments = dict[str, Any]  # of `fastattn.attention`, by name
 Pages = tuple[Tensor, Tensor]  # a table (B,pages), and how many keys each sequence has there (B,)
@@ -28,6 +28,7 @@ def arguments_of(
 ) -> Arguments:
     window = _window(window_size)
     return dict(
+        place=Place(bottom_right=True),
         dropout_p=dropout_p,
         scale=softmax_scale,
         causal="bottom_right" if causal else False,
@@ -58,9 +59,7 @@ def dense(
     for name, x in (("q", q), ("k", k), ("v", v)):
         need_shape(name, x, ("batch", "seqlen", "heads", "head_dim"))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    arguments = _settled(arguments, q, q.shape[2])
-    if stands_by_itself(arguments):
-        arguments["place"] = _place(q.shape[2], k.shape[2])
+    arguments = _settled(arguments, q)
     out, lse = attention(q, k, v, return_lse=True, **arguments)
     S_dmask = _signed_weights(q, k, arguments) if with_S_dmask and arguments["dropout_p"] else None
     return out.transpose(1, 2), lse, S_dmask
@@ -83,19 +82,16 @@ def packed(
     lie = ("blocks", "page") if isinstance(where, tuple) else ("total",)
     for name, x in (("k", k), ("v", v)):
         need_shape(name, x, (*lie, "heads", "head_dim"))
-    arguments = _settled(arguments, q, max_q)
+    arguments = _settled(arguments, q)
     wants_S_dmask = with_S_dmask and arguments["dropout_p"]
-    if isinstance(where, tuple) and (stands_by_itself(arguments) or wants_S_dmask):
+    if isinstance(where, tuple) and wants_S_dmask:
         k, v, where = _in_a_row(k, v, *where)
     given = changed(arguments, max_q=max_q, max_k=max_k, return_lse=True)
     if isinstance(where, tuple):
         given = changed(given, block_table=where[0], key_lengths=where[1])
         out, lse = attention_packed(q, k, v, cu_q, **given)
         return out, lse.transpose(0, 1), None
-    if stands_by_itself(arguments) and not _alike(cu_q, where):
-        out, lse = _one_by_one(q, k, v, cu_q, where, arguments)
-    else:
-        out, lse = attention_packed(q, k, v, cu_q, where, **given)
+    out, lse = attention_packed(q, k, v, cu_q, where, **given)
     S_dmask = None
     if wants_S_dmask:
         S_dmask = q.new_zeros(len(cu_q) - 1, q.shape[1], max_q, max_k)
@@ -118,60 +114,25 @@ def _in_a_row(
     return k[at], v[at], torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
 
 
-def _settled(arguments: Arguments, q: Tensor, rows: int) -> Arguments:
-    """One seed for all parts of a call, to find a second time what was dropped; and a single row,
-    which sees to the last key, is causal: that says where it stands and hides nothing."""
-    seed = draw_seed(q.device) if arguments["dropout_p"] else None
-    arguments = changed(arguments, seed=seed)
-    if rows <= 1 and stands_by_itself(arguments):
-        arguments["causal"] = "bottom_right"
-    return arguments
-
-
-def stands_by_itself(arguments: Arguments) -> bool:
-    """Does it matter where rows stand, and does no causal mask say it?"""
-    counts = arguments["window"] is not None or arguments["alibi_slopes"] is not None
-    return counts and not arguments["causal"]
-
-
-def _place(M: int, N: int, item: int = 0) -> Place:
-    """Row i at i + N - M."""
-    return Place(row=max(N - M, 0), key=max(M - N, 0), item=item)
-
-
-def _alike(cu_q: Tensor, cu_k: Tensor) -> bool:
-    """Has each sequence as many rows as keys? Then rows stand at i, and nothing need be said."""
-    return cu_q is cu_k or (cu_q.shape == cu_k.shape and bool((cu_q == cu_k).all()))
+def _settled(arguments: Arguments, q: Tensor) -> Arguments:
+    """One seed for all parts of a call, to find a second time what was dropped."""
+    return changed(arguments, seed=draw_seed(q.device) if arguments["dropout_p"] else None)
 
 
 def _sequences(
     cu_q: Tensor, cu_k: Tensor, arguments: Arguments
 ) -> Iterator[tuple[slice, slice, Arguments]]:
     """Of each its rows, its keys and its arguments, with which it draws as in the batch."""
-    slopes, by_itself = arguments["alibi_slopes"], stands_by_itself(arguments)
+    slopes, place = arguments["alibi_slopes"], arguments["place"]
     rows, keys = ([slice(*x) for x in pairwise(c)] for c in (cu_q.tolist(), cu_k.tolist()))
     for b, (i, j) in enumerate(zip(rows, keys)):
-        place = _place(i.stop - i.start, j.stop - j.start, b) if by_itself else Place(item=b)
         own = slopes if slopes is None or slopes.ndim == 1 else slopes[b : b + 1]
-        yield i, j, changed(arguments, alibi_slopes=own, place=place)
+        yield i, j, changed(arguments, alibi_slopes=own, place=place._replace(item=b))
 
 
 def _item(x: Tensor, rows: slice) -> Tensor:
     """(1,H,M,D): one sequence of a packed batch."""
     return x[rows].transpose(0, 1)[None]
-
-
-def _one_by_one(q, k, v, cu_q, cu_k, arguments) -> tuple[Tensor, Tensor]:
-    """A packed batch of which no single call can say where rows stand."""
-    for name, cu, x in (("cu_q", cu_q, q), ("cu_k", cu_k, k)):
-        need_offsets(name, cu, len(x), len(cu_q) - 1)
-    parts = []
-    for rows, keys, own in _sequences(cu_q, cu_k, arguments):
-        q_, k_, v_ = _item(q, rows), _item(k, keys), _item(v, keys)
-        out, lse = attention(q_, k_, v_, return_lse=True, **own)
-        parts.append((out[0].transpose(0, 1), lse[0].transpose(0, 1)))
-    out, lse = (torch.cat(x) for x in zip(*parts))
-    return out, lse
 
 
 @torch.no_grad()
