@@ -96,6 +96,11 @@ def need(ok: bool, name: str, got: object, expected: str) -> None:
 
 def need_dense(name: str, x: Tensor) -> None:
     """Raise TypeError for a tensor whose values do not lie where strides say."""
+    if x.is_nested and x.layout == torch.jagged:
+        raise TypeError(
+            f"{name}: got a jagged tensor, expected a dense one: scaled_dot_product_attention and "
+            "MultiheadAttention take it, attention_packed its values() and offsets()"
+        )
     if x.is_nested:
         raise TypeError(
             f"{name}: got a nested tensor, expected a dense one: torch.nested.to_padded_tensor "

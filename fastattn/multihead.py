@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import api
+from . import api, nested, nested_heads
 from .check import need_dense
 
 
@@ -35,7 +35,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     Differences, all on purpose: rows whose every key is masked give out_proj.bias, weights 0 and
     finite gradients in every mode; a float mask may be float32 beside 16-bit inputs; nested
-    self-attention works in training too. torch.jit.script cannot compile it; torch.compile,
+    self-attention works in training too, and jagged tensors anywhere, packed (is_causal=True then
+    needs no mask). torch.jit.script cannot compile it; torch.compile,
     torch.export and torch.jit.trace can.
     """
 
@@ -64,9 +65,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         """As torch.nn.MultiheadAttention.forward, in the meaning and layout of every argument."""
         _check_mask_kinds(key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
-            self._check_nested(query, key, value, key_padding_mask, attn_mask)
-            _check_hint(is_causal, attn_mask)
-            return self._forward_nested(query, need_weights, average_attn_weights)
+            if not nested.is_jagged(query):
+                _check_hint(is_causal, attn_mask)
+            masks = key_padding_mask, attn_mask
+            asked = need_weights, average_attn_weights, is_causal
+            return nested_heads.forward(self, query, key, value, masks, *asked)
         for name, x in (("query", query), ("key", key), ("value", value)):
             need_dense(name, x)
 
@@ -94,27 +97,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             out, weights = out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out, weights
-
-    def _forward_nested(
-        self, x: Tensor, need_weights: bool, average: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Self-attention of a strided nested tensor: nn.TransformerEncoder makes one of padding.
-
-        The lengths are known on the host, so keys past the end are skipped instead of masked.
-        """
-        lengths = [item.size(0) for item in x.unbind()]
-        padded = torch.nested.to_padded_tensor(x, 0.0)
-        self._check_inputs(padded, padded, padded, seq_first=False)
-        q, k, v = self._project(padded, padded, padded, seq_first=False)
-        key_lengths = torch.tensor(lengths, device=x.device)
-        out, weights = self._attend(q, k, v, need_weights, average, key_lengths=key_lengths)
-        if weights is not None:  # padded like torch's: zero past the end, rows as well as columns
-            past_end = torch.arange(padded.size(1), device=x.device) >= key_lengths[:, None]
-            past_end = past_end[:, :, None] if average else past_end[:, None, :, None]
-            weights = weights.masked_fill(past_end, 0.0)
-        out = self._project_out(out, seq_first=False)
-        items = [item[:length] for item, length in zip(out.unbind(), lengths, strict=True)]
-        return torch.nested.as_nested_tensor(items), weights
 
     # -- projections ---------------------------------------------------------------------------
 
@@ -186,14 +168,18 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_lengths: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         options: dict[str, Any] = {"mask": mask, "causal": causal, "key_lengths": key_lengths}
-        if self.training and self.dropout != 0:
-            # Drawn here, so that the weights see the dropout of the output, and one manual_seed
-            # gives one result whether or not the weights are asked for.
-            options |= {"dropout_p": self.dropout, "seed": api.draw_seed(q.device)}
+        options |= self._drawn(q.device)
         out, normaliser = api.attend(q, k, v, **options)
         if not need_weights:
             return out, None
         return out, api.weights_from(q, k, normaliser=normaliser, average_heads=average, **options)
+
+    def _drawn(self, device: torch.device) -> dict[str, Any]:
+        """Dropout, drawn here, so that the weights see the dropout of the output, and one
+        manual_seed gives one result whether or not the weights are asked for."""
+        if not self.training or self.dropout == 0:
+            return {}
+        return {"dropout_p": self.dropout, "seed": api.draw_seed(device)}
 
     def _merge_masks(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
@@ -242,35 +228,6 @@ class MultiheadAttention(nn.MultiheadAttention):
         raise AssertionError(
             f"key's sequence and batch dims {key.shape[:2]} do not match value's {value.shape[:2]}"
         )
-
-    def _check_nested(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
-    ) -> None:
-        """Nested input is for what torch's fast path takes, with gradients besides."""
-        reason = None
-        if query is not key or key is not value:
-            reason = "query, key and value are not the same Tensor"
-        elif query.layout != torch.strided:
-            reason = f"its layout is {query.layout}, not torch.strided"
-        elif query.dim() != 3:
-            reason = f"input not batched; expected query.dim() of 3 but got {query.dim()}"
-        elif not self.batch_first:
-            reason = "batch_first was not True"
-        elif self.in_proj_weight is None:
-            reason = "_qkv_same_embed_dim was not True"
-        elif self.bias_k is not None or self.add_zero_attn:
-            reason = "add_bias_kv or add_zero_attn was enabled"
-        elif key_padding_mask is not None or attn_mask is not None:
-            reason = "masks are not supported with NestedTensor input"
-        if reason:
-            raise AssertionError(
-                f"MultiheadAttention does not support NestedTensor here, because {reason}"
-            )
 
 
 def _check_mask_kinds(key_padding_mask: Tensor | None, attn_mask: Tensor | None) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .api import attention_packed
+from .api import attention_packed, attention_weights
 
 
 def is_jagged(x: object) -> bool:
@@ -20,32 +20,67 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tenso
 
     Raises RuntimeError for what is not of that form, or has holes.
     """
-    (q, cu_q, max_q), (k, cu_k, max_k), (v, cu_v, _) = (
-        _packed(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+    q, k, v = (
+        _heads_last(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     )
-    if cu_v is not cu_k and not torch.equal(cu_v, cu_k):
+    return as_jagged(attend_rows(q, k, v, **arguments), q).transpose(1, 2)
+
+
+class Rows(NamedTuple):
+    """Of a jagged (B,L*,...): its rows (T,...), where each sequence begins (B+1,), and bounds on
+    lengths that somebody found before: looking for them waits for a GPU."""
+
+    rows: Tensor
+    cu: Tensor
+    shortest: int | None
+    longest: int | None
+
+
+def rows_of(name: str, x: Tensor) -> Rows:
+    """Raises RuntimeError for what has no sequences in dimension 1, or has holes."""
+    jagged: Any = x  # of what one has, type checkers know nothing
+    if getattr(jagged, "_ragged_idx", 1) != 1:
+        raise RuntimeError(f"{name}: got {x.shape}, expected (B, L*, ...) with the sequences there")
+    if jagged.lengths() is not None:
+        raise RuntimeError(f"{name}: got a jagged tensor with holes, expected x.contiguous()")
+    bounds = (getattr(x, f"_maybe_{which}_seqlen", None) for which in ("min", "max"))
+    return Rows(jagged.values(), jagged.offsets(), *bounds)
+
+
+def attend_rows(q: Rows, k: Rows, v: Rows, **arguments: Any) -> Tensor:
+    """Of rows (T,H,E), (S,Hk,E) and (S,Hk,Ev): (T,H,Ev)."""
+    if v.cu is not k.cu and not torch.equal(v.cu, k.cu):
         raise RuntimeError(
-            f"value: got sequences at {cu_v.tolist()}, expected {cu_k.tolist()}, as key has"
+            f"value: got sequences at {v.cu.tolist()}, expected {k.cu.tolist()}, as key has"
         )
-    out = attention_packed(q, k, v, cu_q, cu_k, max_q=max_q, max_k=max_k, **arguments)
-    made = torch.nested.nested_tensor_from_jagged(
-        cast("Tensor", out), offsets=cu_q, min_seqlen=_known(query, "min"), max_seqlen=max_q
+    given: dict[str, Any] = dict(max_q=q.longest, max_k=k.longest) | arguments
+    return cast("Tensor", attention_packed(q.rows, k.rows, v.rows, q.cu, k.cu, **given))
+
+
+def weights_of(q: Rows, k: Rows, average: bool, **arguments: Any) -> Tensor:
+    """The probabilities (B,H,L,S), or (B,L,S) of all heads, padded by zeros."""
+    padded = (torch.nested.to_padded_tensor(as_jagged(x.rows, x), 0.0) for x in (q, k))
+    heads_first = (x.transpose(1, 2) for x in padded)
+    given: dict[str, Any] = dict(average_heads=average, key_lengths=k.cu.diff()) | arguments
+    weights = attention_weights(*heads_first, **given)
+    return without_rows_past(weights, q.cu.diff())
+
+
+def without_rows_past(weights: Tensor, lengths: Tensor) -> Tensor:
+    """Zeros there, as torch's have."""
+    past = torch.arange(weights.shape[-2], device=lengths.device) >= lengths[:, None]
+    past = past[:, :, None] if weights.ndim == 3 else past[:, None, :, None]
+    return weights.masked_fill(past, 0.0)
+
+
+def as_jagged(rows: Tensor, like: Rows) -> Tensor:
+    """Rows (T,...) in the sequences of another."""
+    return torch.nested.nested_tensor_from_jagged(
+        rows, offsets=like.cu, min_seqlen=like.shortest, max_seqlen=like.longest
     )
-    return made.transpose(1, 2)
 
 
-def _packed(name: str, x: Tensor) -> tuple[Tensor, Tensor, int | None]:
-    """Its rows (T,H,E), their offsets, and the length of the longest where that is known."""
+def _heads_last(name: str, x: Tensor) -> Rows:
     if x.ndim != 4:
         raise RuntimeError(f"{name}: got {x.ndim} dimensions, expected 4 (B, H, L*, E) of jagged")
-    rows: Any = x.transpose(1, 2)  # of what a jagged one has, type checkers know nothing
-    if getattr(rows, "_ragged_idx", 1) != 1:
-        raise RuntimeError(f"{name}: got {x.shape}, expected its sequences in dimension 2 of 4")
-    if rows.lengths() is not None:
-        raise RuntimeError(f"{name}: got a jagged tensor with holes, expected x.contiguous()")
-    return rows.values(), rows.offsets(), _known(x, "max")
-
-
-def _known(x: Tensor, which: str) -> int | None:
-    """A bound on lengths that somebody found before: looking for it waits for a GPU."""
-    return getattr(x, f"_maybe_{which}_seqlen", None)
+    return rows_of(name, x.transpose(1, 2))

@@ -119,10 +119,6 @@ def test_a_nested_batch_is_the_padded_batch_in_values_weights_and_gradients(trai
         )
 
 
-def jagged(nested):
-    return torch.nested.as_nested_tensor(list(nested.unbind()), layout=torch.jagged)
-
-
 NESTED_AND_WRONG = {
     "are not the same Tensor": ({}, lambda n, p: ((n, n.clone(), n), {})),
     "same Tensor": ({}, lambda n, p: ((p, n, n), {})),
@@ -133,7 +129,6 @@ NESTED_AND_WRONG = {
         {},
         lambda n, p: ((n, n, n), {"key_padding_mask": padding_at(2, 4, size=4)}),
     ),
-    "layout": ({}, lambda n, p: ((jagged(n),) * 3, {})),
 }
 
 

@@ -1,0 +1,121 @@
+"""MultiheadAttention of nested tensors: sequences of different lengths, each by itself."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from . import nested
+
+if TYPE_CHECKING:
+    from .multihead import MultiheadAttention
+
+Masks = tuple[Tensor | None, Tensor | None]
+
+
+def forward(
+    module: MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    masks: Masks,
+    need_weights: bool,
+    average: bool,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Of jagged (B,L*,E), causal if asked; or of one strided nested tensor, which
+    nn.TransformerEncoder makes of padding. Weights are padded by zeros, as torch's are.
+
+    Raises AssertionError, in torch's words, for what these cannot have.
+    """
+    if all(map(nested.is_jagged, (query, key, value))):
+        _check_jagged(module, masks)
+        return _jagged(module, query, key, value, need_weights, average, is_causal)
+    _check_strided(module, query, key, value, masks)
+    return _strided(module, query, need_weights, average)
+
+
+def _jagged(
+    module: MultiheadAttention,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    need_weights: bool,
+    average: bool,
+    causal: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Packed: nothing is padded but the weights."""
+    found = {}  # one tensor stays one: `_project` looks for that
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if id(x) not in found:
+            of_x = nested.rows_of(name, x)
+            found[id(x)] = of_x, of_x.rows[None]
+    rows, flat = zip(*(found[id(x)] for x in (query, key, value)), strict=True)
+    module._check_inputs(*flat, seq_first=False)
+    projected = module._project(*flat, seq_first=False)
+    q, k, v = (
+        x._replace(rows=heads[0].transpose(0, 1)) for x, heads in zip(rows, projected, strict=True)
+    )
+    options = module._drawn(query.device) | {"causal": causal}
+    out = nested.attend_rows(q, k, v, **options)
+    out = F.linear(out.flatten(1), module.out_proj.weight, module.out_proj.bias)
+    weights = nested.weights_of(q, k, average, **options) if need_weights else None
+    return nested.as_jagged(out, q), weights
+
+
+def _strided(
+    module: MultiheadAttention, x: Tensor, need_weights: bool, average: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The lengths are known on the host, so keys past the end are skipped instead of masked."""
+    lengths = [item.size(0) for item in x.unbind()]
+    padded = torch.nested.to_padded_tensor(x, 0.0)
+    module._check_inputs(padded, padded, padded, seq_first=False)
+    q, k, v = module._project(padded, padded, padded, seq_first=False)
+    key_lengths = torch.tensor(lengths, device=x.device)
+    out, weights = module._attend(q, k, v, need_weights, average, key_lengths=key_lengths)
+    if weights is not None:
+        weights = nested.without_rows_past(weights, key_lengths)
+    out = module._project_out(out, seq_first=False)
+    items = [item[:length] for item, length in zip(out.unbind(), lengths, strict=True)]
+    return torch.nested.as_nested_tensor(items), weights
+
+
+def _check_jagged(module: MultiheadAttention, masks: Masks) -> None:
+    reason = None
+    if not module.batch_first:
+        reason = "batch_first was not True"
+    elif module.bias_k is not None or module.add_zero_attn:
+        reason = "add_bias_kv or add_zero_attn was enabled"
+    elif any(mask is not None for mask in masks):
+        reason = "masks are not supported with NestedTensor input (is_causal=True needs none)"
+    _refuse(reason)
+
+
+def _check_strided(
+    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: Masks
+) -> None:
+    """It is for what torch's fast path takes, with gradients besides."""
+    reason = None
+    if query is not key or key is not value:
+        reason = "query, key and value are not the same Tensor"
+    elif query.dim() != 3:
+        reason = f"input not batched; expected query.dim() of 3 but got {query.dim()}"
+    elif not module.batch_first:
+        reason = "batch_first was not True"
+    elif module.in_proj_weight is None:
+        reason = "_qkv_same_embed_dim was not True"
+    elif module.bias_k is not None or module.add_zero_attn:
+        reason = "add_bias_kv or add_zero_attn was enabled"
+    elif any(mask is not None for mask in masks):
+        reason = "masks are not supported with NestedTensor input"
+    _refuse(reason)
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise AssertionError(
+            f"MultiheadAttention does not support NestedTensor here, because {reason}"
+        )
