@@ -6,8 +6,8 @@ Pages and who uses them; no kernel. A contiguous cache is one of pages as large 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,13 @@ from .check import DTYPES
 from .scalars import whole
 
 Counts = int | Sequence[int] | Tensor
+F = TypeVar("F", bound=Callable)
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+def _kept(method: F) -> F:
+    """What it makes is kept for calls in any mode."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class KVCache:
@@ -30,12 +37,13 @@ class KVCache:
     contiguous, all of whose memory is there at once. Pages are shared by `fork` until one side
     writes. grow: add pages and capacity where they run out, instead of raising.
 
-    Results have no gradient. On a GPU the reference backend gathers the pages: no kernel there
-    reads them yet. A cache and its forks are for one thread at a time. Raises RuntimeError where
-    the cache is full, before anything is written, and ValueError or TypeError for what does not
-    fit it.
+    There is no gradient: to ask for one raises. Under autocast q gets the cache's dtype. On a GPU
+    the reference backend gathers the pages: no kernel there reads them yet. A cache and its forks
+    are for one thread at a time. Raises RuntimeError where the cache is full, before anything is
+    written, and ValueError or TypeError for what does not fit it.
     """
 
+    @_kept
     def __init__(
         self,
         batch: int,
@@ -86,7 +94,7 @@ class KVCache:
     @property
     def block_table(self) -> Tensor:
         """(B,blocks) int64 on the cache's device, as `attention_packed` takes it."""
-        return self._on_device[0]
+        return self._on_device[0].clone()
 
     @property
     def k_pages(self) -> Tensor:
@@ -142,6 +150,13 @@ class KVCache:
             key_lengths=self._on_device[1],
             max_k=None if columns == 1 else columns,
         )
+        if _any_autocast() and isinstance(q, Tensor):  # what is kept has its dtype, and is not cast
+            with torch.autocast(q.device.type, enabled=False):
+                q = q.to(self._pool.k.dtype)
+                return self._attend(q, cu_q, max_q, given)
+        return self._attend(q, cu_q, max_q, given)
+
+    def _attend(self, q: Tensor, cu_q: Tensor | None, max_q: int | None, given: Any) -> Any:
         if cu_q is not None:
             return attention_packed(q, *self._pool.kv, cu_q, max_q=max_q, **given)
         if not isinstance(q, Tensor) or q.ndim != 4 or q.shape[0] != self.batch:
@@ -161,7 +176,7 @@ class KVCache:
 
     # ------------------------------------------------------------------------------ what is added
 
-    @torch.no_grad()
+    @_kept
     def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
         """More keys and values, in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n of each item; or k
         (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] of item b."""
@@ -265,6 +280,7 @@ class KVCache:
 
     # ---------------------------------------------------------------------------- what is let go
 
+    @_kept
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
         """A cache of these items (all; one may be there several times), which shares their pages
         until either side writes into one: then that one is copied."""
@@ -276,6 +292,7 @@ class KVCache:
         self._pool.users += torch.bincount(made._used(), minlength=len(self._pool.users))
         return made
 
+    @_kept
     def evict(self, counts: Counts) -> None:
         """Drop the oldest keys, so many of each item. Whole pages are given back; what is left of a
         page moves, and with it all that follows: multiples of page_size cost nothing."""
@@ -298,6 +315,7 @@ class KVCache:
         if kept:
             self._pool.k[at], self._pool.v[at] = (torch.cat(x) for x in zip(*kept, strict=True))
 
+    @_kept
     def truncate(self, lengths: Counts) -> None:
         """Keep the first keys, so many of each item: drops what speculation got wrong."""
         keep = self._counts("lengths", lengths)
@@ -306,6 +324,7 @@ class KVCache:
             self._pool.drop(self._table[b, needs:has])
         self._set(self._table, keep)
 
+    @_kept
     def free(self, items: Sequence[int] | Tensor | None = None) -> None:
         """Give back all pages of these items (all): each is empty then."""
         chosen = torch.arange(self.batch) if items is None else _index(items, self.batch)

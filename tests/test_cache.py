@@ -2,6 +2,7 @@
 what forks share is nobody's to change."""
 
 import gc
+import itertools
 import random
 
 import pytest
@@ -288,3 +289,36 @@ WRONG = [
 def test_what_does_not_fit(call, error, message):
     with pytest.raises(error, match=message):
         call(Model(4).cache)
+
+
+def test_any_mode():
+    """A cache that is made, filled or forked in inference mode serves outside it, and the other way
+    round; autocast casts what comes, not what is kept."""
+    q, k = torch.randn(B, H, 1, D), torch.randn(B, HK, 3, D)
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad] * 2
+    for first, second in itertools.pairwise(modes):
+        with first():
+            cache = KVCache(B, HK, D, capacity=8, page_size=4, grow=True)
+            cache.append(k, k)
+        with second():
+            fork = cache.fork()
+            for x in (cache, fork):
+                x.append(torch.cat([k] * 4, 2), torch.cat([k] * 4, 2))
+                x.evict(5)
+                x.truncate(6)
+        with first():
+            assert torch.equal(cache.attention(q), fork.attention(q))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cache.attention(q.bfloat16())
+    assert out.dtype == torch.float32
+    assert torch.equal(out, cache.attention(q.bfloat16().float()))
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        cache.attention(q.requires_grad_()).sum().backward()
+
+
+def test_what_was_asked_stays_as_it_was():
+    cache = Model(4).cache
+    table, lengths = cache.block_table, cache.lengths
+    before = table.clone(), lengths.clone()
+    cache.append(torch.randn(B, HK, 9, D), torch.randn(B, HK, 9, DV))
+    assert torch.equal(table, before[0]) and torch.equal(lengths, before[1])
