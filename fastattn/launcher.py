@@ -11,6 +11,7 @@ from torch import Tensor, empty, get_num_threads
 from . import native
 from .backend import Layout, token_major_layout
 from .crossing import pack, places
+from .packing import backward_in_turn
 from .spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tensors
 
 # What follows a call's tensors in a pass: the field of FaParams, and how it crosses.
@@ -62,6 +63,9 @@ class Launcher:
     ) -> dict[str, Tensor]:
         if dout is None:
             dout = out.new_zeros(()).expand(out.shape)
+        if spec.packed and "mask" in wants and _copies(spec, t.given("mask")) > ROOM:
+            found = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, wants)
+            return {name: x.to(t.given(name).dtype) for name, x in found.items()}
         grads = self._gradients(spec, t, wants)
         given = (out, normaliser, dout, dlse)
         self._launch(native.BACKWARD, spec, t, (*given, *map(grads.get, DIFFERENTIABLE)))
@@ -171,6 +175,13 @@ def convert(spec: AttentionSpec, t: Tensors) -> Tensors:
         if a.crosses == "pointer" and not x.is_contiguous():
             changed[name] = x.contiguous()
     return t._replace(**changed) if changed else t
+
+
+ROOM = 64 << 20  # bytes for the gradients of a mask that sequences share, one for each
+
+
+def _copies(spec: AttentionSpec, mask: Tensor) -> int:
+    return 0 if mask.ndim == 4 and mask.shape[0] > 1 else spec.B * mask.numel() * 4
 
 
 def _by_sequence(spec: AttentionSpec, x: Tensor) -> tuple[int, ...]:

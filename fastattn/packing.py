@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -103,6 +103,35 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
             rows,
             keys,
         )
+
+
+def backward_in_turn(
+    backend: Any,
+    spec: AttentionSpec,
+    t: Tensors,
+    out: Tensor,
+    normaliser: Tensor,
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    wants: Collection[str],
+) -> dict[str, Tensor]:
+    """`Backend.backward` of a packed batch by one call for each sequence. In spec.wide: what
+    sequences share is summed over them, in their order."""
+    grads = {name: torch.zeros_like(t.given(name), dtype=spec.wide) for name in wants}
+    for one in sequences(spec, t):
+        rows = one.rows
+        given = [None if x is None else x[:, :, rows] for x in (out, dout, dlse)]
+        found = backend.backward(
+            one.spec, one.t, given[0], normaliser[..., rows], *given[1:], wants
+        )
+        room = grads | {name: x[:, :, rows] for name, x in grads.items() if name == "q"}
+        room |= {name: x[:, :, one.keys] for name, x in grads.items() if name in "kv"}
+        if "mask" in wants:
+            b = one.spec.at_item - spec.at_item
+            room["mask"] = of_sequence(grads["mask"], b)[..., : one.spec.M, : one.spec.N]
+        for name in wants:
+            room[name] += found[name].to(spec.wide)
+    return grads
 
 
 def gathered(x: Tensor, t: Tensors, b: int, length: int) -> Tensor:

@@ -21,7 +21,7 @@ from runners import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import Place
+from fastattn import Place, launcher
 from fastattn.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -364,6 +364,25 @@ def test_packed_gradients_by_differences():
         ),
         tensors,
     )
+
+
+@not_interpreted
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_shared_masks_gradients_are_never_too_many(dtype, monkeypatch):
+    """Where one for each sequence would be, they are summed as sequences come: the same bits of all
+    others."""
+    names = ("head_bias_grad", "sinks", "gqa", "lse_loss", "lengths", "alibi_batch")
+    made = batch([FEATURE[x] for x in names], DTYPES[dtype])
+    before = made.run()
+    monkeypatch.setattr(launcher, "ROOM", 0)
+    asked = []
+    each = launcher.backward_in_turn
+    monkeypatch.setattr(launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
+    after = made.run()
+    assert asked
+    passed(list(complaints(made, after)))
+    for name in after.keys() - {"dmask", "dsinks"}:
+        assert torch.equal(before[name], after[name]), name
 
 
 def test_packed_is_explained():

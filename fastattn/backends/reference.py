@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import reference as oracle
 from ..backend import Support, check_values, register, token_major
 from ..check import DTYPES
-from ..packing import of_sequence, sequences
+from ..packing import backward_in_turn, sequences
 from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tensors
 
 
@@ -71,7 +71,8 @@ class Reference:
     @_without_autocast
     def backward(self, spec, t, out, normaliser, dout, dlse, wants):
         if spec.packed:
-            return _backward_packed(self, spec, t, out, normaliser, dout, dlse, wants)
+            grads = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, wants)
+            return _as_inputs(t, grads, wants)
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
@@ -189,24 +190,6 @@ def _forward_packed(run: Reference, spec: AttentionSpec, t: Tensors) -> tuple[Te
     for one in sequences(spec, t):
         out[:, :, one.rows], normaliser[..., one.rows] = run.forward(one.spec, one.t)
     return out, normaliser
-
-
-def _backward_packed(
-    run: Reference, spec, t, out, normaliser, dout, dlse, wants
-) -> dict[str, Tensor]:
-    grads = {name: torch.zeros_like(t.given(name), dtype=spec.wide) for name in wants}
-    for one in sequences(spec, t):
-        rows = one.rows
-        given = [None if x is None else x[:, :, rows] for x in (out, dout, dlse)]
-        found = run.backward(*(one.spec, one.t, given[0], normaliser[..., rows], *given[1:], wants))
-        room = grads | {name: x[:, :, rows] for name, x in grads.items() if name == "q"}
-        room |= {name: x[:, :, one.keys] for name, x in grads.items() if name in "kv"}
-        if "mask" in wants:
-            b = one.spec.at_item - spec.at_item
-            room["mask"] = of_sequence(grads["mask"], b)[..., : one.spec.M, : one.spec.N]
-        for name, x in found.items():
-            room[name] += x.to(spec.wide)
-    return _as_inputs(t, grads, wants)
 
 
 register(Reference())
