@@ -11,7 +11,7 @@ from .cases import BACKWARD, FORWARD
 from .flushing import FLUSHED
 from .machine import words
 from .peers import BASELINE, SUBJECT
-from .printed import beyond, first_threads, ratio_at_limit, speedup_of, timing_of
+from .printed import beyond, first_threads, ratio_at_limit, speedup_of, spread, timing_of
 
 Result = dict[str, Any]
 SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind tells enough; the pictures have the rest
@@ -190,10 +190,9 @@ def subnormals(results: Sequence[Result]) -> Iterator[str]:
 def _flushed(row: Result) -> list[str]:
     if row["status"] != "ok":
         return ["failed", "", "", ""]
-    ms, ratio = row["ms"], row["ratio"]
-    spread = f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
+    ms = row["ms"]
     times = (f"{ms[x]:.1f}" if x in ms else "" for x in (SUBJECT, FLUSHED))
-    return [*times, spread, f"{ms[BASELINE]:.1f}" if BASELINE in ms else ""]
+    return [*times, spread(row["ratio"]), f"{ms[BASELINE]:.1f}" if BASELINE in ms else ""]
 
 
 def serving(results: Sequence[Result]) -> Iterator[str]:
@@ -210,10 +209,9 @@ def serving(results: Sequence[Result]) -> Iterator[str]:
 def _raced(row: Result) -> list[str]:
     if row["status"] != "ok":
         return ["failed", "", ""]
-    ms, ratio = row["ms"], row["ratio"]
-    spread = f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
+    ms = row["ms"]
     aim = f"{row['rule']} {row['aim']:g}: {'met' if row['met'] else '**missed**'}"
-    return [f"{ms['ours']:.2f}, {ms['other']:.2f}", spread, aim]
+    return [f"{ms['ours']:.2f}, {ms['other']:.2f}", spread(row["ratio"]), aim]
 
 
 def memory(results: Sequence[Result]) -> Iterator[str]:

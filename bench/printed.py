@@ -118,11 +118,15 @@ def _number(value: float | None) -> str:
     return f"{'-':>7}" if value is None else f"{value:7.1f}" if value < 1e4 else f"{value:7.0f}"
 
 
+def spread(ratio: Record) -> str:
+    return f"{ratio['median']:.2f} [{ratio['q1']:.2f} {ratio['q3']:.2f}]"
+
+
 def _speedup(q: Record | None) -> str:
     if not q:
         return f"{'-':>6} {'':13}"
-    spread = f"[{q['q1']:.2f} {q['q3']:.2f}]"
-    return f"{q['median']:6.2f} {spread:<13}"
+    median, _, quartiles = spread(q).partition(" ")
+    return f"{median:>6} {quartiles:<13}"
 
 
 def _rate(gflops: float) -> str:

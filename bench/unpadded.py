@@ -21,6 +21,7 @@ import fastattn
 
 from . import timing
 from .cases import BOTH, DTYPES, FORWARD, TRAINING
+from .printed import spread
 from .run import ratio
 
 Record = dict[str, Any]
@@ -135,7 +136,8 @@ def measure(race: Race, seconds: float = SECONDS, threads: int | None = None) ->
         warnings.simplefilter("ignore")  # of torch, about jagged tensors
         if reason := disagreement(race):
             return row | {"status": "failed", "reason": reason} | NOTHING
-        programs = {name: (lambda _, f=f: f(),) for name, f in _sides(race).items()}
+        sides = {"ours": race.ours, "other": race.other}
+        programs = {name: (lambda _, f=f: f(),) for name, f in sides.items()}
         samples = timing.interleaved(programs, timing.WALL_TIME, seconds)
     laps = {name: [x[0] for x in rounds] for name, rounds in samples.items()}
     ms = {name: 1e3 * timing.quartiles(x)["median"] for name, x in laps.items()}
@@ -166,12 +168,7 @@ def line(row: Record) -> str:
         return f"FAILED: {name}, not timed: {row['reason']}"
     found, ms = row["ratio"], row["ms"]
     aim = f"{row['rule']} {row['aim']:g}: {'met' if row['met'] else 'MISSED'}"
-    spread = f"{found['median']:.2f} [{found['q1']:.2f} {found['q3']:.2f}]"
-    return f"{name}: {spread}, {aim}; {ms['ours']:.2f} and {ms['other']:.2f} ms"
-
-
-def _sides(race: Race) -> dict[str, Callable[[], Sequence[Tensor]]]:
-    return {"ours": race.ours, "other": race.other}
+    return f"{name}: {spread(found)}, {aim}; {ms['ours']:.2f} and {ms['other']:.2f} ms"
 
 
 def _padded(x: Tensor, lengths: Sequence[int]) -> Tensor:

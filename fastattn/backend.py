@@ -25,19 +25,20 @@ class Support:
     dtypes: frozenset[torch.dtype]
     max_head_dim: int | None  # for D and Dv; None = any
     features: Feature
-    max_length: int | None = None  # for M and N; None = any
+    max_length: int | None = None  # for M and N, and for T and S of what is packed; None = any
 
     def why_not(self, spec: AttentionSpec) -> list[str]:
         """The reasons to decline `spec`; empty when it can be run."""
         devices, limit, longest = self.devices, self.max_head_dim, self.max_length
+        rows, keys = max(spec.rows, spec.T), max(spec.keys, spec.S, spec.P * spec.page)
         missing = _names(spec.features.value & ~self.features.value)
         rules = [
             (devices is None or spec.device in devices, f"no kernel for device {spec.device!r}"),
             (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
             (limit is None or spec.D <= limit, f"head dim {spec.D} is over {limit}"),
             (limit is None or spec.Dv <= limit, f"value head dim {spec.Dv} is over {limit}"),
-            (longest is None or spec.rows <= longest, f"{spec.rows} queries are over {longest}"),
-            (longest is None or spec.keys <= longest, f"{spec.keys} keys are over {longest}"),
+            (longest is None or rows <= longest, f"{rows} queries are over {longest}"),
+            (longest is None or keys <= longest, f"{keys} keys are over {longest}"),
             (not missing, f"does not support {', '.join(missing)}"),
         ]
         return [reason for ok, reason in rules if not ok]

@@ -278,6 +278,16 @@ def test_what_cannot_be_honoured_is_named(call, kind, message):
         call()
 
 
+@pytest.mark.parametrize("arguments", [{}, dict(causal=True), dict(window_size=(2, 1))], ids=str)
+def test_a_sequence_longer_than_was_said(arguments):
+    x, cu = random(10, H, D), torch.tensor([0, 4, 10])
+    message = (
+        r"^cu_seqlens_q: got a sequence, 0, of 4, expected at most max_seqlen_q = 3; None looks"
+    )
+    with pytest.raises(ValueError, match=message):
+        fa.flash_attn_varlen_func(x, x, x, cu, cu, 3, 10, **arguments)
+
+
 @pytest.mark.parametrize("look", [dict(causal=True), dict(window_size=(2, 1))], ids=str)
 @pytest.mark.parametrize("wrong", [[0], [0, 4, 12], [0, 4], [1, 4, 10], [0, 12, 10], [0, 4, 9, 10]])
 @pytest.mark.parametrize("side", ["q", "k"])

@@ -26,10 +26,11 @@ def in_their_names(**names: str):
     try:
         yield
     except (TypeError, ValueError) as error:
-        first = re.match(r"\w+", str(error))
-        if first is None or first[0] not in names:
+        ours = str(error)
+        told = re.sub(r"^\w+|\w+_\w+", lambda found: names.get(found[0], found[0]), ours)
+        if told == ours:
             raise
-        raise type(error)(names[first[0]] + str(error)[first.end() :]) from None
+        raise type(error)(told) from None
 
 
 Axes = tuple[int | str, ...]  # a word stands for any size
@@ -57,7 +58,7 @@ def _fits(x: Tensor, axes: Axes) -> bool:
 
 
 def _told(axes: Axes) -> str:
-    return f"({', '.join(map(str, axes))})"
+    return f"({', '.join(map(str, axes))}{',' * (len(axes) == 1)})"
 
 
 def within(name: str, x: Tensor, last: int | Tensor, why: str = "") -> Tensor:
