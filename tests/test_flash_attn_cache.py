@@ -140,6 +140,24 @@ def test_a_page_may_serve_several_sequences():
     agree(given | {"causal": True})
 
 
+@pytest.mark.parametrize("page", (None, 4, 8))
+def test_two_sequences_do_not_write_to_one_row(page):
+    """What they share they may read; lengths that differ write to rows of their own."""
+    k_cache, v_cache = random(4, 8, HK, D, seed=1), random(4, 8, HK, 6, seed=2)
+    q, k, v = random(2, 1, H, D), random(2, 1, HK, D, seed=3), random(2, 1, HK, 6, seed=4)
+    found = dict(cache_batch_idx=torch.tensor([2, 2]))
+    if page:
+        k_cache, v_cache = (x.view(-1, page, *x.shape[2:]) for x in (k_cache, v_cache))
+        found = dict(block_table=torch.tensor([[1, 3], [1, 3]]))
+    fa.flash_attn_with_kvcache(q, k_cache, v_cache, cache_seqlens=5, **found)
+    apart = torch.tensor([5, 6])
+    fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=apart, **found)
+    before = k_cache.clone(), v_cache.clone()
+    with pytest.raises(ValueError, match="k: got keys of two sequences for one row"):
+        fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=5, **found)
+    assert torch.equal(k_cache, before[0]) and torch.equal(v_cache, before[1])
+
+
 def test_the_cache_may_have_any_strides():
     given = problem("plain", "three")
     for name in ("k_cache", "v_cache"):

@@ -86,8 +86,10 @@ class Cache(NamedTuple):
         item = torch.arange(len(k), device=lengths.device)[:, None]
         at = lengths[:, None] + torch.arange(k.shape[1], device=lengths.device)
         page = self.k.shape[1]
-        at = (item, at) if self.is_plain else (self.table[item, at // page], at % page)
-        self.k[at], self.v[at] = k, v
+        if not self.is_plain:
+            item, at = self.table[item, at // page], at % page
+            _need_own(item * page + at)
+        self.k[item, at], self.v[item, at] = k, v
 
     def pages(self, lengths: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
         """k and v in pages, the table of these, and how many keys lie there, (B,).
@@ -131,6 +133,15 @@ def attend(
         sizes = M, cache.capacity
         out, lse, _ = packed(q.flatten(0, 1), keys, values, cu_q, pages, *sizes, arguments)
         return out.unflatten(0, (B, M)), lse.unflatten(1, (B, M)).transpose(0, 1)
+
+
+def _need_own(rows: Tensor) -> None:
+    """Raise where two sequences would write to one row of the cache: by a CPU, which looks."""
+    if rows.device.type == "cpu" and rows.unique().numel() < rows.numel():
+        raise ValueError(
+            "k: got keys of two sequences for one row of the cache, expected some of their own; "
+            "cache_batch_idx and block_table may share what nobody writes"
+        )
 
 
 def _count_new(k: Tensor | None, v: Tensor | None, cache: Cache, cache_seqlens) -> int:
