@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .forward import attend
-from .score import SIZES, call_of, item_of, key_range, rows_in, rows_of
+from .score import SIZES, call_of, extent, item_of, key_range, rows_of
 from .softmax import LOWEST, add_sink, finish, rescale, store_normaliser
 from .tile import Start, head_of, row_index, store
 
@@ -36,7 +36,7 @@ def split_kernel(
     b, split = rest % call.B, rest // call.B
     splits = tl.num_programs(0) // (tiles * heads * call.B)
 
-    _, M = rows_in(b, call, extras, F)
+    _, M = extent(extras.cu_q, b, call.M, F)
     of_group = call.group * M
     if F.packed and tile * T.BM >= of_group:
         return

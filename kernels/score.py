@@ -166,40 +166,24 @@ class Keys(NamedTuple):
 
 
 @triton.jit
-def sequence(cu, b, most):
-    """Where one of a packed batch begins, and how many rows or keys it has.
+def extent(cu, b, most, F: tl.constexpr):
+    """Where an item's rows begin, or its keys, and how many there are.
 
-    Values on a GPU are clamped, so that whatever they are nothing outside is read: to check them
+    Offsets on a GPU are clamped, so that whatever they are nothing outside is read: to check them
     would be to wait for the device.
     """
-    first = tl.minimum(tl.maximum(tl.load(cu.ptr + b), 0), cu.total)
-    end = tl.minimum(tl.maximum(tl.load(cu.ptr + b + 1), first), cu.total)
-    return first, tl.minimum(end - first, most).to(tl.int32)
-
-
-@triton.jit
-def rows_in(b, call, extras, F: tl.constexpr):
-    """Where an item's rows begin, and how many there are."""
     if F.packed:
-        row, M = sequence(extras.cu_q, b, call.M)
-        return Start(0, row), M
+        first = tl.minimum(tl.maximum(tl.load(cu.ptr + b), 0), cu.total)
+        end = tl.minimum(tl.maximum(tl.load(cu.ptr + b + 1), first), cu.total)
+        return Start(0, first), tl.minimum(end - first, most).to(tl.int32)
     else:
-        return Start(b, 0), call.M
-
-
-@triton.jit
-def keys_in(b, call, extras, F: tl.constexpr):
-    if F.packed:
-        key, N = sequence(extras.cu_k, b, call.N)
-        return Start(0, key), N
-    else:
-        return Start(b, 0), call.N
+        return Start(b, 0), most
 
 
 @triton.jit
 def item_of(b, call, extras, F: tl.constexpr):
-    q, M = rows_in(b, call, extras, F)
-    k, N = keys_in(b, call, extras, F)
+    q, M = extent(extras.cu_q, b, call.M, F)
+    k, N = extent(extras.cu_k, b, call.N, F)
     whole = N  # of the larger call, if there is one
     if F.place:
         whole += call.at_key + call.keys_after

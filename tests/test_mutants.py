@@ -187,17 +187,17 @@ no tail from forward: softmax.py: far_rows
 -tl.where(tl.abs(lse) < float("inf"), tail, 0.0)
 +tl.where(tl.abs(lse) < 0, tail, 0.0)
 a sequence's rows begin at 0: score.py: packed
--return Start(0, row), M
-+return Start(0, 0), M
+-q, M = extent(extras.cu_q, b, call.M, F)
++q, M = Start(0, 0), extent(extras.cu_q, b, call.M, F)[1]
 a sequence's keys begin at 0: score.py: packed
--return Start(0, key), N
-+return Start(0, 0), N
+-k, N = extent(extras.cu_k, b, call.N, F)
++k, N = Start(0, 0), extent(extras.cu_k, b, call.N, F)[1]
 a sequence has as many rows as the longest: score.py: packed+bottom_right
--return Start(0, row), M
-+return Start(0, row), call.M
+-q, M = extent(extras.cu_q, b, call.M, F)
++q, M = extent(extras.cu_q, b, call.M, F)[0], call.M
 a sequence has as many keys as the longest: score.py: packed
--return Start(0, key), N
-+return Start(0, key), call.N
+-k, N = extent(extras.cu_k, b, call.N, F)
++k, N = extent(extras.cu_k, b, call.N, F)[0], call.N
 the normaliser's rows begin at 0: tile.py: packed
 -* H + h) * M + at.row + i
 +* H + h) * M + i
