@@ -18,7 +18,7 @@ from .score import (
     visible,
 )
 from .softmax import add_sink, finish, store_normaliser, update
-from .tile import by_rows, dot, load, narrow, row_index, source, store, take
+from .tile import by_rows, dot, load_keys, look_up, narrow, row_index, source, store, take
 
 
 @triton.jit
@@ -33,7 +33,8 @@ def accumulate(
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, MASKED)
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
-        tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
+        found = look_up(j0, item.b, item.length, extras.pages, F, T.BN, MASKED)
+        tile_k = load_keys(k, k_from, j0, item.length, found, F, T.D, T.BN, T.BD, MASKED)
         s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, MASKED)
         if MASKED:
             s = tl.where(visible(rows, keys, item, call, F), s, float("-inf"))
@@ -41,7 +42,7 @@ def accumulate(
         if F.dropout:
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
             p = tl.where(keep, p, 0.0)
-        tile_v = load(v, v_from, j0, item.length, T.DV, T.BN, T.BDV, F.tma, MASKED)
+        tile_v = load_keys(v, v_from, j0, item.length, found, F, T.DV, T.BN, T.BDV, MASKED)
         acc = dot(narrow(p, tile_v.dtype), tile_v, acc * alpha[:, None], F)
     return acc, m, l
 

@@ -36,6 +36,7 @@ class Flags(NamedTuple):
     bottom_right: bool = False
     place: bool = False  # the call is a part of a larger one
     packed: bool = False  # items are sequences of different lengths, one after the other
+    step: int = 0  # keys lie in pages: the power of two that divides one, 256 at most
     lengths: bool = False
     aligned: bool = False  # 16 divides N
     gqa: bool = False  # several query heads share a key head
@@ -133,6 +134,7 @@ class Extras(NamedTuple):
     seed: Any  # one int64
     cu_q: Any = None  # Offsets, of rows and of keys
     cu_k: Any = None
+    pages: Any = None  # Pages, in the place of cu_k
     nothing: Any = None  # Triton 3.6 loses the constants inside a tuple that has none of its own
 
 
@@ -183,7 +185,10 @@ def extent(cu, b, most, F: tl.constexpr):
 @triton.jit
 def item_of(b, call, extras, F: tl.constexpr):
     q, M = extent(extras.cu_q, b, call.M, F)
-    k, N = extent(extras.cu_k, b, call.N, F)
+    if F.step > 0:
+        k, N = Start(0, 0), tl.minimum(call.N, extras.pages.room)
+    else:
+        k, N = extent(extras.cu_k, b, call.N, F)
     whole = N  # of the larger call, if there is one
     if F.place:
         whole += call.at_key + call.keys_after

@@ -28,6 +28,16 @@ class Start(NamedTuple):
     row: Any  # 0, but of a packed batch, whose sequences are rows of one item
 
 
+class Pages(NamedTuple):
+    """Where keys and values in pages are: page p is item p of an Operand."""
+
+    table: Any  # (B, blocks) int32 or int64, contiguous: the pages of each sequence, in their order
+    blocks: Any
+    steps: Any  # of a page, of F.step keys each
+    count: Any  # pages that there are
+    room: Any  # keys that a sequence may have
+
+
 @triton.jit
 def dot(a, b, acc, F: tl.constexpr):
     """acc + a @ b, accumulated in float32; a and b of one dtype.
@@ -108,14 +118,20 @@ def load(
     else:
         i, d = tl.arange(0, BM), tl.arange(0, BD)
         at = src + (tl.cast(i0, tl.int64) + i)[:, None] * x.sm + d.to(tl.int64)[None, :] * x.sd
-        if BOUND and D < BD:
-            return tl.load(at, mask=(i0 + i < rows)[:, None] & (d < D)[None, :], other=0.0)
-        elif BOUND:
-            return tl.load(at, mask=(i0 + i < rows)[:, None], other=0.0)
-        elif D < BD:
-            return tl.load(at, mask=(d < D)[None, :], other=0.0)
-        else:
-            return tl.load(at)
+        return fetch(at, i0 + i < rows, d, D, BD, BOUND)
+
+
+@triton.jit
+def fetch(at, inside, d, D: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr):
+    """What lies at columns d of rows, 0 in those past D and, if BOUND, in rows not `inside`."""
+    if BOUND and D < BD:
+        return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
+    elif BOUND:
+        return tl.load(at, mask=inside[:, None], other=0.0)
+    elif D < BD:
+        return tl.load(at, mask=(d < D)[None, :], other=0.0)
+    else:
+        return tl.load(at)
 
 
 @triton.jit
@@ -124,6 +140,45 @@ def take(
 ):
     """`load` of a tile that is read once, and so has a source of its own."""
     return load(x, source(x, at, h, rows, D, BM, BD, TMA), i0, rows, D, BM, BD, TMA, True)
+
+
+@triton.jit
+def look_up(j0, b, rows, pages, F: tl.constexpr, BN: tl.constexpr, BOUND: tl.constexpr):
+    """The pages of keys [j0, j0 + BN) of sequence b, and their rows there: of the first, if all lie
+    in one page, else of each. 0 of keys that are not in pages.
+
+    Pages that there are not are clamped, for the reason that offsets are.
+    """
+    if F.step == 0:
+        return 0, 0
+    else:
+        j, seen = j0, j0 < rows
+        if F.step % BN != 0:
+            j += tl.arange(0, BN)
+            seen = j < rows
+        block = j // F.step // pages.steps
+        at = pages.table + tl.cast(b, tl.int64) * pages.blocks + block
+        page = tl.load(at, mask=seen, other=0) if BOUND else tl.load(at)
+        page = tl.minimum(tl.maximum(page, 0), pages.count - 1)
+        return page.to(tl.int64), j - block * (F.step * pages.steps)
+
+
+@triton.jit
+def load_keys(
+    x, src, j0, rows, found, F: tl.constexpr,
+    D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr,
+):  # fmt: skip
+    """`load` of keys or values, where `look_up` found them."""
+    page, row = found
+    if F.step == 0:
+        return load(x, src, j0, rows, D, BN, BD, F.tma, BOUND)
+    elif F.step % BN == 0:
+        return load(x, src + page * x.sb, row, rows - j0 + row, D, BN, BD, False, BOUND)
+    else:
+        d = tl.arange(0, BD)
+        at = src + page * x.sb + row.to(tl.int64) * x.sm
+        at = at[:, None] + d.to(tl.int64)[None, :] * x.sd
+        return fetch(at, j0 + tl.arange(0, BN) < rows, d, D, BD, BOUND)
 
 
 @triton.jit

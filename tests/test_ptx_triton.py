@@ -10,6 +10,7 @@ from typing import NamedTuple
 import pytest
 import test_cuda_decode
 import test_packed as test_packed_batches
+import test_paged as test_pages
 import test_weights
 import torch
 from cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
@@ -129,6 +130,38 @@ def test_packed_decode(compiled, small, names):
     made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
     passed(list(test_packed_batches.complaints(made, made.run(backward=False))))
     assert kernels(compiled) == {"split_kernel", "combine_kernel"}
+
+
+# A page of 20 keys, whose rows are gathered; and of 64, which is some of the tiles.
+paged = pytest.mark.parametrize("page", (20, 64))
+
+
+def in_pages(made, page):
+    """The arguments of a batch, and what its call has where its keys lie in pages: as much."""
+    most = dict(max_k=int(made.given["cu_k"].diff().max()))
+    given = test_pages.in_pages(made, page, torch.int32) | most
+    with torch.no_grad():
+        found = fastattn.attention_packed(**given, return_lse=True)
+        whole = fastattn.attention_packed(**made.given | most, return_lse=True)
+    return all(torch.equal(x, y) for x, y in zip(found, whole, strict=True))
+
+
+@paged
+@pytest.mark.parametrize("names", ("", "bottom_right float_mask gqa sinks"))
+def test_paged(compiled, small, names, page):
+    n = small.keys
+    sizes = ((5, 7), (0, 3), (n, 2 * n + 9), (3, 0), (n - 9, n))
+    made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
+    assert in_pages(made, page) and kernels(compiled) == {"forward_kernel"}
+
+
+@paged
+def test_paged_decode(compiled, small, page):
+    n = small.keys_of_decode
+    sizes = ((1, n), (0, 3), (3, n - 60), (2, 0))
+    features = named("bottom_right gqa")
+    made = test_packed_batches.batch(features, DTYPES["bfloat16"], sizes, small.d)
+    assert in_pages(made, page) and kernels(compiled) == {"split_kernel", "combine_kernel"}
 
 
 def named(names):

@@ -172,6 +172,22 @@ def test_offsets_of_any_integers_and_address(stub, derived, monkeypatch):
         assert found == as_triton(monkeypatch, stub, forward, s, other)
 
 
+@pytest.mark.parametrize("M, N", [(20, 70), (1, 4000)])
+def test_pages_of_any_table(M, N, stub, derived, monkeypatch):
+    """Of one spec, too: of any integers and address."""
+    _, t = described(**packed(M, N))
+    pages = dict(k=laid((9, 2, 16, 16)), v=laid((9, 2, 16, 16)), lengths=torch.tensor([N // 2]))
+    for first, dtype in itertools.product((0, 1), (torch.int32, torch.int64)):
+        table = torch.zeros(1 + N // 16 + 1, dtype=dtype)[first:][None, : N // 16 + 1]
+        other = t._replace(**pages, cu_k=None, pages=table)
+        s = check.describe(other, spec.Options(max_q=M, max_k=N))
+        forward(s, other)
+        derived.clear()
+        found = launches(stub, forward, s, other)
+        assert not derived
+        assert found == as_triton(monkeypatch, stub, forward, s, other)
+
+
 @pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
 def test_gradients_of_any_layout(strided, stub, monkeypatch):
     s, t = described()

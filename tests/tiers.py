@@ -137,6 +137,8 @@ OF_ALL = {
     "test_gpu_mutants::test_without_a_fault_there_is_nothing_to_notice": 3,
     "test_ptx_triton::test_features": 9,
     "test_ptx_triton::test_packed": 3,
+    "test_ptx_triton::test_paged": 4,
+    "test_ptx_triton::test_paged_decode": 4,
     "test_ptx_triton::test_features_of_decode": 13,
     "test_ptx_triton::test_features_of_weights": 25,
     "test_ptx_triton::test_tiles": 5,

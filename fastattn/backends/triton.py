@@ -73,6 +73,7 @@ class Triton:
             | Feature.GRAD
             | Feature.PLACE
             | Feature.PACKED
+            | Feature.PAGED
         ),
     )
 
@@ -168,8 +169,10 @@ class Job:
     def derive(self, arch: int, tf32: bool, inputs: tuple) -> Alike:
         spec = self.spec
         wide = all(describable(x) for x in inputs if x is not None)
-        # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers.
-        f = flags(spec, tf32, tma=90 <= arch < 120 and self.t.v is not None and wide)
+        # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers. None
+        # gathers rows of pages.
+        tma = 90 <= arch < 120 and self.t.v is not None and wide and not spec.paged
+        f = flags(spec, tf32, tma)
         busy = [x for x in tuning.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         if spec.dtype.itemsize == 2:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
@@ -420,7 +423,7 @@ def longest(spec: AttentionSpec) -> tuple[int, int]:
     """M and N: of a packed batch those of its longest sequence. It has no more than all have, but a
     mask may."""
     if spec.packed and spec.mask_shape is None:
-        return min(spec.M, spec.T), min(spec.N, spec.S)
+        return min(spec.M, spec.T), spec.N if spec.paged else min(spec.N, spec.S)
     return spec.M, spec.N
 
 
@@ -462,6 +465,20 @@ def operand(x: Tensor | None):
     return kernels().operand((x, *strides))
 
 
+def step(page: int) -> int:
+    """The largest power of two that divides a page, 256 at most: kernels divide by it at no cost,
+    and a tile that divides it lies in one page."""
+    return math.gcd(page, 256)
+
+
+def pages(spec: AttentionSpec, table: Tensor | None):
+    if table is None:
+        return None
+    room = min(spec.blocks * spec.page, gpu.LONGEST) if spec.P else 0
+    steps = spec.page // step(spec.page)
+    return kernels().tile.Pages(table.contiguous(), spec.blocks, steps, spec.P, room)
+
+
 def offsets(cu: Tensor | None, total: int):
     return None if cu is None else kernels().score.Offsets(cu.contiguous(), total)
 
@@ -489,6 +506,7 @@ def extras(spec: AttentionSpec, t: Tensors):
         seed=t.seed if spec.dropout_p > 0 else None,
         cu_q=offsets(t.cu_q, spec.T),
         cu_k=offsets(t.cu_k, spec.S),
+        pages=pages(spec, t.pages),
     )
 
 
@@ -515,6 +533,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         bottom_right=spec.bottom_right,
         place=bool(spec.features & Feature.PLACE),
         packed=spec.packed,
+        step=step(spec.page) if spec.paged else 0,
         lengths="lengths" in spec.given,
         aligned=spec.N % 16 == 0 and (masked or spec.weights),
         gqa=spec.H != spec.Hk,

@@ -1,0 +1,119 @@
+"""Keys and values in pages in Triton's kernels: pages of whole tiles and pages whose rows are
+gathered, the tiles that GPUs get, keys split among programs, tables that nobody checked, which a
+GPU's kernels clamp, and a cache."""
+
+import pytest
+import torch
+from cases import DTYPES, FEATURE, PLAIN, name_of
+from runners import INTERPRETED, every_backend
+from slices import inside_nan
+from test_cache import Model
+from test_packed import FEW, batch
+from test_paged import in_pages
+
+import fastattn
+from fastattn.backends import triton as backend
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+if not INTERPRETED:
+    pytest.skip("runs Triton's interpreter: make test-interpreter", allow_module_level=True)
+
+SIZES = ((5, 7), (0, 3), (70, 270), (3, 0), (130, 64))
+BUSY = tuple(map(FEATURE.get, ("bottom_right", "left_window", "alibi", "float_mask", "sinks")))
+DRAWN = tuple(map(FEATURE.get, ("bottom_right", "gqa", "softcap", "dropout")))
+PAGES = (1, 5, 16, 48, 64, 256)  # tiles have 64 keys on sm_80, and 128 on sm_90
+
+
+def same_bits(name, made, pages, **more):
+    """Of a batch in pages, and where its keys lie one after the other."""
+    most = int(made.given["cu_k"].diff().max())
+    options = dict(backend=name, return_lse=True) | more
+    with torch.no_grad():
+        whole = fastattn.attention_packed(**made.given | dict(max_k=most), **options)
+        for page in pages:
+            given = in_pages(made, page, torch.int32) | dict(max_k=most)
+            found = fastattn.attention_packed(**given, **options)
+            for x, y in zip(whole, found, strict=True):
+                assert torch.equal(x, y), page
+
+
+@every_backend
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("features", [PLAIN, BUSY, DRAWN], ids=name_of)
+def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
+    """Of sm_90, too, whose descriptors read what lies in a row, and no pages."""
+    monkeypatch.setattr(backend, "architecture", lambda device: arch)
+    same_bits(name, batch(features, DTYPES["bfloat16"], SIZES), PAGES)
+
+
+@every_backend
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("features", [PLAIN, DRAWN], ids=name_of)
+def test_keys_are_split(name, arch, features, monkeypatch):
+    monkeypatch.setattr(backend, "architecture", lambda device: arch)
+    split, own = [], backend.Job.decode
+    monkeypatch.setattr(backend.Job, "decode", lambda *args: split.append(args[-1]) or own(*args))
+    same_bits(name, batch(features, torch.float16, tuple((m, 3 * n) for m, n in FEW)), PAGES[1::2])
+    assert split[0] > 1 and set(split) == {split[0]}
+
+
+# Tables of six pages of four keys, and lengths; and what is made of them.
+HOSTILE = {
+    "pages below": ([[-1, -(2**31), 2], [3, 3, -9]], (10, 12), [[0, 0, 2], [3, 3, 0]], (10, 12)),
+    "pages beyond": ([[6, 1, 2**31 - 1], [3, 99, 4]], (9, 12), [[5, 1, 5], [3, 5, 4]], (9, 12)),
+    "one page for all": ([[4, 4, 4], [4, 4, 4]], (12, 7), [[4, 4, 4], [4, 4, 4]], (12, 7)),
+    "lengths": ([[0, 1, 2], [3, 4, 5]], (2**40, -1), [[0, 1, 2], [3, 4, 5]], (12, 0)),
+    "all": ([[-5, 1, 9], [3, 4, 7]], (13, 99), [[0, 1, 5], [3, 4, 5]], (12, 12)),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("features", [{}, dict(causal="bottom_right", max_k=50)], ids=len)
+def test_tables_and_lengths_are_clamped(name, kind, features, monkeypatch):
+    """Around each page lies NaN; past the table, pages that there are not."""
+    monkeypatch.setattr(backend, "check_values", lambda spec, t: None)
+    draft = torch.Generator().manual_seed(0)
+    pools = [torch.randn(6, 2, 4, 16, generator=draft) for _ in "kv"]
+    k, v = (inside_nan(x).transpose(1, 2) for x in pools)
+    q = torch.randn(9, 2, 16, generator=draft)
+    options = dict(backend=name, return_lse=True) | features
+
+    def attention(table, lengths, dtype):
+        given = dict(block_table=torch.tensor(table, dtype=dtype))
+        given |= dict(key_lengths=torch.tensor(lengths), cu_q=torch.tensor([0, 4, 9]))
+        return fastattn.attention_packed(q, k, v, **given, **options)
+
+    *given, table, lengths = HOSTILE[kind]
+    meant = attention(table, lengths, torch.int64)
+    for dtype in (torch.int32, torch.int64):
+        found = attention(*given, dtype)
+        assert not any(x.isnan().any() for x in found)
+        assert all(torch.equal(x, y) for x, y in zip(found, meant, strict=True))
+
+
+@every_backend
+def test_a_table_of_no_pages(name, monkeypatch):
+    """Whatever it and the lengths say."""
+    monkeypatch.setattr(backend, "check_values", lambda spec, t: None)
+    pool = torch.zeros(0, 4, 2, 16)
+    table, lengths = torch.tensor([[3, 0]]), torch.tensor([7])
+    given = dict(block_table=table, key_lengths=lengths, cu_q=torch.tensor([0, 5]))
+    out = fastattn.attention_packed(torch.ones(5, 2, 16), pool, pool, **given, backend=name)
+    assert out.shape == (5, 2, 16) and not out.any()
+
+
+@every_backend
+@pytest.mark.parametrize("page_size", (None, 7, 16))
+def test_a_cache(name, page_size):
+    """Of prompts, tokens, forks and what is evicted, read by a few rows and by many."""
+    model = Model(page_size, grow=True)
+    model.append([20, 0, 33])
+    fork = model.copy(model.cache.fork([2, 0]), [list(model.rows[b]) for b in (2, 0)])
+    for x in (model, fork):
+        x.append([1] * len(x.rows))
+    model.cache.evict([3, 0, 16])
+    model.rows = [x[n:] for x, n in zip(model.rows, (3, 0, 16), strict=True)]
+    for x in (model, fork):
+        x.check(rows=1, backend=name)
+        x.check(rows=20, backend=name, window=(9, None))
