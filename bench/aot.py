@@ -129,6 +129,10 @@ VARIANTS = {
     "packed": Variant(
         lambda *sizes: dict(causal="bottom_right", Hk=2, packed=True), (*PAIR, "split")
     ),
+    # Of fewer keys than a tile has, whose rows are gathered.
+    "paged": Variant(
+        lambda *sizes: dict(causal="bottom_right", Hk=2, page=16), ("forward", "split")
+    ),
     # Rows that no tensor descriptor can read: 16 bytes do not divide them.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
     "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
@@ -141,7 +145,8 @@ def cases(
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[Case]:
     for case in map(Case._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
-        if case.variant not in ((*ONE, "packed") if case.dtype == "float32" else ("tf32",)):
+        absent = (*ONE, "packed", "paged") if case.dtype == "float32" else ("tf32",)
+        if case.variant not in absent:
             yield case
 
 
@@ -157,12 +162,19 @@ def call(case: Case) -> None:
     extras = {x: o.pop(x) for x in ("mask", "lengths", "slopes", "sinks", "seed") if x in o}
     meta = functools.partial(torch.empty, device="meta", dtype=dtype)
     items, rows, max_q = B, N, None
-    if packed := o.pop("packed", False):  # as many sequences, one after the other
+    page = o.pop("page", 0)
+    packed = o.pop("packed", False) or page
+    if packed:  # as many sequences, one after the other
         items, rows, max_q = 1, B * N, 1
         extras |= {x: meta(B + 1, dtype=torch.int32) for x in ("cu_q", "cu_k")}
         o |= dict(max_q=N, max_k=N)
+    keys = items, Hk, rows, D
+    if page:
+        keys = B * N // page, Hk, page, D
+        extras |= dict(pages=meta(B, N // page, dtype=torch.int32), cu_k=None)
+        extras |= dict(lengths=meta(B, dtype=torch.int64))
     options = spec.Options(**o)
-    k, v = meta(items, Hk, rows, D), meta(items, Hk, rows, D)
+    k, v = meta(*keys), meta(*keys)
     attention = spec.Tensors(meta(items, H, rows, D), k, v, **extras)
     normaliser = meta(2, items, H, rows, dtype=torch.float32)
     weights = attention._replace(v=None, normaliser=normaliser)
@@ -175,9 +187,9 @@ def call(case: Case) -> None:
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         s = describe(attention, options)
-        backend.backward(
-            s, attention, *backend.forward(s, attention), attention.q, normaliser[0], wants
-        )
+        out = backend.forward(s, attention)
+        if not page:  # which have no gradient
+            backend.backward(s, attention, *out, attention.q, normaliser[0], wants)
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
         if packed:  # it has no weights
             return
