@@ -16,8 +16,9 @@ from . import operators  # noqa: F401  roads lead to them
 from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
-from .packing import heads_first, longest, pages_first, rows_first
+from .packing import heads_first, longest, pages_first, rows_first, scales_first
 from .place import EVERYTHING, NUMBERS, Place
+from .quantisation import STORAGE
 from .roads import call
 from .scalars import real, whole
 from .spec import ARGUMENTS, UNLIMITED, Options, Tensors
@@ -138,6 +139,8 @@ def attention_packed(
     block_table: Tensor | None = None,
     max_q: int | None = None,
     max_k: int | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -153,6 +156,10 @@ def attention_packed(
         is past a length is never looked at, in pages or in the table. There is no gradient.
     max_q, max_k: no sequence has more rows, or keys. None looks: a GPU is waited for. Compiled code
         cannot look and takes T and S, so say them there beside a mask.
+    k_scale, v_scale: of k and v in torch.int8, float8_e4m3fn or float8_e5m2: one float32 a row,
+        (S,Hk) or (P,page,Hk). A row stands for its numbers times its scale, computed in float32
+        (float64 for float64) and rounded to q's dtype; the result has the bits of a call on rows
+        that were kept so. No copy is made of them. There is no gradient.
     arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
         (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
         each sequence's last row and key, dropout draws for sequence b what it draws for item b of a
@@ -167,7 +174,8 @@ def attention_packed(
     """
     if v is None:
         raise _no_values()
-    t, o = prepare_packed(q, k, v, cu_q, cu_k, block_table, max_q, max_k, arguments)
+    where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
+    t, o = prepare_packed(q, k, v, *where, arguments)
     out, normaliser = call(ATTENTION, t, o)
     out = rows_first(out)
     return (out, rows_first(normaliser[0])) if return_lse else out
@@ -304,12 +312,19 @@ def prepare_packed(
     block_table: Tensor | None,
     max_q: int | None,
     max_k: int | None,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
     arguments: Any,
     function: str = "attention_packed",
 ) -> tuple[Tensors, Options]:
     """`prepare` of a packed batch."""
-    laid = heads_first if block_table is None else pages_first
+    paged = block_table is not None
+    laid = pages_first if paged else heads_first
     t, o = prepare(heads_first("q", q), laid("k", k), laid("v", v), arguments, function)
+    for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if x is not None:
+            t = t._replace(**{name: scales_first(name, x, t.k, paged)})
+            _no_gradient(name, x)
     max_q = longest("max_q", max_q, cu_q, q.shape[0])
     if max_k is None and isinstance(block_table, Tensor) and block_table.ndim == 2:
         max_k = block_table.shape[1] * k.shape[1]
@@ -369,16 +384,20 @@ def _requires_grad(t: Tensors) -> bool:
     for at in _CONSTANT:
         x = t[at]
         if x is not None and isinstance(x, Tensor) and x.requires_grad:
-            name = list(ARGUMENTS.values())[at].public
-            raise ValueError(
-                f"{name}: got a tensor that requires grad, expected a constant: there is no "
-                f"gradient for it; pass {name}.detach()"
-            )
+            _no_gradient(list(ARGUMENTS.values())[at].public, x)
     for at in _VARIABLE:
         x = t[at]
         if x is not None and isinstance(x, Tensor) and x.requires_grad:
             return True  # of what is no tensor the checks speak
     return False
+
+
+def _no_gradient(name: str, x: Tensor) -> None:
+    if x.requires_grad:
+        raise ValueError(
+            f"{name}: got a tensor that requires grad, expected a constant: there is no gradient "
+            f"for it; pass {name}.detach()"
+        )
 
 
 def _place(place) -> Place:
@@ -421,7 +440,9 @@ def _autocast(q, k, v, mask):
     dtype = torch.get_autocast_dtype(device)
 
     def cast(x):
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        if x.dtype == torch.float64 or x.dtype in STORAGE:
             return x
         return x.to(dtype)
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .place import EVERYTHING, NUMBERS, Place
+from .quantisation import STORAGE
 from .spec import ARGUMENTS, UNLIMITED, Argument, AttentionSpec, Options, Tensors, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -62,6 +63,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         P=0 if t.pages is None else t.k.shape[0],
         page=0 if t.pages is None else S,
         blocks=0 if t.pages is None else t.pages.shape[1],
+        storage=None if t.k_scale is None else t.k.dtype,
     )
 
 
@@ -76,8 +78,9 @@ def check(t: Tensors, o: Options) -> None:
     """Raise ValueError or TypeError, saying got / expected, for anything that breaks a rule."""
     for name, argument, x in _present(t):
         _type(argument, x, optional=name in Tensors._field_defaults)
+    _scales(t)
     for _, argument, x in _present(t):
-        _dtype(argument, x, t.q.dtype)
+        _dtype(argument, x, t.q.dtype, t.k_scale is not None)
         expected = f"{t.q.device}, as q has"
         need(x.device == t.q.device, f"{argument.public}.device", x.device, expected)
     sizes = _layout(t) | _packed(t, o)
@@ -131,9 +134,25 @@ def _type(argument: Argument, x: object, optional: bool) -> None:
     need_dense(name, x)
 
 
-def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype) -> None:
+def _scales(t: Tensors) -> None:
+    """Scales come in pairs, with keys and values of one dtype."""
+    given = [name for name in ("k_scale", "v_scale") if getattr(t, name) is not None]
+    if not given:
+        return
+    need(len(given) == 2, "k_scale and v_scale", f"{given[0]} alone", "both, or neither")
+    need(t.cu_q is not None, "k_scale", "a tensor", "None, because cu_q is None")
+    if t.v is not None:
+        need(t.v.dtype == t.k.dtype, "v.dtype", t.v.dtype, f"{t.k.dtype}, as k has")
+
+
+def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> None:
     exact = wide(of_q)
+    listed = " or ".join(map(str, STORAGE))
     rules = {
+        "kept": (
+            x.dtype in STORAGE and of_q in DTYPES,
+            f"{listed}, because there are scales",
+        ),
         "q": (
             x.dtype == of_q and of_q in DTYPES,
             "float32, float64, bfloat16 or float16: convert it with .to()"
@@ -149,8 +168,9 @@ def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype) -> None:
         "int64": (x.dtype == torch.int64, "torch.int64"),
         "floating": (x.is_floating_point(), f"a floating dtype such as {exact}"),
         "wide": (x.dtype == exact, str(exact)),
+        "float32": (x.dtype == torch.float32, "torch.float32"),
     }
-    ok, expected = rules[argument.dtype]
+    ok, expected = rules["q" if argument.dtype == "kept" and not scaled else argument.dtype]
     need(ok, f"{argument.public}.dtype", x.dtype, expected)
 
 
@@ -179,7 +199,7 @@ def _layout(t: Tensors) -> dict[str, int]:
             need(v.shape[0] == k.shape[0], "v", _shape(v), f"{k.shape[0]} pages, as k has")
         need(v.shape[1] == Hk, "v", _shape(v), f"{Hk} heads, as k has")
         need(v.shape[2] == N, "v", _shape(v), f"{N} rows, as k has")
-    return {"2": 2, "B": B, "H": H, "M": M, "N": N}
+    return {"2": 2, "B": B, "H": H, "M": M, "N": N, "Bk": k.shape[0], "Hk": Hk, "Nk": N}
 
 
 def _packed(t: Tensors, o: Options) -> dict[str, int]:

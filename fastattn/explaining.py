@@ -50,7 +50,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
     if arguments.get("seed") is None:
         arguments["seed"] = 0  # none is drawn: to ask changes nothing for what runs next
     if "cu_q" in arguments:
-        names = ("cu_q", "cu_k", "block_table", "max_q", "max_k")
+        names = ("cu_q", "cu_k", "block_table", "max_q", "max_k", "k_scale", "v_scale")
         packed = [arguments.pop(x, None) for x in names]
         t, options = prepare_packed(q, k, v, *packed, arguments, "explain")
     else:

@@ -32,6 +32,9 @@ DTYPE = {
     torch.bfloat16: 2,
     torch.float16: 3,
     torch.bool: 4,
+    torch.int8: 5,
+    torch.float8_e4m3fn: 6,
+    torch.float8_e5m2: 7,
 }
 
 # FaParams field by field; every field is 8 bytes, so packing one is packing them all.

@@ -99,6 +99,11 @@ def run_backward(
             "attention over keys and values in pages (block_table) has no gradient: to train, give "
             "them one after the other, with cu_k"
         )
+    if spec.storage is not None:
+        raise NotImplementedError(
+            f"attention over keys and values of {spec.storage} (k_scale, v_scale) has no gradient: "
+            f"to train, give them in {spec.dtype}"
+        )
     found = op.backward(backend, spec, t, outs, grads, wants)
     return [found[name] for name in wants]
 

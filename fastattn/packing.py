@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .crossing import kind
+from .quantisation import dequantised
 from .scalars import whole
 from .spec import AttentionSpec, Tensors
 
@@ -35,6 +36,18 @@ def pages_first(name: str, x: Any) -> Tensor:
         got, axes = tuple(x.shape), "(P, page, Hk, D)"
         raise ValueError(f"{name}: got shape {got}, expected 4 dimensions {axes} with block_table")
     return x.transpose(1, 2)
+
+
+def scales_first(name: str, x: Any, k: Tensor, pages: bool) -> Tensor:
+    """Scales (S,Hk) as (1,Hk,S), or (P,page,Hk) as (P,Hk,page): one for each row of k as laid."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor or None")
+    P, Hk, S, _ = k.shape
+    expected = (P, S, Hk) if pages else (S, Hk)
+    if x.shape != expected:
+        axes = "(P, page, Hk)" if pages else "(S, Hk)"
+        raise ValueError(f"{name}: got shape {tuple(x.shape)}, expected {axes} = {expected}")
+    return x.transpose(-1, -2) if pages else x.transpose(0, 1).unsqueeze(0)
 
 
 def rows_first(x: Tensor) -> Tensor:
@@ -67,16 +80,18 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
     """Those of a batch whose offsets are in order, one by one. It looks at values."""
     starts = t.given("cu_q").tolist()
     ends = None if t.cu_k is None else t.cu_k.tolist()
-    given = spec.given - {"cu_q", "cu_k", "pages"}
+    given = spec.given - {"cu_q", "cu_k", "pages", "k_scale", "v_scale"}
+    kept = t.k, t.v, t.k_scale, t.v_scale
     for b in range(spec.B):
         rows = slice(*starts[b : b + 2])
         if ends is not None:
             keys = slice(*ends[b : b + 2])
-            k, v = t.k[:, :, keys], None if t.v is None else t.v[:, :, keys]
+            found = [None if x is None else x[:, :, keys] for x in kept]
         else:
             keys = slice(0, int(t.given("lengths")[b]))
-            k = gathered(t.k, t, b, keys.stop)
-            v = None if t.v is None else gathered(t.v, t, b, keys.stop)
+            found = [None if x is None else gathered(x, t, b, keys.stop) for x in kept]
+        k, v, *scales = found
+        k, v = (dequantised(x, by, t.q.dtype) for x, by in zip((k, v), scales))
         M, N = rows.stop - rows.start, keys.stop - keys.start
         own = t._replace(
             q=t.q[:, :, rows],
@@ -88,13 +103,15 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
             cu_q=None,
             cu_k=None,
             pages=None,
+            k_scale=None,
+            v_scale=None,
             normaliser=None if t.normaliser is None else t.normaliser[..., rows],
         )
         shape = None if own.mask is None else tuple(own.mask.shape)
         yield Sequence(
             dataclasses.replace(
                 spec,
-                **dict(B=1, M=M, N=N, T=0, S=0, P=0, page=0, blocks=0),
+                **dict(B=1, M=M, N=N, T=0, S=0, P=0, page=0, blocks=0, storage=None),
                 given=given,
                 mask_shape=shape,
                 at_item=spec.at_item + b,
@@ -135,7 +152,8 @@ def backward_in_turn(
 
 
 def gathered(x: Tensor, t: Tensors, b: int, length: int) -> Tensor:
-    """A sequence's keys or values out of their pages (P,Hk,page,D), as (1,Hk,length,D)."""
+    """A sequence's keys or values out of their pages (P,Hk,page,D), as (1,Hk,length,D); scales
+    likewise."""
     page = x.shape[2]
     mine = x[t.given("pages")[b, : -(-length // page)].long()]
     return mine.transpose(0, 1).flatten(1, 2)[None, :, :length]

@@ -38,6 +38,7 @@ class Feature(enum.Flag):
     PACKED = enum.auto()  # sequences of different lengths, one after the other
     PAGED = enum.auto()  # keys and values in pages, found by a table
     INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
+    QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
 
 
 MEANING = {  # for people: the rows of the support table
@@ -55,6 +56,7 @@ MEANING = {  # for people: the rows of the support table
     Feature.PACKED: "attention_packed: sequences of different lengths (cu_seqlens)",
     Feature.PAGED: "block_table: keys and values in pages, without gradient",
     Feature.INVARIANT: "row_invariant: decoding has the bits of the whole",
+    Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
 }
 
 
@@ -64,9 +66,11 @@ class Argument(NamedTuple):
     shapes: its dimensions in letters, "B H M D"; several where the caller has the choice, "" for
         one element of any shape, and `broadcast` for whatever broadcasts to the one that stands.
         What lies packed has all sequences' rows or keys, T or S, where it says M or N, and 1 for B;
-        keys and values in pages have the number of pages for B, and the rows of one for N.
-    dtype: "q", as q has; "mask", also bool or float32; "floating", any, and kernels get `wide`;
-        "wide", float32 or for float64 inputs float64; "integer", int32 or int64; "int64".
+        keys and values in pages have the number of pages for B, and the rows of one for N. Bk and
+        Nk are what k has there.
+    dtype: "q", as q has; "kept", that or, where there are scales, one of quantisation.STORAGE;
+        "mask", also bool or float32; "floating", any, and kernels get `wide`; "wide", float32 or
+        for float64 inputs float64; "float32"; "integer", int32 or int64; "int64".
     crosses: how kernels behind csrc/abi.h see it, by a function of fastattn/crossing.py.
     """
 
@@ -88,8 +92,8 @@ class Tensors(NamedTuple):
     """
 
     q: Annotated[Tensor, Argument(("B H M D",), "q", "strided", gradient=True)]
-    k: Annotated[Tensor, Argument(("B Hk N D",), "q", "strided", gradient=True)]
-    v: Annotated[Tensor | None, Argument(("B Hk N Dv",), "q", "strided", gradient=True)]
+    k: Annotated[Tensor, Argument(("B Hk N D",), "kept", "strided", gradient=True)]
+    v: Annotated[Tensor | None, Argument(("B Hk N Dv",), "kept", "strided", gradient=True)]
     mask: Annotated[  # bool (True = may attend) or additive
         Tensor | None,
         Argument(
@@ -118,6 +122,12 @@ class Tensors(NamedTuple):
     pages: Annotated[  # of a packed batch: where its keys and values are, a page each
         Tensor | None,
         Argument(("B blocks",), "integer", "pointer", public="block_table", feature=Feature.PAGED),
+    ] = None
+    k_scale: Annotated[  # of a packed batch's k in eight bits: what each row is multiplied by
+        Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
+    ] = None
+    v_scale: Annotated[
+        Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
     ] = None
     normaliser: Annotated[  # the LSE, and what its rounding lost
         Tensor | None, Argument(("2 B H M",), "wide", "pair", field="lse")
@@ -235,6 +245,7 @@ class AttentionSpec:
     P: int = 0  # pages that there are, the rows of one, and how many a sequence may have
     page: int = 0
     blocks: int = 0
+    storage: torch.dtype | None = None  # of k and v, where they have scales
 
     def __hash__(self) -> int:  # specs are long-lived keys: hash once
         return self._hash

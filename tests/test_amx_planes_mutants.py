@@ -138,7 +138,7 @@ tails, planes of P past the last key: amx_operand.h: float32: right_window
 -(round_up(keys, kStep) - keys) * 16 * P, 0
 +(round_up(keys, kStep) - keys) * 16, 0
 a row as it lies, of any dtype: amx_operand.h: float16: tiles in use
--if (whole && (P == 1 || a.dtype == FA_F32)) {
+-if (whole && a.dtype == (P == 1 ? FA_BF16 : FA_F32)) {
 +if (whole) {
 2^30 is small enough: amx_planes.h: float32: large values
 -most = power_of_two(30)

@@ -25,6 +25,7 @@ FLOORS = (
     {"crossing"},
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble"},
+    {"quantisation"},
     {"spec"},
     {"reference"},
     {"place", "prerequisites"},

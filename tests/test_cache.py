@@ -32,7 +32,7 @@ class Model:
         return torch.randn(n, HK, D, **size), torch.randn(n, HK, DV, **size)
 
     def copy(self, cache, rows):
-        made = object.__new__(Model)
+        made = object.__new__(type(self))
         made.generator, made.cache, made.rows = self.generator, cache, rows
         return made
 
@@ -278,9 +278,9 @@ WRONG = [
     (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0, expected 1 or more"),
     (lambda c: KVCache(1, 2, 8, capacity=4, page_size=0), ValueError, "page_size: got 0"),
     (
-        lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int8),
-        NotImplementedError,
-        "storage: got torch.int8",
+        lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int16),
+        ValueError,
+        "storage: got torch.int16, expected None for torch.float32, or one of",
     ),
 ]
 

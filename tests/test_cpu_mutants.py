@@ -13,10 +13,15 @@ import cases
 import once
 import pytest
 import torch
+from cases import FEATURE
 from emulator import ROOT, compiler
 from judge import Verdict
 from runners import INTERPRETED, variant
 from slices import problems
+from test_packed import FEW, batch
+from test_paged import in_pages
+from test_storage import kept
+from test_storage import run as run_packed
 from test_weights import about_weights
 
 import fastattn
@@ -262,8 +267,8 @@ packing on tiles, columns past the last are not 0: cpu/amx_operand.h: plain
 -std::fill(buf + columns, buf + round_up(columns, kStep), Source(0));
 +;
 packing on tiles, a column's stride forgotten: cpu/amx_operand.h: tile_edges+column_major
--const bool whole = a.step == 1 && columns
-+const bool whole = columns
+-const bool whole = a.step == 1 && columns % kStep == 0;
++const bool whole = columns % kStep == 0;
 packing on tiles, V of the next step is that of the first: cpu/amx_operand.h: plain
 -from[x] = row(a, r0, at + x, rows,
 +from[x] = row(a, r0, x, rows,
@@ -354,6 +359,30 @@ lanes of a few heads mixed up: cpu/amx_decode.h: few_heads
 a chunk too many for a few rows on tiles: cpu/decode.h: few_heads
 -(chunk + 1) * kChunkKeys, seen.hi);
 +(chunk + 2) * kChunkKeys, seen.hi);
+rows in eight bits have the scale of the first: cpu/operand.h: storage
+-[scale.at(row) + block
++[scale.at(0) + block
+rows in eight bits have the scale of the first page: cpu/operand.h: storage
+-* scale_apart], kept
++* 0], kept
+rows in eight bits have the scale of the first head: cpu/operand.h: storage
+-plane(scale, b, hk), scale.stride[0]
++plane(scale, b, 0), scale.stride[0]
+values in eight bits have the scales of keys: cpu/operand.h: storage
+-key_plane(p, p.v, p.v_scale, b, hk)
++key_plane(p, p.v, p.k_scale, b, hk)
+rows in eight bits are those of the first page: cpu/operand.h: storage
+-Plane::at(row, c) + block * apart
++Plane::at(row, c)
+columns in eight bits lie side by side: cpu/operand.h: storage
+-gathered[i] = src[i * step];
++gathered[i] = src[i];
+the NaN of float8 is a number: cpu/quantised.h: storage
+-rest == 0x7F ? 0x7E00 : rest << 7
++rest << 7
+numbers of float8 are those of halves: cpu/quantised.h: storage
+-dst[i] *= 256;
++dst[i] *= 1;
 """
 
 
@@ -467,6 +496,23 @@ def bias():
     return [f"the mean is off by {off:.1e}"] if abs(off) > 2.0**-12 else []
 
 
+def storage():
+    """Rows in eight bits are what they stand for, one after the other and in pages."""
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        made = batch((FEATURE["gqa"],), torch.float32, (*FEW, (40, 30)))
+        made.given, plain = kept(made, dtype)
+        apart = made.given | dict(v=made.given["v"].repeat_interleave(2, -1)[..., ::2])
+        expected = run_packed(plain, "cpu")
+        for where, given in (("", made.given), (" in pages", in_pages(made, 5)), (" apart", apart)):
+            if not torch.equal(run_packed(given, "cpu")[0], expected[0]):
+                yield f"{dtype}{where} has other bits"
+    ones, nan = torch.ones(1, 1), torch.full((1, 1, 1), 127, dtype=torch.uint8)
+    nan, cu = nan.view(torch.float8_e4m3fn), torch.tensor([0, 1])
+    given = dict(q=ones[None], k=ones[None].to(nan.dtype), v=nan, cu_q=cu, cu_k=cu)
+    if not run_packed(given | dict(k_scale=ones, v_scale=ones), "cpu")[0].isnan():
+        yield "NaN is a number"
+
+
 def rising():
     """Closer than the judge, whose yardstick has logits in 16 bits: here they are large."""
     for problem in problems("rising", torch.bfloat16):
@@ -493,7 +539,7 @@ verdicts = {}
 
 def complaints(name, dtype=torch.float32):
     """What the slice says of the kernels in use."""
-    if name in ("nan_scores", "bias", "rising"):
+    if name in ("nan_scores", "bias", "rising", "storage"):
         yield from globals()[name]()
     elif name == "dropout_of_all":
         yield from of_all_dropped()

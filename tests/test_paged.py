@@ -18,19 +18,21 @@ UNFIT = ("lengths", "lse")  # what sets key_lengths itself; what a gradient woul
 
 
 def in_pages(made, page, dtype=torch.int64, spare=3):
-    """A batch's arguments with its keys scattered over pages: the others are full of NaN, and the
-    table is full of nonsense past each length."""
+    """A batch's arguments with its keys, and scales, scattered over pages: the others are full of
+    NaN, and the table is full of nonsense past each length."""
     generator = torch.Generator().manual_seed(page)
-    given = {x: y for x, y in made.given.items() if x not in ("cu_k", "k", "v")}
+    kept = [x for x in ("k", "v", "k_scale", "v_scale") if x in made.given]
+    given = {x: y for x, y in made.given.items() if x not in ("cu_k", *kept)}
     lengths = torch.tensor([keys.stop - keys.start for keys in made.keys])
     each = -(-lengths // page)
     order = torch.randperm(int(each.sum()) + spare, generator=generator)
     table = torch.full((len(lengths), int(each.max()) + 1), -(10**9))
     table[:, 1::2] = 10**9
     pools = {}
-    for name in "kv":
+    for name in kept:
         x = made.given[name]
-        pools[name] = torch.full((len(order), page, *x.shape[1:]), torch.nan, dtype=x.dtype)
+        nonsense = torch.nan if x.is_floating_point() else 99
+        pools[name] = torch.full((len(order), page, *x.shape[1:]), nonsense, dtype=x.dtype)
     at = 0
     for b, keys in enumerate(made.keys):
         mine = order[at : at + int(each[b])]

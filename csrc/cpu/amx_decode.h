@@ -139,7 +139,7 @@ struct AmxDecode : Decode<Amx<P>> {
   static void attend(const FaParams& p, const Heads& heads, const Keys& keys,
                      Broadcast<E> k, const State& st, const Buffers& buf) {
     const int64_t dv = padded(p.Dv), steps = (keys.count + kStep - 1) / kStep;
-    each_step(key_plane(p, p.k, heads.b, key_head(p, heads.h)), keys, p.D, [&](int64_t j, int64_t n) {
+    each_step(keys_of(p, heads.b, key_head(p, heads.h)), keys, p.D, [&](int64_t j, int64_t n) {
       tile_products<1, P>({k.data + j * k.stride, k.stride}, st.q, p.D, n, buf.s + j * 16);
     });
     const float factor = score(p, heads, keys, buf);
@@ -171,7 +171,7 @@ struct AmxDecode : Decode<Amx<P>> {
   // One block of keys against every row that sees them.
   static void run_block(const FaParams& p, int64_t b, int64_t hk, const Keys& keys,
                         const Buffers& buf) {
-    const KeyPlane k = key_plane(p, p.k, b, hk), v = key_plane(p, p.v, b, hk);
+    const KeyPlane k = keys_of(p, b, hk), v = values_of(p, b, hk);
     const Broadcast<E> staged = Op::along(k, keys.j0, keys.count, p.D, buf.k, buf.k_unfit);
     each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
       Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * padded(p.Dv), buf.rows, buf.v_unfit + j);

@@ -71,10 +71,10 @@ struct AmxForward {
     const int64_t count = std::min(J0 + kBlockKeys, key_length(p, b)) - J0;
     if (count <= 0) return;
     const Packed to = packed(p, b, hk);
-    Op::turned(key_plane(p, p.v, b, hk), J0, count, p.Dv, to.v + J0 * padded(p.Dv),
+    Op::turned(values_of(p, b, hk), J0, count, p.Dv, to.v + J0 * padded(p.Dv),
                reinterpret_cast<E*>(scratch), P == 1 ? nullptr : to.v_unfit + J0);
     if constexpr (P > 1)
-      Op::along(key_plane(p, p.k, b, hk), J0, count, p.D, to.k + J0 * padded(p.D), to.k_unfit + J0);
+      Op::along(keys_of(p, b, hk), J0, count, p.D, to.k + J0 * padded(p.D), to.k_unfit + J0);
   }
 
   struct State {   // one tile of rows across all blocks of keys
@@ -242,7 +242,7 @@ struct AmxForward {
     for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
       const int64_t count = std::min(J0 + kBlockKeys, seen.hi) - J0;
       Broadcast<E> k{packed(p, b, hk).k + J0 * padded(p.D), padded(p.D)};
-      if constexpr (P == 1) k = Op::along(key_plane(p, p.k, b, hk), J0, count, p.D, buf.k);
+      if constexpr (P == 1) k = Op::along(keys_of(p, b, hk), J0, count, p.D, buf.k);
       each_tile([&](const Rows& rows, const State& st) {
         // From where a chunk of any rows' keys begins: a row's pivot moves chunk by chunk.
         const Keys keys = visible_keys<Mul>(p, rows, J0, kBlockKeys, kChunkKeys);

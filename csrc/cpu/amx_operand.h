@@ -32,15 +32,10 @@ struct Operand<Amx<P>> {
     if (r >= rows) return zeros;
     const bool whole = a.step == 1 && columns % kStep == 0;
     const Source* found = buf;
-    if (whole && (P == 1 || a.dtype == FA_F32)) {
+    if (whole && a.dtype == (P == 1 ? FA_BF16 : FA_F32)) {
       found = static_cast<const Source*>(a.data) + a.at(r0 + r);
     } else {
-      if constexpr (P == 1) {
-        const uint16_t* from = static_cast<const uint16_t*>(a.data) + a.at(r0 + r);
-        for (int64_t c = 0; c < columns; ++c) buf[c] = from[c * a.step];
-      } else {
-        read_row(a.data, a.dtype, a.at(r0 + r), a.step, columns, buf);
-      }
+      a.read(r0 + r, 0, columns, buf);
       std::fill(buf + columns, buf + round_up(columns, kStep), Source(0));
     }
     if constexpr (P > 1) {
@@ -76,7 +71,8 @@ struct Operand<Amx<P>> {
   template <class A>
   static Broadcast<E> along(const A& a, int64_t r0, int64_t rows, int64_t columns, E* buf,
                             uint8_t* unfit = nullptr) {
-    if (P == 1 && a.step == 1 && columns % kStep == 0 && rows % kStep == 0 && a.one_block(r0, rows))
+    const bool whole = a.step == 1 && columns % kStep == 0 && rows % kStep == 0;
+    if (P == 1 && a.dtype == FA_BF16 && whole && a.one_block(r0, rows))
       return {static_cast<const E*>(a.data) + a.at(r0), a.row};
     const int64_t ld = round_up(columns, kStep);
     alignas(64) Source staged[FA_CPU_MAX_HEAD_DIM];

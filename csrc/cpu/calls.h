@@ -45,7 +45,8 @@ inline FaParams sequence(const FaParams& p, int64_t b) {
     one.N = p.lengths[b];
     one.lengths = nullptr;
   } else {
-    for (Field keys : {&P::k, &P::v, &P::dk, &P::dv}) one.*keys = moved(p.*keys, 2, p.cu_k[b]);
+    for (Field keys : {&P::k, &P::v, &P::k_scale, &P::v_scale, &P::dk, &P::dv})
+      one.*keys = moved(p.*keys, 2, p.cu_k[b]);
     one.N = p.cu_k[b + 1] - p.cu_k[b];
     if (p.lengths) one.lengths = p.lengths + b;
   }

@@ -123,6 +123,16 @@ void read_row(const void* data, int64_t dtype, int64_t at, int64_t step, int64_t
   }
 }
 
+// Bfloat16 as it is.
+inline void read_row(const void* data, int64_t, int64_t at, int64_t step, int64_t n,
+                     uint16_t* dst) {
+  const uint16_t* src = static_cast<const uint16_t*>(data) + at;
+  if (step == 1)
+    std::copy_n(src, n, dst);
+  else
+    for (int64_t i = 0; i < n; ++i) dst[i] = src[i * step];
+}
+
 // The reverse, rounding to nearest even.
 template <class R>
 void write_row(void* data, int64_t dtype, int64_t at, int64_t step, int64_t n, const R* src) {

@@ -127,7 +127,7 @@ struct Decode {
     R* out = buf.out + t * W * dv;
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(key_plane(p, p.v, lanes.rows.b, hk), keys.j0 + j, W, p.Dv);
+      if (t == 0) prefetch(values_of(p, lanes.rows.b, hk), keys.j0 + j, W, p.Dv);
       Few::products(k.of[j / W], n, p.D, q, lanes.count, R(p.scale), buf.s + j);
     }
     if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
@@ -140,7 +140,7 @@ struct Decode {
     const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(key_plane(p, p.k, lanes.rows.b, hk), keys.end() + j, W, p.D);
+      if (t == 0) prefetch(keys_of(p, lanes.rows.b, hk), keys.end() + j, W, p.D);
       Sum::add(probabilities, j, v.of[j / W], n, lanes.count, p.Dv, out);
     }
   }
@@ -183,7 +183,7 @@ struct Decode {
     carve(p, scratch, buf);
     const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
     each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
-    const KeyPlane key = key_plane(p, p.k, b, hk), value = key_plane(p, p.v, b, hk);
+    const KeyPlane key = keys_of(p, b, hk), value = values_of(p, b, hk);
     each_block(p, b, chunk, [&](const Keys& keys) {
       const Staged k(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
         return Op::along(key, keys.j0 + j, n, p.D, to);

@@ -146,7 +146,8 @@ struct WeightedSum<PairedBf16> {
   template <class A>
   static Broadcast<int32_t> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv,
                                   int32_t* buf) {
-    if (v.step == 1 && v.row % 2 == 0 && Dv % 32 == 0 && v.one_block(j0, keys)) {
+    const bool whole = v.dtype == FA_BF16 && v.step == 1 && v.row % 2 == 0 && Dv % 32 == 0;
+    if (whole && v.one_block(j0, keys)) {
       const uint16_t* first = static_cast<const uint16_t*>(v.data) + v.at(j0);
       return {reinterpret_cast<const int32_t*>(first), v.row / 2};
     }

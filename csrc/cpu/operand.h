@@ -8,8 +8,8 @@
 //
 // For a Mul of pairs the summed direction holds two bfloat16 per element.
 #pragma once
-#include "convert.h"
 #include "product.h"
+#include "quantised.h"
 
 namespace fa {
 namespace FA_ISA {
@@ -21,13 +21,21 @@ struct Plane {
   const void* data;
   int64_t dtype, origin, row, step;
   FA_INLINE int64_t at(int64_t r, int64_t c = 0) const { return origin + r * row + c * step; }
+  // dst[0..columns) = A[r][c..]; bfloat16 as it is, where there is room for halves.
+  template <class T>
+  FA_INLINE void read(int64_t r, int64_t c, int64_t columns, T* dst) const {
+    read_row(data, dtype, at(r, c), step, columns, dst);
+  }
   // Do these rows lie one `row` after the other?
   static constexpr bool one_block(int64_t, int64_t) { return true; }
 };
-// That of keys or values, which may lie in pages, `apart` from each other.
+// That of keys or values, which may lie in pages, `apart` from each other, and may have scales, as
+// numbers of eight bits do: those stand for numbers of the dtype `kept`.
 struct KeyPlane : Plane {
   const int64_t* pages;
   int64_t page, apart, rows;
+  Plane scale;
+  int64_t scale_apart, kept;
   FA_INLINE int64_t at(int64_t r, int64_t c = 0) const {
     if (!pages) return Plane::at(r, c);
     const uint32_t n = uint32_t(r) / uint32_t(page);
@@ -36,13 +44,41 @@ struct KeyPlane : Plane {
   FA_INLINE bool one_block(int64_t r, int64_t count) const {
     return !pages || count == 0 || r / page == (r + count - 1) / page;
   }
+  template <class T>
+  FA_INLINE void read(int64_t r, int64_t c, int64_t columns, T* dst) const {
+    if (scale.data) return read_scaled(r, c, columns, dst);
+    read_row(data, dtype, at(r, c), step, columns, dst);
+  }
+  template <class T>
+  [[gnu::noinline]] void read_scaled(int64_t r, int64_t c, int64_t columns, T* dst) const {
+    const int64_t n = pages ? uint32_t(r) / uint32_t(page) : 0, block = pages ? pages[n] : 0;
+    const int64_t row = r - n * page;
+    const uint8_t* src =
+        static_cast<const uint8_t*>(data) + Plane::at(row, c) + block * apart;
+    uint8_t gathered[FA_CPU_MAX_HEAD_DIM];
+    if (step != 1) {
+      for (int64_t i = 0; i < columns; ++i) gathered[i] = src[i * step];
+      src = gathered;
+    }
+    dequantise(src, dtype, columns,
+               static_cast<const float*>(scale.data)[scale.at(row) + block * scale_apart], kept,
+               dst);
+  }
 };
 FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
   return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
 }
 // Of k or v. A call that finds them in pages has one item: calls.h.
-FA_INLINE KeyPlane key_plane(const FaParams& p, const FaTensor& t, int64_t b, int64_t hk) {
-  return {plane(t, b, hk), p.pages, p.page, t.stride[0], p.N};
+FA_INLINE KeyPlane key_plane(const FaParams& p, const FaTensor& t, const FaTensor& scale,
+                             int64_t b, int64_t hk) {
+  return {plane(t, b, hk),     p.pages,         p.page,    t.stride[0], p.N,
+          plane(scale, b, hk), scale.stride[0], p.q.dtype};
+}
+FA_INLINE KeyPlane keys_of(const FaParams& p, int64_t b, int64_t hk) {
+  return key_plane(p, p.k, p.k_scale, b, hk);
+}
+FA_INLINE KeyPlane values_of(const FaParams& p, int64_t b, int64_t hk) {
+  return key_plane(p, p.v, p.v_scale, b, hk);
 }
 template <class R>
 FA_INLINE bool readable_in_place(const Plane& a) {
@@ -79,7 +115,7 @@ template <class R, class A>
 void copy_rows(const A& a, int64_t r0, int64_t rows, int64_t c0, int64_t columns, R* buf,
                int64_t ld) {
   for (int64_t r = 0; r < rows; ++r) {
-    read_row(a.data, a.dtype, a.at(r0 + r, c0), a.step, columns, buf + r * ld);
+    a.read(r0 + r, c0, columns, buf + r * ld);
     std::fill(buf + r * ld + columns, buf + (r + 1) * ld, R(0));
   }
 }
@@ -171,17 +207,14 @@ template <>
 struct Operand<PairedBf16> {
   template <class A>
   static void copy_halves(const A& a, int64_t r, int64_t columns, uint16_t* dst, int64_t ld) {
-    const uint16_t* src = static_cast<const uint16_t*>(a.data) + a.at(r);
-    if (a.step == 1)
-      std::copy_n(src, columns, dst);
-    else
-      for (int64_t c = 0; c < columns; ++c) dst[c] = src[c * a.step];
+    a.read(r, 0, columns, dst);
     std::fill(dst + columns, dst + ld, uint16_t(0));
   }
   template <class A>
   static Broadcast<int32_t> along(const A& a, int64_t r0, int64_t rows, int64_t columns,
                                   int32_t* buf) {
-    if (a.step == 1 && columns % 2 == 0 && a.row % 2 == 0 && a.one_block(r0, rows)) {
+    const bool whole = a.dtype == FA_BF16 && a.step == 1 && columns % 2 == 0 && a.row % 2 == 0;
+    if (whole && a.one_block(r0, rows)) {
       const uint16_t* first = static_cast<const uint16_t*>(a.data) + a.at(r0);
       return {reinterpret_cast<const int32_t*>(first), a.row / 2};
     }

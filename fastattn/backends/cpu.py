@@ -34,6 +34,7 @@ class Cpu(Launcher):
             | Feature.INVARIANT
             | Feature.PACKED
             | Feature.PAGED
+            | Feature.QUANTISED
         ),
     )
 

@@ -100,7 +100,7 @@ class Reference:
 
 
 # The optional tensors, but for those that come after the scores, and what a sequence has not.
-_OTHERS = ("sinks", "seed", "normaliser", "cu_q", "cu_k", "pages")
+_OTHERS = ("sinks", "seed", "normaliser", "cu_q", "cu_k", "pages", "k_scale", "v_scale")
 _OF_SCORES = [x for x in Tensors._field_defaults if x not in _OTHERS]
 
 

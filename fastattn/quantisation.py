@@ -1,0 +1,42 @@
+"""Rows in eight bits: a row (one token's head vector) is whole numbers, or float8, times a scale.
+
+Symmetric, and one float32 scale a row: the scale is what makes the row's largest number the largest
+that the storage dtype has. What a row stands for is its numbers times its scale, computed in
+float32 (float64 for float64), rounded to the dtype that attention computes in: kernels read that,
+and so have the bits of a call on rows kept in that dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .spec import wide
+
+LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
+STORAGE = tuple(LARGEST)
+
+
+def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows x (..., D) as numbers of `storage`, to nearest even, and their scales (...) in float32.
+
+    A row of zeros has scale 0. One with a NaN or an infinity, and one whose scale float32 does not
+    hold, has scale NaN and is NaN from then on: none becomes a number that it was not.
+    """
+    largest = LARGEST[storage]
+    x = x.to(wide(x.dtype))
+    most = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
+    scale = (most / largest).float()
+    scale = scale.masked_fill(~scale.isfinite(), torch.nan)
+    counts = (scale > 0)[..., None]
+    numbers = torch.where(counts, x / scale[..., None], 0).clamp(-largest, largest)
+    return (numbers.round() if storage == torch.int8 else numbers).to(storage), scale
+
+
+def dequantised(x: Any, scale: Tensor | None, dtype: torch.dtype) -> Any:
+    """What rows (..., D) with scales (...) stand for; as they are, or are not, without scales."""
+    if scale is None:
+        return x
+    return (x.to(wide(dtype)) * scale[..., None]).to(dtype)
