@@ -14,7 +14,8 @@ from torch import Tensor
 
 from .api import attention_packed
 from .check import DTYPES
-from .quantisation import STORAGE, quantised
+from .pages import Pool, used
+from .quantisation import STORAGE
 from .scalars import whole
 
 Counts = int | Sequence[int] | Tensor
@@ -77,7 +78,7 @@ class KVCache:
         page = capacity if page_size is None else page_size
         blocks = -(-capacity // page)
         shape = batch * blocks, page, heads
-        pool = _Pool(shape, head_dim, value_dim, dtype, storage or dtype, device)
+        pool = Pool(shape, head_dim, value_dim, dtype, storage or dtype, device)
         table = torch.zeros(batch, blocks, dtype=torch.int64)
         self._begin(pool, table, torch.zeros(batch).long(), capacity, grow, page_size is None)
 
@@ -313,7 +314,9 @@ class KVCache:
         made = object.__new__(KVCache)
         made._begin(self._pool, table, lengths, self.capacity, self.grow, self._is_contiguous)
         self._pool.forked = True
-        self._pool.users += torch.bincount(made._used(), minlength=len(self._pool.users))
+        self._pool.users += torch.bincount(
+            used(table, lengths, self.page_size), minlength=len(self._pool.users)
+        )
         return made
 
     @_kept
@@ -359,7 +362,7 @@ class KVCache:
     # ------------------------------------------------------------------------------------- inside
 
     def _begin(
-        self, pool: _Pool, table: Tensor, lengths: Tensor, capacity: int, grow: bool, whole: bool
+        self, pool: Pool, table: Tensor, lengths: Tensor, capacity: int, grow: bool, whole: bool
     ) -> None:
         """whole: an item's keys are one page, as long as the capacity."""
         self.capacity, self.grow, self._pool, self._is_contiguous = capacity, grow, pool, whole
@@ -379,10 +382,6 @@ class KVCache:
         """To the device of the pages, from the host, where all is reckoned."""
         device = self._pool.k.device
         return (x, y) if device.type == "cpu" else (x.to(device), y.to(device))
-
-    def _used(self) -> Tensor:
-        """Every page of every item, as often as one has it."""
-        return _used(self._table, self._lengths, self.page_size)
 
     def _rows(self, b: int, first: int) -> dict[str, Tensor]:
         """An item's keys and values from one on, (n,Hk,D), as they are kept."""
@@ -407,85 +406,8 @@ class KVCache:
         return found
 
 
-class _Pool:
-    """Pages (P,page,Hk,D) of keys and of values, and how many items use each.
-
-    kept: by the names that `attention_packed` has for them. In eight bits rows have scales
-    (P,page,Hk) beside them.
-    """
-
-    def __init__(self, shape, D, Dv, dtype, storage, device):
-        self.page, self.forked, self.dtype = shape[1], False, dtype
-        self.kept = {
-            name: torch.empty(*shape, columns, dtype=storage, device=device)
-            for name, columns in (("k", D), ("v", Dv))
-        }
-        if storage in STORAGE:
-            for name in ("k_scale", "v_scale"):
-                self.kept[name] = torch.empty(shape, dtype=torch.float32, device=device)
-        self.users = torch.zeros(shape[0], dtype=torch.int64)
-
-    @property
-    def k(self) -> Tensor:
-        return self.kept["k"]
-
-    @property
-    def v(self) -> Tensor:
-        return self.kept["v"]
-
-    def rows(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Rows (n,Hk,D) as they are kept."""
-        if self.k.dtype == self.dtype:
-            return {"k": k, "v": v}
-        (k, k_scale), (v, v_scale) = (quantised(x, self.k.dtype) for x in (k, v))
-        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
-
-    def write(self, at: tuple[Tensor, Tensor], rows: dict[str, Tensor]) -> None:
-        for name, x in self.kept.items():
-            x[at] = rows[name]
-
-    def take(self, n: int, grow: bool) -> Tensor:
-        """n pages that nobody uses."""
-        free = (self.users == 0).nonzero()[:, 0]
-        if len(free) < n:
-            if not grow:
-                raise RuntimeError(
-                    f"KVCache is full: got {n} more pages of {self.page} keys to find, expected at "
-                    f"most {len(free)}, those that are free; free() gives back those of items, "
-                    "grow=True makes room"
-                )
-            self._more(max(n - len(free), len(self.users) // 2))
-            free = (self.users == 0).nonzero()[:, 0]
-        self.users[free[:n]] = 1
-        return free[:n]
-
-    def drop(self, pages: Tensor) -> None:
-        self.users -= torch.bincount(pages, minlength=len(self.users))
-
-    def copy(self, pages: Tensor, to: Tensor) -> None:
-        pages, to = pages.to(self.k.device), to.to(self.k.device)
-        for x in self.kept.values():
-            x[to] = x[pages]
-
-    def _more(self, n: int) -> None:
-        for name, x in self.kept.items():
-            self.kept[name] = torch.cat([x, x.new_empty(n, *x.shape[1:])])
-        self.users = torch.cat([self.users, self.users.new_zeros(n)])
-
-    def lengthen(self, page: int) -> None:
-        longer = {name: x.new_empty(len(x), page, *x.shape[2:]) for name, x in self.kept.items()}
-        for name, x in self.kept.items():
-            longer[name][:, : self.page] = x
-        self.kept, self.page = longer, page
-
-
-def _used(table: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """Every page that items have, as often as one does."""
-    return table[torch.arange(table.shape[1]) < (-(-lengths // page))[:, None]]
-
-
-def _let_go(pool: _Pool, held: list[Tensor]) -> None:
-    pool.drop(_used(held[0], held[1], pool.page))
+def _let_go(pool: Pool, held: list[Tensor]) -> None:
+    pool.drop(used(held[0], held[1], pool.page))
 
 
 def _size(name: str, x: Any, least: int = 0) -> int:
