@@ -14,11 +14,13 @@ from typing import NamedTuple
 import far_logits
 import pytest
 import test_packed
+import test_paged
 import torch
 from cases import FEATURE, build, negative_logits, square
 from far_rows import far_problem
 from judge import Verdict
 from runners import INTERPRETED, every_backend
+from test_triton_paged import unchecked
 from test_weights import about_weights
 
 import fastattn
@@ -210,6 +212,39 @@ the slope of the first sequence: score.py: packed+alibi_batch
 splits begin at the first row: decode.py: packed_decode
 -of_split = Start(split * call.items + item.q.b, item.q.row)
 +of_split = Start(split * call.items + item.q.b, 0)
+the first sequence's pages: tile.py: paged
+-pages.table + tl.cast(b, tl.int64) * pages.blocks + block
++pages.table + block
+pages of a power of two: tile.py: paged
+-block = j // F.step // pages.steps
++block = j // F.step
+rows of a page of a power of two: tile.py: paged
+-j - block * (F.step * pages.steps)
++j - block * F.step
+rows of a page are one: tile.py: paged
+-at = src + page * x.sb + row.to(tl.int64) * x.sm
++at = src + page * x.sb
+tiles of a page are one: tile.py: paged
+-load(x, src + page * x.sb, row, rows - j0 + row,
++load(x, src + page * x.sb, 0, rows - j0 + row,
+a page's keys end where the sequence's do: tile.py: paged
+-load(x, src + page * x.sb, row, rows - j0 + row,
++load(x, src + page * x.sb, row, rows,
+a row past the length is gathered: tile.py: paged
+-fetch(at, j0 + tl.arange(0, BN) < rows,
++fetch(at, j0 + tl.arange(0, BN) < rows + 1,
+a page before all: tile.py: paged_by_one
+-tl.minimum(tl.maximum(page, 0), pages.count - 1)
++tl.minimum(page, pages.count - 1)
+a page after all: tile.py: paged_by_one
+-tl.minimum(tl.maximum(page, 0), pages.count - 1)
++tl.minimum(tl.maximum(page, 0), pages.count)
+more keys than pages have: score.py: paged_by_one
+-tl.minimum(call.N, extras.pages.room)
++call.N
+values of the block before: forward.py: paged
+-tile_v = load_keys(v, v_from, j0, item.length, found,
++tile_v = load_keys(v, v_from, j0, item.length, look_up(0, item.b, 1, extras.pages, F, T.BN, True),
 no tail from decode: decode.py: far_query
 -row < all_rows, lse, tail, call)
 +row < all_rows, lse, 0 * tail, call)
@@ -304,6 +339,8 @@ def notices(names):
         return any(about_weights("triton", problem, average=False))
     if names.startswith("packed"):
         return of_packed(*names.split("+"))
+    if names.startswith("paged"):
+        return in_pages(names)
     for problem in problems(names):
         verdict = verdicts.setdefault(problem.name, None) or Verdict(problem)
         verdicts[problem.name] = verdict
@@ -317,6 +354,27 @@ def of_packed(shape, *features):
     sizes = ((0, 5), (1, 40), (3, 170)) if "decode" in shape else ((5, 7), (17, 16), (18, 21))
     made = test_packed.batch([FEATURE[x] for x in features], torch.float32, sizes)
     return noticed(lambda: list(test_packed.everywhere("triton", made)))
+
+
+def in_pages(shape):
+    """Other bits than keys in a row have; or than the table that is meant."""
+    if "by_one" in shape:
+        pairs = [unchecked("triton", "by one", max_k=50)]
+    else:
+        made = test_packed.batch((), torch.float32, ((5, 7), (17, 16), (18, 70)))
+        each = [behind_nan(test_paged.in_pages(made, page)) for page in (5, 64)]
+        right, *found = (
+            fastattn.attention_packed(**x, return_lse=True, backend="triton")
+            for x in (made.given, *each)
+        )
+        pairs = [(x, right) for x in found]
+    return not all(torch.equal(x, y) for pair in pairs for x, y in zip(*pair, strict=True))
+
+
+def behind_nan(given):
+    """The same pages behind one of NaN, the first."""
+    pools = {x: torch.cat([torch.full_like(given[x][:1], torch.nan), given[x]]) for x in "kv"}
+    return given | pools | dict(block_table=given["block_table"] + 1)
 
 
 def complains(verdict):
