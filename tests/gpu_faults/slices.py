@@ -11,6 +11,7 @@ from dataclasses import replace
 import far_logits
 import pytest
 import test_packed
+import test_paged
 import torch
 from cases import FEATURE, Dims, build, negative_logits
 from emulated import everywhere
@@ -259,6 +260,28 @@ def packed_decode():
     """The longest is the last: whoever takes it for all does not write past the end."""
     made = test_packed.batch((), torch.bfloat16, ((1, 141), (2, 0), (3, 170)), 32)
     return test_packed.complaints(made, made.run(backward=False))
+
+
+def in_pages(page):
+    """The first is of NaN."""
+    made = test_packed.batch((), torch.bfloat16, ((37, 41), (0, 3), (40, 70), (5, 9)), 32)
+    given = test_paged.in_pages(made, page)
+    for x in "kv":
+        given[x] = torch.cat([torch.full_like(given[x][:1], torch.nan), given[x]])
+    given["block_table"] += 1
+    return test_packed.complaints(made, dict(out=fastattn.attention_packed(**given)))
+
+
+@named("forward")
+def pages_of_20():
+    """Their rows are gathered."""
+    return in_pages(20)
+
+
+@named("forward")
+def pages_of_64():
+    """Two tiles each."""
+    return in_pages(64)
 
 
 # -- where they run --------------------------------------------------------------------------------
