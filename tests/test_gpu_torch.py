@@ -9,7 +9,8 @@ from cases import FEATURE, build, square
 from gpu import EVERYTHING, attend, moved, on_device, on_every_backend, on_gpu
 from runners import declares
 from test_gpu_streams import capture
-from test_packed import batch, complaints
+from test_packed import FEW, batch, complaints
+from test_paged import in_pages
 
 import fastattn
 from fastattn import backend
@@ -258,6 +259,77 @@ def test_offsets_are_clamped_without_waiting(name):
         graph.replay()
         want = replace(there, given=meant).run(backend=name, **most)
         assert all(torch.equal(found[x], y) for x, y in want.items())
+
+
+PAGES = (20, 256)  # rows are gathered, and whole tiles
+IN_PAGES = ("", "bottom_right gqa sinks", "causal alibi_batch bool_mask dropout lse_loss")
+
+
+def paged(name, names, sizes, page):
+    """(on the CPU, and on the device in pages)"""
+    declares(name, torch.bfloat16, Feature.PAGED)
+    made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes, 64)
+    given = {x: moved(y) for x, y in in_pages(made, page, torch.int32).items()}
+    return made, replace(made, given=given)
+
+
+@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("names", IN_PAGES)
+@pytest.mark.parametrize("sizes", [SEQUENCES, FEW], ids=["many rows", "few rows"])
+@on_every_backend
+def test_pages(name, sizes, names, page):
+    """Of which those that nothing names, and what is past a length, are NaN."""
+    made, there = paged(name, names, tuple((m, 4 * n) for m, n in sizes), page)
+    found = there.run(backend=name, backward=False)
+    assert not list(complaints(made, {x: y.detach().cpu() for x, y in found.items()}))
+
+
+@on_every_backend
+def test_tables_are_clamped_without_waiting_and_checked_on_request(name, monkeypatch):
+    """A graph recorded with one table replays with another, and with pages that there are not."""
+    given = paged(name, "bottom_right", SEQUENCES, 64)[1].given | dict(backend=name)
+    table, lengths = given["block_table"].clamp_(0, 9), given["key_lengths"]
+    most = dict(max_q=300, max_k=table.numel() * 64)
+    with torch.no_grad():
+        graph, found = capture(lambda: fastattn.attention_packed(**given, **most))
+        for beyond in (table.flip(1), table - 9, table + 2**30, -table - 2**30):
+            for ends in (lengths.flip(0), lengths - 20, lengths + 2**30):
+                saved = table.clone(), lengths.clone()
+                table.copy_(beyond), lengths.copy_(ends)
+                graph.replay()
+                meant = dict(
+                    block_table=table.clamp(0, len(given["k"]) - 1),
+                    key_lengths=lengths.clamp(0, table.shape[1] * 64),
+                )
+                want = fastattn.attention_packed(**given | meant, **most)
+                assert torch.equal(found.nan_to_num(), want.nan_to_num())
+                table.copy_(saved[0]), lengths.copy_(saved[1])
+    monkeypatch.setenv("FASTATTN_CHECK", "1")
+    for change in (dict(block_table=table - 10), dict(key_lengths=lengths - 1000)):
+        with pytest.raises(ValueError, match=f"{next(iter(change))}: got .* of sequence"):
+            fastattn.attention_packed(**given | change)
+
+
+@on_every_backend
+def test_a_cache_of_pages(name):
+    """Prompts, and tokens one by one; a fork; the numbers of what lies in a row."""
+    declares(name, torch.bfloat16, Feature.PAGED)
+    options = dict(device="cuda", dtype=torch.bfloat16)
+    cache = fastattn.KVCache(3, 2, 64, capacity=700, page_size=16, **options)
+    k, v = torch.randn(2, 3, 2, 603, 64, **options)
+    q = torch.randn(3, 4, 603, 64, **options)
+    cache.append(k[:, :, :600], v[:, :, :600])
+    caches = [cache, cache.fork()]
+    whole = fastattn.attention(q.double().cpu(), k.double().cpu(), v.double().cpu(), causal=True)
+    for x in caches:
+        near(x.attention(q[:, :, :600], backend=name), whole[:, :, :600])
+        for n in range(600, 603):
+            x.append(k[:, :, n : n + 1], v[:, :, n : n + 1])
+            near(x.attention(q[:, :, n : n + 1], backend=name), whole[:, :, n : n + 1])
+
+
+def near(found, exact):
+    torch.testing.assert_close(found.double().cpu(), exact, rtol=2e-2, atol=2e-2)
 
 
 @on_every_backend
