@@ -264,6 +264,8 @@ WRONG = {  # of two sequences of 7 rows together, and 9 keys
     "cu_q: got 6 last, expected 7, the rows of q": dict(cu_q=[0, 3, 6]),
     "cu_k: got 10 last, expected 9, the rows of k": dict(cu_k=[0, 3, 10]),
     "cu_q: got 3 after 8, expected offsets that never fall": dict(cu_q=[0, 8, 3, 7]),
+    "cu_q: got 7 after 9223372036854775807, expected offsets": dict(cu_q=[0, 2**63 - 1, 7]),
+    "cu_q: got -9223372036854775808 after 0, expected offsets": dict(cu_q=[0, -(2**63), 7]),
     "cu_q: got a sequence, 1, of 4, expected at most max_q = 3": dict(max_q=3),
     "cu_k: got a sequence, 1, of 6, expected at most max_k = 5": dict(max_k=5),
     r"cu_k: got shape \(4,\), expected \(B\+1,\) = \(3,\)": dict(cu_k=[0, 3, 4, 9]),

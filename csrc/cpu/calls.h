@@ -15,9 +15,10 @@ namespace fa {
 
 // Offsets from 0 to `total`, that never fall, in steps of at most `most`?
 inline bool rises(const int64_t* cu, int64_t n, int64_t total, int64_t most) {
-  for (int64_t b = 0; b < n; ++b)
-    if (cu[b + 1] < cu[b] || cu[b + 1] - cu[b] > most) return false;
-  return cu[0] == 0 && cu[n] == total;
+  if (cu[0] != 0) return false;
+  for (int64_t b = 0; b < n; ++b)  // within the total, where no difference is too large a number
+    if (cu[b + 1] < cu[b] || cu[b + 1] > total || cu[b + 1] - cu[b] > most) return false;
+  return cu[n] == total;
 }
 
 // Does every page that a length needs exist?
