@@ -77,9 +77,11 @@ struct Operand<Amx<P>> {
     const int64_t ld = round_up(columns, kStep);
     alignas(64) Source staged[FA_CPU_MAX_HEAD_DIM];
     int32_t* to = as_pairs(buf);
+    const bool scattered = !a.one_block(r0, rows);  // in pages, whose order no hardware foresees
     for (int64_t r = 0; r < round_up(rows, kStep); ++r) {
       uint8_t* told = unfit && r < rows ? unfit + r : nullptr;
       if (told) *told = kFits;
+      if (scattered && r + kStep < rows) prefetch(a, r0 + r + kStep, 1, columns);
       const Source* from = row(a, r0, r, rows, columns, staged, told);
       for (int64_t c = 0; c < ld; c += kStep, to += 16 * P)
         cut_row(from + c, [&](int x, Vec<int32_t> pairs) { store(to + 16 * x, pairs); });
