@@ -13,6 +13,7 @@ import test_gpu
 import test_gpu_calls
 import test_hard_values
 import test_place
+import test_row_invariant
 from emulated import Emulated
 from emulator import needs_emulator
 
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {
     test_hard_values: "",  # all
     test_place: "of_16_bits draws_go_on",
+    test_row_invariant: "rows_have",
     test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero "
     "storage_offsets one_tensor",
     test_gpu_calls: "masks subsets dtype philox same",
