@@ -21,7 +21,7 @@ from runners import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import Place, launcher
+from fastattn import Place, backend, launcher
 from fastattn.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -152,6 +152,12 @@ def complaints(made, found):
             yield f"{name}: not the sum over sequences"
 
 
+def dtype_of(name):
+    """float32, where the backend has it."""
+    dtypes = backend.get(name).support.dtypes
+    return torch.float32 if torch.float32 in dtypes else torch.bfloat16
+
+
 def everywhere(name, made):
     """Complaints about backend `name` on each of its variants."""
     lines = []
@@ -204,7 +210,7 @@ def test_packed_has_the_bits_of_each_alone(name, features, threads):
 def test_packed_draws_and_has_the_bits_of_a_padded_batch(name):
     """Of one number of rows and keys each there is nothing to pad; else lengths hide what is."""
     sizes = [(40, 30)] * 3 if name == "cpu" else [(9, 12)] * 2
-    made = batch((FEATURE["dropout"], FEATURE["causal"]), torch.float32, sizes)
+    made = batch((FEATURE["dropout"], FEATURE["causal"]), dtype_of(name), sizes)
     stacked = [torch.cat([getattr(p, x) for p in made.alone]) for x in "qkv"]
     given = made.given
     options = dict(dropout_p=given["dropout_p"], seed=given["seed"], causal=True, backend=name)
@@ -225,7 +231,7 @@ def test_packed_draws_and_has_the_bits_of_a_padded_batch(name):
 @every_backend
 @pytest.mark.parametrize("layout", ("offset_slices", "column_major", "expanded"))
 def test_packed_is_read_as_it_lies(name, layout):
-    made = batch(PLAIN, torch.float32)
+    made = batch(PLAIN, dtype_of(name))
     expected = made.run(backend=name)
     if layout == "expanded":  # one head's memory
         for x in "qkv":
@@ -240,7 +246,7 @@ def test_packed_is_read_as_it_lies(name, layout):
 
 @every_backend
 def test_offsets_are_of_any_integers_and_spaced(name):
-    made = batch((FEATURE["bottom_right"],), torch.float32)
+    made = batch((FEATURE["bottom_right"],), dtype_of(name))
     expected = made.run(backend=name)
     for change in (torch.Tensor.int, lambda x: x.repeat_interleave(2)[::2]):
         made.given |= {x: change(made.given[x]) for x in ("cu_q", "cu_k")}
@@ -250,7 +256,7 @@ def test_offsets_are_of_any_integers_and_spaced(name):
 
 @every_backend
 def test_batches_of_nothing(name):
-    q = torch.zeros(0, 2, 8, requires_grad=True)
+    q = torch.zeros(0, 2, 8, dtype=dtype_of(name), requires_grad=True)
     for cu in ([0], [0, 0, 0]):
         given = (q, q, q, torch.tensor(cu), torch.tensor(cu))
         out, lse = fastattn.attention_packed(*given, return_lse=True, backend=name)
@@ -297,6 +303,7 @@ def test_batches_that_there_are_not(name, message):
     given |= WRONG[message]
     if given["cu_q"] == [0, 8, 3, 7]:
         given["cu_k"] = [0, 3, 4, 9]
+    given |= {x: given[x].to(dtype_of(name)) for x in "qkv"}
     cu = {x: torch.as_tensor(given.pop(x)) for x in ("cu_q", "cu_k")}
     for also in (name, "reference"):
         with pytest.raises(ValueError, match=message):

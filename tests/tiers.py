@@ -46,6 +46,7 @@ SHARES = {
     "test_cuda_emulated::test_features": (NONE, 1),
     "test_cuda_launch": (NONE, 2),
     "test_cuda_library": (NONE, NONE),
+    "test_cuda_packed": (NONE, 7),
     "test_cuda_scale": (NONE, 5),
     "test_cuda_stub": (NONE, ALL),
     "test_cuda_suites": (NONE, 7),

@@ -1,4 +1,5 @@
 // The C ABI of csrc/abi.h over the kernels: which of them serve a pass.
+#include "../band.h"
 #include "launch.h"
 #include "sm80/kernels.h"
 #include "splits.h"
@@ -6,6 +7,13 @@
 namespace {
 
 __global__ void smallest_kernel() {}
+
+// No sequence of a packed batch has more rows, or keys, than all have.
+FaParams cut(FaParams p) {
+  if (p.cu_q) p.M = fa::least(p.M, p.T);
+  if (p.cu_k) p.N = fa::least(p.N, p.S);
+  return p;
+}
 
 bool decodes(const FaParams& p, int64_t multiprocessors) {
   return multiprocessors > 0 && !p.row_invariant && p.M <= fa::kDecodeRows &&
@@ -19,36 +27,39 @@ extern "C" {
 const char* fa_cuda_abi_fields(void) { return FA_FIELDS; }
 int64_t fa_cuda_max_head_dim(void) { return FA_CUDA_MAX_HEAD_DIM; }
 
-int64_t fa_cuda_splits(const FaParams* p, int64_t multiprocessors) {
-  return decodes(*p, multiprocessors) ? fa::sm80::decode_splits(*p, multiprocessors) : 1;
+int64_t fa_cuda_splits(const FaParams* call, int64_t multiprocessors) {
+  const FaParams p = cut(*call);
+  return decodes(p, multiprocessors) ? fa::sm80::decode_splits(p, multiprocessors) : 1;
 }
 
-int64_t fa_cuda_workspace(const FaParams* p, int64_t pass, int64_t multiprocessors) {
+int64_t fa_cuda_workspace(const FaParams* call, int64_t pass, int64_t multiprocessors) {
+  const FaParams p = cut(*call);
   switch (pass) {
     case FA_FORWARD:
-      return decodes(*p, multiprocessors) ? fa::sm80::decode_workspace(*p, multiprocessors) : 0;
+      return decodes(p, multiprocessors) ? fa::sm80::decode_workspace(p, multiprocessors) : 0;
     case FA_WEIGHTS:
       return 0;
     case FA_BACKWARD:
-      return fa::sm80::backward_workspace(*p);
+      return fa::sm80::backward_workspace(p);
     default:
-      return fa::sm80::weights_backward_workspace(*p);
+      return fa::sm80::weights_backward_workspace(p);
   }
 }
 
-int64_t fa_cuda_run(const FaParams* p, int64_t pass, int64_t device, int64_t multiprocessors,
+int64_t fa_cuda_run(const FaParams* call, int64_t pass, int64_t device, int64_t multiprocessors,
                     void* stream) {
   if (const int failed = fa::use_device(device)) return failed;
+  const FaParams p = cut(*call);
   switch (pass) {
     case FA_FORWARD:
-      return decodes(*p, multiprocessors) ? fa::sm80::decode(*p, multiprocessors, stream)
-                                          : fa::sm80::forward(*p, stream);
+      return decodes(p, multiprocessors) ? fa::sm80::decode(p, multiprocessors, stream)
+                                          : fa::sm80::forward(p, stream);
     case FA_BACKWARD:
-      return fa::sm80::backward(*p, stream);
+      return fa::sm80::backward(p, stream);
     case FA_WEIGHTS:
-      return fa::sm80::weights(*p, stream);
+      return fa::sm80::weights(p, stream);
     default:
-      return fa::sm80::weights_backward(*p, stream);
+      return fa::sm80::weights_backward(p, stream);
   }
 }
 

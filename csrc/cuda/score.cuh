@@ -10,6 +10,7 @@
 #pragma once
 #include "../band.h"
 #include "../philox.h"
+#include "item.cuh"
 #include "ptx.cuh"
 
 namespace fa {
@@ -45,8 +46,7 @@ FA_DEVICE void philox(uint32_t (&c)[4], uint64_t seed) {
   }
 }
 
-// The keys that row i sees: [lo, hi), empty where lo >= hi. A row past the last sees none: a mask
-// has no elements for it.
+// The keys that row i sees: [lo, hi), empty where lo >= hi.
 struct Band {
   int lo, hi;
   FA_DEVICE bool holds(int j) const { return lo <= j && j < hi; }
@@ -64,14 +64,23 @@ struct Visible {
     constexpr int64_t far = 1 << 30;
     return static_cast<int>(most(-far, least(edge, far)));
   }
+  FA_DEVICE Band keys_of(int i) const {
+    const int at = i + shift, end = at + right + 1;
+    return {at - left, end < length ? end : length};
+  }
   // The keys that row i sees, or the rows that see key j; of `rows` that there are.
   FA_DEVICE Band keys_of(int i, int rows) const {
-    const int at = i + shift, end = at + right + 1;
-    return {at - left, i >= rows ? at - left : end < length ? end : length};
+    const Band all = keys_of(i);
+    return {all.lo, i >= rows ? all.lo : all.hi};
   }
   FA_DEVICE Band rows_of(int j, int rows) const {
     const int at = j - shift, end = at + left + 1;
     return {at - right, j >= length ? at - right : end < rows ? end : rows};
+  }
+  // Keys that none of so many rows see are none.
+  FA_DEVICE void cut_length(int rows) {
+    const int hi = keys_of(rows - 1).hi;
+    length = hi < 0 ? 0 : hi;
   }
   // Does every row of [i0, i1) see every key of [j0, j1)?
   FA_DEVICE bool all(int i0, int i1, int j0, int j1) const {
@@ -86,16 +95,18 @@ FA_DEVICE KeyRange row_range(const FaParams& p, int64_t b, int64_t j0, int64_t j
   return clip(j0 - p.right - shift, end - 1 + p.left - shift + 1, p.M);
 }
 
-// Everything of one head that scores depend on beside q.k.
+// Everything of one head that scores depend on beside q.k. p may be a packed batch, or an item of
+// it: masks and slopes are by item, and a mask has room for the longest.
 struct Head {
   const FaParams& p;
-  int64_t b, h, shift;
+  int64_t b, h;
+  int shift;
   float scale, softcap, slope, dropout_factor;
   uint32_t dropout_threshold;
   uint64_t seed;
 
-  FA_DEVICE Head(const FaParams& p, int64_t b, int64_t h)
-      : p(p), b(b), h(h), shift(diagonal(p, b)), scale(static_cast<float>(p.scale)),
+  FA_DEVICE Head(const FaParams& p, int64_t b, int64_t h, int64_t shift)
+      : p(p), b(b), h(h), shift(static_cast<int>(shift)), scale(static_cast<float>(p.scale)),
         softcap(static_cast<float>(p.softcap)), slope(0), dropout_factor(1), dropout_threshold(0),
         seed(0) {
     if (p.slopes.data) slope = read(p.slopes, b * p.slopes.stride[0] + h * p.slopes.stride[1]);
@@ -128,8 +139,7 @@ struct Places {
   FA_DEVICE int j(int k, int e) const { return keys_stay ? staying(e) : passing(k, e); }
   // |i + shift - j| is |from + offset|, of which the compiler knows one.
   FA_DEVICE int from(int) const {
-    const int shift = static_cast<int>(one.shift);
-    return passes - stays + (keys_stay ? shift : -shift);
+    return passes - stays + (keys_stay ? one.shift : -one.shift);
   }
   static FA_DEVICE int offset(int k, int e) { return 8 * k + e % 2 - 8 * (e / 2); }
 };
@@ -187,11 +197,11 @@ FA_DEVICE void cap(float (&s)[n][4], const Head& head, Gradient gradient) {
 
 // What is not seen weighs nothing.
 template <int n, class Places, class Gradient>
-FA_DEVICE void hide(float (&s)[n][4], const Places& at, const Visible& visible,
+FA_DEVICE void hide(float (&s)[n][4], const Places& at, const Visible& visible, int64_t rows,
                     Gradient gradient) {
-  const int rows = static_cast<int>(at.head(0).p.M);
+  const int all = static_cast<int>(rows);
   each_of(s, [&](int k, int e) {
-    if (visible.keys_of(at.i(k, e), rows).holds(at.j(k, e))) return;
+    if (visible.keys_of(at.i(k, e), all).holds(at.j(k, e))) return;
     s[k][e] = -INFINITY;
     gradient.hide(k, e);
   });

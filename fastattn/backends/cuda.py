@@ -78,6 +78,7 @@ class Cuda(Launcher):
             | Feature.GRAD
             | Feature.PLACE
             | Feature.INVARIANT
+            | Feature.PACKED
         ),
     )
 

@@ -284,6 +284,18 @@ def pages_of_64():
     return in_pages(64)
 
 
+@named("decode")
+def packed_splits():
+    made = test_packed.batch((), torch.bfloat16, ((1, 341), (2, 0), (3, 570)), 32)
+    return test_packed.complaints(made, made.run(backward=False))
+
+
+@named("backward")
+def packed_backward():
+    made = test_packed.batch([FEATURE["sinks"]], torch.bfloat16, ((37, 41), (0, 3), (5, 9)), 32)
+    return test_packed.complaints(made, made.run())
+
+
 # -- where they run --------------------------------------------------------------------------------
 
 

@@ -58,7 +58,7 @@ int backward_of(const FaParams& p, void* stream) {
 
 int64_t backward_workspace(const FaParams& p) {
   const int64_t columns = with_dims(p, [](auto dims) { return int64_t{decltype(dims)::kD}; });
-  const int64_t sums = adds_in_turn(p) ? p.B * p.H * padded_rows(p) * columns : 0;
+  const int64_t sums = adds_in_turn(p) ? p.H * rows_of_head(p) * columns : 0;
   return (state_words(p) + sums) * static_cast<int64_t>(sizeof(float));
 }
 

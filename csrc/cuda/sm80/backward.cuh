@@ -97,10 +97,20 @@ struct Passing {
   Matrix right1, right2;
   RowStates states;
 
-  FA_DEVICE Passing(const FaParams& p, float* workspace, int64_t b, int h, int first,
+  FA_DEVICE Passing(const Item& p, float* workspace, int64_t b, int h, int first, int rows,
                     const Matrix& k, const Matrix& v)
-      : h(h), first(first), right1(B::kKeysStay ? matrix_of(p.q, b, h, p.M, p.D) : k),
-        right2(B::kKeysStay ? matrix_of(p.dout, b, h, p.M, p.Dv) : v), states(p, workspace, b, h) {}
+      : h(h), first(first), right1(B::kKeysStay ? matrix_of(p.q, b, h, rows, p.D) : k),
+        right2(B::kKeysStay ? matrix_of(p.dout, b, h, rows, p.Dv) : v),
+        states(p, workspace, b, h) {}
+
+  // Where keys stay: the rows of the next head.
+  FA_DEVICE void next_head(const FaParams& p, int start) {
+    h += 1;
+    first = start;
+    right1 = right1.further(p.q.stride[1]);
+    right2 = right2.further(p.dout.stride[1]);
+    states.data += kParts * rows_of_head(p);
+  }
 
   FA_DEVICE void load(unsigned char* to) const {
     load_tile<typename B::Right1, B::kThreads>(to, right1, first);
@@ -115,25 +125,31 @@ struct Passing {
 // what a kernel makes, they are 0 before.
 template <class B>
 __global__ void __launch_bounds__(B::kThreads, 1)
-    backward_kernel(const FaParams p, float* workspace) {
+    backward_kernel(const FaParams batch, float* workspace) {
   using Type = typename B::Type;
   using PlacesOf = Places<B::kKeysStay>;
   FA_SHARED_MEMORY(memory);
   auto* const ticket = reinterpret_cast<unsigned*>(memory + B::kTicketAt);
   unsigned index = blockIdx.x;
   if constexpr (B::kInTurn) index = Turns(workspace).begin(ticket);
-  const Task<B> task(p, index);
+  const Task<B> task(batch, index);
   const int b = task.b, staying_head = task.head, first_row = task.first_row;
+  const Item p(batch, b);
+  if (first_row >= (B::kKeysStay ? p.N : p.M)) return;  // another is longer
+  if (B::kInTurn && Turns(workspace).fall(batch)) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = first_row + 16 * B::kStrips * warp + lane / 4, column = 2 * (lane % 4);
   const int past = first_row + B::kStaying;
   const int64_t last_row = least(past, B::kKeysStay ? p.N : p.M);
 
-  const Visible visible(p, b);
+  const FaParams all = batch;  // see forward.cuh
+  Visible visible(p, b);
+  if (B::kInTurn) visible.cut_length(static_cast<int>(p.M));
   const KeyRange seen = B::kKeysStay ? row_range(p, b, first_row, last_row)
                                      : key_range(p, b, first_row, last_row);
   const int start = static_cast<int>(seen.lo) / B::kPassing * B::kPassing;
   const int end = static_cast<int>(seen.hi);
+  const int rows = B::kKeysStay ? end : static_cast<int>(p.M);  // others see nothing here
   const int group = static_cast<int>(p.H / p.Hk);
   const int hk = B::kKeysStay ? staying_head : staying_head / group;
   const int first_head = B::kKeysStay ? hk * group : staying_head;
@@ -144,12 +160,11 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   // Rows past what is seen are not read: NaN may lie past a key length.
   const int64_t keys = B::kKeysStay ? visible.length : end;
   const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
-  Passing<B> coming(p, workspace, b, first_head, start, k, v);
+  Passing<B> coming(p, workspace, b, first_head, start, rows, k, v);
   const auto load_coming = [&](int stage) {
     coming.load(stages + stage * B::kStageBytes);
     coming.first += B::kPassing;
-    if (B::kKeysStay && coming.first >= end)
-      coming = Passing<B>(p, workspace, b, coming.h + 1, start, k, v);
+    if (B::kKeysStay && coming.first >= end) coming.next_head(batch, start);
   };
 
   Strips<B::kStrips, B::kFirst ? B::kD : 8> first_sum = {};
@@ -184,9 +199,9 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       second_left.hold();
     }
   int stage = 0;
+  QuerySums<B> queries(p, workspace, b, first_head);
   const auto pass = [&](int h) {
-    const Head head(p, b, h);
-    const QuerySums<B> queries(p, workspace, b, h);
+    const Head head(B::kGeneral ? all : p, b, h, diagonal(p, b));
     MaskLines mask[B::kStrips];
 #pragma unroll
     for (int x = 0; x < B::kStrips; ++x) mask[x] = MaskLines(PlacesOf{head, row + 16 * x, 0});
@@ -202,8 +217,8 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       constexpr int kBelow = kOneWidth ? B::kPassing / 16 : 0;
       const int last = first + B::kPassing;
       const bool whole = B::kKeysStay
-                             ? (last <= p.M) & visible.all(first, last, first_row, past)
-                             : (past <= p.M) & visible.all(first_row, past, first, last);
+                             ? (last <= rows) & visible.all(first, last, first_row, past)
+                             : (past <= rows) & visible.all(first_row, past, first, last);
 #pragma unroll
       for (int at = 0; at < B::kPassing; at += B::kAtOnce) {
         Strips<B::kStrips, B::kAtOnce> s = {}, dp = {};
@@ -223,7 +238,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
           read_given<B>(dp, p, b, h, corner);
         else if constexpr (B::kFirst)
           product<Type, typename B::Right2>(dp, second_left, right2, kBelow + at / 16);
-        differentiate<B>(s, dp, head, visible, whole, staying, passing, mask, pairs, corner);
+        differentiate<B>(s, dp, head, visible, rows, whole, staying, passing, mask, pairs, corner);
         LeftSides<B::kAtOnce / 8> ds[B::kStrips];
         if constexpr (B::kFirst && B::kMakesSums)
           accumulate<Type, typename B::Right1>(first_sum, ds, dp, right1, at / 16);
@@ -238,10 +253,9 @@ __global__ void __launch_bounds__(B::kThreads, 1)
                 dp[x % B::kStrips][x / B::kStrips / 4][x / B::kStrips % 4];
       }
       if constexpr (B::kInTurn)
-        if (p.dq.data) {
+        if (batch.dq.data) {
           ptx::block_sync("backward: all see this ds");
-          const int rows = static_cast<int>(p.M);
-          const bool begins = visible.keys_of((last < rows ? last : rows) - 1, rows).hi <= past;
+          const bool begins = visible.keys_of(last - 1).hi <= past;
           queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first,
                               first_row / B::kStaying, begins);
         }
@@ -250,26 +264,27 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     }
   };
   if constexpr (B::kKeysStay)
-    for (int h = first_head; h < last_head; ++h) pass(h);
+    for (int h = first_head; h < last_head; ++h, queries.next_head(batch)) pass(h);
   else
     pass(first_head);
   ptx::copies_wait<0>("backward: nothing is on its way");
 
-  const Task<B> own(p, B::kInTurn ? *ticket : ptx::block_anew());
+  const Task<B> own(batch, B::kInTurn ? *ticket : ptx::block_anew());
+  const Item of(batch, own.b);
   const auto store = [&](const FaTensor& to, int64_t width, auto& sum, float factor) {
     const int at = own.first_row + 16 * B::kStrips * warp + lane / 4;
-    const int64_t length = B::kKeysStay ? p.N : p.M;
+    const int64_t length = B::kKeysStay ? of.N : of.M;
     store_gradient<Type>(to, own.b, own.head, at, column, length, width, sum, factor);
   };
   if constexpr (B::kFirst && B::kMakesSums)
-    store(B::kKeysStay ? p.dk : p.dq, p.D, first_sum, static_cast<float>(p.scale));
+    store(B::kKeysStay ? of.dk : of.dq, of.D, first_sum, static_cast<float>(of.scale));
   if constexpr (B::kSecond) {
-    const bool dropout = B::kGeneral && p.dropout_p > 0;
-    store(p.dv, p.Dv, second_sum,
-          dropout ? static_cast<float>(dropout_rule(p.dropout_p).factor) : 1.0f);
+    const bool dropout = B::kGeneral && of.dropout_p > 0;
+    store(of.dv, of.Dv, second_sum,
+          dropout ? static_cast<float>(dropout_rule(of.dropout_p).factor) : 1.0f);
   }
   if constexpr (B::kWhat == kDelta) {
-    const RowStates states(p, workspace, own.b, own.head);
+    const RowStates states(of, workspace, own.b, own.head);
 #pragma unroll
     for (int x = 0; x < 2 * B::kStrips; ++x) {
       const float sum = row_sum(delta[x / 2][x % 2]);

@@ -67,7 +67,7 @@ struct QueryPlaces {
     return static_cast<int>(e < 2 ? queries[0].i : queries[1].i);
   }
   FA_DEVICE int j(int k, int e) const { return passing(k, e); }
-  FA_DEVICE int from(int e) const { return passes - i(0, e) - static_cast<int>(head(e).shift); }
+  FA_DEVICE int from(int e) const { return passes - i(0, e) - head(e).shift; }
   static FA_DEVICE int offset(int k, int e) { return 8 * k + e % 2; }
 };
 
@@ -166,14 +166,18 @@ FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Mer
 // that read the same keys are neighbours. A multiprocessor runs out of shared memory before it runs
 // out of registers: one block may have them all.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p, int splits) {
+__global__ void __launch_bounds__(F::kThreads, 1)
+    decode_kernel(const FaParams batch, int splits) {
   using Type = typename F::Type;
   FA_SHARED_MEMORY(memory);
-  const int64_t group = p.H / p.Hk;
-  const int rows = static_cast<int>(group * p.M), blocks = (rows + F::kRows - 1) / F::kRows;
+  const int64_t group = batch.H / batch.Hk;
+  const int blocks = (static_cast<int>(group * batch.M) + F::kRows - 1) / F::kRows;
   const int first_row = static_cast<int>(blockIdx.x) % blocks * F::kRows;
   const int share = static_cast<int>(blockIdx.x) / blocks, split = share % splits;
-  const int64_t hk = share / splits % p.Hk, b = share / splits / p.Hk;
+  const int64_t hk = share / splits % batch.Hk, b = share / splits / batch.Hk;
+  const Item p(batch, b);
+  const int rows = static_cast<int>(group * p.M);
+  if (first_row >= rows) return;  // another has more
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = thread / 32, row_tile = warp / (F::kKeyWarps * F::kColumnWarps);
@@ -181,7 +185,8 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   const int first_column = warp % F::kColumnWarps * F::kWarpColumns;
   const int row = 16 * row_tile + lane / 4, column = 2 * (lane % 4);  // of the block; and row + 8
   const Query query[2] = {query_of(p, hk, first_row + row), query_of(p, hk, first_row + row + 8)};
-  const Head head[2] = {Head(p, b, query[0].h), Head(p, b, query[1].h)};
+  const Head head[2] = {Head(batch, b, query[0].h, diagonal(p, b)),
+                        Head(batch, b, query[1].h, diagonal(p, b))};
   const Visible visible(p, b);
   const MaskLines mask(QueryPlaces{head, query, 0});
   const float to_log2 = F::kGeneral ? kLog2e : head[0].scale * kLog2e;
@@ -235,7 +240,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
       add_products<Type, typename F::KTile>(s, left[d], k_tile, d, at / 16);
     const bool whole = by_all.lo <= first && first + F::kWarpKeys <= by_all.hi;
     if (F::kGeneral) logits(s, places, mask, pairs, NoGradient());
-    if (!whole) hide(s, places, visible, NoGradient());
+    if (!whole) hide(s, places, visible, p.M, NoGradient());
     update<F::kGeneral>(state, s, out, to_log2);
     if (F::kGeneral && p.dropout_p > 0) drop(s, draw<F::kWarpKeys / 8>(places));
     multiply_values<Type, typename F::VTile>(out, s, k_tile + F::KTile::kBytes, at / 16,
@@ -261,7 +266,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
   }
   ptx::block_sync("decode: the warps' parts are there");
 
-  const Parts to = splits_of(p, splits);
+  const Parts to = splits_of(batch, splits);
   for (int x = thread; x < F::kRows * F::kDv / 4; x += F::kThreads) {
     const int r = x / (F::kDv / 4), d = x % (F::kDv / 4) * 4;
     if (first_row + r >= rows || d >= p.Dv) continue;
@@ -270,7 +275,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams p
       finish<Type, F::kGeneral>(p, b, query_of(p, hk, first_row + r), d, all);
       continue;
     }
-    const int64_t at = (b * p.H + hk * group) * p.M + first_row + r;
+    const int64_t at = b * batch.H * batch.M + hk * rows + first_row + r;
     *to.columns(split, at, d) = all.out;
     if (d == 0) {
       to.level[split * to.rows + at] = all.level;
@@ -283,11 +288,15 @@ constexpr int kCombineWarps = 4;
 
 // A block for a row, whose splits its warps take in turns.
 template <class Type, bool general>
-__global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const FaParams p, int splits) {
+__global__ void __launch_bounds__(32 * kCombineWarps)
+    combine_kernel(const FaParams batch, int splits) {
   FA_SHARED_MEMORY(memory);
-  const int64_t row = blockIdx.x, M = p.M;
+  const int64_t row = blockIdx.x, of_item = batch.H * batch.M, b = row / of_item;
+  const Item p(batch, b);
+  if (row % of_item >= p.H * p.M) return;  // another has more
+  const Query query = {row % of_item / p.M, row % of_item % p.M};
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-  const Parts parts = splits_of(p, splits);
+  const Parts parts = splits_of(batch, splits);
 
   Merged all = {-INFINITY, 0.0f, {0.0f, 0.0f, 0.0f, 0.0f}};
   for (int part = lane; part < splits; part += 32)
@@ -311,7 +320,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const FaPar
   for (int x = thread; x < parts.width / 4; x += 32 * kCombineWarps) {
     for (int from = 0; from < kCombineWarps; ++from)
       all.add(1.0f, sums[from * (parts.width / 4) + x]);
-    finish<Type, general>(p, row / M / p.H, {row / M % p.H, row % M}, 4 * x, all);
+    finish<Type, general>(p, b, query, 4 * x, all);
   }
 }
 

@@ -53,18 +53,21 @@ FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, S
 
 // A block for some rows of a head, the last rows first: with a causal band those have most to do.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams p) {
+__global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams batch) {
   using Type = typename F::Type;
   FA_SHARED_MEMORY(memory);
-  const int64_t blocks = (p.M + F::kRows - 1) / F::kRows;
+  const int64_t blocks = (batch.M + F::kRows - 1) / F::kRows;
   const int64_t head_at = blockIdx.x / blocks;
-  const int64_t b = head_at / p.H, h = head_at % p.H, hk = key_head(p, h);
+  const int64_t b = head_at / batch.H, h = head_at % batch.H, hk = key_head(batch, h);
+  const Item p(batch, b);
   const int first_row = static_cast<int>(blocks - 1 - blockIdx.x % blocks) * F::kRows;
+  if (first_row >= p.M) return;  // another is longer
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = first_row + 16 * F::kTiles * warp;
   const int row = warp_row + lane / 4, column = 2 * (lane % 4);  // and row + 8, + 16, + 24
 
-  const Head head(p, b, h);
+  const FaParams all = batch;  // of an item ptxas would have more in registers
+  const Head head(F::kGeneral ? all : p, b, h, diagonal(p, b));
   const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
   const KeyRange seen = key_range(p, b, first_row, least(first_row + F::kRows, p.M));
   const int start = static_cast<int>(seen.lo) / F::kKeys * F::kKeys;
@@ -137,7 +140,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
       const Places<false> at = places(r, first + column);
       if (F::kGeneral) logits(s[r], at, lines[r], pairs, NoGradient());
       if (F::kGeneral && r + 1 < F::kTiles) ask(r + 1);
-      if (!whole) hide(s[r], at, visible, NoGradient());
+      if (!whole) hide(s[r], at, visible, p.M, NoGradient());
       update<F::kGeneral>(state[r], s[r], out[r], to_log2);
       if (F::kGeneral && p.dropout_p > 0) drop(s[r], draw<F::kKeys / 8>(at));
       pack_weights<Type>(weights[r], s[r]);

@@ -37,8 +37,9 @@ FA_SHARED int64_t tiles_of_keys(const FaParams& p) {
 
 // ds of one tile onto total.
 template <class B>
-FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, const FaParams& p,
+FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, const Item& p,
                         float* workspace, int64_t b, int64_t h, int first_row, int first_key) {
+  if (first_row >= p.M) return;  // another is longer
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = first_row + 16 * warp + lane / 4, column = first_key + 2 * (lane % 4);
   const int64_t last_row = least(first_row + B::kStaying, p.M);
@@ -60,7 +61,7 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
   ptx::copies_commit("mask: a tile");
   ptx::copies_wait<0>("mask: it has landed");
   ptx::block_sync("mask: all see this tile");
-  const Head head(p, b, h);
+  const Head head(p, b, h, diagonal(p, b));
   const Places<false> places = {head, row, column};
   const MaskLines mask[1] = {MaskLines(places)};
   MaskPairs<B::kPassing / 8> pairs[1];
@@ -77,7 +78,8 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
   }
   const RowStates states(p, workspace, b, h);
   const RowState staying[1][2] = {{states.at(row), states.at(row + 8)}};
-  differentiate<B>(s, dp, head, Visible(p, b), false, staying, 0, mask, pairs, corner);
+  const int rows = static_cast<int>(p.M);
+  differentiate<B>(s, dp, head, Visible(p, b), rows, false, staying, 0, mask, pairs, corner);
 #pragma unroll
   for (int n = 0; n < B::kPassing / 8; ++n)
 #pragma unroll
@@ -124,10 +126,11 @@ FA_DEVICE void sum_columns(Accumulator<B::kPassing>& total) {
 
 template <class B>
 __global__ void __launch_bounds__(B::kThreads, 1)
-    mask_gradient_kernel(const FaParams p, float* workspace) {
+    mask_gradient_kernel(const FaParams batch, float* workspace) {
   FA_SHARED_MEMORY(memory);
-  const Extent of_b = extent(p, 0, p.B), of_h = extent(p, 1, p.H);
-  const Extent of_i = extent(p, 2, tiles_of_rows<B>(p)), of_j = extent(p, 3, tiles_of_keys<B>(p));
+  const Extent of_b = extent(batch, 0, batch.B), of_h = extent(batch, 1, batch.H);
+  const Extent of_i = extent(batch, 2, tiles_of_rows<B>(batch));
+  const Extent of_j = extent(batch, 3, tiles_of_keys<B>(batch));
   int64_t task = blockIdx.x;
   const int64_t own_j = task % of_j.parts, own_i = task / of_j.parts % of_i.parts;
   task /= of_j.parts * of_i.parts;
@@ -137,11 +140,12 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     for (int64_t x = of.summed ? 0 : own; x < (of.summed ? whole : own + 1); ++x) body(x);
   };
   Accumulator<B::kPassing> total = {};
-  each(of_b, own_b, p.B, [&](int64_t b) {
-    each(of_h, own_h, p.H, [&](int64_t h) {
-      each(of_i, own_i, tiles_of_rows<B>(p), [&](int64_t i) {
-        each(of_j, own_j, tiles_of_keys<B>(p), [&](int64_t j) {
-          add_tile<B>(total, memory, p, workspace, b, h, static_cast<int>(i) * B::kStaying,
+  each(of_b, own_b, batch.B, [&](int64_t b) {
+    const Item item(batch, b);
+    each(of_h, own_h, batch.H, [&](int64_t h) {
+      each(of_i, own_i, tiles_of_rows<B>(batch), [&](int64_t i) {
+        each(of_j, own_j, tiles_of_keys<B>(batch), [&](int64_t j) {
+          add_tile<B>(total, memory, item, workspace, b, h, static_cast<int>(i) * B::kStaying,
                       static_cast<int>(j) * B::kPassing);
         });
       });
@@ -151,6 +155,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   if (of_j.summed) sum_columns<B>(total);
 
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const Item p(batch, own_b);
   const int64_t* stride = p.dmask.stride;
 #pragma unroll
   for (int n = 0; n < B::kPassing / 8; ++n)

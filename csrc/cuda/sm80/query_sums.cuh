@@ -31,12 +31,18 @@ struct QuerySums {
   static FA_DEVICE int strip() { return warp() / kAcross * kStrips; }
   static FA_DEVICE int column() { return warp() % kAcross * kColumns; }
 
-  FA_DEVICE QuerySums(const FaParams& p, float* workspace, int64_t b, int64_t h) {
-    const int64_t row = (b * p.H + h) * padded_rows(p);
+  FA_DEVICE QuerySums(const Item& p, float* workspace, int64_t b, int64_t h) {
+    const int64_t row = item_begins(p, b, h);
     turn = Turns(workspace).of(row, warp());
-    float* const all = RowStates(p, workspace, p.B, 0).data;
+    float* const all = workspace + state_words(p);
     sums = reinterpret_cast<float4*>(all + row * B::kD + warp() * kStrips * 16 * kColumns) +
            threadIdx.x % 32;
+  }
+
+  FA_DEVICE void next_head(const FaParams& p) {
+    const int64_t rows = rows_of_head(p);
+    sums += rows * B::kD / 4;
+    turn += rows / kRowsATurn;
   }
 
   // sum += ds K
@@ -102,10 +108,12 @@ FA_DEVICE void put_scores(unsigned char* tile, const uint32_t (&ds)[strips][sixt
 // A block for each tile. Rows that see no key have no sums.
 template <class B>
 __global__ void __launch_bounds__(B::kThreads)
-    query_gradient_kernel(const FaParams p, float* workspace) {
-  const int64_t tiles = (p.M + B::kPassing - 1) / B::kPassing;
-  const int64_t h = blockIdx.x / tiles % p.H, b = blockIdx.x / tiles / p.H;
+    query_gradient_kernel(const FaParams batch, float* workspace) {
+  const int64_t tiles = (batch.M + B::kPassing - 1) / B::kPassing;
+  const int64_t h = blockIdx.x / tiles % batch.H, b = blockIdx.x / tiles / batch.H;
   const int first = static_cast<int>(blockIdx.x % tiles) * B::kPassing;
+  const Item p(batch, b);
+  if (first >= p.M) return;  // another is longer
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const QuerySums<B> sums(p, workspace, b, h);
   typename QuerySums<B>::Sums sum = {};

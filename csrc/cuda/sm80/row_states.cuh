@@ -19,24 +19,34 @@ constexpr int kTogether = 16;      // rows: their levels lie together, then thei
 FA_SHARED int64_t padded_rows(const FaParams& p) {
   return (most(p.M, 1) + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
 }
+// Those of a head in all items, and where it has those of one. Sequences of a packed batch begin at
+// whole tiles, one further on with each.
+FA_SHARED int64_t rows_of_head(const FaParams& p) {
+  return p.cu_q ? (p.T / kRowsOfTiles + p.B) * kRowsOfTiles : p.B * padded_rows(p);
+}
+FA_DEVICE int64_t item_begins(const Item& p, int64_t b, int64_t h) {
+  const int64_t before = h * rows_of_head(p);
+  if (!p.cu_q) return before + b * padded_rows(p);
+  return before + (p.first_row / kRowsOfTiles + b) * kRowsOfTiles;
+}
 
 // The workspace begins with what blocks know each other by (turns.cuh): a word for the next task,
 // of as many, and one for so many rows.
 constexpr int kTaskWords = 4, kRowsATurn = 8;
 FA_SHARED int64_t turn_words(const FaParams& p) {
-  return kTaskWords + p.B * p.H * padded_rows(p) / kRowsATurn;
+  return kTaskWords + p.H * rows_of_head(p) / kRowsATurn;
 }
 // All that a workspace begins with: of turns, and the states of all rows.
 FA_SHARED int64_t state_words(const FaParams& p) {
-  return turn_words(p) + p.B * p.H * padded_rows(p) * kParts;
+  return turn_words(p) + p.H * rows_of_head(p) * kParts;
 }
 
 // Of the rows of one query head.
 struct RowStates {
   float* data;
 
-  FA_DEVICE RowStates(const FaParams& p, float* workspace, int64_t b, int64_t h)
-      : data(workspace + turn_words(p) + (b * p.H + h) * kParts * padded_rows(p)) {}
+  FA_DEVICE RowStates(const Item& p, float* workspace, int64_t b, int64_t h)
+      : data(workspace + turn_words(p) + item_begins(p, b, h) * kParts) {}
 
   static FA_DEVICE int place(Part part, int i) {
     return (i / kTogether * kParts + part) * kTogether + i % kTogether;

@@ -18,12 +18,17 @@ FA_DEVICE float warp_sum(float x) {
 // The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
 // dlse, which a row's every dp is less by. 0 where there is no output. A warp for each row.
 template <class Type, bool general>
-__global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, float* workspace) {
+__global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams batch,
+                                                              float* workspace) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
-  const int64_t rows = padded_rows(p);
-  const int64_t i = at % rows, h = at / rows % p.H, b = at / rows / p.H;
-  if (lane == 0) Turns(workspace).clear(at);  // nobody has had a turn yet
+  const int64_t rows = padded_rows(batch);
+  const int64_t i = at % rows, h = at / rows % batch.H, b = at / rows / batch.H;
+  const Item p(batch, b);
+  const Turns turns(workspace);  // nobody has had one yet
+  if (at == 0) turns.clear(batch);
+  if (i >= padded_rows(p)) return;  // another is longer
+  if (lane == 0) turns.clear(item_begins(p, b, h) + i);
   const RowStates states(p, workspace, b, h);
   if (i >= p.M) {
     if (lane == 0) states.set(i, {INFINITY, 0.0f, 0.0f});
@@ -50,18 +55,19 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams p, fl
 }
 
 // dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a value.
-// A block for each head, which adds in one order.
+// A block for each head, of a packed batch for each of every item, which adds in one order.
 template <int threads>
 __global__ void __launch_bounds__(threads)
-    sink_gradient_kernel(const FaParams p, float* workspace) {
+    sink_gradient_kernel(const FaParams batch, float* workspace) {
   FA_SHARED_MEMORY(memory);
   auto* sums = reinterpret_cast<float*>(memory);
-  const int64_t h = blockIdx.x;
+  const int64_t h = blockIdx.x % batch.H, first = blockIdx.x / batch.H;
+  const Item p(batch, first);
   const int thread = static_cast<int>(threadIdx.x);
   const float sink = read(p.sinks, h * p.sinks.stride[1]);
   float sum = 0.0f;
-  for (int64_t at = thread; at < p.B * p.M; at += threads) {
-    const int64_t b = at / p.M, i = at % p.M;
+  for (int64_t at = thread; at < (p.cu_q ? 1 : p.B) * p.M; at += threads) {
+    const int64_t b = first + at / p.M, i = at % p.M;
     const Normaliser normaliser = Normalisers(p, b, h).at<true>(i);
     if (normaliser.level == INFINITY || sink == -INFINITY) continue;
     const float minus_delta = RowStates(p, workspace, b, h).at(kMinusDelta, i);
@@ -73,7 +79,7 @@ __global__ void __launch_bounds__(threads)
   if (thread != 0) return;
   float total = 0.0f;
   for (int warp = 0; warp < threads / 32; ++warp) total += sums[warp];
-  static_cast<float*>(p.dsinks.data)[h * p.dsinks.stride[1]] = total;
+  static_cast<float*>(p.dsinks.data)[first * p.dsinks.stride[0] + h * p.dsinks.stride[1]] = total;
 }
 
 template <class Type, bool general>
@@ -85,8 +91,9 @@ int start_delta(const FaParams& p, float* workspace, void* stream) {
 }
 
 inline int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
-  return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads>, p.H, kRowThreads,
-                       sizeof(float) * (kRowThreads / 32), stream, p, workspace);
+  const int64_t blocks = p.cu_q ? p.B * p.H : p.H;
+  return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads>, blocks,
+                       kRowThreads, sizeof(float) * (kRowThreads / 32), stream, p, workspace);
 }
 
 }  // namespace sm80

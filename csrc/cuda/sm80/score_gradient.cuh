@@ -123,7 +123,7 @@ FA_DEVICE void weigh(float (&s)[strips][n][4], float (&dp)[strips][n][4], float 
 // them but for its factor, and ds. `whole`: all rows see all keys.
 template <class B, int strips, int n, class Passing>
 FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4], const Head& head,
-                             const Visible& visible, bool whole,
+                             const Visible& visible, int rows, bool whole,
                              const RowState (&staying)[strips][2], Passing passing,
                              const MaskLines (&mask)[strips], const MaskPairs<n> (&pairs)[strips],
                              Corner corner) {
@@ -146,7 +146,6 @@ FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4]
              pairs[x], Of{dp[x]});
   }
   const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
-  const int rows = static_cast<int>(p.M);
   if (whole)
     weigh<B, true>(s, dp, to_log2, visible, rows, staying, passing, corner);
   else

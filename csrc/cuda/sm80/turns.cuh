@@ -16,11 +16,21 @@ struct Turns {
 
   FA_DEVICE explicit Turns(float* workspace) : words(reinterpret_cast<uint32_t*>(workspace)) {}
 
-  // Before all of it, for the row `at` of those of all heads.
+  // Before all of it, by the lanes of one warp. Sequences that begin before others end would take
+  // each other's turns, and wait for ever: of such a batch there is nothing to do.
+  FA_DEVICE void clear(const FaParams& batch) const {
+    uint32_t falls = 0;
+    if (batch.cu_q)
+      for (int64_t b = threadIdx.x % 32; b < batch.B; b += 32)
+        falls |= batch.cu_q[b + 1] < batch.cu_q[b];
+    for (int flip = 16; flip; flip /= 2) falls |= ptx::shuffle_xor(falls, flip);
+    if (threadIdx.x % 32 == 0) words[0] = 0, words[1] = falls;
+  }
+  // And for the row `at` of those of all heads.
   FA_DEVICE void clear(int64_t at) const {
-    if (at == 0) words[0] = 0;
     if (at % kRowsATurn == 0) words[kTaskWords + at / kRowsATurn] = 0;
   }
+  FA_DEVICE bool fall(const FaParams& batch) const { return batch.cu_q && words[1]; }
   // The task of the block that asks, for all of its threads; `shared` has room for it.
   FA_DEVICE unsigned begin(unsigned* shared) const {
     if (threadIdx.x == 0) *shared = ptx::fetch_add(words, 1);

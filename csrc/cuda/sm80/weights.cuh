@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 || W::
 
     const uint32_t q_tile = ptx::shared_address(memory + stage * W::kStageBytes);
     const uint32_t k_tile = q_tile + W::QTile::kBytes;
-    const Head head(p, b, h);
+    const Head head(p, b, h, diagonal(p, b));
     const Places<false> places = {head, row, column};
     const MaskLines mask(places);
     MaskPairs<W::kKeys / 8> pairs;
@@ -122,7 +122,7 @@ __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 || W::
       add_products<typename W::Type, typename W::KTile>(s, a, k_tile, d);
     }
     if (W::kGeneral) logits(s, places, mask, pairs, NoGradient());
-    if (!whole) hide(s, places, visible, NoGradient());
+    if (!whole) hide(s, places, visible, p.M, NoGradient());
     probabilities<W>(s, head, row);
     if (W::kGeneral && p.dropout_p > 0) drop(s, draw<W::kKeys / 8>(places));
     factor = head.dropout_factor;

@@ -1,0 +1,97 @@
+"""Packed batches in the CUDA kernels, on the emulator: each sequence is a call of its own, in
+values and in bits, and offsets that nobody checked are clamped."""
+
+import pytest
+import torch
+from cases import DTYPES, FEATURE, name_of
+from emulated import DTYPES as NAMES
+from emulated import everywhere
+from emulator import needs_emulator
+from runners import passed
+from slices import inside_nan
+from test_packed import CASES, CUT, FEW, batch, complaints
+
+import fastattn
+from fastattn.backends import cuda
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
+MANY = 132  # multiprocessors: few rows of many keys are split among them
+
+# Rows and keys: none, one, a tile of either and one off it; the longest is not the last.
+SIZES = ((5, 7), (0, 3), (1, 1), (130, 65), (3, 0), (128, 64))
+
+
+@pytest.mark.parametrize("features", CASES, ids=name_of)
+def test_features(features):
+    """In one dtype or the other, in turn."""
+    made = batch(features, DTYPES[NAMES[CASES.index(features) % 2]], SIZES)
+    with everywhere():
+        passed(list(complaints(made, made.run())))
+
+
+@pytest.mark.parametrize("names", ["", *CUT])
+def test_few_rows_of_many_keys(names):
+    features = [FEATURE[x] for x in names.split()]
+    made = batch(features, torch.float16, tuple((m, 3 * n) for m, n in FEW))
+    with everywhere(sm_count=MANY) as backend:
+        passed(list(complaints(made, made.run(backward=False))))
+    assert backend.splits > 1
+
+
+# Of many rows, and of few, whose keys one block has.
+@pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)])
+@pytest.mark.parametrize("names", ["", *CUT])
+def test_bits_are_those_of_each_alone(names, sizes, processors):
+    made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes)
+    with everywhere(sm_count=processors):
+        found = made.run()
+        for b, problem in enumerate(made.alone):
+            own = problem.run(fastattn.attention)
+            for what, x in made.of_sequence(found, b).items():
+                assert torch.equal(x, own[what]), (b, what)
+
+
+# Offsets of 12 rows and 20 keys, and what is made of them.
+HOSTILE = {
+    "below": ((-3, 5, 12), (-(2**40), 9, 20), (0, 5, 12), (0, 9, 20)),
+    "beyond": ((0, 5, 2**40), (0, 9, 21), (0, 5, 12), (0, 9, 20)),
+    "all beyond": ((0, 12, 99, 2**33), (0, 20, 30, 40), (0, 12, 12, 12), (0, 20, 20, 20)),
+    "falling": ((0, 12, 3), (0, 20, -5), (0, 12, 12), (0, 20, 20)),
+    "too long": ((0, 12), (0, 20), (0, 8), (0, 15)),  # for max_q = 8 and max_k = 15
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("processors", [0, MANY])
+def test_offsets_are_clamped(kind, processors, monkeypatch):
+    """Around rows and keys lies NaN."""
+    monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
+    draft = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 2, n, 16, generator=draft).bfloat16() for n in (12, 20, 20)]
+    q, k, v = (inside_nan(x)[0].transpose(0, 1).requires_grad_() for x in leaves)
+    *given, rows, keys = map(torch.tensor, HOSTILE[kind])
+    most = dict(max_q=8, max_k=15) if kind == "too long" else dict(max_q=12, max_k=20)
+
+    def attention(cu_q, cu_k):
+        results = fastattn.attention_packed(q, k, v, cu_q, cu_k, return_lse=True, **most)
+        if kind == "falling":  # which has no gradient
+            return [x[: rows.max()] for x in results]
+        loss = sum(x[: rows.max()].float().square().sum() for x in results)
+        grads = torch.autograd.grad(loss, (q, k, v))
+        ends = (rows, rows, rows, keys, keys)
+        return [x[: end.max()] for x, end in zip((*results, *grads), ends, strict=True)]
+
+    with everywhere(sm_count=processors):
+        for found, meant in zip(attention(*given), attention(rows, keys), strict=True):
+            assert found.isfinite().all() and torch.equal(found, meant)
+
+
+def test_gradients_where_sequences_overlap_come_to_an_end(monkeypatch):
+    """Two that would wait for each other's turns. What the gradients are is nobody's business."""
+    monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
+    x = torch.randn(300, 1, 16).bfloat16().requires_grad_()
+    cu = torch.tensor([0, 300, 0, 300])
+    with everywhere(check=False):
+        out = fastattn.attention_packed(x, x, x, cu, cu, max_q=300, max_k=300)
+        out.sum().backward()
+    assert out.isfinite().all()
