@@ -147,8 +147,8 @@ zero has no planes: amx_planes.h: float32: tiles in use
 -_mm512_mask_cmpge_epu32_mask(_mm512_test_epi32_mask(x, x), above
 +_mm512_mask_cmpge_epu32_mask(0xffff, above
 what has no planes is cut: amx_operand.h: float32: rows without planes
--if (fit != kFits) return zeros;
-+;
+-return fit == kFits ? row : kZeros;
++return row;
 queries are not looked at: amx_forward.h: float32: rows without planes
 -if (unfit[i] || (some
 +if ((some

@@ -261,17 +261,17 @@ weights without dropout: cpu/weights.h: weights+dropout
 -if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
 +;
 packing on tiles, a row past the last: cpu/amx_operand.h: tile_edges
--if (r >= rows) return zeros;
-+if (r > rows) return zeros;
+-if (r >= rows) return kZeros;
++if (r > rows) return kZeros;
 packing on tiles, columns past the last are not 0: cpu/amx_operand.h: plain
--std::fill(buf + columns, buf + round_up(columns, kStep), Source(0));
+-std::fill(buf + x * ld + columns, buf + (x + 1) * ld, Source(0));
 +;
 packing on tiles, a column's stride forgotten: cpu/amx_operand.h: tile_edges+column_major
 -const bool whole = a.step == 1 && columns % kStep == 0;
 +const bool whole = columns % kStep == 0;
 packing on tiles, V of the next step is that of the first: cpu/amx_operand.h: plain
--from[x] = row(a, r0, at + x, rows,
-+from[x] = row(a, r0, x, rows,
+-: row(a, r0, at + x, rows,
++: row(a, r0, x, rows,
 packing on tiles, values past a length: cpu/amx_forward.h: length_edges
 -key_length(p, b)) - J0;
 +p.N) - J0;
@@ -359,30 +359,30 @@ lanes of a few heads mixed up: cpu/amx_decode.h: few_heads
 a chunk too many for a few rows on tiles: cpu/decode.h: few_heads
 -(chunk + 1) * kChunkKeys, seen.hi);
 +(chunk + 2) * kChunkKeys, seen.hi);
-rows in eight bits have the scale of the first: cpu/operand.h: storage
--[scale.at(row) + block
-+[scale.at(0) + block
-rows in eight bits have the scale of the first page: cpu/operand.h: storage
--* scale_apart], kept
-+* 0], kept
-rows in eight bits have the scale of the first head: cpu/operand.h: storage
+rows in eight bits have the scale of the first: cpu/plane.h: storage
+-later += row_by, by += scale_by)
++later += row_by)
+rows in eight bits have the scale of the first page: cpu/plane.h: storage
+-+ scale.at(at) + block * scale_apart;
+++ scale.at(at);
+rows in eight bits have the scale of the first head: cpu/plane.h: storage
 -plane(scale, b, hk), scale.stride[0]
 +plane(scale, b, 0), scale.stride[0]
-values in eight bits have the scales of keys: cpu/operand.h: storage
+values in eight bits have the scales of keys: cpu/plane.h: storage
 -key_plane(p, p.v, p.v_scale, b, hk)
 +key_plane(p, p.v, p.k_scale, b, hk)
-rows in eight bits are those of the first page: cpu/operand.h: storage
--Plane::at(row, c) + block * apart
-+Plane::at(row, c)
-columns in eight bits lie side by side: cpu/operand.h: storage
--gathered[i] = src[i * step];
-+gathered[i] = src[i];
+rows in eight bits are those of the first page: cpu/plane.h: storage
+-Plane::at(at, c) + block * apart;
++Plane::at(at, c);
+columns in eight bits lie side by side: cpu/plane.h: storage
+-row[i] = src[i * step];
++row[i] = src[i];
 the NaN of float8 is a number: cpu/quantised.h: storage
--rest == 0x7F ? 0x7E00 : rest << 7
-+rest << 7
+-& int16_t(0x7C00))) * 256.0f;
++& int16_t(0))) * 256.0f;
 numbers of float8 are those of halves: cpu/quantised.h: storage
--dst[i] *= 256;
-+dst[i] *= 1;
+-0x7C00))) * 256.0f;
++0x7C00)));
 """
 
 

@@ -23,27 +23,35 @@ struct Operand<Amx<P>> {
     tile_product<To, OfSums<P>>(TileRows<P>{a, row, step}, TilePairs<P>{b, ldb}, steps, rows,
                                 columns, c, ldc, beside);
   }
+  static constexpr Source kZeros[FA_CPU_MAX_HEAD_DIM] = {};
   // One row, of whole steps: in place, or in `buf`. Zeros if it is none of A's `rows`, or if it has
   // no planes, which `unfit` is told.
   template <class A>
   static const Source* row(const A& a, int64_t r0, int64_t r, int64_t rows, int64_t columns,
                            Source* buf, uint8_t* unfit) {
-    static const Source zeros[FA_CPU_MAX_HEAD_DIM] = {};
-    if (r >= rows) return zeros;
+    if (r >= rows) return kZeros;
     const bool whole = a.step == 1 && columns % kStep == 0;
     const Source* found = buf;
     if (whole && a.dtype == (P == 1 ? FA_BF16 : FA_F32)) {
       found = static_cast<const Source*>(a.data) + a.at(r0 + r);
     } else {
-      a.read(r0 + r, 0, columns, buf);
-      std::fill(buf + columns, buf + round_up(columns, kStep), Source(0));
+      copy(a, r0 + r, 1, columns, buf);
     }
-    if constexpr (P > 1) {
-      const Fit fit = fit_of(found, round_up(columns, kStep));
-      if (unfit) *unfit |= fit;
-      if (fit != kFits) return zeros;
-    }
-    return found;
+    return fit_or_zeros(found, columns, unfit);
+  }
+  // Rows of whole steps.
+  template <class A>
+  static void copy(const A& a, int64_t r, int64_t rows, int64_t columns, Source* buf) {
+    const int64_t ld = round_up(columns, kStep);
+    a.read(r, rows, 0, columns, buf, ld);
+    for (int64_t x = 0; x < rows; ++x)
+      std::fill(buf + x * ld + columns, buf + (x + 1) * ld, Source(0));
+  }
+  static const Source* fit_or_zeros(const Source* row, int64_t columns, uint8_t* unfit) {
+    if constexpr (P == 1) return row;
+    const Fit fit = fit_of(reinterpret_cast<const float*>(row), round_up(columns, kStep));
+    if (unfit) *unfit |= fit;
+    return fit == kFits ? row : kZeros;
   }
   static Source* as_source(E* rows_buf) { return reinterpret_cast<Source*>(rows_buf); }
   static int32_t* as_pairs(E* dst) { return reinterpret_cast<int32_t*>(dst); }
@@ -75,6 +83,12 @@ struct Operand<Amx<P>> {
     if (P == 1 && a.dtype == FA_BF16 && whole && a.one_block(r0, rows))
       return {static_cast<const E*>(a.data) + a.at(r0), a.row};
     const int64_t ld = round_up(columns, kStep);
+    if (P == 1 && a.scaled()) {
+      Source* halves = as_source(buf);
+      copy(a, r0, rows, columns, halves);
+      std::fill(halves + rows * ld, halves + round_up(rows, kStep) * ld, Source(0));
+      return {buf, ld};
+    }
     alignas(64) Source staged[FA_CPU_MAX_HEAD_DIM];
     int32_t* to = as_pairs(buf);
     const bool scattered = !a.one_block(r0, rows);  // in pages, whose order no hardware foresees
@@ -157,10 +171,14 @@ struct Operand<Amx<P>> {
     const int64_t ld = round_up(columns, kStep);
     for (int64_t at = 0; at < rows; at += kStep) {
       const Source* from[kStep];
+      const int64_t copied = a.scaled() ? std::min(kStep, rows - at) : 0;
+      if (copied) copy(a, r0 + at, copied, columns, as_source(rows_buf));
       for (int64_t x = 0; x < kStep; ++x) {
         uint8_t* told = unfit && at + x < rows ? unfit + at + x : nullptr;
         if (told) *told = kFits;
-        from[x] = row(a, r0, at + x, rows, columns, as_source(rows_buf) + x * ld, told);
+        Source* buf = as_source(rows_buf) + x * ld;
+        from[x] = x < copied ? fit_or_zeros(buf, columns, told)
+                             : row(a, r0, at + x, rows, columns, buf, told);
       }
       f(from);
     }

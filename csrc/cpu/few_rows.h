@@ -152,8 +152,7 @@ struct WeightedSum<PairedBf16> {
       return {reinterpret_cast<const int32_t*>(first), v.row / 2};
     }
     const int64_t ld = columns(Dv) / 2;
-    for (int64_t j = 0; j < keys; ++j)
-      Op::copy_halves(v, j0 + j, Dv, reinterpret_cast<uint16_t*>(buf + j * ld), 2 * ld);
+    Op::copy_halves(v, j0, keys, Dv, reinterpret_cast<uint16_t*>(buf), 2 * ld);
     return {buf, ld};
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv) / 2; }

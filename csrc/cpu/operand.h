@@ -8,78 +8,14 @@
 //
 // For a Mul of pairs the summed direction holds two bfloat16 per element.
 #pragma once
+#include "plane.h"
 #include "product.h"
-#include "quantised.h"
 
 namespace fa {
 namespace FA_ISA {
 
 constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-// The (row, column) plane of one batch item and head.
-struct Plane {
-  const void* data;
-  int64_t dtype, origin, row, step;
-  FA_INLINE int64_t at(int64_t r, int64_t c = 0) const { return origin + r * row + c * step; }
-  // dst[0..columns) = A[r][c..]; bfloat16 as it is, where there is room for halves.
-  template <class T>
-  FA_INLINE void read(int64_t r, int64_t c, int64_t columns, T* dst) const {
-    read_row(data, dtype, at(r, c), step, columns, dst);
-  }
-  // Do these rows lie one `row` after the other?
-  static constexpr bool one_block(int64_t, int64_t) { return true; }
-};
-// That of keys or values, which may lie in pages, `apart` from each other, and may have scales, as
-// numbers of eight bits do: those stand for numbers of the dtype `kept`.
-struct KeyPlane : Plane {
-  const int64_t* pages;
-  int64_t page, apart, rows;
-  Plane scale;
-  int64_t scale_apart, kept;
-  FA_INLINE int64_t at(int64_t r, int64_t c = 0) const {
-    if (!pages) return Plane::at(r, c);
-    const uint32_t n = uint32_t(r) / uint32_t(page);
-    return Plane::at(r - n * page, c) + pages[n] * apart;
-  }
-  FA_INLINE bool one_block(int64_t r, int64_t count) const {
-    return !pages || count == 0 || r / page == (r + count - 1) / page;
-  }
-  template <class T>
-  FA_INLINE void read(int64_t r, int64_t c, int64_t columns, T* dst) const {
-    if (scale.data) return read_scaled(r, c, columns, dst);
-    read_row(data, dtype, at(r, c), step, columns, dst);
-  }
-  template <class T>
-  [[gnu::noinline]] void read_scaled(int64_t r, int64_t c, int64_t columns, T* dst) const {
-    const int64_t n = pages ? uint32_t(r) / uint32_t(page) : 0, block = pages ? pages[n] : 0;
-    const int64_t row = r - n * page;
-    const uint8_t* src =
-        static_cast<const uint8_t*>(data) + Plane::at(row, c) + block * apart;
-    uint8_t gathered[FA_CPU_MAX_HEAD_DIM];
-    if (step != 1) {
-      for (int64_t i = 0; i < columns; ++i) gathered[i] = src[i * step];
-      src = gathered;
-    }
-    dequantise(src, dtype, columns,
-               static_cast<const float*>(scale.data)[scale.at(row) + block * scale_apart], kept,
-               dst);
-  }
-};
-FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
-  return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
-}
-// Of k or v. A call that finds them in pages has one item: calls.h.
-FA_INLINE KeyPlane key_plane(const FaParams& p, const FaTensor& t, const FaTensor& scale,
-                             int64_t b, int64_t hk) {
-  return {plane(t, b, hk),     p.pages,         p.page,    t.stride[0], p.N,
-          plane(scale, b, hk), scale.stride[0], p.q.dtype};
-}
-FA_INLINE KeyPlane keys_of(const FaParams& p, int64_t b, int64_t hk) {
-  return key_plane(p, p.k, p.k_scale, b, hk);
-}
-FA_INLINE KeyPlane values_of(const FaParams& p, int64_t b, int64_t hk) {
-  return key_plane(p, p.v, p.v_scale, b, hk);
-}
 template <class R>
 FA_INLINE bool readable_in_place(const Plane& a) {
   return a.dtype == dtype_of<R> && a.step == 1;
@@ -89,35 +25,13 @@ FA_INLINE const R* in_place(const A& a, int64_t r, int64_t c = 0) {
   return static_cast<const R*>(a.data) + a.at(r, c);
 }
 
-// Rows [r, r + rows) of A on their way to the cache, while something else is computed: their readers
-// take a few columns of several rows at a time, which looks like no stream to the hardware. To be
-// inlined all the way: GCC leaves out calls of a function that does nothing but prefetch.
-FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t rows, int64_t columns) {
-  const int64_t size = item_size(a.dtype);
-  if (a.step != 1) return;
-  for (int64_t x = 0; x < rows; ++x) {
-    const char* row = static_cast<const char*>(a.data) + a.at(r + x) * size;
-    for (int64_t at = 0; at < columns * size; at += 64) __builtin_prefetch(row + at, 0, 2);
-  }
-}
-
-FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
-  Plane row = a;
-  if (!a.pages) return prefetch(row, r, rows, columns);
-  for (const int64_t end = std::min(r + rows, a.rows); r < end; ++r) {  // there the table ends
-    row.origin = a.at(r);
-    prefetch(row, 0, 1, columns);
-  }
-}
-
 // buf[rows][ld] = A[r0.., c0..], zero past `columns`.
 template <class R, class A>
 void copy_rows(const A& a, int64_t r0, int64_t rows, int64_t c0, int64_t columns, R* buf,
                int64_t ld) {
-  for (int64_t r = 0; r < rows; ++r) {
-    a.read(r0 + r, c0, columns, buf + r * ld);
+  a.read(r0, rows, c0, columns, buf, ld);
+  for (int64_t r = 0; r < rows; ++r)
     std::fill(buf + r * ld + columns, buf + (r + 1) * ld, R(0));
-  }
 }
 
 // Calls out(c, column c of src[rows][ld] as a vector), lanes past `rows` zero.
@@ -206,9 +120,11 @@ FA_INLINE __m512i halves_of(Vec<float> first, Vec<float> second) {
 template <>
 struct Operand<PairedBf16> {
   template <class A>
-  static void copy_halves(const A& a, int64_t r, int64_t columns, uint16_t* dst, int64_t ld) {
-    a.read(r, 0, columns, dst);
-    std::fill(dst + columns, dst + ld, uint16_t(0));
+  static void copy_halves(const A& a, int64_t r, int64_t rows, int64_t columns, uint16_t* dst,
+                          int64_t ld) {
+    a.read(r, rows, 0, columns, dst, ld);
+    for (int64_t x = 0; x < rows; ++x)
+      std::fill(dst + x * ld + columns, dst + (x + 1) * ld, uint16_t(0));
   }
   template <class A>
   static Broadcast<int32_t> along(const A& a, int64_t r0, int64_t rows, int64_t columns,
@@ -219,8 +135,7 @@ struct Operand<PairedBf16> {
       return {reinterpret_cast<const int32_t*>(first), a.row / 2};
     }
     const int64_t ld = (columns + 1) / 2;
-    for (int64_t r = 0; r < rows; ++r)
-      copy_halves(a, r0 + r, columns, reinterpret_cast<uint16_t*>(buf + r * ld), 2 * ld);
+    copy_halves(a, r0, rows, columns, reinterpret_cast<uint16_t*>(buf), 2 * ld);
     return {buf, ld};
   }
   template <class A>
@@ -229,9 +144,9 @@ struct Operand<PairedBf16> {
     const int64_t ld = round_up(columns, 16);
     uint16_t row[2][FA_CPU_MAX_HEAD_DIM + 16];
     for (int64_t r = 0; r < rows; r += 2) {
-      copy_halves(a, r0 + r, columns, row[0], ld);
+      copy_halves(a, r0 + r, 1, columns, row[0], ld);
       if (r + 1 < rows)
-        copy_halves(a, r0 + r + 1, columns, row[1], ld);
+        copy_halves(a, r0 + r + 1, 1, columns, row[1], ld);
       else
         std::fill(row[1], row[1] + ld, uint16_t(0));
       for (int64_t c = 0; c < ld; c += 16) {

@@ -6,79 +6,110 @@
 namespace fa {
 namespace FA_ISA {
 
-FA_INLINE void widen_i8(const int8_t* src, int64_t n, float* dst) {
-  int64_t i = 0;
+// A float32 vector's lanes of eight and of sixteen bits.
+typedef int8_t Bytes __attribute__((vector_size(kLanes<float>)));
+typedef int16_t Halves __attribute__((vector_size(2 * kLanes<float>)));
+
+// (Written as a conversion of vectors, GCC 12 does it lane by lane.)
+FA_INLINE Vec<float> widen_whole(Bytes bytes) {
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    store(dst + i, (Vec<float>)_mm512_cvtepi32_ps(
-                       _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(src + i)))));
+  return (Vec<float>)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
 #elif defined(__AVX2__)
-  for (; i + 8 <= n; i += 8)
-    store(dst + i, (Vec<float>)_mm256_cvtepi32_ps(
-                       _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(src + i)))));
+  return (Vec<float>)_mm256_cvtepi32_ps(
+      _mm256_cvtepi8_epi32(_mm_cvtsi64_si128((int64_t)bytes)));
+#else
+  Vec<float> wide;
+  for (int l = 0; l < kLanes<float>; ++l) wide[l] = bytes[l];
+  return wide;
 #endif
-  for (; i < n; ++i) dst[i] = float(src[i]);
 }
-// Halves have the numbers of float8_e5m2, and 2^-8 of float8_e4m3fn's, which has no infinity.
-FA_INLINE void widen_f8(const uint8_t* src, int64_t dtype, int64_t n, float* dst) {
-  uint16_t halves[FA_CPU_MAX_HEAD_DIM];
-  if (dtype == FA_E5M2) {
-    for (int64_t i = 0; i < n; ++i) halves[i] = uint16_t(src[i] << 8);
-    return widen_f16(halves, n, dst);
+FA_INLINE Vec<float> widen_halves(Halves halves) {
+#if defined(__AVX512F__)
+  return (Vec<float>)_mm512_cvtph_ps((__m256i)halves);
+#elif defined(__AVX2__)
+  return (Vec<float>)_mm256_cvtph_ps((__m128i)halves);
+#else
+  Vec<float> wide;
+  for (int l = 0; l < kLanes<float>; ++l) wide[l] = from_f16(uint16_t(halves[l]));
+  return wide;
+#endif
+}
+// Halves have the numbers of float8_e5m2, and 2^-8 of float8_e4m3fn's, where the largest pattern of
+// each sign is NaN.
+template <int64_t DTYPE>
+FA_INLINE Vec<float> widen(Bytes bytes) {
+  if constexpr (DTYPE == FA_I8) {
+    return widen_whole(bytes);
+  } else {
+    const Halves eight = __builtin_convertvector(bytes, Halves);
+    if constexpr (DTYPE == FA_E5M2) return widen_halves(eight << 8);
+    const Halves halves = eight << 7 & int16_t(0xBFFF), most = halves & int16_t(0x3F80);
+    return widen_halves(halves | (Halves(most == int16_t(0x3F80)) & int16_t(0x7C00))) * 256.0f;
   }
-  for (int64_t i = 0; i < n; ++i) {
-    const uint16_t sign = uint16_t((src[i] & 0x80) << 8), rest = src[i] & 0x7F;
-    halves[i] = uint16_t(sign | (rest == 0x7F ? 0x7E00 : rest << 7));
-  }
-  widen_f16(halves, n, dst);
-  for (int64_t i = 0; i < n; ++i) dst[i] *= 256;
 }
 
-FA_INLINE void round_f16(int64_t n, float* x) {
-  int64_t i = 0;
+// To the nearest bfloat16, in the upper half of each lane.
+FA_INLINE Words round_bf16(Vec<float> x) {
+  const Words u = (Words)x, even = u + 0x7FFFu + (u >> 16 & 1u);
+  return x == x ? even & 0xFFFF0000u : splat(0x7FC00000u);
+}
+FA_INLINE Vec<float> round_f16(Vec<float> x) {
 #if defined(__AVX512F__)
-  for (; i + 16 <= n; i += 16)
-    store(x + i, (Vec<float>)_mm512_cvtph_ps(_mm512_cvtps_ph(load(x + i), 0)));
+  return (Vec<float>)_mm512_cvtph_ps(_mm512_cvtps_ph((__m512)x, 0));
 #elif defined(__AVX2__)
-  for (; i + 8 <= n; i += 8)
-    store(x + i, (Vec<float>)_mm256_cvtph_ps(_mm256_cvtps_ph(load(x + i), 0)));
+  return (Vec<float>)_mm256_cvtph_ps(_mm256_cvtps_ph((__m256)x, 0));
+#else
+  for (int l = 0; l < kLanes<float>; ++l) x[l] = from_f16(to_f16(x[l]));
+  return x;
 #endif
-  for (; i < n; ++i) x[i] = from_f16(to_f16(x[i]));
 }
 
-// dst[0..n) = src[0..n) * scale as `kept` has them.
-template <class R>
-void dequantise(const uint8_t* src, int64_t dtype, int64_t n, float scale, int64_t kept, R* dst) {
-  float row[FA_CPU_MAX_HEAD_DIM];
-  if (dtype == FA_I8)
-    widen_i8(reinterpret_cast<const int8_t*>(src), n, row);
-  else
-    widen_f8(src, dtype, n, row);
-  for (int64_t i = 0; i < n; ++i) dst[i] = R(row[i]) * R(scale);
-  if constexpr (sizeof(R) == 4) {
-    if (kept == FA_F16) round_f16(n, dst);
-    if (kept == FA_BF16)
-      for (int64_t i = 0; i < n; ++i) dst[i] = from_bf16(to_bf16(dst[i]));
-  }
+// What follows a vector of numbers without their scale: dst[0..n) of them, n lanes at most.
+template <class E, class V>
+FA_INLINE void store_some(E* dst, V lanes, int64_t n) {
+  std::memcpy(dst, &lanes, n * sizeof(E));
 }
-// As bfloat16.
-inline void dequantise(const uint8_t* src, int64_t dtype, int64_t n, float scale, int64_t,
-                       uint16_t* dst) {
-  int64_t i = 0;
+FA_INLINE void scaled(Vec<float> x, float scale, int64_t kept, int64_t n, float* dst) {
+  x *= scale;
+  if (kept == FA_BF16) x = (Vec<float>)round_bf16(x);
+  if (kept == FA_F16) x = round_f16(x);
+  store_some(dst, x, n);
+}
+FA_INLINE void scaled(Vec<float> x, float scale, int64_t, int64_t n, double* dst) {
+  for (int64_t l = 0; l < n; ++l) dst[l] = double(x[l]) * double(scale);
+}
+FA_INLINE void scaled(Vec<float> x, float scale, int64_t, int64_t n, uint16_t* dst) {
+  x *= scale;
 #if defined(__AVX512BF16__)
-  const auto sixteen = [&](int64_t at) {
-    const __m128i eight_bits = _mm_loadu_si128((const __m128i*)(src + at));
-    return _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(eight_bits)),
-                         _mm512_set1_ps(scale));
-  };
-  if (dtype == FA_I8)
-    for (; i + 32 <= n; i += 32)
-      _mm512_storeu_si512(dst + i, (__m512i)_mm512_cvtne2ps_pbh(sixteen(i + 16), sixteen(i)));
+  const Halves halves = (Halves)_mm512_cvtneps_pbh((__m512)x);
+#else
+  const Halves halves = __builtin_convertvector(round_bf16(x) >> 16, Halves);
 #endif
+  store_some(dst, halves, n);
+}
+
+// dst[0..n) = src[0..n) * scale as the dtype `kept` has them; bfloat16 as it is, where there is
+// room for halves.
+template <int64_t DTYPE, class T>
+FA_INLINE void dequantise(const uint8_t* src, int64_t n, float scale, int64_t kept, T* dst) {
+  constexpr int64_t W = kLanes<float>;
+  Bytes bytes;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) {
+    std::memcpy(&bytes, src + i, W);
+    scaled(widen<DTYPE>(bytes), scale, kept, W, dst + i);
+  }
   if (i == n) return;
-  float row[FA_CPU_MAX_HEAD_DIM];
-  dequantise(src + i, dtype, n - i, scale, FA_F32, row);
-  narrow_bf16(row, n - i, dst + i);
+  bytes = Bytes{};
+  std::memcpy(&bytes, src + i, n - i);
+  scaled(widen<DTYPE>(bytes), scale, kept, n - i, dst + i);
+}
+// Calls f with the storage dtype as a constant.
+template <class F>
+FA_INLINE void with_storage(int64_t dtype, F f) {
+  if (dtype == FA_I8) return f(std::integral_constant<int64_t, FA_I8>{});
+  if (dtype == FA_E4M3) return f(std::integral_constant<int64_t, FA_E4M3>{});
+  f(std::integral_constant<int64_t, FA_E5M2>{});
 }
 
 }  // namespace FA_ISA
