@@ -8,6 +8,7 @@ from .score import (
     Keys,
     block_at,
     call_of,
+    in_order,
     item_of,
     kept,
     key_range,
@@ -85,6 +86,8 @@ def forward_kernel(
     rows = rows_of(i[:, None], h, item, call, extras, F)
     tile_q = take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
+    if F.in_order:
+        blocks = in_order(blocks)
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
     if F.sinks:
         acc, m, l = add_sink(acc, m, l, extras.sinks, h, F)

@@ -49,6 +49,7 @@ class Flags(NamedTuple):
     fours: bool = True  # keys that draw together are 4 j to 4 j + 3
     precision: str = "ieee"  # of float32 products; or "tf32"
     tma: bool = False  # q, k, v and dout are read through tensor descriptors
+    in_order: bool = False  # keys come as they lie, whatever rows share a tile
 
 
 class Tile(NamedTuple):
@@ -297,6 +298,13 @@ def key_range(i0, i1, item, call, BN: tl.constexpr):
     lo, hi = some(a0, a1, call.left, call.right, item.length)
     every_lo, every_hi = every(a0, a1, call.left, call.right, item.length)
     return in_blocks(lo, hi, every_lo, every_hi, BN)
+
+
+@triton.jit
+def in_order(blocks):
+    """The same as one loop, in which keys that all rows of a tile see do not come first."""
+    first, _, _, last = blocks
+    return first, first, first, last
 
 
 @triton.jit

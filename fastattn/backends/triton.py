@@ -74,6 +74,7 @@ class Triton:
             | Feature.PLACE
             | Feature.PACKED
             | Feature.PAGED
+            | Feature.INVARIANT
         ),
     )
 
@@ -164,7 +165,7 @@ class Job:
             if self.key:
                 compiled.keep(kept, self.key, found)
         self.arch, self.flags, self.tiled, self.launches = found
-        self.searches = arch and autotune.enabled()
+        self.searches = arch and autotune.enabled() and not spec.row_invariant
 
     def derive(self, arch: int, tf32: bool, inputs: tuple) -> Alike:
         spec = self.spec
@@ -176,7 +177,8 @@ class Job:
         busy = [x for x in tuning.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         if spec.dtype.itemsize == 2:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
-            busy += ["narrow"] * (not wide) + ["wide mask"] * wide_mask
+            # Rows among others may lie otherwise, and have the same tile all the same.
+            busy += ["narrow"] * (not wide or spec.row_invariant) + ["wide mask"] * wide_mask
         return Alike(arch, f, (arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy)), {})
 
     # ------------------------------------------------------------------------------------ forward
@@ -184,7 +186,7 @@ class Job:
     def splits(self) -> int:
         """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
         spec = self.spec
-        if self.M > tuning.DECODE_ROWS:
+        if self.M > tuning.DECODE_ROWS or spec.row_invariant:
             return 0
         seen = min(self.N, self.M + spec.left + spec.right)
         tile = self.config("decode")
@@ -546,6 +548,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         fours=spec.at_key % 4 == 0,
         precision="tf32" if tf32 else "ieee",
         tma=tma,
+        in_order=spec.row_invariant and spec.left < spec.rows + spec.keys,
     )
 
 
