@@ -159,7 +159,7 @@ def attention_packed(
     k_scale, v_scale: of k and v in torch.int8, float8_e4m3fn or float8_e5m2: one float32 a row,
         (S,Hk) or (P,page,Hk). A row stands for its numbers times its scale, computed in float32
         (float64 for float64) and rounded to q's dtype; the result has the bits of a call on rows
-        that were kept so. No copy is made of them. There is no gradient.
+        that were kept so. Kernels widen rows as they read them. There is no gradient.
     arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
         (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
         each sequence's last row and key, dropout draws for sequence b what it draws for item b of a

@@ -49,9 +49,14 @@ def run(given, name):
         return fastattn.attention_packed(**given, backend=name, return_lse=True)
 
 
-def same(name, made, storage, pages=()):
-    """On every instruction set, one after the other and in pages."""
+def same(name, made, storage, pages=(), scales=None):
+    """On every instruction set, one after the other and in pages; with these scales, by key, where
+    it says so."""
     stored, plain = kept(made, NAMES[storage])
+    for key, by in (scales or {}).items():
+        for x in "kv":
+            stored[f"{x}_scale"][key] = by
+            plain[x] = dequantised(stored[x], stored[f"{x}_scale"], made.given[x].dtype)
     for isa in variants(name, made.given["q"].dtype):
         with variant(isa):
             expected = run(plain, name)
@@ -59,7 +64,8 @@ def same(name, made, storage, pages=()):
             lying = {"in a row": stored} | {page: in_pages(made, page) for page in pages}
             for where, given in lying.items():
                 for x, y in zip(expected, run(given, name), strict=True):
-                    assert torch.equal(x, y), (isa, where)
+                    assert torch.equal(x.isnan(), y.isnan()), (isa, where)
+                    assert torch.equal(x.nan_to_num(), y.nan_to_num()), (isa, where)
 
 
 FULL = [f for f in CASES if of_scores(f)]
@@ -82,6 +88,28 @@ def test_of_every_dtype_and_width(name, dtype, storage, d):
     for features in (PLAIN, (FEATURE["mqa"], FEATURE["bottom_right"])):
         for sizes in (FEW, ((40, 200), (90, 33))):
             same(name, batch(features, DTYPES[dtype], sizes, d), storage, (1, 7, 64, 129))
+
+
+@every_backend
+@every_storage
+@every_dtype
+def test_of_huge_and_tiny_scales(name, dtype, storage):
+    """And of what is no number: tiles leave such rows to vectors."""
+    declares(name, DTYPES[dtype], Feature.QUANTISED)
+    strange = {3: torch.nan, 150: 1e33, 170: torch.inf, 201: 1e-36, 202: 0.0, 370: -1.0}
+    for sizes in (((40, 200), (90, 190)), ((1, 200), (4, 190))):
+        made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), DTYPES[dtype], sizes, 32)
+        same(name, made, storage, (48,), strange)
+
+
+@every_backend
+@every_storage
+def test_of_rows_with_the_same_bits_among_any(name, storage):
+    declares(name, torch.float32, Feature.QUANTISED | Feature.INVARIANT)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), dtype, FEW, 64)
+        made.given["row_invariant"] = True
+        same(name, made, storage, (48,))
 
 
 @every_backend
