@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +10,12 @@ from torch.nn import functional as F
 
 from . import nested
 
-if TYPE_CHECKING:
-    from .multihead import MultiheadAttention
-
+Module = Any  # fastattn.MultiheadAttention, which stands above this file
 Masks = tuple[Tensor | None, Tensor | None]
 
 
 def forward(
-    module: MultiheadAttention,
+    module: Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -39,7 +37,7 @@ def forward(
 
 
 def _jagged(
-    module: MultiheadAttention,
+    module: Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -67,7 +65,7 @@ def _jagged(
 
 
 def _strided(
-    module: MultiheadAttention, x: Tensor, need_weights: bool, average: bool
+    module: Module, x: Tensor, need_weights: bool, average: bool
 ) -> tuple[Tensor, Tensor | None]:
     """The lengths are known on the host, so keys past the end are skipped instead of masked."""
     lengths = [item.size(0) for item in x.unbind()]
@@ -83,7 +81,7 @@ def _strided(
     return torch.nested.as_nested_tensor(items), weights
 
 
-def _check_jagged(module: MultiheadAttention, masks: Masks) -> None:
+def _check_jagged(module: Module, masks: Masks) -> None:
     reason = None
     if not module.batch_first:
         reason = "batch_first was not True"
@@ -94,9 +92,7 @@ def _check_jagged(module: MultiheadAttention, masks: Masks) -> None:
     _refuse(reason)
 
 
-def _check_strided(
-    module: MultiheadAttention, query: Tensor, key: Tensor, value: Tensor, masks: Masks
-) -> None:
+def _check_strided(module: Module, query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> None:
     """It is for what torch's fast path takes, with gradients besides."""
     reason = None
     if query is not key or key is not value:

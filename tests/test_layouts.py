@@ -67,7 +67,7 @@ def weigh(q, k, v=None, **rest):
 )
 def test_other_layouts_are_refused(call, name, layout):
     odd = LAYOUTS[layout](arguments()[name])
-    kind = "nested" if layout in ("nested", "jagged") else str(odd.layout)
+    kind = layout if layout in ("nested", "jagged") else str(odd.layout)
     for given in (arguments(), {x: y for x, y in arguments().items() if x in ("q", "k", "v")}):
         call(**given)
         for grads in (False, True):
