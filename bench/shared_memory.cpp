@@ -20,6 +20,7 @@ void tell(int bytes = Kernel::kSharedBytes) {
 template <class Type, int D, int Dv, bool general>
 void attention() {
   tell<Forward<Type, D, Dv, general>>();
+  tell<PagedForward<Type, D, Dv, general>>();
   tell<Decode<Type, D, Dv, 1, general>>();
   tell<Decode<Type, D, Dv, 4, general>>();
   tell<Backward<Type, D, Dv, kOfQ, general>>();

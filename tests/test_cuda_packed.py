@@ -10,6 +10,7 @@ from emulator import needs_emulator
 from runners import passed
 from slices import inside_nan
 from test_packed import CASES, CUT, FEW, batch, complaints
+from test_paged import PAGES, in_pages, of_scores
 
 import fastattn
 from fastattn.backends import cuda
@@ -49,6 +50,44 @@ def test_bits_are_those_of_each_alone(names, sizes, processors):
             own = problem.run(fastattn.attention)
             for what, x in made.of_sequence(found, b).items():
                 assert torch.equal(x, own[what]), (b, what)
+
+
+PAGED = [f for f in CASES if of_scores(f)]
+
+
+@pytest.mark.parametrize("features", PAGED, ids=name_of)
+def test_pages_have_the_bits_of_what_lies_in_a_row(features):
+    """Of many rows, and of few whose keys are split; of any size of page, in turn."""
+    at = PAGED.index(features)
+    for sizes, processors in ((SIZES, 0), (((1, 141), (2, 0), (3, 370)), MANY)):
+        made = batch(features, torch.bfloat16, sizes)
+        with everywhere(sm_count=processors) as backend, torch.no_grad():
+            whole = fastattn.attention_packed(**made.given, return_lse=True)
+            splits = backend.splits
+            for page in (PAGES[at % 6], PAGES[(at + 3) % 6]):
+                given = in_pages(made, page) | dict(max_k=max(n for _, n in sizes))
+                found = fastattn.attention_packed(**given, return_lse=True)
+                assert backend.splits == splits
+                for x, y in zip(whole, found, strict=True):
+                    assert torch.equal(x, y), page
+
+
+@pytest.mark.parametrize("processors", [0, MANY])
+def test_pages_are_clamped(processors, monkeypatch):
+    """Three of 16 keys, and lengths that they have no room for."""
+    monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
+    q, k = (torch.randn(n, 2, 16).bfloat16() for n in (5, 48))
+    pool = k.view(3, 16, 2, 16)
+    table = torch.tensor([[0, -7, 2**40], [3, 2, 1]])
+
+    def attention(table, lengths):
+        more = dict(block_table=table, key_lengths=torch.tensor(lengths), max_k=48)
+        return fastattn.attention_packed(q, pool, pool, torch.tensor([0, 2, 5]), **more)
+
+    with everywhere(sm_count=processors):
+        found = attention(table, [2**40, -3])
+        assert torch.equal(found, attention(table.clamp(0, 2), [48, 0]))
+        assert found.isfinite().all()
 
 
 # Offsets of 12 rows and 20 keys, and what is made of them.

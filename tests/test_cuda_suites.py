@@ -13,6 +13,7 @@ import test_gpu
 import test_gpu_calls
 import test_hard_values
 import test_packed
+import test_paged
 import test_place
 import test_row_invariant
 from emulated import Emulated
@@ -26,6 +27,7 @@ CHOSEN = {
     test_hard_values: "",  # all
     test_place: "of_16_bits draws_go_on",
     test_row_invariant: "rows_have",
+    test_paged: "every_dtype",
     test_packed: "draws read_as_it_lies any_integers of_nothing there_are_not",
     test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero "
     "storage_offsets one_tensor",

@@ -24,15 +24,21 @@ struct Item : FaParams {
 
   FA_DEVICE Item(const FaParams& batch, int64_t b) : FaParams(batch), first_row(0) {
     if (!cu_q) return;
-    const Span rows(cu_q, b, T, M), keys(cu_k, b, S, N);
+    const Span rows(cu_q, b, T, M);
     const auto move = [b](FaTensor& x, int64_t first) {
       const int64_t by = first * x.stride[2] - b * x.stride[0];
       if (x.data) x.data = static_cast<char*>(x.data) + by * item_size(x.dtype);
     };
     for (FaTensor* x : {&q, &lse, &out, &dq, &dout, &dlse}) move(*x, rows.first);
-    for (FaTensor* x : {&k, &v, &dk, &dv}) move(*x, keys.first);
+    if (page) {  // which no item has to itself
+      move(k, 0), move(v, 0);
+      N = P ? most(0, least(lengths[b], N)) : 0;
+    } else {
+      const Span keys(cu_k, b, S, N);
+      for (FaTensor* x : {&k, &v, &dk, &dv}) move(*x, keys.first);
+      N = keys.count;
+    }
     M = rows.count;
-    N = keys.count;
     first_row = static_cast<int>(rows.first);
   }
 };

@@ -8,10 +8,11 @@ namespace {
 
 __global__ void smallest_kernel() {}
 
-// No sequence of a packed batch has more rows, or keys, than all have.
+// No sequence of a packed batch has more rows, or keys, than all have, or than its pages.
 FaParams cut(FaParams p) {
   if (p.cu_q) p.M = fa::least(p.M, p.T);
   if (p.cu_k) p.N = fa::least(p.N, p.S);
+  if (p.page) p.N = fa::least(p.N, p.blocks * p.page);
   return p;
 }
 

@@ -1,5 +1,6 @@
 // Tiles of 16-bit elements in shared memory: where their chunks of 8 lie, and how they get there.
 #pragma once
+#include "../band.h"
 #include "ptx.cuh"
 
 namespace fa {
@@ -43,6 +44,26 @@ FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows
                       static_cast<int>(rows), static_cast<int>(columns), 0};
   return all.further(b * x.stride[0] + h * x.stride[1]);
 }
+
+// Keys or values of a head: an item's own, or in the order that its row of a table has of pages.
+// Read by tiles of so many rows, from `first` on: where one page has all of each, it is found once.
+struct KeyRows : Matrix {
+  const FaParams& batch;
+  const FaTensor& pages;
+  int item;
+
+  FA_DEVICE KeyRows(const Matrix& own, const FaParams& batch, const FaTensor& pages, int64_t b,
+                    int first, int tile)
+      : Matrix(own), batch(batch), pages(pages), item(static_cast<int>(b)) {
+    if (batch.page && chunked && (batch.page % tile || first % tile)) chunked = -1;
+  }
+  FA_DEVICE const uint16_t* row(int r) const {
+    if (!batch.page) return Matrix::row(r);
+    const int at = min(r, rows - 1), page = static_cast<int>(batch.page);
+    const int64_t found = batch.pages[item * batch.blocks + at / page];
+    return data + most(0, least(found, batch.P - 1)) * pages.stride[0] + at % page * row_stride;
+  }
+};
 
 // What a thread has of a tile that `threads` load: of every kStep-th row each kLanes-th chunk. All of
 // them are swizzled alike, so that where they lie differs from chunk to chunk by constants.

@@ -79,6 +79,7 @@ class Cuda(Launcher):
             | Feature.PLACE
             | Feature.INVARIANT
             | Feature.PACKED
+            | Feature.PAGED
         ),
     )
 

@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(F::kThreads, 1)
   const int tiles = static_cast<int>(all_tiles * (split + 1) / splits) - first_tile;
   const int start = begin + first_tile * F::kKeys;
 
-  const Matrix k = matrix_of(p.k, b, hk, end, p.D), v = matrix_of(p.v, b, hk, end, p.Dv);
+  const KeyRows k(matrix_of(p.k, b, hk, end, p.D), batch, batch.k, b, begin, F::kKeys);
+  const KeyRows v(matrix_of(p.v, b, hk, end, p.Dv), batch, batch.v, b, begin, F::kKeys);
   const auto load = [&](int tile) {
     if (tile < tiles) {
       unsigned char* const to = memory + tile % F::kStages * F::kStageBytes;

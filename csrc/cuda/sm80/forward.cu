@@ -19,7 +19,8 @@ template <class Type, bool general>
 int forward_of(const FaParams& p, void* stream) {
   return with_dims(p, [&](auto dims) {
     using To = decltype(dims);
-    return start_forward<Forward<Type, To::kD, To::kDv, general>>(p, stream);
+    return p.page ? start_forward<PagedForward<Type, To::kD, To::kDv, general>>(p, stream)
+                  : start_forward<Forward<Type, To::kD, To::kDv, general>>(p, stream);
   });
 }
 

@@ -29,6 +29,13 @@ struct Forward {
   static constexpr int kBufferBytes =
       KTile::kBytes > VTile::kBytes ? KTile::kBytes : VTile::kBytes;
   static constexpr int kSharedBytes = QTile::kBytes + kBuffers * kBufferBytes;
+  static constexpr bool kPaged = false;
+};
+
+// The same over pages, a kernel of its own: to look for them takes registers.
+template <class Type, int kD, int kDv, bool kGeneral>
+struct PagedForward : Forward<Type, kD, kDv, kGeneral> {
+  static constexpr bool kPaged = true;
 };
 
 // 16 rows' outputs, times what dropout asks for, and normalisers, from lanes to global memory.
@@ -79,7 +86,12 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const MaskLines lines[2] = {MaskLines(places(0, 0)), MaskLines(places(F::kTiles - 1, 0))};
 
   const Matrix q = matrix_of(p.q, b, h, p.M, p.D);
-  const Matrix k = matrix_of(p.k, b, hk, end, p.D), v = matrix_of(p.v, b, hk, end, p.Dv);
+  const auto keys_of = [&](const FaTensor& own, const FaTensor& pages, int64_t columns) {
+    const Matrix found = matrix_of(own, b, hk, end, columns);
+    if constexpr (F::kPaged) return KeyRows(found, batch, pages, b, start, F::kKeys);
+    else return found;
+  };
+  const auto k = keys_of(p.k, batch.k, p.D), v = keys_of(p.v, batch.v, p.Dv);
   // Keys and values come in turns, each to the buffer after that of those before.
   const auto buffer = [&](int i) { return memory + F::QTile::kBytes + i * F::kBufferBytes; };
   const auto after = [](int i) { return i == F::kBuffers - 1 ? 0 : i + 1; };
