@@ -11,10 +11,14 @@ import test_cuda_decode
 import test_cuda_emulated
 import test_cuda_weights
 import torch
-from cases import build, square
+from cases import FEATURE, build, square
 from emulated import everywhere, survivors
 from emulator import needs_emulator
 from ptx import ours
+from runners import passed
+from test_cuda_packed import MANY, SIZES
+from test_packed import CUT, FEW, batch, complaints
+from test_paged import in_pages
 
 import fastattn
 
@@ -64,3 +68,20 @@ def test_each_wait_deleted_is_caught(backward, empty):
 
     survived = survivors(run, ptx=True)
     assert len(survived) == empty and all(x.startswith("cp.async.wait_group") for x in survived)
+
+
+@pytest.mark.parametrize("names", ["", CUT[0]])
+def test_packed(names):
+    made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SIZES)
+    with everywhere(ptx=True):
+        passed(list(complaints(made, made.run())))
+
+
+@pytest.mark.parametrize("page", [0, 20, 128])
+@pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (FEW, MANY)])
+def test_pages(page, sizes, processors):
+    made = batch((), torch.bfloat16, sizes)
+    given = in_pages(made, page) if page else made.given
+    with everywhere(sm_count=processors, ptx=True), torch.no_grad():
+        found = dict(out=fastattn.attention_packed(**given))
+    passed(list(complaints(made, found)))
