@@ -293,9 +293,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     combine_kernel(const FaParams batch, int splits) {
   FA_SHARED_MEMORY(memory);
   const int64_t row = blockIdx.x, of_item = batch.H * batch.M, b = row / of_item;
-  const Item p(batch, b);
-  if (row % of_item >= p.H * p.M) return;  // another has more
-  const Query query = {row % of_item / p.M, row % of_item % p.M};
+  if (row % of_item >= batch.H * Item(batch, b).M) return;  // another has more
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const Parts parts = splits_of(batch, splits);
 
@@ -318,6 +316,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     sums[warp * (parts.width / 4) + x] = mine.out;
   }
   ptx::block_sync("combine: the warps' sums are there");
+  const Item p(batch, b);
+  const Query query = {row % of_item / p.M, row % of_item % p.M};
   for (int x = thread; x < parts.width / 4; x += 32 * kCombineWarps) {
     for (int from = 0; from < kCombineWarps; ++from)
       all.add(1.0f, sums[from * (parts.width / 4) + x]);
