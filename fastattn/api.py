@@ -158,15 +158,15 @@ def attention_packed(
         cannot look and takes T and S, so say them there beside a mask.
     k_scale, v_scale: of k and v in torch.int8, float8_e4m3fn or float8_e5m2: one float32 a row,
         (S,Hk) or (P,page,Hk). A row stands for its numbers times its scale, computed in float32
-        (float64 for float64) and rounded to q's dtype; the result has the bits of a call on rows
-        that were kept so. Kernels widen rows as they read them. There is no gradient.
+        (float64 for float64) and rounded to q's dtype; on a CPU the result has the bits of a call
+        on rows that were kept so. Kernels widen rows as they read them. There is no gradient.
     arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
         (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
         each sequence's last row and key, dropout draws for sequence b what it draws for item b of a
         batch. place has head, item and bottom_right alone.
 
     Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). A sequence has the same bits
-    in every batch and alone; and as an item of a padded batch where both have more rows than the
+    in every batch and alone (on a GPU where max_q and max_k are the same, or with row_invariant); and as an item of a padded batch where both have more rows than the
     kernels for few of them take.
 
     Raises as `attention`; for offsets and pages that break the rules ValueError, on a GPU only if

@@ -43,10 +43,9 @@ class KVCache:
     infinity is NaN there. Of normal data, with D of 64 or 128, outputs are off by 1% of their own
     size in int8 (4% in e4m3, 8% in e5m2), and the worst of a hundred rows by 1.5% (7%, 14%).
 
-    There is no gradient: to ask for one raises. Under autocast q gets the cache's dtype. On a GPU
-    Triton's kernels read the pages; where they are of eight bits, the reference backend gathers
-    them. A cache and its forks are for one thread at a time. Raises RuntimeError where the cache is
-    full, before anything is written, and ValueError or TypeError for what does not fit it.
+    There is no gradient: to ask for one raises. Under autocast q gets the cache's dtype. A
+    cache and its forks are for one thread at a time. Raises RuntimeError where the cache is full,
+    before anything is written, and ValueError or TypeError for what does not fit it.
     """
 
     @_kept

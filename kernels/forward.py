@@ -19,7 +19,20 @@ from .score import (
     visible,
 )
 from .softmax import add_sink, finish, store_normaliser, update
-from .tile import by_rows, dot, load_keys, look_up, narrow, row_index, source, store, take
+from .tile import (
+    by_rows,
+    dot,
+    load_keys,
+    load_scales,
+    look_up,
+    narrow,
+    row_index,
+    scales_from,
+    source,
+    store,
+    take,
+    widened,
+)
 
 
 @triton.jit
@@ -29,13 +42,16 @@ def accumulate(
 ):  # fmt: skip
     """The state, acc, m and l, after one `span` of keys. MASKED: some of them are hidden."""
     acc, m, l = state
-    k_from, v_from = sources
+    k_from, v_from, k_by, v_by = sources
     lo, hi = span(blocks, MASKED)
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, MASKED)
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         found = look_up(j0, item.b, item.length, extras.pages, F, T.BN, MASKED)
         tile_k = load_keys(k, k_from, j0, item.length, found, F, T.D, T.BN, T.BD, MASKED)
+        if F.kept != "":
+            by = load_scales(extras.k_scale, k_by, j0, item.length, found, F, T.BN)
+            tile_k = widened(tile_k, by, tile_q.dtype, F.kept)
         s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, MASKED)
         if MASKED:
             s = tl.where(visible(rows, keys, item, call, F), s, float("-inf"))
@@ -44,6 +60,9 @@ def accumulate(
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
             p = tl.where(keep, p, 0.0)
         tile_v = load_keys(v, v_from, j0, item.length, found, F, T.DV, T.BN, T.BDV, MASKED)
+        if F.kept != "":
+            by = load_scales(extras.v_scale, v_by, j0, item.length, found, F, T.BN)
+            tile_v = widened(tile_v, by, tile_q.dtype, F.kept)
         acc = dot(narrow(p, tile_v.dtype), tile_v, acc * alpha[:, None], F)
     return acc, m, l
 
@@ -54,6 +73,8 @@ def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, 
     sources = (
         source(k, item.k, hk, item.length, T.D, T.BN, T.BD, F.tma),
         source(v, item.k, hk, item.length, T.DV, T.BN, T.BDV, F.tma),
+        scales_from(extras.k_scale, item.k, hk, F),
+        scales_from(extras.v_scale, item.k, hk, F),
     )
     acc = tl.full([T.BM, T.BDV], 0, tl.float32)
     state = (acc, tl.full([T.BM], float("-inf"), tl.float32), tl.full([T.BM], 0, tl.float32))

@@ -49,6 +49,7 @@ class Flags(NamedTuple):
     fours: bool = True  # keys that draw together are 4 j to 4 j + 3
     precision: str = "ieee"  # of float32 products; or "tf32"
     tma: bool = False  # q, k, v and dout are read through tensor descriptors
+    kept: str = ""  # how keys and values are kept in eight bits: "int8", "e4m3fn" or "e5m2"
     in_order: bool = False  # keys come as they lie, whatever rows share a tile
 
 
@@ -136,6 +137,8 @@ class Extras(NamedTuple):
     cu_q: Any = None  # Offsets, of rows and of keys
     cu_k: Any = None
     pages: Any = None  # Pages, in the place of cu_k
+    k_scale: Any = None  # Operands (B,Hk,N): what each row of k and v is multiplied by
+    v_scale: Any = None
     nothing: Any = None  # Triton 3.6 loses the constants inside a tuple that has none of its own
 
 

@@ -182,6 +182,46 @@ def load_keys(
 
 
 @triton.jit
+def scales_from(x, at, h, F: tl.constexpr):
+    """What `load_scales` reads a head's from."""
+    if F.kept != "":
+        return head_of(x, at, h)
+    else:
+        return 0
+
+
+@triton.jit
+def load_scales(x, src, j0, rows, found, F: tl.constexpr, BN: tl.constexpr):
+    """(BN,): what rows of keys or values are multiplied by, where `look_up` found them."""
+    page, row = found
+    n = tl.arange(0, BN)
+    if F.step == 0:
+        row = j0 + n
+    elif F.step % BN == 0:
+        row += n
+    at = src + page * x.sb + row.to(tl.int64) * x.sm
+    return tl.load(at, mask=j0 + n < rows, other=0.0)
+
+
+@triton.jit
+def widened(tile, scales, dtype: tl.constexpr, KEPT: tl.constexpr):
+    """What rows of eight bits stand for: numbers times scales in float32, rounded to `dtype`.
+
+    float8 comes as its bits, because some chips cannot convert it: they are those of a float16 once
+    shifted, of e5m2 itself, of e4m3 times 2^-8.
+    """
+    if KEPT == "int8":
+        x = tile.to(tl.float32)
+    else:
+        bits = tile.to(tl.int32) & 0xFF
+        half = bits << 8 if KEPT == "e5m2" else (bits & 0x80) << 8 | (bits & 0x7F) << 7
+        x = half.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
+        if KEPT == "e4m3fn":
+            x = tl.where((bits & 0x7F) == 0x7F, float("nan"), x * 256.0)
+    return narrow(x * scales[:, None], dtype)
+
+
+@triton.jit
 def store(x, at, h, i0, rows, values, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
     """Write (BM, BD) `values` to rows [i0, i0 + BM), as far as there are such rows."""
     i, d = tl.arange(0, BM), tl.arange(0, BD)

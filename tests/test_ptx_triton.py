@@ -11,6 +11,7 @@ import pytest
 import test_cuda_decode
 import test_packed as test_packed_batches
 import test_paged as test_pages
+import test_storage
 import test_weights
 import torch
 from cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
@@ -162,6 +163,24 @@ def test_paged_decode(compiled, small, page):
     features = named("bottom_right gqa")
     made = test_packed_batches.batch(features, DTYPES["bfloat16"], sizes, small.d)
     assert in_pages(made, page) and kernels(compiled) == {"split_kernel", "combine_kernel"}
+
+
+@pytest.mark.parametrize("page", (None, 20, 64))
+@pytest.mark.parametrize("storage", test_storage.NAMES)
+def test_rows_of_eight_bits(compiled, small, storage, page):
+    """Of many rows and few, what the rows that they stand for give. Triton lays operands that it
+    converts otherwise, so sums are of another order."""
+    for n, rows in (small.keys, 37), (small.keys_of_decode, 3):
+        sizes = ((rows, n), (0, 3), (1, 1))
+        made = test_packed_batches.batch(named("gqa"), DTYPES["bfloat16"], sizes, small.d)
+        stored, plain = test_storage.kept(made, test_storage.NAMES[storage])
+        expected = test_storage.run(plain | dict(max_k=n), "triton")
+        made.given = stored
+        given = test_pages.in_pages(made, page) if page else stored
+        found = test_storage.run(given | dict(max_k=n), "triton")
+        for x, y in zip(expected, found, strict=True):
+            eps = torch.finfo(x.dtype).eps
+            torch.testing.assert_close(y, x, rtol=4 * eps, atol=4 * eps)
 
 
 def named(names):

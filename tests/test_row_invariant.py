@@ -80,3 +80,24 @@ def test_what_is_no_choice():
     for wrong in (1, "yes", None):
         with pytest.raises(TypeError, match=r"row_invariant: got .*, expected True or False"):
             fastattn.attention(x, x, x, row_invariant=wrong)
+
+
+@every_backend
+@pytest.mark.parametrize("odd", (1e-30, 1e30, torch.inf, torch.nan))
+@pytest.mark.parametrize("where", "qkv")
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_rows_that_tiles_refuse(name, dtype, where, odd):
+    """A CPU's vectors make these, some at a time: of a few rows no more than there is room for."""
+    declares(name, DTYPES[dtype], Feature.INVARIANT)
+    problem = build(Dims(1, 2, 1, 20, 33, 8, 8), (), DTYPES[dtype])
+    getattr(problem, where)[0, 0, 3, 2] = odd
+    given = dict(problem.tensors(), row_invariant=True, return_lse=True, backend=name)
+    for isa in variants(name, DTYPES[dtype]):
+        with variant(isa), torch.no_grad():
+            whole = fastattn.attention(**given)
+            for first, end in itertools.pairwise((0, 1, 5, 20)):
+                found = fastattn.attention(**rows_of(given, first, end))
+                for x, y in zip(whole, found, strict=True):
+                    torch.testing.assert_close(
+                        x[:, :, first:end], y, rtol=0, atol=0, equal_nan=True
+                    )

@@ -211,7 +211,10 @@ struct AmxForward {
              see_alike(p, some.one(0), rows.one(i + 1), fits))
         ++i, ++some.count;
       Vectors::over_keys(p, rows.b, key_head(p, rows.h), some.i0, some.end(), buf, [&](auto f) {
-        f(std::integral_constant<int, NV>{}, some, buf.state[0]);
+        if (p.M <= kLanes<float>)  // `carve` left no room for more
+          f(std::integral_constant<int, 1>{}, some, buf.state[0]);
+        else
+          f(std::integral_constant<int, NV>{}, some, buf.state[0]);
       });
     }
   }

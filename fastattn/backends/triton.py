@@ -75,6 +75,7 @@ class Triton:
             | Feature.PACKED
             | Feature.PAGED
             | Feature.INVARIANT
+            | Feature.QUANTISED
         ),
     )
 
@@ -154,7 +155,8 @@ class Job:
         self.M, self.N = longest(spec)
         self.device = t.q.device
         self.extras = extras(spec, t)
-        self.inputs = operand(t.q), operand(t.k), operand(t.v), operand(dout)
+        k, v = (x if spec.storage is None else bits(x) for x in (t.k, t.v))
+        self.inputs = operand(t.q), operand(k), operand(v), operand(dout)
         given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
         arch, fast = architecture(self.device), tf32()
         self.key = compiled.alike(given, arch, fast)
@@ -169,10 +171,14 @@ class Job:
 
     def derive(self, arch: int, tf32: bool, inputs: tuple) -> Alike:
         spec = self.spec
-        wide = all(describable(x) for x in inputs if x is not None)
+        if spec.storage is not None:  # what is kept is as wide as what it stands for
+            inputs = inputs[:1] if spec.D % 8 == spec.Dv % 8 == 0 else ()
+        wide = bool(inputs) and all(describable(x) for x in inputs if x is not None)
         # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers. None
         # gathers rows of pages.
-        tma = 90 <= arch < 120 and self.t.v is not None and wide and not spec.paged
+        tma = (
+            90 <= arch < 120 and self.t.v is not None and wide and not (spec.paged or spec.storage)
+        )
         f = flags(spec, tf32, tma)
         busy = [x for x in tuning.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         if spec.dtype.itemsize == 2:
@@ -467,6 +473,11 @@ def operand(x: Tensor | None):
     return kernels().operand((x, *strides))
 
 
+def bits(x: Tensor | None) -> Tensor | None:
+    """float8 as the whole numbers that hold it: `tile.widened` reads those."""
+    return None if x is None else x.view(torch.int8)
+
+
 def step(page: int) -> int:
     """The largest power of two that divides a page, 256 at most: kernels divide by it at no cost,
     and a tile that divides it lies in one page."""
@@ -509,6 +520,8 @@ def extras(spec: AttentionSpec, t: Tensors):
         cu_q=offsets(t.cu_q, spec.T),
         cu_k=offsets(t.cu_k, spec.S),
         pages=pages(spec, t.pages),
+        k_scale=operand(t.k_scale),
+        v_scale=operand(t.v_scale),
     )
 
 
@@ -548,6 +561,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         fours=spec.at_key % 4 == 0,
         precision="tf32" if tf32 else "ieee",
         tma=tma,
+        kept="" if spec.storage is None else str(spec.storage).split("_")[-1].split(".")[-1],
         in_order=spec.row_invariant and spec.left < spec.rows + spec.keys,
     )
 
