@@ -166,8 +166,8 @@ def attention_packed(
         batch. place has head, item and bottom_right alone.
 
     Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). A sequence has the same bits
-    in every batch and alone (on a GPU where max_q and max_k are the same, or with row_invariant); and as an item of a padded batch where both have more rows than the
-    kernels for few of them take.
+    in every batch and alone, on a GPU where max_q and max_k are the same; and as an item of a
+    padded batch where both have more rows than the kernels for few of them take, or row_invariant.
 
     Raises as `attention`; for offsets and pages that break the rules ValueError, on a GPU only if
     FASTATTN_CHECK=1, where they are clamped.
@@ -324,7 +324,8 @@ def prepare_packed(
     for name, x in (("k_scale", k_scale), ("v_scale", v_scale)):
         if x is not None:
             t = t._replace(**{name: scales_first(name, x, t.k, paged)})
-            _no_gradient(name, x)
+            if is_grad_enabled():
+                _no_gradient(name, x)
     max_q = longest("max_q", max_q, cu_q, q.shape[0])
     if max_k is None and isinstance(block_table, Tensor) and block_table.ndim == 2:
         max_k = block_table.shape[1] * k.shape[1]

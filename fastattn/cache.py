@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .api import attention_packed
 from .check import DTYPES
@@ -43,7 +44,8 @@ class KVCache:
     infinity is NaN there. Of normal data, with D of 64 or 128, outputs are off by 1% of their own
     size in int8 (4% in e4m3, 8% in e5m2), and the worst of a hundred rows by 1.5% (7%, 14%).
 
-    There is no gradient: to ask for one raises. Under autocast q gets the cache's dtype. A
+    There is no gradient: what is appended is detached, and to ask for q's raises. Under autocast
+    what comes gets the cache's dtype. `copy.copy` is `fork`. A
     cache and its forks are for one thread at a time. Raises RuntimeError where the cache is full,
     before anything is written, and ValueError or TypeError for what does not fit it.
     """
@@ -78,8 +80,15 @@ class KVCache:
         blocks = -(-capacity // page)
         shape = batch * blocks, page, heads
         pool = Pool(shape, head_dim, value_dim, dtype, storage or dtype, device)
-        table = torch.zeros(batch, blocks, dtype=torch.int64)
-        self._begin(pool, table, torch.zeros(batch).long(), capacity, grow, page_size is None)
+        table = torch.zeros(batch, blocks, dtype=torch.int64, device="cpu")
+        self._begin(
+            pool,
+            table,
+            torch.zeros(batch, dtype=torch.int64, device="cpu"),
+            capacity,
+            grow,
+            page_size is None,
+        )
 
     # ------------------------------------------------------------------------------ what is there
 
@@ -160,10 +169,11 @@ class KVCache:
         """`fastattn.attention` of q (B,H,M,D) over what the cache has of each item; or of q (T,H,D)
         and cu_q (B+1,), as many rows of each as it says.
 
-        arguments: those of `attention` but key_lengths, which are the cache's, and place. A mask
-        broadcasts to (B,H,M,N) with N at least the longest length.
+        arguments: those of `attention` but key_lengths, which are the cache's. A mask broadcasts to
+        (B,H,M,N) with N at least the longest length. With causal=False rows stand at the first
+        keys, and with place=Place(bottom_right=True) at the last.
         """
-        for name in ("key_lengths", "block_table", "cu_k", "max_k", "place", "k_scale", "v_scale"):
+        for name in ("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"):
             if name in arguments:
                 raise TypeError(f"{name}: got one, expected none: the cache has its own")
         mask = arguments.get("mask")
@@ -175,23 +185,38 @@ class KVCache:
             key_lengths=self._on_device[1],
             max_k=None if columns == 1 else columns,
         )
-        if _any_autocast() and isinstance(q, Tensor):  # what is kept has its dtype, and is not cast
-            with torch.autocast(q.device.type, enabled=False):
-                q = q.to(self.dtype)
-                return self._attend(q, cu_q, max_q, given)
-        return self._attend(q, cu_q, max_q, given)
+        if not self._is_autocast():
+            return self._attend(q, cu_q, max_q, given)
+        with torch.autocast(self._pool.k.device.type, enabled=False):  # what is kept is not cast
+            if "mask" in given:
+                given["mask"] = self._cast(given["mask"])
+            return self._attend(self._cast(q), cu_q, max_q, given)
+
+    def _is_autocast(self) -> bool:
+        return _any_autocast() and torch.is_autocast_enabled(self._pool.k.device.type)
+
+    def _cast(self, x: Any) -> Any:
+        """As autocast does, to the dtype of what is kept."""
+        casts = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(self.dtype) if casts else x
 
     def _attend(self, q: Tensor, cu_q: Tensor | None, max_q: int | None, given: Any) -> Any:
         if cu_q is not None:
+            if isinstance(cu_q, Tensor) and cu_q.shape != (self.batch + 1,):
+                expected = f"(B + 1,) = ({self.batch + 1},) offsets"
+                raise ValueError(f"cu_q: got shape {tuple(cu_q.shape)}, expected {expected}")
             return attention_packed(q, cu_q=cu_q, max_q=max_q, **given)
         if not isinstance(q, Tensor) or q.ndim != 4 or q.shape[0] != self.batch:
             got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
             raise ValueError(f"q: got {got}, expected (B, H, M, D) with B = {self.batch}")
+        if max_q is not None:
+            raise TypeError(f"max_q: got {max_q} without cu_q, expected None")
         B, _, M, _ = q.shape
         rows = q.transpose(1, 2).flatten(0, 1)
         found = attention_packed(rows, cu_q=self._every(M), max_q=M, **given)
         return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), found)
 
+    @_kept
     def _every(self, M: int) -> Tensor:
         """Offsets of M rows each."""
         if self._offsets is None or self._offsets[0] != M:
@@ -205,6 +230,8 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
         """More keys and values, in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n of each item; or k
         (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] of item b."""
+        if self._is_autocast():
+            k, v = self._cast(k), self._cast(v)
         self._check(k, v, cu is not None)
         if cu is None:
             rows = self._pool.rows(k.transpose(1, 2), v.transpose(1, 2))
@@ -236,9 +263,9 @@ class KVCache:
         """Pages for so many more keys of each item; where these go: page, and row in it, (n,)."""
         lengths = self._lengths + counts
         self._reserve(lengths)
-        item = torch.repeat_interleave(torch.arange(self.batch), counts)
+        item = torch.repeat_interleave(torch.arange(self.batch, device="cpu"), counts)
         first = torch.repeat_interleave(counts.cumsum(0) - counts - self._lengths, counts)
-        key = torch.arange(len(item)) - first
+        key = torch.arange(len(item), device="cpu") - first
         at = self._table[item, key // self.page_size], key % self.page_size
         self._set(self._table, lengths)
         return self._moved(*at)
@@ -249,7 +276,7 @@ class KVCache:
         if n > self._slack:
             self._reserve(lengths)
             self._slack = self._left(lengths) + n
-        key = self._lengths[:, None] + torch.arange(n)
+        key = self._lengths[:, None] + torch.arange(n, device="cpu")
         at = self._table.gather(1, key // self.page_size), key % self.page_size
         self._set(self._table, lengths, self._slack - n)
         return self._moved(*at)
@@ -289,9 +316,9 @@ class KVCache:
             self._pool.copy(mine[shared], new[n:])
             self._pool.drop(mine[shared])
             self._table[shared, last[shared]] = new[n:]
-        item = torch.repeat_interleave(torch.arange(self.batch), more)
+        item = torch.repeat_interleave(torch.arange(self.batch, device="cpu"), more)
         first = torch.repeat_interleave(more.cumsum(0) - more - has, more)
-        self._table[item, torch.arange(n) - first] = new[:n]
+        self._table[item, torch.arange(n, device="cpu") - first] = new[:n]
 
     def _widen(self, capacity: int) -> None:
         """Twice the capacity at least: more pages, or longer ones in a contiguous cache."""
@@ -308,7 +335,9 @@ class KVCache:
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
         """A cache of these items (all; one may be there several times), which shares their pages
         until either side writes into one: then that one is copied."""
-        chosen = torch.arange(self.batch) if items is None else _index(items, self.batch)
+        chosen = (
+            torch.arange(self.batch, device="cpu") if items is None else _index(items, self.batch)
+        )
         table, lengths = self._table[chosen].clone(), self._lengths[chosen].clone()
         made = object.__new__(KVCache)
         made._begin(self._pool, table, lengths, self.capacity, self.grow, self._is_contiguous)
@@ -353,7 +382,9 @@ class KVCache:
     @_kept
     def free(self, items: Sequence[int] | Tensor | None = None) -> None:
         """Give back all pages of these items (all): each is empty then."""
-        chosen = torch.arange(self.batch) if items is None else _index(items, self.batch)
+        chosen = (
+            torch.arange(self.batch, device="cpu") if items is None else _index(items, self.batch)
+        )
         keep = self._lengths.clone()
         keep[chosen] = 0
         self.truncate(keep)
@@ -361,15 +392,31 @@ class KVCache:
     # ------------------------------------------------------------------------------------- inside
 
     def _begin(
-        self, pool: Pool, table: Tensor, lengths: Tensor, capacity: int, grow: bool, whole: bool
+        self,
+        pool: Pool,
+        table: Tensor,
+        lengths: Tensor,
+        capacity: int,
+        grow: bool,
+        contiguous: bool,
     ) -> None:
-        """whole: an item's keys are one page, as long as the capacity."""
-        self.capacity, self.grow, self._pool, self._is_contiguous = capacity, grow, pool, whole
+        """contiguous: an item's keys are one page, as long as the capacity."""
+        self.capacity, self.grow, self._pool, self._is_contiguous = capacity, grow, pool, contiguous
         self._offsets: tuple[int, Tensor] | None = None
         self._held: list[Tensor] = []
         self._set(table, lengths)
-        # Pages come free with a cache that nobody has any more.
-        weakref.finalize(self, _let_go, pool, self._held).atexit = False
+        self._watch()
+
+    def _watch(self) -> None:
+        """Pages come free with a cache that nobody has any more."""
+        weakref.finalize(self, _let_go, self._pool, self._held).atexit = False
+
+    def __copy__(self) -> KVCache:
+        return self.fork()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # of deepcopy and pickle
+        self.__dict__.update(state)
+        self._watch()
 
     def _set(self, table: Tensor, lengths: Tensor, slack: int = 0) -> None:
         """The table and lengths, and what kernels read of them; slack: at most what is `_left`."""
@@ -406,7 +453,8 @@ class KVCache:
 
 
 def _let_go(pool: Pool, held: list[Tensor]) -> None:
-    pool.drop(used(held[0], held[1], pool.page))
+    with _disable_current_modes():  # it may be anywhere that a cache dies
+        pool.drop(used(held[0], held[1], pool.page))
 
 
 def _size(name: str, x: Any, least: int = 0) -> int:
@@ -418,7 +466,7 @@ def _size(name: str, x: Any, least: int = 0) -> int:
 
 def _whole(name: str, x: Any) -> Tensor:
     """Numbers as int64 on the CPU: no mask, and nothing that would be cut."""
-    found = torch.as_tensor(x)
+    found = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
     if found.numel() and found.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: got {found.dtype}, expected whole numbers, int32 or int64")
     return found.cpu().long()

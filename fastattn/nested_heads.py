@@ -29,8 +29,9 @@ def forward(
 
     Raises AssertionError, in torch's words, for what these cannot have.
     """
-    if all(map(nested.is_jagged, (query, key, value))):
-        _check_jagged(module, masks)
+    inputs = query, key, value
+    if any(map(nested.is_jagged, inputs)):
+        _check_jagged(module, inputs, masks)
         return _jagged(module, query, key, value, need_weights, average, is_causal)
     _check_strided(module, query, key, value, masks)
     return _strided(module, query, need_weights, average)
@@ -81,9 +82,13 @@ def _strided(
     return torch.nested.as_nested_tensor(items), weights
 
 
-def _check_jagged(module: Module, masks: Masks) -> None:
+def _check_jagged(module: Module, inputs: tuple[Tensor, ...], masks: Masks) -> None:
     reason = None
-    if not module.batch_first:
+    if not all(map(nested.is_jagged, inputs)):
+        reason = "some of query, key and value are jagged, and others are not"
+    elif any(x.dim() != 3 for x in inputs):
+        reason = f"input not batched; expected query.dim() of 3 but got {inputs[0].dim()}"
+    elif not module.batch_first:
         reason = "batch_first was not True"
     elif module.bias_k is not None or module.add_zero_attn:
         reason = "add_bias_kv or add_zero_attn was enabled"

@@ -24,7 +24,7 @@ class Pool:
         if storage in STORAGE:
             for name in ("k_scale", "v_scale"):
                 self.kept[name] = torch.empty(shape, dtype=torch.float32, device=device)
-        self.users = torch.zeros(shape[0], dtype=torch.int64)
+        self.users = torch.zeros(shape[0], dtype=torch.int64, device="cpu")
 
     @property
     def k(self) -> Tensor:
@@ -82,4 +82,4 @@ class Pool:
 
 def used(table: Tensor, lengths: Tensor, page: int) -> Tensor:
     """Every page that items have, as often as one does."""
-    return table[torch.arange(table.shape[1]) < (-(-lengths // page))[:, None]]
+    return table[torch.arange(table.shape[1], device="cpu") < (-(-lengths // page))[:, None]]

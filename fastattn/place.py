@@ -10,7 +10,8 @@ class Place(NamedTuple):
 
     row, key, head, item: the larger call's index of this one's first. rows, keys: how many the
     larger has; None: its last are this one's. bottom_right: the larger call's last row stands at
-    its last key, causal or not: windows and ALiBi count i' = i + length - M, as flash-attn does.
+    its last key, as causal="bottom_right" says and causal=True denies; where nothing is causal,
+    windows and ALiBi count i' = i + length - M, as flash-attn does.
     """
 
     row: int = 0

@@ -17,19 +17,20 @@ from .spec import wide
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 STORAGE = tuple(LARGEST)
+MOST = torch.finfo(torch.float32).max
 
 
 def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows x (..., D) as numbers of `storage`, to nearest even, and their scales (...) in float32.
 
-    A row of zeros has scale 0. One with a NaN or an infinity, and one whose scale float32 does not
-    hold, has scale NaN and is NaN from then on: none becomes a number that it was not.
+    A row of zeros has scale 0, and so has one too small for any scale, which is zeros from then on.
+    One with a NaN, or with what is no float32 but an infinity there, has scale NaN and is NaN.
     """
     largest = LARGEST[storage]
     x = x.to(wide(x.dtype))
     most = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
-    scale = (most / largest).float()
-    scale = scale.masked_fill(~scale.isfinite(), torch.nan)
+    scale = (most / largest).float().clamp(max=MOST / largest * (1 - 2**-23))  # a product is finite
+    scale = scale.masked_fill(~(most <= MOST), torch.nan)
     counts = (scale > 0)[..., None]
     numbers = torch.where(counts, x / scale[..., None], 0).clamp(-largest, largest)
     return (numbers.round() if storage == torch.int8 else numbers).to(storage), scale

@@ -113,6 +113,8 @@ def within(key_lengths: Tensor, N: int, place: Place) -> Tensor:
 def positions(M, causal, key_lengths, place, device) -> Tensor:
     """i' (B|1,1,M,1): where each query row stands among the keys."""
     i = place.row + torch.arange(M, device=device)[:, None]
+    if place.bottom_right and causal in (True, "top_left"):
+        raise ValueError('place.bottom_right: got True, expected False beside causal="top_left"')
     if not place.bottom_right and causal != "bottom_right":
         return i[None, None]
     ends = key_lengths

@@ -1,16 +1,19 @@
 """`KVCache`: after any sequence of changes each item has the keys that it should, to the bit, and
 what forks share is nobody's to change."""
 
+import copy
 import gc
 import itertools
+import pickle
 import random
 
 import pytest
 import torch
 from runners import not_interpreted
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
-from fastattn import KVCache
+from fastattn import KVCache, Place
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -271,7 +274,13 @@ WRONG = [
         "cu: got torch.float32",
     ),
     (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got one, expected"),
-    (lambda c: c.attention(x, place=fastattn.Place()), TypeError, "place: got one, expected none"),
+    (lambda c: c.attention(x, place=Place(row=1)), ValueError, "place: got .*, expected no row"),
+    (lambda c: c.attention(x, max_q=7), TypeError, "max_q: got 7 without cu_q, expected None"),
+    (
+        lambda c: c.attention(x[0].transpose(0, 1), cu_q=torch.tensor([0, 1])),
+        ValueError,
+        r"cu_q: got shape \(2,\), expected \(B \+ 1,\) = \(",
+    ),
     (lambda c: KVCache(1, 2, 8, capacity=4, page_size=2.5), TypeError, "page_size: got 2.5"),
     (lambda c: KVCache(1, 2, 8, capacity=4, value_dim=-1), ValueError, "value_dim: got -1"),
     (lambda c: KVCache(1, 2, 8, capacity=4, dtype=torch.int8), ValueError, "dtype: got torch.int8"),
@@ -322,3 +331,90 @@ def test_what_was_asked_stays_as_it_was():
     before = table.clone(), lengths.clone()
     cache.append(torch.randn(B, HK, 9, D), torch.randn(B, HK, 9, DV))
     assert torch.equal(table, before[0]) and torch.equal(lengths, before[1])
+
+
+def test_any_mode_of_offsets():
+    """What a call in inference mode leaves behind serves one with gradients."""
+    cache = Model(4).cache
+    cache.append(torch.randn(B, HK, 5, D), torch.randn(B, HK, 5, DV))
+    q = torch.randn(B, H, 2, D)
+    with torch.inference_mode():
+        out = cache.attention(q)
+    assert torch.equal(cache.attention(q.requires_grad_()), out)
+
+
+def test_another_default_device():
+    with torch.device("meta"):
+        cache = KVCache(B, HK, D, capacity=8, page_size=4, device="cpu", grow=True)
+        k = torch.ones(B, HK, 3, D, device="cpu")
+        cache.append(k, k)
+        fork = cache.fork([0, 2])
+        fork.append(k[:2], k[:2])
+        cache.evict([1, 0, 2])
+        cache.truncate(1)
+        cache.free([0])
+        assert cache.lengths.tolist() == [0, 1, 1]
+        cache.append(
+            k[0].transpose(0, 1), k[0].transpose(0, 1), torch.tensor([0, 1, 3, 3], device="cpu")
+        )
+
+
+@pytest.mark.parametrize(
+    "mode", (FakeTensorMode, lambda: torch.device("meta"), torch.inference_mode)
+)
+def test_pages_come_free_wherever_a_cache_dies(mode):
+    cache = KVCache(1, HK, D, capacity=8, page_size=4, grow=True)
+    k = torch.ones(1, HK, 3, D)
+    cache.append(k, k)
+    fork = cache.fork()
+    fork.append(k, k)
+    before = cache.pages_free
+    with mode():
+        del fork
+        gc.collect()
+    assert cache.pages_free == before + 2
+
+
+COPIES = {"shallow": copy.copy, "deep": copy.deepcopy}
+COPIES["pickled"] = lambda x: pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies(kind):
+    """A shallow one is a fork; the others have pages of their own, which come free."""
+    model = Model(4, grow=True)
+    model.append([3, 5, 0])
+    made = COPIES[kind](model.cache)
+    assert (made._pool is model.cache._pool) == (kind == "shallow")
+    other = model.copy(made, [list(x) for x in model.rows])
+    other.append([2, 1, 1])
+    for x in (other, model):
+        x.check()
+    fork, pool = made.fork(), made._pool
+    used = (pool.users > 0).sum()
+    del made, other, x
+    gc.collect()
+    fork.free()
+    assert (pool.users > 0).sum() == (3 if kind == "shallow" else 0) < used
+
+
+def test_autocast_casts_what_comes():
+    cache = KVCache(B, HK, D, capacity=8)
+    k, q = torch.randn(B, HK, 3, D).bfloat16(), torch.randn(B, H, 1, D).bfloat16()
+    mask = torch.randn(1, 1, 1, 3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        cache.append(k, k)
+        out = cache.attention(q, mask=mask)
+        with pytest.raises(ValueError, match=r"q.dtype|k.dtype|dtype"):
+            cache.attention(q.double())
+    assert torch.equal(out, cache.attention(q.float(), mask=mask.float()))
+
+
+def test_rows_stand_at_the_last_keys_where_nothing_is_causal():
+    cache = KVCache(1, HK, D, capacity=16, page_size=4)
+    k, q = torch.randn(1, HK, 10, D), torch.randn(1, H, 2, D)
+    cache.append(k, k)
+    given = dict(causal=False, window=(1, 0))
+    last = cache.attention(q, place=Place(bottom_right=True), **given)
+    assert torch.equal(last, cache.attention(q, window=(1, None)))
+    assert not torch.equal(last, cache.attention(q, **given))

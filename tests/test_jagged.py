@@ -178,6 +178,17 @@ def test_what_a_module_refuses():
         mha = fastattn.MultiheadAttention(12, 3, **(dict(batch_first=True) | made))
         with pytest.raises(AssertionError, match=reason):
             mha(x, x, x, **given)
+    dense, deep = (
+        torch.zeros(4, 5, 12),
+        torch.nested.nested_tensor_from_jagged(torch.zeros(39, 2, 12), x.offsets()),
+    )
+    for inputs, reason in (
+        ((x, dense, dense), "and others are not"),
+        ((dense, x, x), "and others are not"),
+        ((deep, deep, deep), "expected query.dim.. of 3 but got 4"),
+    ):
+        with pytest.raises(AssertionError, match=reason):
+            module()(*inputs)
     other, _ = of_width((39,), 12)
     with pytest.raises(RuntimeError, match="value: got sequences at"):
         module()(x, x, other)
