@@ -165,9 +165,9 @@ def attention_packed(
         each sequence's last row and key, dropout draws for sequence b what it draws for item b of a
         batch. place has head, item and bottom_right alone.
 
-    Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). A sequence has the same bits
-    in every batch and alone, on a GPU where max_q and max_k are the same; and as an item of a
-    padded batch where both have more rows than the kernels for few of them take, or row_invariant.
+    Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). On a CPU a sequence has the
+    same bits in every batch and alone; and as an item of a padded batch where both have more rows
+    than the kernels for few of them take. On a GPU so it has with row_invariant, or many rows.
 
     Raises as `attention`; for offsets and pages that break the rules ValueError, on a GPU only if
     FASTATTN_CHECK=1, where they are clamped.

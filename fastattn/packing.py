@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
@@ -78,14 +79,14 @@ class Sequence(NamedTuple):
 
 def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
     """Those of a batch whose offsets are in order, one by one. It looks at values."""
-    starts = t.given("cu_q").tolist()
-    ends = None if t.cu_k is None else t.cu_k.tolist()
+    starts = _within(t.given("cu_q"), spec.T, spec.M)
+    ends = None if t.cu_k is None else _within(t.cu_k, spec.S, spec.N)
     given = spec.given - {"cu_q", "cu_k", "pages", "k_scale", "v_scale"}
     kept = t.k, t.v, t.k_scale, t.v_scale
     for b in range(spec.B):
-        rows = slice(*starts[b : b + 2])
+        rows = starts[b]
         if ends is not None:
-            keys = slice(*ends[b : b + 2])
+            keys = ends[b]
             found = [None if x is None else x[:, :, keys] for x in kept]
         else:
             keys = slice(0, int(t.given("lengths")[b]))
@@ -120,6 +121,15 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
             rows,
             keys,
         )
+
+
+def _within(cu: Tensor, total: int, most: int) -> list[slice]:
+    """Of each sequence, cut to what there is, as kernels cut where nobody has looked at offsets."""
+    found = []
+    for first, end in itertools.pairwise(cu.tolist()):
+        first = min(max(first, 0), total)
+        found.append(slice(first, min(max(first, end), total, first + most)))
+    return found
 
 
 def backward_in_turn(

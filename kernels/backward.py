@@ -336,7 +336,10 @@ def add_to_mask(
 ):  # fmt: skip
     """acc + dS of one tile; blocks that no row sees are skipped."""
     item = item_of(b, call, extras, F)
-    if reaches(i0, j0, item, call, T.BM, T.BN):
+    seen = reaches(i0, j0, item, call, T.BM, T.BN)
+    if F.packed:  # behind its rows lie those of the next
+        seen &= i0 < item.M
+    if seen:
         i = i0 + tl.arange(0, T.BM)
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         rows = rows_of(i[:, None], h, item, call, extras, F)

@@ -55,6 +55,23 @@ def test_bits_are_those_of_each_alone(names, sizes, processors):
 PAGED = [f for f in CASES if of_scores(f)]
 
 
+def test_pages_may_begin_anywhere():
+    """16 bytes divide where rows lie in a page, but not where pages begin."""
+    made = batch((), torch.bfloat16, ((40, 70), (3, 9)))
+    given = in_pages(made, 16)
+    for name in "kv":
+        pages = given[name]
+        room = pages.new_full((len(pages), pages[0].numel() + 4), torch.nan)
+        given[name] = room[:, :-4].unflatten(1, pages.shape[1:]).copy_(pages)
+    with everywhere(), torch.no_grad():
+        for x, y in zip(
+            fastattn.attention_packed(**made.given, return_lse=True),
+            fastattn.attention_packed(**given, return_lse=True),
+            strict=True,
+        ):
+            assert torch.equal(x, y)
+
+
 @pytest.mark.parametrize("features", PAGED, ids=name_of)
 def test_pages_have_the_bits_of_what_lies_in_a_row(features):
     """Of many rows, and of few whose keys are split; of any size of page, in turn."""

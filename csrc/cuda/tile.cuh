@@ -55,7 +55,8 @@ struct KeyRows : Matrix {
   FA_DEVICE KeyRows(const Matrix& own, const FaParams& batch, const FaTensor& pages, int64_t b,
                     int first, int tile)
       : Matrix(own), batch(batch), pages(pages), item(static_cast<int>(b)) {
-    if (batch.page && chunked && (batch.page % tile || first % tile)) chunked = -1;
+    if (batch.page && chunked && (batch.page % tile || first % tile)) chunked = -1;  // one by one
+    if (batch.page && pages.stride[0] % 8) chunked = 0;  // where others begin, no chunk does
   }
   FA_DEVICE const uint16_t* row(int r) const {
     if (!batch.page) return Matrix::row(r);
