@@ -37,6 +37,7 @@ SHAPES = {
     "full columns": ("forward", Dims(1, 2, 1, 70, 150, 32, 32)),
     "wide": ("forward", Dims(1, 1, 1, 70, 70, 256, 256)),
     "backward": ("backward", Dims(1, 2, 1, 70, 150, 24, 24)),
+    "as many rows": ("backward", Dims(1, 1, 1, 150, 150, 24, 24)),
     "few rows": ("backward", Dims(1, 1, 1, 35, 37, 24, 24)),
     "many blocks of keys": ("backward", Dims(1, 1, 1, 20, 1100, 24, 24)),
     "full gradients": ("backward", Dims(1, 2, 1, 70, 150, 32, 32)),
