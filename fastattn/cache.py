@@ -45,9 +45,9 @@ class KVCache:
     size in int8 (4% in e4m3, 8% in e5m2), and the worst of a hundred rows by 1.5% (7%, 14%).
 
     There is no gradient: what is appended is detached, and to ask for q's raises. Under autocast
-    what comes gets the cache's dtype. `copy.copy` is `fork`. A
-    cache and its forks are for one thread at a time. Raises RuntimeError where the cache is full,
-    before anything is written, and ValueError or TypeError for what does not fit it.
+    what comes gets the cache's dtype. `copy.copy` is `fork`. A cache and its forks are for one
+    thread at a time. Raises RuntimeError where the cache is full, before anything is written, and
+    ValueError or TypeError for what does not fit it.
     """
 
     @_kept
@@ -81,14 +81,8 @@ class KVCache:
         shape = batch * blocks, page, heads
         pool = Pool(shape, head_dim, value_dim, dtype, storage or dtype, device)
         table = torch.zeros(batch, blocks, dtype=torch.int64, device="cpu")
-        self._begin(
-            pool,
-            table,
-            torch.zeros(batch, dtype=torch.int64, device="cpu"),
-            capacity,
-            grow,
-            page_size is None,
-        )
+        lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        self._begin(pool, table, lengths, capacity, grow, contiguous=page_size is None)
 
     # ------------------------------------------------------------------------------ what is there
 
@@ -216,11 +210,11 @@ class KVCache:
         found = attention_packed(rows, cu_q=self._every(M), max_q=M, **given)
         return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), found)
 
-    @_kept
     def _every(self, M: int) -> Tensor:
         """Offsets of M rows each."""
         if self._offsets is None or self._offsets[0] != M:
-            offsets = torch.arange(self.batch + 1, device=self._pool.k.device) * M
+            with torch.inference_mode(False):  # for calls in any mode
+                offsets = torch.arange(self.batch + 1, device=self._pool.k.device) * M
             self._offsets = M, offsets
         return self._offsets[1]
 
@@ -335,9 +329,7 @@ class KVCache:
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
         """A cache of these items (all; one may be there several times), which shares their pages
         until either side writes into one: then that one is copied."""
-        chosen = (
-            torch.arange(self.batch, device="cpu") if items is None else _index(items, self.batch)
-        )
+        chosen = _index(items, self.batch)
         table, lengths = self._table[chosen].clone(), self._lengths[chosen].clone()
         made = object.__new__(KVCache)
         made._begin(self._pool, table, lengths, self.capacity, self.grow, self._is_contiguous)
@@ -382,9 +374,7 @@ class KVCache:
     @_kept
     def free(self, items: Sequence[int] | Tensor | None = None) -> None:
         """Give back all pages of these items (all): each is empty then."""
-        chosen = (
-            torch.arange(self.batch, device="cpu") if items is None else _index(items, self.batch)
-        )
+        chosen = _index(items, self.batch)
         keep = self._lengths.clone()
         keep[chosen] = 0
         self.truncate(keep)
@@ -491,7 +481,10 @@ def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
     return steps
 
 
-def _index(items: Sequence[int] | Tensor, batch: int) -> Tensor:
+def _index(items: Sequence[int] | Tensor | None, batch: int) -> Tensor:
+    """Which items these are; None is all."""
+    if items is None:
+        return torch.arange(batch, device="cpu")
     chosen = _whole("items", items).reshape(-1)
     if ((chosen < 0) | (chosen >= batch)).any():
         raise ValueError(f"items: got {chosen.tolist()}, expected numbers in [0, {batch})")

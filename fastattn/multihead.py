@@ -36,8 +36,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     Differences, all on purpose: rows whose every key is masked give out_proj.bias, weights 0 and
     finite gradients in every mode; a float mask may be float32 beside 16-bit inputs; nested
     self-attention works in training too, and jagged tensors anywhere, packed (is_causal=True then
-    needs no mask). torch.jit.script cannot compile it; torch.compile,
-    torch.export and torch.jit.trace can.
+    needs no mask). torch.jit.script cannot compile it; torch.compile, torch.export and
+    torch.jit.trace can.
     """
 
     @wraps(nn.MultiheadAttention.__init__)

@@ -30,10 +30,9 @@ def forward(
     Raises AssertionError, in torch's words, for what these cannot have.
     """
     inputs = query, key, value
-    if any(map(nested.is_jagged, inputs)):
-        _check_jagged(module, inputs, masks)
+    _check(module, inputs, masks)
+    if nested.is_jagged(query):
         return _jagged(module, query, key, value, need_weights, average, is_causal)
-    _check_strided(module, query, key, value, masks)
     return _strided(module, query, need_weights, average)
 
 
@@ -82,41 +81,31 @@ def _strided(
     return torch.nested.as_nested_tensor(items), weights
 
 
-def _check_jagged(module: Module, inputs: tuple[Tensor, ...], masks: Masks) -> None:
-    reason = None
-    if not all(map(nested.is_jagged, inputs)):
-        reason = "some of query, key and value are jagged, and others are not"
-    elif any(x.dim() != 3 for x in inputs):
-        reason = f"input not batched; expected query.dim() of 3 but got {inputs[0].dim()}"
-    elif not module.batch_first:
-        reason = "batch_first was not True"
-    elif module.bias_k is not None or module.add_zero_attn:
-        reason = "add_bias_kv or add_zero_attn was enabled"
-    elif any(mask is not None for mask in masks):
-        reason = "masks are not supported with NestedTensor input (is_causal=True needs none)"
-    _refuse(reason)
-
-
-def _check_strided(module: Module, query: Tensor, key: Tensor, value: Tensor, masks: Masks) -> None:
-    """It is for what torch's fast path takes, with gradients besides."""
-    reason = None
-    if query is not key or key is not value:
-        reason = "query, key and value are not the same Tensor"
-    elif query.dim() != 3:
-        reason = f"input not batched; expected query.dim() of 3 but got {query.dim()}"
-    elif not module.batch_first:
-        reason = "batch_first was not True"
-    elif module.in_proj_weight is None:
-        reason = "_qkv_same_embed_dim was not True"
-    elif module.bias_k is not None or module.add_zero_attn:
-        reason = "add_bias_kv or add_zero_attn was enabled"
-    elif any(mask is not None for mask in masks):
-        reason = "masks are not supported with NestedTensor input"
-    _refuse(reason)
-
-
-def _refuse(reason: str | None) -> None:
-    if reason:
-        raise AssertionError(
-            f"MultiheadAttention does not support NestedTensor here, because {reason}"
-        )
+def _check(module: Module, inputs: tuple[Tensor, Tensor, Tensor], masks: Masks) -> None:
+    """Strided nested input is for what torch's fast path takes, with gradients besides."""
+    query, key, value = inputs
+    jagged = [nested.is_jagged(x) for x in inputs]
+    packed, instead = all(jagged), " (is_causal=True needs none)" if any(jagged) else ""
+    rules = [
+        (packed or not any(jagged), "some of query, key and value are jagged, and others are not"),
+        (packed or query is key is value, "query, key and value are not the same Tensor"),
+        (
+            all(x.dim() == 3 for x in inputs),
+            f"input not batched; expected query.dim() of 3 but got {query.dim()}",
+        ),
+        (module.batch_first, "batch_first was not True"),
+        (packed or module.in_proj_weight is not None, "_qkv_same_embed_dim was not True"),
+        (
+            module.bias_k is None and not module.add_zero_attn,
+            "add_bias_kv or add_zero_attn was enabled",
+        ),
+        (
+            all(mask is None for mask in masks),
+            f"masks are not supported with NestedTensor input{instead}",
+        ),
+    ]
+    for ok, reason in rules:
+        if not ok:
+            raise AssertionError(
+                f"MultiheadAttention does not support NestedTensor here, because {reason}"
+            )

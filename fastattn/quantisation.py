@@ -17,6 +17,7 @@ from .spec import wide
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 STORAGE = tuple(LARGEST)
+NAMES = {torch.int8: "int8", torch.float8_e4m3fn: "e4m3fn", torch.float8_e5m2: "e5m2"}
 MOST = torch.finfo(torch.float32).max
 
 

@@ -50,6 +50,18 @@ class Model:
         for mine, (k, v) in zip(self.rows, news, strict=True):
             mine += list(zip(k, v, strict=True))
 
+    def forked(self, chance):
+        items = [chance.randrange(len(self.rows)) for _ in range(chance.randrange(1, 5))]
+        return self.copy(self.cache.fork(items), [list(self.rows[b]) for b in items])
+
+    def evict(self, counts):
+        self.cache.evict(counts)
+        self.rows = [x[n:] for x, n in zip(self.rows, counts, strict=True)]
+
+    def truncate(self, counts):
+        self.cache.truncate(torch.tensor(counts))
+        self.rows = [x[:n] for x, n in zip(self.rows, counts, strict=True)]
+
     def check(self, rows=2, **given):
         assert self.cache.lengths.tolist() == [len(x) for x in self.rows]
         q = torch.randn(len(self.rows), H, rows, D, generator=self.generator)
@@ -78,15 +90,11 @@ def test_any_sequence_of_changes(page_size):
         elif what == "packed":
             model.append([chance.randrange(9) for _ in model.rows])
         elif what == "fork":
-            items = [chance.randrange(len(model.rows)) for _ in range(chance.randrange(1, 5))]
-            rows = [list(model.rows[b]) for b in items]
-            models.append(model.copy(model.cache.fork(items), rows))
+            models.append(model.forked(chance))
         elif what == "evict":
-            model.cache.evict(counts)
-            model.rows = [x[n:] for x, n in zip(model.rows, counts, strict=True)]
+            model.evict(counts)
         elif what == "truncate":
-            model.cache.truncate(torch.tensor(counts))
-            model.rows = [x[:n] for x, n in zip(model.rows, counts, strict=True)]
+            model.truncate(counts)
         elif step % 3 == 0:
             model.cache.free([0])
             model.rows[0] = []

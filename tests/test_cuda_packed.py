@@ -8,8 +8,7 @@ from emulated import DTYPES as NAMES
 from emulated import everywhere
 from emulator import needs_emulator
 from runners import passed
-from slices import inside_nan
-from test_packed import CASES, CUT, FEW, batch, complaints
+from test_packed import CASES, CUT, FEW, HOSTILE, batch, clamped, complaints
 from test_paged import PAGES, in_pages, of_scores
 
 import fastattn
@@ -107,38 +106,13 @@ def test_pages_are_clamped(processors, monkeypatch):
         assert found.isfinite().all()
 
 
-# Offsets of 12 rows and 20 keys, and what is made of them.
-HOSTILE = {
-    "below": ((-3, 5, 12), (-(2**40), 9, 20), (0, 5, 12), (0, 9, 20)),
-    "beyond": ((0, 5, 2**40), (0, 9, 21), (0, 5, 12), (0, 9, 20)),
-    "all beyond": ((0, 12, 99, 2**33), (0, 20, 30, 40), (0, 12, 12, 12), (0, 20, 20, 20)),
-    "falling": ((0, 12, 3), (0, 20, -5), (0, 12, 12), (0, 20, 20)),
-    "too long": ((0, 12), (0, 20), (0, 8), (0, 15)),  # for max_q = 8 and max_k = 15
-}
-
-
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("processors", [0, MANY])
 def test_offsets_are_clamped(kind, processors, monkeypatch):
     """Around rows and keys lies NaN."""
     monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
-    draft = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 2, n, 16, generator=draft).bfloat16() for n in (12, 20, 20)]
-    q, k, v = (inside_nan(x)[0].transpose(0, 1).requires_grad_() for x in leaves)
-    *given, rows, keys = map(torch.tensor, HOSTILE[kind])
-    most = dict(max_q=8, max_k=15) if kind == "too long" else dict(max_q=12, max_k=20)
-
-    def attention(cu_q, cu_k):
-        results = fastattn.attention_packed(q, k, v, cu_q, cu_k, return_lse=True, **most)
-        if kind == "falling":  # which has no gradient
-            return [x[: rows.max()] for x in results]
-        loss = sum(x[: rows.max()].float().square().sum() for x in results)
-        grads = torch.autograd.grad(loss, (q, k, v))
-        ends = (rows, rows, rows, keys, keys)
-        return [x[: end.max()] for x, end in zip((*results, *grads), ends, strict=True)]
-
-    with everywhere(sm_count=processors):
-        for found, meant in zip(attention(*given), attention(rows, keys), strict=True):
+    with everywhere(sm_count=processors):  # where offsets fall there is no gradient
+        for found, meant in clamped(kind, torch.bfloat16, gradients=kind != "falling"):
             assert found.isfinite().all() and torch.equal(found, meant)
 
 

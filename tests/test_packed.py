@@ -18,6 +18,7 @@ from runners import (
     variant,
     variants,
 )
+from slices import inside_nan
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
@@ -118,6 +119,37 @@ def batch(features, dtype, sizes=SIZES, d=8):
         None if largest.dlse is None else torch.cat([p.dlse[0].T for p in problems]),
         *([slice(*x) for x in itertools.pairwise(edges)] for edges in offsets),
     )
+
+
+# Offsets of 12 rows and 20 keys, and what is made of them.
+HOSTILE = {
+    "below": ((-3, 5, 12), (-(2**40), 9, 20), (0, 5, 12), (0, 9, 20)),
+    "beyond": ((0, 5, 2**40), (0, 9, 21), (0, 5, 12), (0, 9, 20)),
+    "all beyond": ((0, 12, 99, 2**33), (0, 20, 30, 40), (0, 12, 12, 12), (0, 20, 20, 20)),
+    "falling": ((0, 12, 3), (0, 20, -5), (0, 12, 12), (0, 20, 20)),
+    "too long": ((0, 12), (0, 20), (0, 8), (0, 15)),  # for max_q = 8 and max_k = 15
+}
+
+
+def clamped(kind, dtype, gradients=True, **options):
+    """Pairs of what a call gives with hostile offsets, and with what is made of these: results, and
+    gradients. Around rows and keys lies NaN."""
+    draft = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 2, n, 16, generator=draft).to(dtype) for n in (12, 20, 20)]
+    q, k, v = (inside_nan(x)[0].transpose(0, 1).requires_grad_() for x in leaves)
+    *given, rows, keys = map(torch.tensor, HOSTILE[kind])
+    most = dict(max_q=8, max_k=15) if kind == "too long" else dict(max_q=12, max_k=20)
+
+    def attention(cu_q, cu_k):
+        results = fastattn.attention_packed(q, k, v, cu_q, cu_k, return_lse=True, **most, **options)
+        if not gradients:
+            return [x[: rows.max()] for x in results]
+        loss = sum(x[: rows.max()].float().square().sum() for x in results)
+        grads = torch.autograd.grad(loss, (q, k, v))
+        ends = (rows, rows, rows, keys, keys)
+        return [x[: end.max()] for x, end in zip((*results, *grads), ends, strict=True)]
+
+    return zip(attention(*given), attention(rows, keys), strict=True)
 
 
 def padded(masks):

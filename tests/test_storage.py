@@ -21,13 +21,13 @@ from test_packed import CASES, FEW, batch
 from test_paged import in_pages, of_scores
 
 import fastattn
-from fastattn import KVCache, backend
-from fastattn.quantisation import STORAGE, dequantised, quantised
+from fastattn import KVCache, backend, quantisation
+from fastattn.quantisation import dequantised, quantised
 from fastattn.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-NAMES = {str(dtype).split("_")[-1].removeprefix("torch."): dtype for dtype in STORAGE}
+NAMES = {name: dtype for dtype, name in quantisation.NAMES.items()}
 every_storage = pytest.mark.parametrize("storage", NAMES)
 
 
@@ -269,15 +269,11 @@ def test_any_sequence_of_changes_keeps_scales_with_their_rows(page_size, storage
         if what == "append":
             model.append([chance.randrange(9) for _ in model.rows])
         elif what == "fork":
-            items = [chance.randrange(len(model.rows)) for _ in range(chance.randrange(1, 5))]
-            rows = [list(model.rows[b]) for b in items]
-            models.append(model.copy(model.cache.fork(items), rows))
+            models.append(model.forked(chance))
         elif what == "evict":
-            model.cache.evict(counts)
-            model.rows = [x[n:] for x, n in zip(model.rows, counts, strict=True)]
+            model.evict(counts)
         else:
-            model.cache.truncate(torch.tensor(counts))
-            model.rows = [x[:n] for x, n in zip(model.rows, counts, strict=True)]
+            model.truncate(counts)
         for x in models[-3:]:
             x.check(rows=1 + step % 3)
         del models[:-3]

@@ -5,10 +5,8 @@ import pytest
 import torch
 from cases import DTYPES, FEATURE, PLAIN, name_of
 from runners import INTERPRETED, every_backend, passed
-from slices import inside_nan
-from test_packed import FEW, batch, everywhere
+from test_packed import FEW, HOSTILE, batch, clamped, everywhere
 
-import fastattn
 from fastattn.backends import triton as backend
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,35 +43,12 @@ def test_few_rows_are_those_of_a_key_head(name, arch, monkeypatch):
     assert split and split[0] > 1
 
 
-# Offsets of 12 rows and 20 keys, and what is made of them.
-HOSTILE = {
-    "below": ((-3, 5, 12), (-(2**40), 9, 20), (0, 5, 12), (0, 9, 20)),
-    "beyond": ((0, 5, 2**40), (0, 9, 21), (0, 5, 12), (0, 9, 20)),
-    "all beyond": ((0, 12, 99, 2**33), (0, 20, 30, 40), (0, 12, 12, 12), (0, 20, 20, 20)),
-    "falling": ((0, 12, 3), (0, 20, -5), (0, 12, 12), (0, 20, 20)),
-    "too long": ((0, 12), (0, 20), (0, 8), (0, 15)),  # for max_q = 8 and max_k = 15
-}
-
-
 @every_backend
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_offsets_are_clamped(name, kind, causal, monkeypatch):
     """Around rows and keys lies NaN."""
     monkeypatch.setattr(backend, "check_values", lambda spec, t: None)
-    draft = torch.Generator().manual_seed(0)
-    leaves = [torch.randn(1, 2, n, 16, generator=draft) for n in (12, 20, 20)]
-    q, k, v = (inside_nan(x)[0].transpose(0, 1).requires_grad_() for x in leaves)
-    *given, rows, keys = map(torch.tensor, HOSTILE[kind])
-    most = dict(max_q=8, max_k=15) if kind == "too long" else dict(max_q=12, max_k=20)
-    options = dict(causal=causal, backend=name, return_lse=True, **most)
-
-    def attention(cu_q, cu_k):
-        results = fastattn.attention_packed(q, k, v, cu_q, cu_k, **options)
-        loss = sum(x[: rows.max()].square().sum() for x in results)
-        grads = torch.autograd.grad(loss, (q, k, v))
-        ends = (rows, rows, rows, keys, keys)
-        return [x[: end.max()] for x, end in zip((*results, *grads), ends, strict=True)]
-
-    for found, meant in zip(attention(*given), attention(rows, keys), strict=True):
+    options = dict(causal=causal, backend=name)
+    for found, meant in clamped(kind, torch.float32, **options):
         assert found.isfinite().all() and torch.equal(found, meant)

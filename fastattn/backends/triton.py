@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import autotune, compiled, gpu, trouble, tuning
+from .. import autotune, compiled, gpu, quantisation, trouble, tuning
 from ..backend import Support, broadcast_strides, check_values, register
 from ..compiled import Launch, interpreted, version
 from ..crossing import laid
@@ -561,7 +561,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         fours=spec.at_key % 4 == 0,
         precision="tf32" if tf32 else "ieee",
         tma=tma,
-        kept="" if spec.storage is None else str(spec.storage).split("_")[-1].split(".")[-1],
+        kept="" if spec.storage is None else quantisation.NAMES[spec.storage],
         in_order=spec.row_invariant and spec.left < spec.rows + spec.keys,
     )
 
