@@ -83,7 +83,7 @@ def _sources(compiler: str) -> str:
         "cuda": ("csrc/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh", "csrc/cuda/sm80/*.cuh"),
         "triton": ("kernels/*.py", "fastattn/tuning.py", "fastattn/backends/triton.py"),
     }
-    found = hashlib.sha256(f"{FORMAT} {version(compiler)} {ptxas.FLAGS}".encode())
+    found = hashlib.sha256(f"{FORMAT} {version(compiler)}".encode())
     asked = Path(ledger_compilers.__file__)
     for path in (asked, *sorted(x for y in folders[compiler] for x in ROOT.glob(y))):
         found.update(path.read_bytes())

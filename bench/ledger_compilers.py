@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from . import aot, ptxas
+from . import aot, cuda_library, ptxas
 from .ledger_cases import Case, Compiled
 
+FLAGS = ("-std=c++17", "-O3", f"-I{cuda_library.SOURCES}")
 FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "plain": lambda B, H, N: {},
     "mask": lambda B, H, N: dict(mask=meta(B, H, N, N)),
@@ -76,8 +77,7 @@ def _by_nvcc(case: Case) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         code, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
         code.write_text(source(case))
-        flags = [x for x in ptxas.FLAGS if x not in ("-Xptxas", "-v")]
-        command = [ptxas.nvcc(), *flags, f"-arch=sm_{case.arch}", "-cubin", code, "-o", cubin]
+        command = [ptxas.nvcc(), *FLAGS, f"-arch=sm_{case.arch}", "-cubin", code, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{case} does not compile:\n{done.stderr}")

@@ -1,6 +1,6 @@
 """python -m bench.ptxas: compile the CUDA kernels with no GPU, and judge the machine code.
 
-nvcc compiles csrc/cuda for sm_80 and sm_90. At fault are
+Of what csrc/cuda is built to for sm_80 and sm_90, in build/cuda. At fault are
 
     a kernel that does not compile
     spilled registers in a plain kernel of head dims up to 128; in others, more bytes than
@@ -22,21 +22,19 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import cuda_library
 from .aot import nvidia_tool
 
 HERE = Path(__file__).resolve().parent
-SOURCES = HERE.parent / "csrc"
 BUDGET = HERE / "ptxas_budget.json"
 REPORT = HERE / "results" / "cuda-ptxas.txt"
 ARCHS = ("sm_80", "sm_90")
 SHARED_LIMIT = 99 << 10
 WITHOUT_SPILLS = 128  # head dims of plain kernels up to this
 WITHOUT_PRODUCTS = r"(delta|combine|sink_gradient|query_gradient)_kernel"
-FLAGS = ("-std=c++17", "-O3", f"-I{SOURCES}", "-Xptxas", "-v")
 
 
 @dataclass(frozen=True)
@@ -83,8 +81,8 @@ def version() -> str:
 def shared_memory() -> dict[str, int]:
     """Bytes for a block of each kernel, by what it is an instance of, or by its name."""
     emulator = HERE.parent / "tests" / "emu"
-    flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}", f"-I{SOURCES}"]
-    flags += ["-include", str(emulator / "emu.h")]
+    flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}"]
+    flags += [f"-I{cuda_library.SOURCES}", "-include", str(emulator / "emu.h")]
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder) / "shared_memory"
         compiler = os.environ.get("CXX", "c++").split()
@@ -97,20 +95,15 @@ def shared_memory() -> dict[str, int]:
     return {name: int(size) for size, name in lines}
 
 
-def compile_one(source: Path, arch: str, shared: dict[str, int]) -> list[Kernel]:
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder) / "code.cubin"
-        command = [nvcc(), *FLAGS, f"-arch={arch}", "-cubin", str(source), "-o", str(cubin)]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise SystemExit(f"{source.name} does not compile for {arch}:\n{done.stderr}")
-        code = nvidia_tool("nvdisasm", "-c", str(cubin))
-    sections = re.findall(r"\.section\s+\.text\.(\w+)(.*?)(?=\.section\s|\Z)", code, re.DOTALL)
-    products = {name: text.count("HMMA.") for name, text in sections}
+def read_one(made: Path, arch: str, shared: dict[str, int]) -> list[Kernel]:
+    """The kernels that an object has for an architecture."""
+    code = nvidia_tool("cuobjdump", "--dump-sass", f"--gpu-architecture={arch}", str(made))
+    functions = re.findall(r"Function : (\w+)(.*?)(?=Function : |\Z)", code, re.DOTALL)
+    products = {name: text.count("HMMA.") for name, text in functions}
     said = re.findall(
-        r"Compiling entry function '(\S+)'.*?(\d+) bytes spill stores, (\d+) bytes spill loads"
-        r".*?Used (\d+) registers",
-        done.stderr,
+        rf"Compiling entry function '(\S+)' for '{arch}'.*?(\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers",
+        cuda_library.said(made),
         re.DOTALL,
     )
     found = []
@@ -135,13 +128,12 @@ def plain(name: str) -> str:
     return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", re.sub(r"\w+::", "", name))
 
 
-def compile_all(jobs: int) -> list[Kernel]:
+def compile_all(jobs: int | None) -> list[Kernel]:
     """Every kernel, in one order."""
-    tasks = [(source, arch) for arch in ARCHS for source in sorted(SOURCES.glob("cuda/sm80/*.cu"))]
+    cuda_library.build(jobs)
     shared = shared_memory()
-    with ThreadPoolExecutor(jobs) as pool:
-        found = pool.map(lambda task: compile_one(*task, shared), tasks)
-        kernels = [kernel for each in found for kernel in each]
+    sources = [made for x, made in cuda_library.objects().items() if x.parent.name == "sm80"]
+    kernels = [kernel for x in sources for arch in ARCHS for kernel in read_one(x, arch, shared)]
     return sorted(kernels, key=lambda k: (k.arch, k.name))
 
 
@@ -173,7 +165,7 @@ def main(arguments: list[str] | None = None) -> int:
         prog="python -m bench.ptxas", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--accept", action="store_true", help="write the budget and the report")
-    parser.add_argument("--jobs", type=int, default=2, help="compilers at a time")
+    parser.add_argument("--jobs", type=int, help="compilers at a time, else two")
     options = parser.parse_args(arguments)
     kernels = compile_all(options.jobs)
     report = "".join(f"{line}\n" for line in (version(), *kernels))

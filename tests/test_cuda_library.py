@@ -4,7 +4,6 @@ loads and says what is wrong where there is no GPU.
 Where FASTATTN_CUDA=on (make test-cuda), no nvcc is a failure; else it is a skip.
 """
 
-import fcntl
 import json
 import os
 import re
@@ -16,53 +15,28 @@ from pathlib import Path
 
 import pytest
 
+from bench import cuda_library
 from bench.aot import nvidia_tool
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "cuda"
 FORCED = os.environ.get("FASTATTN_CUDA") == "on"
-TOOLS = {"path": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
 
 
-def cmake(*arguments, **environment):
-    tool = shutil.which("cmake", **TOOLS)
-    if not tool or not shutil.which("ninja", **TOOLS):
-        pytest.skip("building needs cmake and ninja")
-    env = {x: y for x, y in os.environ.items() if x not in ("FASTATTN_CUDA", "CUDAARCHS")}
-    return subprocess.run(
-        [tool, *map(str, arguments)],
-        env=env | dict(PATH=TOOLS["path"]) | environment,
-        capture_output=True,
-        text=True,
-    )
-
-
-def configure(folder, *more, **environment):
-    return cmake("-S", ROOT / "csrc", "-B", folder, "-GNinja", *more, **environment)
+def configure(folder, **environment):
+    try:
+        return cuda_library.configure(folder, **environment)
+    except cuda_library.NotBuilt as missing:
+        pytest.skip(str(missing))
 
 
 @pytest.fixture(scope="module")
 def library():
-    """Its path. The build folder is kept: the second time there is nothing to compile."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    with open(BUILD / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at the same
-        return build()
-
-
-def build():
-    done = configure(BUILD, FASTATTN_CUDA="on")
-    if reason := re.search(r"FASTATTN_CUDA is on, but (.*?)\s+Call Stack", done.stderr, re.DOTALL):
-        assert not FORCED, reason[1]
-        pytest.skip(" ".join(reason[1].split()))
-    if done.returncode:  # the folder's tools may be gone, or it was copied from elsewhere
-        (BUILD / "CMakeCache.txt").unlink(missing_ok=True)
-        done = configure(BUILD, FASTATTN_CUDA="on")
-    assert done.returncode == 0, done.stderr
-    jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
-    done = cmake("--build", BUILD, "--target", "fastattn_cuda", "--parallel", jobs)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return BUILD / "cuda" / "libfastattn_cuda.so"
+    """Its path."""
+    try:
+        return cuda_library.build()
+    except cuda_library.NotBuilt as missing:
+        assert not FORCED, missing
+        pytest.skip(str(missing))
 
 
 def without_gpu(code, library):

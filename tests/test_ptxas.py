@@ -6,7 +6,7 @@ import json
 import pytest
 from ptx.ours import needs_nvcc
 
-from bench import ptxas
+from bench import cuda_library, ptxas
 
 FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
 
@@ -16,7 +16,10 @@ def test_the_kernels_spill_no_more_than_allowed(capsys):
     recorded = ptxas.REPORT.read_text().partition("\n")[0]
     if ptxas.version() != recorded:
         pytest.skip(f"the budget is of {recorded}, here is {ptxas.version()}")
-    assert ptxas.main([]) == 0, capsys.readouterr().out
+    try:
+        assert ptxas.main([]) == 0, capsys.readouterr().out
+    except cuda_library.NotBuilt as missing:
+        pytest.skip(str(missing))
     printed = capsys.readouterr().out
     assert printed.rpartition("\n")[0].rpartition("\n")[0] + "\n" == ptxas.REPORT.read_text(), (
         "the report is stale: python -m bench.ptxas --accept"
