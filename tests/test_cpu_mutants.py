@@ -356,6 +356,9 @@ rows of a few heads share one's features: cpu/amx_decode.h: few_heads+alibi
 lanes of a few heads mixed up: cpu/amx_decode.h: few_heads
 -heads.h + l / heads.M), l % heads.M, 0,
 +heads.h + l % heads.count), l / heads.count, 0,
+every tile of keys in pages is the first: cpu/amx_decode.h: pages
+-here{of[j / kKeys].data,
++here{of[0].data,
 a chunk too many for a few rows on tiles: cpu/decode.h: few_heads
 -(chunk + 1) * kChunkKeys, seen.hi);
 +(chunk + 2) * kChunkKeys, seen.hi);
@@ -513,6 +516,13 @@ def storage():
         yield "NaN is a number"
 
 
+def pages():
+    """Of a few rows, whose tiles lie in one page each: they have the bits of keys in a row."""
+    made = batch((), torch.bfloat16, ((1, 300), (3, 44)), d=32)
+    if not torch.equal(*(run_packed(x, "cpu")[0] for x in (made.given, in_pages(made, 16)))):
+        yield "pages have other bits"
+
+
 def rising():
     """Closer than the judge, whose yardstick has logits in 16 bits: here they are large."""
     for problem in problems("rising", torch.bfloat16):
@@ -539,7 +549,7 @@ verdicts = {}
 
 def complaints(name, dtype=torch.float32):
     """What the slice says of the kernels in use."""
-    if name in ("nan_scores", "bias", "rising", "storage"):
+    if name in ("nan_scores", "bias", "pages", "rising", "storage"):
         yield from globals()[name]()
     elif name == "dropout_of_all":
         yield from of_all_dropped()

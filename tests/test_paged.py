@@ -81,6 +81,24 @@ def test_pages_of_every_dtype_and_of_int32_tables(name, dtype):
         assert torch.equal(found, whole), backend
 
 
+FEW = ((1, 300), (3, 47), (2, 128), (4, 1), (1, 133))
+
+
+@every_backend
+@pytest.mark.parametrize("d", (32, 96))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_few_rows_of_whole_vectors(name, dtype, d):
+    """Which kernels read where they lie, many or as many at a time as a tile has."""
+    declares(name, DTYPES[dtype], Feature.PAGED)
+    made = batch((FEATURE["gqa"],), DTYPES[dtype], FEW, d=d)
+    for isa in variants(name, DTYPES[dtype]):
+        with variant(isa), torch.no_grad():
+            whole = fastattn.attention_packed(**made.given, backend=name)
+            for page in small((16, 20, 32, 64), (16,)):
+                found = fastattn.attention_packed(**in_pages(made, page), backend=name)
+                assert torch.equal(found, whole), (isa, page)
+
+
 @every_backend
 @pytest.mark.parametrize("rows", (1, 3, 40))
 def test_sequences_share_pages_and_what_is_appended_is_seen(name, rows):

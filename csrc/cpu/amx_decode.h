@@ -131,16 +131,41 @@ struct AmxDecode : Decode<Amx<P>> {
   template <class A, class F>
   static void each_step(const A& a, const Keys& keys, int64_t columns, F f) {
     for (int64_t j = 0; j < keys.count; j += kStep) {
-      prefetch(a, keys.j0 + j + kStep, kStep, columns);
+      const int64_t next = keys.j0 + j + kStep;
+      if (Base::goes_on(next)) prefetch(a, next, kStep, columns);
       f(j, std::min(kStep, keys.count - j));
     }
   }
 
-  static void attend(const FaParams& p, const Heads& heads, const Keys& keys,
-                     Broadcast<E> k, const State& st, const Buffers& buf) {
+  // A block of keys as products read it: whole, or as many at a time as a tile has if it lies in
+  // several pages, which are read there.
+  struct Staged {
+    static constexpr int64_t kKeys = 16;
+    Broadcast<E> of[kTileKeys / kKeys];
+    bool whole;
+    Staged(const KeyPlane& k, const Keys& keys, int64_t columns, const Buffers& buf)
+        : whole(P > 1 || k.scaled() || k.one_block(keys.j0, keys.count)) {
+      if (whole) of[0] = Op::along(k, keys.j0, keys.count, columns, buf.k, buf.k_unfit);
+      for (int64_t j = 0; j < keys.count && !whole; j += kKeys)
+        of[j / kKeys] = Op::along(k, keys.j0 + j, std::min(kKeys, keys.count - j), columns,
+                                  buf.k + j * padded(columns), nullptr, kKeys);
+    }
+    void products(const E* q, int64_t columns, int64_t j, int64_t n, float* s) const {
+      if (whole)
+        return tile_products<1, P>({of[0].data + j * of[0].stride, of[0].stride}, q, columns, n, s);
+      for (const int64_t end = j + n; j < end; j += kKeys, s += 16 * kKeys) {
+        const TileRows<P> here{of[j / kKeys].data, of[j / kKeys].stride, kStep};
+        tile_product<Sums::overwrite, Largest>(here, TilePairs<P>{q, 16}, padded(columns) / kStep,
+                                               kKeys, 16, s, 16);
+      }
+    }
+  };
+
+  static void attend(const FaParams& p, const Heads& heads, const Keys& keys, const Staged& k,
+                     const State& st, const Buffers& buf) {
     const int64_t dv = padded(p.Dv), steps = (keys.count + kStep - 1) / kStep;
     each_step(keys_of(p, heads.b, key_head(p, heads.h)), keys, p.D, [&](int64_t j, int64_t n) {
-      tile_products<1, P>({k.data + j * k.stride, k.stride}, st.q, p.D, n, buf.s + j * 16);
+      k.products(st.q, p.D, j, n, buf.s + j * 16);
     });
     const float factor = score(p, heads, keys, buf);
     if (Softmax::move(keys.count, buf.s, factor, st.m, st.l, buf.rescale))
@@ -172,7 +197,7 @@ struct AmxDecode : Decode<Amx<P>> {
   static void run_block(const FaParams& p, int64_t b, int64_t hk, const Keys& keys,
                         const Buffers& buf) {
     const KeyPlane k = keys_of(p, b, hk), v = values_of(p, b, hk);
-    const Broadcast<E> staged = Op::along(k, keys.j0, keys.count, p.D, buf.k, buf.k_unfit);
+    const Staged staged(k, keys, p.D, buf);
     each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
       Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * padded(p.Dv), buf.rows, buf.v_unfit + j);
     });

@@ -75,24 +75,25 @@ struct Operand<Amx<P>> {
     }
   }
 
-  // A as [rows][steps][P][32]; as it lies, if that is so. `unfit` is told of each row.
+  // A as [rows][steps][P][32]; as it lies, if that is so. `unfit` is told of each row. What is
+  // missing to whole steps of rows, or to what else a tile reads of them, is zeros.
   template <class A>
   static Broadcast<E> along(const A& a, int64_t r0, int64_t rows, int64_t columns, E* buf,
-                            uint8_t* unfit = nullptr) {
-    const bool whole = a.step == 1 && columns % kStep == 0 && rows % kStep == 0;
+                            uint8_t* unfit = nullptr, int64_t read = kStep) {
+    const bool whole = a.step == 1 && columns % kStep == 0 && rows % read == 0;
     if (P == 1 && a.dtype == FA_BF16 && whole && a.one_block(r0, rows))
       return {static_cast<const E*>(a.data) + a.at(r0), a.row};
     const int64_t ld = round_up(columns, kStep);
     if (P == 1 && a.scaled()) {
       Source* halves = as_source(buf);
       copy(a, r0, rows, columns, halves);
-      std::fill(halves + rows * ld, halves + round_up(rows, kStep) * ld, Source(0));
+      std::fill(halves + rows * ld, halves + round_up(rows, read) * ld, Source(0));
       return {buf, ld};
     }
     alignas(64) Source staged[FA_CPU_MAX_HEAD_DIM];
     int32_t* to = as_pairs(buf);
     const bool scattered = !a.one_block(r0, rows);  // in pages, whose order no hardware foresees
-    for (int64_t r = 0; r < round_up(rows, kStep); ++r) {
+    for (int64_t r = 0; r < round_up(rows, read); ++r) {
       uint8_t* told = unfit && r < rows ? unfit + r : nullptr;
       if (told) *told = kFits;
       if (scattered && r + kStep < rows) prefetch(a, r0 + r + kStep, 1, columns);

@@ -156,7 +156,7 @@ FA_INLINE void tile_block(const TileRows<P>& a, const TilePairs<P>& b, int64_t s
   }
 }
 
-// C (+)= A B, of `steps` steps. `rows` and `columns` are multiples of 32, or one of them is 16.
+// C (+)= A B, of `steps` steps. `rows` and `columns` are multiples of 32, or 16.
 template <Sums To, class... Of, int P, class Beside = Nothing>
 void tile_product(const TileRows<P>& a, const TilePairs<P>& b, int64_t steps, int64_t rows,
                   int64_t columns, float* c, int64_t ldc, Beside beside = {}) {
@@ -170,7 +170,9 @@ void tile_product(const TileRows<P>& a, const TilePairs<P>& b, int64_t steps, in
   };
   using One = std::integral_constant<int, 1>;
   using Two = std::integral_constant<int, 2>;
-  if (rows == 16)
+  if (rows == 16 && columns == 16)
+    blocks(One{}, One{});
+  else if (rows == 16)
     blocks(One{}, Two{});
   else if (columns == 16)
     blocks(Two{}, One{});

@@ -26,6 +26,8 @@ struct Decode {
   static int64_t chunks(const FaParams& p) {
     return std::max<int64_t>(1, (p.N + kChunkKeys - 1) / kChunkKeys);
   }
+  // Is a chunk not at its end before this key? What follows then is another task's.
+  static bool goes_on(int64_t key) { return key % kChunkKeys; }
   static int64_t group(const FaParams& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
 
   // How many heads are lanes of one tile: all, where nothing but q tells their scores apart.
@@ -125,10 +127,13 @@ struct Decode {
     const int64_t dv = Sum::columns(p.Dv), hk = key_head(p, lanes.rows.h);
     const E* q = buf.q + t * W * Few::padded(p.D);
     R* out = buf.out + t * W * dv;
+    constexpr int64_t size = sizeof(E);
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(values_of(p, lanes.rows.b, hk), keys.j0 + j, W, p.Dv);
-      Few::products(k.of[j / W], n, p.D, q, lanes.count, R(p.scale), buf.s + j);
+      const Broadcast<E> with = v.of[j / W];
+      Later later;
+      if (t == 0) later = {reinterpret_cast<const char*>(with.data), with.stride * size, size};
+      Few::products(k.of[j / W], n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
     }
     if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
     for (int64_t l = 0; l < lanes.count; ++l) {
@@ -140,8 +145,9 @@ struct Decode {
     const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
     for (int64_t j = 0; j < keys.count; j += W) {
       const int64_t n = std::min<int64_t>(W, keys.count - j);
-      if (t == 0) prefetch(keys_of(p, lanes.rows.b, hk), keys.end() + j, W, p.D);
-      Sum::add(probabilities, j, v.of[j / W], n, lanes.count, p.Dv, out);
+      Later later;
+      if (t == 0 && goes_on(keys.end())) later = Later::of(keys_of(p, lanes.rows.b, hk), keys.end() + j, W, p.D);
+      Sum::add(probabilities, j, v.of[j / W], n, lanes.count, p.Dv, out, later);
     }
   }
   static void score(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {

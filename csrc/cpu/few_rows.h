@@ -28,15 +28,16 @@ struct FewRows {
   static int64_t elements(int64_t columns) { return (columns + pair - 1) / pair; }
   static int64_t padded(int64_t columns) { return round_up(elements(columns), kLanes<E>); }
 
-  // q is [rows][padded(columns)], with zeros at the end.
+  // q is [rows][padded(columns)], with zeros at the end. `later` goes by elements.
   static void products(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
-                       R factor, R* s) {
+                       R factor, R* s, Later later = {}) {
     constexpr int many = W >= 4 ? 4 : 1;
     int64_t r = 0;
-    for (; r + many <= rows; r += many)
-      products_of<many>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys);
-    for (; r < rows; ++r)
-      products_of<1>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys);
+    for (; r + many <= rows; r += many, later = {})
+      products_of<many>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys,
+                        later);
+    for (; r < rows; ++r, later = {})
+      products_of<1>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys, later);
   }
   // The same as tile.h has them, S[key][row]: gradients and weights of rows whose forward pass made
   // its scores here, so that they have the same roundings. `turned` has room for a vector of rows.
@@ -59,8 +60,8 @@ struct FewRows {
   // As many products at a time as a vector has lanes, so that the sums along theirs make one. Keys
   // past the last are the last again: there is room in S.
   template <int ROWS>
-  static void products_of(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, R factor,
-                          R* s) {
+  static void products_of(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
+                          const Later& later) {
     constexpr int KEYS = W / ROWS;
     const int64_t n = elements(columns), ldq = padded(columns);
     const int64_t whole = n / kLanes<E> * kLanes<E>;
@@ -75,6 +76,7 @@ struct FewRows {
 #pragma GCC unroll 16
         for (int x = 0; x < KEYS; ++x) {
           const Vec<E> e = read(key[x] + c);
+          later.ask(j + x, c);
 #pragma GCC unroll 4
           for (int r = 0; r < ROWS; ++r)
             sum[r * KEYS + x] = Mul::fma(sum[r * KEYS + x], e, y[r]);
@@ -128,10 +130,48 @@ struct WeightedSum {
   }
   static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
   static const R* operand(const R* p, int64_t, R*) { return p; }
-  static void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t rows, int64_t Dv,
-                  R* out) {
-    accumulate_wide<Mul, Unit::along_k>({p + j, kTileKeys}, v.data, v.stride, keys, rows,
-                                        columns(Dv), out, columns(Dv));
+  // `rows` rows and NV vectors of columns from c on.
+  template <int ROWS, int NV>
+  static FA_INLINE void block(const R* p, Broadcast<R> v, int64_t keys, int64_t c, R* out,
+                              int64_t ldo, const Later& later) {
+    constexpr int64_t W = kLanes<R>;
+    Vec<R> acc[ROWS][NV] = {};
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 8
+      for (int g = 0; g < NV; ++g) {
+        const Vec<R> y = load(v.data + j * v.stride + c + W * g);
+        later.ask(j, c + W * g);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r)
+          acc[r][g] = Mul::fma(acc[r][g], p + r * kTileKeys + j, y);
+      }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int g = 0; g < NV; ++g) {
+        R* at = out + r * ldo + c + W * g;
+        store(at, Vec<R>(load(at) + acc[r][g]));
+      }
+  }
+  template <int ROWS, int NV>
+  static void rows(const R* p, Broadcast<R> v, int64_t keys, int64_t ldo, R* out,
+                   const Later& later, int64_t c = 0) {
+    constexpr int64_t step = NV * kLanes<R>;
+    for (; c + step <= ldo; c += step) block<ROWS, NV>(p, v, keys, c, out, ldo, later);
+    if constexpr (NV > 1)
+      if (c < ldo) rows<ROWS, NV / 2>(p, v, keys, ldo, out, later, c);
+  }
+  // `later` goes by columns.
+  static void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count, int64_t Dv,
+                  R* out, Later later = {}) {
+    constexpr int many = kLanes<R> >= 16 ? 4 : 2;  // vectors, as registers allow for four rows
+    const int64_t ldo = columns(Dv);
+    p += j;
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4, later = {})
+      rows<4, many>(p + r * kTileKeys, v, keys, ldo, out + r * ldo, later);
+    for (; r < count; ++r, later = {})
+      rows<1, 2 * many>(p + r * kTileKeys, v, keys, ldo, out + r * ldo, later);
   }
   static void natural(const R* out, int64_t Dv, R* to) { std::copy_n(out, columns(Dv), to); }
 };
@@ -160,7 +200,7 @@ struct WeightedSum<PairedBf16> {
   // `rows` rows and 32 G columns.
   template <int ROWS, int G>
   static FA_INLINE void block(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys,
-                              float* out, int64_t ldo) {
+                              float* out, int64_t ldo, const Later& later, int64_t c) {
     Vec<float> acc[ROWS][2 * G];
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; ++r)
@@ -171,6 +211,8 @@ struct WeightedSum<PairedBf16> {
       for (int g = 0; g < G; ++g) {
         const __m512i a = (__m512i)load(v + j * ldv + 16 * g);
         __m512i b = _mm512_setzero_si512();
+        later.ask(j, c + 32 * g);
+        later.ask(j + 1, c + 32 * g);
         if (j + 1 < keys) b = (__m512i)load(v + (j + 1) * ldv + 16 * g);
         const Vec<int32_t> lo = (Vec<int32_t>)_mm512_unpacklo_epi16(a, b);
         const Vec<int32_t> hi = (Vec<int32_t>)_mm512_unpackhi_epi16(a, b);
@@ -188,24 +230,25 @@ struct WeightedSum<PairedBf16> {
   }
   template <int ROWS, int G>
   static void rows(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys, int64_t ldo,
-                   float* out, int64_t c = 0) {
+                   float* out, const Later& later, int64_t c = 0) {
     for (; c + 32 * G <= ldo; c += 32 * G)
-      block<ROWS, G>(p, v + c / 2, ldv, keys, out + c, ldo);
+      block<ROWS, G>(p, v + c / 2, ldv, keys, out + c, ldo, later, c);
     if constexpr (G > 1)
-      if (c < ldo) rows<ROWS, G / 2>(p, v, ldv, keys, ldo, out, c);
+      if (c < ldo) rows<ROWS, G / 2>(p, v, ldv, keys, ldo, out, later, c);
   }
   // P in pairs.
   static const int32_t* operand(const float* p, int64_t rows, int32_t* buf) {
     return Op::tile_along(p, rows, kTileKeys, buf);
   }
   static void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys, int64_t count,
-                  int64_t Dv, float* out) {
+                  int64_t Dv, float* out, Later later = {}) {
     const int64_t ldo = columns(Dv), ldp = kTileKeys / 2;
     p += j / 2;
     int64_t r = 0;
-    for (; r + 4 <= count; r += 4)
-      rows<4, 2>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo);
-    for (; r < count; ++r) rows<1, 4>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo);
+    for (; r + 4 <= count; r += 4, later = {})
+      rows<4, 2>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo, later);
+    for (; r < count; ++r, later = {})
+      rows<1, 4>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo, later);
   }
   static void natural(const float* out, int64_t Dv, float* to) {
     for (int64_t c = 0; c < columns(Dv); ++c)

@@ -127,11 +127,32 @@ FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t colu
   Plane row = a;
   if (a.scaled()) return;  // whose reader asks
   if (!a.pages) return prefetch(row, r, rows, columns);
-  for (const int64_t end = std::min(r + rows, a.rows); r < end; ++r) {  // there the table ends
+  for (const int64_t end = std::min(r + rows, a.rows); r < end;) {  // there the table ends
+    const int64_t here = std::min(end - r, a.page - uint32_t(r) % uint32_t(a.page));
     row.origin = a.at(r);
-    prefetch(row, 0, 1, columns);
+    prefetch(row, 0, here, columns);
+    r += here;
   }
 }
+
+// Rows that are to be read later, asked for a vector at a time with those that are read now: all at
+// once they would fill the queue of lines on their way, and what is read now would wait.
+struct Later {
+  static constexpr char kNothing[64] = {};  // an address of nothing would be looked up each time
+  const char* data = kNothing;
+  int64_t row = 0, size = 0;  // in bytes
+  FA_INLINE void ask(int64_t r, int64_t c) const {
+    __builtin_prefetch(data + r * row + c * size, 0, 2);
+  }
+  // Rows [r, r + rows) of A, unless there is no such distance between them: then at once.
+  static FA_INLINE Later of(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
+    const int64_t size = item_size(a.dtype);
+    if (a.step == 1 && !a.scaled() && r + rows <= a.rows && a.one_block(r, rows))
+      return {static_cast<const char*>(a.data) + a.at(r) * size, a.row * size, size};
+    prefetch(a, r, std::min(rows, a.rows - r), columns);
+    return {};
+  }
+};
 
 }  // namespace FA_ISA
 }  // namespace fa
