@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -259,6 +260,11 @@ def _masks() -> Iterator[Target]:
     yield _row(aim(full=3.3, half=1.7), RATIO, padded)
     yield _row(1.3, RATIO, padded, rival=SUBJECT, rival_case=full, note="against full")
     yield _row(0.9, RATIO, given, rival=SUBJECT, rival_case=padded, note="against key_lengths")
+    for dense, plain, least in (("full, bool", "full", 0.95), ("causal, float", "causal", 0.8)):
+        for dtype, what in itertools.product(BOTH, (FORWARD, TRAINING)):
+            given, told = (square(dtype, mask, 2048, H=8) for mask in (dense, plain))
+            note = f"against {plain}"
+            yield _row(least, RATIO, given, what, note, rival=SUBJECT, rival_case=told)
     for dtype, least in (("float32", 2.8), ("bfloat16", 6.0)):
         yield _row(least, RATIO, square(dtype, "window", 4096), rival="flex")
     yield _row(aim(full=3.0, half=1.4), RATIO, square("float32", "bias", 1024))

@@ -47,6 +47,8 @@ MASKS = {
     "peaked": Mask(peak=PEAK),
     "causal, left padding, bool": Mask(right=0, padded=True, at_start=True, dense="bool"),
     "causal, left padding, float": Mask(right=0, padded=True, at_start=True, dense="float"),
+    "full, bool": Mask(dense="bool"),
+    "causal, float": Mask(right=0, dense="float"),
     "ALiBi": Mask(biased=True, alibi=True),
 }
 SUBNORMAL = ("peaked", "causal, left padding, bool", "causal, left padding, float", "ALiBi")

@@ -72,8 +72,8 @@ def arguments(case: Case) -> dict[str, Any]:
 def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
     def prepare(case: Case) -> Call:
         rule = case.rule
-        plain_causal = rule.right == 0 and rule.left is None and not rule.padded
-        dense = rule.padded or rule.left is not None
+        dense = rule.padded or rule.left is not None or rule.dense != ""
+        plain_causal = rule.right == 0 and not dense
         mask = case.stored() if dense else None
         options: dict[str, Any] = {"is_causal": plain_causal, "dropout_p": rule.dropout_p}
         options["enable_gqa"] = case.Hk != case.H

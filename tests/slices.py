@@ -50,11 +50,11 @@ def weak_softcap(dtype):
 
 def triangles(dtype):
     """Bool masks whose first row shows every key or nearly none: what rows see is their own."""
-    for upper in (False, True):
-        problem = build(Dims(1, 2, 1, 37, 150, 8, 8), (), dtype)
-        mask = torch.ones(37, 150, dtype=torch.bool)
+    for m, upper in ((37, False), (37, True), (13, True)):
+        problem = build(Dims(1, 2, 1, m, 150, 8, 8), (), dtype)
+        mask = torch.ones(m, 150, dtype=torch.bool)
         mask = mask.triu() if upper else mask.tril()
-        yield replace(problem, kwargs=dict(mask=mask), name="triu" if upper else "tril")
+        yield replace(problem, kwargs=dict(mask=mask), name=f"{'triu' if upper else 'tril'} of {m}")
 
 
 def far_draws(dtype):
@@ -137,6 +137,29 @@ def far_rows(dtype):
         yield far_problem(title, "-1e9", name)
 
 
+def dense_masks(dtype):
+    """Masks of which parts hide all and parts nothing, in planes that differ: bool, -inf with the
+    gradient, finfo.min, which is all that some rows see; and one that lies column by column."""
+    i, j = torch.arange(130)[:, None], torch.arange(300)
+    patterns = j <= i + 20, i // 64 == j // 64, (j < 3) | ((i == 120) & (j == 290)), j != i + 130
+    shown = torch.stack([x.expand(130, 300) for x in patterns]).view(2, 2, 130, 300)
+    least = torch.finfo(torch.float32 if dtype == torch.float16 else dtype).min
+    for form in ("bool", -torch.inf, least, "columns"):
+        problem = build(Dims(2, 2, 1, 130, 300, 8, 8), (), dtype)
+        problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+        problem.name += f":dense mask, {form}"
+        mask = shown.clone()
+        if form == least:
+            mask[..., 40:43, :] = False
+        if not isinstance(form, str):
+            zeros = torch.zeros(mask.shape, dtype=torch.float32 if form == least else dtype)
+            mask = zeros.masked_fill(~mask, form)
+        if form == -torch.inf:
+            problem.wants += ("mask",)
+        problem.kwargs["mask"] = mask.mT.contiguous().mT if form == "columns" else mask
+        yield problem
+
+
 SLICES = {
     "length_edges": length_edges,
     "far_bands": far_bands,
@@ -153,8 +176,8 @@ SLICES = {
 
 def problems(name, dtype=torch.float32):
     """Those of a slice, or of the generated cases whose features are joined by +."""
-    if name == "far_rows":
-        yield from far_rows(dtype)
+    if name in ("far_rows", "dense_masks"):
+        yield from globals()[name](dtype)
     elif name in SLICES:
         yield from SLICES[name](dtype)
     elif name.startswith("decode"):

@@ -102,16 +102,16 @@ draws of a part by its own heads: cpu/tile.h: dropout+place
 draws of a part by its own items: cpu/tile.h: dropout+place
 -splat(uint32_t(p.at_item + rows.b));
 +splat(uint32_t(rows.b));
-three keys lost at a left edge after key 256: cpu/tile.h: far_bands
+three keys lost at a left edge after key 256: cpu/where.h: far_bands
 -lo = std::max(J0, seen.lo / first * first), hi
 +lo = std::max(J0, (seen.lo + (seen.lo > 256 ? 3 : 0)) / first * first), hi
-the last keys of a block lost: cpu/tile.h: plain
+the last keys of a block lost: cpu/where.h: plain
 -hi = std::min(J0 + width, seen.hi);
 +hi = std::min(J0 + width - 1, seen.hi);
-padding looked up in the first key alone: cpu/tile.h: padding_mask
--!= first) return Shown::some;
-+!= first) continue;
-a row's mask taken for padding: cpu/tile.h: triangles
+padding looked up in the first key alone: cpu/where.h: few_heads+padding_mask
+-j < keys.end() && !mixed(all); ++j)
++j <= keys.j0; ++j)
+a row's mask taken for padding: cpu/where.h: triangles
 -a.dtype != FA_BOOL || a.row != 0)
 +a.dtype != FA_BOOL)
 ALiBi's sign: cpu/tile.h: alibi
@@ -254,6 +254,39 @@ a mask's gradient of one head: cpu/mask_gradient.h: key_bias_grad
 a mask's gradient where nobody looks: cpu/mask_gradient.h: bias_grad+window
 -clear(l, seen.hi, p.N);
 +;
+all that is finfo.min is -inf: cpu/classes.h: dense_masks
+-Bits(kLeast) : below;
++Bits(kHidden) : below;
+every word of a mask is the last: cpu/classes.h: dense_masks
+-other |= words[i] ^ first;
++other = words[i] ^ first;
+a mask's second item is the first: cpu/classes.h: dense_masks
+-data + (b * item + h * head)
++data + h * head
+a mask's second head is the first: cpu/classes.h: dense_masks
+-data + (b * item + h * head)
++data + b * item
+the last keys of a tile are like the first: cpu/classes.h: dense_masks
+-g <= (j1 - 1) / kKeys; ++g)
++g <= j0 / kKeys; ++g)
+columns of a mask from the first row: cpu/classes.h: dense_masks
+-a.at(i0, j), 1, rows);
++a.at(0, j), 1, rows);
+rows that have seen nothing but finfo.min are left at that: cpu/where.h: dense_masks
+-    return tiles;
++    return false;
+gradients where every score is finfo.min: cpu/where.h: dense_masks
+-    if (!(scores[i] > R(-0x1p126))) return kHidden;
++    ;
+a mask that hides little is not read: cpu/tile.h: dense_masks
+-p.mask.data && held(p, rows, keys) != kVisible;
++p.mask.data && !(held(p, rows, keys) & kVisible);
+a mask's gradient in parts that are skipped: cpu/mask_gradient.h: dense_masks
+-l < rows.count && left.count < keys.count; ++l)
++l < 0; ++l)
+keys before the last that are hidden: cpu/where.h: dense_masks
+-hi = (hi - 1) / step * step;
++hi = (hi - 1) / step * step - 1;
 the mean over heads is their sum: cpu/weights.h: weights
 -R(1) / R(heads));
 +R(1));

@@ -25,6 +25,7 @@ SHARES = {
     "test_decode": (11, 2),
     "test_hard_values": (5, 1),
     "test_hard_values::test_rows_far_from_zero": (13, 3),
+    "test_dense_masks": (9, 3),
     "test_property": (4, 1),
     "test_judge": (11, 3),
     "test_oracle": (7, 2),

@@ -208,7 +208,7 @@ struct AmxDecode : Decode<Amx<P>> {
           buf.not_served[t * 16 + l] |=
               meet_unfit(p, heads.rows(l / heads.M).one(l % heads.M), keys, fits);
       const bool one = heads.count == 1 || heads_alike(p);
-      if (!one || shown(p, heads.rows(0), keys) != Shown::none)
+      if (!one || !hidden(held(p, heads.rows(0), keys)))
         attend(p, heads, keys, staged, buf.state(p, t), buf);
     });
   }

@@ -55,7 +55,7 @@ struct AmxForward {
   };
   static int64_t padded_keys(const FaParams& p) { return round_up(p.N, kStep); }
   static Packed packed(const FaParams& p, int64_t b = 0, int64_t hk = 0) {
-    Scratch take{static_cast<char*>(p.workspace)};
+    Scratch take = MaskClasses::workspace_behind(p);
     const int64_t at = (b * p.Hk + hk) * padded_keys(p), all = p.B * p.Hk * padded_keys(p);
     const int64_t cut = P == 1 ? 0 : all;
     Packed to;
@@ -163,6 +163,7 @@ struct AmxForward {
     for (int64_t j = keys.j0, c = 0; j < keys.end(); j += kChunkKeys, ++c) {
       const Keys chunk{j, std::min(kChunkKeys, keys.end() - j)};
       float* s = buf.s + c % kChunks * kChunkKeys * kLanesUsed;
+      T::prefetch_mask(p, rows, chunk);
       tile_products<NV, P>({k.data + (j - J0) * k.stride, k.stride}, st.q, p.D, chunk.count, s,
                            beside<Meanwhile>(made));
       made.rest();
@@ -233,27 +234,41 @@ struct AmxForward {
       for (int64_t t = 0, i = begin_row; i < end_row; ++t, i += kLanesUsed)
         f(Rows{b, h, i, std::min(kLanesUsed, end_row - i)}, t);
     };
-    each([&](const Rows& rows, int64_t t) {
-      not_served[t] = begin(p, rows, buf.state[t], buf.rows);
-    });
     const auto each_tile = [&](auto f) {  // of which some row is served
       each([&](const Rows& rows, int64_t t) {
-        if (not_served[t] != (uint64_t(1) << rows.count) - 1) f(rows, buf.state[t]);
+        if (not_served[t] != (uint64_t(1) << rows.count) - 1) f(rows, t);
       });
     };
     const KeyRange seen = key_range(p, b, begin_row, end_row);
-    for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
-      const int64_t count = std::min(J0 + kBlockKeys, seen.hi) - J0;
-      Broadcast<E> k{packed(p, b, hk).k + J0 * padded(p.D), padded(p.D)};
-      if constexpr (P == 1) k = Op::along(keys_of(p, b, hk), J0, count, p.D, buf.k);
-      each_tile([&](const Rows& rows, const State& st) {
-        // From where a chunk of any rows' keys begins: a row's pivot moves chunk by chunk.
-        const Keys keys = visible_keys<Mul>(p, rows, J0, kBlockKeys, kChunkKeys);
-        if (keys.count > 0 && shown(p, rows, keys) != Shown::none)
-          attend(p, rows, keys, J0, k, st, buf);
+    ShownKeys<kMostTiles> shown;
+    do {
+      const auto each_due = [&](auto f) {
+        each_tile([&](const Rows& rows, int64_t t) {
+          if (shown.due(t)) f(rows, t);
+        });
+      };
+      each([&](const Rows& rows, int64_t t) {
+        if (shown.due(t)) not_served[t] = begin(p, rows, buf.state[t], buf.rows);
       });
-    }
-    each_tile([&](const Rows& rows, const State& st) { finish(p, rows, st); });
+      for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
+        bool any = false;
+        each_due([&](const Rows& rows, int64_t t) {
+          // From where a chunk of any rows' keys begins: a row's pivot moves chunk by chunk.
+          any |= shown.find(t, p, rows, visible_keys<Mul>(p, rows, J0, kBlockKeys, kChunkKeys));
+        });
+        if (!any) continue;
+        const int64_t count = std::min(J0 + kBlockKeys, seen.hi) - J0;
+        Broadcast<E> k{packed(p, b, hk).k + J0 * padded(p.D), padded(p.D)};
+        if constexpr (P == 1) k = Op::along(keys_of(p, b, hk), J0, count, p.D, buf.k);
+        each_due([&](const Rows& rows, int64_t t) {
+          if (shown.of[t].count > 0) attend(p, rows, shown.of[t], J0, k, buf.state[t], buf);
+        });
+      }
+      each_due([&](const Rows& rows, int64_t t) {
+        shown.look_again(t, hides(buf.state[t].m, rows.count));
+      });
+    } while (shown.again());
+    each_tile([&](const Rows& rows, int64_t t) { finish(p, rows, buf.state[t]); });
     if constexpr (P > 1)
       each([&](const Rows& rows, int64_t t) {
         on_vectors(p, rows, not_served[t], scratch);
@@ -268,6 +283,7 @@ struct AmxForward {
     size_t scratch = carve(p, nullptr, unused);
     if (P > 1) scratch = std::max(scratch, Forward<Plain<float>>::carve(p, nullptr, of_vectors));
     plan.workspace = packed(p).bytes;
+    MaskClasses::add(p, plan);
     plan.add({p.B * p.Hk * key_blocks(p), kStep * size_t(padded(p.Dv)) * sizeof(E), pack});
     plan.add({p.B * p.H * blocks(p), scratch, run});
     return plan;

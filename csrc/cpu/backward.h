@@ -56,8 +56,8 @@ struct Backward {
     else if (!p.constant_lse)
       delta_from_weights(p, rows, normaliser, delta, scratch);
     if (MaskGradient<Mul>::is_ds(p))
-      each_part<Mul>(rows, [&](auto, const Rows& part, int64_t) {
-        MaskGradient<Mul>::clear_unseen(p, part);
+      each_part<Mul>(rows, [&](auto, const Rows& part, int64_t lane) {
+        MaskGradient<Mul>::clear_unseen(p, part, normaliser.lse + lane);
       });
     w.turn[task] = int32_t(key_range(p, b, rows.i0, rows.end()).lo / kTileKeys);
   }
@@ -88,7 +88,7 @@ struct Backward {
       using T = Tile<R, NV>;
       const Normaliser<R> here = normaliser.from(lane);
       G::stage_rows(p, part, T::lanes, buf);
-      G::each_block(p, part, {0, p.N}, buf, [&](const Keys& keys, const auto& block) {
+      G::each_block(p, part, here.lse, {0, p.N}, buf, [&](const Keys& keys, const auto& block) {
         G::template probabilities<NV>(p, part, keys, block, here, buf);
         R sum[T::lanes] = {};
         for (int64_t j = 0; j < keys.count; ++j)
@@ -128,10 +128,11 @@ struct Backward {
            at < all * (segment + 1) / G::segments(p); ++at) {
         const int64_t t = at % G::tiles(p);
         const Rows rows = G::tile_rows(p, b, hk * group + at / G::tiles(p), t);
-        const Keys seen = visible_keys<Mul>(p, rows, J0);
-        if (seen.count <= 0) continue;
-        if (shown(p, rows, seen) == Shown::none) {  // nothing to add to dq: only pass the turn on
-          int32_t* turn = w.turn + G::tile_index(p, b, rows.h, t);
+        if (visible_keys<Mul>(p, rows, J0).count <= 0) continue;
+        const int64_t index = G::tile_index(p, b, rows.h, t);
+        const Keys seen = G::seen_keys(p, rows, J0, w.normaliser.lse + index * G::kRows);
+        if (seen.count <= 0) {  // nothing to add to dq: only pass the turn on
+          int32_t* turn = w.turn + index;
           wait_for_turn(turn, chunk);
           pass_turn(turn, chunk);
           continue;
@@ -240,7 +241,8 @@ struct Backward {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
       const int64_t at = index * G::kRows + lane, operand = lane / part * room;
-      const Keys& mine = seen[lane / part] = visible_keys<Mul>(p, here, block.J0);
+      const Normaliser<R> normaliser = w.normaliser.from(at);
+      const Keys& mine = seen[lane / part] = G::seen_keys(p, here, block.J0, normaliser.lse);
       const int64_t skipped = mine.count > 0 ? mine.j0 - keys.j0 : 0;
       const int64_t end = skipped + round_up(mine.count, part);
       for (E* along : {buf.along + operand, buf.along_p + operand}) {
@@ -248,7 +250,6 @@ struct Backward {
         std::fill(along + end * part, along + whole * part, E{});
       }
       if (mine.count == 0) return;
-      const Normaliser<R> normaliser = w.normaliser.from(at);
       bool fit = G::template probabilities<NV>(p, here, mine, block, normaliser,
                                                packed_rows(p, w, at, buf));
       if (!G::of_weights(p))
@@ -384,6 +385,7 @@ struct Backward {
     const size_t scratch = G::carve(p, nullptr, unused);
     const int64_t row_tasks = p.B * p.H * G::tiles(p);
     plan.workspace = G::workspace(p).bytes;
+    MaskClasses::add(p, plan);
     plan.add({row_tasks, G::of_weights(p) || G::kByParts ? scratch : 0, prepare});
     plan.add({G::chunks(p) * G::segments(p) * p.B * p.Hk, scratch, keys});
     if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, join_segments});

@@ -198,7 +198,7 @@ struct Decode {
         return Sum::stage(value, keys.j0 + j, n, p.Dv, to);
       });
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
-        if (shown(p, lanes.rows, keys) != Shown::none) attend(p, lanes, t, keys, k, v, buf);
+        if (!hidden(held(p, lanes.rows, keys))) attend(p, lanes, t, keys, k, v, buf);
       });
     });
     const Parts to = parts(p);

@@ -66,7 +66,7 @@ struct Gradient {
     size_t bytes;
   };
   static Workspace workspace(const FaParams& p) {
-    Scratch take{static_cast<char*>(p.workspace)};
+    Scratch take = MaskClasses::workspace_behind(p);
     const int64_t rows = p.B * p.H * tiles(p) * kRows;
     Workspace w;
     w.normaliser.lse = take.array<R>(rows);
@@ -197,6 +197,7 @@ struct Gradient {
                                 unfit + (keys.j0 - block.J0), plane(y, rows.b, rows.h), rows, lanes,
                                 columns, factor, buf.vectors, s);
     };
+    T::prefetch_mask(p, rows, keys);
     bool fit = true;
     if constexpr (kPlanes) {
       const bool outputs = !of_weights(p);
@@ -274,15 +275,21 @@ struct Gradient {
     });
   }
 
+  // The keys of the block at J0 that some of the rows see; their LSE says who sees a score.
+  static Keys seen_keys(const FaParams& p, const Rows& rows, int64_t J0, const R* lse) {
+    const Keys keys = visible_keys<Mul>(p, rows, J0);
+    return p.mask.data ? shown_keys(p, rows, keys, hides(lse, rows.count)) : keys;
+  }
+
   // Calls f(keys, block) for every block of keys that the rows see.
   template <class F>
-  static void each_block(const FaParams& p, const Rows& rows, KeyRange within, const Buffers& buf,
-                         F f) {
+  static void each_block(const FaParams& p, const Rows& rows, const R* lse, KeyRange within,
+                         const Buffers& buf, F f) {
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
     const int64_t end = std::min(seen.hi, within.hi);
     const int64_t begin = std::max(seen.lo, within.lo) / kTileKeys * kTileKeys;
     for (int64_t J0 = begin; J0 < end; J0 += kTileKeys) {
-      const Keys keys = visible_keys<Mul>(p, rows, J0);
+      const Keys keys = seen_keys(p, rows, J0, lse);
       if (keys.count <= 0) continue;
       f(keys, stage_keys(p, rows.b, key_head(p, rows.h), J0, seen.hi, buf));
     }

@@ -23,8 +23,9 @@ struct MaskGradient {
       if (sizes[dim] != 1 && p.dmask.stride[dim] == 0) return false;  // 0: sums of nothing
     return p.dmask.data;
   }
-  // 0 where no tile comes by: left and right of the keys that these rows see.
-  static void clear_unseen(const FaParams& p, const Rows& rows) {
+  // 0 where no tile comes by: left and right of the keys that these rows see, in all and, behind a
+  // mask, of each block.
+  static void clear_unseen(const FaParams& p, const Rows& rows, const R* lse) {
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
     const Plane to = plane(p.dmask, rows.b, rows.h);
     const auto clear = [&](int64_t l, int64_t j, int64_t end) {
@@ -36,6 +37,13 @@ struct MaskGradient {
     for (int64_t l = 0; l < rows.count; ++l) {
       clear(l, 0, seen.empty() ? p.N : seen.lo / 4 * 4);
       if (!seen.empty()) clear(l, seen.hi, p.N);
+    }
+    for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys) {
+      const Keys keys = visible_keys<Mul>(p, rows, J0), left = G::seen_keys(p, rows, J0, lse);
+      for (int64_t l = 0; l < rows.count && left.count < keys.count; ++l) {
+        clear(l, keys.j0, left.j0);
+        clear(l, left.end(), keys.end());
+      }
     }
   }
   static void write_ds(const FaParams& p, const Rows& rows, const Keys& keys, int64_t lanes,
@@ -88,9 +96,9 @@ struct MaskGradient {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
       G::stage_rows(p, part, T::lanes, buf);
-      G::each_block(p, part, within, buf, [&](const Keys& keys, const auto& block) {
-        G::template scores<NV>(p, part, keys, block, w.normaliser.from(at + lane),
-                               w.delta + at + lane, buf);
+      const Normaliser<R> normaliser = w.normaliser.from(at + lane);
+      G::each_block(p, part, normaliser.lse, within, buf, [&](const Keys& keys, const auto& block) {
+        G::template scores<NV>(p, part, keys, block, normaliser, w.delta + at + lane, buf);
         for (int64_t j = 0; j < keys.count; ++j) {
           const int64_t key = sum_keys ? 0 : keys.j0 + j - within.lo;
           R* sum = buf.sum + key * kLanesKept + lane;

@@ -15,7 +15,7 @@ struct Phase {
   void (*run)(const FaParams& p, int64_t task, char* scratch);
 };
 
-constexpr int kPhases = 6;
+constexpr int kPhases = 7;
 
 struct Plan {
   Phase phases[kPhases];

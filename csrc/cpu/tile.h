@@ -1,55 +1,19 @@
 // The score pipeline of the CPU kernels: the one place here that knows features. What happens to a
 // tile of scores, keys x lanes (lanes are query rows), forward and backward:
 //
-//   where   visible_keys and `shown` skip keys; `band` is exact (csrc/band.h)
+//   where   visible_keys and shown_keys skip keys (where.h); `band` is exact (csrc/band.h)
 //   what    `score`: softcap, ALiBi, mask, band, in this order; `product_gradient`, the way back
 //   after   `dropout`: draws (csrc/philox.h)
 //
 // Forward, decoding, backward and weights call these, so a feature is written once. A branch is
 // taken per tile, never per element.
 #pragma once
-#include "../band.h"
 #include "../philox.h"
 #include "operand.h"
+#include "where.h"
 
 namespace fa {
 namespace FA_ISA {
-
-// Keys per tile. A multiple of 4, so that tiles share no Philox group (but where the larger call has
-// keys before this one's) and no pair; measured: 96 to 128 best for both float32 and bfloat16.
-constexpr int64_t kTileKeys = 128;
-
-struct Rows {
-  int64_t b, h, i0, count;
-  FA_INLINE int64_t end() const { return i0 + count; }
-  FA_INLINE Rows one(int64_t i) const { return {b, h, i0 + i, 1}; }
-};
-struct Keys {
-  int64_t j0, count;
-  FA_INLINE int64_t end() const { return j0 + count; }
-};
-
-// The keys of [J0, J0 + width) that some of these rows see, from a multiple of `first` on.
-template <class Mul>
-FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
-                            int64_t width = kTileKeys, int64_t first = Sizes<Mul>::first_key) {
-  const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
-  if (seen.empty()) return {J0, 0};
-  const int64_t lo = std::max(J0, seen.lo / first * first), hi = std::min(J0 + width, seen.hi);
-  return {lo, std::max<int64_t>(hi - lo, 0)};
-}
-
-// What a boolean mask with one row for all queries (padding) lets through of these keys.
-enum class Shown { none, some, all };
-FA_INLINE Shown shown(const FaParams& p, const Rows& rows, const Keys& keys) {
-  const Plane a = plane(p.mask, rows.b, rows.h);
-  if (!a.data || a.dtype != FA_BOOL || a.row != 0) return Shown::some;
-  const uint8_t* flags = static_cast<const uint8_t*>(a.data);
-  const bool first = flags[a.at(0, keys.j0)];
-  for (int64_t j = keys.j0 + 1; j < keys.end(); ++j)
-    if (bool(flags[a.at(0, j)]) != first) return Shown::some;
-  return first ? Shown::all : Shown::none;
-}
 
 // Are a product and its key all that the score of a row hangs on, whatever the head?
 FA_INLINE bool heads_alike(const FaParams& p) {
@@ -175,7 +139,15 @@ struct Tile {
   }
 
   static bool masked(const FaParams& p, const Rows& rows, const Keys& keys) {
-    return p.mask.data && shown(p, rows, keys) != Shown::all;
+    return p.mask.data && held(p, rows, keys) != kVisible;
+  }
+  // Asks for what `mask` will read, where it is too large for a cache: its rows lie far apart, no
+  // stream to the hardware.
+  static FA_INLINE void prefetch_mask(const FaParams& p, const Rows& rows, const Keys& keys) {
+    Plane a = plane(p.mask, rows.b, rows.h);
+    if (!a.data || a.row == 0 || p.M * p.N < 1 << 18 || !masked(p, rows, keys)) return;
+    a.origin += keys.j0 * a.step;
+    prefetch(a, rows.i0, rows.count, keys.count);
   }
   static bool banded(const FaParams& p, const Rows& rows, const Keys& keys) {
     const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());

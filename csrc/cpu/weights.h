@@ -70,9 +70,9 @@ struct Weights {
   template <int NV>
   static void add(const FaParams& p, const Rows& rows, int64_t J0, const Buffers& buf) {
     using T = Tile<R, NV>;
-    const Keys keys = visible_keys<Mul>(p, rows, J0);
-    if (keys.count <= 0 || shown(p, rows, keys) == Shown::none) return;
     read_normaliser(p, rows, T::lanes, buf.normaliser);
+    const Keys keys = G::seen_keys(p, rows, J0, buf.normaliser.lse);
+    if (keys.count <= 0) return;
     products<NV>(p, rows, keys, plane(p.q, rows.b, rows.h),
                  plane(p.k, rows.b, key_head(p, rows.h)), buf);
     T::score(p, rows, keys, buf.s, nullptr, buf.score);
@@ -114,6 +114,8 @@ struct Weights {
   static Plan plan(const FaParams& p) {
     Plan plan;
     Buffers unused;
+    plan.workspace = MaskClasses::bytes(p);
+    MaskClasses::add(p, plan);
     plan.add({p.B * (p.average_heads ? 1 : p.H) * G::tiles(p), carve(p, nullptr, unused), run});
     return plan;
   }

@@ -1,0 +1,188 @@
+"""Masks of M x N: parts that hide all are skipped, parts that hide nothing are not read, and what
+comes out is to the bit what it is where every number of the mask is added.
+
+`PLAIN` has a mask's structure in numbers that no kernel takes for structure: to add 1e-30 changes
+no score near 1, and -3.3e38 leaves a probability of 0 alone to rows that see another score."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import DTYPES, FEATURE, Dims, build
+from judge import Verdict
+from runners import declares, every_backend, everywhere, passed, small, variant, variants
+
+import fastattn
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+M, N = small((201, 455), (50, 70))
+BLOCK = small(97, 33)
+PATTERNS = {
+    "causal": lambda i, j: j <= i,
+    "left padding": lambda i, j: (j <= i + N - M) & (j >= N // 3),
+    "right padding": lambda i, j: (j <= i + N - M) & (j < N // 2),
+    "blocks": lambda i, j: i // BLOCK == j // BLOCK,
+    "all": lambda i, j: j >= 0,
+    "a row of none": lambda i, j: i != M // 2,
+    "one hidden": lambda i, j: (i != M // 2 + 1) | (j != N // 2 + 3),
+    "one visible": lambda i, j: (j < 3) | (i == M - 7) & (j == N - 9),
+    "in turn": lambda i, j: (i + j) % 2 == 0,
+}
+FORMS = {"-inf": (0.0, -torch.inf), "finfo.min": (0.0, None), "PLAIN": (1e-30, -3.3e38)}
+
+
+def keep(pattern):
+    return PATTERNS[pattern](torch.arange(M)[:, None], torch.arange(N)).expand(M, N).clone()
+
+
+def mask_of(form, shown, dtype):
+    """`shown` as a bool mask, or in numbers."""
+    if form == "bool":
+        return shown
+    visible, hidden = FORMS[form]
+    if dtype == torch.float16:  # which has neither of the numbers
+        dtype = torch.float32
+    hidden = torch.finfo(dtype).min if hidden is None else hidden
+    return torch.full(shown.shape, visible, dtype=dtype).masked_fill(~shown, hidden)
+
+
+def case(pattern, form, dtype, others="", dims=None):
+    features = [FEATURE[x] for x in others.split("+") if x]
+    problem = build(dims or Dims(1, 2, 1, M, N, 16, 24), features, dtype, seed=5)
+    problem.name += f":{pattern}, {form}"
+    problem.kwargs["mask"] = mask_of(form, keep(pattern), dtype)
+    return problem
+
+
+def results(problem, name):
+    return problem.run(fastattn.attention, backend=name)
+
+
+def same(found, expected):
+    return [x for x in expected if not torch.equal(found[x], expected[x])]
+
+
+BESIDE = dict(zip(PATTERNS, ("", "dropout", "sinks", "softcap", "lse_loss"), strict=False))
+NO_MEAN = [x for x in PATTERNS if x != "a row of none"]  # PLAIN's would be of other scores
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("pattern", NO_MEAN)
+def test_bits_are_those_of_every_number_added(name, pattern, dtype):
+    """Outputs and gradients, on every instruction set."""
+    declares(name, DTYPES[dtype])
+    given = DTYPES[dtype], BESIDE.get(pattern, "")
+    for isa in variants(name, DTYPES[dtype]):
+        with variant(isa):
+            expected = results(case(pattern, "PLAIN", *given), name)
+            for form in ("bool", "-inf", "finfo.min"):
+                found = results(case(pattern, form, *given), name)
+                assert not (off := same(found, expected)), f"{isa}, {form}: {off}"
+
+
+@every_backend
+@pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min"])
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_dense_masks(name, pattern, form):
+    """Against the oracle, with rows that see nothing, and rows of which finfo.min is all."""
+    found = []
+    for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
+        problem = case(pattern, form, dtype)
+        if form == "finfo.min":  # q.k is absorbed, and must not round: far_rows.py
+            problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+        found += everywhere(name, Verdict(problem))
+    passed(found)
+
+
+@every_backend
+@pytest.mark.parametrize("pattern", ["causal", "left padding", "one visible"])
+def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
+    """Where all keys of some rows in a tile have it, and other rows of the tile see scores."""
+    for dtype in (torch.float32, torch.bfloat16):
+        problem = case(pattern, "finfo.min", dtype)
+        problem.kwargs["mask"][5:9] = problem.kwargs["mask"][M - 1] = torch.finfo(dtype).min
+        for isa in variants(name, dtype):
+            with variant(isa):
+                out = results(problem, name)["out"]
+            mean = problem.v.double().mean(2, keepdim=True).expand(1, 2, 5, -1)
+            rows = out[:, :, [5, 6, 7, 8, M - 1]].double()
+            tolerance = 4 * torch.finfo(dtype).eps
+            torch.testing.assert_close(rows, mean, rtol=0, atol=tolerance, msg=str(isa))
+
+
+@every_backend
+@pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
+def test_planes(name, shape):
+    """Every plane of a mask has its own parts, and what is broadcast shares them."""
+    sizes = dict(B=2, H=4, M=M, N=N)
+    shown = torch.stack([keep(x) for x in ("causal", "left padding", "blocks", "one visible")])
+    shown = torch.stack([shown, shown.flip(0)])
+    at = tuple(slice(None) if letter in shape else slice(1) for letter in "BHMN")
+    shown = shown[at][(0,) * (4 - len(shape))] if len(shape) < 4 else shown[at]
+    assert list(shown.shape) == [sizes.get(letter, 1) for letter in shape]
+    found = []
+    for lies in ("as it is", "column by column", "apart"):
+        problem = case("all", "-inf", torch.float32, dims=Dims(2, 4, 2, M, N, 16, 16))
+        mask = mask_of("-inf", shown, torch.float32)
+        if lies == "column by column":
+            mask = mask.mT.contiguous().mT
+        elif lies == "apart":
+            mask = mask.repeat_interleave(3, -1)[..., ::3]
+        problem.kwargs["mask"] = mask
+        problem.name += f":{shape}, {lies}"
+        found += everywhere(name, Verdict(problem))
+    passed(found)
+
+
+@every_backend
+@pytest.mark.parametrize("shape", ["BHMN", "1HMN", "11MN", "1H1N"])
+@pytest.mark.parametrize("pattern", ["causal", "blocks", "one hidden"])
+def test_gradient_of_a_mask_with_structure(name, pattern, shape):
+    """Exact where nothing is added, and 0 where everything is hidden, whatever was in memory."""
+    found = []
+    for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
+        problem = case(pattern, "-inf", dtype, "window" * (pattern == "blocks"))
+        sizes = dict(B=1, H=2, M=M, N=N)
+        rows = slice(None) if "M" in shape else slice(M // 2, M // 2 + 1)
+        mask = problem.kwargs["mask"][rows].expand([sizes.get(x, 1) for x in shape]).clone()
+        problem.kwargs["mask"] = mask
+        problem = replace(problem, wants=(*problem.wants, "mask"))
+        found += everywhere(name, Verdict(problem))
+    passed(found)
+
+
+@every_backend
+@pytest.mark.parametrize("pattern", ["left padding", "blocks"])
+def test_parts_that_are_skipped_change_no_order(name, pattern, threads):
+    """Sums of dq go from block to block: one that is skipped hands them on, whoever waits."""
+    for form in ("-inf", "finfo.min"):
+        problem = case(pattern, form, torch.float32)
+        for isa in variants(name, torch.float32):
+            with variant(isa):
+                threads(1)
+                first = results(problem, name)
+                for count in small((2, 3, 7), ()):
+                    threads(count)
+                    assert not same(results(problem, name), first), (isa, count)
+
+
+@every_backend
+def test_nearly_structure(name):
+    """-1e9 is a number like others, and so is NaN: rows of either see what they are given."""
+    found, problem = [], case("causal", "-inf", torch.float32)
+    problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+    mask = torch.where(keep("causal"), 0.0, -1e9)
+    mask[: M // 2] = -1e9  # whole rows, which keep the differences of their scores to a step of 64
+    problem.kwargs["mask"] = mask
+    found += everywhere(name, Verdict(problem))
+    passed(found)
+    spoiled = problem.kwargs["mask"].clone()
+    spoiled[M // 2 + 2, N // 2] = torch.nan
+    for isa in variants(name, torch.float32):
+        with variant(isa):
+            clean = results(problem, name)["out"]
+            out = results(replace(problem, kwargs=dict(mask=spoiled)), name)["out"]
+        assert out[:, :, M // 2 + 2].isnan().all(), isa
+        out[:, :, M // 2 + 2] = clean[:, :, M // 2 + 2]
+        assert torch.equal(out, clean), isa
