@@ -18,6 +18,7 @@ from .conversion import convert, revert
 from .explaining import explain
 from .merging import merge
 from .multihead import MultiheadAttention
+from .patching import patch, sdpa, unpatch
 from .place import Place
 from .torch_form import scaled_dot_product_attention
 
@@ -34,9 +35,12 @@ __all__ = [
     "flash_attn",
     "merge",
     "nn",
+    "patch",
     "reference",
     "revert",
     "scaled_dot_product_attention",
+    "sdpa",
+    "unpatch",
 ]
 
 

@@ -13,7 +13,7 @@ PACKAGE = Path(fastattn.__file__).parent
 FLOORS = (
     {"__main__", "examples"},
     {"__init__"},
-    {"conversion", "flash_attn"},
+    {"conversion", "flash_attn", "patching"},
     {"multihead", "torch_form", "explaining", "nn", "merging", "cache"},
     {"nested_heads"},
     {"nested"},

@@ -1,0 +1,223 @@
+"""patch, unpatch and sdpa: torch's own scaled_dot_product_attention, in models nobody rewrites.
+
+One function stands in for `torch.nn.functional.scaled_dot_product_attention`. It asks `why_torchs`
+first, and what that has a reason for goes to torch with the arguments as they came; so does what
+our function raises for, so that errors are torch's and whatever torch would run is run.
+
+It is not registered by `torch.nn.attention.register_flash_attention_impl`: that registry replaces
+the operator beneath flash attention's own choice, which never sees dropout on a CPU, values of
+another width or 3-D inputs, and on a GPU no mask and no float32, where there is most to gain.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from . import backend, nested
+from .crossing import PLAIN
+from .torch_form import scaled_dot_product_attention as _ours
+
+_lock = threading.RLock()
+_holders = {"patch": 0, "sdpa": 0}  # each undoes its own alone
+_active = False  # a name that was imported while it was True is torch's function afterwards
+_buried = False  # somebody replaced ours by a function of theirs, which may call it
+_torch: Any = F  # whose function is replaced
+_torchs: Any = F.scaled_dot_product_attention  # what stood there before
+_head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest of fused kernels here
+
+_CHOICES = tuple(
+    getattr(torch._C, f"_get_{name}_sdp_enabled")
+    for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
+)
+_PRIORITY = torch._C._get_sdp_priority_order()
+
+
+def patch() -> None:
+    """Make `torch.nn.functional.scaled_dot_product_attention` run on fastattn, in every thread.
+
+    Counted: it stays until `unpatch` has been called as often. Reaches whoever looks the function
+    up in its module at a call: nn.MultiheadAttention (but its inference fast path, which calls
+    another function: `fastattn.convert`), torch.compile (functions compiled before are compiled
+    anew where they call it), and most libraries. Names bound before by `from torch.nn.functional
+    import scaled_dot_product_attention` are out of its reach.
+
+    torch's own function still runs where sdpa_kernel(...) or torch.backends.cuda chose among its
+    kernels, for tensor subclasses and modes of `__torch_function__` (CausalBias, jagged tensors and
+    a default device are served), under torch.func and forward-mode AD, in what is exported, traced
+    or scripted, for devices, dtypes and head dims without a fused kernel here, and for all that
+    `fastattn.scaled_dot_product_attention` raises for. What is left to differ: dropout draws
+    another mask, and a second derivative raises; `with sdpa_kernel(SDPBackend.MATH)` has one.
+    """
+    _take("patch")
+
+
+def unpatch() -> None:
+    """Undo one `patch`; the last puts back the very function that was there.
+
+    Raises RuntimeError without a patch to undo. `sdpa` blocks, of any thread, are left alone.
+    """
+    with _lock:
+        if not _holders["patch"]:
+            raise RuntimeError(
+                "unpatch: got a call more than patch() had, expected one for each of those"
+            )
+        _release("patch")
+
+
+@contextmanager
+def sdpa() -> Generator[None]:
+    """A block, or a decorated function, in which `patch` holds.
+
+    Other threads see it while it lasts: activation checkpoints recompute in threads of autograd's,
+    and must do what forward did. Blocks may be nested and overlap in any order, across threads.
+    """
+    _take("sdpa")
+    try:
+        yield
+    finally:
+        _release("sdpa")
+
+
+def _take(holder: str) -> None:
+    global _active, _buried, _torchs
+    with _lock:
+        _holders[holder] += 1
+        if _active:
+            return
+        _head_dims.update(_largest_head_dims())
+        found = F.scaled_dot_product_attention
+        if found is not _stand_in and not (_buried and found is not _torchs):
+            _torchs, _torch.scaled_dot_product_attention = found, _stand_in
+            _script_as(found)
+        _active, _buried = True, False
+
+
+def _release(holder: str) -> None:
+    global _active, _buried
+    with _lock:
+        _holders[holder] -= 1
+        if any(_holders.values()):
+            return
+        _active = False
+        if F.scaled_dot_product_attention is _stand_in:
+            _torch.scaled_dot_product_attention = _torchs
+        else:
+            _buried = True
+
+
+def _largest_head_dims() -> dict[str, dict[torch.dtype, int]]:
+    """Of the fused backends that can run here, by device."""
+    found: dict[str, dict[torch.dtype, int]] = {}
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        for each in map(backend.get, backend.names()):
+            support = each.support
+            if device in (support.devices or ()) and not each.unavailable():
+                limits = dict.fromkeys(support.dtypes, support.max_head_dim or sys.maxsize)
+                known = found.setdefault(device, {})
+                known |= {x: max(limit, known.get(x, 0)) for x, limit in limits.items()}
+    return found
+
+
+def _script_as(function) -> None:
+    """torch.jit.script compiles the stand-in to the operator that `function` is."""
+    with suppress(ImportError, AttributeError):
+        from torch.jit import _builtins
+
+        _builtins._register_builtin(_stand_in, _builtins._find_builtin(function))
+
+
+def _stand_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    rest = attn_mask, dropout_p, is_causal
+    named: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
+    if why_torchs(query, key, value, attn_mask) is None:
+        try:
+            out = _ours(query, key, value, *rest, **named)
+            # Of 3-D inputs torch's result is always contiguous, and is viewed so.
+            return out if out.ndim == 4 else out.contiguous()
+        except (RuntimeError, ValueError, TypeError):
+            pass  # torch has its own say
+    if _is_causal_bias(attn_mask):  # it looks for the function that stands there, which is this one
+        bias: Any = type(attn_mask)
+        return bias._dispatch(query, key, value, *rest, **named)
+    return _torchs(query, key, value, *rest, **named)
+
+
+_stand_in.__name__ = _stand_in.__qualname__ = "scaled_dot_product_attention"
+_stand_in.__doc__ = F.scaled_dot_product_attention.__doc__
+
+
+def why_torchs(query, key, value, attn_mask=None) -> str | None:
+    """Why a call of these runs on torch's own function, whatever else it asks for; or None."""
+    if not _active:
+        return "fastattn.patch() was undone"
+    if not {type(query), type(key), type(value)} <= PLAIN:
+        if not all(map(nested.is_jagged, (query, key, value))):
+            return "a tensor subclass, or no tensor"
+    elif query.is_nested or min(query.ndim, value.ndim) < 2:
+        return "no dense matrices"
+    if attn_mask is not None and type(attn_mask) not in PLAIN and not _is_causal_bias(attn_mask):
+        return "a mask that is a tensor subclass, or no tensor"
+    if (why := _watched()) or (why := _chosen()):
+        return why
+    device, dtype = query.device.type, query.dtype
+    if device not in _head_dims:
+        return f"no fused kernel here for {device}"
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    limit = _head_dims[device].get(dtype)
+    if limit is None:
+        return f"no fused kernel here for {dtype} on {device}"
+    if query.shape[-1] > limit or value.shape[-1] > limit:
+        return f"a head dim over {limit}"
+    return None
+
+
+def _is_causal_bias(mask) -> bool:
+    return type(mask).__name__ == "CausalBias"  # importing the class costs a second
+
+
+def _watched() -> str | None:
+    """Is it exported or traced, or seen by a mode that may know torch's function by identity?"""
+    if torch.compiler.is_exporting():
+        return "torch.export: what is exported runs without fastattn"
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        return "torch.jit: what is traced runs without fastattn"
+    for at in range(torch._C._len_torch_function_stack()):
+        if type(torch._C._get_function_stack_at(at)).__name__ != "DeviceContext":
+            return "a mode of __torch_function__"
+    return None
+
+
+def _chosen() -> str | None:
+    """Does somebody want a kernel of torch's, or a derivative that ours have not?"""
+    default = all(enabled() for enabled in _CHOICES)
+    if not default or torch._C._get_sdp_priority_order() != _PRIORITY:
+        return "sdpa_kernel(...) or torch.backends.cuda chose among torch's kernels"
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD"
+    return None
+
+
+# torch.compile asks when it traces, as torch's own choice of a kernel does.
+_chosen._dynamo_marked_constant = True  # ty: ignore
