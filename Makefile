@@ -39,6 +39,10 @@ on = $(filter-out 0,$($(1)))
 # The oldest Triton that is supported, in a folder that goes before the newest on the path.
 OLDEST := build/triton-3.6.0
 
+# torchvision, and what imports it, for tests of models: beside a torch of another build (the CPU's
+# beside PyPI's torchvision) it cannot be imported, and where it is installed transformers cannot.
+VISION := build/vision-0.28.0
+
 .PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx gpu sanitize aot instructions ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
@@ -55,6 +59,7 @@ XDIST = $$($(PYTHON) -c 'import importlib.util as u; \
 PYTEST = $(PYTHON) -m pytest $(XDIST) --durations=20
 INTERPRET = TRITON_INTERPRET=1 $(PYTEST) -m interpreter
 
+test test-rest test-all: $(if $(VENV),$(VISION))
 check test test-rest test-all: setup
 	@$(PYTEST) --tier=$(@:test-%=%) $(ARGS)
 	@$(INTERPRET) --tier=$(@:test-%=%) $(ARGS) || [ $$? -eq 5 ]
@@ -110,6 +115,12 @@ types: setup
 
 $(OLDEST): | setup
 	$(PIP) install --no-deps --target $@.part triton==$(@:build/triton-%=%)
+	@mv $@.part $@
+
+$(VISION): | setup
+	@rm -rf $@.part
+	$(PIP) install -c .ci/constraints.txt --no-deps --target $@.part \
+		torchvision==$(@:build/vision-%=%) timm open-clip-torch ftfy wcwidth
 	@mv $@.part $@
 
 export FASTATTN_CUDA ?=

@@ -7,6 +7,7 @@ from . import (
     backends,  # noqa: F401  they register themselves
     decomposition,  # noqa: F401  exporters know what the operators are made of by this
     flash_attn,
+    integrations,
     nn,
     operators,  # noqa: F401  torch knows the operators by this
     reference,
@@ -33,6 +34,7 @@ __all__ = [
     "convert",
     "explain",
     "flash_attn",
+    "integrations",
     "merge",
     "nn",
     "patch",

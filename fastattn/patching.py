@@ -34,10 +34,6 @@ _torch: Any = F  # whose function is replaced
 _torchs: Any = F.scaled_dot_product_attention  # what stood there before
 _head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest of fused kernels here
 
-_CHOICES = tuple(
-    getattr(torch._C, f"_get_{name}_sdp_enabled")
-    for name in ("flash", "mem_efficient", "math", "cudnn", "overrideable")
-)
 _PRIORITY = torch._C._get_sdp_priority_order()
 
 
@@ -50,10 +46,11 @@ def patch() -> None:
     anew where they call it), and most libraries. Names bound before by `from torch.nn.functional
     import scaled_dot_product_attention` are out of its reach.
 
-    torch's own function still runs where sdpa_kernel(...) or torch.backends.cuda chose among its
-    kernels, for tensor subclasses and modes of `__torch_function__` (CausalBias, jagged tensors and
-    a default device are served), under torch.func and forward-mode AD, in what is exported, traced
-    or scripted, for devices, dtypes and head dims without a fused kernel here, and for all that
+    torch's own function still runs where sdpa_kernel(...) or torch.backends.cuda ruled out its
+    flash or its math kernel, or set priorities (to allow both is to want neither); for tensor
+    subclasses and modes of `__torch_function__`, but for CausalBias, jagged tensors and a default
+    device; under torch.func and forward-mode AD; in what is exported, traced or scripted; for
+    devices, dtypes and head dims without a fused kernel here; and for all that
     `fastattn.scaled_dot_product_attention` raises for. What is left to differ: dropout draws
     another mask, and a second derivative raises; `with sdpa_kernel(SDPBackend.MATH)` has one.
     """
@@ -209,9 +206,11 @@ def _watched() -> str | None:
 
 def _chosen() -> str | None:
     """Does somebody want a kernel of torch's, or a derivative that ours have not?"""
-    default = all(enabled() for enabled in _CHOICES)
-    if not default or torch._C._get_sdp_priority_order() != _PRIORITY:
-        return "sdpa_kernel(...) or torch.backends.cuda chose among torch's kernels"
+    # Libraries allow what they know, as x-transformers does: these two, and perhaps others.
+    if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
+        return "sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"
+    if torch._C._get_sdp_priority_order() != _PRIORITY:
+        return "sdpa_kernel(..., set_priority=True)"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func"
     if forward_ad._current_level >= 0:

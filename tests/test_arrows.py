@@ -13,7 +13,7 @@ PACKAGE = Path(fastattn.__file__).parent
 FLOORS = (
     {"__main__", "examples"},
     {"__init__"},
-    {"conversion", "flash_attn", "patching"},
+    {"conversion", "flash_attn", "integrations", "patching"},
     {"multihead", "torch_form", "explaining", "nn", "merging", "cache"},
     {"nested_heads"},
     {"nested"},
@@ -44,6 +44,7 @@ INSIDE = {
         {"flash_attn.translation"},
         {"flash_attn.checks", "flash_attn.transformers_checks"},
     ),
+    "integrations": ({"integrations"}, {"integrations.diffusers"}),
     "nn": (
         {"nn"},
         {"nn.interchange"},

@@ -84,7 +84,8 @@ OURS = {
     "jagged": lambda: F.scaled_dot_product_attention(*[jagged(3, 6)] * 3),
     "double": lambda: F.scaled_dot_product_attention(Q.double(), K.double(), V.double()),
     "3-D, viewed": lambda: F.scaled_dot_product_attention(Q[0], K[0], V[0]).view(4 * 5, 8),
-    "an inner function": lambda: nn.functional.scaled_dot_product_attention(Q, K, V, KEEP),
+    "a choice of both": lambda: within(sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])),
+    "another name": lambda: nn.functional.scaled_dot_product_attention(Q, K, V, KEEP),
 }
 
 

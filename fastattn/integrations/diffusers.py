@@ -1,0 +1,100 @@
+"""diffusers: an attention backend of the name "fastattn" beside its own.
+
+`register()`, then `model.set_attention_backend("fastattn")`, or a block `with
+diffusers.attention_backend("fastattn")`. Processors that ask diffusers for no backend (those of
+UNets and of SD3 among them, which have no `_attention_backend`) call torch's function: there it is
+`fastattn.sdpa()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from torch import Tensor
+
+from ..torch_form import scaled_dot_product_attention
+
+NAME = "fastattn"
+_MEMBER = NAME.upper()
+
+
+def register() -> None:
+    """Make "fastattn" a backend of diffusers'. A second call changes nothing.
+
+    Raises ImportError where there is no diffusers with backends (0.35 or newer).
+    """
+    dispatch = _dispatch()
+    if NAME in dispatch.AttentionBackendName._value2member_map_:
+        return
+    member = _add(dispatch.AttentionBackendName)
+    checks = [dispatch._check_device, dispatch._check_shape, dispatch._check_attn_mask_or_causal]
+    dispatch._AttentionBackendRegistry.register(member, constraints=checks)(_attend)
+
+
+def unregister() -> None:
+    """Undo `register`. Without one, nothing.
+
+    Where "fastattn" is diffusers' active backend, "native" is again. A model that it was set for
+    wants another, or its `reset_attention_backend()`, before.
+    """
+    dispatch = _dispatch()
+    names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
+    if NAME not in names._value2member_map_:
+        return
+    member = names(NAME)
+    if registry._active_backend is member:
+        registry.set_active_backend(names.NATIVE)
+    for table in (registry._backends, registry._constraints, registry._supported_arg_names):
+        del table[member]
+    _remove(names)
+
+
+def _dispatch() -> Any:
+    try:
+        return importlib.import_module("diffusers.models.attention_dispatch")
+    except ImportError as error:
+        raise ImportError(
+            "diffusers: got none with attention backends, expected 0.35 or newer: pip install -U "
+            "diffusers"
+        ) from error
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """query (B,L,H,E), key (B,S,Hk,E), value (B,S,Hk,Ev) to (B,L,H,Ev). attn_mask: (B,S), or as
+    torch's, which diffusers' own backends tell apart likewise."""
+    if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
+        attn_mask = attn_mask[:, None, None, :]
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    out = scaled_dot_product_attention(
+        q, k, v, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )
+    return out.transpose(1, 2)
+
+
+# An Enum has no call for it. These are what its members are kept in, from Python 3.10 to 3.14.
+
+
+def _add(names: Any) -> Any:
+    member = str.__new__(names, NAME)
+    member._name_, member._value_ = _MEMBER, NAME
+    member._sort_order_ = len(names._member_names_)
+    type.__setattr__(names, _MEMBER, member)
+    names._member_names_.append(_MEMBER)
+    names._member_map_[_MEMBER] = names._value2member_map_[NAME] = member
+    return member
+
+
+def _remove(names: Any) -> None:
+    names._member_names_.remove(_MEMBER)
+    del names._member_map_[_MEMBER], names._value2member_map_[NAME]
+    type.__delattr__(names, _MEMBER)
