@@ -26,6 +26,10 @@ from . import backend, nested
 from .crossing import PLAIN
 from .torch_form import scaled_dot_product_attention as _ours
 
+# Multiplications, below which torch's own is as fast: they take it some 50 us, and to call ours
+# costs 10 us more, or 40 where a model has filled the caches with code of its own since.
+SMALL = 1 << 20
+
 _lock = threading.RLock()
 _holders = {"patch": 0, "sdpa": 0}  # each undoes its own alone
 _active = False  # a name that was imported while it was True is torch's function afterwards
@@ -50,7 +54,8 @@ def patch() -> None:
     flash or its math kernel, or set priorities (to allow both is to want neither); for tensor
     subclasses and modes of `__torch_function__`, but for CausalBias, jagged tensors and a default
     device; under torch.func and forward-mode AD; in what is exported, traced or scripted; for
-    devices, dtypes and head dims without a fused kernel here; and for all that
+    devices, dtypes and head dims without a fused kernel here; for so few tokens that calling costs
+    more than computing, but for what is compiled; and for all that
     `fastattn.scaled_dot_product_attention` raises for. What is left to differ: dropout draws
     another mask, and a second derivative raises; `with sdpa_kernel(SDPBackend.MATH)` has one.
     """
@@ -169,11 +174,16 @@ def why_torchs(query, key, value, attn_mask=None) -> str | None:
     if not {type(query), type(key), type(value)} <= PLAIN:
         if not all(map(nested.is_jagged, (query, key, value))):
             return "a tensor subclass, or no tensor"
-    elif query.is_nested or min(query.ndim, value.ndim) < 2:
+    elif query.is_nested or min(query.ndim, key.ndim, value.ndim) < 2:
         return "no dense matrices"
     if attn_mask is not None and type(attn_mask) not in PLAIN and not _is_causal_bias(attn_mask):
         return "a mask that is a tensor subclass, or no tensor"
-    if (why := _watched()) or (why := _chosen()):
+    if why := _watched():
+        return why
+    eager = not query.is_nested and not torch.compiler.is_compiling()
+    if eager and query.numel() * key.shape[-2] < SMALL:
+        return "so small that calling costs more than computing"
+    if why := _chosen():
         return why
     device, dtype = query.device.type, query.dtype
     if device not in _head_dims:

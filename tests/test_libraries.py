@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
-from fastattn import api
+from fastattn import api, patching
 from fastattn.integrations import diffusers as ours_for_diffusers
 
 # Where the Makefile puts torchvision and what needs it, away from what breaks beside them.
@@ -29,6 +29,11 @@ pytestmark = pytest.mark.filterwarnings(
 @pytest.fixture(autouse=True)
 def one_thread(threads):
     threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(patching, "SMALL", 0)
 
 
 @pytest.fixture

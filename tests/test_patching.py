@@ -31,6 +31,11 @@ def one_thread(threads):
 
 
 @pytest.fixture(autouse=True)
+def nothing_is_small(monkeypatch):
+    monkeypatch.setattr(patching, "SMALL", 0)
+
+
+@pytest.fixture(autouse=True)
 def undone():
     """After every test the very function of torch's stands there again."""
     yield
@@ -240,6 +245,15 @@ def test_on_torchs(name, calls):
         found, wanted = found.to_padded_tensor(0.0), wanted.to_padded_tensor(0.0)
     if not found.is_meta:
         torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
+
+
+def test_small_calls_cost_less_on_torchs(calls, monkeypatch):
+    monkeypatch.setattr(patching, "SMALL", 2 * 4 * 5 * 8 * 7 + 1)
+    with fastattn.sdpa():
+        F.scaled_dot_product_attention(Q, K, V)
+        assert not calls
+        F.scaled_dot_product_attention(Q, torch.cat([K, K], 2), torch.cat([V, V], 2))
+        assert len(calls) == 1
 
 
 def test_what_ours_refuses_and_torchs_runs(calls):
