@@ -21,6 +21,7 @@ from .merging import merge
 from .multihead import MultiheadAttention
 from .patching import patch, sdpa, unpatch
 from .place import Place
+from .profiling import profile
 from .torch_form import scaled_dot_product_attention
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "merge",
     "nn",
     "patch",
+    "profile",
     "reference",
     "revert",
     "scaled_dot_product_attention",

@@ -13,7 +13,10 @@ PACKAGE = Path(fastattn.__file__).parent
 FLOORS = (
     {"__main__", "examples"},
     {"__init__"},
-    {"conversion", "flash_attn", "integrations", "patching"},
+    {"profiling"},
+    {"report"},
+    {"observing"},
+    {"conversion", "flash_attn", "integrations", "patching", "structure"},
     {"multihead", "torch_form", "explaining", "nn", "merging", "cache"},
     {"nested_heads"},
     {"nested"},

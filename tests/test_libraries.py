@@ -342,3 +342,10 @@ def test_a_block_of_diffusers(calls, dispatch):
         results(model, call)
     assert len(calls) == attentions
     ours_for_diffusers.unregister()
+
+
+def test_a_profile_of_timm():
+    model, _, attentions = timm_vit()
+    with torch.no_grad():
+        (found,) = fastattn.profile(model.eval(), image(32)).calls
+    assert found.call.path == "blocks.*.attn" and found.call.count == attentions

@@ -60,6 +60,7 @@ SHARES = {
     "test_flash_attn_models": (NONE, ALL),
     # Models of other libraries, which take seconds to import.
     "test_libraries": (NONE, 4),
+    "test_profile::test_a_model_of_transformers": (NONE, ALL),
     "test_first_hour::test_the_rehearsal_runs_from_end_to_end": (NONE, NONE),
     "test_emulator": (NONE, 5),
     "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),

@@ -1,0 +1,275 @@
+"""profile: what the attention of a model costs, what its masks really are, what it could gain."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from . import api, patching
+from .backend import choose
+from .check import describe
+from .observing import Call, Observer, converted
+from .report import Measured, Profile, Round
+
+SECONDS = 10.0  # for the whole model, unless a few runs take longer; and again for its calls
+MOST = 12  # kinds of calls that are timed, the most expensive ones
+
+
+def profile(model: Callable, *inputs: Any, **kwargs: Any) -> Profile:
+    """Run `model(*inputs, **kwargs)` a few times, and report its attention.
+
+    model is a torch.nn.Module, or a method of one (`model.generate`). In training mode, with
+    gradients enabled, forward and backward are timed, else forward as it is called here: put
+    `torch.no_grad()` or autocast around as around the model.
+
+    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, nn.MultiheadAttention's
+    and nn.TransformerEncoderLayer's inference paths, and fastattn's own; not what a model
+    multiplies itself, nor names bound by `from torch.nn.functional import ...`. The whole model is
+    timed as it is, and under `fastattn.sdpa()` with `fastattn.convert`; each kind of call also as
+    `fastattn.attention` would be asked for what its mask shows. What is compiled runs eagerly.
+
+    `str()` of the report is the text; it has `json()` and `plot(path)`. The model's mode,
+    gradients, buffers, hooks and classes are as before, torch's functions and generators too, also
+    after an exception, which is the model's own.
+    """
+    target = getattr(model, "_orig_mod", model)  # of torch.compile
+    owner = target if isinstance(target, nn.Module) else getattr(model, "__self__", None)
+    owner = owner if isinstance(owner, nn.Module) else None
+    with _unchanged(owner), _eager():
+        run, step = _runner(target, owner, inputs, kwargs)
+        observer = Observer(owner)
+        with observer.watching():
+            run()
+        calls = sorted(observer.calls.values(), key=lambda call: -call.seconds)
+        rounds = _whole(run, owner)
+        measured = [_measured(call) for call in calls[:MOST]]
+        measured += [Measured(call) for call in calls[MOST:]]
+    called = type(target).__name__ if target is owner else getattr(target, "__qualname__", "model")
+    library = any(x.__name__ == "PreTrainedModel" for x in type(owner).__mro__)
+    return Profile(called, library, step, torch.get_num_threads(), rounds, measured)
+
+
+# ------------------------------------------------------------------------------- leaving no traces
+
+
+@contextmanager
+def _unchanged(owner: nn.Module | None) -> Generator[None]:
+    modules = [] if owner is None else list(owner.modules())
+    before = [(m, dict(m._buffers)) for m in modules]
+    values = [(x, x.detach().clone()) for _, held in before for x in held.values() if x is not None]
+    devices = {x.device for m in modules for x in m.parameters(recurse=False) if x.is_cuda}
+    with torch.random.fork_rng([x.index for x in devices]):
+        try:
+            yield
+        finally:
+            for module, held in before:
+                module._buffers.clear()
+                module._buffers.update(held)
+            with torch.no_grad():
+                for x, value in values:
+                    x.copy_(value)
+
+
+@contextmanager
+def _eager() -> Generator[None]:
+    if "torch._dynamo" in sys.modules:  # else nothing is compiled
+        with torch.compiler.set_stance("force_eager"):
+            yield
+    else:
+        yield
+
+
+def _runner(target, owner: nn.Module | None, inputs, kwargs) -> tuple[Callable[[], None], str]:
+    leaves = [] if owner is None else [x for x in owner.parameters() if x.requires_grad]
+    training = owner is not None and owner.training and torch.is_grad_enabled() and bool(leaves)
+
+    def run() -> None:
+        args, named = tree_map(_fresh, (inputs, kwargs))
+        out = target(*args, **named)
+        if training:
+            out = tree_leaves(dict(out) if isinstance(out, Mapping) else out)
+            out = [x for x in out if isinstance(x, Tensor) and x.requires_grad]
+            torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out], allow_unused=True)
+
+    return run, "forward and backward" if training else "forward"
+
+
+def _fresh(x: Any) -> Any:
+    """Caches grow: each run has a copy of what it was given. Tensors are what they are."""
+    try:
+        return x if isinstance(x, Tensor) else copy.deepcopy(x)
+    except Exception:  # whatever a copy may raise
+        return x
+
+
+# --------------------------------------------------------------------------------- the whole model
+
+
+@contextmanager
+def _replaced(owner: nn.Module | None) -> Generator[tuple[str, ...]]:
+    """The model on fastattn: its function patched, its modules converted."""
+    with patching.sdpa(), nullcontext(()) if owner is None else converted(owner) as swapped:
+        yield swapped
+
+
+def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
+    """The model as it is, and on fastattn, in turn. The first round is a rehearsal."""
+
+    def timed() -> float:
+        began = _clock()
+        run()
+        return _clock() - began
+
+    def both() -> Round:
+        now = timed()
+        with _replaced(owner) as swapped:
+            return Round(now, timed(), bool(swapped))
+
+    first = both()
+    rounds = int(SECONDS / (first.now + first.ours + 1e-9))
+    return [both() for _ in range(max(1, min(10, rounds)))]
+
+
+def _clock() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+# --------------------------------------------------------------------------------- one kind of call
+
+
+def _measured(call: Call) -> Measured:
+    """Each way timed in turn, and the memory of one call."""
+    ways: dict[str, Callable[[], Any]] = {"now": _differentiated(call, call.now)}
+    found = Measured(call)
+    with patching.sdpa():
+        if call.ours is not None:
+            found.ours_runs = _backend(call)
+            ways["sdpa"] = _differentiated(call, call.ours)
+        if structured := _structured(call):
+            ways["shown"] = _differentiated(call, structured)
+        for name, way in list(ways.items()):
+            try:
+                found.bytes[name] = _peak_bytes(way)
+            except (RuntimeError, ValueError, TypeError) as error:
+                found.trouble[name] = str(error).partition("\n")[0]
+                del ways[name]
+        found.seconds = _seconds(ways)
+    return found
+
+
+def _differentiated(call: Call, way: Callable[[], Any]) -> Callable[[], Any]:
+    tensors = (call.arguments.get(name) for name in ("query", "key", "value"))
+    leaves = [x for x in tensors if x is not None and x.requires_grad]
+    if not leaves:
+        return way
+
+    def both():
+        out = way()
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    return both
+
+
+def _structured(call: Call) -> Callable[[], Any] | None:
+    """`attention` as one would ask for what the mask shows."""
+    a = call.arguments
+    if not a or call.shown is None or call.shown.arguments is None or a["is_causal"]:
+        return None
+    if a["query"].ndim != 4 or a["query"].shape[0] != a["key"].shape[0]:
+        return None
+    shown = call.shown.arguments
+    given = {x: y for x, y in shown.items() if x != "key_lengths"}
+    if (lengths := shown.get("key_lengths")) is not None:
+        given["key_lengths"] = lengths.expand(a["query"].shape[0]).contiguous()
+    given |= dict(dropout_p=a["dropout_p"], scale=a.get("scale"))
+    return lambda: api.attention(a["query"], a["key"], a["value"], **given)
+
+
+def _backend(call: Call) -> str:
+    """What runs a call when the model is patched, or why that is torch still."""
+    ran, kernel = [], api.call
+
+    def watch(op, t, o):
+        ran.append(choose(describe(t, o), o.backend).name)
+        return kernel(op, t, o)
+
+    holder: Any = api
+    holder.call = watch
+    try:
+        assert call.ours is not None
+        call.ours()
+    except (RuntimeError, ValueError, TypeError) as error:
+        return f"raises: {error}".partition("\n")[0]
+    finally:
+        holder.call = kernel
+    if ran:
+        return f"fastattn {ran[-1]}"
+    a = call.arguments
+    if not a:
+        return "torch"
+    why = patching.why_torchs(a["query"], a["key"], a["value"], a["attn_mask"])
+    return f"torch: {why or _refusal(a)}"
+
+
+def _refusal(arguments: dict[str, Any]) -> str:
+    try:
+        patching._ours(**arguments)
+    except (RuntimeError, ValueError, TypeError) as error:
+        return str(error).partition("\n")[0]
+    return "it was not asked"
+
+
+def _seconds(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """The least of interleaved rounds."""
+    best = dict.fromkeys(ways, float("inf"))
+    began, rounds = _clock(), 0
+    while rounds < 2 or (rounds < 50 and _clock() - began < SECONDS / MOST):
+        for name, way in ways.items():
+            start = _clock()
+            way()
+            best[name] = min(best[name], _clock() - start)
+        rounds += 1
+    return best
+
+
+class _Storages(TorchDispatchMode):
+    """The most bytes that live at one time in tensors made here. What kernels take for themselves
+    while they run is not among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and _storage(x) not in given | self.alive.keys():
+                storage = x.untyped_storage()
+                self.alive[_storage(x)] = StorageWeakRef(storage), storage.nbytes()
+        self.alive = {at: kept for at, kept in self.alive.items() if not kept[0].expired()}
+        self.most = max(self.most, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _peak_bytes(way: Callable[[], Any]) -> int:
+    with _Storages() as storages:
+        way()
+    return storages.most

@@ -1,0 +1,237 @@
+"""The report of `fastattn.profile`: as text, as JSON, as a picture."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from dataclasses import dataclass, field
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+from .observing import SDPA, Call
+
+WORTH = 1.03  # times as fast: less is noise
+
+
+class Round(NamedTuple):
+    """Seconds of the whole model, one after the other, so that a busy machine is busy for both."""
+
+    now: float
+    ours: float
+    converted: bool  # modules, beside the function
+
+
+@dataclass
+class Measured:
+    """A kind of call, by way: "now", "sdpa" (patched), "shown" (asked for what its mask shows)."""
+
+    call: Call
+    ours_runs: str = ""
+    seconds: dict[str, float] = field(default_factory=dict)  # of one call
+    bytes: dict[str, int] = field(default_factory=dict)
+    trouble: dict[str, str] = field(default_factory=dict)
+
+    def total(self, way: str) -> float:
+        """Seconds of all calls of the kind; those that were not timed take what they took."""
+        if not self.seconds:
+            return self.call.seconds
+        best = self.seconds.get(way, self.seconds.get("sdpa", self.seconds.get("now", 0.0)))
+        return best * self.call.count
+
+
+@dataclass(frozen=True)
+class Profile:
+    """`str()` is the text. Seconds of calls are the least of a few; `shown` is an estimate: the
+    model on fastattn, less what its calls save when they are asked for what their masks show."""
+
+    model: str
+    of_transformers: bool  # a model of that library
+    step: str  # "forward", or "forward and backward"
+    threads: int
+    rounds: list[Round]
+    calls: list[Measured]
+
+    @property
+    def now(self) -> float:
+        return min(x.now for x in self.rounds)
+
+    @property
+    def ours(self) -> float:
+        return self.now / self.gain
+
+    @property
+    def gains(self) -> tuple[float, float, float]:
+        """Times as fast, by quartiles of what was measured."""
+        ratios = [x.now / x.ours for x in self.rounds]
+        low, middle, high = quantiles(ratios * 2, n=4, method="inclusive")
+        return low, middle, high
+
+    @property
+    def gain(self) -> float:
+        return self.gains[1]
+
+    @property
+    def shown(self) -> float:
+        saved = sum(m.total("sdpa") - m.total("shown") for m in self.calls)
+        return max(self.ours - max(saved, 0.0), 1e-9)
+
+    @property
+    def attention(self) -> float:
+        """Seconds of `now` that are attention, as it is."""
+        return sum(m.total("now") for m in self.calls)
+
+    def verdict(self) -> str:
+        """A sentence: is it worth it, and by which line."""
+        if not self.calls:
+            return (
+                "No attention call was seen: the model multiplies its own matrices (transformers: "
+                'attn_implementation="sdpa"), or has the function by a name bound at import.'
+            )
+        if all(m.call.function.startswith("fastattn") for m in self.calls):
+            return "All of it is fastattn already."
+        line = " and ".join(self.lines())
+        better, (low, gain, high) = self.now / self.shown, self.gains
+        small = f" Masks kept small{self._small()}: about {better:.2f}x." * (better > gain * WORTH)
+        if low >= 1 and gain >= WORTH:
+            return f"Worth it: {gain:.2f}x by {line}.{small}"
+        if high <= 1 and gain <= 1 / WORTH:
+            return f"Not worth it: {gain:.2f}x by {line}.{small}"
+        return f"No difference that could be measured here: {gain:.2f}x by {line}.{small}"
+
+    def _small(self) -> str:
+        known = importlib.util.find_spec("fastattn.integrations.transformers")
+        if not (known and self.of_transformers):
+            return ""
+        return " (`fastattn.integrations.transformers.register()`)"
+
+    def lines(self) -> list[str]:
+        found = ["fastattn.convert(model)"] if self.rounds[0].converted else []
+        if not found or any(m.call.function == SDPA and not m.call.heads for m in self.calls):
+            found.append("`with fastattn.sdpa():`")
+        return found
+
+    def __str__(self) -> str:
+        share = min(1.0, self.attention / self.now)
+        low, gain, high = self.gains
+        lines = [
+            f"{self.model}, {self.step}, {_counted(self.threads, 'thread')}: {_time(self.now)}, "
+            f"attention {_time(self.attention)} of it ({share:.0%})",
+            f"  with fastattn {_time(self.ours)}, {gain:.2f}x (measured; {low:.2f} to {high:.2f})",
+        ]
+        if self.shown < self.ours / WORTH:
+            gain = self.now / self.shown
+            lines.append(f"  and masks kept small {_time(self.shown)}, {gain:.2f}x (estimated)")
+        lines += [f"  {self.verdict()}", ""]
+        for m in self.calls:
+            lines += _entry(m)
+        return "\n".join(lines)
+
+    def json(self) -> str:
+        """The same, with every module's name. Seconds and bytes are of one call."""
+        return json.dumps(
+            {
+                "model": self.model,
+                "step": self.step,
+                "threads": self.threads,
+                "seconds": {"now": self.now, "fastattn": self.ours, "shown": self.shown},
+                "attention_seconds": self.attention,
+                "verdict": self.verdict(),
+                "calls": [_record(m) for m in self.calls],
+            },
+            indent=1,
+        )
+
+    def plot(self, path: str | os.PathLike) -> None:
+        """Bars to an image file: attention's milliseconds by kind of call and by way. Needs
+        matplotlib."""
+        from matplotlib.figure import Figure
+
+        ways = {"now": "now", "sdpa": "fastattn", "shown": "fastattn, mask kept small"}
+        figure = Figure(figsize=(8, 1.5 + 0.9 * max(1, len(self.calls))), layout="constrained")
+        axes = figure.add_subplot()
+        for at, (way, name) in enumerate(ways.items()):
+            places = [i + 0.27 * (at - 1) for i, m in enumerate(self.calls) if way in m.seconds]
+            times = [1e3 * m.total(way) for m in self.calls if way in m.seconds]
+            axes.barh(places, times, 0.25, label=name)
+        names = [f"{_place(m.call)}\nq {_sizes(m.call.q)}" for m in self.calls]
+        axes.set_yticks(range(len(self.calls)), names)
+        axes.invert_yaxis()
+        axes.set_xlabel("ms, all calls")
+        axes.set_title(f"{self.model}, {self.step}: {self.gain:.2f}x with fastattn")
+        axes.legend()
+        figure.savefig(path)
+
+
+def _place(call: Call) -> str:
+    return f"{call.path or 'the model'} ({_counted(call.count, 'call')})"
+
+
+def _counted(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def _entry(m: Measured) -> list[str]:
+    call = m.call
+    keys = _sizes(call.k)
+    if call.fewest < call.k[-2]:
+        keys = keys.replace(f", {call.k[-2]}, ", f", {call.fewest} to {call.k[-2]}, ")
+    shape = f"q {_sizes(call.q)}, k {keys} {call.dtype}"
+    lines = [f"{_place(call)}: {shape}{', ' * bool(call.options)}{call.options}"]
+    if call.function != SDPA:
+        lines.append(f"  {call.function}")
+    if call.mask:
+        lines.append(f"  mask {call.mask}, dense{_advice(call)}")
+    lines.append(f"  now {call.runs}: {_cost(m, 'now')}")
+    if m.ours_runs:
+        lines.append(f"  patched {m.ours_runs}: {_cost(m, 'sdpa')}")
+    if "shown" in m.seconds:
+        lines.append(f"  as shown: {_cost(m, 'shown')}")
+    return lines
+
+
+def _advice(call: Call) -> str:
+    if call.shown is None:
+        return ""
+    if not call.shown.instead:
+        return f": {call.shown.what}"
+    return f", but {call.shown.what}: pass {call.shown.instead}"
+
+
+def _cost(m: Measured, way: str) -> str:
+    if way in m.trouble:
+        return m.trouble[way]
+    if way not in m.seconds:
+        return f"{_time(m.call.seconds / m.call.count)} a call, as it ran"
+    now = None if way == "now" else m.seconds.get("now")
+    times = "" if now is None else f", {now / m.seconds[way]:.2f}x"
+    return f"{_time(m.seconds[way])} a call{times}, {m.bytes[way] / 2**20:.1f} MiB"
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return f"({', '.join('*' if n < 0 else str(n) for n in shape)})"
+
+
+def _record(m: Measured) -> dict[str, Any]:
+    call = m.call
+    return {
+        "function": call.function,
+        "where": dict(call.where),
+        "calls": call.count,
+        "q": call.q,
+        "k": call.k,
+        "dtype": call.dtype,
+        "options": call.options,
+        "mask": call.mask or None,
+        "shows": call.shown and call.shown.what,
+        "instead": (call.shown and call.shown.instead) or None,
+        "runs": call.runs,
+        "patched_runs": m.ours_runs or None,
+        "seconds": m.seconds,
+        "bytes": m.bytes,
+        "trouble": m.trouble,
+    }

@@ -1,0 +1,137 @@
+"""What a dense mask shows: causal, windows, padding, documents; so that it need not be dense."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MOST = 1 << 26  # elements that are looked at: of larger masks, the first items
+
+
+class Shown(NamedTuple):
+    what: str  # "causal + left padding"
+    arguments: dict[str, Any] | None = None  # of `attention`, in the mask's place; None: none known
+    instead: str = ""  # the same, to be read
+
+
+def structure(mask: Tensor, M: int, N: int) -> Shown:
+    """Of a mask that broadcasts to (B,H,M,N), bool (True = may attend) or added to the scores.
+
+    Rows that see nothing, by the mask or by what is said of it, may see anything: they are padding,
+    whose results are of no use to anybody, and differ.
+    """
+    keep = _kept(mask)
+    if keep is None:
+        values = "learned, added to the scores" if mask.requires_grad else "added to the scores"
+        return Shown(f"{values}: a bias")
+    keep = keep[(None,) * (4 - keep.ndim)]
+    if keep.shape[1] > 1 and (keep == keep[:, :1]).all():
+        keep = keep[:, :1]
+    items, heads = keep.shape[:2]
+    if heads > 1 or heads * M * N > MOST:
+        return Shown("other keys for each head" if heads > 1 else "too large to be looked at")
+    keep = keep[:, 0].expand(items, M, N)
+    looked_at = max(1, MOST // max(1, M * N))
+    found = _banded(keep[:looked_at]) or _documents(keep[:looked_at])
+    if found is None:
+        share = keep[:looked_at].float().mean().item()
+        return Shown(f"no structure that is known, {share:.0%} shown")
+    if looked_at < items:
+        return found._replace(what=f"{found.what} (of the first {looked_at} items)", arguments=None)
+    return found
+
+
+def _kept(mask: Tensor) -> Tensor | None:
+    """As a bool mask; None where it adds values that matter."""
+    if mask.dtype == torch.bool:
+        return mask
+    if mask.requires_grad:
+        return None
+    hidden = mask <= max(-1e9, torch.finfo(mask.dtype).min / 2)
+    return ~hidden if bool((hidden | (mask == 0)).all()) else None
+
+
+def _banded(keep: Tensor) -> Shown | None:
+    """A band around a diagonal, and keys that nobody sees. keep (B,M,N)."""
+    _, M, N = keep.shape
+    if not keep.numel():
+        return None
+    whole = keep.all(-1, keepdim=True)  # rows of padding see everything in some masks
+    keys = (keep & ~whole).any(-2) | keep[:, -1]
+    for corner in dict.fromkeys((0, N - M)):
+        ahead = torch.arange(N, device=keep.device) - torch.arange(M, device=keep.device)[:, None]
+        ahead = ahead - corner  # of the row's own key
+        seen = ahead.expand(keep.shape)[keep & ~whole] if not whole.all() else ahead[:0]
+        left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
+        bands: list[tuple[int | None, int | None]] = [(None, None), (None, 0), (left, 0)]
+        if corner == 0:
+            bands.append((left, right))
+        for band in bands:
+            inside = torch.ones_like(ahead, dtype=torch.bool)
+            if band[0] is not None:
+                inside &= ahead >= -band[0]
+            if band[1] is not None:
+                inside &= ahead <= band[1]
+            expected = inside & keys[:, None]
+            wrong = (expected != keep).any(-1) & expected.any(-1) & keep.any(-1)
+            if not wrong.any():
+                return _said(band, corner, keys)
+    return None
+
+
+def _said(band: tuple[int | None, int | None], corner: int, keys: Tensor) -> Shown:
+    what, instead = [], []
+    arguments: dict[str, Any] = {}
+    if band[1] == 0:
+        arguments["causal"] = "bottom_right" if corner else True
+        instead.append(f"causal={arguments['causal']!r}")
+        what.append("causal" + " from the bottom right" * bool(corner))
+    if band[0] is not None:
+        arguments["window"] = band
+        instead.append(f"window={band}")
+        what.append(f"a window of {band}")
+    name = _padding(keys)
+    if name == "right padding" and not corner:
+        arguments["key_lengths"] = keys.sum(-1)
+        instead.append("key_lengths=lengths")
+    elif name:
+        arguments["mask"] = keys[:, None, None]
+        instead.append("mask=keep[:, None, None, :]")
+    what += [name] * bool(name)
+    if not what:
+        return Shown("shows everything", {}, "no mask")
+    return Shown(" + ".join(what), arguments, ", ".join(instead))
+
+
+def _padding(keys: Tensor) -> str:
+    """keys (B,N): those that anybody sees."""
+    if keys.all():
+        return ""
+    at, count = torch.arange(keys.shape[1], device=keys.device), keys.sum(-1, keepdim=True)
+    if torch.equal(keys, at < count):
+        return "right padding"
+    if torch.equal(keys, at >= keys.shape[1] - count):
+        return "left padding"
+    return "hidden keys"
+
+
+def _documents(keep: Tensor) -> Shown | None:
+    """Sequences one after the other, none of which sees another; or a prefix that all see."""
+    _, M, N = keep.shape
+    if M != N:
+        return None
+    rows = keep.any(-1)
+    first = keep.int().argmax(-1).masked_fill(~rows, N)  # of padding, which comes last
+    same = first[:, :, None] == first[:, None, :]
+    before = torch.ones(M, N, dtype=torch.bool, device=keep.device).tril()
+    in_turn = (first.diff(dim=1) >= 0).all()
+    for name, expected in (("causal documents", same & before), ("documents", same)):
+        if in_turn and torch.equal(keep, expected & rows[:, :, None]):
+            count = int((first[:, 1:].lt(N) & first.diff(dim=1).ne(0)).sum(1).max()) + 1
+            return Shown(f"{name}, up to {count} in a row", None, "attention_packed, cu_seqlens")
+    prefix = keep[:, :1].sum(-1, keepdim=True)  # what the first row sees
+    if torch.equal(keep, before | (torch.arange(N, device=keep.device) < prefix)):
+        return Shown(f"causal after a prefix of up to {int(prefix.max())} keys")
+    return None
