@@ -47,7 +47,12 @@ INSIDE = {
         {"flash_attn.translation"},
         {"flash_attn.checks", "flash_attn.transformers_checks"},
     ),
-    "integrations": ({"integrations"}, {"integrations.diffusers"}),
+    "integrations": (
+        {"integrations"},
+        {"integrations.diffusers", "integrations.transformers"},
+        {"integrations.transformers_attention"},
+        {"integrations.transformers_masks"},
+    ),
     "nn": (
         {"nn"},
         {"nn.interchange"},

@@ -61,6 +61,10 @@ SHARES = {
     # Models of other libraries, which take seconds to import.
     "test_libraries": (NONE, 4),
     "test_profile::test_a_model_of_transformers": (NONE, ALL),
+    "test_integration_transformers": (NONE, 11),
+    "test_integration_transformers_masks": (NONE, ALL),
+    "test_integration_transformers_masks::test_it_is_the_mask": (NONE, 5),
+    "test_integration_transformers_masks::test_compiled": (NONE, 3),
     "test_first_hour::test_the_rehearsal_runs_from_end_to_end": (NONE, NONE),
     "test_emulator": (NONE, 5),
     "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 11),

@@ -1,0 +1,88 @@
+"""`attn_implementation="fastattn"` in transformers.
+
+import fastattn.integrations.transformers
+
+fastattn.integrations.transformers.register()
+model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="fastattn")
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+NAME = "fastattn"
+_MISSING = object()
+_undo: list[Callable[[], None]] = []
+
+
+def register() -> None:
+    """Lets models of transformers 5 have `attn_implementation="fastattn"`: attention and masks.
+
+    A second call changes nothing. A model that computes its attention itself, and so would never
+    call fastattn, raises ValueError where it is made; what reaches the mask of another one, which
+    is for fastattn alone, raises TypeError. Raises ImportError without transformers.
+    """
+    if _undo:
+        return
+    from transformers import AttentionInterface, PreTrainedModel
+    from transformers.masking_utils import AttentionMaskInterface
+
+    from .transformers_attention import attend
+    from .transformers_masks import make_mask
+
+    for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, make_mask)):
+        _replace(interface._global_mapping, function)
+    original = PreTrainedModel.get_correct_attn_implementation
+    setattr(PreTrainedModel, original.__name__, _refusing(original))
+    _undo.append(lambda: setattr(PreTrainedModel, original.__name__, original))
+
+
+def unregister() -> None:
+    """Undoes `register`. Models that have the name raise KeyError when they run. Without one,
+    nothing."""
+    while _undo:
+        _undo.pop()()
+
+
+def _replace(mapping: dict[str, Any], function: Callable) -> None:
+    before = mapping.get(NAME, _MISSING)
+    mapping[NAME] = function
+
+    def put_back() -> None:
+        mapping.pop(NAME)
+        if before is not _MISSING:
+            mapping[NAME] = before
+
+    _undo.append(put_back)
+
+
+def _refusing(original: Callable) -> Callable:
+    """transformers asks this of every model that is made, and of one whose implementation is
+    set."""
+
+    @functools.wraps(original)
+    def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
+        if requested_attention == NAME and not _calls_us(type(self)):
+            raise ValueError(
+                f"attn_implementation: got {NAME!r} for {type(self).__name__}, expected a model "
+                "whose attention goes through transformers' AttentionInterface: this one computes "
+                "its own and would never call fastattn; leave it at 'eager' or 'sdpa'"
+            )
+        return original(self, requested_attention, *args, **kwargs)
+
+    return get_correct_attn_implementation
+
+
+@functools.cache
+def _calls_us(kind: Any) -> bool:
+    """Whether the attention of a model goes through the interface, by its source: as transformers
+    finds out whether an implementation can be set, which misses what looks a class up by name."""
+    if not kind._can_set_attn_implementation():
+        return False
+    source = inspect.getsource(sys.modules[kind.__module__])
+    return not re.search(r"_CLASSES\[\S*attn_implementation\]", source)

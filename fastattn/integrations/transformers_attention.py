@@ -1,0 +1,128 @@
+"""The attention function of `AttentionInterface`: from transformers' arguments to fastattn's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..api import attention, attention_packed, attention_weights, draw_seed
+from .transformers_masks import Mask
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Mask | Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """query (B,H,M,D), key (B,Hk,N,D), value (B,Hk,N,Dv): out (B,M,H,Dv), and the weights
+    (B,H,M,N) if `output_attentions` asks for them.
+
+    attention_mask: of `make_mask`, or a caller's own, boolean or added. Without one `is_causal`
+    holds, or else the module's, aligned to the top left. position_bias (B,H,M,N) is added, s_aux
+    (H,) are sinks. Sequences of cu_seq_lens_q and cu_seq_lens_k are packed where the mask knows of
+    no padding. Raises NotImplementedError for a paged cache.
+    """
+    if cache is not None:
+        raise NotImplementedError(
+            "attn_implementation: got 'fastattn' with a paged cache, expected none; for continuous "
+            "batching use fastattn.flash_attn.install() and 'flash_attention_2'"
+        )
+    if query.shape[0] != key.shape[0]:  # learned queries, the same for all items
+        query = query.expand(key.shape[0], -1, -1, -1)
+    if isinstance(attention_mask, Mask):
+        arguments, offsets = attention_mask.arguments, _offsets(attention_mask, query, key, kwargs)
+    else:
+        arguments, offsets = _plain(module, attention_mask, is_causal, query), None
+        if attention_mask is None:
+            offsets = _given_offsets(query, kwargs)
+    wants_weights = kwargs.get("output_attentions")
+    if offsets is not None and (wants_weights or position_bias is not None):
+        arguments, offsets = {"mask": _exact(attention_mask)}, None
+    if position_bias is not None:
+        arguments = arguments | {"mask": _biased(position_bias, arguments.get("mask"), query)}
+    given: dict[str, Any] = dict(arguments, scale=scaling)
+    if softcap is not None:
+        given["softcap"] = softcap
+    if s_aux is not None:
+        given["sinks"] = s_aux
+    if dropout:
+        given |= dict(dropout_p=dropout, seed=draw_seed(query.device))
+    if offsets is not None:
+        return _packed(query, key, value, offsets, given), None
+    out: Any = attention(query, key, value, **given)
+    return out.transpose(1, 2), attention_weights(query, key, **given) if wants_weights else None
+
+
+Offsets = tuple[Tensor, Tensor, int | None, int | None]  # of rows and of keys, and the longest
+
+
+def _offsets(mask: Mask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | None:
+    if mask.shape[2:] != (query.shape[2], key.shape[2]):
+        got, expected = tuple(mask.shape[2:]), (query.shape[2], key.shape[2])
+        raise ValueError(f"attention_mask: got one of (M, N) = {got}, expected {expected}")
+    if mask.offsets is not None:
+        return mask.offsets, mask.offsets, mask.longest, mask.longest
+    plain = mask.arguments.get("causal") in (None, True) and mask.arguments.keys() <= _RELATIVE
+    return _given_offsets(query, kwargs) if plain else None
+
+
+def _exact(mask: Mask | Tensor | None) -> Tensor:
+    """The mask of a packed batch, for what is asked row by row and key by key."""
+    if isinstance(mask, Mask) and mask.offsets is not None:
+        return mask.exact()
+    raise NotImplementedError(
+        "cu_seq_lens_q: got some beside output_attentions or a position bias, expected "
+        "position_ids that begin anew with every sequence"
+    )
+
+
+_RELATIVE = {"causal", "window"}  # these say the same of each sequence as of all
+
+
+def _given_offsets(query: Tensor, kwargs: Any) -> Offsets | None:
+    """Those that a caller gives for a batch of one item, as `DataCollatorWithFlattening` does."""
+    rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if not isinstance(rows, Tensor) or not isinstance(keys, Tensor) or query.shape[0] != 1:
+        return None
+    return rows, keys, kwargs.get("max_length_q"), kwargs.get("max_length_k")
+
+
+def _plain(module: torch.nn.Module, mask: Any, is_causal: bool | None, query: Tensor) -> dict:
+    """Of a caller's own mask, or of none."""
+    if mask is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        return {"causal": True} if causal and query.shape[2] > 1 else {}
+    if mask.is_floating_point() and mask.dtype != query.dtype:
+        mask = mask.to(query.dtype)
+    return {"mask": mask}
+
+
+def _biased(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
+    """The bias where the mask shows something."""
+    if bias.dtype not in (query.dtype, torch.float32):
+        bias = bias.to(query.dtype)
+    if mask is None:
+        return bias
+    if mask.dtype != torch.bool:
+        return bias + mask
+    return torch.where(mask, bias, -torch.inf)
+
+
+def _packed(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, given: Any) -> Tensor:
+    """(B,M,H,Dv): the items of a batch are packed one after the other."""
+    cu_q, cu_k, max_q, max_k = offsets
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    out: Any = attention_packed(q, k, v, cu_q, cu_k, max_q=max_q, max_k=max_k, **given)
+    return out.unflatten(0, (query.shape[0], query.shape[2]))

@@ -1,0 +1,262 @@
+"""Masks of transformers as structure: what `fastattn.attention` is told in the place of a tensor.
+
+transformers describes a mask by a function of indices, put together of a few; these are known
+again by their names, and what holds them is read. Whatever is not known becomes the exact mask.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+_is_compiling = torch.compiler.is_compiling
+
+
+class Mask:
+    """What `make_mask` hands to `attend`, through the model, as if it were (B,1,M,N).
+
+    arguments: of `fastattn.attention`. offsets: (sequences + 1,), where they begin among B M rows
+    that are packed, and longest the most rows that one has. exact() is the boolean mask. A model
+    may cut it; if it does anything else, its attention is its own, and the answer is an error.
+    """
+
+    ndim = 4
+    dtype = torch.bool
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        arguments: dict[str, Any],
+        exact: Callable[[], Tensor],
+        offsets: Tensor | None = None,
+        longest: int | None = None,
+    ):
+        self.shape, self.arguments, self.exact = shape, arguments, exact
+        self.offsets, self.longest = offsets, longest
+
+    def __getitem__(self, where: Any) -> Mask:
+        return of_tensor(self.exact()[where])
+
+    def to(self, *args: Any, **kwargs: Any) -> Mask:
+        return self
+
+    contiguous = to
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise _strange(f"torch.{getattr(function, '__name__', function)}")
+
+    def _added(self, other: Any) -> Mask:
+        raise _strange("a sum")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _added
+
+
+def _strange(where: str) -> TypeError:
+    return TypeError(
+        f"mask: got one that fastattn made in {where}, expected it in fastattn's attention "
+        "function alone: this model computes attention of its own beside "
+        "attn_implementation='fastattn' and would be wrong; leave it at 'eager' or 'sdpa'"
+    )
+
+
+def of_tensor(mask: Tensor) -> Mask:
+    return Mask(tuple(mask.shape), {"mask": mask}, lambda: mask)
+
+
+class Pattern(NamedTuple):
+    """What a mask function shows. Row i and key j are counted from where sequences begin."""
+
+    causal: bool = False
+    window: tuple[int, int | None] | None = None  # i - left <= j <= i + right
+    chunk: tuple[int, Tensor] | None = None  # of so many keys, begun behind the padding (B,)
+    sequences: Tensor | None = None  # (B,N): which of a packed batch
+
+
+def make_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: Callable = masking_utils.causal_mask_function,
+    attention_mask: Any = None,
+    use_vmap: bool = False,
+    device: torch.device | str = "cpu",
+    **rest: Any,
+) -> Mask:
+    """The mask function of `AttentionMaskInterface`. It never gives None: a model that does not
+    pass its masks on to fastattn notices at its first call."""
+    if isinstance(attention_mask, Mask):  # `generate` made it before
+        return attention_mask
+    shape = batch_size, 1, q_length, kv_length
+
+    def exact() -> Any:
+        return masking_utils.sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            allow_is_causal_skip=False,
+            use_vmap=use_vmap,
+            device=device,
+        )
+
+    pattern = None if use_vmap else _pattern(mask_function)
+    if pattern is not None and not isinstance(kv_offset, Tensor):
+        if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not _is_compiling():
+            q_offset = int(q_offset)
+        seen = _seen(attention_mask, kv_offset, kv_length)
+        rows = Rows(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+        if (packed := _packed(pattern, seen, rows)) is not None:
+            return Mask(shape, {"causal": pattern.causal, **_window(pattern)}, exact, *packed)
+        if (arguments := _arguments(pattern, seen, rows)) is not None:
+            return Mask(shape, arguments, exact)
+    mask = exact()
+    return Mask(shape, {"mask": mask}, lambda: mask)
+
+
+class Rows(NamedTuple):
+    """Where a call's rows and keys stand: the first at q_offset and kv_offset."""
+
+    B: int
+    M: int
+    N: int
+    q_offset: int | Tensor
+    kv_offset: int
+    device: torch.device | str
+
+    @property
+    def end(self) -> Any:
+        """How many of the keys stand no further than the last row does."""
+        return self.q_offset + self.M - self.kv_offset
+
+
+def _pattern(function: Any) -> Pattern | None:
+    """What is known of a mask function, or None. A compiler sees into no closure."""
+    if function is masking_utils.causal_mask_function:
+        return Pattern(causal=True)
+    if function is masking_utils.bidirectional_mask_function:
+        return Pattern()
+    if _is_compiling() or getattr(function, "__module__", "") != masking_utils.__name__:
+        return None
+    held = [x.cell_contents for x in function.__closure__ or ()]
+    held = dict(zip(function.__code__.co_freevars, held))
+    match function.__qualname__.split(".")[0]:
+        case "and_masks":
+            return functools.reduce(_both, map(_pattern, held["mask_functions"]))
+        case "sliding_window_overlay":
+            return Pattern(window=(held["sliding_window"] - 1, None))
+        case "sliding_window_bidirectional_overlay":
+            return Pattern(window=(held["sliding_window"], held["sliding_window"]))
+        case "chunked_overlay":
+            return Pattern(chunk=(held["chunk_size"], held["left_padding"]))
+        case "packed_sequence_mask_function":
+            return Pattern(sequences=held["packed_sequence_mask"])
+        case "remap_positions_for_packed_sequence":
+            inside = _pattern(held["mask_function"])  # positions rise by one within a sequence
+            return None if inside is None or inside.chunk is not None else inside
+    return None
+
+
+def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
+    """What both show, where they do not speak of the same."""
+    if a is None or b is None or (a.window and b.window) or (a.chunk and b.chunk):
+        return None
+    sequences = b.sequences if a.sequences is None else a.sequences
+    return Pattern(a.causal or b.causal, a.window or b.window, a.chunk or b.chunk, sequences)
+
+
+def _window(pattern: Pattern) -> dict[str, Any]:
+    return {} if pattern.window is None else {"window": pattern.window}
+
+
+def _seen(padding: Tensor | None, first: int, N: int) -> Tensor | None:
+    """(B,N): which keys are no padding. None: all."""
+    if padding is None:
+        return None
+    padding = padding[:, first : first + N]
+    if padding.shape[1] < N:
+        padding = torch.nn.functional.pad(padding, (0, N - padding.shape[1]))
+    return padding
+
+
+def _packed(pattern: Pattern, seen: Tensor | None, rows: Rows) -> tuple[Tensor, int] | None:
+    """Offsets of sequences that lie one after the other, and the longest: of a packed batch, or
+    of chunks."""
+    if _is_compiling() or (pattern.sequences is None and pattern.chunk is None):
+        return None
+    if seen is not None and not seen.all():
+        return None
+    starts = torch.zeros(rows.B, rows.N, dtype=torch.bool, device=rows.device)
+    starts[:, 0] = True
+    if pattern.sequences is not None:
+        starts[:, 1:] = pattern.sequences.diff(dim=1) != 0
+    else:
+        size, begun = pattern.chunk or (0, None)
+        if not (rows.end == rows.M == rows.N > size) or begun is None or begun.any():
+            return None
+        starts[:, ::size] = True
+    offsets = starts.flatten().nonzero()[:, 0]
+    offsets = torch.nn.functional.pad(offsets, (0, 1), value=starts.numel())
+    return offsets, int(offsets.diff().max())
+
+
+def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, Any] | None:
+    """Of `fastattn.attention`, or None if they cannot say it."""
+    if pattern.sequences is not None or not _in_one_chunk(pattern, rows):
+        return None
+    if not pattern.causal:
+        if pattern.window is not None and not (rows.end == rows.M == rows.N):
+            return None
+        return _window(pattern) | _padding(seen, rows, right=True)
+    end, N = rows.end, rows.N
+    if isinstance(end, Tensor):  # of a static cache: nothing waits for its value
+        padding = {} if seen is None else {"mask": seen[:, None, None]}
+        lengths = end.expand(rows.B).contiguous()
+        return dict(causal="bottom_right", key_lengths=lengths, **padding, **_window(pattern))
+    if end > N:
+        return None
+    window = _window(pattern) if pattern.window and end > pattern.window[0] + 1 else {}
+    if end == rows.M == N:
+        return dict(causal=True) | window | _padding(seen, rows, right=True)
+    arguments = window | _padding(seen, rows, right=False)
+    if rows.M > 1 or window:
+        arguments["causal"] = "bottom_right"
+    if end < N:
+        arguments["key_lengths"] = torch.full((rows.B,), end, device=rows.device)
+    return arguments
+
+
+def _in_one_chunk(pattern: Pattern, rows: Rows) -> bool:
+    """Whether all keys that a row may see are in its chunk."""
+    if pattern.chunk is None:
+        return True
+    if _is_compiling() or isinstance(rows.q_offset, Tensor) or rows.kv_offset:
+        return False
+    size, begun = pattern.chunk
+    return rows.end <= size and not begun.any()
+
+
+def _padding(seen: Tensor | None, rows: Rows, *, right: bool) -> dict[str, Any]:
+    """Of keys up to the last row's: lengths for padding on the right, if `right`, or else the
+    columns."""
+    if seen is None:
+        return {}
+    if not _is_compiling():
+        before = seen if right else seen[:, : rows.end]
+        if before.all():
+            return {}
+        if right:
+            lengths = seen.sum(1)
+            if torch.equal(seen, torch.arange(rows.N, device=seen.device) < lengths[:, None]):
+                return {"key_lengths": lengths}
+    return {"mask": seen[:, None, None]}

@@ -1,0 +1,193 @@
+"""Families of transformers with random tiny weights: how each is made, and what it is given."""
+
+from __future__ import annotations
+
+import copy
+from typing import NamedTuple
+
+import torch
+
+VOCABULARY, LENGTH = 97, 24
+SIZES = dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+GROUPED = dict(num_key_value_heads=2, head_dim=16)
+LOCAL = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
+PARTIAL = dict(num_key_value_heads=2)
+EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1)
+LATENT = dict(
+    num_key_value_heads=4,
+    moe_intermediate_size=32,
+    kv_lora_rank=16,
+    q_lora_rank=24,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=16,
+    v_head_dim=12,
+    n_routed_experts=4,
+    n_group=1,
+    topk_group=1,
+    num_experts_per_tok=2,
+)
+CHUNKED = dict(
+    attention_chunk_size=8,
+    layer_types=["chunked_attention", "full_attention"],
+    no_rope_layers=[1, 0],
+    num_local_experts=2,
+    intermediate_size_mlp=96,
+)
+GPT2 = dict(n_embd=64, n_layer=2, n_head=4, n_inner=96, vocab_size=VOCABULARY)
+SEQ2SEQ = dict(
+    d_model=64,
+    encoder_layers=2,
+    decoder_layers=2,
+    encoder_attention_heads=4,
+    decoder_attention_heads=4,
+    encoder_ffn_dim=96,
+    decoder_ffn_dim=96,
+    vocab_size=VOCABULARY,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+    decoder_start_token_id=1,
+    forced_eos_token_id=None,
+)
+T5 = dict(d_model=64, d_kv=16, d_ff=96, num_layers=2, num_heads=4, vocab_size=VOCABULARY)
+T5 |= dict(decoder_start_token_id=0, pad_token_id=0, eos_token_id=2)
+DISTILLED = SIZES | dict(dim=64, hidden_dim=96, n_layers=2, n_heads=4)
+LOCAL_ENCODER = dict(local_attention=8, global_attn_every_n_layers=2)
+LOCAL_ENCODER |= dict(cls_token_id=1, sep_token_id=2)
+PIXELS = dict(image_size=32, patch_size=8, num_channels=3)
+SPEECH = dict(conv_dim=(32, 32), conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2)
+SPEECH |= dict(num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4)
+
+
+class Family(NamedTuple):
+    """name: of its classes, before Config. model: what follows the name there. given: what the
+    model takes, "text", "encoded" text, "pair" of texts, "pixels" or "waves". features: what its
+    attention has."""
+
+    name: str
+    model: str
+    config: dict
+    given: str = "text"
+    features: str = ""
+    held_against: str = "eager"
+
+    @property
+    def generates(self) -> bool:
+        return self.given in ("text", "pair")
+
+
+CAUSAL, BARE = "ForCausalLM", "Model"
+FAMILIES = [
+    Family("Llama", CAUSAL, SIZES | GROUPED, features="GQA"),
+    Family("Mistral", CAUSAL, SIZES | GROUPED | dict(sliding_window=8), features="GQA, window"),
+    Family("Mixtral", CAUSAL, SIZES | GROUPED | EXPERTS, features="GQA, experts"),
+    Family("Qwen2", CAUSAL, SIZES | PARTIAL, features="GQA"),
+    Family("Qwen3", CAUSAL, SIZES | GROUPED, features="GQA"),
+    Family("Gemma", CAUSAL, SIZES | GROUPED, features="GQA"),
+    Family(
+        "Gemma2",
+        CAUSAL,
+        SIZES | GROUPED | LOCAL | dict(attn_logit_softcapping=0.5),
+        features="GQA, window, softcap",
+    ),
+    Family("Gemma3", CAUSAL, SIZES | GROUPED | LOCAL, features="window"),
+    Family("GptOss", CAUSAL, SIZES | GROUPED | LOCAL | EXPERTS, features="GQA, window, sinks"),
+    Family("GPT2", "LMHeadModel", GPT2),
+    Family("GPTNeoX", CAUSAL, SIZES),
+    Family("OPT", CAUSAL, SIZES | dict(ffn_dim=96, word_embed_proj_dim=64)),
+    Family("Phi", CAUSAL, SIZES),
+    Family("Phi3", CAUSAL, SIZES | PARTIAL | dict(sliding_window=8), features="GQA, window"),
+    Family("StableLm", CAUSAL, SIZES | PARTIAL, features="GQA"),
+    Family("Starcoder2", CAUSAL, SIZES | PARTIAL | dict(sliding_window=8), features="GQA, window"),
+    Family("Cohere", CAUSAL, SIZES | PARTIAL, features="GQA"),
+    Family("Cohere2", CAUSAL, SIZES | GROUPED | LOCAL, features="GQA, window"),
+    Family("Olmo2", CAUSAL, SIZES | PARTIAL, features="GQA"),
+    Family("Granite", CAUSAL, SIZES | PARTIAL, features="GQA, a scale of its own"),
+    Family("Glm4", CAUSAL, SIZES | GROUPED, features="GQA"),
+    Family("SmolLM3", CAUSAL, SIZES | PARTIAL, features="GQA"),
+    Family("DeepseekV3", CAUSAL, SIZES | LATENT, features="latent heads, Dv != D"),
+    Family("Llama4", CAUSAL, SIZES | GROUPED | CHUNKED, features="GQA, chunks"),
+    Family("Persimmon", CAUSAL, SIZES),
+    Family("Nemotron", CAUSAL, SIZES | GROUPED, features="GQA"),
+    Family("BioGpt", CAUSAL, SIZES),
+    Family("Bert", BARE, SIZES, "encoded"),
+    Family("Roberta", BARE, SIZES, "encoded"),
+    Family("DistilBert", BARE, DISTILLED, "encoded"),
+    Family("Electra", BARE, SIZES | dict(embedding_size=64), "encoded"),
+    Family("Albert", BARE, SIZES | dict(embedding_size=64), "encoded"),
+    Family(
+        "ModernBert",
+        BARE,
+        SIZES | LOCAL_ENCODER,
+        "encoded",
+        "window",
+    ),
+    Family("EuroBert", BARE, SIZES | GROUPED, "encoded", "GQA"),
+    Family("ViT", BARE, SIZES | PIXELS, "pixels"),
+    Family("Dinov2", BARE, SIZES | PIXELS, "pixels"),
+    Family("SiglipVision", BARE, SIZES | PIXELS, "pixels"),
+    Family("CLIPVision", BARE, SIZES | PIXELS, "pixels"),
+    Family("CLIPText", BARE, SIZES, "encoded"),
+    Family("Wav2Vec2", BARE, SIZES | SPEECH, "waves"),
+    Family("T5", "ForConditionalGeneration", T5, "pair", "position bias"),
+    Family("UMT5", "ForConditionalGeneration", T5, "pair", "position bias"),
+    Family("Bart", "ForConditionalGeneration", SEQ2SEQ, "pair"),
+    Family("MBart", "ForConditionalGeneration", SEQ2SEQ, "pair"),
+    Family("Marian", "MTModel", SEQ2SEQ, "pair"),
+    Family("M2M100", "ForConditionalGeneration", SEQ2SEQ, "pair"),
+    Family("Pegasus", "ForConditionalGeneration", SEQ2SEQ, "pair"),
+]
+
+
+def made(family: Family):
+    """A model in float32, the same on every run. What begins at 0 or 1 would tell nothing."""
+    import transformers
+
+    text = "Text" if family.name in ("Gemma3", "Llama4") else ""
+    config = getattr(transformers, f"{family.name}{text}Config")
+    config = config(**copy.deepcopy(family.config), dtype=torch.float32)
+    torch.manual_seed(0)
+    model = getattr(transformers, family.name + family.model)(config).eval()
+    for x in model.parameters():
+        torch.nn.init.normal_(x, 0.0 if x.ndim > 1 else 0.5, 0.2)
+    return model
+
+
+def text(padding: str, rows: int = 3, length: int = LENGTH):
+    """Ids and a mask (rows,length), padded on the "left", the "right", on "both" sides or not."""
+    torch.manual_seed(1)
+    ids = torch.randint(3, VOCABULARY, (rows, length))
+    mask = torch.ones_like(ids)
+    for b, n in enumerate((0, 7, 15)[:rows]):
+        if padding in ("left", "both"):
+            mask[b, :n] = 0
+        if padding in ("right", "both"):
+            mask[b, length - n // 3 - 1 :] = 0
+    return ids * mask, mask
+
+
+def inputs(family: Family, padding: str) -> dict:
+    torch.manual_seed(2)
+    if family.given == "pixels":
+        return dict(pixel_values=torch.randn(2, 3, 32, 32))
+    if family.given == "waves":
+        return dict(input_values=torch.randn(2, 200))
+    ids, mask = text(padding)
+    if family.given == "encoded":
+        return dict(input_ids=ids, attention_mask=mask)
+    if family.given == "pair":
+        labels = torch.randint(3, VOCABULARY, (3, 9))
+        return dict(input_ids=ids, attention_mask=mask, labels=labels)
+    labels = ids.masked_fill((mask == 0) | (mask.cumsum(1) <= 1), -100)
+    return dict(input_ids=ids, attention_mask=mask, labels=labels)
