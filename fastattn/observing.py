@@ -34,7 +34,7 @@ class Call:
     """Calls of one kind: the same shapes and the same sort of mask, in modules of one name."""
 
     function: str
-    path: str  # with * for numbers
+    path: str  # with * for a number
     q: tuple[int, ...]
     k: tuple[int, ...]
     dtype: str
@@ -118,7 +118,7 @@ class Observer:
     def _add(self, call: Call, seconds: float) -> None:
         module = self.modules[-1] if self.modules else None
         path = self.names.get(id(module), type(module).__name__) if module else ""
-        call.path = re.sub(r"\b\d+\b", "*", path)
+        call.path = re.sub(r"(?<![a-zA-Z])\d+", "*", path)  # attn1 and attn2 are two
         call.heads, call.fewest = isinstance(module, nn.MultiheadAttention), call.k[-2]
         grows = call.q[-2] == 1
         key: tuple = call.function, call.path, call.q, call.dtype, call.options, call.runs

@@ -45,10 +45,10 @@ def patch() -> None:
     """Make `torch.nn.functional.scaled_dot_product_attention` run on fastattn, in every thread.
 
     Counted: it stays until `unpatch` has been called as often. Reaches whoever looks the function
-    up in its module at a call: nn.MultiheadAttention (but its inference fast path, which calls
-    another function: `fastattn.convert`), torch.compile (functions compiled before are compiled
-    anew where they call it), and most libraries. Names bound before by `from torch.nn.functional
-    import scaled_dot_product_attention` are out of its reach.
+    up in its module at a call: most libraries, torch.nn, and compiled functions, those from before
+    included, which are compiled anew. Out of its reach are names bound before by `from
+    torch.nn.functional import scaled_dot_product_attention`, and nn.MultiheadAttention on its
+    inference path or compiled, which call operators of torch's: `fastattn.convert` is for those.
 
     torch's own function still runs where sdpa_kernel(...) or torch.backends.cuda ruled out its
     flash or its math kernel, or set priorities (to allow both is to want neither); for tensor
@@ -163,7 +163,7 @@ def _stand_in(
     return _torchs(query, key, value, *rest, **named)
 
 
-_stand_in.__name__ = _stand_in.__qualname__ = "scaled_dot_product_attention"
+_stand_in.__name__ = "scaled_dot_product_attention"  # pickles go by __qualname__, which stays
 _stand_in.__doc__ = F.scaled_dot_product_attention.__doc__
 
 

@@ -1,5 +1,6 @@
 """sdpa, patch and unpatch: torch's function runs on ours, or as if nothing had been patched."""
 
+import pickle
 import threading
 from functools import partial
 
@@ -384,7 +385,8 @@ def test_blocks_overlap_across_threads(calls):
 def test_a_name_kept_from_within_is_torchs_afterwards(calls):
     with fastattn.sdpa():
         kept = F.scaled_dot_product_attention
-    torch.testing.assert_close(kept(Q, K, V), TORCHS(Q, K, V), rtol=0, atol=0)
+    for function in (kept, pickle.loads(pickle.dumps(kept))):
+        torch.testing.assert_close(function(Q, K, V), TORCHS(Q, K, V), rtol=0, atol=0)
     assert not calls
 
 

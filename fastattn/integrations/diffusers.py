@@ -35,7 +35,7 @@ def register() -> None:
 def unregister() -> None:
     """Undo `register`. Without one, nothing.
 
-    Where "fastattn" is diffusers' active backend, "native" is again. A model that it was set for
+    Where "fastattn" is diffusers' active backend, its default is again. A model that it was set for
     wants another, or its `reset_attention_backend()`, before.
     """
     dispatch = _dispatch()
@@ -44,7 +44,7 @@ def unregister() -> None:
         return
     member = names(NAME)
     if registry._active_backend is member:
-        registry.set_active_backend(names.NATIVE)
+        registry.set_active_backend(names(dispatch.DIFFUSERS_ATTN_BACKEND))
     for table in (registry._backends, registry._constraints, registry._supported_arg_names):
         del table[member]
     _remove(names)
