@@ -284,7 +284,11 @@ def _needs_gradient(x: Tensor) -> bool:
 
 
 def _named(mask: Tensor | None) -> str:
-    return "" if mask is None else f"{_shape(mask)} {str(mask.dtype)[6:]}".replace(" -1", " *")
+    if mask is None:
+        return ""
+    shape = _shape(mask)
+    dense = ", dense" if len(shape) > 1 and shape[-2] > 1 else ""
+    return f"{shape} {str(mask.dtype)[6:]}{dense}"
 
 
 def _options(causal, dropout_p, scale, grouped) -> str:

@@ -181,7 +181,7 @@ def _entry(m: Measured) -> list[str]:
     if call.function != SDPA:
         lines.append(f"  {call.function}")
     if call.mask:
-        lines.append(f"  mask {call.mask}, dense{_advice(call)}")
+        lines.append(f"  mask {call.mask}{_advice(call)}")
     lines.append(f"  now {call.runs}: {_cost(m, 'now')}")
     if m.ours_runs:
         lines.append(f"  patched {m.ours_runs}: {_cost(m, 'sdpa')}")

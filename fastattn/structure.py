@@ -38,6 +38,9 @@ def structure(mask: Tensor, M: int, N: int) -> Shown:
     if found is None:
         share = keep[:looked_at].float().mean().item()
         return Shown(f"no structure that is known, {share:.0%} shown")
+    rows = mask.shape[-2] if mask.ndim > 1 else 1
+    if rows == 1 and list(found.arguments or ()) == ["mask"]:
+        return Shown(found.what)  # it is small already
     if looked_at < items:
         return found._replace(what=f"{found.what} (of the first {looked_at} items)", arguments=None)
     return found

@@ -80,7 +80,7 @@ def test_what_a_mask_shows(name):
     assert found.what == what
     if found.arguments is None:
         return
-    assert bool(found.instead) and set(found.arguments) <= {
+    assert found.instead and set(found.arguments) <= {
         "causal",
         "window",
         "key_lengths",
@@ -119,7 +119,7 @@ def test_training():
     assert set(m.seconds) == set(m.bytes) == {"now", "sdpa", "shown"}
     text = str(report)
     assert text.startswith("TransformerEncoder, forward and backward, 1 thread: ")
-    assert "dense, but right padding: pass key_lengths=lengths" in text
+    assert "(2, 2, 1, 9) float32, but right padding: pass key_lengths=lengths" in text
     assert "fastattn.convert(model)" in text and "(measured; " in text
 
 
@@ -169,7 +169,7 @@ def test_calls_of_every_sort():
     assert len(found) == 4
     assert found["fastattn attention", "", ""].call.runs == "fastattn cpu"
     assert found["fastattn weights", "", ""].call.path == "heads"
-    m = found["scaled_dot_product_attention", "", "(9, 9) bool"]
+    m = found["scaled_dot_product_attention", "", "(9, 9) bool, dense"]
     assert m.call.shown.instead == "causal=True" and "shown" in m.seconds
     assert ("scaled_dot_product_attention", "causal, a scale", "") in found
 
@@ -191,6 +191,15 @@ def test_why_a_call_stays_torchs(monkeypatch):
 
 def test_no_attention():
     assert "No attention call was seen" in str(fastattn.profile(nn.Linear(32, 3), X))
+
+
+def test_a_mask_that_is_small_already():
+    """There is nothing to pass instead, unless keys could be skipped."""
+    q, columns = torch.randn(2, 1, 9, 8), PADDING.logical_not()[:, None, None]
+    (m,) = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, columns.flip(-1))).calls
+    assert (m.call.shown.what, m.call.shown.instead) == ("left padding", "")
+    (m,) = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, columns)).calls
+    assert m.call.shown.instead == "key_lengths=lengths" and "dense" not in m.call.mask
 
 
 def test_growing_keys_are_one_line():
