@@ -77,20 +77,24 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
 
     serving = add("serving", "packed batches and pages: beside padding, torch, contiguous keys")
 
-    for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals, serving):
+    models = add("models", "whole models, fastattn beside sdpa: Llama, Mistral, ViT, an encoder")
+    models.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
+
+    racing = serving, models
+    for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals, *racing):
         measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
     for measuring in (sweep, decode, mha, overhead, memory):
         measuring.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if seen")
-    for measuring in (sweep, decode, mha, overhead):
+    for measuring in (sweep, decode, mha, overhead, models):
         measuring.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
-    for measuring in (sweep, decode, mha, overhead, subnormals, serving):
+    for measuring in (sweep, decode, mha, overhead, subnormals, *racing):
         measuring.add_argument("--seconds", type=float, help="timing budget of a cell and count")
     for measuring in (sweep, decode, overhead, memory):
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
-    for measuring in (sweep, decode, memory):
+    for measuring in (sweep, decode, memory, models):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, decode, subnormals, serving):
+    for measuring in (sweep, decode, subnormals, *racing):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
     ledger = add("ledger", "what the GPU kernels' main loops issue, with no GPU")

@@ -34,6 +34,9 @@ from . import (
     tiny_call,
     unpadded,
 )
+from . import (
+    models as whole_models,
+)
 from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
 from .peers import BASELINE, SUBJECT, chosen
 from .results import Result
@@ -152,6 +155,19 @@ def serving(options: Options) -> int:
     return _finish(result, options)
 
 
+def models(options: Options) -> int:
+    """Rows are races as those of `serving`, at each number of threads."""
+    dtypes, lengths = options.dtypes or BOTH, options.lengths or whole_models.LENGTHS
+    counts = options.threads or dict.fromkeys((1, torch.get_num_threads()))
+    with whole_models.registered(), _result("models", options, "cpu", tuple(dtypes)) as result:
+        for race in whole_models.races(dtypes, lengths, only=options.only):
+            for count in counts:
+                seconds = options.seconds or whole_models.SECONDS
+                result["models"].append(unpadded.measure(race, seconds, count))
+                print(unpadded.line(result["models"][-1]), flush=True)
+    return _finish(result, options)
+
+
 def ledger(options: Options) -> int:
     return ledger_report.run(options)
 
@@ -231,12 +247,12 @@ def _cells(
 
 def _finish(result: Result, options: Options) -> int:
     _print(printed.summary(result))
-    sections = ("cells", "memory", "modules", "targets", "subnormals", "serving")
+    sections = ("cells", "memory", "modules", "targets", "subnormals", "serving", "models")
     if any(result[section] for section in sections):
         # Half a run never replaces a committed file.
         whole = options.save and result["complete"]
         results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
-    told = result["cells"] + result["modules"] + result["serving"]
+    told = result["cells"] + result["modules"] + result["serving"] + result["models"]
     failed = any(row["status"] != "ok" for row in told)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
     failed |= any(row["failed"] for row in result["targets"])

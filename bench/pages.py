@@ -12,6 +12,7 @@ from .flushing import FLUSHED
 from .machine import words
 from .peers import BASELINE, SUBJECT
 from .printed import beyond, first_threads, ratio_at_limit, speedup_of, spread, timing_of
+from .unpadded import raced_name
 
 Result = dict[str, Any]
 SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind tells enough; the pictures have the rest
@@ -196,14 +197,22 @@ def _flushed(row: Result) -> list[str]:
 
 
 def serving(results: Sequence[Result]) -> Iterator[str]:
+    return _races(results, "serving")
+
+
+def models(results: Sequence[Result]) -> Iterator[str]:
+    return _races(results, "models")
+
+
+def _races(results: Sequence[Result], section: str) -> Iterator[str]:
     """A row a race and machine: both ways' milliseconds, their ratio, and the aim."""
-    rows = [(_machine(x), row) for x in results for row in x.get("serving", [])]
+    rows = [(_machine(x), row) for x in results for row in x.get(section, [])]
     if not rows:
         return
     yield _row("", "machine", "ms, ours and the other's", "ratio [quartiles]", "aim")
     yield _row(*["---"] * 5)
     for machine, row in sorted(rows, key=lambda x: (x[1]["pass"], x[1]["what"], x[1]["dtype"])):
-        yield _row(f"{row['what']}, {row['dtype']} {row['pass']}", machine, *_raced(row))
+        yield _row(raced_name(row), machine, *_raced(row))
 
 
 def _raced(row: Result) -> list[str]:
@@ -240,4 +249,5 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "targets": ("targets", targets),
     "subnormals": ("subnormals", subnormals),
     "serving": ("serving", serving),
+    "models": ("models", models),
 }

@@ -35,6 +35,7 @@ def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, A
         "targets": [],
         "subnormals": [],
         "serving": [],
+        "models": [],
         "cells": [],
         "seconds": None,
     }

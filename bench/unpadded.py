@@ -138,7 +138,8 @@ def measure(race: Race, seconds: float = SECONDS, threads: int | None = None) ->
             return row | {"status": "failed", "reason": reason} | NOTHING
         sides = {"ours": race.ours, "other": race.other}
         programs = {name: (lambda _, f=f: f(),) for name, f in sides.items()}
-        samples = timing.interleaved(programs, timing.WALL_TIME, seconds)
+        clock = timing.THREAD_TIME if threads == 1 else timing.WALL_TIME
+        samples = timing.interleaved(programs, clock, seconds)
     laps = {name: [x[0] for x in rounds] for name, rounds in samples.items()}
     ms = {name: 1e3 * timing.quartiles(x)["median"] for name, x in laps.items()}
     if race.rule == "at most":
@@ -162,8 +163,13 @@ def disagreement(race: Race) -> str:
     return ""
 
 
+def raced_name(row: Record) -> str:
+    threads = "1 thread" if row["threads"] == 1 else f"{row['threads']} threads"
+    return f"{row['what']}, {row['dtype']} {row['pass']}, {threads}"
+
+
 def line(row: Record) -> str:
-    name = f"{row['what']}, {row['dtype']} {row['pass']}"
+    name = raced_name(row)
     if row["status"] != "ok":
         return f"FAILED: {name}, not timed: {row['reason']}"
     found, ms = row["ratio"], row["ms"]

@@ -20,6 +20,7 @@ from bench import (
     flushing,
     glance,
     machine,
+    models,
     pages,
     peak_memory,
     pictures,
@@ -261,6 +262,20 @@ def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, mon
         assert row["ratio"]["q1"] <= row["ratio"]["median"] <= row["ratio"]["q3"]
     lines = list(pages.serving([result]))
     assert len(lines) == 2 + len(rows)
+
+
+def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
+    """Whole models, small: a language model, padded, and an encoder."""
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    real = models.races
+    monkeypatch.setattr(models, "TOKENS", 3)
+    monkeypatch.setattr(models, "SIZES", models.SIZES | dict(num_hidden_layers=1))
+    monkeypatch.setattr(models, "races", lambda *given, only: real(*given, 1 / 32, only))
+    given = ["--dtypes", "float32", "--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
+    result = run(tmp_path, "models", *given, "--only", "Mistral, N = 1024, padded", "encoder")
+    rows = result["models"]
+    assert len(rows) == 3 + 4 and all(row["status"] == "ok" for row in rows), rows
+    assert len(list(pages.models([result]))) == 2 + len(rows)
 
 
 def test_a_race_of_other_numbers_is_not_timed():

@@ -103,6 +103,7 @@ SHARES = {
     # Programs that start others, and what is trained.
     "test_bench": (4, 2),
     "test_bench_commands": (4, 2),
+    "test_bench_commands::test_models_hold_ours_against_sdpa": (NONE, NONE),
     "test_bench_verify": (5, 3),
     "test_broken_library": (NONE, 5),
     "test_char_lm": (NONE, ALL),

@@ -1,0 +1,200 @@
+"""Whole models, with fastattn and as they were: what is left of a kernel's speed in a user's hands.
+
+Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" beside
+"sdpa"; and six of torch's encoder layers, converted and not. Weights are random. What both return
+is held against each other before either is timed: logits where there is no padding, and in training
+the loss and a gradient; tokens in float32, since rounding may choose others in bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import importlib.util
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import fastattn
+
+from .cases import BOTH, DTYPES, FORWARD, TRAINING
+from .unpadded import Race
+
+LENGTHS = (1024, 2048)
+TOKENS, BATCH, WINDOW = 64, 4, 256
+SECONDS = 2.0
+SIZES = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
+SIZES |= dict(num_key_value_heads=2, head_dim=64, vocab_size=1024, pad_token_id=0)
+PLAIN_AIM, AIM = 1.0, 1.3  # the latter where there are windows or padding
+
+Results = Callable[[], Sequence[Tensor]]
+
+
+@contextlib.contextmanager
+def registered() -> Generator[None, None, None]:
+    """Models of transformers may have attn_implementation="fastattn" inside."""
+    import fastattn.integrations.transformers as integration
+
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("transformers: got none, expected it for models; pip install transformers")
+    integration.register()
+    try:
+        yield
+    finally:
+        integration.unregister()
+
+
+def races(
+    dtypes: Sequence[str] = BOTH,
+    lengths: Sequence[int] = LENGTHS,
+    scale: float = 1.0,
+    only: Sequence[str] = (),
+) -> Iterator[Race]:
+    """Those with one of the texts of `only` in their names; inside `registered`. scale: of all
+    models, for tests."""
+    for dtype in dtypes:
+        every = [*_languages(dtype, lengths, scale), *_others(dtype, scale)]
+        for name, what, aim, make in every:
+            if only and not any(text in f"{name}, {what}" for text in only):
+                continue
+            ours, other, same = make()
+            yield Race(name, dtype, what, ours, other, aim=aim, same=same)
+
+
+Entry = tuple[str, str, float, Callable[[], tuple[Results, Results, bool]]]
+
+
+def _languages(dtype: str, lengths: Sequence[int], scale: float) -> Iterator[Entry]:
+    for name in ("Llama", "Mistral"):
+        aim = AIM if name == "Mistral" else PLAIN_AIM
+        for n in lengths:
+            for padded in (False, True):
+                at = f"{name}, N = {n}{', padded' if padded else ''}"
+                make = functools.partial(_language, name, dtype, n, padded, scale)
+                for what in (FORWARD, TRAINING):
+                    yield at, what, AIM if padded else aim, functools.partial(make, what)
+                yield (
+                    f"{at}, {TOKENS} tokens",
+                    FORWARD,
+                    PLAIN_AIM,
+                    functools.partial(make, "tokens"),
+                )
+
+
+def _others(dtype: str, scale: float) -> Iterator[Entry]:
+    for what in (FORWARD, TRAINING):
+        yield "ViT-B/16", what, PLAIN_AIM, functools.partial(_vit, dtype, what, scale)
+        for padded in (False, True):
+            at, aim = ("encoder, padded", AIM) if padded else ("encoder", PLAIN_AIM)
+            yield at, what, aim, functools.partial(_encoder, dtype, what, padded, scale)
+
+
+def _pair(make: Callable[[], Any]) -> tuple[Any, Any]:
+    """A model of transformers by fastattn, and its copy by sdpa."""
+    torch.manual_seed(0)
+    other = make()
+    ours = copy.deepcopy(other)
+    ours.set_attn_implementation("fastattn")
+    other.set_attn_implementation("sdpa")
+    return ours, other
+
+
+def _language(
+    name: str, dtype: str, n: int, padded: bool, scale: float, what: str
+) -> tuple[Results, Results, bool]:
+    import transformers
+
+    n = max(16, int(n * scale))
+    config = getattr(transformers, f"{name}Config")
+    window = dict(sliding_window=max(4, int(WINDOW * scale))) if name == "Mistral" else {}
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    pair = _pair(lambda: kind(config(**SIZES | window)).to(DTYPES[dtype]).eval())
+    batch = BATCH if padded else 1
+    ids = torch.randint(1, SIZES["vocab_size"], (batch, n))
+    mask = torch.ones_like(ids)
+    for b in range(batch):
+        mask[b, : b * n // BATCH] = 0  # on the left, as generation has it
+    given = dict(input_ids=ids * mask, attention_mask=mask)
+    real = mask.bool()
+
+    def results(model: Any) -> Results:
+        if what == "tokens":
+            return lambda: [_generated(model, given)]
+        if what == FORWARD:
+            return lambda: [_without_gradient(model, given)[real]]
+        labels = ids.masked_fill(mask == 0, -100)
+        return lambda: _step(model, lambda: model(**given, labels=labels, use_cache=False).loss)
+
+    return results(pair[0]), results(pair[1]), not (what == "tokens" and dtype != "float32")
+
+
+@torch.no_grad()
+def _generated(model: Any, given: dict[str, Tensor]) -> Tensor:
+    how = dict(do_sample=False, eos_token_id=None, pad_token_id=0, use_cache=True)
+    return model.generate(**given, **how, max_new_tokens=TOKENS)
+
+
+@torch.no_grad()
+def _without_gradient(model: Any, given: dict[str, Tensor]) -> Tensor:
+    return model(**given, use_cache=False)[0]
+
+
+def _step(model: nn.Module, loss_of: Callable[[], Tensor]) -> list[Tensor]:
+    """A training step without its optimizer: the loss, and of all gradients the first."""
+    loss = loss_of()
+    return [loss.detach(), torch.autograd.grad(loss, list(model.parameters()))[0]]
+
+
+def _loss(out: Tensor) -> Tensor:
+    """What a layer norm does not make a constant."""
+    directions = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    return (out.float() * directions).mean()
+
+
+def _vit(dtype: str, what: str, scale: float) -> tuple[Results, Results, bool]:
+    from transformers import ViTConfig, ViTModel
+
+    layers = 12 if scale == 1 else 1
+    config = ViTConfig(num_hidden_layers=layers)
+    pair = _pair(lambda: ViTModel(config, add_pooling_layer=False).to(DTYPES[dtype]).eval())
+    pixels = torch.randn(2, 3, 224, 224, dtype=DTYPES[dtype])
+
+    def results(model: Any) -> Results:
+        if what == FORWARD:
+            return lambda: [_without_gradient_of(model, pixels)]
+        return lambda: _step(model, lambda: _loss(model(pixels)[0]))
+
+    return results(pair[0]), results(pair[1]), True
+
+
+def _encoder(dtype: str, what: str, padded: bool, scale: float) -> tuple[Results, Results, bool]:
+    """Of torch.nn: with nothing to train it has a fast path of its own."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(512, 8, 1408, 0.0, "gelu", batch_first=True)
+    other = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(DTYPES[dtype])
+    ours = copy.deepcopy(other)
+    fastattn.convert(ours)
+    n = max(16, int(1024 * scale))
+    x = torch.randn(BATCH, n, 512, dtype=DTYPES[dtype])
+    lengths = torch.arange(1, BATCH + 1) * n // BATCH
+    hidden = torch.arange(n) >= lengths[:, None] if padded else None
+    real = torch.ones(BATCH, n, dtype=torch.bool) if hidden is None else ~hidden
+
+    def results(model: nn.Module) -> Results:
+        def out() -> Tensor:
+            return model(x, src_key_padding_mask=hidden)[real]
+
+        if what == FORWARD:
+            model.eval()
+            return lambda: [torch.no_grad()(out)()]
+        return lambda: _step(model, lambda: _loss(out()))
+
+    return results(ours), results(other), True
+
+
+@torch.no_grad()
+def _without_gradient_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)[0]
