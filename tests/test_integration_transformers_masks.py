@@ -453,6 +453,16 @@ def test_compiled(name, padding, calls):
     found.sum().backward()
 
 
+def test_it_goes_where_the_model_does():
+    """Models that are spread over devices move what they hand on."""
+    mask = make_mask(2, 5, 5, attention_mask=seen_by("left", 5)[1:])
+    moved = mask.to("meta", non_blocking=True)
+    assert moved.arguments["mask"].is_meta and moved.exact().is_meta and moved.shape == mask.shape
+    assert mask.to(torch.bool) is mask and mask.contiguous() is mask
+    cut = mask[:, :, :3]
+    assert cut.shape == (2, 1, 3, 5) and torch.equal(cut.exact(), mask.exact()[:, :, :3])
+
+
 def test_what_cannot_be_is_named(registered):
     q = k = torch.randn(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match=r"flash_attn\.install"):

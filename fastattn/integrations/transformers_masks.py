@@ -43,9 +43,20 @@ class Mask:
         return of_tensor(self.exact()[where])
 
     def to(self, *args: Any, **kwargs: Any) -> Mask:
-        return self
+        """On another device, as models that are spread over several ask it to be."""
+        device = torch._C._nn._parse_to(*args, **kwargs)[0]
+        if device is None:
+            return self
 
-    contiguous = to
+        def moved(x: Any) -> Any:
+            return x.to(device) if isinstance(x, Tensor) else x
+
+        arguments = {name: moved(x) for name, x in self.arguments.items()}
+        offsets, exact = moved(self.offsets), self.exact
+        return Mask(self.shape, arguments, lambda: exact().to(device), offsets, self.longest)
+
+    def contiguous(self) -> Mask:
+        return self
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
