@@ -34,6 +34,8 @@ SHARES = {
     "test_cpu_mutants::test_a_fault_on_tiles_is_noticed": (NONE, 7),
     "test_amx_planes_mutants": (NONE, 1),
     "test_amx_planes_mutants::test_a_fault_of_planes_is_noticed": (NONE, 9),
+    "test_packed": (7, 2),
+    "test_storage": (7, 3),
     "test_amx": (5, ALL),
     "test_amx::test_a_rule_of_the_model_is_noticed": (NONE, 5),
     "test_amx::test_a_fault_in_the_assembly_is_noticed": (NONE, 4),
