@@ -196,10 +196,14 @@ FA_MULTIPLY(F16, "f16", false)
 
 // -- registers ------------------------------------------------------------------------------------
 
-// blockIdx.x, read anew: what was computed of it before need not be kept.
+// blockIdx.x and threadIdx.x, read anew: what was computed of them before need not be kept.
 FA_DEVICE unsigned block_anew() {
   FA_EMULATED_OR(return blockIdx.x;,
                  unsigned x; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x)); return x;)
+}
+FA_DEVICE unsigned thread_anew() {
+  FA_EMULATED_OR(return threadIdx.x;,
+                 unsigned x; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(x)); return x;)
 }
 
 // -- exchange between the lanes of a warp ---------------------------------------------------------

@@ -50,6 +50,7 @@ FA_DEVICE void philox(uint32_t (&c)[4], uint64_t seed) {
 struct Band {
   int lo, hi;
   FA_DEVICE bool holds(int j) const { return lo <= j && j < hi; }
+  FA_DEVICE bool holds(int j0, int j1) const { return (lo <= j0) & (j1 <= hi); }  // all of them
 };
 
 // Which keys rows see, for the pairs of a tile: i + shift - left <= j <= i + shift + right, and
@@ -77,14 +78,14 @@ struct Visible {
     const int at = j - shift, end = at + left + 1;
     return {at - right, j >= length ? at - right : end < rows ? end : rows};
   }
-  // Keys that none of so many rows see are none.
-  FA_DEVICE void cut_length(int rows) {
-    const int hi = keys_of(rows - 1).hi;
-    length = hi < 0 ? 0 : hi;
+  // The keys that all rows of [i0, i1) see, and the rows that see all keys of [j0, j1).
+  FA_DEVICE Band keys_of_all(int i0, int i1, int rows) const {
+    const int lo = keys_of(i1 - 1).lo;
+    return {lo, i1 > rows ? lo : keys_of(i0).hi};
   }
-  // Does every row of [i0, i1) see every key of [j0, j1)?
-  FA_DEVICE bool all(int i0, int i1, int j0, int j1) const {
-    return (i1 - 1 + shift - left <= j0) & (j1 - 1 <= i0 + shift + right) & (j1 <= length);
+  FA_DEVICE Band rows_of_all(int j0, int j1, int rows) const {
+    const int lo = rows_of(j1 - 1, rows).lo;
+    return {lo, j1 > length ? lo : rows_of(j0, rows).hi};
   }
 };
 

@@ -31,18 +31,16 @@ struct Matrix {
   FA_DEVICE const uint16_t* row(int r) const { return data + r * row_stride; }
   // That one which lies so many elements further on.
   FA_DEVICE Matrix further(int64_t elements) const {
-    Matrix next = {data + elements, row_stride, column_stride, rows, columns, 0};
-    const bool whole = column_stride == 1 && columns % 8 == 0 && row_stride % 8 == 0 &&
-                       reinterpret_cast<uintptr_t>(next.data) % 16 == 0;
-    next.chunked = whole ? rows : 0;
-    return next;
+    return {data + elements, row_stride, column_stride, rows, columns, elements % 8 ? 0 : chunked};
   }
 };
 
 FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows, int64_t columns) {
-  const Matrix all = {static_cast<const uint16_t*>(x.data), x.stride[2], x.stride[3],
-                      static_cast<int>(rows), static_cast<int>(columns), 0};
-  return all.further(b * x.stride[0] + h * x.stride[1]);
+  const auto* data = static_cast<const uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1];
+  const bool whole = x.stride[3] == 1 && columns % 8 == 0 && x.stride[2] % 8 == 0 &&
+                     reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  const int count = static_cast<int>(rows);
+  return {data, x.stride[2], x.stride[3], count, static_cast<int>(columns), whole ? count : 0};
 }
 
 // Keys or values of a head: an item's own, or in the order that its row of a table has of pages.

@@ -90,29 +90,26 @@ struct Task {
   }
 };
 
-// The next tile of what passes by: rows of this head, or keys, from `first` on.
+// What passes by: rows of a head, or keys.
 template <class B>
 struct Passing {
-  int h, first;
   Matrix right1, right2;
   RowStates states;
 
-  FA_DEVICE Passing(const Item& p, float* workspace, int64_t b, int h, int first, int rows,
-                    const Matrix& k, const Matrix& v)
-      : h(h), first(first), right1(B::kKeysStay ? matrix_of(p.q, b, h, rows, p.D) : k),
+  FA_DEVICE Passing(const Item& p, float* workspace, int64_t b, int h, int rows, const Matrix& k,
+                    const Matrix& v)
+      : right1(B::kKeysStay ? matrix_of(p.q, b, h, rows, p.D) : k),
         right2(B::kKeysStay ? matrix_of(p.dout, b, h, rows, p.Dv) : v),
         states(p, workspace, b, h) {}
 
   // Where keys stay: the rows of the next head.
-  FA_DEVICE void next_head(const FaParams& p, int start) {
-    h += 1;
-    first = start;
+  FA_DEVICE void next_head(const FaParams& p) {
     right1 = right1.further(p.q.stride[1]);
     right2 = right2.further(p.dout.stride[1]);
     states.data += kParts * rows_of_head(p);
   }
 
-  FA_DEVICE void load(unsigned char* to) const {
+  FA_DEVICE void load(unsigned char* to, int first) const {
     load_tile<typename B::Right1, B::kThreads>(to, right1, first);
     to += B::Right1::kBytes;
     if constexpr (!B::kGiven) load_tile<typename B::Right2, B::kThreads>(to, right2, first);
@@ -143,13 +140,17 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const int64_t last_row = least(past, B::kKeysStay ? p.N : p.M);
 
   const FaParams all = batch;  // see forward.cuh
-  Visible visible(p, b);
-  if (B::kInTurn) visible.cut_length(static_cast<int>(p.M));
+  const Visible visible(p, b);
   const KeyRange seen = B::kKeysStay ? row_range(p, b, first_row, last_row)
                                      : key_range(p, b, first_row, last_row);
   const int start = static_cast<int>(seen.lo) / B::kPassing * B::kPassing;
   const int end = static_cast<int>(seen.hi);
   const int rows = B::kKeysStay ? end : static_cast<int>(p.M);  // others see nothing here
+  const Band by_all = B::kKeysStay ? visible.rows_of_all(first_row, past, rows)
+                                   : visible.keys_of_all(first_row, past, rows);
+  // Tiles up to here this block begins: no row of them sees later keys.
+  const KeyRange later = row_range(p, b, past, p.N);
+  const int begins_to = later.empty() ? end + B::kPassing : static_cast<int>(later.lo);
   const int group = static_cast<int>(p.H / p.Hk);
   const int hk = B::kKeysStay ? staying_head : staying_head / group;
   const int first_head = B::kKeysStay ? hk * group : staying_head;
@@ -160,12 +161,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   // Rows past what is seen are not read: NaN may lie past a key length.
   const int64_t keys = B::kKeysStay ? visible.length : end;
   const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
-  Passing<B> coming(p, workspace, b, first_head, start, rows, k, v);
-  const auto load_coming = [&](int stage) {
-    coming.load(stages + stage * B::kStageBytes);
-    coming.first += B::kPassing;
-    if (B::kKeysStay && coming.first >= end) coming.next_head(batch, start);
-  };
+  Passing<B> coming(p, workspace, b, first_head, rows, k, v);
 
   Strips<B::kStrips, B::kFirst ? B::kD : 8> first_sum = {};
   Strips<B::kStrips, B::kSecond ? B::kDv : 8> second_sum = {};
@@ -184,7 +180,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       load_tile<typename B::Left2, B::kThreads>(
           left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
     ptx::copies_commit("backward: what stays");
-    load_coming(0);
+    coming.load(stages, start);
     if constexpr (!B::kKeysStay)
 #pragma unroll
       for (int x = 0; x < 2 * B::kStrips; ++x)
@@ -200,13 +196,20 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     }
   int stage = 0;
   QuerySums<B> queries(p, workspace, b, first_head);
-  const auto pass = [&](int h) {
+  for (int left = last_head - first_head; left > 0; --left, queries.next_head(batch)) {
+    const int h = last_head - left;
     const Head head(B::kGeneral ? all : p, b, h, diagonal(p, b));
     MaskLines mask[B::kStrips];
 #pragma unroll
     for (int x = 0; x < B::kStrips; ++x) mask[x] = MaskLines(PlacesOf{head, row + 16 * x, 0});
-    for (int first = start; first < end; first += B::kPassing, stage ^= 1) {
-      if (B::kKeysStay ? coming.h < last_head : coming.first < end) load_coming(stage ^ 1);
+    int first = start;
+    do {
+      const int last = first + B::kPassing;
+      const bool ends = last >= end;
+      if (!ends || left > 1) {
+        if (B::kKeysStay && ends) coming.next_head(batch);
+        coming.load(stages + (stage ^ 1) * B::kStageBytes, ends ? start : last);
+      }
       ptx::copies_commit("backward: next tile");
       ptx::copies_wait<1>("backward: this tile has landed");
       ptx::block_sync("backward: all see this tile");
@@ -215,10 +218,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       const uint32_t right1 = ptx::shared_address(now);
       const uint32_t right2 = kOneWidth ? right1 : right1 + B::Right1::kBytes;
       constexpr int kBelow = kOneWidth ? B::kPassing / 16 : 0;
-      const int last = first + B::kPassing;
-      const bool whole = B::kKeysStay
-                             ? (last <= rows) & visible.all(first, last, first_row, past)
-                             : (past <= rows) & visible.all(first_row, past, first, last);
+      const bool whole = by_all.holds(first, last);
 #pragma unroll
       for (int at = 0; at < B::kPassing; at += B::kAtOnce) {
         Strips<B::kStrips, B::kAtOnce> s = {}, dp = {};
@@ -239,13 +239,13 @@ __global__ void __launch_bounds__(B::kThreads, 1)
         else if constexpr (B::kFirst)
           product<Type, typename B::Right2>(dp, second_left, right2, kBelow + at / 16);
         differentiate<B>(s, dp, head, visible, rows, whole, staying, passing, mask, pairs, corner);
-        LeftSides<B::kAtOnce / 8> ds[B::kStrips];
+        LeftSides<B::kAtOnce / 8> ds[B::kStrips], weights[B::kStrips];
         if constexpr (B::kFirst && B::kMakesSums)
           accumulate<Type, typename B::Right1>(first_sum, ds, dp, right1, at / 16);
+        if constexpr (B::kSecond)
+          accumulate<Type, typename B::Right2>(second_sum, weights, s, right2, kBelow + at / 16);
         if constexpr (B::kInTurn)
           put_scores<Tile<B::kStaying, B::kPassing>>(scores, ds, at / 16);
-        if constexpr (B::kSecond)
-          accumulate<Type, typename B::Right2>(second_sum, ds, s, right2, kBelow + at / 16);
         if constexpr (B::kWhat == kDelta)
 #pragma unroll
           for (int x = 0; x < B::kStrips * B::kAtOnce / 2; ++x)
@@ -255,26 +255,24 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       if constexpr (B::kInTurn)
         if (batch.dq.data) {
           ptx::block_sync("backward: all see this ds");
-          const bool begins = visible.keys_of(last - 1).hi <= past;
           queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first,
-                              first_row / B::kStaying, begins);
+                              first_row / B::kStaying, last <= begins_to);
         }
       // With ds this waits for nobody who matters; but without it ptxas spills.
       ptx::block_sync("backward: all are done with this tile");
-    }
-  };
-  if constexpr (B::kKeysStay)
-    for (int h = first_head; h < last_head; ++h, queries.next_head(batch)) pass(h);
-  else
-    pass(first_head);
+      first = last, stage ^= 1;
+    } while (first < end);
+  }
   ptx::copies_wait<0>("backward: nothing is on its way");
 
   const Task<B> own(batch, B::kInTurn ? *ticket : ptx::block_anew());
   const Item of(batch, own.b);
+  const int thread = static_cast<int>(ptx::thread_anew());
+  const int own_row = own.first_row + 16 * B::kStrips * (thread / 32) + thread % 32 / 4;
   const auto store = [&](const FaTensor& to, int64_t width, auto& sum, float factor) {
-    const int at = own.first_row + 16 * B::kStrips * warp + lane / 4;
     const int64_t length = B::kKeysStay ? of.N : of.M;
-    store_gradient<Type>(to, own.b, own.head, at, column, length, width, sum, factor);
+    store_gradient<Type>(to, own.b, own.head, own_row, 2 * (thread % 4), length, width, sum,
+                         factor);
   };
   if constexpr (B::kFirst && B::kMakesSums)
     store(B::kKeysStay ? of.dk : of.dq, of.D, first_sum, static_cast<float>(of.scale));
@@ -288,7 +286,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
 #pragma unroll
     for (int x = 0; x < 2 * B::kStrips; ++x) {
       const float sum = row_sum(delta[x / 2][x % 2]);
-      if (lane % 4 == 0) states.at(kMinusDelta, row + 8 * x) = -sum;
+      if (thread % 4 == 0) states.at(kMinusDelta, own_row + 8 * x) = -sum;
     }
   }
 }

@@ -134,8 +134,10 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
     if (F::kGeneral) ask(0);
     float s[F::kTiles][F::kKeys / 8][4] = {};
     const uint32_t q_tile = ptx::shared_address(memory), k_tile = ptx::shared_address(buffer(now));
-    // For sm_90 ptxas would have more addresses ahead than registers; for sm_80 with two it would.
-#pragma unroll(F::kD == 128 && ptx::kArch >= 90 ? 2 : F::kD / 16)
+    // For sm_90 ptxas would have more addresses ahead than registers; for sm_80 it would with two,
+    // and for sm_90 over pages.
+    constexpr int kSteps = F::kD == 128 && ptx::kArch >= 90 ? (F::kPaged ? 4 : 2) : F::kD / 16;
+#pragma unroll(kSteps)
     for (int d = 0; d < F::kD / 16; ++d) {
       uint32_t(&a)[F::kTiles][4] = left[F::kKeepQ ? d : 0];
       if (!F::kKeepQ)

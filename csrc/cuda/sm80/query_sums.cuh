@@ -23,27 +23,23 @@ struct QuerySums {
   using Scores = Tile<B::kStaying, B::kPassing>;  // ds, transposed
   using Sums = Strips<kStrips, kColumns>;
 
-  // Of a head's first tile, of this lane and of its warp.
+  // Of the first tile of all, of this lane and of its warp; and which row of all is a head's first.
   float4* sums;
   uint32_t* turn;
+  unsigned row;
 
   static FA_DEVICE int warp() { return static_cast<int>(threadIdx.x) / 32; }
   static FA_DEVICE int strip() { return warp() / kAcross * kStrips; }
   static FA_DEVICE int column() { return warp() % kAcross * kColumns; }
 
   FA_DEVICE QuerySums(const Item& p, float* workspace, int64_t b, int64_t h) {
-    const int64_t row = item_begins(p, b, h);
-    turn = Turns(workspace).of(row, warp());
+    row = static_cast<unsigned>(item_begins(p, b, h));
+    turn = Turns(workspace).of(0, warp());
     float* const all = workspace + state_words(p);
-    sums = reinterpret_cast<float4*>(all + row * B::kD + warp() * kStrips * 16 * kColumns) +
-           threadIdx.x % 32;
+    sums = reinterpret_cast<float4*>(all + warp() * kStrips * 16 * kColumns) + threadIdx.x % 32;
   }
 
-  FA_DEVICE void next_head(const FaParams& p) {
-    const int64_t rows = rows_of_head(p);
-    sums += rows * B::kD / 4;
-    turn += rows / kRowsATurn;
-  }
+  FA_DEVICE void next_head(const FaParams& p) { row += static_cast<unsigned>(rows_of_head(p)); }
 
   // sum += ds K
   static FA_DEVICE void multiply(Sums& sum, uint32_t scores, uint32_t keys) {
@@ -60,7 +56,8 @@ struct QuerySums {
   // visit(what of a lane's sums of the tile at row `first`, where that lies) for all of them.
   template <class Visit>
   FA_DEVICE void each(Sums& sum, int first, Visit visit) const {
-    float4* const from = sums + static_cast<int64_t>(first) * (B::kD / 4);
+    const int64_t above = row + static_cast<unsigned>(first);
+    float4* const from = sums + above * (B::kD / 4);
 #pragma unroll
     for (int x = 0; x < kStrips; ++x)
 #pragma unroll
@@ -79,7 +76,7 @@ struct QuerySums {
                              bool begins) const {
     Sums sum = {};
     multiply(sum, scores, keys);
-    uint32_t* const word = turn + first / kRowsATurn;
+    uint32_t* const word = turn + (row + static_cast<unsigned>(first)) / kRowsATurn;
     if (!begins) {
       wait_for_turn(word, block);
       add(sum, first);
@@ -93,14 +90,16 @@ struct QuerySums {
 template <class Scores, int strips, int sixteens>
 FA_DEVICE void put_scores(unsigned char* tile, const uint32_t (&ds)[strips][sixteens][4], int at) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int row = 16 * strips * warp + lane / 4;
+  const uint32_t first[2] = {Scores::at(row, 0) + lane % 4 * 4, Scores::at(row, 1) + lane % 4 * 4};
 #pragma unroll
   for (int x = 0; x < strips; ++x)
 #pragma unroll
     for (int j = 0; j < sixteens; ++j)
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const int row = 16 * (strips * warp + x) + lane / 4 + k % 2 * 8;
-        const uint32_t to = Scores::at(row, 2 * (at + j) + k / 2) + lane % 4 * 4;
+        const uint32_t to =
+            along<Scores>(first[k / 2], at + j, x) + k % 2 * 8 * Scores::kChunks * 16;
         *reinterpret_cast<uint32_t*>(tile + to) = ds[x][j][k];
       }
 }
