@@ -33,9 +33,7 @@ from . import (
     run,
     tiny_call,
     unpadded,
-)
-from . import (
-    models as whole_models,
+    whole_models,
 )
 from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
 from .peers import BASELINE, SUBJECT, chosen

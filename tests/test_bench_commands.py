@@ -20,13 +20,13 @@ from bench import (
     flushing,
     glance,
     machine,
-    models,
     pages,
     peak_memory,
     pictures,
     printed,
     results,
     unpadded,
+    whole_models,
 )
 from bench.__main__ import main
 from bench.cases import BACKWARD, BOTH, FORWARD
@@ -267,10 +267,10 @@ def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, mon
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     """Whole models, small: a language model, padded, and an encoder."""
     pytest.importorskip("transformers", reason="transformers is not installed")
-    real = models.races
-    monkeypatch.setattr(models, "TOKENS", 3)
-    monkeypatch.setattr(models, "SIZES", models.SIZES | dict(num_hidden_layers=1))
-    monkeypatch.setattr(models, "races", lambda *given, only: real(*given, 1 / 32, only))
+    real = whole_models.races
+    monkeypatch.setattr(whole_models, "TOKENS", 3)
+    monkeypatch.setattr(whole_models, "SIZES", whole_models.SIZES | dict(num_hidden_layers=1))
+    monkeypatch.setattr(whole_models, "races", lambda *given, only: real(*given, 1 / 32, only))
     given = ["--dtypes", "float32", "--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
     result = run(tmp_path, "models", *given, "--only", "Mistral, N = 1024, padded", "encoder")
     rows = result["models"]
