@@ -25,7 +25,7 @@ SHARES = {
     "test_decode": (11, 2),
     "test_hard_values": (5, 1),
     "test_hard_values::test_rows_far_from_zero": (13, 3),
-    "test_dense_masks": (9, 3),
+    "test_dense_masks": (9, 5),
     "test_property": (4, 1),
     "test_judge": (11, 3),
     "test_oracle": (7, 2),
@@ -170,6 +170,7 @@ INTERPRETED_SHARES = {
     "test_triton": (29, 7),
     "test_decode": (29, 11),
     "test_hard_values": (29, 7),
+    "test_dense_masks": (NONE, 13),
     "test_property": (NONE, 2),
     "test_mutants": (NONE, 7),
 }
