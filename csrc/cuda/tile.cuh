@@ -36,11 +36,12 @@ struct Matrix {
 };
 
 FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows, int64_t columns) {
-  const auto* data = static_cast<const uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1];
-  const bool whole = x.stride[3] == 1 && columns % 8 == 0 && x.stride[2] % 8 == 0 &&
-                     reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  const int count = static_cast<int>(rows);
-  return {data, x.stride[2], x.stride[3], count, static_cast<int>(columns), whole ? count : 0};
+  Matrix own = {static_cast<const uint16_t*>(x.data) + (b * x.stride[0] + h * x.stride[1]),
+                x.stride[2], x.stride[3], static_cast<int>(rows), static_cast<int>(columns), 0};
+  const bool whole = own.column_stride == 1 && own.columns % 8 == 0 && own.row_stride % 8 == 0 &&
+                     reinterpret_cast<uintptr_t>(own.data) % 16 == 0;
+  own.chunked = whole ? own.rows : 0;
+  return own;
 }
 
 // Keys or values of a head: an item's own, or in the order that its row of a table has of pages.

@@ -267,7 +267,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
 
   const Task<B> own(batch, B::kInTurn ? *ticket : ptx::block_anew());
   const Item of(batch, own.b);
-  const int thread = static_cast<int>(ptx::thread_anew());
+  const int thread = static_cast<int>(B::kInTurn ? ptx::thread_anew() : threadIdx.x);
   const int own_row = own.first_row + 16 * B::kStrips * (thread / 32) + thread % 32 / 4;
   const auto store = [&](const FaTensor& to, int64_t width, auto& sum, float factor) {
     const int64_t length = B::kKeysStay ? of.N : of.M;
