@@ -18,19 +18,19 @@ SHARES = {
     # The kernels of the CPU: every feature in one dtype, and some of the pairs.
     "test_features": (11, 2),
     "test_features::test_features": (1, 1),
-    "test_features::test_triples_of_features": (5, 1),
-    "test_features::test_slices": (NONE, 1),
+    "test_features::test_triples_of_features": (5, 2),
+    "test_features::test_slices": (NONE, 2),
     "test_features::test_pairs_of_features": (37, 3),
     "test_weights": (23, 5),
     "test_decode": (11, 2),
-    "test_hard_values": (5, 1),
+    "test_hard_values": (5, 2),
     "test_hard_values::test_rows_far_from_zero": (13, 3),
     "test_dense_masks": (9, 5),
     "test_property": (4, 1),
     "test_judge": (11, 3),
     "test_oracle": (7, 2),
     "test_cpu_mutants": (NONE, 1),
-    "test_cpu_mutants::test_a_fault_is_noticed": (NONE, 13),
+    "test_cpu_mutants::test_a_fault_is_noticed": (NONE, 17),
     "test_cpu_mutants::test_a_fault_on_tiles_is_noticed": (NONE, 7),
     "test_amx_planes_mutants": (NONE, 1),
     "test_amx_planes_mutants::test_a_fault_of_planes_is_noticed": (NONE, 9),
@@ -74,7 +74,7 @@ SHARES = {
     "test_emulator_misuse": (NONE, 2),
     "test_probe": (NONE, 5),
     "test_gpu_mutants": (NONE, ALL),
-    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": (NONE, 24),
+    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": (NONE, 36),
     "test_gpu_mutants::test_a_fault_of_the_assembly_is_noticed": (NONE, 9),
     "test_gpu_mutants::test_a_fault_of_the_launch_path_is_noticed": (NONE, 12),
     "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_noticed": (NONE, 18),
@@ -113,7 +113,7 @@ SHARES = {
     "test_crossing::test_without_headers_the_reason_is_left": (NONE, ALL),
     "test_determinism": (5, 2),
     "test_examples": (4, ALL),
-    "test_examples::test_example": (NONE, 4),
+    "test_examples::test_example": (NONE, 6),
     "test_instructions": (4, ALL),
     "test_instructions::test_no_more_instructions_than_recorded": (NONE, NONE),
     "test_instructions::test_counts_are_the_same_in_every_run": (NONE, NONE),
@@ -162,8 +162,8 @@ OF_ALL = {
 # The same for Triton's kernels in its interpreter, a run of its own.
 INTERPRETED_SHARES = {
     "test_features": (97, 23),
-    "test_features::test_features": (11, 1),
-    "test_features::test_pairs_of_features": (NONE, 23),
+    "test_features::test_features": (11, 2),
+    "test_features::test_pairs_of_features": (NONE, 31),
     "test_features::test_every_broadcast_of_a_mask": (NONE, 5),
     "test_features::test_every_subset_of_gradients": (NONE, 1),
     "test_weights": (97, 29),
@@ -172,9 +172,9 @@ INTERPRETED_SHARES = {
     "test_hard_values": (29, 7),
     "test_dense_masks": (NONE, 13),
     "test_property": (NONE, 2),
-    "test_mutants": (NONE, 7),
+    "test_mutants": (NONE, 11),
 }
-INTERPRETED_DEFAULT = (NONE, 5)
+INTERPRETED_DEFAULT = (NONE, 7)
 
 
 def shares(interpreted):
