@@ -80,7 +80,9 @@ def sdpa() -> Generator[None]:
     """A block, or a decorated function, in which `patch` holds.
 
     Other threads see it while it lasts: activation checkpoints recompute in threads of autograd's,
-    and must do what forward did. Blocks may be nested and overlap in any order, across threads.
+    and must do what forward did. With those, backward belongs in the block, too: behind it torch's
+    function would recompute, and drop others. Blocks may be nested and overlap in any order, across
+    threads.
     """
     _take("sdpa")
     try:
@@ -153,8 +155,10 @@ def _stand_in(
     if why_torchs(query, key, value, attn_mask) is None:
         try:
             out = _ours(query, key, value, *rest, **named)
-            # Of 3-D inputs torch's result is always contiguous, and is viewed so.
-            return out if out.ndim == 4 else out.contiguous()
+            # torch's has the layout of query, or is contiguous: of 3-D inputs, with dropout. Some
+            # view it so.
+            contiguous = out.ndim != 4 or dropout_p or query.is_contiguous()
+            return out.contiguous() if contiguous and not query.is_nested else out
         except (RuntimeError, ValueError, TypeError):
             pass  # torch has its own say
     if _is_causal_bias(attn_mask):  # it looks for the function that stands there, which is this one

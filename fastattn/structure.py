@@ -22,6 +22,8 @@ def structure(mask: Tensor, M: int, N: int) -> Shown:
     Rows that see nothing, by the mask or by what is said of it, may see anything: they are padding,
     whose results are of no use to anybody, and differ.
     """
+    if mask.ndim > 4 or not mask.numel():
+        return Shown("of more than four dimensions" if mask.ndim > 4 else "of no elements")
     keep = _kept(mask)
     if keep is None:
         values = "learned, added to the scores" if mask.requires_grad else "added to the scores"
@@ -62,11 +64,13 @@ def _banded(keep: Tensor) -> Shown | None:
     if not keep.numel():
         return None
     whole = keep.all(-1, keepdim=True)  # rows of padding see everything in some masks
-    keys = (keep & ~whole).any(-2) | keep[:, -1]
+    some = keep & ~whole
+    keys = torch.where(some.any(-1).any(-1, keepdim=True), some.any(-2), keep.any(-2))
+    keys |= keep[:, -1]
     for corner in dict.fromkeys((0, N - M)):
         ahead = torch.arange(N, device=keep.device) - torch.arange(M, device=keep.device)[:, None]
         ahead = ahead - corner  # of the row's own key
-        seen = ahead.expand(keep.shape)[keep & ~whole] if not whole.all() else ahead[:0]
+        seen = ahead.expand(keep.shape)[some] if not whole.all() else ahead[:0]
         left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
         bands: list[tuple[int | None, int | None]] = [(None, None), (None, 0), (left, 0)]
         if corner == 0:

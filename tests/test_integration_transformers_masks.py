@@ -320,6 +320,30 @@ def test_trap_of_models_that_never_call(name, registered):
         model(ids)
 
 
+PICKING = {
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+    "glm_moe_dsa": "GlmMoeDsaForCausalLM",
+    "inkling2": "Inkling2TextModel",
+    "minimax_m3_vl": "MiniMaxM3VLTextModel",
+}
+
+
+@pytest.mark.parametrize("module", PICKING)
+def test_trap_of_models_that_pick_keys(module):
+    """eager and sdpa alone are told which: any other implementation would see all of them."""
+    name = f"transformers.models.{module}.modeling_{module}"
+    kind = getattr(pytest.importorskip(name), PICKING[module])
+    assert "picks keys, or has sinks" in ours._why_not(kind)
+
+
+def test_a_head_made_in_a_notebook_is_what_it_stands_on():
+    def made(base):
+        return type("Head", (getattr(transformers, base),), {"__module__": "of a notebook"})
+
+    assert ours._why_not(made("BertPreTrainedModel")) is None
+    assert "computes its own" in ours._why_not(made("BloomPreTrainedModel"))
+
+
 # ---------------------------------------------------------------------------------- the rest of it
 
 
@@ -471,6 +495,15 @@ def test_what_cannot_be_is_named(registered):
         transformers_attention.attend(MODULE, q, k, k, make_mask(1, 3, 4))
     with pytest.raises(TypeError, match=r"in torch\.add, expected it in fastattn's"):
         torch.add(q, make_mask(1, 3, 3))
+    for use in (lambda x: ~x, lambda x: x & q, lambda x: x == 0, lambda x: q - x):
+        with pytest.raises(TypeError, match="expected it in fastattn's attention function alone"):
+            use(make_mask(1, 3, 3))
+    with pytest.raises(AttributeError, match=r"in `\.device`, expected it in fastattn's"):
+        _ = make_mask(1, 3, 3).device
+    assert make_mask(1, 3, 3) != None  # noqa: E711
+    for name in ("indices", "block_indices", "sinks"):
+        with pytest.raises(NotImplementedError, match=f"^{name}: got some, expected none"):
+            transformers_attention.attend(MODULE, q, k, k, None, **{name: q})
     given = dict(cu_seq_lens_q=torch.tensor([0, 3]), cu_seq_lens_k=torch.tensor([0, 3]))
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q: got some beside"):
         transformers_attention.attend(MODULE, q, k, k, None, output_attentions=True, **given)

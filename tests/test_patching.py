@@ -110,6 +110,17 @@ def test_with_a_default_device_and_with_autocast(calls):
     assert len(calls) == 1 and found.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_the_layout_is_torchs(dropout, calls):
+    """That of query, or contiguous: some view it as if it were."""
+    for q in (Q, Q.transpose(1, 2).contiguous().transpose(1, 2), Q[0]):
+        wanted = F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
+        with fastattn.sdpa():
+            found = F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
+        assert found.stride() == wanted.stride()
+    assert len(calls) == 3
+
+
 def test_gradients(calls):
     mask = rand(4, 5, 7)
     leaves = [x.clone().requires_grad_() for x in (Q, K, V, mask)]

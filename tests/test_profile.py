@@ -97,6 +97,17 @@ def test_what_a_mask_shows(name):
     torch.testing.assert_close(out * seen, wanted * seen)
 
 
+def test_rows_that_nobody_sees_say_nothing_of_keys():
+    """Padding among the queries of an item whose others see all keys is none among its keys."""
+    rows = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
+    assert structure(rows[:, None, :, None].expand(2, 1, 6, 10), 6, 10).what == "shows everything"
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1, 3, 4), (0, 1, 3, 4), (2, 1, 0, 0)])
+def test_a_mask_that_cannot_be_looked_at(shape):
+    assert structure(torch.ones(shape).bool(), *shape[-2:]).arguments is None
+
+
 # ------------------------------------------------------------------------------ what a model calls
 
 

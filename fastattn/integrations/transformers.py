@@ -67,22 +67,39 @@ def _refusing(original: Callable) -> Callable:
 
     @functools.wraps(original)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
-        if requested_attention == NAME and not _calls_us(type(self)):
+        if requested_attention == NAME and (why := _why_not(type(self))):
             raise ValueError(
                 f"attn_implementation: got {NAME!r} for {type(self).__name__}, expected a model "
-                "whose attention goes through transformers' AttentionInterface: this one computes "
-                "its own and would never call fastattn; leave it at 'eager' or 'sdpa'"
+                f"whose attention goes through transformers' AttentionInterface: {why}; leave it "
+                "at 'eager' or 'sdpa'"
             )
         return original(self, requested_attention, *args, **kwargs)
 
     return get_correct_attn_implementation
 
 
+# By a source: what looks a class of attention up by name; what picks keys and adds that to the mask
+# for these two alone, or hands over a sink of each row.
+_OWN = r"_CLASSES\[\S*attn_implementation\]"
+_PICKS = r"""attn_implementation in \("eager", "sdpa"\)|^\s+sinks="""
+
+
 @functools.cache
-def _calls_us(kind: Any) -> bool:
-    """Whether the attention of a model goes through the interface, by its source: as transformers
-    finds out whether an implementation can be set, which misses what looks a class up by name."""
-    if not kind._can_set_attn_implementation():
-        return False
-    source = inspect.getsource(sys.modules[kind.__module__])
-    return not re.search(r"_CLASSES\[\S*attn_implementation\]", source)
+def _why_not(kind: Any) -> str | None:
+    """Why the attention of a model is not all in what the interface is told, by its source: as
+    transformers finds out whether an implementation can be set. None where it is."""
+    from transformers import PreTrainedModel
+
+    for base in kind.__mro__:  # a class of a notebook has no source, but its base has
+        if base is PreTrainedModel:
+            break
+        try:
+            source = inspect.getsource(sys.modules[base.__module__])
+        except (KeyError, OSError, TypeError):
+            continue
+        if not base._can_set_attn_implementation() or re.search(_OWN, source):
+            break
+        if re.search(_PICKS, source, re.MULTILINE):
+            return "this one picks keys, or has sinks, that other implementations are not told of"
+        return None
+    return "this one computes its own and would never call fastattn"

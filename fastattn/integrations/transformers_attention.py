@@ -32,13 +32,20 @@ def attend(
     attention_mask: of `make_mask`, or a caller's own, boolean or added. Without one `is_causal`
     holds, or else the module's, aligned to the top left. position_bias (B,H,M,N) is added, s_aux
     (H,) are sinks. Sequences of cu_seq_lens_q and cu_seq_lens_k are packed where the mask knows of
-    no padding. Raises NotImplementedError for a paged cache.
+    no padding. Raises NotImplementedError for a paged cache, and for what picks keys or has sinks
+    by another name.
     """
     if cache is not None:
         raise NotImplementedError(
             "attn_implementation: got 'fastattn' with a paged cache, expected none; for continuous "
             "batching use fastattn.flash_attn.install() and 'flash_attention_2'"
         )
+    for name in ("indices", "block_indices", "sinks"):
+        if kwargs.get(name) is not None:
+            raise NotImplementedError(
+                f"{name}: got some, expected none: fastattn would ignore what they say; leave this "
+                "model at 'eager' or 'sdpa'"
+            )
     if query.shape[0] != key.shape[0]:  # learned queries, the same for all items
         query = query.expand(key.shape[0], -1, -1, -1)
     if isinstance(attention_mask, Mask):

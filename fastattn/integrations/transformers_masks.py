@@ -65,7 +65,23 @@ class Mask:
     def _added(self, other: Any) -> Mask:
         raise _strange("a sum")
 
+    def _inverted(self) -> Mask:
+        raise _strange("`~`")
+
+    def __eq__(self, other: object) -> bool:
+        if other is None or isinstance(other, Mask):
+            return self is other
+        raise _strange("a comparison")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # which copy and pickle ask for
+            raise AttributeError(name)
+        raise AttributeError(str(_strange(f"`.{name}`")))
+
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _added
+    __and__ = __rand__ = __or__ = __ror__ = __lt__ = __gt__ = __le__ = __ge__ = _added
+    __invert__ = __neg__ = _inverted
+    __hash__ = object.__hash__
 
 
 def _strange(where: str) -> TypeError:
