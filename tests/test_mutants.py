@@ -223,8 +223,8 @@ rows of a page of a power of two: tile.py: paged
 -j - block * (F.step * pages.steps)
 +j - block * F.step
 rows of a page are one: tile.py: paged
--at = src + page * x.sb + row.to(tl.int64) * x.sm
-+at = src + page * x.sb
+-at = at[:, None] + d.to(tl.int64)[None, :] * x.sd
++at = (src + page * x.sb)[:, None] + d.to(tl.int64)[None, :] * x.sd
 tiles of a page are one: tile.py: paged
 -load(x, src + page * x.sb, row, rows - j0 + row,
 +load(x, src + page * x.sb, 0, rows - j0 + row,
