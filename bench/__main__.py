@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from . import commands, first_hour, flushing, ledger_cases, modules
@@ -46,6 +47,15 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         names.append(name)
         return found
 
+    _add_measurements(add)
+    _add_others(add)
+    return parser, names
+
+
+Add = Callable[[str, str], argparse.ArgumentParser]
+
+
+def _add_measurements(add: Add) -> None:
     sweep = add("sweep", "every length, head dim, mask, dtype and pass of a grid")
     size = sweep.add_mutually_exclusive_group()
     size.add_argument("--quick", action="store_true", help="under three minutes; the default")
@@ -80,7 +90,9 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
     models = add("models", "whole models, fastattn beside sdpa: Llama, Mistral, ViT, an encoder")
     models.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
 
-    racing = serving, models
+    derivatives = add("derivatives", "jvp and double backward: beside forward, backward and torch")
+
+    racing = serving, models, derivatives
     for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals, *racing):
         measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
@@ -92,11 +104,13 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         measuring.add_argument("--seconds", type=float, help="timing budget of a cell and count")
     for measuring in (sweep, decode, overhead, memory):
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
-    for measuring in (sweep, decode, memory, models):
+    for measuring in (sweep, decode, memory, models, derivatives):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, decode, subnormals, *racing):
+    for measuring in (sweep, decode, subnormals, serving, models):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
+
+def _add_others(add: Add) -> None:
     ledger = add("ledger", "what the GPU kernels' main loops issue, with no GPU")
     ledger.add_argument("--compilers", nargs="+", choices=tuple(ledger_cases.COMPILERS))
     ledger.add_argument("--archs", type=int, nargs="+", choices=ledger_cases.COMPILERS["triton"])
@@ -135,7 +149,6 @@ def _parser() -> tuple[argparse.ArgumentParser, list[str]]:
         help="write there; default: bench/results/README.md from all files beside it, "
         "only print the tables of files that are named",
     )
-    return parser, names
 
 
 if __name__ == "__main__":

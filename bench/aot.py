@@ -45,8 +45,9 @@ HEAD_DIMS = (64, 128, 256)
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TENSOR_COLUMNS = 512
 WGMMA_ROWS = 64
-NO_PRODUCTS = ("delta", "combine")
+NO_PRODUCTS = ("delta", "combine", "rates", "block_mask", "block_mask keys")
 BY_KEYS = ("dkv", "dk", "dv")
+BY_KEYS += tuple(f"{name}_t" for name in BY_KEYS)
 
 
 class Case(NamedTuple):
@@ -104,9 +105,11 @@ def everything(B: int, H: int, M: int, N: int) -> dict[str, Any]:
 class Variant(NamedTuple):
     options: Callable[..., dict[str, Any]]
     kernels: tuple[str, ...] = ()  # those that the options change; () for all
+    tangents: bool = False  # the passes that take them, and no other
 
 
 PAIR = ("forward", "dq", *BY_KEYS)
+MOVED = ("jvp", "rates", "dq_t", *BY_KEYS)
 ONE = {  # feature alone, by its options
     "mask": ("mask",),
     "alibi": ("slopes",),
@@ -121,10 +124,16 @@ def alone(feature: str, *sizes: int) -> dict[str, Any]:
     return dict(mask=found["mask"].to(torch.bfloat16)) if feature == "mask" else found
 
 
+def shared_mask(B: int, H: int, M: int, N: int) -> dict[str, Any]:
+    """A mask of all heads, which is looked at before it is used."""
+    return dict(mask=torch.empty((1, 1, M, N), device="meta", dtype=torch.bfloat16))
+
+
 VARIANTS = {
     "plain": Variant(lambda *sizes: {}),
     "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
     **{x: Variant(functools.partial(alone, x), PAIR) for x in ONE},
+    "block mask": Variant(shared_mask, (*PAIR, "block_mask", "block_mask keys")),
     "everything": Variant(everything, (*PAIR, "dmask", "split", "weights average")),
     "packed": Variant(
         lambda *sizes: dict(causal="bottom_right", Hk=2, packed=True), (*PAIR, "split")
@@ -136,6 +145,8 @@ VARIANTS = {
     # Rows that no tensor descriptor can read: 16 bytes do not divide them.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
     "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
+    "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
+    "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
 }
 
 
@@ -145,15 +156,21 @@ def cases(
     variants: Iterable[str] = tuple(VARIANTS),
 ) -> Iterator[Case]:
     for case in map(Case._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
-        absent = (*ONE, "packed", "paged") if case.dtype == "float32" else ("tf32",)
-        if case.variant not in absent:
+        absent = (*ONE, "block mask", "packed", "paged") if case.dtype == "float32" else ("tf32",)
+        if case.variant not in absent and not (VARIANTS[case.variant].tangents and rare(case)):
             yield case
+
+
+def rare(case: Case) -> bool:
+    """Of the passes that take tangents, which minutes are not spent on."""
+    newer = case.variant == "tangents-all" and case.arch > 90
+    return newer or case.dtype == "float32" or case.head_dim > 128
 
 
 def call(case: Case) -> None:
     """Every pass of the launcher over meta tensors of this case."""
     from fastattn import check, spec
-    from fastattn.backends.triton import Triton
+    from fastattn.backends.triton_tangents import TritonWithTangents
 
     dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
     o = VARIANTS[case.variant].options(B, H, N, N)
@@ -182,12 +199,18 @@ def call(case: Case) -> None:
     decode = attention._replace(q=attention.q[:, :, : rows // N], **few)
     wants = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
     describe = check.describe
-    backend = Triton()
+    backend = TritonWithTangents()
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision
     try:
         s = describe(attention, options)
         out = backend.forward(s, attention)
+        if VARIANTS[case.variant].tangents:
+            moved = spec.Tangents(*(getattr(attention, x) for x in spec.DIFFERENTIABLE))
+            outs = backend.jvp(s, attention, moved, *out)
+            q, lse = attention.q, normaliser[0]
+            backend.second(s, attention, moved, outs, q, lse, q, lse, wants)
+            return
         if not page:  # which have no gradient
             backend.backward(s, attention, *out, attention.q, normaliser[0], wants)
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
@@ -243,6 +266,8 @@ def name_of(kernel: Any, args: Sequence[Any]) -> str:
     given = dict(zip(kernel.arg_names, args))
     if name == "dkv":
         name = "dv" if given["dk"] is None else "dk" if given["dv"] is None else name
+    if name == "dkv_t":
+        name = "dv_t" if given["dk_t"] is None else "dk_t" if given["dv_t"] is None else name
     return name
 
 

@@ -31,6 +31,7 @@ from . import (
     progress,
     results,
     run,
+    second_order,
     tiny_call,
     unpadded,
     whole_models,
@@ -166,6 +167,20 @@ def models(options: Options) -> int:
     return _finish(result, options)
 
 
+def derivatives(options: Options) -> int:
+    """Rows are races as those of `serving`, on one thread; then memory."""
+    with _result("derivatives", options, "cpu", ("float32",)) as result:
+        for race in second_order.races(options.lengths or second_order.LENGTHS):
+            seconds = options.seconds or unpadded.SECONDS
+            result["derivatives"].append(unpadded.measure(race, seconds, 1))
+            print(unpadded.line(result["derivatives"][-1]), flush=True)
+        for row in second_order.memory(options.lengths or second_order.MEMORY_LENGTHS):
+            result["memory"].append(row)
+            print(printed.memory_line(row), flush=True)
+    _print(second_order.growth(result["memory"]))
+    return _finish(result, options)
+
+
 def ledger(options: Options) -> int:
     return ledger_report.run(options)
 
@@ -245,12 +260,13 @@ def _cells(
 
 def _finish(result: Result, options: Options) -> int:
     _print(printed.summary(result))
-    sections = ("cells", "memory", "modules", "targets", "subnormals", "serving", "models")
+    races = ("serving", "models", "derivatives")
+    sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # Half a run never replaces a committed file.
         whole = options.save and result["complete"]
         results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
-    told = result["cells"] + result["modules"] + result["serving"] + result["models"]
+    told = [row for section in ("cells", "modules", *races) for row in result[section]]
     failed = any(row["status"] != "ok" for row in told)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
     failed |= any(row["failed"] for row in result["targets"])

@@ -118,6 +118,7 @@ PARTS = (
     _tested("test_gpu_torch", 600),
     _tested("test_gpu_scale", 600),
     _tested("test_gpu_pairs", 900),
+    _tested("test_gpu_tangents", 600),
     Part(
         "ledger",
         900,

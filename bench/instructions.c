@@ -14,7 +14,7 @@
 // no tile, so that edges count too.
 struct Case {
   const char* name;
-  int64_t dtype, backward;
+  int64_t dtype, pass;
   int64_t D, rows, groups;         // query heads that share a key head
   int64_t causal, window, length;  // window: keys before a row's own; length: valid keys
   int64_t bias;                    // float, (B,H,M,N); its gradient too in a backward pass
@@ -31,9 +31,11 @@ static const struct Case kCases[] = {
     {"forward bfloat16", .dtype = FA_BF16},
     {"forward float16", .dtype = FA_F16},
     {"decode", .rows = 1, .groups = 4},
-    {"backward full", .backward = 1},
-    {"backward causal", .backward = 1, .causal = 1},
-    {"backward bias", .backward = 1, .bias = 1},
+    {"backward full", .pass = FA_BACKWARD},
+    {"backward causal", .pass = FA_BACKWARD, .causal = 1},
+    {"backward bias", .pass = FA_BACKWARD, .bias = 1},
+    {"jvp full", .pass = FA_JVP},
+    {"second full", .pass = FA_SECOND},
 };
 enum { kNumCases = sizeof kCases / sizeof *kCases };
 
@@ -77,7 +79,14 @@ static struct FaParams params(const struct Case* c) {
   length = c->length;
   if (c->length) p.lengths = &length;
   if (c->bias) p.mask = tensor(dtype, H, M, N);
-  if (c->backward) {
+  if (c->pass >= FA_JVP) {
+    p.q_t = tensor(dtype, H, M, D);
+    p.k_t = tensor(dtype, Hk, N, D);
+    p.v_t = tensor(dtype, Hk, N, D);
+    p.out_t = tensor(dtype, H, M, D);
+    p.lse_t = tensor(FA_F32, H, M, 1);
+  }
+  if (c->pass == FA_BACKWARD || c->pass == FA_SECOND) {
     p.dout = tensor(dtype, H, M, D);
     p.dq = tensor(dtype, H, M, D);
     p.dk = tensor(dtype, Hk, N, D);
@@ -107,12 +116,11 @@ int main(int argc, char** argv) {
     return fail("case", argv[2], "one that is printed without arguments");
 
   // The first call sets up what lasts, such as scratch memory and OpenMP: not what is counted.
-  // A backward pass needs its out and lse besides.
+  // Other passes need its out and lse besides.
   struct FaParams p = params(c);
   int64_t status = fa_cpu_run(&p, FA_FORWARD);
-  const int64_t pass = c->backward ? FA_BACKWARD : FA_FORWARD;
-  p.workspace = aligned_alloc(64, (fa_cpu_workspace(&p, pass) + 63) / 64 * 64);
-  if (status == FA_OK) status = counted(&p, pass);
+  p.workspace = aligned_alloc(64, (fa_cpu_workspace(&p, c->pass) + 63) / 64 * 64);
+  if (status == FA_OK) status = counted(&p, c->pass);
   if (status == FA_OK) return 0;
   return fail("status", status == FA_NO_MEMORY ? "FA_NO_MEMORY" : "FA_BAD_LENGTH", "FA_OK");
 }

@@ -21,6 +21,7 @@ FLAGS = ("-std=c++17", "-O3", f"-I{cuda_library.SOURCES}")
 FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "plain": lambda B, H, N: {},
     "mask": lambda B, H, N: dict(mask=meta(B, H, N, N)),
+    "block mask": lambda B, H, N: dict(mask=meta(1, 1, N, N)),
     "alibi": lambda B, H, N: dict(slopes=meta(B, H, dtype=torch.float32)),
     "softcap": lambda B, H, N: dict(softcap=30.0),
     "dropout": lambda B, H, N: dict(dropout_p=0.1, seed=meta(1, dtype=torch.int64)),
@@ -29,6 +30,7 @@ FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
 # nvcc's kernels by pass; a tile's sides are rows and keys, whichever of them pass by.
 CUDA = {
     "forward": ("Forward<Type, {d}, {d}, {general}>", "forward_kernel", "kRows, K::kKeys"),
+    "forward mask": ("MaskedForward<Type, {d}, {d}>", "forward_kernel", "kRows, K::kKeys"),
     "decode": ("Decode<Type, {d}, {d}, 1, {general}>", "decode_kernel", "kRows, K::kKeys"),
     "dq": ("Backward<Type, {d}, {d}, kOfQ, {general}>", "backward_kernel", "kStaying, K::kPassing"),
 } | {
@@ -49,9 +51,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def source(case: Case) -> str:
     """The one kernel; and another without work, whose name tells the tile."""
-    kind, kernel, sides = CUDA[case.name]
+    kind, kernel, sides = CUDA.get(f"{case.name} {case.feature}") or CUDA[case.name]
     general = "false" if case.feature in ("plain", "sinks") else "true"  # instances.h: is_general
-    more = "" if kernel == "forward_kernel" else ", float*" if "back" in kernel else ", int"
+    more = {"forward": "bool", "backward": "float*"}.get(kernel.removesuffix("_kernel"), "int")
     stages = "K::kStages" if case.name == "decode" else "2"
     return f"""\
 #include "cuda/sm80/backward.cuh"
@@ -60,7 +62,7 @@ def source(case: Case) -> str:
 namespace fa {{ namespace sm80 {{
 using Type = ptx::BF16;
 using K = {kind.format(d=case.head_dim, general=general)};
-template __global__ void {kernel}<K>(FaParams{more});
+template __global__ void {kernel}<K>(FaParams, {more});
 }} }}
 template <int...> __global__ void tile() {{}}
 using fa::sm80::K;

@@ -55,7 +55,7 @@ def head() -> str:
     own = f"{'regs':>5}{'bytes':>8}{'blocks':>7}"
     bound = f"{'bound':7}{'peak':>5}"
     flight = f"{'ex2 in flight':19}products, mufu"
-    return f"{'kernel':30}{'tile':14}{counts}  |{cycles}  {bound}  |{own}  {flight}"
+    return f"{'kernel':31}{'tile':14}{counts}  |{cycles}  {bound}  |{own}  {flight}"
 
 
 def line(row: Row) -> str:
@@ -69,7 +69,7 @@ def line(row: Row) -> str:
     kinds = ", ".join(f"{x.removeprefix('MUFU.')} {n}" for x, n in row.main.opcodes.items())
     name = str(row.case).partition(" ")[2]
     cycles = _cycles(row.main.cycles)
-    return f"{name:30}{row.tile:14}{counts}{cycles}  |{own}  {flight:19}{kinds}"
+    return f"{name:31}{row.tile:14}{counts}{cycles}  |{own}  {flight:19}{kinds}"
 
 
 def _cycles(cycles: dict[str, float]) -> str:

@@ -204,6 +204,10 @@ def models(results: Sequence[Result]) -> Iterator[str]:
     return _races(results, "models")
 
 
+def derivatives(results: Sequence[Result]) -> Iterator[str]:
+    return _races(results, "derivatives")
+
+
 def _races(results: Sequence[Result], section: str) -> Iterator[str]:
     """A row a race and machine: both ways' milliseconds, their ratio, and the aim."""
     rows = [(_machine(x), row) for x in results for row in x.get(section, [])]
@@ -250,4 +254,5 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "subnormals": ("subnormals", subnormals),
     "serving": ("serving", serving),
     "models": ("models", models),
+    "derivatives": ("derivatives", derivatives),
 }

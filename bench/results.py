@@ -36,6 +36,7 @@ def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, A
         "subnormals": [],
         "serving": [],
         "models": [],
+        "derivatives": [],
         "cells": [],
         "seconds": None,
     }

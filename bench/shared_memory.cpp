@@ -21,6 +21,7 @@ template <class Type, int D, int Dv, bool general>
 void attention() {
   tell<Forward<Type, D, Dv, general>>();
   tell<PagedForward<Type, D, Dv, general>>();
+  if (general) tell<MaskedForward<Type, D, Dv>>();
   tell<Decode<Type, D, Dv, 1, general>>();
   tell<Decode<Type, D, Dv, 4, general>>();
   tell<Backward<Type, D, Dv, kOfQ, general>>();
@@ -62,6 +63,7 @@ void of_type() {
 int main() {
   constexpr int kWidest = 256;
   std::printf("0 delta_kernel\n");
+  std::printf("%zu mask_tiles_kernel\n", sizeof(uint32_t) * fa::kMaskWarps);
   std::printf("0 query_gradient_kernel\n");
   std::printf("%zu sink_gradient_kernel\n", sizeof(float) * kRowThreads / 32);
   std::printf("%zu combine_kernel\n", sizeof(float) * kCombineWarps * kWidest);

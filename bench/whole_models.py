@@ -90,6 +90,11 @@ def _others(dtype: str, scale: float) -> Iterator[Entry]:
         for padded in (False, True):
             at, aim = ("encoder, padded", AIM) if padded else ("encoder", PLAIN_AIM)
             yield at, what, aim, functools.partial(_encoder, dtype, what, padded, scale)
+    if dtype != "float32":
+        for padded in (False, True):
+            at = f"encoder under autocast{', padded' if padded else ''}"
+            make = functools.partial(_encoder, dtype, FORWARD, padded, scale, autocast=True)
+            yield at, FORWARD, PLAIN_AIM, make
 
 
 def _pair(make: Callable[[], Any]) -> tuple[Any, Any]:
@@ -124,7 +129,7 @@ def _language(
         if what == "tokens":
             return lambda: [_generated(model, given)]
         if what == FORWARD:
-            return lambda: [_without_gradient(model, given)[real]]
+            return lambda: [_without_gradient(model, **given, use_cache=False)[real]]
         labels = ids.masked_fill(mask == 0, -100)
         return lambda: _step(model, lambda: model(**given, labels=labels, use_cache=False).loss)
 
@@ -138,8 +143,8 @@ def _generated(model: Any, given: dict[str, Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def _without_gradient(model: Any, given: dict[str, Tensor]) -> Tensor:
-    return model(**given, use_cache=False)[0]
+def _without_gradient(model: Any, *inputs: Tensor, **given: Any) -> Tensor:
+    return model(*inputs, **given)[0]
 
 
 def _step(model: nn.Module, loss_of: Callable[[], Tensor]) -> list[Tensor]:
@@ -149,9 +154,9 @@ def _step(model: nn.Module, loss_of: Callable[[], Tensor]) -> list[Tensor]:
 
 
 def _loss(out: Tensor) -> Tensor:
-    """What a layer norm does not make a constant."""
-    directions = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
-    return (out.float() * directions).mean()
+    """What a layer norm does not make a constant, and rounding does not cancel."""
+    target = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+    return (out.float() - target).square().mean()
 
 
 def _vit(dtype: str, what: str, scale: float) -> tuple[Results, Results, bool]:
@@ -164,28 +169,33 @@ def _vit(dtype: str, what: str, scale: float) -> tuple[Results, Results, bool]:
 
     def results(model: Any) -> Results:
         if what == FORWARD:
-            return lambda: [_without_gradient_of(model, pixels)]
+            return lambda: [_without_gradient(model, pixels)]
         return lambda: _step(model, lambda: _loss(model(pixels)[0]))
 
     return results(pair[0]), results(pair[1]), True
 
 
-def _encoder(dtype: str, what: str, padded: bool, scale: float) -> tuple[Results, Results, bool]:
-    """Of torch.nn: with nothing to train it has a fast path of its own."""
+def _encoder(
+    dtype: str, what: str, padded: bool, scale: float, autocast: bool = False
+) -> tuple[Results, Results, bool]:
+    """Of torch.nn: with nothing to train it has a fast path of its own. autocast: to `dtype`, with
+    weights of float32."""
+    kept = torch.float32 if autocast else DTYPES[dtype]
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(512, 8, 1408, 0.0, "gelu", batch_first=True)
-    other = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(DTYPES[dtype])
+    other = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(kept)
     ours = copy.deepcopy(other)
     fastattn.convert(ours)
     n = max(16, int(1024 * scale))
-    x = torch.randn(BATCH, n, 512, dtype=DTYPES[dtype])
+    x = torch.randn(BATCH, n, 512, dtype=kept)
     lengths = torch.arange(1, BATCH + 1) * n // BATCH
     hidden = torch.arange(n) >= lengths[:, None] if padded else None
     real = torch.ones(BATCH, n, dtype=torch.bool) if hidden is None else ~hidden
 
     def results(model: nn.Module) -> Results:
         def out() -> Tensor:
-            return model(x, src_key_padding_mask=hidden)[real]
+            with torch.autocast("cpu", DTYPES[dtype], enabled=autocast):
+                return model(x, src_key_padding_mask=hidden)[real]
 
         if what == FORWARD:
             model.eval()
@@ -193,8 +203,3 @@ def _encoder(dtype: str, what: str, padded: bool, scale: float) -> tuple[Results
         return lambda: _step(model, lambda: _loss(out()))
 
     return results(ours), results(other), True
-
-
-@torch.no_grad()
-def _without_gradient_of(model: nn.Module, x: Tensor) -> Tensor:
-    return model(x)[0]

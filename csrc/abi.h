@@ -87,6 +87,13 @@ struct FaParams {
   double scale;            // multiplies q.k
   double softcap;          // 0 = off
   double dropout_p;        // 0 = off
+
+  // Of the passes that take tangents: in which directions q, k, v, mask and sinks move, each with
+  // its tensor's shape and dtype, null where one does not; and what moves with them. These are
+  // last, so that nothing else lies elsewhere for them.
+  struct FaTensor q_t, k_t, v_t, mask_t, sinks_t;
+  struct FaTensor out_t, lse_t;      // (B,H,M,Dv), and (B,H,M) in the dtype of lse
+  struct FaTensor dout_t, dlse_t;    // as dout and dlse; null where they do not move
 };
 
 // FaParams field by field: by this the two sides of the ABI know that they are of one version.
@@ -94,13 +101,26 @@ struct FaParams {
   "q k v mask slopes sinks k_scale v_scale lse out weights dq dk dv dmask dsinks dout dlse " \
   "dweights lengths seed cu_q cu_k pages workspace B H Hk M N D Dv left right bottom_right " \
   "average_heads constant_lse row_invariant at_row at_key at_head at_item rows_after "       \
-  "keys_after T S P page blocks threads scale softcap dropout_p"
+  "keys_after T S P page blocks threads scale softcap dropout_p q_t k_t v_t mask_t sinks_t "  \
+  "out_t lse_t dout_t dlse_t"
 
 // Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
 // length is outside [0, keys of the larger call] and FA_BAD_OFFSET when cu_q or cu_k does not
 // rise from 0 to T or S in steps of at most M or N, FA_BAD_PAGE when a page that a length needs is
 // outside [0, P) (nothing is computed), FA_NO_MEMORY when no thread got scratch.
-enum FaPass { FA_FORWARD = 0, FA_BACKWARD = 1, FA_WEIGHTS = 2, FA_WEIGHTS_BACKWARD = 3 };
+//
+// FA_JVP makes out_t and lse_t of an `out` that is given, FA_FORWARD_JVP makes out and lse, too;
+// FA_SECOND from all of these, dout and dlse what dq, dk, dv, dmask and dsinks of backward move by.
+// Only the CPU has the last three.
+enum FaPass {
+  FA_FORWARD = 0,
+  FA_BACKWARD = 1,
+  FA_WEIGHTS = 2,
+  FA_WEIGHTS_BACKWARD = 3,
+  FA_JVP = 4,
+  FA_FORWARD_JVP = 5,
+  FA_SECOND = 6
+};
 enum FaStatus {
   FA_OK = 0,
   FA_BAD_LENGTH = 1,

@@ -17,6 +17,7 @@ from .backend import available_backends
 from .cache import KVCache
 from .conversion import convert, revert
 from .explaining import explain
+from .forward_mode import attention_jvp
 from .merging import merge
 from .multihead import MultiheadAttention
 from .patching import patch, sdpa, unpatch
@@ -29,6 +30,7 @@ __all__ = [
     "MultiheadAttention",
     "Place",
     "attention",
+    "attention_jvp",
     "attention_packed",
     "attention_weights",
     "available_backends",

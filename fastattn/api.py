@@ -57,7 +57,7 @@ DEFAULTS |= {"causal": False, "dropout_p": 0.0, "row_invariant": False}
 Call = TypeVar("Call", bound=Callable)
 
 
-def _with_arguments(function: Call) -> Call:
+def with_arguments(function: Call) -> Call:
     """`inspect.signature`, help() and editors show `Arguments` one by one."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -70,7 +70,7 @@ def _with_arguments(function: Call) -> Call:
     return function
 
 
-@_with_arguments
+@with_arguments
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **arguments: Unpack[Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -118,17 +118,22 @@ def attention(
     single keys are multiplied by 0. Subnormal bfloat16 inputs (below 2^-126) may count as 0:
     VDPBF16PS and AMX, the products of processors that have them, flush them.
 
+    Derivatives of first and second order, in forward mode and reverse and with either over reverse,
+    are fused: torch.func, dual numbers, create_graph=True, is_grads_batched; `attention_jvp` is
+    forward mode that compiles.
+
     Raises ValueError or TypeError for arguments that break these rules, NotImplementedError with
-    every backend's reasons when none can run the call, for second derivatives and forward-mode AD.
+    every backend's reasons when none can run the call, for third derivatives, for forward mode over
+    forward mode, and for forward mode of compiled code.
     """
     if v is None:
-        raise _no_values()
+        raise no_values()
     t, o = prepare(q, k, v, arguments)
     out, normaliser = call(ATTENTION, t, o)
     return (out, normaliser[0]) if return_lse else out
 
 
-@_with_arguments
+@with_arguments
 def attention_packed(
     q: Tensor,
     k: Tensor,
@@ -173,7 +178,7 @@ def attention_packed(
     FASTATTN_CHECK=1, where they are clamped.
     """
     if v is None:
-        raise _no_values()
+        raise no_values()
     where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
     t, o = prepare_packed(q, k, v, *where, arguments)
     out, normaliser = call(ATTENTION, t, o)
@@ -181,7 +186,7 @@ def attention_packed(
     return (out, rows_first(normaliser[0])) if return_lse else out
 
 
-@_with_arguments
+@with_arguments
 def attention_weights(
     q: Tensor,
     k: Tensor,
@@ -196,7 +201,8 @@ def attention_weights(
     more memory than that. `lse` (B,H,M), as `attention(..., return_lse=True)` gives it, saves the
     pass that finds it and is a constant to autograd; without it, gradients reach q, k, mask and
     sinks through the normaliser too, and it is known to more than float32: leave it out where every
-    score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`.
+    score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`; it has a first
+    derivative in reverse mode, and raises NotImplementedError for any other.
     """
     resolved(arguments, "attention_weights")
     constant = lse is not None
@@ -227,13 +233,13 @@ def _no_columns(k: Tensor) -> Tensor:
 def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
     """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost."""
     if v is None:
-        raise _no_values()
+        raise no_values()
     t, o = prepare(q, k, v, arguments)
     out, normaliser = call(ATTENTION, t, o)
     return out, normaliser
 
 
-def _no_values() -> TypeError:
+def no_values() -> TypeError:
     """Below this floor, no v means that the weights are wanted."""
     return TypeError("v: got NoneType, expected a torch.Tensor")
 

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from .spec import AttentionSpec, Feature, Tensors
+from .spec import AttentionSpec, Feature, Tangents, Tensors
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,49 @@ class Backend(Protocol):
         self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
     ) -> dict[str, Tensor]:
         """Gradients of q, k, mask and sinks."""
+        ...
+
+
+class WithTangents(Backend, Protocol):
+    """A backend with Feature.TANGENTS; x_t is the tangent of x. One that is None costs nothing."""
+
+    def jvp(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        out: Tensor | None = None,
+        normaliser: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """out, the normaliser, and their tangents: out_t as out, and lse_t (B,H,M) in spec.wide, 0
+        for a row that sees nothing. An out and a normaliser that an earlier forward gave are not
+        made again.
+
+            lse_t = sum_j P s_t,   out_t = sum_j P Z ((s_t - lse_t) v + v_t)
+
+        with the tangents s_t of the scores, and Z what dropout multiplies P by.
+        """
+        ...
+
+    def second(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        outs: Sequence[Tensor],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        dout_t: Tensor | None,
+        dlse_t: Tensor | None,
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """The tangents of `backward`'s gradients of q, k, v, mask and sinks, in their dtypes and
+        shapes, when the tensors move by `tangents`, and dout and dlse by dout_t and dlse_t.
+
+        outs: what `jvp` gives for these tangents. With the tangent x_t of each x in `backward`,
+
+            dS_t = P ((s_t - lse_t) (Z dP - delta) + Z dP_t - delta_t)
+        """
         ...
 
 

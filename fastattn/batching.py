@@ -1,75 +1,140 @@
-"""vmap's arithmetic: V calls of batch B as one call of batch V B, and back. Pure functions.
+"""vmap's arithmetic: V calls as one of V times as many items, or heads, and back. Pure functions.
 
-Where the batch of a tensor lies is read off its letters in `spec.ARGUMENTS`.
+Where the items and heads of a tensor lie is read off its letters in `spec.ARGUMENTS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .spec import ARGUMENTS, RESULTS, Argument, Options, Tensors
+from .spec import ARGUMENTS, DIFFERENTIABLE, INDEX, RESULTS, Argument, Options, Tensors
 
 Dim = int | None  # which dimension of a tensor is mapped; None where it is not
+LETTERS = {"items": ("B",), "heads": ("H", "Hk")}
+NO_DIMS: tuple[Dim, ...] = (None,) * len(DIFFERENTIABLE)
 
 
-def can_fold(t: Tensors, dims: Sequence[Dim], o: Options) -> bool:
-    """Not where a call's place in the batch matters (dropout counts by it), nor where something
-    that has no batch dimension (sinks, what is packed) is mapped."""
-    each = zip(ARGUMENTS.values(), t, dims)
-    mapped = (a for a, x, dim in each if x is not None and dim is not None)
-    return t.cu_q is None and o.dropout_p == 0 and all(any(map(batched, a.shapes)) for a in mapped)
+class Fold(NamedTuple):
+    """How V calls are one. Call v has the items, or heads, from v times as many as one has."""
+
+    V: int
+    along: str  # "items" or "heads"
+    sizes: dict[str, int]  # of one call, by letter
+
+    def at(self, shape: str) -> int | None:
+        """Which dimension it is, in a shape of that many letters."""
+        found = (i for i, x in enumerate(shape.split()) if x in LETTERS[self.along])
+        return next(found, None)
+
+    def tensors(self, t: Tensors, dims: Sequence[Dim]) -> Tensors:
+        each = zip(ARGUMENTS.values(), t, dims)
+        return Tensors(*(self._argument(a, x, dim) for a, x, dim in each))  # ty: ignore
+
+    def moving(self, t: Tensors, dims: Sequence[Dim], tangents: Sequence, dims_t: Sequence[Dim]):
+        """Tensors, then their tangents: where one of a mask and its tangent is mapped both are, for
+        they have one shape."""
+        found, moves = list(self.tensors(t, dims)), []
+        for name, x_t, dim_t in zip(DIFFERENTIABLE, tangents, dims_t):
+            at, a = INDEX[name], ARGUMENTS[name]
+            if x_t is not None and a.broadcast and (dim_t is None) != (dims[at] is None):
+                found[at] = self._broadcast(a, _front(self.V, t.given(name), dims[at]), 0)
+                x_t, dim_t = _front(self.V, x_t, dim_t), 0
+            moves.append(self._argument(a, x_t, dim_t))
+        return found, moves
+
+    def results(self, of: Sequence[str], tensors: Sequence, dims: Sequence[Dim]) -> list[Any]:
+        """Outputs, or their gradients or tangents."""
+        each = zip(of, tensors, dims)
+        return [None if x is None else self._merge(RESULTS[name], x, dim) for name, x, dim in each]
+
+    def back(self, of: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """The mapped dimension first. of: what each is, of `RESULTS`, or of `ARGUMENTS` as a
+        gradient is."""
+        shapes = (RESULTS[name] if name in RESULTS else ARGUMENTS[name].shapes[0] for name in of)
+        return tuple(self._split(shape, x) for x, shape in zip(tensors, shapes))
+
+    def _split(self, shape: str, x: Tensor) -> Tensor:
+        at = self.at(shape)
+        assert at is not None
+        return x.unflatten(at, (self.V, self.sizes[shape.split()[at]])).movedim(at, 0)
+
+    def _merge(self, shape: str, x: Tensor, dim: Dim) -> Tensor:
+        at = self.at(shape)
+        assert at is not None
+        x = _front(self.V, x, dim).movedim(0, at)
+        return x.reshape(*x.shape[:at], self.V * x.shape[at + 1], *x.shape[at + 2 :])
+
+    def _argument(self, a: Argument, x: Tensor | None, dim: Dim) -> Tensor | None:
+        if x is None:
+            return None
+        if a.broadcast:
+            return self._broadcast(a, x, dim)
+        rank = x.ndim - (dim is not None)
+        shape = next((s for s in a.shapes if len(s.split()) == rank), a.shapes[0])
+        if self.at(shape) is not None:
+            return self._merge(shape, x, dim)
+        if dim is None:
+            return x  # the same for all
+        shape = next(s for s in a.shapes if self.at(s) is not None)  # each call has its own, so
+        at = self.at(shape)  # each item has
+        assert at is not None
+        x = _front(self.V, x, dim).unsqueeze(1 + at)
+        size = self.sizes[shape.split()[at]]
+        return self._merge(shape, x.expand(*x.shape[: 1 + at], size, *x.shape[2 + at :]), 0)
+
+    def _broadcast(self, a: Argument, x: Tensor, dim: Dim) -> Tensor:
+        (shape,) = a.shapes
+        at, full = self.at(shape), len(shape.split())
+        assert at is not None
+        own = at - (full - x.ndim)
+        if dim is None and (own < 0 or x.shape[own] == 1):
+            return x  # the same for all
+        x = _front(self.V, x, dim)
+        x = x.reshape(self.V, *[1] * (1 + full - x.ndim), *x.shape[1:])
+        size = self.sizes[shape.split()[at]]
+        return self._merge(shape, x.expand(*x.shape[: 1 + at], size, *x.shape[2 + at :]), 0)
 
 
-def gradients_fold(wants: Sequence[str]) -> bool:
-    """Are these gradients of each item alone? That of a mask may be a sum over items."""
-    return all(batched(ARGUMENTS[x].shapes[0]) and not ARGUMENTS[x].broadcast for x in wants)
+def fold_of(
+    V: int,
+    t: Tensors,
+    dims: Sequence[Dim],
+    o: Options,
+    tangents: Sequence[Dim] = NO_DIMS,
+    wants: Sequence[str] = (),
+) -> Fold | None:
+    """None where V calls are no single one: where their place in it matters (dropout counts by it),
+    where something is mapped that has neither items nor heads of its own (what is packed), and
+    where a gradient is a sum over both (of a mask).
 
-
-def batched(shape: str) -> bool:
-    return "B" in shape.split()
-
-
-def batch_at(shape: str) -> int:
-    return shape.split().index("B")
-
-
-def batch_of(t: Tensors, dims: Sequence[Dim]) -> int:
-    """B of one call."""
-    shape = list(t.q.shape)
-    if dims[0] is not None:
-        del shape[dims[0]]
-    return shape[0]
-
-
-def fold_tensors(V: int, dims: Sequence[Dim], t: Tensors) -> Tensors:
-    B = batch_of(t, dims)
-    folded: list[Any] = [
-        None if x is None else _fold_argument(a, V, B, x, dim)
-        for a, x, dim in zip(ARGUMENTS.values(), t, dims)
+    tangents: where those are mapped. wants: the gradients that are made.
+    """
+    if t.cu_q is not None or o.dropout_p:
+        return None
+    mapped = [
+        a for a, x, dim in zip(ARGUMENTS.values(), t, dims) if x is not None and dim is not None
     ]
-    return Tensors(*folded)
+    mapped += [ARGUMENTS[name] for name, dim in zip(DIFFERENTIABLE, tangents) if dim is not None]
+    for along in LETTERS:
+        fold = Fold(V, along, _sizes(t, dims))
+        folds = all(any(fold.at(s) is not None for s in a.shapes) for a in mapped)
+        made = (ARGUMENTS[name] for name in wants)
+        folds &= all(fold.at(a.shapes[0]) is not None and not a.broadcast for a in made)
+        if folds and (along == "items" or (V and not o.average_heads)):
+            return fold
+    return None
 
 
-def fold_results(
-    results: Sequence[str], V: int, B: int, tensors: Sequence[Tensor | None], dims: Sequence[Dim]
-) -> list[Tensor | None]:
-    """Outputs, or their gradients."""
-    return [
-        None if x is None else _merge(V, B, x, dim, batch_at(RESULTS[name]))
-        for name, x, dim in zip(results, tensors, dims)
-    ]
-
-
-def unfold(V: int, B: int, x: Tensor, at: int) -> Tensor:
-    """The mapped dimension comes first."""
-    return x.unflatten(at, (V, B)).movedim(at, 0)
-
-
-def unfold_results(results: Sequence[str], V: int, B: int, tensors: Sequence[Tensor]):
-    return tuple(unfold(V, B, x, batch_at(RESULTS[name])) for name, x in zip(results, tensors))
+def _sizes(t: Tensors, dims: Sequence[Dim]) -> dict[str, int]:
+    """Items and heads of one call."""
+    (B, H, *_), (_, Hk, *_) = (
+        [n for at, n in enumerate(x.shape) if dim is None or at != dim % x.ndim]
+        for x, dim in zip(t[:2], dims)
+    )
+    return {"B": B, "H": H, "Hk": Hk}
 
 
 def pick(tensors: Sequence[Any], dims: Sequence[Dim], i: int) -> list[Any]:
@@ -80,33 +145,3 @@ def pick(tensors: Sequence[Any], dims: Sequence[Dim], i: int) -> list[Any]:
 def _front(V: int, x: Tensor, dim: Dim) -> Tensor:
     """The mapped dimension first; made by expansion where there is none."""
     return x.expand(V, *x.shape) if dim is None else x.movedim(dim, 0)
-
-
-def _merge(V: int, B: int, x: Tensor, dim: Dim, at: int) -> Tensor:
-    """The mapped dimension into the batch, which is dimension `at` of a call's tensor."""
-    x = _front(V, x, dim).movedim(0, at)
-    return x.reshape(*x.shape[:at], V * B, *x.shape[at + 2 :])
-
-
-def _fold_argument(a: Argument, V: int, B: int, x: Tensor, dim: Dim) -> Tensor:
-    rank = x.ndim - (dim is not None)
-    if a.broadcast:
-        return _fold_broadcast(V, B, x, dim)
-    shape = next((s for s in a.shapes if len(s.split()) == rank), a.shapes[0])
-    if batched(shape):
-        return _merge(V, B, x, dim, batch_at(shape))
-    if dim is None:
-        return x  # the same for every item
-    shape = next(s for s in a.shapes if batched(s))  # each call has its own, so each item has
-    at = batch_at(shape)
-    x = _front(V, x, dim).unsqueeze(1 + at)
-    x = x.expand(*x.shape[: 1 + at], B, *x.shape[2 + at :])
-    return _merge(V, B, x, 0, at)
-
-
-def _fold_broadcast(V: int, B: int, x: Tensor, dim: Dim) -> Tensor:
-    if dim is None and (x.ndim < 4 or x.shape[0] == 1):
-        return x  # the same for every item
-    x = _front(V, x, dim)
-    x = x.reshape(V, *[1] * (5 - x.ndim), *x.shape[1:])
-    return x.expand(V, B, *x.shape[2:]).reshape(V * B, *x.shape[2:])

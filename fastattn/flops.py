@@ -29,6 +29,26 @@ def backward(n: int, *args, out_val=None, **kwargs) -> int:
     return 2 * _scores(args[2 * n :]) * (3 * k.shape[3] + (2 * v.shape[3] if v is not None else 0))
 
 
+def jvp(*args, out_val=None, **kwargs) -> int:
+    """Scores, and for each tangent a product; one for the values whose probabilities move. Two more
+    make out. args begin with the tangents, then out and normaliser if they are known."""
+    q_t, k_t, v_t, _, _, out = args[:6]
+    k, v = args[8:10]
+    of_keys = 1 + (q_t is not None) + (k_t is not None)
+    of_values = 1 + (v_t is not None) + (out is None)
+    return 2 * _scores(args[7:]) * (of_keys * k.shape[3] + of_values * v.shape[3])
+
+
+def second(*args, out_val=None, **kwargs) -> int:
+    """Twelve products, where q, k, v and dout move."""
+    q_t, k_t, v_t = args[:3]
+    dout_t = args[11]
+    k, v = args[14:16]
+    of_keys = 3 + 2 * ((q_t is not None) + (k_t is not None))
+    of_values = 2 + (v_t is not None) + 2 * (dout_t is not None)
+    return 2 * _scores(args[13:]) * (of_keys * k.shape[3] + of_values * v.shape[3])
+
+
 def _scores(args) -> int:
     """How many there are, hidden ones too: B H M N, or of a packed batch the sum over sequences;
     where its offsets are nowhere to be seen, as if all were alike."""

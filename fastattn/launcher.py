@@ -11,16 +11,24 @@ from torch import Tensor, empty, get_num_threads
 from . import native
 from .backend import Layout, token_major_layout
 from .crossing import pack, places
-from .packing import backward_in_turn
-from .spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tensors
+from .packing import backward_in_turn, second_in_turn
+from .spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
 
 # What follows a call's tensors in a pass: the field of FaParams, and how it crosses.
 _GRADIENTS = {f"d{name}": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
+_TANGENTS = {f"{name}_t": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
+_MOVED = dict(out_t="strided", lse_t="column")
 _AFTER: dict[int, dict[str, str]] = {
     native.FORWARD: dict(out="strided", lse="pair"),
     native.BACKWARD: dict(out="strided", lse="pair", dout="strided", dlse="column", **_GRADIENTS),
     native.WEIGHTS: dict(weights="broadcast"),
     native.WEIGHTS_BACKWARD: dict(dweights="broadcast", **_GRADIENTS),
+    native.JVP: dict(out="strided", **_MOVED, **_TANGENTS),
+    native.FORWARD_JVP: dict(out="strided", lse="pair", **_MOVED, **_TANGENTS),
+    native.SECOND: dict(
+        **dict(out="strided", lse="pair", **_MOVED, **_TANGENTS),
+        **dict(dout="strided", dlse="column", dout_t="strided", dlse_t="column", **_GRADIENTS),
+    ),
 }
 PLACES = {which: places(after) for which, after in _AFTER.items()}
 
@@ -42,14 +50,16 @@ class Launcher:
         raise NotImplementedError
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
-        q, like = t.q, prepared(spec)
-        out = q.new_empty_strided(*like.out)
-        if spec.wide == spec.dtype:  # to name a dtype takes time
-            normaliser = q.new_empty_strided(*like.normaliser)
-        else:
-            normaliser = q.new_empty_strided(*like.normaliser, dtype=spec.wide)
+        out, normaliser = self._outputs(spec, t.q)
         self._launch(native.FORWARD, spec, t, (out, normaliser))
         return out, normaliser
+
+    def _outputs(self, spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
+        like = prepared(spec)
+        out = q.new_empty_strided(*like.out)
+        if spec.wide == spec.dtype:  # to name a dtype takes time
+            return out, q.new_empty_strided(*like.normaliser)
+        return out, q.new_empty_strided(*like.normaliser, dtype=spec.wide)
 
     def backward(
         self,
@@ -88,6 +98,47 @@ class Launcher:
         else:
             given = (_with_heads(spec, dweights), *map(grads.get, DIFFERENTIABLE))
             self._launch(native.WEIGHTS_BACKWARD, spec, t, given)
+        return _as_inputs(spec, grads, t) if spec.given else grads
+
+    def jvp(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        out: Tensor | None = None,
+        normaliser: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        out_t = t.q.new_empty_strided(*prepared(spec).out)
+        lse_t = t.q.new_empty(prepared(spec).out[0][:3], dtype=spec.wide)
+        moved = (out_t, lse_t, *_tangents(spec, tangents))
+        if out is not None and normaliser is not None:
+            self._launch(native.JVP, spec, t, (out, *moved))
+        else:
+            out, normaliser = self._outputs(spec, t.q)
+            self._launch(native.FORWARD_JVP, spec, t, (out, normaliser, *moved))
+        return out, normaliser, out_t, lse_t
+
+    def second(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        outs: Sequence[Tensor],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        dout_t: Tensor | None,
+        dlse_t: Tensor | None,
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
+        if dout is None:
+            dout = outs[0].new_zeros(()).expand(outs[0].shape)
+        if spec.packed and "mask" in wants and _copies(spec, t.given("mask")) > ROOM:
+            given = (dout, dlse, dout_t, dlse_t)
+            found = second_in_turn(self, spec, t, tangents, outs, given, wants)
+            return {name: x.to(t.given(name).dtype) for name, x in found.items()}
+        grads = self._gradients(spec, t, wants)
+        given = (*outs, *_tangents(spec, tangents), dout, dlse, dout_t, dlse_t)
+        self._launch(native.SECOND, spec, t, (*given, *map(grads.get, DIFFERENTIABLE)))
         return _as_inputs(spec, grads, t) if spec.given else grads
 
     def _gradients(
@@ -157,6 +208,12 @@ def _prepare(spec: AttentionSpec) -> Prepared:
         gradients=[(x, laid.get(x)) for x in DIFFERENTIABLE if x in laid or x in spec.given],
         brief=B * H * (1 + M) * (1 + keys) * (64 + D + Dv) < BRIEF,
     )
+
+
+def _tangents(spec: AttentionSpec, tangents: Tangents) -> tuple[Tensor | None, ...]:
+    """In the dtypes of kernels."""
+    named = zip((ARGUMENTS[name].dtype for name in DIFFERENTIABLE), tangents)
+    return tuple(x if x is None else x.to(_kernel_dtype(rule, x, spec)) for rule, x in named)
 
 
 def _kernel_dtype(rule: str, x: Tensor, spec: AttentionSpec) -> torch.dtype:

@@ -23,7 +23,7 @@ import torch
 from .elf import why_broken
 from .spec import ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
 
-FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD = range(4)  # FaPass
+FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE = range(5)  # FaStatus
 CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
@@ -48,16 +48,24 @@ POINTERS = (
     *(a.field for a in ARGUMENTS.values() if a.crosses == "pointer"),
     "workspace",
 )
+MOVED = (  # tangents, and what moves with them: last
+    *(f"{name}_t" for name in DIFFERENTIABLE),
+    *("out_t", "lse_t", "dout_t", "dlse_t"),
+)
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
 POINTER = struct.Struct("=Q")
 SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # and threads, after the whole numbers
-FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL))
+FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED))
 ABSENT = bytes(TENSOR.size)
-SIZE = len(TENSORS) * TENSOR.size + len(POINTERS) * 8 + SCALARS.size
+BEFORE_SCALARS = len(TENSORS) * TENSOR.size + len(POINTERS) * 8
+AFTER_SCALARS = len(MOVED) * TENSOR.size
+SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS
 
 
 def offset(field: str) -> int:
     """Where in FaParams it lies."""
+    if field in MOVED:
+        return SIZE - AFTER_SCALARS + MOVED.index(field) * TENSOR.size
     at = FIELDS.split().index(field)
     return min(at, len(TENSORS)) * TENSOR.size + max(0, at - len(TENSORS)) * 8
 
@@ -69,7 +77,7 @@ def form(spec: AttentionSpec) -> bytes:
     """FaParams of a call's scalars, with no tensor and no thread in it."""
     whole = (getattr(spec, name) for name in WHOLE)
     scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
-    return bytes(SIZE - SCALARS.size) + scalars
+    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS)
 
 
 class Library:

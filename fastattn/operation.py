@@ -1,24 +1,35 @@
 """What an operation is, and how one runs: attention, and its weights.
 
-Each has a forward and a backward kernel in every backend. Everything above this floor is written
-once for both.
+Each has a forward and a backward kernel in every backend; attention has the passes that take
+tangents, too. Everything above this floor is written once for both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from .backend import Backend, choose, token_major
-from .check import describe, need_memory
+from .backend import Backend, WithTangents, choose, token_major
+from .check import describe, need_like, need_memory
 from .crossing import Kind
-from .spec import ARGUMENTS, DIFFERENTIABLE, INDEX, RESULTS, AttentionSpec, Options, Tensors, wide
+from .spec import (
+    ARGUMENTS,
+    DIFFERENTIABLE,
+    INDEX,
+    RESULTS,
+    AttentionSpec,
+    Options,
+    Tangents,
+    Tensors,
+    wide,
+)
 
 MAX_PLANS = 4096
 
@@ -60,9 +71,22 @@ def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Back
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[key] = spec, backend
+    _log(spec, backend)
+    return spec, backend
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _plan_tangents(spec: AttentionSpec, requested: str) -> tuple[AttentionSpec, WithTangents]:
+    """Who takes tangents need not be who runs forward: all draw the same dropout."""
+    spec = dataclasses.replace(spec, tangents=True)
+    backend = choose(spec, requested)
+    _log(spec, backend)
+    return spec, cast(WithTangents, backend)
+
+
+def _log(spec: AttentionSpec, backend: Backend) -> None:
     if os.environ.get("FASTATTN_LOG") == "1":
         print(f"fastattn: {backend.name} runs {spec}", file=sys.stderr)
-    return spec, backend
 
 
 def _described(t: Tensors) -> tuple:
@@ -73,6 +97,7 @@ def _described(t: Tensors) -> tuple:
 def forget_plans() -> None:
     """Choose anew for every kind of call, as after a change of what can be chosen."""
     _plans.clear()
+    _plan_tangents.cache_clear()
 
 
 def run_forward(op: Operation, t: Tensors, o: Options, kind: Kind | None) -> tuple[Tensor, ...]:
@@ -94,6 +119,67 @@ def run_backward(
     if grads[0] is None and all(grad is None for grad in grads):
         return [torch.zeros_like(t.given(name)) for name in wants]
     spec, backend = planned
+    _need_derivatives(spec)
+    found = op.backward(backend, spec, t, outs, grads, wants)
+    return [found[name] for name in wants]
+
+
+def run_jvp(
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    kind: Kind | None,
+    tangents: Tangents,
+    outs: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """The tangents of out and LSE; before them out and normaliser, if they are not in `outs`."""
+    spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
+    found = backend.jvp(spec, t, tangents, *outs)
+    return list(found[2:] if outs[0] is not None else found)
+
+
+def run_second(
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    kind: Kind | None,
+    tangents: Tangents,
+    outs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    wants: Sequence[str],
+) -> list[Tensor]:
+    """The tangents of the gradients that `wants` names. outs: all that `WithTangents.jvp` gives;
+    grads: of out and LSE, and their tangents."""
+    spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
+    found = backend.second(spec, t, tangents, outs, *grads, wants)
+    return [found[name] for name in wants]
+
+
+def _planned_for_tangents(
+    op: Operation, t: Tensors, o: Options, kind: Kind | None, tangents: Tangents
+):
+    need_tangents(op)
+    for name, x_t in zip(Tangents._fields, tangents):
+        if x_t is not None:  # whoever calls an operator itself is told, too
+            need_like(name, x_t, t.given(name), "shape")
+    spec, _ = plan(t, o, kind)
+    if kind is None:
+        need_memory(t)
+    _need_derivatives(spec)
+    return _plan_tangents(spec, o.backend)
+
+
+def need_tangents(op: Operation) -> None:
+    if op.name != "attention":
+        raise NotImplementedError(
+            f"attention_{op.name} has a first derivative in reverse mode and no other (no forward "
+            "mode, no double backward): call a module with need_weights=False, or use "
+            "fastattn.reference.attention(..., return_weights=True), which is made of "
+            "differentiable torch operations"
+        )
+
+
+def _need_derivatives(spec: AttentionSpec) -> None:
     if spec.paged:
         raise NotImplementedError(
             "attention over keys and values in pages (block_table) has no gradient: to train, give "
@@ -104,8 +190,6 @@ def run_backward(
             f"attention over keys and values of {spec.storage} (k_scale, v_scale) has no gradient: "
             f"to train, give them in {spec.dtype}"
         )
-    found = op.backward(backend, spec, t, outs, grads, wants)
-    return [found[name] for name in wants]
 
 
 def spread(
@@ -143,6 +227,13 @@ def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     assert t.v is not None
     out = token_major(t.q, (*t.q.shape[:3], t.v.shape[3]), t.q.dtype)
     return out, _empty(RESULTS["normaliser"], t, wide(t.q.dtype))
+
+
+def tangent_outputs(t: Tensors, known: bool) -> list[Tensor]:
+    """What `run_jvp` returns, likewise. known: are out and normaliser given?"""
+    out, normaliser = _attention_outputs(t, Options())
+    found = [out, normaliser, torch.empty_like(out), _empty(RESULTS["lse"], t, normaliser.dtype)]
+    return found[2:] if known else found
 
 
 def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:

@@ -11,31 +11,28 @@ from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import flops
+from . import derivatives, flops, transforms
 from .check import check
 from .crossing import kind
+from .derivatives import Call, Passes, names
 from .operation import (
     ATTENTION,
     WEIGHTS,
     Operation,
     empty_gradients,
+    need_tangents,
     plan,
     run_backward,
     run_forward,
+    run_jvp,
+    run_second,
     spread,
+    tangent_outputs,
 )
-from .roads import (
-    N_TENSORS,
-    as_tuple,
-    batched_backward,
-    batched_forward,
-    refuse_double_backward,
-    refuse_forward_ad,
-    saved,
-)
-from .spec import ARGUMENTS, Options, Tensors
+from .passes import as_tuple, drops_tangents, has_tangents, no_tangents
+from .spec import ARGUMENTS, DIFFERENTIABLE, Options, Tangents, Tensors
+from .transforms import N_TANGENTS, N_TENSORS, parts
 
 N_SCALARS = len(Options._fields)
 _TYPES = {
@@ -49,6 +46,7 @@ _TYPES = {
 # Sizes: of tensors, where nobody says them, and so symbols in a compiler.
 _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
 
+TAGS = (torch.Tag.pt2_compliant_tag,)
 library = torch.library.Library("fastattn", "DEF")
 
 
@@ -62,28 +60,40 @@ def inputs_schema() -> str:
 
 def _define(op: Operation) -> None:
     """Operator, fake kernel, autograd formula, vmap rule and FLOP count of an operation."""
-    tags = (torch.Tag.pt2_compliant_tag,)
     name, back, inputs = op.name, op.name + "_backward", inputs_schema()
     results = ", ".join(f"Tensor {x}" for x in op.results)
-    given = ", ".join(
-        [*(f"Tensor? d{x}" for x in op.results), *(f"Tensor out_{x}" for x in op.results), inputs]
-    )
-    library.define(f"{name}({inputs}) -> ({results})", tags=tags)
-    library.define(f"{back}({given}, str[] wants) -> Tensor[]", tags=tags)
-
+    library.define(f"{name}({inputs}) -> ({results})", tags=TAGS)
+    given = [f"Tensor? d{x}" for x in op.results] + [f"Tensor out_{x}" for x in op.results]
     n = len(op.results)
-    bind = functools.partial
-    library.impl(name, bind(_forward_kernel, op), "CompositeExplicitAutograd")
-    library.impl(back, bind(_backward_kernel, op, n), "CompositeExplicitAutograd")
-    name, back = f"fastattn::{name}", f"fastattn::{back}"
-    torch.library.register_fake(name, bind(fake, op), lib=library)
-    torch.library.register_fake(back, bind(_fake_backward, n), lib=library)
-    torch.library.register_autograd(name, bind(_autograd, op), setup_context=_save, lib=library)
-    torch.library.register_autograd(back, lambda ctx, *g: refuse_double_backward(), lib=library)
-    torch.library.register_vmap(name, bind(_vmap, op), lib=library)
-    torch.library.register_vmap(back, bind(_vmap_backward, op), lib=library)
-    flops.register(op.operator(), flops.forward)
-    flops.register(op.operator("_backward"), bind(flops.backward, n))
+    _register(op, name, _forward_kernel, fake, _autograd, _save, _vmap, flops.forward)
+    library.define(f"{back}({', '.join(given)}, {inputs}, str[] wants) -> Tensor[]", tags=TAGS)
+    count = functools.partial(flops.backward, n)
+    _register(op, back, *BACKWARD, count)
+
+
+def _define_tangents(op: Operation) -> None:
+    """The same of the passes that take tangents. An out and a normaliser that `_jvp` is given it
+    does not return."""
+    inputs, moves = inputs_schema(), ", ".join(f"Tensor? {name}_t" for name in DIFFERENTIABLE)
+    name = op.name + "_jvp"
+    given = f"{moves}, Tensor? out_out, Tensor? out_normaliser, {inputs}"
+    library.define(f"{name}({given}) -> Tensor[]", tags=TAGS)
+    _register(op, name, *JVP, flops.jvp)
+    name = op.name + "_second"
+    outs = "Tensor out_out, Tensor out_normaliser, Tensor out_t, Tensor lse_t"
+    grads = "Tensor? dout, Tensor? dlse, Tensor? dout_t, Tensor? dlse_t"
+    given = f"{moves}, {outs}, {grads}, {inputs}, str[] wants"
+    library.define(f"{name}({given}) -> Tensor[]", tags=TAGS)
+    _register(op, name, *SECOND, flops.second)
+
+
+def _register(op: Operation, name: str, kernel, fake, autograd, save, vmap, count) -> None:
+    bind, full = functools.partial, f"fastattn::{name}"
+    library.impl(name, bind(kernel, op), "CompositeExplicitAutograd")
+    torch.library.register_fake(full, bind(fake, op), lib=library)
+    torch.library.register_autograd(full, bind(autograd, op), setup_context=save, lib=library)
+    torch.library.register_vmap(full, bind(vmap, op), lib=library)
+    flops.register(getattr(torch.ops.fastattn, name), count)
 
 
 def split(args: Sequence[Any]) -> tuple[Tensors, Options]:
@@ -101,8 +111,15 @@ unseen = torch._disable_dynamo
 
 def _refuse_forward_mode() -> None:
     """Below autograd tangents cannot be seen, and would be dropped without a word."""
-    if forward_ad._current_level >= 0:
-        refuse_forward_ad()
+    if drops_tangents():
+        raise NotImplementedError(
+            "fastattn has no forward-mode derivative (jvp, jacfwd, hessian) of compiled code, nor "
+            "of its operators: call fastattn.attention as it is, not compiled, or "
+            "fastattn.attention_jvp, which compiles"
+        )
+
+
+# ----------------------------------------------------------------------------- forward and backward
 
 
 @unseen
@@ -113,24 +130,11 @@ def _forward_kernel(op: Operation, *args):
 
 
 @unseen
-def _backward_kernel(op: Operation, n: int, *args) -> list[Tensor]:
-    _refuse_forward_mode()
-    t, o = split(args[2 * n :])
-    return run_backward(op, plan(t, o, kind(t)), t, args[n : 2 * n], args[:n], args[-1])
-
-
-@unseen
 def fake(op: Operation, *args):
     _refuse_forward_mode()
     t, o = split(args)
     check(t, o)
     return _untuple(op.outputs(t, o))
-
-
-@unseen
-def _fake_backward(n: int, *args) -> list[Tensor]:
-    t, _ = split(args[2 * n :])
-    return empty_gradients(t, args[-1])
 
 
 def _save(ctx, inputs, output) -> None:
@@ -140,24 +144,184 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _autograd(op: Operation, ctx, *grads):
-    t, outs = saved(ctx)
+    t, outs = parts(ctx.saved_tensors, N_TENSORS)
     wants = op.wants(ctx.needs_input_grad)
-    found = op.operator("_backward")(*grads, *outs, *t, *ctx.options, list(wants))
+    found = RUN.backward(op, ctx.options, wants, grads, outs, t)
     return (*spread(found, wants), *(None,) * N_SCALARS)
 
 
 def _vmap(op: Operation, info, in_dims, *args):
     t, o = split(args)
-    outs, out_dims = batched_forward(op, info.batch_size, in_dims[:N_TENSORS], t, o)
-    return _untuple(outs), _untuple(out_dims)
+    dims = in_dims[:N_TENSORS]
+    outs, dims = transforms.batched_forward(RUN, op, info.batch_size, dims, t, o)
+    return _untuple(outs), _untuple(dims)
+
+
+@unseen
+def _backward_kernel(op: Operation, *args) -> list[Tensor]:
+    _refuse_forward_mode()
+    grads, outs, t, o, wants = _backward_arguments(op, args)
+    return run_backward(op, plan(t, o, kind(t)), t, outs, grads, wants)
+
+
+@unseen
+def _fake_backward(op: Operation, *args) -> list[Tensor]:
+    *_, t, _, wants = _backward_arguments(op, args)
+    return empty_gradients(t, wants)
+
+
+def _backward_arguments(op: Operation, args):
+    """Gradients, results, tensors, options and wants."""
+    n = len(op.results)
+    grads, outs, t, rest = parts(args, n, n, N_TENSORS)
+    return grads, outs, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
+
+
+def _save_all(ctx, inputs, output) -> None:
+    """The tensors of `_backward` and `_second`, and what comes after."""
+    at = len(inputs) - N_SCALARS - 1
+    ctx.save_for_backward(*inputs[:at])
+    ctx.call = Options(*inputs[at:-1]), tuple(inputs[-1])
+    ctx.set_materialize_grads(False)
+
+
+def _autograd_of_backward(op: Operation, ctx, moves):
+    need_tangents(op)
+    o, wants = ctx.call
+    n = len(op.results)
+    grads, outs, t = parts(ctx.saved_tensors, n, n)
+    of_t = ctx.needs_input_grad[2 * n : 2 * n + N_TENSORS]
+    call, wanted = Call(op, o, Tensors(*t), outs), op.wants(of_t)
+    incoming, found = derivatives.of_backward(RUN, call, grads, moves, wants, wanted)
+    incoming = (x if need else None for x, need in zip(incoming, ctx.needs_input_grad))
+    return (*incoming, *(None,) * n, *spread(found, wanted), *(None,) * (N_SCALARS + 1))
 
 
 def _vmap_backward(op: Operation, info, in_dims, *args):
     n = 2 * len(op.results) + N_TENSORS
     o, wants = Options(*args[n:-1]), tuple(args[-1])
-    found, dims = batched_backward(op, info.batch_size, in_dims[:n], args[:n], o, wants)
-    return list(found), list(dims)
+    found = transforms.batched_backward(RUN, op, info.batch_size, in_dims[:n], args[:n], o, wants)
+    return tuple(map(list, found))
 
+
+BACKWARD = _backward_kernel, _fake_backward, _autograd_of_backward, _save_all, _vmap_backward
+
+# ------------------------------------------------------------------ the passes that take tangents
+
+
+def _jvp_arguments(args):
+    """Tangents, out and normaliser or two times None, tensors and options."""
+    u, outs, t, o = parts(args, N_TANGENTS, 2, N_TENSORS)
+    return Tangents(*u), outs, Tensors(*t), Options(*o)
+
+
+@unseen
+def _jvp_kernel(op: Operation, *args) -> list[Tensor]:
+    _refuse_forward_mode()
+    u, outs, t, o = _jvp_arguments(args)
+    return run_jvp(op, t, o, kind(t), u, outs)
+
+
+@unseen
+def _fake_jvp(op: Operation, *args) -> list[Tensor]:
+    _refuse_forward_mode()
+    _, outs, t, o = _jvp_arguments(args)
+    check(t, o)
+    return tangent_outputs(t, outs[0] is not None)
+
+
+def _save_jvp(ctx, inputs, output) -> None:
+    u, outs, t, o = _jvp_arguments(inputs)
+    known = outs if outs[0] is not None else ()
+    ctx.save_for_backward(*u, *t, *known, *output)
+    ctx.options = o
+    ctx.set_materialize_grads(False)
+
+
+def _autograd_of_jvp(op: Operation, ctx, grads):
+    u, t, outs = parts(ctx.saved_tensors, N_TANGENTS, N_TENSORS)
+    of_u, _, of_t = parts(ctx.needs_input_grad, N_TANGENTS, 2)
+    wants, wants_u = op.wants(of_t[:N_TENSORS]), names(of_u)
+    every = (*(None,) * (4 - len(grads)), *grads)
+    call = Call(op, ctx.options, Tensors(*t), outs)
+    found, moved = derivatives.of_jvp(RUN, call, Tangents(*u), every, wants, wants_u)
+    tangents = derivatives.tangents(moved, wants_u)
+    return (*tangents, None, None, *spread(found, wants), *(None,) * N_SCALARS)
+
+
+def _vmap_jvp(op: Operation, info, in_dims, *args):
+    u, outs, t, o = _jvp_arguments(args)
+    du, douts, dt, _ = parts(in_dims, N_TANGENTS, 2, N_TENSORS)
+    dims, tensors = (*dt, *du, *douts), (*t, *u, *outs)
+    return tuple(map(list, transforms.batched_jvp(RUN, op, info.batch_size, dims, tensors, o)))
+
+
+JVP = _jvp_kernel, _fake_jvp, _autograd_of_jvp, _save_jvp, _vmap_jvp
+
+
+def _second_arguments(args):
+    """Tangents, results and theirs, gradients and theirs, tensors, options and wants."""
+    u, outs, grads, t, rest = parts(args, N_TANGENTS, 4, 4, N_TENSORS)
+    return Tangents(*u), outs, grads, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
+
+
+@unseen
+def _second_kernel(op: Operation, *args) -> list[Tensor]:
+    _refuse_forward_mode()
+    u, outs, grads, t, o, wants = _second_arguments(args)
+    return run_second(op, t, o, kind(t), u, outs, grads, wants)
+
+
+@unseen
+def _fake_second(op: Operation, *args) -> list[Tensor]:
+    *_, t, _, wants = _second_arguments(args)
+    return empty_gradients(t, wants)
+
+
+def _autograd_of_second(op: Operation, ctx, moves):
+    o, wants = ctx.call
+    _, outs, grads, t = parts(ctx.saved_tensors, N_TANGENTS, 4, 4)
+    of_u, _, of_grads, rest = parts(ctx.needs_input_grad, N_TANGENTS, 4, 4)
+    if any((*of_grads[:2], *rest[:N_TENSORS])):
+        derivatives.refuse_third()
+    call, wants_u = Call(op, o, Tensors(*t), outs), names(of_u)
+    found, incoming = derivatives.of_second(RUN, call, grads, moves, wants, wants_u)
+    incoming = (x if need else None for x, need in zip(incoming, of_grads[2:]))
+    tangents = derivatives.tangents(found, wants_u)
+    none = (None,) * (N_TENSORS + N_SCALARS + 1)
+    return (*tangents, *(None,) * 6, *incoming, *none)
+
+
+def _vmap_second(op: Operation, info, in_dims, *args):
+    u, outs, grads, t, o, wants = _second_arguments(args)
+    du, douts, dgrads, dt, _ = parts(in_dims, N_TANGENTS, 4, 4, N_TENSORS)
+    dims, tensors = (*dt, *du, *douts, *dgrads), (*t, *u, *outs, *grads)
+    found = transforms.batched_second(RUN, op, info.batch_size, dims, tensors, o, wants)
+    return tuple(map(list, found))
+
+
+SECOND = _second_kernel, _fake_second, _autograd_of_second, _save_all, _vmap_second
+
+
+def _run(operator, tensors: Sequence[Tensor | None], *rest):
+    """Here tangents can be seen: forward mode that has none to lose is no reason to refuse."""
+    if drops_tangents() and not has_tangents(tensors):
+        with no_tangents():
+            return operator(*tensors, *rest)
+    return operator(*tensors, *rest)
+
+
+RUN = Passes(
+    forward=lambda op, o, t: as_tuple(_run(op.operator(), t, *o)),
+    backward=lambda op, o, wants, grads, outs, t: _run(
+        op.operator("_backward"), (*grads, *outs, *t), *o, list(wants)
+    ),
+    jvp=lambda op, o, t, u, outs: _run(op.operator("_jvp"), (*u, *outs, *t), *o),
+    second=lambda op, o, wants, t, u, outs, grads: _run(
+        op.operator("_second"), (*u, *outs, *grads, *t), *o, list(wants)
+    ),
+)
 
 _define(ATTENTION)
 _define(WEIGHTS)
+_define_tangents(ATTENTION)

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .backend import token_major
 from .crossing import kind
 from .quantisation import dequantised
 from .scalars import whole
-from .spec import AttentionSpec, Tensors
+from .spec import AttentionSpec, Tangents, Tensors
 
 
 def heads_first(name: str, x: Any) -> Tensor:
@@ -142,23 +143,98 @@ def backward_in_turn(
     dlse: Tensor | None,
     wants: Collection[str],
 ) -> dict[str, Tensor]:
-    """`Backend.backward` of a packed batch by one call for each sequence. In spec.wide: what
-    sequences share is summed over them, in their order."""
+    """`Backend.backward` of a packed batch by one call for each sequence."""
+
+    def of(one: Sequence) -> dict[str, Tensor]:
+        given = [_rows(x, one.rows) for x in (out, normaliser, dout, dlse)]
+        return backend.backward(one.spec, one.t, *given, wants)
+
+    return _summed(spec, t, wants, of)
+
+
+def jvp_in_turn(
+    backend: Any,
+    spec: AttentionSpec,
+    t: Tensors,
+    tangents: Tangents,
+    out: Tensor | None = None,
+    normaliser: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """`Backend.jvp` likewise."""
+    like_out = (*t.q.shape[:3], t.given("v").shape[3])
+    like_lse = t.q.shape[:3]
+    outs = [token_major(t.q, like_out, t.q.dtype) for _ in range(2)]
+    wide = [t.q.new_empty(shape, dtype=spec.wide) for shape in ((2, *like_lse), like_lse)]
+    rooms = outs[0], wide[0], outs[1], wide[1]
+    for one in sequences(spec, t):
+        given = [_rows(x, one.rows) for x in (out, normaliser)]
+        found = backend.jvp(one.spec, one.t, _tangents_of(one, spec, tangents), *given)
+        for room, x in zip(rooms, found):
+            own = _rows(room, one.rows)
+            assert own is not None
+            own.copy_(x)
+    return rooms
+
+
+def second_in_turn(
+    backend: Any,
+    spec: AttentionSpec,
+    t: Tensors,
+    tangents: Tangents,
+    outs: Iterable[Tensor],
+    grads: Iterable[Tensor | None],
+    wants: Collection[str],
+) -> dict[str, Tensor]:
+    """`Backend.second` likewise; grads: dout and dlse, and their tangents."""
+    outs, grads = list(outs), list(grads)
+
+    def of(one: Sequence) -> dict[str, Tensor]:
+        own = [_rows(x, one.rows) for x in outs]
+        given = [_rows(x, one.rows) for x in grads]
+        turned = _tangents_of(one, spec, tangents)
+        return backend.second(one.spec, one.t, turned, own, *given, wants)
+
+    return _summed(spec, t, wants, of)
+
+
+def _summed(
+    spec: AttentionSpec,
+    t: Tensors,
+    wants: Collection[str],
+    of: Callable[[Sequence], dict[str, Tensor]],
+) -> dict[str, Tensor]:
+    """Gradients in spec.wide: what sequences share is summed over them, in their order."""
     grads = {name: torch.zeros_like(t.given(name), dtype=spec.wide) for name in wants}
     for one in sequences(spec, t):
-        rows = one.rows
-        given = [None if x is None else x[:, :, rows] for x in (out, dout, dlse)]
-        found = backend.backward(
-            one.spec, one.t, given[0], normaliser[..., rows], *given[1:], wants
-        )
-        room = grads | {name: x[:, :, rows] for name, x in grads.items() if name == "q"}
-        room |= {name: x[:, :, one.keys] for name, x in grads.items() if name in "kv"}
-        if "mask" in wants:
-            b = one.spec.at_item - spec.at_item
-            room["mask"] = of_sequence(grads["mask"], b)[..., : one.spec.M, : one.spec.N]
+        found = of(one)
         for name in wants:
-            room[name] += found[name].to(spec.wide)
+            own = _own(name, grads[name], one, spec)
+            own += found[name].to(spec.wide)
     return grads
+
+
+def _own(name: str, x: Tensor, one: Sequence, spec: AttentionSpec) -> Tensor:
+    """What belongs to a sequence of a tensor of a batch, or of its gradient or tangent: a view."""
+    if name == "q":
+        return x[:, :, one.rows]
+    if name in ("k", "v"):
+        return x[:, :, one.keys]
+    if name == "mask":
+        mine = of_sequence(x, one.spec.at_item - spec.at_item)
+        return mine[..., : one.spec.M, : one.spec.N]
+    return x
+
+
+def _tangents_of(one: Sequence, spec: AttentionSpec, tangents: Tangents) -> Tangents:
+    named = zip(Tangents._fields, tangents)
+    return Tangents(*(None if x is None else _own(name, x, one, spec) for name, x in named))
+
+
+def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
+    """A sequence's of out (1,H,T,Dv), of a normaliser (2,1,H,T), or of what is (1,H,T)."""
+    if x is None:
+        return None
+    return x[:, :, rows] if x.ndim == 4 and x.shape[0] == 1 else x[..., rows]
 
 
 def gathered(x: Tensor, t: Tensors, b: int, length: int) -> Tensor:

@@ -57,7 +57,7 @@ def patch() -> None:
     devices, dtypes and head dims without a fused kernel here; for so few tokens that calling costs
     more than computing, but for what is compiled; and for all that
     `fastattn.scaled_dot_product_attention` raises for. What is left to differ: dropout draws
-    another mask, and a second derivative raises; `with sdpa_kernel(SDPBackend.MATH)` has one.
+    another mask.
     """
     _take("patch")
 
@@ -219,7 +219,7 @@ def _watched() -> str | None:
 
 
 def _chosen() -> str | None:
-    """Does somebody want a kernel of torch's, or a derivative that ours have not?"""
+    """Does somebody want a kernel of torch's, or a transform, to which all is torch's?"""
     # Libraries allow what they know, as x-transformers does: these two, and perhaps others.
     if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
         return "sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import sys
-import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from . import api, patching
 from .backend import choose
 from .check import describe
-from .observing import Call, Observer, converted
+from .observing import Call, Observer, clock, converted
 from .report import Measured, Profile, Round
 
 SECONDS = 10.0  # for the whole model, unless a few runs take longer; and again for its calls
@@ -126,9 +125,9 @@ def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
     """The model as it is, and on fastattn, in turn. The first round is a rehearsal."""
 
     def timed() -> float:
-        began = _clock()
+        began = clock()
         run()
-        return _clock() - began
+        return clock() - began
 
     def both() -> Round:
         now = timed()
@@ -138,12 +137,6 @@ def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
     first = both()
     rounds = int(SECONDS / (first.now + first.ours + 1e-9))
     return [both() for _ in range(max(1, min(10, rounds)))]
-
-
-def _clock() -> float:
-    if torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return time.perf_counter()
 
 
 # --------------------------------------------------------------------------------- one kind of call
@@ -234,12 +227,12 @@ def _refusal(arguments: dict[str, Any]) -> str:
 def _seconds(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
     """The least of interleaved rounds."""
     best = dict.fromkeys(ways, float("inf"))
-    began, rounds = _clock(), 0
-    while rounds < 2 or (rounds < 50 and _clock() - began < SECONDS / MOST):
+    began, rounds = clock(), 0
+    while rounds < 2 or (rounds < 50 and clock() - began < SECONDS / MOST):
         for name, way in ways.items():
-            start = _clock()
+            start = clock()
             way()
-            best[name] = min(best[name], _clock() - start)
+            best[name] = min(best[name], clock() - start)
         rounds += 1
     return best
 

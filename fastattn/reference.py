@@ -105,6 +105,16 @@ def derivative(q, k, *, softcap, scale, **others) -> Tensor | float:
     return factor
 
 
+def derivative_tangent(q, k, products_t, *, softcap, scale, **others) -> Tensor | float:
+    """Of `derivative`, where products q.k move by `products_t`: the second derivative of a score by
+    q.k, times that."""
+    if softcap is None:
+        return 0.0
+    factor = scale_of(q.shape[3], scale)
+    bent = torch.tanh(q @ k.mT * (factor / softcap))
+    return -2 * factor * factor / softcap * bent * (1 - bent**2) * products_t
+
+
 def within(key_lengths: Tensor, N: int, place: Place) -> Tensor:
     """(B,N): is key j inside item b?"""
     return place.key + torch.arange(N, device=key_lengths.device) < key_lengths[:, None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 from dataclasses import dataclass, field
@@ -86,24 +85,20 @@ class Profile:
         if not self.calls:
             return (
                 "No attention call was seen: the model multiplies its own matrices (transformers: "
-                'attn_implementation="sdpa"), or has the function by a name bound at import.'
+                'attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False), or has '
+                "the function by a name bound at import."
             )
         if all(m.call.function.startswith("fastattn") for m in self.calls):
             return "All of it is fastattn already."
         line = " and ".join(self.lines())
         better, (low, gain, high) = self.now / self.shown, self.gains
-        small = f" Masks kept small{self._small()}: about {better:.2f}x." * (better > gain * WORTH)
+        by = " (`fastattn.integrations.transformers.register()`)" * self.of_transformers
+        small = f" Masks kept small{by}: about {better:.2f}x." * (better > gain * WORTH)
         if low >= 1 and gain >= WORTH:
             return f"Worth it: {gain:.2f}x by {line}.{small}"
         if high <= 1 and gain <= 1 / WORTH:
             return f"Not worth it: {gain:.2f}x by {line}.{small}"
         return f"No difference that could be measured here: {gain:.2f}x by {line}.{small}"
-
-    def _small(self) -> str:
-        known = importlib.util.find_spec("fastattn.integrations.transformers")
-        if not (known and self.of_transformers):
-            return ""
-        return " (`fastattn.integrations.transformers.register()`)"
 
     def lines(self) -> list[str]:
         found = ["fastattn.convert(model)"] if self.rounds[0].converted else []

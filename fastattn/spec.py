@@ -39,6 +39,7 @@ class Feature(enum.Flag):
     PAGED = enum.auto()  # keys and values in pages, found by a table
     INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
     QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
+    TANGENTS = enum.auto()  # the passes of forward mode and of second derivatives
 
 
 MEANING = {  # for people: the rows of the support table
@@ -57,6 +58,7 @@ MEANING = {  # for people: the rows of the support table
     Feature.PAGED: "block_table: keys and values in pages, without gradient",
     Feature.INVARIANT: "row_invariant: decoding has the bits of the whole",
     Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
+    Feature.TANGENTS: "forward mode (jvp) and second derivatives",
 }
 
 
@@ -140,6 +142,17 @@ class Tensors(NamedTuple):
         return x
 
 
+class Tangents(NamedTuple):
+    """The directions in which the tensors of a call move, each of its tensor's shape and dtype;
+    None is one that does not move. Those that have a gradient have a tangent."""
+
+    q: Tensor | None = None
+    k: Tensor | None = None
+    v: Tensor | None = None
+    mask: Tensor | None = None
+    sinks: Tensor | None = None
+
+
 class Options(NamedTuple):
     """The scalars of a call, as torch operators can carry them; None means the default."""
 
@@ -183,9 +196,11 @@ def _arguments() -> dict[str, Argument]:
 ARGUMENTS = _arguments()  # by name, in the order of `Tensors`
 INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
 DIFFERENTIABLE = tuple(name for name, a in ARGUMENTS.items() if a.gradient)
+assert Tangents._fields == DIFFERENTIABLE
 RESULTS = {  # what passes return; q's dtype, but for the normaliser
     "out": "B H M Dv",
     "normaliser": "2 B H M",
+    "lse": "B H M",  # its tangent
     "weights": "B H M N",  # or, averaged over heads, B M N
 }
 
@@ -230,6 +245,7 @@ class AttentionSpec:
     mask_shape: tuple[int, ...] | None = None
     mask_dtype: torch.dtype | None = None
     needs_grad: bool = False
+    tangents: bool = False  # asks for the passes that take `Tangents`
     weights: bool = False  # asks for the probabilities
     average_heads: bool = False
     constant_lse: bool = False
@@ -272,6 +288,7 @@ class AttentionSpec:
             Feature.GQA: self.H != self.Hk,
             Feature.WEIGHTS: self.weights,
             Feature.GRAD: self.needs_grad,
+            Feature.TANGENTS: self.tangents,
             Feature.INVARIANT: self.row_invariant,
             Feature.PLACE: any(getattr(self, name) for name in PLACED),
         }

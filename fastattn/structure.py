@@ -70,7 +70,7 @@ def _banded(keep: Tensor) -> Shown | None:
     for corner in dict.fromkeys((0, N - M)):
         ahead = torch.arange(N, device=keep.device) - torch.arange(M, device=keep.device)[:, None]
         ahead = ahead - corner  # of the row's own key
-        seen = ahead.expand(keep.shape)[some] if not whole.all() else ahead[:0]
+        seen = ahead.expand(keep.shape)[some]
         left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
         bands: list[tuple[int | None, int | None]] = [(None, None), (None, 0), (left, 0)]
         if corner == 0:

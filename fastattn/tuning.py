@@ -37,6 +37,7 @@ def triton_version() -> str | None:
 C = Config
 INTERPRETED = C(32, 32, 4, 1)
 PASSES = ("forward", "delta", "dq", "dkv", "dk", "dv", "dmask", "decode", "combine", "weights")
+PASSES += ("jvp", "rates", "dq_t", "dkv_t", "dk_t", "dv_t", "dmask_t")  # that take tangents
 BUCKETS = (64, 128, 256)  # head dims: the larger of q's and v's
 TUNED = ("forward", "dq", "dkv", "dk", "dv", "decode", "weights")  # what FASTATTN_AUTOTUNE searches
 FEATURES = ("mask", "alibi", "softcap", "dropout")  # which want registers for every score
@@ -86,12 +87,29 @@ AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memo
     ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3),
         narrow=C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
+    ("jvp", 64): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(64, 32, 4, 2)),
+    ("jvp", 128): R(C(64, 64, 8, 2), C(64, 64, 8, 2), C(64, 32, 8, 2)),
+    ("jvp", 256): same(C(32, 32, 8, 2)),
+    ("dq_t", 64): R(C(128, 32, 8, 2), C(64, 32, 8, 2), C(64, 32, 8, 2)),
+    ("dq_t", 128): R(C(64, 32, 8, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
+    ("dq_t", 256): same(C(32, 32, 8, 1)),
+    ("dkv_t", 64): R(C(32, 64, 8, 2), C(32, 64, 8, 2), C(32, 32, 8, 2)),
+    ("dkv_t", 128): R(C(32, 64, 8, 2), C(32, 32, 8, 2), C(32, 32, 8, 2)),
+    ("dkv_t", 256): same(C(16, 32, 8, 1)),
+    ("dmask_t", 256): same(C(32, 32, 8, 1)),
 }
 SMALL: Table = AMPERE | {  # 16 bits on sm_86, sm_89, sm_120: mma.sync, 99 KB
     ("forward", 64): R(C(128, 64, 8, 3), C(128, 64, 8, 3), C(128, 32, 8, 3)),
     ("forward", 128): R(C(128, 64, 8, 3), C(128, 64, 8, 2), C(128, 32, 8, 2)),
     ("forward", 256): same(C(64, 32, 8, 2)),
     ("dq", 256): same(C(32, 32, 8, 2)),
+    ("jvp", 128): same(C(64, 32, 8, 2)),
+    ("jvp", 256): same(C(32, 32, 8, 1)),
+    ("dq_t", 128): same(C(32, 32, 8, 2)),
+    ("dq_t", 256): same(C(16, 16, 4, 1)),
+    ("dkv_t", 128): same(C(32, 32, 8, 2)),
+    ("dkv_t", 256): same(C(16, 16, 4, 1)),
+    ("dmask_t", 256): same(C(16, 16, 4, 1)),
 }
 HOPPER: Table = {  # 16 bits on sm_90: wgmma wants 64 rows and warps in fours; TMA; 227 KB
     ("forward", 64): R(C(128, 128, 8, 3), C(128, 128, 8, 3), C(128, 64, 8, 2),
@@ -115,10 +133,25 @@ HOPPER: Table = {  # 16 bits on sm_90: wgmma wants 64 rows and warps in fours; T
     ("decode", 128): R(C(16, 64, 2, 3), C(16, 64, 2, 3), C(16, 64, 4, 3),
         narrow=C(16, 64, 4, 3)),
     ("decode", 256): same(C(16, 64, 4, 2)),
+    ("jvp", 64): R(C(128, 64, 8, 2), C(128, 64, 8, 2), C(64, 32, 4, 2)),
+    ("jvp", 128): R(C(128, 64, 8, 2), C(64, 32, 4, 2), C(64, 32, 4, 2)),
+    ("jvp", 256): same(C(64, 32, 4, 1)),
+    ("dq_t", 64): R(C(128, 64, 8, 2), C(64, 32, 4, 2), C(64, 32, 4, 2)),
+    ("dq_t", 128): R(C(128, 32, 8, 2), C(64, 32, 4, 2), C(64, 16, 4, 2)),
+    ("dq_t", 256): same(C(64, 16, 4, 1)),
+    ("dkv_t", 64): R(C(32, 128, 8, 2), C(16, 128, 8, 2), C(16, 128, 8, 2)),
+    ("dkv_t", 256): same(C(16, 64, 8, 1)),
+    ("dk_t", 128): R(C(32, 128, 8, 2), C(16, 128, 8, 2), C(16, 128, 8, 2)),
+    ("dv_t", 128): R(C(32, 128, 8, 2), C(16, 128, 8, 2), C(16, 128, 8, 2)),
+    ("dmask_t", 256): same(C(64, 32, 4, 1)),
 }
 BLACKWELL: Table = HOPPER | {  # 16 bits on sm_100: sums lie in tensor memory, 512 columns of it
     ("dkv", 64): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 128, 8, 2)),
     ("dkv", 128): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 64, 8, 2)),
+    ("dq_t", 64): R(C(128, 32, 8, 2), C(64, 32, 4, 2), C(64, 32, 4, 2)),
+    ("dkv_t", 64): same(C(16, 128, 8, 2)),
+    ("dk_t", 128): same(C(16, 128, 8, 2)),
+    ("dv_t", 128): same(C(16, 128, 8, 2)),
 }
 FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on every chip
     ("forward", 64): same(C(64, 32, 8, 2)),
@@ -134,10 +167,18 @@ FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on ev
     ("weights", 256): same(C(32, 32, 8, 1)),
     ("decode", 128): same(C(16, 32, 8, 2)),
     ("decode", 256): same(C(16, 16, 4, 1)),
+    ("jvp", 128): same(C(32, 32, 8, 1)),
+    ("jvp", 256): same(C(16, 16, 8, 1)),
+    ("dq_t", 128): same(C(32, 16, 8, 1)),
+    ("dq_t", 256): same(C(16, 16, 8, 1)),
+    ("dkv_t", 128): same(C(16, 32, 8, 1)),
+    ("dkv_t", 256): same(C(16, 16, 8, 1)),
+    ("dmask_t", 256): same(C(16, 16, 8, 1)),
 }
 # fmt: on
 
-BY_ROWS = C(32, 32, 4, 1)  # delta and combine: no products, bound by memory
+BY_ROWS = C(32, 32, 4, 1)  # delta, rates and combine: no products, bound by memory
+READING = dict(warps=8, stages=2)  # a mask, for its structure: no products either
 TABLES = {80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}  # 16-bit, by arch
 
 
@@ -151,10 +192,11 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
     """
     if not arch:
         return INTERPRETED
-    if which in ("delta", "combine"):
+    if which in ("delta", "rates", "combine"):
         return BY_ROWS
     table = _table(arch, itemsize)
-    row = next(r for x in (which, "dkv", "dk") if (r := _row(table, x, head_dim)))
+    end = "_t" if which.endswith("_t") else ""
+    row = next(r for x in (which, f"dkv{end}", f"dk{end}") if (r := _row(table, x, head_dim)))
     if not busy:
         return row.plain
     if len(busy) > 1 or busy[0] not in (*FEATURES, "narrow"):
@@ -162,9 +204,27 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
     return getattr(row, busy[0]) or row.one
 
 
-def apart(arch: int, itemsize: int, head_dim: int) -> bool:
-    """Are dK and dV made by two launches, whose sums together are too many for registers?"""
-    return bool(arch) and _row(_table(arch, itemsize), "dk", head_dim) is not None
+def reading(tile: Config) -> Config:
+    """How the mask of tiles is looked at."""
+    return tile._replace(**READING)
+
+
+# By counting, not measured: to look at a mask takes a launch, and for each of its numbers as many
+# instructions as a score takes in forward of D64, and a third more. It has to serve many heads.
+STRUCTURED = 1 << 24  # of them
+SHARING = 16  # heads, in all items, to each plane of the mask
+
+
+def structured(heads: int, planes: int, M: int, N: int) -> bool:
+    """Is a mask looked at before it is used, of so many heads in all items?"""
+    shared = heads >= SHARING * planes
+    return M > DECODE_ROWS and shared and heads * M * N >= STRUCTURED
+
+
+def apart(arch: int, itemsize: int, head_dim: int, which: str = "dk") -> bool:
+    """Are dK and dV made by two launches, whose sums together are too many for registers? which:
+    dk, or dk_t for their tangents."""
+    return bool(arch) and _row(_table(arch, itemsize), which, head_dim) is not None
 
 
 def _table(arch: int, itemsize: int) -> Table:
@@ -178,7 +238,7 @@ def _row(table: Table, which: str, head_dim: int) -> Row | None:
     """A row is of its head dim and of smaller ones that have none; dk and dv only of their own.
     Where dk and dv are not apart they have dkv's."""
     for d in BUCKETS:
-        near = which not in ("dk", "dv") or d // 2 < head_dim
+        near = which not in ("dk", "dv", "dk_t", "dv_t") or d // 2 < head_dim
         if d >= head_dim and near and (found := table.get((which, d))):
             return found
     return None

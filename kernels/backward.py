@@ -7,10 +7,14 @@
 there `dout` is dP itself, (B, H, M, N), v is not needed, and delta is a sum over keys.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
+from .block_mask import entry, of_part
 from .score import (
+    EDGES,
     SIZES,
     Keys,
     block_at,
@@ -36,11 +40,12 @@ from .tile import Start, by_rows, dot, head_of, load, narrow, row_index, source,
 @triton.jit
 def gradients(
     qk, dp, keep, levels, delta, rows, keys, item, call, extras,
-    F: tl.constexpr, MASKED: tl.constexpr,
+    F: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
     """P where dropout keeps it (not yet multiplied: in 16 bits that might overflow), dS, and the
     gradient of scale q.k. levels (two) and delta lie as the rows do."""
-    s, derivative = score(qk, rows, keys, call, extras, F, MASKED)
+    MASKED: tl.constexpr = PART == EDGES
+    s, derivative = score(qk, rows, keys, call, extras, F, PART)
     p = probability(s, levels, call, F)
     if MASKED:  # not left to -inf and 0: 0 * inf in a lane past the end would be NaN
         seen = visible(rows, keys, item, call, F)
@@ -104,13 +109,16 @@ def delta_kernel(
 @triton.jit
 def over_keys(
     acc, tile_q, tile_do, levels, delta, k, v, dout, sources, blocks, rows, item, call, extras,
-    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, MASKED: tl.constexpr,
+    F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """acc += dS K over one `span` of keys; or, if SUMS, acc += P dP, key by key of a block."""
+    """acc += dS K over one PART of the keys; or, if SUMS, acc += P dP, key by key of a block."""
+    PART: tl.constexpr = 2 - TURN if F.block_mask else TURN
+    MASKED: tl.constexpr = PART == EDGES
+    blocks = of_part(blocks, T.BN, F, PART)
     k_from, v_from = sources
-    lo, hi = span(blocks, MASKED)
+    lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BN):
-        j0 = block_at(x, blocks, T.BN, MASKED)
+        j0 = block_at(x, blocks, T.BN, F, PART)
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         tile_k = load(k, k_from, j0, item.length, T.D, T.BN, T.BD, F.tma, MASKED)
         qk = by_rows(tile_q, tile_k, F)
@@ -122,9 +130,7 @@ def over_keys(
         keep = None
         if F.dropout:
             keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
-        _, ds, dqk = gradients(
-            qk, dp, keep, levels, delta, rows, keys, item, call, extras, F, MASKED
-        )
+        _, ds, dqk = gradients(qk, dp, keep, levels, delta, rows, keys, item, call, extras, F, PART)
         if SUMS:  # delta is 0 here, so that dS is P dP
             acc += ds
         else:
@@ -167,10 +173,12 @@ def dq_kernel(
     else:
         acc = tl.full([T.BM, T.BD], 0, tl.float32)
     blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
-    for masked in tl.static_range(2):
+    if F.block_mask:
+        blocks = entry(extras.block_mask, b, h, tile, tl.cdiv(call.M, T.BM))
+    for x in tl.static_range(3 if F.block_mask else 2):
         acc = over_keys(
             acc, tile_q, tile_do, (level[:, None], rest[:, None]), row_delta[:, None], k, v, dout,
-            (k_from, v_from), blocks, rows, item, call, extras, F, T, GIVEN, SUMS, masked,
+            (k_from, v_from), blocks, rows, item, call, extras, F, T, GIVEN, SUMS, x,
         )  # fmt: skip
     if SUMS:
         to = of_rows + row_index(Start(2 * call.B + b, 0), h, i, call.H, pitch_of(call, F))
@@ -186,17 +194,20 @@ def dq_kernel(
 def over_rows(
     dk, dv, tile_k, tile_v, q, dout, of_rows, sources, h, blocks, j0, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
-    MASKED: tl.constexpr,
+    TURN: tl.constexpr,
 ):  # fmt: skip
-    """If DK, dk += dS^T Q, and if DV, dv += P^T dO, over one `span` of the rows of head h.
+    """If DK, dk += dS^T Q, and if DV, dv += P^T dO, over one PART of the rows of head h.
 
     Scores are made transposed, (BN, BM), so that P and dS enter the products from registers.
     """
+    PART: tl.constexpr = 2 - TURN if F.block_mask else TURN
+    MASKED: tl.constexpr = PART == EDGES
+    blocks = of_part(blocks, T.BM, F, PART)
     q_from, do_from = sources
     keys = Keys(j0, (j0 + tl.arange(0, T.BN))[:, None])
-    lo, hi = span(blocks, MASKED)
+    lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BM):
-        i0 = block_at(x, blocks, T.BM, MASKED)
+        i0 = block_at(x, blocks, T.BM, F, PART)
         i = i0 + tl.arange(0, T.BM)
         rows = rows_of(i[None, :], h, item, call, extras, F)
         tile_q = load(q, q_from, i0, item.M, T.D, T.BM, T.BD, F.tma, MASKED)
@@ -214,7 +225,7 @@ def over_rows(
             keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, F, T.BM, T.BN))
         p, _, dqk = gradients(
             qk, dp, keep, (level[None, :], rest[None, :]), row_delta[None, :], rows, keys, item,
-            call, extras, F, MASKED,
+            call, extras, F, PART,
         )  # fmt: skip
         if DV:
             dv = dot(narrow(p, tile_do.dtype), tile_do, dv, F)
@@ -260,10 +271,13 @@ def dkv_kernel(
         do_from = q_from
         if not GIVEN:
             do_from = source(dout, item.q, h, item.M, T.DV, T.BM, T.BDV, F.tma)
-        for masked in tl.static_range(2):
+        of_head = blocks
+        if F.block_mask:
+            of_head = entry(extras.block_mask, b, h, tile, tl.cdiv(call.N, T.BN))
+        for x in tl.static_range(3 if F.block_mask else 2):
             acc_k, acc_v = over_rows(
                 acc_k, acc_v, tile_k, tile_v, q, dout, of_rows, (q_from, do_from), h,
-                blocks, j0, item, call, extras, F, T, GIVEN, DK, DV, masked,
+                of_head, j0, item, call, extras, F, T, GIVEN, DK, DV, x,
             )  # fmt: skip
     if DK:
         store(dk, item.k, hk, j0, item.N, acc_k * call.reals.scale, T.D, T.BN, T.BD)
@@ -274,6 +288,68 @@ def dkv_kernel(
 
 
 # -------------------------------------------------------------------------------------- the mask
+
+
+class Part(NamedTuple):
+    """Of a mask's gradient, the tiles of scores that one program sums."""
+
+    b: Any  # where it begins: item, head, and tiles of rows and of keys
+    h: Any
+    m: Any
+    n: Any
+    sum_h: Any  # how many of each it walks
+    sum_m: Any
+    sum_n: Any
+    first: Any  # its share of them all
+    past: Any
+    split: Any
+    own_b: Any  # how many items and heads have elements of their own
+    own_h: Any
+
+
+@triton.jit
+def part_of_mask(call, T: tl.constexpr, SUMMED: tl.constexpr):
+    """Each dimension is one that programs own a part of, or one that a program walks."""
+    tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
+    own_b, sum_b = (1, call.B) if SUMMED[0] else (call.B, 1)
+    own_h, sum_h = (1, call.H) if SUMMED[1] else (call.H, 1)
+    own_m, sum_m = (1, tiles_m) if SUMMED[2] else (tiles_m, 1)
+    own_n, sum_n = (1, tiles_n) if SUMMED[3] else (tiles_n, 1)
+    rest = tl.program_id(0)
+    n, rest = rest % own_n, rest // own_n
+    m, rest = rest % own_m, rest // own_m
+    h, rest = rest % own_h, rest // own_h
+    b, split = rest % own_b, rest // own_b
+    work = tl.cast(sum_b, tl.int64) * sum_h * sum_m * sum_n
+    splits = tl.num_programs(0) // (own_b * own_h * own_m * own_n)
+    share = tl.cdiv(work, splits)
+    first, past = split * share, tl.minimum((split + 1) * share, work)
+    return Part(b, h, m, n, sum_h, sum_m, sum_n, first, past, split, own_b, own_h)
+
+
+@triton.jit
+def tile_of_part(w, part, T: tl.constexpr):
+    """Item, head, first row and first key of its w-th tile."""
+    n, others = w % part.sum_n, w // part.sum_n
+    m, others = others % part.sum_m, others // part.sum_m
+    b, h = part.b + others // part.sum_h, part.h + others % part.sum_h
+    i0, j0 = (part.m + m) * T.BM, (part.n + n) * T.BN
+    return b.to(tl.int32), h.to(tl.int32), i0.to(tl.int32), j0.to(tl.int32)
+
+
+@triton.jit
+def store_part(partial, acc, part, call, T: tl.constexpr, SUMMED: tl.constexpr):
+    if SUMMED[2]:
+        acc = tl.sum(acc, 0, keep_dims=True)
+    if SUMMED[3]:
+        acc = tl.sum(acc, 1, keep_dims=True)
+    ROWS: tl.constexpr = 1 if SUMMED[2] else T.BM
+    KEYS: tl.constexpr = 1 if SUMMED[3] else T.BN
+    i, j = part.m * T.BM + tl.arange(0, ROWS), part.n * T.BN + tl.arange(0, KEYS)
+    n_rows, n_keys = (1 if SUMMED[2] else call.M), (1 if SUMMED[3] else call.N)
+    plane = (part.split * part.own_b + part.b).to(tl.int64) * part.own_h + part.h
+    to = partial + (plane * n_rows + i)[:, None] * n_keys + j[None, :]
+    tl.store(to, acc, mask=(i < n_rows)[:, None] & (j < n_keys)[None, :])
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -292,41 +368,14 @@ def dmask_kernel(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
-    tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
-    # Each dimension is one that programs own a part of, or one that a program walks.
-    own_b, sum_b = (1, call.B) if SUMMED[0] else (call.B, 1)
-    own_h, sum_h = (1, call.H) if SUMMED[1] else (call.H, 1)
-    own_m, sum_m = (1, tiles_m) if SUMMED[2] else (tiles_m, 1)
-    own_n, sum_n = (1, tiles_n) if SUMMED[3] else (tiles_n, 1)
-    rest = tl.program_id(0)
-    n, rest = rest % own_n, rest // own_n
-    m, rest = rest % own_m, rest // own_m
-    h, rest = rest % own_h, rest // own_h
-    b, split = rest % own_b, rest // own_b
-    work = tl.cast(sum_b, tl.int64) * sum_h * sum_m * sum_n
-    splits = tl.num_programs(0) // (own_b * own_h * own_m * own_n)
-    share = tl.cdiv(work, splits)
+    part = part_of_mask(call, T, SUMMED)
     acc = tl.full([T.BM, T.BN], 0, tl.float32)
-    for w in range(split * share, tl.minimum((split + 1) * share, work)):
-        n_w, others = w % sum_n, w // sum_n
-        m_w, others = others % sum_m, others // sum_m
+    for w in range(part.first, part.past):
+        b, h, i0, j0 = tile_of_part(w, part, T)
         acc = add_to_mask(
-            acc, q, k, v, dout, of_rows,
-            (b + others // sum_h).to(tl.int32), (h + others % sum_h).to(tl.int32),
-            ((m + m_w) * T.BM).to(tl.int32), ((n + n_w) * T.BN).to(tl.int32),
-            call, extras, F, T, GIVEN,
+            acc, q, k, v, dout, of_rows, b, h, i0, j0, call, extras, F, T, GIVEN
         )  # fmt: skip
-    if SUMMED[2]:
-        acc = tl.sum(acc, 0, keep_dims=True)
-    if SUMMED[3]:
-        acc = tl.sum(acc, 1, keep_dims=True)
-    ROWS: tl.constexpr = 1 if SUMMED[2] else T.BM
-    KEYS: tl.constexpr = 1 if SUMMED[3] else T.BN
-    i, j = m * T.BM + tl.arange(0, ROWS), n * T.BN + tl.arange(0, KEYS)
-    n_rows, n_keys = (1 if SUMMED[2] else call.M), (1 if SUMMED[3] else call.N)
-    plane = (split * own_b + b).to(tl.int64) * own_h + h
-    to = partial + (plane * n_rows + i)[:, None] * n_keys + j[None, :]
-    tl.store(to, acc, mask=(i < n_rows)[:, None] & (j < n_keys)[None, :])
+    store_part(partial, acc, part, call, T, SUMMED)
 
 
 @triton.jit
@@ -359,7 +408,7 @@ def add_to_mask(
         level, rest, row_delta = statistics(of_rows, item.q, h, i, call, F)
         levels = (level[:, None], rest[:, None])
         _, ds, _ = gradients(
-            qk, dp, keep, levels, row_delta[:, None], rows, keys, item, call, extras, F, True
+            qk, dp, keep, levels, row_delta[:, None], rows, keys, item, call, extras, F, EDGES
         )
         acc += ds
     return acc

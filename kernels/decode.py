@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .forward import attend
-from .score import SIZES, call_of, extent, item_of, key_range, rows_of
+from .score import SIZES, Blocks, call_of, extent, item_of, key_range, rows_of
 from .softmax import LOWEST, add_sink, finish, rescale, store_normaliser
 from .tile import Start, head_of, row_index, store
 
@@ -51,15 +51,16 @@ def split_kernel(
     from_q = from_row[:, None] + d.to(tl.int64)[None, :] * q.sd
     tile_q = tl.load(from_q, mask=real[:, None] & (d < T.D)[None, :], other=0.0)
 
-    first, full, tail, last = key_range(0, M, item, call, T.BN)
-    share = tl.cdiv(tl.cdiv(last - first, T.BN), splits) * T.BN
-    lo = first + split * share
-    hi = tl.minimum(lo + share, last)
-    blocks = (
+    every = key_range(0, M, item, call, T.BN)
+    share = tl.cdiv(tl.cdiv(every.last - every.first, T.BN), splits) * T.BN
+    lo = every.first + split * share
+    hi = tl.minimum(lo + share, every.last)
+    blocks = Blocks(
         lo,
-        tl.minimum(tl.maximum(full, lo), hi),
-        tl.minimum(tl.maximum(tail, lo), hi),
+        tl.minimum(tl.maximum(every.full, lo), hi),
+        tl.minimum(tl.maximum(every.tail, lo), hi),
         hi,
+        0,
     )
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
 

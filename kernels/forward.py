@@ -3,7 +3,9 @@
 import triton
 import triton.language as tl
 
+from .block_mask import entry, of_part
 from .score import (
+    EDGES,
     SIZES,
     Keys,
     block_at,
@@ -38,21 +40,24 @@ from .tile import (
 @triton.jit
 def accumulate(
     state, tile_q, k, v, sources, blocks, rows, item, call, extras,
-    F: tl.constexpr, T: tl.constexpr, MASKED: tl.constexpr,
+    F: tl.constexpr, T: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """The state, acc, m and l, after one `span` of keys. MASKED: some of them are hidden."""
+    """The state, acc, m and l, after one PART of the keys."""
+    PART: tl.constexpr = 2 - TURN if F.block_mask else TURN
+    MASKED: tl.constexpr = PART == EDGES
+    blocks = of_part(blocks, T.BN, F, PART)
     acc, m, l = state
     k_from, v_from, k_by, v_by = sources
-    lo, hi = span(blocks, MASKED)
+    lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BN):
-        j0 = block_at(x, blocks, T.BN, MASKED)
+        j0 = block_at(x, blocks, T.BN, F, PART)
         keys = Keys(j0, (j0 + tl.arange(0, T.BN))[None, :])
         found = look_up(j0, item.b, item.length, extras.pages, F, T.BN, MASKED)
         tile_k = load_keys(k, k_from, j0, item.length, found, F, T.D, T.BN, T.BD, MASKED)
         if F.kept != "":
             by = load_scales(extras.k_scale, k_by, j0, item.length, found, F, T.BN)
             tile_k = widened(tile_k, by, tile_q.dtype, F.kept)
-        s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, MASKED)
+        s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, PART)
         if MASKED:
             s = tl.where(visible(rows, keys, item, call, F), s, float("-inf"))
         p, m, l, alpha = update(s, m, l, call, F)
@@ -78,10 +83,8 @@ def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, 
     )
     acc = tl.full([T.BM, T.BDV], 0, tl.float32)
     state = (acc, tl.full([T.BM], float("-inf"), tl.float32), tl.full([T.BM], 0, tl.float32))
-    for masked in tl.static_range(2):
-        state = accumulate(
-            state, tile_q, k, v, sources, blocks, rows, item, call, extras, F, T, masked
-        )
+    for x in tl.static_range(3 if F.block_mask else 2):
+        state = accumulate(state, tile_q, k, v, sources, blocks, rows, item, call, extras, F, T, x)
     return state
 
 
@@ -109,6 +112,8 @@ def forward_kernel(
     blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
     if F.in_order:
         blocks = in_order(blocks)
+    if F.block_mask:
+        blocks = entry(extras.block_mask, b, h, tile, tl.cdiv(call.M, T.BM))
     acc, m, l = attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F, T)
     if F.sinks:
         acc, m, l = add_sink(acc, m, l, extras.sinks, h, F)

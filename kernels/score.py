@@ -42,6 +42,7 @@ class Flags(NamedTuple):
     gqa: bool = False  # several query heads share a key head
     mask: str = ""  # or "bool" or "add"
     mask_rows: bool = False  # the mask differs between the rows of a tile
+    block_mask: bool = False  # and was looked at: what it shows of a block is known
     alibi: bool = False
     softcap: bool = False
     sinks: bool = False
@@ -139,6 +140,7 @@ class Extras(NamedTuple):
     pages: Any = None  # Pages, in the place of cu_k
     k_scale: Any = None  # Operands (B,Hk,N): what each row of k and v is multiplied by
     v_scale: Any = None
+    block_mask: Any = None  # BlockMask, where F.block_mask
     nothing: Any = None  # Triton 3.6 loses the constants inside a tuple that has none of its own
 
 
@@ -152,6 +154,16 @@ class Item(NamedTuple):
     k: Any
     length: Any  # how many of the keys there are
     diagonal: Any  # row i stands at i + diagonal
+
+
+class Blocks(NamedTuple):
+    """The blocks that a tile visits: `in_blocks`."""
+
+    first: Any
+    full: Any
+    tail: Any
+    last: Any
+    listed: Any  # places on this list, of blocks; 0 where they are the blocks' own places
 
 
 class Rows(NamedTuple):
@@ -266,32 +278,40 @@ def every(a0, a1, back, ahead, end):
 def in_blocks(some_lo, some_hi, every_lo, every_hi, BLOCK: tl.constexpr):
     """Four edges on blocks: [first, full) and [tail, last) need `visible`, [full, tail) does not.
 
-    `last` alone may lie inside a block. A pass has two loops, over the `span` of either kind.
+    `last` alone may lie inside a block. A pass has a loop for each PART, over the `span` of it.
     """
     empty = some_lo >= some_hi
     first = tl.where(empty, some_hi, some_lo // BLOCK * BLOCK)
     full = tl.minimum((every_lo + BLOCK - 1) // BLOCK * BLOCK, some_hi)
     full = tl.maximum(full, first)
     tail = tl.maximum(tl.minimum(every_hi, some_hi) // BLOCK * BLOCK, full)
-    return first, full, tail, some_hi
+    return Blocks(first, full, tail, some_hi, 0)
+
+
+# The parts of a pass: blocks that are seen whole, but for a mask that nobody looked at; those in
+# which something beside a mask may hide; and, with a block mask, those whose mask has to be read.
+# Then they come in reverse: in the loop over WHOLE no register is kept for the mask any more.
+WHOLE, EDGES, READ = (tl.constexpr(x) for x in range(3))
 
 
 @triton.jit
-def span(blocks, MASKED: tl.constexpr):
-    """What a loop over [full, tail) counts through, or, if MASKED, one over the rest."""
-    first, full, tail, last = blocks
-    if MASKED:
-        return first, full + (last - tail)
+def span(blocks, PART: tl.constexpr):
+    """What a loop over [full, tail) counts through, if that is WHOLE, or one over the rest."""
+    if PART == WHOLE:
+        return blocks.full, blocks.tail
     else:
-        return full, tail
+        return blocks.first, blocks.full + (blocks.last - blocks.tail)
 
 
 @triton.jit
-def block_at(x, blocks, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def block_at(x, blocks, BLOCK: tl.constexpr, F: tl.constexpr, PART: tl.constexpr):
     """The block that a loop over a `span` has come to."""
-    if MASKED:  # over the gap
-        x += tl.where(x >= blocks[1], blocks[2] - blocks[1], 0)
-    return x // BLOCK * BLOCK  # x itself; the compiler cannot tell that BLOCK divides it
+    if PART != WHOLE:  # over the gap
+        x += tl.where(x >= blocks.full, blocks.tail - blocks.full, 0)
+    block = x // BLOCK
+    if F.block_mask and PART != WHOLE:
+        block = tl.load(blocks.listed + block)
+    return block * BLOCK  # x itself, where nothing is listed; the compiler cannot tell
 
 
 @triton.jit
@@ -306,8 +326,7 @@ def key_range(i0, i1, item, call, BN: tl.constexpr):
 @triton.jit
 def in_order(blocks):
     """The same as one loop, in which keys that all rows of a tile see do not come first."""
-    first, _, _, last = blocks
-    return first, first, first, last
+    return Blocks(blocks.first, blocks.first, blocks.first, blocks.last, 0)
 
 
 @triton.jit
@@ -359,9 +378,9 @@ def tanh(y):
 
 
 @triton.jit
-def score(qk, rows, keys, call, extras, F: tl.constexpr, BOUND: tl.constexpr):
-    """Scores of a tile, and their derivative: d logit / d (scale q.k). BOUND: some keys may not be
-    there."""
+def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
+    """Scores of a tile, and their derivative: d logit / d (scale q.k). At EDGES keys may be
+    missing."""
     s, derivative = qk, 1.0
     if F.softcap:
         s = tanh(qk * call.reals.per_softcap)
@@ -372,9 +391,9 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, BOUND: tl.constexpr):
         # Small numbers, which float32 holds: of rows and keys that are near each other.
         at, j = (rows.at - keys.first).to(tl.float32), (keys.j - keys.first).to(tl.float32)
         s -= rows.slope * tl.abs(at - j)
-    if F.mask != "":
+    if F.mask != "" and not (F.block_mask and PART == WHOLE):
         at = rows.mask + keys.j.to(tl.int64) * extras.mask.sd
-        found = tl.load(at, mask=keys.j < call.N, other=0) if BOUND else tl.load(at)
+        found = tl.load(at, mask=keys.j < call.N, other=0) if PART == EDGES else tl.load(at)
         if F.mask == "bool":
             seen = found != 0
             s = tl.where(seen, s, float("-inf"))  # whatever it was: it may be NaN

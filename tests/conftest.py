@@ -147,6 +147,14 @@ def one_thread(threads):
 
 
 @pytest.fixture
+def nothing_is_small(monkeypatch):
+    """A patched function takes calls of every size."""
+    from fastattn import patching
+
+    monkeypatch.setattr(patching, "SMALL", 0)
+
+
+@pytest.fixture
 def on(name, monkeypatch):
     """Every call inside runs on backend `name`."""
     from fastattn import backend, operation

@@ -14,7 +14,8 @@ import torch
 from cases import DTYPES
 
 import fastattn
-from fastattn import backend, native, operation
+from fastattn import backend, native, operation, tuning
+from fastattn.backends import triton
 from fastattn.backends.triton import interpreted
 from fastattn.spec import Feature
 
@@ -80,6 +81,17 @@ def variant(isa):
         yield
     finally:
         native.select_cpu_isa(before)
+
+
+@contextmanager
+def looked_at():
+    """Triton looks at dense masks before it uses them, however small."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "STRUCTURED", 0)
+        patch.setattr(tuning, "SHARING", 0)
+        triton.flags.cache_clear()
+        yield
+    triton.flags.cache_clear()
 
 
 def everywhere(name, verdict, tag=""):

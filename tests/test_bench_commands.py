@@ -25,6 +25,7 @@ from bench import (
     pictures,
     printed,
     results,
+    second_order,
     unpadded,
     whole_models,
 )
@@ -271,11 +272,21 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     monkeypatch.setattr(whole_models, "TOKENS", 3)
     monkeypatch.setattr(whole_models, "SIZES", whole_models.SIZES | dict(num_hidden_layers=1))
     monkeypatch.setattr(whole_models, "races", lambda *given, only: real(*given, 1 / 32, only))
-    given = ["--dtypes", "float32", "--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
+    given = ["--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
     result = run(tmp_path, "models", *given, "--only", "Mistral, N = 1024, padded", "encoder")
     rows = result["models"]
-    assert len(rows) == 3 + 4 and all(row["status"] == "ok" for row in rows), rows
+    assert len(rows) == 2 * (3 + 4) + 2 and all(row["status"] == "ok" for row in rows), rows
     assert len(list(pages.models([result]))) == 2 + len(rows)
+
+
+def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
+    """Small: time, and memory of two lengths."""
+    result = run(tmp_path, "derivatives", "--lengths", "64", "128", "--seconds", "0.002")
+    rows, memory = result["derivatives"], result["memory"]
+    assert len(rows) == 2 * 6 and all(row["status"] == "ok" for row in rows), rows
+    assert len(list(pages.derivatives([result]))) == 2 + len(rows)
+    assert len(memory) == 3 * 2 * 2 and all(row["extra_bytes"] is not None for row in memory)
+    assert len(list(second_order.growth(memory))) == 3
 
 
 def test_a_race_of_other_numbers_is_not_timed():

@@ -12,10 +12,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import fastattn
 
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)  # what is this small costs more to hand out than to compute
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):

@@ -133,10 +133,10 @@ the derivative of the first key: cpu/tile.h: softcap
 -x, derivative + j * lanes + v * W);
 +x, derivative + v * W);
 ALiBi before the cap: cpu/tile.h: softcap+alibi
--if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
+-if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
 -    if (p.slopes.data) alibi(p, rows, keys, s);
 +if (p.slopes.data) alibi(p, rows, keys, s);
-+    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
++    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
 a bool mask adds: cpu/tile.h: nan_scores
 -return add < R(0) ? add : x; });
 +return add + x; });
@@ -210,8 +210,8 @@ values from the start of a block: cpu/forward.h: far_bands
 -v.data += (keys.j0 - J0) / pair * v.stride;
 +;
 delta without dLSE: cpu/backward.h: lse_loss
--sum -= read<R>(p.dlse.data, p.dlse.dtype,
-+sum -= 0 * read<R>(p.dlse.data, p.dlse.dtype,
+-if (p.dlse.data) subtract(p.dlse, rows, delta);
++;
 dQ from the start of a block: cpu/backward.h: far_bands
 -k_across.data + first / pair * k_across.stride
 +k_across.data
@@ -254,7 +254,7 @@ a mask's gradient of one head: cpu/mask_gradient.h: key_bias_grad
 a mask's gradient where nobody looks: cpu/mask_gradient.h: bias_grad+window
 -clear(l, seen.hi, p.N);
 +;
-all that is finfo.min is -inf: cpu/classes.h: dense_masks
+all that is finfo.min is -inf: mask_holds.h: dense_masks
 -Bits(kLeast) : below;
 +Bits(kHidden) : below;
 every word of a mask is the last: cpu/classes.h: dense_masks

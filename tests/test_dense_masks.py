@@ -15,6 +15,7 @@ from runners import (
     declares,
     every_backend,
     everywhere,
+    looked_at,
     passed,
     small,
     variant,
@@ -38,6 +39,12 @@ PATTERNS = {
     "in turn": lambda i, j: (i + j) % 2 == 0,
 }
 FORMS = {"-inf": (0.0, -torch.inf), "finfo.min": (0.0, None), "PLAIN": (1e-30, -3.3e38)}
+
+
+@pytest.fixture(autouse=True)
+def looked_at_by_triton():
+    with looked_at():
+        yield
 
 
 def keep(pattern):

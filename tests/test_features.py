@@ -57,7 +57,7 @@ def test_cases_cover_the_declared_features():
     asked = spec.Feature.WEIGHTS | spec.Feature.GRAD  # by test_weights, and by every case
     # By test_packed, test_paged, test_row_invariant and test_storage.
     asked |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
-    asked |= spec.Feature.QUANTISED
+    asked |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
     for features in SINGLES:
         problem = build(SHAPES[1], features, torch.float32)
         given = problem.tensors()

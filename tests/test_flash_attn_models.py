@@ -5,6 +5,7 @@ import importlib.util
 
 import pytest
 import torch
+from transformers_families import EXPERTS, GROUPED, LOCAL, SIZES
 
 from fastattn import flash_attn as fa
 
@@ -17,24 +18,12 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread", "installed"),
     pytest.mark.filterwarnings("ignore"),  # of transformers' own
 ]
-SIZES = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    vocab_size=97,
-    max_position_embeddings=128,
-    pad_token_id=0,
-)
-GROUPED = dict(num_key_value_heads=2, head_dim=16)
-LOCAL = ["sliding_attention", "full_attention"]
-EXPERTS = dict(num_local_experts=2, num_experts_per_tok=1, layer_types=LOCAL, sliding_window=8)
 MODELS = {  # name -> what differs, and what it is held against
     "Llama": (GROUPED, "sdpa"),
     "Qwen3": (GROUPED, "sdpa"),
     "Mistral": (GROUPED | dict(sliding_window=8), "sdpa"),
     "Gemma2": (GROUPED | dict(sliding_window=8, attn_logit_softcapping=0.5), "eager"),
-    "GptOss": (GROUPED | EXPERTS, "eager"),
+    "GptOss": (GROUPED | EXPERTS | LOCAL, "eager"),
 }
 
 

@@ -16,24 +16,17 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
-from fastattn import api, patching
+from fastattn import api
 from fastattn.integrations import diffusers as ours_for_diffusers
 
 # Where the Makefile puts torchvision and what needs it, away from what breaks beside them.
 BESIDE = max(Path(__file__).parent.parent.glob("build/vision-*[0-9]"), default=None)
-pytestmark = pytest.mark.filterwarnings(
-    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-)  # of the libraries
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(patching, "SMALL", 0)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "nothing_is_small"),
+    pytest.mark.filterwarnings(
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
+    ),  # of the libraries
+]
 
 
 @pytest.fixture

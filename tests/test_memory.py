@@ -25,8 +25,10 @@ needs_proc = pytest.mark.skipif(
 )
 
 MEASURE = """
-    import ctypes, sys, torch, fastattn
-    from fastattn import native
+    import ctypes, dataclasses, sys, torch, fastattn
+    from fastattn import api, native
+    from fastattn.check import describe
+    from fastattn.spec import Tangents
     ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
     torch.use_deterministic_algorithms(True, warn_only=True)
     native.poison(True)
@@ -53,10 +55,24 @@ MEASURE = """
             leaves.append(bias)
             kwargs |= dict(mask=bias, causal=True, softcap=9.0, window=(n // 2, None))
         dout = torch.randn(q.shape, generator=g) if grad else None
+        if kind == "second":
+            return second(q, k, v)
 
         def run():
             out = fastattn.attention(q, k, v, **kwargs)
             return torch.autograd.grad(out, leaves, dout) if grad else out
+
+        return run
+
+    def second(q, k, v):
+        "jvp, and the tangent of backward."
+        t, options = api.prepare(q, k, v, {})
+        spec = dataclasses.replace(describe(t, options), tangents=True)
+        passes, moves = fastattn.backend.get(backend), Tangents(k, v, q)
+
+        def run():
+            outs = passes.jvp(spec, t, moves)
+            return outs, passes.second(spec, t, moves, outs, q, None, k, None, ("q", "k", "v"))
 
         return run
 
@@ -71,7 +87,7 @@ MEASURE = """
         print(status("VmHWM:") - before)
         del run
 """
-KINDS = ("forward", "dropout", "padding", "backward", "everything")
+KINDS = ("forward", "dropout", "padding", "backward", "everything", "second")
 MEGABYTE = 1 << 20
 # The operating system counts resident pages on each CPU and folds them in 32 at a time, so a
 # reading is off by a few hundred kilobytes: sizes are chosen large beside that.

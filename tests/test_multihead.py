@@ -12,10 +12,7 @@ from torch import nn
 
 import fastattn
 
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)  # what is this small costs more to hand out than to compute
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-13), (torch.float32, 1e-5)])

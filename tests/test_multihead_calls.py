@@ -10,10 +10,7 @@ from torch.nn import functional as F
 
 import fastattn
 
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)  # what is this small costs more to hand out than to compute
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # -- masks, hints, what is computed from what ---------------------------------------------------

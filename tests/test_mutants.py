@@ -13,14 +13,17 @@ from typing import NamedTuple
 
 import far_logits
 import pytest
+import test_block_mask
 import test_packed
 import test_paged
 import test_storage
+import test_tangents
+import test_triton_tangents
 import torch
-from cases import FEATURE, build, negative_logits, square
+from cases import FEATURE, Dims, build, negative_logits, square
 from far_rows import far_problem
 from judge import Verdict
-from runners import INTERPRETED, every_backend
+from runners import INTERPRETED, every_backend, looked_at
 from test_triton_paged import unchecked
 from test_weights import about_weights
 
@@ -172,14 +175,14 @@ dk without the scale: backward.py: plain
 -acc_k * call.reals.scale
 +acc_k
 mask gradient of the wrong item: backward.py: head_bias_grad
--b + others // sum_h
-+b
+-part.b + others // part.sum_h,
++part.b,
 splits weigh the same: decode.py: decode
 -weight = rescale(tl.load(partial_m + at), pivot, F)
 +weight = rescale(pivot, pivot, F)
 last split dropped: decode.py: decode
--hi = tl.minimum(lo + share, last)
-+hi = tl.minimum(lo + share, last - T.BN)
+-hi = tl.minimum(lo + share, every.last)
++hi = tl.minimum(lo + share, every.last - T.BN)
 grouped rows share one head: decode.py: decode
 -hk * call.group + tl.where(real, r // M, 0)
 +hk * call.group + 0 * r
@@ -297,6 +300,168 @@ tail in base two added to scores: score.py: far_logits
 tail of the sum alone: softmax.py: far_logits
 -(fma(-lse, LOG2E, m) - lse * LOG2E_REST + log2_l) * LN2
 +0 * lse
+one row that sees more hides finfo.min from all: block_mask.py: blocks
+-if tl.min(tl.where(i < call.M, sight, 0.0)) > FAR:
++if tl.max(tl.where(i < call.M, sight, 0.0)) > FAR:
+finfo.min hides rows from all keys: block_mask.py: blocks
+-(most <= LEAST) & seen
++(most <= LEAST)
+a row sees keys out of its reach: block_mask.py: blocks
+-seen = tl.max(tl.where(near, x, float("-inf")), 1)
++pass
+a run goes on past a block that hides: block_mask.py: blocks
+-begin = tl.where(whole, begin, at + STEP)
++pass
+a run goes on past the edge of a band: block_mask.py: blocks
+-whole = inside & (most == 0)
++whole = (most == 0)
+a block that is hidden is on the list: block_mask.py: blocks
+-n += keep.to(tl.int32)
++n += 1
+NaN in a mask hides: block_mask.py: nan
+-tl.where(x == x, x, 1.0)
++x
+lists of the first head: block_mask.py: over_blocks
+-b * found.sb + h * found.sh
++b * found.sb + 0 * h
+the run once more: block_mask.py: over_blocks
+-return Blocks(full, begin, end, tail, listed)
++return Blocks(full, begin, begin, tail, listed)
+blocks at the first edge dropped: block_mask.py: over_blocks
+-return Blocks(0, full, tail,
++return Blocks(full, full, tail,
+places for blocks: score.py: over_blocks
+-block = tl.load(blocks.listed + block)
++pass
+a mask of listed blocks is not read: score.py: over_blocks
+-not (F.block_mask and PART == WHOLE)
++not F.block_mask
+products without the first's tangent: tangent.py: moved
+-product = dot(a_t, tl.trans(b), product, F)
++pass
+products without the second's tangent: tangent.py: moved
+-product = dot(a, tl.trans(b_t), product, F)
++pass
+scores move without the scale: tangent.py: moved
+-qk_t * (phi * call.reals.scale), 0.0
++qk_t * phi, 0.0
+scores move without softcap: tangent.py: moved+softcap
+-qk_t * (phi * call.reals.scale), 0.0
++qk_t * call.reals.scale, 0.0
+softcap's second derivative has another sign: tangent.py: moved+softcap
+-phi_t = -(call.reals
++phi_t = (call.reals
+softcap's second derivative without its first: tangent.py: moved+softcap
+-* bent * phi * qk_t
++* bent * qk_t
+a mask does not move: tangent.py: moved+bias_grad
+-s_t += moved_mask(
++moved_mask(
+a mask's tangent by other strides: tangent.py: moved+bias_grad
+-to(tl.int64) * mask_t.sm
++to(tl.int64) * mask_t.sd
+a mask's tangent of head 0: tangent.py: moved+bias_grad
+-tl.cast(rows.h, tl.int64) * mask_t.sh
++0 * mask_t.sh
+what is hidden moves the LSE: jvp.py: moved_hidden
+-p_t = tl.where(p > 0, p * s_t, 0.0)
++p_t = p * s_t
+a sink does not move: jvp.py: moved+sinks+lse_loss
+-moved += tl.where(share > 0, share * tl.load(u.sinks + h), 0.0)
++pass
+the output without the LSE's tangent: jvp.py: moved
+-acc -= moved[:, None] * tile_o.to(tl.float32)
++pass
+values do not move: jvp.py: moved
+-acc = dot(narrow(p, tile_vt.dtype), tile_vt, acc, F)
++pass
+dropout forgotten where probabilities move: jvp.py: moved+dropout
+-p, p_t = tl.where(keep, p, 0.0), tl.where(keep, p_t, 0.0)
++p = tl.where(keep, p, 0.0)
+dropout forgotten where values move: jvp.py: moved+dropout
+-p, p_t = tl.where(keep, p, 0.0), tl.where(keep, p_t, 0.0)
++p_t = tl.where(keep, p_t, 0.0)
+kept tangents not scaled: jvp.py: moved+dropout
+-acc *= call.reals.factor
++acc *= 1.0
+delta_t without dO O_t: second.py: moved
+-total = tl.sum(tile_do.to(tl.float32) * tile_ot.to(tl.float32), 1)
++total = tl.full([T.BM], 0, tl.float32)
+delta_t without dO_t O: second.py: moved
+-total += tl.sum(tile_dot.to(tl.float32) * tile_o.to(tl.float32), 1)
++pass
+delta_t without dLSE_t: second.py: moved+sinks+lse_loss
+-total -= tl.load(at, mask=inside, other=0.0)
++pass
+probabilities move without the LSE: second.py: moved
+-live, rate, dropped = p > 0, s_t - lse_t, p
++live, rate, dropped = p > 0, s_t, p
+dS without delta: second.py: moved
+-ds = p * (dp - delta)
++ds = p * dp
+dS_t without P_t: second.py: moved
+-ds_t = ds * rate + p * (dp_t - delta_t)
++ds_t = p * (dp_t - delta_t)
+dS_t without dP_t: second.py: moved
+-ds * rate + p * (dp_t - delta_t)
++ds * rate + p * -delta_t
+dS_t without delta_t: second.py: moved
+-ds * rate + p * (dp_t - delta_t)
++ds * rate + p * dp_t
+dS_t without softcap: second.py: moved+softcap
+-dqk, dqk_t = ds * phi, ds_t * phi
++dqk, dqk_t = ds * phi, ds_t
+dS without softcap: second.py: moved+softcap
+-dqk, dqk_t = ds * phi, ds_t * phi
++dqk, dqk_t = ds, ds_t * phi
+softcap's second derivative forgotten: second.py: moved+softcap
+-dqk_t += ds * phi_t
++pass
+dropout forgotten in dP_t: second.py: moved+dropout
+-dp_t = tl.where(keep, dp_t * call.reals.factor, 0.0)
++dp_t = dp_t * 1.0
+dropout forgotten in P_t of dV: second.py: moved+dropout
+-dropped_t = tl.where(live, dropped * rate, 0.0)
++dropped_t = tl.where(live, p * rate, 0.0)
+dropout forgotten in P of dV: second.py: moved+dropout
+-dropped = tl.where(keep, p, 0.0)
++dropped = p
+what is hidden moves dS: second.py: moved_hidden
+-tl.where(live, dqk, 0.0), tl.where(live, dqk_t, 0.0)
++tl.where(live, dqk, 0.0), dqk_t
+dQ_t without K_t: second.py: moved
+-acc = dot(narrow(dqk, tile_k.dtype), tile_kt, acc, F)
++pass
+dK_t without Q_t: second.py: moved
+-dk_t = dot(narrow(dqk, tile_q.dtype), tile_qt, dk_t, F)
++pass
+dV_t without dO_t: second.py: moved
+-dv_t = dot(narrow(p, tile_do.dtype), tile_dot, dv_t, F)
++pass
+dV_t without P_t: second.py: moved
+-dv_t = dot(narrow(p_t, tile_do.dtype), tile_do, dv_t, F)
++pass
+dQ_t without the scale: second.py: moved
+-acc * call.reals.scale, T.D, T.BM
++acc, T.D, T.BM
+dK_t without the scale: second.py: moved
+-acc_k * call.reals.scale
++acc_k
+kept dV_t not scaled: second.py: moved+dropout
+-acc_v *= call.reals.factor
++acc_v *= 1.0
+key tangents from one head: second.py: moved+gqa
+-hk * groups + g, blocks
++hk * groups, blocks
+the mask's is that of q.k: second.py: moved+bias_grad+softcap
+-_, _, _, _, ds_t = gradients_t(
++_, _, _, ds_t, _ = gradients_t(
+a sequence's rates begin at 0: second.py: moved_packed
+-row = rates + row_index(at, h, i, call.H, pitch)
++row = rates + row_index(Start(at.b, 0), h, i, call.H, pitch)
+a sequence's tangents begin at 0: tangent.py: moved_packed
+-head_of(x, at, h), i0, rows
++head_of(x, at, h) - at.row * x.sm, i0, rows
 """
 
 
@@ -342,7 +507,47 @@ def infinities_spread():
 FAR = {"far_rows": "some rows", "far_query": "one query", "far_sinks": "sinks"}
 
 
+# Masks of test_block_mask.py, each of which one of the faults gets wrong.
+BLOCKS = (
+    ("rows of none", "finfo.min", "", "rows"),
+    ("rows of none", "finfo.min", "", "keys"),
+    ("after", "finfo.min", "lengths", "rows"),
+    ("two runs", "bool", "", "rows"),
+    ("all", "bool", "causal", "rows"),
+    ("gaps", "bool", "", "rows"),
+)
+
+
+def over_blocks():
+    """Attention over the blocks that a mask shows, of each head others."""
+    i, j = torch.arange(70)[:, None], torch.arange(170)
+    shown = [test_block_mask.MASKS[x](i, j).expand(70, 170) for x in ("gaps", "two runs")]
+    for names in ("", "window"):
+        features = tuple(FEATURE[x] for x in names.split())
+        problem = build(Dims(1, 2, 1, 70, 170, 16, 16), features, torch.float32)
+        problem.kwargs["mask"] = torch.stack(shown)
+        problem.name += ": of blocks"
+        if complains(Verdict(problem)):
+            return True
+    return False
+
+
+def fails(test, *args):
+    try:
+        test(*args)
+    except AssertionError:
+        return True
+    return False
+
+
 def notices(names):
+    if names == "blocks":
+        return any(fails(test_block_mask.test_blocks, *x) for x in BLOCKS)
+    if names == "nan":
+        return fails(test_block_mask.test_nan_hides_nothing, "rows")
+    if names == "over_blocks":
+        with looked_at():
+            return over_blocks()
     if names == "infinite_key":
         return infinities_spread()
     if names == "far_logits":
@@ -350,6 +555,8 @@ def notices(names):
     if names == "far_weights":
         problem = far_problem("some rows", "-1e9", "float32")
         return any(about_weights("triton", problem, average=False))
+    if names.startswith("moved"):
+        return of_tangents(names)
     if names.startswith("packed"):
         return of_packed(*names.split("+"))
     if names.startswith("paged"):
@@ -361,6 +568,24 @@ def notices(names):
         verdicts[problem.name] = verdict
         if complains(verdict):
             return True
+    return False
+
+
+def of_tangents(names):
+    if names == "moved_hidden":
+        return test_triton_tangents.hidden_leaks()
+    if names == "moved_packed":
+        return of_packed_tangents()
+    features = [FEATURE[x] for x in names.split("+")[1:]]
+    problem = build(square(1, 2, 5, 3), features, torch.float32)
+    return noticed(lambda: test_triton_tangents.wrong(problem))
+
+
+def of_packed_tangents():
+    try:
+        test_tangents.test_packed("triton", ())
+    except AssertionError:
+        return True
     return False
 
 
@@ -419,7 +644,8 @@ def noticed(complaints):
 
 PACKAGE = importlib.import_module("fastattn.kernels")
 SOURCE = Path(next(iter(PACKAGE.__path__)))
-IN_ORDER = ("tile", "score", "softmax", "forward", "backward", "decode", "weights")
+IN_ORDER = ("tile", "score", "block_mask", "softmax", "forward", "backward", "decode", "weights")
+IN_ORDER += ("tangent", "jvp", "second")
 
 
 @pytest.fixture

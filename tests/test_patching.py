@@ -19,21 +19,14 @@ from fastattn import patching
 
 TORCHS = F.scaled_dot_product_attention
 # Nested tensors are a prototype, torch.jit is old, and torch's vmap of its function is slow.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The PyTorch API of nested tensors",
-    "ignore:`?torch.jit",
-    "ignore:There is a performance",
-)
-
-
-@pytest.fixture(autouse=True)
-def one_thread(threads):
-    threads(1)
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_small(monkeypatch):
-    monkeypatch.setattr(patching, "SMALL", 0)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "nothing_is_small"),
+    pytest.mark.filterwarnings(
+        "ignore:The PyTorch API of nested tensors",
+        "ignore:`?torch.jit",
+        "ignore:There is a performance",
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,11 @@ from cases import DTYPES, Dims, Draft, Problem, spoil_tail
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from judge import Verdict
-from runners import declares, every_backend, every_dtype, passed, small, variant, variants
+from runners import FUSED, declares, every_backend, every_dtype, passed, small, variant, variants
+from torch.func import jvp, vjp
 
 import fastattn
+from fastattn.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 maybe = st.none
@@ -136,6 +138,62 @@ def test_any_call_is_right(name, dtype, data):
     verdict = Verdict(problem)
     with variant(isa):
         passed(verdict.complaints(fastattn.attention, backend=name))
+
+
+def moved(problem, name):
+    """out and LSE as a function of the tensors that have gradients; these; and two directions."""
+    given = problem.tensors() | dict(return_lse=True, backend=name)
+    mask = given.get("mask")
+    if mask is not None and mask.is_floating_point():  # beside -1e308 no difference is seen
+        given["mask"] = torch.where(mask == -torch.inf, mask, mask.clamp(min=-9))
+
+    def f(*tensors):
+        call = given | dict(zip(problem.wants, tensors))
+        q, k, v = (call.pop(x) for x in "qkv")
+        out, lse = fastattn.attention(q, k, v, **call)
+        return out, torch.where(lse == -torch.inf, 0.0, lse)
+
+    tensors = tuple(given[x].contiguous() for x in problem.wants)
+    generator = torch.Generator().manual_seed(len(problem.name))
+    draw = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
+    return f, tensors, *(tuple(map(draw, tensors)) for _ in range(2))
+
+
+def dot(a, b):
+    return sum((x * y).sum() for x, y in zip(a, b, strict=True))
+
+
+def agree(a, b, rtol):
+    """Two sums of as many terms; relative to what the terms are, not to what they cancel to."""
+    assert abs(dot(*a) - dot(*b)) <= rtol * (1e-3 + dot(*(map(torch.abs, x) for x in a)))
+
+
+@pytest.mark.parametrize("name", [*FUSED, "reference"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_derivatives_of_any_call_agree_with_each_other(name, data):
+    """What forward mode says is what differences say; <g, J u> = <J' g, u>; the Hessian of <g, f>
+    is symmetric, whoever multiplies by it."""
+    declares(name, torch.float64, Feature.TANGENTS)
+    problem = data.draw(problems(torch.float64)).to(torch.float64)  # a mask may be float32
+    note(problem.name)
+    f, x, u, w = moved(problem, name)
+    outs, outs_t = jvp(f, x, u)
+    g = tuple(map(torch.cos, outs))
+    along = lambda h: f(*(a + h * b for a, b in zip(x, u)))  # noqa: E731
+    step = 1e-6
+    for here, there, slope in zip(along(-step), along(step), outs_t):
+        size = 1 + slope.abs().max() if slope.numel() else 1
+        torch.testing.assert_close((there - here) / (2 * step), slope, rtol=1e-4, atol=1e-5 * size)
+
+    def gradients(*x):
+        return vjp(f, *x)[1](g)
+
+    agree((g, outs_t), (gradients(*x), u), 1e-10)
+    _, forward_u = jvp(gradients, x, u)
+    _, forward_w = jvp(gradients, x, w)
+    agree((forward_u, w), (forward_w, u), 1e-9)
+    agree((vjp(gradients, *x)[1](w), u), (forward_w, u), 1e-9)
 
 
 def bad(argument, value, error=ValueError):

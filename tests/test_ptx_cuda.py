@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import test_cuda_decode
+import test_cuda_dense_masks
 import test_cuda_emulated
 import test_cuda_weights
 import torch
@@ -41,6 +42,9 @@ test_features = test_cuda_emulated.test_features
 test_features_of_decode = test_cuda_decode.test_features
 test_features_of_weights = test_cuda_weights.test_features
 test_a_given_lse_is_a_constant = test_cuda_weights.test_a_given_lse_is_a_constant
+
+test_planes_of_dense_masks = test_cuda_dense_masks.test_planes
+test_rows_of_finfo_min = test_cuda_dense_masks.test_a_row_of_finfo_min_is_the_mean
 
 test_head_dims = test_cuda_emulated.test_head_dims
 test_head_dims_of_decode = test_cuda_decode.test_head_dims

@@ -18,7 +18,7 @@ from cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
 from emulator import IN_ORDER, SCHEDULES, needs_emulator
 from judge import Verdict
 from ptx import triton
-from runners import needs_triton, passed
+from runners import looked_at, needs_triton, passed
 
 import fastattn
 from fastattn import tuning
@@ -88,6 +88,22 @@ def test_features(compiled, small, features):
     judge(problem)
     masks = {"dmask_kernel"} & kernels(compiled)
     assert kernels(compiled) == ATTENTION | masks and bool(masks) == ("mask" in problem.wants)
+
+
+@pytest.mark.parametrize("form", ["bool", "finfo.min"])
+def test_blocks_of_a_mask(compiled, small, form):
+    """It is looked at. The first row sees nothing, or finfo.min alone."""
+    n = 2 * small.keys + 3
+    problem = build(Dims(1, 2, 1, n - 20, n, small.d, small.d), (), DTYPES["bfloat16"])
+    problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+    mask = torch.ones(n - 20, n, dtype=torch.bool).tril(20)
+    mask[0] = False
+    if form != "bool":
+        mask = torch.zeros(mask.shape).masked_fill(~mask, torch.finfo(torch.float32).min)
+    problem.kwargs["mask"] = mask
+    with looked_at():
+        judge(problem)
+    assert kernels(compiled) == ATTENTION | {"block_mask_kernel"}
 
 
 # Keys that are few are not split: windows with two ends leave some.

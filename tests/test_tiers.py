@@ -71,7 +71,9 @@ def test_what_has_a_command_of_its_own_is_not_all_in_all():
     assert tiers.select(items, "whole", False) == (items, [])
 
 
-@pytest.mark.parametrize("name", [*tiers.SHARES, *tiers.INTERPRETED_SHARES, *tiers.OF_ALL])
+@pytest.mark.parametrize(
+    "name", [*tiers.SHARES, *tiers.INTERPRETED_SHARES, *tiers.OF_ALL, *tiers.INTERPRETED_OF_ALL]
+)
 def test_the_tables_name_what_exists(name):
     file, _, test = name.partition("::")
     written = (HERE / f"{file}.py").read_text()

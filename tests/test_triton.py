@@ -53,7 +53,10 @@ def places(out, n, heads, together, BLOCK: tl.constexpr, DESCENDING: tl.constexp
 
 
 @triton.jit
-def ranges(out, start, size, call, length, diagonal, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def ranges(
+    out, start, size, call, length, diagonal,
+    F: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     item = score.Item(0, call.M, call.N, 0, 0, length, diagonal)
     if ROWS:
         found = score.row_range(start, size, item, call, BLOCK)
@@ -61,10 +64,10 @@ def ranges(out, start, size, call, length, diagonal, ROWS: tl.constexpr, BLOCK: 
         found = score.key_range(start, start + size, item, call, BLOCK)
     for x in tl.static_range(4):
         tl.store(out + x, found[x])
-    for masked in tl.static_range(2):  # how often each block is come to, whole or masked
-        lo, hi = score.span(found, masked)
+    for part in tl.static_range(2):  # how often each block is come to, WHOLE or at EDGES
+        lo, hi = score.span(found, part)
         for x in tl.range(lo, hi, BLOCK):
-            to = out + 4 + 2 * (score.block_at(x, found, BLOCK, masked) // BLOCK) + masked
+            to = out + 4 + 2 * (score.block_at(x, found, BLOCK, F, part) // BLOCK) + part
             tl.store(to, tl.load(to) + 1)
 
 
@@ -156,7 +159,8 @@ def test_ranges_of_blocks_hold_what_is_seen(name, rows, left, right):
         for start in range(0, len(seen), size):
             out = torch.zeros(4 + 2 * 6, dtype=torch.int32)
             stop = size if rows else min(size, M - start)
-            ranges[(1,)](out, start, stop, call, length, shift, ROWS=rows, BLOCK=block)
+            given = (out, start, stop, call, length, shift)
+            ranges[(1,)](*given, F=score.Flags(scaled=True), ROWS=rows, BLOCK=block)
             first, full, tail, last = edges = out[:4].tolist()
             case = (M, N, length, shift, start, edges)
             assert first <= full <= tail and (first % block == 0 or first == last), case

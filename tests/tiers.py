@@ -23,28 +23,41 @@ SHARES = {
     "test_features::test_pairs_of_features": (37, 3),
     "test_weights": (23, 5),
     "test_decode": (11, 2),
+    "test_derivatives": (4, 2),
+    "test_derivatives::test_features": (13, 11),
+    "test_derivatives::test_pairs_of_features": (NONE, 97),
+    "test_derivatives::test_attention_jvp_compiles_whole_and_is_differentiable": (NONE, 3),
+    "test_transforms::test_the_table_of_transforms": (NONE, 2),
     "test_hard_values": (5, 2),
     "test_hard_values::test_rows_far_from_zero": (13, 3),
     "test_dense_masks": (9, 5),
     "test_property": (4, 1),
+    "test_property::test_derivatives_of_any_call_agree_with_each_other": (NONE, NONE),
     "test_judge": (11, 3),
     "test_oracle": (7, 2),
     "test_cpu_mutants": (NONE, 1),
     "test_cpu_mutants::test_a_fault_is_noticed": (NONE, 17),
     "test_cpu_mutants::test_a_fault_on_tiles_is_noticed": (NONE, 7),
+    "test_tangents": (17, 5),
+    "test_tangents::test_features": (8, 2),
+    "test_tangents::test_pairs_of_features": (NONE, 29),
+    "test_tangent_mutants": (NONE, NONE),
+    "test_tangent_mutants::test_a_fault_is_noticed": (NONE, 47),
     "test_amx_planes_mutants": (NONE, 1),
-    "test_amx_planes_mutants::test_a_fault_of_planes_is_noticed": (NONE, 9),
+    "test_amx_planes_mutants::test_a_fault_of_planes_is_noticed": (NONE, 17),
     "test_packed": (7, 2),
     "test_storage": (7, 3),
     "test_amx": (5, ALL),
     "test_amx::test_a_rule_of_the_model_is_noticed": (NONE, 5),
     "test_amx::test_a_fault_in_the_assembly_is_noticed": (NONE, 4),
-    "test_amx::test_the_assembly_gives_the_bits_of_the_model": (NONE, 4),
+    "test_amx::test_the_assembly_gives_the_bits_of_the_model": (NONE, NONE),
     "test_amx_planes": (20, 2),
     "test_interruption": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
     "test_cuda_decode": (NONE, 13),
+    "test_cuda_dense_masks": (NONE, NONE),
+    "test_cuda_dense_masks::test_dense_masks": (NONE, 13),
     "test_cuda_emulated": (NONE, 13),
     "test_cuda_emulated::test_features": (NONE, 1),
     "test_cuda_launch": (NONE, 2),
@@ -74,14 +87,14 @@ SHARES = {
     "test_emulator_misuse": (NONE, 2),
     "test_probe": (NONE, 5),
     "test_gpu_mutants": (NONE, ALL),
-    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": (NONE, 36),
+    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": (NONE, 72),
     "test_gpu_mutants::test_a_fault_of_the_assembly_is_noticed": (NONE, 9),
     "test_gpu_mutants::test_a_fault_of_the_launch_path_is_noticed": (NONE, 12),
     "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_noticed": (NONE, 18),
     "test_gpu_mutants::test_without_a_fault_there_is_nothing_to_notice": (NONE, 18),
     # Compiled kernels on the emulator. Each takes seconds to compile, the first time.
     "test_ptx_cuda": (NONE, NONE),
-    "test_ptx_cuda::test_features": (NONE, 30),
+    "test_ptx_cuda::test_features": (NONE, 61),
     "test_ptx_foreign": (NONE, 24),
     "test_ptx_hopper": (NONE, ALL),
     "test_ptx_hopper_misuse": (NONE, ALL),
@@ -96,7 +109,7 @@ SHARES = {
     "test_ptxas::test_the_kernels_spill_no_more_than_allowed": (NONE, NONE),
     # Triton's kernels compiled: one case for each chip. Whole tables: `make aot`.
     "test_aot": (4, ALL),
-    "test_aot::test_compiles_within_its_budget": (NONE, 7),
+    "test_aot::test_compiles_within_its_budget": (NONE, 23),
     "test_aot::test_products_are_those_of_the_chip": (NONE, NONE),
     "test_aot::test_every_pass_is_compiled": (NONE, NONE),
     "test_ledger": (4, ALL),
@@ -106,14 +119,15 @@ SHARES = {
     "test_bench": (4, 2),
     "test_bench_commands": (4, 2),
     "test_bench_commands::test_models_hold_ours_against_sdpa": (NONE, NONE),
+    "test_bench_commands::test_derivatives_hold_ours_against_torchs_math_path": (NONE, NONE),
     "test_bench_verify": (5, 3),
     "test_broken_library": (NONE, 5),
-    "test_char_lm": (NONE, ALL),
+    "test_char_lm": (NONE, NONE),
     "test_crossing::test_nothing_is_kept_of_a_call": (NONE, ALL),
     "test_crossing::test_without_headers_the_reason_is_left": (NONE, ALL),
     "test_determinism": (5, 2),
     "test_examples": (4, ALL),
-    "test_examples::test_example": (NONE, 6),
+    "test_examples::test_example": (NONE, 7),
     "test_instructions": (4, ALL),
     "test_instructions::test_no_more_instructions_than_recorded": (NONE, NONE),
     "test_instructions::test_counts_are_the_same_in_every_run": (NONE, NONE),
@@ -128,26 +142,29 @@ SHARES = {
     # What only a GPU runs.
     **dict.fromkeys(("test_gpu", "test_gpu_calls", "test_gpu_pairs"), (NONE, ALL)),
     **dict.fromkeys(("test_gpu_scale", "test_gpu_streams", "test_gpu_torch"), (NONE, ALL)),
+    "test_gpu_tangents": (NONE, ALL),
 }
 
 # What `all` takes of tests that have a command of their own; the others are in `whole`.
 OF_ALL = {
-    "test_ptx_cuda::test_features": 2,
-    "test_ptx_cuda::test_features_of_decode": 3,
+    "test_ptx_cuda::test_features": 3,
+    "test_ptx_cuda::test_features_of_decode": 5,
     "test_ptx_cuda::test_features_of_weights": 4,
     "test_ptx_cuda::test_a_given_lse_is_a_constant": 7,
-    "test_ptx_cuda::test_schedules": 3,
-    "test_ptx_cuda::test_schedules_of_decode": 3,
-    "test_ptx_cuda::test_schedules_of_weights": 3,
+    "test_ptx_cuda::test_schedules": 5,
+    "test_ptx_cuda::test_schedules_of_decode": 5,
+    "test_ptx_cuda::test_schedules_of_weights": 5,
     "test_ptx_cuda::test_head_dims": 7,
     "test_ptx_cuda::test_head_dims_of_decode": 7,
     "test_ptx_cuda::test_head_dims_of_weights": 7,
-    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": 3,
-    "test_gpu_mutants::test_a_fault_of_the_assembly_is_noticed": 3,
-    "test_gpu_mutants::test_a_fault_of_the_launch_path_is_noticed": 3,
-    "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_noticed": 3,
-    "test_gpu_mutants::test_without_a_fault_there_is_nothing_to_notice": 3,
+    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": 5,
+    "test_gpu_mutants::test_a_fault_of_the_assembly_is_noticed": 5,
+    "test_gpu_mutants::test_a_fault_of_the_launch_path_is_noticed": 5,
+    "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_noticed": 5,
+    "test_gpu_mutants::test_without_a_fault_there_is_nothing_to_notice": 5,
+    "test_derivatives::test_pairs_of_features": 7,  # pytest --tier=whole tests/test_derivatives.py
     "test_ptx_triton::test_features": 9,
+    "test_ptx_triton::test_blocks_of_a_mask": 3,
     "test_ptx_triton::test_packed": 3,
     "test_ptx_triton::test_paged": 4,
     "test_ptx_triton::test_paged_decode": 4,
@@ -170,11 +187,22 @@ INTERPRETED_SHARES = {
     "test_triton": (29, 7),
     "test_decode": (29, 11),
     "test_hard_values": (29, 7),
-    "test_dense_masks": (NONE, 13),
+    "test_dense_masks": (NONE, 29),
+    "test_block_mask": (NONE, 61),
     "test_property": (NONE, 2),
     "test_mutants": (NONE, 11),
+    "test_triton_tangents": (NONE, 17),
+    "test_tangents": (NONE, 29),
+    "test_tangents::test_features": (NONE, 29),
+    "test_tangents::test_pairs_of_features": (NONE, NONE),
+    "test_tangents::test_packed": (NONE, NONE),
+    "test_tangents::test_head_dims": (NONE, NONE),
 }
 INTERPRETED_DEFAULT = (NONE, 7)
+INTERPRETED_OF_ALL = {  # two passes of many products: each feature in one dtype, some of the pairs
+    "test_tangents::test_features": 1,
+    "test_tangents::test_pairs_of_features": 13,
+}
 
 
 def shares(interpreted):
@@ -188,7 +216,8 @@ def share(item, tier, interpreted):
     file = Path(item.path).stem
     function = getattr(item, "originalname", None) or item.name
     if tier == "all":
-        return OF_ALL.get(f"{file}::{function}", ALL)
+        of_all = INTERPRETED_OF_ALL if interpreted else OF_ALL
+        return of_all.get(f"{file}::{function}", ALL)
     entry = table.get(f"{file}::{function}") or table.get(file) or default
     return entry[("check", "test").index(tier)]
 

@@ -8,16 +8,18 @@ from typing import NamedTuple
 import torch
 
 VOCABULARY, LENGTH = 97, 24
-SIZES = dict(
-    hidden_size=64,
-    intermediate_size=96,
-    num_hidden_layers=2,
-    num_attention_heads=4,
+TOKENS = dict(
     vocab_size=VOCABULARY,
     max_position_embeddings=128,
     pad_token_id=0,
     bos_token_id=1,
     eos_token_id=2,
+)
+SIZES = TOKENS | dict(
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=4,
 )
 GROUPED = dict(num_key_value_heads=2, head_dim=16)
 LOCAL = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=8)
@@ -44,7 +46,7 @@ CHUNKED = dict(
     intermediate_size_mlp=96,
 )
 GPT2 = dict(n_embd=64, n_layer=2, n_head=4, n_inner=96, vocab_size=VOCABULARY)
-SEQ2SEQ = dict(
+SEQ2SEQ = TOKENS | dict(
     d_model=64,
     encoder_layers=2,
     decoder_layers=2,
@@ -52,11 +54,6 @@ SEQ2SEQ = dict(
     decoder_attention_heads=4,
     encoder_ffn_dim=96,
     decoder_ffn_dim=96,
-    vocab_size=VOCABULARY,
-    max_position_embeddings=128,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
     decoder_start_token_id=1,
     forced_eos_token_id=None,
 )

@@ -46,10 +46,7 @@ struct Backward {
       pack_rows(p, w, rows, task * G::kRows, buf);
       std::fill_n(w.dq + task * G::kRows * G::padded(p.D), G::kRows * G::padded(p.D), R(0));
     } else {
-      for (int64_t l = 0; l < rows.count; ++l) {
-        R* dq = dq_row(p, w, rows, l);
-        std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
-      }
+      begin_dq(p, w, rows);
     }
     if (!G::of_weights(p))
       delta_from_output(p, rows, delta);
@@ -61,8 +58,20 @@ struct Backward {
       });
     w.turn[task] = int32_t(key_range(p, b, rows.i0, rows.end()).lo / kTileKeys);
   }
+  static void begin_dq(const FaParams& p, const typename G::Workspace& w, const Rows& rows) {
+    for (int64_t l = 0; l < rows.count; ++l) {
+      R* dq = dq_row(p, w, rows, l);
+      std::fill(dq, dq + (G::dq_in_place(p) ? p.D : G::padded(p.D)), R(0));
+    }
+  }
   static void delta_from_output(const FaParams& p, const Rows& rows, R* delta) {
-    const Plane o = plane(p.out, rows.b, rows.h), g = plane(p.dout, rows.b, rows.h);
+    add_products(p, p.out, p.dout, rows, delta);
+    if (p.dlse.data) subtract(p.dlse, rows, delta);
+  }
+  // delta += sum_d x y, row by row.
+  static void add_products(const FaParams& p, const FaTensor& x, const FaTensor& y,
+                           const Rows& rows, R* delta) {
+    const Plane o = plane(x, rows.b, rows.h), g = plane(y, rows.b, rows.h);
     R a[FA_CPU_MAX_HEAD_DIM], c[FA_CPU_MAX_HEAD_DIM];
     for (int64_t l = 0; l < rows.count; ++l) {
       read_row(o.data, o.dtype, o.at(rows.i0 + l), o.step, p.Dv, a);
@@ -73,11 +82,13 @@ struct Backward {
       R sum = R(0);
       for (; d < p.Dv; ++d) sum += a[d] * c[d];
       for (int x = 0; x < kLanes<R>; ++x) sum += sums[x];
-      if (p.dlse.data)
-        sum -= read<R>(p.dlse.data, p.dlse.dtype,
-                       plane(p.dlse, rows.b, rows.h).at(rows.i0 + l));
-      delta[l] = sum;
+      delta[l] += sum;
     }
+  }
+  static void subtract(const FaTensor& x, const Rows& rows, R* delta) {
+    const Plane from = plane(x, rows.b, rows.h);
+    for (int64_t l = 0; l < rows.count; ++l)
+      delta[l] -= read<R>(x.data, x.dtype, from.at(rows.i0 + l));
   }
   static void delta_from_weights(const FaParams& p, const Rows& rows, Normaliser<R> normaliser,
                                  R* delta, char* scratch) {
@@ -108,52 +119,80 @@ struct Backward {
   }
 
   // --- the five products -----------------------------------------------------------
+  // A block of keys of one key head, and a segment of the rows that see it.
+  struct KeysTask {
+    int64_t task, b, hk, chunk, segment, J0, count;
+    int64_t end;  // of the keys that there are
+    KeysTask(const FaParams& p, int64_t number) : task(number) {
+      const int64_t bhk = task % (p.B * p.Hk);
+      segment = task / (p.B * p.Hk) % G::segments(p);
+      chunk = task / (p.B * p.Hk) / G::segments(p);
+      b = bhk / p.Hk;
+      hk = bhk % p.Hk;
+      J0 = chunk * kTileKeys;
+      count = std::min(kTileKeys, p.N - J0);
+      end = std::min(J0 + count, key_length(p, b));
+    }
+  };
   static void keys(const FaParams& p, int64_t task, char* scratch) {
     [[maybe_unused]] const typename Mul::Registers registers;
     Buffers buf;
     G::carve(p, scratch, buf);
     const auto w = G::workspace(p);
-    const int64_t bhk = task % (p.B * p.Hk), segment = task / (p.B * p.Hk) % G::segments(p);
-    const int64_t chunk = task / (p.B * p.Hk) / G::segments(p);
-    const int64_t b = bhk / p.Hk, hk = bhk % p.Hk, group = p.H / p.Hk;
-    const int64_t J0 = chunk * kTileKeys, count = std::min(kTileKeys, p.N - J0);
-    std::fill(buf.dk, buf.dk + count * G::padded(p.D), R(0));
-    std::fill(buf.dv, buf.dv + count * G::padded(p.Dv), R(0));
-    const int64_t end = std::min(J0 + count, key_length(p, b));
-    if (end > J0) {
-      const auto block = G::stage_keys(p, b, hk, J0, end, buf);
-      const auto k_across = summed_keys(plane(p.k, b, hk), J0, end - J0, p.D, buf);
-      const int64_t all = group * G::tiles(p);  // head by head
-      for (int64_t at = all * segment / G::segments(p);
-           at < all * (segment + 1) / G::segments(p); ++at) {
-        const int64_t t = at % G::tiles(p);
-        const Rows rows = G::tile_rows(p, b, hk * group + at / G::tiles(p), t);
-        if (visible_keys<Mul>(p, rows, J0).count <= 0) continue;
-        const int64_t index = G::tile_index(p, b, rows.h, t);
-        const Keys seen = G::seen_keys(p, rows, J0, w.normaliser.lse + index * G::kRows);
-        if (seen.count <= 0) {  // nothing to add to dq: only pass the turn on
-          int32_t* turn = w.turn + index;
-          wait_for_turn(turn, chunk);
-          pass_turn(turn, chunk);
-          continue;
-        }
+    const KeysTask of(p, task);
+    begin_keys(p, of, buf);
+    if (of.end > of.J0) {
+      const auto block = G::stage_keys(p, of.b, of.hk, of.J0, of.end, buf);
+      const auto k_across = summed_keys(plane(p.k, of.b, of.hk), of.J0, of.end - of.J0, p.D, buf);
+      each_tile(p, w, of, [&](const Rows& rows, int64_t t, const Keys& seen) {
         if constexpr (G::kByParts)
-          tile_by_parts(p, w, rows, t, seen, chunk, block, k_across, buf);
+          tile_by_parts(p, w, rows, t, seen, of.chunk, block, k_across, buf);
         else
           with_vectors<R>(rows.count, [&](auto nv) {
-            tile<decltype(nv)::value>(p, w, rows, t, seen, chunk, block, k_across, buf);
+            tile<decltype(nv)::value>(p, w, rows, t, seen, of.chunk, block, k_across, buf);
           });
-      }
+      });
     }
     if (G::kByParts)  // elsewhere as it is added up
-      for (int64_t x = 0; x < count * G::padded(p.D); ++x) buf.dk[x] *= R(p.scale);
-    if (G::segments(p) == 1) {
-      write(p.dk, b, hk, J0, count, p.D, buf.dk);
-      if (!G::of_weights(p)) write(p.dv, b, hk, J0, count, p.Dv, buf.dv);
-    } else {
-      std::copy_n(buf.dk, count * G::padded(p.D), w.dk + task * kTileKeys * G::padded(p.D));
-      std::copy_n(buf.dv, count * G::padded(p.Dv), w.dv + task * kTileKeys * G::padded(p.Dv));
+      for (int64_t x = 0; x < of.count * G::padded(p.D); ++x) buf.dk[x] *= R(p.scale);
+    write_keys(p, w, of, buf);
+  }
+  // Calls f(rows, their tile, the keys of the block that they see) for each tile of rows.
+  template <class F>
+  static FA_INLINE void each_tile(const FaParams& p, const typename G::Workspace& w,
+                                  const KeysTask& of, F f) {
+    const int64_t group = p.H / p.Hk;
+    const int64_t all = group * G::tiles(p);  // head by head
+    for (int64_t at = all * of.segment / G::segments(p);
+         at < all * (of.segment + 1) / G::segments(p); ++at) {
+      const int64_t t = at % G::tiles(p);
+      const Rows rows = G::tile_rows(p, of.b, of.hk * group + at / G::tiles(p), t);
+      if (visible_keys<Mul>(p, rows, of.J0).count <= 0) continue;
+      const int64_t index = G::tile_index(p, of.b, rows.h, t);
+      const Keys seen = G::seen_keys(p, rows, of.J0, w.normaliser.lse + index * G::kRows);
+      if (seen.count > 0) {
+        f(rows, t, seen);
+      } else {  // nothing to add to dq: only pass the turn on
+        wait_for_turn(w.turn + index, of.chunk);
+        pass_turn(w.turn + index, of.chunk);
+      }
     }
+  }
+  static void begin_keys(const FaParams& p, const KeysTask& of, const Buffers& buf) {
+    std::fill(buf.dk, buf.dk + of.count * G::padded(p.D), R(0));
+    std::fill(buf.dv, buf.dv + of.count * G::padded(p.Dv), R(0));
+  }
+  static void write_keys(const FaParams& p, const typename G::Workspace& w, const KeysTask& of,
+                         const Buffers& buf) {
+    const auto put = [&](const FaTensor& to, const R* sum, R* parts, int64_t d) {
+      const int64_t size = of.count * G::padded(d);
+      if (G::segments(p) == 1)
+        write(to, of.b, of.hk, of.J0, of.count, d, sum);
+      else
+        std::copy_n(sum, size, parts + of.task * kTileKeys * G::padded(d));
+    };
+    put(p.dk, buf.dk, w.dk, p.D);
+    if (!G::of_weights(p)) put(p.dv, buf.dv, w.dv, p.Dv);
   }
 
   // dK and dV of a block of keys from its segments, in their order.
@@ -186,8 +225,7 @@ struct Backward {
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
     const int64_t pairs_of_rows = (rows.count + pair - 1) / pair;
     G::stage_rows(p, rows, T::lanes, buf);
-    G::template scores<NV>(p, rows, keys, block, w.normaliser.from(index * G::kRows),
-                           w.delta + index * G::kRows, buf);
+    G::template scores<NV>(p, rows, keys, block, w, index * G::kRows, buf);
     if (MaskGradient<Mul>::is_ds(p))
       MaskGradient<Mul>::write_ds(p, rows, keys, T::lanes, buf.ds);
     if (!G::of_weights(p)) {  // dV += dropout(P) dO

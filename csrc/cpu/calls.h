@@ -39,19 +39,21 @@ inline FaParams sequence(const FaParams& p, int64_t b) {
   using Field = FaTensor FaParams::*;
   using P = FaParams;
   FaParams one = p;
-  for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse})
+  for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse, &P::q_t, &P::out_t,
+                     &P::lse_t, &P::dout_t, &P::dlse_t})
     one.*rows = moved(p.*rows, 2, p.cu_q[b]);
   if (p.page) {  // its keys are those that there are of it
     one.pages = p.pages + b * p.blocks;
     one.N = p.lengths[b];
     one.lengths = nullptr;
   } else {
-    for (Field keys : {&P::k, &P::v, &P::k_scale, &P::v_scale, &P::dk, &P::dv})
+    for (Field keys : {&P::k, &P::v, &P::k_scale, &P::v_scale, &P::dk, &P::dv, &P::k_t,
+                       &P::v_t})
       one.*keys = moved(p.*keys, 2, p.cu_k[b]);
     one.N = p.cu_k[b + 1] - p.cu_k[b];
     if (p.lengths) one.lengths = p.lengths + b;
   }
-  for (Field items : {&P::mask, &P::slopes, &P::dmask, &P::dsinks})
+  for (Field items : {&P::mask, &P::slopes, &P::dmask, &P::dsinks, &P::mask_t})
     one.*items = moved(p.*items, 0, b);
   one.cu_q = one.cu_k = nullptr;
   one.B = 1;

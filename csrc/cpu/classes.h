@@ -2,6 +2,7 @@
 // has (heads that share one share its bytes). Passes skip keys that are hidden from all rows of a
 // tile, and read nothing of a mask that lets them all through.
 #pragma once
+#include "../mask_holds.h"
 #include "plan.h"
 #include "plane.h"
 #include "scratch.h"
@@ -9,36 +10,14 @@
 namespace fa {
 namespace FA_ISA {
 
-// A set of these is a class. `kLeast` is finfo.min, of bfloat16 or wider: no score of a row that
-// has another one, the mean of V of a row that has not. (That of float16 is within scores' reach.)
-enum Holds : uint8_t { kVisible = 1, kHidden = 2, kLeast = 4, kOther = 8 };
-// Is there nothing more to learn?
-FA_INLINE bool mixed(uint8_t held) {
-  return held & kOther || (held & kVisible && held != kVisible);
-}
-
-// By their bits, as many at a time as a vector has: true and 0 let through, false and -inf hide.
-struct OfBool {
-  using Bits = uint8_t;
-  static FA_INLINE Bits held(Bits x) { return x ? kVisible : kHidden; }
-};
-template <class B, B hidden, B least>
-struct OfFloat {
-  using Bits = B;
-  static FA_INLINE Bits held(Bits x) {
-    const Bits below = x == hidden ? Bits(kHidden) : Bits(kOther);
-    const Bits other = x >= least && x < hidden ? Bits(kLeast) : below;
-    return Bits(x << 1) == 0 ? Bits(kVisible) : other;
-  }
-};
 template <class F>
 FA_INLINE void with_bits(int64_t dtype, F f) {
   switch (dtype) {
     case FA_BOOL: return f(OfBool{});
-    case FA_BF16: return f(OfFloat<uint16_t, 0xFF80, 0xFF7F>{});
-    case FA_F16: return f(OfFloat<uint16_t, 0xFC00, 0xFC00>{});
-    case FA_F32: return f(OfFloat<uint32_t, 0xFF800000, 0xFF7F0000>{});
-    default: return f(OfFloat<uint64_t, 0xFFF0000000000000, 0xC7EFE00000000000>{});
+    case FA_BF16: return f(OfBF16{});
+    case FA_F16: return f(OfF16{});
+    case FA_F32: return f(OfF32{});
+    default: return f(OfF64{});
   }
 }
 

@@ -259,12 +259,13 @@ struct Gradient {
       return lse[v] == kInf<R> ? Vec<R>{} : normal_or_zero<R>(ds);  // 0 even where dP is not finite
     }
   };
-  // buf.ds = the gradient with respect to the scores.
+  // buf.ds = the gradient with respect to the scores; `at`: the first row's place in the workspace.
   template <int NV>
   static void scores(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
-                     Normaliser<R> normaliser, const R* delta, const Buffers& buf) {
+                     const Workspace& w, int64_t at, const Buffers& buf) {
+    const Normaliser<R> normaliser = w.normaliser.from(at);
     probabilities<NV>(p, rows, keys, block, normaliser, buf);
-    of_all(OfScores<NV>(normaliser, delta), keys.count, buf);
+    of_all(OfScores<NV>(normaliser, w.delta + at), keys.count, buf);
   }
   // From what `probabilities` left there.
   template <int NV>
@@ -281,17 +282,17 @@ struct Gradient {
     return p.mask.data ? shown_keys(p, rows, keys, hides(lse, rows.count)) : keys;
   }
 
-  // Calls f(keys, block) for every block of keys that the rows see.
-  template <class F>
+  // Calls f(keys, block) for every block of keys that the rows see, as `Of` stages it.
+  template <class Of = Gradient, class F>
   static void each_block(const FaParams& p, const Rows& rows, const R* lse, KeyRange within,
-                         const Buffers& buf, F f) {
+                         const typename Of::Buffers& buf, F f) {
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
     const int64_t end = std::min(seen.hi, within.hi);
     const int64_t begin = std::max(seen.lo, within.lo) / kTileKeys * kTileKeys;
     for (int64_t J0 = begin; J0 < end; J0 += kTileKeys) {
       const Keys keys = seen_keys(p, rows, J0, lse);
       if (keys.count <= 0) continue;
-      f(keys, stage_keys(p, rows.b, key_head(p, rows.h), J0, seen.hi, buf));
+      f(keys, Of::stage_keys(p, rows.b, key_head(p, rows.h), J0, seen.hi, buf));
     }
   }
 };

@@ -7,6 +7,8 @@
 #include "backward.h"
 #include "decode.h"
 #include "forward.h"
+#include "jvp.h"
+#include "second.h"
 #include "weights.h"
 
 namespace fa {
@@ -46,7 +48,17 @@ bool decodes(const FaParams& p) {
 #else
 template <class Mul>
 Plan plan_with(const FaParams& p, int64_t pass) {
+  using Tangent = Jvp<typename Mul::Real>;
+  const bool other_scores = Mul::pair > 1 || FewRows<Mul>::suit(p);  // than those of Plain
   switch (pass) {
+    case FA_JVP:
+      return Tangent::template plan<false>(p);
+    case FA_FORWARD_JVP:
+      if (other_scores) return plan_with<Mul>(p, FA_FORWARD).then(plan_with<Mul>(p, FA_JVP));
+      return Tangent::template plan<true>(p);
+    case FA_SECOND:
+    case FA_SECOND | kOtherScores:
+      return Second<typename Mul::Real>::plan(p, other_scores || pass != FA_SECOND);
     case FA_FORWARD:
       return FewRows<Mul>::suit(p) ? Decode<Mul>::plan(p) : Forward<Mul>::plan(p);
     case FA_WEIGHTS:

@@ -77,7 +77,7 @@ bool always() { return true; }
 #if defined(FA_X86_AMX)
 // Float64 has no planes that tiles could multiply, and float32 leaves them on demand: these run on
 // the vectors of avx512. So does what asks for a scale at which products below the least normal
-// number, 0 on tiles, would be seen.
+// number, 0 on tiles, would be seen; and so do the passes that take tangents, of every dtype.
 std::atomic<bool> float32_on_tiles{true};
 bool on_tiles(int64_t dtype) {
   return dtype == FA_BF16 || dtype == FA_F16 || (dtype == FA_F32 && float32_on_tiles);
@@ -86,10 +86,16 @@ bool on_tiles(const FaParams& p) {
   constexpr double most = 0x1p60;
   return on_tiles(p.q.dtype) && (p.q.dtype == FA_BF16 || (-most < p.scale && p.scale < most));
 }
+Plan tiled_plan(const FaParams& p, int64_t pass, MakePlan tiles) {
+  if (pass == FA_FORWARD_JVP) return tiles(p, FA_FORWARD).then(avx512::make_plan(p, FA_JVP));
+  if (pass == FA_SECOND) pass |= kOtherScores;
+  return (pass < FA_JVP ? tiles : avx512::make_plan)(p, pass);
+}
 #define FA_TILED_KERNELS(isa, runs_here)                                                    \
   #isa, [](const FaParams& p) { return on_tiles(p) ? #isa : "avx512"; }, runs_here,         \
       [](const FaParams& p, int64_t pass) {                                                 \
-        return (on_tiles(p) ? isa::make_plan : avx512::make_plan)(p, pass);                 \
+        return on_tiles(p) ? tiled_plan(p, pass, isa::make_plan)                            \
+                           : avx512::make_plan(p, pass);                                    \
       },                                                                                    \
       [](const FaParams& p) { return (on_tiles(p) ? isa::decodes : avx512::decodes)(p); },  \
       [](int64_t dtype, double s, double (*now)()) {                                        \

@@ -9,9 +9,9 @@
 namespace fa {
 namespace FA_ISA {
 
-template <class Mul>
+// G: the gradient of which scores; that of second.h takes the place of backward's there.
+template <class Mul, class G = Gradient<Mul>>
 struct MaskGradient {
-  using G = Gradient<Mul>;
   using R = typename Mul::Real;
   using Buffers = typename G::Buffers;
   static constexpr int64_t kLanesKept = G::kRows;
@@ -96,9 +96,9 @@ struct MaskGradient {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
       G::stage_rows(p, part, T::lanes, buf);
-      const Normaliser<R> normaliser = w.normaliser.from(at + lane);
-      G::each_block(p, part, normaliser.lse, within, buf, [&](const Keys& keys, const auto& block) {
-        G::template scores<NV>(p, part, keys, block, normaliser, w.delta + at + lane, buf);
+      const R* lse = w.normaliser.lse + at + lane;
+      G::each_block(p, part, lse, within, buf, [&](const Keys& keys, const auto& block) {
+        G::template scores<NV>(p, part, keys, block, w, at + lane, buf);
         for (int64_t j = 0; j < keys.count; ++j) {
           const int64_t key = sum_keys ? 0 : keys.j0 + j - within.lo;
           R* sum = buf.sum + key * kLanesKept + lane;

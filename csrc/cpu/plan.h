@@ -15,7 +15,7 @@ struct Phase {
   void (*run)(const FaParams& p, int64_t task, char* scratch);
 };
 
-constexpr int kPhases = 7;
+constexpr int kPhases = 8;
 
 struct Plan {
   Phase phases[kPhases];
@@ -24,7 +24,17 @@ struct Plan {
   __attribute__((always_inline)) void add(const Phase& phase) {
     if (phase.tasks > 0) phases[count++] = phase;
   }
+  // Another pass after this one, in the same workspace.
+  Plan then(const Plan& other) const {
+    Plan both = *this;
+    for (int at = 0; at < other.count; ++at) both.add(other.phases[at]);
+    if (other.workspace > workspace) both.workspace = other.workspace;
+    return both;
+  }
 };
+
+// Of FA_SECOND: forward's scores had other roundings than these kernels give them.
+constexpr int64_t kOtherScores = 64;
 
 using MakePlan = Plan (*)(const FaParams& p, int64_t pass);
 

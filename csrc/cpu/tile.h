@@ -83,12 +83,13 @@ struct Tile {
       for (int l = 0; l < W; ++l) at[v][l] = first + R(v * W + l);
   }
 
-  // s = c tanh(s / c); `derivative`, when wanted, receives that by s.
-  static void softcap(R c, int64_t keys, R* s, R* derivative) {
+  // s = c tanh(s / c); `derivative` and `second`, when wanted, receive the first two by s.
+  static void softcap(R c, int64_t keys, R* s, R* derivative, R* second) {
     const R inverse = R(1) / c;
     each(keys, s, [&](int64_t j, int v, V x) {
       const V t = tanh<R>(x * inverse);
       if (derivative) store(derivative + j * lanes + v * W, V(R(1) - t * t));
+      if (second) store(second + j * lanes + v * W, V((R(-2) * inverse) * (t - t * t * t)));
       return t * c;
     });
   }
@@ -102,25 +103,28 @@ struct Tile {
          [&](int64_t j, int v, V x) { return x - absolute<R>(at[v] - R(j)) * m; });
   }
 
+  // s = act(s, the mask's element, or its tangent's).
+  template <class Act>
+  static FA_INLINE void with_mask(const Plane& a, const Rows& rows, const Keys& keys, R* s,
+                                  const ScoreScratch<R>& scratch, Act act) {
+    if (a.row == 0) {  // one row serves every query: O(N) to read
+      copy_rows(a, 0, 1, keys.j0, keys.count, scratch.rows, keys.count);
+      each(keys.count, s, [&](int64_t j, int, V x) { return act(x, splat(scratch.rows[j])); });
+    } else {
+      Operand<Plain<R>>::each_lanes(a, rows.i0, rows.count, keys.j0, keys.count, lanes,
+                                    scratch.rows, [&](int64_t j, int64_t l, V add) {
+                                      R* at = s + j * lanes + l;
+                                      store(at, V(act(load(at), add)));
+                                    });
+    }
+  }
   static void mask(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
                    const ScoreScratch<R>& scratch) {
     const Plane a = plane(p.mask, rows.b, rows.h);
-    const auto apply = [&](auto act) {
-      if (a.row == 0) {  // one row serves every query: O(N) to read
-        copy_rows(a, 0, 1, keys.j0, keys.count, scratch.rows, keys.count);
-        each(keys.count, s, [&](int64_t j, int, V x) { return act(x, splat(scratch.rows[j])); });
-      } else {
-        Operand<Plain<R>>::each_lanes(a, rows.i0, rows.count, keys.j0, keys.count, lanes,
-                                      scratch.rows, [&](int64_t j, int64_t l, V add) {
-                                        R* at = s + j * lanes + l;
-                                        store(at, V(act(load(at), add)));
-                                      });
-      }
-    };
     if (p.mask.dtype == FA_BOOL)  // hides even a NaN score, as masked_fill does
-      apply([](V x, V add) { return add < R(0) ? add : x; });
+      with_mask(a, rows, keys, s, scratch, [](V x, V add) { return add < R(0) ? add : x; });
     else
-      apply([](V x, V add) { return x + add; });
+      with_mask(a, rows, keys, s, scratch, [](V x, V add) { return x + add; });
   }
 
   static void band(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
@@ -157,14 +161,29 @@ struct Tile {
   static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
     return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
   }
-  // Scaled products to scores, -inf where a row may not look. `derivative` (that of the scores by
-  // the scaled products) may be null where nobody asks for it.
+  // Scaled products to scores, -inf where a row may not look. `derivative` and `second` (the first
+  // two of the scores by the scaled products) may be null where nobody asks for them.
   static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
-                    const ScoreScratch<R>& scratch) {
-    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative);
+                    const ScoreScratch<R>& scratch, R* second = nullptr) {
+    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
     if (p.slopes.data) alibi(p, rows, keys, s);
     if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
     if (banded(p, rows, keys)) band(p, rows, keys, s);
+  }
+
+  // The tangents of scores, from those of the scaled products; `second` becomes the tangent of
+  // `derivative`. They are any number where a score is hidden, or of a lane past the last row.
+  static void score_tangents(const FaParams& p, const Rows& rows, const Keys& keys, R* s_t,
+                             const R* derivative, R* second, const ScoreScratch<R>& scratch) {
+    if (has_derivative(p))
+      each(keys.count, s_t, [&](int64_t j, int v, V x) {
+        R* bent = second + j * lanes + v * W;
+        store(bent, V(x * load(bent)));
+        return x * load(derivative + j * lanes + v * W);
+      });
+    if (p.mask_t.data)
+      with_mask(plane(p.mask_t, rows.b, rows.h), rows, keys, s_t, scratch,
+                [](V x, V add) { return x + add; });
   }
 
   // The same from products without their scale: what is returned is still to be multiplied with,

@@ -37,7 +37,8 @@ int64_t fa_cuda_workspace(const FaParams* call, int64_t pass, int64_t multiproce
   const FaParams p = cut(*call);
   switch (pass) {
     case FA_FORWARD:
-      return decodes(p, multiprocessors) ? fa::sm80::decode_workspace(p, multiprocessors) : 0;
+      return decodes(p, multiprocessors) ? fa::sm80::decode_workspace(p, multiprocessors)
+                                         : fa::sm80::forward_workspace(p);
     case FA_WEIGHTS:
       return 0;
     case FA_BACKWARD:

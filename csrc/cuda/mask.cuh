@@ -122,13 +122,14 @@ FA_DEVICE void add_mask(float (&s)[n][4], const Places& at, const MaskLines& mas
 }
 
 // Products become logits, before the band; and gradients by these, if there are any, by the scaled
-// products: times what softcap makes of it, and 0 where a bool mask hides the key.
+// products: times what softcap makes of it, and 0 where a bool mask hides the key. A mask that is
+// known to let all of them through need not be read.
 template <int n, class Places, class Gradient>
 FA_DEVICE void logits(float (&s)[n][4], const Places& at, const MaskLines& mask,
-                      const MaskPairs<n>& pairs, Gradient gradient) {
+                      const MaskPairs<n>& pairs, Gradient gradient, bool read = true) {
   const Head& head = at.head(0);
   const FaParams& p = head.p;
-  const bool added = p.slopes.data || (p.mask.data && p.mask.dtype != FA_BOOL);
+  const bool added = p.slopes.data || (p.mask.data && read && p.mask.dtype != FA_BOOL);
   float unit = 1.0f;  // of s: the scale is left to the first that adds to it
   if (p.softcap > 0)
     cap(s, head, gradient);
@@ -137,7 +138,7 @@ FA_DEVICE void logits(float (&s)[n][4], const Places& at, const MaskLines& mask,
   else
     each_of(s, [&](int k, int e) { s[k][e] *= head.scale; });
   if (p.slopes.data) add_alibi(s, at, unit);
-  if (p.mask.data) add_mask(s, at, mask, pairs, p.slopes.data ? 1.0f : unit, gradient);
+  if (p.mask.data && read) add_mask(s, at, mask, pairs, p.slopes.data ? 1.0f : unit, gradient);
 }
 
 }  // namespace fa

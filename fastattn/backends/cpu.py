@@ -35,6 +35,7 @@ class Cpu(Launcher):
             | Feature.PACKED
             | Feature.PAGED
             | Feature.QUANTISED
+            | Feature.TANGENTS
         ),
     )
 

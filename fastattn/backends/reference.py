@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from torch import Tensor
 from .. import reference as oracle
 from ..backend import Support, check_values, register, token_major
 from ..check import DTYPES
-from ..packing import backward_in_turn, sequences
-from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tensors
+from ..packing import backward_in_turn, jvp_in_turn, second_in_turn, sequences
+from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
 
 
 def _without_autocast(method):
@@ -36,6 +37,7 @@ ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values(
     | Feature.GRAD
     | Feature.PLACE
     | Feature.PACKED
+    | Feature.TANGENTS
 )
 
 
@@ -80,6 +82,41 @@ class Reference:
         delta = (p * dp).sum(-1) - (0 if dlse is None else dlse)
         grads = _score_gradients(spec, w, p, dp, delta)
         grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
+        return _as_inputs(t, grads, wants)
+
+    @_without_autocast
+    def jvp(self, spec, t, tangents, out=None, normaliser=None):
+        if spec.packed:
+            return jvp_in_turn(self, spec, t, tangents, out, normaliser)
+        if out is None or normaliser is None:
+            out, normaliser = self.forward(spec, t)
+        w = _wide(spec, t)._replace(normaliser=normaliser)
+        p, kept = _probabilities(spec, w)
+        moved = _moved(spec, w, _tangents(spec, tangents), p)
+        out_t = (moved.p_t * kept) @ _heads(spec, w.given("v"), w)
+        if tangents.v is not None:
+            out_t = out_t + (p * kept) @ _heads(spec, tangents.v.to(p), w)
+        return out, normaliser, torch.empty_like(out).copy_(out_t), moved.lse_t
+
+    @_without_autocast
+    def second(self, spec, t, tangents, outs, dout, dlse, dout_t, dlse_t, wants):
+        if spec.packed:
+            grads = (dout, dlse, dout_t, dlse_t)
+            return _as_inputs(t, second_in_turn(self, spec, t, tangents, outs, grads, wants), wants)
+        w = _wide(spec, t)._replace(normaliser=outs[1])
+        p, kept = _probabilities(spec, w)
+        u = _tangents(spec, tangents)
+        moved = _moved(spec, w, u, p)
+        zeros = torch.zeros_like(outs[0])
+        dout, dout_t = ((zeros if x is None else x).to(p.dtype) for x in (dout, dout_t))
+        v = _heads(spec, w.given("v"), w)
+        dp, dp_t = dout @ v.mT * kept, dout_t @ v.mT * kept
+        if u.v is not None:
+            dp_t = dp_t + dout @ _heads(spec, u.v, w).mT * kept
+        delta = (p * dp).sum(-1) - (0 if dlse is None else dlse)
+        delta_t = (moved.p_t * dp + p * dp_t).sum(-1) - (0 if dlse_t is None else dlse_t)
+        grads = _score_tangents(spec, w, u, moved, p, (dp, dp_t), (delta, delta_t))
+        grads["v"] = _sum_groups(spec, (moved.p_t * kept).mT @ dout + (p * kept).mT @ dout_t)
         return _as_inputs(t, grads, wants)
 
     @_without_autocast
@@ -156,11 +193,80 @@ def _score_gradients(
     if t.mask is not None:
         grads["mask"] = ds.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
     if t.sinks is not None:
-        share = oracle.weights(t.sinks.to(p)[:, None, None], t.given("normaliser")).squeeze(-1)
-        grads["sinks"] = -(share * delta).sum((0, 2))
+        grads["sinks"] = -(_shares(t, p) * delta).sum((0, 2))
     ds = ds * oracle.derivative(t.q, k, **score_arguments(spec, t))
     grads["q"] = ds @ k
     grads["k"] = _sum_groups(spec, ds.mT @ t.q)
+    return grads
+
+
+class _Moved(NamedTuple):
+    """What moves with the tensors of a call."""
+
+    products_t: Tensor  # of q.k, (B,H,M,N)
+    p_t: Tensor  # of the probabilities, P (s_t - lse_t)
+    lse_t: Tensor  # (B,H,M)
+
+
+def _tangents(spec: AttentionSpec, tangents: Tangents) -> Tangents:
+    return Tangents(*(None if x is None else x.to(spec.wide) for x in tangents))
+
+
+def _moved(spec: AttentionSpec, t: Tensors, u: Tangents, p: Tensor) -> _Moved:
+    k, zero = _heads(spec, t.k, t), torch.zeros_like(p)
+    products_t = zero if u.q is None else u.q @ k.mT
+    if u.k is not None:
+        products_t = products_t + t.q @ _heads(spec, u.k, t).mT
+    s_t = products_t * oracle.derivative(t.q, k, **score_arguments(spec, t))
+    if u.mask is not None:
+        s_t = s_t + u.mask
+    s_t = s_t.masked_fill(p == 0, 0)  # what is hidden may be no number
+    lse_t = (p * s_t).sum(-1)
+    if u.sinks is not None:
+        lse_t = lse_t + _seen(_shares(t, p), u.sinks[:, None])
+    return _Moved(products_t, p * (s_t - lse_t[..., None]), lse_t)
+
+
+def _shares(t: Tensors, p: Tensor) -> Tensor:
+    """The probability of each row's sink, (B,H,M)."""
+    sinks = t.given("sinks").to(p)[:, None, None]
+    return oracle.weights(sinks, t.given("normaliser")).squeeze(-1)
+
+
+def _seen(share: Tensor, moves: Tensor) -> Tensor:
+    """Their product, 0 where there is no share: a sink of -inf may move by no number."""
+    return torch.where(share > 0, share * moves, 0.0)
+
+
+def _score_tangents(
+    spec: AttentionSpec,
+    t: Tensors,
+    u: Tangents,
+    moved: _Moved,
+    p: Tensor,
+    dps: tuple[Tensor, Tensor],
+    deltas: tuple[Tensor, Tensor],
+) -> dict[str, Tensor]:
+    """The tangents of what `_score_gradients` gives, term by term."""
+    grads = {}
+    (dp, dp_t), (delta, delta_t) = dps, deltas
+    ds = p * (dp - delta[..., None])
+    ds_t = moved.p_t * (dp - delta[..., None]) + p * (dp_t - delta_t[..., None])
+    if t.mask is not None:
+        grads["mask"] = ds_t.sum_to_size((1,) * (4 - t.mask.ndim) + t.mask.shape)
+    if t.sinks is not None:
+        share = _shares(t, p)
+        sinks_t = 0 if u.sinks is None else u.sinks[:, None]
+        share_t = _seen(share, sinks_t - moved.lse_t)
+        grads["sinks"] = -(share_t * delta + share * delta_t).sum((0, 2))
+    k, given = _heads(spec, t.k, t), score_arguments(spec, t)
+    by_product = oracle.derivative(t.q, k, **given)
+    bent = ds * oracle.derivative_tangent(t.q, k, moved.products_t, **given)
+    ds, ds_t = ds * by_product, ds_t * by_product + bent
+    grads["q"], dk = ds_t @ k, ds_t.mT @ t.q
+    if u.k is not None:
+        grads["q"] = grads["q"] + ds @ _heads(spec, u.k, t)
+    grads["k"] = _sum_groups(spec, dk if u.q is None else dk + ds.mT @ u.q)
     return grads
 
 

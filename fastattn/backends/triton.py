@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import autotune, compiled, gpu, quantisation, trouble, tuning
-from ..backend import Support, broadcast_strides, check_values, register
+from ..backend import Support, broadcast_strides, check_values
 from ..compiled import Launch, interpreted, version
 from ..crossing import laid
 from ..gpu import architecture, on, processors
@@ -23,6 +23,7 @@ from ..spec import PLACED, AttentionSpec, Feature, Tensors
 OLDEST = (3, 6)
 TINY, HUGE = 1e-18, 1e18  # units of scores by which slopes can be divided
 MOST = 1e38  # a real number of a call, which float32 holds
+OWNS = dict(forward="rows", dq="rows", dkv="keys", dk="keys", dv="keys")
 LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares among programs
 
 
@@ -31,7 +32,8 @@ def kernels() -> SimpleNamespace:
     """The kernels. Triton is imported here and nowhere earlier."""
     if not interpreted():
         compiled.find_cache()
-    names = ("tile", "score", "forward", "backward", "decode", "weights")
+    names = ("tile", "score", "block_mask", "forward", "backward", "decode", "weights")
+    names += ("tangent", "jvp", "second")
     found = {x: importlib.import_module(f"fastattn.kernels.{x}") for x in names}
     # What NamedTuple._make does, without counting.
     operand = functools.partial(tuple.__new__, found["tile"].Operand)
@@ -149,6 +151,8 @@ class Job:
     """One call's arguments, as the kernels want them, and the passes over them. Its device is the
     current one."""
 
+    of_mask = "dmask"  # the pass that makes the mask's gradient
+
     def __init__(self, spec: AttentionSpec, t: Tensors, dout: Tensor | None = None):
         check_values(spec, t)
         self.spec, self.t = spec, t
@@ -167,6 +171,8 @@ class Job:
             if self.key:
                 compiled.keep(kept, self.key, found)
         self.arch, self.flags, self.tiled, self.launches = found
+        self.block_masks: dict[tuple, Any] = {}
+        self.sees: Tensor | None = None  # which rows see a score far above finfo.min
         self.searches = arch and autotune.enabled() and not spec.row_invariant
 
     def derive(self, arch: int, tf32: bool, inputs: tuple) -> Alike:
@@ -326,33 +332,41 @@ class Job:
     def mask_gradient(self, mask: Tensor) -> Tensor:
         spec = self.spec
         shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
-        c = self.config("dmask")
+        c = self.config(self.of_mask)
         whole = (spec.B, spec.H, blocks(spec.M, c.BM), blocks(spec.N, c.BN))
         summed = tuple(n == 1 for n in shape)
         tiles = math.prod(n for n, s in zip(whole, summed) if not s)
         work = math.prod(n for n, s in zip(whole, summed) if s)
         splits = min(work, max(1, 2 * processors(self.device) // tiles))
         partial = mask.new_empty((splits, *shape), dtype=torch.float32)
-        self.launch(
-            kernels().backward.dmask_kernel,
-            "dmask",
-            lambda c: tiles * splits,
-            self.inputs,
-            (self.of_rows, partial),
-            F=self.flags._replace(tma=False),  # one tile from each: not worth a descriptor
-            GIVEN=spec.weights,
-            SUMMED=summed,
-        )
+        self.walk_mask(partial, tiles * splits, summed)
         dmask = partial[0] if splits == 1 else partial.sum(0)
         return dmask.to(mask.dtype).view(mask.shape)
 
+    def walk_mask(self, partial: Tensor, programs: int, summed: tuple[bool, ...]) -> None:
+        self.launch(
+            kernels().backward.dmask_kernel,
+            self.of_mask,
+            lambda c: programs,
+            self.inputs,
+            (self.of_rows, partial),
+            # One tile from each: not worth a descriptor. And the mask is read whatever it shows.
+            F=self.flags._replace(tma=False, block_mask=False),
+            GIVEN=self.spec.weights,
+            SUMMED=summed,
+        )
+
     def sink_gradient(self, sinks: Tensor) -> Tensor:
         """dsinks = -sum p_sink delta: a sink is a key with a probability and no value."""
+        p, delta = self.sink_shares(sinks)
+        return -(p * delta).sum((0, 2)).to(sinks.dtype)
+
+    def sink_shares(self, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities of sinks (B,H,M), and delta."""
         wide = sinks.to(torch.float32)[:, None]
         lse, tail = self.normaliser
         p = torch.exp(wide - lse - tail).masked_fill(lse == -torch.inf, 0.0)
-        delta = self.of_rows[2, ..., : self.spec.lies[1]]
-        return -(p * delta).sum((0, 2)).to(sinks.dtype)
+        return p, self.of_rows[2, ..., : self.spec.lies[1]]
 
     # ----------------------------------------------------------------------------------- launching
 
@@ -366,11 +380,54 @@ class Job:
         heads = max(1, LONGEST_FIRST_BYTES // size) * (spec.H // spec.Hk)
         return min(heads, spec.B * spec.H)
 
+    def block_mask(self, side: str, c: tuning.Config):
+        """The BlockMask of a pass whose tiles, of these sizes, own "rows" or "keys"."""
+        if found := self.block_masks.get((side, c.BM, c.BN)):
+            return found
+        spec, (mask, lengths, *_), of_keys = self.spec, self.extras, side == "keys"
+        items = spec.B if mask.sb or lengths is not None else 1
+        heads = spec.H if mask.sh else 1
+        in_numbers = self.flags.mask == "add"
+        if in_numbers and of_keys and self.sees is None:
+            self.block_mask("rows", c)
+        elif in_numbers and not of_keys:
+            self.sees = self.t.q.new_empty((items * heads, spec.M), dtype=torch.int8)
+        tiles, steps = blocks(spec.M, c.BM), blocks(spec.N, c.BN)
+        if of_keys:
+            tiles, steps = steps, tiles
+        lists = 2 if in_numbers and not of_keys else 1
+        kernel = kernels().block_mask
+        size, programs = kernel.HEADER.value + lists * steps, items * heads * tiles
+        to = self.t.q.new_empty((programs, size), dtype=torch.int32)
+        planes = heads, heads if items > 1 else 0, 1 if heads > 1 else 0
+        found = kernel.BlockMask(to, size, self.sees, *planes)
+        self.launch(
+            kernel.block_mask_kernel,
+            "block_mask",
+            lambda c: programs,
+            (),
+            (found,),
+            tuning.reading(c),
+            KEYS=of_keys,
+        )
+        self.block_masks[side, c.BM, c.BN] = found
+        return found
+
     def config(self, which: str) -> tuning.Config:
         return _tile(tuning.config, which, *self.tiled)
 
-    def launch(self, kernel, which: str, programs, own: tuple, others: tuple, **constexprs) -> None:
-        """Run a kernel on a grid of `programs(config)`, with the tile of its table or search.
+    def launch(
+        self,
+        kernel,
+        which: str,
+        programs,
+        own: tuple,
+        others: tuple,
+        config: tuning.Config | None = None,
+        **constexprs,
+    ) -> None:
+        """Run a kernel on a grid of `programs(config)`, with this tile, or that of its table or
+        search.
 
         own: its first arguments, which are tensors of the call.
         """
@@ -378,23 +435,26 @@ class Job:
         constexprs.setdefault("F", self.flags)
 
         def attempt(c: tuning.Config) -> None:
+            extras = self.extras
+            if side := self.flags.block_mask and OWNS.get(which):
+                extras = extras._replace(block_mask=self.block_mask(side, c))
             keeps = self.key and not kernel.pre_run_hooks
             if keeps:
                 key = (kernel.fn, c, *constexprs.values(), laid(others))
                 if again := self.launches.get(key):
-                    return again(args, self.extras)
+                    return again(args, extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
             tile = kernels().score.Tile(
                 c.BM, c.BN, spec.D, spec.Dv, padded(spec.D), padded(spec.Dv)
             )
             constants, sizes = constexprs | dict(T=tile), scalars(spec, self.together)
             grid = (programs(c),)
-            made = run(kernel, grid, *args, *sizes, self.extras, **constants, **options)
+            made = run(kernel, grid, *args, *sizes, extras, **constants, **options)
             if keeps and made is not None:
                 named = tuple(constants[x] for x in kernel.arg_names if x in constants)
                 compiled.keep(self.launches, key, Launch(made, *grid, sizes, named))
 
-        config = self.config(which)
+        config = config or self.config(which)
         if self.searches:
             given = [x is not None for x in args]  # a kernel without some is another kernel
             key = autotune.key(which, spec, self.device, **constexprs, given=given)
@@ -525,6 +585,15 @@ def extras(spec: AttentionSpec, t: Tensors):
     )
 
 
+def structured(spec: AttentionSpec) -> bool:
+    """Is a mask looked at before it is used? Not where rows have the bits that they have among any
+    others: the order of keys depends on the tile."""
+    shape = (1,) * 4 + (spec.mask_shape or ())
+    if shape[-2] == 1 or spec.packed or spec.weights or spec.row_invariant:
+        return False
+    return tuning.structured(spec.B * spec.H, shape[-4] * shape[-3], spec.M, spec.N)
+
+
 def scaled(spec: AttentionSpec) -> bool:
     """Are logits scores times a positive number? A mask that is added is one of logits."""
     added = spec.mask_shape is not None and spec.mask_dtype != torch.bool
@@ -554,6 +623,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         gqa=spec.H != spec.Hk,
         mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
         mask_rows=varies[2],
+        block_mask=masked and structured(spec),
         alibi="slopes" in spec.given,
         softcap=spec.softcap > 0,
         sinks="sinks" in spec.given,
@@ -595,6 +665,3 @@ def scalars(spec: AttentionSpec, together: int) -> tuple:
         share=1 / max(spec.H, 1) if spec.average_heads else 1.0,
     )
     return *(sizes[name] for name in score.SIZES), reals
-
-
-register(Triton())

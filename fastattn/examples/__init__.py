@@ -5,6 +5,7 @@
     python -m fastattn.examples.serve                requests that come and go, over caches in pages
     python -m fastattn.examples.translate            an encoder-decoder that reads number words
     python -m fastattn.examples.digits_vit           a vision Transformer, converted in place
+    python -m fastattn.examples.meanflow             a flow in one step, trained by attention's jvp
     python -m fastattn.examples.complexity           the paper's table of complexities, measured
 
 Each takes --plot to save a picture, needs no download, and ends with status 1 if a claim fails.

@@ -80,7 +80,7 @@ def alter_library(patch, fault, name):
     """The emulator has altered kernels; where nvcc's run, the host's code alone is g++'s."""
     by_nvcc = slices.parts(name)[0] == "ptx"
     made = builds.Altered(
-        f"{name} {fault.title}",
+        f"{name} {fault}",  # with its edits: what was added to a library stays there
         slices.dim_of(name),
         fault=None if by_nvcc else fault,
         passes=slices.passes(name),

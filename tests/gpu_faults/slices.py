@@ -218,6 +218,43 @@ def mask_two_keys_short():
     return Verdict(problem, backward=False).complaints(fastattn.attention)
 
 
+def dense(mask):
+    """A mask of M x N that has structure, in the numbers or at the places that the slice is for."""
+    problem = build(Dims(2, 2, 1, 150, 333, 24, 24), (), torch.bfloat16)
+    problem.kwargs["mask"] = mask(torch.arange(150)[:, None], torch.arange(333))
+    return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("forward")
+def dense_mask():
+    """Whose heads and items see other blocks, some of them far away; and one row one key alone."""
+    first = torch.tensor([0, 70, 0, 140]).view(2, 2, 1, 1)
+
+    def shown(i, j):
+        blocks = (j >= first) & (j < first + 60 + 10 * (i // 70)) | (j > 300) & (i > 70)
+        return torch.where(i == 149, j == 210, blocks)
+
+    return dense(shown)
+
+
+@named("forward")
+def dense_finfo_min():
+    """All that some rows have."""
+    least = torch.finfo(torch.bfloat16).min
+    return dense(lambda i, j: torch.where((j < 200) & (i % 50 < 46), 0.0, least).bfloat16())
+
+
+@named("forward")
+def odd_dense_mask():
+    """No row of it begins at 16 bytes."""
+
+    def lies(i, j):
+        mask = torch.where((j <= i) & (j > 1), 0.0, -torch.inf).bfloat16()
+        return shifted(torch.nn.functional.pad(mask, (0, 3)))[:, :333]
+
+    return dense(lies)
+
+
 @named("forward")
 def largest_scores():
     """Of 100 at one key, another in each item: what is measured from less overflows."""

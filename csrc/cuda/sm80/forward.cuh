@@ -2,6 +2,7 @@
 // 1). A block has 128 rows, a warp 32 of them; keys, then values of a tile are computed with while
 // those that come after them are on their way. No kernel has fewer rows: calls of few go to decode.
 #pragma once
+#include "../mask_tiles.cuh"
 #include "softmax.cuh"
 
 namespace fa {
@@ -29,13 +30,20 @@ struct Forward {
   static constexpr int kBufferBytes =
       KTile::kBytes > VTile::kBytes ? KTile::kBytes : VTile::kBytes;
   static constexpr int kSharedBytes = QTile::kBytes + kBuffers * kBufferBytes;
-  static constexpr bool kPaged = false;
+  static constexpr bool kPaged = false, kTiled = false;
+  static constexpr MaskTiling kTiling = {kRows, kKeys};
 };
 
 // The same over pages, a kernel of its own: to look for them takes registers.
 template <class Type, int kD, int kDv, bool kGeneral>
 struct PagedForward : Forward<Type, kD, kDv, kGeneral> {
   static constexpr bool kPaged = true;
+};
+
+// Of masks whose tiles are known (mask_tiles.cuh): to find the next one takes registers, too.
+template <class Type, int kD, int kDv>
+struct MaskedForward : Forward<Type, kD, kDv, true> {
+  static constexpr bool kTiled = true;
 };
 
 // 16 rows' outputs, times what dropout asks for, and normalisers, from lanes to global memory.
@@ -58,9 +66,24 @@ FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, S
   }
 }
 
-// A block for some rows of a head, the last rows first: with a causal band those have most to do.
+// Were keys of finfo.min skipped for a row that has seen no score far above them? By all threads.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams batch) {
+FA_DEVICE bool needs_least(const MaskStripe& mask, const FaParams& p, int64_t b, int64_t h,
+                           int first_row, int begin, int end, unsigned char* memory) {
+  const int thread = static_cast<int>(threadIdx.x), row = first_row + thread;
+  const bool low = thread < F::kRows && row < p.M &&
+                   !(Normalisers(p, b, h).lse[row * p.lse.stride[2]] > -0x1p126f);
+  constexpr int kLast = F::QTile::kBytes + (F::kBuffers - 1) * F::kBufferBytes;
+  auto* const said = reinterpret_cast<uint32_t*>(memory + kLast);  // nobody loads there soon
+  return mask.needs_least<F::kKeys, F::kThreads>(said, begin, end, low);
+}
+
+// A block for some rows of a head, the last rows first: with a causal band those have most to do.
+// Where keys of finfo.min may have been skipped there is a second time, `again`, for blocks with a
+// row that has seen nothing else.
+template <class F>
+__global__ void __launch_bounds__(F::kThreads, 1)
+    forward_kernel(const FaParams batch, bool again) {
   using Type = typename F::Type;
   FA_SHARED_MEMORY(memory);
   const int64_t blocks = (batch.M + F::kRows - 1) / F::kRows;
@@ -77,8 +100,17 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const Head head(F::kGeneral ? all : p, b, h, diagonal(p, b));
   const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
   const KeyRange seen = key_range(p, b, first_row, least(first_row + F::kRows, p.M));
-  const int start = static_cast<int>(seen.lo) / F::kKeys * F::kKeys;
+  const int begin = static_cast<int>(seen.lo) / F::kKeys * F::kKeys;
   const int end = static_cast<int>(seen.hi);
+  const MaskStripe mask(batch, F::kTiling, b, h, first_row, again);
+  if constexpr (F::kTiled)
+    if (again && !needs_least<F>(mask, p, b, h, first_row, begin, end, memory)) return;
+  bool read_next = false;  // is the mask of the tile that comes to be read?
+  const auto shown = [&](int from) {
+    if constexpr (F::kTiled) return mask.template shown<F::kKeys>(from, end, read_next);
+    else return from;
+  };
+  const int start = shown(begin);
   const KeyRange by_all = common_range(p, b, warp_row, least(warp_row + 16 * F::kTiles, p.M));
   const int all_from = static_cast<int>(by_all.lo), all_to = static_cast<int>(by_all.hi);
   const Visible visible(p, b);
@@ -88,7 +120,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   const Matrix q = matrix_of(p.q, b, h, p.M, p.D);
   const auto keys_of = [&](const FaTensor& own, const FaTensor& pages, int64_t columns) {
     const Matrix found = matrix_of(own, b, hk, end, columns);
-    if constexpr (F::kPaged) return KeyRows(found, batch, pages, b, start, F::kKeys);
+    if constexpr (F::kPaged) return KeyRows(found, batch, pages, b, begin, F::kKeys);
     else return found;
   };
   const auto k = keys_of(p.k, batch.k, p.D), v = keys_of(p.v, batch.v, p.Dv);
@@ -124,19 +156,24 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
         load_left<typename F::QTile>(left[d][r], ptx::shared_address(memory),
                                      F::kTiles * warp + r, d);
   }
-  for (int first = start, now = 0; first < end; first += F::kKeys, now = after(now)) {
+  for (int first = start, next, now = 0; first < end; first = next, now = after(now)) {
     ptx::copies_wait<1>("forward: the keys have landed");
     ptx::block_sync("forward: all see the keys, and are done with the values before");
-    load_keys(first + F::kKeys, before(now));  // to where those values were
+    const bool read = F::kTiled ? read_next : F::kGeneral;
+    next = shown(first + F::kKeys);
+    load_keys(next, before(now));  // to where those values were
 
     MaskPairs<F::kKeys / 8> pairs;
     const auto ask = [&](int r) { load_mask(pairs, lines[r], places(r, first + column)); };
-    if (F::kGeneral) ask(0);
+    if (read) ask(0);
     float s[F::kTiles][F::kKeys / 8][4] = {};
     const uint32_t q_tile = ptx::shared_address(memory), k_tile = ptx::shared_address(buffer(now));
-    // For sm_90 ptxas would have more addresses ahead than registers; for sm_80 it would with two,
-    // and for sm_90 over pages.
-    constexpr int kSteps = F::kD == 128 && ptx::kArch >= 90 ? (F::kPaged ? 4 : 2) : F::kD / 16;
+    // Unrolled to the end, ptxas would have more addresses ahead than registers.
+    constexpr bool k90 = ptx::kArch >= 90, kMore = F::kPaged || F::kTiled;
+    constexpr int kSteps = F::kD == 128 && k90                                ? (F::kPaged ? 4 : 2)
+                           : F::kD == 96 && F::kGeneral && (F::kTiled || !k90) ? 3
+                           : F::kD == 256 && F::kGeneral && kMore              ? 8
+                                                                               : F::kD / 16;
 #pragma unroll(kSteps)
     for (int d = 0; d < F::kD / 16; ++d) {
       uint32_t(&a)[F::kTiles][4] = left[F::kKeepQ ? d : 0];
@@ -152,8 +189,8 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
 #pragma unroll
     for (int r = 0; r < F::kTiles; ++r) {
       const Places<false> at = places(r, first + column);
-      if (F::kGeneral) logits(s[r], at, lines[r], pairs, NoGradient());
-      if (F::kGeneral && r + 1 < F::kTiles) ask(r + 1);
+      if (F::kGeneral) logits(s[r], at, lines[r], pairs, NoGradient(), read);
+      if (read && r + 1 < F::kTiles) ask(r + 1);
       if (!whole) hide(s[r], at, visible, p.M, NoGradient());
       update<F::kGeneral>(state[r], s[r], out[r], to_log2);
       if (F::kGeneral && p.dropout_p > 0) drop(s[r], draw<F::kKeys / 8>(at));
@@ -162,7 +199,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
 
     ptx::copies_wait<1>("forward: the values have landed");
     ptx::block_sync("forward: all see the values, and are done with the keys");
-    load_values(first + F::kKeys, now);
+    load_values(next, now);
     now = after(now);
     multiply_values<Type, typename F::VTile>(out, weights, ptx::shared_address(buffer(now)));
   }

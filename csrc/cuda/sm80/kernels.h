@@ -7,6 +7,7 @@ namespace fa {
 namespace sm80 {
 
 int forward(const FaParams& p, void* stream);
+int64_t forward_workspace(const FaParams& p);
 
 // Forward of at most 16 rows of each head: the rows of all query heads that share keys make one
 // tile, and the keys are split among as many blocks as keep the multiprocessors busy.

@@ -26,7 +26,7 @@ struct QuerySums {
   // Of the first tile of all, of this lane and of its warp; and which row of all is a head's first.
   float4* sums;
   uint32_t* turn;
-  unsigned row;
+  unsigned row;  // of 32 bits: a row has kD floats of workspace, so there are fewer
 
   static FA_DEVICE int warp() { return static_cast<int>(threadIdx.x) / 32; }
   static FA_DEVICE int strip() { return warp() / kAcross * kStrips; }

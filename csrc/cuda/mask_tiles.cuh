@@ -1,0 +1,183 @@
+// What a mask holds of the tiles of a pass, found by a kernel before it, in the first bytes of its
+// workspace: tiles that are hidden are skipped, and where nothing is, the mask is not read.
+#pragma once
+#include "../band.h"
+#include "../mask_holds.h"
+#include "launch.h"
+#include "ptx.cuh"
+
+namespace fa {
+
+// A byte for each tile: is its mask to be read, or does it let all through? Else it is skipped,
+// with kSkip alone, with kSkip + n and the n after it. Of nothing but finfo.min there are two
+// answers, for rows that see a score elsewhere, and for those that do not.
+enum TileOfMask : uint32_t { kRead, kNotRead, kSkip };
+
+// How the planes of a mask are cut into tiles; heads and items that share a plane share its bytes.
+struct MaskTiling {
+  int rows, keys;  // of a tile
+
+  // Packed sequences and pages have no tiles of their own. Of less than 128 x 128 scores there is
+  // too little to skip.
+  static FA_SHARED bool suits(const FaParams& p) {
+    return p.mask.data && !p.cu_q && p.M * p.N >= 1 << 14;
+  }
+  static FA_SHARED bool may_hold_least(const FaParams& p) {
+    return p.mask.dtype == FA_BF16 || p.mask.dtype == FA_F32;
+  }
+  static FA_SHARED int64_t heads(const FaParams& p) { return p.mask.stride[1] ? p.H : 1; }
+  FA_SHARED int64_t stripes(const FaParams& p) const {
+    return p.mask.stride[2] ? (p.M + rows - 1) / rows : 1;
+  }
+  FA_SHARED int64_t of_stripe(const FaParams& p) const { return (p.N + keys - 1) / keys; }
+  FA_SHARED int64_t all_stripes(const FaParams& p) const {
+    return (p.mask.stride[0] ? p.B : 1) * heads(p) * stripes(p);
+  }
+  // Of one answer for all tiles. The second lies behind the first.
+  FA_SHARED int64_t answers(const FaParams& p) const { return all_stripes(p) * of_stripe(p); }
+  FA_SHARED int64_t bytes(const FaParams& p) const {
+    return suits(p) ? answers(p) * (1 + may_hold_least(p)) : 0;
+  }
+};
+
+FA_DEVICE uint32_t union_of_warp(uint32_t bits) {
+  for (int flip = 16; flip; flip /= 2) bits |= ptx::shuffle_xor(bits, flip);
+  return bits;
+}
+
+// -- what a pass reads ----------------------------------------------------------------------------
+
+// Of the rows that a block has; with `exact` by the second answers.
+struct MaskStripe {
+  const FaParams& p;
+  uint32_t first, to_exact;  // where they begin, and how far behind them the second ones are
+
+  FA_DEVICE MaskStripe(const FaParams& p, MaskTiling tiling, int64_t b, int64_t h, int row,
+                       bool exact)
+      : p(p), to_exact(static_cast<uint32_t>(tiling.answers(p))) {
+    const int64_t* stride = p.mask.stride;
+    const int64_t plane = (stride[0] ? b * tiling.heads(p) : 0) + (stride[1] ? h : 0);
+    const int64_t stripe = plane * tiling.stripes(p) + (stride[2] ? row / tiling.rows : 0);
+    first = static_cast<uint32_t>(stripe * tiling.of_stripe(p)) + (exact ? to_exact : 0);
+  }
+  FA_DEVICE uint32_t tile(uint32_t at) const {
+    return static_cast<const uint8_t*>(p.workspace)[at];
+  }
+
+  // The first key from `from` on, where a tile begins, of one that is not skipped; or one past the
+  // end. And whether the mask of that tile is to be read.
+  template <int keys>
+  FA_DEVICE int shown(int from, int end, bool& read) const {
+    while (from < end) {
+      const uint32_t found = tile(first + static_cast<unsigned>(from) / keys);
+      read = found == kRead;
+      if (found < kSkip) break;
+      from += static_cast<int>(found - kSkip + 1) * keys;
+    }
+    return from;
+  }
+
+  // By all threads of a block: are there keys of finfo.min between these, which the first answers
+  // skip, and is one of the threads `low`? `said` is shared memory that nobody else uses.
+  template <int keys, int threads>
+  FA_DEVICE bool needs_least(uint32_t* said, int from, int end, bool low) const {
+    const unsigned thread = threadIdx.x, tiles = static_cast<unsigned>(end + keys - 1) / keys;
+    uint32_t found = low ? 1 : 0;
+    for (unsigned x = static_cast<unsigned>(from) / keys + thread; x < tiles; x += threads)
+      if (tile(first + x) != tile(first + x - to_exact)) found |= 2;
+    found = union_of_warp(found);
+    if (thread % 32 == 0) said[thread / 32] = found;
+    ptx::block_sync("mask: every warp has said what it needs");
+    found = 0;
+    for (int warp = 0; warp < threads / 32; ++warp) found |= said[warp];
+    return found == 3;
+  }
+};
+
+// -- how it is found ------------------------------------------------------------------------------
+
+constexpr int kMaskWarps = 8;  // of a block, and tiles, which follow each other
+
+// What `rows` rows hold, by all lanes of a warp, who look at `together` of them at a time: read(i),
+// for this lane's among those. Some are asked for ahead, until there is nothing more to learn.
+template <class Read>
+FA_DEVICE uint32_t held_by_rows(int rows, int together, int own, Read read) {
+  constexpr int kAhead = 8;
+  uint32_t all = 0;
+  for (int i = own; i - own < rows && !mixed(static_cast<uint8_t>(all)); i += kAhead * together) {
+#pragma unroll
+    for (int x = 0; x < kAhead; ++x) all |= read(min(i + x * together, rows - 1));
+    all = union_of_warp(all);
+  }
+  return all;
+}
+
+template <class Of>
+__global__ void __launch_bounds__(32 * kMaskWarps)
+    mask_tiles_kernel(const FaParams p, const MaskTiling tiling) {
+  using Bits = typename Of::Bits;
+  constexpr int kSize = sizeof(Bits), kOfWord = 4 / kSize;
+  FA_SHARED_MEMORY(memory);
+  const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+  const int64_t tiles = tiling.of_stripe(p), across = (tiles + kMaskWarps - 1) / kMaskWarps;
+  const int64_t stripe = blockIdx.x / across, plane = stripe / tiling.stripes(p);
+  const int64_t tile = blockIdx.x % across * kMaskWarps + warp;
+  const int64_t* stride = p.mask.stride;
+  const int64_t i0 = stripe % tiling.stripes(p) * tiling.rows, j0 = tile * tiling.keys;
+  const int rows = stride[2] ? static_cast<int>(least(tiling.rows, p.M - i0)) : 1;
+  const int keys = static_cast<int>(most(0, least(tiling.keys, p.N - j0)));
+  const Bits* const from = static_cast<const Bits*>(p.mask.data) +
+                           plane / tiling.heads(p) * stride[0] +
+                           plane % tiling.heads(p) * stride[1] + i0 * stride[2] + j0 * stride[3];
+
+  uint32_t all = 0;  // past the last key
+  const bool chunked = stride[3] == 1 && keys == tiling.keys && stride[2] * kSize % 16 == 0 &&
+                       reinterpret_cast<uintptr_t>(from) % 16 == 0;
+  if (chunked) {
+    const int chunks = keys * kSize / 16;  // of a row: a power of two, at most 16
+    all = held_by_rows(rows, 32 / chunks, lane / chunks, [&](int i) {
+      const auto four = reinterpret_cast<const uint4*>(from + i * stride[2])[lane % chunks];
+      uint32_t held = 0;
+      for (const uint32_t word : {four.x, four.y, four.z, four.w})
+#pragma unroll
+        for (int x = 0; x < kOfWord; ++x)
+          held |= Of::held(static_cast<Bits>(word >> 8 * kSize * x));
+      return held;
+    });
+  } else if (keys > 0) {
+    all = held_by_rows(rows, 1, 0, [&](int i) {
+      uint32_t held = 0;
+      for (int j = lane; j < keys; j += 32) held |= Of::held(from[i * stride[2] + j * stride[3]]);
+      return held;
+    });
+  }
+
+  auto* const held = reinterpret_cast<uint32_t*>(memory);
+  if (lane == 0) held[warp] = all;
+  ptx::block_sync("mask: every warp knows its tile");
+  if (lane != 0 || keys == 0) return;
+  const auto answer = [&](uint32_t hides) {
+    int skipped = warp;
+    while (skipped < kMaskWarps && !(held[skipped] & ~hides)) ++skipped;
+    return skipped > warp ? kSkip + (skipped - warp - 1) : all == kVisible ? kNotRead : kRead;
+  };
+  auto* const to = static_cast<uint8_t*>(p.workspace) + stripe * tiles + tile;
+  to[0] = static_cast<uint8_t>(answer(kHidden | kLeast));
+  if (tiling.may_hold_least(p)) to[tiling.answers(p)] = static_cast<uint8_t>(answer(kHidden));
+}
+
+inline int start_mask_tiles(const FaParams& p, MaskTiling tiling, void* stream) {
+  const auto start = [&](auto kernel) {
+    const int64_t across = (tiling.of_stripe(p) + kMaskWarps - 1) / kMaskWarps;
+    return launch_blocks("mask_tiles_kernel", kernel, tiling.all_stripes(p) * across,
+                         32 * kMaskWarps, sizeof(uint32_t) * kMaskWarps, stream, p, tiling);
+  };
+  switch (p.mask.dtype) {
+    case FA_BOOL: return start(mask_tiles_kernel<OfBool>);
+    case FA_BF16: return start(mask_tiles_kernel<OfBF16>);
+    case FA_F16: return start(mask_tiles_kernel<OfF16>);
+    default: return start(mask_tiles_kernel<OfF32>);
+  }
+}
+
+}  // namespace fa

@@ -1,0 +1,168 @@
+"""Triton's backend with the passes that take tangents: kernels/jvp.py and kernels/second.py."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import tuning
+from ..backend import register
+from ..gpu import on
+from ..launcher import prepared
+from ..spec import AttentionSpec, Feature, Tangents, Tensors
+from .triton import Job, Triton, blocks, broadcast, kernels, operand
+
+
+class TritonWithTangents(Triton):
+    support = dataclasses.replace(
+        Triton.support, features=Triton.support.features | Feature.TANGENTS
+    )
+
+    def jvp(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        out: Tensor | None = None,
+        normaliser: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if out is None or normaliser is None:
+            out, normaliser = self.forward(spec, t)
+        out_t = t.q.new_empty_strided(*prepared(spec).out)
+        lse_t = t.q.new_empty(normaliser.shape[1:], dtype=spec.wide)
+        if lse_t.numel():
+            with on(t.q.device):
+                Moved(spec, t, tangents).jvp(out, normaliser, out_t, lse_t)
+        return out, normaliser, out_t, lse_t
+
+    def second(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        outs: Sequence[Tensor],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        dout_t: Tensor | None,
+        dlse_t: Tensor | None,
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
+        out, normaliser, out_t, lse_t = outs
+        dout = torch.zeros_like(out) if dout is None else rows_in_line(dout)
+        with on(t.q.device):
+            job = Moved(spec, t, tangents, dout, dout_t)
+            job.find_delta(out, normaliser, dlse)
+            job.find_rates(out, out_t, lse_t, dlse_t)
+            return job.gradients(wants)
+
+
+class Moved(Job):
+    """One call whose tensors move. Its gradients are the tangents of gradients."""
+
+    of_mask = "dmask_t"
+
+    def __init__(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        u: Tangents,
+        dout: Tensor | None = None,
+        dout_t: Tensor | None = None,
+    ):
+        super().__init__(spec, t, dout)
+        self.moving = kernels().tangent.Moving(
+            q=operand(u.q),
+            k=operand(u.k),
+            v=operand(u.v),
+            mask=None if u.mask is None else broadcast(u.mask),
+            sinks=None if u.sinks is None else u.sinks.to(torch.float32).contiguous(),
+            dout=None if dout_t is None else operand(rows_in_line(dout_t)),
+        )
+        self.sinks_t = u.sinks
+        # Twice the tiles of the other passes: none through descriptors, which want stages of all.
+        # And masks are read whatever they show.
+        self.pointers = self.flags._replace(tma=False, block_mask=False)
+
+    def jvp(self, out: Tensor, normaliser: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
+        spec = self.spec
+        self.launch(
+            kernels().jvp.jvp_kernel,
+            "jvp",
+            lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
+            self.inputs[:3],
+            (self.moving, operand(out), normaliser.contiguous(), operand(out_t), lse_t),
+            F=self.pointers,
+        )
+
+    def find_rates(self, out: Tensor, out_t: Tensor, lse_t: Tensor, dlse_t: Tensor | None) -> None:
+        """self.rates, what the tangents read of a row beside self.of_rows: lse_t and delta_t."""
+        self.lse_t = lse_t
+        self.rates = self.of_rows.new_empty((2, *self.of_rows.shape[1:]))
+        items, pitch = self.rates.shape[1], self.rates.shape[3]
+        if not self.rates.numel():
+            return
+        given = (operand(x) for x in (lse_t, dlse_t))
+        self.launch(
+            kernels().second.rates_kernel,
+            "rates",
+            lambda c: blocks(pitch, c.BM) * items * self.spec.H,
+            (),
+            (operand(out), operand(out_t), self.inputs[3], self.moving.dout, *given, self.rates),
+            F=kernels().score.Flags(scaled=self.flags.scaled, packed=self.flags.packed),
+        )
+
+    def walk_keys(self, dq: Tensor | None, sums: bool = False) -> None:
+        spec = self.spec
+        self.launch(
+            kernels().second.dq_t_kernel,
+            "dq_t",
+            lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
+            self.inputs,
+            (self.moving, self.of_rows, self.rates, operand(dq)),
+            F=self.pointers,
+        )
+
+    def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
+        spec, both = self.spec, dk is not None and dv is not None
+        if both and tuning.apart(*self.tiled[:3], "dk_t"):
+            self.walk_rows(dk, None)
+            self.walk_rows(None, dv)
+            return
+        self.launch(
+            kernels().second.dkv_t_kernel,
+            "dkv_t" if both else "dv_t" if dk is None else "dk_t",
+            lambda c: blocks(self.N, c.BN) * spec.B * spec.Hk,
+            self.inputs,
+            (self.moving, self.of_rows, self.rates, operand(dk), operand(dv)),
+            F=self.pointers,
+        )
+
+    def walk_mask(self, partial: Tensor, programs: int, summed: tuple[bool, ...]) -> None:
+        self.launch(
+            kernels().second.dmask_t_kernel,
+            self.of_mask,
+            lambda c: programs,
+            self.inputs,
+            (self.moving, self.of_rows, self.rates, partial),
+            F=self.pointers,
+            SUMMED=summed,
+        )
+
+    def sink_gradient(self, sinks: Tensor) -> Tensor:
+        """-sum (p_sink_t delta + p_sink delta_t), with p_sink_t = p_sink (sink_t - lse_t)."""
+        p, delta = self.sink_shares(sinks)
+        delta_t = self.rates[1, ..., : self.spec.lies[1]]
+        sinks_t = 0 if self.sinks_t is None else self.sinks_t.to(torch.float32)[:, None]
+        p_t = torch.where(p > 0, p * (sinks_t - self.lse_t), 0.0)
+        return -(p_t * delta + p * delta_t).sum((0, 2)).to(sinks.dtype)
+
+
+def rows_in_line(x: Tensor) -> Tensor:
+    """Rows that kernels read in wide loads: what one number is expanded to has none."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+register(TritonWithTangents())

@@ -1,0 +1,95 @@
+"""A pass of an operation: its kernel, or the operator where something has to see it pass."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from .check import check
+from .crossing import kind
+from .operation import Operation, plan, run_backward, run_forward, run_jvp, run_second
+from .spec import Options, Tangents, Tensors
+
+_modes = torch._C._len_torch_dispatch_stack
+_tracing = torch._C._get_tracing_state
+
+
+def forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    found = None if watched() else kind(t)
+    return seen(op, t, o) if found is None else run_forward(op, t, o, found)
+
+
+def backward(op: Operation, t: Tensors, o: Options, outs, grads, wants) -> list[Tensor]:
+    found = _kind(t, *outs, *grads)
+    if found is None:
+        return op.operator("_backward")(*grads, *outs, *t, *o, list(wants))
+    return run_backward(op, plan(t, o, found), t, outs, grads, wants)
+
+
+def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs) -> list[Tensor]:
+    """outs: what an earlier forward gave, or None and None."""
+    found = _kind(t, *tangents, *outs)
+    if found is None:
+        check(t, o)
+        return op.operator("_jvp")(*tangents, *outs, *t, *o)
+    return run_jvp(op, t, o, found, tangents, outs)
+
+
+def second(
+    op: Operation, t: Tensors, o: Options, tangents: Tangents, outs, grads, wants
+) -> list[Tensor]:
+    found = _kind(t, *tangents, *outs, *grads)
+    if found is None:
+        return op.operator("_second")(*tangents, *outs, *grads, *t, *o, list(wants))
+    return run_second(op, t, o, found, tangents, outs, grads, wants)
+
+
+def _kind(t: Tensors, *others: Tensor | None):
+    """Of t, where all are plain memory and nobody watches."""
+    return None if watched() or kind(others) is None else kind(t)
+
+
+def watched() -> bool:
+    """Is a mode active that has to see operators?"""
+    return _modes() > 0 or _tracing() is not None
+
+
+def seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    """Through the operator: for modes, and for tensors that are no plain memory."""
+    check(t, o)
+    if _tracing() is not None:  # a traced graph serves with and without gradients
+        o = o._replace(grad=True)
+    with no_tangents():
+        return as_tuple(op.operator()(*t, *o))
+
+
+def as_tuple(outs) -> tuple[Tensor, ...]:
+    """An operator with one result returns it bare."""
+    return (outs,) if isinstance(outs, Tensor) else tuple(outs)
+
+
+# --------------------------------------------------------------------- tangents, and who sees them
+
+
+def drops_tangents() -> bool:
+    """Could tensors here have tangents that nobody has looked for? What a Function runs has not:
+    there torch turns forward mode off."""
+    return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
+
+
+def no_tangents():
+    """Around operators, where somebody has looked."""
+    return forward_ad._set_fwd_grad_enabled(False) if drops_tangents() else contextlib.nullcontext()
+
+
+def has_tangents(tensors: Sequence[Tensor | None]) -> bool:
+    each = (x for x in tensors if isinstance(x, Tensor))  # what else there is, the checks say
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in each)
+
+
+def primals(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if x is None else forward_ad.unpack_dual(x).primal for x in tensors]

@@ -1,0 +1,350 @@
+"""The passes as Functions that torch.func can take apart: what each is differentiated into, and how
+V calls of it under vmap are one call.
+
+`derivatives` has the formulas. A Function costs 15 µs more than what `roads.Differentiable` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from . import batching, derivatives, passes
+from .batching import Dim
+from .check import check
+from .derivatives import Call, Passes, names, normaliser_of
+from .gradient_batches import unbatched
+from .operation import Operation, need_tangents, spread
+from .spec import ARGUMENTS, DIFFERENTIABLE, INDEX, Options, Tangents, Tensors
+
+N_TENSORS = len(Tensors._fields)
+N_TANGENTS = len(Tangents._fields)
+
+
+def parts(of: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
+    """Cut into parts of these sizes, and what is left."""
+    found, first = [], 0
+    for size in sizes:
+        found.append(of[first : first + size])
+        first += size
+    return [*found, of[first:]]
+
+
+class Forward(Function):
+    """(op, o, *tensors)"""
+
+    @staticmethod
+    def forward(op, o, *tensors):
+        return passes.forward(op, Tensors(*tensors), o)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _keep(ctx, inputs[:2], (*inputs[2:], *output))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op, o = ctx.call
+        t, outs = parts(ctx.saved_tensors, N_TENSORS)
+        wants = op.wants(ctx.needs_input_grad[2:])
+        found = backward(op, o, wants, grads, outs, t)
+        return None, None, *spread(found, wants)
+
+    @staticmethod
+    def jvp(ctx, *moves):
+        op, o = ctx.call
+        need_tangents(op)
+        t, outs = parts(passes.primals(ctx.saved_tensors), N_TENSORS)
+        u = _moving(moves[2:])
+
+        def tangents(*u):
+            out_t, lse_t = Jvp.apply(op, o, *t, *u, *outs)
+            return out_t, normaliser_of(lse_t)
+
+        return tuple(unbatched(tangents, u))
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        op, o, *tensors = args
+        return batched_forward(RUN, op, info.batch_size, in_dims[2:], Tensors(*tensors), o)
+
+
+class Backward(Function):
+    """(op, o, wants, *gradients of the results, *results, *tensors)"""
+
+    @staticmethod
+    def forward(op, o, wants, *tensors):
+        grads, outs, t = _around(op, tensors)
+        return tuple(passes.backward(op, Tensors(*t), o, outs, grads, wants))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _keep(ctx, inputs[:3], inputs[3:])
+
+    @staticmethod
+    def backward(ctx, *moves):
+        op, o, wants = ctx.call
+        need_tangents(op)
+        grads, outs, t = _around(op, ctx.saved_tensors)
+        of_grads, _, of_t = _around(op, ctx.needs_input_grad[3:])
+        call, wanted = Call(op, o, Tensors(*t), outs), op.wants(of_t)
+
+        def gradients(*moves):
+            incoming, found = derivatives.of_backward(RUN, call, grads, moves, wants, wanted)
+            return *incoming, *spread(found, wanted)
+
+        found = unbatched(gradients, moves)
+        incoming = (x if need else None for x, need in zip(found, of_grads))
+        return None, None, None, *incoming, *(None,) * len(outs), *found[len(grads) :]
+
+    @staticmethod
+    def jvp(ctx, *moves):
+        op, o, wants = ctx.call
+        need_tangents(op)
+        grads, outs, t = _around(op, passes.primals(ctx.saved_tensors))
+        grads_t, outs_t, t_t = _around(op, moves[3:])
+        u = _moving(t_t)
+        n = len(grads)
+
+        def tangents(*moves):
+            grads_t, outs_t, u = parts(moves, n, n)
+            if all(x is None for x in u):
+                return Backward.apply(op, o, wants, *grads_t, *outs, *t)
+            out_t, lse_t = outs_t[0], derivatives.lse_of(outs_t[1])
+            if out_t is None or lse_t is None:
+                out_t, lse_t = Jvp.apply(op, o, *t, *u, *outs)
+            every = (*_with_lse(grads), *_with_lse(grads_t))
+            return RUN.second(op, o, wants, t, u, (*outs, out_t, lse_t), every)
+
+        return tuple(unbatched(tangents, (*grads_t, *outs_t, *u)))
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        op, o, wants, *tensors = args
+        return batched_backward(RUN, op, info.batch_size, in_dims[3:], tensors, o, wants)
+
+
+class Jvp(Function):
+    """(op, o, *tensors, *tangents, out, normaliser): the tangents of out and LSE; before them out
+    and normaliser, if None stands for them."""
+
+    @staticmethod
+    def forward(op, o, *tensors):
+        t, u, outs = parts(tensors, N_TENSORS, N_TANGENTS)
+        return tuple(passes.jvp(op, Tensors(*t), o, Tangents(*u), outs))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        known = inputs[-2:] if len(output) == 2 else ()
+        _keep(ctx, inputs[:2], (*inputs[2:-2], *known, *output))
+        ctx.made = len(output)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op, o = ctx.call
+        t, u, outs = parts(ctx.saved_tensors, N_TENSORS, N_TANGENTS)
+        call, u = Call(op, o, Tensors(*t), outs), Tangents(*u)
+        of_t, of_u, _ = parts(ctx.needs_input_grad[2:], N_TENSORS, N_TANGENTS)
+        wants, wants_u = op.wants(of_t), names(of_u)
+
+        def gradients(*grads):
+            every = (None,) * (4 - len(grads)) + grads
+            found, of_u = derivatives.of_jvp(RUN, call, u, every, wants, wants_u)
+            return *spread(found, wants), *derivatives.tangents(of_u, wants_u)
+
+        return None, None, *unbatched(gradients, grads), None, None
+
+    @staticmethod
+    def jvp(ctx, *moves):
+        derivatives.refuse_forward_twice()
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        op, o, *tensors = args
+        return batched_jvp(RUN, op, info.batch_size, in_dims[2:], tensors, o)
+
+
+class Second(Function):
+    """(op, o, wants, *tensors, *tangents, *results and their tangents, *gradients of out and LSE
+    and their tangents); the tensors and these gradients are `DifferentiatedTwice`."""
+
+    @staticmethod
+    def forward(op, o, wants, *tensors):
+        t, u, outs, grads = parts(tensors, N_TENSORS, N_TANGENTS, 4)
+        return tuple(passes.second(op, Tensors(*t), o, Tangents(*u), outs, grads, wants))
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _keep(ctx, inputs[:3], inputs[3:])
+
+    @staticmethod
+    def backward(ctx, *moves):
+        op, o, wants = ctx.call
+        t, _, outs, grads = parts(ctx.saved_tensors, N_TENSORS, N_TANGENTS, 4)
+        _, of_u, _, of_grads = parts(ctx.needs_input_grad[3:], N_TENSORS, N_TANGENTS, 4)
+        call, wants_u = Call(op, o, Tensors(*t), outs), names(of_u)
+
+        def gradients(*moves):
+            found, of_t = derivatives.of_second(RUN, call, grads, moves, wants, wants_u)
+            return *derivatives.tangents(found, wants_u), *of_t
+
+        found = unbatched(gradients, moves)
+        incoming = (x if need else None for x, need in zip(found[N_TANGENTS:], of_grads[2:]))
+        none = (None,) * (3 + N_TENSORS)
+        return *none, *found[:N_TANGENTS], *(None,) * 6, *incoming
+
+    @staticmethod
+    def jvp(ctx, *moves):
+        derivatives.refuse_third()
+
+    @staticmethod
+    def vmap(info, in_dims, *args):
+        op, o, wants, *tensors = args
+        return batched_second(RUN, op, info.batch_size, in_dims[3:], tensors, o, wants)
+
+
+class DifferentiatedTwice(Function):
+    """Tensors whose next derivative is a third. They pass; who asks for that is told, and only
+    then: which gradients a Function needs is fixed long before autograd is asked for some."""
+
+    @staticmethod
+    def forward(*tensors):
+        return tuple(None if x is None else x.view_as(x) for x in tensors)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, *moves):
+        derivatives.refuse_third()
+
+    @staticmethod
+    def jvp(ctx, *moves):
+        derivatives.refuse_third()
+
+    @staticmethod
+    def vmap(info, in_dims, *tensors):
+        return DifferentiatedTwice.apply(*tensors), in_dims
+
+
+def _second(op: Operation, o: Options, wants, t, u, outs, grads) -> Sequence[Tensor]:
+    *t, dout, dlse = DifferentiatedTwice.apply(*t, *grads[:2])
+    return Second.apply(op, o, wants, *t, *u, *outs, dout, dlse, *grads[2:])
+
+
+RUN = Passes(
+    forward=lambda op, o, t: Forward.apply(op, o, *t),
+    backward=lambda op, o, wants, grads, outs, t: Backward.apply(op, o, wants, *grads, *outs, *t),
+    jvp=lambda op, o, t, u, outs: Jvp.apply(op, o, *t, *u, *outs),
+    second=_second,
+)
+
+
+def backward(op: Operation, o: Options, wants, grads, outs, t) -> Sequence[Tensor]:
+    """Gradients that can be differentiated, of batches of incoming ones too."""
+    return unbatched(lambda *grads: Backward.apply(op, o, wants, *grads, *outs, *t), grads)
+
+
+def _keep(ctx, call: tuple, tensors: Sequence[Tensor | None]) -> None:
+    ctx.call = call
+    ctx.save_for_backward(*tensors)
+    ctx.save_for_forward(*tensors)
+    ctx.set_materialize_grads(False)
+
+
+def _around(op: Operation, of: Sequence[Any]) -> list[Sequence[Any]]:
+    """Gradients of the results, the results, the tensors; or what is said of each of these."""
+    return parts(of, len(op.results), len(op.results))
+
+
+def _with_lse(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | None]:
+    return grads[0], derivatives.lse_of(grads[1])
+
+
+def _moving(moves: Sequence[Tensor | None]) -> Tangents:
+    """The tangents of `Tensors`; what is a constant has none."""
+    for (name, a), x in zip(ARGUMENTS.items(), moves):
+        if x is not None and name not in DIFFERENTIABLE:
+            raise ValueError(
+                f"{a.public}: got a tensor with a tangent, expected a constant: there is no "
+                f"derivative by it; pass {a.public}.detach()"
+            )
+    return Tangents(*(moves[INDEX[name]] for name in DIFFERENTIABLE))
+
+
+# ------------------------------------------------------------------------------------------- vmap
+# V calls are one call of V times as many items or heads, where they fold; the others run one after
+# the other. Results come with the new dimension first, and where that is.
+
+WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # of `RESULTS`
+INCOMING = ("out", "lse") * 2
+
+
+def batched_forward(
+    run: Passes, op: Operation, V: int, dims: Sequence[Dim], t: Tensors, o: Options
+):
+    if V:
+        check(Tensors(*batching.pick(t, dims, 0)), o)  # the rules speak of one call, not of V
+    fold = batching.fold_of(V, t, dims, o)
+    if fold is None:
+        return _in_turn(V, lambda *t: run.forward(op, o, t), t, dims)
+    return _first(fold.back(op.results, run.forward(op, o, fold.tensors(t, dims))))
+
+
+def batched_backward(
+    run: Passes, op: Operation, V: int, dims: Sequence[Dim], tensors: Sequence, o: Options, wants
+):
+    grads, outs, t = _around(op, tensors)
+    dgrads, douts, dt = _around(op, dims)
+    fold = batching.fold_of(V, Tensors(*t), dt, o, wants=wants)
+    if fold is None:
+        return _in_turn(V, lambda *x: run.backward(op, o, wants, *_around(op, x)), tensors, dims)
+    grads, outs = fold.results(op.results, grads, dgrads), fold.results(op.results, outs, douts)
+    found = run.backward(op, o, wants, grads, outs, fold.tensors(Tensors(*t), dt))
+    return _first(fold.back(wants, found))
+
+
+def batched_jvp(
+    run: Passes, op: Operation, V: int, dims: Sequence[Dim], tensors: Sequence, o: Options
+):
+    sizes = N_TENSORS, N_TANGENTS
+    t, u, outs = parts(tensors, *sizes)
+    dt, du, douts = parts(dims, *sizes)
+    fold = batching.fold_of(V, Tensors(*t), dt, o, du)
+    if fold is None:
+        return _in_turn(V, lambda *x: run.jvp(op, o, *parts(x, *sizes)), tensors, dims)
+    outs = fold.results(WITH_TANGENTS, outs, douts)
+    found = run.jvp(op, o, *fold.moving(Tensors(*t), dt, u, du), outs)
+    return _first(fold.back(WITH_TANGENTS[-len(found) :], found))
+
+
+def batched_second(
+    run: Passes, op: Operation, V: int, dims: Sequence[Dim], tensors: Sequence, o: Options, wants
+):
+    sizes = N_TENSORS, N_TANGENTS, 4
+    t, u, outs, grads = parts(tensors, *sizes)
+    dt, du, douts, dgrads = parts(dims, *sizes)
+    fold = batching.fold_of(V, Tensors(*t), dt, o, du, wants)
+    if fold is None:
+        return _in_turn(V, lambda *x: run.second(op, o, wants, *parts(x, *sizes)), tensors, dims)
+    outs, grads = fold.results(WITH_TANGENTS, outs, douts), fold.results(INCOMING, grads, dgrads)
+    moving = fold.moving(Tensors(*t), dt, u, du)
+    return _first(fold.back(wants, run.second(op, o, wants, *moving, outs, grads)))
+
+
+def _in_turn(V: int, function: Callable, tensors: Sequence, dims: Sequence[Dim]):
+    if V == 0:
+        raise NotImplementedError(
+            "vmap over a dimension of size 0 with dropout, per-example sinks, or gradients of "
+            "masks or sinks: got 0, expected at least 1"
+        )
+    calls = [function(*batching.pick(tensors, dims, i)) for i in range(V)]
+    return _first(tuple(torch.stack(x) for x in zip(*calls)))
+
+
+def _first(found: tuple[Tensor, ...]):
+    return found, (0,) * len(found)

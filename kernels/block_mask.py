@@ -1,0 +1,178 @@
+"""Which blocks a dense mask shows to a tile, found before a pass looks at them, as FlexAttention's
+block masks are (Dong et al. 2024): `block_mask_kernel` reads the mask, `of_part` what it found.
+
+A tile of rows, or of keys, has one list of the blocks that show it anything, in their order. Those
+in which something beside the mask may hide come first and last; among the others is a run, the
+longest there is, in which nothing is hidden: of it the mask is not read.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .score import (
+    EDGES,
+    SIZES,
+    WHOLE,
+    Blocks,
+    Keys,
+    call_of,
+    item_of,
+    key_range,
+    row_range,
+    rows_of,
+    visible,
+)
+
+HEADER = tl.constexpr(8)
+LEAST = tl.constexpr(-3.3895313892515355e38)  # finfo.min of bfloat16; float32's is below
+# Beside a score of which the mask is above this, those leave no probability: of any product below
+# 2^126.
+FAR = tl.constexpr(-4.253529586511731e37)
+
+
+class BlockMask(NamedTuple):
+    """Where the lists lie."""
+
+    ptr: Any  # (planes, tiles, size) int32, contiguous: of each tile HEADER numbers, then blocks
+    size: Any
+    sees: Any  # (planes, M) int8: which rows see a score far above finfo.min; None of bool masks
+    heads: Any  # planes of an item
+    sb: Any  # planes from one item to the next, and from one head
+    sh: Any
+
+
+@triton.jit
+def added(at, there, F: tl.constexpr):
+    """What a mask adds to scores: -inf where it is not there, and for NaN what hides nothing."""
+    if F.mask == "bool":
+        return tl.where(tl.load(at, mask=there, other=0) != 0, 0.0, float("-inf"))
+    else:
+        x = tl.load(at, mask=there, other=float("-inf")).to(tl.float32)
+        return tl.where(x == x, x, 1.0)
+
+
+@triton.jit
+def noted(places, to, block, keep, before):
+    """The `places` of a list, all of them and those before full and before tail, after one more
+    block, which is on it if `keep`."""
+    n, full, tail = places
+    tl.store(to + n, block)
+    n += keep.to(tl.int32)
+    return n, tl.where(before[0], n, full), tl.where(before[1], n, tail)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def block_mask_kernel(
+    found,
+    B, H, group, M, N, left, right, threshold, together,
+    at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
+    F: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """found: the BlockMask of tiles of T.BM rows, or if KEYS, of T.BN keys.
+
+    finfo.min hides, too, from rows that see something far above it. Of rows that is known after
+    their last key: until then there are two lists, in the first of which it hides. It leaves
+    `found.sees`, which the launch for keys reads.
+    """
+    call = call_of(
+        B, H, group, M, N, left, right, threshold, together,
+        at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
+    )  # fmt: skip
+    BOTH: tl.constexpr = F.mask == "add" and not KEYS
+    STEP: tl.constexpr = T.BM if KEYS else T.BN
+    if KEYS:
+        tiles, steps = tl.cdiv(call.N, T.BN), tl.cdiv(call.M, T.BM)
+    else:
+        tiles, steps = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
+    pid = tl.program_id(0)
+    plane, tile = pid // tiles, pid % tiles
+    b, h = plane // found.heads, plane % found.heads
+    item = item_of(b, call, extras, F)
+    i0, j0 = tile * T.BM, tile * T.BN
+    if KEYS:
+        blocks = row_range(j0, T.BN, item, call, T.BM)
+    else:
+        blocks = key_range(i0, tl.minimum(i0 + T.BM, item.M), item, call, T.BN)
+    header = found.ptr + pid.to(tl.int64) * found.size
+    sees = plane.to(tl.int64) * call.M
+    lists = header + HEADER
+    none = tl.cast(0, tl.int32)
+    on_list, on_high = (none, none, none), (none, none, none)
+    begin, lo, hi = blocks.full, blocks.full, blocks.full  # the run that goes on; the longest
+    after, after_high = none, none  # places behind that
+    sight = tl.full([T.BM], float("-inf"), tl.float32)
+    for at in tl.range(blocks.first, blocks.last, STEP, num_stages=2):
+        block = at // STEP
+        if KEYS:
+            i0 = block * STEP
+        else:
+            j0 = block * STEP
+        i, j = i0 + tl.arange(0, T.BM), (j0 + tl.arange(0, T.BN))[None, :]
+        rows = rows_of(i[:, None], h, item, call, extras, F)
+        x = added(rows.mask + j.to(tl.int64) * extras.mask.sd, j < call.N, F)
+        most, least = tl.max(x, 1), tl.min(x, 1)
+        if BOTH:
+            seen = most
+            if F.left or F.right or F.lengths:
+                near = visible(rows, Keys(j0, j), item, call, F)
+                seen = tl.max(tl.where(near, x, float("-inf")), 1)
+            sight = tl.maximum(sight, seen)
+        if F.mask == "add" and KEYS:
+            seen = tl.load(found.sees + sees + tl.minimum(i, call.M - 1)) != 0
+            most = tl.where((most <= LEAST) & seen, float("-inf"), most)
+        most, least = tl.max(most), tl.min(least)
+        inside = (at >= blocks.full) & (at < blocks.tail)
+        before = at < blocks.full, at < blocks.tail
+        on_list = noted(on_list, lists, block, most > float("-inf"), before)
+        if BOTH:
+            on_high = noted(on_high, lists + steps, block, most > LEAST, before)
+        whole = inside & (most == 0) & (least == 0)
+        begin = tl.where(whole, begin, at + STEP)
+        longer = whole & (at + STEP - begin > hi - lo)
+        lo, hi = tl.where(longer, begin, lo), tl.where(longer, at + STEP, hi)
+        after = tl.where(longer, on_list[0], after)
+        after_high = tl.where(longer, on_high[0], after_high)
+    begins = none
+    if BOTH:
+        i = i0 + tl.arange(0, T.BM)
+        seen = sight > FAR
+        tl.store(found.sees + sees + i, seen.to(tl.int8), mask=i < call.M)
+        if tl.min(tl.where(i < call.M, sight, 0.0)) > FAR:
+            on_list, after, begins = on_high, after_high, steps
+    n, full, tail = on_list
+    tl.store(header, lo // STEP)
+    tl.store(header + 1, hi // STEP)
+    tl.store(header + 2, full)
+    tl.store(header + 3, after - (hi - lo) // STEP)
+    tl.store(header + 4, after)
+    tl.store(header + 5, tail)
+    tl.store(header + 6, n)
+    tl.store(header + 7, begins + HEADER)
+
+
+@triton.jit
+def entry(found, b, h, tile, tiles):
+    """Where a tile's HEADER begins."""
+    plane = (b * found.sb + h * found.sh).to(tl.int64)
+    return found.ptr + (plane * tiles + tile) * found.size
+
+
+@triton.jit
+def of_part(blocks, BLOCK: tl.constexpr, F: tl.constexpr, PART: tl.constexpr):
+    """The Blocks of one PART: `blocks`, or what lies at that `entry`. It is read where it is used:
+    kept from the beginning on it would take registers from the parts before."""
+    if not F.block_mask:
+        return blocks
+    elif PART == WHOLE:
+        lo, hi = tl.load(blocks) * BLOCK, tl.load(blocks + 1) * BLOCK
+        return Blocks(lo, lo, hi, hi, 0)
+    else:
+        listed = blocks + tl.load(blocks + 7)
+        full, tail = tl.load(blocks + 2) * BLOCK, tl.load(blocks + 5) * BLOCK
+        if PART == EDGES:
+            return Blocks(0, full, tail, tl.load(blocks + 6) * BLOCK, listed)
+        else:
+            begin, end = tl.load(blocks + 3) * BLOCK, tl.load(blocks + 4) * BLOCK
+            return Blocks(full, begin, end, tail, listed)

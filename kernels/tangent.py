@@ -1,0 +1,94 @@
+"""What moves with the tensors of a call: the tangents of scores, and of products of rows.
+
+x_t is the tangent of x, in the direction in which a call's tensors move. The score pipeline's end:
+
+    s_t = scale (q_t.k + q.k_t) phi + mask_t,   phi = d logit / d (scale q.k)
+    phi_t = -2 / softcap tanh phi scale (q_t.k + q.k_t)
+
+What does not move is None, known to the compiler: it costs no load and no product.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from .score import EDGES, LOG2E, LOG2E_REST, probability, score, tanh, visible
+from .tile import dot, fma, head_of, load
+
+
+class Moving(NamedTuple):
+    """Tangents, each as its tensor; None is one that does not move."""
+
+    q: Any  # Operands
+    k: Any
+    v: Any
+    mask: Any
+    sinks: Any  # (H,) float32, contiguous
+    dout: Any  # Operand
+    nothing: Any = None  # as of Extras
+
+
+@triton.jit
+def rows_at(
+    x, at, h, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr
+):
+    """`load` by pointers, from a Start on; None of what is None."""
+    if x is not None:
+        return load(x, head_of(x, at, h), i0, rows, D, BM, BD, False, BOUND)
+
+
+@triton.jit
+def moved_product(a, a_t, b, b_t, F: tl.constexpr):
+    """The tangent of a @ b^T: a_t @ b^T + a @ b_t^T, of what moves."""
+    product = tl.full([a.shape[0], b.shape[0]], 0, tl.float32)
+    if a_t is not None:
+        product = dot(a_t, tl.trans(b), product, F)
+    if b_t is not None:
+        product = dot(a, tl.trans(b_t), product, F)
+    return product
+
+
+@triton.jit
+def moved_mask(mask_t, rows, keys, item, call, F: tl.constexpr, BOUND: tl.constexpr):
+    """Its tile, read as `score` reads the mask's: of rows that are not there, the last."""
+    at = mask_t.ptr + tl.cast(item.b, tl.int64) * mask_t.sb
+    at += tl.cast(rows.h, tl.int64) * mask_t.sh
+    if F.mask_rows:
+        at += tl.minimum(rows.i, call.M - 1).to(tl.int64) * mask_t.sm
+    at += keys.j.to(tl.int64) * mask_t.sd
+    found = tl.load(at, mask=keys.j < call.N, other=0.0) if BOUND else tl.load(at)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def moved_scores(
+    qk, qk_t, levels, rows, keys, item, call, extras, mask_t,
+    F: tl.constexpr, PART: tl.constexpr,
+):  # fmt: skip
+    """P, s_t, phi and phi_t of a tile. levels (two) lie as the rows do.
+
+    What is hidden has a P of 0, and may have any s_t, NaN too: who multiplies asks `p > 0`.
+    """
+    MASKED: tl.constexpr = PART == EDGES
+    s, phi = score(qk, rows, keys, call, extras, F, PART)
+    p = probability(s, levels, call, F)
+    if MASKED:
+        p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
+    s_t, phi_t = qk_t * (phi * call.reals.scale), 0.0
+    if F.softcap:  # its tanh once more: the compiler knows that it has it
+        bent = tanh(qk * call.reals.per_softcap)
+        phi_t = -(call.reals.per_softcap / LOG2E) * bent * phi * qk_t
+    if mask_t is not None:
+        s_t += moved_mask(mask_t, rows, keys, item, call, F, MASKED)
+    return p, s_t, phi, phi_t
+
+
+@triton.jit
+def share_of(sink, levels, F: tl.constexpr):
+    """The probability of a row's sink. levels as `levels_of` gives them."""
+    level, rest = levels
+    if F.scaled:
+        return tl.exp2(fma(sink, LOG2E, -level) + (sink * LOG2E_REST - rest))
+    else:
+        return tl.exp2(((sink - level) - rest) * LOG2E)

@@ -1,0 +1,146 @@
+"""Masks of M x N on the CUDA kernels, in the emulator: the cases of test_dense_masks.py, and how
+many tiles are computed."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from cases import FEATURE, Dims, build
+from emulated import everywhere, survivors
+from emulator import needs_emulator
+from judge import Verdict
+from runners import passed
+from test_dense_masks import BESIDE, FORMS, NO_MEAN, PATTERNS, M, N, case, keep, mask_of, same
+
+import fastattn
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
+BF16, F16 = torch.bfloat16, torch.float16
+ONE_HEAD = Dims(1, 1, 1, M, N, 16, 24)
+HIDING = [x for x in FORMS if x != "PLAIN"] + ["bool"]
+
+
+@pytest.fixture
+def emulated():
+    with everywhere() as backend:
+        yield backend
+
+
+def out(problem):
+    return problem.run(fastattn.attention, backward=False)
+
+
+def judged(*problems):
+    found = []
+    for problem in problems:
+        lines = Verdict(problem).complaints(fastattn.attention)
+        found += [f"{problem.name} {line}" for line in lines]
+    passed(found)
+
+
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=["bfloat16", "float16"])
+@pytest.mark.parametrize("pattern", NO_MEAN)
+def test_bits_are_those_of_every_number_added(emulated, pattern, dtype):
+    given = dtype, BESIDE.get(pattern, ""), ONE_HEAD
+    expected = case(pattern, "PLAIN", *given).run(fastattn.attention)
+    for form in HIDING:
+        found = case(pattern, form, *given).run(fastattn.attention)
+        assert not (off := same(found, expected)), f"{form}: {off}"
+
+
+@pytest.mark.parametrize("form", HIDING)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_dense_masks(emulated, pattern, form):
+    problem = case(pattern, form, BF16, dims=ONE_HEAD)
+    if form == "finfo.min":  # q.k is absorbed, and must not round: far_rows.py
+        problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+    judged(problem)
+
+
+@pytest.mark.parametrize("pattern", ["causal", "left padding", "one visible"])
+def test_a_row_of_finfo_min_is_the_mean(emulated, pattern):
+    problem = case(pattern, "finfo.min", BF16, dims=ONE_HEAD)
+    rows = [5, 6, 7, 8, M - 1]
+    problem.kwargs["mask"][rows] = torch.finfo(BF16).min
+    mean = problem.v.double().mean(2, keepdim=True).expand(1, 1, 5, -1)
+    found = out(problem)["out"][:, :, rows].double()
+    torch.testing.assert_close(found, mean, rtol=0, atol=4 * torch.finfo(BF16).eps)
+
+
+@pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
+def test_planes(emulated, shape):
+    """Every plane has its own tiles; and it lies in memory as it likes."""
+    dims = Dims(2, 2, 1, 131, 150, 16, 16)
+    sizes = dict(B=2, H=2, M=131, N=150)
+    names = ("causal", "left padding", "blocks", "one visible")
+    shown = torch.stack([keep(x)[:131, :150] for x in names]).unflatten(0, (2, 2))
+    shown = shown[tuple(slice(None) if x in shape else slice(1) for x in "BHMN")]
+    shown = shown[(0,) * (4 - len(shape))] if len(shape) < 4 else shown
+    assert list(shown.shape) == [sizes.get(x, 1) for x in shape]
+    problem = build(dims, [FEATURE["float_mask"]], BF16)
+    mask = mask_of("-inf", shown, BF16)
+    problem.kwargs["mask"] = mask
+    judged(problem)
+    right = out(problem)["out"]
+    apart = mask.repeat_interleave(3, -1)[..., ::3]
+    for other in (mask.mT.contiguous().mT, apart, shown):
+        problem.kwargs["mask"] = other
+        assert torch.equal(out(problem)["out"], right)
+
+
+@pytest.mark.parametrize("D", [64, 128, 192, 256])
+def test_head_dims(emulated, D):
+    """Tiles of every size."""
+    problems = [build(Dims(1, 1, 1, 140, 200, D, D), [], BF16) for _ in range(2)]
+    for problem, pattern in zip(problems, ("causal", "left padding"), strict=True):
+        problem.kwargs["mask"] = mask_of("-inf", keep(pattern)[-140:, -200:], BF16)
+    judged(*problems)
+
+
+def products(emulated, problem, **arguments):
+    """How many multiplications of matrices a call takes."""
+    problem = replace(problem, kwargs=arguments)
+    out(problem)
+    return emulated.findings[-1].multiplies
+
+
+@pytest.mark.parametrize("form", HIDING)
+def test_what_is_hidden_costs_nothing(emulated, form):
+    """No more products than with the structure told, and none where nothing is seen."""
+    plain = build(Dims(1, 1, 1, 300, 300, 16, 16), [], BF16)
+    i, j = torch.arange(300)[:, None], torch.arange(300)
+    for shown, told in (
+        (j <= i, dict(causal=True)),
+        ((j <= i + 70) & (j >= i - 70), dict(window=(70, 70))),
+        ((j < 100) & (i >= 0), dict(key_lengths=torch.tensor([100]))),
+        (j >= 0 * i, {}),
+    ):
+        expected = products(emulated, plain, **told)
+        assert products(emulated, plain, mask=mask_of(form, shown, BF16)) == expected, told
+    nothing = mask_of(form, (i < 0) & (j < 0), BF16)
+    least = products(emulated, plain, mask=nothing)
+    assert least == (products(emulated, plain) if form == "finfo.min" else 0)
+
+
+def test_numbers_that_are_no_structure(emulated):
+    """-1e9 and NaN: rows of either see what they are given."""
+    problem = case("causal", "-inf", BF16, dims=ONE_HEAD)
+    mask = torch.where(keep("causal"), 0.0, -1e9)
+    mask[: M // 2] = -1e9
+    problem.kwargs["mask"] = mask
+    problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+    judged(problem)
+    clean = out(problem)["out"]
+    mask[M // 2 + 2, N // 2] = torch.nan
+    found = out(problem)["out"]
+    assert found[:, :, M // 2 + 2].isnan().all()
+    found[:, :, M // 2 + 2] = clean[:, :, M // 2 + 2]
+    assert torch.equal(found, clean)
+
+
+def test_each_site_deleted_is_caught():
+    """Where a block begins again, for rows that see nothing but finfo.min."""
+    problem = build(Dims(1, 1, 1, 131, 150, 16, 16), [], BF16)
+    i, j = torch.arange(131)[:, None], torch.arange(150)
+    problem.kwargs["mask"] = mask_of("finfo.min", (j > 70) & (i < 100), BF16)
+    assert not survivors(lambda: out(problem))
