@@ -205,7 +205,10 @@ def models(results: Sequence[Result]) -> Iterator[str]:
 
 
 def derivatives(results: Sequence[Result]) -> Iterator[str]:
-    return _races(results, "derivatives")
+    """Races, then what each transform's memory is."""
+    yield from _races(results, "derivatives")
+    yield ""
+    yield from _memory(results, "extra MB")
 
 
 def _races(results: Sequence[Result], section: str) -> Iterator[str]:
@@ -228,13 +231,17 @@ def _raced(row: Result) -> list[str]:
 
 
 def memory(results: Sequence[Result]) -> Iterator[str]:
+    return _memory(results, "extra MB, forward+backward")
+
+
+def _memory(results: Sequence[Result], title: str) -> Iterator[str]:
     """Of the first machine: bytes are the same on all."""
     rows = [row for x in results[:1] for row in x["memory"] if row["extra_bytes"] is not None]
     if not rows:
         return
     peers = list(dict.fromkeys(row["peer"] for row in rows))
     grid = {(row["mask"], row["N"], row["peer"]): row["extra_bytes"] for row in rows}
-    yield _row("extra MB, forward+backward", *peers)
+    yield _row(title, *peers)
     yield _row(*["---"] * (1 + len(peers)))
     for mask, n in dict.fromkeys(key[:2] for key in grid):
         sizes = (grid.get((mask, n, peer)) for peer in peers)

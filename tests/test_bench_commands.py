@@ -284,7 +284,7 @@ def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
     result = run(tmp_path, "derivatives", "--lengths", "64", "128", "--seconds", "0.002")
     rows, memory = result["derivatives"], result["memory"]
     assert len(rows) == 2 * 6 and all(row["status"] == "ok" for row in rows), rows
-    assert len(list(pages.derivatives([result]))) == 2 + len(rows)
+    assert len(list(pages.derivatives([result]))) == 2 + len(rows) + 1 + 2 + 3 * 2
     assert len(memory) == 3 * 2 * 2 and all(row["extra_bytes"] is not None for row in memory)
     assert len(list(second_order.growth(memory))) == 3
 
