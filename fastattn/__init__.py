@@ -1,5 +1,8 @@
 """Fused exact attention for PyTorch: every feature composes with every other."""
 
+import importlib
+from typing import Any
+
 from . import prerequisites  # noqa: F401
 
 # isort: split
@@ -50,7 +53,9 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> str:
+def __getattr__(name: str) -> Any:
+    if name == "distributed":  # where it is asked for: torch may have been built without its own
+        return importlib.import_module("fastattn.distributed")
     if name == "__version__":
         from importlib.metadata import PackageNotFoundError, version
 

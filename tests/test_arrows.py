@@ -16,7 +16,7 @@ FLOORS = (
     {"profiling"},
     {"report"},
     {"observing"},
-    {"conversion", "flash_attn", "integrations", "patching", "structure"},
+    {"conversion", "distributed", "flash_attn", "integrations", "patching", "structure"},
     {"multihead", "torch_form", "explaining", "nn", "merging", "cache", "forward_mode"},
     {"nested_heads"},
     {"nested"},
@@ -48,6 +48,13 @@ INSIDE = {
         {"flash_attn.caching"},
         {"flash_attn.translation"},
         {"flash_attn.checks", "flash_attn.transformers_checks"},
+    ),
+    "distributed": (
+        {"distributed"},
+        {"distributed.calls", "distributed.sharding"},
+        {"distributed.gather", "distributed.ring", "distributed.ulysses", "distributed.agreement"},
+        {"distributed.hops", "distributed.whole"},
+        {"distributed.collectives", "distributed.layout"},
     ),
     "integrations": (
         {"integrations"},

@@ -53,6 +53,12 @@ SHARES = {
     "test_amx::test_the_assembly_gives_the_bits_of_the_model": (NONE, NONE),
     "test_amx_planes": (20, 2),
     "test_interruption": (NONE, ALL),
+    # Each worker starts four ranks, for ten seconds.
+    "test_distributed": (NONE, 4),
+    "test_distributed::test_features": (NONE, 7),
+    "test_distributed::test_everything": (NONE, 13),
+    "test_distributed::test_sizes": (NONE, 11),
+    "test_distributed::test_layouts": (2, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
     "test_cuda_decode": (NONE, 13),

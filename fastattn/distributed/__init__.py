@@ -1,0 +1,10 @@
+"""Attention over the ranks of torch.distributed: the same function as on one of them.
+
+Each rank has a part of the sequence. Masks, windows, bias, sinks, gradients and dropout's draws are
+those of one call on the whole: `fastattn.Place` tells the kernels where a block lies in it.
+"""
+
+from .calls import attention
+from .sharding import shard, unshard
+
+__all__ = ["attention", "shard", "unshard"]

@@ -1,0 +1,134 @@
+"""Do all ranks make the same call? One small exchange before it, and what each finds out there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from .collectives import exchange, waiting
+
+
+class Own(NamedTuple):
+    """What each rank has of its own. seed: drawn, where none was given; the first rank's counts.
+    mask_rows: what its mask has, as far as this rank can tell: `UNCLEAR` if it has one row."""
+
+    rows: int
+    keys: int
+    seed: int
+    mask_rows: int
+
+
+NO_ROWS, ROWS, UNCLEAR = range(3)
+NOTHING = Own(0, 0, 0, UNCLEAR)
+
+
+def mask_rows(mask: Tensor | None, rows: int) -> int:
+    if mask is None or mask.ndim < 2 or (mask.shape[-2] == 1 != rows):
+        return NO_ROWS
+    return UNCLEAR if rows == 1 else ROWS
+
+
+def need_group(group: Any) -> dist.ProcessGroup:
+    """A group of ranks: itself, that of a mesh of one dimension, or of all ranks. Raises
+    RuntimeError where there is none, ValueError for another mesh."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(
+            "fastattn.distributed: got no group of ranks, expected torch.distributed to have one: "
+            "call torch.distributed.init_process_group, under torchrun or as its help shows"
+        )
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            expected = "a mesh of one dimension, or mesh['name'] of a larger one"
+            raise ValueError(f"group: got a mesh of {group.ndim} dimensions, expected {expected}")
+        group = group.get_group()
+    found = dist.group.WORLD if group is None else group
+    if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
+        expected = "a group of ranks that this one is in, a DeviceMesh of one dimension, or None"
+        raise ValueError(f"group: got {found!r}, expected {expected}")
+    return found
+
+
+def table(row: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[list[int]]:
+    """The row of each rank."""
+    sent = torch.tensor(row, dtype=torch.int64, device=device)
+    shapes = [(len(row),)] * dist.get_world_size(group)
+    found = exchange([sent] * len(shapes), shapes, group, "what the ranks agree on")
+    return torch.stack(found).tolist()
+
+
+def sizes(n: int, device: torch.device, group: dist.ProcessGroup) -> list[int]:
+    return [row[0] for row in table([n], device, group)]
+
+
+def agree(
+    own: Own,
+    facts: Mapping[str, Any],
+    trouble: Exception | None,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> list[Own]:
+    """What every rank has; each calls this once a call. facts: what must be the same, by the names
+    of arguments.
+
+    Raises on every rank, with rank and argument: ValueError where facts differ; the `trouble` that
+    a rank has with its own arguments there, and RuntimeError about it on the others.
+    """
+    mine = [trouble is not None, *own, *map(digest, facts.values())]
+    every = table(mine, device, group)
+    n = 1 + len(own)
+    failed = [r for r, row in enumerate(every) if row[0]]
+    names = [name for at, name in enumerate(facts, n) if len({row[at] for row in every}) > 1]
+    if failed or names:
+        said = _said(repr(trouble) if failed else {x: facts[x] for x in names}, group)
+        if trouble is not None:
+            raise trouble
+        if failed:
+            raise RuntimeError(f"rank {failed[0]} of {len(every)} raised {said[failed[0]]}")
+        raise ValueError("; ".join(_difference(name, [x[name] for x in said]) for name in names))
+    found = [Own(*row[1:n]) for row in every]
+    if {NO_ROWS, ROWS} <= {x.mask_rows for x in found}:
+        said = ["one row for all" if x.mask_rows == NO_ROWS else "rows" for x in found]
+        raise ValueError(_difference("mask", said))
+    return found
+
+
+def _said(what: Any, group: dist.ProcessGroup) -> list[Any]:
+    """All know by now that there is something to say."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with waiting(group, "what the ranks do not agree on"):
+        dist.all_gather_object(found, what, group=group)
+    return found
+
+
+def _difference(name: str, values: Sequence[Any]) -> str:
+    first = values[0]
+    at = next(r for r, x in enumerate(values) if x != first)
+    return f"{name}: got {values[at]} on rank {at}, expected {first}, as on rank 0"
+
+
+def digest(value: Any) -> int:
+    """64 bits of what repr says."""
+    found = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
+    return int.from_bytes(found, "little", signed=True)
+
+
+def told(x: Tensor | None, but: Sequence[int] = ()) -> Any:
+    """A tensor as a fact: all but the sizes at `but`, which ranks may have of their own."""
+    if x is None:
+        return None
+    shape = tuple("any" if d - x.ndim in but else n for d, n in enumerate(x.shape))
+    grad = "with gradient" if x.requires_grad and torch.is_grad_enabled() else "without gradient"
+    return str(x.dtype), shape, x.device.type, grad
+
+
+def values_told(x: Tensor | None) -> Any:
+    """The same of a small tensor that is the whole call's, with its values if they lie at hand."""
+    if x is None:
+        return None
+    return *told(x), x.detach().tolist() if x.device.type == "cpu" else "unread"

@@ -1,0 +1,164 @@
+"""The public call: what the ranks agree on, and the strategy that runs it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_arguments
+from ..check import check
+from ..operators import unseen
+from ..place import EVERYTHING
+from . import gather, ring, ulysses
+from .agreement import NOTHING, ROWS, UNCLEAR, Own, mask_rows, need_group, told, values_told
+from .agreement import agree as _agree
+from .layout import CONTIGUOUS, need_layout, spans_of
+from .whole import Whole
+
+OF_ROWS = (-2,)  # of q, k, v and mask, counted from the end
+
+
+Strategy = Callable[[Whole, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+STRATEGIES: dict[str, Strategy] = {
+    "gather": gather.attention,
+    "ring": ring.attention,
+    "ulysses": ulysses.attention,
+}
+
+
+@unseen  # by compilers: what ranks say to each other is no part of a graph
+@with_arguments
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    strategy: str = "auto",
+    layout: str = CONTIGUOUS,
+    agree: bool = True,
+    return_lse: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fastattn.attention` of a sequence whose parts lie on the ranks of a group.
+
+    q (B,H,M,D), k (B,Hk,N,D) and v (B,Hk,N,Dv) are this rank's rows and keys, all heads; each rank
+    calls it with its own and gets the out of its rows (B,H,M,Dv), and with return_lse their LSE
+    (B,H,M): what one rank would give for all of them, causal, windows, ALiBi and dropout's draws
+    included. Gradients of q, k and v are those of the sum of all ranks' losses.
+
+    group: a torch.distributed group, a DeviceMesh of one dimension, or None for all ranks.
+    strategy: "gather" sends every rank all keys and values; out, LSE and the gradients of q and of
+        a mask that has rows have the bits that they have on one rank. "ulysses" (DeepSpeed-Ulysses,
+        Jacobs 2023) sends each rank all rows of H / P heads: a P that divides H; where it divides
+        Hk, too, everything has the bits of one rank. "ring" (Ring Attention, Liu 2023) sends keys
+        on from rank to rank while it computes, so that memory falls as 1 / P; hops that no row sees
+        are left out; it has first derivatives alone, and computes 16 bits in float32. "auto" is
+        ulysses where P divides H, else gather.
+    layout: how the sequence lies, "contiguous" (parts of any sizes, in the order of ranks) or
+        "zigzag"; see `shard`.
+    agree: ask first whether all ranks make the same call, in one small exchange; a difference
+        raises everywhere. Without it each rank must have as many rows and keys as the others, a
+        layout that says so, and a seed if it drops.
+    arguments: those of `attention`. mask broadcasts to (B,H,M, all keys), with this rank's rows.
+        key_lengths, alibi_slopes and sinks are the whole call's; the gradients of sinks, and of a
+        mask without rows, which every rank holds whole, are sums over ranks, the same on each. With
+        seed None the first rank draws. place has head, item and bottom_right alone.
+
+    Raises as `attention`; ValueError naming rank and argument where ranks differ; RuntimeError
+    where another rank raised, died, or did not come within the group's timeout.
+    """
+    group = need_group(group)
+    given = resolved(arguments, "fastattn.distributed.attention")
+    call = _whole(q, k, v, group, strategy, layout, agree, given)
+    out, lse = STRATEGIES[_chosen(strategy, q.shape[1], call.ranks)](call, q, k, v)
+    return (out, lse) if return_lse else out
+
+
+def _chosen(strategy: str, heads: int, ranks: int) -> str:
+    if strategy == "auto":
+        return "gather" if heads % ranks else "ulysses"
+    return strategy
+
+
+def _whole(q, k, v, group, strategy, layout, asks, given) -> Whole:
+    check_own = functools.partial(_check_own, q, k, v, group, strategy, layout, given)
+    draws = bool(given["dropout_p"]) and given["seed"] is None
+    if asks:
+        found = _agreed(q, k, v, group, given, dict(strategy=strategy, layout=layout), check_own)
+    else:
+        check_own()
+        if draws:
+            raise ValueError("seed: got None, expected the same on every rank where agree is False")
+        found = [_own(q, k, given, 0)] * dist.get_world_size(group)
+    rows = spans_of(layout, [x.rows for x in found], "q.shape[2]")
+    keys = spans_of(layout, [x.keys for x in found], "k.shape[2]")
+    if draws:
+        given = given | {"seed": found[0].seed}
+    kinds = {x.mask_rows for x in found}
+    has_rows = ROWS in kinds or kinds == {UNCLEAR}
+    return Whole(group, rows, keys, given, has_rows, given["place"] or EVERYTHING)
+
+
+def _agreed(q, k, v, group, given, how, check_own) -> list[Own]:
+    own, trouble, facts = NOTHING, None, dict.fromkeys((*_TENSORS, *_SCALARS, *how))
+    try:
+        check_own()
+        own = _own(q, k, given, int(draw_seed("cpu")) if given["dropout_p"] else 0)
+        facts = _facts(q, k, v, given) | how
+    except (TypeError, ValueError) as caught:
+        trouble = caught
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    return _agree(own, facts, trouble, device, group)
+
+
+def _own(q, k, given, seed) -> Own:
+    rows = q.shape[2]
+    return Own(rows, k.shape[2], seed, mask_rows(given["mask"], rows))
+
+
+_TENSORS = ("q", "k", "v", "mask", "key_lengths", "alibi_slopes", "sinks", "seed")
+_SCALARS = tuple(name for name in DEFAULTS if name not in _TENSORS)
+
+
+def _facts(q, k, v, given) -> dict[str, Any]:
+    """What all ranks must have alike."""
+    found = {name: told(x, OF_ROWS) for name, x in zip("qkv", (q, k, v))}
+    found["mask"] = told(given["mask"], OF_ROWS)
+    for name in ("key_lengths", "alibi_slopes", "sinks"):
+        found[name] = values_told(given[name])
+    seed = given["seed"]
+    found["seed"] = values_told(seed) if isinstance(seed, Tensor) else seed
+    return found | {name: given[name] for name in _SCALARS}
+
+
+def _check_own(q, k, v, group, strategy, layout, given) -> None:
+    """What this rank can see alone. The rest, which all see alike, its calls check."""
+    of_whole = ("mask", "key_lengths", "place")  # not of this rank's keys
+    seed = 0 if given["seed"] is None else given["seed"]  # not to draw one
+    check(*prepare(q, k, v, given | dict.fromkeys(of_whole) | {"seed": seed}))
+    need_layout(layout)
+    if strategy not in ("auto", *STRATEGIES):
+        expected = ", ".join(map(repr, ("auto", *STRATEGIES)))
+        raise ValueError(f"strategy: got {strategy!r}, expected one of {expected}")
+    ranks, heads = dist.get_world_size(group), q.shape[1]
+    if strategy == "ulysses" and heads % ranks:
+        raise ValueError(
+            f"strategy: got 'ulysses' for {heads} heads on {ranks} ranks, expected ranks that "
+            "divide the heads; use strategy='gather'"
+        )
+    mask, place = given["mask"], given["place"]
+    if isinstance(mask, Tensor) and mask.ndim > 1 and mask.shape[-2] not in (1, q.shape[2]):
+        got = f"{mask.shape[-2]} rows"
+        raise ValueError(f"mask: got {got}, expected 1, or this rank's {q.shape[2]}, by all keys")
+    if mask is not None and not isinstance(mask, Tensor):
+        raise TypeError(f"mask: got {type(mask).__name__}, expected a torch.Tensor or None")
+    if place is not None and (place.row, place.key, place.rows, place.keys) != (0, 0, None, None):
+        expected = "head, item and bottom_right alone: rows and keys lie where the ranks' do"
+        raise ValueError(f"place: got {place}, expected {expected}")

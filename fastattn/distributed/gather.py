@@ -1,0 +1,33 @@
+"""All keys and values on every rank: a row has one chain over keys, and so the bits of one rank
+(context parallelism of Llama 3, Grattafiori 2024, section 3.3.2)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import api
+from .layout import Span
+from .whole import Whole
+
+
+def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, LSE) of this rank's rows."""
+    k = call.gathered(k, call.keys, "all keys")
+    v = call.gathered(v, call.keys, "all values")
+    mask, sinks = call.mask(), call.shared("sinks")
+    outs, lses, done = [], [], 0
+    for rows in call.rows[call.rank] or (Span(0, 0),):  # who has none has gradients, too: zeros
+        own = slice(done, done + rows.size)
+        done = own.stop
+        about: dict[str, Any] = dict(
+            mask=mask[..., own, :] if mask is not None and call.mask_rows else mask,
+            sinks=sinks,
+            place=call.at(row=rows.first),
+        )
+        out, lse = api.attention(q[:, :, own], k, v, **call.arguments | about, return_lse=True)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)

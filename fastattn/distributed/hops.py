@@ -1,0 +1,45 @@
+"""From rank to rank around a ring: what is sent while something is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .collectives import Shape, waiting
+
+
+class Hop:
+    """Tensors on their way to the rank that is `step` further, and others on their way here from
+    as far before. All have one dtype; shapes: of what comes."""
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        shapes: Sequence[Shape],
+        group: dist.ProcessGroup,
+        what: str,
+        step: int = 1,
+    ):
+        self.group, self.what, self.shapes = group, what, shapes
+        self.sent = torch.cat([x.reshape(-1) for x in tensors])
+        self.sizes = [torch.Size(x).numel() for x in shapes]
+        self.received = self.sent.new_empty(sum(self.sizes))
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        each = (dist.isend, self.sent, rank + step), (dist.irecv, self.received, rank - step)
+        # What is empty is not sent: the sizes are known on both sides.
+        posted = [
+            dist.P2POp(send, x, group=group, group_peer=peer % ranks)
+            for send, x, peer in each
+            if x.numel()
+        ]
+        with waiting(group, what):
+            self.works = dist.batch_isend_irecv(posted) if posted else []
+
+    def arrived(self) -> list[Tensor]:
+        with waiting(self.group, self.what):
+            for work in self.works:
+                work.wait()
+        return [x.view(shape) for x, shape in zip(self.received.split(self.sizes), self.shapes)]

@@ -1,0 +1,96 @@
+"""Which places of a sequence each rank has, and in what order it holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
+LAYOUTS = (CONTIGUOUS, ZIGZAG)
+
+
+class Span(NamedTuple):
+    """Places in a row: from the first, up to the end."""
+
+    first: int
+    end: int
+
+    @property
+    def size(self) -> int:
+        return self.end - self.first
+
+
+Spans = tuple[tuple[Span, ...], ...]  # of every rank, each in the order that it holds them
+
+
+def spans(layout: str, total: int, ranks: int) -> Spans:
+    """As `shard` cuts a sequence. contiguous: into chunks as torch.chunk does. zigzag: into twice
+    as many chunks, of which rank r has the r-th and the r-th from the end, so that each has as much
+    to do where rows see what is before them."""
+    need_layout(layout)
+    pieces = ranks if layout == CONTIGUOUS else 2 * ranks
+    size = -(-total // pieces)
+    chunks = [Span(min(c * size, total), min(c * size + size, total)) for c in range(pieces)]
+    if layout == CONTIGUOUS:
+        return tuple(_joined(chunks[r : r + 1]) for r in range(ranks))
+    return tuple(_joined([chunks[r], chunks[-1 - r]]) for r in range(ranks))
+
+
+def spans_of(layout: str, sizes: Sequence[int], name: str) -> Spans:
+    """Of parts that have these sizes. Contiguous ones may have any; raises ValueError for others
+    that `shard` does not cut so."""
+    need_layout(layout)
+    if layout == CONTIGUOUS:
+        ends = [sum(sizes[: r + 1]) for r in range(len(sizes))]
+        return tuple(_joined([Span(end - size, end)]) for size, end in zip(sizes, ends))
+    found = spans(layout, sum(sizes), len(sizes))
+    expected = [size_of(x) for x in found]
+    if list(sizes) != expected:
+        raise ValueError(
+            f"{name}: got {list(sizes)} on the ranks, expected {expected}: layout={layout!r} has "
+            f"parts as fastattn.distributed.shard(..., layout={layout!r}) cuts them"
+        )
+    return found
+
+
+def size_of(part: Sequence[Span]) -> int:
+    return sum(x.size for x in part)
+
+
+def need_layout(layout: str) -> None:
+    if layout not in LAYOUTS:
+        expected = " or ".join(map(repr, LAYOUTS))
+        raise ValueError(f"layout: got {layout!r}, expected {expected}")
+
+
+def _joined(chunks: Sequence[Span]) -> tuple[Span, ...]:
+    """Neighbours as one, and none that is empty."""
+    found: list[Span] = []
+    for x in chunks:
+        if found and found[-1].end == x.first:
+            found[-1] = Span(found[-1].first, x.end)
+        elif x.size:
+            found.append(x)
+    return tuple(found)
+
+
+def part(x: Tensor, own: Sequence[Span], dim: int) -> Tensor:
+    """What a rank with these spans has of a whole; a view, if that is one span."""
+    pieces = [x.narrow(dim, *(a.first, a.size)) for a in own]
+    if len(pieces) == 1:
+        return pieces[0]
+    return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+
+def whole(parts: Sequence[Tensor], of: Spans, dim: int) -> Tensor:
+    """All ranks' parts in the order of the sequence."""
+    pieces = []
+    for x, own in zip(parts, of):
+        cut = x.split([a.size for a in own], dim) if own else ()
+        pieces += [(a.first, piece) for a, piece in zip(own, cut)]
+    if not pieces:
+        return parts[0]
+    return torch.cat([piece for _, piece in sorted(pieces, key=lambda x: x[0])], dim)

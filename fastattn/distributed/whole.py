@@ -1,0 +1,67 @@
+"""The call that the ranks' calls are parts of, and what strategies share about it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ..place import Place
+from . import layout
+from .collectives import Gather, Shape, Shared
+from .layout import Spans
+
+
+class Whole(NamedTuple):
+    """arguments: those of `fastattn.attention`, by name; slopes and sinks are the whole call's.
+    mask_rows: has the mask a row for each of this rank's, or one for all of the whole call's?
+    place: where all of it lies in heads and items."""
+
+    group: dist.ProcessGroup
+    rows: Spans
+    keys: Spans
+    arguments: dict[str, Any]
+    mask_rows: bool
+    place: Place
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    def at(self, row: int = 0, head: int = 0) -> Place:
+        """Of a call whose first row and head are these of the whole, and that has all keys."""
+        rows, keys = (sum(map(layout.size_of, of)) for of in (self.rows, self.keys))
+        return self.place._replace(row=row, head=self.place.head + head, rows=rows, keys=keys)
+
+    def gathered(self, x: Tensor, of: Spans, what: str, dim: int = 2) -> Tensor:
+        """All ranks' x along dim, in the order of the sequence."""
+        shapes = [resized(x, dim, layout.size_of(own)) for own in of]
+        return layout.whole(Gather.apply(self.group, what, shapes, x), of, dim)
+
+    def shared(self, name: str) -> Tensor | None:
+        """An argument that every rank has whole: its gradient is the sum over ranks."""
+        x = self.arguments[name]
+        return x if x is None or not x.requires_grad else Shared.apply(self.group, name, x)
+
+    def mask(self) -> Tensor | None:
+        mask = self.arguments["mask"]
+        return mask if self.mask_rows else self.shared("mask")
+
+
+def resized(x: Tensor, dim: int, size: int) -> Shape:
+    shape = list(x.shape)
+    shape[dim] = size
+    return tuple(shape)
+
+
+def heads_of(x: Tensor | None, own: Sequence[int] | slice, dim: int) -> Tensor | None:
+    """Of a tensor that may have one for all heads, or no heads."""
+    if x is None or x.ndim < -dim or x.shape[dim] == 1:
+        return x
+    return x[(..., own, *(slice(None),) * (-dim - 1))]

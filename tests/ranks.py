@@ -1,0 +1,75 @@
+"""Ranks of torch.distributed for tests: processes on this machine, over gloo, started once and
+asked many times. What they run is a function of a test module, by name."""
+
+import datetime
+import importlib
+import multiprocessing
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+TIMEOUT = 20  # seconds that a rank waits for another; a test of a missing one waits for less
+
+
+class Ranks:
+    """`most` processes; `run` takes the first few of them."""
+
+    def __init__(self, most, timeout=TIMEOUT):
+        self.folder = tempfile.TemporaryDirectory()
+        context = multiprocessing.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(most):
+            ours, theirs = context.Pipe()
+            given = rank, most, str(Path(self.folder.name) / "store"), timeout, theirs
+            self.processes.append(context.Process(target=serve, args=given, daemon=True))
+            self.pipes.append(ours)
+            self.processes[-1].start()
+            theirs.close()
+
+    def run(self, ranks, function, *args):
+        """What each of the first ranks returns, or raised. The function gets their group first."""
+        for pipe in self.pipes[:ranks]:
+            pipe.send((ranks, function.__module__, function.__name__, args))
+        return [self._answer(rank) for rank in range(ranks)]
+
+    def _answer(self, rank):
+        try:
+            return self.pipes[rank].recv()
+        except EOFError:
+            return RuntimeError("gone")
+
+    def end(self):
+        for x in self.processes:
+            x.kill()
+            x.join()
+        self.folder.cleanup()
+
+
+def serve(rank, most, store, timeout, pipe):
+    """In a process of its own."""
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    wait = datetime.timedelta(seconds=timeout)
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(store, most), rank=rank, world_size=most, timeout=wait
+    )
+    groups = {n: dist.new_group(range(n), timeout=wait) for n in range(1, most + 1)}
+    while True:
+        ranks, module, name, args = pipe.recv()
+        try:
+            found = getattr(importlib.import_module(module), name)(groups[ranks], *args)
+        except Exception as error:
+            found = error
+        pipe.send(found)
+
+
+@contextmanager
+def ranks(most, timeout=TIMEOUT):
+    found = Ranks(most, timeout)
+    try:
+        yield found
+    finally:
+        found.end()

@@ -1,0 +1,416 @@
+"""Attention over ranks is that of one: every feature, every strategy, forward and gradients."""
+
+import functools
+import os
+from dataclasses import replace
+
+import pytest
+import ranks
+import torch
+import torch.distributed as dist
+from cases import DTYPES, FEATURE, FEATURES, Dims, build
+from judge import Verdict
+
+import fastattn
+from fastattn import distributed
+from fastattn.distributed import layout as layouts
+
+STRATEGIES = ("gather", "ring", "ulysses")
+OF_ROWS = ("out", "lse", "dq")
+# Everything at once that one call can have.
+EVERYTHING = ("causal", "left_window", "lengths", "alibi", "softcap", "bias_grad", "sinks")
+EVERYTHING += ("dropout", "gqa", "wide_values", "lse_loss")
+# `place` says where a whole call's rows and keys are: here the ranks do.
+ALONE = [x.name for x in FEATURES if x.group != "place"]
+DIMS = Dims(2, 12, 12, 63, 63, 17, 17)  # heads that 2, 3 and 4 ranks divide
+
+
+@pytest.fixture(scope="module")
+def four():
+    with ranks.ranks(4) as found:
+        yield found
+
+
+def problem_of(names, dtype, dims=DIMS):
+    return build(dims, [FEATURE[x] for x in names], DTYPES[dtype])
+
+
+def has_rows(mask):
+    return mask is not None and mask.ndim > 1 and mask.shape[-2] != 1
+
+
+# -- what the ranks run ----------------------------------------------------------------------------
+
+
+def mine(group, problem, layout):
+    """This rank's part of a problem."""
+    cut = functools.partial(distributed.shard, layout=layout, group=group)
+    kwargs = dict(problem.kwargs)
+    if has_rows(kwargs.get("mask")):
+        kwargs["mask"] = cut(kwargs["mask"], dim=-2)
+    parts = {x: cut(getattr(problem, x)) for x in ("q", "k", "v", "dout")}
+    dlse = None if problem.dlse is None else cut(problem.dlse)
+    return replace(problem, **parts, dlse=dlse, kwargs=kwargs)
+
+
+def run(group, names, dtype, dims, strategy, layout, more):
+    own = mine(group, problem_of(names, dtype, dims), layout)
+    attention = functools.partial(
+        distributed.attention, group=group, strategy=strategy, layout=layout, **more
+    )
+    return own.run(attention)
+
+
+# -- and what is made of it ------------------------------------------------------------------------
+
+
+def together(problem, found, layout):
+    """The whole call's results from those of the ranks."""
+    rows, keys = (layouts.spans(layout, x.shape[2], len(found)) for x in (problem.q, problem.k))
+    whole = {}
+    for name in found[0]:
+        each = [x[name] for x in found]
+        if name in OF_ROWS:
+            whole[name] = layouts.whole(each, rows, 2)
+        elif name in ("dk", "dv"):
+            whole[name] = layouts.whole(each, keys, 2)
+        elif name == "dmask" and has_rows(problem.kwargs["mask"]):
+            whole[name] = layouts.whole(each, rows, problem.kwargs["mask"].ndim - 2)
+        else:
+            assert all(torch.equal(x, each[0]) for x in each), f"{name} differs between ranks"
+            whole[name] = each[0]
+    return whole
+
+
+def over(four, count, names, dtype, strategy, layout="contiguous", dims=DIMS, **more):
+    """(the problem, the whole call's results)"""
+    found = four.run(count, run, names, dtype, dims, strategy, layout, more)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    problem = problem_of(names, dtype, dims)
+    return problem, together(problem, found, layout)
+
+
+def divides(count, problem):
+    return problem.q.shape[1] % count == 0
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("feature", ALONE)
+def test_features(four, feature, strategy):
+    for count, layout in ((2, "contiguous"), (3, "zigzag"), (4, "contiguous")):
+        problem = problem_of((feature,), "float32")
+        if strategy != "ulysses" or divides(count, problem):
+            problem, found = over(four, count, (feature,), "float32", strategy, layout)
+            assert not Verdict(problem).about(found)
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_everything(four, dtype, count, strategy, layout):
+    problem, found = over(four, count, EVERYTHING, dtype, strategy, layout)
+    assert not Verdict(problem).about(found)
+
+
+# Fewer rows than ranks, one each, none at all; more keys than rows, and fewer.
+SIZES = ((1, 1), (3, 3), (4, 4), (5, 9), (9, 5), (0, 6), (6, 0), (63, 7), (2, 131))
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_sizes(four, size, strategy, layout):
+    names, dims = (*EVERYTHING[:2], *EVERYTHING[3:]), replace(DIMS, M=size[0], N=size[1])
+    problem, found = over(four, 4, names, "float32", strategy, layout, dims)
+    assert not Verdict(problem).about(found)
+
+
+BITS = {"gather": ("out", "lse", "dq", "dmask")}  # the rest is a sum over ranks
+SAME_HEADS = ("causal", "left_window", "lengths", "bias_grad", "sinks", "dropout", "lse_loss")
+
+
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_are_those_of_one_rank(four, dtype, strategy, layout):
+    """Where what ranks divide are key heads, or no sums are: a row has the same chain over keys."""
+    problem, found = over(four, 4, SAME_HEADS, dtype, strategy, layout, row_invariant=True)
+    right = problem.run(fastattn.attention, row_invariant=True)
+    for name in BITS.get(strategy, right):
+        assert torch.equal(found[name], right[name]), name
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_twice_is_the_same_bits(four, strategy):
+    (_, one), (_, two) = (over(four, 3, EVERYTHING, "float32", strategy) for _ in range(2))
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+# -- masks whose rows are as many as one -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("feature", ["bias_grad", "key_bias_grad"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_mask_of_one_row_where_a_rank_has_one(four, feature, strategy):
+    """Three ranks have two rows and the last has one: it asks the others what its mask has."""
+    dims = replace(DIMS, M=7, N=7)
+    problem, found = over(four, 4, (feature,), "float32", strategy, dims=dims)
+    assert not Verdict(problem).about(found)
+
+
+# -- seeds -----------------------------------------------------------------------------------------
+
+
+def drop(group, seed):
+    """out of dropped ones, this rank's place, and what torch's generator gives next."""
+    torch.manual_seed(5 if seed == "same" else dist.get_rank(group))
+    x = torch.ones(1, 4, 6, 8)
+    out = distributed.attention(x, x, x, group=group, strategy="gather", dropout_p=0.5)
+    return out, torch.rand(()).item()
+
+
+def test_with_no_seed_the_first_rank_draws(four):
+    found = four.run(3, drop, "same")
+    torch.manual_seed(5)
+    whole = torch.ones(1, 4, 18, 8)
+    right = fastattn.attention(whole, whole, whole, dropout_p=0.5)
+    assert torch.equal(torch.cat([out for out, _ in found], 2), right)
+    after = torch.rand(()).item()
+    assert [x for _, x in found] == [after] * 3, "generators are not where one rank's is"
+    torch.manual_seed(0)
+    other = torch.cat([out for out, _ in four.run(3, drop, "own")], 2)
+    assert torch.equal(other, fastattn.attention(whole, whole, whole, dropout_p=0.5))
+
+
+# -- cutting ---------------------------------------------------------------------------------------
+
+
+def cut_and_join(group, layout, n, dim):
+    x = torch.arange(2.0 * n * 3).view(2, n, 3).movedim(1, dim).requires_grad_()
+    own = distributed.shard(x, dim=dim, layout=layout, group=group)
+    back = distributed.unshard(own, dim=dim, layout=layout, group=group)
+    (grad,) = torch.autograd.grad((back * back.detach()).sum(), x)
+    ranks = dist.get_world_size(group)
+    of = distributed.shard(x * ranks, dim=dim, layout=layout, group=group)
+    same_grad = torch.equal(distributed.shard(grad, dim=dim, layout=layout, group=group), of)
+    return own.detach(), torch.equal(back, x), same_grad
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 8, 13])
+@pytest.mark.parametrize("layout", layouts.LAYOUTS)
+def test_what_is_cut_is_joined(four, layout, n):
+    for dim in (0, 1, -1):
+        found = four.run(4, cut_and_join, layout, n, dim)
+        assert [x[1:] for x in found] == [(True, True)] * 4
+
+
+@pytest.mark.parametrize("n", [0, 1, 3, 4, 7, 8, 13, 64])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_layouts(n, ranks):
+    x = torch.arange(n)
+    chunks = [*x.chunk(ranks), *[x[:0]] * ranks][:ranks]
+    of = layouts.spans("contiguous", n, ranks)
+    for chunk, own in zip(chunks, of, strict=True):
+        assert torch.equal(layouts.part(x, own, 0), chunk)
+    of = layouts.spans("zigzag", n, ranks)
+    parts = [layouts.part(x, own, 0) for own in of]
+    assert torch.equal(layouts.whole(parts, of, 0), x)
+    assert of == layouts.spans_of("zigzag", [len(x) for x in parts], "x")
+    if n % (2 * ranks) == 0:  # as far from the beginning as from the end
+        assert {int(x.sum()) for x in parts} == {sum(range(n)) // ranks}
+
+
+# -- what differs, and who is missing --------------------------------------------------------------
+
+
+def differ(group, what):
+    rank = dist.get_rank(group)
+    x = torch.zeros(2, 4, 6, 8)
+    own = {"group": group}
+    if rank == 2:
+        given = {
+            "shape": ((x[:1], x[:1], x[:1]), {}),
+            "dtype": ((x.double(), x.double(), x.double()), {}),
+            "dims": ((x[0], x, x), {}),
+            "type": ((x.numpy(), x, x), {}),
+            "causal": ((x, x, x), dict(causal=True)),
+            "dropout": ((x, x, x), dict(dropout_p=0.1, seed=1)),
+            "sinks": ((x, x, x), dict(sinks=torch.ones(4))),
+            "strategy": ((x, x, x), dict(strategy="gather")),
+            "gradient": ((x.requires_grad_(), x, x), {}),
+            "softcap": ((x, x, x), dict(softcap=-1.0)),
+            "mask": ((x, x, x), dict(mask=torch.zeros(5, 18))),
+            "place": ((x, x, x), dict(place=fastattn.Place(row=3))),
+        }[what]
+    else:
+        given = ((x, x, x), {})
+    args, more = given
+    if what == "sinks":
+        own["sinks"] = torch.zeros(4)
+    return distributed.attention(*args, **own | more).shape
+
+
+DIFFERENCES = {
+    "shape": r"q: got .*1, 4, 'any', 8.* on rank 2, expected .*2, 4, 'any', 8.* as on rank 0",
+    "dtype": r"q: got \('torch.float64'.* on rank 2, expected \('torch.float32'",
+    "causal": r"causal: got True on rank 2, expected False, as on rank 0",
+    "dropout": r"seed: got 1 on rank 2, expected None.*dropout_p: got 0.1 on rank 2, expected 0",
+    "sinks": r"sinks: got .*1.0, 1.0.* on rank 2, expected .*0.0, 0.0.* as on rank 0",
+    "strategy": r"strategy: got gather on rank 2, expected auto, as on rank 0",
+    "gradient": r"q: got .*'with gradient'\) on rank 2, expected .*'without gradient'",
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENCES)
+def test_ranks_that_differ(four, what):
+    for found in four.run(3, differ, what):
+        assert isinstance(found, ValueError)
+        with pytest.raises(ValueError, match=DIFFERENCES[what]):
+            raise found
+
+
+TROUBLES = {
+    "dims": (ValueError, "q: got"),
+    "type": (TypeError, "q: got ndarray, expected a torch.Tensor"),
+    "softcap": (ValueError, "softcap: got -1.0"),
+    "mask": (ValueError, "mask: got 5 rows, expected 1, or this rank's 6, by all keys"),
+    "place": (ValueError, "place: got Place.row=3.* expected head, item and bottom_right alone"),
+}
+
+
+@pytest.mark.parametrize("what", TROUBLES)
+def test_a_rank_in_trouble_is_named(four, what):
+    kind, words = TROUBLES[what]
+    *others, own = four.run(3, differ, what)
+    with pytest.raises(kind, match=words):
+        raise own
+    for found in others:
+        with pytest.raises(RuntimeError, match=f"rank 2 of 3 raised {kind.__name__}.*{words}"):
+            raise found
+
+
+def alike(group, strategy, layout, more):
+    rank = dist.get_rank(group)
+    x = torch.zeros(1, 3, 5 + (rank == 1), 4)
+    return distributed.attention(x, x, x, group=group, strategy=strategy, layout=layout, **more)
+
+
+@pytest.mark.parametrize(
+    "strategy, layout, more, words",
+    [
+        ("ulysses", "contiguous", {}, "got 'ulysses' for 3 heads on 2 ranks, expected ranks that"),
+        ("rings", "contiguous", {}, "strategy: got 'rings', expected one of 'auto', 'gather', "),
+        ("gather", "spiral", {}, "layout: got 'spiral', expected 'contiguous' or 'zigzag'"),
+        ("gather", "contiguous", dict(mask=torch.zeros(1, 7)), "mask: got"),
+    ],
+)
+def test_what_all_do_wrong(four, strategy, layout, more, words):
+    for found in four.run(2, alike, strategy, layout, more):
+        with pytest.raises(ValueError, match=words):
+            raise found
+
+
+def unasked(group, seed):
+    x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(dist.get_rank(group)))
+    given = dict(group=group, agree=False, dropout_p=0.4, seed=seed)
+    return x, distributed.attention(x, x, x, **given)
+
+
+def test_ranks_need_not_be_asked(four):
+    found = four.run(2, unasked, 7)
+    whole = torch.cat([x for x, _ in found], 2)
+    right = fastattn.attention(whole, whole, whole, dropout_p=0.4, seed=7)
+    assert torch.equal(torch.cat([out for _, out in found], 2), right)
+    for error in four.run(2, unasked, None):
+        with pytest.raises(ValueError, match="seed: got None, expected the same on every rank"):
+            raise error
+
+
+def die(group, when):
+    rank = dist.get_rank(group)
+    x = torch.randn(1, 2, 64, 16, requires_grad=True)
+    if rank == 1 and when == "before":
+        os._exit(1)
+    out = distributed.attention(x, x, x, group=group)
+    if rank == 1:
+        os._exit(1)
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("when", ["before", "before its backward"])
+def test_a_rank_that_dies_is_told_of(when):
+    with ranks.ranks(3, timeout=10) as three:
+        one, gone, other = three.run(3, die, when)
+    assert str(gone) == "gone"
+    for found in (one, other):
+        with pytest.raises(
+            RuntimeError, match=r"rank [02] of 3 lost its group while it waited for"
+        ):
+            raise found
+
+
+def test_without_a_group_there_is_advice():
+    x = torch.zeros(1, 1, 2, 4)
+    for call in (lambda: distributed.attention(x, x, x), lambda: distributed.shard(x)):
+        with pytest.raises(RuntimeError, match=r"call torch.distributed.init_process_group"):
+            call()
+
+
+# -- derivatives, and compiled models --------------------------------------------------------------
+
+
+def differentiate_twice(group, strategy):
+    """Complaints of gradgradcheck: the loss is the sum of all ranks', each has it."""
+    g = torch.Generator().manual_seed(dist.get_rank(group))
+    q, k, v = (torch.randn(1, 2, 3, 2, generator=g, dtype=torch.float64) for _ in range(3))
+    moves = [torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (q, k, v)]
+    whole = [distributed.unshard(x, group=group) for x in (q, k, v)]
+    whole_moves = [distributed.unshard(x, group=group) for x in moves]
+
+    def second(attention, given, moves):
+        given = [x.requires_grad_() for x in given]
+        loss = attention(*given, causal=True).square().sum()
+        grads = torch.autograd.grad(loss, given, create_graph=True)
+        product = sum((x * y).sum() for x, y in zip(grads, moves))
+        return torch.autograd.grad(product, given)
+
+    ours = functools.partial(distributed.attention, group=group, strategy=strategy)
+    found = second(ours, [q, k, v], moves)
+    right = second(fastattn.attention, whole, whole_moves)
+    parts = [distributed.shard(x, group=group) for x in right]
+    return [float((x - y).abs().max()) for x, y in zip(found, parts)]
+
+
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+def test_second_derivatives(four, strategy):
+    for errors in four.run(2, differentiate_twice, strategy):
+        assert max(errors) < 1e-13
+
+
+def test_a_ring_has_first_derivatives_alone(four):
+    for error in four.run(2, differentiate_twice, "ring"):
+        with pytest.raises(NotImplementedError, match="got 'ring' and create_graph=True, expected"):
+            raise error
+
+
+def train(group, compiled):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 24)
+
+    def step(x):
+        q, k, v = model(x).unflatten(-1, (3, 4, 2)).permute(2, 0, 3, 1, 4)
+        return distributed.attention(q, k, v, group=group, causal=True).square().sum()
+
+    x = torch.randn(2, 12, 8)
+    own = distributed.shard(x, dim=1, group=group)
+    loss = (torch.compile(step, backend="aot_eager") if compiled else step)(own)
+    (grad,) = torch.autograd.grad(loss, [model.weight])
+    return grad
+
+
+def test_compiled_models_break_their_graph_there(four):
+    for compiled, eager in zip(four.run(2, train, True), four.run(2, train, False)):
+        torch.testing.assert_close(compiled, eager)
