@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from runners import small
 from torch.func import grad, jvp, vmap
 
 import fastattn
@@ -17,7 +18,7 @@ from fastattn.spec import Feature
 WAYS = ("items", "heads", "items items", "heads heads", "items heads", "heads items")
 P, SEED, PLACE = 0.4, 5, Place(row=2, key=3, head=4, item=1)
 SHAPE = B, H, M, N = 2, 2, 5, 30
-HOW_MANY = 3, 2  # calls, the innermost vmap's first
+HOW_MANY = small((3, 2), (2, 2))  # calls, the innermost vmap's first
 
 
 def attention(name, q, k, v, sinks=None):

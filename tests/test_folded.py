@@ -11,21 +11,21 @@ from runners import (
     not_interpreted,
     passed,
     small,
+    thinned,
     variant,
     variants,
 )
 from torch.func import vmap
 
 import fastattn
-from fastattn import batching, crossing, operation
+from fastattn import backend, batching, crossing, operation
 from fastattn.spec import Options, Tensors
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @every_backend
-@pytest.mark.parametrize("way", folded.WAYS)
-@pytest.mark.parametrize("dtype", DECLARED)
+@pytest.mark.parametrize("way, dtype", thinned(folded.WAYS, DECLARED))
 def test_each_draws_as_it_does_alone(name, way, dtype):
     """In decoding, too: of one row."""
     declares(name, DTYPES[dtype])
@@ -35,15 +35,20 @@ def test_each_draws_as_it_does_alone(name, way, dtype):
                 assert folded.draws_alike(name, way, DTYPES[dtype], rows), isa
 
 
+MIXED = ("items heads", "heads items")
+
+
 @every_backend
-@pytest.mark.parametrize("way", folded.WAYS)
-def test_one_call_is_each_of_them(name, way):
-    """Of every pass, by one run of it."""
-    dtypes = [x for x in DECLARED if x in small(("float32", "float64"), ("float32",))]
-    for dtype in dtypes or DECLARED[:1]:
-        for isa in variants(name, DTYPES[dtype]):
-            with variant(isa):
-                passed(list(folded.complaints(name, DTYPES[dtype], [way])))
+@pytest.mark.parametrize("which, way", thinned(folded.PASSES, small(folded.WAYS, MIXED)))
+def test_one_call_is_each_of_them(name, which, way):
+    """By one run of the pass."""
+    if which not in folded.passes_of(name):
+        pytest.skip(f"{name} has no {which}")
+    wide = torch.float32 in backend.get(name).support.dtypes
+    dtype = torch.float32 if wide else torch.bfloat16
+    for isa in variants(name, dtype):
+        with variant(isa):
+            passed(list(folded.complaints(name, dtype, [way], [which])))
 
 
 @not_interpreted
