@@ -217,8 +217,8 @@ def test_a_static_cache_has_lengths(calls):
     given = dict(max_new_tokens=4, do_sample=False, eos_token_id=None, pad_token_id=0)
     model.generate(ids, cache_implementation="static", **given)
     assert not any("mask" in x for x in calls)
-    assert [x["key_lengths"][0].item() for x in calls[2:-2]] == [25, 25, 26, 26]
-    assert structure(calls[-1]) == set()  # the cache is full
+    assert [x["key_lengths"][0].item() for x in calls[2:]] == [25, 25, 26, 26, 27, 27]
+    assert all(structure(x) == {"key_lengths"} for x in calls[2:])  # though the cache fills
 
 
 POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])[None]
@@ -475,6 +475,15 @@ def test_compiled(name, padding, calls):
     found = compiled(ids, attention_mask=mask)[0][mask.bool()]
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
     found.sum().backward()
+
+
+@pytest.mark.parametrize("overlay", [None, masks.sliding_window_overlay(6)])
+def test_steps_of_a_static_cache_are_told_alike(overlay):
+    """What was compiled for the first runs the last, which fills the cache, and those between."""
+    causal = masks.causal_mask_function
+    function = masks.and_masks(causal, overlay) if overlay else causal
+    steps = [make_mask(2, 1, 8, torch.tensor(i), 0, function) for i in range(3, 8)]
+    assert len({tuple(sorted(step.arguments)) for step in steps}) == 1
 
 
 def test_it_goes_where_the_model_does():

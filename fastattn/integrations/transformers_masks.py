@@ -139,10 +139,11 @@ def make_mask(
 
     pattern = None if use_vmap else _pattern(mask_function)
     if pattern is not None and not isinstance(kv_offset, Tensor):
-        if isinstance(q_offset, Tensor) and q_offset.device.type == "cpu" and not _is_compiling():
+        static = isinstance(q_offset, Tensor)
+        if static and q_offset.device.type == "cpu" and not _is_compiling():
             q_offset = int(q_offset)
         seen = _seen(attention_mask, kv_offset, kv_length)
-        rows = Rows(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+        rows = Rows(batch_size, q_length, kv_length, q_offset, kv_offset, device, static)
         if (packed := _packed(pattern, seen, rows)) is not None:
             return Mask(shape, {"causal": pattern.causal, **_window(pattern)}, exact, *packed)
         if (arguments := _arguments(pattern, seen, rows)) is not None:
@@ -152,7 +153,8 @@ def make_mask(
 
 
 class Rows(NamedTuple):
-    """Where a call's rows and keys stand: the first at q_offset and kv_offset."""
+    """Where a call's rows and keys stand: the first at q_offset and kv_offset. In a static cache
+    what is compiled for one step is meant to fit the next."""
 
     B: int
     M: int
@@ -160,6 +162,7 @@ class Rows(NamedTuple):
     q_offset: int | Tensor
     kv_offset: int
     device: torch.device | str
+    static: bool
 
     @property
     def end(self) -> Any:
@@ -252,13 +255,14 @@ def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, A
         return dict(causal="bottom_right", key_lengths=lengths, **padding, **_window(pattern))
     if end > N:
         return None
-    window = _window(pattern) if pattern.window and end > pattern.window[0] + 1 else {}
+    needed = pattern.window and (rows.static or end > pattern.window[0] + 1)
+    window = _window(pattern) if needed else {}
     if end == rows.M == N:
         return dict(causal=True) | window | _padding(seen, rows, right=True)
     arguments = window | _padding(seen, rows, right=False)
     if rows.M > 1 or window:
         arguments["causal"] = "bottom_right"
-    if end < N:
+    if end < N or rows.static:
         arguments["key_lengths"] = torch.full((rows.B,), end, device=rows.device)
     return arguments
 
