@@ -3,6 +3,7 @@ asked many times. What they run is a function of a test module, by name."""
 
 import datetime
 import importlib
+import math
 import multiprocessing
 import tempfile
 from contextlib import contextmanager
@@ -29,10 +30,12 @@ class Ranks:
             theirs.close()
 
     def run(self, ranks, function, *args):
-        """What each of the first ranks returns, or raised. The function gets their group first."""
-        for pipe in self.pipes[:ranks]:
+        """What each of the first ranks returns, or raised. The function gets their group first; or
+        where `ranks` are the sizes of a mesh of all, that."""
+        count = ranks if isinstance(ranks, int) else math.prod(ranks)
+        for pipe in self.pipes[:count]:
             pipe.send((ranks, function.__module__, function.__name__, args))
-        return [self._answer(rank) for rank in range(ranks)]
+        return [self._answer(rank) for rank in range(count)]
 
     def _answer(self, rank):
         try:
@@ -50,6 +53,7 @@ class Ranks:
 def serve(rank, most, store, timeout, pipe):
     """In a process of its own."""
     import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
 
     torch.set_num_threads(1)
     wait = datetime.timedelta(seconds=timeout)
@@ -57,6 +61,8 @@ def serve(rank, most, store, timeout, pipe):
         "gloo", store=dist.FileStore(store, most), rank=rank, world_size=most, timeout=wait
     )
     groups = {n: dist.new_group(range(n), timeout=wait) for n in range(1, most + 1)}
+    if most == 4:
+        groups[2, 2] = init_device_mesh("cpu", (2, 2))
     while True:
         ranks, module, name, args = pipe.recv()
         try:

@@ -52,8 +52,10 @@ INSIDE = {
     "distributed": (
         {"distributed"},
         {"distributed.calls", "distributed.sharding"},
-        {"distributed.gather", "distributed.ring", "distributed.ulysses", "distributed.agreement"},
+        {"distributed.usp"},
+        {"distributed.gather", "distributed.ring", "distributed.ulysses"},
         {"distributed.hops", "distributed.whole"},
+        {"distributed.agreement"},
         {"distributed.collectives", "distributed.layout"},
     ),
     "integrations": (

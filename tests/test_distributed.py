@@ -15,7 +15,17 @@ import fastattn
 from fastattn import distributed
 from fastattn.distributed import layout as layouts
 
-STRATEGIES = ("gather", "ring", "ulysses")
+MESH = (2, 2)
+RANKS = {  # that each strategy runs on: how many, or a mesh
+    "gather": (1, 2, 3, 4, MESH),
+    "ring": (1, 2, 3, 4),
+    "ulysses": (1, 2, 3, 4),
+    "usp": (MESH,),
+}
+STRATEGIES = [(name, ranks) for name, each in RANKS.items() for ranks in each]
+every_strategy = pytest.mark.parametrize("strategy, count", STRATEGIES, ids=str)
+MOST = [(name, each[-1]) for name, each in RANKS.items()]
+most_ranks = pytest.mark.parametrize("strategy, count", MOST, ids=str)
 OF_ROWS = ("out", "lse", "dq")
 # Everything at once that one call can have.
 EVERYTHING = ("causal", "left_window", "lengths", "alibi", "softcap", "bias_grad", "sinks")
@@ -92,25 +102,36 @@ def over(four, count, names, dtype, strategy, layout="contiguous", dims=DIMS, **
     return problem, together(problem, found, layout)
 
 
-def divides(count, problem):
-    return problem.q.shape[1] % count == 0
+BY_FEATURE = (
+    ("gather", 2, "contiguous"),
+    ("gather", 3, "zigzag"),
+    ("ring", 3, "contiguous"),
+    ("ring", 4, "zigzag"),
+    ("ulysses", 3, "zigzag"),
+    ("ulysses", 4, "contiguous"),
+    ("usp", MESH, "zigzag"),
+)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("feature", ALONE)
-def test_features(four, feature, strategy):
-    for count, layout in ((2, "contiguous"), (3, "zigzag"), (4, "contiguous")):
-        problem = problem_of((feature,), "float32")
-        if strategy != "ulysses" or divides(count, problem):
-            problem, found = over(four, count, (feature,), "float32", strategy, layout)
-            assert not Verdict(problem).about(found)
+def divides(strategy, count, feature):
+    dividing = {"ulysses": count, "usp": MESH[1]}.get(strategy, 1)
+    return FEATURE[feature].dims(DIMS).H % dividing == 0
+
+
+@pytest.mark.parametrize(
+    "feature, strategy, count, layout",
+    [(x, *way) for x in ALONE for way in BY_FEATURE if divides(*way[:2], x)],
+    ids=str,
+)
+def test_features(four, feature, strategy, count, layout):
+    problem, found = over(four, count, (feature,), "float32", strategy, layout)
+    assert not Verdict(problem).about(found)
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@every_strategy
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_everything(four, dtype, count, strategy, layout):
+def test_everything(four, dtype, strategy, count, layout):
     problem, found = over(four, count, EVERYTHING, dtype, strategy, layout)
     assert not Verdict(problem).about(found)
 
@@ -120,11 +141,11 @@ SIZES = ((1, 1), (3, 3), (4, 4), (5, 9), (9, 5), (0, 6), (6, 0), (63, 7), (2, 13
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@most_ranks
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_sizes(four, size, strategy, layout):
+def test_sizes(four, size, strategy, count, layout):
     names, dims = (*EVERYTHING[:2], *EVERYTHING[3:]), replace(DIMS, M=size[0], N=size[1])
-    problem, found = over(four, 4, names, "float32", strategy, layout, dims)
+    problem, found = over(four, count, names, "float32", strategy, layout, dims)
     assert not Verdict(problem).about(found)
 
 
@@ -143,9 +164,9 @@ def test_bits_are_those_of_one_rank(four, dtype, strategy, layout):
         assert torch.equal(found[name], right[name]), name
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_twice_is_the_same_bits(four, strategy):
-    (_, one), (_, two) = (over(four, 3, EVERYTHING, "float32", strategy) for _ in range(2))
+@most_ranks
+def test_twice_is_the_same_bits(four, strategy, count):
+    (_, one), (_, two) = (over(four, count, EVERYTHING, "float32", strategy) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
@@ -153,11 +174,11 @@ def test_twice_is_the_same_bits(four, strategy):
 
 
 @pytest.mark.parametrize("feature", ["bias_grad", "key_bias_grad"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_mask_of_one_row_where_a_rank_has_one(four, feature, strategy):
+@most_ranks
+def test_a_mask_of_one_row_where_a_rank_has_one(four, feature, strategy, count):
     """Three ranks have two rows and the last has one: it asks the others what its mask has."""
     dims = replace(DIMS, M=7, N=7)
-    problem, found = over(four, 4, (feature,), "float32", strategy, dims=dims)
+    problem, found = over(four, count, (feature,), "float32", strategy, dims=dims)
     assert not Verdict(problem).about(found)
 
 
@@ -193,7 +214,7 @@ def cut_and_join(group, layout, n, dim):
     own = distributed.shard(x, dim=dim, layout=layout, group=group)
     back = distributed.unshard(own, dim=dim, layout=layout, group=group)
     (grad,) = torch.autograd.grad((back * back.detach()).sum(), x)
-    ranks = dist.get_world_size(group)
+    ranks = group.size()
     of = distributed.shard(x * ranks, dim=dim, layout=layout, group=group)
     same_grad = torch.equal(distributed.shard(grad, dim=dim, layout=layout, group=group), of)
     return own.detach(), torch.equal(back, x), same_grad
@@ -203,8 +224,9 @@ def cut_and_join(group, layout, n, dim):
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 def test_what_is_cut_is_joined(four, layout, n):
     for dim in (0, 1, -1):
-        found = four.run(4, cut_and_join, layout, n, dim)
-        assert [x[1:] for x in found] == [(True, True)] * 4
+        for count in (4, MESH):
+            found = four.run(count, cut_and_join, layout, n, dim)
+            assert [x[1:] for x in found] == [(True, True)] * 4
 
 
 @pytest.mark.parametrize("n", [0, 1, 3, 4, 7, 8, 13, 64])
@@ -290,6 +312,30 @@ def test_a_rank_in_trouble_is_named(four, what):
     for found in others:
         with pytest.raises(RuntimeError, match=f"rank 2 of 3 raised {kind.__name__}.*{words}"):
             raise found
+
+
+def meshed(mesh, strategy):
+    x = torch.zeros(1, 3, 4, 4)
+    return distributed.attention(x, x, x, group=mesh, strategy=strategy)
+
+
+@pytest.mark.parametrize(
+    "ranks, strategy, words",
+    [
+        (MESH, "ring", "got one of 2 dimensions for strategy='ring', expected a group, or a mesh"),
+        (2, "usp", "got one of 1 dimension for strategy='usp', expected a mesh of two"),
+        (MESH, "usp", "got 'usp' for 3 heads on 2 ranks, expected ranks that divide the heads"),
+    ],
+)
+def test_strategies_have_meshes_of_their_own(four, ranks, strategy, words):
+    for found in four.run(ranks, meshed, strategy):
+        with pytest.raises(ValueError, match=words):
+            raise found
+
+
+def test_auto_is_what_the_ranks_can_do(four):
+    for count in (3, 2, MESH):
+        assert {x.shape for x in four.run(count, meshed, "auto")} == {(1, 3, 4, 4)}
 
 
 def alike(group, strategy, layout, more):

@@ -56,9 +56,10 @@ SHARES = {
     "test_interruption": (NONE, ALL),
     # Each worker starts four ranks, for ten seconds.
     "test_distributed": (NONE, 4),
-    "test_distributed::test_features": (NONE, 7),
-    "test_distributed::test_everything": (NONE, 13),
+    "test_distributed::test_features": (NONE, 13),
+    "test_distributed::test_everything": (NONE, 17),
     "test_distributed::test_sizes": (NONE, 11),
+    "test_distributed::test_what_is_cut_is_joined": (NONE, 3),
     "test_distributed::test_layouts": (2, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses

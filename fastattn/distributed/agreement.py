@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,36 +35,70 @@ def mask_rows(mask: Tensor | None, rows: int) -> int:
     return UNCLEAR if rows == 1 else ROWS
 
 
-def need_group(group: Any) -> dist.ProcessGroup:
-    """A group of ranks: itself, that of a mesh of one dimension, or of all ranks. Raises
-    RuntimeError where there is none, ValueError for another mesh."""
+class Team(NamedTuple):
+    """The ranks of a call. groups: one of all of them; or those of a mesh's dimensions that this
+    rank is in, the outermost first: ranks count along the last one first."""
+
+    groups: tuple[dist.ProcessGroup, ...]
+
+    @property
+    def ranks(self) -> int:
+        return math.prod(map(dist.get_world_size, self.groups))
+
+    @property
+    def rank(self) -> int:
+        found = 0
+        for group in self.groups:
+            found = found * dist.get_world_size(group) + dist.get_rank(group)
+        return found
+
+    def all(self, mine: Any, gather: Callable[[Any, dist.ProcessGroup], list]) -> list:
+        """What each rank has; `gather` does it for a group."""
+        found = [mine]
+        for group in reversed(self.groups):
+            found = [x for part in gather(found, group) for x in part]
+        return found
+
+    def table(self, row: Sequence[int], device: torch.device) -> list[list[int]]:
+        """The row of each rank."""
+
+        def gather(rows: list[list[int]], group: dist.ProcessGroup) -> list[list[list[int]]]:
+            sent = torch.tensor(rows, dtype=torch.int64, device=device)
+            shapes = [tuple(sent.shape)] * dist.get_world_size(group)
+            found = exchange([sent] * len(shapes), shapes, group, "what the ranks agree on")
+            return torch.stack(found).tolist()
+
+        return self.all(list(row), gather)
+
+    def said(self, what: Any) -> list[Any]:
+        """By each rank, once all know that there is something to say."""
+
+        def gather(each: list, group: dist.ProcessGroup) -> list[list]:
+            found: list[Any] = [None] * dist.get_world_size(group)
+            with waiting(group, "what the ranks do not agree on"):
+                dist.all_gather_object(found, each, group=group)
+            return found
+
+        return self.all(what, gather)
+
+
+def need_team(group: Any) -> Team:
+    """Of a group of ranks, of a mesh, or of all ranks. Raises RuntimeError where there is none,
+    ValueError for what is none of these."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fastattn.distributed: got no group of ranks, expected torch.distributed to have one: "
             "call torch.distributed.init_process_group, under torchrun or as its help shows"
         )
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            expected = "a mesh of one dimension, or mesh['name'] of a larger one"
-            raise ValueError(f"group: got a mesh of {group.ndim} dimensions, expected {expected}")
-        group = group.get_group()
-    found = dist.group.WORLD if group is None else group
-    if not isinstance(found, dist.ProcessGroup) or dist.get_rank(found) < 0:
-        expected = "a group of ranks that this one is in, a DeviceMesh of one dimension, or None"
-        raise ValueError(f"group: got {found!r}, expected {expected}")
-    return found
-
-
-def table(row: Sequence[int], device: torch.device, group: dist.ProcessGroup) -> list[list[int]]:
-    """The row of each rank."""
-    sent = torch.tensor(row, dtype=torch.int64, device=device)
-    shapes = [(len(row),)] * dist.get_world_size(group)
-    found = exchange([sent] * len(shapes), shapes, group, "what the ranks agree on")
-    return torch.stack(found).tolist()
-
-
-def sizes(n: int, device: torch.device, group: dist.ProcessGroup) -> list[int]:
-    return [row[0] for row in table([n], device, group)]
+        found = tuple(map(group.get_group, range(group.ndim)))
+    else:
+        found = (dist.group.WORLD if group is None else group,)
+    for x in found:
+        if not isinstance(x, dist.ProcessGroup) or dist.get_rank(x) < 0:
+            expected = "a group of ranks that this one is in, a DeviceMesh, or None for all ranks"
+            raise ValueError(f"group: got {group!r}, expected {expected}")
+    return Team(found)  # ty: ignore
 
 
 def agree(
@@ -71,7 +106,7 @@ def agree(
     facts: Mapping[str, Any],
     trouble: Exception | None,
     device: torch.device,
-    group: dist.ProcessGroup,
+    team: Team,
 ) -> list[Own]:
     """What every rank has; each calls this once a call. facts: what must be the same, by the names
     of arguments.
@@ -80,12 +115,12 @@ def agree(
     a rank has with its own arguments there, and RuntimeError about it on the others.
     """
     mine = [trouble is not None, *own, *map(digest, facts.values())]
-    every = table(mine, device, group)
+    every = team.table(mine, device)
     n = 1 + len(own)
     failed = [r for r, row in enumerate(every) if row[0]]
     names = [name for at, name in enumerate(facts, n) if len({row[at] for row in every}) > 1]
     if failed or names:
-        said = _said(repr(trouble) if failed else {x: facts[x] for x in names}, group)
+        said = team.said(repr(trouble) if failed else {x: facts[x] for x in names})
         if trouble is not None:
             raise trouble
         if failed:
@@ -95,14 +130,6 @@ def agree(
     if {NO_ROWS, ROWS} <= {x.mask_rows for x in found}:
         said = ["one row for all" if x.mask_rows == NO_ROWS else "rows" for x in found]
         raise ValueError(_difference("mask", said))
-    return found
-
-
-def _said(what: Any, group: dist.ProcessGroup) -> list[Any]:
-    """All know by now that there is something to say."""
-    found: list[Any] = [None] * dist.get_world_size(group)
-    with waiting(group, "what the ranks do not agree on"):
-        dist.all_gather_object(found, what, group=group)
     return found
 
 

@@ -15,8 +15,8 @@ from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_argume
 from ..check import check
 from ..operators import unseen
 from ..place import EVERYTHING
-from . import gather, ring, ulysses
-from .agreement import NOTHING, ROWS, UNCLEAR, Own, mask_rows, need_group, told, values_told
+from . import gather, ring, ulysses, usp
+from .agreement import NOTHING, ROWS, UNCLEAR, Own, Team, mask_rows, need_team, told, values_told
 from .agreement import agree as _agree
 from .layout import CONTIGUOUS, need_layout, spans_of
 from .whole import Whole
@@ -29,7 +29,9 @@ STRATEGIES: dict[str, Strategy] = {
     "gather": gather.attention,
     "ring": ring.attention,
     "ulysses": ulysses.attention,
+    "usp": usp.attention,
 }
+DIMENSIONS = {"ring": 1, "ulysses": 1, "usp": 2}  # of the mesh that each takes, else any
 
 
 @unseen  # by compilers: what ranks say to each other is no part of a graph
@@ -53,14 +55,16 @@ def attention(
     (B,H,M): what one rank would give for all of them, causal, windows, ALiBi and dropout's draws
     included. Gradients of q, k and v are those of the sum of all ranks' losses.
 
-    group: a torch.distributed group, a DeviceMesh of one dimension, or None for all ranks.
+    group: a torch.distributed group, a DeviceMesh, or None for all ranks. Of a mesh of several
+        dimensions ranks count along the last one first.
     strategy: "gather" sends every rank all keys and values; out, LSE and the gradients of q and of
         a mask that has rows have the bits that they have on one rank. "ulysses" (DeepSpeed-Ulysses,
         Jacobs 2023) sends each rank all rows of H / P heads: a P that divides H; where it divides
         Hk, too, everything has the bits of one rank. "ring" (Ring Attention, Liu 2023) sends keys
         on from rank to rank while it computes, so that memory falls as 1 / P; hops that no row sees
-        are left out; it has first derivatives alone, and computes 16 bits in float32. "auto" is
-        ulysses where P divides H, else gather.
+        are left out; it has first derivatives alone, and computes 16 bits in float32. "usp" (Fang
+        2024) is ulysses along the last dimension of a mesh of two and a ring along the first.
+        "auto" is usp or ulysses where the ranks that would do so divide H, else gather.
     layout: how the sequence lies, "contiguous" (parts of any sizes, in the order of ranks) or
         "zigzag"; see `shard`.
     agree: ask first whether all ranks make the same call, in one small exchange; a difference
@@ -74,48 +78,55 @@ def attention(
     Raises as `attention`; ValueError naming rank and argument where ranks differ; RuntimeError
     where another rank raised, died, or did not come within the group's timeout.
     """
-    group = need_group(group)
+    team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")
-    call = _whole(q, k, v, group, strategy, layout, agree, given)
-    out, lse = STRATEGIES[_chosen(strategy, q.shape[1], call.ranks)](call, q, k, v)
+    call = _whole(q, k, v, team, strategy, layout, agree, given)
+    out, lse = STRATEGIES[_chosen(strategy, q.shape[1], team)](call, q, k, v)
     return (out, lse) if return_lse else out
 
 
-def _chosen(strategy: str, heads: int, ranks: int) -> str:
-    if strategy == "auto":
-        return "gather" if heads % ranks else "ulysses"
-    return strategy
+def _chosen(strategy: str, heads: int, team: Team) -> str:
+    if strategy != "auto":
+        return strategy
+    names = [name for name in ("ulysses", "usp") if DIMENSIONS[name] == len(team.groups)]
+    return names[0] if names and heads % _dividing(team) == 0 else "gather"
 
 
-def _whole(q, k, v, group, strategy, layout, asks, given) -> Whole:
-    check_own = functools.partial(_check_own, q, k, v, group, strategy, layout, given)
+def _dividing(team: Team) -> int:
+    """How many ranks would divide the heads."""
+    return dist.get_world_size(team.groups[-1])
+
+
+def _whole(q, k, v, team, strategy, layout, asks, given) -> Whole:
+    check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
     draws = bool(given["dropout_p"]) and given["seed"] is None
     if asks:
-        found = _agreed(q, k, v, group, given, dict(strategy=strategy, layout=layout), check_own)
+        found = _agreed(q, k, v, team, given, dict(strategy=strategy, layout=layout), check_own)
     else:
         check_own()
         if draws:
             raise ValueError("seed: got None, expected the same on every rank where agree is False")
-        found = [_own(q, k, given, 0)] * dist.get_world_size(group)
+        found = [_own(q, k, given, 0)] * team.ranks
     rows = spans_of(layout, [x.rows for x in found], "q.shape[2]")
     keys = spans_of(layout, [x.keys for x in found], "k.shape[2]")
     if draws:
         given = given | {"seed": found[0].seed}
     kinds = {x.mask_rows for x in found}
     has_rows = ROWS in kinds or kinds == {UNCLEAR}
-    return Whole(group, rows, keys, given, has_rows, given["place"] or EVERYTHING)
+    return Whole(team, rows, keys, given, has_rows, given["place"] or EVERYTHING)
 
 
-def _agreed(q, k, v, group, given, how, check_own) -> list[Own]:
+def _agreed(q, k, v, team, given, how, check_own) -> list[Own]:
     own, trouble, facts = NOTHING, None, dict.fromkeys((*_TENSORS, *_SCALARS, *how))
+    draws = given["dropout_p"] and given["seed"] is None
     try:
         check_own()
-        own = _own(q, k, given, int(draw_seed("cpu")) if given["dropout_p"] else 0)
+        own = _own(q, k, given, int(draw_seed("cpu")) if draws else 0)
         facts = _facts(q, k, v, given) | how
     except (TypeError, ValueError) as caught:
         trouble = caught
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
-    return _agree(own, facts, trouble, device, group)
+    return _agree(own, facts, trouble, device, team)
 
 
 def _own(q, k, given, seed) -> Own:
@@ -138,7 +149,7 @@ def _facts(q, k, v, given) -> dict[str, Any]:
     return found | {name: given[name] for name in _SCALARS}
 
 
-def _check_own(q, k, v, group, strategy, layout, given) -> None:
+def _check_own(q, k, v, team, strategy, layout, given) -> None:
     """What this rank can see alone. The rest, which all see alike, its calls check."""
     of_whole = ("mask", "key_lengths", "place")  # not of this rank's keys
     seed = 0 if given["seed"] is None else given["seed"]  # not to draw one
@@ -147,11 +158,15 @@ def _check_own(q, k, v, group, strategy, layout, given) -> None:
     if strategy not in ("auto", *STRATEGIES):
         expected = ", ".join(map(repr, ("auto", *STRATEGIES)))
         raise ValueError(f"strategy: got {strategy!r}, expected one of {expected}")
-    ranks, heads = dist.get_world_size(group), q.shape[1]
-    if strategy == "ulysses" and heads % ranks:
+    heads, ranks, dims = q.shape[1], _dividing(team), len(team.groups)
+    if DIMENSIONS.get(strategy, dims) != dims:
+        expected = {1: "a group, or a mesh of one", 2: "a mesh of two"}[DIMENSIONS[strategy]]
+        got = f"one of {dims} dimension{'s' * (dims > 1)} for strategy={strategy!r}"
+        raise ValueError(f"group: got {got}, expected {expected}")
+    if strategy in ("ulysses", "usp") and heads % ranks:
         raise ValueError(
-            f"strategy: got 'ulysses' for {heads} heads on {ranks} ranks, expected ranks that "
-            "divide the heads; use strategy='gather'"
+            f"strategy: got {strategy!r} for {heads} heads on {ranks} ranks, expected ranks that "
+            "divide the heads; use strategy='gather' or 'ring'"
         )
     mask, place = given["mask"], given["place"]
     if isinstance(mask, Tensor) and mask.ndim > 1 and mask.shape[-2] not in (1, q.shape[2]):

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from .. import api
 from .layout import Span
-from .whole import Whole
+from .whole import Whole, gathered
 
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
-    k = call.gathered(k, call.keys, "all keys")
-    v = call.gathered(v, call.keys, "all values")
+    k = gathered(call.team, k, call.keys, "all keys")
+    v = gathered(call.team, v, call.keys, "all values")
     mask, sinks = call.mask(), call.shared("sinks")
     outs, lses, done = [], [], 0
     for rows in call.rows[call.rank] or (Span(0, 0),):  # who has none has gradients, too: zeros

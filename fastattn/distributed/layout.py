@@ -56,6 +56,11 @@ def spans_of(layout: str, sizes: Sequence[int], name: str) -> Spans:
     return found
 
 
+def merged(of: Spans) -> tuple[Span, ...]:
+    """All that these ranks have, in the order of the sequence."""
+    return _joined(sorted(a for own in of for a in own))
+
+
 def size_of(part: Sequence[Span]) -> int:
     return sum(x.size for x in part)
 
@@ -83,6 +88,14 @@ def part(x: Tensor, own: Sequence[Span], dim: int) -> Tensor:
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)
+
+
+def parts(x: Tensor, of: Spans, dim: int) -> list[Tensor]:
+    """What each of these ranks has of x, which has all of theirs in the order of the sequence."""
+    spans = sorted(a for own in of for a in own)
+    cut = dict(zip(spans, x.split([a.size for a in spans], dim) if spans else ()))
+    none = x.narrow(dim, 0, 0)
+    return [torch.cat([cut[a] for a in own], dim) if own else none for own in of]
 
 
 def whole(parts: Sequence[Tensor], of: Spans, dim: int) -> Tensor:

@@ -9,7 +9,7 @@ backward the sums of the gradients of keys and values travel behind them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,8 +26,13 @@ from .whole import Whole, resized
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
-    shared: dict[str, Any] = dict(mask=call.mask(), sinks=call.shared("sinks"), place=call.at())
-    t, o = api.prepare(q, k, v, call.arguments | shared)
+    shared = dict(mask=call.mask(), sinks=call.shared("sinks"))
+    return around(call._replace(arguments=call.arguments | shared), q, k, v)
+
+
+def around(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same where mask and sinks are what `Whole` says they are."""
+    t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()})
     out, normaliser = Ring.apply(Round(call, o), *t)
     return out, normaliser[0]
 

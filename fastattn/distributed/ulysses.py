@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,75 +11,80 @@ from .. import api
 from . import layout
 from .collectives import Exchange
 from .layout import Spans
-from .whole import Whole, heads_of
+from .whole import Whole, gathered, heads_of
 
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
-    mine = _heads(q.shape[1], call.ranks)
-    own, group = mine[call.rank], max(1, q.shape[1] // max(1, k.shape[1]))
-    read = [_read(heads, group) for heads in mine]
-    q = _to_heads(call, q, call.rows, mine, "rows of some heads")
-    k = _to_heads(call, k, call.keys, read, "keys of some heads")
-    v = _to_heads(call, v, call.keys, read, "values of some heads")
-    if (each := _each(own, group)) is not None:
-        k, v = k[:, each], v[:, each]
-    heads = slice(own.start, own.stop)
-    about: dict[str, Any] = dict(
-        mask=_mask(call, mine),
-        sinks=heads_of(call.shared("sinks"), heads, -1),
-        alibi_slopes=heads_of(call.arguments["alibi_slopes"], heads, -1),
-        place=call.at(head=own.start),
-    )
-    out, lse = api.attention(q, k, v, **call.arguments | about, return_lse=True)
-    return _to_rows(call, out, mine), _to_rows(call, lse.unsqueeze(-1), mine).squeeze(-1)
+    heads = Heads(call, q.shape[1], k.shape[1])
+    about = heads.arguments(call.mask(), call.shared("sinks"))
+    about["place"] = call.at(head=heads.own.start)
+    of_heads = heads.take(q, k, v)
+    out, lse = api.attention(*of_heads, **call.arguments | about, return_lse=True)
+    return heads.give(out), heads.give(lse.unsqueeze(-1)).squeeze(-1)
 
 
-def _heads(H: int, ranks: int) -> list[range]:
-    """Of each rank."""
-    each = H // ranks
-    return [range(r * each, r * each + each) for r in range(ranks)]
+class Heads:
+    """Of a call's ranks each has as many of the heads: rows of all heads become all rows of its
+    own, and go back."""
 
+    def __init__(self, call: Whole, H: int, Hk: int):
+        each = H // call.ranks
+        self.call, self.group = call, max(1, H // max(1, Hk))
+        self.heads = [range(r * each, r * each + each) for r in range(call.ranks)]
+        self.own = self.heads[call.rank]
 
-def _read(own: range, group: int) -> range:
-    """The key heads that these heads read, `group` of them one."""
-    return range(own.start // group, -(-own.stop // group))
+    def arguments(self, mask: Tensor | None, sinks: Tensor | None) -> dict[str, Any]:
+        """Of all rows and this rank's heads. mask and sinks: what `Whole` says they are."""
+        own = slice(self.own.start, self.own.stop)
+        return dict(
+            mask=self._mask(mask, own),
+            sinks=heads_of(sinks, own, -1),
+            alibi_slopes=heads_of(self.call.arguments["alibi_slopes"], own, -1),
+        )
 
+    def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """All rows, and the keys that these heads read."""
+        read = [self._read(heads) for heads in self.heads]
+        q = self._to_heads(q, self.call.rows, self.heads, "rows of some heads")
+        k = self._to_heads(k, self.call.keys, read, "keys of some heads")
+        v = self._to_heads(v, self.call.keys, read, "values of some heads")
+        if (each := self._each()) is not None:
+            k, v = k[:, each], v[:, each]
+        return q, k, v
 
-def _each(own: range, group: int) -> list[int] | None:
-    """Which of those each reads; None where they share them evenly, as grouped heads do."""
-    read = _read(own, group)
-    if len(read) <= 1 or own.start % group == 0 == own.stop % group:
-        return None
-    return [h // group - read.start for h in own]
+    def give(self, x: Tensor) -> Tensor:
+        """(B, own heads, all rows, ...) to (B, H, own rows, ...)"""
+        call, (B, _, _, *columns) = self.call, x.shape
+        pieces = layout.parts(x, call.rows, 2)
+        own = layout.size_of(call.rows[call.rank])
+        shapes = [(B, len(heads), own, *columns) for heads in self.heads]
+        return torch.cat(Exchange.apply(call.group, "rows of all heads", shapes, *pieces), 1)
 
+    def _to_heads(self, x: Tensor, of: Spans, heads: list[range], what: str) -> Tensor:
+        """(B, all heads, own rows, ...) to (B, own heads, all rows, ...)"""
+        call, (B, _, _, *columns) = self.call, x.shape
+        pieces = [x[:, each.start : each.stop] for each in heads]
+        own = len(heads[call.rank])
+        shapes = [(B, own, layout.size_of(rows), *columns) for rows in of]
+        return layout.whole(Exchange.apply(call.group, what, shapes, *pieces), of, 2)
 
-def _mask(call: Whole, mine: Sequence[range]) -> Tensor | None:
-    """Of all rows and this rank's heads."""
-    mask = call.mask()
-    own = slice(mine[call.rank].start, mine[call.rank].stop)
-    if mask is None or not call.mask_rows:
-        return heads_of(mask, own, -3)
-    if mask.ndim > 2 and mask.shape[-3] != 1:
-        mask = mask if mask.ndim == 4 else mask[None]
-        return _to_heads(call, mask, call.rows, mine, "a mask of some heads")
-    return call.gathered(mask, call.rows, "all rows of a mask", mask.ndim - 2)
+    def _read(self, heads: range) -> range:
+        """The key heads of these."""
+        return range(heads.start // self.group, -(-heads.stop // self.group))
 
+    def _each(self) -> list[int] | None:
+        """Which of them each head reads; None where they share them evenly, as grouped heads do."""
+        own, read = self.own, self._read(self.own)
+        if len(read) <= 1 or own.start % self.group == 0 == own.stop % self.group:
+            return None
+        return [h // self.group - read.start for h in own]
 
-def _to_heads(call: Whole, x: Tensor, of: Spans, heads: Sequence[range], what: str) -> Tensor:
-    """(B, H, own rows, ...) to (B, own heads, all rows, ...)"""
-    own = heads[call.rank]
-    B, _, _, *columns = x.shape
-    pieces = [x[:, each.start : each.stop] for each in heads]
-    shapes = [(B, len(own), layout.size_of(rows), *columns) for rows in of]
-    found = Exchange.apply(call.group, what, shapes, *pieces)
-    return layout.whole(found, of, 2)
-
-
-def _to_rows(call: Whole, x: Tensor, heads: Sequence[range]) -> Tensor:
-    """(B, own heads, all rows, ...) to (B, H, own rows, ...)"""
-    B, _, _, *columns = x.shape
-    pieces = [layout.part(x, rows, 2) for rows in call.rows]
-    own = layout.size_of(call.rows[call.rank])
-    shapes = [(B, len(each), own, *columns) for each in heads]
-    return torch.cat(Exchange.apply(call.group, "rows of all heads", shapes, *pieces), 1)
+    def _mask(self, mask: Tensor | None, own: slice) -> Tensor | None:
+        if mask is None or not self.call.mask_rows:
+            return heads_of(mask, own, -3)
+        if mask.ndim > 2 and mask.shape[-3] != 1:
+            mask = mask if mask.ndim == 4 else mask[None]
+            return self._to_heads(mask, self.call.rows, self.heads, "a mask of some heads")
+        team, rows = self.call.team, self.call.rows
+        return gathered(team, mask, rows, "all rows of a mask", mask.ndim - 2)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..place import Place
 from . import layout
+from .agreement import Team
 from .collectives import Gather, Shape, Shared
 from .layout import Spans
 
@@ -19,7 +21,7 @@ class Whole(NamedTuple):
     mask_rows: has the mask a row for each of this rank's, or one for all of the whole call's?
     place: where all of it lies in heads and items."""
 
-    group: dist.ProcessGroup
+    team: Team
     rows: Spans
     keys: Spans
     arguments: dict[str, Any]
@@ -27,31 +29,47 @@ class Whole(NamedTuple):
     place: Place
 
     @property
+    def group(self) -> dist.ProcessGroup:
+        """Of a team that has one."""
+        (found,) = self.team.groups
+        return found
+
+    @property
     def rank(self) -> int:
-        return dist.get_rank(self.group)
+        return self.team.rank
 
     @property
     def ranks(self) -> int:
-        return len(self.rows)
+        return self.team.ranks
 
     def at(self, row: int = 0, head: int = 0) -> Place:
         """Of a call whose first row and head are these of the whole, and that has all keys."""
         rows, keys = (sum(map(layout.size_of, of)) for of in (self.rows, self.keys))
         return self.place._replace(row=row, head=self.place.head + head, rows=rows, keys=keys)
 
-    def gathered(self, x: Tensor, of: Spans, what: str, dim: int = 2) -> Tensor:
-        """All ranks' x along dim, in the order of the sequence."""
-        shapes = [resized(x, dim, layout.size_of(own)) for own in of]
-        return layout.whole(Gather.apply(self.group, what, shapes, x), of, dim)
-
     def shared(self, name: str) -> Tensor | None:
         """An argument that every rank has whole: its gradient is the sum over ranks."""
         x = self.arguments[name]
-        return x if x is None or not x.requires_grad else Shared.apply(self.group, name, x)
+        if x is not None and x.requires_grad:
+            for group in self.team.groups:
+                x = Shared.apply(group, name, x)
+        return x
 
     def mask(self) -> Tensor | None:
-        mask = self.arguments["mask"]
-        return mask if self.mask_rows else self.shared("mask")
+        return self.arguments["mask"] if self.mask_rows else self.shared("mask")
+
+
+def gathered(team: Team, x: Tensor, of: Spans, what: str, dim: int = 2) -> Tensor:
+    """All ranks' x along dim, in the order of the sequence."""
+    sizes, n = [layout.size_of(own) for own in of], 1  # x is of n ranks
+    for group in reversed(team.groups):
+        ranks = dist.get_world_size(group)
+        first = team.rank // (n * ranks) * n * ranks
+        each = (sizes[first + r * n : first + r * n + n] for r in range(ranks))
+        shapes = [resized(x, dim, sum(of_each)) for of_each in each]
+        x = torch.cat(Gather.apply(group, what, shapes, x), dim)
+        n *= ranks
+    return layout.whole(x.split(sizes, dim), of, dim)
 
 
 def resized(x: Tensor, dim: int, size: int) -> Shape:

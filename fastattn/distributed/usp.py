@@ -1,0 +1,35 @@
+"""Ulysses inside, a ring outside, on a mesh of two dimensions (USP, Fang 2024, arXiv:2405.07719):
+the ranks of the inner one divide heads, and their rows together go around the outer one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from . import layout, ring
+from .agreement import Team
+from .ulysses import Heads
+from .whole import Whole
+
+
+def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """(out, LSE) of this rank's rows."""
+    inside, outside = cut(call)
+    heads = Heads(inside, q.shape[1], k.shape[1])
+    about = heads.arguments(call.mask(), call.shared("sinks"))
+    outside = outside._replace(
+        arguments=call.arguments | about,
+        place=call.place._replace(head=call.place.head + heads.own.start),
+    )
+    out, lse = ring.around(outside, *heads.take(q, k, v))
+    return heads.give(out), heads.give(lse.unsqueeze(-1)).squeeze(-1)
+
+
+def cut(call: Whole) -> tuple[Whole, Whole]:
+    """The call among the ranks that divide heads, and among those that a ring goes around."""
+    outer, inner = (Team((group,)) for group in call.team.groups)
+    n = inner.ranks
+    teams = [slice(r * n, r * n + n) for r in range(outer.ranks)]
+    own = teams[outer.rank]
+    inside = call._replace(team=inner, rows=call.rows[own], keys=call.keys[own])
+    rows, keys = (tuple(layout.merged(of[x]) for x in teams) for of in (call.rows, call.keys))
+    return inside, call._replace(team=outer, rows=rows, keys=keys)
