@@ -79,6 +79,22 @@ def test_features(name, dtype, features):
     run_all(name, [build(dims, features, DTYPES[dtype]) for dims in SHAPES])
 
 
+@pytest.mark.skipif(INTERPRETED, reason="Triton declares no torch.float64")
+def test_the_worst_error_in_float64():
+    """Of both passes, over every feature, relative to the largest of each result; -s prints it."""
+    worst = (0.0, "", "")
+    for features, dims in itertools.product([PLAIN, *SINGLES], SHAPES):
+        problem = build(dims, features, torch.float64)
+        given = directions(problem)
+        wanted = exact(problem, *given)
+        for name, x in passes("cpu", problem, *given, known=False).items():
+            error = (x - wanted[name]).abs().max() / max(1.0, wanted[name].abs().max())
+            assert error.isfinite(), (name, problem.name)
+            worst = max(worst, (float(error), name, problem.name))
+    print(f"worst error in float64: {worst[0]:.1e} in {worst[1]} of {worst[2]}")
+    assert worst[0] < 1e-13
+
+
 # What these passes have lines of their own for, two by two.
 OWN = (
     "softcap",

@@ -42,6 +42,7 @@ SHARES = {
     "test_tangents": (17, 5),
     "test_tangents::test_features": (8, 2),
     "test_tangents::test_pairs_of_features": (NONE, 29),
+    "test_tangents::test_the_worst_error_in_float64": (NONE, NONE),
     "test_tangent_mutants": (NONE, NONE),
     "test_tangent_mutants::test_a_fault_is_noticed": (NONE, 47),
     "test_amx_planes_mutants": (NONE, 1),
