@@ -2,11 +2,13 @@
 time, prompts in chunks and the whole at once are one result."""
 
 import itertools
+import types
 
+import numpy
 import pytest
 import torch
 from cases import DTYPES, FEATURE, FEATURES, PLAIN, Dims, build, name_of
-from runners import declares, every_backend, small, variant, variants
+from runners import INTERPRETED, declares, every_backend, small, variant, variants
 
 import fastattn
 from fastattn import Place
@@ -18,6 +20,22 @@ DIMS = Dims(2, 4, 2, 37, 70, 16, 16)
 EDGES = (0, 1, 2, 3, 8, 17, 36, 37)  # one row, few, and more than few
 OTHERS = ("queries", "layout", "dout", "values", "heads", "lse", "place", "causal")
 CASES = [PLAIN, *((f,) for f in FEATURES if f.group not in OTHERS)]
+
+
+@pytest.fixture(autouse=True)
+def products_of_rows_alone(monkeypatch):
+    """Triton's interpreter multiplies by numpy, whose BLAS may give a row of a matrix other bits at
+    another place in it (OpenBLAS with AVX2 does). On a GPU, and so, a row's place is nothing to it.
+    """
+    if not INTERPRETED:
+        return
+    from triton.runtime import interpreter
+
+    def matmul(a, b, dtype):
+        return numpy.einsum("...ij,...jk->...ik", a, b, dtype=dtype, casting="unsafe")
+
+    alike = types.SimpleNamespace(**vars(numpy) | {"matmul": matmul})
+    monkeypatch.setattr(interpreter, "np", alike)
 
 
 def rows_of(given, first, end):
