@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
-from .spec import ARGUMENTS, UNLIMITED, Argument, AttentionSpec, Options, Tensors, wide
+from .spec import ARGUMENTS, Argument, AttentionSpec, Options, Tensors, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNMENTS = ("", "top_left", "bottom_right")
@@ -27,7 +27,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
     check(t, o)
     (_, H, T, D), (_, Hk, S, _) = t.q.shape, t.k.shape
     B, M, N = _counts(t, o)
-    right = UNLIMITED if o.right is None else o.right
+    left, right, bottom_right = o.band
     return AttentionSpec(
         B=B,
         H=H,
@@ -39,9 +39,9 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         dtype=t.q.dtype,
         device=t.q.device.type,
         scale=float(o.scale) if o.scale is not None else 1 / math.sqrt(D) if D else 1.0,
-        left=UNLIMITED if o.left is None else min(o.left, UNLIMITED),
-        right=min(right, 0 if o.causal else UNLIMITED),
-        bottom_right=o.bottom_right or o.causal == "bottom_right",
+        left=left,
+        right=right,
+        bottom_right=bottom_right,
         softcap=0.0 if o.softcap is None else float(o.softcap),
         dropout_p=float(o.dropout_p),
         given=frozenset(name for name in Tensors._field_defaults if getattr(t, name) is not None),

@@ -26,16 +26,24 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """
     parts = list(parts)
     _check(parts)
-    lses = torch.stack([lse for _, lse in parts])
+    shares, top, log = weigh(torch.stack([lse for _, lse in parts]))
+    out = sum(x.to(share.dtype) * share for (x, _), share in zip(parts, shares))
+    return out.to(parts[0][0].dtype), top + log
+
+
+def weigh(lses: Tensor, lost: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Of parts along dimension 0, which have these LSEs, of which rounding has lost so much.
+
+    Returns the share of each in the whole, with a dimension of size 1 after, as out has columns;
+    and two numbers of which the whole's LSE is the sum: the largest, or 0, and a log.
+    """
     top = lses.detach().amax(0)
     top = torch.where(top == -torch.inf, 0.0, top)  # or -inf - (-inf) = NaN
-    e = torch.exp(lses - top)
+    e = torch.exp(lses - top + lost)
     total = e.sum(0)
     safe = torch.where(total == 0, 1.0, total)  # before the division: NaN would reach gradients
-    lse = torch.where(total == 0, -torch.inf, top + torch.log(safe))
-    shares = (e / safe).unsqueeze(-1)
-    out = sum(x.to(share.dtype) * share for (x, _), share in zip(parts, shares))
-    return out.to(parts[0][0].dtype), lse
+    log = torch.where(total == 0, -torch.inf, torch.log(safe))
+    return (e / safe).unsqueeze(-1), top, log
 
 
 def _check(parts: list) -> None:

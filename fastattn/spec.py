@@ -182,6 +182,14 @@ class Options(NamedTuple):
         at = self.at_row, self.at_key, self.at_head, self.at_item
         return Place(*at, self.rows, self.keys, self.bottom_right)
 
+    @property
+    def band(self) -> tuple[int, int, bool]:
+        """left, right and bottom_right, as `AttentionSpec` has them."""
+        left = UNLIMITED if self.left is None else min(self.left, UNLIMITED)
+        right = UNLIMITED if self.right is None else self.right
+        right = min(right, 0 if self.causal else UNLIMITED)
+        return left, right, self.bottom_right or self.causal == "bottom_right"
+
 
 def _arguments() -> dict[str, Argument]:
     found = {}

@@ -101,7 +101,8 @@ def _whole(q, k, v, team, strategy, layout, asks, given) -> Whole:
     check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
     draws = bool(given["dropout_p"]) and given["seed"] is None
     if asks:
-        found = _agreed(q, k, v, team, given, dict(strategy=strategy, layout=layout), check_own)
+        how = dict(strategy=strategy, layout=layout)
+        found = _agreed(q, k, v, team, given, how, draws, check_own)
     else:
         check_own()
         if draws:
@@ -116,9 +117,8 @@ def _whole(q, k, v, team, strategy, layout, asks, given) -> Whole:
     return Whole(team, rows, keys, given, has_rows, given["place"] or EVERYTHING)
 
 
-def _agreed(q, k, v, team, given, how, check_own) -> list[Own]:
+def _agreed(q, k, v, team, given, how, draws, check_own) -> list[Own]:
     own, trouble, facts = NOTHING, None, dict.fromkeys((*_TENSORS, *_SCALARS, *how))
-    draws = given["dropout_p"] and given["seed"] is None
     try:
         check_own()
         own = _own(q, k, given, int(draw_seed("cpu")) if draws else 0)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import api
-from .layout import Span
+from .layout import Span, held
 from .whole import Whole, gathered
 
 
@@ -18,10 +18,9 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     k = gathered(call.team, k, call.keys, "all keys")
     v = gathered(call.team, v, call.keys, "all values")
     mask, sinks = call.mask(), call.shared("sinks")
-    outs, lses, done = [], [], 0
-    for rows in call.rows[call.rank] or (Span(0, 0),):  # who has none has gradients, too: zeros
-        own = slice(done, done + rows.size)
-        done = own.stop
+    outs, lses = [], []
+    # Who has no rows has gradients, too: zeros.
+    for rows, own in held(call.rows[call.rank] or (Span(0, 0),)):
         about: dict[str, Any] = dict(
             mask=mask[..., own, :] if mask is not None and call.mask_rows else mask,
             sinks=sinks,

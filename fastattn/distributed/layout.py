@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -65,6 +65,14 @@ def size_of(part: Sequence[Span]) -> int:
     return sum(x.size for x in part)
 
 
+def held(part: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
+    """Each span, and where the rank that has it holds it."""
+    done = 0
+    for x in part:
+        yield x, slice(done, done + x.size)
+        done += x.size
+
+
 def need_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         expected = " or ".join(map(repr, LAYOUTS))
@@ -84,7 +92,7 @@ def _joined(chunks: Sequence[Span]) -> tuple[Span, ...]:
 
 def part(x: Tensor, own: Sequence[Span], dim: int) -> Tensor:
     """What a rank with these spans has of a whole; a view, if that is one span."""
-    pieces = [x.narrow(dim, *(a.first, a.size)) for a in own]
+    pieces = [x.narrow(dim, a.first, a.size) for a in own]
     if len(pieces) == 1:
         return pieces[0]
     return torch.cat(pieces, dim) if pieces else x.narrow(dim, 0, 0)

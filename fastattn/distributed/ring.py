@@ -16,11 +16,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import api, passes
+from ..merging import weigh
 from ..operation import ATTENTION, spread
-from ..spec import UNLIMITED, Options, Tensors, wide
+from ..spec import Options, Tensors, wide
 from . import layout
 from .hops import Hop
-from .layout import Span
+from .layout import Span, held
 from .whole import Whole, resized
 
 
@@ -33,7 +34,7 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 def around(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The same where mask and sinks are what `Whole` says they are."""
     t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()})
-    out, normaliser = Ring.apply(Round(call, o), *t)
+    out, normaliser = Ring.apply(Round.of(call, t, o), *t)
     return out, normaliser[0]
 
 
@@ -50,44 +51,43 @@ class Block(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A call's way around the ring."""
+    """A call's way around the ring. Some row i may see keys from i + lo to i + hi, and none
+    another; after so many hops no rank meets keys that it may see: the same on every rank."""
 
     call: Whole
     o: Options
+    lo: int
+    hi: int
+    hops: int
+
+    @classmethod
+    def of(cls, call: Whole, t: Tensors, o: Options) -> Round:
+        rows, keys = (sum(map(layout.size_of, of)) for of in (call.rows, call.keys))
+        left, right, bottom_right = o.band
+        lo, hi = -left, right
+        if bottom_right:
+            lo += -rows if t.lengths is not None else keys - rows
+            hi += keys - rows
+
+        def met(hop: int) -> bool:
+            """Does a rank see keys that are there after so many hops?"""
+            ranks = ((rank, (rank - hop) % call.ranks) for rank in range(call.ranks))
+            spans = (
+                (x, y) for rank, owner in ranks for x in call.rows[rank] for y in call.keys[owner]
+            )
+            return any(_meet(x, y, lo, hi) for x, y in spans)
+
+        last = next(filter(met, reversed(range(call.ranks))), 0)
+        return cls(call, o, lo, hi, last + 1)
 
     def owner(self, hop: int) -> int:
         """Whose keys are here after so many hops."""
         return (self.call.rank - hop) % self.call.ranks
 
-    def reach(self, t: Tensors) -> tuple[int, int]:
-        """(lo, hi): some row i may see keys from i + lo to i + hi, and none another."""
-        o, (rows, keys) = self.o, (sum(map(layout.size_of, x)) for x in self.call[1:3])
-        shifts = [0, 0]
-        if o.bottom_right or o.causal == "bottom_right":
-            shifts = [-rows if t.lengths is not None else keys - rows, keys - rows]
-        left = UNLIMITED if o.left is None else o.left
-        right = min(UNLIMITED if o.right is None else o.right, 0 if o.causal else UNLIMITED)
-        return shifts[0] - left, shifts[1] + right
-
-    def hops(self, t: Tensors) -> int:
-        """After how many of them no rank meets keys that it may see; the same on every rank."""
-        lo, hi = self.reach(t)
-        ranks = range(self.call.ranks)
-        far = [
-            (rank - owner) % self.call.ranks
-            for rank in ranks
-            for owner in ranks
-            for rows in self.call.rows[rank]
-            for keys in self.call.keys[owner]
-            if _meet(rows, keys, lo, hi)
-        ]
-        return 1 + max(far, default=0)
-
-    def blocks(self, t: Tensors, hop: int) -> Iterator[Block]:
-        lo, hi = self.reach(t)
-        for rows, own in _here(self.call.rows[self.call.rank]):
-            for keys, of_owner in _here(self.call.keys[self.owner(hop)]):
-                if _meet(rows, keys, lo, hi):
+    def blocks(self, hop: int) -> Iterator[Block]:
+        for rows, own in held(self.call.rows[self.call.rank]):
+            for keys, of_owner in held(self.call.keys[self.owner(hop)]):
+                if _meet(rows, keys, self.lo, self.hi):
                     yield Block(rows, keys, own, of_owner)
 
     def part(self, t: Tensors, k: Tensor, v: Tensor, block: Block, first: bool):
@@ -106,20 +106,14 @@ class Round(NamedTuple):
         rows = (block.own,) if self.call.mask_rows else (slice(None),) * (mask.ndim > 1)
         return (..., *rows, keys)
 
-    def nothing(self, rows: Span, own: slice) -> Block:
-        """For rows that no block has, which may have sinks."""
-        return Block(rows, Span(0, 0), own, slice(0, 0))
+
+def nothing(rows: Span, own: slice) -> Block:
+    """For rows that no block has, which may have sinks."""
+    return Block(rows, Span(0, 0), own, slice(0, 0))
 
 
 def widened(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype)) if x.is_floating_point() else x
-
-
-def _here(spans: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
-    done = 0
-    for x in spans:
-        yield x, slice(done, done + x.size)
-        done += x.size
 
 
 def _meet(rows: Span, keys: Span, lo: int, hi: int) -> bool:
@@ -137,19 +131,12 @@ class Found(NamedTuple):
 
     def merged(self, other: Found) -> Found:
         """With what other keys gave."""
-        (hi, lo), (other_hi, other_lo) = self.normaliser, other.normaliser
-        top = torch.maximum(hi, other_hi)
-        top = torch.where(top == -torch.inf, 0.0, top)  # or -inf - (-inf) = NaN
-        a, b = torch.exp(hi - top + lo), torch.exp(other_hi - top + other_lo)
-        total = a + b
-        seen = total > 0
-        total = torch.where(seen, total, 1.0)
-        of_a, of_b = (x.div_(total).unsqueeze(-1) for x in (a, b))
-        log = torch.log(total)
+        (lses, lost) = torch.stack([self.normaliser, other.normaliser], 1)
+        (own, others), top, log = weigh(lses, lost)
         lse = top + log
-        lost = top - lse + log  # what that rounding took, for log is at most the last digits of top
-        whole = torch.stack([torch.where(seen, lse, -torch.inf), torch.where(seen, lost, 0.0)])
-        return Found(self.out * of_a + other.out * of_b, whole)
+        # What that rounding took, for log is at most the last digits of top.
+        lost = torch.where(lse == -torch.inf, 0.0, top - lse + log)
+        return Found(self.out * own + other.out * others, torch.stack([lse, lost]))
 
 
 class Ring(Function):
@@ -167,11 +154,11 @@ class Ring(Function):
             found[at] = found[at].merged(new) if at in found else new
 
         for hop, k, v in _keys(way, t):
-            for block in way.blocks(t, hop):
+            for block in way.blocks(hop):
                 compute(block, k, v)
-        for rows, own in _here(way.call.rows[way.call.rank] or (Span(0, 0),)):
+        for rows, own in held(way.call.rows[way.call.rank] or (Span(0, 0),)):
             if own.start not in found:
-                compute(way.nothing(rows, own), t.k, t.given("v"))
+                compute(nothing(rows, own), t.k, t.given("v"))
         in_order = [found[at] for at in sorted(found)]
         out = torch.cat([x.out for x in in_order], 2).to(t.q.dtype)
         normaliser = torch.cat([x.normaliser for x in in_order], 3)
@@ -196,9 +183,9 @@ class Ring(Function):
 def _keys(way: Round, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(hop, k, v), with the next on their way meanwhile."""
     k, v = t.k, t.given("v")
-    for hop in range(last := way.hops(t)):
+    for hop in range(way.hops):
         coming = None
-        if hop + 1 < last:
+        if hop + 1 < way.hops:
             size = layout.size_of(way.call.keys[way.owner(hop + 1)])
             shapes = [resized(x, 2, size) for x in (k, v)]
             coming = Hop((k, v), shapes, way.call.group, "the keys and values of a ring")
@@ -212,31 +199,30 @@ class Backward:
 
     def __init__(self, way: Round, t: Tensors, outs, grads, wants: Sequence[str]):
         self.way, self.t, self.outs, self.grads, self.wants = way, t, outs, grads, wants
-        given = ((name, t.given(name)) for name in wants)
+        given = ((name, t.given(name)) for name in wants if name not in ("k", "v"))
         self.sums = {name: torch.zeros_like(x, dtype=wide(x.dtype)) for name, x in given}
 
     def run(self) -> dict[str, Tensor]:
         t, way, seen, behind = self.t, self.way, set(), None
-        last = way.hops(t) - 1
         for hop, k, v in _keys(way, t):
             moving = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v)]
-            for block in way.blocks(t, hop):
+            for block in way.blocks(hop):
                 self.add(block, k, v, moving, block.own.start not in seen)
                 seen.add(block.own.start)
             if behind:
                 moving = [x + y for x, y in zip(moving, behind.arrived())]
-            behind = self.send(moving, hop, last)
-        for rows, own in _here(way.call.rows[way.call.rank]):
+            behind = self.send(moving, hop)
+        for rows, own in held(way.call.rows[way.call.rank]):
             if own.start not in seen:
-                empty = [x.new_zeros(x.shape, dtype=wide(x.dtype)) for x in (t.k, t.given("v"))]
-                self.add(way.nothing(rows, own), t.k, t.given("v"), empty, True)
+                self.add(nothing(rows, own), k, v, moving, True)
         home = zip("kv", behind.arrived() if behind else moving)
         self.sums |= {name: x for name, x in home if name in self.wants}
         return {name: x.to(t.given(name).dtype) for name, x in self.sums.items()}
 
-    def send(self, moving: Sequence[Tensor], hop: int, last: int) -> Hop | None:
+    def send(self, moving: Sequence[Tensor], hop: int) -> Hop | None:
         """On to who has these keys next; in the end home, which the next rank may not be."""
-        call, step = self.way.call, 1 if hop < last else -hop % self.way.call.ranks
+        call, last = self.way.call, self.way.hops - 1
+        step = 1 if hop < last else -hop % call.ranks
         if not step:
             return None
         size = layout.size_of(call.keys[self.way.owner(hop + 1) if hop < last else call.rank])
@@ -253,8 +239,8 @@ class Backward:
         part = self.way.part(self.t, k, v, block, first)
         found = dict(zip(wants, passes.backward(ATTENTION, *part, outs, grads, wants)))
         for name, x in found.items():
-            if name in "kv":
-                moving["kv".index(name)][:, :, block.of_owner] += x
+            if name in ("k", "v"):
+                moving[name == "v"][:, :, block.of_owner] += x
             elif name == "mask":
                 self.sums[name][self.way.of_mask(self.sums[name], block)] += x
             else:

@@ -61,15 +61,18 @@ class Whole(NamedTuple):
 
 def gathered(team: Team, x: Tensor, of: Spans, what: str, dim: int = 2) -> Tensor:
     """All ranks' x along dim, in the order of the sequence."""
-    sizes, n = [layout.size_of(own) for own in of], 1  # x is of n ranks
+    sizes, n = [layout.size_of(own) for own in of], 1
+    blocks = (x,)  # each of n ranks
     for group in reversed(team.groups):
+        n *= len(blocks)
+        x = torch.cat(blocks, dim) if len(blocks) > 1 else blocks[0]
         ranks = dist.get_world_size(group)
         first = team.rank // (n * ranks) * n * ranks
         each = (sizes[first + r * n : first + r * n + n] for r in range(ranks))
         shapes = [resized(x, dim, sum(of_each)) for of_each in each]
-        x = torch.cat(Gather.apply(group, what, shapes, x), dim)
-        n *= ranks
-    return layout.whole(x.split(sizes, dim), of, dim)
+        blocks = Gather.apply(group, what, shapes, x)
+    parts = (block.split(sizes[r * n : r * n + n], dim) for r, block in enumerate(blocks))
+    return layout.whole([x for of_block in parts for x in of_block], of, dim)
 
 
 def resized(x: Tensor, dim: int, size: int) -> Shape:
