@@ -27,6 +27,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Tests import their helpers by name (`import cases`) whatever pytest's import mode is.
 sys.path.insert(0, str(Path(__file__).parent))
+import deadline  # noqa: E402
 import tiers  # noqa: E402
 
 if importlib.util.find_spec("hypothesis"):
@@ -64,6 +65,7 @@ def quicken_interpreter():
 
 def pytest_addoption(parser):
     parser.addoption("--tier", choices=tiers.TIERS, default="all", help="see tests/README.md")
+    parser.addoption("--minutes", type=float, help="skip what does not start in so many")
 
 
 def pytest_configure(config):
@@ -74,6 +76,8 @@ def pytest_configure(config):
         raise pytest.UsageError(f"there is nothing to test: {why}; `make setup` builds it")
     if interpreted() and importlib.util.find_spec("triton"):
         quicken_interpreter()
+    if config.option.minutes is not None:
+        config.pluginmanager.register(deadline.Deadline(config.option.minutes))
 
 
 @pytest.hookimpl(tryfirst=True)  # a share is of all that there is, whatever -k and -m take of it
