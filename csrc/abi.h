@@ -94,6 +94,10 @@ struct FaParams {
   struct FaTensor q_t, k_t, v_t, mask_t, sinks_t;
   struct FaTensor out_t, lse_t;      // (B,H,M,Dv), and (B,H,M) in the dtype of lse
   struct FaTensor dout_t, dlse_t;    // as dout and dlse; null where they do not move
+
+  // After how many items and heads dropout draws the same again, where this call is several of
+  // those; 0 = never. Not of a packed batch. Last for the same reason.
+  int64_t items_again, heads_again;
 };
 
 // FaParams field by field: by this the two sides of the ABI know that they are of one version.
@@ -102,7 +106,7 @@ struct FaParams {
   "dweights lengths seed cu_q cu_k pages workspace B H Hk M N D Dv left right bottom_right " \
   "average_heads constant_lse row_invariant at_row at_key at_head at_item rows_after "       \
   "keys_after T S P page blocks threads scale softcap dropout_p q_t k_t v_t mask_t sinks_t "  \
-  "out_t lse_t dout_t dlse_t"
+  "out_t lse_t dout_t dlse_t items_again heads_again"
 
 // Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
 // length is outside [0, keys of the larger call] and FA_BAD_OFFSET when cu_q or cu_k does not

@@ -16,6 +16,13 @@ struct Philox {
   static constexpr uint32_t weyl0 = 0x9E3779B9u, weyl1 = 0xBB67AE85u;
 };
 
+// The word h or b of the x-th head or item of a call: `first` is that of its first, and after a
+// period, unless that is 0, words come again.
+FA_SHARED uint32_t drawn(int64_t first, int64_t x, int64_t period) {
+  if (period) x = static_cast<uint32_t>(x) % static_cast<uint32_t>(period);
+  return static_cast<uint32_t>(first + x);
+}
+
 struct Dropout {
   uint32_t threshold;  // words below it are dropped
   double factor;       // what a kept element is multiplied by

@@ -96,7 +96,7 @@ def attention(
     dropout_p, seed: after the softmax, drops probabilities and divides the others by 1 - dropout_p;
         the LSE stays. Drawn in the kernel (Philox-4x32-10) by seed and place, in backward the same.
         seed is an int or an int64 tensor of one element on q's device; None draws one from torch's
-        generator.
+        generator. Under vmap, examples of one seed draw each what it draws alone.
     scale: multiplies q k^T; 1 / sqrt(D) by default; 0 and below are allowed.
     place: the `fastattn.Place` of this call in a larger one that it is a part of. causal, window,
         key_lengths (up to the larger call's keys), ALiBi and dropout count from where that begins;

@@ -29,6 +29,15 @@ class Fold(NamedTuple):
         found = (i for i, x in enumerate(shape.split()) if x in LETTERS[self.along])
         return next(found, None)
 
+    def options(self, o: Options) -> Options:
+        """Dropout draws for each call what it draws for one. Where that is several calls itself,
+        its draws repeat already, after a part of what it has, and go on so."""
+        if not o.dropout_p:
+            return o
+        if self.along == "items":
+            return o._replace(items_again=o.items_again or self.sizes["B"])
+        return o._replace(heads_again=o.heads_again or self.sizes["H"])
+
     def tensors(self, t: Tensors, dims: Sequence[Dim]) -> Tensors:
         each = zip(ARGUMENTS.values(), t, dims)
         return Tensors(*(self._argument(a, x, dim) for a, x, dim in each))  # ty: ignore
@@ -106,13 +115,12 @@ def fold_of(
     tangents: Sequence[Dim] = NO_DIMS,
     wants: Sequence[str] = (),
 ) -> Fold | None:
-    """None where V calls are no single one: where their place in it matters (dropout counts by it),
-    where something is mapped that has neither items nor heads of its own (what is packed), and
-    where a gradient is a sum over both (of a mask).
+    """None where V calls are no single one: where something is mapped that has neither items nor
+    heads of its own (what is packed, a seed), and where a gradient is a sum over both (of a mask).
 
     tangents: where those are mapped. wants: the gradients that are made.
     """
-    if t.cu_q is not None or o.dropout_p:
+    if t.cu_q is not None:
         return None
     mapped = [
         a for a, x, dim in zip(ARGUMENTS.values(), t, dims) if x is not None and dim is not None

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
-from .spec import ARGUMENTS, Argument, AttentionSpec, Options, Tensors, wide
+from .spec import AGAIN, ARGUMENTS, Argument, AttentionSpec, Options, Tensors, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNMENTS = ("", "top_left", "bottom_right")
@@ -56,6 +56,8 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         at_key=o.at_key,
         at_head=o.at_head,
         at_item=o.at_item,
+        items_again=o.items_again,
+        heads_again=o.heads_again,
         rows_after=0 if o.rows is None else o.rows - o.at_row - M,
         keys_after=0 if o.keys is None else o.keys - o.at_key - N,
         T=0 if t.cu_q is None else T,
@@ -235,6 +237,9 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
         need(told, name, "(1,) offsets, of no sequence", f"those of {rows} rows, or keys")
     at = o.place._replace(head=0, item=0, bottom_right=False)
     need(at == EVERYTHING, "place", o.place, "no row or key of a packed batch")
+    for name in AGAIN:
+        x = getattr(o, name)
+        need(x == 0, name, x, "0, of a packed batch")
     B, M, N = _counts(t, o)
     sizes = {"B": B, "B+1": B + 1, "M": M, "N": N}
     if t.pages is None:
@@ -308,6 +313,9 @@ def _scalars(o: Options, dtype: torch.dtype) -> None:
     need(not o.bottom_right or o.causal != "top_left", "place.bottom_right", True, expected)
     p = o.dropout_p
     need(0 <= p <= 1, "dropout_p", p, "a number in [0, 1]")
+    for name in AGAIN:
+        x = getattr(o, name)
+        need(0 <= x <= LONGEST, name, x, f"a number in [0, {LONGEST}]")
     for name in ("scale", "softcap"):
         if (x := getattr(o, name)) is not None:
             need(math.isfinite(x), name, x, "a finite number, or None")

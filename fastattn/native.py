@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from .elf import why_broken
-from .spec import ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
+from .spec import AGAIN, ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE = range(5)  # FaStatus
@@ -55,17 +55,18 @@ MOVED = (  # tangents, and what moves with them: last
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
 POINTER = struct.Struct("=Q")
 SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # and threads, after the whole numbers
-FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED))
+LAST = struct.Struct(f"={len(AGAIN)}q")
+FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *AGAIN))
 ABSENT = bytes(TENSOR.size)
 BEFORE_SCALARS = len(TENSORS) * TENSOR.size + len(POINTERS) * 8
 AFTER_SCALARS = len(MOVED) * TENSOR.size
-SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS
+SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS + LAST.size
 
 
 def offset(field: str) -> int:
     """Where in FaParams it lies."""
     if field in MOVED:
-        return SIZE - AFTER_SCALARS + MOVED.index(field) * TENSOR.size
+        return BEFORE_SCALARS + SCALARS.size + MOVED.index(field) * TENSOR.size
     at = FIELDS.split().index(field)
     return min(at, len(TENSORS)) * TENSOR.size + max(0, at - len(TENSORS)) * 8
 
@@ -77,7 +78,8 @@ def form(spec: AttentionSpec) -> bytes:
     """FaParams of a call's scalars, with no tensor and no thread in it."""
     whole = (getattr(spec, name) for name in WHOLE)
     scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
-    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS)
+    again = LAST.pack(*(getattr(spec, name) for name in AGAIN))
+    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again
 
 
 class Library:

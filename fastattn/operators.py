@@ -31,7 +31,7 @@ from .operation import (
     tangent_outputs,
 )
 from .passes import as_tuple, drops_tangents, has_tangents, no_tangents
-from .spec import ARGUMENTS, DIFFERENTIABLE, Options, Tangents, Tensors
+from .spec import AGAIN, ARGUMENTS, DIFFERENTIABLE, Options, Tangents, Tensors
 from .transforms import N_TANGENTS, N_TENSORS, parts
 
 N_SCALARS = len(Options._fields)
@@ -45,6 +45,7 @@ _TYPES = {
 }
 # Sizes: of tensors, where nobody says them, and so symbols in a compiler.
 _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
+_SYMBOLS |= dict.fromkeys(AGAIN, "SymInt")
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
 library = torch.library.Library("fastattn", "DEF")

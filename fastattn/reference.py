@@ -35,13 +35,15 @@ def attention(
     seed: int | Tensor | None = None,
     scale: float | None = None,
     place: Place | None = None,
+    again: tuple[int, int] = (0, 0),
     return_lse: bool = False,
     return_weights: bool = False,
     return_normaliser: bool = False,
 ):
     """softmax(score(q k^T)) v for q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv).
 
-    The arguments mean what they mean in `fastattn.attention`. Returns out (B,H,M,Dv), then the LSE
+    The arguments mean what they mean in `fastattn.attention`; again, of dropout, what it does in
+    `keep_mask`. Returns out (B,H,M,Dv), then the LSE
     (B,H,M) if `return_lse`, then the probabilities after dropout (B,H,M,N) if `return_weights`,
     then the normaliser (2,B,H,M), which is the LSE and what its rounding lost, if asked for.
     """
@@ -52,7 +54,7 @@ def attention(
     with torch.autocast(q.device.type, enabled=False):
         s = scores(q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale, place)
         p, normaliser = softmax(s, sinks)
-        p = dropout(p, dropout_p, seed, place)
+        p = dropout(p, dropout_p, seed, place, again)
         out = p @ v
     wanted = (normaliser[0], return_lse), (p, return_weights), (normaliser, return_normaliser)
     extras = [x for x, asked in wanted if asked]
@@ -176,33 +178,44 @@ def softmax(s: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
 
 
 def dropout(
-    p: Tensor, dropout_p: float, seed: int | Tensor | None, place: Place = EVERYTHING
+    p: Tensor,
+    dropout_p: float,
+    seed: int | Tensor | None,
+    place: Place = EVERYTHING,
+    again: tuple[int, int] = (0, 0),
 ) -> Tensor:
     if dropout_p == 0:
         return p
     if seed is None:
         seed = torch.randint(-(1 << 63), (1 << 63) - 1, (1,), device=p.device)
-    kept = keep_mask(p.shape, dropout_p, int(seed), p.device, place)
+    kept = keep_mask(p.shape, dropout_p, int(seed), p.device, place, again)
     return torch.where(kept, p, 0.0) / (1 - dropout_p if dropout_p < 1 else 1.0)
 
 
 def keep_mask(
-    shape: tuple[int, ...], dropout_p: float, seed: int, device="cpu", place: Place = EVERYTHING
+    shape: tuple[int, ...],
+    dropout_p: float,
+    seed: int,
+    device="cpu",
+    place: Place = EVERYTHING,
+    again: tuple[int, int] = (0, 0),
 ) -> Tensor:
     """(B,H,M,N) bool: element (b,h,i,j) is kept iff its Philox word is >= floor(p 2^32).
 
     Four neighbouring keys share one block: counter (j >> 2, i, h, b), word j & 3. Of a call that is
-    a part, b, h, i and j count from where the larger one begins.
+    a part, b, h, i and j count from where the larger one begins. again: after how many items and
+    heads the draws are the same again; 0 is never.
     """
     B, H, M, N = shape
 
-    def along(first, n, dim):
-        x = torch.arange(first, first + n, device=device)
+    def along(first, n, dim, period=0):
+        x = torch.arange(n, device=device)
+        x = first + (x % period if period else x)
         return x.view([-1 if d == dim else 1 for d in range(4)])
 
     block, skipped = divmod(place.key, 4)
     j, i = along(block, -(-(skipped + N) // 4), 3), along(place.row, M, 2)
-    counter = j, i, along(place.head, H, 1), along(place.item, B, 0)
+    counter = j, i, along(place.head, H, 1, again[1]), along(place.item, B, 0, again[0])
     words = torch.stack(torch.broadcast_tensors(*philox(counter, seed)), dim=-1)
     return words.flatten(-2)[..., skipped : skipped + N] >= math.floor(dropout_p * 2**32)
 

@@ -169,6 +169,8 @@ class Options(NamedTuple):
     max_q: int | None = None  # of a packed batch: no sequence has more rows, or keys
     max_k: int | None = None
     row_invariant: bool = False
+    items_again: int = 0  # `batching`
+    heads_again: int = 0
     at_row: int = 0  # `Place`
     at_key: int = 0
     at_head: int = 0
@@ -231,7 +233,9 @@ class AttentionSpec:
     sequences has M and N of its own, at most these; its q lies as (1,H,T,D) and its k as
     (1,Hk,S,D), or in P pages as (P,Hk,page,D), where its length is its N. Here i, j, length and M
     are the larger call's, where this one is a part of one: i and j count from at_row and at_key, M
-    is at_row + M + rows_after, and dropout counts heads and items from at_head and at_item.
+    is at_row + M + rows_after, and dropout counts heads and items from at_head and at_item. Where
+    this one is several calls (`batching`), dropout draws the same again after the items and heads
+    of one: item b draws what b % items_again does.
     """
 
     B: int
@@ -264,6 +268,8 @@ class AttentionSpec:
     at_item: int = 0
     rows_after: int = 0
     keys_after: int = 0
+    items_again: int = 0  # 0: never
+    heads_again: int = 0
     T: int = 0  # rows and keys of all sequences of a packed batch, one after the other
     S: int = 0
     P: int = 0  # pages that there are, the rows of one, and how many a sequence may have
@@ -298,7 +304,7 @@ class AttentionSpec:
             Feature.GRAD: self.needs_grad,
             Feature.TANGENTS: self.tangents,
             Feature.INVARIANT: self.row_invariant,
-            Feature.PLACE: any(getattr(self, name) for name in PLACED),
+            Feature.PLACE: any(getattr(self, name) for name in (*PLACED, *AGAIN)),
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)
         by_scalars = (feature for feature, on in used.items() if on)
@@ -344,6 +350,7 @@ class AttentionSpec:
 
 # Where the call lies in a larger one.
 PLACED = ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
+AGAIN = ("items_again", "heads_again")  # whole numbers, too, but last in FaParams
 # The scalars that kernels behind csrc/abi.h get, as FaParams has them; `threads` stands between.
 WHOLE = (
     *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),

@@ -292,7 +292,7 @@ def batched_forward(
     fold = batching.fold_of(V, t, dims, o)
     if fold is None:
         return _in_turn(V, lambda *t: run.forward(op, o, t), t, dims)
-    return _first(fold.back(op.results, run.forward(op, o, fold.tensors(t, dims))))
+    return _first(fold.back(op.results, run.forward(op, fold.options(o), fold.tensors(t, dims))))
 
 
 def batched_backward(
@@ -304,7 +304,8 @@ def batched_backward(
     if fold is None:
         return _in_turn(V, lambda *x: run.backward(op, o, wants, *_around(op, x)), tensors, dims)
     grads, outs = fold.results(op.results, grads, dgrads), fold.results(op.results, outs, douts)
-    found = run.backward(op, o, wants, grads, outs, fold.tensors(Tensors(*t), dt))
+    folded = fold.tensors(Tensors(*t), dt)
+    found = run.backward(op, fold.options(o), wants, grads, outs, folded)
     return _first(fold.back(wants, found))
 
 
@@ -318,7 +319,7 @@ def batched_jvp(
     if fold is None:
         return _in_turn(V, lambda *x: run.jvp(op, o, *parts(x, *sizes)), tensors, dims)
     outs = fold.results(WITH_TANGENTS, outs, douts)
-    found = run.jvp(op, o, *fold.moving(Tensors(*t), dt, u, du), outs)
+    found = run.jvp(op, fold.options(o), *fold.moving(Tensors(*t), dt, u, du), outs)
     return _first(fold.back(WITH_TANGENTS[-len(found) :], found))
 
 
@@ -333,13 +334,14 @@ def batched_second(
         return _in_turn(V, lambda *x: run.second(op, o, wants, *parts(x, *sizes)), tensors, dims)
     outs, grads = fold.results(WITH_TANGENTS, outs, douts), fold.results(INCOMING, grads, dgrads)
     moving = fold.moving(Tensors(*t), dt, u, du)
-    return _first(fold.back(wants, run.second(op, o, wants, *moving, outs, grads)))
+    found = run.second(op, fold.options(o), wants, *moving, outs, grads)
+    return _first(fold.back(wants, found))
 
 
 def _in_turn(V: int, function: Callable, tensors: Sequence, dims: Sequence[Dim]):
     if V == 0:
         raise NotImplementedError(
-            "vmap over a dimension of size 0 with dropout, per-example sinks, or gradients of "
+            "vmap over a dimension of size 0 with per-example seeds or sinks, or gradients of "
             "masks or sinks: got 0, expected at least 1"
         )
     calls = [function(*batching.pick(tensors, dims, i)) for i in range(V)]

@@ -19,6 +19,7 @@ from .score import (
     Keys,
     block_at,
     call_of,
+    drawn,
     item_of,
     kept,
     key_range,
@@ -116,6 +117,7 @@ def over_keys(
     MASKED: tl.constexpr = PART == EDGES
     blocks = of_part(blocks, T.BN, F, PART)
     k_from, v_from = sources
+    draw = drawn(rows.h, item.b, call, extras, F)
     lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, F, PART)
@@ -129,7 +131,7 @@ def over_keys(
             dp = by_rows(tile_do, tile_v, F)
         keep = None
         if F.dropout:
-            keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
+            keep = kept(rows.i, draw, j0, call, extras, F, T.BM, T.BN)
         _, ds, dqk = gradients(qk, dp, keep, levels, delta, rows, keys, item, call, extras, F, PART)
         if SUMS:  # delta is 0 here, so that dS is P dP
             acc += ds
@@ -205,6 +207,7 @@ def over_rows(
     blocks = of_part(blocks, T.BM, F, PART)
     q_from, do_from = sources
     keys = Keys(j0, (j0 + tl.arange(0, T.BN))[:, None])
+    draw = drawn(h, item.b, call, extras, F)
     lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BM):
         i0 = block_at(x, blocks, T.BM, F, PART)
@@ -222,7 +225,7 @@ def over_rows(
         level, rest, row_delta = statistics(of_rows, item.q, h, i, call, F)
         keep = None
         if F.dropout:
-            keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, F, T.BM, T.BN))
+            keep = tl.trans(kept(i[:, None], draw, j0, call, extras, F, T.BM, T.BN))
         p, _, dqk = gradients(
             qk, dp, keep, (level[None, :], rest[None, :]), row_delta[None, :], rows, keys, item,
             call, extras, F, PART,
@@ -404,7 +407,7 @@ def add_to_mask(
             dp = by_rows(tile_do, tile_v, F)
         keep = None
         if F.dropout:
-            keep = kept(rows.i, h, b, j0, call, extras, F, T.BM, T.BN)
+            keep = kept(rows.i, drawn(h, b, call, extras, F), j0, call, extras, F, T.BM, T.BN)
         level, rest, row_delta = statistics(of_rows, item.q, h, i, call, F)
         levels = (level[:, None], rest[:, None])
         _, ds, _ = gradients(

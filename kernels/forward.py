@@ -10,6 +10,7 @@ from .score import (
     Keys,
     block_at,
     call_of,
+    drawn,
     in_order,
     item_of,
     kept,
@@ -48,6 +49,7 @@ def accumulate(
     blocks = of_part(blocks, T.BN, F, PART)
     acc, m, l = state
     k_from, v_from, k_by, v_by = sources
+    draw = drawn(rows.h, item.b, call, extras, F)
     lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, F, PART)
@@ -62,7 +64,7 @@ def accumulate(
             s = tl.where(visible(rows, keys, item, call, F), s, float("-inf"))
         p, m, l, alpha = update(s, m, l, call, F)
         if F.dropout:
-            keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
+            keep = kept(rows.i, draw, j0, call, extras, F, T.BM, T.BN)
             p = tl.where(keep, p, 0.0)
         tile_v = load_keys(v, v_from, j0, item.length, found, F, T.DV, T.BN, T.BDV, MASKED)
         if F.kept != "":

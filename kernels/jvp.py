@@ -15,6 +15,7 @@ from .score import (
     Keys,
     block_at,
     call_of,
+    drawn,
     in_order,
     item_of,
     kept,
@@ -35,6 +36,7 @@ def along_keys(
 ):  # fmt: skip
     """acc += P Z s_t V + P Z V_t and moved += sum P s_t, over one PART of the keys."""
     MASKED: tl.constexpr = PART == EDGES
+    draw = drawn(rows.h, item.b, call, extras, F)
     lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, F, PART)
@@ -50,7 +52,7 @@ def along_keys(
         if SCORES:
             moved += tl.sum(p_t, 1)
         if F.dropout:
-            keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
+            keep = kept(rows.i, draw, j0, call, extras, F, T.BM, T.BN)
             p, p_t = tl.where(keep, p, 0.0), tl.where(keep, p_t, 0.0)
         if SCORES:
             tile_v = rows_at(v, item.k, hk, j0, item.length, T.DV, T.BN, T.BDV, MASKED)

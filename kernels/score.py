@@ -141,6 +141,8 @@ class Extras(NamedTuple):
     k_scale: Any = None  # Operands (B,Hk,N): what each row of k and v is multiplied by
     v_scale: Any = None
     block_mask: Any = None  # BlockMask, where F.block_mask
+    items_again: Any = None  # after how many items and heads draws are the same again: numbers, for
+    heads_again: Any = None  # which it is compiled (1, or a multiple of 16); they do not grow
     nothing: Any = None  # Triton 3.6 loses the constants inside a tuple that has none of its own
 
 
@@ -470,15 +472,30 @@ def statistics(of_rows, at, h, i, call, F: tl.constexpr):
 
 
 @triton.jit
-def kept(i, h, b, j0, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """(BM, BN): which probabilities dropout keeps. i: (BM, 1); h: one, or (BM, 1); 4 divides j0.
+def drawn(h, b, call, extras, F: tl.constexpr):
+    """The heads and the item whose draws these have; for all tiles of a pass once, for it divides.
+    h: one, or (BM, 1)."""
+    if extras.heads_again is not None:
+        h %= extras.heads_again
+    if extras.items_again is not None:
+        b %= extras.items_again
+    if F.place:
+        h, b = h + call.at_head, b + call.at_item
+    return h, b
+
+
+@triton.jit
+def kept(i, draw, j0, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """(BM, BN): which probabilities dropout keeps. i: (BM, 1); draw: as `drawn` gives it; 4 divides
+    j0.
 
     Philox-4x32-10 (Salmon et al., SC'11): key = the seed, low word first; counter = (j >> 2, i, h,
     b); key j takes word j & 3, so one round of draws serves four neighbours. Of a part of a larger
     call, b, h, i and j count from that one's beginning.
     """
+    h, b = draw
     if F.place:
-        i, h, b, j0 = i + call.at_row, h + call.at_head, b + call.at_item, j0 + call.at_key
+        i, j0 = i + call.at_row, j0 + call.at_key
     if F.fours:
         four = tl.broadcast_to((j0 // 4 + tl.arange(0, BN // 4))[None, :], [BM, BN // 4])
         w0, w1, w2, w3 = draws(four, i, h, b, extras)

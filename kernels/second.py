@@ -20,6 +20,7 @@ from .score import (
     Keys,
     block_at,
     call_of,
+    drawn,
     item_of,
     kept,
     key_range,
@@ -113,6 +114,7 @@ def over_keys(
 ):  # fmt: skip
     """acc += d(q.k)_t K + d(q.k) K_t over one PART of the keys."""
     MASKED: tl.constexpr = PART == EDGES
+    draw = drawn(rows.h, item.b, call, extras, F)
     lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BN):
         j0 = block_at(x, blocks, T.BN, F, PART)
@@ -126,7 +128,7 @@ def over_keys(
         dp_t = moved_product(tile_do, tile_dot, tile_v, tile_vt, F)
         keep = None
         if F.dropout:
-            keep = kept(rows.i, rows.h, item.b, j0, call, extras, F, T.BM, T.BN)
+            keep = kept(rows.i, draw, j0, call, extras, F, T.BM, T.BN)
         _, _, dqk, dqk_t, _ = gradients_t(
             qk, qk_t, dp, dp_t, keep, levels, delta, lse_t, delta_t, rows, keys, item, call,
             extras, u.mask, F, PART,
@@ -186,6 +188,7 @@ def over_rows(
     PART of the rows of head h. Tiles of scores are transposed, (BN, BM), as in backward."""
     MASKED: tl.constexpr = PART == EDGES
     keys = Keys(j0, (j0 + tl.arange(0, T.BN))[:, None])
+    draw = drawn(h, item.b, call, extras, F)
     lo, hi = span(blocks, PART)
     for x in tl.range(lo, hi, T.BM):
         i0 = block_at(x, blocks, T.BM, F, PART)
@@ -204,7 +207,7 @@ def over_rows(
         lse_t, delta_t = row_rates(rates, item.q, h, i, call, F)
         keep = None
         if F.dropout:
-            keep = tl.trans(kept(i[:, None], h, item.b, j0, call, extras, F, T.BM, T.BN))
+            keep = tl.trans(kept(i[:, None], draw, j0, call, extras, F, T.BM, T.BN))
         p, p_t, dqk, dqk_t, _ = gradients_t(
             qk, qk_t, dp, dp_t, keep, (level[None, :], rest[None, :]), delta[None, :],
             lse_t[None, :], delta_t[None, :], rows, keys, item, call, extras, u.mask, F, PART,
@@ -316,7 +319,7 @@ def add_to_mask(
         dp_t = moved_product(tile_do, tile_dot, tile_v, tile_vt, F)
         keep = None
         if F.dropout:
-            keep = kept(rows.i, h, b, j0, call, extras, F, T.BM, T.BN)
+            keep = kept(rows.i, drawn(h, b, call, extras, F), j0, call, extras, F, T.BM, T.BN)
         level, rest, delta = statistics(of_rows, item.q, h, i, call, F)
         lse_t, delta_t = row_rates(rates, item.q, h, i, call, F)
         _, _, _, _, ds_t = gradients_t(

@@ -7,6 +7,7 @@ from .score import (
     SIZES,
     Keys,
     call_of,
+    drawn,
     item_of,
     kept,
     levels_of,
@@ -70,6 +71,7 @@ def add_head(
         p = probability(s, (level[:, None], rest[:, None]), call, F)
         p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
         if F.dropout:
-            p = tl.where(kept(rows.i, h, b, j0, call, extras, F, T.BM, T.BN), p, 0.0)
+            draw = drawn(h, b, call, extras, F)
+            p = tl.where(kept(rows.i, draw, j0, call, extras, F, T.BM, T.BN), p, 0.0)
         total += p
     return total

@@ -10,6 +10,7 @@ import subprocess
 from typing import NamedTuple
 
 import cases
+import folded
 import once
 import pytest
 import torch
@@ -97,11 +98,23 @@ draws of a part by its own rows: cpu/tile.h: dropout+place
 -uint32_t(p.at_row + rows.i0 + l + x);
 +uint32_t(rows.i0 + l + x);
 draws of a part by its own heads: cpu/tile.h: dropout+place
--splat(uint32_t(p.at_head + rows.h)),
-+splat(uint32_t(rows.h)),
+-drawn(p.at_head, rows.h,
++drawn(0, rows.h,
 draws of a part by its own items: cpu/tile.h: dropout+place
--splat(uint32_t(p.at_item + rows.b));
-+splat(uint32_t(rows.b));
+-drawn(p.at_item, rows.b,
++drawn(0, rows.b,
+draws of folded items go on: cpu/tile.h: folded
+-rows.b, p.items_again);
++rows.b, 0);
+draws of folded heads go on: cpu/tile.h: folded
+-rows.h, p.heads_again);
++rows.h, 0);
+draws of folded heads go on, on tiles: cpu/tile.h: folded
+-rows.h, p.heads_again);
++rows.h, 0);
+draws repeat from the larger call's first: philox.h: folded
+-if (period) x = static_cast<uint32_t>(x) % static_cast<uint32_t>(period);
++if (period) x = (first + x) % period - first;
 three keys lost at a left edge after key 256: cpu/where.h: far_bands
 -lo = std::max(J0, seen.lo / first * first), hi
 +lo = std::max(J0, (seen.lo + (seen.lo > 256 ? 3 : 0)) / first * first), hi
@@ -165,10 +178,10 @@ dropout rows past 4096: cpu/tile.h: far_draws
 -c1[x] = uint32_t(p.at_row + rows.i0 + l + x);
 +c1[x] = uint32_t(p.at_row + rows.i0 + l + x) & 0xFFF;
 one mask of dropout for all heads: cpu/tile.h: dropout
--c2 = splat(uint32_t(p.at_head + rows.h))
+-c2 = splat(head)
 +c2 = splat(uint32_t(0))
 one mask of dropout for all items: cpu/tile.h: dropout
--c3 = splat(uint32_t(p.at_item + rows.b))
+-c3 = splat(item)
 +c3 = splat(uint32_t(0))
 another word of a draw: cpu/tile.h: dropout
 -store(words + kMaxLanes + l, c1);
@@ -578,12 +591,15 @@ def of_weights(features):
 
 
 verdicts = {}
+FOLDED = ("items heads", "heads items")  # of examples
 
 
 def complaints(name, dtype=torch.float32):
     """What the slice says of the kernels in use."""
     if name in ("nan_scores", "bias", "pages", "rising", "storage"):
         yield from globals()[name]()
+    elif name == "folded":
+        yield from folded.complaints("cpu", dtype, FOLDED)
     elif name == "dropout_of_all":
         yield from of_all_dropped()
     elif name.startswith("weights"):

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import gpu
 import pytest
+import test_folded
 import test_gpu
 import test_gpu_calls
 import test_hard_values
@@ -25,6 +26,7 @@ from fastattn.backends.cuda import Cuda
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {
     test_hard_values: "",  # all
+    test_folded: "each_draws one_call_is",
     test_place: "of_16_bits draws_go_on",
     test_row_invariant: "rows_have",
     test_paged: "every_dtype",

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import far_logits
+import folded
 import pytest
 import test_block_mask
 import test_packed
@@ -94,11 +95,32 @@ rows after a part forgotten: score.py: bottom_right+place
 -diagonal += -call.rows_after if
 +diagonal += 0 if
 draws by a part's own rows: score.py: dropout+place
--i, h, b, j0 = i + call.at_row,
-+i, h, b, j0 = i,
+-i, j0 = i + call.at_row,
++i, j0 = i,
 draws by a part's own heads: score.py: dropout+place
 -h + call.at_head
 +h
+draws of folded heads go on: score.py: folded
+-h %= extras.heads_again
++pass
+draws of folded items go on: score.py: folded
+-b %= extras.items_again
++pass
+draws of dq's own: backward.py: folded
+-draw = drawn(rows.h, item.b, call, extras, F)
++draw = rows.h, item.b
+draws of dk's own: backward.py: folded
+-draw = drawn(h, item.b, call, extras, F)
++draw = h, item.b
+draws of a tangent's own: jvp.py: folded
+-draw = drawn(rows.h, item.b, call, extras, F)
++draw = rows.h, item.b
+draws of dq_t's own: second.py: folded
+-draw = drawn(rows.h, item.b, call, extras, F)
++draw = rows.h, item.b
+draws of dk_t's own: second.py: folded
+-draw = drawn(h, item.b, call, extras, F)
++draw = h, item.b
 draws by a part's own items: score.py: dropout+place
 -b + call.at_item
 +b
@@ -208,8 +230,8 @@ the normaliser's rows begin at 0: tile.py: packed
 -* H + h) * M + at.row + i
 +* H + h) * M + i
 draws of the first sequence: forward.py: packed+dropout
--kept(rows.i, rows.h, item.b, j0
-+kept(rows.i, rows.h, item.q.b, j0
+-drawn(rows.h, item.b, call
++drawn(rows.h, item.q.b, call
 the slope of the first sequence: score.py: packed+alibi_batch
 -b = tl.cast(item.b, tl.int64)
 +b = tl.cast(item.q.b, tl.int64)
@@ -555,6 +577,8 @@ def notices(names):
     if names == "far_weights":
         problem = far_problem("some rows", "-1e9", "float32")
         return any(about_weights("triton", problem, average=False))
+    if names == "folded":
+        return any(folded.complaints("triton", ways=["items heads"]))
     if names.startswith("moved"):
         return of_tangents(names)
     if names.startswith("packed"):

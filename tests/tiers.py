@@ -28,6 +28,7 @@ SHARES = {
     "test_derivatives::test_pairs_of_features": (NONE, 97),
     "test_derivatives::test_attention_jvp_compiles_whole_and_is_differentiable": (NONE, 3),
     "test_transforms::test_the_table_of_transforms": (NONE, 2),
+    "test_folded": (7, 2),
     "test_hard_values": (5, 2),
     "test_hard_values::test_rows_far_from_zero": (13, 3),
     "test_dense_masks": (9, 5),

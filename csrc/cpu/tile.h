@@ -261,12 +261,12 @@ struct Tile {
   // Room for whole vectors of words, which have more lanes than those of doubles.
   static constexpr int kMaxLanes = round_up(lanes, kLanes<uint32_t>);
 
-  // Philox words of four keys of the larger call, 4 x kMaxLanes.
-  static void philox(const FaParams& p, const Rows& rows, int64_t j, uint32_t* words) {
+  // Philox words of four keys of the larger call, of a head and an item there, 4 x kMaxLanes.
+  static void philox(const FaParams& p, const Rows& rows, uint32_t head, uint32_t item, int64_t j,
+                     uint32_t* words) {
     const uint64_t seed = static_cast<uint64_t>(*p.seed);
     for (int l = 0; l < lanes; l += kLanes<uint32_t>) {
-      Words c0 = splat(uint32_t(j >> 2)), c1, c2 = splat(uint32_t(p.at_head + rows.h)),
-            c3 = splat(uint32_t(p.at_item + rows.b));
+      Words c0 = splat(uint32_t(j >> 2)), c1, c2 = splat(head), c3 = splat(item);
       for (int x = 0; x < kLanes<uint32_t>; ++x) c1[x] = uint32_t(p.at_row + rows.i0 + l + x);
       uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
       for (int r = 0; r < Philox::rounds; ++r, k0 += Philox::weyl0, k1 += Philox::weyl1) {
@@ -291,8 +291,10 @@ struct Tile {
     const R factor = R(rule.factor);
     uint32_t words[4 * kMaxLanes];
     const int64_t first = p.at_key + keys.j0;
+    const uint32_t head = drawn(p.at_head, rows.h, p.heads_again);
+    const uint32_t item = drawn(p.at_item, rows.b, p.items_again);
     for (int64_t j = -(first % 4); j < keys.count; j += 4) {
-      philox(p, rows, first + j, words);
+      philox(p, rows, head, item, first + j, words);
       const int64_t n = std::min<int64_t>(4, keys.count - j);
       for (int64_t r = std::max<int64_t>(0, -j); r < n; ++r) {
         const uint32_t* w = words + r * kMaxLanes;

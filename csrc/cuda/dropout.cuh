@@ -21,14 +21,15 @@ FA_DEVICE uint32_t exchange_bits(uint32_t bits, int flip, int apart) {
   return (bits & own) | (upper ? other >> apart : other << apart);
 }
 
-// The four words of row i of head h for the keys from 4 four on, counted in the larger call.
+// The four words of row i for the keys from 4 four on, counted in the larger call, where h is its
+// head.
 FA_DEVICE void draw_four(uint32_t (&words)[4], const Head& head, int64_t four, int64_t i,
-                         int64_t h) {
+                         uint32_t h) {
   const FaParams& p = head.p;
   words[0] = static_cast<uint32_t>(four);
   words[1] = static_cast<uint32_t>(p.at_row + i);
-  words[2] = static_cast<uint32_t>(p.at_head + h);
-  words[3] = static_cast<uint32_t>(p.at_item + head.b);
+  words[2] = h;
+  words[3] = head.drawn_b;
   philox(words, head.seed);
 }
 
@@ -45,7 +46,7 @@ FA_DEVICE Kept<n> draw_each(const Places& at) {
       for (int k = first; k < n && k < first + 8; ++k) {
         const int64_t j = head.p.at_key + at.j(k, e);
         uint32_t words[4];
-        draw_four(words, head, j / 4, at.i(k, e), at.h(e));
+        draw_four(words, head, j / 4, at.i(k, e), at.drawn_h(e));
         const uint32_t low = j & 1 ? words[1] : words[0], high = j & 1 ? words[3] : words[2];
         if ((j & 2 ? high : low) >= head.dropout_threshold)
           kept.bits[first / 8] |= 1u << (4 * (k % 8) + e);
@@ -66,7 +67,7 @@ FA_DEVICE Kept<n> draw(const Places& at) {
 #pragma unroll
   for (int k = 0; k < n; ++k) {
     uint32_t words[4];
-    draw_four(words, head, head.p.at_key / 4 + at.j(k, e) / 4, at.i(k, e), at.h(e));
+    draw_four(words, head, head.p.at_key / 4 + at.j(k, e) / 4, at.i(k, e), at.drawn_h(e));
 #pragma unroll
     for (int word = 0; word < 4; ++word)
       if (words[word] >= head.dropout_threshold) kept.bits[k / 8] |= 1u << (4 * (k % 8) + word);

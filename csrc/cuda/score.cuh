@@ -103,18 +103,20 @@ struct Head {
   int64_t b, h;
   int shift;
   float scale, softcap, slope, dropout_factor;
-  uint32_t dropout_threshold;
+  uint32_t dropout_threshold, drawn_b, drawn_h;
   uint64_t seed;
 
   FA_DEVICE Head(const FaParams& p, int64_t b, int64_t h, int64_t shift)
       : p(p), b(b), h(h), shift(static_cast<int>(shift)), scale(static_cast<float>(p.scale)),
         softcap(static_cast<float>(p.softcap)), slope(0), dropout_factor(1), dropout_threshold(0),
-        seed(0) {
+        drawn_b(0), drawn_h(0), seed(0) {
     if (p.slopes.data) slope = read(p.slopes, b * p.slopes.stride[0] + h * p.slopes.stride[1]);
     if (p.dropout_p > 0) {
       const Dropout rule = dropout_rule(p.dropout_p);
       dropout_threshold = rule.threshold;
       dropout_factor = static_cast<float>(rule.factor);
+      drawn_b = drawn(p.at_item, b, p.items_again);
+      drawn_h = drawn(p.at_head, h, p.heads_again);
       seed = static_cast<uint64_t>(*p.seed);
     }
   }
@@ -133,7 +135,7 @@ struct Places {
   int stays, passes;  // where s[0][0] is
 
   FA_DEVICE const Head& head(int) const { return one; }
-  FA_DEVICE int64_t h(int) const { return one.h; }
+  FA_DEVICE uint32_t drawn_h(int) const { return one.drawn_h; }
   FA_DEVICE int staying(int e) const { return stays + 8 * (e / 2); }
   FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
   FA_DEVICE int i(int k, int e) const { return keys_stay ? passing(k, e) : staying(e); }

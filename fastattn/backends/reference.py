@@ -66,6 +66,7 @@ class Reference:
             sinks=w.sinks,
             dropout_p=spec.dropout_p,
             seed=w.seed,
+            again=(spec.items_again, spec.heads_again),
             return_normaliser=True,
         )
         return token_major(t.q, out.shape, spec.dtype).copy_(out), normaliser
@@ -179,8 +180,8 @@ def _heads(spec: AttentionSpec, x: Tensor, t: Tensors) -> Tensor:
 def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | float]:
     """P = exp(S - normaliser), and what dropout multiplies it by."""
     s = oracle.scores(t.q, t.k, **score_arguments(spec, t))
-    p = oracle.weights(s, t.given("normaliser"))
-    return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed, spec.place)
+    p, again = oracle.weights(s, t.given("normaliser")), (spec.items_again, spec.heads_again)
+    return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed, spec.place, again)
 
 
 def _score_gradients(

@@ -582,6 +582,8 @@ def extras(spec: AttentionSpec, t: Tensors):
         pages=pages(spec, t.pages),
         k_scale=operand(t.k_scale),
         v_scale=operand(t.v_scale),
+        items_again=spec.items_again or None,
+        heads_again=spec.heads_again or None,
     )
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import far_logits
+import folded as folded_calls
 import pytest
 import test_packed
 import test_paged
@@ -272,6 +273,13 @@ def sinks_above_all():
     problem = problem_of("decode+sinks")
     problem.kwargs["sinks"] = problem.kwargs["sinks"] + 6
     return Verdict(problem, backward=False).complaints(fastattn.attention)
+
+
+@named("forward", "backward")
+def folded():
+    """Examples that vmap makes one call of."""
+    passes = ("forward", "backward")
+    return folded_calls.complaints(None, torch.bfloat16, ["items heads"], passes)
 
 
 @named("forward")

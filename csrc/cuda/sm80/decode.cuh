@@ -59,9 +59,11 @@ struct QueryPlaces {
   const Query (&queries)[2];
   int passes;
 
-  // `e` of h and i may be known to no compiler: by an index both would have to lie in memory.
+  // `e` of drawn_h and i may be known to no compiler: by an index both would have to lie in memory.
   FA_DEVICE const Head& head(int e) const { return heads[e / 2]; }
-  FA_DEVICE int64_t h(int e) const { return e < 2 ? heads[0].h : heads[1].h; }
+  FA_DEVICE uint32_t drawn_h(int e) const {
+    return e < 2 ? heads[0].drawn_h : heads[1].drawn_h;
+  }
   FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
   FA_DEVICE int i(int, int e) const {
     return static_cast<int>(e < 2 ? queries[0].i : queries[1].i);
