@@ -31,6 +31,11 @@ FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
 CUDA = {
     "forward": ("Forward<Type, {d}, {d}, {general}>", "forward_kernel", "kRows, K::kKeys"),
     "forward mask": ("MaskedForward<Type, {d}, {d}>", "forward_kernel", "kRows, K::kKeys"),
+    "dqkv mask": (
+        "MaskedBackward<Type, {d}, {d}, kOfAll>",
+        "backward_kernel",
+        "kPassing, K::kStaying",
+    ),
     "decode": ("Decode<Type, {d}, {d}, 1, {general}>", "decode_kernel", "kRows, K::kKeys"),
     "dq": ("Backward<Type, {d}, {d}, kOfQ, {general}>", "backward_kernel", "kStaying, K::kPassing"),
 } | {

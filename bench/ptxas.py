@@ -34,7 +34,7 @@ REPORT = HERE / "results" / "cuda-ptxas.txt"
 ARCHS = ("sm_80", "sm_90")
 SHARED_LIMIT = 99 << 10
 WITHOUT_SPILLS = 128  # head dims of plain kernels up to this
-WITHOUT_PRODUCTS = r"(delta|combine|sink_gradient|query_gradient|mask_tiles)_kernel"
+WITHOUT_PRODUCTS = r"(delta|combine|sink_gradient|query_gradient|mask_tiles|shown_tiles)_kernel"
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,11 @@ void attention() {
   tell<Backward<Type, D, Dv, kOfK, general>>();
   tell<Backward<Type, D, Dv, kOfV, general>>();
   tell<Backward<Type, D, Dv, kOfMask, general>>();
+  if (!general) return;
+  tell<MaskedBackward<Type, D, Dv, kOfQ>>();
+  tell<MaskedBackward<Type, D, Dv, kOfAll>>();
+  tell<MaskedBackward<Type, D, Dv, kOfK>>();
+  tell<MaskedBackward<Type, D, Dv, kOfV>>();
 }
 
 template <class Type, int D>
@@ -65,6 +70,7 @@ int main() {
   std::printf("0 delta_kernel\n");
   std::printf("%zu mask_tiles_kernel\n", sizeof(uint32_t) * fa::kMaskWarps);
   std::printf("0 query_gradient_kernel\n");
+  std::printf("0 shown_tiles_kernel\n");
   std::printf("%zu sink_gradient_kernel\n", sizeof(float) * kRowThreads / 32);
   std::printf("%zu combine_kernel\n", sizeof(float) * kCombineWarps * kWidest);
   of_type<fa::ptx::BF16>();

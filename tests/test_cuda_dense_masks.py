@@ -10,6 +10,7 @@ from emulated import everywhere, survivors
 from emulator import needs_emulator
 from judge import Verdict
 from runners import passed
+from test_cuda_emulated import SCHEDULES
 from test_dense_masks import BESIDE, FORMS, NO_MEAN, PATTERNS, M, N, case, keep, mask_of, same
 
 import fastattn
@@ -97,29 +98,110 @@ def test_head_dims(emulated, D):
     judged(*problems)
 
 
-def products(emulated, problem, **arguments):
+BESIDE_WIDE = {64: "", 128: "dropout+softcap", 192: "sinks", 256: "dropout"}
+
+
+@pytest.mark.parametrize("D", BESIDE_WIDE)
+def test_gradients_of_head_dims(emulated, D):
+    """To the bit, of heads that share keys and see other blocks of them; and one sees nothing, of
+    which PLAIN makes a mean."""
+    first = torch.tensor([0, 0, 96, 400]).view(4, 1, 1)
+    i, j = torch.arange(140)[:, None], torch.arange(333)
+    shown = (j >= first) & (j < first + 40 + i // 2) | (j > 300) & (i > 130) & (first == 0)
+    features = [FEATURE[x] for x in BESIDE_WIDE[D].split("+") if x]
+    problem = build(Dims(1, 4, 2, 140, 333, D, D), features, BF16)
+    problem.dout[:, 3] = 0
+
+    def run(form):
+        problem.kwargs["mask"] = mask_of(form, shown, BF16)
+        return problem.run(fastattn.attention)
+
+    expected = run("PLAIN")
+    for form in ("bool", "-inf"):
+        found = run(form)
+        assert not found["out"][:, 3].any()
+        off = [x for x in same(found, expected) if x not in ("out", "lse")]
+        assert not off, f"{form}: {off}"
+
+
+@pytest.mark.parametrize("features", ["causal", "window", "lengths", "bottom_right"])
+def test_masks_inside_of_bands(emulated, features):
+    """The keys whose block adds to a row before are hidden, or past those that the row sees."""
+    dims = Dims(2, 1, 1, 200, 450, 16, 24)
+    i, j = torch.arange(200)[:, None], torch.arange(450)
+    problem = build(dims, [FEATURE[features]], BF16)
+    shown = ((i // 64 + j // 128) % 2 == 0) | (j % 200 == i)
+
+    def run(form):
+        problem.kwargs["mask"] = mask_of(form, shown, BF16)
+        return problem.run(fastattn.attention)
+
+    expected = run("PLAIN")
+    for form in ("bool", "-inf"):
+        assert not same(run(form), expected), form
+    judged(problem)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_gives_the_same_bits(emulated, schedule):
+    """Blocks wait for those that show the tile, whoever comes first."""
+    problem = case("blocks", "-inf", BF16, dims=Dims(1, 2, 1, M, N, 16, 16))
+    expected = problem.run(fastattn.attention)
+    for seed in range(2):
+        emulated.options = dict(schedule=schedule, lazy=True, seed=seed)
+        assert not same(problem.run(fastattn.attention), expected)
+
+
+@pytest.mark.parametrize("D", [16, 256])
+def test_rows_of_finfo_min_have_gradients(emulated, D):
+    """All their keys weigh the same, though other rows of the tile see scores; and rows of the next
+    tile see what they saw."""
+    problem = build(Dims(1, 2, 1, 140, 333, D, D), [], BF16)
+    i, j = torch.arange(140)[:, None], torch.arange(333)
+    problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+    problem.kwargs["mask"] = mask_of("finfo.min", (j > 200) & (i != 7), BF16)
+    judged(problem)
+    mean = problem.dout[:, :, 7].double().sum(1) / 333
+    dv = problem.run(fastattn.attention)["dv"][0, 0, :200].double()
+    torch.testing.assert_close(dv, mean.expand(200, -1), rtol=2**-7, atol=2**-12)
+
+
+def products(emulated, problem, backward=False, **arguments):
     """How many multiplications of matrices a call takes."""
     problem = replace(problem, kwargs=arguments)
-    out(problem)
+    problem.run(fastattn.attention, backward=backward)
     return emulated.findings[-1].multiplies
 
 
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("form", HIDING)
-def test_what_is_hidden_costs_nothing(emulated, form):
+def test_what_is_hidden_costs_nothing(emulated, form, backward):
     """No more products than with the structure told, and none where nothing is seen."""
     plain = build(Dims(1, 1, 1, 300, 300, 16, 16), [], BF16)
     i, j = torch.arange(300)[:, None], torch.arange(300)
+
+    def counted(**arguments):
+        return products(emulated, plain, backward, **arguments)
+
     for shown, told in (
         (j <= i, dict(causal=True)),
         ((j <= i + 70) & (j >= i - 70), dict(window=(70, 70))),
         ((j < 100) & (i >= 0), dict(key_lengths=torch.tensor([100]))),
         (j >= 0 * i, {}),
     ):
-        expected = products(emulated, plain, **told)
-        assert products(emulated, plain, mask=mask_of(form, shown, BF16)) == expected, told
-    nothing = mask_of(form, (i < 0) & (j < 0), BF16)
-    least = products(emulated, plain, mask=nothing)
-    assert least == (products(emulated, plain) if form == "finfo.min" else 0)
+        assert counted(mask=mask_of(form, shown, BF16)) == counted(**told), told
+    least = counted(mask=mask_of(form, (i < 0) & (j < 0), BF16))
+    assert least == (counted() if form == "finfo.min" else 0)
+
+
+@pytest.mark.parametrize("D", [64, 128, 256])
+def test_what_is_hidden_costs_no_gradient_anything(emulated, D):
+    """Of masks, by head dims whose tiles are others."""
+    problem = build(Dims(1, 1, 1, 256, 256, D, D), [], BF16)
+    i, j = torch.arange(256)[:, None], torch.arange(256)
+    everything = products(emulated, problem, True, mask=mask_of("PLAIN", j >= 0 * i, BF16))
+    blocks = products(emulated, problem, True, mask=mask_of("bool", i // 64 == j // 64, BF16))
+    assert blocks == everything / 4
 
 
 def test_numbers_that_are_no_structure(emulated):
@@ -139,8 +221,15 @@ def test_numbers_that_are_no_structure(emulated):
 
 
 def test_each_site_deleted_is_caught():
-    """Where a block begins again, for rows that see nothing but finfo.min."""
-    problem = build(Dims(1, 1, 1, 131, 150, 16, 16), [], BF16)
-    i, j = torch.arange(131)[:, None], torch.arange(150)
-    problem.kwargs["mask"] = mask_of("finfo.min", (j > 70) & (i < 100), BF16)
-    assert not survivors(lambda: out(problem))
+    """Where a block begins again, for rows that see nothing but finfo.min; and where one waits for
+    another that is not its neighbour. Where dq is made, turns stand in for a barrier."""
+    problem = build(Dims(1, 1, 1, 131, 450, 16, 16), [], BF16)
+    i, j = torch.arange(131)[:, None], torch.arange(450)
+    shown = (j // 128 != 1) & (j > 70) & (i < 100)
+    problem.kwargs["mask"] = mask_of("finfo.min", shown, BF16)
+
+    def run():
+        for wants in (problem.wants, ("k",)):
+            replace(problem, wants=wants).run(fastattn.attention)
+
+    assert survivors(run) == {"backward: nothing is on its way"}

@@ -256,6 +256,32 @@ def odd_dense_mask():
     return dense(lies)
 
 
+def dense_gradients(mask):
+    problem = build(Dims(2, 2, 1, 150, 450, 24, 24), (), torch.bfloat16)
+    problem.kwargs["mask"] = mask(torch.arange(150)[:, None], torch.arange(450))
+    return Verdict(problem).complaints(fastattn.attention)
+
+
+@named("backward")
+def dense_mask_gradients():
+    """Of heads and items that see other blocks of keys, and one more at the end: next to theirs, or
+    far away, whole tiles and parts. The last rows see nothing."""
+    first = torch.tensor([0, 128, 0, 256]).view(2, 2, 1, 1)
+
+    def shown(i, j):
+        end = (j > 400) & (i >= 70)
+        return ((j >= first) & (j < first + 128) & (i // 64 * 9 <= j - first) | end) & (i < 128)
+
+    return dense_gradients(shown)
+
+
+@named("backward")
+def finfo_min_gradients():
+    """Which is all that a row has, not the first of its tile."""
+    least = torch.finfo(torch.bfloat16).min
+    return dense_gradients(lambda i, j: torch.where((j < 200) & (i != 9), 0.0, least).bfloat16())
+
+
 @named("forward")
 def largest_scores():
     """Of 100 at one key, another in each item: what is measured from less overflows."""

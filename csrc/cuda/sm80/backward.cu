@@ -15,20 +15,41 @@ constexpr int64_t kWidestAtOnce = 128;
 
 bool adds_in_turn(const FaParams& p) { return p.dq.data && most(p.D, p.Dv) <= kWidestAtOnce; }
 
-template <class Type, int D, int Dv, bool general>
+// What a workspace begins with: of the tiles of a mask, for each of the kernels in its turn.
+int64_t mask_bytes(const FaParams& p) {
+  return with_dims(p, [&](auto dims) {
+    using To = decltype(dims);
+    const auto of = [&](auto what) {
+      return ShownTiles<MaskedBackward<ptx::BF16, To::kD, To::kDv, what()>>::bytes(p);
+    };
+    using std::integral_constant;
+    if constexpr (To::kD <= kWidestAtOnce)
+      return of(integral_constant<Gradient, kOfAll>());
+    else
+      return most(of(integral_constant<Gradient, kOfQ>()),
+                  most(of(integral_constant<Gradient, kOfK>()),
+                       of(integral_constant<Gradient, kOfV>())));
+  });
+}
+
+template <class Type, int D, int Dv, Gradient what, bool general, bool tiled>
+using BackwardOf = std::conditional_t<tiled, MaskedBackward<Type, D, Dv, what>,
+                                      Backward<Type, D, Dv, what, general>>;
+
+template <class Type, int D, int Dv, bool general, bool tiled>
 int gradients(const FaParams& p, float* workspace, void* stream) {
   int failed = 0;
   if constexpr (D <= kWidestAtOnce) {
-    using All = Backward<Type, D, Dv, kOfAll, general>;
+    using All = BackwardOf<Type, D, Dv, kOfAll, general, tiled>;
     if (p.dq.data || p.dk.data || p.dv.data) failed = start_gradient<All>(p, workspace, stream);
     if (!failed && p.dq.data) failed = start_query_gradient<All>(p, workspace, stream);
   } else {
     if (p.dq.data)
-      failed = start_gradient<Backward<Type, D, Dv, kOfQ, general>>(p, workspace, stream);
+      failed = start_gradient<BackwardOf<Type, D, Dv, kOfQ, general, tiled>>(p, workspace, stream);
     if (!failed && p.dk.data)
-      failed = start_gradient<Backward<Type, D, Dv, kOfK, general>>(p, workspace, stream);
+      failed = start_gradient<BackwardOf<Type, D, Dv, kOfK, general, tiled>>(p, workspace, stream);
     if (!failed && p.dv.data)
-      failed = start_gradient<Backward<Type, D, Dv, kOfV, general>>(p, workspace, stream);
+      failed = start_gradient<BackwardOf<Type, D, Dv, kOfV, general, tiled>>(p, workspace, stream);
   }
   if (general && !failed && p.dmask.data)
     failed = start_mask_gradient<Backward<Type, D, Dv, kOfMask, true>>(p, workspace, stream);
@@ -39,13 +60,16 @@ template <class Type, bool general>
 int gradients(const FaParams& p, float* workspace, void* stream) {
   return with_dims(p, [&](auto dims) {
     using To = decltype(dims);
-    return gradients<Type, To::kD, To::kDv, general>(p, workspace, stream);
+    if constexpr (general)
+      if (MaskTiling::suits(p))
+        return gradients<Type, To::kD, To::kDv, true, true>(p, workspace, stream);
+    return gradients<Type, To::kD, To::kDv, general, false>(p, workspace, stream);
   });
 }
 
 template <class Type, bool general>
 int backward_of(const FaParams& p, void* stream) {
-  auto* workspace = static_cast<float*>(p.workspace);
+  auto* workspace = reinterpret_cast<float*>(static_cast<char*>(p.workspace) + mask_bytes(p));
   int failed = start_delta<Type, general>(p, workspace, stream);
   if (!failed && p.dsinks.data) failed = start_sink_gradient(p, workspace, stream);
   return failed ? failed : gradients<Type, general>(p, workspace, stream);
@@ -59,7 +83,7 @@ int backward_of(const FaParams& p, void* stream) {
 int64_t backward_workspace(const FaParams& p) {
   const int64_t columns = with_dims(p, [](auto dims) { return int64_t{decltype(dims)::kD}; });
   const int64_t sums = adds_in_turn(p) ? p.H * rows_of_head(p) * columns : 0;
-  return (state_words(p) + sums) * static_cast<int64_t>(sizeof(float));
+  return mask_bytes(p) + (state_words(p) + sums) * static_cast<int64_t>(sizeof(float));
 }
 
 int backward(const FaParams& p, void* stream) {

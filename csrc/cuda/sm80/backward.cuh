@@ -64,6 +64,15 @@ struct Backward {
   static constexpr int kScoresAt = kLeftBytes + 2 * kStageBytes;
   static constexpr int kTicketAt = kScoresAt + (kInTurn ? kStaying * kPassing * 2 : 0);
   static constexpr int kSharedBytes = kTicketAt + (kInTurn ? 16 : 0);
+  static constexpr bool kTiled = false;
+  static constexpr MaskTiling kTiling = {kKeysStay ? kPassing : kStaying,
+                                         kKeysStay ? kStaying : kPassing};
+};
+
+// Of masks whose tiles are known: kernels of their own, as in forward.cuh.
+template <class Type, int kD, int kDv, Gradient kWhat>
+struct MaskedBackward : Backward<Type, kD, kDv, kWhat, true> {
+  static constexpr bool kTiled = true;
 };
 
 // What a block makes gradients of: rows of one query head, the last rows first, as with a causal
@@ -155,6 +164,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const int hk = B::kKeysStay ? staying_head : staying_head / group;
   const int first_head = B::kKeysStay ? hk * group : staying_head;
   const int last_head = start < end ? first_head + (B::kKeysStay ? group : 1) : first_head;
+  ShownTiles<B> tiles(batch, b, first_row / B::kStaying);
 
   unsigned char *const left1 = memory, *const left2 = left1 + B::Left1::kBytes;
   unsigned char *const stages = memory + B::kLeftBytes, *const scores = memory + B::kScoresAt;
@@ -162,6 +172,17 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const int64_t keys = B::kKeysStay ? visible.length : end;
   const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
   Passing<B> coming(p, workspace, b, first_head, rows, k, v);
+  // The next tile, and how many heads are left with it; of a mask the next that is shown.
+  int next = start, left_next = last_head - first_head;
+  const auto enter = [&](int left) {
+    for (; left > 0; --left, coming.next_head(batch)) {
+      next = tiles.next(last_head - left, start, end, true);
+      if (next < end) break;
+    }
+    return left;
+  };
+  if constexpr (B::kTiled) left_next = enter(left_next);
+  const bool any = left_next > 0;
 
   Strips<B::kStrips, B::kFirst ? B::kD : 8> first_sum = {};
   Strips<B::kStrips, B::kSecond ? B::kDv : 8> second_sum = {};
@@ -172,7 +193,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   constexpr bool kOneWidth = B::kD == B::kDv;
   Left<typename B::Left2, B::kStrips, B::kHolds2, kOneWidth ? B::kStaying / 16 : 0> second_left(
       kOneWidth ? left1 : left2, warp);
-  if (first_head < last_head) {
+  if (any) {
     const int64_t h = staying_head;
     load_tile<typename B::Left1, B::kThreads>(
         left1, B::kKeysStay ? k : matrix_of(p.q, b, h, p.M, p.D), first_row);
@@ -180,7 +201,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       load_tile<typename B::Left2, B::kThreads>(
           left2, B::kKeysStay ? v : matrix_of(p.dout, b, h, p.M, p.Dv), first_row);
     ptx::copies_commit("backward: what stays");
-    coming.load(stages, start);
+    coming.load(stages, next);
     if constexpr (!B::kKeysStay)
 #pragma unroll
       for (int x = 0; x < 2 * B::kStrips; ++x)
@@ -188,7 +209,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   }
   ptx::copies_commit("backward: first tile");
   if constexpr (B::kHolds1)
-    if (first_head < last_head) {
+    if (any) {
       ptx::copies_wait<1>("backward: what stays has landed");
       ptx::block_sync("backward: all see what stays");
       first_left.hold();
@@ -197,18 +218,32 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   int stage = 0;
   QuerySums<B> queries(p, workspace, b, first_head);
   for (int left = last_head - first_head; left > 0; --left, queries.next_head(batch)) {
+    if (B::kTiled && left != left_next) continue;  // nothing of it is shown
     const int h = last_head - left;
     const Head head(B::kGeneral ? all : p, b, h, diagonal(p, b));
     MaskLines mask[B::kStrips];
 #pragma unroll
     for (int x = 0; x < B::kStrips; ++x) mask[x] = MaskLines(PlacesOf{head, row + 16 * x, 0});
-    int first = start;
+    int first = B::kTiled ? next : start;
     do {
       const int last = first + B::kPassing;
-      const bool ends = last >= end;
-      if (!ends || left > 1) {
-        if (B::kKeysStay && ends) coming.next_head(batch);
-        coming.load(stages + (stage ^ 1) * B::kStageBytes, ends ? start : last);
+      const uint32_t found = tiles.found;
+      const auto load = [&](int at) {
+        coming.load(stages + (stage ^ 1) * B::kStageBytes, at);
+      };
+      if constexpr (B::kTiled) {
+        next = tiles.next(h, last, end, false);
+        if (next >= end) {
+          coming.next_head(batch);
+          left_next = enter(left - 1);
+        }
+        if (left_next > 0) load(next);
+      } else {
+        const bool ends = last >= end;
+        if (!ends || left > 1) {
+          if (B::kKeysStay && ends) coming.next_head(batch);
+          load(ends ? start : last);
+        }
       }
       ptx::copies_commit("backward: next tile");
       ptx::copies_wait<1>("backward: this tile has landed");
@@ -219,6 +254,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       const uint32_t right2 = kOneWidth ? right1 : right1 + B::Right1::kBytes;
       constexpr int kBelow = kOneWidth ? B::kPassing / 16 : 0;
       const bool whole = by_all.holds(first, last);
+      const bool read = !B::kTiled || found & ShownTiles<B>::kToRead;
 #pragma unroll
       for (int at = 0; at < B::kPassing; at += B::kAtOnce) {
         Strips<B::kStrips, B::kAtOnce> s = {}, dp = {};
@@ -229,7 +265,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
         const Corner corner = {row, first + at + column};
         if constexpr (B::kDeltaFirst) subtract_deltas<B>(dp, staying, passing);
         MaskPairs<B::kAtOnce / 8> pairs[B::kStrips];
-        if (B::kGeneral && p.mask.data)
+        if (B::kGeneral && p.mask.data && read)
 #pragma unroll
           for (int x = 0; x < B::kStrips; ++x)
             load_mask(pairs[x], mask[x], PlacesOf{head, corner.stays + 16 * x, corner.passes});
@@ -238,7 +274,8 @@ __global__ void __launch_bounds__(B::kThreads, 1)
           read_given<B>(dp, p, b, h, corner);
         else if constexpr (B::kFirst)
           product<Type, typename B::Right2>(dp, second_left, right2, kBelow + at / 16);
-        differentiate<B>(s, dp, head, visible, rows, whole, staying, passing, mask, pairs, corner);
+        differentiate<B>(s, dp, head, visible, rows, whole, staying, passing, mask, pairs, corner,
+                         read);
         LeftSides<B::kAtOnce / 8> ds[B::kStrips], weights[B::kStrips];
         if constexpr (B::kFirst && B::kMakesSums)
           accumulate<Type, typename B::Right1>(first_sum, ds, dp, right1, at / 16);
@@ -255,12 +292,15 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       if constexpr (B::kInTurn)
         if (batch.dq.data) {
           ptx::block_sync("backward: all see this ds");
-          queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first,
-                              first_row / B::kStaying, last <= begins_to);
+          const int block = first_row / B::kStaying;
+          const bool begins = B::kTiled ? found & ShownTiles<B>::kBegins : last <= begins_to;
+          const int before = B::kTiled ? tiles.before(found, h, first) : block + 1;
+          queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first, block,
+                              before, begins);
         }
       // With ds this waits for nobody who matters; but without it ptxas spills.
       ptx::block_sync("backward: all are done with this tile");
-      first = last, stage ^= 1;
+      first = B::kTiled ? left_next == left ? next : end : last, stage ^= 1;
     } while (first < end);
   }
   ptx::copies_wait<0>("backward: nothing is on its way");
@@ -295,6 +335,8 @@ template <class B>
 int start_gradient(const FaParams& p, float* workspace, void* stream) {
   const int64_t heads = B::kKeysStay ? p.Hk : p.H, length = B::kKeysStay ? p.N : p.M;
   const int64_t blocks = (length + B::kStaying - 1) / B::kStaying * heads * p.B;
+  if constexpr (B::kTiled)
+    if (const int failed = start_shown_tiles<B>(p, workspace, stream)) return failed;
   return launch_blocks("backward_kernel", backward_kernel<B>, blocks, B::kThreads, B::kSharedBytes,
                        stream, p, workspace);
 }

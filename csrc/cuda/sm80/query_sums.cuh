@@ -8,6 +8,7 @@
 #pragma once
 #include "../launch.h"
 #include "score_gradient.cuh"
+#include "shown_tiles.cuh"
 #include "turns.cuh"
 
 namespace fa {
@@ -70,15 +71,15 @@ struct QuerySums {
     });
   }
 
-  // The product of a tile's rows with this block's keys, onto what the blocks before have added:
-  // the first to come begins the sums.
-  FA_DEVICE void add_in_turn(uint32_t scores, uint32_t keys, int first, int block,
+  // The product of a tile's rows with this block's keys, onto what the blocks have added up to
+  // `before`: the first to come begins the sums.
+  FA_DEVICE void add_in_turn(uint32_t scores, uint32_t keys, int first, int block, int before,
                              bool begins) const {
     Sums sum = {};
     multiply(sum, scores, keys);
     uint32_t* const word = turn + (row + static_cast<unsigned>(first)) / kRowsATurn;
     if (!begins) {
-      wait_for_turn(word, block);
+      wait_for_turn(word, before);
       add(sum, first);
     }
     each(sum, first, [](float(&x)[4], float4& to) { to = {x[0], x[1], x[2], x[3]}; });
@@ -116,7 +117,16 @@ __global__ void __launch_bounds__(B::kThreads)
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const QuerySums<B> sums(p, workspace, b, h);
   typename QuerySums<B>::Sums sum = {};
-  if (!key_range(p, b, first, least(first + B::kPassing, p.M)).empty()) sums.add(sum, first);
+  const KeyRange seen = key_range(p, b, first, least(first + B::kPassing, p.M));
+  bool any = !seen.empty();
+  if constexpr (B::kTiled) {
+    const ShownTiles<B> tiles(batch, static_cast<int>(b), 0);
+    int block = static_cast<int>(seen.lo) / B::kStaying;
+    const int end = static_cast<int>(seen.hi + B::kStaying - 1) / B::kStaying;
+    while (block < end && !tiles.shown(h, block, first)) ++block;
+    any = block < end;
+  }
+  if (any) sums.add(sum, first);
   store_gradient<typename B::Type>(p.dq, b, h, first + 16 * sums.strip() + lane / 4,
                                    sums.column() + 2 * (lane % 4), p.M, p.D, sum,
                                    static_cast<float>(p.scale));

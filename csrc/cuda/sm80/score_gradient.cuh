@@ -120,13 +120,13 @@ FA_DEVICE void weigh(float (&s)[strips][n][4], float (&dp)[strips][n][4], float 
 }
 
 // All of it for one tile, or columns of one: from its products and dp to weights, as dropout leaves
-// them but for its factor, and ds. `whole`: all rows see all keys.
+// them but for its factor, and ds. `whole`: all rows see all keys. `read`: the mask hides some.
 template <class B, int strips, int n, class Passing>
 FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4], const Head& head,
                              const Visible& visible, int rows, bool whole,
                              const RowState (&staying)[strips][2], Passing passing,
                              const MaskLines (&mask)[strips], const MaskPairs<n> (&pairs)[strips],
-                             Corner corner) {
+                             Corner corner, bool read = true) {
   const FaParams& p = head.p;
   Kept<n> kept[strips];
   if constexpr (B::kGeneral) {
@@ -143,7 +143,7 @@ FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4]
 #pragma unroll
     for (int x = 0; x < strips; ++x)
       logits(s[x], Places<B::kKeysStay>{head, corner.stays + 16 * x, corner.passes}, mask[x],
-             pairs[x], Of{dp[x]});
+             pairs[x], Of{dp[x]}, read);
   }
   const float to_log2 = B::kGeneral ? kLog2e : head.scale * kLog2e;
   if (whole)

@@ -43,10 +43,10 @@ struct Turns {
   }
 };
 
-// By all lanes of a warp, until number `turn` + 1 has passed this on. They see what it wrote.
-FA_DEVICE void wait_for_turn(const uint32_t* word, int turn) {
+// By all lanes of a warp, until number `before` has passed this on. They see what it wrote.
+FA_DEVICE void wait_for_turn(const uint32_t* word, int before) {
   if (threadIdx.x % 32 == 0)
-    ptx::wait_until("turns: the one before has added", word, static_cast<uint32_t>(turn) + 1);
+    ptx::wait_until("turns: the one before has added", word, static_cast<uint32_t>(before));
   ptx::warp_sync("turns: all lanes know of it");
 }
 
