@@ -45,6 +45,8 @@ test_a_given_lse_is_a_constant = test_cuda_weights.test_a_given_lse_is_a_constan
 
 test_planes_of_dense_masks = test_cuda_dense_masks.test_planes
 test_rows_of_finfo_min = test_cuda_dense_masks.test_a_row_of_finfo_min_is_the_mean
+test_gradients_of_dense_masks = test_cuda_dense_masks.test_gradients_of_head_dims
+test_gradients_of_finfo_min = test_cuda_dense_masks.test_rows_of_finfo_min_have_gradients
 
 test_head_dims = test_cuda_emulated.test_head_dims
 test_head_dims_of_decode = test_cuda_decode.test_head_dims
