@@ -16,20 +16,20 @@ ITEMS = [SimpleNamespace(nodeid=f"test_{x}[{y}]", of=x) for x in range(10) for y
 
 def run(minutes):
     given = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--minutes={minutes}"]
-    file = "tests/test_tiers.py"
-    return subprocess.run([*given, file], cwd=HERE.parent, capture_output=True, text=True)
+    few = "tests/test_tiers.py", "-k", "there"
+    return subprocess.run([*given, *few], cwd=HERE.parent, capture_output=True, text=True)
 
 
 def test_all_run_where_there_is_time():
     found = run(10)
     assert found.returncode == 0, found.stdout
-    assert re.search(r"^\d+ passed in", found.stdout, re.M), found.stdout
+    assert re.search(r"^\d+ passed", found.stdout, re.M), found.stdout
 
 
 def test_none_start_after_the_deadline_and_it_says_so():
     found = run(0)
     assert found.returncode == 0, found.stdout
-    assert re.search(r"^\d+ skipped in", found.stdout, re.M), found.stdout
+    assert re.search(r"^\d+ skipped", found.stdout, re.M), found.stdout
     assert re.search(rf"^not run: \d+ of: {deadline.REASON}", found.stdout, re.M), found.stdout
 
 
