@@ -51,12 +51,14 @@ INSIDE = {
     ),
     "distributed": (
         {"distributed"},
+        {"distributed.explaining"},
         {"distributed.calls", "distributed.sharding"},
         {"distributed.usp"},
         {"distributed.gather", "distributed.ring", "distributed.ulysses"},
         {"distributed.hops", "distributed.whole"},
         {"distributed.agreement"},
-        {"distributed.collectives", "distributed.layout"},
+        {"distributed.collectives", "distributed.cost"},
+        {"distributed.layout"},
     ),
     "integrations": (
         {"integrations"},

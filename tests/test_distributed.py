@@ -361,7 +361,7 @@ def test_what_all_do_wrong(four, strategy, layout, more, words):
 
 def unasked(group, seed):
     x = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(dist.get_rank(group)))
-    given = dict(group=group, agree=False, dropout_p=0.4, seed=seed)
+    given = dict(group=group, strategy="gather", agree=False, dropout_p=0.4, seed=seed)
     return x, distributed.attention(x, x, x, **given)
 
 

@@ -62,6 +62,8 @@ SHARES = {
     "test_distributed::test_sizes": (NONE, 11),
     "test_distributed::test_what_is_cut_is_joined": (NONE, 3),
     "test_distributed::test_layouts": (2, ALL),
+    "test_cost": (NONE, ALL),
+    "test_cost::test_bytes_are_those_that_leave": (NONE, 11),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
     "test_cuda_decode": (NONE, 13),

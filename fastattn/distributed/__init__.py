@@ -5,6 +5,7 @@ those of one call on the whole: `fastattn.Place` tells the kernels where a block
 """
 
 from .calls import attention
+from .explaining import explain
 from .sharding import shard, unshard
 
-__all__ = ["attention", "shard", "unshard"]
+__all__ = ["attention", "explain", "shard", "unshard"]

@@ -42,8 +42,13 @@ class Team(NamedTuple):
     groups: tuple[dist.ProcessGroup, ...]
 
     @property
+    def sizes(self) -> tuple[int, ...]:
+        """How many ranks each has."""
+        return tuple(map(dist.get_world_size, self.groups))
+
+    @property
     def ranks(self) -> int:
-        return math.prod(map(dist.get_world_size, self.groups))
+        return math.prod(self.sizes)
 
     @property
     def rank(self) -> int:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -15,9 +14,11 @@ from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_argume
 from ..check import check
 from ..operators import unseen
 from ..place import EVERYTHING
-from . import gather, ring, ulysses, usp
-from .agreement import NOTHING, ROWS, UNCLEAR, Own, Team, mask_rows, need_team, told, values_told
+from ..spec import wide
+from . import cost, gather, ring, ulysses, usp
+from .agreement import NOTHING, ROWS, UNCLEAR, Own, mask_rows, need_team, told, values_told
 from .agreement import agree as _agree
+from .cost import Cost
 from .layout import CONTIGUOUS, need_layout, spans_of
 from .whole import Whole
 
@@ -64,7 +65,8 @@ def attention(
         on from rank to rank while it computes, so that memory falls as 1 / P; hops that no row sees
         are left out; it has first derivatives alone, and computes 16 bits in float32. "usp" (Fang
         2024) is ulysses along the last dimension of a mesh of two and a ring along the first.
-        "auto" is usp or ulysses where the ranks that would do so divide H, else gather.
+        "auto" is the one of them that takes the least time by `cost.py`, from sizes and stated
+        rates; with row_invariant one that keeps the bits. `explain` says which, and why.
     layout: how the sequence lies, "contiguous" (parts of any sizes, in the order of ranks) or
         "zigzag"; see `shard`.
     agree: ask first whether all ranks make the same call, in one small exchange; a difference
@@ -80,24 +82,51 @@ def attention(
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")
-    call = _whole(q, k, v, team, strategy, layout, agree, given)
-    out, lse = STRATEGIES[_chosen(strategy, q.shape[1], team)](call, q, k, v)
+    call = whole(q, k, v, team, strategy, layout, agree, given)
+    name = cheapest(weighed(call, q, k, v)[1]) if strategy == "auto" else strategy
+    out, lse = STRATEGIES[name](call, q, k, v)
     return (out, lse) if return_lse else out
 
 
-def _chosen(strategy: str, heads: int, team: Team) -> str:
-    if strategy != "auto":
-        return strategy
-    names = [name for name in ("ulysses", "usp") if DIMENSIONS[name] == len(team.groups)]
-    return names[0] if names and heads % _dividing(team) == 0 else "gather"
+def weighed(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[cost.Call, dict[str, Cost]]:
+    """What is known of a call, and what each strategy that `auto` may choose would take: the same
+    on every rank, for nothing that a rank has of its own goes in."""
+    undropped = {"place": call.at(), "dropout_p": 0.0, "seed": None}
+    t, o = prepare(q, k, v, call.arguments | undropped)
+    lo, hi = ring.band(call.rows, call.keys, o, t.lengths is not None)
+    (B, H, _, D), Hk, Dv = q.shape, k.shape[1], v.shape[3]
+    sizes = call.team.sizes
+    mask = cost.Mask.of(t.mask) if call.mask_rows and t.mask is not None else None
+    known = cost.Call(sizes, call.rows, call.keys, B, H, Hk, D, Dv, q.dtype, o.grad, lo, hi)
+    known = known._replace(mask=mask, ring=wide(q.dtype))
+    machine = cost.machine_of(q.device.type)
+    able = (x for x in STRATEGIES if not why_not(x, H, sizes, o.row_invariant))
+    return known, {name: cost.cost(name, known, machine) for name in able}
 
 
-def _dividing(team: Team) -> int:
-    """How many ranks would divide the heads."""
-    return dist.get_world_size(team.groups[-1])
+def cheapest(found: Mapping[str, Cost]) -> str:
+    return min(found, key=lambda name: found[name].seconds)
 
 
-def _whole(q, k, v, team, strategy, layout, asks, given) -> Whole:
+def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bool = False) -> str:
+    """Why it cannot run a call of so many heads on ranks of these dimensions, or keep what
+    row_invariant says of bits; or nothing."""
+    dims, ranks = len(sizes), sizes[-1]
+    if DIMENSIONS.get(strategy, dims) != dims:
+        expected = {1: "a group, or a mesh of one", 2: "a mesh of two"}[DIMENSIONS[strategy]]
+        got = f"one of {dims} dimension{'s' * (dims > 1)} for strategy={strategy!r}"
+        return f"group: got {got}, expected {expected}"
+    if strategy in ("ulysses", "usp") and heads % ranks:
+        return (
+            f"strategy: got {strategy!r} for {heads} heads on {ranks} ranks, expected ranks that "
+            "divide the heads; use strategy='gather' or 'ring'"
+        )
+    if row_invariant and strategy in ("ring", "usp"):
+        return "row_invariant: got True, and the bits of a ring's rows are those of its ranks"
+    return ""
+
+
+def whole(q, k, v, team, strategy, layout, asks, given) -> Whole:
     check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
     draws = bool(given["dropout_p"]) and given["seed"] is None
     if asks:
@@ -158,16 +187,8 @@ def _check_own(q, k, v, team, strategy, layout, given) -> None:
     if strategy not in ("auto", *STRATEGIES):
         expected = ", ".join(map(repr, ("auto", *STRATEGIES)))
         raise ValueError(f"strategy: got {strategy!r}, expected one of {expected}")
-    heads, ranks, dims = q.shape[1], _dividing(team), len(team.groups)
-    if DIMENSIONS.get(strategy, dims) != dims:
-        expected = {1: "a group, or a mesh of one", 2: "a mesh of two"}[DIMENSIONS[strategy]]
-        got = f"one of {dims} dimension{'s' * (dims > 1)} for strategy={strategy!r}"
-        raise ValueError(f"group: got {got}, expected {expected}")
-    if strategy in ("ulysses", "usp") and heads % ranks:
-        raise ValueError(
-            f"strategy: got {strategy!r} for {heads} heads on {ranks} ranks, expected ranks that "
-            "divide the heads; use strategy='gather' or 'ring'"
-        )
+    if reason := why_not(strategy, q.shape[1], team.sizes):
+        raise ValueError(reason)
     mask, place = given["mask"], given["place"]
     if isinstance(mask, Tensor) and mask.ndim > 1 and mask.shape[-2] not in (1, q.shape[2]):
         got = f"{mask.shape[-2]} rows"

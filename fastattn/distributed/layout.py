@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -71,6 +72,29 @@ def held(part: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
     for x in part:
         yield x, slice(done, done + x.size)
         done += x.size
+
+
+def meet(rows: Span, keys: Span, lo: int, hi: int) -> bool:
+    """Does a row i see keys that are there, if it may see those from i + lo to i + hi?"""
+    return keys.first <= rows.end - 1 + hi and keys.end - 1 >= rows.first + lo
+
+
+def hops(rows: Spans, keys: Spans, lo: int, hi: int) -> int:
+    """How many there are where keys go from rank to rank: after them no rank meets keys that it may
+    see. The first, which sends nothing, counts."""
+    ranks, last = len(rows), 0
+    of = sorted((x, owner) for owner, own in enumerate(keys) for x in own)
+    ends = [x.end for x, _ in of]
+    for rank in reversed(range(ranks)):
+        for x in rows[rank]:
+            for at in range(bisect.bisect_right(ends, x.first + lo), len(of)):
+                y, owner = of[at]
+                if not meet(x, y, lo, hi):
+                    break
+                last = max(last, (rank - owner) % ranks)
+                if last == ranks - 1:
+                    return ranks
+    return last + 1
 
 
 def need_layout(layout: str) -> None:

@@ -21,7 +21,7 @@ from ..operation import ATTENTION, spread
 from ..spec import Options, Tensors, wide
 from . import layout
 from .hops import Hop
-from .layout import Span, held
+from .layout import Span, Spans, held
 from .whole import Whole, resized
 
 
@@ -62,23 +62,8 @@ class Round(NamedTuple):
 
     @classmethod
     def of(cls, call: Whole, t: Tensors, o: Options) -> Round:
-        rows, keys = (sum(map(layout.size_of, of)) for of in (call.rows, call.keys))
-        left, right, bottom_right = o.band
-        lo, hi = -left, right
-        if bottom_right:
-            lo += -rows if t.lengths is not None else keys - rows
-            hi += keys - rows
-
-        def met(hop: int) -> bool:
-            """Does a rank see keys that are there after so many hops?"""
-            ranks = ((rank, (rank - hop) % call.ranks) for rank in range(call.ranks))
-            spans = (
-                (x, y) for rank, owner in ranks for x in call.rows[rank] for y in call.keys[owner]
-            )
-            return any(_meet(x, y, lo, hi) for x, y in spans)
-
-        last = next(filter(met, reversed(range(call.ranks))), 0)
-        return cls(call, o, lo, hi, last + 1)
+        lo, hi = band(call.rows, call.keys, o, t.lengths is not None)
+        return cls(call, o, lo, hi, layout.hops(call.rows, call.keys, lo, hi))
 
     def owner(self, hop: int) -> int:
         """Whose keys are here after so many hops."""
@@ -87,7 +72,7 @@ class Round(NamedTuple):
     def blocks(self, hop: int) -> Iterator[Block]:
         for rows, own in held(self.call.rows[self.call.rank]):
             for keys, of_owner in held(self.call.keys[self.owner(hop)]):
-                if _meet(rows, keys, self.lo, self.hi):
+                if layout.meet(rows, keys, self.lo, self.hi):
                     yield Block(rows, keys, own, of_owner)
 
     def part(self, t: Tensors, k: Tensor, v: Tensor, block: Block, first: bool):
@@ -116,8 +101,13 @@ def widened(x: Tensor) -> Tensor:
     return x.to(wide(x.dtype)) if x.is_floating_point() else x
 
 
-def _meet(rows: Span, keys: Span, lo: int, hi: int) -> bool:
-    return keys.first <= rows.end - 1 + hi and keys.end - 1 >= rows.first + lo
+def band(rows: Spans, keys: Spans, o: Options, lengths: bool) -> tuple[int, int]:
+    """(lo, hi): some row i may see keys from i + lo to i + hi, whatever lengths it has."""
+    left, right, bottom_right = o.band
+    M, N = (sum(map(layout.size_of, of)) for of in (rows, keys))
+    if not bottom_right:
+        return -left, right
+    return -left + (-M if lengths else N - M), right + N - M
 
 
 # -- the passes ------------------------------------------------------------------------------------

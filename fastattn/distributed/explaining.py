@@ -1,0 +1,96 @@
+"""Seeing inside: what each strategy would take, which would run, and why the others would not."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import Unpack
+
+from ..api import Arguments, resolved, with_arguments
+from ..operators import unseen
+from . import cost
+from .agreement import need_team
+from .calls import STRATEGIES, cheapest, weighed, whole, why_not
+from .cost import Call, Cost, Machine, size_of
+from .layout import CONTIGUOUS
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """strategy is the name of the one that would run; costs are of those that could, of the rank
+    that has most to do; declined maps the others to their reasons. Nothing was measured: `machine`
+    has the rates."""
+
+    call: Call
+    machine: Machine
+    strategy: str
+    costs: dict[str, Cost]
+    declined: dict[str, str]
+
+    def __str__(self) -> str:
+        c = self.call
+        rows, keys = (sum(map(size_of, of)) for of in (c.rows, c.keys))
+        dtype = str(c.dtype).removeprefix("torch.")
+        passes = "forward and backward" if c.backward else "forward"
+        ranks = " x ".join(map(str, c.mesh))
+        sizes = f"q ({c.B}, {c.H}, {rows}, {c.D}), k ({c.B}, {c.Hk}, {keys}, {c.D}) {dtype}"
+        lines = [f"{sizes} on {ranks} ranks, {passes}; by rates of {self.machine.name}"]
+        for name in STRATEGIES:
+            lines.append(f"  {name}: {self._verdict(name)}")
+        return "\n".join(lines)
+
+    def _verdict(self, name: str) -> str:
+        if name in self.declined:
+            return self.declined[name]
+        found, least = self.costs[name], self.costs[cheapest(self.costs)]
+        said = f"{_time(found.seconds)}, sends {_bytes(found.sent)}, memory {_bytes(found.memory)}"
+        if name == self.strategy:
+            return f"{said}: would run"
+        if found is least:
+            return f"{said}: takes the least time, but is not asked for"
+        return f"{said}: could run, takes {found.seconds / least.seconds:.2f} times the least"
+
+
+@unseen
+@with_arguments
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    strategy: str = "auto",
+    layout: str = CONTIGUOUS,
+    agree: bool = True,
+    return_lse: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Explanation:
+    """What `fastattn.distributed.attention` with these arguments would do, and what each strategy
+    would take: time, bytes sent and memory of a rank, estimated. Computes nothing, prints well.
+
+    All ranks call it, for they find out each other's sizes; each gets the same. Raises as
+    `attention`.
+    """
+    team = need_team(group)
+    given = resolved(arguments, "fastattn.distributed.explain")
+    invariant = bool(given["row_invariant"])
+    given = given | {"seed": 0 if given["seed"] is None else given["seed"]}  # none is drawn
+    about = whole(q, k, v, team, strategy, layout, agree, given)
+    call, costs = weighed(about, q, k, v)
+    reasons = {x: why_not(x, call.H, call.mesh, invariant) for x in STRATEGIES if x not in costs}
+    machine = cost.machine_of(q.device.type)
+    if strategy != "auto" and strategy not in costs:  # who asks for it has it all the same
+        costs |= {strategy: cost.cost(strategy, call, machine)}
+        del reasons[strategy]
+    chosen = cheapest(costs) if strategy == "auto" else strategy
+    return Explanation(call, machine, chosen, costs, reasons)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def _bytes(n: int) -> str:
+    return f"{n / 1e9:.3g} GB" if n >= 1e9 else f"{n / 1e6:.3g} MB"
