@@ -92,7 +92,12 @@ def _add_measurements(add: Add) -> None:
 
     derivatives = add("derivatives", "jvp and double backward: beside forward, backward and torch")
 
-    racing = serving, models, derivatives
+    distributed = add("distributed", "over ranks: measured with gloo, simulated on a cluster")
+    distributed.add_argument("--ranks", type=int, nargs="+", metavar="P", help="default: 2 and 4")
+    distributed.add_argument("--simulate", action="store_true", help="the simulation alone")
+    distributed.add_argument("--plot", action="store_true", help="draw where each strategy wins")
+
+    racing = serving, models, derivatives, distributed
     for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals, *racing):
         measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
@@ -104,7 +109,7 @@ def _add_measurements(add: Add) -> None:
         measuring.add_argument("--seconds", type=float, help="timing budget of a cell and count")
     for measuring in (sweep, decode, overhead, memory):
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
-    for measuring in (sweep, decode, memory, models, derivatives):
+    for measuring in (sweep, decode, memory, models, derivatives, distributed):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
     for measuring in (sweep, decode, subnormals, serving, models):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))

@@ -14,6 +14,8 @@ from collections.abc import Generator, Iterable
 
 import torch
 
+from fastattn.examples.common import new_figure
+
 from . import (
     aims,
     comparison,
@@ -24,6 +26,7 @@ from . import (
     ledger_report,
     machine,
     modules,
+    over_ranks,
     pages,
     peak_memory,
     pictures,
@@ -32,6 +35,7 @@ from . import (
     results,
     run,
     second_order,
+    simulation,
     tiny_call,
     unpadded,
     whole_models,
@@ -181,6 +185,36 @@ def derivatives(options: Options) -> int:
     return _finish(result, options)
 
 
+def distributed(options: Options) -> int:
+    """The simulation, then what this machine's ranks do."""
+    _simulation(options)
+    if options.simulate:
+        return 0
+    with _result("distributed", options, "cpu", ("float32",)) as result:
+        for ranks in options.ranks or over_ranks.RANKS:
+            given = options.lengths or over_ranks.LENGTHS, options.seconds or over_ranks.SECONDS
+            rows, memory = over_ranks.measure(ranks, *given)
+            result["distributed"] += rows
+            result["memory"] += memory
+            _print(map(over_ranks.line, rows))
+            _print(map(printed.memory_line, memory))
+    _print(over_ranks.growth(result["memory"]))
+    return _finish(result, options)
+
+
+def _simulation(options: Options) -> None:
+    text = simulation.page()
+    print(text)
+    folder = options.output or simulation.FOLDER
+    if options.save or options.output:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / simulation.PAGE).write_text(text)
+    if options.plot:
+        folder.mkdir(parents=True, exist_ok=True)
+        figures = [(simulation.draw(new_figure), folder / simulation.PICTURE)]
+        _print(pictures.written(iter(figures)))
+
+
 def ledger(options: Options) -> int:
     return ledger_report.run(options)
 
@@ -260,7 +294,7 @@ def _cells(
 
 def _finish(result: Result, options: Options) -> int:
     _print(printed.summary(result))
-    races = ("serving", "models", "derivatives")
+    races = ("serving", "models", "derivatives", "distributed")
     sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # Half a run never replaces a committed file.

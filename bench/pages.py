@@ -211,6 +211,27 @@ def derivatives(results: Sequence[Result]) -> Iterator[str]:
     yield from _memory(results, "extra MB")
 
 
+def distributed(results: Sequence[Result]) -> Iterator[str]:
+    """A row a strategy, number of ranks and machine, then the memory of a rank."""
+    rows = [(_machine(x), row) for x in results for row in x.get("distributed", [])]
+    if not rows:
+        return
+    yield _row("", "machine", "ms, ranks' and one rank's", "times as fast", "MB sent", "hidden")
+    yield _row(*["---"] * 6)
+    for machine, row in rows:
+        name = f"{row['what']}, N = {row['N']}"
+        if row["status"] != "ok":
+            yield _row(name, machine, "failed", "", "", "")
+            continue
+        ms, share = row["ms"], row["overlap"]
+        hidden = "" if share is None else f"{share:.0%}"
+        times = f"{ms['ranks']:.1f}, {ms['one rank']:.1f}"
+        sent = f"{row['bytes'] / 1e6:.2f}"
+        yield _row(name, machine, times, spread(row["ratio"]), sent, hidden)
+    yield ""
+    yield from _memory(results, "extra MB a rank")
+
+
 def _races(results: Sequence[Result], section: str) -> Iterator[str]:
     """A row a race and machine: both ways' milliseconds, their ratio, and the aim."""
     rows = [(_machine(x), row) for x in results for row in x.get(section, [])]
@@ -262,4 +283,5 @@ TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "serving": ("serving", serving),
     "models": ("models", models),
     "derivatives": ("derivatives", derivatives),
+    "distributed": ("distributed", distributed),
 }

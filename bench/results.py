@@ -37,6 +37,7 @@ def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, A
         "serving": [],
         "models": [],
         "derivatives": [],
+        "distributed": [],
         "cells": [],
         "seconds": None,
     }

@@ -20,12 +20,14 @@ from bench import (
     flushing,
     glance,
     machine,
+    over_ranks,
     pages,
     peak_memory,
     pictures,
     printed,
     results,
     second_order,
+    simulation,
     unpadded,
     whole_models,
 )
@@ -287,6 +289,42 @@ def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
     assert len(list(pages.derivatives([result]))) == 2 + len(rows) + 1 + 2 + 3 * 2
     assert len(memory) == 3 * 2 * 2 and all(row["extra_bytes"] is not None for row in memory)
     assert len(list(second_order.growth(memory))) == 3
+
+
+def test_distributed_holds_ranks_against_one_and_simulates_more(tmp_path, capsys):
+    """Two ranks, small; the page of the simulation is the one that is committed."""
+    given = ["--ranks", "2", "--lengths", "64", "128", "--seconds", "0.002"]
+    result = run(tmp_path, "distributed", *given)
+    rows, memory = result["distributed"], result["memory"]
+    assert [row["strategy"] for row in rows] == ["gather", "ring", "ulysses"]
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert row["bytes"] == row["said_bytes"] > 0 and row["ratio"]["median"] > 0
+        assert (row["overlap"] is not None) == (row["strategy"] == "ring")
+    assert [(row["peer"], row["N"]) for row in memory[:2]] == [("gather", 64), ("gather", 128)]
+    assert len(memory) == 2 * 3 and len(list(pages.distributed([result]))) == 2 + 3 + 1 + 2 + 2
+    page = (tmp_path / simulation.PAGE).read_text()
+    assert (
+        page == (results.FOLDER / simulation.PAGE).read_text() and page in capsys.readouterr().out
+    )
+
+
+def test_what_falls_by_the_number_of_ranks_is_told_from_what_does_not():
+    sizes = {("ring", 64, 2): 100, ("ring", 128, 4): 120, ("usp", 64, 2): 100, ("usp", 128, 4): 130}
+    rows = [dict(peer=a, N=n, ranks=p, extra_bytes=x) for (a, n, p), x in sizes.items()]
+    assert [x.rpartition(" ")[2] for x in over_ranks.growth(rows)] == ["met", "MISSED"]
+
+
+@pytest.mark.parametrize("published", simulation.PUBLISHED, ids=str)
+def test_the_simulation_is_near_what_was_published(published):
+    found = sum(simulation.prefill(published).values())
+    assert 1 / simulation.FACTOR <= found / published.seconds <= simulation.FACTOR
+
+
+def test_a_picture_of_where_each_strategy_wins():
+    pytest.importorskip("matplotlib")
+    figure = simulation.draw(new_figure, lengths=(1 << 17, 1 << 20), ranks=(8, 64, 512))
+    assert [len(axis.texts) for axis in figure.axes] == [6, 6]
 
 
 def test_a_race_of_other_numbers_is_not_timed():

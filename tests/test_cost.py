@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import ranks
 import torch
-import torch.distributed as dist
 from cases import DTYPES, FEATURE, Dims, build
 
+from bench.over_ranks import Counted
 from fastattn import distributed
 from fastattn.distributed import cost
 from fastattn.distributed import layout as layouts
@@ -35,29 +35,6 @@ def four():
 # -- bytes -----------------------------------------------------------------------------------------
 
 
-class Counted:
-    """Bytes that leave this rank by the functions of torch.distributed, but for the exchange before
-    a call, of int64."""
-
-    def __init__(self, patch):
-        self.sent = 0
-        self.exchange, self.post = dist.all_to_all_single, dist.batch_isend_irecv
-        patch.setattr(dist, "all_to_all_single", self.all_to_all_single)
-        patch.setattr(dist, "batch_isend_irecv", self.batch_isend_irecv)
-
-    def add(self, x, numbers):
-        self.sent += numbers * x.element_size() if x.dtype != torch.int64 else 0
-
-    def all_to_all_single(self, received, sent, coming, going, group=None):
-        self.add(sent, sum(going) - going[dist.get_rank(group)])
-        return self.exchange(received, sent, coming, going, group=group)
-
-    def batch_isend_irecv(self, posted):
-        for x in posted:
-            self.add(x.tensor, x.tensor.numel() if x.op is dist.isend else 0)
-        return self.post(posted)
-
-
 def count(group, names, dtype, dims, strategy, layout):
     """(bytes that left in forward, in backward), (bytes that are said to)"""
     problem = build(dims, [FEATURE[x] for x in names], DTYPES[dtype])
@@ -73,8 +50,7 @@ def count(group, names, dtype, dims, strategy, layout):
         x.requires_grad_()
     given |= {"strategy": strategy}
     about = distributed.explain(q, k, v, **given, **kwargs)
-    with pytest.MonkeyPatch.context() as patch:
-        found = Counted(patch)
+    with Counted() as found:
         out = distributed.attention(q, k, v, **given, **kwargs)
         forward = found.sent
         out.backward(dout)
