@@ -78,7 +78,8 @@ INSIDE = {
     "examples": (
         {"examples.serve"},
         {"examples.attention_notebook", "examples.char_lm", "examples.translate"}
-        | {"examples.digits_vit", "examples.complexity", "examples.meanflow"},
+        | {"examples.digits_vit", "examples.complexity", "examples.meanflow"}
+        | {"examples.long_context"},
         {"examples.complexity_plot"},
         {"examples.layers"},
         {"examples", "examples.common", "examples.memory", "examples.notebook_cells"},

@@ -12,7 +12,7 @@ import pytest
 from runners import INTERPRETED
 
 import fastattn.examples
-from fastattn.examples import common, complexity, memory
+from fastattn.examples import common, complexity, long_context, memory
 
 EXAMPLES = [
     module.name
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter")
 def test_the_package_lists_its_examples():
     for name in EXAMPLES:
         assert f"python -m fastattn.examples.{name} " in fastattn.examples.__doc__
-    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 7
+    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 8
 
 
 TIMES = ": time "  # in the claims of complexity that are about nothing else
@@ -56,6 +56,24 @@ def test_example(name, tmp_path, record_property):
     assert done.returncode == bool(failed), done.stdout + done.stderr
     assert len(claims) >= 2 and failed == disturbed, done.stdout + done.stderr
     assert not HAS_PLOTS or picture.stat().st_size > 10_000
+
+
+def test_ranks_of_torchrun(tmp_path):
+    """What torchrun started works as what the example starts itself, with another strategy."""
+    ours = "fastattn.examples.long_context --ranks 9 --steps 2 --length 512 --strategy usp"
+    run = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m {ours} --layout zigzag"
+    done = subprocess.run(
+        [sys.executable, *run.split()], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    claims = [line for line in done.stdout.split("\n") if line.startswith("proved")]
+    assert done.returncode == 0 and len(claims) == 4, done.stdout + done.stderr
+    assert "512 tokens on 2 ranks by usp, zigzag" in done.stdout
+
+
+def test_ranks_that_a_strategy_cannot_take_are_told_at_once(capsys):
+    with pytest.raises(SystemExit):
+        long_context.main(["--ranks", "3"])
+    assert "3 ranks can take gather, ring" in capsys.readouterr().err
 
 
 def by_the_paper(cases, spoiled=()):

@@ -7,6 +7,7 @@
     python -m fastattn.examples.digits_vit           a vision Transformer, converted in place
     python -m fastattn.examples.meanflow             a flow in one step, trained by attention's jvp
     python -m fastattn.examples.complexity           the paper's table of complexities, measured
+    python -m fastattn.examples.long_context         a sequence cut over ranks, trained as on one
 
 Each takes --plot to save a picture, needs no download, and ends with status 1 if a claim fails.
 """

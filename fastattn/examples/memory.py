@@ -27,6 +27,14 @@ def reset_peak() -> int:
         return peak_bytes()
 
 
+def release() -> None:
+    """From now on what is freed goes back to the system, where glibc may keep it: then the peak
+    would count that, too."""
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+
+
 def peak_bytes() -> int:
     """The most bytes that were resident since `reset_peak`."""
     try:
@@ -57,9 +65,7 @@ def extra_bytes(
 
 
 def _extra_bytes(prepare: Callable[..., Callable[[], Any]], arguments: tuple, warm: tuple) -> int:
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # else glibc may keep what was freed, and the peak counts that too
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    release()
     prepare(*warm)()
     call = prepare(*arguments)
     before = reset_peak()
