@@ -9,7 +9,6 @@ and gradients included, at N and 2 N: what falls as 1 / P is the same on twice t
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import functools
 import multiprocessing
@@ -30,7 +29,7 @@ import fastattn
 from fastattn import distributed
 from fastattn.distributed import hops
 from fastattn.distributed.agreement import need_team
-from fastattn.examples.memory import M_MMAP_THRESHOLD, peak_bytes, reset_peak
+from fastattn.examples.memory import peak_bytes, release, reset_peak
 
 from .cases import TRAINING
 from .run import ratio
@@ -239,9 +238,7 @@ def overlap(given: Given) -> float:
 
 def _memory(ranks: int, lengths: Sequence[int]) -> Iterator[Record]:
     """Records as those of `peak_memory`, with the ranks for a mask and a strategy for a peer."""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):  # else what was freed may stay, and be counted
-        libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
+    release()
     for strategy, group in _strategies(ranks):
         for N in lengths:
             given = Given(N, strategy, group)
