@@ -12,23 +12,28 @@ from fastattn import native
 from fastattn.backends.cuda import Cuda
 
 DTYPES = ("bfloat16", "float16")
+NARROW = 64
 
 
 @functools.cache
-def emulator():
-    return Emulator(KERNELS / "library.cu", *sorted((KERNELS / "sm80").glob("*.cu")))
+def emulator(wide=False):
+    """Kernels of head dims up to NARROW, or of those above: they take more than twice as long to
+    compile, and few tests run them."""
+    sources = KERNELS / "library.cu", *sorted((KERNELS / "sm80").glob("*.cu"))
+    has = ">" if wide else "<="
+    return Emulator(*sources, flags=[f"-DFA_CUDA_HAS_DIM(d)=(d {has} {NARROW})"])
 
 
 @functools.cache
-def executor():
+def executor(wide=False):
     """Runs the PTX of the same kernels, as nvcc makes it."""
-    return library.Executor(emulator())
+    return library.Executor(emulator(wide))
 
 
 @functools.cache
-def binary():
+def binary(wide=False):
     """The same, as any library of CUDA kernels. CPU tensors are on no device: on the first one."""
-    library = native.CudaLibrary(emulator().path)
+    library = native.CudaLibrary(emulator(wide).path)
     run = library.run
     library.run = lambda params, which, device, *more: run(params, which, max(device, 0), *more)
     library.run_at = 0  # what is called at once has the number of a device
@@ -48,18 +53,19 @@ class Watched:
 
     def __init__(self, backend):
         self.backend = backend
-        self.workspace = binary().workspace
+        self.workspace = binary(backend.wide).workspace
 
     def run(self, params, which, device, multiprocessors, stream):
         if which == native.FORWARD:
             self.backend.splits = decode_splits(params, multiprocessors)
         device = max(device, 0)  # CPU tensors have none
         numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
-        with executor().instead(ours.ptx) if self.backend.ptx else nullcontext():
-            found = emulator().run(
+        wide = self.backend.wide
+        with executor(wide).instead(ours.ptx) if self.backend.ptx else nullcontext():
+            found = emulator(wide).run(
                 "fa_cuda_run", ctypes.c_char_p(params), *numbers, stream, **self.backend.options
             )
-        self.backend.launches += executor().launches()
+        self.backend.launches += executor(wide).launches()
         self.backend.findings.append(found)
         found.none()
         return 0
@@ -74,7 +80,7 @@ class Emulated(Cuda):
 
     def __init__(self, sm_count=0, ptx=False, **options):
         self.sm_count, self.options, self.findings, self.splits = sm_count, options, [], None
-        self.ptx, self.launches = ptx, 0
+        self.ptx, self.launches, self.wide = ptx, 0, False
 
     @property
     def library(self):
@@ -82,6 +88,7 @@ class Emulated(Cuda):
 
     def run(self, which, params, spec, t):
         assert t.q.dtype in self.support.dtypes
+        self.wide = max(spec.D, spec.Dv) > NARROW
         super().run(which, params, spec, t)
 
     def multiprocessors(self, x):

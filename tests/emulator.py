@@ -122,11 +122,12 @@ class Findings:
 
 
 class Emulator:
-    """A library of kernels. `parts` replaces sources of the emulator itself by others."""
+    """A library of kernels, compiled with `flags`. `parts` replaces sources of the emulator itself
+    by others."""
 
-    def __init__(self, *kernels, parts=None):
+    def __init__(self, *kernels, flags=(), parts=None):
         objects = [compiled((parts or {}).get(x, EMULATOR / f"{x}.cpp")) for x in PARTS]
-        objects += [compiled(kernel, *KERNEL_FLAGS) for kernel in kernels]
+        objects += [compiled(kernel, *KERNEL_FLAGS, *flags) for kernel in kernels]
         self.load(linked(objects))
 
     def load(self, path):

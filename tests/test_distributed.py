@@ -1,6 +1,7 @@
 """Attention over ranks is that of one: every feature, every strategy, forward and gradients."""
 
 import functools
+import itertools
 import os
 from dataclasses import replace
 
@@ -168,6 +169,25 @@ def test_bits_are_those_of_one_rank(four, dtype, strategy, layout):
 def test_twice_is_the_same_bits(four, strategy, count):
     (_, one), (_, two) = (over(four, count, EVERYTHING, "float32", strategy) for _ in range(2))
     assert all(torch.equal(one[name], two[name]) for name in one)
+
+
+TO_ROUNDING = {"float32": 1e-6, "float64": 2e-15}  # of the largest value
+
+
+@pytest.mark.parametrize("dtype", TO_ROUNDING)
+def test_the_table_of_equality(four, dtype):
+    """What `pytest -s -k table` prints: how far from one rank's, in parts of the largest value."""
+    right = problem_of(EVERYTHING, dtype).run(fastattn.attention, row_invariant=True)
+    print(f"\n{dtype}, everything at once" + " " * 6 + "".join(f"{x:>9}" for x in right))
+    for (strategy, count), layout in itertools.product(STRATEGIES, layouts.LAYOUTS):
+        _, found = over(four, count, EVERYTHING, dtype, strategy, layout, row_invariant=True)
+        apart = {x: (found[x] - right[x]).abs().max() / right[x].abs().max() for x in right}
+        said = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
+        ranks_of = "x".join(map(str, count)) if isinstance(count, tuple) else count
+        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in said))
+        assert max(apart.values()) < TO_ROUNDING[dtype]
+        exact = right if count == 1 else BITS.get(strategy, right if strategy == "ulysses" else ())
+        assert not any(apart[name] for name in exact)
 
 
 # -- masks whose rows are as many as one -----------------------------------------------------------

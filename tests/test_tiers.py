@@ -62,6 +62,19 @@ def test_check_builds_no_emulator():
         assert tiers.SHARES.get(file, tiers.DEFAULT)[0] == tiers.NONE, file
 
 
+@pytest.mark.parametrize("file, wide", [("test_cuda_decode", True), ("test_forward", False)])
+def test_test_builds_no_wide_kernels(file, wide):
+    params = [dict(padded="64"), dict(padded="192 and 128"), dict(d=24), dict(d=72), {}]
+    found = [tiers.is_wide(item(file, "test_one", **x)) for x in params]
+    assert found == [False, wide, False, wide, False]
+    items = [
+        item(file, "test_one", "wide", padded="256"),
+        item(file, "test_one", "64", padded="64"),
+    ]
+    assert (items[0].nodeid in tiers.chosen(items, "test", False)) == (not wide)
+    assert tiers.chosen(items, "all", False) == {x.nodeid for x in items}
+
+
 def test_what_has_a_command_of_its_own_is_not_all_in_all():
     items = [item("test_ptx_triton", "test_features", f"feature{x}") for x in range(11)]
     every, others = tiers.select(items, "all", False)

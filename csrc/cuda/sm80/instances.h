@@ -25,17 +25,31 @@ struct Dims {
   static constexpr int kD = d, kDv = dv;
 };
 
+// Those that are compiled: all, but where a test does without the minutes that some take.
+#ifndef FA_CUDA_HAS_DIM
+#define FA_CUDA_HAS_DIM(d) true
+#endif
+
+template <int d, int dv, class Use>
+int64_t instance(Use use) {
+  if constexpr (FA_CUDA_HAS_DIM(d)) {
+    return use(Dims<d, dv>());
+  } else {
+    return cudaErrorInvalidValue;
+  }
+}
+
 // What use makes of the smallest that hold this call's.
 template <class Use>
-auto with_dims(const FaParams& p, Use use) {
+int64_t with_dims(const FaParams& p, Use use) {
   const int64_t d = most(p.D, p.Dv);
-  if (d <= 32) return use(Dims<32, 32>());
-  if (d <= 64) return use(Dims<64, 64>());
-  if (d <= 96) return use(Dims<96, 96>());
-  if (d <= 128) return use(Dims<128, 128>());
-  if (d <= 192 && p.Dv <= 128) return use(Dims<192, 128>());
-  if (d <= 192) return use(Dims<192, 192>());
-  return use(Dims<FA_CUDA_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM>());
+  if (d <= 32) return instance<32, 32>(use);
+  if (d <= 64) return instance<64, 64>(use);
+  if (d <= 96) return instance<96, 96>(use);
+  if (d <= 128) return instance<128, 128>(use);
+  if (d <= 192 && p.Dv <= 128) return instance<192, 128>(use);
+  if (d <= 192) return instance<192, 192>(use);
+  return instance<FA_CUDA_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM>(use);
 }
 
 }  // namespace sm80
