@@ -21,14 +21,15 @@ TEXT_BYTES = 1 << 16
 class Runtime:
     """As new; one at a time. With `at_once` false work waits in its stream until `finish`, and
     memory that Python gives up is spoiled in the stream's order. `apart`, a kernel's parameters may
-    point nowhere but to memory of its device."""
+    point nowhere but to memory of its device. `wide`, it has the kernels of wide heads."""
 
     spoilers = ()  # of the one there is
 
-    def __init__(self, at_once=True, apart=True):
+    def __init__(self, at_once=True, apart=True, wide=False):
         for x in Runtime.spoilers:  # streams and memory of the last one are gone
             x.detach()
-        self.library, self.at_once, self.apart = emulator().library, at_once, apart
+        self.emulator, self.at_once, self.apart = emulator(wide), at_once, apart
+        self.library = self.emulator.library
         self.library.emu_allocate.restype = self.library.emu_stream.restype = ctypes.c_void_p
         self.library.emu_captured.restype = ctypes.c_long
         self.library.emu_runtime_reset()
@@ -41,7 +42,7 @@ class Runtime:
         """Run what waits in these streams, a kernel of each in turn."""
         left = [ctypes.c_void_p(x) for x in streams]
         while left:
-            ran = [(x, *emulator().call("emu_run_waiting", x, 1)) for x in left]
+            ran = [(x, *self.emulator.call("emu_run_waiting", x, 1)) for x in left]
             for _, _, found in ran:
                 found.none()
             left = [x for x, waiting, _ in ran if waiting]
@@ -57,7 +58,7 @@ class Runtime:
             graph.append(self.library.emu_captured(ctypes.c_void_p(stream)))
 
     def replay(self, graph):
-        emulator().run("emu_replay", ctypes.c_long(*graph)).none()
+        self.emulator.run("emu_replay", ctypes.c_long(*graph)).none()
 
     def fail(self, calls, code):
         """The call after so many more returns this code."""
@@ -126,14 +127,14 @@ class OnDevice(TorchFunctionMode):
 class Binary(native.CudaLibrary):
     """The library of kernels; CPU tensors have no number of a device, so that is told."""
 
-    def __init__(self, device):
-        super().__init__(emulator().path)
+    def __init__(self, emulator, device):
+        super().__init__(emulator.path)
 
         def run(params, which, number, multiprocessors, stream):
             assert number == -1
             numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
             params, stream = ctypes.c_char_p(params), ctypes.c_void_p(stream)
-            code, found = emulator().call("fa_cuda_run", params, *numbers, stream)
+            code, found = emulator.call("fa_cuda_run", params, *numbers, stream)
             found.none()
             return code
 
@@ -147,7 +148,7 @@ class Launched(cuda.Cuda):
     name = "launched"
 
     def __init__(self, runtime, device=0, stream=0):
-        self.runtime, self.binary = runtime, Binary(device)
+        self.runtime, self.binary = runtime, Binary(runtime.emulator, device)
         self.mode = OnDevice(runtime, device, stream)
 
     @property

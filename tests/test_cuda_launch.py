@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from cases import FEATURE, Dims, build, square
+from emulated import NARROW
 from emulator import needs_emulator
 from judge import Verdict
 from runners import passed
@@ -30,6 +31,10 @@ CODES = {
 }
 
 
+def runtime_of(shape, **options):
+    return Runtime(wide=SHAPES[shape].D > NARROW, **options)
+
+
 def problem_of(shape, features=EVERYTHING, seed=0):
     return build(SHAPES[shape], features, torch.bfloat16, seed=seed)
 
@@ -43,7 +48,7 @@ def attend(problem):
 def test_a_call_runs_where_it_should(shape, device):
     """On its device, also if that is not the current one, on the stream of the caller; and what its
     kernels are given is memory of that device: also lengths, which are converted for them."""
-    runtime = Runtime()
+    runtime = runtime_of(shape)
     stream = [runtime.stream(0), runtime.stream(1)][device]
     problem = problem_of(shape, (*EVERYTHING, FEATURE["lengths"]))
     problem.kwargs["key_lengths"] = problem.kwargs["key_lengths"].to(torch.int32)
@@ -100,7 +105,7 @@ def call_of(problem):
 def test_streams_share_nothing(shape):
     """Two calls wait, each in its stream; then a kernel of one runs, one of the other, and so on.
     Memory that Python gave up meanwhile is somebody else's in the order of the stream."""
-    runtime = Runtime(at_once=False)
+    runtime = runtime_of(shape, at_once=False)
     problems = [problem_of(shape, seed=seed) for seed in (1, 2)]
     streams, found = [runtime.stream() for _ in problems], []
     for problem, stream in zip(problems, streams, strict=True):
@@ -116,7 +121,7 @@ def test_streams_share_nothing(shape):
 def test_a_graph_replays_with_new_values(shape):
     """Of what kernels read as it is; what torch converts for them, torch would record."""
     features = tuple(FEATURE[x] for x in ("causal", "softcap", "alibi", "dropout"))
-    runtime = Runtime()
+    runtime = runtime_of(shape)
     stream = runtime.stream()
     with launching(runtime, stream) as backend:
         old = problem_of(shape, features, seed=1)
@@ -140,12 +145,12 @@ def test_a_graph_replays_with_new_values(shape):
 def test_each_call_that_fails_is_told(shape, code):
     """With its text and the kernel; nothing is called after it; and the next call is right."""
     problem = problem_of(shape, ())
-    with launching(runtime := Runtime()):
+    with launching(runtime := runtime_of(shape)):
         attend(problem)
         calls = len(runtime.log())
     assert calls > 4
     for at in range(calls):
-        runtime = Runtime()
+        runtime = runtime_of(shape)
         with launching(runtime):
             runtime.fail(at, code)
             with pytest.raises(
@@ -166,7 +171,7 @@ def test_what_the_runtime_refuses_is_told(device, streams_device, says):
     runtime = Runtime(apart=False)
     problem = problem_of("square", ())
     with launching(runtime, runtime.stream(streams_device)) as backend:
-        backend.binary = type(backend.binary)(device)
+        backend.binary = type(backend.binary)(runtime.emulator, device)
         with pytest.raises(RuntimeError, match=says):
             fastattn.attention(problem.q, problem.k, problem.v)
 
@@ -175,7 +180,7 @@ def test_what_the_runtime_refuses_is_told(device, streams_device, says):
 @pytest.mark.parametrize("device", [0, 1])
 def test_shared_memory_is_asked_for_where_it_is_needed(shape, asked, device):
     """A block has 48 KB without asking; what is asked for holds on one device."""
-    problem, runtime = problem_of(shape, ()), Runtime()
+    problem, runtime = problem_of(shape, ()), runtime_of(shape)
     with launching(runtime, device=device):
         fastattn.attention(problem.q, problem.k, problem.v)
     sizes = [int(x.split()[1]) for x in runtime.log() if x.startswith("allow")]

@@ -64,9 +64,16 @@ def test_check_builds_no_emulator():
 
 @pytest.mark.parametrize("file, wide", [("test_cuda_decode", True), ("test_forward", False)])
 def test_test_builds_no_wide_kernels(file, wide):
-    params = [dict(padded="64"), dict(padded="192 and 128"), dict(d=24), dict(d=72), {}]
+    params = [
+        dict(padded="64"),
+        dict(padded="192 and 128"),
+        dict(d=24),
+        dict(d=72),
+        dict(shape="wide"),
+        {},
+    ]
     found = [tiers.is_wide(item(file, "test_one", **x)) for x in params]
-    assert found == [False, wide, False, wide, False]
+    assert found == [False, wide, False, wide, wide, False]
     items = [
         item(file, "test_one", "wide", padded="256"),
         item(file, "test_one", "64", padded="64"),

@@ -255,7 +255,8 @@ def is_wide(item):
     if not Path(item.path).stem.startswith("test_cuda_"):
         return False
     params = item.callspec.params if hasattr(item, "callspec") else {}
-    return int(str(params.get("padded", params.get("d", 0))).split()[0]) > 64
+    width = str(params.get("padded", params.get("d", 0))).split()[0]
+    return params.get("shape") == "wide" or int(width) > 64
 
 
 def chosen(items, tier, interpreted):

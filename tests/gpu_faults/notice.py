@@ -86,7 +86,7 @@ def alter_library(patch, fault, name):
         passes=slices.passes(name),
     )
     for module in (emulated, runtime):
-        patch.setattr(module, "emulator", lambda: made)
+        patch.setattr(module, "emulator", lambda wide=False: made)
     for cached in ("executor", "binary"):
         again = functools.cache(getattr(emulated, cached).__wrapped__)
         patch.setattr(emulated, cached, again)
