@@ -86,9 +86,12 @@ class Emulated(Cuda):
     def library(self):
         return Watched(self)
 
+    def workspace(self, which, params, t):  # the first that is asked of a call
+        self.wide = max(x.shape[-1] for x in (t.q, t.v) if x is not None) > NARROW
+        return super().workspace(which, params, t)
+
     def run(self, which, params, spec, t):
         assert t.q.dtype in self.support.dtypes
-        self.wide = max(spec.D, spec.Dv) > NARROW
         super().run(which, params, spec, t)
 
     def multiprocessors(self, x):
