@@ -52,6 +52,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         average_heads=o.average_heads,
         constant_lse=o.constant_lse,
         row_invariant=o.row_invariant,
+        unrounded=o.stored(t.q.dtype) != t.q.dtype,
         at_row=o.at_row,
         at_key=o.at_key,
         at_head=o.at_head,
@@ -91,6 +92,8 @@ def check(t: Tensors, o: Options) -> None:
             _shape_fits(argument, x, sizes)
     _scalars(o, t.q.dtype)
     _place(o.place, *_counts(t, o)[1:])
+    sums = t.v is not None and t.cu_q is None
+    need(sums or not o.unrounded, "unrounded", True, "False of weights and of packed batches")
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
 
 

@@ -26,7 +26,8 @@ def attention(*args) -> tuple[Tensor, Tensor]:
     out, normaliser = oracle.attention(
         *(t.q, t.k, t.given("v")), **given, sinks=t.sinks, return_normaliser=True
     )
-    out = out.to(args[0].dtype).transpose(1, 2).contiguous().transpose(1, 2)  # stored (B,M,H,Dv)
+    out = out.to(spec.stored(spec.dtype))
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # stored (B,M,H,Dv)
     return out, normaliser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, empty, get_num_threads
@@ -56,7 +56,7 @@ class Launcher:
 
     def _outputs(self, spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
         like = prepared(spec)
-        out = q.new_empty_strided(*like.out)
+        out = q.new_empty_strided(*like.out, **like.stored)
         if spec.wide == spec.dtype:  # to name a dtype takes time
             return out, q.new_empty_strided(*like.normaliser)
         return out, q.new_empty_strided(*like.normaliser, dtype=spec.wide)
@@ -72,7 +72,7 @@ class Launcher:
         wants: Sequence[str],
     ) -> dict[str, Tensor]:
         if dout is None:
-            dout = out.new_zeros(()).expand(out.shape)
+            dout = t.q.new_zeros(()).expand(out.shape)
         if spec.packed and "mask" in wants and _copies(spec, t.given("mask")) > ROOM:
             found = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, wants)
             return {name: x.to(t.given(name).dtype) for name, x in found.items()}
@@ -150,12 +150,12 @@ class Launcher:
             if name in wants or (self.makes_all and layout):
                 x = t.given(name)
                 if layout:
-                    grads[name] = x.new_empty_strided(*layout)
+                    grads[name] = x.new_empty_strided(*layout, **prepared(spec).stored)
                 elif spec.packed:
                     grads[name] = x.new_zeros(_by_sequence(spec, x), dtype=spec.wide)
                 else:
                     dtype = _kernel_dtype(ARGUMENTS[name].dtype, x, spec)
-                    grads[name] = x.new_empty(x.shape, dtype=dtype)
+                    grads[name] = x.new_empty(x.shape, dtype=spec.stored(dtype))
         return grads
 
     def _launch(
@@ -180,6 +180,7 @@ class Prepared(NamedTuple):
     out: Layout
     normaliser: Layout
     gradients: list[tuple[str, Layout | None]]  # that there can be; None: as its input lies
+    stored: dict[str, Any]  # the dtype of out and gradients, by its name, unless it is q's
     brief: bool  # not worth letting another thread interpret
 
 
@@ -206,6 +207,7 @@ def _prepare(spec: AttentionSpec) -> Prepared:
         out=token_major_layout(B, H, M, Dv),
         normaliser=((2, B, H, M), (B * H * M, H * M, M, 1)),
         gradients=[(x, laid.get(x)) for x in DIFFERENTIABLE if x in laid or x in spec.given],
+        stored={"dtype": spec.wide} if spec.unrounded else {},
         brief=B * H * (1 + M) * (1 + keys) * (64 + D + Dv) < BRIEF,
     )
 
@@ -254,7 +256,7 @@ def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dic
         x = t.given(name)
         if spec.packed and grads[name].shape != x.shape:
             grads[name] = grads[name].sum(0).reshape(x.shape)
-        grads[name] = grads[name].to(x.dtype)
+        grads[name] = grads[name].to(spec.stored(x.dtype))
     return grads
 
 

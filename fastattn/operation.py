@@ -116,9 +116,10 @@ def run_backward(
     wants: Sequence[str],
 ) -> list[Tensor]:
     """The gradients of the tensors that `wants` names."""
-    if grads[0] is None and all(grad is None for grad in grads):
-        return [torch.zeros_like(t.given(name)) for name in wants]
     spec, backend = planned
+    if grads[0] is None and all(grad is None for grad in grads):
+        given = map(t.given, wants)
+        return [torch.zeros_like(x, dtype=spec.stored(x.dtype)) for x in given]
     _need_derivatives(spec)
     found = op.backward(backend, spec, t, outs, grads, wants)
     return [found[name] for name in wants]
@@ -166,6 +167,8 @@ def _planned_for_tangents(
     if kind is None:
         need_memory(t)
     _need_derivatives(spec)
+    if spec.unrounded:
+        raise NotImplementedError("unrounded results have no derivative but the first in reverse")
     return _plan_tangents(spec, o.backend)
 
 
@@ -205,11 +208,13 @@ def spread(
     return every
 
 
-def empty_gradients(t: Tensors, wants: Sequence[str]) -> list[Tensor]:
+def empty_gradients(t: Tensors, o: Options, wants: Sequence[str]) -> list[Tensor]:
     """What `run_backward` returns, as far as shapes, dtypes and strides go."""
     wanted = [(ARGUMENTS[name], t.given(name)) for name in wants]
     return [
-        token_major(x, x.shape, x.dtype) if a.crosses == "strided" else x.new_empty(x.shape)
+        token_major(x, x.shape, o.stored(x.dtype))
+        if a.crosses == "strided"
+        else x.new_empty(x.shape, dtype=o.stored(x.dtype))
         for a, x in wanted
     ]
 
@@ -225,7 +230,7 @@ def _empty(result: str, t: Tensors, dtype: torch.dtype) -> Tensor:
 
 def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     assert t.v is not None
-    out = token_major(t.q, (*t.q.shape[:3], t.v.shape[3]), t.q.dtype)
+    out = token_major(t.q, (*t.q.shape[:3], t.v.shape[3]), o.stored(t.q.dtype))
     return out, _empty(RESULTS["normaliser"], t, wide(t.q.dtype))
 
 
@@ -245,6 +250,8 @@ def _attention_backward(backend: Backend, spec, t, outs, grads, wants) -> dict[s
     """Of the normaliser only the LSE is a function to differentiate: what rounding lost is not."""
     dout, dnormaliser = grads
     dlse = None if dnormaliser is None else dnormaliser[0]
+    if dout is not None and spec.unrounded:
+        dout = dout.to(spec.dtype)  # it is multiplied by v: kernels take both in one dtype
     return backend.backward(spec, t, *outs, dout, dlse, wants)
 
 

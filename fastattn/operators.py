@@ -167,8 +167,8 @@ def _backward_kernel(op: Operation, *args) -> list[Tensor]:
 
 @unseen
 def _fake_backward(op: Operation, *args) -> list[Tensor]:
-    *_, t, _, wants = _backward_arguments(op, args)
-    return empty_gradients(t, wants)
+    *_, t, o, wants = _backward_arguments(op, args)
+    return empty_gradients(t, o, wants)
 
 
 def _backward_arguments(op: Operation, args):
@@ -275,8 +275,8 @@ def _second_kernel(op: Operation, *args) -> list[Tensor]:
 
 @unseen
 def _fake_second(op: Operation, *args) -> list[Tensor]:
-    *_, t, _, wants = _second_arguments(args)
-    return empty_gradients(t, wants)
+    *_, t, o, wants = _second_arguments(args)
+    return empty_gradients(t, o, wants)
 
 
 def _autograd_of_second(op: Operation, ctx, moves):

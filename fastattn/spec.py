@@ -40,6 +40,7 @@ class Feature(enum.Flag):
     INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
     QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
     TANGENTS = enum.auto()  # the passes of forward mode and of second derivatives
+    UNROUNDED = enum.auto()  # results of 16 bits as wide as they are summed up
 
 
 MEANING = {  # for people: the rows of the support table
@@ -59,6 +60,7 @@ MEANING = {  # for people: the rows of the support table
     Feature.INVARIANT: "row_invariant: decoding has the bits of the whole",
     Feature.QUANTISED: "k_scale, v_scale: keys and values of int8 or float8, without gradient",
     Feature.TANGENTS: "forward mode (jvp) and second derivatives",
+    Feature.UNROUNDED: "parts of a ring: 16 bits in, float32 out",
 }
 
 
@@ -169,6 +171,7 @@ class Options(NamedTuple):
     max_q: int | None = None  # of a packed batch: no sequence has more rows, or keys
     max_k: int | None = None
     row_invariant: bool = False
+    unrounded: bool = False  # attention only: results that are to be added to others'
     items_again: int = 0  # `batching`
     heads_again: int = 0
     at_row: int = 0  # `Place`
@@ -192,6 +195,10 @@ class Options(NamedTuple):
         right = min(right, 0 if self.causal else UNLIMITED)
         return left, right, self.bottom_right or self.causal == "bottom_right"
 
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """What out has where q has this dtype, and the gradient of a tensor that has it."""
+        return wide(dtype) if self.unrounded else dtype
+
 
 def _arguments() -> dict[str, Argument]:
     found = {}
@@ -207,7 +214,7 @@ ARGUMENTS = _arguments()  # by name, in the order of `Tensors`
 INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
 DIFFERENTIABLE = tuple(name for name, a in ARGUMENTS.items() if a.gradient)
 assert Tangents._fields == DIFFERENTIABLE
-RESULTS = {  # what passes return; q's dtype, but for the normaliser
+RESULTS = {  # what passes return; q's dtype, unless `unrounded`, but for the normaliser
     "out": "B H M Dv",
     "normaliser": "2 B H M",
     "lse": "B H M",  # its tangent
@@ -262,6 +269,7 @@ class AttentionSpec:
     average_heads: bool = False
     constant_lse: bool = False
     row_invariant: bool = False
+    unrounded: bool = False  # out and gradients are stored in `wide`, which is not their dtype
     at_row: int = 0
     at_key: int = 0
     at_head: int = 0
@@ -293,6 +301,10 @@ class AttentionSpec:
     def wide(self) -> torch.dtype:
         return wide(self.dtype)
 
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """As `Options.stored`."""
+        return wide(dtype) if self.unrounded else dtype
+
     @functools.cached_property
     def features(self) -> Feature:
         used = {
@@ -304,6 +316,7 @@ class AttentionSpec:
             Feature.GRAD: self.needs_grad,
             Feature.TANGENTS: self.tangents,
             Feature.INVARIANT: self.row_invariant,
+            Feature.UNROUNDED: self.unrounded,
             Feature.PLACE: any(getattr(self, name) for name in (*PLACED, *AGAIN)),
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)

@@ -190,6 +190,30 @@ def test_the_table_of_equality(four, dtype):
         assert not any(apart[name] for name in exact)
 
 
+# -- what a ring keeps between hops ----------------------------------------------------------------
+
+
+def means(group):
+    """out, and dv, of rows that attend to all keys alike: means."""
+    rank = dist.get_rank(group)
+    q = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
+    ulp = 2.0**-7
+    halfway, above = [1, 1 + ulp, 1, 1 + ulp], [1 + ulp] * 4  # the mean of the first is between
+    v = torch.tensor((halfway, above)[rank], dtype=q.dtype).view(1, 1, 4, 1).expand(q.shape)
+    v = v.clone().requires_grad_()
+    out = distributed.attention(q, q, v, group=group, strategy="ring")
+    (dv,) = torch.autograd.grad(out, v, v.detach())
+    return out.detach(), dv
+
+
+def test_a_ring_rounds_once(four):
+    """1 + 3/4 ulp is the mean of all, and the sum of what the ranks add; of rounded parts it would
+    be 1."""
+    for found in four.run(2, means):
+        for x in found:
+            assert torch.equal(x, torch.full_like(x, 1 + 2.0**-7))
+
+
 # -- masks whose rows are as many as one -----------------------------------------------------------
 
 

@@ -55,8 +55,9 @@ def test_backend_is_here():
 def test_cases_cover_the_declared_features():
     """A feature added to the declarations must be added to the cases."""
     asked = spec.Feature.WEIGHTS | spec.Feature.GRAD  # by test_weights, and by every case
-    # By test_packed, test_paged, test_row_invariant and test_storage.
+    # By test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
     asked |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
+    asked |= spec.Feature.UNROUNDED
     asked |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
     for features in SINGLES:
         problem = build(SHAPES[1], features, torch.float32)

@@ -36,6 +36,7 @@ class Cpu(Launcher):
             | Feature.PAGED
             | Feature.QUANTISED
             | Feature.TANGENTS
+            | Feature.UNROUNDED
         ),
     )
 

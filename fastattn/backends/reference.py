@@ -38,6 +38,7 @@ ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values(
     | Feature.PLACE
     | Feature.PACKED
     | Feature.TANGENTS
+    | Feature.UNROUNDED
 )
 
 
@@ -69,13 +70,13 @@ class Reference:
             again=(spec.items_again, spec.heads_again),
             return_normaliser=True,
         )
-        return token_major(t.q, out.shape, spec.dtype).copy_(out), normaliser
+        return token_major(t.q, out.shape, spec.stored(spec.dtype)).copy_(out), normaliser
 
     @_without_autocast
     def backward(self, spec, t, out, normaliser, dout, dlse, wants):
         if spec.packed:
             grads = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, wants)
-            return _as_inputs(t, grads, wants)
+            return _as_inputs(spec, t, grads, wants)
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
@@ -83,7 +84,7 @@ class Reference:
         delta = (p * dp).sum(-1) - (0 if dlse is None else dlse)
         grads = _score_gradients(spec, w, p, dp, delta)
         grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
-        return _as_inputs(t, grads, wants)
+        return _as_inputs(spec, t, grads, wants)
 
     @_without_autocast
     def jvp(self, spec, t, tangents, out=None, normaliser=None):
@@ -103,7 +104,8 @@ class Reference:
     def second(self, spec, t, tangents, outs, dout, dlse, dout_t, dlse_t, wants):
         if spec.packed:
             grads = (dout, dlse, dout_t, dlse_t)
-            return _as_inputs(t, second_in_turn(self, spec, t, tangents, outs, grads, wants), wants)
+            found = second_in_turn(self, spec, t, tangents, outs, grads, wants)
+            return _as_inputs(spec, t, found, wants)
         w = _wide(spec, t)._replace(normaliser=outs[1])
         p, kept = _probabilities(spec, w)
         u = _tangents(spec, tangents)
@@ -118,7 +120,7 @@ class Reference:
         delta_t = (moved.p_t * dp + p * dp_t).sum(-1) - (0 if dlse_t is None else dlse_t)
         grads = _score_tangents(spec, w, u, moved, p, (dp, dp_t), (delta, delta_t))
         grads["v"] = _sum_groups(spec, (moved.p_t * kept).mT @ dout + (p * kept).mT @ dout_t)
-        return _as_inputs(t, grads, wants)
+        return _as_inputs(spec, t, grads, wants)
 
     @_without_autocast
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
@@ -134,7 +136,7 @@ class Reference:
             dweights = (dweights[:, None] / max(spec.H, 1)).expand(p.shape)
         dp = dweights.to(p.dtype) * kept
         delta = (p * dp).sum(-1) * (0 if spec.constant_lse else 1)
-        return _as_inputs(t, _score_gradients(spec, w, p, dp, delta), wants)
+        return _as_inputs(spec, t, _score_gradients(spec, w, p, dp, delta), wants)
 
 
 # The optional tensors, but for those that come after the scores, and what a sequence has not.
@@ -276,12 +278,16 @@ def _sum_groups(spec: AttentionSpec, x: Tensor) -> Tensor:
     return x.unflatten(1, (spec.Hk, spec.H // max(spec.Hk, 1))).sum(2)
 
 
-def _as_inputs(t: Tensors, grads: dict[str, Tensor], wants: Sequence[str]) -> dict[str, Tensor]:
-    """The gradients that are wanted, in each input's shape and dtype."""
+def _as_inputs(
+    spec: AttentionSpec, t: Tensors, grads: dict[str, Tensor], wants: Sequence[str]
+) -> dict[str, Tensor]:
+    """The gradients that are wanted, in each input's shape, as they are stored."""
     found = {}
     for name in wants:
         x = getattr(t, name)
-        room = token_major(x, x.shape, x.dtype) if name in "qkv" else x.new_empty(x.shape)
+        dtype = spec.stored(x.dtype)
+        like_q = name in "qkv"
+        room = token_major(x, x.shape, dtype) if like_q else x.new_empty(x.shape, dtype=dtype)
         found[name] = room.copy_(grads[name].reshape(x.shape))
     return found
 

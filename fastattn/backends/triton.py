@@ -78,6 +78,7 @@ class Triton:
             | Feature.PAGED
             | Feature.INVARIANT
             | Feature.QUANTISED
+            | Feature.UNROUNDED
         ),
     )
 
@@ -86,7 +87,7 @@ class Triton:
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         like = prepared(spec)
-        out = t.q.new_empty_strided(*like.out)
+        out = t.q.new_empty_strided(*like.out, **like.stored)
         normaliser = t.q.new_empty_strided(*like.normaliser, dtype=spec.wide)
         if normaliser.numel():
             with on(t.q.device):
@@ -108,7 +109,7 @@ class Triton:
         wants: Sequence[str],
     ) -> dict[str, Tensor]:
         if dout is None:
-            dout = torch.zeros_like(out)
+            dout = torch.zeros_like(out, dtype=spec.dtype)
         elif dout.stride(-1) != 1:  # out.sum() expands one number: no wide loads, no descriptor
             dout = dout.contiguous()
         with on(t.q.device):
@@ -312,12 +313,14 @@ class Job:
     def gradients(self, wants: Sequence[str]) -> dict[str, Tensor]:
         t, spec = self.t, self.spec
         wanted = {name: x for name in wants if (x := getattr(t, name)) is not None}
-        laid = [(name, layout) for name, layout in prepared(spec).gradients if name in wanted]
-        grads = {name: t.q.new_empty_strided(*layout) for name, layout in laid if layout}
+        like = prepared(spec)
+        laid = [(name, layout) for name, layout in like.gradients if name in wanted and layout]
+        grads = {name: t.q.new_empty_strided(*layout, **like.stored) for name, layout in laid}
         if not spec.B * spec.H * self.M * self.N:
             grads = {name: x.zero_() for name, x in grads.items()}
             if "mask" in wanted:
-                grads["mask"] = torch.zeros_like(wanted["mask"])
+                mask = wanted["mask"]
+                grads["mask"] = torch.zeros_like(mask, dtype=spec.stored(mask.dtype))
         else:
             if "q" in grads:
                 self.walk_keys(grads["q"])
@@ -341,7 +344,7 @@ class Job:
         partial = mask.new_empty((splits, *shape), dtype=torch.float32)
         self.walk_mask(partial, tiles * splits, summed)
         dmask = partial[0] if splits == 1 else partial.sum(0)
-        return dmask.to(mask.dtype).view(mask.shape)
+        return dmask.to(spec.stored(mask.dtype)).view(mask.shape)
 
     def walk_mask(self, partial: Tensor, programs: int, summed: tuple[bool, ...]) -> None:
         self.launch(
@@ -359,7 +362,7 @@ class Job:
     def sink_gradient(self, sinks: Tensor) -> Tensor:
         """dsinks = -sum p_sink delta: a sink is a key with a probability and no value."""
         p, delta = self.sink_shares(sinks)
-        return -(p * delta).sum((0, 2)).to(sinks.dtype)
+        return -(p * delta).sum((0, 2)).to(self.spec.stored(sinks.dtype))
 
     def sink_shares(self, sinks: Tensor) -> tuple[Tensor, Tensor]:
         """The probabilities of sinks (B,H,M), and delta."""

@@ -14,7 +14,6 @@ from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_argume
 from ..check import check
 from ..operators import unseen
 from ..place import EVERYTHING
-from ..spec import wide
 from . import cost, gather, ring, ulysses, usp
 from .agreement import NOTHING, ROWS, UNCLEAR, Own, mask_rows, need_team, told, values_told
 from .agreement import agree as _agree
@@ -63,10 +62,10 @@ def attention(
         Jacobs 2023) sends each rank all rows of H / P heads: a P that divides H; where it divides
         Hk, too, everything has the bits of one rank. "ring" (Ring Attention, Liu 2023) sends keys
         on from rank to rank while it computes, so that memory falls as 1 / P; hops that no row sees
-        are left out; it has first derivatives alone, and computes 16 bits in float32. "usp" (Fang
-        2024) is ulysses along the last dimension of a mesh of two and a ring along the first.
-        "auto" is the one of them that takes the least time by `cost.py`, from sizes and stated
-        rates; with row_invariant one that keeps the bits. `explain` says which, and why.
+        are left out; it has first derivatives alone. "usp" (Fang 2024) is ulysses along the last
+        dimension of a mesh of two and a ring along the first. "auto" is the one of them that takes
+        the least time by `cost.py`, from sizes and stated rates; with row_invariant one that keeps
+        the bits. `explain` says which, and why.
     layout: how the sequence lies, "contiguous" (parts of any sizes, in the order of ranks) or
         "zigzag"; see `shard`.
     agree: ask first whether all ranks make the same call, in one small exchange; a difference
@@ -97,8 +96,7 @@ def weighed(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[cost.Call, di
     (B, H, _, D), Hk, Dv = q.shape, k.shape[1], v.shape[3]
     sizes = call.team.sizes
     mask = cost.Mask.of(t.mask) if call.mask_rows and t.mask is not None else None
-    known = cost.Call(sizes, call.rows, call.keys, B, H, Hk, D, Dv, q.dtype, o.grad, lo, hi)
-    known = known._replace(mask=mask, ring=wide(q.dtype))
+    known = cost.Call(sizes, call.rows, call.keys, B, H, Hk, D, Dv, q.dtype, o.grad, lo, hi, mask)
     machine = cost.machine_of(q.device.type)
     able = (x for x in STRATEGIES if not why_not(x, H, sizes, o.row_invariant))
     return known, {name: cost.cost(name, known, machine) for name in able}

@@ -123,8 +123,7 @@ class Mask(NamedTuple):
 
 class Call(NamedTuple):
     """What all ranks know of a call. mesh: how many there are along each dimension, the outermost
-    first. rows, keys: who has which. lo, hi: some row i may see keys from i + lo to i + hi. ring:
-    what a ring computes its blocks in, where it is not dtype."""
+    first. rows, keys: who has which. lo, hi: some row i may see keys from i + lo to i + hi."""
 
     mesh: tuple[int, ...]
     rows: Spans
@@ -139,7 +138,6 @@ class Call(NamedTuple):
     lo: int = -UNLIMITED
     hi: int = UNLIMITED
     mask: Mask | None = None
-    ring: torch.dtype | None = None
 
     @property
     def key(self) -> int:
@@ -179,8 +177,8 @@ def _sum(n: int) -> int:
 
 class Step(NamedTuple):
     """What a rank does at a time. blocks: calls of a kernel. sent: bytes, in so many exchanges and
-    messages along a dimension of the mesh. ring: in what that computes in; merges: outs that it
-    puts to others, and bytes that it touches to add up."""
+    messages along a dimension of the mesh. merges: outs that it puts to others, and bytes that it
+    touches to add up."""
 
     scores: int = 0
     blocks: int = 0
@@ -189,7 +187,6 @@ class Step(NamedTuple):
     messages: int = 0
     dim: int = -1
     backward: bool = False
-    ring: bool = False
     merges: int = 0
     touched: int = 0
 
@@ -241,7 +238,7 @@ def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
         sends = hop + 1 < hops
         yield Step(
             *(scores[hop], len(of_hop), coming[hop], sends, sends, dim, False),
-            *(True, len(again), touched),
+            *(len(again), touched),
         )
     for hop, of_hop in enumerate(blocks if c.backward else ()):
         # Read twice and written: dq, dk and dv of a block, and what came behind the keys.
@@ -249,7 +246,7 @@ def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
         sent, sends = coming[hop] + behind[hop], (hop + 1 < hops) + (hop > 0)
         yield Step(
             *(scores[hop], len(of_hop), sent, sends, sends, dim, True),
-            *(True, 0, 3 * wider * added),
+            *(0, 3 * wider * added),
         )
     if c.backward and hops > 1:
         yield Step(0, 0, behind[-1], 1, 1, dim, True)
@@ -368,7 +365,7 @@ def busiest(c: Call) -> int:
 
 
 def seconds(x: Step, c: Call, machine: Machine) -> float:
-    rates = machine.flops[(x.ring and c.ring) or c.dtype]
+    rates = machine.flops[c.dtype]
     # As fastattn/flops.py counts them.
     products = 3 * c.D + 2 * c.Dv if x.backward else c.D + c.Dv
     computing = 2 * x.scores * products / rates[x.backward] + x.blocks * machine.call

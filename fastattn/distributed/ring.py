@@ -1,9 +1,9 @@
 """Keys and values travel from rank to rank (Ring Attention, Liu 2023, arXiv:2310.01889): each rank
 has its own rows against one rank's keys at a time, and merges what it finds.
 
-Blocks are computed in float32 at least, and leave the LSE in two numbers, so that nothing is
-rounded between hops: keys of 16 bits travel as they are and are widened where they arrive. In
-backward the sums of the gradients of keys and values travel behind them.
+What a block gives is stored as wide as it was summed up, in float32 at least, and its LSE in two
+numbers, so that nothing is rounded between hops. In backward the sums of the gradients of keys and
+values travel behind them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 def around(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The same where mask and sinks are what `Whole` says they are."""
     t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()})
-    out, normaliser = Ring.apply(Round.of(call, t, o), *t)
+    out, normaliser = Ring.apply(Round.of(call, t, o._replace(unrounded=True)), *t)
     return out, normaliser[0]
 
 
@@ -77,11 +77,8 @@ class Round(NamedTuple):
 
     def part(self, t: Tensors, k: Tensor, v: Tensor, block: Block, first: bool):
         """(tensors, options) of a block; the first of some rows has their sinks."""
-        mask = t.mask
-        if mask is not None:
-            mask = widened(mask[self.of_mask(mask, block)])
+        mask = t.mask if t.mask is None else t.mask[self.of_mask(t.mask, block)]
         given = dict(q=t.q[:, :, block.own], k=k[:, :, block.of_owner], v=v[:, :, block.of_owner])
-        given = {name: widened(x) for name, x in given.items()}
         tensors = t._replace(**given, mask=mask, sinks=t.sinks if first else None)
         return tensors, self.o._replace(at_row=block.rows.first, at_key=block.keys.first)
 
@@ -95,10 +92,6 @@ class Round(NamedTuple):
 def nothing(rows: Span, own: slice) -> Block:
     """For rows that no block has, which may have sinks."""
     return Block(rows, Span(0, 0), own, slice(0, 0))
-
-
-def widened(x: Tensor) -> Tensor:
-    return x.to(wide(x.dtype)) if x.is_floating_point() else x
 
 
 def band(rows: Spans, keys: Spans, o: Options, lengths: bool) -> tuple[int, int]:
@@ -223,9 +216,8 @@ class Backward:
         """What a block adds."""
         wants = [name for name in self.wants if first or name != "sinks"]
         rows = (..., block.own), (..., block.own, slice(None))
-        outs = widened(self.outs[0][rows[1]]), self.outs[1][rows[0]]
-        each = zip(self.grads, (rows[1], rows[0]))
-        grads = [x if x is None else widened(x[at]) for x, at in each]
+        outs = self.outs[0][rows[1]], self.outs[1][rows[0]]
+        grads = [x if x is None else x[at] for x, at in zip(self.grads, (rows[1], rows[0]))]
         part = self.way.part(self.t, k, v, block, first)
         found = dict(zip(wants, passes.backward(ATTENTION, *part, outs, grads, wants)))
         for name, x in found.items():
