@@ -50,8 +50,9 @@ def cut(name, x, axis, first, end, heads):
     return x.narrow(dim, first // group, (end - first) // group)
 
 
-def in_parts(axis, function=fastattn.attention):
-    """`function`, called once for each block along an axis."""
+def in_parts(axis, function=fastattn.attention, cuts=None):
+    """`function`, called once for each block along an axis, cut here or as `CUTS` says."""
+    cuts = CUTS[axis] if cuts is None else cuts
 
     def attention(q, k, v, *, place=None, return_lse=False, **others):
         (B, H, M, _), (_, Hk, N, _) = q.shape, k.shape
@@ -64,11 +65,11 @@ def in_parts(axis, function=fastattn.attention):
         )
         size = dict(item=B, head=H, row=M, key=N)[axis]
         group = H // Hk if axis == "head" else 1
-        edges = [0, *(x * group for x in CUTS[axis] if x * group < size), size]
+        edges = [0, *(x * group for x in cuts if x * group < size), size]
         parts = []
-        for first, end in itertools.pairwise(edges):
+        for n, (first, end) in enumerate(itertools.pairwise(edges)):
             mine = {name: cut(name, x, axis, first, end, H) for name, x in given.items()}
-            if axis == "key" and first:
+            if axis == "key" and n:
                 mine.pop("sinks", None)  # one more logit of a row, not of each block
             at = whole._replace(**{axis: getattr(whole, axis) + first})
             parts.append(function(**mine, place=at, return_lse=True))

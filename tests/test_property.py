@@ -14,7 +14,18 @@ from cases import DTYPES, Dims, Draft, Problem, spoil_tail
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 from judge import Verdict
-from runners import FUSED, declares, every_backend, every_dtype, passed, small, variant, variants
+from runners import (
+    DECLARED,
+    FUSED,
+    declares,
+    every_backend,
+    every_dtype,
+    passed,
+    small,
+    variant,
+    variants,
+)
+from test_place import AXES, in_parts
 from torch.func import jvp, vjp
 
 import fastattn
@@ -138,6 +149,23 @@ def test_any_call_is_right(name, dtype, data):
     verdict = Verdict(problem)
     with variant(isa):
         passed(verdict.complaints(fastattn.attention, backend=name))
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [x for x in DECLARED if DTYPES[x].itemsize > 2])
+@given(data=st.data())
+def test_any_call_in_any_parts_is_right(name, dtype, data):
+    """Cut along all axes at once, at places that may fall together: some parts are empty."""
+    declares(name, DTYPES[dtype], Feature.PLACE)
+    problem = data.draw(problems(DTYPES[dtype]))
+    (B, Hk, N, _), M = problem.k.shape, problem.q.shape[2]
+    attention = fastattn.attention
+    for axis, size in zip(AXES, (B, Hk, M, N), strict=True):
+        cuts = []
+        if size > 1:
+            cuts = data.draw(st.lists(st.integers(1, size - 1), max_size=small(2, 1)))
+        attention = in_parts(axis, attention, sorted(cuts))
+    passed(Verdict(problem).complaints(attention, backend=name))
 
 
 def moved(problem, name):
