@@ -5,6 +5,7 @@ Measured as the kernel sees it: the peak resident size of a fresh process, reset
 memory that is written (poisoned) even where a kernel would not touch it.
 """
 
+import ctypes
 import functools
 import os
 import subprocess
@@ -13,9 +14,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import ranks
+import torch
 from runners import every_backend, not_interpreted
 
-from fastattn import native
+from fastattn import distributed, native
 
 pytestmark = not_interpreted
 
@@ -92,6 +95,7 @@ MEGABYTE = 1 << 20
 # The operating system counts resident pages on each CPU and folds them in 32 at a time, so a
 # reading is off by a few hundred kilobytes: sizes are chosen large beside that.
 RESOLUTION = MEGABYTE // 2
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 @functools.cache
@@ -109,7 +113,7 @@ def extra(name, kinds, sizes, heads):
         capture_output=True,
         text=True,
         timeout=240,
-        env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"},
+        env=os.environ | ALLOCATOR,
     )
     assert done.returncode == 0, done.stderr
     return dict(zip(cases, (int(x) for x in done.stdout.split()), strict=True))
@@ -142,3 +146,58 @@ def test_dropout_at_4096_stays_under_20_megabytes(name, kind):
 def test_the_measurement_sees_a_quadratic_one():
     found = extra("reference", ("forward",), (1024, 2048), heads=2)
     assert found["forward", 2048] > 3 * found["forward", 1024]
+
+
+# -- over ranks ------------------------------------------------------------------------------------
+
+
+def peak_of_a_rank(group, rows, strategy):
+    """Bytes that a rank's part adds at its peak: causal attention, and its backward."""
+
+    def resident(field):
+        with open("/proc/self/status") as lines:
+            return next(int(x.split()[1]) for x in lines if x.startswith(field)) * 1024
+
+    def call(rows):
+        g = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(1, 16, rows, 64, generator=g).requires_grad_() for _ in "qkv")
+        given = dict(group=group, strategy=strategy, layout="zigzag", causal=True)
+
+        def run():
+            out = distributed.attention(q, k, v, **given)
+            return out, torch.autograd.grad(out, (q, k, v), q.detach())
+
+        return run
+
+    ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
+    native.poison(True)
+    call(64)()
+    run = call(rows)
+    PROC.write_text("5")
+    before = resident("VmRSS:")
+    found = run()
+    extra = resident("VmHWM:") - before
+    del found
+    return extra
+
+
+@needs_proc
+def test_a_rank_of_a_ring_has_what_falls_with_the_ranks():
+    """Linear in N / P: as much for a part as long on more ranks, twice as much for one of twice the
+    length. From three ranks on, which wait for keys and for their gradients at once. `gather`, with
+    the keys of all, shows that the measurement sees one rank's."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ALLOCATOR.items():
+            patch.setenv(name, value)
+        with ranks.ranks(4) as four:
+
+            def most(count, rows, strategy="ring"):
+                return max(four.run(count, peak_of_a_rank, rows, strategy)) / MEGABYTE
+
+            part, long, more = most(3, 512), most(3, 1024), most(4, 512)
+            some, all_ = (most(count, 512, "gather") for count in (3, 4))
+    print(f"{part:.1f}, {long:.1f} and {more:.1f} MB; gather {some:.1f} and {all_:.1f}")
+    one = 16 * 512 * 64 * 4 / MEGABYTE  # of q, k or v
+    assert abs(more - part) < one
+    assert 1.6 * part < long < 2.1 * part
+    assert all_ > some + 1.5 * one
