@@ -52,7 +52,7 @@ INSIDE = {
     "distributed": (
         {"distributed"},
         {"distributed.explaining"},
-        {"distributed.calls", "distributed.sharding"},
+        {"distributed.calls", "distributed.packed", "distributed.sharding"},
         {"distributed.usp"},
         {"distributed.gather", "distributed.ring", "distributed.ulysses"},
         {"distributed.hops", "distributed.whole"},

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import ranks
+import test_packed
 import torch
 import torch.distributed as dist
 from cases import DTYPES, FEATURE, FEATURES, Dims, build
@@ -114,9 +115,9 @@ BY_FEATURE = (
 )
 
 
-def divides(strategy, count, feature):
+def divides(strategy, count, feature, dims=DIMS):
     dividing = {"ulysses": count, "usp": MESH[1]}.get(strategy, 1)
-    return FEATURE[feature].dims(DIMS).H % dividing == 0
+    return FEATURE[feature].dims(dims).H % dividing == 0
 
 
 @pytest.mark.parametrize(
@@ -248,6 +249,277 @@ def test_with_no_seed_the_first_rank_draws(four):
     torch.manual_seed(0)
     other = torch.cat([out for out, _ in four.run(3, drop, "own")], 2)
     assert torch.equal(other, fastattn.attention(whole, whole, whole, dropout_p=0.5))
+
+
+# -- packed batches --------------------------------------------------------------------------------
+
+
+PACKED = ("", "bottom_right left_window lengths alibi_batch softcap sinks dropout gqa lse_loss")
+PACKED += ("causal bias_grad sinks wide_values gqa", "head_bias_grad window dropout lse_loss")
+SEQUENCES = ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (1, 40), (65, 69), (33, 20))
+PART = ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16))
+PACKED_DIMS = Dims(1, 2, 2, 1, 1, 8, 8)  # heads that test_packed's batches have
+UNPACKED = [x.name for x in FEATURES if x.group in ("queries", "layout", "dout")]
+
+
+def packed_of(names, dtype, sizes):
+    return test_packed.batch([FEATURE[x] for x in names.split()], DTYPES[dtype], sizes)
+
+
+def part_of(x, sizes, group):
+    """This rank's rows: as `shard` cuts them, or so many on each."""
+    if sizes is None:
+        return distributed.shard(x, dim=0, group=group)
+    return x.split(sizes)[dist.get_rank(group)]
+
+
+def run_packed(group, names, dtype, sizes, cuts, more):
+    """This rank's part of a packed batch."""
+    batch = packed_of(names, dtype, sizes)
+    rows, keys = (functools.partial(part_of, sizes=x, group=group) for x in cuts)
+    given = batch.given | {x: (rows if x == "q" else keys)(batch.given[x]) for x in "qkv"}
+    own = replace(batch, given=given, dout=rows(batch.dout))
+    own = replace(own, dlse=None if batch.dlse is None else rows(batch.dlse))
+    found = own.run(functools.partial(distributed.attention_packed, group=group, **more))
+    return {name: x.detach() for name, x in found.items()}
+
+
+def over_packed(four, count, names, dtype, sizes=SEQUENCES, cuts=(None, None), **more):
+    """(the batch, the whole call's results)"""
+    found, whole = four.run(count, run_packed, names, dtype, sizes, cuts, more), {}
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    for name in found[0]:
+        each = [x[name] for x in found]
+        if name in ("dmask", "dsinks"):
+            assert all(torch.equal(x, each[0]) for x in each), f"{name} differs between ranks"
+            whole[name] = each[0]
+        else:
+            whole[name] = torch.cat(each)
+    return packed_of(names, dtype, sizes), whole
+
+
+def close(batch, found):
+    right = batch.run()
+    assert found.keys() == right.keys()
+    for name, x in right.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-11, atol=1e-12, msg=name)
+
+
+PACKED_WAYS = (("gather", 1), ("gather", 4), ("gather", MESH), ("ulysses", 2), ("auto", 3))
+
+
+@pytest.mark.parametrize("names", PACKED, ids=lambda x: x.replace(" ", "+") or "plain")
+@pytest.mark.parametrize("strategy, count", PACKED_WAYS, ids=str)
+def test_packed_batches(four, strategy, count, names):
+    close(*over_packed(four, count, names, "float64", strategy=strategy))
+
+
+@pytest.mark.parametrize(
+    "feature, strategy, count",
+    [
+        (x, *way)
+        for x in ALONE
+        for way in (("gather", 3), ("ulysses", 2))
+        if x not in UNPACKED and divides(*way, x, PACKED_DIMS)
+    ],
+)
+def test_packed_features(four, feature, strategy, count):
+    close(*over_packed(four, count, feature, "float64", PART, strategy=strategy))
+
+
+@pytest.mark.parametrize("names", [PACKED[1], PACKED[3]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy, count", [("gather", 4), ("ulysses", 2)])
+def test_packed_batches_have_the_bits_of_one_rank(four, strategy, count, dtype, names):
+    """Of rows; and where ranks divide key heads of keys, too."""
+    given = dict(row_invariant=True)
+    batch, found = over_packed(four, count, names, dtype, strategy=strategy, **given)
+    right = batch.run(**given)
+    for name in (*OF_ROWS, "dk", "dv") if strategy == "ulysses" else OF_ROWS:
+        assert torch.equal(found[name], right[name]), name
+
+
+CUTS = {  # of 161 rows and 255 keys
+    "none at first": ((0, 1, 160), (200, 55, 0)),
+    "none in between": ((80, 0, 81), (0, 255, 0)),
+    "where sequences end": ((5, 2, 154), (7, 0, 248)),
+    "all on the last": ((0, 0, 161), (0, 0, 255)),
+}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("names", PACKED[1:3])
+def test_packed_batches_are_cut_anywhere(four, names, cuts):
+    """Ranks without rows or keys have part in the gradients."""
+    close(*over_packed(four, 3, names, "float64", cuts=CUTS[cuts]))
+
+
+@pytest.mark.parametrize(
+    "sizes", [((3, 5),), ((0, 0), (0, 4)), ((1, 2), (1, 1)), ((0, 0),)], ids=str
+)
+def test_packed_batches_of_fewer_rows_than_ranks(four, sizes):
+    close(*over_packed(four, 4, PACKED[2], "float64", sizes))
+
+
+def drop_packed(group, seed):
+    torch.manual_seed(5 if seed == "same" else dist.get_rank(group))
+    x, cu = torch.ones(6, 4, 8), torch.tensor([0, 4, 6 * group.size()])
+    out = distributed.attention_packed(x, x, x, cu, cu, group=group, dropout_p=0.5)
+    return out, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("count", [2, 3])  # ulysses, and gather
+def test_with_no_seed_the_first_rank_draws_of_packed_batches(four, count):
+    whole, cu = torch.ones(6 * count, 4, 8), torch.tensor([0, 4, 6 * count])
+    for seed in ("same", "own"):
+        found = four.run(count, drop_packed, seed)
+        torch.manual_seed(5 if seed == "same" else 0)
+        right = fastattn.attention_packed(whole, whole, whole, cu, cu, dropout_p=0.5)
+        assert torch.equal(torch.cat([out for out, _ in found]), right)
+        assert found[0][1] == torch.rand(()).item()
+
+
+def packed_twice(group, strategy):
+    g = torch.Generator().manual_seed(0)
+    x, moves = (torch.randn(6, 2, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    cu = torch.tensor([0, 4, 6])
+
+    def second(attention, x, moves):
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(attention(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad((grad * moves).sum(), x)[0]
+
+    ours = functools.partial(distributed.attention_packed, group=group, strategy=strategy)
+    cut = functools.partial(distributed.shard, dim=0, group=group)
+    found = second(lambda x: ours(x, x, x, cu, cu, causal=True), cut(x), cut(moves))
+    whole = fastattn.attention_packed
+    right = second(lambda x: whole(x, x, x, cu, cu, causal=True), x, moves)
+    return float((found - cut(right)).abs().max())
+
+
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+def test_second_derivatives_of_packed_batches(four, strategy):
+    assert max(four.run(2, packed_twice, strategy)) < 1e-13
+
+
+def pack_wrongly(group, what):
+    """Two sequences, of 3 rows and of all the others: most ranks have none of the first."""
+    team = distributed.agreement.need_team(group)
+    rank, x, cu = team.rank, torch.zeros(4, 3, 8), torch.tensor([0, 3, 4 * team.ranks])
+    given = dict(q=x, k=x, v=x, cu_q=cu, cu_k=cu) | {n: y for n, y in what.items() if n != "on_1"}
+    given |= what.get("on_1", {}) if rank == 1 else {}
+    return distributed.attention_packed(**given, group=group)
+
+
+def named(what):
+    return "".join(c for c in str(what) if c.isalnum())[:40]
+
+
+X = torch.zeros(4, 3, 8)
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        (dict(strategy="ring"), "strategy: got 'ring', expected 'auto', 'gather' or 'ulysses' of"),
+        (dict(strategy="ulysses"), "got 'ulysses' for 3 heads on 2 ranks, expected ranks that"),
+        (dict(cu_q=torch.tensor([0, 3, 7])), "cu_q: got 7 last, expected 8, the rows of all ranks"),
+        (
+            dict(cu_k=torch.tensor([0, 9, 8])),
+            r"cu_k: got \[0, 9, 8\], expected offsets from 0 that",
+        ),
+        (dict(cu_k=torch.tensor([0, 8])), r"cu_k: got shape \(2,\), expected .* = \(3,\)"),
+        (dict(place=fastattn.Place(row=1)), "place: got .*, expected no row or key of a packed"),
+        # What the calls of one rank alone would find.
+        (dict(max_q=4), "cu_q: got a sequence, 1, of 5, expected at most max_q = 4"),
+        (
+            dict(key_lengths=torch.tensor([4, 1])),
+            "key_lengths: got 4 of sequence 0, expected a val",
+        ),
+        (dict(key_lengths=torch.tensor([1])), r"key_lengths: got shape \(1,\), expected"),
+        (
+            dict(mask=torch.zeros(2, 1, 3, 5)),
+            r"mask: got shape \(2, 1, 3, 5\), expected a shape that",
+        ),
+        (dict(mask=torch.zeros(4, 5)), r"mask: got shape \(4, 5\), expected a shape that"),
+        (dict(alibi_slopes=torch.ones(3, 3)), r"alibi_slopes: got shape \(3, 3\), expected"),
+        (dict(backend="none"), "backend"),
+    ],
+    ids=named,
+)
+def test_packed_batches_that_raise(four, what, words):
+    for found in four.run(2, pack_wrongly, what):
+        with pytest.raises(ValueError, match=words):
+            raise found
+
+
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        (dict(cu_k=torch.tensor([0, 2, 12])), r"cu_k: .*\[0, 2, 12\].* on rank 1, .*\[0, 3, 12\]"),
+        (dict(cu_q=torch.tensor([0, 3, 12]).int()), "cu_q: got .*int32.* on rank 1, expected .*64"),
+        (dict(causal=True), "causal: got True on rank 1, expected False, as on rank 0"),
+        (dict(q=X.double(), k=X.double(), v=X.double()), "q: got .*float64.* on rank 1, expected"),
+        (dict(v=X[..., :4]), "v: got .*'any', 3, 4.* on rank 1, expected .*'any', 3, 8"),
+        (dict(k=X[:, :1], v=X[:, :1]), "k: got .*'any', 1, 8.* on rank 1, .*; v: got .* on rank 1"),
+        (dict(k=X.clone().requires_grad_()), "k: got .*'with gradient'.* on rank 1, expected"),
+        (dict(mask=torch.zeros(1)), "mask: got .*float32.* on rank 1, expected None, as on rank 0"),
+        (dict(sinks=torch.zeros(3)), "sinks: got .* on rank 1, expected None, as on rank 0"),
+        (dict(max_k=16), "max_k: got 16 on rank 1, expected None, as on rank 0"),
+        (dict(dropout_p=0.5, seed=torch.tensor([3])), "seed: got .*3.* on rank 1, expected None"),
+        (dict(place=fastattn.Place(head=3)), "place: got .*head=3.* on rank 1, expected None"),
+        (dict(strategy="gather"), "strategy: got gather on rank 1, expected auto, as on rank 0"),
+        (dict(return_lse=True), "return_lse: got True on rank 1, expected False, as on rank 0"),
+    ],
+    ids=named,
+)
+@pytest.mark.parametrize("count", [3, MESH], ids=str)
+def test_ranks_that_differ_on_a_packed_batch(four, count, what, words):
+    if count == MESH:  # which has 16 rows
+        words = words.replace(r"\[0, 3, 12\]", r"\[0, 3, 16\]")
+    for found in four.run(count, pack_wrongly, dict(on_1=what)):
+        with pytest.raises(ValueError, match=words):
+            raise found
+
+
+@pytest.mark.parametrize(
+    "what, kind, words",
+    [
+        (dict(q=X[0]), ValueError, r"q: got shape \(3, 8\), expected 3 dimensions"),
+        (dict(q=X.numpy()), TypeError, "q: got ndarray, expected a torch.Tensor"),
+        (dict(v=X[:3]), ValueError, r"v: got .*, expected 4 rows, as k has"),
+        (dict(k=X.double()), ValueError, "k.dtype: got torch.float64, expected torch.float32"),
+        (dict(cu_q=[0, 12]), TypeError, "cu_q: got list, expected a torch.Tensor"),
+        (dict(cu_q=torch.tensor(12)), ValueError, r"cu_q: got shape \(\), expected \(B \+ 1,\)"),
+        (
+            dict(cu_k=torch.tensor([0.0, 3, 12])),
+            ValueError,
+            "cu_k.dtype: got torch.float32, expect",
+        ),
+        (dict(cu_k=torch.tensor([1, 3, 12])), ValueError, r"cu_k: got \[1, 3, 12\], expected offs"),
+        (dict(max_q=2.5), TypeError, "max_q: got 2.5"),
+        (dict(mask=torch.zeros(13, 9)), ValueError, r"mask: got shape \(13, 9\), expected a shape"),
+        (dict(mask=[0.0]), TypeError, "mask: got list, expected a torch.Tensor or None"),
+        (dict(key_lengths=torch.tensor([3, 10])), ValueError, "key_lengths: got 10 of sequence 1"),
+        (dict(sinks=torch.ones(2)), ValueError, r"sinks: got shape \(2,\), expected"),
+        (dict(softcap=-1.0), ValueError, "softcap: got -1.0"),
+        (dict(dropout_p=2.0), ValueError, "dropout_p: got 2.0"),
+        (dict(backend="cuda"), NotImplementedError, "cuda"),
+        # No rule speaks of so many rows: torch does, and the others hear of that, too.
+        (dict(cu_q=torch.tensor([0, 3, 2**62])), RuntimeError, "overflow"),
+    ],
+    ids=named,
+)
+def test_a_rank_in_trouble_with_a_packed_batch_is_named(four, what, kind, words):
+    one, own, other = four.run(3, pack_wrongly, dict(on_1=what))
+    with pytest.raises(kind, match=words):
+        raise own
+    name = type(own).__name__
+    for found in (one, other):
+        with pytest.raises(RuntimeError, match=f"rank 1 of 3 raised {name}.*{words}"):
+            raise found
 
 
 # -- cutting ---------------------------------------------------------------------------------------

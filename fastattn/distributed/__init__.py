@@ -6,6 +6,7 @@ those of one call on the whole: `fastattn.Place` tells the kernels where a block
 
 from .calls import attention
 from .explaining import explain
+from .packed import attention_packed
 from .sharding import shard, unshard
 
-__all__ = ["attention", "explain", "shard", "unshard"]
+__all__ = ["attention", "attention_packed", "explain", "shard", "unshard"]

@@ -1,0 +1,254 @@
+"""Packed batches over ranks: each has some of all sequences' rows, one after the other, and some of
+their keys. Where a rank's rows begin or end inside a sequence, its part of that is a call somewhere
+in the sequence's own (`Place`); sequences that lie on it whole stay one packed call."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from .. import api
+from ..api import Arguments, draw_seed, prepare, resolved, with_arguments
+from ..backend import check_values, choose
+from ..check import check, describe, need
+from ..operators import unseen
+from ..packing import heads_first, longest, rows_first
+from ..place import EVERYTHING
+from . import layout
+from .agreement import NO_ROWS, NOTHING, Own, Team, agree, need_team, told, values_told
+from .layout import CONTIGUOUS, Span
+from .ulysses import Heads
+from .whole import Whole, gathered, resized
+
+OF_ROWS = (-3,)  # of q, k and v, counted from the end
+OF_BATCH = ("key_lengths", "alibi_slopes", "sinks")  # small, and the same on every rank
+
+
+@unseen
+@with_arguments
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    group: Any = None,
+    strategy: str = "auto",
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`fastattn.attention_packed` of sequences whose rows and keys lie on the ranks of a group.
+
+    q (T,H,D), k (S,Hk,D) and v (S,Hk,Dv) are this rank's part of all rows and of all keys, in the
+    order of ranks, of any size, as `shard(x, dim=0)` cuts them: sequences may be cut anywhere. cu_q
+    and cu_k (B+1,) are the whole batch's. Returns the out of this rank's rows (T,H,Dv), and with
+    return_lse their LSE (T,H). Gradients of q, k and v are those of the sum of all ranks' losses.
+
+    group: as `attention` takes it.
+    strategy: "gather" sends every rank all keys and values. "ulysses" sends each rank all rows of
+        H / P heads: a P that divides H, of a group. "auto" is ulysses where it can be, else gather.
+        A ring has no packed batches. Bits are those of one rank as `attention` says of each, but
+        for the gradients of mask and sinks, which sequences share.
+    arguments: those of `fastattn.attention_packed`, the whole batch's, each the same on every rank.
+        The gradients of mask and sinks are sums over ranks, the same on each. With seed None the
+        first rank draws. Offsets are read: a GPU is waited for.
+
+    All ranks say first, in one small exchange, what they call it with. Raises as `attention` does;
+    where one rank raises for what it was given, all do, in that exchange.
+    """
+    team = need_team(group)
+    given: dict[str, Any] = resolved(arguments, "fastattn.distributed.attention_packed")
+    offsets, most = dict(cu_q=cu_q, cu_k=cu_k), dict(max_q=max_q, max_k=max_k)
+    how = dict(strategy=strategy, return_lse=return_lse)
+    found = _agreed(q, k, v, team, given, offsets, most, how)
+    rows = layout.spans_of(CONTIGUOUS, [x.rows for x in found], "q.shape[0]")
+    keys = layout.spans_of(CONTIGUOUS, [x.keys for x in found], "k.shape[0]")
+    T, S = (sum(map(layout.size_of, of)) for of in (rows, keys))
+    for (name, cu), total in zip(offsets.items(), (T, S)):
+        end = int(cu[-1])
+        need(end == total, name, f"{end} last", f"{total}, the rows of all ranks")
+    if given["dropout_p"] and given["seed"] is None:
+        given = given | {"seed": found[0].seed}
+    call = Whole(team, rows, keys, given, False, given["place"] or EVERYTHING)
+    if strategy == "auto":
+        strategy = "gather" if _why_not_heads(q.shape[1], team) else "ulysses"
+    out, lse = STRATEGIES[strategy](call, q, k, v, cu_q, cu_k, _longest(offsets, most, T, S))
+    return (out, lse) if return_lse else out
+
+
+def _agreed(q, k, v, team, given, offsets, most, how) -> list[Own]:
+    others = ("seed", *(x for x in api.DEFAULTS if x not in ("seed", "mask", *OF_BATCH)))
+    names = ("q", "k", "v", "mask", *OF_BATCH, *offsets, *others, *most, *how)
+    own, trouble, facts = NOTHING, None, dict.fromkeys(names)
+    try:
+        _check_own(q, k, v, team, given, offsets, most, how["strategy"])
+        draws = given["dropout_p"] and given["seed"] is None
+        seed = int(draw_seed("cpu")) if draws else 0
+        own = Own(q.shape[0], k.shape[0], seed, NO_ROWS)
+        facts |= {name: told(x, OF_ROWS) for name, x in zip("qkv", (q, k, v))}
+        facts |= {name: values_told(given[name]) for name in OF_BATCH}
+        facts |= {name: (*told(cu), cu.tolist()) for name, cu in offsets.items()}
+        facts |= {name: given[name] for name in others} | {"mask": told(given["mask"])} | most | how
+        if isinstance(given["seed"], Tensor):
+            facts["seed"] = values_told(given["seed"])
+    except Exception as caught:  # whatever it is, the others wait to be told
+        trouble = caught
+    device = q.device if isinstance(q, Tensor) else torch.device("cpu")
+    return agree(own, facts, trouble, device, team)
+
+
+def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
+    """All that the calls of any rank would find wrong: sequences that lie elsewhere are looked at
+    here, too, for after the exchange a rank that raised alone would leave the others waiting."""
+    if strategy not in ("auto", *STRATEGIES):
+        expected = "'auto', 'gather' or 'ulysses' of a packed batch"
+        raise ValueError(f"strategy: got {strategy!r}, expected {expected}")
+    seed = 0 if given["seed"] is None else given["seed"]  # not to draw one
+    laid = (heads_first(name, x) for name, x in zip("qkv", (q, k, v)))
+    t, o = prepare(*laid, given | {"seed": seed})
+    check(t._replace(mask=None, lengths=None, slopes=None), o)  # which are the whole batch's
+    T, S = (_end(name, cu) for name, cu in offsets.items())
+    # The whole batch, of which nothing but shapes and offsets is looked at.
+    q_all, k_all, v_all = map(_of_all, (t.q, t.k, t.given("v")), (T, S, S))
+    max_q, max_k = _longest(offsets, most, T, S)
+    t = t._replace(q=q_all, k=k_all, v=v_all, **offsets)
+    spec = describe(t, o._replace(max_q=max_q, max_k=max_k))
+    check_values(spec, t)
+    choose(spec, o.backend)
+    if strategy == "ulysses" and (why := _why_not_heads(q.shape[1], team)):
+        raise ValueError(f"strategy: got 'ulysses' {why}; use strategy='gather'")
+
+
+def _of_all(x: Tensor, rows: int) -> Tensor:
+    """As many as all ranks have, in no memory."""
+    return x.new_empty(()).expand(resized(x, 2, rows))
+
+
+def _end(name: str, cu: Any) -> int:
+    """Of offsets that are in order."""
+    if not isinstance(cu, Tensor):
+        raise TypeError(f"{name}: got {type(cu).__name__}, expected a torch.Tensor")
+    need(cu.ndim == 1 and len(cu) > 0, name, f"shape {tuple(cu.shape)}", "(B + 1,) offsets")
+    integers = not cu.is_floating_point()
+    need(integers, f"{name}.dtype", cu.dtype, "torch.int32 or torch.int64")
+    steps = cu.tolist()
+    rises = steps[0] == 0 and all(x <= y for x, y in itertools.pairwise(steps))
+    need(rises, name, steps, "offsets from 0 that never fall")
+    return steps[-1]
+
+
+def _longest(offsets, most, T: int, S: int) -> tuple[int, int]:
+    """The most rows, and the most keys, of a sequence."""
+    named = zip(most.items(), offsets.values(), (T, S))
+    max_q, max_k = (longest(name, given, cu, total) for (name, given), cu, total in named)
+    return max_q, max_k
+
+
+def _why_not_heads(heads: int, team: Team) -> str:
+    """Why ranks cannot have the rows of some heads each; or nothing."""
+    *outer, ranks = team.sizes
+    if outer:
+        return "of a mesh, expected a group"
+    if heads % ranks:
+        return f"for {heads} heads on {ranks} ranks, expected ranks that divide them"
+    return ""
+
+
+# -- the strategies --------------------------------------------------------------------------------
+
+
+def _ulysses(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
+    heads = Heads(call, q.shape[1], k.shape[1])
+    about = heads.arguments(call.mask(), call.shared("sinks"))
+    about["place"] = call.place._replace(head=call.place.head + heads.own.start)
+    laid = (heads_first(name, x) for name, x in zip("qkv", (q, k, v)))
+    of_heads = map(rows_first, heads.take(*laid))
+    where: dict[str, Any] = dict(max_q=most[0], max_k=most[1], return_lse=True)
+    given = call.arguments | about | where
+    out, lse = api.attention_packed(*of_heads, cu_q, cu_k, **given)
+    lse = heads.give(heads_first("lse", lse.unsqueeze(-1)))
+    return rows_first(heads.give(heads_first("out", out))), rows_first(lse).squeeze(-1)
+
+
+def _gather(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
+    k = gathered(call.team, k, call.keys, "all keys", 0)
+    v = gathered(call.team, v, call.keys, "all values", 0)
+    arguments = call.arguments | dict(mask=call.mask(), sinks=call.shared("sinks"))
+    own = (*call.rows[call.rank], Span(0, 0))[0]
+    starts, ends = cu_q.tolist(), cu_k.tolist()
+    outs, lses = [], []
+    for piece in pieces(starts, own):
+        rows = slice(piece.rows.first - own.first, piece.rows.end - own.first)
+        keys = slice(ends[piece.first], ends[piece.end])
+        given = _of_items(arguments, slice(piece.first, piece.end))
+        place = call.place._replace(item=call.place.item + piece.first)
+        if piece.whole:
+            of = slice(piece.first, piece.end + 1)
+            cu = (x[of] - x[piece.first] for x in (cu_q, cu_k))
+            given |= dict(max_q=most[0], max_k=most[1], place=place, return_lse=True)
+            out, lse = api.attention_packed(q[rows], k[keys], v[keys], *cu, **given)
+        else:
+            at = piece.rows.first - starts[piece.first]
+            whole = starts[piece.end] - starts[piece.first]
+            N = keys.stop - keys.start
+            mask = _cut(_cut(given["mask"], -2, at, at + piece.rows.size), -1, 0, N)
+            place = place._replace(row=at, rows=whole, keys=N)
+            laid = (heads_first(x, y) for x, y in zip("qkv", (q[rows], k[keys], v[keys])))
+            given |= dict(place=place, mask=mask, return_lse=True)
+            out, lse = api.attention(*laid, **given)
+            out, lse = rows_first(out), rows_first(lse)
+        outs.append(out)
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses)
+
+
+STRATEGIES = {"gather": _gather, "ulysses": _ulysses}
+
+
+class Piece(NamedTuple):
+    """Rows of sequences from the first up to the end: of all of them, or some of one."""
+
+    first: int
+    end: int
+    rows: Span  # of the batch's
+    whole: bool
+
+
+def pieces(starts: Sequence[int], own: Span) -> list[Piece]:
+    """Of a rank with these rows; one without any, where it has none: it has gradients, too."""
+    found: list[Piece] = []
+    for b, (begin, stop) in enumerate(itertools.pairwise(starts)):
+        rows = Span(max(begin, own.first), min(stop, own.end))
+        whole = rows == (begin, stop)
+        if rows.size <= 0:
+            continue
+        if whole and found and found[-1].whole:
+            found[-1] = found[-1]._replace(end=b + 1, rows=Span(found[-1].rows.first, stop))
+        else:
+            found.append(Piece(b, b + 1, rows, whole))
+    return found or [Piece(0, 0, Span(own.first, own.first), True)]
+
+
+def _of_items(arguments: dict[str, Any], items: slice) -> dict[str, Any]:
+    """What these sequences have of the whole batch's."""
+    slopes, lengths = arguments["alibi_slopes"], arguments["key_lengths"]
+    return arguments | dict(
+        mask=_cut(arguments["mask"], -4, items.start, items.stop),
+        key_lengths=lengths if lengths is None else lengths[items],
+        alibi_slopes=slopes if slopes is None or slopes.ndim < 2 else slopes[items],
+    )
+
+
+def _cut(x: Tensor | None, dim: int, first: int, end: int) -> Tensor | None:
+    """What broadcasts along dim stays whole."""
+    if x is None or x.ndim < -dim or x.shape[dim] == 1:
+        return x
+    return x.narrow(dim, first, end - first)
