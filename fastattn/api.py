@@ -10,9 +10,13 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, is_grad_enabled
+from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
-from . import operators  # noqa: F401  roads lead to them
+from . import (
+    context_parallel,
+    operators,  # noqa: F401  roads lead to them
+)
 from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
@@ -298,6 +302,9 @@ def prepare(
         given["backend"],
         given["row_invariant"],
     )
+    may_be_a_part = compiling or F.scaled_dot_product_attention is not context_parallel.TORCHS
+    if may_be_a_part and given["place"] is None and context_parallel.is_inside():
+        raise RuntimeError(f"{function}: {context_parallel.WORDS}")
     if window is not None or given["place"] is not None:
         scalars = *scalars, *_edges(window), *_place(given["place"])
     plain, with_grad = _options(*scalars) if compiling else _same_options(scalars)

@@ -51,11 +51,15 @@ def _wide(*args) -> tuple[Tensors, AttentionSpec]:
 
 
 def _where_traced(op: Operation, function: Callable) -> Callable:
-    """FakeTensorMode asks the table too, where sizes are symbols: it gets empty results."""
+    """FakeTensorMode asks the table too, where sizes are symbols: it gets empty results. DTensors
+    ask it how an operator may be cut, by operators that carry placements along: it does not tell
+    them that a causal row needs to know where it stands, so they get none and raise."""
 
     def run(*args):
         from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import
 
+        if any(hasattr(x, "_spec") for x in args):
+            raise NotImplementedError("fastattn.attention is the call that takes DTensors")
         if get_proxy_mode() is None:
             return operators.fake(op, *args)
         return function(*args)

@@ -11,6 +11,9 @@ and each costs time:
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -29,12 +32,12 @@ _is_compiling = torch.compiler.is_compiling
 def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     """Run an operation through the wrapper that this moment needs; see above."""
     if _is_compiling():
-        return as_tuple(op.operator()(*t, *o))
+        return _distributed(op, t, o) or as_tuple(op.operator()(*t, *o))
     if _transforms() or (forward_ad._current_level >= 0 and passes.has_tangents(t)):
         return transforms.Forward.apply(op, o._replace(grad=True), *t)
     found = None if watched() else kind(t)
     if found is None:
-        return seen(op, t, o)
+        return _distributed(op, t, o) or seen(op, t, o)
     planned = spec, backend = plan(t, o, found)
     if not o.grad:
         return op.forward(backend, spec, t)
@@ -42,8 +45,23 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     return _differentiable((op, o, t, found, planned), *t[: spec.last])
 
 
+def _distributed(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...] | None:
+    """What ranks of torch.distributed compute together, if there are DTensors."""
+    if not _has_dtensors(t):
+        return None
+    # A road upward, and one that who has DTensors has paid the import of.
+    return importlib.import_module("fastattn.distributed.dtensor").call(op, t, o)
+
+
+def _has_dtensors(tensors: Sequence[Tensor | None]) -> bool:
+    # By name: importing the class costs a second, and whoever holds one has paid it.
+    return any(type(x).__name__ == "DTensor" for x in tensors)
+
+
 def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
     """out, normaliser, and the tangents of out and LSE."""
+    if _has_dtensors((*t, *tangents)):
+        raise NotImplementedError("attention_jvp: got DTensors, expected plain tensors")
     o = o._replace(grad=True)
     if _is_compiling():
         return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))

@@ -31,7 +31,8 @@ FLOORS = (
     {"packing"},
     {"crossing"},
     {"backend", "native", "autotune", "gpu"},
-    {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble", "pages"},
+    {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble", "pages"}
+    | {"context_parallel"},
     {"quantisation"},
     {"spec"},
     {"reference"},
@@ -50,7 +51,7 @@ INSIDE = {
         {"flash_attn.checks", "flash_attn.transformers_checks"},
     ),
     "distributed": (
-        {"distributed"},
+        {"distributed", "distributed.dtensor"},
         {"distributed.explaining"},
         {"distributed.calls", "distributed.packed", "distributed.sharding"},
         {"distributed.usp"},

@@ -65,6 +65,10 @@ SHARES = {
     "test_distributed::test_layouts": (2, ALL),
     "test_cost": (NONE, ALL),
     "test_cost::test_bytes_are_those_that_leave": (NONE, 11),
+    "test_dtensor": (NONE, 3),
+    "test_dtensor::test_features": (NONE, 37),
+    "test_dtensor::test_everything": (NONE, 11),
+    "test_dtensor::test_the_table": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
     "test_cuda_decode": (NONE, 13),

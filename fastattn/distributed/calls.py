@@ -178,9 +178,10 @@ def _facts(q, k, v, given) -> dict[str, Any]:
 
 def _check_own(q, k, v, team, strategy, layout, given) -> None:
     """What this rank can see alone. The rest, which all see alike, its calls check."""
-    of_whole = ("mask", "key_lengths", "place")  # not of this rank's keys
+    of_whole = ("mask", "key_lengths")  # not of this rank's keys
     seed = 0 if given["seed"] is None else given["seed"]  # not to draw one
-    check(*prepare(q, k, v, given | dict.fromkeys(of_whole) | {"seed": seed}))
+    own = given | dict.fromkeys(of_whole) | {"seed": seed, "place": EVERYTHING}
+    check(*prepare(q, k, v, own))
     need_layout(layout)
     if strategy not in ("auto", *STRATEGIES):
         expected = ", ".join(map(repr, ("auto", *STRATEGIES)))

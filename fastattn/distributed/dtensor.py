@@ -1,0 +1,229 @@
+"""Calls on DTensors: each rank computes its block of the call, at the place where that lies.
+
+Along each dimension of the mesh q is cut by items, heads or rows, or not at all, and the other
+tensors are cut as it is: where they have that axis. Items and heads need nothing of other ranks;
+rows are what `attention` of this package is for. Gradients go where `to_local` and `from_local`
+send them, those of second order as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+from .. import context_parallel, roads
+from ..check import check
+from ..operation import ATTENTION, Operation
+from ..operators import unseen
+from ..spec import ARGUMENTS, RESULTS, Argument, Options, Tensors
+from . import layout
+from .calls import attention
+from .layout import CONTIGUOUS, Span
+
+AXES = ("B", "H", "M")  # dimensions of q; of other tensors, where their shapes have these letters
+ALSO = {"Hk": "H"}
+ALSO_OF_KEYS = {"N": "M", **ALSO}
+
+
+class Cut(NamedTuple):
+    """How q lies. axes: for each dimension of the mesh, by which of `AXES` it is cut there."""
+
+    mesh: DeviceMesh
+    axes: tuple[str | None, ...]
+    placements: tuple[Placement, ...]
+
+    @classmethod
+    def of(cls, q: DTensor) -> Cut:
+        axes = []
+        for x in q.placements:
+            if x.is_replicate():
+                axes.append(None)
+            elif type(x) is Shard and x.dim < len(AXES):
+                axes.append(AXES[x.dim])
+            else:
+                expected = "Shard(0) by items, Shard(1) by heads, Shard(2) by rows, or Replicate()"
+                raise _elsewhere("q", q, expected)
+        return cls(q.device_mesh, tuple(axes), q.placements)
+
+    def ranks(self, axis: str) -> int:
+        return math.prod(self.mesh.size(i) for i, x in enumerate(self.axes) if x == axis)
+
+    def part(self, size: int, axis: str) -> Span:
+        """What this rank has of an axis, cut as torch.chunk does."""
+        own = Span(0, size)
+        for i, x in enumerate(self.axes):
+            if x == axis:
+                of = layout.spans(CONTIGUOUS, own.size, self.mesh.size(i))
+                (cut,) = of[self.mesh.get_local_rank(i)] or (Span(0, 0),)
+                own = Span(own.first + cut.first, own.first + cut.end)
+        return own
+
+    def lies(self, letters: Sequence[str], also: dict[str, str]) -> list[Placement]:
+        """Of a tensor with these dimensions."""
+        dims = {also.get(letter, letter): dim for dim, letter in enumerate(letters)}
+        return [Shard(dims[x]) if x in dims else Replicate() for x in self.axes]
+
+    def local(self, name: str, x: Any) -> Any:
+        """This rank's part of a tensor, whose gradient finds its way back."""
+        argument = ARGUMENTS[name]
+        if x is None:
+            return None
+        if not isinstance(x, DTensor):
+            x = self._whole(name, argument, x)
+        if x.device_mesh != self.mesh:
+            got = f"a DTensor on {x.device_mesh}"
+            raise ValueError(f"{argument.public}: got {got}, expected {self.mesh}, as q is on")
+        also = ALSO_OF_KEYS if name in ("k", "v") else ALSO
+        found = self.lies(_letters(argument, x), also)
+        if any(not has.is_replicate() and has != to for has, to in zip(x.placements, found)):
+            raise _elsewhere(argument.public, x, f"{_shown(found)}, as q has {_shown(self)}")
+        # Every rank's part adds to the gradient of what is whole; of rows, `attention` has the sum.
+        by_part = (
+            Partial() if to.is_replicate() and axis in ("B", "H") else to
+            for to, axis in zip(found, self.axes)
+        )
+        return x.redistribute(placements=found).to_local(grad_placements=tuple(by_part))
+
+    def _whole(self, name: str, argument: Argument, x: Tensor) -> DTensor:
+        """A plain tensor is the whole call's, alike on every rank; of seeds the first's counts."""
+        whole = [Replicate()] * self.mesh.ndim
+        if name == "seed":
+            return distribute_tensor(x, self.mesh, whole)
+        if x.requires_grad and torch.is_grad_enabled():
+            raise _plain(argument.public)
+        return DTensor.from_local(x, self.mesh, whole, run_check=False)
+
+
+REDISTRIBUTE = "use its redistribute(placements=...)"
+
+
+@unseen
+def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    """`roads.call` where there are DTensors."""
+    for name in ("q", "k", "v"):
+        x = getattr(t, name)
+        if isinstance(x, Tensor) and not isinstance(x, DTensor):
+            raise _plain(name)
+    check(t, o)
+    assert isinstance(t.q, DTensor)
+    cut = Cut.of(t.q)
+    _need_possible(op, t, o, cut)
+    own = Tensors(*map(cut.local, Tensors._fields, t))
+    if o.dropout_p:  # draws are by head and item
+        head, item = (cut.part(t.q.shape[i], AXES[i]).first for i in (1, 0))
+        o = o._replace(at_head=o.at_head + head, at_item=o.at_item + item)
+    outs = _of_rows(own, o, cut) if "M" in cut.axes else roads.call(op, own, o)
+    whole = op.outputs(Tensors(*map(_nowhere, t)), o)
+    found = []
+    for name, x, y in zip(op.results, outs, whole):
+        letters = [a for a in RESULTS[name].split() if a != "H" or not o.average_heads]
+        lies = cut.lies(letters, ALSO)
+        x = DTensor.from_local(x, cut.mesh, lies, shape=y.shape, stride=y.stride())
+        # The gradient may lie otherwise: from_local would bring it home, and lose who made it.
+        found.append(x.redistribute(placements=lies))
+    return tuple(found)
+
+
+def _elsewhere(name: str, x: Any, expected: str) -> ValueError:
+    got = f"placements {_shown(x)}"
+    return ValueError(f"{name}: got {got}, expected {expected}: {REDISTRIBUTE}")
+
+
+def _plain(name: str) -> TypeError:
+    return TypeError(
+        f"{name}: got a plain tensor beside DTensors, expected a DTensor: distribute_tensor of "
+        "torch.distributed.tensor makes it, or DTensor.from_local"
+    )
+
+
+def _need_possible(op: Operation, t: Tensors, o: Options, cut: Cut) -> None:
+    """Raise where the tensors of a rank, each cut as q is, would not be a call."""
+    if cut.mesh.get_coordinate() is None:
+        raise RuntimeError(f"q: got a DTensor on {cut.mesh}, expected one that this rank is in")
+    H, Hk, ranks = t.q.shape[1], t.k.shape[1], cut.ranks("H")
+    if H != Hk and Hk % ranks:
+        raise ValueError(
+            f"k: got {Hk} heads for q's {H} on {ranks} ranks, expected ranks that divide them: "
+            f"{REDISTRIBUTE} of q, k and v so that fewer ranks do, or repeat_interleave k's and v's"
+        )
+    if t.cu_q is not None and {"B", "M"} & {*cut.axes}:
+        expected = "heads, Shard(1) of (T, H, D), or Replicate()"
+        raise ValueError(f"q: got a packed batch cut by rows, expected {expected}: {REDISTRIBUTE}")
+    if "M" not in cut.axes:
+        if o.average_heads and "H" in cut.axes:
+            expected = "average_heads=False, and the mean of what it returns"
+            raise ValueError(
+                f"average_heads: got True for heads on {ranks} ranks, expected {expected}"
+            )
+        return
+    if op != ATTENTION:
+        expected = (
+            "Shard(0) by items, Shard(1) by heads, or Replicate(), where weights are asked for"
+        )
+        raise ValueError(f"q: got placements {_shown(t.q)}, expected {expected}: {REDISTRIBUTE}")
+    if context_parallel.is_reordered():
+        raise RuntimeError(
+            "q: got DTensors of a sequence whose order torch's context parallelism has changed, "
+            "expected that of the sequence (load_balancer=None); fastattn.distributed.attention("
+            "..., layout='zigzag') has such a balance"
+        )
+
+
+def _of_rows(t: Tensors, o: Options, cut: Cut) -> tuple[Tensor, Tensor]:
+    """(out, normaliser) of this rank's rows; here nobody reads what the LSE's rounding lost."""
+    mesh, dims = cut.mesh, [i for i, x in enumerate(cut.axes) if x == "M"]
+    if len(dims) == 1:
+        group: Any = mesh.get_group(dims[0])
+    elif len(dims) == mesh.ndim:
+        group = mesh
+    else:
+        group = mesh[tuple((mesh.mesh_dim_names or ())[i] for i in dims)]
+    given = {ARGUMENTS[name].public: x for name, x in t._asdict().items() if x is not None}
+    out, lse = attention(
+        **given,
+        group=group,
+        causal=o.causal or False,
+        window=(o.left, o.right),
+        softcap=o.softcap,
+        dropout_p=o.dropout_p,
+        scale=o.scale,
+        place=o.place,
+        row_invariant=o.row_invariant,
+        backend=o.backend or None,
+        return_lse=True,
+    )
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as it lies on one rank
+    return out, torch.stack([lse, torch.zeros_like(lse)])
+
+
+def _letters(argument: Argument, x: Tensor) -> list[str]:
+    """Of the dimensions of x, with what is broadcast as "1"."""
+    if argument.broadcast:
+        letters = argument.shapes[0].split()
+        own = letters[len(letters) - x.ndim :]
+        return ["1" if n == 1 else letter for letter, n in zip(own, x.shape)]
+    shapes = (shape.split() for shape in argument.shapes)
+    return next((letters for letters in shapes if len(letters) == x.ndim), [])
+
+
+def _nowhere(x: Tensor | None) -> Any:
+    """What says only what a tensor's sizes are."""
+    return None if x is None else torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _shown(x: Any) -> str:
+    placements = x if isinstance(x, list) else x.placements
+    return f"[{', '.join(map(repr, placements))}]"
