@@ -578,6 +578,7 @@ def differ(group, what):
             "dropout": ((x, x, x), dict(dropout_p=0.1, seed=1)),
             "sinks": ((x, x, x), dict(sinks=torch.ones(4))),
             "strategy": ((x, x, x), dict(strategy="gather")),
+            "return_lse": ((x, x, x), dict(return_lse=True)),
             "gradient": ((x.requires_grad_(), x, x), {}),
             "softcap": ((x, x, x), dict(softcap=-1.0)),
             "mask": ((x, x, x), dict(mask=torch.zeros(5, 18))),
@@ -598,6 +599,7 @@ DIFFERENCES = {
     "dropout": r"seed: got 1 on rank 2, expected None.*dropout_p: got 0.1 on rank 2, expected 0",
     "sinks": r"sinks: got .*1.0, 1.0.* on rank 2, expected .*0.0, 0.0.* as on rank 0",
     "strategy": r"strategy: got gather on rank 2, expected auto, as on rank 0",
+    "return_lse": r"return_lse: got True on rank 2, expected False, as on rank 0",
     "gradient": r"q: got .*'with gradient'\) on rank 2, expected .*'without gradient'",
 }
 

@@ -65,6 +65,7 @@ SHARES = {
     "test_distributed::test_layouts": (2, ALL),
     "test_cost": (NONE, ALL),
     "test_cost::test_bytes_are_those_that_leave": (NONE, 11),
+    "test_parallel_models": (NONE, 2),
     "test_dtensor": (NONE, 3),
     "test_dtensor::test_features": (NONE, 37),
     "test_dtensor::test_everything": (NONE, 11),

@@ -81,7 +81,8 @@ def attention(
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")
-    call = whole(q, k, v, team, strategy, layout, agree, given)
+    how = dict(strategy=strategy, layout=layout, return_lse=return_lse)
+    call = whole(q, k, v, team, how, agree, given)
     name = cheapest(weighed(call, q, k, v)[1]) if strategy == "auto" else strategy
     out, lse = STRATEGIES[name](call, q, k, v)
     return (out, lse) if return_lse else out
@@ -124,11 +125,11 @@ def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bo
     return ""
 
 
-def whole(q, k, v, team, strategy, layout, asks, given) -> Whole:
+def whole(q, k, v, team, how, asks, given) -> Whole:
+    strategy, layout = how["strategy"], how["layout"]
     check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
     draws = bool(given["dropout_p"]) and given["seed"] is None
     if asks:
-        how = dict(strategy=strategy, layout=layout)
         found = _agreed(q, k, v, team, given, how, draws, check_own)
     else:
         check_own()

@@ -77,7 +77,8 @@ def explain(
     given = resolved(arguments, "fastattn.distributed.explain")
     invariant = bool(given["row_invariant"])
     given = given | {"seed": 0 if given["seed"] is None else given["seed"]}  # none is drawn
-    about = whole(q, k, v, team, strategy, layout, agree, given)
+    how = dict(strategy=strategy, layout=layout, return_lse=return_lse)
+    about = whole(q, k, v, team, how, agree, given)
     call, costs = weighed(about, q, k, v)
     reasons = {x: why_not(x, call.H, call.mesh, invariant) for x in STRATEGIES if x not in costs}
     machine = cost.machine_of(q.device.type)
