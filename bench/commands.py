@@ -197,7 +197,6 @@ def distributed(options: Options) -> int:
             result["distributed"] += rows
             result["memory"] += memory
             _print(map(over_ranks.line, rows))
-            _print(map(printed.memory_line, memory))
     _print(over_ranks.growth(result["memory"]))
     return _finish(result, options)
 

@@ -145,8 +145,9 @@ def disagreement(given: Given) -> str:
     """Why out and gradients are not those of one rank, or nothing: the same on every rank."""
     worst = 0.0
     for mine, whole in zip(given.together(), given.alone(), strict=True):
-        right = distributed.shard(whole.detach(), **given.how)
-        worst = max(worst, float((mine.detach() - right).abs().max() / whole.abs().max()))
+        mine, whole = mine.detach(), whole.detach()
+        apart = (mine - distributed.shard(whole, **given.how)).abs().max()
+        worst = max(worst, float(apart / whole.abs().max()))
     worst = _most(worst)
     return f"an error of {worst:.2g} of the largest value" if not worst <= TOLERANCE else ""
 
