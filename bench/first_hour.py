@@ -34,6 +34,7 @@ MINUTES = 60.0
 GRACE = (
     15.0  # seconds to end in, for one that was interrupted: a sweep keeps its cells, pytest counts
 )
+REAPED = 60.0  # seconds that a busy machine may take to end what was killed
 LINES, COLUMNS = 150, 300  # of what a part prints: the last ones
 TOOLS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
 
@@ -241,7 +242,7 @@ def _call(command: list[str], limit: float) -> tuple[int | None, bool, list[str]
 
 def _end(process: subprocess.Popen) -> None:
     """It, and all that it has started: asked first, which keeps what is done, and then killed."""
-    for ask, wait in ((signal.SIGINT, GRACE), (signal.SIGKILL, GRACE)):
+    for ask, wait in ((signal.SIGINT, GRACE), (signal.SIGKILL, REAPED)):
         if process.poll() is None or ask == signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, ask)

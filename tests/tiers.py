@@ -147,11 +147,12 @@ SHARES = {
     "test_determinism": (5, 2),
     "test_examples": (4, ALL),
     "test_examples::test_example": (NONE, 8),
-    "test_examples::test_ranks_of_torchrun": (NONE, ALL),
+    "test_examples::test_ranks_of_torchrun": (NONE, NONE),
     "test_instructions": (4, ALL),
     "test_instructions::test_no_more_instructions_than_recorded": (NONE, NONE),
     "test_instructions::test_counts_are_the_same_in_every_run": (NONE, NONE),
     "test_memory": (NONE, 3),
+    "test_memory::test_a_rank_of_a_ring_has_what_falls_with_the_ranks": (NONE, NONE),
     "test_triton_optional": (NONE, ALL),
     "test_wheel": (NONE, ALL),
     # torch.compile, and modules beside torch's.
@@ -257,7 +258,7 @@ def is_emulated(item):
 
 def is_wide(item):
     """Does it run the emulator's kernels of head dims past `emulated.NARROW`?"""
-    if not Path(item.path).stem.startswith("test_cuda_"):
+    if not Path(item.path).stem.startswith(("test_cuda_", "test_emulator_banks")):
         return False
     params = item.callspec.params if hasattr(item, "callspec") else {}
     width = str(params.get("padded", params.get("d", 0))).split()[0]
