@@ -1,6 +1,8 @@
 """Models over ranks have the losses and gradients of one rank: modules whose weights are cut, and
 what wraps models (DDP, FSDP2, checkpoints, torch.compile) around attention over ranks."""
 
+import contextlib
+
 import pytest
 import ranks
 import torch
@@ -149,6 +151,16 @@ def test_distribute_module_gives_what_stock_gives(four, placement, weights):
     close(asked(four, 2, module_cut, placement, weights), right)
 
 
+def test_a_distributed_module_runs_where_rows_are_cut(four):
+    torch.manual_seed(0)
+    module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+    right = of_torch(module, torch.randn(4, LENGTH, WIDTH), need_weights=False)
+    close(asked(four, 2, module_cut, tensor.Shard(1), False), right)
+    for error in four.run(2, in_float64, "module_cut", (tensor.Shard(1), True)):
+        with pytest.raises(ValueError, match=r"got placements \[Shard.dim=2.\].*weights are asked"):
+            raise error
+
+
 # -- torch's context_parallel ----------------------------------------------------------------------
 
 
@@ -175,6 +187,32 @@ def inside(group):
 def test_inside_torchs_context_parallel_a_call_raises_or_runs_over_ranks(four):
     """It gives each rank a part, and tells nobody but torch's own function."""
     assert asked(four, 2, inside).abs().max() < 1e-14
+
+
+def patched(group, order):
+    """How q lies for torch's own function there, beside `fastattn.sdpa`."""
+    parts = [torch.randn(1, HEADS, 256, 32) for _ in range(3)]  # large enough for ours
+    cut = context_parallel(mesh_of(group), buffers=parts, buffer_seq_dims=[2] * 3)
+    got = []
+
+    def scaled_dot_product_attention(query, *rest, **named):
+        """torch's takes minutes on CPUs to find how it may be cut."""
+        got.append(getattr(query, "placements", None))
+        return query
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.ExitStack() as stack:
+        patch.setattr(F, "scaled_dot_product_attention", scaled_dot_product_attention)
+        for each in (fastattn.sdpa(), cut)[::order]:
+            stack.enter_context(each)
+        F.scaled_dot_product_attention(*parts)
+    return got
+
+
+@pytest.mark.parametrize("order", [1, -1], ids=["patched outside", "patched inside"])
+def test_there_a_patched_function_is_torchs(four, order):
+    """Ours in its stead would see a part of the keys."""
+    for found in four.run(2, patched, order):
+        assert found == [(tensor.Shard(2),)]
 
 
 # -- around attention over ranks -------------------------------------------------------------------
