@@ -138,6 +138,15 @@ def test_everything(four, dtype, strategy, count, layout):
     assert not Verdict(problem).about(found)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@most_ranks
+def test_everything_by_the_reference(four, strategy, count, dtype):
+    """Its backward, too, is of rows whose other keys are elsewhere."""
+    given = "zigzag", DIMS
+    problem, found = over(four, count, EVERYTHING, dtype, strategy, *given, backend="reference")
+    assert not Verdict(problem).about(found)
+
+
 # Fewer rows than ranks, one each, none at all; more keys than rows, and fewer.
 SIZES = ((1, 1), (3, 3), (4, 4), (5, 9), (9, 5), (0, 6), (6, 0), (63, 7), (2, 131))
 
@@ -675,6 +684,33 @@ def test_what_all_do_wrong(four, strategy, layout, more, words):
     for found in four.run(2, alike, strategy, layout, more):
         with pytest.raises(ValueError, match=words):
             raise found
+
+
+WRONG = {  # of 11 keys, whatever is sent before a kernel would see it
+    "mask: got": dict(mask=torch.zeros(1, 16)),
+    "mask.dtype: got torch.int64": dict(mask=torch.ones(1, 11, dtype=torch.int64)),
+    "mask: got .*7": dict(mask=torch.zeros(7, 1, 11)),
+    "key_lengths: got": dict(key_lengths=torch.tensor([12])),
+    "key_lengths.*got": dict(key_lengths=torch.tensor([1, 2])),
+    "key_lengths.dtype: got": dict(key_lengths=torch.tensor([1.0])),
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+@pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
+def test_what_all_do_wrong_of_all_keys(four, strategy, words):
+    """On one rank it raises, too."""
+    x = torch.zeros(1, 2, 11, 4)
+    with pytest.raises((TypeError, ValueError), match=words):
+        fastattn.attention(x, x, x, **WRONG[words])
+    for found in four.run(2, even, strategy, WRONG[words]):
+        with pytest.raises((TypeError, ValueError), match=words):
+            raise found
+
+
+def even(group, strategy, more):
+    x = torch.zeros(1, 2, 5 + dist.get_rank(group), 4)
+    return distributed.attention(x, x, x, group=group, strategy=strategy, **more)
 
 
 def unasked(group, seed):

@@ -11,15 +11,16 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_arguments
-from ..check import check
+from ..backend import check_values
+from ..check import check, describe
 from ..operators import unseen
 from ..place import EVERYTHING
 from . import cost, gather, ring, ulysses, usp
 from .agreement import NOTHING, ROWS, UNCLEAR, Own, mask_rows, need_team, told, values_told
 from .agreement import agree as _agree
 from .cost import Cost
-from .layout import CONTIGUOUS, need_layout, spans_of
-from .whole import Whole
+from .layout import CONTIGUOUS, need_layout, size_of, spans_of
+from .whole import Whole, of_all
 
 OF_ROWS = (-2,)  # of q, k, v and mask, counted from the end
 
@@ -138,6 +139,7 @@ def whole(q, k, v, team, how, asks, given) -> Whole:
         found = [_own(q, k, given, 0)] * team.ranks
     rows = spans_of(layout, [x.rows for x in found], "q.shape[2]")
     keys = spans_of(layout, [x.keys for x in found], "k.shape[2]")
+    _check_whole(q, k, v, sum(map(size_of, keys)), given)
     if draws:
         given = given | {"seed": found[0].seed}
     kinds = {x.mask_rows for x in found}
@@ -178,11 +180,9 @@ def _facts(q, k, v, given) -> dict[str, Any]:
 
 
 def _check_own(q, k, v, team, strategy, layout, given) -> None:
-    """What this rank can see alone. The rest, which all see alike, its calls check."""
+    """What this rank can see alone."""
     of_whole = ("mask", "key_lengths")  # not of this rank's keys
-    seed = 0 if given["seed"] is None else given["seed"]  # not to draw one
-    own = given | dict.fromkeys(of_whole) | {"seed": seed, "place": EVERYTHING}
-    check(*prepare(q, k, v, own))
+    check(*prepare(q, k, v, _placeless(given) | dict.fromkeys(of_whole)))
     need_layout(layout)
     if strategy not in ("auto", *STRATEGIES):
         expected = ", ".join(map(repr, ("auto", *STRATEGIES)))
@@ -198,3 +198,17 @@ def _check_own(q, k, v, team, strategy, layout, given) -> None:
     if place is not None and (place.row, place.key, place.rows, place.keys) != (0, 0, None, None):
         expected = "head, item and bottom_right alone: rows and keys lie where the ranks' do"
         raise ValueError(f"place: got {place}, expected {expected}")
+
+
+def _check_whole(q, k, v, N: int, given) -> None:
+    """What is of all keys, once it is known how many there are. No rank is alone with what it finds
+    here: all have agreed on dtypes and on shapes but for rows."""
+    t, o = prepare(q, of_all(k, N), of_all(v, N), _placeless(given))
+    check(t, o)
+    check_values(describe(t, o), t)
+
+
+def _placeless(given) -> dict[str, Any]:
+    """Arguments that can be looked at without drawing a seed, wherever the rows are."""
+    seed = 0 if given["seed"] is None else given["seed"]
+    return given | {"seed": seed, "place": EVERYTHING}

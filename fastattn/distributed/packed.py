@@ -23,7 +23,7 @@ from . import layout
 from .agreement import NO_ROWS, NOTHING, Own, Team, agree, need_team, told, values_told
 from .layout import CONTIGUOUS, Span
 from .ulysses import Heads
-from .whole import Whole, gathered, resized
+from .whole import Whole, gathered, of_all
 
 OF_ROWS = (-3,)  # of q, k and v, counted from the end
 OF_BATCH = ("key_lengths", "alibi_slopes", "sinks")  # small, and the same on every rank
@@ -117,7 +117,7 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
     check(t._replace(mask=None, lengths=None, slopes=None), o)  # which are the whole batch's
     T, S = (_end(name, cu) for name, cu in offsets.items())
     # The whole batch, of which nothing but shapes and offsets is looked at.
-    q_all, k_all, v_all = map(_of_all, (t.q, t.k, t.given("v")), (T, S, S))
+    q_all, k_all, v_all = map(of_all, (t.q, t.k, t.given("v")), (T, S, S))
     max_q, max_k = _longest(offsets, most, T, S)
     t = t._replace(q=q_all, k=k_all, v=v_all, **offsets)
     spec = describe(t, o._replace(max_q=max_q, max_k=max_k))
@@ -125,11 +125,6 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
     choose(spec, o.backend)
     if strategy == "ulysses" and (why := _why_not_heads(q.shape[1], team)):
         raise ValueError(f"strategy: got 'ulysses' {why}; use strategy='gather'")
-
-
-def _of_all(x: Tensor, rows: int) -> Tensor:
-    """As many as all ranks have, in no memory."""
-    return x.new_empty(()).expand(resized(x, 2, rows))
 
 
 def _end(name: str, cu: Any) -> int:

@@ -81,6 +81,11 @@ def resized(x: Tensor, dim: int, size: int) -> Shape:
     return tuple(shape)
 
 
+def of_all(x: Tensor, rows: int) -> Tensor:
+    """As many as all ranks have, in no memory."""
+    return x.new_empty(()).expand(resized(x, 2, rows))
+
+
 def heads_of(x: Tensor | None, own: Sequence[int] | slice, dim: int) -> Tensor | None:
     """Of a tensor that may have one for all heads, or no heads."""
     if x is None or x.ndim < -dim or x.shape[dim] == 1:
