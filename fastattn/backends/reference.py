@@ -81,10 +81,8 @@ class Reference:
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
         dp = dout @ _heads(spec, w.given("v"), w).mT * kept
-        # The same but for rounding; a ring's rows have keys that are not here, and out of all keys.
-        by_out = spec.unrounded or out.dtype == p.dtype
-        delta = (out.to(p.dtype) * dout if by_out else p * dp).sum(-1)
-        delta = delta - (0 if dlse is None else dlse)
+        # By out and not by p and dp: a ring's rows have keys that are not here, and out of all keys.
+        delta = (out.to(p.dtype) * dout).sum(-1) - (0 if dlse is None else dlse)
         grads = _score_gradients(spec, w, p, dp, delta)
         grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
         return _as_inputs(spec, t, grads, wants)
