@@ -81,7 +81,7 @@ class Reference:
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
         dp = dout @ _heads(spec, w.given("v"), w).mT * kept
-        # By out and not by p and dp: a ring's rows have keys that are not here, and out of all keys.
+        # By out, not by p and dp: a ring holds rows that have keys elsewhere; out is of all keys.
         delta = (out.to(p.dtype) * dout).sum(-1) - (0 if dlse is None else dlse)
         grads = _score_gradients(spec, w, p, dp, delta)
         grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
