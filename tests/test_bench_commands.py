@@ -291,7 +291,7 @@ def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
     assert len(list(second_order.growth(memory))) == 3
 
 
-def test_distributed_holds_ranks_against_one_and_simulates_more(tmp_path, capsys):
+def test_distributed_holds_ranks_against_one_and_simulates(tmp_path, capsys):
     """Two ranks, small; the page of the simulation is the one that is committed."""
     given = ["--ranks", "2", "--lengths", "64", "128", "--seconds", "0.002"]
     result = run(tmp_path, "distributed", *given)
