@@ -307,7 +307,7 @@ def test_huge_logits(name, dtype, size):
     """A probability is one of its own pass's scores: rows sum to 1, whoever made forward's."""
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     problem = build(Dims(1, 1, 1, 40, 70, 16, 16), (), DTYPES[dtype])
-    if name == "triton":  # numpy's library sums q.k and k.q in two orders: products exact in both
+    if INTERPRETED:  # numpy's library sums q.k and k.q in two orders: products exact in both
         problem.q, problem.k = (
             (x * 16).round().clamp(-63, 63) / 16 for x in (problem.q, problem.k)
         )
