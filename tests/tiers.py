@@ -30,7 +30,7 @@ SHARES = {
     "test_transforms::test_the_table_of_transforms": (NONE, 2),
     "test_folded": (7, 2),
     "test_hard_values": (5, 2),
-    "test_hard_values::test_rows_far_from_zero": (13, 3),
+    "test_hard_values::test_rows_far_from_zero": (13, 5),
     "test_dense_masks": (9, 5),
     "test_property": (4, 1),
     "test_property::test_derivatives_of_any_call_agree_with_each_other": (NONE, NONE),
@@ -199,10 +199,10 @@ OF_ALL = {
 
 # The same for Triton's kernels in its interpreter, a run of its own.
 INTERPRETED_SHARES = {
-    "test_features": (97, 23),
+    "test_features": (97, 31),
     "test_features::test_features": (11, 2),
     "test_features::test_pairs_of_features": (NONE, 31),
-    "test_features::test_every_broadcast_of_a_mask": (NONE, 11),
+    "test_features::test_every_broadcast_of_a_mask": (NONE, 13),
     "test_features::test_every_subset_of_gradients": (NONE, 1),
     "test_weights": (97, 29),
     "test_triton": (29, 7),
@@ -212,8 +212,8 @@ INTERPRETED_SHARES = {
     "test_block_mask": (NONE, 61),
     "test_property": (NONE, 2),
     "test_property::test_any_call_in_any_parts_is_right": (NONE, NONE),
-    "test_storage": (NONE, 17),
-    "test_mutants": (NONE, 17),
+    "test_storage": (NONE, 31),
+    "test_mutants": (NONE, 31),
     "test_triton_tangents": (NONE, 17),
     "test_tangents": (NONE, 29),
     "test_tangents::test_features": (NONE, 29),
@@ -221,7 +221,7 @@ INTERPRETED_SHARES = {
     "test_tangents::test_packed": (NONE, NONE),
     "test_tangents::test_head_dims": (NONE, NONE),
 }
-INTERPRETED_DEFAULT = (NONE, 7)
+INTERPRETED_DEFAULT = (NONE, 11)
 INTERPRETED_OF_ALL = {  # two passes of many products: each feature in one dtype, some of the pairs
     "test_tangents::test_features": 1,
     "test_tangents::test_pairs_of_features": 13,
