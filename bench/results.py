@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -46,14 +47,21 @@ def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, A
 def save(result: Result, folder: Path) -> Path:
     """Write the file, named after the machine and the command, and its pictures."""
     folder.mkdir(parents=True, exist_ok=True)
-    suffix = "" if result["kind"] == "sweep" else f"-{result['kind']}"
-    path = folder / f"{machine.slug(result['machine'])}{suffix}.json"
+    path = folder / f"{stem(result)}.json"
     unfinished = path.with_suffix(".json.tmp")
     unfinished.write_text(text(result))
     os.replace(unfinished, path)  # a result file is whole or absent
     print(f"wrote {path}")
     print(*pictures.draw_all(result, path.with_suffix("")), sep="\n")
     return path
+
+
+def stem(result: Result) -> str:
+    """The file's name: the machine, the command, and what a run of `--only` was of, so that a part
+    never replaces the whole."""
+    kind = [] if result["kind"] == "sweep" else [result["kind"]]
+    parts = [re.sub(r"[^a-z0-9]+", "-", x.lower()) for x in result["settings"].get("only", ())]
+    return "-".join([machine.slug(result["machine"]), *kind, *parts])
 
 
 def text(result: Result) -> str:

@@ -265,8 +265,16 @@ def test_a_file_has_a_line_for_a_record_and_six_digits(result):
 @pytest.mark.parametrize("path", sorted(results.FOLDER.glob("*.json")), ids=lambda path: path.stem)
 def test_every_committed_file_can_be_read_and_is_named_after_its_machine(path):
     kept = results.read(path)
-    suffix = "" if kept["kind"] == "sweep" else f"-{kept['kind']}"
-    assert path.stem == machine.slug(kept["machine"]) + suffix and kept["complete"]
+    assert path.stem == results.stem(kept) and kept["complete"]
+
+
+def test_a_part_of_a_run_is_not_named_as_the_whole(result):
+    sweep = machine.slug(result["machine"])
+    assert results.stem(result) == sweep
+    whole = result | {"kind": "models", "settings": {"only": []}}
+    assert results.stem(whole) == f"{sweep}-models"
+    part = whole | {"settings": {"only": ["autocast", "Llama, N = 1024"]}}
+    assert results.stem(part) == f"{sweep}-models-autocast-llama-n-1024"
 
 
 @pytest.mark.parametrize(
