@@ -1,7 +1,8 @@
 """Whole models, with fastattn and as they were: what is left of a kernel's speed in a user's hands.
 
 Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" beside
-"sdpa"; and six of torch's encoder layers, converted and not. Weights are random. What both return
+"sdpa"; and six of torch's encoder layers, torchvision's ViT-B/16 and OpenCLIP's ViT-B/32 (these two
+where `make test-all` has installed them), converted and not. Weights are random. What both return
 is held against each other before either is timed: logits where there is no padding, and in training
 the loss and a gradient; tokens in float32, since rounding may choose others in bfloat16.
 """
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 
 import fastattn
 
+from . import beside
 from .cases import BOTH, DTYPES, FORWARD, TRAINING
 from .unpadded import Race
 
@@ -91,10 +93,22 @@ def _others(dtype: str, scale: float) -> Iterator[Entry]:
             at, aim = ("encoder, padded", AIM) if padded else ("encoder", PLAIN_AIM)
             yield at, what, aim, functools.partial(_encoder, dtype, what, padded, scale)
     if dtype != "float32":
-        for padded in (False, True):
-            at = f"encoder under autocast{', padded' if padded else ''}"
-            make = functools.partial(_encoder, dtype, FORWARD, padded, scale, autocast=True)
-            yield at, FORWARD, PLAIN_AIM, make
+        yield from _under_autocast(dtype, scale)
+
+
+def _under_autocast(dtype: str, scale: float) -> Iterator[Entry]:
+    """What has nn.MultiheadAttention inside: with nothing to train torch has a way of its own."""
+    for padded in (False, True):
+        at = f"encoder under autocast{', padded' if padded else ''}"
+        make = functools.partial(_encoder, dtype, FORWARD, padded, scale, autocast=True)
+        yield at, FORWARD, PLAIN_AIM, make
+    for library, name, make in (
+        ("torchvision", "torchvision ViT-B/16", _torchvision),
+        ("open_clip", "OpenCLIP ViT-B/32", _open_clip),
+    ):
+        if beside.found(library):
+            make = functools.partial(_converted, dtype, make, scale)
+            yield f"{name} under autocast", FORWARD, PLAIN_AIM, make
 
 
 def _pair(make: Callable[[], Any]) -> tuple[Any, Any]:
@@ -203,3 +217,44 @@ def _encoder(
         return lambda: _step(model, lambda: _loss(out()))
 
     return results(ours), results(other), True
+
+
+Inputs = tuple[Tensor, ...]
+
+
+def _converted(
+    dtype: str, make: Callable[[float], tuple[nn.Module, Inputs]], scale: float
+) -> tuple[Results, Results, bool]:
+    torch.manual_seed(0)
+    other, inputs = make(scale)
+    ours = copy.deepcopy(other.eval())
+    fastattn.convert(ours)
+
+    def results(model: nn.Module) -> Results:
+        @torch.no_grad()
+        def out() -> Sequence[Tensor]:
+            with torch.autocast("cpu", DTYPES[dtype]):
+                found = model(*inputs)
+            return [found] if isinstance(found, Tensor) else found[:2]  # a scale comes third
+
+        return out
+
+    return results(ours), results(other), True
+
+
+def _torchvision(scale: float) -> tuple[nn.Module, Inputs]:
+    models = beside.library("torchvision").models
+    model = models.VisionTransformer(224, 16, 12 if scale == 1 else 1, 12, 768, 3072)
+    model.heads = nn.Identity()  # its last layer begins as zeros
+    return model, (torch.randn(2, 3, 224, 224),)
+
+
+def _open_clip(scale: float) -> tuple[nn.Module, Inputs]:
+    clip = beside.library("open_clip").model
+    layers = 12 if scale == 1 else 1
+    images, texts = (
+        clip.CLIPVisionCfg(layers=layers, patch_size=32),
+        clip.CLIPTextCfg(layers=layers),
+    )
+    tokens = torch.randint(texts.vocab_size, (2, texts.context_length))
+    return clip.CLIP(512, images, texts), (torch.randn(2, 3, 224, 224), tokens)

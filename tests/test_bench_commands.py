@@ -15,6 +15,7 @@ import torch
 
 from bench import (
     aims,
+    beside,
     comparison,
     decoding,
     flushing,
@@ -268,16 +269,18 @@ def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, mon
 
 
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
-    """Whole models, small: a language model, padded, and an encoder."""
+    """Whole models, small: a language model, padded, and what convert is for."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     real = whole_models.races
     monkeypatch.setattr(whole_models, "TOKENS", 3)
     monkeypatch.setattr(whole_models, "SIZES", whole_models.SIZES | dict(num_hidden_layers=1))
     monkeypatch.setattr(whole_models, "races", lambda *given, only: real(*given, 1 / 32, only))
     given = ["--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
-    result = run(tmp_path, "models", *given, "--only", "Mistral, N = 1024, padded", "encoder")
-    rows = result["models"]
-    assert len(rows) == 2 * (3 + 4) + 2 and all(row["status"] == "ok" for row in rows), rows
+    only = "Mistral, N = 1024, padded", "encoder", "under autocast"
+    result = run(tmp_path, "models", *given, "--only", *only)
+    rows, beside_it = result["models"], sum(map(beside.found, ("torchvision", "open_clip")))
+    assert len(rows) == 2 * (3 + 4) + 2 + beside_it, rows
+    assert all(row["status"] == "ok" for row in rows), rows
     assert len(list(pages.models([result]))) == 2 + len(rows)
 
 

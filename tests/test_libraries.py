@@ -5,10 +5,8 @@ attention call is ours, and afterwards all is what it was.
 """
 
 import importlib
-import importlib.util
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,11 +14,10 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
+from bench import beside
 from fastattn import api
 from fastattn.integrations import diffusers as ours_for_diffusers
 
-# Where the Makefile puts torchvision and what needs it, away from what breaks beside them.
-BESIDE = max(Path(__file__).parent.parent.glob("build/vision-*[0-9]"), default=None)
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "nothing_is_small"),
     pytest.mark.filterwarnings(
@@ -44,29 +41,10 @@ def calls(monkeypatch):
 
 def library(name):
     """The module, or a skip."""
-    if name in ("timm", "torchvision", "open_clip"):
-        if BESIDE and str(BESIDE) not in sys.path:
-            sys.path.append(str(BESIDE))
-        _mend_torchvision()
     try:
-        return importlib.import_module(name)
+        return beside.library(name)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{name} is not installed (`make test-all` installs it): {missing}")
-
-
-_operators = []
-
-
-def _mend_torchvision():
-    """One that is made for CUDA does not load its operators beside the CPU's torch, and stumbles
-    over two of them, which attention does without."""
-    spec = importlib.util.find_spec("torchvision")
-    if _operators or spec is None or torch.version.cuda:
-        return
-    if "+cu" in Path(spec.origin).with_name("version.py").read_text():
-        _operators.append(torch.library.Library("torchvision", "FRAGMENT"))
-        for name in ("nms", "qnms"):
-            _operators[0].define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
 
 
 def results(model, call):
