@@ -65,7 +65,7 @@ INSIDE = {
         {"integrations"},
         {"integrations.diffusers", "integrations.transformers"},
         {"integrations.transformers_attention"},
-        {"integrations.transformers_masks"},
+        {"integrations.transformers_masks", "integrations.transformers_paged"},
     ),
     "nn": (
         {"nn"},

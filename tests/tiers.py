@@ -94,6 +94,7 @@ SHARES = {
     "test_libraries": (NONE, 4),
     "test_profile::test_a_model_of_transformers": (NONE, ALL),
     "test_integration_transformers": (NONE, 11),
+    "test_integration_transformers_batching": (NONE, ALL),
     "test_integration_transformers_masks": (NONE, ALL),
     "test_integration_transformers_masks::test_it_is_the_mask": (NONE, 5),
     "test_integration_transformers_masks::test_compiled": (NONE, 3),

@@ -21,7 +21,8 @@ _undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Lets models of transformers 5 have `attn_implementation="fastattn"`: attention and masks.
+    """Lets models of transformers 5 have `attn_implementation="fastattn"`: attention and masks, and
+    `generate_batch`.
 
     A second call changes nothing. A model that computes its attention itself, and so would never
     call fastattn, raises ValueError where it is made; what reaches the mask of another one, which
@@ -34,12 +35,13 @@ def register() -> None:
 
     from .transformers_attention import attend
     from .transformers_masks import make_mask
+    from .transformers_paged import hooks
 
     for interface, function in ((AttentionInterface, attend), (AttentionMaskInterface, make_mask)):
         _replace(interface._global_mapping, function)
-    original = PreTrainedModel.get_correct_attn_implementation
-    setattr(PreTrainedModel, original.__name__, _refusing(original))
-    _undo.append(lambda: setattr(PreTrainedModel, original.__name__, original))
+    _wrap(PreTrainedModel, "get_correct_attn_implementation", _refusing)
+    for owner, name, wrapper in hooks(NAME):
+        _wrap(owner, name, wrapper)
 
 
 def unregister() -> None:
@@ -59,6 +61,12 @@ def _replace(mapping: dict[str, Any], function: Callable) -> None:
             mapping[NAME] = before
 
     _undo.append(put_back)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
+    original = getattr(owner, name)
+    setattr(owner, name, wrapper(original))
+    _undo.append(lambda: setattr(owner, name, original))
 
 
 def _refusing(original: Callable) -> Callable:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
 from .transformers_masks import Mask
+from .transformers_paged import attend_pages
 
 
 def attend(
@@ -32,20 +33,19 @@ def attend(
     attention_mask: of `make_mask`, or a caller's own, boolean or added. Without one `is_causal`
     holds, or else the module's, aligned to the top left. position_bias (B,H,M,N) is added, s_aux
     (H,) are sinks. Sequences of cu_seq_lens_q and cu_seq_lens_k are packed where the mask knows of
-    no padding. Raises NotImplementedError for a paged cache, and for what picks keys or has sinks
-    by another name.
+    no padding. cache is transformers' paged one, of continuous batching: there masks say nothing.
+    Raises NotImplementedError for what picks keys or has sinks by another name.
     """
-    if cache is not None:
-        raise NotImplementedError(
-            "attn_implementation: got 'fastattn' with a paged cache, expected none; for continuous "
-            "batching use fastattn.flash_attn.install() and 'flash_attention_2'"
-        )
     for name in ("indices", "block_indices", "sinks"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
                 f"{name}: got some, expected none: fastattn would ignore what they say; leave this "
                 "model at 'eager' or 'sdpa'"
             )
+    given = _given(query, scaling, softcap, s_aux, dropout)
+    if cache is not None:
+        asked = kwargs | dict(is_causal=is_causal, position_bias=position_bias)
+        return attend_pages(module, query, key, value, cache, asked, given), None
     if query.shape[0] != key.shape[0]:  # learned queries, the same for all items
         query = query.expand(key.shape[0], -1, -1, -1)
     if isinstance(attention_mask, Mask):
@@ -59,17 +59,23 @@ def attend(
         arguments, offsets = {"mask": _exact(attention_mask)}, None
     if position_bias is not None:
         arguments = arguments | {"mask": _biased(position_bias, arguments.get("mask"), query)}
-    given: dict[str, Any] = dict(arguments, scale=scaling)
-    if softcap is not None:
-        given["softcap"] = softcap
-    if s_aux is not None:
-        given["sinks"] = s_aux
-    if dropout:
-        given |= dict(dropout_p=dropout, seed=draw_seed(query.device))
+    given |= arguments
     if offsets is not None:
         return _packed(query, key, value, offsets, given), None
     out: Any = attention(query, key, value, **given)
     return out.transpose(1, 2), attention_weights(query, key, **given) if wants_weights else None
+
+
+def _given(query: Tensor, scaling: Any, softcap: Any, sinks: Any, dropout: float) -> dict[str, Any]:
+    """What has nothing to do with who sees whom."""
+    given: dict[str, Any] = dict(scale=scaling)
+    if softcap is not None:
+        given["softcap"] = softcap
+    if sinks is not None:
+        given["sinks"] = sinks
+    if dropout:
+        given |= dict(dropout_p=dropout, seed=draw_seed(query.device))
+    return given
 
 
 Offsets = tuple[Tensor, Tensor, int | None, int | None]  # of rows and of keys, and the longest
@@ -80,14 +86,15 @@ def _offsets(mask: Mask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | N
         got, expected = tuple(mask.shape[2:]), (query.shape[2], key.shape[2])
         raise ValueError(f"attention_mask: got one of (M, N) = {got}, expected {expected}")
     if mask.offsets is not None:
-        return mask.offsets, mask.offsets, mask.longest, mask.longest
+        offsets, longest = mask.offsets
+        return offsets, offsets, longest, longest
     plain = mask.arguments.get("causal") in (None, True) and mask.arguments.keys() <= _RELATIVE
     return _given_offsets(query, kwargs) if plain else None
 
 
 def _exact(mask: Mask | Tensor | None) -> Tensor:
     """The mask of a packed batch, for what is asked row by row and key by key."""
-    if isinstance(mask, Mask) and mask.offsets is not None:
+    if isinstance(mask, Mask) and mask.starts is not None:
         return mask.exact()
     raise NotImplementedError(
         "cu_seq_lens_q: got some beside output_attentions or a position bias, expected "

@@ -20,9 +20,9 @@ _is_compiling = torch.compiler.is_compiling
 class Mask:
     """What `make_mask` hands to `attend`, through the model, as if it were (B,1,M,N).
 
-    arguments: of `fastattn.attention`. offsets: (sequences + 1,), where they begin among B M rows
-    that are packed, and longest the most rows that one has. exact() is the boolean mask. A model
-    may cut it; if it does anything else, its attention is its own, and the answer is an error.
+    arguments: of `fastattn.attention`. starts: (B,N), whether a sequence begins there, of rows that
+    are packed. exact() is the boolean mask. A model may cut it; if it does anything else, its
+    attention is its own, and the answer is an error.
     """
 
     ndim = 4
@@ -33,11 +33,20 @@ class Mask:
         shape: tuple[int, ...],
         arguments: dict[str, Any],
         exact: Callable[[], Tensor],
-        offsets: Tensor | None = None,
-        longest: int | None = None,
+        starts: Tensor | None = None,
     ):
-        self.shape, self.arguments, self.exact = shape, arguments, exact
-        self.offsets, self.longest = offsets, longest
+        self.shape, self.arguments, self.exact, self.starts = shape, arguments, exact, starts
+        self._offsets: tuple[Tensor, int] | None = None
+
+    @property
+    def offsets(self) -> tuple[Tensor, int] | None:
+        """(sequences + 1,), where they begin among B N rows, and the most rows that one has. Found
+        when it is asked for: a GPU is waited for, and of a paged cache nobody asks."""
+        if self.starts is not None and self._offsets is None:
+            offsets = self.starts.flatten().nonzero()[:, 0]
+            offsets = torch.nn.functional.pad(offsets, (0, 1), value=self.starts.numel())
+            self._offsets = offsets, int(offsets.diff().max())
+        return self._offsets
 
     def __getitem__(self, where: Any) -> Mask:
         return of_tensor(self.exact()[where])
@@ -52,8 +61,8 @@ class Mask:
             return x.to(device) if isinstance(x, Tensor) else x
 
         arguments = {name: moved(x) for name, x in self.arguments.items()}
-        offsets, exact = moved(self.offsets), self.exact
-        return Mask(self.shape, arguments, lambda: exact().to(device), offsets, self.longest)
+        starts, exact = moved(self.starts), self.exact
+        return Mask(self.shape, arguments, lambda: exact().to(device), starts)
 
     def contiguous(self) -> Mask:
         return self
@@ -144,8 +153,8 @@ def make_mask(
             q_offset = int(q_offset)
         seen = _seen(attention_mask, kv_offset, kv_length)
         rows = Rows(batch_size, q_length, kv_length, q_offset, kv_offset, device, static)
-        if (packed := _packed(pattern, seen, rows)) is not None:
-            return Mask(shape, {"causal": pattern.causal, **_window(pattern)}, exact, *packed)
+        if (starts := _starts(pattern, seen, rows)) is not None:
+            return Mask(shape, {"causal": pattern.causal, **_window(pattern)}, exact, starts)
         if (arguments := _arguments(pattern, seen, rows)) is not None:
             return Mask(shape, arguments, exact)
     mask = exact()
@@ -219,9 +228,8 @@ def _seen(padding: Tensor | None, first: int, N: int) -> Tensor | None:
     return padding
 
 
-def _packed(pattern: Pattern, seen: Tensor | None, rows: Rows) -> tuple[Tensor, int] | None:
-    """Offsets of sequences that lie one after the other, and the longest: of a packed batch, or
-    of chunks."""
+def _starts(pattern: Pattern, seen: Tensor | None, rows: Rows) -> Tensor | None:
+    """(B,N): where sequences begin that lie one after the other: of a packed batch, or chunks."""
     if _is_compiling() or (pattern.sequences is None and pattern.chunk is None):
         return None
     if seen is not None and not seen.all():
@@ -235,9 +243,7 @@ def _packed(pattern: Pattern, seen: Tensor | None, rows: Rows) -> tuple[Tensor, 
         if not (rows.end == rows.M == rows.N > size) or begun is None or begun.any():
             return None
         starts[:, ::size] = True
-    offsets = starts.flatten().nonzero()[:, 0]
-    offsets = torch.nn.functional.pad(offsets, (0, 1), value=starts.numel())
-    return offsets, int(offsets.diff().max())
+    return starts
 
 
 def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, Any] | None:
