@@ -11,10 +11,12 @@ another width or 3-D inputs, and on a GPU no mask and no float32, where there is
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Generator
 from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType
 from typing import Any
 
 import torch
@@ -31,9 +33,14 @@ from .torch_form import scaled_dot_product_attention as _ours
 SMALL = 1 << 20
 
 _lock = threading.RLock()
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)  # a child has no other thread that would release it
 _holders = {"patch": 0, "sdpa": 0}  # each undoes its own alone
 _active = False  # a name that was imported while it was True is torch's function afterwards
 _buried = False  # somebody replaced ours by a function of theirs, which may call it
+_asking = 0  # the thread that wants to know whether one does
+_reached = False
 _torch: Any = F  # whose function is replaced
 _torchs: Any = F.scaled_dot_product_attention  # what stood there before
 _head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest of fused kernels here
@@ -57,7 +64,9 @@ def patch() -> None:
     devices, dtypes and head dims without a fused kernel here; for so few tokens that calling costs
     more than computing, but for what is compiled; and for all that
     `fastattn.scaled_dot_product_attention` raises for. What is left to differ: dropout draws
-    another mask.
+    another mask; autograd keeps the output of every call, as torch's flash kernel does and its
+    math kernel does not, so that changing one in place raises in backward; and third derivatives
+    raise.
     """
     _take("patch")
 
@@ -82,7 +91,7 @@ def sdpa() -> Generator[None]:
     Other threads see it while it lasts: activation checkpoints recompute in threads of autograd's,
     and must do what forward did. With those, backward belongs in the block, too: behind it torch's
     function would recompute, and drop others. Blocks may be nested and overlap in any order, across
-    threads.
+    threads. A block inside what torch.compile traces breaks its graph: put it around the call.
     """
     _take("sdpa")
     try:
@@ -95,11 +104,12 @@ def _take(holder: str) -> None:
     global _active, _buried, _torchs
     with _lock:
         _holders[holder] += 1
-        if _active:
-            return
-        _head_dims.update(_largest_head_dims())
         found = F.scaled_dot_product_attention
-        if found is not _stand_in and not (_buried and found is not _torchs):
+        # While it is active, what somebody put over ours stays, unless that is torch's own again.
+        stays = _active and not isinstance(found, BuiltinFunctionType)
+        if not _active:
+            _head_dims.update(_largest_head_dims())
+        if not stays and not _calls_ours(found):
             _torchs, _torch.scaled_dot_product_attention = found, _stand_in
             _script_as(found)
         _active, _buried = True, False
@@ -116,6 +126,24 @@ def _release(holder: str) -> None:
             _torch.scaled_dot_product_attention = _torchs
         else:
             _buried = True
+
+
+def _calls_ours(found: Any) -> bool:
+    """Whether this function ends up at ours, which then may not stand before it: each would call
+    the other. Somebody else's is asked, by a call of the smallest size."""
+    global _asking, _reached
+    if found is _stand_in:
+        return True
+    if not _buried or isinstance(found, BuiltinFunctionType):
+        return False
+    _asking, _reached = threading.get_ident(), False
+    x = torch.zeros(1, 1, 1, 1)
+    try:
+        with suppress(Exception):  # whatever it has against such a call
+            found(x, x, x)
+        return _reached
+    finally:
+        _asking = 0
 
 
 def _largest_head_dims() -> dict[str, dict[torch.dtype, int]]:
@@ -150,15 +178,17 @@ def _stand_in(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
+    global _reached
     rest = attn_mask, dropout_p, is_causal
     named: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
-    if why_torchs(query, key, value, attn_mask) is None:
+    if _asking and _asking == threading.get_ident():
+        _reached = True
+    elif _is_plain(is_causal, enable_gqa) and why_torchs(query, key, value, attn_mask) is None:
         try:
             out = _ours(query, key, value, *rest, **named)
-            # torch's has the layout of query, or is contiguous: of 3-D inputs, with dropout. Some
-            # view it so.
-            contiguous = out.ndim != 4 or dropout_p or query.is_contiguous()
-            return out.contiguous() if contiguous and not query.is_nested else out
+            return (
+                out if query.is_nested else _laid_out(out, query, key, value, *rest[:2], enable_gqa)
+            )
         except (RuntimeError, ValueError, TypeError):
             pass  # torch has its own say
     if _is_causal_bias(attn_mask):  # it looks for the function that stands there, which is this one
@@ -171,6 +201,37 @@ _stand_in.__name__ = "scaled_dot_product_attention"  # pickles go by __qualname_
 _stand_in.__doc__ = F.scaled_dot_product_attention.__doc__
 
 
+def _is_plain(*switches: Any) -> bool:
+    """Whether they are bools: torch takes no other, and says so."""
+    return all(type(x) is bool for x in switches)
+
+
+def _laid_out(out, query, key, value, mask, dropout_p, enable_gqa) -> Tensor:
+    """out as torch's lies in memory, which some view: as query does from its flash kernel, else
+    contiguous."""
+    if not _takes_flash(query, key, value, mask, dropout_p, enable_gqa):
+        return out.contiguous()
+    b, h, m, _ = query.stride()
+    if b >= m >= h:  # so is ours
+        return out
+    return torch.empty_like(query, dtype=out.dtype).copy_(out)
+
+
+def _takes_flash(query, key, value, mask, dropout_p, enable_gqa) -> bool:
+    """By torch's rules for CPUs; of no matter where query is contiguous."""
+    if query.ndim != 4 or dropout_p or query.is_contiguous():
+        return False
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        return False
+    if not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
+        return False
+    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
+        return False
+    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
+        return False
+    return mask is None or _is_causal_bias(mask) or not (mask.ndim == 3 or mask.requires_grad)
+
+
 def why_torchs(query, key, value, attn_mask=None) -> str | None:
     """Why a call of these runs on torch's own function, whatever else it asks for; or None."""
     if not _active:
@@ -180,8 +241,11 @@ def why_torchs(query, key, value, attn_mask=None) -> str | None:
             return "a tensor subclass, or no tensor"
     elif query.is_nested or min(query.ndim, key.ndim, value.ndim) < 2:
         return "no dense matrices"
-    if attn_mask is not None and type(attn_mask) not in PLAIN and not _is_causal_bias(attn_mask):
-        return "a mask that is a tensor subclass, or no tensor"
+    if attn_mask is not None and not _is_causal_bias(attn_mask):
+        if type(attn_mask) not in PLAIN:
+            return "a mask that is a tensor subclass, or no tensor"
+        if attn_mask.ndim < 2:
+            return "a mask of fewer than two dimensions"
     if why := _watched():
         return why
     eager = not query.is_nested and not torch.compiler.is_compiling()

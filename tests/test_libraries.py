@@ -5,8 +5,11 @@ attention call is ours, and afterwards all is what it was.
 """
 
 import importlib
+import os
+import subprocess
 import sys
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -313,6 +316,37 @@ def test_a_block_of_diffusers(calls, dispatch):
         results(model, call)
     assert len(calls) == attentions
     ours_for_diffusers.unregister()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_of_diffusers(ranks, calls, dispatch):
+    """Attention to a part of the sequence would be silently wrong."""
+    ours_for_diffusers.register()
+    x = torch.randn(1, 6, 2, 8)
+    config = SimpleNamespace(context_parallel_config=SimpleNamespace(_world_size=ranks))
+    try:
+        with dispatch.attention_backend("fastattn"):
+            if ranks == 1:
+                dispatch.dispatch_attention_fn(x, x, x, parallel_config=config)
+                assert len(calls) == 1
+            else:
+                with pytest.raises(NotImplementedError, match=r"^parallel_config: got 2 ranks"):
+                    dispatch.dispatch_attention_fn(x, x, x, parallel_config=config)
+    finally:
+        ours_for_diffusers.unregister()
+
+
+def test_the_environment_of_diffusers():
+    """It is read before anybody could register."""
+    library("diffusers")
+    code = "from fastattn.integrations import diffusers; diffusers.register()"
+    environment = os.environ | {"DIFFUSERS_ATTN_BACKEND": "fastattn"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+    )
+    assert (
+        "ValueError: DIFFUSERS_ATTN_BACKEND: got 'fastattn', which diffusers reads" in done.stderr
+    )
 
 
 def test_a_profile_of_timm():

@@ -1,7 +1,9 @@
 """sdpa, patch and unpatch: torch's function runs on ours, or as if nothing had been patched."""
 
+import os
 import pickle
 import threading
+import warnings
 from functools import partial
 
 import pytest
@@ -103,15 +105,49 @@ def test_with_a_default_device_and_with_autocast(calls):
     assert len(calls) == 1 and found.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_the_layout_is_torchs(dropout, calls):
+def heads(count, dim=8, n=9, batch=2):
+    """As a projection leaves them: (B,N,H,D) in memory."""
+    return rand(batch, n, count * dim, seed=count).view(batch, n, count, dim).transpose(1, 2)
+
+
+LAYOUTS = {
+    "of a projection": (heads(4), heads(4), heads(4), {}),
+    "contiguous": (Q, K, V, {}),
+    "contiguous, dropout": (Q, K, V, dict(dropout_p=0.5)),
+    "3-D": (Q[0], K[0], V[0], {}),
+    "3-D, turned": (heads(4)[0], heads(4)[0], heads(4)[0], {}),
+    "2-D": (Q[0, 0], K[0, 0], V[0, 0], {}),
+    "dropout": (heads(4), heads(4), heads(4), dict(dropout_p=0.5)),
+    "sequence first": (rand(9, 2, 4, 8).permute(1, 2, 0, 3), heads(4), heads(4), {}),
+    "of one projection": (*rand(2, 9, 3, 4, 8).permute(2, 0, 3, 1, 4), {}),
+    "few rows": (heads(4)[:, :, :5], heads(4), heads(4), dict(is_causal=True)),
+    "grouped heads": (heads(4), heads(2), heads(2), dict(enable_gqa=True)),
+    "heads broadcast": (heads(4), heads(1), heads(1), {}),
+    "items broadcast": (heads(4), heads(4, batch=1), heads(4, batch=1), {}),
+    "Dv != D": (heads(4), heads(4), heads(4, 4), {}),
+    "values with gaps": (heads(4), heads(4), heads(4, 16)[..., ::2], {}),
+    "a mask": (heads(4), heads(4), heads(4), dict(attn_mask=rand(2, 1, 9, 9))),
+    "a mask, 3-D": (heads(4), heads(4), heads(4), dict(attn_mask=rand(4, 9, 9))),
+    "a mask that learns": (
+        heads(4),
+        heads(4),
+        heads(4),
+        dict(attn_mask=rand(2, 4, 9, 9).requires_grad_()),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_layout_is_torchs(name, calls):
     """That of query, or contiguous: some view it as if it were."""
-    for q in (Q, Q.transpose(1, 2).contiguous().transpose(1, 2), Q[0]):
-        wanted = F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
-        with fastattn.sdpa():
-            found = F.scaled_dot_product_attention(q, q, q, dropout_p=dropout)
-        assert found.stride() == wanted.stride()
-    assert len(calls) == 3
+    *tensors, given = LAYOUTS[name]
+    wanted = F.scaled_dot_product_attention(*tensors, **given)
+    with fastattn.sdpa():
+        found = F.scaled_dot_product_attention(*tensors, **given)
+    assert found.stride() == wanted.stride()
+    assert len(calls) == 1
+    if "dropout_p" not in given:
+        same(found, wanted)
 
 
 def test_gradients(calls):
@@ -271,6 +307,10 @@ def test_what_ours_refuses_and_torchs_runs(calls):
 
 
 WRONG = {
+    "is_causal that is no bool": ((Q, K, V, None, 0.0, "bottom_right"), {}),
+    "enable_gqa that is no bool": ((Q, K, V), dict(enable_gqa=2.5)),
+    "a mask of one dimension": ((Q, K, V, KEEP[0, 0, 0]), {}),
+    "grouped heads of no heads": ((Q[0, 0], K[0, 0], V[0, 0]), dict(enable_gqa=True)),
     "no tensor": ((Q, K, [1]), {}),
     "no values": ((Q, K), {}),
     "too many": ((Q, K, V, None, 0.0, False, 1.0), {}),
@@ -419,6 +459,56 @@ def test_somebody_elses_patch_over_ours_stays(calls, restored):
     with fastattn.sdpa():
         F.scaled_dot_product_attention(Q, K, V)
     assert len(calls) == 2
+
+
+def test_torchs_own_put_back_is_patched_again(calls, restored):
+    """Somebody patched before us, and undoes it before we undo ours; or undoes ours."""
+    F.scaled_dot_product_attention = lambda *args, **kwargs: TORCHS(*args, **kwargs)
+    fastattn.patch()
+    F.scaled_dot_product_attention = TORCHS
+    with fastattn.sdpa():
+        F.scaled_dot_product_attention(Q, K, V)
+    assert len(calls) == 1
+    fastattn.unpatch()
+    assert F.scaled_dot_product_attention is TORCHS
+    with fastattn.sdpa():
+        F.scaled_dot_product_attention(Q, K, V)
+    assert F.scaled_dot_product_attention is TORCHS and len(calls) == 2
+
+
+def test_a_patch_that_never_calls_ours_is_patched_over(calls, restored):
+    """Also after another one did, which is gone."""
+    with fastattn.sdpa():
+        beneath = F.scaled_dot_product_attention
+        F.scaled_dot_product_attention = lambda *args, **kwargs: beneath(*args, **kwargs)
+    theirs = F.scaled_dot_product_attention = lambda *args, **kwargs: TORCHS(*args, **kwargs)
+    with fastattn.sdpa():
+        F.scaled_dot_product_attention(Q, K, V)
+    assert F.scaled_dot_product_attention is theirs and len(calls) == 1
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_fork_while_another_thread_patches():
+    """The child gets a lock that somebody can release."""
+    held, done = threading.Event(), threading.Event()
+
+    def other():
+        with patching._lock:
+            held.set()
+            done.wait(0.2)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert held.wait(10)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads and fork, from 3.12 on
+        child = os.fork()
+    if child == 0:
+        taken = patching._lock.acquire(timeout=5)
+        os._exit(0 if taken else 1)
+    done.set()
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_somebody_elses_patch_under_ours_runs_where_ours_does_not(calls, restored):

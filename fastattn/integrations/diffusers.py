@@ -9,6 +9,7 @@ UNets and of SD3 among them, which have no `_attention_backend`) call torch's fu
 from __future__ import annotations
 
 import importlib
+import os
 from typing import Any
 
 from torch import Tensor
@@ -17,12 +18,14 @@ from ..torch_form import scaled_dot_product_attention
 
 NAME = "fastattn"
 _MEMBER = NAME.upper()
+_DEFAULT = "DIFFUSERS_ATTN_BACKEND"  # the variable of the environment that it reads
 
 
 def register() -> None:
     """Make "fastattn" a backend of diffusers'. A second call changes nothing.
 
-    Raises ImportError where there is no diffusers with backends (0.35 or newer).
+    Raises ImportError where there is no diffusers with backends (0.35 or newer), and ValueError
+    where DIFFUSERS_ATTN_BACKEND asks for it before it is there.
     """
     dispatch = _dispatch()
     if NAME in dispatch.AttentionBackendName._value2member_map_:
@@ -58,6 +61,14 @@ def _dispatch() -> Any:
             "diffusers: got none with attention backends, expected 0.35 or newer: pip install -U "
             "diffusers"
         ) from error
+    except ValueError as error:
+        if os.environ.get(_DEFAULT) != NAME:
+            raise
+        raise ValueError(
+            f"{_DEFAULT}: got {NAME!r}, which diffusers reads before it can be registered, "
+            "expected a backend of its own or none; after register() say so in code, by "
+            "model.set_attention_backend or attention_backend"
+        ) from error
 
 
 def _attend(
@@ -69,9 +80,18 @@ def _attend(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    _parallel_config: Any = None,
 ) -> Tensor:
     """query (B,L,H,E), key (B,S,Hk,E), value (B,S,Hk,Ev) to (B,L,H,Ev). attn_mask: (B,S), or as
-    torch's, which diffusers' own backends tell apart likewise."""
+    torch's, which diffusers' own backends tell apart likewise. Raises NotImplementedError for
+    context parallelism, which diffusers leaves to its backends."""
+    ranks = getattr(_parallel_config, "context_parallel_config", None)
+    if ranks is not None and ranks._world_size > 1:
+        raise NotImplementedError(
+            f"parallel_config: got {ranks._world_size} ranks, expected one with the backend "
+            "'fastattn', which would see this rank's part of the sequence alone; use one of "
+            "diffusers' for it, or fastattn.distributed"
+        )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
