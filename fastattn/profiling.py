@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import sys
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -12,13 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 
 from . import api, patching
 from .backend import choose
+from .calls import Call, State
 from .check import describe
-from .observing import Call, Observer, clock, converted
+from .observing import Observer, clock
 from .report import Measured, Profile, Round
+from .sights import converted
+from .untouched import Inputs, need_initialised, tensors_in, unchanged
 
 SECONDS = 10.0  # for the whole model, unless a few runs take longer; and again for its calls
 MOST = 12  # kinds of calls that are timed, the most expensive ones
@@ -31,52 +33,36 @@ def profile(model: Callable, *inputs: Any, **kwargs: Any) -> Profile:
     gradients enabled, forward and backward are timed, else forward as it is called here: put
     `torch.no_grad()` or autocast around as around the model.
 
-    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, nn.MultiheadAttention's
-    and nn.TransformerEncoderLayer's inference paths, and fastattn's own; not what a model
-    multiplies itself, nor names bound by `from torch.nn.functional import ...`. The whole model is
+    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, nn.MultiheadAttention with
+    weights and its and nn.TransformerEncoderLayer's inference paths, and fastattn's own; not what a
+    model multiplies itself, what is traced or scripted, nor names bound by `from
+    torch.nn.functional import ...`. The whole model is
     timed as it is, and under `fastattn.sdpa()` with `fastattn.convert`; each kind of call also as
     `fastattn.attention` would be asked for what its mask shows. What is compiled runs eagerly.
 
     `str()` of the report is the text; it has `json()` and `plot(path)`. The model's mode,
-    gradients, buffers, hooks and classes are as before, torch's functions and generators too, also
-    after an exception, which is the model's own.
+    gradients, buffers, hooks and classes are as before, torch's functions and generators too, and
+    tensors it was given, also after an exception, which is the model's own. A lazy module that has
+    not run yet raises ValueError: its class would change.
     """
     target = getattr(model, "_orig_mod", model)  # of torch.compile
     owner = target if isinstance(target, nn.Module) else getattr(model, "__self__", None)
     owner = owner if isinstance(owner, nn.Module) else None
-    with _unchanged(owner), _eager():
-        run, step = _runner(target, owner, inputs, kwargs)
-        observer = Observer(owner)
+    need_initialised(owner)
+    observer = Observer(owner)
+    with unchanged(owner), Inputs(inputs, kwargs) as given, _eager():
+        run = _Runner(target, owner, given)
         with observer.watching():
             run()
+        given.look()
         calls = sorted(observer.calls.values(), key=lambda call: -call.seconds)
         rounds = _whole(run, owner)
         measured = [_measured(call) for call in calls[:MOST]]
         measured += [Measured(call) for call in calls[MOST:]]
     called = type(target).__name__ if target is owner else getattr(target, "__qualname__", "model")
     library = any(x.__name__ == "PreTrainedModel" for x in type(owner).__mro__)
+    step = "forward and backward" if run.backward else "forward"
     return Profile(called, library, step, torch.get_num_threads(), rounds, measured)
-
-
-# ------------------------------------------------------------------------------- leaving no traces
-
-
-@contextmanager
-def _unchanged(owner: nn.Module | None) -> Generator[None]:
-    modules = [] if owner is None else list(owner.modules())
-    before = [(m, dict(m._buffers)) for m in modules]
-    values = [(x, x.detach().clone()) for _, held in before for x in held.values() if x is not None]
-    devices = {x.device for m in modules for x in m.parameters(recurse=False) if x.is_cuda}
-    with torch.random.fork_rng([x.index for x in devices]):
-        try:
-            yield
-        finally:
-            for module, held in before:
-                module._buffers.clear()
-                module._buffers.update(held)
-            with torch.no_grad():
-                for x, value in values:
-                    x.copy_(value)
 
 
 @contextmanager
@@ -88,27 +74,28 @@ def _eager() -> Generator[None]:
         yield
 
 
-def _runner(target, owner: nn.Module | None, inputs, kwargs) -> tuple[Callable[[], None], str]:
-    leaves = [] if owner is None else [x for x in owner.parameters() if x.requires_grad]
-    training = owner is not None and owner.training and torch.is_grad_enabled() and bool(leaves)
+class _Runner:
+    """The model once more, and backward through all that it gives where it is trained."""
 
-    def run() -> None:
-        args, named = tree_map(_fresh, (inputs, kwargs))
-        out = target(*args, **named)
-        if training:
-            out = tree_leaves(dict(out) if isinstance(out, Mapping) else out)
-            out = [x for x in out if isinstance(x, Tensor) and x.requires_grad]
-            torch.autograd.grad(out, leaves, [torch.ones_like(x) for x in out], allow_unused=True)
+    def __init__(self, target: Callable, owner: nn.Module | None, given: Inputs):
+        self.target, self.owner, self.given = target, owner, given
+        self.leaves = [] if owner is None else [x for x in owner.parameters() if x.requires_grad]
+        self.training = owner is not None and owner.training and torch.is_grad_enabled()
+        name = getattr(target, "__name__", "")
+        # A method is looked up at each run: `convert` changes the class that has it.
+        self.method = name if target is not owner and getattr(owner, name, None) == target else ""
+        self.backward = False
 
-    return run, "forward and backward" if training else "forward"
-
-
-def _fresh(x: Any) -> Any:
-    """Caches grow: each run has a copy of what it was given. Tensors are what they are."""
-    try:
-        return x if isinstance(x, Tensor) else copy.deepcopy(x)
-    except Exception:  # whatever a copy may raise
-        return x
+    def __call__(self) -> None:
+        args, named = self.given.fresh()
+        out = (getattr(self.owner, self.method) if self.method else self.target)(*args, **named)
+        if not (self.training and self.leaves):
+            return
+        out = [x for x in tensors_in(out) if x.requires_grad]
+        if out:
+            self.backward = True
+            ones = [torch.ones_like(x) for x in out]
+            torch.autograd.grad(out, self.leaves, ones, allow_unused=True)
 
 
 # --------------------------------------------------------------------------------- the whole model
@@ -136,22 +123,25 @@ def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
 
     first = both()
     rounds = int(SECONDS / (first.now + first.ours + 1e-9))
-    return [both() for _ in range(max(1, min(10, rounds)))]
+    return [both() for _ in range(max(3, min(40, rounds)))]
 
 
 # --------------------------------------------------------------------------------- one kind of call
 
 
 def _measured(call: Call) -> Measured:
-    """Each way timed in turn, and the memory of one call."""
-    ways: dict[str, Callable[[], Any]] = {"now": _differentiated(call, call.now)}
+    """Each way timed in turn, and the memory of one call, all of it under what the call ran in."""
     found = Measured(call)
-    with patching.sdpa():
+    outside = State.of(call.state.device)
+    with patching.sdpa(), call.state.entered():
+        ways: dict[str, Callable[[], Any]] = {"now": _differentiated(call, call.now, outside)}
+        if call.left:
+            found.ours_runs = f"torch: {call.left}"
         if call.ours is not None:
             found.ours_runs = _backend(call)
-            ways["sdpa"] = _differentiated(call, call.ours)
+            ways["sdpa"] = _differentiated(call, call.ours, outside)
         if structured := _structured(call):
-            ways["shown"] = _differentiated(call, structured)
+            ways["shown"] = _differentiated(call, structured, outside)
         for name, way in list(ways.items()):
             try:
                 found.bytes[name] = _peak_bytes(way)
@@ -162,15 +152,16 @@ def _measured(call: Call) -> Measured:
     return found
 
 
-def _differentiated(call: Call, way: Callable[[], Any]) -> Callable[[], Any]:
-    tensors = (call.arguments.get(name) for name in ("query", "key", "value"))
-    leaves = [x for x in tensors if x is not None and x.requires_grad]
-    if not leaves:
+def _differentiated(call: Call, way: Callable[[], Any], outside: State) -> Callable[[], Any]:
+    """outside: what the model ran in, and backward with it."""
+    if not (call.backward and call.leaves):
         return way
 
     def both():
         out = way()
-        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+        out = out[0] if isinstance(out, tuple) else out
+        with outside.entered():
+            return torch.autograd.grad(out, call.leaves, torch.ones_like(out), allow_unused=True)
 
     return both
 

@@ -5,12 +5,21 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, field
-from statistics import quantiles
+from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from .observing import SDPA, Call
+from .calls import SDPA, Call
 
 WORTH = 1.03  # times as fast: less is noise
+FEW = 5  # rounds, below which all must agree
+
+TRANSFORMERS = '`fastattn.integrations.transformers.register()` and attn_implementation="fastattn"'
+UNSEEN = """\
+No attention call was seen. Perhaps the model
+  multiplies its own matrices (transformers: attn_implementation="fastattn" after
+  `fastattn.integrations.transformers.register()`, or "sdpa"; timm:
+  `timm.layers.set_fused_attn(True, experimental=True)`),
+  has the function by a name bound at import, or is traced or scripted."""
 
 
 class Round(NamedTuple):
@@ -61,8 +70,10 @@ class Profile:
 
     @property
     def gains(self) -> tuple[float, float, float]:
-        """Times as fast, by quartiles of what was measured."""
+        """Times as fast, by quartiles of what was measured; of a few rounds, by all."""
         ratios = [x.now / x.ours for x in self.rounds]
+        if len(ratios) < FEW:
+            return min(ratios), median(ratios), max(ratios)
         low, middle, high = quantiles(ratios * 2, n=4, method="inclusive")
         return low, middle, high
 
@@ -77,22 +88,19 @@ class Profile:
 
     @property
     def attention(self) -> float:
-        """Seconds of `now` that are attention, as it is."""
-        return sum(m.total("now") for m in self.calls)
+        """Seconds of `now` that are attention, as it is: not more, where noise has it so."""
+        return min(self.now, sum(m.total("now") for m in self.calls))
 
     def verdict(self) -> str:
         """A sentence: is it worth it, and by which line."""
-        if not self.calls:
-            return (
-                "No attention call was seen: the model multiplies its own matrices (transformers: "
-                'attn_implementation="sdpa"; nn.MultiheadAttention: need_weights=False), or has '
-                "the function by a name bound at import."
-            )
-        if all(m.call.function.startswith("fastattn") for m in self.calls):
+        converted = self.rounds[0].converted
+        if not self.calls and not converted:
+            return UNSEEN
+        if not converted and all(m.call.function.startswith("fastattn") for m in self.calls):
             return "All of it is fastattn already."
         line = " and ".join(self.lines())
         better, (low, gain, high) = self.now / self.shown, self.gains
-        by = " (`fastattn.integrations.transformers.register()`)" * self.of_transformers
+        by = f" ({TRANSFORMERS})" * self.of_transformers
         small = f" Masks kept small{by}: about {better:.2f}x." * (better > gain * WORTH)
         if low >= 1 and gain >= WORTH:
             return f"Worth it: {gain:.2f}x by {line}.{small}"
@@ -107,7 +115,7 @@ class Profile:
         return found
 
     def __str__(self) -> str:
-        share = min(1.0, self.attention / self.now)
+        share = self.attention / self.now
         low, gain, high = self.gains
         lines = [
             f"{self.model}, {self.step}, {_counted(self.threads, 'thread')}: {_time(self.now)}, "
@@ -119,7 +127,7 @@ class Profile:
             lines.append(f"  and masks kept small {_time(self.shown)}, {gain:.2f}x (estimated)")
         lines += [f"  {self.verdict()}", ""]
         for m in self.calls:
-            lines += _entry(m)
+            lines += _entry(m, self)
         return "\n".join(lines)
 
     def json(self) -> str:
@@ -166,31 +174,51 @@ def _counted(n: int, what: str) -> str:
     return f"{n} {what}{'s' * (n != 1)}"
 
 
-def _entry(m: Measured) -> list[str]:
+def _entry(m: Measured, report: Profile) -> list[str]:
     call = m.call
     keys = _sizes(call.k)
     if call.fewest < call.k[-2]:
         keys = keys.replace(f", {call.k[-2]}, ", f", {call.fewest} to {call.k[-2]}, ")
-    shape = f"q {_sizes(call.q)}, k {keys} {call.dtype}"
-    lines = [f"{_place(call)}: {shape}{', ' * bool(call.options)}{call.options}"]
+    alone = "without backward" if "backward" in report.step and not call.backward else ""
+    said = ", ".join(
+        filter(None, [f"q {_sizes(call.q)}, k {keys} {call.dtype}", call.options, alone])
+    )
+    lines = [f"{_place(call)}: {said}"]
     if call.function != SDPA:
         lines.append(f"  {call.function}")
     if call.mask:
-        lines.append(f"  mask {call.mask}{_advice(call)}")
+        lines.append(f"  mask {call.mask}{_advice(m, report.of_transformers)}")
     lines.append(f"  now {call.runs}: {_cost(m, 'now')}")
     if m.ours_runs:
-        lines.append(f"  patched {m.ours_runs}: {_cost(m, 'sdpa')}")
+        known = "sdpa" in m.seconds or "sdpa" in m.trouble
+        lines.append(f"  {call.by} {m.ours_runs}{': ' * known}{_cost(m, 'sdpa') * known}")
     if "shown" in m.seconds:
         lines.append(f"  as shown: {_cost(m, 'shown')}")
     return lines
 
 
-def _advice(call: Call) -> str:
-    if call.shown is None:
+def _advice(m: Measured, of_transformers: bool) -> str:
+    """What a mask shows, and what to write for it, unless that would raise."""
+    shown = m.call.shown
+    if shown is None:
         return ""
-    if not call.shown.instead:
-        return f": {call.shown.what}"
-    return f", but {call.shown.what}: pass {call.shown.instead}"
+    if not shown.instead or "shown" in m.trouble:
+        return f": {shown.what}"
+    taken = f" ({shown.taken})" * bool(shown.taken)
+    return f", but {shown.what}{taken}: {_instead(m.call, of_transformers)}"
+
+
+def _instead(call: Call, of_transformers: bool) -> str:
+    shown = call.shown
+    assert shown is not None
+    if of_transformers and not call.heads:
+        return f"{TRANSFORMERS} keep it so"
+    if call.heads or call.by == "converted":
+        given = "no mask" if not shown.arguments else shown.instead
+        return f"pass {given} to fastattn.attention, in a module of your own"
+    given = {"scale": "scale", "dropout_p": f"{call.arguments.get('dropout_p', 0.0):g}"}
+    asked = [x for x in given if call.arguments.get(x)]
+    return shown.call.removesuffix(")") + "".join(f", {x}={given[x]}" for x in asked) + ")"
 
 
 def _cost(m: Measured, way: str) -> str:

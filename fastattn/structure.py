@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+Band = tuple[int | None, int | None]  # keys to the left and to the right; None: no edge
 
 MOST = 1 << 26  # elements that are looked at: of larger masks, the first items
 
@@ -14,6 +17,16 @@ class Shown(NamedTuple):
     what: str  # "causal + left padding"
     arguments: dict[str, Any] | None = None  # of `attention`, in the mask's place; None: none known
     instead: str = ""  # the same, to be read
+    taken: str = ""  # what it goes by that a mask cannot say
+
+    @property
+    def call(self) -> str:
+        """The whole call that stands for the one with the mask."""
+        if self.arguments is None:
+            causal = ", causal=True" * self.what.startswith("causal")
+            return f"fastattn.attention_packed(q, k, v, cu_q{causal})"
+        given = f", {self.instead}" * bool(self.arguments)
+        return f"fastattn.attention(q, k, v{given})"
 
 
 def structure(mask: Tensor, M: int, N: int) -> Shown:
@@ -24,7 +37,7 @@ def structure(mask: Tensor, M: int, N: int) -> Shown:
     """
     if mask.ndim > 4 or not mask.numel():
         return Shown("of more than four dimensions" if mask.ndim > 4 else "of no elements")
-    keep = _kept(mask)
+    keep = kept(mask)
     if keep is None:
         values = "learned, added to the scores" if mask.requires_grad else "added to the scores"
         return Shown(f"{values}: a bias")
@@ -48,8 +61,8 @@ def structure(mask: Tensor, M: int, N: int) -> Shown:
     return found
 
 
-def _kept(mask: Tensor) -> Tensor | None:
-    """As a bool mask; None where it adds values that matter."""
+def kept(mask: Tensor) -> Tensor | None:
+    """A mask as a bool one; None where it adds values that matter."""
     if mask.dtype == torch.bool:
         return mask
     if mask.requires_grad:
@@ -59,36 +72,53 @@ def _kept(mask: Tensor) -> Tensor | None:
 
 
 def _banded(keep: Tensor) -> Shown | None:
-    """A band around a diagonal, and keys that nobody sees. keep (B,M,N)."""
-    _, M, N = keep.shape
+    """A band around a diagonal, and keys that nobody sees. keep (B,M,N).
+
+    Of the bands that fit, the one that leaves the fewest rows without a key: rows that see
+    everything are padding in some masks, and may be left so; a row that sees a part may not.
+    """
     if not keep.numel():
         return None
-    whole = keep.all(-1, keepdim=True)  # rows of padding see everything in some masks
+    whole = keep.all(-1, keepdim=True)
     some = keep & ~whole
     keys = torch.where(some.any(-1).any(-1, keepdim=True), some.any(-2), keep.any(-2))
     keys |= keep[:, -1]
+    rows, whole, found, fewest = keep.any(-1), whole[..., 0], None, keep.numel()
+    for band, corner, inside in _bands(some):
+        expected = inside & keys[:, None]
+        sees = expected.any(-1)
+        wrong = (expected != keep).any(-1) & rows & (sees | ~whole)
+        emptied = int((rows & ~sees).sum())
+        if emptied < fewest and not wrong.any():
+            found, fewest = _said(band, corner, keys), emptied
+        if not fewest:
+            break
+    return found and found._replace(taken="rows that see every key are padding" * bool(fewest))
+
+
+def _bands(some: Tensor) -> Iterator[tuple[Band, int, Tensor]]:
+    """Bands that may be those of some (B,M,N): their edges, the key of their first row, and where
+    they let rows look. Edges that a row's own key is behind are none that `attention` takes."""
+    _, M, N = some.shape
     for corner in dict.fromkeys((0, N - M)):
-        ahead = torch.arange(N, device=keep.device) - torch.arange(M, device=keep.device)[:, None]
+        ahead = torch.arange(N, device=some.device) - torch.arange(M, device=some.device)[:, None]
         ahead = ahead - corner  # of the row's own key
-        seen = ahead.expand(keep.shape)[some]
+        seen = ahead.expand(some.shape)[some]
         left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
-        bands: list[tuple[int | None, int | None]] = [(None, None), (None, 0), (left, 0)]
+        bands: list[Band] = [(None, None), (None, 0), (left, 0)]
         if corner == 0:
             bands.append((left, right))
         for band in bands:
-            inside = torch.ones_like(ahead, dtype=torch.bool)
-            if band[0] is not None:
-                inside &= ahead >= -band[0]
-            if band[1] is not None:
-                inside &= ahead <= band[1]
-            expected = inside & keys[:, None]
-            wrong = (expected != keep).any(-1) & expected.any(-1) & keep.any(-1)
-            if not wrong.any():
-                return _said(band, corner, keys)
-    return None
+            if min(x or 0 for x in band) >= 0:
+                inside = torch.ones_like(ahead, dtype=torch.bool)
+                if band[0] is not None:
+                    inside &= ahead >= -band[0]
+                if band[1] is not None:
+                    inside &= ahead <= band[1]
+                yield band, corner, inside
 
 
-def _said(band: tuple[int | None, int | None], corner: int, keys: Tensor) -> Shown:
+def _said(band: Band, corner: int, keys: Tensor) -> Shown:
     what, instead = [], []
     arguments: dict[str, Any] = {}
     if band[1] == 0:

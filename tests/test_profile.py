@@ -1,16 +1,22 @@
 """profile: every attention call of a model, what its masks show, and no trace of having looked."""
 
+import concurrent.futures
+import contextlib
+import dataclasses
 import importlib.util
 import json
+import threading
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules import module as modules
 
 import fastattn
 from fastattn import api, patching, profiling
+from fastattn.report import Profile, Round
 from fastattn.structure import structure
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -301,3 +307,437 @@ def test_a_model_of_transformers():
     assert m.call.path == "model.layers.*.self_attn" and m.call.count == 2
     assert m.call.shown.what == "causal + left padding"
     assert cache.get_seq_length() == 0
+
+
+# ---------------------------------------------------------------------- advice that can be followed
+
+
+def drawn_mask(seed):
+    """A band at a corner, a window, padding on either side, holes and rows without a key."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def often(percent):
+        return torch.randint(100, (), generator=draw) < percent
+
+    def upto(n):
+        return int(torch.randint(n + 1, (), generator=draw))
+
+    B, M = 1 + upto(2), 1 + upto(7)
+    N = M if often(40) else 1 + upto(9)
+    ahead = torch.arange(N) - torch.arange(M)[:, None] - (N - M) * bool(often(50))
+    keep = torch.ones(B, M, N, dtype=torch.bool)
+    if often(60):
+        keep &= ahead <= 0
+    if often(40):
+        keep &= ahead >= -upto(4)
+    if often(20):
+        keep &= ahead <= upto(6) - 3
+    lengths = torch.randint(N + 1, (B, 1, 1), generator=draw)
+    padding = upto(3)
+    keep &= {0: torch.arange(N) < lengths, 1: torch.arange(N) >= N - lengths}.get(padding, True)
+    if often(10):
+        keep &= torch.rand(B, 1, N, generator=draw) > 0.3
+    if often(20):
+        keep &= torch.rand(B, M, 1, generator=draw) > 0.3
+    if often(20):
+        keep |= ~keep.any(-1, keepdim=True)
+    return keep
+
+
+def test_advice_gives_what_the_mask_gives():
+    """Also where bands hide all of some rows. Rows that see everything may be padding."""
+    followed = 0
+    for seed in range(1500):
+        keep = drawn_mask(seed)
+        B, M, N = keep.shape
+        mask = keep[:, None] if seed % 3 else added(keep[:, None])
+        found = structure(mask, M, N)
+        if found.arguments is None:
+            continue
+        given = dict(found.arguments)
+        if "key_lengths" in given:
+            given["key_lengths"] = given["key_lengths"].expand(B).contiguous()
+        q, k = torch.randn(B, 1, M, 8), torch.randn(B, 1, N, 8)
+        wanted = fastattn.attention(q, k, k, mask=mask)
+        out = fastattn.attention(q, k, k, **given)
+        emptied = (out == 0).all(-1)[:, 0]
+        assert found.taken or not (emptied & keep.any(-1)).any(), seed
+        rows = keep.any(-1) & ~(keep.all(-1) & emptied)
+        assert torch.allclose(out[:, 0][rows], wanted[:, 0][rows], atol=1e-5), (seed, found)
+        followed += 1
+    assert followed > 1000
+
+
+def test_a_second_chunk_that_is_padded():
+    """Padding that is longer than the chunk leaves no row to the band at the top left."""
+    keep = (torch.arange(20) <= torch.arange(4)[:, None] + 16) & (torch.arange(20) >= 7)
+    assert structure(keep, 4, 20).what == "causal from the bottom right + left padding"
+
+
+def test_bands_that_no_argument_makes():
+    q = torch.randn(1, 1, N, 8)
+    report = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, CAUSAL.tril(-2)))
+    assert "window=" not in str(report) and not report.calls[0].trouble
+
+
+def test_advice_that_raised_is_none(monkeypatch):
+    q = torch.randn(1, 1, N, 8)
+    monkeypatch.setattr(
+        profiling, "_structured", lambda call: lambda: fastattn.attention(q, q, q[0])
+    )
+    text = str(fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, CAUSAL)))
+    assert "dense: causal\n" in text
+
+
+def test_advice_is_a_whole_call():
+    q = torch.randn(1, 1, N, 8)
+    text = str(fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, CAUSAL, scale=2.0)))
+    assert "but causal: fastattn.attention(q, k, v, causal=True, scale=scale)\n" in text
+    text = str(fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, SAME & CAUSAL)))
+    assert "fastattn.attention_packed(q, k, v, cu_q, causal=True)" in text
+    assert "to fastattn.attention, in a module" in str(
+        fastattn.profile(encoder(), X, src_key_padding_mask=PADDING)
+    )
+
+
+# ---------------------------------------------------------------------------- what a call ran under
+
+
+class Under(nn.Module):
+    def __init__(self, context):
+        super().__init__()
+        self.context = context
+
+    def forward(self, q):
+        with self.context():
+            return F.scaled_dot_product_attention(q, q, q)
+
+
+def test_kernels_that_the_model_chose():
+    math = torch.nn.attention.SDPBackend.MATH
+    model = Under(lambda: torch.nn.attention.sdpa_kernel(math))
+    (m,) = fastattn.profile(model, X[:, None]).calls
+    assert m.call.runs == "torch math"
+    assert m.ours_runs == "torch: sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"
+    assert torch.backends.cuda.flash_sdp_enabled()
+
+
+def test_autocast_that_the_model_chose():
+    q = X[:, None].clone().requires_grad_()
+    model = Under(lambda: torch.autocast("cpu", torch.bfloat16))
+    (m,) = fastattn.profile(model, q).calls
+    assert m.call.dtype == "bfloat16" and m.ours_runs == "fastattn cpu"
+    with m.call.state.entered():
+        assert m.call.now().dtype == m.call.ours().dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
+
+
+# ----------------------------------------------------------------------------------- weights, asked
+
+
+class Heads(nn.Module):
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.heads = nn.MultiheadAttention(32, 2, **kwargs)
+
+    def forward(self, x, **given):
+        return self.heads(x, x, x, **given)[0]
+
+
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_heads_with_weights(mode, batch_first):
+    model = Heads(batch_first=batch_first, dropout=0.1).train(mode == "train")
+    padding = PADDING if batch_first else torch.zeros(9, 2, dtype=torch.bool)
+    report = fastattn.profile(model, X, key_padding_mask=padding)
+    (m,) = report.calls
+    B, L = (2, 9) if batch_first else (9, 2)
+    assert m.call.function == "nn.MultiheadAttention with weights" and m.call.path == "heads"
+    assert m.call.q == m.call.k == (B, 2, L, 16) and m.call.backward == (mode == "train")
+    assert m.call.options == "dropout 0.1" * (mode == "train")
+    assert m.ours_runs == "fastattn cpu" and {"now", "sdpa"} == set(m.seconds)
+    assert m.call.shown.what == ("right padding" if batch_first else "shows everything")
+    assert "by fastattn.convert(model)" in str(report)
+    assert "\n  converted fastattn cpu: " in str(report) and "patched" not in str(report)
+    if mode == "eval":
+        torch.testing.assert_close(m.call.now()[0], as_first(m.call.ours()[0], batch_first))
+
+
+def as_first(out, batch_first):
+    return out.transpose(0, 1) if batch_first else out
+
+
+def test_weights_and_both_masks():
+    mask = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    report = fastattn.profile(Heads(batch_first=True), X, attn_mask=mask, key_padding_mask=PADDING)
+    assert report.calls[0].call.shown.what == "causal + right padding"
+    assert "(9, 9) float32, dense and (2, 9) float32, but causal" in str(report)
+
+
+def test_without_weights_it_is_torchs_function():
+    (m,) = fastattn.profile(Heads(), X, need_weights=False).calls
+    assert m.call.function == "scaled_dot_product_attention" and m.call.heads
+
+
+class Derived(nn.MultiheadAttention):
+    pass
+
+
+def test_heads_that_convert_leaves():
+    model = Derived(32, 2)
+    (m,) = fastattn.profile(model, X, X, X).calls
+    assert "a subclass of nn.MultiheadAttention" in m.ours_runs and "sdpa" not in m.seconds
+
+
+def test_a_verdict_without_calls_judges_what_was_measured(monkeypatch):
+    report = fastattn.profile(Heads(), X)
+    report.calls.clear()
+    assert "by fastattn.convert(model)" in report.verdict()
+    unseen = fastattn.profile(nn.Linear(32, 3), X).verdict()
+    assert "set_fused_attn(True, experimental=True)" in unseen
+    assert "register()" in unseen and 'attn_implementation="fastattn"' in unseen
+
+
+# --------------------------------------------------------------------------------- what models give
+
+
+@dataclasses.dataclass
+class Given:
+    hidden: object
+    backwards: int = 0
+
+
+class Wrapped(nn.Module):
+    """Gives a dataclass; counts backwards."""
+
+    def __init__(self, detached=False):
+        super().__init__()
+        self.linear, self.detached, self.backwards = nn.Linear(32, 32), detached, 0
+
+    def forward(self, x):
+        q = self.linear(x)[:, None]
+        out = F.scaled_dot_product_attention(q, q, q)
+        out.register_hook(self.count)
+        return Given([{"out": out.detach() if self.detached else out}])
+
+    def count(self, _):
+        self.backwards += 1
+
+
+def test_a_model_that_gives_a_dataclass():
+    model = Wrapped()
+    report = fastattn.profile(model, X)
+    assert report.step == "forward and backward" and model.backwards >= 7
+    assert report.calls[0].call.backward
+    model = Wrapped(detached=True)
+    report = fastattn.profile(model, X)
+    assert report.step == "forward" and not report.calls[0].call.backward
+    assert report.attention <= report.now
+
+
+def test_checkpoints_are_not_counted_twice():
+    """Computed again in backward, by calls that backward does not go through."""
+
+    class Checkpointed(Wrapped):
+        def forward(self, x):
+            run = torch.utils.checkpoint.checkpoint
+            q = self.linear(x)[:, None]
+            return run(attend, q, use_reentrant=False)
+
+    def attend(q):
+        return F.scaled_dot_product_attention(q, q, q).exp()
+
+    report = fastattn.profile(Checkpointed(), X)
+    assert sorted((m.call.backward, m.call.count) for m in report.calls) == [(False, 1), (True, 1)]
+    assert str(report).count("without backward") == 1
+
+
+# ------------------------------------------------------------------------------ models of all sorts
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("whole", [True, False], ids=["encoder", "layer"])
+def test_the_inference_path_with_a_mask(padded, whole):
+    model = encoder().eval() if whole else encoder().eval().layers[0]
+    given = {"src_key_padding_mask": PADDING} if padded else {}
+    mask = nn.Transformer.generate_square_subsequent_mask(9)
+    with torch.no_grad():
+        (m,) = fastattn.profile(model, X, mask.isinf(), **given).calls
+        assert m.call.shown.what == "causal" + " + right padding" * padded
+        assert m.ours_runs == "fastattn cpu"
+        torch.testing.assert_close(m.call.now(), m.call.ours())
+
+
+def jagged():
+    return torch.nested.nested_tensor([torch.randn(n, 2, 8) for n in (3, 5)], layout=torch.jagged)
+
+
+def test_jagged_calls():
+    q = jagged().transpose(1, 2)
+    (m,) = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q)).calls
+    assert m.call.q == (2, 2, -1, 8) and m.ours_runs == "fastattn cpu"
+
+
+@pytest.mark.parametrize("rows", [9, 4])
+def test_causal_biases(rows):
+    """Their class knows F's function alone, by identity."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    q, k = torch.randn(1, 2, rows, 8), torch.randn(1, 2, 9, 8)
+    bias, outs = causal_lower_right(rows, 9), []
+    wanted = F.scaled_dot_product_attention(q, k, k, bias)
+    report = fastattn.profile(lambda: outs.append(F.scaled_dot_product_attention(q, k, k, bias)))
+    for out in outs:
+        torch.testing.assert_close(out, wanted)
+    (m,) = report.calls
+    torch.testing.assert_close(m.call.now(), wanted)
+    assert (m.call.mask, m.ours_runs) == ("CausalBias", "fastattn cpu") and "now" in m.seconds
+
+
+@pytest.mark.parametrize("build", [Heads, encoder], ids=["heads", "layer"])
+def test_a_method_that_runs_no_hooks(build):
+    model = build(batch_first=True).heads if build is Heads else build().layers[0]
+    inputs = [X] * (3 if build is Heads else 1)
+    with torch.no_grad():
+        report = fastattn.profile(model.eval().forward, *inputs)
+    (m,) = report.calls
+    assert m.call.path == "" and m.ours_runs == "fastattn cpu"
+
+
+def test_a_method_is_looked_up_in_a_converted_class():
+    model, ran = nn.MultiheadAttention(32, 2), []
+    forward = fastattn.MultiheadAttention.forward
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            fastattn.MultiheadAttention,
+            "forward",
+            lambda self, *args, **kw: (ran.append(type(self)), forward(self, *args, **kw))[1],
+        )
+        report = fastattn.profile(model.forward, X, X, X)
+        assert len(ran) >= len(report.rounds)
+
+
+def test_scripted_and_traced():
+    traced = torch.jit.trace(Buffered(torch.ones(2)), X[:, None])
+    for model, x in ((torch.jit.script(nn.BatchNorm1d(9)), X), (traced, X[:, None])):
+        before = [y.clone() for y in model.buffers()]
+        assert "scripted" in str(fastattn.profile(model, x))
+        assert all(map(torch.equal, before, model.buffers()))
+
+
+class Buffered(nn.Module):
+    def __init__(self, held):
+        super().__init__()
+        self.register_buffer("held", held)
+
+    def forward(self, q):
+        return F.scaled_dot_product_attention(q, q, q)
+
+
+HELD = {
+    "expanded": lambda: torch.ones(1).expand(4),
+    "nan": lambda: torch.full((2,), torch.nan),
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "meta": lambda: torch.empty(3, device="meta"),
+    "jagged": jagged,
+    "inference": torch.inference_mode()(lambda: torch.ones(2)),
+}
+
+
+@pytest.mark.parametrize("name", HELD)
+def test_buffers_of_every_sort(name):
+    assert fastattn.profile(Buffered(HELD[name]()), X[:, None]).calls[0].call.count == 1
+
+
+# --------------------------------------------------------------------------------- no trace of that
+
+
+def test_a_graph_in_flight():
+    model = Mixed().eval()
+    x = X.clone().requires_grad_()
+    out = model(x)["out"].sum()
+    fastattn.profile(model, X)
+    out.backward()
+    assert x.grad is not None
+
+
+def test_inputs_changed_in_place():
+    """Each run begins with what the first had."""
+    seen, x, same = [], X.clone(), X.clone()
+
+    def model(x, held):
+        seen.append((x.mean().item(), held["y"] is x))
+        return F.scaled_dot_product_attention(*[x.add_(1)[:, None]] * 3)
+
+    fastattn.profile(model, x, {"y": x})
+    assert len(seen) > 4 and set(seen) == {(X.mean().item(), True)}
+    assert torch.equal(x, X)
+    with pytest.raises(KeyError):
+        fastattn.profile(lambda x: {}[x.mul_(2)], same)
+    assert torch.equal(same, X)
+
+
+def test_a_lazy_module():
+    with pytest.raises(ValueError, match=r"lazy module .weight., expected one that has run once"):
+        fastattn.profile(nn.LazyLinear(3), X)
+
+
+def test_calls_of_threads():
+    class Threaded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList(Under(contextlib.nullcontext) for _ in range(4))
+
+        def forward(self, q):
+            with concurrent.futures.ThreadPoolExecutor(4) as pool:
+                barrier = threading.Barrier(4)
+                parts = [lambda part=part: (barrier.wait(), part(q)) for part in self.parts]
+                return [x.result()[1] for x in [pool.submit(part) for part in parts]]
+
+    (m,) = fastattn.profile(Threaded(), torch.randn(2, 4, 256, 32)).calls
+    assert dict(m.call.where) == {f"parts.{i}": 1 for i in range(4)}
+
+
+def test_growing_keys_of_grouped_heads():
+    """They may come as rows, so that a token is more than one. Chunks are lines of their own."""
+
+    class Layers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Cross() for _ in range(2))
+
+        def forward(self, q):
+            for n in range(5, 10):
+                for layer in self.layers:
+                    layer(q, torch.randn(1, 2, n, 8))
+            for n in (20, 30):
+                self.layers[0](q, torch.randn(2, 2, n, 8), torch.ones(3, n, dtype=torch.bool))
+
+    class Cross(nn.Module):
+        def forward(self, q, k, mask=None):
+            q = q if mask is None else q.expand(2, -1, -1, -1)
+            return F.scaled_dot_product_attention(q, k, k, mask)
+
+    report = fastattn.profile(Layers(), torch.randn(1, 2, 3, 8))
+    assert sorted(m.call.count for m in report.calls) == [1, 1, 10]
+    assert "k (1, 2, 5 to 9, 8)" in str(report)
+
+
+def test_padding_masks_are_not_dense():
+    """Of keys alone, for each item."""
+    heads = nn.MultiheadAttention(32, 2, batch_first=True).eval()
+    with torch.no_grad():
+        report = fastattn.profile(heads, X, X, X, key_padding_mask=PADDING)
+    assert "dense" not in report.calls[0].call.mask and "converted fastattn" in str(report)
+
+
+def test_few_rounds_must_agree():
+    def verdict(*gains):
+        rounds = [Round(x, 1.0, True) for x in gains]
+        return Profile("M", False, "forward", 1, rounds, []).verdict()
+
+    assert verdict(2.0, 2.0, 2.0).startswith("Worth it")
+    assert verdict(2.0, 2.0, 0.9).startswith("No difference that could be measured")
+    assert verdict(0.5, 0.5, 1.1).startswith("No difference that could be measured")
+    assert verdict(*[2.0] * 5, 0.9).startswith("Worth it")
+    assert 3 <= len(fastattn.profile(nn.Linear(32, 3), X).rounds) <= 40

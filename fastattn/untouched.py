@@ -1,0 +1,136 @@
+"""Running a model many times, and leaving it and what it is given as they were."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+
+def need_initialised(owner: nn.Module | None) -> None:
+    named = () if owner is None else chain(owner.named_parameters(), owner.named_buffers())
+    for name, x in named:
+        if nn.parameter.is_lazy(x):
+            raise ValueError(
+                f"got an uninitialised lazy module ({name}), expected one that has run once: call "
+                "the model on its inputs first"
+            )
+
+
+@contextmanager
+def unchanged(owner: nn.Module | None) -> Generator[None]:
+    """Buffers and random generators; a graph in flight may need those buffers that nobody wrote."""
+    modules = [] if owner is None else list(owner.modules())
+    before = [(m, dict(m._buffers)) for m in modules]
+    kept = [_Kept(x) for _, held in before for x in held.values() if x is not None]
+    devices = {x.device for m in modules for x in m.parameters(recurse=False) if x.is_cuda}
+    with torch.random.fork_rng([x.index for x in devices]):
+        try:
+            yield
+        finally:
+            for module, held in before:
+                if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are views
+                    module._buffers.clear()
+                    module._buffers.update(held)
+            for x in kept:
+                x.restore()
+
+
+class _Kept:
+    """A tensor, and what it held."""
+
+    def __init__(self, x: Tensor):
+        self.tensor, self.value, self.version = x, x.detach().clone(), _version(x)
+
+    def changed(self) -> bool:
+        return _version(self.tensor) != self.version or self._differs()
+
+    def _differs(self) -> bool:
+        """Not all that is written says so: batch norms do not."""
+        x, value = self.tensor.detach(), self.value
+        if x.layout != torch.strided or x.is_meta or x.is_nested:
+            return False
+        return not bool(((x == value) | ((x != x) & (value != value))).all())
+
+    def restore(self) -> None:
+        if self.changed():
+            mode = torch.inference_mode(self.tensor.is_inference())
+            with mode, torch.no_grad(), suppress(RuntimeError):  # one element seen as many
+                self.tensor.copy_(self.value)
+
+    def copy(self) -> Tensor:
+        if self.tensor.requires_grad and not self.tensor.is_leaf:
+            return self.tensor.clone()
+        return self.value.clone().requires_grad_(self.tensor.requires_grad)
+
+
+def _version(x: Tensor) -> int:
+    return 0 if x.is_inference() else x._version
+
+
+class Inputs:
+    """What a model is called with. Caches grow: each run has a copy of what is no tensor, and of
+    tensors that the first run wrote to."""
+
+    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+        self.given = args, kwargs
+        tensors = {id(x): x for x in tree_leaves(self.given) if isinstance(x, Tensor)}
+        self.kept = {at: _Kept(x) for at, x in tensors.items()}
+        self.looked = False
+
+    def __enter__(self) -> Inputs:
+        return self
+
+    def __exit__(self, *_) -> None:
+        if not self.looked:
+            self.look()
+
+    def look(self) -> None:
+        """After the first run."""
+        self.looked = True
+        self.kept = {at: x for at, x in self.kept.items() if x.changed()}
+        for x in self.kept.values():
+            x.restore()
+
+    def fresh(self) -> tuple[tuple, dict[str, Any]]:
+        copies = {at: x.copy() for at, x in self.kept.items()} if self.looked else {}
+        return tree_map(
+            lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else _copy(x), self.given
+        )
+
+
+def _copy(x: Any) -> Any:
+    try:
+        return copy.deepcopy(x)
+    except Exception:  # whatever a copy may raise
+        return x
+
+
+def tensors_in(x: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
+    """Of what a model gives, dataclasses and mappings of any sort among it."""
+    seen = set() if seen is None else seen
+    if id(x) in seen:
+        return
+    seen.add(id(x))
+    if isinstance(x, Tensor):
+        yield x
+        return
+    if isinstance(x, Mapping):
+        inside = list(x.values())
+    elif dataclasses.is_dataclass(x):
+        inside = [getattr(x, name, None) for name in _attributes(x)]
+    else:
+        inside = [y for y in tree_leaves(x, is_leaf=lambda y: y is not x) if y is not x]
+    for y in inside:
+        yield from tensors_in(y, seen)
+
+
+def _attributes(x: Any) -> set[str]:
+    return {*getattr(x, "__dict__", ()), *(field.name for field in dataclasses.fields(x))}
