@@ -496,6 +496,54 @@ def test_it_goes_where_the_model_does():
     assert cut.shape == (2, 1, 3, 5) and torch.equal(cut.exact(), mask.exact()[:, :, :3])
 
 
+@pytest.mark.parametrize("padding", ["none", "right", "hole"])
+def test_a_mask_of_one_row_is_that_of_all(padding, registered):
+    """Some models make it so, and mean all rows."""
+    torch.manual_seed(0)
+    q, k = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 24, 8)
+    seen = torch.ones(3, 24, dtype=torch.bool) if padding == "none" else seen_by(padding, 24)[:3]
+    both = masks.bidirectional_mask_function
+    one, all_rows = (make_mask(3, m, 24, 0, 0, both, seen) for m in (1, 5))
+    found, wanted = (transformers_attention.attend(MODULE, q, k, k, x)[0] for x in (one, all_rows))
+    assert one.shape[2] == 1 and torch.equal(found, wanted)
+    with pytest.raises(ValueError, match=r"\(1, 24\), expected \(5, 23\)"):
+        transformers_attention.attend(MODULE, q, k[:, :, 1:], k[:, :, 1:], one)
+
+
+def test_a_mask_of_one_key_hides_nothing(registered):
+    """Of a BERT that generates without being a decoder: it knows nothing of its cache."""
+    q, k = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 13, 8)
+    one = make_mask(2, 1, 1, 0, 0, masks.bidirectional_mask_function)
+    expected = transformers_attention.attend(MODULE, q, k, k, None, is_causal=False)[0]
+    assert torch.equal(transformers_attention.attend(MODULE, q, k, k, one)[0], expected)
+
+
+def test_models_that_mean_something_else_are_refused():
+    pytest.importorskip("transformers.models.bridgetower")
+    from transformers import BridgeTowerModel, DeepseekV4ForCausalLM
+
+    assert "calls causal what its eager attention shows" in ours._why_not(BridgeTowerModel)
+    assert "picks keys" in ours._why_not(DeepseekV4ForCausalLM)
+
+
+def test_what_somebody_wrapped_since_stays():
+    from transformers import PreTrainedModel
+
+    original = PreTrainedModel.get_correct_attn_implementation
+    ours.register()
+    beneath = PreTrainedModel.get_correct_attn_implementation
+
+    def theirs(self, *args, **kwargs):
+        return beneath(self, *args, **kwargs)
+
+    try:
+        PreTrainedModel.get_correct_attn_implementation = theirs
+        ours.unregister()
+        assert PreTrainedModel.get_correct_attn_implementation is theirs
+    finally:
+        PreTrainedModel.get_correct_attn_implementation = original
+
+
 def test_what_cannot_be_is_named(registered):
     q = k = torch.randn(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match=r"^cache: got object, expected transformers'"):
@@ -504,7 +552,16 @@ def test_what_cannot_be_is_named(registered):
         transformers_attention.attend(MODULE, q, k, k, make_mask(1, 3, 4))
     with pytest.raises(TypeError, match=r"in torch\.add, expected it in fastattn's"):
         torch.add(q, make_mask(1, 3, 3))
-    for use in (lambda x: ~x, lambda x: x & q, lambda x: x == 0, lambda x: q - x):
+    arithmetic = lambda x: ~x, lambda x: x & q, lambda x: x == 0, lambda x: q - x, lambda x: x / 2
+    for use in (
+        *arithmetic,
+        len,
+        list,
+        abs,
+        lambda x: x ^ q,
+        lambda x: x.device,
+        lambda x: x.min(),
+    ):
         with pytest.raises(TypeError, match="expected it in fastattn's attention function alone"):
             use(make_mask(1, 3, 3))
     with pytest.raises(AttributeError, match=r"in `\.device`, expected it in fastattn's"):

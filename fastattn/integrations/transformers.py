@@ -56,17 +56,24 @@ def _replace(mapping: dict[str, Any], function: Callable) -> None:
     mapping[NAME] = function
 
     def put_back() -> None:
-        mapping.pop(NAME)
-        if before is not _MISSING:
-            mapping[NAME] = before
+        if mapping.get(NAME) is function:
+            del mapping[NAME]
+            if before is not _MISSING:
+                mapping[NAME] = before
 
     _undo.append(put_back)
 
 
 def _wrap(owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> None:
     original = getattr(owner, name)
-    setattr(owner, name, wrapper(original))
-    _undo.append(lambda: setattr(owner, name, original))
+    ours = wrapper(original)
+    setattr(owner, name, ours)
+
+    def put_back() -> None:
+        if getattr(owner, name) is ours:  # else somebody wrapped it since, and calls it
+            setattr(owner, name, original)
+
+    _undo.append(put_back)
 
 
 def _refusing(original: Callable) -> Callable:
@@ -86,10 +93,19 @@ def _refusing(original: Callable) -> Callable:
     return get_correct_attn_implementation
 
 
-# By a source: what looks a class of attention up by name; what picks keys and adds that to the mask
-# for these two alone, or hands over a sink of each row.
+# By a source: what looks a class of attention up by name, and else.
 _OWN = r"_CLASSES\[\S*attn_implementation\]"
-_PICKS = r"""attn_implementation in \("eager", "sdpa"\)|^\s+sinks="""
+_ELSE = {
+    # Keys are picked and that is added to the mask for these two alone or for tensors; a sink of
+    # each row is handed over.
+    r"""attn_implementation in \("eager", "sdpa"\)|^\s+sinks="""
+    r"""|isinstance\(attention_mask, torch\.Tensor\) and kv""": (
+        "this one picks keys, or has sinks, that other implementations are not told of"
+    ),
+    r"Attention\(config, is_causal=True": (
+        "this one calls causal what its eager attention shows all of"
+    ),
+}
 
 
 @functools.cache
@@ -107,7 +123,6 @@ def _why_not(kind: Any) -> str | None:
             continue
         if not base._can_set_attn_implementation() or re.search(_OWN, source):
             break
-        if re.search(_PICKS, source, re.MULTILINE):
-            return "this one picks keys, or has sinks, that other implementations are not told of"
-        return None
+        found = (why for sign, why in _ELSE.items() if re.search(sign, source, re.MULTILINE))
+        return next(found, None)
     return "this one computes its own and would never call fastattn"

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
-from .transformers_masks import Mask
+from .transformers_masks import RELATIVE, Mask
 from .transformers_paged import attend_pages
 
 
@@ -82,13 +82,16 @@ Offsets = tuple[Tensor, Tensor, int | None, int | None]  # of rows and of keys, 
 
 
 def _offsets(mask: Mask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | None:
-    if mask.shape[2:] != (query.shape[2], key.shape[2]):
+    if not mask.fits(query.shape[2], key.shape[2]):
         got, expected = tuple(mask.shape[2:]), (query.shape[2], key.shape[2])
-        raise ValueError(f"attention_mask: got one of (M, N) = {got}, expected {expected}")
+        raise ValueError(
+            f"attention_mask: got one of (M, N) = {got}, expected {expected} or what is the same "
+            "for all rows; leave this model at 'eager' or 'sdpa'"
+        )
     if mask.offsets is not None:
         offsets, longest = mask.offsets
         return offsets, offsets, longest, longest
-    plain = mask.arguments.get("causal") in (None, True) and mask.arguments.keys() <= _RELATIVE
+    plain = mask.arguments.get("causal") in (None, True) and mask.arguments.keys() <= RELATIVE
     return _given_offsets(query, kwargs) if plain else None
 
 
@@ -100,9 +103,6 @@ def _exact(mask: Mask | Tensor | None) -> Tensor:
         "cu_seq_lens_q: got some beside output_attentions or a position bias, expected "
         "position_ids that begin anew with every sequence"
     )
-
-
-_RELATIVE = {"causal", "window"}  # these say the same of each sequence as of all
 
 
 def _given_offsets(query: Tensor, kwargs: Any) -> Offsets | None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import masking_utils
 
 _is_compiling = torch.compiler.is_compiling
+RELATIVE = {"causal", "window"}  # these say the same of each sequence as of all
 
 
 class Mask:
@@ -47,6 +48,14 @@ class Mask:
             offsets = torch.nn.functional.pad(offsets, (0, 1), value=self.starts.numel())
             self._offsets = offsets, int(offsets.diff().max())
         return self._offsets
+
+    def fits(self, M: int, N: int) -> bool:
+        """Whether it says what M rows see of N keys: some models make it for one row, and mean
+        all, or for one key where all are seen."""
+        if not self.arguments and self.starts is None and self.shape[3] == 1:
+            return True
+        alike = self.shape[2] == 1 and not RELATIVE & self.arguments.keys()
+        return self.shape[3] == N and (alike or self.shape[2] == M)
 
     def __getitem__(self, where: Any) -> Mask:
         return of_tensor(self.exact()[where])
@@ -85,12 +94,22 @@ class Mask:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # which copy and pickle ask for
             raise AttributeError(name)
-        raise AttributeError(str(_strange(f"`.{name}`")))
+        raise MaskError(str(_strange(f"`.{name}`")))
 
+    def _counted(self) -> int:
+        raise _strange("a loop, or numpy")
+
+    __len__ = __iter__ = __abs__ = __int__ = __float__ = __index__ = _counted
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _added
+    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _added
+    __xor__ = __rxor__ = __floordiv__ = __mod__ = _added
     __and__ = __rand__ = __or__ = __ror__ = __lt__ = __gt__ = __le__ = __ge__ = _added
     __invert__ = __neg__ = _inverted
     __hash__ = object.__hash__
+
+
+class MaskError(AttributeError, TypeError):
+    """What `hasattr` asks for, and what all else of a mask raises."""
 
 
 def _strange(where: str) -> TypeError:
