@@ -139,7 +139,9 @@ def block_mask_kernel(
         i = i0 + tl.arange(0, T.BM)
         seen = sight > FAR
         tl.store(found.sees + sees + i, seen.to(tl.int8), mask=i < call.M)
-        if tl.min(tl.where(i < call.M, sight, 0.0)) > FAR:
+        # A row that sees nothing because -inf hides all needs no finfo.min either.
+        needs = (sight > float("-inf")) & (sight <= FAR)
+        if tl.max(needs.to(tl.int32)) == 0:
             on_list, after, begins = on_high, after_high, steps
     n, full, tail = on_list
     tl.store(header, lo // STEP)

@@ -121,12 +121,16 @@ three keys lost at a left edge after key 256: cpu/where.h: far_bands
 the last keys of a block lost: cpu/where.h: plain
 -hi = std::min(J0 + width, seen.hi);
 +hi = std::min(J0 + width - 1, seen.hi);
-padding looked up in the first key alone: cpu/where.h: few_heads+padding_mask
--j < keys.end() && !mixed(all); ++j)
-+j <= keys.j0; ++j)
-a row's mask taken for padding: cpu/where.h: triangles
--a.dtype != FA_BOOL || a.row != 0)
-+a.dtype != FA_BOOL)
+padding looked up in the first keys alone: cpu/classes.h: masks_of_heads
+-j < j1 && !mixed(all); j += kKeys)
++j <= j0; j += kKeys)
+a row's mask taken for padding: cpu/classes.h: masks_of_heads
+-i < (a.row == 0 ? i0 + 1 : i1); ++i)
++i < i0 + 1; ++i)
+a tile of finfo.min alone is one of -inf: cpu/where.h: least
+-    if (scores[i] != -kInf<R> ||
+-        !hidden(MaskClasses::scan(a, row.i0, row.end(), seen.lo, seen.hi)))
++    if (scores[i] != -kInf<R>)
 ALiBi's sign: cpu/tile.h: alibi
 -return x - absolute<R>(at[v] - R(j)) * m; });
 +return x + absolute<R>(at[v] - R(j)) * m; });
@@ -569,6 +573,28 @@ def pages():
         yield "pages have other bits"
 
 
+def masks_of_heads():
+    """A few rows of heads that share a key head; a mask hides a block of keys from one head, and
+    from others some inside a block: of all rows, and of a row between others."""
+    for rows in (1, 3):
+        problem = cases.build(cases.Dims(1, 3, 1, rows, 300, 16, 16), (), torch.float32)
+        mask = torch.ones(1, 3, rows, 300, dtype=torch.bool)
+        mask[:, 2, :, :128] = mask[:, 1, :, 70:100] = mask[:, 0, rows // 2, 70:100] = False
+        problem.kwargs["mask"] = mask
+        problem.name += f":masks of heads, {rows}"
+        yield from Verdict(problem).complaints(fastattn.attention, backend="cpu")
+
+
+def least():
+    """Whole tiles of rows for which a mask has nothing but finfo.min: the mean, and 0 for -inf."""
+    problem = cases.build(cases.Dims(1, 2, 1, 130, 300, 8, 8), (), torch.float32)
+    problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+    problem.kwargs["mask"] = torch.zeros(130, 300)
+    problem.kwargs["mask"][:100] = torch.finfo(torch.float32).min
+    problem.kwargs["mask"][3] = -torch.inf
+    yield from Verdict(problem).complaints(fastattn.attention, backend="cpu")
+
+
 def rising():
     """Closer than the judge, whose yardstick has logits in 16 bits: here they are large."""
     for problem in problems("rising", torch.bfloat16):
@@ -596,7 +622,7 @@ FOLDED = ("items heads", "heads items")  # of examples
 
 def complaints(name, dtype=torch.float32):
     """What the slice says of the kernels in use."""
-    if name in ("nan_scores", "bias", "pages", "rising", "storage"):
+    if name in ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least"):
         yield from globals()[name]()
     elif name == "folded":
         yield from folded.complaints("cpu", dtype, FOLDED)

@@ -56,6 +56,16 @@ def test_features_have_tiles_of_their_own():
     assert found == [128, 16, 64, 64, 64, 64, 32, 32]
 
 
+def test_masks_are_looked_at_where_heads_pay_it_back():
+    """By rows, by sharing, and by what there is to save."""
+    assert tuning.structured(heads=4, planes=1, M=2048, N=2048)
+    assert tuning.structured(heads=96, planes=8, M=2048, N=2048)  # 12 heads of each item
+    assert not tuning.structured(heads=3, planes=1, M=4096, N=4096)
+    assert not tuning.structured(heads=32, planes=32, M=4096, N=4096)
+    assert not tuning.structured(heads=4, planes=1, M=2047, N=2048)
+    assert not tuning.structured(heads=64, planes=1, M=tuning.DECODE_ROWS, N=1 << 20)
+
+
 def test_dk_and_dv_are_made_apart_where_the_table_has_tiles_for_them():
     assert tuning.apart(90, 2, 256) and tuning.apart(90, 2, 129)
     assert not tuning.apart(90, 2, 128) and not tuning.apart(90, 4, 256)

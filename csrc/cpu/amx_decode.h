@@ -193,23 +193,33 @@ struct AmxDecode : Decode<Amx<P>> {
     Op::multiply_add(buf.turned, kStep, 16 * kStep, buf.v, dv, steps, 16, dv, st.out, dv);
   }
 
+  // For some of the heads.
+  static uint8_t held_by(const FaParams& p, const Heads& heads, const Keys& keys) {
+    uint8_t all = 0;
+    for (int64_t x = 0; x < (p.mask.stride[1] == 0 ? 1 : heads.count) && !mixed(all); ++x)
+      all |= held(p, heads.rows(x), keys);
+    return all;
+  }
   // One block of keys against every row that sees them.
   static void run_block(const FaParams& p, int64_t b, int64_t hk, const Keys& keys,
                         const Buffers& buf) {
     const KeyPlane k = keys_of(p, b, hk), v = values_of(p, b, hk);
-    const Staged staged(k, keys, p.D, buf);
-    each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
-      Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * padded(p.Dv), buf.rows, buf.v_unfit + j);
-    });
+    std::optional<Staged> staged;  // once a tile is shown them
     const KeyFits fits{buf.k_unfit, buf.v_unfit, keys.j0};
     each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
+      const Keys shown{keys.j0, keys.count, held_by(p, heads, keys)};
+      if (hidden(shown.holds)) return;
+      if (!staged) {
+        staged.emplace(k, keys, p.D, buf);
+        each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
+          Op::across(v, keys.j0 + j, n, p.Dv, buf.v + j * padded(p.Dv), buf.rows, buf.v_unfit + j);
+        });
+      }
       if constexpr (P > 1)
         for (int64_t l = 0; l < heads.count * heads.M; ++l)
           buf.not_served[t * 16 + l] |=
               meet_unfit(p, heads.rows(l / heads.M).one(l % heads.M), keys, fits);
-      const bool one = heads.count == 1 || heads_alike(p);
-      if (!one || !hidden(held(p, heads.rows(0), keys)))
-        attend(p, heads, keys, staged, buf.state(p, t), buf);
+      attend(p, heads, shown, *staged, buf.state(p, t), buf);
     });
   }
   static void run_chunk(const FaParams& p, int64_t task, char* scratch) {

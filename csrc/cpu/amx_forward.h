@@ -265,7 +265,7 @@ struct AmxForward {
         });
       }
       each_due([&](const Rows& rows, int64_t t) {
-        shown.look_again(t, hides(buf.state[t].m, rows.count));
+        shown.look_again(t, p, rows, buf.state[t].m);
       });
     } while (shown.again());
     each_tile([&](const Rows& rows, int64_t t) { finish(p, rows, buf.state[t]); });

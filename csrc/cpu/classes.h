@@ -27,10 +27,11 @@ struct MaskClasses {
   int64_t item, head;  // planes from one to the next
   int64_t stripes, keys;
 
-  // A few rows are read faster than they are looked at twice; of less than 128 x 128 scores there
-  // is too little to skip: measured, to look at 64 x 64 costs a microsecond, 5 to 10% of a call.
+  // What a few rows hold is found tile by tile (`scan`): a phase before would cost more. Of less
+  // than 2^13 scores there is too little to skip: measured, of 96 to 127 rows and keys a causal
+  // mask gains a sixth, one that hides nothing 5 to 10%; random ones of each head lose 4%.
   static bool suit(const FaParams& p) {
-    return p.mask.data && p.M > kFewRows && p.M * p.N >= 1 << 14;
+    return p.mask.data && p.M > kFewRows && p.M * p.N >= 1 << 13;
   }
   static MaskClasses of(const FaParams& p) {
     const int64_t heads = p.mask.stride[1] == 0 ? 1 : p.H;
@@ -54,6 +55,31 @@ struct MaskClasses {
     uint8_t all = 0;
     for (int64_t s = stripes == 1 ? 0 : i0 / kRows; s <= last; ++s)
       for (int64_t g = j0 / kKeys; g <= (j1 - 1) / kKeys; ++g) all |= plane[s * keys + g];
+    return all;
+  }
+
+  // The same of rows and keys that have no bytes, from the mask itself, as far as it takes: corners
+  // alone show most of what is mixed.
+  [[gnu::noinline]] static uint8_t scan(const Plane& a, int64_t i0, int64_t i1, int64_t j0,
+                                        int64_t j1) {
+    uint8_t all = 0;
+    with_bits(a.dtype, [&](auto of_bits) {
+      using Of = decltype(of_bits);
+      if (i0 == i1 || j0 == j1) return;
+      const auto* x = static_cast<const typename Of::Bits*>(a.data);
+      for (const int64_t i : {i0, i1 - 1})
+        for (const int64_t j : {j0, j0 + (j1 - j0) / 2, j1 - 1})
+          all |= uint8_t(Of::held(x[a.at(i, j)]));
+      if (mixed(all)) return;
+      if (a.step != 1 && a.row == 1) {
+        for (int64_t j = j0; j < j1 && !mixed(all); ++j)
+          all |= held<Of>(a.data, a.at(i0, j), 1, i1 - i0);
+        return;
+      }
+      for (int64_t i = i0; i < (a.row == 0 ? i0 + 1 : i1); ++i)
+        for (int64_t j = j0; j < j1 && !mixed(all); j += kKeys)
+          all |= held<Of>(a.data, a.at(i, j), a.step, std::min(kKeys, j1 - j));
+    });
     return all;
   }
 

@@ -3,6 +3,8 @@
 // keys x lanes and back, for the same pipeline as everywhere. The keys are cut into chunks that
 // threads share, whose softmaxes are merged (Flash-Decoding, Dao et al. 2023).
 #pragma once
+#include <optional>
+
 #include "few_rows.h"
 #include "plan.h"
 #include "scratch.h"
@@ -191,14 +193,19 @@ struct Decode {
     each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
     const KeyPlane key = keys_of(p, b, hk), value = values_of(p, b, hk);
     each_block(p, b, chunk, [&](const Keys& keys) {
-      const Staged k(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
-        return Op::along(key, keys.j0 + j, n, p.D, to);
-      });
-      const Staged v(value, keys, buf.v, Sum::staged(1, p.Dv), [&](int64_t j, int64_t n, E* to) {
-        return Sum::stage(value, keys.j0 + j, n, p.Dv, to);
-      });
+      std::optional<Staged> k, v;  // once a tile is shown them
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
-        if (!hidden(held(p, lanes.rows, keys))) attend(p, lanes, t, keys, k, v, buf);
+        const Keys shown{keys.j0, keys.count, held(p, lanes.rows, keys)};
+        if (hidden(shown.holds)) return;
+        if (!k) {
+          k.emplace(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
+            return Op::along(key, keys.j0 + j, n, p.D, to);
+          });
+          v.emplace(value, keys, buf.v, Sum::staged(1, p.Dv), [&](int64_t j, int64_t n, E* to) {
+            return Sum::stage(value, keys.j0 + j, n, p.Dv, to);
+          });
+        }
+        attend(p, lanes, t, shown, *k, *v, buf);
       });
     });
     const Parts to = parts(p);

@@ -226,7 +226,7 @@ struct Jvp {
         for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys)
           if (shown.find(0, p, rows, visible_keys<Mul>(p, rows, J0)))
             attend<NV, kForward>(p, rows, shown.of[0], buf);
-        shown.look_again(0, hides(buf.m, rows.count));
+        shown.look_again(0, p, rows, buf.m);
       } while (shown.again());
       finish<NV, kForward>(p, rows, buf);
     });

@@ -19,6 +19,7 @@ struct Rows {
 };
 struct Keys {
   int64_t j0, count;
+  uint8_t holds = 0;  // by a mask, of the rows at hand (or more), where somebody has looked
   FA_INLINE int64_t end() const { return j0 + count; }
 };
 
@@ -32,19 +33,16 @@ FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
   return {lo, std::max<int64_t>(hi - lo, 0)};
 }
 
-// What a mask holds for these rows and keys: the union of its classes, or where there are too few
-// rows for them, what a boolean mask with one row for all queries (padding) has.
+// What a mask holds for these rows and keys: the union of its classes, or where it has none and few
+// rows (or one for all queries, padding), what is found there.
 FA_INLINE uint8_t held(const FaParams& p, const Rows& rows, const Keys& keys) {
   if (!p.mask.data) return kVisible;
+  if (keys.holds) return keys.holds;
   if (MaskClasses::suit(p))
     return MaskClasses::of(p).held(rows.b, rows.h, rows.i0, rows.end(), keys.j0, keys.end());
   const Plane a = plane(p.mask, rows.b, rows.h);
-  if (a.dtype != FA_BOOL || a.row != 0) return kOther;
-  const uint8_t* flags = static_cast<const uint8_t*>(a.data);
-  uint8_t all = 0;
-  for (int64_t j = keys.j0; j < keys.end() && !mixed(all); ++j)
-    all |= OfBool::held(flags[a.at(0, j)]);
-  return all;
+  if (p.M > MaskClasses::kFewRows && a.row != 0) return kOther;
+  return MaskClasses::scan(a, rows.i0, rows.end(), keys.j0, keys.end());
 }
 FA_INLINE bool hidden(uint8_t held, uint8_t as = kHidden) { return !(held & ~as); }
 
@@ -60,13 +58,32 @@ FA_INLINE uint8_t hides(const R* scores, int64_t rows) {
 FA_INLINE Keys shown_keys(const FaParams& p, const Rows& rows, const Keys& keys,
                           uint8_t as = kHidden) {
   if (!p.mask.data || keys.count <= 0) return keys;
-  if (!MaskClasses::suit(p)) return {keys.j0, hidden(held(p, rows, keys)) ? 0 : keys.count};
+  if (!MaskClasses::suit(p)) {
+    const uint8_t all = held(p, rows, keys);
+    return {keys.j0, hidden(all, as) ? 0 : keys.count, all};
+  }
   constexpr int64_t step = MaskClasses::kKeys;
   int64_t lo = keys.j0, hi = keys.end();
   const auto hides = [&](int64_t j) { return hidden(held(p, rows, {j, 1}), as); };
   while (lo < hi && hides(lo)) lo = (lo / step + 1) * step;
   while (lo < hi && hides(hi - 1)) hi = (hi - 1) / step * step;
   return lo < hi ? Keys{lo, hi - lo} : Keys{keys.j0, 0};
+}
+
+// Does one of these rows, with these largest scores, need its keys of finfo.min? Not one that sees
+// nothing because -inf hides all.
+template <class R>
+[[gnu::noinline, gnu::cold]] bool misses(const FaParams& p, const Rows& rows, const R* scores) {
+  const Plane a = plane(p.mask, rows.b, rows.h);
+  for (int64_t i = 0; i < rows.count; ++i) {
+    if (scores[i] > R(-0x1p126)) continue;
+    const Rows row = rows.one(i);
+    const KeyRange seen = key_range(p, row.b, row.i0, row.end());
+    if (scores[i] != -kInf<R> ||
+        !hidden(MaskClasses::scan(a, row.i0, row.end(), seen.lo, seen.hi)))
+      return true;
+  }
+  return false;
 }
 
 // Those of each tile of a task of forward, where it is not known yet who sees a score: first as if
@@ -80,12 +97,15 @@ struct ShownKeys {
   FA_INLINE bool find(int64_t t, const FaParams& p, const Rows& rows, const Keys& keys) {
     of[t] = shown_keys(p, rows, keys, as);
     if (of[t].count != keys.count && as != kHidden &&
-        of[t].count != shown_keys(p, rows, keys).count)
+        of[t].count != shown_keys(p, rows, {keys.j0, keys.count, of[t].holds}).count)
       skipped |= uint32_t(1) << t;
     return of[t].count > 0;
   }
-  FA_INLINE void look_again(int64_t t, uint8_t hides) {
-    if (skipped >> t & 1 && hides == kHidden) not_enough |= uint32_t(1) << t;
+  // m: the rows' largest scores.
+  template <class R>
+  FA_INLINE void look_again(int64_t t, const FaParams& p, const Rows& rows, const R* m) {
+    if (skipped >> t & 1 && hides(m, rows.count) == kHidden && misses(p, rows, m))
+      not_enough |= uint32_t(1) << t;
   }
   FA_INLINE bool again() {
     tiles = not_enough;
