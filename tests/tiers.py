@@ -92,6 +92,7 @@ SHARES = {
     "test_flash_attn_models": (NONE, ALL),
     # Models of other libraries, which take seconds to import.
     "test_libraries": (NONE, 4),
+    "test_libraries::test_the_environment_of_diffusers": (NONE, NONE),
     "test_profile::test_a_model_of_transformers": (NONE, ALL),
     "test_integration_transformers": (NONE, 11),
     "test_integration_transformers_batching": (NONE, ALL),
