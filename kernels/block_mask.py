@@ -140,8 +140,8 @@ def block_mask_kernel(
         seen = sight > FAR
         tl.store(found.sees + sees + i, seen.to(tl.int8), mask=i < call.M)
         # A row that sees nothing because -inf hides all needs no finfo.min either.
-        needs = (sight > float("-inf")) & (sight <= FAR)
-        if tl.max(needs.to(tl.int32)) == 0:
+        needs = tl.where((sight > float("-inf")) & (sight <= FAR), 1.0, 0.0)
+        if tl.max(needs) == 0.0:
             on_list, after, begins = on_high, after_high, steps
     n, full, tail = on_list
     tl.store(header, lo // STEP)

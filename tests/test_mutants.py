@@ -323,8 +323,8 @@ tail of the sum alone: softmax.py: far_logits
 -(fma(-lse, LOG2E, m) - lse * LOG2E_REST + log2_l) * LN2
 +0 * lse
 one row that sees more hides finfo.min from all: block_mask.py: blocks
--if tl.min(tl.where(i < call.M, sight, 0.0)) > FAR:
-+if tl.max(tl.where(i < call.M, sight, 0.0)) > FAR:
+-if tl.max(needs) == 0.0:
++if tl.min(needs) == 0.0:
 finfo.min hides rows from all keys: block_mask.py: blocks
 -(most <= LEAST) & seen
 +(most <= LEAST)
