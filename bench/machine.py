@@ -99,7 +99,11 @@ def units(cpu: dict[str, Any]) -> str:
 
 def slug(machine: dict[str, Any]) -> str:
     """`words` as a file name: amd-zen-4-256-bit-units."""
-    return re.sub(r"[^a-z0-9]+", "-", words(machine).lower()).strip("-")
+    return in_file_names(words(machine))
+
+
+def in_file_names(text: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def versions() -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -60,7 +59,7 @@ def stem(result: Result) -> str:
     """The file's name: the machine, the command, and what a run of `--only` was of, so that a part
     never replaces the whole."""
     kind = [] if result["kind"] == "sweep" else [result["kind"]]
-    parts = [re.sub(r"[^a-z0-9]+", "-", x.lower()) for x in result["settings"].get("only", ())]
+    parts = map(machine.in_file_names, result["settings"].get("only", ()))
     return "-".join([machine.slug(result["machine"]), *kind, *parts])
 
 

@@ -252,9 +252,7 @@ def _torchvision(scale: float) -> tuple[nn.Module, Inputs]:
 def _open_clip(scale: float) -> tuple[nn.Module, Inputs]:
     clip = beside.library("open_clip").model
     layers = 12 if scale == 1 else 1
-    images, texts = (
-        clip.CLIPVisionCfg(layers=layers, patch_size=32),
-        clip.CLIPTextCfg(layers=layers),
-    )
+    images = clip.CLIPVisionCfg(layers=layers, patch_size=32)
+    texts = clip.CLIPTextCfg(layers=layers)
     tokens = torch.randint(texts.vocab_size, (2, texts.context_length))
     return clip.CLIP(512, images, texts), (torch.randn(2, 3, 224, 224), tokens)

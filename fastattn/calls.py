@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .structure import Shown
+from .torch_form import is_causal_bias
 
 SDPA = "scaled_dot_product_attention"
 HEADS = "nn.MultiheadAttention, torch's inference path"
@@ -136,7 +137,3 @@ def named(mask: Tensor | None, columns: bool = False) -> str:
 def options(causal, dropout_p, scale, grouped) -> str:
     said = {"causal": causal, f"dropout {dropout_p:g}": dropout_p, "a scale": scale is not None}
     return ", ".join(name for name, given in {**said, "grouped heads": grouped}.items() if given)
-
-
-def is_causal_bias(mask) -> bool:
-    return type(mask).__name__ == "CausalBias"  # importing the class costs a second

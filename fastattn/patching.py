@@ -26,6 +26,7 @@ from torch.nn import functional as F
 
 from . import backend, nested
 from .crossing import PLAIN
+from .torch_form import is_causal_bias
 from .torch_form import scaled_dot_product_attention as _ours
 
 # Multiplications, below which torch's own is as fast: they take it some 50 us, and to call ours
@@ -191,7 +192,7 @@ def _stand_in(
             )
         except (RuntimeError, ValueError, TypeError):
             pass  # torch has its own say
-    if _is_causal_bias(attn_mask):  # it looks for the function that stands there, which is this one
+    if is_causal_bias(attn_mask):  # it looks for the function that stands there, which is this one
         bias: Any = type(attn_mask)
         return bias._dispatch(query, key, value, *rest, **named)
     return _torchs(query, key, value, *rest, **named)
@@ -229,7 +230,7 @@ def _takes_flash(query, key, value, mask, dropout_p, enable_gqa) -> bool:
         return False
     if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
         return False
-    return mask is None or _is_causal_bias(mask) or not (mask.ndim == 3 or mask.requires_grad)
+    return mask is None or is_causal_bias(mask) or not (mask.ndim == 3 or mask.requires_grad)
 
 
 def why_torchs(query, key, value, attn_mask=None) -> str | None:
@@ -241,7 +242,7 @@ def why_torchs(query, key, value, attn_mask=None) -> str | None:
             return "a tensor subclass, or no tensor"
     elif query.is_nested or min(query.ndim, key.ndim, value.ndim) < 2:
         return "no dense matrices"
-    if attn_mask is not None and not _is_causal_bias(attn_mask):
+    if attn_mask is not None and not is_causal_bias(attn_mask):
         if type(attn_mask) not in PLAIN:
             return "a mask that is a tensor subclass, or no tensor"
         if attn_mask.ndim < 2:
@@ -264,10 +265,6 @@ def why_torchs(query, key, value, attn_mask=None) -> str | None:
     if query.shape[-1] > limit or value.shape[-1] > limit:
         return f"a head dim over {limit}"
     return None
-
-
-def _is_causal_bias(mask) -> bool:
-    return type(mask).__name__ == "CausalBias"  # importing the class costs a second
 
 
 def _watched() -> str | None:

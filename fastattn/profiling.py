@@ -36,9 +36,9 @@ def profile(model: Callable, *inputs: Any, **kwargs: Any) -> Profile:
     Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, nn.MultiheadAttention with
     weights and its and nn.TransformerEncoderLayer's inference paths, and fastattn's own; not what a
     model multiplies itself, what is traced or scripted, nor names bound by `from
-    torch.nn.functional import ...`. The whole model is
-    timed as it is, and under `fastattn.sdpa()` with `fastattn.convert`; each kind of call also as
-    `fastattn.attention` would be asked for what its mask shows. What is compiled runs eagerly.
+    torch.nn.functional import ...`. The whole model is timed as it is, and under `fastattn.sdpa()`
+    with `fastattn.convert`; each kind of call also as `fastattn.attention` would be asked for what
+    its mask shows. What is compiled runs eagerly.
 
     `str()` of the report is the text; it has `json()` and `plot(path)`. The model's mode,
     gradients, buffers, hooks and classes are as before, torch's functions and generators too, and

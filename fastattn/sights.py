@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend
 
-from . import calls, conversion
+from . import conversion
 from .backend import choose
 from .calls import HEADS, LAYER, SDPA, WEIGHTS, Call, State, named, options, shape
 from .check import describe
 from .multihead import MultiheadAttention
 from .structure import Shown, kept, structure
+from .torch_form import is_causal_bias
 
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
@@ -65,7 +66,7 @@ class Sights:
         if query.is_nested:
             return self._nested((query, key, value), given, state, said, found)
         q, k, v = (_leaf(x) for x in (query, key, value))
-        if attn_mask is not None and not calls.is_causal_bias(attn_mask):
+        if attn_mask is not None and not is_causal_bias(attn_mask):
             given["attn_mask"] = attn_mask.detach()
         return Call(
             SDPA,
@@ -246,7 +247,7 @@ def torchs(found: Callable) -> Callable:
     """torch's function, whose CausalBias asks who stands in F: for others it has no sizes."""
 
     def call(query, key, value, attn_mask=None, *args, **kwargs):
-        if not calls.is_causal_bias(attn_mask):
+        if not is_causal_bias(attn_mask):
             return found(query, key, value, attn_mask, *args, **kwargs)
         holder: Any = F
         standing, holder.scaled_dot_product_attention = F.scaled_dot_product_attention, found
@@ -262,7 +263,7 @@ def _kernel(found, q, k, v, given) -> str:
     """Which of torch's kernels takes the call; or who stands there instead."""
     if not isinstance(found, type(len)):
         return "fastattn.patch()" if found.__module__ == "fastattn.patching" else found.__module__
-    if calls.is_causal_bias(given["attn_mask"]):
+    if is_causal_bias(given["attn_mask"]):
         return "torch"
     try:
         choice = torch._fused_sdp_choice(q, k, v, **given)

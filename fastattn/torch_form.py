@@ -50,8 +50,7 @@ def scaled_dot_product_attention(
     if all(map(nested.is_jagged, (query, key, value))):
         return _attend_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
     causal = "top_left" if is_causal else False
-    # By name: importing the class costs a second, and whoever holds one has paid it.
-    if type(attn_mask).__name__ == "CausalBias":
+    if is_causal_bias(attn_mask):
         causal, attn_mask = _causal_bias(attn_mask, query, key, is_causal), None
     _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
     q, k, v, mask = query, key, value, attn_mask
@@ -65,6 +64,11 @@ def scaled_dot_product_attention(
     if not k.shape[1] == v.shape[1] == q.shape[1]:
         q, k, v = _match_heads(q, k, v, enable_gqa)
     return _attend(q, k, v, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """By name: importing the class costs a second, and whoever holds one has paid it."""
+    return type(mask).__name__ == "CausalBias"
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:

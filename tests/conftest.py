@@ -159,6 +159,16 @@ def nothing_is_small(monkeypatch):
 
 
 @pytest.fixture
+def registered():
+    """transformers has "fastattn"."""
+    from fastattn.integrations import transformers
+
+    transformers.register()
+    yield
+    transformers.unregister()
+
+
+@pytest.fixture
 def on(name, monkeypatch):
     """Every call inside runs on backend `name`."""
     from fastattn import backend, operation

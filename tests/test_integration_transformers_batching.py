@@ -23,13 +23,12 @@ from fastattn.integrations import (  # noqa: E402
 )
 from fastattn.reference import attention as oracle  # noqa: E402
 
-from .transformers_families import FAMILIES, VOCABULARY, made  # noqa: E402
+from .transformers_families import FAMILY, VOCABULARY, made  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # of transformers' own
 ]
-FAMILY = {x.name: x for x in FAMILIES}
 # All layers full; all in a window; both, with softcap, without, and with sinks.
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GptOss"]
 STEPS = 12  # more than a page has
@@ -47,13 +46,6 @@ def rested():
     gc.freeze()
     yield
     gc.unfreeze()
-
-
-@pytest.fixture
-def registered():
-    ours.register()
-    yield
-    ours.unregister()
 
 
 @pytest.fixture

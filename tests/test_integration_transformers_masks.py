@@ -15,21 +15,13 @@ import fastattn.integrations.transformers as ours  # noqa: E402
 from fastattn.integrations import transformers_attention  # noqa: E402
 from fastattn.integrations.transformers_masks import Mask, make_mask  # noqa: E402
 
-from .transformers_families import FAMILIES, VOCABULARY, made, text  # noqa: E402
+from .transformers_families import FAMILY, VOCABULARY, made, text  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore"),  # of transformers' own
 ]
-FAMILY = {x.name: x for x in FAMILIES}
 MODULE = types.SimpleNamespace(is_causal=True)
-
-
-@pytest.fixture
-def registered():
-    ours.register()
-    yield
-    ours.unregister()
 
 
 @pytest.fixture

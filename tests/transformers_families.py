@@ -145,6 +145,7 @@ FAMILIES = [
     Family("M2M100", "ForConditionalGeneration", SEQ2SEQ, "pair"),
     Family("Pegasus", "ForConditionalGeneration", SEQ2SEQ, "pair"),
 ]
+FAMILY = {x.name: x for x in FAMILIES}
 
 
 def made(family: Family):

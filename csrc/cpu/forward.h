@@ -82,8 +82,9 @@ struct Forward {
   // go in steps, between which V, and K of the next block, are fetched. Where the loops of that lie
   // in a line of code decides a sixth of its time, measured: so that is the same in every build.
   template <int NV, bool ahead = false>
-  [[gnu::aligned(64)]] static void attend(const FaParams& p, const Rows& rows, const Keys& keys, int64_t J0,
-                     Broadcast<E> k, Broadcast<E> v, const State& st, const Buffers& buf) {
+  [[gnu::aligned(64)]] static void attend(const FaParams& p, const Rows& rows, const Keys& keys,
+                                          int64_t J0, Broadcast<E> k, Broadcast<E> v,
+                                          const State& st, const Buffers& buf) {
     using T = Tile<R, NV>;
     k.data += (keys.j0 - J0) * k.stride;
     v.data += (keys.j0 - J0) / pair * v.stride;
