@@ -1,0 +1,49 @@
+"""Every shape and dtype that a tensor argument may have, from `spec.ARGUMENTS`: for tests that are
+generated from what is declared."""
+
+import itertools
+
+import torch
+
+from fastattn.spec import ARGUMENTS, wide
+
+# The optional tensors that `attention` and `attention_packed` take, by their names in `Tensors`.
+OPTIONAL = ("mask", "lengths", "slopes", "sinks", "seed")
+
+
+def shapes_of(name, sizes):
+    """The shapes that a tensor of `Tensors` may have, the fewest dimensions first.
+
+    sizes: what the letters in `Argument.shapes` stand for, as dict(B=3, H=4, M=5, N=6). What
+    broadcasts has every number of dimensions from none to all, each of them 1 or whole. What is one
+    element of any shape has no dimension, one and two.
+    """
+    argument, found = ARGUMENTS[name], []
+    for letters in argument.shapes:
+        full = tuple(sizes[x] for x in letters.split())
+        if argument.broadcast:
+            for rank in range(len(full) + 1):
+                found += itertools.product(*((1, n) for n in full[len(full) - rank :]))
+        elif not letters:
+            found += (), (1,), (1, 1)
+        else:
+            found.append(full)
+    return list(dict.fromkeys(found))
+
+
+def dtypes_of(name, dtype):
+    """The dtypes that it may have beside a q of this dtype."""
+    rules = {
+        "mask": (torch.bool, dtype, torch.float32),
+        "integer": (torch.int64, torch.int32),
+        "int64": (torch.int64,),
+        "floating": (wide(dtype), dtype, torch.float64),
+        "wide": (wide(dtype),),
+        "float32": (torch.float32,),
+    }
+    return list(dict.fromkeys(rules.get(ARGUMENTS[name].dtype, (dtype,))))
+
+
+def has_gradient(name, dtype):
+    """May a tensor of this name and dtype require a gradient?"""
+    return ARGUMENTS[name].gradient and dtype.is_floating_point
