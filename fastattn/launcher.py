@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -152,7 +153,7 @@ class Launcher:
                 if layout:
                     grads[name] = x.new_empty_strided(*layout, **prepared(spec).stored)
                 elif spec.packed:
-                    grads[name] = x.new_zeros(_by_sequence(spec, x), dtype=spec.wide)
+                    grads[name] = x.new_zeros(_by_sequence(spec, name, x), dtype=spec.wide)
                 else:
                     dtype = _kernel_dtype(ARGUMENTS[name].dtype, x, spec)
                     grads[name] = x.new_empty(x.shape, dtype=spec.stored(dtype))
@@ -240,21 +241,23 @@ ROOM = 64 << 20  # bytes for the gradients of a mask that sequences share, one f
 
 
 def _copies(spec: AttentionSpec, mask: Tensor) -> int:
-    return 0 if mask.ndim == 4 and mask.shape[0] > 1 else spec.B * mask.numel() * 4
+    """Bytes of the gradients by sequence of a mask that sequences share; 0 where they do not."""
+    shape = _by_sequence(spec, "mask", mask)
+    return 0 if shape == mask.shape else math.prod(shape) * spec.wide.itemsize
 
 
-def _by_sequence(spec: AttentionSpec, x: Tensor) -> tuple[int, ...]:
-    """The shape of a mask's or the sinks' gradient by sequence: kernels see one at a time."""
-    if x.ndim == 4 and x.shape[0] > 1:
-        return tuple(x.shape)
-    shape = x.shape[-3:]
-    return (spec.B, *shape) if x.ndim == 1 else (spec.B, *(1,) * (3 - len(shape)), *shape)
+def _by_sequence(spec: AttentionSpec, name: str, x: Tensor) -> tuple[int, ...]:
+    """The shape of a gradient, of a mask or of sinks, that has a part for each sequence: (B,H,M,N),
+    1 where the mask is broadcast over H, M or N, and (B,H). Each sequence writes its own part."""
+    letters = ARGUMENTS[name].shapes[0].split()
+    shape = (1,) * (len(letters) - x.ndim) + tuple(x.shape)  # what broadcasts may have fewer
+    return (spec.B, *(shape[1:] if "B" in letters else shape))
 
 
 def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:
     for name in spec.given & grads.keys():  # the others are
         x = t.given(name)
-        if spec.packed and grads[name].shape != x.shape:
+        if spec.packed and grads[name].shape != x.shape:  # a part for each sequence
             grads[name] = grads[name].sum(0).reshape(x.shape)
         grads[name] = grads[name].to(spec.stored(x.dtype))
     return grads

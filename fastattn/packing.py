@@ -17,7 +17,7 @@ from .backend import token_major
 from .crossing import kind
 from .quantisation import dequantised
 from .scalars import whole
-from .spec import AttentionSpec, Tangents, Tensors
+from .spec import RESULTS, AttentionSpec, Tangents, Tensors
 
 
 def heads_first(name: str, x: Any) -> Tensor:
@@ -146,7 +146,7 @@ def backward_in_turn(
     """`Backend.backward` of a packed batch by one call for each sequence."""
 
     def of(one: Sequence) -> dict[str, Tensor]:
-        given = [_rows(x, one.rows) for x in (out, normaliser, dout, dlse)]
+        given = _rows(("out", "normaliser", "out", "lse"), (out, normaliser, dout, dlse), one.rows)
         return backend.backward(one.spec, one.t, *given, wants)
 
     return _summed(spec, t, wants, of)
@@ -167,12 +167,11 @@ def jvp_in_turn(
     wide = [t.q.new_empty(shape, dtype=spec.wide) for shape in ((2, *like_lse), like_lse)]
     rooms = outs[0], wide[0], outs[1], wide[1]
     for one in sequences(spec, t):
-        given = [_rows(x, one.rows) for x in (out, normaliser)]
+        given = _rows(_WITH_TANGENTS, (out, normaliser), one.rows)
         found = backend.jvp(one.spec, one.t, _tangents_of(one, spec, tangents), *given)
-        for room, x in zip(rooms, found):
-            own = _rows(room, one.rows)
-            assert own is not None
-            own.copy_(x)
+        for room, x in zip(_rows(_WITH_TANGENTS, rooms, one.rows), found):
+            assert room is not None
+            room.copy_(x)
     return rooms
 
 
@@ -189,8 +188,8 @@ def second_in_turn(
     outs, grads = list(outs), list(grads)
 
     def of(one: Sequence) -> dict[str, Tensor]:
-        own = [_rows(x, one.rows) for x in outs]
-        given = [_rows(x, one.rows) for x in grads]
+        own = _rows(_WITH_TANGENTS, outs, one.rows)
+        given = _rows(("out", "lse") * 2, grads, one.rows)
         turned = _tangents_of(one, spec, tangents)
         return backend.second(one.spec, one.t, turned, own, *given, wants)
 
@@ -230,11 +229,13 @@ def _tangents_of(one: Sequence, spec: AttentionSpec, tangents: Tangents) -> Tang
     return Tangents(*(None if x is None else _own(name, x, one, spec) for name, x in named))
 
 
-def _rows(x: Tensor | None, rows: slice) -> Tensor | None:
-    """A sequence's of out (1,H,T,Dv), of a normaliser (2,1,H,T), or of what is (1,H,T)."""
-    if x is None:
-        return None
-    return x[:, :, rows] if x.ndim == 4 and x.shape[0] == 1 else x[..., rows]
+_WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # of `RESULTS`
+
+
+def _rows(of: Iterable[str], tensors: Iterable[Tensor | None], rows: slice) -> list[Tensor | None]:
+    """A sequence's rows of results, or of their gradients or tangents; `of` names each result."""
+    before = ((slice(None),) * RESULTS[name].split().index("M") for name in of)
+    return [None if x is None else x[(*at, rows)] for at, x in zip(before, tensors)]
 
 
 def gathered(x: Tensor, t: Tensors, b: int, length: int) -> Tensor:

@@ -10,6 +10,7 @@ import ranks
 import test_packed
 import torch
 import torch.distributed as dist
+from argument_shapes import shapes_of
 from cases import DTYPES, FEATURE, FEATURES, Dims, build
 from judge import Verdict
 
@@ -224,6 +225,48 @@ def test_a_ring_rounds_once(four):
             assert torch.equal(x, torch.full_like(x, 1 + 2.0**-7))
 
 
+# -- every shape of a mask -------------------------------------------------------------------------
+
+MASKED = Dims(3, 4, 4, 5, 6, 8, 7)
+MASKS = shapes_of("mask", dict(B=3, H=4, M=5, N=6))
+
+
+def masked(shape):
+    problem = problem_of(("lse_loss",), "float64", MASKED)
+    mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return replace(problem, kwargs=problem.kwargs | {"mask": mask}, wants=(*problem.wants, "mask"))
+
+
+def run_masked(group, strategy, layout):
+    attention = functools.partial(
+        distributed.attention, group=group, strategy=strategy, layout=layout
+    )
+    return [mine(group, masked(shape), layout).run(attention) for shape in MASKS]
+
+
+MASKED_WAYS = (
+    ("gather", 2, "zigzag"),
+    ("ring", 3, "contiguous"),
+    ("ulysses", 2, "contiguous"),
+    ("usp", MESH, "zigzag"),
+)
+
+
+@pytest.mark.parametrize("strategy, count, layout", MASKED_WAYS, ids=str)
+def test_every_shape_of_a_mask(four, strategy, count, layout):
+    found = four.run(count, run_masked, strategy, layout)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    for shape, *each in zip(MASKS, *found, strict=True):
+        problem = masked(shape)
+        right = problem.run(fastattn.attention)
+        for name, x in together(problem, each, layout).items():
+            torch.testing.assert_close(
+                x, right[name], rtol=1e-11, atol=1e-12, msg=f"{shape} {name}"
+            )
+
+
 # -- masks whose rows are as many as one -----------------------------------------------------------
 
 
@@ -317,6 +360,40 @@ def close(batch, found):
 
 
 PACKED_WAYS = (("gather", 1), ("gather", 4), ("gather", MESH), ("ulysses", 2), ("auto", 3))
+
+
+PACKED_SIZES = dict(B=len(PART), H=2, M=18, N=21)
+PACKED_MASKS = shapes_of("mask", PACKED_SIZES)
+
+
+def packed_masked(shape):
+    batch = packed_of("lse_loss", "float64", PART)
+    mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return replace(batch, given=batch.given | {"mask": mask}, wants=(*batch.wants, "mask"))
+
+
+def run_packed_masked(group, strategy):
+    cut = functools.partial(part_of, sizes=None, group=group)
+    attention = functools.partial(distributed.attention_packed, group=group, strategy=strategy)
+    found = []
+    for batch in map(packed_masked, PACKED_MASKS):
+        given = batch.given | {x: cut(batch.given[x]) for x in "qkv"}
+        own = replace(batch, given=given, dout=cut(batch.dout), dlse=cut(batch.dlse))
+        found.append({name: x.detach() for name, x in own.run(attention).items()})
+    return found
+
+
+@pytest.mark.parametrize("strategy, count", [("gather", 3), ("ulysses", 2)], ids=str)
+def test_every_shape_of_a_mask_of_packed_batches(four, strategy, count):
+    found = four.run(count, run_packed_masked, strategy)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    for shape, *each in zip(PACKED_MASKS, *found, strict=True):
+        for name, x in packed_masked(shape).run().items():
+            own = [y[name] for y in each]
+            got = own[0] if name == "dmask" else torch.cat(own)
+            torch.testing.assert_close(got, x, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
 
 
 @pytest.mark.parametrize("names", PACKED, ids=lambda x: x.replace(" ", "+") or "plain")

@@ -84,9 +84,10 @@ class Round(NamedTuple):
 
     def of_mask(self, mask: Tensor, block: Block) -> tuple:
         """Where the block lies in a mask of this rank's rows and all keys, which may be shared."""
-        keys = slice(block.keys.first, block.keys.end) if mask.shape[-1] != 1 else slice(None)
-        rows = (block.own,) if self.call.mask_rows else (slice(None),) * (mask.ndim > 1)
-        return (..., *rows, keys)
+        whole = slice(None)
+        rows = block.own if self.call.mask_rows else whole
+        keys = slice(block.keys.first, block.keys.end) if mask.shape[-1:] != (1,) else whole
+        return (..., *(rows, keys)[2 - min(mask.ndim, 2) :])  # a mask may have neither
 
 
 def nothing(rows: Span, own: slice) -> Block:
