@@ -292,6 +292,7 @@ def test_dropout_rates(name, dtype, p):
 EMPTY = {
     "no_batch": Dims(0, 2, 2, 3, 4, 5, 6),
     "no_heads": Dims(2, 0, 0, 3, 4, 5, 6),
+    "no_query_heads": Dims(2, 0, 2, 3, 4, 5, 6),
     "no_queries": Dims(2, 2, 2, 0, 4, 5, 6),
     "no_keys": Dims(2, 2, 2, 3, 0, 5, 6),
     "no_values": Dims(2, 2, 2, 3, 4, 5, 0),

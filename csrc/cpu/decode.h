@@ -261,7 +261,8 @@ struct Decode {
     Plan plan;
     R* sum;
     plan.workspace = parts(p).bytes;
-    plan.add({p.B * p.Hk * chunks(p), scratch, of_chunk});
+    // Key heads without a query head have no rows, and tiles of none cannot be counted.
+    plan.add({p.H ? p.B * p.Hk * chunks(p) : 0, scratch, of_chunk});
     plan.add({p.B * p.H, carve_sum(p, nullptr, sum), merge});
     return plan;
   }
