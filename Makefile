@@ -9,6 +9,8 @@
 #                needs nvcc, and builds them whether there is a GPU or not
 # make test-ptx  run only the tests of compiled GPU kernels, all of them: nvcc's and Triton's PTX, on the
 #                emulator; and every seeded fault of GPU kernels. Needs nvcc for its part
+# make fuzz      random calls against the float64 oracle, on every instruction set; prints how to
+#                repeat what fails, and exits with 1. MINUTES=2 by default. ARGS="--seed 5"
 # make gpu       the first hour with a GPU: build, tests, sanitizers, timings beside torch's kernels and
 #                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
@@ -43,7 +45,7 @@ OLDEST := build/triton-3.6.0
 # beside PyPI's torchvision) it cannot be imported, and where it is installed transformers cannot.
 VISION := build/vision-0.28.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx gpu sanitize aot instructions ledger lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx fuzz gpu sanitize aot instructions ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -76,6 +78,9 @@ test-cuda: setup
 
 test-ptx: setup
 	@$(PYTEST) --tier=whole $(wildcard tests/test_ptx_*.py) tests/test_gpu_mutants.py $(ARGS)
+
+fuzz: setup
+	@$(PYTHON) -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 # Kernels that do not build are a part that fails; the others have what else there is.
 gpu:

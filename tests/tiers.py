@@ -33,6 +33,8 @@ SHARES = {
     "test_hard_values::test_rows_far_from_zero": (13, 7),
     "test_dense_masks": (9, 5),
     "test_property": (4, 1),
+    "test_fuzz": (ALL, ALL),
+    "test_fuzz::test_one_minute_of_random_calls": (NONE, ALL),
     "test_property::test_any_bad_call_is_refused": (4, 3),
     "test_padding::test_skipped_blocks": (4, 4),
     "test_property::test_derivatives_of_any_call_agree_with_each_other": (NONE, NONE),

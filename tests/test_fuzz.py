@@ -1,0 +1,101 @@
+"""`python -m tests.fuzz`: one minute of it, what it notices, and how it reports."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from deadline import commit
+from fuzz import __main__ as command
+from fuzz import parts, watch
+from fuzz.refused import REFUSED
+
+from fastattn import check
+from fastattn.backends.cpu import Cpu
+
+ROOT = Path(__file__).parents[1]
+LAST = re.compile(r"fuzz: (\d+) s, ([\d,]+) cases, (\d+) findings \(seed \d+\)")
+
+
+def fuzz(*arguments):
+    given = [sys.executable, "-m", "tests.fuzz", *map(str, arguments)]
+    return subprocess.run(given, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_one_minute_of_random_calls():
+    """Other calls for every commit."""
+    seed = int(commit()[:6] or "1", 16)
+    found = fuzz("--minutes", 1, "--workers", 1, "--seed", seed)
+    assert found.returncode == 0, found.stdout
+    seconds, cases, findings = LAST.fullmatch(found.stdout.splitlines()[-1]).groups()
+    assert int(seconds) < 90 and int(cases.replace(",", "")) > 10 and findings == "0"
+
+
+PASSES = {"weights": "weights", "passes_with_tangents": "jvp"}  # that a part uses; or forward
+
+
+@pytest.mark.parametrize("name", sorted(set(parts.PARTS) - {"refused", "wrong_shapes"}))
+def test_a_part_notices_a_wrong_result(name, monkeypatch):
+    which = PASSES.get(name, "forward")
+    monkeypatch.setattr(parts, "variants", lambda name, dtype: [None])
+    right = getattr(Cpu, which)
+
+    def wrong(self, spec, *given):
+        found = right(self, spec, *given)
+        factor = 1.02 + 0.01 * spec.B  # vmap's one call has another B than each call alone
+        return (
+            found * factor if isinstance(found, torch.Tensor) else tuple(x * factor for x in found)
+        )
+
+    monkeypatch.setattr(Cpu, which, wrong)
+    assert any(fails(name, number) for number in range(12))
+
+
+def test_a_call_that_is_not_refused_is_noticed(monkeypatch):
+    monkeypatch.setattr(check, "need", lambda *given: None)
+    assert any(fails("refused", number) for number in range(3 * len(REFUSED)))
+
+
+def fails(name, number):
+    try:
+        command.make(name, number)
+    except AssertionError:
+        return True
+    return False
+
+
+WORKERS = {  # the lines that a worker prints, and its end
+    "right": ("begin dense:1000000", "end", "sys.exit(0)"),
+    "wrong": ("begin dense:1000000", "end AssertionError: out", "sys.exit(0)"),
+    "killed": ("begin dense:1000000", "os.abort()"),
+    "endless": ("begin dense:1000000", "time.sleep(60)"),
+    "broken": ("sys.exit(3)",),
+    "idle": ("sys.exit(0)",),
+}
+EXPECTED = {  # the exit status, and what is printed
+    "right": (0, "fuzz: . s, 1 cases, 0 findings"),
+    "wrong": (1, "FOUND AssertionError: out\n  make it again: .* --case dense:1000000\n"),
+    "killed": (1, "FOUND the process ended with SIGABRT.*\n  make it again: .* dense:1000000\n"),
+    "endless": (1, "FOUND no end within 1 s\n  make it again: .* --case dense:1000000\n"),
+    "broken": (1, "FOUND a worker ended with status 3"),
+    "idle": (1, "fuzz: . s, 0 cases, 0 findings"),
+}
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
+    """A process that died of a case goes on with the next one; here the next one is right."""
+    *lines, end = WORKERS[kind]
+    body = [*(f"print({line!r}, flush=True)" for line in lines), end]
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "if sys.argv[sys.argv.index('--worker') + 1] != '0': sys.exit(0)\n" + "\n".join(body)
+    )
+    monkeypatch.setattr(watch, "COMMAND", [sys.executable, str(script)])
+    monkeypatch.setattr(watch, "LONGEST", 1)
+    status = command.main(["--minutes", "0.2", "--workers", "1"])
+    expected, text = EXPECTED[kind]
+    assert status == expected and re.search(text, capfd.readouterr().out)
