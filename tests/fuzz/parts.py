@@ -379,7 +379,7 @@ def refused(rng):
 def wrong_shapes(rng):
     """A tensor of another shape, in any call, is refused or broadcast; it never crashes."""
     dtype = dtype_of(rng)
-    problem = draw.problem(rng, dtype, most=40)
+    problem = draw.problem(rng, dtype, most=40, widest=draw.WIDEST // 2)
     given = problem.tensors()
     tensors = [n for n, x in given.items() if isinstance(x, torch.Tensor)]
     name = rng.choice(tensors)

@@ -84,7 +84,7 @@ class Watch:
         for worker in self.workers:
             worker.begin(self.minutes_left())
         alive = set(self.workers)
-        while alive and self.findings < ENOUGH:
+        while alive and self.findings < ENOUGH and self.minutes_left() > 0:
             for worker in alive:
                 if worker.is_stuck():
                     worker.process.kill()
@@ -96,7 +96,7 @@ class Watch:
                 self.read(worker, line)
             elif not self.goes_on(worker):
                 alive.discard(worker)
-        for worker in self.workers:
+        for worker in self.workers:  # a call that has not ended by now is not counted
             worker.stop()
 
     def read(self, worker, line):
