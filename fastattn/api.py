@@ -164,7 +164,9 @@ def attention_packed(
         their order, which has key_lengths[b] keys there. A page may serve several sequences. What
         is past a length is never looked at, in pages or in the table. There is no gradient.
     max_q, max_k: no sequence has more rows, or keys. None looks: a GPU is waited for. Compiled code
-        cannot look and takes T and S, so say them there beside a mask.
+        cannot look and takes T and S, so say them there beside a mask. With block_table None does
+        not look at lengths: max_k is blocks * page, and a mask has so many columns, or one. A mask
+        of fewer columns needs max_k.
     k_scale, v_scale: of k and v in torch.int8, float8_e4m3fn or float8_e5m2: one float32 a row,
         (S,Hk) or (P,page,Hk). A row stands for its numbers times its scale, computed in float32
         (float64 for float64) and rounded to q's dtype; on a CPU the result has the bits of a call

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,33 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from .api import attention_packed
 from .check import DTYPES
-from .pages import Pool, used
+from .pages import Claim, Pool, used, write
 from .quantisation import STORAGE
 from .scalars import whole
 
 Counts = int | Sequence[int] | Tensor
 F = TypeVar("F", bound=Callable)
 _any_autocast = torch._C._is_any_autocast_enabled
+
+
+class Items(NamedTuple):
+    """What each item has, on the host, where all is reckoned."""
+
+    table: Tensor  # (B,blocks) int64: its pages
+    lengths: Tensor  # (B,) int64: its keys
+    goes_on: Tensor  # (B,) bool: forks that have its last page read no row behind its last key
+
+
+class Change(NamedTuple):
+    """What a call makes of a cache."""
+
+    items: Items
+    capacity: int
+    claim: Claim
+
+    @property
+    def page(self) -> int:
+        return self.claim.kept["k"].shape[1]
 
 
 def _kept(method: F) -> F:
@@ -82,7 +102,9 @@ class KVCache:
         pool = Pool(shape, head_dim, value_dim, dtype, storage or dtype, device)
         table = torch.zeros(batch, blocks, dtype=torch.int64, device="cpu")
         lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")
-        self._begin(pool, table, lengths, capacity, grow, contiguous=page_size is None)
+        items = Items(table, lengths, torch.zeros(batch, dtype=torch.bool, device="cpu"))
+        self._begin(pool, items, capacity, grow, contiguous=page_size is None)
+        self._watch()
 
     # ------------------------------------------------------------------------------ what is there
 
@@ -228,11 +250,17 @@ class KVCache:
             k, v = self._cast(k), self._cast(v)
         self._check(k, v, cu is not None)
         if cu is None:
-            rows = self._pool.rows(k.transpose(1, 2), v.transpose(1, 2))
-            self._pool.write(self._room_of_each(k.shape[2]), rows)
+            rows, n = self._pool.rows(k.transpose(1, 2), v.transpose(1, 2)), k.shape[2]
+            if n <= self._slack:
+                self._go_on(n, rows)
+                return
+            change = self._with(torch.full_like(self._lengths, n), self._items)
+            at = self._next(n, change.items.table, change.page)
+            self._do(change, at, rows, self._left(change))
         else:
             rows, counts = self._pool.rows(k, v), _steps(cu, self.batch, k.shape[0])
-            self._pool.write(self._room(counts), rows)
+            change = self._with(counts, self._items)
+            self._do(change, _places(change.items, counts, change.page), rows)
 
     def _check(self, k: Tensor, v: Tensor, packed: bool) -> None:
         _, _, heads, D = self._pool.k.shape
@@ -253,90 +281,112 @@ class KVCache:
         if k.shape[rows] != v.shape[rows]:
             raise ValueError(f"v: got {v.shape[rows]} rows, expected {k.shape[rows]}, as k has")
 
-    def _room(self, counts: Tensor) -> tuple[Tensor, Tensor]:
-        """Pages for so many more keys of each item; where these go: page, and row in it, (n,)."""
-        lengths = self._lengths + counts
-        self._reserve(lengths)
-        item = torch.repeat_interleave(torch.arange(self.batch, device="cpu"), counts)
-        first = torch.repeat_interleave(counts.cumsum(0) - counts - self._lengths, counts)
-        key = torch.arange(len(item), device="cpu") - first
-        at = self._table[item, key // self.page_size], key % self.page_size
-        self._set(self._table, lengths)
-        return self._moved(*at)
+    def _go_on(self, n: int, rows: dict[str, Tensor]) -> None:
+        """n more keys of every item in pages that they have: most steps of decoding."""
+        table, lengths, goes_on = self._items
+        longer = lengths + n
+        there = self._moved(table, longer)
+        write(self._pool.kept, self._moved(*self._next(n, table, self.page_size)), rows)
+        self._set(Items(table, longer, goes_on), there, self._slack - n)
 
-    def _room_of_each(self, n: int) -> tuple[Tensor, Tensor]:
-        """The same of n keys for every item, as (B,n). Most steps of decoding need no new page."""
-        lengths = self._lengths + n
-        if n > self._slack:
-            self._reserve(lengths)
-            self._slack = self._left(lengths) + n
+    def _next(self, n: int, table: Tensor, page: int) -> tuple[Tensor, Tensor]:
+        """Where the next n keys of each item lie: page, and row in it, (B,n)."""
         key = self._lengths[:, None] + torch.arange(n, device="cpu")
-        at = self._table.gather(1, key // self.page_size), key % self.page_size
-        self._set(self._table, lengths, self._slack - n)
-        return self._moved(*at)
+        return table.gather(1, key // page), key % page
 
-    def _left(self, lengths: Tensor) -> int:
-        """Keys that every item may still get in its last page, where `_reserve` has just seen to it
-        that this is its own. A fork of it begins with none, and so copies before it writes."""
-        if not self.batch:
-            return 0
-        room = -lengths % self.page_size
-        return min(int(room.min()), self.capacity - int(lengths.max()))
-
-    def _reserve(self, lengths: Tensor) -> None:
-        """Pages of its own for what an item is to have from its end on; all, or none and raise."""
-        if self.batch and int(longest := lengths.max()) > self.capacity:
-            if not self.grow:
-                b = int(lengths.argmax())
-                raise RuntimeError(
-                    f"KVCache is full: got {int(longest)} keys of item {b}, expected at most "
-                    f"capacity = {self.capacity}; evict() drops the oldest, grow=True makes room"
-                )
-            self._widen(int(longest))
-        page, users = self.page_size, self._pool.users
-        has, needs = -(-self._lengths // page), -(-lengths // page)
-        more = needs - has
-        # The last page, where it is not full and somebody else has it too, is copied.
-        partial = (self._lengths % page > 0) & (lengths > self._lengths)
-        last = (has - 1).clamp(min=0)
-        mine = self._table.gather(1, last[:, None])[:, 0]
-        shared = partial & (users[mine] > 1)
-        n = int(more.sum())
-        copies = int(shared.sum())
-        if n + copies == 0:
-            return
-        new = self._pool.take(n + copies, self.grow)
-        if copies:
-            self._pool.copy(mine[shared], new[n:])
-            self._pool.drop(mine[shared])
-            self._table[shared, last[shared]] = new[n:]
+    def _with(self, counts: Tensor, items: Items, gone: Tensor | None = None) -> Change:
+        """So many more keys of each item, with pages of its own from its end on: of all items, or
+        RuntimeError. gone: pages that are given back before. Nothing of the cache changes yet: only
+        pages that have no user are written to."""
+        lengths, pool = items.lengths + counts, self._pool
+        capacity, kept, table = self._capacity_for(lengths), pool.kept, items.table
+        if capacity > self.capacity and self._is_contiguous and not pool.forked:
+            kept = pool.longer(capacity)
+        page = kept["k"].shape[1]
+        blocks = max(table.shape[1], -(-capacity // page))
+        table = torch.cat([table, table.new_zeros(self.batch, blocks - table.shape[1])], 1)
+        has, needs = -(-items.lengths // page), -(-lengths // page)
+        more, last = needs - has, (has - 1).clamp(min=0)
+        mine = table.gather(1, last[:, None])[:, 0]
+        copied = self._copied(items, counts, mine, page)
+        n, left = int(more.sum()), mine[copied]
+        dropped = left if gone is None else torch.cat([gone, left])
+        claim = pool.claim(n + len(left), dropped, self.grow, kept)
         item = torch.repeat_interleave(torch.arange(self.batch, device="cpu"), more)
         first = torch.repeat_interleave(more.cumsum(0) - more - has, more)
-        self._table[item, torch.arange(n, device="cpu") - first] = new[:n]
+        table[item, torch.arange(n, device="cpu") - first] = claim.taken[:n]
+        if len(left):
+            table[copied, last[copied]] = claim.taken[n:]
+            claim.copy(left, claim.taken[n:])
+        return Change(Items(table, lengths, items.goes_on | (counts > 0)), capacity, claim)
 
-    def _widen(self, capacity: int) -> None:
-        """Twice the capacity at least: more pages, or longer ones in a contiguous cache."""
-        capacity = max(capacity, 2 * self.capacity)
-        if self._is_contiguous and not self._pool.forked:
-            self._pool.lengthen(capacity)
-        blocks = max(self._table.shape[1], -(-capacity // self.page_size))
-        self._table = torch.nn.functional.pad(self._table, (0, blocks - self._table.shape[1]))
-        self.capacity = capacity
+    def _capacity_for(self, lengths: Tensor) -> int:
+        longest = int(lengths.max()) if self.batch else 0
+        if longest <= self.capacity:
+            return self.capacity
+        if not self.grow:
+            raise RuntimeError(
+                f"KVCache is full: got {longest} keys of item {int(lengths.argmax())}, expected at "
+                f"most capacity = {self.capacity}; evict() drops the oldest, grow=True makes room"
+            )
+        return max(longest, 2 * self.capacity)
+
+    def _copied(self, items: Items, counts: Tensor, last: Tensor, page: int) -> Tensor:
+        """(B,) bool: items that get more keys, and first a copy of their last page, since others
+        have it. Where all of these get more, the one with the most keys there keeps it: it writes
+        behind what any of them reads."""
+        users = self._pool.users
+        partial = (counts > 0) & (items.lengths % page > 0)
+        shared = partial & ~items.goes_on & (users[last] > 1)
+        if shared.any():
+            pages, item = last[shared], shared.nonzero()[:, 0]
+            order = items.lengths[shared] % page * self.batch + item
+            most = torch.zeros_like(users).scatter_reduce(0, pages, order, "amax")
+            all_write = torch.bincount(pages, minlength=len(users)) == users
+            shared[item[all_write[pages] & (order == most[pages])]] = False
+        return shared
+
+    def _left(self, change: Change) -> int:
+        """Keys that every item may get in its last page, where it goes on."""
+        if not self.batch:
+            return 0
+        lengths = change.items.lengths
+        return min(int((-lengths % change.page).min()), change.capacity - int(lengths.max()))
+
+    def _do(
+        self,
+        change: Change,
+        at: tuple[Tensor, Tensor] | None = None,
+        rows: dict[str, Tensor] | None = None,
+        slack: int = 0,
+    ) -> None:
+        """Write the rows, then make the change: an error before leaves the cache as it was."""
+        there = self._moved(*change.items[:2])
+        if at is not None and rows is not None:
+            write(change.claim.kept, self._moved(*at), rows)
+        self._pool.settle(change.claim)
+        self.capacity = change.capacity
+        self._set(change.items, there, slack)
 
     # ---------------------------------------------------------------------------- what is let go
 
     @_kept
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
-        """A cache of these items (all; one may be there several times), which shares their pages
-        until either side writes into one: then that one is copied."""
+        """A cache of these items (all; one may be there several times), which shares their pages.
+        Who writes into a page that others have copies it first. Two do not: an item that had its
+        last page alone when it was forked, until it drops keys; and the last of those that share a
+        page, where all of them write at once, as in a step of beam search."""
         chosen = _index(items, self.batch)
-        table, lengths = self._table[chosen].clone(), self._lengths[chosen].clone()
+        table, lengths, goes_on = (x[chosen] for x in self._items)
+        pool, page = self._pool, self.page_size
+        last = self._table.gather(1, ((self._lengths - 1) // page).clamp(min=0)[:, None])[:, 0]
+        alone = self._items.goes_on | (pool.users[last] == 1)
         made = object.__new__(KVCache)
-        made._begin(self._pool, table, lengths, self.capacity, self.grow, self._is_contiguous)
-        self._pool.forked = True
-        self._pool.users += torch.bincount(
-            used(table, lengths, self.page_size), minlength=len(self._pool.users)
-        )
+        kept = self.capacity, self.grow, self._is_contiguous
+        made._begin(pool, Items(table, lengths, torch.zeros_like(goes_on)), *kept)
+        pool.add(used(table, lengths, page))
+        pool.forked, self._items = True, self._items._replace(goes_on=alone)
+        made._watch()
         return made
 
     @_kept
@@ -344,32 +394,26 @@ class KVCache:
         """Drop the oldest keys, so many of each item. Whole pages are given back; what is left of a
         page moves, and with it all that follows: multiples of page_size cost nothing."""
         counts = self._counts("counts", counts)
-        before = self._table.clone(), self._lengths, self._pool.users.clone()
-        keep, moves = self._lengths - counts, counts % self.page_size > 0
+        page, blocks = self.page_size, torch.arange(self._table.shape[1], device="cpu")
+        keep, moves = self._lengths - counts, counts % page > 0
+        n = torch.where(moves, -(-self._lengths // page), counts // page)[:, None]
+        table = self._table.gather(1, (blocks + n).clamp(max=len(blocks) - 1))
+        items = Items(table, torch.where(moves, 0, keep), self._items.goes_on)
+        moved = torch.where(moves, keep, 0)
+        change = self._with(moved, items, self._table[blocks < n])
         kept = [self._rows(b, int(counts[b])) for b in moves.nonzero()[:, 0]]
-        for b in range(self.batch):
-            n = -(-int(self._lengths[b]) // self.page_size)
-            gone = n if moves[b] else int(counts[b]) // self.page_size
-            self._pool.drop(self._table[b, :gone])
-            self._table[b, : n - gone] = self._table[b, gone:n].clone()
-        self._set(self._table, torch.where(moves, 0, keep))
-        try:
-            at = self._room(torch.where(moves, keep, 0))
-        except RuntimeError:  # pages that a fork has, too, do not come free
-            self._pool.users = before[2]
-            self._set(*before[:2])
-            raise
-        if kept:
-            self._pool.write(at, {name: torch.cat([x[name] for x in kept]) for name in kept[0]})
+        rows = {name: torch.cat([x[name] for x in kept]) for name in self._pool.kept if kept}
+        self._do(change, _places(change.items, moved, change.page) if kept else None, rows)
 
     @_kept
     def truncate(self, lengths: Counts) -> None:
         """Keep the first keys, so many of each item: drops what speculation got wrong."""
         keep = self._counts("lengths", lengths)
-        for b in range(self.batch):
-            has, needs = (-(-int(x[b]) // self.page_size) for x in (self._lengths, keep))
-            self._pool.drop(self._table[b, needs:has])
-        self._set(self._table, keep)
+        has, needs = (-(-x[:, None] // self.page_size) for x in (self._lengths, keep))
+        block = torch.arange(self._table.shape[1], device="cpu")
+        gone = self._table[(needs <= block) & (block < has)]
+        items = Items(self._table, keep, self._items.goes_on & (keep == self._lengths))
+        self._do(Change(items, self.capacity, self._pool.claim(0, gone)))
 
     @_kept
     def free(self, items: Sequence[int] | Tensor | None = None) -> None:
@@ -381,21 +425,12 @@ class KVCache:
 
     # ------------------------------------------------------------------------------------- inside
 
-    def _begin(
-        self,
-        pool: Pool,
-        table: Tensor,
-        lengths: Tensor,
-        capacity: int,
-        grow: bool,
-        contiguous: bool,
-    ) -> None:
+    def _begin(self, pool: Pool, items: Items, capacity: int, grow: bool, contiguous: bool) -> None:
         """contiguous: an item's keys are one page, as long as the capacity."""
         self.capacity, self.grow, self._pool, self._is_contiguous = capacity, grow, pool, contiguous
         self._offsets: tuple[int, Tensor] | None = None
         self._held: list[Tensor] = []
-        self._set(table, lengths)
-        self._watch()
+        self._set(items, self._moved(*items[:2]))
 
     def _watch(self) -> None:
         """Pages come free with a cache that nobody has any more."""
@@ -406,13 +441,21 @@ class KVCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:  # of deepcopy and pickle
         self.__dict__.update(state)
+        self._pool.add(used(*self._held, self.page_size))  # the pool's copy counts no users
         self._watch()
 
-    def _set(self, table: Tensor, lengths: Tensor, slack: int = 0) -> None:
-        """The table and lengths, and what kernels read of them; slack: at most what is `_left`."""
-        self._table, self._lengths, self._slack = table, lengths, slack
-        self._on_device = self._moved(table, lengths)
-        self._held[:] = table, lengths
+    def _set(self, items: Items, there: tuple[Tensor, Tensor], slack: int = 0) -> None:
+        """What items have, and there what kernels read of it; slack: at most what is `_left`."""
+        self._items, self._on_device, self._slack = items, there, slack
+        self._held[:] = items[:2]
+
+    @property
+    def _table(self) -> Tensor:
+        return self._items.table
+
+    @property
+    def _lengths(self) -> Tensor:
+        return self._items.lengths
 
     def _moved(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         """To the device of the pages, from the host, where all is reckoned."""
@@ -440,6 +483,14 @@ class KVCache:
                 f"[0, {int(self._lengths[b])}], its length"
             )
         return found
+
+
+def _places(items: Items, counts: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Where so many keys of each item lie, the last that it has: page, and row in it, (n,)."""
+    item = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    first = torch.repeat_interleave(counts.cumsum(0) - items.lengths, counts)
+    key = torch.arange(len(item), device="cpu") - first
+    return items.table[item, key // page], key % page
 
 
 def _let_go(pool: Pool, held: list[Tensor]) -> None:

@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
 from torch import Tensor
 
 from .quantisation import STORAGE, quantised
+
+
+class Claim(NamedTuple):
+    """Pages that a call takes from a pool and gives back, which `Pool.settle` does. Until then the
+    pool is as it was."""
+
+    kept: dict[str, Tensor]  # the pool's tensors, or longer ones in their place
+    taken: Tensor  # pages that had no user
+    users: Tensor  # how many more each page has
+
+    def copy(self, pages: Tensor, to: Tensor) -> None:
+        device = self.kept["k"].device
+        pages, to = pages.to(device), to.to(device)
+        for x in self.kept.values():
+            x[to] = x[pages]
 
 
 class Pool:
@@ -16,7 +33,7 @@ class Pool:
     """
 
     def __init__(self, shape, D, Dv, dtype, storage, device):
-        self.page, self.forked, self.dtype = shape[1], False, dtype
+        self.forked, self.dtype = False, dtype
         self.kept = {
             name: torch.empty(*shape, columns, dtype=storage, device=device)
             for name, columns in (("k", D), ("v", Dv))
@@ -34,20 +51,27 @@ class Pool:
     def v(self) -> Tensor:
         return self.kept["v"]
 
+    @property
+    def page(self) -> int:
+        return self.k.shape[1]
+
     def rows(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Rows (n,Hk,D) as they are kept."""
+        """Rows (n,Hk,D) as they are kept. What lies in the pages themselves is copied, since these
+        are to be written."""
         if self.k.dtype == self.dtype:
+            pages = {x.untyped_storage().data_ptr() for x in self.kept.values()}
+            k, v = (x.clone() if x.untyped_storage().data_ptr() in pages else x for x in (k, v))
             return {"k": k, "v": v}
         (k, k_scale), (v, v_scale) = (quantised(x, self.k.dtype) for x in (k, v))
         return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
 
-    def write(self, at: tuple[Tensor, Tensor], rows: dict[str, Tensor]) -> None:
-        for name, x in self.kept.items():
-            x[at] = rows[name]
-
-    def take(self, n: int, grow: bool) -> Tensor:
-        """n pages that nobody uses."""
-        free = (self.users == 0).nonzero()[:, 0]
+    def claim(
+        self, n: int, dropped: Tensor, grow: bool = False, kept: dict[str, Tensor] | None = None
+    ) -> Claim:
+        """n pages that nobody uses once `dropped` are given back. kept: in place of the tensors."""
+        kept = kept or self.kept
+        fewer = torch.bincount(dropped, minlength=len(self.users))
+        free = (self.users == fewer).nonzero()[:, 0]
         if len(free) < n:
             if not grow:
                 raise RuntimeError(
@@ -55,29 +79,45 @@ class Pool:
                     f"most {len(free)}, those that are free; free() gives back those of items, "
                     "grow=True makes room"
                 )
-            self._more(max(n - len(free), len(self.users) // 2))
-            free = (self.users == 0).nonzero()[:, 0]
-        self.users[free[:n]] = 1
-        return free[:n]
+            first, more = len(self.users), max(n - len(free), len(self.users) // 2)
+            kept = {
+                name: torch.cat([x, x.new_empty(more, *x.shape[1:])]) for name, x in kept.items()
+            }
+            fewer = torch.cat([fewer, fewer.new_zeros(more)])
+            free = torch.cat([free, torch.arange(first, first + more, device="cpu")])
+        taken = free[:n]
+        return Claim(kept, taken, torch.bincount(taken, minlength=len(fewer)) - fewer)
+
+    def settle(self, claim: Claim) -> None:
+        users = self.users
+        if more := len(claim.users) - len(users):
+            users = torch.cat([users, users.new_zeros(more)])
+        users += claim.users
+        self.users, self.kept = users, claim.kept
+
+    def add(self, pages: Tensor) -> None:
+        self.users += torch.bincount(pages, minlength=len(self.users))
 
     def drop(self, pages: Tensor) -> None:
         self.users -= torch.bincount(pages, minlength=len(self.users))
 
-    def copy(self, pages: Tensor, to: Tensor) -> None:
-        pages, to = pages.to(self.k.device), to.to(self.k.device)
-        for x in self.kept.values():
-            x[to] = x[pages]
-
-    def _more(self, n: int) -> None:
-        for name, x in self.kept.items():
-            self.kept[name] = torch.cat([x, x.new_empty(n, *x.shape[1:])])
-        self.users = torch.cat([self.users, self.users.new_zeros(n)])
-
-    def lengthen(self, page: int) -> None:
+    def longer(self, page: int) -> dict[str, Tensor]:
+        """What is kept, with so many keys a page."""
         longer = {name: x.new_empty(len(x), page, *x.shape[2:]) for name, x in self.kept.items()}
         for name, x in self.kept.items():
             longer[name][:, : self.page] = x
-        self.kept, self.page = longer, page
+        return longer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Of deepcopy and pickle: with no users, since the caches that come along count
+        themselves."""
+        return self.__dict__ | {"users": torch.zeros_like(self.users)}
+
+
+def write(kept: dict[str, Tensor], at: tuple[Tensor, Tensor], rows: dict[str, Tensor]) -> None:
+    """Rows to where they are kept: page, and row in it, of each."""
+    for name, x in kept.items():
+        x[at] = rows[name]
 
 
 def used(table: Tensor, lengths: Tensor, page: int) -> Tensor:

@@ -1,19 +1,25 @@
 """`KVCache`: after any sequence of changes each item has the keys that it should, to the bit, and
 what forks share is nobody's to change."""
 
+import ast
 import copy
 import gc
+import inspect
 import itertools
 import pickle
 import random
+from pathlib import Path
 
+import cache_model
 import pytest
 import torch
+from cache_model import same, state
 from runners import not_interpreted
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 import fastattn
-from fastattn import KVCache, Place
+from fastattn import KVCache, Place, cache, pages
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -133,6 +139,85 @@ def test_pages_are_given_back(page_size):
         x.free()
         assert x.lengths.sum() == 0
     assert cache.pages_free == cache.k_pages.shape[0]
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_against_a_model(seed):
+    """Full if and only if no page is left; an error changes nothing; all rows are right."""
+    assert sum(cache_model.run(x, 60) for x in range(seed, seed + 4)) > 10
+
+
+@pytest.mark.parametrize("fault, seen", [("never", "a full cache"), ("too_often", "free pages")])
+def test_the_model_finds_a_cache_that_copies(monkeypatch, fault, seen):
+    right = KVCache._copied
+
+    def copied(self, items, counts, *more):
+        goes_on = torch.full_like(items.goes_on, fault == "never")
+        return right(self, items._replace(goes_on=goes_on), counts, *more)
+
+    monkeypatch.setattr(KVCache, "_copied", copied)
+    with pytest.raises(AssertionError, match=rf"cache_model.run\(\d+, 60\).* {seen}"):
+        for seed in range(40):
+            cache_model.run(seed, 60)
+
+
+@pytest.mark.parametrize("page_size", (4, None))
+def test_a_beam_step_needs_pages_for_all_but_one(page_size):
+    model = Model(page_size, capacity=8)
+    model.append([6, 7, 0])
+    beams = model.copy(model.cache.fork([0, 0, 0]), [list(model.rows[0]) for _ in range(3)])
+    del model
+    gc.collect()
+    beams.cache.truncate([5, 6, 6])
+    beams.rows[0].pop()
+    free = beams.cache.pages_free
+    beams.append([1, 1, 1])
+    assert beams.cache.pages_free == free - 2
+    beams.check()
+
+
+def test_a_cache_goes_on_in_a_page_that_forks_have():
+    """Where each item of it once had the page alone, and has dropped nothing since."""
+    model = Model(4, capacity=8)
+    model.append([5, 6, 7])
+    fork = model.copy(model.cache.fork(), [list(x) for x in model.rows])
+    assert model.cache.pages_free == 0
+    for counts in ([1, 1, 0], [0, 1, 1], [2, 0, 0]):
+        model.append(counts)
+        model.check()
+        fork.check()
+    model.truncate([7, 8, 8])
+    with pytest.raises(RuntimeError, match="got 1 more pages"):
+        model.append([1, 0, 0])
+
+
+@pytest.mark.parametrize("storage", (None, torch.int8))
+def test_rows_of_the_cache_itself(storage):
+    """Appended as a view of its pages: those that lie there at the call."""
+    cache = KVCache(1, HK, D, capacity=12, page_size=6, storage=storage)
+    first = torch.randn(1, HK, 3, D)
+    cache.append(first, first)
+    if storage:
+        k = cache.k_pages[:1].transpose(1, 2)
+        with pytest.raises(ValueError, match=r"k: got torch\.int8"):
+            cache.append(k, k)
+        return
+    k = cache.k_pages[:1, 1:5].transpose(1, 2)  # two of its rows, and two that are not yet
+    expected = torch.cat([first, k], 2)
+    cache.append(k, cache.v_pages[:1, 1:5].transpose(1, 2))
+    kept = cache.k_pages[cache.block_table[0]].flatten(0, 1)[:7]
+    assert torch.equal(kept.nan_to_num(), expected[0].transpose(0, 1).nan_to_num())
+
+
+def test_a_deep_copy_has_no_pages_of_forks_that_do_not_come_along():
+    model = Model(4, capacity=8, grow=False)
+    model.append([4, 4, 4])
+    fork = model.cache.fork()
+    fork.append(torch.zeros(B, HK, 4, D), torch.zeros(B, HK, 4, DV))
+    assert model.cache.pages_free == 0
+    assert copy.deepcopy(model.cache).pages_free == 3
+    both = copy.deepcopy([model.cache, fork])
+    assert both[0]._pool is both[1]._pool and both[0].pages_free == 0
 
 
 def test_a_cache_that_is_full_is_as_it_was():
@@ -302,10 +387,126 @@ WRONG = [
 ]
 
 
+FULL = [
+    (lambda c: c.append(*zeros(9)), RuntimeError, "is full: got 14 keys of item 0"),
+    (lambda c: c.append(*zeros(3)), RuntimeError, "is full: got . more pages of . keys to find"),
+    (lambda c: c.evict(1), RuntimeError, "is full: got . more pages of . keys to find"),
+]
+REFUSED = [  # by torch, or by what attention asks
+    (lambda c: c.append(zeros(1)[0], zeros(1)[1].to_sparse()), RuntimeError, ""),
+    (lambda c: c.append(torch.zeros(B, HK, 1, D, device="meta"), 1), ValueError, "k: got"),
+    (lambda c: c.append(*zeros(1), cu=3), ValueError, "k: got"),
+    (lambda c: c.append(*(x[:, :, 0] for x in zeros(1)), cu=3), ValueError, "cu: got int"),
+    (lambda c: c.attention(x, mask=torch.zeros(2, 5)), ValueError, "mask"),
+    (lambda c: c.attention(x, sinks=torch.zeros(H + 1)), ValueError, "sinks"),
+    (lambda c: c.attention(x.double()), ValueError, "dtype"),
+    (lambda c: c.attention(x[..., :3]), ValueError, "D"),
+    (lambda c: c.attention(x, window=3.5), Exception, "window"),
+    (lambda c: c.attention(x, what=1), TypeError, "what"),
+]
+
+
+def zeros(n):
+    return torch.zeros(B, HK, n, D), torch.zeros(B, HK, n, DV)
+
+
+def crowded(page_size=4):
+    """A cache, and a fork that shares its last pages, on the verge of being full."""
+    model = Model(page_size, capacity=8)
+    model.append([5, 6, 5])
+    return model.cache, model.cache.fork()
+
+
 @pytest.mark.parametrize("call, error, message", WRONG, ids=[message[:24] for *_, message in WRONG])
 def test_what_does_not_fit(call, error, message):
     with pytest.raises(error, match=message):
         call(Model(4).cache)
+
+
+@pytest.mark.parametrize("page_size", (4, None))
+def test_an_error_changes_nothing(page_size):
+    """Every `raise` of the cache among them, which the last line counts."""
+    raised = set()
+    for call, error, _ in WRONG + FULL + REFUSED:
+        both = crowded(page_size)
+        before = [state(x) for x in both]
+        for x in both:
+            with pytest.raises((error, RuntimeError)) as caught:  # or it is full
+                call(x)
+            same(before, [state(x) for x in both])
+            raised |= places(caught.value)
+    assert page_size is None or raised >= everywhere_raised(cache, pages)
+
+
+def test_an_error_in_a_cache_that_grows_changes_nothing():
+    for page_size in (4, None):
+        model = Model(page_size, capacity=8, grow=True)
+        model.append([5, 6, 5])
+        for n in (1, 3, 20):  # within the last page, a new one, more capacity
+            k, v = zeros(n)
+            before = [state(model.cache)]
+            with pytest.raises(RuntimeError):
+                model.cache.append(k, v.to_sparse())
+            same(before, [state(model.cache)])
+
+
+class Failing(TorchFunctionMode):
+    """After so many calls of torch, one raises."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.left -= "grad_enabled" not in function.__name__  # what lies round a method
+        if self.left < 0:
+            raise MemoryError("no more")
+        return function(*args, **kwargs or {})
+
+
+CHANGES = {
+    "append": lambda c: c.append(*zeros(1)),
+    "new_pages": lambda c: c.append(*zeros(3)),
+    "grow": lambda c: c.append(*zeros(20)),
+    "packed": lambda c: c.append(zeros(1)[0][:, :, 0], zeros(1)[1][:, :, 0], torch.arange(B + 1)),
+    "fork": lambda c: c.fork([0, 2]),
+    "evict": lambda c: c.evict([4, 0, 4] if c.page_size == 4 else c.lengths),
+    "truncate": lambda c: c.truncate([3, 6, 0]),
+    "free": lambda c: c.free([1]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("page_size", (4, None))
+def test_a_change_is_whole_or_none(page_size, name):
+    """Wherever torch has no memory left. An eviction that moves rows is not among them: it may have
+    nowhere to put them but where others of them lie."""
+    for calls in range(1000):
+        cache, fork = crowded(page_size)
+        cache.grow = True
+        before = [state(cache), state(fork)]
+        try:
+            with Failing(calls):
+                made = CHANGES[name](cache)
+            break
+        except MemoryError:
+            pass
+        same(before, [state(cache), state(fork)])
+    assert 3 < calls < 999 and isinstance(made, KVCache) == (name == "fork")
+
+
+def places(error):
+    """Where in the cache's files an error came from, as (file, line)."""
+    found, at = set(), error.__traceback__
+    while at:
+        found.add((at.tb_frame.f_code.co_filename, at.tb_lineno))
+        at = at.tb_next
+    return found
+
+
+def everywhere_raised(*modules):
+    files = [inspect.getsourcefile(x) for x in modules]
+    trees = [(file, ast.parse(Path(file).read_text())) for file in files]
+    return {(f, x.lineno) for f, tree in trees for x in ast.walk(tree) if isinstance(x, ast.Raise)}
 
 
 def test_any_mode():

@@ -235,6 +235,24 @@ def test_packed(name, by, calls):
     torch.testing.assert_close(logits, torch.cat(alone), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
+@pytest.mark.parametrize("cuts", [(24,), (13, 11)])
+def test_packed_positions_with_a_cache_are_one_sequence(name, cuts, calls):
+    """As in eager: transformers looks for packed positions only where there is no cache."""
+    model, ids = made(FAMILY[name]), text("none")[0][:1]
+    found = {}
+    for implementation in ("fastattn", "eager"):
+        model.set_attn_implementation(implementation)
+        cache = transformers.DynamicCache(config=model.config)
+        parts = zip(ids.split(cuts, 1), POSITIONS.split(cuts, 1), strict=True)
+        logits = [model(x, position_ids=p, past_key_values=cache).logits for x, p in parts]
+        found[implementation] = torch.cat(logits, 1)
+    assert all(call["call"] == "attention" for call in calls)
+    torch.testing.assert_close(*found.values(), rtol=1e-4, atol=1e-4)
+    packed = model(ids, position_ids=POSITIONS, use_cache=False).logits
+    assert (packed - found["eager"]).abs().max() > 0.1
+
+
 def test_chunks_are_packed(calls):
     ran("Llama4", calls, input_ids=text("none")[0])
     told = {x["call"]: x for x in calls}

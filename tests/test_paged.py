@@ -234,3 +234,25 @@ def test_pages_are_explained_and_compiled():
 def test_the_batch_that_pages_are_compared_with_is_right():
     made = batch(PLAIN, torch.float32)
     assert not list(complaints(made, made.run())) and len(made.keys) == len(SIZES)
+
+
+@every_backend
+def test_columns_of_a_mask(name):
+    """As many as the table has room for, whatever the lengths, or one; fewer with max_k."""
+    declares(name, torch.float32, Feature.PAGED)
+    page, blocks = 4, 3
+    q, k = torch.randn(3, 2, 8), torch.randn(2 * blocks, page, 2, 8)
+    given = dict(
+        cu_q=torch.tensor([0, 2, 3]),
+        block_table=torch.arange(2 * blocks).view(2, blocks),
+        key_lengths=torch.tensor([5, 7]),
+        backend=name,
+    )
+    mask = torch.randn(2, 1, 2, page * blocks)
+    out = fastattn.attention_packed(q, k, k, mask=mask, **given)
+    assert torch.equal(
+        out, fastattn.attention_packed(q, k, k, mask=mask[..., :7], max_k=7, **given)
+    )
+    with pytest.raises(ValueError, match=r"mask: .*12"):
+        fastattn.attention_packed(q, k, k, mask=mask[..., :7], **given)
+    fastattn.attention_packed(q, k, k, mask=mask[..., :1], **given)

@@ -298,7 +298,7 @@ def flash_attn_with_kvcache(
         k stands at cache_seqlens + j; row i of q at cache_seqlens + i if causal or windowed, else
         all at cache_seqlens. rotary_interleaved: column 2c turns with 2c + 1, else c with c + R/2.
     cache_batch_idx: (B,), the item of the cache that each of q's has; not with block_table.
-    cache_leftpad: (B,), where each item's keys begin.
+    cache_leftpad: (B,), where each item's keys begin; not with block_table, as in flash-attn.
     num_splits: accepted; how keys are split is decided below.
 
     Lengths, entries and positions out of range raise ValueError on a CPU, before anything is

@@ -33,17 +33,18 @@ class KeyValueCache:
             raise ValueError(
                 "cache: got keys that require grad, expected to decode under torch.no_grad()"
             )
-        if self._k is None or self._v is None:
+        all_k, all_v = self._k, self._v
+        if all_k is None or all_v is None:
             room = k.shape[2] if self.max_len is None else self.max_len
-            self._k, self._v = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (k, v))
+            all_k, all_v = (x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (k, v))
         start, end = self.length, self.length + k.shape[2]
-        room = self._k.shape[2]
+        room = all_k.shape[2]
         if end > room:
             raise ValueError(
                 f"cache: got tokens {start} to {end - 1}, expected 0 to {room - 1}; make the cache "
                 "with a larger max_len"
             )
-        for kept, new in ((self._k, k), (self._v, v)):
+        for kept, new in ((all_k, k), (all_v, v)):
             place = kept[:, :, start:end]
             if place.shape != new.shape:
                 raise ValueError(
@@ -51,8 +52,8 @@ class KeyValueCache:
                     "as in the calls before; make a new cache for another batch"
                 )
             place.copy_(new)
-        self.length = end
-        return self._k[:, :, :end], self._v[:, :, :end]
+        self._k, self._v, self.length = all_k, all_v, end
+        return all_k[:, :, :end], all_v[:, :, :end]
 
     def view(self) -> tuple[Tensor, Tensor] | None:
         """The keys and values (B, H, length, D) so far; None before the first `append`."""

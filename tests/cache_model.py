@@ -1,0 +1,326 @@
+"""`KVCache` as a state machine: random changes to a cache and its forks, held against a model.
+
+The model has of each item a list of rows and the numbers of its pages. It says how many pages a
+change takes, so that a cache is full if and only if no page is left. A call that raises changes
+nothing of any cache.
+"""
+
+import copy
+import random
+from collections import Counter
+
+import torch
+
+import fastattn
+from fastattn import KVCache
+
+HK, D, DV = 1, 2, 3
+PAGES = (None, 1, 2, 3, 4)
+
+
+class Full(Exception):
+    """The model has no page left, or no capacity."""
+
+
+class Item:
+    """rows: (k, v) of each key. pages: their numbers. goes_on: it was alone in its last page when
+    that was shared, or wrote there since, and has dropped no key since."""
+
+    def __init__(self, rows=(), pages=(), goes_on=False):
+        self.rows, self.pages, self.goes_on = list(rows), list(pages), goes_on
+
+    def copy(self, goes_on):
+        return Item(self.rows, self.pages, goes_on)
+
+
+class Pages:
+    """How many there are, and which items have each."""
+
+    def __init__(self, count, page):
+        self.count, self.page, self.made = count, page, 0
+
+    def users(self, caches):
+        return Counter(p for items in caches for item in items for p in item.pages)
+
+    def take(self, n, caches):
+        """n new numbers, if so many pages are free."""
+        if n > self.count - len(self.users(caches)):
+            raise Full
+        self.made += n
+        return list(range(self.made - n, self.made))
+
+
+class Machine:
+    """Caches that share one pool, and the items that each should have."""
+
+    def __init__(self, chance, page, capacity, storage=None):
+        self.chance, self.capacity, self.storage = chance, capacity, storage
+        batch = chance.randrange(1, 4)
+        self.generator = torch.Generator().manual_seed(chance.randrange(2**32))
+        given = dict(value_dim=DV, capacity=capacity, page_size=page, storage=storage)
+        page = page or capacity
+        self.pages = Pages(batch * -(-capacity // page), page)
+        self.caches = [KVCache(batch, HK, D, **given)]
+        self.items = [[Item() for _ in range(batch)]]
+        self.fulls = 0
+
+    # -- what the model does -----------------------------------------------------------------------
+
+    def appended(self, items, news):
+        """Items with these rows more; their new pages are taken from all that there are."""
+        page, users = self.pages.page, self.pages.users(self.items)
+        if any(len(x.rows) + len(n) > self.capacity for x, n in zip(items, news, strict=True)):
+            raise Full
+        copies = [
+            b
+            for b, (x, n) in enumerate(zip(items, news, strict=True))
+            if n and len(x.rows) % page and not x.goes_on and users[x.pages[-1]] > 1
+        ]
+        writers = Counter(items[b].pages[-1] for b in copies)
+        for p, n in writers.items():
+            if n == users[p]:  # nobody else is left with it: one of them keeps it
+                copies.remove(next(b for b in copies if items[b].pages[-1] == p))
+        more = [
+            -(-(len(x.rows) + len(n)) // page) - len(x.pages)
+            for x, n in zip(items, news, strict=True)
+        ]
+        taken = self.pages.take(sum(more) + len(copies), self.items)
+        made = []
+        for b, (x, n) in enumerate(zip(items, news, strict=True)):
+            own = Item(x.rows + n, x.pages, x.goes_on or bool(n))
+            if b in copies:
+                own.pages[-1] = taken.pop()
+            own.pages += [taken.pop() for _ in range(more[b])]
+            made.append(own)
+        return made
+
+    def evicted(self, at, counts):
+        """Items of cache `at` without their first rows: where no whole pages are dropped, the rest
+        moves to pages that come free with them, or are."""
+        page, made, moved = self.pages.page, [], []
+        for x, n in zip(self.items[at], counts, strict=True):
+            pages = [] if n % page else x.pages[n // page :]
+            made.append(Item(x.rows[n:], pages, x.goes_on))
+            if n % page:
+                moved.append(made[-1])
+        others = [x for i, x in enumerate(self.items) if i != at]
+        for x in moved:
+            x.goes_on = x.goes_on or bool(x.rows)
+            x.pages = self.pages.take(-(-len(x.rows) // page), [*others, made])
+        return made
+
+    def truncated(self, items, counts):
+        made = []
+        for x, n in zip(items, counts, strict=True):
+            pages = x.pages[: -(-n // self.pages.page)]
+            made.append(Item(x.rows[:n], pages, x.goes_on and n == len(x.rows)))
+        return made
+
+    # -- what is held against it -------------------------------------------------------------------
+
+    def change(self, at, call, expected):
+        """`call(cache)` gives the items that `expected()` does; or both are full, and no cache is
+        other than before."""
+        try:
+            made = expected()
+        except Full:
+            before = [state(x) for x in self.caches]
+            try:
+                call(self.caches[at])
+            except RuntimeError as error:
+                assert "is full" in str(error), error
+            else:
+                raise AssertionError("expected a full cache") from None
+            same(before, [state(x) for x in self.caches])
+            self.fulls += 1
+        else:
+            call(self.caches[at])
+            self.items[at] = made
+
+    def new(self, n):
+        k, v = (torch.randn(n, HK, d, generator=self.generator) for d in (D, DV))
+        return k, v
+
+    def append(self, at):
+        items, most = self.items[at], self.pages.page + 2
+        packed = self.chance.random() < 0.5
+        counts = [self.chance.randrange(most) if self.chance.random() < 0.7 else 0 for _ in items]
+        if not packed:
+            counts = [self.chance.choice((1, 1, 2, most))] * len(items)
+        news = [self.new(n) for n in counts]
+        if packed:
+            k, v = (torch.cat(x) for x in zip(*news, strict=True))
+            given = k, v, torch.tensor([0, *counts]).cumsum(0)
+        else:
+            given = tuple(torch.stack(x).transpose(1, 2) for x in zip(*news, strict=True))
+        rows = [list(zip(k, v, strict=True)) for k, v in news]
+        self.change(at, lambda x: x.append(*given), lambda: self.appended(items, rows))
+
+    def append_own(self, at):
+        """Rows of the cache's own pages, as a view."""
+        cache, items = self.caches[at], self.items[at]
+        k, v = (x[:, :1].transpose(1, 2)[: len(items)] for x in (cache.k_pages, cache.v_pages))
+        written = all((x.abs() < 10).all() for x in (k, v))  # what was not may be anything
+        if self.storage or len(k) < len(items) or not written:
+            return
+        rows = [
+            [(x.squeeze(0).clone(), y.squeeze(0).clone())]
+            for x, y in zip(k.transpose(1, 2), v.transpose(1, 2), strict=True)
+        ]
+        self.change(at, lambda x: x.append(k, v), lambda: self.appended(items, rows))
+
+    def fork(self, at):
+        items, many = self.items[at], self.chance.randrange(1, 4)
+        chosen = [self.chance.randrange(len(items)) for _ in range(many)]
+        users = self.pages.users(self.items)
+        for x in items:
+            x.goes_on = x.goes_on or (bool(x.pages) and users[x.pages[-1]] == 1)
+        self.caches.append(self.caches[at].fork(chosen))
+        self.items.append([items[b].copy(False) for b in chosen])
+
+    def beam(self, at):
+        """A fork in the place of the cache, whose items share pages, and a step of all."""
+        self.fork(at)
+        self.caches[at], self.items[at] = self.caches.pop(), self.items.pop()
+        self.append(at)
+
+    def let_go(self, at):
+        if len(self.caches) > 1:
+            del self.caches[at], self.items[at]
+
+    def evict(self, at):
+        counts = [self.chance.randrange(len(x.rows) + 1) for x in self.items[at]]
+        if self.chance.random() < 0.5:
+            counts = [n // self.pages.page * self.pages.page for n in counts]
+        self.change(at, lambda x: x.evict(counts), lambda: self.evicted(at, counts))
+
+    def truncate(self, at):
+        counts = [max(0, len(x.rows) - self.chance.randrange(3)) for x in self.items[at]]
+        items = self.items[at]
+        self.change(at, lambda x: x.truncate(counts), lambda: self.truncated(items, counts))
+
+    def free(self, at):
+        items = self.items[at]
+        b = self.chance.randrange(len(items))
+        counts = [0 if i == b else len(x.rows) for i, x in enumerate(items)]
+        self.change(at, lambda x: x.free([b]), lambda: self.truncated(items, counts))
+
+    def deep_copy(self, at):
+        """Of all caches together, in their place: the copies share a pool of their own."""
+        self.caches = copy.deepcopy(self.caches)
+
+    def wrong(self, at):
+        """Calls that nothing fits, which change nothing."""
+        cache = self.caches[at]
+        k, v = (torch.zeros(cache.batch, HK, 1, d) for d in (D, DV))
+        sparse = torch.zeros(cache.batch, HK, 1, DV).to_sparse()
+        calls = (
+            lambda: cache.append(k, v[..., :1]),
+            lambda: cache.append(k, v.double()),
+            lambda: cache.append(k, sparse),  # k is written by then
+            lambda: cache.evict(self.capacity + 1),
+            lambda: cache.truncate(-1),
+            lambda: cache.free([cache.batch]),
+            lambda: cache.fork([-1]),
+            lambda: cache.attention(k, mask=3),
+        )
+        before = [state(x) for x in self.caches]
+        try:
+            self.chance.choice(calls)()
+        except (ValueError, TypeError, RuntimeError):
+            same(before, [state(x) for x in self.caches])
+        else:
+            raise AssertionError("expected an error")
+
+    STEPS = (
+        *(append,) * 8,
+        *(fork, fork, beam, beam, let_go, evict, evict, truncate, truncate, free),
+        *(append_own, deep_copy, wrong),
+    )
+
+    def step(self):
+        at = self.chance.randrange(len(self.caches))
+        chosen = self.chance.choice(self.STEPS)
+        if chosen is Machine.fork and len(self.caches) > 3:
+            chosen = Machine.let_go
+        chosen(self, at)
+        self.check()
+        return chosen.__name__
+
+    def check(self):
+        for cache, items in zip(self.caches, self.items, strict=True):
+            assert cache.lengths.tolist() == [len(x.rows) for x in items], "lengths"
+            free = self.pages.count - len(self.pages.users(self.items))
+            assert cache.pages_free == free, f"got {cache.pages_free} free pages, expected {free}"
+            self.check_contents(cache, items)
+
+    def check_contents(self, cache, items):
+        keys = [dense([k for k, _ in x.rows], (HK, D)) for x in items]
+        values = [dense([v for _, v in x.rows], (HK, DV)) for x in items]
+        q = torch.randn(len(items), HK, 1, D, generator=self.generator)
+        out = cache.attention(q)
+        for b, (k, v) in enumerate(zip(keys, values, strict=True)):
+            if self.storage is None:
+                kept_k, kept_v = kept(cache, b)
+                assert torch.equal(kept_k, k) and torch.equal(kept_v, v), f"rows of item {b}"
+            expected = fastattn.attention(
+                q[b : b + 1], *(x.transpose(0, 1)[None] for x in (k, v)), causal="bottom_right"
+            )
+            close = 0 if self.storage is None else 0.3
+            assert torch.allclose(out[b : b + 1], expected, rtol=close, atol=close), f"item {b}"
+
+
+def dense(rows, shape):
+    return torch.stack(rows) if rows else torch.zeros(0, *shape)
+
+
+def kept(cache, b):
+    """Keys and values of an item, as its pages have them."""
+    n, pages = int(cache.lengths[b]), cache.block_table[b]
+    pages = pages[: -(-n // cache.page_size)]
+    return tuple(x[pages].flatten(0, 1)[:n] for x in (cache.k_pages, cache.v_pages))
+
+
+def state(cache):
+    """All that a user sees of a cache, and who uses its pages."""
+    contents = [x for b in range(cache.batch) for x in kept(cache, b)]
+    users = cache._pool.users.clone()
+    numbers = [cache.capacity, cache.nbytes, cache.pages_free, cache.k_pages.data_ptr()]
+    return numbers, [cache.lengths, cache.block_table, users, *contents]
+
+
+def same(before, after):
+    for (numbers, tensors), (others, more) in zip(before, after, strict=True):
+        assert numbers == others, f"a call that raised changed {numbers} to {others}"
+        for x, y in zip(tensors, more, strict=True):
+            assert torch.equal(bits(x), bits(y)), "a call that raised changed a cache"
+
+
+def bits(x):
+    return x.contiguous().view(torch.uint8) if x.numel() else x
+
+
+def run(seed, steps=40):
+    """So many random changes; the number of those that found the cache full. Raises AssertionError
+    that names the seed."""
+    chance = random.Random(seed)
+    page, capacity = chance.choice(PAGES), chance.randrange(1, 11)
+    storage = chance.choice((None, None, None, torch.int8))
+    machine, told = Machine(chance, page, capacity, storage), []
+    for _ in range(steps):
+        try:
+            told.append(machine.step())
+        except Exception as error:
+            given = f"page_size={page}, capacity={capacity}, storage={storage}"
+            raise AssertionError(
+                f"cache_model.run({seed}, {steps}): {given}: step {len(told)} after "
+                f"{' '.join(told[-8:])}: {error}"
+            ) from error
+    return machine.fulls
+
+
+if __name__ == "__main__":
+    import sys
+
+    for seed in range(*map(int, sys.argv[1:])):
+        run(seed)
