@@ -5,6 +5,7 @@ import math
 import re
 from contextlib import contextmanager
 
+import cache_model
 import flash_attn_oracle
 import tangents
 import torch
@@ -420,6 +421,13 @@ def reshaped(rng, x):
 
 def total(x):
     return draw.finite(x).sum()
+
+
+@part
+def cache(rng):
+    """`KVCache` and its forks as a state machine, against a model."""
+    with somewhere(rng, torch.float32):
+        cache_model.run(rng.randrange(2**32), steps=25)
 
 
 # ------------------------------------------------------------------------------- flash-attn's API
