@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,54 @@ OF_ROWS = (-3,)  # of q, k and v, counted from the end
 OF_BATCH = ("key_lengths", "alibi_slopes", "sinks")  # small, and the same on every rank
 
 
+Strategy = Literal["auto", "gather", "ulysses"]
+
+
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: bool,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @unseen
 @with_arguments
 def attention_packed(
@@ -39,7 +87,7 @@ def attention_packed(
     cu_k: Tensor,
     *,
     group: Any = None,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     max_q: int | None = None,
     max_k: int | None = None,
     return_lse: bool = False,

@@ -5,14 +5,24 @@ that all heads share. `fastattn.MultiheadAttention` is torch's own."""
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from .core import attend, check_heads, masked_softmax, merge_heads, of_heads, split_heads
+from .core import (
+    Causal,
+    Module,
+    attend,
+    check_heads,
+    masked_softmax,
+    merge_heads,
+    of_heads,
+    split_heads,
+)
 
 
-class MultiHead(nn.Module):
+class MultiHead(Module):
     """What these share: heads, dropout and scale of the attention between the projections."""
 
     def __init__(
@@ -29,7 +39,7 @@ class MultiHead(nn.Module):
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        causal: bool | str = False,
+        causal: Causal = False,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Of q, k, v (B, H, N, D), before heads are merged."""
@@ -57,6 +67,18 @@ class PackedSelfAttention(MultiHead):
         self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -138,6 +160,34 @@ class SharedHeadAttention(MultiHead):
         self.v_proj = nn.Linear(head_dim, head_dim, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
 
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self,
         q: Tensor,

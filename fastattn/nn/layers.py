@@ -16,13 +16,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cached import CachedAttention, KeyValueCache
-from .core import merge_masks
+from .core import Module, merge_masks
 
 Activation = Callable[[Tensor], Tensor]
 ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu}
 
 
-class FeedForward(nn.Module):
+class FeedForward(Module):
     """activation(x W_1 + b_1) W_2 + b_2 for every token (section 3.3), with dropout before W_2.
 
     activation is "relu", "gelu" or any function of a tensor.
@@ -52,7 +52,7 @@ class FeedForward(nn.Module):
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
 
-class Residual(nn.Module):
+class Residual(Module):
     """A residual connection around a sublayer, and its LayerNorm: norm(x + dropout(sublayer(x)))
     (section 5.4), or with norm_first x + dropout(sublayer(norm(x))) (Xiong et al. 2020)."""
 
@@ -80,7 +80,7 @@ class Residual(nn.Module):
         return f"norm_first={self.norm_first}"
 
 
-class _Layer(nn.Module):
+class _Layer(Module):
     """Attentions, by the names in `attentions`, then a feed-forward network, a residual connection
     around each. What both kinds of layers are made with."""
 
@@ -195,7 +195,7 @@ def _keys(x: Tensor, cache: KeyValueCache | None = None) -> tuple[int, int]:
     return x.shape[0], x.shape[1] + (0 if cache is None else cache.length)
 
 
-class _Stack(nn.Module):
+class _Stack(Module):
     """num_layers copies of `layer`, all but the first with parameters drawn anew; then `norm`, if
     any."""
 

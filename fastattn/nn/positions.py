@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .core import Module
 
-class SinusoidalPositionalEncoding(nn.Module):
+
+class SinusoidalPositionalEncoding(Module):
     """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
     2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
 
@@ -68,7 +70,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([y.to(x.dtype), rest], dim=-1)
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Module):
     """Rotates pairs of columns of queries and keys by an angle that grows with the position, so
     that q.k depends on positions by their difference alone (RoPE, Su et al. 2021, equation 34).
 

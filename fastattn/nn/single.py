@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor, nn
 
-from .core import attend
+from .core import Module, attend
 
 
-class ScaledDotProductAttention(nn.Module):
+class ScaledDotProductAttention(Module):
     """softmax(q k^T scale) v without parameters (Vaswani et al. 2017, equation 1).
 
     scale is 1 / sqrt(D) by default; 1.0 gives the plain dot-product attention. dropout acts on the
@@ -20,6 +22,34 @@ class ScaledDotProductAttention(nn.Module):
         super().__init__()
         self.scale, self.causal, self.dropout = scale, causal, dropout
 
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self,
         q: Tensor,
@@ -48,7 +78,7 @@ class ScaledDotProductAttention(nn.Module):
         return f"scale={self.scale}, causal={self.causal}, dropout={self.dropout}"
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     """One head over one sequence: x W_q attends to x W_k and x W_v, all of d_out columns."""
 
     def __init__(
@@ -68,6 +98,18 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.attention = ScaledDotProductAttention(scale=scale, causal=causal, dropout=dropout)
 
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:

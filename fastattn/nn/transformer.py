@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .core import Module
 from .layers import Activation, Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer
 from .positions import SinusoidalPositionalEncoding
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(Module):
     """An encoder whose output is the memory of a decoder: the structure of torch.nn.Transformer.
 
     >>> EncoderDecoder(Encoder(EncoderLayer(512, 8), 6), Decoder(DecoderLayer(512, 8), 6))
@@ -48,7 +49,7 @@ class EncoderDecoder(nn.Module):
         )
 
 
-class Transformer(nn.Module):
+class Transformer(Module):
     """From tokens of a source and of a target so far to logits of the target's next tokens.
 
     Embeddings times sqrt(embed_dim) plus sinusoids, `encoder`, `decoder`, then a linear map with,
