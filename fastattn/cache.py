@@ -7,26 +7,45 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import Unpack  # torch depends on it
 
 from .api import attention_packed
 from .check import DTYPES
 from .pages import Pool, used
+from .place import Place
 from .quantisation import STORAGE
 from .scalars import whole
 
 Counts = int | Sequence[int] | Tensor
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
 def _kept(method: F) -> F:
     """What it makes is kept for calls in any mode."""
     return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+class CacheArguments(TypedDict, total=False):
+    """What `KVCache.attention` takes beside q, causal and offsets: the rest of `api.Arguments`, but
+    the lengths, which are the cache's."""
+
+    mask: Tensor | None
+    window: tuple[int | None, int | None] | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    place: Place | None
+    row_invariant: bool
+    backend: str | None
 
 
 class KVCache:
@@ -151,10 +170,43 @@ class KVCache:
 
     # ---------------------------------------------------------------------------------- attention
 
+    @overload
     def attention(
         self,
         q: Tensor,
-        causal: bool | str = "bottom_right",
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: Literal[False] = False,
+        **arguments: Unpack[CacheArguments],
+    ) -> Tensor: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: Literal[True],
+        **arguments: Unpack[CacheArguments],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: bool,
+        **arguments: Unpack[CacheArguments],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
         *,
         cu_q: Tensor | None = None,
         max_q: int | None = None,

@@ -8,9 +8,11 @@ with this file; read it to learn what the operation means.
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack  # torch depends on it
 
 from .place import EVERYTHING, Place
 
@@ -19,13 +21,85 @@ MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WORD = 0xFFFFFFFF
 
 
+class Arguments(TypedDict, total=False, closed=True):
+    """What `attention` takes beside q, k, v and what it is to return."""
+
+    mask: Tensor | None
+    causal: bool | Literal["top_left", "bottom_right"]
+    window: tuple[int | None, int | None] | None
+    key_lengths: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    place: Place | None
+    again: tuple[int, int]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False,
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = False,
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[True],
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    return_normaliser: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, ...]: ...
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    causal: bool | str = False,
+    causal: bool | Literal["top_left", "bottom_right"] = False,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -39,7 +113,7 @@ def attention(
     return_lse: bool = False,
     return_weights: bool = False,
     return_normaliser: bool = False,
-):
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(score(q k^T)) v for q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv).
 
     The arguments mean what they mean in `fastattn.attention`; again, of dropout, what it does in
