@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -19,6 +19,7 @@ from .cached import CachedAttention, KeyValueCache
 from .core import Module, merge_masks
 
 Activation = Callable[[Tensor], Tensor]
+ActivationName = Literal["relu", "gelu"]
 ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu}
 
 
@@ -34,7 +35,7 @@ class FeedForward(Module):
         ff_dim: int = 2048,
         *,
         dropout: float = 0.1,
-        activation: str | Activation = "relu",
+        activation: ActivationName | Activation = "relu",
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -96,7 +97,7 @@ class _Layer(Module):
         ff_dim: int = 2048,
         *,
         dropout: float = 0.1,
-        activation: str | Activation = "relu",
+        activation: ActivationName | Activation = "relu",
         norm_first: bool = False,
         eps: float = 1e-5,
         bias: bool = True,

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .core import Module
-from .layers import Activation, Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer
+from .layers import (
+    Activation,
+    ActivationName,
+    Decoder,
+    DecoderCache,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+)
 from .positions import SinusoidalPositionalEncoding
 
 
@@ -73,7 +81,7 @@ class Transformer(Module):
         num_decoder_layers: int = 6,
         ff_dim: int = 2048,
         dropout: float = 0.1,
-        activation: str | Activation = "relu",
+        activation: ActivationName | Activation = "relu",
         norm_first: bool = False,
         final_norm: bool = True,
         eps: float = 1e-5,

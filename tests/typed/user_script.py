@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from typing_extensions import assert_type
@@ -30,6 +32,7 @@ def calls(q: Tensor, k: Tensor, v: Tensor, asked: bool) -> Tensor:
     both = fastattn.reference.attention(q, k, v, return_lse=True, return_weights=True)
     assert_type(both, tuple[Tensor, Tensor, Tensor])
     print(fastattn.explain(q, k, v, causal=True).backend, fastattn.Place(row=3).row)
+    assert_type(transformers.register, Callable[[], None])
     with fastattn.sdpa():
         return out + nn.functional.scaled_dot_product_attention(q, k, v)
 
@@ -79,7 +82,6 @@ def over_ranks(q: Tensor) -> Tensor:
 
 
 def main() -> None:
-    transformers.register()
     q = torch.randn(2, 4, 5, 8)
     print(calls(q, q, q, True).shape, decode(q).shape, flash(q).shape)
     print(packed(torch.randn(5, 4, 8), torch.tensor([0, 2, 5])).shape)
