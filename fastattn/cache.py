@@ -69,6 +69,9 @@ class KVCache:
     ValueError or TypeError for what does not fit it.
     """
 
+    capacity: int
+    grow: bool
+
     @_kept
     def __init__(
         self,

@@ -22,7 +22,7 @@ from .check import need_dense
 from .forwards import AsForward
 
 
-def always_call_forward(module: nn.Module, args: tuple) -> None:
+def always_call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
     """A forward pre-hook that does nothing, and by being there keeps `forward` in use.
 
     In eval mode nn.TransformerEncoderLayer takes the parameters out of its self_attn and runs its

@@ -15,7 +15,21 @@ class Pool:
     (P,page,Hk) beside them.
     """
 
-    def __init__(self, shape, D, Dv, dtype, storage, device):
+    page: int
+    forked: bool
+    dtype: torch.dtype
+    kept: dict[str, Tensor]
+    users: Tensor
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        D: int,
+        Dv: int,
+        dtype: torch.dtype,
+        storage: torch.dtype,
+        device: torch.device | str | None,
+    ):
         self.page, self.forked, self.dtype = shape[1], False, dtype
         self.kept = {
             name: torch.empty(*shape, columns, dtype=storage, device=device)

@@ -16,7 +16,7 @@ from ..check import check, describe
 from ..operators import unseen
 from ..place import EVERYTHING
 from . import cost, gather, ring, ulysses, usp
-from .agreement import NOTHING, ROWS, UNCLEAR, Own, mask_rows, need_team, told, values_told
+from .agreement import NOTHING, ROWS, UNCLEAR, Own, Team, mask_rows, need_team, told, values_told
 from .agreement import agree as _agree
 from .cost import Cost
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
@@ -165,7 +165,15 @@ def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bo
     return ""
 
 
-def whole(q, k, v, team, how, asks, given) -> Whole:
+def whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    team: Team,
+    how: dict[str, Any],
+    asks: bool,
+    given: dict[str, Any],
+) -> Whole:
     strategy, layout = how["strategy"], how["layout"]
     check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
     draws = bool(given["dropout_p"]) and given["seed"] is None

@@ -27,7 +27,11 @@ class Mask:
     """
 
     ndim = 4
-    dtype = torch.bool
+    dtype: torch.dtype = torch.bool
+    shape: tuple[int, ...]
+    arguments: dict[str, Any]
+    exact: Callable[[], Tensor]
+    starts: Tensor | None
 
     def __init__(
         self,
@@ -77,7 +81,9 @@ class Mask:
         return self
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _strange(f"torch.{getattr(function, '__name__', function)}")
 
     def _added(self, other: Any) -> Mask:
@@ -139,7 +145,7 @@ def make_mask(
     kv_length: int,
     q_offset: Any = 0,
     kv_offset: Any = 0,
-    mask_function: Callable = masking_utils.causal_mask_function,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Any = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",

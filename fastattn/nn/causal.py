@@ -19,6 +19,14 @@ class CausalSelfAttention(Module):
     the longest sequence that is accepted (None: any).
     """
 
+    context_length: int | None
+    dropout: float
+    num_heads: int
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear | nn.Identity
+
     def __init__(
         self,
         d_in: int,
@@ -91,6 +99,8 @@ class CausalSelfAttention(Module):
 class ConcatenatedHeads(Module):
     """num_heads single heads, each a `CausalSelfAttention` of its own to d_out columns, side by
     side: (..., N, d_in) to (..., N, num_heads * d_out)."""
+
+    heads: nn.ModuleList
 
     def __init__(
         self,

@@ -25,6 +25,10 @@ from .core import (
 class MultiHead(Module):
     """What these share: heads, dropout and scale of the attention between the projections."""
 
+    num_heads: int
+    dropout: float
+    scale: float
+
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float, scale: float | None = None
     ) -> None:
@@ -59,6 +63,9 @@ class MultiHead(Module):
 class PackedSelfAttention(MultiHead):
     """q, k and v in one projection of the input, split into heads, then `out_proj`; the scale is
     1 / sqrt(head_dim)."""
+
+    qkv_proj: nn.Linear
+    out_proj: nn.Linear
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
@@ -96,6 +103,11 @@ class TracedAttention(MultiHead):
     The scale is 1 / sqrt(embed_dim) unless given, as the tutorial that this follows has it; the
     paper's is 1 / sqrt(embed_dim / num_heads). Head dims such as 40 are as good as any.
     """
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
 
     def __init__(
         self,
@@ -151,6 +163,11 @@ class TracedAttention(MultiHead):
 class SharedHeadAttention(MultiHead):
     """The embedding is cut into heads first, and one head_dim x head_dim projection each for q, k
     and v serves them all; the scale is 1 / sqrt(embed_dim), as the tutorial has it."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
 
     def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__(embed_dim, num_heads, dropout, 1 / math.sqrt(embed_dim))

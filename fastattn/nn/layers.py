@@ -29,6 +29,10 @@ class FeedForward(Module):
     activation is "relu", "gelu" or any function of a tensor.
     """
 
+    linear1: nn.Linear
+    linear2: nn.Linear
+    dropout: nn.Dropout
+
     def __init__(
         self,
         embed_dim: int,
@@ -56,6 +60,9 @@ class FeedForward(Module):
 class Residual(Module):
     """A residual connection around a sublayer, and its LayerNorm: norm(x + dropout(sublayer(x)))
     (section 5.4), or with norm_first x + dropout(sublayer(norm(x))) (Xiong et al. 2020)."""
+
+    norm: nn.LayerNorm
+    dropout: nn.Dropout
 
     def __init__(
         self,
@@ -208,7 +215,7 @@ class _Stack(Module):
         self.layers = nn.ModuleList([first, *map(_drawn_anew, others)])
         self.norm = norm
 
-    def new_cache(self, max_len: int) -> list:
+    def new_cache(self, max_len: int) -> list[Any]:
         """Empty caches for `forward`, one a layer, with room for sequences of max_len tokens."""
         layers: Any = self.layers
         return [layer.new_cache(max_len) for layer in layers]

@@ -12,6 +12,11 @@ class SinusoidalPositionalEncoding(Module):
     """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
     2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
 
+    embed_dim: int
+    max_len: int
+    batch_first: bool
+    dropout: nn.Dropout
+
     def __init__(
         self,
         embed_dim: int,
@@ -78,6 +83,11 @@ class RotaryEmbedding(Module):
     NeoX) or, interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). rotary_dim columns
     turn, all by default; the rest stays.
     """
+
+    head_dim: int
+    rotary_dim: int
+    base: float
+    interleaved: bool
 
     def __init__(
         self,

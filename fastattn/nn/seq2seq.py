@@ -15,6 +15,8 @@ class LuongAttention(Module):
     equations 5 to 8): score s.h, context a = sum of weights times h, then tanh(W_c [a; s] + b_c).
     Scores and context run fused."""
 
+    combine: nn.Linear
+
     def __init__(self, state_dim: int, out_dim: int | None = None, bias: bool = True) -> None:
         super().__init__()
         out_dim = state_dim if out_dim is None else out_dim
@@ -75,6 +77,10 @@ class BahdanauAttention(Module):
     Its scores are no products of queries and keys, so this is plain torch, not fused: it stores
     (B, M, N, hidden_dim), all of it for the backward pass.
     """
+
+    state_proj: nn.Linear
+    memory_proj: nn.Linear
+    score: nn.Linear
 
     def __init__(self, state_dim: int, memory_dim: int, hidden_dim: int) -> None:
         super().__init__()

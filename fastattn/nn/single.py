@@ -16,6 +16,10 @@ class ScaledDotProductAttention(Module):
     weights in training. With causal, row i sees keys 0 to i.
     """
 
+    scale: float | None
+    causal: bool
+    dropout: float
+
     def __init__(
         self, *, scale: float | None = None, causal: bool = False, dropout: float = 0.0
     ) -> None:
@@ -80,6 +84,11 @@ class ScaledDotProductAttention(Module):
 
 class SelfAttention(Module):
     """One head over one sequence: x W_q attends to x W_k and x W_v, all of d_out columns."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    attention: ScaledDotProductAttention
 
     def __init__(
         self,

@@ -28,6 +28,9 @@ class EncoderDecoder(Module):
     >>> EncoderDecoder(Encoder(EncoderLayer(512, 8), 6), Decoder(DecoderLayer(512, 8), 6))
     """
 
+    encoder: Encoder
+    decoder: Decoder
+
     def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
         super().__init__()
         self.encoder, self.decoder = encoder, decoder
@@ -69,6 +72,15 @@ class Transformer(Module):
     torch.nn.Transformer does and pre-norm needs, though the paper's post-norm has none. Sequences
     longer than max_len are an error.
     """
+
+    embed_dim: int
+    pad_id: int | None
+    encoder: Encoder
+    decoder: Decoder
+    src_embedding: nn.Embedding
+    tgt_embedding: nn.Embedding
+    positions: SinusoidalPositionalEncoding
+    out_proj: nn.Linear | None
 
     def __init__(
         self,
