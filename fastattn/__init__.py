@@ -53,7 +53,8 @@ __all__ = [
 ]
 
 
-_LAZY = ("distributed", "examples")  # torch may have been built without its own `distributed`
+# Imported when they are asked for: torch may have been built without its own `distributed`.
+_LAZY = ("distributed", "examples")
 
 
 def __dir__() -> list[str]:
@@ -62,7 +63,6 @@ def __dir__() -> list[str]:
 
 if TYPE_CHECKING:
     from . import distributed as distributed
-    from . import examples as examples
 
     __version__: str
 else:

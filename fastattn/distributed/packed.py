@@ -5,7 +5,7 @@ in the sequence's own (`Place`); sequences that lie on it whole stay one packed 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -253,7 +253,10 @@ def _gather(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(lses)
 
 
-STRATEGIES = {"gather": _gather, "ulysses": _ulysses}
+STRATEGIES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "gather": _gather,
+    "ulysses": _ulysses,
+}
 
 
 class Piece(NamedTuple):

@@ -128,7 +128,7 @@ class Ring(Function):
     """(round, *tensors) to out and normaliser, of this rank's rows."""
 
     @staticmethod
-    def forward(ctx, way, *tensors):
+    def forward(ctx: Any, way: Any, *tensors: Any) -> Any:
         t = Tensors(*tensors)
         found: dict[int, Found] = {}
 
@@ -153,7 +153,7 @@ class Ring(Function):
         return out, normaliser
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "strategy: got 'ring' and create_graph=True, expected 'gather' or 'ulysses': a "

@@ -105,13 +105,20 @@ class Mask:
     def _counted(self) -> int:
         raise _strange("a loop, or numpy")
 
-    __len__ = __iter__ = __abs__ = __int__ = __float__ = __index__ = _counted
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _added
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _added
-    __xor__ = __rxor__ = __floordiv__ = __mod__ = _added
-    __and__ = __rand__ = __or__ = __ror__ = __lt__ = __gt__ = __le__ = __ge__ = _added
-    __invert__ = __neg__ = _inverted
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+
+# The operators that a mask refuses. They are set here, so that type checkers refuse them, too.
+_REFUSED = {
+    Mask._counted: "len iter abs int float index",
+    Mask._added: "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul xor rxor "
+    "floordiv mod and rand or ror lt gt le ge",
+    Mask._inverted: "invert neg",
+}
+for _answer, _operators in _REFUSED.items():
+    for _name in _operators.split():
+        setattr(Mask, f"__{_name}__", _answer)
 
 
 class MaskError(AttributeError, TypeError):

@@ -32,6 +32,7 @@ class FeedForward(Module):
     linear1: nn.Linear
     linear2: nn.Linear
     dropout: nn.Dropout
+    activation: Activation
 
     def __init__(
         self,
@@ -96,6 +97,7 @@ class _Layer(Module):
     self_attn: CachedAttention
     residual1: Residual
     residual2: Residual
+    feed_forward: FeedForward
 
     def __init__(
         self,
@@ -130,7 +132,7 @@ class EncoderLayer(_Layer):
     sublayer adds. With `causal` this is a layer of a language model.
     """
 
-    attentions = ("self_attn",)
+    attentions: tuple[str, ...] = ("self_attn",)
 
     def forward(
         self,
@@ -163,7 +165,7 @@ class DecoderLayer(_Layer):
     """Masked self-attention, attention to the encoder's memory, then a feed-forward network;
     dropout and norm_first as in `EncoderLayer`."""
 
-    attentions = ("self_attn", "cross_attn")
+    attentions: tuple[str, ...] = ("self_attn", "cross_attn")
     cross_attn: CachedAttention
     residual3: Residual
 
@@ -206,6 +208,9 @@ def _keys(x: Tensor, cache: KeyValueCache | None = None) -> tuple[int, int]:
 class _Stack(Module):
     """num_layers copies of `layer`, all but the first with parameters drawn anew; then `norm`, if
     any."""
+
+    layers: nn.ModuleList
+    norm: nn.Module | None
 
     def __init__(self, layer: Any, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
