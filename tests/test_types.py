@@ -55,37 +55,21 @@ def pyright(site: Path, project: Path, *arguments: str) -> dict[str, typing.Any]
     return json.loads(done.stdout)
 
 
-@pytest.fixture(scope="module")
-def faults(site: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What pyright finds, by file: in `typed`, and in each block of Python in the README."""
-    project = tmp_path_factory.mktemp("project")
+def test_what_pyright_finds(site: Path, tmp_path: Path):
+    """In the scripts of `typed`, and in each block of Python in the README."""
     for path in TYPED.glob("*.py"):
-        shutil.copy(path, project)
-    for number, block in enumerate(blocks()):
-        (project / f"readme_{number}.py").write_text(block)
-    (project / "pyrightconfig.json").write_text(json.dumps(RULES))
-    report = pyright(site, project)
-    found: dict[str, list[str]] = {path.name: [] for path in project.glob("*.py")}
-    assert report["summary"]["filesAnalyzed"] == len(found)
-    for fault in report["generalDiagnostics"]:
-        line = fault["range"]["start"]["line"] + 1
-        found[Path(fault["file"]).name].append(f"{line}: {fault['message']}")
-    return found
-
-
-def blocks() -> list[str]:
-    text = (CHECKOUT / "README.md").read_text()
-    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
-
-
-@pytest.mark.parametrize("name", sorted(path.name for path in TYPED.glob("*.py")))
-def test_scripts(faults, name):
-    assert not faults[name]
-
-
-@pytest.mark.parametrize("number", range(len(blocks())))
-def test_the_readme(faults, number):
-    assert not faults[f"readme_{number}.py"]
+        shutil.copy(path, tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
+    for number, block in enumerate(blocks):
+        (tmp_path / f"readme_{number}.py").write_text(block)
+    (tmp_path / "pyrightconfig.json").write_text(json.dumps(RULES))
+    report = pyright(site, tmp_path)
+    assert blocks and report["summary"]["filesAnalyzed"] == len([*tmp_path.glob("*.py")])
+    faults = [
+        f"{Path(x['file']).name}:{x['range']['start']['line'] + 1}: {x['message']}"
+        for x in report["generalDiagnostics"]
+    ]
+    assert not faults
 
 
 def test_the_users_script_runs(capsys):
