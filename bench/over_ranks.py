@@ -29,6 +29,7 @@ import fastattn
 from fastattn import distributed
 from fastattn.distributed import hops
 from fastattn.distributed.agreement import need_team
+from fastattn.distributed.calls import Strategy
 from fastattn.examples.memory import peak_bytes, release, reset_peak
 
 from .cases import TRAINING
@@ -88,7 +89,7 @@ def _rank(
     dist.destroy_process_group()
 
 
-def _strategies(ranks: int) -> Iterator[tuple[str, Any]]:
+def _strategies(ranks: int) -> Iterator[tuple[Strategy, Any]]:
     yield "gather", None
     yield "ring", None
     if HEADS % ranks == 0:
@@ -100,7 +101,7 @@ def _strategies(ranks: int) -> Iterator[tuple[str, Any]]:
 class Given:
     """The whole call's q, k, v and dout, the same on every rank, and what this one has of them."""
 
-    def __init__(self, N: int, strategy: str, group: Any):
+    def __init__(self, N: int, strategy: Strategy, group: Any):
         draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
         heads = HEADS, KEY_HEADS, KEY_HEADS, HEADS
         self.whole = [draw(1, h, N, DIM) for h in heads]
@@ -122,7 +123,7 @@ def both(attention: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, dout: T
     return [out, *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def _row(strategy: str, group: Any, N: int, seconds: float) -> Record:
+def _row(strategy: Strategy, group: Any, N: int, seconds: float) -> Record:
     given, ranks = Given(N, strategy, group), dist.get_world_size()
     about = distributed.explain(*given.own[:3], strategy=strategy, causal=True, **given.how)
     row: Record = {"what": f"{strategy}, {ranks} ranks", "strategy": strategy, "ranks": ranks}

@@ -1,7 +1,7 @@
 """Fused exact attention for PyTorch: every feature composes with every other."""
 
 import importlib
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import prerequisites  # noqa: F401
 
@@ -53,14 +53,28 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "distributed":  # where it is asked for: torch may have been built without its own
-        return importlib.import_module("fastattn.distributed")
-    if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+# Imported when they are asked for: torch may have been built without its own `distributed`.
+_LAZY = ("distributed", "examples")
 
-        try:
-            return version("fastattn")
-        except PackageNotFoundError:  # a folder on the path, not an installed package
-            return "unknown"
-    raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_LAZY, "__version__"])
+
+
+if TYPE_CHECKING:
+    from . import distributed as distributed
+
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in _LAZY:
+            return importlib.import_module(f"fastattn.{name}")
+        if name == "__version__":
+            from importlib.metadata import PackageNotFoundError, version
+
+            try:
+                return version("fastattn")
+            except PackageNotFoundError:  # a folder on the path, not an installed package
+                return "unknown"
+        raise AttributeError(f"module 'fastattn' has no attribute {name!r}")

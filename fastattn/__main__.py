@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from .backend import available_backends
 from .explaining import support_table
 
 
-def report() -> dict:
+def report() -> dict[str, Any]:
     """Everything that decides how a call runs on this machine."""
     cpu_down, cuda_down = native.cpu_unavailable(), native.cuda_unavailable()
     return {
@@ -44,7 +45,7 @@ def _status(reason: str | None) -> dict:
     return {"available": reason is None, "reason": reason}
 
 
-def show(found: dict) -> str:
+def show(found: dict[str, Any]) -> str:
     lines = [f"{name:10} {found[name]}" for name in ("fastattn", "torch", "python", "machine")]
     lines.append(f"{'gpu':10} {found['gpu'] or 'none that torch sees'}")
     lines.append(f"{'threads':10} {found['threads']}")

@@ -6,7 +6,7 @@ import functools
 import inspect
 import typing
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor, is_grad_enabled
@@ -41,7 +41,7 @@ class Arguments(TypedDict, total=False):
     """What every public call takes beside q, k and v. `attention` says what each means."""
 
     mask: Tensor | None
-    causal: bool | str
+    causal: bool | Literal["top_left", "bottom_right"]
     window: tuple[int | None, int | None] | None
     key_lengths: Tensor | None
     alibi_slopes: Tensor | None
@@ -55,10 +55,20 @@ class Arguments(TypedDict, total=False):
     backend: str | None
 
 
+class PackedArguments(Arguments, total=False):
+    """What `attention_packed` takes beside q, k, v and offsets."""
+
+    block_table: Tensor | None
+    max_q: int | None
+    max_k: int | None
+    k_scale: Tensor | None
+    v_scale: Tensor | None
+
+
 DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, but for
 DEFAULTS |= {"causal": False, "dropout_p": 0.0, "row_invariant": False}
 
-Call = TypeVar("Call", bound=Callable)
+Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def with_arguments(function: Call) -> Call:
@@ -74,6 +84,23 @@ def with_arguments(function: Call) -> Call:
     return function
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **arguments: Unpack[Arguments]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **arguments: Unpack[Arguments]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @with_arguments
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **arguments: Unpack[Arguments]
@@ -137,6 +164,39 @@ def attention(
     return (out, normaliser[0]) if return_lse else out
 
 
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None = None,
+    *,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[PackedArguments],
+) -> Tensor: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None = None,
+    *,
+    return_lse: Literal[True],
+    **arguments: Unpack[PackedArguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None = None,
+    *,
+    return_lse: bool,
+    **arguments: Unpack[PackedArguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @with_arguments
 def attention_packed(
     q: Tensor,

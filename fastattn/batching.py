@@ -13,7 +13,7 @@ from torch import Tensor
 from .spec import ARGUMENTS, DIFFERENTIABLE, INDEX, RESULTS, Argument, Options, Tensors
 
 Dim = int | None  # which dimension of a tensor is mapped; None where it is not
-LETTERS = {"items": ("B",), "heads": ("H", "Hk")}
+LETTERS: dict[str, tuple[str, ...]] = {"items": ("B",), "heads": ("H", "Hk")}
 NO_DIMS: tuple[Dim, ...] = (None,) * len(DIFFERENTIABLE)
 
 
@@ -42,7 +42,9 @@ class Fold(NamedTuple):
         each = zip(ARGUMENTS.values(), t, dims)
         return Tensors(*(self._argument(a, x, dim) for a, x, dim in each))  # ty: ignore
 
-    def moving(self, t: Tensors, dims: Sequence[Dim], tangents: Sequence, dims_t: Sequence[Dim]):
+    def moving(
+        self, t: Tensors, dims: Sequence[Dim], tangents: Sequence[Any], dims_t: Sequence[Dim]
+    ) -> tuple[list[Any], list[Any]]:
         """Tensors, then their tangents: where one of a mask and its tangent is mapped both are, for
         they have one shape."""
         found, moves = list(self.tensors(t, dims)), []
@@ -54,7 +56,7 @@ class Fold(NamedTuple):
             moves.append(self._argument(a, x_t, dim_t))
         return found, moves
 
-    def results(self, of: Sequence[str], tensors: Sequence, dims: Sequence[Dim]) -> list[Any]:
+    def results(self, of: Sequence[str], tensors: Sequence[Any], dims: Sequence[Dim]) -> list[Any]:
         """Outputs, or their gradients or tangents."""
         each = zip(of, tensors, dims)
         return [None if x is None else self._merge(RESULTS[name], x, dim) for name, x, dim in each]

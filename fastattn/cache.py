@@ -7,20 +7,22 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import Unpack  # torch depends on it
 
 from .api import attention_packed
 from .check import DTYPES
 from .pages import Claim, Pool, used, write
+from .place import Place
 from .quantisation import STORAGE
 from .scalars import whole
 
 Counts = int | Sequence[int] | Tensor
-F = TypeVar("F", bound=Callable)
+F = TypeVar("F", bound=Callable[..., Any])
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -49,6 +51,23 @@ def _kept(method: F) -> F:
     return torch.inference_mode(False)(torch.no_grad()(method))
 
 
+class CacheArguments(TypedDict, total=False):
+    """What `KVCache.attention` takes beside q, causal and offsets: the rest of `api.Arguments`, but
+    the lengths, which are the cache's."""
+
+    mask: Tensor | None
+    window: tuple[int | None, int | None] | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    place: Place | None
+    row_invariant: bool
+    backend: str | None
+
+
 class KVCache:
     """Keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items, each of a length of its own.
 
@@ -69,6 +88,9 @@ class KVCache:
     thread at a time. Raises RuntimeError where the cache is full, before anything is written, and
     ValueError or TypeError for what does not fit it.
     """
+
+    capacity: int
+    grow: bool
 
     @_kept
     def __init__(
@@ -173,10 +195,43 @@ class KVCache:
 
     # ---------------------------------------------------------------------------------- attention
 
+    @overload
     def attention(
         self,
         q: Tensor,
-        causal: bool | str = "bottom_right",
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: Literal[False] = False,
+        **arguments: Unpack[CacheArguments],
+    ) -> Tensor: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: Literal[True],
+        **arguments: Unpack[CacheArguments],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: bool,
+        **arguments: Unpack[CacheArguments],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
         *,
         cu_q: Tensor | None = None,
         max_q: int | None = None,

@@ -134,6 +134,6 @@ def named(mask: Tensor | None, columns: bool = False) -> str:
     return f"{sizes} {str(mask.dtype)[6:]}{dense}"
 
 
-def options(causal, dropout_p, scale, grouped) -> str:
+def options(causal: Any, dropout_p: float, scale: float | None, grouped: bool | None) -> str:
     said = {"causal": causal, f"dropout {dropout_p:g}": dropout_p, "a scale": scale is not None}
     return ", ".join(name for name, given in {**said, "grouped heads": grouped}.items() if given)

@@ -82,10 +82,10 @@ class Launch(NamedTuple):
 
     compiled: Any  # Triton's CompiledKernel
     programs: int
-    sizes: tuple  # the spec's numbers
-    constants: tuple
+    sizes: tuple[Any, ...]  # the spec's numbers
+    constants: tuple[Any, ...]
 
-    def __call__(self, args: tuple, extras: tuple) -> None:
+    def __call__(self, args: tuple[Any, ...], extras: tuple[Any, ...]) -> None:
         active, compiled = _triton()[1].active, self.compiled
         stream = active.get_current_stream(active.get_current_device())
         given = (self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata)
@@ -97,7 +97,7 @@ class Launch(NamedTuple):
             compiled.run(*rest)
 
 
-def alike(args: tuple, *about: Any) -> tuple | None:
+def alike(args: tuple[Any, ...], *about: Any) -> tuple[Any, ...] | None:
     """What calls of one spec have in common that have their launches in common; None where Triton's
     own launch has to run.
 
@@ -128,14 +128,14 @@ def _calls(hook: Any) -> bool:
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
-def keep(where: dict[tuple, Any], key: tuple, value: Any) -> Any:
+def keep(where: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) -> Any:
     if len(where) >= MOST:
         where.clear()
     where[key] = value
     return value
 
 
-def with_workspace(function: Callable, *args: Any, **kwargs: Any) -> Any:
+def with_workspace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Call, with memory for tensor descriptors. The allocator is set for this call alone."""
     return contextvars.copy_context().run(_with_allocator, function, args, kwargs)
 

@@ -27,15 +27,16 @@ from .backend import broadcast_strides
 from .native import DTYPE, POINTER, TENSOR
 from .spec import ARGUMENTS
 
-Kind = bytes | tuple  # it hashes, and compares with those of the same maker
-Laid = bytes | tuple  # likewise
+Kind = bytes | tuple[Any, ...]  # it hashes, and compares with those of the same maker
+Laid = bytes | tuple[Any, ...]  # likewise
 
-PLAIN = frozenset({Tensor, torch.nn.Parameter})  # no subclass with a dispatch of its own
+# No subclass with a dispatch of its own.
+PLAIN: frozenset[type[Tensor]] = frozenset({Tensor, torch.nn.Parameter})
 
 # ------------------------------------- `Argument.crosses`: the strides of an FaTensor, in elements
 
 
-strided = Tensor.stride  # of a 4-D tensor, read where it lies
+strided: Callable[[Tensor], Any] = Tensor.stride  # of a 4-D tensor, read where it lies
 
 
 def broadcast(x: Tensor) -> tuple[int, ...]:
@@ -55,7 +56,7 @@ def pair(normaliser: Tensor) -> tuple[int, ...]:
     return b, h, m, two
 
 
-CROSSES = {  # enum Crosses
+CROSSES: dict[str, Callable[[Tensor], Any] | None] = {  # enum Crosses
     "strided": strided,
     "broadcast": broadcast,
     "column": column,
@@ -134,16 +135,19 @@ def _laid(args: tuple) -> Laid:
     return tuple(found)
 
 
-extension = native.extension()
+extension: Any = native.extension()
+kind: Callable[[Sequence[Tensor | None]], Kind | None]
+pack: Callable[..., bytes]
+launch: Callable[..., int]
 kind, pack, launch = (
     (_kind, _pack, _launch)
     if extension is None
     else (extension.kind, extension.pack, extension.launch)
 )
-launch_on = getattr(extension, "launch_on", None)
+launch_on: Any = getattr(extension, "launch_on", None)
 _fast_laid = getattr(extension, "laid", _laid)
 
 
-def laid(args: tuple) -> Laid:
+def laid(args: tuple[Any, ...]) -> Laid:
     found = _fast_laid(args)
     return _laid(args) if found is None else found  # tensors that are nowhere, as when compiling

@@ -7,6 +7,7 @@ torch.compile and torch.export do not, and keep the operators whole.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from .operation import ATTENTION, WEIGHTS, Operation
 from .spec import AttentionSpec, Tensors
 
 
-def attention(*args) -> tuple[Tensor, Tensor]:
+def attention(*args: Any) -> tuple[Tensor, Tensor]:
     t, spec = _wide(*args)
     given = score_arguments(spec, t)
     out, normaliser = oracle.attention(
@@ -31,7 +32,7 @@ def attention(*args) -> tuple[Tensor, Tensor]:
     return out, normaliser
 
 
-def weights(*args) -> Tensor:
+def weights(*args: Any) -> Tensor:
     t, spec = _wide(*args)
     p = oracle.weights(oracle.scores(t.q, t.k, **score_arguments(spec, t)), t.given("normaliser"))
     return (p.mean(dim=1) if spec.average_heads else p).to(spec.dtype)

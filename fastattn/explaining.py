@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -37,7 +39,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(q: Tensor, k: Tensor, v: Tensor, **arguments) -> Explanation:
+def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     """What `attention(q, k, v, **arguments)` would run on; given cu_q, what `attention_packed`
     would. Computes nothing, prints well.
 
@@ -87,5 +89,5 @@ def support_table() -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _listed(items) -> str:
+def _listed(items: Iterable[str] | None) -> str:
     return "any" if items is None else ", ".join(sorted(items))

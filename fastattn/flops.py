@@ -17,19 +17,19 @@ COUNTER = "torch.utils.flop_counter"
 PACKED = ("cu_q", "cu_k", "lengths")
 
 
-def forward(*args, out_val=None, **kwargs) -> int:
+def forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Two products of 2 B H M N D flops each, as torch counts its own attention."""
     k, v = args[1:3]
     return 2 * _scores(args) * (k.shape[3] + (v.shape[3] if v is not None else 0))
 
 
-def backward(n: int, *args, out_val=None, **kwargs) -> int:
+def backward(n: int, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Scores again, dP and dV over Dv; dQ and dK over D. n: how many results the forward has."""
     k, v = args[2 * n + 1 : 2 * n + 3]
     return 2 * _scores(args[2 * n :]) * (3 * k.shape[3] + (2 * v.shape[3] if v is not None else 0))
 
 
-def jvp(*args, out_val=None, **kwargs) -> int:
+def jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Scores, and for each tangent a product; one for the values whose probabilities move. Two more
     make out. args begin with the tangents, then out and normaliser if they are known."""
     q_t, k_t, v_t, _, _, out = args[:6]
@@ -39,7 +39,7 @@ def jvp(*args, out_val=None, **kwargs) -> int:
     return 2 * _scores(args[7:]) * (of_keys * k.shape[3] + of_values * v.shape[3])
 
 
-def second(*args, out_val=None, **kwargs) -> int:
+def second(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
     """Twelve products, where q, k, v and dout move."""
     q_t, k_t, v_t = args[:3]
     dout_t = args[11]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor
 from typing_extensions import Unpack  # torch depends on it
 
@@ -11,6 +13,48 @@ from .roads import call_jvp
 from .spec import Tangents, Tensors
 
 
+@overload
+def attention_jvp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_t: Tensor | None,
+    k_t: Tensor | None,
+    v_t: Tensor | None,
+    *,
+    mask_t: Tensor | None = None,
+    sinks_t: Tensor | None = None,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_jvp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_t: Tensor | None,
+    k_t: Tensor | None,
+    v_t: Tensor | None,
+    *,
+    mask_t: Tensor | None = None,
+    sinks_t: Tensor | None = None,
+    return_lse: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+@overload
+def attention_jvp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_t: Tensor | None,
+    k_t: Tensor | None,
+    v_t: Tensor | None,
+    *,
+    mask_t: Tensor | None = None,
+    sinks_t: Tensor | None = None,
+    return_lse: bool,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]: ...
 @with_arguments
 def attention_jvp(
     q: Tensor,
@@ -24,7 +68,7 @@ def attention_jvp(
     sinks_t: Tensor | None = None,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
     """`attention`, and how its result moves when its tensors move: one fused pass, in memory linear
     in the length, that compiles (torch.func.jvp and dual numbers of `attention` give the same in
     eager mode).

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from typing import Any
 
 import torch
 
@@ -21,7 +22,7 @@ def unavailable() -> str | None:
     return None
 
 
-def on(device: torch.device):
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """Make `device` current, where it is not."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()

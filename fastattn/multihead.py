@@ -11,8 +11,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from functools import wraps
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,10 @@ from torch.nn import functional as F
 
 from . import api, nested, nested_heads
 from .check import need_dense
+from .forwards import AsForward
 
 
-def always_call_forward(module: nn.Module, args: tuple) -> None:
+def always_call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
     """A forward pre-hook that does nothing, and by being there keeps `forward` in use.
 
     In eval mode nn.TransformerEncoderLayer takes the parameters out of its self_attn and runs its
@@ -40,17 +40,70 @@ class MultiheadAttention(nn.MultiheadAttention):
     torch.jit.trace can.
     """
 
-    @wraps(nn.MultiheadAttention.__init__)
-    def __init__(self, *args, **kwargs) -> None:
-        super().__init__(*args, **kwargs)
+    __call__: AsForward  # ty: ignore  (torch says that it is any callable)
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """As torch.nn.MultiheadAttention."""
+        sizes = dict(kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype)
+        super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, **sizes)
         self.register_forward_pre_hook(always_call_forward)
 
-    def __prepare_scriptable__(self):  # torch.jit.script calls this before it compiles
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script calls this before it compiles
         raise RuntimeError(
             "fastattn.MultiheadAttention cannot be compiled by torch.jit.script: use torch.compile "
             "or torch.export, or torch's own module (fastattn.revert undoes fastattn.convert)"
         )
 
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: Literal[True] = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        *,
+        need_weights: Literal[False],
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]: ...
+    @overload
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, Tensor | None]: ...
     def forward(
         self,
         query: Tensor,

@@ -13,6 +13,7 @@ import functools
 import os
 import struct
 import sys
+from collections.abc import Callable
 from importlib import machinery, util
 from pathlib import Path
 from types import ModuleType
@@ -82,8 +83,14 @@ def form(spec: AttentionSpec) -> bytes:
     return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again
 
 
+Entry = Callable[..., Any]  # a function of a library
+
+
 class Library:
     """A native library, loaded."""
+
+    path: Path
+    dll: ctypes.CDLL
 
     def __init__(self, path: Path):
         if why := why_broken(path):
@@ -91,7 +98,7 @@ class Library:
         # CDLL, not PyDLL: the GIL is released while a call is in it.
         self.path, self.dll = path, ctypes.CDLL(str(path))
 
-    def entry(self, name: str, result, *arguments):
+    def entry(self, name: str, result: Any, *arguments: Any) -> Any:
         found = getattr(self.dll, name)
         found.restype, found.argtypes = result, arguments
         return found
@@ -114,6 +121,17 @@ class Library:
 class CpuLibrary(Library):
     """libfastattn_cpu.so."""
 
+    workspace: Entry
+    run: Entry
+    run_at: int
+    isas: Entry
+    isa: Entry
+    why: Entry
+    unit: Entry
+    select: Entry
+    float32_on_tiles: Entry
+    poison: Entry
+
     def __init__(self, path: Path):
         super().__init__(path)
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
@@ -132,6 +150,16 @@ class CpuLibrary(Library):
 
 class CudaLibrary(Library):
     """libfastattn_cuda.so. It loads without a GPU, and without CUDA."""
+
+    workspace: Entry
+    workspace_at: int
+    run: Entry
+    run_at: int
+    driver_error: Entry
+    version: Entry
+    translates: Entry
+    error: Entry
+    failed_kernel: Entry
 
     def __init__(self, path: Path):
         super().__init__(path)

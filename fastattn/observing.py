@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,8 +33,10 @@ class _Here(threading.local):
 class Observer:
     def __init__(self, owner: nn.Module | None):
         self.owner = owner
-        self.names = {} if owner is None else {id(m): n for n, m in owner.named_modules()}
-        self.calls: dict[tuple, Call] = {}
+        self.names: dict[int, str] = (
+            {} if owner is None else {id(m): n for n, m in owner.named_modules()}
+        )
+        self.calls: dict[tuple[Any, ...], Call] = {}
         self._here, self._lock = _Here(), threading.Lock()
         self._last: dict[tuple, int] = {}  # keys that a module's call had
         self._growing: set[tuple] = set()

@@ -11,7 +11,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from .spec import (
 
 MAX_PLANS = 4096
 
-_plans: dict[tuple, tuple[AttentionSpec, Backend]] = {}
+_plans: dict[tuple[Any, ...], tuple[AttentionSpec, Backend]] = {}
 
 
 @functools.lru_cache(maxsize=512)
@@ -52,7 +52,7 @@ class Operation(NamedTuple):
     backward: Callable[..., dict[str, Tensor]]
     outputs: Callable[[Tensors, Options], tuple[Tensor, ...]]  # empty ones, for fake tensors
 
-    def operator(self, suffix: str = ""):
+    def operator(self, suffix: str = "") -> Any:
         return getattr(torch.ops.fastattn, self.name + suffix)
 
     def wants(self, needed: Sequence[bool]) -> tuple[str, ...]:

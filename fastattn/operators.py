@@ -48,7 +48,7 @@ _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
 _SYMBOLS |= dict.fromkeys(AGAIN, "SymInt")
 
 TAGS = (torch.Tag.pt2_compliant_tag,)
-library = torch.library.Library("fastattn", "DEF")
+library: torch.library.Library = torch.library.Library("fastattn", "DEF")
 
 
 def inputs_schema() -> str:

@@ -159,7 +159,7 @@ def jvp_in_turn(
     tangents: Tangents,
     out: Tensor | None = None,
     normaliser: Tensor | None = None,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`Backend.jvp` likewise."""
     like_out = (*t.q.shape[:3], t.given("v").shape[3])
     like_lse = t.q.shape[:3]

@@ -32,7 +32,20 @@ class Pool:
     (P,page,Hk) beside them.
     """
 
-    def __init__(self, shape, D, Dv, dtype, storage, device):
+    forked: bool
+    dtype: torch.dtype
+    kept: dict[str, Tensor]
+    users: Tensor
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        D: int,
+        Dv: int,
+        dtype: torch.dtype,
+        storage: torch.dtype,
+        device: torch.device | str | None,
+    ):
         self.forked, self.dtype = False, dtype
         self.kept = {
             name: torch.empty(*shape, columns, dtype=storage, device=device)

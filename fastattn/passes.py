@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,19 +19,24 @@ _modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
 
 
+Outs = Sequence[Any]  # results, or gradients of them, some None
+
+
 def forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     found = None if watched() else kind(t)
     return seen(op, t, o) if found is None else run_forward(op, t, o, found)
 
 
-def backward(op: Operation, t: Tensors, o: Options, outs, grads, wants) -> list[Tensor]:
+def backward(
+    op: Operation, t: Tensors, o: Options, outs: Outs, grads: Outs, wants: Sequence[str]
+) -> list[Tensor]:
     found = _kind(t, *outs, *grads)
     if found is None:
         return op.operator("_backward")(*grads, *outs, *t, *o, list(wants))
     return run_backward(op, plan(t, o, found), t, outs, grads, wants)
 
 
-def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs) -> list[Tensor]:
+def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs: Outs) -> list[Tensor]:
     """outs: what an earlier forward gave, or None and None."""
     found = _kind(t, *tangents, *outs)
     if found is None:
@@ -40,7 +46,13 @@ def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs) -> list
 
 
 def second(
-    op: Operation, t: Tensors, o: Options, tangents: Tangents, outs, grads, wants
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    tangents: Tangents,
+    outs: Outs,
+    grads: Outs,
+    wants: Sequence[str],
 ) -> list[Tensor]:
     found = _kind(t, *tangents, *outs, *grads)
     if found is None:
@@ -67,7 +79,7 @@ def seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
         return as_tuple(op.operator()(*t, *o))
 
 
-def as_tuple(outs) -> tuple[Tensor, ...]:
+def as_tuple(outs: Any) -> tuple[Tensor, ...]:
     """An operator with one result returns it bare."""
     return (outs,) if isinstance(outs, Tensor) else tuple(outs)
 
@@ -81,7 +93,7 @@ def drops_tangents() -> bool:
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
-def no_tangents():
+def no_tangents() -> contextlib.AbstractContextManager[Any]:
     """Around operators, where somebody has looked."""
     return forward_ad._set_fwd_grad_enabled(False) if drops_tangents() else contextlib.nullcontext()
 

@@ -233,7 +233,7 @@ def _takes_flash(query, key, value, mask, dropout_p, enable_gqa) -> bool:
     return mask is None or is_causal_bias(mask) or not (mask.ndim == 3 or mask.requires_grad)
 
 
-def why_torchs(query, key, value, attn_mask=None) -> str | None:
+def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str | None:
     """Why a call of these runs on torch's own function, whatever else it asks for; or None."""
     if not _active:
         return "fastattn.patch() was undone"

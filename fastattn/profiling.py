@@ -26,7 +26,7 @@ SECONDS = 10.0  # for the whole model, unless a few runs take longer; and again 
 MOST = 12  # kinds of calls that are timed, the most expensive ones
 
 
-def profile(model: Callable, *inputs: Any, **kwargs: Any) -> Profile:
+def profile(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Profile:
     """Run `model(*inputs, **kwargs)` a few times, and report its attention.
 
     model is a torch.nn.Module, or a method of one (`model.generate`). In training mode, with
@@ -77,7 +77,7 @@ def _eager() -> Generator[None]:
 class _Runner:
     """The model once more, and backward through all that it gives where it is trained."""
 
-    def __init__(self, target: Callable, owner: nn.Module | None, given: Inputs):
+    def __init__(self, target: Callable[..., Any], owner: nn.Module | None, given: Inputs):
         self.target, self.owner, self.given = target, owner, given
         self.leaves = [] if owner is None else [x for x in owner.parameters() if x.requires_grad]
         self.training = owner is not None and owner.training and torch.is_grad_enabled()

@@ -8,9 +8,11 @@ with this file; read it to learn what the operation means.
 from __future__ import annotations
 
 import math
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import TypedDict, Unpack  # torch depends on it
 
 from .place import EVERYTHING, Place
 
@@ -18,14 +20,89 @@ WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: how the key moves on, round by rou
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WORD = 0xFFFFFFFF
 
+Causal = bool | Literal["top_left", "bottom_right"]
+Window = tuple[int | None, int | None] | None
 
+
+class Arguments(TypedDict, total=False, closed=True):
+    """What `attention` takes beside q, k, v and what it is to return."""
+
+    mask: Tensor | None
+    causal: bool | Literal["top_left", "bottom_right"]
+    window: tuple[int | None, int | None] | None
+    key_lengths: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    place: Place | None
+    again: tuple[int, int]
+
+
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[False] = False,
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[False] = False,
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[False] = False,
+    return_weights: Literal[True],
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_weights: Literal[True],
+    return_normaliser: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    return_normaliser: bool = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, ...]: ...
 def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    causal: bool | str = False,
+    causal: bool | Literal["top_left", "bottom_right"] = False,
     window: tuple[int | None, int | None] | None = None,
     key_lengths: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
@@ -39,7 +116,7 @@ def attention(
     return_lse: bool = False,
     return_weights: bool = False,
     return_normaliser: bool = False,
-):
+) -> Tensor | tuple[Tensor, ...]:
     """softmax(score(q k^T)) v for q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv).
 
     The arguments mean what they mean in `fastattn.attention`; again, of dropout, what it does in
@@ -70,7 +147,16 @@ def located(place: Place | None, q: Tensor, k: Tensor) -> Place:
 
 
 def scores(
-    q, k, mask, causal, window, key_lengths, alibi_slopes, softcap, scale, place=None
+    q: Tensor,
+    k: Tensor,
+    mask: Tensor | None,
+    causal: Causal,
+    window: Window,
+    key_lengths: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float | None,
+    scale: float | None,
+    place: Place | None = None,
 ) -> Tensor:
     """(B,H,M,N) scores, -inf where a query may not look."""
     (B, H, M, D), N = q.shape, k.shape[2]
@@ -99,7 +185,9 @@ def scale_of(D: int, scale: float | None) -> float:
     return (1 / math.sqrt(D) if D else 1.0) if scale is None else scale
 
 
-def derivative(q, k, *, softcap, scale, **others) -> Tensor | float:
+def derivative(
+    q: Tensor, k: Tensor, *, softcap: float | None, scale: float | None, **others: Any
+) -> Tensor | float:
     """Of a score by q.k, for k as the query heads see it: (B,H,M,N), or one number for all."""
     factor = scale_of(q.shape[3], scale)
     if softcap is not None:
@@ -107,7 +195,15 @@ def derivative(q, k, *, softcap, scale, **others) -> Tensor | float:
     return factor
 
 
-def derivative_tangent(q, k, products_t, *, softcap, scale, **others) -> Tensor | float:
+def derivative_tangent(
+    q: Tensor,
+    k: Tensor,
+    products_t: Tensor,
+    *,
+    softcap: float | None,
+    scale: float | None,
+    **others: Any,
+) -> Tensor | float:
     """Of `derivative`, where products q.k move by `products_t`: the second derivative of a score by
     q.k, times that."""
     if softcap is None:
@@ -122,7 +218,13 @@ def within(key_lengths: Tensor, N: int, place: Place) -> Tensor:
     return place.key + torch.arange(N, device=key_lengths.device) < key_lengths[:, None]
 
 
-def positions(M, causal, key_lengths, place, device) -> Tensor:
+def positions(
+    M: int,
+    causal: Causal,
+    key_lengths: Tensor | None,
+    place: Any,  # a Place as `located` gives it
+    device: torch.device,
+) -> Tensor:
     """i' (B|1,1,M,1): where each query row stands among the keys."""
     i = place.row + torch.arange(M, device=device)[:, None]
     if place.bottom_right and causal in (True, "top_left"):
@@ -134,7 +236,7 @@ def positions(M, causal, key_lengths, place, device) -> Tensor:
     return i + (ends - place.rows)[:, None, None, None]
 
 
-def band(i: Tensor, j: Tensor, causal, window) -> Tensor:
+def band(i: Tensor, j: Tensor, causal: Causal, window: Window) -> Tensor:
     """Causal is a window whose right edge is 0."""
     if causal not in (False, True, "top_left", "bottom_right"):
         raise ValueError(f'causal: got {causal!r}, expected a bool, "top_left" or "bottom_right"')
@@ -196,7 +298,7 @@ def keep_mask(
     shape: tuple[int, ...],
     dropout_p: float,
     seed: int,
-    device="cpu",
+    device: torch.device | str = "cpu",
     place: Place = EVERYTHING,
     again: tuple[int, int] = (0, 0),
 ) -> Tensor:

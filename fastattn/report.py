@@ -145,7 +145,7 @@ class Profile:
             indent=1,
         )
 
-    def plot(self, path: str | os.PathLike) -> None:
+    def plot(self, path: str | os.PathLike[str]) -> None:
         """Bars to an image file: attention's milliseconds by kind of call and by way. Needs
         matplotlib."""
         from matplotlib.figure import Figure

@@ -18,9 +18,12 @@ from .backend import choose
 from .calls import HEADS, LAYER, SDPA, WEIGHTS, Call, State, named, options, shape
 from .check import describe
 from .multihead import MultiheadAttention
+from .operation import Operation
+from .spec import Options, Tensors
 from .structure import Shown, kept, structure
 from .torch_form import is_causal_bias
 
+Found = Callable[..., Any]  # the function that is watched
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
@@ -35,7 +38,7 @@ def converted(module: nn.Module) -> Generator[tuple[str, ...]]:
             conversion.revert(module.get_submodule(name))
 
 
-def wants_weights(*args, **kwargs) -> bool:
+def wants_weights(*args: Any, **kwargs: Any) -> bool:
     """Of multi_head_attention_forward; without, it calls a function that is watched."""
     return _bound(args, kwargs)["need_weights"]
 
@@ -56,7 +59,15 @@ class Sights:
     # --------------------------------------------------------------------------- torch's function
 
     def sdpa(
-        self, found, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **rest
+        self,
+        found: Found,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        **rest: Any,
     ) -> Call:
         given: dict[str, Any] = dict(
             attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **rest
@@ -103,7 +114,7 @@ class Sights:
 
     # ----------------------------------------------------------------------------- torch's modules
 
-    def heads(self, found, *args) -> Call:
+    def heads(self, found: Found, *args: Any) -> Call:
         query, key, value, width, heads = args[:5]
         mask, need_weights, average, kind = args[9:13]
         module, ours, left = self._module(nn.MultiheadAttention, args[7]), None, ""
@@ -117,7 +128,7 @@ class Sights:
         call.ours, call.left, call.module = ours, left, module
         return call
 
-    def layer(self, found, *args) -> Call:
+    def layer(self, found: Found, *args: Any) -> Call:
         x, width, heads, mask, kind = args[0], args[1], args[2], args[-2], args[-1]
         module: Any = self._module(nn.TransformerEncoderLayer, args[5])
         call = self._of_heads(LAYER, x, x, heads, width, mask, kind, lambda: found(*args))
@@ -145,7 +156,7 @@ class Sights:
         dtype, runs = state.computed(query.dtype), "torch, one operator"
         return Call(function, q, k, dtype, said, shown, "", runs, state, now, None)
 
-    def weights(self, found, *args, **kwargs) -> Call:
+    def weights(self, found: Found, *args: Any, **kwargs: Any) -> Call:
         """torch multiplies the matrices itself, to have the weights."""
         given = _bound(args, kwargs)
         given |= _leaves_of({x: given[x] for x in ("query", "key", "value")})
@@ -188,7 +199,7 @@ class Sights:
 
     # ------------------------------------------------------------------------------ fastattn's own
 
-    def own(self, found, op, t, o) -> Call:
+    def own(self, found: Found, op: Operation, t: Tensors, o: Options) -> Call:
         spec = describe(t, o)
         said = options(o.causal, o.dropout_p, o.scale, None)
         beside = [n for n in ("left", "right", "softcap") if getattr(o, n) is not None]

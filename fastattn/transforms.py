@@ -38,15 +38,15 @@ class Forward(Function):
     """(op, o, *tensors)"""
 
     @staticmethod
-    def forward(op, o, *tensors):
+    def forward(op: Operation, o: Options, *tensors: Any) -> Any:
         return passes.forward(op, Tensors(*tensors), o)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _keep(ctx, inputs[:2], (*inputs[2:], *output))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         op, o = ctx.call
         t, outs = parts(ctx.saved_tensors, N_TENSORS)
         wants = op.wants(ctx.needs_input_grad[2:])
@@ -54,7 +54,7 @@ class Forward(Function):
         return None, None, *spread(found, wants)
 
     @staticmethod
-    def jvp(ctx, *moves):
+    def jvp(ctx: Any, *moves: Any) -> Any:
         op, o = ctx.call
         need_tangents(op)
         t, outs = parts(passes.primals(ctx.saved_tensors), N_TENSORS)
@@ -67,7 +67,7 @@ class Forward(Function):
         return tuple(unbatched(tangents, u))
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         op, o, *tensors = args
         return batched_forward(RUN, op, info.batch_size, in_dims[2:], Tensors(*tensors), o)
 
@@ -76,16 +76,16 @@ class Backward(Function):
     """(op, o, wants, *gradients of the results, *results, *tensors)"""
 
     @staticmethod
-    def forward(op, o, wants, *tensors):
+    def forward(op: Operation, o: Options, wants: Sequence[str], *tensors: Any) -> Any:
         grads, outs, t = _around(op, tensors)
         return tuple(passes.backward(op, Tensors(*t), o, outs, grads, wants))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _keep(ctx, inputs[:3], inputs[3:])
 
     @staticmethod
-    def backward(ctx, *moves):
+    def backward(ctx: Any, *moves: Any) -> Any:
         op, o, wants = ctx.call
         need_tangents(op)
         grads, outs, t = _around(op, ctx.saved_tensors)
@@ -101,7 +101,7 @@ class Backward(Function):
         return None, None, None, *incoming, *(None,) * len(outs), *found[len(grads) :]
 
     @staticmethod
-    def jvp(ctx, *moves):
+    def jvp(ctx: Any, *moves: Any) -> Any:
         op, o, wants = ctx.call
         need_tangents(op)
         grads, outs, t = _around(op, passes.primals(ctx.saved_tensors))
@@ -122,7 +122,7 @@ class Backward(Function):
         return tuple(unbatched(tangents, (*grads_t, *outs_t, *u)))
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         op, o, wants, *tensors = args
         return batched_backward(RUN, op, info.batch_size, in_dims[3:], tensors, o, wants)
 
@@ -132,18 +132,18 @@ class Jvp(Function):
     and normaliser, if None stands for them."""
 
     @staticmethod
-    def forward(op, o, *tensors):
+    def forward(op: Operation, o: Options, *tensors: Any) -> Any:
         t, u, outs = parts(tensors, N_TENSORS, N_TANGENTS)
         return tuple(passes.jvp(op, Tensors(*t), o, Tangents(*u), outs))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         known = inputs[-2:] if len(output) == 2 else ()
         _keep(ctx, inputs[:2], (*inputs[2:-2], *known, *output))
         ctx.made = len(output)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         op, o = ctx.call
         t, u, outs = parts(ctx.saved_tensors, N_TENSORS, N_TANGENTS)
         call, u = Call(op, o, Tensors(*t), outs), Tangents(*u)
@@ -158,11 +158,11 @@ class Jvp(Function):
         return None, None, *unbatched(gradients, grads), None, None
 
     @staticmethod
-    def jvp(ctx, *moves):
+    def jvp(ctx: Any, *moves: Any) -> Any:
         derivatives.refuse_forward_twice()
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         op, o, *tensors = args
         return batched_jvp(RUN, op, info.batch_size, in_dims[2:], tensors, o)
 
@@ -172,16 +172,16 @@ class Second(Function):
     and their tangents); the tensors and these gradients are `DifferentiatedTwice`."""
 
     @staticmethod
-    def forward(op, o, wants, *tensors):
+    def forward(op: Operation, o: Options, wants: Sequence[str], *tensors: Any) -> Any:
         t, u, outs, grads = parts(tensors, N_TENSORS, N_TANGENTS, 4)
         return tuple(passes.second(op, Tensors(*t), o, Tangents(*u), outs, grads, wants))
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         _keep(ctx, inputs[:3], inputs[3:])
 
     @staticmethod
-    def backward(ctx, *moves):
+    def backward(ctx: Any, *moves: Any) -> Any:
         op, o, wants = ctx.call
         t, _, outs, grads = parts(ctx.saved_tensors, N_TENSORS, N_TANGENTS, 4)
         _, of_u, _, of_grads = parts(ctx.needs_input_grad[3:], N_TENSORS, N_TANGENTS, 4)
@@ -197,11 +197,11 @@ class Second(Function):
         return *none, *found[:N_TANGENTS], *(None,) * 6, *incoming
 
     @staticmethod
-    def jvp(ctx, *moves):
+    def jvp(ctx: Any, *moves: Any) -> Any:
         derivatives.refuse_third()
 
     @staticmethod
-    def vmap(info, in_dims, *args):
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
         op, o, wants, *tensors = args
         return batched_second(RUN, op, info.batch_size, in_dims[3:], tensors, o, wants)
 
@@ -211,23 +211,23 @@ class DifferentiatedTwice(Function):
     then: which gradients a Function needs is fixed long before autograd is asked for some."""
 
     @staticmethod
-    def forward(*tensors):
+    def forward(*tensors: Any) -> Any:
         return tuple(None if x is None else x.view_as(x) for x in tensors)
 
     @staticmethod
-    def setup_context(ctx, inputs, output):
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         pass
 
     @staticmethod
-    def backward(ctx, *moves):
+    def backward(ctx: Any, *moves: Any) -> Any:
         derivatives.refuse_third()
 
     @staticmethod
-    def jvp(ctx, *moves):
+    def jvp(ctx: Any, *moves: Any) -> Any:
         derivatives.refuse_third()
 
     @staticmethod
-    def vmap(info, in_dims, *tensors):
+    def vmap(info: Any, in_dims: Any, *tensors: Any) -> Any:
         return DifferentiatedTwice.apply(*tensors), in_dims
 
 

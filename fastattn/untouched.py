@@ -79,7 +79,11 @@ class Inputs:
     """What a model is called with. Caches grow: each run has a copy of what is no tensor, and of
     tensors that the first run wrote to."""
 
-    def __init__(self, args: tuple, kwargs: dict[str, Any]):
+    given: tuple[tuple[Any, ...], dict[str, Any]]
+    kept: dict[int, _Kept]
+    looked: bool
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.given = args, kwargs
         tensors = {id(x): x for x in tree_leaves(self.given) if isinstance(x, Tensor)}
         self.kept = {at: _Kept(x) for at, x in tensors.items()}
@@ -88,7 +92,7 @@ class Inputs:
     def __enter__(self) -> Inputs:
         return self
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self.looked:
             self.look()
 
@@ -99,7 +103,7 @@ class Inputs:
         for x in self.kept.values():
             x.restore()
 
-    def fresh(self) -> tuple[tuple, dict[str, Any]]:
+    def fresh(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         copies = {at: x.copy() for at, x in self.kept.items()} if self.looked else {}
         return tree_map(
             lambda x: copies.get(id(x), x) if isinstance(x, Tensor) else _copy(x), self.given

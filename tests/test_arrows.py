@@ -37,7 +37,7 @@ FLOORS = (
     {"quantisation"},
     {"spec"},
     {"reference"},
-    {"place", "prerequisites"},
+    {"forwards", "place", "prerequisites"},
 )
 FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
 

@@ -83,6 +83,12 @@ def test_the_extension_or_the_reason_is_in_it(wheel):
         assert needed not in content
 
 
+def test_what_type_checkers_read_is_in_it(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        found = set(archive.namelist())
+    assert found >= {"fastattn/py.typed", "fastattn/flash_attn/flash_attn_interface.pyi"}
+
+
 def test_without_the_extension_it_is_for_any_python(tmp_path):
     """Its name alone: what pip asks a build for before it compiles anything."""
     pytest.importorskip("scikit_build_core", reason="naming the wheel needs scikit-build-core")

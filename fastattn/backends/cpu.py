@@ -15,7 +15,7 @@ from ..spec import AttentionSpec, Feature, Tensors
 class Cpu(Launcher):
     name = "cpu"
     makes_all = True
-    support = Support(
+    support: Support = Support(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
         max_head_dim=native.CPU_MAX_HEAD_DIM,

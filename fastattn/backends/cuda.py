@@ -60,7 +60,7 @@ def waiting(device: torch.device) -> str:
 
 class Cuda(Launcher):
     name = "cuda"
-    support = Support(
+    support: Support = Support(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=native.CUDA_MAX_HEAD_DIM,
@@ -87,7 +87,7 @@ class Cuda(Launcher):
         return unavailable()
 
     @property
-    def library(self):
+    def library(self) -> native.CudaLibrary:
         return native.cuda()
 
     def multiprocessors(self, x: Tensor) -> int:

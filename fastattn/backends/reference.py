@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,7 +44,7 @@ ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values(
 
 class Reference:
     name = "reference"
-    support = Support(
+    support: Support = Support(
         devices=None,
         dtypes=frozenset(DTYPES),
         max_head_dim=None,
@@ -73,7 +73,16 @@ class Reference:
         return token_major(t.q, out.shape, spec.stored(spec.dtype)).copy_(out), normaliser
 
     @_without_autocast
-    def backward(self, spec, t, out, normaliser, dout, dlse, wants):
+    def backward(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        out: Tensor,
+        normaliser: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
         if spec.packed:
             grads = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, wants)
             return _as_inputs(spec, t, grads, wants)
@@ -88,7 +97,14 @@ class Reference:
         return _as_inputs(spec, t, grads, wants)
 
     @_without_autocast
-    def jvp(self, spec, t, tangents, out=None, normaliser=None):
+    def jvp(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        out: Tensor | None = None,
+        normaliser: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if spec.packed:
             return jvp_in_turn(self, spec, t, tangents, out, normaliser)
         if out is None or normaliser is None:
@@ -102,7 +118,18 @@ class Reference:
         return out, normaliser, torch.empty_like(out).copy_(out_t), moved.lse_t
 
     @_without_autocast
-    def second(self, spec, t, tangents, outs, dout, dlse, dout_t, dlse_t, wants):
+    def second(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        outs: Sequence[Tensor],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        dout_t: Tensor | None,
+        dlse_t: Tensor | None,
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
         if spec.packed:
             grads = (dout, dlse, dout_t, dlse_t)
             found = second_in_turn(self, spec, t, tangents, outs, grads, wants)
@@ -130,7 +157,9 @@ class Reference:
         return (p.mean(dim=1) if spec.average_heads else p).to(spec.dtype)
 
     @_without_autocast
-    def weights_backward(self, spec, t, dweights, wants):
+    def weights_backward(
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+    ) -> dict[str, Tensor]:
         w = _wide(spec, t)
         p, kept = _probabilities(spec, w)
         if spec.average_heads:
@@ -156,7 +185,7 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
     return t._replace(q=q, k=k, v=v, lengths=lengths)
 
 
-def score_arguments(spec: AttentionSpec, t: Tensors) -> dict:
+def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
     """The oracle's arguments for scores; causal is the right edge of the window, and its place."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
     return {ARGUMENTS[name].public: getattr(t, name) for name in _OF_SCORES} | dict(

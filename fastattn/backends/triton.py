@@ -57,7 +57,7 @@ def unavailable() -> str | None:
 
 class Triton:
     name = "triton"
-    support = Support(
+    support: Support = Support(
         devices=frozenset({"cpu" if interpreted() else "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=tuning.BUCKETS[-1],
@@ -144,13 +144,26 @@ class Alike(NamedTuple):
 
     arch: int
     flags: Any
-    tiled: tuple  # what its tiles are chosen by
-    launches: dict[tuple, Launch]
+    tiled: tuple[Any, ...]  # what its tiles are chosen by
+    launches: dict[tuple[Any, ...], Launch]
 
 
 class Job:
     """One call's arguments, as the kernels want them, and the passes over them. Its device is the
     current one."""
+
+    spec: AttentionSpec
+    t: Tensors
+    device: torch.device
+    extras: Any
+    inputs: tuple[Any, ...]
+    key: tuple[Any, ...] | None
+    arch: int
+    flags: Any
+    tiled: tuple[Any, ...]
+    launches: dict[tuple[Any, ...], Launch]
+    normaliser: Tensor
+    of_rows: Tensor
 
     of_mask = "dmask"  # the pass that makes the mask's gradient
 
@@ -172,11 +185,11 @@ class Job:
             if self.key:
                 compiled.keep(kept, self.key, found)
         self.arch, self.flags, self.tiled, self.launches = found
-        self.block_masks: dict[tuple, Any] = {}
+        self.block_masks: dict[tuple[Any, ...], Any] = {}
         self.sees: Tensor | None = None  # which rows see a score far above finfo.min
         self.searches = arch and autotune.enabled() and not spec.row_invariant
 
-    def derive(self, arch: int, tf32: bool, inputs: tuple) -> Alike:
+    def derive(self, arch: int, tf32: bool, inputs: tuple[Any, ...]) -> Alike:
         spec = self.spec
         if spec.storage is not None:  # what is kept is as wide as what it stands for
             inputs = inputs[:1] if spec.D % 8 == spec.Dv % 8 == 0 else ()
@@ -383,7 +396,7 @@ class Job:
         heads = max(1, LONGEST_FIRST_BYTES // size) * (spec.H // spec.Hk)
         return min(heads, spec.B * spec.H)
 
-    def block_mask(self, side: str, c: tuning.Config):
+    def block_mask(self, side: str, c: tuning.Config) -> Any:
         """The BlockMask of a pass whose tiles, of these sizes, own "rows" or "keys"."""
         if found := self.block_masks.get((side, c.BM, c.BN)):
             return found
@@ -421,13 +434,13 @@ class Job:
 
     def launch(
         self,
-        kernel,
+        kernel: Any,
         which: str,
-        programs,
-        own: tuple,
-        others: tuple,
+        programs: Callable[[tuning.Config], int],
+        own: tuple[Any, ...],
+        others: tuple[Any, ...],
         config: tuning.Config | None = None,
-        **constexprs,
+        **constexprs: Any,
     ) -> None:
         """Run a kernel on a grid of `programs(config)`, with this tile, or that of its table or
         search.
@@ -471,14 +484,14 @@ def _tile(table: Callable[..., tuning.Config], *about: Any) -> tuning.Config:
     return table(*about)
 
 
-def timed(attempt, config: tuning.Config) -> float:
+def timed(attempt: Callable[[tuning.Config], Any], config: tuning.Config) -> float:
     """Milliseconds that a launch takes."""
     from triton.testing import do_bench
 
     return do_bench(lambda: attempt(config), warmup=5, rep=25)
 
 
-def run(kernel, grid: tuple[int], *args, **kwargs):
+def run(kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> Any:
     """Triton's own launch. Returns the compiled kernel; nothing, in the interpreter."""
     if interpreted():
         return kernel[grid](*args, **kwargs)
@@ -526,7 +539,7 @@ def describable(x: Tensor) -> bool:
     )
 
 
-def operand(x: Tensor | None):
+def operand(x: Tensor | None) -> Any:
     """An Operand of (B,H,M,D), or of the first of these dimensions."""
     if x is None:
         return None
@@ -547,7 +560,7 @@ def step(page: int) -> int:
     return math.gcd(page, 256)
 
 
-def pages(spec: AttentionSpec, table: Tensor | None):
+def pages(spec: AttentionSpec, table: Tensor | None) -> Any:
     if table is None:
         return None
     room = min(spec.blocks * spec.page, gpu.LONGEST) if spec.P else 0
@@ -555,16 +568,16 @@ def pages(spec: AttentionSpec, table: Tensor | None):
     return kernels().tile.Pages(table.contiguous(), spec.blocks, steps, spec.P, room)
 
 
-def offsets(cu: Tensor | None, total: int):
+def offsets(cu: Tensor | None, total: int) -> Any:
     return None if cu is None else kernels().score.Offsets(cu.contiguous(), total)
 
 
-def broadcast(x: Tensor):
+def broadcast(x: Tensor) -> Any:
     """An Operand of whatever broadcasts to (B, H, M, N): strides of 0 where it repeats."""
     return kernels().tile.Operand(x, *broadcast_strides(x))
 
 
-def extras(spec: AttentionSpec, t: Tensors):
+def extras(spec: AttentionSpec, t: Tensors) -> Any:
     """The optional tensors, in the dtypes that kernels read."""
     if not spec.given and t.seed is None:
         return _no_extras()
@@ -642,7 +655,7 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
 
 
 @functools.lru_cache(maxsize=4096)
-def scalars(spec: AttentionSpec, together: int) -> tuple:
+def scalars(spec: AttentionSpec, together: int) -> tuple[Any, ...]:
     """The sizes, as score.SIZES lists them, and the Reals."""
     score = kernels().score
     M, N = longest(spec)

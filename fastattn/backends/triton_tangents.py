@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import tuning
-from ..backend import register
+from ..backend import Support, register
 from ..gpu import on
 from ..launcher import prepared
 from ..spec import AttentionSpec, Feature, Tangents, Tensors
@@ -17,7 +18,7 @@ from .triton import Job, Triton, blocks, broadcast, kernels, operand
 
 
 class TritonWithTangents(Triton):
-    support = dataclasses.replace(
+    support: Support = dataclasses.replace(
         Triton.support, features=Triton.support.features | Feature.TANGENTS
     )
 
@@ -61,6 +62,11 @@ class TritonWithTangents(Triton):
 
 class Moved(Job):
     """One call whose tensors move. Its gradients are the tangents of gradients."""
+
+    moving: Any
+    sinks_t: Tensor | None
+    pointers: Any
+    rates: Tensor
 
     of_mask = "dmask_t"
 

@@ -10,3 +10,7 @@ from .packed import attention_packed
 from .sharding import shard, unshard
 
 __all__ = ["attention", "attention_packed", "explain", "shard", "unshard"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -57,7 +57,7 @@ class Team(NamedTuple):
             found = found * dist.get_world_size(group) + dist.get_rank(group)
         return found
 
-    def all(self, mine: Any, gather: Callable[[Any, dist.ProcessGroup], list]) -> list:
+    def all(self, mine: Any, gather: Callable[[Any, dist.ProcessGroup], list[Any]]) -> list[Any]:
         """What each rank has; `gather` does it for a group."""
         found = [mine]
         for group in reversed(self.groups):

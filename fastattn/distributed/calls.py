@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,17 +16,17 @@ from ..check import check, describe
 from ..operators import unseen
 from ..place import EVERYTHING
 from . import cost, gather, ring, ulysses, usp
-from .agreement import NOTHING, ROWS, UNCLEAR, Own, mask_rows, need_team, told, values_told
+from .agreement import NOTHING, ROWS, UNCLEAR, Own, Team, mask_rows, need_team, told, values_told
 from .agreement import agree as _agree
 from .cost import Cost
-from .layout import CONTIGUOUS, need_layout, size_of, spans_of
+from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
 from .whole import Whole, of_all
 
 OF_ROWS = (-2,)  # of q, k, v and mask, counted from the end
 
 
-Strategy = Callable[[Whole, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-STRATEGIES: dict[str, Strategy] = {
+Strategy = Literal["auto", "gather", "ring", "ulysses", "usp"]
+STRATEGIES: dict[str, Callable[[Whole, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "gather": gather.attention,
     "ring": ring.attention,
     "ulysses": ulysses.attention,
@@ -35,6 +35,45 @@ STRATEGIES: dict[str, Strategy] = {
 DIMENSIONS = {"ring": 1, "ulysses": 1, "usp": 2}  # of the mesh that each takes, else any
 
 
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    layout: Layout = CONTIGUOUS,
+    agree: bool = True,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    layout: Layout = CONTIGUOUS,
+    agree: bool = True,
+    return_lse: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    layout: Layout = CONTIGUOUS,
+    agree: bool = True,
+    return_lse: bool,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @unseen  # by compilers: what ranks say to each other is no part of a graph
 @with_arguments
 def attention(
@@ -43,8 +82,8 @@ def attention(
     v: Tensor,
     *,
     group: Any = None,
-    strategy: str = "auto",
-    layout: str = CONTIGUOUS,
+    strategy: Strategy = "auto",
+    layout: Layout = CONTIGUOUS,
     agree: bool = True,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
@@ -126,7 +165,15 @@ def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bo
     return ""
 
 
-def whole(q, k, v, team, how, asks, given) -> Whole:
+def whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    team: Team,
+    how: dict[str, Any],
+    asks: bool,
+    given: dict[str, Any],
+) -> Whole:
     strategy, layout = how["strategy"], how["layout"]
     check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
     draws = bool(given["dropout_p"]) and given["seed"] is None

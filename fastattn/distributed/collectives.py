@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Generator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,12 +47,12 @@ class Exchange(Function):
     """(group, what, shapes, *pieces). Its derivative is the exchange back."""
 
     @staticmethod
-    def forward(ctx, group, what, shapes, *pieces):
+    def forward(ctx: Any, group: Any, what: Any, shapes: Any, *pieces: Any) -> Any:
         ctx.back = group, f"the gradient of {what}", [tuple(x.shape) for x in pieces]
         return tuple(exchange(pieces, shapes, group, what))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         return None, None, None, *Exchange.apply(*ctx.back, *grads)
 
 
@@ -60,12 +61,12 @@ class Gather(Function):
     ranks, made in float32 at least."""
 
     @staticmethod
-    def forward(ctx, group, what, shapes, x):
+    def forward(ctx: Any, group: Any, what: Any, shapes: Any, x: Any) -> Any:
         ctx.back = group, f"the gradient of {what}", [tuple(x.shape)] * len(shapes)
         return tuple(exchange([x] * len(shapes), shapes, group, what))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         found = Exchange.apply(*ctx.back, *grads)
         return None, None, None, total(found)
 
@@ -82,12 +83,12 @@ class Shared(Function):
     """(group, what, x): x, which every rank holds whole; its gradient is the sum over ranks."""
 
     @staticmethod
-    def forward(ctx, group, what, x):
+    def forward(ctx: Any, group: Any, what: Any, x: Any) -> Any:
         ctx.call = group, f"the gradient of {what}"
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         return None, None, Summed.apply(*ctx.call, *grads)
 
 
@@ -95,11 +96,11 @@ class Summed(Function):
     """(group, what, x): the sum over ranks, on each of them."""
 
     @staticmethod
-    def forward(ctx, group, what, x):
+    def forward(ctx: Any, group: Any, what: Any, x: Any) -> Any:
         ctx.call = group, f"the gradient of {what}"
         ranks = dist.get_world_size(group)
         return total(exchange([x] * ranks, [tuple(x.shape)] * ranks, group, what))
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         return None, None, Summed.apply(*ctx.call, *grads)

@@ -192,10 +192,11 @@ def _of_rows(t: Tensors, o: Options, cut: Cut) -> tuple[Tensor, Tensor]:
     else:
         group = mesh[tuple((mesh.mesh_dim_names or ())[i] for i in dims)]
     given = {ARGUMENTS[name].public: x for name, x in t._asdict().items() if x is not None}
+    causal: Any = o.causal or False
     out, lse = attention(
         **given,
         group=group,
-        causal=o.causal or False,
+        causal=causal,
         window=(o.left, o.right),
         softcap=o.softcap,
         dropout_p=o.dropout_p,

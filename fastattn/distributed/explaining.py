@@ -12,9 +12,9 @@ from ..api import Arguments, resolved, with_arguments
 from ..operators import unseen
 from . import cost
 from .agreement import need_team
-from .calls import STRATEGIES, cheapest, weighed, whole, why_not
+from .calls import STRATEGIES, Strategy, cheapest, weighed, whole, why_not
 from .cost import Call, Cost, Machine, size_of
-from .layout import CONTIGUOUS
+from .layout import CONTIGUOUS, Layout
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ def explain(
     v: Tensor,
     *,
     group: Any = None,
-    strategy: str = "auto",
-    layout: str = CONTIGUOUS,
+    strategy: Strategy = "auto",
+    layout: Layout = CONTIGUOUS,
     agree: bool = True,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],

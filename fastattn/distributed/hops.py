@@ -15,6 +15,14 @@ class Hop:
     """Tensors on their way to the rank that is `step` further, and others on their way here from
     as far before. All have one dtype; shapes: of what comes."""
 
+    group: dist.ProcessGroup
+    what: str
+    shapes: Sequence[Shape]
+    sent: Tensor
+    sizes: list[int]
+    received: Tensor
+    works: list[dist.Work]
+
     def __init__(
         self,
         tensors: Sequence[Tensor],

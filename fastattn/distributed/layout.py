@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-CONTIGUOUS, ZIGZAG = "contiguous", "zigzag"
+Layout = Literal["contiguous", "zigzag"]
+CONTIGUOUS: Final = "contiguous"
+ZIGZAG: Final = "zigzag"
 LAYOUTS = (CONTIGUOUS, ZIGZAG)
 
 

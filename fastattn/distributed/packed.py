@@ -5,8 +5,8 @@ in the sequence's own (`Place`); sequences that lie on it whole stay one packed 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -29,6 +29,54 @@ OF_ROWS = (-3,)  # of q, k and v, counted from the end
 OF_BATCH = ("key_lengths", "alibi_slopes", "sinks")  # small, and the same on every rank
 
 
+Strategy = Literal["auto", "gather", "ulysses"]
+
+
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: Literal[False] = False,
+    **arguments: Unpack[Arguments],
+) -> Tensor: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: Literal[True],
+    **arguments: Unpack[Arguments],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    *,
+    group: Any = None,
+    strategy: Strategy = "auto",
+    max_q: int | None = None,
+    max_k: int | None = None,
+    return_lse: bool,
+    **arguments: Unpack[Arguments],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 @unseen
 @with_arguments
 def attention_packed(
@@ -39,7 +87,7 @@ def attention_packed(
     cu_k: Tensor,
     *,
     group: Any = None,
-    strategy: str = "auto",
+    strategy: Strategy = "auto",
     max_q: int | None = None,
     max_k: int | None = None,
     return_lse: bool = False,
@@ -205,7 +253,10 @@ def _gather(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
     return torch.cat(outs), torch.cat(lses)
 
 
-STRATEGIES = {"gather": _gather, "ulysses": _ulysses}
+STRATEGIES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
+    "gather": _gather,
+    "ulysses": _ulysses,
+}
 
 
 class Piece(NamedTuple):

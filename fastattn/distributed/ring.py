@@ -9,7 +9,7 @@ values travel behind them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,14 +75,16 @@ class Round(NamedTuple):
                 if layout.meet(rows, keys, self.lo, self.hi):
                     yield Block(rows, keys, own, of_owner)
 
-    def part(self, t: Tensors, k: Tensor, v: Tensor, block: Block, first: bool):
+    def part(
+        self, t: Tensors, k: Tensor, v: Tensor, block: Block, first: bool
+    ) -> tuple[Tensors, Options]:
         """(tensors, options) of a block; the first of some rows has their sinks."""
         mask = t.mask if t.mask is None else t.mask[self.of_mask(t.mask, block)]
         given = dict(q=t.q[:, :, block.own], k=k[:, :, block.of_owner], v=v[:, :, block.of_owner])
         tensors = t._replace(**given, mask=mask, sinks=t.sinks if first else None)
         return tensors, self.o._replace(at_row=block.rows.first, at_key=block.keys.first)
 
-    def of_mask(self, mask: Tensor, block: Block) -> tuple:
+    def of_mask(self, mask: Tensor, block: Block) -> tuple[Any, ...]:
         """Where the block lies in a mask of this rank's rows and all keys, which may be shared."""
         whole = slice(None)
         rows = block.own if self.call.mask_rows else whole
@@ -127,7 +129,7 @@ class Ring(Function):
     """(round, *tensors) to out and normaliser, of this rank's rows."""
 
     @staticmethod
-    def forward(ctx, way, *tensors):
+    def forward(ctx: Any, way: Any, *tensors: Any) -> Any:
         t = Tensors(*tensors)
         found: dict[int, Found] = {}
 
@@ -152,7 +154,7 @@ class Ring(Function):
         return out, normaliser
 
     @staticmethod
-    def backward(ctx, *grads):
+    def backward(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "strategy: got 'ring' and create_graph=True, expected 'gather' or 'ulysses': a "
@@ -181,7 +183,21 @@ def _keys(way: Round, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
 class Backward:
     """Gradients are sums in float32 at least; those of keys and values come around behind them."""
 
-    def __init__(self, way: Round, t: Tensors, outs, grads, wants: Sequence[str]):
+    way: Round
+    t: Tensors
+    outs: Sequence[Tensor]
+    grads: Sequence[Tensor | None]
+    wants: Sequence[str]
+    sums: dict[str, Tensor]
+
+    def __init__(
+        self,
+        way: Round,
+        t: Tensors,
+        outs: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        wants: Sequence[str],
+    ):
         self.way, self.t, self.outs, self.grads, self.wants = way, t, outs, grads, wants
         given = ((name, t.given(name)) for name in wants if name not in ("k", "v"))
         self.sums = {name: torch.zeros_like(x, dtype=wide(x.dtype)) for name, x in given}
@@ -213,7 +229,9 @@ class Backward:
         shapes = [resized(x, 2, size) for x in moving]
         return Hop(moving, shapes, call.group, "the gradients of a ring's keys and values", step)
 
-    def add(self, block: Block, k: Tensor, v: Tensor, moving: Sequence[Tensor], first: bool):
+    def add(
+        self, block: Block, k: Tensor, v: Tensor, moving: Sequence[Tensor], first: bool
+    ) -> None:
         """What a block adds."""
         wants = [name for name in self.wants if first or name != "sinks"]
         rows = (..., block.own), (..., block.own, slice(None))

@@ -9,7 +9,7 @@ from torch import Tensor
 from ..operators import unseen
 from . import layout as layouts
 from .agreement import need_team
-from .layout import CONTIGUOUS
+from .layout import CONTIGUOUS, Layout
 from .whole import gathered
 
 
@@ -17,7 +17,7 @@ def shard(
     x: Tensor,
     *,
     dim: int = 2,
-    layout: str = CONTIGUOUS,
+    layout: Layout = CONTIGUOUS,
     group: Any = None,
 ) -> Tensor:
     """This rank's part of x along dim: of inputs, positions, labels, or of q, k and v.
@@ -39,7 +39,7 @@ def unshard(
     x: Tensor,
     *,
     dim: int = 2,
-    layout: str = CONTIGUOUS,
+    layout: Layout = CONTIGUOUS,
     group: Any = None,
 ) -> Tensor:
     """The whole, on every rank, of parts as `shard` cuts them; contiguous ones may have any sizes.

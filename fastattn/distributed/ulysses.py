@@ -28,6 +28,11 @@ class Heads:
     """Of a call's ranks each has as many of the heads: rows of all heads become all rows of its
     own, and go back."""
 
+    call: Whole
+    group: int
+    heads: list[range]
+    own: range
+
     def __init__(self, call: Whole, H: int, Hk: int):
         each = H // call.ranks
         self.call, self.group = call, max(1, H // max(1, Hk))

@@ -31,3 +31,7 @@ __all__ = [
     "install",
     "uninstall",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

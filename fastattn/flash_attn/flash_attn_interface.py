@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .caching import Cache, attend
 from .checks import in_their_names, need_integers, need_shape
-from .translation import arguments_of, dense, packed
+from .translation import Results, arguments_of, dense, packed
 
 __all__ = [
     "flash_attn_func",
@@ -53,7 +53,7 @@ def flash_attn_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
-):
+) -> Tensor | Results:
     """q (B,M,H,D), k (B,N,Hk,D), v (B,N,Hk,Dv): out (B,M,H,Dv), and if asked the LSE (B,H,M) and
     S_dmask. The module says what the other arguments mean."""
     arguments = arguments_of(
@@ -83,7 +83,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
-):
+) -> Tensor | Results:
     """`flash_attn_func` with kv (B,N,2,Hk,D)."""
     need_shape("kv", kv, ("batch", "seqlen", 2, "heads", "head_dim"))
     k, v = kv.unbind(2)
@@ -115,7 +115,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
-):
+) -> Tensor | Results:
     """`flash_attn_func` with qkv (B,M,3,H,D)."""
     need_shape("qkv", qkv, ("batch", "seqlen", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(2)
@@ -154,7 +154,7 @@ def flash_attn_varlen_func(
     block_table: Tensor | None = None,
     *,
     s_aux: Tensor | None = None,
-):
+) -> Tensor | Results:
     """q (T,H,D), k (S,Hk,D), v (S,Hk,Dv), sequence after sequence; those of q end at
     cu_seqlens_q[1:], those of k and v at cu_seqlens_k[1:], (B+1,) int32 or int64 from 0 on. Returns
     out (T,H,Dv), and if asked the LSE (H,T) and S_dmask (B,H,max_seqlen_q,max_seqlen_k).
@@ -201,7 +201,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
-):
+) -> Tensor | Results:
     """`flash_attn_varlen_func` with kv (S,2,Hk,D)."""
     need_shape("kv", kv, ("total", 2, "heads", "head_dim"))
     k, v = kv.unbind(1)
@@ -239,7 +239,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
     *,
     s_aux: Tensor | None = None,
-):
+) -> Tensor | Results:
     """`flash_attn_varlen_func` with qkv (T,3,H,D)."""
     need_shape("qkv", qkv, ("total", 3, "heads", "head_dim"))
     q, k, v = qkv.unbind(1)
@@ -285,7 +285,7 @@ def flash_attn_with_kvcache(
     return_softmax_lse: bool = False,
     *,
     s_aux: Tensor | None = None,
-):
+) -> Tensor | tuple[Tensor, Tensor]:
     """q (B,M,H,D) over a cache: k_cache (items,capacity,Hk,D), v_cache (items,capacity,Hk,Dv), or
     with block_table (B,pages) both (blocks,page,Hk,...), of any page size. Returns out (B,M,H,Dv),
     and if asked the LSE (B,H,M). No gradients, as in flash-attn.

@@ -24,7 +24,14 @@ Results = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, S_dmask
 
 
 def arguments_of(
-    *, dropout_p=0.0, softmax_scale, causal, window_size, softcap, alibi_slopes, s_aux
+    *,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None,
+    causal: bool,
+    window_size: tuple[int, int],
+    softcap: float,
+    alibi_slopes: Tensor | None,
+    s_aux: Tensor | None,
 ) -> Arguments:
     window = _window(window_size)
     return dict(

@@ -10,3 +10,7 @@ exactly. No library is imported before it is asked for.
 from . import diffusers, transformers
 
 __all__ = ["diffusers", "transformers"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -27,7 +27,11 @@ class Mask:
     """
 
     ndim = 4
-    dtype = torch.bool
+    dtype: torch.dtype = torch.bool
+    shape: tuple[int, ...]
+    arguments: dict[str, Any]
+    exact: Callable[[], Tensor]
+    starts: Tensor | None
 
     def __init__(
         self,
@@ -77,7 +81,9 @@ class Mask:
         return self
 
     @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise _strange(f"torch.{getattr(function, '__name__', function)}")
 
     def _added(self, other: Any) -> Mask:
@@ -99,13 +105,20 @@ class Mask:
     def _counted(self) -> int:
         raise _strange("a loop, or numpy")
 
-    __len__ = __iter__ = __abs__ = __int__ = __float__ = __index__ = _counted
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = _added
-    __truediv__ = __rtruediv__ = __pow__ = __rpow__ = __matmul__ = __rmatmul__ = _added
-    __xor__ = __rxor__ = __floordiv__ = __mod__ = _added
-    __and__ = __rand__ = __or__ = __ror__ = __lt__ = __gt__ = __le__ = __ge__ = _added
-    __invert__ = __neg__ = _inverted
-    __hash__ = object.__hash__
+    def __hash__(self) -> int:
+        return object.__hash__(self)
+
+
+# The operators that a mask refuses. They are set here, so that type checkers refuse them, too.
+_REFUSED = {
+    Mask._counted: "len iter abs int float index",
+    Mask._added: "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul xor rxor "
+    "floordiv mod and rand or ror lt gt le ge",
+    Mask._inverted: "invert neg",
+}
+for _answer, _operators in _REFUSED.items():
+    for _name in _operators.split():
+        setattr(Mask, f"__{_name}__", _answer)
 
 
 class MaskError(AttributeError, TypeError):
@@ -139,7 +152,7 @@ def make_mask(
     kv_length: int,
     q_offset: Any = 0,
     kv_offset: Any = 0,
-    mask_function: Callable = masking_utils.causal_mask_function,
+    mask_function: Callable[..., Any] = masking_utils.causal_mask_function,
     attention_mask: Any = None,
     use_vmap: bool = False,
     device: torch.device | str = "cpu",

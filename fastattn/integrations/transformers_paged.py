@@ -13,7 +13,8 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..api import attention_packed
 
-Hook = tuple[Any, str, Callable[[Callable], Callable]]  # whose function, its name, what wraps it
+# Whose function, its name, what wraps it.
+Hook = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 def hooks(name: str) -> list[Hook]:

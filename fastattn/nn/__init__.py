@@ -77,3 +77,7 @@ __all__ = [
     "state_to_torch",
     "to_torch",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -22,6 +22,9 @@ class KeyValueCache:
     to the last; after an error in a call that it was given to, make a new one.
     """
 
+    max_len: int | None
+    length: int
+
     def __init__(self, max_len: int | None = None) -> None:
         self.max_len, self.length = max_len, 0
         self._k: Tensor | None = None
@@ -69,6 +72,10 @@ _recorders: list[dict[nn.Module, Callable[[Tensor], None]]] = []
 class CachedAttention(MultiHead):
     """Multi-head attention of a sequence to itself or to another (Vaswani et al. 2017, section
     3.2.2), with the parameters of torch.nn.MultiheadAttention: their state dicts are one."""
+
+    in_proj_weight: nn.Parameter
+    in_proj_bias: nn.Parameter | None
+    out_proj: nn.Linear
 
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True

@@ -3,19 +3,29 @@ stack of single heads."""
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor, nn
 
-from .core import attend, check_heads, merge_heads, split_heads
+from .core import Module, attend, check_heads, merge_heads, split_heads
 
 
-class CausalSelfAttention(nn.Module):
+class CausalSelfAttention(Module):
     """Token i attends to tokens 0 to i, over num_heads heads split from projections to d_out.
 
     With several heads their outputs are concatenated and go through `out_proj`; a single head has
     none. dropout acts on the weights in training. There is no mask buffer: context_length is only
     the longest sequence that is accepted (None: any).
     """
+
+    context_length: int | None
+    dropout: float
+    num_heads: int
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear | nn.Identity
 
     def __init__(
         self,
@@ -34,6 +44,18 @@ class CausalSelfAttention(nn.Module):
         self.v_proj = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.out_proj = nn.Linear(d_out, d_out) if num_heads > 1 else nn.Identity()
 
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,9 +96,11 @@ class CausalSelfAttention(nn.Module):
         )
 
 
-class ConcatenatedHeads(nn.Module):
+class ConcatenatedHeads(Module):
     """num_heads single heads, each a `CausalSelfAttention` of its own to d_out columns, side by
     side: (..., N, d_in) to (..., N, num_heads * d_out)."""
+
+    heads: nn.ModuleList
 
     def __init__(
         self,
@@ -93,6 +117,18 @@ class ConcatenatedHeads(nn.Module):
             for _ in range(num_heads)
         )
 
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:

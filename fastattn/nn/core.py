@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import api
+from ..forwards import AsForward
+
+Causal = bool | Literal["top_left", "bottom_right"]
+
+
+class Module(nn.Module):
+    """A module whose calls have the types of its `forward`."""
+
+    __call__: AsForward  # ty: ignore  (torch says that it is any callable)
 
 
 def attend(
@@ -16,7 +25,7 @@ def attend(
     v: Tensor,
     *,
     mask: Tensor | None = None,
-    causal: bool | str = False,
+    causal: Causal = False,
     scale: float | None = None,
     dropout_p: float = 0.0,
     need_weights: bool = False,

@@ -5,15 +5,29 @@ that all heads share. `fastattn.MultiheadAttention` is torch's own."""
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
 
-from .core import attend, check_heads, masked_softmax, merge_heads, of_heads, split_heads
+from .core import (
+    Causal,
+    Module,
+    attend,
+    check_heads,
+    masked_softmax,
+    merge_heads,
+    of_heads,
+    split_heads,
+)
 
 
-class MultiHead(nn.Module):
+class MultiHead(Module):
     """What these share: heads, dropout and scale of the attention between the projections."""
+
+    num_heads: int
+    dropout: float
+    scale: float
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float, scale: float | None = None
@@ -29,7 +43,7 @@ class MultiHead(nn.Module):
         k: Tensor,
         v: Tensor,
         mask: Tensor | None,
-        causal: bool | str = False,
+        causal: Causal = False,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """Of q, k, v (B, H, N, D), before heads are merged."""
@@ -50,6 +64,9 @@ class PackedSelfAttention(MultiHead):
     """q, k and v in one projection of the input, split into heads, then `out_proj`; the scale is
     1 / sqrt(head_dim)."""
 
+    qkv_proj: nn.Linear
+    out_proj: nn.Linear
+
     def __init__(
         self, embed_dim: int, num_heads: int, *, dropout: float = 0.0, bias: bool = True
     ) -> None:
@@ -57,6 +74,18 @@ class PackedSelfAttention(MultiHead):
         self.qkv_proj = nn.Linear(embed_dim, 3 * embed_dim, bias=bias)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
 
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -74,6 +103,11 @@ class TracedAttention(MultiHead):
     The scale is 1 / sqrt(embed_dim) unless given, as the tutorial that this follows has it; the
     paper's is 1 / sqrt(embed_dim / num_heads). Head dims such as 40 are as good as any.
     """
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
 
     def __init__(
         self,
@@ -130,6 +164,11 @@ class SharedHeadAttention(MultiHead):
     """The embedding is cut into heads first, and one head_dim x head_dim projection each for q, k
     and v serves them all; the scale is 1 / sqrt(embed_dim), as the tutorial has it."""
 
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    out_proj: nn.Linear
+
     def __init__(self, embed_dim: int, num_heads: int, *, dropout: float = 0.0) -> None:
         super().__init__(embed_dim, num_heads, dropout, 1 / math.sqrt(embed_dim))
         head_dim = embed_dim // num_heads
@@ -138,6 +177,34 @@ class SharedHeadAttention(MultiHead):
         self.v_proj = nn.Linear(head_dim, head_dim, bias=False)
         self.out_proj = nn.Linear(embed_dim, embed_dim)
 
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self,
         q: Tensor,

@@ -10,23 +10,29 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from .cached import CachedAttention, KeyValueCache
-from .core import merge_masks
+from .core import Module, merge_masks
 
 Activation = Callable[[Tensor], Tensor]
+ActivationName = Literal["relu", "gelu"]
 ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu}
 
 
-class FeedForward(nn.Module):
+class FeedForward(Module):
     """activation(x W_1 + b_1) W_2 + b_2 for every token (section 3.3), with dropout before W_2.
 
     activation is "relu", "gelu" or any function of a tensor.
     """
+
+    linear1: nn.Linear
+    linear2: nn.Linear
+    dropout: nn.Dropout
+    activation: Activation
 
     def __init__(
         self,
@@ -34,7 +40,7 @@ class FeedForward(nn.Module):
         ff_dim: int = 2048,
         *,
         dropout: float = 0.1,
-        activation: str | Activation = "relu",
+        activation: ActivationName | Activation = "relu",
         bias: bool = True,
     ) -> None:
         super().__init__()
@@ -52,9 +58,12 @@ class FeedForward(nn.Module):
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
 
-class Residual(nn.Module):
+class Residual(Module):
     """A residual connection around a sublayer, and its LayerNorm: norm(x + dropout(sublayer(x)))
     (section 5.4), or with norm_first x + dropout(sublayer(norm(x))) (Xiong et al. 2020)."""
+
+    norm: nn.LayerNorm
+    dropout: nn.Dropout
 
     def __init__(
         self,
@@ -80,7 +89,7 @@ class Residual(nn.Module):
         return f"norm_first={self.norm_first}"
 
 
-class _Layer(nn.Module):
+class _Layer(Module):
     """Attentions, by the names in `attentions`, then a feed-forward network, a residual connection
     around each. What both kinds of layers are made with."""
 
@@ -88,6 +97,7 @@ class _Layer(nn.Module):
     self_attn: CachedAttention
     residual1: Residual
     residual2: Residual
+    feed_forward: FeedForward
 
     def __init__(
         self,
@@ -96,7 +106,7 @@ class _Layer(nn.Module):
         ff_dim: int = 2048,
         *,
         dropout: float = 0.1,
-        activation: str | Activation = "relu",
+        activation: ActivationName | Activation = "relu",
         norm_first: bool = False,
         eps: float = 1e-5,
         bias: bool = True,
@@ -122,7 +132,7 @@ class EncoderLayer(_Layer):
     sublayer adds. With `causal` this is a layer of a language model.
     """
 
-    attentions = ("self_attn",)
+    attentions: tuple[str, ...] = ("self_attn",)
 
     def forward(
         self,
@@ -155,7 +165,7 @@ class DecoderLayer(_Layer):
     """Masked self-attention, attention to the encoder's memory, then a feed-forward network;
     dropout and norm_first as in `EncoderLayer`."""
 
-    attentions = ("self_attn", "cross_attn")
+    attentions: tuple[str, ...] = ("self_attn", "cross_attn")
     cross_attn: CachedAttention
     residual3: Residual
 
@@ -195,9 +205,12 @@ def _keys(x: Tensor, cache: KeyValueCache | None = None) -> tuple[int, int]:
     return x.shape[0], x.shape[1] + (0 if cache is None else cache.length)
 
 
-class _Stack(nn.Module):
+class _Stack(Module):
     """num_layers copies of `layer`, all but the first with parameters drawn anew; then `norm`, if
     any."""
+
+    layers: nn.ModuleList
+    norm: nn.Module | None
 
     def __init__(self, layer: Any, num_layers: int, norm: nn.Module | None = None) -> None:
         super().__init__()
@@ -207,7 +220,7 @@ class _Stack(nn.Module):
         self.layers = nn.ModuleList([first, *map(_drawn_anew, others)])
         self.norm = norm
 
-    def new_cache(self, max_len: int) -> list:
+    def new_cache(self, max_len: int) -> list[Any]:
         """Empty caches for `forward`, one a layer, with room for sequences of max_len tokens."""
         layers: Any = self.layers
         return [layer.new_cache(max_len) for layer in layers]

@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .core import Module
 
-class SinusoidalPositionalEncoding(nn.Module):
+
+class SinusoidalPositionalEncoding(Module):
     """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
     2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
+
+    embed_dim: int
+    max_len: int
+    batch_first: bool
+    dropout: nn.Dropout
 
     def __init__(
         self,
@@ -68,7 +75,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([y.to(x.dtype), rest], dim=-1)
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(Module):
     """Rotates pairs of columns of queries and keys by an angle that grows with the position, so
     that q.k depends on positions by their difference alone (RoPE, Su et al. 2021, equation 34).
 
@@ -76,6 +83,11 @@ class RotaryEmbedding(nn.Module):
     NeoX) or, interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). rotary_dim columns
     turn, all by default; the rest stays.
     """
+
+    head_dim: int
+    rotary_dim: int
+    base: float
+    interleaved: bool
 
     def __init__(
         self,

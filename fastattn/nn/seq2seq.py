@@ -2,22 +2,51 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import torch
 from torch import Tensor, nn
 
-from .core import attend, masked_softmax
+from .core import Module, attend, masked_softmax
 
 
-class LuongAttention(nn.Module):
+class LuongAttention(Module):
     """Dot-product ("global, dot") attention and the attentional state (Luong et al. 2015,
     equations 5 to 8): score s.h, context a = sum of weights times h, then tanh(W_c [a; s] + b_c).
     Scores and context run fused."""
+
+    combine: nn.Linear
 
     def __init__(self, state_dim: int, out_dim: int | None = None, bias: bool = True) -> None:
         super().__init__()
         out_dim = state_dim if out_dim is None else out_dim
         self.combine = nn.Linear(2 * state_dim, out_dim, bias=bias)
 
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self,
         state: Tensor,
@@ -42,12 +71,16 @@ class LuongAttention(nn.Module):
         return _results(out, weights, one)
 
 
-class BahdanauAttention(nn.Module):
+class BahdanauAttention(Module):
     """Additive attention (Bahdanau et al. 2015, section A.1.2): score v.tanh(W s + U h).
 
     Its scores are no products of queries and keys, so this is plain torch, not fused: it stores
     (B, M, N, hidden_dim), all of it for the backward pass.
     """
+
+    state_proj: nn.Linear
+    memory_proj: nn.Linear
+    score: nn.Linear
 
     def __init__(self, state_dim: int, memory_dim: int, hidden_dim: int) -> None:
         super().__init__()
@@ -55,6 +88,31 @@ class BahdanauAttention(nn.Module):
         self.memory_proj = nn.Linear(memory_dim, hidden_dim)
         self.score = nn.Linear(hidden_dim, 1, bias=False)
 
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        state: Tensor,
+        memory: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self,
         state: Tensor,

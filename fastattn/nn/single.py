@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 from torch import Tensor, nn
 
-from .core import attend
+from .core import Module, attend
 
 
-class ScaledDotProductAttention(nn.Module):
+class ScaledDotProductAttention(Module):
     """softmax(q k^T scale) v without parameters (Vaswani et al. 2017, equation 1).
 
     scale is 1 / sqrt(D) by default; 1.0 gives the plain dot-product attention. dropout acts on the
     weights in training. With causal, row i sees keys 0 to i.
     """
+
+    scale: float | None
+    causal: bool
+    dropout: float
 
     def __init__(
         self, *, scale: float | None = None, causal: bool = False, dropout: float = 0.0
@@ -20,6 +26,34 @@ class ScaledDotProductAttention(nn.Module):
         super().__init__()
         self.scale, self.causal, self.dropout = scale, causal, dropout
 
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        *,
+        need_weights: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        mask: Tensor | None = None,
+        need_weights: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self,
         q: Tensor,
@@ -48,8 +82,13 @@ class ScaledDotProductAttention(nn.Module):
         return f"scale={self.scale}, causal={self.causal}, dropout={self.dropout}"
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(Module):
     """One head over one sequence: x W_q attends to x W_k and x W_v, all of d_out columns."""
+
+    q_proj: nn.Linear
+    k_proj: nn.Linear
+    v_proj: nn.Linear
+    attention: ScaledDotProductAttention
 
     def __init__(
         self,
@@ -68,6 +107,18 @@ class SelfAttention(nn.Module):
         self.v_proj = nn.Linear(d_in, d_out, bias=qkv_bias)
         self.attention = ScaledDotProductAttention(scale=scale, causal=causal, dropout=dropout)
 
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: Literal[False] = False
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, *, need_weights: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -9,15 +9,27 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .layers import Activation, Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer
+from .core import Module
+from .layers import (
+    Activation,
+    ActivationName,
+    Decoder,
+    DecoderCache,
+    DecoderLayer,
+    Encoder,
+    EncoderLayer,
+)
 from .positions import SinusoidalPositionalEncoding
 
 
-class EncoderDecoder(nn.Module):
+class EncoderDecoder(Module):
     """An encoder whose output is the memory of a decoder: the structure of torch.nn.Transformer.
 
     >>> EncoderDecoder(Encoder(EncoderLayer(512, 8), 6), Decoder(DecoderLayer(512, 8), 6))
     """
+
+    encoder: Encoder
+    decoder: Decoder
 
     def __init__(self, encoder: Encoder, decoder: Decoder) -> None:
         super().__init__()
@@ -48,7 +60,7 @@ class EncoderDecoder(nn.Module):
         )
 
 
-class Transformer(nn.Module):
+class Transformer(Module):
     """From tokens of a source and of a target so far to logits of the target's next tokens.
 
     Embeddings times sqrt(embed_dim) plus sinusoids, `encoder`, `decoder`, then a linear map with,
@@ -61,6 +73,15 @@ class Transformer(nn.Module):
     longer than max_len are an error.
     """
 
+    embed_dim: int
+    pad_id: int | None
+    encoder: Encoder
+    decoder: Decoder
+    src_embedding: nn.Embedding
+    tgt_embedding: nn.Embedding
+    positions: SinusoidalPositionalEncoding
+    out_proj: nn.Linear | None
+
     def __init__(
         self,
         vocab_size: int,
@@ -72,7 +93,7 @@ class Transformer(nn.Module):
         num_decoder_layers: int = 6,
         ff_dim: int = 2048,
         dropout: float = 0.1,
-        activation: str | Activation = "relu",
+        activation: ActivationName | Activation = "relu",
         norm_first: bool = False,
         final_norm: bool = True,
         eps: float = 1e-5,
