@@ -174,6 +174,7 @@ SHARES = {
     "test_multihead": (5, 2),
     "test_nn_transformer": (5, 2),
     "test_ops": (5, 2),
+    "test_foreign_warnings": (NONE, ALL),
     # What only a GPU runs.
     **dict.fromkeys(("test_gpu", "test_gpu_calls", "test_gpu_pairs"), (NONE, ALL)),
     **dict.fromkeys(("test_gpu_scale", "test_gpu_streams", "test_gpu_torch"), (NONE, ALL)),
