@@ -164,6 +164,7 @@ SHARES = {
     "test_instructions::test_counts_are_the_same_in_every_run": (NONE, NONE),
     "test_memory": (NONE, 3),
     "test_memory::test_a_rank_of_a_ring_has_what_falls_with_the_ranks": (NONE, NONE),
+    "test_toolchain::test_triton_launches_where_it_says_that_it_can": (NONE, ALL),
     "test_triton_optional": (NONE, ALL),
     "test_deadline::test_none_start_after_the_deadline_and_it_says_so": (NONE, NONE),
     "test_wheel": (NONE, ALL),
