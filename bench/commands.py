@@ -26,6 +26,7 @@ from . import (
     ledger_report,
     machine,
     modules,
+    nvidia,
     over_ranks,
     pages,
     peak_memory,
@@ -313,7 +314,12 @@ def _dtypes(cases: list[Case]) -> tuple[str, ...]:
 
 
 def _device(options: Options) -> str:
-    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Raises ValueError where there is a GPU that torch cannot use, and no device is named."""
+    if options.device:
+        return options.device
+    if why := nvidia.unusable():
+        raise ValueError(f"{why}. --device cpu measures the CPU")
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _print(lines: Iterable[str]) -> None:

@@ -2,7 +2,7 @@
 
 Each part is a process with a time limit. One that fails, hangs or lacks a tool is told, and the
 next begins. After each, results/gpu/<device>-first-hour.json and .md are written anew, so that
-whatever ends the hour leaves a file and a page of what was done. Where torch sees no GPU, or with
+whatever ends the hour leaves a file and a page of what was done. Where there is no GPU, or with
 --rehearse, each kind of part runs as small as it goes, on the tests' emulator of CUDA and a stub
 for a driver: to see that all of it works. What a rehearsal leaves says so, and is in results/local.
 """
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import first_hour_page, machine, results
+from . import first_hour_page, machine, nvidia, results
 
 Record = dict[str, Any]
 SCHEMA = 1
@@ -132,7 +132,10 @@ PARTS = (
 def run(
     only: list[str] | None, rehearse: bool, minutes: float, output: Path | None
 ) -> tuple[Record, Path]:
-    """The record, and where it is. Ctrl-C ends the hour and keeps what is done."""
+    """The record, and where it is. Ctrl-C ends the hour and keeps what is done. Raises ValueError
+    where there is a GPU that torch cannot use, unless it is to be a rehearsal."""
+    if not rehearse and (why := nvidia.unusable()):
+        raise ValueError(f"{why}. --rehearse needs no GPU")
     rehearsal = rehearse or not torch.cuda.is_available()
     chosen = [x for x in PARTS if not only or any(text in x.name for text in only)]
     chosen = [x for x in chosen if x.rehearsal or not rehearsal]
