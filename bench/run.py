@@ -37,11 +37,13 @@ class Contender(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """What a race found: laps are seconds a call, by name, thread count and round."""
+    """What a race found: laps are seconds a call, by name, thread count and round; hosts are the
+    seconds to submit each phase, by name, where a device was timed."""
 
     verdicts: dict[str, Verdict]
     laps: list[tuple[int | None, str, dict[str, list[list[float]]]]]  # threads, clock, name: rounds
     scope: str
+    hosts: dict[str, list[float]]
 
 
 def cell_count(cases: Iterable[Case], passes: Sequence[str]) -> int:
@@ -85,16 +87,17 @@ def race(
             verdicts[name] = judges[case](peer, what)
     scope = judges[contenders[SUBJECT].case].oracle.scope(what)
     if verdicts[SUBJECT].reason:
-        return Heat(verdicts, [], scope)
+        return Heat(verdicts, [], scope, {})
     passed = {name: c for name, c in contenders.items() if not verdicts[name].reason}
     programs = {name: program(c, what, judges[c.case].oracle.inputs) for name, c in passed.items()}
     arounds = {name: c.around for name, c in passed.items()}
-    laps = []
+    laps, hosts = [], {}
     for threads, clock in clocks:
         with timing.torch_threads(threads), torch.set_grad_enabled(what != FORWARD):
             samples = timing.interleaved(programs, clock, seconds, arounds)
         laps.append((threads, clock.name, samples))
-    return Heat(verdicts, laps, scope)
+        hosts = {name: host for name, x in programs.items() if (host := clock.host(x))}
+    return Heat(verdicts, laps, scope, hosts)
 
 
 def program(contender: Contender, what: str, inputs: Any) -> timing.Program:
@@ -136,7 +139,11 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
             },
             "load": load(),
             "timings": [
-                {"threads": threads, "clock": clock, **_summary(case, what, threads, laps, limits)}
+                {
+                    "threads": threads,
+                    "clock": clock,
+                    **_summary(case, what, threads, laps, heat.hosts, limits),
+                }
                 for threads, clock, laps in heat.laps
             ],
         }
@@ -153,14 +160,17 @@ def explain(case: Case) -> fastattn.explaining.Explanation:
 
 
 def _summary(
-    case: Case, what: str, threads: int | None, samples: Mapping, limits: Limits
+    case: Case, what: str, threads: int | None, samples: Mapping, hosts: Mapping, limits: Limits
 ) -> Record:
-    """Medians and quartiles by peer; how many times as fast as each we are, taken in each round."""
+    """Medians and quartiles by peer; how many times as fast as each we are, taken in each round;
+    where a device was timed, the milliseconds that the host takes to submit the call."""
     seconds = totals(samples, what)
     ours = seconds[SUBJECT]
     peers: Record = {}
     for name, values in seconds.items():
         peers[name] = figures(case, what, threads, values, limits)
+        if name in hosts:
+            peers[name]["host_ms"] = 1e3 * sum(hosts[name][i] for i in PARTS[what])
         if name != SUBJECT:
             peers[name]["speedup"] = ratio(values, ours)
     return {"rounds": len(ours), "peers": peers}

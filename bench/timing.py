@@ -4,6 +4,7 @@ changing clock frequency falls on all of them, and the ratio is taken inside the
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import statistics
@@ -21,6 +22,7 @@ Program = Sequence[Phase]
 MIN_SAMPLE_S = 0.003
 ROUNDS = (5, 41)
 L2_BYTES = 256 << 20  # more than any GPU's L2
+SLEEP = (2e-4, 2e-2)  # seconds of the device before a phase: beyond twice the host's; at most
 
 
 class Clock(Protocol):
@@ -28,6 +30,11 @@ class Clock(Protocol):
 
     def sample(self, program: Program, loops: int) -> list[float]:
         """Seconds per call of each phase, averaged over loops calls."""
+        ...
+
+    def host(self, program: Program) -> list[float]:
+        """Where another device computes: seconds that the host took to submit each phase, the
+        median of all samples. Else []."""
         ...
 
 
@@ -47,33 +54,66 @@ class HostClock:
                 total[i] += now() - start
         return [t / loops for t in total]
 
+    def host(self, program: Program) -> list[float]:
+        return []
+
 
 class DeviceClock:
-    """CUDA events around each phase, each after a write that empties the L2 cache; that write also
-    hides the launch latency, so what is measured is the device's own time."""
+    """CUDA events around each phase, each after a write that empties the L2 cache.
+
+    The device sleeps before the first event for longer than the host takes to submit the phase, so
+    that no kernel waits for its launch between the events: they hold the device's own time. A call
+    that takes the host longer than the device is bound by the host; `host` has that time.
+    """
 
     name = "device events"
 
-    def __init__(self):
-        self.flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    def __init__(self, cuda: Any = torch.cuda, now: Callable[[], float] = time.perf_counter):
+        self.cuda, self.now = cuda, now
+        self.flush = torch.empty(L2_BYTES, dtype=torch.int8, device=cuda.current_device())
+        self.hosts: dict[Program, list[list[float]]] = {}  # by program: calls, phases
+
+    @functools.cached_property
+    def cycles(self) -> float:
+        """What the device's sleep counts, in a second."""
+        count = 1_000_000
+        for _ in range(2):  # the first loads the kernel
+            begin, end = self._marks()
+            begin.record()
+            self.cuda._sleep(count)
+            end.record()
+            self.cuda.synchronize()
+        return count / begin.elapsed_time(end) * 1e3
+
+    def _marks(self) -> list[Any]:
+        return [self.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def sample(self, program: Program, loops: int) -> list[float]:
+        cycles, hosts = self.cycles, self.hosts.setdefault(program, [])
         marks = []
         for _ in range(loops):
-            value, row = None, []
-            for phase in program:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            least = [min(each) for each in zip(*hosts)] or [0.0] * len(program)
+            value, row, took = None, [], []
+            for phase, known in zip(program, least):
+                begin, end = self._marks()
                 self.flush.zero_()
+                self.cuda._sleep(int(cycles * min(SLEEP[1], SLEEP[0] + 2 * known)))
                 begin.record()
+                start = self.now()
                 value = phase(value)
+                took.append(self.now() - start)
                 end.record()
                 row.append((begin, end))
+            hosts.append(took)
             marks.append(row)
-        torch.cuda.synchronize()
+        self.cuda.synchronize()
         return [
             statistics.median(begin.elapsed_time(end) for begin, end in each) / 1e3
             for each in zip(*marks, strict=True)
         ]
+
+    def host(self, program: Program) -> list[float]:
+        return [statistics.median(each) for each in zip(*self.hosts.get(program, ()))]
 
 
 THREAD_TIME = HostClock("thread CPU time", time.thread_time)  # blind to other processes

@@ -5,8 +5,11 @@ import os
 import pytest
 import torch
 
-from bench import commands, nvidia
+from bench import commands, nvidia, printed, run, timing
 from bench.__main__ import main
+from bench.cases import BACKWARD, FORWARD, TRAINING
+from bench.peers import BASELINE, SUBJECT
+from tests.bench_helpers import LIMITS, case
 
 DRIVERS = {  # by the driver: the index that it works with, "" for none
     "470.82.01": "",
@@ -120,3 +123,119 @@ def test_it_stops_the_benchmark_and_not_one_of_the_cpu(command, fake, monkeypatc
     if command != "gpu":
         options = commands.Options(device="cpu")
         assert commands._device(options) == "cpu"
+
+
+# ------------------------------------------------------------------------------------- the clock
+
+
+class Device:
+    """torch.cuda, of a device that works through a queue in simulated time, beside a host."""
+
+    CYCLES = 1.5e9
+
+    def __init__(self):
+        self.host = self.free = 0.0  # seconds: now, and when the queue will be empty
+        self.slept = 0.0
+
+    def Event(self, enable_timing):
+        return Event(self)
+
+    def current_device(self):
+        return "cpu"
+
+    def synchronize(self):
+        self.host = max(self.host, self.free)
+
+    def enqueue(self, seconds):
+        self.free = max(self.host, self.free) + seconds
+
+    def _sleep(self, cycles):
+        self.slept += cycles / self.CYCLES
+        self.enqueue(cycles / self.CYCLES)
+
+    def phase(self, *kernels):
+        """A phase that launches kernels: of each, the seconds of the host and of the device."""
+
+        def call(value):
+            for host, device in kernels:
+                self.host += host
+                self.enqueue(device)
+            return (value or 0) + 1
+
+        return call
+
+
+class Event:
+    def __init__(self, device):
+        self.device = device
+
+    def record(self):
+        self.device.enqueue(0.0)
+        self.at = self.device.free
+
+    def elapsed_time(self, end):
+        return 1e3 * (end.at - self.at)
+
+
+@pytest.fixture
+def device(monkeypatch):
+    monkeypatch.setattr(timing, "L2_BYTES", 1)
+    return Device()
+
+
+US = 1e-6
+
+
+@pytest.mark.parametrize("host", [5 * US, 80 * US, 900 * US, 5000 * US], ids=lambda x: f"{x:.0e}")
+@pytest.mark.parametrize("loops", [1, 7])
+def test_the_clock_of_a_device_times_no_gaps(host, loops, device):
+    """Between kernels that the host launches more slowly than they run."""
+    clock = timing.DeviceClock(device, lambda: device.host)
+    program = device.phase((host, 10 * US), (host, 20 * US)), device.phase((host, 40 * US))
+    for _ in range(2):  # as `interleaved` does, before what counts
+        clock.sample(program, 1)
+    found = clock.sample(program, loops)
+    assert found == pytest.approx([30 * US, 40 * US], rel=1e-6)
+    assert clock.host(program) == pytest.approx([2 * host, host], rel=1e-6)
+
+
+def test_a_first_call_that_compiles_is_not_slept_for(device):
+    """Nor one that waits for the device itself."""
+    clock = timing.DeviceClock(device, lambda: device.host)
+    hosts = iter([3.0, *[10 * US] * 50])
+
+    def compiling(_):
+        device.host += next(hosts)
+        device.enqueue(20 * US)
+
+    def waiting(_):
+        device.enqueue(20 * US)
+        device.synchronize()
+
+    for _ in range(20):
+        clock.sample((compiling,), 1)
+    assert device.slept < 20 * 2 * timing.SLEEP[0] + timing.SLEEP[1]
+    device.slept = 0
+    for _ in range(20):
+        clock.sample((waiting,), 1)
+    assert device.slept < 20 * 4 * timing.SLEEP[0]
+
+
+def test_both_times_are_in_the_record_and_on_the_page():
+    laps = {SUBJECT: [[20 * US, 60 * US]] * 5, BASELINE: [[40 * US, 90 * US]] * 5}
+    hosts = {SUBJECT: [50 * US, 70 * US], BASELINE: [10 * US, 20 * US]}
+    rows = {
+        what: run._summary(case(), what, None, laps, hosts, LIMITS)["peers"]
+        for what in (FORWARD, BACKWARD, TRAINING)
+    }
+    ours = {what: (x[SUBJECT]["median_ms"], x[SUBJECT]["host_ms"]) for what, x in rows.items()}
+    assert ours[FORWARD] == pytest.approx((0.02, 0.05))
+    assert ours[BACKWARD] == pytest.approx((0.06, 0.07))
+    assert ours[TRAINING] == pytest.approx((0.08, 0.12))
+    said = printed.host(rows[FORWARD][SUBJECT])
+    assert said == ", device 0.020 ms, host 0.050 ms: bound by the host"
+    assert printed.host(rows[FORWARD][BASELINE]) == ", device 0.040 ms, host 0.010 ms"
+    cells = [{"timings": [{"threads": None, "peers": rows[FORWARD]}]}] * 3
+    assert list(printed._hosts(cells)) == [f"{SUBJECT}: bound by the host in 3 of 3 cells"]
+    cpu = run._summary(case(), FORWARD, 1, laps, {}, LIMITS)["peers"]
+    assert all("host_ms" not in row and printed.host(row) == "" for row in cpu.values())
