@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import first_hour_page, machine, nvidia, results
+from . import apart, first_hour_page, machine, nvidia, results
 
 Record = dict[str, Any]
 SCHEMA = 1
@@ -142,7 +142,8 @@ def run(
     if not chosen:
         raise ValueError(f"--only: got {only}, expected some of {[x.name for x in PARTS]}")
     folder = output or results.FOLDER / ("local" if rehearsal else "gpu")
-    where = machine.describe("cpu" if rehearsal else "cuda")
+    # A process that has used a GPU keeps it: this one does not, for the parts' sake.
+    where = machine.describe("cpu") if rehearsal else apart.once(machine.describe, "cuda")
     name = "rehearsal" if rehearsal else machine.slug(where)
     record = _begun(rehearsal, where, chosen)
     if rehearsal:
@@ -208,7 +209,9 @@ def perform(part: Part, rehearsal: bool, limit: float) -> Record:
 
 def _filled(command: str, out: str) -> list[str]:
     in_venv = sys.prefix != sys.base_prefix
-    arch = str(10 * torch.cuda.get_device_capability()[0]) if "{arch}" in command else ""
+    arch = ""
+    if "{arch}" in command:
+        arch = str(10 * apart.once(torch.cuda.get_device_capability)[0])
     given = {"python": sys.executable, "out": out, "arch": arch}
     given["venv"] = sys.prefix if in_venv else ""
     return [x.format(**given) for x in shlex.split(command)]

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -16,11 +18,11 @@ import torch
 
 import fastattn
 
-from . import timing
+from . import apart, timing
 from .cases import BACKWARD, FORWARD, TRAINING, Case
 from .ceilings import Limits
 from .machine import load
-from .peers import SUBJECT, Peer, arguments
+from .peers import PEERS, SUBJECT, Peer, arguments
 from .verify import Judge, Verdict, differentiable
 
 Record = dict[str, Any]
@@ -57,19 +59,92 @@ def cells(
     limits: Limits,
     seconds: float,
     threads: Sequence[int] | None = None,
+    process: apart.Process | None = None,
 ) -> Iterator[Record]:
     """Yield one JSON-ready record a cell, as soon as it is done. seconds is the timing budget of a
-    cell at one thread count; threads are the counts, by default one and all."""
-    trained = [what for what in passes if what != FORWARD]  # parts of one program
-    programs = [whats for whats in ([FORWARD] * (FORWARD in passes), trained) if whats]
+    cell at one thread count; threads are the counts, by default one and all. In a process of its
+    own, where one is given, a peer that ends it costs the cell nothing but its own entry."""
+    if process is not None:
+        yield from _cells_apart(process, cases, passes, peers, limits, seconds, threads)
+        return
     for case in cases:
-        judge = Judge(case, gradients=bool(trained))
-        clocks = timing.clocks(case.device, threads)
-        for whats in programs:
-            contenders = {name: Contender(peer, case) for name, peer in peers.items()}
-            heat = race(contenders, whats[0], clocks, seconds, {case: judge})
-            for what in whats:
-                yield _record(case, what, heat, limits)
+        yield from _cells_of(case, passes, peers, limits, seconds, threads)
+
+
+def _cells_of(
+    case: Case,
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+    lost: Mapping[str, str] | None = None,
+) -> Iterator[Record]:
+    """The records of a case; lost are peers that are not to be tried, and why."""
+    trained = [what for what in passes if what != FORWARD]  # parts of one program
+    judge = Judge(case, gradients=bool(trained))
+    clocks = timing.clocks(case.device, threads)
+    for whats in ([FORWARD] * (FORWARD in passes), trained):
+        if not whats:
+            continue
+        contenders = {name: Contender(peer, case) for name, peer in peers.items()}
+        heat = race(contenders, whats[0], clocks, seconds, {case: judge}, lost)
+        for what in whats:
+            yield _record(case, what, heat, limits)
+
+
+LIVES = 3  # cells that a peer may end the process of, before it is tried no more
+
+
+def _cells_apart(
+    process: apart.Process,
+    cases: Iterable[Case],
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+) -> Iterator[Record]:
+    deaths: Counter[str] = Counter()
+    for case in cases:
+        left = list(passes)
+        lost = {
+            name: f"not tried: it ended the process in {count} cells"
+            for name, count in deaths.items()
+            if count >= LIVES
+        }
+        while left:
+            given = case, left, tuple(peers), limits, seconds, threads, lost
+            reason = ""
+            try:
+                for record in process.stream(_named_cells, *given):
+                    left = [what for what in left if what != record["pass"]]
+                    yield record
+            except apart.Died as death:
+                peer, reason = death.at, str(death)
+                if peer is not None and peer not in lost:  # again, without it
+                    lost[peer] = reason
+                    deaths[peer] += 1
+                    continue
+            except apart.Raised as error:
+                reason = str(error)
+            for what in left:
+                yield _unmeasured(case, what, reason, peers)
+            break
+
+
+def _named_cells(
+    case: Case,
+    passes: Sequence[str],
+    names: Sequence[str],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+    lost: Mapping[str, str],
+) -> Iterator[Record]:
+    """`_cells_of` in another process, where functions of a peer do not go."""
+    peers = {name: PEERS[name] for name in names}
+    return _cells_of(case, passes, peers, limits, seconds, threads, lost)
 
 
 def race(
@@ -78,26 +153,58 @@ def race(
     clocks: Sequence[tuple[int | None, timing.Clock]],
     seconds: float,
     judges: Mapping[Case, Judge],
+    lost: Mapping[str, str] | None = None,
 ) -> Heat:
-    """Verify each contender, then time those that passed in interleaved rounds. Nothing is timed
-    when the subject failed."""
+    """Verify each contender but those that are lost, then time those that passed in interleaved
+    rounds. Nothing is timed when the subject failed."""
     verdicts = {}
     for name, (peer, case, around) in contenders.items():
-        with around():
+        if reason := (lost or {}).get(name):
+            verdicts[name] = Verdict(reason)
+            continue
+        with apart.at(name), around():
             verdicts[name] = judges[case](peer, what)
     scope = judges[contenders[SUBJECT].case].oracle.scope(what)
-    if verdicts[SUBJECT].reason:
-        return Heat(verdicts, [], scope, {})
     passed = {name: c for name, c in contenders.items() if not verdicts[name].reason}
-    programs = {name: program(c, what, judges[c.case].oracle.inputs) for name, c in passed.items()}
-    arounds = {name: c.around for name, c in passed.items()}
+    programs = {}
+    if SUBJECT in passed:
+        programs = {n: program(c, what, judges[c.case].oracle.inputs) for n, c in passed.items()}
+    arounds = {name: functools.partial(_around, name, c.around) for name, c in passed.items()}
     laps, hosts = [], {}
     for threads, clock in clocks:
         with timing.torch_threads(threads), torch.set_grad_enabled(what != FORWARD):
-            samples = timing.interleaved(programs, clock, seconds, arounds)
+            samples, reasons = timed(programs, clock, seconds, arounds)
+        verdicts |= {name: Verdict(reason) for name, reason in reasons.items()}
+        if SUBJECT not in samples:
+            return Heat(verdicts, [], scope, {})
         laps.append((threads, clock.name, samples))
-        hosts = {name: host for name, x in programs.items() if (host := clock.host(x))}
+        hosts = {name: host for name in samples if (host := clock.host(programs[name]))}
     return Heat(verdicts, laps, scope, hosts)
+
+
+def timed(
+    programs: Mapping[str, timing.Program],
+    clock: timing.Clock,
+    seconds: float,
+    arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
+    """What `timing.interleaved` gives without the programs that raise, and what they raised."""
+    left, reasons = dict(programs), {}
+    while left:
+        try:
+            return timing.interleaved(left, clock, seconds, arounds), reasons
+        except timing.Failed as failed:
+            name, reason = failed.name, f"{apart.told(failed.__cause__ or failed)}, while timed"
+        apart.recover(reason)
+        reasons[name] = reason
+        del left[name]
+    return {}, reasons
+
+
+@contextlib.contextmanager
+def _around(name: str, around: Callable[[], AbstractContextManager[Any]]) -> Generator[None]:
+    with apart.at(name), around():
+        yield
 
 
 def program(contender: Contender, what: str, inputs: Any) -> timing.Program:
@@ -147,6 +254,17 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
                 for threads, clock, laps in heat.laps
             ],
         }
+    )
+
+
+def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Record:
+    """The record of a cell of which nothing came back."""
+    blank = {"reason": reason, "note": "", "errors": {}}
+    return (
+        {"pass": what}
+        | {name: getattr(case, name) for name in IDENTITY}
+        | {"backend": "none", "declined": {}, "status": "failed", "reason": reason, "verified": ""}
+        | {"peers": dict.fromkeys(peers, blank), "load": load(), "timings": []}
     )
 
 

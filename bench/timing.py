@@ -129,6 +129,14 @@ def clocks(device: str, threads: Sequence[int] | None = None) -> list[tuple[int 
     return [(count, THREAD_TIME if count == 1 else WALL_TIME) for count in counts]
 
 
+class Failed(Exception):
+    """A program raised while it was timed; the cause is what it raised."""
+
+    def __init__(self, name: str, error: Exception):
+        super().__init__(f"{name} raised {type(error).__name__}: {error}")
+        self.name = name
+
+
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Generator[None, None, None]:
     """torch's thread count inside the block; None leaves it."""
@@ -148,13 +156,20 @@ def interleaved(
     arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, list[list[float]]]:
     """name -> rounds -> seconds per phase, in about `seconds` in all. Every sample of a program is
-    taken inside its context of `arounds`."""
+    taken inside its context of `arounds`. Raises Failed."""
     inside = arounds or dict.fromkeys(programs, contextlib.nullcontext)
-    loops, round_s = {}, 0.0
-    for name, program in programs.items():
+
+    def sample(name: str, count: int) -> list[float]:
         with inside[name]():
-            clock.sample(program, 1)  # warm: first calls allocate, page in and choose kernels
-            once = sum(clock.sample(program, 1))
+            try:
+                return clock.sample(programs[name], count)
+            except Exception as error:
+                raise Failed(name, error) from error
+
+    loops, round_s = {}, 0.0
+    for name in programs:
+        sample(name, 1)  # warm: first calls allocate, page in and choose kernels
+        once = sum(sample(name, 1))
         loops[name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
         round_s += once * loops[name]
     rounds = int(min(ROUNDS[1], max(ROUNDS[0], seconds / round_s)))
@@ -168,8 +183,7 @@ def interleaved(
             if i >= ROUNDS[0] and time.perf_counter() > end:
                 break  # slower than the first calls were: other processes hold the cores
             for name in order:
-                with inside[name]():
-                    samples[name].append(clock.sample(programs[name], loops[name]))
+                samples[name].append(sample(name, loops[name]))
             order.reverse()  # nobody always runs in the wake of the same peer
     finally:
         if collecting:
