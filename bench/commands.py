@@ -20,6 +20,7 @@ from . import (
     aims,
     apart,
     comparison,
+    compiling,
     decoding,
     first_hour,
     flushing,
@@ -52,7 +53,7 @@ PAGES = [results.FOLDER / "README.md"]
 
 def sweep(options: Options) -> int:
     device = _device(options)
-    preset = "full" if options.full else "quick"
+    preset = "full" if options.full else "quick on a GPU" if device == "cuda" else "quick"
     cases = [case for grid in grids(options, preset) for case in grid.cases(device)]
     with (
         _apart(device) as process,
@@ -315,12 +316,22 @@ def _cells(
     process: apart.Process | None,
 ) -> None:
     device = result["machine"]["device"]
-    peers = chosen(device, tuple(options.peers))
+    peers = chosen(device, tuple(options.peers), getattr(options, "full", False))
     budget, limits = options.seconds or seconds, results.limits(result)
     records = run.cells(cases, passes, peers, limits, budget, options.threads, process)
     total = run.cell_count(cases, passes)
+    if process:
+        _compile(process, cases, passes)
     for record in progress.follow(records, total, printed.one_line):
         result["cells"].append(record)
+
+
+def _compile(process: apart.Process, cases: list[Case], passes: tuple[str, ...]) -> None:
+    try:
+        for text in process.stream(compiling.ahead, cases, passes):
+            progress.say(text)
+    except (apart.Died, apart.Raised) as error:  # the cells will tell
+        progress.say(f"nothing more is compiled ahead: {error}")
 
 
 def _finish(result: Result, options: Options) -> int:

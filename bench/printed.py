@@ -52,7 +52,9 @@ def one_line(cell: Record) -> str:
     text = f"{title(cell)}: {_rate(entry['peers'][SUBJECT]['gflops'])}"
     ratio = speedup_of(entry)
     text += f", {ratio['median']:.2f}x torch" if ratio else ""
-    return text + host(entry["peers"][SUBJECT])
+    text += host(entry["peers"][SUBJECT])
+    compiled = cell.get("compiled", 0)
+    return text + (f"; Triton compiled {compiled} kernels first" if compiled else "")
 
 
 def host(row: Record) -> str:

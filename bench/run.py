@@ -18,7 +18,7 @@ import torch
 
 import fastattn
 
-from . import apart, timing
+from . import apart, compiling, progress, timing
 from .cases import BACKWARD, FORWARD, TRAINING, Case
 from .ceilings import Limits
 from .machine import load
@@ -82,6 +82,7 @@ def _cells_of(
 ) -> Iterator[Record]:
     """The records of a case; lost are peers that are not to be tried, and why."""
     trained = [what for what in passes if what != FORWARD]  # parts of one program
+    compiled = compiling.count() if case.device == "cuda" else 0
     judge = Judge(case, gradients=bool(trained))
     clocks = timing.clocks(case.device, threads)
     for whats in ([FORWARD] * (FORWARD in passes), trained):
@@ -90,7 +91,11 @@ def _cells_of(
         contenders = {name: Contender(peer, case) for name, peer in peers.items()}
         heat = race(contenders, whats[0], clocks, seconds, {case: judge}, lost)
         for what in whats:
-            yield _record(case, what, heat, limits)
+            record = _record(case, what, heat, limits)
+            if case.device == "cuda":
+                before, compiled = compiled, compiling.count()
+                record["compiled"] = compiled - before
+            yield record
 
 
 LIVES = 3  # cells that a peer may end the process of, before it is tried no more
@@ -107,6 +112,7 @@ def _cells_apart(
 ) -> Iterator[Record]:
     deaths: Counter[str] = Counter()
     for case in cases:
+        progress.say(f"measuring {case}, {', '.join(passes)}: {', '.join(peers)}")
         left = list(passes)
         lost = {
             name: f"not tried: it ended the process in {count} cells"

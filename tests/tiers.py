@@ -150,6 +150,7 @@ SHARES = {
     "test_bench_commands::test_derivatives_hold_ours_against_torchs_math_path": (NONE, NONE),
     "test_bench_commands::test_distributed_holds_ranks_against_one_and_simulates": (NONE, NONE),
     "test_bench_commands::test_the_simulation_is_near_what_was_published": (ALL, ALL),
+    "test_bench_compiling": (NONE, ALL),
     "test_bench_gpu": (NONE, 2),
     "test_bench_verify": (5, 3),
     "test_broken_library": (NONE, 5),
