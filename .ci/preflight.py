@@ -106,8 +106,10 @@ def sees_gpu():
     """Whether there is an NVIDIA GPU, for torch or not."""
     if glob.glob("/proc/driver/nvidia/gpus/*") or os.path.exists("/dev/nvidia0"):
         return True
-    smi = shutil.which("nvidia-smi")
-    return bool(smi) and subprocess.call([smi, "-L"], **QUIET) == 0
+    try:
+        return subprocess.call(["nvidia-smi", "-L"], timeout=60, **QUIET) == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
 
 
 def without_launcher():

@@ -44,7 +44,13 @@ class Unusable(Exception):
 def at(peer: str) -> Generator[None, None, None]:
     """Inside, what happens to this process is of that peer."""
     _send("at", peer)
-    yield
+    try:
+        yield
+    except Unusable:  # the last that the caller hears is which peer it was
+        raise
+    except BaseException:
+        _send("at", None)
+        raise
     _send("at", None)
 
 
@@ -77,7 +83,8 @@ class Process:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """What a function returns there. Raises Died and Raised."""
-        return next(self.stream(_once, function, *args))
+        (found,) = self.stream(_once, function, *args)
+        return found
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """What an iterator there yields, as soon as it does. Raises Died and Raised."""
@@ -154,6 +161,7 @@ def _serve(pipe: Any, modules: tuple[str, ...]) -> None:
 
 
 def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
+    reason = ""
     try:
         try:
             for item in function(*args):
@@ -162,10 +170,9 @@ def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
             raise
         except Exception as error:
             reason = told(error)
+        if reason:  # the error is gone, and with it the tensors of its frames
             recover(reason)
-            _send("raised", reason)
-        else:
-            _send("done", None)
+        _send("raised" if reason else "done", reason)
     except Unusable as error:
         _send("lost", str(error))
         os._exit(1)  # at once: what frees memory of that GPU would raise, or hang

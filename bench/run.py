@@ -201,7 +201,8 @@ def timed(
             return timing.interleaved(left, clock, seconds, arounds), reasons
         except timing.Failed as failed:
             name, reason = failed.name, f"{apart.told(failed.__cause__ or failed)}, while timed"
-        apart.recover(reason)
+        with apart.at(name):
+            apart.recover(reason)
         reasons[name] = reason
         del left[name]
     return {}, reasons

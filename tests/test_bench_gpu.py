@@ -274,6 +274,9 @@ def crashed():
     """The records of two cases and two passes, with peers that crash in every way."""
     with pytest.MonkeyPatch.context() as patch, apart.Process("tests.crashing_peers") as process:
         patch.setattr(run, "LIVES", 1)
+        assert len({process.call(os.getpid) for _ in range(2)} - {os.getpid()}) == 1  # it stays
+        with pytest.raises(apart.Raised, match="raised ZeroDivisionError: float divmod"):
+            process.call(divmod, 1.0, 0.0)
         given = (case(N=20), case(N=30)), (FORWARD, TRAINING), dict.fromkeys(CRASHING)
         yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
 
