@@ -74,6 +74,8 @@ def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
         jobs = {pool.submit(_run, case, what): case for case in chosen[1:]}
         for done, job in enumerate(as_completed(jobs), 2):
             yield told(done, jobs[job])
+    with apart.at(SUBJECT):
+        apart.recover("compiling ahead")  # what they have left in the GPU's memory
 
 
 def _run(case: Case, what: str) -> None:

@@ -1,6 +1,7 @@
 """The benchmark on machines with a GPU, none of which is here: fakes stand for them."""
 
 import dataclasses
+import math
 import os
 from types import SimpleNamespace
 
@@ -233,6 +234,15 @@ def test_a_first_call_that_compiles_is_not_slept_for(device):
     for _ in range(20):
         clock.sample((waiting,), 1)
     assert device.slept < 20 * 4 * timing.SLEEP[0]
+
+
+def test_a_sample_is_no_longer_for_a_device_that_sleeps(device, monkeypatch):
+    """A short kernel is called often in a sample, but not for seconds."""
+    clock, calls = timing.DeviceClock(device, lambda: device.host), []
+    short = device.phase((5 * US, 20 * US))
+    timing.interleaved({"short": (lambda x: calls.append(1) or short(x),)}, clock, 0.0)
+    each = (len(calls) - 2) / timing.ROUNDS[0]
+    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.beside)) < 11
 
 
 def test_both_times_are_in_the_record_and_on_the_page():
