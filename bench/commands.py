@@ -18,7 +18,9 @@ from fastattn.examples.common import new_figure
 
 from . import (
     aims,
+    apart,
     comparison,
+    compiling,
     decoding,
     first_hour,
     flushing,
@@ -26,6 +28,7 @@ from . import (
     ledger_report,
     machine,
     modules,
+    nvidia,
     over_ranks,
     pages,
     peak_memory,
@@ -50,13 +53,18 @@ PAGES = [results.FOLDER / "README.md"]
 
 def sweep(options: Options) -> int:
     device = _device(options)
-    preset = "full" if options.full else "quick"
+    preset = "full" if options.full else "quick on a GPU" if device == "cuda" else "quick"
     cases = [case for grid in grids(options, preset) for case in grid.cases(device)]
-    with _result("sweep", options, device, _dtypes(cases)) as result:
+    with (
+        _apart(device) as process,
+        _result("sweep", options, device, _dtypes(cases), process) as result,
+    ):
         if not options.sweep_only:
-            result["overhead"] = tiny_call.measure(device, chosen(device))
+            result["overhead"] = tiny_call.measure(device, chosen(device), None, process)
+            if process:  # the probes of memory are processes of that GPU, too
+                process.close()
             result["memory"] = peak_memory.measure(device)
-        _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset])
+        _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset], process)
     _print(printed.table(result["cells"]))
     return _finish(result, options)
 
@@ -74,8 +82,11 @@ def decode(options: Options) -> int:
     device = _device(options)
     given = {x: getattr(options, x) for x in ("dtypes", "rows", "lengths") if getattr(options, x)}
     cases = list(decoding.cases(device, **given))
-    with _result("decode", options, device, _dtypes(cases)) as result:
-        _cells(result, options, cases, (FORWARD,), 0.5)
+    with (
+        _apart(device) as process,
+        _result("decode", options, device, _dtypes(cases), process) as result,
+    ):
+        _cells(result, options, cases, (FORWARD,), 0.5, process)
     _print(printed.small_table(result["cells"], reading=True))
     return _finish(result, options)
 
@@ -83,10 +94,13 @@ def decode(options: Options) -> int:
 def overhead(options: Options) -> int:
     device = _device(options)
     cases = tiny_call.small_cases(device)
-    with _result("overhead", options, device, _dtypes(cases)) as result:
+    with (
+        _apart(device) as process,
+        _result("overhead", options, device, _dtypes(cases), process) as result,
+    ):
         peers = chosen(device, tuple(options.peers))
-        result["overhead"] = tiny_call.measure(device, peers, options.threads)
-        _cells(result, options, cases, (FORWARD,), 0.1)
+        result["overhead"] = tiny_call.measure(device, peers, options.threads, process)
+        _cells(result, options, cases, (FORWARD,), 0.1, process)
     _print(printed.small_table(result["cells"]))
     _print(launching.lines())
     return _finish(result, options)
@@ -106,7 +120,12 @@ def mha(options: Options) -> int:
 def memory(options: Options) -> int:
     device = _device(options)
     peers = tuple(dict.fromkeys((SUBJECT, *(options.peers or (BASELINE,)))))
-    with _result("memory", options, device, ("float32",)) as result:
+    with (
+        _apart(device) as process,
+        _result("memory", options, device, ("float32",), process) as result,
+    ):
+        if process:
+            process.close()
         for mask in options.masks:
             for n in options.lengths or peak_memory.LENGTHS:
                 result["memory"] += peak_memory.measure(device, (n,), (mask,), peers)
@@ -261,14 +280,23 @@ def report(options: Options) -> int:
 # ---------------------------------------------------------------------------------------- the parts
 
 
+def _apart(device: str) -> contextlib.AbstractContextManager[apart.Process | None]:
+    """A process of its own for what runs on a GPU; this one runs what is on the CPU."""
+    return contextlib.nullcontext() if device == "cpu" else apart.Process()
+
+
 @contextlib.contextmanager
 def _result(
-    kind: str, options: Options, device: str, dtypes: tuple[str, ...]
+    kind: str,
+    options: Options,
+    device: str,
+    dtypes: tuple[str, ...],
+    process: apart.Process | None = None,
 ) -> Generator[Result, None, None]:
     """A result to fill. Ctrl-C ends the block and keeps what is done."""
     settings = {k: v for k, v in vars(options).items() if isinstance(v, (str, int, float, list))}
     started = time.perf_counter()
-    result = results.start(kind, device, dtypes, settings)
+    result = results.start(kind, device, dtypes, settings, process)
     _print(printed.heading(result))
     try:
         yield result
@@ -280,15 +308,30 @@ def _result(
 
 
 def _cells(
-    result: Result, options: Options, cases: list[Case], passes: tuple[str, ...], seconds: float
+    result: Result,
+    options: Options,
+    cases: list[Case],
+    passes: tuple[str, ...],
+    seconds: float,
+    process: apart.Process | None,
 ) -> None:
     device = result["machine"]["device"]
-    peers = chosen(device, tuple(options.peers))
+    peers = chosen(device, tuple(options.peers), getattr(options, "full", False))
     budget, limits = options.seconds or seconds, results.limits(result)
-    records = run.cells(cases, passes, peers, limits, budget, options.threads)
+    records = run.cells(cases, passes, peers, limits, budget, options.threads, process)
     total = run.cell_count(cases, passes)
+    if process:
+        _compile(process, cases, passes)
     for record in progress.follow(records, total, printed.one_line):
         result["cells"].append(record)
+
+
+def _compile(process: apart.Process, cases: list[Case], passes: tuple[str, ...]) -> None:
+    try:
+        for text in process.stream(compiling.ahead, cases, passes):
+            progress.say(text)
+    except (apart.Died, apart.Raised) as error:  # the cells will tell
+        progress.say(f"nothing more is compiled ahead: {error}")
 
 
 def _finish(result: Result, options: Options) -> int:
@@ -313,7 +356,12 @@ def _dtypes(cases: list[Case]) -> tuple[str, ...]:
 
 
 def _device(options: Options) -> str:
-    return options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    """Raises ValueError where there is a GPU that torch cannot use, and no device is named."""
+    if options.device:
+        return options.device
+    if why := nvidia.unusable():
+        raise ValueError(f"{why}. --device cpu measures the CPU")
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _print(lines: Iterable[str]) -> None:

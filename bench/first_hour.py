@@ -2,7 +2,7 @@
 
 Each part is a process with a time limit. One that fails, hangs or lacks a tool is told, and the
 next begins. After each, results/gpu/<device>-first-hour.json and .md are written anew, so that
-whatever ends the hour leaves a file and a page of what was done. Where torch sees no GPU, or with
+whatever ends the hour leaves a file and a page of what was done. Where there is no GPU, or with
 --rehearse, each kind of part runs as small as it goes, on the tests' emulator of CUDA and a stub
 for a driver: to see that all of it works. What a rehearsal leaves says so, and is in results/local.
 """
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import first_hour_page, machine, results
+from . import apart, first_hour_page, machine, nvidia, results
 
 Record = dict[str, Any]
 SCHEMA = 1
@@ -132,14 +132,18 @@ PARTS = (
 def run(
     only: list[str] | None, rehearse: bool, minutes: float, output: Path | None
 ) -> tuple[Record, Path]:
-    """The record, and where it is. Ctrl-C ends the hour and keeps what is done."""
+    """The record, and where it is. Ctrl-C ends the hour and keeps what is done. Raises ValueError
+    where there is a GPU that torch cannot use, unless it is to be a rehearsal."""
+    if not rehearse and (why := nvidia.unusable()):
+        raise ValueError(f"{why}. --rehearse needs no GPU")
     rehearsal = rehearse or not torch.cuda.is_available()
     chosen = [x for x in PARTS if not only or any(text in x.name for text in only)]
     chosen = [x for x in chosen if x.rehearsal or not rehearsal]
     if not chosen:
         raise ValueError(f"--only: got {only}, expected some of {[x.name for x in PARTS]}")
     folder = output or results.FOLDER / ("local" if rehearsal else "gpu")
-    where = machine.describe("cpu" if rehearsal else "cuda")
+    # A process that has used a GPU keeps it: this one does not, for the parts' sake.
+    where = machine.describe("cpu") if rehearsal else apart.once(machine.describe, "cuda")
     name = "rehearsal" if rehearsal else machine.slug(where)
     record = _begun(rehearsal, where, chosen)
     if rehearsal:
@@ -205,7 +209,9 @@ def perform(part: Part, rehearsal: bool, limit: float) -> Record:
 
 def _filled(command: str, out: str) -> list[str]:
     in_venv = sys.prefix != sys.base_prefix
-    arch = str(10 * torch.cuda.get_device_capability()[0]) if "{arch}" in command else ""
+    arch = ""
+    if "{arch}" in command:
+        arch = str(10 * apart.once(torch.cuda.get_device_capability)[0])
     given = {"python": sys.executable, "out": out, "arch": arch}
     given["venv"] = sys.prefix if in_venv else ""
     return [x.format(**given) for x in shlex.split(command)]

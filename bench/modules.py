@@ -83,6 +83,9 @@ def _mode(
         with timing.torch_threads(count), torch.set_grad_enabled(mode.train):
             laps = run.totals(timing.interleaved(programs, clock, seconds), mode.what)
         row: Record = {peer: _milliseconds(values) for peer, values in laps.items()}
+        for peer, program in programs.items():
+            if host := clock.host(program):
+                row[peer]["host_ms"] = 1e3 * sum(host[i] for i in run.PARTS[mode.what])
         if BASELINE in laps:
             row[BASELINE]["speedup"] = run.ratio(laps[BASELINE], laps[SUBJECT])
         timings.append({"threads": count, "clock": clock.name, "peers": row})

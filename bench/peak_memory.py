@@ -41,16 +41,21 @@ def measure(
 
 def _together(device: str, mask: str, n: int, peers: Sequence[str]) -> list[Record]:
     python = [sys.executable, "-m", "bench.peak_memory"]
-    probes = {
-        name: subprocess.Popen([*python, name, device, mask, str(n)], cwd=ROOT, text=True, **PIPES)
-        for name in peers
-    }
+
+    def probe(name: str) -> subprocess.Popen:
+        return subprocess.Popen([*python, name, device, mask, str(n)], cwd=ROOT, text=True, **PIPES)
+
+    # Side by side, but on a GPU, whose memory they would share and which may serve one alone.
+    probes = {} if device == "cuda" else {name: probe(name) for name in peers}
     records = []
-    for name, probe in probes.items():
-        printed, said = probe.communicate()
-        failed = probe.returncode != 0
+    for name in peers:
+        running = probes.get(name) or probe(name)
+        printed, said = running.communicate()
+        failed = running.returncode != 0
         extra = None if failed else int(printed.split()[-1])
-        error = said.strip().rpartition("\n")[2] if failed else ""
+        error = ""
+        if failed:
+            error = said.strip().rpartition("\n")[2] or f"ended with status {running.returncode}"
         case = {"mask": mask, "N": n, "dtype": "float32", "pass": TRAINING} | SHAPE
         records.append(case | {"peer": name, "extra_bytes": extra, "error": error})
     return records

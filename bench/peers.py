@@ -165,12 +165,14 @@ DEFAULT = {
     "cpu": (SUBJECT, BASELINE),
     "cuda": (
         *(SUBJECT, "fastattn-cuda", BASELINE, "torch-flash", "torch-efficient", "torch-cudnn"),
-        *("flex", "flash-attn", "xformers"),
+        *("flash-attn", "xformers"),
     ),
 }
+COMPILED = ("flex",)  # for every case, some ten seconds each: in a full sweep on a GPU
 
 
-def chosen(device: str, names: tuple[str, ...] = ()) -> dict[str, Peer]:
+def chosen(device: str, names: tuple[str, ...] = (), full: bool = False) -> dict[str, Peer]:
     """fastattn and the named peers, or the device's default."""
-    picked = dict.fromkeys((SUBJECT, *names)) if names else DEFAULT[device]
+    default = DEFAULT[device] + (COMPILED if full and device == "cuda" else ())
+    picked = dict.fromkeys((SUBJECT, *names)) if names else default
     return {name: PEERS[name] for name in picked}

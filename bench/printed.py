@@ -51,7 +51,23 @@ def one_line(cell: Record) -> str:
     entry = timing_of(cell, first_threads([cell]))
     text = f"{title(cell)}: {_rate(entry['peers'][SUBJECT]['gflops'])}"
     ratio = speedup_of(entry)
-    return text + (f", {ratio['median']:.2f}x torch" if ratio else "")
+    text += f", {ratio['median']:.2f}x torch" if ratio else ""
+    text += host(entry["peers"][SUBJECT])
+    compiled = cell.get("compiled", 0)
+    return text + (f"; Triton compiled {compiled} kernels first" if compiled else "")
+
+
+def host(row: Record) -> str:
+    """The times of the device and of the host, where both were taken."""
+    if "host_ms" not in row:
+        return ""
+    bound = ": bound by the host" if bound_by_host(row) else ""
+    return f", device {row['median_ms']:.3f} ms, host {row['host_ms']:.3f} ms{bound}"
+
+
+def bound_by_host(row: Record) -> bool:
+    """Do calls one after the other take as long as the host needs to submit them?"""
+    return row.get("host_ms", 0) > row["median_ms"]
 
 
 # ------------------------------------------------------------------------------------ the sweep
@@ -152,6 +168,7 @@ def small_table(cells: list[Record], reading: bool = False) -> Iterator[str]:
             text += f"{theirs['median_ms']:9.3f}" if theirs else f"{'-':>9}"
             ratio = speedup_of(entry)
             text += f"{ratio['median']:7.2f}" if ratio else f"{'-':>7}"
+            text += host(ours)
             if reading:
                 percent = ours["percent_of_read"]
                 text += f"{ours['kv_gbs']:7.1f}" + (f"{percent:9.0f}%" if percent else "")
@@ -164,7 +181,7 @@ def module_line(record: Record) -> str:
         return f"{name}: FAILED, not timed: {record['reasons'][SUBJECT]}"
     parts = []
     for entry in record["timings"]:
-        times = (f"{peer} {row['median_ms']:.1f} ms" for peer, row in entry["peers"].items())
+        times = (f"{x} {row['median_ms']:.1f} ms{host(row)}" for x, row in entry["peers"].items())
         ratio = speedup_of(entry)
         faster = f", {ratio['median']:.2f}x" if ratio else ""
         parts.append(f"{clock_of(entry['threads'])}: {', '.join(times)}{faster}")
@@ -258,6 +275,7 @@ def summary(result: Result) -> Iterator[str]:
         errors = (f"{name} {error:.2e}" for name, error in means.items())
         yield f"{dtype} error against float64, geometric mean: {', '.join(errors)}"
     yield from _peers(result["cells"])
+    yield from _hosts(result["cells"])
     yield from _backends(result["cells"])
     rest = "" if result["complete"] else "; interrupted, the rest was not measured"
     if result["targets"]:
@@ -305,6 +323,16 @@ def _peers(cells: list[Record]) -> Iterator[str]:
             yield f"{mean:.2f}x {peer} (geometric mean of {len(ratios)} cells)"
         for reason, count in reasons.items() if peer != SUBJECT else ():
             yield f"{peer}: no time in {count} cells: {reason}"
+
+
+def _hosts(cells: list[Record]) -> Iterator[str]:
+    """By peer, the cells in which the host takes longer than the device."""
+    threads = first_threads(cells)
+    rows = [timing_of(cell, threads).get("peers", {}) for cell in cells]
+    for peer in dict.fromkeys(name for row in rows for name in row):
+        timed = [row[peer] for row in rows if peer in row and "host_ms" in row[peer]]
+        if count := sum(map(bound_by_host, timed)):
+            yield f"{peer}: bound by the host in {count} of {len(timed)} cells"
 
 
 def _backends(cells: list[Record]) -> Iterator[str]:

@@ -1,4 +1,5 @@
-"""A progress bar where tqdm and a terminal are there, else a plain line for each record."""
+"""A progress bar where tqdm and a terminal are there, else a plain line for each record, and for
+what is being done."""
 
 from __future__ import annotations
 
@@ -8,6 +9,15 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Record = dict[str, Any]
+_bars: list[Any] = []  # the one that is shown
+
+
+def say(text: str) -> None:
+    """What is being done now."""
+    if _bars:
+        _bars[-1].set_description_str(text)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def follow(
@@ -27,11 +37,15 @@ def follow(
 def _bar(
     bar: Any, records: Iterable[Record], one_line: Callable[[Record], str]
 ) -> Iterator[Record]:
-    with bar:
-        for record in records:
-            bar.set_description_str(one_line(record))
-            bar.update()
-            yield record
+    _bars.append(bar)
+    try:
+        with bar:
+            for record in records:
+                bar.set_description_str(one_line(record))
+                bar.update()
+                yield record
+    finally:
+        _bars.remove(bar)
 
 
 def _lines(

@@ -8,7 +8,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from . import ceilings, machine, pictures
+from . import apart, ceilings, machine, pictures
 
 FOLDER = Path(__file__).resolve().parent / "results"
 SCHEMA = 4
@@ -16,19 +16,27 @@ DIGITS = 6  # significant ones that a file keeps of a measurement: more than any
 Result = dict[str, Any]
 
 
-def start(kind: str, device: str, dtypes: tuple[str, ...], settings: dict[str, Any]) -> Result:
-    """Where, with what, and how fast at most; every section is empty."""
+def start(
+    kind: str,
+    device: str,
+    dtypes: tuple[str, ...],
+    settings: dict[str, Any],
+    process: apart.Process | None = None,
+) -> Result:
+    """Where, with what, and how fast at most; every section is empty. What uses the device runs in
+    a process of its own, where one is given."""
+    call = process.call if process else lambda function, *args: function(*args)
     return {
         "schema": SCHEMA,
         "kind": kind,
         "settings": settings,
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "complete": False,
-        "machine": machine.describe(device),
+        "machine": call(machine.describe, device),
         "versions": machine.versions(),
         "commit": machine.commit(),
         "load": {"start": machine.load()},
-        "ceilings": ceilings.measure(device, dtypes),
+        "ceilings": call(ceilings.measure, device, dtypes),
         "overhead": None,
         "memory": [],
         "modules": [],

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import functools
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -16,11 +18,11 @@ import torch
 
 import fastattn
 
-from . import timing
+from . import apart, compiling, progress, timing
 from .cases import BACKWARD, FORWARD, TRAINING, Case
 from .ceilings import Limits
 from .machine import load
-from .peers import SUBJECT, Peer, arguments
+from .peers import PEERS, SUBJECT, Peer, arguments
 from .verify import Judge, Verdict, differentiable
 
 Record = dict[str, Any]
@@ -37,11 +39,13 @@ class Contender(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """What a race found: laps are seconds a call, by name, thread count and round."""
+    """What a race found: laps are seconds a call, by name, thread count and round; hosts are the
+    seconds to submit each phase, by name, where a device was timed."""
 
     verdicts: dict[str, Verdict]
     laps: list[tuple[int | None, str, dict[str, list[list[float]]]]]  # threads, clock, name: rounds
     scope: str
+    hosts: dict[str, list[float]]
 
 
 def cell_count(cases: Iterable[Case], passes: Sequence[str]) -> int:
@@ -55,19 +59,98 @@ def cells(
     limits: Limits,
     seconds: float,
     threads: Sequence[int] | None = None,
+    process: apart.Process | None = None,
 ) -> Iterator[Record]:
     """Yield one JSON-ready record a cell, as soon as it is done. seconds is the timing budget of a
-    cell at one thread count; threads are the counts, by default one and all."""
-    trained = [what for what in passes if what != FORWARD]  # parts of one program
-    programs = [whats for whats in ([FORWARD] * (FORWARD in passes), trained) if whats]
+    cell at one thread count; threads are the counts, by default one and all. In a process of its
+    own, where one is given, a peer that ends it costs the cell nothing but its own entry."""
+    if process is not None:
+        yield from _cells_apart(process, cases, passes, peers, limits, seconds, threads)
+        return
     for case in cases:
-        judge = Judge(case, gradients=bool(trained))
-        clocks = timing.clocks(case.device, threads)
-        for whats in programs:
-            contenders = {name: Contender(peer, case) for name, peer in peers.items()}
-            heat = race(contenders, whats[0], clocks, seconds, {case: judge})
-            for what in whats:
-                yield _record(case, what, heat, limits)
+        yield from _cells_of(case, passes, peers, limits, seconds, threads)
+
+
+def _cells_of(
+    case: Case,
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+    lost: Mapping[str, str] | None = None,
+) -> Iterator[Record]:
+    """The records of a case; lost are peers that are not to be tried, and why."""
+    trained = [what for what in passes if what != FORWARD]  # parts of one program
+    compiled = compiling.count() if case.device == "cuda" else 0
+    judge = Judge(case, gradients=bool(trained))
+    clocks = timing.clocks(case.device, threads)
+    for whats in ([FORWARD] * (FORWARD in passes), trained):
+        if not whats:
+            continue
+        contenders = {name: Contender(peer, case) for name, peer in peers.items()}
+        heat = race(contenders, whats[0], clocks, seconds, {case: judge}, lost)
+        for what in whats:
+            record = _record(case, what, heat, limits)
+            if case.device == "cuda":
+                before, compiled = compiled, compiling.count()
+                record["compiled"] = compiled - before
+            yield record
+
+
+LIVES = 3  # cells that a peer may end the process of, before it is tried no more
+
+
+def _cells_apart(
+    process: apart.Process,
+    cases: Iterable[Case],
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+) -> Iterator[Record]:
+    deaths: Counter[str] = Counter()
+    for case in cases:
+        progress.say(f"measuring {case}, {', '.join(passes)}: {', '.join(peers)}")
+        left = list(passes)
+        lost = {
+            name: f"not tried: it ended the process in {count} cells"
+            for name, count in deaths.items()
+            if count >= LIVES
+        }
+        while left:
+            given = case, left, tuple(peers), limits, seconds, threads, lost
+            reason = ""
+            try:
+                for record in process.stream(_named_cells, *given):
+                    left = [what for what in left if what != record["pass"]]
+                    yield record
+            except apart.Died as death:
+                peer, reason = death.at, str(death)
+                if peer is not None and peer not in lost:  # again, without it
+                    lost[peer] = reason
+                    deaths[peer] += 1
+                    continue
+            except apart.Raised as error:
+                reason = str(error)
+            for what in left:
+                yield _unmeasured(case, what, reason, peers)
+            break
+
+
+def _named_cells(
+    case: Case,
+    passes: Sequence[str],
+    names: Sequence[str],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+    lost: Mapping[str, str],
+) -> Iterator[Record]:
+    """`_cells_of` in another process, where functions of a peer do not go."""
+    peers = {name: PEERS[name] for name in names}
+    return _cells_of(case, passes, peers, limits, seconds, threads, lost)
 
 
 def race(
@@ -76,25 +159,59 @@ def race(
     clocks: Sequence[tuple[int | None, timing.Clock]],
     seconds: float,
     judges: Mapping[Case, Judge],
+    lost: Mapping[str, str] | None = None,
 ) -> Heat:
-    """Verify each contender, then time those that passed in interleaved rounds. Nothing is timed
-    when the subject failed."""
+    """Verify each contender but those that are lost, then time those that passed in interleaved
+    rounds. Nothing is timed when the subject failed."""
     verdicts = {}
     for name, (peer, case, around) in contenders.items():
-        with around():
+        if reason := (lost or {}).get(name):
+            verdicts[name] = Verdict(reason)
+            continue
+        with apart.at(name), around():
             verdicts[name] = judges[case](peer, what)
     scope = judges[contenders[SUBJECT].case].oracle.scope(what)
-    if verdicts[SUBJECT].reason:
-        return Heat(verdicts, [], scope)
     passed = {name: c for name, c in contenders.items() if not verdicts[name].reason}
-    programs = {name: program(c, what, judges[c.case].oracle.inputs) for name, c in passed.items()}
-    arounds = {name: c.around for name, c in passed.items()}
-    laps = []
+    programs = {}
+    if SUBJECT in passed:
+        programs = {n: program(c, what, judges[c.case].oracle.inputs) for n, c in passed.items()}
+    arounds = {name: functools.partial(_around, name, c.around) for name, c in passed.items()}
+    laps, hosts = [], {}
     for threads, clock in clocks:
         with timing.torch_threads(threads), torch.set_grad_enabled(what != FORWARD):
-            samples = timing.interleaved(programs, clock, seconds, arounds)
+            samples, reasons = timed(programs, clock, seconds, arounds)
+        verdicts |= {name: Verdict(reason) for name, reason in reasons.items()}
+        if SUBJECT not in samples:
+            return Heat(verdicts, [], scope, {})
         laps.append((threads, clock.name, samples))
-    return Heat(verdicts, laps, scope)
+        hosts = {name: host for name in samples if (host := clock.host(programs[name]))}
+    return Heat(verdicts, laps, scope, hosts)
+
+
+def timed(
+    programs: Mapping[str, timing.Program],
+    clock: timing.Clock,
+    seconds: float,
+    arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
+    """What `timing.interleaved` gives without the programs that raise, and what they raised."""
+    left, reasons = dict(programs), {}
+    while left:
+        try:
+            return timing.interleaved(left, clock, seconds, arounds), reasons
+        except timing.Failed as failed:
+            name, reason = failed.name, f"{apart.told(failed.__cause__ or failed)}, while timed"
+        with apart.at(name):
+            apart.recover(reason)
+        reasons[name] = reason
+        del left[name]
+    return {}, reasons
+
+
+@contextlib.contextmanager
+def _around(name: str, around: Callable[[], AbstractContextManager[Any]]) -> Generator[None]:
+    with apart.at(name), around():
+        yield
 
 
 def program(contender: Contender, what: str, inputs: Any) -> timing.Program:
@@ -136,10 +253,25 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
             },
             "load": load(),
             "timings": [
-                {"threads": threads, "clock": clock, **_summary(case, what, threads, laps, limits)}
+                {
+                    "threads": threads,
+                    "clock": clock,
+                    **_summary(case, what, threads, laps, heat.hosts, limits),
+                }
                 for threads, clock, laps in heat.laps
             ],
         }
+    )
+
+
+def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Record:
+    """The record of a cell of which nothing came back."""
+    blank = {"reason": reason, "note": "", "errors": {}}
+    return (
+        {"pass": what}
+        | {name: getattr(case, name) for name in IDENTITY}
+        | {"backend": "none", "declined": {}, "status": "failed", "reason": reason, "verified": ""}
+        | {"peers": dict.fromkeys(peers, blank), "load": load(), "timings": []}
     )
 
 
@@ -153,14 +285,17 @@ def explain(case: Case) -> fastattn.explaining.Explanation:
 
 
 def _summary(
-    case: Case, what: str, threads: int | None, samples: Mapping, limits: Limits
+    case: Case, what: str, threads: int | None, samples: Mapping, hosts: Mapping, limits: Limits
 ) -> Record:
-    """Medians and quartiles by peer; how many times as fast as each we are, taken in each round."""
+    """Medians and quartiles by peer; how many times as fast as each we are, taken in each round;
+    where a device was timed, the milliseconds that the host takes to submit the call."""
     seconds = totals(samples, what)
     ours = seconds[SUBJECT]
     peers: Record = {}
     for name, values in seconds.items():
         peers[name] = figures(case, what, threads, values, limits)
+        if name in hosts:
+            peers[name]["host_ms"] = 1e3 * sum(hosts[name][i] for i in PARTS[what])
         if name != SUBJECT:
             peers[name]["speedup"] = ratio(values, ours)
     return {"rounds": len(ours), "peers": peers}

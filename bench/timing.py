@@ -4,6 +4,7 @@ changing clock frequency falls on all of them, and the ratio is taken inside the
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import math
 import statistics
@@ -21,18 +22,27 @@ Program = Sequence[Phase]
 MIN_SAMPLE_S = 0.003
 ROUNDS = (5, 41)
 L2_BYTES = 256 << 20  # more than any GPU's L2
+SLEEP = (2e-4, 2e-2)  # seconds of the device before a phase: beyond twice the host's; at most
 
 
 class Clock(Protocol):
     name: str
+    beside: float  # seconds that a call takes beside what is measured, about
 
     def sample(self, program: Program, loops: int) -> list[float]:
         """Seconds per call of each phase, averaged over loops calls."""
         ...
 
+    def host(self, program: Program) -> list[float]:
+        """Where another device computes: seconds that the host took to submit each phase, the
+        median of all samples. Else []."""
+        ...
+
 
 class HostClock:
     """Times with one of Python's clocks: time.thread_time or time.perf_counter."""
+
+    beside = 0.0
 
     def __init__(self, name: str, now: Callable[[], float]):
         self.name, self.now = name, now
@@ -47,33 +57,67 @@ class HostClock:
                 total[i] += now() - start
         return [t / loops for t in total]
 
+    def host(self, program: Program) -> list[float]:
+        return []
+
 
 class DeviceClock:
-    """CUDA events around each phase, each after a write that empties the L2 cache; that write also
-    hides the launch latency, so what is measured is the device's own time."""
+    """CUDA events around each phase, each after a write that empties the L2 cache.
+
+    The device sleeps before the first event for longer than the host takes to submit the phase, so
+    that no kernel waits for its launch between the events: they hold the device's own time. A call
+    that takes the host longer than the device is bound by the host; `host` has that time.
+    """
 
     name = "device events"
+    beside = SLEEP[0] + 1e-4  # the device sleeps, and empties its cache
 
-    def __init__(self):
-        self.flush = torch.empty(L2_BYTES, dtype=torch.int8, device="cuda")
+    def __init__(self, cuda: Any = torch.cuda, now: Callable[[], float] = time.perf_counter):
+        self.cuda, self.now = cuda, now
+        self.flush = torch.empty(L2_BYTES, dtype=torch.int8, device=cuda.current_device())
+        self.hosts: dict[Program, list[list[float]]] = {}  # by program: calls, phases
+
+    @functools.cached_property
+    def cycles(self) -> float:
+        """What the device's sleep counts, in a second."""
+        count = 1_000_000
+        for _ in range(2):  # the first loads the kernel
+            begin, end = self._marks()
+            begin.record()
+            self.cuda._sleep(count)
+            end.record()
+            self.cuda.synchronize()
+        return count / begin.elapsed_time(end) * 1e3
+
+    def _marks(self) -> list[Any]:
+        return [self.cuda.Event(enable_timing=True) for _ in range(2)]
 
     def sample(self, program: Program, loops: int) -> list[float]:
+        cycles, hosts = self.cycles, self.hosts.setdefault(program, [])
         marks = []
         for _ in range(loops):
-            value, row = None, []
-            for phase in program:
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            least = [min(each) for each in zip(*hosts)] or [0.0] * len(program)
+            value, row, took = None, [], []
+            for phase, known in zip(program, least):
+                begin, end = self._marks()
                 self.flush.zero_()
+                self.cuda._sleep(int(cycles * min(SLEEP[1], SLEEP[0] + 2 * known)))
                 begin.record()
+                start = self.now()
                 value = phase(value)
+                took.append(self.now() - start)
                 end.record()
                 row.append((begin, end))
+            hosts.append(took)
             marks.append(row)
-        torch.cuda.synchronize()
+        self.cuda.synchronize()
         return [
             statistics.median(begin.elapsed_time(end) for begin, end in each) / 1e3
             for each in zip(*marks, strict=True)
         ]
+
+    def host(self, program: Program) -> list[float]:
+        return [statistics.median(each) for each in zip(*self.hosts.get(program, ()))]
 
 
 THREAD_TIME = HostClock("thread CPU time", time.thread_time)  # blind to other processes
@@ -87,6 +131,14 @@ def clocks(device: str, threads: Sequence[int] | None = None) -> list[tuple[int 
         return [(None, DeviceClock())]
     counts = dict.fromkeys(threads or (1, torch.get_num_threads()))
     return [(count, THREAD_TIME if count == 1 else WALL_TIME) for count in counts]
+
+
+class Failed(Exception):
+    """A program raised while it was timed; the cause is what it raised."""
+
+    def __init__(self, name: str, error: Exception):
+        super().__init__(f"{name} raised {type(error).__name__}: {error}")
+        self.name = name
 
 
 @contextlib.contextmanager
@@ -108,13 +160,20 @@ def interleaved(
     arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, list[list[float]]]:
     """name -> rounds -> seconds per phase, in about `seconds` in all. Every sample of a program is
-    taken inside its context of `arounds`."""
+    taken inside its context of `arounds`. Raises Failed."""
     inside = arounds or dict.fromkeys(programs, contextlib.nullcontext)
-    loops, round_s = {}, 0.0
-    for name, program in programs.items():
+
+    def sample(name: str, count: int) -> list[float]:
         with inside[name]():
-            clock.sample(program, 1)  # warm: first calls allocate, page in and choose kernels
-            once = sum(clock.sample(program, 1))
+            try:
+                return clock.sample(programs[name], count)
+            except Exception as error:
+                raise Failed(name, error) from error
+
+    loops, round_s = {}, 0.0
+    for name in programs:
+        sample(name, 1)  # warm: first calls allocate, page in and choose kernels
+        once = sum(sample(name, 1)) + clock.beside
         loops[name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
         round_s += once * loops[name]
     rounds = int(min(ROUNDS[1], max(ROUNDS[0], seconds / round_s)))
@@ -128,8 +187,7 @@ def interleaved(
             if i >= ROUNDS[0] and time.perf_counter() > end:
                 break  # slower than the first calls were: other processes hold the cores
             for name in order:
-                with inside[name]():
-                    samples[name].append(clock.sample(programs[name], loops[name]))
+                samples[name].append(sample(name, loops[name]))
             order.reverse()  # nobody always runs in the wake of the same peer
     finally:
         if collecting:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from . import timing
+from . import apart, timing
 from .cases import FORWARD, TRAINING, Case
-from .peers import BASELINE, Peer
-from .run import Contender, program, ratio
+from .peers import BASELINE, PEERS, Peer
+from .run import Contender, program, ratio, timed
 from .verify import Judge
 
 CALLS = 20  # one sample is this many calls
@@ -18,17 +19,47 @@ SMALL = (1, 4, 16, 32, 64)  # lengths at which a call is little more than its ov
 
 
 def measure(
-    device: str, peers: Mapping[str, Peer], threads: Sequence[int] | None = None
+    device: str,
+    peers: Mapping[str, Peer],
+    threads: Sequence[int] | None = None,
+    process: apart.Process | None = None,
 ) -> dict[str, Any]:
     """Microseconds a call by pass and peer, and how many times as fast as torch each is: CPU time
-    on one thread, wall time on all; on a GPU the wall time of launching, not waited for."""
+    on one thread, wall time on all; on a GPU the wall time of launching, not waited for. In a
+    process of its own, where one is given, it goes on without a peer that ends it."""
+    if process is None:
+        return _measure(device, peers, threads)
+    lost: dict[str, str] = {}
+    while True:
+        left = [name for name in peers if name not in lost]
+        try:
+            found = process.call(_measure_named, device, left, threads)
+        except apart.Died as death:
+            if death.at is None or death.at in lost:
+                raise
+            lost[death.at] = str(death)
+            continue
+        return found | {"errors": found["errors"] | lost}
+
+
+def _measure_named(
+    device: str, names: Sequence[str], threads: Sequence[int] | None
+) -> dict[str, Any]:
+    return _measure(device, {name: PEERS[name] for name in names}, threads)
+
+
+def _measure(
+    device: str, peers: Mapping[str, Peer], threads: Sequence[int] | None
+) -> dict[str, Any]:
     case = Case(device, "float32", "full", B=1, H=2, N=8, D=16)
     clocks = [(None, timing.WALL_TIME)] if device == "cuda" else timing.clocks(device, threads)
     timings, errors = [], dict.fromkeys(peers, "")
+    arounds = {name: functools.partial(apart.at, name) for name in peers}
     for what in (FORWARD, TRAINING):
         judge = Judge(case, gradients=what != FORWARD)
         for name, peer in peers.items():
-            errors[name] = errors[name] or judge(peer, what).reason
+            with apart.at(name):
+                errors[name] = errors[name] or judge(peer, what).reason
         programs = {
             name: (_calls(Contender(peer, case), what, judge.oracle.inputs),)
             for name, peer in peers.items()
@@ -36,7 +67,8 @@ def measure(
         }
         for count, clock in clocks:
             with timing.torch_threads(count), torch.set_grad_enabled(what != FORWARD):
-                samples = timing.interleaved(programs, clock, seconds=0.3)
+                samples, failed = timed(programs, clock, 0.3, arounds)
+            errors |= failed
             laps = {name: [x[0] / CALLS for x in rounds] for name, rounds in samples.items()}
             row = {name: _microseconds(laps, name) for name in laps}
             timings.append({"pass": what, "threads": count, "clock": clock.name, "peers": row})

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from fastattn import reference
 
+from . import apart
 from .cases import FORWARD, Case, Inputs
 from .masks import SEED
 from .peers import Call, Peer
@@ -145,10 +146,12 @@ class Judge:
             plain = self.plain.case
             verdict = self.plain.judge(compute(peer.prepare(plain), plain, inputs, what))
         except Exception as error:  # whatever a peer raises, it must show in the table
-            said = (str(error).splitlines() or [""])[0]
-            return Verdict(f"raised {type(error).__name__}: {said[:200]}")
-        verdict.note = "judged without dropout: its draws are its own"
-        return verdict
+            reason = apart.told(error)
+        else:
+            verdict.note = "judged without dropout: its draws are its own"
+            return verdict
+        apart.recover(reason)
+        return Verdict(reason)
 
 
 def bounds(case: Case) -> tuple[float, float]:

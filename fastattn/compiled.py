@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import tuning
+from . import toolchain, tuning
 from .crossing import laid
 from .trouble import why_unwritable
 
@@ -75,6 +75,40 @@ def find_cache() -> None:
 
 
 _kept: list[tempfile.TemporaryDirectory] = []
+
+
+def launcher_unavailable() -> str:
+    """Why Triton cannot launch kernels on the GPU that is here, and what to do; "" if it can.
+
+    It calls the driver through C code that it compiles at its first launch and keeps in its cache.
+    Triton is imported only where that code cannot be compiled, to look into the cache.
+    """
+    why = toolchain.unavailable()
+    if not why or _has_launcher():
+        return ""
+    return f"Triton compiles C code to call the driver, and {why}"
+
+
+def _has_launcher() -> bool:
+    """Does Triton launch every kernel without a compiler?"""
+    from triton import knobs
+    from triton.backends.nvidia import driver as nvidia
+
+    if knobs.build.impl:  # the user compiles another way
+        return True
+    if hasattr(nvidia, "make_launcher"):  # an older Triton compiles code for each kernel
+        return False
+    find_cache()
+    with knobs.build.scope():
+        knobs.build.impl = _refuse
+        try:
+            return bool(_triton()[1].active.utils)
+        except Exception:  # whatever it raises, the code is not in the cache
+            return False
+
+
+def _refuse(*about: Any) -> str:
+    raise RuntimeError("nothing is compiled here")
 
 
 class Launch(NamedTuple):

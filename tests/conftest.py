@@ -28,6 +28,7 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Tests import their helpers by name (`import cases`) whatever pytest's import mode is.
 sys.path.insert(0, str(Path(__file__).parent))
 import deadline  # noqa: E402
+import foreign_warnings  # noqa: E402
 import tiers  # noqa: E402
 
 if importlib.util.find_spec("hypothesis"):
@@ -91,6 +92,11 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason=NO_GPU))
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu"):
+        foreign_warnings.report_only()
 
 
 REASONS = 5  # that are told of what was skipped

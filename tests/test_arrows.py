@@ -33,6 +33,7 @@ FLOORS = (
     {"crossing"},
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble", "pages"}
+    | {"toolchain"}
     | {"context_parallel"},
     {"quantisation"},
     {"spec"},

@@ -161,6 +161,7 @@ def test_nobody_takes_a_rehearsal_for_an_hour(rehearsal, monkeypatch, tmp_path):
     """By its file, its page or any part of them; and it goes where git does not look."""
     machine = {"device": "cuda", "name": "NVIDIA H200", "gpu": None}
     monkeypatch.setattr(first_hour.machine, "describe", lambda device: machine)
+    monkeypatch.setattr(first_hour.apart, "once", lambda function, *args: function(*args))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: not rehearsal)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(first_hour, "PARTS", (GOOD,))

@@ -52,7 +52,7 @@ def unavailable() -> str | None:
     missing = gpu.unavailable()
     if missing and not torch.cuda.is_available():
         missing += " (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"
-    return missing
+    return missing or compiled.launcher_unavailable() or None
 
 
 class Triton:

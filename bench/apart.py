@@ -1,0 +1,193 @@
+"""Work in a process of its own, which may die of it: what runs on a GPU.
+
+A kernel of a peer that touches memory that is not its own leaves the GPU unusable to its process,
+and a fault of the host ends it. The caller then starts another, and goes on without that peer. The
+caller itself uses no GPU: one that serves a single process at a time (exclusive compute mode) is
+free for that process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+LEAVE = 5.0  # seconds in which a process that is told to end does so
+_pipe: Any = None  # to the caller, inside such a process
+
+
+class Died(ChildProcessError):
+    """The process has ended. `at` is the peer that it was at, None outside of any; the text says
+    how it ended."""
+
+    def __init__(self, at: str | None, how: str):
+        super().__init__(how)
+        self.at = at
+
+
+class Raised(ValueError):
+    """What was called there raised this, and the process goes on."""
+
+
+class Unusable(Exception):
+    """The GPU is lost to this process."""
+
+
+@contextlib.contextmanager
+def at(peer: str) -> Generator[None, None, None]:
+    """Inside, what happens to this process is of that peer."""
+    _send("at", peer)
+    try:
+        yield
+    except Unusable:  # the last that the caller hears is which peer it was
+        raise
+    except BaseException:
+        _send("at", None)
+        raise
+    _send("at", None)
+
+
+def recover(reason: str) -> None:
+    """After an error: give back the memory that it has left. Raises Unusable where the GPU is."""
+    gc.collect()
+    if not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        raise Unusable(f"{reason}; the GPU was lost to its process") from None
+
+
+class Process:
+    """Starts when it is asked for something, and again after it has died. `modules` are imported in
+    it first."""
+
+    def __init__(self, *modules: str):
+        self.modules = modules
+        self.worker: Any = None
+        self.pipe: Any = None
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        self.close()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """What a function returns there. Raises Died and Raised."""
+        (found,) = self.stream(_once, function, *args)
+        return found
+
+    def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+        """What an iterator there yields, as soon as it does. Raises Died and Raised."""
+        if self.worker is None:
+            self._start()
+        peer, finished = None, False
+        try:
+            self.pipe.send((function, args))
+            while True:
+                kind, said = self.pipe.recv()
+                if kind == "item":
+                    yield said
+                elif kind == "at":
+                    peer = said
+                elif kind == "lost":
+                    raise Died(peer, said)
+                else:
+                    finished = True
+                    if kind == "raised":
+                        raise Raised(said)
+                    return
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.worker.join(LEAVE)
+            raise Died(peer, _ending(self.worker.exitcode)) from None
+        finally:
+            if not finished:  # died, or whoever reads this has seen enough
+                self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self.worker = context.Process(target=_serve, args=(theirs, self.modules), daemon=True)
+        self.worker.start()
+        theirs.close()  # or its end would not be seen
+
+    def close(self) -> None:
+        """End it, and give its GPU back."""
+        worker, self.worker = self.worker, None
+        if worker is None:
+            return
+        self.pipe.close()
+        for end in (worker.terminate, worker.kill):
+            end()
+            worker.join(LEAVE)
+            if worker.exitcode is not None:
+                break
+
+
+def once(function: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns in a process that ends with it."""
+    with Process() as process:
+        return process.call(function, *args)
+
+
+def _ending(status: int | None) -> str:
+    if status is not None and status < 0:
+        return f"its process died of {signal.Signals(-status).name}"
+    return f"its process ended with status {status}"
+
+
+# ------------------------------------------------------------------------------- inside the process
+
+
+def _serve(pipe: Any, modules: tuple[str, ...]) -> None:
+    global _pipe
+    _pipe = pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted too, and ends this
+    for name in modules:
+        importlib.import_module(name)
+    with contextlib.suppress(EOFError):
+        while True:
+            function, args = pipe.recv()
+            _answer(function, args)
+
+
+def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
+    reason = ""
+    try:
+        try:
+            for item in function(*args):
+                _send("item", item)
+        except Unusable:
+            raise
+        except Exception as error:
+            reason = told(error)
+        if reason:  # the error is gone, and with it the tensors of its frames
+            recover(reason)
+        _send("raised" if reason else "done", reason)
+    except Unusable as error:
+        _send("lost", str(error))
+        os._exit(1)  # at once: what frees memory of that GPU would raise, or hang
+
+
+def _once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    yield function(*args)
+
+
+def _send(kind: str, what: Any) -> None:
+    if _pipe is not None:
+        _pipe.send((kind, what))
+
+
+def told(error: BaseException) -> str:
+    """An error in a line."""
+    said = (str(error).splitlines() or [""])[0]
+    return f"raised {type(error).__name__}: {said[:200]}"

@@ -1,0 +1,84 @@
+"""Triton's kernels of a sweep: compiled before it, several at a time, and counted.
+
+A kernel is compiled when it is first launched, for seconds. One after the other, in the cells that
+are the first to need them, they would take longer than all that is timed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import torch
+
+import fastattn
+from fastattn import tuning
+
+from . import apart
+from .cases import FORWARD, Case
+from .peers import PEERS, SUBJECT
+from .verify import compute
+
+WORKERS = 16  # at most
+_names: list[str] = []  # of the kernels that this process has compiled
+
+
+def count() -> int:
+    """How many kernels this process has compiled since it was first asked."""
+    if importlib.util.find_spec("triton") is None:
+        return 0
+    from triton import knobs
+
+    if getattr(knobs.compilation, "listener", _listen) is None:
+        knobs.compilation.listener = _listen
+    return len(_names)
+
+
+def _listen(*, src: Any, cache_hit: bool, **about: Any) -> None:
+    if not cache_hit:
+        _names.append(getattr(src, "name", "a kernel"))
+
+
+def kinds(cases: Iterable[Case]) -> list[Case]:
+    """The first case of each kind that has kernels of its own. Lengths are none: Triton compiles
+    for multiples of 16, and for ones, alike."""
+    found: dict[tuple, Case] = {}
+    for x in cases:
+        few = x.M if x.M <= tuning.DECODE_ROWS else 0
+        odd = x.M % 16, x.N % 16
+        kind = (x.dtype, x.mask, x.D, x.H == x.Hk, x.B == 1, x.H == 1, few, odd, x.strided)
+        found.setdefault(kind, x)
+    return list(found.values())
+
+
+def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
+    """Compile the kernels of every kind of case, and say how far it has come. What goes wrong here
+    goes wrong again, and is told, in the cell itself."""
+    if fastattn.available_backends()["triton"]:
+        return
+    begun, before, chosen = time.monotonic(), count(), kinds(cases)
+    what = next((x for x in passes if x != FORWARD), FORWARD)
+
+    def told(done: int, case: Case) -> str:
+        spent = f"{count() - before} kernels in {time.monotonic() - begun:.0f} s"
+        return f"compiled {done} of {len(chosen)} kinds of calls, {case}: {spent}"
+
+    with apart.at(SUBJECT), ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
+        _run(chosen[0], what)  # alone: it sets up the compiler and the driver
+        yield told(1, chosen[0])
+        jobs = {pool.submit(_run, case, what): case for case in chosen[1:]}
+        for done, job in enumerate(as_completed(jobs), 2):
+            yield told(done, jobs[job])
+    with apart.at(SUBJECT):
+        apart.recover("compiling ahead")  # what they have left in the GPU's memory
+
+
+def _run(case: Case, what: str) -> None:
+    """Once, on the thread that asks: autograd has one thread for all of a GPU's work."""
+    with contextlib.suppress(Exception), torch.autograd.set_multithreading_enabled(False):
+        compute(PEERS[SUBJECT].prepare(case), case, case.inputs(), what)

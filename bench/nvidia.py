@@ -1,0 +1,93 @@
+"""The NVIDIA GPU of this machine, seen without torch, and why torch cannot use it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+PROC, NODE = Path("/proc/driver/nvidia"), Path("/dev/nvidia0")
+# The indices of torch's builds, the newest CUDA first, and the oldest driver that each works with.
+INDICES = (("cu130", 580), ("cu128", 570), ("cu126", 525))
+URL = "https://download.pytorch.org/whl/"
+
+
+class Gpu(NamedTuple):
+    name: str
+    driver: str  # its version, "" where nothing tells it
+
+
+def unusable() -> str:
+    """Why torch cannot use the GPU that is here, and what to do; "" where it can, where there is
+    none, and where the user has hidden it."""
+    if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
+        return ""
+    if not (gpu := next(_seen(), None)):
+        return ""
+    driver = f"driver {gpu.driver}" if gpu.driver else "a driver of unknown version"
+    why, what = _reason(gpu.driver)
+    return (
+        f"got torch {torch.__version__}, expected one that can use the GPU of this machine "
+        f"({gpu.name}, {driver}): {why}; {what}"
+    )
+
+
+def _reason(driver: str) -> tuple[str, str]:
+    cuda = torch.version.cuda
+    why = f"it is built for CUDA {cuda}" if cuda else "it is built for CPUs alone"
+    if not driver:
+        return why, f"nvidia-smi shows the driver's CUDA: install torch from its index at {URL}"
+    index = next((x for x, oldest in INDICES if int(driver.split(".")[0]) >= oldest), None)
+    if index is None:
+        return why, f"update the driver to {INDICES[-1][1]} or newer, as torch's CUDA builds need"
+    if cuda and _number(cuda) <= _number(index):  # not the driver's age
+        return f"{why}, and says: {_said()}", "nvidia-smi may tell more"
+    pip = f"{sys.executable} -m pip install --force-reinstall torch --index-url {URL}{index}"
+    return why, f"install a build for that driver: {pip}"
+
+
+def _number(cuda: str) -> int:
+    """130 of "cu130" and of "13.0"."""
+    return int("".join(re.findall(r"\d", cuda)))
+
+
+def _said() -> str:
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).partition("\n")[0]
+    return "nothing"
+
+
+def _seen() -> Iterator[Gpu]:
+    """The GPU as each that knows of one has it."""
+    driver = _driver()
+    query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        pass
+    else:
+        name, comma, version = done.stdout.partition("\n")[0].partition(", ")
+        if done.returncode == 0 and comma:
+            yield Gpu(name, version.strip())
+    for file in sorted(PROC.glob("gpus/*/information")):
+        model = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.M)
+        yield Gpu(model[1].strip() if model else "an NVIDIA GPU", driver)
+    if NODE.exists():
+        yield Gpu("an NVIDIA GPU", driver)
+
+
+def _driver() -> str:
+    try:
+        text = (PROC / "version").read_text()
+    except OSError:
+        return ""
+    found = re.search(r"Kernel Module\b.*?\s(\d+(?:\.\d+)+)", text)
+    return found[1] if found else ""

@@ -1,0 +1,185 @@
+"""Without a C compiler or Python.h Triton launches nothing: it says so, and the next backend runs.
+
+There is no GPU: torch is told that there is one, and a library of empty functions is the driver.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import backend, check, compiled, gpu, spec, toolchain
+from fastattn.backends import cuda, triton
+
+needs_triton = pytest.mark.skipif(
+    triton.interpreted() or not importlib.util.find_spec("triton"),
+    reason="no Triton, or its interpreter",
+)
+needs_compiler = pytest.mark.skipif(
+    bool(toolchain.unavailable()), reason="no C compiler or no Python.h here"
+)
+
+
+@pytest.fixture
+def no_header(monkeypatch, tmp_path):
+    monkeypatch.setattr(sysconfig, "get_paths", lambda scheme=None: {"include": str(tmp_path)})
+    return tmp_path / "Python.h"
+
+
+@needs_compiler
+def test_the_header_is_looked_for_where_python_has_it(no_header):
+    assert toolchain.unavailable().startswith(f"there is no {no_header}: install it (Debian")
+
+
+@needs_compiler
+def test_a_header_elsewhere_on_the_compilers_path_serves(no_header, monkeypatch, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("include")
+    (elsewhere / "Python.h").write_text("")
+    monkeypatch.setenv("CPATH", str(elsewhere))
+    assert toolchain.unavailable() == ""
+
+
+@needs_compiler
+def test_a_header_that_does_not_compile_is_told(no_header):
+    """As where the compiler came without the headers of the C library."""
+    no_header.write_text("#include <no_such_header.h>\n")
+    said = toolchain.unavailable()
+    assert f"does not compile {no_header} (" in said and "no_such_header.h" in said
+
+
+@pytest.mark.parametrize("named", ["/no/such/cc", "gcc -O2"])
+def test_a_compiler_that_is_named_and_absent_is_told(named, monkeypatch):
+    """Triton takes CC for the name of one program."""
+    monkeypatch.setenv("CC", named)
+    assert toolchain.unavailable().startswith(f"CC={named} is no program: name a C compiler")
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", ["gcc", "clang"])
+def test_a_compiler_is_looked_for_on_the_path(name, monkeypatch, tmp_path):
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert toolchain.unavailable().startswith("there is no C compiler on PATH: install gcc (")
+    (tmp_path / name).write_text(f'#!/bin/sh\nexec "{found}" "$@"\n')
+    (tmp_path / name).chmod(0o755)
+    assert toolchain.unavailable() == ""
+
+
+# -------------------------------------------------------------------------- the choice of a backend
+
+
+def described():
+    q = torch.zeros(1, 2, 5, 16, dtype=torch.bfloat16)
+    s = check.describe(spec.Tensors(q, q, q), spec.Options())
+    return dataclasses.replace(s, device="cuda")
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """torch has nothing against the GPU, and the CUDA library is built."""
+    monkeypatch.setattr(gpu, "unavailable", lambda: None)
+    monkeypatch.setattr(cuda.Cuda, "unavailable", lambda self: None)
+    monkeypatch.setattr(triton, "version", lambda: triton.OLDEST)
+    forget = triton.unavailable.cache_clear, backend.choose.cache_clear
+    for each in forget:
+        each()
+    yield monkeypatch
+    for each in forget:
+        each()
+
+
+@pytest.mark.skipif(triton.interpreted(), reason="the interpreter compiles nothing")
+def test_the_next_backend_runs_and_it_is_told_why(on_a_gpu):
+    on_a_gpu.setattr(toolchain, "unavailable", lambda: "there is no Python.h")
+    on_a_gpu.setattr(compiled, "_has_launcher", lambda: False)
+    said = "Triton compiles C code to call the driver, and there is no Python.h"
+    assert fastattn.available_backends()["triton"] == said
+    assert backend.choose(described()).name == "cuda"
+    on_a_gpu.setattr(toolchain, "unavailable", lambda: "")
+    triton.unavailable.cache_clear()
+    backend.choose.cache_clear()
+    assert backend.choose(described()).name == "triton"
+
+
+@pytest.mark.skipif(triton.interpreted(), reason="the interpreter compiles nothing")
+def test_it_is_looked_for_once(on_a_gpu):
+    looks = []
+    on_a_gpu.setattr(toolchain, "unavailable", lambda: looks.append(1) or "")
+    for length in range(1, 6):
+        backend.choose(dataclasses.replace(described(), N=length))
+    assert len(looks) == 1
+
+
+# ------------------------------------------------------------------ Triton itself, on a fake driver
+
+PROGRAM = """
+import json, sys, sysconfig
+import torch
+from pathlib import Path
+
+torch.version.cuda = "13.0"
+torch.cuda.is_available = lambda: True
+torch.cuda.device_count = lambda: 1
+torch.cuda.get_device_capability = lambda device=None: (9, 0)
+real = sysconfig.get_paths
+hidden = lambda *a, **options: real(*a, **options) | {"include": "/nowhere"}
+sysconfig.get_paths = hidden if "hidden" in sys.argv else real
+
+import fastattn
+reason = fastattn.available_backends()["triton"]
+asked = "triton" in sys.modules  # whether it had to be asked
+launches = True
+try:
+    from triton.runtime import driver
+    driver.active.utils.load_binary
+except Exception as error:
+    launches = False
+print(json.dumps([reason, asked, launches]))
+"""
+
+
+@pytest.fixture(scope="module")
+def driver(tmp_path_factory):
+    """A folder with a libcuda.so.1 that has what Triton's code takes from one."""
+    folder = tmp_path_factory.mktemp("driver")
+    where = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia"
+    names = set(re.findall(r"\bcu[A-Z]\w+(?=\()", (where / "driver.c").read_text()))
+    source = "".join(f"int {name}(void) {{ return 0; }}\n" for name in sorted(names))
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(folder / "libcuda.so.1")]
+    subprocess.run(command, input=source.encode(), check=True)
+    return folder
+
+
+def asked_of(driver, cache, *arguments, **environment):
+    where = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver)}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *arguments],
+        env=os.environ | where | {"TRITON_CACHE_DIR": str(cache)} | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return (*json.loads(done.stdout), done.stderr)
+
+
+@needs_triton
+@needs_compiler
+def test_triton_launches_where_it_says_that_it_can(driver, tmp_path):
+    """Its own launcher is built with headers, and not without; one in its cache needs none."""
+    reason, asked, launches, said = asked_of(driver, tmp_path, "hidden")
+    assert "there is no /nowhere/Python.h" in reason and asked and not launches
+    reason, asked, launches, said = asked_of(driver, tmp_path)
+    assert (reason, asked, launches) == (None, False, True), said
+    reason, asked, launches, said = asked_of(driver, tmp_path, "hidden", CC="/no/such/cc")
+    assert (reason, asked, launches) == (None, True, True), said
