@@ -20,6 +20,7 @@ from . import (
 from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
+from .overrides import handle, is_overridden
 from .packing import heads_first, longest, pages_first, rows_first, scales_first
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
@@ -130,6 +131,8 @@ def attention(
     every backend's reasons when none can run the call, for third derivatives, for forward mode over
     forward mode, and for forward mode of compiled code.
     """
+    if is_overridden(q, k, v):
+        return handle(attention, (q, k, v), return_lse=return_lse, **arguments)
     if v is None:
         raise no_values()
     t, o = prepare(q, k, v, arguments)
@@ -181,6 +184,10 @@ def attention_packed(
     Raises as `attention`; for offsets and pages that break the rules ValueError, on a GPU only if
     FASTATTN_CHECK=1, where they are clamped.
     """
+    if is_overridden(q, k, v):
+        own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}
+        own |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
+        return handle(attention_packed, (q, k, v), cu_q, cu_k, **own, **arguments)
     if v is None:
         raise no_values()
     where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
@@ -208,6 +215,9 @@ def attention_weights(
     score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`; it has a first
     derivative in reverse mode, and raises NotImplementedError for any other.
     """
+    if is_overridden(q, k):
+        own = {"lse": lse, "average_heads": average_heads}
+        return handle(attention_weights, (q, k), **own, **arguments)
     resolved(arguments, "attention_weights")
     constant = lse is not None
     if lse is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import api, nested, nested_heads
+from . import api, nested, nested_heads, overrides
 from .check import need_dense
 
 
@@ -37,8 +37,10 @@ class MultiheadAttention(nn.MultiheadAttention):
     finite gradients in every mode; a float mask may be float32 beside 16-bit inputs; nested
     self-attention works in training too, and jagged tensors anywhere, packed (is_causal=True then
     needs no mask). torch.jit.script cannot compile it; torch.compile, torch.export and
-    torch.jit.trace can.
+    torch.jit.trace can, and torch.fx.symbolic_trace records it as one node.
     """
+
+    __call__ = overrides.call
 
     @wraps(nn.MultiheadAttention.__init__)
     def __init__(self, *args, **kwargs) -> None:
@@ -63,6 +65,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention.forward, in the meaning and layout of every argument."""
+        if isinstance(query, torch.fx.Proxy):
+            overrides.refuse(self)
         _check_mask_kinds(key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             if not nested.is_jagged(query):

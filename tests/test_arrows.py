@@ -33,7 +33,7 @@ FLOORS = (
     {"crossing"},
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble", "pages"}
-    | {"context_parallel"},
+    | {"context_parallel", "overrides"},
     {"quantisation"},
     {"spec"},
     {"reference"},

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .. import overrides
 from .core import attend, check_heads, merge_heads, split_heads
 
 
@@ -16,6 +17,8 @@ class CausalSelfAttention(nn.Module):
     none. dropout acts on the weights in training. There is no mask buffer: context_length is only
     the longest sequence that is accepted (None: any).
     """
+
+    __call__ = overrides.call
 
     def __init__(
         self,
@@ -77,6 +80,8 @@ class CausalSelfAttention(nn.Module):
 class ConcatenatedHeads(nn.Module):
     """num_heads single heads, each a `CausalSelfAttention` of its own to d_out columns, side by
     side: (..., N, d_in) to (..., N, num_heads * d_out)."""
+
+    __call__ = overrides.call
 
     def __init__(
         self,

@@ -9,11 +9,14 @@ import math
 import torch
 from torch import Tensor, nn
 
+from .. import overrides
 from .core import attend, check_heads, masked_softmax, merge_heads, of_heads, split_heads
 
 
 class MultiHead(nn.Module):
     """What these share: heads, dropout and scale of the attention between the projections."""
+
+    __call__ = overrides.call
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float, scale: float | None = None

@@ -5,10 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .. import overrides
+
 
 class SinusoidalPositionalEncoding(nn.Module):
     """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
     2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
+
+    __call__ = overrides.call
 
     def __init__(
         self,
@@ -76,6 +80,8 @@ class RotaryEmbedding(nn.Module):
     NeoX) or, interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). rotary_dim columns
     turn, all by default; the rest stays.
     """
+
+    __call__ = overrides.call
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from .. import overrides
 from .core import attend, masked_softmax
 
 
@@ -12,6 +13,8 @@ class LuongAttention(nn.Module):
     """Dot-product ("global, dot") attention and the attentional state (Luong et al. 2015,
     equations 5 to 8): score s.h, context a = sum of weights times h, then tanh(W_c [a; s] + b_c).
     Scores and context run fused."""
+
+    __call__ = overrides.call
 
     def __init__(self, state_dim: int, out_dim: int | None = None, bias: bool = True) -> None:
         super().__init__()
@@ -48,6 +51,8 @@ class BahdanauAttention(nn.Module):
     Its scores are no products of queries and keys, so this is plain torch, not fused: it stores
     (B, M, N, hidden_dim), all of it for the backward pass.
     """
+
+    __call__ = overrides.call
 
     def __init__(self, state_dim: int, memory_dim: int, hidden_dim: int) -> None:
         super().__init__()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from .. import overrides
 from .core import attend
 
 
@@ -13,6 +14,8 @@ class ScaledDotProductAttention(nn.Module):
     scale is 1 / sqrt(D) by default; 1.0 gives the plain dot-product attention. dropout acts on the
     weights in training. With causal, row i sees keys 0 to i.
     """
+
+    __call__ = overrides.call
 
     def __init__(
         self, *, scale: float | None = None, causal: bool = False, dropout: float = 0.0
@@ -50,6 +53,8 @@ class ScaledDotProductAttention(nn.Module):
 
 class SelfAttention(nn.Module):
     """One head over one sequence: x W_q attends to x W_k and x W_v, all of d_out columns."""
+
+    __call__ = overrides.call
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import overrides
 from .layers import Activation, Decoder, DecoderCache, DecoderLayer, Encoder, EncoderLayer
 from .positions import SinusoidalPositionalEncoding
 
@@ -60,6 +61,8 @@ class Transformer(nn.Module):
     torch.nn.Transformer does and pre-norm needs, though the paper's post-norm has none. Sequences
     longer than max_len are an error.
     """
+
+    __call__ = overrides.call
 
     def __init__(
         self,
