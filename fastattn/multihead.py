@@ -130,7 +130,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _split_heads(self, x: Tensor, seq_first: bool) -> list[Tensor]:
         """(B, L, n·E), or (L, B, n·E) if seq_first, as n views of shape (B, H, L, D)."""
-        x = x.unflatten(-1, (x.size(-1) // self.embed_dim, self.num_heads, self.head_dim))
+        n = x.size(-1) // self.embed_dim
+        x = x.view(*x.shape[:-1], n, self.num_heads, self.head_dim)  # unflatten fixes sizes in ONNX
         order = (1, 2, 0, 3) if seq_first else (0, 2, 1, 3)
         return [part.permute(order) for part in x.unbind(2)]
 

@@ -169,7 +169,7 @@ SHARES = {
     "test_wheel": (NONE, ALL),
     # torch.compile, and modules beside torch's.
     "test_inside": (4, 2),
-    "test_onnx::test_calls": (4, 3),
+    "test_onnx::test_calls": (7, 5),
     "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
     "test_multihead": (5, 2),
     "test_nn_transformer": (5, 2),

@@ -51,7 +51,8 @@ def attend(
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(..., N, H D) as (..., H, N, D)."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(-3, -2)
+    # As a view, not by unflatten, which fixes the other sizes in an export to ONNX.
+    return x.view(*x.shape[:-1], num_heads, x.shape[-1] // num_heads).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:
