@@ -170,6 +170,9 @@ SHARES = {
     # torch.compile, and modules beside torch's.
     "test_inside": (4, 2),
     "test_onnx::test_calls": (7, 5),
+    # A process that loads them all, and a compiler of a minute.
+    "test_saved_programs": (NONE, ALL),
+    "test_saved_programs::test_packages_of_aotinductor": (NONE, NONE),
     "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
     "test_multihead": (5, 2),
     "test_nn_transformer": (5, 2),
