@@ -46,7 +46,7 @@ INSIDE = {
     "flash_attn": (
         {"flash_attn"},
         {"flash_attn.installing"},
-        {"flash_attn.flash_attn_interface", "flash_attn.bert_padding"},
+        {"flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn.passes"},
         {"flash_attn.caching"},
         {"flash_attn.translation"},
         {"flash_attn.checks", "flash_attn.transformers_checks"},

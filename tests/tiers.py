@@ -97,6 +97,7 @@ SHARES = {
     "test_flash_attn_cache": (11, ALL),
     "test_flash_attn_install::test_transformers_is_told": (NONE, 2),
     "test_flash_attn_models": (NONE, ALL),
+    "test_flash_attn_passes::test_diffusers_runs_its_flash_backend": (NONE, ALL),
     "test_flash_attn_models::test_continuous_batching": (NONE, 3),
     # Models of other libraries, which take seconds to import.
     "test_libraries": (NONE, 4),
