@@ -217,6 +217,18 @@ def test_where_it_cannot_be_traced_the_error_says_what_can():
         module.forward(proxy, proxy, proxy)
 
 
+@pytest.mark.parametrize("call", ["attention", "scaled_dot_product_attention"])
+def test_compilers_take_subclasses_and_default_devices(call):
+    class Subclass(torch.Tensor):
+        pass
+
+    function, x = CALLS[call]
+    expected, x = function(x), x.as_subclass(Subclass)
+    assert compiled(function)(x).as_subclass(torch.Tensor).equal(expected)
+    with torch.device("cpu"):
+        assert compiled(function)(x.as_subclass(torch.Tensor)).equal(expected)
+
+
 def compiled(function):
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, backend="eager")

@@ -227,6 +227,13 @@ def test_packed_sizes_without_a_bound_stay_free():
     torch.testing.assert_close(reloaded(program)(*other), Packed()(*other))
 
 
+def test_a_trace_warns_of_none_of_our_rules():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        torch.jit.trace(calling(), (X,))
+    assert not [x for x in told if issubclass(x.category, torch.jit.TracerWarning)]
+
+
 def test_the_page_for_users_has_a_decomposition_that_runs():
     page = Path(fastattn.integrations.__file__).with_name("README.md").read_text()
     (code,) = re.findall(r"```python\n(from torch._decomp.*?)```", page, flags=re.S)
