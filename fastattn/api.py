@@ -20,6 +20,7 @@ from . import (
 from .advice import unknown_argument
 from .check import check_lse, need_dense
 from .operation import ATTENTION, WEIGHTS
+from .overrides import handle, is_compiling, is_overridden
 from .packing import heads_first, longest, pages_first, rows_first, scales_first
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
@@ -33,7 +34,6 @@ _ALIGNMENTS = {
     "top_left": "top_left",
     "bottom_right": "bottom_right",
 }
-_is_compiling = torch.compiler.is_compiling
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -157,6 +157,8 @@ def attention(
     every backend's reasons when none can run the call, for third derivatives, for forward mode over
     forward mode, and for forward mode of compiled code.
     """
+    if is_overridden(q, k, v) and not is_compiling():
+        return handle(attention, (q, k, v), return_lse=return_lse, **arguments)
     if v is None:
         raise no_values()
     t, o = prepare(q, k, v, arguments)
@@ -243,6 +245,10 @@ def attention_packed(
     Raises as `attention`; for offsets and pages that break the rules ValueError, on a GPU only if
     FASTATTN_CHECK=1, where they are clamped.
     """
+    if is_overridden(q, k, v) and not is_compiling():
+        own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}
+        own |= {"k_scale": k_scale, "v_scale": v_scale, "return_lse": return_lse}
+        return handle(attention_packed, (q, k, v), cu_q, cu_k, **own, **arguments)
     if v is None:
         raise no_values()
     where = cu_q, cu_k, block_table, max_q, max_k, k_scale, v_scale
@@ -270,6 +276,9 @@ def attention_weights(
     score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`; it has a first
     derivative in reverse mode, and raises NotImplementedError for any other.
     """
+    if is_overridden(q, k) and not is_compiling():
+        own = {"lse": lse, "average_heads": average_heads}
+        return handle(attention_weights, (q, k), **own, **arguments)
     resolved(arguments, "attention_weights")
     constant = lse is not None
     if lse is None:
@@ -354,7 +363,7 @@ def prepare(
 ) -> tuple[Tensors, Options]:
     """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
     given = resolved(arguments, function)
-    compiling = _is_compiling()
+    compiling = is_compiling()
     window, mask, seed = given["window"], given["mask"], given["seed"]
     scalars = (
         given["causal"],

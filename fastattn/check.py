@@ -232,7 +232,7 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
         fits = x is None or (x.ndim == 1 and x.shape[0] > 0)
         need(fits, name, x is not None and _shape(x), "(B + 1,) offsets, one or more")
     for name, most in (("max_q", o.max_q), ("max_k", o.max_k)):
-        fits = most is not None and 0 <= most <= LONGEST
+        fits = most is not None and _counted(most)
         need(fits, name, most, f"a number in [0, {LONGEST}]")
     need(t.q.shape[0] == 1, "q", _shape(t.q), "batch size 1 of what is packed")
     for name, rows, cu in (("cu_q", t.q.shape[2], t.cu_q), ("cu_k", t.k.shape[2], t.cu_k)):
@@ -274,6 +274,12 @@ def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
 LONGEST = 2**31 - 1  # what kernels count by in 32 bits
 
 
+def _counted(n: int | torch.SymInt) -> bool:
+    """Can kernels count n? A size that is a symbol is not asked, because torch.export would bound
+    it: the program asks the number, where it runs."""
+    return not isinstance(n, int) or 0 <= n <= LONGEST
+
+
 def _place(place: Place, M: int, N: int) -> None:
     for name, x in zip(NUMBERS, place):
         need(x is None or 0 <= x <= LONGEST, f"place.{name}", x, f"a number in [0, {LONGEST}]")
@@ -282,7 +288,7 @@ def _place(place: Place, M: int, N: int) -> None:
         ("keys", place.key, N, place.keys),
     ):
         end = first + own
-        need(end <= LONGEST, f"place.{name[:-1]}", first, f"at most {LONGEST} - {own} {name}")
+        need(_counted(end), f"place.{name[:-1]}", first, f"at most {LONGEST} - {own} {name}")
         expected = f"at least {end}, where this call's end, or None for that"
         need(x is None or x >= end, f"place.{name}", x, expected)
 

@@ -19,6 +19,11 @@ from .multihead import MultiheadAttention, always_call_forward
 # It lives in the module's __dict__: copies and pickles can be reverted, too.
 _MARK = "_converted_by_fastattn"
 
+_BY_TYPE = (
+    "what looks modules up by exact type (torch.ao.quantization.prepare, Opacus, ptflops) passes "
+    "these by: call fastattn.revert(model) before it"
+)
+
 
 @dataclass(frozen=True)
 class Conversion:
@@ -26,11 +31,13 @@ class Conversion:
 
     swapped: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)  # name -> why
+    note: str = ""  # what is to know of those that were swapped
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
         lines += [f"  swapped {_shown(name)}" for name in self.swapped]
         lines += [f"  left {_shown(name)}: {reason}" for name, reason in self.left.items()]
+        lines += [self.note] if self.note and self.swapped else []
         return "\n".join(lines)
 
 
@@ -39,8 +46,14 @@ def convert(model: nn.Module) -> Conversion:
 
     In place; only modules whose type is exactly nn.MultiheadAttention are swapped. The Conversion
     returned says which were, and why any other attention module was left.
+
+    What looks modules up by their exact type passes the swapped ones by, mostly without a word:
+    torch.ao.quantization.prepare leaves them and quantizes the projection in them, Opacus finds
+    them valid and has no rule for their gradients, ptflops does not count them.
+    `fastattn.revert(model)` before such a library. What asks isinstance, torch.fx and prepare_fx
+    take them for what they were.
     """
-    return _swap(model, _why_not_convert, _convert_one)
+    return _swap(model, _why_not_convert, _convert_one, _BY_TYPE)
 
 
 def revert(model: nn.Module) -> Conversion:
@@ -52,6 +65,7 @@ def _swap(
     model: nn.Module,
     why_not: Callable[[nn.Module], str | None],
     swap_one: Callable[[nn.Module], None],
+    note: str = "",
 ) -> Conversion:
     if not isinstance(model, nn.Module):
         raise TypeError(f"got {type(model).__name__}, expected a torch.nn.Module")
@@ -65,7 +79,7 @@ def _swap(
             swapped.append(name)
         else:
             left[name] = reason
-    return Conversion(tuple(swapped), left)
+    return Conversion(tuple(swapped), left, note)
 
 
 def _is_attention(module: nn.Module) -> bool:

@@ -1,7 +1,8 @@
 """The operators made of torch's own, for exporters that know no others: torch.onnx.export.
 
-What the oracle does is what they get: exact, in O(M N) memory. They look into the table at the end;
-torch.compile and torch.export do not, and keep the operators whole.
+What the oracle does is what they get: exact, in O(M N) memory. They look into the table at the end,
+and `passes.seen` does for the TorchScript exporter, which looks into none. torch.compile and
+torch.export do not, and keep the operators whole; `run_decompositions` takes the table.
 """
 
 from __future__ import annotations
@@ -46,6 +47,12 @@ def _wide(*args) -> tuple[Tensors, AttentionSpec]:
             f"dropout_p: got {o.dropout_p}, expected 0 where a graph of torch's own operators is "
             "made: export the model after model.eval()"
         )
+    if t.cu_q is not None:
+        raise NotImplementedError(
+            "cu_q: got a packed batch (attention_packed, or a jagged tensor), expected a dense one "
+            "where a graph of torch's own operators is made: export a model that pads its batch "
+            "and calls fastattn.attention with key_lengths"
+        )
     wide = torch.promote_types(t.q.dtype, torch.float32)
     v = None if t.v is None else t.v.to(wide)
     return t._replace(q=t.q.to(wide), k=t.k.to(wide), v=v), describe(t, o)
@@ -61,7 +68,7 @@ def _where_traced(op: Operation, function: Callable) -> Callable:
 
         if any(hasattr(x, "_spec") for x in args):
             raise NotImplementedError("fastattn.attention is the call that takes DTensors")
-        if get_proxy_mode() is None:
+        if get_proxy_mode() is None and torch._C._get_tracing_state() is None:
             return operators.fake(op, *args)
         return function(*args)
 

@@ -9,6 +9,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from .api import Arguments, no_values, prepare, with_arguments
 from .check import check, need, need_dense, need_like
+from .overrides import handle, is_compiling, is_overridden
 from .roads import call_jvp
 from .spec import Tangents, Tensors
 
@@ -88,6 +89,9 @@ def attention_jvp(
 
     Raises as `attention`, and ValueError or TypeError for tangents that do not fit.
     """
+    if is_overridden(q, k, v) and not is_compiling():
+        own = {"mask_t": mask_t, "sinks_t": sinks_t, "return_lse": return_lse}
+        return handle(attention_jvp, (q, k, v, q_t, k_t, v_t), **own, **arguments)
     if v is None:
         raise no_values()
     t, o = prepare(q, k, v, arguments, "attention_jvp")

@@ -11,13 +11,13 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from . import api, nested, nested_heads
+from . import api, nested, nested_heads, overrides
 from .check import need_dense
 from .forwards import AsForward
 
@@ -37,10 +37,13 @@ class MultiheadAttention(nn.MultiheadAttention):
     finite gradients in every mode; a float mask may be float32 beside 16-bit inputs; nested
     self-attention works in training too, and jagged tensors anywhere, packed (is_causal=True then
     needs no mask). torch.jit.script cannot compile it; torch.compile, torch.export and
-    torch.jit.trace can.
+    torch.jit.trace can, and torch.fx.symbolic_trace records it as one node.
     """
 
-    __call__: AsForward  # ty: ignore  (torch says that it is any callable)
+    if TYPE_CHECKING:
+        __call__: AsForward  # ty: ignore  (torch says that it is any callable)
+    else:
+        __call__ = overrides.call
 
     def __init__(
         self,
@@ -116,6 +119,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         """As torch.nn.MultiheadAttention.forward, in the meaning and layout of every argument."""
+        if isinstance(query, torch.fx.Proxy):
+            overrides.refuse(self)
         _check_mask_kinds(key_padding_mask, attn_mask)
         if query.is_nested or key.is_nested or value.is_nested:
             if not nested.is_jagged(query):
@@ -179,7 +184,8 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _split_heads(self, x: Tensor, seq_first: bool) -> list[Tensor]:
         """(B, L, n·E), or (L, B, n·E) if seq_first, as n views of shape (B, H, L, D)."""
-        x = x.unflatten(-1, (x.size(-1) // self.embed_dim, self.num_heads, self.head_dim))
+        n = x.size(-1) // self.embed_dim
+        x = x.view(*x.shape[:-1], n, self.num_heads, self.head_dim)  # unflatten fixes sizes in ONNX
         order = (1, 2, 0, 3) if seq_first else (0, 2, 1, 3)
         return [part.permute(order) for part in x.unbind(2)]
 

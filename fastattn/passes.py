@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import sys
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch.autograd import forward_ad
 
 from .check import check
@@ -72,11 +75,25 @@ def watched() -> bool:
 
 def seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     """Through the operator: for modes, and for tensors that are no plain memory."""
+    if _tracing() is not None:
+        return _traced(op, t, o)
     check(t, o)
-    if _tracing() is not None:  # a traced graph serves with and without gradients
-        o = o._replace(grad=True)
     with no_tangents():
         return as_tuple(op.operator()(*t, *o))
+
+
+def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    """In torch.jit.trace the operator; in the exporter to ONNX that stands on it, which knows
+    torch's operators alone, what torch's table says that it is made of."""
+    run = op.operator()
+    with warnings.catch_warnings():  # the rules look at sizes, which a trace may vary
+        warnings.simplefilter("ignore", torch.jit.TracerWarning)
+        if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
+            return as_tuple(decomposition_table[run.default](*t, *o))
+        check(t, o)
+    # A traced graph serves with and without gradients.
+    with no_tangents():
+        return as_tuple(run(*t, *o._replace(grad=True)))
 
 
 def as_tuple(outs: Any) -> tuple[Tensor, ...]:

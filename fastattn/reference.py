@@ -169,7 +169,7 @@ def scores(
         inside = within(key_lengths, N, place)
         keep = keep & inside[:, None, None]
         k = k.masked_fill(~inside[:, None, :, None], 0)  # NaN there must not matter
-    s = q @ k.mT * scale_of(D, scale)
+    s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # not k.mT: exporters know no such operator
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:

@@ -16,6 +16,7 @@ from torch import Size, Tensor, broadcast_shapes
 from . import nested
 from .api import attention
 from .check import need_dense
+from .overrides import handle, is_compiling, is_overridden
 
 
 def scaled_dot_product_attention(
@@ -45,6 +46,10 @@ def scaled_dot_product_attention(
     Raises RuntimeError where torch does, with the same first words, and TypeError for what is no
     tensor. `fastattn.attention` is the same computation with more features and fewer shapes.
     """
+    if is_overridden(query, key, value) and not is_compiling():
+        given, rest = (query, key, value), (attn_mask, dropout_p, is_causal)
+        own = {"scale": scale, "enable_gqa": enable_gqa}
+        return handle(scaled_dot_product_attention, given, *rest, **own)
     if attn_mask is None and scale is None and dropout_p == 0 and _is_ordinary(query, key, value):
         return _attend(query, key, value, causal=bool(is_causal))
     if all(map(nested.is_jagged, (query, key, value))):

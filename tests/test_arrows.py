@@ -33,8 +33,7 @@ FLOORS = (
     {"crossing"},
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble", "pages"}
-    | {"toolchain"}
-    | {"context_parallel"},
+    | {"context_parallel", "overrides", "toolchain"},
     {"quantisation"},
     {"spec"},
     {"reference"},
@@ -47,7 +46,7 @@ INSIDE = {
     "flash_attn": (
         {"flash_attn"},
         {"flash_attn.installing"},
-        {"flash_attn.flash_attn_interface", "flash_attn.bert_padding"},
+        {"flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn.passes"},
         {"flash_attn.caching"},
         {"flash_attn.translation"},
         {"flash_attn.checks", "flash_attn.transformers_checks"},

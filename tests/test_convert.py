@@ -65,6 +65,39 @@ def test_swaps_each_plain_module_once_and_says_so():
     assert "pool" in str(report)
 
 
+def test_the_report_and_the_help_name_libraries_that_pass_it_by():
+    model = Model()
+    report = str(fastattn.convert(model))
+    for said in (report, fastattn.convert.__doc__):
+        for word in ("exact type", "torch.ao.quantization", "Opacus", "fastattn.revert"):
+            assert word in said
+    assert report.splitlines()[:4] == ["swapped 3, left 0", *(f"  swapped {x}" for x in NAMES)]
+    assert len(report.splitlines()) == 5
+    assert "Opacus" not in str(fastattn.revert(model))
+    assert "Opacus" not in str(fastattn.convert(nn.Linear(1, 1)))
+
+
+def test_quantization_by_exact_type_passes_it_by_until_it_is_reverted():
+    quantization = pytest.importorskip("torch.ao.quantization")
+
+    def prepared(model):
+        model = copy.deepcopy(model).eval()
+        model.qconfig = quantization.get_default_qconfig("x86")
+        rules = quantization.get_default_custom_config_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            quantization.prepare(model, prepare_custom_config_dict=rules, inplace=True)
+        return {type(model.get_submodule(name)).__module__ for name in NAMES}
+
+    model = Model()
+    expected = prepared(model)
+    assert expected == {"torch.ao.nn.quantizable.modules.activation"}
+    fastattn.convert(model)
+    assert prepared(model) == {fastattn.MultiheadAttention.__module__}
+    fastattn.revert(model)
+    assert prepared(model) == expected
+
+
 def test_revert_restores_every_object_and_attribute():
     model = Model()
     model.pool.register_forward_pre_hook(lambda module, args: None)

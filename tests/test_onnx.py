@@ -1,7 +1,8 @@
-"""torch.onnx.export(dynamo=True) exports attention as operators that ONNX knows, with the same
-values."""
+"""torch.onnx.export, dynamo=True and False, exports attention as operators that ONNX knows, with
+the same values."""
 
 import importlib.util
+import io
 
 import pytest
 import torch
@@ -42,17 +43,43 @@ def tensors(dtype=torch.float32, **more):
     return {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()} | more
 
 
-def evaluate(program, inputs):
+class Padded(nn.Module):
+    """An nn.MultiheadAttention with the keywords that a call has."""
+
+    def __init__(self, module, need_weights):
+        super().__init__()
+        self.module, self.need_weights = module, need_weights
+
+    def forward(self, q, k, v, mask):
+        return self.module(q, k, v, mask, need_weights=self.need_weights)
+
+
+def evaluate(proto, inputs):
+    """inputs: tensors in the order of a model's parameters; one that has no use has no input."""
     from onnx.reference import ReferenceEvaluator
 
-    model = ReferenceEvaluator(program.model_proto)
-    names = [x.name for x in program.model_proto.graph.input]
-    found = model.run(None, {name: x.numpy() for name, x in zip(names, inputs)})
+    names = [x.name for x in proto.graph.input]
+    found = ReferenceEvaluator(proto).run(None, {x: inputs[x].numpy() for x in names})
     return [torch.from_numpy(x) for x in found]
 
 
-def export(model, inputs, **options):
-    return torch.onnx.export(model, inputs, dynamo=True, verbose=False, **options)
+def export(exporter, model, given, dynamic=()):
+    """The ModelProto. dynamic: the inputs of which two dimensions, 0 and 1, may have any size."""
+    names, tensors = list(given), tuple(given.values())
+    free = {name: {0: "batch", 1: f"length_{name}"} for name in dynamic}
+    if exporter == "dynamo":
+        shapes = [free.get(name) for name in names] if dynamic else None
+        options = dict(dynamo=True, verbose=False, dynamic_shapes=shapes)
+        return torch.onnx.export(model, tensors, input_names=names, **options).model_proto
+    import onnx
+
+    file = io.BytesIO()
+    options = dict(dynamo=False, dynamic_axes=free, opset_version=18)
+    torch.onnx.export(model, tensors, file, input_names=names, **options)
+    return onnx.load_from_string(file.getvalue())
+
+
+exporters = pytest.mark.parametrize("exporter", ["dynamo", "torchscript"])
 
 
 def same(found, exact, tolerance=1e-5):
@@ -81,38 +108,75 @@ CALLS = {
 }
 
 
+@exporters
 @pytest.mark.parametrize("name", CALLS)
-def test_calls(name):
+def test_calls(name, exporter):
     kind, given, options = CALLS[name]
-    model, inputs = kind(list(given), **options), tuple(given.values())
-    found = evaluate(export(model, inputs), inputs[: 2 if kind is Weights else None])
-    same(found, model(*inputs), 2e-3 if name == "float16" else 1e-5)
+    model = kind(list(given), **options)
+    used = {x: given[x] for x in ("q", "k", "v")} if kind is Weights else given
+    found = evaluate(export(exporter, model, used), used)
+    same(found, model(*used.values()), 2e-3 if name == "float16" else 1e-5)
 
 
+@exporters
 @pytest.mark.parametrize("need_weights", [False, True])
-def test_the_module(need_weights):
-    module = fastattn.MultiheadAttention(E, 4, batch_first=True).eval()
-    inputs = tuple(torch.randn(B, n, E) for n in (M, N, N))
-    options = dict(key_padding_mask=torch.arange(N).expand(B, N) > 4, need_weights=need_weights)
-    found = evaluate(export(module, inputs, kwargs=options), (*inputs, options["key_padding_mask"]))
-    same(found, module(*inputs, **options))
+def test_the_module(need_weights, exporter):
+    module = fastattn.MultiheadAttention(E, 4, batch_first=True)
+    model = Padded(module, need_weights).eval()
+    given = {name: torch.randn(B, n, E) for name, n in (("q", M), ("k", N), ("v", N))}
+    given["mask"] = torch.arange(N).expand(B, N) > 4
+    same(evaluate(export(exporter, model, given), given), model(*given.values()))
 
 
-def test_a_converted_encoder_of_any_batch_and_length():
+def converted_encoder():
     layer = nn.TransformerEncoderLayer(E, 4, 32, batch_first=True)
-    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
     assert len(fastattn.convert(model).swapped) == 1
-    program = export(model, (torch.randn(B, M, E),), dynamic_shapes=[{0: "batch", 1: "length"}])
+    return model
+
+
+def own_encoder():
+    # Inside another: the old exporter passes keyword-only parameters of a model by position.
+    return nn.Sequential(fastattn.nn.EncoderLayer(E, 4, 32))
+
+
+@exporters
+@pytest.mark.parametrize("build", [converted_encoder, own_encoder], ids=lambda x: x.__name__)
+def test_encoders_of_any_batch_and_length(build, exporter):
+    model = build().eval()
+    proto = export(exporter, model, {"src": torch.randn(B, M, E)}, dynamic=["src"])
     for shape in ((B, M, E), (3, 9, E), (1, 2, E)):
         x = torch.randn(shape)
-        same(evaluate(program, (x,)), model(x))
+        same(evaluate(proto, {"src": x}), model(x))
 
 
-def test_dropout_is_refused_with_a_sentence():
-    module = fastattn.MultiheadAttention(E, 4, dropout=0.5).train()
-    with pytest.raises(Exception, match=r"dropout_p: got 0\.5") as caught:
-        export(module, (torch.randn(M, B, E),) * 3)
-    assert "model.eval()" in str(caught.value.__cause__ or caught.value)
+def sentence_of(exporter, model, given):
+    with pytest.raises(Exception) as caught:
+        export(exporter, model, given)
+    return str(caught.value.__cause__ or caught.value)
+
+
+class Trained(nn.Module):
+    def forward(self, q, k, v):
+        return fastattn.attention(q, k, v, dropout_p=0.5)
+
+
+class Packed(nn.Module):
+    def forward(self, q, k, v, cu):
+        return fastattn.attention_packed(q, k, v, cu, cu, max_q=4, max_k=4, causal=True)
+
+
+@exporters
+def test_dropout_is_refused_with_a_sentence(exporter):
+    said = sentence_of(exporter, Trained(), tensors())
+    assert "dropout_p: got 0.5" in said and "model.eval()" in said
+
+
+@exporters
+def test_packed_batches_are_refused_with_a_sentence(exporter):
+    given = {name: torch.randn(N, H, D) for name in "qkv"} | {"cu": torch.tensor([0, 3, N])}
+    said = sentence_of(exporter, Packed(), given)
+    assert "cu_q: got a packed batch" in said and "key_lengths" in said
 
 
 def test_torchs_own_exports_keep_the_operators():

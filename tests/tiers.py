@@ -105,6 +105,7 @@ SHARES = {
     "test_flash_attn_cache": (11, ALL),
     "test_flash_attn_install::test_transformers_is_told": (NONE, 2),
     "test_flash_attn_models": (NONE, ALL),
+    "test_flash_attn_passes::test_diffusers_runs_its_flash_backend": (NONE, ALL),
     "test_flash_attn_models::test_continuous_batching": (NONE, 3),
     # Models of other libraries, which take seconds to import.
     "test_libraries": (NONE, 4),
@@ -183,7 +184,10 @@ SHARES = {
     "test_types::test_how_much_of_the_package_has_a_known_type": (NONE, NONE),
     # torch.compile, and modules beside torch's.
     "test_inside": (4, 2),
-    "test_onnx::test_calls": (4, 3),
+    "test_onnx::test_calls": (7, 5),
+    # A process that loads them all, and a compiler of a minute.
+    "test_saved_programs": (NONE, ALL),
+    "test_saved_programs::test_packages_of_aotinductor": (NONE, NONE),
     "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
     "test_multihead": (5, 2),
     "test_nn_transformer": (5, 2),

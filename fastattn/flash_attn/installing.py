@@ -14,7 +14,7 @@ from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import Distribution, DistributionFinder
 from types import ModuleType
 
-from . import bert_padding, flash_attn_interface, transformers_checks
+from . import bert_padding, flash_attn_interface, passes, transformers_checks
 
 __version__ = "2.8.3"  # of flash-attn, whose functions these are
 
@@ -24,12 +24,14 @@ _MODULES = {
     f"{_NAME}.flash_attn_interface": flash_attn_interface,
     f"{_NAME}.bert_padding": bert_padding,
 }
+_PRIVATE = {f"{_NAME}.flash_attn_interface": passes}  # what others import all the same
 
 
 def install() -> None:
     """Makes `import flash_attn`, its `flash_attn_interface` and its `bert_padding` find ours, tells
     importlib.metadata of flash-attn 2.8.3, and transformers, imported before or after, that
-    "flash_attention_2" runs here, on CPUs too. A second call changes nothing.
+    "flash_attention_2" runs here, on CPUs too. diffusers asks when it is imported: call this
+    before. A second call changes nothing.
 
     Raises RuntimeError where there is another flash_attn.
     """
@@ -69,6 +71,8 @@ class _Finder(MetaPathFinder, Loader):
     def exec_module(self, module: ModuleType) -> None:
         source = _MODULES[module.__name__]
         module.__dict__.update({name: getattr(source, name) for name in source.__all__})
+        private = _PRIVATE.get(module.__name__)
+        module.__dict__.update({x: getattr(private, x) for x in getattr(private, "__all__", ())})
         module.__dict__.update(__doc__=source.__doc__, __version__=__version__)
         for name in _MODULES:  # those inside a package are there when it is
             importlib.import_module(name)

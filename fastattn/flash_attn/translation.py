@@ -123,6 +123,8 @@ def _in_a_row(
 
 def _settled(arguments: Arguments, q: Tensor) -> Arguments:
     """One seed for all parts of a call, to find a second time what was dropped."""
+    if arguments.get("seed") is not None:
+        return arguments
     return changed(arguments, seed=draw_seed(q.device) if arguments["dropout_p"] else None)
 
 

@@ -8,10 +8,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from .core import Module, attend, check_heads, merge_heads, split_heads
+from .core import Leaf, attend, check_heads, merge_heads, split_heads
 
 
-class CausalSelfAttention(Module):
+class CausalSelfAttention(Leaf):
     """Token i attends to tokens 0 to i, over num_heads heads split from projections to d_out.
 
     With several heads their outputs are concatenated and go through `out_proj`; a single head has
@@ -96,7 +96,7 @@ class CausalSelfAttention(Module):
         )
 
 
-class ConcatenatedHeads(Module):
+class ConcatenatedHeads(Leaf):
     """num_heads single heads, each a `CausalSelfAttention` of its own to d_out columns, side by
     side: (..., N, d_in) to (..., N, num_heads * d_out)."""
 

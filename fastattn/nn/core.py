@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from .. import api
+from .. import api, overrides
 from ..forwards import AsForward
 
 Causal = bool | Literal["top_left", "bottom_right"]
@@ -17,6 +17,13 @@ class Module(nn.Module):
     """A module whose calls have the types of its `forward`."""
 
     __call__: AsForward  # ty: ignore  (torch says that it is any callable)
+
+
+class Leaf(Module):
+    """A module that torch.fx.symbolic_trace records as one node."""
+
+    if not TYPE_CHECKING:
+        __call__ = overrides.call
 
 
 def attend(
@@ -60,7 +67,8 @@ def attend(
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(..., N, H D) as (..., H, N, D)."""
-    return x.unflatten(-1, (num_heads, -1)).transpose(-3, -2)
+    # As a view, not by unflatten, which fixes the other sizes in an export to ONNX.
+    return x.view(*x.shape[:-1], num_heads, x.shape[-1] // num_heads).transpose(-3, -2)
 
 
 def merge_heads(x: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .core import (
     Causal,
-    Module,
+    Leaf,
     attend,
     check_heads,
     masked_softmax,
@@ -22,7 +22,7 @@ from .core import (
 )
 
 
-class MultiHead(Module):
+class MultiHead(Leaf):
     """What these share: heads, dropout and scale of the attention between the projections."""
 
     num_heads: int

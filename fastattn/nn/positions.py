@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .core import Module
+from .core import Leaf
 
 
-class SinusoidalPositionalEncoding(Module):
+class SinusoidalPositionalEncoding(Leaf):
     """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
     2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
 
@@ -67,7 +67,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     cos, sin = cos.to(wide), sin.to(wide)
     turned, rest = x[..., :columns].to(wide), x[..., columns:]
     if interleaved:
-        a, b = turned.unflatten(-1, (-1, 2)).unbind(-1)
+        a, b = turned.view(*turned.shape[:-1], -1, 2).unbind(-1)
     else:
         a, b = turned.chunk(2, dim=-1)
     rotated = (a * cos - b * sin, a * sin + b * cos)
@@ -75,7 +75,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
     return torch.cat([y.to(x.dtype), rest], dim=-1)
 
 
-class RotaryEmbedding(Module):
+class RotaryEmbedding(Leaf):
     """Rotates pairs of columns of queries and keys by an angle that grows with the position, so
     that q.k depends on positions by their difference alone (RoPE, Su et al. 2021, equation 34).
 

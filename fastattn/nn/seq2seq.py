@@ -7,10 +7,10 @@ from typing import Literal, overload
 import torch
 from torch import Tensor, nn
 
-from .core import Module, attend, masked_softmax
+from .core import Leaf, attend, masked_softmax
 
 
-class LuongAttention(Module):
+class LuongAttention(Leaf):
     """Dot-product ("global, dot") attention and the attentional state (Luong et al. 2015,
     equations 5 to 8): score s.h, context a = sum of weights times h, then tanh(W_c [a; s] + b_c).
     Scores and context run fused."""
@@ -71,7 +71,7 @@ class LuongAttention(Module):
         return _results(out, weights, one)
 
 
-class BahdanauAttention(Module):
+class BahdanauAttention(Leaf):
     """Additive attention (Bahdanau et al. 2015, section A.1.2): score v.tanh(W s + U h).
 
     Its scores are no products of queries and keys, so this is plain torch, not fused: it stores

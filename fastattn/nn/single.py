@@ -6,10 +6,10 @@ from typing import Literal, overload
 
 from torch import Tensor, nn
 
-from .core import Module, attend
+from .core import Leaf, attend
 
 
-class ScaledDotProductAttention(Module):
+class ScaledDotProductAttention(Leaf):
     """softmax(q k^T scale) v without parameters (Vaswani et al. 2017, equation 1).
 
     scale is 1 / sqrt(D) by default; 1.0 gives the plain dot-product attention. dropout acts on the
@@ -82,7 +82,7 @@ class ScaledDotProductAttention(Module):
         return f"scale={self.scale}, causal={self.causal}, dropout={self.dropout}"
 
 
-class SelfAttention(Module):
+class SelfAttention(Leaf):
     """One head over one sequence: x W_q attends to x W_k and x W_v, all of d_out columns."""
 
     q_proj: nn.Linear

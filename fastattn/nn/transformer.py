@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .core import Module
+from .core import Leaf, Module
 from .layers import (
     Activation,
     ActivationName,
@@ -60,7 +60,7 @@ class EncoderDecoder(Module):
         )
 
 
-class Transformer(Module):
+class Transformer(Leaf):
     """From tokens of a source and of a target so far to logits of the target's next tokens.
 
     Embeddings times sqrt(embed_dim) plus sinusoids, `encoder`, `decoder`, then a linear map with,

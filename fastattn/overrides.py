@@ -1,0 +1,58 @@
+"""__torch_function__ for the public calls and modules: tensor subclasses, modes and torch.fx.
+
+A call with such an argument is handed on as torch's own functions are (`handle`), so a subclass or
+a mode sees it by name, and torch.fx.symbolic_trace records one node. A module records itself whole
+(`call`), as torch's attention modules are recorded: torch.fx has stand-ins (`torch.fx.Proxy`) for
+tensors, which have no shape, and its Tracers take for leaves what is defined in torch.nn alone.
+Hooks, mode and `fastattn.revert` stay those of the module, which the traced program holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
+
+is_overridden = has_torch_function_variadic  # 30 ns for three tensors
+# torch.compile traces into a subclass's __torch_function__, and does not see there that torch has
+# turned it off; it dispatches on the operators itself.
+is_compiling = torch.compiler.is_compiling
+
+
+def handle(function: Any, given: tuple, *rest: Any, **named: Any) -> Any:
+    """What __torch_function__ of one of the tensors `given`, or of a mode, makes of a call."""
+    return handle_torch_function(function, given, *given, *rest, **named)
+
+
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """nn.Module.__call__ with 0.4 us more; where there is a torch.fx.Proxy, the module's node.
+
+    Not in forward: torch runs a module's hooks around that, which belong to the traced program.
+    """
+    if has_torch_function(args or tuple(kwargs.values())):
+        for x in (*args, *kwargs.values()):
+            if isinstance(x, torch.fx.Proxy):
+                return _record(module, x.tracer, args, kwargs)
+    return nn.Module.__call__(module, *args, **kwargs)
+
+
+def _record(module: nn.Module, tracer: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+    if not isinstance(tracer, torch.fx.Tracer):
+        refuse(module)
+
+    def node(*args, **kwargs):
+        return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
+
+    return tracer.call_module(module, node, args, kwargs)  # in its scope, with its names
+
+
+def refuse(module: nn.Module) -> NoReturn:
+    name = f"{type(module).__module__}.{type(module).__qualname__}"
+    raise TypeError(
+        f"{name}: got a torch.fx.Proxy in forward, expected tensors: torch.fx.symbolic_trace "
+        "records the module as one node where a model calls it as a submodule. Another Tracer has "
+        f"to make it a leaf: its is_leaf_module returns True for {name}. In a converted model "
+        "fastattn.revert(model) gives torch's modules back"
+    )
