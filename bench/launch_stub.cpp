@@ -7,7 +7,7 @@
 namespace {
 
 struct Run {
-  FaParams params;
+  FaCall call;
   int64_t pass, device, multiprocessors;
   void* stream;
   int64_t runs;
@@ -33,9 +33,9 @@ FA_EXPORT int64_t fa_cuda_workspace(const FaParams* p, int64_t pass, int64_t mul
   return pass == FA_FORWARD ? rows * (p->Dv + 2) * multiprocessors : rows;
 }
 
-FA_EXPORT int64_t fa_cuda_run(const FaParams* p, int64_t pass, int64_t device,
+FA_EXPORT int64_t fa_cuda_run(const FaCall* call, int64_t pass, int64_t device,
                               int64_t multiprocessors, void* stream) {
-  last = {*p, pass, device, multiprocessors, stream, last.runs + 1};
+  last = {*call, pass, device, multiprocessors, stream, last.runs + 1};
   return code;
 }
 

@@ -152,7 +152,7 @@ def constants(case: Case) -> dict[int, int]:
     from fastattn import native
 
     spec, t = described(case.head_dim, case.feature)
-    data = bytearray(native.form(spec))
+    data = bytearray(native.form(spec)[: native.PARAMS_SIZE])
     shape = tuple(t.q.shape)
     both = t._asdict() | {"out": t.q, "lse": meta(*shape[:3], 2, dtype=torch.float32)}
     both |= {"dq": t.q, "dk": t.k, "dv": t.v, "dout": t.q}

@@ -100,18 +100,45 @@ struct FaParams {
   int64_t items_again, heads_again;
 };
 
-// FaParams field by field: by this the two sides of the ABI know that they are of one version.
+// FaCall field by field: by this the two sides of the ABI know that they are of one version.
 #define FA_FIELDS                                                                            \
   "q k v mask slopes sinks k_scale v_scale lse out weights dq dk dv dmask dsinks dout dlse " \
   "dweights lengths seed cu_q cu_k pages workspace B H Hk M N D Dv left right bottom_right " \
   "average_heads constant_lse row_invariant at_row at_key at_head at_item rows_after "       \
   "keys_after T S P page blocks threads scale softcap dropout_p q_t k_t v_t mask_t sinks_t "  \
-  "out_t lse_t dout_t dlse_t items_again heads_again"
+  "out_t lse_t dout_t dlse_t items_again heads_again "                                          \
+  "out_size lse_size weights_size dq_size dk_size dv_size dmask_size dsinks_size out_t_size "  \
+  "lse_t_size"
+
+// The tensors that passes write.
+enum FaWritten {
+  FA_WRITES_OUT = 0,
+  FA_WRITES_LSE = 1,
+  FA_WRITES_WEIGHTS = 2,
+  FA_WRITES_DQ = 3,
+  FA_WRITES_DK = 4,
+  FA_WRITES_DV = 5,
+  FA_WRITES_DMASK = 6,
+  FA_WRITES_DSINKS = 7,
+  FA_WRITES_OUT_T = 8,
+  FA_WRITES_LSE_T = 9,
+  FA_WRITES_COUNT = 10
+};
+
+// FaParams, which kernels get, and the sizes of the tensors that they write. A size is that of the
+// tensor in memory, in the dimensions of its strides; a dimension that the tensor lacks has size 1.
+// An absent tensor has zeros. A run compares these sizes with those in FaParams before it writes.
+struct FaCall {
+  struct FaParams params;
+  int64_t size[FA_WRITES_COUNT][4];
+};
 
 // Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
 // length is outside [0, keys of the larger call] and FA_BAD_OFFSET when cu_q or cu_k does not
 // rise from 0 to T or S in steps of at most M or N, FA_BAD_PAGE when a page that a length needs is
-// outside [0, P) (nothing is computed), FA_NO_MEMORY when no thread got scratch.
+// outside [0, P) (nothing is computed), FA_NO_MEMORY when no thread got scratch. FA_BAD_EXTENT plus
+// an FaWritten when that tensor has other sizes than the call (nothing is written): those in the
+// comments of FaParams, where dmask may have 1 for H, M, N and, unless the batch is packed, for B.
 //
 // FA_JVP makes out_t and lse_t of an `out` that is given, FA_FORWARD_JVP makes out and lse, too;
 // FA_SECOND from all of these, dout and dlse what dq, dk, dv, dmask and dsinks of backward move by.
@@ -130,13 +157,14 @@ enum FaStatus {
   FA_BAD_LENGTH = 1,
   FA_NO_MEMORY = 2,
   FA_BAD_OFFSET = 3,
-  FA_BAD_PAGE = 4
+  FA_BAD_PAGE = 4,
+  FA_BAD_EXTENT = 1 << 16  // above every cudaError_t
 };
 
 FA_EXPORT const char* fa_abi_fields(void);                                   // FA_FIELDS
 FA_EXPORT int64_t fa_cpu_max_head_dim(void);                                 // FA_CPU_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cpu_workspace(const struct FaParams* p, int64_t pass);  // bytes
-FA_EXPORT int64_t fa_cpu_run(const struct FaParams* p, int64_t pass);        // FaStatus
+FA_EXPORT int64_t fa_cpu_run(const struct FaCall* call, int64_t pass);       // FaStatus
 
 FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can run, best first:
                                                      // "avx512_bf16,avx512,avx2,generic"; last
@@ -168,8 +196,9 @@ FA_EXPORT int64_t fa_cuda_workspace(const struct FaParams* p, int64_t pass,
                                     int64_t multiprocessors);
 // Of the keys, in forward.
 FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocessors);
-FA_EXPORT int64_t fa_cuda_run(const struct FaParams* p, int64_t pass, int64_t device,
-                              int64_t multiprocessors, void* stream);  // 0, or a cudaError_t
+// 0, a cudaError_t, or FA_BAD_EXTENT plus an FaWritten.
+FA_EXPORT int64_t fa_cuda_run(const struct FaCall* call, int64_t pass, int64_t device,
+                              int64_t multiprocessors, void* stream);
 FA_EXPORT int64_t fa_cuda_driver_error(void);          // 0 if the driver here can load its code
 FA_EXPORT int64_t fa_cuda_version(int64_t of_driver);  // 13010 is CUDA 13.1: the library's, or the
                                                        // newest that the driver knows

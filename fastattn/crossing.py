@@ -1,8 +1,8 @@
-"""How tensors cross to the native kernels: what kind they are, and FaParams packed of them.
+"""How tensors cross to the native kernels: what kind they are, and FaCall packed of them.
 
     kind      what is the same for all calls that one plan serves; None where a tensor is no plain
               memory, and something else has to see the call
-    pack      FaParams, as bytes, of a template and tensors, each at its place
+    pack      FaCall, as bytes, of a template and tensors, each at its place
     launch    the same, given to a function of the CPU's library at once
     launch_on the same for the CUDA library, with a workspace; None where only Python packs
     laid      of a kernel's arguments at least what Triton compiles it for: dtypes, strides, whether
@@ -17,14 +17,14 @@ from __future__ import annotations
 import functools
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import native
 from .backend import broadcast_strides
-from .native import DTYPE, POINTER, TENSOR
+from .native import DTYPE, EXTENT, POINTER, TENSOR
 from .spec import ARGUMENTS
 
 Kind = bytes | tuple[Any, ...]  # it hashes, and compares with those of the same maker
@@ -33,47 +33,47 @@ Laid = bytes | tuple[Any, ...]  # likewise
 # No subclass with a dispatch of its own.
 PLAIN: frozenset[type[Tensor]] = frozenset({Tensor, torch.nn.Parameter})
 
-# ------------------------------------- `Argument.crosses`: the strides of an FaTensor, in elements
+# --------------------------- `Argument.crosses`: the strides of an FaTensor, in elements, and sizes
 
 
-strided: Callable[[Tensor], Any] = Tensor.stride  # of a 4-D tensor, read where it lies
+class Four(NamedTuple):
+    """How a tensor has the four dimensions that kernels see."""
+
+    strides: Callable[[Tensor], tuple[int, ...]]
+    sizes: Callable[[Tensor], tuple[int, ...]]  # 1 where it lacks a dimension
 
 
-def broadcast(x: Tensor) -> tuple[int, ...]:
-    """Of `x` aligned to the right of (B,H,M,N); what it is broadcast over has stride 0."""
-    return broadcast_strides(x)
-
-
-def column(x: Tensor) -> tuple[int, ...]:
+def _as_column(of: Sequence[int], lacking: int) -> tuple[int, ...]:
     """Of (H,), (B,H) or (B,H,M), which the kernels see with trailing sizes of 1."""
-    strides = x.stride() if x.ndim > 1 else (0, *x.stride())
-    return (*strides, 0, 0)[:4]
+    return (*(lacking,) * (len(of) == 1), *of, *(lacking,) * 3)[:4]
 
 
-def pair(normaliser: Tensor) -> tuple[int, ...]:
+def _as_pair(of: Sequence[int]) -> tuple[int, ...]:
     """Of a normaliser (2,B,H,M), which the kernels see as (B,H,M,2)."""
-    two, b, h, m = normaliser.stride()
+    two, b, h, m = of
     return b, h, m, two
 
 
-CROSSES: dict[str, Callable[[Tensor], Any] | None] = {  # enum Crosses
-    "strided": strided,
-    "broadcast": broadcast,
-    "column": column,
-    "pair": pair,
+CROSSES: dict[str, Four | None] = {  # enum Crosses
+    "strided": Four(Tensor.stride, lambda x: x.shape),  # of a 4-D tensor, read where it lies
+    # Aligned to the right of (B,H,M,N); what it is broadcast over has stride 0.
+    "broadcast": Four(broadcast_strides, lambda x: (*(1,) * (4 - x.ndim), *x.shape)),
+    "column": Four(lambda x: _as_column(x.stride(), 0), lambda x: _as_column(x.shape, 1)),
+    "pair": Four(lambda x: _as_pair(x.stride()), lambda x: _as_pair(x.shape)),
     "pointer": None,  # only where it lies
 }
-_PLACE = struct.Struct("=ii")  # offset in FaParams, which of `CROSSES`
+_PLACE = struct.Struct("=iii")  # offset in FaCall, which of `CROSSES`, offset of the sizes or -1
 
 
 def places(after: Mapping[str, str]) -> bytes:
     """Where the tensors of a call go, and after them those in `after`: by field, how they cross."""
     fields = [(a.field, a.crosses) for a in ARGUMENTS.values()]
-    names = list(CROSSES)
-    return b"".join(
-        _PLACE.pack(native.offset(field), names.index(crosses))
-        for field, crosses in (*fields, *after.items())
-    )
+    return b"".join(_place(*x) for x in (*fields, *after.items()))
+
+
+def _place(field: str, crosses: str) -> bytes:
+    sizes = native.offset(f"{field}_size") if field in native.WRITTEN else -1
+    return _PLACE.pack(native.offset(field), list(CROSSES).index(crosses), sizes)
 
 
 # ------------------------------------------------------------------------- the same, in Python
@@ -97,21 +97,22 @@ def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
 
 
 @functools.cache
-def _read(places: bytes) -> list[tuple[int, Callable | None]]:
+def _read(places: bytes) -> list[tuple[int, Four | None, int]]:
     functions = list(CROSSES.values())
-    return [(at, functions[which]) for at, which in _PLACE.iter_unpack(places)]
+    return [(at, functions[which], sizes) for at, which, sizes in _PLACE.iter_unpack(places)]
 
 
 def _pack(form: bytes, places: bytes, tensors: Sequence[Tensor | None], threads: int) -> bytes:
     params = bytearray(form)
-    for (at, strides), x in zip(_read(places), tensors):
+    for (at, four, sizes), x in zip(_read(places), tensors):
         if x is None:
             continue
-        if strides is None:
+        if four is None:
             POINTER.pack_into(params, at, x.data_ptr())
-        else:
-            b, h, m, n = strides(x)
-            TENSOR.pack_into(params, at, x.data_ptr(), b, h, m, n, DTYPE[x.dtype])
+            continue
+        TENSOR.pack_into(params, at, x.data_ptr(), *four.strides(x), DTYPE[x.dtype])
+        if sizes >= 0:
+            EXTENT.pack_into(params, sizes, *four.sizes(x))
     POINTER.pack_into(params, native.THREADS, threads)
     return bytes(params)
 

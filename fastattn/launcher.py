@@ -12,6 +12,7 @@ from torch import Tensor, empty, get_num_threads
 from . import native
 from .backend import Layout, token_major_layout
 from .crossing import pack, places
+from .extents import refused
 from .packing import backward_in_turn, second_in_turn
 from .spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
 
@@ -19,7 +20,7 @@ from .spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
 _GRADIENTS = {f"d{name}": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
 _TANGENTS = {f"{name}_t": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
 _MOVED = dict(out_t="strided", lse_t="column")
-_AFTER: dict[int, dict[str, str]] = {
+AFTER: dict[int, dict[str, str]] = {
     native.FORWARD: dict(out="strided", lse="pair"),
     native.BACKWARD: dict(out="strided", lse="pair", dout="strided", dlse="column", **_GRADIENTS),
     native.WEIGHTS: dict(weights="broadcast"),
@@ -31,7 +32,7 @@ _AFTER: dict[int, dict[str, str]] = {
         **dict(dout="strided", dlse="column", dout_t="strided", dlse_t="column", **_GRADIENTS),
     ),
 }
-PLACES = {which: places(after) for which, after in _AFTER.items()}
+PLACES = {which: places(after) for which, after in AFTER.items()}
 
 
 class Launcher:
@@ -46,8 +47,9 @@ class Launcher:
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         raise NotImplementedError
 
-    def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> None:
-        """Run a pass. The caller keeps every tensor that `params` points into."""
+    def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> int:
+        """Run a pass. Returns 0, or native.BAD_EXTENT plus the place of a tensor that was refused.
+        The caller keeps every tensor that `params` points into."""
         raise NotImplementedError
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
@@ -171,7 +173,8 @@ class Launcher:
             at = -(-workspace.data_ptr() // 64) * 64
             field = native.WORKSPACE
             params = params[:field] + native.POINTER.pack(at) + params[field + 8 :]
-        self.run(which, params, spec, t)
+        if status := self.run(which, params, spec, t):
+            raise refused(status, spec, dict(zip(AFTER[which], after)))
 
 
 class Prepared(NamedTuple):

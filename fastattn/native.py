@@ -26,6 +26,7 @@ from .spec import AGAIN, ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE = range(5)  # FaStatus
+BAD_EXTENT = 1 << 16  # and the place in `WRITTEN` of the tensor
 CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
     torch.float32: 0,
@@ -38,7 +39,7 @@ DTYPE = {
     torch.float8_e5m2: 7,
 }
 
-# FaParams field by field; every field is 8 bytes, so packing one is packing them all.
+# FaCall field by field; every field is 8 bytes, so packing one is packing them all.
 TENSORS = (
     *(a.field for a in ARGUMENTS.values() if a.crosses != "pointer"),
     *("out", "weights"),
@@ -53,19 +54,29 @@ MOVED = (  # tangents, and what moves with them: last
     *(f"{name}_t" for name in DIFFERENTIABLE),
     *("out_t", "lse_t", "dout_t", "dlse_t"),
 )
+WRITTEN = (  # enum FaWritten: the tensors whose sizes cross, too
+    *("out", "lse", "weights"),
+    *(f"d{name}" for name in DIFFERENTIABLE),
+    *("out_t", "lse_t"),
+)
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
+EXTENT = struct.Struct("=4q")  # size[4]
 POINTER = struct.Struct("=Q")
 SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # and threads, after the whole numbers
 LAST = struct.Struct(f"={len(AGAIN)}q")
-FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *AGAIN))
+SIZES = tuple(f"{name}_size" for name in WRITTEN)
+FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *AGAIN, *SIZES))
 ABSENT = bytes(TENSOR.size)
 BEFORE_SCALARS = len(TENSORS) * TENSOR.size + len(POINTERS) * 8
 AFTER_SCALARS = len(MOVED) * TENSOR.size
-SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS + LAST.size
+PARAMS_SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS + LAST.size  # FaParams
+SIZE = PARAMS_SIZE + len(SIZES) * EXTENT.size  # FaCall
 
 
 def offset(field: str) -> int:
-    """Where in FaParams it lies."""
+    """Where in FaCall it lies, which begins with FaParams."""
+    if field in SIZES:
+        return PARAMS_SIZE + SIZES.index(field) * EXTENT.size
     if field in MOVED:
         return BEFORE_SCALARS + SCALARS.size + MOVED.index(field) * TENSOR.size
     at = FIELDS.split().index(field)
@@ -76,11 +87,12 @@ WORKSPACE, THREADS = offset("workspace"), offset("threads")
 
 
 def form(spec: AttentionSpec) -> bytes:
-    """FaParams of a call's scalars, with no tensor and no thread in it."""
+    """FaCall of a call's scalars, with no tensor and no thread in it."""
     whole = (getattr(spec, name) for name in WHOLE)
     scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
     again = LAST.pack(*(getattr(spec, name) for name in AGAIN))
-    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again
+    sizes = bytes(len(SIZES) * EXTENT.size)
+    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again + sizes
 
 
 Entry = Callable[..., Any]  # a function of a library

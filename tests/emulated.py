@@ -92,7 +92,7 @@ class Emulated(Cuda):
 
     def run(self, which, params, spec, t):
         assert t.q.dtype in self.support.dtypes
-        super().run(which, params, spec, t)
+        return super().run(which, params, spec, t)
 
     def multiprocessors(self, x):
         return self.sm_count

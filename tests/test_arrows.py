@@ -30,7 +30,7 @@ FLOORS = (
     {"backends"},
     {"launcher", "compiled"},
     {"packing"},
-    {"crossing"},
+    {"crossing", "extents"},
     {"backend", "native", "autotune", "gpu"},
     {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble", "pages"}
     | {"context_parallel", "overrides", "toolchain"},

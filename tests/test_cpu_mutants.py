@@ -7,18 +7,22 @@ not see is a hole in the suite, and fails here.
 
 import shutil
 import subprocess
+from pathlib import Path
 from typing import NamedTuple
 
 import cases
 import folded
 import once
 import pytest
+import test_extents
 import torch
 from cases import FEATURE
 from emulator import ROOT, compiler
 from judge import Verdict
 from runners import INTERPRETED, variant
 from slices import problems
+from test_extents import CASES as WRITTEN
+from test_extents import changed, refuse
 from test_packed import FEW, batch
 from test_paged import in_pages
 from test_storage import kept
@@ -436,6 +440,24 @@ the NaN of float8 is a number: cpu/quantised.h: storage
 numbers of float8 are those of halves: cpu/quantised.h: storage
 -0x7C00))) * 256.0f;
 +0x7C00)));
+a mask's gradient of any size is written: extents.h: extents
+-check(FA_WRITES_DMASK, p.dmask, {p.B, p.H, p.M, p.N}, true);
++;
+sequences write one part of a mask's gradient: extents.h: extents
+-summed && size[at] == 1 && !(at == 0 && p.cu_q);
++summed && size[at] == 1;
+sequences write one part of the sinks' gradient: extents.h: extents
+-{p.cu_q ? p.B : 1, p.H, 1, 1}
++{1, p.H, 1, 1}
+columns are not counted: extents.h: extents
+-at < 4 && !absent
++at < 3 && !absent
+what is packed has the rows of one sequence: extents.h: extents
+-M = p.cu_q ? p.T : p.M, N
++M = p.M, N
+tangents beside out are not looked at: extents.h: extents
+-if (pass == FA_JVP || pass == FA_FORWARD_JVP) {
++if (pass == FA_JVP) {
 """
 
 
@@ -473,24 +495,24 @@ def build(sources, folder, *more):
     text = isa.read_text()
     assert ONLY_FLOAT32 in text
     isa.write_text(text.replace(ONLY_FLOAT32, ""))
-    objects = [folder / "isa.o", library_object(sources)]
+    objects = [folder / "isa.o", library_object(sources, folder)]
     run(*FLAGS, *more, "-DFA_ISA=generic", "-c", isa, "-o", objects[0])
     run("-shared", "-fopenmp", *objects, "-o", folder / "mutant.so")
     return folder / "mutant.so"
 
 
-def library_object(sources):
-    """What no fault is in, compiled once."""
-    headers = [ROOT / "csrc" / "abi.h", ROOT / "csrc" / "cpu" / "plan.h"]
-    source = sources / "cpu" / "library.cpp"
-    key = once.digest(ROOT / "csrc" / "cpu" / "library.cpp", *headers, FLAGS, compiler())
+def library_object(sources, folder):
+    """What calls the kernels: compiled once, unless the fault is in it."""
+    parts = [Path("cpu/library.cpp"), Path("cpu/plan.h"), Path("abi.h"), Path("extents.h")]
+    whole, own = ([x / part for part in parts] for x in (ROOT / "csrc", sources))
 
-    def make():
-        target = once.FOLDER / "library-of-mutants.o"
-        run(*FLAGS, "-c", source, "-o", target)
+    def make(target=once.FOLDER / "library-of-mutants.o"):
+        run(*FLAGS, "-c", own[0], "-o", target)
         return target
 
-    return once.made("cpu-mutants", key, make)
+    if any(x.read_bytes() != y.read_bytes() for x, y in zip(whole, own, strict=True)):
+        return make(folder / "library.o")
+    return once.made("cpu-mutants", once.digest(*whole, FLAGS, compiler()), make)
 
 
 def run(*arguments):
@@ -595,6 +617,18 @@ def least():
     yield from Verdict(problem).complaints(fastattn.attention, backend="cpu")
 
 
+def extents():
+    """Tensors that are too large, which no fault writes past, are refused; right ones are not."""
+    for which, name, packed in WRITTEN:
+        try:
+            for dim in range(test_extents.dimensions(which, name, packed)):
+                refuse(which, name, changed(dim, 1), packed)
+            if packed and name == "dmask":
+                refuse(which, name, lambda shape: (1, *shape[1:]), packed)
+        except (AssertionError, RuntimeError, pytest.fail.Exception) as error:
+            yield f"{name}: {error}"
+
+
 def rising():
     """Closer than the judge, whose yardstick has logits in 16 bits: here they are large."""
     for problem in problems("rising", torch.bfloat16):
@@ -618,11 +652,12 @@ def of_weights(features):
 
 verdicts = {}
 FOLDED = ("items heads", "heads items")  # of examples
+OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
 
 
 def complaints(name, dtype=torch.float32):
     """What the slice says of the kernels in use."""
-    if name in ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least"):
+    if name in OTHERS:
         yield from globals()[name]()
     elif name == "folded":
         yield from folded.complaints("cpu", dtype, FOLDED)

@@ -1,6 +1,7 @@
 """How tensors cross to the kernels: the extension does what Python does, and a call is the same
 with it and without."""
 
+import itertools
 import json
 import os
 import shutil
@@ -159,6 +160,12 @@ CASES = {
     "pair": [torch.randn(2, 2, 3, 5), torch.randn(2, 2, 3, 5).double()[:, :, :, ::2]],
     "pointer": [torch.arange(6), torch.arange(6)[2:], torch.tensor(7)],
 }
+SIZES = {  # of the first of each, as kernels see them
+    "strided": (2, 3, 5, 4),
+    "broadcast": (2, 3, 5, 4),
+    "column": (1, 3, 1, 1),
+    "pair": (2, 3, 5, 2),
+}
 
 
 @needs_extension
@@ -167,18 +174,27 @@ def test_the_extension_packs_what_python_packs(how):
     form = bytes(range(256)) * (native.SIZE // 256 + 1)
     form = form[: native.SIZE]
     for x in CASES[how]:
-        place = crossing._PLACE.pack(native.offset("dlse"), list(crossing.CROSSES).index(how))
-        for tensors in ((x,), (None,)):
+        at = native.offset("dlse"), list(crossing.CROSSES).index(how)
+        for tensors, sizes in itertools.product(((x,), (None,)), (-1, native.offset("dv_size"))):
+            place = crossing._PLACE.pack(*at, sizes)
             packed = crossing._pack(form, place, tensors, 3)
             assert crossing.extension.pack(form, place, tensors, 3) == packed
             assert (packed[: native.THREADS] != form[: native.THREADS]) == (tensors == (x,))
+
+
+@pytest.mark.parametrize("how", SIZES)
+def test_the_sizes_of_a_tensor_cross_in_the_dimensions_of_its_strides(how):
+    place = crossing._PLACE.pack(0, list(crossing.CROSSES).index(how), native.offset("dv_size"))
+    for pack in {crossing.pack, crossing._pack}:
+        packed = pack(bytes(native.SIZE), place, (CASES[how][0],), 1)
+        assert native.EXTENT.unpack_from(packed, native.offset("dv_size")) == SIZES[how]
 
 
 @needs_extension
 @pytest.mark.parametrize("which", launcher.PLACES)
 def test_every_field_of_a_pass_has_its_place(which):
     """As many tensors as a pass can have, each of its own."""
-    after = launcher._AFTER[which]
+    after = launcher.AFTER[which]
     fields = {name: a.field for name, a in ARGUMENTS.items()} | {name: name for name in after}
     crosses = {name: a.crosses for name, a in ARGUMENTS.items()} | after
     tensors = tuple(CASES[how][0].clone() for how in crosses.values())
@@ -195,17 +211,18 @@ def test_what_does_not_cross_is_an_error_and_no_crash():
     x, form = torch.randn(2, 3), bytes(native.SIZE)
     pack, place = crossing.extension.pack, crossing._PLACE.pack
     bad = [
-        ((form, place(0, 0), (x,), 1), "does not cross"),  # two dimensions
-        ((form, place(0, 1), (torch.arange(3),), 1), "does not cross"),  # no such dtype
-        ((form, place(0, 9), (x,), 1), "does not cross"),
-        ((form, place(native.SIZE - 8, 1), (x,), 1), "does not cross"),
-        ((form, place(-8, 4), (x,), 1), "does not cross"),
-        ((form[:-1], place(0, 1), (x,), 1), "another size"),
-        ((form, place(0, 1), (x, x), 1), "another size"),
-        ((form, place(0, 1), ("x",), 1), None),
-        ((form, place(0, 1), (x,), "threads"), None),
-        ((form, place(0, 1), x, 1), None),
-        (("form", place(0, 1), (x,), 1), None),
+        ((form, place(0, 0, -1), (x,), 1), "does not cross"),  # two dimensions
+        ((form, place(0, 1, -1), (torch.arange(3),), 1), "does not cross"),  # no such dtype
+        ((form, place(0, 9, -1), (x,), 1), "does not cross"),
+        ((form, place(native.SIZE - 8, 1, -1), (x,), 1), "does not cross"),
+        ((form, place(0, 1, native.SIZE - 24), (x,), 1), "does not cross"),
+        ((form, place(-8, 4, -1), (x,), 1), "does not cross"),
+        ((form[:-1], place(0, 1, -1), (x,), 1), "another size"),
+        ((form, place(0, 1, -1), (x, x), 1), "another size"),
+        ((form, place(0, 1, -1), ("x",), 1), None),
+        ((form, place(0, 1, -1), (x,), "threads"), None),
+        ((form, place(0, 1, -1), x, 1), None),
+        (("form", place(0, 1, -1), (x,), 1), None),
         ((form,), "expected 4"),
     ]
     for arguments, said in bad:

@@ -4,6 +4,7 @@ that has two devices, streams, graphs and errors (tests/emu/runtime.cpp)."""
 from dataclasses import replace
 
 import pytest
+import test_extents
 import torch
 from cases import FEATURE, Dims, build, square
 from emulated import NARROW
@@ -13,6 +14,8 @@ from runners import passed
 from runtime import Launched, Runtime, launching
 
 import fastattn
+from fastattn import native
+from fastattn.backends import cuda
 
 pytestmark = [needs_emulator, pytest.mark.usefixtures("one_thread")]
 NAMES = ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")
@@ -205,3 +208,25 @@ def test_graphs_are_told_apart():
     with runtime.recording(first) as one, runtime.recording(second) as other:
         pass
     assert one != other
+
+
+# ------------------------------------------------------------------- sizes of what kernels write
+
+WRITTEN = [x for x in test_extents.CASES if x[0] < native.JVP]
+FIRST = {  # kernel of each pass
+    native.FORWARD: "",  # there is none before it
+    native.BACKWARD: "delta_kernel",
+    native.WEIGHTS: "weights_kernel",
+    native.WEIGHTS_BACKWARD: "delta_kernel",
+}
+
+
+@pytest.mark.parametrize("which", FIRST, ids=test_extents.NAMES.get)
+def test_tensors_of_other_sizes_are_refused(which):
+    """Before a kernel of the pass is launched."""
+    for name, packed in (x[1:] for x in WRITTEN if x[0] == which):
+        leaves = test_extents.tensors(packed, torch.bfloat16, D=16)
+        runtime, shape = Runtime(), test_extents.changed(0, 1)
+        with launching(runtime, runtime.stream()):
+            test_extents.refuse(which, name, shape, packed, backend=cuda.Cuda, leaves=leaves)
+        assert not any(FIRST[which] in x for *_, x in runtime.launches()), (name, packed)

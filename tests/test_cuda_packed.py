@@ -3,11 +3,13 @@ values and in bits, and offsets that nobody checked are clamped."""
 
 import pytest
 import torch
+from argument_shapes import shapes_of
 from cases import DTYPES, FEATURE, name_of
 from emulated import DTYPES as NAMES
 from emulated import everywhere
 from emulator import needs_emulator
 from runners import passed
+from test_argument_shapes import PACKED, TOLERANCE, close, rand, values
 from test_packed import CASES, CUT, FEW, HOSTILE, batch, clamped, complaints
 from test_paged import PAGES, in_pages, of_scores
 
@@ -125,3 +127,18 @@ def test_gradients_where_sequences_overlap_come_to_an_end(monkeypatch):
         out = fastattn.attention_packed(x, x, x, cu, cu, max_q=300, max_k=300)
         out.sum().backward()
     assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", shapes_of("mask", PACKED.sizes)[2::4], ids=str)
+def test_a_mask_of_any_shape_has_a_gradient_of_that_shape(shape):
+    given = PACKED.inputs(torch.float16) | dict(mask=values("mask", shape, torch.float16, PACKED))
+
+    def passes(attention, given):
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+        out, _ = attention(**leaves)
+        incoming = rand(out.shape, 50, out.dtype)
+        return dict(zip(leaves, torch.autograd.grad(out, tuple(leaves.values()), incoming)))
+
+    exact = passes(PACKED.oracle, {name: x.double() for name, x in given.items()})
+    with everywhere():
+        close(passes(PACKED.run, given), exact, TOLERANCE[torch.float16])

@@ -12,7 +12,8 @@ from emulated import Emulated, binary, everywhere
 from emulator import KERNELS, needs_emulator
 
 import fastattn
-from fastattn import crossing, launcher, native
+from fastattn import launcher, native
+from fastattn.backend import broadcast_strides
 from fastattn.backends import cuda
 from fastattn.spec import AttentionSpec, Tensors
 
@@ -157,7 +158,7 @@ def test_what_is_not_launched_is_raised_by_name(name):
     q = torch.empty(1, 1, 1, 8, dtype=torch.float16)
     sizes = dict(B=TOO_MANY * (4 if name == "delta" else 1), H=1, Hk=1, M=1, N=1, D=8, Dv=8)
     spec = AttentionSpec(**sizes, dtype=q.dtype, device="cuda", scale=1.0, left=1, right=1)
-    tensor = native.TENSOR.pack(q.data_ptr(), *crossing.broadcast(q), native.DTYPE[q.dtype])
+    tensor = native.TENSOR.pack(q.data_ptr(), *broadcast_strides(q), native.DTYPE[q.dtype])
     params = tensor + native.form(spec)[len(tensor) :]
 
     class Unwatched(Emulated):

@@ -151,6 +151,19 @@ def test_an_error_is_told_and_the_next_call_runs(library):
     assert last(library)[1]["runs"] == before + 1
 
 
+def test_a_tensor_that_is_refused_is_named(library):
+    s, t = described("square", torch.float16, {}, {})
+    backend = launching.cuda_backend(library)
+    fail = library.entry("stub_fail", None, ctypes.c_int64)
+    fail(native.BAD_EXTENT + native.WRITTEN.index("lse"))
+    try:
+        told = r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing"
+        with pytest.raises(RuntimeError, match=told):
+            backend.forward(s, t)
+    finally:
+        fail(0)
+
+
 @pytest.mark.parametrize("size", SIZES)
 def test_a_workspace_is_of_the_inputs_device_and_large_enough(size, library, monkeypatch):
     made = []

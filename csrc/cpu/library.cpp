@@ -13,6 +13,7 @@
 #endif
 
 #include "../band.h"
+#include "../extents.h"
 #include "calls.h"
 #include "chips.h"
 #include "plan.h"
@@ -270,7 +271,9 @@ int64_t fa_cpu_workspace(const FaParams* p, int64_t pass) {
   return static_cast<int64_t>(calls.workspace());
 }
 
-int64_t fa_cpu_run(const FaParams* p, int64_t pass) {
+int64_t fa_cpu_run(const FaCall* call, int64_t pass) {
+  const FaParams* const p = &call->params;
+  if (const int64_t status = fa::bad_extent(*call, pass)) return status;
   if (const int64_t status = fa::bad_values(*p)) return status;
   try {
     fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });

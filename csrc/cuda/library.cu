@@ -1,5 +1,6 @@
 // The C ABI of csrc/abi.h over the kernels: which of them serve a pass.
 #include "../band.h"
+#include "../extents.h"
 #include "launch.h"
 #include "sm80/kernels.h"
 #include "splits.h"
@@ -48,10 +49,11 @@ int64_t fa_cuda_workspace(const FaParams* call, int64_t pass, int64_t multiproce
   }
 }
 
-int64_t fa_cuda_run(const FaParams* call, int64_t pass, int64_t device, int64_t multiprocessors,
+int64_t fa_cuda_run(const FaCall* call, int64_t pass, int64_t device, int64_t multiprocessors,
                     void* stream) {
+  if (const int64_t status = fa::bad_extent(*call, pass)) return status;
   if (const int failed = fa::use_device(device)) return failed;
-  const FaParams p = cut(*call);
+  const FaParams p = cut(call->params);
   switch (pass) {
     case FA_FORWARD:
       return decodes(p, multiprocessors) ? fa::sm80::decode(p, multiprocessors, stream)

@@ -156,61 +156,75 @@ PyObject* laid(PyObject*, PyObject* args) {
 enum Crosses { kStrided, kBroadcast, kColumn, kPair, kPointer };  // crossing.CROSSES
 
 struct Place {
-  int32_t at;  // in bytes, in FaParams
+  int32_t at;  // in bytes, in FaCall
   int32_t crosses;
+  int32_t size;  // where its sizes are, or -1
 };
 
 // `x` at a place; false where it does not fit there.
-bool write(FaParams& p, Place place, const DLTensor& x) {
-  const size_t size = place.crosses == kPointer ? sizeof(void*) : sizeof(FaTensor);
-  if (place.at < 0 || place.at + size > sizeof p) return false;
-  char* to = reinterpret_cast<char*>(&p) + place.at;
+bool write(FaCall& call, Place place, const DLTensor& x) {
+  const size_t bytes = place.crosses == kPointer ? sizeof(void*) : sizeof(FaTensor);
+  if (place.at < 0 || place.at + bytes > sizeof call) return false;
+  char* to = reinterpret_cast<char*>(&call) + place.at;
   if (place.crosses == kPointer) {
     char* data = address(x);
     std::memcpy(to, &data, sizeof data);
     return true;
   }
   FaTensor t = {address(x), {0, 0, 0, 0}, dtype_of(x)};
+  int64_t size[4] = {1, 1, 1, 1};
   bool fits = t.dtype >= 0;
   const int32_t n = x.ndim;
   switch (place.crosses) {
     case kStrided:
       fits = fits && n == 4;
-      for (int32_t i = 0; fits && i < 4; ++i) t.stride[i] = x.strides[i];
+      for (int32_t i = 0; fits && i < 4; ++i) t.stride[i] = x.strides[i], size[i] = x.shape[i];
       break;
     case kBroadcast:  // aligned to the right; what repeats has stride 0
       fits = fits && n <= 4;
-      for (int32_t i = 0; fits && i < n; ++i)
+      for (int32_t i = 0; fits && i < n; ++i) {
         t.stride[4 - n + i] = x.shape[i] == 1 ? 0 : x.strides[i];
+        size[4 - n + i] = x.shape[i];
+      }
       break;
     case kColumn:  // (H), (B,H) or (B,H,M)
       fits = fits && 1 <= n && n <= 4;
-      for (int32_t i = 0; fits && i < n; ++i) t.stride[(n == 1) + i] = x.strides[i];
+      for (int32_t i = 0; fits && i < n; ++i) {
+        t.stride[(n == 1) + i] = x.strides[i];
+        size[(n == 1) + i] = x.shape[i];
+      }
       break;
     case kPair:  // (2,B,H,M) as (B,H,M,2)
       fits = fits && n == 4;
-      for (int32_t i = 0; fits && i < 4; ++i) t.stride[i] = x.strides[(i + 1) % 4];
+      for (int32_t i = 0; fits && i < 4; ++i) {
+        t.stride[i] = x.strides[(i + 1) % 4];
+        size[i] = x.shape[(i + 1) % 4];
+      }
       break;
     default:
       fits = false;
   }
   std::memcpy(to, &t, sizeof t);
+  if (place.size >= 0) {
+    fits = fits && place.size + sizeof size <= sizeof call;
+    if (fits) std::memcpy(reinterpret_cast<char*>(&call) + place.size, size, sizeof size);
+  }
   return fits;
 }
 
-// FaParams of a template, and of `tensors`, each at its place; None is left out.
-bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors) {
+// FaCall of a template, and of `tensors`, each at its place; None is left out.
+bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors) {
   char *bytes, *at;
   Py_ssize_t size, places_size;
   if (PyBytes_AsStringAndSize(form, &bytes, &size)) return false;
   if (PyBytes_AsStringAndSize(places, &at, &places_size)) return false;
   const Py_ssize_t count = PyTuple_Size(tensors);
   if (count < 0) return false;
-  if (size != sizeof p || places_size != count * Py_ssize_t(sizeof(Place))) {
-    PyErr_SetString(PyExc_ValueError, "FaParams, or the places in it, have another size");
+  if (size != sizeof call || places_size != count * Py_ssize_t(sizeof(Place))) {
+    PyErr_SetString(PyExc_ValueError, "FaCall, or the places in it, have another size");
     return false;
   }
-  std::memcpy(&p, bytes, sizeof p);
+  std::memcpy(&call, bytes, sizeof call);
   for (Py_ssize_t i = 0; i < count; ++i) {
     PyObject* x = PyTuple_GetItem(tensors, i);
     if (x == Py_None) continue;
@@ -218,7 +232,7 @@ bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors) {
     std::memcpy(&place, at + i * sizeof place, sizeof place);
     DLTensor d;
     if (view(x, &d)) return false;
-    if (!write(p, place, d)) {
+    if (!write(call, place, d)) {
       PyErr_Format(PyExc_ValueError, "tensor %zd does not cross to its place", i);
       return false;
     }
@@ -226,9 +240,9 @@ bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors) {
   return true;
 }
 
-bool fill(FaParams& p, PyObject* form, PyObject* places, PyObject* tensors, PyObject* threads) {
-  if (!fill(p, form, places, tensors)) return false;
-  p.threads = PyLong_AsLongLong(threads);
+bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors, PyObject* threads) {
+  if (!fill(call, form, places, tensors)) return false;
+  call.params.threads = PyLong_AsLongLong(threads);
   return !PyErr_Occurred();
 }
 
@@ -239,25 +253,25 @@ bool has(Py_ssize_t got, Py_ssize_t expected) {
 }
 
 PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  FaParams p;
-  if (!has(n, 4) || !fill(p, args[0], args[1], args[2], args[3])) return nullptr;
-  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(&p), sizeof p);
+  FaCall call;
+  if (!has(n, 4) || !fill(call, args[0], args[1], args[2], args[3])) return nullptr;
+  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(&call), sizeof call);
 }
 
 PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  FaParams p;
-  if (!has(n, 7) || !fill(p, args[3], args[4], args[5], args[6])) return nullptr;
-  using Run = int64_t (*)(const FaParams*, int64_t);
+  FaCall call;
+  if (!has(n, 7) || !fill(call, args[3], args[4], args[5], args[6])) return nullptr;
+  using Run = int64_t (*)(const FaCall*, int64_t);
   const Run run = reinterpret_cast<Run>(PyLong_AsVoidPtr(args[0]));
   const int64_t which = PyLong_AsLongLong(args[1]);
   const int brief = PyObject_IsTrue(args[2]);
   if (PyErr_Occurred()) return nullptr;
   int64_t status;
   if (brief) {  // to let others have the interpreter would take as long
-    status = run(&p, which);
+    status = run(&call, which);
   } else {
     Py_BEGIN_ALLOW_THREADS
-    status = run(&p, which);
+    status = run(&call, which);
     Py_END_ALLOW_THREADS
   }
   return PyLong_FromLongLong(status);
@@ -265,9 +279,9 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
 
 // Of the CUDA library: entries, what makes a workspace, then what csrc/abi.h asks of them.
 PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
-  FaParams p;
-  if (!has(n, 10) || !fill(p, args[7], args[8], args[9])) return nullptr;
-  using Run = int64_t (*)(const FaParams*, int64_t, int64_t, int64_t, void*);
+  FaCall call;
+  if (!has(n, 10) || !fill(call, args[7], args[8], args[9])) return nullptr;
+  using Run = int64_t (*)(const FaCall*, int64_t, int64_t, int64_t, void*);
   using Workspace = int64_t (*)(const FaParams*, int64_t, int64_t);
   const Run run = reinterpret_cast<Run>(PyLong_AsVoidPtr(args[0]));
   const Workspace wanted = reinterpret_cast<Workspace>(PyLong_AsVoidPtr(args[1]));
@@ -276,7 +290,7 @@ PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
   void* stream = PyLong_AsVoidPtr(args[6]);
   if (PyErr_Occurred()) return nullptr;
   PyObject* workspace = nullptr;
-  if (const int64_t size = wanted(&p, numbers[0], numbers[2]); size > 0) {
+  if (const int64_t size = wanted(&call.params, numbers[0], numbers[2]); size > 0) {
     constexpr uintptr_t kTo = 64;
     DLTensor d;
     workspace = PyObject_CallFunction(args[2], "L", static_cast<long long>(size + kTo - 1));
@@ -285,11 +299,11 @@ PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
       return nullptr;
     }
     const auto at = reinterpret_cast<uintptr_t>(address(d));
-    p.workspace = reinterpret_cast<void*>((at + kTo - 1) / kTo * kTo);
+    call.params.workspace = reinterpret_cast<void*>((at + kTo - 1) / kTo * kTo);
   }
   int64_t code;
   Py_BEGIN_ALLOW_THREADS  // a full queue of launches waits
-  code = run(&p, numbers[0], numbers[1], numbers[2], stream);
+  code = run(&call, numbers[0], numbers[1], numbers[2], stream);
   Py_END_ALLOW_THREADS
   Py_XDECREF(workspace);  // whoever gets that memory next comes later on the stream
   return PyLong_FromLongLong(code);

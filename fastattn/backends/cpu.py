@@ -8,7 +8,8 @@ from .. import native
 from ..backend import Support, check_values, register
 from ..check import DTYPES
 from ..crossing import launch
-from ..launcher import PLACES, Launcher, convert, prepared
+from ..extents import refused
+from ..launcher import AFTER, PLACES, Launcher, convert, prepared
 from ..spec import AttentionSpec, Feature, Tensors
 
 
@@ -56,6 +57,8 @@ class Cpu(Launcher):
             return
         if status in (native.BAD_LENGTH, native.BAD_OFFSET, native.BAD_PAGE):
             check_values(spec, t)
+        if status >= native.BAD_EXTENT:
+            raise refused(status, spec, dict(zip(AFTER[which], after)))
         if status == native.NO_MEMORY:
             raise MemoryError("the CPU kernels could not allocate their scratch memory")
         raise RuntimeError(f"the CPU kernels returned the unknown status {status}")

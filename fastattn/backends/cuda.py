@@ -13,7 +13,8 @@ from torch import Tensor
 from .. import gpu, native, trouble
 from ..backend import Support, check_values, register
 from ..crossing import launch_on
-from ..launcher import PLACES, Launcher, convert, prepared
+from ..extents import refused
+from ..launcher import AFTER, PLACES, Launcher, convert, prepared
 from ..spec import AttentionSpec, Feature, Tensors
 
 
@@ -114,19 +115,21 @@ class Cuda(Launcher):
         packed = prepared(spec).form, PLACES[which], (*t, *after)
         with gpu.on(q.device):
             code = launch_on(*entries, which, *where, *packed)
-        self._check(code)
+        if status := self._check(code):
+            raise refused(status, spec, dict(zip(AFTER[which], after)))
 
-    def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> None:
+    def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> int:
         check_values(spec, t)
         q, library = t.q, self.library
         with gpu.on(q.device):
             code = library.run(
                 params, which, q.get_device(), self.multiprocessors(q), self.stream(q)
             )
-        self._check(code)
+        return self._check(code)
 
-    def _check(self, code: int) -> None:
-        if code:
+    def _check(self, code: int) -> int:
+        """Raise for an error of CUDA. Another code, or 0, is returned."""
+        if code and code < native.BAD_EXTENT:
             library = self.library
             anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
             raise RuntimeError(
@@ -134,6 +137,7 @@ class Cuda(Launcher):
                 f"{library.error(code).decode()} (CUDA error {code}; "
                 f"{trouble.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
             )
+        return code
 
 
 def _room(q: Tensor, size: int) -> Tensor:

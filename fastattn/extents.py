@@ -1,0 +1,50 @@
+"""What is said when a native library refuses to write a tensor that has other sizes than the call.
+
+The library compares the sizes in csrc/extents.h and writes nothing; this file says what it found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from . import native
+from .spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec
+
+_LETTERS = {  # of what passes write, but for gradients
+    "out": RESULTS["out"],
+    "lse": RESULTS["normaliser"],
+    "weights": RESULTS["weights"],
+    "out_t": RESULTS["out"],
+    "lse_t": RESULTS["lse"],
+}
+
+
+def refused(status: int, spec: AttentionSpec, after: Mapping[str, Tensor | None]) -> RuntimeError:
+    """The error for this status. after: the tensors that a pass has beside the call's, by field."""
+    name = native.WRITTEN[status - native.BAD_EXTENT]
+    x = after[name]
+    got = None if x is None else tuple(x.shape)
+    return RuntimeError(
+        f"{name}: got shape {got}, expected {expected(spec, name)}; nothing was written. "
+        "fastattn made this tensor itself: please report the call"
+    )
+
+
+def expected(spec: AttentionSpec, name: str) -> str:
+    """The shape that a written tensor has to have, in letters and numbers."""
+    B, M, N = spec.lies
+    sizes = {x: getattr(spec, x) for x in ("H", "Hk", "D", "Dv")} | {"2": 2, "B": B, "M": M, "N": N}
+    of = name[1:] if name[1:] in DIFFERENTIABLE else ""
+    a = ARGUMENTS.get(of)
+    letters = (a.shapes[0] if a else _LETTERS[name]).split()
+    if name == "weights" and spec.average_heads:
+        sizes["H"] = 1
+    if of in spec.given:  # of mask and sinks
+        sizes |= {"B": spec.B, "M": spec.M, "N": spec.N}
+        letters = ["B", *(x for x in letters if x != "B")] if spec.packed else letters
+    text = f"({', '.join(letters)}) = {tuple(sizes[x] for x in letters)}"
+    if a is None or not a.broadcast:
+        return text
+    return f"{text}, or 1 for {'H, M and N' if spec.packed else 'any of them'}"
