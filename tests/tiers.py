@@ -171,6 +171,8 @@ SHARES = {
     "test_inside": (4, 2),
     "test_onnx::test_calls": (4, 3),
     "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
+    "test_sdpa_layout::test_compiled": (6, 2),
+    "test_sdpa_layout::test_layouts": (5, 2),
     "test_multihead": (5, 2),
     "test_nn_transformer": (5, 2),
     "test_ops": (5, 2),
