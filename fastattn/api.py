@@ -26,7 +26,7 @@ from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
 from .roads import call
 from .scalars import real, whole
-from .spec import ARGUMENTS, UNLIMITED, Options, Tensors
+from .spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors
 
 _ALIGNMENTS = {
     False: "",
@@ -34,6 +34,7 @@ _ALIGNMENTS = {
     "top_left": "top_left",
     "bottom_right": "bottom_right",
 }
+IN_TOKENS = TOKENS, TOKENS
 _any_autocast = torch._C._is_any_autocast_enabled
 
 
@@ -141,8 +142,16 @@ def attention(
         for float64), sinks included; a loss on it has a gradient too.
     backend: run on this one or raise; None takes the first that can. See `fastattn.explain`.
 
-    Returns (B,H,M,Dv) in q's dtype, stored (B,M,H,Dv). An empty row, which has nothing to attend
-    to, has output 0, LSE -inf (or its sink) and zero gradients.
+    scale, softcap and dropout_p are numbers, numpy's among them. Bools and tensors raise TypeError:
+    there is no gradient for them, and a GPU would be waited for.
+
+    Returns (B,H,M,Dv) in q's dtype. It lies in memory as (B,M,H,Dv), and the gradients of q, k and
+    v as (B,M,H,D), whatever the layout of q: out.transpose(1, 2) is contiguous, and merges heads by
+    `flatten(2)` without a copy. `out.view(B * H, M, Dv)` raises; use `reshape`, or
+    `scaled_dot_product_attention`, whose result lies as torch's does.
+
+    An empty row, which has nothing to attend to, has output 0, LSE -inf (or its sink) and zero
+    gradients.
 
     NaN and infinity in k or v at hidden keys are kept out by key_lengths alone. Behind a mask,
     causal or a window it is unspecified whether they reach a result: whole blocks are skipped,
@@ -282,7 +291,9 @@ def attention_weights(
     resolved(arguments, "attention_weights")
     constant = lse is not None
     if lse is None:
-        undropped = {x: y for x, y in arguments.items() if x not in ("dropout_p", "seed")}
+        undropped: dict[str, Any] = {
+            x: y for x, y in arguments.items() if x not in ("dropout_p", "seed")
+        }
         with torch.no_grad():  # v has no columns: this pass is for its normaliser
             _, normaliser = attend(q, k, _no_columns(k), **undropped)
     else:
@@ -305,11 +316,22 @@ def _no_columns(k: Tensor) -> Tensor:
     return k[..., :0] if k.ndim else k  # what dimensions there have to be, the checks say
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost."""
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    orders: tuple[str, str] = IN_TOKENS,
+    function: str = "attention",
+    **arguments: Any,
+) -> tuple[Tensor, Tensor]:
+    """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost.
+
+    orders, function: as `prepare` has them.
+    """
     if v is None:
         raise no_values()
-    t, o = prepare(q, k, v, arguments)
+    t, o = prepare(q, k, v, arguments, function, orders=orders)
     out, normaliser = call(ATTENTION, t, o)
     return out, normaliser
 
@@ -360,8 +382,13 @@ def prepare(
     v: Tensor | None,
     arguments: Any,
     function: str = "attention",
+    *,
+    orders: tuple[str, str] = IN_TOKENS,
 ) -> tuple[Tensors, Options]:
-    """The arguments, by the names of `Arguments`, in the one form that everything below reads."""
+    """The arguments, by the names of `Arguments`, in the one form that everything below reads.
+
+    orders: how out and the gradients of q, k and v lie in memory (`Options.out_order`).
+    """
     given = resolved(arguments, function)
     compiling = is_compiling()
     window, mask, seed = given["window"], given["mask"], given["seed"]
@@ -372,6 +399,7 @@ def prepare(
         given["softcap"],
         given["backend"],
         given["row_invariant"],
+        orders,
     )
     may_be_a_part = compiling or F.scaled_dot_product_attention is not context_parallel.TORCHS
     if may_be_a_part and given["place"] is None and context_parallel.is_inside():
@@ -380,7 +408,7 @@ def prepare(
         scalars = *scalars, *_edges(window), *_place(given["place"])
     plain, with_grad = _options(*scalars) if compiling else _same_options(scalars)
     if (compiling or _any_autocast()) and isinstance(q, Tensor):
-        q, k, v, mask = _autocast(q, k, v, mask)
+        q, k, v, mask = autocast(q, k, v, mask)
     if seed is not None or plain.dropout_p:
         seed = _seed(seed, plain.dropout_p, q)
     t = Tensors(*(q, k, v, mask, given["key_lengths"], given["alibi_slopes"], given["sinks"], seed))
@@ -425,6 +453,7 @@ def _options(
     softcap: Any,
     backend: Any,
     row_invariant: Any,
+    orders: Any,
     left: Any = None,
     right: Any = None,
     *place: Any,
@@ -444,6 +473,7 @@ def _options(
         raise TypeError(f"row_invariant: got {row_invariant!r}, expected True or False")
     fields = scale, alignment, left, right, softcap, dropout_p, backend or ""
     lies = dict(zip(Options._fields[-len(Place._fields) :], place), row_invariant=row_invariant)
+    lies |= dict(zip(("out_order", "grad_order"), orders))
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 
@@ -517,7 +547,12 @@ def _edge(side: str, x):
     return UNLIMITED if type(x) is int and x > UNLIMITED else x  # operators hold 64 bits
 
 
-def _autocast(q, k, v, mask):
+def may_autocast() -> bool:
+    """A compiler cannot ask whether any device does."""
+    return is_compiling() or _any_autocast()
+
+
+def autocast(q, k, v, mask):
     """As torch's SDPA: q, k, v and a float mask in the autocast dtype; float64 stays."""
     device = q.device.type
     if not torch.is_autocast_enabled(device):

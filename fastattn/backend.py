@@ -55,9 +55,9 @@ class Backend(Protocol):
     """Kernels behind one interface.
 
     `t` is what the caller gave. Its shapes, dtypes and devices keep the rules of `check`; values
-    (key lengths in range) are the backend's to check. Outputs and gradients in q's layout are
-    stored (B,M,H,D) and viewed as (B,H,M,D). Gradients come by the names of their tensors in
-    `Tensors`, at least those that `wants` has.
+    (key lengths in range) are the backend's to check. out and its tangent lie in memory in
+    `spec.out_order`, the gradients of q, k and v in `spec.grad_order`. Gradients come by the names
+    of their tensors in `Tensors`, at least those that `wants` has.
     """
 
     name: str
@@ -146,14 +146,24 @@ class WithTangents(Backend, Protocol):
 Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
-def token_major_layout(B: int, H: int, M: int, D: int) -> Layout:
-    """(B,H,M,D) stored (B,M,H,D): the layout of outputs and their gradients."""
-    return (B, H, M, D), (M * H * D, D, H * D, 1)
+def dense_layout(B: int, H: int, M: int, D: int, order: str) -> Layout:
+    """(B,H,M,D) without gaps: rows of D, and the other dimensions from the outermost in `order`."""
+    sizes, strides, step = {"B": B, "H": H, "M": M}, {}, D
+    for letter in reversed(order):
+        strides[letter] = step
+        step *= sizes[letter]
+    return (B, H, M, D), (strides["B"], strides["H"], strides["M"], 1)
 
 
-def token_major(like: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+def empty_dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype, order: str) -> Tensor:
     """An empty tensor of that layout."""
-    return like.new_empty_strided(*token_major_layout(*shape), dtype=dtype)
+    return like.new_empty_strided(*dense_layout(*shape, order), dtype=dtype)
+
+
+def in_order(x: Tensor, order: str) -> Tensor:
+    """x (B,H,M,D) in that layout; it is copied unless it has it."""
+    dims = [*map("BHM".index, order), 3]
+    return x.permute(dims).contiguous().permute([dims.index(at) for at in range(4)])
 
 
 def broadcast_strides(x: Tensor) -> tuple[int, ...]:

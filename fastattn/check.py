@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
-from .spec import AGAIN, ARGUMENTS, Argument, AttentionSpec, Options, Tensors, wide
+from .spec import AGAIN, ARGUMENTS, TOKENS, Argument, AttentionSpec, Options, Tensors, wide
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNMENTS = ("", "top_left", "bottom_right")
@@ -53,6 +53,8 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         constant_lse=o.constant_lse,
         row_invariant=o.row_invariant,
         unrounded=o.stored(t.q.dtype) != t.q.dtype,
+        out_order=o.out_order,
+        grad_order=o.grad_order,
         at_row=o.at_row,
         at_key=o.at_key,
         at_head=o.at_head,
@@ -94,6 +96,11 @@ def check(t: Tensors, o: Options) -> None:
     _place(o.place, *_counts(t, o)[1:])
     sums = t.v is not None and t.cu_q is None
     need(sums or not o.unrounded, "unrounded", True, "False of weights and of packed batches")
+    for name in ("out_order", "grad_order"):
+        order = getattr(o, name)
+        fits = order == TOKENS or (sums and sorted(order) == sorted(TOKENS))
+        expected = f"the letters of {TOKENS}, or that itself of weights and of packed batches"
+        need(fits, name, repr(order), expected)
     need(o.dropout_p == 0 or t.seed is not None, "seed", None, "a tensor, because dropout_p > 0")
 
 

@@ -16,6 +16,7 @@ from torch._decomp import decomposition_table
 
 from . import operators
 from . import reference as oracle
+from .backend import in_order
 from .backends.reference import score_arguments
 from .check import describe
 from .operation import ATTENTION, WEIGHTS, Operation
@@ -28,9 +29,7 @@ def attention(*args: Any) -> tuple[Tensor, Tensor]:
     out, normaliser = oracle.attention(
         *(t.q, t.k, t.given("v")), **given, sinks=t.sinks, return_normaliser=True
     )
-    out = out.to(spec.stored(spec.dtype))
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # stored (B,M,H,Dv)
-    return out, normaliser
+    return in_order(out.to(spec.stored(spec.dtype)), spec.out_order), normaliser
 
 
 def weights(*args: Any) -> Tensor:

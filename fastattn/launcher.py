@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, empty, get_num_threads
 
 from . import native
-from .backend import Layout, token_major_layout
+from .backend import Layout, dense_layout
 from .crossing import pack, places
 from .extents import refused
 from .packing import backward_in_turn, second_in_turn
@@ -147,7 +147,7 @@ class Launcher:
     def _gradients(
         self, spec: AttentionSpec, t: Tensors, wants: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Room for the gradients: laid as q is, in the mask's shape, or as wide as kernels sum."""
+        """Room for the gradients: in `grad_order`, in the mask's shape, or as kernels sum."""
         grads = {}
         for name, layout in prepared(spec).gradients:
             if name in wants or (self.makes_all and layout):
@@ -205,10 +205,10 @@ def _prepare(spec: AttentionSpec) -> Prepared:
     like_q = {"q": (B, H, M, D), "k": (B, Hk, N, D), "v": (B, Hk, N, Dv)}
     if spec.weights:
         del like_q["v"]
-    laid = {name: token_major_layout(*shape) for name, shape in like_q.items()}
+    laid = {name: dense_layout(*shape, spec.grad_order) for name, shape in like_q.items()}
     return Prepared(
         form=native.form(spec),
-        out=token_major_layout(B, H, M, Dv),
+        out=dense_layout(B, H, M, Dv, spec.out_order),
         normaliser=((2, B, H, M), (B * H * M, H * M, M, 1)),
         gradients=[(x, laid.get(x)) for x in DIFFERENTIABLE if x in laid or x in spec.given],
         stored={"dtype": spec.wide} if spec.unrounded else {},

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
@@ -136,7 +136,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
         _check_hint(is_causal, attn_mask)
         if not batched:
-            query, key, value = _unsqueeze(query, key, value)
+            query, key, value = _one_for_one(lambda x: x[None], query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         # The hint stands for the mask only where torch, too, drops the mask for it.
         causal = is_causal and key_padding_mask is None and not need_weights
@@ -163,6 +163,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """q, k, v as (B, H, L, D) views into the fewest projections: nothing is copied."""
         w, b, e = self.in_proj_weight, self.in_proj_bias, self.embed_dim
+        of = self.q_proj_weight if w is None else w
+        if not seq_first and b is not None and b.dtype != of.dtype:
+            # F.linear takes a bias of another dtype unless the input is contiguous. torch's module
+            # brings the sequence to the front, after which it rarely is.
+            turned = _one_for_one(lambda x: x.transpose(0, 1), query, key, value)
+            return self._project(*turned, seq_first=True)
         if w is None:  # kdim or vdim differs from embed_dim
             weights = self.q_proj_weight, self.k_proj_weight, self.v_proj_weight
             biases = (None, None, None) if b is None else b.chunk(3)
@@ -191,8 +197,11 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _project_out(self, out: Tensor, seq_first: bool) -> Tensor:
         # attention stores its output as (B, L, H, D): with the batch first, merging heads is free.
-        order = (2, 0, 1, 3) if seq_first else (0, 2, 1, 3)
-        return F.linear(out.permute(order).flatten(2), self.out_proj.weight, self.out_proj.bias)
+        w, b = self.out_proj.weight, self.out_proj.bias
+        if not seq_first:
+            return F.linear(out.permute(0, 2, 1, 3).flatten(2), w, b)
+        rows = out.permute(2, 0, 1, 3)
+        return F.linear(rows.flatten(2).flatten(0, 1), w, b).unflatten(0, rows.shape[:2])
 
     def _append_keys(
         self, k: Tensor, v: Tensor, mask: Tensor | None
@@ -268,7 +277,7 @@ class MultiheadAttention(nn.MultiheadAttention):
                         f"Expected key_padded_mask.shape[{dim}] to be {size}, but got {got}"
                     )
             key_padding_mask = _may_attend(key_padding_mask)[:, None, None, :]
-        return _with_dtype_for(q, _combine(attn_mask, key_padding_mask))
+        return _with_dtype_for(q, _combine(attn_mask, key_padding_mask, q.dtype))
 
     # -- checks --------------------------------------------------------------------------------
 
@@ -313,11 +322,13 @@ def _check_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
         )
 
 
-def _unsqueeze(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Add the batch dimension, keeping one tensor one where query, key, value are the same."""
-    q = query[None]
-    k = q if key is query else key[None]
-    v = k if value is key else value[None]
+def _one_for_one(
+    view: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A view of each, keeping one tensor one where query, key, value are the same."""
+    q = view(query)
+    k = q if key is query else view(key)
+    v = k if value is key else view(value)
     return q, k, v
 
 
@@ -330,7 +341,8 @@ def _may_attend(mask: Tensor) -> Tensor:
     return ~mask if mask.dtype == torch.bool else mask
 
 
-def _combine(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+def _combine(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """dtype: what a bool mask becomes where it meets a float mask of another dtype."""
     if a is None or b is None:
         return b if a is None else a
     if a.dtype != torch.bool and b.dtype != torch.bool:
@@ -338,7 +350,7 @@ def _combine(a: Tensor | None, b: Tensor | None) -> Tensor | None:
     if a.dtype == b.dtype:
         return a & b
     keep, bias = (a, b) if a.dtype == torch.bool else (b, a)
-    return torch.where(keep, bias, float("-inf"))
+    return torch.where(keep, bias.to(torch.promote_types(bias.dtype, dtype)), float("-inf"))
 
 
 def _with_dtype_for(q: Tensor, mask: Tensor | None) -> Tensor | None:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .backend import Backend, WithTangents, choose, token_major
+from .backend import Backend, WithTangents, choose, empty_dense
 from .check import describe, need_like, need_memory
 from .crossing import Kind
 from .spec import (
@@ -212,7 +212,7 @@ def empty_gradients(t: Tensors, o: Options, wants: Sequence[str]) -> list[Tensor
     """What `run_backward` returns, as far as shapes, dtypes and strides go."""
     wanted = [(ARGUMENTS[name], t.given(name)) for name in wants]
     return [
-        token_major(x, x.shape, o.stored(x.dtype))
+        empty_dense(x, x.shape, o.stored(x.dtype), o.grad_order)
         if a.crosses == "strided"
         else x.new_empty(x.shape, dtype=o.stored(x.dtype))
         for a, x in wanted
@@ -230,13 +230,14 @@ def _empty(result: str, t: Tensors, dtype: torch.dtype) -> Tensor:
 
 def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     assert t.v is not None
-    out = token_major(t.q, (*t.q.shape[:3], t.v.shape[3]), o.stored(t.q.dtype))
+    shape = *t.q.shape[:3], t.v.shape[3]
+    out = empty_dense(t.q, shape, o.stored(t.q.dtype), o.out_order)
     return out, _empty(RESULTS["normaliser"], t, wide(t.q.dtype))
 
 
-def tangent_outputs(t: Tensors, known: bool) -> list[Tensor]:
+def tangent_outputs(t: Tensors, o: Options, known: bool) -> list[Tensor]:
     """What `run_jvp` returns, likewise. known: are out and normaliser given?"""
-    out, normaliser = _attention_outputs(t, Options())
+    out, normaliser = _attention_outputs(t, o)
     found = [out, normaliser, torch.empty_like(out), _empty(RESULTS["lse"], t, normaliser.dtype)]
     return found[2:] if known else found
 

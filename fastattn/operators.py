@@ -228,7 +228,7 @@ def _fake_jvp(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     _, outs, t, o = _jvp_arguments(args)
     check(t, o)
-    return tangent_outputs(t, outs[0] is not None)
+    return tangent_outputs(t, o, outs[0] is not None)
 
 
 def _save_jvp(ctx, inputs, output) -> None:

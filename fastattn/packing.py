@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .backend import token_major
+from .backend import empty_dense
 from .crossing import kind
 from .quantisation import dequantised
 from .scalars import whole
-from .spec import RESULTS, AttentionSpec, Tangents, Tensors
+from .spec import RESULTS, TOKENS, AttentionSpec, Tangents, Tensors
 
 
 def heads_first(name: str, x: Any) -> Tensor:
@@ -163,7 +163,7 @@ def jvp_in_turn(
     """`Backend.jvp` likewise."""
     like_out = (*t.q.shape[:3], t.given("v").shape[3])
     like_lse = t.q.shape[:3]
-    outs = [token_major(t.q, like_out, t.q.dtype) for _ in range(2)]
+    outs = [empty_dense(t.q, like_out, t.q.dtype, TOKENS) for _ in range(2)]
     wide = [t.q.new_empty(shape, dtype=spec.wide) for shape in ((2, *like_lse), like_lse)]
     rooms = outs[0], wide[0], outs[1], wide[1]
     for one in sequences(spec, t):

@@ -184,12 +184,9 @@ def _stand_in(
     named: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
     if _asking and _asking == threading.get_ident():
         _reached = True
-    elif _is_plain(is_causal, enable_gqa) and why_torchs(query, key, value, attn_mask) is None:
+    elif why_torchs(query, key, value, attn_mask) is None:
         try:
-            out = _ours(query, key, value, *rest, **named)
-            return (
-                out if query.is_nested else _laid_out(out, query, key, value, *rest[:2], enable_gqa)
-            )
+            return _ours(query, key, value, *rest, **named)
         except (RuntimeError, ValueError, TypeError):
             pass  # torch has its own say
     if is_causal_bias(attn_mask):  # it looks for the function that stands there, which is this one
@@ -200,37 +197,6 @@ def _stand_in(
 
 _stand_in.__name__ = "scaled_dot_product_attention"  # pickles go by __qualname__, which stays
 _stand_in.__doc__ = F.scaled_dot_product_attention.__doc__
-
-
-def _is_plain(*switches: Any) -> bool:
-    """Whether they are bools: torch takes no other, and says so."""
-    return all(type(x) is bool for x in switches)
-
-
-def _laid_out(out, query, key, value, mask, dropout_p, enable_gqa) -> Tensor:
-    """out as torch's lies in memory, which some view: as query does from its flash kernel, else
-    contiguous."""
-    if not _takes_flash(query, key, value, mask, dropout_p, enable_gqa):
-        return out.contiguous()
-    b, h, m, _ = query.stride()
-    if b >= m >= h:  # so is ours
-        return out
-    return torch.empty_like(query, dtype=out.dtype).copy_(out)
-
-
-def _takes_flash(query, key, value, mask, dropout_p, enable_gqa) -> bool:
-    """By torch's rules for CPUs; of no matter where query is contiguous."""
-    if query.ndim != 4 or dropout_p or query.is_contiguous():
-        return False
-    if not query.shape[0] == key.shape[0] == value.shape[0]:
-        return False
-    if not (enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]):
-        return False
-    if not query.shape[-1] == key.shape[-1] == value.shape[-1]:
-        return False
-    if not query.stride(-1) == key.stride(-1) == value.stride(-1) == 1:
-        return False
-    return mask is None or is_causal_bias(mask) or not (mask.ndim == 3 or mask.requires_grad)
 
 
 def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str | None:

@@ -17,7 +17,8 @@ def real(name: str, x: Any) -> Any:
     if type(x) is float or isinstance(x, (SymFloat, SymInt)):
         return x
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
-        raise TypeError(f"{name}: got {x!r} ({type(x).__name__}), expected a number")
+        hint = f": float({name}) is one, without a gradient" if isinstance(x, Tensor) else ""
+        raise TypeError(f"{name}: got {x!r} ({type(x).__name__}), expected a number{hint}")
     try:
         return float(x)
     except OverflowError:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .place import Place
 
 UNLIMITED = 1 << 40  # a band edge that no sequence reaches
+TOKENS = "BMH"  # as projections leave heads in memory; "BHM" is contiguous
 
 
 class Feature(enum.Flag):
@@ -172,6 +173,8 @@ class Options(NamedTuple):
     max_k: int | None = None
     row_invariant: bool = False
     unrounded: bool = False  # attention only: results that are to be added to others'
+    out_order: str = TOKENS  # of dimensions in memory, the outermost first; D is the innermost
+    grad_order: str = TOKENS  # of the gradients of q, k and v; "M" is their rows or keys
     items_again: int = 0  # `batching`
     heads_again: int = 0
     at_row: int = 0  # `Place`
@@ -270,6 +273,8 @@ class AttentionSpec:
     constant_lse: bool = False
     row_invariant: bool = False
     unrounded: bool = False  # out and gradients are stored in `wide`, which is not their dtype
+    out_order: str = TOKENS
+    grad_order: str = TOKENS
     at_row: int = 0
     at_key: int = 0
     at_head: int = 0

@@ -7,16 +7,17 @@ where the memory allows it.
 from __future__ import annotations
 
 import math
-from numbers import Real
-from typing import Any, cast
+import sys
+from typing import Any
 
 import torch
-from torch import Size, Tensor, broadcast_shapes
+from torch import Size, SymFloat, SymInt, Tensor, broadcast_shapes
 
 from . import nested
-from .api import attention
+from .api import attend, autocast, may_autocast
 from .check import need_dense
 from .overrides import handle, is_compiling, is_overridden
+from .spec import TOKENS
 
 
 def scaled_dot_product_attention(
@@ -40,35 +41,53 @@ def scaled_dot_product_attention(
     divide those of query. Returns (..., L, Ev); a row that may attend to nothing gives 0.
 
     It differs from torch's on purpose in four things: a mask together with is_causal always raises,
-    as do keys and values of different lengths and a NaN scale; masks may have fewer than two
-    dimensions; dropout runs inside the kernel and draws its own mask.
+    as do keys and values of different lengths and a scale that is not finite; masks may have fewer
+    than two dimensions; dropout runs inside the kernel and draws its own mask.
 
-    Raises RuntimeError where torch does, with the same first words, and TypeError for what is no
-    tensor. `fastattn.attention` is the same computation with more features and fewer shapes.
+    Results and gradients lie in memory as torch's do on a CPU, so that the same `view` calls work:
+    where torch takes its flash kernel, the result as query does and the gradients as (B, L, H, E);
+    else all contiguous, also a gradient that torch's math kernel leaves transposed.
+
+    `dropout_p` and `scale` are numbers, bools among them, numpy scalars, or tensors of no dimension
+    that do not require grad; `is_causal` and `enable_gqa` are bools.
+
+    Raises RuntimeError and TypeError where torch does, with the same first words.
+    `fastattn.attention` is the same computation with more features and fewer shapes.
     """
     if is_overridden(query, key, value) and not is_compiling():
         given, rest = (query, key, value), (attn_mask, dropout_p, is_causal)
         own = {"scale": scale, "enable_gqa": enable_gqa}
         return handle(scaled_dot_product_attention, given, *rest, **own)
-    if attn_mask is None and scale is None and dropout_p == 0 and _is_ordinary(query, key, value):
-        return _attend(query, key, value, causal=bool(is_causal))
-    if all(map(nested.is_jagged, (query, key, value))):
-        return _attend_jagged(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    causal = "top_left" if is_causal else False
-    if is_causal_bias(attn_mask):
-        causal, attn_mask = _causal_bias(attn_mask, query, key, is_causal), None
-    _check(query, key, value, attn_mask, dropout_p, is_causal, scale)
+    if type(dropout_p) is not float:
+        dropout_p = _number("dropout_p", dropout_p)
+    if scale is not None:
+        scale = _number("scale", scale)
+    if type(is_causal) is not bool or type(enable_gqa) is not bool:
+        _need_type(isinstance(is_causal, bool), "is_causal", "bool", is_causal)
+        _need_type(isinstance(enable_gqa, bool), "enable_gqa", "bool", enable_gqa)
     q, k, v, mask = query, key, value, attn_mask
+    casts = may_autocast()
+    if mask is None and scale is None and dropout_p == 0 and not casts and _is_ordinary(q, k, v):
+        return _attend(q, k, v, _orders_of_rows(q, k, v), causal=is_causal)
+    if all(map(nested.is_jagged, (q, k, v))):
+        return _attend_jagged(q, k, v, mask, dropout_p, is_causal, scale, enable_gqa)
+    causal = "top_left" if is_causal else False
+    if is_causal_bias(mask):
+        causal, mask = _causal_bias(mask, q, k, is_causal), None
+    _check(q, k, v, mask, dropout_p, is_causal, scale)
     rank = max(q.ndim, k.ndim, v.ndim)
     if mask is not None and mask.ndim > rank:
         raise RuntimeError(
             f"attn_mask: got {mask.ndim} dimensions, expected at most {rank}, as the scores have"
         )
+    if casts:  # here, because what is cast may lie otherwise
+        q, k, v, mask = autocast(q, k, v, mask)
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]):
         return _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa)
+    orders = _memory_orders(q, k, v, mask, dropout_p, enable_gqa)
     if not k.shape[1] == v.shape[1] == q.shape[1]:
         q, k, v = _match_heads(q, k, v, enable_gqa)
-    return _attend(q, k, v, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
+    return _attend(q, k, v, orders, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
 
 
 def is_causal_bias(mask: Any) -> bool:
@@ -76,8 +95,68 @@ def is_causal_bias(mask: Any) -> bool:
     return type(mask).__name__ == "CausalBias"
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Tensor:
-    return cast("Tensor", attention(q, k, v, **rest))  # no LSE asked for: one tensor
+def _attend(q: Tensor, k: Tensor, v: Tensor, orders: tuple[str, str], **rest: Any) -> Tensor:
+    return attend(q, k, v, orders=orders, function="scaled_dot_product_attention", **rest)[0]
+
+
+# --------------------------------------------------------------------------------- memory layout
+
+CONTIGUOUS = "BHM", "BHM"
+
+
+def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
+    """How torch's function lays out the result, and the gradients of query, key and value, which
+    are 4-D: by its flash kernel for CPUs, if it takes that, else by its math kernel."""
+    (B, H, _, D), (Bk, Hk, _, Dk), (Bv, Hv, _, Dv) = q.shape, k.shape, v.shape
+    takes_flash = (
+        not dropout_p
+        and B == Bk == Bv
+        and Hk == Hv
+        and (Hk == H or (enable_gqa and Hk and H % Hk == 0))
+        and D == Dk == Dv
+        and (mask is None or (mask.ndim in (2, 4) and not mask.requires_grad))
+    )
+    return _orders_of_rows(q, k, v) if takes_flash else CONTIGUOUS
+
+
+def _orders_of_rows(q, k, v) -> tuple[str, str]:
+    """The same of shapes that torch's flash kernel takes, if there are rows, and each is whole."""
+    if not (q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.shape[2] and k.shape[2]):
+        return CONTIGUOUS
+    return (_order_of(q), TOKENS) if _may_flash() else CONTIGUOUS
+
+
+def _may_flash() -> bool:
+    """Whether sdpa_kernel(...) leaves flash in, of every device."""
+    return torch._C._get_flash_sdp_enabled()
+
+
+_may_flash._dynamo_marked_constant = True  # ty: ignore  (it is asked when a compiler traces)
+
+
+def _order_of(x: Tensor) -> str:
+    """The order of dimensions in memory that torch.empty_like(x) has. It sorts as TensorIterator
+    does: a dimension of stride 0 is compared to none."""
+    if x.is_contiguous():
+        return "BHM"
+    sizes, strides = x.shape, x.stride()
+    b, h, m, _ = strides
+    if b > m > h > 0:
+        return TOKENS
+    inward = [2, 1, 0]
+    for at in (1, 2):
+        for before in reversed(range(at)):
+            a, b = inward[before], inward[at]
+            if strides[a] == 0 or strides[b] == 0:
+                continue
+            if strides[a] > strides[b] or (strides[a] == strides[b] and sizes[a] > sizes[b]):
+                inward[before], inward[at], at = b, a, before
+            elif strides[a] < strides[b]:
+                break
+    return "".join("BHM"[dim] for dim in reversed(inward))
+
+
+# ---------------------------------------------------------------------------- shapes of every rank
 
 
 def _attend_jagged(
@@ -119,8 +198,8 @@ def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
     lead = _broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
     q, k, v = (_merge(x, lead) for x in (q, k, v))
     mask = _merge_mask(mask, lead)
-    out = _attend(q, k, v, mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
-    out = out.unflatten(0, lead)
+    given: dict[str, Any] = dict(mask=mask, causal=causal, dropout_p=dropout_p, scale=scale)
+    out = _attend(q, k, v, CONTIGUOUS, **given).unflatten(0, lead)
     return out[(0,) * (max(rank, 4) - rank)]
 
 
@@ -229,12 +308,24 @@ def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
         _check_mask(q, k, mask, is_causal)
 
 
+def _number(name: str, x: Any) -> Any:
+    """A float, of what torch takes for one; of a compiler's symbols, the symbol."""
+    if type(x) is float or isinstance(x, (SymFloat, SymInt)):
+        return x
+    if isinstance(x, Tensor):
+        _need_type(x.ndim == 0 and not x.requires_grad, name, "float", x)
+    elif not isinstance(x, (float, int)):
+        numpy = sys.modules.get("numpy")  # who has its scalars has imported it
+        fits = numpy is not None and isinstance(x, (numpy.number, numpy.bool_))
+        _need_type(fits, name, "float", x)
+    return float(x)
+
+
 def _check_scalars(dropout_p, scale) -> None:
-    _need_type(isinstance(dropout_p, Real), "dropout_p", "float", dropout_p)
-    _need_type(scale is None or isinstance(scale, Real), "scale", "float", scale)
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
-    if scale is not None and not math.isfinite(scale):
+    # No math.isfinite: compilers cannot trace it for a number that is a symbol.
+    if scale is not None and not -math.inf < scale < math.inf:
         raise RuntimeError(f"scale: got {scale}, expected a finite number or None")
 
 

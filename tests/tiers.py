@@ -189,6 +189,8 @@ SHARES = {
     "test_saved_programs": (NONE, ALL),
     "test_saved_programs::test_packages_of_aotinductor": (NONE, NONE),
     "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
+    "test_sdpa_layout::test_compiled": (6, 2),
+    "test_sdpa_layout::test_layouts": (5, 2),
     "test_multihead": (5, 2),
     "test_nn_transformer": (5, 2),
     "test_ops": (5, 2),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import reference as oracle
-from ..backend import Support, check_values, register, token_major
+from ..backend import Support, check_values, empty_dense, register
 from ..check import DTYPES
 from ..packing import backward_in_turn, jvp_in_turn, second_in_turn, sequences
 from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
@@ -70,7 +70,8 @@ class Reference:
             again=(spec.items_again, spec.heads_again),
             return_normaliser=True,
         )
-        return token_major(t.q, out.shape, spec.stored(spec.dtype)).copy_(out), normaliser
+        room = empty_dense(t.q, out.shape, spec.stored(spec.dtype), spec.out_order)
+        return room.copy_(out), normaliser
 
     @_without_autocast
     def backward(
@@ -316,8 +317,11 @@ def _as_inputs(
     for name in wants:
         x = getattr(t, name)
         dtype = spec.stored(x.dtype)
-        like_q = name in "qkv"
-        room = token_major(x, x.shape, dtype) if like_q else x.new_empty(x.shape, dtype=dtype)
+        room = (
+            empty_dense(x, x.shape, dtype, spec.grad_order)
+            if name in "qkv"
+            else x.new_empty(x.shape, dtype=dtype)
+        )
         found[name] = room.copy_(grads[name].reshape(x.shape))
     return found
 
@@ -328,7 +332,7 @@ def _as_inputs(
 def _forward_packed(run: Reference, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
     check_values(spec, t)
     v = t.given("v")
-    out = token_major(t.q, (*t.q.shape[:3], v.shape[3]), spec.dtype)
+    out = empty_dense(t.q, (*t.q.shape[:3], v.shape[3]), spec.dtype, spec.out_order)
     normaliser = t.q.new_empty((2, *t.q.shape[:3]), dtype=spec.wide)
     for one in sequences(spec, t):
         out[:, :, one.rows], normaliser[..., one.rows] = run.forward(one.spec, one.t)

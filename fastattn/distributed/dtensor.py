@@ -25,6 +25,7 @@ from torch.distributed.tensor import (
 )
 
 from .. import context_parallel, roads
+from ..backend import in_order
 from ..check import check
 from ..operation import ATTENTION, Operation
 from ..operators import unseen
@@ -206,7 +207,7 @@ def _of_rows(t: Tensors, o: Options, cut: Cut) -> tuple[Tensor, Tensor]:
         backend=o.backend or None,
         return_lse=True,
     )
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # as it lies on one rank
+    out = in_order(out, o.out_order)  # as it lies on one rank
     return out, torch.stack([lse, torch.zeros_like(lse)])
 
 

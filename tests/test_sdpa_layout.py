@@ -1,0 +1,422 @@
+"""fastattn.scaled_dot_product_attention lies in memory as torch's function does, so that the same
+views work: results and gradients, for every layout of the inputs."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
+
+import fastattn
+
+ours, theirs = fastattn.scaled_dot_product_attention, F.scaled_dot_product_attention
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Lower right"),
+]
+
+# ------------------------------------------------------------------------------------- the cases
+
+
+def rand(*shape, seed=0, dtype=torch.float32):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def in_memory(order, pad=0):
+    """Tensors whose dimensions lie in this order, the outermost first, counted from the last: -1
+    is D. With `pad`, rows have gaps behind them."""
+
+    def made(shape, **given):
+        dims = [d for d in range(-len(shape), 0) if d not in order] + [*order]
+        dims = [d + len(shape) for d in dims if d + len(shape) >= 0]
+        sizes = [shape[d] for d in dims]
+        x = rand(*sizes[:-1], sizes[-1] + pad, **given)[..., : sizes[-1]]
+        return x.permute([dims.index(d) for d in range(len(shape))])
+
+    return made
+
+
+def expanded(dim):
+    def made(shape, **given):
+        dims = [1 if at == len(shape) + dim else n for at, n in enumerate(shape)]
+        return rand(*dims, **given).expand(shape)
+
+    return made
+
+
+def of_one_projection(shape, **given):
+    """(..., L, 3, H, E), as a projection of query, key and value leaves them."""
+    if len(shape) < 3:
+        return rand(*shape, **given)
+    *lead, heads, length, dim = shape
+    return rand(*lead, length, 3, heads, dim, **given)[..., 1, :, :].transpose(-2, -3)
+
+
+LAYOUTS = {
+    "contiguous": in_memory(()),
+    "tokens": in_memory((-2, -3, -1)),
+    "sequence-first": in_memory((-2, -4, -3, -1)),
+    "heads-first": in_memory((-3, -4, -2, -1)),
+    "heads-sequence": in_memory((-3, -2, -4, -1)),
+    "sequence-heads": in_memory((-2, -3, -4, -1)),
+    "column-major": in_memory((-1, -2)),
+    "gaps": in_memory((), pad=3),
+    "tokens-gaps": in_memory((-2, -3, -1), pad=3),
+    "one-projection": of_one_projection,
+    "one-head-expanded": expanded(-3),
+    "one-item-expanded": expanded(-4),
+    "one-row-expanded": expanded(-2),
+}
+FORMS = {  # q, k, v
+    "2-D": ((5, 4), (7, 4), (7, 4)),
+    "3-D": ((3, 5, 4), (3, 7, 4), (3, 7, 4)),
+    "4-D": ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)),
+    "5-D": ((2, 2, 3, 5, 4), (2, 2, 3, 7, 4), (2, 2, 3, 7, 4)),
+    "square": ((2, 3, 5, 4), (2, 3, 5, 4), (2, 3, 5, 4)),
+    "one-item": ((1, 3, 5, 4), (1, 3, 7, 4), (1, 3, 7, 4)),
+    "one-head": ((2, 1, 5, 4), (2, 1, 7, 4), (2, 1, 7, 4)),
+    "one-row": ((2, 3, 1, 4), (2, 3, 7, 4), (2, 3, 7, 4)),
+    "one-column": ((2, 3, 5, 1), (2, 3, 7, 1), (2, 3, 7, 1)),
+    "wide-values": ((2, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 6)),
+    "key-heads-broadcast": ((2, 3, 5, 4), (2, 1, 7, 4), (2, 1, 7, 4)),
+    "query-heads-broadcast": ((2, 1, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)),
+    "key-items-broadcast": ((2, 3, 5, 4), (1, 3, 7, 4), (1, 3, 7, 4)),
+    "query-items-broadcast": ((1, 3, 5, 4), (2, 3, 7, 4), (2, 3, 7, 4)),
+    "mixed-ranks": ((2, 3, 5, 4), (3, 7, 4), (7, 4)),
+    "5-D-broadcast": ((2, 1, 3, 5, 4), (1, 2, 3, 7, 4), (2, 2, 1, 7, 4)),
+    "grouped": ((2, 4, 5, 4), (2, 2, 7, 4), (2, 2, 7, 4)),
+    "grouped-3-D": ((4, 5, 4), (2, 7, 4), (2, 7, 4)),
+    "grouped-apart": ((2, 4, 5, 4), (2, 2, 7, 4), (2, 1, 7, 4)),
+}
+MASKS = {  # of scores (..., 3, 5, 7)
+    "no-mask": None,
+    "mask": (-2,),
+    "mask-of-heads": (-3, -2),
+    "mask-of-items": (-4,),
+    "mask-of-all": (-4, -3, -2),
+}
+
+
+def inputs(form, layout, others=None, dtype=torch.float32):
+    makers = LAYOUTS[layout], *(2 * (LAYOUTS[others or layout],))
+    each = enumerate(zip(makers, FORMS[form]))
+    return [made(shape, seed=seed, dtype=dtype) for seed, (made, shape) in each]
+
+
+def scores(form):
+    q, k, v = FORMS[form]
+    lead = (q[:-2],) if "grouped" in form else (q[:-2], k[:-2], v[:-2])
+    return (*torch.broadcast_shapes(*lead), q[-2], k[-2])
+
+
+def mask_of(form, name, kind):
+    """Of the dimensions that it names, as many as there are; the keys always. None, if there is
+    none of that name and rank."""
+    if name == "no-mask":
+        return None
+    dims, full = MASKS[name], scores(form)
+    if -min(dims) > len(full):
+        return None
+    shape = [n if d in (*dims, -1) else 1 for d, n in zip(range(-len(full), 0), full)]
+    mask = rand(*shape[min(dims) :], seed=9)
+    return mask > -1 if kind == "bool" else mask.requires_grad_(kind == "learned")
+
+
+def options(form):
+    return dict(enable_gqa=True) if "grouped" in form else {}
+
+
+# ----------------------------------------------------------------------------------- the judgement
+
+
+def strides(x):
+    """Of dimensions that have more than one element: the others' mean nothing."""
+    return tuple(s for n, s in zip(x.shape, x.stride()) if n != 1) if x.numel() else ()
+
+
+def is_transposed(x):
+    return x.mT.is_contiguous() and not x.is_contiguous()
+
+
+def judge_gradient(name, found, wanted):
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    # torch's math kernel leaves some as a product of matrices made them.
+    if is_transposed(wanted) and found.is_contiguous():
+        return
+    assert strides(found) == strides(wanted), name
+
+
+def run(function, tensors, mask, **given):
+    """The results without and with gradients, and the gradients by autograd.grad."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    own = mask
+    if mask is not None and mask.requires_grad:
+        own = mask.detach().requires_grad_()
+        leaves.append(own)
+    with torch.no_grad():
+        plain = function(*tensors, mask, **given)
+    out = function(*leaves[:3], own, **given)
+    dout = torch.ones(()).to(out).expand(out.shape)
+    return plain, out, torch.autograd.grad(out, leaves, dout)
+
+
+NAMES = ("query", "key", "value", "mask")
+
+
+def compare(tensors, mask=None, **given):
+    found, wanted = (run(f, tensors, mask, **given) for f in (ours, theirs))
+    for a, b in zip(found[:2], wanted[:2]):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert strides(a) == strides(b), "out"
+    for name, a, b in zip(NAMES, found[2], wanted[2]):
+        judge_gradient(name, a, b)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("form", FORMS)
+def test_layouts(form, layout):
+    for others in ("contiguous", "tokens", "column-major", "one-head-expanded"):
+        compare(inputs(form, layout, others), **options(form))
+    for given in (dict(dropout_p=0.5), dict(is_causal=True)):
+        compare(inputs(form, layout), **given, **options(form))
+
+
+@pytest.mark.parametrize("kind", ["bool", "float", "learned"])
+@pytest.mark.parametrize("name", [name for name in MASKS if name != "no-mask"])
+@pytest.mark.parametrize("form", [x for x in FORMS if x != "5-D-broadcast"])
+def test_masks(form, name, kind):
+    """torch's math kernel cannot add a mask in place to scores of fewer items than out has."""
+    if (mask := mask_of(form, name, kind)) is None:
+        return
+    for layout in ("contiguous", "tokens", "sequence-first", "one-projection"):
+        compare(inputs(form, layout), mask, **options(form))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_dtypes(dtype):
+    for form, layout in itertools.product(("3-D", "4-D", "grouped", "wide-values"), LAYOUTS):
+        compare(inputs(form, layout, dtype=dtype), **options(form))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_autocast(layout):
+    """What is cast to another dtype may lie otherwise, and a kernel may run that else would not."""
+    for form in ("3-D", "4-D", "grouped"):
+        with torch.autocast("cpu", torch.bfloat16):
+            compare(inputs(form, layout), **options(form))
+
+
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_causal_bias(make):
+    for layout in LAYOUTS:
+        found, wanted = (f(*inputs("4-D", layout), make(5, 7)) for f in (ours, theirs))
+        assert strides(found) == strides(wanted)
+
+
+@pytest.mark.parametrize("sizes", [(0, 7, 4, 4), (5, 0, 4, 4), (5, 7, 0, 0), (5, 7, 4, 0)], ids=str)
+def test_empty_dimensions(sizes):
+    L, S, E, Ev = sizes
+    q, k, v = (rand(2, n, 3, d).transpose(1, 2) for n, d in ((L, E), (S, E), (S, Ev)))
+    found, wanted = (f(q, k, v) for f in (ours, theirs))
+    assert found.shape == wanted.shape and strides(found) == strides(wanted)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_grad_of_leaves(form):
+    """autograd copies a gradient that does not lie as its leaf."""
+    for layout in LAYOUTS:
+        found = []
+        for function in (ours, theirs):
+            leaves = [x.requires_grad_() for x in inputs(form, layout)]
+            function(*leaves, **options(form)).sum().backward()
+            found.append([(x.grad.shape, strides(x.grad)) for x in leaves])
+        assert found[0] == found[1], layout
+
+
+VIEWS = {
+    "merged items and heads": lambda x: x.view(-1, *x.shape[-2:]),
+    "flat": lambda x: x.view(-1),
+    "merged heads": lambda x: x.transpose(-2, -3).view(*x.shape[:-3], x.shape[-2], -1),
+    "tokens": lambda x: x.transpose(-2, -3).view(-1, x.shape[-1]),
+    "sequence first": lambda x: x.movedim(-2, 0).view(x.shape[-2], -1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+def test_views(view):
+    """Those that work on torch's result work on ours, and no others."""
+
+    def works(x):
+        try:
+            return bool(VIEWS[view](x).numel())
+        except RuntimeError:
+            return False
+
+    seen = set()
+    for form, layout in itertools.product(("3-D", "4-D", "5-D", "grouped", "wide-values"), LAYOUTS):
+        found, wanted = (f(*inputs(form, layout), **options(form)) for f in (ours, theirs))
+        assert works(found) == works(wanted), (form, layout)
+        seen.add(works(wanted))
+    assert seen == {True, False}
+
+
+def test_it_is_written_where_it_lies(monkeypatch):
+    """By the kernel, without a copy."""
+    from fastattn import roads
+
+    outs, call = [], roads.call
+
+    def spy(*args):
+        outs.append(call(*args))
+        return outs[-1]
+
+    monkeypatch.setattr("fastattn.api.call", spy)
+    for form, layout in itertools.product(("2-D", "3-D", "4-D", "5-D"), LAYOUTS):
+        out = ours(*inputs(form, layout))
+        assert out.data_ptr() == outs[-1][0].data_ptr()
+
+
+def test_attention_keeps_its_own():
+    for layout in LAYOUTS:
+        out = fastattn.attention(*inputs("4-D", layout))
+        assert out.transpose(1, 2).is_contiguous()
+
+
+# ------------------------------------------------------------------ without the eager kernels
+
+SEEN = [  # every second is compiled, too
+    ("4-D", "contiguous", {}),
+    ("4-D", "column-major", {}),
+    ("4-D", "tokens", dict(is_causal=True)),
+    ("4-D", "sequence-first", {}),
+    ("4-D", "one-projection", {}),
+    ("key-heads-broadcast", "tokens", {}),
+    ("grouped", "tokens", dict(enable_gqa=True)),
+    ("wide-values", "tokens", {}),
+    ("3-D", "tokens", {}),
+    ("3-D", "contiguous", {}),
+    ("5-D", "tokens", {}),
+    ("2-D", "contiguous", {}),
+]
+some = pytest.mark.parametrize("form, layout, given", SEEN, ids=lambda x: str(x) if x else "plain")
+
+
+@some
+def test_fake_and_meta_tensors(form, layout, given):
+    wanted = theirs(*inputs(form, layout), **given)
+    with FakeTensorMode() as mode:
+        fake = ours(*map(mode.from_tensor, inputs(form, layout)), **given)
+    meta = ours(*(x.to("meta") for x in inputs(form, layout)), **given)
+    assert strides(fake) == strides(wanted)
+    if layout != "one-projection":  # what has gaps loses them on its way
+        assert strides(meta) == strides(wanted)
+
+
+@pytest.mark.parametrize("form, layout, given", SEEN[::2], ids=lambda x: str(x) if x else "plain")
+def test_compiled(form, layout, given):
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="aot_eager", fullgraph=True)
+    found, wanted = (run(f, inputs(form, layout), None, **given) for f in (compiled, theirs))
+    for a, b in zip(found[:2], wanted[:2]):
+        assert strides(a) == strides(b)
+    for name, a, b in zip(NAMES, found[2], wanted[2]):
+        judge_gradient(name, a, b)
+
+
+def test_compiled_with_symbolic_sizes():
+    """A length that is a symbol; views that take the result for contiguous, or for tokens."""
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def call(q, k, v):
+        return ours(q, k, v).view(-1, *q.shape[2:]), ours(
+            *(x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+        ).transpose(1, 2).view(q.shape[0], q.shape[2], -1)
+
+    for length in (5, 9, 13):
+        q = rand(2, 3, length, 4)
+        for found in call(q, q, q):
+            assert found.is_contiguous() and found.numel() == q.numel()
+
+
+class Viewed(torch.nn.Module):
+    def forward(self, q, k, v):
+        return ours(q, k, v).view(6, 5, 4)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_exported(strict):
+    given = tuple(inputs("4-D", "contiguous"))
+    program = torch.export.export(Viewed(), given, strict=strict)
+    torch.testing.assert_close(program.module()(*given), theirs(*given).view(6, 5, 4))
+
+
+def test_vmap():
+    """A batch of calls is one call; views of each work as they do alone."""
+    given = [torch.stack([x, x, x]) for x in inputs("4-D", "contiguous")]
+    found = torch.vmap(lambda q, k, v: ours(q, k, v).view(6, 5, 4))(*given)
+    torch.testing.assert_close(found[1], theirs(*(x[1] for x in given)).view(6, 5, 4))
+
+
+def test_jagged():
+    rows = [rand(n, 4, 8, seed=n) for n in (3, 6)]
+    q = torch.nested.nested_tensor(rows, layout=torch.jagged).transpose(1, 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found, wanted = (f(q, q, q) for f in (ours, theirs))
+    assert found._ragged_idx == wanted._ragged_idx
+    assert found.values().shape == wanted.values().shape
+    assert found.values().stride() == wanted.values().stride()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("order", ["".join(x) for x in itertools.permutations("BHM")])
+def test_backends_write_in_every_order(backend, order):
+    """out, its tangent and the gradients, and the same values in each."""
+    from fastattn import api, passes
+    from fastattn.operation import ATTENTION
+    from fastattn.spec import Tangents
+
+    q, k, v = inputs("grouped", "tokens")
+    found = []
+    for orders in (("BMH", "BMH"), (order, order[::-1])):
+        t, o = api.prepare(q, k, v, dict(backend=backend), orders=orders)
+        o = o._replace(grad=True)
+        out, normaliser = passes.forward(ATTENTION, t, o)
+        dout = rand(*out.shape, seed=5)
+        wants = ["q", "k", "v"]
+        grads = passes.backward(ATTENTION, t, o, (out, normaliser), (dout, None), wants)
+        out_t = passes.jvp(ATTENTION, t, o, Tangents(q, k, v), (out, normaliser))[0]
+        for x, own in ((out, orders[0]), (out_t, orders[0]), *((x, orders[1]) for x in grads)):
+            assert x.permute([*map("BHM".index, own), 3]).is_contiguous()
+        found.append((out, out_t, *grads))
+    for a, b in zip(*found):
+        assert torch.equal(a, b)
+
+
+def test_orders_are_checked():
+    from fastattn import api, passes
+    from fastattn.operation import ATTENTION
+
+    q, k, v = inputs("4-D", "tokens")
+    t, o = api.prepare(q, k, v, {})
+    for name, wrong in (("out_order", "BHH"), ("grad_order", "bhm"), ("out_order", "")):
+        with pytest.raises(ValueError, match=f"^{name}: got '{wrong}', expected the letters of"):
+            passes.forward(ATTENTION, t, o._replace(**{name: wrong}))
+
+
+def test_flash_is_ruled_out():
+    """The kernel that torch would run decides, in compiled code as well."""
+    given = inputs("4-D", "tokens")
+
+    def both(*given):
+        with sdpa_kernel(SDPBackend.MATH):
+            return ours(*given), theirs(*given)
+
+    torch._dynamo.reset()
+    for function in (both, torch.compile(both, backend="aot_eager", fullgraph=True)):
+        found, wanted = function(*given)
+        assert strides(found) == strides(wanted) == strides(rand(2, 3, 5, 4))
