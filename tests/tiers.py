@@ -170,6 +170,11 @@ SHARES = {
     # torch.compile, and modules beside torch's.
     "test_inside": (4, 2),
     "test_onnx::test_calls": (4, 3),
+    "test_compiled_autograd": (NONE, 4),
+    "test_compiled_autograd::test_compiled_by_inductor": (NONE, NONE),
+    "test_checkpointing": (7, 2),
+    "test_torch_profiler": (7, 2),
+    "test_torch_profiler::test_compiled": (NONE, 2),
     "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
     "test_multihead": (5, 2),
     "test_nn_transformer": (5, 2),
