@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+_is_traced = torch.compiler.is_dynamo_compiling
 _is_batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 
 
 def unbatched(function: Callable, given: Sequence[Tensor | None]) -> Sequence[Any]:
     """`function(*given)`, of which any may be a batch that `is_grads_batched` or `vectorize` made:
     tensors of an older vmap, which torch.func.vmap takes the place of, so that they fold."""
-    if not any(is_batched_by_autograd(x) for x in given):
+    if _is_traced() or not any(is_batched_by_autograd(x) for x in given):
         return function(*given)
     level = max(1, torch._C._vmapmode_increment_nesting() - 1)
     torch._C._vmapmode_decrement_nesting()

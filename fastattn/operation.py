@@ -57,7 +57,9 @@ class Operation(NamedTuple):
 
     def wants(self, needed: Sequence[bool]) -> tuple[str, ...]:
         """Which gradients autograd asks for. needed: a bool for each of `Tensors`, or the first."""
-        return _wants(self.differentiable, tuple(needed))
+        # torch.compile warns of a cache that it looks through.
+        wants = _wants.__wrapped__ if torch.compiler.is_dynamo_compiling() else _wants
+        return wants(self.differentiable, tuple(needed))
 
 
 def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Backend]:

@@ -15,19 +15,25 @@ from torch.autograd import forward_ad
 
 from .check import check
 from .crossing import kind
+from .events import recorded, recording
 from .operation import Operation, plan, run_backward, run_forward, run_jvp, run_second
 from .spec import Options, Tangents, Tensors
 
 _modes = torch._C._len_torch_dispatch_stack
 _tracing = torch._C._get_tracing_state
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 Outs = Sequence[Any]  # results, or gradients of them, some None
 
 
 def forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    found = None if watched() else kind(t)
-    return seen(op, t, o) if found is None else run_forward(op, t, o, found)
+    found = _kind(t)
+    if found is None:
+        return seen(op, t, o)
+    if recording():
+        return recorded(op, "", run_forward, (op, t, o, found), t, o)
+    return run_forward(op, t, o, found)
 
 
 def backward(
@@ -36,7 +42,10 @@ def backward(
     found = _kind(t, *outs, *grads)
     if found is None:
         return op.operator("_backward")(*grads, *outs, *t, *o, list(wants))
-    return run_backward(op, plan(t, o, found), t, outs, grads, wants)
+    given = op, plan(t, o, found), t, outs, grads, wants
+    if recording():
+        return recorded(op, "_backward", run_backward, given, grads, outs, t, o, [list(wants)])
+    return run_backward(*given)
 
 
 def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs: Outs) -> list[Tensor]:
@@ -45,7 +54,10 @@ def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs: Outs) -
     if found is None:
         check(t, o)
         return op.operator("_jvp")(*tangents, *outs, *t, *o)
-    return run_jvp(op, t, o, found, tangents, outs)
+    given = op, t, o, found, tangents, outs
+    if recording():
+        return recorded(op, "_jvp", run_jvp, given, tangents, outs, t, o)
+    return run_jvp(*given)
 
 
 def second(
@@ -60,12 +72,16 @@ def second(
     found = _kind(t, *tangents, *outs, *grads)
     if found is None:
         return op.operator("_second")(*tangents, *outs, *grads, *t, *o, list(wants))
-    return run_second(op, t, o, found, tangents, outs, grads, wants)
+    given = op, t, o, found, tangents, outs, grads, wants
+    if recording():
+        arguments = tangents, outs, grads, t, o, [list(wants)]
+        return recorded(op, "_second", run_second, given, *arguments)
+    return run_second(*given)
 
 
 def _kind(t: Tensors, *others: Tensor | None):
     """Of t, where all are plain memory and nobody watches."""
-    return None if watched() or kind(others) is None else kind(t)
+    return None if _is_traced() or watched() or kind(others) is None else kind(t)
 
 
 def watched() -> bool:

@@ -4,8 +4,8 @@ Which wrapper a call goes through depends on who is watching, because no single 
 and each costs time:
 
     torch.compile, torch.export, FakeTensorMode, any dispatch mode  ->  the torch.library operator
-    torch.func transforms (vmap, grad, ...), forward mode           ->  `transforms.Forward`
-    autograd                                                        ->  `Differentiable`
+    torch.func transforms (vmap, grad, ...), forward mode           ->  `transforms.Attention`
+    autograd                                                        ->  `Attention`
     nobody                                                          ->  the kernel itself
 """
 
@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 
 from . import passes, transforms
 from .crossing import Kind, kind
+from .events import recorded, recording
 from .gradient_batches import is_batched_by_autograd
 from .operation import ATTENTION, Operation, plan, run_backward, spread
 from .passes import as_tuple, seen, watched
@@ -27,6 +28,7 @@ from .spec import Options, Tangents, Tensors
 
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling
 
 
 def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
@@ -34,15 +36,18 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     if _is_compiling():
         return _distributed(op, t, o) or as_tuple(op.operator()(*t, *o))
     if _transforms() or (forward_ad._current_level >= 0 and passes.has_tangents(t)):
-        return transforms.Forward.apply(op, o._replace(grad=True), *t)
+        return transforms.Attention.apply(op, o._replace(grad=True), *t)
     found = None if watched() else kind(t)
     if found is None:
         return _distributed(op, t, o) or seen(op, t, o)
     planned = spec, backend = plan(t, o, found)
     if not o.grad:
+        if recording():
+            return recorded(op, "", op.forward, (backend, spec, t), t, o)
         return op.forward(backend, spec, t)
     # Autograd takes its time for each, None as well.
-    return _differentiable((op, o, t, found, planned), *t[: spec.last])
+    differentiable = _attention if op is ATTENTION else _weights
+    return differentiable((op, o, t, found, planned), *t[: spec.last])
 
 
 def _distributed(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...] | None:
@@ -67,17 +72,23 @@ def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
         return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))
     if watched() and not _transforms() and forward_ad._current_level < 0:
         return tuple(passes.jvp(ATTENTION, t, o, tangents, (None, None)))
-    return transforms.Jvp.apply(ATTENTION, o, *t, *tangents, None, None)
+    return transforms.AttentionJvp.apply(ATTENTION, o, *t, *tangents, None, None)
 
 
-class Differentiable(torch.autograd.Function):
-    """For autograd alone: the cheapest form of a Function. It sees only `tensors`, those of t."""
+class Attention(torch.autograd.Function):
+    """For autograd alone: the cheapest form of a Function. It sees only `tensors`, those of t.
+
+    Its name is what users see as `grad_fn`: AttentionBackward.
+    """
 
     @staticmethod
     def forward(ctx, call, *tensors):
         op, o, t, found, planned = call
         spec, backend = planned
-        outs = op.forward(backend, spec, t)
+        if recording():
+            outs = recorded(op, "", op.forward, (backend, spec, t), t, o)
+        else:
+            outs = op.forward(backend, spec, t)
         ctx.save_for_backward(*tensors, *outs)
         ctx.call = op, o, len(tensors), found, planned
         ctx.set_materialize_grads(False)
@@ -89,11 +100,17 @@ class Differentiable(torch.autograd.Function):
         tensors = ctx.saved_tensors  # once, because every asking unpacks them all (checkpoints)
         t, outs = Tensors(*tensors[:n]), tensors[n:]
         wants = op.wants(ctx.needs_input_grad[1:])
+        if _is_traced():  # by compiled autograd
+            found = passes.backward(op, t, o, outs, grads, wants)
         # With create_graph=True somebody may differentiate again; torch.func may batch the grads.
-        if torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
+        elif torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
             found = transforms.backward(op, o, wants, grads, outs, t)
         elif not watched() and _begins(kind((*t, *outs, *grads)), before):
-            found = run_backward(op, planned, t, outs, grads, wants)
+            if recording():
+                given, arguments = (op, planned, t, outs, grads, wants), (grads, outs, t, o)
+                found = recorded(op, "_backward", run_backward, given, *arguments, [list(wants)])
+            else:
+                found = run_backward(op, planned, t, outs, grads, wants)
         elif any(map(is_batched_by_autograd, grads)):
             found = transforms.backward(op, o, wants, grads, outs, t)
         else:  # hooks may save one tensor and give back another
@@ -106,6 +123,13 @@ def _begins(found: Kind | None, before: Kind) -> bool:
     return found is not None and found[: len(before)] == before
 
 
-# Its own `apply` looks for torch.func's wrappers first, for a microsecond. Here there are none:
+class AttentionWeights(Attention):
+    """The same of the weights."""
+
+
+# Their own `apply` looks for torch.func's wrappers first, for a microsecond. Here there are none:
 # they are no plain memory.
-_differentiable = super(torch.autograd.Function, Differentiable).apply  # ty: ignore
+_attention, _weights = (
+    super(torch.autograd.Function, function).apply  # ty: ignore
+    for function in (Attention, AttentionWeights)
+)

@@ -1,7 +1,7 @@
 """The passes as Functions that torch.func can take apart: what each is differentiated into, and how
 V calls of it under vmap are one call.
 
-`derivatives` has the formulas. A Function costs 15 µs more than what `roads.Differentiable` does.
+`derivatives` has the formulas. A Function costs 15 µs more than what `roads.Attention` does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from .gradient_batches import unbatched
 from .operation import Operation, need_tangents, spread
 from .spec import ARGUMENTS, DIFFERENTIABLE, INDEX, Options, Tangents, Tensors
 
+_is_traced = torch.compiler.is_dynamo_compiling
+
 N_TENSORS = len(Tensors._fields)
 N_TANGENTS = len(Tangents._fields)
 
@@ -34,7 +36,7 @@ def parts(of: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
     return [*found, of[first:]]
 
 
-class Forward(Function):
+class Attention(Function):
     """(op, o, *tensors)"""
 
     @staticmethod
@@ -61,7 +63,7 @@ class Forward(Function):
         u = _moving(moves[2:])
 
         def tangents(*u):
-            out_t, lse_t = Jvp.apply(op, o, *t, *u, *outs)
+            out_t, lse_t = RUN.jvp(op, o, t, u, outs)
             return out_t, normaliser_of(lse_t)
 
         return tuple(unbatched(tangents, u))
@@ -72,7 +74,7 @@ class Forward(Function):
         return batched_forward(RUN, op, info.batch_size, in_dims[2:], Tensors(*tensors), o)
 
 
-class Backward(Function):
+class AttentionBackward(Function):
     """(op, o, wants, *gradients of the results, *results, *tensors)"""
 
     @staticmethod
@@ -89,7 +91,7 @@ class Backward(Function):
         op, o, wants = ctx.call
         need_tangents(op)
         grads, outs, t = _around(op, ctx.saved_tensors)
-        of_grads, _, of_t = _around(op, ctx.needs_input_grad[3:])
+        of_grads, of_outs, of_t = _around(op, ctx.needs_input_grad[3:])
         call, wanted = Call(op, o, Tensors(*t), outs), op.wants(of_t)
 
         def gradients(*moves):
@@ -98,7 +100,8 @@ class Backward(Function):
 
         found = unbatched(gradients, moves)
         incoming = (x if need else None for x, need in zip(found, of_grads))
-        return None, None, None, *incoming, *(None,) * len(outs), *found[len(grads) :]
+        constant = _constant(outs, of_outs)
+        return None, None, None, *incoming, *constant, *found[len(grads) :]
 
     @staticmethod
     def jvp(ctx: Any, *moves: Any) -> Any:
@@ -112,10 +115,10 @@ class Backward(Function):
         def tangents(*moves):
             grads_t, outs_t, u = parts(moves, n, n)
             if all(x is None for x in u):
-                return Backward.apply(op, o, wants, *grads_t, *outs, *t)
+                return RUN.backward(op, o, wants, grads_t, outs, t)
             out_t, lse_t = outs_t[0], derivatives.lse_of(outs_t[1])
             if out_t is None or lse_t is None:
-                out_t, lse_t = Jvp.apply(op, o, *t, *u, *outs)
+                out_t, lse_t = RUN.jvp(op, o, t, u, outs)
             every = (*_with_lse(grads), *_with_lse(grads_t))
             return RUN.second(op, o, wants, t, u, (*outs, out_t, lse_t), every)
 
@@ -127,7 +130,7 @@ class Backward(Function):
         return batched_backward(RUN, op, info.batch_size, in_dims[3:], tensors, o, wants)
 
 
-class Jvp(Function):
+class AttentionJvp(Function):
     """(op, o, *tensors, *tangents, out, normaliser): the tangents of out and LSE; before them out
     and normaliser, if None stands for them."""
 
@@ -147,7 +150,7 @@ class Jvp(Function):
         op, o = ctx.call
         t, u, outs = parts(ctx.saved_tensors, N_TENSORS, N_TANGENTS)
         call, u = Call(op, o, Tensors(*t), outs), Tangents(*u)
-        of_t, of_u, _ = parts(ctx.needs_input_grad[2:], N_TENSORS, N_TANGENTS)
+        of_t, of_u, of_known = parts(ctx.needs_input_grad[2:], N_TENSORS, N_TANGENTS)
         wants, wants_u = op.wants(of_t), names(of_u)
 
         def gradients(*grads):
@@ -155,7 +158,7 @@ class Jvp(Function):
             found, of_u = derivatives.of_jvp(RUN, call, u, every, wants, wants_u)
             return *spread(found, wants), *derivatives.tangents(of_u, wants_u)
 
-        return None, None, *unbatched(gradients, grads), None, None
+        return None, None, *unbatched(gradients, grads), *_constant(outs[:2], of_known)
 
     @staticmethod
     def jvp(ctx: Any, *moves: Any) -> Any:
@@ -167,7 +170,7 @@ class Jvp(Function):
         return batched_jvp(RUN, op, info.batch_size, in_dims[2:], tensors, o)
 
 
-class Second(Function):
+class AttentionSecond(Function):
     """(op, o, wants, *tensors, *tangents, *results and their tangents, *gradients of out and LSE
     and their tangents); the tensors and these gradients are `DifferentiatedTwice`."""
 
@@ -231,22 +234,36 @@ class DifferentiatedTwice(Function):
         return DifferentiatedTwice.apply(*tensors), in_dims
 
 
+def _forward(op: Operation, o: Options, t) -> Sequence[Tensor]:
+    return Attention.apply(op, o, *t)
+
+
+def _backward(op: Operation, o: Options, wants, grads, outs, t) -> Sequence[Tensor]:
+    if _is_traced():
+        return passes.backward(op, Tensors(*t), o, outs, grads, wants)
+    return AttentionBackward.apply(op, o, wants, *grads, *outs, *t)
+
+
+def _jvp(op: Operation, o: Options, t, u, outs) -> Sequence[Tensor]:
+    if _is_traced():
+        return passes.jvp(op, Tensors(*t), o, u, outs)
+    return AttentionJvp.apply(op, o, *t, *u, *outs)
+
+
 def _second(op: Operation, o: Options, wants, t, u, outs, grads) -> Sequence[Tensor]:
+    if _is_traced():
+        return passes.second(op, Tensors(*t), o, u, outs, grads, wants)
     *t, dout, dlse = DifferentiatedTwice.apply(*t, *grads[:2])
-    return Second.apply(op, o, wants, *t, *u, *outs, dout, dlse, *grads[2:])
+    return AttentionSecond.apply(op, o, wants, *t, *u, *outs, dout, dlse, *grads[2:])
 
 
-RUN = Passes(
-    forward=lambda op, o, t: Forward.apply(op, o, *t),
-    backward=lambda op, o, wants, grads, outs, t: Backward.apply(op, o, wants, *grads, *outs, *t),
-    jvp=lambda op, o, t, u, outs: Jvp.apply(op, o, *t, *u, *outs),
-    second=_second,
-)
+# Where a compiler traces (compiled autograd, for it sees no forward) the passes are operators.
+RUN = Passes(_forward, _backward, _jvp, _second)
 
 
 def backward(op: Operation, o: Options, wants, grads, outs, t) -> Sequence[Tensor]:
     """Gradients that can be differentiated, of batches of incoming ones too."""
-    return unbatched(lambda *grads: Backward.apply(op, o, wants, *grads, *outs, *t), grads)
+    return unbatched(lambda *grads: RUN.backward(op, o, wants, grads, outs, t), grads)
 
 
 def _keep(ctx, call: tuple, tensors: Sequence[Tensor | None]) -> None:
@@ -254,6 +271,13 @@ def _keep(ctx, call: tuple, tensors: Sequence[Tensor | None]) -> None:
     ctx.save_for_backward(*tensors)
     ctx.save_for_forward(*tensors)
     ctx.set_materialize_grads(False)
+
+
+def _constant(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
+    """The gradients of tensors that are constants here. Compiled autograd adds what it is given,
+    and cannot add None."""
+    zeros = _is_traced()
+    return [torch.zeros_like(x) if zeros and need else None for x, need in zip(tensors, needed)]
 
 
 def _around(op: Operation, of: Sequence[Any]) -> list[Sequence[Any]]:

@@ -26,6 +26,7 @@ FLOORS = (
     {"roads"},
     {"transforms"},
     {"batching", "derivatives", "gradient_batches", "passes"},
+    {"events"},
     {"operation"},
     {"backends"},
     {"launcher", "compiled"},

@@ -188,6 +188,11 @@ SHARES = {
     # A process that loads them all, and a compiler of a minute.
     "test_saved_programs": (NONE, ALL),
     "test_saved_programs::test_packages_of_aotinductor": (NONE, NONE),
+    "test_compiled_autograd": (NONE, 4),
+    "test_compiled_autograd::test_compiled_by_inductor": (NONE, NONE),
+    "test_checkpointing": (7, 2),
+    "test_torch_profiler": (7, 2),
+    "test_torch_profiler::test_compiled": (NONE, 2),
     "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
     "test_sdpa_layout::test_compiled": (6, 2),
     "test_sdpa_layout::test_layouts": (5, 2),

@@ -1,0 +1,426 @@
+"""torch's profilers show every pass of every call by the name of its operator, once, with its time
+and its memory."""
+
+import contextlib
+import json
+import threading
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from runners import FUSED, INTERPRETED, not_interpreted, small
+from torch import nn
+from torch.nn import functional as F
+from torch.profiler import ExecutionTraceObserver, ProfilerActivity, profile
+from torch.profiler._memory_profiler import SchemaMatcher
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn import events
+from fastattn.flash_attn import (
+    flash_attn_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+
+REFERENCE = [] if INTERPRETED else ["reference"]
+every_backend = pytest.mark.parametrize("name", [*FUSED, *REFERENCE])
+pytestmark = [
+    pytest.mark.usefixtures("one_thread", "nothing_is_small"),
+    pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors"),
+]
+
+B, H, N, D = 2, 2, small(40, 9), 8
+CU = torch.tensor([0, N, 2 * N])
+CPU = [ProfilerActivity.CPU]
+
+
+def rand(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def tensors():
+    return [rand(B, H, N, D, seed=i) for i in range(3)]
+
+
+def rows(x):
+    return x.transpose(1, 2).reshape(B * N, H, D)
+
+
+# ------------------------------------------------------------------------------------- ways in
+
+
+def in_sdpa(q, k, v):
+    with fastattn.sdpa():
+        return F.scaled_dot_product_attention(q, k, v)
+
+
+def jagged(q, k, v):
+    given = (torch.nested.nested_tensor_from_jagged(rows(x), CU).transpose(1, 2) for x in (q, k, v))
+    return fastattn.scaled_dot_product_attention(*given).values()
+
+
+def multihead(q, k, v, module=fastattn.MultiheadAttention, **given):
+    torch.manual_seed(0)
+    layer = module(D, 2, batch_first=True)
+    out = layer(q[:, 0], k[:, 0], v[:, 0], **given)
+    return sum(x.sum() for x in out if x is not None)
+
+
+def encoder(q, k, v):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(D, 2, 8, batch_first=True)
+    fastattn.convert(layer)
+    return layer(q[:, 0])
+
+
+def single(q, k, v):
+    torch.manual_seed(0)
+    return fastattn.nn.CausalSelfAttention(D, D, N, num_heads=2)(q[:, 0])
+
+
+def cached(q, k, v):
+    cache = fastattn.KVCache(B, H, D, capacity=N)
+    cache.append(k, v)
+    return cache.attention(q)
+
+
+def ring(q, k, v):
+    return fastattn.distributed.attention(q, k, v, strategy="ring")
+
+
+@pytest.fixture
+def way(request):
+    """Its name; if ranks are needed, in a group of one."""
+    if request.param != "distributed":
+        yield request.param
+        return
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield request.param
+    dist.destroy_process_group()
+
+
+FORWARD, BACKWARD = ["attention"], ["attention_backward"]
+WAYS = {  # the call, the events of forward, and those of backward
+    "attention": (fastattn.attention, FORWARD, BACKWARD),
+    "attention_packed": (
+        lambda q, k, v: fastattn.attention_packed(*map(rows, (q, k, v)), CU, CU),
+        FORWARD,
+        BACKWARD,
+    ),
+    "attention_weights": (
+        lambda q, k, v: fastattn.attention_weights(q, k),
+        ["attention", "weights"],
+        ["weights_backward"],
+    ),
+    "attention_jvp": (
+        lambda q, k, v: sum(fastattn.attention_jvp(q, k, v, k.detach(), None, None)),
+        ["attention_jvp"],
+        ["attention_second"],
+    ),
+    "scaled_dot_product_attention": (
+        fastattn.scaled_dot_product_attention,
+        FORWARD,
+        BACKWARD,
+    ),
+    "jagged": (jagged, FORWARD, BACKWARD),
+    "sdpa": (in_sdpa, FORWARD, BACKWARD),
+    "MultiheadAttention": (
+        lambda *x: multihead(*x, need_weights=False),
+        FORWARD,
+        BACKWARD,
+    ),
+    "MultiheadAttention, weights": (
+        multihead,
+        ["attention", "weights"],
+        ["attention_backward", "weights_backward"],
+    ),
+    "a converted layer": (encoder, FORWARD, BACKWARD),
+    "CausalSelfAttention": (single, FORWARD, BACKWARD),
+    "KVCache": (cached, FORWARD, None),
+    "flash_attn_func": (
+        lambda *x: flash_attn_func(*(y.transpose(1, 2) for y in x)),
+        FORWARD,
+        BACKWARD,
+    ),
+    "flash_attn_varlen_func": (
+        lambda *x: flash_attn_varlen_func(*map(rows, x), CU.int(), CU.int(), N, N),
+        FORWARD,
+        BACKWARD,
+    ),
+    "flash_attn_with_kvcache": (
+        lambda *x: flash_attn_with_kvcache(*(y.transpose(1, 2) for y in x)),
+        FORWARD,
+        None,
+    ),
+    "distributed": (ring, FORWARD, BACKWARD),
+    "vmap": (
+        lambda *x: torch.func.vmap(fastattn.attention)(*(y[None] for y in x)),
+        FORWARD,
+        BACKWARD,
+    ),
+    "vjp": (
+        lambda *x: torch.func.vjp(fastattn.attention, *x)[1](x[0])[0],
+        [*FORWARD, *BACKWARD],
+        None,
+    ),
+}
+
+
+every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
+
+
+def seen(prof):
+    """The names of our events. None is inside another of its name."""
+    found = [x for x in prof.events() if x.name.startswith("fastattn::")]
+    for x in found:
+        above = x.cpu_parent
+        while above is not None:
+            assert above.name != x.name
+            above = above.cpu_parent
+    return Counter(x.name.removeprefix("fastattn::") for x in found)
+
+
+@every_backend
+@every_way
+def test_every_way_in(on, way):
+    call, forward, backward = WAYS[way]
+    with profile(activities=CPU) as prof, torch.no_grad():
+        call(*tensors())
+    assert seen(prof) == Counter(forward)
+    if backward is None:
+        return
+    given = [x.requires_grad_() for x in tensors()]
+    with profile(activities=CPU) as prof:
+        out = call(*given)
+    assert seen(prof) == Counter(forward)
+    with profile(activities=CPU) as prof:
+        out.sum().backward()
+    assert seen(prof) == Counter(backward)
+    assert not {x.key for x in prof.key_averages()} & {"Differentiable", "DifferentiableBackward"}
+
+
+@not_interpreted
+@pytest.mark.parametrize("backend", ("eager", "inductor"))
+def test_compiled(backend):
+    """The same names, of the operators."""
+    given = [x.requires_grad_() for x in tensors()]
+    compiled = torch.compile(fastattn.attention, backend=backend, fullgraph=True)
+    compiled(*given).sum().backward()
+    with profile(activities=CPU) as prof:
+        compiled(*given).sum().backward()
+    assert seen(prof) == Counter(FORWARD + BACKWARD)
+
+
+@not_interpreted
+def test_second_derivatives():
+    given = [x.requires_grad_() for x in tensors()]
+    with profile(activities=CPU) as prof:
+        (dq,) = torch.autograd.grad(
+            fastattn.attention(*given).square().sum(), given[0], create_graph=True
+        )
+        torch.autograd.grad(dq.square().sum(), given)
+    assert seen(prof) == Counter(
+        [
+            "attention",
+            "attention_backward",
+            "attention_jvp",
+            "attention_second",
+            "attention_backward",
+        ]
+    )
+
+
+@not_interpreted
+def test_names_of_grad_fn():
+    given = [x.requires_grad_() for x in tensors()]
+    out = fastattn.attention(*given)
+    assert out.grad_fn.name() == "AttentionBackward"
+    weights = fastattn.attention_weights(*given[:2])
+    assert weights.grad_fn.name() == "AttentionWeightsBackward"
+    (dq,) = torch.autograd.grad(out.sum(), given[0], create_graph=True)
+    assert dq.grad_fn.name() == "AttentionBackwardBackward"
+    mapped = torch.func.vmap(fastattn.attention)(*(x[None] for x in given))
+    nodes = [mapped.grad_fn]
+    for node in nodes:
+        nodes += [x for x, _ in node.next_functions if x]
+    assert "AttentionBackward" in {node.name().removeprefix("Generated") for node in nodes}
+
+
+# ------------------------------------------------------------------------------------ time, memory
+
+LONG = {"cpu": 1400, "reference": 400, "triton": 24}  # some 50 ms
+
+
+def share(prof, own):
+    """Of the whole time, that of our events: their own, or with what they call."""
+    rows = prof.key_averages()
+    total = sum(x.self_cpu_time_total for x in rows)
+    of = (x.self_cpu_time_total if own else x.cpu_time_total for x in rows if "fastattn::" in x.key)
+    return sum(of) / total
+
+
+@every_backend
+@pytest.mark.parametrize("grad", (False, True), ids=("forward", "training"))
+def test_the_time_is_the_events_own(on, grad):
+    """The reference is made of torch's operators: there the time is theirs, inside of the event."""
+    q, k, v = (rand(1, 8, LONG[on], 64, seed=i).requires_grad_(grad) for i in range(3))
+    fastattn.attention(q, k, v)  # what is found once for every kind of call
+    with profile(activities=CPU) as prof:
+        out = fastattn.attention(q, k, v)
+        if grad:
+            torch.autograd.grad(out, (q, k, v), q.detach())
+    assert seen(prof) == Counter(FORWARD + BACKWARD * grad)
+    assert share(prof, own=on != "reference") > 0.9
+    lines = prof.key_averages().table(sort_by="self_cpu_time_total").splitlines()
+    top = next(line for line in lines if line.strip().startswith(("fastattn::", "aten::")))
+    assert on == "reference" or top.split()[0] == "fastattn::attention" + "_backward" * grad
+
+
+@not_interpreted
+def test_with_stacks_the_time_is_in_the_events():
+    """A profiler of Python's functions gives them the self time."""
+    q, k, v = (rand(1, 8, LONG["cpu"], 64, seed=i) for i in range(3))
+    with profile(activities=CPU, with_stack=True) as prof:
+        fastattn.attention(q, k, v)
+    assert seen(prof) == Counter(FORWARD)
+    (event,) = (x for x in prof.events() if x.name == "fastattn::attention")
+    whole = sum(x.self_cpu_time_total for x in prof.key_averages())
+    assert event.cpu_time_total > 0.9 * whole
+
+
+@every_backend
+def test_memory_is_the_events(on):
+    """Results are allocated inside of the events, and nothing of them is elsewhere."""
+    given = [x.requires_grad_() for x in tensors()]
+    with profile(activities=CPU, profile_memory=True) as prof:
+        out, lse = fastattn.attention(*given, return_lse=True)
+        torch.autograd.grad(out, given, torch.ones_like(out))
+    rows = {x.key: x for x in prof.key_averages()}
+    assert rows["fastattn::attention"].cpu_memory_usage >= out.nbytes + 2 * lse.nbytes
+    assert rows["fastattn::attention_backward"].cpu_memory_usage >= 3 * given[0].nbytes
+    if on == "cpu":
+        assert rows["fastattn::attention"].cpu_memory_usage == out.nbytes + 2 * lse.nbytes
+
+
+# --------------------------------------------------------------------------------- what is recorded
+
+
+@not_interpreted
+def test_shapes_are_the_operators():
+    """Directly and by the operator, which the dispatcher records."""
+    q, k, v = tensors()
+    shapes = []
+    for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
+        with profile(activities=CPU, record_shapes=True) as prof, mode:
+            fastattn.attention(q, k, v, mask=rand(N, N), causal=True)
+        (*_, event) = (x for x in prof.events() if x.name == "fastattn::attention")
+        shapes.append((event.input_shapes, event.concrete_inputs))
+    assert shapes[0] == shapes[1]
+    assert shapes[0][0][:4] == [[B, H, N, D]] * 3 + [[N, N]]
+
+
+@not_interpreted
+@every_way
+def test_arguments_fit_the_schemas(way):
+    """Memory timelines ask schemas what an operator writes: ours write to no argument."""
+    call, _, backward = WAYS[way]
+    given = [x.requires_grad_(backward is not None) for x in tensors()]
+    with profile(activities=CPU, record_shapes=True, profile_memory=True, with_stack=True) as prof:
+        out = call(*given)
+        if backward:
+            out.sum().backward()
+    todo = list(prof.profiler.kineto_results.experimental_event_tree())
+    found = []
+    for event in todo:
+        todo += event.children
+        if event.name.startswith("fastattn::"):
+            found.append(event.name)
+            mutable = SchemaMatcher.inputs_are_mutable(event.typed[1])
+            assert mutable and not any(mutable), event.name
+    assert found
+
+
+@not_interpreted
+def test_the_old_profiler():
+    q, k, v = tensors()
+    with torch.autograd.profiler.profile(use_kineto=False, record_shapes=True) as prof:
+        fastattn.attention(q, k, v)
+    (event,) = (x for x in prof.function_events if x.name.startswith("fastattn::"))
+    assert event.name == "fastattn::attention" and event.input_shapes[0] == [B, H, N, D]
+
+
+@not_interpreted
+@pytest.mark.skipif(not torch.profiler.itt.is_available(), reason="torch was built without ITT")
+def test_emit_itt():
+    with torch.autograd.profiler.emit_itt():
+        assert events.recording()
+        fastattn.attention(*tensors())
+
+
+@not_interpreted
+def test_execution_traces(tmp_path):
+    observer = ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    with profile(activities=CPU, execution_trace_observer=observer):
+        fastattn.attention(*tensors())
+    nodes = json.loads((tmp_path / "trace.json").read_text())["nodes"]
+    assert [x["name"] for x in nodes].count("fastattn::attention") == 1
+
+
+@not_interpreted
+def test_flops():
+    """`with_flops` knows aten's operators alone; FlopCounterMode counts, and is profiled itself."""
+    given = [x.requires_grad_() for x in tensors()]
+    with (
+        profile(activities=CPU, with_flops=True) as prof,
+        FlopCounterMode(display=False) as counter,
+    ):
+        fastattn.attention(*given).sum().backward()
+    product = 2 * B * H * N * N * D
+    counted = counter.get_flop_counts()["Global"]
+    assert counted == {
+        torch.ops.fastattn.attention: 2 * product,
+        torch.ops.fastattn.attention_backward: 5 * product,
+    }
+    assert all(not x.flops for x in prof.events() if x.name.startswith("fastattn::"))
+
+
+@not_interpreted
+def test_other_threads():
+    """A profiler records the thread that started it, and what autograd does for that."""
+    names = []
+
+    def other():
+        names.append(events.recording())
+        fastattn.attention(*tensors())
+
+    with profile(activities=CPU) as prof:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert names == [False] and not seen(prof)
+
+
+@not_interpreted
+def test_nothing_is_recorded_without_a_profiler(monkeypatch):
+    def refuse(*args):
+        raise AssertionError("an event without a profiler")
+
+    monkeypatch.setattr(events, "_RecordFunctionFast", refuse)
+    given = [x.requires_grad_() for x in tensors()]
+    fastattn.attention(*given).sum().backward()
+    with torch.no_grad():
+        fastattn.attention(*given)
+        torch.func.vmap(fastattn.attention)(*(x[None] for x in given))
+    with pytest.raises(AssertionError, match="an event"), profile(activities=CPU):
+        fastattn.attention(*given)
+
+
+@not_interpreted
+def test_our_own_profile_inside_of_torchs():
+    model = fastattn.MultiheadAttention(D, 2, batch_first=True).eval()
+    x = rand(B, N, D)
+    with profile(activities=CPU) as prof, torch.no_grad():
+        report = fastattn.profile(model, x, x, x, need_weights=False)
+    assert len(report.calls) == 1 and any("fastattn::attention" == x.name for x in prof.events())
