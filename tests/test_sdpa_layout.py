@@ -372,42 +372,6 @@ def test_jagged():
     assert found.values().stride() == wanted.values().stride()
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-@pytest.mark.parametrize("order", ["".join(x) for x in itertools.permutations("BHM")])
-def test_backends_write_in_every_order(backend, order):
-    """out, its tangent and the gradients, and the same values in each."""
-    from fastattn import api, passes
-    from fastattn.operation import ATTENTION
-    from fastattn.spec import Tangents
-
-    q, k, v = inputs("grouped", "tokens")
-    found = []
-    for orders in (("BMH", "BMH"), (order, order[::-1])):
-        t, o = api.prepare(q, k, v, dict(backend=backend), orders=orders)
-        o = o._replace(grad=True)
-        out, normaliser = passes.forward(ATTENTION, t, o)
-        dout = rand(*out.shape, seed=5)
-        wants = ["q", "k", "v"]
-        grads = passes.backward(ATTENTION, t, o, (out, normaliser), (dout, None), wants)
-        out_t = passes.jvp(ATTENTION, t, o, Tangents(q, k, v), (out, normaliser))[0]
-        for x, own in ((out, orders[0]), (out_t, orders[0]), *((x, orders[1]) for x in grads)):
-            assert x.permute([*map("BHM".index, own), 3]).is_contiguous()
-        found.append((out, out_t, *grads))
-    for a, b in zip(*found):
-        assert torch.equal(a, b)
-
-
-def test_orders_are_checked():
-    from fastattn import api, passes
-    from fastattn.operation import ATTENTION
-
-    q, k, v = inputs("4-D", "tokens")
-    t, o = api.prepare(q, k, v, {})
-    for name, wrong in (("out_order", "BHH"), ("grad_order", "bhm"), ("out_order", "")):
-        with pytest.raises(ValueError, match=f"^{name}: got '{wrong}', expected the letters of"):
-            passes.forward(ATTENTION, t, o._replace(**{name: wrong}))
-
-
 def test_flash_is_ruled_out():
     """The kernel that torch would run decides, in compiled code as well."""
     given = inputs("4-D", "tokens")
