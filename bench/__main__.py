@@ -68,6 +68,8 @@ def _add_measurements(add: Add) -> None:
     decode = add("decode", "a few rows on long keys; GB/s of keys and values")
     decode.add_argument("--rows", type=int, nargs="+", metavar="M")
 
+    few_rows = add("few_rows", "forward and backward of one to three rows, beside torch")
+
     mha = add("mha", "nn.MultiheadAttention as a whole against its conversion")
     mha.add_argument("--modes", nargs="+", choices=tuple(modules.MODES))
     mha.add_argument("--length", type=int, default=modules.LENGTH, metavar="N")
@@ -97,21 +99,21 @@ def _add_measurements(add: Add) -> None:
     distributed.add_argument("--simulate", action="store_true", help="the simulation alone")
     distributed.add_argument("--plot", action="store_true", help="draw where each strategy wins")
 
-    racing = serving, models, derivatives, distributed
-    for measuring in (sweep, decode, mha, overhead, memory, targets, subnormals, *racing):
+    rows, racing = (decode, few_rows), (serving, models, derivatives, distributed)
+    for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, *racing):
         measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
-    for measuring in (sweep, decode, mha, overhead, memory):
+    for measuring in (sweep, *rows, mha, overhead, memory):
         measuring.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if seen")
-    for measuring in (sweep, decode, mha, overhead, models):
+    for measuring in (sweep, *rows, mha, overhead, models):
         measuring.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
-    for measuring in (sweep, decode, mha, overhead, subnormals, *racing):
+    for measuring in (sweep, *rows, mha, overhead, subnormals, *racing):
         measuring.add_argument("--seconds", type=float, help="timing budget of a cell and count")
-    for measuring in (sweep, decode, overhead, memory):
+    for measuring in (sweep, *rows, overhead, memory):
         measuring.add_argument("--peers", nargs="+", choices=tuple(PEERS), default=[])
     for measuring in (sweep, decode, memory, models, derivatives, distributed):
         measuring.add_argument("--lengths", type=int, nargs="+", metavar="N")
-    for measuring in (sweep, decode, subnormals, serving, models):
+    for measuring in (sweep, *rows, subnormals, serving, models):
         measuring.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES))
 
 

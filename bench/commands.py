@@ -43,7 +43,7 @@ from . import (
     unpadded,
     whole_models,
 )
-from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, Case, Grid
+from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, TRAINING, Case, Grid
 from .peers import BASELINE, SUBJECT, chosen
 from .results import Result
 
@@ -88,6 +88,15 @@ def decode(options: Options) -> int:
     ):
         _cells(result, options, cases, (FORWARD,), 0.5, process)
     _print(printed.small_table(result["cells"], reading=True))
+    return _finish(result, options)
+
+
+def few_rows(options: Options) -> int:
+    device = _device(options)
+    cases = list(decoding.trained(device, tuple(options.dtypes or ("float32",))))
+    with _result("few-rows", options, device, _dtypes(cases)) as result:
+        _cells(result, options, cases, (TRAINING,), 1.0)
+    _print(printed.small_table(result["cells"]))
     return _finish(result, options)
 
 

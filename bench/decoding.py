@@ -1,4 +1,5 @@
-"""Decoding: a few rows of queries on long keys, where reading the keys and values is the work."""
+"""A few rows of queries: decoding on long keys, where reading the keys and values is the work; and
+training, where writing their gradients is as much again."""
 
 from __future__ import annotations
 
@@ -24,3 +25,17 @@ def cases(
             for n in lengths:
                 for m in rows:
                     yield Case(device, dtype, "full", 1, h, n, dim, Hk=hk, M=m)
+
+
+# (B, H, M, N) of a few rows with gradients, as class tokens, pooling and latents have them.
+TRAINED = (
+    *((64, 8, 1, 197), (1, 12, 1, 196), (1, 12, 2, 196), (1, 12, 3, 196)),
+    *((16, 8, 1, 1024), (1, 1, 3, 70_000), (1, 8, 3, 70_000)),
+)
+TRAINED_D = 64
+
+
+def trained(device: str, dtypes: Sequence[str] = ("float32",)) -> Iterator[Case]:
+    for dtype in dtypes:
+        for b, h, m, n in TRAINED:
+            yield Case(device, dtype, "full", b, h, n, TRAINED_D, M=m)

@@ -34,6 +34,7 @@ static const struct Case kCases[] = {
     {"backward full", .pass = FA_BACKWARD},
     {"backward causal", .pass = FA_BACKWARD, .causal = 1},
     {"backward bias", .pass = FA_BACKWARD, .bias = 1},
+    {"backward few rows", .pass = FA_BACKWARD, .rows = 1, .groups = 4},
     {"jvp full", .pass = FA_JVP},
     {"second full", .pass = FA_SECOND},
 };

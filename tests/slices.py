@@ -130,6 +130,14 @@ def few_heads(dtype, *names):
         yield build(dims, features, dtype)
 
 
+def few_rows(dtype, *names):
+    """Two rows, which are few on every instruction set, of heads that share a key head. Keys of
+    several chunks and of a part of one; columns that fill vectors and columns that do not."""
+    features = tuple(FEATURE[name] for name in names)
+    for dims in (Dims(1, 4, 2, 2, 700, 16, 24), Dims(2, 2, 1, 2, 140, 17, 9)):
+        yield build(dims, features, dtype)
+
+
 def far_rows(dtype):
     """Rows that a mask takes far from zero."""
     name = next(x for x, y in DTYPES.items() if y == dtype)
@@ -184,6 +192,8 @@ def problems(name, dtype=torch.float32):
         yield from decode(dtype, *name.split("+")[1:])
     elif name.startswith("few_heads"):
         yield from few_heads(dtype, *name.split("+")[1:])
+    elif name.startswith("few_rows"):
+        yield from few_rows(dtype, *name.split("+")[1:])
     elif name.startswith("tile_edges+"):
         yield from tile_edges(dtype, *name.split("+")[1:])
     else:

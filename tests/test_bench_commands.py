@@ -71,6 +71,14 @@ def test_decode_reports_reading(tmp_path, capsys):
     assert "% of read" in capsys.readouterr().out
 
 
+def test_few_rows_are_trained(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(decoding, "TRAINED", ((2, 3, 1, 9), (1, 1, 3, 20)))
+    result = run(tmp_path, "few_rows", *FAST)
+    found = [(c["B"], c["H"], c["M"], c["N"], c["pass"]) for c in result["cells"]]
+    assert found == [(2, 3, 1, 9, "forward+backward"), (1, 1, 3, 20, "forward+backward")]
+    assert "M3 N20 full" in capsys.readouterr().out
+
+
 def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.tiny_call.SMALL", (1, 4))
     monkeypatch.setattr("bench.launching.CALLS", 2)

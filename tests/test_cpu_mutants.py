@@ -224,6 +224,63 @@ a sink for every chunk's head: cpu/decode.h: decode+sinks
 the last keys of a row count as keys: cpu/few_rows.h: decode
 -std::fill(s + keys, s + end, -kInf<R>);
 +std::fill(s + keys, s + end, R(0));
+few rows are those of the first head: cpu/few_gradients.h: few_rows
+-const int64_t first = h * p.M;
++const int64_t first = 0;
+few rows have the LSE of the first: cpu/few_gradients.h: few_rows
+-const R lse = normaliser.lse[i], tail
++const R lse = normaliser.lse[0], tail
+few rows have the delta of the first: cpu/few_gradients.h: few_rows
+-(load(ds + j) - delta[i]);
++(load(ds + j) - delta[0]);
+few rows have the LSE of the first head: cpu/few_gradients.h: few_rows
+-buf.seen[h], w.normaliser.from(lane(h)), w.delta
++buf.seen[h], w.normaliser.from(lane(0)), w.delta
+few rows' dK without its scale: cpu/few_gradients.h: few_rows
+-outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(p.scale),
++outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(1),
+few rows' dQ without its scale: cpu/few_gradients.h: few_rows
+-row[c] *= R(p.scale);
++row[c] *= R(1);
+few rows' dQ without its last part: cpu/few_gradients.h: few_rows
+-c < Chunks::chunks(p); ++c) {
++c + 1 < Chunks::chunks(p); ++c) {
+few rows' parts of dQ are those of the first: cpu/few_gradients.h: few_rows
+-i = row % p.M;
++i = 0 * row;
+few rows' dK and dV begin at the first key: cpu/few_gradients.h: few_rows
+-static_cast<R*>(data) + to.at(keys.j0 + j) : buf.written;
++static_cast<R*>(data) + to.at(j) : buf.written;
+few rows' dK and dV of part of a vector are all the first key's: cpu/few_gradients.h: few_rows
+-columns, c + i * ld);
++columns, c);
+few rows' dK and dV end with whole vectors: cpu/few_gradients.h: few_rows
+-if (columns > 0) outer_columns<(NV + 1) / 2>(x, y, ldy, rows, keys, columns, to, later);
++;
+a few rows' last key counts as hidden: cpu/few_gradients.h: few_rows+lengths
+-clear(p, of, seen.end(), J1);
++clear(p, of, seen.end() - 1, J1);
+a few rows' first key counts as hidden: cpu/few_gradients.h: few_rows
+-any ? seen.j0 : J1);
++any ? seen.j0 + 1 : J1);
+few rows see a block that a mask hides: cpu/few_gradients.h: masks_of_heads
+-scores.clear(p.M);
++;
+few rows' dV of what was not dropped: cpu/few_gradients.h: few_rows+dropout
+-buf.dropped ? buf.dropped : buf.s;
++buf.s;
+few rows' dP is not dropped: cpu/few_gradients.h: few_rows+dropout
+-load(at.ds + x) * factor
++load(at.ds + x)
+few rows' softcap has no derivative: cpu/few_gradients.h: few_rows+softcap
+-T::product_gradient(p, load(at.ds + x), by)
++load(at.ds + x)
+few rows' scores without features: cpu/few_gradients.h: few_rows+alibi
+-store(at.s + x, score);
++;
+few rows' gradient of a mask begins at the first key: cpu/few_gradients.h: few_rows+head_bias_grad
+-to.at(i, keys.j0), to.step, keys.count, ds);
++to.at(i), to.step, keys.count, ds);
 a sink with a value of 1: cpu/forward.h: sinks
 -sink == -kInf<R> ? R(0) : R(1));
 +sink == -kInf<R> ? R(0) : R(2));

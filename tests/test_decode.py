@@ -37,6 +37,30 @@ def test_features(name, shape, features):
     passed(found)
 
 
+# As few rows as are few on every instruction set. Their columns fill vectors, or do not.
+TRAINED = {
+    "one_row": Dims(1, 4, 2, 1, 1111, 40, 24),
+    "two_rows": Dims(2, 6, 2, 2, 141, 17, 33),
+    "whole_vectors": Dims(2, 2, 2, 2, 530, 32, 64),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("shape", TRAINED)
+@pytest.mark.parametrize("features", FEATURES, ids=name_of)
+def test_gradients(name, shape, features):
+    dtype = torch.bfloat16 if shape == "two_rows" else torch.float32
+    passed(everywhere(name, Verdict(build(TRAINED[shape], features, dtype))))
+
+
+@every_backend
+def test_gradients_of_many_heads_that_share_keys(name):
+    """As many rows as a task takes together, and one head more."""
+    for heads in (64, 65):
+        problem = build(Dims(1, heads, 1, 2, 130, 16, 16), (), torch.float32)
+        passed(everywhere(name, Verdict(problem)))
+
+
 @every_backend
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("features", PROBED, ids=name_of)

@@ -26,6 +26,7 @@ SHAPES = {
     "gqa": Dims(2, 6, 2, 130, 201, 16, 40),
     "many_heads": Dims(5, 4, 4, 33, 33, 8, 8),
     "one_query": Dims(3, 4, 2, 1, 700, 32, 32),
+    "two_queries": Dims(1, 2, 1, 2, 5000, 64, 64),  # enough of them for three threads
 }
 
 

@@ -417,6 +417,14 @@ struct Backward {
     write_row(p.dsinks.data, p.dsinks.dtype, h * p.dsinks.stride[1], 1, 1, &result);
   }
 
+  // The gradients that are not made on the way, of a mask and of sinks.
+  static void add_others(const FaParams& p, Plan& plan) {
+    Buffers unused;
+    if (p.dmask.data && !MaskGradient<Mul>::is_ds(p))
+      plan.add({MaskGradient<Mul>::tasks(p), G::carve(p, nullptr, unused),
+                MaskGradient<Mul>::run});
+    if (p.dsinks.data) plan.add({p.H, 0, sinks});
+  }
   static Plan plan(const FaParams& p) {
     Plan plan;
     Buffers unused;
@@ -428,9 +436,7 @@ struct Backward {
     plan.add({G::chunks(p) * G::segments(p) * p.B * p.Hk, scratch, keys});
     if (G::segments(p) > 1) plan.add({G::chunks(p) * p.B * p.Hk, 0, join_segments});
     if (!G::dq_in_place(p)) plan.add({row_tasks, 0, write_dq});
-    if (p.dmask.data && !MaskGradient<Mul>::is_ds(p))
-      plan.add({MaskGradient<Mul>::tasks(p), scratch, MaskGradient<Mul>::run});
-    if (p.dsinks.data) plan.add({p.H, 0, sinks});
+    add_others(p, plan);
     return plan;
   }
 };

@@ -155,22 +155,16 @@ struct Decode {
   static void score(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
     transpose(buf.s, kTileKeys, lanes.count, keys.count, buf.turned, W);
     T::score(p, lanes.rows, keys, buf.turned, nullptr, buf.score);
-    turn_back(keys.count, lanes.count, buf, [](Vec<R>, Vec<R> score) { return score; });
+    Few::turn_back(buf.turned, keys.count, lanes.count,
+                   [&](int64_t at, Vec<R> score) { store(buf.s + at, score); });
   }
   // What becomes of a tile of ones is what P is multiplied by.
   static void dropout(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
     std::fill(buf.turned, buf.turned + keys.count * W, R(1));
     T::dropout(p, lanes.rows, keys, buf.turned, nullptr);
-    turn_back(keys.count, lanes.count, buf, [](Vec<R> p, Vec<R> factor) { return p * factor; });
-  }
-  template <class F>
-  static void turn_back(int64_t keys, int64_t lanes, const Buffers& buf, F f) {
-    for (int64_t j = 0; j < keys; j += W)
-      each_column(buf.turned + j * W, W, std::min<int64_t>(W, keys - j), lanes,
-                  [&](int64_t l, Vec<R> x) {
-                    R* at = buf.s + l * kTileKeys + j;
-                    store(at, Vec<R>(f(load(at), x)));
-                  });
+    Few::turn_back(buf.turned, keys.count, lanes.count, [&](int64_t at, Vec<R> factor) {
+      store(buf.s + at, Vec<R>(load(buf.s + at) * factor));
+    });
   }
 
   // Calls f(keys) for each block of a chunk that some row of item b sees.

@@ -57,6 +57,13 @@ struct FewRows {
       std::fill(q + elements(columns), q + ld, E(0));
     }
   }
+  // Back from keys x lanes. Calls f(place in [rows][kTileKeys], lanes along the keys).
+  template <class F>
+  static FA_INLINE void turn_back(const R* turned, int64_t keys, int64_t rows, F f) {
+    for (int64_t j = 0; j < keys; j += W)
+      each_column(turned + j * W, W, std::min<int64_t>(W, keys - j), rows,
+                  [&](int64_t row, Vec<R> x) { f(row * kTileKeys + j, x); });
+  }
   // As many products at a time as a vector has lanes, so that the sums along theirs make one. Keys
   // past the last are the last again: there is room in S.
   template <int ROWS>
@@ -162,8 +169,8 @@ struct WeightedSum {
       if (c < ldo) rows<ROWS, NV / 2>(p, v, keys, ldo, out, later, c);
   }
   // `later` goes by columns.
-  static void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count, int64_t Dv,
-                  R* out, Later later = {}) {
+  static FA_INLINE void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count,
+                            int64_t Dv, R* out, Later later = {}) {
     constexpr int many = kLanes<R> >= 16 ? 4 : 2;  // vectors, as registers allow for four rows
     const int64_t ldo = columns(Dv);
     p += j;
@@ -240,8 +247,8 @@ struct WeightedSum<PairedBf16> {
   static const int32_t* operand(const float* p, int64_t rows, int32_t* buf) {
     return Op::tile_along(p, rows, kTileKeys, buf);
   }
-  static void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys, int64_t count,
-                  int64_t Dv, float* out, Later later = {}) {
+  static FA_INLINE void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys,
+                            int64_t count, int64_t Dv, float* out, Later later = {}) {
     const int64_t ldo = columns(Dv), ldp = kTileKeys / 2;
     p += j / 2;
     int64_t r = 0;

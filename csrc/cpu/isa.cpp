@@ -6,6 +6,7 @@
 #endif
 #include "backward.h"
 #include "decode.h"
+#include "few_gradients.h"
 #include "forward.h"
 #include "jvp.h"
 #include "second.h"
@@ -63,6 +64,8 @@ Plan plan_with(const FaParams& p, int64_t pass) {
       return FewRows<Mul>::suit(p) ? Decode<Mul>::plan(p) : Forward<Mul>::plan(p);
     case FA_WEIGHTS:
       return Weights<Mul>::plan(p);
+    case FA_BACKWARD:
+      return FewGradients<Mul>::suit(p) ? FewGradients<Mul>::plan(p) : Backward<Mul>::plan(p);
     default:
       return Backward<Mul>::plan(p);
   }
