@@ -481,7 +481,7 @@ def build(sources, folder, *more):
 
 def library_object(sources):
     """What no fault is in, compiled once."""
-    headers = [ROOT / "csrc" / "abi.h", ROOT / "csrc" / "cpu" / "plan.h"]
+    headers = [ROOT / "csrc" / x for x in ("abi.h", "cpu/plan.h", "cpu/threads.h")]
     source = sources / "cpu" / "library.cpp"
     key = once.digest(ROOT / "csrc" / "cpu" / "library.cpp", *headers, FLAGS, compiler())
 
