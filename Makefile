@@ -14,6 +14,9 @@
 # make gpu       the first hour with a GPU: build, tests, sanitizers, timings beside torch's kernels and
 #                flash-attn; leaves a JSON and a page in bench/results/gpu. With none, a rehearsal
 # make sanitize  run the CUDA kernels on a GPU under each tool of compute-sanitizer
+# make sanitize-cpu   run random calls of the CPU kernels, and of the CUDA kernels on the emulator,
+#                under GCC's address, undefined behaviour and thread sanitizers. Ends within 20 minutes,
+#                builds included; MINUTES=60: in so many. ARGS=--case ...: one call again
 # make aot       compile every GPU kernel of the tuning tables with no GPU, with the newest Triton and
 #                the oldest; fails on spilled registers, too much shared memory, or no wgmma
 # make instructions   count what the CPU kernels execute, under valgrind; fails where that is more
@@ -45,7 +48,7 @@ OLDEST := build/triton-3.6.0
 # beside PyPI's torchvision) it cannot be imported, and where it is installed transformers cannot.
 VISION := build/vision-0.28.0
 
-.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx fuzz gpu sanitize aot instructions ledger lint format types setup
+.PHONY: help bench check test test-rest test-all test-interpreter test-gpu test-cuda test-ptx fuzz gpu sanitize sanitize-cpu aot instructions ledger lint format types setup
 help:
 	@sed -n '/^#/!q; s/^# \{0,1\}//p' $(MAKEFILE_LIST)
 
@@ -96,6 +99,9 @@ sanitize: setup
 		compute-sanitizer --tool $$tool --error-exitcode 1 \
 			$(PYTHON) -m pytest -m gpu -k "test_features and cuda" tests/test_gpu.py $(ARGS) || exit 1; \
 	done
+
+sanitize-cpu: setup
+	@nice $(PYTHON) -m tests.sanitize_cpu $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 aot: setup $(OLDEST)
 	@$(PYTHON) -m bench.aot $(ARGS)

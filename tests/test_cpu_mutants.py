@@ -560,7 +560,8 @@ def build(sources, folder, *more):
 
 def library_object(sources, folder):
     """What calls the kernels: compiled once, unless the fault is in it."""
-    parts = [Path("cpu/library.cpp"), Path("cpu/plan.h"), Path("abi.h"), Path("extents.h")]
+    names = ("cpu/library.cpp", "cpu/plan.h", "cpu/threads.h", "abi.h", "extents.h")
+    parts = [Path(name) for name in names]
     whole, own = ([x / part for part in parts] for x in (ROOT / "csrc", sources))
 
     def make(target=once.FOLDER / "library-of-mutants.o"):

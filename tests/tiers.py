@@ -86,6 +86,9 @@ SHARES = {
     "test_dtensor::test_everything": (NONE, 11),
     "test_dtensor::test_the_table": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
+    "test_sanitize_cpu": (5, 2),
+    "test_sanitize_cpu::test_a_fault_is_noticed": (NONE, NONE),  # builds of their own
+    "test_sanitize_cpu::test_without_a_fault_there_is_nothing_to_notice": (NONE, NONE),
     "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
     "test_cuda_decode": (NONE, 13),
     "test_cuda_dense_masks": (NONE, NONE),

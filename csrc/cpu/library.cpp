@@ -8,15 +8,12 @@
 #include <cstring>
 #include <string>
 
-#if defined(_OPENMP)
-#include <omp.h>
-#endif
-
 #include "../band.h"
 #include "../extents.h"
 #include "calls.h"
 #include "chips.h"
 #include "plan.h"
+#include "threads.h"
 #if defined(FA_X86_AMX)
 #include "amx_permission.h"
 #endif
@@ -222,8 +219,7 @@ bool run_phase(const Calls& calls, int at) {
   if (threads <= 1) {
     work();
   } else {
-#pragma omp parallel num_threads(static_cast<int>(threads))
-    work();
+    on_threads(threads, work);
   }
   return done == tasks;
 }

@@ -1,0 +1,30 @@
+// The threads that a phase runs on: OpenMP's, which torch's wheels and this library share. With
+// FA_STD_THREADS they are std::thread's, whose synchronisation ThreadSanitizer sees; of libgomp's
+// it sees nothing and would report every hand-over as a race.
+#pragma once
+#include <cstdint>
+
+#if defined(FA_STD_THREADS)
+#include <thread>
+#include <vector>
+#elif defined(_OPENMP)
+#include <omp.h>
+#endif
+
+namespace fa {
+
+// Calls `work` once on each of so many threads, the caller's among them; returns after the last.
+template <class Work>
+void on_threads(int64_t threads, const Work& work) {
+#if defined(FA_STD_THREADS)
+  std::vector<std::thread> others;
+  for (int64_t i = 1; i < threads; ++i) others.emplace_back([&work] { work(); });
+  work();
+  for (std::thread& other : others) other.join();
+#else
+#pragma omp parallel num_threads(static_cast<int>(threads))
+  work();
+#endif
+}
+
+}  // namespace fa

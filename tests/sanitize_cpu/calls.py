@@ -1,0 +1,154 @@
+"""The calls that are made under sanitizers: for every head dim from 1 to 130, every instruction set
+and every dtype, a random call of each kind. A number determines the call.
+"""
+
+import importlib.util
+import itertools
+import random
+import zlib
+from dataclasses import replace
+
+import cache_model
+import tangents
+import torch
+from cases import DTYPES, FEATURES, Dims, build
+from test_packed import batch
+from test_paged import in_pages, of_scores
+from test_storage import NAMES, kept
+
+import fastattn
+
+HEAD_DIMS = range(1, 131)
+SCORES = [f for f in FEATURES if of_scores((f,)) and f.group not in ("queries", "place", "dout")]
+
+
+class Sizes:
+    """How large calls are: at most so many rows, keys and sequences, and values of any width."""
+
+    def __init__(self, rows, keys, sequences):
+        self.rows, self.keys, self.sequences = rows, keys, sequences
+
+    def dims(self, rng, D):
+        heads, group = rng.choice((1, 1, 2)), rng.choice((1, 1, 2, 3))
+        M, N = rng.randint(1, self.rows), rng.randint(1, self.keys)
+        Dv = rng.choice((D, D, rng.choice(HEAD_DIMS)))
+        return Dims(rng.choice((1, 2)), heads * group, heads, M, N, D, Dv)
+
+    def packed(self, rng):
+        """Of each sequence; the first is the longest in rows and in keys, as `batch` asks."""
+        found = [
+            (rng.randint(0, self.rows), rng.randint(0, self.keys))
+            for _ in range(rng.randint(1, self.sequences))
+        ]
+        return [tuple(map(max, zip(*found, strict=True))), *found]
+
+
+SMALL = Sizes(40, 70, 4)
+KINDS = {}
+
+
+def kind(make):
+    KINDS[make.__name__] = make
+    return make
+
+
+def features(rng, among=FEATURES):
+    """Up to three, of different groups."""
+    found = {}
+    for feature in rng.sample(among, rng.randint(0, 3)):
+        found.setdefault(feature.group, feature)
+    return tuple(found.values())
+
+
+def problem(rng, D, dtype, sizes):
+    found = build(sizes.dims(rng, D), features(rng), dtype, seed=rng.randrange(2**20))
+    some = tuple(x for x in found.wants if rng.random() < 0.7) or found.wants
+    return replace(found, wants=found.wants if found.dlse is not None else some)
+
+
+@kind
+def dense(rng, D, dtype, sizes, backend):
+    """Forward and backward."""
+    problem(rng, D, dtype, sizes).run(fastattn.attention, backend=backend)
+
+
+@kind
+def weights(rng, D, dtype, sizes, backend):
+    """Probabilities, their mean over heads, and the gradients of both."""
+    made = problem(rng, D, dtype, sizes)
+    given = {x: y for x, y in made.tensors().items() if x not in ("v", "return_lse")}
+    leaves = [x for x in made.wants if x != "v"]
+    given |= {x: given[x].detach().requires_grad_() for x in leaves}
+    found = fastattn.attention_weights(**given, average_heads=rng.random() < 0.5, backend=backend)
+    if leaves:
+        torch.autograd.grad(found, [given[x] for x in leaves], torch.randn_like(found))
+
+
+@kind
+def derivatives(rng, D, dtype, sizes, backend):
+    """`jvp`, with forward's results and with none, and the tangent of backward."""
+    made = problem(rng, D, dtype, sizes)
+    tangents.passes(backend, made, *tangents.directions(made), known=rng.random() < 0.5)
+
+
+def packed_batch(rng, D, dtype, sizes):
+    return batch(features(rng, SCORES), dtype, sizes.packed(rng), D)
+
+
+@kind
+def packed(rng, D, dtype, sizes, backend):
+    """Forward and backward."""
+    packed_batch(rng, D, dtype, sizes).run(backend=backend)
+
+
+@kind
+def paged(rng, D, dtype, sizes, backend):
+    given = in_pages(packed_batch(rng, D, dtype, sizes), rng.choice((1, 3, 16, 64)))
+    fastattn.attention_packed(**given, backend=backend)
+
+
+@kind
+def quantised(rng, D, dtype, sizes, backend):
+    """Keys and values in eight bits, in a row and in pages."""
+    made = packed_batch(rng, D, dtype, sizes)
+    made.given, _ = kept(made, NAMES[rng.choice(list(NAMES))])
+    given = in_pages(made, rng.choice((1, 5, 16))) if rng.random() < 0.5 else made.given
+    with torch.no_grad():
+        fastattn.attention_packed(**given, backend=backend)
+
+
+def cache(number):
+    """A cache as a state machine."""
+    cache_model.run(number, 40)
+
+
+def of_fuzz():
+    """The parts of `tests.fuzz`, which hold calls against the oracle, by name; none where it is not
+    there. Each takes a random generator."""
+    if importlib.util.find_spec("tests.fuzz") is None:
+        return {}
+    from tests.fuzz.parts import PARTS
+
+    return PARTS
+
+
+def all_of(isas, dtypes=DTYPES, head_dims=HEAD_DIMS, kinds=None):
+    """(kind, head dim, dtype, instruction set) of every call. Tiles compute no float64."""
+    return [
+        x
+        for x in itertools.product(kinds or KINDS, head_dims, dtypes, isas)
+        if not (x[2] == "float64" and x[3].startswith("amx_"))
+    ]
+
+
+def shuffled(calls, seed):
+    found = list(calls)
+    random.Random(seed).shuffle(found)
+    return found
+
+
+def make(call, seed, backend="cpu", sizes=SMALL):
+    """Make a call of `all_of`: another one for each seed."""
+    name, D, dtype, _ = call
+    rng = random.Random(zlib.crc32(f"{call}:{seed}".encode()))
+    KINDS[name](rng, D, DTYPES[dtype], sizes, backend)
