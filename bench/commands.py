@@ -94,8 +94,11 @@ def decode(options: Options) -> int:
 def few_rows(options: Options) -> int:
     device = _device(options)
     cases = list(decoding.trained(device, tuple(options.dtypes or ("float32",))))
-    with _result("few-rows", options, device, _dtypes(cases)) as result:
-        _cells(result, options, cases, (TRAINING,), 1.0)
+    with (
+        _apart(device) as process,
+        _result("few-rows", options, device, _dtypes(cases), process) as result,
+    ):
+        _cells(result, options, cases, (TRAINING,), 1.0, process)
     _print(printed.small_table(result["cells"]))
     return _finish(result, options)
 
