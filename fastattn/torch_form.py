@@ -175,16 +175,19 @@ def _attend_jagged(
 
 
 def _is_ordinary(q, k, v) -> bool:
-    """4-D and of one shape, dtype and device: nothing to check or to arrange."""
+    """4-D, alike but for the number of rows and of keys: nothing to check or to arrange."""
+    if not type(q) is type(k) is type(v) is Tensor:
+        return False
     try:
+        rows, keys = q.shape, k.shape
         return (
-            type(q) is type(k) is type(v) is Tensor
-            and q.shape == k.shape == v.shape
-            and q.ndim == 4
+            len(rows) == 4
+            and (rows == keys or (*rows[:2], rows[3]) == (*keys[:2], keys[3]))
+            and keys == v.shape
             and q.dtype == k.dtype == v.dtype
             and q.device == k.device == v.device
         )
-    except RuntimeError:
+    except (RuntimeError, IndexError):
         return False  # a nested tensor has no shape
 
 
