@@ -33,6 +33,27 @@ def test_one_minute_of_random_calls():
     assert int(seconds) < 66 and int(cases.replace(",", "")) > 10 and findings == "0"
 
 
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("--case", "dense"), "expected PART:NUMBER"),
+        (("--case", "dense:x"), "expected PART:NUMBER"),
+        (("--case", "nothing:1"), "expected one of dense, packed"),
+        (("--parts", "dense,nothing"), "expected one of dense, packed"),
+        (("--parts", "dense,"), "expected one of dense, packed"),
+        (("--minutes", "0"), "expected a number above 0"),
+        (("--minutes", "nan"), "expected a number above 0"),
+        (("--minutes", "inf"), "expected a number above 0"),
+        (("--workers", "0"), "expected at least 1"),
+    ],
+    ids=" ".join,
+)
+def test_arguments_that_mean_nothing(arguments, expected, capfd):
+    with pytest.raises(SystemExit) as error:
+        command.main(arguments)
+    assert error.value.code == 2 and expected in capfd.readouterr().err
+
+
 PASSES = {"weights": "weights", "passes_with_tangents": "jvp"}  # that a part uses; or forward
 
 
@@ -73,6 +94,11 @@ WORKERS = {  # the lines that a worker prints, and its end
     "endless": ("begin dense:1000000", "time.sleep(60)"),
     "broken": ("sys.exit(3)",),
     "idle": ("sys.exit(0)",),
+    "interrupted": (
+        "begin dense:1000000",
+        "end",
+        "time.sleep(1); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)",
+    ),
 }
 EXPECTED = {  # the exit status, and what is printed
     "right": (0, "fuzz: . s, 1 cases, 0 findings"),
@@ -81,6 +107,7 @@ EXPECTED = {  # the exit status, and what is printed
     "endless": (1, "FOUND no end within 1 s\n  make it again: .* --case dense:1000000\n"),
     "broken": (1, "FOUND a worker ended with status 3"),
     "idle": (1, "fuzz: . s, 0 cases, 0 findings"),
+    "interrupted": (130, "fuzz: . s, 1 cases, 0 findings"),
 }
 
 
@@ -91,7 +118,7 @@ def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
     body = [*(f"print({line!r}, flush=True)" for line in lines), end]
     script = tmp_path / "worker.py"
     script.write_text(
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
         "if sys.argv[sys.argv.index('--worker') + 1] != '0': sys.exit(0)\n" + "\n".join(body)
     )
     monkeypatch.setattr(watch, "COMMAND", [sys.executable, str(script)])

@@ -96,7 +96,11 @@ class Watch:
                 self.read(worker, line)
             elif not self.goes_on(worker):
                 alive.discard(worker)
-        for worker in self.workers:  # a call that has not ended by now is not counted
+        self.stop()
+
+    def stop(self):
+        """A call that has not ended by now is not counted."""
+        for worker in self.workers:
             worker.stop()
 
     def read(self, worker, line):
@@ -144,7 +148,15 @@ class Watch:
         return int(self.findings > 0 or total == 0)
 
 
+INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
+
+
 def run(options):
     watch = Watch(options)
-    watch.run()
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        watch.stop()
+        watch.conclude()
+        return INTERRUPTED
     return watch.conclude()
