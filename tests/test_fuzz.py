@@ -1,5 +1,6 @@
 """`python -m tests.fuzz`: one minute of it, what it notices, and how it reports."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -126,3 +127,13 @@ def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
     status = command.main(["--minutes", "0.2", "--workers", "1"])
     expected, text = EXPECTED[kind]
     assert status == expected and re.search(text, capfd.readouterr().out)
+
+
+def test_a_case_is_made_again_with_the_same_settings(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("FASTATTN_FLOAT32", "vector")
+    options = argparse.Namespace(minutes=1, workers=1)
+    watch.Watch(options).report("dense:1000000", "AssertionError: out")
+    (command,) = capsys.readouterr().out.splitlines()[1:]
+    assert command.endswith("python -m tests.fuzz --case dense:1000000")
+    assert "TRITON_INTERPRET=1 " in command and "FASTATTN_FLOAT32=vector " in command

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -67,6 +68,13 @@ class Worker:
 def environment(options):
     threads = max(1, (os.cpu_count() or 1) // options.workers)
     return os.environ | dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
+
+
+def settings():
+    """The variables of the environment that say how calls run, for a command line."""
+    for name, x in os.environ.items():
+        if name == "TRITON_INTERPRET" or name.startswith("FASTATTN_"):
+            yield f"{name}={shlex.quote(x)}"
 
 
 class Watch:
@@ -135,7 +143,8 @@ class Watch:
 
     def report(self, case, why):
         self.findings += 1
-        print(f"FOUND {why}\n  make it again: python -m tests.fuzz --case {case}", flush=True)
+        again = shlex.join(["python", "-m", "tests.fuzz", "--case", case])
+        print(f"FOUND {why}\n  make it again: {' '.join([*settings(), again])}", flush=True)
 
     def conclude(self):
         """Print the totals and return the exit status."""
