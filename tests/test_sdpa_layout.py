@@ -225,6 +225,20 @@ def test_empty_dimensions(sizes):
     assert found.shape == wanted.shape and strides(found) == strides(wanted)
 
 
+@pytest.mark.parametrize("empty", range(4), ids=["B", "H", "M", "D"])
+def test_strides_of_nothing(empty):
+    """Where torch's have no zeros, ours have none, whichever backend or tracer makes the result."""
+    sizes = [0 if at == empty else n for at, n in enumerate((2, 3, 5, 4))]
+    for layout in LAYOUTS:
+        given = [LAYOUTS[layout](sizes) for _ in range(3)]
+        with FakeTensorMode() as mode:
+            fake = ours(*map(mode.from_tensor, given))
+        for found in (ours(*given), fake):
+            assert 0 not in found.stride(), layout
+    q = rand(*sizes)
+    assert ours(q, q, q).stride() == theirs(q, q, q).stride() == q.stride()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_grad_of_leaves(form):
     """autograd copies a gradient that does not lie as its leaf."""
