@@ -356,6 +356,32 @@ def test_compiled_with_symbolic_sizes():
             assert found.is_contiguous() and found.numel() == q.numel()
 
 
+CHOSEN = {  # of x (20, 3, 4) and a mask of its rows
+    "rows": lambda x, mask: x[mask][None].transpose(1, 2),
+    "contiguous rows": lambda x, mask: x[mask].transpose(0, 1)[None].contiguous(),
+    "items": lambda x, mask: x[mask][:, :, None].expand(-1, 3, 5, 4),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("same", [False, True], ids=["another key", "the same key"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiled_with_sizes_that_data_decide(name, same):
+    torch._dynamo.reset()
+
+    def call(x, mask):
+        q = CHOSEN[name](x, mask)
+        k = q if same else torch.ones(q.shape[0], q.shape[1], 7, 4)
+        return ours(q, k, k)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        x, mask = rand(20, 3, 4), rand(20, seed=seed) > 0
+        leaf = x.clone().requires_grad_()
+        compiled(leaf, mask).sum().backward()
+        torch.testing.assert_close(compiled(x, mask), call(x, mask))
+
+
 class Viewed(torch.nn.Module):
     def forward(self, q, k, v):
         return ours(q, k, v).view(6, 5, 4)
