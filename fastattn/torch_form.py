@@ -335,8 +335,8 @@ def _number(name: str, x: Any) -> Any:
 def _check_scalars(dropout_p, scale) -> None:
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
-    # No math.isfinite: compilers cannot trace it for a number that is a symbol.
-    if scale is not None and not -math.inf < scale < math.inf:
+    # Compilers can trace neither math.isfinite nor infinity for a number that is a symbol.
+    if scale is not None and not -sys.float_info.max <= scale <= sys.float_info.max:
         raise RuntimeError(f"scale: got {scale}, expected a finite number or None")
 
 
