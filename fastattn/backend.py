@@ -147,11 +147,12 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def dense_layout(B: int, H: int, M: int, D: int, order: str) -> Layout:
-    """(B,H,M,D) without gaps: rows of D, and the other dimensions from the outermost in `order`."""
-    sizes, strides, step = {"B": B, "H": H, "M": M}, {}, D
+    """(B,H,M,D) without gaps: rows of D, and the other dimensions from the outermost in `order`.
+    A size of 0 counts as 1, as in torch's own strides."""
+    sizes, strides, step = {"B": B, "H": H, "M": M}, {}, torch.sym_max(D, 1)
     for letter in reversed(order):
         strides[letter] = step
-        step *= sizes[letter]
+        step *= torch.sym_max(sizes[letter], 1)
     return (B, H, M, D), (strides["B"], strides["H"], strides["M"], 1)
 
 

@@ -46,7 +46,8 @@ def scaled_dot_product_attention(
 
     Results and gradients lie in memory as torch's do on a CPU, so that the same `view` calls work:
     where torch takes its flash kernel, the result as query does and the gradients as (B, L, H, E);
-    else all contiguous, also a gradient that torch's math kernel leaves transposed.
+    else all contiguous, also a gradient that torch's math kernel leaves transposed, and in compiled
+    code where a size depends on data.
 
     `dropout_p` and `scale` are numbers, bools among them, numpy scalars, or tensors of no dimension
     that do not require grad; `is_causal` and `enable_gqa` are bools.
@@ -121,9 +122,19 @@ def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
 
 def _orders_of_rows(q, k, v) -> tuple[str, str]:
     """The same of shapes that torch's flash kernel takes, if there are rows, and each is whole."""
+    if is_compiling() and not all(map(_is_known, (*q.shape, *q.stride(), k.shape[2]))):
+        return CONTIGUOUS
     if not (q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.shape[2] and k.shape[2]):
         return CONTIGUOUS
     return (_order_of(q), TOKENS) if _may_flash() else CONTIGUOUS
+
+
+def _is_known(size: Any) -> bool:
+    """Whether a compiler can compare it. It cannot compare what data decide, as of x[mask]."""
+    # A compiler has imported it.
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(size > 1) or guard_or_false(size <= 1)
 
 
 def _may_flash() -> bool:
@@ -327,8 +338,8 @@ def _number(name: str, x: Any) -> Any:
 def _check_scalars(dropout_p, scale) -> None:
     if not 0 <= dropout_p <= 1:
         raise RuntimeError(f"dropout probability has to be between 0 and 1, but got {dropout_p}")
-    # No math.isfinite: compilers cannot trace it for a number that is a symbol.
-    if scale is not None and not -math.inf < scale < math.inf:
+    # Compilers can trace neither math.isfinite nor infinity for a number that is a symbol.
+    if scale is not None and not -sys.float_info.max <= scale <= sys.float_info.max:
         raise RuntimeError(f"scale: got {scale}, expected a finite number or None")
 
 

@@ -1,5 +1,6 @@
 """`python -m tests.fuzz`: one minute of it, what it notices, and how it reports."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -31,6 +32,27 @@ def test_one_minute_of_random_calls():
     assert found.returncode == 0, found.stdout
     seconds, cases, findings = LAST.fullmatch(found.stdout.splitlines()[-1]).groups()
     assert int(seconds) < 66 and int(cases.replace(",", "")) > 10 and findings == "0"
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("--case", "dense"), "expected PART:NUMBER"),
+        (("--case", "dense:x"), "expected PART:NUMBER"),
+        (("--case", "nothing:1"), "expected one of dense, packed"),
+        (("--parts", "dense,nothing"), "expected one of dense, packed"),
+        (("--parts", "dense,"), "expected one of dense, packed"),
+        (("--minutes", "0"), "expected a number above 0"),
+        (("--minutes", "nan"), "expected a number above 0"),
+        (("--minutes", "inf"), "expected a number above 0"),
+        (("--workers", "0"), "expected at least 1"),
+    ],
+    ids=" ".join,
+)
+def test_arguments_that_mean_nothing(arguments, expected, capfd):
+    with pytest.raises(SystemExit) as error:
+        command.main(arguments)
+    assert error.value.code == 2 and expected in capfd.readouterr().err
 
 
 PASSES = {"weights": "weights", "passes_with_tangents": "jvp"}  # that a part uses; or forward
@@ -73,6 +95,11 @@ WORKERS = {  # the lines that a worker prints, and its end
     "endless": ("begin dense:1000000", "time.sleep(60)"),
     "broken": ("sys.exit(3)",),
     "idle": ("sys.exit(0)",),
+    "interrupted": (
+        "begin dense:1000000",
+        "end",
+        "time.sleep(1); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)",
+    ),
 }
 EXPECTED = {  # the exit status, and what is printed
     "right": (0, "fuzz: . s, 1 cases, 0 findings"),
@@ -81,6 +108,7 @@ EXPECTED = {  # the exit status, and what is printed
     "endless": (1, "FOUND no end within 1 s\n  make it again: .* --case dense:1000000\n"),
     "broken": (1, "FOUND a worker ended with status 3"),
     "idle": (1, "fuzz: . s, 0 cases, 0 findings"),
+    "interrupted": (130, "fuzz: . s, 1 cases, 0 findings"),
 }
 
 
@@ -91,7 +119,7 @@ def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
     body = [*(f"print({line!r}, flush=True)" for line in lines), end]
     script = tmp_path / "worker.py"
     script.write_text(
-        "import os, sys, time\n"
+        "import os, signal, sys, time\n"
         "if sys.argv[sys.argv.index('--worker') + 1] != '0': sys.exit(0)\n" + "\n".join(body)
     )
     monkeypatch.setattr(watch, "COMMAND", [sys.executable, str(script)])
@@ -99,3 +127,13 @@ def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
     status = command.main(["--minutes", "0.2", "--workers", "1"])
     expected, text = EXPECTED[kind]
     assert status == expected and re.search(text, capfd.readouterr().out)
+
+
+def test_a_case_is_made_again_with_the_same_settings(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("FASTATTN_FLOAT32", "vector")
+    options = argparse.Namespace(minutes=1, workers=1)
+    watch.Watch(options).report("dense:1000000", "AssertionError: out")
+    (command,) = capsys.readouterr().out.splitlines()[1:]
+    assert command.endswith("python -m tests.fuzz --case dense:1000000")
+    assert "TRITON_INTERPRET=1 " in command and "FASTATTN_FLOAT32=vector " in command

@@ -225,6 +225,20 @@ def test_empty_dimensions(sizes):
     assert found.shape == wanted.shape and strides(found) == strides(wanted)
 
 
+@pytest.mark.parametrize("empty", range(4), ids=["B", "H", "M", "D"])
+def test_strides_of_nothing(empty):
+    """Where torch's have no zeros, ours have none, whichever backend or tracer makes the result."""
+    sizes = [0 if at == empty else n for at, n in enumerate((2, 3, 5, 4))]
+    for layout in LAYOUTS:
+        given = [LAYOUTS[layout](sizes) for _ in range(3)]
+        with FakeTensorMode() as mode:
+            fake = ours(*map(mode.from_tensor, given))
+        for found in (ours(*given), fake):
+            assert 0 not in found.stride(), layout
+    q = rand(*sizes)
+    assert ours(q, q, q).stride() == theirs(q, q, q).stride() == q.stride()
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_grad_of_leaves(form):
     """autograd copies a gradient that does not lie as its leaf."""
@@ -340,6 +354,32 @@ def test_compiled_with_symbolic_sizes():
         q = rand(2, 3, length, 4)
         for found in call(q, q, q):
             assert found.is_contiguous() and found.numel() == q.numel()
+
+
+CHOSEN = {  # of x (20, 3, 4) and a mask of its rows
+    "rows": lambda x, mask: x[mask][None].transpose(1, 2),
+    "contiguous rows": lambda x, mask: x[mask].transpose(0, 1)[None].contiguous(),
+    "items": lambda x, mask: x[mask][:, :, None].expand(-1, 3, 5, 4),
+}
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+@pytest.mark.parametrize("same", [False, True], ids=["another key", "the same key"])
+@torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True)
+def test_compiled_with_sizes_that_data_decide(name, same):
+    torch._dynamo.reset()
+
+    def call(x, mask):
+        q = CHOSEN[name](x, mask)
+        k = q if same else torch.ones(q.shape[0], q.shape[1], 7, 4)
+        return ours(q, k, k)
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    for seed in range(2):
+        x, mask = rand(20, 3, 4), rand(20, seed=seed) > 0
+        leaf = x.clone().requires_grad_()
+        compiled(leaf, mask).sum().backward()
+        torch.testing.assert_close(compiled(x, mask), call(x, mask))
 
 
 class Viewed(torch.nn.Module):

@@ -173,6 +173,12 @@ def test_compiled_tensors_and_numpy(x):
     torch.testing.assert_close(found, theirs(Q, Q, Q, scale=x))
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_compiled_numbers_that_data_decide():
+    found = compiled(lambda q, x: ours(q, q, q, scale=x.item()))(Q, torch.tensor(0.5))
+    torch.testing.assert_close(found, theirs(Q, Q, Q, scale=0.5))
+
+
 @pytest.mark.parametrize("given", [dict(is_causal=None), dict(enable_gqa=1), dict(scale="0.5")])
 def test_compiled_errors(given):
     for function in (ours, theirs):

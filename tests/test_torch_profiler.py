@@ -401,17 +401,29 @@ def test_flops():
 @not_interpreted
 def test_other_threads():
     """A profiler records the thread that started it, and what autograd does for that."""
-    names = []
-
-    def other():
-        names.append(events.recording())
-        fastattn.attention(*tensors())
-
     with profile(activities=CPU) as prof:
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-    assert names == [False] and not seen(prof)
+        in_a_thread(fastattn.attention, *tensors())
+    assert not seen(prof)
+
+
+@not_interpreted
+def test_all_threads():
+    """A profiler that is told to records every thread."""
+
+    def train(*given):
+        fastattn.attention(*(x.requires_grad_() for x in given)).sum().backward()
+
+    every = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=CPU, experimental_config=every) as prof:
+        fastattn.attention(*tensors())
+        in_a_thread(train, *tensors())
+    assert seen(prof) == {"attention": 2, "attention_backward": 1}
+
+
+def in_a_thread(function, *given):
+    thread = threading.Thread(target=function, args=given)
+    thread.start()
+    thread.join()
 
 
 @not_interpreted

@@ -4,10 +4,12 @@ The name of a part and a number determine a call: `--case packed:1000017` makes 
 processes make the calls. A process that dies and a call that does not end are findings too. With
 TRITON_INTERPRET=1 the calls run on Triton's kernels, in its interpreter.
 
-The exit status is 1 if there is a finding. The last line gives seconds, cases and findings.
+The exit status is 1 if there is a finding, 2 for arguments that mean nothing, and 130 after Ctrl-C.
+The last line gives seconds, cases and findings.
 """
 
 import argparse
+import math
 import os
 import random
 import sys
@@ -34,6 +36,8 @@ def main(argv=None):
     options = parser.parse_args(argv)
     if options.worker is not None:
         return work(options)
+    if why := refusal(options):
+        parser.error(why)
     if options.case:
         prepare()
         name, _, number = options.case.partition(":")
@@ -43,6 +47,24 @@ def main(argv=None):
     from . import watch
 
     return watch.run(options)
+
+
+def refusal(options):
+    """What is wrong with the arguments; None if nothing is."""
+    if not 0 < options.minutes < math.inf:
+        return f"--minutes: got {options.minutes}, expected a number above 0"
+    if options.workers < 1:
+        return f"--workers: got {options.workers}, expected at least 1"
+    name, _, number = (options.case or "").partition(":")
+    if options.case and not number.isdecimal():
+        return f"--case: got {options.case}, expected PART:NUMBER, as dense:1000000"
+    names = [name] if options.case else options.parts.split(",") if options.parts else []
+    if names:  # importing the parts takes seconds
+        from .parts import PARTS
+
+        if wrong := [x for x in names if x not in PARTS]:
+            return f"got no part {wrong[0]!r}, expected one of {', '.join(PARTS)}"
+    return None
 
 
 def prepare():

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import shlex
 import signal
 import subprocess
 import sys
@@ -69,6 +70,13 @@ def environment(options):
     return os.environ | dict(OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
 
 
+def settings():
+    """The variables of the environment that say how calls run, for a command line."""
+    for name, x in os.environ.items():
+        if name == "TRITON_INTERPRET" or name.startswith("FASTATTN_"):
+            yield f"{name}={shlex.quote(x)}"
+
+
 class Watch:
     def __init__(self, options):
         self.options, self.begun = options, time.monotonic()
@@ -96,7 +104,11 @@ class Watch:
                 self.read(worker, line)
             elif not self.goes_on(worker):
                 alive.discard(worker)
-        for worker in self.workers:  # a call that has not ended by now is not counted
+        self.stop()
+
+    def stop(self):
+        """A call that has not ended by now is not counted."""
+        for worker in self.workers:
             worker.stop()
 
     def read(self, worker, line):
@@ -131,7 +143,8 @@ class Watch:
 
     def report(self, case, why):
         self.findings += 1
-        print(f"FOUND {why}\n  make it again: python -m tests.fuzz --case {case}", flush=True)
+        again = shlex.join(["python", "-m", "tests.fuzz", "--case", case])
+        print(f"FOUND {why}\n  make it again: {' '.join([*settings(), again])}", flush=True)
 
     def conclude(self):
         """Print the totals and return the exit status."""
@@ -144,7 +157,15 @@ class Watch:
         return int(self.findings > 0 or total == 0)
 
 
+INTERRUPTED = 130  # the exit status after Ctrl-C, as shells have it
+
+
 def run(options):
     watch = Watch(options)
-    watch.run()
+    try:
+        watch.run()
+    except KeyboardInterrupt:
+        watch.stop()
+        watch.conclude()
+        return INTERRUPTED
     return watch.conclude()
