@@ -141,7 +141,9 @@ def once(function: Callable[..., Any], *args: Any) -> Any:
 
 def _ending(status: int | None) -> str:
     if status is not None and status < 0:
-        return f"its process died of {signal.Signals(-status).name}"
+        known = -status in set(signal.Signals)  # those of real time have numbers alone
+        name = signal.Signals(-status).name if known else f"signal {-status}"
+        return f"its process died of {name}"
     return f"its process ended with status {status}"
 
 

@@ -291,6 +291,13 @@ def crashed():
         yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
 
 
+def test_how_a_process_ended_is_told_of_every_status():
+    told = {status: apart._ending(status) for status in (3, -9, -35)}
+    assert told[3] == "its process ended with status 3"
+    assert told[-9] == "its process died of SIGKILL"
+    assert told[-35] == "its process died of signal 35"
+
+
 def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):
     cells = [(n, what) for n in (20, 30) for what in (FORWARD, TRAINING)]
     assert [(x["N"], x["pass"]) for x in crashed] == cells
