@@ -55,6 +55,14 @@ CALLS = {  # a call of x, and x
         lambda x: sum_of(fastattn.attention_jvp(x, x, x, x + 1, None, x, causal=True)),
         DENSE,
     ),
+    "merge, of tensors": (
+        lambda x: sum_of(fastattn.merge([(x, x[..., 0]), (x + 1, x[..., 1])])),
+        DENSE,
+    ),
+    "merge, of calls": (
+        lambda x: sum_of(fastattn.merge([fastattn.attention(x, x, x, return_lse=True)] * 2)),
+        DENSE,
+    ),
 }
 
 
