@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from .overrides import is_compiling, is_overridden
-
 from .spec import wide
 
 
