@@ -114,6 +114,13 @@ def test_a_device_alone_tells_of_a_gpu(fake):
     assert "(an NVIDIA GPU, a driver of unknown version)" in said and nvidia.URL in said
 
 
+@pytest.mark.parametrize("version", ["[N/A]", "Graphics Device"])
+def test_a_driver_without_a_version_is_told_as_one(version, fake):
+    fake.smi(f"NVIDIA RTX A6000, 48 GB, {version}")
+    said = nvidia.unusable()
+    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in said and nvidia.URL in said
+
+
 @pytest.mark.parametrize("why", ["none", "no driver", "hidden", "usable"])
 def test_nothing_is_said_where_there_is_nothing_to_mend(why, fake, monkeypatch):
     if why == "no driver":
