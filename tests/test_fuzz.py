@@ -1,6 +1,8 @@
 """`python -m tests.fuzz`: one minute of it, what it notices, and how it reports."""
 
+import argparse
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +101,16 @@ def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
     status = command.main(["--minutes", "0.2", "--workers", "1"])
     expected, text = EXPECTED[kind]
     assert status == expected and re.search(text, capfd.readouterr().out)
+
+
+def test_an_interrupt_ends_the_workers_and_gives_the_totals(monkeypatch, capfd):
+    def interrupted(timeout):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(watch, "COMMAND", [sys.executable, "-c", "import time; time.sleep(60)"])
+    options = argparse.Namespace(minutes=1, workers=2, seed=1, parts=None)
+    run = watch.Watch(options)
+    monkeypatch.setattr(run.lines, "get", interrupted)
+    run.run()
+    assert [worker.process.poll() for worker in run.workers] == [-signal.SIGKILL] * 2
+    assert run.conclude() == 130 and LAST.search(capfd.readouterr().out)

@@ -75,7 +75,7 @@ class Watch:
         self.end = self.begun + 60 * options.minutes
         self.lines = queue.Queue()
         self.workers = [Worker(options, index, self.lines) for index in range(options.workers)]
-        self.cases, self.findings = Counter(), 0
+        self.cases, self.findings, self.interrupted = Counter(), 0, False
 
     def minutes_left(self):
         return (self.end - time.monotonic()) / 60
@@ -83,6 +83,15 @@ class Watch:
     def run(self):
         for worker in self.workers:
             worker.begin(self.minutes_left())
+        try:
+            self.listen()
+        except KeyboardInterrupt:
+            self.interrupted = True
+        for worker in self.workers:  # a call that has not ended by now is not counted
+            worker.stop()
+
+    def listen(self):
+        """Until the time is over, or nothing is left to listen to."""
         alive = set(self.workers)
         while alive and self.findings < ENOUGH and self.minutes_left() > 0:
             for worker in alive:
@@ -96,8 +105,6 @@ class Watch:
                 self.read(worker, line)
             elif not self.goes_on(worker):
                 alive.discard(worker)
-        for worker in self.workers:  # a call that has not ended by now is not counted
-            worker.stop()
 
     def read(self, worker, line):
         if line.startswith("begin "):
@@ -141,7 +148,7 @@ class Watch:
             f"fuzz: {seconds:.0f} s, {total:,} cases, {self.findings} findings "
             f"(seed {self.options.seed})"
         )
-        return int(self.findings > 0 or total == 0)
+        return 130 if self.interrupted else int(self.findings > 0 or total == 0)
 
 
 def run(options):
