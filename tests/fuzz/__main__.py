@@ -4,7 +4,8 @@ The name of a part and a number determine a call: `--case packed:1000017` makes 
 processes make the calls. A process that dies and a call that does not end are findings too. With
 TRITON_INTERPRET=1 the calls run on Triton's kernels, in its interpreter.
 
-The exit status is 1 if there is a finding, and 130 after an interrupt. The last line gives seconds, cases and findings.
+The exit status is 1 if there is a finding, and 130 after an interrupt. The last line gives seconds,
+cases and findings.
 """
 
 import argparse

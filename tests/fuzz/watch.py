@@ -53,8 +53,7 @@ class Worker:
     def is_stuck(self):
         return self.case is not None and time.monotonic() - self.since > LONGEST
 
-    def stop(self):
-        self.process.kill()
+    def finish(self):
         for reader in self.readers:
             reader.join()
 
@@ -87,8 +86,11 @@ class Watch:
             self.listen()
         except KeyboardInterrupt:
             self.interrupted = True
-        for worker in self.workers:  # a call that has not ended by now is not counted
-            worker.stop()
+        finally:
+            for worker in self.workers:  # a call that has not ended by now is not counted
+                worker.process.kill()
+        for worker in self.workers:
+            worker.finish()
 
     def listen(self):
         """Until the time is over, or nothing is left to listen to."""
