@@ -33,7 +33,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     Not in forward: torch runs a module's hooks around that, which belong to the traced program.
     """
-    if has_torch_function(args or tuple(kwargs.values())):
+    if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.fx.Proxy):
                 return _record(module, x.tracer, args, kwargs)
