@@ -114,23 +114,26 @@ def sees_gpu():
 
 def without_launcher():
     """What Triton lacks to launch kernels. It finds both as fastattn/toolchain.py does."""
-    named = os.environ.get("CC")
-    compiler = named or shutil.which("gcc") or shutil.which("clang")
+    named = os.environ.get("CC")  # Triton runs it also where it is empty
+    compiler = (shutil.which("gcc") or shutil.which("clang")) if named is None else named
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     flags = ["-I" + os.path.dirname(header), "-x", "c", "-fsyntax-only", "-"]
-    if not compiler or not shutil.which(compiler):
-        lacking = f"CC={named} is no C compiler" if named else "there is no C compiler"
-        what = "install gcc (Debian, Ubuntu: apt install gcc libc6-dev; Fedora: dnf install gcc)"
-    elif not compiles([compiler], flags, b"#include <Python.h>\n"):
-        lacking = (
-            f"{header} does not compile" if os.path.exists(header) else f"there is no {header}"
-        )
+    what = "install gcc (Debian, Ubuntu: apt install gcc libc6-dev; Fedora: dnf install gcc)"
+    if compiler is None:
+        lacking = "there is no C compiler"
+    elif not shutil.which(compiler):
+        lacking = f"CC={named} is no C compiler"
+        what = f"name one with CC=, or unset it and {what}"
+    elif compiles([compiler], flags, b"#include <Python.h>\n"):
+        return
+    elif os.path.exists(header):
+        lacking = f"{compiler} does not compile {header}"
+    else:
+        lacking = f"there is no {header}"
         what = (
             "install Python's headers (Debian, Ubuntu: apt install python3-dev; Fedora: "
             "dnf install python3-devel)"
         )
-    else:
-        return
     yield f"Triton's kernels will not run on the GPU, because {lacking}: {what}."
 
 

@@ -1,9 +1,8 @@
-"""Work in a process of its own, which may die of it: what runs on a GPU.
+"""A separate process for work on a GPU, which may end that process.
 
-A kernel of a peer that touches memory that is not its own leaves the GPU unusable to its process,
-and a fault of the host ends it. The caller then starts another, and goes on without that peer. The
-caller itself uses no GPU: one that serves a single process at a time (exclusive compute mode) is
-free for that process.
+After an illegal memory access a process cannot use its GPU any more, and a fault on the host ends
+the process. The caller then starts another one and goes on without the peer that did it. The caller
+itself uses no GPU: in exclusive compute mode a GPU serves one process at a time.
 """
 
 from __future__ import annotations
@@ -24,8 +23,7 @@ _pipe: Any = None  # to the caller, inside such a process
 
 
 class Died(ChildProcessError):
-    """The process has ended. `at` is the peer that it was at, None outside of any; the text says
-    how it ended."""
+    """The process has ended; the text says how. `at` is the peer that was running, or None."""
 
     def __init__(self, at: str | None, how: str):
         super().__init__(how)
@@ -33,7 +31,7 @@ class Died(ChildProcessError):
 
 
 class Raised(ValueError):
-    """What was called there raised this, and the process goes on."""
+    """The function that was called in the process raised; the process goes on."""
 
 
 class Unusable(Exception):
@@ -42,7 +40,7 @@ class Unusable(Exception):
 
 @contextlib.contextmanager
 def at(peer: str) -> Generator[None, None, None]:
-    """Inside, what happens to this process is of that peer."""
+    """If the process ends inside this context, `Died.at` is that peer."""
     _send("at", peer)
     try:
         yield
@@ -55,7 +53,7 @@ def at(peer: str) -> Generator[None, None, None]:
 
 
 def recover(reason: str) -> None:
-    """After an error: give back the memory that it has left. Raises Unusable where the GPU is."""
+    """Free the memory that an error has left. Raises Unusable where the GPU is unusable."""
     gc.collect()
     if not torch.cuda.is_initialized():
         return
@@ -82,12 +80,12 @@ class Process:
         self.close()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What a function returns there. Raises Died and Raised."""
+        """What the function returns in the process. Raises Died and Raised."""
         (found,) = self.stream(_once, function, *args)
         return found
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-        """What an iterator there yields, as soon as it does. Raises Died and Raised."""
+        """What the iterator yields in the process, item by item. Raises Died and Raised."""
         if self.worker is None:
             self._start()
         peer, finished = None, False
@@ -134,14 +132,16 @@ class Process:
 
 
 def once(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process that ends with it."""
+    """What the function returns in a process that ends after the call."""
     with Process() as process:
         return process.call(function, *args)
 
 
 def _ending(status: int | None) -> str:
     if status is not None and status < 0:
-        return f"its process died of {signal.Signals(-status).name}"
+        known = -status in set(signal.Signals)  # those of real time have numbers alone
+        name = signal.Signals(-status).name if known else f"signal {-status}"
+        return f"its process died of {name}"
     return f"its process ended with status {status}"
 
 

@@ -57,8 +57,8 @@ def kinds(cases: Iterable[Case]) -> list[Case]:
 
 
 def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
-    """Compile the kernels of every kind of case, and say how far it has come. What goes wrong here
-    goes wrong again, and is told, in the cell itself."""
+    """Compile the kernels of every kind of case, and yield a line of progress for each. Errors are
+    ignored here: the same error comes again in the cell, and is told there."""
     if fastattn.available_backends()["triton"]:
         return
     begun, before, chosen = time.monotonic(), count(), kinds(cases)

@@ -70,13 +70,13 @@ def _seen() -> Iterator[Gpu]:
     driver = _driver()
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=60)
     except (OSError, subprocess.TimeoutExpired):
         pass
     else:
-        name, comma, version = done.stdout.partition("\n")[0].partition(", ")
+        name, comma, version = done.stdout.partition("\n")[0].rpartition(", ")
         if done.returncode == 0 and comma:
-            yield Gpu(name, version.strip())
+            yield Gpu(name, version if re.fullmatch(r"\d+(\.\d+)*", version) else driver)
     for file in sorted(PROC.glob("gpus/*/information")):
         model = re.search(r"^Model:\s*(.+)$", file.read_text(errors="replace"), re.M)
         yield Gpu(model[1].strip() if model else "an NVIDIA GPU", driver)

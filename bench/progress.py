@@ -1,5 +1,5 @@
-"""A progress bar where tqdm and a terminal are there, else a plain line for each record, and for
-what is being done."""
+"""Progress of a benchmark: a bar where tqdm and a terminal are there, else a line for each record;
+and a line about what is being measured or compiled."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ class Items(NamedTuple):
 
     table: Tensor  # (B,blocks) int64: its pages
     lengths: Tensor  # (B,) int64: its keys
-    goes_on: Tensor  # (B,) bool: forks that have its last page read no row behind its last key
+    goes_on: Tensor  # (B,) bool: may write in its last page; its forks read no row past its keys
 
 
 class Change(NamedTuple):
@@ -427,10 +427,10 @@ class KVCache:
 
     @_kept
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
-        """A cache of these items (all; one may be there several times), which shares their pages.
-        Who writes into a page that others have copies it first. Two do not: an item that had its
-        last page alone when it was forked, until it drops keys; and the last of those that share a
-        page, where all of them write at once, as in a step of beam search."""
+        """A cache of these items (all; one may be listed several times), which shares their pages.
+        An item that writes into a shared page copies it first. There are two exceptions. An item
+        that had its last page alone when it was forked writes there until it drops keys. Where all
+        items that share a page write in one call, as in a step of beam search, one keeps it."""
         chosen = _index(items, self.batch)
         table, lengths, goes_on = (x[chosen] for x in self._items)
         pool, page = self._pool, self.page_size

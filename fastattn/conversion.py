@@ -20,8 +20,8 @@ from .multihead import MultiheadAttention, always_call_forward
 _MARK = "_converted_by_fastattn"
 
 _BY_TYPE = (
-    "what looks modules up by exact type (torch.ao.quantization.prepare, Opacus, ptflops) passes "
-    "these by: call fastattn.revert(model) before it"
+    "torch.ao.quantization.prepare, Opacus and ptflops look modules up by exact type and skip "
+    "these: call fastattn.revert(model) first"
 )
 
 
@@ -31,7 +31,7 @@ class Conversion:
 
     swapped: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)  # name -> why
-    note: str = ""  # what is to know of those that were swapped
+    note: str = ""  # about the swapped modules
 
     def __str__(self) -> str:
         lines = [f"swapped {len(self.swapped)}, left {len(self.left)}"]
@@ -47,11 +47,11 @@ def convert(model: nn.Module) -> Conversion:
     In place; only modules whose type is exactly nn.MultiheadAttention are swapped. The Conversion
     returned says which were, and why any other attention module was left.
 
-    What looks modules up by their exact type passes the swapped ones by, mostly without a word:
-    torch.ao.quantization.prepare leaves them and quantizes the projection in them, Opacus finds
-    them valid and has no rule for their gradients, ptflops does not count them.
-    `fastattn.revert(model)` before such a library. What asks isinstance, torch.fx and prepare_fx
-    take them for what they were.
+    Some libraries look modules up by exact type and skip the swapped ones, mostly without a
+    warning. torch.ao.quantization.prepare quantizes the output projection in them and nothing else.
+    Opacus accepts them and has no rule for their gradients. ptflops does not count them. Call
+    `fastattn.revert(model)` before you use such a library. Code that asks isinstance, torch.fx and
+    prepare_fx treat the swapped modules as torch's own.
     """
     return _swap(model, _why_not_convert, _convert_one, _BY_TYPE)
 

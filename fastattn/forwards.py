@@ -1,4 +1,4 @@
-"""What type checkers know of a module's call: that it takes and returns what `forward` does."""
+"""Types for checkers: a module's call takes and returns what its `forward` does."""
 
 from __future__ import annotations
 

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function
 
+from .overrides import is_compiling, is_overridden
 from .spec import wide
 
 
@@ -25,6 +27,9 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     Raises ValueError or TypeError for parts that do not fit each other.
     """
     parts = list(parts)
+    given = [x for part in parts for x in (part if isinstance(part, (tuple, list)) else (part,))]
+    if is_overridden(*given) and not is_compiling():
+        return handle_torch_function(merge, given, parts)
     _check(parts)
     shares, top, log = weigh(torch.stack([lse for _, lse in parts]))
     out = sum(x.to(share.dtype) * share for (x, _), share in zip(parts, shares))

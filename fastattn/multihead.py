@@ -139,7 +139,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             query, key, value = _one_for_one(lambda x: x[None], query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
         # The hint stands for the mask only where torch, too, drops the mask for it.
-        causal = is_causal and key_padding_mask is None and not need_weights
+        # ONNX's old exporter hands tensors of no dimension for flags that have a default.
+        causal = bool(is_causal) and key_padding_mask is None and not need_weights
         if causal:
             attn_mask = None
 

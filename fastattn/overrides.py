@@ -1,10 +1,12 @@
 """__torch_function__ for the public calls and modules: tensor subclasses, modes and torch.fx.
 
-A call with such an argument is handed on as torch's own functions are (`handle`), so a subclass or
-a mode sees it by name, and torch.fx.symbolic_trace records one node. A module records itself whole
-(`call`), as torch's attention modules are recorded: torch.fx has stand-ins (`torch.fx.Proxy`) for
-tensors, which have no shape, and its Tracers take for leaves what is defined in torch.nn alone.
-Hooks, mode and `fastattn.revert` stay those of the module, which the traced program holds.
+A call with such an argument goes to __torch_function__ (`handle`), as in torch's own functions. A
+subclass or a mode sees the function, and torch.fx.symbolic_trace records one node.
+
+A module records itself as one node (`call`), as torch's attention modules are recorded. Its forward
+cannot be traced: a torch.fx.Proxy has no shape. A Tracer does not do it by itself, because it takes
+only modules that are defined in torch.nn for leaves. The traced program holds the module, so hooks,
+train and eval mode, and `fastattn.revert` work on it as before.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
     Not in forward: torch runs a module's hooks around that, which belong to the traced program.
     """
-    if has_torch_function(args or tuple(kwargs.values())):
+    if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         for x in (*args, *kwargs.values()):
             if isinstance(x, torch.fx.Proxy):
                 return _record(module, x.tracer, args, kwargs)

@@ -99,8 +99,8 @@ def seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
 
 
 def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    """In torch.jit.trace the operator; in the exporter to ONNX that stands on it, which knows
-    torch's operators alone, what torch's table says that it is made of."""
+    """torch.jit.trace records the operator. ONNX's old exporter uses that trace and knows torch's
+    operators alone, so it gets the decomposition."""
     run = op.operator()
     with warnings.catch_warnings():  # the rules look at sizes, which a trace may vary
         warnings.simplefilter("ignore", torch.jit.TracerWarning)

@@ -20,9 +20,9 @@ def unavailable() -> str:
 
     It takes one run of the compiler, some 40 ms.
     """
-    named = os.environ.get("CC")
-    compiler = named or shutil.which("gcc") or shutil.which("clang")
-    if not compiler:
+    named = os.environ.get("CC")  # Triton runs it also where it is empty
+    compiler = (shutil.which("gcc") or shutil.which("clang")) if named is None else named
+    if compiler is None:
         return f"there is no C compiler on PATH: {NO_COMPILER}, or name yours with CC="
     if not shutil.which(compiler):
         return (

@@ -114,6 +114,13 @@ def test_a_device_alone_tells_of_a_gpu(fake):
     assert "(an NVIDIA GPU, a driver of unknown version)" in said and nvidia.URL in said
 
 
+@pytest.mark.parametrize("version", ["[N/A]", "Graphics Device"])
+def test_a_driver_without_a_version_is_told_as_one(version, fake):
+    fake.smi(f"NVIDIA RTX A6000, 48 GB, {version}")
+    said = nvidia.unusable()
+    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in said and nvidia.URL in said
+
+
 @pytest.mark.parametrize("why", ["none", "no driver", "hidden", "usable"])
 def test_nothing_is_said_where_there_is_nothing_to_mend(why, fake, monkeypatch):
     if why == "no driver":
@@ -289,6 +296,13 @@ def crashed():
             process.call(divmod, 1.0, 0.0)
         given = (case(N=20), case(N=30)), (FORWARD, TRAINING), dict.fromkeys(CRASHING)
         yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
+
+
+def test_how_a_process_ended_is_told_of_every_status():
+    told = {status: apart._ending(status) for status in (3, -9, -35)}
+    assert told[3] == "its process ended with status 3"
+    assert told[-9] == "its process died of SIGKILL"
+    assert told[-35] == "its process died of signal 35"
 
 
 def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):

@@ -55,6 +55,14 @@ CALLS = {  # a call of x, and x
         lambda x: sum_of(fastattn.attention_jvp(x, x, x, x + 1, None, x, causal=True)),
         DENSE,
     ),
+    "merge, of tensors": (
+        lambda x: sum_of(fastattn.merge([(x, x[..., 0]), (x + 1, x[..., 1])])),
+        DENSE,
+    ),
+    "merge, of calls": (
+        lambda x: sum_of(fastattn.merge([fastattn.attention(x, x, x, return_lse=True)] * 2)),
+        DENSE,
+    ),
 }
 
 
@@ -166,6 +174,22 @@ def test_what_is_built_as_ours_is_traced_likewise(kind):
     torch.save(traced, file)
     file.seek(0)
     assert torch.load(file, weights_only=False)(X).equal(model(X))
+
+
+class Pooling(nn.Module):
+    """A call in which a keyword argument alone comes from the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.attend = nn.MultiheadAttention(E, 4, batch_first=True)
+
+    def forward(self, padding):
+        return self.attend(X, X, X, key_padding_mask=padding, need_weights=False)[0]
+
+
+def test_a_keyword_argument_alone_makes_a_node():
+    model, padding = converted(Pooling()).eval(), torch.arange(M).expand(B, M) > 3
+    assert torch.fx.symbolic_trace(model)(padding).equal(model(padding))
 
 
 def test_the_mode_is_that_of_the_call_and_not_of_the_trace():

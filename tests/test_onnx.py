@@ -63,9 +63,10 @@ def evaluate(proto, inputs):
     return [torch.from_numpy(x) for x in found]
 
 
-def export(exporter, model, given, dynamic=()):
-    """The ModelProto. dynamic: the inputs of which two dimensions, 0 and 1, may have any size."""
-    names, tensors = list(given), tuple(given.values())
+def export(exporter, model, given, dynamic=(), rest=()):
+    """The ModelProto. dynamic: the inputs of which two dimensions, 0 and 1, may have any size.
+    rest: what the model is called with besides."""
+    names, tensors = list(given), (*given.values(), *rest)
     free = {name: {0: "batch", 1: f"length_{name}"} for name in dynamic}
     if exporter == "dynamo":
         shapes = [free.get(name) for name in names] if dynamic else None
@@ -126,6 +127,16 @@ def test_the_module(need_weights, exporter):
     given = {name: torch.randn(B, n, E) for name, n in (("q", M), ("k", N), ("v", N))}
     given["mask"] = torch.arange(N).expand(B, N) > 4
     same(evaluate(export(exporter, model, given), given), model(*given.values()))
+
+
+@exporters
+@pytest.mark.parametrize("flags", [(), (None, False), (None, True, None, False, False)], ids=str)
+def test_the_module_alone(flags, exporter):
+    """The old exporter hands the flags that have a default on as tensors."""
+    module = fastattn.MultiheadAttention(E, 4, batch_first=True).eval()
+    given = {name: torch.randn(B, n, E) for name, n in (("query", M), ("key", N), ("value", N))}
+    inputs = *given.values(), *flags
+    same(evaluate(export(exporter, module, given, rest=flags), given), module(*inputs))
 
 
 def converted_encoder():

@@ -108,5 +108,8 @@ def test_beside_a_gpu_triton_wants_the_headers_of_python(gpu, machine):
     status, said = machine.preflight(hidden=True)
     assert status == 0
     assert ("no /nowhere/Python.h" in said and "apt install python3-dev" in said) == gpu
-    status, said = machine.preflight(CC="/no/such/cc")
-    assert status == 0 and ("CC=/no/such/cc is no C compiler" in said) == gpu
+    for named in ("/no/such/cc", ""):
+        status, said = machine.preflight(CC=named)
+        assert status == 0 and (f"CC={named} is no C compiler: name one" in said) == gpu
+    status, said = machine.preflight(CC="false")  # the headers are there
+    assert status == 0 and ("false does not compile /" in said and "install gcc" in said) == gpu

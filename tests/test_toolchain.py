@@ -57,9 +57,9 @@ def test_a_header_that_does_not_compile_is_told(no_header):
     assert f"does not compile {no_header} (" in said and "no_such_header.h" in said
 
 
-@pytest.mark.parametrize("named", ["/no/such/cc", "gcc -O2"])
+@pytest.mark.parametrize("named", ["/no/such/cc", "gcc -O2", ""])
 def test_a_compiler_that_is_named_and_absent_is_told(named, monkeypatch):
-    """Triton takes CC for the name of one program."""
+    """Triton takes CC for the name of one program, also where it is set to nothing."""
     monkeypatch.setenv("CC", named)
     assert toolchain.unavailable().startswith(f"CC={named} is no program: name a C compiler")
 
