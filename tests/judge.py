@@ -93,7 +93,7 @@ def magnitudes(problem, out, backward=True, far=None):
     # One ulp of the largest logit is a relative error of this many ulps in every probability;
     # sums of n terms err as the square root of n, where the terms are alike.
     logit = scale * (q @ all_heads(k).mT).amax() if p.numel() else torch.zeros(())
-    logit = 1 + logit + largest_addend(kwargs, p, far) + math.sqrt(max(p.shape[-2:])) / 2
+    logit = 1 + logit + largest_addend(kwargs, p, far) + rounded_terms(problem, p) / 2
     sizes = {"out": grown * (p @ all_heads(v)) * logit}
     if problem.kwargs.get("return_lse"):
         sizes["lse"] = logit.squeeze(-1)
@@ -123,6 +123,18 @@ def magnitudes(problem, out, backward=True, far=None):
         sizes["dv"] = grown * key_heads((p * logit).mT @ dout)
     delta = (dout * out.abs()).sum(-1, keepdim=True)
     return {"all": sizes, "delta": through_scores(p * delta, delta)}
+
+
+def rounded_terms(problem, p):
+    """By how many roundings a sum over the rows or keys of p (B,H,M,N) errs.
+
+    Roundings of n random terms add up to the square root of n. Where a tensor repeats one row, the
+    terms are equal, their roundings have one sign, and n of them add up: also those of the oracle.
+    """
+    n = max(p.shape[-2:])
+    tensors = problem.q, problem.k, problem.v, problem.dout
+    repeats = any(x.shape[2] > 1 and x.stride(2) == 0 for x in tensors)
+    return n if repeats else math.sqrt(n)
 
 
 def largest_addend(kwargs, p, far=None):

@@ -12,7 +12,7 @@ import math
 
 import torch
 from cases import Problem
-from judge import ROUNDINGS, accumulator, largest_addend
+from judge import ROUNDINGS, accumulator, largest_addend, rounded_terms
 from naive import baseline
 
 import fastattn
@@ -70,6 +70,7 @@ def budgets(problem: Problem, moves: dict, dout_t, dlse_t, wanted: dict) -> dict
     wide = accumulator(problem.q.dtype)
     eps = torch.finfo(wide).eps
     stored = torch.finfo(problem.q.dtype).eps if problem.q.dtype.itemsize == 2 else 0.0
+    as_drawn = problem
     problem = problem.to(torch.float64)
     q, k, v, dout = (x.abs().nan_to_num(0) for x in (problem.q, problem.k, problem.v, problem.dout))
     others = ("dropout_p", "seed", "return_lse")
@@ -102,7 +103,7 @@ def budgets(problem: Problem, moves: dict, dout_t, dlse_t, wanted: dict) -> dict
     if "sinks" in moves:
         sinks_t = moves["sinks"].double().abs()[None, :, None, None]
     size = 1 + scale * (q @ k.mT).amax() + largest_addend(kwargs, p)
-    size = size + math.sqrt(max(p.shape[-2:])) / 2  # of a probability's error
+    size = size + rounded_terms(as_drawn, p) / 2  # of a probability's error
 
     products_t = scale * (q_t @ k.mT + q @ k_t.mT)
     s_t = products_t

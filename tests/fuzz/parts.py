@@ -328,29 +328,38 @@ def sdpa(rng):
             mask = torch.randn(shape, generator=generator).to(dtype).masked_fill(~mask, -math.inf)
         given["attn_mask"] = mask
     with somewhere(rng, dtype):
-        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-        if "attn_mask" in given and given["attn_mask"].is_floating_point():
-            leaves.append(given["attn_mask"].requires_grad_())
-        out = fastattn.scaled_dot_product_attention(*leaves[:3], **given)
-        exact = [x.detach().double().requires_grad_() for x in leaves]
-        if len(exact) > 3:
-            given["attn_mask"] = exact[3]
-        expected = torchs(*exact[:3], **given)
-        tolerance = 1e-9 if dtype == torch.float64 else 1e-4
-        close(out, expected, "out", tolerance)
-        dout = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        grads = torch.autograd.grad(out, leaves, dout.to(dtype))
-        for x, y in zip(grads, torch.autograd.grad(expected, exact, dout), strict=True):
-            close(x, y, "gradients", tolerance)
+        dout = torch.randn(*_out_shape(q, k, v, gqa), generator=generator).to(dtype)
+
+        def results(function, dtype):
+            named = dict(zip(("query", "key", "value"), (q, k, v))) | given
+            leaves = [n for n, x in named.items() if _is_real(x)]
+            named |= {n: named[n].detach().to(dtype).requires_grad_() for n in leaves}
+            out = function(**named)
+            return out, *torch.autograd.grad(out, [named[n] for n in leaves], dout.to(out.dtype))
+
+        # The part `dense` judges roundings. Here shapes and meanings are compared.
+        tolerance = 1e-9 if dtype == torch.float64 else 1e-3
+        found = results(fastattn.scaled_dot_product_attention, dtype)
+        for x, y in zip(found, results(torchs, torch.float64), strict=True):
+            close(x, y, "out and gradients", tolerance)
 
 
-def torchs(q, k, v, *, attn_mask=None, scale=None, is_causal=False, enable_gqa=False):
+def _is_real(x):
+    return isinstance(x, torch.Tensor) and x.is_floating_point()
+
+
+def _out_shape(q, k, v, gqa):
+    lead = (q,) if gqa else (q, k, v)
+    return *torch.broadcast_shapes(*(x.shape[:-2] for x in lead)), q.shape[-2], v.shape[-1]
+
+
+def torchs(query, key, value, *, attn_mask=None, scale=None, is_causal=False, enable_gqa=False):
     """torch's math path. It takes no mask of fewer than two dimensions."""
     if attn_mask is not None:
         attn_mask = attn_mask[(None,) * max(0, 2 - attn_mask.ndim)]
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
+            query, key, value, attn_mask, 0.0, is_causal, scale=scale, enable_gqa=enable_gqa
         )
 
 
