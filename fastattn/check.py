@@ -8,7 +8,7 @@ has to be is stated in `spec.ARGUMENTS`; this file holds each tensor against it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,7 +16,17 @@ from torch import Tensor
 
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
-from .spec import AGAIN, ARGUMENTS, TOKENS, Argument, AttentionSpec, Options, Tensors, wide
+from .spec import (
+    AGAIN,
+    ARGUMENTS,
+    RESULTS,
+    TOKENS,
+    Argument,
+    AttentionSpec,
+    Options,
+    Tensors,
+    wide,
+)
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 ALIGNMENTS = ("", "top_left", "bottom_right")
@@ -298,6 +308,30 @@ def _place(place: Place, M: int, N: int) -> None:
         need(_counted(end), f"place.{name[:-1]}", first, f"at most {LONGEST} - {own} {name}")
         expected = f"at least {end}, where this call's end, or None for that"
         need(x is None or x >= end, f"place.{name}", x, expected)
+
+
+def check_results(
+    t: Tensors, o: Options, of: Iterable[str], tensors: Iterable[Tensor | None], what: str = ""
+) -> None:
+    """Raise ValueError unless results of an earlier pass have the shapes and dtypes of this call.
+
+    of: the name of each tensor in `RESULTS`. what: "gradient of ", for example, for tensors that
+    have the shapes of results. Kernels read these tensors by the sizes of the call.
+    """
+    (B, H, M, _), N = t.q.shape, t.k.shape[2]
+    sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else t.v.shape[3]}
+    exact, stored = wide(t.q.dtype), o.stored(t.q.dtype)
+    for name, x in zip(of, tensors):
+        if x is None:
+            continue
+        letters = RESULTS[name].split()
+        if name == "weights" and o.average_heads:
+            letters.remove("H")
+        shape = tuple(sizes[letter] for letter in letters)
+        need(x.shape == shape, what + name, _shape(x), f"({', '.join(letters)}) = {shape}")
+        dtype = exact if name in ("normaliser", "lse") else stored
+        need(x.dtype == dtype, f"{what}{name}.dtype", x.dtype, str(dtype))
+        need(x.device == t.q.device, f"{what}{name}.device", x.device, f"{t.q.device}, as q has")
 
 
 def check_lse(q: object, lse: object) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import derivatives, flops, transforms
-from .check import check
+from .check import check, check_results
 from .crossing import kind
 from .derivatives import Call, Passes, names
 from .operation import (
@@ -162,7 +162,10 @@ def _vmap(op: Operation, info, in_dims, *args):
 def _backward_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     grads, outs, t, o, wants = _backward_arguments(op, args)
-    return run_backward(op, plan(t, o, kind(t)), t, outs, grads, wants)
+    planned = plan(t, o, kind(t))
+    check_results(t, o, op.results, outs)
+    check_results(t, o, op.results, grads, "gradient of ")
+    return run_backward(op, planned, t, outs, grads, wants)
 
 
 @unseen
@@ -220,7 +223,10 @@ def _jvp_arguments(args):
 def _jvp_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     u, outs, t, o = _jvp_arguments(args)
-    return run_jvp(op, t, o, kind(t), u, outs)
+    found = kind(t)
+    plan(t, o, found)
+    check_results(t, o, op.results, outs)
+    return run_jvp(op, t, o, found, u, outs)
 
 
 @unseen
@@ -270,7 +276,11 @@ def _second_arguments(args):
 def _second_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     u, outs, grads, t, o, wants = _second_arguments(args)
-    return run_second(op, t, o, kind(t), u, outs, grads, wants)
+    found = kind(t)
+    plan(t, o, found)
+    check_results(t, o, transforms.WITH_TANGENTS, outs)
+    check_results(t, o, transforms.INCOMING, grads, "gradient of ")
+    return run_second(op, t, o, found, u, outs, grads, wants)
 
 
 @unseen

@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import backend
+from fastattn import api, backend
 from fastattn.spec import Options, Tensors
 
 BACKENDS = [name for name, why in fastattn.available_backends().items() if why is None]
@@ -166,8 +166,6 @@ def test_weights_are_what_attention_multiplies_v_by(attention):
 
 
 def test_weights_from_a_forward_pass_differentiate_the_normaliser(attention):
-    from fastattn import api
-
     q, k, v = (x.requires_grad_() for x in inputs())
     rest = everything() | dict(backend=attention.backend)
     _, normaliser = api.attend(q, k, v, **rest)
@@ -176,6 +174,53 @@ def test_weights_from_a_forward_pass_differentiate_the_normaliser(attention):
     torch.testing.assert_close(found, exact)
     for a, b in zip(*(torch.autograd.grad(w.sin().sum(), (q, k)) for w in (found, exact))):
         torch.testing.assert_close(a, b)
+
+
+# The place of each argument in an operator's arguments, and what it is there.
+READ = {
+    "_backward": {
+        0: "gradient of out",
+        1: "gradient of normaliser",
+        2: "out",
+        3: "normaliser",
+    },
+    "_jvp": {5: "out", 6: "normaliser"},
+    "_second": {
+        5: "out",
+        6: "normaliser",
+        7: "out",
+        8: "lse",
+        9: "gradient of out",
+        10: "gradient of lse",
+    },
+}
+OTHERS = {
+    "no rows": lambda x: x[..., :0, :] if x.ndim == 4 and x.shape[0] != 2 else x[..., :0],
+    "fewer dimensions": lambda x: x[0],
+    "another dtype": lambda x: x.half(),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("suffix, at", [(x, at) for x, of in READ.items() for at in of])
+def test_operators_refuse_results_of_other_calls(suffix, at, other):
+    """Kernels read them by the sizes of the call."""
+    q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 7, 7))
+    t, o = api.prepare(q, k, v, dict(backend="cpu"))
+    o = o._replace(grad=True)
+    outs = torch.ops.fastattn.attention(*t, *o)
+    out, lse = outs[0], outs[1][0]
+    u, none = (q, None, None, None, None), (None,) * 2
+    given = {
+        "_backward": (*outs, *outs, *t, *o, ["q"]),
+        "_jvp": (*u, *outs, *t, *o),
+        "_second": (*u, *outs, out, lse, out, lse, *none, *t, *o, ["q"]),
+    }[suffix]
+    run = getattr(torch.ops.fastattn, "attention" + suffix)
+    run(*given)
+    wrong = (*given[:at], OTHERS[other](given[at]), *given[at + 1 :])
+    with pytest.raises(ValueError, match=rf"^{READ[suffix][at]}(\.dtype)?: got .*, expected "):
+        run(*wrong)
 
 
 # ------------------------------------------------------------------------- what has no derivative
