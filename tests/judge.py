@@ -43,7 +43,8 @@ def budgets(problem, exact, backward=True, far=None):
         x: ROUNDINGS * finfo.eps * size + 1e4 * finfo.tiny for x, size in sizes["all"].items()
     }
     for name, bound in bounds.items():  # a float32 bias beside float64 inputs, say
-        bounds[name] = bound + torch.finfo(expected_dtype(name, problem)).eps * exact[name].abs()
+        stored = torch.finfo(expected_dtype(name, problem))
+        bounds[name] = bound + stored.eps * exact[name].abs() + stored.tiny
     if dtype.itemsize > 2:
         return bounds
     finfo, roughly = torch.finfo(dtype), roughness(problem, exact, backward, far)
