@@ -53,12 +53,8 @@ __all__ = [
 ]
 
 
-# Imported when they are asked for: torch may have been built without its own `distributed`.
-_LAZY = ("distributed", "examples")
-
-
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_LAZY, "__version__"])
+    return sorted([*__all__, "distributed", "__version__"])
 
 
 if TYPE_CHECKING:
@@ -68,8 +64,8 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name in _LAZY:
-            return importlib.import_module(f"fastattn.{name}")
+        if name == "distributed":  # imported on demand: torch may have been built without its own
+            return importlib.import_module("fastattn.distributed")
         if name == "__version__":
             from importlib.metadata import PackageNotFoundError, version
 

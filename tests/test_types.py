@@ -135,10 +135,10 @@ def test_arguments_that_are_listed_again():
 
 
 def test_completion_offers_public_names_alone():
-    lazy = {"distributed", "examples", "__version__"}
+    lazy = {"distributed", "__version__"}
     assert set(dir(fastattn)) == {*fastattn.__all__} | lazy
     modules = {x for x in dir(fastattn) if inspect.ismodule(getattr(fastattn, x))}
-    assert modules == {"flash_attn", "integrations", "nn", "reference", "distributed", "examples"}
+    assert modules == {"flash_attn", "integrations", "nn", "reference", "distributed"}
 
 
 @pytest.mark.parametrize("name", ["distributed", "flash_attn", "integrations", "nn"])
