@@ -108,7 +108,7 @@ class Process:
             self.worker.join(LEAVE)
             raise Died(peer, _ending(self.worker.exitcode)) from None
         finally:
-            if not finished:  # died, or whoever reads this has seen enough
+            if not finished:  # the process died, or the reader has stopped
                 self.close()
 
     def _start(self) -> None:

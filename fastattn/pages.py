@@ -81,7 +81,7 @@ class Pool:
     def claim(
         self, n: int, dropped: Tensor, grow: bool = False, kept: dict[str, Tensor] | None = None
     ) -> Claim:
-        """n pages that nobody uses once `dropped` are given back. kept: in place of the tensors."""
+        """n pages without a user once `dropped` are given back. kept: in place of the tensors."""
         kept = kept or self.kept
         fewer = torch.bincount(dropped, minlength=len(self.users))
         free = (self.users == fewer).nonzero()[:, 0]

@@ -329,7 +329,7 @@ def _number(name: str, x: Any) -> Any:
     if isinstance(x, Tensor):
         _need_type(x.ndim == 0 and not x.requires_grad, name, "float", x)
     elif not isinstance(x, (float, int)):
-        numpy = sys.modules.get("numpy")  # who has its scalars has imported it
+        numpy = sys.modules.get("numpy")  # its scalars exist only where it was imported
         fits = numpy is not None and isinstance(x, (numpy.number, numpy.bool_))
         _need_type(fits, name, "float", x)
     return float(x)

@@ -78,7 +78,7 @@ class Machine:
         ]
         writers = Counter(items[b].pages[-1] for b in copies)
         for p, n in writers.items():
-            if n == users[p]:  # nobody else is left with it: one of them keeps it
+            if n == users[p]:  # all users write: one of them keeps it
                 copies.remove(next(b for b in copies if items[b].pages[-1] == p))
         more = [
             -(-(len(x.rows) + len(n)) // page) - len(x.pages)
@@ -282,7 +282,7 @@ def kept(cache, b):
 
 
 def state(cache):
-    """All that a user sees of a cache, and who uses its pages."""
+    """All that a user sees of a cache, and the users of its pages."""
     contents = [x for b in range(cache.batch) for x in kept(cache, b)]
     users = cache._pool.users.clone()
     numbers = [cache.capacity, cache.nbytes, cache.pages_free, cache.k_pages.data_ptr()]

@@ -11,7 +11,7 @@ THEIRS = ("torch", "triton")
 
 
 class Foreign:
-    """In the place of a filter's pattern for modules: it matches by who raised the warning.
+    """In the place of a filter's pattern for modules: it matches by the module that warned.
 
     The module that a warning is attributed to does not say it: with stacklevel=2 that is the
     caller, which is ours, and a warning of C++ is attributed to the Python frame that called it.

@@ -184,7 +184,7 @@ struct FewGradients {
     }
   }
 
-  // Rows that are to be read or written later, from this one on; who asks counts its columns by
+  // Rows that are to be read or written later, from this one on; the caller counts its columns by
   // this many numbers.
   static FA_INLINE Later later(const Plane& a, int64_t row, int64_t numbers = 1) {
     const int64_t size = item_size(a.dtype);

@@ -14,7 +14,7 @@ TESTS = str(ROOT / "tests")
 ADDRESS, THREAD = "address,undefined", "thread"
 RUNTIMES = {ADDRESS: ("libasan.so", "libubsan.so"), THREAD: ("libtsan.so",)}
 # How they stop at the first finding. Fibers of the emulator have stacks of their own, and Python
-# gives its memory back to nobody at the end.
+# does not free its memory at its end.
 OPTIONS = {
     ADDRESS: {
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
