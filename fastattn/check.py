@@ -330,7 +330,8 @@ def check_results(
         shape = tuple(sizes[letter] for letter in letters)
         need(x.shape == shape, what + name, _shape(x), f"({', '.join(letters)}) = {shape}")
         dtype = exact if name in ("normaliser", "lse") else stored
-        need(x.dtype == dtype, f"{what}{name}.dtype", x.dtype, str(dtype))
+        rounded = bool(what) and dtype == stored and x.dtype == t.q.dtype  # kernels take both
+        need(x.dtype == dtype or rounded, f"{what}{name}.dtype", x.dtype, str(dtype))
         need(x.device == t.q.device, f"{what}{name}.device", x.device, f"{t.q.device}, as q has")
 
 

@@ -124,7 +124,11 @@ def _orders_of_rows(q, k, v) -> tuple[str, str]:
     """The same of shapes that torch's flash kernel takes, if there are rows, and each is whole."""
     if is_compiling() and not all(map(_is_known, (*q.shape, *q.stride(), k.shape[2]))):
         return CONTIGUOUS
-    if not (q.stride(3) == k.stride(3) == v.stride(3) == 1 and q.shape[2] and k.shape[2]):
+    try:
+        whole = q.stride(3) == k.stride(3) == v.stride(3) == 1
+    except RuntimeError:  # a sparse tensor has no strides; `check` refuses it
+        return CONTIGUOUS
+    if not (whole and q.shape[2] and k.shape[2]):
         return CONTIGUOUS
     return (_order_of(q), TOKENS) if _may_flash() else CONTIGUOUS
 
