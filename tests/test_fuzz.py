@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from deadline import commit
 from fuzz import __main__ as command
 from fuzz import parts, watch
 from fuzz.refused import REFUSED
@@ -26,9 +25,8 @@ def fuzz(*arguments):
 
 
 def test_one_minute_of_random_calls():
-    """Other calls for every commit."""
-    seed = int(commit()[:6] or "1", 16)
-    found = fuzz("--minutes", 1, "--workers", 1, "--seed", seed)
+    """The same calls on every commit, as many as a machine makes; `make fuzz` takes other seeds."""
+    found = fuzz("--minutes", 1, "--workers", 1, "--seed", 1)
     assert found.returncode == 0, found.stdout
     seconds, cases, findings = LAST.fullmatch(found.stdout.splitlines()[-1]).groups()
     assert int(seconds) < 66 and int(cases.replace(",", "")) > 10 and findings == "0"
