@@ -19,12 +19,13 @@ from .quantisation import STORAGE
 from .spec import (
     AGAIN,
     ARGUMENTS,
-    RESULTS,
     TOKENS,
     Argument,
     AttentionSpec,
     Options,
     Tensors,
+    result_letters,
+    result_shape,
     wide,
 )
 
@@ -318,17 +319,12 @@ def check_results(
     of: the name of each tensor in `RESULTS`. what: "gradient of ", for example, for tensors that
     have the shapes of results. Kernels read these tensors by the sizes of the call.
     """
-    (B, H, M, _), N = t.q.shape, t.k.shape[2]
-    sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else t.v.shape[3]}
     exact, stored = wide(t.q.dtype), o.stored(t.q.dtype)
     for name, x in zip(of, tensors):
         if x is None:
             continue
-        letters = RESULTS[name].split()
-        if name == "weights" and o.average_heads:
-            letters.remove("H")
-        shape = tuple(sizes[letter] for letter in letters)
-        need(x.shape == shape, what + name, _shape(x), f"({', '.join(letters)}) = {shape}")
+        shape, letters = result_shape(name, t, o), ", ".join(result_letters(name, o))
+        need(x.shape == shape, what + name, _shape(x), f"({letters}) = {shape}")
         dtype = exact if name in ("normaliser", "lse") else stored
         rounded = bool(what) and dtype == stored and x.dtype == t.q.dtype  # kernels take both
         need(x.dtype == dtype or rounded, f"{what}{name}.dtype", x.dtype, str(dtype))

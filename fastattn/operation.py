@@ -23,11 +23,11 @@ from .spec import (
     ARGUMENTS,
     DIFFERENTIABLE,
     INDEX,
-    RESULTS,
     AttentionSpec,
     Options,
     Tangents,
     Tensors,
+    result_shape,
     wide,
 )
 
@@ -224,29 +224,26 @@ def empty_gradients(t: Tensors, o: Options, wants: Sequence[str]) -> list[Tensor
 # ----------------------------------------------------------------------------------- the operations
 
 
-def _empty(result: str, t: Tensors, dtype: torch.dtype) -> Tensor:
-    (B, H, M, _), N = t.q.shape, t.k.shape[2]
-    sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else t.v.shape[3]}
-    return t.q.new_empty([sizes[letter] for letter in result.split()], dtype=dtype)
+def _empty(result: str, t: Tensors, o: Options, dtype: torch.dtype) -> Tensor:
+    return t.q.new_empty(result_shape(result, t, o), dtype=dtype)
 
 
 def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     assert t.v is not None
     shape = *t.q.shape[:3], t.v.shape[3]
     out = empty_dense(t.q, shape, o.stored(t.q.dtype), o.out_order)
-    return out, _empty(RESULTS["normaliser"], t, wide(t.q.dtype))
+    return out, _empty("normaliser", t, o, wide(t.q.dtype))
 
 
 def tangent_outputs(t: Tensors, o: Options, known: bool) -> list[Tensor]:
     """What `run_jvp` returns, likewise. known: are out and normaliser given?"""
     out, normaliser = _attention_outputs(t, o)
-    found = [out, normaliser, torch.empty_like(out), _empty(RESULTS["lse"], t, normaliser.dtype)]
+    found = [out, normaliser, torch.empty_like(out), _empty("lse", t, o, normaliser.dtype)]
     return found[2:] if known else found
 
 
 def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    shape = RESULTS["weights"].replace("H ", "") if o.average_heads else RESULTS["weights"]
-    return (_empty(shape, t, t.q.dtype),)
+    return (_empty("weights", t, o, t.q.dtype),)
 
 
 def _attention_backward(backend: Backend, spec, t, outs, grads, wants) -> dict[str, Tensor]:

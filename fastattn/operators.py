@@ -31,7 +31,16 @@ from .operation import (
     tangent_outputs,
 )
 from .passes import as_tuple, drops_tangents, has_tangents, no_tangents
-from .spec import AGAIN, ARGUMENTS, DIFFERENTIABLE, Options, Tangents, Tensors
+from .spec import (
+    AGAIN,
+    ARGUMENTS,
+    DIFFERENTIABLE,
+    INCOMING,
+    WITH_TANGENTS,
+    Options,
+    Tangents,
+    Tensors,
+)
 from .transforms import N_TANGENTS, N_TENSORS, parts
 
 N_SCALARS = len(Options._fields)
@@ -278,8 +287,8 @@ def _second_kernel(op: Operation, *args) -> list[Tensor]:
     u, outs, grads, t, o, wants = _second_arguments(args)
     found = kind(t)
     plan(t, o, found)
-    check_results(t, o, transforms.WITH_TANGENTS, outs)
-    check_results(t, o, transforms.INCOMING, grads, "gradient of ")
+    check_results(t, o, WITH_TANGENTS, outs)
+    check_results(t, o, INCOMING, grads, "gradient of ")
     return run_second(op, t, o, found, u, outs, grads, wants)
 
 

@@ -17,7 +17,15 @@ from .backend import empty_dense
 from .crossing import kind
 from .quantisation import dequantised
 from .scalars import whole
-from .spec import RESULTS, TOKENS, AttentionSpec, Tangents, Tensors
+from .spec import (
+    INCOMING,
+    RESULTS,
+    TOKENS,
+    WITH_TANGENTS,
+    AttentionSpec,
+    Tangents,
+    Tensors,
+)
 
 
 def heads_first(name: str, x: Any) -> Tensor:
@@ -167,9 +175,9 @@ def jvp_in_turn(
     wide = [t.q.new_empty(shape, dtype=spec.wide) for shape in ((2, *like_lse), like_lse)]
     rooms = outs[0], wide[0], outs[1], wide[1]
     for one in sequences(spec, t):
-        given = _rows(_WITH_TANGENTS, (out, normaliser), one.rows)
+        given = _rows(WITH_TANGENTS, (out, normaliser), one.rows)
         found = backend.jvp(one.spec, one.t, _tangents_of(one, spec, tangents), *given)
-        for room, x in zip(_rows(_WITH_TANGENTS, rooms, one.rows), found):
+        for room, x in zip(_rows(WITH_TANGENTS, rooms, one.rows), found):
             assert room is not None
             room.copy_(x)
     return rooms
@@ -188,8 +196,8 @@ def second_in_turn(
     outs, grads = list(outs), list(grads)
 
     def of(one: Sequence) -> dict[str, Tensor]:
-        own = _rows(_WITH_TANGENTS, outs, one.rows)
-        given = _rows(("out", "lse") * 2, grads, one.rows)
+        own = _rows(WITH_TANGENTS, outs, one.rows)
+        given = _rows(INCOMING, grads, one.rows)
         turned = _tangents_of(one, spec, tangents)
         return backend.second(one.spec, one.t, turned, own, *given, wants)
 
@@ -227,9 +235,6 @@ def _own(name: str, x: Tensor, one: Sequence, spec: AttentionSpec) -> Tensor:
 def _tangents_of(one: Sequence, spec: AttentionSpec, tangents: Tangents) -> Tangents:
     named = zip(Tangents._fields, tangents)
     return Tangents(*(None if x is None else _own(name, x, one, spec) for name, x in named))
-
-
-_WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # of `RESULTS`
 
 
 def _rows(of: Iterable[str], tensors: Iterable[Tensor | None], rows: slice) -> list[Tensor | None]:

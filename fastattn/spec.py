@@ -223,6 +223,22 @@ RESULTS = {  # what passes return; q's dtype, unless `unrounded`, but for the no
     "lse": "B H M",  # its tangent
     "weights": "B H M N",  # or, averaged over heads, B M N
 }
+WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # what a jvp pass gives, by `RESULTS`
+INCOMING = ("out", "lse", "out", "lse")  # gradients that a second pass takes, and their tangents
+
+
+def result_letters(name: str, o: Options) -> list[str]:
+    """The dimensions of one of `RESULTS` in this call."""
+    letters = RESULTS[name].split()
+    averaged = name == "weights" and o.average_heads
+    return [letter for letter in letters if letter != "H" or not averaged]
+
+
+def result_shape(name: str, t: Tensors, o: Options) -> tuple[int, ...]:
+    """Their sizes, of packed tensors as they lie in memory."""
+    (B, H, M, _), N = t.q.shape, t.k.shape[2]
+    sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else t.v.shape[3]}
+    return tuple(sizes[letter] for letter in result_letters(name, o))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

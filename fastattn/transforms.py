@@ -19,7 +19,16 @@ from .check import check
 from .derivatives import Call, Passes, names, normaliser_of
 from .gradient_batches import unbatched
 from .operation import Operation, need_tangents, spread
-from .spec import ARGUMENTS, DIFFERENTIABLE, INDEX, Options, Tangents, Tensors
+from .spec import (
+    ARGUMENTS,
+    DIFFERENTIABLE,
+    INCOMING,
+    INDEX,
+    WITH_TANGENTS,
+    Options,
+    Tangents,
+    Tensors,
+)
 
 _is_traced = torch.compiler.is_dynamo_compiling
 
@@ -303,9 +312,6 @@ def _moving(moves: Sequence[Tensor | None]) -> Tangents:
 # ------------------------------------------------------------------------------------------- vmap
 # V calls are one call of V times as many items or heads, where they fold; the others run one after
 # the other. Results come with the new dimension first, and where that is.
-
-WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # of `RESULTS`
-INCOMING = ("out", "lse") * 2
 
 
 def batched_forward(

@@ -29,7 +29,7 @@ from ..backend import in_order
 from ..check import check
 from ..operation import ATTENTION, Operation
 from ..operators import unseen
-from ..spec import ARGUMENTS, RESULTS, Argument, Options, Tensors
+from ..spec import ARGUMENTS, Argument, Options, Tensors, result_letters
 from . import layout
 from .calls import attention
 from .layout import CONTIGUOUS, Span
@@ -130,7 +130,7 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     whole = op.outputs(Tensors(*map(_nowhere, t)), o)
     found = []
     for name, x, y in zip(op.results, outs, whole):
-        letters = [a for a in RESULTS[name].split() if a != "H" or not o.average_heads]
+        letters = result_letters(name, o)
         lies = cut.lies(letters, ALSO)
         x = DTensor.from_local(x, cut.mesh, lies, shape=y.shape, stride=y.stride())
         # The gradient may lie otherwise: from_local would bring it home, and lose who made it.
