@@ -14,11 +14,9 @@ import os
 import random
 import sys
 import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests import their helpers by name
-NUMBERS = 1_000_000  # of a seed
 
 
 def main(argv=None):
@@ -70,13 +68,12 @@ def refusal(options):
 def prepare():
     """Fill uninitialised memory with NaN, as conftest.py does for the tests."""
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    import torch
+    from workers import fill_with_nan
 
     from fastattn import native
     from fastattn.backends.triton import interpreted
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    fill_with_nan()
     if interpreted():
         from conftest import quicken_interpreter
 
@@ -95,6 +92,9 @@ def work(options):
     """Make cases. Print a line before and after each. Every part gets the same time."""
     end = time.monotonic() + 60 * options.minutes
     prepare()
+    from workers import in_one_line
+
+    from . import NUMBERS
     from .parts import PARTS
 
     names = options.parts.split(",") if options.parts else list(PARTS)
@@ -112,14 +112,6 @@ def work(options):
         print("end", why, flush=True)
         number += options.workers
     return 0
-
-
-def in_one_line(error):
-    """What an exception says, where it was raised, and what was noted (PEP 678)."""
-    notes = " ".join(getattr(error, "__notes__", ()))
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    at = f"{Path(where.filename).name}:{where.lineno}"
-    return " ".join(f"{type(error).__name__}: {error} {notes} ({at})".split())
 
 
 if __name__ == "__main__":

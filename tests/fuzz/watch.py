@@ -4,65 +4,40 @@ import os
 import queue
 import shlex
 import signal
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
+
+from workers import Process
+
+from . import NUMBERS
 
 LONGEST = 120  # seconds that one case may take
 COMMAND = [sys.executable, "-m", "tests.fuzz"]  # of a worker
 ENOUGH = 50  # findings, after which the run stops
 
 
-class Worker:
+class Worker(Process):
     """A process that makes cases. When it dies, another one starts with the next case."""
 
     def __init__(self, options, index, lines):
-        self.options, self.index, self.lines = options, index, lines
-        self.case, self.since, self.next = None, time.monotonic(), index
-        self.errors = []
+        super().__init__(lines)
+        self.options, self.next = options, index
 
     def begin(self, minutes):
         o = self.options
         command = [*COMMAND, "--worker", str(self.next)]
         command += ["--minutes", str(minutes), "--seed", str(o.seed), "--workers", str(o.workers)]
         command += ["--parts", o.parts] if o.parts else []
-        self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment(o)
-        )
-        self.since = time.monotonic()
-        self.readers = [
-            threading.Thread(target=read, args=(self, self.process), daemon=True)
-            for read in (Worker._read_errors, Worker._read_lines)
-        ]
-        for reader in self.readers:
-            reader.start()
-
-    def _read_errors(self, process):
-        with process.stderr as stream:
-            self.errors = list(stream)
-
-    def _read_lines(self, process):
-        with process.stdout as stream:
-            for line in stream:
-                self.lines.put((self, line.rstrip("\n")))
-        process.wait()
-        self.readers[0].join()
-        self.lines.put((self, None))
+        self.start(command, env=environment(o))
 
     def is_stuck(self):
-        return self.case is not None and time.monotonic() - self.since > LONGEST
-
-    def stop(self):
-        self.process.kill()
-        for reader in self.readers:
-            reader.join()
+        return self.case is not None and self.silent_seconds() > LONGEST
 
     def skip(self):
         """Start the next process behind the current case."""
         number = int(self.case.partition(":")[2])
-        self.next, self.case = number % 1_000_000 + self.options.workers, None
+        self.next, self.case = number % NUMBERS + self.options.workers, None
 
 
 def environment(options):

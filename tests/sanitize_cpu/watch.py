@@ -1,11 +1,11 @@
 """The process that builds, starts the workers, counts cases and prints findings."""
 
 import queue
-import subprocess
 import sys
-import threading
 import time
 from collections import Counter
+
+from workers import Process
 
 from . import builds
 from .parts import PARTS
@@ -16,14 +16,14 @@ ENOUGH = 20  # findings, after which the run stops
 SAID = ("ERROR: ", "runtime error: ", "WARNING: ThreadSanitizer", "FATAL: ")
 
 
-class Worker:
+class Worker(Process):
     """A process that makes every n-th call of a part. If it dies, another one goes on behind the
     call that it died of."""
 
     def __init__(self, options, part, built, index, lines):
+        super().__init__(lines)
         self.options, self.part, self.built = options, part, built
-        self.index, self.lines, self.first = index, lines, 0
-        self.case = self.number = None
+        self.index, self.first, self.number = index, 0, None
 
     def begin(self, seed, until):
         o, sanitizers = self.options, self.part.sanitizers
@@ -32,35 +32,15 @@ class Worker:
         command += ["--seed", str(seed), "--until", str(until), "--workers", str(o.workers)]
         command += ["--case", o.case] if o.case else []
         before = builds.without_random_addresses() if sanitizers == builds.THREAD else []
-        self.seed, self.since = seed, time.time()
-        self.case, self.is_done = None, False
-        self.process = subprocess.Popen(
+        self.seed, self.is_done = seed, False
+        self.start(
             [*before, *command],
             cwd=builds.ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
             env=builds.environment(sanitizers) | {"LD_PRELOAD": builds.preloaded(sanitizers)},
         )
-        self.errors = []
-        self.reader = threading.Thread(target=self._read_errors, args=(self.process,), daemon=True)
-        self.reader.start()
-        threading.Thread(target=self._read_lines, args=(self.process,), daemon=True).start()
-
-    def _read_errors(self, process):
-        with process.stderr as stream:
-            self.errors = list(stream)
-
-    def _read_lines(self, process):
-        with process.stdout as stream:
-            for line in stream:
-                self.lines.put((self, line.rstrip("\n")))
-        process.wait()
-        self.reader.join()
-        self.lines.put((self, None))
 
     def is_stuck(self):
-        return time.time() - self.since > LONGEST
+        return self.silent_seconds() > LONGEST
 
     def last_words(self):
         """What the sanitizer said, from its first line on."""
@@ -102,13 +82,13 @@ class Watch:
                 self.read(worker, line)
             elif not self.goes_on(worker, until):
                 alive.discard(worker)
-        for worker in alive:
-            worker.process.kill()
+        for worker in workers:
+            worker.stop()
         return all(x.is_done for x in workers) and time.time() < until
 
     def read(self, worker, line):
         word, _, rest = line.partition(" ")
-        worker.since = time.time()
+        worker.since = time.monotonic()
         if word == "of":
             self.totals[worker.part.name] = int(rest)
         elif word == "begin":

@@ -2,8 +2,8 @@
 
 import sys
 import time
-import traceback
-from pathlib import Path
+
+from workers import fill_with_nan, in_one_line
 
 from .parts import PARTS, name_of
 
@@ -13,8 +13,7 @@ def run(options):
     --first: the number to begin with."""
     import torch
 
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    fill_with_nan()
     torch.set_num_threads(1)
     name = options.worker.partition(":")[0]
     part = PARTS[name]
@@ -38,9 +37,3 @@ def run(options):
         print("end", why, flush=True)
     print("done", flush=True)
     return 0
-
-
-def in_one_line(error):
-    where = traceback.extract_tb(error.__traceback__)[-1]
-    at = f"{Path(where.filename).name}:{where.lineno}"
-    return " ".join(f"{type(error).__name__}: {error} ({at})".split())
