@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-LEAVE = 5.0  # seconds in which a process that is told to end does so
+LEAVE = 5.0  # seconds that a process has to end after it was asked to
 _pipe: Any = None  # to the caller, inside such a process
 
 

@@ -45,7 +45,7 @@ def _together(device: str, mask: str, n: int, peers: Sequence[str]) -> list[Reco
     def probe(name: str) -> subprocess.Popen:
         return subprocess.Popen([*python, name, device, mask, str(n)], cwd=ROOT, text=True, **PIPES)
 
-    # Side by side, but on a GPU, whose memory they would share and which may serve one alone.
+    # In parallel on a CPU. On a GPU one by one: they would share its memory.
     probes = {} if device == "cuda" else {name: probe(name) for name in peers}
     records = []
     for name in peers:

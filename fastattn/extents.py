@@ -1,4 +1,4 @@
-"""What is said when a native library refuses to write a tensor that has other sizes than the call.
+"""The error for a tensor whose sizes differ from those of the call that writes it.
 
 The library compares the sizes in csrc/extents.h and writes nothing; this file says what it found.
 """

@@ -54,7 +54,7 @@ MOVED = (  # tangents, and what moves with them: last
     *(f"{name}_t" for name in DIFFERENTIABLE),
     *("out_t", "lse_t", "dout_t", "dlse_t"),
 )
-WRITTEN = (  # enum FaWritten: the tensors whose sizes cross, too
+WRITTEN = (  # enum FaWritten: the tensors whose sizes the library gets
     *("out", "lse", "weights"),
     *(f"d{name}" for name in DIFFERENTIABLE),
     *("out_t", "lse_t"),

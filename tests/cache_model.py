@@ -179,7 +179,7 @@ class Machine:
         self.items.append([items[b].copy(False) for b in chosen])
 
     def beam(self, at):
-        """A fork in the place of the cache, whose items share pages, and a step of all."""
+        """Replace the cache by a fork of it, then append to every item: a step of beam search."""
         self.fork(at)
         self.caches[at], self.items[at] = self.caches.pop(), self.items.pop()
         self.append(at)

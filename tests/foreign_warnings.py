@@ -1,4 +1,4 @@
-"""Warnings that torch or Triton raise of themselves, told from those of this project.
+"""Tell warnings of torch and Triton from those of this project.
 
 `-W error` makes every warning an error. On a GPU the newest torch and Triton run that are there,
 and a new warning of theirs is no fault of ours: tests marked `gpu` report it and go on.

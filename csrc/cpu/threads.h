@@ -1,6 +1,6 @@
 // The threads that a phase runs on: OpenMP's, which torch's wheels and this library share. With
-// FA_STD_THREADS they are std::thread's, whose synchronisation ThreadSanitizer sees; of libgomp's
-// it sees nothing and would report every hand-over as a race.
+// FA_STD_THREADS they are std::thread's, because ThreadSanitizer does not see libgomp's
+// synchronisation and would report races that are none.
 #pragma once
 #include <cstdint>
 

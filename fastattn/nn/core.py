@@ -14,7 +14,7 @@ Causal = bool | Literal["top_left", "bottom_right"]
 
 
 class Module(nn.Module):
-    """A module whose calls have the types of its `forward`."""
+    """A module. Type checkers give a call of it the types of its `forward`."""
 
     __call__: AsForward  # ty: ignore  (torch says that it is any callable)
 

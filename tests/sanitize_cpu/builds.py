@@ -29,7 +29,7 @@ EMULATOR = "from emulated import emulator; emulator({wide})"
 
 
 class Failed(Exception):
-    """A build that did not succeed, with what the compiler said."""
+    """A failed build, with the output of the compiler."""
 
 
 def tool(name):
