@@ -32,7 +32,7 @@ SHARES = {
     "test_hard_values": (5, 3),
     "test_hard_values::test_rows_far_from_zero": (13, 7),
     "test_dense_masks": (9, 5),
-    "test_property": (4, 1),
+    "test_property": (4, 2),
     "test_fuzz": (ALL, ALL),
     "test_fuzz::test_one_minute_of_random_calls": (NONE, ALL),
     "test_property::test_any_bad_call_is_refused": (4, 3),
@@ -243,7 +243,7 @@ OF_ALL = {
 # The same for Triton's kernels in its interpreter, a run of its own.
 INTERPRETED_SHARES = {
     "test_features": (97, 31),
-    "test_features::test_features": (11, 3),
+    "test_features::test_features": (11, 4),
     "test_features::test_pairs_of_features": (NONE, 31),
     "test_features::test_every_broadcast_of_a_mask": (NONE, NONE),
     "test_features::test_every_subset_of_gradients": (NONE, 1),
@@ -270,7 +270,7 @@ INTERPRETED_SHARES = {
     "test_tangents::test_an_absent_tangent_is_one_of_zeros": (NONE, NONE),
     "test_tangents::test_head_dims": (NONE, NONE),
 }
-INTERPRETED_DEFAULT = (NONE, 11)
+INTERPRETED_DEFAULT = (NONE, 13)
 INTERPRETED_OF_ALL = {  # two passes of many products: each feature in one dtype, some of the pairs
     "test_tangents::test_features": 1,
     "test_tangents::test_pairs_of_features": 13,
