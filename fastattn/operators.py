@@ -6,6 +6,7 @@ Compilers see these, and nothing inside them. Schemas follow from the tables of 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any, get_type_hints
 
@@ -56,7 +57,8 @@ _TYPES = {
 _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
 _SYMBOLS |= dict.fromkeys(AGAIN, "SymInt")
 
-TAGS = (torch.Tag.pt2_compliant_tag,)
+# Fake kernels lay results out by the strides of the inputs: a compiler has to keep these.
+TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 library: torch.library.Library = torch.library.Library("fastattn", "DEF")
 
 
@@ -142,9 +144,19 @@ def _forward_kernel(op: Operation, *args):
 @unseen
 def fake(op: Operation, *args):
     _refuse_forward_mode()
+    _keep_whole_in_inductor(op.operator().default)
     t, o = split(args)
     check(t, o)
     return _untuple(op.outputs(t, o))
+
+
+def _keep_whole_in_inductor(operator: torch._ops.OpOverload) -> None:
+    """Where the environment has CI, inductor raises over an operator that has a decomposition and
+    no lowering. Before it lowers a graph it asks the fake kernels, and so they register one, once
+    the module is there: importing it takes seconds."""
+    lowering = sys.modules.get("torch._inductor.lowering")
+    if hasattr(lowering, "make_fallback") and operator not in lowering.lowerings:
+        lowering.make_fallback(operator, warn=False)
 
 
 def _save(ctx, inputs, output) -> None:

@@ -7,6 +7,7 @@ memory that is written (poisoned) even where a kernel would not touch it.
 
 import ctypes
 import functools
+import itertools
 import os
 import subprocess
 import sys
@@ -185,19 +186,21 @@ def peak_of_a_rank(group, rows, strategy):
 def test_a_rank_of_a_ring_has_what_falls_with_the_ranks():
     """Linear in N / P: as much for a part as long on more ranks, twice as much for one of twice the
     length. From three ranks on, which wait for keys and for their gradients at once. `gather`, with
-    the keys of all, shows that the measurement sees one rank's."""
+    the keys of all, shows that the measurement sees one rank's. The peak of a ring depends on which
+    rank waits for which, so the highest of several calls counts."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ALLOCATOR.items():
             patch.setenv(name, value)
         with ranks.ranks(4) as four:
 
-            def most(count, rows, strategy="ring"):
-                return max(four.run(count, peak_of_a_rank, rows, strategy)) / MEGABYTE
+            def most(count, rows, strategy="ring", calls=3):
+                asked = (four.run(count, peak_of_a_rank, rows, strategy) for _ in range(calls))
+                return max(itertools.chain(*asked)) / MEGABYTE
 
-            part, long, more = most(3, 512), most(3, 1024), most(4, 512)
-            some, all_ = (most(count, 512, "gather") for count in (3, 4))
+            part, long, more = most(3, 1024), most(3, 2048), most(4, 1024)
+            some, all_ = (most(count, 1024, "gather", calls=1) for count in (3, 4))
     print(f"{part:.1f}, {long:.1f} and {more:.1f} MB; gather {some:.1f} and {all_:.1f}")
-    one = 16 * 512 * 64 * 4 / MEGABYTE  # of q, k or v
+    one = 16 * 1024 * 64 * 4 / MEGABYTE  # of q, k or v
     assert abs(more - part) < one
-    assert 1.6 * part < long < 2.1 * part
+    assert 1.6 * part < long < 2.2 * part
     assert all_ > some + 1.5 * one

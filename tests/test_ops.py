@@ -1,6 +1,9 @@
 """torch's machinery around a call: autograd, compile, export, vmap, autocast, modes."""
 
 import itertools
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
@@ -490,6 +493,30 @@ def test_compile_fullgraph(attention, compiler):
         torch.testing.assert_close(a, b)
     with torch.no_grad():
         torch.testing.assert_close(compiled(*tensors)[0], f(*tensors)[0])
+
+
+COMPILES = """
+import torch, fastattn
+
+def f(q, k, v):
+    p = fastattn.attention_weights(q, k)
+    return fastattn.attention(q, k, v, causal=True).sum() + p.square().sum()
+
+leaves = [torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3)]
+found = torch.autograd.grad(torch.compile(f, fullgraph=True)(*leaves), leaves)
+for a, b in zip(found, torch.autograd.grad(f(*leaves), leaves)):
+    torch.testing.assert_close(a, b)
+"""
+
+
+def test_inductor_keeps_the_operators_whole_where_the_environment_has_ci(tmp_path):
+    """Services that test set CI: inductor then raises over an operator that has a decomposition and
+    no lowering."""
+    given = os.environ | dict(CI="true", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILES], capture_output=True, text=True, env=given
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def test_compile_with_dynamic_shapes_never_compiles_again(attention):
