@@ -12,8 +12,9 @@ from . import (
     flash_attn,
     integrations,
     nn,
-    operators,  # noqa: F401  torch knows the operators by this
+    operators,
     reference,
+    roads,
 )
 from .api import attention, attention_packed, attention_weights
 from .backend import available_backends
@@ -51,6 +52,15 @@ __all__ = [
     "sdpa",
     "unpatch",
 ]
+
+
+def _call_on_dtensors(*call: Any) -> tuple[Any, ...]:
+    from .distributed import dtensor  # on demand, as `distributed` below
+
+    return dtensor.call(*call)
+
+
+roads.HANDLERS["DTensor"] = operators.unseen(_call_on_dtensors)
 
 
 def __dir__() -> list[str]:

@@ -415,6 +415,15 @@ def prepare(
     return t, with_grad if is_grad_enabled() and _requires_grad(t) else plain
 
 
+def scalars_of(o: Options) -> dict[str, Any]:
+    """The scalars of `Arguments` that `prepare` has made these options of."""
+    found = dict(window=(o.left, o.right), place=o.place)
+    tensors = {argument.public for argument in ARGUMENTS.values()}
+    for name in DEFAULTS.keys() - found.keys() - tensors:
+        found[name] = DEFAULTS[name] if getattr(o, name) == "" else getattr(o, name)
+    return found
+
+
 def prepare_packed(
     q: Tensor,
     k: Tensor,

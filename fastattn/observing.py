@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
@@ -17,7 +18,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from . import api
+from . import roads
 from .calls import SDPA, Call
 from .sights import Sights, torchs, wants_weights
 
@@ -52,11 +53,11 @@ class Observer:
                 (F, "multi_head_attention_forward", sights.weights),
                 (torch, "_native_multi_head_attention", sights.heads),
                 (torch, "_transformer_encoder_layer_fwd", sights.layer),
-                (api, "call", sights.own),
             ):
                 found = getattr(holder, name)
                 undo.callback(setattr, holder, name, found)
                 setattr(holder, name, self._stand_in(found, name, watch))
+            undo.enter_context(roads.observed(self._own(sights)))
             yield
 
     def _enter(self, module: nn.Module, args) -> None:
@@ -78,23 +79,38 @@ class Observer:
         wanted = wants_weights if name == "multi_head_attention_forward" else None
 
         def stand_in(*args, **kwargs):
-            here = self._here
-            if here.inside or (wanted is not None and not wanted(*args, **kwargs)):
+            if wanted is not None and not wanted(*args, **kwargs):
                 return run(*args, **kwargs)
-            here.inside = True
-            try:
-                began = clock()
-                out = run(*args, **kwargs)
-                seconds = clock() - began
-                call = watch(found, *args, **kwargs)
-            finally:
-                here.inside = False
-            with self._lock:
-                call = self._add(call, seconds)
-            _note_backward(call, out)
-            return out
+            return self._see(run, functools.partial(watch, found), *args, **kwargs)
 
         return stand_in
+
+    def _own(self, sights: Sights) -> roads.Observer:
+        """Of fastattn's own calls."""
+
+        def observe(run, *call):
+            return self._see(run, functools.partial(sights.own, run), *call)
+
+        return observe
+
+    def _see(self, run: Callable, watch: Callable, *args: Any, **kwargs: Any) -> Any:
+        """`run(*args, **kwargs)`, noted as what `watch` makes of it, unless a call that is seen
+        makes it."""
+        here = self._here
+        if here.inside:
+            return run(*args, **kwargs)
+        here.inside = True
+        try:
+            began = clock()
+            out = run(*args, **kwargs)
+            seconds = clock() - began
+            call = watch(*args, **kwargs)
+        finally:
+            here.inside = False
+        with self._lock:
+            call = self._add(call, seconds)
+        _note_backward(call, out)
+        return out
 
     def _add(self, call: Call, seconds: float) -> Call:
         """The call that stands for those of its kind."""

@@ -11,8 +11,9 @@ and each costs time:
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -30,16 +31,27 @@ _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
 _is_traced = torch.compiler.is_dynamo_compiling
 
+Run = Callable[[Operation, Tensors, Options], tuple[Tensor, ...]]
+Observer = Callable[[Run, Operation, Tensors, Options], tuple[Tensor, ...]]
+# What computes calls on tensors of a class, by the name of the class: importing DTensor takes a
+# second. Modules above this one register here.
+HANDLERS: dict[str, Run] = {}
+_observers: list[Observer] = []
 
-def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+
+def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[Tensor, ...]:
     """Run an operation through the wrapper that this moment needs; see above."""
+    if _observers and observed:
+        return _observers[-1](functools.partial(call, observed=False), op, t, o)
     if _is_compiling():
-        return _distributed(op, t, o) or as_tuple(op.operator()(*t, *o))
+        if handler := _handler(t):
+            return handler(op, t, o)
+        return as_tuple(op.operator()(*t, *o))
     if _transforms() or (forward_ad._current_level >= 0 and passes.has_tangents(t)):
         return transforms.Attention.apply(op, o._replace(grad=True), *t)
     found = None if watched() else kind(t)
     if found is None:
-        return _distributed(op, t, o) or seen(op, t, o)
+        return (_handler(t) or seen)(op, t, o)
     planned = spec, backend = plan(t, o, found)
     if not o.grad:
         if recording():
@@ -50,23 +62,31 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     return differentiable((op, o, t, found, planned), *t[: spec.last])
 
 
-def _distributed(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...] | None:
-    """What ranks of torch.distributed compute together, if there are DTensors."""
-    if not _has_dtensors(t):
-        return None
-    # A road upward, and one that who has DTensors has paid the import of.
-    return importlib.import_module("fastattn.distributed.dtensor").call(op, t, o)
+def _handler(tensors: Sequence[Tensor | None]) -> Run | None:
+    """Of the first tensor whose class has one."""
+    for x in tensors:
+        if type(x).__name__ in HANDLERS:
+            return HANDLERS[type(x).__name__]
+    return None
 
 
-def _has_dtensors(tensors: Sequence[Tensor | None]) -> bool:
-    # By name: importing the class costs a second, and whoever holds one has paid it.
-    return any(type(x).__name__ == "DTensor" for x in tensors)
+@contextmanager
+def observed(observer: Observer) -> Generator[None]:
+    """Every call in the block, on any thread, is `observer(run, op, t, o)`: it returns what
+    `run(op, t, o)` does. Of nested blocks the inner one observes."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
 
 
 def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
     """out, normaliser, and the tangents of out and LSE."""
-    if _has_dtensors((*t, *tangents)):
-        raise NotImplementedError("attention_jvp: got DTensors, expected plain tensors")
+    every = (*t, *tangents)
+    if _handler(every):
+        got = next(name for x in every if (name := type(x).__name__) in HANDLERS)
+        raise NotImplementedError(f"attention_jvp: got {got}s, expected plain tensors")
     o = o._replace(grad=True)
     if _is_compiling():
         return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))

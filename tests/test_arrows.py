@@ -105,10 +105,12 @@ def modules():
 
 
 MODULES = modules()
+BY_STRING = {f"fastattn.{name}" for name in MODULES}
 
 
 def imported(name, path):
-    """The modules of this package that a module imports, anywhere in its text."""
+    """The modules of this package that a module imports, anywhere in its text, or names in a
+    string of its own, as `importlib.import_module` takes them."""
     here = ("fastattn." + name).split(".")
     package = here if path.name == "__init__.py" and name != "__init__" else here[:-1]
     found = set()
@@ -119,6 +121,8 @@ def imported(name, path):
             base = package[: len(package) - node.level + 1] if node.level else []
             base = ".".join(base + (node.module.split(".") if node.module else []))
             found |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and node.value in BY_STRING:
+            found.add(node.value)
     return {known for x in found if (known := resolve(x))}
 
 
@@ -144,8 +148,9 @@ def is_below(other, name):
 def test_the_parser_sees_every_kind_of_import(tmp_path):
     text = "import fastattn.spec\nfrom . import roads\nfrom .backend import x\ndef f():\n"
     path = tmp_path / "api.py"
-    path.write_text(text + "    from fastattn.reference import attention\n    import fastattn\n")
-    assert imported("api", path) == {"spec", "roads", "backend", "reference", "__init__"}
+    text += "    from fastattn.reference import attention\n    import fastattn\n"
+    path.write_text(text + "    import_module('fastattn.check')\n    'fastattn.attention_packed'\n")
+    assert imported("api", path) == {"spec", "roads", "backend", "reference", "__init__", "check"}
     assert imported("backends.cpu", path) >= {"spec", "reference"}
 
 

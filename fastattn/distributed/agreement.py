@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..spec import ARGUMENTS
 from .collectives import exchange, waiting
 
 
@@ -150,6 +151,20 @@ def digest(value: Any) -> int:
     return int.from_bytes(found, "little", signed=True)
 
 
+BROADCAST = {argument.public for argument in ARGUMENTS.values() if argument.broadcast}
+
+
+def facts_of(arguments: Mapping[str, Any], but: Sequence[int] = ()) -> dict[str, Any]:
+    """Of arguments beside q, k and v. but: sizes of a mask that ranks may have of their own."""
+
+    def fact(name: str, x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        return told(x, but) if name in BROADCAST else values_told(x)
+
+    return {name: fact(name, x) for name, x in arguments.items()}
+
+
 def told(x: Tensor | None, but: Sequence[int] = ()) -> Any:
     """A tensor as a fact: all but the sizes at `but`, which ranks may have of their own."""
     if x is None:
@@ -159,8 +174,6 @@ def told(x: Tensor | None, but: Sequence[int] = ()) -> Any:
     return str(x.dtype), shape, x.device.type, grad
 
 
-def values_told(x: Tensor | None) -> Any:
+def values_told(x: Tensor) -> Any:
     """The same of a small tensor that is the whole call's, with its values if they lie at hand."""
-    if x is None:
-        return None
     return *told(x), x.detach().tolist() if x.device.type == "cpu" else "unread"

@@ -16,7 +16,7 @@ from ..check import check, describe
 from ..operators import unseen
 from ..place import EVERYTHING
 from . import cost, gather, ring, ulysses, usp
-from .agreement import NOTHING, ROWS, UNCLEAR, Own, Team, mask_rows, need_team, told, values_told
+from .agreement import NOTHING, ROWS, UNCLEAR, Own, Team, facts_of, mask_rows, need_team, told
 from .agreement import agree as _agree
 from .cost import Cost
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
@@ -195,11 +195,12 @@ def whole(
 
 
 def _agreed(q, k, v, team, given, how, draws, check_own) -> list[Own]:
-    own, trouble, facts = NOTHING, None, dict.fromkeys((*_TENSORS, *_SCALARS, *how))
+    own, trouble, facts = NOTHING, None, dict.fromkeys((*"qkv", *DEFAULTS, *how))
     try:
         check_own()
         own = _own(q, k, given, int(draw_seed("cpu")) if draws else 0)
-        facts = _facts(q, k, v, given) | how
+        facts |= {name: told(x, OF_ROWS) for name, x in zip("qkv", (q, k, v))}
+        facts |= facts_of(given, OF_ROWS) | how
     except (TypeError, ValueError) as caught:
         trouble = caught
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
@@ -209,21 +210,6 @@ def _agreed(q, k, v, team, given, how, draws, check_own) -> list[Own]:
 def _own(q, k, given, seed) -> Own:
     rows = q.shape[2]
     return Own(rows, k.shape[2], seed, mask_rows(given["mask"], rows))
-
-
-_TENSORS = ("q", "k", "v", "mask", "key_lengths", "alibi_slopes", "sinks", "seed")
-_SCALARS = tuple(name for name in DEFAULTS if name not in _TENSORS)
-
-
-def _facts(q, k, v, given) -> dict[str, Any]:
-    """What all ranks must have alike."""
-    found = {name: told(x, OF_ROWS) for name, x in zip("qkv", (q, k, v))}
-    found["mask"] = told(given["mask"], OF_ROWS)
-    for name in ("key_lengths", "alibi_slopes", "sinks"):
-        found[name] = values_told(given[name])
-    seed = given["seed"]
-    found["seed"] = values_told(seed) if isinstance(seed, Tensor) else seed
-    return found | {name: given[name] for name in _SCALARS}
 
 
 def _check_own(q, k, v, team, strategy, layout, given) -> None:

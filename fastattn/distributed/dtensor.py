@@ -25,6 +25,7 @@ from torch.distributed.tensor import (
 )
 
 from .. import context_parallel, roads
+from ..api import scalars_of
 from ..backend import in_order
 from ..check import check
 from ..operation import ATTENTION, Operation
@@ -193,20 +194,7 @@ def _of_rows(t: Tensors, o: Options, cut: Cut) -> tuple[Tensor, Tensor]:
     else:
         group = mesh[tuple((mesh.mesh_dim_names or ())[i] for i in dims)]
     given = {ARGUMENTS[name].public: x for name, x in t._asdict().items() if x is not None}
-    causal: Any = o.causal or False
-    out, lse = attention(
-        **given,
-        group=group,
-        causal=causal,
-        window=(o.left, o.right),
-        softcap=o.softcap,
-        dropout_p=o.dropout_p,
-        scale=o.scale,
-        place=o.place,
-        row_invariant=o.row_invariant,
-        backend=o.backend or None,
-        return_lse=True,
-    )
+    out, lse = attention(**given, **scalars_of(o), group=group, return_lse=True)
     out = in_order(out, o.out_order)  # as it lies on one rank
     return out, torch.stack([lse, torch.zeros_like(lse)])
 

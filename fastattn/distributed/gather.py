@@ -17,16 +17,16 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     """(out, LSE) of this rank's rows."""
     k = gathered(call.team, k, call.keys, "all keys")
     v = gathered(call.team, v, call.keys, "all values")
-    mask, sinks = call.mask(), call.shared("sinks")
+    arguments: dict[str, Any] = call.arguments | call.differentiable()
+    mask = arguments["mask"]
     outs, lses = [], []
     # Who has no rows has gradients, too: zeros.
     for rows, own in held(call.rows[call.rank] or (Span(0, 0),)):
         about: dict[str, Any] = dict(
             mask=mask[..., own, :] if mask is not None and call.mask_rows else mask,
-            sinks=sinks,
             place=call.at(row=rows.first),
         )
-        out, lse = api.attention(q[:, :, own], k, v, **call.arguments | about, return_lse=True)
+        out, lse = api.attention(q[:, :, own], k, v, **arguments | about, return_lse=True)
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)

@@ -19,14 +19,14 @@ from ..check import check, describe, need
 from ..operators import unseen
 from ..packing import heads_first, longest, rows_first
 from ..place import EVERYTHING
+from ..spec import ARGUMENTS
 from . import layout
-from .agreement import NO_ROWS, NOTHING, Own, Team, agree, need_team, told, values_told
+from .agreement import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told
 from .layout import CONTIGUOUS, Span
 from .ulysses import Heads
 from .whole import Whole, gathered, of_all
 
 OF_ROWS = (-3,)  # of q, k and v, counted from the end
-OF_BATCH = ("key_lengths", "alibi_slopes", "sinks")  # small, and the same on every rank
 
 
 Strategy = Literal["auto", "gather", "ulysses"]
@@ -133,8 +133,7 @@ def attention_packed(
 
 
 def _agreed(q, k, v, team, given, offsets, most, how) -> list[Own]:
-    others = ("seed", *(x for x in api.DEFAULTS if x not in ("seed", "mask", *OF_BATCH)))
-    names = ("q", "k", "v", "mask", *OF_BATCH, *offsets, *others, *most, *how)
+    names = (*"qkv", *offsets, *api.DEFAULTS, *most, *how)
     own, trouble, facts = NOTHING, None, dict.fromkeys(names)
     try:
         _check_own(q, k, v, team, given, offsets, most, how["strategy"])
@@ -142,11 +141,8 @@ def _agreed(q, k, v, team, given, offsets, most, how) -> list[Own]:
         seed = int(draw_seed("cpu")) if draws else 0
         own = Own(q.shape[0], k.shape[0], seed, NO_ROWS)
         facts |= {name: told(x, OF_ROWS) for name, x in zip("qkv", (q, k, v))}
-        facts |= {name: values_told(given[name]) for name in OF_BATCH}
         facts |= {name: (*told(cu), cu.tolist()) for name, cu in offsets.items()}
-        facts |= {name: given[name] for name in others} | {"mask": told(given["mask"])} | most | how
-        if isinstance(given["seed"], Tensor):
-            facts["seed"] = values_told(given["seed"])
+        facts |= facts_of(given) | most | how
     except Exception as caught:  # whatever it is, the others wait to be told
         trouble = caught
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
@@ -210,7 +206,7 @@ def _why_not_heads(heads: int, team: Team) -> str:
 
 def _ulysses(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
     heads = Heads(call, q.shape[1], k.shape[1])
-    about = heads.arguments(call.mask(), call.shared("sinks"))
+    about = heads.arguments(call.differentiable())
     about["place"] = call.place._replace(head=call.place.head + heads.own.start)
     laid = (heads_first(name, x) for name, x in zip("qkv", (q, k, v)))
     of_heads = map(rows_first, heads.take(*laid))
@@ -224,7 +220,7 @@ def _ulysses(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
 def _gather(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
     k = gathered(call.team, k, call.keys, "all keys", 0)
     v = gathered(call.team, v, call.keys, "all values", 0)
-    arguments = call.arguments | dict(mask=call.mask(), sinks=call.shared("sinks"))
+    arguments = call.arguments | call.differentiable()
     own = (*call.rows[call.rank], Span(0, 0))[0]
     starts, ends = cu_q.tolist(), cu_k.tolist()
     outs, lses = [], []
@@ -285,12 +281,17 @@ def pieces(starts: Sequence[int], own: Span) -> list[Piece]:
 
 def _of_items(arguments: dict[str, Any], items: slice) -> dict[str, Any]:
     """What these sequences have of the whole batch's."""
-    slopes, lengths = arguments["alibi_slopes"], arguments["key_lengths"]
-    return arguments | dict(
-        mask=_cut(arguments["mask"], -4, items.start, items.stop),
-        key_lengths=lengths if lengths is None else lengths[items],
-        alibi_slopes=slopes if slopes is None or slopes.ndim < 2 else slopes[items],
-    )
+    found = dict(arguments)
+    for argument in ARGUMENTS.values():
+        x, shapes = arguments.get(argument.public), [x.split() for x in argument.shapes]
+        if not isinstance(x, Tensor):
+            continue
+        if argument.broadcast:
+            (letters,) = shapes
+            found[argument.public] = _cut(x, -len(letters), items.start, items.stop)
+        elif ["B"] in [letters[:1] for letters in shapes if len(letters) == x.ndim]:
+            found[argument.public] = x[items]
+    return found
 
 
 def _cut(x: Tensor | None, dim: int, first: int, end: int) -> Tensor | None:

@@ -27,12 +27,12 @@ from .whole import Whole, resized
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
-    shared = dict(mask=call.mask(), sinks=call.shared("sinks"))
-    return around(call._replace(arguments=call.arguments | shared), q, k, v)
+    arguments = call.arguments | call.differentiable()
+    return around(call._replace(arguments=arguments), q, k, v)
 
 
 def around(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where mask and sinks are what `Whole` says they are."""
+    """The same where the arguments have what `Whole.differentiable` gives."""
     t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()})
     out, normaliser = Ring.apply(Round.of(call, t, o._replace(unrounded=True)), *t)
     return out, normaliser[0]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import api
+from ..spec import ARGUMENTS
 from . import layout
 from .collectives import Exchange
 from .layout import Spans
@@ -17,7 +18,7 @@ from .whole import Whole, gathered, heads_of
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
     heads = Heads(call, q.shape[1], k.shape[1])
-    about = heads.arguments(call.mask(), call.shared("sinks"))
+    about = heads.arguments(call.differentiable())
     about["place"] = call.at(head=heads.own.start)
     of_heads = heads.take(q, k, v)
     out, lse = api.attention(*of_heads, **call.arguments | about, return_lse=True)
@@ -39,14 +40,17 @@ class Heads:
         self.heads = [range(r * each, r * each + each) for r in range(call.ranks)]
         self.own = self.heads[call.rank]
 
-    def arguments(self, mask: Tensor | None, sinks: Tensor | None) -> dict[str, Any]:
-        """Of all rows and this rank's heads. mask and sinks: what `Whole` says they are."""
-        own = slice(self.own.start, self.own.stop)
-        return dict(
-            mask=self._mask(mask, own),
-            sinks=heads_of(sinks, own, -1),
-            alibi_slopes=heads_of(self.call.arguments["alibi_slopes"], own, -1),
-        )
+    def arguments(self, differentiable: dict[str, Tensor | None]) -> dict[str, Any]:
+        """Of all rows and this rank's heads. differentiable: what `Whole` says they are."""
+        own, found = slice(self.own.start, self.own.stop), {}
+        given = self.call.arguments | differentiable
+        for argument in ARGUMENTS.values():
+            letters, name = argument.shapes[-1].split(), argument.public
+            if name in given and "H" in letters:
+                at = letters.index("H") - len(letters)
+                mask = argument.broadcast and self.call.mask_rows
+                found[name] = self._mask(given[name]) if mask else heads_of(given[name], own, at)
+        return found
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """All rows, and the keys that these heads read."""
@@ -85,9 +89,10 @@ class Heads:
             return None
         return [h // self.group - read.start for h in own]
 
-    def _mask(self, mask: Tensor | None, own: slice) -> Tensor | None:
-        if mask is None or not self.call.mask_rows:
-            return heads_of(mask, own, -3)
+    def _mask(self, mask: Tensor | None) -> Tensor | None:
+        """All rows of a mask of which each rank has its own."""
+        if mask is None:
+            return None
         if mask.ndim > 2 and mask.shape[-3] != 1:
             mask = mask if mask.ndim == 4 else mask[None]
             return self._to_heads(mask, self.call.rows, self.heads, "a mask of some heads")

@@ -15,7 +15,7 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     """(out, LSE) of this rank's rows."""
     inside, outside = cut(call)
     heads = Heads(inside, q.shape[1], k.shape[1])
-    about = heads.arguments(call.mask(), call.shared("sinks"))
+    about = heads.arguments(call.differentiable())
     outside = outside._replace(
         arguments=call.arguments | about,
         place=call.place._replace(head=call.place.head + heads.own.start),

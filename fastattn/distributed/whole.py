@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..place import Place
+from ..spec import ARGUMENTS, DIFFERENTIABLE
 from . import layout
 from .agreement import Team
 from .collectives import Gather, Shape, Shared
@@ -55,8 +56,11 @@ class Whole(NamedTuple):
                 x = Shared.apply(group, name, x)
         return x
 
-    def mask(self) -> Tensor | None:
-        return self.arguments["mask"] if self.mask_rows else self.shared("mask")
+    def differentiable(self) -> dict[str, Tensor | None]:
+        """Arguments beside q, k and v that have gradients, for the strategies to compute with."""
+        names = [name for name in DIFFERENTIABLE if name in self.arguments]
+        own = [name for name in names if self.mask_rows and ARGUMENTS[name].broadcast]
+        return {x: self.arguments[x] if x in own else self.shared(x) for x in names}
 
 
 def gathered(team: Team, x: Tensor, of: Spans, what: str, dim: int = 2) -> Tensor:
