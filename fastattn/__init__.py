@@ -27,6 +27,7 @@ from .multihead import MultiheadAttention
 from .patching import patch, sdpa, unpatch
 from .place import Place
 from .profiling import profile
+from .public_names import set_module
 from .torch_form import scaled_dot_product_attention
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "sdpa",
     "unpatch",
 ]
+set_module(__name__)
 
 
 def _call_on_dtensors(*call: Any) -> tuple[Any, ...]:

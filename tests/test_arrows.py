@@ -38,7 +38,7 @@ FLOORS = (
     {"quantisation"},
     {"spec"},
     {"reference"},
-    {"forwards", "place", "prerequisites"},
+    {"forwards", "place", "prerequisites", "public_names"},
 )
 FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
 

@@ -4,12 +4,14 @@ Each rank has a part of the sequence. Masks, windows, bias, sinks, gradients and
 those of one call on the whole: `fastattn.Place` tells the kernels where a block lies in it.
 """
 
+from ..public_names import set_module
 from .calls import attention
 from .explaining import explain
 from .packed import attention_packed
 from .sharding import shard, unshard
 
 __all__ = ["attention", "attention_packed", "explain", "shard", "unshard"]
+set_module(__name__)
 
 
 def __dir__() -> list[str]:

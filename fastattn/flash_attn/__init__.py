@@ -5,6 +5,7 @@
 argument does here.
 """
 
+from ..public_names import set_module
 from . import bert_padding, flash_attn_interface
 from .flash_attn_interface import (
     flash_attn_func,
@@ -31,6 +32,7 @@ __all__ = [
     "install",
     "uninstall",
 ]
+set_module(__name__)
 
 
 def __dir__() -> list[str]:

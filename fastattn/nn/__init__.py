@@ -38,6 +38,7 @@ KeyValueCache for decoding; from_torch and to_torch, to and from torch.nn.Transf
 record_weights, to look inside. The programs of `fastattn.examples` show them at work.
 """
 
+from ..public_names import set_module
 from .cached import CachedAttention, KeyValueCache, record_weights
 from .causal import CausalSelfAttention, ConcatenatedHeads
 from .heads import PackedSelfAttention, SharedHeadAttention, TracedAttention
@@ -77,6 +78,7 @@ __all__ = [
     "state_to_torch",
     "to_torch",
 ]
+set_module(__name__)
 
 
 def __dir__() -> list[str]:

@@ -1,0 +1,27 @@
+"""A public name belongs to the package that lists it: pickles and help() name that package, and so
+the modules inside may move."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+
+get_overloads = getattr(typing, "get_overloads", lambda function: ())  # Python 3.11
+
+
+def set_module(package: str) -> None:
+    """Give the classes and functions in `__all__` of a package its name as `__module__`."""
+    module = sys.modules[package]
+    for name in module.__all__:
+        x = getattr(module, name)
+        if not callable(x) or x.__module__ == package:
+            continue
+        if isinstance(x, type):
+            # Hints of a class are evaluated in the module that it names: its own are evaluated now.
+            x.__annotations__ = inspect.get_annotations(x, eval_str=True)
+        overloads = [] if isinstance(x, type) else get_overloads(x)
+        for y in (*overloads, x):
+            y.__module__ = package
+        for y in overloads:  # typing.get_overloads finds them by module and name
+            typing.overload(y)
