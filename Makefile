@@ -115,6 +115,7 @@ ledger: setup
 
 lint: setup
 	$(PYTHON) -m ruff check
+	$(PYTHON) tests/plain_words.py
 
 format: setup
 	$(PYTHON) -m ruff format --check

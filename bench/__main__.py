@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
         print(note, file=sys.stderr)
     try:
         return options.command(options)
-    except BrokenPipeError:  # who reads has seen enough
+    except BrokenPipeError:  # the reader closed the pipe
         sys.stdout = None
         return 0
     except (ValueError, OSError) as error:

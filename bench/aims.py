@@ -1,11 +1,11 @@
-"""What this package aims at, one named row a target, held against what is measured now.
+"""The performance targets of this package, one named row each, compared with measurements.
 
 A row is a race between our call and a rival, which may be another peer, or our own call on another
 case, thread count or instruction set. Both are verified before either is timed. Targets are for
-one thread unless the row says otherwise. A share of what the machine can do is aimed at on every
-machine; how many times as fast as torch a call can be depends on the units that torch's products
-use and leave, so such a row has an aim for each class of CPU where there is one: for half-width
-AVX-512 and AVX2, whose limit torch comes nearer to, 85% of the limit that was measured there.
+one thread unless the row says otherwise. A target in percent of the machine's limit applies to
+every machine. The possible speed-up over torch depends on the vector units that torch's products
+use, so a target in multiples of torch's speed is set per class of CPU. For half-width AVX-512 and
+AVX2, where torch is closer to the machine's limit, it is 85% of the limit measured there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .peers import BASELINE, PEERS, SUBJECT, chosen
 from .verify import Judge
 
 Record = dict[str, Any]
-Bound = float | Mapping[str, float]  # the same for every class of CPU, or by class where it has one
+Bound = float | Mapping[str, float]  # one for every class of CPU, or a mapping by class
 RATIO, PEAK, READ, MB = "x", "% of peak", "% of read", "MB"
 RIVAL = "rival"
 SECONDS = 0.5
@@ -37,10 +37,10 @@ SECONDS = 0.5
 
 @dataclass(frozen=True)
 class Target:
-    """measure returns {"measured", "ratio", "percent", "limit", "failed", "reason"}: measured is in
-    the target's unit, None with a reason where nothing was measured, which is a failure where our
-    call was wrong. Beside it stand the ratio, and how much that is of the nearest limit of the
-    machine, PEAK or READ."""
+    """`measure` returns {"measured", "ratio", "percent", "limit", "failed", "reason"}. `measured`
+    is in the target's unit, or None, with a reason, if nothing was measured. `failed` means that
+    our call gave wrong results. `percent` is our speed relative to `limit`, the machine's nearest
+    limit: PEAK or READ."""
 
     name: str
     bound: Bound
@@ -70,7 +70,7 @@ class Target:
 
 
 def selected(kind: str, names: Sequence[str] = ()) -> list[Target]:
-    """Every target of this class of CPU whose name contains one of `names`, or all."""
+    """Targets of this class of CPU: those with one of `names` in their names, or all."""
     found = [t for t in TARGETS if t.bound_on(kind) is not None]
     return [t for t in found if not names or any(name in t.name for name in names)]
 
@@ -80,7 +80,7 @@ def selected(kind: str, names: Sequence[str] = ()) -> list[Target]:
 
 @dataclass(frozen=True)
 class Race:
-    """Our call of `what` on `case` against `rival` on `rival_case` (the same by default)."""
+    """Pass `what` of our call on `case`, against `rival` on `rival_case` (default: `case`)."""
 
     case: Case
     unit: str
@@ -121,7 +121,7 @@ class Race:
 
 @dataclass(frozen=True)
 class Scaling:
-    """How many times as fast all threads are as one, by the wall clock."""
+    """The speed-up of two threads over one, by the wall clock."""
 
     case: Case
     what: str = FORWARD
@@ -193,7 +193,7 @@ def tiny(what: str) -> Callable[[Limits], Record]:
 
 @contextlib.contextmanager
 def instruction_set(name: str) -> Generator[None, None, None]:
-    """Our kernels of one instruction set inside the block; "" leaves them."""
+    """Use our kernels of one instruction set inside the block; "" changes nothing."""
     if not name:
         yield
         return
@@ -222,7 +222,7 @@ def square(dtype: str, mask: str, n: int, d: int = 64, **others: Any) -> Case:
 
 
 def aim(full: float | None = None, half: float | None = None, amx: float | None = None) -> Bound:
-    """A ratio to torch by class of CPU."""
+    """Target ratios to torch, by class of CPU."""
     of = {FULL: full, HALF: half, AMX: amx}
     return {kind: least for kind, least in of.items() if least is not None}
 
@@ -286,7 +286,7 @@ def _decode() -> Iterator[Target]:
 
 
 def _tiles() -> Iterator[Target]:
-    """Where torch's products run on AMX tiles."""
+    """Targets for CPUs on which torch's products run on AMX tiles."""
     for d, n, full, causal in ((64, 2048, 2.5, 3.0), (128, 2048, 2.0, 2.4), (128, 4096, 1.7, 2.0)):
         yield _row(aim(amx=full), RATIO, square("bfloat16", "full", n, d))
         yield _row(aim(amx=causal), RATIO, square("bfloat16", "causal", n, d))
@@ -333,7 +333,7 @@ def _elsewhere() -> Iterator[Target]:
         name = f"nn.MultiheadAttention E512 H8 N2048 {mode}"
         yield Target(name, aim(full=full, half=half), RATIO, module(mode))
     yield Target("extra memory: dropout N4096, forward+backward", 20.0, MB, extra_megabytes)
-    for what in (FORWARD, TRAINING):  # 1.5 times as long
+    for what in (FORWARD, TRAINING):  # at most 1.5 times torch's time
         yield Target(f"a tiny call: B1 H2 N8 D16 float32 {what}", 0.667, RATIO, tiny(what))
 
 

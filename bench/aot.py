@@ -1,15 +1,15 @@
 """python -m bench.aot: compile every kernel of the tuning tables with no GPU, and judge the code.
 
-The launcher itself decides what is compiled: Triton is given a driver for a GPU that is not there,
-the tensors are on torch's meta device, and where a kernel would be launched it is compiled. What
-comes out is read back with the cuobjdump and nvdisasm of Triton's own wheel. At fault are
+The launcher itself selects the kernels: Triton gets a driver for an absent GPU, the tensors are on
+torch's meta device, and each launch is replaced by a compilation. The binaries are read with
+cuobjdump and nvdisasm from Triton's wheel. These are faults:
 
     a kernel that does not compile
     spilled registers beyond bench/aot_budget.json: {version of Triton: {kernel: instructions}}
-    shared or tensor memory beyond what a block of the chip may have
-    16-bit products on sm_90 without wgmma, where the tile has rows enough for it
+    more shared or tensor memory than a block of the chip may have
+    16-bit products on sm_90 without wgmma, if the tile has enough rows for it
 
-The report, one line a kernel, is bench/results/aot-triton-<version>.txt.
+The report, one line per kernel, is bench/results/aot-triton-<version>.txt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ARCHS = (80, 90, 100, 120)
 DTYPES = ("bfloat16", "float32")  # float16 shares bfloat16's tiles and instructions
 HEAD_DIMS = (64, 128, 256)
 
-# Bytes that a block may have when it asks (CUDA programming guide, table of technical
+# Most bytes of shared memory that a block may opt in to (CUDA programming guide, table of technical
 # specifications per compute capability), and columns of tensor memory.
 SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
 TENSOR_COLUMNS = 512
@@ -64,18 +64,18 @@ class Case(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What was compiled, and what came out."""
+    """A compiled kernel, and figures of its code."""
 
     case: Case
     name: str
     tile: str  # rows x keys, warps, stages
-    rows: int = 0  # of its matrix products, if it has any
-    registers: int = 0  # of a thread
+    rows: int = 0  # of its matrix products; 0 without any
+    registers: int = 0  # per thread
     spills: int = 0  # instructions that store or load a spilled register
-    inner: int = 0  # of those, in the innermost loop that has the most
-    stack: int = 0  # bytes of a thread
-    shared: int = 0  # bytes of a block
-    tensor: int = 0  # columns of tensor memory of a block
+    inner: int = 0  # most of those in one innermost loop
+    stack: int = 0  # bytes per thread
+    shared: int = 0  # bytes per block
+    tensor: int = 0  # columns of tensor memory per block
     mix: Counter[str] = dataclasses.field(default_factory=Counter)  # opcode: instructions
     error: str = ""
 
@@ -104,13 +104,13 @@ def everything(B: int, H: int, M: int, N: int) -> dict[str, Any]:
 
 class Variant(NamedTuple):
     options: Callable[..., dict[str, Any]]
-    kernels: tuple[str, ...] = ()  # those that the options change; () for all
-    tangents: bool = False  # the passes that take them, and no other
+    kernels: tuple[str, ...] = ()  # the kernels that the options change; () for all
+    tangents: bool = False  # run only the passes that take tangents
 
 
 PAIR = ("forward", "dq", *BY_KEYS)
 MOVED = ("jvp", "rates", "dq_t", *BY_KEYS)
-ONE = {  # feature alone, by its options
+ONE = {  # each feature alone: its options
     "mask": ("mask",),
     "alibi": ("slopes",),
     "softcap": ("softcap",),
@@ -119,13 +119,13 @@ ONE = {  # feature alone, by its options
 
 
 def alone(feature: str, *sizes: int) -> dict[str, Any]:
-    """One feature; a mask of bfloat16, not float32 as with every feature."""
+    """Options of one feature. Its mask is bfloat16; that of `everything` is float32."""
     found = {x: y for x, y in everything(*sizes).items() if x in ONE[feature]}
     return dict(mask=found["mask"].to(torch.bfloat16)) if feature == "mask" else found
 
 
 def shared_mask(B: int, H: int, M: int, N: int) -> dict[str, Any]:
-    """A mask of all heads, which is looked at before it is used."""
+    """One mask for all items and heads: a block mask is computed from it first."""
     return dict(mask=torch.empty((1, 1, M, N), device="meta", dtype=torch.bfloat16))
 
 
@@ -138,11 +138,11 @@ VARIANTS = {
     "packed": Variant(
         lambda *sizes: dict(causal="bottom_right", Hk=2, packed=True), (*PAIR, "split")
     ),
-    # Of fewer keys than a tile has, whose rows are gathered.
+    # Pages with fewer keys than a tile: their rows are gathered.
     "paged": Variant(
         lambda *sizes: dict(causal="bottom_right", Hk=2, page=16), ("forward", "split")
     ),
-    # Rows that no tensor descriptor can read: 16 bytes do not divide them.
+    # Rows that no tensor descriptor can read: their size is not a multiple of 16 bytes.
     "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
     "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
     "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
@@ -162,13 +162,13 @@ def cases(
 
 
 def rare(case: Case) -> bool:
-    """Of the passes that take tangents, which minutes are not spent on."""
+    """Is it a case of tangents that is skipped to save minutes?"""
     newer = case.variant == "tangents-all" and case.arch > 90
     return newer or case.dtype == "float32" or case.head_dim > 128
 
 
 def call(case: Case) -> None:
-    """Every pass of the launcher over meta tensors of this case."""
+    """Run every pass of the launcher on meta tensors of this case."""
     from fastattn import check, spec
     from fastattn.backends.triton_tangents import TritonWithTangents
 
@@ -181,7 +181,7 @@ def call(case: Case) -> None:
     items, rows, max_q = B, N, None
     page = o.pop("page", 0)
     packed = o.pop("packed", False) or page
-    if packed:  # as many sequences, one after the other
+    if packed:  # B sequences, concatenated
         items, rows, max_q = 1, B * N, 1
         extras |= {x: meta(B + 1, dtype=torch.int32) for x in ("cu_q", "cu_k")}
         o |= dict(max_q=N, max_k=N)
@@ -211,10 +211,10 @@ def call(case: Case) -> None:
             q, lse = attention.q, normaliser[0]
             backend.second(s, attention, moved, outs, q, lse, q, lse, wants)
             return
-        if not page:  # which have no gradient
+        if not page:  # pages have no gradient
             backend.backward(s, attention, *out, attention.q, normaliser[0], wants)
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
-        if packed:  # it has no weights
+        if packed:  # packed calls have no weights
             return
         for average in (False, True):
             s = describe(weights, options._replace(average_heads=average))
@@ -228,7 +228,7 @@ def call(case: Case) -> None:
 
 
 class Absent:
-    """Triton's driver of a GPU that is not there."""
+    """A Triton driver for an absent GPU."""
 
     def __init__(self, arch: int):
         from triton.backends.compiler import GPUTarget
@@ -239,21 +239,21 @@ class Absent:
         return self.target
 
     def get_current_device(self) -> int:
-        return self.arch  # Triton keeps what it compiled by device
+        return self.arch  # Triton caches compiled kernels per device
 
     def get_current_stream(self, device: int | None = None) -> int:
         return 0
 
 
 def pretend(arch: int, launched: Callable) -> None:
-    """From here on, the launcher takes this machine for one with a GPU of `arch`, and calls
-    `launched` where it would launch. Nothing undoes it: for processes that do nothing else.
+    """Make the launcher see a GPU of `arch`, and call `launched` instead of launching a kernel.
+    This cannot be undone: call it only in processes that do nothing else.
     """
     from triton.runtime import driver
 
     from fastattn.backends import triton as launcher
 
-    absent: Any = Absent(arch)  # as much of a driver as compilation asks for
+    absent: Any = Absent(arch)  # has only the methods that compilation calls
     driver.set_active(absent)
     vars(launcher).update(
         architecture=lambda device: arch, processors=lambda device: 132, run=launched
@@ -261,7 +261,7 @@ def pretend(arch: int, launched: Callable) -> None:
 
 
 def name_of(kernel: Any, args: Sequence[Any]) -> str:
-    """Of a launch: what it makes, where that is not all that its kernel can."""
+    """The name of a launch: a dkv kernel that computes only dk or dv is named dk or dv."""
     name = kernel.__name__.removesuffix("_kernel")
     given = dict(zip(kernel.arg_names, args))
     if name == "dkv":
@@ -272,7 +272,7 @@ def name_of(kernel: Any, args: Sequence[Any]) -> str:
 
 
 def compiled(case: Case) -> list[Kernel]:
-    """The kernels of a case, in the order of launches."""
+    """The kernels of a case, in launch order."""
     names = VARIANTS[case.variant].kernels
     found: dict[str, Kernel] = {}
 
@@ -290,7 +290,7 @@ def compiled(case: Case) -> list[Kernel]:
         )
         try:
             binary = kernel.warmup(*args, grid=grid, **options)
-        except Exception as e:  # whatever a compiler raises is what is reported
+        except Exception as e:  # any error of a compiler is reported
             found[name] = dataclasses.replace(result, error=f"{type(e).__name__}: {_last(str(e))}")
         else:
             found[name] = dataclasses.replace(result, **inspect(binary))
@@ -305,7 +305,7 @@ def _last(text: str) -> str:
 
 
 def inspect(binary: Any) -> dict[str, Any]:
-    """The fields of a Kernel that its code tells."""
+    """The fields of a Kernel that are read from its binary."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary.asm["cubin"])
         file.flush()
@@ -339,7 +339,7 @@ LABEL = re.compile(r"\.(L_x_\d+):")
 
 
 def instructions(sass: str) -> tuple[Code, dict[str, int]]:
-    """The instructions that nvdisasm -c printed, and which of them each label stands before."""
+    """The instructions that nvdisasm -c printed, and the index of the one after each label."""
     code: Code = []
     labels = {}
     for line in sass.splitlines():
@@ -355,7 +355,7 @@ def spills(code: Code) -> int:
 
 
 def inner_loops(code: Code, labels: dict[str, int]) -> list[tuple[int, int]]:
-    """The loops [first, past) that hold no other loop: backward branches."""
+    """The loops [first, past) that contain no other loop; a backward branch makes a loop."""
     loops = []
     for at, (opcode, operands) in enumerate(code):
         target = re.search(r"L_x_\d+", operands) if opcode.startswith("BRA") else None
@@ -386,7 +386,7 @@ def nvidia_tool(name: str, *args: str) -> str:
 
 
 def faults(kernel: Kernel, budget: dict[str, int] | None) -> list[str]:
-    """What is wrong with a kernel; `budget` is None where none was made for this Triton."""
+    """The faults of a kernel; `budget` is None if this version of Triton has none."""
     if kernel.error:
         return [kernel.error]
     limit, arch = SHARED[kernel.case.arch], kernel.case.arch
@@ -419,7 +419,7 @@ MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
 
 
 def report(version: str, kernels: Iterable[Kernel]) -> str:
-    """One line a kernel, in the order given. Columns have fixed widths, so that lines compare."""
+    """One line per kernel, in the given order. Columns have fixed widths, so diffs are small."""
     head = " ".join([f"{'kernel':48}", f"{'tile':14}", *(f"{x:>9}" for x in COLUMNS[1:] + MIX)])
     lines = [f"# Triton {version}: python -m bench.aot. Read bench/aot.py for what is meant.", head]
     for k in kernels:
@@ -431,7 +431,7 @@ def report(version: str, kernels: Iterable[Kernel]) -> str:
 
 def compile_all(every: Iterable[Case], workers: int = 2) -> Iterator[list[Kernel]]:
     """The kernels of each case in turn, compiled by `workers` processes."""
-    context = multiprocessing.get_context("spawn")  # each has a driver of its own
+    context = multiprocessing.get_context("spawn")  # each process sets its own driver
     with context.Pool(workers) as pool:
         yield from pool.imap(compiled, every)
 
@@ -478,7 +478,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def accept(version: str, found: Iterable[Kernel]) -> None:
-    """Make what was found the budget of this Triton."""
+    """Write the spills that were found as the budget of this version of Triton."""
     every = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
     every[version] = {str(k): k.spills for k in found if k.spills}
     BUDGET.write_text(json.dumps(every, indent=2, sort_keys=True) + "\n")

@@ -1,8 +1,8 @@
-"""A separate process for work on a GPU, which may end that process.
+"""Run GPU work in a separate process, because a fault may end that process.
 
 After an illegal memory access a process cannot use its GPU any more, and a fault on the host ends
-the process. The caller then starts another one and goes on without the peer that did it. The caller
-itself uses no GPU: in exclusive compute mode a GPU serves one process at a time.
+the process. The caller then starts another one and goes on without the peer that caused it. The
+caller itself uses no GPU: in exclusive compute mode a GPU serves one process at a time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-LEAVE = 5.0  # seconds that a process has to end after it was asked to
-_pipe: Any = None  # to the caller, inside such a process
+LEAVE = 5.0  # seconds to wait for a process to end after a request
+_pipe: Any = None  # to the caller; set only inside such a process
 
 
 class Died(ChildProcessError):
@@ -35,7 +35,7 @@ class Raised(ValueError):
 
 
 class Unusable(Exception):
-    """The GPU is lost to this process."""
+    """This process cannot use its GPU any more."""
 
 
 @contextlib.contextmanager
@@ -44,7 +44,7 @@ def at(peer: str) -> Generator[None, None, None]:
     _send("at", peer)
     try:
         yield
-    except Unusable:  # the last that the caller hears is which peer it was
+    except Unusable:  # send nothing more: `Died.at` stays this peer
         raise
     except BaseException:
         _send("at", None)
@@ -53,7 +53,7 @@ def at(peer: str) -> Generator[None, None, None]:
 
 
 def recover(reason: str) -> None:
-    """Free the memory that an error has left. Raises Unusable where the GPU is unusable."""
+    """Free memory that an error left allocated. Raises Unusable if the GPU is unusable."""
     gc.collect()
     if not torch.cuda.is_initialized():
         return
@@ -65,8 +65,8 @@ def recover(reason: str) -> None:
 
 
 class Process:
-    """Starts when it is asked for something, and again after it has died. `modules` are imported in
-    it first."""
+    """A worker process. It starts at the first call, and again after it died. It imports `modules`
+    first."""
 
     def __init__(self, *modules: str):
         self.modules = modules
@@ -80,12 +80,12 @@ class Process:
         self.close()
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """What the function returns in the process. Raises Died and Raised."""
+        """Call the function in the process and return its result. Raises Died and Raised."""
         (found,) = self.stream(_once, function, *args)
         return found
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-        """What the iterator yields in the process, item by item. Raises Died and Raised."""
+        """Run the iterator in the process and yield its items. Raises Died and Raised."""
         if self.worker is None:
             self._start()
         peer, finished = None, False
@@ -108,7 +108,7 @@ class Process:
             self.worker.join(LEAVE)
             raise Died(peer, _ending(self.worker.exitcode)) from None
         finally:
-            if not finished:  # the process died, or the reader has stopped
+            if not finished:  # the process died, or the caller stopped iterating
                 self.close()
 
     def _start(self) -> None:
@@ -116,10 +116,10 @@ class Process:
         self.pipe, theirs = context.Pipe()
         self.worker = context.Process(target=_serve, args=(theirs, self.modules), daemon=True)
         self.worker.start()
-        theirs.close()  # or its end would not be seen
+        theirs.close()  # otherwise recv would not notice the worker's end
 
     def close(self) -> None:
-        """End it, and give its GPU back."""
+        """End the process, which releases its GPU."""
         worker, self.worker = self.worker, None
         if worker is None:
             return
@@ -132,14 +132,14 @@ class Process:
 
 
 def once(function: Callable[..., Any], *args: Any) -> Any:
-    """What the function returns in a process that ends after the call."""
+    """Call the function in a process that ends after the call; return its result."""
     with Process() as process:
         return process.call(function, *args)
 
 
 def _ending(status: int | None) -> str:
     if status is not None and status < 0:
-        known = -status in set(signal.Signals)  # those of real time have numbers alone
+        known = -status in set(signal.Signals)  # real-time signals have no names
         name = signal.Signals(-status).name if known else f"signal {-status}"
         return f"its process died of {name}"
     return f"its process ended with status {status}"
@@ -151,7 +151,7 @@ def _ending(status: int | None) -> str:
 def _serve(pipe: Any, modules: tuple[str, ...]) -> None:
     global _pipe
     _pipe = pipe
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller is interrupted too, and ends this
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process
     for name in modules:
         importlib.import_module(name)
     with contextlib.suppress(EOFError):
@@ -170,12 +170,12 @@ def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
             raise
         except Exception as error:
             reason = told(error)
-        if reason:  # the error is gone, and with it the tensors of its frames
+        if reason:  # the error is freed, with the tensors of its frames
             recover(reason)
         _send("raised" if reason else "done", reason)
     except Unusable as error:
         _send("lost", str(error))
-        os._exit(1)  # at once: what frees memory of that GPU would raise, or hang
+        os._exit(1)  # skip all cleanup: freeing memory of that GPU would raise or hang
 
 
 def _once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
@@ -188,6 +188,6 @@ def _send(kind: str, what: Any) -> None:
 
 
 def told(error: BaseException) -> str:
-    """An error in a line."""
+    """An error as one line."""
     said = (str(error).splitlines() or [""])[0]
     return f"raised {type(error).__name__}: {said[:200]}"

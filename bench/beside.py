@@ -1,4 +1,4 @@
-"""Libraries that the Makefile puts beside the environment: torchvision, and what imports it."""
+"""Import torchvision and its dependents, which the Makefile installs outside the environment."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from types import ModuleType
 
 import torch
 
-# Away from what breaks beside them: transformers takes up a torchvision that it finds.
+# Not in the environment: transformers would import this torchvision and break.
 FOLDER = max(Path(__file__).resolve().parent.parent.glob("build/vision-*[0-9]"), default=None)
 NAMES = ("timm", "torchvision", "open_clip")
 
@@ -18,7 +18,7 @@ _operators: list[torch.library.Library] = []
 
 
 def library(name: str) -> ModuleType:
-    """The module. Raises ModuleNotFoundError where `make test-all` has not installed it."""
+    """Import a module. Raises ModuleNotFoundError if `make test-all` has not installed it."""
     if name in NAMES:
         if FOLDER and str(FOLDER) not in sys.path:
             sys.path.append(str(FOLDER))
@@ -34,8 +34,8 @@ def found(name: str) -> bool:
 
 
 def _mend_torchvision() -> None:
-    """One that is made for CUDA does not load its operators beside the CPU's torch, and stumbles
-    over two of them, which attention does without."""
+    """Declare two operators that the import of a CUDA build of torchvision needs. Such a build
+    cannot load its operators with a CPU build of torch; attention does not use them."""
     spec = importlib.util.find_spec("torchvision")
     if _operators or spec is None or spec.origin is None or torch.version.cuda:
         return

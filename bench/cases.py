@@ -1,4 +1,4 @@
-"""What is measured. A Case fixes the tensors; a pass says what is computed on them."""
+"""The measured cases. A Case defines the tensors; a pass is what is computed on them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .masks import HIDDEN, MASKS, SWEPT, Mask
 
 FORWARD, BACKWARD, TRAINING = "forward", "backward", "forward+backward"
 PASSES = (FORWARD, BACKWARD, TRAINING)
-PRODUCTS = {FORWARD: 2, BACKWARD: 5, TRAINING: 7}  # of 2 D operations for a visible (row, key)
+PRODUCTS = {FORWARD: 2, BACKWARD: 5, TRAINING: 7}  # each 2 D operations per visible (row, key)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -30,8 +30,8 @@ class Inputs(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """q of (B, H, M, D) on k and v of (B, Hk, N, D); mask is one of MASKS. M = 0 stands for N and
-    Hk = 0 for H. strided stores the tensors as (B, N, H, D), as a projection leaves them."""
+    """q is (B, H, M, D), k and v are (B, Hk, N, D); mask is a key of MASKS. M = 0 means N, and
+    Hk = 0 means H. `strided` stores tensors as (B, N, H, D), as a projection returns them."""
 
     device: str
     dtype: str
@@ -62,18 +62,18 @@ class Case:
 
     @property
     def kv_bytes(self) -> int:
-        """What one pass over the keys and values reads."""
+        """Bytes of all keys and values: what one pass over them reads."""
         return 2 * self.B * self.Hk * self.N * self.D * DTYPES[self.dtype].itemsize
 
     def lengths(self) -> Tensor:
-        """(B,) keys of each item: N, or spread evenly about (1 - HIDDEN) N where it is padded."""
+        """(B,) keys of each item: N, or with padding spread evenly around (1 - HIDDEN) N."""
         if not self.rule.padded:
             return torch.full((self.B,), self.N, device=self.device)
         spread = (2 * torch.arange(self.B, device=self.device) + 1) / self.B - 1
         return ((1 - HIDDEN + HIDDEN * spread) * self.N).long()
 
     def visible(self, start: int = 0, stop: int | None = None) -> Tensor:
-        """(B, 1, stop - start, N) bool: the keys that these rows may see."""
+        """(B, 1, stop - start, N) bool: the keys that these rows attend to."""
         i = torch.arange(start, self.M if stop is None else stop, device=self.device)[:, None]
         j = torch.arange(self.N, device=self.device)
         left, right = self.rule.left, self.rule.right
@@ -86,8 +86,8 @@ class Case:
         return keep.expand(self.B, 1, len(i), self.N)
 
     def kept(self) -> Tensor:
-        """`visible` as a caller would store it: (B, 1, M, N) of a dense mask, (1, 1, M, N) of a
-        band, (B, 1, 1, N) of padding."""
+        """`visible` as a caller would store it: (B, 1, M, N) for a dense mask, (1, 1, M, N) for
+        a band, (B, 1, 1, N) for padding."""
         if self.rule.dense:
             return self.visible().contiguous()
         if self.rule.padded:
@@ -95,14 +95,14 @@ class Case:
         return self.visible()[:1].contiguous()
 
     def stored(self) -> Tensor:
-        """`kept` as it is given: bool, or float with -inf where a key is hidden."""
+        """`kept` as it is passed to a peer: bool, or float with -inf for hidden keys."""
         keep = self.kept()
         if self.rule.dense != "float":
             return keep
         return torch.zeros(keep.shape, device=self.device).masked_fill(~keep, -torch.inf)
 
     def slopes(self) -> Tensor:
-        """ALiBi's (H,), as its paper has them: 2^(-8 / H), its square, its cube, ..."""
+        """ALiBi's slopes (H,) as in its paper: 2^(-8 / H), its square, its cube, ..."""
         return 2 ** (-8.0 / self.H * torch.arange(1, self.H + 1, device=self.device))
 
     def pairs(self) -> int:
@@ -121,7 +121,7 @@ class Case:
         return 2.0 * PRODUCTS[what] * self.H * self.pairs() * self.D
 
     def inputs(self, seed: int = 0) -> Inputs:
-        """Standard normal tensors; q is larger, and the bias ALiBi's, where the rule says so."""
+        """Standard normal tensors; the mask's rule may scale q, or set the bias to ALiBi's."""
         generator = torch.Generator(self.device).manual_seed(seed)
 
         def normal(*shape: int) -> Tensor:
@@ -146,7 +146,7 @@ class Case:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The inputs whose gradients are wanted."""
+        """The inputs that get gradients."""
         return ("q", "k", "v", "bias") if self.rule.learned else ("q", "k", "v")
 
 
@@ -167,8 +167,8 @@ class Grid:
 
 
 def batch_and_heads(device: str, n: int, d: int) -> tuple[int, int]:
-    """Enough work to fill the device, little enough to repeat: on a GPU 16k tokens of width 2048
-    (as flash-attention's own benchmark), on a CPU four heads, fewer when they are long."""
+    """Enough work to fill the device, little enough to repeat. On a GPU: 16k tokens of width 2048,
+    as in flash-attention's benchmark. On a CPU: four heads, fewer for long sequences."""
     if device == "cuda":
         return max(1, 16384 // n), max(1, 2048 // d)
     return 1, 4 if n <= 1024 else 2 if n <= 4096 else 1
@@ -177,9 +177,9 @@ def batch_and_heads(device: str, n: int, d: int) -> tuple[int, int]:
 PLAIN, OTHERS = SWEPT[:2], SWEPT[2:]
 BOTH = ("float32", "bfloat16")
 
-# Grids rather than one product: full and causal in every size, the rest where it tells most. On
+# Several grids, not one product: full and causal masks at every size, other masks at a few. On
 # two cores quick takes under three minutes and full under twenty. On a GPU quick has few kinds of
-# calls, because each has Triton compile four kernels or more.
+# calls, because Triton compiles four kernels or more for each.
 GRIDS = {
     "quick": (
         Grid((128, 512, 1024, 2048), (64, 128), BOTH, PLAIN),

@@ -1,10 +1,10 @@
-"""What this machine can do at most, measured in the same run as everything else.
+"""Measure the machine's limits of arithmetic and memory, in the same run as everything else.
 
-On a CPU the limit of arithmetic is a loop of fused multiply-adds (or bf16 dot products) on
-registers, one thread, in short bursts; beside it stand the same loop for a third of a second, in
-which a chip that lowers its clock for wide vectors has done so, and torch's matmul. On a GPU matmul
-is the limit. The limit of memory is the fastest that torch reads or copies a buffer, of several
-sizes where what was read the last time may still lie in a cache, the largest far larger than any.
+On a CPU the arithmetic limit is a loop of fused multiply-adds (or bf16 dot products) on registers,
+on one thread, in short bursts. The same loop is also run for a third of a second, enough for a chip
+to lower its clock for wide vectors, and torch's matmul is measured. On a GPU the limit is matmul.
+The memory limit is the fastest rate at which torch reads or copies a buffer. A CPU has several
+sizes, because a small buffer may still be in a cache; the largest is far larger than any cache.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ BUFFER_BYTES = {"cpu": [mb << 20 for mb in (4, 8, 16, 32, 64, 128, 256)], "cuda"
 
 
 class Limits(NamedTuple):
-    """The figures that percentages are percentages of."""
+    """The measured limits; percentages are relative to them."""
 
     device: str
     compute: dict[str, dict[str, float | None]]  # dtype: the rates that `measure` finds
     memory: list[dict[str, Any]]  # threads, bytes, read_gbs, copy_gbs
 
     def gflops(self, dtype: str, threads: int | None) -> float | None:
-        """Of one thread, or of the GPU: nothing measures the registers of several threads."""
+        """The limit of one thread or of the GPU; None for several threads: not measured."""
         key = "matmul_gflops" if self.device == "cuda" else "register_gflops"
         return self.compute.get(dtype, {}).get(key) if threads in (None, 1) else None
 
     def read_gbs(self, threads: int | None, size: int) -> float | None:
-        """Of the buffer next to `size` bytes; None where that is less than half the smallest."""
+        """Rate of the buffer closest to `size` bytes; None if that is under half the smallest."""
         rows = [row for row in self.memory if row["threads"] == threads]
         if not rows or 2 * size < min(row["bytes"] for row in rows):
             return None
@@ -46,7 +46,7 @@ class Limits(NamedTuple):
 
 
 def measure(device: str, dtypes: tuple[str, ...]) -> dict[str, Any]:
-    """The fields of Limits; None where nothing measures a figure."""
+    """The fields of Limits; None for a figure that is not measured."""
     compute = {
         dtype: {
             "register_gflops": register_gflops(dtype) if device == "cpu" else None,
@@ -69,7 +69,7 @@ def sustained_gflops(dtype: str) -> float | None:
 
 
 def _rates(dtype: str, seconds: float, times: int) -> list[float]:
-    """GF/s of the register loop, so many times so long of CPU time; none without our kernels."""
+    """GF/s of `times` register loops of `seconds` CPU time each; [] without our kernels."""
     if native.cpu_unavailable():
         return []
     peak = native.cpu().entry("fa_cpu_peak", ctypes.c_double, ctypes.c_int64, ctypes.c_double)
@@ -91,7 +91,7 @@ def bandwidths(device: str) -> list[dict[str, Any]]:
 
 
 def _bandwidths(device: str, size: int) -> list[dict[str, Any]]:
-    """The best of several ways to read, and a copy's reads and writes together."""
+    """Reading: the best of several reductions. Copying: reads and writes together."""
     x = torch.ones(size // 4, device=device)
     y = torch.empty_like(x)
     ways = {"sum": x.sum, "max": x.amax, "dot": lambda: torch.dot(x, x)}

@@ -1,9 +1,8 @@
-"""CPUs by what CPUID says of them: whose design it is, and how wide its vector units are.
+"""Identify a CPU by its CPUID fields: maker, design, and the width of its vector units.
 
-The width is that of the units, not of the registers: Zen 4 takes AVX-512 instructions and runs each
-on 256-bit units, in two steps, so that its peak is that of AVX2. Intel's model numbers are those of
-its optimization manuals and of Linux (arch/x86/include/asm/intel-family.h), AMD's those of its
-revision guides.
+The width is that of the units, not of the registers: Zen 4 runs each AVX-512 instruction on 256-bit
+units in two steps, so its peak is that of AVX2. Intel's model numbers are from its optimization
+manuals and from Linux (arch/x86/include/asm/intel-family.h), AMD's from its revision guides.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ _CHIPS: dict[tuple[str, int], list[tuple[int, int, Chip]]] = {
 
 
 def chip(vendor: str, family: str, model: str) -> Chip | None:
-    """The chip of these fields of /proc/cpuinfo, decimal; None where the table has none."""
+    """The chip with these decimal fields of /proc/cpuinfo; None if the table lacks it."""
     if not (family.isdigit() and model.isdigit()):
         return None
     rows = _CHIPS.get((vendor, int(family)), [])

@@ -1,7 +1,7 @@
-"""What each command does with its options; every function returns the exit status.
+"""The commands: each function takes the parsed options and returns the exit status.
 
-A command that measures fills its sections of a result, prints them and keeps the file: 0 when
-everything passed, 1 when something failed its verification, 130 when interrupted.
+A command that measures fills its sections of a result, prints them and saves the file. Its status
+is 0 if everything passed, 1 if something failed its verification, 130 if interrupted.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def sweep(options: Options) -> int:
     ):
         if not options.sweep_only:
             result["overhead"] = tiny_call.measure(device, chosen(device), None, process)
-            if process:  # the probes of memory are processes of that GPU, too
+            if process:  # the memory probes are processes that use the same GPU
                 process.close()
             result["memory"] = peak_memory.measure(device)
         _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset], process)
@@ -70,7 +70,7 @@ def sweep(options: Options) -> int:
 
 
 def grids(options: Options, preset: str) -> tuple[Grid, ...]:
-    """The preset's grids; with any axis given, one product of it and of the first grid's others."""
+    """The preset's grids; with a given axis, one grid of it and the first grid's other axes."""
     axes = ("lengths", "dims", "dtypes", "masks")
     given = {axis: tuple(getattr(options, axis)) for axis in axes if getattr(options, axis)}
     first = GRIDS[preset][0]
@@ -146,7 +146,7 @@ def memory(options: Options) -> int:
 
 
 def targets(options: Options) -> int:
-    """The status tells what failed, not what was missed, unless --strict."""
+    """Status 1 if a verification failed; with --strict also if a target was missed."""
     kind = machine.units(machine.describe("cpu")["cpu"])
     chosen_targets = aims.selected(kind, options.only)
     if options.list or not chosen_targets:
@@ -190,7 +190,7 @@ def serving(options: Options) -> int:
 
 
 def models(options: Options) -> int:
-    """Rows are races as those of `serving`, at each number of threads."""
+    """Rows are races, as in `serving`, at each number of threads."""
     dtypes, lengths = options.dtypes or BOTH, options.lengths or whole_models.LENGTHS
     counts = options.threads or dict.fromkeys((1, torch.get_num_threads()))
     with whole_models.registered(), _result("models", options, "cpu", tuple(dtypes)) as result:
@@ -203,7 +203,7 @@ def models(options: Options) -> int:
 
 
 def derivatives(options: Options) -> int:
-    """Rows are races as those of `serving`, on one thread; then memory."""
+    """Rows are races, as in `serving`, on one thread; then memory."""
     with _result("derivatives", options, "cpu", ("float32",)) as result:
         for race in second_order.races(options.lengths or second_order.LENGTHS):
             seconds = options.seconds or unpadded.SECONDS
@@ -217,7 +217,7 @@ def derivatives(options: Options) -> int:
 
 
 def distributed(options: Options) -> int:
-    """The simulation, then what this machine's ranks do."""
+    """Print the simulation, then measure ranks on this machine."""
     _simulation(options)
     if options.simulate:
         return 0
@@ -250,7 +250,7 @@ def ledger(options: Options) -> int:
 
 
 def gpu(options: Options) -> int:
-    """The status tells whether a part failed or ran out of time, not whether all were begun."""
+    """Status 1 if a part failed or ran out of time, else 130 if a part was not begun."""
     record, path = first_hour.run(options.only, options.rehearse, options.minutes, options.output)
     _print(first_hour.summary(record, path))
     failed = {x["status"] for x in record["parts"]} & {first_hour.FAILED, first_hour.TIMEOUT}
@@ -293,7 +293,7 @@ def report(options: Options) -> int:
 
 
 def _apart(device: str) -> contextlib.AbstractContextManager[apart.Process | None]:
-    """A process of its own for what runs on a GPU; this one runs what is on the CPU."""
+    """A separate process for work on a GPU; None for the CPU, which this process uses."""
     return contextlib.nullcontext() if device == "cpu" else apart.Process()
 
 
@@ -342,7 +342,7 @@ def _compile(process: apart.Process, cases: list[Case], passes: tuple[str, ...])
     try:
         for text in process.stream(compiling.ahead, cases, passes):
             progress.say(text)
-    except (apart.Died, apart.Raised) as error:  # the cells will tell
+    except (apart.Died, apart.Raised) as error:  # the cells report the error
         progress.say(f"nothing more is compiled ahead: {error}")
 
 
@@ -351,7 +351,7 @@ def _finish(result: Result, options: Options) -> int:
     races = ("serving", "models", "derivatives", "distributed")
     sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
-        # Half a run never replaces a committed file.
+        # An incomplete run never replaces a committed file.
         whole = options.save and result["complete"]
         results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
     told = [row for section in ("cells", "modules", *races) for row in result[section]]
@@ -368,7 +368,7 @@ def _dtypes(cases: list[Case]) -> tuple[str, ...]:
 
 
 def _device(options: Options) -> str:
-    """Raises ValueError where there is a GPU that torch cannot use, and no device is named."""
+    """Raises ValueError if no device is named and torch cannot use the GPU."""
     if options.device:
         return options.device
     if why := nvidia.unusable():

@@ -1,4 +1,4 @@
-"""Two result files, cell by cell: how fast the second is over the first, regressions first."""
+"""Compare two result files cell by cell: the second's speed over the first's, lowest first."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Milliseconds = dict[str, float]  # by peer
 
 
 class Change(NamedTuple):
-    """ratio is the second file's speed over the first's, 0 where the second failed; baseline is
-    the same of torch, which tells how far the machine itself moved."""
+    """`ratio` is the second file's speed over the first's, 0 if the second failed. `baseline` is
+    that ratio for torch, which shows how much the machine's own speed changed."""
 
     ratio: float
     cell: str
@@ -58,7 +58,7 @@ def lines(found: list[Change], fail_under: float | None) -> Iterator[str]:
 
 
 def regressions(found: list[Change], fail_under: float) -> list[Change]:
-    """Those slower than the machine itself became, as torch tells where it was timed beside."""
+    """Changes under `fail_under`; if torch became slower too, its slowdown is divided out."""
     return [x for x in found if x.ratio / min(1.0, x.baseline or 1.0) < fail_under]
 
 

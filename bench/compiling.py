@@ -1,7 +1,7 @@
-"""Triton's kernels of a sweep: compiled before it, several at a time, and counted.
+"""Compile the Triton kernels of a sweep in advance, several at a time, and count them.
 
-A kernel is compiled when it is first launched, for seconds. One after the other, in the cells that
-are the first to need them, they would take longer than all that is timed.
+A kernel is compiled at its first launch, which takes seconds. Compiled one after another, each in
+the first cell that needs it, the kernels would take longer than all of the timing.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .peers import PEERS, SUBJECT
 from .verify import compute
 
 WORKERS = 16  # at most
-_names: list[str] = []  # of the kernels that this process has compiled
+_names: list[str] = []  # kernels that this process has compiled
 
 
 def count() -> int:
-    """How many kernels this process has compiled since it was first asked."""
+    """How many kernels this process has compiled since the first call of `count`."""
     if importlib.util.find_spec("triton") is None:
         return 0
     from triton import knobs
@@ -45,8 +45,8 @@ def _listen(*, src: Any, cache_hit: bool, **about: Any) -> None:
 
 
 def kinds(cases: Iterable[Case]) -> list[Case]:
-    """The first case of each kind that has kernels of its own. Lengths are none: Triton compiles
-    for multiples of 16, and for ones, alike."""
+    """The first case of each kind that needs separate kernels. Lengths make no kinds, because
+    Triton specializes only on multiples of 16 and on 1."""
     found: dict[tuple, Case] = {}
     for x in cases:
         few = x.M if x.M <= tuning.DECODE_ROWS else 0
@@ -58,7 +58,7 @@ def kinds(cases: Iterable[Case]) -> list[Case]:
 
 def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
     """Compile the kernels of every kind of case, and yield a line of progress for each. Errors are
-    ignored here: the same error comes again in the cell, and is told there."""
+    ignored here: the cell raises the same error again and reports it."""
     if fastattn.available_backends()["triton"]:
         return
     begun, before, chosen = time.monotonic(), count(), kinds(cases)
@@ -75,10 +75,10 @@ def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
         for done, job in enumerate(as_completed(jobs), 2):
             yield told(done, jobs[job])
     with apart.at(SUBJECT):
-        apart.recover("compiling ahead")  # what they have left in the GPU's memory
+        apart.recover("compiling ahead")  # frees GPU memory that failed cases left allocated
 
 
 def _run(case: Case, what: str) -> None:
-    """Once, on the thread that asks: autograd has one thread for all of a GPU's work."""
+    """Run a case on the calling thread: autograd has only one thread per GPU by default."""
     with contextlib.suppress(Exception), torch.autograd.set_multithreading_enabled(False):
         compute(PEERS[SUBJECT].prepare(case), case, case.inputs(), what)

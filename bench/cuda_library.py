@@ -1,10 +1,10 @@
-"""The library of CUDA kernels as CMake builds it, with no GPU; beside each object what ptxas said.
+"""Build the library of CUDA kernels with CMake, without a GPU, and keep the output of ptxas.
 
-    path = build()      in build/cuda: the second time there is nothing to compile
+    path = build()      in build/cuda; a second call compiles nothing
     objects()           {source: its object}
-    said(an object)     what ptxas said
 
-As a program it is CMake's launcher of nvcc, and keeps what that says.
+Run as a program, this file is CMake's compiler launcher: it runs nvcc and writes ptxas's output
+to a file beside the object.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from pathlib import Path
 SOURCES = Path(__file__).resolve().parents[1] / "csrc"
 BUILD = SOURCES.parent / "build" / "cuda"
 TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-SETTINGS = ("FASTATTN_CUDA", "CUDAARCHS")  # of the environment: a caller gives its own
+SETTINGS = ("FASTATTN_CUDA", "CUDAARCHS")  # environment variables that callers set explicitly
 LAUNCHER = f"-DCMAKE_CUDA_COMPILER_LAUNCHER={sys.executable};{Path(__file__).resolve()}"
 
 
 class NotBuilt(RuntimeError):
-    """What there is not here that building needs."""
+    """Something that the build needs is missing; the text names it."""
 
 
 def cmake(
     *arguments: object, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess:
-    """A run of CMake with Ninja; it may have failed."""
+    """Run CMake with Ninja. Failures are left to the caller."""
     tool = shutil.which("cmake", path=TOOLS)
     if not tool or not shutil.which("ninja", path=TOOLS):
         raise NotBuilt("building needs cmake and ninja")
@@ -46,11 +46,11 @@ def configure(folder: Path, *more: str, **environment: str) -> subprocess.Comple
 
 
 def build(jobs: int | None = None) -> Path:
-    """The library's path. `jobs` compilers at a time, else as many as the environment says, else
-    two."""
+    """Build the library and return its path. `jobs` compilers run at a time, by default
+    CMAKE_BUILD_PARALLEL_LEVEL, else two."""
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be at the same
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building
         done = configure(BUILD, LAUNCHER, FASTATTN_CUDA="on")
         if reason := re.search(r"is on, but (.*?)\s+Call Stack", done.stderr, re.DOTALL):
             raise NotBuilt(" ".join(reason[1].split()))
@@ -66,7 +66,7 @@ def build(jobs: int | None = None) -> Path:
 
 
 def objects() -> dict[Path, Path]:
-    """Of what was built: each source under csrc/cuda, and its object."""
+    """The object of each source under csrc/cuda."""
     made = BUILD / "cuda" / "CMakeFiles" / "fastattn_cuda.dir"
     sources = sorted((SOURCES / "cuda").rglob("*.cu"))
     return {x: made / f"{x.relative_to(SOURCES / 'cuda')}.o" for x in sources}
@@ -77,7 +77,7 @@ def said(made: Path) -> str:
 
 
 def launch(command: list[str]) -> int:
-    """Run nvcc, and keep what ptxas says beside the object. A failure leaves none of both."""
+    """Run nvcc, and write the output of ptxas beside the object. A failure leaves neither."""
     done = subprocess.run([*command, "-Xptxas", "-v"], capture_output=True, text=True)
     if done.returncode or "-o" not in command:
         print(done.stdout, done.stderr, sep="", end="", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""A few rows of queries: decoding on long keys, where reading the keys and values is the work; and
-training, where writing their gradients is as much again."""
+"""Cases with a few rows of queries: decoding on long keys, where most time goes to reading keys and
+values; and training, where writing their gradients costs as much again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .cases import BOTH, Case
 ROWS = (1, 4, 16)
 LENGTHS = (4096, 8192, 16384)
 D = 128
-HEADS = {"MHA": (8, 8), "GQA": (32, 8)}  # (H, Hk): both read as much
+HEADS = {"MHA": (8, 8), "GQA": (32, 8)}  # (H, Hk): both read the same bytes
 
 
 def cases(
@@ -27,7 +27,7 @@ def cases(
                     yield Case(device, dtype, "full", 1, h, n, dim, Hk=hk, M=m)
 
 
-# (B, H, M, N) of a few rows with gradients, as class tokens, pooling and latents have them.
+# (B, H, M, N) of a few rows with gradients, as in class tokens, pooling and latents.
 TRAINED = (
     *((64, 8, 1, 197), (1, 12, 1, 196), (1, 12, 2, 196), (1, 12, 3, 196)),
     *((16, 8, 1, 1024), (1, 1, 3, 70_000), (1, 8, 3, 70_000)),

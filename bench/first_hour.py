@@ -1,10 +1,10 @@
-"""python -m bench gpu: the first hour with a GPU, part by part; make gpu sets up before.
+"""python -m bench gpu: the first hour with a GPU, part by part; `make gpu` sets up first.
 
-Each part is a process with a time limit. One that fails, hangs or lacks a tool is told, and the
-next begins. After each, results/gpu/<device>-first-hour.json and .md are written anew, so that
-whatever ends the hour leaves a file and a page of what was done. Where there is no GPU, or with
---rehearse, each kind of part runs as small as it goes, on the tests' emulator of CUDA and a stub
-for a driver: to see that all of it works. What a rehearsal leaves says so, and is in results/local.
+Each part is a process with a time limit. If a part fails, hangs or lacks a tool, that is recorded
+and the next part begins. After each, results/gpu/<device>-first-hour.json and .md are rewritten, so
+that an interrupted hour leaves a record and a page of the finished parts. Without a GPU, or with
+--rehearse, each kind of part runs in its smallest form, on the tests' emulator of CUDA and a stub
+of a driver, to check that all parts work. A rehearsal's files are marked and in results/local.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ Record = dict[str, Any]
 SCHEMA = 1
 MINUTES = 60.0
 GRACE = (
-    15.0  # seconds to end in, for one that was interrupted: a sweep keeps its cells, pytest counts
+    15.0  # seconds to exit after an interrupt: a sweep saves its cells, pytest prints its counts
 )
-REAPED = 60.0  # seconds that a busy machine may take to end what was killed
-LINES, COLUMNS = 150, 300  # of what a part prints: the last ones
+REAPED = 60.0  # seconds to wait for killed processes on a busy machine
+LINES, COLUMNS = 150, 300  # of a part's output that are kept: the last lines
 TOOLS = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"])
 
 OK, FAILED, TIMEOUT, MISSING, UNDONE = "ok", "failed", "out of time", "tool is missing", "not begun"
 
 
 class Part(NamedTuple):
-    """Commands are of the repository's root; {python} runs this Python, {out} is a folder for
-    result files, {venv} where make finds this Python, {arch} the GPU's architecture, say 90."""
+    """Commands run in the repository's root. {python} is this Python, {out} a folder for result
+    files, {venv} this Python's environment for make, {arch} the GPU's architecture, such as 90."""
 
     name: str
     limit: float  # seconds
     command: str
     rehearsal: str  # small, with no GPU; "": another part rehearses this kind
-    tool: str = ""  # that has to be there
+    tool: str = ""  # that the command needs
 
 
 TESTS = "{python} -m pytest -q -rfE"
@@ -65,12 +65,12 @@ EMULATOR = (
 
 
 def _sanitized(tool: str, limit: float) -> Part:
-    """The sanitizer's short form: plain and with everything at once, without torch's allocator,
-    which would hide what lies beyond a tensor."""
+    """A short run of a sanitizer on plain calls and storage offsets, without torch's caching
+    allocator, which would hide accesses beyond a tensor."""
     few = "tests/test_gpu.py -k 'cuda and bfloat16 and (test_features and plain or test_storage)'"
     command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {ON_GPU} {few}"
     alone = f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}"
-    checked = tool == "memcheck"  # the emulator looks for all of it at once
+    checked = tool == "memcheck"  # one run of the emulator checks for all four
     return Part(f"sanitizer: {tool}", limit, alone, CHECKED * checked, "compute-sanitizer")
 
 
@@ -85,7 +85,7 @@ def _swept(name: str, limit: float, what: str, rehearsal: str = "") -> Part:
     return Part(f"sweep: {name}", limit, command, rehearsal)
 
 
-# What tells most comes first: an hour may be cut short.
+# The most informative parts come first: an hour may be cut short.
 PARTS = (
     Part("build", 1200, "make setup VENV={venv}", f"{{python}} -c {shlex.quote(EMULATOR)}", "make"),
     Part("status", 120, "{python} -m fastattn", "{python} -m fastattn"),
@@ -132,8 +132,8 @@ PARTS = (
 def run(
     only: list[str] | None, rehearse: bool, minutes: float, output: Path | None
 ) -> tuple[Record, Path]:
-    """The record, and where it is. Ctrl-C ends the hour and keeps what is done. Raises ValueError
-    where there is a GPU that torch cannot use, unless it is to be a rehearsal."""
+    """Run the parts; return the record and its path. Ctrl-C ends the hour and keeps finished parts.
+    Raises ValueError if torch cannot use the GPU, unless `rehearse` is set."""
     if not rehearse and (why := nvidia.unusable()):
         raise ValueError(f"{why}. --rehearse needs no GPU")
     rehearsal = rehearse or not torch.cuda.is_available()
@@ -142,7 +142,7 @@ def run(
     if not chosen:
         raise ValueError(f"--only: got {only}, expected some of {[x.name for x in PARTS]}")
     folder = output or results.FOLDER / ("local" if rehearsal else "gpu")
-    # A process that has used a GPU keeps it: this one does not, for the parts' sake.
+    # A process that has used a GPU holds it, so this process leaves the GPU to the parts.
     where = machine.describe("cpu") if rehearsal else apart.once(machine.describe, "cuda")
     name = "rehearsal" if rehearsal else machine.slug(where)
     record = _begun(rehearsal, where, chosen)
@@ -190,7 +190,7 @@ def _told(part: Part, status: str, rehearsal: bool, limit: float, **more: Any) -
 
 
 def perform(part: Part, rehearsal: bool, limit: float) -> Record:
-    """Run a part. Whatever it does, its record comes back."""
+    """Run a part and return its record, even if the part fails."""
     if part.tool and not rehearsal and not shutil.which(part.tool, path=TOOLS):
         last = f"no {part.tool} on PATH or in /usr/local/cuda/bin"
         return _told(part, MISSING, rehearsal, limit, last=last)
@@ -218,7 +218,7 @@ def _filled(command: str, out: str) -> list[str]:
 
 
 def _call(command: list[str], limit: float) -> tuple[int | None, bool, list[str]]:
-    """Its status, whether it was out of time, and the end of what it printed."""
+    """Run a command: its status, whether it ran out of time, and its last lines of output."""
     env = os.environ | {"PATH": TOOLS, "PYTHONUNBUFFERED": "1"}
     with tempfile.TemporaryFile("w+", errors="replace") as said:
         try:
@@ -241,13 +241,13 @@ def _call(command: list[str], limit: float) -> tuple[int | None, bool, list[str]
         finally:
             _end(process)
         said.seek(0)
-        text = said.read().replace(f"{machine.ROOT}{os.sep}", "")  # a page for others to read
+        text = said.read().replace(f"{machine.ROOT}{os.sep}", "")  # no local paths on the page
     lines = [line.rstrip()[:COLUMNS] for line in text.splitlines()]
     return process.returncode, late, lines[-LINES:]
 
 
 def _end(process: subprocess.Popen) -> None:
-    """It, and all that it has started: asked first, which keeps what is done, and then killed."""
+    """End a process and its children: an interrupt first, which saves results, then SIGKILL."""
     for ask, wait in ((signal.SIGINT, GRACE), (signal.SIGKILL, REAPED)):
         if process.poll() is None or ask == signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError, PermissionError):

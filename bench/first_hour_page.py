@@ -1,4 +1,4 @@
-"""The page of a first hour: what became of each part, and the end of what it printed."""
+"""The page of a first hour: the status of each part, and the end of its output."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""What subnormal numbers cost: our call as it is, against the same call in a thread that flushes
+"""The cost of subnormal numbers: our call as it is, against the same call in a thread that flushes
 them to zero.
 
-A result below 1.2e-38 traps into microcode on Intel, some hundred cycles each, and softmax makes
-such numbers by the million: exp of a score far below its row's maximum, and what is multiplied by
-it. Kernels that make none cost the same either way. Flush-to-zero is a state of the thread, so that
-everything here runs on one. The cell "full" has no subnormals: how far its ratio is from 1 is the
-noise of the measurement.
+A result below 1.2e-38 traps into microcode on Intel, at some hundred cycles each. Softmax makes
+millions of such numbers: exp of a score far below its row's maximum, and products with it. Kernels
+that make none take the same time either way. Flush-to-zero is a setting of the thread, so
+everything here runs on one. The cell "full" has no subnormals: the distance of its ratio from 1 is
+measurement noise.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from .verify import Judge
 Record = dict[str, Any]
 FLUSHED = "flushed"
 MASKS = ("full", *SUBNORMAL)
-BOUND = 1.15  # as it is, over flushed
-QUIET = 0.1  # quartiles further apart, relative to the ratio, say nothing
-CLEAR = 1.5  # no busy neighbour does that to one side of interleaved rounds
+BOUND = 1.15  # highest ok ratio: time as it is, over time flushed
+QUIET = 0.1  # quartiles further apart, relative to the ratio, are inconclusive
+CLEAR = 1.5  # load from other processes does not change interleaved rounds that much
 ATTEMPTS = 3
 SECONDS = 0.4
 
@@ -52,9 +52,9 @@ def cases(
 
 
 def measure(case: Case, what: str, seconds: float = SECONDS, rival: bool = True) -> Record:
-    """One cell: as it is, flushed and torch's, in interleaved rounds. A ratio over BOUND that is
-    not CLEAR is measured again, ATTEMPTS times in all, and the lowest is kept: a busy machine makes
-    ratios larger and smaller, slow kernels make them larger every time."""
+    """Measure a cell: as it is, flushed and torch's, in interleaved rounds. A ratio between BOUND
+    and CLEAR is measured up to ATTEMPTS times and the lowest is kept: load raises and lowers
+    ratios, slow kernels raise them every time."""
     peers = {SUBJECT: PEERS[SUBJECT], FLUSHED: PEERS[SUBJECT]} | (
         {BASELINE: PEERS[BASELINE]} if rival else {}
     )

@@ -1,5 +1,5 @@
-"""The picture of the README: how many times as fast as torch each feature trains, a pair of bars
-each, on each machine that was measured, and beside it what a call keeps in memory."""
+"""The picture of the README: the training speed of each feature relative to torch, a pair of bars
+each, in a panel per machine; and a panel of the extra memory of a call."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NAMES = {
     "dropout": f"dropout {DROPOUT_P}",
 }
 SHADES = dict(zip(BOTH, ("#0b6e4f", "#6fbf9b")))
-BAR = 0.36  # of a row, for each of two dtypes
+BAR = 0.36  # height in rows: a row has a bar for each of two dtypes
 
 
 def draw(results: Sequence[Record], new: Callable[..., Any]) -> Any:
@@ -58,7 +58,7 @@ def draw(results: Sequence[Record], new: Callable[..., Any]) -> Any:
 
 
 def _ratios(result: Record) -> dict[tuple[str, str], float]:
-    """By mask and dtype; empty where one is missing."""
+    """Speed-ups by mask and dtype; empty if one is missing."""
     cells = [
         c
         for c in result["cells"]

@@ -1,4 +1,4 @@
-"""The picture of memory: extra megabytes at the peak against sequence length, a panel a mask."""
+"""The picture of memory: extra megabytes at the peak against sequence length, a panel per mask."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ static struct FaParams params(const struct Case* c) {
   return p;
 }
 
-// The sizes of what the passes write, of each as `params` made it.
+// The sizes of what the passes write, as `params` made them.
 static struct FaCall call(const struct Case* c) {
   const struct FaParams p = params(c);
   return (struct FaCall){
@@ -132,8 +132,8 @@ int main(int argc, char** argv) {
   if (c == kCases + kNumCases)
     return fail("case", argv[2], "one that is printed without arguments");
 
-  // The first call sets up what lasts, such as scratch memory and OpenMP: not what is counted.
-  // Other passes need its out and lse besides.
+  // The first call sets up what lasts, such as scratch memory and OpenMP, which is not counted.
+  // Other passes need its out and lse, too.
   struct FaCall p = call(c);
   int64_t status = fa_cpu_run(&p, FA_FORWARD);
   p.params.workspace = aligned_alloc(64, (fa_cpu_workspace(&p.params, c->pass) + 63) / 64 * 64);

@@ -1,18 +1,18 @@
 """python -m bench.instructions: count what the CPU kernels execute, and compare with the record.
 
-Instructions, unlike seconds, are the same however busy a machine is, and whatever its speed.
-callgrind counts them within one call of each small case in bench/instructions.c, on one thread, for
-AVX2 and for plain vectors; valgrind knows no AVX-512. The record is bench/instructions.json, with
-the compiler that built the library which was counted. At fault are
+Unlike seconds, instruction counts do not depend on the load or the speed of the machine. callgrind
+counts them within one call of each small case in bench/instructions.c, on one thread, for AVX2 and
+for plain vectors; valgrind does not support AVX-512. The record, bench/instructions.json, names the
+compiler that built the counted library. These are faults:
 
     a case that executes more than 2% more instructions than recorded
     a case without a record, and a record without a case
 
-A case that executes more than 2% fewer is reported, and is no fault: --accept records it. Another
-compiler makes other code: against a record of another one the ratios are printed, and only beyond
-25% is a case at fault (Clang 14 executes from 7% fewer to 22% more than GCC 12).
+A case that executes more than 2% fewer is reported, but is not a fault: --accept records it. Code
+depends on the compiler: against the record of another compiler the ratios are printed, and the
+tolerance is 25% (Clang 14 executes from 7% fewer to 22% more than GCC 12).
 
-What an instruction costs is not seen: a cache that misses, a chain that waits. `make bench` times.
+Counts do not show the cost of an instruction (cache misses, dependent chains): run `make bench`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def count(program: Path, isa: str, case: str) -> int:
 
 
 def run(*command: str | Path) -> str:
-    """What a command prints; raises RuntimeError with that if it fails."""
+    """Run a command; return its output, or raise RuntimeError with it if it fails."""
     text = [*map(str, command)]
     done = subprocess.run(text, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if done.returncode:
@@ -88,7 +88,7 @@ def run(*command: str | Path) -> str:
 
 
 def counted() -> Counts:
-    """Every case, in the library in use."""
+    """Count every case in the library in use."""
     library = native.cpu().path.resolve()
     with tempfile.TemporaryDirectory() as folder:
         program = build(library, Path(folder))
@@ -100,7 +100,7 @@ def counted() -> Counts:
 def compiler_of(library: Path) -> str:
     """Name and version of the compiler, as it wrote them into the library.
 
-    Clang's comes first: beside it stands the GCC that compiled the start-up code of libc.
+    Clang is tried first: its libraries also name the GCC that compiled libc's start-up code.
     """
     code = library.read_bytes()
     for name, pattern in (("clang", rb"clang version ([\d.]+)"), ("GCC", rb"GCC: .*?([\d.]+)\0")):
@@ -156,7 +156,7 @@ def recorded() -> Counts:
 
 
 def accept(counts: Counts) -> None:
-    """Make what was counted the record."""
+    """Write the counts as the record."""
     RECORD.write_text(json.dumps(counts._asdict(), indent=2) + "\n")
 
 

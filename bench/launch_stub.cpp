@@ -1,5 +1,5 @@
-// A library of CUDA kernels that launches none: what csrc/abi.h declares of it, for bench/launching.py
-// to time what comes before a launch, and for tests to see what arrives there.
+// A CUDA library that launches no kernels: the functions that csrc/abi.h declares, for
+// bench/launching.py to time what precedes a launch, and for tests to see which arguments arrive.
 #include <cstring>
 
 #include "../csrc/abi.h"
@@ -12,7 +12,7 @@ struct Run {
   void* stream;
   int64_t runs;
 } last;
-int64_t code;  // that the next runs return
+int64_t code;  // of the next runs
 
 }  // namespace
 

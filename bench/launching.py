@@ -1,9 +1,9 @@
-"""What a call of the GPU's kernels costs the CPU before the driver launches: a stub takes launches.
+"""The CPU time of a GPU call before the driver's launch, measured with a stub of the driver.
 
-No GPU is needed. Triton takes the stub for the driver of one, compiles as far as its own language,
-and calls the stub where it would call the driver. The CUDA backend gets a library that launches
-nothing (launch_stub.cpp). Not seen: what our library itself does, which is some arithmetic and two
-questions to CUDA's runtime; and that torch takes longer to find memory of a GPU.
+No GPU is needed. Triton gets the stub as its driver, compiles only to its own IR, and calls the
+stub for each launch. The CUDA backend gets a library that launches nothing (launch_stub.cpp). Two
+costs are not measured: our own library, which does some arithmetic and two queries of CUDA's
+runtime; and torch's allocation of GPU memory, which is slower than that of CPU memory.
 """
 
 from __future__ import annotations
@@ -31,17 +31,16 @@ from .aot import SHARED, Absent
 
 ARCHS = (80, 90)  # without, and with tensor descriptors
 CALLS = 300
-STAGES = ("ttgir", "llir", "ptx", "cubin")  # what would follow Triton's own language
-# What those would tell of a kernel; `shared` is the bytes of shared memory.
+STAGES = ("ttgir", "llir", "ptx", "cubin")  # the stages after Triton's own IR, which are skipped
+# Metadata that those stages would set; `shared` is the bytes of shared memory.
 METADATA = dict(shared=0, tmem_size=None, global_scratch_size=0, global_scratch_align=1)
 METADATA |= dict(profile_scratch_size=0, profile_scratch_align=1)
-_devices = itertools.count(1000)  # Triton keeps what it compiled by device: each stub has its own
+_devices = itertools.count(1000)  # Triton caches kernels per device: each stub is a new one
 
 
 class Stub(Absent):
-    """Triton's driver of a GPU of `arch` that does nothing; `launched`, where set, sees launches.
-
-    It gets the compiled kernel's metadata, and what Triton's launcher is given.
+    """A Triton driver for a GPU of `arch` that does nothing. If `launched` is set, it is called at
+    each launch, with the compiled kernel's metadata and the arguments of Triton's launcher.
     """
 
     def __init__(self, arch: int):
@@ -70,7 +69,7 @@ class Stub(Absent):
 
 
 def _stages(backend: Any = None, stages: Any = None, *rest: Any) -> tuple[str, str]:
-    """Triton's hook into its passes: there are none after its own language."""
+    """Triton's hook into its stages: replace those after its own IR by `skip`."""
 
     def skip(name: str, code: Any, metadata: dict[str, Any]) -> Any:
         metadata.update(METADATA | {"name": "kernel"} | metadata)
@@ -83,14 +82,14 @@ def _stages(backend: Any = None, stages: Any = None, *rest: Any) -> tuple[str, s
 
 @contextlib.contextmanager
 def stubbed(arch: int) -> Generator[Stub]:
-    """Inside, the Triton backend takes CPU tensors for those of a stub of a GPU."""
+    """Inside the block, the Triton backend treats CPU tensors as tensors of a stub GPU."""
     from triton import knobs
     from triton.runtime import driver
 
     from fastattn.backends import triton as launcher
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
-        # Of its own: what is compiled by half is for no other.
+        # A separate cache: these kernels are only partly compiled.
         undo.enter_context(mock.patch.dict("os.environ", TRITON_CACHE_DIR=folder))
         stub = Stub(arch)
         for where, name, value in (
@@ -104,7 +103,7 @@ def stubbed(arch: int) -> Generator[Stub]:
 
 
 def compiled_stub(folder: Path) -> CudaLibrary:
-    """Raises OSError or CalledProcessError where there is no C++ compiler."""
+    """Compile the stub. Raises OSError or CalledProcessError without a C++ compiler."""
     path = folder / "libfastattn_cuda_stub.so"
     compiler = os.environ.get("CXX", "c++").split()
     source = Path(__file__).with_name("launch_stub.cpp")
@@ -114,7 +113,7 @@ def compiled_stub(folder: Path) -> CudaLibrary:
 
 
 def cuda_backend(library: CudaLibrary, stream: int = 0) -> Any:
-    """The CUDA backend, which takes CPU tensors for those of a GPU, over such a library."""
+    """The CUDA backend over a stub library; it treats CPU tensors as GPU tensors."""
     from fastattn.backends.cuda import Cuda
 
     class Stubbed(Cuda):
@@ -129,7 +128,7 @@ def cuda_backend(library: CudaLibrary, stream: int = 0) -> Any:
 
 
 def measure(backend: Any, calls: int) -> dict[str, float]:
-    """Microseconds of CPU time, by call: the median."""
+    """Median CPU time of each kind of call, in microseconds."""
     from fastattn import check, spec
 
     def call(M: int, N: int, Hk: int, **options: Any) -> tuple[Any, Any]:
@@ -154,7 +153,7 @@ def measure(backend: Any, calls: int) -> dict[str, float]:
 
 def median(call: Callable[[], Any], calls: int) -> float:
     laps = []
-    for _ in range(calls + 20):  # the first compile, and warm up
+    for _ in range(calls + 20):  # the first 20 compile and warm up
         start = time.thread_time_ns()
         call()
         laps.append(time.thread_time_ns() - start)
@@ -162,7 +161,7 @@ def median(call: Callable[[], Any], calls: int) -> float:
 
 
 def lines() -> Iterator[str]:
-    """What `measure` finds, as `bench overhead` prints it; or why not."""
+    """The figures of `measure`, as `bench overhead` prints them, or why there are none."""
     yield "CPU time of a call that has run before, above the driver's launch, in µs:"
     yield from (f"  {name:13} {said}" for name, said in (("CUDA", _cuda()), *_triton()))
 

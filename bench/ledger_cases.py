@@ -1,4 +1,4 @@
-"""Which kernels the ledger is of, and what is known of one that was compiled."""
+"""The kernels that the ledger covers, and the record of a compiled kernel."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 from fastattn import tuning
 
 FEATURES = ("plain", "mask", "block mask", "alibi", "softcap", "dropout", "sinks")
-OF_TRITON = ("block mask",)  # and of nobody else
+OF_TRITON = ("block mask",)  # features of Triton's kernels only
 COMPILERS = {"cuda": (80, 90), "triton": (80, 90, 100, 120)}
 PASSES = ("forward", "dqkv", "dq", "dkv", "dk", "dv", "decode")
 
@@ -28,18 +28,18 @@ class Case(NamedTuple):
 
 class Compiled(NamedTuple):
     case: Case
-    rows: int  # of the tile that one iteration covers
+    rows: int  # of the tile of one iteration
     keys: int
     warps: int
     stages: int
-    registers: int  # of a thread
-    shared: int  # bytes of a block
+    registers: int  # per thread
+    shared: int  # bytes per block
     tensor: int  # columns of tensor memory
-    listing: str  # what nvdisasm -c prints
+    listing: str  # the output of nvdisasm -c
 
 
 def cases() -> Iterator[Case]:
-    """All that the ledger is of."""
+    """Every kernel that the ledger covers."""
     for compiler, archs in COMPILERS.items():
         for arch in archs:
             for d in (64, 128, 256):

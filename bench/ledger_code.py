@@ -1,4 +1,4 @@
-"""The machine code that the ledger reads: compiled once for each content, kept in build/ledger."""
+"""The machine code that the ledger reads: compiled once per version, cached in build/ledger."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from .ledger_cases import Case, Compiled
 
 ROOT = Path(__file__).resolve().parent.parent
 CACHE = ROOT / "build" / "ledger"
-FORMAT = 1  # of what is kept
+FORMAT = 1  # version of the cache files
 
 
 def unavailable(compiler: str) -> str | None:
-    """Why nothing can be compiled by it here, or read, or None."""
+    """Why the compiler or the tools that read its code cannot be used here, or None."""
     if not importlib.util.find_spec("triton"):
         return "Triton is not installed, whose wheel has nvdisasm and cuobjdump"
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -44,15 +44,15 @@ def version(compiler: str) -> str:
 
 
 def compiled(every: Iterable[Case], workers: int = 2) -> Iterator[Compiled]:
-    """In the order given; what is not kept is compiled, by so many processes."""
+    """Kernels in the given order; those not in the cache are compiled by `workers` processes."""
     every = list(every)
     missing = [x for x in every if not _path(x).exists()]
-    calls: dict[Case, list[Case]] = {}  # one call of Triton's launcher has several passes
+    calls: dict[Case, list[Case]] = {}  # one call of Triton's launcher compiles several passes
     for case in missing:
         one = case if case.compiler == "cuda" else case._replace(name="")
         calls.setdefault(one, []).append(case)
     with ThreadPoolExecutor(workers) as threads, contextlib.ExitStack() as stack:
-        processes: Any = None  # each has a driver of its own
+        processes: Any = None  # each process sets its own driver
         if any(x.compiler == "triton" for x in calls):
             spawn = multiprocessing.get_context("spawn")
             processes = stack.enter_context(spawn.Pool(workers, maxtasksperchild=4))
@@ -95,7 +95,7 @@ def _path(case: Case) -> Path:
 
 
 def _keep(found: Compiled) -> None:
-    """The file is whole or not there: others may read it. Older ones of this case go."""
+    """Write the file atomically, since others may read it; delete older files of the case."""
     path = _path(found.case)
     CACHE.mkdir(parents=True, exist_ok=True)
     part = path.with_suffix(f".{os.getpid()}")

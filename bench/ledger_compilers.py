@@ -1,6 +1,6 @@
-"""How the kernels of the ledger are compiled with no GPU: nvcc gets a file that instantiates one
-template, Triton's launcher decides for itself what it compiles (as in aot.py). And what a call
-passes to them."""
+"""Compile the kernels of the ledger without a GPU. nvcc gets a file that instantiates one template;
+Triton's launcher selects its kernels itself, as in aot.py. `constants` has the parameters of a
+call."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "dropout": lambda B, H, N: dict(dropout_p=0.1, seed=meta(1, dtype=torch.int64)),
     "sinks": lambda B, H, N: dict(sinks=meta(H, dtype=torch.float32)),
 }
-# nvcc's kernels by pass; a tile's sides are rows and keys, whichever of them pass by.
+# nvcc's kernels by pass: traits, template, and the constants of a tile's rows and keys.
 CUDA = {
     "forward": ("Forward<Type, {d}, {d}, {general}>", "forward_kernel", "kRows, K::kKeys"),
     "forward mask": ("MaskedForward<Type, {d}, {d}>", "forward_kernel", "kRows, K::kKeys"),
@@ -46,8 +46,8 @@ CUDA = {
         ("dv", "kOfV", "kPassing, K::kStaying"),
     )
 }
-TRITON = {"split": "decode"}  # passes that are named otherwise than their kernels
-PARAMETERS = {80: 0x160, 90: 0x210}  # where they begin in constant bank 0
+TRITON = {"split": "decode"}  # pass by kernel, where the names differ
+PARAMETERS = {80: 0x160, 90: 0x210}  # first address in constant bank 0, by architecture
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -55,7 +55,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def source(case: Case) -> str:
-    """The one kernel; and another without work, whose name tells the tile."""
+    """Source of the one kernel, and of an empty one: its mangled name encodes the tile."""
     kind, kernel, sides = CUDA.get(f"{case.name} {case.feature}") or CUDA[case.name]
     general = "false" if case.feature in ("plain", "sinks") else "true"  # instances.h: is_general
     more = {"forward": "bool", "backward": "float*"}.get(kernel.removesuffix("_kernel"), "int")
@@ -76,7 +76,7 @@ template __global__ void tile<K::{sides}, K::kWarps, {stages}, K::kSharedBytes>(
 
 
 def by_nvcc(cases: list[Case]) -> list[Compiled]:
-    """Raises RuntimeError for what does not compile."""
+    """Raises RuntimeError if a kernel does not compile."""
     return [_by_nvcc(case) for case in cases]
 
 
@@ -99,7 +99,7 @@ def _by_nvcc(case: Case) -> Compiled:
 
 
 def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any, Any]:
-    """Specification and tensors of a call; with `rows`, of so few."""
+    """Specification and tensors of a call; `rows` limits its queries."""
     from fastattn import check, spec
 
     B, H, N = 2, 8, 4096
@@ -112,7 +112,7 @@ def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any
 
 
 def by_triton(cases: list[Case]) -> list[Compiled]:
-    """Passes of one call, by the launcher."""
+    """Compile passes of one call, through the launcher."""
     from fastattn.backends.triton import Triton
 
     found, one = {}, cases[0]
@@ -146,7 +146,7 @@ def by_triton(cases: list[Case]) -> list[Compiled]:
 
 
 def constants(case: Case) -> dict[int, int]:
-    """The words of constant bank 0 that a call of nvcc's kernel has: its parameters."""
+    """The parameters of a call of nvcc's kernel, as words of constant bank 0 by address."""
     if case.compiler != "cuda":
         return {}
     from fastattn import native

@@ -1,16 +1,16 @@
-"""What a loop costs, by counting: per 64 x 64 scores, on one multiprocessor.
+"""Estimate the cost of a loop from instruction counts, per 64 x 64 scores on one multiprocessor.
 
-One iteration of a main loop is what a warp issues from header to header; times the warps of a
-block, over the scores of the tile that an iteration covers, that is 64 x 64 scores' worth. Each
-unit takes its count over its documented rate, and the busiest unit is the bound: no schedule is
-faster, and a good one with several warps comes near. `peak` is the tensor cores' share of it.
+One iteration of a main loop is what a warp issues from header to header. Its counts are multiplied
+by the warps of a block and scaled from the tile of an iteration to 64 x 64 scores. The time of each
+unit is its count over its documented rate. The busiest unit gives the bound: no schedule is faster,
+and a good one with several warps comes near. `peak` is the tensor cores' share of the bound.
 
-The model knows nothing of latency: waits, barriers that keep warps in step, loads that are late and
-too few warps to hide them make a kernel slower than its bound. So their counts, the blocks that fit
-and what is in flight under the exponentials stand beside it. Nor does it know bank conflicts,
-caches, memory, clocks under load, prologues, or tiles that a causal edge cuts. FlashAttention-2 and
--3 reach 60 to 75% of the peak where their bounds say 75 to 100. Products of tcgen05 do not tell
-their shapes: they are the algorithm's, and the shared memory that they read is not counted.
+The model has no latency: waits, barriers that keep warps in step, late loads, and too few warps to
+hide them make a kernel slower than its bound. Therefore their counts, the blocks that fit, and the
+exponentials under products and copies in flight are reported too. Also omitted are bank conflicts,
+caches, memory, clocks under load, prologues, and tiles cut by a causal edge. FlashAttention-2 and
+-3 reach 60 to 75% of the peak where their bounds are 75 to 100%. tcgen05 instructions do not encode
+their shapes: the algorithm's products are assumed, and the shared memory that they read is omitted.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from .sass import Instruction
 from .sass_walk import Issued
 
 UNIT = 64 * 64  # scores
-LANES, REGISTERS, RESERVED = 32, 65536, 1024  # a warp; a multiprocessor; shared bytes of each block
-MUFU, ISSUE, SHARED = 16, 4, 128  # results, instructions and bytes a cycle
+LANES, REGISTERS, RESERVED = 32, 65536, 1024  # per warp; per multiprocessor; shared bytes per block
+MUFU, ISSUE, SHARED = 16, 4, 128  # results, instructions and bytes per cycle
 PRODUCTS = {"forward": 2, "dqkv": 5, "dq": 3, "dkv": 4, "dk": 3, "dv": 2, "decode": 2}
-NEEDED = {"forward": 2, "backward": 5, "decode": 2}  # when nothing is computed twice
+NEEDED = {"forward": 2, "backward": 5, "decode": 2}  # if nothing is computed twice
 HMMA = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 
 
 class Chip(NamedTuple):
-    """Of one multiprocessor."""
+    """Rates and sizes of one multiprocessor."""
 
     name: str
-    tensor: int  # dense 16-bit FMAs a cycle, accumulated in float32
+    tensor: int  # dense 16-bit FMAs per cycle, accumulated in float32
     fp32: int  # lanes
     shared: int  # KB
     warps: int
 
 
-# Whitepapers of the architectures: dense peaks over multiprocessors and boost clock, and the tables
-# of the CUDA programming guide. GeForce chips of sm_120 have half of its tensor rate.
+# Sources: whitepapers of the architectures (dense peak / multiprocessors / boost clock), and tables
+# of the CUDA programming guide. GeForce chips of sm_120 have half this tensor rate.
 CHIPS = {
     80: Chip("A100", 1024, 64, 164, 64),
     90: Chip("H100", 2048, 128, 228, 64),
@@ -52,7 +52,7 @@ CHIPS = {
 
 
 class Tile(NamedTuple):
-    """What one iteration covers: a block's rows and keys, the sides that pass by, and its warps."""
+    """One iteration: a block's rows and keys, `passing` (the side that it loads), and warps."""
 
     rows: int
     keys: int
@@ -68,10 +68,10 @@ class Loop(NamedTuple):
     counts: dict[str, int]  # instructions, each kind of sass_kinds.KINDS, and some by name
     opcodes: dict[str, int]  # products by shape, MUFU by kind
     cycles: dict[str, float]  # of each unit
-    products: float  # of 64 x 64 x D; more than PRODUCTS where warps compute the same
+    products: float  # of 64 x 64 x D; more than PRODUCTS if warps repeat work
     exponentials: int
-    under_products: int  # of those, while a product is in flight
-    under_copies: int  # while a copy is on its way
+    under_products: int  # exponentials while a product is in flight
+    under_copies: int  # exponentials while a copy is in flight
 
     @property
     def bound(self) -> tuple[str, float]:
@@ -82,7 +82,7 @@ NAMED = ("LDSM", "LDS", "STS", "SHFL", "LDG", "LDGSTS", "UTMALDG", "STG")
 
 
 def loop(issued: Sequence[Issued], tile: Tile, arch: int, name: str) -> Loop:
-    """Raises ValueError for opcodes of no kind, and for fewer products than those of the pass."""
+    """Raises ValueError for an unknown opcode, and for fewer products than the pass needs."""
     run = [x for x, runs in issued if runs]
     kinds = Counter({"instructions": len(issued)}) | sass_kinds.count(run)
     kinds += Counter({name: n for name in NAMED if (n := sum(x.base == name for x in run))})
@@ -122,20 +122,20 @@ def _shape(x: Instruction) -> str:
 
 
 def product(x: Instruction) -> float:
-    """FMAs of one warp's instruction; 0 where it does not tell."""
+    """FMAs of one warp's instruction; 0 if the opcode does not encode them."""
     parts = x.opcode.split(".")
     if x.base == "HMMA":
         return HMMA[parts[1]]
-    if x.base == "HGMMA":  # of four warps together
+    if x.base == "HGMMA":  # issued by four warps together
         m, n, k = map(int, parts[1].split("x"))
         return m * n * k / 4
     return 0
 
 
 def shared_bytes(x: Instruction) -> float:
-    """That one warp's instruction moves to or from shared memory, without conflicts."""
+    """Bytes that one warp's instruction moves to or from shared memory, without conflicts."""
     parts = x.opcode.split(".")
-    if x.base == "HGMMA":  # of 16 bits; a descriptor first: the left side is there too
+    if x.base == "HGMMA":  # 16-bit; if a descriptor is first, the left side is in shared memory
         m, n, k = map(int, parts[1].split("x"))
         left = m * k if x.operands[1].startswith("gdesc") else 0
         return 2 * (left + n * k) / 4
@@ -147,10 +147,10 @@ def shared_bytes(x: Instruction) -> float:
 
 
 def in_flight(run: Sequence[Instruction], stages: int) -> tuple[int, int, int]:
-    """Exponentials of an iteration that follows another: all, those with a product in flight, and
-    those with a copy on its way. Groups that the code waits for tell it; barriers in memory do not
-    say which copy or product they are of: they are taken to be waited for in order."""
-    in_memory = any(x.base == "UTCBAR" for x in run)  # products of tcgen05
+    """Exponentials of an iteration that is not the first: all, those while a product is in flight,
+    and those while a copy is. Waits for a group tell what has finished. Barriers in memory do not
+    name their copy or product: these are assumed to finish in order."""
+    in_memory = any(x.base == "UTCBAR" for x in run)  # tcgen05 products signal barriers in memory
     products, copies = 0, (stages - 1) * sum(x.base == "UTMALDG" for x in run)
     found = [0, 0, 0]
     for turn in range(2):
@@ -179,9 +179,9 @@ def _number(x: Instruction) -> int:
 
 
 def blocks(registers: int, shared: int, warps: int, columns: int, arch: int) -> int:
-    """How many blocks a multiprocessor holds."""
+    """How many blocks fit on a multiprocessor."""
     chip = CHIPS[arch]
-    each = -(-registers // 8) * 8 * LANES  # of a warp
+    each = -(-registers // 8) * 8 * LANES  # registers of a warp
     room = [
         REGISTERS // (each * warps),
         (chip.shared << 10) // (shared + RESERVED),

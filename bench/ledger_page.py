@@ -1,4 +1,4 @@
-"""The page of the ledger: our kernels, and beside them the peers."""
+"""The page of the ledger: our kernels beside the peers'."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ KEPT = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branch",
 
 
 class Row(NamedTuple):
-    """A kernel, counted."""
+    """The counts of a kernel."""
 
     case: Case
     tile: str
@@ -28,7 +28,7 @@ class Row(NamedTuple):
     masked: Loop
 
     def counts(self) -> dict[str, int]:
-        """What the budget holds."""
+        """The counts that the budget limits."""
         kept = {name: self.main.counts.get(name, 0) for name in KEPT}
         return kept | {"masked": self.masked.counts["instructions"]}
 
@@ -59,8 +59,8 @@ def head() -> str:
 
 
 def line(row: Row) -> str:
-    """Counts, then cycles, what a block has, exponentials under products and copies, and which
-    products and functions."""
+    """Counts, cycles, a block's resources, exponentials while products and copies are in flight,
+    and the opcodes of products and functions."""
     n = row.main.counts
     first = (n["instructions"], row.masked.counts["instructions"], f"{row.main.products:g}")
     counts = "".join(f"{x:>8}" for x in (*first, *(n.get(x, 0) for x in COUNTS)))
@@ -79,8 +79,8 @@ def _cycles(cycles: dict[str, float]) -> str:
 
 
 def compared(rows: Sequence[Row], arch: int) -> list[dict[str, Any]]:
-    """Forward, and the kernels of backward together, of plain calls, and the peers': one record
-    each. `peak` is of the products that are needed; for the peers MUFU takes one cycle in 16."""
+    """One record for forward and one for all kernels of backward, of our plain calls and of the
+    peers. The peers' exponentials are assumed: 64 x 64, which MUFU computes 16 per cycle."""
     found: dict[tuple[int, str, str], dict[str, Any]] = {}
     for row in rows:
         if row.case.arch != arch or row.case.feature != "plain" or row.case.name == "decode":
@@ -110,7 +110,7 @@ def compared(rows: Sequence[Row], arch: int) -> list[dict[str, Any]]:
 
 
 def peak(record: dict[str, Any], arch: int) -> float:
-    """Percent of the tensor cores' peak that the bound leaves to products that are needed."""
+    """Percent of the tensor cores' peak at the bound, counting only needed products."""
     needed = ledger_model.NEEDED[record["pass"]] * ledger_model.UNIT * record["head_dim"]
     return 100 * needed / ledger_model.CHIPS[arch].tensor / record["bound"]
 
@@ -127,7 +127,7 @@ def beside(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
 
 
 def report(rows: Sequence[Row], arch: int, versions: dict[str, str]) -> str:
-    """Of one architecture."""
+    """The report of one architecture."""
     chip = ledger_model.CHIPS[arch]
     mine = [row for row in rows if row.case.arch == arch]
     used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in mine))

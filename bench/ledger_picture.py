@@ -1,4 +1,4 @@
-"""The picture of the ledger: how many instructions 64 x 64 scores take, ours beside the peers'."""
+"""The picture of the ledger: instructions per 64 x 64 scores, ours beside the peers'."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PASSES = ("forward", "backward")
 
 
 def draw(rows: Sequence[Any], path: Path) -> Iterator[str]:
-    """Write it; yield what was written, or why nothing could be."""
+    """Write the picture; yield what was written, or why nothing was."""
     figure = new_figure(9.5, 5.6)
     archs = (80, 90)
     axes = figure.subplots(len(PASSES), len(archs), squeeze=False)

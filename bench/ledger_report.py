@@ -1,17 +1,17 @@
-"""python -m bench ledger: what the main loops of the GPU kernels issue, with no GPU.
+"""python -m bench ledger: count the instructions of the GPU kernels' main loops, without a GPU.
 
-Kernels are compiled (ledger_code.py), their loops read (sass.py, sass_walk.py) and counted per
-64 x 64 scores, and the busiest unit is found (ledger_model.py says what that means). Where a kernel
-has two main loops, or a masked way through the one it has, the shorter is the main one, and the
-longer one is for tiles with hidden pairs. At fault are
+Kernels are compiled (ledger_code.py), their loops are read (sass.py, sass_walk.py) and counted per
+64 x 64 scores, and the busiest unit is found (ledger_model.py). If a kernel has two main loops, or
+a second path with masks through its only one, the shorter is the main one, and the longer handles
+tiles with hidden pairs. These are faults:
 
     a count of bench/ledger_budget.json that has grown: {compiler: {kernel: {count: most}}}
     a kernel without a budget
-    a loop that cannot be read: none, an unknown opcode, fewer products than the pass has
+    a loop that cannot be read: no loop, an unknown opcode, fewer products than the pass has
 
-Beside our kernels stand FlashAttention's own, of ledger_peers.json. The report of each architecture
-is bench/results/ledger-sm_<arch>.txt; that of a part is only printed. Counts are of a compiler:
-where the budget is of another version, nothing is at fault.
+FlashAttention's kernels, from ledger_peers.json, are listed beside ours. The report of each
+architecture is bench/results/ledger-sm_<arch>.txt; a partial report is only printed. Counts depend
+on the compiler: if the budget is for another version, there are no faults.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ RESULTS = HERE / "results"
 
 
 def count(kernel: Compiled) -> Row:
-    """Raises ValueError where its loops cannot be read."""
+    """Count a kernel. Raises ValueError if its loops cannot be read."""
     codes = [x for name, x in sass.read(kernel.listing).items() if "4tile" not in name]
     code = max(codes, key=lambda x: len(x.instructions))
     case, passing = kernel.case, kernel.keys
@@ -72,7 +72,7 @@ def count(kernel: Compiled) -> Row:
 
 
 def chosen(options: Any) -> list[Case]:
-    """The cases that the options leave."""
+    """The cases that the options select."""
     wanted = [options.compilers, options.archs, options.passes, options.dims, options.features]
     found = [
         case
@@ -85,7 +85,7 @@ def chosen(options: Any) -> list[Case]:
 
 
 def count_all(every: Sequence[Case], workers: int = 2) -> tuple[list[Row], list[str]]:
-    """The rows, and what could not be read."""
+    """The rows, and the errors of kernels that could not be read."""
     started = time.perf_counter()
     rows, wrong = [], []
     for kernel in ledger_code.compiled(every, workers):
@@ -107,7 +107,7 @@ def budgets() -> dict[str, dict[str, dict[str, int]]]:
 
 
 def faults(rows: Iterable[Row], versions: dict[str, str]) -> list[str]:
-    """What has grown, of rows whose compiler is the budget's."""
+    """Counts over the budget; rows of a compiler without a budget are skipped."""
     found, every = [], budgets()
     for row in rows:
         if (of_compiler := every.get(versions[row.case.compiler])) is None:
@@ -124,8 +124,8 @@ def faults(rows: Iterable[Row], versions: dict[str, str]) -> list[str]:
 
 
 def accept(rows: Iterable[Row], versions: dict[str, str]) -> None:
-    """Make these counts the budget of their compilers. Of other versions of them none is kept, nor
-    of kernels that there are no more."""
+    """Write these counts as the budget of their compilers. Budgets of other versions of these
+    compilers, and of kernels that no longer exist, are removed."""
     names, known = {x.split()[0] for x in versions.values()}, set(map(str, cases()))
     every = {
         compiler: {x: counts for x, counts in kernels.items() if x in known}

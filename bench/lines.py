@@ -16,7 +16,7 @@ from .printed import first_threads, timing_of
 Record = dict[str, Any]
 
 COLORS = {SUBJECT: "#0b6e4f", BASELINE: "#d1495b"}
-OTHER_COLORS = ("#30638e", "#edae49", "#6d597a", "#56a3a6", "#8d6a9f", "#b5651d")  # then again
+OTHER_COLORS = ("#30638e", "#edae49", "#6d597a", "#56a3a6", "#8d6a9f", "#b5651d")  # then repeated
 SMALL = {"fontsize": 9, "columnspacing": 1.2, "handlelength": 1.8}
 STYLES = {FORWARD: "-", TRAINING: ":"}
 PANEL_INCHES = (2.35, 2.0)  # four panels side by side fill a README's width
@@ -87,7 +87,7 @@ def colors_of(peers: Iterable[str]) -> dict[str, str]:
 
 
 def length_axis(axis: Any, lengths: list[int]) -> None:
-    """N on a scale of powers of two, and the look that the pictures share."""
+    """N on a scale of powers of two, in the style that the pictures share."""
     axis.set_xscale("log", base=2)
     axis.set_xticks(lengths, [length_label(n) for n in lengths])
     axis.minorticks_off()
@@ -101,7 +101,7 @@ def length_label(n: int) -> str:
 
 
 def _share_scales(axes: Any, columns: list[tuple[str, str]]) -> None:
-    """One scale a dtype, so that panels compare by eye."""
+    """One scale per dtype, so that panels can be compared by eye."""
     for dtype in {dtype for dtype, _ in columns}:
         alike = [
             axis

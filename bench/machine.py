@@ -1,4 +1,4 @@
-"""Where the numbers come from: the machine, the software, the load."""
+"""Describe where the numbers were measured: the machine, the software, the load."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ WITHOUT_TILES = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"}
 
 
 def avoid_refused_tiles() -> str:
-    """Some virtual machines announce AMX and refuse it: torch's bfloat16 products kill the process
-    there. Such a machine is measured without AMX, as `settings` then tells; a line for the reader,
-    or "". To be called before torch multiplies anything."""
+    """Some virtual machines announce AMX but refuse it: torch's bfloat16 products kill the process
+    there. On such a machine, disable torch's AMX (`settings` then shows that) and return a note for
+    the reader, else "". Call this before torch multiplies anything."""
     announced = "amx_tile" in _cpuinfo().get("flags", "").split()
     if not announced or WITHOUT_TILES.keys() & os.environ.keys():
         return ""
@@ -73,8 +73,8 @@ def describe(device: str) -> dict[str, Any]:
 
 
 def words(machine: dict[str, Any]) -> str:
-    """The device for a reader. A CPU is its design and the width of its vector units, which say
-    more than a hypervisor's "AMD EPYC"; one that chips.py lacks is its model name."""
+    """The device in words. A CPU is named by its design and the width of its vector units, which
+    say more than a hypervisor's "AMD EPYC"; a CPU that chips.py lacks, by its model name."""
     if machine["device"] != "cpu":
         return machine["name"]
     cpu = machine["cpu"]
@@ -88,7 +88,7 @@ def words(machine: dict[str, Any]) -> str:
 
 
 def units(cpu: dict[str, Any]) -> str:
-    """The class of a CPU by its fastest units, for which aims are stated."""
+    """The class of a CPU, by its fastest units. Targets are set per class."""
     if cpu["amx"] and not WITHOUT_TILES.keys() & os.environ.keys():
         return AMX
     if not any("avx512" in isa for isa in cpu["isas"]):
@@ -152,7 +152,7 @@ def _isa() -> dict[str, Any]:
 
 
 def _cpuinfo() -> dict[str, str]:
-    """The first core's entry of /proc/cpuinfo, whose keys differ between architectures."""
+    """The first core's entry of /proc/cpuinfo. Its keys differ between architectures."""
     try:
         entry = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -167,8 +167,8 @@ def _lscpu_model() -> str:
 
 
 def _mkl(cpu: dict[str, Any]) -> dict[str, str]:
-    """Which kernels torch's matrix products run on: torch's SDPA is built on them, so a ratio means
-    little without this. MKL names its path at the first call of a process that asks it to."""
+    """Which kernels torch's matrix products use. torch's SDPA is built on them, so a ratio means
+    little without this. MKL prints its path at the first call of a process in verbose mode."""
     if not torch.backends.mkl.is_available():
         return {"path": "none", "note": "torch has no MKL here"}
     banner = _mkl_banner()

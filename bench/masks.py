@@ -1,4 +1,4 @@
-"""The kinds of score and mask that are measured, each as plain data that every peer and the oracle
+"""The kinds of score and mask that are measured, as plain data that every peer and the oracle
 read."""
 
 from __future__ import annotations
@@ -6,27 +6,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 WINDOW = 256  # keys that a row of the sliding window sees
-HIDDEN = 0.25  # of the keys, by padding
+HIDDEN = 0.25  # fraction of the keys hidden by padding
 DROPOUT_P = 0.1
-SEED = 7  # of our own draws
-PEAK = 30.0  # of q, so that most of a row's probabilities are too small for a float32
+SEED = 7  # of our dropout
+PEAK = 30.0  # factor of q: most of a row's probabilities are below float32's normal range
 
 
 @dataclass(frozen=True)
 class Mask:
-    """Row i sees the keys i - left to i + right, None being no limit, that are not padding. Padding
-    lies at the end of an item, or at its start, as a batch of prompts to continue has it."""
+    """Row i attends to the keys i - left to i + right (None: no limit) that are not padding.
+    Padding is at the end of an item, or at its start, as in batched generation."""
 
     left: int | None = None
     right: int | None = None
     padded: bool = False  # item b has lengths[b] keys, HIDDEN of them hidden on average
-    at_start: bool = False  # where that padding is
-    tensor: bool = False  # padding reaches us, too, as the boolean (B,1,1,N) that others take
-    dense: str = ""  # "bool" or "float": all of it reaches everybody as one (B,1,M,N) tensor
+    at_start: bool = False  # padding is at the start
+    tensor: bool = False  # we too get padding as the boolean (B,1,1,N) that others take
+    dense: str = ""  # "bool" or "float": every peer gets the mask as one (B,1,M,N) tensor
     biased: bool = False  # a float (1,H,M,N) is added to the scores
-    learned: bool = False  # and its gradient is wanted
-    alibi: bool = False  # it is ALiBi's, by the paper's slopes; we take the slopes
-    peak: float = 1.0  # q is that many times as large
+    learned: bool = False  # the bias gets a gradient
+    alibi: bool = False  # the bias is ALiBi's, with the paper's slopes; we get the slopes
+    peak: float = 1.0  # factor of q
     dropout_p: float = 0.0
 
     @property

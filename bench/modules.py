@@ -1,6 +1,6 @@
-"""A whole nn.MultiheadAttention, projections and all, against the same module converted.
+"""A whole nn.MultiheadAttention, with its projections, against the same module converted.
 
-The yardstick of both is torch's module in float64.
+Both are verified against torch's module in float64.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ MODES = {
 
 def flops(name: str, length: int = LENGTH) -> float:
     """Useful floating-point operations of a call: four projections, and attention to the keys that
-    are not hidden; a backward pass is two of a projection and two and a half of attention."""
+    are not hidden. Backward counts each projection twice and attention two and a half times."""
     mode = MODES[name]
     projections = 4 * 2.0 * BATCH * length * EMBED**2
     attention = 4.0 * BATCH * length**2 * EMBED * (1 - HIDDEN * mode.padded)

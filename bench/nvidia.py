@@ -1,4 +1,4 @@
-"""The NVIDIA GPU of this machine, seen without torch, and why torch cannot use it."""
+"""Find the NVIDIA GPU of this machine without torch, and why torch cannot use it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ URL = "https://download.pytorch.org/whl/"
 
 class Gpu(NamedTuple):
     name: str
-    driver: str  # its version, "" where nothing tells it
+    driver: str  # its version, "" if unknown
 
 
 def unusable() -> str:
-    """Why torch cannot use the GPU that is here, and what to do; "" where it can, where there is
-    none, and where the user has hidden it."""
+    """Why torch cannot use this machine's GPU, and what to do; "" if it can, if there is no GPU, or
+    if the user has hidden it."""
     if torch.cuda.is_available() or os.environ.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1"):
         return ""
     if not (gpu := next(_seen(), None)):
@@ -46,14 +46,14 @@ def _reason(driver: str) -> tuple[str, str]:
     index = next((x for x, oldest in INDICES if int(driver.split(".")[0]) >= oldest), None)
     if index is None:
         return why, f"update the driver to {INDICES[-1][1]} or newer, as torch's CUDA builds need"
-    if cuda and _number(cuda) <= _number(index):  # not the driver's age
+    if cuda and _number(cuda) <= _number(index):  # the driver is new enough: another cause
         return f"{why}, and says: {_said()}", "nvidia-smi may tell more"
     pip = f"{sys.executable} -m pip install --force-reinstall torch --index-url {URL}{index}"
     return why, f"install a build for that driver: {pip}"
 
 
 def _number(cuda: str) -> int:
-    """130 of "cu130" and of "13.0"."""
+    """130 for "cu130" and for "13.0"."""
     return int("".join(re.findall(r"\d", cuda)))
 
 
@@ -66,7 +66,7 @@ def _said() -> str:
 
 
 def _seen() -> Iterator[Gpu]:
-    """The GPU as each that knows of one has it."""
+    """The GPU as nvidia-smi, /proc and /dev report it, in this order."""
     driver = _driver()
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:

@@ -1,4 +1,4 @@
-"""The peers that are neither this package nor torch's SDPA: each says why not, and how."""
+"""Peers other than this package and torch's SDPA: why each declines a case, and how it computes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from .cases import FORWARD, Case, Inputs
 
 Call = Callable[[Inputs], Tensor]
-# At most, in all the (M, N) matrices that a peer which stores scores holds at once.
+# Most bytes of (M, N) matrices that a peer which stores scores may hold at once.
 SCORES_BYTES = {"cpu": 512 << 20, "cuda": 8 << 30}
 COPIES = 4
 
@@ -23,7 +23,7 @@ COPIES = 4
 
 
 def naive_why_not(case: Case, what: str) -> str:
-    """Why a peer that stores scores is not tried; "" when they fit."""
+    """Why a peer that stores scores is not tried; "" if the scores fit."""
     size, most = COPIES * case.B * case.H * case.M * case.N * 4, SCORES_BYTES[case.device]
     if size <= most:
         return ""
@@ -43,7 +43,7 @@ def naive(case: Case) -> Call:
         if hidden is not None:
             s = s.masked_fill(hidden, -torch.inf)
         p = torch.softmax(s, -1)
-        if hidden is not None and rule.at_start:  # rows that see nothing
+        if hidden is not None and rule.at_start:  # rows without a visible key
             p = p.masked_fill(hidden, 0)
         return torch.nn.functional.dropout(p, rule.dropout_p) @ v
 
@@ -66,8 +66,8 @@ def _compiled() -> Any:
     import torch._dynamo
     from torch.nn.attention.flex_attention import flex_attention
 
-    # A case is compiled by shape, dtype, grad mode and thread count. Past its limit the compiler
-    # would run flex_attention as it is written, with all scores in memory, and only warn.
+    # Every shape, dtype, grad mode and thread count is compiled separately. Past the recompile
+    # limit torch would run flex_attention uncompiled, with all scores in memory, and only warn.
     limits = {"recompile_limit": 1000, "accumulated_recompile_limit": 10000}
     torch._dynamo.config.load_config(limits | {"fail_on_recompile_limit_hit": True})
     return torch.compile(flex_attention, dynamic=False)

@@ -1,10 +1,11 @@
 """Attention over ranks of this machine: processes of one thread each, over gloo.
 
-A row is a strategy: its forward and backward of a causal call in zigzag, against the whole call on
-one rank while the others wait, in interleaved rounds; the bytes that left the rank that sent most,
-and what the cost model says of them; of a ring, the share of its transfers that computing hides.
-Before a strategy is timed its out is held against one rank's. Memory is a rank's at its peak, out
-and gradients included, at N and 2 N: what falls as 1 / P is the same on twice the ranks.
+A row measures a strategy: forward and backward of a causal call in zigzag layout, timed against the
+whole call on one rank while the others wait, in interleaved rounds. It also has the bytes sent by
+the rank that sent most, the cost model's prediction of bytes and time, and for a ring the share of
+its transfers that computing hides. A strategy is verified against one rank before it is timed.
+Memory is the peak of a rank, out and gradients included, at N and 2 N: memory that falls as 1 / P
+is the same if both N and P double.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ RANKS, LENGTHS, SECONDS = (2, 4), (2048, 4096), 4.0
 HEADS, KEY_HEADS, DIM, LAYOUT = 8, 4, 64, "zigzag"
 TIMEOUT = 120  # seconds that a rank waits for another
 TOLERANCE = 1e-5  # of the largest value, float32
-GROWTH = 1.25  # of memory, at most, where N and P double
+GROWTH = 1.25  # highest ok growth of memory if N and P double
 
 
 def measure(ranks: int, lengths: Sequence[int], seconds: float) -> list[list[Record]]:
-    """(a row a strategy at the first length, memory at each)"""
+    """(a row per strategy at the first length, memory records at each length)"""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         here, there = context.Pipe()
@@ -99,7 +100,7 @@ def _strategies(ranks: int) -> Iterator[tuple[Strategy, Any]]:
 
 
 class Given:
-    """The whole call's q, k, v and dout, the same on every rank, and what this one has of them."""
+    """The whole call's q, k, v and dout, the same on every rank, and this rank's shards."""
 
     def __init__(self, N: int, strategy: Strategy, group: Any):
         draw = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
@@ -143,7 +144,7 @@ def _row(strategy: Strategy, group: Any, N: int, seconds: float) -> Record:
 
 
 def disagreement(given: Given) -> str:
-    """Why out and gradients are not those of one rank, or nothing: the same on every rank."""
+    """Why out and gradients differ from those of one rank, or ""; the same on every rank."""
     worst = 0.0
     for mine, whole in zip(given.together(), given.alone(), strict=True):
         mine, whole = mine.detach(), whole.detach()
@@ -154,7 +155,7 @@ def disagreement(given: Given) -> str:
 
 
 def _laps(given: Given, seconds: float) -> dict[str, list[float]]:
-    """Wall time of the slowest rank; the rounds are as many on each."""
+    """Wall times of the slowest rank. Every rank runs the same number of rounds."""
     sides = {"one rank": given.alone if dist.get_rank() == 0 else list, "ranks": given.together}
     once = sum(_lap(f) for f in sides.values())
     rounds = int(min(ROUNDS[1], max(ROUNDS[0], seconds / once)))
@@ -173,15 +174,15 @@ def _lap(f: Callable[[], Any]) -> float:
 
 
 def _most(x: float) -> float:
-    """Of all ranks, on each."""
+    """The maximum over all ranks, on every rank."""
     found = torch.tensor([float(x)], dtype=torch.float64)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()
 
 
 class Counted:
-    """Bytes that leave this rank by the functions of torch.distributed inside the block, but for
-    the exchange before a call, of int64."""
+    """Count the bytes that this rank sends with torch.distributed inside the block, except int64
+    tensors, which belong to the exchange before a call."""
 
     def __enter__(self) -> Counted:
         self.sent = 0
@@ -210,8 +211,8 @@ class Counted:
 
 
 def overlap(given: Given) -> float:
-    """The share of a ring's transfers in forward that its computing hides: 1 less what it waits for
-    them, over what they take with nothing computed. The median of a few."""
+    """The share of a ring's forward transfers that computing hides: 1 - (time that it waits for
+    them) / (time that they take without computing). The median of a few rounds."""
     q, k, v, _ = given.own
     (group,) = need_team(None).groups
     arrived = hops.Hop.arrived
@@ -239,7 +240,7 @@ def overlap(given: Given) -> float:
 
 
 def _memory(ranks: int, lengths: Sequence[int]) -> Iterator[Record]:
-    """Records as those of `peak_memory`, with the ranks for a mask and a strategy for a peer."""
+    """Records as in `peak_memory`; the mask names the ranks, the peer is the strategy."""
     release()
     for strategy, group in _strategies(ranks):
         for N in lengths:
@@ -255,7 +256,7 @@ def _memory(ranks: int, lengths: Sequence[int]) -> Iterator[Record]:
             yield row | {"peer": strategy, "extra_bytes": found, "error": ""}
 
 
-# -- what is said of it ----------------------------------------------------------------------------
+# -- the printed lines -----------------------------------------------------------------------------
 
 
 def line(row: Record) -> str:
@@ -274,7 +275,7 @@ def line(row: Record) -> str:
 
 
 def growth(rows: Sequence[Record]) -> Iterator[str]:
-    """Twice the rows on twice the ranks: the same memory, where it falls as 1 / P."""
+    """Memory with N and P doubled, over memory before: 1 if it falls as 1 / P."""
     found = {(x["peer"], x["N"], x["ranks"]): x["extra_bytes"] for x in rows}
     for (name, N, ranks), small in found.items():
         large = found.get((name, 2 * N, 2 * ranks))

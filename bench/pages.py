@@ -1,5 +1,5 @@
-"""The tables of bench/results/README.md, each between two comments that name it, from result files:
-what several machines gave stands side by side."""
+"""Write the tables of bench/results/README.md from result files, with several machines side by
+side. Each table is between two comments that name it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .printed import beyond, first_threads, ratio_at_limit, speedup_of, spread, 
 from .unpadded import raced_name
 
 Result = dict[str, Any]
-SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind tells enough; the pictures have the rest
+SHOWN_D, SHOWN_N = 64, 2048  # one cell of each kind is enough; the pictures have the rest
 
 
 def tables(found: Mapping[Path, Result]) -> dict[str, list[str]]:
-    """The lines of every table that some of these results have the data of, by name: where each
-    machine's figures come from, then the figures, side by side."""
+    """The lines of every table that these results have data for, by name: the source of each
+    machine's figures, then the figures, side by side."""
     made = {}
     for name, (kind, make) in TABLES.items():
         of = {path: result for path, result in found.items() if result["kind"] == kind}
@@ -32,7 +32,7 @@ def tables(found: Mapping[Path, Result]) -> dict[str, list[str]]:
 
 def write(pages: Sequence[Path], found: Mapping[Path, Result]) -> Iterator[str]:
     """Replace every table that both a page has markers for and a result has data for; yield what
-    was done. Raises ValueError when there is none, or a marker is missing or repeated."""
+    was written. Raises ValueError if there is none, or a marker is missing or repeated."""
     made = tables(found)
     texts = {page: page.read_text() for page in pages}
     places = [(page, name) for page in pages for name in made if _begin(name) in texts[page]]
@@ -78,8 +78,8 @@ def _machine(result: Result) -> str:
 
 
 def speed(results: Sequence[Result]) -> Iterator[str]:
-    """One thread, our speed at SHOWN_D and SHOWN_N, or a mask's longest length: the ratio to torch,
-    then the percentage of the peak."""
+    """Our speed on one thread at SHOWN_D and SHOWN_N, or a mask's longest length: the ratio to
+    torch and the percentage of the peak."""
     grids = {_machine(x): _shown(x) for x in results}
     columns = list(dict.fromkeys(key[2:] for grid in grids.values() for key in grid))
     if not columns:
@@ -120,7 +120,7 @@ def _entry(cell: Result | None) -> str:
 
 
 def decode(results: Sequence[Result]) -> Iterator[str]:
-    """One thread, a row of queries: the ratio to torch and GB/s of keys and values."""
+    """One row of queries on one thread: the ratio to torch, and GB/s of keys and values."""
     grids = {}
     for result in results:
         cells = [c for c in result["cells"] if c["M"] == 1 and c["timings"]]
@@ -148,8 +148,8 @@ def _reading(cell: Result | None) -> str:
 
 
 def targets(results: Sequence[Result]) -> Iterator[str]:
-    """What was measured, the aim of that class of machine, what would be measured at the machine's
-    limit, and the verdict."""
+    """The measured value, the target for that class of machine, the value at the machine's limit,
+    and the verdict."""
     judged = {_machine(x): {row["name"]: row for row in x["targets"]} for x in results}
     names = dict.fromkeys(name for rows in judged.values() for name in rows)
     if not names:
@@ -173,7 +173,7 @@ def _verdict(row: Result | None) -> str:
 
 
 def subnormals(results: Sequence[Result]) -> Iterator[str]:
-    """A row a cell: milliseconds as it is and flushed to zero, their ratio, and torch's."""
+    """A row per cell: milliseconds as it is and flushed to zero, their ratio, and torch's."""
     if not any(result["subnormals"] for result in results):
         return
     yield _row(
@@ -205,14 +205,14 @@ def models(results: Sequence[Result]) -> Iterator[str]:
 
 
 def derivatives(results: Sequence[Result]) -> Iterator[str]:
-    """Races, then what each transform's memory is."""
+    """Races, then the memory of each transform."""
     yield from _races(results, "derivatives")
     yield ""
     yield from _memory(results, "extra MB")
 
 
 def distributed(results: Sequence[Result]) -> Iterator[str]:
-    """A row a strategy, number of ranks and machine, then the memory of a rank."""
+    """A row per strategy, number of ranks and machine, then the memory of a rank."""
     rows = [(_machine(x), row) for x in results for row in x.get("distributed", [])]
     if not rows:
         return
@@ -233,7 +233,7 @@ def distributed(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _races(results: Sequence[Result], section: str) -> Iterator[str]:
-    """A row a race and machine: both ways' milliseconds, their ratio, and the aim."""
+    """A row per race and machine: milliseconds of both sides, their ratio, and the aim."""
     rows = [(_machine(x), row) for x in results for row in x.get(section, [])]
     if not rows:
         return
@@ -256,7 +256,7 @@ def memory(results: Sequence[Result]) -> Iterator[str]:
 
 
 def _memory(results: Sequence[Result], title: str) -> Iterator[str]:
-    """Of the first machine: bytes are the same on all."""
+    """Memory on the first machine: it is the same on all."""
     rows = [row for x in results[:1] for row in x["memory"] if row["extra_bytes"] is not None]
     if not rows:
         return
@@ -273,7 +273,7 @@ def _row(*entries: str) -> str:
     return f"| {' | '.join(entries)} |"
 
 
-# name: the kind of result that has its data, and what makes its lines of some of them
+# name: the kind of result with its data, and the function that makes lines from such results
 TABLES: dict[str, tuple[str, Callable[[Sequence[Result]], Iterator[str]]]] = {
     "speed": ("sweep", speed),
     "decode": ("decode", decode),

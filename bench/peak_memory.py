@@ -35,7 +35,7 @@ def measure(
     masks: Sequence[str] = ("dropout",),
     peers: Sequence[str] = (SUBJECT, BASELINE),
 ) -> list[Record]:
-    """A record for each mask, length and peer: extra_bytes, or None and the last words as error."""
+    """A record for each mask, length and peer: extra_bytes, or None and the last line as error."""
     return [row for mask in masks for n in lengths for row in _together(device, mask, n, peers)]
 
 
@@ -45,7 +45,7 @@ def _together(device: str, mask: str, n: int, peers: Sequence[str]) -> list[Reco
     def probe(name: str) -> subprocess.Popen:
         return subprocess.Popen([*python, name, device, mask, str(n)], cwd=ROOT, text=True, **PIPES)
 
-    # In parallel on a CPU. On a GPU one by one: they would share its memory.
+    # In parallel on a CPU. One by one on a GPU, where they would share its memory.
     probes = {} if device == "cuda" else {name: probe(name) for name in peers}
     records = []
     for name in peers:
@@ -62,7 +62,7 @@ def _together(device: str, mask: str, n: int, peers: Sequence[str]) -> list[Reco
 
 
 def extra_bytes(peer: str, device: str, mask: str, n: int) -> int:
-    # Libraries, thread pools and caches are not this call's memory.
+    # A first call sets up libraries, thread pools and caches, which are not counted.
     _prepared(peer, device, mask, 64)()
     work = _prepared(peer, device, mask, n)
     reset, peak = (_device_reset, _device_peak) if device == "cuda" else (reset_peak, peak_bytes)

@@ -1,7 +1,7 @@
-"""Who is measured. To add a peer, write why it may decline a case and how it computes one.
+"""The measured peers. To add one, write why it may decline a case and how it computes one.
 
-`prepare` turns a case into a call; what a user would make once, such as a mask tensor or a compiled
-function, is made there and is not timed.
+`prepare` turns a case into a call. Objects that users would make once, such as a mask tensor or a
+compiled function, are made there and are not timed.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Peer:
     name: str
     title: str
     prepare: Callable[[Case], Call]
-    why_not: Callable[[Case, str], str] = lambda case, what: ""  # the reason it cannot, or ""
+    why_not: Callable[[Case, str], str] = lambda case, what: ""  # why it declines a case, or ""
     our_draws: bool = False  # its dropout is fastattn's, so the oracle can repeat it
 
 
-# The functions are looked up at each call, so that a test may put a wrong kernel in their place.
+# The functions are looked up at each call, so that a test can replace them by wrong kernels.
 def _fastattn(backend: str | None = None) -> Callable[[Case], Call]:
     def prepare(case: Case) -> Call:
         options: dict[str, Any] = arguments(case) | {"backend": backend}
@@ -50,7 +50,7 @@ def _fastattn(backend: str | None = None) -> Callable[[Case], Call]:
 
 
 def arguments(case: Case) -> dict[str, Any]:
-    """What fastattn.attention is told of a case, the bias apart."""
+    """The arguments of fastattn.attention for a case, without the bias."""
     rule, given = case.rule, {}
     if rule.alibi:
         given["alibi_slopes"] = case.slopes()
@@ -87,7 +87,7 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
 
         def only(x: Inputs) -> Tensor:
             with sdpa_kernel([backend]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns of what it then raises
+                warnings.simplefilter("ignore")  # torch warns, then raises the same
                 return call(x)
 
         return only
@@ -96,7 +96,7 @@ def _torch(backend: SDPBackend | None = None) -> Callable[[Case], Call]:
 
 
 def _unavailable(name: str) -> Callable[[Case, str], str]:
-    """Why one of our own backends does not run a case: what it says of tensors like its."""
+    """Why one of our backends declines a case: its reasons for tensors of the same kind."""
 
     def why_not(case: Case, what: str) -> str:
         element = torch.empty((), dtype=DTYPES[case.dtype], device=case.device)
@@ -111,8 +111,8 @@ def _needs_cuda(case: Case, what: str) -> str:
     return "" if case.device == "cuda" else "runs on CUDA only"
 
 
-SUBJECT = "fastattn"  # who is judged
-BASELINE = "torch"  # whom the tables show beside it
+SUBJECT = "fastattn"  # the package under test
+BASELINE = "torch"  # the peer that the tables compare it with
 PEERS = {
     peer.name: peer
     for peer in (
@@ -168,7 +168,7 @@ DEFAULT = {
         *("flash-attn", "xformers"),
     ),
 }
-COMPILED = ("flex",)  # for every case, some ten seconds each: in a full sweep on a GPU
+COMPILED = ("flex",)  # some ten seconds to compile each case: only in a full sweep on a GPU
 
 
 def chosen(device: str, names: tuple[str, ...] = (), full: bool = False) -> dict[str, Peer]:

@@ -1,4 +1,4 @@
-"""The pictures of a result: what each needs, and how a figure is made without a display."""
+"""Draw and save the pictures of a result, without a display."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import glance, growth, heatmap, lines
 
 Result = dict[str, Any]
 
-# suffix of the file: draws a result on a new figure, or returns why it cannot
+# suffix of the file: draws a result on a new figure, or returns None without the data
 PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
     "": lines.draw,
     "-speedup": heatmap.draw,
@@ -22,7 +22,7 @@ PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
 
 def draw_all(result: Result, stem: Path) -> Iterator[str]:
     """Write <stem><suffix>.png for each picture that the result has data for; yield what was
-    written, or why nothing could be."""
+    written, or why nothing was."""
 
     def draws() -> Iterator[tuple[Any, Path]]:
         for suffix, draw in PICTURES.items():
@@ -38,7 +38,7 @@ def draw_glance(results: Sequence[Result], path: Path) -> Iterator[str]:
 
 
 def written(figures: Iterator[tuple[Any, Path]]) -> Iterator[str]:
-    """Save each figure; yield what was written, or why nothing could be."""
+    """Save each figure; yield what was written, or why nothing was."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""The printed page: heading, a line a record, the tables, the summary."""
+"""The printed output: heading, a line per record, the tables, the summary."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ MANY = "threads, wall time"
 
 
 def timing_of(cell: Record, threads: int | None) -> Record:
-    """The entry of a cell, empty where nothing was timed."""
+    """The timings of a cell at a thread count; empty if it was not timed."""
     return next((x for x in cell["timings"] if x["threads"] == threads), {})
 
 
 def speedup_of(entry: Record, peer: str = BASELINE) -> Record | None:
-    """Quartiles of how many times as fast as a peer we are; None where it was not timed."""
+    """Quartiles of our speed-up over a peer; None if it was not timed."""
     return entry.get("peers", {}).get(peer, {}).get("speedup")
 
 
@@ -39,7 +39,7 @@ def clock_of(threads: int | None) -> str:
 
 
 def title(cell: Record) -> str:
-    """A cell in words; sizes that say nothing new are left out."""
+    """A cell in words; Hk and M are left out if they equal H and N."""
     heads = f" H{cell['H']}:{cell['Hk']}" if cell["H"] != cell["Hk"] else ""
     rows = f" M{cell['M']}" if cell["M"] != cell["N"] else ""
     return f"{cell['dtype']} D{cell['D']}{heads}{rows} N{cell['N']} {cell['mask']} {cell['pass']}"
@@ -58,7 +58,7 @@ def one_line(cell: Record) -> str:
 
 
 def host(row: Record) -> str:
-    """The times of the device and of the host, where both were taken."""
+    """The times of the device and of the host, if both were measured."""
     if "host_ms" not in row:
         return ""
     bound = ": bound by the host" if bound_by_host(row) else ""
@@ -66,7 +66,7 @@ def host(row: Record) -> str:
 
 
 def bound_by_host(row: Record) -> bool:
-    """Do calls one after the other take as long as the host needs to submit them?"""
+    """Does the host take longer to submit a call than the device to run it?"""
     return row.get("host_ms", 0) > row["median_ms"]
 
 
@@ -153,7 +153,7 @@ def _rate(gflops: float) -> str:
 
 
 def small_table(cells: list[Record], reading: bool = False) -> Iterator[str]:
-    """A row a cell and thread count, in milliseconds; with `reading`, GB/s of keys and values."""
+    """A row per cell and thread count, in milliseconds; with `reading`, GB/s of keys and values."""
     yield ""
     yield f"{'':56}{'ours ms':>9}{'torch ms':>9}{'ratio':>7}" + (
         f"{'GB/s':>7}{'% of read':>10}" if reading else ""
@@ -209,8 +209,8 @@ def target_line(row: Record) -> str:
 
 
 def ratio_at_limit(row: Record) -> float | None:
-    """The ratio if our call ran at the limit of the machine; None where it is far from any, or
-    faster than what was taken for one."""
+    """The ratio if our call ran at the limit of the machine; None if it is far from the limit
+    (under 20%) or faster than the measured one."""
     if not row["ratio"] or not 20 <= (row["percent"] or 0) <= 100:
         return None
     return 100 * row["ratio"] / row["percent"]
@@ -227,11 +227,11 @@ def subnormal_line(record: Record) -> str:
 
 
 def beyond(row: Record) -> bool:
-    """Whether a ratio was aimed at that no kernel could reach here, even at the machine's limit."""
+    """Whether the target ratio is beyond what a kernel at this machine's limit would reach."""
     most = ratio_at_limit(row)
     if row["met"] is not False or row["unit"] != "x" or most is None:
         return False
-    return round(most, 2) < row["target"]  # as the tables show it
+    return round(most, 2) < row["target"]  # rounded as in the tables
 
 
 # --------------------------------------------------------------------------------- the whole run
@@ -313,7 +313,7 @@ def geometric_mean(values: list[float]) -> float | None:
 
 
 def _peers(cells: list[Record]) -> Iterator[str]:
-    """Every peer but torch, which the tables show: our mean ratio, and why cells have none."""
+    """Our mean ratio to each peer but torch, which the tables show, and why cells lack times."""
     threads = first_threads(cells)
     for peer in dict.fromkeys(name for cell in cells for name in cell["peers"]):
         ratios = [q["median"] for c in cells if (q := speedup_of(timing_of(c, threads), peer))]
@@ -326,7 +326,7 @@ def _peers(cells: list[Record]) -> Iterator[str]:
 
 
 def _hosts(cells: list[Record]) -> Iterator[str]:
-    """By peer, the cells in which the host takes longer than the device."""
+    """For each peer, the number of cells in which the host takes longer than the device."""
     threads = first_threads(cells)
     rows = [timing_of(cell, threads).get("peers", {}) for cell in cells]
     for peer in dict.fromkeys(name for row in rows for name in row):
@@ -336,7 +336,7 @@ def _hosts(cells: list[Record]) -> Iterator[str]:
 
 
 def _backends(cells: list[Record]) -> Iterator[str]:
-    """Which of our backends ran; the reasons, where it was not a fused one."""
+    """Which of our backends ran; if it was the reference, why the others declined."""
     if not cells:
         return
     counts = Counter(cell["backend"] for cell in cells)

@@ -1,5 +1,5 @@
-"""Progress of a benchmark: a bar where tqdm and a terminal are there, else a line for each record;
-and a line about what is being measured or compiled."""
+"""Progress of a benchmark: a bar if there are tqdm and a terminal, else a line for each record; and
+a line about what is being measured or compiled."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 Record = dict[str, Any]
-_bars: list[Any] = []  # the one that is shown
+_bars: list[Any] = []  # the bar on the screen, if any
 
 
 def say(text: str) -> None:
-    """What is being done now."""
+    """Show the current step."""
     if _bars:
         _bars[-1].set_description_str(text)
     else:

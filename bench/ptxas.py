@@ -1,15 +1,15 @@
 """python -m bench.ptxas: compile the CUDA kernels with no GPU, and judge the machine code.
 
-Of what csrc/cuda is built to for sm_80 and sm_90, in build/cuda. At fault are
+It reads the objects of csrc/cuda for sm_80 and sm_90, in build/cuda. These are faults:
 
     a kernel that does not compile
     spilled registers in a plain kernel of head dims up to 128; in others, more bytes than
     bench/ptxas_budget.json says: {arch: {kernel: bytes}}
-    a kernel of products without tensor-core instructions
-    more shared memory than a block of sm_86 and sm_89 may have, which run code for sm_80
+    a kernel of matrix products without tensor-core instructions
+    more shared memory than a block may have on sm_86 and sm_89, which run code for sm_80
 
-The report, one line a kernel, is bench/results/cuda-ptxas.txt; --accept writes it and the budget.
-Both are of the nvcc that its first line names: another one gives other code.
+The report, one line per kernel, is bench/results/cuda-ptxas.txt; --accept writes it and the budget.
+Both depend on the version of nvcc, which the report's first line names.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ WITHOUT_PRODUCTS = r"(delta|combine|sink_gradient|query_gradient|mask_tiles|show
 
 @dataclass(frozen=True)
 class Kernel:
-    """What ptxas made of one kernel: registers of a thread, bytes spilled in stores and loads, and
-    how many instructions multiply matrices. And the bytes of shared memory that it is launched
-    with, at most: none are static."""
+    """One compiled kernel: registers per thread, most bytes of shared memory at a launch (all of it
+    dynamic), bytes spilled in stores and loads, and the number of matrix instructions."""
 
     arch: str
     name: str
@@ -63,7 +62,7 @@ def nvcc() -> str:
 
 
 def find_nvcc() -> str | None:
-    """As csrc/cuda/nvcc.cmake looks for it."""
+    """Find nvcc in the same places as csrc/cuda/nvcc.cmake."""
     if named := os.environ.get("CUDACXX"):
         return named
     home = os.environ.get("CUDA_HOME")
@@ -72,14 +71,14 @@ def find_nvcc() -> str | None:
 
 
 def version() -> str:
-    """nvcc's, as the first line of the report has it."""
+    """nvcc's version, as in the first line of the report."""
     said = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"V([\d.]+)", said)
     return f"nvcc {found[1] if found else 'unknown'}"
 
 
 def shared_memory() -> dict[str, int]:
-    """Bytes for a block of each kernel, by what it is an instance of, or by its name."""
+    """Bytes per block of each kernel, by its template argument or by its name."""
     emulator = HERE.parent / "tests" / "emu"
     flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}"]
     flags += [f"-I{cuda_library.SOURCES}", "-include", str(emulator / "emu.h")]
@@ -96,7 +95,7 @@ def shared_memory() -> dict[str, int]:
 
 
 def read_one(made: Path, arch: str, shared: dict[str, int]) -> list[Kernel]:
-    """The kernels that an object has for an architecture."""
+    """The kernels of one object for one architecture."""
     code = nvidia_tool("cuobjdump", "--dump-sass", f"--gpu-architecture={arch}", str(made))
     functions = re.findall(r"Function : (\w+)(.*?)(?=Function : |\Z)", code, re.DOTALL)
     products = {name: text.count("HMMA.") for name, text in functions}
@@ -118,18 +117,18 @@ def read_one(made: Path, arch: str, shared: dict[str, int]) -> list[Kernel]:
 
 
 def readable(mangled: str) -> str:
-    """forward_kernel<Forward<BF16, 64, 64, false> >, of a mangled name."""
+    """Demangle a name, as in forward_kernel<Forward<BF16, 64, 64, false> >."""
     run = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True)
     return plain(re.sub(r"\([^()]*\)$|^void ", "", run.stdout.strip()))
 
 
 def plain(name: str) -> str:
-    """Without namespaces, and without the types of numbers."""
+    """Drop namespaces and the types of constants from a name."""
     return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", re.sub(r"\w+::", "", name))
 
 
 def compile_all(jobs: int | None) -> list[Kernel]:
-    """Every kernel, in one order."""
+    """Every kernel, sorted by architecture and name."""
     cuda_library.build(jobs)
     shared = shared_memory()
     sources = [made for x, made in cuda_library.objects().items() if x.parent.name == "sm80"]

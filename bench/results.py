@@ -1,4 +1,4 @@
-"""A result: what is known before the first measurement, the sections, and the file."""
+"""A result: its initial record with empty sections, and its file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import apart, ceilings, machine, pictures
 
 FOLDER = Path(__file__).resolve().parent / "results"
 SCHEMA = 4
-DIGITS = 6  # significant ones that a file keeps of a measurement: more than any repeats
+DIGITS = 6  # significant ones in a file: more than any measurement reproduces
 Result = dict[str, Any]
 
 
@@ -23,8 +23,8 @@ def start(
     settings: dict[str, Any],
     process: apart.Process | None = None,
 ) -> Result:
-    """Where, with what, and how fast at most; every section is empty. What uses the device runs in
-    a process of its own, where one is given."""
+    """A new result: machine, versions and limits, and empty sections. Work on the device runs in
+    `process`, if it is given."""
     call = process.call if process else lambda function, *args: function(*args)
     return {
         "schema": SCHEMA,
@@ -64,8 +64,8 @@ def save(result: Result, folder: Path) -> Path:
 
 
 def stem(result: Result) -> str:
-    """The file's name: the machine, the command, and what a run of `--only` was of, so that a part
-    never replaces the whole."""
+    """The file's name: the machine, the command, and the texts of `--only`, so that a partial run
+    never replaces a whole one."""
     kind = [] if result["kind"] == "sweep" else [result["kind"]]
     parts = map(machine.in_file_names, result["settings"].get("only", ()))
     return "-".join([machine.slug(result["machine"]), *kind, *parts])
@@ -92,7 +92,7 @@ def _rounded(value: Any) -> Any:
 
 
 def read(path: Path) -> Result:
-    """Raises ValueError for a file that is none of ours or of another schema."""
+    """Raises ValueError if the file is not a result or has another schema."""
     try:
         result = json.loads(path.read_text())
     except json.JSONDecodeError as error:

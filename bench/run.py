@@ -1,7 +1,7 @@
-"""The loop: for each case, verify; for each pass that passed, time; one record a cell.
+"""The loop: verify each pass of a case, time it if it is right, yield one record per cell.
 
 A contender is a peer on a case. In a sweep all contenders of a cell share the case; a target may
-also hold one of our own calls against another. Either way `race` is what verifies and times them.
+also compare two of our own calls. In both uses `race` verifies and times the contenders.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from .peers import PEERS, SUBJECT, Peer, arguments
 from .verify import Judge, Verdict, differentiable
 
 Record = dict[str, Any]
-PARTS = {FORWARD: (0,), BACKWARD: (1,), TRAINING: (0, 1)}  # phases of a program that a pass sums
+PARTS = {FORWARD: (0,), BACKWARD: (1,), TRAINING: (0, 1)}  # phases of a program in each pass
 IDENTITY = ("dtype", "mask", "B", "H", "Hk", "M", "N", "D", "strided")
 
 
 class Contender(NamedTuple):
-    """around is entered whenever it is measured: a thread count, an instruction set."""
+    """`around` is a context for its measurements: a thread count or an instruction set."""
 
     peer: Peer
     case: Case
@@ -39,8 +39,8 @@ class Contender(NamedTuple):
 
 
 class Heat(NamedTuple):
-    """What a race found: laps are seconds a call, by name, thread count and round; hosts are the
-    seconds to submit each phase, by name, where a device was timed."""
+    """The result of a race. `laps` are seconds per call, by thread count, name and round. `hosts`
+    are seconds to submit each phase, by name, if a device was timed."""
 
     verdicts: dict[str, Verdict]
     laps: list[tuple[int | None, str, dict[str, list[list[float]]]]]  # threads, clock, name: rounds
@@ -61,9 +61,9 @@ def cells(
     threads: Sequence[int] | None = None,
     process: apart.Process | None = None,
 ) -> Iterator[Record]:
-    """Yield one JSON-ready record a cell, as soon as it is done. seconds is the timing budget of a
-    cell at one thread count; threads are the counts, by default one and all. In a process of its
-    own, where one is given, a peer that ends it costs the cell nothing but its own entry."""
+    """Yield one JSON-ready record per cell, as soon as it is done. `seconds` is the timing budget
+    of a cell at one thread count; `threads` are the counts, by default one and all. The work runs
+    in `process`, if it is given: a peer that ends the process loses only its own entry."""
     if process is not None:
         yield from _cells_apart(process, cases, passes, peers, limits, seconds, threads)
         return
@@ -80,8 +80,8 @@ def _cells_of(
     threads: Sequence[int] | None,
     lost: Mapping[str, str] | None = None,
 ) -> Iterator[Record]:
-    """The records of a case; lost are peers that are not to be tried, and why."""
-    trained = [what for what in passes if what != FORWARD]  # parts of one program
+    """The records of a case. `lost` names peers that are not tried, and why."""
+    trained = [what for what in passes if what != FORWARD]  # timed as parts of one program
     compiled = compiling.count() if case.device == "cuda" else 0
     judge = Judge(case, gradients=bool(trained))
     clocks = timing.clocks(case.device, threads)
@@ -98,7 +98,7 @@ def _cells_of(
             yield record
 
 
-LIVES = 3  # cells that a peer may end the process of, before it is tried no more
+LIVES = 3  # a peer that ended the process in this many cells is not tried again
 
 
 def _cells_apart(
@@ -128,7 +128,7 @@ def _cells_apart(
                     yield record
             except apart.Died as death:
                 peer, reason = death.at, str(death)
-                if peer is not None and peer not in lost:  # again, without it
+                if peer is not None and peer not in lost:  # retry without it
                     lost[peer] = reason
                     deaths[peer] += 1
                     continue
@@ -148,7 +148,7 @@ def _named_cells(
     threads: Sequence[int] | None,
     lost: Mapping[str, str],
 ) -> Iterator[Record]:
-    """`_cells_of` in another process, where functions of a peer do not go."""
+    """`_cells_of` with peers by name, because functions cannot be sent to another process."""
     peers = {name: PEERS[name] for name in names}
     return _cells_of(case, passes, peers, limits, seconds, threads, lost)
 
@@ -161,8 +161,8 @@ def race(
     judges: Mapping[Case, Judge],
     lost: Mapping[str, str] | None = None,
 ) -> Heat:
-    """Verify each contender but those that are lost, then time those that passed in interleaved
-    rounds. Nothing is timed when the subject failed."""
+    """Verify each contender that is not in `lost`, then time those that passed, in interleaved
+    rounds. Nothing is timed if the subject failed."""
     verdicts = {}
     for name, (peer, case, around) in contenders.items():
         if reason := (lost or {}).get(name):
@@ -194,7 +194,7 @@ def timed(
     seconds: float,
     arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
-    """What `timing.interleaved` gives without the programs that raise, and what they raised."""
+    """Samples of `timing.interleaved` for programs that do not raise, and the others' errors."""
     left, reasons = dict(programs), {}
     while left:
         try:
@@ -265,7 +265,7 @@ def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
 
 
 def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Record:
-    """The record of a cell of which nothing came back."""
+    """The record of a cell that returned nothing."""
     blank = {"reason": reason, "note": "", "errors": {}}
     return (
         {"pass": what}
@@ -276,8 +276,8 @@ def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Rec
 
 
 def explain(case: Case) -> fastattn.explaining.Explanation:
-    """Which of our backends runs the case, and why others do not: a matter of kinds, so asked of
-    one row and one key."""
+    """Which of our backends runs the case, and why others do not. That depends on kinds, not sizes,
+    so one row and one key are enough."""
     small = dataclasses.replace(case, B=1, N=1, M=1)
     q, k, v, _, bias = small.inputs()
     given = arguments(small) | ({"mask": bias} if small.rule.added else {})
@@ -287,8 +287,8 @@ def explain(case: Case) -> fastattn.explaining.Explanation:
 def _summary(
     case: Case, what: str, threads: int | None, samples: Mapping, hosts: Mapping, limits: Limits
 ) -> Record:
-    """Medians and quartiles by peer; how many times as fast as each we are, taken in each round;
-    where a device was timed, the milliseconds that the host takes to submit the call."""
+    """Medians and quartiles by peer; our speed-up over each, a ratio per round; and, if a device
+    was timed, the milliseconds that the host takes to submit the call."""
     seconds = totals(samples, what)
     ours = seconds[SUBJECT]
     peers: Record = {}
@@ -304,8 +304,8 @@ def _summary(
 def figures(
     case: Case, what: str, threads: int | None, seconds: list[float], limits: Limits
 ) -> Record:
-    """Milliseconds, GF/s of useful work and GB/s of keys and values read, with the percentage of
-    its limit that each is, None where that limit was not measured."""
+    """Milliseconds, GF/s of useful work, GB/s of keys and values read, and each rate in percent of
+    its limit, None if that limit was not measured."""
     quartiles = timing.quartiles(seconds)
     gflops = case.flops(what) / quartiles["median"] / 1e9
     gbs = case.kv_bytes / quartiles["median"] / 1e9

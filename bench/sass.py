@@ -1,8 +1,7 @@
-"""Reading machine code: what nvdisasm prints of a kernel, and its loops.
+"""Parse the machine code that nvdisasm prints for a kernel, and find its loops.
 
-A loop is a natural one: a branch back to a block without which the branch cannot be reached. The
-main loops of attention are those that both multiply on the tensor cores and exponentiate, and hold
-no other loop that does.
+Loops are natural loops: a branch back to a block that dominates the branch. The main loops of
+attention are the innermost ones with both tensor-core products and exponentials.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ NEVER = ("!PT", "!UPT")  # a guard that no thread passes
 
 
 class Instruction(NamedTuple):
-    guard: str  # of a predicate; "" where it always runs
+    guard: str  # a predicate; "" if it always runs
     opcode: str
     operands: tuple[str, ...]
 
@@ -31,31 +30,31 @@ class Instruction(NamedTuple):
 
     @property
     def jumps(self) -> bool:
-        """ptxas also calls labels of the kernel itself, and never returns."""
+        """Is it a jump? ptxas also uses CALL to jump to labels of the kernel itself."""
         label = self.target or ""
         return self.base in ("BRA", "JMP") or (self.base == "CALL" and label.startswith(".L"))
 
     @property
     def target(self) -> str | None:
-        """The label that it may go to."""
+        """The label that it may jump to."""
         found = re.fullmatch(r"`\((.*)\)", self.operands[-1]) if self.operands else None
         return found[1] if found else None
 
 
 class Loop(NamedTuple):
-    header: int  # its first instruction
-    blocks: frozenset[int]  # their first instructions
+    header: int  # index of its first instruction
+    blocks: frozenset[int]  # indices of their first instructions
 
 
 @dataclasses.dataclass(frozen=True)
 class Code:
-    """The instructions of one kernel, and which of them each label stands before."""
+    """The instructions of one kernel, and the index of the one after each label."""
 
     instructions: tuple[Instruction, ...]
     labels: dict[str, int]
 
     def after(self, at: int) -> tuple[int, ...]:
-        """Where execution may go from an instruction, a taken branch first."""
+        """The instructions that may run next; the target of a branch comes first."""
         x = self.instructions[at]
         following = (at + 1,) if at + 1 < len(self.instructions) else ()
         conditional = bool(x.guard) or len(x.operands) > 1
@@ -66,7 +65,7 @@ class Code:
         return () if ends and not x.guard else following
 
     def called(self, at: int) -> tuple[Instruction, ...]:
-        """The function that an instruction calls, which lies behind the kernel."""
+        """The function that an instruction calls; its code follows that of the kernel."""
         x = self.instructions[at]
         if x.base != "CALL" or x.jumps or x.target not in self.labels:
             return ()
@@ -77,7 +76,7 @@ class Code:
 
     @functools.cached_property
     def blocks(self) -> dict[int, tuple[int, ...]]:
-        """The instructions of each basic block, by its first."""
+        """The instructions of each basic block, by its first instruction."""
         starts = {0, *self.labels.values()}
         for at, x in enumerate(self.instructions):
             if x.jumps or x.base in ("EXIT", "RET", "KILL", "BRX"):
@@ -91,7 +90,7 @@ class Code:
 
     @functools.cached_property
     def order(self) -> list[int]:
-        """The blocks that can be reached, each before what only it leads to."""
+        """The reachable blocks in reverse postorder: each after its dominators."""
         seen, found = {0}, []
         stack = [(0, iter(self.successors(0)))]
         while stack:
@@ -108,7 +107,7 @@ class Code:
 
     @functools.cached_property
     def loops(self) -> list[Loop]:
-        """By header."""
+        """The natural loops, sorted by header."""
         place = {block: i for i, block in enumerate(self.order)}
         before: dict[int, list[int]] = {block: [] for block in place}
         for block in place:
@@ -175,7 +174,7 @@ def _body(before: dict[int, list[int]], header: int, latch: int) -> set[int]:
 
 
 def read(listing: str) -> dict[str, Code]:
-    """The kernels of what nvdisasm -c printed, by name."""
+    """The kernels in the output of nvdisasm -c, by name."""
     kernels: dict[str, tuple[list[Instruction], dict[str, int]]] = {}
     code, labels = [], {}
     for line in listing.splitlines():

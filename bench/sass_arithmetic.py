@@ -1,5 +1,5 @@
-"""What integer and predicate instructions compute, of operands that are known: the registers and
-predicates that they write, by name. None, or none at all: not known."""
+"""Evaluate integer and predicate instructions on known operands. Each function returns the values
+of the registers and predicates written, by name; None or a missing name means unknown."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Values = dict[str, "int | bool | None"]
 
 
 def _parts(x: Instruction) -> tuple[list[str], str, list[str]]:
-    """Predicates written, the register written, and what is read."""
+    """The predicates written, the register written, and the operands read."""
     before = list(itertools.takewhile(PREDICATE.match, x.operands))
     to, *reads = x.operands[len(before) :]
     carries = list(itertools.takewhile(PREDICATE.match, reads))
@@ -37,7 +37,7 @@ def _sum(state: State, x: Instruction) -> Values:
     if len(known) < len(terms):
         return {}
     total = sum(known)
-    told = len(carries) == 1 or total < WORD  # of two, it is not known which one
+    told = len(carries) == 1 or total < WORD  # with two carries it is unknown which is set
     return {to: total} | dict.fromkeys(carries if told else (), total >= WORD)
 
 
@@ -95,7 +95,7 @@ def _logic(state: State, x: Instruction) -> Values:
 
 
 def _packed(state: State, x: Instruction) -> Values:
-    """P2R: predicates of a mask as the bits of a register, into others that it has."""
+    """P2R: write the predicates of a mask as bits of a register; its other bits stay."""
     to, _, rest, mask = x.operands
     value, bits = state.word(rest), int(mask, 0)
     for k in range(7):
@@ -108,8 +108,8 @@ def _packed(state: State, x: Instruction) -> Values:
 
 
 def _bits(state: State, x: Instruction) -> tuple[int, int]:
-    """Which bits LOP3 writes are known, and these. ptxas keeps predicates so, each a bit of a
-    register, for which there are no others left."""
+    """Which bits that LOP3 writes are known, and their values. ptxas stores predicates as bits of a
+    register if it runs out of predicate registers."""
     _, _, reads = _parts(x)
     guesses, table, found = [], int(reads[3], 0), []
     for known, value in map(state.some_bits, reads[:3]):
@@ -195,7 +195,7 @@ def _compare(state: State, x: Instruction) -> Values:
 def _compare_reals(state: State, x: Instruction) -> Values:
     parts, (to, _, a, b, other, *_) = x.opcode.split("."), x.operands
     first, second = (state.real(y, x.base == "DSETP") for y in (a, b))
-    test = COMPARE.get(parts[1][:2])  # U: or one is no number
+    test = COMPARE.get(parts[1][:2])  # suffix U: true for a NaN too
     if first is None or second is None or not test:
         return {}
     result = test(first, second)
@@ -252,7 +252,7 @@ OPERATIONS: dict[str, Callable[[State, Instruction], Values]] = {
 
 
 def _bits_after(state: State, x: Instruction, guard: bool | None) -> tuple[int, int]:
-    """Where it is not known whether LOP3 runs, those on which before and after agree."""
+    """As `_bits`. If it is unknown whether LOP3 runs: the bits that it does not change."""
     known, value = _bits(state, x)
     if guard is None:
         before, old = state.some_bits(_parts(x)[1])
@@ -261,7 +261,7 @@ def _bits_after(state: State, x: Instruction, guard: bool | None) -> tuple[int, 
 
 
 def execute(state: State, x: Instruction) -> None:
-    """What decides branches is computed; whatever else is written is not known from there on."""
+    """Compute values that may decide branches; any other written value becomes unknown."""
     guard = state.predicate(x.guard) if x.guard else True
     if guard is False:
         return

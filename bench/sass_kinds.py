@@ -1,4 +1,4 @@
-"""What each instruction of a GPU is for: one kind of a few, by its opcode."""
+"""Classify GPU instructions into a few kinds, by opcode."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from .sass import NEVER, PRODUCTS, Instruction
 
-# Every opcode that is known, by its first word. A kernel with another one is not counted.
+# Every known opcode, by its first word. A kernel with any other opcode is rejected.
 KINDS = {
     "tensor": " ".join(PRODUCTS),
     "mufu": "MUFU",
@@ -34,7 +34,7 @@ KINDS = {
 }
 KIND_OF = {opcode: kind for kind, text in KINDS.items() for opcode in text.split()}
 UNKNOWN = "unknown"
-# Where one first word has two meanings.
+# Prefixes of opcodes with a first word of two meanings.
 SPECIAL = (
     ("IMAD.MOV", "move"),
     ("SYNCS.PHASECHK", "wait"),
@@ -53,7 +53,7 @@ def kind(x: Instruction) -> str:
 
 
 def count(instructions: Iterable[Instruction]) -> Counter[str]:
-    """How many of each kind; raises ValueError for opcodes of no kind."""
+    """How many of each kind; raises ValueError for unknown opcodes."""
     instructions = list(instructions)
     strange = sorted({x.opcode for x in instructions if kind(x) == UNKNOWN})
     if strange:

@@ -1,5 +1,5 @@
-"""What is known of a thread's values: integers of 32 bits, and predicates; and what an instruction
-reads and writes of them."""
+"""The known values of a thread (integers of 32 bits, and predicates), and the operands that an
+instruction reads and writes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ CONSTANT = re.compile(r"c\[0x0\]\[(0x[0-9a-f]+)\]$")
 
 @dataclass
 class State:
-    """What is known: words of constant bank 0, registers and predicates."""
+    """The known values: words of constant bank 0, registers and predicates."""
 
     constants: dict[int, int]
     registers: dict[str, int] = field(default_factory=dict)
-    bits: dict[str, tuple[int, int]] = field(default_factory=dict)  # known of others: which, value
+    bits: dict[str, tuple[int, int]] = field(default_factory=dict)  # some known bits: mask, value
     predicates: dict[str, bool] = field(default_factory=dict)
     assumed: dict[str, bool] = field(
         default_factory=dict
-    )  # of what is not known; decides no branch
+    )  # guesses for unknown ones; they decide no branch
 
     def predicate(self, text: str) -> bool | None:
         name = text.lstrip("!")
@@ -34,7 +34,7 @@ class State:
         return value if value is None or not text.startswith("!") else not value
 
     def word(self, text: str, offset: int = 0) -> int | None:
-        """Of an operand, or of the one `offset` after it: without its sign."""
+        """The value of an operand, or of the word `offset` after it, without its sign."""
         text = text.removesuffix(".reuse").lstrip("-~|").removesuffix("|")
         if text in ("RZ", "URZ", "SRZ"):
             return 0
@@ -46,13 +46,13 @@ class State:
         return None if not with_value else int(text, 0) if not offset else 0
 
     def some_bits(self, text: str) -> tuple[int, int]:
-        """Which bits of an operand are known, and these."""
+        """Which bits of an operand are known, and their values."""
         if (value := self.word(text)) is not None:
             return WORD - 1, value
         return self.bits.get(text.removesuffix(".reuse"), (0, 0))
 
     def integer(self, text: str) -> int | None:
-        """With its sign: -0 is 2^32, whose carry is that of a subtraction."""
+        """The value with its sign. -0 is 2^32, so that a sum has the carry of a subtraction."""
         value = self.word(text)
         if value is None or text[0] not in "-~":
             return value
@@ -91,7 +91,7 @@ def written(x: Instruction) -> tuple[list[str], list[str]]:
 
 
 def width(x: Instruction) -> int:
-    """How many registers it writes."""
+    """How many registers an instruction writes."""
     parts = x.opcode.split(".")
     if x.base == "HGMMA":
         return int(parts[1].split("x")[1]) // 2
@@ -106,7 +106,7 @@ def width(x: Instruction) -> int:
 
 
 def forget(state: State, x: Instruction) -> None:
-    """Nothing is known of what it writes."""
+    """Mark all that an instruction writes as unknown."""
     predicates, registers = written(x)
     for name in predicates:
         state.predicates.pop(name, None)
@@ -117,14 +117,14 @@ def forget(state: State, x: Instruction) -> None:
 
 
 def condition(state: State, x: Instruction) -> bool | None:
-    """Is a branch taken?"""
+    """Is a branch taken? None: unknown."""
     given = [x.guard] * bool(x.guard) + [y for y in x.operands[:-1] if PREDICATE.match(y)]
     values = [state.predicate(y) for y in given]
     return False if False in values else None if None in values or not given else True
 
 
 def runs(state: State, x: Instruction) -> bool:
-    """Does its guard let it?"""
+    """Does the guard let an instruction run? True if unknown."""
     name = x.guard.lstrip("!")
     if not x.guard or state.predicate(x.guard) or name not in state.predicates | state.assumed:
         return x.guard not in NEVER

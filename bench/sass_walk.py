@@ -1,11 +1,12 @@
 """The instructions that one iteration of a loop issues.
 
-Constants are followed from the kernel's entry, as a compiler would: immediates, the parameters that
-are given, and what is computed of them. So switches of a kernel that a call sets once (is there a
-mask?) go one way, and inner loops of a constant length take their turns. Where a branch hangs on
-what is not known, the way is taken that has, in this order, the most products, exponentials,
-asynchronous copies and loads, then the fewest instructions: a whole tile within the bounds; or,
-`dear`, the most. Two things that are not known are not equal: no tile is the first, nor the last.
+Constants are propagated from the kernel's entry, as in a compiler: immediates, the given
+parameters, and values computed from them. So branches on parameters of the call (is there a mask?)
+are decided, and inner loops of a constant length run all their iterations. At a branch on an
+unknown value, the path is taken that has, in this order, the most products, exponentials,
+asynchronous copies and loads, then the fewest instructions: a whole tile within the bounds. With
+`dear` it has the most instructions. Two unknown values are assumed to differ: no tile is the first,
+nor the last.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from . import sass_arithmetic, sass_values
 from .sass import PRODUCTS, Code, Instruction, Loop
 from .sass_values import State
 
-LIMIT = 1_000_000  # instructions on the way to a loop: more is a fault of this reader
+LIMIT = 1_000_000  # instructions of a path: more is a bug of this module
 Score = tuple[int, ...]
 NOTHING: Score = (0, 0, 0, 0, 0)
 Issued = tuple[Instruction, bool]
@@ -26,12 +27,12 @@ Issued = tuple[Instruction, bool]
 def iteration(
     code: Code, loop: Loop, constants: Mapping[int, int] | None = None, dear: bool = False
 ) -> list[Issued]:
-    """What one iteration issues, in order, and whether its guard lets it run. `constants` are words
-    of bank 0 by their address."""
+    """The instructions that one iteration issues, in order, each with whether its guard lets it
+    run. `constants` are words of bank 0 by their address."""
     state = State(dict(constants or {}))
     for _ in _walk(code, 0, loop.header, set(code.blocks), state, dear=False):
         pass
-    for block in loop.blocks:  # what one iteration leaves is not what the next one finds
+    for block in loop.blocks:  # values written in the loop differ between iterations
         for at in code.blocks[block]:
             for x in (code.instructions[at], *code.called(at)):
                 sass_values.forget(state, x)
@@ -53,7 +54,7 @@ def _walk(
         for y in code.called(at):
             yield y, True
             sass_values.forget(state, y)
-        if len(ways) > 1:  # what leads elsewhere is not the way that is asked for
+        if len(ways) > 1:  # drop ways that do not lead to `end`
             ways = [w for w in ways if w == end or w in best]
         if len(ways) > 1 and (taken := sass_values.condition(state, x)) is not None:
             ways = [ways[not taken]]
@@ -69,8 +70,8 @@ def _walk(
 
 
 def _best_ways(code: Code, end: int, allowed: set[int], dear: bool) -> dict[int, tuple[Score, int]]:
-    """For each block with a way on to `end` the score of the best, and its first step. No block is
-    passed twice: a loop on the way has one iteration, or none."""
+    """For each block with a path to `end`: the score of the best path, and its first step. No path
+    visits a block twice, so a loop on it has one iteration, or none."""
     found: dict[int, tuple[Score, int]] = {}
     place = {block: i for i, block in enumerate(code.order)}
     for block in reversed(code.order):

@@ -1,5 +1,5 @@
-"""Forward mode and second derivatives: beside the passes that they are made of, and torch's math
-path, the only one of torch's own that has them.
+"""Forward mode and second derivatives, against the passes that they consist of and against torch's
+math path, the only path of torch that supports them.
 
 A row is a race, as in `unpadded`: float32, one head, causal, one thread. Memory is what a transform
 adds to a fresh process, out and gradients included.
@@ -28,7 +28,7 @@ Attention = Callable[..., Tensor]
 LENGTHS = (2048, 8192)
 MEMORY_LENGTHS = (1024, 2048, 4096)
 DIM = 64
-GROWTH = 2.2  # of memory, at most, where N doubles
+GROWTH = 2.2  # highest ok growth of memory if N doubles
 
 
 def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ SIDES: dict[str, Attention] = {SUBJECT: ours, "torch-math": math}
 
 
 class Given(NamedTuple):
-    """q, k and v, directions of theirs, and the gradient of out and its direction."""
+    """q, k and v, their tangents, and the gradient of out and its tangent."""
 
     tensors: tuple[Tensor, ...]
     moves: tuple[Tensor, ...]
@@ -67,26 +67,26 @@ def jvp(f: Attention, x: Given) -> Callable[[], Sequence[Tensor]]:
 
 
 def at_once(f: Attention, x: Given) -> Callable[[], Sequence[Tensor]]:
-    """The same by the call that is made for it: forward is a part of the pass."""
+    """The same by fastattn.attention_jvp, which computes forward in the same pass."""
     return lambda: fastattn.attention_jvp(*x.tensors, *x.moves, causal=True)
 
 
 def backward(f: Attention, x: Given) -> Callable[[], Sequence[Tensor]]:
-    """Of a forward pass that was."""
+    """Backward alone: forward has run before."""
     leaves = [y.clone().requires_grad_() for y in x.tensors]
     out = f(*leaves)
     return lambda: torch.autograd.grad(out, leaves, x.dout, retain_graph=True)
 
 
 def double_backward(f: Attention, x: Given) -> Callable[[], Sequence[Tensor]]:
-    """Of a backward pass that was."""
+    """Double backward alone: backward has run before."""
     leaves = [y.clone().requires_grad_() for y in (*x.tensors, x.dout)]
     grads = torch.autograd.grad(f(*leaves[:3]), leaves[:3], leaves[3], create_graph=True)
     return lambda: torch.autograd.grad(grads, leaves, x.moves, retain_graph=True)
 
 
 def hessian_product(f: Attention, x: Given) -> Callable[[], Sequence[Tensor]]:
-    """Forward over reverse, from the beginning."""
+    """Forward over reverse, with the first passes."""
     loss = torch.func.grad(lambda *y: (f(*y) * x.dout).sum(), (0, 1, 2))
     return lambda: torch.func.jvp(loss, x.tensors, x.moves)[1]
 
@@ -116,7 +116,7 @@ def races(lengths: Sequence[int] = LENGTHS) -> Iterator[Race]:
 
 
 def memory(lengths: Sequence[int] = MEMORY_LENGTHS) -> Iterator[Record]:
-    """Records as those of `peak_memory`, with a transform for a mask."""
+    """Records as in `peak_memory`; the mask is the name of a transform."""
     for name in TRANSFORMS:
         for n in lengths:
             for side in SIDES:
@@ -127,14 +127,14 @@ def memory(lengths: Sequence[int] = MEMORY_LENGTHS) -> Iterator[Record]:
 
 
 def prepared(side: str, name: str, n: int) -> Callable[[], Any]:
-    """All of a transform, its first passes too."""
+    """A whole transform, with its first passes."""
     torch.set_num_threads(1)
     x = given(n)
     return lambda: TRANSFORMS[name](SIDES[side], x)()
 
 
 def growth(rows: Sequence[Record]) -> Iterator[str]:
-    """How much more memory a transform of ours takes where N doubles: twice is linear."""
+    """How our memory of each transform grows if N doubles: 2 is linear."""
     for name in TRANSFORMS:
         mine = [row for row in rows if (row["mask"], row["peer"]) == (name, SUBJECT)]
         for a, b in itertools.pairwise(mine):

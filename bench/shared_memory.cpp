@@ -1,6 +1,6 @@
-// The shared memory that a block of each CUDA kernel asks for at most: lines of bytes and the type
-// that the kernel is an instance of, mangled. Small kernels go by their name. For bench/ptxas.py;
-// any C++ compiler makes it, with the tests' emulator in the place of CUDA's headers.
+// The most shared memory that a block of each CUDA kernel asks for: lines of bytes and the type
+// that the kernel is an instance of, mangled. Small kernels are listed by name. For bench/ptxas.py;
+// any C++ compiler builds it, with the tests' emulator in the place of CUDA's headers.
 #include <cstdio>
 #include <typeinfo>
 

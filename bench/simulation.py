@@ -1,8 +1,8 @@
-"""What attention over ranks would take on a cluster: the cost model of fastattn.distributed on
-sizes that no test has, from published rates of kernels and links. Nothing here was run.
+"""Simulate attention over ranks on a cluster: the cost model of fastattn.distributed at sizes that
+no test has, with published rates of kernels and links. Nothing here was run.
 
 A layer of Llama 3 405B (128 query heads, 8 key heads, D = 128), bfloat16, forward and backward.
-Beside it stands what was published of such runs. `page` is results/distributed-simulation.txt.
+It is compared with published runs. `page` is results/distributed-simulation.txt.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ FOLDER = Path(__file__).resolve().parent / "results"
 PAGE, PICTURE = "distributed-simulation.txt", "distributed-simulation.png"
 HEADS, KEY_HEADS, DIM, NODE = 128, 8, 128, 8
 LENGTHS, RANKS = tuple(1 << n for n in range(20, 24)), (8, 64, 512, 4096)
-# The picture has more of both.
+# The picture has more lengths and ranks.
 MANY_LENGTHS, MANY_RANKS = tuple(1 << n for n in range(16, 24)), tuple(1 << n for n in range(3, 13))
 COLORS = {"gather": "#d9a441", "ring": "#4f7cac", "ulysses": "#6fbf9b", "usp": "#0b6e4f"}
 SHADES = {name: at for at, name in enumerate(COLORS)}
 
 
 class Band(NamedTuple):
-    """What is seen, and the layout that suits it."""
+    """Which keys a row attends to, and the layout that suits this."""
 
     name: str
     layout: str
@@ -51,7 +51,7 @@ def call(
 
 
 def costs(N: int, ranks: int, band: Band, machine: Machine = H100) -> dict[str, Cost]:
-    """Of the strategies that can; usp has the ranks of a node inside."""
+    """Costs of the strategies that are possible; usp runs Ulysses inside a node."""
     meshes = {"gather": (ranks,), "ring": (ranks,)}
     if HEADS % ranks == 0:
         meshes["ulysses"] = (ranks,)
@@ -66,7 +66,7 @@ def least(found: dict[str, Cost]) -> str:
 
 
 def efficiency(found: Cost, N: int, ranks: int, band: Band) -> float:
-    """Of what the kernels could do, were nothing sent and all ranks as busy."""
+    """The share of the kernels' speed without transfers and with all ranks equally busy."""
     whole = call(N, (1,), band, HEADS, KEY_HEADS, True)
     scores = cost.alone(whole, (layout.Span(0, N),)).scores
     free = dataclasses.replace(H100, call=0.0)
@@ -85,8 +85,8 @@ class Run(NamedTuple):
     seconds: float
 
 
-# Yang 2024, arXiv:2411.01783: the abstract, and of one node "about" in section 1. Nodes are a ring
-# (pass-KV), the GPUs of a node divide heads and matrices.
+# Yang 2024, arXiv:2411.01783: the abstract, and for one node the "about" figures of section 1.
+# Nodes form a ring (pass-KV), the GPUs of a node divide heads and matrices.
 PUBLISHED = (
     Run(1_000_000, 16, 77.0),
     Run(131_072, 16, 3.8),
@@ -94,7 +94,7 @@ PUBLISHED = (
     Run(131_072, 1, 60.0),
 )
 LAYERS, WIDTH, PARAMETERS = 126, 16_384, 405e9
-FACTOR = 1.5  # that the model may be off: what is neither attention, products nor sums is not in it
+FACTOR = 1.5  # tolerance of the model, which has only attention, products and sums
 
 
 def prefill(run: Run) -> dict[str, float]:
@@ -167,7 +167,7 @@ def draw(
     lengths: Sequence[int] = MANY_LENGTHS,
     ranks: Sequence[int] = MANY_RANKS,
 ) -> Any:
-    """Where each strategy takes the least time, and how much of the kernels' rate it leaves."""
+    """Where each strategy takes the least time, and its share of the kernels' rate."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 

@@ -1,10 +1,10 @@
-"""The ten calls that matter, for pytest-benchmark: one change of ours against the one before.
+"""The ten most important calls for pytest-benchmark, to compare a change with the one before.
 
     python -m pytest bench/test_calls.py --benchmark-autosave
     python -m pytest bench/test_calls.py --benchmark-compare --benchmark-compare-fail=median:5%
 
-`python -m bench` compares with torch. Each call is verified first; none is part of `make test`,
-whose fixtures fill memory with NaN and so change the time.
+`python -m bench` compares with torch. Each call is verified first. None is part of `make test`,
+because the fixtures there fill memory with NaN, which changes the time.
 """
 
 from __future__ import annotations

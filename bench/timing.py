@@ -1,5 +1,5 @@
-"""Clocks, and interleaved rounds: every peer runs in every round, so that a busy neighbour or a
-changing clock frequency falls on all of them, and the ratio is taken inside the round."""
+"""Clocks, and interleaved rounds: every peer runs in every round, so that load or a changing clock
+frequency affects all of them alike. Ratios are taken within a round."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from typing import Any, Protocol
 
 import torch
 
-# A program is a chain of phases; each gets what the one before returned, and each is timed apart.
+# A program is a chain of phases. Each gets the result of the one before, and is timed separately.
 Phase = Callable[[Any], Any]
 Program = Sequence[Phase]
 
 MIN_SAMPLE_S = 0.003
 ROUNDS = (5, 41)
 L2_BYTES = 256 << 20  # more than any GPU's L2
-SLEEP = (2e-4, 2e-2)  # seconds of the device before a phase: beyond twice the host's; at most
+SLEEP = (2e-4, 2e-2)  # sleep of the device before a phase, in s: added to twice the host's; at most
 
 
 class Clock(Protocol):
     name: str
-    beside: float  # seconds that a call takes beside what is measured, about
+    beside: float  # approximate unmeasured seconds per call
 
     def sample(self, program: Program, loops: int) -> list[float]:
         """Seconds per call of each phase, averaged over loops calls."""
         ...
 
     def host(self, program: Program) -> list[float]:
-        """Where another device computes: seconds that the host took to submit each phase, the
-        median of all samples. Else []."""
+        """Median seconds that the host took to submit each phase, over all samples; [] if the host
+        itself computes."""
         ...
 
 
@@ -65,8 +65,8 @@ class DeviceClock:
     """CUDA events around each phase, each after a write that empties the L2 cache.
 
     The device sleeps before the first event for longer than the host takes to submit the phase, so
-    that no kernel waits for its launch between the events: they hold the device's own time. A call
-    that takes the host longer than the device is bound by the host; `host` has that time.
+    that no kernel waits for its launch between the events: they measure the device alone. A call
+    that takes the host longer than the device is bound by the host; `host` gives that time.
     """
 
     name = "device events"
@@ -79,7 +79,7 @@ class DeviceClock:
 
     @functools.cached_property
     def cycles(self) -> float:
-        """What the device's sleep counts, in a second."""
+        """Cycles per second, as the device's sleep counts them."""
         count = 1_000_000
         for _ in range(2):  # the first loads the kernel
             begin, end = self._marks()
@@ -120,7 +120,7 @@ class DeviceClock:
         return [statistics.median(each) for each in zip(*self.hosts.get(program, ()))]
 
 
-THREAD_TIME = HostClock("thread CPU time", time.thread_time)  # blind to other processes
+THREAD_TIME = HostClock("thread CPU time", time.thread_time)  # unaffected by other processes
 WALL_TIME = HostClock("wall time", time.perf_counter)
 
 
@@ -143,7 +143,7 @@ class Failed(Exception):
 
 @contextlib.contextmanager
 def torch_threads(count: int | None) -> Generator[None, None, None]:
-    """torch's thread count inside the block; None leaves it."""
+    """Set torch's thread count inside the block; None leaves it."""
     before = torch.get_num_threads()
     if count is not None:
         torch.set_num_threads(count)
@@ -159,8 +159,8 @@ def interleaved(
     seconds: float,
     arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
 ) -> dict[str, list[list[float]]]:
-    """name -> rounds -> seconds per phase, in about `seconds` in all. Every sample of a program is
-    taken inside its context of `arounds`. Raises Failed."""
+    """name -> rounds -> seconds per phase, in about `seconds` in total. Every sample of a program
+    is taken inside its context of `arounds`. Raises Failed."""
     inside = arounds or dict.fromkeys(programs, contextlib.nullcontext)
 
     def sample(name: str, count: int) -> list[float]:
@@ -188,7 +188,7 @@ def interleaved(
                 break  # slower than the first calls were: other processes hold the cores
             for name in order:
                 samples[name].append(sample(name, loops[name]))
-            order.reverse()  # nobody always runs in the wake of the same peer
+            order.reverse()  # no peer always runs after the same one
     finally:
         if collecting:
             gc.enable()

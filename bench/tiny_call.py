@@ -24,9 +24,9 @@ def measure(
     threads: Sequence[int] | None = None,
     process: apart.Process | None = None,
 ) -> dict[str, Any]:
-    """Microseconds a call by pass and peer, and how many times as fast as torch each is: CPU time
-    on one thread, wall time on all; on a GPU the wall time of launching, not waited for. In a
-    process of its own, where one is given, it goes on without a peer that ends it."""
+    """Microseconds per call by pass and peer, and the speed-up of each over torch: CPU time on one
+    thread, wall time on all; on a GPU the wall time of launches, without waiting for results. The
+    work runs in `process`, if it is given, and continues without a peer that ends the process."""
     if process is None:
         return _measure(device, peers, threads)
     lost: dict[str, str] = {}

@@ -1,8 +1,8 @@
-"""Text as it comes: sequences of different lengths, and caches in pages.
+"""Packed sequences of different lengths, and paged caches.
 
 A row is a race between a call of ours and another way to the same numbers: the same work padded,
-torch's function on padded or jagged tensors, or contiguous keys. Both are held against each other
-before either is timed; tests hold ours against the oracle. Lengths go from N / 8 to N.
+torch's function on padded or jagged tensors, or contiguous keys. Both results are compared before
+either is timed; tests compare ours with the oracle. Lengths go from N / 8 to N.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 3e-2}
 
 
 class Race(NamedTuple):
-    """ours and other return the same tensors, unless the other is but a measure of work. aim:
-    other / ours at least, or ours / other at most, the latter over `share`, which of the other's
-    work is ours."""
+    """`ours` and `other` return the same tensors if `same`; else `other` only measures work. `aim`
+    is the least other / ours ("at least"), or the most ours / (`share` * other) ("at most").
+    `share` is our work over the other's."""
 
     name: str
     dtype: str
@@ -50,7 +50,7 @@ class Race(NamedTuple):
 
 
 def races(dtypes: Sequence[str] = BOTH, scale: float = 1.0) -> Iterator[Race]:
-    """scale: of all lengths, for tests."""
+    """`scale` multiplies all lengths, for tests."""
     for dtype in dtypes:
         for what in (FORWARD, TRAINING):
             yield from packed(dtype, what, int(N * scale))
@@ -64,7 +64,7 @@ def packed(dtype: str, what: str, n: int) -> Iterator[Race]:
     size: dict[str, Any] = dict(dtype=DTYPES[dtype], requires_grad=grad)
     rows = [torch.randn(int(cu[-1]), HEADS, DIM, **size) for _ in range(3)]
     dout = torch.randn(int(cu[-1]), HEADS, DIM, dtype=DTYPES[dtype])
-    # What is given to the others lies ready in their form: to pad costs them nothing here.
+    # The others' inputs are padded in advance: the time of padding is not measured.
     padded = [_padded(x.detach(), lengths).requires_grad_(grad) for x in rows]
     padded_dout = _padded(dout, lengths)
     seen = torch.arange(n) < torch.tensor(lengths)[:, None]
@@ -133,7 +133,7 @@ def measure(race: Race, seconds: float = SECONDS, threads: int | None = None) ->
     row: Record = {"what": race.name, "dtype": race.dtype, "pass": race.what}
     row |= {"threads": threads or torch.get_num_threads(), "rule": race.rule, "aim": race.aim}
     with timing.torch_threads(threads), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of torch, about jagged tensors
+        warnings.simplefilter("ignore")  # torch warns about jagged tensors
         if reason := disagreement(race):
             return row | {"status": "failed", "reason": reason} | NOTHING
         sides = {"ours": race.ours, "other": race.other}
@@ -152,7 +152,7 @@ def measure(race: Race, seconds: float = SECONDS, threads: int | None = None) ->
 
 
 def disagreement(race: Race) -> str:
-    """Why the two are not the same numbers, or nothing."""
+    """Why the two results differ, or ""."""
     if not race.same:
         return ""
     mine, theirs = race.ours(), race.other()

@@ -27,13 +27,13 @@ from .peers import Call, Peer
 # (4e-3, 1e-2) and (5e-4, 1e-3): a kernel 1% off fails, and rounding does not.
 BOUNDS = {"float32": (5e-6, 2e-5), "bfloat16": (7e-3, 4e-2), "float16": (1e-3, 6e-3)}
 ORACLE_FLOPS = {"cpu": 6e9, "cuda": 4e12}
-BLOCK_ELEMENTS = 1 << 21  # of the score matrix, over all the heads judged
+BLOCK_ELEMENTS = 1 << 21  # of a block of scores, over all the heads judged
 
 
 @dataclass
 class Verdict:
     """reason is "" when everything asked for passed; errors are whole-tensor relative errors.
-    note says how the judgement fell short of the call that is timed."""
+    note says how the judged call differs from the timed one."""
 
     reason: str = ""
     errors: dict[str, float] = field(default_factory=dict)
@@ -125,8 +125,8 @@ class Oracle:
 
 
 class Judge:
-    """Runs one pass of a case exactly as it will be timed, and compares. A peer whose dropout is
-    its own is compared without it."""
+    """Run one pass of a case exactly as it will be timed, and compare. A peer that draws its own
+    dropout is compared without dropout."""
 
     def __init__(self, case: Case, gradients: bool):
         self.oracle = Oracle(case, gradients)
@@ -145,7 +145,7 @@ class Judge:
                 return self.oracle.judge(actual)
             plain = self.plain.case
             verdict = self.plain.judge(compute(peer.prepare(plain), plain, inputs, what))
-        except Exception as error:  # whatever a peer raises, it must show in the table
+        except Exception as error:  # the table must show any error of a peer
             reason = apart.told(error)
         else:
             verdict.note = "judged without dropout: its draws are its own"
@@ -175,7 +175,7 @@ def compute(call: Call, case: Case, inputs: Inputs, what: str) -> dict[str, Tens
 
 
 def differentiable(case: Case, inputs: Inputs) -> Inputs:
-    """The same values, the leaves of the case requiring grad."""
+    """The same values; the leaves of the case require grad."""
     return inputs._replace(
         **{name: getattr(inputs, name).detach().requires_grad_() for name in case.leaves}
     )

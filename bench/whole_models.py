@@ -1,10 +1,10 @@
-"""Whole models, with fastattn and as they were: what is left of a kernel's speed in a user's hands.
+"""Whole models with and without fastattn: how much of a kernel's speed-up a user gets.
 
-Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" beside
+Llama-like and Mistral-like models of four layers and a ViT-B/16 of transformers, "fastattn" against
 "sdpa"; and six of torch's encoder layers, torchvision's ViT-B/16 and OpenCLIP's ViT-B/32 (these two
-where `make test-all` has installed them), converted and not. Weights are random. What both return
-is held against each other before either is timed: logits where there is no padding, and in training
-the loss and a gradient; tokens in float32, since rounding may choose others in bfloat16.
+if `make test-all` has installed them), converted and not. Weights are random. Both results are
+compared before either is timed: logits of unpadded positions, in training the loss and a gradient,
+and tokens in float32 only, because rounding may choose other tokens in bfloat16.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ TOKENS, BATCH, WINDOW = 64, 4, 256
 SECONDS = 2.0
 SIZES = dict(hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8)
 SIZES |= dict(num_key_value_heads=2, head_dim=64, vocab_size=1024, pad_token_id=0)
-PLAIN_AIM, AIM = 1.0, 1.3  # the latter where there are windows or padding
+PLAIN_AIM, AIM = 1.0, 1.3  # AIM is for windows or padding
 
 Results = Callable[[], Sequence[Tensor]]
 
 
 @contextlib.contextmanager
 def registered() -> Generator[None, None, None]:
-    """Models of transformers may have attn_implementation="fastattn" inside."""
+    """Inside the block transformers accepts attn_implementation="fastattn"."""
     import fastattn.integrations.transformers as integration
 
     if importlib.util.find_spec("transformers") is None:
@@ -55,8 +55,8 @@ def races(
     scale: float = 1.0,
     only: Sequence[str] = (),
 ) -> Iterator[Race]:
-    """Those with one of the texts of `only` in their names; inside `registered`. scale: of all
-    models, for tests."""
+    """Races with one of the texts of `only` in their names, or all; to be used inside `registered`.
+    `scale` shrinks all models, for tests."""
     for dtype in dtypes:
         every = [*_languages(dtype, lengths, scale), *_others(dtype, scale)]
         for name, what, aim, make in every:
@@ -97,7 +97,7 @@ def _others(dtype: str, scale: float) -> Iterator[Entry]:
 
 
 def _under_autocast(dtype: str, scale: float) -> Iterator[Entry]:
-    """What has nn.MultiheadAttention inside: with nothing to train torch has a way of its own."""
+    """Models with nn.MultiheadAttention inside, for which torch has an inference fast path."""
     for padded in (False, True):
         at = f"encoder under autocast{', padded' if padded else ''}"
         make = functools.partial(_encoder, dtype, FORWARD, padded, scale, autocast=True)
@@ -112,7 +112,7 @@ def _under_autocast(dtype: str, scale: float) -> Iterator[Entry]:
 
 
 def _pair(make: Callable[[], Any]) -> tuple[Any, Any]:
-    """A model of transformers by fastattn, and its copy by sdpa."""
+    """A model of transformers that uses fastattn, and a copy that uses sdpa."""
     torch.manual_seed(0)
     other = make()
     ours = copy.deepcopy(other)
@@ -135,7 +135,7 @@ def _language(
     ids = torch.randint(1, SIZES["vocab_size"], (batch, n))
     mask = torch.ones_like(ids)
     for b in range(batch):
-        mask[b, : b * n // BATCH] = 0  # on the left, as generation has it
+        mask[b, : b * n // BATCH] = 0  # left padding, as in generation
     given = dict(input_ids=ids * mask, attention_mask=mask)
     real = mask.bool()
 
@@ -162,13 +162,13 @@ def _without_gradient(model: Any, *inputs: Tensor, **given: Any) -> Tensor:
 
 
 def _step(model: nn.Module, loss_of: Callable[[], Tensor]) -> list[Tensor]:
-    """A training step without its optimizer: the loss, and of all gradients the first."""
+    """A training step without its optimizer: the loss, and the first parameter's gradient."""
     loss = loss_of()
     return [loss.detach(), torch.autograd.grad(loss, list(model.parameters()))[0]]
 
 
 def _loss(out: Tensor) -> Tensor:
-    """What a layer norm does not make a constant, and rounding does not cancel."""
+    """A loss that a final layer norm does not make constant and rounding does not cancel."""
     target = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
     return (out.float() - target).square().mean()
 
@@ -192,8 +192,8 @@ def _vit(dtype: str, what: str, scale: float) -> tuple[Results, Results, bool]:
 def _encoder(
     dtype: str, what: str, padded: bool, scale: float, autocast: bool = False
 ) -> tuple[Results, Results, bool]:
-    """Of torch.nn: with nothing to train it has a fast path of its own. autocast: to `dtype`, with
-    weights of float32."""
+    """The encoder of torch.nn, which has an inference fast path. With `autocast` it computes in
+    `dtype` and its weights are float32."""
     kept = torch.float32 if autocast else DTYPES[dtype]
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(512, 8, 1408, 0.0, "gelu", batch_first=True)
@@ -235,7 +235,7 @@ def _converted(
         def out() -> Sequence[Tensor]:
             with torch.autocast("cpu", DTYPES[dtype]):
                 found = model(*inputs)
-            return [found] if isinstance(found, Tensor) else found[:2]  # a scale comes third
+            return [found] if isinstance(found, Tensor) else found[:2]  # no logit scale
 
         return out
 
@@ -245,7 +245,7 @@ def _converted(
 def _torchvision(scale: float) -> tuple[nn.Module, Inputs]:
     models = beside.library("torchvision").models
     model = models.VisionTransformer(224, 16, 12 if scale == 1 else 1, 12, 768, 3072)
-    model.heads = nn.Identity()  # its last layer begins as zeros
+    model.heads = nn.Identity()  # the last layer is initialized to zeros
     return model, (torch.randn(2, 3, 224, 224),)
 
 

@@ -23,7 +23,7 @@ enum FaDtype {
   FA_BF16 = 2,
   FA_F16 = 3,
   FA_BOOL = 4,
-  FA_I8 = 5,    // and the next: of k and v, with scales
+  FA_I8 = 5,    // this and the next two: k and v only, with scales
   FA_E4M3 = 6,  // float8_e4m3fn
   FA_E5M2 = 7
 };
@@ -42,10 +42,10 @@ struct FaParams {
   struct FaTensor mask;      // (B,H,M,N): FA_BOOL (true = may attend) or additive float
   struct FaTensor slopes;    // (B,H,1,1), same dtype as lse: ALiBi
   struct FaTensor sinks;     // (1,H,1,1), same dtype as lse: one more logit in the denominator
-  struct FaTensor k_scale;   // (B,Hk,N,1) float32, of k and v in eight bits: what each row is
-  struct FaTensor v_scale;   // multiplied by, to be rounded to q's dtype; in pages as k and v lie
+  struct FaTensor k_scale;   // (B,Hk,N,1) float32, for k and v in eight bits: each row times its
+  struct FaTensor v_scale;   // scale is rounded to q's dtype; in pages like k and v
   struct FaTensor lse;       // (B,H,M,2) float32, or float64 for float64 inputs: the LSE, and
-                             // stride[3] from it what its rounding lost
+                             // at stride[3] after it, what its rounding cut off
 
   struct FaTensor out;               // (B,H,M,Dv)
   struct FaTensor weights;           // (B,H,M,N), or (B,1,M,N) with average_heads
@@ -71,36 +71,36 @@ struct FaParams {
   int64_t bottom_right;    // i' = i + length - M when set, else i' = i
   int64_t average_heads;   // weights: mean over heads
   int64_t constant_lse;    // weights backward: do not differentiate the normaliser
-  int64_t row_invariant;   // a row has the bits that it has among any other rows: none of the ways
-                           // that are for few
-  // Where this call lies in a larger one: its first row, key, head and item there, and how many
-  // rows and keys there are after its own. Lengths are the larger call's; draws of dropout count
-  // from its beginning.
+  int64_t row_invariant;   // a row's result has the same bits among any other rows: the paths for
+                           // few rows are not used
+  // The position of this call in a larger one: its first row, key, head and item there, and how
+  // many rows and keys follow its own. Lengths are the larger call's; positions of dropout count
+  // from its start.
   int64_t at_row, at_key, at_head, at_item, rows_after, keys_after;
-  // Of a packed batch, of B sequences with at most M rows and N keys each, the rows and keys of
-  // all: what has M or N rows above has T or S, and no batch dimension. mask, slopes, lengths, and
-  // dmask and dsinks, are by sequence.
+  // For a packed batch of B sequences, each with at most M rows and N keys: the total rows and
+  // keys. Tensors with M or N rows above then have T or S rows and no batch dimension. mask,
+  // slopes, lengths, dmask and dsinks stay per sequence.
   int64_t T, S;
-  // Of one whose keys lie in pages: k is (P,Hk,page,D), v (P,Hk,page,Dv).
+  // For a packed batch with keys in pages: k is (P,Hk,page,D), v (P,Hk,page,Dv).
   int64_t P, page, blocks;
   int64_t threads;         // at most this many threads
   double scale;            // multiplies q.k
   double softcap;          // 0 = off
   double dropout_p;        // 0 = off
 
-  // Of the passes that take tangents: in which directions q, k, v, mask and sinks move, each with
-  // its tensor's shape and dtype, null where one does not; and what moves with them. These are
-  // last, so that nothing else lies elsewhere for them.
+  // For the passes that take tangents: those of q, k, v, mask and sinks, each with its tensor's
+  // shape and dtype, null if zero; then those of out, lse, dout and dlse. These fields come last,
+  // so that the offsets of all others stay as they were.
   struct FaTensor q_t, k_t, v_t, mask_t, sinks_t;
   struct FaTensor out_t, lse_t;      // (B,H,M,Dv), and (B,H,M) in the dtype of lse
-  struct FaTensor dout_t, dlse_t;    // as dout and dlse; null where they do not move
+  struct FaTensor dout_t, dlse_t;    // as dout and dlse; null if zero
 
-  // After how many items and heads dropout draws the same again, where this call is several of
-  // those; 0 = never. Not of a packed batch. Last for the same reason.
+  // Dropout repeats its draws after so many items and heads, if this call consists of several such
+  // groups; 0 = never. Not for a packed batch. Last for the same reason.
   int64_t items_again, heads_again;
 };
 
-// FaCall field by field: by this the two sides of the ABI know that they are of one version.
+// The fields of FaCall in order. Both sides of the ABI compare them to detect another version.
 #define FA_FIELDS                                                                            \
   "q k v mask slopes sinks k_scale v_scale lse out weights dq dk dv dmask dsinks dout dlse " \
   "dweights lengths seed cu_q cu_k pages workspace B H Hk M N D Dv left right bottom_right " \
@@ -133,16 +133,17 @@ struct FaCall {
   int64_t size[FA_WRITES_COUNT][4];
 };
 
-// Which kernel a workspace is for, and what running it returns: FA_BAD_LENGTH when a key
-// length is outside [0, keys of the larger call] and FA_BAD_OFFSET when cu_q or cu_k does not
-// rise from 0 to T or S in steps of at most M or N, FA_BAD_PAGE when a page that a length needs is
-// outside [0, P) (nothing is computed), FA_NO_MEMORY when no thread got scratch. FA_BAD_EXTENT plus
-// an FaWritten when that tensor has other sizes than the call (nothing is written): those in the
-// comments of FaParams, where dmask may have 1 for H, M, N and, unless the batch is packed, for B.
+// FaPass: the kernel that a workspace is for, or that a run executes. FaStatus: what a run returns.
+// FA_BAD_LENGTH: a key length is outside [0, keys of the larger call]; FA_BAD_OFFSET: cu_q or cu_k
+// does not rise from 0 to T or S in steps of at most M or N; FA_BAD_PAGE: a page that a length
+// needs is outside [0, P). After these nothing is computed. FA_NO_MEMORY: no thread got scratch.
+// FA_BAD_EXTENT plus an FaWritten: the sizes of that tensor are not those in the comments of
+// FaParams (nothing is written); dmask may have 1 for H, M, N and, unless the batch is packed, for
+// B.
 //
-// FA_JVP makes out_t and lse_t of an `out` that is given, FA_FORWARD_JVP makes out and lse, too;
-// FA_SECOND from all of these, dout and dlse what dq, dk, dv, dmask and dsinks of backward move by.
-// Only the CPU has the last three.
+// FA_JVP computes out_t and lse_t for a given `out`; FA_FORWARD_JVP computes out and lse, too.
+// FA_SECOND takes all of these, dout and dlse, and writes the tangents of backward's dq, dk, dv,
+// dmask and dsinks. Only the CPU has these three passes.
 enum FaPass {
   FA_FORWARD = 0,
   FA_BACKWARD = 1,
@@ -170,14 +171,14 @@ FA_EXPORT const char* fa_cpu_isas(void);             // what this machine can ru
                                                      // "avx512_bf16,avx512,avx2,generic"; last
                                                      // amx_model, for tests, never chosen
 FA_EXPORT const char* fa_cpu_isa(void);              // the one in use
-FA_EXPORT const char* fa_cpu_why(void);              // and why: a sentence
-FA_EXPORT const char* fa_cpu_unit(const struct FaParams* p);  // that which runs this
+FA_EXPORT const char* fa_cpu_why(void);              // why that one: a sentence
+FA_EXPORT const char* fa_cpu_unit(const struct FaParams* p);  // the one that runs this call
 FA_EXPORT int64_t fa_cpu_select(const char* name);   // 0 = done, 1 = this machine cannot run it;
                                                      // not while another thread is in a call
-FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on);  // 0: vectors multiply it, AMX or not
-// Tests: fill every scratch buffer with NaN bytes before use; "<instruction set>: <why>" of another
-// chip, named as CPUID does, which has the given sets; and y = f(x) of n numbers of one dtype,
-// FA_F32 or FA_F64, by the vector function that kernels use.
+FA_EXPORT void fa_cpu_float32_on_tiles(int64_t on);  // 0: float32 on vectors even with AMX
+// For tests. Fill every scratch buffer with NaN bytes before use; "<instruction set>: <why>" for
+// another chip, named as CPUID names it, with the given sets; and y = f(x) for n numbers of one
+// dtype, FA_F32 or FA_F64, by the vector function that kernels use.
 FA_EXPORT void fa_cpu_poison(int64_t on);
 FA_EXPORT const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model,
                                     const char* isas);
@@ -186,15 +187,15 @@ FA_EXPORT void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* 
                                       int64_t n);
 FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thread on registers
 
-// The CUDA library. Nothing here waits for the GPU, and all may be captured in a CUDA graph, once a
-// call outside has loaded its kernels; key lengths are cut to [0, N]; gradients whose data is null
-// are not made. With multiprocessors, those of the device, few rows on many keys are shared out
-// among them; with 0 never.
+// The CUDA library. No function waits for the GPU, and all may be captured in a CUDA graph once a
+// call outside it has loaded the kernels. Key lengths are clamped to [0, N]; gradients with null
+// data are not computed. Few rows on many keys are split among `multiprocessors`, the number that
+// the device has; 0 never splits.
 FA_EXPORT const char* fa_cuda_abi_fields(void);
 FA_EXPORT int64_t fa_cuda_max_head_dim(void);  // FA_CUDA_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cuda_workspace(const struct FaParams* p, int64_t pass,
                                     int64_t multiprocessors);
-// Of the keys, in forward.
+// How many parts forward splits the keys into.
 FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocessors);
 // 0, a cudaError_t, or FA_BAD_EXTENT plus an FaWritten.
 FA_EXPORT int64_t fa_cuda_run(const struct FaCall* call, int64_t pass, int64_t device,
@@ -204,8 +205,8 @@ FA_EXPORT int64_t fa_cuda_version(int64_t of_driver);  // 13010 is CUDA 13.1: th
                                                        // newest that the driver knows
 FA_EXPORT int64_t fa_cuda_translates(void);            // 1 if the driver here translates its
                                                        // kernels from PTX
-FA_EXPORT const char* fa_cuda_error(int64_t code);     // what a cudaError_t says
-FA_EXPORT const char* fa_cuda_failed_kernel(void);     // whose launch failed last on this thread
+FA_EXPORT const char* fa_cuda_error(int64_t code);     // the text of a cudaError_t
+FA_EXPORT const char* fa_cuda_failed_kernel(void);     // of this thread's last failed launch
 
 #ifdef __cplusplus
 }

@@ -1,6 +1,5 @@
-// Where a row may look: the band of visible keys, cut to the key lengths, and the key head of a
-// query head. Every native backend shares this arithmetic; what happens to a score is in
-// cpu/tile.h and cuda/score.cuh.
+// Which keys a row may see: a band, cut to the key lengths. And the key head of a query head. Every
+// native backend shares this arithmetic; cpu/tile.h and cuda/score.cuh compute the scores.
 #pragma once
 #include "abi.h"
 #include "host_device.h"
@@ -10,20 +9,20 @@ namespace fa {
 FA_SHARED int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 FA_SHARED int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
 
-// All the keys of the larger call that this one lies in.
+// All keys of the larger call that contains this one.
 FA_SHARED int64_t all_keys(const FaParams& p) { return p.at_key + p.N + p.keys_after; }
 
-// Those of an item. Cut to what there is: on a GPU nobody has looked at the values.
+// The key length of an item, clamped: on a GPU the values have not been checked.
 FA_SHARED int64_t whole_length(const FaParams& p, int64_t b) {
   return p.lengths ? most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
 }
 
-// How many of this call's own keys that leaves.
+// How many of this call's own keys are within that length.
 FA_SHARED int64_t key_length(const FaParams& p, int64_t b) {
   return most(0, least(whole_length(p, b) - p.at_key, p.N));
 }
 
-// Row i stands at i' = i + diagonal(p, b), counted from this call's first key.
+// The position of row i among the keys is i + diagonal(p, b), from this call's first key.
 FA_SHARED int64_t diagonal(const FaParams& p, int64_t b) {
   const int64_t shift =
       p.bottom_right ? whole_length(p, b) - (p.at_row + p.M + p.rows_after) : 0;

@@ -5,13 +5,13 @@
 
 namespace fa {
 
-// FA_OK, or FA_BAD_EXTENT plus the first FaWritten whose sizes differ.
+// FA_OK, or FA_BAD_EXTENT plus the first FaWritten that has other sizes.
 inline int64_t bad_extent(const FaCall& call, int64_t pass) {
   const FaParams& p = call.params;
   const int64_t B = p.cu_q ? 1 : p.B, M = p.cu_q ? p.T : p.M, N = p.cu_q ? p.S : p.N;
   int64_t found = FA_OK;
-  // summed: 1 is the sum over a dimension; not over the sequences of a packed batch, each of which
-  // writes a part of its own.
+  // summed: size 1 stands for the sum over a dimension; not over the sequences of a packed batch,
+  // each of which writes its own part.
   const auto check = [&](FaWritten which, const FaTensor& x, const int64_t (&whole)[4],
                          bool summed = false) {
     const int64_t* size = call.size[which];

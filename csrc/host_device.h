@@ -4,7 +4,7 @@
 #ifdef __CUDACC__
 #define FA_SHARED __host__ __device__ inline
 #else
-// Always inlined: a copy of its own, shared by objects compiled for different
-// instruction sets, could end up being the one that this machine cannot run.
+// Always inlined: one copy, shared by objects compiled for different instruction sets, could be one
+// that this machine cannot run.
 #define FA_SHARED inline __attribute__((always_inline))
 #endif

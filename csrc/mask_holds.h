@@ -1,19 +1,20 @@
-// What numbers of a mask are to whoever skips parts of it, by their bits. CPU and GPU share this.
+// Classes of a mask's numbers, by their bits, for kernels that skip parts. CPU and GPU share this.
 #pragma once
 #include "abi.h"
 #include "host_device.h"
 
 namespace fa {
 
-// A set of these is a class. `kLeast` is finfo.min, of bfloat16 or wider: no score of a row that
-// has another one, the mean of V of a row that has not. (That of float16 is within scores' reach.)
+// A set of these is a class. `kLeast` is finfo.min, of bfloat16 or wider: it leaves no weight if
+// the row has another score, and equal weights if it has not. (That of float16 is among possible
+// scores.)
 enum Holds : uint8_t { kVisible = 1, kHidden = 2, kLeast = 4, kOther = 8 };
-// Is there nothing more to learn?
+// Can further numbers not change what the kernel does?
 FA_SHARED bool mixed(uint8_t held) {
   return held & kOther || (held & kVisible && held != kVisible);
 }
 
-// By their bits, as many at a time as a vector has: true and 0 let through, false and -inf hide.
+// By their bits, as many at a time as a vector has: true and 0 are visible, false and -inf hidden.
 struct OfBool {
   using Bits = uint8_t;
   static FA_SHARED Bits held(Bits x) { return x ? kVisible : kHidden; }

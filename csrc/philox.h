@@ -1,4 +1,4 @@
-// Which draws dropout makes: the generator's constants, and the rule of what is kept. Every native
+// Dropout's random numbers: the generator's constants, and the rule of what is kept. Every native
 // backend runs the rounds on its own vectors.
 #pragma once
 #include <stdint.h>
@@ -16,8 +16,8 @@ struct Philox {
   static constexpr uint32_t weyl0 = 0x9E3779B9u, weyl1 = 0xBB67AE85u;
 };
 
-// The word h or b of the x-th head or item of a call: `first` is that of its first, and after a
-// period, unless that is 0, words come again.
+// The word h or b of the x-th head or item of a call: `first` is that of its first, and words
+// repeat after a period, unless that is 0.
 FA_SHARED uint32_t drawn(int64_t first, int64_t x, int64_t period) {
   if (period) x = static_cast<uint32_t>(x) % static_cast<uint32_t>(period);
   return static_cast<uint32_t>(first + x);

@@ -8,7 +8,7 @@ from . import prerequisites  # noqa: F401
 # isort: split
 from . import (
     backends,  # noqa: F401  they register themselves
-    decomposition,  # noqa: F401  exporters know what the operators are made of by this
+    decomposition,  # noqa: F401  registers the decompositions that exporters look up
     flash_attn,
     integrations,
     nn,
@@ -57,7 +57,7 @@ set_module(__name__)
 
 
 def _call_on_dtensors(*call: Any) -> tuple[Any, ...]:
-    from .distributed import dtensor  # on demand, as `distributed` below
+    from .distributed import dtensor  # imported on demand, as `distributed` below
 
     return dtensor.call(*call)
 
@@ -76,13 +76,13 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> Any:
-        if name == "distributed":  # imported on demand: torch may have been built without its own
+        if name == "distributed":  # on demand: torch may be built without torch.distributed
             return importlib.import_module("fastattn.distributed")
         if name == "__version__":
             from importlib.metadata import PackageNotFoundError, version
 
             try:
                 return version("fastattn")
-            except PackageNotFoundError:  # a folder on the path, not an installed package
+            except PackageNotFoundError:  # imported from a folder, not installed
                 return "unknown"
         raise AttributeError(f"module 'fastattn' has no attribute {name!r}")

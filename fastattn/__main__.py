@@ -67,7 +67,7 @@ def show(found: dict[str, Any]) -> str:
 
 
 def _by_unit(units: dict[str, str]) -> str:
-    """The calls of each instruction set: "avx512, one row avx512_bf16"."""
+    """The usual instruction set, then the calls that use another: "avx512, one row avx512_bf16"."""
     usual = units["many rows"]
     others = [f"{name} {unit}" for name, unit in units.items() if unit != usual]
     return ", ".join([usual, *others])
@@ -90,5 +90,5 @@ if __name__ == "__main__":
     try:
         main()
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough; nor may the exit's own flush complain
+    except BrokenPipeError:  # as after `| head`; the flush at exit must not raise it again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""What is said to a keyword argument that there is not: what it is called here."""
+"""The error text for an unknown keyword argument: it names the argument to use instead."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MASK = "mask: bool, True = may attend, or float, added to the scores"
 _PADDING = "key_lengths, or mask: bool, True = may attend (the reverse of torch's padding masks)"
 _WINDOW = "window=(left, right)"
 _GROUPS = "no such argument: k and v may have fewer heads than q"
-INSTEAD = {  # what others call it -> what is expected here
+INSTEAD = {  # the name in other libraries -> what fastattn expects
     "is_causal": _CAUSAL,
     "attn_mask": _MASK,
     "attention_mask": _MASK,
@@ -35,7 +35,7 @@ INSTEAD = {  # what others call it -> what is expected here
 
 
 def unknown_argument(name: str, known: Iterable[str]) -> str:
-    """A sentence; `known` are the names that there are."""
+    """The text for the argument `name`. known: the valid names."""
     if name in INSTEAD:
         expected = INSTEAD[name]
     else:

@@ -1,4 +1,4 @@
-"""The public calls: resolve what the arguments mean, then hand over to an operation."""
+"""The public calls: resolve the arguments, then run an operation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from typing_extensions import Unpack  # torch depends on it
 
 from . import (
     context_parallel,
-    operators,  # noqa: F401  roads lead to them
+    operators,  # noqa: F401  registers the operators that `roads` dispatches to
 )
 from .advice import unknown_argument
 from .check import check_lse, need_dense
@@ -39,7 +39,7 @@ _any_autocast = torch._C._is_any_autocast_enabled
 
 
 class Arguments(TypedDict, total=False):
-    """What every public call takes beside q, k and v. `attention` says what each means."""
+    """What every public call takes beside q, k and v. See `attention` for their meaning."""
 
     mask: Tensor | None
     causal: bool | Literal["top_left", "bottom_right"]
@@ -66,14 +66,14 @@ class PackedArguments(Arguments, total=False):
     v_scale: Tensor | None
 
 
-DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, but for
+DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, except these:
 DEFAULTS |= {"causal": False, "dropout_p": 0.0, "row_invariant": False}
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
 
 def with_arguments(function: Call) -> Call:
-    """`inspect.signature`, help() and editors show `Arguments` one by one."""
+    """Give `function` a signature that lists each of `Arguments`, for help() and editors."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
     hints = {name: hint.__forward_arg__ for name, hint in Arguments.__annotations__.items()}
@@ -113,54 +113,54 @@ def attention(
     0. Scores go through, in this order: scale, softcap, ALiBi, mask.
 
     mask: bool (True = may attend), or added to the scores in q's dtype or float32. Any shape that
-        broadcasts to (B,H,M,N); it is read as it lies. Rows that are all False or -inf are empty.
-        The gradient of a float mask has its own shape: it is summed where the mask is broadcast.
+        broadcasts to (B,H,M,N), read in place. Rows that are all False or -inf are empty. The
+        gradient of a float mask has the mask's shape: it is summed over broadcast dimensions.
     causal: keeps j <= i'. True or "top_left" puts row i at i' = i, "bottom_right" at
         i' = i + length - M, where length is key_lengths[b] or N: rows with i' < 0 are empty.
-    window: (left, right) keeps i' - left <= j <= i' + right; None is no limit. Rows whose window
-        holds no key are empty.
-    key_lengths: (B,) int32 or int64, each in [0, N]. Keys at or past it are never read and have
-        gradient 0; an item of length 0 has empty rows.
+    window: (left, right) keeps i' - left <= j <= i' + right; None is no limit. Rows with no key in
+        their window are empty.
+    key_lengths: (B,) int32 or int64, each in [0, N]. Keys at or past the length are never read and
+        have gradient 0; an item of length 0 has empty rows.
     alibi_slopes: (H,) or (B,H). Subtracts slope |i' - j|. Constants: they have no gradient.
-    softcap: above 0. Replaces s by softcap tanh(s / softcap); the gradient of s is multiplied by
+    softcap: above 0. Replaces s by softcap tanh(s / softcap). The gradient of s is multiplied by
         1 - tanh(s / softcap)^2.
     sinks: (H,). One more logit in each row's denominator, with no value; the gradient is (H,).
     dropout_p, seed: after the softmax, drops probabilities and divides the others by 1 - dropout_p;
-        the LSE stays. Drawn in the kernel (Philox-4x32-10) by seed and place, in backward the same.
-        seed is an int or an int64 tensor of one element on q's device; None draws one from torch's
-        generator. Under vmap, examples of one seed draw each what it draws alone.
+        the LSE does not change. The kernel draws (Philox-4x32-10) by seed and place, the same in
+        backward. seed is an int or an int64 tensor of one element on q's device; None draws one
+        from torch's generator. Under vmap, each example of one seed draws what it draws alone.
     scale: multiplies q k^T; 1 / sqrt(D) by default; 0 and below are allowed.
-    place: the `fastattn.Place` of this call in a larger one that it is a part of. causal, window,
-        key_lengths (up to the larger call's keys), ALiBi and dropout count from where that begins;
-        q, k, v, mask, slopes and sinks are the part's own. A call cut into blocks of rows, keys,
-        heads or items equals the whole; `fastattn.merge` puts blocks of keys together, of which one
-        alone has the sinks. Its bottom_right says where rows stand in a call that is not causal.
-    row_invariant: give each row the bits that it has in a call of any number of rows: decoding a
-        token at a time, in chunks or at once is the same to the bit. It costs what is made for few
-        rows; without it only these differ, in the last bits.
+    place: a `fastattn.Place`: where this call lies in a larger one, of which it is a part. causal,
+        window, key_lengths (up to the larger call's keys), ALiBi and dropout count from the larger
+        call's beginning; q, k, v, mask, slopes and sinks are the part's own. A call cut into blocks
+        of rows, keys, heads or items equals the whole. `fastattn.merge` combines blocks of keys;
+        only one of them gets the sinks. place.bottom_right aligns rows of a call without causal.
+    row_invariant: a row's bits do not depend on the number of rows in the call: decoding token by
+        token, in chunks or at once gives the same bits. It turns off the kernels made for few rows;
+        without it only their results differ, in the last bits.
     return_lse: also return the natural log of the softmax denominator, (B,H,M) in float32 (float64
         for float64), sinks included; a loss on it has a gradient too.
-    backend: run on this one or raise; None takes the first that can. See `fastattn.explain`.
+    backend: run on this backend or raise; None takes the first that can. See `fastattn.explain`.
 
-    scale, softcap and dropout_p are numbers, numpy's among them. Bools and tensors raise TypeError:
-    there is no gradient for them, and a GPU would be waited for.
+    scale, softcap and dropout_p are Python or numpy numbers. Bools and tensors raise TypeError: a
+    tensor would have no gradient, and reading it would wait for the GPU.
 
-    Returns (B,H,M,Dv) in q's dtype. It lies in memory as (B,M,H,Dv), and the gradients of q, k and
-    v as (B,M,H,D), whatever the layout of q: out.transpose(1, 2) is contiguous, and merges heads by
-    `flatten(2)` without a copy. `out.view(B * H, M, Dv)` raises; use `reshape`, or
-    `scaled_dot_product_attention`, whose result lies as torch's does.
+    Returns (B,H,M,Dv) in q's dtype. For any layout of q, its memory order is (B,M,H,Dv), and that
+    of the gradients of q, k and v is (B,M,H,D): out.transpose(1, 2) is contiguous, and `flatten(2)`
+    then merges heads without a copy. `out.view(B * H, M, Dv)` raises; use `reshape`, or
+    `scaled_dot_product_attention`, which returns torch's memory layout.
 
-    An empty row, which has nothing to attend to, has output 0, LSE -inf (or its sink) and zero
+    An empty row, which has no key to attend to, has output 0, LSE -inf (or its sink) and zero
     gradients.
 
-    NaN and infinity in k or v at hidden keys are kept out by key_lengths alone. Behind a mask,
-    causal or a window it is unspecified whether they reach a result: whole blocks are skipped,
-    single keys are multiplied by 0. Subnormal bfloat16 inputs (below 2^-126) may count as 0:
-    VDPBF16PS and AMX, the products of processors that have them, flush them.
+    Only key_lengths keeps NaN and infinity in hidden keys of k or v out of the results. With mask,
+    causal or window it is unspecified whether they reach a result: whole blocks are skipped, single
+    keys are multiplied by 0. Subnormal bfloat16 inputs (below 2^-126) may count as 0: the VDPBF16PS
+    and AMX instructions, used on processors that have them, flush them.
 
-    Derivatives of first and second order, in forward mode and reverse and with either over reverse,
-    are fused: torch.func, dual numbers, create_graph=True, is_grads_batched; `attention_jvp` is
-    forward mode that compiles.
+    First and second derivatives are fused, in forward mode, in reverse mode, and with either over
+    reverse: torch.func, dual numbers, create_graph=True, is_grads_batched. `attention_jvp` is
+    forward mode that works in compiled code.
 
     Raises ValueError or TypeError for arguments that break these rules, NotImplementedError with
     every backend's reasons when none can run the call, for third derivatives, for forward mode over
@@ -230,29 +230,29 @@ def attention_packed(
     device: sequence b has rows cu_q[b] to cu_q[b+1] and keys cu_k[b] to cu_k[b+1]. They begin at 0,
     never fall, and end at T and S; a sequence may be empty.
 
-    block_table: in the place of cu_k: k is (P,page,Hk,D) and v (P,page,Hk,Dv), P pages of any
-        number of keys, and block_table (B,blocks), int32 or int64, names those of each sequence in
-        their order, which has key_lengths[b] keys there. A page may serve several sequences. What
-        is past a length is never looked at, in pages or in the table. There is no gradient.
-    max_q, max_k: no sequence has more rows, or keys. None looks: a GPU is waited for. Compiled code
-        cannot look and takes T and S, so say them there beside a mask. With block_table None does
-        not look at lengths: max_k is blocks * page, and a mask has so many columns, or one. A mask
-        of fewer columns needs max_k.
-    k_scale, v_scale: of k and v in torch.int8, float8_e4m3fn or float8_e5m2: one float32 a row,
-        (S,Hk) or (P,page,Hk). A row stands for its numbers times its scale, computed in float32
+    block_table: replaces cu_k: k is (P,page,Hk,D) and v (P,page,Hk,Dv), P pages of any number of
+        keys. block_table (B,blocks), int32 or int64, lists the pages of each sequence in order;
+        sequence b has key_lengths[b] keys in them. Sequences may share a page. Pages and table
+        entries past a sequence's length are never read. There is no gradient.
+    max_q, max_k: the most rows, or keys, that any sequence has. None reads them from the offsets,
+        which waits for a GPU; compiled code cannot read them and takes T and S, so pass them there
+        if there is a mask. With block_table, None does not read lengths: max_k is blocks * page,
+        and a mask has that many columns, or one. A mask of fewer columns needs max_k.
+    k_scale, v_scale: for k and v in torch.int8, float8_e4m3fn or float8_e5m2: a float32 per row,
+        (S,Hk) or (P,page,Hk). A row's values are its numbers times its scale, computed in float32
         (float64 for float64) and rounded to q's dtype; on a CPU the result has the bits of a call
-        on rows that were kept so. Kernels widen rows as they read them. There is no gradient.
-    arguments: those of `attention`, each sequence an item of its own. mask broadcasts to
-        (B,H,max_q,max_k), key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns
-        each sequence's last row and key, dropout draws for sequence b what it draws for item b of a
-        batch. place has head, item and bottom_right alone.
+        on rows stored that way. Kernels widen rows as they read them. There is no gradient.
+    arguments: those of `attention`; each sequence is an item. mask broadcasts to (B,H,max_q,max_k),
+        key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns each sequence's
+        last row and key, and dropout draws for sequence b what it draws for item b of a batch. Only
+        head, item and bottom_right of place may be set.
 
     Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). On a CPU a sequence has the
-    same bits in every batch and alone; and as an item of a padded batch where both have more rows
-    than the kernels for few of them take. On a GPU so it has with row_invariant, or many rows.
+    same bits alone and in every batch. It has them in a padded batch too, if both calls have more
+    rows than the kernels for few rows take. On a GPU this holds with row_invariant, or many rows.
 
-    Raises as `attention`; for offsets and pages that break the rules ValueError, on a GPU only if
-    FASTATTN_CHECK=1, where they are clamped.
+    Raises as `attention`. Invalid offsets and pages raise ValueError, on a GPU only if
+    FASTATTN_CHECK=1; otherwise GPU kernels clamp them.
     """
     if is_overridden(q, k, v) and not is_compiling():
         own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}
@@ -279,11 +279,11 @@ def attention_weights(
     """The probabilities that `attention` with the same arguments multiplies v by, after dropout.
 
     Returns (B,H,M,N) in q's dtype, or with `average_heads` their mean over heads (B,M,N), in no
-    more memory than that. `lse` (B,H,M), as `attention(..., return_lse=True)` gives it, saves the
-    pass that finds it and is a constant to autograd; without it, gradients reach q, k, mask and
-    sinks through the normaliser too, and it is known to more than float32: leave it out where every
-    score of a row is huge (a mask of finfo.min or -1e9). Errors as for `attention`; it has a first
-    derivative in reverse mode, and raises NotImplementedError for any other.
+    more memory than that. `lse` (B,H,M), from `attention(..., return_lse=True)`, saves the pass
+    that computes it and is a constant to autograd. Without `lse`, gradients reach q, k, mask and
+    sinks through the normaliser too, which then has more than float32 precision: omit `lse` where
+    every score of a row is huge (a mask of finfo.min or -1e9). Raises as `attention`. It has a
+    first derivative in reverse mode; any other derivative raises NotImplementedError.
     """
     if is_overridden(q, k) and not is_compiling():
         own = {"lse": lse, "average_heads": average_heads}
@@ -294,7 +294,7 @@ def attention_weights(
         undropped: dict[str, Any] = {
             x: y for x, y in arguments.items() if x not in ("dropout_p", "seed")
         }
-        with torch.no_grad():  # v has no columns: this pass is for its normaliser
+        with torch.no_grad():  # v has no columns: only the normaliser is needed
             _, normaliser = attend(q, k, _no_columns(k), **undropped)
     else:
         check_lse(q, lse)
@@ -313,7 +313,7 @@ def _no_columns(k: Tensor) -> Tensor:
     if not isinstance(k, Tensor):
         raise TypeError(f"k: got {type(k).__name__}, expected a torch.Tensor")
     need_dense("k", k)
-    return k[..., :0] if k.ndim else k  # what dimensions there have to be, the checks say
+    return k[..., :0] if k.ndim else k  # the checks reject a k without dimensions
 
 
 def attend(
@@ -325,9 +325,9 @@ def attend(
     function: str = "attention",
     **arguments: Any,
 ) -> tuple[Tensor, Tensor]:
-    """`attention`, and its normaliser (2,B,H,M): the LSE, and what its rounding lost.
+    """`attention` with its normaliser (2,B,H,M): the LSE, and the LSE's rounding error.
 
-    orders, function: as `prepare` has them.
+    orders, function: as in `prepare`.
     """
     if v is None:
         raise no_values()
@@ -337,7 +337,7 @@ def attend(
 
 
 def no_values() -> TypeError:
-    """Below this floor, no v means that the weights are wanted."""
+    """The error for v=None: in the layers below this one, v=None asks for attention weights."""
     return TypeError("v: got NoneType, expected a torch.Tensor")
 
 
@@ -350,11 +350,11 @@ def weights_from(
     differentiate_lse: bool = True,
     **arguments: Any,
 ) -> Tensor:
-    """`attention_weights` from a normaliser that `attend` found by the same arguments.
+    """`attention_weights` from a normaliser that `attend` computed with the same arguments.
 
-    With `differentiate_lse` gradients take it for the function of q, k, mask and sinks that it is,
-    although the tensor itself is a constant here: the values of a forward pass are reused and the
-    derivative is that of the whole softmax.
+    With `differentiate_lse`, backward treats the normaliser as a function of q, k, mask and sinks,
+    although the tensor is detached here: the forward value is reused, and the derivative is that of
+    the whole softmax.
     """
     t, o = prepare(q, k, None, arguments)
     t = t._replace(normaliser=normaliser.detach())
@@ -368,7 +368,7 @@ def draw_seed(device: torch.device | str) -> Tensor:
 
 
 def resolved(arguments: Any, function: str) -> dict[str, Any]:
-    """Every argument of `Arguments`; raises TypeError for others, in the name of `function`."""
+    """`arguments` completed with defaults. An unknown one raises TypeError, naming `function`."""
     given = DEFAULTS | arguments if arguments else DEFAULTS
     if len(given) > len(DEFAULTS):
         unknown = min(arguments.keys() - DEFAULTS.keys())
@@ -385,9 +385,9 @@ def prepare(
     *,
     orders: tuple[str, str] = IN_TOKENS,
 ) -> tuple[Tensors, Options]:
-    """The arguments, by the names of `Arguments`, in the one form that everything below reads.
+    """Convert public arguments, named as in `Arguments`, to the form that all lower layers read.
 
-    orders: how out and the gradients of q, k and v lie in memory (`Options.out_order`).
+    orders: the memory order of out, and of the gradients of q, k and v (`Options.out_order`).
     """
     given = resolved(arguments, function)
     compiling = is_compiling()
@@ -416,7 +416,7 @@ def prepare(
 
 
 def scalars_of(o: Options) -> dict[str, Any]:
-    """The scalars of `Arguments` that `prepare` has made these options of."""
+    """The scalars of `Arguments` from which `prepare` made these options."""
     found = dict(window=(o.left, o.right), place=o.place)
     tensors = {argument.public for argument in ARGUMENTS.values()}
     for name in DEFAULTS.keys() - found.keys() - tensors:
@@ -438,7 +438,7 @@ def prepare_packed(
     arguments: Any,
     function: str = "attention_packed",
 ) -> tuple[Tensors, Options]:
-    """`prepare` of a packed batch."""
+    """`prepare` for a packed batch."""
     paged = block_table is not None
     laid = pages_first if paged else heads_first
     t, o = prepare(heads_first("q", q), laid("k", k), laid("v", v), arguments, function)
@@ -467,7 +467,7 @@ def _options(
     right: Any = None,
     *place: Any,
 ) -> tuple[Options, Options]:
-    """The scalars of a call without gradients, and of one with them."""
+    """The options of a call without gradients, and of the same call with gradients."""
     try:
         alignment = _ALIGNMENTS[causal]
     except (KeyError, TypeError):
@@ -486,7 +486,7 @@ def _options(
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 
-# By type, too: True is no number here, and equals one.
+# typed: True == 1, but True is not a number here, and must not hit the entry of 1.
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
 
 
@@ -494,7 +494,7 @@ def _same_options(scalars: tuple) -> tuple[Options, Options]:
     """`_options`, computed once for each set of scalars."""
     try:
         return _remembered(*scalars)
-    except TypeError:  # of what does not hash, or of what is no scalar, which is said below
+    except TypeError:  # an argument does not hash, or is invalid: then the call below raises
         pass
     return _options(*scalars)
 
@@ -511,8 +511,8 @@ def _requires_grad(t: Tensors) -> bool:
             _no_gradient(list(ARGUMENTS.values())[at].public, x)
     for at in _VARIABLE:
         x = t[at]
-        if x is not None and isinstance(x, Tensor) and x.requires_grad:
-            return True  # of what is no tensor the checks speak
+        if x is not None and isinstance(x, Tensor) and x.requires_grad:  # checks reject non-tensors
+            return True
     return False
 
 
@@ -553,16 +553,16 @@ def _edge(side: str, x):
     if x is None:
         return None
     x = whole(f"window {side}", x, "an int, or None for no limit")
-    return UNLIMITED if type(x) is int and x > UNLIMITED else x  # operators hold 64 bits
+    return UNLIMITED if type(x) is int and x > UNLIMITED else x  # operators take int64
 
 
 def may_autocast() -> bool:
-    """A compiler cannot ask whether any device does."""
+    """True if autocast may be active. Compiled code cannot ask for all devices: True there."""
     return is_compiling() or _any_autocast()
 
 
 def autocast(q, k, v, mask):
-    """As torch's SDPA: q, k, v and a float mask in the autocast dtype; float64 stays."""
+    """Cast q, k, v and a float mask to the autocast dtype, as torch's SDPA; float64 stays."""
     device = q.device.type
     if not torch.is_autocast_enabled(device):
         return q, k, v, mask
@@ -579,7 +579,7 @@ def autocast(q, k, v, mask):
 
 
 def _seed(seed, dropout_p: float, q: Tensor) -> Tensor | None:
-    """The seed as a tensor; None when nothing is dropped."""
+    """The seed as a tensor; None if it is not a tensor and dropout_p is 0."""
     if isinstance(seed, Tensor):
         return seed
     expected = (
@@ -591,7 +591,7 @@ def _seed(seed, dropout_p: float, q: Tensor) -> Tensor | None:
             raise ValueError(f"seed: got {seed}, expected {expected}")
     if not dropout_p:
         return None
-    device = q.device if isinstance(q, Tensor) else "cpu"  # what q is instead, the checks say
+    device = q.device if isinstance(q, Tensor) else "cpu"  # the checks reject a q that is no tensor
     if seed is None:
         return draw_seed(device)
     return torch.full((1,), seed if seed < 1 << 63 else seed - (1 << 64), device=device)

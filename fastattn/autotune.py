@@ -1,8 +1,8 @@
-"""FASTATTN_AUTOTUNE=1: time a few tiles on the GPU at hand, once for each kind of call.
+"""FASTATTN_AUTOTUNE=1: time a few tiles on the current GPU, once for each kind of call.
 
-The fastest is kept in FASTATTN_CACHE_DIR, else in $XDG_CACHE_HOME/fastattn or ~/.cache/fastattn: a
-JSON file for each kind of call, so that processes that search at once do not lose each other's
-results. Without the variable nothing is timed, read or written, and the tables of tuning.py hold.
+The fastest is stored in FASTATTN_CACHE_DIR, else in $XDG_CACHE_HOME/fastattn or ~/.cache/fastattn:
+one JSON file for each kind of call, so that concurrent processes do not overwrite each other's
+results. Without FASTATTN_AUTOTUNE nothing is timed, read or written: tuning.py's tables are used.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from .tuning import Config, triton_version
 
 
 class Key(NamedTuple):
-    """What a search is for. Calls with one key get one tile."""
+    """The key of a search. Calls with equal keys get the same tile."""
 
-    device: str  # its name
-    triton: str  # its version
+    device: str  # the GPU's name
+    triton: str  # Triton's version
     which: str  # the pass
     dtype: str
     D: int
     Dv: int
-    flags: tuple[str, ...]  # what the kernel was compiled for
-    group: int  # query heads to a key head
+    flags: tuple[str, ...]  # the constants that the kernel is compiled for
+    group: int  # query heads per key head
     M: int  # sizes are rounded up to powers of two
     N: int
-    heads: int  # of all batch items
+    heads: int  # of all batch items together
     window: int  # how many keys a row sees
 
 
 def enabled() -> bool:
-    """Has the user asked for searches?"""
+    """True if the user asks for searches."""
     return os.environ.get("FASTATTN_AUTOTUNE", "") not in ("", "0")
 
 
 def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: object) -> Key:
-    """The key of one pass of a call; `constexprs` is what its kernel is compiled for."""
+    """The key of one pass of a call. constexprs: the constants that its kernel is compiled for."""
     return Key(
         device=torch.cuda.get_device_name(device),
         triton=str(triton_version()),
@@ -65,7 +65,7 @@ def key(which: str, spec: AttentionSpec, device: torch.device, **constexprs: obj
 
 
 def bucket(n: int) -> int:
-    """The power of two that is n or the next above it."""
+    """The smallest power of two that is at least n."""
     return 1 << max(n - 1, 0).bit_length()
 
 
@@ -75,10 +75,10 @@ _known: dict[tuple[Path, Key], Config] = {}
 def best(
     key: Key, default: Config, candidates: Iterable[Config], time: Callable[[Config], float]
 ) -> Config:
-    """The fastest of `default` and `candidates` by `time`, which launches and returns any unit.
+    """The fastest of `default` and `candidates`. time: launches a tile, returns its time, any unit.
 
-    A candidate that raises is passed over: not every tile fits every chip. Nothing can be timed
-    while a CUDA graph is captured: `default` is used, and the search is left to a later call.
+    A candidate that raises is skipped, because not every tile fits every chip. Nothing can be timed
+    while a CUDA graph is captured: `default` is used then, and a later call does the search.
     """
     choices = list(dict.fromkeys([default, *candidates]))
     if len(choices) == 1:
@@ -88,12 +88,12 @@ def best(
         return found
     path = where / f"{hashlib.sha256(repr(key).encode()).hexdigest()[:32]}.json"
     found = _read(path, key)
-    if found not in choices:  # a damaged file, or one of other tables than these
+    if found not in choices:  # no file, a damaged one, or one from other tables
         if torch.cuda.is_current_stream_capturing():
             return default
         times = _times(choices, time)
         found = min(times, key=times.__getitem__, default=default)
-        if times:  # else the launch will say what is wrong
+        if times:  # else no tile runs: the caller's launch raises the error
             _write(path, key, found)
     _known[where, key] = found
     return found
@@ -102,13 +102,13 @@ def best(
 def _times(choices: Iterable[Config], time: Callable[[Config], float]) -> dict[Config, float]:
     times = {}
     for config in choices:
-        with contextlib.suppress(Exception):  # out of resources, or any error of a compiler
+        with contextlib.suppress(Exception):  # out of resources, or a compiler error
             times[config] = time(config)
     return times
 
 
 def folder() -> Path:
-    """Where winners are kept."""
+    """The folder of stored tiles."""
     if chosen := os.environ.get("FASTATTN_CACHE_DIR"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fastattn"
@@ -120,12 +120,12 @@ def _read(path: Path, key: Key) -> Config | None:
         if stored["key"] == json.loads(json.dumps(key._asdict())):
             return Config(**stored["config"])
     except (OSError, ValueError, TypeError, KeyError):
-        pass  # absent, unreadable or damaged: search, and write it anew
+        pass  # absent, unreadable or damaged: search, then rewrite it
     return None
 
 
 def _write(path: Path, key: Key, config: Config) -> None:
-    """Whole or not at all; a cache that cannot be written costs a search in each process."""
+    """Write the file atomically. If it cannot be written, every process searches again."""
     text = json.dumps(dict(key=key._asdict(), config=config._asdict()), indent=2)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -25,10 +25,10 @@ class Support:
     dtypes: frozenset[torch.dtype]
     max_head_dim: int | None  # for D and Dv; None = any
     features: Feature
-    max_length: int | None = None  # for M and N, and for T and S of what is packed; None = any
+    max_length: int | None = None  # for M and N, and for T and S of packed batches; None = any
 
     def why_not(self, spec: AttentionSpec) -> list[str]:
-        """The reasons to decline `spec`; empty when it can be run."""
+        """The reasons to decline `spec`; empty if the backend can run it."""
         devices, limit, longest = self.devices, self.max_head_dim, self.max_length
         rows, keys = max(spec.rows, spec.T), max(spec.keys, spec.S, spec.P * spec.page)
         missing = _names(spec.features.value & ~self.features.value)
@@ -45,7 +45,7 @@ class Support:
 
 
 def _names(bits: int) -> list[str]:
-    """Features by name, and what is none yet by its number."""
+    """The names of these features; bits that no Feature has are listed by number."""
     known = [f for f in Feature if f.value & bits]
     rest = bits & ~sum(f.value for f in known)
     return [str(f.name).lower() for f in known] + ([f"feature {rest:#x}"] if rest else [])
@@ -54,25 +54,26 @@ def _names(bits: int) -> list[str]:
 class Backend(Protocol):
     """Kernels behind one interface.
 
-    `t` is what the caller gave. Its shapes, dtypes and devices keep the rules of `check`; values
-    (key lengths in range) are the backend's to check. out and its tangent lie in memory in
-    `spec.out_order`, the gradients of q, k and v in `spec.grad_order`. Gradients come by the names
-    of their tensors in `Tensors`, at least those that `wants` has.
+    `t` has the caller's tensors. `check` has verified their shapes, dtypes and devices; the backend
+    checks values (key lengths in range). out and its tangent have the memory order
+    `spec.out_order`, the gradients of q, k and v have `spec.grad_order`. Gradients are returned by
+    the names of their tensors in `Tensors`, at least those that `wants` lists.
     """
 
     name: str
     support: Support
 
     def unavailable(self) -> str | None:
-        """Why it cannot run on this machine at all, or None. Constant within a process."""
+        """Why the backend cannot run on this machine, or None. Constant within a process."""
         ...
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         """out (B,H,M,Dv), and the normaliser (2,B,H,M) in spec.wide, contiguous.
 
-        The maximum plus the logarithm of the sum is normaliser[0] + normaliser[1]: the LSE, and
-        what its rounding lost, without which exp(s - LSE) is N times too large where a float32
-        near the scores cannot hold log N. A row that sees nothing has -inf and 0.
+        normaliser[0] is the LSE, and normaliser[1] its rounding error: their sum is the row maximum
+        plus the logarithm of the sum. Without the error term exp(s - LSE) is N times too large
+        where log N is below the float32 spacing of the scores. A row without keys has its sink,
+        or -inf if there are no sinks, and 0.
         """
         ...
 
@@ -101,7 +102,7 @@ class Backend(Protocol):
 
 
 class WithTangents(Backend, Protocol):
-    """A backend with Feature.TANGENTS; x_t is the tangent of x. One that is None costs nothing."""
+    """A backend with Feature.TANGENTS. x_t is the tangent of x; None is zero and costs nothing."""
 
     def jvp(
         self,
@@ -111,13 +112,13 @@ class WithTangents(Backend, Protocol):
         out: Tensor | None = None,
         normaliser: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """out, the normaliser, and their tangents: out_t as out, and lse_t (B,H,M) in spec.wide, 0
-        for a row that sees nothing. An out and a normaliser that an earlier forward gave are not
-        made again.
+        """out, the normaliser, and their tangents: out_t with out's shape and dtype, and lse_t
+        (B,H,M) in spec.wide, 0 (or its sink's tangent) for a row without keys. If an earlier
+        forward pass gave out and normaliser, pass them in: they are not computed again.
 
             lse_t = sum_j P s_t,   out_t = sum_j P Z ((s_t - lse_t) v + v_t)
 
-        with the tangents s_t of the scores, and Z what dropout multiplies P by.
+        s_t is the tangent of the scores; Z is the dropout factor of P.
         """
         ...
 
@@ -134,9 +135,9 @@ class WithTangents(Backend, Protocol):
         wants: Sequence[str],
     ) -> dict[str, Tensor]:
         """The tangents of `backward`'s gradients of q, k, v, mask and sinks, in their dtypes and
-        shapes, when the tensors move by `tangents`, and dout and dlse by dout_t and dlse_t.
+        shapes, for the tangents `tangents` of the tensors, and dout_t and dlse_t of dout and dlse.
 
-        outs: what `jvp` gives for these tangents. With the tangent x_t of each x in `backward`,
+        outs: the results of `jvp` for these tangents. With the tangent x_t of each x in `backward`,
 
             dS_t = P ((s_t - lse_t) (Z dP - delta) + Z dP_t - delta_t)
         """
@@ -147,8 +148,8 @@ Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
 
 
 def dense_layout(B: int, H: int, M: int, D: int, order: str) -> Layout:
-    """(B,H,M,D) without gaps: rows of D, and the other dimensions from the outermost in `order`.
-    A size of 0 counts as 1, as in torch's own strides."""
+    """The gapless layout of (B,H,M,D): D is innermost, and `order` lists B, H and M from the
+    outermost. A size of 0 counts as 1, as in torch's own strides."""
     sizes, strides, step = {"B": B, "H": H, "M": M}, {}, torch.sym_max(D, 1)
     for letter in reversed(order):
         strides[letter] = step
@@ -157,27 +158,27 @@ def dense_layout(B: int, H: int, M: int, D: int, order: str) -> Layout:
 
 
 def empty_dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype, order: str) -> Tensor:
-    """An empty tensor of that layout."""
+    """An uninitialised tensor with the layout `dense_layout(*shape, order)`."""
     return like.new_empty_strided(*dense_layout(*shape, order), dtype=dtype)
 
 
 def in_order(x: Tensor, order: str) -> Tensor:
-    """x (B,H,M,D) in that layout; it is copied unless it has it."""
+    """x (B,H,M,D) in the layout of `dense_layout`; copied unless it has that layout already."""
     dims = [*map("BHM".index, order), 3]
     return x.permute(dims).contiguous().permute([dims.index(at) for at in range(4)])
 
 
 def broadcast_strides(x: Tensor) -> tuple[int, ...]:
-    """Strides of `x` in (B,H,M,N), which it is aligned to the right of: 0 where it repeats."""
+    """The strides of `x` broadcast to (B,H,M,N), aligned to the right: 0 where it repeats."""
     strides = (0 if n == 1 else s for n, s in zip(x.shape, x.stride()))
     return (*(0,) * (4 - x.ndim), *strides)
 
 
 def check_values(spec: AttentionSpec, t: Tensors) -> None:
-    """Raise for a key length, or for offsets of a packed batch, that are out of range.
+    """Raise if key lengths, or offsets or pages of a packed batch, are out of range.
 
-    On a GPU only if FASTATTN_CHECK=1, because to look at values is to wait for the device: there
-    kernels clamp them.
+    On a GPU this runs only if FASTATTN_CHECK=1, because reading values waits for the device. GPU
+    kernels clamp these values.
     """
     if t.q.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
         return
@@ -241,7 +242,7 @@ def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int)
             )
 
 
-# Triton's kernels before those in CUDA C++, because they know newer GPUs.
+# Triton's kernels come before those in CUDA C++, because they support newer GPUs.
 PREFERENCE = ["cpu", "triton", "cuda", "reference"]
 
 _BACKENDS: dict[str, Backend] = {}
@@ -249,12 +250,12 @@ _warned: set[str] = set()
 
 
 def register(backend: Backend) -> None:
-    """Make `backend` one of those to choose from, last if `PREFERENCE` does not name it."""
+    """Add `backend` to those that `choose` tries; last if `PREFERENCE` does not name it."""
     _BACKENDS[backend.name] = backend
 
 
 def names() -> list[str]:
-    """Every backend there is, in order of preference."""
+    """The names of all registered backends, in order of preference."""
     known = [name for name in PREFERENCE if name in _BACKENDS]
     return known + [name for name in _BACKENDS if name not in PREFERENCE]
 
@@ -271,14 +272,15 @@ def available_backends() -> dict[str, str | None]:
 
 
 def why_not(name: str, spec: AttentionSpec) -> list[str]:
-    """Why backend `name` declines `spec`; empty when it would run."""
+    """Why backend `name` declines `spec`; empty if it can run it."""
     backend = get(name)
     down = backend.unavailable()
     return ([down] if down else []) + backend.support.why_not(spec)
 
 
 def _declines(name: str, spec: AttentionSpec) -> list[str]:
-    """As `why_not`, but a backend for other devices than this one is not woken to say more."""
+    """As `why_not`, but `unavailable` is called only if the declared support admits `spec`: it may
+    load a library or import Triton."""
     return get(name).support.why_not(spec) or why_not(name, spec)
 
 
@@ -288,7 +290,7 @@ def explain_choice(reasons: dict[str, list[str]]) -> str:
 
 @functools.lru_cache(maxsize=4096)
 def choose(spec: AttentionSpec, requested: str = "") -> Backend:
-    """The first backend that can run `spec`, or `requested` and no other.
+    """The first backend that can run `spec`; if `requested` is given, only that backend.
 
     Raises NotImplementedError with every backend's reasons, ValueError for an unknown name.
     """
@@ -306,7 +308,7 @@ def choose(spec: AttentionSpec, requested: str = "") -> Backend:
 
 
 def _warn_slow(declined: dict[str, list[str]]) -> None:
-    """Say once, for each set of reasons, that no fused kernel ran."""
+    """Warn once, for each set of reasons, that no fused kernel runs."""
     reasons = explain_choice({name: why for name, why in declined.items() if why})
     if reasons and reasons not in _warned:
         _warned.add(reasons)

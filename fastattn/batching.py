@@ -1,6 +1,7 @@
-"""vmap's arithmetic: V calls as one of V times as many items, or heads, and back. Pure functions.
+"""vmap: fold V calls into one with V times as many items or heads, and unfold its results.
 
-Where the items and heads of a tensor lie is read off its letters in `spec.ARGUMENTS`.
+The letters in `spec.ARGUMENTS` and `spec.RESULTS` tell which dimensions are items and heads. All
+functions here are pure.
 """
 
 from __future__ import annotations
@@ -18,20 +19,21 @@ NO_DIMS: tuple[Dim, ...] = (None,) * len(DIFFERENTIABLE)
 
 
 class Fold(NamedTuple):
-    """How V calls are one. Call v has the items, or heads, from v times as many as one has."""
+    """How V calls become one: call v has the items, or heads, from v n on, if one call has n."""
 
     V: int
     along: str  # "items" or "heads"
     sizes: dict[str, int]  # of one call, by letter
 
     def at(self, shape: str) -> int | None:
-        """Which dimension it is, in a shape of that many letters."""
+        """The index of the folded dimension in `shape`, letters such as "B H M D"; or None."""
         found = (i for i, x in enumerate(shape.split()) if x in LETTERS[self.along])
         return next(found, None)
 
     def options(self, o: Options) -> Options:
-        """Dropout draws for each call what it draws for one. Where that is several calls itself,
-        its draws repeat already, after a part of what it has, and go on so."""
+        """The options of the folded call. Each call gets the dropout mask that it draws alone: the
+        draws repeat after the items, or heads, of one call. If each call is itself a fold (nested
+        vmap), they repeat already, and that period stays."""
         if not o.dropout_p:
             return o
         if self.along == "items":
@@ -45,8 +47,8 @@ class Fold(NamedTuple):
     def moving(
         self, t: Tensors, dims: Sequence[Dim], tangents: Sequence[Any], dims_t: Sequence[Dim]
     ) -> tuple[list[Any], list[Any]]:
-        """Tensors, then their tangents: where one of a mask and its tangent is mapped both are, for
-        they have one shape."""
+        """The folded tensors, and their folded tangents. If only one of a mask and its tangent is
+        mapped, the other is expanded, because both must have the same shape."""
         found, moves = list(self.tensors(t, dims)), []
         for name, x_t, dim_t in zip(DIFFERENTIABLE, tangents, dims_t):
             at, a = INDEX[name], ARGUMENTS[name]
@@ -57,13 +59,13 @@ class Fold(NamedTuple):
         return found, moves
 
     def results(self, of: Sequence[str], tensors: Sequence[Any], dims: Sequence[Dim]) -> list[Any]:
-        """Outputs, or their gradients or tangents."""
+        """Fold outputs, or their gradients or tangents. of: their names in `RESULTS`."""
         each = zip(of, tensors, dims)
         return [None if x is None else self._merge(RESULTS[name], x, dim) for name, x, dim in each]
 
     def back(self, of: Sequence[str], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """The mapped dimension first. of: what each is, of `RESULTS`, or of `ARGUMENTS` as a
-        gradient is."""
+        """Unfold tensors: the mapped dimension comes first. of: the name of each in `RESULTS`, or
+        in `ARGUMENTS` for a gradient."""
         shapes = (RESULTS[name] if name in RESULTS else ARGUMENTS[name].shapes[0] for name in of)
         return tuple(self._split(shape, x) for x, shape in zip(tensors, shapes))
 
@@ -88,9 +90,10 @@ class Fold(NamedTuple):
         if self.at(shape) is not None:
             return self._merge(shape, x, dim)
         if dim is None:
-            return x  # the same for all
-        shape = next(s for s in a.shapes if self.at(s) is not None)  # each call has its own, so
-        at = self.at(shape)  # each item has
+            return x  # the same for all calls
+        # Each call has its own x: repeat it for each of the call's items, or heads.
+        shape = next(s for s in a.shapes if self.at(s) is not None)
+        at = self.at(shape)
         assert at is not None
         x = _front(self.V, x, dim).unsqueeze(1 + at)
         size = self.sizes[shape.split()[at]]
@@ -102,7 +105,7 @@ class Fold(NamedTuple):
         assert at is not None
         own = at - (full - x.ndim)
         if dim is None and (own < 0 or x.shape[own] == 1):
-            return x  # the same for all
+            return x  # the same for all calls
         x = _front(self.V, x, dim)
         x = x.reshape(self.V, *[1] * (1 + full - x.ndim), *x.shape[1:])
         size = self.sizes[shape.split()[at]]
@@ -117,10 +120,10 @@ def fold_of(
     tangents: Sequence[Dim] = NO_DIMS,
     wants: Sequence[str] = (),
 ) -> Fold | None:
-    """None where V calls are no single one: where something is mapped that has neither items nor
-    heads of its own (what is packed, a seed), and where a gradient is a sum over both (of a mask).
+    """How to fold V calls; None if they cannot be folded: a mapped tensor has neither items nor
+    heads (a packed batch, a seed), or a wanted gradient is summed over both (a mask's).
 
-    tangents: where those are mapped. wants: the gradients that are made.
+    tangents: the mapped dimension of each tangent. wants: the gradients to compute.
     """
     if t.cu_q is not None:
         return None
@@ -139,7 +142,7 @@ def fold_of(
 
 
 def _sizes(t: Tensors, dims: Sequence[Dim]) -> dict[str, int]:
-    """Items and heads of one call."""
+    """B, H and Hk of one call."""
     (B, H, *_), (_, Hk, *_) = (
         [n for at, n in enumerate(x.shape) if dim is None or at != dim % x.ndim]
         for x, dim in zip(t[:2], dims)
@@ -153,5 +156,5 @@ def pick(tensors: Sequence[Any], dims: Sequence[Dim], i: int) -> list[Any]:
 
 
 def _front(V: int, x: Tensor, dim: Dim) -> Tensor:
-    """The mapped dimension first; made by expansion where there is none."""
+    """x with the mapped dimension first; expanded to V if x is not mapped."""
     return x.expand(V, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -1,6 +1,7 @@
 """Keys and values that are kept from one call to the next: decoding, and prompts in chunks.
 
-Pages and who uses them; no kernel. A contiguous cache is one of pages as large as its capacity.
+This file manages pages and their users; it has no kernel. A contiguous cache has one page per item,
+as long as the capacity.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _any_autocast = torch._C._is_any_autocast_enabled
 
 
 class Items(NamedTuple):
-    """What each item has, on the host, where all is reckoned."""
+    """The pages and lengths of the items, on the host, where all bookkeeping is done."""
 
-    table: Tensor  # (B,blocks) int64: its pages
-    lengths: Tensor  # (B,) int64: its keys
-    goes_on: Tensor  # (B,) bool: may write in its last page; its forks read no row past its keys
+    table: Tensor  # (B,blocks) int64: the pages of each item
+    lengths: Tensor  # (B,) int64: the number of keys of each item
+    goes_on: Tensor  # (B,) bool: may append to its last page; its forks read no row past its keys
 
 
 class Change(NamedTuple):
-    """What a call makes of a cache."""
+    """The state of a cache after a call."""
 
     items: Items
     capacity: int
@@ -47,13 +48,13 @@ class Change(NamedTuple):
 
 
 def _kept(method: F) -> F:
-    """What it makes is kept for calls in any mode."""
+    """Run `method` without gradients or inference mode: calls in any mode may use its tensors."""
     return torch.inference_mode(False)(torch.no_grad()(method))
 
 
 class CacheArguments(TypedDict, total=False):
-    """What `KVCache.attention` takes beside q, causal and offsets: the rest of `api.Arguments`, but
-    the lengths, which are the cache's."""
+    """What `KVCache.attention` takes beside q, causal and offsets: the rest of `api.Arguments`,
+    except key_lengths, which the cache supplies."""
 
     mask: Tensor | None
     window: tuple[int | None, int | None] | None
@@ -69,24 +70,24 @@ class CacheArguments(TypedDict, total=False):
 
 
 class KVCache:
-    """Keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items, each of a length of its own.
+    """Keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items; each item has its own length.
 
         cache = fastattn.KVCache(batch, Hk, D, capacity=4096, page_size=64, dtype=torch.bfloat16)
         cache.append(k, v)            # (B,Hk,n,D), n more keys of each item
         out = cache.attention(q)      # (B,H,M,D): the last M rows of each item, causal
 
-    capacity: the keys that an item may have. page_size: keys of a page; None is one page an item,
-    contiguous, all of whose memory is there at once. Pages are shared by `fork` until one side
-    writes. grow: add pages and capacity where they run out, instead of raising. dtype: of what is
-    appended. storage: torch.int8, float8_e4m3fn or float8_e5m2 keeps numbers of eight bits and a
-    float32 scale for each token's head vector, which kernels read; a vector with a NaN or an
-    infinity is NaN there. Of normal data, with D of 64 or 128, outputs are off by 1% of their own
-    size in int8 (4% in e4m3, 8% in e5m2), and the worst of a hundred rows by 1.5% (7%, 14%).
+    capacity: the most keys that an item may have. page_size: keys per page; None gives each item
+    one contiguous page and allocates all memory at once. `fork` shares pages until one side writes.
+    grow: add pages and capacity when they run out, instead of raising. dtype: of appended tensors.
+    storage: torch.int8, float8_e4m3fn or float8_e5m2 stores numbers of eight bits and a float32
+    scale for each token's head vector, which kernels read; a vector with a NaN or an infinity is
+    stored as NaN. For normally distributed data and D of 64 or 128, outputs are off by 1% of their
+    own size in int8 (4% in e4m3, 8% in e5m2), and the worst of a hundred rows by 1.5% (7%, 14%).
 
-    There is no gradient: what is appended is detached, and to ask for q's raises. Under autocast
-    what comes gets the cache's dtype. `copy.copy` is `fork`. A cache and its forks are for one
-    thread at a time. Raises RuntimeError where the cache is full, before anything is written, and
-    ValueError or TypeError for what does not fit it.
+    There is no gradient: appended tensors are detached, and asking for the gradient of q raises.
+    Under autocast, inputs are cast to the cache's dtype. `copy.copy` is `fork`. Only one thread at
+    a time may use a cache and its forks. Raises RuntimeError if the cache is full, before anything
+    is written, and ValueError or TypeError for tensors that do not fit the cache.
     """
 
     capacity: int
@@ -128,7 +129,7 @@ class KVCache:
         self._begin(pool, items, capacity, grow, contiguous=page_size is None)
         self._watch()
 
-    # ------------------------------------------------------------------------------ what is there
+    # ----------------------------------------------------------------------------------- contents
 
     @property
     def batch(self) -> int:
@@ -136,7 +137,7 @@ class KVCache:
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) int64 on the cache's device: the keys that each item has."""
+        """(B,) int64 on the cache's device: the number of keys of each item."""
         return self._on_device[1].clone()
 
     @property
@@ -150,7 +151,7 @@ class KVCache:
 
     @property
     def k_pages(self) -> Tensor:
-        """(P,page,Hk,D). Those that `fork` made share them."""
+        """(P,page,Hk,D). A cache shares them with its forks."""
         return self._pool.k
 
     @property
@@ -159,17 +160,17 @@ class KVCache:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of queries, and of what is appended."""
+        """The dtype of queries, and of appended keys and values."""
         return self._pool.dtype
 
     @property
     def storage(self) -> torch.dtype:
-        """Of the pages."""
+        """The dtype of the pages."""
         return self._pool.k.dtype
 
     @property
     def k_scales(self) -> Tensor | None:
-        """(P,page,Hk) float32 where pages are of eight bits: what each row is multiplied by."""
+        """(P,page,Hk) float32, the factor of each row, if pages have eight bits; else None."""
         return self._pool.kept.get("k_scale")
 
     @property
@@ -178,7 +179,7 @@ class KVCache:
 
     @property
     def nbytes(self) -> int:
-        """Of all pages and their scales, whether used or free, with those of forks."""
+        """Bytes of all pages and their scales, used or free, including those of forks."""
         return sum(x.nbytes for x in self._pool.kept.values())
 
     @property
@@ -237,12 +238,12 @@ class KVCache:
         max_q: int | None = None,
         **arguments: Any,
     ) -> Any:
-        """`fastattn.attention` of q (B,H,M,D) over what the cache has of each item; or of q (T,H,D)
-        and cu_q (B+1,), as many rows of each as it says.
+        """`fastattn.attention` of q (B,H,M,D) over the cached keys of each item; or of q (T,H,D),
+        where cu_q (B+1,) gives the rows of each item.
 
-        arguments: those of `attention` but key_lengths, which are the cache's. A mask broadcasts to
-        (B,H,M,N) with N at least the longest length. With causal=False rows stand at the first
-        keys, and with place=Place(bottom_right=True) at the last.
+        arguments: those of `attention`, except key_lengths, which the cache supplies. A mask
+        broadcasts to (B,H,M,N) with N at least the longest length. With causal=False, rows stand at
+        the first keys; with place=Place(bottom_right=True) as well, they stand at the last.
         """
         for name in ("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"):
             if name in arguments:
@@ -258,7 +259,7 @@ class KVCache:
         )
         if not self._is_autocast():
             return self._attend(q, cu_q, max_q, given)
-        with torch.autocast(self._pool.k.device.type, enabled=False):  # what is kept is not cast
+        with torch.autocast(self._pool.k.device.type, enabled=False):  # pages must not be cast
             if "mask" in given:
                 given["mask"] = self._cast(given["mask"])
             return self._attend(self._cast(q), cu_q, max_q, given)
@@ -267,7 +268,7 @@ class KVCache:
         return _any_autocast() and torch.is_autocast_enabled(self._pool.k.device.type)
 
     def _cast(self, x: Any) -> Any:
-        """As autocast does, to the dtype of what is kept."""
+        """Cast x as autocast does, but to the cache's dtype."""
         casts = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
         return x.to(self.dtype) if casts else x
 
@@ -288,19 +289,19 @@ class KVCache:
         return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), found)
 
     def _every(self, M: int) -> Tensor:
-        """Offsets of M rows each."""
+        """Offsets (B+1,) of items with M rows each."""
         if self._offsets is None or self._offsets[0] != M:
             with torch.inference_mode(False):  # for calls in any mode
                 offsets = torch.arange(self.batch + 1, device=self._pool.k.device) * M
             self._offsets = M, offsets
         return self._offsets[1]
 
-    # ------------------------------------------------------------------------------ what is added
+    # ---------------------------------------------------------------------------------- appending
 
     @_kept
     def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
-        """More keys and values, in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n of each item; or k
-        (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] of item b."""
+        """Append keys and values in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n for each item; or k
+        (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] for item b."""
         if self._is_autocast():
             k, v = self._cast(k), self._cast(v)
         self._check(k, v, cu is not None)
@@ -337,7 +338,7 @@ class KVCache:
             raise ValueError(f"v: got {v.shape[rows]} rows, expected {k.shape[rows]}, as k has")
 
     def _go_on(self, n: int, rows: dict[str, Tensor]) -> None:
-        """n more keys of every item in pages that they have: most steps of decoding."""
+        """Append n keys to every item in the pages that it has, as most decoding steps do."""
         table, lengths, goes_on = self._items
         longer = lengths + n
         there = self._moved(table, longer)
@@ -345,14 +346,14 @@ class KVCache:
         self._set(Items(table, longer, goes_on), there, self._slack - n)
 
     def _next(self, n: int, table: Tensor, page: int) -> tuple[Tensor, Tensor]:
-        """Where the next n keys of each item lie: page, and row in it, (B,n)."""
+        """Where the next n keys of each item go: the page and the row in it, (B,n) each."""
         key = self._lengths[:, None] + torch.arange(n, device="cpu")
         return table.gather(1, key // page), key % page
 
     def _with(self, counts: Tensor, items: Items, gone: Tensor | None = None) -> Change:
-        """So many more keys of each item, with pages of its own from its end on: of all items, or
-        RuntimeError. gone: pages that are given back before. Nothing of the cache changes yet: only
-        pages that have no user are written to."""
+        """The change that adds `counts` keys to each of `items`, with writable pages from its end
+        on; RuntimeError if there is no room for all. gone: pages that are released first. The cache
+        itself does not change yet: only pages without a user are written."""
         lengths, pool = items.lengths + counts, self._pool
         capacity, kept, table = self._capacity_for(lengths), pool.kept, items.table
         if capacity > self.capacity and self._is_contiguous and not pool.forked:
@@ -387,9 +388,9 @@ class KVCache:
         return max(longest, 2 * self.capacity)
 
     def _copied(self, items: Items, counts: Tensor, last: Tensor, page: int) -> Tensor:
-        """(B,) bool: items that get more keys, and first a copy of their last page, since others
-        have it. Where all of these get more, the one with the most keys there keeps it: it writes
-        behind what any of them reads."""
+        """(B,) bool: items that must copy their last page before they append, because others use
+        it. If all users of a page append, the one with the most keys in it keeps the page: it
+        writes behind the rows that the others read."""
         users = self._pool.users
         partial = (counts > 0) & (items.lengths % page > 0)
         shared = partial & ~items.goes_on & (users[last] > 1)
@@ -402,7 +403,7 @@ class KVCache:
         return shared
 
     def _left(self, change: Change) -> int:
-        """Keys that every item may get in its last page, where it goes on."""
+        """How many keys every item can still append to its last page."""
         if not self.batch:
             return 0
         lengths = change.items.lengths
@@ -415,7 +416,7 @@ class KVCache:
         rows: dict[str, Tensor] | None = None,
         slack: int = 0,
     ) -> None:
-        """Write the rows, then make the change: an error before leaves the cache as it was."""
+        """Write the rows, then apply the change: an error in writing leaves the cache as it was."""
         there = self._moved(*change.items[:2])
         if at is not None and rows is not None:
             write(change.claim.kept, self._moved(*at), rows)
@@ -423,14 +424,14 @@ class KVCache:
         self.capacity = change.capacity
         self._set(change.items, there, slack)
 
-    # ---------------------------------------------------------------------------- what is let go
+    # ----------------------------------------------------------------------- forking and dropping
 
     @_kept
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
-        """A cache of these items (all; one may be listed several times), which shares their pages.
-        An item that writes into a shared page copies it first. There are two exceptions. An item
-        that had its last page alone when it was forked writes there until it drops keys. Where all
-        items that share a page write in one call, as in a step of beam search, one keeps it."""
+        """A cache of these items (None: all; one may be listed several times) that shares their
+        pages. An item copies a shared page before it writes to it, with two exceptions. An item
+        that was the only user of its last page when it was forked writes there until it drops keys.
+        If all items that share a page write in one call, as in beam search, one keeps the page."""
         chosen = _index(items, self.batch)
         table, lengths, goes_on = (x[chosen] for x in self._items)
         pool, page = self._pool, self.page_size
@@ -446,8 +447,9 @@ class KVCache:
 
     @_kept
     def evict(self, counts: Counts) -> None:
-        """Drop the oldest keys, so many of each item. Whole pages are given back; what is left of a
-        page moves, and with it all that follows: multiples of page_size cost nothing."""
+        """Drop the oldest `counts` keys of each item. Whole pages are released. If a page is
+        dropped in part, all later keys of the item are copied: multiples of page_size cost
+        nothing."""
         counts = self._counts("counts", counts)
         page, blocks = self.page_size, torch.arange(self._table.shape[1], device="cpu")
         keep, moves = self._lengths - counts, counts % page > 0
@@ -462,7 +464,7 @@ class KVCache:
 
     @_kept
     def truncate(self, lengths: Counts) -> None:
-        """Keep the first keys, so many of each item: drops what speculation got wrong."""
+        """Keep the first `lengths` keys of each item, to drop rejected speculative tokens."""
         keep = self._counts("lengths", lengths)
         has, needs = (-(-x[:, None] // self.page_size) for x in (self._lengths, keep))
         block = torch.arange(self._table.shape[1], device="cpu")
@@ -472,35 +474,35 @@ class KVCache:
 
     @_kept
     def free(self, items: Sequence[int] | Tensor | None = None) -> None:
-        """Give back all pages of these items (all): each is empty then."""
+        """Release all pages of these items (None: all). The items are empty then."""
         chosen = _index(items, self.batch)
         keep = self._lengths.clone()
         keep[chosen] = 0
         self.truncate(keep)
 
-    # ------------------------------------------------------------------------------------- inside
+    # ---------------------------------------------------------------------------------- internals
 
     def _begin(self, pool: Pool, items: Items, capacity: int, grow: bool, contiguous: bool) -> None:
-        """contiguous: an item's keys are one page, as long as the capacity."""
+        """contiguous: each item has one page, as long as the capacity."""
         self.capacity, self.grow, self._pool, self._is_contiguous = capacity, grow, pool, contiguous
         self._offsets: tuple[int, Tensor] | None = None
         self._held: list[Tensor] = []
         self._set(items, self._moved(*items[:2]))
 
     def _watch(self) -> None:
-        """Pages come free with a cache that nobody has any more."""
+        """Release the cache's pages when it is garbage collected."""
         weakref.finalize(self, _let_go, self._pool, self._held).atexit = False
 
     def __copy__(self) -> KVCache:
         return self.fork()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:  # of deepcopy and pickle
+    def __setstate__(self, state: dict[str, Any]) -> None:  # for deepcopy and pickle
         self.__dict__.update(state)
-        self._pool.add(used(*self._held, self.page_size))  # the pool's copy counts no users
+        self._pool.add(used(*self._held, self.page_size))  # a copied pool counts no users
         self._watch()
 
     def _set(self, items: Items, there: tuple[Tensor, Tensor], slack: int = 0) -> None:
-        """What items have, and there what kernels read of it; slack: at most what is `_left`."""
+        """there: table and lengths on the pages' device. slack: at most the result of `_left`."""
         self._items, self._on_device, self._slack = items, there, slack
         self._held[:] = items[:2]
 
@@ -513,12 +515,12 @@ class KVCache:
         return self._items.lengths
 
     def _moved(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """To the device of the pages, from the host, where all is reckoned."""
+        """x and y on the pages' device; bookkeeping is done on the host."""
         device = self._pool.k.device
         return (x, y) if device.type == "cpu" else (x.to(device), y.to(device))
 
     def _rows(self, b: int, first: int) -> dict[str, Tensor]:
-        """An item's keys and values from one on, (n,Hk,D), as they are kept."""
+        """The keys and values of item b from key `first` on, (n,Hk,D), as stored."""
         pages = self._table[b, : -(-int(self._lengths[b]) // self.page_size)]
         end = int(self._lengths[b])
         pages = pages.to(self._pool.k.device)
@@ -541,7 +543,7 @@ class KVCache:
 
 
 def _places(items: Items, counts: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """Where so many keys of each item lie, the last that it has: page, and row in it, (n,)."""
+    """Where the last `counts` keys of each item are: the page and the row in it, (n,) each."""
     item = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
     first = torch.repeat_interleave(counts.cumsum(0) - items.lengths, counts)
     key = torch.arange(len(item), device="cpu") - first
@@ -549,7 +551,7 @@ def _places(items: Items, counts: Tensor, page: int) -> tuple[Tensor, Tensor]:
 
 
 def _let_go(pool: Pool, held: list[Tensor]) -> None:
-    with _disable_current_modes():  # it may be anywhere that a cache dies
+    with _disable_current_modes():  # a cache may be collected under any mode
         pool.drop(used(held[0], held[1], pool.page))
 
 
@@ -561,7 +563,7 @@ def _size(name: str, x: Any, least: int = 0) -> int:
 
 
 def _whole(name: str, x: Any) -> Tensor:
-    """Numbers as int64 on the CPU: no mask, and nothing that would be cut."""
+    """Numbers as int64 on the CPU. Bools, and floats, which would be truncated, raise."""
     found = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
     if found.numel() and found.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name}: got {found.dtype}, expected whole numbers, int32 or int64")
@@ -573,7 +575,7 @@ def _each(f, found):
 
 
 def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
-    """How many rows of each item offsets name."""
+    """The number of rows of each item, by the offsets `cu`."""
     if not isinstance(cu, Tensor) or cu.shape != (batch + 1,):
         got = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
         raise ValueError(f"cu: got {got}, expected (B + 1,) = ({batch + 1},) offsets")
@@ -588,7 +590,7 @@ def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
 
 
 def _index(items: Sequence[int] | Tensor | None, batch: int) -> Tensor:
-    """Which items these are; None is all."""
+    """The indices of these items; None means all."""
     if items is None:
         return torch.arange(batch, device="cpu")
     chosen = _whole("items", items).reshape(-1)

@@ -1,4 +1,4 @@
-"""A call of attention that a model made: what it was, what it ran under, how to make it again."""
+"""Record of an attention call in a model: its arguments, its global state, and how to repeat it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ KERNELS = ("flash", "mem_efficient", "math", "cudnn", "overrideable")
 
 
 class State(NamedTuple):
-    """What decides how a call runs, beside what it gets."""
+    """The global state that decides how a call runs, beside its arguments."""
 
-    kernels: tuple[bool, ...]  # that torch may choose
-    order: list[int]
+    kernels: tuple[bool, ...]  # for each of KERNELS: may torch choose it?
+    order: list[int]  # torch's priority order of the kernels
     device: str
     autocast: bool
     dtype: torch.dtype  # of autocast
@@ -46,7 +46,7 @@ class State(NamedTuple):
     @contextmanager
     def entered(self) -> Generator[None]:
         before = State.of(self.device)
-        if before == self:  # costs less than the smallest calls
+        if before == self:  # this comparison takes less time than the smallest calls
             yield
             return
         self._choose()
@@ -65,14 +65,14 @@ class State(NamedTuple):
         torch._C._set_sdp_priority_order(self.order)
 
     def computed(self, dtype: torch.dtype) -> str:
-        """The name of the dtype that tensors of `dtype` are computed in."""
+        """The name of the dtype in which tensors of `dtype` are computed."""
         casts = self.autocast and dtype.is_floating_point and dtype != torch.float64
         return str(self.dtype if casts else dtype).removeprefix("torch.")
 
 
 @dataclass
 class Call:
-    """Calls of one kind: the same shapes and the same sort of mask, in modules of one name."""
+    """Calls of one kind: the same shapes, the same kind of mask, modules of the same name."""
 
     function: str
     q: tuple[int, ...]
@@ -81,20 +81,20 @@ class Call:
     mask: str  # "" for none
     shown: Shown | None
     options: str  # "causal, dropout 0.1"
-    runs: str  # what ran it
+    runs: str  # the kernel or operator that ran it
     state: State = field(repr=False)
-    now: Callable[[], Any] = field(repr=False)  # the first of them, once more
-    ours: Callable[[], Any] | None = field(repr=False)  # the same, as a patched model makes it
-    left: str = ""  # why `convert` leaves its module alone
+    now: Callable[[], Any] = field(repr=False)  # repeats one of the calls
+    ours: Callable[[], Any] | None = field(repr=False)  # the same call in a patched model
+    left: str = ""  # why `convert` does not swap its module
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # of torch's function
-    leaves: list[Tensor] = field(default_factory=list, repr=False)  # that backward is for
-    module: Any = field(default=None, repr=False)  # that it belongs to, where that is known
-    path: str = ""  # with * for a number
-    where: Counter[str] = field(default_factory=Counter)
-    heads: bool = False  # of an nn.MultiheadAttention, which `convert` reaches
-    backward: bool = False  # went through what it gave
-    fewest: int = 0  # keys, of calls that differ in them while a text grows
-    seconds: float = 0.0  # of all of them, as they ran
+    leaves: list[Tensor] = field(default_factory=list, repr=False)  # tensors that require grad
+    module: Any = field(default=None, repr=False)  # the module that made it, if known
+    path: str = ""  # the module's name, with * for each number
+    where: Counter[str] = field(default_factory=Counter)  # calls by the module's full name
+    heads: bool = False  # made by an nn.MultiheadAttention, which `convert` can swap
+    backward: bool = False  # a backward pass ran through its result
+    fewest: int = 0  # the fewest keys of its calls, which gain keys while a text grows
+    seconds: float = 0.0  # measured time of all its calls
 
     @property
     def count(self) -> int:
@@ -102,29 +102,29 @@ class Call:
 
     @property
     def by(self) -> str:
-        """What brings it to fastattn."""
+        """What makes it run on fastattn: a patched or a converted model."""
         return "patched" if self.function == SDPA else "converted"
 
 
-# ----------------------------------------------------------------------------------- in a few words
+# ------------------------------------------------------------------------------- short descriptions
 
 
 def shape(x: Tensor) -> tuple[int, ...]:
-    """With -1 where a nested tensor has sizes of its own."""
+    """The shape of x, with -1 for a dimension that varies in a nested tensor."""
     if not x.is_nested:
         return tuple(x.shape)
     sizes = []
     for dim in range(x.dim()):
         try:
             size = x.size(dim)
-        except RuntimeError:  # of strided ones
+        except RuntimeError:  # a strided nested tensor: the size varies
             size = None
         sizes.append(size if type(size) is int else -1)
     return tuple(sizes)
 
 
 def named(mask: Tensor | None, columns: bool = False) -> str:
-    """columns: of keys alone, (B,N)."""
+    """A description of a mask. columns: the mask covers keys only, (B,N)."""
     if mask is None:
         return ""
     if is_causal_bias(mask):

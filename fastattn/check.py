@@ -1,8 +1,8 @@
-"""Every rule on the arguments of a call, and the spec of a call that keeps them.
+"""The rules for the arguments of a call, and the spec of a call that obeys them.
 
-These rules read metadata alone (shapes, dtypes, devices, scalars), so one verdict holds for every
-later call of the same kind, and fake tensors with symbolic sizes can be checked too. What a tensor
-has to be is stated in `spec.ARGUMENTS`; this file holds each tensor against it.
+The rules read only metadata (shapes, dtypes, devices, scalars), so one verdict holds for every
+later call of the same kind, and fake tensors with symbolic sizes can be checked too.
+`spec.ARGUMENTS` states what each tensor must be; this file checks the tensors against it.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
 
 
 def _counts(t: Tensors, o: Options) -> tuple[int, int, int]:
-    """B, M and N: items, rows and keys of each; of a packed batch, of the longest."""
+    """B, M and N: items, rows and keys of each item; in a packed batch, of the longest sequence."""
     if t.cu_q is None:
         return t.q.shape[0], t.q.shape[2], t.k.shape[2]
     return t.cu_q.shape[0] - 1, o.max_q or 0, o.max_k or 0
@@ -121,7 +121,7 @@ def need(ok: bool, name: str, got: object, expected: str) -> None:
 
 
 def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:
-    """Raise ValueError unless a tangent has its tensor's shape, or what else there is of it."""
+    """Raise ValueError unless tangent x_t equals x in these attributes, such as "shape"."""
     for what in about:
         got, own = getattr(x_t, what), getattr(x, what)
         if got != own:
@@ -130,7 +130,7 @@ def need_like(name: str, x_t: Tensor, x: Tensor, *about: str) -> None:
 
 
 def need_dense(name: str, x: Tensor) -> None:
-    """Raise TypeError for a tensor whose values do not lie where strides say."""
+    """Raise TypeError for nested, sparse and other tensors that strides do not describe."""
     if x.is_nested and x.layout == torch.jagged:
         raise TypeError(
             f"{name}: got a jagged tensor, expected a dense one: scaled_dot_product_attention and "
@@ -146,14 +146,14 @@ def need_dense(name: str, x: Tensor) -> None:
 
 
 def need_memory(t: Tensors) -> None:
-    """Raise ValueError for a tensor whose storage was given back, as `storage.resize_(0)` does."""
+    """Raise ValueError for a tensor without storage, as `storage.resize_(0)` leaves it."""
     for _, argument, x in _present(t):
         released = x.numel() and not x.is_meta and not x.data_ptr()
         need(not released, argument.public, "a tensor without storage", "one that has its values")
 
 
 def _present(t: Tensors) -> Iterator[tuple[str, Argument, Any]]:
-    """The tensors that there are. q and k always: None breaks a rule."""
+    """The tensors that are given, and the required ones (q, k) always: for None a rule raises."""
     for (name, argument), x in zip(ARGUMENTS.items(), t):
         if x is not None or not argument.optional:
             yield name, argument, x
@@ -167,7 +167,7 @@ def _type(argument: Argument, x: object, optional: bool) -> None:
 
 
 def _scales(t: Tensors) -> None:
-    """Scales come in pairs, with keys and values of one dtype."""
+    """k_scale and v_scale must come together, with k and v of the same dtype."""
     given = [name for name in ("k_scale", "v_scale") if getattr(t, name) is not None]
     if not given:
         return
@@ -235,7 +235,7 @@ def _layout(t: Tensors) -> dict[str, int]:
 
 
 def _packed(t: Tensors, o: Options) -> dict[str, int]:
-    """What other sizes the letters stand for in a packed batch."""
+    """The sizes of letters in a packed batch, beside or in place of `_layout`'s; {} if dense."""
     if t.cu_q is None:
         for name, x in (("cu_k", t.cu_k), ("block_table", t.pages)):
             need(x is None, name, "a tensor", "None, because cu_q is None")
@@ -289,12 +289,12 @@ def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
         need(False, name, _shape(x), expected)
 
 
-LONGEST = 2**31 - 1  # what kernels count by in 32 bits
+LONGEST = 2**31 - 1  # kernels count rows and keys in 32 bits
 
 
 def _counted(n: int | torch.SymInt) -> bool:
-    """Can kernels count n? A size that is a symbol is not asked, because torch.export would bound
-    it: the program asks the number, where it runs."""
+    """True if n fits the 32-bit counters of kernels. A symbolic size is not compared, because
+    torch.export would bound it: the exported program checks the number when it runs."""
     return not isinstance(n, int) or 0 <= n <= LONGEST
 
 
@@ -337,13 +337,13 @@ def check_lse(q: object, lse: object) -> None:
         raise TypeError(f"lse: got {type(lse).__name__}, expected a torch.Tensor or None")
     need_dense("lse", lse)
     if not isinstance(q, Tensor) or q.ndim != 4:
-        return  # the rules on q say so
+        return  # the checks of q raise
     exact = wide(q.dtype)
     need(
         lse.dtype == exact, "lse.dtype", lse.dtype, f"{exact}, as attention(return_lse=True) gives"
     )
     need(lse.device == q.device, "lse.device", lse.device, f"{q.device}, as q has")
-    B, H, M, _ = q.shape  # compared one by one, as compilers with symbolic sizes can
+    B, H, M, _ = q.shape  # one by one, which compilers with symbolic sizes can compare
     fits = lse.ndim == 3 and lse.shape[0] == B and lse.shape[1] == H and lse.shape[2] == M
     if not fits:
         need(False, "lse", _shape(lse), f"(B, H, M) = {(B, H, M)}")

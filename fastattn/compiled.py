@@ -1,9 +1,9 @@
-"""Launches of Triton's kernels that derive nothing: compiled once, kept with the spec of a call.
+"""A cache of compiled Triton kernels, stored with the spec of a call, for cheaper launches.
 
-At every launch Triton derives what decides its compiled kernel: the type of each argument, which
-numbers are 1 or multiples of 16, which pointers are, the constants and the options. A `Launch` is
-found by at least as much: by the numbers themselves, and by Triton's driver and knobs. What remains
-is to hand the tensors of this call to the compiled kernel.
+At every launch Triton derives the key of its compiled kernel: the type of each argument, which
+numbers are 1 or multiples of 16, which pointers are multiples of 16, the constants and the options.
+The key of a `Launch` has at least that: the numbers themselves, and Triton's driver and knobs. A
+hit then only passes the call's tensors to the compiled kernel.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from . import toolchain, tuning
 from .crossing import laid
 from .trouble import why_unwritable
 
-NEWEST = (3, 9)  # what a later Triton derives a kernel from, only its own launch knows
-MOST = 256  # launches of one spec
+NEWEST = (3, 9)  # a later Triton may derive kernels from more, so its own launch runs
+MOST = 256  # cached launches of one spec
 
 
 def interpreted() -> bool:
-    """Do kernels run on CPU tensors, in Triton's interpreter? Fixed when a kernel is imported."""
+    """True if kernels run on CPU tensors in Triton's interpreter. Fixed when one is imported."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def version() -> tuple[int, ...] | None:
-    """Of Triton, as (major, minor); None without it."""
+    """Triton's version as (major, minor); None without Triton."""
     found = tuning.triton_version()
     return None if found is None else tuple(map(int, re.findall(r"\d+", found)[:2]))
 
@@ -47,7 +47,7 @@ def _known() -> bool:
 
 @functools.cache
 def _triton() -> tuple[Any, Any]:
-    """Triton's knobs, and what holds its driver."""
+    """Triton's knobs, and the object with its active driver."""
     from triton import knobs
     from triton.runtime import driver
 
@@ -56,8 +56,8 @@ def _triton() -> tuple[Any, Any]:
 
 @functools.cache
 def find_cache() -> None:
-    """Before Triton's first kernel: another folder for its cache, where its own cannot be written,
-    without which it compiles nothing. It is this process's, and gone with it."""
+    """Give Triton a temporary cache folder if its own cannot be written: without one it compiles
+    nothing. Call it before Triton's first kernel. The folder is deleted when the process ends."""
     from triton import knobs
 
     wanted = knobs.cache.dir
@@ -78,10 +78,10 @@ _kept: list[tempfile.TemporaryDirectory] = []
 
 
 def launcher_unavailable() -> str:
-    """Why Triton cannot launch kernels on the GPU that is here, and what to do; "" if it can.
+    """Why Triton cannot launch kernels on this machine's GPU, and what to do; "" if it can.
 
-    It calls the driver through C code that it compiles at its first launch and keeps in its cache.
-    Triton is imported only where that code cannot be compiled, to look into the cache.
+    Triton calls the driver through C code, which it compiles at its first launch and caches. This
+    imports Triton only if that code cannot be compiled, to look for it in the cache.
     """
     why = toolchain.unavailable()
     if not why or _has_launcher():
@@ -90,11 +90,11 @@ def launcher_unavailable() -> str:
 
 
 def _has_launcher() -> bool:
-    """Does Triton launch every kernel without a compiler?"""
+    """True if Triton can launch every kernel without a C compiler."""
     from triton import knobs
     from triton.backends.nvidia import driver as nvidia
 
-    if knobs.build.impl:  # the user compiles another way
+    if knobs.build.impl:  # the user supplies another way to compile
         return True
     if hasattr(nvidia, "make_launcher"):  # an older Triton compiles code for each kernel
         return False
@@ -103,7 +103,7 @@ def _has_launcher() -> bool:
         knobs.build.impl = _refuse
         try:
             return bool(_triton()[1].active.utils)
-        except Exception:  # whatever it raises, the code is not in the cache
+        except Exception:  # any error means that the code is not in the cache
             return False
 
 
@@ -112,7 +112,7 @@ def _refuse(*about: Any) -> str:
 
 
 class Launch(NamedTuple):
-    """A compiled kernel with all of its arguments but tensors."""
+    """A compiled kernel with all of its arguments except tensors."""
 
     compiled: Any  # Triton's CompiledKernel
     programs: int
@@ -132,11 +132,10 @@ class Launch(NamedTuple):
 
 
 def alike(args: tuple[Any, ...], *about: Any) -> tuple[Any, ...] | None:
-    """What calls of one spec have in common that have their launches in common; None where Triton's
-    own launch has to run.
+    """The key by which calls of one spec share launches; None if Triton's own launch must run.
 
-    It has where somebody hooks launches, in the interpreter, and with a Triton newer than NEWEST.
-    args: what every kernel of the call may take.
+    It must run if launch hooks are set, in the interpreter, and with a Triton newer than NEWEST.
+    args: the arguments that all kernels of the call draw from.
     """
     if not _known():
         return None
@@ -158,7 +157,7 @@ def alike(args: tuple[Any, ...], *about: Any) -> tuple[Any, ...] | None:
 
 
 def _calls(hook: Any) -> bool:
-    """Would Triton's launcher call anything? A chain of hooks may be empty."""
+    """True if `hook` calls anything: Triton's chain of hooks may be empty."""
     return hook is not None and bool(getattr(hook, "calls", True))
 
 
@@ -170,7 +169,7 @@ def keep(where: dict[tuple[Any, ...], Any], key: tuple[Any, ...], value: Any) ->
 
 
 def with_workspace(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call, with memory for tensor descriptors. The allocator is set for this call alone."""
+    """Call `function` with an allocator for tensor descriptors, set for this call only."""
     return contextvars.copy_context().run(_with_allocator, function, args, kwargs)
 
 

@@ -1,7 +1,7 @@
-"""torch.distributed.tensor.experimental.context_parallel: are we inside?
+"""Detect calls inside torch.distributed.tensor.experimental.context_parallel.
 
-It cuts a sequence over ranks and gives torch's own scaled_dot_product_attention another body.
-Other functions get a part of the sequence there, and nobody tells them.
+It splits a sequence over ranks and replaces torch's scaled_dot_product_attention. Any other
+function gets one rank's part of the sequence there, without notice.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-# What stands in torch.nn.functional where nobody replaced it: then we are not, and need not ask.
+# If torch.nn.functional has this function, nothing replaced it: no need to call `is_inside`.
 TORCHS = torch._C._nn.scaled_dot_product_attention
 _MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
 WORDS = (
@@ -29,17 +29,17 @@ def is_inside() -> bool:
 
 
 def is_reordered() -> bool:
-    """Did it cut what modules get, in an order that gives each rank as much to do?"""
+    """True if it splits the inputs of modules, in an order that balances the load of ranks."""
     module = _entered("MODULE_WRAPPER")
     return module is not None and module._cp_options.enable_load_balance
 
 
 def _entered(mode: str) -> Any:
-    """torch's module, if it was used last in this way."""
+    """The module that implements context_parallel, if `mode` is its last dispatch mode."""
     module = sys.modules.get(_MODULE)
     used = getattr(getattr(module, "_dispatch_mode", None), "name", None)
     return module if used == mode else None
 
 
-# torch.compile asks when it traces.
+# torch.compile calls it while tracing and treats the result as a constant.
 is_inside._dynamo_marked_constant = True  # ty: ignore

@@ -1,7 +1,7 @@
-"""convert and revert: fused attention for the modules of an existing model, and back.
+"""convert and revert: give the modules of an existing model fused attention, and undo it.
 
-A swap changes the class of the module object and nothing that it holds, so parameters, optimizer
-state, ties, hooks, mode, device and every reference to the module stay what they were.
+A swap changes the class of a module object and none of its contents: parameters, optimizer state,
+ties, hooks, mode, device and all references to the module stay the same.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from torch.nn.utils import parametrize
 
 from .multihead import MultiheadAttention, always_call_forward
 
-# Set on what convert swapped, so that revert leaves alone what was built as MultiheadAttention.
-# It lives in the module's __dict__: copies and pickles can be reverted, too.
+# Set on modules that convert swapped: revert does not touch modules built as MultiheadAttention.
+# It is in the module's __dict__, so copies and pickles can be reverted, too.
 _MARK = "_converted_by_fastattn"
 
 _BY_TYPE = (
@@ -44,13 +44,13 @@ class Conversion:
 def convert(model: nn.Module) -> Conversion:
     """Make every plain torch.nn.MultiheadAttention in `model` (or `model` itself) a fused one.
 
-    In place; only modules whose type is exactly nn.MultiheadAttention are swapped. The Conversion
+    In place; only modules of exactly the type nn.MultiheadAttention are swapped. The Conversion
     returned says which were, and why any other attention module was left.
 
     Some libraries look modules up by exact type and skip the swapped ones, mostly without a
-    warning. torch.ao.quantization.prepare quantizes the output projection in them and nothing else.
-    Opacus accepts them and has no rule for their gradients. ptflops does not count them. Call
-    `fastattn.revert(model)` before you use such a library. Code that asks isinstance, torch.fx and
+    warning. torch.ao.quantization.prepare quantizes only their output projection. Opacus accepts
+    them and has no rule for their gradients. ptflops does not count them. Call
+    `fastattn.revert(model)` before you use such a library. isinstance checks, torch.fx and
     prepare_fx treat the swapped modules as torch's own.
     """
     return _swap(model, _why_not_convert, _convert_one, _BY_TYPE)

@@ -1,15 +1,15 @@
-"""How tensors cross to the native kernels: what kind they are, and FaCall packed of them.
+"""How tensors are passed to the native kernels: the kind of a call's tensors, and packed FaCalls.
 
-    kind      what is the same for all calls that one plan serves; None where a tensor is no plain
-              memory, and something else has to see the call
-    pack      FaCall, as bytes, of a template and tensors, each at its place
-    launch    the same, given to a function of the CPU's library at once
-    launch_on the same for the CUDA library, with a workspace; None where only Python packs
-    laid      of a kernel's arguments at least what Triton compiles it for: dtypes, strides, whether
-              16 bytes divide where they lie, and numbers as they are
+    kind      a key of the tensors: calls with equal keys share a plan; None if a tensor is not
+              plain memory, so that the call must go through the operator
+    pack      FaCall as bytes: a template, with each tensor written at its place
+    launch    pack, then call a function of the CPU library with the result
+    launch_on the same for the CUDA library, with a workspace; None if only Python packs
+    laid      a key of a kernel's arguments with at least what Triton specialises on: dtypes,
+              strides, addresses modulo 16, and the numbers themselves
 
-csrc/python/crossing.cpp has these for CPython's stable ABI. They are used where set-up built them,
-and those below where it did not, or where FASTATTN_EXTENSION=off.
+csrc/python/crossing.cpp implements these for CPython's stable ABI. The Python versions below are
+used if set-up did not build it, or if FASTATTN_EXTENSION=off.
 """
 
 from __future__ import annotations
@@ -27,46 +27,46 @@ from .backend import broadcast_strides
 from .native import DTYPE, EXTENT, POINTER, TENSOR
 from .spec import ARGUMENTS
 
-Kind = bytes | tuple[Any, ...]  # it hashes, and compares with those of the same maker
+Kind = bytes | tuple[Any, ...]  # hashable; comparable with kinds of the same implementation
 Laid = bytes | tuple[Any, ...]  # likewise
 
-# No subclass with a dispatch of its own.
+# Not the subclasses that override dispatch.
 PLAIN: frozenset[type[Tensor]] = frozenset({Tensor, torch.nn.Parameter})
 
-# --------------------------- `Argument.crosses`: the strides of an FaTensor, in elements, and sizes
+# ----------------------------- `Argument.crosses`: strides (in elements) and sizes of each FaTensor
 
 
 class Four(NamedTuple):
-    """How a tensor has the four dimensions that kernels see."""
+    """How to present a tensor in the four dimensions that kernels read."""
 
     strides: Callable[[Tensor], tuple[int, ...]]
-    sizes: Callable[[Tensor], tuple[int, ...]]  # 1 where it lacks a dimension
+    sizes: Callable[[Tensor], tuple[int, ...]]  # 1 for a missing dimension
 
 
 def _as_column(of: Sequence[int], lacking: int) -> tuple[int, ...]:
-    """Of (H,), (B,H) or (B,H,M), which the kernels see with trailing sizes of 1."""
+    """Strides or sizes of (H,), (B,H) or (B,H,M), padded to four dimensions (B,H,M,1)."""
     return (*(lacking,) * (len(of) == 1), *of, *(lacking,) * 3)[:4]
 
 
 def _as_pair(of: Sequence[int]) -> tuple[int, ...]:
-    """Of a normaliser (2,B,H,M), which the kernels see as (B,H,M,2)."""
+    """Strides or sizes of a normaliser (2,B,H,M), permuted to the kernels' (B,H,M,2)."""
     two, b, h, m = of
     return b, h, m, two
 
 
 CROSSES: dict[str, Four | None] = {  # enum Crosses
-    "strided": Four(Tensor.stride, lambda x: x.shape),  # of a 4-D tensor, read where it lies
-    # Aligned to the right of (B,H,M,N); what it is broadcast over has stride 0.
+    "strided": Four(Tensor.stride, lambda x: x.shape),  # a 4-D tensor, read in place
+    # Broadcast to (B,H,M,N), aligned to the right; a broadcast dimension has stride 0.
     "broadcast": Four(broadcast_strides, lambda x: (*(1,) * (4 - x.ndim), *x.shape)),
     "column": Four(lambda x: _as_column(x.stride(), 0), lambda x: _as_column(x.shape, 1)),
     "pair": Four(lambda x: _as_pair(x.stride()), lambda x: _as_pair(x.shape)),
-    "pointer": None,  # only where it lies
+    "pointer": None,  # only the address
 }
-_PLACE = struct.Struct("=iii")  # offset in FaCall, which of `CROSSES`, offset of the sizes or -1
+_PLACE = struct.Struct("=iii")  # offset in FaCall, index in `CROSSES`, offset of the sizes or -1
 
 
 def places(after: Mapping[str, str]) -> bytes:
-    """Where the tensors of a call go, and after them those in `after`: by field, how they cross."""
+    """The places in FaCall of a call's tensors, then of `after`, which maps fields to `CROSSES`."""
     fields = [(a.field, a.crosses) for a in ARGUMENTS.values()]
     return b"".join(_place(*x) for x in (*fields, *after.items()))
 
@@ -76,7 +76,7 @@ def _place(field: str, crosses: str) -> bytes:
     return _PLACE.pack(native.offset(field), list(CROSSES).index(crosses), sizes)
 
 
-# ------------------------------------------------------------------------- the same, in Python
+# ------------------------------------------------------------- the extension's functions, in Python
 
 
 def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
@@ -88,7 +88,7 @@ def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
         if type(x) not in PLAIN or x.is_neg():
             return None
         try:
-            if not x.data_ptr() and (x.is_meta or x.numel()):  # or zeros that are nowhere
+            if not x.data_ptr() and (x.is_meta or x.numel()):  # meta, or an _efficientzerotensor
                 return None
             found.append((x.shape, x.dtype, x.device))
         except RuntimeError:  # it has no storage, or no shape
@@ -120,14 +120,14 @@ def _pack(form: bytes, places: bytes, tensors: Sequence[Tensor | None], threads:
 def _launch(
     entry: int, which: int, brief: bool, form: bytes, places: bytes, tensors: Sequence, threads: int
 ) -> int:
-    """entry: the address of fa_cpu_run. brief: not worth letting another thread interpret."""
+    """entry: the address of fa_cpu_run. brief: the kernel is too short to release the GIL for."""
     return native.cpu().run(_pack(form, places, tensors, threads), which)
 
 
 def _laid(args: tuple) -> Laid:
     found: list[Any] = []
     for x in args:
-        if isinstance(x, tuple):  # a tensor, and its strides
+        if isinstance(x, tuple):  # (tensor, its strides)
             x = x[0]
         if isinstance(x, Tensor):
             found += x.dtype, x.stride(), x.data_ptr() % 16
@@ -151,4 +151,4 @@ _fast_laid = getattr(extension, "laid", _laid)
 
 def laid(args: tuple[Any, ...]) -> Laid:
     found = _fast_laid(args)
-    return _laid(args) if found is None else found  # tensors that are nowhere, as when compiling
+    return _laid(args) if found is None else found  # for example meta tensors, as in make aot

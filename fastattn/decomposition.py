@@ -1,8 +1,8 @@
-"""The operators made of torch's own, for exporters that know no others: torch.onnx.export.
+"""Decompositions into torch's operators, for exporters that know no others: torch.onnx.export.
 
-What the oracle does is what they get: exact, in O(M N) memory. They look into the table at the end,
-and `passes.seen` does for the TorchScript exporter, which looks into none. torch.compile and
-torch.export do not, and keep the operators whole; `run_decompositions` takes the table.
+They run the oracle: exact, in O(M N) memory. Exporters find them in torch's `decomposition_table`.
+The TorchScript exporter does not use it: `passes.seen` decomposes the call there. torch.compile and
+torch.export keep the operators whole; `run_decompositions` takes the table.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def _wide(*args) -> tuple[Tensors, AttentionSpec]:
 
 
 def _where_traced(op: Operation, function: Callable) -> Callable:
-    """FakeTensorMode asks the table too, where sizes are symbols: it gets empty results. DTensors
-    ask it how an operator may be cut, by operators that carry placements along: it does not tell
-    them that a causal row needs to know where it stands, so they get none and raise."""
+    """Decompose only under a tracer. FakeTensorMode looks into the table too if sizes are symbolic:
+    it gets empty results. DTensor would derive shardings from the decomposition, which does not
+    show that a causal row depends on its position: for DTensors this raises."""
 
     def run(*args):
         from torch.fx.experimental.proxy_tensor import get_proxy_mode  # takes long to import

@@ -1,13 +1,13 @@
-"""What the derivatives of each pass are made of: the passes themselves.
+"""The derivative of each pass, computed by the passes themselves: a pass, then its derivatives.
 
     forward                  backward: J' g
-    backward, J' g           of g: jvp.  Of the tensors, in direction u: second, H(g) u
-    jvp, J u                 of the tensors: second, for the Hessian H is symmetric.  Of u: backward
-    second, H(g) u + J' g_t  of u: second, likewise.  Of g_t: jvp.  Else a third derivative
+    backward, J' g           by g: jvp.  By the tensors, in direction u: second, H(g) u
+    jvp, J u                 by the tensors: second (the Hessian H is symmetric).  By u: backward
+    second, H(g) u + J' g_t  by u: second, likewise.  By g_t: jvp.  Else a third derivative
 
-J is the Jacobian of (out, LSE) by the tensors of a call, H(g) the Hessian of <g, (out, LSE)>. Out
-and LSE are given to the passes only to save time: they are constants there, and these formulas the
-total derivatives.
+J is the Jacobian of (out, LSE) by the tensors of a call, H(g) the Hessian of <g, (out, LSE)>. The
+passes take out and LSE only to save time. They count as constants there, because these formulas are
+the total derivatives.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Wants = Sequence[str]
 
 
 class Passes(NamedTuple):
-    """How they are called so that they can be differentiated again: as Functions or operators."""
+    """The passes in a form that can be differentiated again: as Functions or as operators."""
 
     forward: Callable[..., Sequence[Tensor]]  # op, o, t
     backward: Callable[..., Sequence[Tensor]]  # op, o, wants, grads, outs, t
@@ -35,24 +35,24 @@ class Passes(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What a pass is of: an operation, its tensors and options, and its results."""
+    """The call that a pass belongs to: its operation, options, tensors and results."""
 
     op: Operation
     o: Options
     t: Tensors
-    outs: Sequence[Tensor]  # out, normaliser, and for `jvp` and `second` their tangents
+    outs: Sequence[Tensor]  # out, normaliser; for `jvp` and `second` also their tangents
 
 
 def names(needed: Sequence[bool]) -> tuple[str, ...]:
-    """Those that have a tangent and are needed. needed: a bool for each of `Tangents`."""
+    """The names of the needed tensors. needed: a bool for each of `Tangents`."""
     return tuple(name for name, need in zip(DIFFERENTIABLE, needed) if need)
 
 
 def of_backward(
     run: Passes, call: Call, grads: Grads, moves: Grads, made: Wants, wants: Wants
 ) -> tuple[list[Tensor], Sequence[Tensor]]:
-    """The gradients of `backward` for its incoming gradients, and for the tensors that `wants`
-    names. moves: what comes in for each gradient that was `made`."""
+    """Differentiate `backward`: the gradients for its incoming gradients, and for the tensors that
+    `wants` names. moves: the gradient for each result of `backward`; `made` names these results."""
     op, o, t, outs = call
     u = tangents(moves, made)
     out_t, lse_t = run.jvp(op, o, t, u, outs)
@@ -67,11 +67,11 @@ def of_backward(
 def of_jvp(
     run: Passes, call: Call, u: Tangents, grads: Grads, wants: Wants, wants_u: Wants
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The gradients of `jvp` for the tensors and for the tangents that these name. grads: of out,
-    normaliser and their tangents."""
+    """Differentiate `jvp`: the gradients for the tensors in `wants`, and for the tangents in
+    `wants_u`. grads: those of out, normaliser and their tangents."""
     op, o, t, outs = call
     dout, dnormaliser, g, g_lse = grads
-    if g is None and g_lse is None:  # a loss on what forward gives alone
+    if g is None and g_lse is None:  # the loss does not use the tangents
         none = [torch.zeros_like(getattr(u, name)) for name in wants_u]
         return run.backward(op, o, wants, (dout, dnormaliser), outs[:2], t) if wants else (), none
     every = g, g_lse, dout, lse_of(dnormaliser)
@@ -83,8 +83,8 @@ def of_jvp(
 def of_second(
     run: Passes, call: Call, grads: Grads, moves: Grads, made: Wants, wants_u: Wants
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """The gradients of `second` for the tangents that `wants_u` names, and for the tangents of dout
-    and dlse."""
+    """Differentiate `second`: the gradients for the tangents that `wants_u` names, and for the
+    tangents of dout and dlse. moves, made: as in `of_backward`."""
     op, o, t, outs = call
     w = tangents(moves, made)
     out_w, lse_w = run.jvp(op, o, t, w, outs[:2])
@@ -94,12 +94,12 @@ def of_second(
 
 
 def tangents(moves: Grads, made: Wants) -> Tangents:
-    """What comes in for gradients, as directions in which their tensors move."""
+    """The gradients that arrive for gradients, as tangents of the same tensors."""
     return Tangents(**dict(zip(made, moves)))
 
 
 def lse_of(normaliser: Tensor | None) -> Tensor | None:
-    """Of a normaliser's gradient or tangent: what its rounding lost is no function."""
+    """The LSE's part of a normaliser's gradient or tangent. The rounding error is a constant."""
     return None if normaliser is None else normaliser[0]
 
 

@@ -1,8 +1,8 @@
-"""Is the file of a shared library whole?
+"""Check that the file of a shared library is complete.
 
-The system's loader maps what the headers of a file promise, and a process that touches a mapped
-page past the end of that file is killed (SIGBUS). So the headers are read first. They are laid out
-as in `man 5 elf`, the 64-bit form.
+The system's loader maps the sizes in the headers of a file, and a process that touches a mapped
+page past the end of that file is killed (SIGBUS). So the headers are checked first. Their layout is
+the 64-bit form in `man 5 elf`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MACHINES = {"x86_64": 62, "aarch64": 183}  # e_machine
 
 
 def why_broken(path: Path) -> str | None:
-    """Why the file at `path` is no whole library for this machine; None if nothing is amiss."""
+    """Why the file at `path` is not a complete library for this machine; None if it is one."""
     try:
         if not path.is_file():
             return f"{path} is no file"

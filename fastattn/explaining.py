@@ -1,4 +1,4 @@
-"""Seeing inside: which backend a call would run on, and why the others declined."""
+"""Which backend a call would run on, and why the others declined."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .spec import MEANING, AttentionSpec
 
 @dataclass(frozen=True)
 class Explanation:
-    """backend is the name of the one that would run, or None; declined maps the others that were
-    asked before it, and those that could not run it either, to their reasons; unit is the
-    instruction set of the CPU that the forward pass would run on."""
+    """backend: the name of the backend that would run the call, or None. declined: by name, the
+    reasons of every backend that cannot run it. unit: the instruction set of the CPU that the
+    forward pass would run on."""
 
     spec: AttentionSpec
     backend: str | None
@@ -40,17 +40,17 @@ class Explanation:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
-    """What `attention(q, k, v, **arguments)` would run on; given cu_q, what `attention_packed`
-    would. Computes nothing, prints well.
+    """What `attention(q, k, v, **arguments)` would run on; with cu_q, what `attention_packed` would
+    run on. Computes nothing. print() of the result lists all backends.
 
-    Raises what `attention` would raise for bad input, except that a call no backend can run gives
-    an explanation with backend None.
+    Raises what `attention` would raise for bad input, except that a call that no backend can run
+    gives an explanation with backend None.
     """
-    arguments.pop("return_lse", None)  # changes nothing here
+    arguments.pop("return_lse", None)  # does not change the choice
     if v is None:
         raise TypeError("v: got NoneType, expected a torch.Tensor")
     if arguments.get("seed") is None:
-        arguments["seed"] = 0  # none is drawn: to ask changes nothing for what runs next
+        arguments["seed"] = 0  # draw none: explain must not advance torch's generator
     if "cu_q" in arguments:
         names = ("cu_q", "cu_k", "block_table", "max_q", "max_k", "k_scale", "v_scale")
         packed = [arguments.pop(x, None) for x in names]
@@ -60,7 +60,7 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     spec = describe(t, options)
     requested = options.backend
     if requested:
-        backend.get(requested)  # raises for a name that is none
+        backend.get(requested)  # raises for an unknown name
     declined = {name: why for name in backend.names() if (why := backend.why_not(name, spec))}
     able = [name for name in backend.names() if name not in declined]
     if requested:

@@ -1,6 +1,6 @@
-"""The error for a tensor whose sizes differ from those of the call that writes it.
+"""The error for a result tensor with other sizes than the call that writes it.
 
-The library compares the sizes in csrc/extents.h and writes nothing; this file says what it found.
+The library compares the sizes (csrc/extents.h) before it writes; this file makes the message.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from . import native
 from .spec import ARGUMENTS, DIFFERENTIABLE, RESULTS, AttentionSpec
 
-_LETTERS = {  # of what passes write, but for gradients
+_LETTERS = {  # dimensions of what passes write, except gradients
     "out": RESULTS["out"],
     "lse": RESULTS["normaliser"],
     "weights": RESULTS["weights"],
@@ -22,7 +22,7 @@ _LETTERS = {  # of what passes write, but for gradients
 
 
 def refused(status: int, spec: AttentionSpec, after: Mapping[str, Tensor | None]) -> RuntimeError:
-    """The error for this status. after: the tensors that a pass has beside the call's, by field."""
+    """The error for this status. after: the pass's tensors beside those of the call, by field."""
     name = native.WRITTEN[status - native.BAD_EXTENT]
     x = after[name]
     got = None if x is None else tuple(x.shape)
@@ -33,7 +33,7 @@ def refused(status: int, spec: AttentionSpec, after: Mapping[str, Tensor | None]
 
 
 def expected(spec: AttentionSpec, name: str) -> str:
-    """The shape that a written tensor has to have, in letters and numbers."""
+    """The shape that a written tensor must have, in letters and numbers."""
     B, M, N = spec.lies
     sizes = {x: getattr(spec, x) for x in ("H", "Hk", "D", "Dv")} | {"2": 2, "B": B, "M": M, "N": N}
     of = name[1:] if name[1:] in DIFFERENTIABLE else ""
@@ -41,7 +41,7 @@ def expected(spec: AttentionSpec, name: str) -> str:
     letters = (a.shapes[0] if a else _LETTERS[name]).split()
     if name == "weights" and spec.average_heads:
         sizes["H"] = 1
-    if of in spec.given:  # of mask and sinks
+    if of in spec.given:  # gradients of mask and sinks
         sizes |= {"B": spec.B, "M": spec.M, "N": spec.N}
         letters = ["B", *(x for x in letters if x != "B")] if spec.packed else letters
     text = f"({', '.join(letters)}) = {tuple(sizes[x] for x in letters)}"

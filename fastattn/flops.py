@@ -1,7 +1,8 @@
-"""What torch.utils.flop_counter counts for the operators.
+"""The FLOP formulas of the operators for torch.utils.flop_counter.
 
-That module imports Triton, where it is installed: a third of a second that most programs have no
-use for. So nothing here imports it; the formulas are registered when somebody else does.
+That module imports Triton if it is installed, which takes a third of a second that most programs do
+not need. So this file does not import it: an import hook registers the formulas once another module
+does.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ def forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
 
 
 def backward(n: int, *args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Scores again, dP and dV over Dv; dQ and dK over D. n: how many results the forward has."""
+    """Scores again, dQ and dK over D; dP and dV over Dv. n: the number of results of forward."""
     k, v = args[2 * n + 1 : 2 * n + 3]
     return 2 * _scores(args[2 * n :]) * (3 * k.shape[3] + (2 * v.shape[3] if v is not None else 0))
 
 
 def jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Scores, and for each tangent a product; one for the values whose probabilities move. Two more
-    make out. args begin with the tangents, then out and normaliser if they are known."""
+    """Over D: the scores, and a product for each of q_t and k_t. Over Dv: the tangent of P times v,
+    a product for v_t, and one for out unless it is known. args begin with the tangents, then out
+    and normaliser, or None for both."""
     q_t, k_t, v_t, _, _, out = args[:6]
     k, v = args[8:10]
     of_keys = 1 + (q_t is not None) + (k_t is not None)
@@ -40,7 +42,7 @@ def jvp(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
 
 
 def second(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
-    """Twelve products, where q, k, v and dout move."""
+    """Twelve products, if q, k, v and dout all have tangents."""
     q_t, k_t, v_t = args[:3]
     dout_t = args[11]
     k, v = args[14:16]
@@ -50,8 +52,8 @@ def second(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
 
 
 def _scores(args) -> int:
-    """How many there are, hidden ones too: B H M N, or of a packed batch the sum over sequences;
-    where its offsets are nowhere to be seen, as if all were alike."""
+    """The number of scores, masked ones included: B H M N, or in a packed batch the sum over its
+    sequences. If the offsets have no values, all sequences count as equally long."""
     q, k = args[:2]
     given = {name: args[INDEX[name]] for name in PACKED if len(args) > INDEX[name]}
     cu_q, cu_k = given.get("cu_q"), given.get("cu_k")
@@ -79,7 +81,7 @@ def register(operator: object, formula: Callable[..., int]) -> None:
 
 
 class _OnImport:
-    """Stands in the way of one import: lets it pass, and registers what waits."""
+    """An import hook for COUNTER: after the import, it registers the waiting formulas."""
 
     def find_spec(self, name, path=None, target=None):
         if name != COUNTER:

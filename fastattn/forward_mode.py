@@ -1,4 +1,4 @@
-"""Attention and its tangent in one call, for code that moves its own tangents along."""
+"""Attention and its tangent in one call, for code that propagates tangents itself."""
 
 from __future__ import annotations
 
@@ -70,22 +70,23 @@ def attention_jvp(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`attention`, and how its result moves when its tensors move: one fused pass, in memory linear
-    in the length, that compiles (torch.func.jvp and dual numbers of `attention` give the same in
-    eager mode).
+    """`attention` and the tangent of its result, in one fused pass with memory linear in the
+    length. It works in compiled code; in eager mode, torch.func.jvp and dual numbers of `attention`
+    give the same.
 
         out_t = sum_j P Z ((s_t - lse_t) v + v_t),   lse_t = sum_j P s_t
 
-    with the probabilities P, what dropout multiplies them by, Z, and the tangents s_t of the scores
+    with the probabilities P, their dropout factors Z, and the tangents s_t of the scores
     (Lu and Song, Simplifying, Stabilizing and Scaling Continuous-Time Consistency Models, 2024).
 
-    q_t, k_t, v_t, mask_t, sinks_t: the tangents of q, k, v, of a float mask and of sinks, each of
-        its tensor's shape, dtype and device. None is one that does not move, and costs nothing.
+    q_t, k_t, v_t, mask_t, sinks_t: the tangents of q, k, v, of a float mask and of sinks, each with
+        its tensor's shape, dtype and device. None is a zero tangent, and costs nothing.
     arguments: those of `attention`.
 
     Returns (out, out_t), or with return_lse (out, lse, out_t, lse_t): out and lse as `attention`
-    gives them, out_t as out, and lse_t (B,H,M) as lse, 0 for a row that sees nothing. All have a
-    gradient by tensors and tangents; none has a third derivative, nor forward mode.
+    gives them, out_t like out, and lse_t (B,H,M) like lse, 0 (or its sink's tangent) for a row
+    without keys. All have gradients by tensors and tangents; none has a third derivative or forward
+    mode.
 
     Raises as `attention`, and ValueError or TypeError for tangents that do not fit.
     """
@@ -99,14 +100,14 @@ def attention_jvp(
     try:
         tangents = _fitting(t, given, (q_t, k_t, v_t, mask_t, sinks_t))
     except (TypeError, ValueError):
-        check(t, o)  # what is wrong with the tensors comes first
+        check(t, o)  # errors of the tensors take precedence
         raise
     out, normaliser, out_t, lse_t = call_jvp(t, o, tangents)
     return (out, normaliser[0], out_t, lse_t) if return_lse else (out, out_t)
 
 
 def _fitting(t: Tensors, given, tangents) -> Tangents:
-    """The tangents in their tensors' dtypes, which autocast may have changed."""
+    """The tangents, checked and cast to their tensors' dtypes, which autocast may have changed."""
     found = []
     for name, x, x_t in zip(Tangents._fields, given, tangents):
         if x_t is None:

@@ -1,4 +1,4 @@
-"""Types for checkers: a module's call takes and returns what its `forward` does."""
+"""Types for type checkers: calling a module has the signature of its `forward`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ Forward = TypeVar("Forward", covariant=True)
 
 
 class HasForward(Protocol[Forward]):
-    """A module, by the type of its `forward`, with all overloads."""
+    """A module, described by the type of its `forward` with all overloads."""
 
     @property
     def forward(self) -> Forward:
@@ -17,10 +17,10 @@ class HasForward(Protocol[Forward]):
 
 
 class AsForward:
-    """The type of `__call__`, which torch.nn.Module says is Callable[..., Any].
+    """The type of `__call__`, which torch.nn.Module declares as Callable[..., Any].
 
-    `__call__: AsForward` in the body of a class is an annotation alone: nothing is there at run
-    time, and a call is torch's own.
+    `__call__: AsForward` in the body of a class is only an annotation: it defines nothing at run
+    time, and torch's own `__call__` runs.
     """
 
     def __get__(self, module: HasForward[Forward], owner: Any) -> Forward:

@@ -1,4 +1,4 @@
-"""The GPUs that torch sees: whether kernels can run on them, and what launches ask about one."""
+"""The GPUs that torch sees: whether kernels can run on them, and properties that launches need."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LONGEST = 1 << 29  # queries or keys: positions and their differences are 32 bit
 
 
 def unavailable() -> str | None:
-    """Why no kernel of ours runs on the GPUs here, or None."""
+    """Why fastattn's kernels cannot run on the GPUs here, or None."""
     if torch.version.cuda is None or not torch.cuda.is_available():
         return "torch sees no CUDA GPU"
     capability = min(map(torch.cuda.get_device_capability, range(torch.cuda.device_count())))
@@ -23,7 +23,7 @@ def unavailable() -> str | None:
 
 
 def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Make `device` current, where it is not."""
+    """Make `device` the current GPU in the block, unless it already is."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return contextlib.nullcontext()
     return torch.cuda.device(device)
@@ -31,7 +31,7 @@ def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """90 for compute capability 9.0; 0 where a GPU is interpreted."""
+    """90 for compute capability 9.0; 0 for a CPU, which runs Triton's interpreter."""
     if device.type != "cuda":
         return 0
     major, minor = torch.cuda.get_device_capability(device)
@@ -40,7 +40,7 @@ def architecture(device: torch.device) -> int:
 
 @functools.cache
 def processors(device: torch.device) -> int:
-    """Streaming multiprocessors; a few where a GPU is interpreted, so that it splits keys too."""
+    """The number of multiprocessors; 8 in Triton's interpreter, so that it splits keys, too."""
     if device.type != "cuda":
         return 8
     return torch.cuda.get_device_properties(device).multi_processor_count

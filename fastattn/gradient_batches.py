@@ -13,8 +13,8 @@ _is_batched_by_autograd = torch._C._functorch.is_legacy_batchedtensor
 
 
 def unbatched(function: Callable, given: Sequence[Tensor | None]) -> Sequence[Any]:
-    """`function(*given)`, of which any may be a batch that `is_grads_batched` or `vectorize` made:
-    tensors of an older vmap, which torch.func.vmap takes the place of, so that they fold."""
+    """Call `function(*given)`. Batches that `is_grads_batched` or `vectorize` made are from torch's
+    older vmap: convert them to torch.func.vmap, so that vmap rules fold them into one call."""
     if _is_traced() or not any(is_batched_by_autograd(x) for x in given):
         return function(*given)
     level = max(1, torch._C._vmapmode_increment_nesting() - 1)
@@ -42,10 +42,10 @@ def unbatched(function: Callable, given: Sequence[Tensor | None]) -> Sequence[An
 
 
 def _in_front(x: Tensor) -> Tensor:
-    """With the batch first in memory, too: torch's forward mode lays tangents anew as if it was."""
+    """x with its batch outermost in memory: forward mode assumes that when it copies tangents."""
     if x.ndim < 2 or x.stride(0) >= max(x.stride()[1:]):
         return x
-    return x.clone(memory_format=torch.contiguous_format)  # strides of dimensions of 1, too
+    return x.clone(memory_format=torch.contiguous_format)  # resets strides of size-1 dims, too
 
 
 def is_batched_by_autograd(x: Tensor | None) -> bool:

@@ -1,4 +1,4 @@
-"""What the backends share whose kernels read csrc/abi.h: arguments packed, results allocated."""
+"""Base class of backends with kernels behind csrc/abi.h: packs arguments, allocates results."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .extents import refused
 from .packing import backward_in_turn, second_in_turn
 from .spec import ARGUMENTS, DIFFERENTIABLE, AttentionSpec, Tangents, Tensors
 
-# What follows a call's tensors in a pass: the field of FaParams, and how it crosses.
+# The tensors of each pass after the call's own: field of FaCall -> `Argument.crosses`.
 _GRADIENTS = {f"d{name}": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
 _TANGENTS = {f"{name}_t": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
 _MOVED = dict(out_t="strided", lse_t="column")
@@ -36,20 +36,20 @@ PLACES = {which: places(after) for which, after in AFTER.items()}
 
 
 class Launcher:
-    """The passes of `Backend`, each by one call into a native library.
+    """The passes of `Backend`, each as one call into a native library.
 
-    A backend says how many bytes of workspace that call wants, and makes it; or has a `_launch` of
-    its own.
+    A subclass implements `workspace`, the bytes that the call needs, and `run`, which makes the
+    call; or it overrides `_launch`.
     """
 
-    makes_all = False  # gradients of q, k and v that nobody wants, too?
+    makes_all = False  # allocate unwanted gradients of q, k and v, too?
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         raise NotImplementedError
 
     def run(self, which: int, params: bytes, spec: AttentionSpec, t: Tensors) -> int:
-        """Run a pass. Returns 0, or native.BAD_EXTENT plus the place of a tensor that was refused.
-        The caller keeps every tensor that `params` points into."""
+        """Run a pass. Returns 0, or native.BAD_EXTENT plus the index of the refused tensor in
+        native.WRITTEN. The caller keeps every tensor alive that `params` points into."""
         raise NotImplementedError
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
@@ -60,7 +60,7 @@ class Launcher:
     def _outputs(self, spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
         like = prepared(spec)
         out = q.new_empty_strided(*like.out, **like.stored)
-        if spec.wide == spec.dtype:  # to name a dtype takes time
+        if spec.wide == spec.dtype:  # passing a dtype takes time
             return out, q.new_empty_strided(*like.normaliser)
         return out, q.new_empty_strided(*like.normaliser, dtype=spec.wide)
 
@@ -95,7 +95,7 @@ class Launcher:
         self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
     ) -> dict[str, Tensor]:
         grads = self._gradients(spec, t, wants)
-        if dweights.numel() == 0:  # its pointer is null, which would mean that there is none
+        if dweights.numel() == 0:  # its pointer is null, which kernels take for no tensor
             for grad in grads.values():
                 grad.zero_()
         else:
@@ -147,7 +147,8 @@ class Launcher:
     def _gradients(
         self, spec: AttentionSpec, t: Tensors, wants: Sequence[str]
     ) -> dict[str, Tensor]:
-        """Room for the gradients: in `grad_order`, in the mask's shape, or as kernels sum."""
+        """Allocate the gradients: of q, k and v in `grad_order`; of mask and sinks in their shape,
+        or in a packed batch with a part for each sequence."""
         grads = {}
         for name, layout in prepared(spec).gradients:
             if name in wants or (self.makes_all and layout):
@@ -164,7 +165,7 @@ class Launcher:
     def _launch(
         self, which: int, spec: AttentionSpec, t: Tensors, after: tuple[Tensor | None, ...]
     ) -> None:
-        """`after`: what follows the call's tensors in this pass, in the order of its table."""
+        """Pack the arguments and run the pass. after: its tensors in the order of `AFTER`."""
         t = convert(spec, t)
         params = pack(prepared(spec).form, PLACES[which], (*t, *after), get_num_threads())
         size = self.workspace(which, params, t)
@@ -178,17 +179,17 @@ class Launcher:
 
 
 class Prepared(NamedTuple):
-    """What all calls of one kind share. A layout is a shape with strides."""
+    """Data that all calls with one spec share. A layout is a shape with strides."""
 
     form: bytes  # FaParams without tensors
     out: Layout
     normaliser: Layout
-    gradients: list[tuple[str, Layout | None]]  # that there can be; None: as its input lies
-    stored: dict[str, Any]  # the dtype of out and gradients, by its name, unless it is q's
-    brief: bool  # not worth letting another thread interpret
+    gradients: list[tuple[str, Layout | None]]  # all possible ones; None: in its input's shape
+    stored: dict[str, Any]  # dtype= for out and gradients, if it is not q's
+    brief: bool  # the kernel is too short to release the GIL for
 
 
-BRIEF = 1 << 18  # steps, in some ten microseconds: what it takes to let another thread interpret
+BRIEF = 1 << 18  # steps of about ten microseconds in all, the cost of releasing the GIL
 
 
 def prepared(spec: AttentionSpec) -> Prepared:
@@ -217,18 +218,18 @@ def _prepare(spec: AttentionSpec) -> Prepared:
 
 
 def _tangents(spec: AttentionSpec, tangents: Tangents) -> tuple[Tensor | None, ...]:
-    """In the dtypes of kernels."""
+    """The tangents, in the dtypes that kernels read."""
     named = zip((ARGUMENTS[name].dtype for name in DIFFERENTIABLE), tangents)
     return tuple(x if x is None else x.to(_kernel_dtype(rule, x, spec)) for rule, x in named)
 
 
 def _kernel_dtype(rule: str, x: Tensor, spec: AttentionSpec) -> torch.dtype:
-    """What kernels read or write it in."""
+    """The dtype in which kernels read or write x. rule: its `Argument.dtype`."""
     return {"floating": spec.wide, "integer": torch.int64}.get(rule, x.dtype)
 
 
 def convert(spec: AttentionSpec, t: Tensors) -> Tensors:
-    """The optional tensors in the dtypes that csrc/abi.h asks for; whole numbers side by side."""
+    """t with its optional tensors in the dtypes of csrc/abi.h, and integer tensors contiguous."""
     changed = {}
     for name in spec.given:
         a, x = ARGUMENTS[name], getattr(t, name)
@@ -240,25 +241,25 @@ def convert(spec: AttentionSpec, t: Tensors) -> Tensors:
     return t._replace(**changed) if changed else t
 
 
-ROOM = 64 << 20  # bytes for the gradients of a mask that sequences share, one for each
+ROOM = 64 << 20  # most bytes for gradients of a shared mask, one for each sequence
 
 
 def _copies(spec: AttentionSpec, mask: Tensor) -> int:
-    """Bytes of the gradients by sequence of a mask that sequences share; 0 where they do not."""
+    """Bytes of a shared mask's gradients, one for each sequence; 0 if the mask is not shared."""
     shape = _by_sequence(spec, "mask", mask)
     return 0 if shape == mask.shape else math.prod(shape) * spec.wide.itemsize
 
 
 def _by_sequence(spec: AttentionSpec, name: str, x: Tensor) -> tuple[int, ...]:
-    """The shape of a gradient, of a mask or of sinks, that has a part for each sequence: (B,H,M,N),
-    1 where the mask is broadcast over H, M or N, and (B,H). Each sequence writes its own part."""
+    """The shape of a gradient in which each sequence writes its own part: (B,H,M,N) for a mask,
+    with 1 where it is broadcast over H, M or N; (B,H) for sinks."""
     letters = ARGUMENTS[name].shapes[0].split()
-    shape = (1,) * (len(letters) - x.ndim) + tuple(x.shape)  # what broadcasts may have fewer
+    shape = (1,) * (len(letters) - x.ndim) + tuple(x.shape)  # a mask may have fewer dimensions
     return (spec.B, *(shape[1:] if "B" in letters else shape))
 
 
 def _as_inputs(spec: AttentionSpec, grads: dict[str, Tensor], t: Tensors) -> dict[str, Tensor]:
-    for name in spec.given & grads.keys():  # the others are
+    for name in spec.given & grads.keys():  # mask and sinks; the others match already
         x = t.given(name)
         if spec.packed and grads[name].shape != x.shape:  # a part for each sequence
             grads[name] = grads[name].sum(0).reshape(x.shape)

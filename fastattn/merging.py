@@ -1,4 +1,4 @@
-"""One call's results from those of its blocks of keys."""
+"""Combine the results over blocks of keys into the results of the whole call."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from .spec import wide
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, from that over some of them each.
+    """Attention over all keys, from the results over blocks of the keys.
 
     parts: (out, lse) of the same rows, one for each block of keys, as `attention(...,
     return_lse=True)` gives them: out (..., Dv), all of one shape and dtype, lse (...) in float32,
-    or float64 for float64. Where there are sinks, one part has them.
+    or float64 for float64. If there are sinks, exactly one part includes them.
 
-    Returns (out, lse) alike: the log of the sum of exp(lse), and the outputs weighted by their
-    share of it (FlashAttention-2, Dao 2023, section 3.1). A row that no part sees is empty: 0 and
-    -inf. Gradients flow to every out and lse. 16-bit outputs were rounded before they got here;
-    where that is too coarse, compute the parts in float32.
+    Returns (out, lse) of the same shapes: lse is the log of the sum of exp(lse), and out the sum of
+    the outputs, each weighted by its share of it (FlashAttention-2, Dao 2023, section 3.1). A row
+    that has no keys in any part is empty: 0 and -inf. Gradients flow to every out and lse. 16-bit
+    outputs are rounded before they are merged; if that is too coarse, use parts in float32.
 
     Raises ValueError or TypeError for parts that do not fit each other.
     """
@@ -37,10 +37,11 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def weigh(lses: Tensor, lost: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Of parts along dimension 0, which have these LSEs, of which rounding has lost so much.
+    """Weigh parts by their LSEs. Dimension 0 is the part; `lost` is the rounding error of `lses`.
 
-    Returns the share of each in the whole, with a dimension of size 1 after, as out has columns;
-    and two numbers of which the whole's LSE is the sum: the largest, or 0, and a log.
+    Returns the share of each part in the whole, with a last dimension of size 1 to multiply out;
+    and two terms that add up to the LSE of the whole: the largest LSE (0 if all are -inf), and the
+    log of a sum.
     """
     top = lses.detach().amax(0)
     top = torch.where(top == -torch.inf, 0.0, top)  # or -inf - (-inf) = NaN

@@ -2,8 +2,8 @@
 
 A subclass that adds no parameter, buffer or attribute, so checkpoints, optimizers and isinstance
 checks see torch's own module. Only the computation differs: heads are strided views of the
-projections, masks stay as small as they came, and a row with nothing to attend to has weights 0
-and output out_proj.bias where torch's has NaN.
+projections, masks are not expanded, and a row without keys to attend to has weights 0 and output
+out_proj.bias, where torch's has NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .forwards import AsForward
 
 
 def always_call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """A forward pre-hook that does nothing, and by being there keeps `forward` in use.
+    """A forward pre-hook that does nothing: its presence makes torch call `forward`.
 
     In eval mode nn.TransformerEncoderLayer takes the parameters out of its self_attn and runs its
     own kernel on them, unless it finds a hook.
@@ -33,11 +33,11 @@ def always_call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
 class MultiheadAttention(nn.MultiheadAttention):
     """torch.nn.MultiheadAttention: the same constructor, parameters, state_dict, call and errors.
 
-    Differences, all on purpose: rows whose every key is masked give out_proj.bias, weights 0 and
-    finite gradients in every mode; a float mask may be float32 beside 16-bit inputs; nested
-    self-attention works in training too, and jagged tensors anywhere, packed (is_causal=True then
-    needs no mask). torch.jit.script cannot compile it; torch.compile, torch.export and
-    torch.jit.trace can, and torch.fx.symbolic_trace records it as one node.
+    Differences, all on purpose: rows with every key masked give out_proj.bias, weights 0 and finite
+    gradients in every mode; a float mask may be float32 with 16-bit inputs; nested self-attention
+    works in training, too; jagged query, key and value may differ, and are computed packed
+    (is_causal=True then needs no mask). torch.jit.script cannot compile it; torch.compile,
+    torch.export and torch.jit.trace can, and torch.fx.symbolic_trace records it as one node.
     """
 
     if TYPE_CHECKING:
@@ -138,8 +138,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if not batched:
             query, key, value = _one_for_one(lambda x: x[None], query, key, value)
             key_padding_mask = None if key_padding_mask is None else key_padding_mask[None]
-        # The hint stands for the mask only where torch, too, drops the mask for it.
-        # ONNX's old exporter hands tensors of no dimension for flags that have a default.
+        # is_causal replaces the mask only in the cases in which torch, too, drops the mask.
+        # ONNX's old exporter passes 0-dimensional tensors for flags that have a default.
         causal = bool(is_causal) and key_padding_mask is None and not need_weights
         if causal:
             attn_mask = None
@@ -162,12 +162,12 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _project(
         self, query: Tensor, key: Tensor, value: Tensor, seq_first: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k, v as (B, H, L, D) views into the fewest projections: nothing is copied."""
+        """q, k, v as (B, H, L, D) views of as few projections as possible. Nothing is copied."""
         w, b, e = self.in_proj_weight, self.in_proj_bias, self.embed_dim
         of = self.q_proj_weight if w is None else w
         if not seq_first and b is not None and b.dtype != of.dtype:
             # F.linear takes a bias of another dtype unless the input is contiguous. torch's module
-            # brings the sequence to the front, after which it rarely is.
+            # puts the sequence first, after which the input is rarely contiguous.
             turned = _one_for_one(lambda x: x.transpose(0, 1), query, key, value)
             return self._project(*turned, seq_first=True)
         if w is None:  # kdim or vdim differs from embed_dim
@@ -244,8 +244,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out, api.weights_from(q, k, normaliser=normaliser, average_heads=average, **options)
 
     def _drawn(self, device: torch.device) -> dict[str, Any]:
-        """Dropout, drawn here, so that the weights see the dropout of the output, and one
-        manual_seed gives one result whether or not the weights are asked for."""
+        """The dropout options. The seed is drawn once, so that weights and output get the same
+        dropout, and the output for a manual_seed does not depend on need_weights."""
         if not self.training or self.dropout == 0:
             return {}
         return {"dropout_p": self.dropout, "seed": api.draw_seed(device)}
@@ -253,7 +253,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _merge_masks(
         self, q: Tensor, k: Tensor, attn_mask: Tensor | None, key_padding_mask: Tensor | None
     ) -> Tensor | None:
-        """One mask in attention's sense (bool: True may attend), no larger than it has to be."""
+        """Both masks as one mask for `attention` (bool: True may attend), as small as possible."""
         batch, heads, rows, keys = *q.shape[:3], k.size(2)
         if attn_mask is not None:
             shape = (rows, keys) if attn_mask.dim() == 2 else (batch * heads, rows, keys)
@@ -326,7 +326,7 @@ def _check_hint(is_causal: bool, attn_mask: Tensor | None) -> None:
 def _one_for_one(
     view: Callable[[Tensor], Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A view of each, keeping one tensor one where query, key, value are the same."""
+    """Apply `view` to each tensor. Those that are one object stay one object."""
     q = view(query)
     k = q if key is query else view(key)
     v = k if value is key else view(value)
@@ -343,7 +343,7 @@ def _may_attend(mask: Tensor) -> Tensor:
 
 
 def _combine(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """dtype: what a bool mask becomes where it meets a float mask of another dtype."""
+    """Both masks in one. A bool and a float mask give a float mask, promoted with `dtype`."""
     if a is None or b is None:
         return b if a is None else a
     if a.dtype != torch.bool and b.dtype != torch.bool:

@@ -3,7 +3,7 @@
 FASTATTN_LIBRARY names another build of libfastattn_cpu.so to load, for development, and
 FASTATTN_CUDA_LIBRARY one of libfastattn_cuda.so.
 FASTATTN_CPU_ISA forces one of the instruction sets that `cpu_isas` lists.
-FASTATTN_EXTENSION=off leaves the extension alone that packs arguments in C++ (see crossing.py).
+FASTATTN_EXTENSION=off does not load the extension that packs arguments in C++ (see crossing.py).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .spec import AGAIN, ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
 OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE = range(5)  # FaStatus
-BAD_EXTENT = 1 << 16  # and the place in `WRITTEN` of the tensor
+BAD_EXTENT = 1 << 16  # plus the index in `WRITTEN` of the tensor
 CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
 DTYPE = {
     torch.float32: 0,
@@ -39,7 +39,7 @@ DTYPE = {
     torch.float8_e5m2: 7,
 }
 
-# FaCall field by field; every field is 8 bytes, so packing one is packing them all.
+# The fields of FaCall. Each number is 8 bytes, so the struct has no padding.
 TENSORS = (
     *(a.field for a in ARGUMENTS.values() if a.crosses != "pointer"),
     *("out", "weights"),
@@ -50,11 +50,11 @@ POINTERS = (
     *(a.field for a in ARGUMENTS.values() if a.crosses == "pointer"),
     "workspace",
 )
-MOVED = (  # tangents, and what moves with them: last
+MOVED = (  # the tangents; they follow the scalars
     *(f"{name}_t" for name in DIFFERENTIABLE),
     *("out_t", "lse_t", "dout_t", "dlse_t"),
 )
-WRITTEN = (  # enum FaWritten: the tensors whose sizes the library gets
+WRITTEN = (  # enum FaWritten: the tensors that are passed with their sizes
     *("out", "lse", "weights"),
     *(f"d{name}" for name in DIFFERENTIABLE),
     *("out_t", "lse_t"),
@@ -62,7 +62,7 @@ WRITTEN = (  # enum FaWritten: the tensors whose sizes the library gets
 TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
 EXTENT = struct.Struct("=4q")  # size[4]
 POINTER = struct.Struct("=Q")
-SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # and threads, after the whole numbers
+SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # `threads` follows WHOLE
 LAST = struct.Struct(f"={len(AGAIN)}q")
 SIZES = tuple(f"{name}_size" for name in WRITTEN)
 FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *AGAIN, *SIZES))
@@ -74,7 +74,7 @@ SIZE = PARAMS_SIZE + len(SIZES) * EXTENT.size  # FaCall
 
 
 def offset(field: str) -> int:
-    """Where in FaCall it lies, which begins with FaParams."""
+    """The offset in bytes of a field in FaCall, which begins with FaParams."""
     if field in SIZES:
         return PARAMS_SIZE + SIZES.index(field) * EXTENT.size
     if field in MOVED:
@@ -87,7 +87,7 @@ WORKSPACE, THREADS = offset("workspace"), offset("threads")
 
 
 def form(spec: AttentionSpec) -> bytes:
-    """FaCall of a call's scalars, with no tensor and no thread in it."""
+    """FaCall with the scalars of a call; tensors, sizes and threads are 0."""
     whole = (getattr(spec, name) for name in WHOLE)
     scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
     again = LAST.pack(*(getattr(spec, name) for name in AGAIN))
@@ -107,7 +107,7 @@ class Library:
     def __init__(self, path: Path):
         if why := why_broken(path):
             raise OSError(why)
-        # CDLL, not PyDLL: the GIL is released while a call is in it.
+        # CDLL, not PyDLL, releases the GIL during calls.
         self.path, self.dll = path, ctypes.CDLL(str(path))
 
     def entry(self, name: str, result: Any, *arguments: Any) -> Any:
@@ -116,7 +116,7 @@ class Library:
         return found
 
     def check_abi(self, fields: str, head_dim: str, expected_head_dim: int) -> None:
-        """By these two entries, before any other is looked up: another version may lack some."""
+        """Check these two entries before others are looked up: another version may lack some."""
         found = self.entry(fields, ctypes.c_char_p)().decode()
         self._same("the fields of FaParams are", found, FIELDS)
         found = self.entry(head_dim, ctypes.c_int64)()
@@ -185,7 +185,7 @@ class CudaLibrary(Library):
         )
         self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
         self.driver_error = self.entry("fa_cuda_driver_error", integer)
-        self.version = self.entry("fa_cuda_version", integer, integer)  # its own, or the driver's
+        self.version = self.entry("fa_cuda_version", integer, integer)  # library's or driver's
         self.translates = self.entry("fa_cuda_translates", integer)
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
@@ -196,13 +196,13 @@ Loaded = TypeVar("Loaded", bound=Library)
 
 def _candidates(name: str, variable: str = "") -> list[Path]:
     if named := os.environ.get(variable):
-        return [Path(named).absolute()]  # or the loader would search folders of its own
-    package = sys.modules[__package__ or ""]  # an editable install spreads it over two folders
+        return [Path(named).absolute()]  # the loader would search for a bare name
+    package = sys.modules[__package__ or ""]  # in an editable install it has two folders
     return [Path(folder) / "lib" / name for folder in package.__path__]
 
 
 def _note(candidates: list[Path], name: str) -> str:
-    """What set-up left in the place of what it did not build."""
+    """The reason that set-up wrote into the file `name` if it did not build the library."""
     notes = (p.with_name(name) for p in candidates)
     where = ", ".join(map(str, candidates))
     why = next((p.read_text() for p in notes if os.path.exists(p)), None)
@@ -264,7 +264,7 @@ def _load_extension() -> ModuleType | str:
     try:
         module = util.module_from_spec(spec)
         spec.loader.exec_module(module)
-    except (ImportError, AttributeError, ValueError) as error:  # a torch without such DLPack
+    except (ImportError, AttributeError, ValueError) as error:  # a torch without DLPack's C table
         return f"it does not load: {error}"
     if module.fields != FIELDS:
         return f"{path} was built from another version of csrc/abi.h; build it again"
@@ -287,17 +287,17 @@ def cpu_unavailable() -> str | None:
 
 
 def cuda_unavailable() -> str | None:
-    """Why there are no CUDA kernels to run, whatever the GPU, or None."""
+    """Why the CUDA library cannot be loaded, or None. This does not depend on the GPU."""
     return _reason(_load_cuda())
 
 
 def extension_unavailable() -> str | None:
-    """Why Python itself packs the arguments of kernels, or None."""
+    """Why Python code packs the arguments of kernels, not the extension; or None."""
     return _reason(_load_extension())
 
 
 def extension() -> ModuleType | None:
-    """The functions of crossing.py in C++, where they can be had."""
+    """The functions of crossing.py in C++, or None if they cannot be loaded."""
     found = _load_extension()
     return None if isinstance(found, str) else found
 
@@ -315,8 +315,8 @@ def cuda() -> CudaLibrary:
 
 
 def cpu_isas() -> list[str]:
-    """The instruction sets that kernels exist for and this machine has, best first. Last comes
-    amx_model, AMX's tiles in software: for tests, and never chosen."""
+    """The instruction sets that kernels exist for and this machine has, best first. amx_model, the
+    last, is AMX's tiles in software, for tests: it is never chosen by default."""
     return cpu().isas().decode().split(",")
 
 
@@ -326,7 +326,7 @@ def cpu_isa() -> str:
 
 
 def cpu_isa_reason() -> str:
-    """Why that one: what is known of this chip, or who named it."""
+    """Why `cpu_isa` is in use: a property of this chip, or the variable that names it."""
     named = os.environ.get("FASTATTN_CPU_ISA")
     return "FASTATTN_CPU_ISA names it" if named == cpu_isa() else cpu().why().decode()
 
@@ -339,7 +339,7 @@ def cpu_unit(spec: AttentionSpec) -> str:
 
 
 def cpu_units() -> dict[str, dict[str, str]]:
-    """By dtype, what runs a call of many rows, and one of a single row on long keys."""
+    """For each dtype, the instruction set for a call of many rows, and of one row on many keys."""
     sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, N=4096, D=64, Dv=64, device="cpu", scale=1.0)
     found = {}
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):

@@ -1,4 +1,4 @@
-"""torch's jagged tensors, whose sequences lie packed: attention without padding."""
+"""Attention on torch's jagged tensors, which store sequences packed, without padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tenso
     """`scaled_dot_product_attention` of jagged (B,H,L*,E), (B,Hk,S*,E) and (B,Hk,S*,Ev), each
     sequence by itself; returns (B,H,L*,Ev), jagged as query is.
 
-    Raises RuntimeError for what is not of that form, or has holes.
+    Raises RuntimeError for tensors of another form, or with holes.
     """
     q, k, v = (
         _heads_last(name, x) for name, x in (("query", query), ("key", key), ("value", value))
@@ -27,8 +27,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tenso
 
 
 class Rows(NamedTuple):
-    """Of a jagged (B,L*,...): its rows (T,...), where each sequence begins (B+1,), and bounds on
-    lengths that somebody found before: looking for them waits for a GPU."""
+    """The parts of a jagged (B,L*,...): its rows (T,...), the offsets of sequences (B+1,), and
+    bounds on lengths if torch has them cached: computing them would wait for a GPU."""
 
     rows: Tensor
     cu: Tensor
@@ -37,8 +37,8 @@ class Rows(NamedTuple):
 
 
 def rows_of(name: str, x: Tensor) -> Rows:
-    """Raises RuntimeError for what has no sequences in dimension 1, or has holes."""
-    jagged: Any = x  # of what one has, type checkers know nothing
+    """The parts of x. Raises RuntimeError if sequences are not in dimension 1, or have holes."""
+    jagged: Any = x  # type checkers do not know a jagged tensor's methods
     if getattr(jagged, "_ragged_idx", 1) != 1:
         raise RuntimeError(f"{name}: got {x.shape}, expected (B, L*, ...) with the sequences there")
     if jagged.lengths() is not None:
@@ -48,7 +48,7 @@ def rows_of(name: str, x: Tensor) -> Rows:
 
 
 def attend_rows(q: Rows, k: Rows, v: Rows, **arguments: Any) -> Tensor:
-    """Of rows (T,H,E), (S,Hk,E) and (S,Hk,Ev): (T,H,Ev)."""
+    """Attention of rows (T,H,E), (S,Hk,E) and (S,Hk,Ev). Returns rows (T,H,Ev)."""
     if v.cu is not k.cu and not torch.equal(v.cu, k.cu):
         raise RuntimeError(
             f"value: got sequences at {v.cu.tolist()}, expected {k.cu.tolist()}, as key has"
@@ -58,7 +58,7 @@ def attend_rows(q: Rows, k: Rows, v: Rows, **arguments: Any) -> Tensor:
 
 
 def weights_of(q: Rows, k: Rows, average: bool, **arguments: Any) -> Tensor:
-    """The probabilities (B,H,L,S), or (B,L,S) of all heads, padded by zeros."""
+    """The probabilities (B,H,L,S), or (B,L,S) averaged over heads, padded with zeros."""
     padded = (torch.nested.to_padded_tensor(as_jagged(x.rows, x), 0.0) for x in (q, k))
     heads_first = (x.transpose(1, 2) for x in padded)
     given: dict[str, Any] = dict(average_heads=average, key_lengths=k.cu.diff()) | arguments
@@ -67,14 +67,14 @@ def weights_of(q: Rows, k: Rows, average: bool, **arguments: Any) -> Tensor:
 
 
 def without_rows_past(weights: Tensor, lengths: Tensor) -> Tensor:
-    """Zeros there, as torch's have."""
+    """The weights with zeros in rows at or past each length, as torch's have."""
     past = torch.arange(weights.shape[-2], device=lengths.device) >= lengths[:, None]
     past = past[:, :, None] if weights.ndim == 3 else past[:, None, :, None]
     return weights.masked_fill(past, 0.0)
 
 
 def as_jagged(rows: Tensor, like: Rows) -> Tensor:
-    """Rows (T,...) in the sequences of another."""
+    """Rows (T,...) as a jagged tensor with the sequences of `like`."""
     return torch.nested.nested_tensor_from_jagged(
         rows, offsets=like.cu, min_seqlen=like.shortest, max_seqlen=like.longest
     )

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from . import nested
 
-Module = Any  # fastattn.MultiheadAttention, which stands above this file
+Module = Any  # fastattn.MultiheadAttention, which imports this file
 Masks = tuple[Tensor | None, Tensor | None]
 
 
@@ -24,10 +24,11 @@ def forward(
     average: bool,
     is_causal: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of jagged (B,L*,E), causal if asked; or of one strided nested tensor, which
-    nn.TransformerEncoder makes of padding. Weights are padded by zeros, as torch's are.
+    """`MultiheadAttention.forward` of jagged (B,L*,E), causal if asked; or of one strided nested
+    tensor, which nn.TransformerEncoder makes from padding. Weights are padded with zeros, as
+    torch's are.
 
-    Raises AssertionError, in torch's words, for what these cannot have.
+    Raises AssertionError, in torch's words, for arguments that nested tensors do not support.
     """
     inputs = query, key, value
     _check(module, inputs, masks)
@@ -45,8 +46,8 @@ def _jagged(
     average: bool,
     causal: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """Packed: nothing is padded but the weights."""
-    found = {}  # one tensor stays one: `_project` looks for that
+    """Compute packed rows: only the weights are padded."""
+    found = {}  # by id: `_project` checks which inputs are one tensor
     for name, x in (("query", query), ("key", key), ("value", value)):
         if id(x) not in found:
             of_x = nested.rows_of(name, x)
@@ -82,7 +83,7 @@ def _strided(
 
 
 def _check(module: Module, inputs: tuple[Tensor, Tensor, Tensor], masks: Masks) -> None:
-    """Strided nested input is for what torch's fast path takes, with gradients besides."""
+    """Strided nested input follows the rules of torch's fast path, but may require gradients."""
     query, key, value = inputs
     jagged = [nested.is_jagged(x) for x in inputs]
     packed, instead = all(jagged), " (is_causal=True needs none)" if any(jagged) else ""

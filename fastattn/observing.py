@@ -1,4 +1,4 @@
-"""Which attention calls a model makes: seen while it runs, by stand-ins that go afterwards."""
+"""Record the attention calls of a model, by replacing attention functions while it runs."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .sights import Sights, torchs, wants_weights
 
 
 class _Here(threading.local):
-    """Models may call from several threads."""
+    """The state of one thread, because models may call from several."""
 
     def __init__(self) -> None:
-        self.inside = False  # of a call that is seen
+        self.inside = False  # True during a call that is recorded
         self.modules: list[nn.Module] = []
 
 
@@ -39,7 +39,7 @@ class Observer:
         )
         self.calls: dict[tuple[Any, ...], Call] = {}
         self._here, self._lock = _Here(), threading.Lock()
-        self._last: dict[tuple, int] = {}  # keys that a module's call had
+        self._last: dict[tuple, int] = {}  # number of keys in the latest call by module and kind
         self._growing: set[tuple] = set()
 
     @contextmanager
@@ -65,7 +65,7 @@ class Observer:
 
     def _leave(self, module: nn.Module, args, out) -> None:
         modules = self._here.modules
-        if any(x is module for x in modules):  # else it was entered before the watch
+        if any(x is module for x in modules):  # else it was entered before the hooks were set
             while modules.pop() is not module:
                 pass
 
@@ -86,7 +86,7 @@ class Observer:
         return stand_in
 
     def _own(self, sights: Sights) -> roads.Observer:
-        """Of fastattn's own calls."""
+        """The observer of fastattn's own calls."""
 
         def observe(run, *call):
             return self._see(run, functools.partial(sights.own, run), *call)
@@ -94,8 +94,8 @@ class Observer:
         return observe
 
     def _see(self, run: Callable, watch: Callable, *args: Any, **kwargs: Any) -> Any:
-        """`run(*args, **kwargs)`, noted as what `watch` makes of it, unless a call that is seen
-        makes it."""
+        """Run `run(*args, **kwargs)` and record it as the `Call` that `watch` makes, unless it is
+        made inside a call that is recorded."""
         here = self._here
         if here.inside:
             return run(*args, **kwargs)
@@ -113,21 +113,21 @@ class Observer:
         return out
 
     def _add(self, call: Call, seconds: float) -> Call:
-        """The call that stands for those of its kind."""
+        """Add a call to the calls of its kind, and return the one that represents them."""
         modules = self._here.modules
         module = call.module or (modules[-1] if modules else self.owner)
         path = "" if module is None else self.names.get(id(module), type(module).__name__)
-        call.path = re.sub(r"(?<![a-zA-Z])\d+", "*", path)  # attn1 and attn2 are two
+        call.path = re.sub(r"(?<![a-zA-Z\d])\d+", "*", path)  # but attn1 and attn2 differ
         call.heads, call.fewest = isinstance(module, nn.MultiheadAttention), call.k[-2]
         kind: tuple = call.function, call.path, call.q, call.dtype, call.options, call.runs
-        # What backward computes again is none of what it goes through.
+        # Calls that backward recomputes are kept apart from those that it differentiates.
         kind += bool(call.leaves), torch._C._current_graph_task_id() != -1
         key = *kind, call.k, call.mask, call.shown and call.shown.what
         self._watch_growth(call, kind, (id(module), *kind))
         grows = kind in self._growing
         key = kind if grows else key
         kept = self.calls.get(key)
-        if kept is None or (grows and call.k[-2] >= kept.k[-2]):  # the longest stands for all
+        if kept is None or (grows and call.k[-2] >= kept.k[-2]):  # the longest represents all
             self.calls[key] = call
             _inherit(call, kept)
         else:
@@ -137,8 +137,8 @@ class Observer:
         return self.calls[key]
 
     def _watch_growth(self, call: Call, kind: tuple, by: tuple) -> None:
-        """Keys grow by calls of one row, and where a module's next call has one key more: grouped
-        heads may come as rows."""
+        """Find kinds of calls with growing keys: a call has one row, or the module's next call has
+        one key more (grouped heads may be passed as rows)."""
         last, self._last[by] = self._last.get(by), call.k[-2]
         if kind in self._growing or not (call.q[-2] == 1 or last == call.k[-2] - 1):
             return
@@ -169,7 +169,7 @@ def _note_backward(call: Call, out) -> None:
 
 
 def clock() -> float:
-    """Seconds, when what a GPU was given is done."""
+    """The time in seconds, after the GPU has finished its work."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""What an operation is, and how one runs: attention, and its weights.
+"""The two operations, attention and its weights, and how their passes run.
 
-Each has a forward and a backward kernel in every backend; attention has the passes that take
-tangents, too. Everything above this floor is written once for both.
+Each has a forward and a backward kernel in every backend; attention also has the passes that take
+tangents. The layers above this file are written once for both.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ class Operation(NamedTuple):
         return getattr(torch.ops.fastattn, self.name + suffix)
 
     def wants(self, needed: Sequence[bool]) -> tuple[str, ...]:
-        """Which gradients autograd asks for. needed: a bool for each of `Tensors`, or the first."""
-        # torch.compile warns of a cache that it looks through.
+        """The gradients that autograd asks for. needed: a bool for each of the first `Tensors`."""
+        # torch.compile warns that it ignores an lru_cache.
         wants = _wants.__wrapped__ if torch.compiler.is_dynamo_compiling() else _wants
         return wants(self.differentiable, tuple(needed))
 
@@ -79,7 +79,7 @@ def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Back
 
 @functools.lru_cache(maxsize=MAX_PLANS)
 def _plan_tangents(spec: AttentionSpec, requested: str) -> tuple[AttentionSpec, WithTangents]:
-    """Who takes tangents need not be who runs forward: all draw the same dropout."""
+    """Passes with tangents may run on another backend than forward; dropout draws match."""
     spec = dataclasses.replace(spec, tangents=True)
     backend = choose(spec, requested)
     _log(spec, backend)
@@ -92,12 +92,12 @@ def _log(spec: AttentionSpec, backend: Backend) -> None:
 
 
 def _described(t: Tensors) -> tuple:
-    """The kind of tensors that are no plain memory."""
+    """A key of tensors that are not plain memory, in place of their kind."""
     return tuple(None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in t)
 
 
 def forget_plans() -> None:
-    """Choose anew for every kind of call, as after a change of what can be chosen."""
+    """Forget all plans, so that calls choose a backend again; for use after the backends change."""
     _plans.clear()
     _plan_tangents.cache_clear()
 
@@ -135,7 +135,7 @@ def run_jvp(
     tangents: Tangents,
     outs: Sequence[Tensor | None],
 ) -> list[Tensor]:
-    """The tangents of out and LSE; before them out and normaliser, if they are not in `outs`."""
+    """The tangents of out and LSE, after out and normaliser if `outs` does not have these."""
     spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
     found = backend.jvp(spec, t, tangents, *outs)
     return list(found[2:] if outs[0] is not None else found)
@@ -151,8 +151,8 @@ def run_second(
     grads: Sequence[Tensor | None],
     wants: Sequence[str],
 ) -> list[Tensor]:
-    """The tangents of the gradients that `wants` names. outs: all that `WithTangents.jvp` gives;
-    grads: of out and LSE, and their tangents."""
+    """The tangents of the gradients that `wants` names. outs: all results of `WithTangents.jvp`;
+    grads: the gradients of out and LSE, and the tangents of these."""
     spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
     found = backend.second(spec, t, tangents, outs, *grads, wants)
     return [found[name] for name in wants]
@@ -163,7 +163,7 @@ def _planned_for_tangents(
 ):
     need_tangents(op)
     for name, x_t in zip(Tangents._fields, tangents):
-        if x_t is not None:  # whoever calls an operator itself is told, too
+        if x_t is not None:  # a direct call of the operator may be wrong
             need_like(name, x_t, t.given(name), "shape")
     spec, _ = plan(t, o, kind)
     if kind is None:
@@ -200,8 +200,8 @@ def _need_derivatives(spec: AttentionSpec) -> None:
 def spread(
     grads: Sequence[Tensor], wants: Sequence[str], n: int = len(INDEX)
 ) -> list[Tensor | None]:
-    """`run_backward`'s gradients in the order of `Tensors`, the first n of them, None where there
-    is none."""
+    """`run_backward`'s gradients in the order of the first n `Tensors`, None for one without a
+    gradient."""
     if len(wants) == n:
         return list(grads)
     every: list[Tensor | None] = [None] * n
@@ -211,7 +211,7 @@ def spread(
 
 
 def empty_gradients(t: Tensors, o: Options, wants: Sequence[str]) -> list[Tensor]:
-    """What `run_backward` returns, as far as shapes, dtypes and strides go."""
+    """Uninitialised tensors with the shapes, dtypes and strides of what `run_backward` returns."""
     wanted = [(ARGUMENTS[name], t.given(name)) for name in wants]
     return [
         empty_dense(x, x.shape, o.stored(x.dtype), o.grad_order)
@@ -236,7 +236,7 @@ def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
 
 
 def tangent_outputs(t: Tensors, o: Options, known: bool) -> list[Tensor]:
-    """What `run_jvp` returns, likewise. known: are out and normaliser given?"""
+    """As `empty_gradients`, for `run_jvp`. known: are out and normaliser given?"""
     out, normaliser = _attention_outputs(t, o)
     found = [out, normaliser, torch.empty_like(out), _empty("lse", t, o, normaliser.dtype)]
     return found[2:] if known else found
@@ -247,7 +247,7 @@ def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
 
 
 def _attention_backward(backend: Backend, spec, t, outs, grads, wants) -> dict[str, Tensor]:
-    """Of the normaliser only the LSE is a function to differentiate: what rounding lost is not."""
+    """Of the normaliser only the LSE is differentiable; its rounding error is a constant."""
     dout, dnormaliser = grads
     dlse = None if dnormaliser is None else dnormaliser[0]
     if dout is not None and spec.unrounded:

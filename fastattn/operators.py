@@ -1,6 +1,6 @@
 """The torch.library operators: schemas, fake kernels, autograd formulas, vmap rules, FLOP counts.
 
-Compilers see these, and nothing inside them. Schemas follow from the tables of a call in `spec`.
+Compilers see these, and nothing inside them. Schemas are generated from the lists in `spec`.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _TYPES = {
     float | None: "float?",
     int | None: "int?",
 }
-# Sizes: of tensors, where nobody says them, and so symbols in a compiler.
+# Sizes: by default those of tensors, which are symbols in a compiler.
 _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
 _SYMBOLS |= dict.fromkeys(AGAIN, "SymInt")
 
-# Fake kernels lay results out by the strides of the inputs: a compiler has to keep these.
+# The layouts in `Options` may follow the strides of inputs: a compiler has to keep these strides.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 library: torch.library.Library = torch.library.Library("fastattn", "DEF")
 
 
 def inputs_schema() -> str:
-    """`Tensors`, then `Options`."""
+    """The arguments for `Tensors`, then `Options`."""
     tensors = [f"Tensor{'?' if a.optional else ''} {name}" for name, a in ARGUMENTS.items()]
     hints = get_type_hints(Options)
     scalars = [f"{_SYMBOLS.get(name) or _TYPES[hint]} {name}" for name, hint in hints.items()]
@@ -71,7 +71,8 @@ def inputs_schema() -> str:
 
 
 def _define(op: Operation) -> None:
-    """Operator, fake kernel, autograd formula, vmap rule and FLOP count of an operation."""
+    """Register the forward and backward operators of an operation, each with fake kernel, autograd
+    formula, vmap rule and FLOP count."""
     name, back, inputs = op.name, op.name + "_backward", inputs_schema()
     results = ", ".join(f"Tensor {x}" for x in op.results)
     library.define(f"{name}({inputs}) -> ({results})", tags=TAGS)
@@ -84,8 +85,8 @@ def _define(op: Operation) -> None:
 
 
 def _define_tangents(op: Operation) -> None:
-    """The same of the passes that take tangents. An out and a normaliser that `_jvp` is given it
-    does not return."""
+    """Register the operators of the passes that take tangents. `_jvp` returns out and normaliser
+    only if they are not given."""
     inputs, moves = inputs_schema(), ", ".join(f"Tensor? {name}_t" for name in DIFFERENTIABLE)
     name = op.name + "_jvp"
     given = f"{moves}, Tensor? out_out, Tensor? out_normaliser, {inputs}"
@@ -116,13 +117,13 @@ def _untuple(outs: tuple):
     return outs if len(outs) > 1 else outs[0]
 
 
-# The compiler sees the operators, and nothing inside them. torch.compiler.disable would do, but
-# it imports the compiler, a second, at once; this is what torch's own modules use instead.
+# Keeps the compiler from tracing into operators. torch.compiler.disable would do that, too, but it
+# imports the compiler at once, which takes a second. torch's own modules use this instead.
 unseen = torch._disable_dynamo
 
 
 def _refuse_forward_mode() -> None:
-    """Below autograd tangents cannot be seen, and would be dropped without a word."""
+    """Raise if tangents may be dropped silently: operators cannot see them below autograd."""
     if drops_tangents():
         raise NotImplementedError(
             "fastattn has no forward-mode derivative (jvp, jacfwd, hessian) of compiled code, nor "
@@ -151,9 +152,9 @@ def fake(op: Operation, *args):
 
 
 def _keep_whole_in_inductor(operator: torch._ops.OpOverload) -> None:
-    """Where the environment has CI, inductor raises over an operator that has a decomposition and
-    no lowering. Before it lowers a graph it asks the fake kernels, and so they register one, once
-    the module is there: importing it takes seconds."""
+    """Register a fallback. If the environment has CI, inductor raises for an operator that has a
+    decomposition but no lowering. Fake kernels call this, because they run before inductor lowers a
+    graph; only if the module is imported already, because importing it takes seconds."""
     lowering = sys.modules.get("torch._inductor.lowering")
     if hasattr(lowering, "make_fallback") and operator not in lowering.lowerings:
         lowering.make_fallback(operator, warn=False)
@@ -203,7 +204,7 @@ def _backward_arguments(op: Operation, args):
 
 
 def _save_all(ctx, inputs, output) -> None:
-    """The tensors of `_backward` and `_second`, and what comes after."""
+    """Save all arguments of `_backward` or `_second`: tensors, options and wants."""
     at = len(inputs) - N_SCALARS - 1
     ctx.save_for_backward(*inputs[:at])
     ctx.call = Options(*inputs[at:-1]), tuple(inputs[-1])
@@ -235,7 +236,7 @@ BACKWARD = _backward_kernel, _fake_backward, _autograd_of_backward, _save_all, _
 
 
 def _jvp_arguments(args):
-    """Tangents, out and normaliser or two times None, tensors and options."""
+    """Tangents; out and normaliser, or None twice; tensors; options."""
     u, outs, t, o = parts(args, N_TANGENTS, 2, N_TENSORS)
     return Tangents(*u), outs, Tensors(*t), Options(*o)
 
@@ -288,7 +289,7 @@ JVP = _jvp_kernel, _fake_jvp, _autograd_of_jvp, _save_jvp, _vmap_jvp
 
 
 def _second_arguments(args):
-    """Tangents, results and theirs, gradients and theirs, tensors, options and wants."""
+    """Tangents; results and their tangents; gradients and theirs; tensors; options; wants."""
     u, outs, grads, t, rest = parts(args, N_TANGENTS, 4, 4, N_TENSORS)
     return Tangents(*u), outs, grads, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
 
@@ -336,7 +337,7 @@ SECOND = _second_kernel, _fake_second, _autograd_of_second, _save_all, _vmap_sec
 
 
 def _run(operator, tensors: Sequence[Tensor | None], *rest):
-    """Here tangents can be seen: forward mode that has none to lose is no reason to refuse."""
+    """Call an operator. If no tensor has a tangent, turn forward mode off, or it would raise."""
     if drops_tangents() and not has_tangents(tensors):
         with no_tangents():
             return operator(*tensors, *rest)

@@ -4,8 +4,8 @@ A call with such an argument goes to __torch_function__ (`handle`), as in torch'
 subclass or a mode sees the function, and torch.fx.symbolic_trace records one node.
 
 A module records itself as one node (`call`), as torch's attention modules are recorded. Its forward
-cannot be traced: a torch.fx.Proxy has no shape. A Tracer does not do it by itself, because it takes
-only modules that are defined in torch.nn for leaves. The traced program holds the module, so hooks,
+cannot be traced: a torch.fx.Proxy has no shape. A Tracer does not record it so by default: only
+modules that are defined in torch.nn are leaves. The traced program holds the module, so hooks,
 train and eval mode, and `fastattn.revert` work on it as before.
 """
 
@@ -18,20 +18,20 @@ from torch import nn
 from torch.overrides import handle_torch_function, has_torch_function, has_torch_function_variadic
 
 is_overridden = has_torch_function_variadic  # 30 ns for three tensors
-# torch.compile traces into a subclass's __torch_function__, and does not see there that torch has
-# turned it off; it dispatches on the operators itself.
+# Calls are not handled in torch.compile: it dispatches on the operators itself. It also traces into
+# a subclass's __torch_function__ without noticing that torch has turned that off there.
 is_compiling = torch.compiler.is_compiling
 
 
 def handle(function: Any, given: tuple, *rest: Any, **named: Any) -> Any:
-    """What __torch_function__ of one of the tensors `given`, or of a mode, makes of a call."""
+    """The result of a call from __torch_function__ of one of the tensors `given`, or of a mode."""
     return handle_torch_function(function, given, *given, *rest, **named)
 
 
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """nn.Module.__call__ with 0.4 us more; where there is a torch.fx.Proxy, the module's node.
+    """nn.Module.__call__, 0.4 us slower; if an argument is a torch.fx.Proxy, record a node.
 
-    Not in forward: torch runs a module's hooks around that, which belong to the traced program.
+    This is not in forward, because hooks run around forward and belong to the traced program.
     """
     if has_torch_function(args) or (kwargs and has_torch_function(tuple(kwargs.values()))):
         for x in (*args, *kwargs.values()):
@@ -47,7 +47,7 @@ def _record(module: nn.Module, tracer: Any, args: tuple, kwargs: dict[str, Any])
     def node(*args, **kwargs):
         return tracer.create_proxy("call_module", tracer.path_of_module(module), args, kwargs)
 
-    return tracer.call_module(module, node, args, kwargs)  # in its scope, with its names
+    return tracer.call_module(module, node, args, kwargs)  # with the module's scope and names
 
 
 def refuse(module: nn.Module) -> NoReturn:

@@ -1,6 +1,6 @@
 """Packed batches: sequences of different lengths one after the other, without padding.
 
-`attention_packed` sees q as (T,H,D), everything below as (1,H,T,D): the heads of one item.
+`attention_packed` takes q as (T,H,D), and everything below it (1,H,T,D): the heads of one item.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def pages_first(name: str, x: Any) -> Tensor:
 
 
 def scales_first(name: str, x: Any, k: Tensor, pages: bool) -> Tensor:
-    """Scales (S,Hk) as (1,Hk,S), or (P,page,Hk) as (P,Hk,page): one for each row of k as laid."""
+    """Scales (S,Hk) as (1,Hk,S), or (P,page,Hk) as (P,Hk,page): one for each row of k."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor or None")
     P, Hk, S, _ = k.shape
@@ -66,12 +66,12 @@ def rows_first(x: Tensor) -> Tensor:
 
 
 def longest(name: str, most: Any, cu: Any, total: int) -> int:
-    """No sequence has more: what the caller says, else the greatest step of `cu`, for which a GPU
-    is waited for; where there are no values to see, as in a compiler, all."""
+    """A bound on the rows of a sequence: `most` if the caller gives it, else the largest step of
+    `cu`, which waits for a GPU; `total` if values are unknown, as in a compiler."""
     if most is not None:
         return whole(name, most, "an int, or None for the longest there is")
     seen = isinstance(cu, Tensor) and not torch.compiler.is_compiling() and kind((cu,)) is not None
-    if not seen or cu.ndim != 1:  # of what is no offsets, the checks speak
+    if not seen or cu.ndim != 1:  # the checks refuse other offsets
         return total
     steps = cu.diff()
     return max(0, min(int(steps.max()), total)) if steps.numel() else 0
@@ -87,7 +87,7 @@ class Sequence(NamedTuple):
 
 
 def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
-    """Those of a batch whose offsets are in order, one by one. It looks at values."""
+    """Yield the sequences of a batch with ordered offsets. It reads values: it waits for a GPU."""
     starts = _within(t.given("cu_q"), spec.T, spec.M)
     ends = None if t.cu_k is None else _within(t.cu_k, spec.S, spec.N)
     given = spec.given - {"cu_q", "cu_k", "pages", "k_scale", "v_scale"}
@@ -133,7 +133,7 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
 
 
 def _within(cu: Tensor, total: int, most: int) -> list[slice]:
-    """Of each sequence, cut to what there is, as kernels cut where nobody has looked at offsets."""
+    """Each sequence's slice, clamped to `total` and `most`, as kernels clamp unchecked offsets."""
     found = []
     for first, end in itertools.pairwise(cu.tolist()):
         first = min(max(first, 0), total)
@@ -151,7 +151,7 @@ def backward_in_turn(
     dlse: Tensor | None,
     wants: Collection[str],
 ) -> dict[str, Tensor]:
-    """`Backend.backward` of a packed batch by one call for each sequence."""
+    """`Backend.backward` of a packed batch, with one call for each sequence."""
 
     def of(one: Sequence) -> dict[str, Tensor]:
         given = _rows(("out", "normaliser", "out", "lse"), (out, normaliser, dout, dlse), one.rows)
@@ -168,7 +168,7 @@ def jvp_in_turn(
     out: Tensor | None = None,
     normaliser: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`Backend.jvp` likewise."""
+    """`WithTangents.jvp` likewise."""
     like_out = (*t.q.shape[:3], t.given("v").shape[3])
     like_lse = t.q.shape[:3]
     outs = [empty_dense(t.q, like_out, t.q.dtype, TOKENS) for _ in range(2)]
@@ -192,7 +192,7 @@ def second_in_turn(
     grads: Iterable[Tensor | None],
     wants: Collection[str],
 ) -> dict[str, Tensor]:
-    """`Backend.second` likewise; grads: dout and dlse, and their tangents."""
+    """`WithTangents.second` likewise. grads: dout and dlse, and their tangents."""
     outs, grads = list(outs), list(grads)
 
     def of(one: Sequence) -> dict[str, Tensor]:
@@ -210,7 +210,7 @@ def _summed(
     wants: Collection[str],
     of: Callable[[Sequence], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Gradients in spec.wide: what sequences share is summed over them, in their order."""
+    """Gradients in spec.wide. Those of shared tensors are summed in the order of sequences."""
     grads = {name: torch.zeros_like(t.given(name), dtype=spec.wide) for name in wants}
     for one in sequences(spec, t):
         found = of(one)
@@ -221,7 +221,7 @@ def _summed(
 
 
 def _own(name: str, x: Tensor, one: Sequence, spec: AttentionSpec) -> Tensor:
-    """What belongs to a sequence of a tensor of a batch, or of its gradient or tangent: a view."""
+    """One sequence's part of a batch's tensor, gradient or tangent: a view."""
     if name == "q":
         return x[:, :, one.rows]
     if name in ("k", "v"):
@@ -244,14 +244,14 @@ def _rows(of: Iterable[str], tensors: Iterable[Tensor | None], rows: slice) -> l
 
 
 def gathered(x: Tensor, t: Tensors, b: int, length: int) -> Tensor:
-    """A sequence's keys or values out of their pages (P,Hk,page,D), as (1,Hk,length,D); scales
-    likewise."""
+    """A sequence's keys or values from their pages (P,Hk,page,D), as (1,Hk,length,D); likewise
+    scales."""
     page = x.shape[2]
     mine = x[t.given("pages")[b, : -(-length // page)].long()]
     return mine.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 
 def of_sequence(mask: Tensor, b: int) -> Tensor:
-    """Its part of a mask, or of a mask's gradient, that broadcasts to (B,H,M,N): a view."""
+    """Sequence b's part of a mask or its gradient, which broadcasts to (B,H,M,N): a view."""
     mask = mask[(None,) * max(0, 2 - mask.ndim)]
     return mask if mask.ndim < 4 or mask.shape[0] == 1 else mask[b : b + 1]

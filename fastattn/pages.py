@@ -1,4 +1,4 @@
-"""Pages that the items of a cache share, and who uses them; how rows are kept in them."""
+"""Pages that the items of a cache share: the number of users of each, and how rows are stored."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .quantisation import STORAGE, quantised
 
 
 class Claim(NamedTuple):
-    """Pages that a call takes from a pool and gives back, which `Pool.settle` does. Until then the
-    pool is as it was."""
+    """Pages that a call takes from a pool and gives back. The pool does not change until
+    `Pool.settle`."""
 
     kept: dict[str, Tensor]  # the pool's tensors, or longer ones in their place
     taken: Tensor  # pages that had no user
-    users: Tensor  # how many more each page has
+    users: Tensor  # the change in each page's number of users
 
     def copy(self, pages: Tensor, to: Tensor) -> None:
         device = self.kept["k"].device
@@ -28,8 +28,8 @@ class Claim(NamedTuple):
 class Pool:
     """Pages (P,page,Hk,D) of keys and of values, and how many items use each.
 
-    kept: by the names that `attention_packed` has for them. In eight bits rows have scales
-    (P,page,Hk) beside them.
+    kept: the tensors by their names in `attention_packed`. Rows in eight bits also have scales
+    (P,page,Hk).
     """
 
     forked: bool
@@ -69,8 +69,8 @@ class Pool:
         return self.k.shape[1]
 
     def rows(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
-        """Rows (n,Hk,D) as they are kept. What lies in the pages themselves is copied, since these
-        are to be written."""
+        """Rows (n,Hk,D) as they are stored. Views of the pages are copied, because the pages
+        will be written."""
         if self.k.dtype == self.dtype:
             pages = {x.untyped_storage().data_ptr() for x in self.kept.values()}
             k, v = (x.clone() if x.untyped_storage().data_ptr() in pages else x for x in (k, v))
@@ -81,7 +81,7 @@ class Pool:
     def claim(
         self, n: int, dropped: Tensor, grow: bool = False, kept: dict[str, Tensor] | None = None
     ) -> Claim:
-        """n pages without a user once `dropped` are given back. kept: in place of the tensors."""
+        """Claim n pages without a user once `dropped` are given back. kept: tensors to claim in."""
         kept = kept or self.kept
         fewer = torch.bincount(dropped, minlength=len(self.users))
         free = (self.users == fewer).nonzero()[:, 0]
@@ -115,24 +115,24 @@ class Pool:
         self.users -= torch.bincount(pages, minlength=len(self.users))
 
     def longer(self, page: int) -> dict[str, Tensor]:
-        """What is kept, with so many keys a page."""
+        """The tensors with pages lengthened to `page` keys."""
         longer = {name: x.new_empty(len(x), page, *x.shape[2:]) for name, x in self.kept.items()}
         for name, x in self.kept.items():
             longer[name][:, : self.page] = x
         return longer
 
     def __getstate__(self) -> dict[str, Any]:
-        """Of deepcopy and pickle: with no users, since the caches that come along count
+        """For deepcopy and pickle: without users, because caches that are copied along add
         themselves."""
         return self.__dict__ | {"users": torch.zeros_like(self.users)}
 
 
 def write(kept: dict[str, Tensor], at: tuple[Tensor, Tensor], rows: dict[str, Tensor]) -> None:
-    """Rows to where they are kept: page, and row in it, of each."""
+    """Write rows into pages. at: the page of each row, and its position in the page."""
     for name, x in kept.items():
         x[at] = rows[name]
 
 
 def used(table: Tensor, lengths: Tensor, page: int) -> Tensor:
-    """Every page that items have, as often as one does."""
+    """The pages of all items, each as often as items use it."""
     return table[torch.arange(table.shape[1], device="cpu") < (-(-lengths // page))[:, None]]

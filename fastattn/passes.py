@@ -1,4 +1,4 @@
-"""A pass of an operation: its kernel, or the operator where something has to see it pass."""
+"""Run one pass: call the kernel directly, or the registered operator if a mode is active."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def backward(
 
 
 def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs: Outs) -> list[Tensor]:
-    """outs: what an earlier forward gave, or None and None."""
+    """outs: out and normaliser of an earlier forward, or None and None."""
     found = _kind(t, *tangents, *outs)
     if found is None:
         check(t, o)
@@ -80,17 +80,17 @@ def second(
 
 
 def _kind(t: Tensors, *others: Tensor | None):
-    """Of t, where all are plain memory and nobody watches."""
+    """The kind of t; None if the operator must run, for a mode or a tensor that is not plain."""
     return None if _is_traced() or watched() or kind(others) is None else kind(t)
 
 
 def watched() -> bool:
-    """Is a mode active that has to see operators?"""
+    """True if a dispatch mode or torch.jit.trace is active, which have to see operators."""
     return _modes() > 0 or _tracing() is not None
 
 
 def seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    """Through the operator: for modes, and for tensors that are no plain memory."""
+    """Call the operator: for modes, and for tensors that are not plain memory."""
     if _tracing() is not None:
         return _traced(op, t, o)
     check(t, o)
@@ -99,15 +99,15 @@ def seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
 
 
 def _traced(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    """torch.jit.trace records the operator. ONNX's old exporter uses that trace and knows torch's
-    operators alone, so it gets the decomposition."""
+    """torch.jit.trace records the operator. ONNX's old exporter uses that trace and knows only
+    torch's operators, so it gets the decomposition."""
     run = op.operator()
     with warnings.catch_warnings():  # the rules look at sizes, which a trace may vary
         warnings.simplefilter("ignore", torch.jit.TracerWarning)
         if "torch.onnx" in sys.modules and torch.onnx.is_in_onnx_export():
             return as_tuple(decomposition_table[run.default](*t, *o))
         check(t, o)
-    # A traced graph serves with and without gradients.
+    # A traced graph may run with and without gradients.
     with no_tangents():
         return as_tuple(run(*t, *o._replace(grad=True)))
 
@@ -117,22 +117,22 @@ def as_tuple(outs: Any) -> tuple[Tensor, ...]:
     return (outs,) if isinstance(outs, Tensor) else tuple(outs)
 
 
-# --------------------------------------------------------------------- tangents, and who sees them
+# --------------------------------------------------------------------------- forward-mode tangents
 
 
 def drops_tangents() -> bool:
-    """Could tensors here have tangents that nobody has looked for? What a Function runs has not:
-    there torch turns forward mode off."""
+    """True if tensors here may have tangents that were not checked for. Inside a Function they have
+    none: torch turns forward mode off there."""
     return forward_ad._current_level >= 0 and torch._C._is_fwd_grad_enabled()
 
 
 def no_tangents() -> contextlib.AbstractContextManager[Any]:
-    """Around operators, where somebody has looked."""
+    """Turn forward mode off around an operator, after tangents were checked for."""
     return forward_ad._set_fwd_grad_enabled(False) if drops_tangents() else contextlib.nullcontext()
 
 
 def has_tangents(tensors: Sequence[Tensor | None]) -> bool:
-    each = (x for x in tensors if isinstance(x, Tensor))  # what else there is, the checks say
+    each = (x for x in tensors if isinstance(x, Tensor))  # the checks refuse others
     return any(forward_ad.unpack_dual(x).tangent is not None for x in each)
 
 

@@ -1,12 +1,12 @@
-"""patch, unpatch and sdpa: torch's own scaled_dot_product_attention, in models nobody rewrites.
+"""patch, unpatch and sdpa: run torch's scaled_dot_product_attention on fastattn in any model.
 
-One function stands in for `torch.nn.functional.scaled_dot_product_attention`. It asks `why_torchs`
-first, and what that has a reason for goes to torch with the arguments as they came; so does what
-our function raises for, so that errors are torch's and whatever torch would run is run.
+A stand-in replaces `torch.nn.functional.scaled_dot_product_attention`. If `why_torchs` returns a
+reason, or if our function raises, it calls torch's function with the arguments unchanged. So errors
+are torch's, and every call that torch can run still runs.
 
-It is not registered by `torch.nn.attention.register_flash_attention_impl`: that registry replaces
-the operator beneath flash attention's own choice, which never sees dropout on a CPU, values of
-another width or 3-D inputs, and on a GPU no mask and no float32, where there is most to gain.
+`torch.nn.attention.register_flash_attention_impl` is not used: it replaces the operator that torch
+calls once it has chosen flash attention. torch never chooses that for dropout on a CPU, values of
+another width or 3-D inputs, nor on a GPU for masks or float32, where there is most to gain.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ from .crossing import PLAIN
 from .torch_form import is_causal_bias
 from .torch_form import scaled_dot_product_attention as _ours
 
-# Multiplications, below which torch's own is as fast: they take it some 50 us, and to call ours
-# costs 10 us more, or 40 where a model has filled the caches with code of its own since.
+# Below this number of multiplications torch's function is as fast. It takes some 50 us for them;
+# calling ours costs 10 us more, or 40 if the model's other code has evicted it from the caches.
 SMALL = 1 << 20
 
 _lock = threading.RLock()
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
 )  # a child has no other thread that would release it
-_holders = {"patch": 0, "sdpa": 0}  # each undoes its own alone
-_active = False  # a name that was imported while it was True is torch's function afterwards
-_buried = False  # somebody replaced ours by a function of theirs, which may call it
-_asking = 0  # the thread that wants to know whether one does
+_holders = {"patch": 0, "sdpa": 0}  # active patches by kind; each kind undoes only its own
+_active = False  # while False, a stand-in that was imported by name runs torch's function
+_buried = False  # another library's function replaced ours, and may call it
+_asking = 0  # the thread in `_calls_ours`, which tests whether it does
 _reached = False
-_torch: Any = F  # whose function is replaced
-_torchs: Any = F.scaled_dot_product_attention  # what stood there before
+_torch: Any = F  # the module with the replaced function
+_torchs: Any = F.scaled_dot_product_attention  # the function before the patch
 _head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest of fused kernels here
 
 _PRIORITY = torch._C._get_sdp_priority_order()
@@ -52,19 +52,19 @@ _PRIORITY = torch._C._get_sdp_priority_order()
 def patch() -> None:
     """Make `torch.nn.functional.scaled_dot_product_attention` run on fastattn, in every thread.
 
-    Counted: it stays until `unpatch` has been called as often. Reaches whoever looks the function
-    up in its module at a call: most libraries, torch.nn, and compiled functions, those from before
-    included, which are compiled anew. Out of its reach are names bound before by `from
-    torch.nn.functional import scaled_dot_product_attention`, and nn.MultiheadAttention on its
-    inference path or compiled, which call operators of torch's: `fastattn.convert` is for those.
+    Counted: it stays until `unpatch` has been called as often. It reaches code that looks the
+    function up in its module at each call: most libraries, torch.nn, and compiled functions, also
+    earlier ones, which are compiled again. It does not reach names bound before by `from
+    torch.nn.functional import scaled_dot_product_attention`, nor nn.MultiheadAttention on its
+    inference path or compiled, which calls other operators: use `fastattn.convert` for those.
 
     torch's own function still runs where sdpa_kernel(...) or torch.backends.cuda ruled out its
-    flash or its math kernel, or set priorities (to allow both is to want neither); for tensor
-    subclasses and modes of `__torch_function__`, but for CausalBias, jagged tensors and a default
-    device; under torch.func and forward-mode AD; in what is exported, traced or scripted; for
-    devices, dtypes and head dims without a fused kernel here; for so few tokens that calling costs
-    more than computing, but for what is compiled; and for all that
-    `fastattn.scaled_dot_product_attention` raises for. What is left to differ: dropout draws
+    flash or its math kernel, or set priorities (allowing both selects neither); for tensor
+    subclasses and modes of `__torch_function__`, except CausalBias, jagged tensors and a default
+    device; under torch.func and forward-mode AD; in exported, traced or scripted code; for devices,
+    dtypes and head dims without a fused kernel here; for so few tokens that calling costs more than
+    computing, except in compiled code; and for every call that
+    `fastattn.scaled_dot_product_attention` raises for. Three differences remain: dropout draws
     another mask; autograd keeps the output of every call, as torch's flash kernel does and its
     math kernel does not, so that changing one in place raises in backward; and third derivatives
     raise.
@@ -73,7 +73,7 @@ def patch() -> None:
 
 
 def unpatch() -> None:
-    """Undo one `patch`; the last puts back the very function that was there.
+    """Undo one `patch`; the last one restores the function that was there before.
 
     Raises RuntimeError without a patch to undo. `sdpa` blocks, of any thread, are left alone.
     """
@@ -87,12 +87,12 @@ def unpatch() -> None:
 
 @contextmanager
 def sdpa() -> Generator[None]:
-    """A block, or a decorated function, in which `patch` holds.
+    """A context manager and decorator: `patch` is in effect inside.
 
-    Other threads see it while it lasts: activation checkpoints recompute in threads of autograd's,
-    and must do what forward did. With those, backward belongs in the block, too: behind it torch's
-    function would recompute, and drop others. Blocks may be nested and overlap in any order, across
-    threads. A block inside what torch.compile traces breaks its graph: put it around the call.
+    It affects all threads, because activation checkpoints recompute in autograd's threads, and must
+    do what forward did. With checkpoints, run backward in the block, too: after it torch's function
+    would recompute, with other dropout. Blocks may be nested and overlap in any order, across
+    threads. A block inside code that torch.compile traces breaks its graph: put it around the call.
     """
     _take("sdpa")
     try:
@@ -106,7 +106,7 @@ def _take(holder: str) -> None:
     with _lock:
         _holders[holder] += 1
         found = F.scaled_dot_product_attention
-        # While it is active, what somebody put over ours stays, unless that is torch's own again.
+        # During a patch, another library's function in our place stays; torch's is replaced again.
         stays = _active and not isinstance(found, BuiltinFunctionType)
         if not _active:
             _head_dims.update(_largest_head_dims())
@@ -130,8 +130,8 @@ def _release(holder: str) -> None:
 
 
 def _calls_ours(found: Any) -> bool:
-    """Whether this function ends up at ours, which then may not stand before it: each would call
-    the other. Somebody else's is asked, by a call of the smallest size."""
+    """True if this function ends up calling ours. Then ours may not replace it: each would call the
+    other. A function of another library is tested by a call of the smallest size."""
     global _asking, _reached
     if found is _stand_in:
         return True
@@ -140,7 +140,7 @@ def _calls_ours(found: Any) -> bool:
     _asking, _reached = threading.get_ident(), False
     x = torch.zeros(1, 1, 1, 1)
     try:
-        with suppress(Exception):  # whatever it has against such a call
+        with suppress(Exception):  # it may refuse such a call
             found(x, x, x)
         return _reached
     finally:
@@ -148,7 +148,7 @@ def _calls_ours(found: Any) -> bool:
 
 
 def _largest_head_dims() -> dict[str, dict[torch.dtype, int]]:
-    """Of the fused backends that can run here, by device."""
+    """The largest head dims of the fused backends that can run here, by device and dtype."""
     found: dict[str, dict[torch.dtype, int]] = {}
     for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
         for each in map(backend.get, backend.names()):
@@ -161,7 +161,7 @@ def _largest_head_dims() -> dict[str, dict[torch.dtype, int]]:
 
 
 def _script_as(function) -> None:
-    """torch.jit.script compiles the stand-in to the operator that `function` is."""
+    """Make torch.jit.script compile the stand-in to the operator of `function`."""
     with suppress(ImportError, AttributeError):
         from torch.jit import _builtins
 
@@ -188,19 +188,19 @@ def _stand_in(
         try:
             return _ours(query, key, value, *rest, **named)
         except (RuntimeError, ValueError, TypeError):
-            pass  # torch has its own say
-    if is_causal_bias(attn_mask):  # it looks for the function that stands there, which is this one
+            pass  # torch computes it, or raises its own error
+    if is_causal_bias(attn_mask):  # it handles only the function in F: this one
         bias: Any = type(attn_mask)
         return bias._dispatch(query, key, value, *rest, **named)
     return _torchs(query, key, value, *rest, **named)
 
 
-_stand_in.__name__ = "scaled_dot_product_attention"  # pickles go by __qualname__, which stays
+_stand_in.__name__ = "scaled_dot_product_attention"  # pickle uses __qualname__, which stays
 _stand_in.__doc__ = F.scaled_dot_product_attention.__doc__
 
 
 def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str | None:
-    """Why a call of these runs on torch's own function, whatever else it asks for; or None."""
+    """Why a call of these runs on torch's function, whatever its other arguments; or None."""
     if not _active:
         return "fastattn.patch() was undone"
     if not {type(query), type(key), type(value)} <= PLAIN:
@@ -234,7 +234,7 @@ def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str |
 
 
 def _watched() -> str | None:
-    """Is it exported or traced, or seen by a mode that may know torch's function by identity?"""
+    """The reason, if the call is exported or traced, or a mode may test for torch's function."""
     if torch.compiler.is_exporting():
         return "torch.export: what is exported runs without fastattn"
     if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
@@ -246,8 +246,8 @@ def _watched() -> str | None:
 
 
 def _chosen() -> str | None:
-    """Does somebody want a kernel of torch's, or a transform, to which all is torch's?"""
-    # Libraries allow what they know, as x-transformers does: these two, and perhaps others.
+    """The reason, if a setting asks for a kernel of torch's, or a transform is active."""
+    # Libraries enable the kernels that they know, as x-transformers does: at least these two.
     if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
         return "sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"
     if torch._C._get_sdp_priority_order() != _PRIORITY:
@@ -259,5 +259,5 @@ def _chosen() -> str | None:
     return None
 
 
-# torch.compile asks when it traces, as torch's own choice of a kernel does.
+# torch.compile calls it when it traces, which is also when it chooses torch's own kernel.
 _chosen._dynamo_marked_constant = True  # ty: ignore

@@ -6,12 +6,12 @@ from typing import NamedTuple
 
 
 class Place(NamedTuple):
-    """Where a call lies in a larger one, of which it is a part.
+    """The position of a call in a larger call, of which it is a part.
 
-    row, key, head, item: the larger call's index of this one's first. rows, keys: how many the
-    larger has; None: its last are this one's. bottom_right: the larger call's last row stands at
-    its last key, as causal="bottom_right" says and causal=True denies; where nothing is causal,
-    windows and ALiBi count i' = i + length - M, as flash-attn does.
+    row, key, head, item: the index in the larger call of this call's first one. rows, keys: how
+    many the larger call has; None: this call has the last ones. bottom_right: the larger call's
+    last row stands at its last key, as with causal="bottom_right" and never with causal=True;
+    without causal, windows and ALiBi count i' = i + length - M, as flash-attn does.
     """
 
     row: int = 0
@@ -23,5 +23,5 @@ class Place(NamedTuple):
     bottom_right: bool = False
 
 
-EVERYTHING = Place()  # of a call that is no part
+EVERYTHING = Place()  # of a call that is not a part of another
 NUMBERS = Place._fields[:-1]

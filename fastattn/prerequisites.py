@@ -1,4 +1,4 @@
-"""What has to be there before anything of this package can be imported, or else a sentence."""
+"""Check that PyTorch is installed. Imported first; if it is not, say how to install it."""
 
 import sys
 
@@ -12,6 +12,6 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    if sys.argv[:1] == ["-m"]:  # so it is while `python -m fastattn` looks for its module
+    if sys.argv[:1] == ["-m"]:  # while `python -m fastattn` looks for its module
         sys.exit(INSTALL)
     raise ModuleNotFoundError(INSTALL, name="torch") from None

@@ -30,22 +30,22 @@ def profile(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Profile:
     """Run `model(*inputs, **kwargs)` a few times, and report its attention.
 
     model is a torch.nn.Module, or a method of one (`model.generate`). In training mode, with
-    gradients enabled, forward and backward are timed, else forward as it is called here: put
-    `torch.no_grad()` or autocast around as around the model.
+    gradients enabled, forward and backward are timed; otherwise forward alone. Put
+    `torch.no_grad()` or autocast around this call as around the model.
 
-    Seen are calls of `torch.nn.functional.scaled_dot_product_attention`, nn.MultiheadAttention with
-    weights and its and nn.TransformerEncoderLayer's inference paths, and fastattn's own; not what a
-    model multiplies itself, what is traced or scripted, nor names bound by `from
+    It records calls of `torch.nn.functional.scaled_dot_product_attention`, of nn.MultiheadAttention
+    with weights, of the inference paths of that and nn.TransformerEncoderLayer, and fastattn's own;
+    not matrices that a model multiplies itself, traced or scripted code, nor names bound by `from
     torch.nn.functional import ...`. The whole model is timed as it is, and under `fastattn.sdpa()`
-    with `fastattn.convert`; each kind of call also as `fastattn.attention` would be asked for what
-    its mask shows. What is compiled runs eagerly.
+    with `fastattn.convert`; each kind of call also as `fastattn.attention` with arguments in place
+    of its mask, if the mask's structure is known. Compiled code runs eagerly.
 
     `str()` of the report is the text; it has `json()` and `plot(path)`. The model's mode,
-    gradients, buffers, hooks and classes are as before, torch's functions and generators too, and
-    tensors it was given, also after an exception, which is the model's own. A lazy module that has
-    not run yet raises ValueError: its class would change.
+    gradients, buffers, hooks and classes, torch's functions and generators, and the input tensors
+    are as before, also after an exception, which is the model's own. A lazy module that has not run
+    yet raises ValueError, because its class would change.
     """
-    target = getattr(model, "_orig_mod", model)  # of torch.compile
+    target = getattr(model, "_orig_mod", model)  # inside a compiled module
     owner = target if isinstance(target, nn.Module) else getattr(model, "__self__", None)
     owner = owner if isinstance(owner, nn.Module) else None
     need_initialised(owner)
@@ -75,7 +75,7 @@ def _eager() -> Generator[None]:
 
 
 class _Runner:
-    """The model once more, and backward through all that it gives where it is trained."""
+    """Runs the model again; in training also backward, through all of its outputs."""
 
     def __init__(self, target: Callable[..., Any], owner: nn.Module | None, given: Inputs):
         self.target, self.owner, self.given = target, owner, given
@@ -103,13 +103,13 @@ class _Runner:
 
 @contextmanager
 def _replaced(owner: nn.Module | None) -> Generator[tuple[str, ...]]:
-    """The model on fastattn: its function patched, its modules converted."""
+    """In the block, the model runs on fastattn: torch's function is patched, modules converted."""
     with patching.sdpa(), nullcontext(()) if owner is None else converted(owner) as swapped:
         yield swapped
 
 
 def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
-    """The model as it is, and on fastattn, in turn. The first round is a rehearsal."""
+    """Time the model as it is, and on fastattn, in turn. The first round is a warm-up."""
 
     def timed() -> float:
         began = clock()
@@ -130,7 +130,7 @@ def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
 
 
 def _measured(call: Call) -> Measured:
-    """Each way timed in turn, and the memory of one call, all of it under what the call ran in."""
+    """Time each way to run a call, and measure its memory, in the state that the call ran in."""
     found = Measured(call)
     outside = State.of(call.state.device)
     with patching.sdpa(), call.state.entered():
@@ -153,7 +153,7 @@ def _measured(call: Call) -> Measured:
 
 
 def _differentiated(call: Call, way: Callable[[], Any], outside: State) -> Callable[[], Any]:
-    """outside: what the model ran in, and backward with it."""
+    """`way` with backward, if the call had one; that runs in `outside`, the state of the model."""
     if not (call.backward and call.leaves):
         return way
 
@@ -167,7 +167,7 @@ def _differentiated(call: Call, way: Callable[[], Any], outside: State) -> Calla
 
 
 def _structured(call: Call) -> Callable[[], Any] | None:
-    """`attention` as one would ask for what the mask shows."""
+    """The call as `attention` with arguments in place of the mask, if its structure is known."""
     a = call.arguments
     if not a or call.shown is None or call.shown.arguments is None or a["is_causal"]:
         return None
@@ -182,7 +182,7 @@ def _structured(call: Call) -> Callable[[], Any] | None:
 
 
 def _backend(call: Call) -> str:
-    """What runs a call when the model is patched, or why that is torch still."""
+    """The backend that runs the call in a patched model, or why torch still runs it."""
     ran = []
 
     def note(run, op, t, o):
@@ -213,7 +213,7 @@ def _refusal(arguments: dict[str, Any]) -> str:
 
 
 def _seconds(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """The least of interleaved rounds."""
+    """The shortest time of each way, in interleaved rounds."""
     best = dict.fromkeys(ways, float("inf"))
     began, rounds = clock(), 0
     while rounds < 2 or (rounds < 50 and clock() - began < SECONDS / MOST):
@@ -226,8 +226,8 @@ def _seconds(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 class _Storages(TorchDispatchMode):
-    """The most bytes that live at one time in tensors made here. What kernels take for themselves
-    while they run is not among them."""
+    """Finds the peak bytes of tensors made in the block. Memory that kernels allocate internally is
+    not counted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A public name belongs to the package that lists it: pickles and help() name that package, and so
-the modules inside may move."""
+"""Make public names belong to the package that lists them: pickles and help() name that package, so
+its inner modules may move."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ get_overloads = getattr(typing, "get_overloads", lambda function: ())  # Python 
 
 
 def set_module(package: str) -> None:
-    """Give the classes and functions in `__all__` of a package its name as `__module__`."""
+    """Set `__module__` of the classes and functions in a package's `__all__` to the package."""
     module = sys.modules[package]
     for name in module.__all__:
         x = getattr(module, name)
         if not callable(x) or x.__module__ == package:
             continue
         if isinstance(x, type):
-            # Hints of a class are evaluated in the module that it names: its own are evaluated now.
+            # Evaluate a class's hints now: later, they are evaluated in the module that it names.
             x.__annotations__ = inspect.get_annotations(x, eval_str=True)
         overloads = [] if isinstance(x, type) else get_overloads(x)
         for y in (*overloads, x):

@@ -1,9 +1,9 @@
-"""Rows in eight bits: a row (one token's head vector) is whole numbers, or float8, times a scale.
+"""Rows in eight bits: a row (one token's head vector) is int8 or float8 numbers times a scale.
 
-Symmetric, and one float32 scale a row: the scale is what makes the row's largest number the largest
-that the storage dtype has. What a row stands for is its numbers times its scale, computed in
-float32 (float64 for float64), rounded to the dtype that attention computes in: kernels read that,
-and so have the bits of a call on rows kept in that dtype.
+Quantisation is symmetric, with one float32 scale per row. The scale maps the row's largest absolute
+value to the largest number of the storage dtype. The value of a row is its numbers times its scale,
+computed in float32 (float64 for float64) and rounded to the dtype that attention computes in.
+Kernels read that value, so results have the bits of a call on rows stored in that dtype.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ MOST = torch.finfo(torch.float32).max
 def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     """Rows x (..., D) as numbers of `storage`, to nearest even, and their scales (...) in float32.
 
-    A row of zeros has scale 0, and so has one too small for any scale, which is zeros from then on.
-    One with a NaN, or with what is no float32 but an infinity there, has scale NaN and is NaN.
+    A row of zeros gets scale 0. So does a row too small for any scale; it becomes zeros. A row with
+    a NaN, or with a value that is infinite in float32, gets scale NaN and becomes NaN.
     """
     largest = LARGEST[storage]
     x = x.to(wide(x.dtype))
@@ -38,7 +38,7 @@ def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def dequantised(x: Any, scale: Tensor | None, dtype: torch.dtype) -> Any:
-    """What rows (..., D) with scales (...) stand for; as they are, or are not, without scales."""
+    """The values of rows (..., D) with scales (...). Without scales, x itself; it may be None."""
     if scale is None:
         return x
     return (x.to(wide(dtype)) * scale[..., None]).to(dtype)

@@ -1,7 +1,7 @@
-"""The oracle: attention as the mathematics says it, one line a feature.
+"""The oracle: attention as the mathematics states it, one line for each feature.
 
-It computes in the dtype it is given and upcasts nothing, so that the same lines are the yardstick
-in float64 and a same-dtype baseline in bfloat16. Memory is O(M N). Every fused backend is compared
+It computes in the dtype of its inputs and upcasts nothing, so the same lines are the yardstick in
+float64 and a same-dtype baseline in bfloat16. Memory is O(M N). Every fused backend is compared
 with this file; read it to learn what the operation means.
 """
 
@@ -16,7 +16,7 @@ from typing_extensions import TypedDict, Unpack  # torch depends on it
 
 from .place import EVERYTHING, Place
 
-WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: how the key moves on, round by round
+WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: each round adds these to the key
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 WORD = 0xFFFFFFFF
 
@@ -25,7 +25,7 @@ Window = tuple[int | None, int | None] | None
 
 
 class Arguments(TypedDict, total=False, closed=True):
-    """What `attention` takes beside q, k, v and what it is to return."""
+    """The arguments of `attention` other than q, k, v and the return_ flags."""
 
     mask: Tensor | None
     causal: bool | Literal["top_left", "bottom_right"]
@@ -119,10 +119,10 @@ def attention(
 ) -> Tensor | tuple[Tensor, ...]:
     """softmax(score(q k^T)) v for q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv).
 
-    The arguments mean what they mean in `fastattn.attention`; again, of dropout, what it does in
-    `keep_mask`. Returns out (B,H,M,Dv), then the LSE
-    (B,H,M) if `return_lse`, then the probabilities after dropout (B,H,M,N) if `return_weights`,
-    then the normaliser (2,B,H,M), which is the LSE and what its rounding lost, if asked for.
+    The arguments mean the same as in `fastattn.attention`; `again`, for dropout, the same as in
+    `keep_mask`. Returns out (B,H,M,Dv), then the LSE (B,H,M) if `return_lse`, then the
+    probabilities after dropout (B,H,M,N) if `return_weights`, then the normaliser (2,B,H,M), the
+    LSE and its rounding error, if `return_normaliser`.
     """
     v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)  # GQA: a key head serves a run
     place = located(place, q, k)
@@ -139,7 +139,7 @@ def attention(
 
 
 def located(place: Place | None, q: Tensor, k: Tensor) -> Place:
-    """Where the call lies in a larger one, of which no part is left open."""
+    """`place` with its defaults filled in: this call's last row and key are the larger call's."""
     place = place or EVERYTHING
     rows = place.row + q.shape[2] if place.rows is None else place.rows
     keys = place.key + k.shape[2] if place.keys is None else place.keys
@@ -158,7 +158,7 @@ def scores(
     scale: float | None,
     place: Place | None = None,
 ) -> Tensor:
-    """(B,H,M,N) scores, -inf where a query may not look."""
+    """(B,H,M,N) scores, -inf where a query may not attend to a key."""
     (B, H, M, D), N = q.shape, k.shape[2]
     place = located(place, q, k)
     k = k.repeat_interleave(H // max(k.shape[1], 1), dim=1)
@@ -168,7 +168,7 @@ def scores(
     if key_lengths is not None:
         inside = within(key_lengths, N, place)
         keep = keep & inside[:, None, None]
-        k = k.masked_fill(~inside[:, None, :, None], 0)  # NaN there must not matter
+        k = k.masked_fill(~inside[:, None, :, None], 0)  # padding may hold NaN
     s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # not k.mT: exporters know no such operator
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
@@ -188,7 +188,7 @@ def scale_of(D: int, scale: float | None) -> float:
 def derivative(
     q: Tensor, k: Tensor, *, softcap: float | None, scale: float | None, **others: Any
 ) -> Tensor | float:
-    """Of a score by q.k, for k as the query heads see it: (B,H,M,N), or one number for all."""
+    """The derivative of a score by q.k: (B,H,M,N), or one number for all. k has H heads."""
     factor = scale_of(q.shape[3], scale)
     if softcap is not None:
         return factor * (1 - torch.tanh(q @ k.mT * (factor / softcap)) ** 2)
@@ -204,8 +204,8 @@ def derivative_tangent(
     scale: float | None,
     **others: Any,
 ) -> Tensor | float:
-    """Of `derivative`, where products q.k move by `products_t`: the second derivative of a score by
-    q.k, times that."""
+    """The tangent of `derivative` if the products q.k have the tangent `products_t`: the second
+    derivative of a score by q.k, times `products_t`."""
     if softcap is None:
         return 0.0
     factor = scale_of(q.shape[3], scale)
@@ -214,7 +214,7 @@ def derivative_tangent(
 
 
 def within(key_lengths: Tensor, N: int, place: Place) -> Tensor:
-    """(B,N): is key j inside item b?"""
+    """(B,N) bool: True if key j is below the key length of item b."""
     return place.key + torch.arange(N, device=key_lengths.device) < key_lengths[:, None]
 
 
@@ -222,10 +222,10 @@ def positions(
     M: int,
     causal: Causal,
     key_lengths: Tensor | None,
-    place: Any,  # a Place as `located` gives it
+    place: Any,  # a Place that `located` returned
     device: torch.device,
 ) -> Tensor:
-    """i' (B|1,1,M,1): where each query row stands among the keys."""
+    """i' (B|1,1,M,1): the position of each query row on the axis of keys."""
     i = place.row + torch.arange(M, device=device)[:, None]
     if place.bottom_right and causal in (True, "top_left"):
         raise ValueError('place.bottom_right: got True, expected False beside causal="top_left"')
@@ -237,7 +237,7 @@ def positions(
 
 
 def band(i: Tensor, j: Tensor, causal: Causal, window: Window) -> Tensor:
-    """Causal is a window whose right edge is 0."""
+    """True where key j is inside the window of row i. Causal is a window with right edge 0."""
     if causal not in (False, True, "top_left", "bottom_right"):
         raise ValueError(f'causal: got {causal!r}, expected a bool, "top_left" or "bottom_right"')
     left, right = (None, None) if window is None else window
@@ -257,12 +257,12 @@ def band(i: Tensor, j: Tensor, causal: Causal, window: Window) -> Tensor:
 
 def softmax(s: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Probabilities (B,H,M,N), and the log of the denominator as two numbers, (2,B,H,M) in float32
-    at least: the LSE, and what its rounding lost. m + log(total) is their sum; where m is large, a
-    float32 beside it cannot hold log(total).
+    at least: the LSE and its rounding error. Their sum is m + log(total). Where m is large, one
+    float32 cannot hold both m and log(total).
 
     A sink is one more logit in the denominator; no sink is a sink of -inf. The denominator of a row
-    that sees nothing is 0: it is replaced before the division and the logarithm, not after, because
-    the gradient of the branch not taken would be NaN.
+    without keys is 0. It is replaced before the division and the logarithm, not after, because the
+    gradient of the branch not taken would be NaN.
     """
     B, H, M, _ = s.shape
     sink = s.new_full((), -torch.inf) if sinks is None else sinks.to(s)[:, None, None]
@@ -304,9 +304,9 @@ def keep_mask(
 ) -> Tensor:
     """(B,H,M,N) bool: element (b,h,i,j) is kept iff its Philox word is >= floor(p 2^32).
 
-    Four neighbouring keys share one block: counter (j >> 2, i, h, b), word j & 3. Of a call that is
-    a part, b, h, i and j count from where the larger one begins. again: after how many items and
-    heads the draws are the same again; 0 is never.
+    Four neighbouring keys share one block: counter (j >> 2, i, h, b), word j & 3. If the call is a
+    part of a larger one, b, h, i and j are indices in the larger call. again: the numbers of items
+    and of heads after which the draws repeat; 0 is never.
     """
     B, H, M, N = shape
 
@@ -336,5 +336,5 @@ def philox(counter: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
 def weights(s: Tensor, normaliser: Tensor) -> Tensor:
     """Probabilities before dropout, from scores and a normaliser (2,B,H,M) found earlier."""
     lse, tail = normaliser.to(s)[..., None]
-    # An empty row: 0. The two large numbers are subtracted first.
+    # An empty row gives 0. s and lse may both be large, so their difference is computed first.
     return torch.exp((s - torch.where(lse == -torch.inf, torch.inf, lse)) - tail)

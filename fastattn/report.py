@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from .calls import SDPA, Call
 
-WORTH = 1.03  # times as fast: less is noise
-FEW = 5  # rounds, below which all must agree
+WORTH = 1.03  # a smaller speed-up is noise
+FEW = 5  # with fewer rounds, `gains` spans all of them, not their quartiles
 
 TRANSFORMERS = '`fastattn.integrations.transformers.register()` and attn_implementation="fastattn"'
 UNSEEN = """\
@@ -23,16 +23,17 @@ No attention call was seen. Perhaps the model
 
 
 class Round(NamedTuple):
-    """Seconds of the whole model, one after the other, so that a busy machine is busy for both."""
+    """Seconds of two runs of the model, one after the other, so that other load slows both."""
 
     now: float
     ours: float
-    converted: bool  # modules, beside the function
+    converted: bool  # modules were converted, too, not only the function patched
 
 
 @dataclass
 class Measured:
-    """A kind of call, by way: "now", "sdpa" (patched), "shown" (asked for what its mask shows)."""
+    """Measurements of a kind of call by way: "now", "sdpa" (patched), or "shown" (with arguments
+    for what its mask shows)."""
 
     call: Call
     ours_runs: str = ""
@@ -41,7 +42,8 @@ class Measured:
     trouble: dict[str, str] = field(default_factory=dict)
 
     def total(self, way: str) -> float:
-        """Seconds of all calls of the kind; those that were not timed take what they took."""
+        """Seconds of all calls of the kind. An untimed way takes the seconds of "sdpa" or "now"; a
+        kind without timings takes those of the profiled run."""
         if not self.seconds:
             return self.call.seconds
         best = self.seconds.get(way, self.seconds.get("sdpa", self.seconds.get("now", 0.0)))
@@ -50,11 +52,11 @@ class Measured:
 
 @dataclass(frozen=True)
 class Profile:
-    """`str()` is the text. Seconds of calls are the least of a few; `shown` is an estimate: the
-    model on fastattn, less what its calls save when they are asked for what their masks show."""
+    """`str()` is the text. Seconds of a call are the minimum of a few. `shown` is an estimate: the
+    model on fastattn, minus what its calls save with arguments for what their masks show."""
 
     model: str
-    of_transformers: bool  # a model of that library
+    of_transformers: bool  # a model of the transformers library
     step: str  # "forward", or "forward and backward"
     threads: int
     rounds: list[Round]
@@ -70,7 +72,8 @@ class Profile:
 
     @property
     def gains(self) -> tuple[float, float, float]:
-        """Times as fast, by quartiles of what was measured; of a few rounds, by all."""
+        """Low, middle and high speed-up: quartiles of the rounds; of fewer than FEW rounds their
+        minimum, median and maximum."""
         ratios = [x.now / x.ours for x in self.rounds]
         if len(ratios) < FEW:
             return min(ratios), median(ratios), max(ratios)
@@ -88,11 +91,11 @@ class Profile:
 
     @property
     def attention(self) -> float:
-        """Seconds of `now` that are attention, as it is: not more, where noise has it so."""
+        """Seconds of `now` that are attention, at most `now`: noise could make their sum larger."""
         return min(self.now, sum(m.total("now") for m in self.calls))
 
     def verdict(self) -> str:
-        """A sentence: is it worth it, and by which line."""
+        """A sentence: whether fastattn is worth it, and which line of code to add."""
         converted = self.rounds[0].converted
         if not self.calls and not converted:
             return UNSEEN
@@ -131,7 +134,7 @@ class Profile:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """The same, with every module's name. Seconds and bytes are of one call."""
+        """The report with every module's name. Seconds and bytes of calls are those of one call."""
         return json.dumps(
             {
                 "model": self.model,
@@ -146,8 +149,8 @@ class Profile:
         )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Bars to an image file: attention's milliseconds by kind of call and by way. Needs
-        matplotlib."""
+        """Write a bar chart to an image file: attention's milliseconds by kind of call and by way.
+        Needs matplotlib."""
         from matplotlib.figure import Figure
 
         ways = {"now": "now", "sdpa": "fastattn", "shown": "fastattn, mask kept small"}
@@ -198,7 +201,7 @@ def _entry(m: Measured, report: Profile) -> list[str]:
 
 
 def _advice(m: Measured, of_transformers: bool) -> str:
-    """What a mask shows, and what to write for it, unless that would raise."""
+    """What a mask shows, and the arguments to pass instead, unless they raised."""
     shown = m.call.shown
     if shown is None:
         return ""

@@ -1,12 +1,12 @@
-"""The road a call takes to a kernel.
+"""How a call reaches a kernel.
 
-Which wrapper a call goes through depends on who is watching, because no single one serves everybody
-and each costs time:
+The wrapper that a call goes through depends on which PyTorch subsystem is active: no wrapper serves
+all of them, and each costs time:
 
     torch.compile, torch.export, FakeTensorMode, any dispatch mode  ->  the torch.library operator
     torch.func transforms (vmap, grad, ...), forward mode           ->  `transforms.Attention`
     autograd                                                        ->  `Attention`
-    nobody                                                          ->  the kernel itself
+    none                                                            ->  the kernel itself
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _is_traced = torch.compiler.is_dynamo_compiling
 
 Run = Callable[[Operation, Tensors, Options], tuple[Tensor, ...]]
 Observer = Callable[[Run, Operation, Tensors, Options], tuple[Tensor, ...]]
-# What computes calls on tensors of a class, by the name of the class: importing DTensor takes a
-# second. Modules above this one register here.
+# The function that computes calls on tensors of a class, by the name of the class, because to
+# import DTensor takes a second. Modules above this one register here.
 HANDLERS: dict[str, Run] = {}
 _observers: list[Observer] = []
 
 
 def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[Tensor, ...]:
-    """Run an operation through the wrapper that this moment needs; see above."""
+    """Run an operation through the wrapper that the table above selects."""
     if _observers and observed:
         return _observers[-1](functools.partial(call, observed=False), op, t, o)
     if _is_compiling():
@@ -57,13 +57,13 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
         if recording():
             return recorded(op, "", op.forward, (backend, spec, t), t, o)
         return op.forward(backend, spec, t)
-    # Autograd takes its time for each, None as well.
+    # Only up to the last tensor that is given: autograd takes time for each argument, even None.
     differentiable = _attention if op is ATTENTION else _weights
     return differentiable((op, o, t, found, planned), *t[: spec.last])
 
 
 def _handler(tensors: Sequence[Tensor | None]) -> Run | None:
-    """Of the first tensor whose class has one."""
+    """The handler of the first tensor with one in `HANDLERS`."""
     for x in tensors:
         if type(x).__name__ in HANDLERS:
             return HANDLERS[type(x).__name__]
@@ -72,8 +72,8 @@ def _handler(tensors: Sequence[Tensor | None]) -> Run | None:
 
 @contextmanager
 def observed(observer: Observer) -> Generator[None]:
-    """Every call in the block, on any thread, is `observer(run, op, t, o)`: it returns what
-    `run(op, t, o)` does. Of nested blocks the inner one observes."""
+    """In the block, every call on any thread becomes `observer(run, op, t, o)`, which returns the
+    result of `run(op, t, o)`. If blocks are nested, only the innermost observes."""
     _observers.append(observer)
     try:
         yield
@@ -96,9 +96,8 @@ def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
 
 
 class Attention(torch.autograd.Function):
-    """For autograd alone: the cheapest form of a Function. It sees only `tensors`, those of t.
-
-    Its name is what users see as `grad_fn`: AttentionBackward.
+    """For autograd alone: the cheapest form of a Function. Autograd sees only `tensors`, which are
+    t's. Users see its name as `grad_fn`: AttentionBackward.
     """
 
     @staticmethod
@@ -117,12 +116,12 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         op, o, n, before, planned = ctx.call
-        tensors = ctx.saved_tensors  # once, because every asking unpacks them all (checkpoints)
+        tensors = ctx.saved_tensors  # once, because each access unpacks them all (checkpoints)
         t, outs = Tensors(*tensors[:n]), tensors[n:]
         wants = op.wants(ctx.needs_input_grad[1:])
         if _is_traced():  # by compiled autograd
             found = passes.backward(op, t, o, outs, grads, wants)
-        # With create_graph=True somebody may differentiate again; torch.func may batch the grads.
+        # With create_graph=True these may be differentiated again; torch.func may batch the grads.
         elif torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
             found = transforms.backward(op, o, wants, grads, outs, t)
         elif not watched() and _begins(kind((*t, *outs, *grads)), before):
@@ -133,22 +132,22 @@ class Attention(torch.autograd.Function):
                 found = run_backward(op, planned, t, outs, grads, wants)
         elif any(map(is_batched_by_autograd, grads)):
             found = transforms.backward(op, o, wants, grads, outs, t)
-        else:  # hooks may save one tensor and give back another
+        else:  # hooks on saved tensors may return other tensors
             found = passes.backward(op, t, o, outs, grads, wants)
         return None, *spread(found, wants, n)
 
 
 def _begins(found: Kind | None, before: Kind) -> bool:
-    """Is it a kind of tensors of which the first are of the kind `before`?"""
+    """True if `found`, the kind of some tensors, begins with `before`, the kind of the first."""
     return found is not None and found[: len(before)] == before
 
 
 class AttentionWeights(Attention):
-    """The same of the weights."""
+    """The same Function for the weights, with a name of its own in `grad_fn`."""
 
 
-# Their own `apply` looks for torch.func's wrappers first, for a microsecond. Here there are none:
-# they are no plain memory.
+# Function.apply first looks for torch.func's wrappers, which takes a microsecond. Here there are
+# none: wrappers are not plain memory, and `call` has sent them elsewhere.
 _attention, _weights = (
     super(torch.autograd.Function, function).apply  # ty: ignore
     for function in (Attention, AttentionWeights)

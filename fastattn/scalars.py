@@ -1,6 +1,6 @@
-"""Scalar arguments as plain Python numbers, whatever kind they came as: numpy's are welcome.
+"""Convert scalar arguments, numpy's among them, to plain Python numbers.
 
-A bool is no number here: True equals 1, and would pass for it where calls are remembered.
+A bool is refused as a number: True equals 1, so caches of calls could not tell them apart.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import SymFloat, SymInt, Tensor
 
 
 def real(name: str, x: Any) -> Any:
-    """A float; of a compiler's symbols, the symbol."""
+    """x as a float. A compiler's symbol is returned as it is."""
     if type(x) is float or isinstance(x, (SymFloat, SymInt)):
         return x
     if isinstance(x, bool) or not isinstance(x, numbers.Real):
@@ -26,7 +26,7 @@ def real(name: str, x: Any) -> Any:
 
 
 def whole(name: str, x: Any, expected: str) -> Any:
-    """An int; of a compiler's symbols, the symbol."""
+    """x as an int. A compiler's symbol is returned as it is."""
     if type(x) is int or isinstance(x, SymInt):
         return x
     try:

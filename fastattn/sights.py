@@ -1,4 +1,4 @@
-"""What each of the watched functions got, made a Call of."""
+"""Convert intercepted attention calls into `Call` records."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ from .spec import Options, Tensors
 from .structure import Shown, kept, structure
 from .torch_form import is_causal_bias
 
-Found = Callable[..., Any]  # the function that is watched
+Found = Callable[..., Any]  # the intercepted function
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @contextmanager
 def converted(module: nn.Module) -> Generator[tuple[str, ...]]:
-    """`fastattn.convert`, and back what that has swapped."""
+    """In the block the module is converted by `fastattn.convert`. Afterwards the swapped submodules
+    are reverted."""
     swapped = conversion.convert(module).swapped
     try:
         yield swapped
@@ -39,7 +40,8 @@ def converted(module: nn.Module) -> Generator[tuple[str, ...]]:
 
 
 def wants_weights(*args: Any, **kwargs: Any) -> bool:
-    """Of multi_head_attention_forward; without, it calls a function that is watched."""
+    """True if multi_head_attention_forward is asked for weights. If not, it calls another function
+    that is intercepted."""
     return _bound(args, kwargs)["need_weights"]
 
 
@@ -50,7 +52,7 @@ def _bound(args, kwargs) -> dict[str, Any]:
 
 
 class Sights:
-    """modules: those that may be at work, the likeliest first."""
+    """Makes `Call` records. modules: returns those that may be running, the likeliest first."""
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]):
         self._modules = modules
@@ -96,7 +98,7 @@ class Sights:
         )
 
     def _nested(self, tensors, given, state, said, found) -> Call:
-        """No shape to speak of."""
+        """A call on nested tensors, which have no regular shape."""
         q, k, v = (x.detach() for x in tensors)
         return Call(
             SDPA,
@@ -157,7 +159,7 @@ class Sights:
         return Call(function, q, k, dtype, said, shown, "", runs, state, now, None)
 
     def weights(self, found: Found, *args: Any, **kwargs: Any) -> Call:
-        """torch multiplies the matrices itself, to have the weights."""
+        """A call with weights, for which torch multiplies the matrices itself."""
         given = _bound(args, kwargs)
         given |= _leaves_of({x: given[x] for x in ("query", "key", "value")})
         for name in ("attn_mask", "key_padding_mask"):
@@ -189,7 +191,8 @@ class Sights:
         )
 
     def _module(self, kind: type[nn.Module], weight: Tensor) -> Any:
-        """The one that is at work, which may be called without its hooks: by its projection."""
+        """The running module, found by the weight of its output projection, because its hooks may
+        not have run; None if it is not found."""
         for module in self._modules():
             if isinstance(module, kind):
                 heads = getattr(module, "self_attn", module)
@@ -224,8 +227,8 @@ class Sights:
     def _shown(
         self, mask: Tensor | None, M: int, N: int, *, hides: bool = False, columns: bool = False
     ) -> Shown | None:
-        """Looked at once for each mask, whatever views of it there are. hides: True hides, as in a
-        module's masks; columns: of keys alone."""
+        """The structure of a mask, computed once for the same memory, even through different views.
+        hides: True hides a key, as in a module's masks. columns: the mask covers keys only."""
         if not isinstance(mask, Tensor) or type(mask) not in (Tensor, nn.Parameter):
             return None
         version = 0 if mask.is_inference() else mask._version
@@ -234,11 +237,12 @@ class Sights:
             with torch.no_grad():
                 keep = ~mask if hides and mask.dtype == torch.bool else mask
                 keep = keep[:, None, None] if columns else keep
-                self._masks[at] = mask, structure(keep, M, N)  # kept, that no other lies there
+                self._masks[at] = mask, structure(keep, M, N)  # the mask keeps its address in use
         return self._masks[at][1]
 
     def _shown_together(self, mask, padding, heads: int, M: int, N: int) -> Shown | None:
-        """Of multi_head_attention_forward's, added to the scores where they are not bool."""
+        """The structure of multi_head_attention_forward's two masks together. A mask that is not
+        bool is added to the scores."""
         if mask is None and padding is None:
             return None
         if padding is None:
@@ -255,7 +259,8 @@ class Sights:
 
 
 def torchs(found: Callable) -> Callable:
-    """torch's function, whose CausalBias asks who stands in F: for others it has no sizes."""
+    """torch's function, put back into F while it gets a CausalBias: a CausalBias handles only the
+    function that F has, and is an uninitialised tensor for others."""
 
     def call(query, key, value, attn_mask=None, *args, **kwargs):
         if not is_causal_bias(attn_mask):
@@ -271,7 +276,7 @@ def torchs(found: Callable) -> Callable:
 
 
 def _kernel(found, q, k, v, given) -> str:
-    """Which of torch's kernels takes the call; or who stands there instead."""
+    """The torch kernel that takes the call, or the name of what replaces torch's function."""
     if not isinstance(found, type(len)):
         return "fastattn.patch()" if found.__module__ == "fastattn.patching" else found.__module__
     if is_causal_bias(given["attn_mask"]):
@@ -285,7 +290,7 @@ def _kernel(found, q, k, v, given) -> str:
     return f"torch {names.get(choice, 'OTHER').lower().replace('_attention', '')}"
 
 
-# -------------------------------------------------------------------------- what can run once more
+# --------------------------------------------------------------- copies with which a call can rerun
 
 
 def _differs(x: Tensor) -> bool:
@@ -301,13 +306,13 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """One for each: what is the same tensor is projected at once."""
+    """A leaf for each tensor, one for the same tensor: torch projects equal inputs at once."""
     made = {id(x): _leaf(x) for x in tensors.values()}
     return {name: made[id(x)] for name, x in tensors.items()}
 
 
 def _twin(module: nn.MultiheadAttention) -> tuple[Any, str]:
-    """What `convert` would make of it, with the same parameters; or why it would not."""
+    """What `convert` would make of the module, with the same parameters; or why it would not."""
     if why := conversion._why_not_convert(module):
         return None, why
     twin = copy.copy(module)
@@ -316,7 +321,8 @@ def _twin(module: nn.MultiheadAttention) -> tuple[Any, str]:
 
 
 def _as_module(twin: nn.Module, given: dict[str, Any]) -> Callable[[], Any]:
-    """A call of multi_head_attention_forward, whose sequences come first, as one of a module."""
+    """A call of multi_head_attention_forward as a call of the module `twin`. The function takes
+    (L,B,E); a batch_first module takes (B,L,E)."""
     tensors = [given[x] for x in ("query", "key", "value")]
     if getattr(twin, "batch_first", False) and tensors[0].ndim == 3:
         turned = {id(x): x.transpose(0, 1) for x in tensors}

@@ -1,8 +1,8 @@
 """What one attention call computes, with every default resolved.
 
-`Tensors` states every tensor of a call once, `Options` its scalars. The operators' schemas, plans,
-vmap's folding and the packing for native kernels are loops over them, and so are the rules on
-tensors. A scalar has a default, too (`check.describe`), and rules of its own (`check._scalars`).
+`Tensors` lists every tensor of a call once, `Options` its scalars. The operators' schemas, plans,
+vmap's folding, the packing for native kernels and the rules on tensors are loops over these lists.
+A scalar also has a default (`check.describe`) and rules (`check._scalars`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torch import Tensor
 from .place import Place
 
 UNLIMITED = 1 << 40  # a band edge that no sequence reaches
-TOKENS = "BMH"  # as projections leave heads in memory; "BHM" is contiguous
+TOKENS = "BMH"  # the memory order of heads after a projection; "BHM" is contiguous
 
 
 class Feature(enum.Flag):
-    """The building blocks a backend may support. A backend has those that it names."""
+    """The building blocks that a backend may support. Each backend lists those that it has."""
 
     NONE = 0
     BAND = enum.auto()  # causal and sliding windows: one pair of edges
@@ -41,10 +41,10 @@ class Feature(enum.Flag):
     INVARIANT = enum.auto()  # a row's bits do not depend on how many rows the call has
     QUANTISED = enum.auto()  # keys and values in eight bits, a scale for each row
     TANGENTS = enum.auto()  # the passes of forward mode and of second derivatives
-    UNROUNDED = enum.auto()  # results of 16 bits as wide as they are summed up
+    UNROUNDED = enum.auto()  # results for 16-bit inputs in the dtype of the sums
 
 
-MEANING = {  # for people: the rows of the support table
+MEANING = {  # the rows of the support table, for readers
     Feature.BAND: "causal (both alignments), window",
     Feature.LENGTHS: "key_lengths",
     Feature.MASK: "mask: bool or float of any broadcast shape, gradient in that shape",
@@ -66,34 +66,34 @@ MEANING = {  # for people: the rows of the support table
 
 
 class Argument(NamedTuple):
-    """What there is to know of one tensor.
+    """The properties of one tensor.
 
-    shapes: its dimensions in letters, "B H M D"; several where the caller has the choice, "" for
-        one element of any shape, and `broadcast` for whatever broadcasts to the one that stands.
-        What lies packed has all sequences' rows or keys, T or S, where it says M or N, and 1 for B;
-        keys and values in pages have the number of pages for B, and the rows of one for N. Bk and
-        Nk are what k has there.
-    dtype: "q", as q has; "kept", that or, where there are scales, one of quantisation.STORAGE;
-        "mask", also bool or float32; "floating", any, and kernels get `wide`; "wide", float32 or
-        for float64 inputs float64; "float32"; "integer", int32 or int64; "int64".
-    crosses: how kernels behind csrc/abi.h see it, by a function of fastattn/crossing.py.
+    shapes: its dimensions as letters, "B H M D"; several if the caller has the choice; "" for one
+        element of any shape. With `broadcast`, any shape that broadcasts to the one given. A packed
+        tensor has the rows or keys of all sequences, T or S, in place of M or N, and 1 for B. Keys
+        and values in pages have the number of pages for B, and the rows of a page for N. Bk and Nk
+        are k's sizes for B and N.
+    dtype: "q", that of q; "kept", that of q or, with scales, one of quantisation.STORAGE; "mask",
+        that of q, bool or float32; "floating", any, which kernels get as `wide`; "wide", float32,
+        or float64 for float64 inputs; "float32"; "integer", int32 or int64; "int64".
+    crosses: how it is passed to kernels behind csrc/abi.h: a key of `crossing.CROSSES`.
     """
 
     shapes: tuple[str, ...]
     dtype: str
     crosses: str
-    public: str = ""  # the name that callers know, where it is another
+    public: str = ""  # the name in the public functions, if it differs
     feature: Feature = Feature.NONE
     gradient: bool = False
     broadcast: bool = False
-    field: str = ""  # of FaParams, where it has another name there
+    field: str = ""  # the name in FaParams, if it differs
     optional: bool = True
 
 
 class Tensors(NamedTuple):
     """The tensors of a call. Strides are free; nothing here is copied or expanded.
 
-    The weights passes have no `v`; the attention passes have no `normaliser`, an output there.
+    The weights passes have no `v`; the attention passes have no `normaliser`, which they return.
     """
 
     q: Annotated[Tensor, Argument(("B H M D",), "q", "strided", gradient=True)]
@@ -118,36 +118,36 @@ class Tensors(NamedTuple):
         Argument(("H",), "floating", "column", feature=Feature.SINKS, gradient=True),
     ] = None
     seed: Annotated[Tensor | None, Argument(("",), "int64", "pointer")] = None  # for dropout
-    cu_q: Annotated[  # of a packed batch: the row at which each sequence begins, and T
+    cu_q: Annotated[  # packed batch: the first row of each sequence, then T
         Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
     ] = None
     cu_k: Annotated[
         Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
     ] = None
-    pages: Annotated[  # of a packed batch: where its keys and values are, a page each
+    pages: Annotated[  # packed batch: the pages that hold each sequence's keys and values
         Tensor | None,
         Argument(("B blocks",), "integer", "pointer", public="block_table", feature=Feature.PAGED),
     ] = None
-    k_scale: Annotated[  # of a packed batch's k in eight bits: what each row is multiplied by
+    k_scale: Annotated[  # packed batch with k in eight bits: the factor of each row
         Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
     ] = None
     v_scale: Annotated[
         Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
     ] = None
-    normaliser: Annotated[  # the LSE, and what its rounding lost
+    normaliser: Annotated[  # the LSE and its rounding error
         Tensor | None, Argument(("2 B H M",), "wide", "pair", field="lse")
     ] = None
 
     def given(self, name: str) -> Tensor:
-        """The tensor of that name, which this call must have."""
+        """The tensor of that name, which must not be None."""
         x = getattr(self, name)
         assert x is not None, name
         return x
 
 
 class Tangents(NamedTuple):
-    """The directions in which the tensors of a call move, each of its tensor's shape and dtype;
-    None is one that does not move. Those that have a gradient have a tangent."""
+    """The tangents of a call's tensors, each with its tensor's shape and dtype; None means zero.
+    The tensors that have a gradient have a tangent."""
 
     q: Tensor | None = None
     k: Tensor | None = None
@@ -165,25 +165,25 @@ class Options(NamedTuple):
     right: int | None = None
     softcap: float | None = None
     dropout_p: float = 0.0
-    backend: str = ""  # the first that can
+    backend: str = ""  # "": the first that can run the call
     grad: bool = False
     average_heads: bool = False  # weights only
     constant_lse: bool = False  # weights only: no gradient through the normaliser
-    max_q: int | None = None  # of a packed batch: no sequence has more rows, or keys
+    max_q: int | None = None  # packed batch: no sequence has more rows (max_k: more keys)
     max_k: int | None = None
     row_invariant: bool = False
-    unrounded: bool = False  # attention only: results that are to be added to others'
-    out_order: str = TOKENS  # of dimensions in memory, the outermost first; D is the innermost
-    grad_order: str = TOKENS  # of the gradients of q, k and v; "M" is their rows or keys
+    unrounded: bool = False  # attention only: results in `wide`, to be added to others
+    out_order: str = TOKENS  # out's dimensions in memory, the outermost first; D is the innermost
+    grad_order: str = TOKENS  # the same of the gradients of q, k and v; "M" is rows or keys
     items_again: int = 0  # `batching`
     heads_again: int = 0
-    at_row: int = 0  # `Place`
+    at_row: int = 0  # from here on: `Place`
     at_key: int = 0
     at_head: int = 0
     at_item: int = 0
     rows: int | None = None
     keys: int | None = None
-    bottom_right: bool = False  # what is causal says it itself
+    bottom_right: bool = False  # for a call without `causal`, which has an alignment itself
 
     @property
     def place(self) -> Place:
@@ -192,14 +192,14 @@ class Options(NamedTuple):
 
     @property
     def band(self) -> tuple[int, int, bool]:
-        """left, right and bottom_right, as `AttentionSpec` has them."""
+        """left, right and bottom_right for `AttentionSpec`."""
         left = UNLIMITED if self.left is None else min(self.left, UNLIMITED)
         right = UNLIMITED if self.right is None else self.right
         right = min(right, 0 if self.causal else UNLIMITED)
         return left, right, self.bottom_right or self.causal == "bottom_right"
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
-        """What out has where q has this dtype, and the gradient of a tensor that has it."""
+        """The dtype of out if q has this dtype, and of the gradient of a tensor with this dtype."""
         return wide(dtype) if self.unrounded else dtype
 
 
@@ -217,13 +217,13 @@ ARGUMENTS = _arguments()  # by name, in the order of `Tensors`
 INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
 DIFFERENTIABLE = tuple(name for name, a in ARGUMENTS.items() if a.gradient)
 assert Tangents._fields == DIFFERENTIABLE
-RESULTS = {  # what passes return; q's dtype, unless `unrounded`, but for the normaliser
+RESULTS = {  # what passes return, in q's dtype unless `unrounded`; normaliser and lse in `wide`
     "out": "B H M Dv",
     "normaliser": "2 B H M",
     "lse": "B H M",  # its tangent
     "weights": "B H M N",  # or, averaged over heads, B M N
 }
-WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # what a jvp pass gives, by `RESULTS`
+WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # what a jvp pass returns, as in `RESULTS`
 INCOMING = ("out", "lse", "out", "lse")  # gradients that a second pass takes, and their tangents
 
 
@@ -235,14 +235,14 @@ def result_letters(name: str, o: Options) -> list[str]:
 
 
 def result_shape(name: str, t: Tensors, o: Options) -> tuple[int, ...]:
-    """Their sizes, of packed tensors as they lie in memory."""
+    """The shape of one of `RESULTS` in this call; of packed tensors, the shape in memory."""
     (B, H, M, _), N = t.q.shape, t.k.shape[2]
     sizes = {"2": 2, "B": B, "H": H, "M": M, "N": N, "Dv": 0 if t.v is None else t.v.shape[3]}
     return tuple(sizes[letter] for letter in result_letters(name, o))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What the normaliser, slopes and sinks are kept in: float32 at least."""
+    """The dtype of the normaliser, slopes and sinks: float32 at least."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -250,18 +250,19 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 class AttentionSpec:
     """Shapes and semantics of a call. It holds no tensors, so it hashes and caches.
 
-    Row i stands at i' = i + (length - M if bottom_right else 0), and the scores are, in this order,
+    Row i has position i' = i + (length - M if bottom_right else 0). The scores are, in this order,
 
         s = scale * q.k;  s = softcap * tanh(s / softcap);  s -= slope * |i' - j|;  s += mask
         keep i' - left <= j <= i' + right and j < length
 
-    followed by softmax (with the sink as one more logit) and dropout. In a packed batch each of B
-    sequences has M and N of its own, at most these; its q lies as (1,H,T,D) and its k as
-    (1,Hk,S,D), or in P pages as (P,Hk,page,D), where its length is its N. Here i, j, length and M
-    are the larger call's, where this one is a part of one: i and j count from at_row and at_key, M
-    is at_row + M + rows_after, and dropout counts heads and items from at_head and at_item. Where
-    this one is several calls (`batching`), dropout draws the same again after the items and heads
-    of one: item b draws what b % items_again does.
+    followed by softmax (with the sink as one more logit) and dropout.
+
+    In a packed batch each of B sequences has its own M and N, at most these. q is (1,H,T,D) and k
+    is (1,Hk,S,D), or in P pages (P,Hk,page,D), where a sequence's length is its N. If this call is
+    a part of a larger one, i, j, length and M in the formula are those of the larger call: i and j
+    count from at_row and at_key, M is at_row + M + rows_after, and dropout counts heads and items
+    from at_head and at_item. If this call is several calls (`batching`), dropout's draws repeat
+    after the items and heads of one: item b draws what b % items_again does.
     """
 
     B: int
@@ -279,7 +280,7 @@ class AttentionSpec:
     bottom_right: bool = False
     softcap: float = 0.0  # 0 = off
     dropout_p: float = 0.0
-    given: frozenset[str] = frozenset()  # the optional tensors that there are
+    given: frozenset[str] = frozenset()  # the names of the optional tensors that are not None
     mask_shape: tuple[int, ...] | None = None
     mask_dtype: torch.dtype | None = None
     needs_grad: bool = False
@@ -288,7 +289,7 @@ class AttentionSpec:
     average_heads: bool = False
     constant_lse: bool = False
     row_invariant: bool = False
-    unrounded: bool = False  # out and gradients are stored in `wide`, which is not their dtype
+    unrounded: bool = False  # out and gradients are stored in `wide`, not in their own dtype
     out_order: str = TOKENS
     grad_order: str = TOKENS
     at_row: int = 0
@@ -299,12 +300,12 @@ class AttentionSpec:
     keys_after: int = 0
     items_again: int = 0  # 0: never
     heads_again: int = 0
-    T: int = 0  # rows and keys of all sequences of a packed batch, one after the other
+    T: int = 0  # packed batch: the rows of all sequences together, and in S the keys
     S: int = 0
-    P: int = 0  # pages that there are, the rows of one, and how many a sequence may have
+    P: int = 0  # the number of pages, the rows of one, and the most pages of a sequence
     page: int = 0
     blocks: int = 0
-    storage: torch.dtype | None = None  # of k and v, where they have scales
+    storage: torch.dtype | None = None  # the dtype of k and v, if they have scales
 
     def __hash__(self) -> int:  # specs are long-lived keys: hash once
         return self._hash
@@ -315,7 +316,7 @@ class AttentionSpec:
 
     @functools.cached_property
     def kept(self) -> dict[str, Any]:
-        """What launchers made of this spec, for the calls to come."""
+        """A cache of what launchers derive from this spec."""
         return {}
 
     @functools.cached_property
@@ -346,7 +347,7 @@ class AttentionSpec:
 
     @functools.cached_property
     def last(self) -> int:
-        """How many of `Tensors` there are up to the last one that is given; v counts always."""
+        """The number of fields of `Tensors` up to the last one that is given; v always counts."""
         return 1 + max(INDEX[name] for name in {"v", *self.given})
 
     @property
@@ -359,12 +360,12 @@ class AttentionSpec:
 
     @property
     def lies(self) -> tuple[int, int, int]:
-        """B, M and N as q, k, v and what has their shapes lie."""
+        """B, M and N in memory: the sizes of q, k, v and of results with these dimensions."""
         return (1, self.T, self.S) if self.packed else (self.B, self.M, self.N)
 
     @property
     def rows(self) -> int:
-        """Of the larger call, or of this one if there is none."""
+        """The rows of the larger call, or of this one if there is none."""
         return self.at_row + self.M + self.rows_after
 
     @property
@@ -382,10 +383,11 @@ class AttentionSpec:
         return f"{sizes} {str(self.dtype)[6:]} {self.device} [{' '.join(names).lower()}]"
 
 
-# Where the call lies in a larger one.
+# The position of the call in a larger one.
 PLACED = ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
 AGAIN = ("items_again", "heads_again")  # whole numbers, too, but last in FaParams
-# The scalars that kernels behind csrc/abi.h get, as FaParams has them; `threads` stands between.
+# The scalars for kernels behind csrc/abi.h, in the order of FaParams. It has `threads` between the
+# WHOLE and the REAL ones.
 WHOLE = (
     *("B", "H", "Hk", "M", "N", "D", "Dv", "left", "right", "bottom_right"),
     *("average_heads", "constant_lse", "row_invariant"),

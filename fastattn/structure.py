@@ -1,4 +1,5 @@
-"""What a dense mask shows: causal, windows, padding, documents; so that it need not be dense."""
+"""Find the structure of a dense mask, so that it need not be dense: causal, a window, padding or
+documents."""
 
 from __future__ import annotations
 
@@ -10,18 +11,18 @@ from torch import Tensor
 
 Band = tuple[int | None, int | None]  # keys to the left and to the right; None: no edge
 
-MOST = 1 << 26  # elements that are looked at: of larger masks, the first items
+MOST = 1 << 26  # elements that are examined: of larger masks, the first items
 
 
 class Shown(NamedTuple):
     what: str  # "causal + left padding"
-    arguments: dict[str, Any] | None = None  # of `attention`, in the mask's place; None: none known
-    instead: str = ""  # the same, to be read
-    taken: str = ""  # what it goes by that a mask cannot say
+    arguments: dict[str, Any] | None = None  # to pass to `attention` instead; None: unknown
+    instead: str = ""  # the same as text
+    taken: str = ""  # an assumption that the mask cannot confirm
 
     @property
     def call(self) -> str:
-        """The whole call that stands for the one with the mask."""
+        """The text of the call that replaces the one with the mask."""
         if self.arguments is None:
             causal = ", causal=True" * self.what.startswith("causal")
             return f"fastattn.attention_packed(q, k, v, cu_q{causal})"
@@ -30,10 +31,11 @@ class Shown(NamedTuple):
 
 
 def structure(mask: Tensor, M: int, N: int) -> Shown:
-    """Of a mask that broadcasts to (B,H,M,N), bool (True = may attend) or added to the scores.
+    """The structure of a mask that broadcasts to (B,H,M,N), bool (True = may attend) or added to
+    the scores.
 
-    Rows that see nothing, by the mask or by what is said of it, may see anything: they are padding,
-    whose results are of no use to anybody, and differ.
+    A row without keys, in the mask or in the structure, may differ between the two: it is padding,
+    and its result is not used.
     """
     if mask.ndim > 4 or not mask.numel():
         return Shown("of more than four dimensions" if mask.ndim > 4 else "of no elements")
@@ -62,7 +64,8 @@ def structure(mask: Tensor, M: int, N: int) -> Shown:
 
 
 def kept(mask: Tensor) -> Tensor | None:
-    """A mask as a bool one; None where it adds values that matter."""
+    """The mask as a bool one; None if it is learned or adds other values than 0 and very negative
+    ones."""
     if mask.dtype == torch.bool:
         return mask
     if mask.requires_grad:
@@ -72,10 +75,10 @@ def kept(mask: Tensor) -> Tensor | None:
 
 
 def _banded(keep: Tensor) -> Shown | None:
-    """A band around a diagonal, and keys that nobody sees. keep (B,M,N).
+    """A band around a diagonal, and keys that are hidden from every row. keep (B,M,N).
 
-    Of the bands that fit, the one that leaves the fewest rows without a key: rows that see
-    everything are padding in some masks, and may be left so; a row that sees a part may not.
+    Of the bands that fit, the one that leaves the fewest rows without a key. Rows that see every
+    key are padding in some masks and may be left without keys; rows that see a part may not.
     """
     if not keep.numel():
         return None
@@ -97,12 +100,13 @@ def _banded(keep: Tensor) -> Shown | None:
 
 
 def _bands(some: Tensor) -> Iterator[tuple[Band, int, Tensor]]:
-    """Bands that may be those of some (B,M,N): their edges, the key of their first row, and where
-    they let rows look. Edges that a row's own key is behind are none that `attention` takes."""
+    """Candidate bands for some (B,M,N): their edges, the key at the first row's diagonal, and
+    (M,N) bool, True inside the band. Bands without a row's own key are left out, because
+    `attention` does not take them."""
     _, M, N = some.shape
     for corner in dict.fromkeys((0, N - M)):
         ahead = torch.arange(N, device=some.device) - torch.arange(M, device=some.device)[:, None]
-        ahead = ahead - corner  # of the row's own key
+        ahead = ahead - corner  # the distance from the row's own key
         seen = ahead.expand(some.shape)[some]
         left, right = (-int(seen.min()), int(seen.max())) if seen.numel() else (0, 0)
         bands: list[Band] = [(None, None), (None, 0), (left, 0)]
@@ -143,7 +147,7 @@ def _said(band: Band, corner: int, keys: Tensor) -> Shown:
 
 
 def _padding(keys: Tensor) -> str:
-    """keys (B,N): those that anybody sees."""
+    """The kind of padding, or "". keys (B,N): True for keys that some row sees."""
     if keys.all():
         return ""
     at, count = torch.arange(keys.shape[1], device=keys.device), keys.sum(-1, keepdim=True)
@@ -155,12 +159,12 @@ def _padding(keys: Tensor) -> str:
 
 
 def _documents(keep: Tensor) -> Shown | None:
-    """Sequences one after the other, none of which sees another; or a prefix that all see."""
+    """Sequences one after the other that do not see each other; or a prefix that every row sees."""
     _, M, N = keep.shape
     if M != N:
         return None
     rows = keep.any(-1)
-    first = keep.int().argmax(-1).masked_fill(~rows, N)  # of padding, which comes last
+    first = keep.int().argmax(-1).masked_fill(~rows, N)  # N for padding, which comes last
     same = first[:, :, None] == first[:, None, :]
     before = torch.ones(M, N, dtype=torch.bool, device=keep.device).tril()
     in_turn = (first.diff(dim=1) >= 0).all()
@@ -168,7 +172,7 @@ def _documents(keep: Tensor) -> Shown | None:
         if in_turn and torch.equal(keep, expected & rows[:, :, None]):
             count = int((first[:, 1:].lt(N) & first.diff(dim=1).ne(0)).sum(1).max()) + 1
             return Shown(f"{name}, up to {count} in a row", None, "attention_packed, cu_seqlens")
-    prefix = keep[:, :1].sum(-1, keepdim=True)  # what the first row sees
+    prefix = keep[:, :1].sum(-1, keepdim=True)  # the number of keys that the first row sees
     if torch.equal(keep, before | (torch.arange(N, device=keep.device) < prefix)):
         return Shown(f"causal after a prefix of up to {int(prefix.max())} keys")
     return None

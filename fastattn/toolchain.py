@@ -20,7 +20,7 @@ def unavailable() -> str:
 
     It takes one run of the compiler, some 40 ms.
     """
-    named = os.environ.get("CC")  # Triton runs it also where it is empty
+    named = os.environ.get("CC")  # Triton uses it even if it is empty
     compiler = (shutil.which("gcc") or shutil.which("clang")) if named is None else named
     if compiler is None:
         return f"there is no C compiler on PATH: {NO_COMPILER}, or name yours with CC="
@@ -45,7 +45,7 @@ def unavailable() -> str:
 
 
 def _include() -> Path:
-    """The folder of Python.h. Debian's own scheme names another one than the headers are in."""
+    """The folder of Python.h. Debian's default scheme names a folder without the headers."""
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     return Path(sysconfig.get_paths(scheme=scheme)["include"])

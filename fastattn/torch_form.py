@@ -1,7 +1,7 @@
 """torch.nn.functional.scaled_dot_product_attention, call for call.
 
-Any leading dimensions, broadcast against each other, are brought to the one form (B,H,M,D) by views
-where the memory allows it.
+Leading dimensions of any number are broadcast against each other and brought to (B,H,M,D), by views
+if the memory layout allows it.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def scaled_dot_product_attention(
     as do keys and values of different lengths and a scale that is not finite; masks may have fewer
     than two dimensions; dropout runs inside the kernel and draws its own mask.
 
-    Results and gradients lie in memory as torch's do on a CPU, so that the same `view` calls work:
-    where torch takes its flash kernel, the result as query does and the gradients as (B, L, H, E);
-    else all contiguous, also a gradient that torch's math kernel leaves transposed, and in compiled
-    code where a size depends on data.
+    Results and gradients have the memory layout of torch's on a CPU, so that the same `view` calls
+    work. Where torch takes its flash kernel, the result has the layout of query, and the gradients
+    are laid out as (B, L, H, E). Otherwise all are contiguous, even a gradient that torch's math
+    kernel leaves transposed. In compiled code all are contiguous if a size depends on data.
 
     `dropout_p` and `scale` are numbers, bools among them, numpy scalars, or tensors of no dimension
     that do not require grad; `is_causal` and `enable_gqa` are bools.
@@ -81,7 +81,7 @@ def scaled_dot_product_attention(
         raise RuntimeError(
             f"attn_mask: got {mask.ndim} dimensions, expected at most {rank}, as the scores have"
         )
-    if casts:  # here, because what is cast may lie otherwise
+    if casts:  # before the memory orders are found, because a cast may change them
         q, k, v, mask = autocast(q, k, v, mask)
     if not (q.ndim == k.ndim == v.ndim == 4 and q.shape[0] == k.shape[0] == v.shape[0]):
         return _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa)
@@ -92,7 +92,8 @@ def scaled_dot_product_attention(
 
 
 def is_causal_bias(mask: Any) -> bool:
-    """By name: importing the class costs a second, and whoever holds one has paid it."""
+    """True for a CausalBias. This compares names, because to import the class takes a second. A
+    caller that has one has imported it."""
     return type(mask).__name__ == "CausalBias"
 
 
@@ -106,8 +107,8 @@ CONTIGUOUS = "BHM", "BHM"
 
 
 def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
-    """How torch's function lays out the result, and the gradients of query, key and value, which
-    are 4-D: by its flash kernel for CPUs, if it takes that, else by its math kernel."""
+    """The memory orders of the result and of the gradients that torch's function gives 4-D query,
+    key and value: those of its flash kernel for CPUs if it takes that, else of its math kernel."""
     (B, H, _, D), (Bk, Hk, _, Dk), (Bv, Hv, _, Dv) = q.shape, k.shape, v.shape
     takes_flash = (
         not dropout_p
@@ -121,7 +122,8 @@ def _memory_orders(q, k, v, mask, dropout_p, enable_gqa) -> tuple[str, str]:
 
 
 def _orders_of_rows(q, k, v) -> tuple[str, str]:
-    """The same of shapes that torch's flash kernel takes, if there are rows, and each is whole."""
+    """`_memory_orders` for shapes that torch's flash kernel takes. It takes them if there are rows
+    and keys, each of them contiguous."""
     if is_compiling() and not all(map(_is_known, (*q.shape, *q.stride(), k.shape[2]))):
         return CONTIGUOUS
     try:
@@ -134,24 +136,24 @@ def _orders_of_rows(q, k, v) -> tuple[str, str]:
 
 
 def _is_known(size: Any) -> bool:
-    """Whether a compiler can compare it. It cannot compare what data decide, as of x[mask]."""
-    # A compiler has imported it.
+    """True if a compiler can compare the size. It cannot if data decide it, as in x[mask]."""
+    # The compiler has imported this module already.
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     return guard_or_false(size > 1) or guard_or_false(size <= 1)
 
 
 def _may_flash() -> bool:
-    """Whether sdpa_kernel(...) leaves flash in, of every device."""
+    """True if sdpa_kernel(...) leaves flash enabled; there is one setting for every device."""
     return torch._C._get_flash_sdp_enabled()
 
 
-_may_flash._dynamo_marked_constant = True  # ty: ignore  (it is asked when a compiler traces)
+_may_flash._dynamo_marked_constant = True  # ty: ignore  (evaluated when a compiler traces)
 
 
 def _order_of(x: Tensor) -> str:
-    """The order of dimensions in memory that torch.empty_like(x) has. It sorts as TensorIterator
-    does: a dimension of stride 0 is compared to none."""
+    """The memory order of dimensions that torch.empty_like(x) has. It sorts as TensorIterator does:
+    a dimension of stride 0 is compared with no other."""
     if x.is_contiguous():
         return "BHM"
     sizes, strides = x.shape, x.stride()
@@ -190,7 +192,8 @@ def _attend_jagged(
 
 
 def _is_ordinary(q, k, v) -> bool:
-    """4-D, alike but for the number of rows and of keys: nothing to check or to arrange."""
+    """True for 4-D tensors that differ only in the number of rows and keys: these need no checks
+    and no rearranging."""
     if not type(q) is type(k) is type(v) is Tensor:
         return False
     try:
@@ -207,7 +210,8 @@ def _is_ordinary(q, k, v) -> bool:
 
 
 def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
-    """Through (B,H,M,D) and back. Two dimensions have B = H = 1; three have B = 1."""
+    """Attend in the form (B,H,M,D), and convert back. Two dimensions have B = H = 1; three have
+    B = 1."""
     rank = max(q.ndim, k.ndim, v.ndim)
     if enable_gqa and rank < 3:
         raise RuntimeError("enable_gqa: got 2 dimensions, expected a dimension -3 for the heads")
@@ -229,7 +233,7 @@ def _merge(x: Tensor, lead: Size) -> Tensor:
 
 
 def _merge_mask(mask: Tensor | None, lead: Size) -> Tensor | None:
-    """A mask that is the same for every batch item stays that small."""
+    """`_merge` for a mask. A mask that is the same for every batch item is not expanded."""
     if mask is None or mask.ndim < 4:
         return mask
     if all(n == 1 for n in mask.shape[:-3]):
@@ -243,7 +247,8 @@ def _merge_mask(mask: Tensor | None, lead: Size) -> Tensor | None:
 
 
 def _match_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool):
-    """Heads (dimension -3) as `attention` takes them: k and v alike, and dividing q's."""
+    """Heads (dimension -3) as `attention` takes them: k and v have the same number, and it divides
+    q's."""
     H, Hk, Hv = (x.shape[-3] for x in (q, k, v))
     if enable_gqa:
         if any(H % h if h else H for h in (Hk, Hv)):
@@ -278,7 +283,7 @@ def _broadcast(*shapes) -> Size:
 
 
 def _causal_bias(bias, query: Tensor, key: Tensor, is_causal: bool) -> str:
-    """Where a CausalBias puts the rows. Its data is uninitialised: only its sizes mean anything."""
+    """The alignment of a CausalBias, by its variant and sizes alone: its data is uninitialised."""
     if is_causal:
         raise ValueError(
             "CausalBias should not be used with is_causal=True: got both, expected one"
@@ -295,7 +300,7 @@ def _causal_bias(bias, query: Tensor, key: Tensor, is_causal: bool) -> str:
 
 
 def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
-    """torch's rules in torch's words, and where torch's kernels disagree, the stricter one."""
+    """Apply torch's rules, with torch's messages. Where its kernels disagree, the stricter rule."""
     tensors = (("query", q), ("key", k), ("value", v), ("attn_mask", mask))
     for name, x in tensors[: 3 if mask is None else 4]:
         _need_type(isinstance(x, Tensor), name, "Tensor", x)
@@ -327,13 +332,13 @@ def _check(q, k, v, mask, dropout_p, is_causal: bool, scale) -> None:
 
 
 def _number(name: str, x: Any) -> Any:
-    """A float, of what torch takes for one; of a compiler's symbols, the symbol."""
+    """x as a float, if torch takes it for one. A compiler's symbol is returned as it is."""
     if type(x) is float or isinstance(x, (SymFloat, SymInt)):
         return x
     if isinstance(x, Tensor):
         _need_type(x.ndim == 0 and not x.requires_grad, name, "float", x)
     elif not isinstance(x, (float, int)):
-        numpy = sys.modules.get("numpy")  # its scalars exist only where it was imported
+        numpy = sys.modules.get("numpy")  # a numpy scalar exists only if numpy was imported
         fits = numpy is not None and isinstance(x, (numpy.number, numpy.bool_))
         _need_type(fits, name, "float", x)
     return float(x)

@@ -1,7 +1,7 @@
-"""The passes as Functions that torch.func can take apart: what each is differentiated into, and how
-V calls of it under vmap are one call.
+"""The passes as autograd Functions that torch.func can transform: how each is differentiated, and
+how V calls of it under vmap become one call.
 
-`derivatives` has the formulas. A Function costs 15 µs more than what `roads.Attention` does.
+`derivatives` has the formulas. Such a Function takes 15 µs more than `roads.Attention`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ N_TANGENTS = len(Tangents._fields)
 
 
 def parts(of: Sequence[Any], *sizes: int) -> list[Sequence[Any]]:
-    """Cut into parts of these sizes, and what is left."""
+    """Split a sequence into parts of these sizes, and the rest."""
     found, first = [], 0
     for size in sizes:
         found.append(of[first : first + size])
@@ -140,8 +140,8 @@ class AttentionBackward(Function):
 
 
 class AttentionJvp(Function):
-    """(op, o, *tensors, *tangents, out, normaliser): the tangents of out and LSE; before them out
-    and normaliser, if None stands for them."""
+    """(op, o, *tensors, *tangents, out, normaliser). Returns the tangents of out and LSE. If out
+    and normaliser are None, it computes them, too, and returns them first."""
 
     @staticmethod
     def forward(op: Operation, o: Options, *tensors: Any) -> Any:
@@ -181,7 +181,7 @@ class AttentionJvp(Function):
 
 class AttentionSecond(Function):
     """(op, o, wants, *tensors, *tangents, *results and their tangents, *gradients of out and LSE
-    and their tangents); the tensors and these gradients are `DifferentiatedTwice`."""
+    and their tangents). The tensors and these gradients have gone through `DifferentiatedTwice`."""
 
     @staticmethod
     def forward(op: Operation, o: Options, wants: Sequence[str], *tensors: Any) -> Any:
@@ -219,8 +219,9 @@ class AttentionSecond(Function):
 
 
 class DifferentiatedTwice(Function):
-    """Tensors whose next derivative is a third. They pass; who asks for that is told, and only
-    then: which gradients a Function needs is fixed long before autograd is asked for some."""
+    """The identity, for tensors of which the next derivative would be a third. Asking for that
+    raises, and only then: which gradients a Function needs is fixed long before they are asked for.
+    """
 
     @staticmethod
     def forward(*tensors: Any) -> Any:
@@ -266,12 +267,12 @@ def _second(op: Operation, o: Options, wants, t, u, outs, grads) -> Sequence[Ten
     return AttentionSecond.apply(op, o, wants, *t, *u, *outs, dout, dlse, *grads[2:])
 
 
-# Where a compiler traces (compiled autograd, for it sees no forward) the passes are operators.
+# While a compiler traces, the passes are operators. It is compiled autograd, which sees no forward.
 RUN = Passes(_forward, _backward, _jvp, _second)
 
 
 def backward(op: Operation, o: Options, wants, grads, outs, t) -> Sequence[Tensor]:
-    """Gradients that can be differentiated, of batches of incoming ones too."""
+    """Gradients that can be differentiated again. The incoming ones may be batched."""
     return unbatched(lambda *grads: RUN.backward(op, o, wants, grads, outs, t), grads)
 
 
@@ -283,14 +284,14 @@ def _keep(ctx, call: tuple, tensors: Sequence[Tensor | None]) -> None:
 
 
 def _constant(tensors: Sequence[Tensor], needed: Sequence[bool]) -> list[Tensor | None]:
-    """The gradients of tensors that are constants here. Compiled autograd adds what it is given,
-    and cannot add None."""
+    """The gradients of tensors that are constants here: None, but zeros for compiled autograd: it
+    adds all gradients that it gets, and cannot add None."""
     zeros = _is_traced()
     return [torch.zeros_like(x) if zeros and need else None for x, need in zip(tensors, needed)]
 
 
 def _around(op: Operation, of: Sequence[Any]) -> list[Sequence[Any]]:
-    """Gradients of the results, the results, the tensors; or what is said of each of these."""
+    """Split into the parts for the results' gradients, for the results, and for the tensors."""
     return parts(of, len(op.results), len(op.results))
 
 
@@ -299,7 +300,7 @@ def _with_lse(grads: Sequence[Tensor | None]) -> tuple[Tensor | None, Tensor | N
 
 
 def _moving(moves: Sequence[Tensor | None]) -> Tangents:
-    """The tangents of `Tensors`; what is a constant has none."""
+    """`Tangents` from one tangent for each of `Tensors`. Raises if a constant has a tangent."""
     for (name, a), x in zip(ARGUMENTS.items(), moves):
         if x is not None and name not in DIFFERENTIABLE:
             raise ValueError(
@@ -310,15 +311,15 @@ def _moving(moves: Sequence[Tensor | None]) -> Tangents:
 
 
 # ------------------------------------------------------------------------------------------- vmap
-# V calls are one call of V times as many items or heads, where they fold; the others run one after
-# the other. Results come with the new dimension first, and where that is.
+# V calls become one call with V times as many items or heads, if they fold; else they run one after
+# the other. Results have the mapped dimension first, and come with its index for each.
 
 
 def batched_forward(
     run: Passes, op: Operation, V: int, dims: Sequence[Dim], t: Tensors, o: Options
 ):
     if V:
-        check(Tensors(*batching.pick(t, dims, 0)), o)  # the rules speak of one call, not of V
+        check(Tensors(*batching.pick(t, dims, 0)), o)  # the rules are for one call, not for V
     fold = batching.fold_of(V, t, dims, o)
     if fold is None:
         return _in_turn(V, lambda *t: run.forward(op, o, t), t, dims)

@@ -1,6 +1,6 @@
-"""What is to be done about what goes wrong between a call and a GPU, by what its driver says of it.
+"""Advice on errors of a GPU's driver, by error code or message.
 
-CUDA's runtime gives a code, Triton only the driver's words, which are the same.
+CUDA's runtime gives a code; Triton gives only the driver's message, which is the same for both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _CODE = (
 
 class Trouble(NamedTuple):
     codes: tuple[int, ...]  # of cudaError_t
-    words: str  # a part of what the driver says, in lower case
+    words: str  # a part of the driver's message, in lower case
     advice: str
 
 
@@ -47,14 +47,14 @@ TROUBLES = (
 
 
 def advice(said: int | str) -> str:
-    """What to do, for a code or for the driver's words; "" where only they themselves can tell."""
+    """What to do, for an error code or the driver's message; "" if there is no advice on it."""
     if isinstance(said, int):
         return next((x.advice for x in TROUBLES if said in x.codes), "")
     return next((x.advice for x in TROUBLES if x.words in said.lower()), "")
 
 
 def why_unwritable(folder: Path) -> str:
-    """Why no file can be made in a folder, or none of its name; "" if one can. It is made."""
+    """Make the folder. Returns why it, or a file in it, cannot be made; "" if both can."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder) as file:

@@ -1,7 +1,7 @@
-"""Tiles for the Triton kernels: tables, chosen by what compiled with few spilled registers.
+"""Tables of tiles for the Triton kernels. Each tile compiled with few spilled registers.
 
-`make aot` compiles every row, and bench/results/aot-triton-*.txt has what each became. Where two
-tiles fit in registers, the larger one is here: it reads keys and values less often.
+`make aot` compiles every row, and bench/results/aot-triton-*.txt has the results. If two tiles fit
+in registers, the table has the larger one: it reads keys and values less often.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 
 class Config(NamedTuple):
-    """A tile of BM query rows by BN keys, and how it is worked on."""
+    """A tile of BM query rows by BN keys, and the launch options that go with it."""
 
     BM: int
     BN: int
@@ -25,7 +25,7 @@ class Config(NamedTuple):
 
 @functools.cache
 def triton_version() -> str | None:
-    """Of the Triton that is installed, under whatever name; None if there is none."""
+    """The version of the installed Triton, whatever its package is called; None without Triton."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:  # a vendor's build, or none
@@ -40,17 +40,17 @@ PASSES = ("forward", "delta", "dq", "dkv", "dk", "dv", "dmask", "decode", "combi
 PASSES += ("jvp", "rates", "dq_t", "dkv_t", "dk_t", "dv_t", "dmask_t")  # that take tangents
 BUCKETS = (64, 128, 256)  # head dims: the larger of q's and v's
 TUNED = ("forward", "dq", "dkv", "dk", "dv", "decode", "weights")  # what FASTATTN_AUTOTUNE searches
-FEATURES = ("mask", "alibi", "softcap", "dropout")  # which want registers for every score
+FEATURES = ("mask", "alibi", "softcap", "dropout")  # they need registers for every score
 
 
 class Row(NamedTuple):
-    """Tiles of calls without FEATURES, with one of them, and with several. Narrow rows, which 16
-    bytes do not divide, count as one."""
+    """Tiles of calls without FEATURES, with one of them, and with several. Narrow rows, of a size
+    that is no multiple of 16 bytes, count as one."""
 
     plain: Config
     one: Config
     several: Config
-    mask: Config | None = None  # of one alone, where it is another than `one`
+    mask: Config | None = None  # for this feature alone, if it differs from `one`
     alibi: Config | None = None
     softcap: Config | None = None
     dropout: Config | None = None
@@ -64,8 +64,9 @@ def same(tile: Config) -> Row:
 R = Row
 Table = dict[tuple[str, int], Row]  # by pass and head dim
 
-# Chosen so that loops over tiles issue the least (bench/results/ledger-sm_*.txt) with few spills in
-# a causal call with grouped heads and with every feature at once (bench/results/aot-triton-*.txt).
+# Chosen so that loops over tiles issue the fewest instructions (bench/results/ledger-sm_*.txt) with
+# few spills, in a causal call with grouped heads and with every feature at once
+# (bench/results/aot-triton-*.txt).
 
 # fmt: off
 AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memory
@@ -111,7 +112,7 @@ SMALL: Table = AMPERE | {  # 16 bits on sm_86, sm_89, sm_120: mma.sync, 99 KB
     ("dkv_t", 256): same(C(16, 16, 4, 1)),
     ("dmask_t", 256): same(C(16, 16, 4, 1)),
 }
-HOPPER: Table = {  # 16 bits on sm_90: wgmma wants 64 rows and warps in fours; TMA; 227 KB
+HOPPER: Table = {  # 16 bits on sm_90: wgmma needs 64 rows and warps in fours; TMA; 227 KB
     ("forward", 64): R(C(128, 128, 8, 3), C(128, 128, 8, 3), C(128, 64, 8, 2),
         mask=C(128, 128, 8, 2)),
     ("forward", 128): R(C(128, 128, 8, 3), C(128, 128, 8, 3), C(128, 64, 8, 2),
@@ -145,7 +146,7 @@ HOPPER: Table = {  # 16 bits on sm_90: wgmma wants 64 rows and warps in fours; T
     ("dv_t", 128): R(C(32, 128, 8, 2), C(16, 128, 8, 2), C(16, 128, 8, 2)),
     ("dmask_t", 256): same(C(64, 32, 4, 1)),
 }
-BLACKWELL: Table = HOPPER | {  # 16 bits on sm_100: sums lie in tensor memory, 512 columns of it
+BLACKWELL: Table = HOPPER | {  # 16 bits on sm_100: sums are in tensor memory, which has 512 columns
     ("dkv", 64): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 128, 8, 2)),
     ("dkv", 128): R(C(64, 128, 8, 2), C(64, 128, 8, 2), C(32, 64, 8, 2)),
     ("dq_t", 64): R(C(128, 32, 8, 2), C(64, 32, 4, 2), C(64, 32, 4, 2)),
@@ -178,7 +179,7 @@ FLOAT32: Table = {  # IEEE products are FMAs of every thread: small tiles, on ev
 # fmt: on
 
 BY_ROWS = C(32, 32, 4, 1)  # delta, rates and combine: no products, bound by memory
-READING = dict(warps=8, stages=2)  # a mask, for its structure: no products either
+READING = dict(warps=8, stages=2)  # to read a mask for its structure: no products either
 TABLES = {80: AMPERE, 86: SMALL, 90: HOPPER, 100: BLACKWELL, 120: SMALL}  # 16-bit, by arch
 
 
@@ -186,9 +187,9 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
     """The tile of one pass.
 
     arch is 90 for compute capability 9.0, or 0 for the interpreter; itemsize is the inputs', in
-    bytes; busy names what wants registers: FEATURES, "narrow", or anything else, which counts for
-    several. A chip without a table has that of the nearest older one. Raises ValueError for
-    chips older than every table.
+    bytes; busy names what needs registers: FEATURES, "narrow", or anything else, which counts as
+    several features. A chip without a table uses that of the nearest older one. Raises ValueError
+    for chips older than every table.
     """
     if not arch:
         return INTERPRETED
@@ -205,28 +206,28 @@ def config(which: str, arch: int, itemsize: int, head_dim: int, busy: Sequence[s
 
 
 def reading(tile: Config) -> Config:
-    """How the mask of tiles is looked at."""
+    """The tile with the launch options for the kernel that reads a mask for its structure."""
     return tile._replace(**READING)
 
 
-# By counting, not measured: to look at 64 x 64 numbers of a mask takes 1292 instructions, once. A
-# score of D64 takes 954 in forward and half as many again where its mask is read, in each head. So
-# a mask that hides nothing pays its look back from 3 heads on, a causal one from 2; one that has to
-# be read all the same costs 23% more with 4 heads, 11% with 8. And it takes a launch, which is what
-# half of 2^24 scores take (2 GFLOP of D64: 5 microseconds).
-STRUCTURED = 1 << 24  # scores, of all heads
-SHARING = 4  # heads, in all items, to each plane of the mask
+# Instructions were counted, not time. To look at 64 x 64 numbers of a mask takes 1292, once. Their
+# scores (D64) take 954 in forward, and half as many again if the mask is read, in each head. So the
+# look pays off from 3 heads on if the mask hides nothing, and from 2 if it is causal. If the mask
+# must be read anyway, the look adds 23% with 4 heads, 11% with 8. It also takes a launch, as long
+# as half of 2^24 scores take (2 GFLOP of D64: 5 microseconds).
+STRUCTURED = 1 << 24  # the fewest scores, of all heads, for which a mask is looked at
+SHARING = 4  # the fewest heads, of all items, for each plane of the mask
 
 
 def structured(heads: int, planes: int, M: int, N: int) -> bool:
-    """Is a mask looked at before it is used, of so many heads in all items?"""
+    """True if a mask is looked at for its structure before it is used. heads: of all items."""
     shared = heads >= SHARING * planes
     return M > DECODE_ROWS and shared and heads * M * N >= STRUCTURED
 
 
 def apart(arch: int, itemsize: int, head_dim: int, which: str = "dk") -> bool:
-    """Are dK and dV made by two launches, whose sums together are too many for registers? which:
-    dk, or dk_t for their tangents."""
+    """True if dK and dV take two launches, because their sums together need too many registers.
+    which: dk, or dk_t for their tangents."""
     return bool(arch) and _row(_table(arch, itemsize), which, head_dim) is not None
 
 
@@ -238,8 +239,8 @@ def _table(arch: int, itemsize: int) -> Table:
 
 
 def _row(table: Table, which: str, head_dim: int) -> Row | None:
-    """A row is of its head dim and of smaller ones that have none; dk and dv only of their own.
-    Where dk and dv are not apart they have dkv's."""
+    """The row of a head dim, else of the next larger one. Rows of dk and dv serve no smaller head
+    dims of `BUCKETS`: where dk and dv have no row, they use dkv's."""
     for d in BUCKETS:
         near = which not in ("dk", "dv", "dk_t", "dv_t") or d // 2 < head_dim
         if d >= head_dim and near and (found := table.get((which, d))):
@@ -249,8 +250,8 @@ def _row(table: Table, which: str, head_dim: int) -> Row | None:
 
 def candidates(which: str, tile: Config) -> list[Config]:
     """A few other tiles that FASTATTN_AUTOTUNE tries: one step away from `tile`, and halves of it
-    with half its warps, of which a multiprocessor holds two."""
-    if which not in TUNED:  # the mask's buffers are cut for one tile; the others hardly differ
+    with half its warps, so that a multiprocessor holds two."""
+    if which not in TUNED:  # the mask's buffers are sized for one tile; the others hardly differ
         return []
     least = 16 if which == "decode" else 32
     found = [
@@ -273,8 +274,8 @@ def candidates(which: str, tile: Config) -> list[Config]:
 
 # ------------------------------------------------------------- decoding: keys split among programs
 
-DECODE_ROWS = 16  # up to here, M is few enough to split the keys
-FEW_TILES = 4  # of keys: not worth a second pass to combine
+DECODE_ROWS = 16  # the largest M for which keys are split
+FEW_TILES = 4  # so few tiles of keys are not worth a second pass that combines parts
 DECODING = {80: 2, 86: 1, 90: 3, 100: 3, 120: 1}  # programs that a multiprocessor holds, by arch
 
 
@@ -285,11 +286,11 @@ def decoding(arch: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def splits(programs: int, tiles: int, processors: int) -> int:
-    """Into how many parts `programs` split their `tiles` of keys: no part is empty.
+    """The number of parts into which `programs` split their `tiles` of keys: no part is empty.
 
-    The fewest with which the processors are nearly as busy as with any number: at the end of a
-    call some wait for others. One where they are busy as it is. The CUDA kernels have the same
-    rule in C++ (csrc/cuda/splits.h).
+    It is the smallest number that keeps the processors nearly as busy as any: at the end of a call
+    some processors wait for others. It is 1 if they are busy without a split. The CUDA kernels have
+    the same rule in C++ (csrc/cuda/splits.h).
     """
     BUSY, NEARLY = 0.8, 0.85
     if programs >= BUSY * processors:

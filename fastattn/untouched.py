@@ -1,4 +1,4 @@
-"""Running a model many times, and leaving it and what it is given as they were."""
+"""Run a model many times, and leave the model and its inputs unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ def need_initialised(owner: nn.Module | None) -> None:
 
 @contextmanager
 def unchanged(owner: nn.Module | None) -> Generator[None]:
-    """Buffers and random generators; a graph in flight may need those buffers that nobody wrote."""
+    """Restore a module's buffers and the random generators after the block. A buffer without a
+    write is left alone, because a graph that has yet to run backward may need it."""
     modules = [] if owner is None else list(owner.modules())
     before = [(m, dict(m._buffers)) for m in modules]
     kept = [_Kept(x) for _, held in before for x in held.values() if x is not None]
@@ -36,7 +37,7 @@ def unchanged(owner: nn.Module | None) -> Generator[None]:
             yield
         finally:
             for module, held in before:
-                if not isinstance(module, torch.jit.ScriptModule):  # whose buffers are views
+                if not isinstance(module, torch.jit.ScriptModule):  # its buffers are views
                     module._buffers.clear()
                     module._buffers.update(held)
             for x in kept:
@@ -44,7 +45,7 @@ def unchanged(owner: nn.Module | None) -> Generator[None]:
 
 
 class _Kept:
-    """A tensor, and what it held."""
+    """A tensor, and a copy of its value."""
 
     def __init__(self, x: Tensor):
         self.tensor, self.value, self.version = x, x.detach().clone(), _version(x)
@@ -53,7 +54,7 @@ class _Kept:
         return _version(self.tensor) != self.version or self._differs()
 
     def _differs(self) -> bool:
-        """Not all that is written says so: batch norms do not."""
+        """Compare the values, because not every write raises the version: batch norms' do not."""
         x, value = self.tensor.detach(), self.value
         if x.layout != torch.strided or x.is_meta or x.is_nested:
             return False
@@ -62,7 +63,7 @@ class _Kept:
     def restore(self) -> None:
         if self.changed():
             mode = torch.inference_mode(self.tensor.is_inference())
-            with mode, torch.no_grad(), suppress(RuntimeError):  # one element seen as many
+            with mode, torch.no_grad(), suppress(RuntimeError):  # an expanded tensor refuses
                 self.tensor.copy_(self.value)
 
     def copy(self) -> Tensor:
@@ -76,8 +77,8 @@ def _version(x: Tensor) -> int:
 
 
 class Inputs:
-    """What a model is called with. Caches grow: each run has a copy of what is no tensor, and of
-    tensors that the first run wrote to."""
+    """The inputs of a model. Caches among them grow, so each run gets copies of all that is not a
+    tensor, and of tensors that the first run wrote to."""
 
     given: tuple[tuple[Any, ...], dict[str, Any]]
     kept: dict[int, _Kept]
@@ -97,7 +98,7 @@ class Inputs:
             self.look()
 
     def look(self) -> None:
-        """After the first run."""
+        """After the first run: find and restore the tensors that it wrote to."""
         self.looked = True
         self.kept = {at: x for at, x in self.kept.items() if x.changed()}
         for x in self.kept.values():
@@ -118,7 +119,7 @@ def _copy(x: Any) -> Any:
 
 
 def tensors_in(x: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """Of what a model gives, dataclasses and mappings of any sort among it."""
+    """The tensors in a model's output, also inside dataclasses and mappings of any kind."""
     seen = set() if seen is None else seen
     if id(x) in seen:
         return

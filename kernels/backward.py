@@ -1,10 +1,10 @@
-"""Backward in passes that recompute P, each owning what it writes: no atomics, one order of sums.
+"""Backward in passes that recompute P. Each owns its outputs: no atomics, a fixed order of sums.
 
     dS = P (dP - delta),  dP = dO V^T,  delta = rowsum(dO O) - dLSE     (Dao 2023, algorithm 2)
 
-`dq_kernel` owns rows, `dkv_kernel` owns keys and walks all query heads that share them, and
-`dmask_kernel` owns elements of the mask. The gradient of the weights takes the same road (GIVEN):
-there `dout` is dP itself, (B, H, M, N), v is not needed, and delta is a sum over keys.
+`dq_kernel` owns rows, `dkv_kernel` owns keys and loops over all query heads that share them, and
+`dmask_kernel` owns elements of the mask. The backward pass of the weights uses the same kernels
+(GIVEN): then `dout` is dP itself, (B, H, M, N), v is not needed, and delta is a sum over keys.
 """
 
 from typing import Any, NamedTuple
@@ -43,12 +43,12 @@ def gradients(
     qk, dp, keep, levels, delta, rows, keys, item, call, extras,
     F: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """P where dropout keeps it (not yet multiplied: in 16 bits that might overflow), dS, and the
-    gradient of scale q.k. levels (two) and delta lie as the rows do."""
+    """P with dropped entries 0 (not yet multiplied by the dropout factor, which might overflow in
+    16 bits), dS, and the gradient of scale q.k. levels (two) and delta have the shape of rows."""
     MASKED: tl.constexpr = PART == EDGES
     s, derivative = score(qk, rows, keys, call, extras, F, PART)
     p = probability(s, levels, call, F)
-    if MASKED:  # not left to -inf and 0: 0 * inf in a lane past the end would be NaN
+    if MASKED:  # select explicitly: in a lane past the end, 0 * inf would be NaN
         seen = visible(rows, keys, item, call, F)
         p = tl.where(seen, p, 0.0)
     dropped = p
@@ -64,7 +64,7 @@ def gradients(
 
 @triton.jit
 def given(dweights, item, h, i, j, call):
-    """dP of a tile, where it is an input."""
+    """Load the dP of a tile, which is an input if GIVEN."""
     offset = i.to(tl.int64) * dweights.sm + j.to(tl.int64) * dweights.sd
     inside = (i < call.M) & (j < call.N)
     dp = tl.load(head_of(dweights, item.q, h) + offset, mask=inside, other=0.0)
@@ -112,7 +112,7 @@ def over_keys(
     acc, tile_q, tile_do, levels, delta, k, v, dout, sources, blocks, rows, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """acc += dS K over one PART of the keys; or, if SUMS, acc += P dP, key by key of a block."""
+    """acc += dS K over one PART of the keys; or, if SUMS, acc += P dP, elementwise by block."""
     PART: tl.constexpr = 2 - TURN if F.block_mask else TURN
     MASKED: tl.constexpr = PART == EDGES
     blocks = of_part(blocks, T.BN, F, PART)
@@ -133,7 +133,7 @@ def over_keys(
         if F.dropout:
             keep = kept(rows.i, draw, j0, call, extras, F, T.BM, T.BN)
         _, ds, dqk = gradients(qk, dp, keep, levels, delta, rows, keys, item, call, extras, F, PART)
-        if SUMS:  # delta is 0 here, so that dS is P dP
+        if SUMS:  # delta is 0 here, so dS is P dP
             acc += ds
         else:
             acc = dot(narrow(dqk, tile_k.dtype), tile_k, acc, F)
@@ -147,7 +147,7 @@ def dq_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMS: tl.constexpr,
 ):  # fmt: skip
-    """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for weights that were GIVEN their gradient."""
+    """dq (B,H,M,D); or, if SUMS, delta (B,H,M) for GIVEN, the backward pass of the weights."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
@@ -168,8 +168,8 @@ def dq_kernel(
         v_from = source(v, item.k, hk, item.length, T.DV, T.BN, T.BDV, F.tma)
     level, rest, row_delta = statistics(of_rows, item.q, h, i, call, F)
     if SUMS:
-        # Summed across lanes once, at the end: there the compiler could fuse a lane's own product
-        # with the first addition, and lanes would store sums that differ to one word.
+        # Sum across lanes only once, at the end. In the loop the compiler could fuse each lane's
+        # own product with the first addition, and lanes would store differing sums to one word.
         acc = tl.full([T.BM, T.BN], 0, tl.float32)
         row_delta *= 0
     else:
@@ -200,7 +200,7 @@ def over_rows(
 ):  # fmt: skip
     """If DK, dk += dS^T Q, and if DV, dv += P^T dO, over one PART of the rows of head h.
 
-    Scores are made transposed, (BN, BM), so that P and dS enter the products from registers.
+    Scores are computed transposed, (BN, BM), so that the products read P and dS from registers.
     """
     PART: tl.constexpr = 2 - TURN if F.block_mask else TURN
     MASKED: tl.constexpr = PART == EDGES
@@ -215,7 +215,7 @@ def over_rows(
         rows = rows_of(i[None, :], h, item, call, extras, F)
         tile_q = load(q, q_from, i0, item.M, T.D, T.BM, T.BD, F.tma, MASKED)
         qk = by_rows(tile_k, tile_q, F)
-        dp = qk  # a name for the compiler: without DK nothing reads it
+        dp = qk  # defined for the compiler: unused without DK
         if GIVEN:
             dp = given(dout, item, h, rows.i, keys.j, call)
         else:
@@ -246,7 +246,7 @@ def dkv_kernel(
 ):  # fmt: skip
     """dk (B,Hk,N,D) and dv (B,Hk,N,Dv), each summed over the query heads of its key head.
 
-    What is None is not made.
+    An output that is None is not computed.
     """
     DK: tl.constexpr = dk is not None
     DV: tl.constexpr = dv is not None
@@ -254,7 +254,7 @@ def dkv_kernel(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
     )  # fmt: skip
-    # Of causal rows the first keys are seen by the most: ascending is longest first.
+    # In causal calls the first keys have the most rows: ascending order is longest first.
     tile, b, hk = tile_of_program(call.N, T.BN, call.H // call.group, call.together, False)
     j0 = tile * T.BN
     item = item_of(b, call, extras, F)
@@ -294,25 +294,26 @@ def dkv_kernel(
 
 
 class Part(NamedTuple):
-    """Of a mask's gradient, the tiles of scores that one program sums."""
+    """The tiles of scores that one program sums for the gradient of a mask."""
 
-    b: Any  # where it begins: item, head, and tiles of rows and of keys
+    b: Any  # the first tile: item, head, tile of rows, tile of keys
     h: Any
     m: Any
     n: Any
-    sum_h: Any  # how many of each it walks
+    sum_h: Any  # how many heads, tiles of rows and tiles of keys it sums over
     sum_m: Any
     sum_n: Any
-    first: Any  # its share of them all
+    first: Any  # its range of these tiles: [first, past)
     past: Any
     split: Any
-    own_b: Any  # how many items and heads have elements of their own
+    own_b: Any  # sizes of the mask's item and head dimensions
     own_h: Any
 
 
 @triton.jit
 def part_of_mask(call, T: tl.constexpr, SUMMED: tl.constexpr):
-    """Each dimension is one that programs own a part of, or one that a program walks."""
+    """This program's Part. It owns one index of each dimension that is not SUMMED, and sums over
+    the others."""
     tiles_m, tiles_n = tl.cdiv(call.M, T.BM), tl.cdiv(call.N, T.BN)
     own_b, sum_b = (1, call.B) if SUMMED[0] else (call.B, 1)
     own_h, sum_h = (1, call.H) if SUMMED[1] else (call.H, 1)
@@ -332,7 +333,7 @@ def part_of_mask(call, T: tl.constexpr, SUMMED: tl.constexpr):
 
 @triton.jit
 def tile_of_part(w, part, T: tl.constexpr):
-    """Item, head, first row and first key of its w-th tile."""
+    """Item, head, first row and first key of the part's w-th tile."""
     n, others = w % part.sum_n, w // part.sum_n
     m, others = others % part.sum_m, others // part.sum_m
     b, h = part.b + others // part.sum_h, part.h + others % part.sum_h
@@ -362,10 +363,10 @@ def dmask_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """dS summed over the dimensions that the mask is broadcast along: SUMMED says which of four.
+    """dS summed over the dimensions along which the mask is broadcast: SUMMED has four flags.
 
-    partial is (splits, ...the mask's four dimensions), float32: the tiles that flow into one
-    element are shared out among `splits` programs, and its sum over splits is dmask.
+    partial is (splits, ...the mask's four dimensions), float32. The tiles of one element are
+    divided among `splits` programs; the sum of partial over splits is dmask.
     """
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
@@ -386,10 +387,10 @@ def add_to_mask(
     acc, q, k, v, dout, of_rows, b, h, i0, j0, call, extras,
     F: tl.constexpr, T: tl.constexpr, GIVEN: tl.constexpr,
 ):  # fmt: skip
-    """acc + dS of one tile; blocks that no row sees are skipped."""
+    """acc + dS of one tile; acc itself if no row of the tile sees any of its keys."""
     item = item_of(b, call, extras, F)
     seen = reaches(i0, j0, item, call, T.BM, T.BN)
-    if F.packed:  # behind its rows lie those of the next
+    if F.packed:  # rows past item.M belong to the next sequence
         seen &= i0 < item.M
     if seen:
         i = i0 + tl.arange(0, T.BM)

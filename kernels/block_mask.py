@@ -1,9 +1,9 @@
-"""Which blocks a dense mask shows to a tile, found before a pass looks at them, as FlexAttention's
-block masks are (Dong et al. 2024): `block_mask_kernel` reads the mask, `of_part` what it found.
+"""Block masks of a dense mask, as in FlexAttention (Dong et al. 2024): which blocks each tile
+visits. `block_mask_kernel` computes them from the mask before a pass; `of_part` reads them.
 
-A tile of rows, or of keys, has one list of the blocks that show it anything, in their order. Those
-in which something beside the mask may hide come first and last; among the others is a run, the
-longest there is, in which nothing is hidden: of it the mask is not read.
+A tile of rows, or of keys, has an ordered list of the blocks of which it sees anything. Blocks in
+which something besides the mask (the band, a length) may hide come first and last. Among the others
+is the longest run of blocks in which nothing is hidden: for it the mask is not read.
 """
 
 from typing import Any, NamedTuple
@@ -27,25 +27,25 @@ from .score import (
 
 HEADER = tl.constexpr(8)
 LEAST = tl.constexpr(-3.3895313892515355e38)  # finfo.min of bfloat16; float32's is below
-# Beside a score of which the mask is above this, those leave no probability: of any product below
-# 2^126.
+# If a row has a mask value above this, its keys with a mask of at most LEAST have probability 0,
+# for any product q.k below 2^126.
 FAR = tl.constexpr(-4.253529586511731e37)
 
 
 class BlockMask(NamedTuple):
-    """Where the lists lie."""
+    """The lists of blocks of all tiles, and their strides."""
 
-    ptr: Any  # (planes, tiles, size) int32, contiguous: of each tile HEADER numbers, then blocks
+    ptr: Any  # (planes, tiles, size) int32, contiguous: HEADER numbers per tile, then its blocks
     size: Any
-    sees: Any  # (planes, M) int8: which rows see a score far above finfo.min; None of bool masks
+    sees: Any  # (planes, M) int8: rows with a mask value far above finfo.min; None for bool masks
     heads: Any  # planes of an item
-    sb: Any  # planes from one item to the next, and from one head
+    sb: Any  # planes from one item to the next, and from one head to the next
     sh: Any
 
 
 @triton.jit
 def added(at, there, F: tl.constexpr):
-    """What a mask adds to scores: -inf where it is not there, and for NaN what hides nothing."""
+    """The mask's addition to scores: -inf outside the mask, and 1 for NaN, which hides nothing."""
     if F.mask == "bool":
         return tl.where(tl.load(at, mask=there, other=0) != 0, 0.0, float("-inf"))
     else:
@@ -55,8 +55,8 @@ def added(at, there, F: tl.constexpr):
 
 @triton.jit
 def noted(places, to, block, keep, before):
-    """The `places` of a list, all of them and those before full and before tail, after one more
-    block, which is on it if `keep`."""
+    """Store `block` at the end of the list at `to`. Return the list's new lengths: in all, before
+    full and before tail (`places`). Without `keep` the next block overwrites this one."""
     n, full, tail = places
     tl.store(to + n, block)
     n += keep.to(tl.int32)
@@ -70,11 +70,12 @@ def block_mask_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """found: the BlockMask of tiles of T.BM rows, or if KEYS, of T.BN keys.
+    """Fill found: the BlockMask of tiles of T.BM rows, or if KEYS, of T.BN keys.
 
-    finfo.min hides, too, from rows that see something far above it. Of rows that is known after
-    their last key: until then there are two lists, in the first of which it hides. It leaves
-    `found.sees`, which the launch for keys reads.
+    finfo.min also hides a key from a row that has a mask value far above it. This is known only
+    after the row's last key, so the launch for rows builds two lists: in the first, finfo.min does
+    not hide; in the second, at lists + steps, it does. It also stores `found.sees`, which the
+    launch for keys reads.
     """
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
@@ -100,8 +101,8 @@ def block_mask_kernel(
     lists = header + HEADER
     none = tl.cast(0, tl.int32)
     on_list, on_high = (none, none, none), (none, none, none)
-    begin, lo, hi = blocks.full, blocks.full, blocks.full  # the run that goes on; the longest
-    after, after_high = none, none  # places behind that
+    begin, lo, hi = blocks.full, blocks.full, blocks.full  # start of the current run; the longest
+    after, after_high = none, none  # list lengths after the longest run
     sight = tl.full([T.BM], float("-inf"), tl.float32)
     for at in tl.range(blocks.first, blocks.last, STEP, num_stages=2):
         block = at // STEP
@@ -139,7 +140,7 @@ def block_mask_kernel(
         i = i0 + tl.arange(0, T.BM)
         seen = sight > FAR
         tl.store(found.sees + sees + i, seen.to(tl.int8), mask=i < call.M)
-        # A row that sees nothing because -inf hides all needs no finfo.min either.
+        # A row with every key hidden by -inf does not need the keys at finfo.min either.
         needs = tl.where((sight > float("-inf")) & (sight <= FAR), 1.0, 0.0)
         if tl.max(needs) == 0.0:
             on_list, after, begins = on_high, after_high, steps
@@ -156,15 +157,15 @@ def block_mask_kernel(
 
 @triton.jit
 def entry(found, b, h, tile, tiles):
-    """Where a tile's HEADER begins."""
+    """The address of a tile's HEADER."""
     plane = (b * found.sb + h * found.sh).to(tl.int64)
     return found.ptr + (plane * tiles + tile) * found.size
 
 
 @triton.jit
 def of_part(blocks, BLOCK: tl.constexpr, F: tl.constexpr, PART: tl.constexpr):
-    """The Blocks of one PART: `blocks`, or what lies at that `entry`. It is read where it is used:
-    kept from the beginning on it would take registers from the parts before."""
+    """The Blocks of one PART: `blocks` itself, or, with a block mask, read from the `entry` that
+    blocks points to. The entry is read here and not earlier, to save registers in other parts."""
     if not F.block_mask:
         return blocks
     elif PART == WHOLE:

@@ -1,5 +1,5 @@
-"""Decoding: few queries, many keys. The keys are split among programs (Dao et al., Flash-Decoding,
-2023), and the query heads that share a key head are rows of one tile, so that keys are read once.
+"""Decoding: few queries, many keys. Keys are split among programs (Dao et al., Flash-Decoding,
+2023). The query heads that share a key head are rows of one tile, so that keys are read once.
 """
 
 import triton
@@ -20,8 +20,8 @@ def split_kernel(
 ):  # fmt: skip
     """The softmax of each split, not yet normalised: acc (splits,B,H,M,Dv), m and l (splits,B,H,M).
 
-    They are merged before they are divided. Weighed by their LSEs, which are rounded, the splits
-    would have that error in their shares.
+    `combine_kernel` merges the splits and divides only then. Weights computed from the splits'
+    rounded LSEs would carry their rounding errors.
 
     Row r of a tile is query r % M of the r // M-th head of the group.
     """
@@ -80,8 +80,8 @@ def combine_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """out (B,H,M,Dv) and the normaliser (2,B,H,M) from what `split_kernel` left; one row a
-    program."""
+    """out (B,H,M,Dv) and the normaliser (2,B,H,M) from the results of `split_kernel`; one row for
+    each program."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,

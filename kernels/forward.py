@@ -1,4 +1,4 @@
-"""Forward: one program to a tile of query rows (Dao 2023, algorithm 1)."""
+"""Forward: one program for each tile of query rows (Dao 2023, algorithm 1)."""
 
 import triton
 import triton.language as tl
@@ -43,7 +43,7 @@ def accumulate(
     state, tile_q, k, v, sources, blocks, rows, item, call, extras,
     F: tl.constexpr, T: tl.constexpr, TURN: tl.constexpr,
 ):  # fmt: skip
-    """The state, acc, m and l, after one PART of the keys."""
+    """Update the state (acc, m, l) with one PART of the keys."""
     PART: tl.constexpr = 2 - TURN if F.block_mask else TURN
     MASKED: tl.constexpr = PART == EDGES
     blocks = of_part(blocks, T.BN, F, PART)
@@ -76,7 +76,7 @@ def accumulate(
 
 @triton.jit
 def attend(tile_q, k, v, hk, blocks, rows, item, call, extras, F: tl.constexpr, T: tl.constexpr):
-    """acc, m and l of a tile of rows, over the blocks of keys that `key_range` found."""
+    """acc, m and l of a tile of rows over `blocks`: from `key_range`, or a block mask's entry."""
     sources = (
         source(k, item.k, hk, item.length, T.D, T.BN, T.BD, F.tma),
         source(v, item.k, hk, item.length, T.DV, T.BN, T.BDV, F.tma),

@@ -1,9 +1,9 @@
 """Forward mode: the tangents of the output and of the LSE, given both.
 
-    lse_t = sum_j P s_t,   out_t = sum_j P Z ((s_t - lse_t) v + v_t),   Z what dropout multiplies by
+    lse_t = sum_j P s_t,   out_t = sum_j P Z ((s_t - lse_t) v + v_t),   Z: dropout's multiplier
 
-One program to a tile of query rows, as in forward, whose normaliser makes P without an online
-softmax: the sums over keys have no maximum to follow.
+One program for each tile of query rows, as in forward. P comes from forward's normaliser, so no
+online softmax is needed.
 """
 
 import triton
@@ -70,7 +70,7 @@ def jvp_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """out_t (B,H,M,Dv), and lse_t (B,H,M) float32, 0 for a row that sees nothing."""
+    """out_t (B,H,M,Dv), and lse_t (B,H,M) float32, 0 for an empty row."""
     SCORES: tl.constexpr = u.q is not None or u.k is not None or u.mask is not None
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
@@ -85,7 +85,7 @@ def jvp_kernel(
     rows = rows_of(i[:, None], h, item, call, extras, F)
     tile_q = rows_at(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, True)
     tile_qt = rows_at(u.q, item.q, h, i0, item.M, T.D, T.BM, T.BD, True)
-    # Of rows that are not there the last one's: those of a packed batch's last might lie outside.
+    # Rows past the end use the last row's: those of the last sequence could be out of bounds.
     level, rest = levels_of(normaliser, item.q, h, tl.minimum(i, item.M - 1), call, F)
     acc = tl.full([T.BM, T.BDV], 0, tl.float32)
     moved = tl.full([T.BM], 0, tl.float32)

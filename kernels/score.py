@@ -1,4 +1,4 @@
-"""The score pipeline: the one place of the Triton code that knows features.
+"""The score pipeline: all features of the Triton kernels are implemented here.
 
 Forward, backward, decode and weights call the same functions, so a feature is written once:
 
@@ -6,13 +6,14 @@ Forward, backward, decode and weights call the same functions, so a feature is w
     what    `score`: scale, softcap, ALiBi, mask, in this order
     after   `kept`: dropout's draws
 
-Where nothing is added to the logits but ALiBi (`F.scaled`), a score is q.k, or with softcap its
-tanh, and ALiBi's slopes are in its unit: `reals.unit`, scale or softcap times log2(e), takes it to
-base 2 in the fused multiply-add of `exponential`. Otherwise a score is the logit, and differences
-are taken before they go to base 2: a mask of finfo.min has no product.
+If nothing but ALiBi is added to the logits (`F.scaled`), a score is q.k, or with softcap its tanh,
+and ALiBi's slopes are in the same unit. `exponential` multiplies it by `reals.unit`, scale or
+softcap times log2(e), in a fused multiply-add to get to base 2. Otherwise a score is the logit, and
+differences are taken before the conversion to base 2: a mask of finfo.min times log2(e) would
+overflow.
 
-Rows and keys are passed shaped for the tile at hand, (BM, 1) and (1, BN) or (1, BM) and (BN, 1):
-nothing here knows which way round it lies.
+Rows and keys are passed in shapes that broadcast to the tile, (BM, 1) and (1, BN), or (1, BM) and
+(BN, 1) if the tile is transposed: the functions here work for both.
 """
 
 from typing import Any, NamedTuple
@@ -23,39 +24,39 @@ import triton.language as tl
 from .tile import Start, fma, reciprocal, row_index
 
 LOG2E = tl.constexpr(1.4426950408889634)
-LOG2E_REST = tl.constexpr(1.92596298909109e-08)  # what float32 loses of it
+LOG2E_REST = tl.constexpr(1.92596298909109e-08)  # log2(e) minus its float32 value
 LN2 = tl.constexpr(0.6931471805599453)
 
 
 class Flags(NamedTuple):
-    """What a call uses, known at compile time: what it does not use costs nothing."""
+    """The features of a call, known at compile time: unused ones cost nothing."""
 
-    scaled: bool  # a logit is a score times a positive number, that of `reals.unit`
+    scaled: bool  # a logit is a score times a positive factor: reals.unit / log2(e)
     left: bool = False  # rows have a first key
     right: bool = False  # rows have a last key
     bottom_right: bool = False
     place: bool = False  # the call is a part of a larger one
     packed: bool = False  # items are sequences of different lengths, one after the other
-    step: int = 0  # keys lie in pages: the power of two that divides one, 256 at most
+    step: int = 0  # of paged keys: largest power of two that divides a page, at most 256; else 0
     lengths: bool = False
     aligned: bool = False  # 16 divides N
     gqa: bool = False  # several query heads share a key head
     mask: str = ""  # or "bool" or "add"
     mask_rows: bool = False  # the mask differs between the rows of a tile
-    block_mask: bool = False  # and was looked at: what it shows of a block is known
+    block_mask: bool = False  # the mask has a BlockMask
     alibi: bool = False
     softcap: bool = False
     sinks: bool = False
     dropout: bool = False
-    fours: bool = True  # keys that draw together are 4 j to 4 j + 3
+    fours: bool = True  # the keys of one draw of four words are 4 j to 4 j + 3
     precision: str = "ieee"  # of float32 products; or "tf32"
     tma: bool = False  # q, k, v and dout are read through tensor descriptors
-    kept: str = ""  # how keys and values are kept in eight bits: "int8", "e4m3fn" or "e5m2"
-    in_order: bool = False  # keys come as they lie, whatever rows share a tile
+    kept: str = ""  # 8-bit format of keys and values: "int8", "e4m3fn" or "e5m2"
+    in_order: bool = False  # keys in memory order, independent of the rows that share a tile
 
 
 class Tile(NamedTuple):
-    """Sizes known at compile time: of a tile, and of the head dims with their padding."""
+    """Compile-time sizes: the tile, and the head dims without and with padding."""
 
     BM: int
     BN: int
@@ -65,20 +66,20 @@ class Tile(NamedTuple):
     BDV: int
 
 
-# The whole numbers of a call. Kernels take them one by one, because only a parameter can be exempt
-# from being compiled for its value (1, or a multiple of 16): a cache that grows would recompile.
+# The integers of a call. Triton compiles kernels for special values of integers (1, multiples of
+# 16), and only single parameters can be exempt. In a tuple, a growing cache would recompile.
 SIZES = ("B", "H", "group", "M", "N", "left", "right", "threshold", "together")
 SIZES += ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
 
 
 class Reals(NamedTuple):
     scale: Any
-    unit: Any  # of scores, times log2(e)
-    per_unit: Any  # 1 / that of scores
+    unit: Any  # logit / score, times log2(e)
+    per_unit: Any  # score / logit
     softcap: Any
-    per_softcap: Any  # scale / softcap, times 2 log2(e) as `tanh` wants it
-    factor: Any  # what a kept probability is multiplied by
-    share: Any  # of a head in weights averaged over heads
+    per_softcap: Any  # scale / softcap, times 2 log2(e) for `tanh`
+    factor: Any  # dropout's multiplier of kept probabilities
+    share: Any  # weight of a head if weights are averaged over heads
 
 
 class Call(NamedTuple):
@@ -87,20 +88,20 @@ class Call(NamedTuple):
     B: Any
     H: Any
     group: Any  # query heads to a key head
-    M: Any  # rows and keys, of a packed batch those of the longest
+    M: Any  # rows and keys; in a packed batch, those of the longest sequence
     N: Any
     left: Any
     right: Any
     threshold: Any  # a draw is dropped below it: 32 bits, read as signed
-    together: Any  # how many heads are worked on at a time
-    at_row: Any  # in the larger call, this one's first row, key, head and item
+    together: Any  # how many heads run at a time
+    at_row: Any  # index of the first row, key, head and item in the larger call
     at_key: Any
     at_head: Any
     at_item: Any
-    rows_after: Any  # and what it has after this one's
+    rows_after: Any  # rows and keys that the larger call has after this one's
     keys_after: Any
     reals: Any  # Reals
-    items: Any  # and rows of each, as tensors lie: B and M, or of a packed batch 1 and those of all
+    items: Any  # items and rows of the tensors: B and M, or for a packed batch 1 and its total rows
     rows: Any
 
 
@@ -110,7 +111,7 @@ def call_of(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F: tl.constexpr,
 ):  # fmt: skip
     if F.aligned:
-        N = N // 16 * 16  # says so to the compiler, which then reads rows of a mask 16 bytes a time
+        N = N // 16 * 16  # tells the compiler: it reads rows of a mask 16 bytes at a time
     items, rows = B, M
     if F.packed:
         items, rows = 1, extras.cu_q.total
@@ -123,12 +124,12 @@ def call_of(
 class Offsets(NamedTuple):
     """Where the sequences of a packed batch begin."""
 
-    ptr: Any  # (B+1,) int32 or int64, the last one where all end
-    total: Any  # that, as the host knows it
+    ptr: Any  # (B+1,) int32 or int64; the last is the total
+    total: Any  # the total, known to the host
 
 
 class Extras(NamedTuple):
-    """The optional tensors of a call; None where there is none."""
+    """The optional tensors of a call, or None."""
 
     mask: Any  # Operand
     lengths: Any  # (B,) int64
@@ -137,25 +138,25 @@ class Extras(NamedTuple):
     seed: Any  # one int64
     cu_q: Any = None  # Offsets, of rows and of keys
     cu_k: Any = None
-    pages: Any = None  # Pages, in the place of cu_k
-    k_scale: Any = None  # Operands (B,Hk,N): what each row of k and v is multiplied by
+    pages: Any = None  # Pages, instead of cu_k
+    k_scale: Any = None  # Operands (B,Hk,N): the multiplier of each row of k and v
     v_scale: Any = None
-    block_mask: Any = None  # BlockMask, where F.block_mask
-    items_again: Any = None  # after how many items and heads draws are the same again: numbers, for
-    heads_again: Any = None  # which it is compiled (1, or a multiple of 16); they do not grow
-    nothing: Any = None  # Triton 3.6 loses the constants inside a tuple that has none of its own
+    block_mask: Any = None  # BlockMask, if F.block_mask
+    items_again: Any = None  # dropout draws repeat after this many items and heads. Not in SIZES:
+    heads_again: Any = None  # kernels are compiled for special values, but these do not grow
+    nothing: Any = None  # Triton 3.6 loses nested constants of a tuple without one of its own
 
 
 class Item(NamedTuple):
     """An item of the batch."""
 
     b: Any
-    M: Any  # its rows and its keys
+    M: Any  # the numbers of its rows and keys
     N: Any
-    q: Any  # Start: where those are
+    q: Any  # Starts of its rows and keys
     k: Any
-    length: Any  # how many of the keys there are
-    diagonal: Any  # row i stands at i + diagonal
+    length: Any  # how many of the keys exist
+    diagonal: Any  # row i is at position i + diagonal
 
 
 class Blocks(NamedTuple):
@@ -165,32 +166,32 @@ class Blocks(NamedTuple):
     full: Any
     tail: Any
     last: Any
-    listed: Any  # places on this list, of blocks; 0 where they are the blocks' own places
+    listed: Any  # the list of blocks that the bounds index; 0 if the bounds are positions
 
 
 class Rows(NamedTuple):
-    """The rows of a tile, and what depends on nothing but them."""
+    """The rows of a tile, and values that depend only on them."""
 
     i: Any
     at: Any  # i' = i + diagonal
-    h: Any  # their heads: one, or (decode) as many as rows
+    h: Any  # their heads: one, or in decode one for each row
     slope: Any
     mask: Any  # the first element of each row of the mask
 
 
 class Keys(NamedTuple):
-    """The keys of a tile."""
+    """The keys of a tile: the first index, and all indices."""
 
     first: Any
-    j: Any  # all of them
+    j: Any
 
 
 @triton.jit
 def extent(cu, b, most, F: tl.constexpr):
-    """Where an item's rows begin, or its keys, and how many there are.
+    """The Start of an item's rows, or of its keys, and their number.
 
-    Offsets on a GPU are clamped, so that whatever they are nothing outside is read: to check them
-    would be to wait for the device.
+    Offsets are clamped, so that wrong ones cannot cause reads out of bounds. The host does not
+    check offsets on a GPU, because that would synchronize.
     """
     if F.packed:
         first = tl.minimum(tl.maximum(tl.load(cu.ptr + b), 0), cu.total)
@@ -207,7 +208,7 @@ def item_of(b, call, extras, F: tl.constexpr):
         k, N = Start(0, 0), tl.minimum(call.N, extras.pages.room)
     else:
         k, N = extent(extras.cu_k, b, call.N, F)
-    whole = N  # of the larger call, if there is one
+    whole = N  # keys of the larger call, if there is one
     if F.place:
         whole += call.at_key + call.keys_after
     if F.lengths:
@@ -224,7 +225,7 @@ def item_of(b, call, extras, F: tl.constexpr):
 
 @triton.jit
 def rows_of(i, h, item, call, extras, F: tl.constexpr):
-    """Rows i of heads h, both shaped as the tile wants them."""
+    """Rows i of heads h, both in the shape that broadcasts to the tile."""
     b = tl.cast(item.b, tl.int64)
     h64 = tl.cast(h, tl.int64)
     slope = 0.0
@@ -235,7 +236,7 @@ def rows_of(i, h, item, call, extras, F: tl.constexpr):
     if F.mask != "":
         mask = extras.mask.ptr + b * extras.mask.sb + h64 * extras.mask.sh
         if F.mask_rows:
-            # Of rows that are not there the last one is read, so that loads have no bounds.
+            # Rows past the end read the last row's mask, so that loads need no bounds.
             mask += tl.minimum(i, call.M - 1).to(tl.int64) * extras.mask.sm
     return Rows(i, i + item.diagonal, h, slope, mask)
 
@@ -245,10 +246,10 @@ def rows_of(i, h, item, call, extras, F: tl.constexpr):
 
 @triton.jit
 def tile_of_program(n, BLOCK: tl.constexpr, heads, together, DESCENDING: tl.constexpr):
-    """The tile, batch item and head of this program, of a grid of one dimension.
+    """The tile, batch item and head of this program in a one-dimensional grid.
 
-    `together` heads at a time are worked on from their last tiles to their first (DESCENDING) or
-    the other way round: what takes longest starts first, and their keys share the cache.
+    `together` heads run at a time, so that their keys fit in the cache. Their tiles start from the
+    last (DESCENDING) or from the first, so that the longest start first.
     """
     tiles = tl.cdiv(n, BLOCK)
     pid = tl.program_id(0)
@@ -264,23 +265,24 @@ def tile_of_program(n, BLOCK: tl.constexpr, heads, together, DESCENDING: tl.cons
 
 @triton.jit
 def some(a0, a1, back, ahead, end):
-    """Of [0, end), what at least one of [a0, a1) reaches, `back` behind it to `ahead` of it."""
+    """The part of [0, end) in [a - back, a + ahead] for at least one a in [a0, a1)."""
     lo = tl.maximum(a0 - back, 0)
     return lo, tl.maximum(tl.minimum(a1 + ahead, end), lo)
 
 
 @triton.jit
 def every(a0, a1, back, ahead, end):
-    """Of [0, end), what each of [a0, a1) reaches."""
+    """The part of [0, end) in [a - back, a + ahead] for every a in [a0, a1)."""
     lo = tl.maximum(a1 - 1 - back, 0)
     return lo, tl.maximum(tl.minimum(a0 + ahead + 1, end), lo)
 
 
 @triton.jit
 def in_blocks(some_lo, some_hi, every_lo, every_hi, BLOCK: tl.constexpr):
-    """Four edges on blocks: [first, full) and [tail, last) need `visible`, [full, tail) does not.
+    """Round the bounds to blocks: [first, full) and [tail, last) need `visible`, [full, tail) does
+    not.
 
-    `last` alone may lie inside a block. A pass has a loop for each PART, over the `span` of it.
+    Only `last` may be inside a block. A pass has a loop for each PART, over its `span`.
     """
     empty = some_lo >= some_hi
     first = tl.where(empty, some_hi, some_lo // BLOCK * BLOCK)
@@ -290,15 +292,17 @@ def in_blocks(some_lo, some_hi, every_lo, every_hi, BLOCK: tl.constexpr):
     return Blocks(first, full, tail, some_hi, 0)
 
 
-# The parts of a pass: blocks that are seen whole, but for a mask that nobody looked at; those in
-# which something beside a mask may hide; and, with a block mask, those whose mask has to be read.
-# Then they come in reverse: in the loop over WHOLE no register is kept for the mask any more.
+# The parts of a pass. WHOLE: blocks in which only a mask without a BlockMask may hide keys. EDGES:
+# blocks in which the band or a length may hide keys. READ: with a block mask, the other blocks with
+# a mask to read. With a block mask the parts run in reverse: the last loop, over WHOLE, then needs
+# no registers for the mask.
 WHOLE, EDGES, READ = (tl.constexpr(x) for x in range(3))
 
 
 @triton.jit
 def span(blocks, PART: tl.constexpr):
-    """What a loop over [full, tail) counts through, if that is WHOLE, or one over the rest."""
+    """Loop bounds for a PART: [full, tail) for WHOLE, otherwise the blocks before and after it,
+    with the gap closed."""
     if PART == WHOLE:
         return blocks.full, blocks.tail
     else:
@@ -307,13 +311,13 @@ def span(blocks, PART: tl.constexpr):
 
 @triton.jit
 def block_at(x, blocks, BLOCK: tl.constexpr, F: tl.constexpr, PART: tl.constexpr):
-    """The block that a loop over a `span` has come to."""
-    if PART != WHOLE:  # over the gap
+    """The first row or key of the block at position x of a loop over a `span`."""
+    if PART != WHOLE:  # skip the gap
         x += tl.where(x >= blocks.full, blocks.tail - blocks.full, 0)
     block = x // BLOCK
     if F.block_mask and PART != WHOLE:
         block = tl.load(blocks.listed + block)
-    return block * BLOCK  # x itself, where nothing is listed; the compiler cannot tell
+    return block * BLOCK  # equals x without a list, which the compiler cannot tell
 
 
 @triton.jit
@@ -327,7 +331,7 @@ def key_range(i0, i1, item, call, BN: tl.constexpr):
 
 @triton.jit
 def in_order(blocks):
-    """The same as one loop, in which keys that all rows of a tile see do not come first."""
+    """The same blocks in one loop, in order: keys that all rows see do not come first."""
     return Blocks(blocks.first, blocks.first, blocks.first, blocks.last, 0)
 
 
@@ -355,7 +359,7 @@ def row_range(j0, BN: tl.constexpr, item, call, BM: tl.constexpr):
 
 @triton.jit
 def visible(rows, keys, item, call, F: tl.constexpr):
-    """Which keys of a tile exist, for rows that do, inside the band."""
+    """Which entries of a tile have an existing row and key inside the band."""
     j = keys.j
     keep = (j < item.length) & (rows.i < item.M)
     if F.left:
@@ -370,10 +374,10 @@ def visible(rows, keys, item, call, F: tl.constexpr):
 
 @triton.jit
 def tanh(y):
-    """tanh(y / (2 log2 e)), accurate to a few units in the last place, where 1 - 2 / (2^y + 1)
-    cancels too."""
+    """tanh(y / (2 log2 e)), accurate to a few units in the last place, also for small y, where
+    1 - 2 / (2^y + 1) cancels."""
     z = y * y
-    # As an odd polynomial: the coefficients that err least, by 1.1e-7, where it is used.
+    # An odd polynomial with the coefficients of the least error, 1.1e-7, on the range of its use.
     near = y * (0.34657359 + z * (-0.013875471 + z * (6.6402894e-4 - z * 2.8791055e-5)))
     far = 1 - 2 * reciprocal(1 + tl.exp2(y))
     return tl.where(z < 1.3, near, far)
@@ -381,8 +385,8 @@ def tanh(y):
 
 @triton.jit
 def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
-    """Scores of a tile, and their derivative: d logit / d (scale q.k). At EDGES keys may be
-    missing."""
+    """Scores of a tile, and the derivative d logit / d (scale q.k). In EDGES some keys may not
+    exist."""
     s, derivative = qk, 1.0
     if F.softcap:
         s = tanh(qk * call.reals.per_softcap)
@@ -390,7 +394,7 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
     if not F.scaled:
         s *= call.reals.softcap if F.softcap else call.reals.scale
     if F.alibi:
-        # Small numbers, which float32 holds: of rows and keys that are near each other.
+        # Relative to the tile's first key: exact in float32 for rows and keys near each other.
         at, j = (rows.at - keys.first).to(tl.float32), (keys.j - keys.first).to(tl.float32)
         s -= rows.slope * tl.abs(at - j)
     if F.mask != "" and not (F.block_mask and PART == WHOLE):
@@ -398,7 +402,7 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
         found = tl.load(at, mask=keys.j < call.N, other=0) if PART == EDGES else tl.load(at)
         if F.mask == "bool":
             seen = found != 0
-            s = tl.where(seen, s, float("-inf"))  # whatever it was: it may be NaN
+            s = tl.where(seen, s, float("-inf"))  # select: s may be NaN
             if F.softcap:
                 derivative = tl.where(seen, derivative, 0.0)
         else:
@@ -408,7 +412,7 @@ def score(qk, rows, keys, call, extras, F: tl.constexpr, PART: tl.constexpr):
 
 @triton.jit
 def exponential(s, level, call, F: tl.constexpr):
-    """exp(logit - level); the level is in base 2 where `F.scaled`, else natural."""
+    """exp(logit - level); level is in base 2 if `F.scaled`, else natural."""
     if F.scaled:
         return tl.exp2(fma(s, call.reals.unit, -level))
     else:
@@ -417,7 +421,7 @@ def exponential(s, level, call, F: tl.constexpr):
 
 @triton.jit
 def probability(s, levels, call, F: tl.constexpr):
-    """exp(logit - normaliser); `levels` of its row are what `levels_of` made of that."""
+    """exp(logit - normaliser); `levels` is the row's normaliser in the form of `levels_of`."""
     level, rest = levels
     if F.scaled:
         return tl.exp2(fma(s, call.reals.unit, -level) - rest)
@@ -427,10 +431,10 @@ def probability(s, levels, call, F: tl.constexpr):
 
 @triton.jit
 def levels_of(normaliser, at, h, i, call, F: tl.constexpr):
-    """What `probability` takes off the scores of rows i: a level, and what its rounding lost.
+    """What `probability` subtracts from the scores of rows i: a level, and its rounding error.
 
-    A row that sees nothing, or is not there, has +inf and 0, and its P is 0. `normaliser` is
-    contiguous (2, B, H, M): the LSE, and what rounding cut off it.
+    An empty row, or one past the end, has +inf and 0, so its P is 0. `normaliser` is contiguous
+    (2, B, H, M): the LSE, and its rounding error.
     """
     row, inside = row_index(at, h, i, call.H, call.rows), i < call.rows
     to_tail = row_index(Start(call.items, 0), 0, 0, call.H, call.rows)
@@ -450,8 +454,8 @@ PITCH = tl.constexpr(128)  # no tile has more rows
 
 @triton.jit
 def pitch_of(call, F: tl.constexpr):
-    """Rows of a head in `statistics`: so many that no tile reads past them, which in a packed batch
-    may begin at any row."""
+    """Rows of a head in `statistics`, padded so that no tile reads past them. In a packed batch a
+    tile may begin at any row."""
     tiles = tl.cdiv(call.rows, PITCH)
     if F.packed:
         tiles += 1
@@ -460,8 +464,8 @@ def pitch_of(call, F: tl.constexpr):
 
 @triton.jit
 def statistics(of_rows, at, h, i, call, F: tl.constexpr):
-    """Level, rest and delta of rows i, which need no bounds: (3, B, H, pitch), as `delta_kernel`
-    left them for all passes of backward."""
+    """Load level, rest and delta of rows i, without bounds, from the (3, B, H, pitch) tensor that
+    `delta_kernel` stores for all passes of backward."""
     pitch = pitch_of(call, F)
     row = of_rows + row_index(at, h, i, call.H, pitch)
     plane = row_index(Start(call.items, 0), 0, 0, call.H, pitch)
@@ -473,8 +477,8 @@ def statistics(of_rows, at, h, i, call, F: tl.constexpr):
 
 @triton.jit
 def drawn(h, b, call, extras, F: tl.constexpr):
-    """The heads and the item whose draws these have; for all tiles of a pass once, for it divides.
-    h: one, or (BM, 1)."""
+    """The head and item indices for dropout's counters. Computed once for all tiles of a pass,
+    because it divides. h: one, or (BM, 1)."""
     if extras.heads_again is not None:
         h %= extras.heads_again
     if extras.items_again is not None:
@@ -490,8 +494,8 @@ def kept(i, draw, j0, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.co
     j0.
 
     Philox-4x32-10 (Salmon et al., SC'11): key = the seed, low word first; counter = (j >> 2, i, h,
-    b); key j takes word j & 3, so one round of draws serves four neighbours. Of a part of a larger
-    call, b, h, i and j count from that one's beginning.
+    b). Key j takes word j & 3, so one draw serves four neighbouring keys. In a part of a larger
+    call, b, h, i and j are the indices in the larger call.
     """
     h, b = draw
     if F.place:
@@ -499,7 +503,7 @@ def kept(i, draw, j0, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.co
     if F.fours:
         four = tl.broadcast_to((j0 // 4 + tl.arange(0, BN // 4))[None, :], [BM, BN // 4])
         w0, w1, w2, w3 = draws(four, i, h, b, extras)
-        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BM, BN])  # in their order
+        word = tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BM, BN])  # in order of j
     else:
         j = tl.broadcast_to((j0 + tl.arange(0, BN))[None, :], [BM, BN])
         w0, w1, w2, w3 = draws(j // 4, i, h, b, extras)
@@ -510,7 +514,7 @@ def kept(i, draw, j0, call, extras, F: tl.constexpr, BM: tl.constexpr, BN: tl.co
 
 @triton.jit
 def draws(four, i, h, b, extras):
-    """Four words for each of a tile of counters."""
+    """Four random words for each counter of a tile."""
     seed, zero = tl.load(extras.seed), tl.zeros_like(four).to(tl.uint32)
     return philox(
         four.to(tl.uint32),
@@ -524,7 +528,8 @@ def draws(four, i, h, b, extras):
 
 @triton.jit
 def philox(c0, c1, c2, c3, k0, k1):
-    """Four words of a counter and a key. Triton's own multiplies twice for a product's halves."""
+    """Four words from a counter and a key. Triton's philox computes each product twice, for its
+    low and its high half."""
     for _ in tl.static_range(10):
         a, b = c0.to(tl.uint64) * 0xD2511F53, c2.to(tl.uint64) * 0xCD9E8D57
         c0, c2 = (b >> 32).to(tl.uint32) ^ c1 ^ k0, (a >> 32).to(tl.uint32) ^ c3 ^ k1

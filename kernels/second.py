@@ -1,13 +1,13 @@
-"""The tangent of backward, when a call's tensors, dout and dlse move: as backward, without atomics.
+"""The tangent of backward, given tangents of a call's tensors, dout and dlse; no atomics either.
 
     dS_t = P ((s_t - lse_t) (Z dP - delta) + Z dP_t - delta_t)
     d(q.k)_t = dS_t phi + dS phi_t
     dq_t = scale sum_j (d(q.k)_t k + d(q.k) k_t),  dk_t likewise
     dv_t = sum_i Z (P_t dO + P dO_t)
 
-with P_t = P (s_t - lse_t), and delta_t = rowsum(dO O_t + dO_t O) - dLSE_t. `rates_kernel` makes
-what these read of a row beside backward's statistics; then dq by rows, dk and dv by keys, and the
-mask's by elements of the mask.
+with P_t = P (s_t - lse_t), and delta_t = rowsum(dO O_t + dO_t O) - dLSE_t. `rates_kernel` computes
+lse_t and delta_t, which these kernels read beside backward's statistics. Then one kernel owns rows
+(dq), one owns keys (dk, dv), and one owns elements of the mask.
 """
 
 import triton
@@ -43,7 +43,7 @@ def rates_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """rates: lse_t and delta_t, (2,B,H,pitch) float32, as `delta_kernel` leaves statistics."""
+    """rates: lse_t and delta_t, (2,B,H,pitch) float32, laid out as `delta_kernel`'s statistics."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
@@ -72,7 +72,7 @@ def rates_kernel(
 
 @triton.jit
 def row_rates(rates, at, h, i, call, F: tl.constexpr):
-    """lse_t and delta_t of rows i, which need no bounds."""
+    """Load lse_t and delta_t of rows i, without bounds."""
     pitch = pitch_of(call, F)
     row = rates + row_index(at, h, i, call.H, pitch)
     plane = row_index(Start(call.items, 0), 0, 0, call.H, pitch)
@@ -84,8 +84,8 @@ def gradients_t(
     qk, qk_t, dp, dp_t, keep, levels, delta, lse_t, delta_t, rows, keys, item, call, extras, mask_t,
     F: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """P where dropout keeps it and its tangent (not yet multiplied), d(q.k), d(q.k)_t and dS_t.
-    levels (two), delta, lse_t and delta_t lie as the rows do."""
+    """P with dropped entries 0 and its tangent (not yet multiplied by the dropout factor), d(q.k),
+    d(q.k)_t and dS_t. levels (two), delta, lse_t and delta_t have the shape of rows."""
     p, s_t, phi, phi_t = moved_scores(
         qk, qk_t, levels, rows, keys, item, call, extras, mask_t, F, PART
     )
@@ -199,7 +199,7 @@ def over_rows(
         tile_qt = rows_at(u.q, item.q, h, i0, item.M, T.D, T.BM, T.BD, MASKED)
         tile_dot = rows_at(u.dout, item.q, h, i0, item.M, T.DV, T.BM, T.BDV, MASKED)
         qk, qk_t = by_rows(tile_k, tile_q, F), moved_product(tile_k, tile_kt, tile_q, tile_qt, F)
-        dp, dp_t = qk, qk_t  # names for the compiler: without DK nothing reads them
+        dp, dp_t = qk, qk_t  # defined for the compiler: unused without DK
         if DK:
             dp = by_rows(tile_v, tile_do, F)
             dp_t = moved_product(tile_v, tile_vt, tile_do, tile_dot, F)
@@ -230,8 +230,8 @@ def dkv_t_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """dk_t (B,Hk,N,D) and dv_t (B,Hk,N,Dv), summed over the query heads of a key head. What is
-    None is not made."""
+    """dk_t (B,Hk,N,D) and dv_t (B,Hk,N,Dv), summed over the query heads of a key head. An output
+    that is None is not computed."""
     DK: tl.constexpr = dk_t is not None
     DV: tl.constexpr = dv_t is not None
     call = call_of(
@@ -245,7 +245,7 @@ def dkv_t_kernel(
         return
     tile_k = rows_at(k, item.k, hk, j0, item.length, T.D, T.BN, T.BD, True)
     tile_kt = rows_at(u.k, item.k, hk, j0, item.length, T.D, T.BN, T.BD, True)
-    tile_v = tile_k  # names for the compiler: without DK nothing reads them
+    tile_v = tile_k  # defined for the compiler: unused without DK
     tile_vt = None
     if DK:
         tile_v = rows_at(v, item.k, hk, j0, item.length, T.DV, T.BN, T.BDV, True)
@@ -278,7 +278,7 @@ def dmask_t_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """dS_t summed as `dmask_kernel` sums dS."""
+    """dS_t, summed as `dmask_kernel` sums dS."""
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
         at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras, F,
@@ -296,10 +296,10 @@ def add_to_mask(
     acc, q, k, v, dout, u, of_rows, rates, b, h, i0, j0, call, extras,
     F: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """acc + dS_t of one tile; blocks that no row sees are skipped."""
+    """acc + dS_t of one tile; acc itself if no row of the tile sees any of its keys."""
     item = item_of(b, call, extras, F)
     seen = reaches(i0, j0, item, call, T.BM, T.BN)
-    if F.packed:  # behind its rows lie those of the next
+    if F.packed:  # rows past item.M belong to the next sequence
         seen &= i0 < item.M
     if seen:
         i = i0 + tl.arange(0, T.BM)

@@ -6,16 +6,16 @@ import triton.language as tl
 from .score import LN2, LOG2E, LOG2E_REST, exponential
 from .tile import Start, fma, row_index
 
-# In place of -inf, the level of rows that have seen nothing yet: -inf - (-inf) would be NaN.
+# The least level, in place of -inf, for rows that have seen no key yet: -inf - (-inf) would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 
 @triton.jit
 def update(s, m, l, call, F: tl.constexpr):
-    """p, the new running maximum m and sum l, and what sums made before are multiplied by.
+    """p, the new running maximum m and sum l, and the multiplier of earlier sums.
 
-    m is a level, as `exponential` has it. Rounded once and compared with itself from then on, it
-    rescales by exactly 1 where it stays.
+    m is a level in the unit of `exponential`. It is rounded when it is set and not changed after
+    that, so where the maximum stays the multiplier is exactly 1.
     """
     top = tl.max(s, 1)
     if F.scaled:
@@ -29,33 +29,33 @@ def update(s, m, l, call, F: tl.constexpr):
 
 @triton.jit
 def rescale(m, pivot, F: tl.constexpr):
-    """What takes sums relative to the level m to the level pivot."""
+    """The multiplier that converts sums relative to the level m to the level pivot."""
     step = m - pivot
     return tl.exp2(step if F.scaled else step * LOG2E)
 
 
 @triton.jit
 def add_sink(acc, m, l, sinks, h, F: tl.constexpr):
-    """The sums with a sink: one more logit in the denominator, with no value of its own."""
+    """Add a sink to the sums: one more logit in the denominator, without a value row."""
     sink = tl.load(sinks + h)
     top = tl.maximum(m, sink * LOG2E if F.scaled else sink)
     pivot = tl.maximum(top, LOWEST)
     decay = rescale(m, pivot, F)
-    # Of scaled scores `exponential` takes products; a sink is a logit.
+    # Not by `exponential`: if F.scaled it multiplies scores by the unit, but a sink is a logit.
     share = tl.exp2(fma(sink, LOG2E, -pivot) if F.scaled else (sink - pivot) * LOG2E)
     return acc * decay[:, None], top, l * decay + share
 
 
 @triton.jit
 def finish(acc, m, l, F: tl.constexpr):
-    """The output, the natural LSE, and the tail that rounding cut off that; an empty row's are 0,
-    -inf and 0."""
+    """The output, the natural LSE, and the LSE's rounding error (tail); 0, -inf and 0 for an empty
+    row."""
     empty = l == 0
     log2_l = tl.log2(tl.where(empty, 1.0, l))
     log_l = log2_l * LN2
     if F.scaled:
-        # What the rounded LSE leaves of the level. The product that rounds it is an explicit FMA:
-        # the compiler must not take it apart again.
+        # tail: the level minus the rounded LSE. lse is an explicit FMA, so that the compiler cannot
+        # round it in another way.
         lse = fma(m, LN2, log_l)
         tail = (fma(-lse, LOG2E, m) - lse * LOG2E_REST + log2_l) * LN2
     else:
@@ -68,7 +68,7 @@ def finish(acc, m, l, F: tl.constexpr):
 
 @triton.jit
 def store_normaliser(normaliser, row, inside, lse, tail, call):
-    """To rows of a contiguous (2, B, H, M)."""
+    """Store lse and tail to rows of a contiguous (2, B, H, M) tensor."""
     tl.store(normaliser + row, lse, mask=inside)
     to_tail = row_index(Start(call.items, 0), 0, 0, call.H, call.rows)
     tl.store(normaliser + to_tail + row, tail, mask=inside)

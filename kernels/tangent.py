@@ -1,11 +1,11 @@
-"""What moves with the tensors of a call: the tangents of scores, and of products of rows.
+"""Tangents of scores, and of products of rows.
 
-x_t is the tangent of x, in the direction in which a call's tensors move. The score pipeline's end:
+x_t is the tangent of x, in the direction of the tangents of a call's tensors. For scores:
 
     s_t = scale (q_t.k + q.k_t) phi + mask_t,   phi = d logit / d (scale q.k)
     phi_t = -2 / softcap tanh phi scale (q_t.k + q.k_t)
 
-What does not move is None, known to the compiler: it costs no load and no product.
+A tensor without a tangent has None, known at compile time: it costs no load and no product.
 """
 
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ from .tile import dot, fma, head_of, load
 
 
 class Moving(NamedTuple):
-    """Tangents, each as its tensor; None is one that does not move."""
+    """Tangents, each in the form of its tensor, or None."""
 
     q: Any  # Operands
     k: Any
@@ -26,21 +26,21 @@ class Moving(NamedTuple):
     mask: Any
     sinks: Any  # (H,) float32, contiguous
     dout: Any  # Operand
-    nothing: Any = None  # as of Extras
+    nothing: Any = None  # as in Extras
 
 
 @triton.jit
 def rows_at(
     x, at, h, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr
 ):
-    """`load` by pointers, from a Start on; None of what is None."""
+    """`load` of a head's rows by pointers; None if x is None."""
     if x is not None:
         return load(x, head_of(x, at, h), i0, rows, D, BM, BD, False, BOUND)
 
 
 @triton.jit
 def moved_product(a, a_t, b, b_t, F: tl.constexpr):
-    """The tangent of a @ b^T: a_t @ b^T + a @ b_t^T, of what moves."""
+    """The tangent of a @ b^T: a_t @ b^T + a @ b_t^T; a tangent of None adds nothing."""
     product = tl.full([a.shape[0], b.shape[0]], 0, tl.float32)
     if a_t is not None:
         product = dot(a_t, tl.trans(b), product, F)
@@ -51,7 +51,7 @@ def moved_product(a, a_t, b, b_t, F: tl.constexpr):
 
 @triton.jit
 def moved_mask(mask_t, rows, keys, item, call, F: tl.constexpr, BOUND: tl.constexpr):
-    """Its tile, read as `score` reads the mask's: of rows that are not there, the last."""
+    """A tile of mask_t, read as `score` reads the mask: rows past the end read the last row."""
     at = mask_t.ptr + tl.cast(item.b, tl.int64) * mask_t.sb
     at += tl.cast(rows.h, tl.int64) * mask_t.sh
     if F.mask_rows:
@@ -66,9 +66,9 @@ def moved_scores(
     qk, qk_t, levels, rows, keys, item, call, extras, mask_t,
     F: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """P, s_t, phi and phi_t of a tile. levels (two) lie as the rows do.
+    """P, s_t, phi and phi_t of a tile. levels (two) have the shape of rows.
 
-    What is hidden has a P of 0, and may have any s_t, NaN too: who multiplies asks `p > 0`.
+    A hidden entry has P = 0, but its s_t may be any number or NaN: use s_t only where p > 0.
     """
     MASKED: tl.constexpr = PART == EDGES
     s, phi = score(qk, rows, keys, call, extras, F, PART)
@@ -76,7 +76,7 @@ def moved_scores(
     if MASKED:
         p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
     s_t, phi_t = qk_t * (phi * call.reals.scale), 0.0
-    if F.softcap:  # its tanh once more: the compiler knows that it has it
+    if F.softcap:  # the tanh of `score` again: the compiler computes it once
         bent = tanh(qk * call.reals.per_softcap)
         phi_t = -(call.reals.per_softcap / LOG2E) * bent * phi * qk_t
     if mask_t is not None:

@@ -1,6 +1,6 @@
-"""Tiles in and out of memory, and the three operations that the interpreter gets wrong.
+"""Load and store tiles, and wrap the three operations that Triton's interpreter gets wrong.
 
-Everything above this file speaks of tensors as an `Operand`: a pointer and four strides.
+Other kernel files use tensors in the form of an `Operand`: a pointer and four strides.
 """
 
 from typing import Any, NamedTuple
@@ -25,25 +25,25 @@ class Start(NamedTuple):
     """Where an item of the batch begins in an Operand."""
 
     b: Any
-    row: Any  # 0, but of a packed batch, whose sequences are rows of one item
+    row: Any  # 0, except in a packed batch, where sequences are rows of one item
 
 
 class Pages(NamedTuple):
-    """Where keys and values in pages are: page p is item p of an Operand."""
+    """The table of paged keys and values: page p is item p of an Operand."""
 
-    table: Any  # (B, blocks) int32 or int64, contiguous: the pages of each sequence, in their order
+    table: Any  # (B, blocks) int32 or int64, contiguous: the pages of each sequence, in order
     blocks: Any
-    steps: Any  # of a page, of F.step keys each
-    count: Any  # pages that there are
-    room: Any  # keys that a sequence may have
+    steps: Any  # steps of F.step keys in a page
+    count: Any  # number of pages
+    room: Any  # most keys that a sequence can have
 
 
 @triton.jit
 def dot(a, b, acc, F: tl.constexpr):
-    """acc + a @ b, accumulated in float32; a and b of one dtype.
+    """acc + a @ b, accumulated in float32; a and b have the same dtype.
 
-    The interpreter multiplies bfloat16 operands as the integers that hold their bits (Triton 3.6
-    to 3.9); in float32 their products are exact.
+    The interpreter multiplies the bits of bfloat16 operands as integers (Triton 3.6 to 3.9). It
+    gets float32 operands instead, in which the products are exact.
     """
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -58,7 +58,7 @@ def by_rows(a, b, F: tl.constexpr):
 
 @triton.jit
 def narrow(x, dtype: tl.constexpr):
-    """float32 rounded to `dtype`. The interpreter would cut bfloat16 off, not round it."""
+    """Round float32 to `dtype`. The interpreter would truncate to bfloat16."""
     if INTERPRETED and dtype == tl.bfloat16:
         bits = x.to(tl.uint32, bitcast=True)
         to_even = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000
@@ -68,8 +68,8 @@ def narrow(x, dtype: tl.constexpr):
 
 @triton.jit
 def fma(x, y, z):
-    """x y + z, rounded once, in float32. The interpreter would round the product too."""
-    if INTERPRETED:  # y may be a constant of 64 bits, which the compiler would round
+    """x y + z in float32, rounded once. The interpreter would round the product too."""
+    if INTERPRETED:  # y may be a 64-bit constant, which the compiler would round to float32
         y = tl.cast(y, tl.float32)
         return (x.to(tl.float64) * y + z).to(tl.float32)
     return tl.fma(x, y, z)
@@ -77,7 +77,7 @@ def fma(x, y, z):
 
 @triton.jit
 def reciprocal(x):
-    """1 / x of a float32, to a unit in the last place; 0 where that is subnormal."""
+    """1 / x of a float32, within a unit in the last place; 0 if the result is subnormal."""
     if INTERPRETED:
         return 1 / x
     return tl.inline_asm_elementwise(
@@ -87,17 +87,17 @@ def reciprocal(x):
 
 @triton.jit
 def head_of(x, at, h):
-    """The first element of head h from a Start on. Offsets are 64 bits wide from here on."""
+    """The address of head h at a Start. Offsets are 64 bits wide from here on."""
     head = x.ptr + tl.cast(at.b, tl.int64) * x.sb + tl.cast(h, tl.int64) * x.sh
     return head + tl.cast(at.row, tl.int64) * x.sm
 
 
 @triton.jit
 def source(x, at, h, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr):
-    """What `load` reads the first `rows` rows of a head from: a pointer, or a descriptor.
+    """The source for `load` of the first `rows` rows of a head: a pointer or a descriptor.
 
-    A descriptor is made here, from the device's own `rows`, and not on the host: rows past a key
-    length then come out of the hardware as zeros, whatever lies there (NaN, the next sequence).
+    A descriptor is made here and not on the host, because only the device knows `rows`. Rows past a
+    key length are then zeros, whatever is in memory there (NaN, the next sequence).
     """
     if TMA:
         return tl.make_tensor_descriptor(
@@ -112,7 +112,7 @@ def load(
     x, src, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
     TMA: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """Rows [i0, i0 + BM) as (BM, BD), 0 outside the tensor. BOUND: some may be past `rows`."""
+    """Rows [i0, i0 + BM) as (BM, BD), 0 outside the tensor. BOUND: some rows may be past `rows`."""
     if TMA:
         return src.load([i0, 0])
     else:
@@ -123,7 +123,7 @@ def load(
 
 @triton.jit
 def fetch(at, inside, d, D: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr):
-    """What lies at columns d of rows, 0 in those past D and, if BOUND, in rows not `inside`."""
+    """Load columns d of rows: 0 in columns past D and, if BOUND, in rows not `inside`."""
     if BOUND and D < BD:
         return tl.load(at, mask=inside[:, None] & (d < D)[None, :], other=0.0)
     elif BOUND:
@@ -138,16 +138,16 @@ def fetch(at, inside, d, D: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr)
 def take(
     x, at, h, i0, rows, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, TMA: tl.constexpr
 ):
-    """`load` of a tile that is read once, and so has a source of its own."""
+    """`load` of a tile that is read only once; it makes its own source."""
     return load(x, source(x, at, h, rows, D, BM, BD, TMA), i0, rows, D, BM, BD, TMA, True)
 
 
 @triton.jit
 def look_up(j0, b, rows, pages, F: tl.constexpr, BN: tl.constexpr, BOUND: tl.constexpr):
-    """The pages of keys [j0, j0 + BN) of sequence b, and their rows there: of the first, if all lie
-    in one page, else of each. 0 of keys that are not in pages.
+    """The pages of keys [j0, j0 + BN) of sequence b, and the keys' rows in them: of the first key
+    only, if all keys are in one page, else of each key. (0, 0) if keys are not paged.
 
-    Pages that there are not are clamped, for the reason that offsets are.
+    Pages out of range are clamped, for the reason in `score.extent`.
     """
     if F.step == 0:
         return 0, 0
@@ -168,7 +168,7 @@ def load_keys(
     x, src, j0, rows, found, F: tl.constexpr,
     D: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BOUND: tl.constexpr,
 ):  # fmt: skip
-    """`load` of keys or values, where `look_up` found them."""
+    """`load` of keys or values, from the pages and rows that `look_up` found."""
     page, row = found
     if F.step == 0:
         return load(x, src, j0, rows, D, BN, BD, F.tma, BOUND)
@@ -183,7 +183,7 @@ def load_keys(
 
 @triton.jit
 def scales_from(x, at, h, F: tl.constexpr):
-    """What `load_scales` reads a head's from."""
+    """The address from which `load_scales` reads the scales of a head."""
     if F.kept != "":
         return head_of(x, at, h)
     else:
@@ -192,7 +192,7 @@ def scales_from(x, at, h, F: tl.constexpr):
 
 @triton.jit
 def load_scales(x, src, j0, rows, found, F: tl.constexpr, BN: tl.constexpr):
-    """(BN,): what rows of keys or values are multiplied by, where `look_up` found them."""
+    """(BN,): scales of rows of keys or values, from the pages and rows that `look_up` found."""
     page, row = found
     n = tl.arange(0, BN)
     if F.step == 0:
@@ -205,10 +205,10 @@ def load_scales(x, src, j0, rows, found, F: tl.constexpr, BN: tl.constexpr):
 
 @triton.jit
 def widened(tile, scales, dtype: tl.constexpr, KEPT: tl.constexpr):
-    """What rows of eight bits stand for: numbers times scales in float32, rounded to `dtype`.
+    """Dequantize 8-bit rows: numbers times scales in float32, rounded to `dtype`.
 
-    float8 comes as its bits, because some chips cannot convert it: they are those of a float16 once
-    shifted, of e5m2 itself, of e4m3 times 2^-8.
+    float8 comes as its bits, because some GPUs cannot convert it. Shifted, they are the bits of a
+    float16: the value itself for e5m2, the value times 2^-8 for e4m3.
     """
     if KEPT == "int8":
         x = tile.to(tl.float32)
@@ -223,7 +223,7 @@ def widened(tile, scales, dtype: tl.constexpr, KEPT: tl.constexpr):
 
 @triton.jit
 def store(x, at, h, i0, rows, values, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr):
-    """Write (BM, BD) `values` to rows [i0, i0 + BM), as far as there are such rows."""
+    """Write (BM, BD) `values` to those of rows [i0, i0 + BM) that exist."""
     i, d = tl.arange(0, BM), tl.arange(0, BD)
     to = head_of(x, at, h) + (tl.cast(i0, tl.int64) + i)[:, None] * x.sm
     inside = (i0 + i < rows)[:, None] & (d < D)[None, :]
@@ -233,5 +233,5 @@ def store(x, at, h, i0, rows, values, D: tl.constexpr, BM: tl.constexpr, BD: tl.
 
 @triton.jit
 def row_index(at, h, i, H, M):
-    """Where row i of head h from a Start on lies in a contiguous (B, H, M) tensor."""
+    """The offset of row i of head h at a Start in a contiguous (B, H, M) tensor."""
     return (tl.cast(at.b, tl.int64) * H + h) * M + at.row + i

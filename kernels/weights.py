@@ -1,4 +1,4 @@
-"""The probabilities themselves, from q, k and the normaliser of a forward pass."""
+"""Attention weights, from q, k and the normaliser of a forward pass."""
 
 import triton
 import triton.language as tl
@@ -27,9 +27,9 @@ def weights_kernel(
     at_row, at_key, at_head, at_item, rows_after, keys_after, reals, extras,
     F: tl.constexpr, T: tl.constexpr, AVERAGE: tl.constexpr,
 ):  # fmt: skip
-    """P after dropout, (B,H,M,N), or averaged over heads, (B,1,M,N): one program to a tile.
+    """P after dropout, (B,H,M,N), or averaged over heads, (B,1,M,N): one program for each tile.
 
-    The average is made in registers, head by head: no (B,H,M,N) buffer.
+    The average is summed in registers, head by head, without a (B,H,M,N) buffer.
     """
     call = call_of(
         B, H, group, M, N, left, right, threshold, together,
@@ -58,7 +58,7 @@ def weights_kernel(
 def add_head(
     total, q, k, normaliser, b, h, i0, j0, call, extras, F: tl.constexpr, T: tl.constexpr
 ):  # fmt: skip
-    """total + P of one tile of one head; blocks that no row sees are skipped."""
+    """total + P of one tile of one head; total itself if no row of the tile sees its keys."""
     item = item_of(b, call, extras, F)
     if reaches(i0, j0, item, call, T.BM, T.BN):
         i = i0 + tl.arange(0, T.BM)

@@ -1,4 +1,4 @@
-// A plain reading of TDPBF16PS, an operation at a time, as floats and as bits.
+// TDPBF16PS by its rules, an operation at a time, as floats and as bits.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -21,8 +21,8 @@ inline float flushed(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(
 inline float quieted(float x) { return number(bits(x) | 0x00400000); }
 inline float made(float x) { return std::isnan(x) ? number(0xffc00000) : x; }
 
-// a b + c, rounded once. What would be below 2^-126 with 24 bits and any exponent is tiny, also
-// where rounding to a subnormal number gives 2^-126; double is exact there.
+// a b + c, rounded once. A result that is below 2^-126 when rounded to 24 bits with any exponent
+// becomes 0, even if rounding to a subnormal number gives 2^-126; double is exact there.
 inline float multiply_add(float a, float b, float c) {
   for (float x : {a, b, c})
     if (std::isnan(x)) return quieted(x);

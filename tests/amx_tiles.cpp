@@ -1,5 +1,5 @@
 // For test_amx.py: TDPBF16PS by the header that the kernels use (the chip's, or with FA_AMX_MODEL
-// the model's), and by a plain reading of its rules.
+// the model's), and by the rules of amx_rules.h.
 #include "amx_rules.h"
 #include "cpu/amx_permission.h"
 #include "cpu/convert.h"
@@ -27,7 +27,7 @@ void multiply(const uint32_t* a, const uint32_t* b, uint32_t* c) {
 
 extern "C" {
 
-// c[i] += a[i] b[i], of n tiles each, with this MXCSR; the MXCSR found afterwards.
+// c[i] += a[i] b[i], of n tiles each, with this MXCSR; returns the MXCSR found afterwards.
 uint32_t multiply(const uint32_t* a, const uint32_t* b, uint32_t* c, int64_t n, uint32_t mxcsr,
                   int by_plain_reading) {
   using namespace fa::FA_ISA;
@@ -44,8 +44,9 @@ uint32_t multiply(const uint32_t* a, const uint32_t* b, uint32_t* c, int64_t n, 
   return after;
 }
 
-// Which of these survive: nothing at all, a tile before anyone asked for tiles, one inside, one
-// after a use inside that use, one after all; and a product on this chip. A bit each.
+// Which of these run without SIGILL, a bit each: nothing at all; a tile instruction before any use
+// of tiles, one in a use, one after another use in that use, one after all; and a product on this
+// chip.
 int legal() {
   using namespace fa::FA_ISA;
   const auto clear = [] { tiles::zero<0>(); };
@@ -61,7 +62,7 @@ int legal() {
 
 const char* refused() { return fa::tiles_refused().c_str(); }
 
-// Does a handler of the process's own come back?
+// Is the process's own handler restored?
 int handler_comes_back() {
   struct sigaction mine = {}, found;
   mine.sa_handler = [](int) {};

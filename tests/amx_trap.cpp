@@ -1,7 +1,6 @@
-// For test_amx.py: runs the tile instructions of compiled kernels where the chip has none. Each is
-// illegal there; the handler reads its bytes and does what they say, by the plain reading of the
-// rules. So what is tested is the assembly: operands, their order, addresses, and what the compiler
-// moved past them.
+// For test_amx.py: runs the tile instructions of compiled kernels on a chip that has none. Each is
+// illegal there; the handler decodes its bytes and executes it by amx_rules.h. This tests the
+// assembly: operands, their order, addresses, and what the compiler moved past them.
 #include <signal.h>
 #include <ucontext.h>
 
@@ -21,7 +20,7 @@ constexpr int kRegisters[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG
                                 REG_R12, REG_R13, REG_R14, REG_R15};
 enum Prefix { kNone, k66, kF3, kF2 };
 
-// Eight whole tiles, as the kernels have them; all others are illegal here.
+// Eight whole tiles, as the kernels configure them; everything else is illegal here.
 bool whole() {
   bool yes = state.configuration[0] == 1;
   for (int t = 0; t < 8; ++t)
@@ -29,7 +28,7 @@ bool whole() {
   return yes;
 }
 
-// Does the instruction at the program counter, and steps over it; false if it is none of them.
+// Executes the instruction at the program counter and steps over it; false if it is none of these.
 bool execute(greg_t* r) {
   const uint8_t* at = reinterpret_cast<const uint8_t*>(r[REG_RIP]);
   if (at[0] != 0xC4 || (at[1] & 31) != 2) return false;  // VEX, map 0F38
@@ -103,7 +102,7 @@ void begin() {
   executed = 0;
   sigaction(SIGILL, &mine, &before);
 }
-// How many instructions were done; -1 if tiles were left configured.
+// Returns how many instructions were executed; -1 if tiles were left configured.
 int64_t end() {
   sigaction(SIGILL, &before, nullptr);
   return state.configuration[0] ? -1 : executed;

@@ -1,5 +1,5 @@
-"""Every shape and dtype that a tensor argument may have, from `spec.ARGUMENTS`: for tests that are
-generated from what is declared."""
+"""Every shape and dtype that a tensor argument may have, from `spec.ARGUMENTS`, for tests that are
+generated from these declarations."""
 
 import itertools
 
@@ -14,9 +14,10 @@ OPTIONAL = ("mask", "lengths", "slopes", "sinks", "seed")
 def shapes_of(name, sizes):
     """The shapes that a tensor of `Tensors` may have, the fewest dimensions first.
 
-    sizes: what the letters in `Argument.shapes` stand for, as dict(B=3, H=4, M=5, N=6). What
-    broadcasts has every number of dimensions from none to all, each of them 1 or whole. What is one
-    element of any shape has no dimension, one and two.
+    sizes: the size for each letter in `Argument.shapes`, as dict(B=3, H=4, M=5, N=6). A shape that
+    broadcasts is given with every number of leading dimensions dropped, and with each dimension
+    left at 1 or at its full size. A one-element argument of any shape is given with no dimension,
+    one and two.
     """
     argument, found = ARGUMENTS[name], []
     for letters in argument.shapes:
@@ -32,7 +33,7 @@ def shapes_of(name, sizes):
 
 
 def dtypes_of(name, dtype):
-    """The dtypes that it may have beside a q of this dtype."""
+    """The dtypes that the tensor may have if q has this dtype."""
     rules = {
         "mask": (torch.bool, dtype, torch.float32),
         "integer": (torch.int64, torch.int32),

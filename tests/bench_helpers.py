@@ -1,4 +1,4 @@
-"""What the tests of the harness share: tiny runs, on a machine whose limits are known."""
+"""Helpers for the tests of the benchmark harness: tiny runs, on a machine with known limits."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def cells(*cases: Case, passes=PASSES, names=(peers.BASELINE,), threads=(1,)) ->
 
 
 def hurry(patch: pytest.MonkeyPatch) -> None:
-    """Samples too short to mean anything, and as few of them as there may be."""
+    """Take the fewest samples possible, each too short to mean anything."""
     patch.setattr(timing, "MIN_SAMPLE_S", 1e-4)
     patch.setattr(timing, "ROUNDS", (2, 2))
 
 
 def know_ceilings(patch: pytest.MonkeyPatch) -> None:
-    """Measuring the limits of the machine takes seconds."""
+    """Replace the measurement of the machine's limits, which takes seconds, by fixed numbers."""
     dtypes = ("float32", "bfloat16", "float16")
     compute = dict.fromkeys(dtypes, LIMITS.compute["float32"])
     known = LIMITS._replace(compute=compute)._asdict()

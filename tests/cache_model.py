@@ -1,8 +1,8 @@
-"""`KVCache` as a state machine: random changes to a cache and its forks, held against a model.
+"""`KVCache` as a state machine: random changes to a cache and its forks, compared with a model.
 
-The model has of each item a list of rows and the numbers of its pages. It says how many pages a
-change takes, so that a cache is full if and only if no page is left. A call that raises changes
-nothing of any cache.
+For each item, the model keeps a list of rows and its page numbers. It computes how many pages a
+change takes: a cache is full if and only if no page is left. A call that raises must not change any
+cache.
 """
 
 import copy
@@ -23,8 +23,9 @@ class Full(Exception):
 
 
 class Item:
-    """rows: (k, v) of each key. pages: their numbers. goes_on: it was alone in its last page when
-    that was shared, or wrote there since, and has dropped no key since."""
+    """rows: (k, v) of each key. pages: page numbers. goes_on: the item may write into its last page
+    although that is shared: it was the page's only user before the page was shared, or has written
+    there since; and it has dropped no key since."""
 
     def __init__(self, rows=(), pages=(), goes_on=False):
         self.rows, self.pages, self.goes_on = list(rows), list(pages), goes_on
@@ -34,7 +35,7 @@ class Item:
 
 
 class Pages:
-    """How many there are, and which items have each."""
+    """The number of pages, and which items use each."""
 
     def __init__(self, count, page):
         self.count, self.page, self.made = count, page, 0
@@ -43,7 +44,7 @@ class Pages:
         return Counter(p for items in caches for item in items for p in item.pages)
 
     def take(self, n, caches):
-        """n new numbers, if so many pages are free."""
+        """n new page numbers. Raises Full if fewer than n pages are free."""
         if n > self.count - len(self.users(caches)):
             raise Full
         self.made += n
@@ -51,7 +52,7 @@ class Pages:
 
 
 class Machine:
-    """Caches that share one pool, and the items that each should have."""
+    """Caches that share one pool, and the items that each is expected to have."""
 
     def __init__(self, chance, page, capacity, storage=None):
         self.chance, self.capacity, self.storage = chance, capacity, storage
@@ -64,10 +65,10 @@ class Machine:
         self.items = [[Item() for _ in range(batch)]]
         self.fulls = 0
 
-    # -- what the model does -----------------------------------------------------------------------
+    # -- the model ---------------------------------------------------------------------------------
 
     def appended(self, items, news):
-        """Items with these rows more; their new pages are taken from all that there are."""
+        """The items with these rows appended. New pages are taken from the common pool."""
         page, users = self.pages.page, self.pages.users(self.items)
         if any(len(x.rows) + len(n) > self.capacity for x, n in zip(items, news, strict=True)):
             raise Full
@@ -78,7 +79,7 @@ class Machine:
         ]
         writers = Counter(items[b].pages[-1] for b in copies)
         for p, n in writers.items():
-            if n == users[p]:  # all users write: one of them keeps it
+            if n == users[p]:  # every user of the page writes to it: one of them keeps it
                 copies.remove(next(b for b in copies if items[b].pages[-1] == p))
         more = [
             -(-(len(x.rows) + len(n)) // page) - len(x.pages)
@@ -95,8 +96,8 @@ class Machine:
         return made
 
     def evicted(self, at, counts):
-        """Items of cache `at` without their first rows: where no whole pages are dropped, the rest
-        moves to pages that come free with them, or are."""
+        """Items of cache `at` without their first rows. Unless whole pages are dropped, the
+        remaining rows move to free pages, which include those that the eviction frees."""
         page, made, moved = self.pages.page, [], []
         for x, n in zip(self.items[at], counts, strict=True):
             pages = [] if n % page else x.pages[n // page :]
@@ -116,11 +117,10 @@ class Machine:
             made.append(Item(x.rows[:n], pages, x.goes_on and n == len(x.rows)))
         return made
 
-    # -- what is held against it -------------------------------------------------------------------
+    # -- comparisons with the model ----------------------------------------------------------------
 
     def change(self, at, call, expected):
-        """`call(cache)` gives the items that `expected()` does; or both are full, and no cache is
-        other than before."""
+        """`call` gives the items of `expected`; or both report a full cache and nothing changes."""
         try:
             made = expected()
         except Full:
@@ -157,10 +157,10 @@ class Machine:
         self.change(at, lambda x: x.append(*given), lambda: self.appended(items, rows))
 
     def append_own(self, at):
-        """Rows of the cache's own pages, as a view."""
+        """Append rows that are views of the cache's own pages."""
         cache, items = self.caches[at], self.items[at]
         k, v = (x[:, :1].transpose(1, 2)[: len(items)] for x in (cache.k_pages, cache.v_pages))
-        written = all((x.abs() < 10).all() for x in (k, v))  # what was not may be anything
+        written = all((x.abs() < 10).all() for x in (k, v))  # unwritten memory may hold anything
         if self.storage or len(k) < len(items) or not written:
             return
         rows = [
@@ -179,7 +179,7 @@ class Machine:
         self.items.append([items[b].copy(False) for b in chosen])
 
     def beam(self, at):
-        """Replace the cache by a fork of it, then append to every item: a step of beam search."""
+        """Replace the cache by a fork of itself and append to every item, as beam search does."""
         self.fork(at)
         self.caches[at], self.items[at] = self.caches.pop(), self.items.pop()
         self.append(at)
@@ -206,18 +206,18 @@ class Machine:
         self.change(at, lambda x: x.free([b]), lambda: self.truncated(items, counts))
 
     def deep_copy(self, at):
-        """Of all caches together, in their place: the copies share a pool of their own."""
+        """Replace all caches by one deepcopy of them: the copies share a new pool."""
         self.caches = copy.deepcopy(self.caches)
 
     def wrong(self, at):
-        """Calls that nothing fits, which change nothing."""
+        """Calls with invalid arguments change nothing."""
         cache = self.caches[at]
         k, v = (torch.zeros(cache.batch, HK, 1, d) for d in (D, DV))
         sparse = torch.zeros(cache.batch, HK, 1, DV).to_sparse()
         calls = (
             lambda: cache.append(k, v[..., :1]),
             lambda: cache.append(k, v.double()),
-            lambda: cache.append(k, sparse),  # k is written by then
+            lambda: cache.append(k, sparse),  # raises after k is written
             lambda: cache.evict(self.capacity + 1),
             lambda: cache.truncate(-1),
             lambda: cache.free([cache.batch]),
@@ -275,14 +275,14 @@ def dense(rows, shape):
 
 
 def kept(cache, b):
-    """Keys and values of an item, as its pages have them."""
+    """Keys and values of an item, read from its pages."""
     n, pages = int(cache.lengths[b]), cache.block_table[b]
     pages = pages[: -(-n // cache.page_size)]
     return tuple(x[pages].flatten(0, 1)[:n] for x in (cache.k_pages, cache.v_pages))
 
 
 def state(cache):
-    """All that a user sees of a cache, and the users of its pages."""
+    """All that a user sees of a cache, and the use counts of its pages."""
     contents = [x for b in range(cache.batch) for x in kept(cache, b)]
     users = cache._pool.users.clone()
     numbers = [cache.capacity, cache.nbytes, cache.pages_free, cache.k_pages.data_ptr()]
@@ -301,8 +301,8 @@ def bits(x):
 
 
 def run(seed, steps=40):
-    """So many random changes; the number of those that found the cache full. Raises AssertionError
-    that names the seed."""
+    """Make this many random changes; return the number of those that found the cache full. The
+    AssertionError of a failure names the seed."""
     chance = random.Random(seed)
     page, capacity = chance.choice(PAGES), chance.randrange(1, 11)
     storage = chance.choice((None, None, None, torch.int8))

@@ -41,8 +41,8 @@ def square(batch, heads, n, dim):
     return Dims(batch, heads, heads, n, n, dim, dim)
 
 
-# Below every tile; odd in every size; across several query and key blocks, with a head
-# dimension that 16-bit dot-product instructions like.
+# Smaller than every tile; odd in every size; several query and key blocks, with a head dimension
+# that suits 16-bit dot-product instructions.
 SHAPES = (square(1, 2, 5, 3), square(2, 2, 63, 17), square(1, 1, 197, 32))
 
 
@@ -51,7 +51,7 @@ class Draft:
 
     def __init__(self, dims, dtype, seed):
         self.dims, self.dtype = dims, dtype
-        self.exact = torch.float64 if dtype == torch.float64 else torch.float32  # as lse
+        self.exact = torch.float64 if dtype == torch.float64 else torch.float32  # dtype of the LSE
         self.generator = torch.Generator().manual_seed(seed)
 
     def randn(self, *shape, dtype=None):
@@ -73,7 +73,7 @@ class Draft:
         return self.randn(*shape, dtype=dtype).masked_fill(hidden, -torch.inf)
 
     def lengths(self, dtype=torch.int64):
-        """Whole, empty, half, one key, and round again."""
+        """The full length, 0, half, one key, and so on in turn."""
         n = self.dims.N
         some = [n, 0, n // 2, min(1, n)]
         return torch.tensor([some[b % 4] for b in range(self.dims.B)], dtype=dtype)
@@ -85,8 +85,8 @@ class Feature:
     group: str
     dims: Callable = lambda dims: dims
     args: Callable = lambda draft: {}
-    wants: str | None = None  # an optional tensor that requires grad
-    layout: str | None = None  # how q, k, v (or, in that group, dout) lie in memory
+    wants: str | None = None  # an optional tensor that requires a gradient
+    layout: str | None = None  # the memory layout of q, k, v (or of dout, in that group)
 
 
 def constant(**kwargs):
@@ -94,7 +94,8 @@ def constant(**kwargs):
 
 
 def somewhere(dims):
-    """In a call that has more on all sides; where four keys draw together, its first is a third."""
+    """The call is a part of one that is larger on all sides. Its first key is the third of a group
+    of four keys that share a random draw."""
     return fastattn.Place(row=3, key=6, head=1, item=2, rows=3 + dims.M + 4, keys=6 + dims.N + 7)
 
 
@@ -177,8 +178,8 @@ PLAIN = ()
 SINGLES = tuple((feature,) for feature in FEATURES)
 PAIRS = tuple(p for p in itertools.combinations(FEATURES, 2) if p[0].group != p[1].group)
 FEATURE = {feature.name: feature for feature in FEATURES}
-# Where kernels choose their way by three things: with one query, heads that share a key head are
-# taken together unless a feature of the scores tells them apart.
+# Combinations of three features on which kernels branch: with one query, heads that share a key
+# head are processed together unless a feature of the scores makes them differ.
 SCORING = ("causal", "window", "lengths", "alibi", "softcap", "mask", "sinks", "dropout", "scale")
 TRIPLES = tuple(
     (feature, FEATURE["one_query"], FEATURE[heads])
@@ -189,30 +190,30 @@ TRIPLES = tuple(
 
 
 def name_of(features):
-    """Features by name; what is a name stays one."""
+    """The features' names joined by +; a string is returned as it is."""
     if isinstance(features, str):
         return features
     return "+".join(f.name for f in features) or "plain"
 
 
 def lay(x, layout):
-    """The values of x (4-D), in memory that lies as `layout` says."""
-    if layout == "token_major":  # (B,N,H,D), as projections leave them
+    """The values of x (4-D), with the memory layout `layout`."""
+    if layout == "token_major":  # (B,N,H,D), the output layout of projections
         return x.transpose(1, 2).contiguous().transpose(1, 2)
-    if layout == "offset_slices":  # a part of each row of a fused projection
+    if layout == "offset_slices":  # a slice of each row of a fused projection
         wide = torch.full((*x.shape[:3], x.shape[3] + 5), torch.nan, dtype=x.dtype)
         wide[..., 3:-2] = x
         return wide[..., 3:-2]
     if layout == "column_major":  # the last stride is not 1
         return x.transpose(2, 3).contiguous().transpose(2, 3)
-    if layout == "expanded":  # one head's memory serves all
+    if layout == "expanded":  # all heads share the memory of one
         return x[:, :1].clone().expand_as(x)
     return x.contiguous()
 
 
 @dataclass
 class Problem:
-    """One call: inputs, keyword arguments, and the gradients that come in."""
+    """One call: inputs, keyword arguments, and incoming gradients."""
 
     name: str
     q: torch.Tensor
@@ -227,7 +228,7 @@ class Problem:
         return dict(q=self.q, k=self.k, v=self.v, **self.kwargs)
 
     def to(self, dtype):
-        """The same values in another dtype, layouts kept; masks of float32 follow along."""
+        """The same values in another dtype and the same layouts; float32 masks are cast too."""
 
         def cast(x):
             floating = isinstance(x, torch.Tensor) and x.is_floating_point()
@@ -289,7 +290,7 @@ def build(dims, features, dtype, seed=None):
 
 
 def spoil_tail(x, key_lengths):
-    """NaN in every key at or past its length, in place."""
+    """Write NaN to every key at or past its item's length, in place."""
     for b, length in enumerate(key_lengths.tolist()):
         x[b, ..., length:, :] = torch.nan
     return x
@@ -298,8 +299,8 @@ def spoil_tail(x, key_lengths):
 def negative_logits(problem):
     """The same problem with every logit near -32, so that one leaked zero logit decides the row.
 
-    Random logits average out: a leaked key among a thousand changes nothing that rounding does
-    not. Here it takes the whole row.
+    Random logits average out: one leaked key among a thousand changes a row no more than rounding
+    does. Here it takes the whole row.
     """
     dim = problem.q.shape[-1]
     scale = problem.kwargs.get("scale") or dim**-0.5

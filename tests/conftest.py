@@ -1,8 +1,8 @@
-"""Every test runs with NaN in uninitialised memory, at the tier that is asked for (tiers.py).
+"""Every test runs with NaN in uninitialised memory, at the chosen tier (tiers.py).
 
-Memory that is read before it is written shows: torch itself fills `torch.empty`, `empty_like`,
-`new_empty`, `empty_strided` and `resize_` with NaN (integers with their maximum, so a byte
-buffer read as floats is NaN too), and the native library fills its own scratch.
+This exposes memory that is read before it is written: torch itself fills `torch.empty`,
+`empty_like`, `new_empty`, `empty_strided` and `resize_` with NaN (integers with their maximum, so a
+byte buffer read as floats is NaN too), and the native library fills its own scratch.
 """
 
 import importlib.util
@@ -11,18 +11,18 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-# Before torch is loaded. Workers side by side have a share of the cores each, and a thread that
-# waits does not spin on the core that another needs.
+# Set before torch is loaded. Parallel test workers split the cores among them, and a waiting thread
+# does not spin on a core that another worker needs.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-if WORKERS > 1:  # programs that tests start have theirs, too
+if WORKERS > 1:  # inherited by the programs that tests start
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
 
-# The yardstick in 16 bits is torch's: the same on every machine, and none of the tile instructions
-# that torch's oneDNN makes, which some virtual machines announce and then refuse.
+# The 16-bit baseline is torch's. It must be the same on every machine, and must not use the tile
+# instructions of torch's oneDNN, which some virtual machines announce and then refuse.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
 # Tests import their helpers by name (`import cases`) whatever pytest's import mode is.
@@ -47,9 +47,8 @@ NO_GPU = "torch sees no GPU here"
 
 
 def quicken_interpreter():
-    """Triton's interpreter patches its language at every inner call, which takes half its time and
-    is never undone: once for each module does.
-    """
+    """Patch Triton's language once for each module: the interpreter does it again at every inner
+    call, which takes half its time and is never undone."""
     from triton.runtime import interpreter
 
     patched = set()
@@ -81,7 +80,7 @@ def pytest_configure(config):
         config.pluginmanager.register(deadline.Deadline(config.option.minutes))
 
 
-@pytest.hookimpl(tryfirst=True)  # a share is of all that there is, whatever -k and -m take of it
+@pytest.hookimpl(tryfirst=True)  # before -k and -m filter: a share is of all tests
 def pytest_collection_modifyitems(config, items):
     from runners import INTERPRETED
 
@@ -99,12 +98,11 @@ def pytest_runtest_setup(item):
         foreign_warnings.report_only()
 
 
-REASONS = 5  # that are told of what was skipped
+REASONS = 5  # how many reasons for skips are printed
 
 
 def pytest_terminal_summary(terminalreporter):
-    """What was not run, and why; and what tests want known though they passed: what they recorded
-    as `notice`."""
+    """Print what was not run and why, and the `notice` properties that passing tests recorded."""
     reasons = Counter(x.longrepr[2].removeprefix("Skipped: ") for x in skipped(terminalreporter))
     for reason, count in reasons.most_common(REASONS):
         terminalreporter.write_line(f"not run: {count} of: {reason}")
@@ -122,7 +120,7 @@ def skipped(terminalreporter):
 
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_scratch():
-    """The native library's own workspaces start as NaN too."""
+    """Fill the native library's own workspaces with NaN before use, too."""
     from fastattn import native
 
     native.poison(True)
@@ -152,13 +150,13 @@ def threads():
 
 @pytest.fixture
 def one_thread(threads):
-    """For files of many tiny calls. Threads change no bit of a result (test_determinism)."""
+    """For modules with many tiny calls. Threads change no bit of a result (test_determinism)."""
     threads(1)
 
 
 @pytest.fixture
 def nothing_is_small(monkeypatch):
-    """A patched function takes calls of every size."""
+    """Make patched functions take calls of every size."""
     from fastattn import patching
 
     monkeypatch.setattr(patching, "SMALL", 0)
@@ -166,7 +164,7 @@ def nothing_is_small(monkeypatch):
 
 @pytest.fixture
 def registered():
-    """transformers has "fastattn"."""
+    """Register "fastattn" with transformers."""
     from fastattn.integrations import transformers
 
     transformers.register()

@@ -1,6 +1,6 @@
-"""Peers that end the process that measures them, or leave it unusable, each in its way.
+"""Benchmark peers that end the process that measures them, or leave it unusable.
 
-They are in the benchmark's table where this module is imported.
+Importing this module adds them to the benchmark's table.
 """
 
 import os
@@ -21,7 +21,7 @@ def _fills():
 
 
 def _poisons():
-    """As after an illegal access: whatever is asked of the GPU raises, from now on."""
+    """Like an illegal access: from now on every use of the GPU raises."""
 
     def unusable():
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

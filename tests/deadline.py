@@ -1,8 +1,8 @@
-"""A run that ends in time: `pytest --minutes=15` skips what it has not come to by then, and says
-how much that is.
+"""End a run in time: `pytest --minutes=15` skips the tests that remain after that, and reports how
+many they are.
 
-What it comes to is something of everything: all tests are gone through in so many passes, in each
-another part of the cases of every test. Which part comes first is drawn anew for every commit.
+Each pass over the suite runs another part of the cases of every test, so that a run that is cut
+short has run some cases of everything. Which part comes first is drawn anew for every commit.
 """
 
 import subprocess
@@ -20,7 +20,7 @@ class Deadline:
     def __init__(self, minutes: float):
         self.end = time.monotonic() + 60 * minutes
 
-    @pytest.hookimpl(trylast=True)  # of the items that are chosen
+    @pytest.hookimpl(trylast=True)  # after deselection
     def pytest_collection_modifyitems(self, items):
         items[:] = in_passes(items, commit())
 
@@ -31,7 +31,7 @@ class Deadline:
 
 
 def in_passes(items, seed):
-    """The same items, sorted by their pass."""
+    """The items, sorted by pass."""
     return sorted(
         items, key=lambda item: sha256(f"{seed} {item.nodeid}".encode()).digest()[0] % PASSES
     )

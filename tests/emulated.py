@@ -1,4 +1,4 @@
-"""The CUDA backend for CPU tensors, with the emulator behind it: for tests alone."""
+"""The CUDA backend on CPU tensors, run by the emulator: for tests only."""
 
 import ctypes
 import functools
@@ -17,8 +17,8 @@ NARROW = 64
 
 @functools.cache
 def emulator(wide=False):
-    """Kernels of head dims up to NARROW, or of those above: they take more than twice as long to
-    compile, and few tests run them."""
+    """The emulator with the kernels of head dims up to NARROW or, if `wide`, of those above. Wide
+    kernels take more than twice as long to compile, and few tests run them."""
     sources = KERNELS / "library.cu", *sorted((KERNELS / "sm80").glob("*.cu"))
     has = ">" if wide else "<="
     return Emulator(*sources, flags=[f"-DFA_CUDA_HAS_DIM(d)=(d {has} {NARROW})"])
@@ -26,30 +26,30 @@ def emulator(wide=False):
 
 @functools.cache
 def executor(wide=False):
-    """Runs the PTX of the same kernels, as nvcc makes it."""
+    """Runs the PTX that nvcc makes of the same kernels."""
     return library.Executor(emulator(wide))
 
 
 @functools.cache
 def binary(wide=False):
-    """The same, as any library of CUDA kernels. CPU tensors are on no device: on the first one."""
+    """The same emulator as a library of CUDA kernels. CPU tensors are assigned to device 0."""
     library = native.CudaLibrary(emulator(wide).path)
     run = library.run
     library.run = lambda params, which, device, *more: run(params, which, max(device, 0), *more)
-    library.run_at = 0  # what is called at once has the number of a device
+    library.run_at = 0  # disable direct calls, which pass the tensors' device number
     return library
 
 
 def decode_splits(params, multiprocessors):
-    """Among how many blocks decode splits the keys."""
+    """The number of blocks among which decode splits the keys."""
     splits = binary().entry("fa_cuda_splits", ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
     return splits(params, multiprocessors)
 
 
 class Watched:
-    """What native.CudaLibrary is to the backend; every call is watched, and must be faultless."""
+    """Replaces native.CudaLibrary: it records the findings of every call, and fails on any."""
 
-    run_at = 0  # nothing is called at once, unseen
+    run_at = 0  # no direct calls, which would bypass `run`
 
     def __init__(self, backend):
         self.backend = backend
@@ -58,7 +58,7 @@ class Watched:
     def run(self, params, which, device, multiprocessors, stream):
         if which == native.FORWARD:
             self.backend.splits = decode_splits(params, multiprocessors)
-        device = max(device, 0)  # CPU tensors have none
+        device = max(device, 0)  # -1 for CPU tensors
         numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
         wide = self.backend.wide
         with executor(wide).instead(ours.ptx) if self.backend.ptx else nullcontext():
@@ -72,9 +72,9 @@ class Watched:
 
 
 class Emulated(Cuda):
-    """With a number of multiprocessors, calls of few rows go to decode. With `ptx` the kernels run
-    as nvcc compiled them; `launches` counts those. `options` go to the emulator; `findings` holds
-    what it told of each call; `splits` are those of the last forward."""
+    """With `sm_count` multiprocessors, calls of few rows use decode. With `ptx` the kernels run as
+    nvcc compiled them; `launches` counts those. `options` go to the emulator; `findings` holds its
+    findings for each call; `splits` are those of the last forward."""
 
     name = "emulated"
 
@@ -86,7 +86,7 @@ class Emulated(Cuda):
     def library(self):
         return Watched(self)
 
-    def workspace(self, which, params, t):  # the first that is asked of a call
+    def workspace(self, which, params, t):  # the first method that runs in a call
         self.wide = max(x.shape[-1] for x in (t.q, t.v) if x is not None) > NARROW
         return super().workspace(which, params, t)
 
@@ -103,14 +103,14 @@ class Emulated(Cuda):
 
 @contextmanager
 def everywhere(**options):
-    """Every call inside runs on the emulator, whatever backend it asks for."""
+    """Every call inside runs on the emulator, whichever backend it asks for."""
     with every_call(Emulated(**options)) as backend:
         yield backend
 
 
 def survivors(run, **options):
     """The sites of the synchronisations in `run` that can be deleted without a finding. One run
-    with the checker is enough, whatever the values turn out to be."""
+    with the checker decides, whatever the values turn out to be."""
     with everywhere(**options) as backend:
         run()
     found = set()

@@ -1,4 +1,4 @@
-"""Kernels of csrc/cuda on the emulator of tests/emu: compiled by the C++ compiler, run on a CPU."""
+"""Kernels of csrc/cuda on the emulator in tests/emu: built by the C++ compiler, run on the CPU."""
 
 import ctypes
 import hashlib
@@ -22,7 +22,7 @@ PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "boxes", "product
 FLAGS = [
     "-std=c++17",
     "-O2",
-    "-g1",  # lines, and no types: a fifth of the time
+    "-g1",  # line numbers without types: a fifth of the time
     "-fPIC",
     "-Wall",
     "-Wextra",
@@ -31,12 +31,12 @@ FLAGS = [
     "-Wno-unknown-pragmas",
 ]
 FLAGS += ["-DFA_EMULATED", *(f"-I{folder}" for folder in (EMULATOR, ROOT / "csrc"))]
-# With FASTATTN_EMULATOR=address the kernels run under AddressSanitizer, which watches global
-# memory; else under the emulator's own checker of memory, which takes from the thread
-# sanitizer only the calls that it makes at loads and stores: hooks.cpp has them.
+# With FASTATTN_EMULATOR=address the kernels run under AddressSanitizer, which checks global memory.
+# Otherwise they run under the emulator's own memory checker, which uses only the hooks that the
+# thread sanitizer inserts at loads and stores (hooks.cpp).
 WATCHED = os.environ.get("FASTATTN_EMULATOR", "thread")
-# Instructions are known by their addresses: each keeps its own, and one only. What copies blocks of
-# code, or merges them, would make two of one, or one of two.
+# The checker identifies instructions by their addresses. Optimisations that duplicate or merge
+# blocks of code would give one instruction two addresses, or two instructions one.
 PLACES = ["-fno-thread-jumps", "-freorder-blocks-algorithm=simple", "-fno-crossjumping"]
 PLACES += ["-fno-tree-tail-merge", "-fno-code-hoisting"]
 KERNEL_FLAGS = [f"-fsanitize={WATCHED},alignment", *PLACES]
@@ -57,7 +57,7 @@ def compiler():
 
 
 def compiled(source, *flags):
-    """The object file of a source, from the cache if nothing that it reads has changed."""
+    """The object file of a source, from the cache if no file that it includes has changed."""
     command = [*compiler(), *FLAGS, *flags]
     headers = sorted(
         [*EMULATOR.glob("*.h"), *(ROOT / "csrc").rglob("*.h"), *KERNELS.rglob("*.cuh")]
@@ -75,7 +75,8 @@ def linked(objects):
 
 
 def made(target, command):
-    """Another process may be at the same: it waits. What was begun and not ended is no target."""
+    """Run the command to make the target. A process that makes the same target waits for the other.
+    The target appears only when it is complete."""
     with once.alone(target.name):
         if not target.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -88,7 +89,7 @@ def made(target, command):
 
 
 class Options(ctypes.Structure):
-    """As control.cpp has them; block.h says what they mean."""
+    """The struct of control.cpp; block.h documents the fields."""
 
     _fields_ = [
         ("seed", ctypes.c_uint64),
@@ -108,22 +109,21 @@ DEFAULTS = dict(seed=1, schedule=RANDOM, lazy=True, check=True, shared_limit=99 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a launch brought to light."""
+    """What the checker found in a launch."""
 
     count: int
     first: str
     sites: tuple[str, ...]  # of the synchronisations that ran
     multiplies: int
-    banks: dict[str, tuple[int, int]]  # of accesses to shared memory: turns, and their conflicts
+    banks: dict[str, tuple[int, int]]  # accesses to shared memory: turns, and bank conflicts
 
     def none(self, of=""):
-        """Fails if there is one."""
+        """Fails if there is any finding."""
         assert not self.count, f"{of}{self.count} findings: {self.first}"
 
 
 class Emulator:
-    """A library of kernels, compiled with `flags`. `parts` replaces sources of the emulator itself
-    by others."""
+    """A library of kernels, compiled with `flags`. `parts` replaces sources of the emulator."""
 
     def __init__(self, *kernels, flags=(), parts=None):
         objects = [compiled((parts or {}).get(x, EMULATOR / f"{x}.cpp")) for x in PARTS]
@@ -136,13 +136,13 @@ class Emulator:
         self.library.emu_multiplies.restype = ctypes.c_long
 
     def run(self, entry, *arguments, **options):
-        """Call an entry with numbers and arrays, and tell what was found."""
+        """Call an entry with numbers and arrays, and return the findings."""
         code, found = self.call(entry, *arguments, **options)
         assert code == 0, f"{entry} returns {code}"
         return found
 
     def call(self, entry, *arguments, disabled="", **options):
-        """The same of one that may return an error code: with the code."""
+        """As `run`, for an entry that may return an error code: (code, findings)."""
         options = Options(**DEFAULTS | options, disabled=disabled.encode())
         options.check &= WATCHED == "thread"
         self.library.emu_reset(ctypes.byref(options))
@@ -158,7 +158,7 @@ class Emulator:
 
 
 def altered(part, old, new, folder):
-    """`parts` of an emulator in whose source a text that stands there once is another."""
+    """`parts` for an emulator with `old`, which occurs once in `part`, replaced by `new`."""
     source = EMULATOR / f"{part}.cpp"
     text = source.read_text()
     assert text.count(old) == 1, f"{source.name} has {text.count(old)} times: {old}"
@@ -173,7 +173,7 @@ def pointer(array):
 
 
 def aligned(size, dtype, to=16):
-    """Zeros at a multiple of so many bytes, as what a GPU allocates."""
+    """Zeros at an address that is a multiple of `to` bytes, like a GPU's allocations."""
     raw = np.zeros(size * np.dtype(dtype).itemsize + to, np.uint8)
     start = -raw.ctypes.data % to
     return raw[start : start + size * np.dtype(dtype).itemsize].view(dtype)

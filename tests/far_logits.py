@@ -1,6 +1,6 @@
-"""Rows whose logits are all near 2^20, by q.k itself: beside them a float32 LSE counts in steps of
-1/8, and what its rounding lost decides on every weight of the row. Plain kernels make such rows;
-tests/far_rows.py has those that a mask takes far from zero.
+"""Rows with all logits near 2^20, from q.k itself. A float32 LSE near 2^20 has steps of 1/8, so the
+part of it that rounding loses affects every weight of the row. Plain kernels get such rows;
+tests/far_rows.py has rows that a mask moves far from zero.
 
 The logits are whole numbers, exact in every dtype: the float64 oracle has the same.
 """
@@ -14,7 +14,7 @@ SIZE = 2**10  # of q and of k, in a column of their own
 
 
 def far_logits(dtype, M=37, N=70, H=2, Hk=1):
-    """Logits of 2^20 - 1, 2^20 and 2^20 + 1; the other columns of q and k never meet."""
+    """Logits of 2^20 - 1, 2^20 and 2^20 + 1. The other columns of q and k have zero products."""
     problem = build(Dims(1, H, Hk, M, N, 16, 16), (), dtype)
     problem.q[..., 8:], problem.k[..., 2:8] = 0, 0
     problem.q[..., 0], problem.k[..., 0] = SIZE, SIZE
@@ -25,7 +25,7 @@ def far_logits(dtype, M=37, N=70, H=2, Hk=1):
 
 
 def complaints(problem, backend=None):
-    """About out, dk, dv and the weights. In dq the large column drowns what is beside it."""
+    """Complaints about out, dk, dv and the weights. In dq the large column hides the others."""
     tolerance = 1e-4 if problem.q.dtype == torch.float32 else 2e-2
     wide = problem.to(torch.float64)
     exact, found = wide.run(fastattn.reference.attention), problem.run(attention(backend))

@@ -1,13 +1,13 @@
-"""Rows whose logits a mask takes far from zero: left padding by finfo.min, or by -1e9.
+"""Rows with logits that a mask moves far from zero: left padding by finfo.min, or by -1e9.
 
-Where every key of a row has such a mask, the accumulation dtype absorbs q.k into it: beside -1e9 a
-float32 counts in steps of 64. The answer is then the softmax of the logits as that dtype holds
-them, and float64, which holds q.k too, would give another. So the oracle takes these rows' logits
-rounded (`FarRows.hold`); the gradients flow as if nothing had been rounded, as they do in a kernel.
+If every key of a row has such a mask, adding it rounds q.k away in the accumulation dtype: near
+-1e9 a float32 has steps of 64. The expected result is the softmax of the logits as rounded to that
+dtype; float64 keeps q.k and would give another. So the oracle takes these rows' logits rounded
+(`FarRows.hold`); the gradients flow as if nothing had been rounded, as they do in a kernel.
 
-Rounding a logit is then no error. It would be one where the logit lies in the middle between two
-numbers of the dtype: a kernel's own roundings of q.k may take it to either. Rows that have such a
-logit keep the wide budget of rounding the mask (`ties`); the problems made here have none.
+Rounding a logit is then no error, unless the logit is near the midpoint of two numbers of the
+dtype: a kernel's own roundings of q.k may move it to either. Rows that have such a logit keep the
+wide budget of rounding the mask (`ties`); the problems made here have none.
 """
 
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ from cases import DTYPES, FEATURE, Dims, Draft, build
 
 from fastattn import reference
 
-FAR = 2.0**14  # nearer logits are held by float32 to 1e-3 or better, which a budget can count
+FAR = 2.0**14  # float32 holds smaller logits to 1e-3 or better, which a budget can cover
 
 
 def accumulator(dtype):
@@ -26,15 +26,15 @@ def accumulator(dtype):
 
 @dataclass(frozen=True)
 class FarRows:
-    """Of one problem: each (B,H,M,1), but `shift` and `below` (B,H,M,N), all float64 or bool."""
+    """Of one problem: each (B,H,M,1), except `shift` and `below` (B,H,M,N); all float64 or bool."""
 
-    rows: torch.Tensor  # which they are
-    ties: torch.Tensor  # and which have a logit that may be rounded either way
+    rows: torch.Tensor  # which rows are far
+    ties: torch.Tensor  # far rows with a logit that may be rounded either way
     shift: torch.Tensor  # what rounding adds to each of their logits
     below: torch.Tensor  # how far each of their logits is below the row's largest
 
     def hold(self, attention):
-        """`attention` with these rows' logits rounded."""
+        """`attention` with the logits of far rows rounded."""
 
         def held(q, k, v, *, mask, **kwargs):
             return attention(q, k, v, mask=mask + self.shift.to(mask), **kwargs)
@@ -42,7 +42,7 @@ class FarRows:
         return held
 
     def bring_near(self, attention):
-        """`attention` without the mask in these rows: it has gradients, and the value 0."""
+        """`attention` with the mask's value, but not its gradient, subtracted in far rows."""
 
         def near(q, k, v, *, mask, **kwargs):
             size = torch.where(self.rows & mask.isfinite(), mask.detach(), 0)
@@ -85,7 +85,7 @@ def scores(problem, mask):
 
 # ----------------------------------------------------------------------------------- the problems
 
-LARGE = {"finfo.min": None, "-1e9": -1e9}  # None: the mask's own least number
+LARGE = {"finfo.min": None, "-1e9": -1e9}  # None: the least number of the mask's dtype
 
 
 def whole(shape, draft):
@@ -94,13 +94,13 @@ def whole(shape, draft):
 
 
 def left_padding(shape, draft):
-    """Of each item another part, as tokenizers pad: none, half, all, and round again."""
+    """The first keys of each item: none, half, all, and so on in turn, as tokenizers pad."""
     lengths = torch.tensor([0, shape[-1] // 2, shape[-1]])[torch.arange(shape[0]) % 3]
     return (torch.arange(shape[-1]) < lengths.view(-1, 1, 1, 1)).expand(shape)
 
 
-# Title: sizes, the shape of the mask, which of it is large, and the features of the call. Sizes
-# end inside a tile and, where N is large, past several.
+# Title: sizes, the shape of the mask, which part of it is large, and the features of the call.
+# Sizes end inside a tile; a large N spans several tiles.
 ROWS = {
     "some rows": (Dims(1, 2, 2, 37, 37, 16, 16), "BHMN", whole, ""),
     "long rows": (Dims(1, 1, 1, 9, 300, 16, 16), "MN", whole, "lse_loss"),
@@ -113,8 +113,9 @@ ROWS = {
 
 
 def far_problem(title, value, dtype):
-    """The mask's ordinary numbers, q and k are small whole numbers and quarters: their products
-    and sums are exact, so that no rounding of a logit depends on an order."""
+    """A problem with a mask that is `value` in part. The other mask values, q and k are small whole
+    numbers and quarters: their products and sums are exact, so that no rounding of a logit depends
+    on the order of summation."""
     dims, letters, where, features = ROWS[title]
     features = [FEATURE[name] for name in features.split()]
     problem = build(dims, features, DTYPES[dtype])
@@ -130,6 +131,6 @@ def far_problem(title, value, dtype):
     least = least or torch.finfo(wide).min
     mask = (draft.randn(*shape).double() * 4).round() / 4
     problem.kwargs["mask"] = mask.masked_fill(where(shape, draft), least).to(wide)
-    if "sinks" in problem.kwargs:  # in one head it is of the same size, and takes its share
+    if "sinks" in problem.kwargs:  # one head's sink is as large, so it gets a share of the row
         problem.kwargs["sinks"][0] = problem.kwargs["mask"].min().double()
     return replace(problem, wants=(*problem.wants, "mask"))

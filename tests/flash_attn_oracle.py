@@ -1,7 +1,7 @@
-"""flash-attn 2.8 as its documentation says it, in float64, one sequence at a time.
+"""flash-attn 2.8 by its documentation, in float64, one sequence at a time.
 
-Nothing here is fastattn's: rows stand where the docstrings of flash_attn_interface.py put them, a
-cache is read key by key, and rotations are complex numbers.
+No code of fastattn is used: row positions follow the docstrings of flash_attn_interface.py, a cache
+is read key by key, and rotations are complex numbers.
 """
 
 import math
@@ -45,7 +45,7 @@ def one(
     sink = q.new_full((H,), -math.inf) if s_aux is None else s_aux.double()
     logits = torch.cat([s.masked_fill(~seen, -math.inf), sink[:, None, None].expand(H, M, 1)], -1)
     empty = (logits == -math.inf).all(-1)
-    safe = logits.masked_fill(empty[..., None], 0)  # whose derivative is no NaN
+    safe = logits.masked_fill(empty[..., None], 0)  # avoids NaN in the derivative
     lse = safe.logsumexp(-1)
     p = (safe - lse[..., None]).exp().masked_fill(empty[..., None], 0)[..., :-1]
     dropped = p if kept is None else p * kept / (1 - dropout_p)
@@ -80,7 +80,7 @@ def varlen(q, k, v, cu_q, cu_k, kept=None, **arguments):
 
 
 def turned(x, cos, sin, positions, interleaved):
-    """x (n,H,D), the first 2 R columns of it turned by angles whose cos and sin are (·,R)."""
+    """x (n,H,D) with its first 2 R columns rotated by angles with the given cos and sin (·,R)."""
     R = cos.shape[1]
     first = x[..., : 2 * R].double()
     a, b = (first[..., 0::2], first[..., 1::2]) if interleaved else first.split(R, -1)
@@ -104,7 +104,7 @@ def with_kvcache(
     rotary_interleaved=True,
     **arguments,
 ):
-    """`flash_attn_with_kvcache`: out, lse, and the caches as they are then."""
+    """`flash_attn_with_kvcache`: out, lse, and the caches after the call."""
     k_cache, v_cache = k_cache.clone(), v_cache.clone()
     local = tuple(arguments.get("window_size", (-1, -1))) != (-1, -1)
     outs, lses = [], []

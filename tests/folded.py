@@ -1,4 +1,4 @@
-"""Calls with dropout that vmap makes one call of, beside each of them alone."""
+"""Compare dropout calls that vmap folds into one call with the same calls made one by one."""
 
 import functools
 import itertools
@@ -13,12 +13,12 @@ import fastattn
 from fastattn import Place, backend, transforms
 from fastattn.spec import Feature
 
-# Along what calls are put together, from the inside out: items have q, k and v of their own, heads
-# have sinks, which no item has.
+# The dimensions that each vmap folds along, the innermost first: "items" maps q, k and v, "heads"
+# maps the sinks.
 WAYS = ("items", "heads", "items items", "heads heads", "items heads", "heads items")
 P, SEED, PLACE = 0.4, 5, Place(row=2, key=3, head=4, item=1)
 SHAPE = B, H, M, N = 2, 2, 5, 30
-HOW_MANY = small((3, 2), (2, 2))  # calls, the innermost vmap's first
+HOW_MANY = small((3, 2), (2, 2))  # calls in each vmap, the innermost first
 
 
 def attention(name, q, k, v, sinks=None):
@@ -48,7 +48,7 @@ PASSES = {"forward": forward, "backward": backward, "jvp": tangent, "second": se
 
 
 def passes_of(name):
-    """Those that a backend has."""
+    """The passes that a backend supports."""
     able = backend.get(name).support.features & Feature.TANGENTS
     return PASSES if able else {x: PASSES[x] for x in ("forward", "backward")}
 
@@ -64,7 +64,7 @@ def by_vmap(f, way):
 
 
 def alone(f, way):
-    """The same, one call after the other."""
+    """`f` mapped by a loop over calls instead of vmap."""
 
     def every(inner, at, n, *x):
         each = [inner(*(y if d is None else y[i] for y, d in zip(x, at))) for i in range(n)]
@@ -76,7 +76,7 @@ def alone(f, way):
 
 
 def tensors(way, dtype):
-    """q, k, v and sinks, with a dimension for each vmap over them."""
+    """q, k, v and sinks, with a leading dimension for each vmap that maps them."""
     generator = torch.Generator().manual_seed(0)
     sizes = list(reversed(list(zip(way.split(), HOW_MANY))))
     shapes = (B, H, M, 8), (B, 1, N, 8), (B, 1, N, 8), (H,)
@@ -88,7 +88,7 @@ def tensors(way, dtype):
 
 @contextmanager
 def counted(which):
-    """How often that pass runs inside: a list with an element for each time."""
+    """Record the runs of that pass inside the block: a list with an element for each."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
         run = getattr(transforms.passes, which)
@@ -97,7 +97,7 @@ def counted(which):
 
 
 def complaints(name, dtype=torch.float32, ways=WAYS, passes=None):
-    """Where calls that are one are not what they are alone, or are more than one."""
+    """One line where a folded call differs from the separate calls, or is more than one call."""
     tolerance = {2: 2e-2, 4: 1e-5, 8: 1e-12}[dtype.itemsize]
     for way, which in itertools.product(ways, passes or passes_of(name)):
         f = functools.partial(PASSES[which], functools.partial(attention, name))
@@ -113,9 +113,10 @@ def complaints(name, dtype=torch.float32, ways=WAYS, passes=None):
 
 
 def draws_alike(name, way, dtype, rows=M):
-    """Is what dropout keeps that of one call, bit for bit, forward and in dv?
+    """Does dropout keep the same probabilities in a folded call as in separate calls, bit for bit,
+    in forward and in dv?
 
-    Queries of 0 and v = I make the output the weights, and dout = I makes dv those.
+    With q = 0 and v = I the output is the weights; with dout = I so is dv.
     """
     lead = [n for along, n in reversed(list(zip(way.split(), HOW_MANY))) if along == "items"]
     q = torch.zeros(*lead, B, H, rows, 8, dtype=dtype)

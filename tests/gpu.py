@@ -1,4 +1,4 @@
-"""What the tests on a GPU share: problems moved to it, and answers brought back to be judged."""
+"""Helpers for the tests on a GPU: move problems there, and bring results back for judgement."""
 
 import os
 import threading
@@ -21,13 +21,13 @@ BACKENDS = {
     x: why for x, why in fastattn.available_backends().items() if x not in ("cpu", "reference")
 }
 # The head dim of most tests, by dtype, so that they share kernels. IEEE products of float32 are
-# unrolled into single instructions: with few columns they compile in seconds.
+# unrolled into single instructions, which compile in seconds only for few columns.
 DIM = {"float32": 16, "bfloat16": 64, "float16": 64}
 DTYPES = {name: cases.DTYPES[name] for name in DIM}
 
 on_gpu = [
     pytest.mark.gpu,
-    # autograd's threads come to cuBLAS without a context, and torch says that it helped itself.
+    # autograd's threads use cuBLAS without a CUDA context; torch makes one and warns.
     pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
 ]
 on_every_backend = pytest.mark.parametrize(
@@ -47,13 +47,13 @@ FOUR_ITEMS = replace(cases.FEATURE["lengths"], dims=lambda dims: replace(dims, B
 
 
 def build(dims, features, dtype):
-    """The CPU's case; with lengths, of four items at any size: whole, empty, half and one key."""
+    """The CPU's case. With lengths it has four items at any size: full, empty, half and one key."""
     features = [FOUR_ITEMS if f.name == "lengths" else f for f in features]
     return cases.build(dims, features, dtype)
 
 
 def moved(x, device=None):
-    """A tensor on the device, lying as x lies: its strides, its offset, and what is in between."""
+    """A copy of x on the device with its memory layout: strides, offset, and the memory between."""
     if not isinstance(x, torch.Tensor):
         return x
     memory = x.new_empty(0).set_(x.detach().untyped_storage()).to(device or DEVICE)
@@ -75,7 +75,7 @@ def attend(problem, name):
 
 
 def check(name, problems, run=attend, verdict=Verdict):
-    """Judge what `run(problem on the device, backend)` gives, for each problem."""
+    """Run each problem by `run(problem on the device, backend)` and judge the results."""
     for problem in problems:
         declares(name, problem.q.dtype)
     found = []
@@ -105,10 +105,10 @@ def judged(test):
 
 @pytest.fixture(scope="module")
 def compiled(request):
-    """Make the kernels of the module's chosen `judged` tests, on every core.
+    """Compile the kernels of the module's chosen `judged` tests, on every core.
 
-    Kernels compile when first launched, for seconds each; one after the other, for an hour. What
-    goes wrong here goes wrong again, and is reported, in the test itself.
+    A kernel compiles at its first launch, for seconds; all in sequence take an hour. Errors here
+    are ignored: they recur, and are reported, in the test itself.
     """
     chosen = [
         item
@@ -126,11 +126,11 @@ def launch(item):
     if item.get_closest_marker("skip"):
         return
     compiling.now = True
-    # Backward on the thread that asks for it: autograd has one thread for all of a GPU's work.
+    # Run backward on the calling thread: autograd has only one thread for all work on a GPU.
     try:
         with torch.autograd.set_multithreading_enabled(False):
             item.function(**item.callspec.params)
-    except (Exception, pytest.skip.Exception):  # a skip is none of Python's exceptions
+    except (Exception, pytest.skip.Exception):  # pytest's skip is not an Exception
         pass
     finally:
         compiling.now = False

@@ -1,18 +1,18 @@
 """The error budget: how far from the float64 oracle a result may be.
 
-Every dtype may err by what rounding in the accumulation dtype explains, element by element. That
-is the whole budget of float32 and float64. A sum of terms that cancel keeps the error of its
-terms, so `magnitudes` carries absolute values through the formulas of forward and backward; and a
-probability errs by eps times the size of the logits that made it.
+Every dtype may err by what rounding in the accumulation dtype explains, element by element. That is
+the whole budget of float32 and float64. A sum of terms that cancel keeps the error of its terms, so
+`magnitudes` carries absolute values through the formulas of forward and backward; and a probability
+errs by eps times the size of the logits that made it.
 
-16-bit may err further by 2x (gradients 3x) the largest error of `naive.baseline`, which computes
-in the same dtype (torch's own math path is no baseline: it upcasts), by 2 units in the last place
-of the largest value, and by what storing the output in 16 bits does to delta = sum(dout * out),
-which backward subtracts: where a gradient is 0 by cancellation, the baseline may be exact by luck.
-The LSE is float32 for 16-bit inputs, and is held to float32.
+16-bit results may err further by 2x (gradients 3x) the largest error of `naive.baseline`, which
+computes in the same dtype (torch's own math path is no baseline: it upcasts), by 2 units in the
+last place of the largest value, and by what storing the output in 16 bits does to delta = sum(dout
+* out), which backward subtracts: where a gradient is 0 by cancellation, the baseline may be exact
+by luck. The LSE is float32 for 16-bit inputs, and has the budget of float32.
 
-Rows of a mask's large numbers (far_rows.py) have the oracle of their rounded logits, and a budget
-that counts their distance from the largest: how far they all are from zero is nobody's error.
+Rows with large mask values (far_rows.py) use an oracle with rounded logits. Their budget counts
+each logit's distance from the row's largest, not its distance from zero.
 """
 
 import math
@@ -25,7 +25,7 @@ from naive import baseline
 import fastattn
 
 FACTOR = {"out": 2}  # gradients: 3
-ROUNDINGS = 4  # how many half-ulp steps of the accumulation dtype may line up
+ROUNDINGS = 4  # how many half-ulp steps of the accumulation dtype may add up
 
 
 def oracle(problem, backward=True, far=None):
@@ -38,11 +38,11 @@ def budgets(problem, exact, backward=True, far=None):
     dtype = problem.q.dtype
     finfo = torch.finfo(accumulator(dtype))
     sizes = magnitudes(problem, exact["out"], backward, far)
-    # The last term: what underflows may be 0.
+    # The last term: a value that underflows may be 0.
     bounds = {
         x: ROUNDINGS * finfo.eps * size + 1e4 * finfo.tiny for x, size in sizes["all"].items()
     }
-    for name, bound in bounds.items():  # a float32 bias beside float64 inputs, say
+    for name, bound in bounds.items():  # e.g. the gradient of a float32 bias with float64 inputs
         stored = torch.finfo(expected_dtype(name, problem))
         bounds[name] = bound + stored.eps * exact[name].abs() + stored.tiny
     if dtype.itemsize > 2:
@@ -59,8 +59,9 @@ def budgets(problem, exact, backward=True, far=None):
 
 
 def roughness(problem, exact, backward, far):
-    """The largest error of the baseline in each result. In far rows 16 bits hold none of q.k, which
-    is no measure of what rounding costs: it is taken with these rows near zero."""
+    """The largest error of the baseline in each result. In far rows 16-bit logits lose q.k
+    altogether, so their error does not measure rounding: it is taken without the large mask
+    values."""
     attention = baseline
     if far:
         attention = far.bring_near(baseline)
@@ -98,7 +99,7 @@ def magnitudes(problem, out, backward=True, far=None):
     sizes = {"out": grown * (p @ all_heads(v)) * logit}
     if problem.kwargs.get("return_lse"):
         sizes["lse"] = logit.squeeze(-1)
-    # A kernel's exp is 0 below 2^-100 (float64: 2^-900): so large an error in each probability.
+    # A kernel's exp is 0 below 2^-100 (float64: 2^-900): each probability may err by that much.
     wide = accumulator(problem.q.dtype)
     zeroed = 2.0**-900 if wide == torch.float64 else 2.0**-100
     zeroed = (p > 0).to(p) * (zeroed / (ROUNDINGS * torch.finfo(wide).eps))
@@ -127,10 +128,10 @@ def magnitudes(problem, out, backward=True, far=None):
 
 
 def rounded_terms(problem, p):
-    """By how many roundings a sum over the rows or keys of p (B,H,M,N) errs.
+    """The number of roundings by which a sum over the rows or keys of p (B,H,M,N) errs.
 
-    Roundings of n random terms add up to the square root of n. Where a tensor repeats one row, the
-    terms are equal, their roundings have one sign, and n of them add up: also those of the oracle.
+    Roundings of n random terms add up to the square root of n. If a tensor repeats one row, the
+    terms are equal, their roundings have one sign, and n of them add up, in the oracle too.
     """
     n = max(p.shape[-2:])
     tensors = problem.q, problem.k, problem.v, problem.dout
@@ -139,7 +140,7 @@ def rounded_terms(problem, p):
 
 
 def largest_addend(kwargs, p, far=None):
-    """(B,H,M,1): the largest term that a mask or ALiBi adds to a logit of the row which counts."""
+    """(B,H,M,1): the largest term that a mask or ALiBi adds to a logit that matters in the row."""
     size = p.new_zeros((*p.shape[:3], 1))
     mask, slopes = kwargs.get("mask"), kwargs.get("alibi_slopes")
     if not p.numel():
@@ -164,7 +165,7 @@ def expected_dtype(name, problem):
 
 @contextmanager
 def one_thread():
-    """Hundreds of tiny operations: a second thread costs ten times what it saves."""
+    """Run on one thread: for hundreds of tiny operations a second costs ten times what it saves."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -174,7 +175,7 @@ def one_thread():
 
 
 class Verdict:
-    """The oracle's answer to one problem, found once and held against several kernels."""
+    """The oracle's result for one problem, computed once and compared with several kernels."""
 
     def __init__(self, problem, backward=True):
         self.problem, self.backward = problem, backward
@@ -184,7 +185,7 @@ class Verdict:
             self.bounds = budgets(problem, self.exact, backward, far)
 
     def complaints(self, attention, **more):
-        """About `attention(...)`, one line per result out of budget."""
+        """One line for each result of `attention(...)` that is out of budget."""
         return self.about(self.problem.run(attention, self.backward, **more))
 
     def about(self, got):
@@ -197,7 +198,7 @@ class Verdict:
             yield f"{name}: got {value.dtype} {tuple(value.shape)}, not {want} {tuple(exact.shape)}"
             return
         value = value.double()
-        special = ~exact.isfinite()  # -inf and NaN where the oracle has them, and nowhere else
+        special = ~exact.isfinite()  # -inf and NaN must be where the oracle has them, only
         if special.any() and not torch.equal(
             value[special].nan_to_num(7.0), exact[special].nan_to_num(7.0)
         ):

@@ -1,5 +1,5 @@
-"""Kernels of tests/emu/misuse*.cu: what those give that are right, and what the emulator must
-say of the others."""
+"""Kernels of tests/emu/misuse*.cu: the results of the correct ones, and what the emulator must
+report for the others."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""What the tests of fastattn.MultiheadAttention share: torch's module beside ours, compared."""
+"""Helpers for the tests of fastattn.MultiheadAttention: compare torch's module with ours."""
 
 import itertools
 import random
@@ -13,7 +13,7 @@ L, S, N, E, H = 5, 7, 3, 12, 4
 
 
 def twins(seed=0, **options):
-    """torch's module and ours from the same seed; biases drawn too, so that none is 0."""
+    """torch's module and ours from the same seed; biases are random too, so that none is 0."""
     modules = []
     for kind in (nn.MultiheadAttention, fastattn.MultiheadAttention):
         torch.manual_seed(seed)
@@ -59,7 +59,7 @@ GRID = sample_grid(500)
 
 
 def mask_for(kind, shape, generator, dtype):
-    """A mask that leaves key 0 visible to all: torch gives NaN for a row that sees nothing."""
+    """A mask under which every row sees key 0: torch gives NaN for a row that sees nothing."""
     if kind.startswith("float"):
         mask = torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
         mask[torch.rand(shape, generator=generator) < 0.2] = -torch.inf
@@ -111,7 +111,7 @@ def build(case, dtype):
 
 
 def run(module, inputs, kwargs, backward=True):
-    """Everything that a call gives, by name: outputs, and the gradient of every leaf."""
+    """All results of a call, by name: outputs, and the gradient of every leaf."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # masks of two kinds are deprecated, and in the grid
         out, weights = module(*inputs, **kwargs)

@@ -1,9 +1,9 @@
-"""Attention a second time, more naive than the oracle: what the oracle itself is judged by.
+"""A second attention, more naive than the oracle, by which the oracle itself is judged.
 
 `keep` is Philox in numpy integers. `loops` is Python scalars, one query and one key at a time.
-`baseline` is torch in the inputs' own dtype throughout: every intermediate is rounded to it, as
-someone without a fused kernel would compute, and so its error is the yardstick for a kernel's.
-Nothing here shares code with `fastattn.reference`.
+`baseline` is torch in the inputs' own dtype throughout: every intermediate is rounded to it, as in
+an implementation without a fused kernel, so its error is the yardstick for a kernel's. Nothing here
+shares code with `fastattn.reference`.
 """
 
 import math
@@ -46,14 +46,14 @@ def keep(seed, p, shape, place=None):
 
 
 def stands(i, length, m, causal, place):
-    """Where query row i stands among the keys."""
+    """The key position at which query row i is aligned."""
     from_the_end = causal == "bottom_right" or (place and place.bottom_right)
     return i + length - m if from_the_end else i
 
 
 def larger(place, m, n):
-    """Of the call that this one is a part of: the index of its first row and key there, and how
-    many of them there are."""
+    """For a call that is a part of a larger one: the index of its first row and key in that, and
+    the larger call's number of rows and keys."""
     if not place:
         return 0, 0, m, n
     rows = place.row + m if place.rows is None else place.rows
@@ -84,7 +84,7 @@ def loops(
     scale=None,
     place=None,
 ):
-    """(out, lse, weights) as float64 numpy arrays, one scalar at a time."""
+    """(out, lse, weights) as float64 numpy arrays, computed one scalar at a time."""
     (batch, heads, m, dim), (_, kv_heads, n, _) = q.shape, k.shape
     q, k, v = (x.detach().double().numpy() for x in (q, k, v))
     scale = 1 / math.sqrt(dim) if scale is None else scale
@@ -132,7 +132,7 @@ def loops(
 
 
 def visible(q, k, causal, window, key_lengths, place=None):
-    """(B,1,M,N) bool and the distance |i' - j|, from the band and the lengths."""
+    """(B,1,M,N) bool and the distance |i' - j|, by the band and the lengths."""
     batch, m, n = q.shape[0], q.shape[2], k.shape[2]
     row, key, rows, keys = larger(place, m, n)
     lengths = [keys] * batch if key_lengths is None else key_lengths.tolist()
@@ -163,7 +163,7 @@ def baseline(
     return_lse=False,
     return_weights=False,
 ):
-    """What torch gives without fusion: M x N matrices in q's dtype; or its probabilities alone."""
+    """Unfused attention in torch: M x N matrices in q's dtype. Or its probabilities only."""
     dtype, group = q.dtype, q.shape[1] // max(k.shape[1], 1)
     seen, distance = visible(q, k, causal, window, key_lengths, place)
     if key_lengths is not None:  # memory past the end may hold NaN
@@ -185,7 +185,7 @@ def baseline(
     if sinks is not None:
         column = sinks.to(dtype).view(1, -1, 1, 1).expand(*s.shape[:3], 1)
         s = torch.cat([s, column], -1)
-    # Rows of -inf alone: softmax over zeros, then erased, keeps NaN out of the gradients.
+    # Rows of -inf only: softmax over zeros, then masked, keeps NaN out of the gradients.
     empty = (s == -math.inf).all(-1, keepdim=True)
     s = s.masked_fill(empty, 0)
     p = torch.softmax(s, -1).masked_fill(empty, 0)[..., : k.shape[2]]
@@ -197,6 +197,6 @@ def baseline(
     out = p @ v
     if not return_lse:
         return out
-    # The LSE of 16-bit inputs is float32: a contract on its dtype, not more accuracy in s.
+    # The LSE of 16-bit inputs has dtype float32 by contract; s itself is no more accurate.
     wide = s if dtype == torch.float64 else s.float()
     return out, torch.logsumexp(wide, -1).masked_fill(empty.squeeze(-1), -math.inf)

@@ -1,4 +1,4 @@
-"""What the tests of `fastattn.nn` share: attention as tutorials write it, and how to compare."""
+"""Helpers for the tests of `fastattn.nn`: attention as tutorials write it, and a comparison."""
 
 import math
 
@@ -6,8 +6,8 @@ import torch
 
 
 def naive(q, k, v, mask=None, causal=False, scale=None):
-    """As the tutorials write it, but that a row with every key hidden is 0. Causal rows end where
-    the keys end."""
+    """Attention as tutorials write it, except that a row with every key hidden is 0. The last
+    causal row is aligned with the last key."""
     m, n = q.shape[-2], k.shape[-2]
     s = q @ k.mT * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     keep = torch.ones(m, n, dtype=torch.bool)
@@ -19,8 +19,8 @@ def naive(q, k, v, mask=None, causal=False, scale=None):
 
 
 def same(found, expected, leaves):
-    """Equal values, and equal gradients of a loss on all of them. Both are float32: where terms of
-    the largest gradient's size cancel, what is left has their roundings, in either."""
+    """Equal values, and equal gradients of a loss on all of them. Both sides are float32: where
+    terms as large as the largest gradient cancel, each side's result is off by their roundings."""
     for x, y in zip(found, expected, strict=True):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
     losses = [sum((x * x).sum() for x in results) for results in (found, expected)]

@@ -1,4 +1,4 @@
-"""What several tests need is made once, by the process that comes first; the others wait."""
+"""Make what several tests need once, in the first process that needs it; the others wait."""
 
 import fcntl
 import hashlib
@@ -19,7 +19,7 @@ def alone(name):
 
 
 def digest(*things):
-    """A name for the contents of these files (as Path) and for what else is given."""
+    """A name for the contents of these files (given as Path) and for all other arguments."""
     found = hashlib.sha256()
     for x in things:
         found.update(x.read_bytes() if isinstance(x, Path) else repr(x).encode())
@@ -27,7 +27,7 @@ def digest(*things):
 
 
 def made(name, key, make):
-    """`make()`, or what it gave when it was last called with this key."""
+    """`make()`, or its stored value if it was last called with this key."""
     with alone(name):
         path = FOLDER / f"{name}-{key}.pickle"
         if not path.exists():

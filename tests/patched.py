@@ -1,11 +1,11 @@
-"""A plugin of pytest, for other libraries' own tests: they run on fastattn, whatever their sizes.
+"""A pytest plugin for other libraries' own tests: they run on fastattn, at any size.
 
 PYTHONPATH=tests python -m pytest -p patched <their tests>
 
-`fastattn.patch()` holds from before their modules are imported. With --registered, models of
-transformers that would have sdpa have attn_implementation="fastattn" instead, where
-`register()` does not refuse them, and "native" of diffusers is fastattn's backend. At the end
-stands how many calls ran on our kernels: a run of 0 shows nothing.
+`fastattn.patch()` is active before their modules are imported. With --registered, models of
+transformers that would use sdpa use attn_implementation="fastattn" instead, where `register()` does
+not refuse them, and "native" of diffusers is fastattn's backend. The summary ends with the number
+of calls that ran on our kernels: a run with 0 shows nothing.
 """
 
 import functools
@@ -66,7 +66,7 @@ def in_transformers():
 
 
 def in_diffusers():
-    """The backend that models have which were told of none."""
+    """The backend of models for which none was set."""
     try:
         from diffusers.models import attention_dispatch
     except ImportError:

@@ -28,11 +28,11 @@ RECIPROCAL, PRODUCT_LOW, PRODUCT_HIGH, FETCH_ADD = range(12, 16)
 
 class Case(NamedTuple):
     what: int
-    inputs: dict  # by name of the argument; the rest are zeros
+    inputs: dict  # by argument name; the others are zeros
 
 
 def random_words(seed, count):
-    """Uniform, of 32 bits. A bit generator gives the same on every numpy; distributions may not."""
+    """Uniform 32-bit words. Bit generators are stable over numpy versions, unlike distributions."""
     return (np.random.PCG64(seed).random_raw(count) >> np.uint64(32)).astype(np.uint32)
 
 
@@ -58,35 +58,35 @@ def both_signs(values):
 
 
 def filled(*parts):
-    """128 values: the parts one after the other, the last cut to what there is room for."""
+    """128 values: the parts joined, the last one cut to fit."""
     joined = np.concatenate([np.asarray(x) for x in parts])
     assert len(joined) - len(parts[-1]) <= 128 <= len(joined)
     return joined[:128]
 
 
 def half(x, what):
-    """float32 as bits of the format that is multiplied, which has each of the values."""
+    """float32 as bits of the 16-bit format to multiply, in which each value is exact."""
     if what == MULTIPLY_F16:
         return np.asarray(x, np.float16).view(np.uint16)
     return (np.asarray(x, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
 def load(what):
-    """Rows of 8 elements of 16 bits, all different, in any order."""
+    """Rows of 8 elements of 16 bits, all different, in random order."""
     elements = permutation(what, 2048).astype(np.uint16)
     rows = permutation(10 + what, 256)[:32]
     return Case(what, {"words": elements.view(np.uint32), "address": 16 * rows})
 
 
 def multiply(what, kind):
-    """Numbers whose products and sums are exact in float32, in whatever order they are added."""
+    """Numbers that have exact products and sums in float32, in any order of addition."""
     a, b, d = whole(20, 32 * 8), whole(21, 32 * 4), whole(22, 32 * 4)
-    if kind == "subnormal":  # A; B makes the products of bfloat16 normal numbers in float32
+    if kind == "subnormal":  # A only; B makes bfloat16's products normal in float32
         least, factor = (2.0**-24, 1.0) if what == MULTIPLY_F16 else (2.0**-133, 2.0**64)
         a, b, d = a * np.float32(least), b * np.float32(factor), d * np.float32(least * factor)
     if kind == "infinite":
         a[[8 * 0, 8 * 4, 8 * 8, 8 * 8 + 1]] = np.inf, np.nan, np.inf, -np.inf  # rows 0, 1, 2
-        b[[4 * 4, 4 * 21 + 1]] = 0, np.inf  # 0 meets infinity in column 1; infinity in column 5
+        b[[4 * 4, 4 * 21 + 1]] = 0, np.inf  # 0 times infinity in column 1; infinity in column 5
         d[4 * 28] = -np.inf
     a, b = (half(x, what).view(np.uint32) for x in (a, b))
     return Case(what, {"a": a, "b": b, "d": d})
@@ -108,16 +108,16 @@ def logarithms():
 
 def divisors():
     special = [np.inf, np.nan, 1, 2, 3, 0.5, 1e-30, 1e30, 7, 2.0**-125, 2.0**125]
-    wide = floats(0x01000000 + random_words(46, 80) % 0x7D000000)  # whose inverse is normal, too
+    wide = floats(0x01000000 + random_words(46, 80) % 0x7D000000)  # the inverse is normal, too
     return filled(both_signs(special), between(1, 2, 45, 40), wide)
 
 
 def to_round(infinity, least_normal, step):
-    """float32 around what a narrower format has, whose last bit is `step` of float32's bits."""
+    """float32 near the numbers of a narrower format. Its last bit is `step` in float32's bits."""
     special = [0x00000000, 0x00000001, 0x007FFFFF, 0x00800000, 0x7F7FFFFF, 0x7F800000]
     special += [0x7FC00000, 0x7F800001, 0x7F80FFFF, 0x7FFFFFFF]
     for even in (0x3F800000, least_normal, infinity - 2 * step):
-        for middle in (even + step // 2, even + 3 * step // 2):  # goes down, goes up
+        for middle in (even + step // 2, even + 3 * step // 2):  # one rounds down, the other up
             special += [middle - 1, middle, middle + 1]
     return np.array(special, np.uint32)
 
@@ -135,7 +135,7 @@ def to_narrow(what):
 
 
 def to_widen(what):
-    """Halves, under high ones that must make no difference."""
+    """16-bit values, below high halves that must make no difference."""
     bits = 7 if what == WIDEN_BF16 else 10
     infinity = 0x7FFF >> bits << bits
     special = [0, 1, 2, (1 << bits) - 1, 1 << bits, 0x3C00, 0x3F80]
@@ -172,7 +172,7 @@ def cases():
 
 CASES = cases()
 
-# --- to run them --------------------------------------------------------------------------------
+# --- running --------------------------------------------------------------------------------------
 
 
 def arguments(words=None, address=None, a=None, b=None, d=None):
@@ -197,7 +197,7 @@ def on_emulator(emulator, case, **options):
 
 
 def on_gpu(case):
-    """The same, by what nvcc made of it."""
+    """The same from nvcc's code on a GPU."""
     import torch
 
     from fastattn import native
@@ -212,9 +212,9 @@ def on_gpu(case):
     return tensors[-1].cpu().numpy().view(np.uint32).reshape(32, 4)
 
 
-# --- to compare their outputs -------------------------------------------------------------------
+# --- comparing outputs ----------------------------------------------------------------------------
 
-# Of outputs that are calculated: their type, and the bits of infinity. One NaN is like another.
+# Calculated outputs: their type, and the bits of infinity. All NaN count as equal.
 CALCULATED = {
     MULTIPLY_BF16: (np.uint32, 0x7F800000),
     MULTIPLY_F16: (np.uint32, 0x7F800000),
@@ -225,7 +225,7 @@ CALCULATED = {
 
 
 def same(x, y, dtype=np.uint32, infinity=None):
-    """Bit for bit, but for NaN. For each lane."""
+    """For each lane: are x and y equal bit for bit? Any NaN equals any other."""
     x, y = (np.ascontiguousarray(z).view(dtype) for z in (x, y))
     found = x == y
     if infinity:
@@ -235,7 +235,7 @@ def same(x, y, dtype=np.uint32, infinity=None):
 
 
 def ulps(x, y):
-    """How many float32 lie from one to the other; none between NaN and NaN."""
+    """The number of float32 steps between x and y; 0 between NaN and NaN."""
 
     def place(x):
         bits = x.view(np.int32).astype(np.int64)
@@ -250,12 +250,12 @@ def near(what, x, found, expected):
     close = ulps(found, expected) <= 2
     if what != LOG2:
         return close
-    with np.errstate(invalid="ignore"):  # infinity less infinity
+    with np.errstate(invalid="ignore"):  # infinity minus infinity
         return close | ((0.5 <= x) & (x <= 2) & (abs(found - expected) <= 2.0**-22))
 
 
 def complaints(name, found, expected):
-    """A line for each lane whose outputs are not what a case must give."""
+    """One line for each lane with outputs other than expected."""
     case = CASES[name]
     if case.what in (EXP2, LOG2, RECIPROCAL):
         x = case.inputs["d"].reshape(32, 4)
@@ -272,7 +272,7 @@ def complaints(name, found, expected):
     ]
 
 
-# --- what is committed --------------------------------------------------------------------------
+# --- the committed record -------------------------------------------------------------------------
 
 
 def recorded():
@@ -297,7 +297,7 @@ def digest():
 
 
 def unconfirmed(found):
-    """Why nobody knows yet that a GPU does what the record says, or None."""
+    """The reason why no GPU has confirmed the record as it is, or None."""
     gpu = found["confirmed_on"]
     if gpu is None:
         why = f"no GPU has confirmed the outputs in {RECORD.name} yet"
@@ -329,7 +329,7 @@ def confirm():
 
 
 def accept():
-    """What a GPU has confirmed stays so as long as it is the same."""
+    """Take the emulator's outputs. A GPU's confirmation stays if the outputs are unchanged."""
     old, emulator = recorded() if RECORD.exists() else {}, Emulator(SOURCE)
     outputs = {name: as_lines(on_emulator(emulator, case)) for name, case in CASES.items()}
     if not (old.get("confirmed_on") and old["outputs"] == outputs):

@@ -1,5 +1,5 @@
-"""Ranks of torch.distributed for tests: processes on this machine, over gloo, started once and
-asked many times. What they run is a function of a test module, by name."""
+"""Ranks of torch.distributed for tests: processes on this machine, over gloo, started once and used
+many times. They run functions of a test module, by name."""
 
 import datetime
 import importlib
@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-TIMEOUT = 20  # seconds that a rank waits for another; a test of a missing one waits for less
+TIMEOUT = 20  # seconds that a rank waits for another; tests of a missing rank wait less
 
 
 class Ranks:
-    """`most` processes; `run` takes the first few of them."""
+    """`most` processes; `run` uses the first few of them."""
 
     def __init__(self, most, timeout=TIMEOUT):
         self.folder = tempfile.TemporaryDirectory()
@@ -30,8 +30,8 @@ class Ranks:
             theirs.close()
 
     def run(self, ranks, function, *args):
-        """What each of the first ranks returns, or raised. The function gets their group first; or
-        where `ranks` are the sizes of a mesh of all, that."""
+        """The result, or the exception, of each of the first ranks. The function's first argument
+        is their group; or, if `ranks` are the sizes of a mesh of all ranks, that mesh."""
         count = ranks if isinstance(ranks, int) else math.prod(ranks)
         for pipe in self.pipes[:count]:
             pipe.send((ranks, function.__module__, function.__name__, args))
@@ -51,7 +51,7 @@ class Ranks:
 
 
 def serve(rank, most, store, timeout, pipe):
-    """In a process of its own."""
+    """The main function of a rank's process."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 

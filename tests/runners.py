@@ -1,8 +1,8 @@
 """What the tests run: every fused backend that takes CPU tensors, on every instruction set.
 
-Under TRITON_INTERPRET=1 that is Triton's kernels in Triton's interpreter, and nothing else: those
-tests bear the mark `interpreter`. The interpreter is a thousand times slower than a kernel, so
-`thinned` and `small` give it fewer dtypes and smaller sizes, never fewer features.
+Under TRITON_INTERPRET=1 only Triton's kernels run, in Triton's interpreter: those tests have the
+mark `interpreter`. The interpreter is a thousand times slower than a kernel, so `thinned` and
+`small` give it fewer dtypes and smaller sizes, never fewer features.
 """
 
 import importlib.util
@@ -52,17 +52,16 @@ def small(sizes, interpreted):
 
 
 def thinned(*lists):
-    """Every combination of the lists; in the interpreter each of the first once, the others in
-    turn."""
+    """Every combination of the lists; in the interpreter, each element of the first list once, and
+    the elements of the others in turn."""
     if not INTERPRETED:
         return list(itertools.product(*lists))
     return list(zip(lists[0], *(itertools.cycle(x) for x in lists[1:])))
 
 
 def variants(name, dtype=None):
-    """The instruction sets to run backend `name` on; one nameless variant for other backends. Tiles
-    compute no float64, for which they are another name for vectors.
-    """
+    """The instruction sets to run backend `name` on; [None] for other backends than cpu. Tiles do
+    not compute float64: there a tile's name selects the vector kernels, so it is left out."""
     if name != "cpu":
         return [None]
     tiles = dtype != torch.float64
@@ -85,7 +84,7 @@ def variant(isa):
 
 @contextmanager
 def looked_at():
-    """Triton looks at dense masks before it uses them, however small."""
+    """Make Triton inspect dense masks of any size for structure before it uses them."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tuning, "STRUCTURED", 0)
         patch.setattr(tuning, "SHARING", 0)
@@ -106,7 +105,7 @@ def everywhere(name, verdict, tag=""):
 
 
 def declares(name, dtype, features=Feature.NONE):
-    """Skip, with the backend's own reason, what it says it does not support."""
+    """Skip a test, with a reason, if the backend does not declare support for this."""
     support = backend.get(name).support
     if dtype not in support.dtypes:
         pytest.skip(f"{name} declares no {dtype}")
@@ -120,7 +119,7 @@ def passed(found):
 
 @contextmanager
 def every_call(backend):
-    """Goes to this backend, whatever it asks for."""
+    """Every call inside runs on this backend, whichever backend it asks for."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(operation, "choose", lambda spec, asked: backend)
         operation.forget_plans()

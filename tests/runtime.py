@@ -1,5 +1,5 @@
-"""CUDA's runtime as the emulator has it (tests/emu/runtime.cpp): two devices with memory of their
-own, streams, graphs, and calls that fail when they are told to."""
+"""The emulator's CUDA runtime (tests/emu/runtime.cpp): two devices with separate memory, streams,
+graphs, and calls that fail on demand."""
 
 import ctypes
 import weakref
@@ -19,14 +19,15 @@ TEXT_BYTES = 1 << 16
 
 
 class Runtime:
-    """As new; one at a time. With `at_once` false work waits in its stream until `finish`, and
-    memory that Python gives up is spoiled in the stream's order. `apart`, a kernel's parameters may
-    point nowhere but to memory of its device. `wide`, it has the kernels of wide heads."""
+    """A new runtime; only one exists at a time. With `at_once` false, work waits in its stream
+    until `finish`, and memory that Python frees is overwritten in the stream's order. With `apart`,
+    a kernel's parameters may point only to memory of its device. With `wide`, it has the kernels of
+    wide heads."""
 
-    spoilers = ()  # of the one there is
+    spoilers = ()  # of the current runtime
 
     def __init__(self, at_once=True, apart=True, wide=False):
-        for x in Runtime.spoilers:  # streams and memory of the last one are gone
+        for x in Runtime.spoilers:  # streams and memory of the last runtime are gone
             x.detach()
         self.emulator, self.at_once, self.apart = emulator(wide), at_once, apart
         self.library = self.emulator.library
@@ -39,7 +40,7 @@ class Runtime:
         return self.library.emu_stream(device)
 
     def finish(self, *streams):
-        """Run what waits in these streams, a kernel of each in turn."""
+        """Run the work that waits in these streams, one kernel of each in turn."""
         left = [ctypes.c_void_p(x) for x in streams]
         while left:
             ran = [(x, *self.emulator.call("emu_run_waiting", x, 1)) for x in left]
@@ -49,7 +50,7 @@ class Runtime:
 
     @contextmanager
     def recording(self, stream):
-        """Launches on the stream go to a graph: a list, whose one element is its number."""
+        """Record launches on the stream to a graph: a list of one element, the graph's number."""
         self.library.emu_capture(ctypes.c_void_p(stream))
         graph = []
         try:
@@ -61,27 +62,27 @@ class Runtime:
         self.emulator.run("emu_replay", ctypes.c_long(*graph)).none()
 
     def fail(self, calls, code):
-        """The call after so many more returns this code."""
+        """Make the call after `calls` more return this code."""
         self.library.emu_runtime_fail(ctypes.c_long(calls), code)
 
     def driver(self, version, binary=80):
-        """It knows CUDA up to this version, say 12040, and runs code of this architecture."""
+        """Set the newest CUDA version that the driver supports, as 12040, and its architecture."""
         self.library.emu_runtime_driver(version, binary)
 
     def log(self):
-        """What was called since the start."""
+        """The runtime calls since the start."""
         text = ctypes.create_string_buffer(TEXT_BYTES)
         self.library.emu_runtime_log(text, ctypes.c_size_t(TEXT_BYTES))
         return text.value.decode().splitlines()
 
     def launches(self):
-        """(device, number of the stream, kernel) of each."""
+        """(device, number of the stream, kernel) of each launch."""
         lines = [x.split() for x in self.log() if x.startswith("launch")]
         return [(int(x[3]), x[5], x[6]) for x in lines]
 
     def memory(self, like, device, stream=0):
-        """A copy of a tensor's storage on a device, and the tensor in it: strides, offset and all.
-        The memory is another's when, in the order of the stream, nobody has it any more."""
+        """A copy of a tensor's storage on a device, and the tensor in it with its strides and
+        offset. The memory may be reused once, in the order of the stream, nothing refers to it."""
         storage = like.detach().untyped_storage()
         at = self.library.emu_allocate(device, ctypes.c_size_t(max(storage.nbytes(), 1)))
         assert at, "the device's memory is full"
@@ -98,8 +99,8 @@ class Runtime:
 
 
 class OnDevice(TorchFunctionMode):
-    """New tensors are the device's, but what comes of Tensor.cpu is the host's, and what is made of
-    that alone."""
+    """New tensors are on the device. Results of Tensor.cpu are on the host, and so are results of
+    operations on host tensors only."""
 
     def __init__(self, runtime, device, stream):
         self.runtime, self.device, self.stream, self.known = runtime, device, stream, set()
@@ -125,7 +126,7 @@ class OnDevice(TorchFunctionMode):
 
 
 class Binary(native.CudaLibrary):
-    """The library of kernels; CPU tensors have no number of a device, so that is told."""
+    """The library of kernels. CPU tensors have no device number, so `device` is passed instead."""
 
     def __init__(self, emulator, device):
         super().__init__(emulator.path)
@@ -142,8 +143,7 @@ class Binary(native.CudaLibrary):
 
 
 class Launched(cuda.Cuda):
-    """The backend as it is, on a device of the runtime: it gets tensors that are there, and what it
-    allocates is there."""
+    """The CUDA backend on a device of the runtime, which has the copied inputs and all results."""
 
     name = "launched"
 
@@ -178,12 +178,12 @@ class Launched(cuda.Cuda):
 
 @contextmanager
 def launching(runtime, stream=0, device=0):
-    """Every call inside goes to a device of the runtime, on this stream of it."""
+    """Every call inside runs on a device of the runtime, on this stream."""
     backend = Launched(runtime, device, stream)
     with pytest.MonkeyPatch.context() as patch, every_call(backend):
         patch.setattr(cuda, "current_stream", lambda device: stream)
         runtime.library.emu_runtime_mode(runtime.at_once, runtime.apart)
         try:
             yield backend
-        finally:  # the emulator is everybody's
+        finally:  # other tests share the emulator
             runtime.library.emu_runtime_mode(True, False)

@@ -1,7 +1,8 @@
-"""Objects that name what is public, as programs save them: `python tests/saved_objects.py FILE`.
+"""Objects that refer to public names, as user programs save them: `python tests/saved_objects.py
+FILE`.
 
-The file in `tests/saved/` was made so before modules of the package moved, and is never made anew:
-`test_saved_objects.py` loads it.
+The file in `tests/saved/` was made by this script before modules of the package moved, and must not
+be made again: `test_saved_objects.py` loads it.
 """
 
 import sys
@@ -14,7 +15,7 @@ from fastattn import distributed, flash_attn, reference
 from fastattn import nn as layers
 
 E, H = 8, 2
-PUBLIC = {  # what a pickle has of functions is their names
+PUBLIC = {  # a pickle stores functions by name
     fastattn: [x for x in fastattn.__all__ if callable(getattr(fastattn, x))],
     distributed: distributed.__all__,
     flash_attn: [x for x in flash_attn.__all__ if callable(getattr(flash_attn, x))],

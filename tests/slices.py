@@ -1,4 +1,4 @@
-"""Named slices: problems at sizes where the generated cases do not go, and where a fault can hide.
+"""Named slices: problems at sizes that the generated cases do not have, where a fault can hide.
 
 `problems(name)` also knows the generated cases: features joined by "+", "plain" for none. Seeded
 faults name the slice that catches each (test_cpu_mutants.py).
@@ -12,7 +12,7 @@ from far_rows import far_problem
 
 
 def length_edges(dtype):
-    """Key lengths at every edge of a block of keys, and one off it."""
+    """Key lengths at every edge of a block of keys, one below and one above."""
     edges = [n + e for n in (0, 64, 128, 256) for e in (-1, 0, 1) if n + e >= 0]
     for m, features in ((5, ()), (1, (FEATURE["gqa"],)), (40, (FEATURE["bottom_right"],))):
         problem = build(Dims(len(edges), 1, 1, m, 259, 8, 8), features, dtype)
@@ -23,7 +23,7 @@ def length_edges(dtype):
 
 
 def far_bands(dtype):
-    """Bands that begin and end far from the first key, in the middle of a block or of a group."""
+    """Bands that begin and end far from the first key, inside a block or a group."""
     for rows, window in ((70, (5, 3)), (33, (130, 1)), (37, (255, 0)), (1, (66, 0)), (3, (301, 0))):
         problem = build(Dims(1, 2, 1, rows, 711, 8, 8), (), dtype)
         problem.kwargs |= dict(causal="bottom_right", window=window)
@@ -32,7 +32,7 @@ def far_bands(dtype):
 
 
 def band_widths(dtype):
-    """Every width of a band, on every number of rows."""
+    """Bands of every width up to 70, each as wide as there are rows."""
     for width in range(1, 71):
         problem = build(Dims(1, 1, 1, width, 75, 8, 8), (), dtype)
         left = width * 7 % (width + 1)
@@ -42,14 +42,14 @@ def band_widths(dtype):
 
 
 def weak_softcap(dtype):
-    """A cap far above the scores: tanh is nearly its argument, and its derivative 1."""
+    """A cap far above the scores: tanh is nearly the identity, and its derivative nearly 1."""
     for features in ((), (FEATURE["one_query"],)):
         problem = build(square(1, 2, 37, 16), features, dtype)
         yield replace(problem, kwargs=problem.kwargs | dict(softcap=1e4), name="softcap 1e4")
 
 
 def triangles(dtype):
-    """Bool masks whose first row shows every key or nearly none: what rows see is their own."""
+    """Triangular bool masks: the first row shows every key or nearly none, other rows differ."""
     for m, upper in ((37, False), (37, True), (13, True)):
         problem = build(Dims(1, 2, 1, m, 150, 8, 8), (), dtype)
         mask = torch.ones(m, 150, dtype=torch.bool)
@@ -58,7 +58,7 @@ def triangles(dtype):
 
 
 def far_draws(dtype):
-    """Dropout of rows, keys, heads and items with large numbers."""
+    """Dropout where the index of a row, key, head or item is large."""
     for dims in (Dims(1, 1, 1, 70_000, 4, 2, 2), Dims(1, 1, 1, 2, 70_000, 2, 2)):
         yield build(dims, (FEATURE["dropout"],), dtype)
     yield build(Dims(1, 300, 300, 3, 4, 2, 2), (FEATURE["dropout"],), dtype)
@@ -66,7 +66,7 @@ def far_draws(dtype):
 
 
 def decode(dtype, *names):
-    """One query on long keys, whose heads share a key head."""
+    """One query per head and many keys; heads share a key head."""
     features = tuple(FEATURE[name] for name in ("one_query", "gqa", *names))
     for dims in (square(2, 2, 200, 16), Dims(1, 2, 2, 1, 1100, 16, 24)):
         yield build(dims, features, dtype)
@@ -78,14 +78,14 @@ def grouped_rows(dtype):
 
 
 def shared_heads(dtype):
-    """Few rows of many grouped heads, several of which make one task; the last task has fewer."""
+    """Few rows of many grouped heads. Several heads make one task; the last task has fewer."""
     for names in (("causal", "alibi"), ("head_bias_grad", "dropout"), ("lengths", "sinks"), ()):
         features = tuple(FEATURE[name] for name in names)
         yield build(Dims(2, 10, 2, 10, 300, 16, 24), features, dtype)
 
 
 def tile_edges(dtype, *names):
-    """Rows and keys at the edges of steps and tiles of 16, 32 and 128, head dims at those of 32."""
+    """Rows and keys at the edges of steps and tiles of 16, 32 and 128; head dims around 32n."""
     features = tuple(FEATURE[name] for name in names)
     edges = (1, 16, 32), (15, 17, 31), (31, 33, 32), (33, 47, 64), (97, 65, 96), (129, 31, 65)
     for m, n, d in edges:
@@ -104,8 +104,8 @@ def inside_nan(x):
 
 
 def rising(dtype):
-    """Logits that climb by 100 along the keys in every other row, and fall in the rows between; and
-    one of 160 more than the others, at one of the last keys."""
+    """Logits that climb by 100 along the keys in every other row and fall in the rows between, and
+    a single logit at one of the last keys that is 160 more than the others."""
     for m, heads in ((70, 2), (3, 4), (1, 6)):
         problem = build(Dims(1, heads, 1, m, 512, 16, 16), (), dtype)
         signs = 1.0 - 2 * ((torch.arange(heads)[:, None] + torch.arange(m)) % 2)
@@ -124,15 +124,15 @@ def rising(dtype):
 
 
 def few_heads(dtype, *names):
-    """A few rows of heads that share a key head, on keys of several chunks."""
+    """A few rows of heads that share a key head; the keys take several chunks."""
     features = tuple(FEATURE[name] for name in names)
     for dims in (Dims(2, 6, 2, 5, 70, 24, 40), Dims(1, 4, 1, 3, 700, 64, 16)):
         yield build(dims, features, dtype)
 
 
 def few_rows(dtype, *names):
-    """Two rows, which are few on every instruction set, of heads that share a key head. Keys of
-    several chunks and of a part of one; columns that fill vectors and columns that do not."""
+    """Two rows, which count as few on every instruction set, of heads that share a key head. The
+    last chunk of keys is not full; head dims fill vectors exactly or not."""
     features = tuple(FEATURE[name] for name in names)
     for dims in (Dims(1, 4, 2, 2, 700, 16, 24), Dims(2, 2, 1, 2, 140, 17, 9)):
         yield build(dims, features, dtype)
@@ -146,8 +146,9 @@ def far_rows(dtype):
 
 
 def dense_masks(dtype):
-    """Masks of which parts hide all and parts nothing, in planes that differ: bool, -inf with the
-    gradient, finfo.min, which is all that some rows see; and one that lies column by column."""
+    """Masks that hide all keys in some blocks and none in others, with a pattern for each plane:
+    bool; -inf with the mask's gradient; finfo.min, with rows that see nothing else; and a mask with
+    column-major memory."""
     i, j = torch.arange(130)[:, None], torch.arange(300)
     patterns = j <= i + 20, i // 64 == j // 64, (j < 3) | ((i == 120) & (j == 290)), j != i + 130
     shown = torch.stack([x.expand(130, 300) for x in patterns]).view(2, 2, 130, 300)
@@ -183,7 +184,7 @@ SLICES = {
 
 
 def problems(name, dtype=torch.float32):
-    """Those of a slice, or of the generated cases whose features are joined by +."""
+    """The problems of a slice, or of the generated cases with these features, joined by +."""
     if name in ("far_rows", "dense_masks"):
         yield from globals()[name](dtype)
     elif name in SLICES:

@@ -1,8 +1,8 @@
-"""Derivatives of a call in directions: of the oracle, by torch's own forward mode in float64.
+"""Directional derivatives of a call: the exact ones by torch's forward mode on the float64 oracle.
 
-`directions` gives every tensor of a problem that has a gradient a tangent. `exact` pushes them
-through the oracle and through its gradients; `passes` does the same by a backend's two passes, and
-`complaints` are about those of its results that are further off than `budgets` allows.
+`directions` makes a tangent for every tensor of a problem that has a gradient. `exact` pushes them
+through the oracle and its gradients; `passes` does so by a backend's two passes, and `complaints`
+lists the results that err by more than `budgets` allows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fastattn.spec import Tangents
 
 
 def directions(problem: Problem, only=None) -> tuple[dict, torch.Tensor, torch.Tensor]:
-    """Tangents by name (of those in `only`, or all), and those of dout and dlse."""
+    """Tangents by name (of those in `only`, or all), and tangents of dout and dlse."""
     generator = torch.Generator().manual_seed(len(problem.name))
 
     def like(x):
@@ -63,10 +63,10 @@ def exact(problem: Problem, moves: dict, dout_t: torch.Tensor, dlse_t: torch.Ten
 
 
 def budgets(problem: Problem, moves: dict, dout_t, dlse_t, wanted: dict) -> dict:
-    """A bound on |error| for every element of `wanted`, which is exact: what rounding explains in
-    the accumulation dtype, by the formulas of both passes in absolute values, where a probability
-    errs by eps times the size of the logits that made it. 16-bit further by their own rounding of
-    the results and of out and out_t, which `second` is given."""
+    """A bound on |error| for every element of `wanted`, which is exact. Every dtype may err by what
+    rounding in the accumulation dtype explains: the formulas of both passes in absolute values,
+    where a probability errs by eps times the size of the logits that made it. 16-bit results may
+    err further by their own rounding, and by that of out and out_t, which `second` gets."""
     wide = accumulator(problem.q.dtype)
     eps = torch.finfo(wide).eps
     stored = torch.finfo(problem.q.dtype).eps if problem.q.dtype.itemsize == 2 else 0.0
@@ -103,7 +103,7 @@ def budgets(problem: Problem, moves: dict, dout_t, dlse_t, wanted: dict) -> dict
     if "sinks" in moves:
         sinks_t = moves["sinks"].double().abs()[None, :, None, None]
     size = 1 + scale * (q @ k.mT).amax() + largest_addend(kwargs, p)
-    size = size + rounded_terms(as_drawn, p) / 2  # of a probability's error
+    size = size + rounded_terms(as_drawn, p) / 2  # the error of a probability
 
     products_t = scale * (q_t @ k.mT + q @ k_t.mT)
     s_t = products_t
@@ -118,7 +118,7 @@ def budgets(problem: Problem, moves: dict, dout_t, dlse_t, wanted: dict) -> dict
     bend = 2 / kwargs["softcap"] * products_t if kwargs.get("softcap") else zero
 
     def gradients(by, by_t, row, row_t):
-        """Of |dP - delta| and its tangent, and of delta and its."""
+        """Gradients from |dP - delta| and its tangent, and from delta and its tangent."""
         ds, ds_t = p * by, p * (r * by + by_t)
         found = {"dmask_t": ds_t}
         if "sinks" in problem.wants:
@@ -161,7 +161,7 @@ def complaints(name: str, problem: Problem, wanted: dict, given: tuple, **how) -
 
 
 def about(found: dict, problem: Problem, wanted: dict, given: tuple) -> list[str]:
-    """The same of what was found."""
+    """One line for each result in `found` that is out of budget."""
     bounds = budgets(problem, *given, wanted)
     lines = []
     for what, x in wanted.items():
@@ -179,7 +179,7 @@ def about(found: dict, problem: Problem, wanted: dict, given: tuple) -> list[str
 
 
 def passes(name: str, problem: Problem, moves: dict, dout_t, dlse_t, known=True) -> dict:
-    """The same by a backend. known: does `jvp` get what forward gave?"""
+    """A backend's results. known: does `jvp` get the results of forward?"""
     run = backend.get(name)
     given = {x: y for x, y in problem.tensors().items() if x != "return_lse"}
     q, k, v = (given.pop(x) for x in "qkv")

@@ -1,6 +1,6 @@
-"""What rounding leaves of float32: as much at a large head dim as at a small one, whose dot
-products are as long as one chain of sums may be; and however far from zero scores are, for they
-are the same numbers in every pass."""
+"""Rounding errors in float32. They do not grow with the head dim, as products are summed in
+chains of limited length. They do not grow with the size of scores, as every pass computes the
+same scores."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ ROWS, KEYS = 64, 400
 
 
 def errors(d):
-    """name -> |x - oracle| / |oracle| of out and the gradients."""
+    """name -> |x - oracle| / |oracle|, for out and the gradients."""
     problem = build(Dims(1, 2, 2, ROWS, KEYS, d, d), (), torch.float32)
     exact = problem.to(torch.float64).run(fastattn.reference.attention)
     found = problem.run(fastattn.attention, backend="cpu")
@@ -34,9 +34,9 @@ def test_does_not_grow_with_the_head_dim(isa, one_thread):
 @pytest.mark.parametrize("m", [1, 3, 8, 12, 40])
 @pytest.mark.parametrize("isa", variants("cpu", torch.float32))
 def test_a_score_is_the_same_in_every_pass(isa, m, size, one_thread):
-    """Weights are measured from the LSE of the forward pass, which a few rows make in another way
-    than many: rows sum to 1 and dV to what these weights say, though a score's own rounding is
-    1e-2 at the largest."""
+    """Backward computes weights from the LSE of forward. For few rows forward computes scores by
+    another kernel than for many. Weights still sum to 1 in each row, and dV agrees with them,
+    although the rounding of a score is 1e-2 at the largest size."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 4, n, 64, generator=generator) for n in (m, 300, 300, m))
     q, k = q * size**0.5, k[:, :2] * size**0.5

@@ -1,5 +1,5 @@
-"""The tiles of AMX: the model does what the instruction's rules say, the chip what the model does,
-and the kernels on them are right where other kernels have no edges."""
+"""AMX's tiles: the model follows the rules of the instruction, the chip agrees with the model, and
+the kernels on tiles are right at sizes where other kernels have no edges."""
 
 import ctypes
 import itertools
@@ -31,7 +31,7 @@ every_tiled = pytest.mark.parametrize("isa", TILED)
 HARNESS = ROOT / "tests" / "amx_tiles.cpp"
 needs_chip = pytest.mark.skipif("amx_bf16" not in TILED, reason="no AMX that may be used here")
 
-# ------------------------------------------------------------------------ the instruction by itself
+# ---------------------------------------------------------------------------- the instruction alone
 
 
 def harness(sources, folder, model=True):
@@ -49,7 +49,7 @@ def tiles(request, tmp_path_factory):
 
 
 def halves(rng, shape, kind):
-    """bfloat16 numbers as bits, of a kind that one of the rules is about."""
+    """bfloat16 bits of one kind. Each kind tests one of the instruction's rules."""
     u = rng.integers(0, 1 << 32, shape, dtype=np.uint32)
     sign_and_bits, more = u & 0x807F, u >> 16
 
@@ -73,7 +73,7 @@ def halves(rng, shape, kind):
 
 KINDS = ["near one", "any", "finite", "tiny products", "subnormal", "special", "nan"]
 KINDS += ["least normal products", "overflow"]
-SUMS = {  # what C holds: (mask, exponents, how many of them), or bits
+SUMS = {  # values of C: (mask, exponents, how many of them), or bits
     "zero": lambda u: u * 0,
     "any": lambda u: u,
     "near one": lambda u: (u & 0x807FFFFF) + ((120 + (u >> 8) % 10) << 23),
@@ -84,14 +84,14 @@ SUMS = {  # what C holds: (mask, exponents, how many of them), or bits
 
 
 def operands():
-    """(A, B, C) of 270 products of tiles, and of 64 where rounding decides what is tiny."""
+    """(A, B, C) of 270 tile products, and of 64 that are subnormal or not by their rounding."""
     rng = np.random.default_rng(0)
     found = []
     for kind, other, (at, sums) in itertools.product(KINDS, range(5), enumerate(SUMS.values())):
         shape = (1, 16, 16)
         kinds = kind, KINDS[(at + other) % len(KINDS)] if other % 3 == 2 else kind
         a, b = (halves(rng, shape, x) | halves(rng, shape, x) << 16 for x in kinds)
-        if other % 2:  # so few numbers that each operation shows in the sum
+        if other % 2:  # so few terms that each operation affects the sum
             a[:, :, 1 + at % 3 :] = 0
             b[:, 1 + at % 3 :] = 0
         found.append((a, b, sums(rng.integers(0, 1 << 32, shape, dtype=np.uint32))))
@@ -120,7 +120,7 @@ def products(library, plain=False, mxcsr=DEFAULT):
 
 
 def test_a_product_is_what_the_rules_say(tiles):
-    """To the bit, whatever rounding the process has chosen."""
+    """Bit for bit, in any rounding mode of the process."""
     expected = products(tiles, plain=True)
     assert np.isnan(expected.view(np.float32)).any() and np.isinf(expected.view(np.float32)).any()
     for mxcsr in (DEFAULT, TRUNCATING):
@@ -128,7 +128,7 @@ def test_a_product_is_what_the_rules_say(tiles):
 
 
 def test_tiles_are_illegal_but_inside_a_use(tiles):
-    """And a use inside a use leaves the outer one its tiles: those of torch, say."""
+    """A nested use leaves the outer one, torch's for example, its tiles."""
     always, before, inside, nested, after, chip = (tiles.legal() >> x & 1 for x in range(6))
     assert (always, before, inside, nested, after) == (1, 0, 1, 1, 0)
     assert chip == ("amx_bf16" in TILED)
@@ -140,7 +140,7 @@ def test_a_refusal_has_a_reason(tiles):
     assert bool(tiles.refused()) != ("amx_bf16" in TILED)
 
 
-# Each rule of the model taken away.
+# Mutants: each removes one rule of the model.
 MUTANTS = r"""
 subnormal operands are numbers
 -mine = 0x9fc0
@@ -220,7 +220,7 @@ def test_a_rule_of_the_model_is_noticed(what, tmp_path):
 # -------------------------------------------------------------------------------------- the kernels
 
 
-# Of a number's planes: products for scores, and for sums.
+# Products of planes for each dtype: for scores, and for sums.
 PRODUCTS = {"bfloat16": (1, 1), "float16": (4, 3), "float32": (6, 6)}
 
 
@@ -247,7 +247,7 @@ GROUPED += ["bool_mask", "padding_mask", "float_mask+dropout", "lengths", "lengt
 @every_tiled
 @pytest.mark.parametrize("features", GROUPED)
 def test_a_few_rows_of_grouped_heads(isa, features):
-    """They share a tile: 16 lanes, of which heads have as many as there are rows."""
+    """Heads share a tile: each takes as many of its 16 lanes as it has rows."""
     given, found = tuple(FEATURE[x] for x in features.split("+") if x), []
     for m, heads, key_heads in (
         (1, 16, 1),
@@ -267,10 +267,10 @@ def test_a_few_rows_of_grouped_heads(isa, features):
 @every_tiled
 @pytest.mark.parametrize("m, heads", [(70, 1), (5, 3)])
 def test_lanes_decide_alone(isa, m, heads):
-    """A row has the same bits whatever the rows are with which it shares a tile."""
+    """The bits of a row do not depend on the other rows in its tile."""
     problem = build(Dims(1, heads, 1, m, 300, 32, 32), (), torch.bfloat16)
     shaken = problem.q.clone()
-    shaken[:, :, 1:] *= 40  # their pivots move again and again
+    shaken[:, :, 1:] *= 40  # makes their pivots change repeatedly
     with variant(isa):
         first, second = (
             fastattn.attention(q, problem.k, problem.v, return_lse=True, backend="cpu")
@@ -284,8 +284,8 @@ def test_lanes_decide_alone(isa, m, heads):
 @every_tiled
 @pytest.mark.parametrize("n, d, causal", [(500, 64, False), (500, 64, True), (300, 128, False)])
 def test_errs_a_few_per_cent_more_than_torch_at_most(isa, n, d, causal):
-    """In the root of the mean square. torch's weights have the largest at exactly 1, which costs
-    it a little less: a few per cent."""
+    """By the root mean square error. torch's largest weight is exactly 1, which makes torch
+    slightly more accurate: by a few per cent."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, n, d, generator=generator).bfloat16() for _ in range(4))
 
@@ -307,8 +307,8 @@ def test_errs_a_few_per_cent_more_than_torch_at_most(isa, n, d, causal):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("size", [1e2, 1e3, 1e5])
 def test_scores_far_from_zero(isa, size, causal):
-    """A score is the same number in every pass and on every tile, masked or not: rows of weights
-    sum to 1 and dV is right where a score's rounding is 1e-3, 1 and 1e4."""
+    """Every pass and every tile computes the same scores, masked or not: weights sum to 1 in each
+    row and dV is right although the rounding of a score is 1e-3, 1 and 1e4."""
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(1, 2, 200, 64, generator=generator).bfloat16() for _ in range(4))
     q, k = q * size, k * size
@@ -335,7 +335,7 @@ def test_no_rows(isa):
 @every_tiled
 @pytest.mark.parametrize("m", [1, 40])
 def test_subnormal_values_count_as_zero(isa, m):
-    """As the README says; and what is normal does not."""
+    """As the README states; the least normal numbers are kept."""
     q = k = torch.ones(1, 1, 50, 32, dtype=torch.bfloat16)
     for value, kept in ((1e-39, False), (1.5e-38, True)):
         v = torch.full_like(k, value)
@@ -345,7 +345,7 @@ def test_subnormal_values_count_as_zero(isa, m):
 
 
 def in_assembly(folder, flags=(), old="", new=""):
-    """(the kernels with an edit of amx.h; what does their instructions if the chip does not)"""
+    """(the kernels with an edit of amx.h, a library that emulates their instructions)"""
     shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cuda"))
     header = folder / "csrc" / "cpu" / "amx.h"
     assert not old or header.read_text().count(old) == 1
@@ -362,12 +362,12 @@ def in_assembly(folder, flags=(), old="", new=""):
 
 @pytest.fixture(scope="module")
 def trapped(tmp_path_factory):
-    """As the library is compiled."""
+    """The unchanged kernels, with the compiler flags of the real library."""
     return in_assembly(tmp_path_factory.mktemp("chip"), ["-O3", "-mprefer-vector-width=512"])
 
 
 def of_both(library, trap, monkeypatch, problem):
-    """(what the model gives, what the assembly gives, how many instructions were done for it)"""
+    """(results of the model, results of the assembly, number of emulated instructions)"""
     with variant("amx_model"):
         expected = problem.run(fastattn.attention, backend="cpu")
     monkeypatch.setattr(native, "cpu", lambda: library)
@@ -386,7 +386,7 @@ ASSEMBLED = [(1, ""), (3, "gqa+dropout"), (40, "causal"), (150, "window"), (70, 
 @pytest.mark.parametrize("d", [24, 64, 72])
 @pytest.mark.parametrize("m, features", ASSEMBLED)
 def test_the_assembly_gives_the_bits_of_the_model(trapped, monkeypatch, m, features, d, dtype):
-    """As compiled for the chip. Where there is none its instructions are done one by one."""
+    """As compiled for the chip. On other chips a trap handler emulates each instruction."""
     given = tuple(FEATURE[x] for x in features.split("+") if x)
     problem = build(Dims(1, 2, 2, m, 99, d, 40), given, DTYPES[dtype])
     expected, found, executed = of_both(*trapped, monkeypatch, problem)
@@ -470,19 +470,19 @@ for m, n, d in ((1, 1, 32), (3, 47, 33), (16, 31, 64), (17, 33, 96), (70, 129, 3
 
 @every_tiled
 def test_nothing_is_read_past_the_last_row(isa):
-    """Keys and rows are taken by 32s, also where memory ends before."""
+    """Keys and rows are read 32 at a time, but never past the end of their memory."""
     code = AT_THE_EDGE.format(isa=isa)
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
-# How often a product loads and stores a tile for each that it multiplies: what the chip's time
-# hangs on. C, which is summed up over several calls, is loaded and stored with it.
+# Tile loads and stores for each tile product, which determine the time on a chip. They include
+# those of C, which is accumulated over several calls.
 COUNTED = {"zero": 0, "load": 1, "store": 2, "dot": 3}
 
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory):
-    """The kernels on a model that counts: (library, a function that gives the counts anew)."""
+    """The kernels on a model that counts: (library, a function that returns and resets counts)."""
     folder = tmp_path_factory.mktemp("counting")
     shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cuda"))
     header = folder / "csrc" / "cpu" / "amx_model.h"
@@ -514,15 +514,15 @@ FEW = Dims(1, 4, 1, 4, 1024, 128, 128)
 @pytest.mark.parametrize(
     "dtype, what, dims, most_loads, most_stores",
     [
-        # K Q^T: at D = 64 2 loads of K for 4 products and 4 of Q for 16, at 128 4 for 4. Sums of
-        # P V over 256 keys: 36 for 32; of gradients over 128 rows or keys: 20 for 16.
+        # K Q^T: at D = 64, 2 loads of K for 4 products and 4 loads of Q for 16; at D = 128, 4 for
+        # 4. P V summed over 256 keys: 36 for 32; gradients summed over 128 rows or keys: 20 for 16.
         ("bfloat16", "forward", SQUARE, (0.75 + 1.125) / 2, 0.3125),
         ("bfloat16", "forward", WIDE, (1 + 1.125) / 2, 0.1875),
         ("bfloat16", "few rows", FEW, 1.625, 0.25),
         ("bfloat16", "gradients", SQUARE, (2 * 0.625 + 3 * 1.25) / 5, 0.35),
         ("bfloat16", "gradients", WIDE, (2 * 1 + 3 * 1.25) / 5, 0.25),
-        # A plane stays for the next product: of float32 16 loads for 24 of scores and 14 for 24 of
-        # sums, of float16 12 for 16 and 8 for 12.
+        # A loaded plane is used for the next product, too. float32: 16 loads for 24 products of
+        # scores and 14 for 24 of sums. float16: 12 for 16 and 8 for 12.
         ("float32", "forward", SQUARE, (16 / 24 + 14 / 24) / 2, (1 / 12 + 1 / 24) / 2),
         ("float32", "few rows", FEW, (12 / 12 + 11 / 12) / 2, (1 / 24 + 1 / 24) / 2),
         ("float32", "gradients", SQUARE, (2 * 16 / 24 + 3 * 14 / 24) / 5, (2 / 12 + 3 / 24) / 5),

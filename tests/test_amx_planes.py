@@ -1,6 +1,7 @@
-"""float32 and float16 on AMX's tiles, which multiply bfloat16: a number is cut into planes, three
-for a float32 and two for a float16. It may cost no accuracy at any size of the values, and what has
-no exact planes is computed by the vector kernels, which nothing else may notice."""
+"""float32 and float16 on AMX's tiles, which multiply bfloat16: a number is split into planes,
+three bfloat16 terms for a float32 and two for a float16. This must cost no accuracy at any size
+of the values. The vector kernels compute what cannot be split exactly, without an effect on
+other results."""
 
 import os
 import subprocess
@@ -23,19 +24,19 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
     pytest.mark.skipif(not TILED, reason="neither AMX nor its model runs here: no AVX-512"),
 ]
-VECTORS = "avx512"  # what computes the blocks without planes
-BLOCK = 32  # rows that are decided about together in gradients
+VECTORS = "avx512"  # computes the blocks without planes
+BLOCK = 32  # rows in gradients that use the same kernel together
 every_planed = pytest.mark.parametrize("dtype", ["float32", "float16"])
 
 
 def case(dims, dtype="float32", **arguments):
-    """Random tensors, and gradients that come in for out and the LSE."""
+    """Random tensors, and incoming gradients for out and the LSE."""
     problem = build(dims, (FEATURE["lse_loss"],), DTYPES[dtype])
     return replace(problem, kwargs=problem.kwargs | arguments)
 
 
 def computed(isa, problem, everything=True):
-    """{"out", "lse"}, and "dq", "dk", "dv" and "weights"."""
+    """{"out", "lse"} and, if `everything`, "dq", "dk", "dv" and "weights"."""
     arguments = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
     with variant(isa):
         found = problem.run(fastattn.attention, everything, backend="cpu")
@@ -47,7 +48,7 @@ def computed(isa, problem, everything=True):
 
 
 def same(x, y):
-    """Bit for bit; but a NaN is a NaN."""
+    """Equal bit for bit, except that any NaN equals any other."""
     kept = {"nan": 0.0, "posinf": torch.inf, "neginf": -torch.inf}
     whole = {4: torch.int32, 2: torch.int16}[x.element_size()]
     bits = (z.nan_to_num(**kept).contiguous().view(whole) for z in (x, y))
@@ -55,25 +56,25 @@ def same(x, y):
 
 
 def differ(found, expected):
-    """The names of the results that are not the same."""
+    """The names of the results that differ."""
     return [name for name, value in expected.items() if not same(found[name], value)]
 
 
-# ------------------------------------------------------------------------------------- the accuracy
+# ----------------------------------------------------------------------------------------- accuracy
 
-# Of torch's error, how much each may have: forward and backward. The last 2% of float16, whose
-# results are both rounded to it, are chance.
+# Allowed errors as a share of torch's: forward and backward. Both float16 results are rounded to
+# float16; the last 2% are chance.
 SHARE = {"float32": (0.5, 1.0), "float16": (1.02, 1.02)}
-SHARE_OF_SMALL_HEADS = 0.6  # for the first: scores of few terms round less often than exp
+SHARE_OF_SMALL_HEADS = 0.6  # forward: scores of few terms have fewer roundings than exp
 SHARE_OF_LONG_GRADIENTS = 0.57
-# Torch's sum over long keys for a few rows errs three times as much on one maker's chips as on
-# another's, ours not at all: it is held against what it sums to.
+# torch's sum over long keys for few rows errs three times as much on one vendor's chips as on
+# another's, ours does not: it is compared with the result's size.
 ERROR_OF_FEW_ROWS = 2.0**-22.5
 BIAS = {"float32": 2.0**-25, "float16": 2.0**-18}
 
 
 def errors_beside_torch(isa, dtype, dims, causal, backward):
-    """name -> (our error, torch's, what is right), the root of the sum of squares."""
+    """name -> norms of (our error, torch's error, the exact result)."""
     problem = build(dims, (), DTYPES[dtype])
 
     def results(attention, dtype, **more):
@@ -109,7 +110,7 @@ def complaints_beside_torch(dtype, errors, forward=None):
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("n, d", [(700, 64), (300, 128), (350, 40)])
 def test_errs_no_more_than_torch(isa, n, d, causal, dtype):
-    """And in the outputs of float32 half as much: as torch's fused kernel, which takes these."""
+    """float32 outputs: half as much as torch, or as its fused kernel, which takes these inputs."""
     errors = errors_beside_torch(isa, dtype, Dims(1, 1, 1, n, n, d, d), causal, True)
     forward = SHARE_OF_SMALL_HEADS if dtype == "float32" and d < 64 else None
     assert not complaints_beside_torch(dtype, errors, forward)
@@ -119,7 +120,7 @@ def test_errs_no_more_than_torch(isa, n, d, causal, dtype):
 @every_planed
 @pytest.mark.parametrize("m", [3, 48])
 def test_errs_no_more_than_torch_on_long_keys(isa, m, dtype):
-    """Where one sum over all keys would be the largest error."""
+    """Many keys, where one running sum over all of them would be the largest error."""
     errors = errors_beside_torch(isa, dtype, Dims(1, 2, 2, m, 2048, 64, 64), False, False)
     assert not complaints_beside_torch(dtype, errors)
     if dtype == "float32" and m < 16:
@@ -129,7 +130,7 @@ def test_errs_no_more_than_torch_on_long_keys(isa, m, dtype):
 @every_tiled
 @pytest.mark.parametrize("m, n, long", [(48, 2048, ("dq",)), (2048, 64, ("dk", "dv"))])
 def test_errs_less_than_torch_in_long_gradients(isa, m, n, long):
-    """Where one sum over all keys, or rows, would be the largest error. Of float16 it never is."""
+    """One running sum over all keys or rows would be the largest error. In float16 it never is."""
     errors = errors_beside_torch(isa, "float32", Dims(1, 1, 1, m, n, 64, 64), False, True)
     for name in long:
         mine, other, _ = errors[name]
@@ -139,8 +140,8 @@ def test_errs_less_than_torch_in_long_gradients(isa, m, n, long):
 @every_tiled
 @every_planed
 def test_rounding_has_no_sign(isa, dtype):
-    """What planes leave out errs to both sides: a mean of positive values is off by far less than
-    one rounding may cost."""
+    """The error of leaving out small terms of products is unbiased: the mean of positive values is
+    off by far less than the bound of one rounding."""
     problem = case(Dims(1, 2, 2, 130, 600, 32, 32), dtype)
     for x in (problem.q, problem.k, problem.v, problem.dout):
         x.abs_()
@@ -154,8 +155,8 @@ def test_rounding_has_no_sign(isa, dtype):
 @every_planed
 @pytest.mark.parametrize("m", [100, 5])
 def test_an_lse_is_a_float32_whatever_q_is(isa, m, dtype):
-    """Of one key it is the score itself, in which a product of the last planes shows: as one of
-    float32, but for an e^x of fewer bits."""
+    """With one key the LSE is the score itself, where a product of the last planes matters: its
+    error is that of float32, except for the lower precision of e^x."""
     problem = case(Dims(1, 8, 2, m, 150, 64, 64), dtype, window=(0, 0))
     exact = oracle(problem)["lse"]
     mine, theirs = (
@@ -165,16 +166,17 @@ def test_an_lse_is_a_float32_whatever_q_is(isa, m, dtype):
     assert mine <= 2 * theirs, mine / theirs
 
 
-# --------------------------------------------------------------------------------------- the ranges
+# ------------------------------------------------------------------------------------------- ranges
 
-# What is always allowed, of the largest number in a column or row, is little more than the vector
-# kernels err: where one operand has two planes of three, nearly every column errs twice as much.
+# The error that is always allowed, relative to the largest number in a column or row, is little
+# more than the vector kernels' error: with two of an operand's three planes, nearly every column
+# errs twice as much.
 FLOOR = 2.0**-21
-BY_CHANCE = 0.04  # of the columns or rows, how many may be over that, by half of it
+BY_CHANCE = 0.04  # the share of columns or rows that may exceed it by up to half
 
 
 def powers(n, low, high):
-    """Of ten, in no order."""
+    """Powers of ten, in random order."""
     order = torch.randperm(n, generator=torch.Generator().manual_seed(5))
     return 10.0 ** torch.linspace(low, high, n, dtype=torch.float64)[order]
 
@@ -204,8 +206,8 @@ def one(value):
 
 
 def behind_small_weights(low, high):
-    """{tensor: change} for one key whose weight is about 2^low in every row, and which alone has
-    a value in column 0: weights have planes, too."""
+    """{tensor: change}: one key has a weight of about 2^low in every row and the only value in
+    column 0. Weights are split into planes, too."""
 
     def key(x):
         x = x.clone()
@@ -231,14 +233,14 @@ def opposite(size):
     return {"q": size, "k": 1 / size}
 
 
-# name -> {tensor: a factor or a function of it}. What is one size throughout, or by columns, is
-# judged by columns; where rows have sizes of their own, their gradients are judged by rows.
+# name -> {tensor: a factor, or a function of it}. Errors are judged by columns, except for the
+# gradients of tensors with rows of different sizes, which are judged by rows.
 RANGES = {
     **{f"v 1e{e}": {"v": 10.0**e} for e in (-38, -35, -31, -30, -29, -20, -10, 8, 9, 10, 20, 37)},
     **{f"dout 1e{e}": {"dout": 10.0**e} for e in (-38, -30, -29, -20, -10, 8, 9, 20, 37)},
     **{f"q 1e{e}, k 1e{-e}": opposite(10.0**e) for e in (-35, -29, -20, -10, 8, 10, 20, 29, 35)},
     "v and dout 1e-10": {"v": 1e-10, "dout": 1e-10},
-    "v and dout 1e-14": {"v": 1e-14, "dout": 1e-14},  # dS is smaller than what has planes
+    "v and dout 1e-14": {"v": 1e-14, "dout": 1e-14},  # dS is too small for planes
     "v and dout 1e-16": {"v": 1e-16, "dout": 1e-16},
     "v and dout 1e-18": {"v": 1e-18, "dout": 1e-18},
     "v and dout 1e8": {"v": 1e8, "dout": 1e8},
@@ -269,7 +271,7 @@ RANGES = {
     "2^29 behind weights of 2^-86": behind_small_weights(-86.0, 2.0**29),
     "2^-29 behind weights of 2^-58": behind_small_weights(-58.0, 2.0**-29),
 }
-HALF_RANGES = {  # of float16; 6e-8 is its smallest number
+HALF_RANGES = {  # float16; 6e-8 is its smallest number
     **{f"v {x:.0e}": {"v": x} for x in (6e-8, 1e-6, 1e-4, 1e4)},
     **{f"dout {x:.0e}": {"dout": x} for x in (1e-6, 1e-4, 1e3)},
     "q 1e4, k 1e-4": opposite(1e4),
@@ -293,9 +295,9 @@ def ranged(changes, dims, dtype):
 
 
 def sizes(problem, exact):
-    """name -> what each result would be about if the terms of its sums had signs by chance: that
-    they cancel is no measure of rounding. For dq and dk also what may go where dS, or its product
-    with k or q, would be subnormal."""
+    """name -> the expected size of each result if the terms of its sums had random signs:
+    cancellation is no measure of rounding. For dq and dk, also the error that is allowed where dS,
+    or its product with k or q, would be subnormal."""
     q, k, v, dout = (getattr(problem, x).double() for x in ("q", "k", "v", "dout"))
     groups, scale = q.shape[1] // k.shape[1], q.shape[3] ** -0.5
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
@@ -320,8 +322,8 @@ def sizes(problem, exact):
 
 
 def out_of_range(problem, exact, found, vectors, by_rows=()):
-    """One line for each result of which rows or columns err too much. Where the oracle or the
-    vector kernels overflow, other tests look."""
+    """One line for each result with rows or columns that err too much. Values for which the oracle
+    or the vector kernels overflow are left to other tests."""
     lines = []
     terms, rest = sizes(problem, exact)
     for name, right in exact.items():
@@ -341,7 +343,7 @@ def out_of_range(problem, exact, found, vectors, by_rows=()):
 
         size = torch.maximum(right.abs(), terms.get(name, torch.zeros(())))
         size = size.masked_fill(~judged, 0).nan_to_num(0).amax(axis, keepdim=True)
-        # Of float16 two planes leave 16 bits, which may round to another half than more of them.
+        # Two planes hold 16 bits of a float16 product, which may round to another float16.
         times = 1.1 if mine.dtype == torch.float32 else 1.25
         allowed = torch.maximum(times * rms(theirs), FLOOR * size)
         if name in rest:
@@ -359,7 +361,7 @@ def out_of_range(problem, exact, found, vectors, by_rows=()):
 
 
 def row_sized(changes):
-    """The gradients that are judged by rows, because a few large rows would hide the others."""
+    """The gradients to judge by rows, because a few large rows would hide the others."""
     scaled = {x for x, how in changes.items() if getattr(how, "__name__", "") == "sized_by_rows"}
     if scaled & {"dout", "v"}:
         return "dq", "dk"
@@ -380,8 +382,8 @@ def judge_range(isa, changes, dims, dtype):
 @every_tiled
 @pytest.mark.parametrize("what", RANGES)
 def test_small_and_large_values_err_no_more(isa, what):
-    """Beside the vector kernels: no plane of a value is lost that has them, and none is made of one
-    that has not. Some blocks of 128 keys have such values and others not."""
+    """Compared with the vector kernels: values that have planes keep all of them, and values that
+    have none are never split. Some blocks of 128 keys have such values and others do not."""
     judge_range(isa, RANGES[what], Dims(1, 2, 2, 100, 200, 33, 40), "float32")
 
 
@@ -401,7 +403,7 @@ def test_small_and_large_halves_err_no_more(isa, what):
     judge_range(isa, HALF_RANGES[what], Dims(1, 2, 2, 100, 200, 33, 40), "float16")
 
 
-# --------------------------------------------------------------------- blocks that have no planes
+# ---------------------------------------------------------------------------- blocks without planes
 
 VALUES = {"inf": torch.inf, "-inf": -torch.inf, "nan": torch.nan, "3e38": 3e38, "1e-40": 1e-40}
 WITHOUT_PLANES = [("float32", x) for x in VALUES] + [("float16", x) for x in ("inf", "-inf", "nan")]
@@ -417,13 +419,13 @@ every_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 def key_of_row(dims, row):
-    """A key of the second 128, which by causal="bottom_right" `row` is the first to see. Every one
-    of a few rows sees it."""
+    """A key among the second 128 that `row` is the first to see under causal="bottom_right". With
+    few rows, every row sees it."""
     return max(128, dims.N - dims.M + row) if dims.M > 16 else 156
 
 
 def hidden_from_half(dims):
-    """A mask by which the first half of the rows sees none of many keys."""
+    """A mask that hides many keys from the first half of the rows."""
     mask = torch.ones(dims.M, dims.N, dtype=torch.bool)
     mask[: dims.M // 2, 120:-1] = False
     return mask
@@ -438,8 +440,8 @@ BANDS = {
 
 
 def place(problem, name, value, at):
-    """The same problem with `value` in the last head of the last item of one tensor: of k and v in
-    the key `at`, of q and dout in the 38th row, or the third of a few."""
+    """The problem with `value` in the last head of the last item of one tensor: in key `at` of k or
+    v; in row 37 of q or dout, or row 2 if there are few."""
     spoiled = getattr(problem, name).clone()
     if name in ("q", "dout"):
         at = 37 if problem.q.shape[2] > 37 else 2
@@ -448,7 +450,7 @@ def place(problem, name, value, at):
 
 
 def seen_keys(problem):
-    """(M,N) bool, by the band and the mask."""
+    """(M,N) bool: what the band and the mask show."""
     band = (problem.kwargs.get(x) for x in ("causal", "window", "key_lengths"))
     seen = visible(problem.q, problem.k, *band)[0][-1, 0]
     seen = seen & problem.kwargs.get("mask", torch.ones(()).bool())
@@ -456,10 +458,10 @@ def seen_keys(problem):
 
 
 def touched(problem, name, at):
-    """(B,H,M) bool: the rows that have what `place` put there, or see its key."""
+    """(B,H,M) bool: the rows that contain the value of `place`, or see the key that does."""
     (batch, heads, m, _), (_, key_heads, _, _) = problem.q.shape, problem.k.shape
     found = torch.zeros(batch, heads, m, dtype=torch.bool)
-    sharing = slice(heads - heads // key_heads, None)  # those of the last key head
+    sharing = slice(heads - heads // key_heads, None)  # the heads of the last key head
     if name in ("k", "v"):
         found[-1, sharing] = seen_keys(problem)[:, at]
     else:
@@ -468,13 +470,13 @@ def touched(problem, name, at):
 
 
 def blocks_of(rows):
-    """Whole blocks, of which some row is one of these: in gradients they are decided about."""
+    """All rows of the blocks that contain one of `rows`: in gradients a block uses one kernel."""
     m = rows.shape[2]
     blocks = torch.nn.functional.pad(rows, (0, -m % BLOCK)).unflatten(2, (-1, BLOCK))
     return blocks.any(-1).repeat_interleave(BLOCK, 2)[:, :, :m]
 
 
-# name -> of each shape that has more, how many rows of the head see a key from row 64 on, or 40
+# name -> for shapes with more rows: how many rows of a head see the key of row 64, or of row 40.
 SEEING = {
     "full": {(100, 64): 100, (100, 40): 100, (70, 64): 70, (70, 40): 70},
     "causal": {(100, 64): 36, (100, 40): 60, (70, 64): 6, (70, 40): 30},
@@ -488,7 +490,8 @@ SEEING = {
 @pytest.mark.parametrize("band", BANDS)
 @every_value
 def test_a_row_without_planes_is_of_the_vector_kernels(isa, dtype, value, band, shape):
-    """Its out and LSE to the bit; and every other row has the bits that it has without it."""
+    """Its out and LSE are those of the vector kernels, bit for bit; every other row has the bits
+    that it has without the value."""
     dims = SHAPES[shape]
     clean = case(dims, dtype, **BANDS[band](dims))
     before = computed(isa, clean, everything=False)
@@ -504,7 +507,7 @@ def test_a_row_without_planes_is_of_the_vector_kernels(isa, dtype, value, band, 
 
 
 def kinds(x):
-    """0 where x is a number, else which of the three it is."""
+    """0 where x is finite, otherwise a number for each of inf, -inf and NaN."""
     return x.float().nan_to_num(3, 1, -1).masked_fill(x.isfinite(), 0)
 
 
@@ -513,15 +516,15 @@ def kinds(x):
 @pytest.mark.parametrize("band", ["full", "causal"])
 @every_value
 def test_what_is_no_number_is_so_everywhere(isa, dtype, value, band, shape):
-    """Infinities and NaN come out of every pass where they come out of the vector kernels; and what
-    other heads, items and blocks of rows have is as without them."""
+    """Infinities and NaN are in the results of every pass where the vector kernels have them. The
+    results of other heads, items and blocks of rows do not change."""
     dims = SHAPES[shape]
     clean, at = case(dims, dtype, **BANDS[band](dims)), key_of_row(dims, 64)
     before = computed(isa, clean)
     for name in ("q", "k", "v", "dout"):
         problem, rows = place(clean, name, value, at), touched(clean, name, at)
         vectors, found = (computed(x, problem) for x in (VECTORS, isa))
-        for results in (vectors, found):  # which zeros of a row are written is theirs
+        for results in (vectors, found):  # each kernel writes its own choice of a row's zeros
             results["weights"] = results["weights"].masked_fill(~seen_keys(problem), 0)
         for result, expected in vectors.items():
             assert torch.equal(kinds(found[result]), kinds(expected)), (name, result)
@@ -537,7 +540,7 @@ def test_what_is_no_number_is_so_everywhere(isa, dtype, value, band, shape):
 @every_tiled
 @every_value
 def test_what_is_no_number_in_one_of_several_chunks(isa, dtype, value):
-    """A few rows take their keys by 512s, each of which is decided about."""
+    """Few rows take their keys in chunks of 512, and the kernel is chosen for each chunk."""
     clean = case(Dims(1, 4, 1, 3, 1100, 32, 32), dtype)
     for name, places in (("q", (0,)), ("k", (5, 700, 1099)), ("v", (700,)), ("dout", (0,))):
         for at in places:
@@ -547,7 +550,7 @@ def test_what_is_no_number_in_one_of_several_chunks(isa, dtype, value):
                 assert torch.equal(kinds(found[result]), kinds(expected)), (name, at, result)
 
 
-LARGEST, SMALLEST = 2.0**30, 2.0**-99  # the first that has no planes, and the last that has
+LARGEST, SMALLEST = 2.0**30, 2.0**-99  # the least number without planes, and the least with them
 ONE = torch.tensor(1.0)
 INNER, OUTER = (float(torch.nextafter(ONE, torch.tensor(x))) for x in (0.0, 2.0))
 
@@ -568,9 +571,9 @@ def test_the_first_values_without_planes(isa, value, name, shape):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [LARGEST * INNER, -SMALLEST, 0.0, -0.0])
 def test_the_last_values_with_planes(isa, value, name, shape):
-    """They keep their rows on the tiles: or padding with zeros would take them off."""
+    """Rows with these values stay on tiles. Zeros have planes, so padding keeps rows on tiles."""
     if name == "q" and abs(value) > 1:
-        value = 8.0  # so large a q has one weight, of which every kernel makes the same
+        value = 8.0  # a larger q gives one key all the weight, and all kernels agree
     problem = place(case(SHAPES[shape]), name, value, 150)
     vectors, found = (computed(x, problem, everything=False) for x in (VECTORS, isa))
     rows = touched(problem, name, 150)
@@ -581,11 +584,10 @@ def test_the_last_values_with_planes(isa, value, name, shape):
 @every_planed
 @pytest.mark.parametrize("m, heads", [(70, 1), (5, 3)])
 def test_rows_decide_alone(isa, dtype, m, heads):
-    """A row has the same bits whatever the rows are with which it shares a block, even where all of
-    those have no planes."""
+    """The bits of a row do not depend on other rows of its block, even if none has planes."""
     problem = case(Dims(1, heads, 1, m, 300, 32, 32), dtype)
     shaken, spoiled = problem.q.clone(), problem.q.clone()
-    shaken[:, :, 1:] *= 40  # their pivots move again and again
+    shaken[:, :, 1:] *= 40  # makes their pivots change repeatedly
     spoiled[:, :, 1:] = torch.nan
     first, second, third = (
         computed(isa, replace(problem, q=q), everything=False) for q in (problem.q, shaken, spoiled)
@@ -602,10 +604,10 @@ def test_rows_decide_alone(isa, dtype, m, heads):
 @pytest.mark.parametrize("m", [12, 64])
 @pytest.mark.parametrize("size", [1e2, 1e4])
 def test_a_neighbour_without_planes_changes_no_score(isa, size, m, name, value):
-    """Far from zero scores of tiles and of vectors differ by more than 1: each row has its own in
-    every pass, whichever they are. Its weights sum to 1, and dV is what they say."""
+    """Far from zero the scores of tiles and of vectors differ by more than 1. Each row uses one of
+    the two in every pass: its weights sum to 1, and dV agrees with them."""
     if name != "q" and value != value:
-        return  # every row would be one
+        return  # every row would be NaN
     clean = build(Dims(1, 2, 1, m, 300, 64, 64), (), torch.float32)
     clean = replace(clean, q=clean.q * size, k=clean.k * size)
     problem = place(clean, name, value, 7)
@@ -621,7 +623,7 @@ def test_a_neighbour_without_planes_changes_no_score(isa, size, m, name, value):
 
 @every_tiled
 def test_rows_on_vectors_see_what_is_theirs(isa):
-    """What one of them sees and another does not is not multiplied by that one's zeros."""
+    """A NaN that one row sees is not multiplied by the zero weights of another row."""
     clean = build(Dims(1, 1, 1, 64, 64, 32, 32), (), torch.float32)
     clean.kwargs["causal"] = True
     for rows in ((3,), (3, 4), (3, 4, 5)):
@@ -634,7 +636,7 @@ def test_rows_on_vectors_see_what_is_theirs(isa):
 
 @every_tiled
 def test_nothing_comes_from_behind_a_window(isa):
-    """Gradients take keys by 32s, of which no NaN that nobody sees is multiplied by zero."""
+    """Gradients take keys by 32s. A NaN in a key that no row sees is not multiplied by zero."""
     clean = build(Dims(1, 1, 1, 96, 96, 32, 32), (), torch.float32)
     clean.kwargs |= dict(causal=True, window=(8, 0))
     problem = place(place(clean, "k", torch.nan, 40), "v", torch.nan, 40)
@@ -647,7 +649,7 @@ def test_nothing_comes_from_behind_a_window(isa):
 @every_tiled
 @pytest.mark.parametrize("name", ["plain", *FEATURE])
 def test_features_where_keys_have_no_planes(isa, name):
-    """Scores and gradients that vectors compute in the place of tiles have every feature."""
+    """The scores and gradients that vectors compute instead of tiles support every feature."""
     features = () if name == "plain" else (FEATURE[name],)
     clean = build(Dims(1, 2, 2, 100, 150, 33, 40), features, torch.float32)
     for changed in "kv":
@@ -661,8 +663,8 @@ def test_features_where_keys_have_no_planes(isa, name):
 
 @every_tiled
 def test_small_gradients_of_scores_leave_the_tiles(isa):
-    """And others do not: a power of two changes no bit of a gradient but where another kernel
-    computes it."""
+    """Only small ones do. Scaling by a power of two leaves the bits of a gradient as they are,
+    unless another kernel computes it."""
     clean = case(Dims(1, 2, 1, 100, 150, 33, 40))
     clean.dlse.zero_()
     expected = computed(isa, clean)
@@ -673,11 +675,11 @@ def test_small_gradients_of_scores_leave_the_tiles(isa):
             assert same(found[name] / factor / factor, expected[name]) == stays, (name, exponent)
 
 
-# ------------------------------------------------------------------------- keys that nobody may see
+# ---------------------------------------------------------------------------- keys that no row sees
 
 
 def masked(m, n):
-    """Some in between, all of several blocks, and the last."""
+    """Hide a few keys in between, one in the middle, and the last 20."""
     draw = torch.rand(m, n, generator=torch.Generator().manual_seed(0))
     hidden = torch.zeros(n, dtype=torch.bool)
     hidden[3:9] = hidden[n // 2] = hidden[-20:] = True
@@ -690,13 +692,13 @@ def padded(m, n):
 
 
 def windowed(m, n, step):
-    """Whole steps of keys before the first that any row sees."""
+    """Hide whole steps of keys before the first that any row sees."""
     first = (n - m - 20) // step * step
     return {"causal": "bottom_right", "window": (20, 0)}, torch.arange(n) < first
 
 
 def masked_in_a_window(m, n):
-    """Keys that a mask shows to the rows alone whose window they are not in."""
+    """Hide keys that the mask shows only to rows with a window that does not include them."""
     distance = torch.arange(m).view(m, 1) + n - m - torch.arange(n)
     hidden = torch.zeros(n, dtype=torch.bool)
     hidden[n - 6 :: 2] = hidden[n - m // 2 - 5] = True
@@ -715,7 +717,7 @@ HIDING = {
     "padding mask": padded,
     "mask in a window": masked_in_a_window,
 }
-# Keys that are hidden and read all the same: they are multiplied by weights of 0.
+# How keys are hidden that kernels still read: they are multiplied by weights of 0.
 READ = ("keys before a window", "mask", "padding mask", "mask in a window")
 UNSEEN_SHAPES = {
     "70 rows": Dims(1, 2, 1, 70, 150, 33, 40),
@@ -730,8 +732,8 @@ UNSEEN = {
 
 
 def unseen(dtype, how):
-    """(tensors, value) that hidden keys are filled with. Of those that are read 0 * NaN would be
-    NaN, and from 3e38 in v dP would be infinite."""
+    """[(tensors, value)] to fill hidden keys with. Where these are read, v gets no NaN, as 0 * NaN
+    is NaN, and no 3e38, which makes dP infinite."""
     values = UNSEEN[dtype]
     if how not in READ:
         return [(("k", "v"), value) for value in values]
@@ -750,7 +752,7 @@ def filled(problem, names, keys, value):
 @pytest.mark.parametrize("shape", UNSEEN_SHAPES)
 @pytest.mark.parametrize("how", HIDING)
 def test_a_key_that_no_row_sees_changes_no_bit(isa, how, shape, dtype):
-    """Of what it is filled with nothing comes out, nor that it would have had no planes."""
+    """Neither the contents of the key nor its lack of planes has an effect."""
     dims = UNSEEN_SHAPES[shape]
     arguments, hidden = HIDING[how](dims.M, dims.N)
     clean = case(dims, dtype, **arguments)
@@ -759,7 +761,7 @@ def test_a_key_that_no_row_sees_changes_no_bit(isa, how, shape, dtype):
     for names, value in unseen(dtype, how):
         found = computed(isa, filled(clean, names, hidden, value))
         if how in READ and not abs(value) < torch.inf:
-            found.pop("dq")  # has 0 * NaN, as torch's has
+            found.pop("dq")  # it has 0 * NaN, as in torch
         for name, mine in found.items():
             right = expected[name]
             if name in ("dk", "dv"):
@@ -768,7 +770,7 @@ def test_a_key_that_no_row_sees_changes_no_bit(isa, how, shape, dtype):
             assert same(mine, right), (names, value, name)
 
 
-# Of three rows at the first keys, which see three to six of them, another kernel would run.
+# Three causal rows see only three to six of the first keys and would run another kernel.
 APPENDED = [
     (how, shape)
     for how in ("causal", "window", "lengths", "padding mask")
@@ -781,7 +783,7 @@ APPENDED = [
 @every_planed
 @pytest.mark.parametrize("how, shape", APPENDED)
 def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
-    """Appended keys, whatever they are."""
+    """Appended keys with any contents."""
     dims = UNSEEN_SHAPES[shape]
     arguments, hidden = HIDING[how](dims.M, dims.N)
     whole = case(dims, dtype, **arguments)
@@ -797,7 +799,7 @@ def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
         assert not differ(found, expected), (names, value)
 
 
-# --------------------------------------------------------------------------------------- the choice
+# ------------------------------------------------------------------------------------------- choice
 
 
 @every_tiled
@@ -812,7 +814,7 @@ def test_what_runs_each_dtype_is_named(isa):
 @every_planed
 @pytest.mark.parametrize("m, d", [(70, 33), (3, 33), (70, 64)])
 def test_the_tiles_are_in_use(isa, dtype, m, d):
-    """Or everything above would be said of the vector kernels."""
+    """Otherwise everything above would test the vector kernels."""
     problem = case(Dims(1, 4, 1, m, 150, d, 40), dtype)
     vectors, found = (computed(x, problem) for x in (VECTORS, isa))
     assert not same(found["lse"], vectors["lse"])
@@ -863,7 +865,7 @@ def in_a_process(code, **environment):
 
 @every_tiled
 def test_float32_can_be_left_to_the_vector_kernels(isa):
-    """Bit for bit, and float32 alone."""
+    """Bit for bit, and only float32."""
     code = WITHOUT_FLOAT32.format(isa=isa)
     found = in_a_process(code, FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vector")
     assert found.returncode == 0, found.stderr

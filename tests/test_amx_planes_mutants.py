@@ -1,10 +1,10 @@
-"""Seeded faults in what float32 and float16 alone run on AMX's tiles: planes, sums of two levels,
-and what vectors compute in their place. As in test_cpu_mutants.py, but of one dtype each, and who
-notices is more often a test of test_amx_planes.py than a slice: most faults cost only accuracy, or
-the bits of a row that had to stay as it was.
+"""Seeded faults in the code that only float32 and float16 run on AMX's tiles: planes, sums of two
+levels, and their replacement by vectors. As in test_cpu_mutants.py, except that a fault is for one
+dtype, and that a test of test_amx_planes.py notices it more often than a slice: most faults cost
+only accuracy, or change the bits of a row that had to stay the same.
 
-Each library has the model with the fault, for one dtype, and beside it the vector kernels without:
-both are compiled alike, so that what vectors compute in the place of tiles has their bits.
+Each library has the model with the fault, for one dtype, and the vector kernels without it. Both
+are compiled with the same flags, so that what vectors compute instead of tiles has the same bits.
 """
 
 import re
@@ -43,7 +43,7 @@ class Fault(NamedTuple):
     new: str
 
 
-# Title: file: dtype: who notices, of JUDGES or else a slice; then the code as it is, and the fault.
+# Title: file: dtype: the judge, from JUDGES or else a slice; then the code as it is, and the fault.
 FAULTS = r"""
 planes of rows in reverse: amx_operand.h: float32: plain
 -cut_row(from + c, [&](int x, Vec<int32_t> pairs) { store(to + 16 * x, pairs)
@@ -264,7 +264,7 @@ def rising(dtype):
             assert not Verdict(problem).complaints(fastattn.attention, backend="cpu")
 
 
-# name -> a function of the dtype that fails where it notices something
+# name -> a function of the dtype that fails if it notices a fault
 JUDGES = {
     "accuracy": lambda dtype: planes.test_errs_no_more_than_torch(MODEL, 300, 128, False, dtype),
     "bias": lambda dtype: planes.test_rounding_has_no_sign(MODEL, dtype),
@@ -297,7 +297,7 @@ JUDGES = {
 
 
 def judge(name, dtype):
-    """Fails if something is noticed."""
+    """Fails if the judge notices a fault."""
     if name in JUDGES:
         return JUDGES[name](dtype)
     with variant(MODEL):
@@ -315,7 +315,7 @@ def faults():
 
 
 FAULT = faults()
-# The library beside the model: the vector kernels, under every other name that it knows.
+# The library beside the model: the vector kernels, under every other ISA name it knows.
 NAMED = ["-DFA_X86", "-DFA_X86_AMX", "-Dgeneric=avx512", "-Davx2=avx512", f"-Damx_bf16={MODEL}"]
 BESIDE = {"library": NAMED, "isa": [*AMX_FLAGS, "-DFA_ISA=avx512"]}
 
@@ -336,7 +336,7 @@ def without_fault(name):
 
 @pytest.fixture
 def kernels_of(monkeypatch, tmp_path):
-    """A function that runs the backend cpu on kernels of this dtype with this edit."""
+    """A function that makes the CPU backend use kernels of this dtype with this edit."""
 
     def use(dtype, file=None, old="", new=""):
         sources = tmp_path / "csrc"
@@ -360,7 +360,7 @@ def kernels_of(monkeypatch, tmp_path):
         library = native.CpuLibrary(path)
         library.poison(1)
         monkeypatch.setattr(native, "cpu", lambda: library)
-        monkeypatch.setenv("FASTATTN_LIBRARY", str(path))  # of those who start processes
+        monkeypatch.setenv("FASTATTN_LIBRARY", str(path))  # for tests that start processes
 
     return use
 

@@ -1,6 +1,5 @@
-"""Every tile in the tables compiles for sm_80 and sm_90, on a machine without a GPU; and the
-checker that says so can say no.
-"""
+"""Every tile in the tables compiles for sm_80 and sm_90, on a machine without a GPU, and the
+checker rejects bad kernels."""
 
 import dataclasses
 import importlib.metadata
@@ -21,10 +20,10 @@ needs_compiler = [
 ]
 
 
-# ----------------------------------------------------------------------------- what the tables give
+# ------------------------------------------------------------------------------ the tables' kernels
 
-# The variants that ask the most of registers and shared memory; `make aot` has the rest. IEEE
-# float32 is the same on both chips, and slow to compile: one of them.
+# The variants that need the most registers and shared memory; `make aot` has the rest. IEEE float32
+# is the same on both chips and slow to compile, so one chip is enough.
 MORE = ((64, "plain"), (128, "packed"), (64, "tangents"))
 CASES = [
     case
@@ -35,7 +34,7 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def kernels(request):
-    """Every kernel of every case that the chosen tests are of, by case."""
+    """{case: its kernels} for the cases of the chosen tests."""
     mine = [x for x in request.session.items if x.path == request.path]
     items = [x for x in mine if "kernels" in getattr(x, "fixturenames", ())]
     each = {x.callspec.params["case"] for x in items if hasattr(x, "callspec")}
@@ -64,7 +63,7 @@ class TestTables:
             for k in kernels[case]:
                 if k.name in ("forward", "dq", *aot.BY_KEYS) and case.dtype == "bfloat16":
                     assert k.mix["wgmma" if case.arch == 90 else "mma"] and k.mix["exp2"], k
-                    by_pointers = k.name.endswith("_t")  # tiles of what moves
+                    by_pointers = k.name.endswith("_t")  # tiles of tangents
                     assert bool(k.mix["tma"]) == (case.arch == 90 and not by_pointers), k
                 elif k.name in ("forward", "dq", *aot.BY_KEYS):
                     assert k.mix["ffma"] and not k.mix["mma"], k
@@ -75,7 +74,7 @@ class TestTables:
             assert names == {
                 *("forward", "delta", "dq", "dkv", "dmask", "split", "combine", "weights"),
                 *("weights average", "dq given", "dq given sums", "dk given"),
-                *(["dk", "dv"] if arch == 90 else []),  # of 256 columns
+                *(["dk", "dv"] if arch == 90 else []),  # for 256 columns
                 *("jvp", "rates", "dq_t", "dkv_t"),
             }
 
@@ -195,7 +194,7 @@ def test_a_report_is_one_line_a_kernel():
 
 @pytest.fixture
 def program(monkeypatch, tmp_path):
-    """The program over kernels that are said to have come out, with files of its own."""
+    """Run the program with stub compilation results and its own budget file."""
     pytest.importorskip("triton")
     monkeypatch.setattr(aot, "BUDGET", tmp_path / "budget.json")
     monkeypatch.setattr(aot, "RESULTS", tmp_path)

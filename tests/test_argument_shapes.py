@@ -1,6 +1,6 @@
-"""Every tensor argument in every shape and dtype that it may have, in every pass: dense, packed, in
-pages and vmapped, against the float64 oracle. `argument_shapes` has the shapes; test_distributed.py
-has them over ranks."""
+"""Every tensor argument in every shape and dtype that it may have, in every pass: dense, packed,
+paged and vmapped, against the float64 oracle. The shapes come from `argument_shapes`;
+test_distributed.py tests them over ranks."""
 
 import itertools
 from dataclasses import dataclass
@@ -26,9 +26,9 @@ DROPOUT = 0.3
 
 @dataclass(frozen=True)
 class Layout:
-    """A call of these sizes. No two letters have the same, so that none stands in for another.
+    """A call with these sizes. All sizes differ, so that no dimension can stand in for another.
 
-    rows, keys: of each sequence, where the call is packed.
+    rows, keys: of each sequence, if the call is packed.
     """
 
     sizes: dict
@@ -59,7 +59,7 @@ class Layout:
         return fastattn.attention_packed(q, k, v, *cu, return_lse=True, **most, **given)
 
     def oracle(self, q, k, v, **given):
-        """The same of the oracle, one sequence after the other."""
+        """The oracle's out and LSE, computed one sequence at a time."""
         if not self.rows:
             return fastattn.reference.attention(q, k, v, return_lse=True, **given)
         found = []
@@ -102,13 +102,13 @@ every_layout = pytest.mark.parametrize("layout", LAYOUTS)
 
 
 def rand(shape, seed, dtype=torch.float64):
-    """Numbers that every floating dtype holds, so that all calls have the same."""
+    """Random numbers that every floating dtype holds exactly: all dtypes get the same values."""
     generator = torch.Generator().manual_seed(seed + 10 * len(shape) + sum(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64).bfloat16().to(dtype)
 
 
 def values(name, shape, dtype, layout, seed=0):
-    """A tensor argument."""
+    """The values of a tensor argument."""
     if name == "lengths":
         return torch.tensor(layout.lengths, dtype=dtype)
     if name == "seed":
@@ -121,15 +121,15 @@ def values(name, shape, dtype, layout, seed=0):
 
 
 class Case(SimpleNamespace):
-    """dtype: of q. kinds: (shape, dtype) of each tensor argument that there is, by its name in
-    `Tensors`. wants: of which tensors there is a gradient."""
+    """dtype: of q. kinds: {name in `Tensors`: (shape, dtype)} of the tensor arguments given. wants:
+    the tensors to compute gradients of."""
 
     def __str__(self):
         text = (f"{name}{list(shape)}.{str(x)[6:]}" for name, (shape, x) in self.kinds.items())
         return " ".join([str(self.dtype)[6:], *text, "by", *self.wants]).replace(" ", "")
 
     def given(self, layout, dtype=None):
-        """The tensors of the call, by public name; in float64 those that have gradients."""
+        """The tensors of the call, by public name; floating ones in `dtype`, if it is given."""
         found = layout.inputs(self.dtype)
         for name, (shape, own) in self.kinds.items():
             found[ARGUMENTS[name].public] = values(name, shape, own, layout)
@@ -139,19 +139,19 @@ class Case(SimpleNamespace):
 
     @property
     def options(self):
-        """The scalars."""
+        """The call's scalar arguments."""
         return dict(dropout_p=DROPOUT) if "seed" in self.kinds else {}
 
 
 def subsets(names):
-    """Which gradients are asked for: all, each argument's alone, all but each."""
+    """The sets of gradients to ask for: all; one argument's only; all but one."""
     own = [x for x in names if x not in "qkv"]
     return [names, *((x,) for x in own), *(tuple(y for y in names if y != x) for x in own), ("k",)]
 
 
 def cases(layout, dtypes):
-    """Each shape and dtype of a mask, and with it in turn each shape and dtype of the others, or
-    none; and each of the others without a mask."""
+    """Each shape and dtype of a mask, combined in turn with each shape and dtype of the other
+    arguments, or none; and each of the others without a mask."""
     turns = {
         name: itertools.cycle(
             [None]
@@ -170,14 +170,14 @@ def cases(layout, dtypes):
             (shape, own)
             for own in dtypes_of("mask", dtype)
             for shape in shapes_of("mask", layout.sizes)
-            if dtype == dtypes[0] or own == torch.float32  # which is beside 16 bits
+            if dtype == dtypes[0] or own == torch.float32  # the mask dtype for 16-bit inputs
         ]
         for mask in [*masks, *[None] * 12]:
             kinds = dict(mask=mask) | {name: next(turn) for name, turn in turns.items()}
             kinds = {name: kind for name, kind in kinds.items() if kind}
             has = tuple(x for x, (_, own) in kinds.items() if has_gradient(x, own))
             each = subsets((*"qkv", *has))
-            if mask and mask[1] == dtypes[0]:  # so that each shape of a mask has its gradient
+            if mask and mask[1] == dtypes[0]:  # so that each mask shape has its gradient tested
                 each = [x for x in each if "mask" in x]
             found.append(Case(dtype=dtype, kinds=kinds, wants=each[next(asked) % len(each)]))
     return found
@@ -197,7 +197,7 @@ every_case = pytest.mark.parametrize(
 
 
 def outcomes(attention, given, wants):
-    """{name: result} of every pass that a call has, with these gradients."""
+    """{name: result} of every pass of a call, with these gradients."""
     leaves = {x: given[x].detach().requires_grad_() for x in wants}
     others = {x: y for x, y in given.items() if x not in wants}
     found = dict(zip(("out alone", "lse alone"), attention(**given), strict=True))
@@ -224,7 +224,7 @@ def outcomes(attention, given, wants):
 
 
 def close(found, exact, tolerance):
-    """Results of the oracle's shapes, and near them by the largest value of each."""
+    """The shapes are the oracle's, and values differ by at most `tolerance` times the largest."""
     assert found.keys() == exact.keys()
     for name, right in exact.items():
         got = found[name]
@@ -235,7 +235,7 @@ def close(found, exact, tolerance):
 
 
 def tolerance_of(case):
-    """Gradients have their tensors' dtypes."""
+    """The largest for the dtypes of the tensors: gradients have their tensors' dtypes."""
     dtypes = {case.dtype, *(x for _, x in case.kinds.values() if x.is_floating_point)}
     return max(TOLERANCE[x] for x in dtypes)
 
@@ -258,7 +258,7 @@ def test_every_shape_in_every_pass(name, layout, case, monkeypatch):
     close(found, exact, tolerance_of(case))
     for x in public(case.wants):
         assert found[f"d{x}"].dtype == found[f"second d{x}"].dtype == given[x].dtype
-    if laid.rows and "mask" in case.wants:  # one sequence after the other
+    if laid.rows and "mask" in case.wants:  # takes the path for one sequence after the other
         monkeypatch.setattr(launcher, "ROOM", -1)
         close(outcomes(ours, given, public(case.wants)), exact, tolerance_of(case))
 
@@ -300,7 +300,7 @@ PAGED = [x for x in cases(PACKED, DTYPES_OF["triton" if INTERPRETED else "cpu"])
 
 
 def in_pages(x, table):
-    """The rows (S,...) of all sequences in pages (P,page,...); what holds none is NaN, or -1."""
+    """The rows (S,...) of all sequences in pages (P,page,...); unused places are NaN, or -1."""
     nothing = torch.nan if x.is_floating_point() else -1
     pages = torch.full((PAGES, PAGE, *x.shape[1:]), nothing, dtype=x.dtype)
     for b, (first, keys) in enumerate(zip(PACKED.offsets[1].tolist(), PACKED.keys)):
@@ -324,7 +324,7 @@ def test_every_shape_in_pages(name, case, quantised):
             given[x] = (kept[x].double() * scales[f"{x}_scale"][..., None]).to(case.dtype)
     B = PACKED.sizes["B"]
     table = torch.arange(B * BLOCKS).view(B, BLOCKS).flip(0) * 5 % PAGES
-    table[:, 3:] = 10**6  # of none of its keys
+    table[:, 3:] = 10**6  # entries past the keys
     used = torch.tensor([0, 1, 2]) + 3 * torch.arange(B)[:, None]
     table[:, :3] = used * 5 % PAGES
     (of_table,) = shapes_of("pages", dict(B=B, blocks=BLOCKS))
@@ -349,11 +349,11 @@ def test_every_shape_in_pages(name, case, quantised):
 
 # --------------------------------------------------------------------------------------------- vmap
 
-EXAMPLES = {"dense": 11, "packed": 2}  # what is packed does not fold: one after the other
+EXAMPLES = {"dense": 11, "packed": 2}  # packed calls do not fold: they run one by one
 
 
 def loss(attention, argument, given, q, x):
-    """A number, and out beside it."""
+    """(a scalar loss, out)"""
     out, lse = attention(q=q, **given, **{argument: x})
     return out.sin().sum() + torch.where(lse == -torch.inf, 0.0, lse).cos().sum(), out
 
@@ -362,7 +362,7 @@ def loss(attention, argument, given, q, x):
 @every_layout
 @pytest.mark.parametrize("name", OPTIONAL)
 def test_every_shape_is_mapped(name, layout):
-    """Examples that have each its own of an argument; and that have all the same, and another q."""
+    """A mapped argument with a shared q; and a shared argument with a mapped q."""
     laid, V = LAYOUTS[layout], EXAMPLES[layout]
     given = laid.inputs(torch.float64)
     q = given.pop("q")
@@ -396,7 +396,7 @@ def test_every_shape_is_mapped(name, layout):
     "rows, keys", [((2, 100), (2, 2)), ((2, 2, 1), (3, 3, 2)), ((3, 1, 2), (3, 2, 1))], ids=str
 )
 def test_a_mask_of_columns_that_sequences_share(name, rows, keys):
-    """(N,), and for it whatever else broadcasts to the same: one gradient, in each shape."""
+    """Shape (N,) and all shapes that broadcast to the same mask: one gradient, in each shape."""
     dtype = DTYPES_OF[name][0]
     N = max(keys)
     laid = Layout(dict(B=len(rows), H=1, Hk=1, M=max(rows), N=N, D=8, Dv=8), (), rows, keys)

@@ -1,4 +1,4 @@
-"""Imports point downward only: each module may import from the floors below its own."""
+"""Imports go downward only: each module may import only from the layers below its own."""
 
 import ast
 from pathlib import Path
@@ -9,7 +9,7 @@ import fastattn
 
 PACKAGE = Path(fastattn.__file__).parent
 
-# From the roof to the ground. A module imports only from the lines below it.
+# From the top layer to the bottom. A module imports only from the lines below its own.
 FLOORS = (
     {"__main__", "examples"},
     {"__init__"},
@@ -42,7 +42,7 @@ FLOORS = (
 )
 FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
 
-# The same inside packages.
+# The layers inside packages.
 INSIDE = {
     "flash_attn": (
         {"flash_attn"},
@@ -89,12 +89,13 @@ INSIDE = {
     ),
 }
 
-# Who may know the oracle: the backend that runs it, exported graphs, and the package that shows it.
+# The modules that may import the oracle: the reference backend, exported graphs, and the package's
+# __init__, which exports it.
 KNOW_THE_ORACLE = {"backends.reference", "decomposition", "__init__"}
 
 
 def modules():
-    """{"api": path, "backends.cpu": path, ...}, kernels and compiled files left out."""
+    """{"api": path, "backends.cpu": path, ...}, without kernels and compiled files."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(PACKAGE).with_suffix("").parts
@@ -109,8 +110,8 @@ BY_STRING = {f"fastattn.{name}" for name in MODULES}
 
 
 def imported(name, path):
-    """The modules of this package that a module imports, anywhere in its text, or names in a
-    string of its own, as `importlib.import_module` takes them."""
+    """The modules of this package that a module imports anywhere in its text, or names in a string,
+    as arguments of `importlib.import_module`."""
     here = ("fastattn." + name).split(".")
     package = here if path.name == "__init__.py" and name != "__init__" else here[:-1]
     found = set()
@@ -172,7 +173,7 @@ def test_imports_point_down(name):
 
 @pytest.mark.parametrize("name", [name for name in MODULES if name.startswith("backends.")])
 def test_backends_do_not_know_each_other(name):
-    """A file that is named as one and more, `triton_tangents`, is a part of it."""
+    """A file with another's name as its prefix, as `triton_tangents`, is a part of that backend."""
     others = {x for x in imported(name, MODULES[name]) if x.startswith("backends")}
     others = {x for x in others if not name.startswith(f"{x}_")}
     assert not others, f"{name} imports {others}"

@@ -26,7 +26,7 @@ DEFAULT = {SUBJECT, BASELINE}
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict:
-    """What one run of the program writes, with all of its parts."""
+    """The result of one run of the program with all of its parts."""
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
@@ -54,7 +54,7 @@ def test_a_run_says_where_and_with_what(result):
         for rate in (ceiling["register_gflops"], ceiling["sustained_gflops"]):
             assert rate is None or rate > 0
     counts = [row["threads"] for row in result["ceilings"]["memory"]]
-    assert counts == 2 * list(dict.fromkeys((1, torch.get_num_threads())))  # two sizes
+    assert counts == 2 * list(dict.fromkeys((1, torch.get_num_threads())))  # for two sizes
     assert all(row["read_gbs"] > 0 < row["copy_gbs"] for row in result["ceilings"]["memory"])
     for entry in result["overhead"]["timings"]:
         assert set(entry["peers"]) == DEFAULT
@@ -63,8 +63,8 @@ def test_a_run_says_where_and_with_what(result):
 
 
 def test_the_memory_probe_sees_a_quadratic_buffer(result):
-    """torch holds the weights when it drops out, 67 MB a copy. Our results alone are 4 MB, of which
-    an allocator may have a few pages at hand."""
+    """torch stores the weights for dropout: 67 MB each. Our results take only 4 MB, and an
+    allocator may have a few pages of that free already."""
     extra = {row["peer"]: row for row in result["memory"]}
     assert extra[BASELINE]["N"] == 4096 and extra[BASELINE]["error"] == ""
     assert extra[BASELINE]["extra_bytes"] > 4096**2 * 4
@@ -91,7 +91,7 @@ def test_a_run_measures_every_cell_of_its_sweep(result):
 
 
 def test_backward_and_training_share_their_samples(result):
-    """They are parts of the same program: training takes longer, in every quartile."""
+    """Backward is a part of training: training takes longer, in every quartile."""
     cells = {(c["dtype"], c["mask"], c["pass"]): c for c in result["cells"]}
     for (dtype, mask, what), cell in cells.items():
         if what == BACKWARD:
@@ -102,7 +102,7 @@ def test_backward_and_training_share_their_samples(result):
 
 def test_a_run_draws_its_pictures(result):
     pytest.importorskip("matplotlib")
-    (picture,) = result["folder"].glob("*-speedup.png")  # one length makes no line
+    (picture,) = result["folder"].glob("*-speedup.png")  # one length gives no plot of lengths
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -135,7 +135,7 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path):
     monkeypatch.setattr(progress, "follow", interrupted)
     monkeypatch.setattr("bench.results.FOLDER", tmp_path)
     assert main([*TINY, "--sweep-only", "--save"]) == 130
-    assert not list(tmp_path.glob("*.*"))  # half a sweep is no result to commit
+    assert not list(tmp_path.glob("*.*"))  # an incomplete sweep is no result to commit
     (path,) = tmp_path.glob("local/*.json")
     kept = json.loads(path.read_text())
     assert len(kept["cells"]) == 1 and not kept["complete"]
@@ -149,7 +149,7 @@ def test_rounds_are_interleaved_and_nobody_always_comes_second():
     clock = timing.HostClock("counted", lambda: float(next(ticks)))
     samples = timing.interleaved(programs, clock, seconds=0.0)
     assert {len(rounds) for rounds in samples.values()} == {timing.ROUNDS[0]}
-    measured = calls[4:]  # two warm calls each
+    measured = calls[4:]  # after two warm-up calls of each
     assert measured == list("abbaabbaab")
 
 
@@ -246,7 +246,7 @@ def test_the_name_says_that_there_are_tiles():
 
 
 def test_a_function_bears_the_name_of_its_command():
-    """And has no name of a module, which it would hide."""
+    """No command has the name of a module, which it would shadow."""
     _, names = _parser()
     assert names and all(getattr(commands, x).__module__ == commands.__name__ for x in names)
     modules = {module.name for module in pkgutil.iter_modules(bench.__path__)}

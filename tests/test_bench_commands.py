@@ -41,7 +41,7 @@ from fastattn.examples.common import new_figure
 from tests.bench_helpers import LIMITS, case, cells, hurry, know_ceilings
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-SIX_DIGITS = 2e-5  # of two figures, each as a file keeps it
+SIX_DIGITS = 2e-5  # for two numbers, each stored with six digits
 FAST = ["--device", "cpu", "--threads", "1", "--seconds", "0.002"]
 
 
@@ -137,11 +137,11 @@ def test_targets_have_names_of_their_own():
 
 @pytest.fixture
 def tiny_targets(monkeypatch):
-    """A target of each way to measure, on cases too small to come near a limit of the machine."""
+    """A target for each way to measure, with cases far from the limits of the machine."""
     monkeypatch.setattr(aims, "SECONDS", 0.002)
     small, other = case(N=8), case("causal", N=8)
     rows = [
-        # Against ourselves: no limit of the machine is beside it, so it is never beyond that.
+        # The rival is ours, for which the machine sets no limit: never beyond it.
         aims.Target("a ratio", 1e9, "x", aims.Race(small, "x", FORWARD, SUBJECT, other)),
         aims.Target("a percentage", 1e-9, "% of peak", aims.Race(small, "% of peak")),
         aims.Target("backward", 0, "x", aims.Race(small, "x", BACKWARD)),
@@ -186,7 +186,7 @@ def test_at_most_is_the_rule_of_sizes():
 
 
 def test_an_aim_may_differ_by_class_of_machine():
-    """What torch leaves to be gained depends on its units; a share of the peak does not."""
+    """The gain over torch depends on the machine's units; a share of the peak does not."""
     everywhere = aims.Target("a", 82.0, "% of peak", None)
     some, tiles = (aims.Target("b", of, "x", None) for of in ({FULL: 2.0, HALF: 1.5}, {AMX: 3.0}))
     kinds = (AMX, FULL, HALF, NARROW)
@@ -229,7 +229,7 @@ def test_a_wrong_kernel_meets_no_target(tiny_targets, monkeypatch, tmp_path):
 
 
 def test_an_aim_that_no_kernel_could_reach_is_told_from_one_missed():
-    """At 80% of the peak and 2.0 times as fast as its rival, a call could reach 2.5."""
+    """At 80% of the peak and 2.0 times its rival's speed, a call could at best reach 2.5 times."""
     met, missed = _target(True), _target(False)
     beyond = missed | {"target": 2.6}
     unknown = beyond | {"percent": None}
@@ -250,7 +250,7 @@ def test_an_aim_that_no_kernel_could_reach_is_told_from_one_missed():
 
 
 def test_subnormals_holds_each_cell_against_flushing_by_hand(tmp_path, monkeypatch):
-    """The cells, small; what takes how long is another matter."""
+    """The benchmark's cells at small sizes; times are not judged."""
     real = flushing.cases
     monkeypatch.setattr(flushing, "cases", lambda *given: real(*given, n=40))
     monkeypatch.setattr(flushing, "BOUND", 1e9)
@@ -263,7 +263,7 @@ def test_subnormals_holds_each_cell_against_flushing_by_hand(tmp_path, monkeypat
 
 
 def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, monkeypatch):
-    """The races, small."""
+    """The benchmark's races at small sizes."""
     real = unpadded.races
     monkeypatch.setattr(unpadded, "races", lambda dtypes: real(dtypes, scale=1 / 32))
     result = run(tmp_path, "serving", "--dtypes", "float32", "--seconds", "0.002")
@@ -277,7 +277,7 @@ def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, mon
 
 
 def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
-    """Whole models, small: a language model, padded, and what convert is for."""
+    """Whole models at small sizes: a language model, padded, and what convert is for."""
     pytest.importorskip("transformers", reason="transformers is not installed")
     real = whole_models.races
     monkeypatch.setattr(whole_models, "TOKENS", 3)
@@ -293,7 +293,7 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
 
 
 def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
-    """Small: time, and memory of two lengths."""
+    """At small sizes: time, and memory at two lengths."""
     result = run(tmp_path, "derivatives", "--lengths", "64", "128", "--seconds", "0.002")
     rows, memory = result["derivatives"], result["memory"]
     assert len(rows) == 2 * 6 and all(row["status"] == "ok" for row in rows), rows
@@ -303,7 +303,7 @@ def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
 
 
 def test_distributed_holds_ranks_against_one_and_simulates(tmp_path, capsys):
-    """Two ranks, small; the page of the simulation is the one that is committed."""
+    """Two ranks at small sizes; the simulation's page is the committed one."""
     given = ["--ranks", "2", "--lengths", "64", "128", "--seconds", "0.002"]
     result = run(tmp_path, "distributed", *given)
     rows, memory = result["distributed"], result["memory"]
@@ -486,7 +486,7 @@ def test_a_report_is_written_between_markers(files, tmp_path, sweep):
     assert "| D=64 | machine | full, N=64 | causal, N=64 | window, N=64 |" in written
     assert re.search(r"\| float32 forward \| [^|]+ \| \d+\.\d\dx, \d+% \|", written)
     assert main(["report", str(files[0]), "--pages", str(page)]) == 0
-    assert page.read_text() == written  # written again, it stays as it is
+    assert page.read_text() == written  # a second report changes nothing
 
 
 @pytest.mark.parametrize(
@@ -527,7 +527,7 @@ def test_a_ratio_at_the_limit_is_told_where_it_is_near():
 
 
 def test_reading_is_held_against_a_buffer_of_its_size():
-    """What fits a cache is read faster than memory, and what is tiny is no matter of bandwidth."""
+    """Data that fits a cache is read faster than memory; tiny data has no bandwidth limit."""
     row = {"threads": 1, "copy_gbs": 1.0}
     rows = [row | {"bytes": mb << 20, "read_gbs": gbs} for mb, gbs in ((4, 50.0), (256, 20.0))]
     limits = LIMITS._replace(memory=rows)
@@ -536,7 +536,7 @@ def test_reading_is_held_against_a_buffer_of_its_size():
 
 
 def test_a_regression_is_what_torch_did_not_share():
-    """A slower machine is no regression of ours; a faster one excuses none."""
+    """A slowdown that torch shares is the machine's; a faster machine does not hide one of ours."""
     ratios = {"slower alone": (0.5, 1.0), "slower with torch": (0.5, 0.5), "failed": (0.0, None)}
     ratios |= {"slower, torch faster": (0.8, 1.5), "no torch": (0.8, None), "faster": (1.2, 0.5)}
     found = [comparison.Change(ratio, name, torch) for name, (ratio, torch) in ratios.items()]

@@ -1,6 +1,6 @@
-"""What Triton compiles for a sweep on a GPU: little for the quick one, and all of it ahead.
+"""What Triton compiles for a sweep on a GPU: little for the quick one, and all of it in advance.
 
-A stub of a driver stands for the GPU, and what asks for a kernel to be compiled is counted.
+A stub driver replaces the GPU, and requests to compile a kernel are counted.
 """
 
 import dataclasses
@@ -25,13 +25,13 @@ compiled = pytest.mark.skipif(triton.interpreted(), reason="nothing is compiled 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The kernels that calls of a case ask Triton for. None is compiled."""
+    """The kernels that the calls of a case request from Triton. None is compiled."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     seen = set()
 
     def hook(*, key, fn, **about):
         seen.add((fn.name, key))
-        return True  # not to be compiled
+        return True  # tells Triton not to compile
 
     with launching.stubbed(90):
         from triton import knobs
@@ -47,7 +47,7 @@ def asked(monkeypatch):
 
 
 def forward_and_backward(x):
-    """With tensors of the case's sizes, in no state; on the CPU, where the stub takes them."""
+    """With uninitialised tensors of the case's sizes, on the CPU, where the stub accepts them."""
     x = dataclasses.replace(x, device="cpu")
     dtype = cases.DTYPES[x.dtype]
     q, k, v = (
@@ -112,7 +112,7 @@ def test_a_sweep_on_a_gpu_is_the_quick_one_for_it(monkeypatch):
 
 @pytest.fixture
 def runs(monkeypatch):
-    """What `ahead` runs: the case, and the thread; Triton is said to be there."""
+    """The (case, pass, thread) of each run of `ahead`. Triton is reported as available."""
     found = []
 
     def compute(call, x, inputs, what):

@@ -1,4 +1,4 @@
-"""The benchmark on machines with a GPU, none of which is here: fakes stand for them."""
+"""The benchmark on machines with a GPU, without one: fakes replace it."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ from bench.cases import BACKWARD, FORWARD, TRAINING, Case
 from bench.peers import BASELINE, SUBJECT
 from tests.bench_helpers import LIMITS, case, hurry
 
-DRIVERS = {  # by the driver: the index that it works with, "" for none
+DRIVERS = {  # by driver version: the torch index that supports it, "" for none
     "470.82.01": "",
     "525.60.13": "cu126",
     "535.183.01": "cu126",
@@ -39,7 +39,7 @@ MODULE = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release B
 
 
 class Fake:
-    """What tells of a GPU: nvidia-smi, the folder of the driver in /proc, a node in /dev."""
+    """What reveals a GPU: nvidia-smi, the driver's folder in /proc, a node in /dev."""
 
     def __init__(self, folder, monkeypatch):
         self.folder, self.patch = folder, monkeypatch
@@ -136,7 +136,7 @@ def test_nothing_is_said_where_there_is_nothing_to_mend(why, fake, monkeypatch):
 
 @pytest.mark.parametrize("command", ["sweep", "decode", "mha", "overhead", "memory", "gpu"])
 def test_it_stops_the_benchmark_and_not_one_of_the_cpu(command, fake, monkeypatch, capsys):
-    """Of the commands that take a device; one that is named is taken."""
+    """For the commands that take a device. Naming a device overrides the stop."""
     fake.smi("NVIDIA H100, 550.54.15")
     assert main([command]) == 2
     said = capsys.readouterr().err
@@ -147,16 +147,16 @@ def test_it_stops_the_benchmark_and_not_one_of_the_cpu(command, fake, monkeypatc
         assert commands._device(options) == "cpu"
 
 
-# ------------------------------------------------------------------------------------- the clock
+# -------------------------------------------------------------------------------------------- clock
 
 
 class Device:
-    """torch.cuda, of a device that works through a queue in simulated time, beside a host."""
+    """torch.cuda for a host and a device that works through a queue in simulated time."""
 
     CYCLES = 1.5e9
 
     def __init__(self):
-        self.host = self.free = 0.0  # seconds: now, and when the queue will be empty
+        self.host = self.free = 0.0  # seconds: the present time, and when the queue will be empty
         self.slept = 0.0
 
     def Event(self, enable_timing):
@@ -176,7 +176,7 @@ class Device:
         self.enqueue(cycles / self.CYCLES)
 
     def phase(self, *kernels):
-        """A phase that launches kernels: of each, the seconds of the host and of the device."""
+        """A phase that launches kernels. For each: (seconds on the host, seconds on the device)."""
 
         def call(value):
             for host, device in kernels:
@@ -211,10 +211,10 @@ US = 1e-6
 @pytest.mark.parametrize("host", [5 * US, 80 * US, 900 * US, 5000 * US], ids=lambda x: f"{x:.0e}")
 @pytest.mark.parametrize("loops", [1, 7])
 def test_the_clock_of_a_device_times_no_gaps(host, loops, device):
-    """Between kernels that the host launches more slowly than they run."""
+    """The gaps arise when the host launches kernels more slowly than they run."""
     clock = timing.DeviceClock(device, lambda: device.host)
     program = device.phase((host, 10 * US), (host, 20 * US)), device.phase((host, 40 * US))
-    for _ in range(2):  # as `interleaved` does, before what counts
+    for _ in range(2):  # warm-up, as in `interleaved`
         clock.sample(program, 1)
     found = clock.sample(program, loops)
     assert found == pytest.approx([30 * US, 40 * US], rel=1e-6)
@@ -222,7 +222,7 @@ def test_the_clock_of_a_device_times_no_gaps(host, loops, device):
 
 
 def test_a_first_call_that_compiles_is_not_slept_for(device):
-    """Nor one that waits for the device itself."""
+    """Nor is a call that waits for the device itself."""
     clock = timing.DeviceClock(device, lambda: device.host)
     hosts = iter([3.0, *[10 * US] * 50])
 
@@ -272,7 +272,7 @@ def test_both_times_are_in_the_record_and_on_the_page():
     assert all("host_ms" not in row and printed.host(row) == "" for row in cpu.values())
 
 
-# ------------------------------------------------------------------------ a process of its own
+# ------------------------------------------------------------------------------- a separate process
 
 
 ENDINGS = {
@@ -327,7 +327,7 @@ def test_its_entry_says_how_it_ended(name, crashed):
     else:
         said, _, lost = ENDINGS[kind].partition("; ")
         assert first == f"{said}, while timed; {lost}"
-    # The process of one that only filled the memory lives on, so it may try again.
+    # A process that only ran out of memory survives, so its peer may be tried again.
     assert last == (first if kind == "fills" else "not tried: it ended the process in 1 cells")
     count = 4 if kind == "fills" else 2
     assert f"{name}: no time in {count} cells" in "\n".join(
@@ -336,7 +336,7 @@ def test_its_entry_says_how_it_ended(name, crashed):
 
 
 class Here:
-    """An apart.Process that is none. What would use a GPU is done on the CPU, in small."""
+    """An apart.Process without another process. GPU work is replaced by small work on the CPU."""
 
     def __init__(self, deaths=()):
         self.deaths, self.log, self.living = list(deaths), [], False
@@ -389,7 +389,7 @@ def test_a_cell_is_measured_again_without_what_ended_it(deaths, reasons, status)
     (cell,) = run.cells(*given, process=Here(deaths))
     assert cell["status"] == status
     assert {x: y["reason"] for x, y in cell["peers"].items() if y["reason"]} == reasons
-    assert list(printed.summary(NONE | {"cells": [cell]}))  # a page of it can be printed
+    assert list(printed.summary(NONE | {"cells": [cell]}))  # a summary of it can be printed
 
 
 def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
@@ -404,7 +404,7 @@ def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
 
 @pytest.mark.parametrize("command", ["sweep", "decode", "overhead", "memory"])
 def test_the_process_that_measures_has_the_gpu_alone(command, monkeypatch, tmp_path):
-    """As exclusive compute mode asks. This torch has no CUDA: to use it here would raise."""
+    """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
     process, probes = Here(), []
 
     class Probe:

@@ -1,4 +1,4 @@
-"""The harness's judge: what it times it has verified, and what fails it never times."""
+"""The harness's judge: every peer is verified before it is timed; failing ones are not timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def timed(monkeypatch) -> list[str]:
-    """The names of what the harness times."""
+    """The names of the peers that the harness times."""
     names: list[str] = []
     real = timing.interleaved
 
@@ -39,7 +39,7 @@ def wrong_output(q, k, v, **options):
 
 
 def wrong_gradient(q, k, v, **options):
-    """The right output, and a dv that is 1% off."""
+    """The right output, and a dv with an error of 1%."""
     return REAL(q, k, v.detach() + 1.01 * (v - v.detach()), **options)
 
 
@@ -75,7 +75,7 @@ def test_a_wrong_kernel_is_shown_as_failed_and_never_timed(
     assert "FAILED" in "\n".join(printed.table(records))
 
 
-# For each mask, the call of somebody who forgot a part of it.
+# For each mask, options that make the call ignore a part of it.
 FORGOTTEN = {
     "full": {"scale": 0.26},
     "causal": {"causal": False},
@@ -96,7 +96,7 @@ FORGOTTEN = {
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_a_call_with_another_mask_fails(mask, monkeypatch, timed):
-    """The window is off by one key in 256, the padding by one in 300."""
+    """The window is wrong by one key in 256, the padding by one in 300."""
     monkeypatch.setattr(
         fastattn, "attention", lambda q, k, v, **o: REAL(q, k, v, **o | FORGOTTEN[mask])
     )
@@ -107,7 +107,7 @@ def test_a_call_with_another_mask_fails(mask, monkeypatch, timed):
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", [{}, {"Hk": 2}, {"M": 13, "Hk": 1}], ids=["MHA", "GQA", "few"])
 def test_every_peer_that_runs_here_passes_or_says_why(mask, sizes):
-    names = tuple(name for name in PEERS if name != "flex")  # it takes a compiler half a minute
+    names = tuple(name for name in PEERS if name != "flex")  # it compiles for half a minute
     for record in cells(case(mask, **sizes), names=names):
         assert record["status"] == "ok" and record["reason"] == ""
         for name, found in record["peers"].items():
@@ -168,7 +168,7 @@ def test_a_failed_baseline_leaves_ours_timed_without_a_ratio(monkeypatch, timed)
 
 
 def test_dropout_that_is_not_ours_is_judged_without_it():
-    """And said to be; a peer wrong in everything else still fails."""
+    """The result has a note about that. A peer that is wrong in everything else still fails."""
     (record,) = cells(case("dropout"), passes=(FORWARD,))
     ours, theirs = record["peers"][SUBJECT], record["peers"][BASELINE]
     assert ours["note"] == "" and "without dropout" in theirs["note"] and not theirs["reason"]
@@ -183,7 +183,7 @@ def test_dropout_that_is_not_ours_is_judged_without_it():
 @pytest.mark.parametrize("sizes", [{}, {"H": 8, "Hk": 4}], ids=["MHA", "GQA"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_the_blocked_oracle_is_the_reference(mask, sizes, monkeypatch):
-    """Blocks of a few rows: each sees its own keys and no others."""
+    """Blocks of a few rows: each sees its own keys only."""
     chosen_case = case(mask, N=300 if mask == "window" else 40, **sizes)
     n = chosen_case.N
     monkeypatch.setattr(verify, "BLOCK_ELEMENTS", (40 if n == 300 else 7) * n * chosen_case.H)
@@ -210,7 +210,7 @@ def test_the_oracle_repeats_our_draws_in_blocks():
 
 
 def test_one_wrong_row_is_seen_among_larger_ones():
-    """Causal rows shrink with their number: the last is lost in a norm over all of them."""
+    """Causal rows shrink with their index: a norm over all rows hides an error in the last."""
     size = torch.arange(1, 1025, dtype=torch.float64).rsqrt()[:, None]
     expected = torch.randn(1, 1024, 16, dtype=torch.float64) * size
     actual = expected.clone()

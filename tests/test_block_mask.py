@@ -1,5 +1,6 @@
-"""What Triton's passes visit of a dense mask: each block that a tile sees, once, in the part where
-it belongs, none that the mask hides, and with no look at the mask the longest run of whole ones."""
+"""The blocks of a dense mask that Triton's passes visit: each block that a tile sees, once, in the
+right part; no block that the mask hides; and the longest run of fully visible blocks without
+reading the mask."""
 
 import pytest
 import torch
@@ -33,7 +34,7 @@ BANDS = {
 
 
 def parts(found, plane, tile, tiles):
-    """The blocks of each part: whole, edges, read."""
+    """(whole, edges, read): the blocks of each part."""
     entry = found.ptr.view(-1, tiles, found.size)[plane, tile].tolist()
     lo, hi, full, begin, end, tail, n, at = entry[:8]
     listed = entry[at:]
@@ -46,7 +47,7 @@ def parts(found, plane, tile, tiles):
 
 
 def longest(flags):
-    """Of a run of true ones."""
+    """The length of the longest run of true flags."""
     return max(map(len, "".join("x" if x else " " for x in flags).split()), default=0)
 
 
@@ -57,7 +58,7 @@ def call(mask, band, lengths):
 
 
 def tiled(x, side):
-    """(planes, M, N) as blocks (planes, tiles, steps, BM, BN) of tiles that own rows, or keys."""
+    """(planes, M, N) as blocks (planes, tiles, steps, BM, BN). `side` is what a tile owns."""
     x = torch.nn.functional.pad(x, (0, -N % BN, 0, -M % BM))
     x = x.unflatten(2, (-1, BN)).unflatten(1, (-1, BM)).transpose(2, 3)
     return x.transpose(1, 2) if side == "keys" else x
@@ -78,7 +79,7 @@ def test_blocks(what, form, band, side):
         job = call(mask, band, lengths)
     found = job.block_mask(side, tuning.Config(BM, BN, 4, 1))
 
-    # What is there besides the mask.
+    # What the band and the lengths show.
     n = torch.tensor([N, N]) if lengths is None else lengths
     s, at = job.spec, i[None] + (n[:, None, None] - M if job.spec.bottom_right else 0)
     there = (j < n[:, None, None]) & (j >= at - s.left) & (j <= at + s.right)

@@ -1,6 +1,6 @@
-"""A native library whose file is broken, in any way, is a reason and never a crash.
+"""A native library with a file that is broken in any way gives a reason and never a crash.
 
-Each form is loaded in a process of its own, forked from one that has imported torch already.
+Each broken file is loaded in a separate process, forked from one that has imported torch already.
 """
 
 import json
@@ -51,9 +51,9 @@ def patched(whole, at, *values):
     return bytes(found)
 
 
-# What is wrong -> (the file's bytes, made of those of the whole library; what is said of it).
-# Offsets are those of the ELF header: 4 class, 18 machine, 54 size of a segment's entry, 56 their
-# number, 60 the number of sections, 62 which of them has the names.
+# What is wrong -> (a function from the intact file's bytes to the broken ones, the reason given).
+# Offsets are those of the ELF header: 4 class, 18 machine, 54 size of a segment's entry, 56 number
+# of segments, 60 number of sections, 62 index of the section with the names.
 CONTENTS = {
     "empty": (lambda x: b"", "is no shared library: it has 0 bytes"),
     "text": (lambda x: b"no library " * 99, "is no 64-bit shared library"),
@@ -106,7 +106,7 @@ def whole():
 
 
 def make(folder, name, whole):
-    """The broken library of that name."""
+    """Create the broken library of that name."""
     path = folder / name.replace(" ", "_")
     if name in CONTENTS:
         path.write_bytes(CONTENTS[name][0](whole.read_bytes()))
@@ -138,7 +138,7 @@ def make(folder, name, whole):
 @pytest.fixture(scope="module")
 def said(whole):
     """{(name, is it the CUDA library): (how its process ended, the reason it printed)}."""
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own folders are for their owner alone
+    with tempfile.TemporaryDirectory() as folder:  # pytest's folders are private to their owner
         os.chmod(folder, 0o755)
         return load_all(Path(folder), whole)
 

@@ -1,5 +1,5 @@
-"""`KVCache`: after any sequence of changes each item has the keys that it should, to the bit, and
-what forks share is nobody's to change."""
+"""`KVCache`: after any sequence of changes each item has the expected keys, bit for bit, and no
+fork changes what it shares with others."""
 
 import ast
 import copy
@@ -28,7 +28,7 @@ PAGES = (None, 1, 4, 16, 7)
 
 
 class Model:
-    """A cache and, of each item, its keys and values in a list of rows."""
+    """A cache, and the keys and values that each item should have, as lists of rows."""
 
     def __init__(self, page_size, seed=0, **more):
         self.generator = torch.Generator().manual_seed(seed)
@@ -111,7 +111,7 @@ def test_any_sequence_of_changes(page_size):
 
 @pytest.mark.parametrize("page_size", PAGES)
 def test_steps_of_one_key_beside_forks(page_size):
-    """Which side steps first after a fork changes, and what is let go comes between."""
+    """The cache that steps first after a fork varies, and truncations come in between."""
     models = [Model(page_size, grow=True)]
     models[0].append([3, 5, 2])
     for step in range(24):
@@ -177,7 +177,7 @@ def test_a_beam_step_needs_pages_for_all_but_one(page_size):
 
 
 def test_a_cache_goes_on_in_a_page_that_forks_have():
-    """Where each item of it once had the page alone, and has dropped nothing since."""
+    """Provided each of its items once was the page's only user, and has dropped nothing since."""
     model = Model(4, capacity=8)
     model.append([5, 6, 7])
     fork = model.copy(model.cache.fork(), [list(x) for x in model.rows])
@@ -193,7 +193,7 @@ def test_a_cache_goes_on_in_a_page_that_forks_have():
 
 @pytest.mark.parametrize("storage", (None, torch.int8))
 def test_rows_of_the_cache_itself(storage):
-    """Appended as a view of its pages: those that lie there at the call."""
+    """Appending a view of the cache's own pages appends their contents at the call."""
     cache = KVCache(1, HK, D, capacity=12, page_size=6, storage=storage)
     first = torch.randn(1, HK, 3, D)
     cache.append(first, first)
@@ -202,7 +202,7 @@ def test_rows_of_the_cache_itself(storage):
         with pytest.raises(ValueError, match=r"k: got torch\.int8"):
             cache.append(k, k)
         return
-    k = cache.k_pages[:1, 1:5].transpose(1, 2)  # two of its rows, and two that are not yet
+    k = cache.k_pages[:1, 1:5].transpose(1, 2)  # two of its rows, and two places not yet written
     expected = torch.cat([first, k], 2)
     cache.append(k, cache.v_pages[:1, 1:5].transpose(1, 2))
     kept = cache.k_pages[cache.block_table[0]].flatten(0, 1)[:7]
@@ -250,7 +250,7 @@ def test_forks_need_pages_of_their_own(page_size):
     with pytest.raises(RuntimeError, match=r"3 more pages of . keys to find, .* at most 0"):
         fork.append([1, 1, 1])
     with pytest.raises(RuntimeError, match="is full"):
-        fork.cache.evict([1, 1, 1])  # what moves would need them, too
+        fork.cache.evict([1, 1, 1])  # rows that move would need pages, too
     for x in (model, fork):
         x.check()
     fork.cache.grow = True
@@ -293,14 +293,14 @@ def test_features_of_attention():
 
 
 def test_prompts_in_chunks_are_prompts():
-    """And rows of an item as they come: packed, of one item many and of others none."""
+    """So are packed rows of an item: many of one item and none of the others."""
     whole, parts = Model(16, capacity=100), Model(5, capacity=100)
     whole.append([60, 60, 60])
     q = torch.randn(B, H, 60, D, generator=whole.generator)
     expected = whole.cache.attention(q)
     kv = [torch.stack([torch.stack([r[x] for r in rows]) for rows in whole.rows]) for x in (0, 1)]
     outs = []
-    for first, end in ((0, 20), (20, 43), (43, 60)):  # of more rows than decoding takes
+    for first, end in ((0, 20), (20, 43), (43, 60)):  # more rows than decode takes
         parts.cache.append(*(x[:, first:end].transpose(1, 2) for x in kv))
         outs.append(parts.cache.attention(q[:, :, first:end]))
     assert torch.equal(torch.cat(outs, 2), expected)
@@ -392,7 +392,7 @@ FULL = [
     (lambda c: c.append(*zeros(3)), RuntimeError, "is full: got . more pages of . keys to find"),
     (lambda c: c.evict(1), RuntimeError, "is full: got . more pages of . keys to find"),
 ]
-REFUSED = [  # by torch, or by what attention asks
+REFUSED = [  # raised by torch, or by the checks of attention
     (lambda c: c.append(zeros(1)[0], zeros(1)[1].to_sparse()), RuntimeError, ""),
     (lambda c: c.append(torch.zeros(B, HK, 1, D, device="meta"), 1), ValueError, "k: got"),
     (lambda c: c.append(*zeros(1), cu=3), ValueError, "k: got"),
@@ -411,7 +411,7 @@ def zeros(n):
 
 
 def crowded(page_size=4):
-    """A cache, and a fork that shares its last pages, on the verge of being full."""
+    """A nearly full cache, and a fork that shares its last pages."""
     model = Model(page_size, capacity=8)
     model.append([5, 6, 5])
     return model.cache, model.cache.fork()
@@ -425,7 +425,7 @@ def test_what_does_not_fit(call, error, message):
 
 @pytest.mark.parametrize("page_size", (4, None))
 def test_an_error_changes_nothing(page_size):
-    """Every `raise` of the cache among them, which the last line counts."""
+    """The errors include every `raise` of the cache, which the last line checks."""
     raised = set()
     for call, error, _ in WRONG + FULL + REFUSED:
         both = crowded(page_size)
@@ -451,13 +451,13 @@ def test_an_error_in_a_cache_that_grows_changes_nothing():
 
 
 class Failing(TorchFunctionMode):
-    """After so many calls of torch, one raises."""
+    """After `calls` calls of torch functions, the next one raises."""
 
     def __init__(self, calls):
         self.left = calls
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        self.left -= "grad_enabled" not in function.__name__  # what lies round a method
+        self.left -= "grad_enabled" not in function.__name__  # wrappers of a method do not count
         if self.left < 0:
             raise MemoryError("no more")
         return function(*args, **kwargs or {})
@@ -478,8 +478,8 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("page_size", (4, None))
 def test_a_change_is_whole_or_none(page_size, name):
-    """Wherever torch has no memory left. An eviction that moves rows is not among them: it may have
-    nowhere to put them but where others of them lie."""
+    """Wherever torch runs out of memory. Evictions that move rows are excluded: their new places
+    may hold other rows that move."""
     for calls in range(1000):
         cache, fork = crowded(page_size)
         cache.grow = True
@@ -495,7 +495,7 @@ def test_a_change_is_whole_or_none(page_size, name):
 
 
 def places(error):
-    """Where in the cache's files an error came from, as (file, line)."""
+    """The (file, line) pairs in the cache's files of an error's traceback."""
     found, at = set(), error.__traceback__
     while at:
         found.add((at.tb_frame.f_code.co_filename, at.tb_lineno))
@@ -510,8 +510,8 @@ def everywhere_raised(*modules):
 
 
 def test_any_mode():
-    """A cache that is made, filled or forked in inference mode serves outside it, and the other way
-    round; autocast casts what comes, not what is kept."""
+    """A cache that is made, filled or forked in inference mode can be used outside it, and vice
+    versa; autocast casts new keys, not stored ones."""
     q, k = torch.randn(B, H, 1, D), torch.randn(B, HK, 3, D)
     modes = [torch.inference_mode, torch.no_grad, torch.enable_grad] * 2
     for first, second in itertools.pairwise(modes):
@@ -543,7 +543,7 @@ def test_what_was_asked_stays_as_it_was():
 
 
 def test_any_mode_of_offsets():
-    """What a call in inference mode leaves behind serves one with gradients."""
+    """Offsets that a call in inference mode caches can be used by one with gradients."""
     cache = Model(4).cache
     cache.append(torch.randn(B, HK, 5, D), torch.randn(B, HK, 5, DV))
     q = torch.randn(B, H, 2, D)
@@ -590,7 +590,7 @@ COPIES["pickled"] = lambda x: pickle.loads(pickle.dumps(x))
 
 @pytest.mark.parametrize("kind", COPIES)
 def test_copies(kind):
-    """A shallow one is a fork; the others have pages of their own, which come free."""
+    """A shallow copy is a fork. Other copies have a pool of their own, which is freed with them."""
     model = Model(4, grow=True)
     model.append([3, 5, 0])
     made = COPIES[kind](model.cache)

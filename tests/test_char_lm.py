@@ -1,8 +1,8 @@
 """A small character-level transformer learns the same with our attention as with torch's.
 
-It reads the source text of Python's standard library for 200 steps, from one initial state and on
-one sequence of batches. Rounding makes any two implementations part; torch's own loss curve parts
-from itself between 1 and 2 threads, and ours may part from torch's three times as far.
+It trains on source text of Python's standard library for 200 steps, from one initial state and with
+one sequence of batches. Rounding makes the loss curves of any two implementations diverge. torch's
+own curves differ between 1 and 2 threads; ours may differ from torch's three times as much.
 """
 
 import json
@@ -23,7 +23,7 @@ STEPS, BATCH, CONTEXT, WIDTH, HEADS, LAYERS = 200, 8, 64, 64, 4, 2
 
 
 def standard_library():
-    """(characters as numbers, how many different ones)."""
+    """(characters as numbers, the number of different ones)."""
     folder = Path(sysconfig.get_path("stdlib"))
     text = "".join((folder / name).read_text(encoding="utf-8") for name in FILES)
     number = {c: at for at, c in enumerate(sorted(set(text)))}
@@ -89,8 +89,8 @@ def distance(x, y):
 
 
 def torchs_on_two_threads():
-    """In a process of its own, whose threads sleep while they wait: on a machine busy with other
-    work, threads that spin take minutes for these small matrices."""
+    """Run in a separate process with threads that sleep while they wait: on a busy machine,
+    spinning threads take minutes for these small matrices."""
     done = subprocess.run(
         [sys.executable, __file__],
         capture_output=True,
@@ -108,8 +108,8 @@ def test_trains_as_torch_does(threads):
     torchs = loss_curve(text, characters, ours=False)
     ours = loss_curve(text, characters, ours=True)
     assert torchs[0] > 4 and torchs[-10:].mean() < 2.7, "the model learns"
-    # Where two threads cut every sum as one does, torch does not part from itself at all; the
-    # least that two correct programs differ by is then the rounding of the logits.
+    # If two threads split every sum as one does, torch's curves are equal. The smallest difference
+    # between two correct programs is then the rounding of the logits.
     rounding = torch.finfo(torch.float32).eps * torchs.mean().item() / 4
     allowed = 3 * max(distance(torchs, torchs_on_two_threads()), rounding)
     assert 0 < distance(torchs, ours) <= allowed, (distance(torchs, ours), allowed)

@@ -29,7 +29,7 @@ B, N, H, D = 2, 37, 2, 8
 
 
 class Block(nn.Module):
-    """A layer around an attention function of (B,H,N,D)."""
+    """A layer around an attention function on (B,H,N,D)."""
 
     def __init__(self, attend):
         super().__init__()
@@ -54,7 +54,7 @@ class Multihead(nn.Module):
 
 
 def torchs(q, k, v):
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # looked up at the call
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)  # looked up at each call
 
 
 def packed(q, k, v):
@@ -68,7 +68,7 @@ def with_lse(q, k, v):
     return out + lse[..., None]
 
 
-MODELS = {  # a model, and how often its forward runs kernels of attention, and of weights
+MODELS = {  # a model; how often its forward runs attention kernels, and weights kernels
     "sdpa": (lambda: Block(torchs), (1, 0)),
     "attention": (lambda: Block(partial(fastattn.attention, causal=True)), (1, 0)),
     "LSE": (lambda: Block(with_lse), (1, 0)),
@@ -81,7 +81,7 @@ MODELS = {  # a model, and how often its forward runs kernels of attention, and 
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The passes of the CPU that ran."""
+    """The names of the CPU passes that ran."""
     ran = []
     cpu = type(backend.get("cpu"))
 
@@ -105,7 +105,7 @@ def policy(asked, saved, context, operator, *args, **kwargs):
 
 def gradients(model, run):
     x = torch.randn(B, N, H * D, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    torch.manual_seed(2)  # of dropout
+    torch.manual_seed(2)  # the seed of dropout
     with fastattn.sdpa():
         return torch.autograd.grad(run(x).square().sum(), [x, *model.parameters()])
 

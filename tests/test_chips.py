@@ -1,4 +1,4 @@
-"""The instruction set is chosen by facts of the chip, and the choice says why."""
+"""The instruction set is chosen by properties of the chip, and the reason is reported."""
 
 import ctypes
 import os
@@ -21,7 +21,7 @@ TILES = "amx_bf16," + ALL
 
 
 def chosen(vendor, family, model, isas):
-    """(instruction set, why) for a chip that need not be here."""
+    """(instruction set, reason) for any chip, also one that is not present."""
     text, number = ctypes.c_char_p, ctypes.c_int64
     served = native.cpu().entry("fa_cpu_served", text, text, number, number, text)
     return served(vendor.encode(), family, model, isas.encode()).decode().split(": ", 1)
@@ -82,7 +82,7 @@ def test_what_is_listed_first_is_what_is_chosen():
 
 @pytest.mark.parametrize("isa", native.cpu_isas() if not native.cpu_unavailable() else [])
 def test_each_dtype_names_what_runs_it(isa):
-    """Tiles multiply what can be cut into planes; float64 names the vectors that it gets."""
+    """Tiles multiply dtypes that have planes; for float64 the vector ISA is reported."""
     before = native.cpu_isa()
     native.select_cpu_isa(isa)
     try:
@@ -99,8 +99,7 @@ def test_each_dtype_names_what_runs_it(isa):
 
 
 def test_only_decoding_takes_pairs_where_they_are_slow():
-    """Bit for bit, in a process where nobody has selected anything. (Of the LSE: outputs are
-    rounded until they agree.)"""
+    """Bit for bit, in a process without a selected ISA. (Of the LSE: outputs round equally.)"""
     listed = native.cpu_isas()
     if "avx512_bf16" not in listed[1:]:
         pytest.skip("avx512_bf16 is not here, or is the best here")

@@ -37,7 +37,7 @@ def of_lse_alone(q, k, v):
 
 
 def with_mask(q, k, v):
-    """Each gradient that there is."""
+    """Has every gradient that a call can have."""
     return fastattn.attention(q, k, v, mask=q[0, 0, :, :1] * k[0, 0, :, 0], sinks=v[0, :, 0, 0])
 
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Model(nn.Module):
-    """An encoder, a lone attention under two names, and things that are not attention."""
+    """An encoder, a single attention module under two names, and modules without attention."""
 
     def __init__(self):
         super().__init__()
@@ -36,7 +36,7 @@ NAMES = ("encoder.layers.0.self_attn", "encoder.layers.1.self_attn", "pool")
 
 
 def snapshot(model):
-    """All that a module tree holds, by identity where it is an object of its own."""
+    """The whole state of a module tree: the identity, class and attributes of each module."""
     found = {}
     for name, module in model.named_modules(remove_duplicate=False):
         found[name] = (
@@ -127,7 +127,7 @@ def test_same_results_before_between_and_after(monkeypatch):
 
 
 def test_parameters_optimizer_state_and_training_go_on():
-    """Twins train side by side; one is converted halfway and reverted near the end."""
+    """Train twins side by side; convert one after 3 steps, and revert it near the end."""
     torch.manual_seed(0)
     twins, losses = [Model()], [[], []]
     for module in twins[0].modules():  # the two libraries draw different dropout
@@ -136,7 +136,7 @@ def test_parameters_optimizer_state_and_training_go_on():
         if isinstance(module, nn.MultiheadAttention):
             module.dropout = 0.0
     twins.append(copy.deepcopy(twins[0]))
-    # Not Adam: a key bias has no gradient but rounding, which Adam makes steps of full size.
+    # Not Adam: the gradient of a key bias is only rounding, which Adam turns into full-size steps.
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.02, momentum=0.9) for m in twins]
     x, y = torch.randn(N, L, E), torch.randn(N, 1, 3)
     for step in range(9):
@@ -212,7 +212,7 @@ def test_a_second_convert_changes_nothing_and_modules_built_as_ours_stay():
 
 
 class Special(nn.MultiheadAttention):
-    """A subclass, which may mean something of its own by forward."""
+    """A subclass: its forward may have another meaning."""
 
 
 def plain():
@@ -278,7 +278,7 @@ def test_pruning_hooks_are_kept_in_their_order():
     theirs, ours = modules
     fastattn.convert(ours)
     with torch.no_grad():
-        for module in modules:  # only the hook carries this on to in_proj_weight
+        for module in modules:  # only the pruning hook updates in_proj_weight
             module.in_proj_weight_orig.mul_(2)
         x = torch.randn(L, N, E)
         torch.testing.assert_close(ours(x, x, x), theirs(x, x, x))
@@ -299,7 +299,7 @@ def test_compiled_before_or_after_convert_gives_the_same(monkeypatch):
     expected = model(x)
     compiled = torch.compile(model, backend="eager")
     torch.testing.assert_close(compiled(x), expected)
-    report = fastattn.convert(compiled)  # what it wraps is found
+    report = fastattn.convert(compiled)  # modules inside the compiled wrapper are found
     assert len(report.swapped) == 3
     calls = spy_on_attention(monkeypatch)
     torch.testing.assert_close(compiled(x), expected)

@@ -1,5 +1,5 @@
-"""What calls over ranks are said to take: bytes held to what is sent, scores to what is seen, and
-`auto` to what is said."""
+"""Cost estimates of calls over ranks: bytes compared with what is sent, scores with what is seen,
+and the choice of `auto` with the estimates."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ WAYS = [
     *(("ulysses", n) for n in (3, 4)),
     ("usp", MESH),
 ]
-DIMS = Dims(2, 12, 4, 13, 22, 3, 5)  # parts of different sizes, values of another
+DIMS = Dims(2, 12, 4, 13, 22, 3, 5)  # uneven parts; values with another head dim
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +36,7 @@ def four():
 
 
 def count(group, names, dtype, dims, strategy, layout):
-    """(bytes that left in forward, in backward), (bytes that are said to)"""
+    """(bytes sent in forward, in backward), (the estimates of both)."""
     problem = build(dims, [FEATURE[x] for x in names], DTYPES[dtype])
     given = {"group": group, "layout": layout}
     kwargs = dict(problem.kwargs)
@@ -98,7 +98,7 @@ def asked(four, *args):
 
 @pytest.mark.parametrize("lo, hi", [(-3, 0), (-40, 40), (0, 0), (-2, 5), (4, 9), (-9, -4)])
 def test_scores_are_those_that_are_seen(lo, hi):
-    """Counted one by one."""
+    """Compared with a count of the visible (row, key) pairs."""
     spans = [layouts.Span(a, b) for a, b in itertools.combinations((0, 1, 5, 6, 13), 2)]
     for rows, keys in itertools.product(spans, spans):
         every = itertools.product(range(*rows), range(*keys))
@@ -131,7 +131,7 @@ SHAPES = {"gather": (8,), "ring": (8,), "ulysses": (8,), "usp": (2, 4)}
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("strategy, mesh", SHAPES.items())
 def test_every_score_is_computed_once(strategy, mesh, backward):
-    """The ranks together have those of the whole call."""
+    """The sum over ranks is that of the whole call."""
     n = 1000
     for layout, hi in itertools.product(layouts.LAYOUTS, (0, cost.UNLIMITED)):
         c = of_sizes(n, mesh, layout, hi=hi, backward=backward)
@@ -145,7 +145,7 @@ def test_every_score_is_computed_once(strategy, mesh, backward):
 
 
 def test_a_ring_takes_the_longer_of_what_it_does_at_once():
-    """By hand, on a machine of round rates: two ranks, two hops, forward."""
+    """Computed by hand, for a machine with round rates: two ranks, two hops, forward."""
     link = cost.Link(rate=100.0, latency=0.5, message=0.25)
     flops = {torch.float32: (1000.0, 1000.0)}
     given = dict(memory=math.inf, call=0.0, merge=0.0, node=1, near=link, far=link)
@@ -171,12 +171,12 @@ def test_more_takes_longer_and_more_ranks_less(strategy, mesh):
     assert all(x < y for x, y in zip(small, found(1 << 16, backward=True)))
     more = found(1 << 17, (mesh[0] * 2, *mesh[1:]))
     assert more.seconds < large.seconds
-    if strategy != "gather":  # which has all keys
+    if strategy != "gather":  # gather has all keys on each rank
         assert more.memory < 0.6 * large.memory
 
 
 def test_hops_and_balance_are_seen():
-    """A window leaves hops out; zigzag halves a causal ring's time; both only where they do."""
+    """A window omits hops; zigzag halves a causal ring's time; both only where they should."""
 
     def ring(layout, **more):
         return cost.cost("ring", of_sizes(1 << 18, (8,), layout, **more), cost.H100)
@@ -191,7 +191,7 @@ def test_hops_and_balance_are_seen():
 
 
 def choose(group, shape, more):
-    """(what `auto` ran, what explain said of it)"""
+    """(the strategy that `auto` ran, explain's choice, ...)."""
     B, H, Hk, N, D = shape
     team = distributed.agreement.need_team(group)
     n = N // team.ranks + (team.rank == 0)  # one rank has a row more
@@ -247,7 +247,7 @@ def test_explain_says_why_not(four, count_of, strategy, words, more):
 
 
 def test_what_is_asked_for_would_run(four):
-    """With row_invariant, too, which `auto` would keep a ring from."""
+    """Also with row_invariant, for which `auto` would not choose a ring."""
     for strategy, asking in (("ring", {"row_invariant": True}), ("ulysses", {})):
         more = {"strategy": strategy} | asking
         for ran, chosen, costs, _, text in asked(four, 2, choose, (1, 4, 4, 64, 8), more):

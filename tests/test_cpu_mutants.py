@@ -1,8 +1,8 @@
 """Seeded faults: each breaks one line of the C++ kernels, and the slice named with it must notice.
 
-The kernels are compiled for one instruction set, in float32 alone and without optimisation, in
-three seconds each; those on AMX's tiles for their model, in bfloat16. A fault that its slice does
-not see is a hole in the suite, and fails here.
+The kernels are compiled for one instruction set, in float32 only and without optimisation, in three
+seconds each; those on AMX's tiles for the tile model, in bfloat16. If its slice does not notice a
+fault, the suite has a gap, and the test of that fault fails.
 """
 
 import shutil
@@ -519,7 +519,7 @@ tangents beside out are not looked at: extents.h: extents
 
 
 def edits(text):
-    """{first line: (old, new)}. An edit of several lines has a sign on each."""
+    """{first line: (old, new)}. Each line of an edit starts with - or +."""
     found, lines = {}, text.strip().splitlines()
     while lines:
         title, parts = lines.pop(0), {"-": [], "+": []}
@@ -538,7 +538,7 @@ def faults():
 
 FAULT = faults()
 SLICES = sorted({fault.seen_by for fault in FAULT.values()})
-# As CMake has them, but unoptimised: what is compiled is run for a moment.
+# CMake's flags without optimisation: the compiled code runs only briefly.
 FLAGS = ["-std=gnu++17", "-O0", "-fPIC", "-ffp-contract=fast", "-fno-trapping-math", "-w"]
 FLAGS += ["-fvisibility=hidden", "-fopenmp"]
 AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
@@ -547,7 +547,7 @@ ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass
 
 
 def build(sources, folder, *more):
-    """The library of the kernels in `sources`, under the name that every machine has."""
+    """Build the kernels in `sources` for the ISA "generic", which every machine has."""
     isa = sources / "cpu" / "isa.cpp"
     text = isa.read_text()
     assert ONLY_FLOAT32 in text
@@ -559,7 +559,7 @@ def build(sources, folder, *more):
 
 
 def library_object(sources, folder):
-    """What calls the kernels: compiled once, unless the fault is in it."""
+    """The code that calls the kernels: compiled once, unless the fault is in it."""
     names = ("cpu/library.cpp", "cpu/plan.h", "cpu/threads.h", "abi.h", "extents.h")
     parts = [Path(name) for name in names]
     whole, own = ([x / part for part in parts] for x in (ROOT / "csrc", sources))
@@ -581,7 +581,7 @@ def run(*arguments):
 
 @pytest.fixture
 def kernels_of(monkeypatch, tmp_path):
-    """A function that runs the backend cpu on kernels with this edit."""
+    """A function that makes the CPU backend use kernels with this edit."""
 
     def use(file=None, old="", new="", tiled=False):
         sources = tmp_path / "csrc"
@@ -599,12 +599,12 @@ def kernels_of(monkeypatch, tmp_path):
 
 
 def is_tiled(what):
-    """Is the fault in what runs on AMX's tiles alone?"""
+    """Is the fault in code that runs only on AMX's tiles?"""
     return FAULT[what].file.startswith("cpu/amx_") or "on tiles" in what
 
 
 def nan_scores():
-    """A key of NaN that a bool mask hides is not seen: its score is replaced."""
+    """A NaN key that a bool mask hides has no effect: its score is replaced."""
     (problem, *_) = problems("bool_mask")
     clean = problem.run(fastattn.attention, backward=False, backend="cpu")["out"]
     problem.kwargs["mask"][..., 3] = False
@@ -620,8 +620,7 @@ def exactly(problem):
 
 
 def bias():
-    """Rounding errs to both sides: a mean of positive values is not off by an eighth of what one
-    rounding may cost."""
+    """Rounding is unbiased: a mean of positive values is off by less than 1/8 of its bound."""
     problem = cases.build(cases.Dims(1, 2, 2, 130, 600, 32, 32), (), torch.bfloat16)
     problem.v.abs_()
     out, exact = problem.run(fastattn.attention, False, backend="cpu")["out"], exactly(problem)
@@ -630,7 +629,7 @@ def bias():
 
 
 def storage():
-    """Rows in eight bits are what they stand for, one after the other and in pages."""
+    """Quantised rows of eight bits give the results of their values, contiguous and in pages."""
     for dtype in (torch.int8, torch.float8_e4m3fn):
         made = batch((FEATURE["gqa"],), torch.float32, (*FEW, (40, 30)))
         made.given, plain = kept(made, dtype)
@@ -647,15 +646,15 @@ def storage():
 
 
 def pages():
-    """Of a few rows, whose tiles lie in one page each: they have the bits of keys in a row."""
+    """Few rows, where each tile is inside one page: the bits are those of contiguous keys."""
     made = batch((), torch.bfloat16, ((1, 300), (3, 44)), d=32)
     if not torch.equal(*(run_packed(x, "cpu")[0] for x in (made.given, in_pages(made, 16)))):
         yield "pages have other bits"
 
 
 def masks_of_heads():
-    """A few rows of heads that share a key head; a mask hides a block of keys from one head, and
-    from others some inside a block: of all rows, and of a row between others."""
+    """A few rows of heads that share a key head. A mask hides a block of keys from one head and,
+    from the others, keys inside a block: for all rows, or for a single row in the middle."""
     for rows in (1, 3):
         problem = cases.build(cases.Dims(1, 3, 1, rows, 300, 16, 16), (), torch.float32)
         mask = torch.ones(1, 3, rows, 300, dtype=torch.bool)
@@ -666,7 +665,7 @@ def masks_of_heads():
 
 
 def least():
-    """Whole tiles of rows for which a mask has nothing but finfo.min: the mean, and 0 for -inf."""
+    """Tiles of rows with only finfo.min in the mask give the mean; rows of -inf give 0."""
     problem = cases.build(cases.Dims(1, 2, 1, 130, 300, 8, 8), (), torch.float32)
     problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
     problem.kwargs["mask"] = torch.zeros(130, 300)
@@ -676,7 +675,8 @@ def least():
 
 
 def extents():
-    """Tensors that are too large, which no fault writes past, are refused; right ones are not."""
+    """Output tensors of a wrong size are refused, right ones are not. The tensors are too large, so
+    that no fault writes past their end."""
     for which, name, packed in WRITTEN:
         try:
             for dim in range(test_extents.dimensions(which, name, packed)):
@@ -688,7 +688,7 @@ def extents():
 
 
 def rising():
-    """Closer than the judge, whose yardstick has logits in 16 bits: here they are large."""
+    """A tighter bound than the judge's: its baseline has 16-bit logits, which are large here."""
     for problem in problems("rising", torch.bfloat16):
         out = problem.run(fastattn.attention, False, backend="cpu")["out"]
         error = (out.double() - exactly(problem)).abs().max()
@@ -709,12 +709,12 @@ def of_weights(features):
 
 
 verdicts = {}
-FOLDED = ("items heads", "heads items")  # of examples
+FOLDED = ("items heads", "heads items")  # of mapped dimensions
 OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
 
 
 def complaints(name, dtype=torch.float32):
-    """What the slice says of the kernels in use."""
+    """The complaints of the named slice about the kernels in use."""
     if name in OTHERS:
         yield from globals()[name]()
     elif name == "folded":

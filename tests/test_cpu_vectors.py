@@ -1,4 +1,4 @@
-"""exp and tanh of the CPU kernels: errors as csrc/cpu/simd.h states them, and nothing subnormal."""
+"""exp and tanh of the CPU kernels: errors as csrc/cpu/simd.h states them, no subnormal results."""
 
 import ctypes
 
@@ -16,13 +16,13 @@ every_isa = pytest.mark.parametrize("isa", ISAS)
 every_real = pytest.mark.parametrize("real", [np.float32, np.float64])
 EXP, TANH = range(2)
 LEAST = {np.float32: 100, np.float64: 900}  # exp is 0 below 2^-LEAST
-# Where 2^127.5 or 2^1023.5 lies, from which on only AVX-512 has numbers.
+# The logarithm of 2^127.5 or 2^1023.5: above it, only AVX-512 returns finite numbers.
 MOST = {np.float32: 88.37, np.float64: 709.4}
 WITHOUT_FMA = {np.float32: 46, np.float64: 356}
 
 
 def call(isa, which, x):
-    """The vector function of the kernels for `isa`."""
+    """Run the vector function of the kernels for `isa`."""
     y, size = np.empty_like(x), ctypes.c_int64
     entry = native.cpu().entry(
         "fa_cpu_vector_function", None, size, size, ctypes.c_void_p, ctypes.c_void_p, size
@@ -76,7 +76,7 @@ def test_error_of_tanh(isa, real):
 @every_real
 @every_isa
 def test_exp_is_zero_or_normal(isa, real):
-    """Of numbers with every exponent there is, of both signs; 0 from the stated bound on down."""
+    """For numbers with every exponent and both signs; the result is 0 below the stated bound."""
     integer = np.uint32 if real == np.float32 else np.uint64
     mantissa = np.finfo(real).nmant
     exponents = np.arange(1 << (8 if real == np.float32 else 11), dtype=integer)

@@ -1,5 +1,5 @@
-"""How tensors cross to the kernels: the extension does what Python does, and a call is the same
-with it and without."""
+"""Passing tensors to the kernels: the C extension packs arguments as Python does, and a call has
+the same results with it and without."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ class Subclass(torch.Tensor):
 
 
 def plain():
-    """Tensors that are memory as their strides say, by name."""
+    """Tensors that are plain strided memory, by name."""
     x = torch.randn(2, 3, 5, 4)
     found = {f"of {name}": x.to(dtype) for name, dtype in DTYPES.items()}
     return found | {
@@ -55,7 +55,7 @@ def plain():
 
 
 def strange():
-    """Tensors that something has to see, and what is none."""
+    """Tensors that a mode, subclass or lazy flag handles, and objects that are no tensors."""
     x = torch.randn(1, 2, 3, 4)
     with torch._subclasses.FakeTensorMode() as mode:
         fake = mode.from_tensor(x)
@@ -83,7 +83,7 @@ def test_what_is_no_plain_memory_has_no_kind(name):
 
 
 def test_a_kind_is_shared_by_tensors_that_differ_in_memory_alone():
-    """Both makers of kinds tell the same tensors apart, and nothing but shape, dtype and device."""
+    """The kind, from C and from Python, differs exactly if shape, dtype or device differs."""
     sets = [*((x,) for x in PLAIN.values()), (), (None,), (None, None)]
     sets += [(PLAIN["of float32"], None), (None, PLAIN["of float32"])]
     sets += [(PLAIN["of one dimension"],) * 2, (PLAIN["of one dimension"], PLAIN["of two"])]
@@ -98,7 +98,7 @@ def test_a_kind_is_shared_by_tensors_that_differ_in_memory_alone():
 
 
 def lying():
-    """Arguments of a kernel that Triton may compile apart, or not."""
+    """Kernel arguments, for some of which Triton compiles a kernel of its own."""
     room = torch.zeros(64, dtype=torch.bfloat16)
     wide = room[:48].view(3, 16)
     return {
@@ -120,8 +120,8 @@ def lying():
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "with strides"])
 def test_arguments_are_told_apart_by_how_they_lie(wrapped):
-    """Both tell apart dtype, strides, those of a single row too, and whether 16 bytes divide the
-    address; and nothing else."""
+    """C and Python distinguish arguments by dtype, by strides, also those of a single row, and by
+    whether 16 bytes divide the address; and by nothing else."""
     cases = list(lying().values())
 
     def seen(x):
@@ -140,7 +140,7 @@ def test_arguments_are_told_apart_by_how_they_lie(wrapped):
 
 @needs_extension
 def test_arguments_that_are_nowhere_are_pythons():
-    """Compiled ahead of time, tensors are on the meta device; and numbers may be of any kind."""
+    """Compilation ahead of time has tensors on the meta device; numbers may have any type."""
     for x in (torch.empty(3, device="meta"), PLAIN["of float32"].as_subclass(Subclass), 0.5, "x"):
         assert crossing.extension.laid((x,)) is None
         assert crossing.laid((x, 3)) == crossing._laid((x, 3))
@@ -160,7 +160,7 @@ CASES = {
     "pair": [torch.randn(2, 2, 3, 5), torch.randn(2, 2, 3, 5).double()[:, :, :, ::2]],
     "pointer": [torch.arange(6), torch.arange(6)[2:], torch.tensor(7)],
 }
-SIZES = {  # of the first of each, as kernels see them
+SIZES = {  # sizes of the first tensor in each list, as kernels see them
     "strided": (2, 3, 5, 4),
     "broadcast": (2, 3, 5, 4),
     "column": (1, 3, 1, 1),
@@ -193,7 +193,7 @@ def test_the_sizes_of_a_tensor_cross_in_the_dimensions_of_its_strides(how):
 @needs_extension
 @pytest.mark.parametrize("which", launcher.PLACES)
 def test_every_field_of_a_pass_has_its_place(which):
-    """As many tensors as a pass can have, each of its own."""
+    """With every tensor that a pass can have, all different."""
     after = launcher.AFTER[which]
     fields = {name: a.field for name, a in ARGUMENTS.items()} | {name: name for name in after}
     crosses = {name: a.crosses for name, a in ARGUMENTS.items()} | after
@@ -202,7 +202,7 @@ def test_every_field_of_a_pass_has_its_place(which):
     packed = crossing._pack(form, launcher.PLACES[which], tensors, 1)
     assert crossing.extension.pack(form, launcher.PLACES[which], tensors, 1) == packed
     for (name, field), x in zip(fields.items(), tensors):
-        if name != "normaliser" or "lse" not in after:  # where it is an input, it is no output
+        if name != "normaliser" or "lse" not in after:  # as an input it is no output
             assert x.data_ptr().to_bytes(8, "little") == packed[native.offset(field) :][:8]
 
 
@@ -211,7 +211,7 @@ def test_what_does_not_cross_is_an_error_and_no_crash():
     x, form = torch.randn(2, 3), bytes(native.SIZE)
     pack, place = crossing.extension.pack, crossing._PLACE.pack
     bad = [
-        ((form, place(0, 0, -1), (x,), 1), "does not cross"),  # two dimensions
+        ((form, place(0, 0, -1), (x,), 1), "does not cross"),  # two dimensions instead of three
         ((form, place(0, 1, -1), (torch.arange(3),), 1), "does not cross"),  # no such dtype
         ((form, place(0, 9, -1), (x,), 1), "does not cross"),
         ((form, place(native.SIZE - 8, 1, -1), (x,), 1), "does not cross"),
@@ -340,7 +340,7 @@ def test_calls_are_the_same_to_the_bit_and_errors_to_the_letter():
     assert [x for x in found.values() if x == "no error"] == []
 
 
-# ------------------------------------------------------- what is remembered confuses no two calls
+# ---------------------------------------------------------------------- caches confuse no two calls
 
 
 LOW, HIGH = dict(rtol=2e-2, atol=1e-2), dict(rtol=1e-4, atol=1e-5)
@@ -351,7 +351,7 @@ def exact(q, k, v, **given):
 
 
 def test_calls_that_differ_in_anything_follow_one_another(one_thread):
-    """In every order, twice: what one leaves behind is no other's."""
+    """In every order, twice: nothing cached by one call affects another."""
     q, k, v = (torch.randn(1, 2, 6, 8) for _ in "qkv")
     leaf = q.clone().requires_grad_()
 
@@ -440,7 +440,7 @@ def test_a_default_device_is_not_where_results_lie():
 
 
 def test_hooks_that_change_what_is_saved_are_read_as_they_leave_it():
-    """The plan of backward is that of the tensors it gets, whatever forward had."""
+    """Backward's plan depends on the tensors that it gets, not on those that forward had."""
     q, k, v = (torch.randn(1, 2, 6, 8).requires_grad_() for _ in "qkv")
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: x.detach(), lambda x: x.double())
     with hooks:
@@ -483,7 +483,7 @@ def test_nothing_is_kept_of_a_call():
 
 
 def test_many_threads_of_python_call_at_once(one_thread):
-    """Each its own sizes, small ones that hold the interpreter and larger ones that let it go."""
+    """Each thread has its own sizes: short kernels hold the GIL and longer ones release it."""
     rights, failures = {}, []
     for n in (3, 8, 17, 64, 200):
         x = torch.randn(1, 2, n, 16, generator=torch.Generator().manual_seed(n))
@@ -513,12 +513,12 @@ def test_many_threads_of_python_call_at_once(one_thread):
     assert not failures, failures[0]
 
 
-# ------------------------------------------------------------------ where there is no extension
+# ---------------------------------------------------------------------------- without the extension
 
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """A function that loads what lies at a path as the extension would be."""
+    """A function that loads the file at a path as the extension."""
 
     def load(path):
         monkeypatch.setattr(native, "_candidates", lambda name, variable="": [path])
@@ -538,7 +538,7 @@ def test_why_there_is_none(loaded, monkeypatch, tmp_path):
     whole = native.cpu().path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     assert "it does not load" in loaded(path) and "cut short" in loaded(path)
-    path.write_bytes(whole)  # whole, and another library
+    path.write_bytes(whole)  # intact, but another library
     assert "it does not load" in loaded(path)
     monkeypatch.setenv("FASTATTN_EXTENSION", "off")
     assert loaded(path) == "FASTATTN_EXTENSION is off"
@@ -577,7 +577,7 @@ def configured(folder, wanted, *more):
 
 @pytest.mark.parametrize("header", [None, "#error of an old Python"], ids=["none", "broken"])
 def test_without_headers_the_reason_is_left(tmp_path, header):
-    """In place of the extension; where it must be, that is an error."""
+    """A file with the reason replaces the extension; if that is required, it is an error."""
     python = ["-DSKBUILD_SABI_VERSION=3.10", f"-DPython_INCLUDE_DIR={tmp_path}"]
     if header:
         (tmp_path / "Python.h").write_text(header)

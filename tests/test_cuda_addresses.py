@@ -1,7 +1,7 @@
-"""The CUDA kernels under AddressSanitizer: they touch no global memory but what they are given.
+"""The CUDA kernels under AddressSanitizer: they access no global memory but their arguments.
 
-Whatever torch allocates has a guard zone before and behind it then. The emulator that tests run by
-default watches shared memory; this is the same, with the kernels compiled to watch all else.
+Each allocation of torch gets a guard zone before and after it. Other emulator tests check shared
+memory; here the kernels are compiled to check global memory instead.
 """
 
 import os
@@ -35,7 +35,7 @@ def under_address_sanitizer(*arguments):
     environment = os.environ | {
         "FASTATTN_EMULATOR": "address",
         "LD_PRELOAD": str(library.resolve()),
-        # Fibers have stacks of their own, which its copies of stack frames know nothing of.
+        # AddressSanitizer's copies of stack frames do not work with the stacks of fibers.
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=0",
         "OMP_NUM_THREADS": "1",
     }
@@ -54,7 +54,7 @@ FILES = ("emulated", "weights", "decode")
 
 @pytest.mark.parametrize("kernels", FILES)
 def test_every_feature_stays_within_its_buffers(kernels):
-    """Forward and backward."""
+    """In forward and backward."""
     file = TESTS / f"test_cuda_{kernels}.py"
     chosen = ["-k", "test_features and bfloat16", "-p", "no:cacheprovider", "-p", "no:randomly"]
     done = under_address_sanitizer("-m", "pytest", "-q", str(file), *chosen)

@@ -1,6 +1,8 @@
-"""The CUDA decode kernels in the emulator: few rows, keys split among blocks, and the combination.
+"""The CUDA decode kernels in the emulator: few rows, keys split among blocks, and their
+combination.
 
-The number of multiprocessors decides on the splits: one for a call that fills them, several else.
+The number of multiprocessors decides the number of splits: one for a call that fills them all,
+otherwise several.
 """
 
 import itertools
@@ -34,7 +36,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 MANY, ONE = 132, 1  # multiprocessors
 
-# Tiles of 128 keys: below one, and several with a split for each; rows of one tile, and of four.
+# Tiles have 128 keys: fewer than one tile, and several with a split for each; rows of one tile, and
+# of four.
 SHAPES = (Dims(1, 2, 2, 3, 45, 17, 17), Dims(1, 5, 1, 1, 300, 24, 24), Dims(1, 4, 1, 16, 300, 5, 5))
 SMALL = Dims(1, 2, 2, 3, 261, 17, 17)
 
@@ -54,7 +57,7 @@ def run_all(problems):
     passed(found)
 
 
-# Sizes are the shapes' own here; what changes the gradients only is as good as absent.
+# The sizes are those of SHAPES. Features that change gradients only are left out, too.
 LEFT_OUT = ("queries", "heads", "dout")
 FEATURES = [x for x in SINGLES if x[0].group not in LEFT_OUT]
 ROWS_16 = Feature("16_rows", "rows", dims=lambda dims: replace(dims, M=16))
@@ -72,13 +75,13 @@ DECISIVE = [p for p in PAIRS if not any(x.group in (*LEFT_OUT, "lse", "values") 
 
 @pytest.mark.parametrize("features", DECISIVE, ids=name_of)
 def test_pairs_of_features(emulated, features):
-    """Each in one dtype, and with more rows or with heads that share keys, in turn."""
+    """Each in one dtype, in turn, and with more rows or more heads per key head, in turn."""
     at = DECISIVE.index(features)
     rows = (GROUP_OF_5, ROWS_16)[at // 2 % 2]
     run_all([build(SMALL, (*features, rows), DTYPES[NAMES[at % 2]])])
 
 
-# What each pair of head dims is padded to; the last of each line is odd, and no row is aligned.
+# Padded size -> pairs of head dims. The last pair is odd, so that its rows are not aligned.
 HEAD_DIMS = {
     "32": [(32, 32), (31, 1)],
     "64": [(40, 64), (33, 61)],
@@ -94,7 +97,7 @@ HEAD_DIMS = {
 @pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
 @pytest.mark.parametrize("padded", HEAD_DIMS)
 def test_head_dims(emulated, padded, general, dtype):
-    """In every kernel there is, with one split and with several."""
+    """In every kernel, with one split and with several."""
     features = [FEATURE[name] for name in ("bottom_right", "softcap")[: 1 + general]]
     (d, dv), odd = HEAD_DIMS[padded]
     dims = [Dims(1, 2, 1, 3, 300, d, dv), Dims(1, 4, 1, 5, 67, *odd)]
@@ -129,14 +132,14 @@ def test_rows_around_tiles(emulated, M, group):
 @every_dtype
 @pytest.mark.parametrize("splits", [1, 2, 3, 4, 5])
 def test_any_number_of_splits(emulated, splits, dtype):
-    """Where a window or a length leaves some of them nothing, too."""
+    """Also where a window or a length leaves some splits without keys."""
     emulated.sm_count = splits
     dims = Dims(1, 3, 1, 2, max(300, 128 * splits - 20), 16, 20)
     chosen = (PLAIN, (FEATURE["sinks"], FEATURE["lse_loss"]), (FEATURE["dropout"],))
     for features in chosen:
         run_all([build(dims, features, DTYPES[dtype])])
         assert emulated.splits == splits
-    mask = torch.arange(dims.N)[None] // 128 == splits - 1  # one split alone sees anything
+    mask = torch.arange(dims.N)[None] // 128 == splits - 1  # only one split sees anything
     problem = build(dims, (), DTYPES[dtype])
     run_all([replace(problem, kwargs=dict(mask=mask))])
 
@@ -149,7 +152,7 @@ def test_a_short_item_leaves_splits_without_keys(emulated):
 
 
 def params(**sizes):
-    """FaParams of no tensors: what the number of splits depends on."""
+    """FaParams without tensors: only what determines the number of splits."""
     given = dict(B=1, H=1, Hk=1, M=1, N=0, D=128, Dv=128) | sizes
     return native.form(AttentionSpec(**given, dtype=torch.bfloat16, device="cuda", scale=1.0))
 
@@ -160,7 +163,7 @@ def params(**sizes):
         (dict(N=0), 1),
         (dict(N=256), 1),  # too few keys for a second kernel
         (dict(N=257), 5),
-        (dict(N=2**15), 128),  # tiles of 64, four for each; 132 is no faster
+        (dict(N=2**15), 128),  # tiles of 64 keys, four for each split; 132 is no faster
         (dict(N=2**15, H=64, Hk=8), 14),
         (dict(N=2**15, H=64, Hk=8, B=8), 2),
         (dict(N=2**15, H=64, Hk=8, B=14), 1),  # 112 of 132 are busy
@@ -175,7 +178,7 @@ def test_number_of_splits(sizes, splits):
 
 @pytest.mark.parametrize("multiprocessors", [1, 8, 108, 132])
 def test_one_rule_splits_for_both_gpu_backends(multiprocessors):
-    """Heads of 128 columns, one row each: a tile has 64 keys, and a block one key head."""
+    """Heads of 128 columns with one row each: a tile has 64 keys, and a block one key head."""
     for heads, N in itertools.product((1, 2, 7, 32, 105, 106, 131), (257, 300, 1000, 4097, 2**17)):
         found = decode_splits(params(H=heads, Hk=heads, N=N), multiprocessors)
         assert found == tuning.splits(heads, -(-N // 64), multiprocessors), (heads, N)
@@ -203,7 +206,7 @@ def test_every_schedule_gives_the_same_bits(emulated, M, schedule, lazy):
 
 
 def test_dropout_is_that_of_the_other_backends():
-    """Bit for bit: with values of one, a row's sum tells which weights were kept."""
+    """Bit for bit: with v = I the output shows which weights were kept."""
     g = torch.Generator().manual_seed(0)
     q = torch.randn(2, 4, 3, 24, generator=g).bfloat16()
     k = torch.randn(2, 2, 60, 24, generator=g).bfloat16()
@@ -232,8 +235,7 @@ SITES = {
 
 @pytest.mark.parametrize("group", [1, 17], ids=["warps share the keys", "a warp for 16 rows"])
 def test_each_site_deleted_is_caught(group):
-    """Four tiles a split: the last is in the first of three stages, where the warps' parts will
-    be."""
+    """Four tiles a split: the last uses the first of three stages, where partial results go."""
     problem = build(Dims(1, group, 1, 1, 1000, 24, 40), (), torch.bfloat16)
 
     def run():

@@ -1,5 +1,5 @@
-"""Masks of M x N on the CUDA kernels, in the emulator: the cases of test_dense_masks.py, and how
-many tiles are computed."""
+"""M x N masks in the CUDA kernels, on the emulator: the cases of test_dense_masks.py, and the
+number of tiles that are computed."""
 
 from dataclasses import replace
 
@@ -53,7 +53,7 @@ def test_bits_are_those_of_every_number_added(emulated, pattern, dtype):
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_dense_masks(emulated, pattern, form):
     problem = case(pattern, form, BF16, dims=ONE_HEAD)
-    if form == "finfo.min":  # q.k is absorbed, and must not round: far_rows.py
+    if form == "finfo.min":  # the mask absorbs q.k, which must not round: far_rows.py
         problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
     judged(problem)
 
@@ -70,7 +70,7 @@ def test_a_row_of_finfo_min_is_the_mean(emulated, pattern):
 
 @pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
 def test_planes(emulated, shape):
-    """Every plane has its own tiles; and it lies in memory as it likes."""
+    """Every plane has its own tiles, with any strides."""
     dims = Dims(2, 2, 1, 131, 150, 16, 16)
     sizes = dict(B=2, H=2, M=131, N=150)
     names = ("causal", "left padding", "blocks", "one visible")
@@ -91,7 +91,7 @@ def test_planes(emulated, shape):
 
 @pytest.mark.parametrize("D", [64, 128, 192, 256])
 def test_head_dims(emulated, D):
-    """Tiles of every size."""
+    """With tiles of every size."""
     problems = [build(Dims(1, 1, 1, 140, 200, D, D), [], BF16) for _ in range(2)]
     for problem, pattern in zip(problems, ("causal", "left padding"), strict=True):
         problem.kwargs["mask"] = mask_of("-inf", keep(pattern)[-140:, -200:], BF16)
@@ -103,8 +103,8 @@ BESIDE_WIDE = {64: "", 128: "dropout+softcap", 192: "sinks", 256: "dropout"}
 
 @pytest.mark.parametrize("D", BESIDE_WIDE)
 def test_gradients_of_head_dims(emulated, D):
-    """To the bit, of heads that share keys and see other blocks of them; and one sees nothing, of
-    which PLAIN makes a mean."""
+    """Bit for bit, for heads that share keys and see different blocks of them. One head sees
+    nothing; its row in PLAIN is a mean."""
     first = torch.tensor([0, 0, 96, 400]).view(4, 1, 1)
     i, j = torch.arange(140)[:, None], torch.arange(333)
     shown = (j >= first) & (j < first + 40 + i // 2) | (j > 300) & (i > 130) & (first == 0)
@@ -126,7 +126,7 @@ def test_gradients_of_head_dims(emulated, D):
 
 @pytest.mark.parametrize("features", ["causal", "window", "lengths", "bottom_right"])
 def test_masks_inside_of_bands(emulated, features):
-    """The keys whose block adds to a row before are hidden, or past those that the row sees."""
+    """The block that adds to a gradient just before is hidden or outside the band."""
     dims = Dims(2, 1, 1, 200, 450, 16, 24)
     i, j = torch.arange(200)[:, None], torch.arange(450)
     problem = build(dims, [FEATURE[features]], BF16)
@@ -144,7 +144,7 @@ def test_masks_inside_of_bands(emulated, features):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_every_schedule_gives_the_same_bits(emulated, schedule):
-    """Blocks wait for those that show the tile, whoever comes first."""
+    """Blocks wait only for blocks that see the tile, in any order of execution."""
     problem = case("blocks", "-inf", BF16, dims=Dims(1, 2, 1, M, N, 16, 16))
     expected = problem.run(fastattn.attention)
     for seed in range(2):
@@ -154,8 +154,8 @@ def test_every_schedule_gives_the_same_bits(emulated, schedule):
 
 @pytest.mark.parametrize("D", [16, 256])
 def test_rows_of_finfo_min_have_gradients(emulated, D):
-    """All their keys weigh the same, though other rows of the tile see scores; and rows of the next
-    tile see what they saw."""
+    """All their keys have the same weight although other rows of the tile have scores, and rows of
+    the next tile are not affected."""
     problem = build(Dims(1, 2, 1, 140, 333, D, D), [], BF16)
     i, j = torch.arange(140)[:, None], torch.arange(333)
     problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
@@ -167,7 +167,7 @@ def test_rows_of_finfo_min_have_gradients(emulated, D):
 
 
 def products(emulated, problem, backward=False, **arguments):
-    """How many multiplications of matrices a call takes."""
+    """The number of matrix multiplications in a call."""
     problem = replace(problem, kwargs=arguments)
     problem.run(fastattn.attention, backward=backward)
     return emulated.findings[-1].multiplies
@@ -176,7 +176,7 @@ def products(emulated, problem, backward=False, **arguments):
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("form", HIDING)
 def test_what_is_hidden_costs_nothing(emulated, form, backward):
-    """No more products than with the structure told, and none where nothing is seen."""
+    """No more products than with the equivalent argument, and none where nothing is seen."""
     plain = build(Dims(1, 1, 1, 300, 300, 16, 16), [], BF16)
     i, j = torch.arange(300)[:, None], torch.arange(300)
 
@@ -196,7 +196,7 @@ def test_what_is_hidden_costs_nothing(emulated, form, backward):
 
 @pytest.mark.parametrize("D", [64, 128, 256])
 def test_what_is_hidden_costs_no_gradient_anything(emulated, D):
-    """Of masks, by head dims whose tiles are others."""
+    """For head dims with different tiles."""
     problem = build(Dims(1, 1, 1, 256, 256, D, D), [], BF16)
     i, j = torch.arange(256)[:, None], torch.arange(256)
     everything = products(emulated, problem, True, mask=mask_of("PLAIN", j >= 0 * i, BF16))
@@ -205,7 +205,7 @@ def test_what_is_hidden_costs_no_gradient_anything(emulated, D):
 
 
 def test_numbers_that_are_no_structure(emulated):
-    """-1e9 and NaN: rows of either see what they are given."""
+    """-1e9 and NaN in a mask are ordinary numbers: their rows get them added."""
     problem = case("causal", "-inf", BF16, dims=ONE_HEAD)
     mask = torch.where(keep("causal"), 0.0, -1e9)
     mask[: M // 2] = -1e9
@@ -221,8 +221,8 @@ def test_numbers_that_are_no_structure(emulated):
 
 
 def test_each_site_deleted_is_caught():
-    """Where a block begins again, for rows that see nothing but finfo.min; and where one waits for
-    another that is not its neighbour. Where dq is made, turns stand in for a barrier."""
+    """Includes a block that starts again, for rows that see nothing but finfo.min, and one that
+    waits for a block other than its neighbour. In dq, turns replace a barrier."""
     problem = build(Dims(1, 1, 1, 131, 450, 16, 16), [], BF16)
     i, j = torch.arange(131)[:, None], torch.arange(450)
     shown = (j // 128 != 1) & (j > 70) & (i < 100)

@@ -1,4 +1,4 @@
-"""The CUDA kernels in the emulator, watched for races: the cases of every other backend, small."""
+"""The CUDA kernels in the emulator with its race checker: the cases of other backends, small."""
 
 import re
 from dataclasses import replace
@@ -51,7 +51,7 @@ def test_pairs_of_features(emulated, features):
 
 @pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
 def test_features_where_hardware_rounds_worst(emulated, features):
-    """Tensor cores that cut products off instead of rounding them, exp2 that is 2 ulp off."""
+    """Tensor cores truncate products instead of rounding them, and exp2 has an error of 2 ulp."""
     emulated.options = dict(pessimistic=True)
     dtype = DTYPES[NAMES[len(features[0].name if features else "") % 2]]
     run_all([build(square(1, 2, 131, 32), features, dtype)])
@@ -65,7 +65,7 @@ def test_the_worst_rounding_is_another(emulated):
     assert all(not torch.equal(x, right[name]) for name, x in found.items())
 
 
-# Ways to lie where chunks of 8 elements cannot be copied as such.
+# Memory layouts in which chunks of 8 elements cannot be copied at once.
 def shifted(x):
     memory = torch.full((x.numel() + 1,), torch.nan, dtype=x.dtype)
     memory[1:] = x.flatten()
@@ -91,7 +91,7 @@ every_way = pytest.mark.parametrize("way", [shifted, with_wide_rows, with_heads_
 @every_way
 @pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
 def test_a_tensor_that_is_not_aligned(emulated, what, way):
-    """Its rows have whole chunks, of which none, or not every one, lies at 16 bytes."""
+    """Rows consist of whole chunks, and not all chunks, or none, are 16-byte aligned."""
     problem = build(square(1, 2, 70, 24), (), torch.bfloat16)
     right = problem.run(fastattn.attention)
     moved = replace(problem, **{what: way(getattr(problem, what))})
@@ -102,7 +102,7 @@ def test_a_tensor_that_is_not_aligned(emulated, what, way):
 @every_way
 @pytest.mark.parametrize("what", ["q", "k", "v"])
 def test_a_tensor_that_is_not_aligned_in_decoding(emulated, what, way):
-    """A tile of queries has rows of several heads."""
+    """In decoding, a tile of queries has rows of several heads."""
     emulated.sm_count = 8
     problem = build(Dims(1, 4, 2, 3, 300, 24, 24), (), torch.bfloat16)
     right = problem.run(fastattn.attention, backward=False)
@@ -112,7 +112,7 @@ def test_a_tensor_that_is_not_aligned_in_decoding(emulated, what, way):
     assert emulated.splits > 1
 
 
-# What each pair of head dims is padded to; the last of each line is odd, and no row is aligned.
+# Padded size -> pairs of head dims. The last pair is odd, so that its rows are not aligned.
 HEAD_DIMS = {
     "32": [(32, 32), (8, 24), (31, 1)],
     "64": [(64, 64), (40, 64), (33, 61)],
@@ -128,7 +128,7 @@ HEAD_DIMS = {
 @pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
 @pytest.mark.parametrize("padded", HEAD_DIMS)
 def test_head_dims(emulated, padded, general, dtype):
-    """With a band that ends inside tiles, in every kernel there is."""
+    """In every kernel, with a band that ends inside tiles."""
     features = [f for (f,) in SINGLES if f.name in ("bottom_right", "softcap")[: 1 + general]]
     dims = [Dims(1, 2, 1, 70, 67, d, dv) for d, dv in HEAD_DIMS[padded]]
     run_all([build(x, features, DTYPES[dtype]) for x in dims])
@@ -140,7 +140,7 @@ WIDE = [PLAIN, *[x for x in SINGLES if x[0].name in ("causal", "gqa", "dropout")
 @pytest.mark.parametrize("features", WIDE, ids=name_of)
 @pytest.mark.parametrize("d, n", [(64, 261), (128, 133)], ids=["64", "128"])
 def test_several_tiles_of_wide_heads(emulated, d, n, features):
-    """Of rows and of keys, some whole. What backward holds, and where, hangs on the width."""
+    """Of rows and of keys, some full. The width decides what backward stores, and where."""
     run_all([build(square(1, 1, n, d), features, torch.bfloat16)])
 
 
@@ -165,8 +165,8 @@ MASK_WAYS = (shifted, with_wide_rows, with_heads_apart, by_columns)
     "dtype", [torch.bool, torch.bfloat16, torch.float16, torch.float32], ids=lambda x: str(x)[6:]
 )
 def test_a_mask_in_memory_of_any_kind(emulated, dtype, N):
-    """Keys in pairs, in one word or not, or one by one: all to the same bits. The last tile of keys
-    is not whole, nor is that of the rows."""
+    """Mask elements are read in pairs, in one word or not, or one by one, with the same bits. The
+    last tiles of keys and of rows are not full."""
     of_rows = torch.float16 if dtype == torch.float16 else torch.bfloat16
     problem = build(Dims(2, 2, 1, 70, N, 32, 32), (), of_rows)
     values = torch.randn(2, 2, 70, N, generator=torch.Generator().manual_seed(3))
@@ -178,7 +178,7 @@ def test_a_mask_in_memory_of_any_kind(emulated, dtype, N):
         return found["out"]
 
     right, row = out(mask), mask[:1, :, :1]
-    for way in MASK_WAYS[dtype == torch.bool :]:  # no bool is NaN: it would hide nothing
+    for way in MASK_WAYS[dtype == torch.bool :]:  # NaN as a bool is true, which would hide nothing
         assert torch.equal(out(way(mask)), right), way.__name__
     assert torch.equal(out(row), out(row.expand_as(mask).contiguous()))
     assert torch.equal(out(mask[..., :1]), out(mask[..., :1].expand_as(mask).contiguous()))
@@ -187,7 +187,7 @@ def test_a_mask_in_memory_of_any_kind(emulated, dtype, N):
 @pytest.mark.parametrize("cap", [0.5, 64.0, 64.5, 1e4])
 @pytest.mark.parametrize("size", [1e-4, 1.0, 100.0], ids=["tiny", "ordinary", "large"])
 def test_a_cap_of_any_strength(emulated, cap, size):
-    """Of logits of any size, on both sides of where the formula changes."""
+    """For logits of any size, on both sides of the point where the formula changes."""
     problem = build(Dims(1, 2, 1, 37, 70, 32, 32), (), torch.bfloat16)
     problem.q.mul_(size)
     run_all([replace(problem, kwargs=dict(softcap=cap))])
@@ -196,8 +196,8 @@ def test_a_cap_of_any_strength(emulated, cap, size):
 @pytest.mark.parametrize("score", [torch.inf, torch.nan], ids=["infinite", "nan"])
 @pytest.mark.parametrize("softcap", [None, 3.0], ids=["uncapped", "softcap"])
 def test_a_bool_mask_hides_any_score(emulated, softcap, score):
-    """The products with hidden keys are infinite or NaN, and every result is as with ordinary
-    ones. Gradients are where the keys are numbers: those of the others are multiplied by 0."""
+    """The scores of hidden keys are infinite or NaN, and every result is that of ordinary scores.
+    Gradients are compared where the keys are finite: other keys are multiplied by 0."""
     problem = build(square(1, 2, 70, 16), (), torch.bfloat16)
     problem.q[..., 0] = 4.0
     hidden = torch.arange(70) % 3 == 1
@@ -243,7 +243,7 @@ def test_every_schedule_gives_the_same_bits(emulated, features, schedule, lazy):
 @every_dtype
 @pytest.mark.parametrize("decode", [False, True], ids=["rows", "decode"])
 def test_plain_kernels_know_what_the_lse_lost(emulated, decode, dtype):
-    """Where q.k is far from zero. tests/test_hard_values.py has what a mask takes there."""
+    """For q.k far from zero. tests/test_hard_values.py has logits that a mask moves there."""
     emulated.sm_count = 132 * decode
     sizes = dict(M=1, N=300, H=4) if decode else dict(M=37, N=150)
     passed(list(complaints(far_logits(DTYPES[dtype], **sizes))))
@@ -251,7 +251,7 @@ def test_plain_kernels_know_what_the_lse_lost(emulated, decode, dtype):
 
 
 def test_dropout_is_that_of_the_other_backends():
-    """Bit for bit: with values of one, a row's sum tells which weights were kept."""
+    """Bit for bit: with v = I the output shows which weights were kept."""
     g = torch.Generator().manual_seed(0)
     q, k = (torch.randn(2, 3, 45, 24, generator=g).bfloat16() for _ in range(2))
     v = torch.eye(45).bfloat16().expand(2, 3, 45, 45)
@@ -264,14 +264,14 @@ def test_dropout_is_that_of_the_other_backends():
 
 # --- every synchronisation is needed --------------------------------------------------------------
 
-# Sites whose deletion nothing can see, and why.
+# Sites with a deletion that no test can notice, and why.
 EMPTY = "the groups left at the end are empty: it waits for none"
 FREE = {"forward: nothing is on its way": EMPTY, "backward: nothing is on its way": EMPTY}
 FREE["mask: every warp knows its tile"] = "none is hidden here: test_cuda_dense_masks.py"
 
 
 def run_problems():
-    """Between them they reach every site: several tiles, and a mask's gradient summed over rows."""
+    """Together these reach every site: several tiles, and a mask's gradient summed over rows."""
     features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
     for chosen in ((), features):
         problem = build(square(1, 1, 150, 40), chosen, torch.bfloat16)

@@ -1,5 +1,5 @@
 """The launch path of the CUDA kernels, from the backend through csrc/cuda/launch.h to a runtime
-that has two devices, streams, graphs and errors (tests/emu/runtime.cpp)."""
+that emulates two devices, streams, graphs and errors (tests/emu/runtime.cpp)."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ EVERYTHING = tuple(FEATURE[name] for name in NAMES)
 SHAPES = {
     "square": square(2, 2, 97, 64),
     "decoding": Dims(2, 4, 2, 5, 300, 64, 64),
-    "wide": Dims(1, 2, 1, 40, 40, 256, 256),  # more shared memory than a block has without asking
+    "wide": Dims(1, 2, 1, 40, 40, 256, 256),  # more shared memory than the default limit
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
 INVALID_VALUE, INVALID_CONFIGURATION, INVALID_DEVICE, INVALID_HANDLE = 1, 9, 101, 400
@@ -49,8 +49,8 @@ def attend(problem):
 @every_shape
 @pytest.mark.parametrize("device", [0, 1])
 def test_a_call_runs_where_it_should(shape, device):
-    """On its device, also if that is not the current one, on the stream of the caller; and what its
-    kernels are given is memory of that device: also lengths, which are converted for them."""
+    """On its device, even if that is not the current one, and on the caller's stream. All kernel
+    arguments are in memory of that device, also lengths, which are converted first."""
     runtime = runtime_of(shape)
     stream = [runtime.stream(0), runtime.stream(1)][device]
     problem = problem_of(shape, (*EVERYTHING, FEATURE["lengths"]))
@@ -83,7 +83,7 @@ def test_memory_of_somebody_else_is_noticed(whose, monkeypatch):
 
 
 def call_of(problem):
-    """The spec and the tensors that a backend's forward gets."""
+    """The spec and the tensors that the backend's forward gets for a call."""
     caught = []
 
     class Caught(Exception):
@@ -106,8 +106,8 @@ def call_of(problem):
 
 @every_shape
 def test_streams_share_nothing(shape):
-    """Two calls wait, each in its stream; then a kernel of one runs, one of the other, and so on.
-    Memory that Python gave up meanwhile is somebody else's in the order of the stream."""
+    """Two calls wait, each in its stream; then their kernels run in alternation. Memory that Python
+    has freed meanwhile may be reused in the order of the stream."""
     runtime = runtime_of(shape, at_once=False)
     problems = [problem_of(shape, seed=seed) for seed in (1, 2)]
     streams, found = [runtime.stream() for _ in problems], []
@@ -122,7 +122,7 @@ def test_streams_share_nothing(shape):
 
 @every_shape
 def test_a_graph_replays_with_new_values(shape):
-    """Of what kernels read as it is; what torch converts for them, torch would record."""
+    """With inputs that kernels read directly: the graph does not record torch's conversions."""
     features = tuple(FEATURE[x] for x in ("causal", "softcap", "alibi", "dropout"))
     runtime = runtime_of(shape)
     stream = runtime.stream()
@@ -146,7 +146,7 @@ def test_a_graph_replays_with_new_values(shape):
 @every_shape
 @pytest.mark.parametrize("code", CODES)
 def test_each_call_that_fails_is_told(shape, code):
-    """With its text and the kernel; nothing is called after it; and the next call is right."""
+    """With its text and the kernel's name; nothing is called after it; the next call is right."""
     problem = problem_of(shape, ())
     with launching(runtime := runtime_of(shape)):
         attend(problem)
@@ -182,7 +182,7 @@ def test_what_the_runtime_refuses_is_told(device, streams_device, says):
 @pytest.mark.parametrize("shape, asked", [("square", False), ("wide", True)])
 @pytest.mark.parametrize("device", [0, 1])
 def test_shared_memory_is_asked_for_where_it_is_needed(shape, asked, device):
-    """A block has 48 KB without asking; what is asked for holds on one device."""
+    """A block has 48 KB by default; a larger limit applies to one device only."""
     problem, runtime = problem_of(shape, ()), runtime_of(shape)
     with launching(runtime, device=device):
         fastattn.attention(problem.q, problem.k, problem.v)
@@ -191,7 +191,7 @@ def test_shared_memory_is_asked_for_where_it_is_needed(shape, asked, device):
 
 
 def test_a_tensor_of_an_old_runtime_changes_nothing():
-    """Whatever keeps it so long: its memory is somebody else's, and nobody spoils that."""
+    """It outlives its runtime, and its memory is reused: freeing it overwrites nothing."""
     runtime = Runtime(at_once=False)
     old = runtime.memory(torch.ones(64), 0, runtime.stream())
     runtime = Runtime(at_once=False)
@@ -213,8 +213,8 @@ def test_graphs_are_told_apart():
 # ------------------------------------------------------------------- sizes of what kernels write
 
 WRITTEN = [x for x in test_extents.CASES if x[0] < native.JVP]
-FIRST = {  # kernel of each pass
-    native.FORWARD: "",  # there is none before it
+FIRST = {  # the first kernel of each pass
+    native.FORWARD: "",  # no kernel comes before it
     native.BACKWARD: "delta_kernel",
     native.WEIGHTS: "weights_kernel",
     native.WEIGHTS_BACKWARD: "delta_kernel",
@@ -223,7 +223,7 @@ FIRST = {  # kernel of each pass
 
 @pytest.mark.parametrize("which", FIRST, ids=test_extents.NAMES.get)
 def test_tensors_of_other_sizes_are_refused(which):
-    """Before a kernel of the pass is launched."""
+    """No kernel of the pass is launched."""
     for name, packed in (x[1:] for x in WRITTEN if x[0] == which):
         leaves = test_extents.tensors(packed, torch.bfloat16, D=16)
         runtime, shape = Runtime(), test_extents.changed(0, 1)

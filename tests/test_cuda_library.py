@@ -1,7 +1,7 @@
-"""The library that nvcc makes of the CUDA kernels: when it is built, what is in it, and that it
-loads and says what is wrong where there is no GPU.
+"""The library that nvcc makes of the CUDA kernels: when it is built, what it contains, that it
+loads, and its error messages without a GPU.
 
-Where FASTATTN_CUDA=on (make test-cuda), no nvcc is a failure; else it is a skip.
+With FASTATTN_CUDA=on (make test-cuda), a missing nvcc is a failure; otherwise a skip.
 """
 
 import json
@@ -31,7 +31,7 @@ def configure(folder, **environment):
 
 @pytest.fixture(scope="module")
 def library():
-    """Its path."""
+    """The path of the library."""
     try:
         return cuda_library.build()
     except cuda_library.NotBuilt as missing:
@@ -40,7 +40,7 @@ def library():
 
 
 def without_gpu(code, library):
-    """What Python prints that uses the library and sees no GPU."""
+    """The output of a Python process that uses the library and sees no GPU."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "FASTATTN_CUDA_LIBRARY": str(library)}
     done = subprocess.run(
         [sys.executable, *code], env=os.environ | hidden, capture_output=True, text=True
@@ -50,8 +50,8 @@ def without_gpu(code, library):
 
 
 def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_what_is_newer(library):
-    """Of every source: a driver that has to translate one takes a minute, at somebody's first call,
-    and in each process where its cache cannot be written."""
+    """For every source file. A driver needs a minute to translate a missing one, at a user's first
+    call, and in each process if its cache cannot be written."""
     pytest.importorskip("triton", reason="cuobjdump comes with Triton")
     binaries = nvidia_tool("cuobjdump", "--list-elf", str(library))
     texts = nvidia_tool("cuobjdump", "--list-ptx", str(library))
@@ -112,7 +112,7 @@ def test_what_the_driver_says_is_raised(library):
 
 
 def fake_nvcc(folder, version):
-    """It tells a version, and compiles nothing."""
+    """A fake nvcc that prints a version and compiles nothing."""
     tool = folder / "nvcc"
     tool.write_text(
         "#!/bin/sh\n"
@@ -151,7 +151,7 @@ def test_what_cannot_be_built_is_refused(tmp_path, wanted, version, complaint):
 
 
 def test_one_folder_follows_what_is_asked(library, tmp_path):
-    """On, off, on for other architectures, and on again: each as if there were no other."""
+    """On, off, on for other architectures, and on again: no setting affects the next."""
 
     def asked(**environment):
         done = configure(tmp_path, **environment)

@@ -1,5 +1,5 @@
-"""Packed batches in the CUDA kernels, on the emulator: each sequence is a call of its own, in
-values and in bits, and offsets that nobody checked are clamped."""
+"""Packed batches in the CUDA kernels, on the emulator: each sequence has the values and the bits of
+a separate call, and unchecked offsets are clamped."""
 
 import pytest
 import torch
@@ -19,13 +19,14 @@ from fastattn.backends import cuda
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 MANY = 132  # multiprocessors: few rows of many keys are split among them
 
-# Rows and keys: none, one, a tile of either and one off it; the longest is not the last.
+# Rows and keys: none, one, a full tile of either, and one more or less; the longest sequence is not
+# the last.
 SIZES = ((5, 7), (0, 3), (1, 1), (130, 65), (3, 0), (128, 64))
 
 
 @pytest.mark.parametrize("features", CASES, ids=name_of)
 def test_features(features):
-    """In one dtype or the other, in turn."""
+    """Each in one dtype, in turn."""
     made = batch(features, DTYPES[NAMES[CASES.index(features) % 2]], SIZES)
     with everywhere():
         passed(list(complaints(made, made.run())))
@@ -40,7 +41,7 @@ def test_few_rows_of_many_keys(names):
     assert backend.splits > 1
 
 
-# Of many rows, and of few, whose keys one block has.
+# Many rows; and few rows with keys that one block takes.
 @pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)])
 @pytest.mark.parametrize("names", ["", *CUT])
 def test_bits_are_those_of_each_alone(names, sizes, processors):
@@ -57,7 +58,7 @@ PAGED = [f for f in CASES if of_scores(f)]
 
 
 def test_pages_may_begin_anywhere():
-    """16 bytes divide where rows lie in a page, but not where pages begin."""
+    """Rows in a page are at multiples of 16 bytes; the pages themselves are not."""
     made = batch((), torch.bfloat16, ((40, 70), (3, 9)))
     given = in_pages(made, 16)
     for name in "kv":
@@ -75,7 +76,7 @@ def test_pages_may_begin_anywhere():
 
 @pytest.mark.parametrize("features", PAGED, ids=name_of)
 def test_pages_have_the_bits_of_what_lies_in_a_row(features):
-    """Of many rows, and of few whose keys are split; of any size of page, in turn."""
+    """For many rows, and for few with split keys; page sizes vary in turn."""
     at = PAGED.index(features)
     for sizes, processors in ((SIZES, 0), (((1, 141), (2, 0), (3, 370)), MANY)):
         made = batch(features, torch.bfloat16, sizes)
@@ -92,7 +93,7 @@ def test_pages_have_the_bits_of_what_lies_in_a_row(features):
 
 @pytest.mark.parametrize("processors", [0, MANY])
 def test_pages_are_clamped(processors, monkeypatch):
-    """Three of 16 keys, and lengths that they have no room for."""
+    """Three pages of 16 keys, and lengths beyond their space."""
     monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
     q, k = (torch.randn(n, 2, 16).bfloat16() for n in (5, 48))
     pool = k.view(3, 16, 2, 16)
@@ -111,15 +112,15 @@ def test_pages_are_clamped(processors, monkeypatch):
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("processors", [0, MANY])
 def test_offsets_are_clamped(kind, processors, monkeypatch):
-    """Around rows and keys lies NaN."""
+    """The memory around rows and keys is NaN."""
     monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
-    with everywhere(sm_count=processors):  # where offsets fall there is no gradient
+    with everywhere(sm_count=processors):  # "falling" offsets have no gradient
         for found, meant in clamped(kind, torch.bfloat16, gradients=kind != "falling"):
             assert found.isfinite().all() and torch.equal(found, meant)
 
 
 def test_gradients_where_sequences_overlap_come_to_an_end(monkeypatch):
-    """Two that would wait for each other's turns. What the gradients are is nobody's business."""
+    """Two sequences that could wait for each other. The gradients' values do not matter."""
     monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
     x = torch.randn(300, 1, 16).bfloat16().requires_grad_()
     cu = torch.tensor([0, 300, 0, 300])

@@ -1,5 +1,5 @@
-"""The CUDA kernels in the emulator at sizes that 16 and 32 bits do not hold, at none at all, and
-with what the launch is refused for."""
+"""The CUDA kernels in the emulator with sizes beyond 16 and 32 bits, with sizes of 0, and with
+launches that are refused."""
 
 import mmap
 import re
@@ -27,7 +27,7 @@ def emulated():
 
 
 def test_grids_have_one_dimension():
-    """The others end at 65,535; to run as many blocks here would take minutes (test_gpu_scale)."""
+    """Other dimensions end at 65,535; so many blocks would take minutes here (test_gpu_scale)."""
     kernels = [x.read_text() for x in (KERNELS / "sm80").iterdir()]
     assert any("blockIdx.x" in text for text in kernels)
     assert not re.findall(r"(?:blockIdx|gridDim)\.[yz]|[^_]launch\(", "".join(kernels))
@@ -36,12 +36,12 @@ def test_grids_have_one_dimension():
 # --- past 32 bits ---------------------------------------------------------------------------------
 
 FAR = (1 << 31) + 8
-NO_RESERVE = 0x4000  # MAP_NORESERVE, which Python names from 3.13 on
+NO_RESERVE = 0x4000  # MAP_NORESERVE, in Python's mmap from 3.13 on
 
 
 def room(shape, dim, dtype):
-    """Memory for a tensor whose elements along `dim` are 2^31 + 8 apart, of which the system gives
-    only the pages that are touched."""
+    """Memory for a tensor with a stride of 2^31 + 8 along `dim`. The system allocates only the
+    pages that are touched."""
     strides, near = [0] * 4, 1
     for i in (3, 2, 1, 0):
         strides[i], near = (FAR, near) if i == dim else (near, near * shape[i])
@@ -110,7 +110,7 @@ EMPTY = {"no items": 0, "no rows": 2, "no keys": 3}
 @pytest.mark.parametrize("mask", [(1, 1, 1, 1), (2, 1, 1, 5), (1, 2, 4, 1), (1, 1, 4, 5)], ids=str)
 @pytest.mark.parametrize("without", EMPTY)
 def test_gradients_of_nothing_are_zero(emulated, without, mask):
-    """Where a mask is broadcast along what there is none of, its elements still have a gradient."""
+    """A mask that is broadcast along an empty dimension still has a gradient for each element."""
     sizes = [2, 2, 4, 5]
     sizes[EMPTY[without]] = 0
     B, H, M, N = sizes
@@ -125,7 +125,7 @@ def test_gradients_of_nothing_are_zero(emulated, without, mask):
 
 @pytest.mark.parametrize("m", [3, 20], ids=["decoding", "forward"])
 def test_lengths_are_cut_to_what_there_is(emulated, monkeypatch, m):
-    """Nobody looks at values on a GPU, unless asked to."""
+    """On a GPU, values are checked only on request."""
     emulated.sm_count = 8
     q, k, v = (torch.randn(2, 2, n, 8).half() for n in (m, 300, 300))
     monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
@@ -139,7 +139,7 @@ def test_lengths_are_cut_to_what_there_is(emulated, monkeypatch, m):
 
 @pytest.mark.parametrize("m", [1, 3, 16])
 def test_weights_of_few_rows(emulated, m):
-    """Their LSE comes from a call without values, which decoding does not serve."""
+    """Weights get the LSE from a call without values, for which decode does not run."""
     q, k = torch.randn(2, 4, m, 24).half(), torch.randn(2, 2, 300, 24).half()
     emulated.sm_count = 8
     found = fastattn.attention_weights(q, k, causal="bottom_right").double()
@@ -149,7 +149,7 @@ def test_weights_of_few_rows(emulated, m):
     torch.testing.assert_close(found, expected, rtol=2e-3, atol=1e-6)
 
 
-TOO_MANY = 1 << 31  # blocks for a grid
+TOO_MANY = 1 << 31  # blocks for one grid
 
 
 @pytest.mark.parametrize("name", ["forward", "decode", "weights", "delta"])

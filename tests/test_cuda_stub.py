@@ -1,5 +1,5 @@
-"""What arrives at the CUDA library of a call, by the extension that hands it over at once: that of
-this call alone, whatever was called before. A library that launches nothing takes it."""
+"""The arguments of each call that the extension passes to the CUDA library do not depend on the
+calls before. The stub library here launches nothing."""
 
 import ctypes
 import itertools
@@ -27,7 +27,7 @@ def library(tmp_path_factory):
 
 
 def last(library):
-    """The last run: FaParams, and the rest by name."""
+    """The last run: FaParams, and the other arguments by name."""
     at = library.entry("stub_last", ctypes.c_void_p)()
     params = ctypes.string_at(at, native.SIZE)
     rest = (ctypes.c_int64 * len(FIELDS)).from_address(at + native.SIZE)
@@ -35,7 +35,8 @@ def last(library):
 
 
 def laid(shape, dtype, column=1, first=0, row=0):
-    """In a larger tensor: every `column`-th element, from `first`, rows `row` elements further."""
+    """A view into a larger tensor: every `column`-th element, from `first`, with `row` unused
+    elements after each row."""
     *outer, D = shape
     wide = torch.zeros(*outer, D * column + row, dtype=dtype)
     room = torch.zeros(first + wide.numel(), dtype=dtype)
@@ -70,7 +71,7 @@ def calls():
 
 
 def by_python(which, s, t, after):
-    """FaParams as Python packs them, of any workspace and number of threads."""
+    """FaParams as Python packs them, without the workspace and the number of threads."""
     form = launcher.prepared(s).form
     return crossing._pack(form, launcher.PLACES[which], (*launcher.convert(s, t), *after), 0)
 
@@ -83,10 +84,9 @@ def without(params, *fields):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_call_is_handed_over_as_it_is(seed, library, monkeypatch):
-    """Of any dtype, strides, alignment and tensors, after calls of any other kind, forward and
-    backward."""
+    """With any dtype, strides, alignment and tensors, after calls of all kinds; both passes."""
     backend = launching.cuda_backend(library)
-    # Converted tensors are new ones: the same for both.
+    # Conversion makes new tensors: reuse them, so that the extension and Python get the same.
     converted = {}
     real = launcher.convert
 
@@ -123,7 +123,7 @@ def test_the_device_and_the_stream_are_those_of_the_call(library, monkeypatch):
         launching.cuda_backend(library, stream).forward(s, t)
         found = last(library)[1]
         assert found["stream"] == stream and found["multiprocessors"] == processors
-        assert found["device"] == -1  # as of any CPU tensor
+        assert found["device"] == -1  # the number of a CPU tensor's device
 
 
 def test_the_stream_is_asked_for_by_the_number_of_the_device(monkeypatch):

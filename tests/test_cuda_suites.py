@@ -1,7 +1,7 @@
-"""The CUDA kernels in the emulator, put to tests of the CPU's kernels and to tests of a GPU.
+"""Tests of the CPU's kernels and tests of a GPU, run on the CUDA kernels in the emulator.
 
-Both are as they stand, of the backend `emulated` alone. Of a GPU's, those are here that no test of
-the emulator's own has like: the rest would take an hour.
+The tests are unchanged, and run on the backend `emulated` only. Of the GPU's tests, only those that
+no test of the emulator covers are chosen: all would take an hour.
 """
 
 import types
@@ -25,7 +25,7 @@ from fastattn.backends.cuda import Cuda
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {
-    test_hard_values: "",  # all
+    test_hard_values: "",  # all tests
     test_folded: "each_draws one_call_is",
     test_place: "of_16_bits draws_go_on",
     test_row_invariant: "rows_have",
@@ -36,11 +36,11 @@ CHOSEN = {
     test_gpu_calls: "masks subsets dtype philox same",
 }
 IN_FLOAT32 = "strides_past more_heads inference_then backward_twice gqa_heads window_edge"
-IN_FLOAT32 = (*IN_FLOAT32.split(), "infinite_mask")  # which these kernels do not have
+IN_FLOAT32 = (*IN_FLOAT32.split(), "infinite_mask")  # these kernels have no float32
 
 
 class OnTheCpu(Emulated):
-    """Few rows go to decode, as on a GPU."""
+    """Calls of few rows use decode, as on a GPU."""
 
     support = replace(Cuda.support, devices=frozenset({"cpu"}))
 
@@ -65,7 +65,7 @@ def of_backends(test):
 
 
 def clone(test):
-    """The same function, with other marks."""
+    """The same function, with only the backend `emulated`."""
     copy = types.FunctionType(test.__code__, test.__globals__, test.__name__, test.__defaults__)
     copy.__kwdefaults__, copy.__doc__ = test.__kwdefaults__, test.__doc__
     marks = [m for m in test.pytestmark if m not in of_backends(test)]
@@ -84,7 +84,8 @@ def chosen(module, words):
 
 
 def test_a_skip_while_compiling_skips_nothing_else():
-    """The fixture that compiles a module's kernels runs its tests: of what is not declared, too."""
+    """The fixture that compiles a module's kernels runs its tests, also those that skip what a
+    backend does not declare."""
 
     def skipped():
         assert gpu.compiling.now

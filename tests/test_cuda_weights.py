@@ -1,5 +1,5 @@
-"""The CUDA kernels of `attention_weights`, forward and backward, in the emulator: judged as
-tests/test_weights.py judges every backend."""
+"""The CUDA kernels of `attention_weights`, forward and backward, in the emulator, with the budgets
+of tests/test_weights.py."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_features(emulated, features, mean, dtype):
 
 @pytest.mark.parametrize("features", TOGETHER, ids=name_of)
 def test_pairs_of_features(emulated, features):
-    """Each in one dtype and in one way, in turn."""
+    """Each in one dtype and either averaged or not, in turn."""
     turn = TOGETHER.index(features)
     judge([build(SMALL, features, DTYPES[NAMES[turn % 2]])], turn // 2 % 2)
 
@@ -60,7 +60,7 @@ def test_a_given_lse_is_a_constant(emulated, features, mean):
     verdict, lse = of_constant_lse(problem, average)
     got = ask(problem, None, average, lse=lse)
     if "sinks" in problem.wants:
-        assert not got.pop("dsinks").any()  # a constant normaliser hides the sink
+        assert not got.pop("dsinks").any()  # dsinks is 0 for a constant normaliser
     passed(verdict.about(got))
 
 
@@ -73,7 +73,7 @@ def test_a_given_lse_may_lie_anyhow(emulated):
     assert all(torch.equal(x, found[name]) for name, x in expected.items())
 
 
-# What each head dim is padded to; the last of each line is odd, and no row is aligned.
+# Padded size -> head dims. The last is odd, so that its rows are not aligned.
 HEAD_DIMS = {
     "32": (32, 8, 1),
     "64": (64, 40, 33),
@@ -88,7 +88,7 @@ HEAD_DIMS = {
 @pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
 @pytest.mark.parametrize("padded", HEAD_DIMS)
 def test_head_dims(emulated, padded, general, dtype):
-    """With a band that ends inside tiles, in every kernel there is, in both ways."""
+    """In every kernel, with a band that ends inside tiles, averaged or not."""
     features = [f for (f,) in SINGLES if f.name in ("bottom_right", "softcap")[: 1 + general]]
     for average, d in enumerate(HEAD_DIMS[padded]):
         judge([build(Dims(1, 2, 1, 70, 67, d, d), features, DTYPES[dtype])], average % 2)
@@ -120,7 +120,7 @@ def test_empty_batches_and_no_heads(emulated):
 
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_tiles_that_no_row_sees_are_written(emulated, causal):
-    """torch.empty is full of NaN here; with a window most tiles of keys are out of sight."""
+    """torch.empty is full of NaN here, and the window hides most tiles of keys."""
     q, k = torch.randn(1, 2, 150, 16).half(), torch.randn(1, 2, 300, 16).half()
     for average in (False, True):
         found = fastattn.attention_weights(
@@ -134,7 +134,7 @@ def test_tiles_that_no_row_sees_are_written(emulated, causal):
 
 @pytest.mark.parametrize("dim", [16, 200])
 def test_a_single_key_at_either_end_of_a_tile_is_found(emulated, dim):
-    """Each item's row sees the last of its keys alone."""
+    """Each item's row sees only the item's last key."""
     lengths = torch.tensor([1, 31, 32, 33, 63, 64, 65, 66])
     q, k = torch.randn(8, 1, 1, dim).half(), torch.randn(8, 1, 66, dim).half()
     found = fastattn.attention_weights(
@@ -147,7 +147,7 @@ def test_a_single_key_at_either_end_of_a_tile_is_found(emulated, dim):
 @every_mean
 @pytest.mark.parametrize("layout", ["in pairs", "odd start", "gaps", "transposed"])
 def test_outputs_of_any_strides(emulated, monkeypatch, layout, mean):
-    """The same bits as in rows one after another, and nothing beside them is written."""
+    """The same bits as in contiguous memory, and nothing else is written."""
     problem = build(square(2, 2, 67, 24), (), torch.bfloat16)
     expected = weights(problem, mean == "mean")
     memories = []
@@ -157,7 +157,7 @@ def test_outputs_of_any_strides(emulated, monkeypatch, layout, mean):
         start, step = {"odd start": (1, 1), "gaps": (0, 2)}.get(layout, (0, 1))
         part = wide[..., start::step][..., : shape[-1]]
         memories.append((wide, part))
-        return part.mT if layout == "transposed" else part  # the weights of 67 rows are square
+        return part.mT if layout == "transposed" else part  # 67 x 67 weights
 
     monkeypatch.setattr(launcher, "empty", empty)
     found = weights(problem, mean == "mean")
@@ -168,7 +168,7 @@ def test_outputs_of_any_strides(emulated, monkeypatch, layout, mean):
 
 
 def test_the_weights_of_modules(emulated):
-    """need_weights: the weights that the output was made with."""
+    """need_weights: the weights that the output was computed with."""
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, 3, 37, 16).half() for _ in "qkv")
     module = nn.ScaledDotProductAttention()
@@ -217,4 +217,4 @@ def test_each_site_deleted_is_caught(mean):
     problem = build(square(1, 2, 150, 40), features, torch.bfloat16)
     problem, lse = with_identity(problem, mean == "mean"), torch.zeros(1, 2, 150)
     survived = survivors(lambda: ask(problem, None, mean == "mean", lse=lse))
-    assert survived == {"backward: nothing is on its way"}  # the groups left at the end are empty
+    assert survived == {"backward: nothing is on its way"}  # the last groups are empty

@@ -1,4 +1,4 @@
-"""A run with a deadline ends in time, has something of every test, and says what it left out."""
+"""A run with a deadline ends in time, has some cases of every test, and reports what it omitted."""
 
 import re
 import subprocess

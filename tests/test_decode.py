@@ -1,5 +1,5 @@
-"""Few queries and many keys: on the CPU these have kernels of their own, which cut the keys into
-chunks and take the heads that share them together."""
+"""Few queries and many keys: the CPU has separate kernels for these, which split keys into chunks
+and process the heads that share keys together."""
 
 import itertools
 
@@ -13,7 +13,7 @@ import fastattn
 
 pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
 
-# Several chunks and part of one, of keys; rows and columns that fill no vector.
+# Several chunks of keys, the last not full; rows and columns that do not fill a vector.
 SHAPES = {
     "one_row": Dims(1, 4, 2, 1, 1111, 40, 24),
     "three_rows": Dims(1, 4, 2, 3, 1111, 16, 33),
@@ -37,7 +37,7 @@ def test_features(name, shape, features):
     passed(found)
 
 
-# As few rows as are few on every instruction set. Their columns fill vectors, or do not.
+# Numbers of rows that count as few on every instruction set; columns that fill vectors or not.
 TRAINED = {
     "one_row": Dims(1, 4, 2, 1, 1111, 40, 24),
     "two_rows": Dims(2, 6, 2, 2, 141, 17, 33),
@@ -55,7 +55,7 @@ def test_gradients(name, shape, features):
 
 @every_backend
 def test_gradients_of_many_heads_that_share_keys(name):
-    """As many rows as a task takes together, and one head more."""
+    """As many rows as one task takes, and one head more."""
     for heads in (64, 65):
         problem = build(Dims(1, heads, 1, 2, 130, 16, 16), (), torch.float32)
         passed(everywhere(name, Verdict(problem)))
@@ -73,7 +73,7 @@ def test_no_key_leaks(name, shape, features):
 @every_backend
 @pytest.mark.parametrize("sizes", [(0, 5), (1, 0), (1, 1), (4, 127), (4, 512), (2, 513), (5, 700)])
 def test_sizes(name, dtype, sizes):
-    """No rows, no keys, whole chunks, one key more; and the first M that is not few."""
+    """No rows, no keys, full chunks, one key more; and the first M that does not count as few."""
     declares(name, DTYPES[dtype])
     M, N = sizes
     for D, Dv in ((64, 64), (1, 130)):
@@ -83,7 +83,7 @@ def test_sizes(name, dtype, sizes):
 
 @every_backend
 def test_chunks_that_hold_nothing(name):
-    """A window that leaves most chunks empty, lengths of 0 and 1, a row with no key."""
+    """A window that leaves most chunks empty, lengths of 0 and 1, and a row without keys."""
     for window, M in itertools.product([(3, 0), (0, 600), (None, 0)], (1, 4)):
         problem = build(Dims(4, 2, 1, M, 1300, 32, 32), (), torch.float32)
         problem.kwargs |= {"causal": "bottom_right", "window": window}
@@ -94,7 +94,7 @@ def test_chunks_that_hold_nothing(name):
 @every_backend
 @pytest.mark.parametrize("queries", [1, 4])
 def test_values_that_are_not_finite_stay_in_their_rows(name, queries):
-    """A NaN key makes its rows NaN and no other item's; a hidden one, nobody's."""
+    """A NaN key makes the rows that see it NaN, and no others; a hidden one has no effect."""
     q, k, v = (torch.randn(2, 2, n, 32) for n in (queries, 900, 900))
     k[0, 0, 800] = torch.nan
     out = fastattn.attention(q, k, v, backend=name)

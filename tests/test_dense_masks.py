@@ -1,8 +1,9 @@
-"""Masks of M x N: parts that hide all are skipped, parts that hide nothing are not read, and what
-comes out is to the bit what it is where every number of the mask is added.
+"""M x N masks: blocks that hide all keys are skipped, blocks that hide none are not read, and
+results are bit for bit those of adding every number of the mask.
 
-`PLAIN` has a mask's structure in numbers that no kernel takes for structure: to add 1e-30 changes
-no score near 1, and -3.3e38 leaves a probability of 0 alone to rows that see another score."""
+`PLAIN` masks have the same patterns in numbers that no kernel recognises as structure: adding 1e-30
+changes no score near 1, and -3.3e38 gives a probability of 0 if the row sees another key.
+"""
 
 from dataclasses import replace
 
@@ -38,7 +39,7 @@ PATTERNS = {
     "one visible": lambda i, j: (j < 3) | (i == M - 7) & (j == N - 9),
     "in turn": lambda i, j: (i + j) % 2 == 0,
 }
-# Of few rows against more keys than one task has.
+# For few rows and more keys than one task has.
 LONG = small(1101, 70)
 FEW = {
     "a cache": lambda i, j, m: j < LONG // 4 + i,
@@ -67,7 +68,7 @@ def mask_of(form, shown, dtype):
     if form == "bool":
         return shown
     visible, hidden = FORMS[form]
-    if dtype == torch.float16:  # which has neither of the numbers
+    if dtype == torch.float16:  # its range excludes both numbers
         dtype = torch.float32
     hidden = torch.finfo(dtype).min if hidden is None else hidden
     return torch.full(shown.shape, visible, dtype=dtype).masked_fill(~shown, hidden)
@@ -95,7 +96,7 @@ def same(found, expected):
 
 
 BESIDE = dict(zip(PATTERNS, ("", "dropout", "sinks", "softcap", "lse_loss"), strict=False))
-NO_MEAN = [x for x in PATTERNS if x != "a row of none"]  # PLAIN's would be of other scores
+NO_MEAN = [x for x in PATTERNS if x != "a row of none"]  # PLAIN gives it the mean of other scores
 
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton's scores have another unit where nothing is added")
@@ -122,7 +123,7 @@ def test_bits_of_few_rows_are_those_of_every_number_added(name, rows, dtype):
     declares(name, DTYPES[dtype])
     for others, pattern in zip(("", "dropout", "", "softcap", "", "alibi", ""), FEW, strict=True):
         if pattern == "the last row of none":
-            continue  # PLAIN's mean
+            continue  # in PLAIN it is a mean
         given = DTYPES[dtype], others
         for isa in variants(name, DTYPES[dtype]):
             with variant(isa):
@@ -147,7 +148,7 @@ def test_few_rows(name, rows, form):
 
 
 def spoiled(problem, begin, end):
-    """With no numbers for keys and values of [begin, end)."""
+    """The problem with NaN in keys and values of [begin, end)."""
     k, v = problem.k.clone(), problem.v.clone()
     k[:, :, begin:end] = v[:, :, begin:end] = torch.nan
     return replace(problem, k=k, v=v)
@@ -159,7 +160,7 @@ def spoiled(problem, begin, end):
 @pytest.mark.parametrize("form", ["bool", "-inf"])
 @pytest.mark.parametrize("rows", [1, 4, 16])
 def test_hidden_keys_of_few_rows_are_not_read(name, rows, form, lies):
-    """A value that is no number would make sums that are none, with any probability."""
+    """A NaN value that is read makes a sum NaN, whatever its probability."""
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         for company in (False, True):
             problem = few_rows(rows, "a cache", form, dtype)
@@ -180,13 +181,13 @@ def test_hidden_keys_of_few_rows_are_not_read(name, rows, form, lies):
 
 @every_backend
 def test_rows_of_none_beside_rows_of_finfo_min(name):
-    """What finfo.min hides from a tile is not read for rows of it from which -inf hides all."""
+    """What finfo.min hides from a tile is not read for rows of it that -inf hides fully."""
     problem = case("causal", "finfo.min", torch.float32)
     problem.kwargs["mask"][:: small(20, 9)] = -torch.inf
     for isa in variants(name, torch.float32):
         with variant(isa):
             found = results(spoiled(problem, small(256, 64), N), name)
-        # Not the same bits: tiles of AMX leave rows to vectors for a NaN that -inf does not hide.
+        # The bits may differ: AMX tiles leave rows to vectors for a NaN that is not hidden by -inf.
         assert not (off := [x for x in found if found[x].isnan().any()]), f"{isa}: {off}"
         assert not found["out"][:, :, :: small(20, 9)].any()
 
@@ -195,11 +196,11 @@ def test_rows_of_none_beside_rows_of_finfo_min(name):
 @pytest.mark.parametrize("form", ["bool", "-inf", "finfo.min"])
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_dense_masks(name, pattern, form):
-    """Against the oracle, with rows that see nothing, and rows of which finfo.min is all."""
+    """Compared with the oracle, with rows that see nothing, and rows that see only finfo.min."""
     found = []
     for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
         problem = case(pattern, form, dtype)
-        if form == "finfo.min":  # q.k is absorbed, and must not round: far_rows.py
+        if form == "finfo.min":  # the mask absorbs q.k, which must not round: far_rows.py
             problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
         found += everywhere(name, Verdict(problem))
     passed(found)
@@ -208,7 +209,7 @@ def test_dense_masks(name, pattern, form):
 @every_backend
 @pytest.mark.parametrize("pattern", ["causal", "left padding", "one visible"])
 def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
-    """Where all keys of some rows in a tile have it, and other rows of the tile see scores."""
+    """All keys of some rows in a tile are finfo.min, while other rows of the tile have scores."""
     for dtype in (torch.float32, torch.bfloat16):
         problem = case(pattern, "finfo.min", dtype)
         rows = torch.tensor([5, 6, 7, 8, *range(*small((64, 161), (32, M))), M - 1])
@@ -227,7 +228,7 @@ def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
 @every_backend
 @pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
 def test_planes(name, shape):
-    """Every plane of a mask has its own parts, and what is broadcast shares them."""
+    """Every plane of a mask has its own block structure; broadcast planes share one."""
     sizes = dict(B=2, H=4, M=M, N=N)
     shown = torch.stack([keep(x) for x in ("causal", "left padding", "blocks", "one visible")])
     shown = torch.stack([shown, shown.flip(0)])
@@ -252,7 +253,7 @@ def test_planes(name, shape):
 @pytest.mark.parametrize("shape", ["BHMN", "1HMN", "11MN", "1H1N"])
 @pytest.mark.parametrize("pattern", ["causal", "blocks", "one hidden"])
 def test_gradient_of_a_mask_with_structure(name, pattern, shape):
-    """Exact where nothing is added, and 0 where everything is hidden, whatever was in memory."""
+    """Exact where the mask adds 0, and 0 where it hides, whatever was in memory."""
     found = []
     for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
         problem = case(pattern, "-inf", dtype, "window" * (pattern == "blocks"))
@@ -268,7 +269,7 @@ def test_gradient_of_a_mask_with_structure(name, pattern, shape):
 @every_backend
 @pytest.mark.parametrize("pattern", ["left padding", "blocks"])
 def test_parts_that_are_skipped_change_no_order(name, pattern, threads):
-    """Sums of dq go from block to block: one that is skipped hands them on, whoever waits."""
+    """Blocks add to dq in a fixed order: a skipped block passes its turn on."""
     for form in ("-inf", "finfo.min"):
         problem = case(pattern, form, torch.float32)
         for isa in variants(name, torch.float32):
@@ -282,11 +283,11 @@ def test_parts_that_are_skipped_change_no_order(name, pattern, threads):
 
 @every_backend
 def test_nearly_structure(name):
-    """-1e9 is a number like others, and so is NaN: rows of either see what they are given."""
+    """-1e9 and NaN are ordinary numbers in a mask: their rows get them added."""
     found, problem = [], case("causal", "-inf", torch.float32)
     problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
     mask = torch.where(keep("causal"), 0.0, -1e9)
-    mask[: M // 2] = -1e9  # whole rows, which keep the differences of their scores to a step of 64
+    mask[: M // 2] = -1e9  # whole rows: their scores keep differences in steps of 64
     problem.kwargs["mask"] = mask
     found += everywhere(name, Verdict(problem))
     passed(found)

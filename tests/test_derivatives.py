@@ -1,5 +1,5 @@
-"""First and second derivatives held against differences, by every feature and every pair of them;
-and `attention_jvp`, whose results have derivatives too."""
+"""First and second derivatives compared with finite differences, for every feature and every pair;
+and `attention_jvp`, with the derivatives of its results."""
 
 import inspect
 from functools import partial
@@ -20,7 +20,7 @@ DIMS = square(1, 2, 3, 2)
 
 
 def function_of(problem, name):
-    """out, and LSE where it is a number, of the tensors that have gradients; and these."""
+    """(f, tensors): f maps tensors that have gradients to out and, where finite, the LSE."""
     given = problem.tensors() | dict(return_lse=True, backend=name)
     tensors = [given[x].contiguous().requires_grad_() for x in problem.wants]
 
@@ -36,8 +36,7 @@ def function_of(problem, name):
 @every_able
 @pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
 def test_features(name, features):
-    """In forward and reverse mode, reverse over reverse and forward over reverse, one number after
-    the other."""
+    """Forward and reverse mode, reverse over reverse and forward over reverse, by element."""
     f, tensors = function_of(build(DIMS, features, torch.float64), name)
     assert gradcheck(f, tensors, check_forward_ad=True, check_batched_forward_grad=False)
     assert gradgradcheck(f, tensors, check_fwd_over_rev=True)
@@ -56,7 +55,7 @@ def test_pairs_of_features(name, features):
 
 
 def oracle_jvp(q, k, v, q_t, k_t, v_t, *, mask_t=None, sinks_t=None, return_lse=False, **given):
-    """What `attention_jvp` is, by torch's forward mode through the oracle."""
+    """`attention_jvp`, computed by torch's forward mode through the oracle."""
     given.pop("backend", None)
     moves = dict(q=q_t, k=k_t, v=v_t, mask=mask_t, sinks=sinks_t)
     tensors = dict(q=q, k=k, v=v, **{x: given.pop(x, None) for x in ("mask", "sinks")})
@@ -71,7 +70,7 @@ def oracle_jvp(q, k, v, q_t, k_t, v_t, *, mask_t=None, sinks_t=None, return_lse=
 
 
 def moving():
-    """Arguments of attention_jvp in which everything moves."""
+    """Arguments of attention_jvp with a tangent for every tensor."""
     mask, sinks = V.new_ones(2, 1, 4).cumsum(-1), V.new_ones(2)
     beside = dict(mask=mask, sinks=sinks, mask_t=mask.cos(), sinks_t=sinks.sin(), **EVERYTHING)
     return (*X, *U), beside
@@ -80,7 +79,7 @@ def moving():
 @every_able
 @pytest.mark.parametrize("still", [(), (0,), (1, 2), (0, 1, 2)], ids=str)
 def test_attention_jvp_and_its_derivatives(name, still):
-    """Of out, LSE and their tangents, by tensors and tangents; None is a tangent of zero."""
+    """For out, LSE and their tangents, by tensors and tangents; None is a zero tangent."""
     tensors, beside = moving()
     tensors = [None if at - 3 in still else x for at, x in enumerate(tensors)]
     names = "mask", "sinks", "mask_t", "sinks_t"
@@ -256,7 +255,7 @@ def test_the_operators_of_tangents_keep_torchs_rules():
     out, lse, out_t, lse_t = (x.detach() for x in outs)
     normaliser = torch.stack([lse, torch.zeros_like(lse)])
     check(torch.ops.fastattn.attention_jvp.default, (*moves, out, normaliser, *t, *o))
-    # What it has no derivative by is no leaf.
+    # Inputs without a derivative must not be leaves.
     t = fastattn.spec.Tensors(*(None if x is None else x.detach() for x in t))
     grads = out.cos(), lse.cos(), out.sin().requires_grad_(), None
     rest = (out, normaliser, out_t, lse_t, *grads, *t, *o, ["q", "mask"])

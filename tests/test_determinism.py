@@ -1,4 +1,4 @@
-"""Bitwise the same whatever runs beside it: threads, repeats, batch, heads, forks, interpreters."""
+"""Results are bitwise equal for any threads, repeats, batch, heads, forks and interpreters."""
 
 import os
 import subprocess
@@ -20,13 +20,13 @@ EVERYTHING = tuple(
     FEATURE[name]
     for name in ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")
 )
-# One head that every thread must share; a few uneven ones; many small ones.
+# One head that all threads share; a few heads of uneven size; many small heads.
 SHAPES = {
     "one_head": Dims(1, 1, 1, 517, 517, 24, 24),
     "gqa": Dims(2, 6, 2, 130, 201, 16, 40),
     "many_heads": Dims(5, 4, 4, 33, 33, 8, 8),
     "one_query": Dims(3, 4, 2, 1, 700, 32, 32),
-    "two_queries": Dims(1, 2, 1, 2, 5000, 64, 64),  # enough of them for three threads
+    "two_queries": Dims(1, 2, 1, 2, 5000, 64, 64),  # enough keys for three threads
 }
 
 
@@ -55,7 +55,7 @@ def test_threads_and_repeats(name, dtype, shape, kind, threads):
 
 @every_backend
 def test_many_repeats(name, threads):
-    """250 times over: a race that loses once in a hundred shows."""
+    """250 repeats: they show a race that goes wrong once in a hundred runs."""
     problem = build(Dims(1, 2, 1, 150, 150, 16, 16), EVERYTHING, torch.float32)
     threads(3)
     first = problem.run(fastattn.attention, backend=name)
@@ -64,7 +64,7 @@ def test_many_repeats(name, threads):
 
 
 def part(problem, batch, heads):
-    """The same problem, of some batch items and heads alone."""
+    """The problem restricted to some batch items and heads."""
     whole = dict(q=problem.q, k=problem.k, v=problem.v, dout=problem.dout, dlse=problem.dlse)
     cut = {x: y[batch, heads] for x, y in whole.items() if y is not None}
     kwargs = dict(problem.kwargs)
@@ -82,7 +82,7 @@ def part(problem, batch, heads):
 @every_backend
 @pytest.mark.parametrize("lengths", [False, True], ids=["whole", "lengths"])
 def test_batch_and_heads_around_it_do_not_matter(name, dtype, lengths):
-    """An item alone, first, last, or among many: the same bits. (Dropout knows its b and h.)"""
+    """An item alone, first, last, or among many: the same bits. (Dropout depends on b and h.)"""
     declares(name, DTYPES[dtype])
     names = ("causal", "softcap", "alibi", "key_bias_grad", "lse_loss") + ("lengths",) * lengths
     features = tuple(FEATURE[x] for x in names)
@@ -133,7 +133,7 @@ def test_modes_agree(name):
 
 
 def in_new_process(code, **environment):
-    """What the code prints; it runs in an interpreter of its own, for at most two minutes."""
+    """The output of the code, run in a new interpreter for at most two minutes."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
@@ -148,7 +148,7 @@ def in_new_process(code, **environment):
 @every_backend
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_forked_child_works(name):
-    """After the parent has run its threads, a child computes the same, and does not hang."""
+    """After the parent has used its threads, a child gets the same results and does not hang."""
     code = f"""
         import os, signal, torch, fastattn
         torch.set_num_threads(3)
@@ -192,7 +192,7 @@ FLOATING_POINT_STATE = """
 
 
 def test_importing_changes_no_floating_point_flag():
-    """Nor does running the kernels: subnormal numbers stay, on this thread and on others."""
+    """Nor does running the kernels: subnormal numbers are kept, on this thread and on others."""
     code = textwrap.dedent(FLOATING_POINT_STATE) + textwrap.dedent("""
         import torch
         before = control()

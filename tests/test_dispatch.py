@@ -1,4 +1,4 @@
-"""Dispatch of a call: observers, handlers of tensor classes, and arguments made of options."""
+"""Dispatch of a call: observers, handlers of tensor classes, and options converted to arguments."""
 
 import pytest
 import torch
@@ -29,13 +29,13 @@ def test_an_observer_sees_every_call_and_gives_its_result():
         fastattn.attention_weights(q, k)
         fastattn.scaled_dot_product_attention(q, k, v)
     fastattn.attention(q, k, v)
-    plain = ("attention", True, "")  # weights need the LSE, and a pass for it
+    plain = ("attention", True, "")  # weights need the LSE, from an extra pass
     assert seen == [("attention", True, "top_left"), plain, ("weights", True, ""), plain]
     assert torch.equal(found, expected)
 
 
 def test_an_observer_may_call_inside():
-    """`run` is not observed again; another call is."""
+    """`run` is not observed again; other calls are."""
     q, k, v = tensors()
     depth = [0]
 
@@ -108,7 +108,7 @@ def test_forward_mode_refuses_what_has_a_handler(monkeypatch):
         fastattn.attention_jvp(q, k, v, q.as_subclass(Marked), None, None)
 
 
-# -- options turned back to arguments --------------------------------------------------------------
+# -- options converted back to arguments -----------------------------------------------------------
 
 SCALARS = {
     "nothing": {},

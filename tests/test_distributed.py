@@ -1,4 +1,4 @@
-"""Attention over ranks is that of one: every feature, every strategy, forward and gradients."""
+"""Attention over ranks equals that on one rank: every feature and strategy, and gradients."""
 
 import functools
 import itertools
@@ -19,7 +19,7 @@ from fastattn import distributed
 from fastattn.distributed import layout as layouts
 
 MESH = (2, 2)
-RANKS = {  # that each strategy runs on: how many, or a mesh
+RANKS = {  # the numbers of ranks, or meshes, that each strategy runs on
     "gather": (1, 2, 3, 4, MESH),
     "ring": (1, 2, 3, 4),
     "ulysses": (1, 2, 3, 4),
@@ -30,12 +30,12 @@ every_strategy = pytest.mark.parametrize("strategy, count", STRATEGIES, ids=str)
 MOST = [(name, each[-1]) for name, each in RANKS.items()]
 most_ranks = pytest.mark.parametrize("strategy, count", MOST, ids=str)
 OF_ROWS = ("out", "lse", "dq")
-# Everything at once that one call can have.
+# All the features that one call can combine.
 EVERYTHING = ("causal", "left_window", "lengths", "alibi", "softcap", "bias_grad", "sinks")
 EVERYTHING += ("dropout", "gqa", "wide_values", "lse_loss")
-# `place` says where a whole call's rows and keys are: here the ranks do.
+# `place` gives the position in a whole call; here the ranks determine that.
 ALONE = [x.name for x in FEATURES if x.group != "place"]
-DIMS = Dims(2, 12, 12, 63, 63, 17, 17)  # heads that 2, 3 and 4 ranks divide
+DIMS = Dims(2, 12, 12, 63, 63, 17, 17)  # the number of heads is a multiple of 2, 3 and 4
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +74,11 @@ def run(group, names, dtype, dims, strategy, layout, more):
     return own.run(attention)
 
 
-# -- and what is made of it ------------------------------------------------------------------------
+# -- assembling the whole --------------------------------------------------------------------------
 
 
 def together(problem, found, layout):
-    """The whole call's results from those of the ranks."""
+    """The whole call's results, assembled from those of the ranks."""
     rows, keys = (layouts.spans(layout, x.shape[2], len(found)) for x in (problem.q, problem.k))
     whole = {}
     for name in found[0]:
@@ -142,13 +142,13 @@ def test_everything(four, dtype, strategy, count, layout):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @most_ranks
 def test_everything_by_the_reference(four, strategy, count, dtype):
-    """Its backward, too, is of rows whose other keys are elsewhere."""
+    """Its backward, too, handles rows with keys on other ranks."""
     given = "zigzag", DIMS
     problem, found = over(four, count, EVERYTHING, dtype, strategy, *given, backend="reference")
     assert not Verdict(problem).about(found)
 
 
-# Fewer rows than ranks, one each, none at all; more keys than rows, and fewer.
+# Fewer rows than ranks, one each, none; more keys than rows, and fewer.
 SIZES = ((1, 1), (3, 3), (4, 4), (5, 9), (9, 5), (0, 6), (6, 0), (63, 7), (2, 131))
 
 
@@ -161,7 +161,7 @@ def test_sizes(four, size, strategy, count, layout):
     assert not Verdict(problem).about(found)
 
 
-BITS = {"gather": ("out", "lse", "dq", "dmask")}  # the rest is a sum over ranks
+BITS = {"gather": ("out", "lse", "dq", "dmask")}  # the other gradients are sums over ranks
 SAME_HEADS = ("causal", "left_window", "lengths", "bias_grad", "sinks", "dropout", "lse_loss")
 
 
@@ -169,7 +169,7 @@ SAME_HEADS = ("causal", "left_window", "lengths", "bias_grad", "sinks", "dropout
 @pytest.mark.parametrize("strategy", ["gather", "ulysses"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_are_those_of_one_rank(four, dtype, strategy, layout):
-    """Where what ranks divide are key heads, or no sums are: a row has the same chain over keys."""
+    """If ranks divide key heads, or nothing is summed over ranks, a row has one chain of sums."""
     problem, found = over(four, 4, SAME_HEADS, dtype, strategy, layout, row_invariant=True)
     right = problem.run(fastattn.attention, row_invariant=True)
     for name in BITS.get(strategy, right):
@@ -182,12 +182,12 @@ def test_twice_is_the_same_bits(four, strategy, count):
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
-TO_ROUNDING = {"float32": 1e-6, "float64": 2e-15}  # of the largest value
+TO_ROUNDING = {"float32": 1e-6, "float64": 2e-15}  # relative to the largest value
 
 
 @pytest.mark.parametrize("dtype", TO_ROUNDING)
 def test_the_table_of_equality(four, dtype):
-    """What `pytest -s -k table` prints: how far from one rank's, in parts of the largest value."""
+    """`pytest -s -k table` prints the distance from one rank's results, relative to the largest."""
     right = problem_of(EVERYTHING, dtype).run(fastattn.attention, row_invariant=True)
     print(f"\n{dtype}, everything at once" + " " * 6 + "".join(f"{x:>9}" for x in right))
     for (strategy, count), layout in itertools.product(STRATEGIES, layouts.LAYOUTS):
@@ -201,15 +201,15 @@ def test_the_table_of_equality(four, dtype):
         assert not any(apart[name] for name in exact)
 
 
-# -- what a ring keeps between hops ----------------------------------------------------------------
+# -- precision of a ring between hops --------------------------------------------------------------
 
 
 def means(group):
-    """out, and dv, of rows that attend to all keys alike: means."""
+    """out and dv of rows that attend to all keys equally, which makes them means."""
     rank = dist.get_rank(group)
     q = torch.zeros(1, 1, 4, 8, dtype=torch.bfloat16)
     ulp = 2.0**-7
-    halfway, above = [1, 1 + ulp, 1, 1 + ulp], [1 + ulp] * 4  # the mean of the first is between
+    halfway, above = [1, 1 + ulp, 1, 1 + ulp], [1 + ulp] * 4  # the first mean is a tie
     v = torch.tensor((halfway, above)[rank], dtype=q.dtype).view(1, 1, 4, 1).expand(q.shape)
     v = v.clone().requires_grad_()
     out = distributed.attention(q, q, v, group=group, strategy="ring")
@@ -218,8 +218,7 @@ def means(group):
 
 
 def test_a_ring_rounds_once(four):
-    """1 + 3/4 ulp is the mean of all, and the sum of what the ranks add; of rounded parts it would
-    be 1."""
+    """The mean, and the sum of the ranks' parts, is 1 + 3/4 ulp; rounded parts would give 1."""
     for found in four.run(2, means):
         for x in found:
             assert torch.equal(x, torch.full_like(x, 1 + 2.0**-7))
@@ -267,13 +266,13 @@ def test_every_shape_of_a_mask(four, strategy, count, layout):
             )
 
 
-# -- masks whose rows are as many as one -----------------------------------------------------------
+# -- masks with one row on a rank ------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("feature", ["bias_grad", "key_bias_grad"])
 @most_ranks
 def test_a_mask_of_one_row_where_a_rank_has_one(four, feature, strategy, count):
-    """Three ranks have two rows and the last has one: it asks the others what its mask has."""
+    """Three ranks have two rows and the last has one: the others tell it if the mask has rows."""
     dims = replace(DIMS, M=7, N=7)
     problem, found = over(four, count, (feature,), "float32", strategy, dims=dims)
     assert not Verdict(problem).about(found)
@@ -283,7 +282,7 @@ def test_a_mask_of_one_row_where_a_rank_has_one(four, feature, strategy, count):
 
 
 def drop(group, seed):
-    """out of dropped ones, this rank's place, and what torch's generator gives next."""
+    """out for v = 1 under dropout, and the next number of torch's generator on this rank."""
     torch.manual_seed(5 if seed == "same" else dist.get_rank(group))
     x = torch.ones(1, 4, 6, 8)
     out = distributed.attention(x, x, x, group=group, strategy="gather", dropout_p=0.5)
@@ -310,7 +309,7 @@ PACKED = ("", "bottom_right left_window lengths alibi_batch softcap sinks dropou
 PACKED += ("causal bias_grad sinks wide_values gqa", "head_bias_grad window dropout lse_loss")
 SEQUENCES = ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (1, 40), (65, 69), (33, 20))
 PART = ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16))
-PACKED_DIMS = Dims(1, 2, 2, 1, 1, 8, 8)  # heads that test_packed's batches have
+PACKED_DIMS = Dims(1, 2, 2, 1, 1, 8, 8)  # the heads of test_packed's batches
 UNPACKED = [x.name for x in FEATURES if x.group in ("queries", "layout", "dout")]
 
 
@@ -319,7 +318,7 @@ def packed_of(names, dtype, sizes):
 
 
 def part_of(x, sizes, group):
-    """This rank's rows: as `shard` cuts them, or so many on each."""
+    """This rank's rows: as `shard` cuts them, or by the given sizes."""
     if sizes is None:
         return distributed.shard(x, dim=0, group=group)
     return x.split(sizes)[dist.get_rank(group)]
@@ -419,7 +418,7 @@ def test_packed_features(four, feature, strategy, count):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("strategy, count", [("gather", 4), ("ulysses", 2)])
 def test_packed_batches_have_the_bits_of_one_rank(four, strategy, count, dtype, names):
-    """Of rows; and where ranks divide key heads of keys, too."""
+    """For rows and, if ranks divide key heads, for keys too."""
     given = dict(row_invariant=True)
     batch, found = over_packed(four, count, names, dtype, strategy=strategy, **given)
     right = batch.run(**given)
@@ -438,7 +437,7 @@ CUTS = {  # of 161 rows and 255 keys
 @pytest.mark.parametrize("cuts", CUTS)
 @pytest.mark.parametrize("names", PACKED[1:3])
 def test_packed_batches_are_cut_anywhere(four, names, cuts):
-    """Ranks without rows or keys have part in the gradients."""
+    """Ranks without rows or keys take part in the gradients."""
     close(*over_packed(four, 3, names, "float64", cuts=CUTS[cuts]))
 
 
@@ -491,7 +490,7 @@ def test_second_derivatives_of_packed_batches(four, strategy):
 
 
 def pack_wrongly(group, what):
-    """Two sequences, of 3 rows and of all the others: most ranks have none of the first."""
+    """Two sequences, of 3 rows and of all other rows: most ranks have no row of the first."""
     team = distributed.agreement.need_team(group)
     rank, x, cu = team.rank, torch.zeros(4, 3, 8), torch.tensor([0, 3, 4 * team.ranks])
     given = dict(q=x, k=x, v=x, cu_q=cu, cu_k=cu) | {n: y for n, y in what.items() if n != "on_1"}
@@ -518,7 +517,7 @@ X = torch.zeros(4, 3, 8)
         ),
         (dict(cu_k=torch.tensor([0, 8])), r"cu_k: got shape \(2,\), expected .* = \(3,\)"),
         (dict(place=fastattn.Place(row=1)), "place: got .*, expected no row or key of a packed"),
-        # What the calls of one rank alone would find.
+        # Errors that a call on one rank would find itself.
         (dict(max_q=4), "cu_q: got a sequence, 1, of 5, expected at most max_q = 4"),
         (
             dict(key_lengths=torch.tensor([4, 1])),
@@ -563,7 +562,7 @@ def test_packed_batches_that_raise(four, what, words):
 )
 @pytest.mark.parametrize("count", [3, MESH], ids=str)
 def test_ranks_that_differ_on_a_packed_batch(four, count, what, words):
-    if count == MESH:  # which has 16 rows
+    if count == MESH:  # a mesh has 16 rows
         words = words.replace(r"\[0, 3, 12\]", r"\[0, 3, 16\]")
     for found in four.run(count, pack_wrongly, dict(on_1=what)):
         with pytest.raises(ValueError, match=words):
@@ -593,7 +592,7 @@ def test_ranks_that_differ_on_a_packed_batch(four, count, what, words):
         (dict(softcap=-1.0), ValueError, "softcap: got -1.0"),
         (dict(dropout_p=2.0), ValueError, "dropout_p: got 2.0"),
         (dict(backend="cuda"), NotImplementedError, "cuda"),
-        # No rule speaks of so many rows: torch does, and the others hear of that, too.
+        # Our checks allow so many rows; torch raises, and the other ranks learn of that, too.
         (dict(cu_q=torch.tensor([0, 3, 2**62])), RuntimeError, "overflow"),
     ],
     ids=named,
@@ -643,11 +642,11 @@ def test_layouts(n, ranks):
     parts = [layouts.part(x, own, 0) for own in of]
     assert torch.equal(layouts.whole(parts, of, 0), x)
     assert of == layouts.spans_of("zigzag", [len(x) for x in parts], "x")
-    if n % (2 * ranks) == 0:  # as far from the beginning as from the end
+    if n % (2 * ranks) == 0:  # each part is as far from the beginning as from the end
         assert {int(x.sum()) for x in parts} == {sum(range(n)) // ranks}
 
 
-# -- what differs, and who is missing --------------------------------------------------------------
+# -- ranks that differ or are missing --------------------------------------------------------------
 
 
 def differ(group, what):
@@ -763,7 +762,7 @@ def test_what_all_do_wrong(four, strategy, layout, more, words):
             raise found
 
 
-WRONG = {  # of 11 keys, whatever is sent before a kernel would see it
+WRONG = {  # for 11 keys: checked before anything is sent
     "mask: got": dict(mask=torch.zeros(1, 16)),
     "mask.dtype: got torch.int64": dict(mask=torch.ones(1, 11, dtype=torch.int64)),
     "mask: got .*7": dict(mask=torch.zeros(7, 1, 11)),
@@ -776,7 +775,7 @@ WRONG = {  # of 11 keys, whatever is sent before a kernel would see it
 @pytest.mark.parametrize("words", WRONG)
 @pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
 def test_what_all_do_wrong_of_all_keys(four, strategy, words):
-    """On one rank it raises, too."""
+    """A single rank raises the same error."""
     x = torch.zeros(1, 2, 11, 4)
     with pytest.raises((TypeError, ValueError), match=words):
         fastattn.attention(x, x, x, **WRONG[words])
@@ -801,7 +800,7 @@ def unasked(group, seed):
 
 
 def on_one_rank(group, seed):
-    """In a process like the others: a test that selects an instruction set leaves it selected."""
+    """In a rank's process: this one may have an instruction set that another test selected."""
     x = torch.cat([of_rank(0), of_rank(1)], 2)
     return fastattn.attention(x, x, x, dropout_p=0.4, seed=seed)
 
@@ -848,7 +847,7 @@ def test_without_a_group_there_is_advice():
 
 
 def differentiate_twice(group, strategy):
-    """Complaints of gradgradcheck: the loss is the sum of all ranks', each has it."""
+    """Complaints of gradgradcheck. The loss, the sum over all ranks, is known to each of them."""
     g = torch.Generator().manual_seed(dist.get_rank(group))
     q, k, v = (torch.randn(1, 2, 3, 2, generator=g, dtype=torch.float64) for _ in range(3))
     moves = [torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (q, k, v)]

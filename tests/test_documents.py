@@ -1,4 +1,4 @@
-"""The tensors that the tutorials behind `fastattn.nn` print, to the digit, on every backend.
+"""The tensors printed in the tutorials behind `fastattn.nn`, to the digit, on every backend.
 
 The notebook on attention (chapter 3 of a book on language models) prints four decimals, the
 overview of attention five digits.
@@ -30,7 +30,7 @@ CAUSAL, DROPPED = NAMED["cell 33: causal weights"], NAMED["cell 35: weights, dro
 
 @pytest.fixture(params=[*FUSED, pytest.param("reference")])
 def name(request):
-    """The backend that `on` runs everything on."""
+    """The backend for all calls of a test that uses `on`."""
     return request.param
 
 
@@ -66,7 +66,7 @@ def test_one_wrong_digit_fails(monkeypatch, capsys):
 
 
 def test_picture_of_the_notebook():
-    """A number in each square that is no token of the future."""
+    """Each square has its number, except those of future tokens."""
     pytest.importorskip("matplotlib")
     found = {name: NAMED[name].compute() for name in attention_notebook.PANELS}
     axes = attention_notebook.picture(found).axes
@@ -75,7 +75,7 @@ def test_picture_of_the_notebook():
 
 @pytest.mark.parametrize("way", ["flag", "float mask", "integer mask", "bool mask"])
 def test_causal_weights(on, way):
-    """Cell 33, whether the future is masked by the flag or by a tensor."""
+    """Cell 33; the flag or a tensor masks the future."""
     torch.manual_seed(123)
     module = nn.SelfAttention(3, 2, qkv_bias=False, causal=way == "flag")
     masks = {"float mask": MASK, "integer mask": MASK.long(), "bool mask": MASK.bool()}
@@ -84,7 +84,7 @@ def test_causal_weights(on, way):
 
 
 def test_dropped_weights(on):
-    """Cell 35: some of the weights are dropped, and the context is made of the others."""
+    """Cell 35: some of the weights are dropped, and the context uses the others."""
     module = causal(dropout=0.5)
     whole = module.eval()(INPUTS, need_weights=True)[1]
     context, weights = module.train()(INPUTS, need_weights=True)
@@ -95,7 +95,7 @@ def test_dropped_weights(on):
 
 
 def test_causal_attention_of_a_batch(on):
-    """Cell 38 prints a shape; both items are the sequence whose weights cell 33 prints."""
+    """Cell 38 prints a shape; both items are the sequence of cell 33, which prints its weights."""
     module = causal()
     context, weights = module(BATCH, need_weights=True)
     for item in range(2):
@@ -128,7 +128,7 @@ def test_self_attention_of_the_overview(on):
 
 
 def test_shapes_of_scaled_dot_product_attention(on):
-    """The tutorial's demonstration: 30 queries on 50 keys, values of another size."""
+    """The tutorial's demonstration: 30 queries, 50 keys, and a larger value dim."""
     torch.manual_seed(0)
     q, k, v = torch.rand(3, 30, 128), torch.rand(3, 50, 128), torch.rand(3, 50, 256)
     out, weights = nn.ScaledDotProductAttention()(q, k, v, need_weights=True)

@@ -1,7 +1,7 @@
-"""Dropout: the draws are Philox's, fair, and the same forward, backward and everywhere.
+"""Dropout: draws follow Philox, are fair, and are the same in forward, backward and all backends.
 
-Queries of zero make every probability 1/N, and v = I copies the probabilities to the output: what
-is not zero was kept. dout = I copies them to dv, transposed.
+With q = 0 every probability is 1/N, and v = I copies the probabilities to the output: what is not
+zero was kept. dout = I copies them to dv, transposed.
 """
 
 import math
@@ -20,7 +20,7 @@ SEED = 0x1234_5678_9ABC_DEF0
 
 
 def revealed(name, seed, shape, p=P, dtype=torch.float32):
-    """(B,H,M,N) bool: what the forward pass kept, and what the backward pass did."""
+    """(forward, backward): (B,H,M,N) bool masks of the probabilities that each pass kept."""
     batch, heads, m, n = shape
     q, k = (
         torch.zeros(batch, heads, m, 8, dtype=dtype),
@@ -46,7 +46,7 @@ def revealed(name, seed, shape, p=P, dtype=torch.float32):
 @pytest.mark.parametrize("dtype", [x for x in DECLARED if x != "float16"])
 @pytest.mark.parametrize("p", [1e-3, P, 0.5, 0.9])
 def test_mask_is_philox_forward_and_backward(name, p, dtype):
-    """Bit for bit, at sizes that no tile or block of four divides."""
+    """Bit for bit, at sizes that are no multiple of a tile or of a block of four."""
     dtype, shape = DTYPES[dtype], at_most((2, 3, 131, 205), (2, 2, 37, 39))
     for seed in (SEED, -1, 3):
         want = naive.keep(seed, p, shape)
@@ -78,7 +78,7 @@ def test_a_million_draws_are_fair(name):
         draws = total / counts.numel()
         z = z_of_chi_square(counts, draws * keep, draws * keep * P)
         assert abs(z) < 4.75, f"summed over {dims}"  # p > 1e-6
-    # Neighbours know nothing of each other.
+    # Neighbouring draws are independent.
     for dim in range(4):
         for step in (1, 2, 4, 64):
             if kept.shape[dim] <= step:
@@ -119,7 +119,7 @@ def test_int_and_tensor_seeds_agree(name, seed):
 
 @every_backend
 def test_seed_is_read_when_the_kernel_runs(name):
-    """Backward draws what forward drew, though the caller's tensor has moved on since."""
+    """Backward draws as forward did, although the caller has changed the seed tensor since."""
     q, k, v = small(grad=True)
     seed = torch.tensor([5])
     out = fastattn.attention(q, k, v, dropout_p=P, seed=seed, backend=name)
@@ -127,7 +127,7 @@ def test_seed_is_read_when_the_kernel_runs(name):
     try:
         seed.add_(1)
         got = torch.autograd.grad(out.sum(), (q, k, v))
-    except RuntimeError as error:  # autograd may refuse instead: never another mask
+    except RuntimeError as error:  # autograd may raise instead; another mask is never drawn
         assert "modified by an inplace operation" in str(error)
         return
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
@@ -162,7 +162,7 @@ def test_p_of_one_drops_all(name):
 
 @every_backend
 def test_p_of_zero_draws_nothing(name):
-    """No seed is drawn, so torch's generator stays where it was."""
+    """No seed is drawn: the state of torch's generator does not change."""
     q, k, v = small()
     before = torch.get_rng_state()
     out = fastattn.attention(q, k, v, dropout_p=0.0, seed=9, backend=name)

@@ -1,4 +1,4 @@
-"""Calls on DTensors are those of one rank: cut by items, heads, rows or not at all, or refused."""
+"""Calls on DTensors equal those on one rank: sharded by items, heads, rows or not, or refused."""
 
 import functools
 from dataclasses import replace
@@ -12,19 +12,19 @@ from judge import Verdict
 import fastattn
 
 MESH = (2, 2)
-# How q lies on which ranks; an axis of (B, H, M) or "-" for each dimension of the mesh.
+# Ranks and the placement of q: an axis of (B, H, M), or "-", for each dimension of the mesh.
 WAYS = [
     *((2, x) for x in "BHM-"),
     *((4, x) for x in "BHM"),
     *((MESH, x) for x in ("BH", "BM", "MH", "MM", "HH", "-H", "BB")),
 ]
 every_way = pytest.mark.parametrize("count, axes", WAYS, ids=str)
-# Everything at once that one call can have.
+# All the features that one call can combine.
 EVERYTHING = ("causal", "left_window", "lengths", "alibi", "softcap", "bias_grad", "sinks")
 EVERYTHING += ("dropout", "gqa", "wide_values", "lse_loss")
-DIMS = Dims(3, 4, 4, 63, 63, 17, 17)  # items and rows that no ranks divide
+DIMS = Dims(3, 4, 4, 63, 63, 17, 17)  # numbers of items and rows that ranks do not divide evenly
 ALONE = [x.name for x in FEATURES if x.group != "place" and x.name != "mqa"]
-# The dimension of each tensor that is an axis.
+# For each tensor: the dimension of each axis.
 LIES = {
     **{name: dict(B=-4, H=-3, M=-2) for name in ("q", "k", "v", "mask")},
     "alibi_slopes": dict(B=-2, H=-1),
@@ -53,7 +53,7 @@ def mesh_of(group):
 
 
 def placed(name, x, axes):
-    """How a tensor lies that has all axes that it can have, where q lies by these."""
+    """The placements of a tensor with all axes that it can have, for a q sharded by `axes`."""
     from torch.distributed.tensor import Replicate, Shard
 
     found = []
@@ -77,7 +77,7 @@ def whole(results):
 
 
 def run(group, names, dtype, dims, axes, more):
-    """The whole results of DTensors, on each rank."""
+    """Run a problem on DTensors; return the full results, on each rank."""
     mesh, problem = mesh_of(group), problem_of(names, dtype, dims)
     dtensors = {name: dealt(mesh, name, x, axes) for name, x in problem.tensors().items()}
     q, k, v = (dtensors.pop(name) for name in "qkv")
@@ -92,7 +92,7 @@ def run(group, names, dtype, dims, axes, more):
 
 
 def over(four, count, *given, **more):
-    """Of each rank the same."""
+    """The results, which must be equal on all ranks."""
     found = four.run(count, run, *given, more)
     for x in found:
         if isinstance(x, Exception):
@@ -102,7 +102,7 @@ def over(four, count, *given, **more):
     return found[0]
 
 
-# -- and what is made of it ------------------------------------------------------------------------
+# -- compared with one rank ------------------------------------------------------------------------
 
 
 @every_way
@@ -135,7 +135,7 @@ OF_BITS = [(2, "B"), (2, "H"), (4, "H"), (4, "B"), (MESH, "BH"), (MESH, "HH")]
 @pytest.mark.parametrize("count, axes", OF_BITS, ids=str)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_items_and_heads_have_the_bits_of_one_rank(four, dtype, count, axes):
-    """Dropout's draws included; what is summed over ranks is another order of a sum."""
+    """With the same dropout. Sums over ranks are left out: they have another order."""
     found = over(four, count, EVERYTHING, dtype, DIMS, axes)
     right = problem_of(EVERYTHING, dtype).run(fastattn.attention)
     for name in ("out", "lse", "dq", "dk", "dv"):
@@ -202,7 +202,7 @@ SENTENCES = {
     "8": "Operator fastattn.attention.default does not have a sharding strategy registered.",
 }
 PLACEMENTS = ("Replicate()", "Shard(0)", "Shard(1)", "Shard(2)", "Shard(3)", "Partial()")
-TABLE = {  # by call: runs, or raises the sentence of that number
+TABLE = {  # by call: runs, or the number of the sentence that it raises
     "attention": "runs runs runs runs 1 2",
     "one key head": "runs runs 3 runs 1 2",
     "dropout, no seed": "runs runs runs runs 1 2",
@@ -222,7 +222,7 @@ def inputs():
 
 
 def cells(group, placement):
-    """By call: the distance from one rank's result, or what was raised."""
+    """By call: the distance from one rank's result, or the error raised."""
     from torch.distributed import tensor
 
     mesh = mesh_of(group)
@@ -231,7 +231,7 @@ def cells(group, placement):
     for name, function in CALLS.items():
         torch.manual_seed(1)
         right = listed(function(*inputs()))
-        torch.manual_seed(1 + mesh.get_rank())  # no seed: the first rank's counts
+        torch.manual_seed(1 + mesh.get_rank())  # without a seed, the first rank's is used
         whole = [tensor.distribute_tensor(x, mesh, [tensor.Replicate()]) for x in inputs()]
         if place.is_partial():
             of = [tensor.DTensor.from_local(x.to_local() / 2, mesh, [place]) for x in whole]
@@ -252,7 +252,7 @@ def listed(found):
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_the_table(four, placement):
-    """pytest -s prints it, a column at a time."""
+    """pytest -s prints the table, one column at a time."""
     at = PLACEMENTS.index(placement)
     for found in four.run(2, cells, placement):
         assert isinstance(found, dict), found
@@ -265,11 +265,11 @@ def test_the_table(four, placement):
                 assert SENTENCES[expected] in str(got), f"{name}: {got}"
 
 
-# -- what lies otherwise than q --------------------------------------------------------------------
+# -- other placements than q's ---------------------------------------------------------------------
 
 
 def beside(group, what):
-    """A call in which one tensor is not as the others are."""
+    """A call in which one tensor is placed differently from the others."""
     from torch.distributed.tensor import Replicate, Shard
 
     mesh = mesh_of(group)

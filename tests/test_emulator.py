@@ -1,9 +1,9 @@
-"""The emulator of CUDA kernels: that it computes what the PTX ISA says, and sees what is wrong.
+"""The emulator of CUDA kernels computes what the PTX ISA specifies, and reports misuse.
 
-What an instruction means comes from an independent source, never from the emulator's own formulas:
-the layouts of PyPI's tensor-layouts (CuTe's algebra), numpy's float16 and float64, torch's
-bfloat16. The inputs are those of tests/probe.py. That it sees what is wrong in kernels is
-test_emulator_misuse.py's; each fault seeded into the emulator must make one of all checks fail.
+Expected results come from independent sources, never from the emulator's own formulas: the layouts
+of PyPI's tensor-layouts (CuTe's algebra), numpy's float16 and float64, torch's bfloat16. The inputs
+are those of tests/probe.py. test_emulator_misuse.py tests that it finds errors in kernels. Each
+fault seeded into the emulator must make at least one check fail.
 """
 
 import faulthandler
@@ -43,19 +43,19 @@ def emulator():
 
 
 def loaded(case):
-    """The layout says which bits end in which lane's register."""
+    """The layout maps bits to registers of lanes."""
     layouts = pytest.importorskip("tensor_layouts.atoms_nv")
     transposed = case.what == probe.LOAD_TRANSPOSED
     atom = layouts.SM75_U16x8_LDSM_T if transposed else layouts.SM75_U32x4_LDSM_N
     source = case.inputs["words"].view(np.uint16).reshape(256, 8)[case.inputs["address"] // 16]
-    bits = range(0, 128, 16)  # a layout of bits: of (lane, bit) in its source and its destination
+    bits = range(0, 128, 16)  # the layout maps (lane, bit) of source and of destination
     at = {int(atom.src_layout_bits(x, y)): source[x, y // 16] for x in range(32) for y in bits}
     found = [[at[int(atom.dst_layout_bits(x, y))] for y in bits] for x in range(32)]
     return np.array(found, np.uint16).view(np.uint32)
 
 
 def copied(case):
-    """Even lanes' 16 bytes arrive; odd lanes', which are not valid, are zeros."""
+    """Even lanes' 16 bytes arrive; odd lanes' bytes, which are marked invalid, become zeros."""
     expected = case.inputs["words"].reshape(256, 4)[case.inputs["address"] // 16]
     expected[1::2] = 0
     return expected
@@ -75,7 +75,7 @@ def multiplied(case):
         if bits.dtype == np.uint32:
             bits = bits.view(np.uint16)
             bits = (bits.astype(np.uint32) << 16).view("f4") if bfloat16 else bits.view("f2")
-        flat = np.empty(rows * columns)  # float64, by columns
+        flat = np.empty(rows * columns)  # in float64, column by column
         flat[lanes(layout, len(flat) // 32)] = bits.reshape(32, -1)
         return flat.reshape(rows, columns, order="F")
 
@@ -86,7 +86,7 @@ def multiplied(case):
 
 
 def packed(case):
-    """Each element with its neighbour: as the low half, and of the next word as the high one."""
+    """Each element packed with its neighbour: as the low half, then as the next high half."""
     x = case.inputs["d"].reshape(32, 4)
     if case.what == probe.PACK_F16:
         with np.errstate(over="ignore", under="ignore", invalid="ignore"):
@@ -130,12 +130,12 @@ EXPECTED = {
     probe.COPY: copied,
     probe.SHUFFLE: shuffled,
 }
-# In float64.
+# Computed in float64.
 APPROXIMATED = {probe.EXP2: np.exp2, probe.LOG2: np.log2, probe.RECIPROCAL: np.reciprocal}
 
 
 def flushed(x):
-    """Subnormal numbers are zeros where an instruction says .ftz, before it and after."""
+    """Instructions with .ftz flush subnormal inputs and outputs to zero."""
     return np.where(np.abs(x) < 2.0**-126, np.copysign(np.float32(0), x), x)
 
 
@@ -148,7 +148,7 @@ def check(emulator, name, **options):
             exact = APPROXIMATED[case.what](flushed(x).astype(np.float64))
             expected = flushed(exact.astype(np.float32))
         wrong = probe.ulps(found.view(np.float32), expected) > 2
-        if options.get("pessimistic") and case.what == probe.LOG2:  # of arguments near 1: absolute
+        if options.get("pessimistic") and case.what == probe.LOG2:  # near 1 the bound is absolute
             with np.errstate(invalid="ignore"):
                 wrong &= np.abs(found.view(np.float32) - exact) > 2.0**-22.6
         assert not wrong.any(), f"{name} of {x[wrong]}"
@@ -166,7 +166,7 @@ def test_copies_and_their_zeros_when_they_land_at_once(emulator):
     check(emulator, "copy16", lazy=False)
 
 
-ONES = np.full(128, 0x3F803F80, np.uint32)  # of bfloat16
+ONES = np.full(128, 0x3F803F80, np.uint32)  # in bfloat16
 
 
 @pytest.mark.parametrize(
@@ -174,8 +174,8 @@ ONES = np.full(128, 0x3F803F80, np.uint32)  # of bfloat16
     [(1.0, 17.0, 17.0), (2.0**24, 2.0**24, 2.0**24 + 16), (2.0**25, 2.0**25, 2.0**25)],
 )
 def test_tensor_cores_that_round_worst(emulator, before, exact, worst):
-    """Of 16 products of 1 all are kept above the last bit but one of the largest term, none below.
-    One after the other, each sum rounded, they vanish earlier."""
+    """Add 16 products of 1 to a larger term. Tensor cores keep products of at least half the last
+    bit of that term, and drop smaller ones. Sums that are rounded one by one lose them earlier."""
     inputs = {"a": ONES, "b": ONES[:64], "d": np.full(128, before, np.float32)}
     case = probe.Case(probe.MULTIPLY_BF16, inputs)
     for pessimistic, sum in ((False, exact), (True, worst)):
@@ -189,7 +189,7 @@ def test_the_worst_rounding_is_within_its_bounds(emulator, name):
 
 
 def test_every_instruction_that_gives_something_is_probed():
-    """Those that only synchronise name their site."""
+    """Instructions that only synchronise have a Site parameter instead."""
     wrappers = re.findall(r"FA_DEVICE \w+ (\w+)\((\w+)", probe.INSTRUCTIONS.read_text())
     probed = re.findall(r"ptx::(\w+)", probe.SOURCE.read_text())
     assert {name for name, first in wrappers if first != "Site"} <= set(probed)
@@ -313,9 +313,9 @@ atomics race with nobody: shadow
 +(void)0;
 loads race with no atomic: shadow
 -      know_all(cell.crowd->atomics, at, kOfAtomics, now, known, false);
--    cell.fresh = false;  // told once
+-    cell.fresh = false;  // report once
 +      (void)0;
-+    cell.fresh = false;  // told once
++    cell.fresh = false;  // report once
 atomics that load race with loads: shadow
 -    if (group.first.loads && !of_loads) continue;
 atomics that store need what is there: shadow
@@ -414,9 +414,9 @@ def test_a_fault_of_the_emulator_is_noticed(part, old, new, tmp_path):
 
 
 def noticed(checks):
-    """In a process of its own: a faulty emulator may crash, which is noticed, too."""
+    """Run the checks in a forked process: a faulty emulator may crash, which counts as noticed."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that another thread could hold a lock: none is taken
+        warnings.simplefilter("ignore")  # fork warns of other threads' locks: there are none
         child = os.fork()
     if child == 0:
         faulthandler.disable()

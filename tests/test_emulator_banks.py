@@ -1,6 +1,7 @@
-"""Conflicts of the banks of shared memory: none in our tiles, at any head dim.
+"""Bank conflicts in shared memory: our tiles have none, at any head dim.
 
-Without one finding a warp may take eight cycles for what takes one: only a count tells."""
+A warp may take eight cycles instead of one without any finding: only a count shows that.
+"""
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def banks_of_tile(emulator, columns):
 
 
 def test_the_swizzle_is_free_of_conflicts(emulator):
-    """Of copies and of every way to read a tile."""
+    """For copies and for every way to read a tile."""
     for columns in COLUMNS:
         chunks = 32 * columns // 8
         expected = {"cp.async": (chunks // 8, 0), "ldmatrix": (4 * 3 * chunks // 8, 0)}
@@ -38,12 +39,12 @@ def test_the_swizzle_is_free_of_conflicts(emulator):
 
 @pytest.mark.parametrize("columns", COLUMNS)
 def test_a_tile_without_its_swizzle_is_noticed(tmp_path, columns):
-    """The sources as they are, but for one term."""
+    """The sources with one term changed."""
     text = (KERNELS / "tile.cuh").read_text()
     assert text.count("(chunk ^ flip)") == 1
     text = text.replace("(chunk ^ flip)", "(chunk + 0 * flip)")
     (tmp_path / "cuda").mkdir()
-    text = text.replace('#include "', '#include "cuda/')  # those beside it, which this one is not
+    text = text.replace('#include "', '#include "cuda/')  # from the original folder
     (tmp_path / "cuda" / "tile.cuh").write_text(text)
     (tmp_path / "banks.cu").write_text(SOURCE.read_text() + "// no swizzle\n")
     banks = banks_of_tile(Emulator(tmp_path / "banks.cu"), columns)
@@ -62,7 +63,7 @@ def steps(emulator, bytes, step, turns, each):
 
 
 def test_conflicts_are_counted(emulator):
-    """Words lie in 32 banks: 2 apart two of them share one, 32 apart all do."""
+    """There are 32 banks of words: at a step of 2, two lanes share a bank; at 32, all do."""
     for step, each in ((2, 1), (4, 3), (32, 31), (33, 0)):
         steps(emulator, 4, step, 1, each)
     for step, each in ((1, 0), (2, 1), (16, 15)):
@@ -71,7 +72,7 @@ def test_conflicts_are_counted(emulator):
 
 @pytest.mark.parametrize("d", [32, 64, 96, 128, 192, 256])
 def test_no_kernel_has_conflicts_in_its_tiles(d):
-    """Forward, backward and decoding."""
+    """In forward, backward and decode."""
     with everywhere(banks=True) as backend:
         problem = build(Dims(1, 1, 1, 70, 67, d, d), (FEATURE["key_bias_grad"],), torch.bfloat16)
         problem.run(fastattn.attention)

@@ -1,5 +1,4 @@
-"""The emulator of CUDA kernels sees what is wrong: every misuse of tests/emu/misuse*.cu is named,
-in every schedule, and what is right passes."""
+"""The emulator reports every misuse in tests/emu/misuse*.cu, in every schedule, and no more."""
 
 import re
 
@@ -38,7 +37,7 @@ def test_what_is_wrong_is_named(emulator, name):
 
 @named(misuses.GLOBAL_MEMORY)
 def test_global_memory_has_an_order(emulator, name):
-    """Within a block and between blocks: by barriers, atomics and fences, and for copies, too."""
+    """Within a block and between blocks: by barriers, atomics and fences; copies need that, too."""
     check_wrong(emulator, name)
 
 
@@ -59,7 +58,8 @@ def test_plain_accesses_end_where_shared_memory_does(emulator, name):
 
 @named(misuses.ALIGNED)
 def test_the_lanes_of_a_warp_are_at_one_instruction(emulator, name):
-    """Where PTX says .aligned: a barrier counts warps, and one name is not one place."""
+    """As PTX requires for .aligned: a barrier counts whole warps, and two instructions with the
+    same barrier are different places."""
     check_wrong(emulator, name)
 
 
@@ -69,7 +69,7 @@ def test_own_copies_in_flight_are_not_touched(emulator, name):
 
 
 def test_what_is_in_flight_is_nan(emulator):
-    """Where nobody looks for races, too, unless copies land at once."""
+    """Also without the race checker, unless copies complete at once."""
     for lazy in (True, False):
         options = dict(schedule=IN_ORDER, lazy=lazy, check=False)
         findings, given, out = run_misuse(emulator, "own_load_of_a_copy", **options)
@@ -80,13 +80,13 @@ def test_what_is_in_flight_is_nan(emulator):
 @named(misuses.MANY_READERS)
 @pytest.mark.parametrize("seed", range(6))
 def test_no_reader_is_forgotten(emulator, name, seed):
-    """Of 352, however many read after it."""
+    """One of 352 readers races, however many read after it."""
     findings, _, _ = run_misuse(emulator, name, seed=seed)
     assert findings.count and re.search(WRONG[name], findings.first), findings.first
 
 
 def test_registers_that_nobody_wrote_have_all_bits_set(emulator):
-    """In every block, also where another one has been before it."""
+    """In every block, also after another block has run."""
     for schedule in (IN_ORDER, RANDOM):
         out = aligned(8 * 352, np.uint32)
         assert not emulator.run("unwritten_registers", out, schedule=schedule).count
@@ -105,7 +105,7 @@ def test_stores_of_one_value_are_a_race_unless_told(emulator):
 # --- launches and schedules -----------------------------------------------------------------------
 
 
-INVALID_VALUE, INVALID_CONFIGURATION = 1, 9  # as CUDA's runtime returns them
+INVALID_VALUE, INVALID_CONFIGURATION = 1, 9  # the codes of CUDA's runtime
 
 
 @pytest.mark.parametrize(
@@ -119,19 +119,19 @@ INVALID_VALUE, INVALID_CONFIGURATION = 1, 9  # as CUDA's runtime returns them
     ids=str,
 )
 def test_impossible_launches_are_refused(emulator, threads, shared, code):
-    """Of shared memory there are the 99 KB of sm_86 and sm_89."""
+    """The limit of shared memory is the 99 KB of sm_86 and sm_89."""
     arrays = aligned(256, np.uint32), aligned(64, np.uint32)
     assert emulator.call("launch_of", threads, shared, *arrays)[0] == code
 
 
 def test_a_warp_that_is_not_whole_is_told(emulator):
-    """A GPU would run it; no kernel of ours is meant so."""
+    """A GPU would run it; none of our kernels is written for it."""
     findings = emulator.run("launch_of", 48, 0, aligned(256, np.uint32), aligned(64, np.uint32))
     assert findings.count == 1 and "48 threads" in findings.first
 
 
 def test_the_first_finding_is_kept(emulator):
-    """Whatever later launches bring."""
+    """Later launches do not replace it."""
     findings = emulator.run("wrong_twice", aligned(256, np.uint32), aligned(64, np.uint32))
     assert findings.count > 1 and "RACE write/write" in findings.first
 
@@ -153,7 +153,7 @@ def test_impossible_grids_are_refused(emulator, grid):
 
 @pytest.mark.parametrize("grid", [(70_000, 1, 1), (2, 35_000, 1), (2, 1, 35_000)], ids=str)
 def test_more_blocks_than_16_bits_number(emulator, grid):
-    """However the grid is formed, every block runs once."""
+    """Every block runs once, in grids of any shape."""
     out = aligned(70_000, np.uint32)
     assert not emulator.run("order_of_blocks", *grid, out, check=False).count
     assert sorted(out) == list(range(1, 70_001))
@@ -168,7 +168,7 @@ def test_blocks_run_in_any_order(emulator):
     assert order(schedule=IN_ORDER) == list(range(1, 25))
     assert order(schedule=DEPTH_FIRST) != order(schedule=IN_ORDER)
     assert order(seed=3) == order(seed=3)
-    assert len({order(seed=seed).index(1) for seed in range(12)}) > 4  # the first
+    assert len({order(seed=seed).index(1) for seed in range(12)}) > 4  # when the first block runs
 
 
 @pytest.mark.parametrize(
@@ -194,7 +194,7 @@ def test_one_site_can_be_switched_off(emulator, name, site, kind):
 
 
 def test_schedules_differ_and_repeat(emulator):
-    """A race that is not looked for gives other values in another order; one seed, the same."""
+    """An unchecked race gives other values in another order, and the same for the same seed."""
 
     def values(**options):
         return run_misuse(emulator, "no_barrier_before_reading", check=False, **options)[2].tolist()

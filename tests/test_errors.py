@@ -116,7 +116,7 @@ BAD = {
 def test_bad_input(name, backend):
     changes, kind, message = BAD[name]
     call(backend=backend, scale=1, dropout_p=0, window=(1, None))
-    call(backend=backend)  # what is remembered of a good call must not let a bad one through
+    call(backend=backend)  # a cached good call must not let a bad one through
     for _ in range(2):
         with pytest.raises(kind, match=f"(?s){message}"):
             call(**(dict(backend=backend) | changes))
@@ -172,7 +172,7 @@ def test_bad_input_raises_while_compiling_too():
 
 
 def in_words(changes):
-    """A test's name; a tensor by its kind, for its values differ from process to process."""
+    """A test's id. Tensors are named by dtype and shape: their values differ between processes."""
 
     def word(x):
         return f"{str(x.dtype)[6:]} {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x)
@@ -215,7 +215,7 @@ def test_unusual_but_right(changes):
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "alibi_slopes"])
 def test_a_tensor_whose_storage_was_given_back(name):
-    """It keeps its shape, and its address is null."""
+    """The tensor has its shape, but a null address."""
     tensors = dict(zip("qkv", torch.randn(3, 1, 2, 5, 4).clone().unbind()))
     tensors |= dict(mask=torch.zeros(5, 5), alibi_slopes=torch.ones(2))
     tensors[name] = tensors[name].clone()

@@ -1,4 +1,4 @@
-"""Every example runs as a newcomer runs it, proves what it claims and saves its picture."""
+"""Every example runs as a user would run it, proves what it claims and saves its picture."""
 
 import importlib
 import importlib.util
@@ -30,13 +30,13 @@ def test_the_package_lists_its_examples():
     assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 8
 
 
-TIMES = ": time "  # in the claims of complexity that are about nothing else
+TIMES = ": time "  # marks claims about time only
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_example(name, tmp_path, record_property):
-    """On one thread that sleeps when it waits: other tests run beside it. So where a claim about
-    time fails, that is told and no more."""
+    """Run on one thread that sleeps when it waits, because other tests run at the same time. For
+    the same reason a failed claim about time is only reported."""
     if name in NEEDS:
         pytest.importorskip(NEEDS[name])
     picture = tmp_path / "picture.png"
@@ -59,7 +59,7 @@ def test_example(name, tmp_path, record_property):
 
 
 def test_ranks_of_torchrun(tmp_path):
-    """What torchrun started works as what the example starts itself, with another strategy."""
+    """Ranks started by torchrun work like those that the example starts, with another strategy."""
     ours = "fastattn.examples.long_context --ranks 9 --steps 2 --length 512 --strategy usp"
     run = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m {ours} --layout zigzag"
     done = subprocess.run(
@@ -77,7 +77,7 @@ def test_ranks_that_a_strategy_cannot_take_are_told_at_once(capsys):
 
 
 def by_the_paper(cases, spoiled=()):
-    """Seconds that grow as the table says, but for cases that were disturbed."""
+    """Seconds that grow as the table states, except in disturbed cases."""
     found = {}
     for case in cases:
         sizes = [getattr(case, x) ** p for x, p in complexity.TABLE[case.layer].time.items()]
@@ -87,7 +87,7 @@ def by_the_paper(cases, spoiled=()):
 
 @pytest.mark.parametrize("disturbed", [0, 3, complexity.ATTEMPTS])
 def test_what_a_busy_machine_disturbed_is_measured_again(disturbed):
-    """In as many attempts as are made; and only what is not as it should be."""
+    """Up to the number of attempts, and only cases with unexpected times."""
     every = {case for cases in complexity.TIME.values() for case in cases}
     last = complexity.TIME[complexity.RESTRICTED, "r"][-1]
     asked = []
@@ -105,7 +105,7 @@ def test_what_a_busy_machine_disturbed_is_measured_again(disturbed):
     assert [key for key, ok in near.items() if not ok] == [(complexity.RESTRICTED, "r")] * wrong
 
 
-# --- what they share ---------------------------------------------------------------------------
+# --- shared helpers -------------------------------------------------------------------------------
 
 
 def test_a_claim_that_fails_is_told_and_ends_with_status_1(capsys):
@@ -142,7 +142,7 @@ def test_progress_without_a_terminal_is_ten_lines_at_most(total, capsys):
 
 
 def make_bytes(count):
-    """What the memory probe is asked about: a call that fills so many bytes."""
+    """For the memory probe: a call that fills so many bytes."""
     return lambda: bytearray(b"x" * count)
 
 

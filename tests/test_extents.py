@@ -1,5 +1,5 @@
-"""A native library refuses to write a tensor of other sizes than the call: an error that names it,
-and no write. Each tensor that each pass writes is replaced by one of a wrong shape."""
+"""A native library refuses to write a tensor of a wrong size: it raises an error with the tensor's
+name and writes nothing. Each tensor that each pass writes is replaced by one of a wrong shape."""
 
 import itertools
 
@@ -17,7 +17,7 @@ pytestmark = [
 ]
 
 GRADIENTS = ("dq", "dk", "dv", "dmask", "dsinks")
-WRITES = {  # by each pass
+WRITES = {  # by pass
     native.FORWARD: ("out", "lse"),
     native.BACKWARD: GRADIENTS,
     native.WEIGHTS: ("weights",),
@@ -28,13 +28,13 @@ WRITES = {  # by each pass
 }
 NAMES = {getattr(native, x): x for x in ("FORWARD", "BACKWARD", "WEIGHTS", "WEIGHTS_BACKWARD")}
 NAMES |= {getattr(native, x): x for x in ("JVP", "FORWARD_JVP", "SECOND")}
-MARK = 7  # in memory that must not be written
-# Packed: of three sequences with two rows or fewer.
+MARK = 7  # fills memory that must not be written
+# Packed: three sequences with at most two rows.
 ROWS, KEYS = (2, 2, 1), (3, 1, 2)
 
 
 class Replaced:
-    """Inside, `name` of this pass of a backend has another shape: `shape(what it was)`."""
+    """Inside, a backend's pass gets `name` with another shape: `shape(the right shape)`."""
 
     def __init__(self, backend, which, name, shape):
         self.backend, self.which, self.name, self.shape = backend, which, name, shape
@@ -82,7 +82,7 @@ def attention(q, k, v, mask, sinks, packed=False):
 
 
 def run(which, leaves, packed=False):
-    """Through this pass, by public calls."""
+    """Run this pass by public calls."""
 
     def call(*x):
         return attention(*x, packed=packed)
@@ -107,7 +107,7 @@ def run(which, leaves, packed=False):
 
 
 def dimensions(which, name, packed):
-    """How many a tensor has that a pass writes."""
+    """The number of dimensions of a tensor that a pass writes."""
     with Replaced(cpu.Cpu, which, name, lambda shape: shape) as replaced:
         run(which, tensors(packed), packed)
     return len(replaced.was)
@@ -118,7 +118,7 @@ def changed(dim, by):
 
 
 def refuse(which, name, shape, packed=False, backend=cpu.Cpu, leaves=None):
-    """The message of a run whose tensor has that shape; it must not be written."""
+    """The error of a run in which a tensor has that shape. The tensor must not be written."""
     leaves = leaves or tensors(packed)
     refused = pytest.raises(RuntimeError, match="nothing was written")
     with Replaced(backend, which, name, shape) as replaced, refused as caught:
@@ -150,17 +150,17 @@ def test_any_other_size_is_refused(which, name, packed, monkeypatch):
         if by_python:
             monkeypatch.setattr(cpu, "launch", crossing._launch)
         for dim, by in itertools.product(range(dimensions(which, name, packed)), (1, -1)):
-            if name != "dmask" or dim in (0, 3) or by == 1:  # of two heads and rows one is the sum
+            if name != "dmask" or dim in (0, 3) or by == 1:  # 1 head or row is valid: a sum
                 refuse(which, name, changed(dim, by), packed)
 
 
 def test_a_mask_of_columns_has_no_gradient_by_sequence_and_column():
-    """(B,N) would be rows and keys."""
+    """(B,N) would be taken for (M,N)."""
     for which in (native.BACKWARD, native.SECOND):
         said = refuse(which, "dmask", lambda shape: (shape[0], shape[3]), packed=True)
         expected = "expected (B, H, M, N) = (3, 2, 2, 3), or 1 for H, M and N; nothing"
         assert f"dmask: got shape (3, 3), {expected}" in said
-        refuse(which, "dmask", lambda shape: (1, *shape[1:]), packed=True)  # not a part for each
+        refuse(which, "dmask", lambda shape: (1, *shape[1:]), packed=True)  # no part for each
         refuse(which, "dsinks", lambda shape: shape[1:], packed=True)
 
 
@@ -187,6 +187,6 @@ def test_every_instruction_set_refuses(name):
 
 
 def test_both_sides_name_the_same_tensors():
-    """`native.WRITTEN` is enum FaWritten of csrc/abi.h, in its order."""
+    """`native.WRITTEN` lists enum FaWritten of csrc/abi.h, in the same order."""
     assert native.FIELDS.split()[-len(native.WRITTEN) :] == [f"{x}_size" for x in native.WRITTEN]
     assert {x for names in WRITES.values() for x in names} == set(native.WRITTEN)

@@ -1,5 +1,5 @@
 """Every backend, every feature and every pair of features, forward and backward, on every
-instruction set, against the oracle in float64 within the budget of `judge`."""
+instruction set, compared with the float64 oracle within the budget of `judge`."""
 
 import itertools
 from dataclasses import replace
@@ -54,8 +54,8 @@ def test_backend_is_here():
 
 def test_cases_cover_the_declared_features():
     """A feature added to the declarations must be added to the cases."""
-    asked = spec.Feature.WEIGHTS | spec.Feature.GRAD  # by test_weights, and by every case
-    # By test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
+    asked = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
+    # Tested by test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
     asked |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
     asked |= spec.Feature.UNROUNDED
     asked |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
@@ -70,7 +70,7 @@ def test_cases_cover_the_declared_features():
 
 @pytest.mark.parametrize("name", backend.names())
 def test_a_feature_that_a_backend_does_not_name_is_declined(name):
-    """One that comes after all that there are, as it would be before any kernel has it."""
+    """A feature flag after all existing ones, like a new feature that no kernel has yet."""
     later = 2 * max(feature.value for feature in spec.Feature)
     sizes = dict(B=1, H=2, Hk=2, M=5, N=5, D=16, Dv=16)
     device = "cpu" if name == "cpu" else "cuda"
@@ -107,11 +107,11 @@ def test_triples_of_features(name, dtype, features):
 @every_backend
 @pytest.mark.parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)))
 def test_slices(name, which, dtype):
-    """Sizes where the other cases do not go."""
+    """Sizes that the other cases do not have."""
     run_all(name, slices.problems(which, DTYPES[dtype]))
 
 
-# What hides keys, and what changes the logits after they are made.
+# Features that hide keys, combined with features that change the logits afterwards.
 HIDING = ("causal", "bottom_right", "window", "left_window", "right_window", "own_key", "lengths")
 HIDING += ("bool_mask", "padding_mask", "float_mask", "bias_grad", "one_query", "many_queries")
 PROBED = [PLAIN, *((FEATURE[name],) for name in HIDING)]
@@ -138,7 +138,7 @@ BLOCK_SKIPPERS = ["plain", "causal", "bottom_right", "window", "lengths"]
 @every_backend
 @pytest.mark.parametrize("features, dtype", thinned(BLOCK_SKIPPERS, DECLARED))
 def test_lengths_around_blocks(name, dtype, features):
-    """M and N each at a block's edge, and one off it."""
+    """M and N at the edge of a block, one more and one less."""
     chosen = () if features == "plain" else (FEATURE[features],)
     problems = []
     for at, n in enumerate(BLOCK_EDGES):
@@ -151,7 +151,7 @@ def test_lengths_around_blocks(name, dtype, features):
 @every_backend
 @pytest.mark.parametrize("group, dtype", thinned(range(10), DECLARED))
 def test_every_head_dim(name, dtype, group):
-    """1 to 130 for D, each with another Dv."""
+    """D from 1 to 130, each with an equal and with a different Dv."""
     problems = []
     for dim in range(1 + 13 * group, 14 + 13 * group):
         for value_dim in (dim, 1 + (dim * 37) % 130):
@@ -187,7 +187,7 @@ SIZES = dict(B=2, H=3, M=21, N=37)
 
 
 def mask_shape(pattern):
-    """A pattern of 4s (the size itself) and 1s, with the real sizes."""
+    """A pattern of 4s (full size) and 1s, replaced by the real sizes."""
     sizes = list(SIZES.values())[4 - len(pattern) :]
     return tuple(size if at == 4 else 1 for at, size in zip(pattern, sizes, strict=True))
 
@@ -222,7 +222,7 @@ def test_every_broadcast_of_a_mask(name, dtype, kind):
 
 @every_backend
 def test_strided_masks(name):
-    """Views: transposed, stepped, offset, expanded by hand."""
+    """Views: transposed, with steps, with an offset, and expanded."""
     problems = []
     for at, dtype in enumerate((torch.bool, torch.float32)):
         big = torch.randn(2, 2, 80, 90, generator=torch.Generator().manual_seed(at))
@@ -250,7 +250,7 @@ WANTS = [
 
 @every_backend
 def test_every_subset_of_gradients(name):
-    """Only the mask requires grad, only the sinks, all but v…: each gradient stands alone."""
+    """Only the mask requires grad, only the sinks, all but v, etc.: all are independent."""
     features = (FEATURE["bias_grad"], FEATURE["sinks"], FEATURE["causal"])
     problem = build(square(2, 2, 19, 8), features, torch.float32)
     run_all(name, [replace(problem, wants=x, name="+".join(x)) for x in WANTS])
@@ -305,7 +305,7 @@ EMPTY = {
 @pytest.mark.parametrize("name", [None, *FUSED])
 @pytest.mark.parametrize("dims", EMPTY.values(), ids=EMPTY)
 def test_sizes_of_zero(name, dtype, dims):
-    """No keys gives zeros and LSE -inf; no head dimension gives the mean of v."""
+    """Without keys: zeros and an LSE of -inf. Without head dimensions: the mean of v."""
     problem = build(dims, (FEATURE["lse_loss"],), DTYPES[dtype])
     scale = 1.0 if dims.D == 0 else None
     found = problem.run(fastattn.attention, backend=name, scale=scale)
@@ -339,7 +339,7 @@ def test_mask_gradient_where_nothing_flows(name, dims, keep):
 @every_backend
 @pytest.mark.parametrize("features", SINGLES, ids=name_of)
 def test_storage_and_lse(name, features):
-    """out and gradients lie as (B,M,H,D); return_lse changes nothing else."""
+    """out and gradients have the memory layout (B,M,H,D); return_lse changes nothing else."""
     problem = build(SHAPES[1], features, torch.float32)
     found = problem.run(fastattn.attention, backend=name)
     for what in ("out", "dq", "dk", "dv"):

@@ -1,8 +1,8 @@
-"""What a first call meets on somebody's machine, and the sentence that says what to do: caches that
-cannot be written, an older driver, a CUDA graph being captured, no memory left on the GPU.
+"""Conditions that a first call may meet on a user's machine, and the messages about them: caches
+that cannot be written, an older driver, a CUDA graph being captured, no memory left on the GPU.
 
-Here CUDA's runtime is the emulator's, and Triton's driver a stub; on a GPU a process of its own
-meets the same.
+Here the emulator provides CUDA's runtime, and a stub Triton's driver. On a GPU a separate process
+meets the same conditions.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ from bench import launching as stub
 from fastattn import check, compiled, gpu, launcher, native, spec, trouble
 from fastattn.backends import cuda, triton
 
-NOWHERE = "/dev/null/home"  # nobody, not root either, makes a folder there
+NOWHERE = "/dev/null/home"  # no user, not even root, can make a folder there
 compiled_triton = pytest.mark.skipif(
     triton.interpreted() or not importlib.util.find_spec("triton"),
     reason="no Triton, or its interpreter",
@@ -65,7 +65,7 @@ def test_a_code_and_the_drivers_words_for_it_have_one_advice():
 
 @pytest.fixture
 def emulated_gpu(monkeypatch):
-    """The library of kernels is the emulator's, and torch has nothing against the GPU."""
+    """Use the emulator's library of kernels, and report the GPU as usable."""
     runtime = Runtime()
     monkeypatch.setattr(native, "cuda", binary)
     monkeypatch.setattr(native, "cuda_unavailable", lambda: None)
@@ -90,7 +90,7 @@ def test_an_older_driver_is_a_reason_emulated(emulated_gpu):
 def test_what_the_driver_has_to_translate_is_told_emulated(
     cache, emulated_gpu, monkeypatch, tmp_path
 ):
-    """Once; and that it is for every process, where its cache cannot be written."""
+    """Once; the warning says if every process has to, because the cache cannot be written."""
     monkeypatch.setenv("CUDA_CACHE_PATH", NOWHERE if cache == "nowhere" else str(tmp_path))
     monkeypatch.setenv("CUDA_CACHE_DISABLE", str(int(cache == "off")))
     device = torch.device("cuda", 0)
@@ -106,7 +106,7 @@ def test_what_the_driver_has_to_translate_is_told_emulated(
 @needs_emulator
 @pytest.mark.parametrize("code", ADVICE)
 def test_what_a_launch_meets_is_told_with_what_to_do_emulated(code, problem):
-    """And the next call is right."""
+    """The next call is right."""
     runtime = Runtime()
     with launching(runtime):
         runtime.fail(1, code)
@@ -161,7 +161,7 @@ def triton_call():
     ids=["memory", "driver", "capture"],
 )
 def test_what_triton_meets_is_told_with_what_to_do_stubbed(words, code):
-    """And the next call launches."""
+    """The next call launches its kernels."""
     call = triton_call()
     with stub.stubbed(80) as made:
         load, launched = made.utils.load_binary, []
@@ -180,7 +180,7 @@ def test_what_triton_meets_is_told_with_what_to_do_stubbed(words, code):
 
 @compiled_triton
 def test_a_cache_of_triton_that_cannot_be_written_stubbed(monkeypatch):
-    """Another is taken for this process, which is told; without it no kernel is compiled."""
+    """Another cache is used in this process, with a warning; without any, no kernel is compiled."""
     from triton import knobs
 
     with stub.stubbed(80) as made:
@@ -200,7 +200,7 @@ def test_a_cache_of_triton_that_cannot_be_written_stubbed(monkeypatch):
             triton_call()()
             assert launched and any(Path(knobs.cache.dir).iterdir())
         finally:
-            knobs.cache.dir = knobs.env  # as it was: what the variable says
+            knobs.cache.dir = knobs.env  # back to the environment variable
             compiled._kept.pop().cleanup()
 
 
@@ -284,7 +284,7 @@ def test_no_memory_left(name, when):
 @pytest.mark.gpu
 @on_every_backend
 def test_a_home_that_cannot_be_written(name):
-    """Triton's cache, and CUDA's."""
+    """Neither Triton's cache nor CUDA's can be written."""
     away = dict(HOME=NOWHERE, TRITON_HOME=NOWHERE, CUDA_CACHE_PATH=f"{NOWHERE}/cache")
     first, said = in_a_process(CALLED, name, **away)
     assert first == "right" and ("Triton's cache" in said) == (name == "triton"), said

@@ -1,4 +1,4 @@
-"""The first hour with a GPU: rehearsed from end to end, and what its parts may do to it."""
+"""The first hour with a GPU: a rehearsal from start to end, and how failing parts affect it."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_the_rehearsal_runs_from_end_to_end(tmp_path, capfd):
 
 @pytest.fixture
 def of(monkeypatch, tmp_path):
-    """An hour of these parts: its status, record and page."""
+    """Run an hour of these parts: (exit status, record, page)."""
     monkeypatch.setattr(first_hour, "GRACE", 0.3)
 
     def run(*parts, arguments=()):
@@ -113,7 +113,7 @@ def alive(pid):
 
 
 def test_a_tool_that_is_missing_is_told(monkeypatch):
-    """And is no failure: there is nothing to mend in this checkout."""
+    """It does not count as a failure: nothing in this checkout can be fixed."""
     lacking = part("lacking", "raise SystemExit(1)", tool="no-such-tool")
     found = first_hour.perform(lacking, rehearsal=False, limit=5)
     assert found["status"] == MISSING and "no no-such-tool on PATH" in found["last"]
@@ -158,7 +158,7 @@ def test_only_some(of, capsys):
 
 @pytest.mark.parametrize("rehearsal", [True, False])
 def test_nobody_takes_a_rehearsal_for_an_hour(rehearsal, monkeypatch, tmp_path):
-    """By its file, its page or any part of them; and it goes where git does not look."""
+    """The file, the page and each part are marked as a rehearsal, and git ignores them."""
     machine = {"device": "cuda", "name": "NVIDIA H200", "gpu": None}
     monkeypatch.setattr(first_hour.machine, "describe", lambda device: machine)
     monkeypatch.setattr(first_hour.apart, "once", lambda function, *args: function(*args))
@@ -183,7 +183,7 @@ def commands():
 
 def test_parts_have_names_of_their_own():
     assert len({x.name for x in PARTS}) == len(PARTS)
-    kinds = {x.name.partition(":")[0] for x in PARTS}  # "sweep: lengths" is a sweep, which has one
+    kinds = {x.name.partition(":")[0] for x in PARTS}  # "sweep: lengths" is of the kind "sweep"
     assert {x.name.partition(":")[0] for x in PARTS if x.rehearsal} == kinds - {"decode", "memory"}
 
 

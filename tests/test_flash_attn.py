@@ -1,5 +1,5 @@
-"""`fastattn.flash_attn`'s functions are flash-attn 2.8's: each argument alone and with each other,
-packed or not, forward and backward, beside an oracle written from flash-attn's documentation."""
+"""`fastattn.flash_attn`'s functions equal flash-attn 2.8's: each argument alone and in pairs,
+packed or not, forward and backward, compared with an oracle by flash-attn's documentation."""
 
 import inspect
 import itertools
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 H, HK, D = 4, 2, 8
 SIZES = {"square": (65, 65), "few_rows": (2, 64), "many_rows": (63, 9), "one_row": (1, 33)}
-# Sequences of a packed batch: empty on one side, on both, of one token, at the edges of blocks.
+# Sequences of a packed batch: no rows, no keys or neither; one token; sizes at the edges of blocks.
 ROWS, KEYS = (0, 1, 64, 5, 0, 63, 1, 9), (3, 1, 65, 0, 0, 63, 64, 2)
 ARGUMENTS = {
     "causal": lambda B: dict(causal=True),
@@ -33,7 +33,7 @@ PAIRS = [
     pair
     for n in range(3)
     for pair in itertools.combinations(ARGUMENTS, n)
-    if len({key for name in pair for key in ARGUMENTS[name](1)}) == n  # two windows are one
+    if len({key for name in pair for key in ARGUMENTS[name](1)}) == n  # a call has one window
 ]
 
 
@@ -60,7 +60,7 @@ def given(names, B):
 
 
 def agree(got, expected, leaves, tolerance=1e-9):
-    """Results, and the gradients of a loss on all of them that are finite."""
+    """Results are equal, and so are the gradients of a loss on all finite ones."""
     for x, y in zip(got, expected, strict=True):
         assert x.shape == y.shape
         torch.testing.assert_close(x.double(), y, rtol=tolerance, atol=tolerance)
@@ -177,7 +177,7 @@ def test_S_dmask_says_what_was_dropped(form, names):
     )
     B = 2 if form == "dense" else len(ROWS)
     assert S.shape == (B, H, *((33, 65) if form == "dense" else (max(ROWS), max(KEYS))))
-    kept = S >= 0  # as flash-attn's own tests read it
+    kept = S >= 0  # flash-attn's own tests decode it so
     expected = reference(*tensors, kept=kept, dropout_p=p, **arguments)
     agree((out, lse), expected, leaves_of(tensors, arguments))
     visible = S != 0
@@ -209,7 +209,7 @@ def test_a_window_below_0_has_no_limit(window):
     assert torch.equal(fa.flash_attn_func(*tensors, window_size=window), plain)
 
 
-# name -> parameters in their order, with defaults; what stands after * is fastattn's.
+# name -> parameters in order, with defaults; fastattn adds those after *.
 SHARED = "dropout_p=0.0 softmax_scale=None causal=False window_size=(-1,-1) softcap=0.0"
 SHARED += " alibi_slopes=None deterministic=False return_attn_probs=False"
 LENGTHS = "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
@@ -301,7 +301,7 @@ def test_offsets_that_are_none(side, wrong, look):
 @pytest.mark.parametrize("look", [{}, dict(causal=True), dict(window_size=(1, 1))], ids=str)
 @pytest.mark.parametrize("size", [(0, 3, 5), (2, 0, 5), (2, 3, 0), (0, 0, 0)], ids=str)
 def test_nothing(size, look):
-    """No items, no rows or no keys: what there is is zero."""
+    """Without items, rows or keys, all results that exist are zero."""
     B, M, N = size
     q, k, table = random(B, M, H, D), random(B, N, HK, D), torch.zeros(B, 0, dtype=torch.int32)
     cu_q, cu_k = offsets([M] * B), offsets([N] * B)
@@ -332,7 +332,7 @@ def test_compiled_in_one_graph():
 
 
 def test_a_gradient_of_the_lse():
-    """flash-attn drops it in silence; here it is the derivative."""
+    """flash-attn ignores it silently; here it is the derivative."""
     q, k, v = drawn((1, 7, H, D), (1, 9, H, D), (1, 9, H, D))
     _, lse, _ = fa.flash_attn_func(q, k, v, causal=True, return_attn_probs=True)
     expected = oracle.dense(q, k, v, causal=True)[1].sum()

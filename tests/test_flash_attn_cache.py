@@ -1,5 +1,5 @@
-"""`flash_attn_with_kvcache`, and keys in pages: every layout of a cache with every way to add to it
-and to look at it, garbage where nothing may look, and tables that point elsewhere."""
+"""`flash_attn_with_kvcache`, and keys in pages: every cache layout with every way to append and to
+mask, with garbage where nothing may be read, and with tables that point out of range."""
 
 import flash_attn_oracle as oracle
 import pytest
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 B, M, CAPACITY = 4, 5, 140
 LENGTHS = torch.tensor([0, 64, 129, 33], dtype=torch.int32)
-# Of pages as large as half of the longest sequence, down to single keys; 7 divides nothing.
+# Page sizes from single keys to more than the longest sequence. 7 divides no length but 0.
 LAYOUTS = ["plain", "batch_idx", "leftpad", "batch_idx_leftpad"]
 LAYOUTS += [f"page_{n}" for n in (1, 7, 16, 64, 256)]
 NEW = {"nothing": (0, None), "one": (1, None), "three": (3, None), "as_many": (M, None)}
@@ -31,7 +31,7 @@ LOOKS = {
 
 
 def problem(layout, new="nothing", rows=M, dtype=torch.float64):
-    """Arguments of a call. Where no key lies is NaN; unused entries of tables are hostile."""
+    """Arguments of a call. Memory without keys is NaN; unused entries of tables are invalid."""
     g = torch.Generator().manual_seed(len(layout))
     count, interleaved = NEW[new]
     lengths, found = LENGTHS, {"cache_seqlens": LENGTHS}
@@ -71,7 +71,7 @@ def is_real(x):
 
 
 def hide(k_cache, v_cache, found, lengths):
-    """NaN at whatever is not a key."""
+    """Fill everything that is not a key with NaN."""
     keep = torch.zeros(k_cache.shape[:2], dtype=torch.bool)
     for b, n in enumerate(lengths.tolist()):
         first = int(found["cache_leftpad"][b]) if "cache_leftpad" in found else 0
@@ -142,7 +142,7 @@ def test_a_page_may_serve_several_sequences():
 
 @pytest.mark.parametrize("page", (None, 4, 8))
 def test_two_sequences_do_not_write_to_one_row(page):
-    """What they share they may read; lengths that differ write to rows of their own."""
+    """Two sequences may read shared rows; sequences of different lengths write different rows."""
     k_cache, v_cache = random(4, 8, HK, D, seed=1), random(4, 8, HK, 6, seed=2)
     q, k, v = random(2, 1, H, D), random(2, 1, HK, D, seed=3), random(2, 1, HK, 6, seed=4)
     found = dict(cache_batch_idx=torch.tensor([2, 2]))
@@ -176,7 +176,7 @@ def test_a_cache_that_requires_grad_is_written_all_the_same():
 @pytest.mark.parametrize("look", [{}, LOOKS["left_causal"], LOOKS["window"], dict(dropout_p=0.3)])
 @pytest.mark.parametrize("page", [1, 7, 16, 64, 256])
 def test_pages_of_a_packed_batch(page, look):
-    """`block_table` of flash_attn_varlen_func."""
+    """Of flash_attn_varlen_func, by its `block_table`."""
     rows, keys = [0, 5, 64, 1], [3, 65, 64, 0]
     used = [-(-n // page) for n in keys]
     k = random(sum(used) + 2, page, HK, D, seed=1)
@@ -207,7 +207,7 @@ def test_pages_that_are_none(entry, look):
     call = dict(block_table=table, **look)
     with pytest.raises(ValueError, match=f"block_table: got (page )?{entry}"):
         fa.flash_attn_varlen_func(random(7, H, D), k, k, *where, **call)
-    where = offsets([3, 4]), offsets([32, 16]), 4, 32  # which does not look there
+    where = offsets([3, 4]), offsets([32, 16]), 4, 32  # these keys do not reach that entry
     fa.flash_attn_varlen_func(random(7, H, D), k, k, *where, **call)
     where = offsets([3, 4]), offsets([33, 16]), 4, 33
     with pytest.raises(ValueError, match="cu_seqlens_k: got 33"):
@@ -231,7 +231,7 @@ def changed(layout, new="nothing", drop=(), **changes):
 
 
 def pointing(entry, new="nothing"):
-    """A table of which an entry that lengths need has this value."""
+    """A call with a table that has this value in an entry that the lengths need."""
 
     def call():
         given = problem("page_16", new)
@@ -294,7 +294,7 @@ def test_what_cannot_be_honoured_is_named(call, message):
 
 @pytest.mark.parametrize("last", [5, torch.tensor([5, 0, 8, 2])], ids=str)
 def test_elsewhere_than_on_a_cpu_entries_are_clamped(last):
-    """Nobody waits for a GPU to look: a tensor without values stands for one of its."""
+    """Checking values would wait for the GPU. A meta tensor stands for a tensor on one."""
     x = torch.tensor([-(2**31), 0, 2**31 - 1, 2])
     assert checks.within("x", x.to("meta"), 5).device.type == "meta"
     found = checks.clamped(x, torch.as_tensor(last)).tolist()

@@ -1,4 +1,4 @@
-"""`fastattn.flash_attn.install` and `uninstall`: who finds flash_attn, and that nothing is left."""
+"""`fastattn.flash_attn.install` and `uninstall`: flash_attn is found, then no trace is left."""
 
 import importlib
 import importlib.metadata
@@ -18,7 +18,7 @@ MODULES = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_pad
 
 
 def found():
-    """How the package looks to whoever searches for it."""
+    """How the package looks to code that searches for it."""
     try:
         version = importlib.metadata.version("flash-attn")
     except importlib.metadata.PackageNotFoundError:

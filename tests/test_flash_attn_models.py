@@ -1,5 +1,6 @@
 """Models of transformers with "flash_attention_2" through `fastattn.flash_attn.install`: logits,
-gradients and generated tokens of "eager" or "sdpa". Random weights, nothing is fetched."""
+gradients and generated tokens equal those of "eager" or "sdpa". Weights are random; nothing is
+downloaded."""
 
 import importlib.util
 
@@ -16,9 +17,9 @@ if importlib.util.find_spec("flash_attn") is not None:
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "installed"),
-    pytest.mark.filterwarnings("ignore"),  # of transformers' own
+    pytest.mark.filterwarnings("ignore"),  # of transformers itself
 ]
-MODELS = {  # name -> what differs, and what it is held against
+MODELS = {  # name -> (config changes, the implementation to compare with)
     "Llama": (GROUPED, "sdpa"),
     "Qwen3": (GROUPED, "sdpa"),
     "Mistral": (GROUPED | dict(sliding_window=8), "sdpa"),
@@ -36,7 +37,7 @@ def installed():
 
 @pytest.fixture
 def calls(monkeypatch):
-    """How often each function was reached. transformers keeps the functions that it has found."""
+    """The number of calls of each function. transformers caches the functions that it has found."""
     from transformers import modeling_flash_attention_utils as utils
 
     counts = dict(_flash_fn=0, _flash_varlen_fn=0, _flash_with_kvcache_fn=0)
@@ -60,11 +61,11 @@ def made(name, monkeypatch=None):
     changes, _ = MODELS[name]
     config = getattr(transformers, f"{name}Config")(**SIZES | changes, dtype=torch.float32)
     kind = getattr(transformers, f"{name}ForCausalLM")
-    if kind._compatible_flash_implementations:  # gpt-oss names those that had sinks before
+    if kind._compatible_flash_implementations:  # gpt-oss lists those that had sinks earlier
         monkeypatch.setattr(kind, "_compatible_flash_implementations", None)
     torch.manual_seed(0)
     model = kind(config).eval()
-    for x in model.parameters():  # what begins at 0 or 1 tells nothing
+    for x in model.parameters():  # parameters that start as 0 or 1 would hide errors
         torch.nn.init.normal_(x, 0.0 if x.ndim > 1 else 0.5, 0.2)
     return model
 
@@ -110,7 +111,7 @@ def test_logits_and_gradients(name, monkeypatch, calls):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_generate(name, monkeypatch, calls):
-    """Prefill, then row by row over a cache, behind padding on the left."""
+    """Prefill, then generation row by row with a cache and left padding."""
     model, (_, other) = made(name, monkeypatch), MODELS[name]
     ids, mask = padded()
     tokens = []
@@ -122,7 +123,7 @@ def test_generate(name, monkeypatch, calls):
     assert len(tokens[0][:, 24:].unique()) > 2
     assert (
         calls["_flash_varlen_fn"] + calls["_flash_fn"] == 2 * 10
-    )  # a window leaves padding behind
+    )  # a sliding window drops the padding
 
 
 @pytest.mark.parametrize("left", [True, False])
@@ -159,7 +160,7 @@ def test_attention_dropout_is_drawn_and_repeats():
 
 
 def test_padding_free_batches():
-    """One row of several sequences, told apart by their position ids."""
+    """One row of several sequences, distinguished by their position ids."""
     model = made("Llama")
     torch.manual_seed(1)
     ids = torch.randint(1, 97, (1, 24))
@@ -203,7 +204,7 @@ def test_continuous_batching(name):
 
 
 def test_a_step_over_pages(calls):
-    """What continuous batching calls where it reads pages by a block table: on a GPU alone."""
+    """Continuous batching on a GPU reads pages by a block table; this is that call."""
     from transformers.modeling_flash_attention_utils import _flash_attention_forward
 
     torch.manual_seed(0)

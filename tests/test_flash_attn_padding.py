@@ -1,4 +1,4 @@
-"""`fastattn.flash_attn.bert_padding`: padded to packed and back, beside loops over tokens."""
+"""`fastattn.flash_attn.bert_padding`: padded to packed and back, against loops over tokens."""
 
 import pytest
 import torch

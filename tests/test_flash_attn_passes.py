@@ -1,5 +1,5 @@
-"""flash-attn's passes one by one, which other libraries import although they are private: those of
-fastattn compute what `flash_attn_func` and autograd do, and diffusers runs on them."""
+"""flash-attn's private passes, which other libraries import: those of fastattn compute what
+`flash_attn_func` and autograd compute, and diffusers runs on them."""
 
 import importlib
 import importlib.util
@@ -34,7 +34,7 @@ def drawn(*shapes, dtype=torch.float64):
 
 
 def passed(options):
-    """As `_flash_attn_forward` takes them, after q, k and v."""
+    """The arguments of `_flash_attn_forward` after q, k and v."""
     dropout_p, causal, window, softcap, slopes = options
     return dropout_p, SCALE, causal, *window, softcap, slopes
 
@@ -46,7 +46,7 @@ def public(options):
 
 
 def judged(found, whole, tensors, dout, backward):
-    """out and LSE are those of `whole`, and so are the gradients that `backward` writes."""
+    """out and LSE equal those of `whole`, and so do the gradients that `backward` writes."""
     leaves = [x.clone().requires_grad_() for x in tensors]
     torch.manual_seed(1)
     out, lse, S_dmask = whole(*leaves)
@@ -76,7 +76,7 @@ def test_dense(name, dtype):
 
     if dtype == torch.float64:
         judged(found, lambda *x: fa.flash_attn_func(*x, **public(options)), tensors, dout, backward)
-    else:  # no more than that they are of the dtype
+    else:  # dtypes and finiteness only
         rooms = [torch.empty_like(x) for x in tensors]
         assert backward(rooms).dtype == found[1].dtype == torch.float32
         assert found[0].dtype == dtype and all(x.isfinite().all() for x in rooms)
@@ -103,7 +103,7 @@ def test_packed(name):
 
 
 def test_a_ring_of_two_blocks_of_keys():
-    """As rings do: merge by LSE, and give each backward pass out and LSE of all keys."""
+    """Like a ring: merge by LSE, and give each backward pass the out and LSE of all keys."""
     q, k, v, dout = drawn((2, 9, H, D), (2, 14, HK, D), (2, 14, HK, D), (2, 9, H, D))
     options = *passed(OPTIONS["plain"]), False
     blocks = list(zip(k.split(7, 1), v.split(7, 1)))

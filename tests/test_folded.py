@@ -1,4 +1,4 @@
-"""vmap makes one call of calls with dropout: each draws what it draws alone, on every backend."""
+"""vmap folds calls with dropout into one: each draws as it would alone, on every backend."""
 
 import folded
 import pytest
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 @every_backend
 @pytest.mark.parametrize("way, dtype", thinned(folded.WAYS, DECLARED))
 def test_each_draws_as_it_does_alone(name, way, dtype):
-    """In decoding, too: of one row."""
+    """In decode, too: with one row."""
     declares(name, DTYPES[dtype])
     for isa in variants(name, DTYPES[dtype]):
         with variant(isa):
@@ -41,7 +41,7 @@ MIXED = ("items heads", "heads items")
 @every_backend
 @pytest.mark.parametrize("which, way", thinned(folded.PASSES, small(folded.WAYS, MIXED)))
 def test_one_call_is_each_of_them(name, which, way):
-    """By one run of the pass."""
+    """The pass runs once."""
     if which not in folded.passes_of(name):
         pytest.skip(f"{name} has no {which}")
     wide = torch.float32 in backend.get(name).support.dtypes
@@ -72,7 +72,7 @@ def test_weights_of_examples(way):
     given = list(folded.tensors(way, torch.float64))
     with folded.counted("forward") as seen:
         found = folded.by_vmap(f, way)(*given)
-    assert len(seen) == 4  # the normaliser, then the weights
+    assert len(seen) == 4  # for each mean: the normaliser, then the weights
     for x, y in zip(found, folded.alone(f, way)(*given), strict=True):
         torch.testing.assert_close(x, y)
 
@@ -80,7 +80,7 @@ def test_weights_of_examples(way):
 @not_interpreted
 @pytest.mark.parametrize("at", ["mask", "seed"])
 def test_examples_with_a_tensor_of_their_own(at):
-    """Whose seeds differ share no call."""
+    """Calls with different seeds are not folded."""
     q, k, v, _ = folded.tensors("items", torch.float64)
     own = dict(mask=torch.randn(3, folded.H, 1, folded.N), seed=torch.tensor([3, 4, 3]))[at]
     others = dict(dropout_p=0.4, backend="reference") | (dict(seed=5) if at == "mask" else {})
@@ -103,7 +103,7 @@ def test_no_examples():
 
 @not_interpreted
 def test_a_plan_knows_what_repeats():
-    """Calls of one kind but for it draw otherwise."""
+    """Calls that differ only in the repeats of items or heads have different draws."""
     q = torch.zeros(4, 4, 3, 8)
     t = Tensors(q, q, torch.eye(3).expand(4, 4, 3, 3), seed=torch.tensor([5]))
     for again in ((0, 0), (2, 0), (0, 2), (1, 3), (4, 4)):

@@ -1,4 +1,4 @@
-"""Tests on a GPU survive new warnings of torch and Triton, but not ours. Others survive none."""
+"""Tests on a GPU survive new warnings of torch and Triton, but not ours. Others survive neither."""
 
 import os
 import subprocess
@@ -60,7 +60,7 @@ def test_awaited_on_a_gpu():
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """The verdict on each test of PROGRAM, and what the run said."""
+    """(the verdict on each test of PROGRAM, the output of the run)"""
     file = tmp_path_factory.mktemp("foreign") / "test_inner.py"
     file.write_text(PROGRAM.replace("GPU", "gpu"))
     options = ["-c", "pyproject.toml", "-p", "tests.conftest", "-p", "no:cacheprovider", "-v"]
@@ -83,7 +83,7 @@ def test_they_are_no_errors_of_tests_on_a_gpu(found):
     verdicts, said = found
     assert verdicts["test_foreign_on_a_gpu"] == ["PASSED"] * 6, said
     assert verdicts["test_cpp_on_a_gpu"] == ["PASSED"], said
-    assert "UserWarning: new" in said and "torch.range is deprecated" in said  # they are told
+    assert "UserWarning: new" in said and "torch.range is deprecated" in said  # they are reported
 
 
 def test_our_own_stay_errors(found):

@@ -1,7 +1,8 @@
-"""`python -m tests.fuzz`: one minute of it, what it notices, and how it reports."""
+"""`python -m tests.fuzz`: one minute of it, the errors that it notices, and its reports."""
 
 import argparse
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +26,7 @@ def fuzz(*arguments):
 
 
 def test_one_minute_of_random_calls():
-    """The same calls on every commit, as many as a machine makes; `make fuzz` takes other seeds."""
+    """The same calls on every commit, as many as the machine makes; `make fuzz` varies seeds."""
     found = fuzz("--minutes", 1, "--workers", 1, "--seed", 1)
     assert found.returncode == 0, found.stdout
     seconds, cases, findings = LAST.fullmatch(found.stdout.splitlines()[-1]).groups()
@@ -53,7 +54,7 @@ def test_arguments_that_mean_nothing(arguments, expected, capfd):
     assert error.value.code == 2 and expected in capfd.readouterr().err
 
 
-PASSES = {"weights": "weights", "passes_with_tangents": "jvp"}  # that a part uses; or forward
+PASSES = {"weights": "weights", "passes_with_tangents": "jvp"}  # of a part; or forward
 
 
 @pytest.mark.parametrize("name", sorted(set(parts.PARTS) - {"refused", "wrong_shapes"}))
@@ -64,7 +65,7 @@ def test_a_part_notices_a_wrong_result(name, monkeypatch):
 
     def wrong(self, spec, *given):
         found = right(self, spec, *given)
-        factor = 1.02 + 0.01 * spec.B  # vmap's one call has another B than each call alone
+        factor = 1.02 + 0.01 * spec.B  # vmap's one call has another B than each separate call
         return (
             found * factor if isinstance(found, torch.Tensor) else tuple(x * factor for x in found)
         )
@@ -99,7 +100,7 @@ WORKERS = {  # the lines that a worker prints, and its end
         "time.sleep(1); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)",
     ),
 }
-EXPECTED = {  # the exit status, and what is printed
+EXPECTED = {  # (exit status, output)
     "right": (0, "fuzz: . s, 1 cases, 0 findings"),
     "wrong": (1, "FOUND AssertionError: out\n  make it again: .* --case dense:1000000\n"),
     "killed": (1, "FOUND the process ended with SIGABRT.*\n  make it again: .* dense:1000000\n"),
@@ -112,7 +113,7 @@ EXPECTED = {  # the exit status, and what is printed
 
 @pytest.mark.parametrize("kind", WORKERS)
 def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
-    """A process that died of a case goes on with the next one; here the next one is right."""
+    """After a case that killed its process, fuzz goes on with the next, which is right here."""
     *lines, end = WORKERS[kind]
     body = [*(f"print({line!r}, flush=True)" for line in lines), end]
     script = tmp_path / "worker.py"
@@ -122,7 +123,12 @@ def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
     )
     monkeypatch.setattr(watch, "COMMAND", [sys.executable, str(script)])
     monkeypatch.setattr(watch, "LONGEST", 1)
-    status = command.main(["--minutes", "0.2", "--workers", "1"])
+    # A job in the background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = command.main(["--minutes", "0.2", "--workers", "1"])
+    finally:
+        signal.signal(signal.SIGINT, before)
     expected, text = EXPECTED[kind]
     assert status == expected and re.search(text, capfd.readouterr().out)
 

@@ -1,5 +1,5 @@
-"""torch.fx and __torch_function__: what is traced symbolically has one node for each call and
-module of ours, as it has for torch's own, and tensor subclasses and modes see the public calls."""
+"""torch.fx and __torch_function__: a symbolic trace has one node for each of our calls and modules,
+as for torch's own, and tensor subclasses and modes see the public calls."""
 
 import copy
 import importlib
@@ -29,11 +29,11 @@ def randn(*shape):
     return torch.randn(*shape, generator=generator())
 
 
-# ------------------------------------------------------------------------------------ the functions
+# ---------------------------------------------------------------------------------------- functions
 
 DENSE = randn(B, H, M, D)
 PACKED, OFFSETS = randn(M, H, D), torch.tensor([0, 2, M])
-CALLS = {  # a call of x, and x
+CALLS = {  # (a function of x, x)
     "attention": (lambda x: fastattn.attention(x, x + 1, x, causal=True, scale=0.4), DENSE),
     "attention, LSE": (
         lambda x: sum_of(fastattn.attention(x, x, x, return_lse=True)),
@@ -119,11 +119,11 @@ def test_a_default_device_changes_nothing():
         assert CALLS["attention"][0](DENSE).equal(expected)
 
 
-# -------------------------------------------------------------------------------------- the modules
+# ------------------------------------------------------------------------------------------ modules
 
 
 class Layer(nn.Module):
-    """A block as users write it, which torch.fx traces through."""
+    """A user's block, which torch.fx traces through."""
 
     def __init__(self, kind=nn.MultiheadAttention):
         super().__init__()
@@ -177,7 +177,7 @@ def test_what_is_built_as_ours_is_traced_likewise(kind):
 
 
 class Pooling(nn.Module):
-    """A call in which a keyword argument alone comes from the graph."""
+    """A call in which only a keyword argument comes from the graph."""
 
     def __init__(self):
         super().__init__()
@@ -233,7 +233,7 @@ def test_where_it_cannot_be_traced_the_error_says_what_can():
     module = converted(layer()).attend
     sentence = "one node.*is_leaf_module returns True.*fastattn.revert"
     with pytest.raises(TypeError, match=sentence):
-        torch.fx.symbolic_trace(module)  # the root, as torch's own cannot be
+        torch.fx.symbolic_trace(module)  # it is the root, which does not work for torch's either
     proxy = torch.fx.Proxy(torch.fx.Graph().placeholder("x"))
     with pytest.raises(TypeError, match=sentence):
         module(proxy, proxy, proxy)
@@ -322,7 +322,7 @@ def test_the_modules_of_fastattn_nn(name):
     assert torch.fx.symbolic_trace(model)(*given).equal(model(*given))
 
 
-# ------------------------------------------------------------------------------- what stands on fx
+# -------------------------------------------------------------------------------------- users of fx
 
 
 def test_quantization_of_a_graph_leaves_attention_as_it_leaves_torchs():

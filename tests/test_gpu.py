@@ -1,6 +1,6 @@
-"""On a GPU: every feature alone, at the edges of blocks and head dims, in memory that lies oddly.
+"""On a GPU: every feature alone, sizes at the edges of blocks, head dims, and unusual storage.
 
-The cases are those of the CPU, judged on the CPU by the same oracle and budget.
+The cases, the oracle and the error budget are those of the CPU tests. The oracle runs on the CPU.
 """
 
 import pytest
@@ -29,13 +29,13 @@ pytestmark = [*on_gpu, pytest.mark.usefixtures("compiled")]
 
 
 def shapes(dtype):
-    """Less than a large block; several of any, and some; no multiple of anything."""
+    """Sizes below one large block, and sizes of several blocks; none is a multiple of a block."""
     dim = DIM[dtype]
     return square(2, 2, 97, dim), Dims(2, 2, 2, 129, 331, dim, dim)
 
 
 def test_fused_kernels_are_here():
-    """On a GPU that they were written for, their absence is a failure, not a skip."""
+    """On a GPU that the kernels support, missing kernels are a failure, not a skip."""
     if torch.cuda.get_device_capability() < (8, 0):
         pytest.skip("the kernels need compute capability 8.0 or newer")
     assert None in BACKENDS.values(), BACKENDS
@@ -60,11 +60,11 @@ HIDING += ("bool_mask", "padding_mask", "float_mask", "one_query", "many_queries
 @pytest.mark.parametrize("features", [PLAIN, *((FEATURE[x],) for x in HIDING)], ids=name_of)
 @judged
 def test_no_key_leaks(name, dtype, features):
-    """Every logit near -32: a hidden key, or a column past the last, takes the whole row."""
+    """Every logit is near -32: a hidden key, or a column past the last, would dominate its row."""
     check(name, [negative_logits(build(x, features, DTYPES[dtype])) for x in shapes(dtype)])
 
 
-# Of 16 and 64 and 128 rows or keys, and one off each.
+# Block sizes are 16, 64 and 128 rows or keys: multiples of them, and one less or more.
 EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257)
 
 
@@ -97,7 +97,7 @@ BANDS = {
 @pytest.mark.parametrize("band", BANDS)
 @judged
 def test_bands_with_whole_blocks_inside(name, dtype, band):
-    """Windows wider than two blocks; with and without lengths on and beside the edges of blocks."""
+    """Windows wider than two blocks, without lengths and with lengths at or near block edges."""
     problems = []
     for lengths in (None, (777, 128, 385)):
         for m in (129, 640):
@@ -134,7 +134,7 @@ def test_head_dims_with_everything(name, dims):
 
 
 def shifted(problem, offset):
-    """The same problem, its tensors `offset` elements into memory that is NaN."""
+    """The same problem with each tensor `offset` elements into a buffer filled with NaN."""
 
     def shift(x):
         memory = torch.full((x.numel() + offset,), torch.nan, dtype=x.dtype)
@@ -152,7 +152,7 @@ def shifted(problem, offset):
 @pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 @judged
 def test_storage_offsets(name, dtype, features):
-    """From where a tensor descriptor can read (8 elements in) and from where it cannot."""
+    """Offsets that a tensor descriptor can read from (8 elements in), and offsets it cannot."""
     dims = shapes(dtype)[1]
     check(name, [shifted(build(dims, features, DTYPES[dtype]), x) for x in range(1, 9)])
 
@@ -160,7 +160,7 @@ def test_storage_offsets(name, dtype, features):
 @pytest.mark.parametrize("odd", ["q", "k", "v", "dout"])
 @judged
 def test_one_tensor_that_no_descriptor_reads(name, odd):
-    """Three tensors aligned and the fourth not; rows whose stride is no multiple of 16 bytes."""
+    """One of four tensors is misaligned, or has a row stride that is no multiple of 16 bytes."""
     problems = [build(shapes("bfloat16")[1], (FEATURE["causal"],), torch.bfloat16) for _ in "ab"]
     wide = torch.full((*getattr(problems[0], odd).shape[:3], 69), torch.nan, dtype=torch.bfloat16)
     wide[..., :64] = getattr(problems[0], odd)
@@ -174,7 +174,7 @@ def test_one_tensor_that_no_descriptor_reads(name, odd):
 @on_every_backend
 @pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
 def test_results_lie_as_promised(name, features):
-    """out and gradients as (B,M,H,D), on the device of the inputs; return_lse changes no bit."""
+    """out and gradients lie as (B,M,H,D) on the inputs' device; return_lse changes no bit."""
     problem = on_device(build(shapes("bfloat16")[0], features, torch.bfloat16))
     found = attend(problem, name)
     for what in ("out", "dq", "dk", "dv"):
@@ -187,7 +187,7 @@ def test_results_lie_as_promised(name, features):
     assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == out.shape[:3]
 
 
-# Where a block of keys is begun that no row sees, NaN in its memory must not meet a 0.
+# A kernel may start a block of keys that no row sees: it must not multiply its NaN values by 0.
 TAILS = {
     "full": {},
     "bottom_right": dict(causal="bottom_right"),
@@ -202,7 +202,7 @@ TAILS = {
 @pytest.mark.parametrize("kind", TAILS)
 @pytest.mark.parametrize("m", [3, 129])
 def test_keys_past_the_end_are_never_read(name, dtype, kind, m):
-    """Whatever lies past the lengths, results are bitwise the same, and its gradients are 0."""
+    """Values past the lengths change no bit of the results, and their gradients are 0."""
     declares(name, DTYPES[dtype])
     lengths, dim = [0, 1, 65, 330], DIM[dtype]
     first = None
@@ -224,7 +224,7 @@ def test_keys_past_the_end_are_never_read(name, dtype, kind, m):
 
 
 def nothing_to_see(m, n, dtype):
-    """Each hides some rows wholly: their arguments, and which rows."""
+    """(arguments that hide all keys from some rows, which rows these are), for several features."""
     hidden = torch.zeros(m, n, dtype=torch.bool)
     hidden[m // 3 : m // 2] = True
     yield dict(mask=~hidden), hidden.all(-1)
@@ -260,7 +260,7 @@ def test_rows_with_nothing_to_attend_to(name, dtype, sizes):
 @every_dtype
 @judged
 def test_rows_of_finfo_min(name, dtype):
-    """A row of the most negative number is a uniform row, as masks of padding may leave it."""
+    """A mask row of finfo.min gives uniform weights; padding masks may contain such rows."""
     dims = Dims(2, 2, 2, 129, 331, DIM[dtype], DIM[dtype])
     problem = build(dims, (), DTYPES[dtype])
     mask = torch.zeros(129, 331, dtype=DTYPES[dtype])
@@ -271,7 +271,7 @@ def test_rows_of_finfo_min(name, dtype):
 
 def uniform_row(problem, name):
     found = attend(problem, name)
-    if problem.q.dtype != torch.float16:  # 65504 leaves room for the logits
+    if problem.q.dtype != torch.float16:  # -65504 does not absorb the logits
         tolerance = 4 * torch.finfo(problem.q.dtype).eps
         mean = problem.v.double().mean(2)
         torch.testing.assert_close(found["out"][:, :, 60].double(), mean, rtol=0, atol=tolerance)
@@ -282,7 +282,7 @@ def uniform_row(problem, name):
 @pytest.mark.parametrize("softcap", [None, 3.0])
 @on_every_backend
 def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
-    """Rows and keys of a tile past the last see 0 * inf; nothing of it may reach a sum."""
+    """Tile rows and keys past the last compute 0 * inf = NaN, which may not reach any sum."""
     declares(name, DTYPES[dtype])
     problem = build(Dims(1, 1, 1, 5, 9, *[DIM[dtype]] * 2), (), DTYPES[dtype])
     problem.q.abs_(), problem.dout.fill_(1)

@@ -31,7 +31,7 @@ pytestmark = [*on_gpu, pytest.mark.usefixtures("compiled")]
 
 # ------------------------------------------------------------------------------------------- masks
 
-# Multiples of 16 and of no block, so that strides of 0 and others compile to the same kernels.
+# M, N: multiples of 16 but of no block, so strides of 0 and others compile to the same kernels.
 SIZES = (2, 3, 80, 208)
 BROADCASTS = [tuple(int(x) for x in f"{bits:04b}") for bits in range(16)]
 BROADCASTS += [(1, 1, 1), (0, 1, 0), (1, 1), (0, 1), (1, 0), (1,), (0,), ()]
@@ -41,7 +41,7 @@ BROADCASTS += [(1, 1, 1), (0, 1, 0), (1, 1), (0, 1), (1, 0), (1,), (0,), ()]
 @pytest.mark.parametrize("kind", ["bool", "grad", "float32_grad"])
 @judged
 def test_every_broadcast_of_a_mask(name, kind, pattern):
-    """1 where the mask has the size itself, 0 where it has 1; its gradient has its shape."""
+    """In `pattern`, 1 is a full dimension, 0 one of size 1; the gradient has the mask's shape."""
     shape = [n if own else 1 for n, own in zip(SIZES[4 - len(pattern) :], pattern, strict=True)]
     problem = build(Dims(2, 3, 3, 80, 208, 64, 64), (), torch.bfloat16)
     mask = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
@@ -58,7 +58,7 @@ def test_every_broadcast_of_a_mask(name, kind, pattern):
 @pytest.mark.parametrize("kind", ["bool", "bias"])
 @judged
 def test_strided_masks(name, kind):
-    """Views: transposed, stepped, offset, expanded by hand."""
+    """Masks that are views: transposed, stepped, offset, or expanded by hand."""
     big = torch.randn(2, 2, 200, 220, generator=torch.Generator().manual_seed(0))
     big = big > -0.5 if kind == "bool" else big.bfloat16()
     views = (
@@ -111,7 +111,7 @@ def test_alibi_and_sinks_of_the_inputs_dtype(name, dtype):
 
 
 def revealed(name, seed, shape, p, dtype):
-    """(B,H,M,N) bool: what the forward pass kept, and what the backward pass did (M <= N).
+    """(B,H,M,N) bool: which weights the forward pass kept, and which the backward pass (M <= N).
 
     Queries of zero make every probability 1/N, v = I copies them to the output, and dout = I to
     dv, transposed.
@@ -130,7 +130,7 @@ def revealed(name, seed, shape, p, dtype):
 @on_every_backend
 @pytest.mark.parametrize("p", [1e-3, 0.3, 0.5, 0.9])
 def test_mask_is_philox_forward_and_backward(name, p, dtype):
-    """Bit for bit, at sizes that no tile or block of four divides."""
+    """Masks are bitwise equal, at sizes that are no multiple of a tile or of four keys."""
     declares(name, DTYPES[dtype])
     for seed in (0x1234_5678_9ABC_DEF0, -1, 3):
         for shape in ((2, 3, 99, 125), (2, 2, 5, 127)):
@@ -174,7 +174,7 @@ AVERAGED = (0, 3, 7, 10, len(WEIGHED) - 1)  # plain, lengths, a bias of keys, dr
 )
 @judged
 def test_weights(name, at, average):
-    """Per head and averaged, with gradients; each feature in one of the dtypes."""
+    """Weights per head or averaged, with gradients; each feature in one of the dtypes."""
     dtype = list(DTYPES)[at % 3]
     dims = [square(2, 2, 97, DIM[dtype])]
     if not at:
@@ -202,7 +202,7 @@ def test_a_given_lse_gives_the_same_weights(name):
 
 # ---------------------------------------------------------------------------------------- decoding
 
-# Few rows and keys for many blocks: these run with the keys split among programs.
+# With few rows and many blocks of keys, the keys are split among programs.
 DECODED = [PLAIN, *((f,) for f in FEATURES if f.group not in ("queries", "dout"))]
 DECODED += [EVERYTHING]
 
@@ -210,7 +210,7 @@ DECODED += [EVERYTHING]
 @pytest.mark.parametrize("at", range(len(DECODED)), ids=lambda at: name_of(DECODED[at])[:40])
 @judged
 def test_decoding(name, at):
-    """One, some and sixteen rows; 16 bit, for each feature the one or the other."""
+    """One, five and sixteen rows. bfloat16 and float16 alternate from feature to feature."""
     dtype = ("bfloat16", "float16")[at % 2]
     problems = [
         build(Dims(2, 4, 2, m, n, 64, 64), DECODED[at], DTYPES[dtype])
@@ -233,7 +233,7 @@ def test_decoding_in_float32(name, kind):
 @pytest.mark.parametrize("window", [None, (300, 0), (40, 40)], ids=str)
 @judged
 def test_decoding_up_to_each_length(name, causal, window):
-    """Some splits have no key at all, one has one, a window begins inside another."""
+    """Some splits have no key, one has a single key, and a window begins inside another."""
     lengths = torch.tensor([1500, 0, 1, 63, 64, 65, 700, 1499])
     problems = []
     for m in (1, 7):
@@ -248,7 +248,7 @@ def test_decoding_up_to_each_length(name, causal, window):
 
 @on_every_backend
 def test_decoding_agrees_with_many_rows(name):
-    """The last row of a long call, alone: another path to the same numbers."""
+    """The last row of a long call, computed alone by the decoding kernels, has the same values."""
     problem = on_device(build(Dims(2, 4, 2, 300, 1500, 64, 64), (), torch.bfloat16))
     options = dict(causal="bottom_right", return_lse=True, backend=name)
     q, k, v = problem.q, problem.k, problem.v

@@ -1,9 +1,9 @@
-"""Seeded faults of the GPU kernels: each breaks a line of their sources, of their assembly, of the
-launch path, or of what nvcc and Triton made of them; and the slice named with it must notice.
+"""Seeded faults of the GPU kernels: each breaks one line of the sources, the assembly, the launch
+path, or the code compiled by nvcc or Triton. The slice named with the fault must fail.
 
-The tables are in gpu_faults/. What notices is a wrong value, a finding of the emulator, or a launch
-refused; a fault that does not compile is an error of the table. One that survives says why, and
-must go on to do so.
+The tables are in gpu_faults/. A slice fails by a wrong value, a finding of the emulator, or a
+refused launch. A fault that does not compile is an error in the table. A fault marked as surviving
+gives the reason, and must still survive.
 """
 
 import pytest

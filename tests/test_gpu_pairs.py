@@ -1,6 +1,6 @@
-"""On a GPU: every pair of features, each in one of the dtypes; and pairs that hide keys, probed.
+"""On a GPU: every pair of features, each in one dtype; pairs that hide keys also with probes.
 
-Hundreds of kernels compile for this file alone: leave it out (--ignore) where minutes count.
+Hundreds of kernels are compiled for this file alone: skip it (--ignore) to save minutes.
 """
 
 import pytest
@@ -14,7 +14,7 @@ TURNS = ("bfloat16", "float16", "bfloat16", "float16", "float32")  # float32 com
 
 
 def problem_of(pair):
-    """The dtypes take turns."""
+    """The problem for a pair; its dtype is the next in TURNS."""
     dtype = TURNS[NUMBER[pair] % len(TURNS)]
     return build(Dims(2, 2, 2, 140, 197, DIM[dtype], DIM[dtype]), pair, DTYPES[dtype])
 

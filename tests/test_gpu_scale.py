@@ -1,4 +1,4 @@
-"""On a GPU: long sequences, more heads than 16 bits, tensors past 32 bits, and linear memory."""
+"""On a GPU: long sequences, more than 2^16 heads, offsets past 32 bits, and linear memory."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -35,8 +35,8 @@ def need_memory(size):
 class Exact(NamedTuple):
     """Some rows in float64, and the size of the rounding errors to expect in units of eps.
 
-    Errors of single probabilities are independent, so that a sum of n has the size of the root of
-    the sum of their squares: a lost key stands out of that where it is one of thousands, too.
+    Errors of single probabilities are independent, so the error of a sum is about the root of the
+    sum of their squares. A lost key exceeds that even if it is one of thousands.
     """
 
     values: dict
@@ -44,9 +44,9 @@ class Exact(NamedTuple):
 
 
 def exact_rows(q, k, v, rows, dout=None, causal=False, window=None):
-    """out and lse of rows (a tensor of row numbers); with dout, gradients as if all others had 0.
+    """out and lse of `rows` (row numbers); with dout, gradients as if dout were 0 elsewhere.
 
-    k and v may have one head for all. Memory is rows x N.
+    k and v may have one head for all query heads. Memory is rows x N.
     """
     q, k, v = q[:, :, rows].double(), k.double(), v.double()
     scale = q.shape[-1] ** -0.5
@@ -67,7 +67,7 @@ def exact_rows(q, k, v, rows, dout=None, causal=False, window=None):
     dout = dout[:, :, rows].double()
     dp = dout @ v.mT
     delta = (dout * out).sum(-1, keepdim=True)
-    stored = (dout * out).square().sum(-1, keepdim=True).sqrt()  # out is rounded where it is kept
+    stored = (dout * out).square().sum(-1, keepdim=True).sqrt()  # out is rounded when stored
     ds = p * (dp - delta)
     spread = p * (dp.abs() + delta.abs() + stored)
     values |= dict(dq=scale * (ds @ k), dk=heads(scale * (ds.mT @ q)), dv=heads(p.mT @ dout))
@@ -84,14 +84,14 @@ def root(a, b):
 
 
 def heads(x):
-    """Summed over the query heads of one key head."""
+    """The sum over the query heads of one key head."""
     return x.sum(1, keepdim=True)
 
 
 def close(found, exact, what, dtype, n):
-    if what == "lse":  # sees every key: 64 lost ones of 131,072 are ten times this budget
+    if what == "lse":  # sums over every key: 64 lost keys of 131,072 exceed this tenfold
         eps, units = torch.finfo(torch.float32).eps, 32
-    else:  # of float32 the sums themselves round: n additions err by the root of n
+    else:  # float32 sums round too: n additions err by the root of n
         eps, units = torch.finfo(dtype).eps, 4 if dtype.itemsize == 2 else 16 + n**0.5 / 2
     error = (found.double() - exact.values[what]).abs()
     over = ~(error <= units * eps * exact.sizes[what] + 1e-30)
@@ -101,7 +101,7 @@ def close(found, exact, what, dtype, n):
     )
 
 
-# Below the length; 129 tiles of 128 and one more; and so on.
+# Whole tiles of 128; 512 tiles and 65 rows; 1024 tiles; float32: 128 tiles and 65 rows.
 LENGTHS = {"bfloat16": (16_384, 65_601, 131_072), "float32": (16_449,)}
 KINDS = {
     "full": {},
@@ -115,7 +115,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @on_every_backend
 def test_long_sequences(name, kind, dtype, n):
-    """Every row forward; backward from gradients at some rows, so that no row can go unseen."""
+    """Forward of every row; backward with dout at some rows only, so a row skipped there shows."""
     dtype = getattr(torch, dtype)
     declares(name, dtype)
     need_memory(12 * GIGABYTE)
@@ -179,7 +179,7 @@ def test_more_heads_than_16_bits(name, batch, heads, m, n):
 
 @on_every_backend
 def test_few_keys_many_rows(name):
-    """One key and a million causal rows: what shares the cache is counted in more than 32 bits."""
+    """One key, a million causal rows: the number of programs sharing the cache exceeds 32 bits."""
     m = 1 << 20
     q, k, v = randn(2, 2, 1, 16).expand(2, 2, m, 16), randn(2, 2, 1, 16), randn(2, 2, 1, 16)
     out = fastattn.attention(q, k, v, causal=True, backend=name)
@@ -188,7 +188,7 @@ def test_few_keys_many_rows(name):
 
 # ---------------------------------------------------------------------------------- past 32 bits
 
-# Strides of (B, H, rows, 64), and of a mask beside them; whether there are several items.
+# Strides of q, k, v, dout as (B, H, rows, 64), and of the mask; only "items" has B > 1.
 FAR = {
     "heads": ((0, (1 << 31) + 8, 64, 1), (0, (1 << 31) + 8, 129, 1)),
     "items": (((1 << 30) + 8, 1 << 14, 64, 1), ((1 << 30) + 8, 1 << 15, 129, 1)),  # of three
@@ -217,13 +217,13 @@ def test_strides_past_32_bits(name, far):
         kwargs=dict(mask=spread(4, near.kwargs["mask"], mask)),
     ).run(fastattn.attention, backend=name)
     for what, value in near.run(fastattn.attention, backend=name).items():
-        # Not bitwise: a descriptor may read the one and not the other.
+        # Not bitwise: a tensor descriptor may be able to read one layout and not the other.
         torch.testing.assert_close(found[what], value, rtol=2e-2, atol=2e-2, msg=what)
 
 
 @on_every_backend
 def test_output_past_32_bits(name):
-    """2^31 elements and some more, from queries that are one row expanded, and one key."""
+    """An output of over 2^31 elements, from one expanded query row and one key."""
     m = (1 << 25) + 65
     need_memory(14 * GIGABYTE)
     q = randn(1, 1, 1, 64).expand(1, 1, m, 64)
@@ -291,7 +291,7 @@ def test_peak_memory_is_linear(name, kind):
 @on_every_backend
 @pytest.mark.parametrize("m", [1, 16])
 def test_memory_of_decoding(name, m):
-    """What the splits leave is small beside the keys."""
+    """The partial results of the splits are small compared with the keys."""
     n = 131_072
     q, k, v = (randn(1, *x, 64) for x in ((8, m), (1, n), (1, n)))
     fastattn.attention(q, k, v, backend=name)

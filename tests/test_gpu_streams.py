@@ -36,7 +36,7 @@ def same(found, first, where=""):
 @every_shape
 @on_every_backend
 def test_another_stream(name, shape):
-    """The inputs are written on that stream, late: kernels launched elsewhere would read NaN."""
+    """Inputs are written late, on the side stream: a kernel on another stream would read NaN."""
     problem = on_device(problem_of(shape))
     want = attend(problem, name)
     late = replace(
@@ -49,14 +49,14 @@ def test_another_stream(name, shape):
         for x in ("q", "k", "v"):
             getattr(late, x).copy_(getattr(problem, x))
         found = attend(late, name)
-        found = {x: y.clone() for x, y in found.items()}  # on this stream too, after the kernels
+        found = {x: y.clone() for x, y in found.items()}  # on the side stream, after the kernels
     side.synchronize()
     same(found, want)
 
 
 @on_every_backend
 def test_backward_runs_where_forward_did(name):
-    """autograd.grad outside the stream context waits for what it needs, and is waited for."""
+    """autograd.grad, called outside the stream context, synchronises with forward's stream."""
     problem = on_device(problem_of("square"))
     want = attend(problem, name)
     leaves = [x.detach().requires_grad_() for x in (problem.q, problem.k, problem.v)]
@@ -105,7 +105,7 @@ def test_a_device_that_is_not_the_current_one(name, shape):
 @every_shape
 @on_every_backend
 def test_nothing_waits_for_the_device(name, shape, more):
-    """Neither direction reads a value back: not lengths, not seeds."""
+    """Forward and backward read no value back to the host: no lengths, no seeds."""
     problem = on_device(problem_of(shape))
     keys = problem.k.shape[2]
     problem.kwargs["key_lengths"] = torch.tensor([keys, keys // 2], device=problem.q.device)
@@ -122,7 +122,7 @@ def test_nothing_waits_for_the_device(name, shape, more):
 
 
 def capture(call):
-    """(graph, results): `call` run a few times beside, as torch asks, and then recorded."""
+    """(graph, results): `call` warmed up on a side stream, as torch requires, then recorded."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -136,7 +136,7 @@ def capture(call):
 
 
 def refill(problem, other):
-    """Other values in the same memory."""
+    """Write the values of `other` into the memory of `problem`."""
     for x in ("q", "k", "v", "dout", "dlse"):
         if getattr(problem, x) is not None:
             getattr(problem, x).copy_(getattr(other, x))
@@ -187,7 +187,7 @@ def test_graph_reads_the_seed_when_it_replays(name, shape):
 
 @on_every_backend
 def test_graph_draws_anew_at_each_replay(name):
-    """No seed given: every replay another mask, and backward always the mask of its forward."""
+    """Without a seed, every replay draws a new mask, and backward uses its forward's mask."""
     n, options = 61, dict(dtype=torch.bfloat16, device="cuda")
     q, k = torch.zeros(2, 3, n, 16, **options), torch.zeros(2, 3, n, 16, **options)
     eye = torch.eye(n, **options).expand(2, 3, n, n)
@@ -233,7 +233,7 @@ def test_graph_of_weights(name):
 @every_shape
 @on_every_backend
 def test_repeats(name, shape):
-    """250 times over: a race that loses once in a hundred shows."""
+    """250 repeats are bitwise equal: they would show a race that occurs once in a hundred runs."""
     problem = on_device(problem_of(shape))
     first = attend(problem, name)
     for at in range(250):
@@ -242,7 +242,7 @@ def test_repeats(name, shape):
 
 @on_every_backend
 def test_repeats_beside_other_work(name):
-    """While another stream keeps the device busy, so that programs run in another order."""
+    """Repeats while another stream keeps the device busy, which changes the order of programs."""
     problem = on_device(build(Dims(3, 4, 2, 501, 777, 64, 64), EVERYTHING, torch.bfloat16))
     first = attend(problem, name)
     torch.cuda.synchronize()
@@ -257,7 +257,7 @@ def test_repeats_beside_other_work(name):
 @pytest.mark.parametrize("sizes", [(150, 170), (5, 1500)], ids=["square", "decoding"])
 @on_every_backend
 def test_place_in_the_batch_does_not_matter(name, sizes, dtype):
-    """The same item five times: the same bits. (Dropout is left out: it knows its b and h.)"""
+    """Five copies of an item have the same bits. (Not with dropout, which depends on b and h.)"""
     declares(name, getattr(torch, dtype))
     names = ("bottom_right", "softcap", "alibi", "float_mask", "sinks", "lse_loss")
     dim = 64 if dtype == "bfloat16" else 16
@@ -273,7 +273,7 @@ def test_place_in_the_batch_does_not_matter(name, sizes, dtype):
     found = attend(five, name)
     for what, value in found.items():
         assert torch.equal(value, value[:1].expand_as(value)), what
-    if sizes[0] > 16:  # how decoding splits the keys depends on how many heads there are
+    if sizes[0] > 16:  # in decoding, the splits of keys depend on the number of heads
         alone = attend(on_device(replace(one, wants=("q", "k", "v"))), name)
         same({x: y[3:4] for x, y in found.items()}, alone)
 
@@ -284,5 +284,5 @@ def repeated(x):
 
 @on_every_backend
 def test_everything_here_is_also_right(name):
-    """What the tests above compare with itself, compared with the oracle."""
+    """The calls that the tests above compare with themselves, compared with the oracle."""
     check(name, [problem_of(shape) for shape in SHAPES])

@@ -1,5 +1,5 @@
-"""On a GPU: the passes that take tangents, every feature alone, against torch's forward mode
-through the oracle in float64 on the CPU."""
+"""On a GPU: the passes that take tangents, for every feature alone, against torch's forward mode of
+the oracle in float64 on the CPU."""
 
 import pytest
 from cases import FEATURE, PLAIN, SINGLES, Dims, name_of

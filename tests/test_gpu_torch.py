@@ -1,4 +1,4 @@
-"""On a GPU: compile, autocast, tf32, what falls back, and the values that stay on the device."""
+"""On a GPU: compile, autocast, tf32, fallbacks, and values that stay on the device."""
 
 import warnings
 from dataclasses import replace
@@ -43,7 +43,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-# torch's compiler advises on settings, and says what it found on the machine.
+# torch's compiler warns about settings and about the machine.
 compiles = [
     pytest.mark.usefixtures("fresh_compiler"),
     pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),
@@ -105,7 +105,7 @@ def test_compile_draws_fresh_dropout(name):
 @marked(compiles)
 @on_every_backend
 def test_compile_into_cuda_graphs(name):
-    """mode="reduce-overhead" records what it runs."""
+    """mode="reduce-overhead" records the kernels in a CUDA graph."""
     q, k, v = inputs(torch.bfloat16)
 
     @torch.compile(fullgraph=True, mode="reduce-overhead")
@@ -146,7 +146,7 @@ def test_autocast(name, dtype):
 
 
 def errors(problem, name):
-    """{result: its largest error}, of products in the precision that torch is set to."""
+    """{result: its largest error}, with products in the precision that torch is set to."""
     exact = problem.to(torch.float64).run(fastattn.reference.attention)
     found = attend(on_device(problem), name)
     return {x: (found[x].cpu().double() - exact[x]).abs().max().item() for x in exact}
@@ -154,7 +154,7 @@ def errors(problem, name):
 
 @on_every_backend
 def test_tf32_only_when_torch_allows_it(name, monkeypatch):
-    """`judge` holds float32 to IEEE; here it is held to be better than tf32, and tf32 to be so."""
+    """IEEE float32 has less than a quarter of the error of tf32, and tf32's is below 1e-2."""
     declares(name, torch.float32)
     matmul = torch.backends.cuda.matmul
     problem = build(square(2, 2, 97, 16), (FEATURE["causal"],), torch.float32)
@@ -172,7 +172,7 @@ def test_tf32_only_when_torch_allows_it(name, monkeypatch):
 
 
 def falls_back(monkeypatch, tensors, reason):
-    """One warning with the reason, then silence, and the reference's numbers."""
+    """Only the first call warns, with the reason; results are the reference's."""
     monkeypatch.setattr(backend, "_warned", set())
     backend.choose.cache_clear()
     fastattn.operation.forget_plans()
@@ -227,7 +227,7 @@ SEVERAL = ("bottom_right lengths gqa sinks", "causal alibi_batch bias_grad dropo
 
 
 def packed(name, names):
-    """(on the CPU, on the device)"""
+    """(the batch on the CPU, the batch on the device)"""
     if Feature.PACKED not in backend.get(name).support.features:
         pytest.skip(f"{name} declares no packed batches")
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SEQUENCES, 64)
@@ -246,9 +246,9 @@ def test_packed_batches(name, names):
 
 @on_every_backend
 def test_offsets_are_clamped_without_waiting(name):
-    """A graph recorded with one batch replays with another, and with one that there is not."""
+    """A graph recorded with one batch replays with other offsets, including impossible ones."""
     _, there = packed(name, "bottom_right")
-    most = dict(max_q=439, max_k=476)  # as many as there are in all
+    most = dict(max_q=439, max_k=476)  # the totals of the batch
     graph, found = capture(lambda: there.run(backend=name, **most))
     keys = (0, 9, 9, 9, 400, 476, 476)
     for rows in ((0, 5, 5, 9, 200, 201, 439), (-7, 5, 5, 9, 200, 201, 2**40)):
@@ -261,12 +261,12 @@ def test_offsets_are_clamped_without_waiting(name):
         assert all(torch.equal(found[x], y) for x, y in want.items())
 
 
-PAGES = (20, 256)  # rows are gathered, and whole tiles
+PAGES = (20, 256)  # pages with gathered rows, and pages of whole tiles
 IN_PAGES = ("", "bottom_right gqa sinks", "causal alibi_batch bool_mask dropout lse_loss")
 
 
 def paged(name, names, sizes, page):
-    """(on the CPU, and on the device in pages)"""
+    """(the batch on the CPU, the batch on the device with its keys in pages)"""
     declares(name, torch.bfloat16, Feature.PAGED)
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes, 64)
     given = {x: moved(y) for x, y in in_pages(made, page, torch.int32).items()}
@@ -278,7 +278,7 @@ def paged(name, names, sizes, page):
 @pytest.mark.parametrize("sizes", [SEQUENCES, FEW], ids=["many rows", "few rows"])
 @on_every_backend
 def test_pages(name, sizes, names, page):
-    """Of which those that nothing names, and what is past a length, are NaN."""
+    """Pages that the table does not name, and rows past a length, are NaN."""
     made, there = paged(name, names, tuple((m, 4 * n) for m, n in sizes), page)
     found = there.run(backend=name, backward=False)
     assert not list(complaints(made, {x: y.detach().cpu() for x, y in found.items()}))
@@ -286,7 +286,7 @@ def test_pages(name, sizes, names, page):
 
 @on_every_backend
 def test_tables_are_clamped_without_waiting_and_checked_on_request(name, monkeypatch):
-    """A graph recorded with one table replays with another, and with pages that there are not."""
+    """A graph recorded with one table replays with others, including pages that do not exist."""
     given = paged(name, "bottom_right", SEQUENCES, 64)[1].given | dict(backend=name)
     table, lengths = given["block_table"].clamp_(0, 9), given["key_lengths"]
     most = dict(max_q=300, max_k=table.numel() * 64)
@@ -312,7 +312,7 @@ def test_tables_are_clamped_without_waiting_and_checked_on_request(name, monkeyp
 
 @on_every_backend
 def test_a_cache_of_pages(name):
-    """Prompts, and tokens one by one; a fork; the numbers of what lies in a row."""
+    """A prompt, then tokens one by one, in a cache and its fork: results of contiguous keys."""
     declares(name, torch.bfloat16, Feature.PAGED)
     options = dict(device="cuda", dtype=torch.bfloat16)
     cache = fastattn.KVCache(3, 2, 64, capacity=700, page_size=16, **options)
@@ -358,7 +358,7 @@ def test_manual_seed_repeats_the_draw(name):
 
 
 def test_the_default_backend_runs_everything_without_a_warning():
-    """No backend named: a fused one is chosen, and agrees with the oracle on the device."""
+    """Without a backend named, a fused one is chosen, and it agrees with the oracle."""
     problem = on_device(build(square(2, 2, 97, 64), EVERYTHING, torch.bfloat16))
     found = problem.run(fastattn.attention)
     want = problem.to(torch.float64).run(fastattn.reference.attention)

@@ -1,4 +1,4 @@
-"""Values and memory that broke other kernels: NaN, infinities, ends of the range, far strides."""
+"""Values and storage that broke other kernels: NaN, infinities, range limits, huge strides."""
 
 import mmap
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ import fastattn
 from fastattn.backend import get
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python names it from 3.13 on
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a constant of mmap from Python 3.13 on
 
 
 def on_every_variant(name):
@@ -48,7 +48,7 @@ def run_all(name, problems):
 
 
 def row_masks(m, n, dtype):
-    """Each hides some rows wholly: False, -inf, by the band, by the lengths."""
+    """Arguments that hide all keys from some rows: False, -inf, a band, lengths."""
     hidden = torch.zeros(m, n, dtype=torch.bool)
     hidden[m // 3 : m // 2] = True
     yield "bool", dict(mask=~hidden), hidden.all(-1)
@@ -146,11 +146,11 @@ def test_infinite_mask_stays_in_its_row(name):
 @every_dtype
 @every_backend
 def test_rows_of_finfo_min(name, dtype):
-    """A whole row of the most negative number is a uniform row: the mean of v."""
+    """A mask row of finfo.min has uniform weights: its output is the mean of v."""
     declares(name, DTYPES[dtype])
     dtype = DTYPES[dtype]
     if dtype == torch.float16:
-        return  # 65504 leaves room for the logits: test_rows_far_from_zero
+        return  # -65504 does not absorb the logits: see test_rows_far_from_zero
     for n in (5, 131):
         problem = build(square(1, 2, n, 16), (), dtype)
         mask = randn(n, n, dtype=dtype)
@@ -166,8 +166,8 @@ def test_rows_of_finfo_min(name, dtype):
             )
 
 
-# The backends whose backward pass and weights have the normaliser in two numbers: of "reference",
-# "cpu", "triton" (in its interpreter) and "cuda" (in the emulator).
+# Backends with the normaliser as two numbers in the backward pass and in weights. "triton" runs in
+# its interpreter, "cuda" in the emulator.
 TWO_NUMBERS = ("reference", "cpu", "triton", "cuda")
 FAR = [
     pytest.param(
@@ -185,12 +185,12 @@ FAR = [
 @pytest.mark.parametrize("title", ROWS)
 @pytest.mark.parametrize("name, dtype", FAR)
 def test_rows_far_from_zero(name, dtype, title, value):
-    """Outputs, the LSE and all gradients; and the weights with theirs, whose rows sum to 1."""
+    """Outputs, the LSE and all gradients; and the weights, which sum to 1, with their gradients."""
     problem, found = far_problem(title, value, dtype), []
     with emulated.everywhere() if name == "cuda" else nullcontext():
         chosen = None if name == "cuda" else name
         found += everywhere(chosen, Verdict(problem))
-        if dtype in small(list(DTYPES), ["float32"]):  # in the interpreter, of one dtype
+        if dtype in small(list(DTYPES), ["float32"]):  # in the interpreter, only float32
             problem.kwargs.pop("return_lse", None)
             found += about_weights(chosen, replace(problem, dlse=None), average=False)
     passed(found)
@@ -200,7 +200,7 @@ def test_rows_far_from_zero(name, dtype, title, value):
 @every_backend
 @pytest.mark.parametrize("rows", [1, 9])
 def test_a_bool_mask_hides_a_nan_score(name, dtype, rows):
-    """It replaces the score: nothing is added to it."""
+    """A bool mask replaces the score, rather than adding -inf to it."""
     declares(name, DTYPES[dtype])
     problem = build(Dims(1, 2, 2, rows, 37, 16, 16), (FEATURE["bool_mask"],), DTYPES[dtype])
     problem.kwargs["mask"][..., 3] = False
@@ -215,7 +215,7 @@ def test_a_bool_mask_hides_a_nan_score(name, dtype, rows):
 @every_backend
 @pytest.mark.parametrize("kind", ["bool", "float"])
 def test_blocks_of_nothing_before_the_first_key(name, dtype, kind):
-    """The running maximum stays -inf for whole key blocks, then numbers come."""
+    """The running maximum stays -inf for whole blocks of keys before the first finite score."""
     declares(name, DTYPES[dtype])
     problems = []
     for n, first in small(((200, 199), (300, 130), (513, 400)), ((70, 69), (100, 65))):
@@ -236,9 +236,9 @@ def test_blocks_of_nothing_before_the_first_key(name, dtype, kind):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("offset", [-6e4, -1e3, 1e3, 6e4])
 def test_logits_far_from_zero(name, dtype, offset):
-    """A softmax does not see a shift of all its logits, at -60,000 as little as at 60,000.
+    """Shifting all logits does not change a softmax, by -60,000 or by 60,000.
 
-    The logits are whole numbers, so every dtype makes them without error.
+    The logits are whole numbers, so every dtype computes them without error.
     """
     declares(name, DTYPES[dtype])
     dtype = DTYPES[dtype]
@@ -263,7 +263,7 @@ def test_logits_far_from_zero(name, dtype, offset):
 
 @every_backend
 def test_half_products_overflow(name):
-    """q.k beyond 65504 in float16 is not infinite before the scale makes it small."""
+    """q.k above 65504 does not overflow float16 before the scale makes it small."""
     q = torch.full((1, 1, 5, 64), 60.0, dtype=torch.float16)
     k = randn(1, 1, 70, 64, dtype=torch.float16, seed=1).sign() * 60
     k[0, 0, 0] = 60.0  # its product is 230400
@@ -278,7 +278,7 @@ def test_half_products_overflow(name):
 @every_backend
 @pytest.mark.parametrize("offset", range(1, 8))
 def test_storage_offsets(name, dtype, offset):
-    """Data that starts in the middle of a vector."""
+    """Tensors that do not start at a multiple of the vector width."""
     declares(name, DTYPES[dtype])
     problem = build(square(1, 2, 37, 16), (FEATURE["bias_grad"],), DTYPES[dtype])
 
@@ -294,7 +294,7 @@ def test_storage_offsets(name, dtype, offset):
 
 @every_backend
 def test_strides_past_32_bits(name):
-    """Heads 2^31 elements apart, in memory that is promised and never given."""
+    """Heads are 2^31 elements apart, in memory that is reserved but mostly never touched."""
     heads, n, dim, far = 2, 9, 8, 2**31 + 8
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
     memory = mmap.mmap(-1, 4 * (far + n * dim), flags=flags)
@@ -314,12 +314,12 @@ def test_strides_past_32_bits(name):
 def test_more_heads_than_16_bits(name, batch, heads):
     q, k, v = (randn(batch, heads, 1, 2, seed=x) for x in range(3))
     out = fastattn.attention(q, k, v, backend=name)
-    assert torch.equal(out, v)  # one key: its value
+    assert torch.equal(out, v)  # with one key, the output is its value
 
 
 @every_backend
 def test_inference_then_training(name):
-    """Inference mode leaves nothing behind that training trips on."""
+    """A call in inference mode caches nothing that breaks a later training call."""
     q, k, v = (randn(1, 2, 9, 8, seed=x) for x in range(3))
     with torch.inference_mode():
         first = fastattn.attention(q, k, v, causal=True, backend=name)
@@ -332,7 +332,7 @@ def test_inference_then_training(name):
 
 @every_backend
 def test_backward_twice_over_one_graph(name):
-    """Saved tensors are read, not used up."""
+    """Backward only reads the saved tensors, so it can run twice."""
     q, k, v = (randn(1, 2, 70, 8, seed=x).requires_grad_() for x in range(3))
     out = fastattn.attention(q, k, v, causal=True, dropout_p=0.2, seed=3, backend=name)
     dout = randn(*out.shape, seed=4)
@@ -354,7 +354,7 @@ def test_gqa_heads_in_order(name):
 @every_backend
 @pytest.mark.parametrize("softcap", [None, 3.0])
 def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
-    """Lanes of a tile past the last row see 0 * inf; nothing of it may reach a sum over rows."""
+    """Tile lanes past the last row compute 0 * inf = NaN, which may not reach a sum over rows."""
     declares(name, DTYPES[dtype])
     q = randn(1, 1, 5, 8, dtype=DTYPES[dtype]).abs()
     k, v = (randn(1, 1, 9, 8, dtype=DTYPES[dtype], seed=seed) for seed in (1, 2))
@@ -369,7 +369,7 @@ def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
 @not_interpreted
 @every_backend
 def test_window_edge_is_exact_where_float32_cannot_count(name):
-    """The one key with a value stands exactly on the left edge, 2^24 + 1 behind the row."""
+    """The only nonzero value is at the window's left edge, 2^24 + 1 keys behind the row."""
     left, N = (1 << 24) + 1, (1 << 25) + 8
     q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, 1, N, 1)
     v = torch.zeros(1, 1, N, 1)

@@ -1,4 +1,4 @@
-"""What the package says of itself: the report, explain, the log, the warning, explicit backends."""
+"""The package's diagnostics: the report, explain, the log, the warning, explicit backends."""
 
 import importlib.metadata
 import inspect
@@ -26,7 +26,7 @@ def qkv(D=4, dtype=torch.float32):
 
 
 def python(code, **environment):
-    """stdout and stderr of a fresh interpreter that imports this very package."""
+    """stdout and stderr of a fresh interpreter that imports the same package."""
     where = os.path.dirname(os.path.dirname(fastattn.__file__))
     path = os.pathsep.join(x for x in (where, os.environ.get("PYTHONPATH")) if x)
     run = subprocess.run(
@@ -41,7 +41,7 @@ def python(code, **environment):
 
 
 class Declining:
-    """A backend in front of all others that says no."""
+    """A backend that is tried first and declines every call."""
 
     name = "declining"
     support = Support(frozenset({"nowhere"}), frozenset(DTYPES), 2, Feature.MASK)
@@ -60,7 +60,7 @@ def declining(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
-    """Choices, warnings and log lines are made once: every test starts without a memory."""
+    """Clear the caches before every test: choices, warnings and log lines are made once."""
     from fastattn import operation
 
     monkeypatch.setattr(operation, "_plans", {})

@@ -1,4 +1,4 @@
-"""The CPU kernels execute no more instructions than recorded; and the comparison can say no."""
+"""The CPU kernels execute no more instructions than recorded, and the check can fail."""
 
 from pathlib import Path
 
@@ -44,7 +44,7 @@ def test_a_program_without_the_call_has_no_count():
 
 
 def test_record_is_of_work_that_features_save():
-    """Vectors that are twice as wide, and keys that no row sees."""
+    """Vectors twice as wide, and keys that no row sees, reduce the recorded counts."""
     counts = instructions.recorded().instructions
     for name in counts:
         isa, case = name.split(" ", 1)
@@ -102,7 +102,7 @@ def test_cases_and_records_must_match():
 
 @pytest.fixture
 def counting(monkeypatch, tmp_path):
-    """Sets what is counted next; the record is a copy of RECORD."""
+    """A function that sets the next counts; the record file is a copy of RECORD."""
     monkeypatch.setattr(instructions, "RECORD", tmp_path / "record.json")
     monkeypatch.setattr(instructions, "unavailable", lambda: None)
     instructions.accept(RECORD)

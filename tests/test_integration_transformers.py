@@ -1,4 +1,4 @@
-"""`attn_implementation="fastattn"`: families of transformers are what they are with eager."""
+"""`attn_implementation="fastattn"`: model families of transformers give the results of eager."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ from .transformers_families import FAMILIES, inputs, made, text  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "registered"),
-    pytest.mark.filterwarnings("ignore"),  # of transformers' own
+    pytest.mark.filterwarnings("ignore"),  # transformers' own warnings
 ]
 
 
@@ -55,7 +55,7 @@ def test_logits_and_gradients(family, padding):
     model, given = made(family), inputs(family, padding)
     y, grads = outputs_and_gradients(model, given, "fastattn")
     expected, exact = outputs_and_gradients(model, given, "eager")
-    if family.given != "pair":  # what stands at padding means nothing
+    if family.given != "pair":  # outputs at padding are meaningless
         real = given["attention_mask"].bool()
         y, expected = y[real], expected[real]
     assert worst(y, expected) < 1e-5
@@ -77,7 +77,7 @@ def test_images_and_waves(family):
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("family", families("text", "pair"))
 def test_generate(family, cache):
-    """A prompt, then token by token, behind padding on the left."""
+    """Generate token by token from a prompt that is padded on the left."""
     model, (ids, mask) = made(family), text("left")
     given = dict(max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)
     given |= dict(output_logits=True, return_dict_in_generate=True)

@@ -1,4 +1,4 @@
-"""Continuous batching of transformers with "fastattn": tokens are those of each prompt alone."""
+"""transformers' continuous batching with "fastattn": each prompt's tokens are as if run alone."""
 
 import gc
 import types
@@ -27,22 +27,22 @@ from .transformers_families import FAMILY, VOCABULARY, made  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),  # of transformers' own
+    pytest.mark.filterwarnings("ignore"),  # transformers' own warnings
 ]
-# All layers full; all in a window; both, with softcap, without, and with sinks.
+# Full attention; a window; both kinds of layers, with softcap, without, and with sinks.
 NAMES = ["Llama", "Qwen3", "Mistral", "Gemma2", "Gemma3", "GptOss"]
-STEPS = 12  # more than a page has
+STEPS = 12  # more than the tokens of a page
 SIZES = dict(num_blocks=64, page_size=8, max_batch_tokens=96, auto_switch_to_flash=False)
 SIZES |= dict(return_logprobs=True)
 SCHEDULES = {
     "whole prompts": {},
-    "prompts in chunks": dict(max_batch_tokens=14, num_blocks=14),  # and some wait for pages
+    "prompts in chunks": dict(max_batch_tokens=14, num_blocks=14),  # some prompts wait for pages
 }
 
 
 @pytest.fixture(scope="module", autouse=True)
 def rested():
-    """transformers collects garbage after every batch: of all that has been imported, too."""
+    """Freeze what is imported: transformers collects garbage after every batch, which is slow."""
     gc.freeze()
     yield
     gc.unfreeze()
@@ -50,7 +50,7 @@ def rested():
 
 @pytest.fixture
 def calls(monkeypatch, registered):
-    """What every packed call was told."""
+    """The arguments of every packed call."""
     found = []
     packed = transformers_paged.attention_packed
 
@@ -64,7 +64,7 @@ def calls(monkeypatch, registered):
 
 @pytest.fixture
 def padded(monkeypatch):
-    """Batches as a compiler or a CUDA graph wants them: of few sizes."""
+    """Pad batches to a few sizes, as for a compiler or a CUDA graph."""
     original = batching.model_runner.ModelRunner.__init__
 
     def init(self, *args, **kwargs):
@@ -75,7 +75,7 @@ def padded(monkeypatch):
 
 
 def prompts():
-    """Of odd lengths, one a single token; three share more than a page."""
+    """Prompts of various lengths, one a single token; three share a prefix longer than a page."""
     torch.manual_seed(1)
     first = torch.randint(3, VOCABULARY, (19,)).tolist()
     alone = [torch.randint(3, VOCABULARY, (n,)).tolist() for n in (5, 17, 31, 1)]
@@ -88,7 +88,7 @@ def settings(**more):
 
 
 def together(model, implementation, **sizes):
-    """The tokens of each prompt by `generate_batch`, and their logarithms of probabilities."""
+    """The tokens of each prompt from `generate_batch`, and their log probabilities."""
     found = batch(model, implementation, **sizes)
     assert [x.error for x in found] == [None] * len(prompts())
     return [(x.generated_tokens, torch.tensor(x.logprobs)) for x in found]
@@ -106,7 +106,7 @@ def batch(model, implementation, **sizes):
 
 
 def alone(model):
-    """The same by `generate` with "eager"."""
+    """The same from `generate` with "eager", prompt by prompt."""
     model.set_attn_implementation("eager")
     kept = settings(output_logits=True, return_dict_in_generate=True)
     results = []
@@ -159,13 +159,13 @@ def test_the_old_spelling(calls):
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
 def test_steps_read_pages_where_all_layers_are_full(name, calls):
-    """A window's keys lie in a ring, which transformers has no table of."""
+    """Layers with a window keep keys in a ring, for which transformers has no block table."""
     together(made(FAMILY[name]), "fastattn")
     steps = [x for x in calls if x.get("max_q") == 1]
     assert len(steps) > 2 * (STEPS - 3)
     assert all(("block_table" in x) == (name == "Llama") for x in steps)
     for x in steps:
-        assert "causal" not in x and "window" not in x  # one row sees all that there is
+        assert "causal" not in x and "window" not in x  # one row sees all keys
         assert name != "Llama" or x["k"].shape[1:] == (SIZES["page_size"], 2, 16)
 
 
@@ -175,7 +175,7 @@ def test_a_model_that_drops_the_cache_is_named(registered):
 
 
 def test_prefixes_are_shared(calls, monkeypatch):
-    """Of prompts that come later: what is there is not computed again."""
+    """Later prompts reuse the cached prefix instead of computing it again."""
     matched = []
     search = batching.cache.PagedAttentionCache.search_prefix_match
 
@@ -198,7 +198,7 @@ def test_no_mask_is_made(name, calls, monkeypatch):
         (batching.input_outputs, "build_attention_mask"),
         (transformers_masks.masking_utils, "sdpa_mask"),
         (transformers_masks.Mask, "__getitem__"),
-        (torch.Tensor, "nonzero"),  # nor where requests begin
+        (torch.Tensor, "nonzero"),  # nor are the starts of requests searched for
     ):
         monkeypatch.setattr(owner, made_by, never)
     handlers = []
@@ -211,7 +211,7 @@ def test_no_mask_is_made(name, calls, monkeypatch):
     monkeypatch.setattr(batching.cache.PagedAttentionMemoryHandler, "__init__", init)
     together(made(FAMILY[name]), "fastattn")
     assert calls and not any("mask" in x for x in calls)
-    assert [x.attention_mask_bytes(8192, 100) for x in handlers] == [0]  # nor is room kept for one
+    assert [x.attention_mask_bytes(8192, 100) for x in handlers] == [0]  # nor memory for one
 
 
 # ------------------------------------------------------------------------------- the registration
@@ -241,7 +241,7 @@ def manager(model, **changes):
 
 
 def test_it_is_not_switched_away(registered, monkeypatch):
-    """Nor is anything else that transformers would do with other implementations changed."""
+    """Flash attention does not replace "fastattn", and other implementations behave as before."""
     for version in (2, 3):
         monkeypatch.setattr(
             batching.continuous_api, f"is_flash_attn_{version}_available", lambda **_: True
@@ -264,11 +264,11 @@ def test_it_is_not_switched_away(registered, monkeypatch):
         manager(model)
 
 
-# ------------------------------------------------------------------------- what no batch shows
+# ------------------------------------------------------------------- what generate_batch leaves out
 
 
 class Given(batching.PagedAttentionCache):
-    """It has all keys already."""
+    """A cache that already has all keys and values."""
 
     def __init__(self, key, value):
         self.held = key, value
@@ -286,10 +286,10 @@ def offsets(lengths):
 
 
 def test_every_argument():
-    """Rows without keys, sequences of nothing, rows and keys that are padding, Dv != D."""
+    """Rows without keys, empty sequences, padding rows and keys, Dv != D."""
     torch.manual_seed(0)
     rows, keys = [3, 0, 2, 1, 5], [9, 0, 0, 4, 5]
-    T, S = 13, 20  # two rows and two keys belong to nobody
+    T, S = 13, 20  # two rows and two keys belong to no sequence
     q, sinks = torch.randn(1, 4, T, 16), torch.randn(4)
     k, v = torch.randn(1, 2, S, 16), torch.randn(1, 2, S, 8)
     given = dict(scaling=0.3, softcap=2.0, s_aux=sinks)

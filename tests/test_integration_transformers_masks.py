@@ -1,4 +1,4 @@
-"""transformers' masks as structure: what reaches fastattn, and that it is the mask."""
+"""transformers' masks as structure: fastattn gets arguments that are equivalent to the mask."""
 
 import copy
 import types
@@ -19,14 +19,14 @@ from .transformers_families import FAMILY, VOCABULARY, made, text  # noqa: E402
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
-    pytest.mark.filterwarnings("ignore"),  # of transformers' own
+    pytest.mark.filterwarnings("ignore"),  # transformers' own warnings
 ]
 MODULE = types.SimpleNamespace(is_causal=True)
 
 
 @pytest.fixture
 def calls(monkeypatch, registered):
-    """What every call was told, by name, and under "call" which it was."""
+    """The arguments of every call by name; "call" is the function that was called."""
     found = []
     for name in ("attention", "attention_packed"):
         original = getattr(transformers_attention, name)
@@ -41,7 +41,7 @@ def calls(monkeypatch, registered):
 
 
 def structure(call):
-    """What it was told of its mask."""
+    """The names of the arguments that describe the mask."""
     return {x for x in ("causal", "window", "key_lengths", "mask") if x in call}
 
 
@@ -100,7 +100,7 @@ PLACES = {  # M, N, the first row, the first key
 }
 
 
-CASES = [  # transformers packs where there is no cache
+CASES = [  # transformers packs only without a cache
     pytest.param(kind, place, id=f"{kind}-{place}")
     for kind in KINDS
     for place in PLACES
@@ -110,7 +110,7 @@ CASES = [  # transformers packs where there is no cache
 
 @pytest.mark.parametrize("kind, place", CASES)
 def test_it_is_the_mask(kind, place):
-    """Output and gradients are those of torch with the mask that transformers makes for it."""
+    """Output and gradients are those of torch's function with transformers' dense mask."""
     M, N, row, key = PLACES[place]
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4, M, 8), torch.randn(3, 2, N, 8), torch.randn(3, 2, N, 8)
@@ -137,7 +137,7 @@ def test_it_is_the_mask(kind, place):
 
 
 def seen_by(padding, N):
-    """(3,N): which tokens are no padding."""
+    """(3,N) bool: which tokens are not padding."""
     seen = torch.ones(3, N, dtype=torch.bool)
     if padding in ("left", "both"):
         seen[1, : N // 4], seen[2, : N // 2] = False, False
@@ -188,7 +188,7 @@ def test_no_mask_is_dense(name, padding, expected, calls):
 
 
 def test_decoding_has_no_dense_mask(calls):
-    """Steps see all keys, or behind padding the columns; a window is there once it hides."""
+    """A step has no mask, or with padding a mask of keys; a window is passed once it hides keys."""
     for name in ("Llama", "Mistral"):
         model = made(FAMILY[name])
         model.set_attn_implementation("fastattn")
@@ -210,7 +210,7 @@ def test_a_static_cache_has_lengths(calls):
     model.generate(ids, cache_implementation="static", **given)
     assert not any("mask" in x for x in calls)
     assert [x["key_lengths"][0].item() for x in calls[2:]] == [25, 25, 26, 26, 27, 27]
-    assert all(structure(x) == {"key_lengths"} for x in calls[2:])  # though the cache fills
+    assert all(structure(x) == {"key_lengths"} for x in calls[2:])  # also once the cache is full
 
 
 POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])[None]
@@ -219,7 +219,7 @@ POSITIONS = torch.cat([torch.arange(n) for n in (5, 1, 11, 7)])[None]
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
 @pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
 def test_packed(name, by, calls):
-    """One row of several sequences is those sequences, one by one."""
+    """Sequences packed in one row give the results of the sequences one by one."""
     model, ids = made(FAMILY[name]), text("none")[0][:1]
     cu = torch.tensor([0, 5, 6, 17, 24], dtype=torch.int32)
     given = dict(position_ids=POSITIONS, use_cache=False)
@@ -238,7 +238,7 @@ def test_packed(name, by, calls):
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
 @pytest.mark.parametrize("cuts", [(24,), (13, 11)])
 def test_packed_positions_with_a_cache_are_one_sequence(name, cuts, calls):
-    """As in eager: transformers looks for packed positions only where there is no cache."""
+    """As in eager: transformers looks for packed positions only without a cache."""
     model, ids = made(FAMILY[name]), text("none")[0][:1]
     found = {}
     for implementation in ("fastattn", "eager"):
@@ -261,7 +261,7 @@ def test_chunks_are_packed(calls):
 
 
 def test_prefixes_are_exact(registered):
-    """Images of Gemma 3 see all of themselves: there is no structure for that."""
+    """Image tokens of Gemma 3 see their whole image; no structure expresses that."""
     config = made(FAMILY["Gemma3"]).config
     config._attn_implementation = "fastattn"
     x = torch.randn(1, 21, 64)
@@ -275,7 +275,7 @@ def test_prefixes_are_exact(registered):
 
 
 def test_trap_of_dense_masks(calls):
-    """sdpa's own mask function is right, and what it makes is dense; ours is not."""
+    """sdpa's mask function makes a correct dense mask; ours passes a mask of keys alone."""
     ids, seen = text("left")
     exact = masks.sdpa_mask(3, 24, 24, attention_mask=seen.bool())
     assert exact.shape == (3, 1, 24, 24)
@@ -284,7 +284,7 @@ def test_trap_of_dense_masks(calls):
 
 
 def test_trap_of_no_mask_function(registered):
-    """An attention function alone is told of no padding and of no sequences. Ours is."""
+    """Without a registered mask function, an attention function gets no padding or sequences."""
     model, (ids, seen) = made(FAMILY["Llama"]), text("left")
     name, interface = "test-attention-alone", transformers.AttentionInterface
     padded = dict(input_ids=ids, attention_mask=seen)
@@ -315,8 +315,8 @@ STRANGERS = {
 
 @pytest.mark.parametrize("name", STRANGERS)
 def test_trap_of_models_that_never_call(name, registered):
-    """They are refused where they are made, keep what they have where it is set, and run into an
-    error where their config is changed behind both."""
+    """Construction with "fastattn" raises, setting it later changes nothing, and a call raises if
+    the config was changed directly."""
     config = getattr(transformers, f"{name}Config")(**STRANGERS[name] | SMALL)
     kind = getattr(transformers, f"{name}ForCausalLM")
     with pytest.raises(ValueError, match=f"{name}ForCausalLM, expected a model whose attention"):
@@ -340,7 +340,7 @@ PICKING = {
 
 @pytest.mark.parametrize("module", PICKING)
 def test_trap_of_models_that_pick_keys(module):
-    """eager and sdpa alone are told which: any other implementation would see all of them."""
+    """The model passes the picked keys to eager and sdpa only: others would attend to all keys."""
     name = f"transformers.models.{module}.modeling_{module}"
     kind = getattr(pytest.importorskip(name), PICKING[module])
     assert "picks keys, or has sinks" in ours._why_not(kind)
@@ -407,7 +407,7 @@ def test_weights_of_a_packed_batch(registered):
 
 
 def test_items_of_nothing_but_padding_are_those_of_sdpa(registered):
-    """eager takes the mean over the padding there."""
+    """In such items eager instead averages over the padding."""
     ids, mask = text("right")
     mask[1] = 0
     for name in ("Llama", "Bert", "Bart"):
@@ -475,7 +475,7 @@ def test_beams(registered):
 
 @pytest.mark.parametrize("name, padding", dict(Llama="left", Gemma2="none", Bert="right").items())
 def test_compiled(name, padding, calls):
-    """In one graph, where a causal or bidirectional mask stays structure."""
+    """The model compiles to one graph, in which a causal or bidirectional mask stays structure."""
     model, (ids, mask) = made(FAMILY[name]), text(padding)
     model.set_attn_implementation("eager")
     expected = model(ids, attention_mask=mask)[0][mask.bool()]
@@ -489,7 +489,7 @@ def test_compiled(name, padding, calls):
 
 @pytest.mark.parametrize("overlay", [None, masks.sliding_window_overlay(6)])
 def test_steps_of_a_static_cache_are_told_alike(overlay):
-    """What was compiled for the first runs the last, which fills the cache, and those between."""
+    """All steps pass the same arguments, so one compiled graph serves them, up to a full cache."""
     causal = masks.causal_mask_function
     function = masks.and_masks(causal, overlay) if overlay else causal
     steps = [make_mask(2, 1, 8, torch.tensor(i), 0, function) for i in range(3, 8)]
@@ -497,7 +497,7 @@ def test_steps_of_a_static_cache_are_told_alike(overlay):
 
 
 def test_it_goes_where_the_model_does():
-    """Models that are spread over devices move what they hand on."""
+    """Models spread over devices move the mask between them."""
     mask = make_mask(2, 5, 5, attention_mask=seen_by("left", 5)[1:])
     moved = mask.to("meta", non_blocking=True)
     assert moved.arguments["mask"].is_meta and moved.exact().is_meta and moved.shape == mask.shape
@@ -508,7 +508,7 @@ def test_it_goes_where_the_model_does():
 
 @pytest.mark.parametrize("padding", ["none", "right", "hole"])
 def test_a_mask_of_one_row_is_that_of_all(padding, registered):
-    """Some models make it so, and mean all rows."""
+    """Some models make a mask of one row that is meant for all rows."""
     torch.manual_seed(0)
     q, k = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 24, 8)
     seen = torch.ones(3, 24, dtype=torch.bool) if padding == "none" else seen_by(padding, 24)[:3]
@@ -521,7 +521,7 @@ def test_a_mask_of_one_row_is_that_of_all(padding, registered):
 
 
 def test_a_mask_of_one_key_hides_nothing(registered):
-    """Of a BERT that generates without being a decoder: it knows nothing of its cache."""
+    """A BERT that generates without being a decoder makes it: its mask ignores the cached keys."""
     q, k = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 13, 8)
     one = make_mask(2, 1, 1, 0, 0, masks.bidirectional_mask_function)
     expected = transformers_attention.attend(MODULE, q, k, k, None, is_causal=False)[0]

@@ -1,4 +1,4 @@
-"""Calls that do not end as they should: no memory, or an interruption; the next call is right."""
+"""Calls that fail, for lack of memory or by an interruption: the next call is right."""
 
 import subprocess
 import sys
@@ -27,8 +27,8 @@ def is_right(found, *sizes):
         torch.testing.assert_close(x, y)
 """
 
-# What is left of the address space is used up by blocks, and some are given back: each holds the
-# result of a few rows, and none the half megabyte of scratch.
+# Blocks use up the remaining address space; then every second block of 64 KB is freed. Each can
+# hold the result of a few rows, none the half megabyte of scratch.
 NO_MEMORY = """
 import resource
 pass_over(1, 1, 3, 8)  # loads what is loaded late
@@ -57,7 +57,7 @@ print(said)
 is_right(pass_over(*SIZES), *SIZES)
 """
 
-# The signal comes while a call is under way: calls follow one another until it has come.
+# The signal arrives during a call, since calls are repeated until it arrives.
 INTERRUPTED = """
 import os, signal, threading, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
@@ -81,7 +81,7 @@ is_right(pass_over(2, 2, 70, 16), 2, 2, 70, 16)
 
 
 def told(program, **constants):
-    """What a fresh process prints, which must end well."""
+    """What a fresh process prints; it must exit with status 0."""
     lines = [f"{name} = {value!r}" for name, value in constants.items()]
     code = "\n".join([*lines, COMMON, program])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600)

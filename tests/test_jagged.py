@@ -1,5 +1,5 @@
-"""torch's jagged tensors through `scaled_dot_product_attention` and `MultiheadAttention`: each
-sequence by itself."""
+"""torch's jagged tensors in `scaled_dot_product_attention` and `MultiheadAttention`: the results of
+each sequence alone."""
 
 import pytest
 import torch
@@ -47,7 +47,7 @@ def test_each_sequence_by_itself(causal, key_heads):
 
 
 def test_it_is_compiled():
-    """With the longest known beforehand, and not."""
+    """Compiled results equal eager ones, also after the lengths change."""
 
     def attention(x):
         x = x.transpose(1, 2)
@@ -61,7 +61,7 @@ def test_it_is_compiled():
 
 
 def test_it_is_torchs():
-    """Where torch has it too: the same tensors, in and out."""
+    """Where torch supports it too: the same values and a jagged tensor of the same shape."""
     q, _ = jagged((5, 9, 33), grad=False)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q)
     ours = fastattn.scaled_dot_product_attention(q, q, q)

@@ -1,7 +1,7 @@
-"""The judge itself, on rows far from zero: it passes what is right and names what is not.
+"""Tests of the judge, on rows far from zero: it accepts right results and reports wrong ones.
 
-`Plain` is attention as a kernel does it, in the accumulation dtype: the forward pass leaves the
-normaliser, and the backward pass makes P from it anew. Each fault is one that a kernel could have.
+`Plain` is attention as a kernel computes it, in the accumulation dtype: the forward pass saves the
+normaliser, and the backward pass recomputes P from it. Each fault is one that a kernel could have.
 """
 
 import pytest
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Plain(torch.autograd.Function):
-    """Scores, values, sinks (H,), what dropout multiplies P by, and a fault, to out and LSE."""
+    """out and LSE from scores, values, sinks (H,), dropout's factors of P, and a fault or None."""
 
     @staticmethod
     def forward(ctx, s, v, sinks, kept, fault):
@@ -75,13 +75,13 @@ def test_what_is_right_passes(title, value, dtype):
     assert not Verdict(problem).about(plain(problem))
 
 
-# float32 has digits left beside float16's -65504, and float64 beside -1e9.
+# At float16's -65504, float32 still resolves the logits; at -1e9, float64 does.
 DIGITS_LEFT = [("float16", "finfo.min"), ("float64", "-1e9")]
 
 
 def harmless(fault, value, dtype):
-    """Is a fault none here? A row whose logits are all absorbed is uniform; and an LSE that has
-    digits left keeps log l to a thousandth, more than 16 bits do."""
+    """True if a fault has no effect: a row that absorbs all its logits is uniform anyway, and an
+    LSE with digits left keeps log l to a thousandth, finer than 16-bit results."""
     if fault == "a uniform row":
         return (dtype, value) not in DIGITS_LEFT
     return "far away" not in fault and dtype == "float16" and value == "finfo.min"

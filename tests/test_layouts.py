@@ -1,5 +1,5 @@
-"""Tensors that are no plain memory: what has a dense meaning is read as that, the rest is refused
-by its name, also where an ordinary call of the same kind is remembered."""
+"""Tensors that are not plain strided memory: those with a dense meaning are read as dense, others
+are refused by name, even if a call of the same kind is cached."""
 
 import pytest
 import torch
@@ -19,11 +19,11 @@ LAYOUTS = {
     "jagged": lambda x: torch.nested.nested_tensor([x, x], layout=torch.jagged),
 }
 NAMES = ("q", "k", "v", "mask", "key_lengths", "alibi_slopes", "sinks", "seed", "lse")
-MADE = [  # those that torch makes
+MADE = [  # the combinations that torch can make
     (name, layout)
     for name in NAMES
     for layout in LAYOUTS
-    if not (layout == "sparse CSR" and name in ("key_lengths", "sinks", "seed"))  # of one dimension
+    if not (layout == "sparse CSR" and name in ("key_lengths", "sinks", "seed"))  # 1-D
     and not (layout == "mkldnn" and name in ("key_lengths", "seed"))  # integers
 ]
 
@@ -110,7 +110,7 @@ FORMS = {
 
 
 def efficient_zero(x):
-    """Zeros without memory, which autograd makes for what does not contribute."""
+    """Zeros without storage, which autograd makes as the gradient of unused results."""
     return torch._efficientzerotensor(x.shape, dtype=x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""The ledger of machine code reads what is there, counts it where it belongs, and can say no."""
+"""The ledger of machine code: it reads listings, counts instructions by kind, and can fail."""
 
 import argparse
 import json
@@ -25,9 +25,9 @@ needs_triton = pytest.mark.skipif(
     bool(ledger_code.unavailable("triton")), reason=str(ledger_code.unavailable("triton"))
 )
 
-# A kernel of one warp: 16 rows, 8 keys, D = 8. A parameter is a switch within the loop; copies are
-# an inner loop of three; of masked tiles one branch tells, of rows within the bounds another; the
-# first tile loads more; and a barrier that is not there yet is spun for behind the end.
+# A kernel of one warp: 16 rows, 8 keys, D = 8. A kernel parameter switches a feature in the loop.
+# Copies are an inner loop of three. One branch skips masking, another checks the bounds of rows.
+# The first tile loads more. The loop that spins on a barrier is placed after the kernel's end.
 TOY = """
 	.section	.text.toy,"ax",@progbits
 .text.toy:
@@ -107,7 +107,7 @@ def test_loops_are_those_of_branches_back():
 
 
 def test_an_iteration_of_a_whole_tile():
-    """Three copies; no feature, mask, first tile nor second look at a barrier; the exponential."""
+    """It has three copies and the exponential, but no feature, mask, first tile or second wait."""
     total, kinds = counted()
     assert total == PLAIN
     expected = "global 3, shared 1, tensor 1, mufu 1, barrier 1, wait 2, int 9, move 2, branch 8"
@@ -126,7 +126,7 @@ def test_other_ways_through_the_loop(constants, dear, more):
 
 @pytest.mark.parametrize("known", [False, True, None])
 def test_predicates_that_are_kept_as_bits(known):
-    """By P2R, or each as a bit of a register whose others are not known."""
+    """Predicates saved by P2R, or by LOP3 as single bits of a register with unknown other bits."""
     state = sass_values.State({}, predicates={} if known is None else {"P1": known})
     for line in (
         "LOP3.LUT R9, R9, 0xfffffffd, RZ, 0xc0, !PT",
@@ -143,7 +143,7 @@ def test_predicates_that_are_kept_as_bits(known):
 
 
 def test_what_a_loop_computes_is_not_known_of_the_next_iteration():
-    """The count of copies starts anew in each; were it carried on, the loop would not end."""
+    """The copy counter is unknown in the next iteration. Carried over, the loop would not end."""
     carried = TOY.replace("IMAD.MOV.U32 R6, RZ, RZ, 0x3", "NOP").replace(
         "IMAD.MOV.U32 R20", "IMAD.MOV.U32 R6, RZ, RZ, 0x3 ;\n        /*0025*/ IMAD.MOV.U32 R20"
     )
@@ -192,7 +192,7 @@ def test_an_unknown_opcode_is_named():
 
 
 def test_a_loop_that_cannot_be_read_is_a_fault(monkeypatch):
-    """Without products; with fewer than the pass has; with an opcode of no kind."""
+    """A listing without products, one with too few, and one with an opcode of unknown kind."""
     listings = ["", TOY.replace("MUFU.EX2", "FADD"), TOY.replace("16816", "1688"), TOY]
     listings += [TOY.replace("FSEL R13", "FNEW.X R13")]
     found = [KERNEL._replace(listing=x) for x in listings[1:]]
@@ -283,7 +283,7 @@ def test_blocks_of_a_multiprocessor(registers, shared, warps, columns, arch, exp
 
 @pytest.fixture
 def program(monkeypatch, tmp_path):
-    """The command over one kernel that is said to have come out, with files of its own."""
+    """A function that runs the command on one given kernel, with separate budget and results."""
     monkeypatch.setattr(ledger_report, "BUDGET", tmp_path / "budget.json")
     monkeypatch.setattr(ledger_report, "RESULTS", tmp_path)
     monkeypatch.setattr(ledger_code, "unavailable", lambda compiler: None)
@@ -307,7 +307,7 @@ def test_a_count_may_not_grow(program, capsys, tmp_path):
     assert program(more) == 1
     expected = f"{CASE}: instructions: got {32 * (PLAIN + 1)}, expected at most {32 * PLAIN}"
     assert expected in capsys.readouterr().out
-    assert program(more, accept=True) == 0 and program() == 0  # fewer are no fault
+    assert program(more, accept=True) == 0 and program() == 0  # a smaller count is no fault
 
 
 def test_a_budget_is_of_one_version_of_each_compiler(program, monkeypatch, tmp_path):
@@ -323,7 +323,7 @@ def test_a_budget_is_of_one_version_of_each_compiler(program, monkeypatch, tmp_p
 
 
 def test_kernels_that_there_are_no_more_have_no_budget(program, tmp_path):
-    """Of either compiler; one that is only not counted now keeps its own."""
+    """Cases that no longer exist are removed, for either compiler; cases not run now are kept."""
     file, one = tmp_path / "budget.json", str(next(cases()))
     file.write_text(json.dumps({"cuda 1.0": {one: {}, "sm_80 cuda dq D8": {}}}))
     program(accept=True)
@@ -379,7 +379,7 @@ def test_peers_stand_beside_ours():
 
 
 def held(case):
-    """Is a kernel, compiled now, within its budget?"""
+    """Assert that a kernel, compiled now, is within its budget."""
     version = ledger_code.version(case.compiler)
     if version not in ledger_report.budgets():
         pytest.skip(f"the budget is of {', '.join(ledger_report.budgets())}, here is {version}")

@@ -1,7 +1,7 @@
 """Models of other libraries on fastattn, by the lines in fastattn/integrations/README.md.
 
-Random weights, nothing is fetched. Outputs and gradients are those of the stock model, every
-attention call is ours, and afterwards all is what it was.
+Weights are random; nothing is downloaded. Outputs and gradients are those of the stock model, every
+attention call reaches fastattn, and afterwards the stock behaviour is restored.
 """
 
 import importlib
@@ -25,7 +25,7 @@ pytestmark = [
     pytest.mark.usefixtures("one_thread", "nothing_is_small"),
     pytest.mark.filterwarnings(
         "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"
-    ),  # of the libraries
+    ),  # from the libraries
 ]
 
 
@@ -43,7 +43,7 @@ def calls(monkeypatch):
 
 
 def library(name):
-    """The module, or a skip."""
+    """Import a library, or skip the test."""
     try:
         return beside.library(name)
     except ModuleNotFoundError as missing:
@@ -93,7 +93,7 @@ def timm_vit():
 
 
 def timm_beit():
-    """Attention with a bias that is learned."""
+    """Attention with a learned bias."""
     model = library("timm").create_model(
         "beit_base_patch16_224", img_size=32, depth=2, embed_dim=32, num_heads=2, num_classes=5
     )
@@ -101,7 +101,7 @@ def timm_beit():
 
 
 def timm_swin():
-    """Windows, with bias and mask; fused where timm's experimental switch is on."""
+    """Windows with bias and mask; fused only with timm's experimental switch."""
     layers = importlib.import_module(library("timm").__name__ + ".layers")
     layers.set_fused_attn(True, experimental=True)
     model = sys.modules["timm"].create_model(
@@ -112,7 +112,7 @@ def timm_swin():
 
 
 def x_transformers_decoder():
-    """Rotary embeddings, grouped heads; causal."""
+    """Causal attention with rotary embeddings and grouped heads."""
     x = library("x_transformers")
     layers = x.Decoder(
         dim=32, depth=2, heads=4, attn_kv_heads=2, rotary_pos_emb=True, attn_flash=True
@@ -130,7 +130,7 @@ def x_transformers_padded():
 
 
 def diffusers_unet():
-    """Its processors know no backends."""
+    """A model with attention processors that ignore diffusers' backend setting."""
     model = library("diffusers").UNet2DConditionModel(
         sample_size=8,
         block_out_channels=(16, 16),
@@ -197,7 +197,7 @@ def open_clip_towers():
 
 @pytest.mark.parametrize("build", [torchvision_vit, open_clip_towers], ids=lambda x: x.__name__)
 def test_converted(build, calls):
-    """In eval too, where torch's own module takes another road than its function."""
+    """Also in eval mode, where torch's module does not call F.scaled_dot_product_attention."""
     model, call, attentions = build()
     spread_out(model)
     classes = [type(x) for x in model.modules()]
@@ -240,7 +240,7 @@ def flux():
 
 
 def qwen_image():
-    """Text that is padded."""
+    """A model with padded text."""
     model = library("diffusers").QwenImageTransformer2DModel(
         in_channels=4,
         out_channels=1,
@@ -320,7 +320,7 @@ def test_a_block_of_diffusers(calls, dispatch):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_of_diffusers(ranks, calls, dispatch):
-    """Attention to a part of the sequence would be silently wrong."""
+    """Several ranks are refused: attention to part of the sequence would be silently wrong."""
     ours_for_diffusers.register()
     x = torch.randn(1, 6, 2, 8)
     config = SimpleNamespace(context_parallel_config=SimpleNamespace(_world_size=ranks))
@@ -337,7 +337,7 @@ def test_ranks_of_diffusers(ranks, calls, dispatch):
 
 
 def test_the_environment_of_diffusers():
-    """It is read before anybody could register."""
+    """diffusers reads DIFFUSERS_ATTN_BACKEND on import, before `register` can be called."""
     library("diffusers")
     code = "from fastattn.integrations import diffusers; diffusers.register()"
     environment = os.environ | {"DIFFUSERS_ATTN_BACKEND": "fastattn"}

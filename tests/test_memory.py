@@ -1,8 +1,8 @@
-"""Peak memory is linear in the sequence length, with dropout and a bias gradient, too.
+"""Peak memory is linear in the sequence length, also with dropout and a bias gradient.
 
-Measured as the kernel sees it: the peak resident size of a fresh process, reset before the call
-(/proc/self/clear_refs), with an allocator that returns what it frees, no huge pages, and scratch
-memory that is written (poisoned) even where a kernel would not touch it.
+The operating system measures it: the peak resident size of a fresh process, reset before the call
+(/proc/self/clear_refs). The allocator returns freed memory, there are no huge pages, and all
+scratch memory is written (poisoned), even where a kernel would not touch it.
 """
 
 import ctypes
@@ -94,7 +94,7 @@ MEASURE = """
 KINDS = ("forward", "dropout", "padding", "backward", "everything", "second")
 MEGABYTE = 1 << 20
 # The operating system counts resident pages on each CPU and folds them in 32 at a time, so a
-# reading is off by a few hundred kilobytes: sizes are chosen large beside that.
+# reading is off by a few hundred kilobytes. The sizes measured are much larger than that.
 RESOLUTION = MEGABYTE // 2
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -135,8 +135,8 @@ def test_peak_memory_is_linear(name, kind):
 @every_backend
 @pytest.mark.parametrize("kind", ["dropout", "everything"])
 def test_dropout_at_4096_stays_under_20_megabytes(name, kind):
-    """Or 24 where AMX multiplies float32: Q and dO lie there in planes, half as large again, and
-    twice, for either side of a product."""
+    """24 MB if AMX multiplies float32: Q and dO are then stored as planes of 1.5 times the size,
+    twice: once for each side of a product."""
     found = extra(name, ("dropout", "everything"), (4096,), heads=2)[kind, 4096]
     on_tiles = name == "cpu" and native.cpu_units()["float32"]["many rows"].startswith("amx")
     limit = 24 if on_tiles else 20
@@ -153,7 +153,7 @@ def test_the_measurement_sees_a_quadratic_one():
 
 
 def peak_of_a_rank(group, rows, strategy):
-    """Bytes that a rank's part adds at its peak: causal attention, and its backward."""
+    """Peak bytes that a rank's part adds: causal attention and its backward pass."""
 
     def resident(field):
         with open("/proc/self/status") as lines:
@@ -184,10 +184,10 @@ def peak_of_a_rank(group, rows, strategy):
 
 @needs_proc
 def test_a_rank_of_a_ring_has_what_falls_with_the_ranks():
-    """Linear in N / P: as much for a part as long on more ranks, twice as much for one of twice the
-    length. From three ranks on, which wait for keys and for their gradients at once. `gather`, with
-    the keys of all, shows that the measurement sees one rank's. The peak of a ring depends on which
-    rank waits for which, so the highest of several calls counts."""
+    """A rank's peak is linear in N / P: the same for equally long parts on more ranks, twice as
+    much for parts of twice the length. It needs three ranks, which wait for keys and gradients at
+    once. `gather`, where each rank has all keys, shows that one rank's memory is measured. The peak
+    depends on which rank waits for which, so the highest of several calls counts."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ALLOCATOR.items():
             patch.setenv(name, value)

@@ -1,5 +1,5 @@
-"""`fastattn.merge`: one call's results from those of its blocks of keys. tests/test_place.py merges
-the results of kernels."""
+"""`fastattn.merge`: combine the results of blocks of keys into those of one call.
+tests/test_place.py merges the results of kernels."""
 
 import pytest
 import torch

@@ -26,7 +26,7 @@ def test_grid_of_options_gives_torchs_results_and_gradients(dtype, tolerance):
 
 
 def test_grid_in_inference_mode_gives_the_results_of_torchs_fast_path():
-    """Where torch may take its native path; fully masked rows aside, it computes the same."""
+    """Inference mode allows torch's fast path; except for fully masked rows, results agree."""
     fast = [x for x in GRID if not x["train"] and x["attn_mask"] != "causal hint"]
     assert len(fast) > 50
     for case in fast:
@@ -38,7 +38,7 @@ def test_grid_in_inference_mode_gives_the_results_of_torchs_fast_path():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sixteen_bits_stay_within_twice_the_error_of_torch(dtype):
-    """Error against float64; torch with need_weights computes in the storage dtype throughout."""
+    """Errors are against float64. With need_weights, torch computes in the storage dtype."""
     for case in GRID[:60]:
         case = case | {"weights": "per head"}
         theirs, ours, inputs, kwargs = build(case, dtype)
@@ -230,7 +230,7 @@ def test_impossible_dropout_raises(p):
     for need_weights in (True, False):
         with pytest.raises(ValueError, match="dropout_p"):
             ours(*(zeros(L, N, E),) * 3, need_weights=need_weights)
-    ours.eval()(*(zeros(L, N, E),) * 3)  # torch, too, looks at it in training only
+    ours.eval()(*(zeros(L, N, E),) * 3)  # like torch, checked in training only
 
 
 def test_torchscript_is_refused_with_what_to_do_instead():

@@ -13,7 +13,7 @@ import fastattn
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-# -- masks, hints, what is computed from what ---------------------------------------------------
+# -- masks and hints ----------------------------------------------------------------------------
 
 
 def test_projections_are_viewed_and_padding_masks_stay_small(monkeypatch):
@@ -38,7 +38,7 @@ def test_layout_of_the_output_is_contiguous_where_torchs_is():
 
 
 def test_causal_hint_replaces_the_mask_only_where_torch_drops_it():
-    """A wrong hint shows which of the two was used."""
+    """The hint does not match the mask, so the result shows which of the two was used."""
     theirs, ours = twins(batch_first=True)
     query, key = torch.randn(N, L, E), torch.randn(N, S, E)
     not_causal = torch.rand(L, S) < 0.3
@@ -85,13 +85,13 @@ def test_rows_that_see_nothing_give_the_bias_and_finite_gradients(how, train, ne
     theirs, ours = (m.train(train) for m in twins(batch_first=True))
     x = torch.randn(N, L, E, requires_grad=True)
     padding = torch.zeros(N, L, dtype=torch.bool)
-    rows = torch.zeros(N, L, dtype=torch.bool)  # which query rows see nothing
+    rows = torch.zeros(N, L, dtype=torch.bool)  # query rows that see no key
     kwargs = {"need_weights": need_weights, "average_attn_weights": False}
     if how == "attn_mask":
         kwargs["attn_mask"] = torch.zeros(L, L)
         kwargs["attn_mask"][2] = -torch.inf
         rows[:, 2] = True
-    elif how == "both":  # each mask alone would leave row 1 of item 1 something to see
+    elif how == "both":  # only both masks together hide all keys from row 1 of item 1
         kwargs["attn_mask"] = torch.zeros(L, L, dtype=torch.bool)
         kwargs["attn_mask"][1, :2] = padding[1, 2:] = True
         kwargs["key_padding_mask"] = padding
@@ -153,7 +153,7 @@ def test_dropout_is_one_draw_for_output_and_weights_and_stops_in_eval(options):
     kept = ours.eval()(x, x, x, average_attn_weights=False)[1]
     torch.testing.assert_close(weights, torch.where(weights == 0, 0.0, 2 * kept))
     assert 0.4 < (weights == 0).double().mean() < 0.6
-    if not options:  # the weights that came back are those that made the output
+    if not options:  # the returned weights give the returned output
         value = F.linear(x, ours.in_proj_weight[2 * E :], ours.in_proj_bias[2 * E :])
         heads = value.unflatten(-1, (H, -1)).permute(1, 2, 0, 3)
         again = ours.out_proj((weights @ heads).permute(2, 0, 1, 3).flatten(2))
@@ -161,7 +161,7 @@ def test_dropout_is_one_draw_for_output_and_weights_and_stops_in_eval(options):
 
 
 def test_gradients_through_dropped_weights_are_those_of_the_formula():
-    """Seen from outside: central differences of a loss on out and weights, under one seed."""
+    """gradcheck: central differences of out and weights, under one seed."""
     ours = fastattn.MultiheadAttention(4, 2, dropout=0.4).double()
     x = torch.randn(4, 2, 4, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
@@ -241,7 +241,7 @@ class SelfAttention(nn.Module):
 
 
 def test_export_and_trace_record_the_attention():
-    """A trace that had stored the first output as a constant would repeat it."""
+    """A trace with the first output stored as a constant would return it for the second input."""
     ours = SelfAttention().eval()
     first, second = torch.randn(L, N, E), torch.randn(L, N, E)
     exported = torch.export.export(ours, (first,)).module()

@@ -1,5 +1,5 @@
-"""fastattn.MultiheadAttention with parameters and masks of several dtypes: it computes what torch's
-module computes, in the same dtype, and raises where that raises."""
+"""fastattn.MultiheadAttention with parameters and masks of several dtypes: it gives the results of
+torch's module, in the same dtype, and raises if torch's module raises."""
 
 import itertools
 import warnings
@@ -50,7 +50,7 @@ def outcome(module, inputs, mode, **masks):
     leaves = list(module.parameters())
     try:
         with casts, nullcontext() if grad else torch.no_grad(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # masks of two kinds are deprecated
+            warnings.simplefilter("ignore")  # torch: masks of different dtypes are deprecated
             out, weights = module.train(train)(*inputs, need_weights=need_weights, **masks)
             found = [out] if weights is None else [out, weights]
             if grad:
@@ -102,7 +102,7 @@ MASKS = (None, torch.bool, F32, BF16, F16)
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("padding, mask", list(itertools.product(MASKS, MASKS)), ids=str)
 def test_masks_of_several_dtypes(padding, mask, dtype):
-    """A bool mask counts as one of query's dtype where it meets a float mask."""
+    """Beside a float mask, a bool mask is converted to query's dtype."""
     theirs, ours = (m.to(dtype) for m in twins(batch_first=True))
     x, y = rand(N, L, E, dtype=dtype), rand(N, S, E, seed=1, dtype=dtype)
     hidden = dict(key_padding_mask=rand(N, S, seed=2) > 1, attn_mask=rand(L, S, seed=3) > 1)

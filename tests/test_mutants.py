@@ -1,7 +1,7 @@
-"""Seeded faults: each breaks one line of the Triton kernels, and the named cases must notice.
+"""Seeded faults: each breaks one line of the Triton kernels, and the named cases must fail.
 
-The cases are those of test_features, at its sizes and budgets. A fault that none of them sees is a
-hole in the suite, and fails here.
+The cases are those of test_features, with its sizes and budgets. A fault that no case detects is a
+gap in the suite, and fails here.
 """
 
 import importlib.util
@@ -44,7 +44,7 @@ class Fault(NamedTuple):
     seen_by: list[str]
 
 
-# Title: file: the cases that notice (features joined by +); then the code as it is, and the fault.
+# Title: file: the cases that detect it (features joined by +); then the code, and the fault.
 FAULTS = r"""
 causal off by one: score.py: causal
 -j <= rows.at + call.right
@@ -500,7 +500,7 @@ FAULT = dict(faults())
 
 
 def problems(names):
-    """The case of that name, and its negative-logit probe."""
+    """The problems of a case, each with its negative-logit probe where there is one."""
     if names in FAR:
         yield far_problem(FAR[names], "-1e9", "float32")
     elif names == "decode":
@@ -517,7 +517,7 @@ verdicts = {}
 
 
 def infinities_spread():
-    """A key of -inf makes NaN in rows that are not there; nothing of it may reach a gradient."""
+    """True if the NaN that a key of -inf makes in tile rows past the last reaches a gradient."""
     problem = build(square(1, 1, 5, 8), (), torch.float32)
     problem.k[0, 0, 3] = -torch.inf
     problem = replace(problem, q=problem.q.abs(), wants=("k", "v"))
@@ -525,11 +525,11 @@ def infinities_spread():
     return not all(x.isfinite().all() for x in found.values())
 
 
-# Rows far from zero, which the tail of the normaliser is for: by a mask, or by q.k.
+# Rows with logits far from zero, from a mask or from q.k: these need the tail of the normaliser.
 FAR = {"far_rows": "some rows", "far_query": "one query", "far_sinks": "sinks"}
 
 
-# Masks of test_block_mask.py, each of which one of the faults gets wrong.
+# Cases of test_block_mask.py; each detects one of the faults.
 BLOCKS = (
     ("rows of none", "finfo.min", "", "rows"),
     ("rows of none", "finfo.min", "", "keys"),
@@ -541,7 +541,7 @@ BLOCKS = (
 
 
 def over_blocks():
-    """Attention over the blocks that a mask shows, of each head others."""
+    """Attention over the blocks that a mask shows, which differ from head to head."""
     i, j = torch.arange(70)[:, None], torch.arange(170)
     shown = [test_block_mask.MASKS[x](i, j).expand(70, 170) for x in ("gaps", "two runs")]
     for names in ("", "window"):
@@ -614,14 +614,14 @@ def of_packed_tangents():
 
 
 def of_packed(shape, *features):
-    """The longest sequence is the last: whoever takes it for all does not write past the end."""
+    """The longest sequence is last, so a fault that uses its length for all stays in memory."""
     sizes = ((0, 5), (1, 40), (3, 170)) if "decode" in shape else ((5, 7), (17, 16), (18, 21))
     made = test_packed.batch([FEATURE[x] for x in features], torch.float32, sizes)
     return noticed(lambda: list(test_packed.everywhere("triton", made)))
 
 
 def in_pages(shape):
-    """Other bits than keys in a row have; or than the table that is meant."""
+    """True if keys in pages give other bits than contiguous keys, or than the clamped table."""
     if "by_one" in shape:
         pairs = [unchecked("triton", "by one", max_k=50)]
     else:
@@ -636,7 +636,7 @@ def in_pages(shape):
 
 
 def of_eight_bits():
-    """Other bits than the rows that are stood for have."""
+    """True if keys in eight bits give other bits than the dequantised rows."""
     made = test_packed.batch((), torch.float32, ((5, 7), (17, 16), (18, 70)))
     stored, plain = test_storage.kept(made, torch.float8_e4m3fn)
     found, right = (test_storage.run(x, "triton") for x in (stored, plain))
@@ -644,7 +644,7 @@ def of_eight_bits():
 
 
 def behind_nan(given):
-    """The same pages behind one of NaN, the first."""
+    """The same pages after a first page of NaN."""
     pools = {x: torch.cat([torch.full_like(given[x][:1], torch.nan), given[x]]) for x in "kv"}
     return given | pools | dict(block_table=given["block_table"] + 1)
 
@@ -654,7 +654,7 @@ def complains(verdict):
 
 
 def noticed(complaints):
-    """Also by a warning of numpy's: what lies beyond a tensor may be any number."""
+    """True if a fault is detected; a numpy warning counts: memory past a tensor holds any value."""
     try:
         return bool(complaints())
     except InterpreterError as error:
@@ -714,7 +714,7 @@ def test_a_fault_is_noticed(name, what, kernels_in, tmp_path):
 
 @every_backend
 def test_the_gradient_of_sinks_without_the_tail_is_noticed(name, monkeypatch):
-    """It is no kernel's."""
+    """This gradient is computed outside the kernels, so its fault is not in the table."""
     right = backend.Job.sink_gradient
 
     def forgetful(job, *args):

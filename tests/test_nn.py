@@ -153,7 +153,7 @@ def test_options_reach_what_they_are_for():
 @pytest.mark.parametrize("heads", [1, 2])
 @pytest.mark.parametrize("shape", [(7, 7), (2, 7, 7), (2, 1, 7, 7), (1, 1, 7), (7,)], ids=str)
 def test_masks_of_causal_self_attention(heads, shape):
-    """One of each item has as many dimensions as x, whatever the number of heads."""
+    """A mask per item has as many dimensions as x, for any number of heads."""
     module, x = nn.CausalSelfAttention(10, 8, num_heads=heads), torch.randn(2, 7, 10)
     mask = (torch.arange(math.prod(shape)) ** 2 % 5 > 1).view(shape)
     q, k, v = (p(x).view(2, 7, heads, -1).transpose(1, 2) for p in list(module.children())[:3])
@@ -168,15 +168,15 @@ def test_masks_of_causal_self_attention(heads, shape):
 @pytest.mark.parametrize("shape", [(3, 5, 7), (4, 1, 5, 7), (2, 1, 3, 5, 1), (7,)], ids=str)
 def test_masks_beside_many_leading_dimensions(shape):
     q, k, v = (torch.randn(2, 4, 3, n, 8) for n in (5, 7, 7))
-    mask = (torch.arange(math.prod(shape)) ** 2 % 5 - 1).view(shape)  # -1 shows, as any but 0
+    mask = (torch.arange(math.prod(shape)) ** 2 % 5 - 1).view(shape)  # -1 shows, like all but 0
     found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
     for x, y in zip(found, naive(q, k, v, mask), strict=True):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
 
 
 def test_beside_the_minus_1e9_of_the_tutorials():
-    """They add it to the scores where a mask is 1. Equal, but for a row that sees nothing: there
-    every score is -1e9, the weights are equal and the output is the mean of v; here it is 0."""
+    """Tutorials add -1e9 to the scores where a mask is 1. Results agree except for rows without
+    keys: in tutorials their weights are equal and the output is the mean of v; here it is 0."""
     q, k, v = torch.randn(3, 2, 5, 8)
     hidden = (torch.arange(25).view(5, 5) ** 2 % 7 > 3).float()
     hidden[3] = 1
@@ -414,7 +414,7 @@ def test_rotations_keep_the_dtype_and_their_precision():
 
 
 def test_alibi_slopes():
-    """Of 8 heads a half to a 256th (Press et al., section 3); of 12 those and some of 16."""
+    """8 heads: 1/2 to 1/256 (Press et al., section 3). 12 heads: these, and 4 of those for 16."""
     eight = [2.0**-i for i in range(1, 9)]
     torch.testing.assert_close(nn.alibi_slopes(8), torch.tensor(eight))
     more = [2.0 ** (-i / 2) for i in (1, 3, 5, 7)]
@@ -445,7 +445,7 @@ SYSTEMS = {
     "Encoder": (lambda: nn.Encoder(nn.EncoderLayer(12, 3, 20, dropout=0.0), 2), [X]),
     "Decoder": (lambda: nn.Decoder(nn.DecoderLayer(12, 3, 20, dropout=0.0), 2), [X, X]),
 }
-# Trained elsewhere: inside the above, in test_nn_transformer.py; or they have no parameters.
+# Trained as parts of the above or in test_nn_transformer.py, or without parameters.
 OTHERS = {"Residual", "EncoderDecoder", "Transformer", "ScaledDotProductAttention"}
 OTHERS |= {"SinusoidalPositionalEncoding", "RotaryEmbedding"}
 
@@ -470,14 +470,14 @@ def test_the_table_of_documents_names_classes_and_tests_that_exist():
 
 @pytest.mark.parametrize("kind", SYSTEMS)
 def test_every_system_trains_one_step(kind):
-    """A step along gradients that its naive twin has, too, leads downhill."""
+    """One step of gradient descent reduces the loss, and every parameter has a gradient."""
     make, shapes = SYSTEMS[kind]
     module, inputs = make(), [torch.randn(shape) for shape in shapes]
     target = torch.randn_like(module(*inputs))
     before = (module(*inputs) - target).square().mean()
     before.backward()
     grads = {name: p.grad for name, p in module.named_parameters()}
-    # A constant added to every key leaves the softmax as it is: such a bias has gradient 0.
+    # A constant added to every key does not change the softmax: the bias of keys has gradient 0.
     assert not [name for name, g in grads.items() if "k_proj.bias" not in name and not g.any()]
     torch.optim.SGD(module.parameters(), lr=0.01).step()
     assert (module(*inputs) - target).square().mean() < before

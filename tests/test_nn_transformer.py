@@ -1,4 +1,4 @@
-"""The Transformer of `fastattn.nn`: against itself written out, against torch's, and decoding."""
+"""The Transformer of `fastattn.nn`, against naive twins and torch's Transformer; and decoding."""
 
 import copy
 import itertools
@@ -15,7 +15,7 @@ from fastattn import nn
 
 E, H, FF, B, N, M = 12, 3, 20, 3, 7, 5
 CAUSAL = torch.ones(M, M, dtype=torch.bool).tril()
-SHOWN = torch.arange(N) < torch.tensor([N, 4, 2])[:, None]  # what is no padding
+SHOWN = torch.arange(N) < torch.tensor([N, 4, 2])[:, None]  # True where there is no padding
 TGT_SHOWN = torch.arange(M) < torch.tensor([3, M, 4])[:, None]
 
 
@@ -25,7 +25,7 @@ def seeded(one_thread):
 
 
 def drawn(module):
-    """With biases and norms drawn too, so that none is 0 or 1."""
+    """Draw all parameters, also biases and norms, so that none is 0 or 1."""
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, mean=0.1, std=0.3)
     return module
@@ -35,7 +35,7 @@ def drawn(module):
 
 
 def attention_twin(module, x, memory=None, mask=None, causal=False):
-    """Head by head."""
+    """Attention computed head by head."""
     memory = x if memory is None else memory
     biases = itertools.repeat(None) if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     weights = module.in_proj_weight.chunk(3)
@@ -87,7 +87,7 @@ def stack_twin(stack, twin, x, *rest):
 
 
 def transformer_twin(model, src, tgt):
-    """Post-norm, with a vocabulary of its own for the target, tied to out_proj."""
+    """A post-norm Transformer with separate vocabularies, the target's tied to out_proj."""
 
     def embedded(tokens, embedding):
         x = F.one_hot(tokens, embedding.num_embeddings).float() @ embedding.weight
@@ -113,7 +113,7 @@ MASKS = {
 
 
 def whole(mask, shown):
-    """One mask (B, H, rows, keys) or None."""
+    """`mask` and `shown` as one mask (B, H, rows, keys), or None."""
     if shown is None:
         return mask
     shown = shown[:, None, None].expand(-1, H, -1, -1) != 0
@@ -137,7 +137,7 @@ def test_encoder_layer(name, masks, causal, norm_first, on):
 @pytest.mark.parametrize("norm_first", [False, True])
 @pytest.mark.parametrize("bias", small([False, True], [True]))
 def test_decoder_layer(name, norm_first, bias, on):
-    """With padding on both sides and masks of both attentions, all at once."""
+    """Padding in both sequences and masks of both attentions, all at once."""
     layer = drawn(nn.DecoderLayer(E, H, FF, dropout=0.0, norm_first=norm_first, bias=bias))
     x, memory = (torch.randn(B, n, E, requires_grad=True) for n in (M, N))
     mask, memory_mask = torch.rand(B, M, M) > 0.2, torch.rand(M, N) > 0.3
@@ -180,7 +180,7 @@ def test_feed_forward_and_its_activations():
 
 
 def test_dropout_acts_in_training_in_each_place():
-    """Each rate alone makes two calls differ; none acts in eval."""
+    """Each dropout rate alone makes two calls differ in training; none acts in eval."""
     x = torch.randn(B, N, E)
     layer = nn.EncoderLayer(E, H, FF, dropout=0.0)
     assert torch.equal(layer(x), layer(x))
@@ -196,7 +196,7 @@ def test_dropout_acts_in_training_in_each_place():
 
 
 def test_what_is_hidden_does_not_matter():
-    """Future tokens and padding may be anything: what others give is the same."""
+    """Values of future tokens and padding do not change the outputs of other tokens."""
     model = tokens_model().eval()
     src, tgt = torch.randint(1, 11, (B, N)) * SHOWN, torch.randint(1, 11, (B, M))
     logits = model(src, tgt)
@@ -225,7 +225,7 @@ def test_layers_of_a_stack_begin_apart():
 
 @pytest.mark.parametrize("norm_first", [False, True])
 def test_dropout_zeroes_what_a_sublayer_adds(norm_first):
-    """With rate 1 a residual adds nothing, and a feed-forward network gives its last bias."""
+    """At rate 1 a residual adds nothing, and a feed-forward network returns its last bias."""
     x, residual = torch.randn(2, 3, E), nn.Residual(E, dropout=1.0, norm_first=norm_first)
     assert torch.equal(residual(x, torch.nn.Linear(E, E)), x if norm_first else residual.norm(x))
     network = nn.FeedForward(E, FF, dropout=1.0)
@@ -243,7 +243,7 @@ def test_an_encoder_decoder_hands_on_every_mask(causal):
     memory = encoder(src, own, src_shown)
     expected = decoder(tgt, memory, tgt_own, cross, tgt_shown, src_shown, causal=causal)
     assert torch.equal(model(src, tgt, *masks, causal=causal), expected)
-    for i in range(5):  # and each of them matters
+    for i in range(5):  # each mask has an effect
         fewer = [None if j == i else mask for j, mask in enumerate(masks)]
         assert not torch.equal(model(src, tgt, *fewer, causal=causal), expected), i
 
@@ -268,7 +268,7 @@ def test_options_reach_every_layer():
 
 
 def test_layers_begin_as_torchs():
-    """The same defaults and distributions: zero biases, and the spread of each matrix."""
+    """Initial values are distributed as torch's: zero biases, the same spread of each matrix."""
     size = 128
     for ours, theirs in (
         (nn.CachedAttention(size, 2), torch.nn.MultiheadAttention(size, 2)),
@@ -297,7 +297,7 @@ def tokens_model(**options):
 
 
 def test_weights_are_tied():
-    """With tied weights there is one parameter, under no second name: nothing can part them."""
+    """Tied weights are one parameter with one name, so they cannot diverge."""
     shared, apart = tokens_model(), nn.Transformer(11, 9, embed_dim=E, num_heads=H)
     assert shared.out_proj is None and shared.tgt_embedding is shared.src_embedding
     assert apart.out_proj is None and apart.src_embedding.weight.shape == (11, E)
@@ -355,7 +355,7 @@ def test_cached_decoding_equals_the_full_pass(name, norm_first, cuts, on):
         full, memory = model(src, tgt), model.encode(src)
         cache = model.decoder.new_cache(M)
         steps = [
-            # The memory is read once: later calls use the keys that the cache has of it.
+            # Only the first call reads the memory: later calls use its cached keys and values.
             model.decode(part, memory if i == 0 else memory * torch.nan, cache=cache, **shown(src))
             for i, part in enumerate(tgt.split(cuts, dim=1))
         ]
@@ -369,7 +369,7 @@ def shown(src):
 
 @every_backend
 def test_cached_language_model_equals_the_full_pass(name, on):
-    """An encoder that is causal; of one item the first two tokens are padding."""
+    """A causal encoder; in one item the first two tokens are padding."""
     encoder = drawn(nn.Encoder(nn.EncoderLayer(E, H, FF), 2)).eval()
     x, padding = torch.randn(B, N, E), torch.arange(N) >= torch.tensor([0, 0, 2])[:, None]
     with torch.no_grad():
@@ -388,7 +388,7 @@ def test_a_cache_says_what_does_not_fit():
         small = encoder.new_cache(N - 1)
         with pytest.raises(ValueError, match="max_len"):
             encoder(x, causal=True, cache=small)
-        assert small[0].view() is None  # an error leaves it as it was
+        assert small[0].view() is None  # an error leaves the cache unchanged
         cache = encoder.new_cache(N + 1)
         encoder(x, causal=True, cache=cache)
         with pytest.raises(ValueError, match="another batch"):
@@ -413,7 +413,7 @@ def test_a_cache_of_another_stack_is_told():
 
 
 def test_generation_hides_padding_as_the_full_pass_does():
-    """Also where bos_id is pad_id: its token is hidden then, in both."""
+    """Also if bos_id is pad_id: generation and the full pass then both hide the first token."""
     model = drawn(tokens_model(pad_id=3)).eval()
     src = torch.randint(4, 11, (20, N))
     assert torch.equal(model.generate(src, 6, bos_id=3), greedy(model, src, 6, bos_id=3))
@@ -427,7 +427,7 @@ def test_generation_keeps_no_graph():
 
 
 def greedy(model, src, max_len, bos_id):
-    """Every token from a full pass over those before it."""
+    """Greedy tokens, each from a full pass over all tokens before it."""
     tgt = torch.full((len(src), 1), bos_id)
     for _ in range(max_len):
         tgt = torch.cat([tgt, model(src, tgt)[:, -1:].argmax(-1)], 1)
@@ -447,7 +447,7 @@ def test_generation_is_greedy(norm_first):
         ends = (whole == eos).nonzero()
         end = int(ends[0]) if len(ends) else 9
         assert torch.equal(row[:end], whole[:end][: len(row)]) and (row[end:] == eos).all()
-    alike = src[:1].expand(2, -1)  # both end at the same token, and generation with them
+    alike = src[:1].expand(2, -1)  # both items end at the same token, and so does generation
     eos = int(model.generate(alike, 3, bos_id=1)[0, 2])
     found = model.generate(alike, 50, bos_id=1, eos_id=eos)
     assert found.shape[1] <= 3 and (found[:, -1] == eos).all() and not found.requires_grad
@@ -507,7 +507,7 @@ OPTIONS = [
 
 def torchs(**options):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about nested tensors that torch will not use
+        warnings.simplefilter("ignore")  # torch warns that it will not use nested tensors
         return drawn(torch.nn.Transformer(E, H, 2, 1, FF, **{"dropout": 0.0, **options}))
 
 
@@ -533,7 +533,7 @@ def call_ours(model, src, tgt, padding):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("itself", [False, True])
 def test_attention_is_torchs(itself, bias, masks):
-    """With torch's own state_dict, of a sequence to itself or to another."""
+    """Self-attention and cross-attention with the state_dict of torch's module."""
     theirs = drawn(torch.nn.MultiheadAttention(E, H, bias=bias, batch_first=True))
     ours = nn.CachedAttention(E, H, bias=bias)
     ours.load_state_dict(theirs.state_dict())
@@ -550,7 +550,7 @@ def test_attention_is_torchs(itself, bias, masks):
     merged = whole(mask, shown)
     causal = itself and masks == "causal"
     found = ours(x, None if itself else memory, None if causal else merged, causal=causal)
-    real = expected.isfinite().all(-1)  # a row with all hidden is NaN in torch
+    real = expected.isfinite().all(-1)  # torch gives NaN for a row without keys
     assert real.sum() > B
     leaves = [x, memory, *theirs.parameters()] if real.all() else []
     torch.testing.assert_close(found[real], expected[real], rtol=2e-5, atol=5e-6)
@@ -566,7 +566,7 @@ def test_attention_is_torchs(itself, bias, masks):
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda o: " ".join(f"{v}" for v in o.values()))
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_torchs_transformer_and_back(options, train, padding):
-    """Equal outputs and gradients, at every place that is no padding."""
+    """Outputs and gradients are equal at every token that is not padding."""
     theirs = torchs(**options).train(train)
     ours = nn.from_torch(theirs)
     back = nn.to_torch(ours)
@@ -671,7 +671,7 @@ ALTERED = {
 
 @pytest.mark.parametrize("what", ALTERED)
 def test_an_altered_layer_is_refused(what):
-    """What would be lost on the way is named, whatever it is."""
+    """The error names what the conversion would lose."""
     kind = torch.nn.TransformerDecoderLayer if what == "heads" else torch.nn.TransformerEncoderLayer
     layer = kind(E, H, FF)
     nn.from_torch(layer)

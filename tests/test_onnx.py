@@ -1,5 +1,5 @@
-"""torch.onnx.export, dynamo=True and False, exports attention as operators that ONNX knows, with
-the same values."""
+"""torch.onnx.export, with dynamo=True and False, exports attention as standard ONNX operators that
+give the same values."""
 
 import importlib.util
 import io
@@ -11,7 +11,7 @@ from torch import nn
 import fastattn
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore"),  # torch's exporter warns of itself
+    pytest.mark.filterwarnings("ignore"),  # torch's exporter emits warnings
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("onnx", "onnxscript"))),
         reason="exporting to ONNX needs the packages onnx and onnxscript",
@@ -44,7 +44,7 @@ def tensors(dtype=torch.float32, **more):
 
 
 class Padded(nn.Module):
-    """An nn.MultiheadAttention with the keywords that a call has."""
+    """A module that calls an attention module with key_padding_mask and need_weights."""
 
     def __init__(self, module, need_weights):
         super().__init__()
@@ -55,7 +55,7 @@ class Padded(nn.Module):
 
 
 def evaluate(proto, inputs):
-    """inputs: tensors in the order of a model's parameters; one that has no use has no input."""
+    """Outputs of an ONNX model. inputs: tensors by name; names that the model lacks are ignored."""
     from onnx.reference import ReferenceEvaluator
 
     names = [x.name for x in proto.graph.input]
@@ -64,8 +64,8 @@ def evaluate(proto, inputs):
 
 
 def export(exporter, model, given, dynamic=(), rest=()):
-    """The ModelProto. dynamic: the inputs of which two dimensions, 0 and 1, may have any size.
-    rest: what the model is called with besides."""
+    """The ModelProto. dynamic: names of inputs for which dimensions 0 and 1 may have any size.
+    rest: further positional arguments."""
     names, tensors = list(given), (*given.values(), *rest)
     free = {name: {0: "batch", 1: f"length_{name}"} for name in dynamic}
     if exporter == "dynamo":
@@ -132,7 +132,7 @@ def test_the_module(need_weights, exporter):
 @exporters
 @pytest.mark.parametrize("flags", [(), (None, False), (None, True, None, False, False)], ids=str)
 def test_the_module_alone(flags, exporter):
-    """The old exporter hands the flags that have a default on as tensors."""
+    """The old exporter passes flags that have a default as tensors."""
     module = fastattn.MultiheadAttention(E, 4, batch_first=True).eval()
     given = {name: torch.randn(B, n, E) for name, n in (("query", M), ("key", N), ("value", N))}
     inputs = *given.values(), *flags
@@ -147,7 +147,7 @@ def converted_encoder():
 
 
 def own_encoder():
-    # Inside another: the old exporter passes keyword-only parameters of a model by position.
+    # Nested in a module: the old exporter passes keyword-only parameters of a model by position.
     return nn.Sequential(fastattn.nn.EncoderLayer(E, 4, 32))
 
 

@@ -179,7 +179,7 @@ def test_weights_from_a_forward_pass_differentiate_the_normaliser(attention):
         torch.testing.assert_close(a, b)
 
 
-# The place of each argument in an operator's arguments, and what it is there.
+# {operator suffix: {position of an argument: its name in errors}}.
 READ = {
     "_backward": {
         0: "gradient of out",
@@ -207,7 +207,7 @@ OTHERS = {
 @pytest.mark.parametrize("other", OTHERS)
 @pytest.mark.parametrize("suffix, at", [(x, at) for x, of in READ.items() for at in of])
 def test_operators_refuse_results_of_other_calls(suffix, at, other):
-    """Kernels read them by the sizes of the call."""
+    """Kernels read saved results by the sizes of the call, so wrong shapes are refused."""
     q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 7, 7))
     t, o = api.prepare(q, k, v, dict(backend="cpu"))
     o = o._replace(grad=True)
@@ -310,7 +310,7 @@ MAPPED = ("q", "k", "v", "mask", "key_lengths", "alibi_slopes", "sinks")
 
 
 def mapped_call(f, names, dropout_p=0.0):
-    """One call per value of a new dimension of the tensors named, and the same by vmap."""
+    """One call per index of a new dimension of the named tensors, and the same by vmap."""
     q, k, v = inputs()
     rest = everything(dropout_p=dropout_p)
     fixed = {n: rest.pop(n) for n in ("causal", "window", "softcap", "dropout_p", "seed", "scale")}
@@ -319,7 +319,7 @@ def mapped_call(f, names, dropout_p=0.0):
     for at, name in enumerate(names):
         x = tensors[name]
         others = [x.clamp(max=5), x] if x.dtype == torch.int64 else [x * 0.5, x + 0.25]
-        dims[name] = at % (x.ndim + 1)  # every place, not only the first
+        dims[name] = at % (x.ndim + 1)  # the new dimension at various positions
         stacked[name] = torch.stack([x, *others], dim=dims[name])
 
     def one(chosen):
@@ -446,7 +446,7 @@ def test_weights_by_a_given_lse_compile_as_one_graph_of_any_size():
         return out, fastattn.attention_weights(q, k, lse=lse)
 
     compiled = torch.compile(both, backend="eager", fullgraph=True)
-    for M in (5, 9, 11):  # from the second on, the compiler takes M for a symbol
+    for M in (5, 9, 11):  # from the second size on, the compiler makes M a symbol
         q, (_, k, v) = rand(2, 4, M, 3), inputs()
         for found, expected in zip(compiled(q, k, v), both(q, k, v)):
             torch.testing.assert_close(found, expected)
@@ -498,20 +498,25 @@ def test_compile_fullgraph(attention, compiler):
 COMPILES = """
 import torch, fastattn
 
-def f(q, k, v):
-    p = fastattn.attention_weights(q, k)
-    return fastattn.attention(q, k, v, causal=True).sum() + p.square().sum()
+def attention(q, k, v):
+    return fastattn.attention(q, k, v, causal=True)
+
+def weights(q, k, v):
+    return fastattn.attention_weights(q, k)
 
 leaves = [torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3)]
-found = torch.autograd.grad(torch.compile(f, fullgraph=True)(*leaves), leaves)
-for a, b in zip(found, torch.autograd.grad(f(*leaves), leaves)):
-    torch.testing.assert_close(a, b)
+for f in (attention, weights):
+    expected = f(*leaves)
+    found = torch.compile(f, fullgraph=True)(*leaves)
+    torch.testing.assert_close(found, expected)
+    pairs = ((x, leaves[:2], x.detach()) for x in (found, expected))
+    torch.testing.assert_close(*(torch.autograd.grad(*x) for x in pairs))
 """
 
 
 def test_inductor_keeps_the_operators_whole_where_the_environment_has_ci(tmp_path):
-    """Services that test set CI: inductor then raises over an operator that has a decomposition and
-    no lowering."""
+    """CI services set the variable CI: inductor then raises for an operator that has a
+    decomposition but no lowering."""
     given = os.environ | dict(CI="true", TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     done = subprocess.run(
         [sys.executable, "-c", COMPILES], capture_output=True, text=True, env=given
@@ -527,7 +532,7 @@ def test_compile_with_dynamic_shapes_never_compiles_again(attention):
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(f, fullgraph=True, dynamic=True, backend=counter)
     frames = []
-    # Sizes that are equal by chance would be compiled as one.
+    # The compiler would unify sizes that are equal by chance.
     for B, M, N in ((5, 11, 13), (7, 9, 17), (10, 12, 15)):
         tensors = inputs(B=B, M=M, N=N, Dv=6, dtype=torch.float32)
         for a, b in zip(seen_by_autograd(compiled, tensors), seen_by_autograd(f, tensors)):
@@ -706,7 +711,7 @@ def test_every_backend_is_registered_in_order_of_preference():
     assert backend.names()[-1] == "reference" and backend.names()[0] == "cpu"
 
 
-# ------------------------------------------------------- how others hold and batch what we save
+# ----------------------------------------------------- checkpointing and hooks on saved tensors
 
 
 def test_checkpointing_recomputes(attention):

@@ -1,4 +1,4 @@
-"""The oracle itself, against something more naive still, so that it may judge the kernels."""
+"""The oracle that judges the kernels, tested against still more naive implementations."""
 
 import math
 
@@ -38,7 +38,7 @@ def test_oracle_is_the_scalar_loops(features):
 
 @pytest.mark.parametrize("features", PAIRS, ids=name_of)
 def test_oracle_is_the_baseline_in_float64(features):
-    """Two formulations, one softmax of torch's and one written out: forward and gradients."""
+    """torch's softmax and a softmax written out agree, in values and gradients."""
     problem = build(square(2, 2, 11, 3), features, torch.float64)
     want, got = problem.run(naive.baseline), problem.run(reference.attention)
     for name in want:
@@ -62,7 +62,7 @@ def test_oracle_is_torchs_math(what):
 @pytest.mark.parametrize("features", COMBINED, ids=name_of)
 def test_oracles_gradients_are_differences(features):
     problem = build(square(2, 2, 4, 3), features, torch.float64)
-    if "key_lengths" in problem.kwargs:  # a difference cannot step away from NaN
+    if "key_lengths" in problem.kwargs:  # finite differences need finite values past the lengths
         problem.k.nan_to_num_(0.5), problem.v.nan_to_num_(0.5)
     if torch.is_tensor(problem.kwargs.get("mask")) and problem.kwargs["mask"].is_floating_point():
         problem.kwargs["mask"].clamp_(min=-30)
@@ -73,7 +73,7 @@ def test_oracles_gradients_are_differences(features):
         now = given | dict(zip(problem.wants, leaves, strict=True)) | dict(return_lse=True)
         q, k, v = (now.pop(x) for x in "qkv")
         out, lse = reference.attention(q, k, v, **now)
-        return out, lse.masked_fill(lse == -torch.inf, 0)  # the difference of infinities is NaN
+        return out, lse.masked_fill(lse == -torch.inf, 0)  # differences of infinities are NaN
 
     assert torch.autograd.gradcheck(call, leaves)
 

@@ -39,7 +39,7 @@ def lies(x, order):
 
 
 def passes_of(name, dims, dtype, orders):
-    """What every pass gives that lies in `out_order`, and in `grad_order`; and the mask's."""
+    """Results of all passes in `out_order`, those in `grad_order`, and the mask's gradient."""
     q, k, v, mask, dout = inputs(dims, dtype)
     t, o = api.prepare(q, k, v, dict(backend=name, mask=mask, causal=True), orders=orders)
     o = o._replace(grad=True)
@@ -66,7 +66,7 @@ def holds(name, dims, dtype, order):
 @every_backend
 @pytest.mark.parametrize("order, dtype", thinned(ORDERS, list(DTYPES)))
 def test_every_pass_writes_in_every_order(name, order, dtype):
-    """The same values in each."""
+    """Every order gives the same values."""
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     for dims, isa in itertools.product(DIMS, variants(name, DTYPES[dtype])):
         with variant(isa):

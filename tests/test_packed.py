@@ -1,4 +1,4 @@
-"""`attention_packed`: each sequence of a batch is a call of its own, in values and in bits."""
+"""`attention_packed`: each sequence of a batch has the values and bits of a separate call."""
 
 import itertools
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from fastattn.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Rows and keys of each sequence: none, one, few, a tile and one off it; and longest last but one.
+# (rows, keys) of each sequence: none, one, few, a tile, one off a tile; the longest is not last.
 SIZES = small(
     ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (1, 40), (65, 129), (33, 20)),
     ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16)),
@@ -46,7 +46,7 @@ CASES += [tuple(FEATURE[name] for name in names.split()) for names in CROSSED]
 
 @dataclass
 class Batch:
-    """The same call as problems of one sequence each, and packed."""
+    """One batch, both as a list of single-sequence problems and as packed arguments."""
 
     alone: list
     given: dict
@@ -71,7 +71,7 @@ class Batch:
         return found | {"d" + name: grad for name, grad in zip(self.wants, grads, strict=True)}
 
     def of_sequence(self, found, b):
-        """What one sequence alone would have of these results; not the sums over all."""
+        """The part of these results that belongs to sequence b, without sums over sequences."""
         rows, keys, mine = self.rows[b], self.keys[b], {}
         for name, x in found.items():
             if name in ("out", "dq", "lse", "dk", "dv"):
@@ -83,7 +83,7 @@ class Batch:
 
 
 def batch(features, dtype, sizes=SIZES, d=8):
-    """Of each sequence the tensors that `cases.build` makes; all share what has no items."""
+    """A batch of problems from `cases.build`; they share the tensors without an item dimension."""
     built = [feature for feature in features if feature.group != "lengths"]
     problems = [build(Dims(1, 2, 2, m, n, d, d), built, dtype, seed=m) for m, n in sizes]
     largest = max(problems, key=lambda p: p.q.shape[2])
@@ -121,7 +121,7 @@ def batch(features, dtype, sizes=SIZES, d=8):
     )
 
 
-# Offsets of 12 rows and 20 keys, and what is made of them.
+# {kind: (cu_q, cu_k, cu_q as clamped, cu_k as clamped)} for 12 rows and 20 keys.
 HOSTILE = {
     "below": ((-3, 5, 12), (-(2**40), 9, 20), (0, 5, 12), (0, 9, 20)),
     "beyond": ((0, 5, 2**40), (0, 9, 21), (0, 5, 12), (0, 9, 20)),
@@ -132,8 +132,8 @@ HOSTILE = {
 
 
 def clamped(kind, dtype, gradients=True, **options):
-    """Pairs of what a call gives with hostile offsets, and with what is made of these: results, and
-    gradients. Around rows and keys lies NaN."""
+    """Pairs of results (and gradients) with hostile offsets and with these offsets clamped. The
+    memory around rows and keys is NaN."""
     draft = torch.Generator().manual_seed(0)
     leaves = [torch.randn(1, 2, n, 16, generator=draft).to(dtype) for n in (12, 20, 20)]
     q, k, v = (inside_nan(x)[0].transpose(0, 1).requires_grad_() for x in leaves)
@@ -153,7 +153,7 @@ def clamped(kind, dtype, gradients=True, **options):
 
 
 def padded(masks):
-    """One (B,H,M,N) mask; what no sequence has is NaN, or True."""
+    """One (B,H,M,N) mask of all sequences; the rest is NaN, or True."""
     shape = [max(x.shape[d] for x in masks) for d in range(4)]
     nothing = True if masks[0].dtype == torch.bool else torch.nan
     whole = torch.full((len(masks), *shape[1:]), nothing, dtype=masks[0].dtype)
@@ -163,7 +163,7 @@ def padded(masks):
 
 
 def complaints(made, found):
-    """About a packed call, held against the oracle of each sequence, and of sums over them."""
+    """Errors of a packed call, judged by the oracle of each sequence and by sums over sequences."""
     verdicts = [Verdict(problem) for problem in made.alone]
     for b, verdict in enumerate(verdicts):
         mine = made.of_sequence(found, b)
@@ -185,7 +185,7 @@ def complaints(made, found):
 
 
 def dtype_of(name):
-    """float32, where the backend has it."""
+    """float32 if the backend supports it, else bfloat16."""
     dtypes = backend.get(name).support.dtypes
     return torch.float32 if torch.float32 in dtypes else torch.bfloat16
 
@@ -208,7 +208,7 @@ def test_packed(name, features, dtype):
     passed(everywhere(name, batch(features, DTYPES[dtype])))
 
 
-# Of few rows and many keys, which some backends cut into parts.
+# Few rows and many keys: some backends split the keys.
 FEW = ((1, 170), (0, 20), (3, 150), (2, 0), (1, 1), (2, 139))
 CUT = (
     "bottom_right lengths gqa",
@@ -240,7 +240,7 @@ def test_packed_has_the_bits_of_each_alone(name, features, threads):
 
 @every_backend
 def test_packed_draws_and_has_the_bits_of_a_padded_batch(name):
-    """Of one number of rows and keys each there is nothing to pad; else lengths hide what is."""
+    """First with equal sizes, which need no padding; then with key_lengths that hide padding."""
     sizes = [(40, 30)] * 3 if name == "cpu" else [(9, 12)] * 2
     made = batch((FEATURE["dropout"], FEATURE["causal"]), dtype_of(name), sizes)
     stacked = [torch.cat([getattr(p, x) for p in made.alone]) for x in "qkv"]
@@ -265,7 +265,7 @@ def test_packed_draws_and_has_the_bits_of_a_padded_batch(name):
 def test_packed_is_read_as_it_lies(name, layout):
     made = batch(PLAIN, dtype_of(name))
     expected = made.run(backend=name)
-    if layout == "expanded":  # one head's memory
+    if layout == "expanded":  # one head in memory, expanded
         for x in "qkv":
             made.given[x] = made.given[x][:, :1].clone().expand_as(made.given[x])
         made.given |= {x: made.given[x].contiguous() for x in "qkv"}
@@ -297,7 +297,7 @@ def test_batches_of_nothing(name):
         assert q.grad.shape == (0, 2, 8)
 
 
-WRONG = {  # of two sequences of 7 rows together, and 9 keys
+WRONG = {  # for two sequences with 7 rows and 9 keys in total
     "cu_q: got 1 first, expected 0": dict(cu_q=[1, 3, 7]),
     "cu_q: got 6 last, expected 7, the rows of q": dict(cu_q=[0, 3, 6]),
     "cu_k: got 10 last, expected 9, the rows of k": dict(cu_k=[0, 3, 10]),
@@ -383,7 +383,7 @@ def test_packed_of_any_size_is_compiled_once():
 
 @not_interpreted
 def test_packed_is_mapped():
-    """One batch for all; the keys of another for each."""
+    """vmap over keys, with queries and offsets shared."""
     made = batch((FEATURE["causal"],), torch.float32)
     q, k, v, cu_q, cu_k = (made.given[x] for x in ("q", "k", "v", "cu_q", "cu_k"))
     keys = torch.stack([k, k.flip(0), -k])
@@ -410,8 +410,8 @@ def test_packed_gradients_by_differences():
 @not_interpreted
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_a_shared_masks_gradients_are_never_too_many(dtype, monkeypatch):
-    """Where one for each sequence would be, they are summed as sequences come: the same bits of all
-    others."""
+    """Without memory for one gradient per sequence, they are summed sequence by sequence; other
+    results keep their bits."""
     names = ("head_bias_grad", "sinks", "gqa", "lse_loss", "lengths", "alibi_batch")
     made = batch([FEATURE[x] for x in names], DTYPES[dtype])
     before = made.run()

@@ -24,7 +24,7 @@ PATTERNS = {
 
 
 def masks(pattern):
-    """(2,1,1,N): the pattern for the first item, everything for the second."""
+    """(2,1,1,N): the pattern for the first item, all True for the second."""
     j = torch.arange(N)
     return torch.stack([PATTERNS[pattern](j), j >= 0])[:, None, None]
 
@@ -46,7 +46,7 @@ def test_skipped_blocks(name, pattern, others, queries, one_thread):
 @every_backend
 @pytest.mark.parametrize("pattern", ["middle", "every_other_block"])
 def test_blocks_wait_for_those_that_are_skipped(name, pattern, threads):
-    """The sum of dq goes from block to block in order: one that is skipped hands it on."""
+    """dq is summed over blocks of keys in order: a skipped block must pass on its turn."""
     problem = build(Dims(1, 1, 1, 300, N, 16, 16), (FEATURE["causal"],), torch.float32)
     problem.kwargs["mask"] = masks(pattern)[:1]
     for isa in variants(name, torch.float32):
@@ -71,7 +71,7 @@ def test_masks_that_do_not_lie_key_by_key(name, step, one_thread):
 @pytest.mark.parametrize("others", ["causal", "bottom_right", "window+gqa", "lengths", "softcap"])
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16], ids=str)
 def test_gradient_of_a_mask_that_is_not_broadcast(name, others, kind, one_thread):
-    """It is dS itself: 0 where no row looks, whatever was in memory."""
+    """This gradient is dS itself: 0 where a key is hidden, whatever the memory contained."""
     features = [FEATURE[x] for x in others.split("+")]
     problem = build(Dims(2, 4, 4, 150, 400, 16, 16), features, torch.bfloat16)
     shape = (problem.q.shape[0], problem.q.shape[1], 150, 400)

@@ -1,5 +1,5 @@
-"""Keys and values in pages: `attention_packed(..., block_table=...)` has the bits that it has where
-the same keys lie one after the other. Nothing else in pages or in the table is looked at."""
+"""Keys and values in pages: `attention_packed(..., block_table=...)` gives the bits that it gives
+for the same keys stored contiguously. Nothing else in pages or in the table is read."""
 
 import pytest
 import torch
@@ -13,13 +13,13 @@ from fastattn.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-PAGES = (16, 1, 5, 64, 129, 256)  # rows: of some tiles, of none, and more than there are
-UNFIT = ("lengths", "lse")  # what sets key_lengths itself; what a gradient would show
+PAGES = (16, 1, 5, 64, 129, 256)  # rows: part of a tile, other sizes, more than all keys
+UNFIT = ("lengths", "lse")  # they set key_lengths, or matter to gradients only
 
 
 def in_pages(made, page, dtype=torch.int64, spare=3):
-    """A batch's arguments with its keys, and scales, scattered over pages: the others are full of
-    NaN, and the table is full of nonsense past each length."""
+    """A batch's arguments with keys and scales scattered over pages. Unused pages are NaN, and the
+    table has invalid entries past each length."""
     generator = torch.Generator().manual_seed(page)
     kept = [x for x in ("k", "v", "k_scale", "v_scale") if x in made.given]
     given = {x: y for x, y in made.given.items() if x not in ("cu_k", *kept)}
@@ -42,7 +42,7 @@ def in_pages(made, page, dtype=torch.int64, spare=3):
             for n, chosen in enumerate(mine.tolist()):
                 rows = made.given[name][keys][n * page : (n + 1) * page]
                 pool[chosen, : len(rows)] = rows
-    if "mask" in given:  # which else would have a column for all that pages have room for
+    if "mask" in given:  # else it needs a column for every row of the pages
         given["max_k"] = int(lengths.max())
     return given | pools | dict(block_table=table.to(dtype), key_lengths=lengths.to(dtype))
 
@@ -88,7 +88,7 @@ FEW = ((1, 300), (3, 47), (2, 128), (4, 1), (1, 133))
 @pytest.mark.parametrize("d", (32, 96))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_few_rows_of_whole_vectors(name, dtype, d):
-    """Which kernels read where they lie, many or as many at a time as a tile has."""
+    """Kernels read such rows in place, as many at a time as a tile has, or fewer."""
     declares(name, DTYPES[dtype], Feature.PAGED)
     made = batch((FEATURE["gqa"],), DTYPES[dtype], FEW, d=d)
     for isa in variants(name, DTYPES[dtype]):
@@ -102,7 +102,7 @@ def test_a_few_rows_of_whole_vectors(name, dtype, d):
 @every_backend
 @pytest.mark.parametrize("rows", (1, 3, 40))
 def test_sequences_share_pages_and_what_is_appended_is_seen(name, rows):
-    """Four branches of one prefix, each with rows of its own behind it: a tree's, masked by it."""
+    """Four branches with a common prefix, each with its own rows appended, and a tree mask."""
     declares(name, torch.float32, Feature.PAGED)
     generator = torch.Generator().manual_seed(rows)
     page, prefix, branches = 16, 48, 4
@@ -216,7 +216,7 @@ def test_pages_have_no_gradient():
 
 @not_interpreted
 def test_other_threads_run_beside_a_long_call():
-    """Calls that are brief hold Python's lock: how long one is depends on its pages."""
+    """Brief calls keep the GIL; whether a call is brief depends on the number of its pages."""
     for blocks, brief in ((2, True), (2000, False)):
         given = some() | dict(block_table=torch.zeros(2, blocks, dtype=torch.int64))
         assert prepared(fastattn.explain(**given).spec).brief == brief
@@ -238,7 +238,7 @@ def test_the_batch_that_pages_are_compared_with_is_right():
 
 @every_backend
 def test_columns_of_a_mask(name):
-    """As many as the table has room for, whatever the lengths, or one; fewer with max_k."""
+    """A mask has a column for every row in the table's pages, or one; with max_k, max_k columns."""
     declares(name, torch.float32, Feature.PAGED)
     page, blocks = 4, 3
     q, k = torch.randn(3, 2, 8), torch.randn(2 * blocks, page, 2, 8)

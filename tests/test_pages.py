@@ -1,4 +1,4 @@
-"""What the pages for readers say is what the code has: arguments, variables, files, the example."""
+"""The documentation matches the code: arguments, environment variables, files, the example."""
 
 import inspect
 import re
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not README.exists(), reason="no README.md: not a
 
 
 def rows(page: Path, heading: str) -> list[list[str]]:
-    """The cells of the table below a heading, its head left out."""
+    """The cells of the table below a heading, without its header row."""
     section = re.split(r"^## ", page.read_text().split(f"## {heading}\n")[1], flags=re.M)[0]
     lines = [line for line in section.splitlines() if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]

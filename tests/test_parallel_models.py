@@ -1,5 +1,5 @@
-"""Models over ranks have the losses and gradients of one rank: modules whose weights are cut, and
-what wraps models (DDP, FSDP2, checkpoints, torch.compile) around attention over ranks."""
+"""Models over ranks have the losses and gradients of one rank: modules with sharded weights, and
+wrappers (DDP, FSDP2, checkpoints, torch.compile) around attention over ranks."""
 
 import contextlib
 
@@ -36,7 +36,7 @@ def float64():
 
 
 def asked(four, count, function, *args):
-    """What all ranks return, which is the same."""
+    """The result of `function`, which all ranks must agree on."""
     found = four.run(count, in_float64, function.__name__, args)
     for x in found:
         if isinstance(x, Exception):
@@ -67,11 +67,11 @@ def close(found, right):
         )
 
 
-# -- weights that are cut --------------------------------------------------------------------------
+# -- sharded weights -------------------------------------------------------------------------------
 
 
 class Heads(nn.Module):
-    """Grouped heads as most models have them, whose number the weights tell."""
+    """Attention with grouped heads; the number of heads follows from the shapes of the weights."""
 
     def __init__(self):
         super().__init__()
@@ -110,7 +110,7 @@ def heads_cut(group, local):
 
 @pytest.mark.parametrize("local", [False, True], ids=["DTensors", "local tensors and their place"])
 def test_heads_by_parallelize_module(four, local):
-    """Each rank drops what is dropped of its heads."""
+    """Dropout on each rank is that of its heads in the whole call."""
     close(asked(four, 2, heads_cut, local), heads_alone())
 
 
@@ -122,7 +122,7 @@ def items_cut(group):
 
 
 def test_items_by_distribute_module(four):
-    """Each rank drops what is dropped of its items."""
+    """Dropout on each rank is that of its items in the whole call."""
     close(asked(four, 2, items_cut), heads_alone())
 
 
@@ -185,18 +185,18 @@ def inside(group):
 
 
 def test_inside_torchs_context_parallel_a_call_raises_or_runs_over_ranks(four):
-    """It gives each rank a part, and tells nobody but torch's own function."""
+    """context_parallel shards the sequence, and only torch's own function accounts for that."""
     assert asked(four, 2, inside).abs().max() < 1e-14
 
 
 def patched(group, order):
-    """How q lies for torch's own function there, beside `fastattn.sdpa`."""
-    parts = [torch.randn(1, HEADS, 256, 32) for _ in range(3)]  # large enough for ours
+    """The placements of q in torch's function, with context_parallel and `fastattn.sdpa`."""
+    parts = [torch.randn(1, HEADS, 256, 32) for _ in range(3)]  # large enough for our kernels
     cut = context_parallel(mesh_of(group), buffers=parts, buffer_seq_dims=[2] * 3)
     got = []
 
     def scaled_dot_product_attention(query, *rest, **named):
-        """torch's takes minutes on CPUs to find how it may be cut."""
+        """A stub: on CPUs, torch's function takes minutes to choose its sharding."""
         got.append(getattr(query, "placements", None))
         return query
 
@@ -210,7 +210,7 @@ def patched(group, order):
 
 @pytest.mark.parametrize("order", [1, -1], ids=["patched outside", "patched inside"])
 def test_there_a_patched_function_is_torchs(four, order):
-    """Ours in its stead would see a part of the keys."""
+    """Our function in its place would see only part of the keys."""
     for found in four.run(2, patched, order):
         assert found == [(tensor.Shard(2),)]
 
@@ -219,7 +219,7 @@ def test_there_a_patched_function_is_torchs(four, order):
 
 
 class Model(nn.Module):
-    """Sinks, a window, dropout. With `group` each rank has a part of the sequence."""
+    """Sinks, a window and dropout. With `group`, each rank has part of the sequence."""
 
     def __init__(self, group=None, strategy="gather", wrap=None):
         super().__init__()
@@ -244,7 +244,7 @@ class Model(nn.Module):
     def forward(self, x):
         for layer in range(LAYERS):
             sinks = self.sinks[layer]
-            if self.group is not None:  # each rank's gradient is the sum over ranks already
+            if self.group is not None:  # the gradient is already summed over ranks
                 sinks.register_hook(lambda grad: grad / dist.get_world_size(self.group))
             given = x, layer, sinks
             x = self.wrap(self.block, *given) if self.wrap else self.block(*given)
@@ -267,13 +267,13 @@ def alone():
 
 
 def share_of_loss(model, group):
-    """What this rank's tokens add to the mean of all."""
+    """The contribution of this rank's tokens to the mean loss."""
     x, labels = (distributed.shard(x, dim=1, group=group) for x in data())
     return F.cross_entropy(model(x).flatten(0, 1), labels.flatten(), reduction="sum") / (2 * LENGTH)
 
 
 def found_by(model, group):
-    """Of a wrapper that takes the mean over ranks: it is of as many times the share."""
+    """Loss and gradients with a wrapper that averages over ranks, so losses are scaled by P."""
     loss = share_of_loss(model, group)
     (loss * group.size()).backward()
     dist.all_reduce(total := loss.detach(), group=group)
@@ -298,7 +298,7 @@ def by_fsdp(group, strategy):
 
 
 def by_hand(group, model):
-    """No wrapper: gradients are added up."""
+    """Loss and gradients without a wrapper: they are summed over ranks."""
     loss = share_of_loss(model, group)
     loss.backward()
     found = {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}

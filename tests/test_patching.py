@@ -1,4 +1,4 @@
-"""sdpa, patch and unpatch: torch's function runs on ours, or as if nothing had been patched."""
+"""sdpa, patch and unpatch: calls of torch's function run on ours, or unchanged on torch's."""
 
 import os
 import pickle
@@ -20,7 +20,7 @@ import fastattn
 from fastattn import patching
 
 TORCHS = F.scaled_dot_product_attention
-# Nested tensors are a prototype, torch.jit is old, and torch's vmap of its function is slow.
+# torch warns of nested tensors (a prototype), torch.jit (deprecated), and its slow vmap of sdpa.
 pytestmark = [
     pytest.mark.usefixtures("one_thread", "nothing_is_small"),
     pytest.mark.filterwarnings(
@@ -33,14 +33,14 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def undone():
-    """After every test the very function of torch's stands there again."""
+    """After every test, F.scaled_dot_product_attention is torch's original function again."""
     yield
     assert F.scaled_dot_product_attention is TORCHS and not any(patching._holders.values())
 
 
 @pytest.fixture
 def calls(monkeypatch):
-    """One entry for each call that our function got."""
+    """One entry for each call of our function."""
     found, ours = [], patching._ours
 
     def spy(*args, **kwargs):
@@ -106,7 +106,7 @@ def test_with_a_default_device_and_with_autocast(calls):
 
 
 def heads(count, dim=8, n=9, batch=2):
-    """As a projection leaves them: (B,N,H,D) in memory."""
+    """(B,H,N,D), stored as (B,N,H,D) like the output of a projection."""
     return rand(batch, n, count * dim, seed=count).view(batch, n, count, dim).transpose(1, 2)
 
 
@@ -139,7 +139,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_layout_is_torchs(name, calls):
-    """That of query, or contiguous: some view it as if it were."""
+    """The output is laid out like query, or contiguous, since models call view on it."""
     *tensors, given = LAYOUTS[name]
     wanted = F.scaled_dot_product_attention(*tensors, **given)
     with fastattn.sdpa():
@@ -168,7 +168,7 @@ def test_gradients(calls):
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_modules_of_torch(mode, padded, calls):
-    """In eval the layer and the module have a road of their own, which is torch's."""
+    """Layer and module call our function, but in eval without gradients torch's fast path."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
     model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).train(mode == "train")
     x, padding = rand(2, 6, 16), torch.tensor([[False] * 6, [False] * 4 + [True] * 2])
@@ -201,7 +201,7 @@ def test_a_checkpoint_recomputes_what_forward_did(calls):
 
 
 class Kind(torch.Tensor):
-    """A subclass that does as its base does."""
+    """A tensor subclass that overrides nothing."""
 
 
 class Mode(TorchFunctionMode):
@@ -298,7 +298,7 @@ def test_small_calls_cost_less_on_torchs(calls, monkeypatch):
 
 
 def test_what_ours_refuses_and_torchs_runs(calls):
-    """torch's flash attention takes a mask with is_causal: both hold."""
+    """torch's flash attention accepts a mask together with is_causal and applies both."""
     wanted = TORCHS(Q, Q, Q, KEEP[..., :5], is_causal=True)
     with fastattn.sdpa():
         found = F.scaled_dot_product_attention(Q, Q, Q, KEEP[..., :5], is_causal=True)
@@ -334,9 +334,9 @@ def test_wrong_inputs_raise_what_torch_raises(name):
         TORCHS(*args, **kwargs)
     with fastattn.sdpa(), pytest.raises(type(wanted.value)) as found:
         F.scaled_dot_product_attention(*args, **kwargs)
-    if name not in ("no values", "too many", "unknown name"):  # Python speaks of those
+    if name not in ("no values", "too many", "unknown name"):  # Python raises for those
         assert str(found.value) == str(wanted.value)
-        assert found.value.__context__ is None  # of ours, nothing is said
+        assert found.value.__context__ is None  # our own error is not shown
 
 
 # ----------------------------------------------------------------------------------- torch.compile
@@ -344,7 +344,7 @@ def test_wrong_inputs_raise_what_torch_raises(name):
 
 @pytest.mark.parametrize("first", ["patched", "plain"])
 def test_compiled_before_and_after(first):
-    """One graph each, whatever the order, and no more than one."""
+    """Patched and plain calls compile to one graph each, in either order."""
     count = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(Module(), backend=count, fullgraph=True)
     wanted = TORCHS(Q, Q, Q)
@@ -360,7 +360,7 @@ def test_compiled_before_and_after(first):
 
 
 def test_compiled_graphs_keep_to_the_rules():
-    """Of what is chosen, transformed or wrong inside a compiled function."""
+    """Compiled code uses torch's function under sdpa_kernel, transforms, or invalid arguments."""
 
     def graph(function, *args):
         torch._dynamo.reset()
@@ -441,7 +441,7 @@ def restored():
 
 
 def test_somebody_elses_patch_over_ours_stays(calls, restored):
-    """It outlives ours, which runs beneath it again when it is asked for."""
+    """Another library's patch over ours stays, and calls ours again in the next `sdpa()`."""
     with fastattn.sdpa():
         beneath = F.scaled_dot_product_attention
 
@@ -462,7 +462,7 @@ def test_somebody_elses_patch_over_ours_stays(calls, restored):
 
 
 def test_torchs_own_put_back_is_patched_again(calls, restored):
-    """Somebody patched before us, and undoes it before we undo ours; or undoes ours."""
+    """Another library patched first, and restores torch's function before our patch is undone."""
     F.scaled_dot_product_attention = lambda *args, **kwargs: TORCHS(*args, **kwargs)
     fastattn.patch()
     F.scaled_dot_product_attention = TORCHS
@@ -477,7 +477,7 @@ def test_torchs_own_put_back_is_patched_again(calls, restored):
 
 
 def test_a_patch_that_never_calls_ours_is_patched_over(calls, restored):
-    """Also after another one did, which is gone."""
+    """Also after an earlier patch that did call ours and has been removed."""
     with fastattn.sdpa():
         beneath = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = lambda *args, **kwargs: beneath(*args, **kwargs)
@@ -489,7 +489,7 @@ def test_a_patch_that_never_calls_ours_is_patched_over(calls, restored):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
 def test_a_fork_while_another_thread_patches():
-    """The child gets a lock that somebody can release."""
+    """The child gets a lock that is free, although another thread held it at the fork."""
     held, done = threading.Event(), threading.Event()
 
     def other():
@@ -501,7 +501,7 @@ def test_a_fork_while_another_thread_patches():
     thread.start()
     assert held.wait(10)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # of threads and fork, from 3.12 on
+        warnings.simplefilter("ignore", DeprecationWarning)  # about fork with threads, from 3.12 on
         child = os.fork()
     if child == 0:
         taken = patching._lock.acquire(timeout=5)

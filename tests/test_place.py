@@ -1,7 +1,7 @@
-"""A call cut into blocks of rows, keys, heads or items is the whole call: values, gradients, draws.
+"""A call cut into blocks of rows, keys, heads or items equals the whole: values, gradients, draws.
 
-Each block says where it lies (`fastattn.Place`); blocks of keys are put together by
-`fastattn.merge`. The oracle of the whole judges what comes out, by the whole's budget.
+Each block gets its position (`fastattn.Place`); blocks of keys are combined by `fastattn.merge`.
+The oracle of the whole call judges the results, with the whole call's error budget.
 """
 
 import itertools
@@ -16,10 +16,10 @@ import fastattn
 from fastattn import Place
 
 AXES = ("item", "head", "row", "key")  # of (B,H,M,N)
-# Neither tiles nor the four keys that draw together are cut so. Heads: of keys.
+# Cuts inside tiles and inside groups of four keys that draw together. Heads are key heads.
 CUTS = {"item": (1,), "head": (1, 2), "row": (13, 14, 30), "key": (7, 30)}
 DIMS = Dims(3, 3, 3, 37, 51, 8, 8)
-# The dimension of each tensor that is an axis.
+# {tensor: {axis: its dimension}}.
 LIES = {
     "q": dict(item=0, head=1, row=2),
     "k": dict(item=0, head=1, key=2),
@@ -42,7 +42,7 @@ CASES += [tuple(FEATURE[name] for name in names.split()) for names in CROSSED]
 
 
 def cut(name, x, axis, first, end, heads):
-    """What a block of an axis has of a tensor: of heads, that of the query heads."""
+    """The slice of a tensor for a block of an axis; `first` and `end` count query heads."""
     dim = LIES.get(name, {}).get(axis)
     if dim is None or x is None or -dim > x.ndim or x.shape[dim] == 1:
         return x
@@ -51,7 +51,7 @@ def cut(name, x, axis, first, end, heads):
 
 
 def in_parts(axis, function=fastattn.attention, cuts=None):
-    """`function`, called once for each block along an axis, cut here or as `CUTS` says."""
+    """`function`, called once for each block along an axis, cut at `cuts` or at `CUTS[axis]`."""
     cuts = CUTS[axis] if cuts is None else cuts
 
     def attention(q, k, v, *, place=None, return_lse=False, **others):
@@ -70,7 +70,7 @@ def in_parts(axis, function=fastattn.attention, cuts=None):
         for n, (first, end) in enumerate(itertools.pairwise(edges)):
             mine = {name: cut(name, x, axis, first, end, H) for name, x in given.items()}
             if axis == "key" and n:
-                mine.pop("sinks", None)  # one more logit of a row, not of each block
+                mine.pop("sinks", None)  # one extra logit per row, not per block
             at = whole._replace(**{axis: getattr(whole, axis) + first})
             parts.append(function(**mine, place=at, return_lse=True))
         if axis == "key":
@@ -97,7 +97,7 @@ def test_parts_make_the_whole(name, features, axis):
 @pytest.mark.parametrize("axis", AXES[:3])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_parts_of_16_bits(name, axis, dtype):
-    """Blocks of keys are rounded before they are merged: these are the others."""
+    """All axes but keys: blocks of keys are rounded before they are merged."""
     declares(name, DTYPES[dtype])
     features = tuple(FEATURE[x] for x in ["bottom_right", "lengths", "alibi", "dropout", "softcap"])
     verdict = Verdict(build(DIMS, features, DTYPES[dtype]))
@@ -109,7 +109,7 @@ def test_parts_of_16_bits(name, axis, dtype):
 @every_backend
 @pytest.mark.parametrize("key", range(9))
 def test_draws_go_on_where_keys_begin(name, key):
-    """Bit for bit, wherever four keys that draw together are cut; in decoding, too."""
+    """Draws are bitwise equal wherever a cut splits a group of four keys, also in decoding."""
     v = torch.eye(30, dtype=torch.bfloat16).expand(2, 3, 30, 30)
     place = Place(row=2, key=key, head=4, item=1)
     for M in (1, 21):

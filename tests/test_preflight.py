@@ -1,4 +1,4 @@
-"""What set-up says of a machine before it builds: got, expected, and what to do."""
+"""Messages of the set-up check before a build: got, expected, and what to do."""
 
 import os
 import re
@@ -19,13 +19,13 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def floors():
-    """What pyproject.toml asks for, by name."""
+    """{package: the minimum version in pyproject.toml}."""
     text = (CHECKOUT / "pyproject.toml").read_text()
     return dict(re.findall(r'"([\w-]+)>=([\d.]+)', text))
 
 
 class Machine:
-    """Packages that this Python finds first, and programs that come first on its PATH."""
+    """Fake packages and programs that the check finds before the real ones."""
 
     def __init__(self, folder):
         self.packages, self.programs = folder / "packages", folder / "programs"
@@ -78,7 +78,7 @@ def test_a_package_that_is_too_old_stops_an_installation_as_is(name, machine):
 
 def test_a_package_that_is_missing_stops_it_too(machine):
     script = str(CHECKOUT / ".ci" / "preflight.py")
-    command = [sys.executable, "-I", "-S", script, "--as-is"]  # nothing installed is found
+    command = [sys.executable, "-I", "-S", script, "--as-is"]  # installed packages are not found
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 1
     for name in NAMES:
@@ -103,7 +103,7 @@ def test_versions_are_compared_by_their_numbers(version, machine):
 
 @pytest.mark.parametrize("gpu", [True, False])
 def test_beside_a_gpu_triton_wants_the_headers_of_python(gpu, machine):
-    """A remark: the kernels in CUDA C++ do without."""
+    """Only a warning: the CUDA C++ kernels do not need Python.h."""
     machine.has_program("nvidia-smi", "GPU 0: NVIDIA H100 (UUID: GPU-0)" * gpu, 0 if gpu else 9)
     status, said = machine.preflight(hidden=True)
     assert status == 0

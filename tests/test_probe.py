@@ -1,7 +1,7 @@
-"""A GPU does what the emulator does: both give the outputs committed, instruction by instruction.
+"""A GPU and the emulator both give the committed outputs, instruction by instruction.
 
-What the instructions must give is test_emulator.py's; here it is what was given, so that a GPU seen
-once vouches for the emulator until csrc/cuda/ptx.cuh changes. A summary says while none has.
+test_emulator.py tests what instructions must give. This file compares with recorded outputs, so one
+run on a GPU validates the emulator until csrc/cuda/ptx.cuh changes. Until then the summary says so.
 """
 
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ def emulator():
 
 @pytest.fixture
 def own_record(tmp_path, monkeypatch):
-    """A copy of what is committed, which the test may change."""
+    """A copy of the committed record, which the test may change."""
     copy = tmp_path / probe.RECORD.name
     copy.write_text(probe.RECORD.read_text())
     monkeypatch.setattr(probe, "RECORD", copy)
@@ -62,7 +62,7 @@ def test_the_gpu_gives_what_is_committed(name):
 
 @needs_emulator
 def test_the_gpu_is_called_as_the_emulator_is(emulator, monkeypatch):
-    """The emulator's library in the place of the GPU's: what only a GPU runs, but for the GPU."""
+    """Runs the code path of a GPU with the emulator's library in place of the GPU's."""
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.cpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     library = SimpleNamespace(dll=emulator.library)
@@ -71,7 +71,7 @@ def test_the_gpu_is_called_as_the_emulator_is(emulator, monkeypatch):
         assert not (wrong := probe.complaints(name, probe.on_gpu(case), committed(name))), wrong[0]
 
 
-# --- what passes for the same ---------------------------------------------------------------------
+# --- which outputs count as equal -----------------------------------------------------------------
 
 
 @every_case
@@ -107,7 +107,7 @@ def test_one_nan_is_like_another_and_like_no_infinity(name, nan, other):
 def test_what_is_moved_keeps_its_nan(name):
     found = committed(name)
     lane, i = np.argwhere(np.isnan(found.view(np.float32)))[0]
-    found[lane, i] ^= 0x00010000  # still NaN, another one
+    found[lane, i] ^= 0x00010000  # a NaN with other bits
     assert probe.complaints(name, found, committed(name))
 
 
@@ -131,7 +131,7 @@ def test_how_near_an_approximation_must_be(what, x, found, expected, right):
     assert probe.near(what, *np.float32([[x], [found], [expected]])).tolist() == [right]
 
 
-# --- what is said and recorded --------------------------------------------------------------------
+# --- notices and the record -----------------------------------------------------------------------
 
 
 def test_what_is_said_until_a_gpu_confirms_the_file_as_it_is():
@@ -160,7 +160,7 @@ def test_a_gpu_that_gives_the_same_is_recorded(own_record, monkeypatch, capsys):
 
 @needs_emulator
 def test_accepting_other_outputs_takes_the_confirmation_back(own_record):
-    probe.accept()  # as this machine's libm has them
+    probe.accept()  # outputs with this machine's libm
     outputs = probe.recorded()["outputs"]
     probe.record("a GPU", "0", outputs)
     probe.accept()

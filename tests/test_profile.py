@@ -1,4 +1,4 @@
-"""profile: every attention call of a model, what its masks show, and no trace of having looked."""
+"""profile: it reports every attention call of a model and its masks, and changes nothing."""
 
 import concurrent.futures
 import contextlib
@@ -79,7 +79,7 @@ SHOWN = {
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_what_a_mask_shows(name):
-    """Named, and where arguments stand for it, the call with those is the call with it."""
+    """A mask is named, and the arguments advised in its place give the same output."""
     mask, what = SHOWN[name]
     M = mask.shape[-2] if mask.shape[-2] > 1 else N
     found = structure(mask, M, N)
@@ -98,13 +98,13 @@ def test_what_a_mask_shows(name):
         given["key_lengths"] = given["key_lengths"].expand(2)
     wanted = fastattn.attention(q, k, k, mask=mask)
     out = fastattn.attention(q, k, k, **given)
-    seen = (out * wanted).abs().sum(-1, keepdim=True) > 0  # padding sees nothing, by one of them
+    seen = (out * wanted).abs().sum(-1, keepdim=True) > 0  # rows of padding are 0 in one of the two
     assert seen.sum() > M
     torch.testing.assert_close(out * seen, wanted * seen)
 
 
 def test_rows_that_nobody_sees_say_nothing_of_keys():
-    """Padding among the queries of an item whose others see all keys is none among its keys."""
+    """Padded queries are not reported as padded keys if the item's other queries see all keys."""
     rows = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
     assert structure(rows[:, None, :, None].expand(2, 1, 6, 10), 6, 10).what == "shows everything"
 
@@ -126,12 +126,31 @@ X = torch.randn(2, 9, 32)
 PADDING = torch.arange(9) >= torch.tensor([[9], [5]])
 
 
+class Numbered(nn.Module):
+    """Two modules with numbers of two digits in their names."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn10 = nn.MultiheadAttention(8, 2)
+        self.attn11 = nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        return self.attn11(self.attn10(x, x, x)[0], x, x)[0]
+
+
+def test_a_number_in_a_name_is_kept():
+    """A number alone counts layers; one behind letters tells modules apart."""
+    with torch.no_grad():
+        report = fastattn.profile(Numbered(), torch.randn(5, 8))
+        assert {m.call.path for m in report.calls} == {"attn10", "attn11"}
+
+
 def test_training():
     report = fastattn.profile(encoder(), X, src_key_padding_mask=PADDING)
     (m,) = report.calls
     assert dict(m.call.where) == {"layers.0.self_attn": 1, "layers.1.self_attn": 1}
     assert m.call.path == "layers.*.self_attn" and m.call.q == m.call.k == (2, 2, 9, 16)
-    assert (m.call.runs, m.ours_runs) == ("torch math", "fastattn cpu")  # of dropout
+    assert (m.call.runs, m.ours_runs) == ("torch math", "fastattn cpu")  # because of dropout
     assert m.call.shown.what == "right padding" and m.call.options == "dropout 0.1"
     assert set(m.seconds) == set(m.bytes) == {"now", "sdpa", "shown"}
     text = str(report)
@@ -142,7 +161,7 @@ def test_training():
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_the_inference_path_of_a_layer(padded):
-    """Padded, it is nested tensors."""
+    """With padding, this path uses nested tensors."""
     with torch.no_grad():
         given = dict(src_key_padding_mask=PADDING) if padded else {}
         (m,) = fastattn.profile(encoder().eval(), X, **given).calls
@@ -161,7 +180,7 @@ def test_the_inference_path_of_heads():
 
 
 class Mixed(nn.Module):
-    """Calls of every sort, a buffer that changes, and random numbers."""
+    """Several kinds of calls, a buffer that changes, and random numbers."""
 
     def __init__(self):
         super().__init__()
@@ -211,7 +230,7 @@ def test_no_attention():
 
 
 def test_a_mask_that_is_small_already():
-    """There is nothing to pass instead, unless keys could be skipped."""
+    """No arguments are advised in its place, unless key_lengths could skip keys."""
     q, columns = torch.randn(2, 1, 9, 8), PADDING.logical_not()[:, None, None]
     (m,) = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, columns.flip(-1))).calls
     assert (m.call.shown.what, m.call.shown.instead) == ("left padding", "")
@@ -241,7 +260,7 @@ def test_json_and_plot(tmp_path):
 
 
 def state(model):
-    """What a look must not change, by identity where it has one."""
+    """State that profiling must not change; objects are compared by identity."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks")
     return (
         F.scaled_dot_product_attention,
@@ -283,7 +302,7 @@ def test_compiled_models_are_looked_at_eagerly():
 
 
 def test_a_model_of_transformers():
-    """Padded on the left, its mask is dense. A cache that it is given does not grow."""
+    """With padding on the left its mask is dense. A cache passed to the model does not grow."""
     if not importlib.util.find_spec("transformers"):
         pytest.skip("transformers is not installed: `make setup` installs it")
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
@@ -313,7 +332,7 @@ def test_a_model_of_transformers():
 
 
 def drawn_mask(seed):
-    """A band at a corner, a window, padding on either side, holes and rows without a key."""
+    """A random mask: causal at a corner, window, padding on a side, holes, rows without keys."""
     draw = torch.Generator().manual_seed(seed)
 
     def often(percent):
@@ -345,7 +364,7 @@ def drawn_mask(seed):
 
 
 def test_advice_gives_what_the_mask_gives():
-    """Also where bands hide all of some rows. Rows that see everything may be padding."""
+    """Also if bands hide all keys from some rows. Rows that see everything may be padding."""
     followed = 0
     for seed in range(1500):
         keep = drawn_mask(seed)
@@ -369,7 +388,7 @@ def test_advice_gives_what_the_mask_gives():
 
 
 def test_a_second_chunk_that_is_padded():
-    """Padding that is longer than the chunk leaves no row to the band at the top left."""
+    """With padding longer than the chunk, the mask cannot be causal from the top left."""
     keep = (torch.arange(20) <= torch.arange(4)[:, None] + 16) & (torch.arange(20) >= 7)
     assert structure(keep, 4, 20).what == "causal from the bottom right + left padding"
 
@@ -432,7 +451,7 @@ def test_autocast_that_the_model_chose():
     assert not torch.is_autocast_enabled("cpu")
 
 
-# ----------------------------------------------------------------------------------- weights, asked
+# --------------------------------------------------------------------------------- weights returned
 
 
 class Heads(nn.Module):
@@ -498,7 +517,7 @@ def test_a_verdict_without_calls_judges_what_was_measured(monkeypatch):
     assert "register()" in unseen and 'attn_implementation="fastattn"' in unseen
 
 
-# --------------------------------------------------------------------------------- what models give
+# ------------------------------------------------------------------------------- outputs of models
 
 
 @dataclasses.dataclass
@@ -508,7 +527,7 @@ class Given:
 
 
 class Wrapped(nn.Module):
-    """Gives a dataclass; counts backwards."""
+    """A model that returns a dataclass and counts backward passes."""
 
     def __init__(self, detached=False):
         super().__init__()
@@ -536,7 +555,7 @@ def test_a_model_that_gives_a_dataclass():
 
 
 def test_checkpoints_are_not_counted_twice():
-    """Computed again in backward, by calls that backward does not go through."""
+    """A checkpoint repeats calls in backward; the report counts the repeated ones separately."""
 
     class Checkpointed(Wrapped):
         def forward(self, x):
@@ -580,7 +599,7 @@ def test_jagged_calls():
 
 @pytest.mark.parametrize("rows", [9, 4])
 def test_causal_biases(rows):
-    """Their class knows F's function alone, by identity."""
+    """torch's CausalBias recognises only F's original function, by identity."""
     from torch.nn.attention.bias import causal_lower_right
 
     q, k = torch.randn(1, 2, rows, 8), torch.randn(1, 2, 9, 8)
@@ -649,7 +668,7 @@ def test_buffers_of_every_sort(name):
     assert fastattn.profile(Buffered(HELD[name]()), X[:, None]).calls[0].call.count == 1
 
 
-# --------------------------------------------------------------------------------- no trace of that
+# ------------------------------------------------------------------------------------ side effects
 
 
 def test_a_graph_in_flight():
@@ -662,7 +681,7 @@ def test_a_graph_in_flight():
 
 
 def test_inputs_changed_in_place():
-    """Each run begins with what the first had."""
+    """Each run starts from the original values of the inputs."""
     seen, x, same = [], X.clone(), X.clone()
 
     def model(x, held):
@@ -699,7 +718,7 @@ def test_calls_of_threads():
 
 
 def test_growing_keys_of_grouped_heads():
-    """They may come as rows, so that a token is more than one. Chunks are lines of their own."""
+    """Query heads may be stored as rows, so a token has several. Chunks get separate lines."""
 
     class Layers(nn.Module):
         def __init__(self):
@@ -724,7 +743,7 @@ def test_growing_keys_of_grouped_heads():
 
 
 def test_padding_masks_are_not_dense():
-    """Of keys alone, for each item."""
+    """A mask of keys alone, one per item, is not reported as dense."""
     heads = nn.MultiheadAttention(32, 2, batch_first=True).eval()
     with torch.no_grad():
         report = fastattn.profile(heads, X, X, X, key_padding_mask=PADDING)

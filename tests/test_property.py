@@ -1,6 +1,6 @@
 """Any shape, layout, mask and mixture of features is either right or refused.
 
-FASTATTN_EXAMPLES=10000 runs as many examples of each test, drawn anew.
+FASTATTN_EXAMPLES=10000 runs that many newly drawn examples of each test.
 """
 
 import pytest
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def problems(dtype, masks=draw.MASKS):
-    """Dense calls. Hypothesis determines, and so shrinks, what the generator draws."""
+    """Dense calls. Hypothesis controls the random draws, so it can shrink them."""
     limits = dict(most=small(150, 40), widest=129)
     draws = st.randoms(use_true_random=False)
     return draws.map(lambda rng: draw.problem(rng, dtype, masks=masks, **limits))
@@ -58,7 +58,7 @@ def test_any_call_is_right(name, dtype, data):
 @pytest.mark.parametrize("dtype", [x for x in DECLARED if DTYPES[x].itemsize > 2])
 @given(data=st.data())
 def test_any_call_in_any_parts_is_right(name, dtype, data):
-    """Cut along all axes at once, at places that may fall together: some parts are empty."""
+    """Calls cut along all axes at once; cuts may coincide, so some parts are empty."""
     declares(name, DTYPES[dtype], Feature.PLACE)
     problem = data.draw(problems(DTYPES[dtype], draw.summable(DTYPES[dtype])))
     (B, Hk, N, _), M = problem.k.shape, problem.q.shape[2]
@@ -72,10 +72,10 @@ def test_any_call_in_any_parts_is_right(name, dtype, data):
 
 
 def moved(problem, name):
-    """out and LSE as a function of the tensors that have gradients; these; and two directions."""
+    """(out and LSE as a function f of tensors with gradients, these tensors, two directions)."""
     given = problem.tensors() | dict(return_lse=True, backend=name)
     mask = given.get("mask")
-    if mask is not None and mask.is_floating_point():  # beside -1e308 no difference is seen
+    if mask is not None and mask.is_floating_point():  # finite differences vanish beside -1e308
         given["mask"] = torch.where(mask == -torch.inf, mask, mask.clamp(min=-9))
 
     def f(*tensors):
@@ -95,7 +95,7 @@ def dot(a, b):
 
 
 def agree(a, b, rtol):
-    """Two sums of as many terms; relative to what the terms are, not to what they cancel to."""
+    """Assert that two dot products agree, relative to the size of their terms, not of the sums."""
     assert abs(dot(*a) - dot(*b)) <= rtol * (1e-3 + dot(*(map(torch.abs, x) for x in a)))
 
 
@@ -103,8 +103,8 @@ def agree(a, b, rtol):
 @settings(max_examples=20)
 @given(data=st.data())
 def test_derivatives_of_any_call_agree_with_each_other(name, data):
-    """What forward mode says is what differences say; <g, J u> = <J' g, u>; the Hessian of <g, f>
-    is symmetric, whoever multiplies by it."""
+    """Forward mode agrees with finite differences; <g, J u> = <J' g, u>; the Hessian of <g, f> is
+    symmetric, in forward over reverse and in reverse over reverse."""
     declares(name, torch.float64, Feature.TANGENTS)
     problem = data.draw(problems(torch.float64)).to(torch.float64)  # a mask may be float32
     note(problem.name)
@@ -131,7 +131,7 @@ def test_derivatives_of_any_call_agree_with_each_other(name, data):
 @settings(max_examples=15)
 @given(data=st.data())
 def test_any_bad_call_is_refused(why, data):
-    """One fault, in the midst of any valid call, raises and says what it got."""
+    """One wrong argument in a valid call raises an error that says what it got."""
     problem = data.draw(problems(torch.float32).filter(lambda p: p.q.numel() and p.k.numel()))
     if why == "heads do not divide" and problem.k.shape[1] == 1:
         return  # one key head serves any number of query heads
@@ -147,7 +147,7 @@ def test_any_bad_call_is_refused(why, data):
 @every_backend
 @given(data=st.data())
 def test_window_of_w_is_not_of_w_plus_1(name, data):
-    """Off by one at either edge changes a row that has a key there."""
+    """A window one larger at either edge changes exactly the rows that have a key there."""
     n, w = data.draw(st.integers(8, small(150, 40))), data.draw(st.integers(0, 6))
     draft = Draft(Dims(1, 1, 1, n, n, 8, 8), torch.float32, n)
     q, k, v = (draft.randn(1, 1, n, 8) for _ in "qkv")

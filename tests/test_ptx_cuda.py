@@ -1,7 +1,7 @@
-"""What nvcc makes of the CUDA kernels, run on the emulator: the tests of the source, as they stand.
+"""nvcc's PTX of the CUDA kernels, run on the emulator by the unchanged tests of the source.
 
-Here nvcc's PTX runs, not the C++ that g++ makes of the same source: a fault of nvcc or in a body of
-inline assembly shows, and so does what the two disagree on.
+Other tests emulate the source as compiled by g++. Here nvcc's PTX runs, which exposes faults of
+nvcc, faults in inline assembly, and differences between the two.
 """
 
 from dataclasses import replace
@@ -28,16 +28,14 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, ours.needs_
 
 @pytest.fixture
 def emulated(request):
-    """Every call runs on the emulator, and all its kernels are nvcc's. None is faultless that none
-    ran."""
+    """Every call runs on the emulator with nvcc's kernels; at least one kernel must have run."""
     few_rows = request.function.__module__ == test_cuda_decode.__name__
     with everywhere(sm_count=test_cuda_decode.MANY * few_rows, ptx=True) as backend:
         yield backend
     assert backend.launches >= len(backend.findings) > 0
 
 
-# Every feature, in kernels of head dim 32; the kernels of other head dims; and what else chooses a
-# kernel.
+# Every feature, in kernels of head dim 32; kernels of other head dims; other choices of kernels.
 test_features = test_cuda_emulated.test_features
 test_features_of_decode = test_cuda_decode.test_features
 test_features_of_weights = test_cuda_weights.test_features
@@ -63,8 +61,8 @@ test_schedules_of_weights = test_cuda_weights.test_every_schedule_gives_the_same
 
 @pytest.mark.parametrize("backward, empty", [(False, 1), (True, 2)], ids=["forward", "both"])
 def test_each_wait_deleted_is_caught(backward, empty):
-    """But the one at the end of a kernel, where nothing is on its way. Where dq is made, turns
-    stand in for a barrier."""
+    """Except the wait at the end of a kernel, where no copy is in flight. Where dq is made, turns
+    replace a barrier."""
     problem = build(square(1, 1, 150, 24), (), torch.bfloat16)
     problems = [problem, *[replace(problem, wants=("k",))] * backward]
 

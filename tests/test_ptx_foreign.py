@@ -1,7 +1,7 @@
-"""Programs of Triton that are not this project's: products of matrices, attention, softmax of rows.
+"""Triton programs from outside this project: matrix products, attention, softmax of rows.
 
-An emulator and kernels that were made for each other may share a mistake. These were not: the forms
-are those of Triton's tutorials, and its compiler is another one than nvcc.
+An emulator and kernels that were made for each other may share a mistake. These programs follow
+Triton's tutorials, and Triton's compiler is not nvcc.
 """
 
 import pytest
@@ -15,10 +15,10 @@ tl = triton.language
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 if INTERPRETED:
     pytest.skip("there is nothing to compile", allow_module_level=True)
-FUSED = dict(enable_fp_fusion=True)  # as Triton's default has been
+FUSED = dict(enable_fp_fusion=True)  # Triton's default
 
 
-ROWS = {80: 32, 90: 64}  # of a tile: as many as the products of its chip have
+ROWS = {80: 32, 90: 64}  # {arch: rows of a tile}, as the matrix products of the chip need
 
 
 @pytest.fixture(params=ROWS, ids="sm_{}".format)
@@ -67,7 +67,7 @@ def product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constex
 @pytest.mark.parametrize("stages", [1, 3, 4])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 def test_product(compiled, arch, dtype, stages):
-    """Of small whole numbers, which every format and every order adds exactly."""
+    """Products of small whole numbers, which are exact in every format and order of sums."""
     a, b, c = whole_numbers(dtype)
     (M, K), N, BM = a.shape, b.shape[1], ROWS[arch]
     grid = (triton.cdiv(M, BM), triton.cdiv(N, 64))
@@ -85,7 +85,7 @@ def whole_numbers(dtype):
 
 @triton.jit
 def described_product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """The same; boxes of A and B come by tensor maps that the kernel makes."""
+    """C = A B; boxes of A and B are loaded by tensor maps that the kernel makes."""
     of_a = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
     of_b = tl.make_tensor_descriptor(b, [K, N], [N, 1], [BK, BN])
     row, column = tl.program_id(0) * BM, tl.program_id(1) * BN
@@ -110,7 +110,7 @@ def test_product_of_boxes(compiled, dtype, depth, stages):
 
 @triton.jit
 def attention(q, k, v, out, N, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Causal, of one head a program's second axis; the softmax goes along with the keys."""
+    """Causal attention with an online softmax; the program's second axis is the head."""
     head = tl.program_id(1) * N * D
     rows, of_d = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, D)
     x = tl.load(q + head + rows[:, None] * D + of_d[None, :], mask=rows[:, None] < N, other=0.0)
@@ -138,7 +138,7 @@ def attention(q, k, v, out, N, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.
 def described_attention(
     q, k, v, out, N, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr
 ):
-    """The same for all heads as one tensor, of which boxes are loaded."""
+    """The same, with boxes loaded from one tensor of all heads."""
     rows_of_all = tl.num_programs(1) * N
     of_q = tl.make_tensor_descriptor(q, [rows_of_all, D], [D, 1], [BM, D])
     of_k = tl.make_tensor_descriptor(k, [rows_of_all, D], [D, 1], [BN, D])

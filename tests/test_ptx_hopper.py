@@ -1,8 +1,8 @@
-"""What sm_90 adds, on the translator of PTX: mbarriers, boxes of tensors, stmatrix, elect.sync.
+"""Additions of sm_90 in the PTX translator: mbarriers, boxes of tensors, stmatrix, elect.sync.
 
-Products are in test_ptx_products.py, what must be named in test_ptx_hopper_misuse.py. mbarriers are
-held to the sections on them in the PTX ISA, boxes to numpy and to the swizzles of PyPI's
-tensor-layouts, matrices to its atoms.
+Products are in test_ptx_products.py, misuses in test_ptx_hopper_misuse.py. mbarriers are checked
+against the PTX ISA, boxes against numpy and the swizzles of PyPI's tensor-layouts, matrices against
+the atoms of tensor-layouts.
 """
 
 import re
@@ -20,8 +20,8 @@ pytestmark = needs_emulator
 LANES = 64
 named = pytest.mark.parametrize
 
-# Each thread has 16 bytes of what is given, %a, and of what is to come out, %o; %w is the same
-# place in shared memory. From %bar on there is room for mbarriers.
+# Each thread has 16 bytes of the input at %a, of the output at %o, and of shared memory at %w.
+# From %bar on there is room for mbarriers.
 BEGIN = """
 .reg .b32 %t, %m, %w, %bar, %i, %q, %s<8>; .reg .b64 %at, %a, %o, %d<4>; .reg .pred %p<4>, %first;
 mov.u32 %t, %tid.x; mov.u32 %m, memory; mul.wide.u32 %at, %t, 16; mad.lo.s32 %w, %t, 16, %m;
@@ -33,21 +33,21 @@ KEEP = "st.global.v4.b32 [%o], {%s0, %s1, %s2, %s3};"
 
 
 def wait(at, parity, way="try_wait"):
-    """The loop that compilers make of it, with a label of its own scope."""
+    """The loop that compilers emit for a wait, with a label in a nested scope."""
     test = f"mbarrier.{way}.parity.shared::cta.b64"
     return f"""{{ .reg .pred complete; waitLoop: {test} complete, [{at}], {parity};
     @!complete bra.uni waitLoop; }}"""
 
 
 def ask(parity):
-    """One more bit of %s0: is the phase of this parity over?"""
+    """Append a bit to %s0: 1 if the phase of this parity is over."""
     return f"""mbarrier.test_wait.parity.acquire.cta.shared::cta.b64 %p0, [%bar], {parity};
     selp.b32 %s7, 1, 0, %p0; shl.b32 %s0, %s0, 1; or.b32 %s0, %s0, %s7;"""
 
 
 def rounds(way, count):
-    """Warp 0 gives a number of each lane to another lane of warp 1, five times; arrivals may count
-    twice."""
+    """Five times, each lane of warp 0 passes a number to a lane of warp 1. Each arrival counts
+    `count` times."""
     arrive = "mbarrier.arrive.release.cta.shared::cta.b64 _,"
     return f"""
     @%first {INIT} [%bar], {32 * count}; @%first mbarrier.init.shared.b64 [%bar+8], 32; bar.sync 0;
@@ -62,7 +62,7 @@ def rounds(way, count):
 
 
 def stored(count, way):
-    """Rows of matrices go to shared memory, each 48 bytes after the other."""
+    """Store rows of matrices to shared memory, 48 bytes apart."""
     registers = ", ".join(f"%s{2 + i}" for i in range(count))
     return f"""
     ld.global.v4.b32 {{%s2, %s3, %s4, %s5}}, [%a]; mov.b32 %s6, 0;
@@ -106,13 +106,13 @@ RIGHT = {
 
 # --- kernels that load boxes ----------------------------------------------------------------------
 
-# A tensor map: its fields, each of 64 bits, as the kernel is given them.
+# Fields of a tensor map; the kernel gets each as 64 bits.
 OF_ALL = ["global_address", "rank", "elemtype", "interleave_layout", "swizzle_mode", "fill_mode"]
 OF_EACH = [("box_dim", 5), ("global_dim", 5), ("element_stride", 5), ("global_stride", 4)]
 NAMES = [*((x, ()) for x in OF_ALL), *((x, (i,)) for x, n in OF_EACH for i in range(n))]
 ACQUIRE = "fence.proxy.tensormap::generic.acquire.gpu [%map], 128;"
 PUBLISH = "tensormap.cp_fenceproxy.global.shared::cta.tensormap::generic.release.gpu.sync.aligned"
-# Warp 0 makes a map of zeros, of which its first lane replaces all fields, and publishes it.
+# Warp 0 makes a map of zeros, its first lane replaces all fields, and the warp publishes the map.
 MAKE = """
 .reg .b64 %map, %f, %c; .reg .b32 %to, %bytes, %total; .reg .b64 %x; .reg .b32 %at<5>;
 ld.param.u64 %map, [map]; ld.param.u64 %f, [fields]; ld.param.u64 %c, [at];
@@ -128,7 +128,7 @@ $made: bar.sync 0;
 
 
 def replaced(i, name, ordinal):
-    """The i-th field, in a register of its size."""
+    """Replace a field by the i-th argument, in a register of the field's size."""
     kind, x = ("b64", "%d0") if name in ("global_address", "global_stride") else ("b32", "%s5")
     to = f"tensormap.replace.tile.{name}.shared::cta.b1024.{kind}"
     return f"ld.global.{kind} {x}, [%f+{8 * i}]; {to} [%m], {', '.join([*map(str, ordinal), x])};\n"
@@ -152,8 +152,8 @@ def load(rank, to="%to", bar="%bar", space="shared::cta"):
 
 
 def boxes(rank, before=True):
-    """So many boxes, one after another, that arrive at one mbarrier; their bytes are expected
-    before they are asked for, or after."""
+    """A kernel that loads boxes with one mbarrier; it expects their bytes before or after it issues
+    the loads."""
     expect = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], %total;"
     coordinates = "".join(f"ld.global.b32 %at{i}, [%c+{4 * i}];" for i in range(rank))
     each = "add.s32 %to, %to, %s4; add.s64 %c, %c, 32; add.s32 %i, %i, -1;"
@@ -167,7 +167,7 @@ def boxes(rank, before=True):
 
 RANKS = (1, 2, 3, 4, 5)
 BOXES = {f"boxes_{rank}": boxes(rank) for rank in RANKS} | {"expected_after": boxes(2, False)}
-# These have no meaning for what is here, but are there.
+# These instructions have no effect here, but must be accepted.
 BOXES["groups"] = "cp.async.bulk.commit_group; cp.async.bulk.wait_group.read 0; fence.proxy.async;"
 KERNELS = {
     **{x: entry(x, "given out", [BEGIN, code], "") for x, code in RIGHT.items()},
@@ -208,10 +208,10 @@ def test_every_form_is_tested():
 
 
 def test_phases_of_an_mbarrier(executor):
-    """Two arrivals end one. That of the other parity was over before it began."""
-    of = {"first": [0, 1], "second": [1, 0]}  # is that of parity 0 over, that of 1?
+    """Two arrivals end a phase. The phase of the other parity counts as over at first."""
+    of = {"first": [0, 1], "second": [1, 0]}  # whether the phases of parity 0 and 1 are over
     bits = of["first"] * 2 + of["second"] + of["first"]
-    bits += of["first"]  # bytes are yet to come
+    bits += of["first"]  # bytes are still expected
     assert run(executor, "phases")[0, 0] == int("".join(map(str, bits)), 2)
 
 
@@ -236,13 +236,13 @@ def test_an_mbarrier_begins_again(executor):
 
 # --- boxes ----------------------------------------------------------------------------------------
 
-TYPES = {1: 0, 2: 10, 4: 7, 8: 9}  # u8, bf16, f32, f64: by bytes, as tensormap.replace counts them
+TYPES = {1: 0, 2: 10, 4: 7, 8: 9}  # {bytes: number in tensormap.replace}: u8, bf16, f32, f64
 
 
 @dataclass
 class Tensor:
-    """A tensor of random bytes, with rows further apart than they need be. The dimensions are from
-    the innermost on, as in a tensor map."""
+    """A tensor of random bytes with gaps between rows. Dimensions start with the innermost, as in a
+    tensor map."""
 
     dims: tuple
     box: tuple
@@ -279,7 +279,7 @@ class Tensor:
         return int(np.prod(self.box)) * self.size
 
     def at(self, coordinates):
-        """The bytes of a box: zeros outside of the tensor."""
+        """The bytes of a box, with zeros outside of the tensor."""
         strides = [self.size, *self.strides][::-1]
         whole = np.lib.stride_tricks.as_strided(
             self.memory, (*self.dims[::-1], self.size), (*strides, 1)
@@ -297,7 +297,7 @@ class Tensor:
 
 
 def load_boxes(executor, name, tensor, coordinates, skip=0, fields=None, **options):
-    """(what the kernel gives, what it should)"""
+    """(the kernel's output, the expected output)"""
     layouts = pytest.importorskip("tensor_layouts")
     each = tensor.bytes()  # a multiple of 128
     bytes = each * len(coordinates)
@@ -319,7 +319,7 @@ def load_boxes(executor, name, tensor, coordinates, skip=0, fields=None, **optio
 
 
 def coordinates_of(tensor, count):
-    """Inside, past every end, before the beginning, and nowhere near."""
+    """Coordinates inside, past ends, before the beginning, and entirely outside."""
     g = tensor.g
     yield tuple(0 for _ in tensor.dims)
     for _ in range(count - 2):
@@ -344,7 +344,7 @@ def test_boxes_of_tensors(executor, rank, size):
 @named("size", TYPES)
 @named("swizzle", [1, 2, 3], ids=lambda x: f"{16 << x}")
 def test_swizzled_boxes(executor, swizzle, size):
-    """By the address in shared memory: also where that is no multiple of the pattern."""
+    """The swizzle depends on the shared address, also if that is no multiple of the pattern."""
     row = (16 << swizzle) // size
     for skip in (0, 128, 384):
         tensor = Tensor((row + 3, 21), (row, 8), size, swizzle, np.random.default_rng(skip))
@@ -419,7 +419,7 @@ def test_labels_of_a_scope_are_its_own(executor):
     assert (run(executor, "labels")[:, 1:3] == [5, 6]).all()
 
 
-# --- what is not known is refused -----------------------------------------------------------------
+# --- unknown forms are refused --------------------------------------------------------------------
 
 REGISTERS = ".reg .b32 %r<9>; .reg .b64 %d<9>; .reg .pred %p<3>; .reg .f32 %f<9>;"
 OPERANDS = "{%f0, %f1, %f2, %f3}, %d0, %d1, %p0, 1, 1"

@@ -1,4 +1,4 @@
-"""Faults in the emulator's part of sm_90, one line of source at a time: some test must notice."""
+"""Faults in the emulator's code for sm_90, one line at a time: some test must fail."""
 
 from functools import partial
 

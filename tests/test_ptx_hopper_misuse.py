@@ -1,4 +1,4 @@
-"""What is wrong with what sm_90 adds must be named, and what is next to it and right must pass."""
+"""Misuses of sm_90's additions must be reported, and similar correct code must pass."""
 
 import re
 
@@ -194,10 +194,10 @@ MBARRIERS = {
         f"{READY} @%first st.shared.b32 [%m], 1; @%first {ARRIVE} ld.shared.b32 %s0, [%m];",
         "RACE|UNINITIALISED",
     ),
-    "phase_before": (  # it is known that the one before is over, not that this one is
+    "phase_before": (  # the wait is for the previous phase, not for the current one
         f"{READY} @%first st.shared.b32 [%m], 1; @%first {ARRIVE} {wait('%bar', 1)} "
         "ld.shared.b32 %s0, [%m];",
-        "RACE|UNINITIALISED|DEADLOCK",  # that one may have begun before they ask
+        "RACE|UNINITIALISED|DEADLOCK",  # the arrival may precede the wait
     ),
 }
 
@@ -207,11 +207,11 @@ MBARRIERS = {
 AT = "ld.global.b32 %at0, [%c]; ld.global.b32 %at1, [%c+4];"
 EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%bar], %total;"
 LOAD = load(2)
-TARGET = "add.s32 %w, %w, 2048;"  # each thread's part of it: 16 bytes of 16 of them
+TARGET = "add.s32 %w, %w, 2048;"  # the part of the box of threads 0 to 15, 16 bytes each
 STORE = f"{TARGET} setp.lt.u32 %p2, %t, 16; @%p2 st.shared.v4.b32 [%w], {{%s0, %s0, %s0, %s0}};"
 ASK, LOADED = f"{AT} {EXPECT} {ACQUIRE} {LOAD}", f"{wait('%bar', 0)} {COPY_OUT}"
-SOURCE = "ld.global.b64 %d1, [%f]; st.global.b32 [%d1+72], %t;"  # one of its elements
-SEVERAL = {  # kernels that are right, where the map is
+SOURCE = "ld.global.b64 %d1, [%f]; st.global.b32 [%d1+72], %t;"  # one element of the source tensor
+SEVERAL = {  # correct kernels that use the map
     "one_box": f"{MAKE} @!%first bra $wait; {ASK} $wait: {LOADED}",
     "stored_before": f"{STORE} {PROXY} {MAKE} @!%first bra $wait; {ASK} $wait: {LOADED}",
     "fenced_by_who_asks": f"{STORE} {MAKE} @!%first bra $wait; {PROXY} {ASK} $wait: {LOADED}",
@@ -296,7 +296,7 @@ WRONG_BOXES = {
     ),
 }
 THIRD = dict(global_dim2=1, box_dim2=1, element_stride2=1, global_stride1=64)
-# Of the right kernel: what it is told instead.
+# {case: (fields replaced in the correct kernel, the error)}.
 FIELDS = {
     "address": (dict(global_address=8), "address .*expected a multiple of 16"),
     "null": (dict(global_address=0), "address 0, expected a multiple of 16"),
@@ -321,7 +321,7 @@ FIELDS = {
 }
 
 
-IN_FLIGHT = {  # the second of two groups, of which the first is waited for
+IN_FLIGHT = {  # they store accumulators of a group that is still in flight
     "read_in_flight": f"{FILLED} {BEGUN} {KEEP} {WAIT}",
     "younger_read_in_flight": f"""{FILLED} {BEGUN} {wgmma((4, 5, 6, 7))} {COMMIT}
         wgmma.wait_group.sync.aligned 1; st.global.v4.f32 [%o], {{%d4, %d5, %d6, %d7}}; {WAIT}""",
@@ -329,7 +329,7 @@ IN_FLIGHT = {  # the second of two groups, of which the first is waited for
 
 
 def made(emulator):
-    # Kernels of one name would hide each other, those of other modules too.
+    # Prefixes make the names of kernels unique, also across modules.
     of_two = {f"p_{x}": code for x, code in (RIGHT | WRONG | IN_FLIGHT).items()}
     of_two |= {f"m_{x}": code for x, (code, _) in MBARRIERS.items()}
     begins = {x: BEGIN if x.startswith("m_") else PRODUCTS for x in of_two}
@@ -382,7 +382,7 @@ def test_a_misuse_of_mbarriers_is_named(executor, name):
 
 
 def load_box(executor, name, skip=0, total=256, **options):
-    """(the finding, what the kernel gives, what it should)"""
+    """(the findings, the kernel's output, the expected output)"""
     names = ("schedule", "lazy", "seed")
     launch = {x: options.pop(x) for x in names if x in options}
     tensor = Tensor((19, 11), (16, 8), 2, 0, np.random.default_rng(0))
@@ -407,7 +407,7 @@ def test_boxes_that_are_right(executor, name):
 def test_a_misuse_of_boxes_is_named(executor, name):
     for schedule, lazy in WAYS:
         if name in ("never_waited_for", "invalid_in_flight") and not lazy:
-            continue  # it is there at once
+            continue  # eager boxes arrive at once
         found, *_ = load_box(executor, f"b_{name}", schedule=schedule, lazy=lazy)
         assert found.count and re.search(WRONG_BOXES[name][1], found.first), found.first
 

@@ -1,7 +1,7 @@
-"""The translator of PTX: memory, lanes that work together, launches, and what must be refused.
+"""The PTX translator: memory, cooperating lanes, launches, and refusals.
 
-Fragments come from the layouts of PyPI's tensor-layouts. What is wrong must be named: a form that
-is unknown by its name and line, what happens at run time by thread and place.
+Fragments come from the layouts of PyPI's tensor-layouts. Errors must be specific: an unknown form
+by its name and line, a run-time fault by thread and place.
 """
 
 import re
@@ -18,8 +18,8 @@ pytestmark = needs_emulator
 LANES = 64
 SHARED = ".extern .shared .align 16 .b8 memory[];\n"
 
-# Every kernel begins so: %w is where this thread's 32 bytes are in shared memory, %a and %o where
-# they are in what it is given and in what it gives.
+# The start of every kernel: %w, %a and %o are the addresses of this thread's 32 bytes in shared
+# memory, in the input and in the output.
 BEGIN = """
 .reg .b32 %t, %w, %s<9>; .reg .b64 %at, %a, %o, %g, %d<9>; .reg .f32 %f<5>; .reg .f64 %e<5>;
 .reg .b16 %h<5>; .reg .pred %p<3>;
@@ -36,14 +36,14 @@ def kernel(name, code, directives=".maxntid 64, 1, 1"):
 
 
 def shape_of(names):
-    """Elements, their type, and the registers that hold them: of whole numbers, the widest."""
+    """(type, count, registers) of the elements; integers use the widest registers."""
     kind, count = names["T"], int(names.get("count", 1))
     register = {"f32": "%f", "f64": "%e"}.get(kind, "%d")
     return kind, count, [f"{register}{i}" for i in range(count)]
 
 
 def space_of(opcode):
-    """The state space that it names, or "": a generic address."""
+    """The state space in an opcode, or "" for a generic address."""
     parts = {x.partition("::")[0] for x in opcode.split(".")}
     return next((x for x in ("global", "shared", "local", "param") if x in parts), "")
 
@@ -65,7 +65,7 @@ def keep(space, at):
 
 
 def load_kernel(name, opcode, names):
-    """Its own 32 bytes go to where the opcode loads from; what it loads goes out, 64 bits each."""
+    """Copy the thread's 32 bytes to the state space, load with the opcode, store 64 bits each."""
     kind, _, registers = shape_of(names)
     space = space_of(opcode)
     if space == "param":
@@ -77,7 +77,7 @@ def load_kernel(name, opcode, names):
         code, at = code + "mov.u64 %g, depot; add.s64 %g, %g, -8;", "%g"
     elif space == "global":
         code, at = "", "%a"
-    else:  # of generic addresses, those of shared memory
+    else:  # generic addresses are tested in shared memory
         code, at = keep("shared", "%w") + "cvt.u64.u32 %g, %w; cvta.shared.u64 %g, %g;", "%g"
     code += f"{opcode} {braces(registers)}, [{at}{'+8' * (at == '%g' and space == 'local')}];"
     return kernel(name, code + out_of(registers, kind))
@@ -89,7 +89,7 @@ def out_of(registers, kind):
 
 
 def parameter_kernel(name, opcode, names):
-    """Half the threads load from a parameter by its name, half at an address that they computed."""
+    """Half the threads load from a parameter by name, half from a computed address."""
     kind, _, registers = shape_of(names)
     to = braces(registers)
     code = f"""
@@ -105,7 +105,7 @@ def parameter_kernel(name, opcode, names):
 
 
 def store_kernel(name, opcode, names):
-    """The elements that it is given, 64 bits each, are stored and go out as they lie in memory."""
+    """Store input elements, 64 bits each, with the opcode; output that memory unchanged."""
     kind, _, registers = shape_of(names)
     space = space_of(opcode)
     size = 32 if kind == "f32" else 64
@@ -154,7 +154,7 @@ def words(seed=0):
 
 
 def run(executor, name, given, threads=LANES, shared=32 * LANES, **options):
-    """What a kernel gives, faultless."""
+    """The output of a kernel, which must have no findings."""
     out = aligned(LANES * 4, np.uint64)
     found = executor.launch(name, (1,), (threads,), shared, [given, out], **options)
     assert not found.count, found.first
@@ -170,7 +170,7 @@ def test_loads_and_stores_of_every_type(executor, form):
         given, size = words(), bits(kind) // 8
         if opcode.startswith("ld.param"):
             out = run(executor, name, given[:4].tobytes())
-            given = np.tile(given[[2, 3, 0, 1]], LANES)  # it loads the second half
+            given = np.tile(given[[2, 3, 0, 1]], LANES)  # the kernel loads the second half
         else:
             out = run(executor, name, given)
         out = out.reshape(LANES, 4)
@@ -385,14 +385,14 @@ def test_tickets_are_drawn_once(executor):
 
 
 def test_what_a_release_publishes_an_acquire_sees(executor):
-    """A warp spins until the other is done, whoever comes first."""
+    """One warp spins until the other is done, whichever runs first."""
     for schedule in SCHEDULES:
         out = run(executor, "in_turn", aligned(LANES * 4, np.uint64), schedule=schedule)
         assert np.array_equal(lanes32(out)[:, 0], np.arange(LANES) % 32 + 7)
 
 
 def test_banks_are_counted_for_each_instruction(executor):
-    """Of two stores by half of the lanes each: together they would have conflicts."""
+    """Two stores, by half of the lanes each, are separate; together they would conflict."""
     arrays = [words(), aligned(LANES * 4, np.uint64)]
     found = executor.launch("banks", (1,), (LANES,), 2048, arrays, banks=True)
     assert not found.count, found.first
@@ -402,7 +402,7 @@ def test_banks_are_counted_for_each_instruction(executor):
 
 @pytest.mark.parametrize("name", ["two_places", "two_shuffles"])
 def test_lanes_at_two_instructions_meet_where_they_are_alike(executor, name):
-    """A warp's barriers and shuffles are not .aligned: their name and their mask decide."""
+    """Barriers and shuffles of a warp are not .aligned: lanes match by opcode and mask."""
     for schedule in SCHEDULES:
         out = lanes32(run(executor, name, words(), schedule=schedule))[:, 0]
         assert np.array_equal(out, np.arange(LANES) ^ 31)
@@ -411,7 +411,7 @@ def test_lanes_at_two_instructions_meet_where_they_are_alike(executor, name):
 @pytest.mark.parametrize("width", [32, 16, 4])
 @pytest.mark.parametrize("way", WAYS)
 def test_shuffles(executor, way, width):
-    """As CUDA's guide says it of __shfl_sync and its like, with segments of some width."""
+    """Shuffles follow the CUDA guide's __shfl_sync functions, with segments of several widths."""
     given = words()
     table = lanes32(given)
     table[:, 1] %= 40
@@ -465,9 +465,9 @@ def test_products_of_fragments_as_the_layouts_say(executor, kind):
     letters = kind.upper()
     atom = getattr(layouts, f"SM80_16x8x{8 if kind == 'tf32' else 16}_F32{letters}{letters}F32_TN")
     values = torch.randn(LANES, 32, generator=torch.Generator().manual_seed(0)).to(PRODUCTS[kind])
-    values = values[:, : 32 // values.itemsize]  # a in the first half of 32 bytes, and b
+    values = values[:, : 32 // values.itemsize]  # a in the first half of 32 bytes, then b
     given = as_aligned(values.contiguous().view(torch.int64).numpy().view(np.uint64).ravel())
-    if kind == "tf32":  # what float32 has more bits of is cut off
+    if kind == "tf32":  # tf32 drops the low 13 bits
         values = (values.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
     out = run(executor, f"product_{kind}", given).view(np.float32).reshape(LANES, 8)
     half = values.shape[1] // 2
@@ -485,7 +485,7 @@ def test_products_of_fragments_as_the_layouts_say(executor, kind):
 @pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
 @pytest.mark.parametrize("way, size", SIZES)
 def test_copies(executor, way, size, lazy):
-    """The second of each thread copies as many bytes as it is told, and zeros to its end."""
+    """The second copy of each thread has a source size, and fills the rest with zeros."""
     given = words()
     out, source = lanes32(run(executor, f"copy_{way}_{size}", given, lazy=lazy)), lanes32(given)
     told = np.minimum(np.arange(LANES) % 4 * 4, size)
@@ -500,8 +500,8 @@ TESTED = (*RIGHT.values(), *(x[0] for x in PLAN.values()))
 
 
 def test_every_form_is_tested():
-    """Values are in test_ptx_values.py, forms of sm_90 alone in test_ptx_hopper.py; every opcode of
-    the others is in a kernel here."""
+    """test_ptx_values.py tests values, test_ptx_hopper.py forms of sm_90; all other opcodes are in
+    a kernel here."""
     hopper = {name for name, *_ in ptx_hopper.FORMS}
     others = [x for x in forms.FORMS if x.name.startswith("cvta") or callable(x.code)]
     others = [x for x in others if x.name not in hopper]
@@ -511,7 +511,7 @@ def test_every_form_is_tested():
             assert any(pattern.search(code) for code in TESTED), form.name
 
 
-# --- what is wrong is named -----------------------------------------------------------------------
+# --- errors are specific --------------------------------------------------------------------------
 
 WRONG = {
     "not_released": RIGHT["in_turn"].replace("st.release", "st.relaxed"),
@@ -635,7 +635,7 @@ def test_launches_are_held_to_what_the_kernel_says(
     assert executor.launches() == (not expected)
 
 
-# --- what is not known is refused -----------------------------------------------------------------
+# --- unknown forms are refused --------------------------------------------------------------------
 
 REGISTERS = ".reg .b32 %r<9>; .reg .b64 %d<9>; .reg .pred %p<3>; .reg .b16 %h<3>;"
 

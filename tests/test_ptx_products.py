@@ -1,8 +1,8 @@
-"""Products of warpgroups (wgmma) on the translator of PTX.
+"""Products of warpgroups (wgmma) on the PTX translator.
 
-Tiles are laid out in shared memory by the canonical layouts of CUTLASS's mma_traits_sm90_gmma.hpp,
-in the algebra and with the swizzles of PyPI's tensor-layouts, which has the fragments too. Numbers
-are whole and small: products are exact.
+Tiles have the canonical layouts of CUTLASS's mma_traits_sm90_gmma.hpp in shared memory, built with
+the algebra and swizzles of PyPI's tensor-layouts, which also defines the fragments. Numbers are
+whole and small, so products are exact.
 """
 
 from dataclasses import dataclass
@@ -19,13 +19,12 @@ pytestmark = needs_emulator
 HEADER = ".version 8.8\n.target sm_90a\n.address_size 64\n"
 SHARED = ".extern .shared .align 1024 .b8 memory[];\n"
 GROUP = 128  # threads of a warpgroup
-K, ACROSS, REGISTERS = "k", "mn", "r"  # how a matrix lies: along k, across it, or in registers
+K, ACROSS, REGISTERS = "k", "mn", "r"  # layout of a matrix: along k, across it, or in registers
 
 # --- kernels --------------------------------------------------------------------------------------
 
-# Every thread takes part in copying the image of shared memory that it is given. %da and %db are
-# then the descriptors of this warpgroup's A and of B, %f where its fragments of A are, %o its
-# accumulators.
+# All threads copy the given image into shared memory. Then %da and %db are the descriptors of this
+# warpgroup's A and of B, %f the address of its fragments of A, %o that of its accumulators.
 POINTERS = "image fragments out bytes a b step_a step_b group_a steps add"
 BEGIN = """
 .reg .b32 %t, %n, %w, %i, %m, %s<4>; .reg .b64 %at, %end, %g, %x, %y; .reg .pred %p, %add;
@@ -49,7 +48,7 @@ WAIT = "wgmma.wait_group.sync.aligned 0;"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kernel: of elements, with so many columns, and how A and B lie."""
+    """A kernel: its element type, number of columns, and the layouts of A and B."""
 
     element: str
     columns: int
@@ -88,7 +87,7 @@ class Kind:
             )
 
     def code(self):
-        """The first product adds if it is told to, those of the next steps do."""
+        """The first product adds to the accumulators if %add is set, later ones always."""
         loads = "ld.global.v4.b32 {%a0, %a1, %a2, %a3}, [%f]; mul.wide.u32 %x, %n, 16;"
         loads += f"add.s64 %f, %f, %x; {FENCE}"
         of_step = (loads, f"{COMMIT} {WAIT}") if self.a == REGISTERS else ("", "")
@@ -124,7 +123,7 @@ OTHERS = [
     Kind("f16", 8, REGISTERS, ACROSS, (1, -1)),
     *(Kind("bf16", 8, K, K, (1, 1), x) for x in ("0", "1")),
 ]
-# Three groups: C, D, C again. Of two in flight, the older ends first.
+# Three groups: C, D, C again. The older of two groups in flight ends first.
 SMALL = Kind("bf16", 8, K, K)
 IN_FLIGHT = [
     BEGIN,
@@ -153,14 +152,14 @@ def executor():
 
 @cache
 def grid(layout, *shape):
-    """Where each element of a matrix lies by a layout."""
+    """The offset of each element of a matrix in a layout."""
     return np.array([[int(layout(i, j)) for j in range(shape[1])] for i in range(shape[0])])
 
 
 @dataclass(frozen=True)
 class Lies:
-    """Where a matrix lies in shared memory: from a byte on, with a swizzle of `span` chunks of 16
-    bytes, 1 for none, and the strides of a descriptor."""
+    """The position of a matrix in shared memory: its first byte, the swizzle's span in chunks of 16
+    bytes (1: no swizzle), and the strides of a descriptor."""
 
     start: int
     span: int
@@ -175,7 +174,7 @@ class Lies:
         return sum(x // 16 << bit for x, bit in fields) | mode << 62
 
     def addresses(self, rows, k):
-        """Of each chunk: by the row and chunk of k, or across it by the chunk of rows and k."""
+        """The address of each chunk, by (row, chunk of k), or if across by (chunk of rows, k)."""
         layouts = pytest.importorskip("tensor_layouts")
         w, leading, stride = self.span, self.leading // 16, self.stride // 16
         if self.across:
@@ -189,7 +188,7 @@ class Lies:
         return swizzle(self.start + 16 * grid(layout, rows, k))
 
     def put(self, image, values, off=0):
-        """A matrix of k columns, `off` bytes further; nothing may lie there yet."""
+        """Write a matrix of k columns at `off` bytes; that memory must be unused."""
         per_chunk, (rows, k) = 16 // values.itemsize, values.shape
         if self.across:
             chunks = values.reshape(rows // per_chunk, per_chunk, k).transpose(0, 2, 1)
@@ -204,7 +203,7 @@ class Lies:
 
 
 def lying(way, rows, span, start, steps, element, loose=True):
-    """Strides are larger than those of a packed tile, but in one swizzle's rows."""
+    """A position with strides larger than a packed tile's, except within a swizzle's rows."""
     across, bytes = way == ACROSS, 4 if element == "tf32" else 2
     if span == 1:
         start += 48
@@ -224,7 +223,7 @@ def steps_of(way, span):
 
 
 def bits_of(values, element, g):
-    """As the elements lie in memory. Of tf32, the bits that do not count are any."""
+    """The bits of the elements in memory. The unused bits of tf32 are random."""
     if element == "tf32":
         noise = g.integers(0, 1 << 13, values.shape, dtype=np.uint32)
         return values.astype(np.float32).view(np.uint32) | noise
@@ -233,7 +232,7 @@ def bits_of(values, element, g):
 
 
 def fragments_of(kind, a):
-    """Four registers of each lane, by the layouts of mma.sync: each warp has 16 rows."""
+    """Four registers per lane, in the layouts of mma.sync; each warp has 16 rows."""
     atoms = pytest.importorskip("tensor_layouts.atoms_nv")
     letters = kind.element.upper()
     layout = getattr(atoms, f"SM80_16x8x{kind.k}_F32{letters}{letters}F32_TN").a_layout
@@ -245,7 +244,7 @@ def fragments_of(kind, a):
 
 
 def accumulators_of(columns, d):
-    """Registers of each thread of the warpgroups that have 64 rows each."""
+    """The accumulator registers of each thread; each warpgroup has 64 rows."""
     atoms = pytest.importorskip("tensor_layouts.atoms_nv")
     layout = atoms.gmma_c_layout(columns)
     at = grid(layout, GROUP, columns // 2)
@@ -253,16 +252,16 @@ def accumulators_of(columns, d):
 
 
 def end(image, to):
-    """After all that was put there, a multiple of `to`."""
+    """The end of the used part of the image, rounded up to a multiple of `to`."""
     return -(-int(1 + np.flatnonzero(image != 0xFF).max()) // to) * to
 
 
 def multiply(executor, kind, spans, groups=1, add=True, loose=True, name=None, seed=0, **options):
-    """(what the kernel gives, what it should)"""
+    """(the kernel's output, the expected output)"""
     g = np.random.default_rng(seed)
     steps = min(map(steps_of, (kind.a, kind.b), spans))
     k = kind.k * steps
-    # The closure of small whole numbers: at most 8 bits each.
+    # Small whole numbers: at most 8 bits each.
     a, b = (g.integers(-5, 6, (rows, k)).astype(np.float32) for rows in (64 * groups, kind.columns))
     d = g.integers(-99, 100, (64 * groups, kind.columns)).astype(np.float32)
     of_a, of_b = bits_of(a, kind.element, g), bits_of(b, kind.element, g)
@@ -284,7 +283,7 @@ def multiply(executor, kind, spans, groups=1, add=True, loose=True, name=None, s
         b_lies.put(image, of_b[:, x], b_lies.step * j)
     used = end(image, 16)
     out = as_aligned(accumulators_of(kind.columns, d).astype(np.float32).ravel())
-    if name:  # room for two
+    if name:  # room for C and D
         out = as_aligned(np.tile(out, 2))
     numbers = [used, a_lies.descriptor(), b_lies.descriptor(), a_lies.step // 16, b_lies.step // 16]
     numbers += [group // 16, steps, int(add)]
@@ -334,7 +333,7 @@ def test_two_warpgroups(executor, kind, schedule):
 
 @named("lazy", [False, True], ids=["eager", "lazy"])
 def test_groups_in_flight(executor, lazy):
-    """C = A0 B0, D = A1 B1, C += A1 B1; D is there first."""
+    """C = A0 B0, D = A1 B1, C += A1 B1; D is complete before C."""
     for schedule in SCHEDULES:
         found, (first, second, *_) = multiply(
             executor, SMALL, (8, 8), name="in_flight", lazy=lazy, schedule=schedule

@@ -1,5 +1,5 @@
-"""Triton's kernels, compiled for sm_80 and sm_90 and run on the emulator: what its interpreter does
-not see.
+"""Triton's kernels, compiled for sm_80 and sm_90 and run on the emulator, which shows faults that
+Triton's interpreter cannot.
 
 Every feature alone on one small tile, and every tile of the tuning tables. The launcher chooses the
 kernels and their arguments, as on a GPU.
@@ -31,7 +31,7 @@ pytestmark = [
 
 
 class Small(NamedTuple):
-    """A small tile, and a problem that has several of them, the last not whole."""
+    """A small tile, and sizes of problems with several tiles, the last one partial."""
 
     tile: tuning.Config
     keys: int
@@ -39,7 +39,7 @@ class Small(NamedTuple):
     d: int
 
 
-# On sm_90, products of warpgroups and boxes of tensors: these need rows of 64, and 16 bytes.
+# On sm_90, products of warpgroups need 64 rows, and boxes of tensors need multiples of 16 bytes.
 SMALL = {
     80: Small(tuning.Config(32, 32, 4, 2), 40, 170, 17),
     90: Small(tuning.Config(64, 64, 4, 2), 70, 340, 24),
@@ -58,7 +58,7 @@ def on(arch):
 
 @pytest.fixture
 def compiled(arch):
-    """Every call runs on the emulator, in kernels that Triton compiled."""
+    """Every call runs on the emulator, with kernels compiled by Triton."""
     with triton.compiled(arch) as driver:
         yield driver
     assert driver.launched
@@ -66,7 +66,7 @@ def compiled(arch):
 
 @pytest.fixture
 def small(arch, monkeypatch):
-    """The kernels are those of a small tile."""
+    """All kernels use a small tile."""
     monkeypatch.setattr(tuning, "config", lambda *about: SMALL[arch].tile)
     return SMALL[arch]
 
@@ -92,7 +92,7 @@ def test_features(compiled, small, features):
 
 @pytest.mark.parametrize("form", ["bool", "finfo.min"])
 def test_blocks_of_a_mask(compiled, small, form):
-    """It is looked at. The first row sees nothing, or finfo.min alone."""
+    """The block-mask kernel runs. The first row has no keys, or finfo.min everywhere."""
     n = 2 * small.keys + 3
     problem = build(Dims(1, 2, 1, n - 20, n, small.d, small.d), (), DTYPES["bfloat16"])
     problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
@@ -106,7 +106,7 @@ def test_blocks_of_a_mask(compiled, small, form):
     assert kernels(compiled) == ATTENTION | {"block_mask_kernel"}
 
 
-# Keys that are few are not split: windows with two ends leave some.
+# Few keys are not split, and two-sided windows leave few.
 SPLIT = [x for x in test_cuda_decode.FEATURES if x[0].name not in ("window", "own_key")]
 
 
@@ -132,7 +132,7 @@ PACKED = ("", "bottom_right lengths gqa sinks", "causal alibi_batch bias_grad dr
 
 @pytest.mark.parametrize("names", PACKED)
 def test_packed(compiled, small, names):
-    """Sequences that begin and end anywhere in a tile, of none and of one row or key."""
+    """Sequences that begin and end anywhere in a tile, also with no row or key, or one."""
     n = small.keys
     sizes = ((5, 7), (0, 3), (1, 1), (n, n + 9), (3, 0), (n - 9, n), (2, n))
     made = test_packed_batches.batch(named(names), DTYPES["bfloat16"], sizes, small.d)
@@ -149,12 +149,12 @@ def test_packed_decode(compiled, small, names):
     assert kernels(compiled) == {"split_kernel", "combine_kernel"}
 
 
-# A page of 20 keys, whose rows are gathered; and of 64, which is some of the tiles.
+# Pages of 20 keys, with gathered rows; and of 64 keys, a part of a tile or a whole one.
 paged = pytest.mark.parametrize("page", (20, 64))
 
 
 def in_pages(made, page):
-    """The arguments of a batch, and what its call has where its keys lie in pages: as much."""
+    """True if the batch gives the same bits with its keys in pages."""
     most = dict(max_k=int(made.given["cu_k"].diff().max()))
     given = test_pages.in_pages(made, page, torch.int32) | most
     with torch.no_grad():
@@ -184,8 +184,8 @@ def test_paged_decode(compiled, small, page):
 @pytest.mark.parametrize("page", (None, 20, 64))
 @pytest.mark.parametrize("storage", test_storage.NAMES)
 def test_rows_of_eight_bits(compiled, small, storage, page):
-    """Of many rows and few, what the rows that they stand for give. Triton lays operands that it
-    converts otherwise, so sums are of another order."""
+    """Many rows and few give the results of the dequantised rows, but not their bits: Triton lays
+    out converted operands differently, which changes the order of sums."""
     for n, rows in (small.keys, 37), (small.keys_of_decode, 3):
         sizes = ((rows, n), (0, 3), (1, 1))
         made = test_packed_batches.batch(named("gqa"), DTYPES["bfloat16"], sizes, small.d)
@@ -241,7 +241,7 @@ def precision():
 
 
 def test_tf32_where_torch_allows_it(compiled, precision):
-    """float32 as exact as ever, and with tf32 less so, but no less than its ten bits."""
+    """IEEE float32 errors are below 3e-5; tf32's are over 4 times larger, but below 1e-2."""
     problem = build(square(1, 2, 97, 16), KINDS["plain"], torch.float32)
     exact = problem.to(torch.float64).run(fastattn.reference.attention)
     errors = {}
@@ -255,13 +255,13 @@ def test_tf32_where_torch_allows_it(compiled, precision):
 
 @pytest.mark.parametrize("short", ["aligned", "odd"])
 def test_rows_that_no_copy_of_16_bytes_reads(compiled, small, short):
-    """Head dims of 24 and of 23: wide copies, and narrow ones."""
+    """Head dims 24 and 23, which take wide and narrow copies."""
     judge(build(square(1, 2, 70, 24 - (short == "odd")), KINDS["plain"], DTYPES["float16"]))
 
 
 @pytest.mark.parametrize("features", [PLAIN, (FEATURE["softcap"],)], ids=name_of)
 def test_the_worst_rounding_stays_within_the_budget(compiled, small, features):
-    """Products and approximations that are off as far as any hardware's may be."""
+    """Products and approximations with the largest errors that hardware may have."""
     compiled.options = dict(pessimistic=True)
     judge(build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"]))
 
@@ -280,8 +280,8 @@ def test_every_schedule_gives_the_same_bits(compiled, small, schedule, lazy):
 
 
 def without_each(driver, problem, backward, chosen):
-    """Places of synchronisation that ran, and those whose absence is noticed: by the checker, or by
-    another result."""
+    """(synchronisation sites that ran, those with a removal that the checker or a changed
+    result reveals)."""
 
     def run(**options):
         driver.options = options
@@ -305,14 +305,14 @@ def without_each(driver, problem, backward, chosen):
 
 @on(80)
 def test_a_barrier_deleted_is_noticed(compiled, small):
-    """Triton puts some where this call has no need of one, before memory that it uses again."""
+    """Triton also emits barriers that this call does not need, before it reuses memory."""
     problem = build(square(1, 1, 100, 40), (), DTYPES["bfloat16"])
     sites, noticed = without_each(compiled, problem, False, "bar.sync")
     assert len(noticed) > 0.9 * len(sites) > 10, sites - noticed
 
 
-# What orders products, boxes and the proxies between them. (bar.sync has its test above: on sm_90
-# most are beside an mbarrier that orders the same.)
+# Instructions that order products, boxes and proxies. (bar.sync is tested above: on sm_90 most are
+# redundant with an mbarrier.)
 HOPPER = ("wgmma.", "fence.proxy.", "mbarrier.init", "mbarrier.arrive", "mbarrier.try_wait")
 HOPPER += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "tensormap.replace", "bar.warp.sync")
 
@@ -327,7 +327,7 @@ def test_everything_that_orders_the_forward_is_needed(compiled, small):
 
 @on(90)
 def test_what_orders_the_backward_is_needed(compiled, small):
-    """But for a wait and a fence between two products of which none is used before the second's."""
+    """Except for waits and fences between two products that are both used only after the second."""
     problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
     sites, noticed = without_each(compiled, problem, True, HOPPER)
     between = ("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")

@@ -1,7 +1,7 @@
-"""The translator of PTX: each form that makes a value of values, in every type that it has, by an
-independent source: Python's whole numbers and fractions, numpy's floats, torch's bfloat16.
+"""The PTX translator: each form that computes a value, in every type, against an independent
+source: Python's integers and fractions, numpy's floats, torch's bfloat16.
 
-A kernel for each opcode, and all are compiled at once.
+Each opcode has a kernel, and all kernels are compiled at once.
 """
 
 import itertools
@@ -22,7 +22,7 @@ LANES = 256
 
 
 def opcodes(form):
-    """Each opcode that a form has, with what stands for its names."""
+    """(opcode, {name: its value}) for each opcode of a form."""
     choices = []
     for part in re.split(r"(<[^>]*>|\[[^]]*\])", form.name):
         if part.startswith("<"):
@@ -43,7 +43,7 @@ def bits(kind):
 
 
 def kinds_of(form, names):
-    """Types of an opcode's operands. In brackets: they may lie in wider registers."""
+    """Types of an opcode's operands. Types in brackets may be in wider registers."""
     if form.name.startswith("setp"):
         return ["pred", names["T"], names["T"], *["pred"] * ("bool" in names)]
     own = names.get("T", "")
@@ -55,7 +55,7 @@ def kinds_of(form, names):
 
 
 def value_kernel(name, opcode, kinds, wide):
-    """d[i] = opcode(a[i], b[i], c[i], e[i]): words of 64 bits, of which the low ones count."""
+    """d[i] = opcode(a[i], b[i], c[i], e[i]), on words of 64 bits of which the low bits count."""
     lines, operands = ["mov.u32 %t, %tid.x;", "mul.wide.u32 %at, %t, 8;"], []
     for x, kind in zip("dabce", kinds):
         size = 64 if wide and x in "da" else max(16, bits(kind))
@@ -89,7 +89,7 @@ VALUES = [x for x in forms.ARITHMETIC + forms.CONVERSIONS if not x.name.startswi
 
 
 def plan():
-    """Kernel by name: (its text, form, opcode, names, kinds, are registers wider)."""
+    """{kernel: (text, form, opcode, names, kinds, whether registers are wider)}."""
     found = {}
     for form in VALUES:
         for opcode, names in opcodes(form):
@@ -132,7 +132,7 @@ EDGES["f32"] += [-(2.0**31), 2.0**32, 2.0**63, -3e9, 1e20, 2.0**-126, 2.0**-149,
 
 
 def inputs(kind, seed):
-    """Words of 64 bits whose low ones are of this kind; all bits are drawn."""
+    """Random words of 64 bits, in which the low bits hold a value of this kind."""
     g = np.random.default_rng(seed)
     words = g.integers(0, 2**64, LANES, dtype=np.uint64)
     if kind in ("f32", "f64"):
@@ -144,14 +144,14 @@ def inputs(kind, seed):
         with np.errstate(over="ignore", under="ignore"):
             low = values.astype(np.float32).view(np.uint32)
         return words & np.uint64(2**64 - 2**32) | low
-    words[LANES // 2 :] >>= g.integers(0, 64, LANES // 2).astype(np.uint64)  # small ones, too
+    words[LANES // 2 :] >>= g.integers(0, 64, LANES // 2).astype(np.uint64)  # small numbers, too
     edges = g.permutation(np.array([x % 2**64 for x in EDGES["int"] * 3], np.uint64))
     words[: len(edges)] = edges
     return words
 
 
 def numbers(words, kind):
-    """What words hold: whole numbers of Python's, or an array of floats."""
+    """The values in words: Python integers, or an array of floats."""
     n = bits(kind)
     if kind in ("f32", "f64"):
         return words.astype(f"u{n // 8}").view(f"f{n // 8}")
@@ -172,7 +172,7 @@ def extracted(a, at, length, signed):
 
 
 def inserted(a, b, at, length, n):
-    """By the digits of base 2, the lowest first."""
+    """bfi, on binary digits from the lowest."""
     digits = list(f"{b:0{n}b}"[::-1])
     for i, digit in enumerate(f"{a:0{n}b}"[::-1][:length]):
         if at + i < n:
@@ -190,7 +190,7 @@ def permuted(a, b, choice):
     return found
 
 
-# Of whole numbers, one lane at a time: results of any size, of which the low bits are kept.
+# Integers, one lane at a time: results have any size, and the caller keeps the low bits.
 WHOLE = {
     "add": lambda n, a, b: a + b,
     "sub": lambda n, a, b: a - b,
@@ -235,7 +235,7 @@ def fused(a, b, c):
 
 
 def chosen(pick, zero_negative):
-    """min and max: numpy knows NaN, and of two zeros the sign is said here."""
+    """min and max: numpy handles NaN, and `zero_negative` decides the sign of two zeros."""
 
     def result(a, b):
         zeros = np.where(zero_negative(np.signbit(a), np.signbit(b)), -0.0, 0.0).astype(a.dtype)
@@ -269,7 +269,7 @@ def flushed(x, names):
 
 
 def compared(names, a, b, *rest):
-    """Which lanes' comparison is true."""
+    """For each lane, 1 if the comparison is true."""
     floats = names["T"][0] == "f"
     found = []
     for i, (x, y) in enumerate(zip(a, b)):
@@ -291,7 +291,7 @@ def compared(names, a, b, *rest):
 
 
 def to_whole(x, kind, rounded, source):
-    """The nearest whole number that there is; NaN is 0, or the top bit alone."""
+    """x rounded and clamped to the type's range; NaN is 0, or only the top bit set."""
     if math.isnan(x):
         return 2 ** (bits(kind) - 1) if source == "f64" or bits(kind) == 64 else 0
     low, high = (-(2 ** (bits(kind) - 1)), 2 ** (bits(kind) - 1) - 1)
@@ -349,10 +349,10 @@ APPROXIMATED = ("ex2", "lg2")
 
 
 def run_values(executor, name):
-    """What is wrong with the kernel of an opcode, as text; "" for nothing."""
+    """Run the kernel of an opcode: the error as text, or ""."""
     _, form, opcode, names, kinds, wide = PLAN[name]
     words = [inputs(kind, seed) for seed, kind in enumerate(kinds[1:])]
-    if opcode.startswith(("shl", "shr", "bf")):  # amounts that matter, and some beyond
+    if opcode.startswith(("shl", "shr", "bf")):  # amounts in range, and some beyond
         for x in words[1 + opcode.startswith("bfi") :]:
             x[40:] %= np.uint64(70)
     arrays = [as_aligned(x) for x in words] + [aligned(LANES, np.uint64)] * (4 - len(words))
@@ -375,7 +375,7 @@ def different(opcode, out, want, kind, wide):
             close = np.abs(got.view(np.int32).astype(np.int64) - want.view(np.int32)) <= 2
             equal |= close & (np.signbit(got) == np.signbit(want))
     else:
-        # A register that is wider holds the sign, too.
+        # A wider register holds the sign extension, too.
         want = numbers(np.array([int(x) % 2**64 for x in want], np.uint64), kind)
         want = np.array([x % 2**n for x in want], np.uint64)
         equal = got == want

@@ -1,4 +1,4 @@
-"""The gate on machine code: what nvcc makes of the CUDA kernels, and that the gate can shut."""
+"""The check on nvcc's machine code of the CUDA kernels, and that the check can fail."""
 
 import dataclasses
 import json

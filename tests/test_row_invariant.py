@@ -1,5 +1,5 @@
-"""`row_invariant=True`: a row has the same bits however many rows a call has. Decoding a token at a
-time, prompts in chunks and the whole at once are one result."""
+"""`row_invariant=True`: the bits of a row do not depend on the number of rows of a call. Decoding
+token by token, prompts in chunks and the whole at once give the same result."""
 
 import itertools
 import types
@@ -17,15 +17,15 @@ from fastattn.spec import Feature
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 DIMS = Dims(2, 4, 2, 37, 70, 16, 16)
-EDGES = (0, 1, 2, 3, 8, 17, 36, 37)  # one row, few, and more than few
+EDGES = (0, 1, 2, 3, 8, 17, 36, 37)  # calls of one row, of few, and of more rows
 OTHERS = ("queries", "layout", "dout", "values", "heads", "lse", "place", "causal")
 CASES = [PLAIN, *((f,) for f in FEATURES if f.group not in OTHERS)]
 
 
 @pytest.fixture(autouse=True)
 def products_of_rows_alone(monkeypatch):
-    """Triton's interpreter multiplies by numpy, whose BLAS may give a row of a matrix other bits at
-    another place in it (OpenBLAS with AVX2 does). On a GPU, and so, a row's place is nothing to it.
+    """Triton's interpreter multiplies with numpy. In its BLAS the bits of a row may depend on the
+    place in the matrix (in OpenBLAS with AVX2 they do); on a GPU and with einsum they do not.
     """
     if not INTERPRETED:
         return
@@ -39,7 +39,7 @@ def products_of_rows_alone(monkeypatch):
 
 
 def rows_of(given, first, end):
-    """The arguments of some of the rows, which lie among all of them."""
+    """The arguments for rows `first` to `end`, with their place among all rows."""
     mine = dict(given, q=given["q"][:, :, first:end])
     mask = given.get("mask")
     if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
@@ -66,7 +66,7 @@ def test_rows_have_their_bits_among_any_others(name, dtype, features):
 @every_backend
 @pytest.mark.parametrize("heads", (2, 4))
 def test_decoding_over_pages_is_the_whole(name, heads, threads):
-    """As a model does it: keys come with their rows, on any number of threads and pages."""
+    """A model's decoding: keys are appended with their rows; threads and pages vary."""
     declares(name, torch.float32, Feature.INVARIANT | Feature.PAGED)
     problem = build(DIMS, (FEATURE["left_window"], FEATURE["sinks"]), torch.float32)
     given = dict(window=(40, None), sinks=problem.kwargs["sinks"], row_invariant=True)
@@ -86,7 +86,7 @@ def test_decoding_over_pages_is_the_whole(name, heads, threads):
 
 
 def test_gradients_are_those_of_the_scores_that_were_made():
-    """A backward pass makes the same choice as the forward one."""
+    """The backward pass computes scores in the same way as the forward pass."""
     q, k = (torch.randn(1, 2, n, 16, dtype=torch.float64, requires_grad=True) for n in (2, 300))
     assert torch.autograd.gradcheck(
         lambda q, k: fastattn.attention(q, k, k, row_invariant=True), (q, k)
@@ -105,7 +105,7 @@ def test_what_is_no_choice():
 @pytest.mark.parametrize("where", "qkv")
 @pytest.mark.parametrize("dtype", ("float32", "float16"))
 def test_rows_that_tiles_refuse(name, dtype, where, odd):
-    """A CPU's vectors make these, some at a time: of a few rows no more than there is room for."""
+    """CPU vector kernels compute these rows, several at a time, in calls of any size."""
     declares(name, DTYPES[dtype], Feature.INVARIANT)
     problem = build(Dims(1, 2, 1, 20, 33, 8, 8), (), DTYPES[dtype])
     getattr(problem, where)[0, 0, 3, 2] = odd

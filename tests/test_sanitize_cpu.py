@@ -1,7 +1,6 @@
-"""`make sanitize-cpu`: what it runs, what it says, and that it notices faults.
+"""`make sanitize-cpu`: the calls it runs, its output, and that it detects faults.
 
-The faults are seeded in a copy of the sources, which is compiled for one instruction set and
-float32 alone.
+Faults are seeded in a copy of the sources, compiled for one instruction set and float32 only.
 """
 
 import shutil
@@ -24,7 +23,7 @@ from tests.sanitize_cpu import builds, calls, guards, watch
 pytestmark = not_interpreted
 
 
-# ------------------------------------------------------------------------------- what it says
+# ---------------------------------------------------------------------------------- its output
 
 SCRIPT = """
 import os, sys
@@ -47,7 +46,7 @@ print("done")
 
 @pytest.fixture
 def script(monkeypatch, tmp_path):
-    """Workers run this in the place of calls."""
+    """A function that makes workers run SCRIPT in place of calls."""
 
     def use(what):
         file = tmp_path / "worker.py"
@@ -214,7 +213,7 @@ def compile_with(sanitizers, *arguments):
 
 
 def kernels(sanitizers):
-    """The object of the kernels, in which no fault is, compiled once."""
+    """The object file of the kernels, without a fault, compiled once."""
     files = sorted(x for x in (ROOT / "csrc" / "cpu").glob("*.h") if x.name != "calls.h")
     key = once.digest(*files, ROOT / "csrc" / "cpu" / "isa.cpp", FLAGS, sanitizers, compiler())
     name = f"sanitized-{sanitizers.replace(',', '-')}"
@@ -231,7 +230,7 @@ def kernels(sanitizers):
 
 
 def library(fault, folder):
-    """A library with a fault, or with none, under the name that workers load."""
+    """Build a library with the given fault, under the name that workers load."""
     sanitizers = builds.THREAD if fault.case.startswith("threads") else builds.ADDRESS
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
@@ -248,7 +247,7 @@ def library(fault, folder):
 def test_a_fault_is_noticed(name, tmp_path):
     fault = FAULTS[name]
     given = ["--libraries", library(fault, tmp_path), "--case", fault.case]
-    for seed in range(1, 6):  # not every call of this kind is large enough
+    for seed in range(1, 6):  # some calls of this kind are too small to show the fault
         status, said = run_command(*given, "--seed", seed)
         if status:
             break

@@ -1,4 +1,4 @@
-"""What programs have saved loads when the modules of the package have moved, and is what it was."""
+"""Objects saved by older versions load after modules of the package moved, and work as before."""
 
 import inspect
 import pickle
@@ -36,7 +36,7 @@ print(len(kept["modules"]), "modules")
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
 def test_saved_files_load(file):
-    """In a process that has imported nothing of the package."""
+    """Files load in a process that has not imported the package."""
     done = subprocess.run([sys.executable, "-c", LOADS, file], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(len(saved_objects.modules())), "modules"]
@@ -58,7 +58,7 @@ def test_a_public_name_belongs_to_its_package(package, name):
 
 @pytest.mark.parametrize("package, name", PUBLIC)
 def test_tools_that_look_at_public_names(package, name):
-    """Hints are evaluated where a class says that it is from."""
+    """Type hints resolve in the module that a class names in __module__."""
     x = getattr(package, name)
     typing.get_type_hints(x)
     inspect.signature(x)
@@ -69,7 +69,7 @@ def test_overloads_are_found():
     assert len(typing.get_overloads(fastattn.attention)) == 3
 
 
-# Private names that files have all the same: a module that has one leaves an alias where it was.
+# Private names that saved files contain: if one moves, its old module keeps an alias.
 PRIVATE = {
     "fastattn.multihead always_call_forward",  # a hook
     "fastattn.cache Items",

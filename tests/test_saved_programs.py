@@ -1,5 +1,5 @@
-"""Programs that are saved and loaded by another process: which of them run without fastattn there,
-and what torch says of the others. fastattn/integrations/README.md tells users."""
+"""Programs that one process saves and another loads: which of them run without fastattn there, and
+torch's errors for the others. fastattn/integrations/README.md documents this for users."""
 
 import io
 import re
@@ -38,7 +38,7 @@ class Layer(nn.Module):
 
 
 class Calling(nn.Module):
-    """Calls `function` of q, k, v and keywords itself."""
+    """A module that calls `function` with q, k, v and options."""
 
     def __init__(self, function, **options):
         super().__init__()
@@ -70,7 +70,7 @@ def torchs_form():
 
 
 class Patched(Calling):
-    """Torch's function inside `fastattn.sdpa()`, which surrounds whatever is done with it."""
+    """A call of torch's function; `save` runs it inside `fastattn.sdpa()`."""
 
     def __init__(self):
         super().__init__(lambda *qkv: F.scaled_dot_product_attention(*qkv))
@@ -98,8 +98,8 @@ def trace_decomposed(model, file):
     trace(decomposed(model).module(), file)
 
 
-NEEDS = "fastattn"  # in the process that loads it
-PROGRAMS = {  # the model, how it is saved, and what loading takes
+NEEDS = "fastattn"  # the import that the loading process needs
+PROGRAMS = {  # (the model, how it is saved, what the loading process needs)
     "trace": (converted, trace, NEEDS),
     "trace, reverted": (reverted, trace, None),
     "trace, decomposed": (converted, trace_decomposed, None),
@@ -140,20 +140,20 @@ torch.save({name: x if isinstance(x, str) else x.detach() for name, x in found.i
 
 
 def save(folder, programs):
-    """Every program in a file of its name, and what each gives here."""
+    """Save every program under its name; return its outputs in this process."""
     torch.save(X, folder / "x.pt")
     expected = {}
     for name, (build, way, _) in programs.items():
         model = build()
         with warnings.catch_warnings(), fastattn.sdpa():
-            warnings.simplefilter("ignore")  # torch's, of its deprecated ways
+            warnings.simplefilter("ignore")  # torch's deprecation warnings
             way(model, folder / name)
         expected[name] = model(X).detach()
     return expected
 
 
 def loaded(folder, imports, names):
-    """What a process gives, or the text of its error, by name."""
+    """{name: the output of the program in a new process, or the text of its error}."""
     command = [sys.executable, "-c", LOADS, str(folder), imports, *names]
     subprocess.run(command, check=True, cwd=folder, capture_output=True, timeout=300)
     return torch.load(folder / f"found-{imports}.pt")

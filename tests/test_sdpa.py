@@ -16,7 +16,7 @@ INF = float("inf")
 
 
 def theirs(*args, **kwargs):
-    """torch's own, by its math path: the one that is right everywhere."""
+    """torch's function on its math path, the only one that is right for all inputs."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(*args, **kwargs)
 
@@ -37,7 +37,7 @@ def same(a, b):
 
 
 def compare(q, k, v, mask=None, **kwargs):
-    """Outputs, and gradients to everything that can have one."""
+    """Compare outputs and all gradients with torch's."""
     tensors = [q, k, v] + ([mask] if mask is not None and mask.is_floating_point() else [])
     found = []
     for f in (ours, theirs):
@@ -45,7 +45,7 @@ def compare(q, k, v, mask=None, **kwargs):
         given = leaves[3] if len(leaves) == 4 else mask
         out = f(*leaves[:3], given, **kwargs)
         torch.manual_seed(0)
-        dout = torch.randn(out.shape, dtype=out.dtype)  # of no layout of out's
+        dout = torch.randn(out.shape, dtype=out.dtype)  # its layout is not that of out
         grads = torch.autograd.grad(out, leaves, dout)
         found.append((out, *grads))
     for a, b in zip(*found):
@@ -133,7 +133,7 @@ def test_masks(name, shape, kind):
 def test_gqa(heads, lead):
     q, k, v = (
         rand(*lead, h, n, 4, seed=h) for h, n in zip(heads, (5, 7, 7))
-    )  # leading dimensions of every kind
+    )  # several ranks of leading dimensions
     compare(q, k, v, enable_gqa=True)
     compare(q, k, v, rand(heads[0], 5, 7), enable_gqa=True)
 
@@ -168,7 +168,7 @@ def test_causal_bias(make, size):
     L, S = size
     q, k, v = rand(2, 3, L, 4), rand(2, 3, S, 4, seed=1), rand(2, 3, S, 4, seed=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch says that L > S gives NaN: not here
+        warnings.simplefilter("ignore")  # torch warns that L > S gives NaN; ours does not
         bias = make(L, S)
     diagonal = S - L if make is causal_lower_right else 0
     keep = torch.ones(L, S, dtype=torch.bool).tril(diagonal)

@@ -1,5 +1,5 @@
-"""fastattn.scaled_dot_product_attention lies in memory as torch's function does, so that the same
-views work: results and gradients, for every layout of the inputs."""
+"""fastattn.scaled_dot_product_attention returns results and gradients in torch's memory layout, for
+every layout of the inputs, so that the same views work."""
 
 import itertools
 import warnings
@@ -27,8 +27,8 @@ def rand(*shape, seed=0, dtype=torch.float32):
 
 
 def in_memory(order, pad=0):
-    """Tensors whose dimensions lie in this order, the outermost first, counted from the last: -1
-    is D. With `pad`, rows have gaps behind them."""
+    """A maker of tensors with dimensions stored in `order`, outermost first; they count from the
+    last, so -1 is D. With `pad`, there are gaps after rows."""
 
     def made(shape, **given):
         dims = [d for d in range(-len(shape), 0) if d not in order] + [*order]
@@ -49,7 +49,7 @@ def expanded(dim):
 
 
 def of_one_projection(shape, **given):
-    """(..., L, 3, H, E), as a projection of query, key and value leaves them."""
+    """Stored as (..., L, 3, H, E), the output of one projection to query, key and value."""
     if len(shape) < 3:
         return rand(*shape, **given)
     *lead, heads, length, dim = shape
@@ -92,7 +92,7 @@ FORMS = {  # q, k, v
     "grouped-3-D": ((4, 5, 4), (2, 7, 4), (2, 7, 4)),
     "grouped-apart": ((2, 4, 5, 4), (2, 2, 7, 4), (2, 1, 7, 4)),
 }
-MASKS = {  # of scores (..., 3, 5, 7)
+MASKS = {  # dimensions of a mask of scores (..., 3, 5, 7)
     "no-mask": None,
     "mask": (-2,),
     "mask-of-heads": (-3, -2),
@@ -114,8 +114,8 @@ def scores(form):
 
 
 def mask_of(form, name, kind):
-    """Of the dimensions that it names, as many as there are; the keys always. None, if there is
-    none of that name and rank."""
+    """A mask with the dimensions of MASKS[name], and keys. None if the scores lack such a
+    dimension."""
     if name == "no-mask":
         return None
     dims, full = MASKS[name], scores(form)
@@ -134,7 +134,7 @@ def options(form):
 
 
 def strides(x):
-    """Of dimensions that have more than one element: the others' mean nothing."""
+    """Strides of dimensions with more than one element: other strides have no meaning."""
     return tuple(s for n, s in zip(x.shape, x.stride()) if n != 1) if x.numel() else ()
 
 
@@ -144,7 +144,7 @@ def is_transposed(x):
 
 def judge_gradient(name, found, wanted):
     assert found.shape == wanted.shape and found.dtype == wanted.dtype
-    # torch's math kernel leaves some as a product of matrices made them.
+    # torch's math kernel returns some gradients in the transposed layout of a matrix product.
     if is_transposed(wanted) and found.is_contiguous():
         return
     assert strides(found) == strides(wanted), name
@@ -189,7 +189,7 @@ def test_layouts(form, layout):
 @pytest.mark.parametrize("name", [name for name in MASKS if name != "no-mask"])
 @pytest.mark.parametrize("form", [x for x in FORMS if x != "5-D-broadcast"])
 def test_masks(form, name, kind):
-    """torch's math kernel cannot add a mask in place to scores of fewer items than out has."""
+    """No 5-D-broadcast: torch cannot add a mask in place to scores with fewer items than out."""
     if (mask := mask_of(form, name, kind)) is None:
         return
     for layout in ("contiguous", "tokens", "sequence-first", "one-projection"):
@@ -204,7 +204,7 @@ def test_dtypes(dtype):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_autocast(layout):
-    """What is cast to another dtype may lie otherwise, and a kernel may run that else would not."""
+    """A cast to another dtype may change the layout, and torch may choose another kernel."""
     for form in ("3-D", "4-D", "grouped"):
         with torch.autocast("cpu", torch.bfloat16):
             compare(inputs(form, layout), **options(form))
@@ -227,7 +227,7 @@ def test_empty_dimensions(sizes):
 
 @pytest.mark.parametrize("empty", range(4), ids=["B", "H", "M", "D"])
 def test_strides_of_nothing(empty):
-    """Where torch's have no zeros, ours have none, whichever backend or tracer makes the result."""
+    """Strides of empty results contain no 0, as in torch, with every backend and tracer."""
     sizes = [0 if at == empty else n for at, n in enumerate((2, 3, 5, 4))]
     for layout in LAYOUTS:
         given = [LAYOUTS[layout](sizes) for _ in range(3)]
@@ -241,7 +241,7 @@ def test_strides_of_nothing(empty):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_grad_of_leaves(form):
-    """autograd copies a gradient that does not lie as its leaf."""
+    """autograd copies gradients of leaves that have another layout than their leaf."""
     for layout in LAYOUTS:
         found = []
         for function in (ours, theirs):
@@ -262,7 +262,7 @@ VIEWS = {
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_views(view):
-    """Those that work on torch's result work on ours, and no others."""
+    """The views that work on torch's result, and no others, work on ours."""
 
     def works(x):
         try:
@@ -279,7 +279,7 @@ def test_views(view):
 
 
 def test_it_is_written_where_it_lies(monkeypatch):
-    """By the kernel, without a copy."""
+    """The kernel writes the final layout, without a copy."""
     from fastattn import roads
 
     outs, call = [], roads.call
@@ -302,7 +302,7 @@ def test_attention_keeps_its_own():
 
 # ------------------------------------------------------------------ without the eager kernels
 
-SEEN = [  # every second is compiled, too
+SEEN = [  # every second is also compiled
     ("4-D", "contiguous", {}),
     ("4-D", "column-major", {}),
     ("4-D", "tokens", dict(is_causal=True)),
@@ -326,7 +326,7 @@ def test_fake_and_meta_tensors(form, layout, given):
         fake = ours(*map(mode.from_tensor, inputs(form, layout)), **given)
     meta = ours(*(x.to("meta") for x in inputs(form, layout)), **given)
     assert strides(fake) == strides(wanted)
-    if layout != "one-projection":  # what has gaps loses them on its way
+    if layout != "one-projection":  # to("meta") drops gaps
         assert strides(meta) == strides(wanted)
 
 
@@ -342,7 +342,7 @@ def test_compiled(form, layout, given):
 
 
 def test_compiled_with_symbolic_sizes():
-    """A length that is a symbol; views that take the result for contiguous, or for tokens."""
+    """A symbolic length, and views that need a contiguous result or one of tokens."""
 
     @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
     def call(q, k, v):
@@ -356,7 +356,7 @@ def test_compiled_with_symbolic_sizes():
             assert found.is_contiguous() and found.numel() == q.numel()
 
 
-CHOSEN = {  # of x (20, 3, 4) and a mask of its rows
+CHOSEN = {  # queries from x (20, 3, 4) and a mask of its rows
     "rows": lambda x, mask: x[mask][None].transpose(1, 2),
     "contiguous rows": lambda x, mask: x[mask].transpose(0, 1)[None].contiguous(),
     "items": lambda x, mask: x[mask][:, :, None].expand(-1, 3, 5, 4),
@@ -395,7 +395,7 @@ def test_exported(strict):
 
 
 def test_vmap():
-    """A batch of calls is one call; views of each work as they do alone."""
+    """vmap makes one call of a batch; views of each result work as without vmap."""
     given = [torch.stack([x, x, x]) for x in inputs("4-D", "contiguous")]
     found = torch.vmap(lambda q, k, v: ours(q, k, v).view(6, 5, 4))(*given)
     torch.testing.assert_close(found[1], theirs(*(x[1] for x in given)).view(6, 5, 4))
@@ -413,7 +413,7 @@ def test_jagged():
 
 
 def test_flash_is_ruled_out():
-    """The kernel that torch would run decides, in compiled code as well."""
+    """The layout is that of the kernel which torch would choose, also in compiled code."""
     given = inputs("4-D", "tokens")
 
     def both(*given):

@@ -1,4 +1,4 @@
-"""What fastattn.scaled_dot_product_attention takes for a number or a switch: what torch's takes."""
+"""fastattn.scaled_dot_product_attention accepts the numbers and flags that torch's accepts."""
 
 import decimal
 import fractions
@@ -72,7 +72,7 @@ NAMES = ("scale", "dropout_p", "is_causal", "enable_gqa")
 def call(function, **given):
     torch.manual_seed(0)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy's, of complex numbers
+        warnings.simplefilter("ignore")  # numpy warns of complex numbers
         return function(Q, Q, Q, **given)
 
 
@@ -93,7 +93,7 @@ def test_as_torch(name, value):
         assert str(error).split(", not")[0] == str(reason).split(", not")[0]
     elif reason is not None and name == "scale":
         assert str(error) == str(reason)
-    elif reason is None and name == "dropout_p":  # which draws are ours
+    elif reason is None and name == "dropout_p":  # the draws differ from torch's
         plain = float(np.real(x.item() if isinstance(x, torch.Tensor) else x))
         assert torch.equal(found, call(ours, dropout_p=plain))
         assert torch.equal(wanted, call(theirs, dropout_p=plain))
@@ -109,7 +109,7 @@ def test_both_kinds_are_in_the_table(name):
 
 @pytest.mark.parametrize("x", [float("nan"), float("inf"), -float("inf")], ids=str)
 def test_a_scale_that_is_not_finite_is_refused(x):
-    """On purpose: torch returns NaN, or hides it."""
+    """A deliberate difference: torch returns NaN, or hides it."""
     for given in (x, torch.tensor(x), np.float32(x)):
         with pytest.raises(RuntimeError, match=r"^scale: got .*, expected a finite number"):
             ours(Q, Q, Q, scale=given)
@@ -160,7 +160,7 @@ def compiled(function, **options):
 
 
 def test_compiled_numbers():
-    """From the second float on, the compiler takes it for a symbol."""
+    """From the second float on, the compiler makes the scale a symbol."""
     attend = compiled(lambda q, x: ours(q, q, q, scale=x), fullgraph=True)
     for x in (True, 2, 0.5, 0.25, -0.125, 3):
         torch.testing.assert_close(attend(Q, x), theirs(Q, Q, Q, scale=x))
@@ -168,7 +168,7 @@ def test_compiled_numbers():
 
 @pytest.mark.parametrize("x", [torch.tensor(0.5), np.float32(0.5), np.int64(2)], ids=repr)
 def test_compiled_tensors_and_numpy(x):
-    """Their values are not known to a compiler: the graph breaks, as around torch's function."""
+    """The compiler does not know their values, so the graph breaks, as with torch's function."""
     found = compiled(lambda q, x: ours(q, q, q, scale=x))(Q, x)
     torch.testing.assert_close(found, theirs(Q, Q, Q, scale=x))
 
@@ -191,7 +191,7 @@ def test_compiled_errors(given):
 
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
 def test_attention_takes_numbers_alone(name):
-    """A tensor might be one that learns, and a bool one of another argument."""
+    """A tensor might need a gradient, and a bool might be meant for another argument."""
     for x in (0.5, 1, np.float32(0.5), np.float64(0.5), np.int64(1), fractions.Fraction(1, 2)):
         torch.manual_seed(0)
         found = fastattn.attention(Q, Q, Q, **{name: x})

@@ -1,5 +1,5 @@
-"""Keys and values in eight bits: attention over them has the bits that it has over what they stand
-for, rows in the dtype of q, wherever they lie; and is as close to exact as is documented."""
+"""Keys and values in eight bits: attention gives the bits that it gives for the dequantised rows in
+the dtype of q, in any storage; and its error is as documented."""
 
 import dataclasses
 import random
@@ -32,8 +32,8 @@ every_storage = pytest.mark.parametrize("storage", NAMES)
 
 
 def kept(made, storage):
-    """Two batches: keys and values in eight bits with their scales, and what these stand for. Rows
-    are of very different sizes, so no row's scale will do for another, nor a key's for a value."""
+    """(arguments with keys and values in eight bits and scales, arguments with these dequantised).
+    Sizes of rows differ much, so a scale of another row, or of a value for a key, would show."""
     generator = torch.Generator().manual_seed(1)
     stored, plain = dict(made.given), dict(made.given)
     for at, name in enumerate("kv"):
@@ -51,8 +51,8 @@ def run(given, name):
 
 
 def same(name, made, storage, pages=(), scales=None):
-    """On every instruction set, one after the other and in pages; with these scales, by key, where
-    it says so."""
+    """Assert equal bits on every instruction set, for contiguous keys and for pages. `scales`
+    replaces the scales of some keys."""
     stored, plain = kept(made, NAMES[storage])
     for key, by in (scales or {}).items():
         for x in "kv":
@@ -62,7 +62,7 @@ def same(name, made, storage, pages=(), scales=None):
         with variant(isa):
             expected = run(plain, name)
             made.given = stored
-            # Where splits go by it, they are those of the longest, whatever a table has room for.
+            # Splits depend on max_k: it is the longest length, not the room in the table.
             most = dict(max_k=max(keys.stop - keys.start for keys in made.keys))
             lying = {"in a row": stored} | {page: in_pages(made, page) | most for page in pages}
             for where, given in lying.items():
@@ -86,7 +86,7 @@ def test_of_every_feature(name, features, storage):
 @every_dtype
 @pytest.mark.parametrize("d", (8, 33, 64, 96))
 def test_of_every_dtype_and_width(name, dtype, storage, d):
-    """Of one row, of few and of many; alone and with others that share its keys."""
+    """Calls of one row, of few and of many; heads with their own keys or shared ones."""
     declares(name, DTYPES[dtype], Feature.QUANTISED)
     for features in (PLAIN, (FEATURE["mqa"], FEATURE["bottom_right"])):
         for sizes in (FEW, ((40, 200), (90, 33))):
@@ -97,7 +97,7 @@ def test_of_every_dtype_and_width(name, dtype, storage, d):
 @every_storage
 @every_dtype
 def test_of_huge_and_tiny_scales(name, dtype, storage):
-    """And of what is no number: tiles leave such rows to vectors."""
+    """Also NaN and infinite scales: vector kernels compute such rows in place of tile kernels."""
     declares(name, DTYPES[dtype], Feature.QUANTISED)
     strange = {3: torch.nan, 150: 1e33, 170: torch.inf, 201: 1e-36, 202: 0.0, 370: -1.0}
     for sizes in (((40, 200), (90, 190)), ((1, 200), (4, 190))):
@@ -118,7 +118,7 @@ def test_of_rows_with_the_same_bits_among_any(name, storage):
 @every_backend
 @every_storage
 def test_as_they_lie(name, storage):
-    """Columns apart, heads first, one head's memory for all; scales anywhere."""
+    """Keys, values and scales with strided columns, heads first, or columns first."""
     declares(name, torch.float32, Feature.QUANTISED)
     stored, _ = kept(batch(PLAIN, torch.float32), NAMES[storage])
     expected = run(stored, name)
@@ -152,7 +152,7 @@ def test_threads_change_no_bits(name, storage, threads):
 @every_storage
 @every_dtype
 def test_a_row_is_as_close_as_its_dtype_allows(dtype, storage):
-    """To half a step, which whole numbers have the same of everywhere."""
+    """The error of a row is at most half a step; steps of int8 have one size."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(50, 4, 64, generator=generator, dtype=torch.float64).to(DTYPES[dtype])
     x *= 2.0 ** torch.randint(-9, 9, (50, 4, 1), generator=generator)
@@ -179,7 +179,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none(storage):
     x[1, 3] = torch.nan
     x[2, 3] = torch.inf
     x[3, 3] = -torch.inf
-    x[4] = 1e200  # whose scale float32 does not hold
+    x[4] = 1e200  # its scale overflows float32
     numbers, scale = quantised(x, NAMES[storage])
     found = dequantised(numbers, scale, torch.float64)
     assert scale[0] == 0 and not found[0].any()
@@ -195,7 +195,7 @@ def test_zeros_stay_zeros_and_what_is_no_number_stays_none(storage):
 @every_dtype
 @pytest.mark.parametrize("storage", ("e4m3fn", "e5m2"))
 def test_every_pattern_of_float8(name, storage, dtype):
-    """Subnormal ones, both zeros, NaN and infinities: a key each, whose value alone is seen."""
+    """All 256 bit patterns, also subnormals, zeros, NaN, infinities: each is one key's value."""
     dtype = DTYPES[dtype]
     declares(name, dtype, Feature.QUANTISED)
     v = torch.arange(256, dtype=torch.uint8).view(NAMES[storage])[:, None, None]
@@ -212,7 +212,7 @@ def test_every_pattern_of_float8(name, storage, dtype):
         assert torch.equal(out.nan_to_num(7.0, 8.0, 9.0), exact.nan_to_num(7.0, 8.0, 9.0)), isa
 
 
-# What a cache of normal data costs, of the size of the outputs: `KVCache` says so.
+# Relative errors of outputs for a cache of normal data, (typical, worst), as `KVCache` documents.
 DOCUMENTED = {"int8": (0.01, 0.015), "e4m3fn": (0.04, 0.07), "e5m2": (0.08, 0.14)}
 
 
@@ -220,7 +220,7 @@ DOCUMENTED = {"int8": (0.01, 0.015), "e4m3fn": (0.04, 0.07), "e5m2": (0.08, 0.14
 @every_storage
 @pytest.mark.parametrize("D", (64, 128))
 def test_the_error_is_what_is_documented(storage, D):
-    """Against float64 of what was appended: typical, of all outputs, and the worst row of 128."""
+    """Errors against float64 of the appended rows: typical of all outputs, and in the worst row."""
     generator = torch.Generator().manual_seed(D)
     k, v = torch.randn(2, 4, 4, 1000, D, generator=generator)
     q = torch.randn(4, 8, 4, D, generator=generator)
@@ -238,7 +238,7 @@ def test_the_error_is_what_is_documented(storage, D):
 
 
 class Stored(Model):
-    """Its rows are what the cache's stand for."""
+    """A model with rows that are the dequantised rows of its cache."""
 
     def __init__(self, page_size, storage, dtype=torch.float32, **more):
         super().__init__(page_size, storage=storage, dtype=dtype, **more)
@@ -303,7 +303,7 @@ def test_memory_of_scales_is_accounted():
 
 
 def test_rows_that_are_no_numbers_are_seen():
-    """By the head that has one, as in a cache without storage."""
+    """Only the head that has one returns NaN, as in a cache without storage."""
     for bad in (torch.nan, torch.inf):
         cache = KVCache(1, 2, 8, capacity=9, page_size=4, storage=torch.int8)
         k = torch.ones(1, 2, 5, 8)

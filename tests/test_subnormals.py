@@ -1,7 +1,7 @@
-"""No P and no dS is subnormal, tiny values are numbers, and the process's state is left alone.
+"""No P and no dS is subnormal, tiny values are not lost, and threads' FP state is unchanged.
 
-A subnormal number costs an Intel core some 150 cycles; whether kernels make any shows on every
-machine in what they return. The weights are P, and the gradient of a whole float mask is dS.
+A subnormal number costs an Intel core some 150 cycles. On every machine, results show whether
+kernels make any: the weights are P, and the gradient of a full float mask is dS.
 """
 
 import math
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 ISAS = [] if native.cpu_unavailable() else variants("cpu")
 every_isa = pytest.mark.parametrize("isa", ISAS)
-# How large scores must be for exponentials below the smallest normal number.
+# Sizes of scores that give exponentials below the smallest normal number.
 PEAK = {torch.float32: 30, torch.float64: 300, torch.bfloat16: 30}
 
 
@@ -87,7 +87,7 @@ def test_gradients_of_scores_are_zero_or_normal(dtype, feature):
 @pytest.mark.parametrize("m", [1, 70])
 @every_isa
 def test_tiny_values_have_their_mean(isa, m):
-    """2e-38 is a normal number, though most of what is added up to it is not."""
+    """2e-38 is a normal number, though most of the terms that add up to it are subnormal."""
     q, k = (randn(1, 2, rows, 32, dtype=torch.float32) for rows in (m, 300))
     v = torch.full((1, 2, 300, 32), 2e-38)
     with variant(isa):
@@ -96,7 +96,7 @@ def test_tiny_values_have_their_mean(isa, m):
 
 
 def in_every_thread():
-    """What a subnormal number times 1 is, in each of torch's threads."""
+    """The product of a subnormal number and 1, in each of torch's threads."""
     return torch.full((1 << 20,), 1e-40).mul(1.0).unique().tolist()
 
 

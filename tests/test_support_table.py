@@ -1,4 +1,4 @@
-"""The README's support table is the one the declarations print."""
+"""The README's support table matches the backends' declarations."""
 
 import subprocess
 import sys

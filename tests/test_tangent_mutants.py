@@ -1,5 +1,5 @@
 """Seeded faults in the passes that take tangents, as in test_cpu_mutants: each breaks one term, and
-the case named with it must notice, in float32."""
+the named case must fail, in float32."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ pytestmark = [
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
 ]
 
-# Title: file: the features that notice; then the code as it is, and the fault.
+# Title: file: the features that detect it; then the code, and the fault.
 FAULTS = r"""
 the cap's second derivative is half: tile.h: softcap
 -(R(-2) * inverse)
@@ -146,7 +146,7 @@ def built(features):
 
 
 def hidden():
-    """A mask's tangent of NaN where it hides."""
+    """Results that are not finite if a mask's tangent is NaN where the mask hides."""
     problem = built("bias_grad")
     moves, *incoming = directions(problem)
     moves["mask"].masked_fill_(problem.kwargs["mask"] == -torch.inf, torch.nan)
@@ -155,7 +155,7 @@ def hidden():
 
 
 def few_huge():
-    """Huge logits, of few rows, whose scores forward rounds in a way of its own."""
+    """Huge logits of few rows: the forward pass rounds their scores differently."""
     problem = build(Dims(1, 1, 1, 2, 150, 64, 8), (), torch.float32)
     problem.q *= 1e8
     _, total, _ = probability_sums("cpu", problem)
@@ -164,7 +164,7 @@ def few_huge():
 
 
 def noticed(features):
-    """What a case says of the kernels in use."""
+    """The complaints of a case about the current kernels."""
     if special := {"hidden": hidden, "few huge": few_huge}.get(features):
         return special()
     if features not in seen:

@@ -1,5 +1,5 @@
-"""The passes of forward mode and of second derivatives, of every backend that has them, against
-torch's forward mode through the oracle in float64."""
+"""The passes of forward mode and of second derivatives, on every backend that has them, against
+torch's forward mode of the oracle in float64."""
 
 import dataclasses
 import itertools
@@ -82,7 +82,7 @@ def test_features(name, dtype, features):
 
 @pytest.mark.skipif(INTERPRETED, reason="Triton declares no torch.float64")
 def test_the_worst_error_in_float64():
-    """Of both passes, over every feature, relative to the largest of each result; -s prints it."""
+    """The worst error of both passes over all features, relative to each result; -s prints it."""
     worst = (0.0, "", "")
     for features, dims in itertools.product([PLAIN, *SINGLES], SHAPES):
         problem = build(dims, features, torch.float64)
@@ -96,7 +96,7 @@ def test_the_worst_error_in_float64():
     assert worst[0] < 1e-13
 
 
-# What these passes have lines of their own for, two by two.
+# Groups of features that these passes treat separately, tested in pairs.
 OWN = (
     "softcap",
     "dropout",
@@ -139,7 +139,7 @@ def test_head_dims(name, dims):
 @every_backend
 @pytest.mark.parametrize("dims", EMPTY.values(), ids=EMPTY)
 def test_sizes_of_zero(name, dims):
-    """Sums over nothing are 0; with no head dimension values move alone."""
+    """Empty sums are 0; with D = 0, only values contribute to tangents."""
     declares(name, torch.float32, Feature.TANGENTS)
     problem = build(dims, (FEATURE["sinks"], FEATURE["lse_loss"]), torch.float32)
     problem.kwargs["scale"] = 1.0
@@ -178,7 +178,7 @@ def test_an_absent_tangent_is_one_of_zeros(name, only):
 
 @every_backend
 def test_forwards_results_change_nothing(name):
-    """Out and the normaliser known, or made on the way: the same tangents."""
+    """Tangents agree whether out and the normaliser are given or recomputed."""
     declares(name, torch.float32, Feature.TANGENTS)
     problem = build(SHAPES[1], EVERYTHING, torch.float32)
     given = directions(problem)
@@ -208,7 +208,7 @@ def test_threads_change_no_bit(name, threads):
 @every_backend
 @pytest.mark.parametrize("seed", range(small(12, 4)))
 def test_jvp_is_the_adjoint_of_backward(name, seed):
-    """<u, J v> = <J' u, v> on calls drawn at random."""
+    """<u, J v> = <J' u, v> on random calls."""
     dtype = max((x for x in backend.get(name).support.dtypes), key=lambda x: x.itemsize)
     declares(name, dtype, Feature.TANGENTS)
     draw = torch.Generator().manual_seed(seed)
@@ -222,7 +222,7 @@ def test_jvp_is_the_adjoint_of_backward(name, seed):
     problem.dlse = torch.randn(problem.q.shape[:3], generator=draw, dtype=dtype)
     moves, *_ = directions(problem)
     run, (spec, t) = backend.get(name), call(problem)
-    if "key_lengths" in problem.kwargs:  # past them anything may lie
+    if "key_lengths" in problem.kwargs:  # past the lengths k and v may be NaN
         t = t._replace(k=t.k.nan_to_num(0), v=t.given("v").nan_to_num(0))
     out, normaliser, out_t, lse_t = run.jvp(spec, t, Tangents(**moves))
     grads = run.backward(spec, t, out, normaliser, problem.dout, problem.dlse, problem.wants)
@@ -233,7 +233,7 @@ def test_jvp_is_the_adjoint_of_backward(name, seed):
 
 
 def call(problem):
-    """Spec and tensors."""
+    """The (spec, tensors) of a problem."""
     given = {x: y for x, y in problem.tensors().items() if x != "return_lse"}
     q, k, v = (given.pop(x) for x in "qkv")
     t, options = api.prepare(q, k, v, given)
@@ -253,7 +253,7 @@ def call(problem):
     ids=str,
 )
 def test_packed(name, features):
-    """Sequences of a batch have the bits that they have alone; what they share is the sum."""
+    """Sequences of a batch have the bits of separate calls; shared gradients are summed."""
     declares(name, torch.float32, Feature.TANGENTS | Feature.PACKED)
     sizes = ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (65, 129))
     made = batch([FEATURE[x] for x in features], torch.float32, sizes[: small(7, 4)])
@@ -288,7 +288,7 @@ def test_packed(name, features):
 
 
 def probability_sums(name, problem):
-    """Sums of P over keys: out moves by ones where values do, and dV by P' where dO does."""
+    """Sums of P over keys: with a tangent of ones, out_t = P V_t for V, and dV = P' dO_t for dO."""
     spec, t = call(problem)
     ones = torch.ones_like(problem.v)
     run = backend.get(name)
@@ -304,10 +304,10 @@ def probability_sums(name, problem):
 @every_backend
 @pytest.mark.parametrize("size", [1e2, 1e4, 1e8])
 def test_huge_logits(name, dtype, size):
-    """A probability is one of its own pass's scores: rows sum to 1, whoever made forward's."""
+    """Each pass normalises with its own scores, so rows sum to 1 whichever kernel ran forward."""
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     problem = build(Dims(1, 1, 1, 40, 70, 16, 16), (), DTYPES[dtype])
-    if INTERPRETED:  # numpy's library sums q.k and k.q in two orders: products exact in both
+    if INTERPRETED:  # numpy sums q.k and k.q in different orders: make both exact
         problem.q, problem.k = (
             (x * 16).round().clamp(-63, 63) / 16 for x in (problem.q, problem.k)
         )
@@ -318,7 +318,7 @@ def test_huge_logits(name, dtype, size):
             rows, total, found = probability_sums(name, problem)
             assert all(x.isfinite().all() for x in found.values())
             eps = torch.finfo(DTYPES[dtype]).eps
-            # Triton's levels are in base 2: at 1e9 they keep 1e-6 of a logit.
+            # Triton's normaliser is in base 2: at 1e9 its two numbers resolve 1e-6 of a logit.
             room = 16 if name == "triton" and size > 1e6 else 8
             assert (rows - 1).abs().max() <= room * eps, isa
             assert abs(total.item() - 40) <= 200 * eps, isa
@@ -343,7 +343,7 @@ def test_a_saturated_cap_does_not_move(name, dtype):
 @every_dtype
 @every_backend
 def test_rows_that_see_nothing_do_not_move(name, dtype):
-    """And a tangent of a mask where it hides is not looked at."""
+    """The tangent of a mask is not read where the mask hides."""
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     for n in small((21, 150), (21,)):
         problem = build(Dims(1, 2, 2, n, n + 3, 8, 8), (FEATURE["bias_grad"],), DTYPES[dtype])
@@ -364,7 +364,7 @@ def test_rows_that_see_nothing_do_not_move(name, dtype):
 
 @every_backend
 def test_masks_of_the_least_number(name):
-    """Rows of finfo.min alone have the mean, others do not see it."""
+    """Rows of only finfo.min have uniform weights; in other rows finfo.min hides keys."""
     declares(name, torch.float32, Feature.TANGENTS)
     problem = build(Dims(1, 1, 1, 150, 200, 8, 8), (), torch.float32)
     mask = torch.zeros(150, 200)

@@ -1,4 +1,4 @@
-"""The tiers: what they leave out is in `rest`, and nothing is left out of `all`."""
+"""Test tiers: `rest` has everything that other tiers leave out, and `all` has everything."""
 
 import subprocess
 import sys

@@ -1,6 +1,7 @@
-"""Without a C compiler or Python.h Triton launches nothing: it says so, and the next backend runs.
+"""Without a C compiler or Python.h, Triton cannot launch: it gives the reason, and the next backend
+runs.
 
-There is no GPU: torch is told that there is one, and a library of empty functions is the driver.
+No GPU is needed: torch is patched to report one, and the driver is a library of empty functions.
 """
 
 import dataclasses
@@ -51,7 +52,7 @@ def test_a_header_elsewhere_on_the_compilers_path_serves(no_header, monkeypatch,
 
 @needs_compiler
 def test_a_header_that_does_not_compile_is_told(no_header):
-    """As where the compiler came without the headers of the C library."""
+    """For example if the headers of the C library are not installed."""
     no_header.write_text("#include <no_such_header.h>\n")
     said = toolchain.unavailable()
     assert f"does not compile {no_header} (" in said and "no_such_header.h" in said
@@ -59,7 +60,7 @@ def test_a_header_that_does_not_compile_is_told(no_header):
 
 @pytest.mark.parametrize("named", ["/no/such/cc", "gcc -O2", ""])
 def test_a_compiler_that_is_named_and_absent_is_told(named, monkeypatch):
-    """Triton takes CC for the name of one program, also where it is set to nothing."""
+    """Triton uses all of CC as the name of one program, even if CC is empty."""
     monkeypatch.setenv("CC", named)
     assert toolchain.unavailable().startswith(f"CC={named} is no program: name a C compiler")
 
@@ -87,7 +88,7 @@ def described():
 
 @pytest.fixture
 def on_a_gpu(monkeypatch):
-    """torch has nothing against the GPU, and the CUDA library is built."""
+    """torch accepts the GPU, and the CUDA library counts as built."""
     monkeypatch.setattr(gpu, "unavailable", lambda: None)
     monkeypatch.setattr(cuda.Cuda, "unavailable", lambda self: None)
     monkeypatch.setattr(triton, "version", lambda: triton.OLDEST)
@@ -151,7 +152,7 @@ print(json.dumps([reason, asked, launches]))
 
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
-    """A folder with a libcuda.so.1 that has what Triton's code takes from one."""
+    """A folder with a libcuda.so.1 that has the functions which Triton's launcher calls."""
     folder = tmp_path_factory.mktemp("driver")
     where = Path(importlib.util.find_spec("triton").origin).parent / "backends" / "nvidia"
     names = set(re.findall(r"\bcu[A-Z]\w+(?=\()", (where / "driver.c").read_text()))
@@ -176,7 +177,7 @@ def asked_of(driver, cache, *arguments, **environment):
 @needs_triton
 @needs_compiler
 def test_triton_launches_where_it_says_that_it_can(driver, tmp_path):
-    """Its own launcher is built with headers, and not without; one in its cache needs none."""
+    """Triton builds its launcher only with headers; a cached launcher needs none."""
     reason, asked, launches, said = asked_of(driver, tmp_path, "hidden")
     assert "there is no /nowhere/Python.h" in reason and asked and not launches
     reason, asked, launches, said = asked_of(driver, tmp_path)

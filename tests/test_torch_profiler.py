@@ -1,5 +1,5 @@
-"""torch's profilers show every pass of every call by the name of its operator, once, with its time
-and its memory."""
+"""torch's profilers show every pass of every call once, under its operator's name, with time and
+memory."""
 
 import contextlib
 import json
@@ -93,7 +93,7 @@ def ring(q, k, v):
 
 @pytest.fixture
 def way(request):
-    """Its name; if ranks are needed, in a group of one."""
+    """The name of a way to call attention; "distributed" runs in a group of one rank."""
     if request.param != "distributed":
         yield request.param
         return
@@ -103,7 +103,7 @@ def way(request):
 
 
 FORWARD, BACKWARD = ["attention"], ["attention_backward"]
-WAYS = {  # the call, the events of forward, and those of backward
+WAYS = {  # (the call, its forward events, its backward events)
     "attention": (fastattn.attention, FORWARD, BACKWARD),
     "attention_packed": (
         lambda q, k, v: fastattn.attention_packed(*map(rows, (q, k, v)), CU, CU),
@@ -173,7 +173,7 @@ every_way = pytest.mark.parametrize("way", WAYS, indirect=True)
 
 
 def seen(prof):
-    """The names of our events. None is inside another of its name."""
+    """Count our events by name. No event may be inside another of the same name."""
     found = [x for x in prof.events() if x.name.startswith("fastattn::")]
     for x in found:
         above = x.cpu_parent
@@ -205,7 +205,7 @@ def test_every_way_in(on, way):
 @not_interpreted
 @pytest.mark.parametrize("backend", ("eager", "inductor"))
 def test_compiled(backend):
-    """The same names, of the operators."""
+    """Compiled code has the same event names, from the operators."""
     given = [x.requires_grad_() for x in tensors()]
     compiled = torch.compile(fastattn.attention, backend=backend, fullgraph=True)
     compiled(*given).sum().backward()
@@ -254,11 +254,11 @@ def test_names_of_grad_fn():
 LONG = {"cpu": 1400, "reference": 400, "triton": 24}  # some 50 ms
 
 
-TRIES = 3  # a busy machine stops a process anywhere, also between two events
+TRIES = 3  # a busy machine may pause the process between two events
 
 
 def share(prof, own):
-    """Of the whole time, that of our events: their own, or with what they call."""
+    """The share of our events in the whole time: self time, or total time with callees."""
     rows = prof.key_averages()
     total = sum(x.self_cpu_time_total for x in rows)
     of = (x.self_cpu_time_total if own else x.cpu_time_total for x in rows if "fastattn::" in x.key)
@@ -268,9 +268,9 @@ def share(prof, own):
 @every_backend
 @pytest.mark.parametrize("grad", (False, True), ids=("forward", "training"))
 def test_the_time_is_the_events_own(on, grad):
-    """The reference is made of torch's operators: there the time is theirs, inside of the event."""
+    """Time is our events' self time, except on the reference, which calls torch's operators."""
     q, k, v = (rand(1, 8, LONG[on], 64, seed=i).requires_grad_(grad) for i in range(3))
-    fastattn.attention(q, k, v)  # what is found once for every kind of call
+    fastattn.attention(q, k, v)  # fill the caches for this kind of call
 
     def profiled():
         with profile(activities=CPU) as prof:
@@ -289,7 +289,7 @@ def test_the_time_is_the_events_own(on, grad):
 
 @not_interpreted
 def test_with_stacks_the_time_is_in_the_events():
-    """A profiler of Python's functions gives them the self time."""
+    """With stacks, self time belongs to events of Python functions, inside of ours."""
     q, k, v = (rand(1, 8, LONG["cpu"], 64, seed=i) for i in range(3))
     fastattn.attention(q, k, v)
     shares = []
@@ -298,7 +298,7 @@ def test_with_stacks_the_time_is_in_the_events():
             fastattn.attention(q, k, v)
         assert seen(prof) == Counter(FORWARD)
         (event,) = (x for x in prof.events() if x.name == "fastattn::attention")
-        # Functions of Python in which other threads wait have events, too.
+        # Python functions in which other threads wait have events, too.
         own = (x for x in prof.events() if x.thread == event.thread)
         whole = sum(x.self_cpu_time_total for x in own)
         shares.append(event.cpu_time_total / whole)
@@ -307,7 +307,7 @@ def test_with_stacks_the_time_is_in_the_events():
 
 @every_backend
 def test_memory_is_the_events(on):
-    """Results are allocated inside of the events, and nothing of them is elsewhere."""
+    """All results are allocated inside of our events."""
     given = [x.requires_grad_() for x in tensors()]
     with profile(activities=CPU, profile_memory=True) as prof:
         out, lse = fastattn.attention(*given, return_lse=True)
@@ -324,7 +324,7 @@ def test_memory_is_the_events(on):
 
 @not_interpreted
 def test_shapes_are_the_operators():
-    """Directly and by the operator, which the dispatcher records."""
+    """A direct call records the shapes that the dispatcher records for the operator."""
     q, k, v = tensors()
     shapes = []
     for mode in (contextlib.nullcontext(), FlopCounterMode(display=False)):
@@ -339,7 +339,7 @@ def test_shapes_are_the_operators():
 @not_interpreted
 @every_way
 def test_arguments_fit_the_schemas(way):
-    """Memory timelines ask schemas what an operator writes: ours write to no argument."""
+    """Memory timelines read from schemas which arguments an operator mutates: ours mutate none."""
     call, _, backward = WAYS[way]
     given = [x.requires_grad_(backward is not None) for x in tensors()]
     with profile(activities=CPU, record_shapes=True, profile_memory=True, with_stack=True) as prof:
@@ -385,7 +385,7 @@ def test_execution_traces(tmp_path):
 
 @not_interpreted
 def test_flops():
-    """`with_flops` knows aten's operators alone; FlopCounterMode counts, and is profiled itself."""
+    """`with_flops` knows aten operators only; FlopCounterMode counts ours, also when profiled."""
     given = [x.requires_grad_() for x in tensors()]
     with (
         profile(activities=CPU, with_flops=True) as prof,
@@ -403,7 +403,7 @@ def test_flops():
 
 @not_interpreted
 def test_other_threads():
-    """A profiler records the thread that started it, and what autograd does for that."""
+    """A profiler records only the thread that started it, and autograd's work for that thread."""
     with profile(activities=CPU) as prof:
         in_a_thread(fastattn.attention, *tensors())
     assert not seen(prof)
@@ -411,7 +411,7 @@ def test_other_threads():
 
 @not_interpreted
 def test_all_threads():
-    """A profiler that is told to records every thread."""
+    """With profile_all_threads, a profiler records every thread."""
 
     def train(*given):
         fastattn.attention(*(x.requires_grad_() for x in given)).sum().backward()

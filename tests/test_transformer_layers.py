@@ -1,4 +1,4 @@
-"""nn.Transformer's layers with our attention inside: same results, and it is really called."""
+"""nn.Transformer's layers with our attention inside: the same results, by calls of ours."""
 
 import copy
 import itertools
@@ -21,7 +21,7 @@ LAYER_OPTIONS = [
 
 @pytest.fixture(autouse=True)
 def one_thread(threads):
-    threads(1)  # what is this small costs more to hand out than to compute
+    threads(1)  # for tiny tensors, several threads are slower than one
 
 
 def sequence(length, batch_first, seed=0):
@@ -54,19 +54,19 @@ MASKS = {
 @pytest.mark.parametrize("train", [True, False])
 @pytest.mark.parametrize("masks", MASKS)
 def test_encoder_gives_torchs_results(masks, train, options, monkeypatch):
-    """In eval without gradients torch takes its fast path, with nested tensors where it can."""
+    """In eval without gradients, torch takes its fast path, if possible with nested tensors."""
     torch.manual_seed(0)
     masks, batch_first = MASKS[masks], options["batch_first"]
     layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.0, **options)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about nested tensors that torch will not use
+        warnings.simplefilter("ignore")  # torch warns that it will not use nested tensors
         theirs = nn.TransformerEncoder(layer, 2).train(train)
     for x in theirs.parameters():
         nn.init.normal_(x, std=0.3)
     ours, x = converted_twin(theirs), sequence(L, batch_first)
     calls = spy_on_attention(monkeypatch)
     padding = masks.get("src_key_padding_mask", torch.zeros(N, L, dtype=torch.bool))
-    real = ~padding if batch_first else ~padding.T  # torch promises nothing at padded positions
+    real = ~padding if batch_first else ~padding.T  # torch's outputs at padding are unspecified
     with torch.no_grad():
         expected, got = theirs(x, **masks), ours(x, **masks)
     torch.testing.assert_close(got[real], expected[real])
@@ -82,7 +82,7 @@ def test_encoder_gives_torchs_results(masks, train, options, monkeypatch):
 
 
 def test_nested_tensors_are_what_the_encoder_feeds_to_the_module(monkeypatch):
-    """Padded keys are skipped by their lengths; the output is torch's, zeros included."""
+    """Lengths skip the padded keys; the output is torch's, including zeros at padding."""
     layer = nn.TransformerEncoderLayer(E, H, 16, batch_first=True)
     theirs = nn.TransformerEncoder(layer, 2).eval()
     assert theirs.use_nested_tensor
@@ -192,7 +192,7 @@ def test_whole_transformer_with_every_padding_mask():
 
 
 def test_items_without_any_real_key_stay_finite_through_an_encoder():
-    """Padding in gaps, so that no nested tensor is made; torch's own output is NaN here."""
+    """Padding with gaps prevents nested tensors; torch's own output is NaN here."""
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(E, H, 16, batch_first=True), 2)
     fastattn.convert(encoder)
     padding = padding_at(L, 3, 0)
@@ -209,7 +209,7 @@ def test_items_without_any_real_key_stay_finite_through_an_encoder():
 def test_dropout_trains_in_layers_and_stops_in_eval():
     layer = nn.TransformerEncoderLayer(E, H, 16, dropout=0.5, batch_first=True)
     fastattn.convert(layer)
-    for module in layer.modules():  # leave the attention's own dropout alone
+    for module in layer.modules():  # all other dropout is off
         if isinstance(module, nn.Dropout):
             module.p = 0.0
     x = sequence(L, True)

@@ -1,5 +1,5 @@
-"""Every way in which torch asks for derivatives of a call: right on every backend, or an error that
-says what to do; never a silent zero. `pytest tests/test_transforms.py -s` prints the table."""
+"""All of torch's ways to differentiate a call are right on every backend, or raise an error that
+says what to do; none gives a silent zero. `pytest tests/test_transforms.py -s` prints the table."""
 
 import warnings
 from functools import partial
@@ -53,7 +53,7 @@ def leaves():
     return [x.clone().requires_grad_() for x in X]
 
 
-# Each is a function of f, the call on q, k and v, and of its loss, a number.
+# Each takes f, the call on q, k and v, and loss, a scalar function of them.
 
 
 def duals(f, loss):
@@ -98,7 +98,7 @@ def batched_gradients(f, loss, **more):
 
 
 def differentiated_direction(f, loss):
-    """The gradient of a Hessian-vector product by the vector."""
+    """The gradient of a Hessian-vector product with respect to the vector."""
     return grad(lambda u: jvp(grad(loss), (*X,), (u, *U[1:]))[1].sin().sum())(U[0])
 
 
@@ -128,7 +128,7 @@ def compiled_gradient(f, loss):
 
 
 def compiled_in_parts(f, loss):
-    """A gradient penalty around a graph that autograd sees as it is."""
+    """A gradient penalty around a graph compiled for forward only, which autograd traces."""
     torch._dynamo.reset()
     given = leaves()
     run = torch.compile(loss, fullgraph=True, backend="eager")
@@ -194,7 +194,7 @@ REFUSED = {
     "grad of grad of grad": "no third derivative",
     "third backward": "no third derivative",
     "compiled: jvp": "fastattn.attention_jvp, which compiles",
-    # torch says so, of every operator.
+    # torch's message, the same for every operator.
     "compiled: torch.func.grad": "In order to use an autograd.Function with functorch transforms",
     "compiled: double backward": "does not currently support double backward",
 }
@@ -218,9 +218,9 @@ def calls(attention, arguments):
 
 
 def verdict(transform, name, arguments=EVERYTHING):
-    """ "right", or what was said instead."""
+    """ "right", or the error message."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch, of vmap's own and of what it deprecates
+        warnings.simplefilter("ignore")  # torch warns of slow vmap and deprecations
         exact = (
             None
             if transform in REFUSED
@@ -264,7 +264,7 @@ FOLDED = {
 
 @pytest.mark.parametrize("transform", FOLDED)
 def test_batches_are_one_call(transform, monkeypatch):
-    """A call for each tensor whose derivatives are batched, at most; not one for each direction."""
+    """At most one call per tensor with batched derivatives, not one per direction."""
     seen = []
     run = getattr(transforms.passes, FOLDED[transform].lower())
     counted = lambda *args: seen.append(1) or run(*args)  # noqa: E731
@@ -274,7 +274,7 @@ def test_batches_are_one_call(transform, monkeypatch):
 
 
 def mapped(f, at, dropout):
-    """jvp of examples that have each its own of one tensor, by vmap and by a loop."""
+    """jvp of examples that differ in the tensor `at`, by vmap and by a loop."""
     given = dict(q=Q, k=K, v=V, mask=rand(2, 3, 4), sinks=rand(2))
     own = dict(q=QS, k=rand(3, *K.shape), v=rand(3, *V.shape), mask=rand(3, 2, 3, 4))
     own["sinks"] = rand(3, 2)
@@ -292,7 +292,7 @@ def mapped(f, at, dropout):
     turns = [one(x, u) for x, u in zip(own[at], moves)]
     stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *turns)
     fixed = own[at][0]
-    alone = vmap(lambda u: one(fixed, u))(moves)  # directions alone, of one tensor
+    alone = vmap(lambda u: one(fixed, u))(moves)  # several directions, one value of the tensor
     return vmap(one)(own[at], moves), stacked, alone, [one(fixed, u) for u in moves]
 
 
@@ -308,7 +308,7 @@ def test_examples_are_what_they_are_alone(name, at, dropout):
 
 
 def test_a_backend_that_takes_no_tangents_leaves_them_to_one_that_does(monkeypatch):
-    """What was forward's choice need not be theirs; asked for by name, it says what it lacks."""
+    """Tangents may use another backend than forward, but a backend named explicitly raises."""
     with pytest.MonkeyPatch.context() as patch:
         cpu = backend.get("cpu")
         lacks = cpu.support.__class__(
@@ -338,7 +338,7 @@ def test_vmap_compiles_whole(function):
     torch._dynamo.reset()
     compiled = torch.compile(vmap(run), fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(QS), vmap(run)(QS))
-    if function != "attention_jvp":  # of which a compiled second derivative is torch's to refuse
+    if function != "attention_jvp":  # torch refuses its compiled second derivative
         given = [QS.clone().requires_grad_() for _ in range(2)]
         grads = [
             torch.autograd.grad(f(x).sin().sum(), x)[0]
@@ -418,7 +418,7 @@ def test_packed_sequences_and_pages():
 
 
 def test_a_hessian_vector_product_through_a_converted_encoder():
-    """Of parameters and inputs; torch's math path is differentiable twice."""
+    """Hessian-vector products of parameters and inputs, against torch's math path."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
     encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
@@ -436,12 +436,12 @@ def test_a_hessian_vector_product_through_a_converted_encoder():
         exact = product()
     fastattn.convert(encoder)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the reference, where no fused backend takes tangents
+        warnings.simplefilter("ignore")  # of falling back to the reference
         close(product(), exact)
 
 
 def test_directions_fold_with_what_they_move():
-    """A mask is expanded where its tangents are many, and folded where both are."""
+    """A mask with batched tangents is expanded; if both are batched, both are folded."""
     t = fastattn.spec.Tensors(Q, K, V, mask=rand(2, 1, 4))
     u, dims = [None] * 3 + [rand(3, 2, 1, 4), None], [None] * 3 + [0, None]
     fold = batching.fold_of(3, t, [None] * len(t), Options(), dims)
@@ -453,12 +453,12 @@ def test_directions_fold_with_what_they_move():
 
 @pytest.mark.parametrize("average", [False, True])
 def test_examples_with_sinks_of_their_own_fold_along_heads(average):
-    """Theirs (H,) are a part of (V H,): a head has a sink, an item has none."""
+    """V examples with sinks (H,) become one call with sinks (V H,): sinks belong to heads."""
     t = fastattn.spec.Tensors(Q, K, V, mask=rand(2, 1, 4), sinks=rand(3, 2))
     dims = [None] * len(t)
     dims[INDEX["sinks"]] = 0
     fold = batching.fold_of(3, t, dims, Options(average_heads=average))
-    if average:  # whose mean would be over all of them
+    if average:  # a mean over heads would mix the examples
         assert fold is None
         return
     folded = fold.tensors(t, dims)

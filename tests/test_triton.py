@@ -1,5 +1,5 @@
-"""What is Triton's own: the helpers that hide the interpreter's faults, the ranges of blocks, the
-order of programs, split keys, tensor descriptors, and the tiles that GPUs get."""
+"""Tests for Triton alone: helpers that work around the interpreter's faults, ranges of blocks, the
+order of programs, split keys, tensor descriptors, and the tiles used on GPUs."""
 
 import itertools
 from dataclasses import replace
@@ -64,7 +64,7 @@ def ranges(
         found = score.key_range(start, start + size, item, call, BLOCK)
     for x in tl.static_range(4):
         tl.store(out + x, found[x])
-    for part in tl.static_range(2):  # how often each block is come to, WHOLE or at EDGES
+    for part in tl.static_range(2):  # count the visits of each block, as WHOLE or at EDGES
         lo, hi = score.span(found, part)
         for x in tl.range(lo, hi, BLOCK):
             to = out + 4 + 2 * (score.block_at(x, found, BLOCK, F, part) // BLOCK) + part
@@ -137,7 +137,7 @@ def test_every_tile_of_every_head_has_one_program(name, together, descending):
     expected = itertools.product(range(5), range(batch), range(heads))
     assert sorted(map(tuple, out.tolist())) == sorted(expected)
     firsts = {out[i, 0].item() for i in range(min(together, batch * heads))}
-    assert firsts == {4 if descending else 0}  # the longest of all heads worked on together
+    assert firsts == {4 if descending else 0}  # the longest tiles of these heads come first
 
 
 BANDS = [(1000, 1000), (1000, 0), (0, 0), (3, 5), (20, 0), (0, 20), (17, 40), (40, 2)]
@@ -147,8 +147,8 @@ BANDS = [(1000, 1000), (1000, 0), (0, 0), (3, 5), (20, 0), (0, 20), (17, 40), (4
 @pytest.mark.parametrize("rows", [False, True], ids=["keys_of_rows", "rows_of_keys"])
 @pytest.mark.parametrize("left, right", BANDS)
 def test_ranges_of_blocks_hold_what_is_seen(name, rows, left, right):
-    """Against every pair (i, j): nothing that is seen is left out, nothing whole is hidden, and
-    both loops together come to each block once."""
+    """For every pair (i, j): no visible pair is left out, no pair in a WHOLE block is hidden, and
+    both loops together visit each block once."""
     block, size = 8, 16
     for M, N, length, bottom_right in itertools.product((1, 37), (41,), (0, 9, 41), (False, True)):
         call = score.Call(*[0] * len(score.Call._fields))._replace(M=M, N=N, left=left, right=right)
@@ -169,7 +169,7 @@ def test_ranges_of_blocks_hold_what_is_seen(name, rows, left, right):
             outside[first:last] = False
             assert not outside.any(), case
             assert here[:, full:tail].all() and (full == tail or tail <= here.shape[1]), case
-            assert first < last or not here.any(), case  # no block without need
+            assert first < last or not here.any(), case  # no block unless needed
             if full < tail:
                 assert full % block == 0 and (tail % block == 0 or tail == last), case
             for b, visits in enumerate(out[4:].view(-1, 2).tolist()):
@@ -223,7 +223,7 @@ EVERYTHING = tuple(FEATURE[name] for name in (*EVERYTHING, "dropout", "gqa"))
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("features", [PLAIN, (FEATURE["causal"],), EVERYTHING], ids=name_of)
 def test_tiles_of_a_gpu(name, arch, dtype, features, monkeypatch):
-    """What an A100 and an H100 would run; on the latter through tensor descriptors."""
+    """The tiles of an A100 and of an H100, the latter with tensor descriptors."""
     monkeypatch.setattr(backend, "architecture", lambda device: arch)
     seen = []
     monkeypatch.setattr(backend.Job, "launch", spy(backend.Job.launch, seen))
@@ -253,7 +253,7 @@ def test_descriptors_only_where_strides_allow(name, layout, monkeypatch):
 @every_backend
 @pytest.mark.parametrize("others", ["plain", "left_window+softcap", "bottom_right+softcap"])
 def test_descriptors_read_no_key_past_the_length(name, others, monkeypatch):
-    """An item of no keys, too: what lies there is NaN."""
+    """Keys past the lengths are NaN, in one item all of them."""
     monkeypatch.setattr(backend, "architecture", lambda device: 90)
     features = (FEATURE["lengths"], *(FEATURE[x] for x in others.split("+") if x != "plain"))
     problem = build(square(4, 2, 70, 16), features, torch.bfloat16)
@@ -263,7 +263,7 @@ def test_descriptors_read_no_key_past_the_length(name, others, monkeypatch):
 
 @every_backend
 def test_weights_need_no_values(name, monkeypatch):
-    """The forward pass for their LSE has values of no width, which no descriptor can describe."""
+    """Forward computes their LSE with values of width 0, which no tensor descriptor supports."""
     monkeypatch.setattr(backend, "architecture", lambda device: 90)
     q = randn(1, 2, 70, 16).bfloat16()
     weights = fastattn.attention_weights(q, q, backend=name)
@@ -289,7 +289,7 @@ def test_a_scale_at_the_end_of_the_range(name):
 
 @every_backend
 def test_strong_dropout_in_float16(name):
-    """P / (1 - p) may be past 65504 where dV is not."""
+    """P / (1 - p) may overflow float16 although dV does not."""
     p, seed = 0.99999, 302
     kept = fastattn.reference.keep_mask((1, 1, 64, 1), p, seed).sum().item()
     assert kept
@@ -315,7 +315,7 @@ def test_no_query_heads_beside_key_heads(name, average):
 @every_backend
 @pytest.mark.parametrize("shape", [(1, 4, 1, 203), (1, 4, 5, 203), (203,)], ids=str)
 def test_masks_of_packed_heads(name, shape):
-    """Decoding packs heads as rows: a mask that differs by head alone differs by row there."""
+    """Decoding packs heads as rows, so a mask that differs only by head then differs by row."""
     problem = build(Dims(1, 4, 2, 5, 203, 16, 16), (), torch.float32)
     problem.kwargs["mask"] = randn(*shape)
     passed(everywhere(name, Verdict(problem, backward=False)))
@@ -323,7 +323,7 @@ def test_masks_of_packed_heads(name, shape):
 
 @every_backend
 def test_softcap_beside_an_infinite_key(name):
-    """Its slope is NaN in lanes past the last row; nothing of it may reach other gradients."""
+    """The softcap's slope is NaN in lanes past the last row, and may not reach other gradients."""
     q, v = randn(1, 1, 5, 8).abs(), randn(1, 1, 9, 8, seed=2)
     k = randn(1, 1, 9, 8, seed=1)
     k[0, 0, 3] = -torch.inf
@@ -336,7 +336,7 @@ def test_softcap_beside_an_infinite_key(name):
 @every_backend
 @pytest.mark.parametrize("features", ["causal+gqa", "dropout"])
 def test_keys_and_values_have_gradients_of_their_own(name, features, monkeypatch):
-    """Each is the same whether the other is wanted or not, and what nobody wants is not made."""
+    """dK and dV do not depend on whether the other is requested; only requested ones are made."""
     made = []
     monkeypatch.setattr(backend.Job, "walk_rows", spied(backend.Job.walk_rows, made))
     features = [FEATURE[x] for x in features.split("+")]
@@ -361,7 +361,7 @@ def test_large_heads_have_a_launch_for_each(name, monkeypatch):
 
 @every_backend
 def test_a_kernel_that_makes_less_is_searched_for_apart(name, monkeypatch):
-    """Its tile may be too large for the one that makes more."""
+    """The best tile for dK alone may be too large for dK and dV together."""
     keys = []
     monkeypatch.setattr(backend, "architecture", lambda device: 90)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
@@ -383,7 +383,7 @@ def spied(walk, made):
 
 @every_backend
 def test_an_expanded_gradient_is_read_as_any_other(name, monkeypatch):
-    """out.sum() expands one number, which no descriptor can describe."""
+    """The gradient of out.sum() is one expanded number, which no tensor descriptor supports."""
     monkeypatch.setattr(backend, "architecture", lambda device: 90)
     seen = []
     monkeypatch.setattr(backend.Job, "launch", spy(backend.Job.launch, seen))
@@ -400,7 +400,7 @@ def test_an_expanded_gradient_is_read_as_any_other(name, monkeypatch):
 @every_backend
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_draws_are_those_of_the_cpu_backend(name, dtype):
-    """Bit for bit: zero queries make p = 1/N, and v = I shows what was kept."""
+    """Draws are bitwise equal: zero queries give P = 1/N, and v = I shows the kept weights."""
     q, k = (torch.zeros(2, 4, n, 8, dtype=DTYPES[dtype]) for n in (37, 70))
     v = torch.eye(70, dtype=DTYPES[dtype]).expand(2, 4, 70, 70)
     for seed in (0, -1, 2**63 - 25):

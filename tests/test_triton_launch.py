@@ -1,6 +1,6 @@
-"""Launches of Triton's kernels that derive nothing are those that Triton itself would make.
+"""Cached launches of Triton's kernels equal those that Triton itself would make.
 
-A stub stands where Triton would call the driver; no GPU is needed.
+A stub replaces Triton's call of the driver; no GPU is needed.
 """
 
 import itertools
@@ -32,7 +32,7 @@ def stub():
 
 @pytest.fixture
 def derived(monkeypatch):
-    """The kernels that Triton's own launch ran."""
+    """The names of kernels that Triton's own launch ran."""
     seen, own = [], backend.run
 
     def run(kernel, *args, **kwargs):
@@ -44,8 +44,8 @@ def derived(monkeypatch):
 
 
 def laid(shape, row=0, first=0, column=1):
-    """bfloat16 in a larger tensor: rows `row` elements further, from element `first`, every
-    `column`-th."""
+    """A bfloat16 view: it starts at element `first`, rows have `row` extra elements, and columns
+    have stride `column`."""
     *outer, D = shape
     wide = torch.zeros(*outer, D * column + row, dtype=torch.bfloat16)
     room = torch.zeros(first + wide.numel(), dtype=torch.bfloat16)
@@ -53,7 +53,7 @@ def laid(shape, row=0, first=0, column=1):
 
 
 def described(layouts=({}, {}, {}), tensors=(), dtype=torch.bfloat16, **changed):
-    """Specification and tensors of a call."""
+    """The (spec, tensors) of a call."""
     d = DIMS | {x: y for x, y in changed.items() if x in DIMS}
     options = {x: y for x, y in changed.items() if x not in DIMS}
     shapes = [(d["B"], d["H"], n, d["D"]) for n in (d["M"], d["N"], d["N"])]
@@ -73,7 +73,7 @@ def forward(s, t):
 
 
 def flat(x, inputs):
-    """An argument without what differs between two calls: where new memory lies."""
+    """An argument for comparison: without the addresses of new memory, which differ by call."""
     if isinstance(x, torch.Tensor):
         at = x.data_ptr() if x.data_ptr() in inputs else x.data_ptr() % 16
         return x.dtype, tuple(x.shape), x.stride(), at
@@ -81,18 +81,18 @@ def flat(x, inputs):
 
 
 def launches(stub, call, s, t):
-    """What reaches Triton's launcher: grid, stream, which binary, and its arguments."""
+    """The calls of Triton's launcher: grid, stream, binary, and arguments."""
     stub.calls.clear()
     call(s, t)
     inputs = {x.data_ptr() for x in t if x is not None}
     return [
-        (*call[1:7], flat(call[10:], inputs))  # but for metadata, and hooks with theirs
+        (*call[1:7], flat(call[10:], inputs))  # without metadata and hooks
         for call in stub.calls
     ]
 
 
 def as_triton(monkeypatch, stub, call, s, t):
-    """The same by Triton's own launch."""
+    """The same calls, made by Triton's own launch."""
     with monkeypatch.context() as patch:
         patch.setattr(compiled, "_known", lambda: False)
         return launches(stub, call, s, t)
@@ -125,7 +125,7 @@ KINDS = {
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_second_call_derives_nothing(kind, stub, derived, monkeypatch):
-    """And launches what Triton would have, with the same arguments."""
+    """It launches the binary that Triton would, with the same arguments."""
     s, t = described(**KINDS[kind])
     train(s, t)
     assert derived
@@ -143,8 +143,8 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("seed", range(4))
 def test_every_layout_has_the_kernel_that_triton_picks(seed, stub, derived, monkeypatch):
-    """Of one spec: pointers that 16 bytes divide or not, strides that are 1, multiples of 16, or
-    neither. Each layout comes back when all others have been."""
+    """Layouts of one spec: pointers aligned to 16 bytes or not; strides of 1, multiples of 16, or
+    others. Each layout is launched again after all others."""
     draw = random.Random(seed)
     cases = [described([draw.choice(LAYOUTS) for _ in range(3)]) for _ in range(8)]
     s = cases[0][0]
@@ -159,7 +159,7 @@ def test_every_layout_has_the_kernel_that_triton_picks(seed, stub, derived, monk
 
 
 def test_offsets_of_any_integers_and_address(stub, derived, monkeypatch):
-    """Of one spec, too."""
+    """Offsets of either integer type and any alignment share one spec."""
     s, t = described(**packed(20, 70))
     for first, dtype in itertools.product(itertools.product((0, 1), repeat=2), (torch.int32, None)):
         rows, keys = torch.zeros(2, 3, dtype=dtype or torch.int64)
@@ -174,7 +174,7 @@ def test_offsets_of_any_integers_and_address(stub, derived, monkeypatch):
 
 @pytest.mark.parametrize("M, N", [(20, 70), (1, 4000)])
 def test_pages_of_any_table(M, N, stub, derived, monkeypatch):
-    """Of one spec, too: of any integers and address."""
+    """Tables of either integer type and any alignment share one spec."""
     _, t = described(**packed(M, N))
     pages = dict(k=laid((9, 2, 16, 16)), v=laid((9, 2, 16, 16)), lengths=torch.tensor([N // 2]))
     for first, dtype in itertools.product((0, 1), (torch.int32, torch.int64)):
@@ -223,7 +223,7 @@ def test_tiles_are_chosen_by_what_wants_registers(kind, stub):
 
 
 def test_tensor_descriptors_come_and_go(derived, monkeypatch):
-    """On sm_90: rows that 16 bytes divide, and then rows that they do not."""
+    """On sm_90, rows aligned to 16 bytes use descriptors, others do not; calls alternate."""
     with launching.stubbed(90) as stub:
         stub.calls = []
         stub.launched = lambda *args: stub.calls.append(args)
@@ -292,7 +292,7 @@ def test_each_driver_has_its_own_kernel(derived):
 
 
 def test_hooks_are_called(stub, derived):
-    """By Triton's own launch, with all that it tells them."""
+    """With hooks, calls use Triton's own launch, which passes hooks their arguments."""
     from triton import knobs
 
     s, t = described()
@@ -309,7 +309,7 @@ def test_hooks_are_called(stub, derived):
         forward(s, t)
     finally:
         kernel.pre_run_hooks.pop()
-    assert len(seen) == 1 and len(derived) == 3  # the stub calls no hook of a launcher
+    assert len(seen) == 1 and len(derived) == 3  # the stub does not call launch hooks
     forward(s, t)
     assert len(derived) == 3
 

@@ -1,4 +1,4 @@
-"""Triton is optional: imported by its first kernel, and absent with a reason."""
+"""Triton is optional: its first kernel imports it, and its absence is reported with a reason."""
 
 import importlib.metadata
 import subprocess
@@ -48,7 +48,7 @@ def test_a_build_of_another_name_has_a_version(monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", nameless)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0+vendor"))
     assert tuning.triton_version.__wrapped__() == "3.7.0+vendor"
-    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace())  # a folder of that name
+    monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace())  # a folder named so
     assert tuning.triton_version.__wrapped__() is None
 
 

@@ -1,5 +1,5 @@
-"""Packed batches in Triton's kernels: the tiles that GPUs get, tensor descriptors, and offsets that
-nobody checked, which a GPU's kernels clamp."""
+"""Packed batches in Triton's kernels: the tiles used on GPUs, tensor descriptors, and unchecked
+offsets, which kernels on a GPU clamp."""
 
 import pytest
 import torch
@@ -23,8 +23,8 @@ BUSY = tuple(
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("features", [PLAIN, BUSY], ids=name_of)
 def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
-    """On sm_90 a descriptor ends where a sequence does; what follows of its neighbours is NaN where
-    there are lengths."""
+    """On sm_90 a tensor descriptor ends with its sequence. With lengths, keys past a length are
+    NaN."""
     monkeypatch.setattr(backend, "architecture", lambda device: arch)
     made = batch(features, DTYPES["bfloat16"], SIZES)
     passed(everywhere(name, made))
@@ -33,7 +33,7 @@ def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
 @every_backend
 @pytest.mark.parametrize("arch", [80, 90])
 def test_few_rows_are_those_of_a_key_head(name, arch, monkeypatch):
-    """The keys of each are split, and rows of all heads make one tile."""
+    """For few rows, keys are split, and the rows of all heads of a key head form one tile."""
     monkeypatch.setattr(backend, "architecture", lambda device: arch)
     split, own = [], backend.Job.decode
     monkeypatch.setattr(backend.Job, "decode", lambda *args: split.append(args[-1]) or own(*args))
@@ -47,7 +47,7 @@ def test_few_rows_are_those_of_a_key_head(name, arch, monkeypatch):
 @pytest.mark.parametrize("kind", HOSTILE)
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_offsets_are_clamped(name, kind, causal, monkeypatch):
-    """Around rows and keys lies NaN."""
+    """The memory around rows and keys is NaN."""
     monkeypatch.setattr(backend, "check_values", lambda spec, t: None)
     options = dict(causal=causal, backend=name)
     for found, meant in clamped(kind, torch.float32, **options):

@@ -1,6 +1,6 @@
-"""Keys and values in pages in Triton's kernels: pages of whole tiles and pages whose rows are
-gathered, the tiles that GPUs get, keys split among programs, tables that nobody checked, which a
-GPU's kernels clamp, and a cache."""
+"""Keys and values in pages in Triton's kernels: pages of whole tiles and pages with gathered rows,
+the tiles used on GPUs, keys split among programs, unchecked tables, which kernels on a GPU clamp,
+and a cache."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ PAGES = (1, 5, 16, 48, 64, 256)  # tiles have 64 keys on sm_80, and 128 on sm_90
 
 
 def same_bits(name, made, pages, **more):
-    """Of a batch in pages, and where its keys lie one after the other."""
+    """Assert that a batch gives the same bits with keys in pages and with contiguous keys."""
     most = int(made.given["cu_k"].diff().max())
     options = dict(backend=name, return_lse=True) | more
     with torch.no_grad():
@@ -41,7 +41,7 @@ def same_bits(name, made, pages, **more):
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("features", [PLAIN, BUSY, DRAWN], ids=name_of)
 def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
-    """Of sm_90, too, whose descriptors read what lies in a row, and no pages."""
+    """Also on sm_90, where tensor descriptors read contiguous keys but not pages."""
     monkeypatch.setattr(backend, "architecture", lambda device: arch)
     same_bits(name, batch(features, DTYPES["bfloat16"], SIZES), PAGES)
 
@@ -57,7 +57,7 @@ def test_keys_are_split(name, arch, features, monkeypatch):
     assert split[0] > 1 and set(split) == {split[0]}
 
 
-# Tables of six pages of four keys, and lengths; and what is made of them.
+# {kind: (table, lengths, table as clamped, lengths as clamped)} for six pages of four keys.
 HOSTILE = {
     "pages below": ([[-1, -(2**31), 2], [3, 3, -9]], (10, 12), [[0, 0, 2], [3, 3, 0]], (10, 12)),
     "pages beyond": ([[6, 1, 2**31 - 1], [3, 99, 4]], (9, 12), [[5, 1, 5], [3, 5, 4]], (9, 12)),
@@ -68,7 +68,7 @@ HOSTILE = {
 
 
 def unchecked(name, kind, table_dtype=torch.int64, **more):
-    """(found, meant). Around each page lies NaN; the table is the beginning of a longer one."""
+    """(result, expected result). NaN surrounds the pages; zeros follow the table in memory."""
     draft = torch.Generator().manual_seed(0)
     pools = [torch.randn(8, 2, 4, 16, generator=draft) for _ in "kv"]
     for x in pools:
@@ -99,7 +99,7 @@ def test_tables_and_lengths_are_clamped(name, kind, dtype):
 
 @every_backend
 def test_a_table_of_no_pages(name, monkeypatch):
-    """Whatever it and the lengths say."""
+    """With no pages, the output is 0, for any table and lengths."""
     monkeypatch.setattr(backend, "check_values", lambda spec, t: None)
     pool = torch.zeros(0, 4, 2, 16)
     table, lengths = torch.tensor([[3, 0]]), torch.tensor([7])
@@ -111,7 +111,7 @@ def test_a_table_of_no_pages(name, monkeypatch):
 @every_backend
 @pytest.mark.parametrize("page_size", (None, 7, 16))
 def test_a_cache(name, page_size):
-    """Of prompts, tokens, forks and what is evicted, read by a few rows and by many."""
+    """A cache with prompts, tokens, forks and evictions, read by calls of few rows and of many."""
     model = Model(page_size, grow=True)
     model.append([20, 0, 33])
     fork = model.copy(model.cache.fork([2, 0]), [list(model.rows[b]) for b in (2, 0)])

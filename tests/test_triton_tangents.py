@@ -1,5 +1,5 @@
-"""What Triton's passes that take tangents have of their own: the tiles that GPUs get, results that
-nobody wants, and what lies where nobody looks. test_tangents has what every backend is asked."""
+"""Triton's passes that take tangents: the tiles used on GPUs, results that are not requested, and
+tangents of hidden values. test_tangents has the tests for every backend."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ def wrong(problem, known=True):
 @pytest.mark.parametrize("dim", [24, 72])
 @pytest.mark.parametrize("names", ["plain", "causal+softcap+bias_grad+dropout+gqa"])
 def test_tiles_of_a_gpu(name, names, dim, arch, monkeypatch):
-    """Of 72 columns dK and dV are made apart on sm_90."""
+    """At head dim 72 on sm_90, dK and dV have separate launches."""
     monkeypatch.setattr(backend, "architecture", lambda device: arch)
     passed(wrong(build(Dims(1, 1, 1, 70, 140, dim, dim), named(names), DTYPES["float16"])))
 
@@ -38,7 +38,7 @@ def test_tiles_of_a_gpu(name, names, dim, arch, monkeypatch):
 @every_backend
 @pytest.mark.parametrize("names", ["bool_mask", "bias_grad+causal"])
 def test_masks_that_forward_looks_at(name, names):
-    """These passes read them whole."""
+    """Forward uses the block structure of these masks; the tangent passes read them whole."""
     with looked_at():
         passed(wrong(build(square(1, 2, 37, 7), named(names), torch.float32), known=False))
 
@@ -56,7 +56,7 @@ def test_some_gradients_only(name, wants):
 
 
 def hidden_leaks():
-    """Does anything change by what moves behind key lengths, and where a mask is -inf?"""
+    """True if tangents past the key lengths, or where a mask is -inf, change any result."""
     problem = build(square(4, 1, 21, 5), named("lengths+float_mask"), torch.float32)
     problem = replace(problem, wants=("q", "k", "v", "mask"))
     moves, *incoming = directions(problem)

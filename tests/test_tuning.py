@@ -1,4 +1,4 @@
-"""Tiles: what the tables promise, how keys are split, and the search for better ones."""
+"""Tuning: tables of tiles, splits of keys, and the search for better tiles."""
 
 import itertools
 import math
@@ -48,7 +48,7 @@ def test_a_chip_without_a_table_has_that_of_the_nearest_lower(arch, like):
 
 
 def test_features_have_tiles_of_their_own():
-    """One alone, where the table has one for it; several, or what is no feature, another."""
+    """A single feature uses its tile in the table; several, or an unknown one, share another."""
     table = {("dq", 64): tuning.Row(*(Config(n, 32, 8, 2) for n in (128, 64, 32, 16)))}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(tuning.TABLES, 90, table)
@@ -57,9 +57,9 @@ def test_features_have_tiles_of_their_own():
 
 
 def test_masks_are_looked_at_where_heads_pay_it_back():
-    """By rows, by sharing, and by what there is to save."""
+    """It depends on the rows, on the heads that share a mask plane, and on the work to save."""
     assert tuning.structured(heads=4, planes=1, M=2048, N=2048)
-    assert tuning.structured(heads=96, planes=8, M=2048, N=2048)  # 12 heads of each item
+    assert tuning.structured(heads=96, planes=8, M=2048, N=2048)  # 12 heads per mask plane
     assert not tuning.structured(heads=3, planes=1, M=4096, N=4096)
     assert not tuning.structured(heads=32, planes=32, M=4096, N=4096)
     assert not tuning.structured(heads=4, planes=1, M=2047, N=2048)
@@ -89,7 +89,7 @@ def test_candidates_are_a_few_other_tiles(which, tile):
         assert 16 <= c.BM <= 128 and 16 <= c.BN <= 128 and c.warps in (2, 4, 8) and c.stages >= 1
     assert Config(128, 64, 4, 2) in tuning.candidates("forward", Config(128, 128, 8, 3))
     assert Config(64, 64, 4, 2) in tuning.candidates("dkv", Config(64, 128, 8, 3))
-    assert tuning.candidates("dmask", tile) == []  # its buffers were cut for one tile
+    assert tuning.candidates("dmask", tile) == []  # its buffers are sized for one tile
 
 
 # ------------------------------------------------------------------------------------------- splits
@@ -109,7 +109,7 @@ def test_no_part_of_a_split_is_empty(programs, blocks, processors):
 def test_a_multiprocessor_decodes_as_many_programs_as_it_has_memory_for(arch):
     kilobytes = {80: 164, 90: 228, 100: 228, 103: 228}.get(arch, 100)
     tile = tuning.config("decode", arch, 2, 128, ())
-    each = 1 + 2 * tile.BN * 128 * 2 * (tile.stages - 1) // 1024 + 4  # of keys, values and queries
+    each = 1 + 2 * tile.BN * 128 * 2 * (tile.stages - 1) // 1024 + 4  # keys, values and queries
     assert 1 <= tuning.decoding(arch) <= kilobytes // each
     assert tuning.decoding(0) == 1
 
@@ -148,7 +148,7 @@ KEY = autotune.Key(
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    """An empty cache, on disk and in memory; `forget()` empties the one in memory."""
+    """An empty cache, on disk and in memory; `forget()` clears the memory."""
     monkeypatch.setenv("FASTATTN_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(autotune, "_known", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -160,7 +160,7 @@ def forget():
 
 
 class Timer:
-    """Times from a table, and which were asked for. What the table lacks fails."""
+    """A timer with times from a table. It records the tiles; a tile not in the table fails."""
 
     def __init__(self, times=TIMES):
         self.times, self.asked = times, []
@@ -208,9 +208,9 @@ def test_one_choice_needs_no_search(cache):
 def test_where_all_fail_the_default_is_left_to_say_why(cache):
     assert search(Timer({})) == SLOW
     assert not cache.exists()
-    assert search(Timer()) == SLOW  # this process does not search at every launch
+    assert search(Timer()) == SLOW  # this process does not search again
     forget()
-    assert search(Timer()) == QUICKEST  # the next one may
+    assert search(Timer()) == QUICKEST  # the next process may search
 
 
 @pytest.mark.parametrize("field", autotune.Key._fields)
@@ -258,8 +258,8 @@ def test_sizes_are_rounded_up_to_powers_of_two(n, rounded):
         lambda text: "[]",
         lambda text: "null",
         lambda text: text.replace('"BM"', '"rows"'),
-        lambda text: text.replace("A GPU", "Another"),  # another key, under this one's name
-        lambda text: text.replace('"warps": 8', '"warps": 6'),  # no choice of ours
+        lambda text: text.replace("A GPU", "Another"),  # another key in this key's file
+        lambda text: text.replace('"warps": 8', '"warps": 6'),  # not one of our candidates
     ],
     ids=["empty", "half", "a list", "null", "other fields", "other key", "other tile"],
 )
@@ -314,7 +314,7 @@ def test_a_write_that_breaks_off_leaves_the_old_file(cache, monkeypatch):
     with pytest.warns(UserWarning, match="disk full"):
         autotune._write(file, KEY, SLOW)
     assert file.read_text() == whole
-    assert list(cache.iterdir()) == [file]  # and nothing beside it
+    assert list(cache.iterdir()) == [file]  # no other file is left
 
 
 def test_writers_at_once_leave_one_whole_file(cache):
@@ -334,7 +334,7 @@ def test_writers_at_once_leave_one_whole_file(cache):
 
 
 def test_two_calls_have_two_files(cache):
-    """So that processes which search at once do not write over each other's results."""
+    """So concurrent searches do not overwrite each other's results."""
     search(Timer())
     search(Timer(), KEY._replace(M=2048))
     assert len(list(cache.iterdir())) == 2
@@ -345,9 +345,9 @@ def test_nothing_is_timed_while_a_graph_is_captured(cache, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     assert search(timer) == SLOW and not timer.asked and not cache.exists()
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert search(timer) == QUICKEST  # what was not searched for was not remembered
+    assert search(timer) == QUICKEST  # nothing was cached without a search
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    assert search(Timer({})) == QUICKEST  # and what is known is used in captures
+    assert search(Timer({})) == QUICKEST  # captures use cached tiles
 
 
 @pytest.mark.parametrize("value, on", [(None, False), ("", False), ("0", False), ("1", True)])

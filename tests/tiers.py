@@ -1,21 +1,21 @@
 """Which tests run at each tier: `check` in two minutes, `test` in ten, `all` of them, and `rest`,
-which is `all` without `test`. README.md says how the shares were found. `whole` is more than `all`,
-by what has a command of its own.
+which is `all` without `test`. README.md says how the shares were found. `whole` also has the tests
+that `all` leaves to commands of their own.
 
-A share is a number n: of a test's cases, every n-th; and where cases differ by dtype alone, one of
-them, each in its turn. So a feature that is tested in four dtypes is tested in one, and its
-neighbour in the next. The first case of every test is in every share but NONE.
+A share is a number n: every n-th case of a test runs; and of cases that differ only by dtype, one
+runs, each in turn. So a feature that is tested in four dtypes is tested in one, and its neighbour
+in the next. The first case of every test is in every share but NONE.
 """
 
 from pathlib import Path
 
 ALL, NONE = "all", 0
 TIERS = ("check", "test", "rest", "all", "whole")
-DEFAULT = (4, ALL)  # of a file that the table does not name
+DEFAULT = (4, ALL)  # for files that are not in the table
 
-# File, or file::test: its shares of `check` and of `test`.
+# File, or file::test: its shares in `check` and in `test`.
 SHARES = {
-    # The kernels of the CPU: every feature in one dtype, and some of the pairs.
+    # The CPU kernels: every feature in one dtype, and some of the pairs.
     "test_features": (11, 2),
     "test_features::test_features": (1, 1),
     "test_features::test_triples_of_features": (5, 2),
@@ -68,7 +68,7 @@ SHARES = {
     "test_amx::test_the_assembly_gives_the_bits_of_the_model": (NONE, NONE),
     "test_amx_planes": (20, 2),
     "test_interruption": (NONE, 2),
-    # Each worker starts four ranks, for ten seconds.
+    # Each worker starts four ranks, which takes ten seconds.
     "test_distributed": (NONE, 4),
     "test_distributed::test_features": (NONE, 47),
     "test_distributed::test_everything": (NONE, 29),
@@ -87,9 +87,9 @@ SHARES = {
     "test_dtensor::test_the_table": (NONE, ALL),
     # CUDA: the emulator takes a minute to build, and nvcc takes many.
     "test_sanitize_cpu": (5, 2),
-    "test_sanitize_cpu::test_a_fault_is_noticed": (NONE, NONE),  # builds of their own
+    "test_sanitize_cpu::test_a_fault_is_noticed": (NONE, NONE),  # they build libraries
     "test_sanitize_cpu::test_without_a_fault_there_is_nothing_to_notice": (NONE, NONE),
-    "test_cuda_addresses": (NONE, NONE),  # an emulator of its own, that watches addresses
+    "test_cuda_addresses": (NONE, NONE),  # builds an emulator that checks addresses
     "test_cuda_decode": (NONE, 13),
     "test_cuda_dense_masks": (NONE, NONE),
     "test_cuda_dense_masks::test_dense_masks": (NONE, 13),
@@ -154,7 +154,7 @@ SHARES = {
     "test_ledger": (4, ALL),
     "test_ledger::test_nvcc_stays_within_the_budget": (NONE, NONE),
     "test_ledger::test_triton_stays_within_the_budget": (NONE, NONE),
-    # Programs that start others, and what is trained.
+    # Programs that start others, and training.
     "test_bench": (4, 2),
     "test_bench_commands": (4, 2),
     "test_bench_commands::test_the_ten_calls_run": (NONE, NONE),
@@ -185,10 +185,10 @@ SHARES = {
     "test_types": (ALL, ALL),
     "test_types::test_what_pyright_finds": (NONE, ALL),
     "test_types::test_how_much_of_the_package_has_a_known_type": (NONE, NONE),
-    # torch.compile, and modules beside torch's.
+    # torch.compile, and modules compared with torch's.
     "test_inside": (4, 2),
     "test_onnx::test_calls": (7, 5),
-    # A process that loads them all, and a compiler of a minute.
+    # A process that loads all programs, and a minute of compilation.
     "test_saved_programs": (NONE, ALL),
     "test_saved_programs::test_packages_of_aotinductor": (NONE, NONE),
     "test_compiled_autograd": (NONE, 4),
@@ -203,13 +203,13 @@ SHARES = {
     "test_nn_transformer": (5, 2),
     "test_ops": (5, 2),
     "test_foreign_warnings": (NONE, ALL),
-    # What only a GPU runs.
+    # Tests that only a GPU runs.
     **dict.fromkeys(("test_gpu", "test_gpu_calls", "test_gpu_pairs"), (NONE, ALL)),
     **dict.fromkeys(("test_gpu_scale", "test_gpu_streams", "test_gpu_torch"), (NONE, ALL)),
     "test_gpu_tangents": (NONE, ALL),
 }
 
-# What `all` takes of tests that have a command of their own; the others are in `whole`.
+# Shares in `all` of tests that have a command of their own; `whole` has all their cases.
 OF_ALL = {
     "test_ptx_cuda::test_features": 3,
     "test_ptx_cuda::test_features_of_decode": 5,
@@ -240,7 +240,7 @@ OF_ALL = {
     "test_ptx_triton::test_every_schedule_gives_the_same_bits": 3,
 }
 
-# The same for Triton's kernels in its interpreter, a run of its own.
+# The shares of Triton's kernels in its interpreter, which is a separate run.
 INTERPRETED_SHARES = {
     "test_features": (97, 31),
     "test_features::test_features": (11, 4),
@@ -271,19 +271,19 @@ INTERPRETED_SHARES = {
     "test_tangents::test_head_dims": (NONE, NONE),
 }
 INTERPRETED_DEFAULT = (NONE, 13)
-INTERPRETED_OF_ALL = {  # two passes of many products: each feature in one dtype, some of the pairs
+INTERPRETED_OF_ALL = {  # two passes with many products: each feature in one dtype, and some pairs
     "test_tangents::test_features": 1,
     "test_tangents::test_pairs_of_features": 13,
 }
 
 
 def shares(interpreted):
-    """The table of a run, and what holds for files that it does not name."""
+    """(the table of a run, the default for files that are not in it)"""
     return (INTERPRETED_SHARES, INTERPRETED_DEFAULT) if interpreted else (SHARES, DEFAULT)
 
 
 def share(item, tier, interpreted):
-    """What is said of an item for `check`, `test` or `all`."""
+    """The share of an item in `check`, `test` or `all`."""
     table, default = shares(interpreted)
     file = Path(item.path).stem
     function = getattr(item, "originalname", None) or item.name
@@ -295,14 +295,14 @@ def share(item, tier, interpreted):
 
 
 def family(item):
-    """What an item shares with those that differ by dtype alone."""
+    """A name that an item shares with those that differ from it only by dtype."""
     dtype = getattr(item, "callspec", None) and item.callspec.params.get("dtype")
     parts = item.nodeid.partition("[")[2].rstrip("]").split("-")
     return "-".join("*" if part == str(dtype) else part for part in parts)
 
 
 def is_emulated(item):
-    """Does it run on the emulator of CUDA, which takes a minute to build?"""
+    """Does it run on the CUDA emulator, which takes a minute to build?"""
     values = getattr(item, "callspec", None) and item.callspec.params.values()
     return any(value in ("cuda", "emulated") for value in values or () if isinstance(value, str))
 
@@ -321,7 +321,7 @@ def chosen(items, tier, interpreted):
     tests = {}
     if tier == "check":
         items = [item for item in items if not is_emulated(item)]
-    elif tier == "test":  # what they take two minutes to compile for is in the rest
+    elif tier == "test":  # compiling those takes two minutes, so they are in `rest`
         items = [item for item in items if not is_wide(item)]
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)

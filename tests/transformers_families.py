@@ -1,4 +1,4 @@
-"""Families of transformers with random tiny weights: how each is made, and what it is given."""
+"""Families of transformers with tiny random weights: how to make each, and its inputs."""
 
 from __future__ import annotations
 
@@ -68,9 +68,9 @@ SPEECH |= dict(num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4)
 
 
 class Family(NamedTuple):
-    """name: of its classes, before Config. model: what follows the name there. given: what the
-    model takes, "text", "encoded" text, "pair" of texts, "pixels" or "waves". features: what its
-    attention has."""
+    """name: the prefix of its class names, before Config. model: the suffix of the model's class.
+    given: the model's input, "text", "encoded" text, "pair" of texts, "pixels" or "waves".
+    features: the features of its attention."""
 
     name: str
     model: str
@@ -149,7 +149,8 @@ FAMILY = {x.name: x for x in FAMILIES}
 
 
 def made(family: Family):
-    """A model in float32, the same on every run. What begins at 0 or 1 would tell nothing."""
+    """A float32 model, the same on every run. Parameters that start as 0 or 1, which would hide
+    errors, are random too."""
     import transformers
 
     text = "Text" if family.name in ("Gemma3", "Llama4") else ""

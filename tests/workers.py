@@ -8,10 +8,10 @@ from pathlib import Path
 
 
 class Process:
-    """A worker process. `lines` gets (self, line) for each line that it prints, and (self, None)
-    at its end.
+    """A worker process. `lines` gets (self, line) for each line that it prints, and (self, None) at
+    its end.
 
-    case: the call that it makes, or None. since: when it last said anything.
+    case: the call that it makes, or None. since: the time of its last line.
     """
 
     def __init__(self, lines):
@@ -59,7 +59,7 @@ def fill_with_nan():
 
 
 def in_one_line(error):
-    """What an exception says, where it was raised, and what was noted (PEP 678)."""
+    """An exception's message, the line that raised it, and its notes (PEP 678)."""
     notes = " ".join(getattr(error, "__notes__", ()))
     where = traceback.extract_tb(error.__traceback__)[-1]
     at = f"{Path(where.filename).name}:{where.lineno}"

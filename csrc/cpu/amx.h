@@ -1,6 +1,6 @@
 // The tile instructions of AMX, one function each: eight tiles of 16 rows of 64 bytes, which are 16
-// floats or 32 bfloat16. Assembly, because what goes to memory must stay in its order: GCC 12's own
-// _tile_loadd lets an ordinary store be moved past it. amx_model.h is the same in software.
+// floats or 32 bfloat16. Inline assembly keeps memory accesses in order: GCC 12 may move an
+// ordinary store past its own _tile_loadd. amx_model.h is the same in software.
 #pragma once
 #include <cstdint>
 
@@ -27,8 +27,8 @@ FA_TILE Configuration whole_tiles() {
   return c;
 }
 
-// A task's use of the tiles, which are state of a thread: eight whole ones while this lives. What
-// was found (nothing, or what torch's kernels left configured) comes back, without contents.
+// A task's use of the tiles, which are per-thread state: eight whole tiles while this object lives.
+// Then the earlier configuration (none, or that of torch's kernels) is restored, without contents.
 class Tiles {
  public:
   FA_TILE Tiles() {
@@ -61,7 +61,7 @@ template <int T>
 FA_TILE void store(void* to, int64_t stride) {
   __asm__ volatile("tilestored %%tmm%c0, (%1,%2,1)" ::"i"(T), "r"(to), "r"(stride) : "memory");
 }
-// C[m][n] += sum_k A[m][2k] B[k][2n] + A[m][2k + 1] B[k][2n + 1]; of numbers, C's are floats.
+// C[m][n] += sum_k A[m][2k] B[k][2n] + A[m][2k + 1] B[k][2n + 1]; A and B bfloat16, C floats.
 template <int C, int A, int B>
 FA_TILE void dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));

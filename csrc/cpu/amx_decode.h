@@ -1,8 +1,8 @@
 // Decoding on tiles: rows and heads that share a key head fill the lanes of one tile of scores, up
-// to 16 of them, so that grouped heads cost what one does. S^T = K Q^T reads bfloat16's K as it
-// lies; for O += P V, V's rows are only paired (or cut and paired), and P, which is small, is
-// turned. Chunks and their merge are those of decode.h; a row that tiles cannot serve in one of its
-// chunks is made anew in the merge.
+// to 16 of them, so that grouped heads cost as much as one. S^T = K Q^T reads bfloat16 K in place;
+// for O += P V, V's rows are only paired (or split and paired), and P, which is small, is
+// transposed. Chunks and their merge are those of decode.h; the merge recomputes a row that tiles
+// could not serve in one of its chunks.
 #pragma once
 #include "amx_softmax.h"
 #include "decode.h"
@@ -56,7 +56,7 @@ struct AmxDecode : Decode<Amx<P>> {
     float *out, *m, *l;              // of all tiles
     float *s, *one, *rescale;        // [kTileKeys][16], the same for one head
     E *k, *v, *p, *turned, *rows;
-    uint8_t *k_unfit, *v_unfit, *not_served;  // of keys; of lanes, by tiles
+    uint8_t *k_unfit, *v_unfit, *not_served;  // per key; per lane of all tiles
     ScoreScratch<float> score;
     State state(const FaParams& p, int64_t t) const {
       return {q + t * padded(p.D) * 16, out + t * 16 * padded(p.Dv), m + t * 16, l + t * 16};
@@ -99,7 +99,7 @@ struct AmxDecode : Decode<Amx<P>> {
     std::fill_n(st.l, 16, 0.0f);
   }
 
-  // f(rows, tile) on the lanes of each head alone, as the score pipeline has them.
+  // Calls f(rows, tile) on each head's lanes alone, in the layout of the score pipeline.
   template <class F>
   static void each_head(const Heads& heads, int64_t keys, float* s, float* one, F f) {
     for (int64_t x = 0; x < heads.count; ++x) {
@@ -113,7 +113,8 @@ struct AmxDecode : Decode<Amx<P>> {
     }
   }
 
-  // As T::score_unscaled, for every head by itself, or for all of one row if they are alike.
+  // As T::score_unscaled, for each head separately, or once for all if they have one row and are
+  // alike.
   static float score(const FaParams& p, const Heads& heads, const Keys& keys, const Buffers& buf) {
     if (heads.count == 1 || (heads.M == 1 && heads_alike(p)))
       return T::score_unscaled(p, heads.rows(0), keys, buf.s, nullptr, buf.score);
@@ -127,7 +128,7 @@ struct AmxDecode : Decode<Amx<P>> {
     return 1;
   }
 
-  // Calls f(first key, keys) for each step, with the rows of the next on their way to the cache.
+  // Calls f(first key, keys) for each step, and prefetches the rows of the next step.
   template <class A, class F>
   static void each_step(const A& a, const Keys& keys, int64_t columns, F f) {
     for (int64_t j = 0; j < keys.count; j += kStep) {
@@ -137,8 +138,8 @@ struct AmxDecode : Decode<Amx<P>> {
     }
   }
 
-  // A block of keys as products read it: whole, or as many at a time as a tile has if it lies in
-  // several pages, which are read there.
+  // A block of keys as products read it: whole, or, if it spans several pages, a tile's 16 keys at
+  // a time, read in place.
   struct Staged {
     static constexpr int64_t kKeys = 16;
     Broadcast<E> of[kTileKeys / kKeys];
@@ -193,7 +194,7 @@ struct AmxDecode : Decode<Amx<P>> {
     Op::multiply_add(buf.turned, kStep, 16 * kStep, buf.v, dv, steps, 16, dv, st.out, dv);
   }
 
-  // For some of the heads.
+  // What the mask holds for at least one of the heads.
   static uint8_t held_by(const FaParams& p, const Heads& heads, const Keys& keys) {
     uint8_t all = 0;
     for (int64_t x = 0; x < (p.mask.stride[1] == 0 ? 1 : heads.count) && !mixed(all); ++x)
@@ -204,7 +205,7 @@ struct AmxDecode : Decode<Amx<P>> {
   static void run_block(const FaParams& p, int64_t b, int64_t hk, const Keys& keys,
                         const Buffers& buf) {
     const KeyPlane k = keys_of(p, b, hk), v = values_of(p, b, hk);
-    std::optional<Staged> staged;  // once a tile is shown them
+    std::optional<Staged> staged;  // set once a tile sees them
     const KeyFits fits{buf.k_unfit, buf.v_unfit, keys.j0};
     each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
       const Keys shown{keys.j0, keys.count, held_by(p, heads, keys)};
@@ -244,7 +245,7 @@ struct AmxDecode : Decode<Amx<P>> {
       }
     });
   }
-  static uint8_t* not_served(const FaParams& p) {  // [chunks][B H M], behind the parts
+  static uint8_t* not_served(const FaParams& p) {  // [chunks][B H M], after the parts
     return static_cast<uint8_t*>(p.workspace) + Base::parts(p).bytes;
   }
 

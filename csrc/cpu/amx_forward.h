@@ -1,8 +1,8 @@
-// Forward on tiles. S^T = K Q^T reads bfloat16's K as it lies; O^T += V^T P reads V^T, which a
-// phase of its own packs once for every row and head that shares it, as it does K where it is to be
-// cut. Scores are made for a few keys at a time and exponentiated while they are in the nearest
-// cache; P is gathered for a block of keys, so that O is taken up once for all of them. All four of
-// one tile of bfloat16 stay under 40 KB at D = 64.
+// Forward on tiles. S^T = K Q^T reads bfloat16 K in place. O^T += V^T P reads V^T, which a separate
+// phase packs once for all rows and heads that share it; so it does K, if K is split into planes.
+// Scores are computed for a few keys at a time and exponentiated while they are in L1; P is
+// collected for a block of keys, so that O is loaded once per block. Q, S, P and O of one tile of
+// bfloat16 stay under 40 KB at D = 64.
 #pragma once
 #include "amx_softmax.h"
 #include "forward.h"
@@ -19,10 +19,11 @@ struct AmxForward {
   using T = Tile<float, NV>;
   using Softmax = AmxSoftmax<P, NV>;
   static constexpr int64_t kLanesUsed = T::lanes;
-  // Of planes O's sums are of two levels, so a block is also how far one goes.
+  // With planes, O has two levels of sums; a block is also the length of the lower level.
   static constexpr int64_t kBlockKeys = P == 1 ? 256 : 128, kChunkKeys = P == 1 ? 64 : 32;
-  // Of planes a product takes long enough for vectors to exponentiate the chunk before meanwhile.
-  // bfloat16's does not, and another chunk of scores would not fit the nearest cache: measured.
+  // With planes, a product takes long enough for the vector units to exponentiate the previous
+  // chunk meanwhile. For bfloat16 it does not, and another chunk of scores would not fit L1:
+  // measured.
   static constexpr bool kMeanwhile = P > 1;
   static constexpr int64_t kChunks = kMeanwhile ? 2 : 1;
   template <template <class> class Beside>
@@ -34,7 +35,7 @@ struct AmxForward {
   }
   static_assert(kChunkKeys <= kTileKeys && kChunkKeys % kStep == 0, "a tile of whole steps");
 
-  // Tiles that share each block of keys, as in forward.h; they fit the second cache with it.
+  // Tiles of rows that share each block of keys, as in forward.h; they fit L2 together with it.
   static constexpr int64_t kMostTiles = 8;
   static int64_t tiles_per_task(const FaParams& p) {
     const int64_t tiles = (p.M + kLanesUsed - 1) / kLanesUsed;
@@ -47,7 +48,7 @@ struct AmxForward {
   static int64_t key_blocks(const FaParams& p) { return (p.N + kBlockKeys - 1) / kBlockKeys; }
   static int64_t padded(int64_t d) { return round_up(d, kStep); }
 
-  // K, where it is cut, and V^T; their rows past the length are 0. And which have no planes.
+  // K, if it is split, and V^T; rows past the length are 0. And flags of keys that have no planes.
   struct Packed {
     E *k, *v;                   // [B Hk][keys][padded(D)], [B Hk][steps of keys][padded(Dv)][32]
     uint8_t *k_unfit, *v_unfit;  // [B Hk][keys]
@@ -85,7 +86,7 @@ struct AmxForward {
   struct Buffers {
     State state[kMostTiles];
     float *s, *rescale;
-    float *sum, *sum_l;  // of a block's O and l, where they are of two levels
+    float *sum, *sum_l;  // a block's O and l, if sums have two levels
     E *k, *p, *rows;
     ScoreScratch<float> score;
   };
@@ -106,13 +107,13 @@ struct AmxForward {
     return take.used;
   }
 
-  // Which of these rows tiles cannot serve: a bit for each.
+  // Returns a bit for each of these rows that tiles cannot serve.
   static uint32_t begin(const FaParams& p, const Rows& rows, const State& st, E* rows_buf) {
     uint8_t unfit[kLanesUsed] = {};
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, kLanesUsed, st.q,
                    rows_buf, unfit);
     std::fill_n(st.out, padded(p.Dv) * kLanesUsed, 0.0f);
-    // A sink is a key that was seen first and has no value.
+    // A sink acts as a first key without a value.
     const float sink = p.sinks.data ? read<float>(p.sinks.data, p.sinks.dtype,
                                                   rows.h * p.sinks.stride[1])
                                     : -kInf<float>;
@@ -136,8 +137,8 @@ struct AmxForward {
     const int64_t dv = padded(p.Dv);
     float *into = P == 1 ? st.out : buf.sum, *into_l = P == 1 ? st.l : buf.sum_l;
     std::fill_n(buf.sum_l, kLanesUsed, 0.0f);
-    int64_t summed = keys.j0;  // P of the keys before is in O, or in what will be added to it
-    typename Softmax::Probabilities made;  // P of the chunk before, or what there is of it
+    int64_t summed = keys.j0;  // P of the keys before is in O, or in buf.sum
+    typename Softmax::Probabilities made;  // P of the previous chunk, complete or in part
     const auto sum = [&](int64_t end) {
       if (end == summed) return;
       const auto go = [&](auto to) {
@@ -182,7 +183,7 @@ struct AmxForward {
       if (!kMeanwhile) made.rest();
     }
     sum(keys.end());
-    made.rest();  // where there is no V to do it for
+    made.rest();  // not yet complete if V has no columns
     if (P > 1) add(buf.sum, dv, st.out), add(buf.sum_l, 1, st.l);
   }
 
@@ -197,8 +198,8 @@ struct AmxForward {
                        0, p.Dv);
   }
 
-  // The rows that tiles cannot serve, as the vector kernels do them: some at a time, but none
-  // beside one that sees what it does not, since a zero times that may be NaN.
+  // Computes the rows that tiles cannot serve with the vector kernels, several at a time, but only
+  // rows that see the same unfit keys: a zero weight times such a value may be NaN.
   static void on_vectors(const FaParams& p, const Rows& rows, uint32_t which, char* scratch) {
     using Vectors = Forward<Plain<float>>;
     typename Vectors::Buffers buf;
@@ -212,7 +213,7 @@ struct AmxForward {
              see_alike(p, some.one(0), rows.one(i + 1), fits))
         ++i, ++some.count;
       Vectors::over_keys(p, rows.b, key_head(p, rows.h), some.i0, some.end(), buf, [&](auto f) {
-        if (p.M <= kLanes<float>)  // `carve` left no room for more
+        if (p.M <= kLanes<float>)  // `carve` has sized the buffers for one vector
           f(std::integral_constant<int, 1>{}, some, buf.state[0]);
         else
           f(std::integral_constant<int, NV>{}, some, buf.state[0]);
@@ -234,7 +235,7 @@ struct AmxForward {
       for (int64_t t = 0, i = begin_row; i < end_row; ++t, i += kLanesUsed)
         f(Rows{b, h, i, std::min(kLanesUsed, end_row - i)}, t);
     };
-    const auto each_tile = [&](auto f) {  // of which some row is served
+    const auto each_tile = [&](auto f) {  // that have a row which tiles serve
       each([&](const Rows& rows, int64_t t) {
         if (not_served[t] != (uint64_t(1) << rows.count) - 1) f(rows, t);
       });
@@ -253,7 +254,7 @@ struct AmxForward {
       for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
         bool any = false;
         each_due([&](const Rows& rows, int64_t t) {
-          // From where a chunk of any rows' keys begins: a row's pivot moves chunk by chunk.
+          // Start at a chunk boundary, whatever the rows: a row's pivot moves chunk by chunk.
           any |= shown.find(t, p, rows, visible_keys<Mul>(p, rows, J0, kBlockKeys, kChunkKeys));
         });
         if (!any) continue;

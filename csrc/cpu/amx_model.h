@@ -1,10 +1,10 @@
-// The functions of amx.h in software, to the last bit what the chip does, for machines without AMX.
-// TDPBF16PS, as found on the chip (of 8,192,000 results none differed): an element of C has two
-// chains from +0, one of the even and one of the odd numbers of each pair, along k, each step a
-// multiply-add rounded once to nearest even; then even + odd, rounded, and C + that, rounded.
-// Subnormal numbers are zeros of their sign, in and out, and what is one is judged after rounding:
-// so do vectors, too, while MXCSR says "flush". A NaN comes quieted, of A before B before the sum,
-// in sums of C before even before odd; one that is made is 0xffc00000.
+// The functions of amx.h in software, exact to the last bit, for machines without AMX. TDPBF16PS,
+// as measured on the chip (of 8,192,000 results none differed): an element of C has two chains from
+// +0, one of the even and one of the odd numbers of each pair, along k; each step is a multiply-add
+// rounded once to nearest even. Then even + odd is rounded, and C + that sum is rounded. Subnormal
+// inputs and results become zeros of their sign; a result is judged after rounding, as vector
+// instructions do under MXCSR's flush modes. A NaN is returned quieted: A's before B's before the
+// sum's, in additions C's before even's before odd's; a new NaN is 0xffc00000.
 #pragma once
 #include "convert.h"
 
@@ -52,7 +52,7 @@ void store(void* to, int64_t stride) {
   for (int r = 0; r < 16; ++r) std::memcpy(static_cast<char*>(to) + r * stride, tile(T)[r], 64);
 }
 
-// Round to nearest, subnormal numbers in and out are zeros, nothing traps; then as it was.
+// Rounds to nearest, flushes subnormal numbers in and out, masks traps; then restores MXCSR.
 class Flushing {
  public:
   Flushing() {
@@ -86,7 +86,7 @@ inline uint32_t add(uint32_t x, uint32_t y) {
 inline uint32_t first_of(uint32_t pair) { return pair << 16; }
 inline uint32_t second_of(uint32_t pair) { return pair & 0xffff0000; }
 
-// One element, with the NaN that vectors do not give.
+// One element, with the NaN bits that vector instructions do not give.
 inline uint32_t element(const uint32_t* a, const uint32_t (*b)[16], int n, uint32_t c) {
   uint32_t even = 0, odd = 0;
   for (int k = 0; k < 16; ++k) {

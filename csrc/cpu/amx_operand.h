@@ -1,8 +1,8 @@
-// The layouts of the AMX kernels: tensors and tiles of scores cut into planes of bfloat16.
+// The layouts of the AMX kernels: tensors and tiles of scores split into planes of bfloat16.
 //
 // Where both operands of a product are packed, pair i of a step holds numbers i and 16 + i, which
-// lie in two vectors of the score pipeline. Only bfloat16's K and V, along D, are read as they lie:
-// there it holds 2i and 2i + 1.
+// are in two vectors of the score pipeline. Only bfloat16 K and V, along D, are read in place:
+// there pair i holds numbers 2i and 2i + 1.
 #pragma once
 #include "amx_planes.h"
 
@@ -12,7 +12,7 @@ namespace FA_ISA {
 template <int P>
 struct Operand<Amx<P>> {
   using E = Planes<P>;
-  // A row before it is cut: bfloat16 is what it is.
+  // The type of a row before it is split; bfloat16 is not split.
   using Source = std::conditional_t<P == 1, uint16_t, float>;
 
   // C += A B.
@@ -24,8 +24,8 @@ struct Operand<Amx<P>> {
                                 columns, c, ldc, beside);
   }
   static constexpr Source kZeros[FA_CPU_MAX_HEAD_DIM] = {};
-  // One row, of whole steps: in place, or in `buf`. Zeros if it is none of A's `rows`, or if it has
-  // no planes, which `unfit` is told.
+  // One row, padded to whole steps: in place, or in `buf`. Zeros if it is not among A's `rows`, or
+  // if it has no planes, which sets `unfit`.
   template <class A>
   static const Source* row(const A& a, int64_t r0, int64_t r, int64_t rows, int64_t columns,
                            Source* buf, uint8_t* unfit) {
@@ -56,7 +56,7 @@ struct Operand<Amx<P>> {
   static Source* as_source(E* rows_buf) { return reinterpret_cast<Source*>(rows_buf); }
   static int32_t* as_pairs(E* dst) { return reinterpret_cast<int32_t*>(dst); }
 
-  // Calls out(plane, pairs) for sixteen numbers and sixteen more.
+  // Calls out(plane, pairs) for sixteen numbers paired with sixteen more.
   template <class Out>
   static FA_INLINE void cut(const Source* first, const Source* second, Out out) {
     if constexpr (P == 1)
@@ -75,8 +75,8 @@ struct Operand<Amx<P>> {
     }
   }
 
-  // A as [rows][steps][P][32]; as it lies, if that is so. `unfit` is told of each row. What is
-  // missing to whole steps of rows, or to what else a tile reads of them, is zeros.
+  // A as [rows][steps][P][32]; in place if it has that layout. `unfit` gets a flag for each row.
+  // Columns are padded with zeros to whole steps, rows to a multiple of `read`.
   template <class A>
   static Broadcast<E> along(const A& a, int64_t r0, int64_t rows, int64_t columns, E* buf,
                             uint8_t* unfit = nullptr, int64_t read = kStep) {
@@ -92,7 +92,7 @@ struct Operand<Amx<P>> {
     }
     alignas(64) Source staged[FA_CPU_MAX_HEAD_DIM];
     int32_t* to = as_pairs(buf);
-    const bool scattered = !a.one_block(r0, rows);  // in pages, whose order no hardware foresees
+    const bool scattered = !a.one_block(r0, rows);  // in pages, which hardware does not prefetch
     for (int64_t r = 0; r < round_up(rows, read); ++r) {
       uint8_t* told = unfit && r < rows ? unfit + r : nullptr;
       if (told) *told = kFits;
@@ -103,7 +103,7 @@ struct Operand<Amx<P>> {
     }
     return {buf, ld};
   }
-  // dst[columns / 2][P][lanes]. `rows_buf` holds 16 rows; `unfit` gathers what is told of each.
+  // dst[columns / 2][P][lanes]. `rows_buf` holds 16 rows; `unfit` accumulates each row's flag.
   static void transposed(const Plane& a, int64_t r0, int64_t rows, int64_t, int64_t columns,
                          int64_t lanes, E* dst, E* rows_buf, uint8_t* unfit = nullptr) {
     const int64_t ld = round_up(columns, kStep);
@@ -115,7 +115,7 @@ struct Operand<Amx<P>> {
       transpose_rows(from, ld, lanes, as_pairs(dst) + l);
     }
   }
-  // Of 16 rows of whole steps.
+  // Transposes 16 rows of whole steps.
   static void transpose_rows(const Source* const* from, int64_t columns, int64_t lanes,
                              int32_t* dst) {
     for (int64_t c = 0; c < columns; c += kStep) {
@@ -164,8 +164,8 @@ struct Operand<Amx<P>> {
               [&](int x, Vec<int32_t> pairs) { store(to + x * ld + c, pairs); });
     });
   }
-  // Calls f(the 32 rows of a step) for each step; `rows_buf` holds 32 rows. `unfit` is told of
-  // each.
+  // Calls f(the 32 rows of a step) for each step; `rows_buf` holds 32 rows. `unfit` gets a flag for
+  // each row.
   template <class A, class F>
   static FA_INLINE void each_step(const A& a, int64_t r0, int64_t rows, int64_t columns,
                                   E* rows_buf, uint8_t* unfit, F f) {
@@ -184,9 +184,9 @@ struct Operand<Amx<P>> {
       f(from);
     }
   }
-  // A tile [keys][32 lanes] for the left side, summed along its lanes: dst[keys][P][32], with zeros
-  // past the last key; and one of zeros there for the right, summed along its keys:
-  // dst[keys / 2][P][lanes].
+  // tile_along: a tile [keys][32 lanes] for the left side, summed along its lanes:
+  // dst[keys][P][32], with zeros past the last key. tile_across: a tile that is zero past its last
+  // key for the right side, summed along its keys: dst[keys / 2][P][lanes].
   static void tile_along(const float* tile, int64_t keys, E* dst) {
     int32_t* to = as_pairs(dst);
     for (int64_t j = 0; j < keys; ++j, tile += 32, to += 16 * P)
@@ -194,7 +194,7 @@ struct Operand<Amx<P>> {
                            [&](int x, Vec<int32_t> pairs) { store(to + 16 * x, pairs); });
     std::fill(to, to + (round_up(keys, kStep) - keys) * 16 * P, 0);
   }
-  // Both, of value(key, vector). Do all values have planes?
+  // Both layouts, from value(key, vector). Returns whether all values have planes.
   template <class Value>
   static FA_INLINE bool along_and_across(int64_t keys, E* along, E* across, Value value) {
     int32_t *rows = as_pairs(along), *to = as_pairs(across);

@@ -1,6 +1,6 @@
 // May this process use the tiles of AMX? The chip must announce them, the system must save them
-// with a thread's state, and the kernel must be asked, once a process. A virtual machine is known
-// where all three say yes and the first instruction is illegal all the same: so one is tried.
+// with a thread's state, and each process must request them from the kernel once. On one virtual
+// machine all three hold and the first instruction is still illegal, so one is tried.
 #pragma once
 #include <cpuid.h>
 #include <pthread.h>
@@ -39,10 +39,10 @@ inline sigjmp_buf back;
 inline pthread_t thread;
 inline void illegal(int signal_number) {
   if (pthread_equal(pthread_self(), thread)) siglongjmp(back, 1);
-  signal(signal_number, SIG_DFL);  // another thread's, which meets it again
+  signal(signal_number, SIG_DFL);  // raised by another thread: it will fault again
 }
 }  // namespace trial
-// Runs a function that may hold an illegal instruction; the process's own handler comes back.
+// Runs a function that may hit an illegal instruction, then restores the process's handler.
 inline bool survives(void (*f)()) {
   struct sigaction mine = {}, found;
   mine.sa_handler = trial::illegal;
@@ -61,7 +61,7 @@ inline void multiply_on_tiles() {
   amx::release();
 }
 
-// Why not, or nothing. Asked once.
+// Why tiles may not be used, or an empty string. Determined once.
 inline const std::string& tiles_refused() {
   static const std::string why = []() -> std::string {
     if (!announces_amx()) return "the chip has no AMX for bfloat16";

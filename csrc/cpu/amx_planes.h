@@ -1,7 +1,7 @@
-// Numbers as planes of bfloat16, and which numbers have none. Of a tensor's each plane is the
-// nearest to what is left, so that what products leave out, below a number's last bit, has no sign
-// of its own; of P and dS, which meet only such, they are cut off, which costs less. The last plane
-// is exact but where P of float16 has more bits than two planes.
+// Numbers as planes of bfloat16, and which numbers have none. For tensors each plane is the
+// remainder rounded to nearest: the plane products that are omitted, below a number's last bit,
+// then have no bias. P and dS are multiplied by tensors only; their planes are truncated, which
+// costs less. The last plane is exact, except where P of float16 has more bits than two planes.
 #pragma once
 #include "amx_product.h"
 #include "unfit.h"
@@ -9,8 +9,8 @@
 namespace fa {
 namespace FA_ISA {
 
-// The numbers' bits rounded to bfloat16 in the upper half, ties away from zero. A NaN needs its own
-// care only where nobody sees it elsewhere: of one with many bits set the sum would be a number.
+// The numbers' bits rounded to bfloat16 in the upper half, ties away from zero. A NaN needs special
+// handling only where nothing else detects it: with many bits set the sum would be a number.
 FA_INLINE __m512i upper_halves(Vec<float> x) {
   return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
 }
@@ -37,7 +37,7 @@ FA_INLINE __m512i take_plane(int plane, Vec<float>& x) {
   x -= (Vec<float>)_mm512_and_si512(half, _mm512_set1_epi32(int(0xffff0000)));
   return half;
 }
-// Calls out(plane, pairs of one from each).
+// Calls out(plane, pairs of one number from each).
 template <int P, bool nearest, class Out>
 FA_INLINE void each_plane(Vec<float> first, Vec<float> second, Out out) {
 #pragma GCC unroll 3
@@ -47,9 +47,9 @@ FA_INLINE void each_plane(Vec<float> first, Vec<float> second, Out out) {
   }
 }
 
-// Has a row planes (unfit.h)? The tiles take subnormal numbers for 0, so the last plane must be
-// none; and from 2^30 on a sum of products of sums may overflow, whose planes then are no number
-// but infinities of both signs. Float16 is always between the two, if it is finite.
+// Does a row have planes (unfit.h)? Tiles flush subnormal numbers to 0, so the last plane must not
+// be one; and from 2^30 on a sum of products of sums may overflow, which would give planes that are
+// infinities of both signs. Float16 is always within both limits, if it is finite.
 constexpr uint32_t power_of_two(int exponent) { return uint32_t(exponent + 127) << 23; }
 
 FA_INLINE __m512i magnitude(Vec<float> x) {
@@ -66,7 +66,7 @@ inline Fit fit_of(const float* row, int64_t columns) {
   }
   return unfit ? kUnfit : kFits;
 }
-// The same of dS by its largest number: small ones beside it do not matter to the sums it goes to.
+// The same test for dS, by its largest number: small ones beside it do not matter to its sums.
 FA_INLINE bool sums_fit(__m512i largest) {
   const uint32_t x = _mm512_reduce_max_epu32(largest);
   return x == 0 || (x >= power_of_two(-80) && x < power_of_two(60));

@@ -1,8 +1,8 @@
 // The one matrix product of the AMX kernels. Its operands are bfloat16, or numbers of more bits as
-// several planes of bfloat16 whose sum they are: a float16 is two, a float32 is three, exactly. Not
-// all products of planes count: of three planes six, the others being below the last bit of the
-// sum. Everything is cut in steps of 32: numbers along k, and rows and columns of C (16 lanes, or
-// 16 rows, where there are no more). What is missing to 32 is zeros.
+// planes of bfloat16 that add up to them exactly: two for float16, three for float32. Some products
+// of planes are omitted: of three planes six count, the others are below the last bit of the sum.
+// Sizes are padded with zeros to steps of 32: numbers along k, and rows and columns of C (16 lanes,
+// or 16 rows, where there are no more).
 #pragma once
 #include "operand.h"
 #if defined(FA_AMX_MODEL)
@@ -14,8 +14,8 @@
 namespace fa {
 namespace FA_ISA {
 
-// A number. Those of an operand do not lie plane by plane each, but by 32 of them (A) or by rows of
-// pairs (B): the first planes of all, then the second ones.
+// The planes of a number. Operands interleave them per 32 numbers (A) or per row of pairs (B):
+// first the first planes of all of these, then the second ones.
 template <int P>
 struct Planes {
   uint16_t of[P];
@@ -59,11 +59,11 @@ struct TilePairs {
   }
 };
 
-// Which planes of A and B are multiplied in one go along k; one operand at a time changes.
+// The planes of A and B that one pass along k multiplies; from pair to pair one operand changes.
 struct Largest {
   static constexpr int count = 1, a[] = {0}, b[] = {0};
 };
-// All that count in a sum: where it becomes a float16, nothing below 2^-16 does.
+// All that count in a sum: nothing below 2^-16 does where the sum becomes a float16.
 template <int P>
 struct OfSums : Largest {};
 template <>
@@ -74,8 +74,8 @@ template <>
 struct OfSums<3> {
   static constexpr int count = 6, a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
 };
-// For scores those but the largest, which go first: so much smaller that their roundings do not
-// show, which leaves as few as there are steps. An LSE is a float32 whatever q and k are.
+// For scores, all but the largest. These are summed first and are so small that their roundings do
+// not show, which leaves one rounding per step. An LSE is a float32 whatever q and k are.
 template <int P>
 struct Smaller;
 template <>
@@ -87,8 +87,8 @@ struct Smaller<3> {
   static constexpr int count = 5, a[] = {2, 1, 1, 0, 0}, b[] = {0, 0, 1, 1, 2};
 };
 
-// What vectors do while tiles multiply: a product asks for `some` of it again and again. `due` comes
-// before its last step along k, which may be what reads it.
+// Vector work during a product on tiles: the product calls `some` repeatedly, and `due` before its
+// last step along k, which may read the result of the work.
 struct Nothing {
   FA_INLINE void some() {}
   FA_INLINE void due() {}
@@ -106,7 +106,7 @@ struct DueForLastStep {
   FA_INLINE void due() { work.rest(); }
 };
 
-// One step of a block of R x C tiles of C, whose tiles are 0 to 3; A has 4 and 5, B 6 and 7.
+// One step of a block of R x C tiles of C. C is in tiles 0 to 3, A in 4 and 5, B in 6 and 7.
 template <class Of, int P, int R, int C, class Beside, int... I>
 FA_INLINE void tile_step(const TileRows<P>& a, const TilePairs<P>& b, Beside& beside,
                          std::integer_sequence<int, I...>) {
@@ -122,8 +122,8 @@ FA_INLINE void tile_step(const TileRows<P>& a, const TilePairs<P>& b, Beside& be
   };
   (one(std::integral_constant<int, I>{}), ...);
 }
-// What becomes of the sums: they begin anew, go on from C, or begin anew and are added to C, since
-// two levels of summation err less than one (of bfloat16 nobody sees it).
+// The sums start at 0 and overwrite C, continue from C, or start at 0 and are added to C: two
+// levels of summation err less than one (for bfloat16 the difference does not show).
 enum class Sums { overwrite, go_on, add };
 
 template <Sums To, class... Of, int P, int R, int C, class Beside, int... I>
@@ -207,8 +207,8 @@ void resident_product(const TileRows<1>& a, const TilePairs<1>& b, int64_t rows,
   if (rows > 0) amx::store<1>(c - 16 * 32 + 16, 4 * 32);
 }
 
-// S[r][lane] = the dot product of row r of X, as it lies, with lane's column of Y. Both have whole
-// steps, and S and X whole 32s of rows.
+// S[r][lane] = the dot product of row r of X, read in place, with lane's column of Y. Both have
+// whole steps, and S and X whole 32s of rows.
 template <int NV, int P, class Beside = Nothing>
 void tile_products(Broadcast<Planes<P>> x, const Planes<P>* y, int64_t columns, int64_t rows,
                    float* s, Beside beside = {}) {

@@ -1,7 +1,7 @@
-// The online softmax for probabilities that become planes of bfloat16. The pivot that exponentials
-// are measured from moves only where one would exceed 2^8, which is rare after a row's first keys:
-// sums made under the old one are seldom touched. Each lane decides alone, so what a row gets does
-// not depend on the rows beside it.
+// The online softmax for probabilities that become planes of bfloat16. The pivot, which is
+// subtracted before exponentiation, moves only if an exponential would exceed 2^8. That is rare
+// after a row's first keys, so earlier sums are seldom rescaled. Each lane decides alone: a row's
+// result does not depend on the rows beside it.
 #pragma once
 #include "amx_operand.h"
 
@@ -15,9 +15,8 @@ struct AmxSoftmax {
   static constexpr int64_t W = T::W, lanes = T::lanes;
   static constexpr float kLog2e = kLog2eHigh<float>, kRise = 8 / kLog2e;
 
-  // e^x for x to about 2^8, 0 below 2^-100, NaN at NaN. P of fewer than three planes has not the
-  // bits to tell the rounding of x log2(e), and a polynomial within 2e-7 (minimax on [0, 1)), from
-  // better.
+  // e^x for x to about 2^8, 0 below 2^-100, NaN at NaN. With fewer than three planes P has too few
+  // bits to show the rounding of x log2(e), or the error of a polynomial (2e-7, minimax on [0, 1)).
   static FA_INLINE V power(V of_e) {
     if (P == 3) return exp(of_e);
     const V x = of_e * kLog2e;
@@ -31,8 +30,8 @@ struct AmxSoftmax {
     return _mm512_maskz_scalef_ps(counts, p, x);
   }
 
-  // Moves the pivots m where these scores ask for it, and l with them. True if sums made before are
-  // to be multiplied by `rescale`.
+  // Moves the pivots m where these scores require it, and rescales l. Returns true if earlier sums
+  // must be multiplied by `rescale`.
   static bool move(int64_t keys, const float* s, float factor, float* m, float* l,
                    float* rescale) {
     const auto pivot = [&](int v) { return load(m + v * W); };
@@ -57,7 +56,7 @@ struct AmxSoftmax {
     }
     return moved;
   }
-  // Of each lane. A maximum takes four cycles, of which the next need not wait for it.
+  // The maximum of each lane. A maximum takes four cycles; four independent ones overlap.
   static FA_INLINE void largest(int64_t keys, const float* s, V* top) {
     V of[4][NV];
     for (int i = 0; i < 4; ++i)
@@ -75,10 +74,10 @@ struct AmxSoftmax {
       top[v] = max_or_second(max_or_second(of[0][v], of[1][v]), max_or_second(of[2][v], of[3][v]));
   }
 
-  // P = exp(score - m) of some keys, in pairs for the right side of a product:
-  // to[keys / 2][planes][lanes], 0 past the last key; or, without `to`, in the place of the scores.
-  // S has room for whole steps. It is made a little at a time, so that vectors work while tiles
-  // multiply something else; l has grown by its sum when `rest` is done.
+  // P = exp(score - m) of some keys, in pairs for the right side of a product: to[keys /
+  // 2][planes][lanes], 0 past the last key; or, without `to`, in place of the scores. S has room
+  // for whole steps. P is computed a little at a time, so that vectors work while tiles multiply
+  // something else; `rest` completes it and adds its sum to l.
   class Probabilities {
    public:
     Probabilities() = default;  // of no keys
@@ -95,13 +94,13 @@ struct AmxSoftmax {
         sum_[0][v] = sum_[1][v] = V{};
       }
     }
-    // Of one pair of keys, if one is left.
+    // Computes one pair of keys, if one is left.
     FA_INLINE void some() {
       if (next_ < end_) make(next_++);
     }
     FA_INLINE void rest() {
       if (end_ == 0) return;
-      Probabilities here = *this;  // whose sums stay in registers
+      Probabilities here = *this;  // a copy keeps its sums in registers
       while (here.next_ < here.end_) here.make(here.next_++);
       for (int v = 0; v < NV; ++v)
         store(l_ + v * W, V(load(l_ + v * W) + (here.sum_[0][v] + here.sum_[1][v])));
@@ -123,7 +122,7 @@ struct AmxSoftmax {
         if (!pairs_) {
           store(at, first);
           store(at + 16 * lanes, second);
-        } else if constexpr (P == 1) {  // a NaN is in l as well, and makes the whole row one
+        } else if constexpr (P == 1) {  // a NaN is in l as well, and makes the whole row NaN
           store(to, pair_up(upper_halves(first), upper_halves(second)));
         } else {
           each_plane<P, false>(first, second,

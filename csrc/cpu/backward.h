@@ -1,8 +1,8 @@
-// Backward. The main phase gives each block of keys of one key head (and, where those
-// are few, each segment of its rows) to a task, which keeps dK and dV to itself and adds
-// its share of dQ to the tile of rows in hand. Those additions wait for their turn, first
-// block first, so every sum has one order whatever the threads do; a task only ever waits
-// for tasks taken before it, and follows its predecessor one tile behind.
+// Backward. The main phase assigns each block of keys of one key head (and, if blocks are few, each
+// segment of its rows) to a task. The task accumulates its own dK and dV, and adds its share of dQ
+// to the current tile of rows. These additions are made in turn, first block first, so every sum
+// has one order whatever the threads do; a task only ever waits for tasks taken before it, and
+// follows its predecessor one tile behind.
 #pragma once
 #include <thread>
 
@@ -11,7 +11,7 @@
 namespace fa {
 namespace FA_ISA {
 
-// Turns are taken within one call, by threads that share nothing but this number.
+// Turns are taken within one call, by threads that share only this number.
 inline void wait_for_turn(const int32_t* turn, int64_t mine) {
   for (int spins = 0; __atomic_load_n(turn, __ATOMIC_ACQUIRE) != mine; ++spins)
     if (spins > 64) std::this_thread::yield();
@@ -122,7 +122,7 @@ struct Backward {
   // A block of keys of one key head, and a segment of the rows that see it.
   struct KeysTask {
     int64_t task, b, hk, chunk, segment, J0, count;
-    int64_t end;  // of the keys that there are
+    int64_t end;  // of the block's valid keys
     KeysTask(const FaParams& p, int64_t number) : task(number) {
       const int64_t bhk = task % (p.B * p.Hk);
       segment = task / (p.B * p.Hk) % G::segments(p);
@@ -153,7 +153,7 @@ struct Backward {
           });
       });
     }
-    if (G::kByParts)  // elsewhere as it is added up
+    if (G::kByParts)  // otherwise scaled during accumulation
       for (int64_t x = 0; x < of.count * G::padded(p.D); ++x) buf.dk[x] *= R(p.scale);
     write_keys(p, w, of, buf);
   }
@@ -265,7 +265,7 @@ struct Backward {
   }
 
   // The same on tile registers: the scores of one part of the rows after another, while they are in
-  // the nearest cache; then the sums over all of the rows at once, and dQ^T += K^T dS part by part.
+  // L1; then the sums over all of the rows at once, and dQ^T += K^T dS part by part.
   static void tile_by_parts(const FaParams& p, const typename G::Workspace& w, const Rows& rows,
                             int64_t t, const Keys& keys, int64_t chunk,
                             const typename G::Block& block, const E* k_turned,
@@ -274,7 +274,7 @@ struct Backward {
     const int64_t index = G::tile_index(p, rows.b, rows.h, t), first = keys.j0 - block.J0;
     const int64_t d = G::padded(p.D), dv = G::padded(p.Dv);
     const int64_t whole = round_up(keys.count, part), parts = (rows.count + part - 1) / part;
-    Keys seen[G::kRows / part];  // of each part; what it does not see is 0 for the sums of all
+    Keys seen[G::kRows / part];  // of each part; keys that it does not see are 0 in the sums
     each_part<Mul>(rows, [&](auto nv, const Rows& here, int64_t lane) {
       constexpr int NV = decltype(nv)::value;
       using T = Tile<R, NV>;
@@ -328,7 +328,7 @@ struct Backward {
                        dq_part(p, w, rows, x * part), part);
     pass_turn(w.turn + index, chunk);
   }
-  // What a part of the rows adds to the three sums where not all that meets there has planes.
+  // Adds a part of the rows to the three sums on vectors, if one of its operands has no planes.
   template <int NV>
   static void add_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys, int64_t J0,
                              R* dq, const Buffers& buf) {
@@ -351,7 +351,7 @@ struct Backward {
                                         Accumulate<R>{dq, T::lanes});
   }
 
-  // The buffers with the rows that `prepare` packed, from this one on.
+  // The buffers, with pointers to the rows that `prepare` packed, from this row on.
   static Buffers packed_rows(const FaParams& p, const typename G::Workspace& w, int64_t row,
                              Buffers buf) {
     buf.q = w.q + row * G::padded(p.D);
@@ -417,7 +417,7 @@ struct Backward {
     write_row(p.dsinks.data, p.dsinks.dtype, h * p.dsinks.stride[1], 1, 1, &result);
   }
 
-  // The gradients that are not made on the way, of a mask and of sinks.
+  // The gradients of a mask and of sinks, where the main phase does not compute them.
   static void add_others(const FaParams& p, Plan& plan) {
     Buffers unused;
     if (p.dmask.data && !MaskGradient<Mul>::is_ds(p))

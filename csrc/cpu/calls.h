@@ -1,7 +1,7 @@
-// What one run of the library computes: a call, or the sequences of a packed batch, each a call of
-// its own with a plan of its own, so that it has the bits that it has alone. Their phases run side
-// by side: the tasks of all sequences are one list, the longest sequences first, which leaves the
-// small change for last.
+// What one run of the library computes: a call, or the sequences of a packed batch. Each sequence
+// is a separate call with its own plan, so that it has the bits that it has alone. Their phases run
+// together: the tasks of all sequences are one list, the longest sequences first, so that the
+// smallest tasks come last.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,10 +13,10 @@
 
 namespace fa {
 
-// Offsets from 0 to `total`, that never fall, in steps of at most `most`?
+// Do the offsets go from 0 to `total` without falling, in steps of at most `most`?
 inline bool rises(const int64_t* cu, int64_t n, int64_t total, int64_t most) {
   if (cu[0] != 0) return false;
-  for (int64_t b = 0; b < n; ++b)  // within the total, where no difference is too large a number
+  for (int64_t b = 0; b < n; ++b)  // bounds first, so that the difference cannot overflow
     if (cu[b + 1] < cu[b] || cu[b + 1] > total || cu[b + 1] - cu[b] > most) return false;
   return cu[n] == total;
 }
@@ -42,7 +42,7 @@ inline FaParams sequence(const FaParams& p, int64_t b) {
   for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse, &P::q_t, &P::out_t,
                      &P::lse_t, &P::dout_t, &P::dlse_t})
     one.*rows = moved(p.*rows, 2, p.cu_q[b]);
-  if (p.page) {  // its keys are those that there are of it
+  if (p.page) {  // N is the number of keys that it has
     one.pages = p.pages + b * p.blocks;
     one.N = p.lengths[b];
     one.lengths = nullptr;
@@ -78,7 +78,7 @@ class Calls {
     }
     for (const Call& call : *this) work_ += work_of(call.p);
     for (Call& call : *this) {
-      // Its share of them: tasks are as large as those of a batch.
+      // Its share of the threads: tasks are as large as those of a batch.
       const double share = work_of(call.p) / work_;
       if (p.cu_q) call.p.threads = static_cast<int64_t>(std::ceil(p.threads * share));
       call.plan = make_plan(call.p);
@@ -115,8 +115,8 @@ class Calls {
   struct Call {
     FaParams p;
     Plan plan;
-    size_t workspace;        // where its own begins
-    int64_t first[kPhases];  // of its tasks, among those of all
+    size_t workspace;        // offset of its workspace
+    int64_t first[kPhases];  // index of its first task among all
   };
   static std::vector<int64_t> by_length(const FaParams& p) {
     std::vector<int64_t> order(p.B);

@@ -1,7 +1,7 @@
-// Which instruction set a chip is best served by, from facts of the chip and what was measured on
-// which: never from a timing in the process, because instruction sets differ in the last bits, and
-// runs and ranks must repeat. Tiles go first, then wider vectors (nobody measured a chip where they
-// lose); the question is only whether VDPBF16PS, the one instruction that avx512_bf16 adds, serves.
+// Which instruction set suits a chip best, from facts about the chip and measurements of some:
+// never from a timing in the process, because instruction sets differ in the last bits, and runs
+// and ranks must repeat. Tiles go first, then wider vectors (on no measured chip are they slower);
+// the question is only whether to use VDPBF16PS, the one instruction that avx512_bf16 adds.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -35,9 +35,9 @@ inline Chip this_chip() {
   return {"", 0, 0};
 }
 
-// Where avx512_bf16 goes before avx512, both being there and no tiles. Decoding gains what the
-// others lose: it waits for memory, and pairs are multiplied as they lie where avx512 first widens
-// them.
+// When avx512_bf16 is preferred to avx512, if a chip has both and no tiles. Decoding gains where
+// the other passes lose: it is bound by memory, and multiplies pairs in place, while avx512 first
+// widens them.
 enum class Pairs { everywhere, decoding };
 
 struct Served {
@@ -49,7 +49,8 @@ struct Served {
 };
 constexpr int64_t kAny = -1, kLast = 255;  // any family; the largest model there is
 
-// The first row that fits. Times are thread CPU time of bfloat16, interleaved, one thread.
+// The first row that matches applies. Times are thread CPU time of bfloat16, interleaved, one
+// thread.
 constexpr Served kServed[] = {
     {"GenuineIntel", 6, 207, 207, Pairs::decoding,
      "Emerald Rapids, measured: VDPBF16PS does 121 GF/s and float32 241, so with it forward and "
@@ -87,8 +88,8 @@ struct Order {
   std::string isa, decoding, why;
 };
 
-// `isas` are those that the chip and the build have, tiles and then the widest vectors first, commas
-// between.
+// `isas`: the instruction sets that the chip and the build have, separated by commas, tiles and
+// then the widest vectors first.
 inline Order order_for(const Chip& chip, const std::string& isas) {
   const size_t end = isas.find(',');
   const std::string widest = isas.substr(0, end);

@@ -1,6 +1,6 @@
-// What a mask holds, found once a pass: a byte for every 32 rows x 64 keys of each plane that it
-// has (heads that share one share its bytes). Passes skip keys that are hidden from all rows of a
-// tile, and read nothing of a mask that lets them all through.
+// What a mask holds, computed once per pass: a byte for every 32 rows x 64 keys of each of its
+// planes (heads that share a plane share its bytes). Passes skip keys that are hidden from all rows
+// of a tile, and do not read a mask where it hides nothing.
 #pragma once
 #include "../mask_holds.h"
 #include "plan.h"
@@ -27,9 +27,9 @@ struct MaskClasses {
   int64_t item, head;  // planes from one to the next
   int64_t stripes, keys;
 
-  // What a few rows hold is found tile by tile (`scan`): a phase before would cost more. Of less
-  // than 2^13 scores there is too little to skip: measured, of 96 to 127 rows and keys a causal
-  // mask gains a sixth, one that hides nothing 5 to 10%; random ones of each head lose 4%.
+  // For a few rows, tiles are scanned one by one (`scan`): an extra phase would cost more. Below
+  // 2^13 scores there is too little to skip: measured, with 96 to 127 rows and keys a causal mask
+  // gains a sixth, one that hides nothing 5 to 10%; a random mask for each head loses 4%.
   static bool suit(const FaParams& p) {
     return p.mask.data && p.M > kFewRows && p.M * p.N >= 1 << 13;
   }
@@ -47,7 +47,7 @@ struct MaskClasses {
     return suit(p) ? planes(p) * all.stripes * all.keys : 0;
   }
 
-  // Of rows [i0, i1) and keys [j0, j1), none of which is empty.
+  // The union of the bytes of rows [i0, i1) and keys [j0, j1), neither of them empty.
   FA_INLINE uint8_t held(int64_t b, int64_t h, int64_t i0, int64_t i1, int64_t j0,
                          int64_t j1) const {
     const uint8_t* plane = data + (b * item + h * head) * stripes * keys;
@@ -58,8 +58,8 @@ struct MaskClasses {
     return all;
   }
 
-  // The same of rows and keys that have no bytes, from the mask itself, as far as it takes: corners
-  // alone show most of what is mixed.
+  // The same for rows and keys without bytes, from the mask itself, read until it is known to be
+  // mixed: the corners alone show that of most.
   [[gnu::noinline]] static uint8_t scan(const Plane& a, int64_t i0, int64_t i1, int64_t j0,
                                         int64_t j1) {
     uint8_t all = 0;
@@ -94,8 +94,8 @@ struct MaskClasses {
       for (int64_t i = 0; i < n; ++i) all |= Of::held(x[i * step]);
     return uint8_t(all);
   }
-  // Is a row of a granule one number? Most are, and then memory is all that is waited for: to ask
-  // for it ahead gives a quarter, measured.
+  // Is a row of a granule one number? Most are, and then the loop only waits for memory:
+  // prefetching makes it faster by a quarter, measured.
   template <class Bits>
   static FA_INLINE bool alike(const Bits* x) {
     constexpr int64_t n = kKeys * sizeof(Bits) / sizeof(uint64_t);
@@ -107,7 +107,7 @@ struct MaskClasses {
     for (int64_t i = 0; i < n; ++i) other |= words[i] ^ first;
     return other == 0;
   }
-  // Of the rows [i0, i0 + rows), in the order in which they lie in memory.
+  // The bytes of rows [i0, i0 + rows), read in the order of memory.
   template <class Of>
   static void classify(const Plane& a, int64_t i0, int64_t rows, int64_t N, uint8_t* to) {
     std::fill_n(to, (N + kKeys - 1) / kKeys, uint8_t(0));
@@ -121,7 +121,7 @@ struct MaskClasses {
         if (!mixed(to[j / kKeys]))
           to[j / kKeys] |= held<Of>(a.data, a.at(i, j), a.step, std::min(kKeys, N - j));
   }
-  // As many stripes as it takes for a thread to be worth waking.
+  // As many stripes as make it worthwhile to wake a thread.
   static int64_t stripes_per_task(const FaParams& p) {
     return std::max<int64_t>(1, (1 << 16) / (kRows * std::max<int64_t>(p.N, 1)));
   }
@@ -139,7 +139,7 @@ struct MaskClasses {
     }
   }
 
-  // The first phase of a pass, and the first bytes of its workspace.
+  // Adds the first phase of a pass; its bytes are the first of the workspace.
   static void add(const FaParams& p, Plan& plan) {
     if (!suit(p)) return;
     const int64_t n = planes(p) * of(p).stripes, each = stripes_per_task(p);

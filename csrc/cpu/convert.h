@@ -1,4 +1,4 @@
-// Storage types to the type that is computed in, and back.
+// Converts storage types to the type of computation, and back.
 #pragma once
 #include <algorithm>
 
@@ -123,7 +123,7 @@ void read_row(const void* data, int64_t dtype, int64_t at, int64_t step, int64_t
   }
 }
 
-// Bfloat16 as it is.
+// Copies bfloat16 unchanged.
 inline void read_row(const void* data, int64_t, int64_t at, int64_t step, int64_t n,
                      uint16_t* dst) {
   const uint16_t* src = static_cast<const uint16_t*>(data) + at;

@@ -1,7 +1,7 @@
-// Decoding: few query rows, many keys. What costs is to read K and V, so they are read once, as
-// they lie, for all query heads that share them. Where a feature acts on scores, they are turned to
-// keys x lanes and back, for the same pipeline as everywhere. The keys are cut into chunks that
-// threads share, whose softmaxes are merged (Flash-Decoding, Dao et al. 2023).
+// Decoding: few query rows, many keys. The cost is reading K and V, so they are read once, in
+// place, for all query heads that share them. If a feature acts on scores, they are transposed to
+// keys x lanes and back, for the common score pipeline. The keys are split into chunks, which
+// threads share, and the softmaxes of chunks are merged (Flash-Decoding, Dao et al. 2023).
 #pragma once
 #include <optional>
 
@@ -23,16 +23,16 @@ struct Decode {
   using Sum = WeightedSum<Mul>;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
-  // Never by the number of threads: the order of every sum must not depend on it.
+  // Independent of the number of threads: the order of every sum must not depend on it.
   static constexpr int64_t kChunkKeys = 4 * kTileKeys;
   static int64_t chunks(const FaParams& p) {
     return std::max<int64_t>(1, (p.N + kChunkKeys - 1) / kChunkKeys);
   }
-  // Is a chunk not at its end before this key? What follows then is another task's.
+  // Is this key inside a chunk, not at its end? What follows the end is another task's.
   static bool goes_on(int64_t key) { return key % kChunkKeys; }
   static int64_t group(const FaParams& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
 
-  // How many heads are lanes of one tile: all, where nothing but q tells their scores apart.
+  // How many heads are lanes of one tile: all, if their scores differ by q alone.
   static int64_t heads_per_tile(const FaParams& p) {
     return p.M == 1 && heads_alike(p) ? std::clamp<int64_t>(group(p), 1, W) : 1;
   }
@@ -81,7 +81,7 @@ struct Decode {
     return take.used;
   }
 
-  // What the chunks leave for the merge.
+  // The results of the chunks, for the merge.
   struct Parts {
     R *out, *m, *l;  // [chunks][B H M][columns(Dv)], [chunks][B H M]
     size_t bytes;
@@ -110,8 +110,8 @@ struct Decode {
     std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));
   }
 
-  // A block of keys or values as products read it, W rows at a time: those that lie in one page are
-  // read there. make(j, n, buffer of row j): rows j to j + n of the block.
+  // A block of keys or values as products read it, W rows at a time; if the block lies in one page,
+  // it is read in place. make(j, n, buffer of row j): rows j to j + n of the block.
   struct Staged {
     Broadcast<E> of[kTileKeys / W];
     template <class Make>
@@ -158,7 +158,7 @@ struct Decode {
     Few::turn_back(buf.turned, keys.count, lanes.count,
                    [&](int64_t at, Vec<R> score) { store(buf.s + at, score); });
   }
-  // What becomes of a tile of ones is what P is multiplied by.
+  // Dropout of a tile of ones gives the factors of P.
   static void dropout(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
     std::fill(buf.turned, buf.turned + keys.count * W, R(1));
     T::dropout(p, lanes.rows, keys, buf.turned, nullptr);
@@ -187,7 +187,7 @@ struct Decode {
     each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
     const KeyPlane key = keys_of(p, b, hk), value = values_of(p, b, hk);
     each_block(p, b, chunk, [&](const Keys& keys) {
-      std::optional<Staged> k, v;  // once a tile is shown them
+      std::optional<Staged> k, v;  // set once a tile sees them
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
         const Keys shown{keys.j0, keys.count, held(p, lanes.rows, keys)};
         if (hidden(shown.holds)) return;
@@ -219,7 +219,7 @@ struct Decode {
     sum = take.array<R>(Sum::columns(p.Dv));
     return take.used;
   }
-  // The rows of one head from their parts; a sink is one more, and has no value.
+  // Merges the parts of one head's rows; a sink is one more part, without a value.
   static void merge(const FaParams& p, int64_t task, char* scratch) {
     R* sum;
     carve_sum(p, scratch, sum);

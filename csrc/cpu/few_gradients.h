@@ -1,6 +1,6 @@
-// Backward of a few query rows. Its time is that of reading K and V and of writing dK and dV. Each
-// of them is read or written once, where it lies. A task has a chunk of keys, as in decode.h, and
-// all query rows that share them. Lanes are columns, as in few_rows.h:
+// Backward of a few query rows. Its time is that of reading K and V and of writing dK and dV, so
+// each is read or written once, in place. A task has a chunk of keys, as in decode.h, and all query
+// rows that share them. Lanes are columns, as in few_rows.h:
 //
 //   S = scale Q K^T, dP = dO V^T; P and dS as in gradient.h   [rows][keys]
 //   dV = dropout(P)^T dO, dK = scale dS^T Q                   sums over the rows
@@ -24,7 +24,7 @@ struct FewGradients {
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
   static int64_t rows(const FaParams& p) { return Chunks::group(p) * p.M; }
-  // More rows of a block of keys would not stay in a near cache.
+  // With more rows, the scores of a block of keys would not stay in a near cache.
   static bool suit(const FaParams& p) { return Few::suit(p) && rows(p) <= 128; }
 
   struct Buffers {
@@ -63,7 +63,7 @@ struct FewGradients {
     return take.used;
   }
 
-  // [chunks][B H M][Sum::columns(D)], behind what all gradients share.
+  // [chunks][B H M][Sum::columns(D)], after the workspace that all gradients share.
   static R* parts(const FaParams& p, size_t& bytes) {
     Scratch take{static_cast<char*>(p.workspace), G::workspace(p).bytes};
     const int64_t chunks = Chunks::chunks(p);
@@ -128,7 +128,8 @@ struct FewGradients {
     }
   }
 
-  // What a block of keys gives. False if a mask hides all of it: then nothing is read or written.
+  // Computes the gradients of a block of keys. False if a mask hides all of it: then nothing is
+  // read or written.
   static bool block(const FaParams& p, const Task& of, const Keys& keys, const Buffers& buf) {
     const auto w = G::workspace(p);
     const auto head = [&](int64_t h) { return Rows{of.b, of.h0 + h, 0, p.M}; };
@@ -184,8 +185,8 @@ struct FewGradients {
     }
   }
 
-  // Rows that are to be read or written later, from this one on; the caller counts its columns by
-  // this many numbers.
+  // Rows to prefetch, from this one on, because they will be read or written later; the caller
+  // counts columns in units of `numbers`.
   static FA_INLINE Later later(const Plane& a, int64_t row, int64_t numbers = 1) {
     const int64_t size = item_size(a.dtype);
     if (a.step != 1) return {};
@@ -199,7 +200,7 @@ struct FewGradients {
         if (x) std::fill(x, x + rows * kTileKeys, R(0));
     }
   };
-  // The products become P, and dP becomes dS.
+  // Turns the products into P, and dP into dS.
   static void gradients(const FaParams& p, const Rows& rows, const Keys& keys,
                         Normaliser<R> normaliser, const R* delta, const Scores& at,
                         const Buffers& buf) {
@@ -237,7 +238,7 @@ struct FewGradients {
         store(at.ds + x, T::product_gradient(p, load(at.ds + x), by));
       });
   }
-  // What becomes of a tile of ones is what P and dP are multiplied by.
+  // Dropout of a tile of ones gives the factors of P and dP.
   static void dropout(const FaParams& p, const Rows& rows, const Keys& keys, const Scores& at,
                       const Buffers& buf) {
     std::fill(buf.turned, buf.turned + keys.count * W, R(1));
@@ -283,14 +284,14 @@ struct FewGradients {
       if (columns > 0) outer_columns<(NV + 1) / 2>(x, y, ldy, rows, keys, columns, to, later);
   }
 
-  // `sum` is in the order that `natural` undoes; `row` has room for one in its own.
+  // `sum` is in the order that `natural` undoes; `row` has room for a row in natural order.
   static void write_dq(const FaParams& p, int64_t b, int64_t h, int64_t i, const R* sum, R* row) {
     Sum::natural(sum, p.D, row);
     for (int64_t c = 0; c < p.D; ++c) row[c] *= R(p.scale);
     const Plane to = plane(p.dq, b, h);
     write_row(p.dq.data, to.dtype, to.at(i), to.step, p.D, row);
   }
-  // The rows of one head from their parts.
+  // Sums the parts of one head's rows.
   static size_t carve_join(const FaParams& p, char* base, R*& sum, R*& row) {
     Scratch take{base};
     sum = take.array<R>(Sum::columns(p.D));

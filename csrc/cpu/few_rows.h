@@ -1,4 +1,4 @@
-// A few query rows against keys and values that are read as they lie, lanes along their columns:
+// A few query rows against keys and values that are read in place, lanes along their columns:
 //
 //   Products   S[row][key] = factor * sum_c Q[row][c] K[key][c]
 //   Softmax    S becomes P, row by row
@@ -18,9 +18,9 @@ struct FewRows {
   using E = typename Mul::Element;
   static constexpr int pair = Mul::pair, W = kLanes<R>;
 
-  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster; for a few
-  // rows not on so few keys that there is next to nothing to read. (Every pass of a call says the
-  // same, whether it has values or not.)
+  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster, except for
+  // a few rows on so few keys that there is next to nothing to read. (All passes of a call get the
+  // same answer, with values or without.)
   static bool suit(const FaParams& p) {
     return !p.row_invariant && p.M <= W / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
   }
@@ -28,7 +28,7 @@ struct FewRows {
   static int64_t elements(int64_t columns) { return (columns + pair - 1) / pair; }
   static int64_t padded(int64_t columns) { return round_up(elements(columns), kLanes<E>); }
 
-  // q is [rows][padded(columns)], with zeros at the end. `later` goes by elements.
+  // q is [rows][padded(columns)], with zeros at the end. `later` counts elements.
   static void products(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
                        R factor, R* s, Later later = {}) {
     constexpr int many = W >= 4 ? 4 : 1;
@@ -39,8 +39,9 @@ struct FewRows {
     for (; r < rows; ++r, later = {})
       products_of<1>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys, later);
   }
-  // The same as tile.h has them, S[key][row]: gradients and weights of rows whose forward pass made
-  // its scores here, so that they have the same roundings. `turned` has room for a vector of rows.
+  // The same products in the layout of tile.h, S[key][row]: for gradients and weights of rows that
+  // forward scored here, so that they have the same roundings. `turned` has room for a vector of
+  // rows.
   static void tile(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
                    R factor, R* turned, R* s) {
     for (int64_t j = 0; j < keys; j += W)
@@ -48,7 +49,7 @@ struct FewRows {
                factor, turned + j);
     transpose(turned, kTileKeys, rows, keys, s, W);
   }
-  // Rows [i0, i0 + rows) for that: q of `rows` times padded(columns).
+  // Stages rows [i0, i0 + rows) for that: q is [rows][padded(columns)].
   static void stage(const Plane& a, int64_t i0, int64_t rows, int64_t columns, E* q) {
     const int64_t ld = padded(columns);
     E row[FA_CPU_MAX_HEAD_DIM];
@@ -57,15 +58,15 @@ struct FewRows {
       std::fill(q + elements(columns), q + ld, E(0));
     }
   }
-  // Back from keys x lanes. Calls f(place in [rows][kTileKeys], lanes along the keys).
+  // Transposes back from keys x lanes. Calls f(offset in [rows][kTileKeys], lanes along the keys).
   template <class F>
   static FA_INLINE void turn_back(const R* turned, int64_t keys, int64_t rows, F f) {
     for (int64_t j = 0; j < keys; j += W)
       each_column(turned + j * W, W, std::min<int64_t>(W, keys - j), rows,
                   [&](int64_t row, Vec<R> x) { f(row * kTileKeys + j, x); });
   }
-  // As many products at a time as a vector has lanes, so that the sums along theirs make one. Keys
-  // past the last are the last again: there is room in S.
+  // As many products at a time as a vector has lanes, so that the sums over their lanes make one
+  // vector. Past the last key it repeats the last one: there is room in S.
   template <int ROWS>
   static void products_of(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
                           const Later& later) {
@@ -98,8 +99,8 @@ struct FewRows {
     }
   }
 
-  // One step of the online softmax of one row, as Tile has it; returns what sums made before are to
-  // be multiplied by. P is 0 past `keys`.
+  // One step of the online softmax of one row, as in Tile; returns the factor for earlier sums. P
+  // is 0 past `keys`.
   static R softmax(int64_t keys, R* s, R& m, R& l) {
     const int64_t end = round_up(keys, kPadded);
     std::fill(s + keys, s + end, -kInf<R>);
@@ -124,8 +125,8 @@ struct FewRows {
   static constexpr int64_t kPadded = 32;  // pairs of the widest vectors
 };
 
-// out is [rows][columns(Dv)], in an order of its own that `natural` undoes. P is read from its key j
-// on, V as it is given.
+// out is [rows][columns(Dv)], in an order that `natural` undoes. P is read from its key j on, V
+// from its beginning.
 template <class Mul>
 struct WeightedSum {
   using R = typename Mul::Real;
@@ -168,7 +169,7 @@ struct WeightedSum {
     if constexpr (NV > 1)
       if (c < ldo) rows<ROWS, NV / 2>(p, v, keys, ldo, out, later, c);
   }
-  // `later` goes by columns.
+  // `later` counts columns.
   static FA_INLINE void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count,
                             int64_t Dv, R* out, Later later = {}) {
     constexpr int many = kLanes<R> >= 16 ? 4 : 2;  // vectors, as registers allow for four rows
@@ -184,8 +185,8 @@ struct WeightedSum {
 };
 
 #if defined(__AVX512BF16__)
-// Two keys at a time: their rows are zipped to pairs within 128 bits, which is one instruction but
-// takes columns 0-3, 8-11, .. into one vector and 4-7, 12-15, .. into the next.
+// Two keys at a time: one instruction zips their rows to pairs within 128 bits, but takes columns
+// 0-3, 8-11, .. into one vector and 4-7, 12-15, .. into the next.
 template <>
 struct WeightedSum<PairedBf16> {
   using Op = Operand<PairedBf16>;

@@ -1,6 +1,6 @@
 // Forward: a task is a few tiles of query rows that share each block of keys and values while it is
-// in cache: of one head, or of several that have a key head in common and few rows each. Q is
-// transposed once; S^T = K Q^T and O^T = V^T P^T then read K and V as they lie.
+// in cache. They are of one head, or of several heads with few rows each and one key head. Q is
+// transposed once; S^T = K Q^T and O^T = V^T P^T then read K and V in place.
 #pragma once
 #include "plan.h"
 #include "scratch.h"
@@ -16,8 +16,8 @@ struct Forward {
   using Op = Operand<Mul>;
   static constexpr int pair = Mul::pair;
 
-  // Tiles that share each block of keys, as long as every thread still finds a few
-  // tasks: rows do not notice who shares theirs. Measured: 4 beats 2 and 1 by 3 to 20%,
+  // Tiles that share each block of keys, as long as every thread still gets a few tasks; a row's
+  // result does not depend on the other rows of its task. Measured: 4 beats 2 and 1 by 3 to 20%,
   // the more the larger D.
   static constexpr int64_t kMostTiles = 4;
   static int64_t tiles_per_task(const FaParams& p) {
@@ -28,13 +28,13 @@ struct Forward {
   static int64_t blocks(const FaParams& p) {
     return (p.M + rows_per_task(p) - 1) / rows_per_task(p);
   }
-  // Heads of one task: more than one where the rows of a head leave tiles of a task over.
+  // Heads of one task: more than one if the rows of a head do not fill the tiles of a task.
   static int64_t heads_per_task(const FaParams& p) {
     const int64_t tiles = std::max<int64_t>(1, (p.M + kTileRows<R> - 1) / kTileRows<R>);
     return std::clamp<int64_t>(tiles_per_task(p) / tiles, 1, std::max<int64_t>(1, group(p)));
   }
   static int64_t group(const FaParams& p) { return p.Hk ? p.H / p.Hk : 0; }
-  static int64_t shares(const FaParams& p) {  // of a key head's query heads
+  static int64_t shares(const FaParams& p) {  // parts of a key head's query heads
     return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
   }
 
@@ -71,7 +71,7 @@ struct Forward {
     constexpr int lanes = NV * kLanes<R>;
     Op::transposed(plane(p.q, rows.b, rows.h), rows.i0, rows.count, 0, p.D, lanes, st.q, rows_buf);
     std::fill(st.out, st.out + p.Dv * lanes, R(0));
-    // A sink is a key that was seen first and has no value.
+    // A sink acts as a first key without a value.
     const R sink = p.sinks.data ? read<R>(p.sinks.data, p.sinks.dtype, rows.h * p.sinks.stride[1])
                                 : -kInf<R>;
     std::fill(st.m, st.m + lanes, sink);
@@ -79,8 +79,8 @@ struct Forward {
   }
 
   // One tile of rows against one block of keys; `k` and `v` start at key J0. `ahead`: the products
-  // go in steps, between which V, and K of the next block, are fetched. Where the loops of that lie
-  // in a line of code decides a sixth of its time, measured: so that is the same in every build.
+  // go in steps, between which V, and K of the next block, are prefetched. The position of these
+  // loops in a line of code decides a sixth of the time, measured: it is fixed for every build.
   template <int NV, bool ahead = false>
   [[gnu::aligned(64)]] static void attend(const FaParams& p, const Rows& rows, const Keys& keys,
                                           int64_t J0, Broadcast<E> k, Broadcast<E> v,
@@ -126,14 +126,14 @@ struct Forward {
                        p.Dv);
   }
 
-  // Tiles whose rows are within [begin_row, end_row) against all keys: `each_tile` calls its
-  // argument with the number of vectors, rows and state of each.
+  // Tiles with rows in [begin_row, end_row) against all keys: `each_tile` calls its argument with
+  // the number of vectors, rows and state of each.
   template <class EachTile>
   static void over_keys(const FaParams& p, int64_t b, int64_t hk, int64_t begin_row,
                         int64_t end_row, const Buffers& buf, EachTile each_tile) {
     const KeyRange seen = key_range(p, b, begin_row, end_row);
-    // With few rows memory is waited for. Measured: up to 1.6 times as fast in float32; where keys
-    // are converted on the way, and with more rows, asking costs as much as it gives.
+    // Few rows wait for memory. Measured: prefetching makes float32 up to 1.6 times as fast; where
+    // keys are converted on the way, or with more rows, it costs as much as it gains.
     [[maybe_unused]] const bool few =
         p.M <= kTileRows<R> && readable_in_place<R>(values_of(p, b, hk));
     ShownKeys<kMostTiles> shown;

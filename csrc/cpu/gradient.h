@@ -1,12 +1,10 @@
-// What every backward phase shares: the workspace, a thread's buffers, and the
-// gradient of one tile of scores (FlashAttention-2, Dao 2023, Algorithm 2, with the
-// tile transposed):
+// What every backward phase shares: the workspace, a thread's buffers, and the gradient of one tile
+// of scores (FlashAttention-2, Dao 2023, Algorithm 2, with the tile transposed):
 //
 //   P = exp(S - lse - tail)   dP = V dO^T   dS = P * (dropout(dP) - delta)
 //
-// delta_i = sum_d dO_id O_id - dlse_i, which is sum_j P_ij dP_ij less what a loss on
-// the LSE asks for. The gradient of attention weights enters by the same door: there
-// dP is given instead of computed.
+// delta_i = sum_d dO_id O_id - dlse_i, which is sum_j P_ij dP_ij minus the gradient of the LSE. The
+// gradient of attention weights takes the same path: there dP is given instead of computed.
 #pragma once
 #include "few_rows.h"
 #include "plan.h"
@@ -31,9 +29,9 @@ struct Gradient {
     return {b, h, i0, std::min(kRows, p.M - i0)};
   }
 
-  // Few keys and many rows (cross-attention, grouped heads) leave few blocks of keys to
-  // share out: then the rows are cut, too, into segments of at least four tiles. The rule
-  // sees no B, H or threads, so neither does the order of a sum.
+  // Few keys and many rows (cross-attention, grouped heads) give few blocks of keys to distribute:
+  // then the rows are split, too, into segments of at least four tiles. The rule does not depend on
+  // B, H or threads, so neither does the order of a sum.
   static int64_t segments(const FaParams& p) {
     const int64_t group = p.Hk ? p.H / p.Hk : 0, few = most(1, chunks(p));
     return most(1, least(group * tiles(p) / 4, 16 / few));
@@ -43,13 +41,14 @@ struct Gradient {
   static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
 
   static constexpr bool kByParts = kPart < kRows, kPlanes = Mul::planes > 1;
-  // Do scores have the roundings of few_rows.h? (Tiles have one way to make them.)
+  // Do scores have the roundings of few_rows.h? (AMX tiles have one path only.)
   static bool few(const FaParams& p) {
     if constexpr (kByParts) return false;
     return FewRows<Mul>::suit(p);
   }
 
-  // dq is summed in place where its rows are whole vectors of the computing type, and not parts.
+  // dq is summed in place if its rows are whole vectors of the computing type, and not taken by
+  // parts.
   static bool dq_in_place(const FaParams& p) {
     return !kByParts && p.dq.dtype == dtype_of<R> && p.dq.stride[3] == 1 &&
            p.D % kLanes<R> == 0;
@@ -57,10 +56,10 @@ struct Gradient {
   struct Workspace {
     Normaliser<R> normaliser;  // [B H][tiles][kRows]
     R* delta;                  // the same
-    R* dq;           // [B H M][padded(D)], unless summed in place; by parts,
-                     // [B H][tiles][parts][padded(D)][kPart], where they are taken one by one
-    int32_t* turn;   // [B H][tiles]: the chunk of keys whose turn it is to add to dq
-    R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: parts, where there are segments
+    R* dq;           // [B H M][padded(D)], unless summed in place; if rows are taken by parts, [B
+                     // H][tiles][parts][padded(D)][kPart]
+    int32_t* turn;   // [B H][tiles]: the chunk of keys that adds to dq next
+    R *dk, *dv;      // [tasks][keys][padded(D)], [..padded(Dv)]: sums of segments, if any
     E *q, *dout, *q_across, *dout_across;  // [B H][tiles], where rows are taken by parts
     uint8_t *q_unfit, *dout_unfit;  // [B H][tiles][kRows]: which rows have no planes
     size_t bytes;
@@ -97,13 +96,13 @@ struct Gradient {
     R *s, *ds, *dropped;             // [keys][lanes]
     R* derivative;                   // [keys][lanes], of the scores by the products; null if 1
     E *along, *across;               // a tile as an operand
-    E* along_p;                      // P's, where that of dS does not take its place
+    E* along_p;                      // for P, if rows are taken by parts
     R *dk, *dv;                      // [keys][padded(D)], [keys][padded(Dv)]
     R* sum;                          // [keys][lanes], mask gradients
     ScoreScratch<R> score;
     E* few_q;  // [rows][padded(D)], and [rows][keys] of S: few_rows.h
     R* few_s;
-    // Which of the block's keys, and of the rows, have no planes; and what is needed for those.
+    // Flags of the block's keys, and of the rows, that have no planes; and buffers for those.
     uint8_t *k_unfit, *v_unfit, *q_unfit, *dout_unfit;
     VectorScratch vectors;
   };
@@ -178,8 +177,8 @@ struct Gradient {
     if (!of_weights(p)) turn(p.dout, p.Dv, buf.dout, buf.dout_unfit);
   }
 
-  // buf.s = P and, as the caller needs it, buf.dropped = dropout(P); buf.ds = dropout(dP). Have all
-  // that meet here planes?
+  // buf.s = P and, with dropout, buf.dropped = dropout(P); buf.ds = dropout(dP). Returns whether
+  // all operands have planes.
   template <int NV>
   static bool probabilities(const FaParams& p, const Rows& rows, const Keys& keys,
                             const Block& block, Normaliser<R> normaliser, const Buffers& buf) {
@@ -188,7 +187,7 @@ struct Gradient {
     Broadcast<E> k = block.k, v = block.v;
     k.data += (keys.j0 - block.J0) * k.stride;
     v.data += (keys.j0 - block.J0) * v.stride;
-    // s = x y of these lanes, where planes of them will not do.
+    // s = x y of these lanes, which planes cannot serve.
     [[maybe_unused]] const auto on_vectors = [&](const FaTensor& x, const uint8_t* unfit,
                                                  const FaTensor& y, uint32_t lanes,
                                                  int64_t columns, R factor, R* s) {
@@ -267,7 +266,7 @@ struct Gradient {
     probabilities<NV>(p, rows, keys, block, normaliser, buf);
     of_all(OfScores<NV>(normaliser, w.delta + at), keys.count, buf);
   }
-  // From what `probabilities` left there.
+  // From P and dP, which `probabilities` left there.
   template <int NV>
   static FA_INLINE void of_all(const OfScores<NV>& of_scores, int64_t keys, const Buffers& buf) {
     using T = Tile<R, NV>;
@@ -276,7 +275,7 @@ struct Gradient {
     });
   }
 
-  // The keys of the block at J0 that some of the rows see; their LSE says who sees a score.
+  // The keys of the block at J0 that some of the rows see, given their LSE (see `hides`).
   static Keys seen_keys(const FaParams& p, const Rows& rows, int64_t J0, const R* lse) {
     const Keys keys = visible_keys<Mul>(p, rows, J0);
     return p.mask.data ? shown_keys(p, rows, keys, hides(lse, rows.count)) : keys;

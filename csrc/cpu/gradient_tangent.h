@@ -1,6 +1,6 @@
-// The tangent of one tile of scores' gradient, and what every phase of second.h shares: the
-// workspace and a thread's buffers. P and dP are those of gradient.h, Z what dropout multiplies P
-// by, and x_t is the tangent of x:
+// The tangent of the gradient of one tile of scores, and what every phase of second.h shares: the
+// workspace and a thread's buffers. P and dP are those of gradient.h, Z is dropout's factor of P,
+// and x_t is the tangent of x:
 //
 //   dS_t = P ((s_t - lse_t) (Z dP - delta) + Z dP_t - delta_t)     dP_t = V_t dO + V dO_t
 #pragma once
@@ -10,7 +10,7 @@
 namespace fa {
 namespace FA_ISA {
 
-// As Gradient, whose place it takes in the phases that backward has, too.
+// Takes the place of Gradient in the phases that backward shares.
 template <class R_>
 struct GradientTangent : Gradient<Plain<R_>> {
   using R = R_;
@@ -21,7 +21,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
 
   struct Workspace : G::Workspace {
     R *lse_t, *delta_t;  // as delta
-    R* lse;              // [B H M][2]: the normaliser of these scores, where forward's are others
+    R* lse;              // [B H M][2]: the normaliser of these scores, if forward's differ
   };
   static Workspace workspace(const FaParams& p) {
     Workspace w;
@@ -36,7 +36,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
   }
 
   struct Buffers : G::Buffers {
-    R *k_t, *v_t, *k_t_across;  // of a block of keys; null where they do not move
+    R *k_t, *v_t, *k_t_across;  // of a block of keys; null if zero
     R *q_t, *dout_t, *q_t_across, *dout_t_across;  // of a tile of rows; likewise
     R *s_t, *dp_t, *second, *ds_t;                 // [keys][lanes]
   };
@@ -60,7 +60,7 @@ struct GradientTangent : Gradient<Plain<R_>> {
   }
 
   struct Block : G::Block {
-    Broadcast<R> k_t, v_t;  // null if they do not move
+    Broadcast<R> k_t, v_t;  // null if zero
   };
   static Block stage_keys(const FaParams& p, int64_t b, int64_t hk, int64_t J0, int64_t end,
                           const Buffers& buf) {
@@ -86,8 +86,8 @@ struct GradientTangent : Gradient<Plain<R_>> {
     G::template each_block<GradientTangent>(p, rows, lse, within, buf, f);
   }
 
-  // buf.s = P, buf.s_t, buf.ds = dP, buf.dp_t; buf.dropped = Z where there is dropout; and of the
-  // derivative of scores by products buf.derivative, and its tangent buf.second.
+  // buf.s = P, buf.s_t, buf.ds = dP, buf.dp_t; buf.dropped = Z if there is dropout; and the
+  // derivative of scores by products, buf.derivative, with its tangent, buf.second.
   template <int NV>
   static void products(const FaParams& p, const Rows& rows, const Keys& keys, const Block& block,
                        Normaliser<R> normaliser, const Buffers& buf) {
@@ -113,12 +113,12 @@ struct GradientTangent : Gradient<Plain<R_>> {
     }
   }
 
-  // Of one vector of scores: the weights dropout(P), dS, and their tangents.
+  // For one vector of scores: the weights dropout(P), dS, and their tangents.
   struct Moved {
     V weights, weights_t, ds, ds_t;
   };
-  // Calls f(place in a tile, Moved) for each. All are 0 where P is: what is hidden, or stands for
-  // no row, may be no number.
+  // Calls f(place in a tile, Moved) for each vector. All are 0 where P is 0: at hidden scores, and
+  // in lanes without a row, the other numbers may be NaN or infinite.
   template <int NV, class F>
   static FA_INLINE void each_score(const FaParams& p, const Workspace& w, int64_t at, int64_t keys,
                                    const Buffers& buf, F f) {

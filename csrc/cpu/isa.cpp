@@ -1,5 +1,5 @@
-// The kernels for one instruction set: CMake compiles this file once for each, with
-// FA_ISA naming it. Nothing here may be called before the machine was asked for it.
+// The kernels for one instruction set: CMake compiles this file once for each, with FA_ISA as its
+// name. The caller must check first that the machine has the set.
 #if defined(FA_AMX)
 #include "amx_decode.h"
 #include "amx_forward.h"
@@ -39,9 +39,9 @@ Plan make_plan(const FaParams& p, int64_t pass) {
   }
 }
 
-// Of fewer than four rows on the same keys the tiles are so empty that they gain nothing, measured.
-// Cutting keys and values that are read once costs what vectors need for some ten or twenty rows,
-// by their instructions; not measured.
+// With fewer than four rows on the same keys, tiles are so empty that they gain nothing, measured.
+// Splitting keys and values that are read once costs what vectors need for some ten or twenty rows,
+// counted in instructions; not measured.
 bool decodes(const FaParams& p) {
   const int64_t least = p.q.dtype == FA_BF16 ? 4 : p.q.dtype == FA_F16 ? 16 : 32;
   return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
@@ -79,8 +79,8 @@ Plan make_plan(const FaParams& p, int64_t pass) {
   return plan_with<Plain<float>>(p, pass);
 }
 
-// Is this a call for the instruction set that decodes: of few rows on many keys, which reads keys
-// and values as they lie? Its gradients and weights are: one set makes a call's scores.
+// Is this a call for the instruction set that decodes: few rows on many keys, which reads keys and
+// values in place? Its gradients and weights run there, too: one set computes a call's scores.
 bool decodes(const FaParams& p) {
   return p.q.dtype == FA_F64 ? FewRows<Plain<double>>::suit(p) : FewRows<Plain<float>>::suit(p);
 }
@@ -102,7 +102,7 @@ void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64
     each_vector(which, static_cast<const float*>(x), static_cast<float*>(y), n);
 }
 
-// GF/s of one core's multiply-adds on registers alone: the ceiling to hold kernels to.
+// GF/s of one core's multiply-adds on registers alone: the upper limit for kernels.
 #if defined(FA_AMX)
 double measure_peak(int64_t dtype, double seconds, double (*now)()) {
   const amx::Tiles registers;

@@ -1,15 +1,16 @@
-// Forward mode: what out and the LSE move by when q, k, v, mask and sinks move (x_t is the tangent
-// of x). With sums made under the maximum m of an online softmax,
+// Forward mode: the tangents of out and the LSE from those of q, k, v, mask and sinks (x_t is the
+// tangent of x). With sums relative to the maximum m of an online softmax,
 //
 //   l = sum_j e    mu = sum_j e s_t    acc_t = sum_j e Z (s_t v + v_t)
 //
-// where Z is what dropout multiplies by and a sink is a key without a value,
+// where Z is dropout's factor and a sink is a key without a value,
 //
 //   lse_t = mu / l    out_t = acc_t / l - lse_t out
 //
-// The softmax is this pass's own even where out is known: it costs no product, and nothing then
-// hangs on how others rounded their scores. (Where they did, out is theirs always.) All is computed
-// on vectors, for every instruction set. What moves with a tensor that does not is no product.
+// This pass computes its own softmax even where out is known: that costs no product, and the result
+// does not depend on how other kernels rounded their scores. (If these do round differently, they
+// compute out.) All is computed on vectors, for every instruction set. A zero tangent costs no
+// product.
 #pragma once
 #include "plan.h"
 #include "scratch.h"
@@ -18,13 +19,13 @@
 namespace fa {
 namespace FA_ISA {
 
-// Do scores move? Do those or the sinks, which is to say the normaliser?
+// Do scores have tangents? Do scores or sinks, and so the normaliser?
 FA_INLINE bool scores_move(const FaParams& p) {
   return p.q_t.data || p.k_t.data || p.mask_t.data;
 }
 FA_INLINE bool lse_moves(const FaParams& p) { return scores_move(p) || p.sinks_t.data; }
 
-// The tangents of keys and values, which lie as those do.
+// The tangents of keys and values, in the layout of those.
 FA_INLINE KeyPlane key_tangents_of(const FaParams& p, int64_t b, int64_t hk) {
   return key_plane(p, p.k_t, {}, b, hk);
 }
@@ -32,7 +33,7 @@ FA_INLINE KeyPlane value_tangents_of(const FaParams& p, int64_t b, int64_t hk) {
   return key_plane(p, p.v_t, {}, b, hk);
 }
 
-// S = factor (X Y_t + X_t Y); null is what does not move.
+// S = factor (X Y_t + X_t Y); a null tangent is zero.
 template <class R, int NV>
 void product_tangents(Broadcast<R> x, const R* y, Broadcast<R> x_t, const R* y_t, int64_t columns,
                       int64_t rows, R factor, R* s) {
@@ -85,7 +86,7 @@ struct Jvp {
     return take.used;
   }
 
-  // Is out made here?
+  // Does this pass compute out?
   template <bool kForward>
   static bool makes_out(const FaParams& p) {
     return kForward && p.out.data;
@@ -209,7 +210,7 @@ struct Jvp {
     write(buf.out_t, p.out_t);
   }
 
-  // A task is a tile of rows against all keys. kForward: out and the normaliser are made, too.
+  // A task is a tile of rows against all keys. kForward: it computes out and the normaliser, too.
   template <bool kForward>
   static void run(const FaParams& p, int64_t task, char* scratch) {
     Buffers buf;

@@ -1,5 +1,4 @@
-// The C ABI: checks what only values can tell, chooses the instruction set, runs plans
-// on threads.
+// The C ABI: checks arguments by their values, chooses the instruction set, runs plans on threads.
 #include <pthread.h>
 #include <time.h>
 
@@ -44,17 +43,17 @@ namespace {
 
 struct Isa {
   const char* name;
-  const char* (*unit)(const FaParams&);  // the set that runs this call: another's for some
+  const char* (*unit)(const FaParams&);  // the set that runs this call; for some it is another
   bool (*runs_here)();
   MakePlan make_plan;
-  bool (*decodes)(const FaParams&);  // what Choice's `decoding` is for
+  bool (*decodes)(const FaParams&);  // does Choice's `decoding` run this call?
   double (*measure_peak)(int64_t, double, double (*)());
   void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
 };
 
 #if defined(FA_X86)
-// Everything that the flags in CMake allow the compiler to use, but F16C: every
-// processor with AVX2 has it, and no builtin asks for it alone.
+// Everything that the flags in CMake allow the compiler to use, except F16C: every processor with
+// AVX2 has it, and no builtin checks for it alone.
 bool has_avx2() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 bool has_avx512() {
   return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -73,9 +72,9 @@ bool always() { return true; }
   #isa, [](const FaParams&) { return #isa; }, runs_here, isa::make_plan, isa::decodes,        \
       isa::measure_peak, isa::vector_function
 #if defined(FA_X86_AMX)
-// Float64 has no planes that tiles could multiply, and float32 leaves them on demand: these run on
-// the vectors of avx512. So does what asks for a scale at which products below the least normal
-// number, 0 on tiles, would be seen; and so do the passes that take tangents, of every dtype.
+// Float64 has no planes for tiles, and float32 is taken off tiles on request: these run on the
+// vectors of avx512. So do calls with a scale so large that products below the least normal number,
+// which are 0 on tiles, would show; and the passes that take tangents, for every dtype.
 std::atomic<bool> float32_on_tiles{true};
 bool on_tiles(int64_t dtype) {
   return dtype == FA_BF16 || dtype == FA_F16 || (dtype == FA_F32 && float32_on_tiles);
@@ -101,7 +100,7 @@ Plan tiled_plan(const FaParams& p, int64_t pass, MakePlan tiles) {
       },                                                                                    \
       avx512::vector_function
 #endif
-const Isa kIsas[] = {  // tiles, then the widest vectors first; last what only tests name
+const Isa kIsas[] = {  // tiles, then the widest vectors first; last the one for tests
 #if defined(FA_X86_AMX)
     {FA_TILED_KERNELS(amx_bf16, has_amx)},
 #endif
@@ -155,7 +154,7 @@ const Choice& best() {
   return choice;
 }
 
-// Selected by name: not while another thread is in a call, so the text needs no lock.
+// Selected by name, while no other thread is in a call: so the text needs no lock.
 Choice selected;
 std::atomic<const Choice*> chosen{&best()};
 
@@ -163,8 +162,8 @@ Plan make_plan(const FaParams& p, int64_t pass) { return chosen.load()->make_pla
 
 std::atomic<bool> poisoned{false};
 
-// A thread's scratch outlives the call, so that small calls do not page it in anew;
-// what is unusually large is given back.
+// A thread's scratch outlives the call, so that small calls do not page it in anew; an unusually
+// large one is freed.
 class ScratchMemory {
  public:
   ~ScratchMemory() { std::free(data_); }
@@ -190,8 +189,8 @@ class ScratchMemory {
   size_t size_ = 0;
 };
 
-// After fork() the OpenMP pool of the parent is gone and waiting for it would hang:
-// a child computes on the thread that calls.
+// After fork() the OpenMP pool of the parent is gone, and waiting for it would hang: a child
+// computes on the calling thread.
 bool forked = false;
 [[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
@@ -279,7 +278,7 @@ int64_t fa_cpu_run(const FaCall* call, int64_t pass) {
     const int64_t status = workspace ? fa::run_calls(calls, workspace) : FA_NO_MEMORY;
     memory.trim();
     return status;
-  } catch (const std::bad_alloc&) {  // of a batch of very many sequences
+  } catch (const std::bad_alloc&) {  // a batch of very many sequences
     return FA_NO_MEMORY;
   }
 }

@@ -1,29 +1,28 @@
-// The gradient of a float mask, in the mask's own shape: dS summed over whatever
-// dimensions the mask is broadcast along. Where that is none, the main phase of the
-// backward pass writes dS as it comes by. Else each task owns some of its elements and
-// walks everything that flows into them, in one order; it computes dS anew, so that
-// no M x N buffer exists unless the mask itself is one.
+// The gradient of a float mask, in the mask's own shape: dS summed over the dimensions along which
+// the mask is broadcast. If there are none, the main phase of the backward pass writes dS directly.
+// Else each task owns some elements of the gradient and visits all dS that add to them, in one
+// order; it computes dS anew, so that no M x N buffer exists unless the mask itself is one.
 #pragma once
 #include "gradient.h"
 
 namespace fa {
 namespace FA_ISA {
 
-// G: the gradient of which scores; that of second.h takes the place of backward's there.
+// G: the class that computes dS; second.h passes its own.
 template <class Mul, class G = Gradient<Mul>>
 struct MaskGradient {
   using R = typename Mul::Real;
   using Buffers = typename G::Buffers;
   static constexpr int64_t kLanesKept = G::kRows;
 
-  // Is every element of dS one of the mask's gradient?
+  // Is every element of dS an element of the mask's gradient?
   static bool is_ds(const FaParams& p) {
     const int64_t sizes[4] = {p.B, p.H, p.M, p.N};
     for (int dim = 0; dim < 4; ++dim)
-      if (sizes[dim] != 1 && p.dmask.stride[dim] == 0) return false;  // 0: sums of nothing
+      if (sizes[dim] != 1 && p.dmask.stride[dim] == 0) return false;  // size 0: empty sums
     return p.dmask.data;
   }
-  // 0 where no tile comes by: left and right of the keys that these rows see, in all and, behind a
+  // Writes 0 where no tile does: left and right of the keys that these rows see, in all and, with a
   // mask, of each block.
   static void clear_unseen(const FaParams& p, const Rows& rows, const R* lse) {
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());

@@ -1,7 +1,7 @@
-// How a pass is cut into work: phases that follow one another, each a number of tasks.
-// Tasks are handed out in ascending order and run to their end, so a task may wait for
-// what a lower one does. Cutting finer or coarser by the number of threads never changes
-// a result: each element of it is one chain of operations in an order of its own.
+// How a pass is divided into work: phases that follow one another, each a number of tasks. Tasks
+// are handed out in ascending order and run to their end, so a task may wait for a lower one. The
+// number of threads may change the size of tasks, but never a result: each element of it is one
+// chain of operations in a fixed order.
 #pragma once
 #include <cstddef>
 
@@ -24,7 +24,7 @@ struct Plan {
   __attribute__((always_inline)) void add(const Phase& phase) {
     if (phase.tasks > 0) phases[count++] = phase;
   }
-  // Another pass after this one, in the same workspace.
+  // Appends another pass, in the same workspace.
   Plan then(const Plan& other) const {
     Plan both = *this;
     for (int at = 0; at < other.count; ++at) both.add(other.phases[at]);
@@ -33,7 +33,7 @@ struct Plan {
   }
 };
 
-// Of FA_SECOND: forward's scores had other roundings than these kernels give them.
+// Flag of FA_SECOND: forward rounded its scores differently from these kernels.
 constexpr int64_t kOtherScores = 64;
 
 using MakePlan = Plan (*)(const FaParams& p, int64_t pass);

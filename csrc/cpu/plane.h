@@ -1,5 +1,5 @@
-// Where the rows of one batch item and head lie: those of keys and values maybe in pages, and maybe
-// in eight bits with a scale each. To read a row is to get numbers of a type that kernels know.
+// The rows of one batch item and head in memory. Those of keys and values may be in pages, and in
+// eight bits with a scale each. Reading a row converts it to a type that kernels compute with.
 #pragma once
 #include "quantised.h"
 
@@ -11,7 +11,7 @@ struct Plane {
   const void* data;
   int64_t dtype, origin, row, step;
   FA_INLINE int64_t at(int64_t r, int64_t c = 0) const { return origin + r * row + c * step; }
-  // dst[count][ld] = A[r.., c..]; bfloat16 as it is, where there is room for halves.
+  // dst[count][ld] = A[r.., c..]; bfloat16 is not converted if T has 16 bits.
   template <class T>
   FA_INLINE void read(int64_t r, int64_t count, int64_t c, int64_t columns, T* dst,
                       int64_t ld) const {
@@ -19,11 +19,11 @@ struct Plane {
       read_row(data, dtype, at(r + x, c), step, columns, dst + x * ld);
   }
   static constexpr bool scaled() { return false; }
-  // Do these rows lie one `row` after the other?
+  // Are these rows at a constant distance of `row`?
   static constexpr bool one_block(int64_t, int64_t) { return true; }
 };
-// That of keys or values, which may lie in pages, `apart` from each other, and may have scales, as
-// numbers of eight bits do: those stand for numbers of the dtype `kept`.
+// A plane of keys or values. It may be in pages, `apart` from each other, and may have scales: its
+// numbers of eight bits then stand for numbers of the dtype `kept`.
 struct KeyPlane : Plane {
   const int64_t* pages;
   int64_t page, apart, rows;
@@ -70,8 +70,8 @@ struct KeyPlane : Plane {
       });
     });
   }
-  // Calls f(row, a later one, its scale) for each row. Rows of a head are far apart, no stream to
-  // the hardware: a reader asks for what it will come to.
+  // Calls f(row, a later one, its scale) for each row. Rows of a head are far apart, so hardware
+  // does not prefetch them: the reader does.
   template <class F>
   FA_INLINE void each_scaled(int64_t r, int64_t count, int64_t c, F f) const {
     constexpr int64_t kAhead = 16;
@@ -80,7 +80,7 @@ struct KeyPlane : Plane {
       return static_cast<const uint8_t*>(data) + Plane::at(at, c) + block * apart;
     };
     int64_t n = pages ? uint32_t(r) / uint32_t(page) : 0, at = r - n * page;
-    while (count > 0) {  // as far as rows lie at one distance, and the later ones, too
+    while (count > 0) {  // as long as rows, and the later ones, are at one distance
       const int64_t block = pages ? pages[n] : 0, end = pages ? page : at + count + kAhead;
       const bool here = at + kAhead < end, last = r + end - at >= rows;
       const int64_t some = std::min(count, here ? end - kAhead - at : end - at);
@@ -98,7 +98,7 @@ struct KeyPlane : Plane {
 FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
   return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
 }
-// Of k or v. A call that finds them in pages has one item: calls.h.
+// For k or v. A call with pages has one item: calls.h.
 FA_INLINE KeyPlane key_plane(const FaParams& p, const FaTensor& t, const FaTensor& scale,
                              int64_t b, int64_t hk) {
   return {plane(t, b, hk),     p.pages,         p.page,    t.stride[0], p.N,
@@ -111,9 +111,9 @@ FA_INLINE KeyPlane values_of(const FaParams& p, int64_t b, int64_t hk) {
   return key_plane(p, p.v, p.v_scale, b, hk);
 }
 
-// Rows [r, r + rows) of A on their way to the cache, while something else is computed: their readers
-// take a few columns of several rows at a time, which looks like no stream to the hardware. To be
-// inlined all the way: GCC leaves out calls of a function that does nothing but prefetch.
+// Prefetches rows [r, r + rows) of A, while something else is computed: their readers take a few
+// columns of several rows at a time, which hardware does not prefetch. Inlined everywhere: GCC
+// drops calls of a function that only prefetches.
 FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t rows, int64_t columns) {
   const int64_t size = item_size(a.dtype);
   if (a.step != 1) return;
@@ -125,7 +125,7 @@ FA_INLINE void prefetch(const Plane& a, int64_t r, int64_t rows, int64_t columns
 
 FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
   Plane row = a;
-  if (a.scaled()) return;  // whose reader asks
+  if (a.scaled()) return;  // its reader prefetches
   if (!a.pages) return prefetch(row, r, rows, columns);
   for (const int64_t end = std::min(r + rows, a.rows); r < end;) {  // there the table ends
     const int64_t here = std::min(end - r, a.page - uint32_t(r) % uint32_t(a.page));
@@ -135,16 +135,16 @@ FA_INLINE void prefetch(const KeyPlane& a, int64_t r, int64_t rows, int64_t colu
   }
 }
 
-// Rows that are to be read later, asked for a vector at a time with those that are read now: all at
-// once they would fill the queue of lines on their way, and what is read now would wait.
+// Rows to be read later, prefetched a vector at a time along with those that are read now: all at
+// once they would fill the queue of pending lines, and what is read now would wait.
 struct Later {
-  static constexpr char kNothing[64] = {};  // an address of nothing would be looked up each time
+  static constexpr char kNothing[64] = {};  // a null address would be looked up each time
   const char* data = kNothing;
   int64_t row = 0, size = 0;  // in bytes
   FA_INLINE void ask(int64_t r, int64_t c) const {
     __builtin_prefetch(data + r * row + c * size, 0, 2);
   }
-  // Rows [r, r + rows) of A, unless there is no such distance between them: then at once.
+  // Rows [r, r + rows) of A; if they are not at one distance, prefetches them at once.
   static FA_INLINE Later of(const KeyPlane& a, int64_t r, int64_t rows, int64_t columns) {
     const int64_t size = item_size(a.dtype);
     if (a.step == 1 && !a.scaled() && r + rows <= a.rows && a.one_block(r, rows))

@@ -12,10 +12,9 @@
 namespace fa {
 namespace FA_ISA {
 
-// How two operands multiply. An "element" is what is broadcast: one number, or a
-// pair of bfloat16 that lie next to each other along k. "Registers" is what a task holds
-// while it multiplies, besides those that every task has, and "planes" what a number is cut into
-// (amx_product.h).
+// How two operands multiply. An "element" is what is broadcast: one number, or a pair of bfloat16
+// that are adjacent along k. "Registers" is the state that a task holds while it multiplies, if its
+// instructions need any, and "planes" is how many parts a number is split into (amx_product.h).
 struct NoRegisters {};
 template <class R>
 struct Plain {
@@ -28,9 +27,8 @@ struct Plain {
 };
 
 #if defined(__AVX512BF16__)
-// VDPBF16PS takes subnormal elements for 0 and makes no subnormal sum, whatever the process's state:
-// of bfloat16 below 2^-126 nothing is left here (nor on AMX tiles), while the other instruction sets
-// widen and keep them.
+// VDPBF16PS flushes subnormal elements and sums to 0, whatever the process's state: bfloat16 below
+// 2^-126 is lost here (and on AMX tiles), while the other instruction sets widen and keep it.
 struct PairedBf16 {
   using Real = float;
   using Element = int32_t;
@@ -67,9 +65,9 @@ constexpr int kTileVectors = 4;
 constexpr int kTileVectors = 3;
 #endif
 
-// A tile of query rows, in the passes that make gradients and weights; a part of them is what the
-// score pipeline takes at once. Where the keys of a tile may begin, what columns are padded to, and
-// how many rows are staged to be packed.
+// Sizes of the passes that compute gradients and weights: rows of a tile, and the part of them that
+// the score pipeline takes at once; the multiple at which the keys of a tile may begin; what
+// columns are padded to; and how many rows are staged for packing.
 template <class Mul>
 struct Sizes {
   static constexpr int64_t lanes = kLanes<typename Mul::Real>;
@@ -83,8 +81,8 @@ struct Broadcast {
   int64_t stride;  // the one that is not 1
 };
 
-// What becomes of a sum. Each starts from zero and meets what C held only at the end:
-// two levels of summation err less than one long chain, at no cost.
+// How a sum is stored. Each starts from zero and is combined with C only at the end: two levels of
+// summation err less than one long chain, at no cost.
 template <class R>
 struct Overwrite {  // C = sum * factor
   R* c;
@@ -153,8 +151,8 @@ FA_INLINE void product(Broadcast<typename Mul::Element> x, const typename Mul::E
 }
 
 // S[r][lane] = factor * the dot product of row r of X with lane's column of Y, both of `columns`
-// numbers. Long ones are made of equal chains: the rounding of one grows with its length, and
-// whatever follows inherits it (exp above all). Pairs are of numbers already rounded much more.
+// numbers. Long ones are split into equal chains: a chain's error grows with its length, and passes
+// to what follows (exp above all). Pairs hold numbers that are already rounded much more.
 template <class Mul, int NV>
 struct DotProducts {
   using R = typename Mul::Real;

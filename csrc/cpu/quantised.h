@@ -1,5 +1,5 @@
 // Rows of eight bits as the numbers they stand for: each times the row's scale, rounded to the
-// dtype that the call computes in. So kernels read what rows kept in that dtype would be.
+// dtype that the call computes in. So kernels read the numbers that rows in that dtype would have.
 #pragma once
 #include "convert.h"
 
@@ -34,8 +34,8 @@ FA_INLINE Vec<float> widen_halves(Halves halves) {
   return wide;
 #endif
 }
-// Halves have the numbers of float8_e5m2, and 2^-8 of float8_e4m3fn's, where the largest pattern of
-// each sign is NaN.
+// Float16 has all numbers of float8_e5m2, and 2^-8 times those of float8_e4m3fn. There the largest
+// pattern of each sign is NaN.
 template <int64_t DTYPE>
 FA_INLINE Vec<float> widen(Bytes bytes) {
   if constexpr (DTYPE == FA_I8) {
@@ -64,7 +64,7 @@ FA_INLINE Vec<float> round_f16(Vec<float> x) {
 #endif
 }
 
-// What follows a vector of numbers without their scale: dst[0..n) of them, n lanes at most.
+// Scales a vector of numbers, rounds them and stores dst[0..n), n lanes at most.
 template <class E, class V>
 FA_INLINE void store_some(E* dst, V lanes, int64_t n) {
   std::memcpy(dst, &lanes, n * sizeof(E));
@@ -88,8 +88,8 @@ FA_INLINE void scaled(Vec<float> x, float scale, int64_t, int64_t n, uint16_t* d
   store_some(dst, halves, n);
 }
 
-// dst[0..n) = src[0..n) * scale as the dtype `kept` has them; bfloat16 as it is, where there is
-// room for halves.
+// dst[0..n) = src[0..n) * scale, rounded to the dtype `kept`; bfloat16 stays as it is if T has 16
+// bits.
 template <int64_t DTYPE, class T>
 FA_INLINE void dequantise(const uint8_t* src, int64_t n, float scale, int64_t kept, T* dst) {
   constexpr int64_t W = kLanes<float>;

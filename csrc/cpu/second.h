@@ -1,12 +1,12 @@
-// The tangent of the backward pass: what its gradients move by when q, k, v, mask and sinks move,
-// and dO and dlse. With dS_t of gradient_tangent.h, and phi the derivative of a score by its scaled
-// product,
+// The tangent of the backward pass: the tangents of its gradients from those of q, k, v, mask,
+// sinks, dO and dlse. With dS_t of gradient_tangent.h, and phi the derivative of a score by its
+// scaled product,
 //
 //   dQ_t = scale (D_t K + D K_t)          D = phi dS,  D_t = phi dS_t + phi_t dS
 //   dK_t = scale (D_t' Q + D' Q_t)        dV_t = (P (s_t - lse_t) Z)' dO + (P Z)' dO_t
 //
-// delta_t = sum_d dO O_t + dO_t O, less dlse_t. Twelve products at most: what moves with a tensor
-// that does not is none. Tasks and turns are those of backward, all is computed on vectors.
+// delta_t = sum_d dO O_t + dO_t O, less dlse_t. Twelve products at most: a zero tangent needs none.
+// Tasks and turns are those of backward; all is computed on vectors.
 #pragma once
 #include "backward.h"
 #include "gradient_tangent.h"
@@ -27,7 +27,7 @@ struct Second {
     const int64_t head = 2 * p.M;
     return {G::workspace(p).lse, {p.H * head, head, 2, 1}, dtype_of<R>};
   }
-  // The normaliser of these scores, where forward had scores of other roundings.
+  // The normaliser of these scores, if forward rounded its scores differently.
   static void normalise(const FaParams& p, int64_t task, char* scratch) {
     FaParams alone = p;
     for (FaTensor FaParams::*x :
@@ -110,7 +110,7 @@ struct Second {
     });
     if (keep) Masks::write_ds(p, rows, keys, T::lanes, buf.sum);
 
-    // C += factor tile X, for what is known of the rows, and for what it moves by.
+    // C += factor tile X, where X is a tensor of the rows or its tangent.
     const auto add_rows = [&](const R* tile, const FaTensor& x, int64_t columns, R* room, R* sum,
                               R factor) {
       const Broadcast<R> across = Op::across(plane(x, rows.b, rows.h), rows.i0, rows.count,
@@ -160,7 +160,7 @@ struct Second {
     write_row(p.dsinks.data, p.dsinks.dtype, h * p.dsinks.stride[1], 1, 1, &result);
   }
 
-  // rescored: had forward's scores other roundings than these?
+  // rescored: did forward round its scores differently?
   static Plan plan(const FaParams& p, bool rescored) {
     Plan plan;
     Buffers unused;

@@ -1,7 +1,6 @@
-// Vectors of float and double as wide as the instruction set this file is
-// compiled for, in compiler vector extensions; intrinsics only where those say
-// less than the machine can do. Lanes run over query rows; only decoding sums across
-// them.
+// Vectors of float and double, as wide as in the instruction set this file is compiled for, in
+// compiler vector extensions; intrinsics only where the extensions cannot express what the machine
+// can do. Lanes run over query rows; only decoding sums across them.
 #pragma once
 #include <cmath>
 #include <cstdint>
@@ -108,7 +107,7 @@ FA_INLINE Vec<R> absolute(Vec<R> x) {
 }
 
 #if defined(__AVX512F__)
-// x y as one rounded number, which no compiler fuses with what is added to it.
+// x y as one rounded number: the compiler cannot fuse it with an addition.
 FA_INLINE Vec<float> rounded_product(Vec<float> x, float y) {
   return _mm512_mul_round_ps(x, splat(y), _MM_FROUND_CUR_DIRECTION);
 }
@@ -166,10 +165,10 @@ template <>
 constexpr double kLog2eLow<double> = 2.0355273740931033e-17;
 
 // exp gives no subnormal number: each would cost an Intel core a microcode trap of some 150 cycles,
-// here and in every product that follows. What is below 2^-100 (double: 2^-900) is exactly 0: beside
-// the 1 of a row's largest weight it cannot matter, and its products with ordinary numbers would be
-// as slow. (dS has `normal_or_zero` for the same end.) The process's own flush-to-zero stays as it
-// is: tiny values of the caller are numbers.
+// here and in every product that follows. A result below 2^-100 (double: 2^-900) is exactly 0:
+// beside the 1 of a row's largest weight it cannot matter, and its products with ordinary numbers
+// would be as slow. (dS has `normal_or_zero` for the same reason.) The process's flush-to-zero mode
+// stays as it is: tiny values of the caller are kept.
 template <class R>
 constexpr R kLeastExponent = sizeof(R) == 4 ? R(-69.3147180559945309) : R(-623.832462503950778);
 
@@ -177,9 +176,9 @@ constexpr R kLeastExponent = sizeof(R) == 4 ? R(-69.3147180559945309) : R(-623.8
 // and without AVX-512 already from 2^127.5 (2^1023.5) on, NaN at NaN. Between them within 1.5 ulp;
 // where there is no fused multiply-add (generic), within 2 on [-1, 1] and 46 (356) at the ends.
 #if defined(__AVX512F__)
-// The products with kLog2eHigh are written as fused multiply-adds: GCC fuses none of several products
-// that are alike if one of them is also used alone. The comparison "not less" holds for NaN, which
-// so stays NaN; a lane that the mask clears gets 0 and makes no subnormal number on the way.
+// The products with kLog2eHigh are written as fused multiply-adds: GCC fuses none of several equal
+// products if one of them is also used alone. The comparison "not less" holds for NaN, which so
+// stays NaN; a lane that the mask clears gets 0 and makes no subnormal number on the way.
 FA_INLINE Vec<float> exp(Vec<float> x) {
   const __mmask16 counts = _mm512_cmp_ps_mask(x, splat(kLeastExponent<float>), _CMP_NLT_UQ);
   const Vec<float> high = splat(kLog2eHigh<float>), n = _mm512_roundscale_ps(x * high, 0);
@@ -193,7 +192,7 @@ FA_INLINE Vec<double> exp(Vec<double> x) {
   return _mm512_maskz_scalef_pd(counts, exp2_fraction(r), n);
 }
 #else
-// Rounds by adding 1.5 * 2^mantissa, whose low bits then hold n.
+// Rounds by adding 1.5 * 2^mantissa: the low bits of the sum then hold n.
 template <class R>
 FA_INLINE Vec<R> exp_by_magic(Vec<R> x) {
   using I = Int<R>;
@@ -273,7 +272,7 @@ FA_INLINE void transpose_registers(Vec<E>* r) {
   }
 }
 
-// Sums along the lanes of kLanes vectors: lane i has that of r[i]. The vectors are used up.
+// Sums along the lanes of kLanes vectors: lane i has the sum of r[i]. The vectors are overwritten.
 template <class E, int S = 1>
 FA_INLINE Vec<E> sum_lanes(Vec<E>* r) {
   constexpr int W = kLanes<E>;

@@ -1,8 +1,8 @@
-// The score pipeline of the CPU kernels: the one place here that knows features. What happens to a
-// tile of scores, keys x lanes (lanes are query rows), forward and backward:
+// The score pipeline of the CPU kernels: the one place here that implements features. What happens
+// to a tile of scores, keys x lanes (lanes are query rows), forward and backward:
 //
 //   where   visible_keys and shown_keys skip keys (where.h); `band` is exact (csrc/band.h)
-//   what    `score`: softcap, ALiBi, mask, band, in this order; `product_gradient`, the way back
+//   what    `score`: softcap, ALiBi, mask, band, in this order; `product_gradient`, backward
 //   after   `dropout`: draws (csrc/philox.h)
 //
 // Forward, decoding, backward and weights call these, so a feature is written once. A branch is
@@ -15,7 +15,7 @@
 namespace fa {
 namespace FA_ISA {
 
-// Are a product and its key all that the score of a row hangs on, whatever the head?
+// Does the score of a row depend on a product and its key alone, whatever the head?
 FA_INLINE bool heads_alike(const FaParams& p) {
   return !p.slopes.data && p.dropout_p == 0 &&
          (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
@@ -25,22 +25,22 @@ FA_INLINE bool heads_alike(const FaParams& p) {
 FA_INLINE bool has_derivative(const FaParams& p) { return p.softcap > 0; }
 
 // The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its
-// rounding lost. Where scores are as large as a mask of finfo.min, lse alone has lost the sum.
+// rounding cut off. Where scores are as large as a mask of finfo.min, lse alone has lost the sum.
 template <class R>
 struct Normaliser {
   R *lse, *tail;
   FA_INLINE Normaliser from(int64_t lane) const { return {lse + lane, tail + lane}; }
 };
-// Of row i whose largest score is m and whose sum, measured from it, is l; 0 if nothing was seen.
+// Writes that of row i: m is its largest score, l its sum relative to m, 0 if nothing was seen.
 template <class R>
 void write_normaliser(const FaParams& p, int64_t b, int64_t h, int64_t i, R m, R l) {
   const R log = std::log(l), lse = l == R(0) ? -kInf<R> : m + log;
   const Plane to = plane(p.lse, b, h);
-  R* data = static_cast<R*>(p.lse.data);  // its dtype is that which the kernel computes in
+  R* data = static_cast<R*>(p.lse.data);  // its dtype is the one that the kernel computes in
   data[to.at(i, 0)] = lse;
   data[to.at(i, 1)] = std::isfinite(lse) ? (m - lse) + log : R(0);
 }
-// Those of some rows; lse is +inf for lanes that see nothing or stand for no row.
+// Reads those of some rows; lse is +inf for lanes that see nothing or have no row.
 template <class R>
 void read_normaliser(const FaParams& p, const Rows& rows, int64_t lanes, Normaliser<R> to) {
   const Plane from = plane(p.lse, rows.b, rows.h);
@@ -83,7 +83,7 @@ struct Tile {
       for (int l = 0; l < W; ++l) at[v][l] = first + R(v * W + l);
   }
 
-  // s = c tanh(s / c); `derivative` and `second`, when wanted, receive the first two by s.
+  // s = c tanh(s / c); `derivative` and `second`, if not null, receive the first two by s.
   static void softcap(R c, int64_t keys, R* s, R* derivative, R* second) {
     const R inverse = R(1) / c;
     each(keys, s, [&](int64_t j, int v, V x) {
@@ -103,7 +103,7 @@ struct Tile {
          [&](int64_t j, int v, V x) { return x - absolute<R>(at[v] - R(j)) * m; });
   }
 
-  // s = act(s, the mask's element, or its tangent's).
+  // s = act(s, the element of the mask, or of its tangent).
   template <class Act>
   static FA_INLINE void with_mask(const Plane& a, const Rows& rows, const Keys& keys, R* s,
                                   const ScoreScratch<R>& scratch, Act act) {
@@ -145,8 +145,8 @@ struct Tile {
   static bool masked(const FaParams& p, const Rows& rows, const Keys& keys) {
     return p.mask.data && held(p, rows, keys) != kVisible;
   }
-  // Asks for what `mask` will read, where it is too large for a cache: its rows lie far apart, no
-  // stream to the hardware.
+  // Prefetches what `mask` will read, if the mask is too large for a cache: its rows are far apart,
+  // so hardware does not prefetch them.
   static FA_INLINE void prefetch_mask(const FaParams& p, const Rows& rows, const Keys& keys) {
     Plane a = plane(p.mask, rows.b, rows.h);
     if (!a.data || a.row == 0 || p.M * p.N < 1 << 18 || !masked(p, rows, keys)) return;
@@ -161,8 +161,8 @@ struct Tile {
   static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
     return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
   }
-  // Scaled products to scores, -inf where a row may not look. `derivative` and `second` (the first
-  // two of the scores by the scaled products) may be null where nobody asks for them.
+  // Scaled products to scores, -inf where a row may not look. `derivative` and `second` (of the
+  // scores by the scaled products, the first and the second one) may be null.
   static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
                     const ScoreScratch<R>& scratch, R* second = nullptr) {
     if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
@@ -172,7 +172,7 @@ struct Tile {
   }
 
   // The tangents of scores, from those of the scaled products; `second` becomes the tangent of
-  // `derivative`. They are any number where a score is hidden, or of a lane past the last row.
+  // `derivative`. They are arbitrary where a score is hidden, and in lanes past the last row.
   static void score_tangents(const FaParams& p, const Rows& rows, const Keys& keys, R* s_t,
                              const R* derivative, R* second, const ScoreScratch<R>& scratch) {
     if (has_derivative(p))
@@ -186,8 +186,8 @@ struct Tile {
                 [](V x, V add) { return x + add; });
   }
 
-  // The same from products without their scale: what is returned is still to be multiplied with,
-  // which is the scale where that is all there is to do.
+  // The same from products without their scale. Returns the factor that s must still be multiplied
+  // by: the scale, if no feature changes the scores.
   static R score_unscaled(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
                           R* derivative, const ScoreScratch<R>& scratch) {
     const R scale = R(p.scale);
@@ -197,10 +197,10 @@ struct Tile {
     return R(1);
   }
 
-  // The way back, of one vector: the gradient of scores becomes that of the scaled products.
+  // Backward, for one vector: from the gradient of scores to that of the scaled products.
   static FA_INLINE V product_gradient(const FaParams& p, V ds, const R* derivative) {
     if (!has_derivative(p)) return ds;
-    // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS of 0 stays.
+    // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS stays 0.
     return ds == V{} ? V{} : ds * load(derivative);
   }
   static void product_gradient(const FaParams& p, int64_t keys, R* ds, const R* derivative) {
@@ -210,9 +210,9 @@ struct Tile {
     });
   }
 
-  // One step of the online softmax (Milakov and Gimelshein 2018; FlashAttention,
-  // Dao et al. 2022, Algorithm 1): s becomes exp(s - m), m and l move on, and
-  // `rescale` is what sums made under the old maximum are to be multiplied by.
+  // One step of the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022,
+  // Algorithm 1): s becomes exp(s - m), m and l are updated, and `rescale` is the factor for sums
+  // under the old maximum.
   static void online_softmax(int64_t keys, R* s, R* m, R* l, R* rescale) {
     V top[NV], sum[NV], pivot[NV];
 #pragma GCC unroll 4
@@ -242,8 +242,8 @@ struct Tile {
   }
 
   // s becomes the probabilities exp(s - lse - tail), in this order: first the large numbers cancel.
-  // Unscaled, s is first multiplied by `factor`, and rounded as where a feature has multiplied it: the
-  // score of a row's normaliser is the same number.
+  // Unscaled, s is first multiplied by `factor`, and rounded as if a feature had multiplied it: so
+  // it is the same number as in the row's normaliser.
   template <bool Unscaled = false>
   static void probabilities(int64_t keys, Normaliser<R> normaliser, R* s, R factor = R(1)) {
     V lse[NV], tail[NV];
@@ -251,17 +251,17 @@ struct Tile {
       lse[v] = load(normaliser.lse + v * W);
       tail[v] = load(normaliser.tail + v * W);
     }
-    // Not exp(-inf): the score may be NaN where a lane stands for no row at all.
+    // Not exp(-inf): the score of a lane without a row may be NaN.
     each(keys, s, [&](int64_t, int v, V x) {
       if constexpr (Unscaled) x = rounded_product(x, factor);
       return lse[v] == kInf<R> ? V{} : exp(V((x - lse[v]) - tail[v]));
     });
   }
 
-  // Room for whole vectors of words, which have more lanes than those of doubles.
+  // Room for whole vectors of words, which have more lanes than vectors of doubles.
   static constexpr int kMaxLanes = round_up(lanes, kLanes<uint32_t>);
 
-  // Philox words of four keys of the larger call, of a head and an item there, 4 x kMaxLanes.
+  // Philox words for four keys from j on of the larger call, for its head and item; 4 x kMaxLanes.
   static void philox(const FaParams& p, const Rows& rows, uint32_t head, uint32_t item, int64_t j,
                      uint32_t* words) {
     const uint64_t seed = static_cast<uint64_t>(*p.seed);

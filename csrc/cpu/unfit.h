@@ -1,5 +1,5 @@
-// Rows that tiles cannot multiply, because a number of theirs is no sum of planes (amx_planes.h),
-// and who must meet them on vectors for it: rows that see such a key, or are such rows themselves.
+// Rows with a number that is no sum of planes (amx_planes.h), which tiles cannot multiply. These
+// rows, and rows that see such keys, use the vector kernels.
 #pragma once
 #include "scratch.h"
 #include "tile.h"
@@ -31,7 +31,7 @@ struct KeyFits {
   int64_t J0;
 };
 // Must these rows meet these keys on vectors? Not for a key that is hidden from all of them: on
-// tiles it is zeros, and not even a NaN of its is seen.
+// tiles it is replaced by zeros, and not even a NaN in it has an effect.
 inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, const KeyFits& fits) {
   const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
   const int64_t begin = std::max(keys.j0, seen.lo), end = std::min(keys.end(), seen.hi);
@@ -45,8 +45,8 @@ inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, co
   return false;
 }
 
-// Do two rows see the same of the keys that have no planes? At the edges of their bands a mask is
-// not asked.
+// Do two rows see the same of the keys that have no planes? A key that is in the band of one row
+// only counts as a difference, whatever the mask.
 inline bool see_alike(const FaParams& p, const Rows& one, const Rows& other, const KeyFits& fits) {
   const KeyRange a = key_range(p, one.b, one.i0, one.end());
   const KeyRange b = key_range(p, other.b, other.i0, other.end());
@@ -66,14 +66,14 @@ inline bool see_alike(const FaParams& p, const Rows& one, const Rows& other, con
 }
 
 // A row's scores must be the same numbers in every pass, or P = exp(score - LSE) is off by the
-// rounding of scores, which has no bound. So forward says of each row who made them, in the last
-// bit of what the rounding of its LSE lost; where that is nothing, by a number too small to be seen.
+// rounding of scores, which has no bound. So forward records for each row which kernels made them,
+// in the last bit of the tail of its LSE; if the tail is 0, by a number too small to matter.
 inline void mark_scores(const FaParams& p, const Rows& rows, int64_t i, bool on_vectors) {
   float* tail = static_cast<float*>(p.lse.data) + plane(p.lse, rows.b, rows.h).at(rows.i0 + i, 1);
   const uint32_t was = bits(*tail), least = 0x00800000;
   *tail = number(on_vectors ? (was & 0x7fffffff ? was : least) | 1 : was & ~1u);
 }
-// The lanes whose scores of these keys are those of the vector kernels: a bit for each row.
+// The lanes in which the vector kernels made the scores of these keys: a bit for each row.
 inline uint32_t scored_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys,
                                   const KeyFits& k, const uint8_t* q_unfit, const float* tail) {
   uint32_t found = 0;
@@ -85,8 +85,8 @@ inline uint32_t scored_on_vectors(const FaParams& p, const Rows& rows, const Key
   return found;
 }
 
-// What the vector kernels' products need where they stand in for tiles: one operand turned, the
-// other as rows, whatever the tensors' layouts; and products.
+// Buffers for products on vectors in place of tiles: one operand transposed, the other as rows,
+// whatever the tensors' layouts; and the products.
 struct VectorScratch {
   float *turned, *rows, *keys, *made;  // [columns][32], [16][columns], [128][columns], [128][32]
   static VectorScratch of(Scratch& take, int64_t columns) {
@@ -95,8 +95,8 @@ struct VectorScratch {
   }
 };
 
-// Keys as they are; but zeros for one that none of the rows sees and that may be no number. `unfit`
-// begins with the first key.
+// The keys, with zeros for one without planes that none of the rows sees: it may be NaN or
+// infinite. `unfit` begins with the first key.
 inline Broadcast<float> keys_on_vectors(const FaParams& p, const Plane& x, const Keys& keys,
                                         const Rows& rows, int64_t columns, const uint8_t* unfit,
                                         float* buf) {
@@ -108,7 +108,7 @@ inline Broadcast<float> keys_on_vectors(const FaParams& p, const Plane& x, const
       std::fill_n(buf + j * columns, columns, 0.0f);
   return {buf, columns};
 }
-// S[key][lane], or dP, of the lanes in `which`, as the vector kernels have it.
+// S[key][lane], or dP, of the lanes in `which`, as the vector kernels compute it.
 template <int NV>
 void products_on_vectors(const FaParams& p, const Plane& x, const Keys& keys, const uint8_t* unfit,
                          const Plane& y, const Rows& rows, uint32_t which, int64_t columns,

@@ -1,5 +1,5 @@
-// Where a tile of rows looks: which keys are left between those that the band, the lengths or a
-// mask hide from all of its rows.
+// Which keys a tile of rows sees: those that remain where the band, the lengths or a mask hide keys
+// from all of its rows.
 #pragma once
 #include "../band.h"
 #include "classes.h"
@@ -8,7 +8,7 @@
 namespace fa {
 namespace FA_ISA {
 
-// Keys per tile. A multiple of 4, so that tiles share no Philox group (but where the larger call has
+// Keys per tile. A multiple of 4, so that tiles share no Philox group (unless the larger call has
 // keys before this one's) and no pair; measured: 96 to 128 best for both float32 and bfloat16.
 constexpr int64_t kTileKeys = 128;
 
@@ -19,7 +19,7 @@ struct Rows {
 };
 struct Keys {
   int64_t j0, count;
-  uint8_t holds = 0;  // by a mask, of the rows at hand (or more), where somebody has looked
+  uint8_t holds = 0;  // what a mask has for the rows at hand (or more); 0 if not determined
   FA_INLINE int64_t end() const { return j0 + count; }
 };
 
@@ -33,8 +33,8 @@ FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
   return {lo, std::max<int64_t>(hi - lo, 0)};
 }
 
-// What a mask holds for these rows and keys: the union of its classes, or where it has none and few
-// rows (or one for all queries, padding), what is found there.
+// What a mask holds for these rows and keys: the union of its classes. If it has none: with few
+// rows (or one row for all queries, padding) the result of a scan, else kOther.
 FA_INLINE uint8_t held(const FaParams& p, const Rows& rows, const Keys& keys) {
   if (!p.mask.data) return kVisible;
   if (keys.holds) return keys.holds;
@@ -46,15 +46,15 @@ FA_INLINE uint8_t held(const FaParams& p, const Rows& rows, const Keys& keys) {
 }
 FA_INLINE bool hidden(uint8_t held, uint8_t as = kHidden) { return !(held & ~as); }
 
-// What hides keys from rows with these scores, their largest or their LSE: finfo.min, too, where
-// each of them is so far above it that no probability is left, of any product below 2^126.
+// What hides keys from rows with these scores, their largest or their LSE: finfo.min, too, if each
+// score is so far above it that no probability is left, for any product below 2^126.
 template <class R>
 FA_INLINE uint8_t hides(const R* scores, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i)
     if (!(scores[i] > R(-0x1p126))) return kHidden;
   return kHidden | kLeast;
 }
-// The keys but the first and the last ones that a mask hides from all of these rows.
+// The keys without those, at both ends, that a mask hides from all of these rows.
 FA_INLINE Keys shown_keys(const FaParams& p, const Rows& rows, const Keys& keys,
                           uint8_t as = kHidden) {
   if (!p.mask.data || keys.count <= 0) return keys;
@@ -70,8 +70,8 @@ FA_INLINE Keys shown_keys(const FaParams& p, const Rows& rows, const Keys& keys,
   return lo < hi ? Keys{lo, hi - lo} : Keys{keys.j0, 0};
 }
 
-// Does one of these rows, with these largest scores, need its keys of finfo.min? Not one that sees
-// nothing because -inf hides all.
+// Does one of these rows, with these largest scores, need its keys of finfo.min? Not a row that
+// sees nothing because -inf hides all keys.
 template <class R>
 [[gnu::noinline, gnu::cold]] bool misses(const FaParams& p, const Rows& rows, const R* scores) {
   const Plane a = plane(p.mask, rows.b, rows.h);
@@ -86,8 +86,9 @@ template <class R>
   return false;
 }
 
-// Those of each tile of a task of forward, where it is not known yet who sees a score: first as if
-// all keys of finfo.min were hidden, then once more for tiles with a row that sees nothing else.
+// The keys that each tile of a forward task sees, before it is known which rows see a score: first
+// as if all keys of finfo.min were hidden, then once more for tiles with a row that sees nothing
+// else.
 template <int kTiles>
 struct ShownKeys {
   Keys of[kTiles];

@@ -1,19 +1,19 @@
 // Dropout's draws, a lane's part of a tile at a time. Philox draws for four keys of a row at once
-// (csrc/philox.h), and these lie in several lanes: each of them draws for one row, and they exchange.
+// (csrc/philox.h), which are in several lanes: each lane draws for one row, and they exchange bits.
 #pragma once
 #include "score.cuh"
 
 namespace fa {
 
-// Which of a lane's weights of a tile dropout keeps: a bit each, 4 k + e.
+// Which of a lane's weights in a tile dropout keeps: bit 4 k + e for each.
 template <int n>
 struct Kept {
   uint32_t bits[(n + 7) / 8];
   FA_DEVICE bool at(int k, int e) const { return bits[k / 8] >> (4 * (k % 8) + e) & 1; }
 };
 
-// Of this lane and (this ^ flip), bits that lie `apart` change places: the upper ones of the lower
-// lane and the lower ones of the upper.
+// This lane and (this ^ flip) exchange bits that are `apart` from each other: the upper ones of the
+// lower lane and the lower ones of the upper.
 FA_DEVICE uint32_t exchange_bits(uint32_t bits, int flip, int apart) {
   const bool upper = threadIdx.x & static_cast<unsigned>(flip);
   const uint32_t low = apart == 1 ? 0x55555555u : 0x33333333u, own = upper ? ~low : low;
@@ -21,8 +21,8 @@ FA_DEVICE uint32_t exchange_bits(uint32_t bits, int flip, int apart) {
   return (bits & own) | (upper ? other >> apart : other << apart);
 }
 
-// The four words of row i for the keys from 4 four on, counted in the larger call, where h is its
-// head.
+// The four words of row i for the four keys from 4 * four on, counted in the larger call; h is its
+// head there.
 FA_DEVICE void draw_four(uint32_t (&words)[4], const Head& head, int64_t four, int64_t i,
                          uint32_t h) {
   const FaParams& p = head.p;
@@ -33,7 +33,7 @@ FA_DEVICE void draw_four(uint32_t (&words)[4], const Head& head, int64_t four, i
   philox(words, head.seed);
 }
 
-// Where the keys that draw together do not lie together in a tile: each weight by itself.
+// Draws for each weight by itself: where the keys of a draw are not adjacent in a tile.
 template <int n, class Places>
 FA_DEVICE Kept<n> draw_each(const Places& at) {
   const Head& head = at.head(0);
@@ -54,9 +54,9 @@ FA_DEVICE Kept<n> draw_each(const Places& at) {
   return kept;
 }
 
-// Neighbouring keys are those of two lanes where rows stay, else of four lanes 4 apart. Each draws
-// for the row of that one of its elements which has its own number among them. What passes begins,
-// for the first lane, at a multiple of 8.
+// Neighbouring keys are in two lanes if rows stay, else in four lanes 4 apart. Each lane draws for
+// the row of its element with the lane's own number among these lanes. The first lane's passing
+// index begins at a multiple of 8.
 template <int n, class Places>
 FA_DEVICE Kept<n> draw(const Places& at) {
   const int lane = static_cast<int>(threadIdx.x) % 32;

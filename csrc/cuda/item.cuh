@@ -1,5 +1,6 @@
-// A packed batch as calls of its sequences: a block computes with the sizes of its own one, and
-// with tensors that begin where that does. So it has the bits that it has alone, and no loop knows.
+// A packed batch as calls of its sequences: a block computes with the sizes of its sequence, and
+// with tensors that begin where that does. So a sequence has the bits that it has alone, and loops
+// are the same.
 #pragma once
 #include "../band.h"
 #include "../item_size.h"
@@ -7,8 +8,8 @@
 
 namespace fa {
 
-// Where the rows, or the keys, of a sequence begin, and how many it has. Cut to what there is: on
-// a GPU nobody has looked at the offsets.
+// Where the rows, or the keys, of a sequence begin, and how many it has. Clamped to the total: on a
+// GPU the offsets have not been checked.
 struct Span {
   int64_t first, count;
 
@@ -17,10 +18,10 @@ struct Span {
         count(least(most(first, least(cu[b + 1], total)) - first, longest)) {}
 };
 
-// The call that an item of a batch is: of a packed one its sequence, else the batch itself. What is
-// packed has no items, and begins as if it had.
+// The call that an item of a batch is: in a packed batch its sequence, else the batch itself.
+// Packed tensors have no items; their addresses are shifted as if they had.
 struct Item : FaParams {
-  int first_row;  // of it in a packed batch
+  int first_row;  // of the sequence in a packed batch
 
   FA_DEVICE Item(const FaParams& batch, int64_t b) : FaParams(batch), first_row(0) {
     if (!cu_q) return;
@@ -30,7 +31,7 @@ struct Item : FaParams {
       if (x.data) x.data = static_cast<char*>(x.data) + by * item_size(x.dtype);
     };
     for (FaTensor* x : {&q, &lse, &out, &dq, &dout, &dlse}) move(*x, rows.first);
-    if (page) {  // which no item has to itself
+    if (page) {  // pages belong to no single item
       move(k, 0), move(v, 0);
       N = P ? most(0, least(lengths[b], N)) : 0;
     } else {

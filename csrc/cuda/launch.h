@@ -1,6 +1,6 @@
-// How a kernel is started: a function, so that the same line is C++ to nvcc and to the g++ that
-// compiles kernels for the tests, which has a cuda_runtime.h of its own (tests/emu). Every call
-// returns the CUDA error code, 0 for none, and waits for no kernel.
+// How a kernel is launched: by a function, so that the same line is C++ to nvcc and to g++, which
+// compiles kernels for the tests with the cuda_runtime.h of tests/emu. Every call returns the CUDA
+// error code, 0 for none, and waits for no kernel.
 #pragma once
 #include <cuda_runtime.h>
 #include <stddef.h>
@@ -9,7 +9,7 @@
 
 namespace fa {
 
-// What went wrong last on this thread, and in the launch of which kernel.
+// The last error on this thread, and the kernel that it is about.
 struct Failure {
   int code;
   const char* kernel;
@@ -33,8 +33,8 @@ int loadable(void (*kernel)(P...)) {
   return cudaFuncGetAttributes(&of_kernel, kernel);
 }
 
-// Does the driver make code for the current device of the kernel's PTX? What nvcc made is not of a
-// newer architecture than its PTX.
+// Does the driver compile the kernel's PTX for the current device? Code from nvcc is not of a newer
+// architecture than its PTX.
 template <class... P>
 bool translated(void (*kernel)(P...)) {
   cudaFuncAttributes of_kernel;
@@ -50,12 +50,11 @@ inline int version(bool of_driver) {
 inline int use_device(int64_t device) {
   int current;
   const int failed = cudaGetDevice(&current);
-  if (!failed && current == device) return 0;  // a context of the caller's own stays as it is
+  if (!failed && current == device) return 0;  // keeps the caller's own context
   return checked(failed ? failed : cudaSetDevice(static_cast<int>(device)), "cudaSetDevice");
 }
 
-// `name` is for messages; shared_bytes may be up to what a block may have; stream is a
-// cudaStream_t.
+// `name` is for messages; shared_bytes may be up to the limit of a block; stream is a cudaStream_t.
 template <class... P, class... A>
 int launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes,
            void* stream, A... arguments) {
@@ -73,7 +72,7 @@ int launch(const char* name, void (*kernel)(P...), dim3 grid, dim3 block, size_t
   return checked(cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...), name);
 }
 
-// A row of blocks: none are no launch, and more than a grid has are refused, not wrapped around.
+// A row of blocks: 0 means no launch, and more than a grid has are refused, not wrapped around.
 template <class... P, class... A>
 int launch_blocks(const char* name, void (*kernel)(P...), int64_t blocks, int threads,
                   size_t shared_bytes, void* stream, A... arguments) {

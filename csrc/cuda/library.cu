@@ -1,4 +1,4 @@
-// The C ABI of csrc/abi.h over the kernels: which of them serve a pass.
+// The C ABI of csrc/abi.h over the kernels: which kernels serve a pass.
 #include "../band.h"
 #include "../extents.h"
 #include "launch.h"
@@ -9,7 +9,7 @@ namespace {
 
 __global__ void smallest_kernel() {}
 
-// No sequence of a packed batch has more rows, or keys, than all have, or than its pages.
+// Clamps M and N: no sequence of a packed batch has more than all together, or than its pages.
 FaParams cut(FaParams p) {
   if (p.cu_q) p.M = fa::least(p.M, p.T);
   if (p.cu_k) p.N = fa::least(p.N, p.S);

@@ -1,20 +1,20 @@
-// Masks, a lane's part of a tile at a time: asked for before the products that they are added to,
-// so that what memory takes passes meanwhile.
+// Masks, a lane's part of a tile at a time: loaded before the products that they are added to, so
+// that the latency of memory overlaps with these.
 #pragma once
 #include "score.cuh"
 
 namespace fa {
 
-// Of each of a lane's 2 n pairs of passing ones the mask's elements, as memory has them: two bytes
-// or two of 16 bits. Elements of 32 bits are not asked for ahead.
+// The mask's elements for each of a lane's 2 n pairs of passing rows or keys, as in memory: two
+// bytes or two of 16 bits. Elements of 32 bits are not loaded ahead.
 template <int n>
 using MaskPairs = uint32_t[n][2];
 
-// The lines of a mask that a lane's elements pass along: those of its staying rows, or keys. Past the
-// last row or key it is the last one's: nobody looks at it.
+// The lines of a mask along which a lane's elements pass: those of its staying rows, or keys. Past
+// the last row or key it is the last one's, and is not used.
 struct MaskLines {
   const unsigned char* lines[2];
-  int in_pairs;  // do two neighbouring keys lie in one word, or in half of one?
+  int in_pairs;  // are two neighbouring keys in one word, or in half of one?
 
   MaskLines() = default;
   template <class Places>
@@ -37,7 +37,7 @@ struct MaskLines {
   }
 };
 
-// visit(k, e, element) for all that there are, one by one.
+// visit(k, e, element) for all that exist, one by one.
 template <class T, int n, class Places, class Visit>
 FA_DEVICE void each_of_mask(const MaskLines& mask, const Places& at, Visit visit) {
   const FaParams& p = at.head(0).p;
@@ -97,7 +97,7 @@ FA_DEVICE void load_mask(MaskPairs<n>& pairs, const MaskLines& mask, const Place
   }
 }
 
-// Onto logits of this unit; what a bool mask hides has none.
+// Adds the mask to logits of this unit; where a bool mask hides, the gradient is 0.
 template <int n, class Places, class Gradient>
 FA_DEVICE void add_mask(float (&s)[n][4], const Places& at, const MaskLines& mask,
                         const MaskPairs<n>& pairs, float unit, Gradient gradient) {
@@ -121,16 +121,16 @@ FA_DEVICE void add_mask(float (&s)[n][4], const Places& at, const MaskLines& mas
   }
 }
 
-// Products become logits, before the band; and gradients by these, if there are any, by the scaled
-// products: times what softcap makes of it, and 0 where a bool mask hides the key. A mask that is
-// known to let all of them through need not be read.
+// Products become logits, before the band. Gradients by logits, if there are any, become those by
+// the scaled products: times the derivative of softcap, and 0 where a bool mask hides the key. A
+// mask that is known to hide nothing need not be read.
 template <int n, class Places, class Gradient>
 FA_DEVICE void logits(float (&s)[n][4], const Places& at, const MaskLines& mask,
                       const MaskPairs<n>& pairs, Gradient gradient, bool read = true) {
   const Head& head = at.head(0);
   const FaParams& p = head.p;
   const bool added = p.slopes.data || (p.mask.data && read && p.mask.dtype != FA_BOOL);
-  float unit = 1.0f;  // of s: the scale is left to the first that adds to it
+  float unit = 1.0f;  // factor of s: the first term that is added applies the scale
   if (p.softcap > 0)
     cap(s, head, gradient);
   else if (added)

@@ -1,5 +1,6 @@
-// What a mask holds of the tiles of a pass, found by a kernel before it, in the first bytes of its
-// workspace: tiles that are hidden are skipped, and where nothing is, the mask is not read.
+// What a mask holds in the tiles of a pass. A kernel before it writes this to the first bytes of
+// its workspace: tiles that are hidden are skipped, and the mask is not read where it hides
+// nothing.
 #pragma once
 #include "../band.h"
 #include "../mask_holds.h"
@@ -8,17 +9,17 @@
 
 namespace fa {
 
-// A byte for each tile: is its mask to be read, or does it let all through? Else it is skipped,
-// with kSkip alone, with kSkip + n and the n after it. Of nothing but finfo.min there are two
-// answers, for rows that see a score elsewhere, and for those that do not.
+// A byte for each tile: must its mask be read, or does it hide nothing? Else the tile is skipped:
+// with kSkip alone, with kSkip + n and the n after it. If finfo.min hides a tile there are two
+// answers: for rows that see a score elsewhere, and for rows that do not.
 enum TileOfMask : uint32_t { kRead, kNotRead, kSkip };
 
 // How the planes of a mask are cut into tiles; heads and items that share a plane share its bytes.
 struct MaskTiling {
   int rows, keys;  // of a tile
 
-  // Packed sequences and pages have no tiles of their own. Of less than 128 x 128 scores there is
-  // too little to skip.
+  // Packed sequences and pages have no tiles here. Below 128 x 128 scores there is too little to
+  // skip.
   static FA_SHARED bool suits(const FaParams& p) {
     return p.mask.data && !p.cu_q && p.M * p.N >= 1 << 14;
   }
@@ -33,7 +34,7 @@ struct MaskTiling {
   FA_SHARED int64_t all_stripes(const FaParams& p) const {
     return (p.mask.stride[0] ? p.B : 1) * heads(p) * stripes(p);
   }
-  // Of one answer for all tiles. The second lies behind the first.
+  // The number of first answers, one for each tile. The second ones follow them.
   FA_SHARED int64_t answers(const FaParams& p) const { return all_stripes(p) * of_stripe(p); }
   FA_SHARED int64_t bytes(const FaParams& p) const {
     return suits(p) ? answers(p) * (1 + may_hold_least(p)) : 0;
@@ -47,10 +48,10 @@ FA_DEVICE uint32_t union_of_warp(uint32_t bits) {
 
 // -- what a pass reads ----------------------------------------------------------------------------
 
-// Of the rows that a block has; with `exact` by the second answers.
+// The answers for the rows of a block; with `exact` the second ones.
 struct MaskStripe {
   const FaParams& p;
-  uint32_t first, to_exact;  // where they begin, and how far behind them the second ones are
+  uint32_t first, to_exact;  // where they begin, and how far the second answers are from the first
 
   FA_DEVICE MaskStripe(const FaParams& p, MaskTiling tiling, int64_t b, int64_t h, int row,
                        bool exact)
@@ -64,8 +65,8 @@ struct MaskStripe {
     return static_cast<const uint8_t*>(p.workspace)[at];
   }
 
-  // The first key from `from` on, where a tile begins, of one that is not skipped; or one past the
-  // end. And whether the mask of that tile is to be read.
+  // The first key from `from` on, at the start of a tile, that is not skipped; or one past the end.
+  // `read`: must the mask of that tile be read?
   template <int keys>
   FA_DEVICE int shown(int from, int end, bool& read) const {
     while (from < end) {
@@ -77,8 +78,8 @@ struct MaskStripe {
     return from;
   }
 
-  // By all threads of a block: are there keys of finfo.min between these, which the first answers
-  // skip, and is one of the threads `low`? `said` is shared memory that nobody else uses.
+  // For all threads of a block: are there keys of finfo.min in this range, which the first answers
+  // skip, and is one of the threads `low`? The first argument is shared memory of no other use.
   template <int keys, int threads>
   FA_DEVICE bool needs_least(uint32_t* said, int from, int end, bool low) const {
     const unsigned thread = threadIdx.x, tiles = static_cast<unsigned>(end + keys - 1) / keys;
@@ -96,10 +97,10 @@ struct MaskStripe {
 
 // -- how it is found ------------------------------------------------------------------------------
 
-constexpr int kMaskWarps = 8;  // of a block, and tiles, which follow each other
+constexpr int kMaskWarps = 8;  // of a block, each with a tile; the tiles are adjacent
 
-// What `rows` rows hold, by all lanes of a warp, who look at `together` of them at a time: read(i),
-// for this lane's among those. Some are asked for ahead, until there is nothing more to learn.
+// What `rows` rows hold, found by all lanes of a warp, `together` rows at a time: read(i), for the
+// row i of this lane. Several are loaded ahead, until the result is known.
 template <class Read>
 FA_DEVICE uint32_t held_by_rows(int rows, int together, int own, Read read) {
   constexpr int kAhead = 8;

@@ -1,5 +1,5 @@
-// From scores to weights: what is taken off a score before exp, while a softmax is under way (a
-// level) and once it is done (the normaliser).
+// From scores to weights: what is subtracted from a score before exp, during a softmax (a level)
+// and after it (the normaliser).
 #pragma once
 #include "dropout.cuh"
 #include "mask.cuh"
@@ -11,9 +11,9 @@ FA_DEVICE float rounded_product(float x, float y) {
   FA_EMULATED_OR(return x * y;, return __fmul_rn(x, y);)
 }
 
-// The level that scores are measured from. General kernels have it as a logit and subtract first: a
-// mask of finfo.min is a number, which log2(e) would make infinite. Plain ones, whose scores are
-// the products, have it in powers of two, so that one FMA does.
+// The level that is subtracted from scores. General kernels keep it as a logit and subtract first:
+// a mask of finfo.min is finite, and times log2(e) it would be infinite. In plain ones scores are
+// the products, and the level is in powers of two, so that one FMA does.
 template <bool general>
 FA_DEVICE float level_of(float score, float to_log2) {
   return general ? score : rounded_product(score, to_log2);
@@ -25,14 +25,14 @@ FA_DEVICE float exponential(float score, float level, float to_log2) {
   return ptx::exp2(general ? (score - level) * to_log2 : fmaf(score, to_log2, -level));
 }
 
-// What takes sums that are measured from one level to another: exactly 1 where the two are equal.
+// The factor that takes sums from one level to another: exactly 1 if the two are equal.
 template <bool general>
 FA_DEVICE float rescale(float from, float to) {
   return ptx::exp2(general ? (from - to) * kLog2e : from - to);
 }
 
-// A row's normaliser as a level, and what its rounding lost: both come off the scores. +inf and 0,
-// which make weights 0, for rows that see nothing or are not there.
+// A row's normaliser as a level, and what its rounding cut off: both are subtracted from scores.
+// For rows that see nothing or do not exist they are +inf and 0, which makes weights 0.
 struct Normaliser {
   float level, rest;
 };
@@ -66,9 +66,9 @@ struct Normalisers {
     return normaliser_of<general>(lse[i * step], lse[i * step + to_tail]);
   }
 
-  // Of a row whose weights above this level have this sum: its LSE, and the tail that rounding cuts
-  // off it. From powers of two the tail is found by what the rounded LSE leaves of the level. The
-  // FMA that rounds it is explicit: the compiler must not take the product apart again.
+  // Stores the LSE of a row with this sum of weights above this level, and the tail that its
+  // rounding cuts off. With levels in powers of two, the tail is what the rounded LSE leaves of the
+  // level. The FMA that rounds it is explicit: the compiler must not take the product apart again.
   template <bool general>
   FA_DEVICE void store(int64_t i, float level, float sum) const {
     const float log2_sum = ptx::log2(sum), log_sum = log2_sum * kLn2;

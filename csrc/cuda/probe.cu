@@ -34,8 +34,8 @@ FA_DEVICE void multiply(int what, uint32_t (&r)[4], const uint32_t* a, const uin
   for (int i = 0; i < 4; ++i) r[i] = __float_as_uint(sum[i]);
 }
 
-// What takes one value, or two, and gives a word. Each element is packed with its neighbour, once
-// as the low half and once as the high one.
+// Probes that take one value, or two, and give a word. Each element is packed with its neighbour,
+// once as the low half and once as the high one.
 FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, uint32_t flip,
                               uint32_t* out) {
   const auto half = static_cast<uint16_t>(a);
@@ -50,7 +50,7 @@ FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, ui
     case kReciprocal: return __float_as_uint(ptx::reciprocal(x));
     case kProductLow: return static_cast<uint32_t>(ptx::product(a, flip));
     case kProductHigh: return static_cast<uint32_t>(ptx::product(a, flip) >> 32);
-    case kFetchAdd: {  // the sum, as the second finds it, where the first found what was there
+    case kFetchAdd: {  // the sum, if the first call found the old value and the second call the sum
       uint32_t* const word = out;
       *word = flip;
       const uint32_t before = ptx::fetch_add(word, a), after = ptx::fetch_add(word, a);

@@ -1,8 +1,8 @@
-// Every PTX instruction that the kernels use, a wrapper each: the only file with inline assembly.
+// Every PTX instruction that the kernels use, one wrapper each: the only file with inline assembly.
 //
 // A wrapper has a body for the device, and one for tests that run the kernels on a CPU
-// (FA_EMULATED: tests/emu). What synchronises takes a site, a name of that place in the kernel: the
-// device ignores it; the emulator reports by it and can switch that one place off.
+// (FA_EMULATED: tests/emu). A wrapper that synchronises takes a site, the name of its place in the
+// kernel: the device ignores it; the emulator reports by it and can switch that one place off.
 #pragma once
 #include <stdint.h>
 
@@ -19,7 +19,8 @@
 namespace fa {
 namespace ptx {
 
-// What is compiled for, 90 for sm_90; 0 where that is no GPU. Only a kernel's inside may go by it.
+// The architecture that is compiled for, 90 for sm_90; 0 for a host. Only code in a kernel may use
+// it.
 #ifdef __CUDA_ARCH__
 constexpr int kArch = __CUDA_ARCH__ / 10;
 #else
@@ -54,13 +55,13 @@ FA_DEVICE float reciprocal(float x) {
                  float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y;)
 }
 
-// x y, all 64 bits of it, as one instruction of which both halves are used.
+// x y, all 64 bits of it, as one instruction; both halves are used.
 FA_DEVICE uint64_t product(uint32_t x, uint32_t y) {
   FA_EMULATED_OR(return static_cast<uint64_t>(x) * y;, uint64_t wide;
                  asm("mul.wide.u32 %0, %1, %2;" : "=l"(wide) : "r"(x), "r"(y)); return wide;)
 }
 
-// Two elements, rounded to nearest even; the low half lies first in memory.
+// Two elements, rounded to nearest even; the low half is first in memory.
 FA_DEVICE uint32_t pack(BF16, float low, float high) {
   FA_EMULATED_OR(return emu::narrowed(low, true) | emu::narrowed(high, true) << 16;, uint32_t d;
                  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low)); return d;)
@@ -78,7 +79,7 @@ FA_DEVICE float widen(F16, uint16_t x) {
 
 // -- threads that wait for each other -------------------------------------------------------------
 
-// All threads of the block; what each wrote to shared memory before, each sees after.
+// Waits for all threads of the block: each then sees what the others wrote to shared memory before.
 FA_DEVICE void block_sync(Site site) {
   FA_EMULATED_OR(emu::barrier_sync(site, 0, -1);, asm volatile("bar.sync 0;" ::: "memory");)
 }
@@ -90,7 +91,7 @@ FA_DEVICE void warp_sync(Site site) {
 }
 
 // Barriers 1 to 15 are for `threads` of the block, whole warps of it: those that wait, and those
-// that only say they have come.
+// that only arrive.
 FA_DEVICE void barrier_sync(Site site, int id, int threads) {
   FA_EMULATED_OR(emu::barrier_sync(site, id, threads);,
                  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");)
@@ -102,14 +103,14 @@ FA_DEVICE void barrier_arrive(Site site, int id, int threads) {
 
 // -- blocks that wait for each other --------------------------------------------------------------
 
-// *word += x; what it was before. Orders nothing.
+// *word += x; returns the old value. Orders nothing.
 FA_DEVICE uint32_t fetch_add(uint32_t* word, uint32_t x) {
   FA_EMULATED_OR(return emu::fetch_add(word, x);, uint32_t before;
                  asm volatile("atom.relaxed.gpu.global.add.u32 %0, [%1], %2;"
                               : "=r"(before) : "l"(word), "r"(x) : "memory"); return before;)
 }
 
-// *word = x. Whoever waits for it sees all that this thread has written and seen.
+// *word = x. A thread that waits for it sees all that this thread has written and seen.
 FA_DEVICE void publish(Site site, uint32_t* word, uint32_t x) {
   FA_EMULATED_OR(emu::publish(site, word, x);,
                  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(x)
@@ -123,7 +124,7 @@ FA_DEVICE void wait_until(Site site, const uint32_t* word, uint32_t x) {
 
 // -- shared memory --------------------------------------------------------------------------------
 
-// Its address in the window of shared memory, as the instructions below take it.
+// An address in the window of shared memory, as the instructions below take it.
 FA_DEVICE uint32_t shared_address(const void* pointer) {
   FA_EMULATED_OR(return emu::shared_address(pointer);,
                  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));)
@@ -148,8 +149,8 @@ FA_DEVICE void copies_commit(Site site) {
   FA_EMULATED_OR(emu::copies_commit(site);, asm volatile("cp.async.commit_group;" ::: "memory");)
 }
 
-// Until all but the newest `pending` groups of this thread have landed; other threads see them
-// after a barrier.
+// Waits until all but the newest `pending` groups of this thread have landed; other threads see
+// them after a barrier.
 template <int pending>
 FA_DEVICE void copies_wait(Site site) {
   FA_EMULATED_OR(emu::copies_wait(site, pending);,
@@ -196,7 +197,7 @@ FA_MULTIPLY(F16, "f16", false)
 
 // -- registers ------------------------------------------------------------------------------------
 
-// blockIdx.x and threadIdx.x, read anew: what was computed of them before need not be kept.
+// blockIdx.x and threadIdx.x, read again: earlier results from them need no registers meanwhile.
 FA_DEVICE unsigned block_anew() {
   FA_EMULATED_OR(return blockIdx.x;,
                  unsigned x; asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(x)); return x;)

@@ -1,12 +1,12 @@
-// The score pipeline of the CUDA kernels: the one place of them that knows features, forward and
-// backward.
+// The score pipeline of the CUDA kernels: the one place of them that implements features, forward
+// and backward.
 //
 //   where   Visible, row_range, hide: which keys a row sees (csrc/band.h)
 //   what    logits: scale, softcap, ALiBi, mask (mask.cuh), in this order
 //   after   draw: dropout's (dropout.cuh)
 //
-// Each is a sweep over all that a lane holds of a tile, behind one branch that all threads take
-// alike: what a call does not use costs its tiles a comparison.
+// Each is a loop over all that a lane holds of a tile, behind one branch that all threads take
+// alike: a feature that a call does not use costs a comparison for each tile.
 #pragma once
 #include "../band.h"
 #include "../philox.h"
@@ -53,8 +53,8 @@ struct Band {
   FA_DEVICE bool holds(int j0, int j1) const { return (lo <= j0) & (j1 <= hi); }  // all of them
 };
 
-// Which keys rows see, for the pairs of a tile: i + shift - left <= j <= i + shift + right, and
-// j < length. Sizes fit an int, and band edges that no sequence reaches are cut to do so.
+// Which keys rows see, for the pairs of a tile: i + shift - left <= j <= i + shift + right, and j <
+// length. Sizes fit an int, and band edges that no sequence reaches are clamped to fit one.
 struct Visible {
   int shift, left, right, length;
 
@@ -69,7 +69,7 @@ struct Visible {
     const int at = i + shift, end = at + right + 1;
     return {at - left, end < length ? end : length};
   }
-  // The keys that row i sees, or the rows that see key j; of `rows` that there are.
+  // The keys that row i sees, or the rows that see key j; there are `rows` rows.
   FA_DEVICE Band keys_of(int i, int rows) const {
     const Band all = keys_of(i);
     return {all.lo, i >= rows ? all.lo : all.hi};
@@ -96,8 +96,8 @@ FA_DEVICE KeyRange row_range(const FaParams& p, int64_t b, int64_t j0, int64_t j
   return clip(j0 - p.right - shift, end - 1 + p.left - shift + 1, p.M);
 }
 
-// Everything of one head that scores depend on beside q.k. p may be a packed batch, or an item of
-// it: masks and slopes are by item, and a mask has room for the longest.
+// All that the scores of one head depend on besides q.k. p may be a packed batch, or an item of it:
+// masks and slopes are by item, and a mask has room for the longest.
 struct Head {
   const FaParams& p;
   int64_t b, h;
@@ -125,8 +125,8 @@ struct Head {
 // -- tiles ----------------------------------------------------------------------------------------
 //
 // A lane holds s[n][4] of a tile, as ptx::multiply makes it. Either rows stay at the left of the
-// products and keys pass, or the other way about: element e of the k-th is of a staying one, the
-// lane's first or 8 further, and of a passing one, 8 k from the lane's first or next to it.
+// products and keys pass, or the other way about. Element e of the k-th group has a staying index,
+// the lane's first or 8 further, and a passing one, 8 k from the lane's first or next to it.
 
 template <bool keys_stay>
 struct Places {
@@ -140,15 +140,15 @@ struct Places {
   FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
   FA_DEVICE int i(int k, int e) const { return keys_stay ? passing(k, e) : staying(e); }
   FA_DEVICE int j(int k, int e) const { return keys_stay ? staying(e) : passing(k, e); }
-  // |i + shift - j| is |from + offset|, of which the compiler knows one.
+  // |i + shift - j| is |from + offset|, and offset is a constant.
   FA_DEVICE int from(int) const {
     return passes - stays + (keys_stay ? one.shift : -one.shift);
   }
   static FA_DEVICE int offset(int k, int e) { return 8 * k + e % 2 - 8 * (e / 2); }
 };
 
-// What becomes of gradients by the logits on their way to gradients by the scaled products: of
-// none, in forward; or of a tile of them.
+// How gradients by the logits become gradients by the scaled products: none exist, in forward; or a
+// tile of them.
 struct NoGradient {
   FA_DEVICE void multiply(int, int, float) const {}
   FA_DEVICE void hide(int, int) const {}
@@ -175,8 +175,8 @@ FA_DEVICE float tanh_of(float x, float r) {
   return z < 0.0625f ? fmaf(x * z, series, x) : fmaf(-2.0f, r, 1.0f);
 }
 
-// Products become softcap tanh(scale product / softcap). What cancels in 1 - 2 r is softcap 2^-23
-// of a logit: nothing, unless the cap is far above the scores.
+// Products become softcap tanh(scale product / softcap). Cancellation in 1 - 2 r costs softcap
+// 2^-23 of a logit: nothing, unless the cap is far above the scores.
 template <int n, class Gradient>
 FA_DEVICE void cap(float (&s)[n][4], const Head& head, Gradient gradient) {
   constexpr float kWeak = 64.0f;
@@ -198,7 +198,7 @@ FA_DEVICE void cap(float (&s)[n][4], const Head& head, Gradient gradient) {
   }
 }
 
-// What is not seen weighs nothing.
+// Scores of keys that a row does not see become -inf.
 template <int n, class Places, class Gradient>
 FA_DEVICE void hide(float (&s)[n][4], const Places& at, const Visible& visible, int64_t rows,
                     Gradient gradient) {

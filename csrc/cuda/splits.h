@@ -9,9 +9,9 @@ constexpr int64_t kDecodeRows = 16;  // up to here, M is few enough to split the
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Of `blocks` blocks with `tiles` tiles of keys each: the fewest parts with which the
-// multiprocessors are nearly as busy as with any number, for at the end of a call some wait for
-// others. One where they are busy as it is.
+// For `blocks` blocks with `tiles` tiles of keys each: the fewest parts with which the
+// multiprocessors are nearly as busy as with the best number, as at the end of a call some wait for
+// others. One if the blocks alone keep them busy.
 inline int64_t splits(int64_t blocks, int64_t tiles, int64_t multiprocessors) {
   constexpr double kBusy = 0.8, kNearly = 0.85;
   if (static_cast<double>(blocks) >= kBusy * static_cast<double>(multiprocessors)) return 1;

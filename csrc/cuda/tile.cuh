@@ -1,4 +1,4 @@
-// Tiles of 16-bit elements in shared memory: where their chunks of 8 lie, and how they get there.
+// Tiles of 16-bit elements in shared memory: where their chunks of 8 are, and how they are loaded.
 #pragma once
 #include "../band.h"
 #include "ptx.cuh"
@@ -6,13 +6,13 @@
 namespace fa {
 
 // Rows of kColumns elements, a multiple of 32. Chunks of 16 bytes are swizzled, so that the eight
-// rows that ldmatrix reads at one chunk lie in eight different groups of banks.
+// rows that ldmatrix reads at one chunk are in eight different groups of banks.
 template <int rows, int columns>
 struct Tile {  // at a multiple of 128 bytes
   static_assert(columns % 32 == 0, "a row of chunks must hold the swizzle");
   static constexpr int kRows = rows, kColumns = columns, kChunks = columns / 8;
   static constexpr int kBytes = rows * columns * 2;
-  static constexpr int kSwizzled = columns % 64 == 0 ? 8 : 4;  // neighbours that change places
+  static constexpr int kSwizzled = columns % 64 == 0 ? 8 : 4;  // chunks that are permuted
 
   static FA_DEVICE uint32_t at(int row, int chunk) {
     const int flip = kSwizzled == 8 ? row & 7 : row >> 1 & 3;
@@ -20,16 +20,16 @@ struct Tile {  // at a multiple of 128 bytes
   }
 };
 
-// A matrix in global memory; what lies past its rows and columns reads as 0.
+// A matrix in global memory; elements past its rows and columns read as 0.
 struct Matrix {
-  static constexpr bool kEven = true;  // rows lie row_stride apart
+  static constexpr bool kEven = true;  // rows are row_stride apart
   const uint16_t* data;
   int64_t row_stride, column_stride;  // in elements
   int rows, columns;
   int chunked;  // rows of whole chunks of 8, each 16 bytes at a multiple of 16: all, or none
 
   FA_DEVICE const uint16_t* row(int r) const { return data + r * row_stride; }
-  // That one which lies so many elements further on.
+  // The matrix that begins so many elements further on.
   FA_DEVICE Matrix further(int64_t elements) const {
     return {data + elements, row_stride, column_stride, rows, columns, elements % 8 ? 0 : chunked};
   }
@@ -44,8 +44,9 @@ FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows
   return own;
 }
 
-// Keys or values of a head: an item's own, or in the order that its row of a table has of pages.
-// Read by tiles of so many rows, from `first` on: where one page has all of each, it is found once.
+// Keys or values of a head: an item's own, or in pages, in the order of the item's row of the
+// table. They are read by tiles of so many rows, from `first` on: if each is in one page, that is
+// found once.
 struct KeyRows : Matrix {
   const FaParams& batch;
   const FaTensor& pages;
@@ -55,7 +56,7 @@ struct KeyRows : Matrix {
                     int first, int tile)
       : Matrix(own), batch(batch), pages(pages), item(static_cast<int>(b)) {
     if (batch.page && chunked && (batch.page % tile || first % tile)) chunked = -1;  // one by one
-    if (batch.page && pages.stride[0] % 8) chunked = 0;  // where others begin, no chunk does
+    if (batch.page && pages.stride[0] % 8) chunked = 0;  // pages begin within chunks
   }
   FA_DEVICE const uint16_t* row(int r) const {
     if (!batch.page) return Matrix::row(r);
@@ -65,8 +66,8 @@ struct KeyRows : Matrix {
   }
 };
 
-// What a thread has of a tile that `threads` load: of every kStep-th row each kLanes-th chunk. All of
-// them are swizzled alike, so that where they lie differs from chunk to chunk by constants.
+// A thread's part of a tile that `threads` load: each kLanes-th chunk of every kStep-th row. All of
+// them are swizzled alike, so that their addresses differ by constants.
 template <class Tile, int threads>
 struct Share {
   static constexpr int kLanes = Tile::kSwizzled, kStep = threads / kLanes;
@@ -87,15 +88,15 @@ struct Share {
   }
 };
 
-// Rows from `first` on into a tile at `to` in shared memory, by all threads of the block: begun
-// where chunks can be copied by themselves, done where they cannot. The caller commits and waits.
+// Loads rows from `first` on into a tile at `to` in shared memory, by all threads of the block:
+// copies whole chunks asynchronously, single elements at once. The caller commits and waits.
 template <class Tile, int threads, class Rows>
 FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
   using Mine = Share<Tile, threads>;
   const Mine mine;
   if (!mine.any()) return;
   const uint32_t address = ptx::shared_address(to);
-  // A whole tile, in which nothing is compared.
+  // A whole tile needs no checks of bounds.
   if (Rows::kEven && from.columns == Tile::kColumns && first + Tile::kRows <= from.chunked) {
     const uint16_t* source = from.row(first + mine.row) + 8 * mine.chunk;
 #pragma unroll
@@ -136,8 +137,8 @@ FA_DEVICE void load_tile(unsigned char* to, const Rows& from, int first) {
 
 // -- fragments, as ptx::multiply takes them -------------------------------------------------------
 
-// From a lane's first address in a tile to that of 2 k chunks, and of 16 r rows, further on. Only
-// neighbouring chunks change places: few addresses are computed, and constants make the others.
+// From a lane's first address in a tile to the one 2 k chunks and 16 r rows further on. Only
+// neighbouring chunks are permuted: few addresses are computed, the others differ by constants.
 template <class Tile>
 FA_DEVICE uint32_t along(uint32_t first, int k, int r) {
   constexpr int pairs = Tile::kSwizzled / 2;
@@ -152,7 +153,7 @@ FA_DEVICE void load_left(uint32_t (&a)[4], uint32_t tile, int r, int k) {
   ptx::load_matrices(a, along<Tile>(tile + Tile::at(lane % 16, lane / 16), k, r));
 }
 
-// The same of a tile that is transposed: its rows 16 k on, columns 16 r on.
+// The same for a transposed tile: its rows from 16 k on, columns from 16 r on.
 template <class Tile>
 FA_DEVICE void load_left_transposed(uint32_t (&a)[4], uint32_t tile, int r, int k) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -160,8 +161,8 @@ FA_DEVICE void load_left_transposed(uint32_t (&a)[4], uint32_t tile, int r, int 
   ptx::load_matrices_transposed(a, along<Tile>(first, r, k));
 }
 
-// b of two products whose right sides are rows 16 n to 16 n + 7, and the next 8, of a tile,
-// columns 16 k on, transposed: {b[0], b[1]} and {b[2], b[3]}.
+// b of two products with right sides from rows 16 n to 16 n + 7, and the next 8, of a tile, columns
+// 16 k on, transposed: {b[0], b[1]} and {b[2], b[3]}.
 template <class Tile>
 FA_DEVICE void load_right_transposed(uint32_t (&b)[4], uint32_t tile, int n, int k) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -169,7 +170,7 @@ FA_DEVICE void load_right_transposed(uint32_t (&b)[4], uint32_t tile, int n, int
   ptx::load_matrices(b, along<Tile>(first, k, n));
 }
 
-// The same of right sides that are rows 16 k on, columns 16 n to 16 n + 7 and the next 8.
+// The same for right sides that are rows 16 k on, columns 16 n to 16 n + 7 and the next 8.
 template <class Tile>
 FA_DEVICE void load_right(uint32_t (&b)[4], uint32_t tile, int k, int n) {
   const int lane = static_cast<int>(threadIdx.x) % 32;

@@ -1,7 +1,7 @@
-// fastattn/crossing.py in C++, for CPython's stable ABI: the functions by which tensors
-// cross to the kernels. Nothing needs it: without it Python does the same, some microseconds
-// slower. It knows torch by DLPack alone, whose exchange table (its C ABI for exactly this)
-// tells where a tensor lies without a method call.
+// fastattn/crossing.py in C++, for CPython's stable ABI: the functions that pass tensors to the
+// kernels. It is optional: without it Python does the same, some microseconds slower. It uses torch
+// through DLPack alone: the exchange table (a C ABI for exactly this) gives a tensor's address
+// without a method call.
 #define Py_LIMITED_API 0x030A0000  // Python 3.10
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -67,15 +67,15 @@ char* address(const DLTensor& x) { return static_cast<char*>(x.data) + x.byte_of
 
 // --- kind ---------------------------------------------------------------------------------------
 
-// 1 when `x` is memory as its strides say, 0 when it is not, -1 with an exception.
+// 1 if `x` is memory with its strides and nothing else, 0 if it is not, -1 with an exception.
 int is_plain(PyObject* x, DLTensor& d) {
   PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
   if (type != tensor_type && type != parameter_type) return 0;
-  if (view(x, &d)) {  // without storage, not strided, or of a dtype that DLPack has not
+  if (view(x, &d)) {  // without storage, not strided, or of a dtype that DLPack lacks
     PyErr_Clear();
     return 0;
   }
-  if (!d.data) {  // an empty tensor, or zeros that are nowhere
+  if (!d.data) {  // an empty tensor, or zeros without memory
     int64_t size = 1;
     for (int32_t i = 0; i < d.ndim; ++i) size *= d.shape[i];
     if (size) return 0;
@@ -113,8 +113,8 @@ PyObject* kind(PyObject*, PyObject* tensors) {
 
 // --- laid ---------------------------------------------------------------------------------------
 
-// Of a tuple of tensors, of tuples that begin with one, of whole numbers and None; None where
-// something else is among them, or a tensor that DLPack has not.
+// For a tuple of tensors, of tuples that begin with one, of whole numbers and None. Returns None if
+// something else is among them, or a tensor that DLPack cannot describe.
 PyObject* laid(PyObject*, PyObject* args) {
   enum { kNone = -1, kNumber = -2 };
   constexpr Py_ssize_t kMost = 192;  // of words
@@ -158,10 +158,10 @@ enum Crosses { kStrided, kBroadcast, kColumn, kPair, kPointer };  // crossing.CR
 struct Place {
   int32_t at;  // in bytes, in FaCall
   int32_t crosses;
-  int32_t size;  // where its sizes are, or -1
+  int32_t size;  // offset of its sizes, or -1
 };
 
-// `x` at a place; false where it does not fit there.
+// Writes `x` to a place; false if it does not fit there.
 bool write(FaCall& call, Place place, const DLTensor& x) {
   const size_t bytes = place.crosses == kPointer ? sizeof(void*) : sizeof(FaTensor);
   if (place.at < 0 || place.at + bytes > sizeof call) return false;
@@ -212,7 +212,7 @@ bool write(FaCall& call, Place place, const DLTensor& x) {
   return fits;
 }
 
-// FaCall of a template, and of `tensors`, each at its place; None is left out.
+// Makes an FaCall of a template and of `tensors`, each at its place; None is skipped.
 bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors) {
   char *bytes, *at;
   Py_ssize_t size, places_size;
@@ -267,7 +267,7 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
   const int brief = PyObject_IsTrue(args[2]);
   if (PyErr_Occurred()) return nullptr;
   int64_t status;
-  if (brief) {  // to let others have the interpreter would take as long
+  if (brief) {  // releasing the GIL would take as long
     status = run(&call, which);
   } else {
     Py_BEGIN_ALLOW_THREADS
@@ -277,7 +277,7 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
   return PyLong_FromLongLong(status);
 }
 
-// Of the CUDA library: entries, what makes a workspace, then what csrc/abi.h asks of them.
+// For the CUDA library: two entries, what allocates a workspace, then what csrc/abi.h asks for.
 PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
   FaCall call;
   if (!has(n, 10) || !fill(call, args[7], args[8], args[9])) return nullptr;
@@ -302,10 +302,10 @@ PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
     call.params.workspace = reinterpret_cast<void*>((at + kTo - 1) / kTo * kTo);
   }
   int64_t code;
-  Py_BEGIN_ALLOW_THREADS  // a full queue of launches waits
+  Py_BEGIN_ALLOW_THREADS  // waits if the queue of launches is full
   code = run(&call, numbers[0], numbers[1], numbers[2], stream);
   Py_END_ALLOW_THREADS
-  Py_XDECREF(workspace);  // whoever gets that memory next comes later on the stream
+  Py_XDECREF(workspace);  // memory is reused later on the same stream
   return PyLong_FromLongLong(code);
 }
 

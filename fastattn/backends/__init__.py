@@ -1,4 +1,4 @@
-"""A file for each backend; importing it registers the backend. They do not know each other."""
+"""The backends. Importing a module registers its backend. No backend imports another one."""
 
 from . import cpu, cuda, reference, triton_tangents
 

@@ -1,4 +1,4 @@
-"""Launcher of the C++ kernels in csrc/cpu: the tiny calls' short way, and what the status says."""
+"""Launcher of the C++ kernels in csrc/cpu: a short way for tiny calls, and errors by status."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Cpu(Launcher):
     def _launch(
         self, which: int, spec: AttentionSpec, t: Tensors, after: tuple[Tensor | None, ...]
     ) -> None:
-        # At once, and with no workspace: the library finds its own.
+        # Packs and launches in one step, without a workspace: the library allocates its own.
         if spec.given:
             t = convert(spec, t)
         kept, entry = prepared(spec), native.cpu().run_at

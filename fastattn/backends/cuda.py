@@ -1,4 +1,4 @@
-"""Launcher of the CUDA kernels in csrc/cuda: on the stream of the caller, waiting for nothing."""
+"""Launcher of the CUDA kernels in csrc/cuda: on the stream of the caller, without waiting."""
 
 from __future__ import annotations
 
@@ -32,15 +32,16 @@ def unavailable() -> str | None:
 
 
 def current_stream(device: int) -> int:
-    """The caller's, of that device. Without an object for it, where torch can: that takes longer
-    than all else here."""
+    """The caller's stream on a device. It makes no Stream object if torch can do without: that
+    would take longer than all else here."""
     raw = getattr(torch._C, "_cuda_getCurrentRawStream", None)
     return raw(device) if raw else torch.cuda.current_stream(device).cuda_stream
 
 
 @functools.cache
 def met(device: torch.device) -> int:
-    """The multiprocessors of a device. The first call there says what it will wait for."""
+    """The number of multiprocessors of a device. The first call there warns if the driver has to
+    translate the kernels."""
     if device.type == "cuda" and native.cuda().translates():
         warnings.warn(waiting(device), stacklevel=2)
     return gpu.processors(device)
@@ -103,7 +104,7 @@ class Cuda(Launcher):
     def _launch(
         self, which: int, spec: AttentionSpec, t: Tensors, after: tuple[Tensor | None, ...]
     ) -> None:
-        # At once, where there is an extension. Nothing of a call is kept for the next.
+        # In one step, if there is an extension. Nothing of a call is kept for the next.
         library, q = self.library, t.q
         if launch_on is None or not library.run_at:
             return super()._launch(which, spec, t, after)

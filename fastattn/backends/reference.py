@@ -17,7 +17,7 @@ from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tenso
 
 
 def _without_autocast(method):
-    """What is computed here is computed in the dtype it says, wherever it is called."""
+    """Turn autocast off in a method, so that it computes in the dtypes that it names."""
 
     @functools.wraps(method)
     def run(self, spec: AttentionSpec, *args):
@@ -27,7 +27,8 @@ def _without_autocast(method):
     return run
 
 
-# A tensor that the oracle lacks is no argument of it, and raises; a scalar is named here.
+# The features of every tensor, because the oracle raises for an argument that it lacks. Features of
+# scalars are listed here.
 ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values())) | (
     Feature.BAND
     | Feature.SOFTCAP
@@ -91,7 +92,7 @@ class Reference:
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
         dp = dout @ _heads(spec, w.given("v"), w).mT * kept
-        # By out, not by p and dp: a ring holds rows that have keys elsewhere; out is of all keys.
+        # From out, not from p and dp: in a ring, rows have keys on other ranks; out is of all keys.
         delta = (out.to(p.dtype) * dout).sum(-1) - (0 if dlse is None else dlse)
         grads = _score_gradients(spec, w, p, dp, delta)
         grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
@@ -170,13 +171,13 @@ class Reference:
         return _as_inputs(spec, t, _score_gradients(spec, w, p, dp, delta), wants)
 
 
-# The optional tensors, but for those that come after the scores, and what a sequence has not.
+# The optional tensors, except those used after the scores and those of packed batches alone.
 _OTHERS = ("sinks", "seed", "normaliser", "cu_q", "cu_k", "pages", "k_scale", "v_scale")
 _OF_SCORES = [x for x in Tensors._field_defaults if x not in _OTHERS]
 
 
 def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
-    """16-bit inputs in float32, and key lengths that are in range."""
+    """The tensors with q, k and v in float32 at least, and with key lengths clamped to the keys."""
     check_values(spec, t)
     q, k, v, lengths = t.q, t.k, t.v, t.lengths
     if lengths is not None:
@@ -187,7 +188,7 @@ def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
 
 
 def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
-    """The oracle's arguments for scores; causal is the right edge of the window, and its place."""
+    """The oracle's arguments for scores. The window's right edge and the place stand for causal."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
     return {ARGUMENTS[name].public: getattr(t, name) for name in _OF_SCORES} | dict(
         causal=False,
@@ -203,7 +204,7 @@ def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
 
 
 def _heads(spec: AttentionSpec, x: Tensor, t: Tensors) -> Tensor:
-    """Keys or values as the query heads see them, with 0 at and past the key lengths."""
+    """Keys or values repeated for all query heads, with 0 at and past the key lengths."""
     if t.lengths is not None:
         inside = oracle.within(t.lengths, x.shape[2], spec.place)
         x = x.masked_fill(~inside[:, None, :, None], 0)
@@ -211,7 +212,7 @@ def _heads(spec: AttentionSpec, x: Tensor, t: Tensors) -> Tensor:
 
 
 def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | float]:
-    """P = exp(S - normaliser), and what dropout multiplies it by."""
+    """P = exp(S - normaliser), and the factors by which dropout multiplies it."""
     s = oracle.scores(t.q, t.k, **score_arguments(spec, t))
     p, again = oracle.weights(s, t.given("normaliser")), (spec.items_again, spec.heads_again)
     return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed, spec.place, again)
@@ -220,7 +221,7 @@ def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | fl
 def _score_gradients(
     spec: AttentionSpec, t: Tensors, p: Tensor, dp: Tensor, delta: Tensor
 ) -> dict[str, Tensor]:
-    """dS = P (dP - delta) (Dao 2023, section 3.1), and from it those of q, k, mask and sinks."""
+    """dS = P (dP - delta) (Dao 2023, section 3.1), and from it dq, dk, dmask and dsinks."""
     grads = {}
     k = _heads(spec, t.k, t)
     ds = p * (dp - delta[..., None])
@@ -235,7 +236,7 @@ def _score_gradients(
 
 
 class _Moved(NamedTuple):
-    """What moves with the tensors of a call."""
+    """Tangents of what a call computes on the way to out."""
 
     products_t: Tensor  # of q.k, (B,H,M,N)
     p_t: Tensor  # of the probabilities, P (s_t - lse_t)
@@ -254,7 +255,7 @@ def _moved(spec: AttentionSpec, t: Tensors, u: Tangents, p: Tensor) -> _Moved:
     s_t = products_t * oracle.derivative(t.q, k, **score_arguments(spec, t))
     if u.mask is not None:
         s_t = s_t + u.mask
-    s_t = s_t.masked_fill(p == 0, 0)  # what is hidden may be no number
+    s_t = s_t.masked_fill(p == 0, 0)  # the tangent of a hidden score may be NaN
     lse_t = (p * s_t).sum(-1)
     if u.sinks is not None:
         lse_t = lse_t + _seen(_shares(t, p), u.sinks[:, None])
@@ -268,7 +269,7 @@ def _shares(t: Tensors, p: Tensor) -> Tensor:
 
 
 def _seen(share: Tensor, moves: Tensor) -> Tensor:
-    """Their product, 0 where there is no share: a sink of -inf may move by no number."""
+    """share * moves, but 0 where the share is 0: the tangent of a sink of -inf may be NaN."""
     return torch.where(share > 0, share * moves, 0.0)
 
 
@@ -281,7 +282,7 @@ def _score_tangents(
     dps: tuple[Tensor, Tensor],
     deltas: tuple[Tensor, Tensor],
 ) -> dict[str, Tensor]:
-    """The tangents of what `_score_gradients` gives, term by term."""
+    """The tangents of the gradients from `_score_gradients`, term by term."""
     grads = {}
     (dp, dp_t), (delta, delta_t) = dps, deltas
     ds = p * (dp - delta[..., None])
@@ -312,7 +313,7 @@ def _sum_groups(spec: AttentionSpec, x: Tensor) -> Tensor:
 def _as_inputs(
     spec: AttentionSpec, t: Tensors, grads: dict[str, Tensor], wants: Sequence[str]
 ) -> dict[str, Tensor]:
-    """The gradients that are wanted, in each input's shape, as they are stored."""
+    """The gradients that are wanted, each in its input's shape and in the dtype of storage."""
     found = {}
     for name in wants:
         x = getattr(t, name)

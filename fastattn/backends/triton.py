@@ -21,21 +21,21 @@ from ..launcher import prepared
 from ..spec import PLACED, AttentionSpec, Feature, Tensors
 
 OLDEST = (3, 6)
-TINY, HUGE = 1e-18, 1e18  # units of scores by which slopes can be divided
-MOST = 1e38  # a real number of a call, which float32 holds
+TINY, HUGE = 1e-18, 1e18  # the range of units of scores by which slopes can be divided
+MOST = 1e38  # the bound for a call's real numbers, which float32 can hold
 OWNS = dict(forward="rows", dq="rows", dkv="keys", dk="keys", dv="keys")
-LONGEST_FIRST_BYTES = 32 << 20  # of keys and values that the L2 cache shares among programs
+LONGEST_FIRST_BYTES = 32 << 20  # keys and values that programs share in the L2 cache
 
 
 @functools.lru_cache(maxsize=1)
 def kernels() -> SimpleNamespace:
-    """The kernels. Triton is imported here and nowhere earlier."""
+    """The modules of kernels. The first call imports Triton, which nothing does earlier."""
     if not interpreted():
         compiled.find_cache()
     names = ("tile", "score", "block_mask", "forward", "backward", "decode", "weights")
     names += ("tangent", "jvp", "second")
     found = {x: importlib.import_module(f"fastattn.kernels.{x}") for x in names}
-    # What NamedTuple._make does, without counting.
+    # NamedTuple._make without its check of the length.
     operand = functools.partial(tuple.__new__, found["tile"].Operand)
     return SimpleNamespace(**found, operand=operand)
 
@@ -140,17 +140,17 @@ class Triton:
 
 
 class Alike(NamedTuple):
-    """What is derived of a call, and kept for those like it."""
+    """What is derived from a call, and cached for calls of the same kind."""
 
     arch: int
     flags: Any
-    tiled: tuple[Any, ...]  # what its tiles are chosen by
+    tiled: tuple[Any, ...]  # the arguments by which `tuning.config` chooses its tiles
     launches: dict[tuple[Any, ...], Launch]
 
 
 class Job:
-    """One call's arguments, as the kernels want them, and the passes over them. Its device is the
-    current one."""
+    """One call's arguments in the form that kernels take, and the passes over them. Its device must
+    be the current one."""
 
     spec: AttentionSpec
     t: Tensors
@@ -191,11 +191,11 @@ class Job:
 
     def derive(self, arch: int, tf32: bool, inputs: tuple[Any, ...]) -> Alike:
         spec = self.spec
-        if spec.storage is not None:  # what is kept is as wide as what it stands for
+        if spec.storage is not None:  # judge k and v by their head dims, as 16-bit rows
             inputs = inputs[:1] if spec.D % 8 == spec.Dv % 8 == 0 else ()
         wide = bool(inputs) and all(describable(x) for x in inputs if x is not None)
-        # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers. None
-        # gathers rows of pages.
+        # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers. A
+        # descriptor cannot gather rows of pages.
         tma = (
             90 <= arch < 120 and self.t.v is not None and wide and not (spec.paged or spec.storage)
         )
@@ -203,7 +203,7 @@ class Job:
         busy = [x for x in tuning.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         if spec.dtype.itemsize == 2:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
-            # Rows among others may lie otherwise, and have the same tile all the same.
+            # row_invariant: in another call the same rows may be narrow, and need the same tile.
             busy += ["narrow"] * (not wide or spec.row_invariant) + ["wide mask"] * wide_mask
         return Alike(arch, f, (arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy)), {})
 
@@ -275,8 +275,8 @@ class Job:
     # ----------------------------------------------------------------------------------- backward
 
     def find_delta(self, out: Tensor | None, normaliser: Tensor, dlse: Tensor | None) -> None:
-        """self.normaliser, and self.of_rows, what backward reads of a row: what is taken off its
-        scores, in two numbers, and delta, what dP loses by the normalisation."""
+        """Compute self.normaliser, and self.of_rows, which backward reads for each row: two numbers
+        to subtract from its scores, and delta, to subtract from dP."""
         spec = self.spec
         self.normaliser = normaliser.contiguous()
         items, M, _ = spec.lies
@@ -366,7 +366,7 @@ class Job:
             lambda c: programs,
             self.inputs,
             (self.of_rows, partial),
-            # One tile from each: not worth a descriptor. And the mask is read whatever it shows.
+            # One tile from each tensor is not worth a descriptor. The mask is read in any case.
             F=self.flags._replace(tma=False, block_mask=False),
             GIVEN=self.spec.weights,
             SUMMED=summed,
@@ -397,7 +397,7 @@ class Job:
         return min(heads, spec.B * spec.H)
 
     def block_mask(self, side: str, c: tuning.Config) -> Any:
-        """The BlockMask of a pass whose tiles, of these sizes, own "rows" or "keys"."""
+        """The BlockMask of a pass with tiles of these sizes that own "rows" or "keys"."""
         if found := self.block_masks.get((side, c.BM, c.BN)):
             return found
         spec, (mask, lengths, *_), of_keys = self.spec, self.extras, side == "keys"
@@ -442,8 +442,8 @@ class Job:
         config: tuning.Config | None = None,
         **constexprs: Any,
     ) -> None:
-        """Run a kernel on a grid of `programs(config)`, with this tile, or that of its table or
-        search.
+        """Run a kernel on a grid of `programs(config)`, with this tile, else with that of its table
+        or of the autotuner.
 
         own: its first arguments, which are tensors of the call.
         """
@@ -472,7 +472,7 @@ class Job:
 
         config = config or self.config(which)
         if self.searches:
-            given = [x is not None for x in args]  # a kernel without some is another kernel
+            given = [x is not None for x in args]  # with None for some, it is another kernel
             key = autotune.key(which, spec, self.device, **constexprs, given=given)
             alternatives = tuning.candidates(which, config)
             config = autotune.best(key, config, alternatives, lambda c: timed(attempt, c))
@@ -492,20 +492,20 @@ def timed(attempt: Callable[[tuning.Config], Any], config: tuning.Config) -> flo
 
 
 def run(kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> Any:
-    """Triton's own launch. Returns the compiled kernel; nothing, in the interpreter."""
+    """Launch through Triton. Returns the compiled kernel, or None in the interpreter."""
     if interpreted():
         return kernel[grid](*args, **kwargs)
     try:
         return compiled.with_workspace(kernel[grid], *args, **kwargs)
-    except RuntimeError as error:  # of the driver, when it loads or launches
+    except RuntimeError as error:  # from the driver, when it loads or launches a kernel
         if what := trouble.advice(str(error)):
             raise RuntimeError(f"Triton failed at {kernel.__name__}: {error}: {what}") from error
         raise
 
 
 def longest(spec: AttentionSpec) -> tuple[int, int]:
-    """M and N: of a packed batch those of its longest sequence. It has no more than all have, but a
-    mask may."""
+    """M and N; in a packed batch, those of its longest sequence: no more than all sequences have,
+    unless a mask has more."""
     if spec.packed and spec.mask_shape is None:
         return min(spec.M, spec.T), spec.N if spec.paged else min(spec.N, spec.S)
     return spec.M, spec.N
@@ -522,12 +522,13 @@ def padded(head_dim: int) -> int:
 
 
 def tf32() -> bool:
-    """Has the user let torch's float32 products be tf32?"""
+    """True if the user lets torch compute float32 products in tf32."""
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def describable(x: Tensor) -> bool:
-    """Can a tensor descriptor read it? 16-bit, and 16-byte addresses of every row."""
+    """True if a tensor descriptor can read x: 16-bit, with the address of every row a multiple of
+    16 bytes."""
     *outer, last = x.stride()
     return (
         x.dtype.itemsize == 2
@@ -550,13 +551,13 @@ def operand(x: Tensor | None) -> Any:
 
 
 def bits(x: Tensor | None) -> Tensor | None:
-    """float8 as the whole numbers that hold it: `tile.widened` reads those."""
+    """8-bit rows viewed as int8, because `tile.widened` decodes float8 itself."""
     return None if x is None else x.view(torch.int8)
 
 
 def step(page: int) -> int:
     """The largest power of two that divides a page, 256 at most: kernels divide by it at no cost,
-    and a tile that divides it lies in one page."""
+    and a tile of a size that divides it is inside one page."""
     return math.gcd(page, 256)
 
 
@@ -604,8 +605,8 @@ def extras(spec: AttentionSpec, t: Tensors) -> Any:
 
 
 def structured(spec: AttentionSpec) -> bool:
-    """Is a mask looked at before it is used? Not where rows have the bits that they have among any
-    others: the order of keys depends on the tile."""
+    """True if a mask is looked at for its structure before it is used. Not with row_invariant: the
+    order of keys would depend on the tile."""
     shape = (1,) * 4 + (spec.mask_shape or ())
     if shape[-2] == 1 or spec.packed or spec.weights or spec.row_invariant:
         return False
@@ -613,7 +614,8 @@ def structured(spec: AttentionSpec) -> bool:
 
 
 def scaled(spec: AttentionSpec) -> bool:
-    """Are logits scores times a positive number? A mask that is added is one of logits."""
+    """True if logits are scores times a positive number. Not with an additive mask, which has the
+    unit of logits."""
     added = spec.mask_shape is not None and spec.mask_dtype != torch.bool
     return TINY < (spec.softcap or spec.scale) < HUGE and not added
 
@@ -625,7 +627,7 @@ def _no_extras():
 
 @functools.lru_cache(maxsize=4096)
 def flags(spec: AttentionSpec, tf32: bool, tma: bool):
-    """What the call uses, for the compiler."""
+    """The features that a call uses, as constants for Triton's compiler."""
     masked = spec.mask_shape is not None
     varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
     return kernels().score.Flags(

@@ -61,7 +61,7 @@ class TritonWithTangents(Triton):
 
 
 class Moved(Job):
-    """One call whose tensors move. Its gradients are the tangents of gradients."""
+    """One call on tensors with tangents. Its gradients are the tangents of gradients."""
 
     moving: Any
     sinks_t: Tensor | None
@@ -88,8 +88,8 @@ class Moved(Job):
             dout=None if dout_t is None else operand(rows_in_line(dout_t)),
         )
         self.sinks_t = u.sinks
-        # Twice the tiles of the other passes: none through descriptors, which want stages of all.
-        # And masks are read whatever they show.
+        # These passes load twice the tiles of others. None goes through a descriptor, because all
+        # would then need pipeline stages. Masks are always read, whatever their structure.
         self.pointers = self.flags._replace(tma=False, block_mask=False)
 
     def jvp(self, out: Tensor, normaliser: Tensor, out_t: Tensor, lse_t: Tensor) -> None:
@@ -104,7 +104,7 @@ class Moved(Job):
         )
 
     def find_rates(self, out: Tensor, out_t: Tensor, lse_t: Tensor, dlse_t: Tensor | None) -> None:
-        """self.rates, what the tangents read of a row beside self.of_rows: lse_t and delta_t."""
+        """Compute self.rates: lse_t and delta_t of each row, which `walk_keys` and others read."""
         self.lse_t = lse_t
         self.rates = self.of_rows.new_empty((2, *self.of_rows.shape[1:]))
         items, pitch = self.rates.shape[1], self.rates.shape[3]
@@ -167,7 +167,7 @@ class Moved(Job):
 
 
 def rows_in_line(x: Tensor) -> Tensor:
-    """Rows that kernels read in wide loads: what one number is expanded to has none."""
+    """x with contiguous rows, which kernels read in wide loads. An expanded number has none."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -1,7 +1,7 @@
-"""Attention over the ranks of torch.distributed: the same function as on one of them.
+"""Attention over the ranks of torch.distributed: the same function as on one rank.
 
 Each rank has a part of the sequence. Masks, windows, bias, sinks, gradients and dropout's draws are
-those of one call on the whole: `fastattn.Place` tells the kernels where a block lies in it.
+those of one call on the whole: `fastattn.Place` gives kernels the position of a block in it.
 """
 
 from ..public_names import set_module

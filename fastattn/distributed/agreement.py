@@ -1,4 +1,4 @@
-"""Do all ranks make the same call? One small exchange before it, and what each finds out there."""
+"""Check before a call that all ranks make the same one: a small exchange of sizes and arguments."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .collectives import exchange, waiting
 
 
 class Own(NamedTuple):
-    """What each rank has of its own. seed: drawn, where none was given; the first rank's counts.
-    mask_rows: what its mask has, as far as this rank can tell: `UNCLEAR` if it has one row."""
+    """What may differ between ranks. seed: drawn if none was given; the first rank's is used.
+    mask_rows: whether its mask has `ROWS` or `NO_ROWS`; `UNCLEAR` if the rank has one row."""
 
     rows: int
     keys: int
@@ -37,14 +37,14 @@ def mask_rows(mask: Tensor | None, rows: int) -> int:
 
 
 class Team(NamedTuple):
-    """The ranks of a call. groups: one of all of them; or those of a mesh's dimensions that this
-    rank is in, the outermost first: ranks count along the last one first."""
+    """The ranks of a call. groups: one group of all of them; or this rank's group along each
+    dimension of a mesh, the outermost first. Ranks count along the last dimension first."""
 
     groups: tuple[dist.ProcessGroup, ...]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """How many ranks each has."""
+        """The number of ranks in each group."""
         return tuple(map(dist.get_world_size, self.groups))
 
     @property
@@ -59,14 +59,14 @@ class Team(NamedTuple):
         return found
 
     def all(self, mine: Any, gather: Callable[[Any, dist.ProcessGroup], list[Any]]) -> list[Any]:
-        """What each rank has; `gather` does it for a group."""
+        """The values of all ranks. `gather` collects the values of a group."""
         found = [mine]
         for group in reversed(self.groups):
             found = [x for part in gather(found, group) for x in part]
         return found
 
     def table(self, row: Sequence[int], device: torch.device) -> list[list[int]]:
-        """The row of each rank."""
+        """The rows of all ranks."""
 
         def gather(rows: list[list[int]], group: dist.ProcessGroup) -> list[list[list[int]]]:
             sent = torch.tensor(rows, dtype=torch.int64, device=device)
@@ -77,7 +77,7 @@ class Team(NamedTuple):
         return self.all(list(row), gather)
 
     def said(self, what: Any) -> list[Any]:
-        """By each rank, once all know that there is something to say."""
+        """The objects `what` of all ranks, which all call this after `table` has shown a need."""
 
         def gather(each: list, group: dist.ProcessGroup) -> list[list]:
             found: list[Any] = [None] * dist.get_world_size(group)
@@ -89,8 +89,8 @@ class Team(NamedTuple):
 
 
 def need_team(group: Any) -> Team:
-    """Of a group of ranks, of a mesh, or of all ranks. Raises RuntimeError where there is none,
-    ValueError for what is none of these."""
+    """The team of a group of ranks, of a mesh, or of all ranks (None). Raises RuntimeError if
+    torch.distributed is not initialised, ValueError for any other group."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(
             "fastattn.distributed: got no group of ranks, expected torch.distributed to have one: "
@@ -114,11 +114,11 @@ def agree(
     device: torch.device,
     team: Team,
 ) -> list[Own]:
-    """What every rank has; each calls this once a call. facts: what must be the same, by the names
-    of arguments.
+    """The `Own` of every rank. Each rank calls this once a call. facts: values that must be the
+    same on all ranks, by the names of arguments. trouble: the error in this rank's own arguments.
 
-    Raises on every rank, with rank and argument: ValueError where facts differ; the `trouble` that
-    a rank has with its own arguments there, and RuntimeError about it on the others.
+    Raises on every rank, with rank and argument: ValueError if facts differ. If a rank has
+    `trouble`, it raises that, and the others raise RuntimeError about it.
     """
     mine = [trouble is not None, *own, *map(digest, facts.values())]
     every = team.table(mine, device)
@@ -146,7 +146,7 @@ def _difference(name: str, values: Sequence[Any]) -> str:
 
 
 def digest(value: Any) -> int:
-    """64 bits of what repr says."""
+    """A hash of 64 bits of the value's repr."""
     found = hashlib.blake2b(repr(value).encode(), digest_size=8).digest()
     return int.from_bytes(found, "little", signed=True)
 
@@ -155,7 +155,8 @@ BROADCAST = {argument.public for argument in ARGUMENTS.values() if argument.broa
 
 
 def facts_of(arguments: Mapping[str, Any], but: Sequence[int] = ()) -> dict[str, Any]:
-    """Of arguments beside q, k and v. but: sizes of a mask that ranks may have of their own."""
+    """The facts about arguments other than q, k and v. but: a mask's dimensions of which the sizes
+    may differ between ranks."""
 
     def fact(name: str, x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -166,7 +167,7 @@ def facts_of(arguments: Mapping[str, Any], but: Sequence[int] = ()) -> dict[str,
 
 
 def told(x: Tensor | None, but: Sequence[int] = ()) -> Any:
-    """A tensor as a fact: all but the sizes at `but`, which ranks may have of their own."""
+    """A tensor as a fact, without its values. The sizes at `but` may differ between ranks."""
     if x is None:
         return None
     shape = tuple("any" if d - x.ndim in but else n for d, n in enumerate(x.shape))
@@ -175,5 +176,5 @@ def told(x: Tensor | None, but: Sequence[int] = ()) -> Any:
 
 
 def values_told(x: Tensor) -> Any:
-    """The same of a small tensor that is the whole call's, with its values if they lie at hand."""
+    """The same for a small tensor that every rank has whole, with its values if it is on a CPU."""
     return *told(x), x.detach().tolist() if x.device.type == "cpu" else "unread"

@@ -32,7 +32,7 @@ STRATEGIES: dict[str, Callable[[Whole, Tensor, Tensor, Tensor], tuple[Tensor, Te
     "ulysses": ulysses.attention,
     "usp": usp.attention,
 }
-DIMENSIONS = {"ring": 1, "ulysses": 1, "usp": 2}  # of the mesh that each takes, else any
+DIMENSIONS = {"ring": 1, "ulysses": 1, "usp": 2}  # of the mesh; a strategy not listed takes any
 
 
 @overload
@@ -74,7 +74,7 @@ def attention(
     return_lse: bool,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@unseen  # by compilers: what ranks say to each other is no part of a graph
+@unseen  # by compilers: what ranks send to each other is no part of a graph
 @with_arguments
 def attention(
     q: Tensor,
@@ -88,36 +88,36 @@ def attention(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastattn.attention` of a sequence whose parts lie on the ranks of a group.
+    """`fastattn.attention` of a sequence that is divided among the ranks of a group.
 
-    q (B,H,M,D), k (B,Hk,N,D) and v (B,Hk,N,Dv) are this rank's rows and keys, all heads; each rank
-    calls it with its own and gets the out of its rows (B,H,M,Dv), and with return_lse their LSE
-    (B,H,M): what one rank would give for all of them, causal, windows, ALiBi and dropout's draws
-    included. Gradients of q, k and v are those of the sum of all ranks' losses.
+    q (B,H,M,D), k (B,Hk,N,D) and v (B,Hk,N,Dv) are this rank's rows and keys, with all heads. Each
+    rank passes its own and gets the out of its rows (B,H,M,Dv), and with return_lse their LSE
+    (B,H,M). These are the results of one call on the whole sequence, with causal, windows, ALiBi
+    and dropout's draws. Gradients of q, k and v are those of the sum of all ranks' losses.
 
-    group: a torch.distributed group, a DeviceMesh, or None for all ranks. Of a mesh of several
+    group: a torch.distributed group, a DeviceMesh, or None for all ranks. In a mesh of several
         dimensions ranks count along the last one first.
     strategy: "gather" sends every rank all keys and values; out, LSE and the gradients of q and of
         a mask that has rows have the bits that they have on one rank. "ulysses" (DeepSpeed-Ulysses,
-        Jacobs 2023) sends each rank all rows of H / P heads: a P that divides H; where it divides
-        Hk, too, everything has the bits of one rank. "ring" (Ring Attention, Liu 2023) sends keys
-        on from rank to rank while it computes, so that memory falls as 1 / P; hops that no row sees
-        are left out; it has first derivatives alone. "usp" (Fang 2024) is ulysses along the last
-        dimension of a mesh of two and a ring along the first. "auto" is the one of them that takes
-        the least time by `cost.py`, from sizes and stated rates; with row_invariant one that keeps
-        the bits. `explain` says which, and why.
-    layout: how the sequence lies, "contiguous" (parts of any sizes, in the order of ranks) or
+        Jacobs 2023) sends each rank all rows of H / P heads; P must divide H. If it divides Hk,
+        too, everything has the bits of one rank. "ring" (Ring Attention, Liu 2023) sends keys on
+        from rank to rank while it computes, so that memory falls as 1 / P. It leaves out hops with
+        keys that no row sees, and has first derivatives alone. "usp" (Fang 2024) is ulysses along
+        the last dimension of a mesh of two and a ring along the first. "auto" is the strategy that
+        takes the least time by `cost.py`, from sizes and stated rates; with row_invariant, one that
+        keeps the bits. `explain` shows which, and why.
+    layout: how the sequence is divided, "contiguous" (parts of any sizes, in the order of ranks) or
         "zigzag"; see `shard`.
-    agree: ask first whether all ranks make the same call, in one small exchange; a difference
-        raises everywhere. Without it each rank must have as many rows and keys as the others, a
-        layout that says so, and a seed if it drops.
+    agree: first check in one small exchange that all ranks make the same call; a difference raises
+        on every rank. With False each rank must have as many rows and keys as the others, a layout
+        with such parts, and with dropout a seed.
     arguments: those of `attention`. mask broadcasts to (B,H,M, all keys), with this rank's rows.
-        key_lengths, alibi_slopes and sinks are the whole call's; the gradients of sinks, and of a
-        mask without rows, which every rank holds whole, are sums over ranks, the same on each. With
-        seed None the first rank draws. place has head, item and bottom_right alone.
+        key_lengths, alibi_slopes and sinks are the whole call's. Every rank has sinks, and a mask
+        without rows, whole: their gradients are sums over ranks, the same on each. With seed None
+        the first rank draws. place may set head, item and bottom_right alone.
 
-    Raises as `attention`; ValueError naming rank and argument where ranks differ; RuntimeError
-    where another rank raised, died, or did not come within the group's timeout.
+    Raises as `attention`; ValueError naming rank and argument if ranks differ; RuntimeError if
+    another rank raised, died, or did not answer within the group's timeout.
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")
@@ -129,8 +129,8 @@ def attention(
 
 
 def weighed(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[cost.Call, dict[str, Cost]]:
-    """What is known of a call, and what each strategy that `auto` may choose would take: the same
-    on every rank, for nothing that a rank has of its own goes in."""
+    """What is known of a call, and the cost of each strategy that `auto` may choose. Both are the
+    same on every rank, because nothing that differs between ranks goes in."""
     undropped = {"place": call.at(), "dropout_p": 0.0, "seed": None}
     t, o = prepare(q, k, v, call.arguments | undropped)
     lo, hi = ring.band(call.rows, call.keys, o, t.lengths is not None)
@@ -148,8 +148,8 @@ def cheapest(found: Mapping[str, Cost]) -> str:
 
 
 def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bool = False) -> str:
-    """Why it cannot run a call of so many heads on ranks of these dimensions, or keep what
-    row_invariant says of bits; or nothing."""
+    """Why a strategy cannot run a call of so many heads on a mesh of these sizes, or cannot keep
+    the bits that row_invariant promises; "" if it can."""
     dims, ranks = len(sizes), sizes[-1]
     if DIMENSIONS.get(strategy, dims) != dims:
         expected = {1: "a group, or a mesh of one", 2: "a mesh of two"}[DIMENSIONS[strategy]]
@@ -213,8 +213,8 @@ def _own(q, k, given, seed) -> Own:
 
 
 def _check_own(q, k, v, team, strategy, layout, given) -> None:
-    """What this rank can see alone."""
-    of_whole = ("mask", "key_lengths")  # not of this rank's keys
+    """Raise for all that this rank can find wrong alone."""
+    of_whole = ("mask", "key_lengths")  # they are of all keys, not of this rank's
     check(*prepare(q, k, v, _placeless(given) | dict.fromkeys(of_whole)))
     need_layout(layout)
     if strategy not in ("auto", *STRATEGIES):
@@ -234,14 +234,14 @@ def _check_own(q, k, v, team, strategy, layout, given) -> None:
 
 
 def _check_whole(q, k, v, N: int, given) -> None:
-    """What is of all keys, once it is known how many there are. No rank is alone with what it finds
-    here: all have agreed on dtypes and on shapes but for rows."""
+    """Check what is of all keys, once their number is known. If one rank raises here, all do: they
+    have agreed on dtypes, and on shapes except for rows."""
     t, o = prepare(q, of_all(k, N), of_all(v, N), _placeless(given))
     check(t, o)
     check_values(describe(t, o), t)
 
 
 def _placeless(given) -> dict[str, Any]:
-    """Arguments that can be looked at without drawing a seed, wherever the rows are."""
+    """The arguments with a fixed seed, so that none is drawn, and without a place: for checks."""
     seed = 0 if given["seed"] is None else given["seed"]
     return given | {"seed": seed, "place": EVERYTHING}

@@ -1,5 +1,5 @@
-"""What ranks send each other, differentiable: every one of it is an exchange of pieces, so that
-sums of gradients are made here, in the order of ranks, and have the same bits each time."""
+"""Differentiable communication between ranks. All of it is exchanges of pieces: sums of gradients
+are computed here, in the order of ranks, so that they have the same bits each time."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @contextlib.contextmanager
 def waiting(group: dist.ProcessGroup, what: str) -> Generator[None, None, None]:
-    """Where a rank is gone, or waits for something else, say who found it and at what."""
+    """If another rank is gone or waits for something else, raise with this rank and `what`."""
     try:
         yield
     except (dist.DistError, RuntimeError) as caught:
@@ -33,7 +33,7 @@ def waiting(group: dist.ProcessGroup, what: str) -> Generator[None, None, None]:
 def exchange(
     pieces: Sequence[Tensor], shapes: Sequence[Shape], group: dist.ProcessGroup, what: str
 ) -> list[Tensor]:
-    """Piece r to rank r; of each rank what it has for this one, which has the shape `shapes[r]`."""
+    """Send piece r to rank r. Returns the piece from each rank r, which has shape `shapes[r]`."""
     first = pieces[0]
     sent = torch.cat([x.reshape(-1) for x in pieces])
     sizes = [torch.Size(x).numel() for x in shapes]
@@ -58,7 +58,7 @@ class Exchange(Function):
 
 class Gather(Function):
     """(group, what, shapes, x): all ranks' x, of these shapes. The gradient of x is the sum over
-    ranks, made in float32 at least."""
+    ranks, computed in float32 at least."""
 
     @staticmethod
     def forward(ctx: Any, group: Any, what: Any, shapes: Any, x: Any) -> Any:

@@ -1,11 +1,11 @@
 """What a call over ranks takes by each strategy: seconds, bytes sent and memory of a rank, from its
 sizes and the stated rates of kernels and links. `strategy="auto"` is the strategy of least time.
 
-A rank goes through steps: it computes scores while it sends bytes, and takes the longer of the two.
-The bytes are those that the strategies send, to the byte, but for what is small: the exchange
-before a call, and gradients of what every rank holds whole. All go at the pace of the rank that has
-most to do; hidden scores cost nothing, lengths are taken for full, and all of q, k and v for having
-gradients where one does. Memory is what the code holds at its fullest, within a factor of two.
+A rank goes through steps. It computes scores while it sends bytes, and the step takes the longer of
+the two times. The bytes are exact, but without what is small: the exchange before a call, and the
+gradients of what every rank has whole. The rank with the most work sets the pace. Hidden scores
+cost nothing, key lengths count as full, and if one of q, k and v has a gradient, all count as
+having one. Memory is the peak of what the code holds, within a factor of two.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .layout import Span, Spans, size_of
 
 class Link(NamedTuple):
     """rate: bytes a second that a rank sends while it receives as many. latency: seconds of an
-    exchange of nothing; message: more of them for each rank that it sends to."""
+    empty exchange. message: additional seconds for each rank that it sends to."""
 
     rate: float
     latency: float
@@ -36,10 +36,10 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Machine:
-    """flops: a second of a rank's kernels, forward and backward, by dtype. memory: bytes a second
-    that it reads and writes. call, merge: seconds of a kernel that has nothing to compute, and of
-    a ring to put nothing to what it has. near: the link among `node` ranks in a row, far: among
-    others."""
+    """flops: operations a second of a rank's kernels, forward and backward, by dtype. memory: bytes
+    a second that it reads and writes. call: seconds of a kernel with nothing to compute. merge:
+    seconds of a ring to merge an empty result. near: the link among `node` ranks in a row. far: the
+    link among others."""
 
     name: str
     flops: Mapping[torch.dtype, tuple[float, float]]
@@ -51,7 +51,7 @@ class Machine:
     far: Link
 
     def link(self, mesh: tuple[int, ...], dim: int) -> Link:
-        """Of the ranks of a dimension, which count along the last one first."""
+        """The link of the ranks along a dimension. Ranks count along the last dimension first."""
         return self.near if math.prod(mesh[dim:]) <= self.node else self.far
 
 
@@ -65,10 +65,10 @@ _H100 = {
     torch.float32: (42e12, 38e12),
     torch.float64: (21e12, 19e12),
 }
-# Latencies: what NCCL takes its ring for in src/graph/tuning.cc, protocol Simple: 8.4 us, and 3.4
-# over NVLink or 14 over the network. A microsecond for each further peer is a guess. Rates: nine
-# tenths of 400 Gb/s a GPU (ConnectX-7); of NVLink 4's 450 GB/s each way the 370 that nccl-tests
-# show large messages to reach.
+# Latencies: those that NCCL assumes for its ring in src/graph/tuning.cc, protocol Simple: 8.4 us,
+# and 3.4 over NVLink or 14 over the network. A microsecond for each further peer is a guess. Rates:
+# nine tenths of 400 Gb/s a GPU (ConnectX-7); of NVLink 4's 450 GB/s each way the 370 that large
+# messages reach in nccl-tests.
 H100 = Machine(
     "H100, eight to a node by NVLink, 400 Gb/s a GPU between nodes",
     _H100,
@@ -80,8 +80,8 @@ H100 = Machine(
     far=Link(45e9, 22.4e-6, 1e-6),
 )
 
-# In round numbers: a core with AVX2 or half-width AVX-512 (bench/results), and what gloo shows over
-# loopback on such a machine. More cores and faster networks come together.
+# In round numbers: a core with AVX2 or half-width AVX-512 (bench/results), and gloo over loopback
+# on such a machine. Machines with more cores have faster networks, too.
 CPU = Machine(
     "a CPU's core a rank, gloo on one machine",
     {
@@ -100,7 +100,7 @@ CPU = Machine(
 
 
 def machine_of(device: str) -> Machine:
-    """What a device of this type is taken for, on every rank: nothing is measured."""
+    """The machine that is assumed for a type of device, on every rank. Nothing is measured."""
     return CPU if device == "cpu" else H100
 
 
@@ -108,7 +108,7 @@ def machine_of(device: str) -> Machine:
 
 
 class Mask(NamedTuple):
-    """That has rows. heads: 1, or one for each; row: bytes of one, of all items."""
+    """A mask with rows. heads: 1, or one for each head. row: the bytes of a row in all items."""
 
     heads: int
     row: int
@@ -122,8 +122,8 @@ class Mask(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What all ranks know of a call. mesh: how many there are along each dimension, the outermost
-    first. rows, keys: who has which. lo, hi: some row i may see keys from i + lo to i + hi."""
+    """What all ranks know of a call. mesh: the number of ranks along each dimension, the outermost
+    first. rows, keys: those of each rank. lo, hi: a row i sees no keys but i + lo to i + hi."""
 
     mesh: tuple[int, ...]
     rows: Spans
@@ -141,15 +141,15 @@ class Call(NamedTuple):
 
     @property
     def key(self) -> int:
-        """Numbers of a key and its value, all heads and items."""
+        """How many numbers a key and its value have, in all heads and items."""
         return self.B * self.Hk * (self.D + self.Dv)
 
     def met(self, rows: tuple[Span, ...], keys: tuple[Span, ...]) -> list[tuple[Span, Span]]:
-        """The blocks of these rows and keys in which some are seen."""
+        """The blocks of these rows and keys in which some row sees some key."""
         return [(x, y) for x in rows for y in keys if layout.meet(x, y, self.lo, self.hi)]
 
     def scores(self, blocks: Sequence[tuple[Span, Span]]) -> int:
-        """Of all heads and items."""
+        """The number of scores in these blocks, of all heads and items."""
         return self.B * self.H * sum(seen(x, y, self.lo, self.hi) for x, y in blocks)
 
 
@@ -157,8 +157,9 @@ def seen(rows: Span, keys: Span, lo: int, hi: int) -> int:
     """How many pairs (i, j) have i + lo <= j <= i + hi."""
 
     def up_to(edge: int) -> int:
-        """j - i <= edge: a row has as many as are between the first key and its last, no more than
-        there are keys; a sum of numbers in a row, cut off at both ends."""
+        """The pairs with j - i <= edge. A row has all keys up to its last one: 0 at least, and at
+        most all n. Unclamped, the numbers of rows in turn are consecutive, so sums are in closed
+        form."""
         last = rows.end - keys.first + edge
         first = last - rows.size
         n = keys.size
@@ -176,9 +177,9 @@ def _sum(n: int) -> int:
 
 
 class Step(NamedTuple):
-    """What a rank does at a time. blocks: calls of a kernel. sent: bytes, in so many exchanges and
-    messages along a dimension of the mesh. merges: outs that it puts to others, and bytes that it
-    touches to add up."""
+    """One step of a rank. blocks: calls of a kernel. sent: bytes, in so many exchanges and messages
+    along a dimension of the mesh. merges: outs that are merged into others. touched: the bytes that
+    sums read and write."""
 
     scores: int = 0
     blocks: int = 0
@@ -192,13 +193,13 @@ class Step(NamedTuple):
 
 
 def alone(c: Call, rows: tuple[Span, ...]) -> Step:
-    """These rows and all keys, with nothing sent."""
+    """The step that computes these rows with all keys, and sends nothing."""
     blocks = c.met(rows, (Span(0, sum(map(size_of, c.keys))),))
     return Step(c.scores(blocks), len(blocks))
 
 
 def gather(c: Call, rank: int) -> Iterator[Step]:
-    """Keys and values go along the last dimension first, and their gradients come back."""
+    """Keys and values are gathered, along the last dimension first; their gradients go back."""
     sizes, key = [size_of(x) for x in c.keys], c.key * c.dtype.itemsize
     ways, n = [], 1
     for dim in reversed(range(len(c.mesh))):
@@ -218,8 +219,8 @@ def gather(c: Call, rank: int) -> Iterator[Step]:
 
 
 def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
-    """The next keys come while these are computed; in backward, the gradients of the last ones go
-    on, too, and go home in the end."""
+    """The next keys arrive while these are computed. In backward, the gradients of the previous
+    keys are sent on, too, and at the end they are sent to the rank that has the keys."""
     hops = layout.hops(c.rows, c.keys, c.lo, c.hi)
     owners = [(rank - hop) % len(c.rows) for hop in range(hops)]
     keys = [c.key * size_of(c.keys[owner]) for owner in owners]
@@ -233,7 +234,7 @@ def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
         for rows, _ in of_hop:
             again += [rows] * (rows in known)
             known.add(rows)
-        # Two products and their sum: seven times out.
+        # Two products and their sum read or write out seven times.
         touched = 7 * wider * c.B * c.H * c.Dv * size_of(again)
         sends = hop + 1 < hops
         yield Step(
@@ -241,7 +242,7 @@ def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
             *(len(again), touched),
         )
     for hop, of_hop in enumerate(blocks if c.backward else ()):
-        # Read twice and written: dq, dk and dv of a block, and what came behind the keys.
+        # Two reads and a write: dq, dk and dv of a block, and the gradients that have arrived.
         added = c.B * c.H * c.D * size_of([x for x, _ in of_hop]) + 2 * keys[hop]
         sent, sends = coming[hop] + behind[hop], (hop + 1 < hops) + (hop > 0)
         yield Step(
@@ -253,7 +254,7 @@ def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
 
 
 def ulysses(c: Call, rank: int) -> Iterator[Step]:
-    """Rows of all heads become all rows of some, and go back."""
+    """Each rank exchanges its rows of all heads for all rows of some heads; results go back."""
     heads = Heads.of(c, rank)
     computed = alone(c._replace(H=heads.each), (Span(0, sum(map(size_of, c.rows))),))
     yield from heads.around([computed], [computed._replace(backward=True)])
@@ -270,8 +271,8 @@ def usp(c: Call, rank: int) -> Iterator[Step]:
 
 
 class Heads(NamedTuple):
-    """Of the ranks of the last dimension, each of which has as many of the heads. read: key heads
-    that those of each rank read."""
+    """The heads of the ranks along the last dimension: `each` on every rank. read: the number of
+    key heads that the heads of each rank read."""
 
     c: Call
     rank: int
@@ -286,9 +287,9 @@ class Heads(NamedTuple):
         return cls(c, rank, each, read)
 
     def outside(self, c: Call) -> Call:
-        """The call of those that have the same heads."""
+        """The call among the ranks that have the same heads."""
         n, read, group = c.mesh[-1], self.read[self.rank], max(1, c.H // max(1, c.Hk))
-        even = read <= 1 or self.each % group == 0  # else each has its own copy
+        even = read <= 1 or self.each % group == 0  # else each head has its own copy
         rows, keys = (
             tuple(layout.merged(of[r : r + n]) for r in range(0, len(of), n))
             for of in (c.rows, c.keys)
@@ -296,7 +297,7 @@ class Heads(NamedTuple):
         return c._replace(rows=rows, keys=keys, H=self.each, Hk=read if even else self.each)
 
     def around(self, forward: list[Step], backward: list[Step]) -> Iterator[Step]:
-        """With what is sent before and after."""
+        """These steps, with the exchanges before and after them."""
         c, e = self.c, self.c.dtype.itemsize
         peers, others = c.mesh[-1] - 1, c.H - self.each
         rows, keys = ([size_of(x) for x in of] for of in (c.rows, c.keys))
@@ -318,7 +319,7 @@ class Heads(NamedTuple):
             yield Step(0, 0, back + home, exchanges, exchanges * peers, backward=True)
 
     def _mask(self, own: int, rest: int) -> tuple[int, int]:
-        """Bytes of it, and of its gradient."""
+        """The bytes that are sent of the mask, and of its gradient."""
         mask = self.c.mask
         if mask is None:
             return 0, 0
@@ -340,8 +341,8 @@ STEPS: dict[str, Callable[[Call, int], Iterator[Step]]] = {
 
 
 class Cost(NamedTuple):
-    """Of the rank that has most to do: seconds of forward, and of backward if there is one; bytes
-    that it sends, and bytes that it has at the peak beside what it was given."""
+    """For the rank with the most work: the seconds of forward, and of backward if there is one; the
+    bytes that it sends; and the peak of its bytes beside its inputs."""
 
     seconds: float
     sent: int
@@ -358,7 +359,7 @@ def cost(strategy: str, c: Call, machine: Machine) -> Cost:
 
 @functools.lru_cache(maxsize=128)
 def busiest(c: Call) -> int:
-    """The rank whose rows see most keys."""
+    """The rank with the rows that see the most keys."""
     every = (Span(0, sum(map(size_of, c.keys))),)
     scores = [c.scores(c.met(own, every)) for own in c.rows]
     return scores.index(max(scores))
@@ -376,29 +377,31 @@ def seconds(x: Step, c: Call, machine: Machine) -> float:
 
 
 def gathers(c: Call, rank: int) -> int:
-    """All keys and values; in backward their gradients of each part of the rows, too."""
+    """Memory of gather: all keys and values; in backward also their gradients for each part of the
+    rows."""
     every = c.key * sum(map(size_of, c.keys)) * c.dtype.itemsize
     q, out, norm = _of_rows(c, size_of(c.rows[rank]), c.dtype)
     if not c.backward:
-        return max(every * 3 // 2, every + out + norm)  # values arrive, and are put in order
+        return max(every * 3 // 2, every + out + norm)  # while values are put in order
     return every * (1 + max(1, len(c.rows[rank]))) + q + out + norm
 
 
 def rings(c: Call, rank: int) -> int:
-    """Those that came, those that come and those that go, whatever N / P there are; out, or the
-    gradients, in float32 at least."""
+    """Memory of ring: the keys and values in use, those that arrive and those that are sent, N / P
+    of each; and out, or the gradients, in float32 at least."""
     most = max(map(size_of, c.keys))
     keys, widened = (c.key * most * x.itemsize for x in (c.dtype, wide(c.dtype)))
     rows, parts = size_of(c.rows[rank]), max(1, len(c.rows[rank]))
     q, out, norm = _of_rows(c, rows, wide(c.dtype))
-    forward = 3 * keys + out + 4 * out // parts + 2 * norm  # a part is merged: three more of it
+    forward = 3 * keys + out + 4 * out // parts + 2 * norm  # to merge a part takes three more
     if not c.backward:
         return forward
     return max(forward, 3 * keys + 5 * widened + q + 2 * q // parts + out + 2 * norm)
 
 
 def divided(c: Call, rank: int) -> int:
-    """q, k, v and out of some heads and all rows, what is sent and arrives, and out."""
+    """Memory of ulysses: q, k, v and out of some heads and all rows, what is sent and received, and
+    out."""
     own = Heads.of(c, rank)
     here = own.outside(c)
     every = here.key * sum(map(size_of, c.keys)) * c.dtype.itemsize
@@ -408,7 +411,7 @@ def divided(c: Call, rank: int) -> int:
 
 
 def divided_ring(c: Call, rank: int) -> int:
-    """q, k and v of some heads and more rows, and a ring's."""
+    """Memory of usp: q, k and v of some heads and more rows, and the memory of a ring."""
     n = c.mesh[1]
     own = rank // n * n
     inside = c._replace(mesh=(n,), rows=c.rows[own : own + n], keys=c.keys[own : own + n])

@@ -1,9 +1,9 @@
-"""Calls on DTensors: each rank computes its block of the call, at the place where that lies.
+"""Calls on DTensors: each rank computes its block of the call, at the position of that block.
 
-Along each dimension of the mesh q is cut by items, heads or rows, or not at all, and the other
-tensors are cut as it is: where they have that axis. Items and heads need nothing of other ranks;
-rows are what `attention` of this package is for. Gradients go where `to_local` and `from_local`
-send them, those of second order as well.
+Along each dimension of the mesh q is cut by items, heads or rows, or not at all. The other tensors
+are cut in the same way if they have that axis. Items and heads need nothing from other ranks; rows
+are computed by `attention` of this package. `to_local` and `from_local` pass gradients on, those of
+second order as well.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from . import layout
 from .calls import attention
 from .layout import CONTIGUOUS, Span
 
-AXES = ("B", "H", "M")  # dimensions of q; of other tensors, where their shapes have these letters
+AXES = ("B", "H", "M")  # dimensions of q, and of other tensors with these letters in their shapes
 ALSO = {"Hk": "H"}
 ALSO_OF_KEYS = {"N": "M", **ALSO}
 
 
 class Cut(NamedTuple):
-    """How q lies. axes: for each dimension of the mesh, by which of `AXES` it is cut there."""
+    """How q is cut. axes: for each dimension of the mesh, which of `AXES` it cuts, or None."""
 
     mesh: DeviceMesh
     axes: tuple[str | None, ...]
@@ -64,7 +64,7 @@ class Cut(NamedTuple):
         return math.prod(self.mesh.size(i) for i, x in enumerate(self.axes) if x == axis)
 
     def part(self, size: int, axis: str) -> Span:
-        """What this rank has of an axis, cut as torch.chunk does."""
+        """This rank's span of an axis, which is cut as torch.chunk does."""
         own = Span(0, size)
         for i, x in enumerate(self.axes):
             if x == axis:
@@ -74,12 +74,12 @@ class Cut(NamedTuple):
         return own
 
     def lies(self, letters: Sequence[str], also: dict[str, str]) -> list[Placement]:
-        """Of a tensor with these dimensions."""
+        """The placements of a tensor with these dimensions."""
         dims = {also.get(letter, letter): dim for dim, letter in enumerate(letters)}
         return [Shard(dims[x]) if x in dims else Replicate() for x in self.axes]
 
     def local(self, name: str, x: Any) -> Any:
-        """This rank's part of a tensor, whose gradient finds its way back."""
+        """This rank's part of a tensor. Its gradient flows back to the whole tensor."""
         argument = ARGUMENTS[name]
         if x is None:
             return None
@@ -92,7 +92,8 @@ class Cut(NamedTuple):
         found = self.lies(_letters(argument, x), also)
         if any(not has.is_replicate() and has != to for has, to in zip(x.placements, found)):
             raise _elsewhere(argument.public, x, f"{_shown(found)}, as q has {_shown(self)}")
-        # Every rank's part adds to the gradient of what is whole; of rows, `attention` has the sum.
+        # The gradient of a replicated tensor is the sum over ranks. Over ranks that divide rows,
+        # `attention` has summed it already.
         by_part = (
             Partial() if to.is_replicate() and axis in ("B", "H") else to
             for to, axis in zip(found, self.axes)
@@ -100,7 +101,7 @@ class Cut(NamedTuple):
         return x.redistribute(placements=found).to_local(grad_placements=tuple(by_part))
 
     def _whole(self, name: str, argument: Argument, x: Tensor) -> DTensor:
-        """A plain tensor is the whole call's, alike on every rank; of seeds the first's counts."""
+        """A plain tensor is the same whole on every rank; of seeds, the first rank's is used."""
         whole = [Replicate()] * self.mesh.ndim
         if name == "seed":
             return distribute_tensor(x, self.mesh, whole)
@@ -114,7 +115,7 @@ REDISTRIBUTE = "use its redistribute(placements=...)"
 
 @unseen
 def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    """`roads.call` where there are DTensors."""
+    """`roads.call` for calls with DTensors."""
     for name in ("q", "k", "v"):
         x = getattr(t, name)
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
@@ -124,7 +125,7 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     cut = Cut.of(t.q)
     _need_possible(op, t, o, cut)
     own = Tensors(*map(cut.local, Tensors._fields, t))
-    if o.dropout_p:  # draws are by head and item
+    if o.dropout_p:  # draws depend on the head and the item
         head, item = (cut.part(t.q.shape[i], AXES[i]).first for i in (1, 0))
         o = o._replace(at_head=o.at_head + head, at_item=o.at_item + item)
     outs = _of_rows(own, o, cut) if "M" in cut.axes else roads.call(op, own, o)
@@ -134,7 +135,8 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
         letters = result_letters(name, o)
         lies = cut.lies(letters, ALSO)
         x = DTensor.from_local(x, cut.mesh, lies, shape=y.shape, stride=y.stride())
-        # The gradient may lie otherwise: from_local would bring it home, and lose who made it.
+        # A gradient may have other placements. redistribute converts it and keeps its grad_fn,
+        # which from_local would drop.
         found.append(x.redistribute(placements=lies))
     return tuple(found)
 
@@ -152,7 +154,7 @@ def _plain(name: str) -> TypeError:
 
 
 def _need_possible(op: Operation, t: Tensors, o: Options, cut: Cut) -> None:
-    """Raise where the tensors of a rank, each cut as q is, would not be a call."""
+    """Raise if a rank's tensors, each cut as q is, would not make a valid call."""
     if cut.mesh.get_coordinate() is None:
         raise RuntimeError(f"q: got a DTensor on {cut.mesh}, expected one that this rank is in")
     H, Hk, ranks = t.q.shape[1], t.k.shape[1], cut.ranks("H")
@@ -185,7 +187,8 @@ def _need_possible(op: Operation, t: Tensors, o: Options, cut: Cut) -> None:
 
 
 def _of_rows(t: Tensors, o: Options, cut: Cut) -> tuple[Tensor, Tensor]:
-    """(out, normaliser) of this rank's rows; here nobody reads what the LSE's rounding lost."""
+    """(out, normaliser) of this rank's rows. The LSE's rounding error, which no caller of this
+    function reads, is set to 0."""
     mesh, dims = cut.mesh, [i for i, x in enumerate(cut.axes) if x == "M"]
     if len(dims) == 1:
         group: Any = mesh.get_group(dims[0])
@@ -195,12 +198,12 @@ def _of_rows(t: Tensors, o: Options, cut: Cut) -> tuple[Tensor, Tensor]:
         group = mesh[tuple((mesh.mesh_dim_names or ())[i] for i in dims)]
     given = {ARGUMENTS[name].public: x for name, x in t._asdict().items() if x is not None}
     out, lse = attention(**given, **scalars_of(o), group=group, return_lse=True)
-    out = in_order(out, o.out_order)  # as it lies on one rank
+    out = in_order(out, o.out_order)  # its memory order on one rank
     return out, torch.stack([lse, torch.zeros_like(lse)])
 
 
 def _letters(argument: Argument, x: Tensor) -> list[str]:
-    """Of the dimensions of x, with what is broadcast as "1"."""
+    """The letters of x's dimensions, with "1" for a dimension that is broadcast."""
     if argument.broadcast:
         letters = argument.shapes[0].split()
         own = letters[len(letters) - x.ndim :]
@@ -210,7 +213,7 @@ def _letters(argument: Argument, x: Tensor) -> list[str]:
 
 
 def _nowhere(x: Tensor | None) -> Any:
-    """What says only what a tensor's sizes are."""
+    """A meta tensor with the shape and dtype of x."""
     return None if x is None else torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 

@@ -1,4 +1,4 @@
-"""Seeing inside: what each strategy would take, which would run, and why the others would not."""
+"""Explain a call: what each strategy would take, which would run, and why the others would not."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .layout import CONTIGUOUS, Layout
 
 @dataclass(frozen=True)
 class Explanation:
-    """strategy is the name of the one that would run; costs are of those that could, of the rank
-    that has most to do; declined maps the others to their reasons. Nothing was measured: `machine`
-    has the rates."""
+    """strategy: the one that would run. costs: of each that could run, for the rank with the most
+    work. declined: the reason for each of the others. Nothing was measured: `machine` has the rates
+    that were assumed."""
 
     call: Call
     machine: Machine
@@ -68,21 +68,22 @@ def explain(
     **arguments: Unpack[Arguments],
 ) -> Explanation:
     """What `fastattn.distributed.attention` with these arguments would do, and what each strategy
-    would take: time, bytes sent and memory of a rank, estimated. Computes nothing, prints well.
+    would take: time, bytes sent and memory of a rank, estimated. It computes no attention; print
+    the result.
 
-    All ranks call it, for they find out each other's sizes; each gets the same. Raises as
+    All ranks must call it, because they exchange their sizes. Each gets the same result. Raises as
     `attention`.
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.explain")
     invariant = bool(given["row_invariant"])
-    given = given | {"seed": 0 if given["seed"] is None else given["seed"]}  # none is drawn
+    given = given | {"seed": 0 if given["seed"] is None else given["seed"]}  # so that none is drawn
     how = dict(strategy=strategy, layout=layout, return_lse=return_lse)
     about = whole(q, k, v, team, how, agree, given)
     call, costs = weighed(about, q, k, v)
     reasons = {x: why_not(x, call.H, call.mesh, invariant) for x in STRATEGIES if x not in costs}
     machine = cost.machine_of(q.device.type)
-    if strategy != "auto" and strategy not in costs:  # who asks for it has it all the same
+    if strategy != "auto" and strategy not in costs:  # it is asked for, so it would run
         costs |= {strategy: cost.cost(strategy, call, machine)}
         del reasons[strategy]
     chosen = cheapest(costs) if strategy == "auto" else strategy

@@ -1,5 +1,5 @@
-"""All keys and values on every rank: a row has one chain over keys, and so the bits of one rank
-(context parallelism of Llama 3, Grattafiori 2024, section 3.3.2)."""
+"""All keys and values on every rank: a row's sums over keys are one chain, so it has the bits of
+one rank (context parallelism of Llama 3, Grattafiori 2024, section 3.3.2)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     arguments: dict[str, Any] = call.arguments | call.differentiable()
     mask = arguments["mask"]
     outs, lses = [], []
-    # Who has no rows has gradients, too: zeros.
+    # A rank without rows has gradients, too: zeros.
     for rows, own in held(call.rows[call.rank] or (Span(0, 0),)):
         about: dict[str, Any] = dict(
             mask=mask[..., own, :] if mask is not None and call.mask_rows else mask,

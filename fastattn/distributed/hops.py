@@ -1,4 +1,4 @@
-"""From rank to rank around a ring: what is sent while something is computed."""
+"""Messages from rank to rank around a ring, sent while something is computed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .collectives import Shape, waiting
 
 class Hop:
     """Tensors on their way to the rank that is `step` further, and others on their way here from
-    as far before. All have one dtype; shapes: of what comes."""
+    the rank that is `step` before. All have one dtype. shapes: those of the received tensors."""
 
     group: dist.ProcessGroup
     what: str
@@ -37,7 +37,7 @@ class Hop:
         self.received = self.sent.new_empty(sum(self.sizes))
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         each = (dist.isend, self.sent, rank + step), (dist.irecv, self.received, rank - step)
-        # What is empty is not sent: the sizes are known on both sides.
+        # Empty messages are not sent: both sides know the sizes.
         posted = [
             dist.P2POp(send, x, group=group, group_peer=peer % ranks)
             for send, x, peer in each

@@ -1,4 +1,4 @@
-"""Which places of a sequence each rank has, and in what order it holds them."""
+"""Which positions of a sequence each rank has, and in what order it holds them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAYOUTS = (CONTIGUOUS, ZIGZAG)
 
 
 class Span(NamedTuple):
-    """Places in a row: from the first, up to the end."""
+    """Consecutive positions: from `first` up to `end`, which is not included."""
 
     first: int
     end: int
@@ -26,13 +26,13 @@ class Span(NamedTuple):
         return self.end - self.first
 
 
-Spans = tuple[tuple[Span, ...], ...]  # of every rank, each in the order that it holds them
+Spans = tuple[tuple[Span, ...], ...]  # of every rank, in the order in which it holds them
 
 
 def spans(layout: str, total: int, ranks: int) -> Spans:
-    """As `shard` cuts a sequence. contiguous: into chunks as torch.chunk does. zigzag: into twice
-    as many chunks, of which rank r has the r-th and the r-th from the end, so that each has as much
-    to do where rows see what is before them."""
+    """The spans of each rank as `shard` cuts a sequence. contiguous: chunks as torch.chunk cuts.
+    zigzag: of twice as many chunks rank r has the r-th and the r-th from the end, so that each rank
+    has the same work in causal attention."""
     need_layout(layout)
     pieces = ranks if layout == CONTIGUOUS else 2 * ranks
     size = -(-total // pieces)
@@ -43,8 +43,8 @@ def spans(layout: str, total: int, ranks: int) -> Spans:
 
 
 def spans_of(layout: str, sizes: Sequence[int], name: str) -> Spans:
-    """Of parts that have these sizes. Contiguous ones may have any; raises ValueError for others
-    that `shard` does not cut so."""
+    """The spans of parts with these sizes. Contiguous ones may have any sizes. Raises ValueError
+    for zigzag sizes that `shard` does not give."""
     need_layout(layout)
     if layout == CONTIGUOUS:
         ends = [sum(sizes[: r + 1]) for r in range(len(sizes))]
@@ -60,7 +60,7 @@ def spans_of(layout: str, sizes: Sequence[int], name: str) -> Spans:
 
 
 def merged(of: Spans) -> tuple[Span, ...]:
-    """All that these ranks have, in the order of the sequence."""
+    """The spans of all these ranks together, in the order of the sequence."""
     return _joined(sorted(a for own in of for a in own))
 
 
@@ -69,7 +69,7 @@ def size_of(part: Sequence[Span]) -> int:
 
 
 def held(part: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
-    """Each span, and where the rank that has it holds it."""
+    """Each span of a rank, and its slice of what the rank holds."""
     done = 0
     for x in part:
         yield x, slice(done, done + x.size)
@@ -77,13 +77,13 @@ def held(part: Sequence[Span]) -> Iterator[tuple[Span, slice]]:
 
 
 def meet(rows: Span, keys: Span, lo: int, hi: int) -> bool:
-    """Does a row i see keys that are there, if it may see those from i + lo to i + hi?"""
+    """True if one of the rows sees one of the keys, if a row i sees those from i + lo to i + hi."""
     return keys.first <= rows.end - 1 + hi and keys.end - 1 >= rows.first + lo
 
 
 def hops(rows: Spans, keys: Spans, lo: int, hi: int) -> int:
-    """How many there are where keys go from rank to rank: after them no rank meets keys that it may
-    see. The first, which sends nothing, counts."""
+    """The number of hops if keys go from rank to rank: after them no rank meets keys that it may
+    see. The first hop, which sends nothing, counts."""
     ranks, last = len(rows), 0
     of = sorted((x, owner) for owner, own in enumerate(keys) for x in own)
     ends = [x.end for x, _ in of]
@@ -106,7 +106,7 @@ def need_layout(layout: str) -> None:
 
 
 def _joined(chunks: Sequence[Span]) -> tuple[Span, ...]:
-    """Neighbours as one, and none that is empty."""
+    """The spans with neighbours joined, and without empty ones."""
     found: list[Span] = []
     for x in chunks:
         if found and found[-1].end == x.first:
@@ -117,7 +117,7 @@ def _joined(chunks: Sequence[Span]) -> tuple[Span, ...]:
 
 
 def part(x: Tensor, own: Sequence[Span], dim: int) -> Tensor:
-    """What a rank with these spans has of a whole; a view, if that is one span."""
+    """The part of x that a rank with these spans has; a view if there is one span."""
     pieces = [x.narrow(dim, a.first, a.size) for a in own]
     if len(pieces) == 1:
         return pieces[0]
@@ -125,7 +125,7 @@ def part(x: Tensor, own: Sequence[Span], dim: int) -> Tensor:
 
 
 def parts(x: Tensor, of: Spans, dim: int) -> list[Tensor]:
-    """What each of these ranks has of x, which has all of theirs in the order of the sequence."""
+    """The part of x of each of these ranks. x has all their spans in the order of the sequence."""
     spans = sorted(a for own in of for a in own)
     cut = dict(zip(spans, x.split([a.size for a in spans], dim) if spans else ()))
     none = x.narrow(dim, 0, 0)

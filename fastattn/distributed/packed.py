@@ -1,6 +1,6 @@
-"""Packed batches over ranks: each has some of all sequences' rows, one after the other, and some of
-their keys. Where a rank's rows begin or end inside a sequence, its part of that is a call somewhere
-in the sequence's own (`Place`); sequences that lie on it whole stay one packed call."""
+"""Packed batches over ranks. The rows of all sequences, one after the other, are divided among the
+ranks, and so are the keys. A sequence that a rank has only in part becomes a call at a place of the
+sequence's own call (`Place`). Sequences that a rank has whole stay one packed call."""
 
 from __future__ import annotations
 
@@ -93,24 +93,26 @@ def attention_packed(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastattn.attention_packed` of sequences whose rows and keys lie on the ranks of a group.
+    """`fastattn.attention_packed` of sequences that are divided among the ranks of a group.
 
-    q (T,H,D), k (S,Hk,D) and v (S,Hk,Dv) are this rank's part of all rows and of all keys, in the
-    order of ranks, of any size, as `shard(x, dim=0)` cuts them: sequences may be cut anywhere. cu_q
-    and cu_k (B+1,) are the whole batch's. Returns the out of this rank's rows (T,H,Dv), and with
-    return_lse their LSE (T,H). Gradients of q, k and v are those of the sum of all ranks' losses.
+    q (T,H,D), k (S,Hk,D) and v (S,Hk,Dv) are this rank's part of all rows and of all keys. Parts
+    are in the order of ranks and of any size, as `shard(x, dim=0)` cuts them: sequences may be cut
+    anywhere. cu_q and cu_k (B+1,) are the whole batch's. Returns the out of this rank's rows
+    (T,H,Dv), and with return_lse their LSE (T,H). Gradients of q, k and v are those of the sum of
+    all ranks' losses.
 
-    group: as `attention` takes it.
+    group: as in `attention`.
     strategy: "gather" sends every rank all keys and values. "ulysses" sends each rank all rows of
-        H / P heads: a P that divides H, of a group. "auto" is ulysses where it can be, else gather.
-        A ring has no packed batches. Bits are those of one rank as `attention` says of each, but
-        for the gradients of mask and sinks, which sequences share.
+        H / P heads; it needs a group of P ranks, not a mesh, and a P that divides H. "auto" is
+        ulysses if it is possible, else gather. There is no ring. Results have the bits of one rank
+        as `attention` states for each strategy, except the gradients of mask and sinks, which
+        sequences share.
     arguments: those of `fastattn.attention_packed`, the whole batch's, each the same on every rank.
         The gradients of mask and sinks are sums over ranks, the same on each. With seed None the
-        first rank draws. Offsets are read: a GPU is waited for.
+        first rank draws. Offsets are read, which waits for a GPU.
 
-    All ranks say first, in one small exchange, what they call it with. Raises as `attention` does;
-    where one rank raises for what it was given, all do, in that exchange.
+    First all ranks compare their arguments in one small exchange. Raises as `attention` does; if
+    one rank raises for its arguments, all do, in that exchange.
     """
     team = need_team(group)
     given: dict[str, Any] = resolved(arguments, "fastattn.distributed.attention_packed")
@@ -143,24 +145,24 @@ def _agreed(q, k, v, team, given, offsets, most, how) -> list[Own]:
         facts |= {name: told(x, OF_ROWS) for name, x in zip("qkv", (q, k, v))}
         facts |= {name: (*told(cu), cu.tolist()) for name, cu in offsets.items()}
         facts |= facts_of(given) | most | how
-    except Exception as caught:  # whatever it is, the others wait to be told
+    except Exception as caught:  # of any kind, because the other ranks wait for this one
         trouble = caught
     device = q.device if isinstance(q, Tensor) else torch.device("cpu")
     return agree(own, facts, trouble, device, team)
 
 
 def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
-    """All that the calls of any rank would find wrong: sequences that lie elsewhere are looked at
-    here, too, for after the exchange a rank that raised alone would leave the others waiting."""
+    """Raise for all that the calls of any rank would refuse. Sequences of other ranks are checked,
+    too: a rank that raised alone after the exchange would leave the others waiting."""
     if strategy not in ("auto", *STRATEGIES):
         expected = "'auto', 'gather' or 'ulysses' of a packed batch"
         raise ValueError(f"strategy: got {strategy!r}, expected {expected}")
-    seed = 0 if given["seed"] is None else given["seed"]  # not to draw one
+    seed = 0 if given["seed"] is None else given["seed"]  # so that none is drawn
     laid = (heads_first(name, x) for name, x in zip("qkv", (q, k, v)))
     t, o = prepare(*laid, given | {"seed": seed})
-    check(t._replace(mask=None, lengths=None, slopes=None), o)  # which are the whole batch's
+    check(t._replace(mask=None, lengths=None, slopes=None), o)  # these are the whole batch's
     T, S = (_end(name, cu) for name, cu in offsets.items())
-    # The whole batch, of which nothing but shapes and offsets is looked at.
+    # The whole batch: only its shapes and offsets are checked.
     q_all, k_all, v_all = map(of_all, (t.q, t.k, t.given("v")), (T, S, S))
     max_q, max_k = _longest(offsets, most, T, S)
     t = t._replace(q=q_all, k=k_all, v=v_all, **offsets)
@@ -172,7 +174,7 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
 
 
 def _end(name: str, cu: Any) -> int:
-    """Of offsets that are in order."""
+    """The last of some offsets. Raises if they are not valid."""
     if not isinstance(cu, Tensor):
         raise TypeError(f"{name}: got {type(cu).__name__}, expected a torch.Tensor")
     need(cu.ndim == 1 and len(cu) > 0, name, f"shape {tuple(cu.shape)}", "(B + 1,) offsets")
@@ -192,7 +194,7 @@ def _longest(offsets, most, T: int, S: int) -> tuple[int, int]:
 
 
 def _why_not_heads(heads: int, team: Team) -> str:
-    """Why ranks cannot have the rows of some heads each; or nothing."""
+    """Why the heads cannot be divided among the ranks; "" if they can."""
     *outer, ranks = team.sizes
     if outer:
         return "of a mesh, expected a group"
@@ -256,16 +258,17 @@ STRATEGIES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {
 
 
 class Piece(NamedTuple):
-    """Rows of sequences from the first up to the end: of all of them, or some of one."""
+    """Rows of the sequences from `first` up to `end`: all of them if `whole`, else some of one."""
 
     first: int
     end: int
-    rows: Span  # of the batch's
+    rows: Span  # of the whole batch
     whole: bool
 
 
 def pieces(starts: Sequence[int], own: Span) -> list[Piece]:
-    """Of a rank with these rows; one without any, where it has none: it has gradients, too."""
+    """The pieces of a rank with these rows. A rank without rows has one empty piece, because it
+    has gradients, too."""
     found: list[Piece] = []
     for b, (begin, stop) in enumerate(itertools.pairwise(starts)):
         rows = Span(max(begin, own.first), min(stop, own.end))
@@ -280,7 +283,7 @@ def pieces(starts: Sequence[int], own: Span) -> list[Piece]:
 
 
 def _of_items(arguments: dict[str, Any], items: slice) -> dict[str, Any]:
-    """What these sequences have of the whole batch's."""
+    """The arguments of these sequences, cut from those of the whole batch."""
     found = dict(arguments)
     for argument in ARGUMENTS.values():
         x, shapes = arguments.get(argument.public), [x.split() for x in argument.shapes]
@@ -295,7 +298,7 @@ def _of_items(arguments: dict[str, Any], items: slice) -> dict[str, Any]:
 
 
 def _cut(x: Tensor | None, dim: int, first: int, end: int) -> Tensor | None:
-    """What broadcasts along dim stays whole."""
+    """x from first up to end along dim; x itself if it broadcasts along dim."""
     if x is None or x.ndim < -dim or x.shape[dim] == 1:
         return x
     return x.narrow(dim, first, end - first)

@@ -1,9 +1,9 @@
-"""Keys and values travel from rank to rank (Ring Attention, Liu 2023, arXiv:2310.01889): each rank
-has its own rows against one rank's keys at a time, and merges what it finds.
+"""Keys and values travel from rank to rank (Ring Attention, Liu 2023, arXiv:2310.01889). Each rank
+computes its own rows with the keys of one rank at a time, and merges the results.
 
-What a block gives is stored as wide as it was summed up, in float32 at least, and its LSE in two
-numbers, so that nothing is rounded between hops. In backward the sums of the gradients of keys and
-values travel behind them.
+The out of a block is stored in the dtype of its sums, float32 at least, and its LSE in two numbers,
+so that nothing is rounded between hops. In backward the sums of the gradients of keys and values
+travel behind them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def around(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same where the arguments have what `Whole.differentiable` gives."""
+    """The same, if the arguments include those of `Whole.differentiable` already."""
     t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()})
     out, normaliser = Ring.apply(Round.of(call, t, o._replace(unrounded=True)), *t)
     return out, normaliser[0]
@@ -42,7 +42,8 @@ def around(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor
 
 
 class Block(NamedTuple):
-    """Rows of this rank against keys of an owner: as they lie in the whole call, and here."""
+    """Rows of this rank and keys of an owner: their spans in the whole call, and their slices of
+    this rank's rows and of the owner's keys."""
 
     rows: Span
     keys: Span
@@ -51,8 +52,8 @@ class Block(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A call's way around the ring. Some row i may see keys from i + lo to i + hi, and none
-    another; after so many hops no rank meets keys that it may see: the same on every rank."""
+    """A call's way around the ring. A row i sees no keys but those from i + lo to i + hi. After
+    `hops` no rank meets keys that it may see. All of this is the same on every rank."""
 
     call: Whole
     o: Options
@@ -66,7 +67,7 @@ class Round(NamedTuple):
         return cls(call, o, lo, hi, layout.hops(call.rows, call.keys, lo, hi))
 
     def owner(self, hop: int) -> int:
-        """Whose keys are here after so many hops."""
+        """The rank that has the keys which are here after so many hops."""
         return (self.call.rank - hop) % self.call.ranks
 
     def blocks(self, hop: int) -> Iterator[Block]:
@@ -78,27 +79,27 @@ class Round(NamedTuple):
     def part(
         self, t: Tensors, k: Tensor, v: Tensor, block: Block, first: bool
     ) -> tuple[Tensors, Options]:
-        """(tensors, options) of a block; the first of some rows has their sinks."""
+        """(tensors, options) of a block. Only the first block of some rows gets their sinks."""
         mask = t.mask if t.mask is None else t.mask[self.of_mask(t.mask, block)]
         given = dict(q=t.q[:, :, block.own], k=k[:, :, block.of_owner], v=v[:, :, block.of_owner])
         tensors = t._replace(**given, mask=mask, sinks=t.sinks if first else None)
         return tensors, self.o._replace(at_row=block.rows.first, at_key=block.keys.first)
 
     def of_mask(self, mask: Tensor, block: Block) -> tuple[Any, ...]:
-        """Where the block lies in a mask of this rank's rows and all keys, which may be shared."""
+        """The index of a block in a mask of this rank's rows and all keys; either may broadcast."""
         whole = slice(None)
         rows = block.own if self.call.mask_rows else whole
         keys = slice(block.keys.first, block.keys.end) if mask.shape[-1:] != (1,) else whole
-        return (..., *(rows, keys)[2 - min(mask.ndim, 2) :])  # a mask may have neither
+        return (..., *(rows, keys)[2 - min(mask.ndim, 2) :])  # a mask may lack both dimensions
 
 
 def nothing(rows: Span, own: slice) -> Block:
-    """For rows that no block has, which may have sinks."""
+    """A block without keys, for rows that are in no other block: they may have sinks."""
     return Block(rows, Span(0, 0), own, slice(0, 0))
 
 
 def band(rows: Spans, keys: Spans, o: Options, lengths: bool) -> tuple[int, int]:
-    """(lo, hi): some row i may see keys from i + lo to i + hi, whatever lengths it has."""
+    """(lo, hi): a row i sees no keys but those from i + lo to i + hi, whatever the key lengths."""
     left, right, bottom_right = o.band
     M, N = (sum(map(layout.size_of, of)) for of in (rows, keys))
     if not bottom_right:
@@ -110,23 +111,23 @@ def band(rows: Spans, keys: Spans, o: Options, lengths: bool) -> tuple[int, int]
 
 
 class Found(NamedTuple):
-    """Of some rows: out in float32 at least, and the normaliser's two numbers."""
+    """The result for some rows: out in float32 at least, and the normaliser's two numbers."""
 
     out: Tensor
     normaliser: Tensor
 
     def merged(self, other: Found) -> Found:
-        """With what other keys gave."""
+        """The result merged with that of other keys."""
         (lses, lost) = torch.stack([self.normaliser, other.normaliser], 1)
         (own, others), top, log = weigh(lses, lost)
         lse = top + log
-        # What that rounding took, for log is at most the last digits of top.
+        # The rounding error of that sum. If top is large, log is only its last digits.
         lost = torch.where(lse == -torch.inf, 0.0, top - lse + log)
         return Found(self.out * own + other.out * others, torch.stack([lse, lost]))
 
 
 class Ring(Function):
-    """(round, *tensors) to out and normaliser, of this rank's rows."""
+    """(round, *tensors). Returns out and normaliser of this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, way: Any, *tensors: Any) -> Any:
@@ -167,7 +168,7 @@ class Ring(Function):
 
 
 def _keys(way: Round, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(hop, k, v), with the next on their way meanwhile."""
+    """(hop, k, v) of each hop. The next k and v are on their way meanwhile."""
     k, v = t.k, t.given("v")
     for hop in range(way.hops):
         coming = None
@@ -181,7 +182,8 @@ def _keys(way: Round, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 class Backward:
-    """Gradients are sums in float32 at least; those of keys and values come around behind them."""
+    """The backward pass. Gradients are summed in float32 at least; those of keys and values go
+    around behind them."""
 
     way: Round
     t: Tensors
@@ -220,7 +222,8 @@ class Backward:
         return {name: x.to(t.given(name).dtype) for name, x in self.sums.items()}
 
     def send(self, moving: Sequence[Tensor], hop: int) -> Hop | None:
-        """On to who has these keys next; in the end home, which the next rank may not be."""
+        """Send the gradients to the rank that gets these keys next. After the last hop, send them
+        to the owner of the keys, which may be another rank than the next."""
         call, last = self.way.call, self.way.hops - 1
         step = 1 if hop < last else -hop % call.ranks
         if not step:
@@ -232,7 +235,7 @@ class Backward:
     def add(
         self, block: Block, k: Tensor, v: Tensor, moving: Sequence[Tensor], first: bool
     ) -> None:
-        """What a block adds."""
+        """Add the gradients of a block."""
         wants = [name for name in self.wants if first or name != "sinks"]
         rows = (..., block.own), (..., block.own, slice(None))
         outs = self.outs[0][rows[1]], self.outs[1][rows[0]]

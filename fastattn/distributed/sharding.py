@@ -1,4 +1,4 @@
-"""Cutting what every rank has whole, and putting it together again."""
+"""Cut a tensor that every rank has whole, and put the parts together again."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def shard(
 ) -> Tensor:
     """This rank's part of x along dim: of inputs, positions, labels, or of q, k and v.
 
-    contiguous: rank r has the r-th chunk, as torch.chunk cuts, and is a view; the last ranks may
-    have fewer or none. zigzag: the r-th of twice as many chunks, and the r-th from the end: with
-    causal attention every rank then has as much to do. Nothing is sent. group: as `attention`
-    takes it.
+    contiguous: rank r gets a view of the r-th chunk, as torch.chunk cuts; the last ranks may get
+    smaller chunks or empty ones. zigzag: rank r gets the r-th of twice as many chunks, and the r-th
+    from the end, which gives every rank the same work in causal attention. Nothing is sent. group:
+    as in `attention`.
 
     Raises ValueError for another layout, IndexError for another dim, RuntimeError without a group.
     """
@@ -42,10 +42,10 @@ def unshard(
     layout: Layout = CONTIGUOUS,
     group: Any = None,
 ) -> Tensor:
-    """The whole, on every rank, of parts as `shard` cuts them; contiguous ones may have any sizes.
+    """The whole, on every rank, from parts as `shard` cuts them; contiguous ones may have any size.
 
-    All ranks call it. The gradient of a part is the sum over all ranks' losses.
-    Raises as `shard`, and ValueError for parts that the layout does not have.
+    All ranks must call it. The gradient of a part is the sum over all ranks' losses.
+    Raises as `shard`, and ValueError for parts with sizes that the layout does not give.
     """
     team = need_team(group)
     layouts.need_layout(layout)

@@ -26,8 +26,8 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 class Heads:
-    """Of a call's ranks each has as many of the heads: rows of all heads become all rows of its
-    own, and go back."""
+    """The heads of each rank of a call, all equally many. `take` exchanges this rank's rows of all
+    heads for all rows of its own heads, and `give` does the reverse."""
 
     call: Whole
     group: int
@@ -41,7 +41,8 @@ class Heads:
         self.own = self.heads[call.rank]
 
     def arguments(self, differentiable: dict[str, Tensor | None]) -> dict[str, Any]:
-        """Of all rows and this rank's heads. differentiable: what `Whole` says they are."""
+        """The arguments for all rows and this rank's heads. differentiable: those that
+        `Whole.differentiable` returns."""
         own, found = slice(self.own.start, self.own.stop), {}
         given = self.call.arguments | differentiable
         for argument in ARGUMENTS.values():
@@ -53,7 +54,7 @@ class Heads:
         return found
 
     def take(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """All rows, and the keys that these heads read."""
+        """All rows of this rank's heads, and all keys and values that these heads read."""
         read = [self._read(heads) for heads in self.heads]
         q = self._to_heads(q, self.call.rows, self.heads, "rows of some heads")
         k = self._to_heads(k, self.call.keys, read, "keys of some heads")
@@ -79,18 +80,19 @@ class Heads:
         return layout.whole(Exchange.apply(call.group, what, shapes, *pieces), of, 2)
 
     def _read(self, heads: range) -> range:
-        """The key heads of these."""
+        """The key heads that these heads read."""
         return range(heads.start // self.group, -(-heads.stop // self.group))
 
     def _each(self) -> list[int] | None:
-        """Which of them each head reads; None where they share them evenly, as grouped heads do."""
+        """For each own head, which of the key heads it reads; None if the heads share them evenly,
+        as grouped heads do."""
         own, read = self.own, self._read(self.own)
         if len(read) <= 1 or own.start % self.group == 0 == own.stop % self.group:
             return None
         return [h // self.group - read.start for h in own]
 
     def _mask(self, mask: Tensor | None) -> Tensor | None:
-        """All rows of a mask of which each rank has its own."""
+        """All rows of a mask for this rank's heads, if each rank has its own rows of it."""
         if mask is None:
             return None
         if mask.ndim > 2 and mask.shape[-3] != 1:

@@ -1,5 +1,6 @@
 """Ulysses inside, a ring outside, on a mesh of two dimensions (USP, Fang 2024, arXiv:2405.07719):
-the ranks of the inner one divide heads, and their rows together go around the outer one."""
+the ranks of the inner one divide heads. Along the outer one, a ring passes on the keys of them all.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def cut(call: Whole) -> tuple[Whole, Whole]:
-    """The call among the ranks that divide heads, and among those that a ring goes around."""
+    """The call among the ranks that divide heads, and the call among the ranks of a ring."""
     outer, inner = (Team((group,)) for group in call.team.groups)
     n = inner.ranks
     teams = [slice(r * n, r * n + n) for r in range(outer.ranks)]

@@ -1,4 +1,4 @@
-"""The call that the ranks' calls are parts of, and what strategies share about it."""
+"""The whole call, of which the ranks' calls are parts, and functions that strategies share."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from .layout import Spans
 
 class Whole(NamedTuple):
     """arguments: those of `fastattn.attention`, by name; slopes and sinks are the whole call's.
-    mask_rows: has the mask a row for each of this rank's, or one for all of the whole call's?
-    place: where all of it lies in heads and items."""
+    mask_rows: True if the mask has a row for each of this rank's rows, False if it has one row for
+    the whole call. place: the position of the whole call in heads and items."""
 
     team: Team
     rows: Spans
@@ -31,7 +31,7 @@ class Whole(NamedTuple):
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of a team that has one."""
+        """The group of a team that has only one."""
         (found,) = self.team.groups
         return found
 
@@ -44,7 +44,7 @@ class Whole(NamedTuple):
         return self.team.ranks
 
     def at(self, row: int = 0, head: int = 0) -> Place:
-        """Of a call whose first row and head are these of the whole, and that has all keys."""
+        """The place of a call that begins at this row and head of the whole, and has all keys."""
         rows, keys = (sum(map(layout.size_of, of)) for of in (self.rows, self.keys))
         return self.place._replace(row=row, head=self.place.head + head, rows=rows, keys=keys)
 
@@ -57,7 +57,8 @@ class Whole(NamedTuple):
         return x
 
     def differentiable(self) -> dict[str, Tensor | None]:
-        """Arguments beside q, k and v that have gradients, for the strategies to compute with."""
+        """The arguments other than q, k and v that can have gradients, in the form that strategies
+        must use: the gradient of what every rank has whole is summed over ranks."""
         names = [name for name in DIFFERENTIABLE if name in self.arguments]
         own = [name for name in names if self.mask_rows and ARGUMENTS[name].broadcast]
         return {x: self.arguments[x] if x in own else self.shared(x) for x in names}
@@ -66,7 +67,7 @@ class Whole(NamedTuple):
 def gathered(team: Team, x: Tensor, of: Spans, what: str, dim: int = 2) -> Tensor:
     """All ranks' x along dim, in the order of the sequence."""
     sizes, n = [layout.size_of(own) for own in of], 1
-    blocks = (x,)  # each of n ranks
+    blocks = (x,)  # each block is from n ranks
     for group in reversed(team.groups):
         n *= len(blocks)
         x = torch.cat(blocks, dim) if len(blocks) > 1 else blocks[0]
@@ -86,12 +87,12 @@ def resized(x: Tensor, dim: int, size: int) -> Shape:
 
 
 def of_all(x: Tensor, rows: int) -> Tensor:
-    """As many as all ranks have, in no memory."""
+    """x with as many rows as all ranks have, expanded from one element."""
     return x.new_empty(()).expand(resized(x, 2, rows))
 
 
 def heads_of(x: Tensor | None, own: Sequence[int] | slice, dim: int) -> Tensor | None:
-    """Of a tensor that may have one for all heads, or no heads."""
+    """The heads `own` along dim. x itself if it has one for all heads, or no such dimension."""
     if x is None or x.ndim < -dim or x.shape[dim] == 1:
         return x
     return x[(..., own, *(slice(None),) * (-dim - 1))]

@@ -1,9 +1,9 @@
-"""A notebook on attention, cell by cell: what fastattn computes beside what the notebook printed.
+"""A notebook on attention, cell by cell: fastattn's results beside those that it printed.
 
 The notebook builds attention from a single dot product up to a causal module with dropout, on the
-six tokens "Your journey starts with one step". Here its weights and contexts come out of the fused
-modules of `fastattn.nn`, what leads to them out of plain torch, all to the last printed digit; two
-cells print random draws, of which each value is checked to be one that dropout can give.
+six tokens "Your journey starts with one step". Here the fused modules of `fastattn.nn` compute its
+weights and contexts, and plain torch the steps before them; all agree to the last printed digit.
+Two cells print random draws: each of their values is checked to be one that dropout can produce.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PANELS = {
 
 
 def like(x: float, digits: str) -> str:
-    """x with the decimals of these digits; the notebook prints whole numbers as `1.`."""
+    """x with as many decimals as `digits`; the notebook prints whole numbers as `1.`."""
     _, point, decimals = digits.partition(".")
     return format(x, f"#.{len(decimals)}f" if point else ".0f")
 
 
 def show(step: Step, computed: Tensor, difference: float) -> None:
-    """The step's name and note, and its two blocks of numbers side by side."""
+    """Print the step's name and note, and its two blocks of numbers side by side."""
     printed = [row.split() for row in step.printed.split("\n")]
     width = max(len(digits) for row in printed for digits in row)
     lines = []
@@ -48,12 +48,12 @@ def show(step: Step, computed: Tensor, difference: float) -> None:
 
 
 def picture(found: dict[str, Tensor]) -> Any:
-    """Heat maps of the weights of four kinds of attention, on one scale of colours."""
+    """Heat maps of the weights of four kinds of attention, with one colour scale."""
     figure = new_figure(10, 10.4)
     for axis, (name, title) in zip(figure.subplots(2, 2).flat, PANELS.items()):
         weights = found[name]
         hidden = (weights == 0) & (MASK == 0)
-        # By square root, or all would be pale beside the first row of causal attention, a 1.
+        # Square roots, because all weights would be pale beside the 1 in causal attention's row 0.
         shades = weights.sqrt().masked_fill(hidden, math.nan)
         axis.imshow(shades.tolist(), cmap="Blues", vmin=0, vmax=1.2)
         axis.set_facecolor("0.9")
@@ -71,7 +71,7 @@ def picture(found: dict[str, Tensor]) -> Any:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Walk the notebook, print every step and prove its digits; return the exit status."""
+    """Compute and print every step, check its digits, and return the exit status."""
     options = parse(parser("attention_notebook", __doc__ or ""), arguments)
     print(INTRODUCTION)
     found, differences = {}, {}

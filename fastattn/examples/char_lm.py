@@ -1,10 +1,10 @@
 """A GPT-style model of characters learns Python from the standard library's sources.
 
-Twins of one initial state read one sequence of batches, one with torch's attention and one with
-`fastattn.nn.from_torch`'s: their losses stay together as closely as rounding lets them, which a
-third twin shows, torch's again on the same batches with the rows in another order. Tokens per
-second and the peak of memory stand side by side, without and with dropout of attention weights,
-for which torch has no fused kernel on a CPU. At last the model writes, keys and values cached.
+Two models with one initial state train on the same batches, one with torch's attention and one with
+`fastattn.nn.from_torch`'s. Their losses differ only by rounding. A third model measures how much
+that is: torch's attention on the same batches with the rows in another order. Characters per second
+and peak memory are compared without and with dropout of attention weights, for which torch has no
+fused kernel on a CPU. At the end the model writes text with a key-value cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BATCH, CONTEXT = 8, 128
 STEPS, RATE = 600, 4e-3
 TORCH, FUSED, REORDERED = "torch", "fused", "torch, rows reordered"
 COMPARED = ((TORCH, 0.0), (FUSED, 0.0), (TORCH, 0.1), (FUSED, 0.1))  # and the rate of dropout
-SIZES = ((BATCH, CONTEXT), (1, 1024))  # as many characters a step
+SIZES = ((BATCH, CONTEXT), (1, 1024))  # both are 1,024 characters a step
 TIMED_STEPS = 6
 PROMPT = "def read(self, "
 
@@ -72,21 +72,21 @@ class LanguageModel(torch.nn.Module):
 
 
 def sources() -> Tensor:
-    """The standard library's modules, one after the other, as numbers."""
+    """The standard library's modules, concatenated, as character codes."""
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     text = "\n".join(file.read_text("utf-8", errors="replace") for file in files)
     return torch.frombuffer(bytearray(text.encode("ascii", "replace")), dtype=torch.uint8).long()
 
 
 def batches(text: Tensor, count: int, batch: int = BATCH, context: int = CONTEXT) -> list[Tensor]:
-    """count times (batch, context + 1) characters from anywhere in the text, each time the same."""
+    """count batches (batch, context + 1) of characters at random places, the same in every call."""
     generator = torch.Generator().manual_seed(1)
     starts = torch.randint(len(text) - context, (count, batch), generator=generator)
     return list(text[starts[..., None] + torch.arange(context + 1)])
 
 
 class Trainer:
-    """A model, of one initial state whichever its attention, and the steps that train it."""
+    """A model and its training steps. The initial state is the same for every kind of attention."""
 
     def __init__(
         self, name: str, dropout: float = 0.0, context: int = CONTEXT, steps: int = STEPS
@@ -99,7 +99,7 @@ class Trainer:
         )
 
     def step(self, batch: Tensor) -> float:
-        """Train on batch (B, N + 1); the loss in nats a character."""
+        """Train on batch (B, N + 1); return the loss in nats a character."""
         if self.name == REORDERED:
             batch = batch.flip(0)
         logits, following = self.model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten()
@@ -108,15 +108,15 @@ class Trainer:
         loss.backward()
         self.optimizer.step()
         self.schedule.step()
-        # In float64, so that the loss's own rounding does not hide how far two models are apart.
+        # In float64, so that rounding of the loss does not hide the difference between two models.
         return F.cross_entropy(logits.detach().double(), following).item()
 
 
 def side_by_side(
     trainers: Sequence[Trainer], data: list[Tensor], what: str
 ) -> tuple[list[list[float]], list[float]]:
-    """The losses of each trainer, and its median of characters per second. All take each batch in
-    turn, so that the machine's other work falls on all alike."""
+    """Each trainer's losses and median of characters per second. The trainers take turns on every
+    batch, so that other work of the machine slows all of them equally."""
     losses: list[list[float]] = [[] for _ in trainers]
     seconds: list[list[float]] = [[] for _ in trainers]
     order = list(range(len(trainers)))
@@ -131,14 +131,14 @@ def side_by_side(
 
 
 def one_step(name: str, dropout: float, batch: int, context: int) -> Callable[[], Any]:
-    """A training step, to be run where memory is watched."""
+    """A training step as a call, for `extra_bytes` to measure its memory."""
     trainer = Trainer(name, dropout, context)
     data = torch.zeros(batch, context + 1, dtype=torch.long)
     return lambda: trainer.step(data)
 
 
 def compare(text: Tensor) -> Rows:
-    """Characters per second, and megabytes at the peak of a step beyond model and torch itself."""
+    """Characters per second, and a step's peak memory in MB, without the model and torch itself."""
     rows = {}
     for size in SIZES:
         trainers = [Trainer(name, dropout, size[1]) for name, dropout in COMPARED]
@@ -167,8 +167,8 @@ def distance(x: list[float], y: list[float]) -> float:
 
 @torch.no_grad()
 def write(model: LanguageModel, prompt: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The prompt (1, N) and count characters after it (1, N + count), drawn where the likeliest
-    three are; and the logits (1, N + count - 1, CHARACTERS) that they came from."""
+    """The prompt (1, N) with count more characters, (1, N + count), each drawn from the three most
+    likely; and the logits (1, N + count - 1, CHARACTERS)."""
     generator = torch.Generator().manual_seed(0)
     cache = model.encoder.new_cache(CONTEXT)  # ty: ignore
     text, new, logits = [prompt], prompt, []
@@ -181,7 +181,7 @@ def write(model: LanguageModel, prompt: Tensor, count: int) -> tuple[Tensor, Ten
 
 
 def picture(losses: dict[str, list[float]], rows: Rows) -> Any:
-    """The loss curves and how far they part; characters per second; peaks of memory."""
+    """Loss curves, distances from torch's losses, characters per second, and peak memory."""
     figure = new_figure(13, 3.8)
     curve, apart, speed, memory = figure.subplots(1, 4, width_ratios=(1.2, 1.2, 1, 1))
     colors = {TORCH: "#d1495b", FUSED: "#0b6e4f", REORDERED: "#edae49"}

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def parser(name: str, doc: str) -> argparse.ArgumentParser:
-    """Of `python -m fastattn.examples.<name>`, with --plot; doc is the module's docstring."""
+    """The parser of `python -m fastattn.examples.<name>`, with --plot; doc describes it."""
     made = argparse.ArgumentParser(
         prog=f"python -m fastattn.examples.{name}",
         description=doc,
@@ -30,7 +30,7 @@ def parser(name: str, doc: str) -> argparse.ArgumentParser:
 
 
 def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The options; a picture that could not be drawn is told now, not minutes later."""
+    """The options. Exits at once, not minutes later, if --plot is given without matplotlib."""
     options = made.parse_args(arguments)
     if options.plot is not None:
         try:
@@ -41,7 +41,7 @@ def parse(made: argparse.ArgumentParser, arguments: Sequence[str] | None) -> arg
 
 
 class Claims:
-    """What an example set out to show, each claim printed with the figure that bears it out."""
+    """The claims of an example. Each is printed with its measured numbers and whether it holds."""
 
     def __init__(self) -> None:
         self.failed: list[str] = []
@@ -57,7 +57,8 @@ class Claims:
 
 
 def progress(items: Sequence[T] | range, what: str) -> Iterator[T]:
-    """The items, behind a bar on a terminal that has tqdm; else ten lines say how far it is."""
+    """Iterate over items with a tqdm bar on a terminal, if tqdm is installed; else ten lines of
+    output show the progress."""
     if sys.stderr.isatty():
         try:
             from tqdm import tqdm
@@ -79,7 +80,7 @@ def _lines(items: Any, what: str) -> Iterator[Any]:
 
 
 def new_figure(width: float, height: float) -> Any:
-    """A matplotlib figure of so many inches that needs no display."""
+    """A matplotlib figure, in inches, that needs no display."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

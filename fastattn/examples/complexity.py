@@ -3,9 +3,9 @@
     python -m fastattn.examples.complexity --plot
 
 Why self-attention: how the cost of a layer grows with the number of tokens n and their width d, how
-many of its operations must wait for one another, and how many layers lie between the first token
-and the last. A convolution has k taps, restricted attention a window of r keys. Exponents are
-slopes in log-log over the three largest sizes, where what does not grow no longer counts.
+many of its operations must run one after the other, and how many layers connect the first token to
+the last. A convolution has k taps, restricted attention a window of r keys. Exponents are log-log
+slopes over the three largest sizes, where constant costs are negligible.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .layers import (
 
 
 class Paper(NamedTuple):
-    """A row of the table, and its path with the constants that our k and r give it."""
+    """A row of the paper's table; `length` is its path length for our k and r."""
 
     time: dict[str, int]
     sequential: str
@@ -45,12 +45,12 @@ class Paper(NamedTuple):
     length: Callable[[int], int]
 
 
-K, R = 3, 9  # where paths are measured
+K, R = 3, 9  # k and r for path lengths
 TABLE = {
     ATTENTION: Paper({"n": 2, "d": 1}, "O(1)", "O(1)", lambda n: 1),
     PLAIN: Paper({}, "O(1)", "O(1)", lambda n: 1),
     RECURRENT: Paper({"n": 1, "d": 2}, "O(n)", "O(n)", lambda n: n),
-    # The paper's row has the path of dilated convolutions; its text gives contiguous ones O(n/k).
+    # The paper's table has the path of dilated convolutions; its text says O(n/k) for contiguous.
     CONVOLUTION: Paper({"k": 1, "n": 1, "d": 2}, "O(1)", "O(n/k)", lambda n: hops(n, K)),
     DILATED: Paper({}, "", "O(log_k n)", lambda n: round(math.log(n, K))),
     RESTRICTED: Paper({"r": 1, "n": 1, "d": 1}, "O(1)", "O(n/r)", lambda n: hops(n, R)),
@@ -60,13 +60,14 @@ LAYERS = (ATTENTION, PLAIN, RECURRENT, CONVOLUTION, RESTRICTED)
 TOLERANCE = {"n": 0.3, "d": 0.35, "k": 0.3, "r": 0.3}
 ATTEMPTS = 8
 
-# (layer, letter that varies) -> cases. Attention's batches fit a core's second cache, 2 MB: past it
-# time takes on the slope of what memory does. Weights of d x d do not, and need more rows.
+# (layer, letter that varies) -> cases. Attention's batches fit in a core's L2 cache, 2 MB: above it
+# the slope of time would be that of memory traffic. Weights of d x d do not fit: use more rows.
 D, N, SIZES = 128, 128, (64, 128, 256, 512, 1024)
 
 
 def widths(layer: str) -> list[int]:
-    """Attention's are of one head: two would have two softmaxes, which the paper leaves out."""
+    """The widths of a layer; attention is limited to those of one head, because two heads have two
+    softmaxes, which the paper does not count."""
     return [d for d in SIZES if d <= MAX_COLUMNS or layer not in (ATTENTION, RESTRICTED)]
 
 
@@ -81,7 +82,7 @@ TIME = {
         for layer in TIMED
     },
     (CONVOLUTION, "k"): [Case(CONVOLUTION, 256, 256, k=k, batch=4) for k in (4, 8, 16)],
-    # Kernels round a window up to tiles of keys: it must be wide for that not to count.
+    # Kernels round a window up to tiles of keys: only for wide windows is that negligible.
     (RESTRICTED, "r"): [Case(RESTRICTED, 16384, 64, r=r) for r in (512, 1024, 2048)],
 }
 MEMORY_SIZES = (512, 1024, 2048, 4096, 8192)
@@ -99,22 +100,22 @@ class Measured(NamedTuple):
     paths: dict[str, list[int]]
 
     def powers(self, layer: str) -> dict[str, float]:
-        """letter -> the power that time grows with, in the paper's order."""
+        """letter -> the exponent of time, in the paper's order."""
         return {letter: self.time[layer, letter].slope() for letter in TABLE[layer].time}
 
     def rises(self, layer: str) -> list[float]:
-        """How many operations each further token adds to the chain, from case to case."""
+        """Operations that each further token adds to the chain, between successive cases."""
         points = [(case.n, length) for case, length in zip(CHAINS[layer], self.chains[layer])]
         return [(b - a) / (n - m) for (m, a), (n, b) in itertools.pairwise(points)]
 
     def ratios(self, letter: str) -> dict[int, float]:
-        """size -> what attention costs in units of recurrence."""
+        """size -> the time of attention divided by that of recurrence."""
         attention, recurrence = (self.time[layer, letter] for layer in (ATTENTION, RECURRENT))
         pairs = zip(attention.values, recurrence.values)
         return {size: a / r for size, (a, r) in zip(attention.sizes, pairs)}
 
     def meeting(self) -> float:
-        """The n at which attention comes to cost what recurrence does, by powers in between."""
+        """The n at which attention and recurrence take the same time, by log-log interpolation."""
         for (m, before), (n, after) in itertools.pairwise(self.ratios("n").items()):
             if before <= 1 < after:
                 return m * (n / m) ** (math.log(before) / math.log(before / after))
@@ -122,7 +123,7 @@ class Measured(NamedTuple):
 
 
 def measure() -> Measured:
-    """Everything, in half a minute on a machine at rest."""
+    """Measure everything: half a minute on an idle machine."""
     return Measured(
         times(forward_seconds),
         curves(MEMORY, training_bytes),
@@ -132,8 +133,8 @@ def measure() -> Measured:
 
 
 def times(measured_at: Callable[[Sequence[Case]], Mapping[Case, float]]) -> dict:
-    """The curves of time. Where a power is not the paper's, its cases are measured again, and the
-    least counts: on a busy machine a call waits for its caches in some attempts, hardly in all."""
+    """The curves of time. If an exponent is not the paper's, its cases are measured again and the
+    least time is taken: on a busy machine, cache misses slow some attempts, but hardly all."""
     found = curves(TIME, measured_at)
     for _ in range(ATTEMPTS - 1):
         again = {x: cases for x, cases in TIME.items() if not is_near(*x, found[x].slope())}
@@ -146,7 +147,7 @@ def times(measured_at: Callable[[Sequence[Case]], Mapping[Case, float]]) -> dict
 
 
 def is_near(layer: str, letter: str, power: float) -> bool:
-    """Whether time grows with a letter as in the paper."""
+    """Whether the exponent of a letter is the paper's, within TOLERANCE."""
     return abs(power - TABLE[layer].time[letter]) < TOLERANCE[letter]
 
 
@@ -154,8 +155,8 @@ def curves(
     sweeps: Mapping[tuple[str, str], Sequence[Case]],
     measured_at: Callable[[Sequence[Case]], Mapping[Case, float]],
 ) -> dict[tuple[str, str], Curve]:
-    """A curve for each sweep, over the values of its letter, of all cases measured together; a
-    sequence's share of each."""
+    """A curve for each sweep over the values of its letter. All cases are measured together, and
+    each value is divided by the batch size."""
     values = measured_at([case for cases in sweeps.values() for case in cases])
     each = {case: value / case.batch for case, value in values.items()}
     return {
@@ -165,12 +166,13 @@ def curves(
 
 
 def hops(n: int, seen: int) -> int:
-    """Layers between the last and the first of n tokens if each sees `seen`, its own included."""
+    """Layers from the first of n tokens to the last if a token attends to `seen` tokens, itself
+    included."""
     return math.ceil((n - 1) / (seen - 1))
 
 
 def product(exponents: Mapping[str, float]) -> str:
-    """ "k n d^2" of the paper's whole powers, "k^0.92 n^1.00 d^1.97" of measured ones."""
+    """Format exponents: "k n d^2" for the paper's, "k^0.92 n^1.00 d^1.97" for measured ones."""
     texts = {
         letter: f"^{p}" if isinstance(p, int) else f"^{p:.2f}" for letter, p in exponents.items()
     }
@@ -178,7 +180,7 @@ def product(exponents: Mapping[str, float]) -> str:
 
 
 def prove(found: Measured) -> Claims:
-    """The claims of the table, each with what was measured."""
+    """Check the claims of the table against the measurements."""
     claims = Claims()
     for layer in TIMED:
         paper, powers = TABLE[layer].time, found.powers(layer)
@@ -220,7 +222,7 @@ def prove(found: Measured) -> Claims:
 
 
 def table(found: Measured) -> list[tuple[str, ...]]:
-    """Two lines of heading, and a row for each layer."""
+    """Two heading rows, then a row for each layer."""
     sizes = ", ".join(str(case.n) for case in PATHS[ATTENTION])
     rows = [
         ("", "time", "", "memory", "in sequence", "", "longest path", ""),
@@ -240,7 +242,7 @@ def table(found: Measured) -> list[tuple[str, ...]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print the table and its claims, draw; 1 if a claim fails."""
+    """Measure, print the table and its claims, draw the plot; return 1 if a claim fails."""
     options = parse(parser("complexity", __doc__ or ""), arguments)
     torch.manual_seed(0)
     threads = torch.get_num_threads()

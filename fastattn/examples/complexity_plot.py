@@ -1,4 +1,4 @@
-"""The picture of `complexity`: how costs grow, and under that the table."""
+"""The picture of `complexity`: curves of the costs, and the table below them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ HEADINGS = 2
 
 
 class Panel(NamedTuple):
-    """Curves by (layer, letter); those of one letter are drawn, their values times the scale."""
+    """Curves by (layer, letter). Those of `letter` are drawn, with values multiplied by `scale`."""
 
     title: str
     letter: str
@@ -42,7 +42,8 @@ class Panel(NamedTuple):
 
 
 def draw(panels: Sequence[Panel], rows: Sequence[Sequence[str]], path: Path) -> None:
-    """Save the panels side by side, and the rows, of which two are headings, as a table."""
+    """Save a picture: the panels side by side, then a table of the rows; the first two are
+    headings."""
     figure = new_figure(15, 9.2)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
     above, below = figure.subfigures(2, 1, height_ratios=[1.65, 1])
@@ -59,7 +60,7 @@ def _draw_panel(ax: Any, panel: Panel) -> None:
         ax.plot(
             curve.sizes,
             [value * panel.scale for value in curve.values],
-            "o--" if layer == RESTRICTED else "o-",  # where it lies on others, they stay visible
+            "o--" if layer == RESTRICTED else "o-",  # dashed: curves below it stay visible
             color=COLOURS[layer],
             linewidth=3 if layer == ATTENTION else 2,
             label=f"{layer}  ${panel.letter}^{{{curve.slope():.2f}}}$",
@@ -103,6 +104,6 @@ def _draw_table(ax: Any, rows: Sequence[Sequence[str]]) -> None:
 
 
 def _tex(cell: str) -> str:
-    """ "O(log_k n)" and "n^1.97 d^0.96" in mathtext."""
+    """Convert "O(log_k n)" and "n^1.97 d^0.96" to mathtext."""
     powers = re.sub(r"\^([\d.]+)", r"^{\1}", cell)
     return f"${powers}$".replace("log", r"\log").replace(" ", r"\ ") if cell else ""

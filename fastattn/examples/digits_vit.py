@@ -2,10 +2,10 @@
 
     python -m fastattn.examples.digits_vit [--plot [PNG]]
 
-The model is torch's own nn.TransformerEncoder on the 8x8 digits that come with scikit-learn. It is
-trained twice from one initial state, by torch and with its attention fused; then torch's is
-converted as it is, and reverted. About half a minute on one core. There is no dropout, whose draws
-are torch's in the one and fastattn's in the other.
+The model is torch's nn.TransformerEncoder on the 8x8 digits that come with scikit-learn. It is
+trained twice from one initial state, with torch's attention and with fused attention. Then torch's
+trained model is converted, and reverted. About half a minute on one core. There is no dropout,
+because torch and fastattn draw different masks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ ROUNDING = 5e-5  # of logits up to 10 in float32, after two layers
 
 
 class ViT(nn.Module):
-    """Images (B, 8, 8) to logits (B, 10), read off a class token that attends to the patches."""
+    """Images (B, 8, 8) to logits (B, 10), from a class token that attends to the patches."""
 
     def __init__(self) -> None:
         super().__init__()
-        # Patches of 4x4 pixels, two apart: they overlap, so that no stroke is cut at every edge.
+        # Patches of 4x4 pixels with stride 2: they overlap, so that edges do not cut every stroke.
         self.patches = nn.Conv2d(1, WIDTH, kernel_size=4, stride=2, padding=1)
         self.class_token = nn.Parameter(0.02 * torch.randn(1, 1, WIDTH))
         self.positions = nn.Parameter(0.02 * torch.randn(1 + SIDE**2, WIDTH))
@@ -55,7 +55,7 @@ class ViT(nn.Module):
         return self.head(self.encoder(self.tokens(images))[:, 0])
 
     def attention(self, images: Tensor) -> Tensor:
-        """What the class token attends to in each layer, mean over heads: (LAYERS, B, 4, 4)."""
+        """Weights of the class token in each layer, mean over heads: (LAYERS, B, 4, 4)."""
         x, found = self.tokens(images), []
         for layer in self.encoder.layers:
             normed = layer.norm1(x)
@@ -77,7 +77,7 @@ class Run(NamedTuple):
 
 
 def load() -> tuple[Digits, Digits]:
-    """The digits to train on and those to test on."""
+    """The training digits and the test digits."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:
@@ -91,14 +91,15 @@ def load() -> tuple[Digits, Digits]:
 
 
 def distorted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """The images (B, 8, 8), each a little moved, turned, stretched and sheared."""
+    """The images (B, 8, 8), each slightly shifted, rotated, scaled and sheared."""
     off = 0.1 * (2 * torch.rand(len(images), 2, 3, generator=generator) - 1)
     grid = F.affine_grid(torch.eye(2, 3) + off, [len(images), 1, 8, 8], align_corners=False)
     return F.grid_sample(images[:, None], grid, align_corners=False)[:, 0]
 
 
 def train(model: ViT, digits: Digits, name: str) -> Tensor:
-    """The loss of every step (steps,). Every call sees the same images in the same order."""
+    """Train; return the loss of every step, (steps,). Every call uses the same images in the same
+    order."""
     generator = torch.Generator().manual_seed(0)
     optimizer = torch.optim.AdamW(model.parameters(), RATE, weight_decay=0.05)
     steps = EPOCHS * -(-len(digits.images) // BATCH)
@@ -119,13 +120,14 @@ def train(model: ViT, digits: Digits, name: str) -> Tensor:
 
 @torch.no_grad()
 def predict(model: ViT, images: Tensor) -> Tensor:
-    """Logits (B, 10). Where no gradient is needed, torch's encoder takes a fast path of its own."""
+    """Logits (B, 10). Without gradients, torch's encoder takes its inference fast path."""
     return model.eval()(images)
 
 
 @torch.no_grad()
 def nudged(model: ViT) -> ViT:
-    """A copy, its every parameter the next larger number: a yardstick for what rounding does."""
+    """A copy with every parameter moved to the next larger float: it shows the effect of
+    rounding."""
     model = copy.deepcopy(model)
     for x in model.parameters():
         x.copy_(x.nextafter(torch.tensor(torch.inf)))
@@ -147,12 +149,12 @@ def accuracy(logits: Tensor, labels: Tensor) -> float:
 
 
 def changed(a: Tensor, b: Tensor) -> int:
-    """How many predictions differ between logits (B, 10) and others."""
+    """How many predictions differ between two logits (B, 10)."""
     return int((a.argmax(1) != b.argmax(1)).sum())
 
 
 def prove_training(claims: Claims, digits: Digits, test: Digits) -> tuple[Run, Run, Run]:
-    """Train torch's model, the fused one and the yardstick from one initial state."""
+    """Train torch's model, the fused one and the nudged one from one initial state."""
     initial = new_model(seed=0)
     models = {"torch": initial, "fastattn": copy.deepcopy(initial), "nudged": nudged(initial)}
     print(f"fastattn.convert(model): {fastattn.convert(models['fastattn'])}\n")
@@ -183,7 +185,7 @@ def prove_training(claims: Claims, digits: Digits, test: Digits) -> tuple[Run, R
 
 
 def prove_conversion(claims: Claims, plain: Run, fused: Run, images: Tensor) -> None:
-    """Convert and revert a model that torch trained; load what each kind learned into the other."""
+    """Convert and revert the model trained with torch; load each kind's state into the other."""
     model, before = copy.deepcopy(plain.model), plain.model.state_dict()
     fastattn.convert(model)
     logits = predict(model, images)
@@ -213,7 +215,7 @@ def prove_conversion(claims: Claims, plain: Run, fused: Run, images: Tensor) -> 
 
 
 def picture(plain: Run, fused: Run, yardstick: Run, test: Digits) -> Any:
-    """The losses, how far they part, and test digits with what the class token attends to."""
+    """The losses, their differences, and test digits with the class token's weights."""
     figure = new_figure(12, 7.2)
     top, bottom = figure.subfigures(2, 1, height_ratios=(1, 1.15))
     blue, orange, grey, red = "#1f3b73", "#f2b880", "#b8b8b8", "#c0392b"
@@ -256,7 +258,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     claims = Claims()
     digits, test = load()
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # to share out work this small takes longer than to do it
+    torch.set_num_threads(1)  # more threads are slower for work this small
     try:
         runs = prove_training(claims, digits, test)
         prove_conversion(claims, *runs[:2], test.images)

@@ -1,5 +1,5 @@
-"""Layers that mix a sequence, and what of them can be measured: time, memory, the chain of
-operations that wait for one another, and the path from the first token to the last."""
+"""Layers that mix tokens, and measurements of them: time, memory, the longest chain of dependent
+operations, and the path from the first token to the last."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ MAX_COLUMNS = 512  # of a head, in the fused kernels
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and its sizes: a batch of n tokens of width d, k taps of a convolution, r keys of
-    restricted attention. Taps and keys end with the token itself."""
+    """A layer and its sizes: `batch` sequences of n tokens of width d, k taps of a convolution, r
+    keys of restricted attention. The last tap or key is the token itself."""
 
     layer: str
     n: int
@@ -43,7 +43,7 @@ class Case:
     batch: int = 1
 
     def make(self) -> Layer:
-        """Weights are frozen: what their gradients take has no n in it."""
+        """The layer, with frozen weights: the memory of their gradients does not depend on n."""
         if self.layer == ATTENTION:
             return attention
         if self.layer == PLAIN:
@@ -62,13 +62,13 @@ class Case:
 
 
 class Curve(NamedTuple):
-    """What was measured at each size."""
+    """A measured value for each size."""
 
     sizes: list[int]
     values: list[float]
 
     def slope(self) -> float:
-        """The power of the size that the values grow with: least squares over the last three."""
+        """The exponent of the values' growth with size: least squares over the last three."""
         x, y = ([math.log(value) for value in row[-3:]] for row in self)
         return linear_regression(x, y).slope
 
@@ -82,26 +82,26 @@ def attention(x: Tensor, window: tuple[int, int] | None = None) -> Tensor:
 
 
 def plain_attention(x: Tensor) -> Tensor:
-    """The same in torch's operations, which store the n x n weights."""
+    """`attention` in torch's operations, which store the n x n weights."""
     h = _heads(x)
     weights = (h @ h.mT / math.sqrt(h.shape[-1])).softmax(-1)
     return (weights @ h).transpose(1, 2).flatten(2)
 
 
 def _heads(x: Tensor) -> Tensor:
-    """(B,n,d) to (B,H,n,d/H), with one head where the kernels can."""
+    """(B,n,d) to (B,H,n,d/H), with one head up to MAX_COLUMNS."""
     return x.unflatten(-1, (math.ceil(x.shape[-1] / MAX_COLUMNS), -1)).transpose(1, 2)
 
 
 def convolution(d: int, k: int, dilation: int = 1) -> Layer:
-    """Of k taps that lie `dilation` tokens apart."""
+    """A causal convolution with k taps, `dilation` tokens apart."""
     conv = nn.Conv1d(d, d, k, dilation=dilation).requires_grad_(False)
     return lambda x: conv(F.pad(x.mT, ((k - 1) * dilation, 0))).mT
 
 
 def forward_seconds(cases: Sequence[Case]) -> dict[Case, float]:
-    """This thread's CPU time in a forward pass, the least over rounds in which all cases take
-    turns: a busy neighbour does not slow a case in every round."""
+    """This thread's CPU time of a forward pass, the least over several rounds. All cases take turns
+    in each round, because other processes rarely slow a case in every round."""
     calls = {case: partial(case.make(), case.tokens()) for case in cases}
     least = dict.fromkeys(calls, math.inf)
     with torch.no_grad():
@@ -115,7 +115,7 @@ def forward_seconds(cases: Sequence[Case]) -> dict[Case, float]:
 
 
 def training_bytes(cases: Sequence[Case]) -> dict[Case, int]:
-    """What forward and backward add at their peak, each case in a fresh process."""
+    """Peak memory that forward and backward add, each case in a fresh process."""
     return {
         case: extra_bytes(_training, [case], [replace(case, n=256)])
         for case in progress(cases, "memory")
@@ -129,8 +129,8 @@ def _training(case: Case) -> Callable[[], Tensor]:
 
 
 def longest_chain(case: Case) -> int:
-    """Nodes on the longest way through the layer's autograd graph: operations that must wait for
-    one another, on however many processors."""
+    """Nodes on the longest path through the layer's autograd graph: operations that must run one
+    after the other, on any number of processors."""
     end = case.make()(case.tokens().requires_grad_()).grad_fn
     lengths: dict[object, int] = {None: 0}
     todo = [end]
@@ -145,7 +145,7 @@ def longest_chain(case: Case) -> int:
 
 
 def path_length(case: Case) -> int:
-    """Layers, or steps of the recurrent one, until the last token has a gradient to the first."""
+    """Layers, or recurrent steps, until the last token's gradient reaches the first token."""
     x = case.tokens().requires_grad_()
     for length, h in enumerate(_states(case, x), 1):
         (gradient,) = torch.autograd.grad(h[:, -1].sum(), x, retain_graph=True)
@@ -155,8 +155,8 @@ def path_length(case: Case) -> int:
 
 
 def _states(case: Case, x: Tensor) -> Iterator[Tensor]:
-    """x after one layer, two layers, and so on. A recurrent layer is a single one: its states after
-    one step, two steps, in each of which every token hears from its left neighbour."""
+    """x after one layer, two layers, and so on. For the recurrent layer: the states of one layer
+    after one step, two steps, and so on; in a step every token reads its left neighbour's state."""
     cell, state = nn.RNNCell(case.d, case.d), torch.zeros_like(x)
     for i in count():
         if case.layer == RECURRENT:

@@ -1,14 +1,14 @@
-"""A sequence is cut over ranks, and a model learns from it what it learns on one.
+"""A model trains on a sequence that is split over ranks, with the losses of one rank.
 
     python -m fastattn.examples.long_context [--ranks 4] [--strategy ring] [--layout zigzag]
     torchrun --nproc-per-node 4 -m fastattn.examples.long_context
 
-The model has gpt-oss's shape: grouped heads with learned sinks, full attention and a sliding window
-in turn, and here dropout of attention weights. Each rank has a part of the tokens, of their
-positions and of what follows them, by `fastattn.distributed.shard`; only attention looks past it.
-Rank 0 first trains a twin on the whole: the losses are the same, in float32 to 1e-6 of each, and so
-is attention of the first step, to the bit where no sum is cut. Ranks are processes on this machine
-that talk by gloo over its loopback.
+The model is built like gpt-oss: grouped heads with learned sinks, layers that alternate full
+attention and a sliding window, plus dropout of attention weights. `fastattn.distributed.shard`
+gives each rank a part of the tokens, positions and next tokens; only attention uses other parts.
+Rank 0 first trains the same model on the whole sequence. The losses agree, in float32 to 1e-6
+relative, and so does attention in the first step, bit by bit if no sum is split. Ranks are
+processes on this machine that communicate by gloo over its loopback.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ WIDTH, HEADS, KEY_HEADS, DIM, LAYERS = 64, 8, 2, 32, 4
 WINDOW, DROPOUT = 128, 0.1
 STEPS, LENGTH, RATE = 20, 1024, 3e-3
 STRATEGIES = ("gather", "ring", "ulysses", "usp")
-EXACT, OF_ROWS = ("gather", "ulysses"), ("out", "LSE", "dQ")  # whose chains over keys are not cut
+EXACT, OF_ROWS = ("gather", "ulysses"), ("out", "LSE", "dQ")  # exact: sums over keys are not split
 RESULTS = (*OF_ROWS, "dK", "dV")
 
 
 class Way(NamedTuple):
-    """How a sequence is worked on: as a whole, or by ranks that have a part each."""
+    """How a sequence is processed: as a whole, or by ranks with a part each."""
 
     attention: Callable[..., Any]
     shard: Callable[..., Tensor]
     unshard: Callable[..., Tensor]
-    add: Callable[[Tensor], Any]  # up over ranks, in place
+    add: Callable[[Tensor], Any]  # sum over ranks, in place
 
 
 def whole(x: Tensor, dim: int = 2) -> Tensor:
@@ -74,12 +74,12 @@ def together(strategy: str, layout: str) -> Way:
 
 
 def possible(ranks: int) -> list[str]:
-    """The strategies that so many ranks can take."""
+    """The strategies that work with this number of ranks."""
     can = {"ulysses": HEADS % ranks == 0, "usp": ranks % 2 == 0}
     return [x for x in STRATEGIES if can.get(x, True)]
 
 
-# -- the model, and what it learns -----------------------------------------------------------------
+# -- the model and its data ------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -114,7 +114,7 @@ class Model(nn.Module):
         self.out = nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, TOKENS))
 
     def forward(self, x: Tensor, places: Tensor, attention: Callable, step: int) -> Tensor:
-        """Tokens (B,N) at places (N,) to logits (B,N,TOKENS) of the next."""
+        """Tokens (B,N) at places (N,) to logits (B,N,TOKENS) of the next tokens."""
         x = self.embedding(x)
         for layer, block in enumerate(self.blocks):
             x = block(x, places, attention, seed=step * LAYERS + layer)
@@ -122,8 +122,8 @@ class Model(nn.Module):
 
 
 def sequences(steps: int, length: int) -> Iterator[Tensor]:
-    """(1, length + 1) tokens, for each step. Three in four follow from the one before, and the
-    second half repeats the first: the rest can be looked up, that far away."""
+    """(1, length + 1) tokens for each step. Three in four tokens are a function of the one before.
+    The second half repeats the first, so attention can find its random tokens length / 2 before."""
     chance = random.Random(1)
     for _ in range(steps):
         half = [chance.randrange(TOKENS)]
@@ -134,8 +134,8 @@ def sequences(steps: int, length: int) -> Iterator[Tensor]:
 
 
 def loss_of(model: Model, tokens: Tensor, way: Way, step: int) -> Tensor:
-    """This rank's share of the mean over all tokens, in float64: the loss's own rounding shall not
-    hide how far two models are apart."""
+    """This rank's share of the mean loss over all tokens. It is in float64, so that rounding of the
+    loss does not hide the difference between two models."""
     length = tokens.shape[1] - 1
     own, following = (way.shard(x, dim=1) for x in (tokens[:, :-1], tokens[:, 1:]))
     places = way.shard(torch.arange(length), dim=0)
@@ -144,8 +144,8 @@ def loss_of(model: Model, tokens: Tensor, way: Way, step: int) -> Tensor:
 
 
 def add_gradients(model: Model, way: Way) -> None:
-    """Up over ranks, in one message; but sinks', which attention has added up already: every rank
-    gave it the whole of them."""
+    """Sum gradients over ranks in one message. Sinks are left out: every rank has all of them, and
+    attention's backward has already summed their gradient."""
     own = [x.grad for name, x in model.named_parameters() if not name.endswith("sinks")]
     flat = nn.utils.parameters_to_vector(own)  # ty: ignore
     way.add(flat)
@@ -153,8 +153,8 @@ def add_gradients(model: Model, way: Way) -> None:
 
 
 class Training(NamedTuple):
-    """losses: of the whole sequence, in nats. peak: bytes that the last step took at most, beside
-    model and optimizer."""
+    """losses: of the whole sequence, in nats. peak: peak bytes of the last step, without model and
+    optimizer."""
 
     losses: list[float]
     seconds: float
@@ -185,14 +185,14 @@ def train(way: Way, steps: int, length: int, what: str) -> Training:
 
 
 class Call(NamedTuple):
-    """What came to attention, and the gradient that came back to it."""
+    """The arguments of an attention call, and the gradient of its output."""
 
     qkv: Sequence[Tensor]
     about: dict[str, Any]
     dout: Tensor
 
     def run(self, way: Way) -> list[Tensor]:
-        """`RESULTS` of the whole."""
+        """`RESULTS` for the whole sequence."""
         q, k, v = (way.shard(x).clone().requires_grad_() for x in self.qkv)
         out, lse = way.attention(q, k, v, **self.about, return_lse=True)
         grads = torch.autograd.grad(out, (q, k, v), way.shard(self.dout))
@@ -200,7 +200,7 @@ class Call(NamedTuple):
 
 
 def first_calls(length: int) -> list[Call]:
-    """Each layer's in the first step of the twin on one rank."""
+    """The attention call of each layer in the first training step on one rank."""
     torch.manual_seed(0)
     model, calls = Model(), []
 
@@ -217,8 +217,8 @@ def first_calls(length: int) -> list[Call]:
 
 
 def errors_by_strategy(length: int, layout: str) -> dict[str, Tensor]:
-    """The largest of each of `RESULTS` over the layers, in parts of one rank's largest value; the
-    first rank's to know."""
+    """Maximum error of each of `RESULTS` over the layers, relative to the largest value of the
+    one-rank result. Only rank 0 computes it; other ranks return zeros."""
     calls = first_calls(length) if dist.get_rank() == 0 else [None] * LAYERS
     ways = {name: together(name, layout) for name in possible(dist.get_world_size())}
     errors = {name: torch.zeros(len(RESULTS)) for name in ways}
@@ -235,7 +235,7 @@ def errors_by_strategy(length: int, layout: str) -> dict[str, Tensor]:
     return errors
 
 
-# -- what came of it -------------------------------------------------------------------------------
+# -- results ---------------------------------------------------------------------------------------
 
 
 def print_rows(alone: Training, ranks: Sequence[Training], errors: dict[str, Tensor]) -> None:
@@ -302,7 +302,7 @@ def picture(alone: Training, ranks: Sequence[Training], strategy: str) -> Any:
 
 
 def work(options: argparse.Namespace) -> int:
-    """On each rank; what it proved is the first's to tell."""
+    """Run the example on this rank. Rank 0 prints the results and returns the exit status."""
     torch.set_num_threads(1)
     release()
     steps, length = options.steps, options.length
@@ -325,7 +325,7 @@ def work(options: argparse.Namespace) -> int:
 
 
 def rank_of(rank: int, options: argparse.Namespace, folder: str) -> None:
-    """A process that `main` started."""
+    """Main function of a process that `main` started."""
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.ranks)
     sys.exit(work(options))

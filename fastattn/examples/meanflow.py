@@ -1,18 +1,18 @@
-"""A mean-flow model learns to draw closed curves in one step, which takes the jvp of attention.
+"""A mean-flow model learns to draw closed curves in one step; training needs attention's jvp.
 
     python -m fastattn.examples.meanflow [--plot [PNG]]
 
 A flow carries noise (t = 1) to data (t = 0). A mean-flow model (Geng et al., Mean Flows for
-One-step Generative Modeling, 2025) learns its mean velocity u over any stretch from r to t, so that
-a sample is one evaluation, x = z - u(z, 0, 1). What u is to be has the derivative of u itself along
-the flow in it,
+One-step Generative Modeling, 2025) learns the mean velocity u over any interval from r to t, so
+that a sample is one evaluation, x = z - u(z, 0, 1). The training target of u contains the
+derivative of u along the flow,
 
     u = v - (t - r) (v . du/dz + du/dt),
 
-which torch.func.jvp takes through the whole model, and through its attention: fastattn has a pass
-for it, torch computes it in M x N matrices. The curves are 32 points each, the tokens of a small
-Transformer, trained twice from one state on the same draws; then a gradient penalty differentiates
-attention twice. About a minute on one core.
+which torch.func.jvp computes through the whole model, including attention. fastattn has a fused
+pass for it; torch computes it with M x N matrices. The curves have 32 points each, the tokens of a
+small Transformer. It is trained twice from one state on the same draws, with fastattn and with
+torch. Then a gradient penalty differentiates attention twice. About a minute on one core.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .memory import extra_bytes
 
 POINTS, WIDTH, HEADS, LAYERS = 32, 48, 4, 2
 STEPS, BATCH, RATE = 500, 48, 3e-3
-SAME = 40  # steps over which rounding has not yet led two trainings apart
+SAME = 40  # steps for which two trainings agree; later, rounding separates them
 LENGTHS = (512, 1024, 2048)  # points, where memory is measured
 PENALTY = 0.1
 
@@ -41,7 +41,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def torchs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's math path, the only one of its own that forward mode passes through."""
+    """torch's math path, the only one of its paths that supports forward-mode AD."""
     with nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH):
         return F.scaled_dot_product_attention(q, k, v)
 
@@ -54,7 +54,7 @@ WAYS: dict[str, Attention] = {"fastattn": ours, "torch": torchs}
 
 
 class Block(nn.Module):
-    """Attention, then two layers on each point; both see t and r by a scale and a shift."""
+    """Attention, then two layers on each point. t and r set a scale and a shift of the input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Block(nn.Module):
 
 
 class MeanFlow(nn.Module):
-    """u(z, r, t): points z (B, N, 2) and their mean velocity from t to r, which are (B,)."""
+    """u(z, r, t): the mean velocity (B, N, 2) of points z (B, N, 2) from t to r, both (B,)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class MeanFlow(nn.Module):
 
 
 def curves(count: int, points: int = POINTS) -> Tensor:
-    """(count, points, 2) closed curves: circles with three or five waves, turned by any angle."""
+    """(count, points, 2) closed curves: circles with three or five waves, rotated randomly."""
     angle = torch.arange(points) / points * 2 * torch.pi
     turn, waves = 2 * torch.pi * torch.rand(count, 1), 3 + 2 * torch.randint(2, (count, 1))
     radius = 1 + 0.35 * torch.cos(waves * (angle + turn))
@@ -102,7 +102,7 @@ def curves(count: int, points: int = POINTS) -> Tensor:
 
 
 class Draw(NamedTuple):
-    """A batch: data, noise, and stretches of time r <= t."""
+    """A batch: data, noise, and time intervals r <= t."""
 
     x: Tensor
     noise: Tensor
@@ -111,7 +111,7 @@ class Draw(NamedTuple):
 
 
 def draw(count: int = BATCH, points: int = POINTS) -> Draw:
-    """Of half the batch the stretch has no length: there u is the velocity itself."""
+    """Draw a batch. For about half of it r = t, where u is the instantaneous velocity."""
     times = torch.rand(2, count).sort(0).values
     r = torch.where(torch.rand(count) < 0.5, times[1], times[0])
     x = curves(count, points)
@@ -119,7 +119,7 @@ def draw(count: int = BATCH, points: int = POINTS) -> Draw:
 
 
 def errors_of(model: MeanFlow, batch: Draw, attention: Attention) -> Tensor:
-    """(B,): how far u is from what it is to be, by its own derivative along the flow, squared."""
+    """(B,): mean squared error of u against its target, which contains u's own derivative."""
     x, noise, r, t = batch
     at = t[:, None, None]
     z, v = (1 - at) * x + at * noise, noise - x
@@ -149,7 +149,7 @@ def train(start: MeanFlow, attention: Attention, name: str) -> Training:
     for _ in progress(range(STEPS), name):
         errors = errors_of(model, draw(), attention)
         optimizer.zero_grad()
-        (errors / (errors.detach() + 0.01)).mean().backward()  # none outweighs the others
+        (errors / (errors.detach() + 0.01)).mean().backward()  # no item outweighs the others
         optimizer.step()
         schedule.step()
         losses.append(errors.mean().item())
@@ -165,8 +165,8 @@ def sample(model: MeanFlow, count: int) -> Tensor:
 
 
 def off_curve(found: Tensor) -> Tensor:
-    """(count,): how far each sample is from the nearest curve there could be, on average over its
-    points; of noise it is about 1."""
+    """(count,): distance of each sample from the nearest possible curve, averaged over points; it
+    is about 1 for noise."""
     angle = torch.arange(POINTS) / POINTS * 2 * torch.pi
     turns = torch.arange(60) / 60 * 2 * torch.pi
     radii = [1 + 0.35 * torch.cos(n * (angle + turns[:, None])) for n in (3, 5)]
@@ -177,7 +177,7 @@ def off_curve(found: Tensor) -> Tensor:
 
 
 def penalty_gradients(model: MeanFlow, batch: Draw, attention: Attention) -> list[Tensor]:
-    """Of a loss with a gradient penalty: how fast u may change with z (a double backward)."""
+    """Gradients of a loss with a penalty on the gradient of u by z: a double backward."""
     z = batch.noise.clone().requires_grad_()
     u = model(z, batch.r, batch.t, attention)
     (slope,) = torch.autograd.grad(u.square().sum(), z, create_graph=True)
@@ -186,7 +186,7 @@ def penalty_gradients(model: MeanFlow, batch: Draw, attention: Attention) -> lis
 
 
 def prepare(way: str, points: int) -> Callable[[], Any]:
-    """A step of training on long curves, but for its optimizer."""
+    """A training step on long curves, without the optimizer."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     model, batch = MeanFlow(), draw(1, points)

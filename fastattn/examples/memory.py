@@ -1,4 +1,4 @@
-"""Resident memory of this process at its peak, and of work done in a fresh one."""
+"""Measure peak resident memory, of this process and of a call in a fresh process."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ M_MMAP_THRESHOLD = -3  # of <malloc.h>
 
 
 def reset_peak() -> int:
-    """Forget the peak so far and return the resident bytes. Without this the peak is that of
-    importing torch, or even of the parent process, which ru_maxrss keeps across exec. What is free
-    goes back to the system first, or a call that takes it would seem to need less."""
+    """Reset the peak and return the resident bytes. Otherwise the peak could be that of importing
+    torch, or of the parent process, because ru_maxrss survives exec. Free memory is first returned
+    to the system; a call that reused it would appear to need less."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "malloc_trim"):
         libc.malloc_trim(0)
@@ -28,8 +28,8 @@ def reset_peak() -> int:
 
 
 def release() -> None:
-    """From now on what is freed goes back to the system, where glibc may keep it: then the peak
-    would count that, too."""
+    """Make glibc return large freed blocks to the system at once. Otherwise the peak would count
+    the freed memory that glibc keeps."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 1 << 16)
@@ -53,13 +53,14 @@ def _status(field: str) -> int:
 def extra_bytes(
     prepare: Callable[..., Callable[[], Any]], arguments: Sequence[Any], warm: Sequence[Any]
 ) -> int:
-    """What the call that `prepare(*arguments)` returns adds, at its peak, to a fresh process.
+    """Peak bytes that the call returned by `prepare(*arguments)` adds in a fresh process.
 
-    `prepare` is a function of a module's top level. What it makes does not count, nor do libraries,
-    thread pools and caches: the call of `prepare(*warm)`, a small one, has set those up before.
+    `prepare` is a module-level function. Memory that it allocates itself is not counted. Libraries,
+    thread pools and caches are not counted either: a smaller call, the one returned by
+    `prepare(*warm)`, runs first and sets them up.
     """
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["fastattn"])  # else each would import torch again
+    processes.set_forkserver_preload(["fastattn"])  # import torch once for all
     with processes.Pool(1) as pool:
         return pool.apply(_extra_bytes, (prepare, tuple(arguments), tuple(warm)))
 

@@ -1,7 +1,7 @@
-"""The cells of a notebook on attention: the digits that they print, and what computes them here.
+"""The cells of a notebook on attention: the digits that they print, and code that computes them.
 
-The notebook is chapter 3 of a book on language models. notebook_cells.txt, beside this file, holds
-each tensor that it prints, in its order, under a name and a line on what it means.
+The notebook is chapter 3 of a book on language models. notebook_cells.txt, beside this file, has
+each tensor that it prints, in order, below a name and a line that explains it.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ TOLERANCE = 0.51e-4  # half of the fourth decimal, and a little for float32
 
 
 def simple(queries: Tensor = INPUTS) -> tuple[Tensor, Tensor]:
-    """Contexts and weights of section 3.3, whose scores are not scaled."""
+    """Contexts and weights of section 3.3; its scores are not scaled."""
     return nn.ScaledDotProductAttention(scale=1.0)(queries, INPUTS, INPUTS, need_weights=True)
 
 
 def linear() -> nn.SelfAttention:
-    """Projections as the notebook's seed starts linear layers, made in its order: q, k, v."""
+    """Linear projections initialized with the notebook's seed, in its order: q, k, v."""
     torch.manual_seed(123)
     return nn.SelfAttention(3, 2, qkv_bias=False)
 
 
 def uniform() -> nn.SelfAttention:
-    """The same with matrices from torch.rand; a linear layer holds its matrix transposed."""
+    """`linear` with matrices from torch.rand; a linear layer stores its matrix transposed."""
     module = linear()
     torch.manual_seed(123)
     for proj in (module.q_proj, module.k_proj, module.v_proj):
@@ -55,24 +55,24 @@ def uniform() -> nn.SelfAttention:
 
 
 def causal(dropout: float = 0.0) -> nn.CausalSelfAttention:
-    """The module that chapter 3 builds up to; its projections are those of `linear`."""
+    """The final module of chapter 3; its projections are those of `linear`."""
     torch.manual_seed(123)
     return nn.CausalSelfAttention(3, 2, context_length=6, dropout=dropout)
 
 
 def weights(module: torch.nn.Module, *tensors: Tensor) -> Tensor:
-    """The weights of a fused call; what dropout draws is the same every time."""
+    """The weights of a fused call, with the same dropout draws every time."""
     torch.manual_seed(123)
     return module(*tensors, need_weights=True)[1]
 
 
 def scores(module: nn.SelfAttention, queries: Tensor = INPUTS) -> Tensor:
-    """Before scale and softmax. The fused kernel never holds them, so plain torch has to."""
+    """Scores before scale and softmax, in plain torch: the fused kernel does not return them."""
     return module.q_proj(queries) @ module.k_proj(INPUTS).T
 
 
 def dropped_ones() -> Tensor:
-    """Dropout of ones: a query of zeros attends to all six keys alike, each weight is 1/6."""
+    """Dropout of ones: queries of zeros attend equally to all six keys, with weights 1/6."""
     return 6 * weights(nn.ScaledDotProductAttention(dropout=0.5), 0 * INPUTS, INPUTS, INPUTS)
 
 
@@ -80,7 +80,7 @@ def shape(x: Tensor) -> Tensor:
     return torch.tensor(x.shape)
 
 
-# What computes each step, by its name. A step runs alone, so that a test can choose one.
+# Step name to the function that computes it. Each runs alone, so that a test can select one.
 COMPUTE: dict[str, Callable[[], Tensor]] = {
     "cell 4: shape of the inputs": lambda: shape(INPUTS),
     "cell 5: scores of 'journey'": lambda: SCORES,
@@ -119,7 +119,8 @@ COMPUTE: dict[str, Callable[[], Tensor]] = {
     "cell 36: shape of the batch": lambda: shape(BATCH),
     "cell 38: shape of the contexts": lambda: shape(causal()(BATCH)),
 }
-# The random draws, which torch of today does not repeat, and what a value is unless dropped.
+# Steps with random draws, which current torch versions do not reproduce, and their values where
+# nothing is dropped.
 KEPT: dict[str, Callable[[], Tensor]] = {
     "cell 34: dropout of ones": lambda: torch.full((6, 6), 2.0),
     "cell 35: weights, dropped out": lambda: 2 * weights(causal(), INPUTS),
@@ -147,8 +148,8 @@ class Step:
         return torch.tensor(rows).squeeze()
 
     def difference(self, computed: Tensor) -> float:
-        """The largest from the printed digits; of a draw, from 0 or what is kept, which the digits
-        of the notebook's own draw must be too."""
+        """The largest difference from the printed digits. For a random draw: from 0 or the kept
+        value, over our draw and the notebook's."""
         if self.name not in KEPT:
             return largest_difference(computed, self.expected())
         kept = KEPT[self.name]()
@@ -157,14 +158,14 @@ class Step:
 
 
 def largest_difference(x: Tensor, expected: Tensor) -> float:
-    """Infinities of one sign differ by nothing, tensors of other shapes by infinity."""
+    """The largest difference: 0 for equal infinities, infinity for different shapes."""
     if x.shape != expected.shape:
         return math.inf
     return torch.where(x == expected, 0.0, (x - expected).abs()).max().item()
 
 
 def read_steps() -> list[Step]:
-    """From notebook_cells.txt: below a section's title, blocks of a name, a note, and digits."""
+    """Read notebook_cells.txt: section titles, each followed by blocks of name, note and digits."""
     steps, section = [], ""
     for block in Path(__file__).with_suffix(".txt").read_text("utf-8").strip().split("\n\n"):
         if block.startswith("# "):

@@ -1,11 +1,11 @@
-"""A small language model answers requests that come and go, over caches in pages.
+"""A small language model serves requests with continuous batching and a paged cache.
 
-It learns characters of the standard library's sources on packed batches, of sequences of different
-lengths. Then requests of different lengths, for answers of different lengths, are served three
-ways: with continuous batching, where a request takes a slot as soon as one is free and each step
-has the rows of all, prompts and single characters, packed; in padded batches, which last as long
-as their longest; and one after the other. The characters are the same; characters per second and
-the memory of the caches stand side by side.
+It learns characters of the standard library's sources on packed batches of sequences of different
+lengths. Then it serves requests with prompts and answers of different lengths in three ways: with
+continuous batching, where a request takes a slot as soon as one is free and each step packs the
+rows of all requests, prompts and single characters; in padded batches, which run until their
+longest answer is complete; and one after the other. All three give the same characters. Characters
+per second and the memory of the caches are compared.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REQUESTS, PROMPTS, ANSWERS = 48, (4, 128), (8, 128)  # lengths, from and to
 SHADES = torch.tensor([[255, 255, 255], [116, 196, 118], [11, 110, 79], [240, 190, 195]])
 CONTINUOUS, PADDED, ALONE = "continuous batching", "padded batches", "one after the other"
 
-# How a layer's rows attend: layer, q, k, v (T,H,D) to (T,H,D).
+# The attention of a layer: (layer index, q, k, v), each of q, k, v (T,H,D), to (T,H,D).
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -51,8 +51,8 @@ class Layer(torch.nn.Module):
 
 
 class LanguageModel(torch.nn.Module):
-    """Characters (T,) at their places (T,) to logits (T, CHARACTERS) of the next. Whose rows they
-    are only `attend` knows."""
+    """Characters (T,) at their places (T,) to logits (T, CHARACTERS) of the next ones. Only
+    `attend` knows which request each row belongs to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def offsets(lengths: Sequence[int]) -> Tensor:
 
 
 def train(text: Tensor) -> tuple[LanguageModel, list[float]]:
-    """On packed batches of some ROWS characters, in sequences of 8 to CONTEXT of them."""
+    """Train on packed batches of about ROWS characters, in sequences of 8 to CONTEXT characters."""
     torch.manual_seed(0)
     model, losses = LanguageModel(), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95))
@@ -112,8 +112,8 @@ class Served(NamedTuple):
     answers: list[list[int]]  # of each request
     seconds: float
     nbytes: int  # of the caches, all layers together
-    busy: list[list[int]]  # by step, how many rows of each slot; 0 where it idles
-    wasted: list[list[bool]]  # by step, which slots wait for others, and compute all the same
+    busy: list[list[int]]  # for each step, the rows of each slot; 0 if idle
+    wasted: list[list[bool]]  # for each step, the slots that compute only because others go on
 
 
 def requests(text: Tensor) -> list[Request]:
@@ -128,14 +128,14 @@ def requests(text: Tensor) -> list[Request]:
 
 
 def likeliest(logits: Tensor) -> list[int]:
-    """The next characters. Rounded, so that the last bits of torch's products, which depend on how
-    many rows there are, choose none."""
+    """The most likely next characters. Logits are rounded, so that the last bits of torch's
+    products, which depend on the number of rows, do not decide."""
     return logits.mul(1000).round().argmax(-1).tolist()
 
 
 @torch.no_grad()
 def continuous(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served:
-    """A slot is a request's until it is answered; then its pages are given back."""
+    """A request keeps its slot until its answer is complete; then its pages are freed."""
     start = time.perf_counter()
     size: Any = dict(capacity=CONTEXT // slots, page_size=PAGE, grow=True)
     caches = [KVCache(slots, HEADS, DIM, **size) for _ in range(LAYERS)]
@@ -178,7 +178,7 @@ def continuous(model: LanguageModel, asked: Sequence[Request], slots: int) -> Se
 
 @torch.no_grad()
 def padded(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served:
-    """Prompts of a batch are padded on the left, and nobody leaves before the longest answer."""
+    """Prompts of a batch are padded on the left; all stay until the longest answer is complete."""
     start = time.perf_counter()
     answers, busy, wasted = [], [], []
     kept = torch.zeros(LAYERS, 2, slots, HEADS, CONTEXT, DIM)
@@ -224,7 +224,7 @@ def padded(model: LanguageModel, asked: Sequence[Request], slots: int) -> Served
 
 
 def measured(model: LanguageModel, asked: Sequence[Request], rounds: int) -> dict[str, Served]:
-    """Each way in turn, `rounds` times, with its median of seconds."""
+    """Serve the requests in each way, `rounds` times in turn; seconds are the median."""
     ways = {
         CONTINUOUS: lambda: continuous(model, asked, SLOTS),
         PADDED: lambda: padded(model, asked, SLOTS),
@@ -241,7 +241,7 @@ def measured(model: LanguageModel, asked: Sequence[Request], rounds: int) -> dic
 
 
 def picture(served: dict[str, Served]) -> Any:
-    """What each slot did at each step (dark: a prompt; red: it waits), and what came of it."""
+    """What each slot did at each step (dark: a prompt; red: it waits), speed, and memory."""
     figure = new_figure(13, 3.8)
     busy, pad, speed, memory = figure.subplots(1, 4, width_ratios=(2, 2, 1, 1))
     for axis, name in ((busy, CONTINUOUS), (pad, PADDED)):

@@ -1,9 +1,9 @@
 """An encoder-decoder Transformer learns to write number words as digits.
 
-"three hundred forty two thousand seven" is to become 342007: words stand for tens, hundreds and
-thousands, digits for places, and a zero may stand for no word at all. Sources are of 1 to 10 words,
-padded to one length in a batch, and so are the targets. The model is `fastattn.nn.Transformer`,
-trained for a minute on numbers up to 999,999, then asked for numbers that it never saw.
+"three hundred forty two thousand seven" becomes 342007. Words name tens, hundreds and thousands,
+while a digit's value depends on its place, and a zero may have no word. Sources have 1 to 10 words;
+sources and targets of a batch are padded to one length. The model is `fastattn.nn.Transformer`. It
+is trained for a minute on numbers up to 999,999, then tested on numbers that it never saw.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ LONGEST = 7  # six digits and EOS
 
 STEPS, BATCH, RATE = 800, 128, 3e-3
 UNSEEN = 2000
-SHOWN = 342_007  # the number whose attention is shown
+SHOWN = 342_007  # the number for which attention is printed
 
 
 def in_words(n: int) -> list[str]:
-    """342007 as three hundred forty two thousand seven."""
+    """342007 to three hundred forty two thousand seven."""
     return _parts(n) or ["zero"]
 
 
@@ -67,12 +67,12 @@ def _padded(rows: list[list[int]]) -> Tensor:
 
 
 def read(tokens: Tensor) -> list[str]:
-    """What stands before EOS in each row of (B, T)."""
+    """The digits before EOS in each row of (B, T)."""
     return ["".join(DIGITS[i] for i in row).partition("<eos>")[0] for row in tokens.tolist()]
 
 
 def draw(chance: random.Random, count: int) -> list[int]:
-    """Numbers of one digit as often as of six."""
+    """Random numbers below 10, 100, ... 1,000,000, each limit equally often."""
     return [chance.randrange(10 ** chance.randint(1, 6)) for _ in range(count)]
 
 
@@ -92,7 +92,7 @@ def build() -> nn.Transformer:
 
 
 def train(model: nn.Transformer, chance: random.Random, unseen: set[int]) -> list[float]:
-    """The loss of every step, in nats a token."""
+    """Train; return the loss of every step, in nats a token."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, STEPS, pct_start=0.1)
     losses = []
@@ -116,7 +116,7 @@ def translate(model: nn.Transformer, numbers: Sequence[int]) -> list[str]:
 
 @torch.no_grad()
 def translate_anew(model: nn.Transformer, numbers: Sequence[int]) -> list[str]:
-    """The same without a cache: every token from a full pass over all before it."""
+    """`translate` without a cache: every token takes a full pass over all tokens before it."""
     src = sources(numbers)
     tgt = src.new_full((len(src), 1), BOS)
     for _ in range(LONGEST):
@@ -126,8 +126,8 @@ def translate_anew(model: nn.Transformer, numbers: Sequence[int]) -> list[str]:
 
 @torch.no_grad()
 def attention_of(model: nn.Transformer, number: int) -> Tensor:
-    """(digits and EOS, words): how much each token that is written looks at each word; mean over
-    the heads of the last layer."""
+    """(digits and EOS, words): the weight of each word for each written token, averaged over the
+    heads of the last layer."""
     with nn.record_weights(model) as weights:
         model(sources([number]), targets([number])[:, :-1])
     last = len(model.decoder.layers) - 1
@@ -163,7 +163,7 @@ def prove(model: nn.Transformer, unseen: list[int], claims: Claims) -> None:
 
 
 def print_attention(weights: Tensor, number: int) -> None:
-    """A heat map of characters: darker is more."""
+    """Print a heat map made of characters; darker is more."""
     words = in_words(number)
     print(f"\nwhere it looks to write {number}:\n")
     for word, column in zip(words, weights.T.tolist()):

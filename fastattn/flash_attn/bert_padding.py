@@ -1,4 +1,4 @@
-"""Padded batches to packed ones and back, with gradients: flash-attn 2.8's `bert_padding`."""
+"""flash-attn 2.8's `bert_padding`: pack padded batches and pad packed ones, with gradients."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def index_first_axis_residual(input: Tensor, indices: Tensor) -> tuple[Tensor, T
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch one after the other.
+    """Pack the tokens of a padded batch one after the other.
 
-    hidden_states is (B, N, ...), attention_mask (B, N), bool or int, 1 at tokens; unused_mask
-    (B, N) is 1 where a place is kept for a token that does not count.
+    hidden_states is (B, N, ...). attention_mask (B, N), bool or int, is 1 at tokens; unused_mask
+    (B, N) is 1 at slots that are packed but do not count as tokens.
 
-    Returns the T tokens and places (T, ...), their indices (T,) in the flattened batch, cu_seqlens
-    (B+1,) int32, the longest sequence, and how many tokens count of each, (B,) int32.
+    Returns the T tokens and unused slots (T, ...), their indices (T,) in the flattened batch,
+    cu_seqlens (B+1,) int32, the longest length, and each sequence's count of tokens, (B,) int32.
     """
     used = attention_mask.sum(-1, dtype=torch.int32)
     if unused_mask is not None:
@@ -53,9 +53,9 @@ def unpad_input(
 def unpad_input_for_concatenated_sequences(
     hidden_states: Tensor, attention_mask_in_length: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """The same where a row of the batch holds several sequences, whose lengths are the numbers
-    above 0 in its row of attention_mask_in_length (B, N): [2, 3, 0, 0, 0, 0] has two, then
-    padding. Returns the first four results of `unpad_input`."""
+    """`unpad_input` for a batch with several sequences in each item. The numbers above 0 in an
+    item's row of attention_mask_in_length (B, N) are their lengths: [2, 3, 0, 0, 0, 0] is two
+    sequences, then padding. Returns the first four results of `unpad_input`."""
     lengths = attention_mask_in_length
     j = torch.arange(lengths.shape[-1], device=lengths.device)
     indices = (j < lengths.sum(-1, keepdim=True)).flatten().nonzero().flatten()
@@ -70,7 +70,7 @@ def _packed(hidden_states: Tensor, indices: Tensor, lengths: Tensor):
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """(batch, seqlen, ...) with tokens (T, ...) at `indices` (T,) of its rows, 0 elsewhere: what
-    `unpad_input` undid."""
+    """The inverse of `unpad_input`: (batch, seqlen, ...) with the tokens (T, ...) at `indices`
+    (T,) of the flattened batch, and 0 elsewhere."""
     rows = index_put_first_axis(hidden_states, indices, batch * seqlen)
     return rows.unflatten(0, (batch, seqlen))

@@ -1,4 +1,4 @@
-"""Caches of keys and values as flash-attn has them: where a key lies, what is written and read."""
+"""flash-attn's key-value caches: find each key's page, append new keys, attend to the cache."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .translation import Arguments, changed, dense, packed
 
 
 class Cache(NamedTuple):
-    """k (P,page,Hk,D) and v (P,page,Hk,Dv), of which `table` (B,pages) names those of each sequence
-    in their order. Keys begin at `starts` (B,), or at 0. The cache is plain where item b of k is
-    sequence b: pages as large as a cache, one each."""
+    """Pages k (P,page,Hk,D) and v (P,page,Hk,Dv). `table` (B,pages) lists each sequence's pages in
+    order. A sequence's keys begin at `starts` (B,), or at 0. `is_plain` means that item b of k is
+    sequence b: each sequence has one page of the cache's full capacity."""
 
     k: Tensor
     v: Tensor
@@ -33,7 +33,7 @@ class Cache(NamedTuple):
         cache_batch_idx: Tensor | None,
         cache_leftpad: Tensor | None,
     ) -> Cache:
-        """From flash-attn's arguments; raises for those that do not fit each other."""
+        """Make a Cache from flash-attn's arguments; raise if they do not fit each other."""
         lie = "items", "capacity"
         if block_table is not None:
             lie = "blocks", "page"
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
         return self.table.shape[1] * self.k.shape[1]
 
     def lengths(self, cache_seqlens: int | Tensor | None, new: int) -> Tensor:
-        """(B,) int64, each with room for `new` keys after it."""
+        """Each sequence's length (B,) int64; raise on a CPU unless `new` more keys fit."""
         batch = len(self.table)
         if not isinstance(cache_seqlens, Tensor):
             length = self.capacity if cache_seqlens is None else cache_seqlens
@@ -70,7 +70,8 @@ class Cache(NamedTuple):
         return within("cache_seqlens", cache_seqlens, self.capacity - new, room)
 
     def looked_at(self, lengths: Tensor) -> Cache:
-        """The same, with nothing out of range where sequences that end at `lengths` (B,) look."""
+        """This cache with a table and starts in range, for sequences that end at `lengths` (B,).
+        Values out of range raise on a CPU and are clamped elsewhere; unused pages become 0."""
         if self.is_plain:
             return self
         page = self.k.shape[1]
@@ -82,7 +83,7 @@ class Cache(NamedTuple):
         return self._replace(table=table, starts=starts)
 
     def append(self, k: Tensor, v: Tensor, lengths: Tensor) -> None:
-        """Writes k (B,n,Hk,D) and v (B,n,Hk,Dv) after the `lengths` (B,) keys that there are."""
+        """Write k (B,n,Hk,D) and v (B,n,Hk,Dv) after the first `lengths` (B,) keys."""
         item = torch.arange(len(k), device=lengths.device)[:, None]
         at = lengths[:, None] + torch.arange(k.shape[1], device=lengths.device)
         page = self.k.shape[1]
@@ -92,9 +93,9 @@ class Cache(NamedTuple):
         self.k[item, at], self.v[item, at] = k, v
 
     def pages(self, lengths: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
-        """k and v in pages, the table of these, and how many keys lie there, (B,).
+        """Pages of k and of v, then their table and the number of keys of each sequence, (B,).
 
-        Behind padding a sequence begins within a page: there each key has a page of its own."""
+        With left padding a sequence begins inside a page, so every key becomes a page of one."""
         if self.starts is None:
             return self.k, self.v, (self.table, lengths)
         first = self.table * self.capacity + self.starts[:, None]
@@ -113,7 +114,7 @@ def attend(
     rotation: tuple[Tensor | None, Tensor | None, bool],
     arguments: Arguments,
 ) -> tuple[Tensor, Tensor]:
-    """out (B,M,H,Dv) and LSE (B,H,M) of q (B,M,H,D), after k and v have been appended."""
+    """Append k and v, then attend: out (B,M,H,Dv) and LSE (B,H,M) of q (B,M,H,D)."""
     new = 0 if k is None and v is None else _count_new(k, v, cache, cache_seqlens)
     before = cache.lengths(cache_seqlens, new)
     lengths = before + new
@@ -136,7 +137,7 @@ def attend(
 
 
 def _need_own(rows: Tensor) -> None:
-    """Raise where two sequences would write to one row of the cache: by a CPU, which looks."""
+    """Raise if two sequences would write to one row of the cache. Only a CPU checks this."""
     if rows.device.type == "cpu" and rows.unique().numel() < rows.numel():
         raise ValueError(
             "k: got keys of two sequences for one row of the cache, expected some of their own; "
@@ -145,7 +146,7 @@ def _need_own(rows: Tensor) -> None:
 
 
 def _count_new(k: Tensor | None, v: Tensor | None, cache: Cache, cache_seqlens) -> int:
-    """How many keys are to be written; raises unless they can be."""
+    """The number of keys to append; raise if k or v does not fit the cache."""
     if cache_seqlens is None:
         raise ValueError("cache_seqlens: got None beside k and v, expected where to write them")
     n = k.shape[1] if isinstance(k, Tensor) and k.ndim > 1 else 0
@@ -158,8 +159,8 @@ def _count_new(k: Tensor | None, v: Tensor | None, cache: Cache, cache_seqlens) 
 
 
 def _rotated(q, k, lengths, rotation, together: bool) -> tuple[Tensor, Tensor]:
-    """q and k with their first R columns turned: k from `lengths` on, and q too, or all of it there
-    if `together`."""
+    """Rotate the first R columns of q and k. Row j of k is at position lengths + j, row i of q at
+    lengths + i, or, if `together`, every row of q at `lengths`."""
     cos, sin, interleaved = rotation
     if k is None:
         raise ValueError("rotary_cos: got it without k, expected both or None")

@@ -1,4 +1,4 @@
-"""Rules on flash-attn's arguments that `fastattn.attention` does not know, and in their names."""
+"""Checks of flash-attn's arguments, and errors that name flash-attn's arguments, not ours."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _THEIRS = {
 
 @contextmanager
 def in_their_names(**names: str):
-    """What is said of our argument is said of flash-attn's."""
+    """Replace our argument names by flash-attn's in the message of a TypeError or ValueError."""
     names = _THEIRS | names
     try:
         yield
@@ -33,7 +33,7 @@ def in_their_names(**names: str):
         raise type(error)(told) from None
 
 
-Axes = tuple[int | str, ...]  # a word stands for any size
+Axes = tuple[int | str, ...]  # a string allows any size
 
 
 def need_shape(name: str, x: Tensor, axes: Axes) -> None:
@@ -62,8 +62,8 @@ def _told(axes: Axes) -> str:
 
 
 def within(name: str, x: Tensor, last: int | Tensor, why: str = "") -> Tensor:
-    """x as int64 in [0, last]: on a CPU what is not raises. Elsewhere nobody waits for the values,
-    which are clamped."""
+    """x as int64 in [0, last]. Values out of range raise on a CPU; on other devices they are
+    clamped, which needs no synchronization."""
     x = x.long()
     if x.device.type != "cpu":
         return clamped(x, torch.as_tensor(last, device=x.device))

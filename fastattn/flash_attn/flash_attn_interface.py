@@ -1,7 +1,7 @@
-"""flash-attn 2.8's functions: names, order and defaults are its own.
+"""flash-attn 2.8's functions, with its names, argument order and defaults.
 
-Rows and keys are aligned at the last of both: row i of M stands at i' = i + N - M among N keys.
-What all of them share:
+The last row is aligned with the last key: row i of M is at position i' = i + N - M among N keys.
+Arguments that all functions share:
 
 dropout_p: of the probabilities. Draws are fastattn's, not flash-attn's.
 softmax_scale: of q k^T; None is 1 / sqrt(D).
@@ -9,15 +9,16 @@ causal: row i sees keys to i'. Rows with i' < 0 are empty: output 0, LSE -inf.
 window_size: (left, right), row i sees keys from i' - left to i' + right; below 0 is no limit.
 softcap: replaces a score s by softcap tanh(s / softcap); 0.0 is off.
 alibi_slopes: (H,) or (B,H); subtracts slope |i' - j|.
-deterministic: accepted; results always are.
+deterministic: accepted; results are always deterministic.
 return_attn_probs: return (out, softmax_lse, S_dmask). softmax_lse is the natural log of the
-    denominator, float32 (float64 for float64), with a gradient. S_dmask is None without dropout,
-    and with it the probabilities (B,H,M,N) before dropout, negative where they were dropped.
-s_aux: (H,), keyword only, ours: one more logit in each row's denominator; has a gradient.
+    denominator, float32 (float64 for float64), with a gradient. S_dmask is None without dropout;
+    with dropout it is the probabilities (B,H,M,N) before dropout, negative where dropped.
+s_aux: (H,), keyword only, not in flash-attn: one more logit in each row's denominator; has a
+    gradient.
 
-Tensors are float32, float64, bfloat16 or float16, on any device, of any strides, D to the limits
-of `fastattn.attention`; Hk divides H, and v may have another head dim. Errors are those of
-`fastattn.attention`: ValueError or TypeError, in the name of the argument.
+Tensors are float32, float64, bfloat16 or float16, on any device, with any strides, and with D up
+to the limits of `fastattn.attention`. Hk divides H, and v may have another head dim. Errors are
+those of `fastattn.attention`: a ValueError or TypeError that names the argument.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def flash_attn_func(
     s_aux: Tensor | None = None,
 ) -> Tensor | Results:
     """q (B,M,H,D), k (B,N,Hk,D), v (B,N,Hk,Dv): out (B,M,H,Dv), and if asked the LSE (B,H,M) and
-    S_dmask. The module says what the other arguments mean."""
+    S_dmask. The module's docstring explains the other arguments."""
     arguments = arguments_of(
         dropout_p=dropout_p,
         softmax_scale=softmax_scale,
@@ -155,14 +156,15 @@ def flash_attn_varlen_func(
     *,
     s_aux: Tensor | None = None,
 ) -> Tensor | Results:
-    """q (T,H,D), k (S,Hk,D), v (S,Hk,Dv), sequence after sequence; those of q end at
-    cu_seqlens_q[1:], those of k and v at cu_seqlens_k[1:], (B+1,) int32 or int64 from 0 on. Returns
-    out (T,H,Dv), and if asked the LSE (H,T) and S_dmask (B,H,max_seqlen_q,max_seqlen_k).
+    """q (T,H,D), k (S,Hk,D), v (S,Hk,Dv), sequence after sequence. Sequences of q end at
+    cu_seqlens_q[1:], those of k and v at cu_seqlens_k[1:]; both are (B+1,) int32 or int64 and begin
+    with 0. Returns out (T,H,Dv), and if asked the LSE (H,T) and S_dmask
+    (B,H,max_seqlen_q,max_seqlen_k).
 
-    block_table (B,pages) int32 or int64: k is (blocks,page,Hk,D), v (blocks,page,Hk,Dv), of any
-    page size, and key j of sequence b lies in block block_table[b, j // page]. Entries past a
-    sequence's keys are never looked at; others out of range raise on a CPU, and are clamped
-    elsewhere. No gradients then, as in flash-attn.
+    block_table (B,pages) int32 or int64: k is (blocks,page,Hk,D), v (blocks,page,Hk,Dv), with any
+    page size, and key j of sequence b is in block block_table[b, j // page]. Entries past a
+    sequence's keys are never read; other entries out of range raise on a CPU and are clamped
+    elsewhere. With a block_table there are no gradients, as in flash-attn.
     """
     arguments = arguments_of(
         dropout_p=dropout_p,
@@ -286,23 +288,24 @@ def flash_attn_with_kvcache(
     *,
     s_aux: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """q (B,M,H,D) over a cache: k_cache (items,capacity,Hk,D), v_cache (items,capacity,Hk,Dv), or
-    with block_table (B,pages) both (blocks,page,Hk,...), of any page size. Returns out (B,M,H,Dv),
-    and if asked the LSE (B,H,M). No gradients, as in flash-attn.
+    """Attend q (B,M,H,D) to a cache: k_cache (items,capacity,Hk,D), v_cache (items,capacity,Hk,Dv),
+    or with block_table (B,pages) both (blocks,page,Hk,...), of any page size. Returns out
+    (B,M,H,Dv), and if asked the LSE (B,H,M). No gradients, as in flash-attn.
 
-    cache_seqlens: the keys that each item has, an int or (B,) int32 or int64; None: all that fit.
-        Nothing past them is read.
-    k, v: (B,n,Hk,D) and (B,n,Hk,Dv), written into the cache from cache_seqlens on, in place, and
-        then attended to, too.
-    rotary_cos, rotary_sin: (positions, R/2) for the first R columns of q and k, which k needs.
-        k stands at cache_seqlens + j; row i of q at cache_seqlens + i if causal or windowed, else
-        all at cache_seqlens. rotary_interleaved: column 2c turns with 2c + 1, else c with c + R/2.
-    cache_batch_idx: (B,), the item of the cache that each of q's has; not with block_table.
+    cache_seqlens: the number of keys in each item, an int or (B,) int32 or int64; None: the full
+        capacity. Keys past it are not read.
+    k, v: (B,n,Hk,D) and (B,n,Hk,Dv), written into the cache in place from cache_seqlens on, before
+        attention runs.
+    rotary_cos, rotary_sin: (positions, R/2), rotate the first R columns of q and k; they need k.
+        Row j of k is at cache_seqlens + j. Row i of q is at cache_seqlens + i if causal or
+        windowed, else at cache_seqlens. rotary_interleaved pairs column 2c with 2c + 1, otherwise
+        c pairs with c + R/2.
+    cache_batch_idx: (B,), the cache item of each item of q; not with block_table.
     cache_leftpad: (B,), where each item's keys begin; not with block_table, as in flash-attn.
-    num_splits: accepted; how keys are split is decided below.
+    num_splits: accepted and ignored; fastattn chooses how to split keys.
 
     Lengths, entries and positions out of range raise ValueError on a CPU, before anything is
-    written, and are clamped elsewhere. The module says what the other arguments mean.
+    written, and are clamped elsewhere. The module's docstring explains the other arguments.
     """
     arguments = arguments_of(
         softmax_scale=softmax_scale,

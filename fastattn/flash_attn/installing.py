@@ -1,7 +1,7 @@
-"""`import flash_attn` finds this package: for code that cannot be changed.
+"""Make `import flash_attn` find this package, for code that cannot be changed.
 
 A finder on sys.meta_path answers imports, `importlib.util.find_spec` and `importlib.metadata`, as
-an installed flash-attn would; `transformers_checks` has what transformers asks beyond that.
+an installed flash-attn would. `transformers_checks` handles the further checks of transformers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from types import ModuleType
 
 from . import bert_padding, flash_attn_interface, passes, transformers_checks
 
-__version__ = "2.8.3"  # of flash-attn, whose functions these are
+__version__ = "2.8.3"  # the flash-attn version that this package imitates
 
 _NAME = "flash_attn"
 _MODULES = {
@@ -24,16 +24,18 @@ _MODULES = {
     f"{_NAME}.flash_attn_interface": flash_attn_interface,
     f"{_NAME}.bert_padding": bert_padding,
 }
-_PRIVATE = {f"{_NAME}.flash_attn_interface": passes}  # what others import all the same
+_PRIVATE = {f"{_NAME}.flash_attn_interface": passes}  # private, but imported by other libraries
 
 
 def install() -> None:
-    """Makes `import flash_attn`, its `flash_attn_interface` and its `bert_padding` find ours, tells
-    importlib.metadata of flash-attn 2.8.3, and transformers, imported before or after, that
-    "flash_attention_2" runs here, on CPUs too. diffusers asks when it is imported: call this
-    before. A second call changes nothing.
+    """Make `import flash_attn`, its `flash_attn_interface` and its `bert_padding` find this
+    package.
 
-    Raises RuntimeError where there is another flash_attn.
+    importlib.metadata then lists flash-attn 2.8.3, and transformers, imported before or after,
+    accepts "flash_attention_2", on CPUs too. diffusers checks for flash_attn when it is imported:
+    call this first. A second call changes nothing.
+
+    Raises RuntimeError if another flash_attn is installed.
     """
     if _FINDER in sys.meta_path:
         return
@@ -48,7 +50,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undoes `install`, for what is imported or asked from now on. Without one, nothing."""
+    """Undo `install` for later imports and checks. Does nothing if `install` was not called."""
     if _FINDER not in sys.meta_path:
         return
     sys.meta_path.remove(_FINDER)
@@ -66,7 +68,7 @@ class _Finder(MetaPathFinder, Loader):
         return None
 
     def create_module(self, spec: ModuleSpec) -> None:
-        return None  # an empty one, which `exec_module` fills
+        return None  # Python makes an empty module, which `exec_module` fills
 
     def exec_module(self, module: ModuleType) -> None:
         source = _MODULES[module.__name__]
@@ -74,7 +76,7 @@ class _Finder(MetaPathFinder, Loader):
         private = _PRIVATE.get(module.__name__)
         module.__dict__.update({x: getattr(private, x) for x in getattr(private, "__all__", ())})
         module.__dict__.update(__doc__=source.__doc__, __version__=__version__)
-        for name in _MODULES:  # those inside a package are there when it is
+        for name in _MODULES:  # importing the package imports its submodules, too
             importlib.import_module(name)
 
     def find_distributions(self, context: DistributionFinder.Context | None = None):
@@ -84,7 +86,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 class _Distribution(Distribution):
-    """What importlib.metadata tells of flash-attn."""
+    """The distribution that importlib.metadata finds for flash-attn."""
 
     def read_text(self, filename: str) -> str | None:
         metadata = f"Metadata-Version: 2.1\nName: flash-attn\nVersion: {__version__}\n"
@@ -95,7 +97,7 @@ class _Distribution(Distribution):
 
 
 def _then(act, spec: ModuleSpec | None) -> ModuleSpec | None:
-    """The spec of a module, after whose execution `act` is called."""
+    """Change a module's spec so that `act` is called after the module has executed."""
     if spec is None or spec.loader is None:
         return spec
     execute = spec.loader.exec_module
@@ -104,7 +106,7 @@ def _then(act, spec: ModuleSpec | None) -> ModuleSpec | None:
         execute(module)
         act()
 
-    spec.loader.exec_module = exec_module  # of this spec's own loader
+    spec.loader.exec_module = exec_module  # each spec has its own loader
     return spec
 
 

@@ -1,14 +1,14 @@
-"""flash-attn 2.8's passes one by one, without autograd: what rings and context parallelism call.
+"""flash-attn 2.8's single passes without autograd, which ring and context parallelism call.
 
-They are private in flash-attn, and other libraries import them from `flash_attn_interface` all the
-same: names, order and defaults are those of 2.8. A forward pass returns (out, softmax_lse, S_dmask,
-rng_state), a backward pass writes dq, dk and dv, where they are not None, and returns the row sums
-of dout * out. `out` and `softmax_lse` of a backward pass may be those of all keys, where k and v
-are a part of them.
+They are private in flash-attn, but other libraries import them from `flash_attn_interface`. Names,
+argument order and defaults are those of 2.8. A forward pass returns (out, softmax_lse, S_dmask,
+rng_state). A backward pass writes dq, dk and dv, where they are not None, and returns the row sums
+of dout * out. Its `out` and `softmax_lse` may be those of all keys while k and v are only a part of
+the keys.
 
-rng_state (2,) int64 is the seed of dropout and 0. S_dmask has no elements unless it is asked for,
-and then is as that of `flash_attn_func`. Sizes are not rounded up to blocks, as S_dmask's and the
-row sums' are in flash-attn.
+rng_state (2,) int64 is the dropout seed, then 0. S_dmask has no elements unless requested;
+otherwise it is that of `flash_attn_func`. S_dmask and the row sums have their exact sizes, while
+flash-attn rounds them up to blocks.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def _flash_attn_varlen_forward(
     leftpad_k: Tensor | None = None,
     seqused_k: Tensor | None = None,
 ) -> Forward:
-    """q (T,H,D), k (S,Hk,D), v (S,Hk,Dv), as `flash_attn_varlen_func` has them: out (T,H,Dv), LSE
-    (H,T), S_dmask, rng_state. seqused_k (B,) is how many keys of each sequence count."""
+    """q (T,H,D), k (S,Hk,D), v (S,Hk,Dv), as in `flash_attn_varlen_func`: out (T,H,Dv), LSE (H,T),
+    S_dmask, rng_state. seqused_k (B,) is how many keys of each sequence are used."""
     if leftpad_k is not None:
         raise NotImplementedError(
             "leftpad_k: got a tensor, expected None: flash_attn_with_kvcache has cache_leftpad"
@@ -128,7 +128,7 @@ def _flash_attn_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Of `_flash_attn_forward`: dq (B,M,H,D), dk (B,N,Hk,D), dv (B,N,Hk,Dv); returns (B,H,M)."""
+    """Write dq (B,M,H,D), dk (B,N,Hk,D), dv (B,N,Hk,Dv); return the row sums (B,H,M)."""
     window = window_size_left, window_size_right
     arguments = _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     arguments = _drawn_before(arguments, rng_state)
@@ -166,7 +166,7 @@ def _flash_attn_varlen_backward(
     deterministic: bool,
     rng_state: Tensor | None = None,
 ) -> Tensor:
-    """Of `_flash_attn_varlen_forward`: dq (T,H,D), dk (S,Hk,D), dv (S,Hk,Dv); returns (H,T)."""
+    """Write dq (T,H,D), dk (S,Hk,D), dv (S,Hk,Dv); return the row sums (H,T)."""
     window = window_size_left, window_size_right
     arguments = _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)
     arguments = _drawn_before(arguments, rng_state)
@@ -179,7 +179,7 @@ def _flash_attn_varlen_backward(
     return _row_sums(dout, out).transpose(0, 1).contiguous()
 
 
-# In flash-attn operators of torch.library, where that has them; the same functions.
+# In flash-attn these are torch.library operators if torch supports them; here, the same functions.
 _wrapped_flash_attn_forward = _flash_attn_forward
 _wrapped_flash_attn_varlen_forward = _flash_attn_varlen_forward
 _wrapped_flash_attn_backward = _flash_attn_backward
@@ -199,7 +199,7 @@ def _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes) 
 
 
 def _drawn(arguments: Arguments, q: Tensor) -> tuple[Arguments, Tensor]:
-    """With a seed, if anything is dropped, and the rng_state that says it again."""
+    """The arguments with a new seed, if there is dropout, and the rng_state that holds it."""
     rng_state = torch.zeros(2, dtype=torch.int64, device=q.device)
     if not arguments["dropout_p"]:
         return arguments, rng_state
@@ -224,7 +224,7 @@ def _forward(
 def _gradients(
     t: Tensors, o: Options, outs: tuple[Tensor, Tensor], dout: Tensor
 ) -> Sequence[Tensor]:
-    """Of q, k and v, as (B,H,·,·). outs: out and LSE, of these keys or of more."""
+    """Gradients of q, k and v, as (B,H,·,·). outs: out and LSE, of these keys or of more."""
     out, lse = outs
     known = out, torch.stack([lse, torch.zeros_like(lse)])
     return passes.backward(

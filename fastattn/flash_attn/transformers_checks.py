@@ -1,7 +1,7 @@
-"""What transformers 5 asks before it calls flash-attn, beyond whether the package is there.
+"""Pass the checks that transformers 5 makes before it calls flash-attn, beyond finding the package.
 
-It asks for CUDA, twice, and on a CPU refuses. Both are answered where transformers keeps them, so
-that it does not matter who has imported what already; `retract` puts everything back.
+transformers requires CUDA in two places and refuses a CPU. Both are patched inside transformers,
+in the objects that modules share, so earlier imports see the patch, too. `retract` undoes it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any
 _CHECKS = "transformers.utils.import_utils"
 _CALLS = "transformers.modeling_flash_attention_utils"
 _MODELS = "transformers.modeling_utils"
-_before: dict[str, Any] = {}  # by module: what stood there
+_before: dict[str, Any] = {}  # by module: the original value
 
 
 def answer() -> None:
-    """flash-attn 2 is available, on a CPU too: said to those modules that have been imported."""
+    """Report flash-attn 2 as available, on CPUs too, in those of MODULES that are imported."""
     for name, tell in MODULES.items():
         if name in sys.modules:
             tell()
@@ -31,13 +31,13 @@ def _answer_checks() -> None:
     checks = sys.modules[_CHECKS]
     available = inspect.unwrap(checks.is_flash_attn_2_available)
     _before[_CHECKS] = available.__code__
-    available.__code__ = _yes.__code__  # many modules have the function: it stays the same object
+    available.__code__ = _yes.__code__  # modules imported the function: change it in place
     _forget(checks)
 
 
 def _answer_calls() -> None:
     matrix = getattr(sys.modules[_CALLS], "FLASH_ATTENTION_COMPATIBILITY_MATRIX", None)
-    if _CALLS in _before or matrix is None:  # transformers 4 has none, and keeps to CUDA
+    if _CALLS in _before or matrix is None:  # transformers 4 has no matrix: CUDA only
         return
     _before[_CALLS] = matrix[2]["supported_devices"]
     matrix[2]["supported_devices"] += ((_yes, "cpu"),)
@@ -48,7 +48,7 @@ MODULES = {_CHECKS: _answer_checks, _CALLS: _answer_calls}
 
 
 def retract(interface: ModuleType) -> None:
-    """As it was before `answer`. Where transformers holds functions of `interface`, it looks for
+    """Undo `answer`. If transformers has loaded functions of `interface`, make it look for
     flash-attn again."""
     if _CALLS in _before:
         calls: Any = sys.modules[_CALLS]
@@ -68,13 +68,13 @@ def _yes(kernels_fallback_ok: bool = False) -> bool:
 
 
 def _is_true_here(record: logging.LogRecord) -> bool:
-    """transformers warns that flash-attn 2 has no CPUs and no float32."""
+    """Filter out transformers' warnings that flash-attn 2 does not support CPUs or float32."""
     text = str(record.msg)
     return "Flash Attention 2" not in text or not ("GPU" in text or "only supports torch" in text)
 
 
 def _forget(checks: ModuleType) -> None:
-    """What was asked before is asked again."""
+    """Clear the cached results of transformers' flash-attn checks."""
     for name, check in vars(checks).items():
         if "flash_attn" in name or name == "_package_distribution_mapping":
             getattr(check, "cache_clear", lambda: None)()

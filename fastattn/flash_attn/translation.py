@@ -1,7 +1,7 @@
-"""What flash-attn's arguments are called here, and where its rows stand.
+"""Translate flash-attn's arguments and row positions to fastattn's.
 
-flash-attn puts row i at i' = i + N - M, causal or not: a causal call says so itself, another by its
-`Place`.
+flash-attn puts row i at i' = i + N - M, causal or not. For a causal call causal="bottom_right"
+requests that, for any other `Place(bottom_right=True)`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..api import attention, attention_packed, attention_weights, draw_seed
 from ..place import Place
 from .checks import need_shape, within
 
-Arguments = dict[str, Any]  # of `fastattn.attention`, by name
+Arguments = dict[str, Any]  # keyword arguments of `fastattn.attention`
 Pages = tuple[Tensor, Tensor]  # a table (B,pages), and how many keys each sequence has there (B,)
 Results = tuple[Tensor, Tensor, Tensor | None]  # out, LSE, S_dmask
 
@@ -62,7 +62,7 @@ def _window(window_size) -> tuple[int | None, int | None]:
 def dense(
     q: Tensor, k: Tensor, v: Tensor, arguments: Arguments, with_S_dmask: bool = False
 ) -> Results:
-    """Of q (B,M,H,D), k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M), S_dmask."""
+    """Attend q (B,M,H,D) to k (B,N,Hk,D), v (B,N,Hk,Dv): out, LSE (B,H,M), S_dmask."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         need_shape(name, x, ("batch", "seqlen", "heads", "head_dim"))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -83,8 +83,8 @@ def packed(
     arguments: Arguments,
     with_S_dmask: bool = False,
 ) -> Results:
-    """Of q (T,H,D), k (S,Hk,D), v (S,Hk,Dv): out, LSE (H,T), S_dmask. Keys lie one after the other,
-    `where` then cu_k (B+1,), or k and v are (P,page,Hk,·), and `where` says which are whose."""
+    """Attend q (T,H,D) to k (S,Hk,D), v (S,Hk,Dv): out, LSE (H,T), S_dmask. `where` is cu_k (B+1,)
+    if keys are packed one after the other, or Pages if k and v are paged, (P,page,Hk,·)."""
     need_shape("q", q, ("total", "heads", "head_dim"))
     lie = ("blocks", "page") if isinstance(where, tuple) else ("total",)
     for name, x in (("k", k), ("v", v)):
@@ -111,8 +111,8 @@ def packed(
 def _in_a_row(
     k: Tensor, v: Tensor, table: Tensor, lengths: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Keys and values (P,page,Hk,·) copied out of their pages, one sequence after the other, and
-    cu_k (B+1,): for what is asked sequence by sequence."""
+    """Copy keys and values (P,page,Hk,·) out of their pages into packed tensors, and return them
+    with cu_k (B+1,). S_dmask needs this: it is computed sequence by sequence."""
     page = k.shape[1]
     lengths = within("key_lengths", lengths, page * table.shape[1], "what the pages hold")
     j = torch.arange(page * table.shape[1], device=table.device)
@@ -122,7 +122,7 @@ def _in_a_row(
 
 
 def _settled(arguments: Arguments, q: Tensor) -> Arguments:
-    """One seed for all parts of a call, to find a second time what was dropped."""
+    """Fix the seed, so that the weights of S_dmask repeat the dropout of the output."""
     if arguments.get("seed") is not None:
         return arguments
     return changed(arguments, seed=draw_seed(q.device) if arguments["dropout_p"] else None)
@@ -131,7 +131,7 @@ def _settled(arguments: Arguments, q: Tensor) -> Arguments:
 def _sequences(
     cu_q: Tensor, cu_k: Tensor, arguments: Arguments
 ) -> Iterator[tuple[slice, slice, Arguments]]:
-    """Of each its rows, its keys and its arguments, with which it draws as in the batch."""
+    """Each sequence's rows, keys and arguments; its Place makes dropout draw as in the batch."""
     slopes, place = arguments["alibi_slopes"], arguments["place"]
     rows, keys = ([slice(*x) for x in pairwise(c)] for c in (cu_q.tolist(), cu_k.tolist()))
     for b, (i, j) in enumerate(zip(rows, keys)):

@@ -1,10 +1,10 @@
-"""fastattn in other libraries, by a line each. README.md has the tables.
+"""Enable fastattn in other libraries, with one line for each. README.md has the tables.
 
     fastattn.integrations.transformers.register() then attn_implementation="fastattn"
     fastattn.integrations.diffusers.register()    then model.set_attention_backend("fastattn")
 
-Each `register` has its `unregister`: both may be called twice, and the second undoes the first
-exactly. No library is imported before it is asked for.
+Each `register` has an `unregister`, which undoes it exactly; both may be called twice. No library
+is imported before its `register` is called.
 """
 
 from . import diffusers, transformers

@@ -1,9 +1,8 @@
-"""diffusers: an attention backend of the name "fastattn" beside its own.
+"""An attention backend named "fastattn" for diffusers.
 
-`register()`, then `model.set_attention_backend("fastattn")`, or a block `with
-diffusers.attention_backend("fastattn")`. Processors that ask diffusers for no backend (those of
-UNets and of SD3 among them, which have no `_attention_backend`) call torch's function: there it is
-`fastattn.sdpa()`.
+Call `register()`, then `model.set_attention_backend("fastattn")`, or use `with
+diffusers.attention_backend("fastattn")`. Processors without `_attention_backend`, such as those of
+UNets and SD3, ignore backends and call torch's function: use `fastattn.sdpa()` for these.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ from ..torch_form import scaled_dot_product_attention
 
 NAME = "fastattn"
 _MEMBER = NAME.upper()
-_DEFAULT = "DIFFUSERS_ATTN_BACKEND"  # the variable of the environment that it reads
+_DEFAULT = "DIFFUSERS_ATTN_BACKEND"  # environment variable that diffusers reads
 
 
 def register() -> None:
-    """Make "fastattn" a backend of diffusers'. A second call changes nothing.
+    """Register "fastattn" as a diffusers backend. A second call changes nothing.
 
-    Raises ImportError where there is no diffusers with backends (0.35 or newer), and ValueError
-    where DIFFUSERS_ATTN_BACKEND asks for it before it is there.
+    Raises ImportError without a diffusers that has backends (0.35 or newer), and ValueError if
+    DIFFUSERS_ATTN_BACKEND names "fastattn", because diffusers reads it before `register` can run.
     """
     dispatch = _dispatch()
     if NAME in dispatch.AttentionBackendName._value2member_map_:
@@ -36,10 +35,10 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Without one, nothing.
+    """Undo `register`. Does nothing if `register` was not called.
 
-    Where "fastattn" is diffusers' active backend, its default is again. A model that it was set for
-    wants another, or its `reset_attention_backend()`, before.
+    If "fastattn" is diffusers' active backend, its default becomes active again. Models set to
+    "fastattn" need another backend, or `reset_attention_backend()`, before this call.
     """
     dispatch = _dispatch()
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry
@@ -82,9 +81,9 @@ def _attend(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """query (B,L,H,E), key (B,S,Hk,E), value (B,S,Hk,Ev) to (B,L,H,Ev). attn_mask: (B,S), or as
-    torch's, which diffusers' own backends tell apart likewise. Raises NotImplementedError for
-    context parallelism, which diffusers leaves to its backends."""
+    """query (B,L,H,E), key (B,S,Hk,E), value (B,S,Hk,Ev) to (B,L,H,Ev). attn_mask is (B,S), or any
+    mask that torch takes; the shape decides, as in diffusers' own backends. Raises
+    NotImplementedError for context parallelism, which each diffusers backend has to implement."""
     ranks = getattr(_parallel_config, "context_parallel_config", None)
     if ranks is not None and ranks._world_size > 1:
         raise NotImplementedError(
@@ -101,7 +100,8 @@ def _attend(
     return out.transpose(1, 2)
 
 
-# An Enum has no call for it. These are what its members are kept in, from Python 3.10 to 3.14.
+# Enum has no public way to add or remove members. These functions edit its internal tables, which
+# are the same from Python 3.10 to 3.14.
 
 
 def _add(names: Any) -> Any:

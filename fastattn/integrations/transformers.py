@@ -21,12 +21,13 @@ _undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Lets models of transformers 5 have `attn_implementation="fastattn"`: attention and masks, and
+    """Enable `attn_implementation="fastattn"` in transformers 5: attention, masks and
     `generate_batch`.
 
-    A second call changes nothing. A model that computes its attention itself, and so would never
-    call fastattn, raises ValueError where it is made; what reaches the mask of another one, which
-    is for fastattn alone, raises TypeError. Raises ImportError without transformers.
+    A second call changes nothing. Making a model that computes its attention itself, and so would
+    never call fastattn, raises ValueError. Any other model that uses its mask, an object only
+    fastattn can read, in an operation of its own raises TypeError. Raises ImportError without
+    transformers.
     """
     if _undo:
         return
@@ -45,8 +46,8 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undoes `register`. Models that have the name raise KeyError when they run. Without one,
-    nothing."""
+    """Undo `register`. Models set to "fastattn" then raise KeyError when they run. Does nothing if
+    `register` was not called."""
     while _undo:
         _undo.pop()()
 
@@ -70,15 +71,15 @@ def _wrap(owner: Any, name: str, wrapper: Callable[[Callable], Callable]) -> Non
     setattr(owner, name, ours)
 
     def put_back() -> None:
-        if getattr(owner, name) is ours:  # else somebody wrapped it since, and calls it
+        if getattr(owner, name) is ours:  # else later code wrapped ours, and still calls it
             setattr(owner, name, original)
 
     _undo.append(put_back)
 
 
 def _refusing(original: Callable) -> Callable:
-    """transformers asks this of every model that is made, and of one whose implementation is
-    set."""
+    """Wrap transformers' check of an implementation, which runs when a model is made or its
+    implementation is set: raise ValueError if "fastattn" cannot run the model."""
 
     @functools.wraps(original)
     def get_correct_attn_implementation(self, requested_attention, *args, **kwargs):
@@ -93,11 +94,12 @@ def _refusing(original: Callable) -> Callable:
     return get_correct_attn_implementation
 
 
-# By a source: what looks a class of attention up by name, and else.
+# Patterns of a model's source. _OWN: it looks up an attention class by name. _ELSE: pattern to the
+# reason why fastattn cannot run the model.
 _OWN = r"_CLASSES\[\S*attn_implementation\]"
 _ELSE = {
-    # Keys are picked and that is added to the mask for these two alone or for tensors; a sink of
-    # each row is handed over.
+    # The model selects keys, and adds that selection to the mask only under "eager" and "sdpa", or
+    # only if the mask is a tensor; or it passes a sink for each row.
     r"""attn_implementation in \("eager", "sdpa"\)|^\s+sinks="""
     r"""|isinstance\(attention_mask, torch\.Tensor\) and kv""": (
         "this one picks keys, or has sinks, that other implementations are not told of"
@@ -110,11 +112,11 @@ _ELSE = {
 
 @functools.cache
 def _why_not(kind: Any) -> str | None:
-    """Why the attention of a model is not all in what the interface is told, by its source: as
-    transformers finds out whether an implementation can be set. None where it is."""
+    """The reason why a model does not pass all of its attention through the interface, or None.
+    Its module's source is searched, as transformers does to see if an implementation can be set."""
     from transformers import PreTrainedModel
 
-    for base in kind.__mro__:  # a class of a notebook has no source, but its base has
+    for base in kind.__mro__:  # a class of a notebook has no source; its base has
         if base is PreTrainedModel:
             break
         try:

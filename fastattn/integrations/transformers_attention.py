@@ -1,4 +1,4 @@
-"""The attention function of `AttentionInterface`: from transformers' arguments to fastattn's."""
+"""The attention function of `AttentionInterface`: translates transformers' arguments."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def attend(
     """query (B,H,M,D), key (B,Hk,N,D), value (B,Hk,N,Dv): out (B,M,H,Dv), and the weights
     (B,H,M,N) if `output_attentions` asks for them.
 
-    attention_mask: of `make_mask`, or a caller's own, boolean or added. Without one `is_causal`
-    holds, or else the module's, aligned to the top left. position_bias (B,H,M,N) is added, s_aux
-    (H,) are sinks. Sequences of cu_seq_lens_q and cu_seq_lens_k are packed where the mask knows of
-    no padding. cache is transformers' paged one, of continuous batching: there masks say nothing.
-    Raises NotImplementedError for what picks keys or has sinks by another name.
+    attention_mask: from `make_mask`, or the caller's own tensor, boolean or added to scores.
+    Without a mask, `is_causal` or else module.is_causal applies, aligned to the top left.
+    position_bias (B,H,M,N) is added to scores; s_aux (H,) are sinks. If the mask has no padding,
+    sequences given by cu_seq_lens_q and cu_seq_lens_k run as a packed batch. cache is the paged
+    cache of continuous batching; attention_mask is then ignored. Raises NotImplementedError for
+    the arguments indices, block_indices and sinks, which fastattn does not implement.
     """
     for name in ("indices", "block_indices", "sinks"):
         if kwargs.get(name) is not None:
@@ -67,7 +68,7 @@ def attend(
 
 
 def _given(query: Tensor, scaling: Any, softcap: Any, sinks: Any, dropout: float) -> dict[str, Any]:
-    """What has nothing to do with who sees whom."""
+    """The arguments of `fastattn.attention` that do not decide which keys a row attends to."""
     given: dict[str, Any] = dict(scale=scaling)
     if softcap is not None:
         given["softcap"] = softcap
@@ -78,7 +79,7 @@ def _given(query: Tensor, scaling: Any, softcap: Any, sinks: Any, dropout: float
     return given
 
 
-Offsets = tuple[Tensor, Tensor, int | None, int | None]  # of rows and of keys, and the longest
+Offsets = tuple[Tensor, Tensor, int | None, int | None]  # cu_q, cu_k, max_q, max_k
 
 
 def _offsets(mask: Mask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | None:
@@ -96,7 +97,7 @@ def _offsets(mask: Mask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | N
 
 
 def _exact(mask: Mask | Tensor | None) -> Tensor:
-    """The mask of a packed batch, for what is asked row by row and key by key."""
+    """The (M, N) mask of a packed batch, which weights and a position bias need."""
     if isinstance(mask, Mask) and mask.starts is not None:
         return mask.exact()
     raise NotImplementedError(
@@ -106,7 +107,7 @@ def _exact(mask: Mask | Tensor | None) -> Tensor:
 
 
 def _given_offsets(query: Tensor, kwargs: Any) -> Offsets | None:
-    """Those that a caller gives for a batch of one item, as `DataCollatorWithFlattening` does."""
+    """The caller's Offsets for a batch of one item, as from `DataCollatorWithFlattening`."""
     rows, keys = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if not isinstance(rows, Tensor) or not isinstance(keys, Tensor) or query.shape[0] != 1:
         return None
@@ -114,7 +115,7 @@ def _given_offsets(query: Tensor, kwargs: Any) -> Offsets | None:
 
 
 def _plain(module: torch.nn.Module, mask: Any, is_causal: bool | None, query: Tensor) -> dict:
-    """Of a caller's own mask, or of none."""
+    """Arguments for the caller's own mask, or for no mask."""
     if mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         return {"causal": True} if causal and query.shape[2] > 1 else {}
@@ -124,7 +125,7 @@ def _plain(module: torch.nn.Module, mask: Any, is_causal: bool | None, query: Te
 
 
 def _biased(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
-    """The bias where the mask shows something."""
+    """The bias plus the mask: -inf where a boolean mask hides a key."""
     if bias.dtype not in (query.dtype, torch.float32):
         bias = bias.to(query.dtype)
     if mask is None:
@@ -135,7 +136,7 @@ def _biased(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
 
 
 def _packed(query: Tensor, key: Tensor, value: Tensor, offsets: Offsets, given: Any) -> Tensor:
-    """(B,M,H,Dv): the items of a batch are packed one after the other."""
+    """(B,M,H,Dv): run a batch as one packed batch, its items one after the other."""
     cu_q, cu_k, max_q, max_k = offsets
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out: Any = attention_packed(q, k, v, cu_q, cu_k, max_q=max_q, max_k=max_k, **given)

@@ -1,7 +1,7 @@
-"""Masks of transformers as structure: what `fastattn.attention` is told in the place of a tensor.
+"""Translate transformers' mask functions to arguments of `fastattn.attention`, without a tensor.
 
-transformers describes a mask by a function of indices, put together of a few; these are known
-again by their names, and what holds them is read. Whatever is not known becomes the exact mask.
+transformers composes a mask from a few functions of indices. They are recognized by name, and their
+parameters are read from their closures. Any other function becomes the exact boolean mask.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from transformers import masking_utils
 
 _is_compiling = torch.compiler.is_compiling
-RELATIVE = {"causal", "window"}  # these say the same of each sequence as of all
+RELATIVE = {"causal", "window"}  # arguments that a packed batch applies to each sequence
 
 
 class Mask:
-    """What `make_mask` hands to `attend`, through the model, as if it were (B,1,M,N).
+    """The object that `make_mask` gives the model for `attend`, in place of a (B,1,M,N) tensor.
 
-    arguments: of `fastattn.attention`. starts: (B,N), whether a sequence begins there, of rows that
-    are packed. exact() is the boolean mask. A model may cut it; if it does anything else, its
-    attention is its own, and the answer is an error.
+    arguments: of `fastattn.attention`. starts: (B,N), True where a packed sequence begins. exact()
+    is the boolean mask. A model may slice it. Any other operation raises, because such a model
+    computes attention itself.
     """
 
     ndim = 4
@@ -45,8 +45,8 @@ class Mask:
 
     @property
     def offsets(self) -> tuple[Tensor, int] | None:
-        """(sequences + 1,), where they begin among B N rows, and the most rows that one has. Found
-        when it is asked for: a GPU is waited for, and of a paged cache nobody asks."""
+        """Where sequences begin among the B N rows, (sequences + 1,), and the longest length.
+        Computed on first use, because it synchronizes with a GPU; a paged cache never uses it."""
         if self.starts is not None and self._offsets is None:
             offsets = self.starts.flatten().nonzero()[:, 0]
             offsets = torch.nn.functional.pad(offsets, (0, 1), value=self.starts.numel())
@@ -54,8 +54,8 @@ class Mask:
         return self._offsets
 
     def fits(self, M: int, N: int) -> bool:
-        """Whether it says what M rows see of N keys: some models make it for one row, and mean
-        all, or for one key where all are seen."""
+        """Whether this mask describes M rows and N keys. Some models make it for one row and use it
+        for all rows, or, if nothing is hidden, for one key."""
         if not self.arguments and self.starts is None and self.shape[3] == 1:
             return True
         alike = self.shape[2] == 1 and not RELATIVE & self.arguments.keys()
@@ -65,7 +65,7 @@ class Mask:
         return of_tensor(self.exact()[where])
 
     def to(self, *args: Any, **kwargs: Any) -> Mask:
-        """On another device, as models that are spread over several ask it to be."""
+        """This mask on another device, which models spread over several devices ask for."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is None:
             return self
@@ -98,7 +98,7 @@ class Mask:
         raise _strange("a comparison")
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # which copy and pickle ask for
+        if name.startswith("__"):  # copy and pickle look these up
             raise AttributeError(name)
         raise MaskError(str(_strange(f"`.{name}`")))
 
@@ -109,7 +109,7 @@ class Mask:
         return object.__hash__(self)
 
 
-# The operators that a mask refuses. They are set here, so that type checkers refuse them, too.
+# The operators that a mask refuses. setattr hides them from type checkers, which then refuse them.
 _REFUSED = {
     Mask._counted: "len iter abs int float index",
     Mask._added: "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul xor rxor "
@@ -122,7 +122,7 @@ for _answer, _operators in _REFUSED.items():
 
 
 class MaskError(AttributeError, TypeError):
-    """What `hasattr` asks for, and what all else of a mask raises."""
+    """An AttributeError, so that `hasattr` works, and a TypeError, as other operations raise."""
 
 
 def _strange(where: str) -> TypeError:
@@ -138,12 +138,12 @@ def of_tensor(mask: Tensor) -> Mask:
 
 
 class Pattern(NamedTuple):
-    """What a mask function shows. Row i and key j are counted from where sequences begin."""
+    """The structure of a mask function. Row i and key j count from the start of the sequence."""
 
     causal: bool = False
     window: tuple[int, int | None] | None = None  # i - left <= j <= i + right
-    chunk: tuple[int, Tensor] | None = None  # of so many keys, begun behind the padding (B,)
-    sequences: Tensor | None = None  # (B,N): which of a packed batch
+    chunk: tuple[int, Tensor] | None = None  # its size, and left padding (B,)
+    sequences: Tensor | None = None  # (B,N): sequence index in a packed batch
 
 
 def make_mask(
@@ -158,8 +158,8 @@ def make_mask(
     device: torch.device | str = "cpu",
     **rest: Any,
 ) -> Mask:
-    """The mask function of `AttentionMaskInterface`. It never gives None: a model that does not
-    pass its masks on to fastattn notices at its first call."""
+    """The mask function of `AttentionMaskInterface`. It never returns None, so that a model that
+    does not pass its masks to fastattn fails at its first call."""
     if isinstance(attention_mask, Mask):  # `generate` made it before
         return attention_mask
     shape = batch_size, 1, q_length, kv_length
@@ -194,8 +194,8 @@ def make_mask(
 
 
 class Rows(NamedTuple):
-    """Where a call's rows and keys stand: the first at q_offset and kv_offset. In a static cache
-    what is compiled for one step is meant to fit the next."""
+    """Positions of a call's rows and keys: the first are at q_offset and kv_offset. `static`: the
+    cache is static, so arguments must have the same form at every step, for compiled code."""
 
     B: int
     M: int
@@ -207,12 +207,13 @@ class Rows(NamedTuple):
 
     @property
     def end(self) -> Any:
-        """How many of the keys stand no further than the last row does."""
+        """How many keys are at or before the position of the last row."""
         return self.q_offset + self.M - self.kv_offset
 
 
 def _pattern(function: Any) -> Pattern | None:
-    """What is known of a mask function, or None. A compiler sees into no closure."""
+    """The Pattern of a mask function, or None if it is not recognized. torch.compile cannot read
+    closures: while it traces, only the two basic functions are recognized."""
     if function is masking_utils.causal_mask_function:
         return Pattern(causal=True)
     if function is masking_utils.bidirectional_mask_function:
@@ -239,7 +240,7 @@ def _pattern(function: Any) -> Pattern | None:
 
 
 def _both(a: Pattern | None, b: Pattern | None) -> Pattern | None:
-    """What both show, where they do not speak of the same."""
+    """The intersection of two patterns; None if one is unknown or both set a window or a chunk."""
     if a is None or b is None or (a.window and b.window) or (a.chunk and b.chunk):
         return None
     sequences = b.sequences if a.sequences is None else a.sequences
@@ -251,7 +252,7 @@ def _window(pattern: Pattern) -> dict[str, Any]:
 
 
 def _seen(padding: Tensor | None, first: int, N: int) -> Tensor | None:
-    """(B,N): which keys are no padding. None: all."""
+    """(B,N): which keys are not padding. None: no padding mask was given."""
     if padding is None:
         return None
     padding = padding[:, first : first + N]
@@ -261,7 +262,7 @@ def _seen(padding: Tensor | None, first: int, N: int) -> Tensor | None:
 
 
 def _starts(pattern: Pattern, seen: Tensor | None, rows: Rows) -> Tensor | None:
-    """(B,N): where sequences begin that lie one after the other: of a packed batch, or chunks."""
+    """(B,N): where packed sequences or chunks begin. None if the call does not have that form."""
     if _is_compiling() or (pattern.sequences is None and pattern.chunk is None):
         return None
     if seen is not None and not seen.all():
@@ -279,7 +280,7 @@ def _starts(pattern: Pattern, seen: Tensor | None, rows: Rows) -> Tensor | None:
 
 
 def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, Any] | None:
-    """Of `fastattn.attention`, or None if they cannot say it."""
+    """The arguments of `fastattn.attention`, or None if they cannot express the mask."""
     if pattern.sequences is not None or not _in_one_chunk(pattern, rows):
         return None
     if not pattern.causal:
@@ -287,7 +288,7 @@ def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, A
             return None
         return _window(pattern) | _padding(seen, rows, right=True)
     end, N = rows.end, rows.N
-    if isinstance(end, Tensor):  # of a static cache: nothing waits for its value
+    if isinstance(end, Tensor):  # of a static cache: its value is not read
         padding = {} if seen is None else {"mask": seen[:, None, None]}
         lengths = end.expand(rows.B).contiguous()
         return dict(causal="bottom_right", key_lengths=lengths, **padding, **_window(pattern))
@@ -306,7 +307,7 @@ def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, A
 
 
 def _in_one_chunk(pattern: Pattern, rows: Rows) -> bool:
-    """Whether all keys that a row may see are in its chunk."""
+    """Whether there is only one chunk, so that chunks hide nothing."""
     if pattern.chunk is None:
         return True
     if _is_compiling() or isinstance(rows.q_offset, Tensor) or rows.kv_offset:
@@ -316,8 +317,8 @@ def _in_one_chunk(pattern: Pattern, rows: Rows) -> bool:
 
 
 def _padding(seen: Tensor | None, rows: Rows, *, right: bool) -> dict[str, Any]:
-    """Of keys up to the last row's: lengths for padding on the right, if `right`, or else the
-    columns."""
+    """Arguments for padding among the keys up to the last row's: key_lengths if `right` and all
+    padding is on the right, else a mask of columns."""
     if seen is None:
         return {}
     if not _is_compiling():

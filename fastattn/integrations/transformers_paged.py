@@ -1,4 +1,4 @@
-"""Continuous batching: requests of any lengths packed, their keys in the pages of one cache."""
+"""Continuous batching: requests of any length in one packed batch, with a shared paged cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 
 from ..api import attention_packed
 
-# Whose function, its name, what wraps it.
+# The owner of a function, the function's name, and its wrapper.
 Hook = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
 
 
 def hooks(name: str) -> list[Hook]:
-    """What transformers' manager of batches has to hear of the implementation `name`.
+    """Wrappers that make transformers' batch manager accept the implementation `name`.
 
-    None where transformers keeps it elsewhere: its manager refuses the name there.
+    The list is empty if transformers does not have all of these functions: its manager then refuses
+    the name.
     """
     try:
         from transformers.generation.continuous_batching import (
@@ -43,8 +44,8 @@ def hooks(name: str) -> list[Hook]:
 
 
 def _counted_as_flash(name: str, original: Callable) -> Callable:
-    """The manager takes an implementation for flash-attn's if it is, and then leaves it as it is;
-    and the cache keeps room for a mask and for repeated heads if it is not."""
+    """Count `name` as flash-attn. Otherwise the manager would replace or refuse the implementation,
+    and the cache would reserve memory for a mask and for repeated heads."""
 
     @functools.wraps(original)
     def is_flash_attention_requested(
@@ -61,8 +62,8 @@ def _counted_as_flash(name: str, original: Callable) -> Callable:
 
 
 def _on_any_device(name: str, original: Callable) -> Callable:
-    """Steps of one row each may be told where their pages are, which transformers thinks possible
-    on GPUs alone; but not where keys of a window lie, in a ring."""
+    """Allow block tables for steps of one row each on every device; transformers allows them only
+    on GPUs. Sliding-window layers keep keys in a ring and have no block table."""
 
     @functools.wraps(original)
     def ensure_decode_fast_path_is_available(config, cb_config, user_requested):
@@ -83,7 +84,8 @@ _reached: weakref.WeakSet[PagedAttentionCache] = weakref.WeakSet()
 
 
 def _reaching_us(name: str, original: Callable) -> Callable:
-    """A model that hands its attention no cache would see nothing but the batch's own rows."""
+    """Raise for a model that does not pass the cache to its attention: its rows would attend to
+    nothing but the rows of the batch."""
 
     @functools.wraps(original)
     def compute_batch(self, model, batch_data):
@@ -98,7 +100,7 @@ def _reaching_us(name: str, original: Callable) -> Callable:
     return compute_batch
 
 
-# Not compiled: functionalisation would copy the whole cache in every layer, to write to it.
+# Not compiled: functionalisation would copy the whole cache in every layer that writes to it.
 @torch.compiler.disable
 def attend_pages(
     module: torch.nn.Module,
@@ -109,14 +111,14 @@ def attend_pages(
     asked: dict[str, Any],
     given: dict[str, Any],
 ) -> Tensor:
-    """(1,T,H,Dv) of query (1,H,T,D): key and value, (1,Hk,T,D), are put into the cache, and each
-    request sees what it has there up to its rows.
+    """Write key and value, (1,Hk,T,D), to the cache, and attend query (1,H,T,D): (1,T,H,Dv). Each
+    row attends to its own request's keys up to its position.
 
-    asked: transformers' keyword arguments. given: `fastattn.attention`'s, but those of the mask.
+    asked: transformers' keyword arguments. given: those of `fastattn.attention`, without the mask.
     """
     _check(module, cache, asked)
     _reached.add(cache)
-    key, value = cache.update(key, value, module.layer_idx, asked)  # and `asked` is this layer's
+    key, value = cache.update(key, value, module.layer_idx, asked)  # `asked` is now this layer's
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     if asked.get("block_table") is not None:
         trash = cache.layer_to_allocator[module.layer_idx].write_trash_index
@@ -124,8 +126,8 @@ def attend_pages(
     max_q, max_k = asked["max_length_q"], asked["max_length_k"]
     cu_q, cu_k = asked["cu_seq_lens_q"], asked["cu_seq_lens_k"]
     if 1 < len(q) == max_q:
-        # Rows at the end may be padding, of which a GPU could not be asked without waiting for it:
-        # they are one more sequence.
+        # Rows at the end may be padding. To find out would synchronize with a GPU, so they become
+        # one more sequence.
         cu_q, cu_k = _ending(cu_q, len(q)), _ending(cu_k, len(k))
         max_k = len(k)
     told = given | _band(asked.get("sliding_window"), max_q, max_k)
@@ -134,7 +136,7 @@ def attend_pages(
 
 
 def _band(window: int | None, max_q: int, max_k: int) -> dict[str, Any]:
-    """A row sees the keys up to its own, of the last `window`: one row alone all that there are."""
+    """Causal, limited to the last `window` keys. A single row without a window needs no band."""
     if window is not None and window < max_k:
         return dict(window=(window - 1, None), causal="bottom_right")
     return dict(causal="bottom_right") if max_q > 1 else {}
@@ -165,8 +167,8 @@ def _ending(offsets: Tensor, total: int) -> Tensor:
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, asked: Any, trash: int, given: dict) -> Tensor:
-    """Of one row for each request, whose keys stay in their pages. Requests at the end may be
-    padding: they have no keys, and theirs is written where nobody reads."""
+    """Attend one row for each request to keys in their pages. Requests at the end may be padding:
+    they have no keys, and their new key goes to the slot `trash`, which is never read."""
     pages, table = (asked["k_cache"], asked["v_cache"]), asked["block_table"]
     lengths, page = asked["cu_seq_lens_k"].diff(), pages[0].shape[1]
     last = (lengths - 1).clamp(min=0).long()

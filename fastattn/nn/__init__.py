@@ -1,8 +1,8 @@
 """Thin modules over `fastattn.attention`, batch first, for models written in plain PyTorch.
 
-They are the systems of the five tutorials that this package grew from. Tests hold them to what
-those print (D: tests/test_documents.py), and to the same systems written out naively, gradients
-too (N: tests/test_nn.py, T: tests/test_nn_transformer.py); pytest -k finds them by these words:
+They implement the systems of five tutorials. Tests compare them with what the tutorials print (D:
+tests/test_documents.py) and with naive implementations, including gradients (N: tests/test_nn.py,
+T: tests/test_nn_transformer.py). The last column is a word for pytest -k:
 
 document              system                         class                         test
 --------------------  -----------------------------  ----------------------------  -----------------
@@ -29,13 +29,13 @@ paper review          positions, sequence first      SinusoidalPositionalEncodin
                       encode, decode                 EncoderDecoder                T and_back
                       tokens, tied embeddings        Transformer                   T transformer
 
-A mask hides where it is 0, whatever its dtype. Where a tutorial adds -1e9 to hidden scores, or its
-mask has 1 where a key is hidden, pass mask == 0; a row whose keys are all hidden averages v there,
-and is 0 here.
+A mask hides a key where it is 0, in any dtype. For a tutorial's mask that has 1 where a key is
+hidden, pass mask == 0. A row with every key hidden has output 0; in tutorials that add -1e9 to
+hidden scores, its output is the mean of v.
 
-Beside them: RotaryEmbedding and alibi_slopes, which people use today instead of sinusoids;
-KeyValueCache for decoding; from_torch and to_torch, to and from torch.nn.Transformer;
-record_weights, to look inside. The programs of `fastattn.examples` show them at work.
+Also here: RotaryEmbedding and alibi_slopes, which replace sinusoids today; KeyValueCache for
+decoding; from_torch and to_torch, which convert from and to torch.nn.Transformer; record_weights,
+which records attention weights. The programs of `fastattn.examples` use all of them.
 """
 
 from ..public_names import set_module

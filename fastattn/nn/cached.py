@@ -1,4 +1,4 @@
-"""Multi-head attention that can keep keys and values from call to call, as decoding does."""
+"""Multi-head attention with an optional key-value cache for decoding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .heads import MultiHead
 
 
 class KeyValueCache:
-    """The keys and values (B, H, n, D) of one attention, for decoding without gradients.
+    """The keys and values (B, H, n, D) of one attention module, for decoding without gradients.
 
-    Room for max_len tokens is taken at the first `append`; None keeps what comes first as it is,
-    which is for the memory of an encoder. Dtype, device and grad mode are those of the first call
-    to the last; after an error in a call that it was given to, make a new one.
+    The first `append` allocates space for max_len tokens. With max_len None it allocates space for
+    its own tokens only, which suits the memory of an encoder. All calls must have the dtype, device
+    and grad mode of the first. If a call with this cache raises, make a new cache.
     """
 
     max_len: int | None
@@ -31,7 +31,7 @@ class KeyValueCache:
         self._v: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Add k and v (B, H, m, D) to what is there; return all of it, as views."""
+        """Append k and v (B, H, m, D); return views of all keys and values so far."""
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "cache: got keys that require grad, expected to decode under torch.no_grad()"
@@ -65,13 +65,13 @@ class KeyValueCache:
         return self._k[:, :, : self.length], self._v[:, :, : self.length]
 
 
-# Who listens to which attention, by `record_weights`.
+# For each active `record_weights`: the function that receives each module's weights.
 _recorders: list[dict[nn.Module, Callable[[Tensor], None]]] = []
 
 
 class CachedAttention(MultiHead):
     """Multi-head attention of a sequence to itself or to another (Vaswani et al. 2017, section
-    3.2.2), with the parameters of torch.nn.MultiheadAttention: their state dicts are one."""
+    3.2.2). Its parameters and state dict are those of torch.nn.MultiheadAttention."""
 
     in_proj_weight: nn.Parameter
     in_proj_bias: nn.Parameter | None
@@ -88,7 +88,7 @@ class CachedAttention(MultiHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As torch.nn.MultiheadAttention draws them."""
+        """Initialize parameters as torch.nn.MultiheadAttention does."""
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -107,10 +107,10 @@ class CachedAttention(MultiHead):
         """x (B, M, E) attends to memory (B, N, E), or to itself without one; gives (B, M, E).
 
         mask: 0 or False hides; (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them.
-        causal: token i of a sequence sees tokens 0 to i; not beside a memory.
-        cache: x continues the tokens whose keys the cache holds, and sees those, too: N counts
-            them all. With a memory, the cache takes its keys at the first call, and later calls
-            use those, whatever memory they are given.
+        causal: token i of a sequence attends to tokens 0 to i; not allowed with a memory.
+        cache: x continues the cached tokens and attends to them, too; N counts cached and new
+            tokens. With a memory, the first call stores the memory's keys in the cache, and later
+            calls use these and ignore their `memory`.
         """
         self._check(x, memory, causal)
         if memory is None:
@@ -124,7 +124,7 @@ class CachedAttention(MultiHead):
         out, weights = self._attend(
             *(q, k, v),
             mask=mask,
-            causal="bottom_right" if causal else False,  # the last row is the last key
+            causal="bottom_right" if causal else False,  # aligns the last row with the last key
             need_weights=bool(recorders),
         )
         if weights is not None:
@@ -140,7 +140,7 @@ class CachedAttention(MultiHead):
         return (k, v) if cache is None else cache.append(k, v)
 
     def _project(self, x: Tensor, first: int, last: int) -> tuple[Tensor, ...]:
-        """The projections of x from the `first` to before the `last` of q, k and v."""
+        """Projections first to last - 1 of x; 0 is q, 1 is k, 2 is v."""
         rows = slice(first * self.embed_dim, last * self.embed_dim)
         bias = None if self.in_proj_bias is None else self.in_proj_bias[rows]
         return F.linear(x, self.in_proj_weight[rows], bias).chunk(last - first, dim=-1)
@@ -164,9 +164,9 @@ class CachedAttention(MultiHead):
 
 @contextmanager
 def record_weights(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
-    """Inside, every `CachedAttention` of `model` leaves the weights of its last call, after
-    dropout and detached, in the dict that this gives: (B, H, M, N) by qualified module name.
-    Outside it costs nothing.
+    """Record attention weights: inside the block, every `CachedAttention` of `model` stores the
+    weights of its last call, after dropout and detached, in the yielded dict. Keys are qualified
+    module names, values (B, H, M, N). Outside the block there is no cost.
 
     >>> with record_weights(model) as weights:
     ...     model(src, tgt)

@@ -14,9 +14,9 @@ from .core import Leaf, attend, check_heads, merge_heads, split_heads
 class CausalSelfAttention(Leaf):
     """Token i attends to tokens 0 to i, over num_heads heads split from projections to d_out.
 
-    With several heads their outputs are concatenated and go through `out_proj`; a single head has
-    none. dropout acts on the weights in training. There is no mask buffer: context_length is only
-    the longest sequence that is accepted (None: any).
+    Outputs of several heads are concatenated and go through `out_proj`; a single head has no
+    `out_proj`. dropout acts on the weights in training. There is no mask buffer: context_length is
+    only the longest sequence that is accepted (None: any).
     """
 
     context_length: int | None
@@ -61,10 +61,10 @@ class CausalSelfAttention(Leaf):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (..., N, d_in) to (..., N, d_out).
 
-        mask hides more keys than the future: bool or any dtype, 0 hides; broadcast to (..., N, N),
-        the same for all heads, or of one dimension more, (..., H, N, N). With need_weights the
-        weights after dropout come second, (..., H, N, N); without the H where there is one head.
-        Raises ValueError past context_length.
+        mask hides keys in addition to the causal mask: bool or any dtype, 0 hides. It broadcasts to
+        (..., N, N), the same for all heads, or has one more dimension, (..., H, N, N). With
+        need_weights the second result is the weights after dropout, (..., H, N, N), or (..., N, N)
+        with one head. Raises ValueError past context_length.
         """
         if self.context_length is not None and x.shape[-2] > self.context_length:
             raise ValueError(
@@ -97,8 +97,8 @@ class CausalSelfAttention(Leaf):
 
 
 class ConcatenatedHeads(Leaf):
-    """num_heads single heads, each a `CausalSelfAttention` of its own to d_out columns, side by
-    side: (..., N, d_in) to (..., N, num_heads * d_out)."""
+    """num_heads separate single-head `CausalSelfAttention` modules of d_out columns each, with
+    concatenated outputs: (..., N, d_in) to (..., N, num_heads * d_out)."""
 
     heads: nn.ModuleList
 
@@ -132,7 +132,8 @@ class ConcatenatedHeads(Leaf):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """With need_weights, the weights (..., H, N, N) come second; mask serves every head."""
+        """With need_weights, the second result is the weights (..., H, N, N). Every head uses
+        mask."""
         if not need_weights:
             return torch.cat([head(x, mask) for head in self.heads], dim=-1)
         outs, weights = zip(*(head(x, mask, need_weights=True) for head in self.heads), strict=True)

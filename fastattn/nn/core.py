@@ -1,4 +1,4 @@
-"""Attention for any number of leading dimensions, with the weights that made the output."""
+"""Attention with any number of leading dimensions, and optionally the weights of the output."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Causal = bool | Literal["top_left", "bottom_right"]
 
 
 class Module(nn.Module):
-    """A module. Type checkers give a call of it the types of its `forward`."""
+    """A module for which type checkers give a call the types of `forward`."""
 
     __call__: AsForward  # ty: ignore  (torch says that it is any callable)
 
@@ -39,13 +39,13 @@ def attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Fused attention of q (..., M, D) to k (..., N, D) and v (..., N, Dv).
 
-    The leading dimensions, from none to any number, are the same for all three. mask broadcasts to
-    (..., M, N) and says what may be attended to: a bool, or any other dtype in which 0 hides a key.
-    A float mask is no bias here, and one of 0 and -inf would mean its opposite: it raises on the
-    CPU. `fastattn.attention` takes those.
+    All three have the same leading dimensions, any number of them. mask broadcasts to (..., M, N);
+    it is bool or any other dtype, and 0 hides a key. A float mask is not added to the scores here:
+    one of 0 and -inf would have the opposite meaning, so -inf raises on the CPU. Pass such masks to
+    `fastattn.attention`.
 
-    Returns the output (..., M, Dv) and, if wanted, the weights (..., M, N) that v was multiplied
-    by, dropout included. A row whose keys are all hidden has weights and output 0.
+    Returns the output (..., M, Dv) and, with need_weights, the weights (..., M, N) after dropout
+    that v was multiplied by. A row with every key hidden has weights and output 0.
     """
     lead = q.shape[:-2]
     if not q.ndim == k.ndim == v.ndim >= 2 or not lead == k.shape[:-2] == v.shape[:-2]:
@@ -57,7 +57,7 @@ def attend(
     if mask is not None:
         shape = (*lead, q.shape[-2], k.shape[-2])
         options["mask"] = _four_dimensional(_may_attend(mask), shape)
-    if dropout_p:  # drawn here, so that the weights see the dropout of the output
+    if dropout_p:  # one seed, so that weights and output have the same dropout
         options |= {"dropout_p": dropout_p, "seed": api.draw_seed(q.device)}
     q, k, v = (_split_lead(x) for x in (q, k, v))
     out, normaliser = api.attend(q, k, v, **options)
@@ -67,7 +67,7 @@ def attend(
 
 def split_heads(x: Tensor, num_heads: int) -> Tensor:
     """(..., N, H D) as (..., H, N, D)."""
-    # As a view, not by unflatten, which fixes the other sizes in an export to ONNX.
+    # A view, because unflatten makes the other sizes constants in an export to ONNX.
     return x.view(*x.shape[:-1], num_heads, x.shape[-1] // num_heads).transpose(-3, -2)
 
 
@@ -77,14 +77,14 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def of_heads(mask: Tensor | None) -> Tensor | None:
-    """A mask of each item, (B, M, N), is the same for all heads."""
+    """The mask with a head dimension if it is (B, M, N), which is the same for all heads."""
     return mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
 
 
 def merge_masks(
     mask: Tensor | None, padding_mask: Tensor | None, shape: tuple[int, int], name: str
 ) -> Tensor | None:
-    """One mask of both: padding_mask, of shape (B, N), hides keys from every row of every head."""
+    """Combine both masks: padding_mask, of `shape` (B, N), hides keys from all rows and heads."""
     if padding_mask is None:
         return mask
     if padding_mask.shape != shape:
@@ -117,30 +117,30 @@ def _may_attend(mask: Tensor) -> Tensor:
 
 
 def _may_look(x: Tensor) -> bool:
-    """Are there values, to be had without waiting for a device?"""
+    """Can the values be read without synchronizing with a device?"""
     plain = type(x) is Tensor and x.device.type == "cpu"
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return plain and not traced
 
 
 def _four_dimensional(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A mask for scores of `shape` (..., M, N), beside q as `_split_lead` leaves it."""
+    """A mask for scores of `shape` (..., M, N) in the layout that `_split_lead` gives q."""
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
     if mask.ndim > len(shape) or any(n not in (1, size) for n, size in sizes):
         raise ValueError(
             f"mask: got shape {tuple(mask.shape)}, expected what broadcasts to {tuple(shape)}"
         )
-    if mask.ndim <= 2 or len(shape) == 4:  # aligned to the right, as everything that broadcasts
+    if mask.ndim <= 2 or len(shape) == 4:  # broadcasting aligns to the right
         return mask
     return _split_lead(mask.expand(*shape[:-2], *mask.shape[-2:]))
 
 
 def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Written out, for who wants the steps: 0 in a row whose keys are all hidden."""
+    """Masked softmax in plain torch operations; 0 in a row with every key hidden."""
     if mask is None:
         return torch.softmax(scores, dim=-1)
     keep = _may_attend(mask)
-    seen = keep.any(-1, keepdim=True)  # such a row is given other scores: none may become NaN
+    seen = keep.any(-1, keepdim=True)  # a row with none keeps its scores, so that none is NaN
     scores = scores.masked_fill(~keep & seen, -torch.inf)
     return torch.softmax(scores, dim=-1) * seen
 

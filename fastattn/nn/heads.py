@@ -1,6 +1,6 @@
-"""Multi-head attention in the three ways that tutorials write it (Vaswani et al. 2017, section
-3.2.2): one packed projection, three projections with every step laid open, or small projections
-that all heads share. `fastattn.MultiheadAttention` is torch's own."""
+"""Multi-head attention in the three forms that tutorials use (Vaswani et al. 2017, section
+3.2.2): one packed projection, three projections with access to every step, or small projections
+that all heads share. `fastattn.MultiheadAttention` has torch's form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .core import (
 
 
 class MultiHead(Leaf):
-    """What these share: heads, dropout and scale of the attention between the projections."""
+    """Base class: heads, dropout and scale of the attention between the projections."""
 
     num_heads: int
     dropout: float
@@ -46,7 +46,7 @@ class MultiHead(Leaf):
         causal: Causal = False,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Of q, k, v (B, H, N, D), before heads are merged."""
+        """Attend with q, k, v (B, H, N, D); heads are not merged yet."""
         return attend(
             *(q, k, v),
             mask=of_heads(mask),
@@ -90,7 +90,8 @@ class PackedSelfAttention(MultiHead):
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
         """x (B, N, E) to (B, N, E). mask: 0 or False hides; (N, N), (B, N, N) or (B, H, N, N), or
-        what broadcasts to them. With need_weights, (B, H, N, N) after dropout comes second."""
+        what broadcasts to them. With need_weights, the second result is the weights (B, H, N, N)
+        after dropout."""
         heads = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
         out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)
         out = self.out_proj(merge_heads(out))
@@ -98,10 +99,10 @@ class PackedSelfAttention(MultiHead):
 
 
 class TracedAttention(MultiHead):
-    """Three projections of separate inputs, and every intermediate tensor for who asks.
+    """Three projections of separate inputs, and every intermediate tensor on request.
 
-    The scale is 1 / sqrt(embed_dim) unless given, as the tutorial that this follows has it; the
-    paper's is 1 / sqrt(embed_dim / num_heads). Head dims such as 40 are as good as any.
+    The scale is 1 / sqrt(embed_dim) unless given, as in the tutorial; the paper's is
+    1 / sqrt(embed_dim / num_heads). Head dims need not be powers of two: 40 works, too.
     """
 
     q_proj: nn.Linear
@@ -134,14 +135,14 @@ class TracedAttention(MultiHead):
         mask: Tensor | None = None,
         trace: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask as `PackedSelfAttention` has it, of
+        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask as in `PackedSelfAttention`, for
         (M, N).
 
         trace: a dict that receives Q_feat, K_feat, V_feat (B, N, E); Q_split, K_split, V_split
         (B, H, N, D); scores and attention (B, H, M, N), before dropout; x_raw (B, H, M, D), x_rsh1
-        (B, M, H, D), x_rsh2 and x (B, M, E). Scores exist only for it: without, nothing of M x N
-        is stored. A row with every key hidden has attention 0; the tutorial, which fills scores
-        with -1e9, averages v there.
+        (B, M, H, D), x_rsh2 and x (B, M, E). Without a trace, no M x N tensor is stored. A row with
+        every key hidden has attention 0; in the tutorial, which fills scores with -1e9, its output
+        is the mean of v.
         """
         feats = self.q_proj(q), self.k_proj(k), self.v_proj(v)
         splits = tuple(split_heads(y, self.num_heads) for y in feats)
@@ -161,8 +162,8 @@ class TracedAttention(MultiHead):
 
 
 class SharedHeadAttention(MultiHead):
-    """The embedding is cut into heads first, and one head_dim x head_dim projection each for q, k
-    and v serves them all; the scale is 1 / sqrt(embed_dim), as the tutorial has it."""
+    """The embedding is split into heads first. All heads share one head_dim x head_dim projection
+    each for q, k and v. The scale is 1 / sqrt(embed_dim), as in the tutorial."""
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -213,8 +214,8 @@ class SharedHeadAttention(MultiHead):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask and weights as `PackedSelfAttention`
-        has them, of (M, N)."""
+        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask and weights as in
+        `PackedSelfAttention`, for (M, N)."""
         projections = (self.q_proj, self.k_proj, self.v_proj)
         heads = (proj(split_heads(x, self.num_heads)) for proj, x in zip(projections, (q, k, v)))
         out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)

@@ -1,8 +1,8 @@
-"""To and from torch.nn.Transformer, its stacks and its layers: equal structure, equal outputs.
+"""Convert torch.nn.Transformer, its stacks and its layers to ours and back, with equal outputs.
 
-Ours are batch first, whatever theirs was. Calls differ in three ways: where torch's bool masks and
-key_padding_masks are True, ours are False; our decoders are causal unless told causal=False; and
-our src_padding_mask is torch's memory_key_padding_mask, too.
+Our modules are always batch first. Calls differ from torch's in three ways: bool masks and padding
+masks are inverted (torch hides where True, we hide where False); our decoders are causal unless
+causal=False is passed; and our src_padding_mask is also torch's memory_key_padding_mask.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .transformer import EncoderDecoder, Transformer
 
 State = dict[str, Tensor]
 
-# Which class is which. What torch calls Transformer has no tokens: it is our EncoderDecoder.
+# torch's class to ours. torch.nn.Transformer has no token embeddings: it is our EncoderDecoder.
 OURS: dict[type[nn.Module], Any] = {
     nn.TransformerEncoderLayer: EncoderLayer,
     nn.TransformerDecoderLayer: DecoderLayer,
@@ -31,7 +31,7 @@ OURS: dict[type[nn.Module], Any] = {
 TORCHS: dict[type[nn.Module], Any] = {ours: torchs for torchs, ours in OURS.items()}
 TORCHS[Transformer] = nn.Transformer
 
-# How a layer's parameters are called here, and in torch.
+# Parameter names of a layer: rules from our names to torch's, and back.
 OURS_TO_TORCHS = (
     (r"\bcross_attn\.", "multihead_attn."),
     (r"\bfeed_forward\.", ""),
@@ -45,42 +45,42 @@ TORCHS_TO_OURS = (
 
 
 def state_from_torch(state: State) -> State:
-    """The state_dict of a module here with the tensors of torch's; nothing is copied."""
+    """Rename torch's state_dict to our names; tensors are not copied."""
     return _renamed(state, TORCHS_TO_OURS)
 
 
 def state_to_torch(state: State) -> State:
-    """The state_dict of torch's module with the tensors of ours; nothing is copied. Of a
-    `Transformer` only the encoder and decoder are there: torch's has no embeddings."""
+    """Rename our state_dict to torch's names; tensors are not copied. Of a `Transformer`, only
+    encoder and decoder remain, because torch's has no embeddings."""
     if "src_embedding.weight" in state:
         state = {name: x for name, x in state.items() if name.startswith(("encoder.", "decoder."))}
     return _renamed(state, OURS_TO_TORCHS)
 
 
 def from_torch(module: nn.Module) -> nn.Module:
-    """A module here that computes what torch's does, with copies of its parameters, in its modes.
+    """Our module that computes what torch's does, with copied parameters and the same modes.
 
     Takes torch.nn.TransformerEncoderLayer, TransformerDecoderLayer, TransformerEncoder,
     TransformerDecoder, and Transformer, which becomes an `EncoderDecoder`. Calls differ: masks hide
-    where they are 0 or False, decoders are causal unless told causal=False, and padding of src is
-    hidden from the decoder, too. Raises ValueError for anything else, a layer that was altered
-    among it.
+    where they are 0 or False, decoders are causal unless causal=False is passed, and padding of src
+    is hidden from the decoder, too. Raises ValueError for any other module, and for a layer that
+    was altered.
     """
-    with torch.device("meta"):  # no parameters are drawn for nothing
+    with torch.device("meta"):  # parameters are loaded later: do not draw them
         ours = _ours(module)
     return _filled(ours, module, state_from_torch)
 
 
 def to_torch(module: nn.Module) -> nn.Module:
-    """The reverse of `from_torch`, with batch_first. A `Transformer` gives the torch.nn.Transformer
-    of its encoder and decoder: embeddings and out_proj have no place in that."""
+    """The reverse of `from_torch`, with batch_first. A `Transformer` gives a torch.nn.Transformer
+    of its encoder and decoder, without embeddings and out_proj."""
     with torch.device("meta"):
         torchs = _torchs(module)
     return _filled(torchs, module, state_to_torch)
 
 
 def _filled(made: nn.Module, source: nn.Module, renamed: Callable[[State], State]) -> nn.Module:
-    """`made` with copies of the source's parameters, trainable where those are."""
+    """`made` with copies of the source's parameters and their requires_grad."""
     state = renamed(dict(source.state_dict(keep_vars=True)))
     made.load_state_dict({name: x.detach().clone() for name, x in state.items()}, assign=True)
     for name, parameter in made.named_parameters():
@@ -104,7 +104,7 @@ def _ours(torchs: Any) -> nn.Module:
     elif kind in (Encoder, Decoder):
         layers = [_ours(layer) for layer in torchs.layers]
         ours = kind(layers[0], 1, copy.deepcopy(torchs.norm))
-        ours.layers = nn.ModuleList(layers)  # which may differ, in torch's
+        ours.layers = nn.ModuleList(layers)  # torch's layers may differ
     else:
         return _checked(torchs, _our_layer, _torchs_layer)
     ours.training = torchs.training
@@ -123,7 +123,7 @@ def _torchs(ours: Any) -> nn.Module:
         )
     elif kind in (nn.TransformerEncoder, nn.TransformerDecoder):
         layers = [_torchs(layer) for layer in ours.layers]
-        # Nested tensors would give padded positions other values, and warn where they cannot be.
+        # Nested tensors would change the values at padded positions, and warn if not supported.
         options = {"enable_nested_tensor": False} if kind is nn.TransformerEncoder else {}
         torchs = kind(layers[0], len(layers), copy.deepcopy(ours.norm), **options)
         torchs.layers = nn.ModuleList(layers)
@@ -170,7 +170,7 @@ def _twin(module: nn.Module, twins: dict[type[nn.Module], Any]) -> Any:
 def _checked(
     layer: nn.Module, there: Callable[[Any], nn.Module], back: Callable[[Any], nn.Module]
 ) -> nn.Module:
-    """there(layer), if nothing of the layer is lost: all of it is in back(there(layer))."""
+    """Convert by `there`; raise if back(there(layer)) differs from the layer."""
     try:
         twin = there(layer)
         found, made = _parts(layer), _parts(back(twin))
@@ -191,7 +191,7 @@ def _checked(
 
 
 def _parts(layer: nn.Module) -> dict[str, str]:
-    """What each module in it is, and its options, by name."""
+    """The type, options and parameter shapes of each submodule, by name."""
     parts = {}
     for name, module in layer.named_modules():
         options = module.extra_repr()

@@ -2,7 +2,7 @@
 
 Masks: 0 or False hides. A mask is (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; a
 padding mask is (B, N), 0 where a key is padding. They compose with each other and with `causal`.
-What padded queries give is finite and means nothing.
+Outputs of padded queries are finite but meaningless.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class FeedForward(Module):
 
 
 class Residual(Module):
-    """A residual connection around a sublayer, and its LayerNorm: norm(x + dropout(sublayer(x)))
+    """A residual connection around a sublayer, with LayerNorm: norm(x + dropout(sublayer(x)))
     (section 5.4), or with norm_first x + dropout(sublayer(norm(x))) (Xiong et al. 2020)."""
 
     norm: nn.LayerNorm
@@ -80,7 +80,7 @@ class Residual(Module):
         self.norm_first = norm_first
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """(..., E) to (..., E), as the sublayer."""
+        """(..., E) to (..., E), the shapes of the sublayer."""
         if self.norm_first:
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
@@ -90,8 +90,8 @@ class Residual(Module):
 
 
 class _Layer(Module):
-    """Attentions, by the names in `attentions`, then a feed-forward network, a residual connection
-    around each. What both kinds of layers are made with."""
+    """Base of both layers: the modules named in `attentions`, then a feed-forward network, with a
+    residual connection around each."""
 
     attentions: tuple[str, ...]
     self_attn: CachedAttention
@@ -128,8 +128,8 @@ class _Layer(Module):
 class EncoderLayer(_Layer):
     """Self-attention, then a feed-forward network; post-norm unless norm_first.
 
-    dropout acts on the attention's weights, inside the feed-forward network and on what each
-    sublayer adds. With `causal` this is a layer of a language model.
+    dropout acts on the attention weights, inside the feed-forward network and on each sublayer's
+    output. With `causal` this is a layer of a language model.
     """
 
     attentions: tuple[str, ...] = ("self_attn",)
@@ -144,8 +144,8 @@ class EncoderLayer(_Layer):
         cache: KeyValueCache | None = None,
     ) -> Tensor:
         """x (B, M, E) to (B, M, E), with mask (M, N), (B, M, N) or (B, H, M, N) and padding_mask
-        (B, N): 0 or False hides a key. N is M, or with a cache, used as `CachedAttention` does,
-        counts what it holds, too."""
+        (B, N): 0 or False hides a key. N is M, plus the cached tokens with a cache, which works as
+        in `CachedAttention`."""
         mask = merge_masks(mask, padding_mask, _keys(x, cache), "padding_mask")
         x = self.residual1(x, lambda y: self.self_attn(y, mask=mask, causal=causal, cache=cache))
         return self.residual2(x, self.feed_forward)
@@ -155,7 +155,7 @@ class EncoderLayer(_Layer):
 
 
 class DecoderCache(NamedTuple):
-    """What a `DecoderLayer` keeps while it decodes."""
+    """The caches of a `DecoderLayer` for decoding."""
 
     self_attn: KeyValueCache
     cross_attn: KeyValueCache
@@ -183,9 +183,9 @@ class DecoderLayer(_Layer):
     ) -> Tensor:
         """x (B, M, E) and memory (B, N, E) to (B, M, E).
 
-        mask and padding_mask are of the self-attention, as `EncoderLayer` has them; memory_mask,
-        (M, N), (B, M, N) or (B, H, M, N), and memory_padding_mask, (B, N), of the attention to
-        memory. 0 or False hides a key.
+        mask and padding_mask act on the self-attention, as in `EncoderLayer`. memory_mask, (M, N),
+        (B, M, N) or (B, H, M, N), and memory_padding_mask, (B, N), act on the attention to memory.
+        0 or False hides a key.
         """
         own, cross = (None, None) if cache is None else cache
         mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
@@ -201,13 +201,13 @@ class DecoderLayer(_Layer):
 
 
 def _keys(x: Tensor, cache: KeyValueCache | None = None) -> tuple[int, int]:
-    """The batch, and how many keys there are for x."""
+    """The batch size, and the number of keys that x attends to."""
     return x.shape[0], x.shape[1] + (0 if cache is None else cache.length)
 
 
 class _Stack(Module):
-    """num_layers copies of `layer`, all but the first with parameters drawn anew; then `norm`, if
-    any."""
+    """num_layers copies of `layer`, then `norm` if given. All copies but the first draw new
+    parameters."""
 
     layers: nn.ModuleList
     norm: nn.Module | None
@@ -221,7 +221,7 @@ class _Stack(Module):
         self.norm = norm
 
     def new_cache(self, max_len: int) -> list[Any]:
-        """Empty caches for `forward`, one a layer, with room for sequences of max_len tokens."""
+        """Empty caches for `forward`, one for each layer, for sequences of up to max_len tokens."""
         layers: Any = self.layers
         return [layer.new_cache(max_len) for layer in layers]
 
@@ -249,11 +249,11 @@ class Encoder(_Stack):
         causal: bool = False,
         cache: list[KeyValueCache] | None = None,
     ) -> Tensor:
-        """x (B, M, E) to (B, M, E), masks as `EncoderLayer` has them: (M, N) and (B, N), 0 or False
-        hides. cache comes from `new_cache`; with it, M new tokens see all before them and, unless
-        `causal`, each other."""
+        """x (B, M, E) to (B, M, E), masks as in `EncoderLayer`: (M, N) and (B, N), 0 or False
+        hides. cache comes from `new_cache`; with it, the M new tokens attend to all cached tokens
+        and, unless `causal`, to each other."""
         layers = self._with_caches(cache)
-        own = cache[0] if cache else None  # every layer's holds as much
+        own = cache[0] if cache else None  # all layers' caches have one length
         mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
         for layer, kept in layers:
             x = layer(x, mask, causal=causal, cache=kept)
@@ -275,10 +275,10 @@ class Decoder(_Stack):
         causal: bool = True,
         cache: list[DecoderCache] | None = None,
     ) -> Tensor:
-        """x (B, M, E) and memory (B, N, E) to (B, M, E), masks as `DecoderLayer` has them: (M, M),
+        """x (B, M, E) and memory (B, N, E) to (B, M, E), masks as in `DecoderLayer`: (M, M),
         (M, N), (B, M) and (B, N), 0 or False hides. cache comes from `new_cache`."""
         layers = self._with_caches(cache)
-        own = cache[0].self_attn if cache else None  # every layer's holds as much
+        own = cache[0].self_attn if cache else None  # all layers' caches have one length
         mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
         memory_mask = merge_masks(
             memory_mask, memory_padding_mask, _keys(memory), "memory_padding_mask"

@@ -1,4 +1,4 @@
-"""Where a token stands: sinusoids added to it, rotations of queries and keys, slopes for scores."""
+"""Token positions: sinusoidal encodings, rotary embeddings of queries and keys, ALiBi slopes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .core import Leaf
 
 class SinusoidalPositionalEncoding(Leaf):
     """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
-    2017, section 3.5), then drops out in training. E may be odd: its last column is a sine."""
+    2017, section 3.5), then applies dropout. E may be odd: the last column is then a sine."""
 
     embed_dim: int
     max_len: int
@@ -29,8 +29,8 @@ class SinusoidalPositionalEncoding(Leaf):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """x is (B, N, E) or (N, E), or (N, B, E) without batch_first; its first token stands at
-        `offset`. Raises ValueError past max_len."""
+        """x is (B, N, E) or (N, E), or (N, B, E) without batch_first; its first token is at
+        position `offset`. Raises ValueError past max_len."""
         if x.ndim not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
             raise ValueError(
                 f"x: got {x.dtype} of shape {tuple(x.shape)}, expected floats of 2 or 3 "
@@ -48,8 +48,8 @@ class SinusoidalPositionalEncoding(Leaf):
         return self.dropout(x + (pe[:, None] if at == 0 else pe))
 
     def _encode(self, positions: Tensor) -> Tensor:
-        """(N, E) in float64. Made anew, which costs less than the addition to a batch: a buffer
-        would be rounded by model.bfloat16(), and left empty by model.to_empty()."""
+        """(N, E) in float64. Computed in every call, which costs less than its addition to a batch:
+        a buffer would be rounded by model.bfloat16() and left empty by model.to_empty()."""
         column = torch.arange(self.embed_dim, device=positions.device)
         exponent = (column // 2 * 2).to(torch.float64) / self.embed_dim
         angle = positions.to(torch.float64)[:, None] * 1e4**-exponent
@@ -60,8 +60,8 @@ class SinusoidalPositionalEncoding(Leaf):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """The first R columns of x (..., D) turned pair by pair, by cos and sin (..., R/2): a pair is
-    columns i and i + R/2 or, interleaved, 2i and 2i + 1. Computed in float32 at least."""
+    """Rotate the first R columns of x (..., D) pair by pair, by cos and sin (..., R/2): a pair is
+    columns i and i + R/2 or, interleaved, 2i and 2i + 1. Computed in float32 or float64."""
     columns = 2 * cos.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = cos.to(wide), sin.to(wide)
@@ -80,8 +80,8 @@ class RotaryEmbedding(Leaf):
     that q.k depends on positions by their difference alone (RoPE, Su et al. 2021, equation 34).
 
     Pair i turns by pos / base^(2i/D). A pair is columns i and i + D/2 (half-split, as in Llama and
-    NeoX) or, interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). rotary_dim columns
-    turn, all by default; the rest stays.
+    NeoX) or, interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). The first rotary_dim
+    columns are rotated, all by default; the others stay unchanged.
     """
 
     head_dim: int
@@ -107,16 +107,17 @@ class RotaryEmbedding(Leaf):
         self.base, self.interleaved = base, interleaved
 
     def forward(self, x: Tensor, positions: Tensor | None = None, offset: int = 0) -> Tensor:
-        """x is (..., N, head_dim), as (B, H, N, D). Row n stands at offset + n, or at positions[n];
-        positions broadcasts to x without its last dimension: (B, 1, N) where items differ."""
+        """x is (..., N, head_dim), such as (B, H, N, D). Row n is at position offset + n, or at
+        positions[n]. positions broadcasts to x without its last dimension: (B, 1, N) if batch items
+        differ."""
         if x.shape[-1] != self.head_dim:
             raise ValueError(f"x: got {x.shape[-1]} columns, expected head_dim = {self.head_dim}")
         if positions is not None and offset:
             raise ValueError(f"offset: got {offset} beside positions, expected one of the two")
         if positions is None:
             positions = torch.arange(offset, offset + x.shape[-2], device=x.device)
-        # In float64, where a float32 angle at position 100,000 would be off by a hundredth; and no
-        # buffer, which model.bfloat16() would round.
+        # In float64: a float32 angle at position 100,000 would be off by a hundredth. Not a buffer,
+        # which model.bfloat16() would round.
         pair = torch.arange(0, self.rotary_dim, 2, dtype=torch.float64, device=x.device)
         angle = positions.to(torch.float64)[..., None] * self.base ** (-pair / self.rotary_dim)
         return rotate(x, angle.cos(), angle.sin(), self.interleaved)
@@ -127,8 +128,8 @@ class RotaryEmbedding(Leaf):
 
 def alibi_slopes(num_heads: int) -> Tensor:
     """(num_heads,) float32: the slopes that `fastattn.attention` takes as `alibi_slopes` (ALiBi,
-    Press et al. 2022, section 3): 2^(-8/H), 2^(-16/H), ... for a power of two; other numbers take
-    those of the next smaller power, then every other one of twice as many."""
+    Press et al. 2022, section 3): 2^(-8/H), 2^(-16/H), ... if H is a power of two. Other numbers
+    take the slopes of the next smaller power P, then every second slope of 2 P heads."""
     if num_heads < 1:
         raise ValueError(f"num_heads: got {num_heads}, expected at least 1")
     power = 2 ** (num_heads.bit_length() - 1)

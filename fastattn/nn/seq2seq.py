@@ -54,11 +54,11 @@ class LuongAttention(Leaf):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """state (B, M, E): M decoder states; or (B, E), one. memory (B, N, E): the encoder's.
+        """state (B, M, E): M decoder states, or (B, E): one. memory (B, N, E): encoder states.
 
-        mask: (B, N), or three dimensions that broadcast to (B, M, N); 0 or False hides a state of
-        the encoder.
-        Returns (B, M, out_dim), with need_weights also (B, M, N); without the M where state is one.
+        mask: (B, N), or three dimensions that broadcast to (B, M, N); 0 or False hides an encoder
+        state.
+        Returns (B, M, out_dim), with need_weights also (B, M, N); without M if state is (B, E).
         """
         state, mask, one = _prepare(state, memory, mask)
         context, weights = attend(
@@ -74,8 +74,8 @@ class LuongAttention(Leaf):
 class BahdanauAttention(Leaf):
     """Additive attention (Bahdanau et al. 2015, section A.1.2): score v.tanh(W s + U h).
 
-    Its scores are no products of queries and keys, so this is plain torch, not fused: it stores
-    (B, M, N, hidden_dim), all of it for the backward pass.
+    Its scores are not products of queries and keys, so this is plain torch, not fused: it stores a
+    (B, M, N, hidden_dim) tensor for the backward pass.
     """
 
     state_proj: nn.Linear
@@ -121,7 +121,7 @@ class BahdanauAttention(Leaf):
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """state (B, M, state_dim) or (B, state_dim), memory (B, N, memory_dim); mask and weights as
-        in `LuongAttention`. Returns the context (B, M, memory_dim), 0 where all is hidden."""
+        in `LuongAttention`. Returns the context (B, M, memory_dim), 0 if all states are hidden."""
         state, mask, one = _prepare(state, memory, mask)
         hidden = torch.tanh(self.state_proj(state)[:, :, None] + self.memory_proj(memory)[:, None])
         weights = masked_softmax(self.score(hidden).squeeze(-1), mask)
@@ -131,7 +131,7 @@ class BahdanauAttention(Leaf):
 def _prepare(
     state: Tensor, memory: Tensor, mask: Tensor | None
 ) -> tuple[Tensor, Tensor | None, bool]:
-    """state (B, M, E), mask (B or 1, M or 1, N), and whether there was one state without an M."""
+    """state (B, M, E), mask (B or 1, M or 1, N or 1), and whether state came as (B, E)."""
     one = state.ndim == 2
     state = state.unsqueeze(1) if one else state
     if not state.ndim == memory.ndim == 3 or state.shape[0] != memory.shape[0]:

@@ -62,10 +62,10 @@ class ScaledDotProductAttention(Leaf):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q (..., M, D), k (..., N, D), v (..., N, Dv); M need not be N, nor Dv be D.
+        """q (..., M, D), k (..., N, D), v (..., N, Dv); M and N may differ, and D and Dv.
 
         mask: bool or any dtype, broadcast to (..., M, N); 0 hides a key. A row with every key
-        hidden gives 0, where filling scores with -1e9 would give the mean of v.
+        hidden gives 0; filling scores with -1e9 would give the mean of v.
         Returns (..., M, Dv), with need_weights also the weights (..., M, N) after dropout.
         """
         out, weights = attend(

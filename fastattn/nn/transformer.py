@@ -1,4 +1,4 @@
-"""The Transformer (Vaswani et al. 2017): an encoder, a decoder, and the model of tokens."""
+"""The Transformer (Vaswani et al. 2017): encoder and decoder, without and with token embeddings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .positions import SinusoidalPositionalEncoding
 
 
 class EncoderDecoder(Module):
-    """An encoder whose output is the memory of a decoder: the structure of torch.nn.Transformer.
+    """An encoder, and a decoder that attends to its output: the structure of torch.nn.Transformer.
 
     >>> EncoderDecoder(Encoder(EncoderLayer(512, 8), 6), Decoder(DecoderLayer(512, 8), 6))
     """
@@ -51,7 +51,7 @@ class EncoderDecoder(Module):
 
         src_mask is (N, N), tgt_mask (M, M), memory_mask (M, N), each also (B, ..) or (B, H, ..);
         src_padding_mask is (B, N), tgt_padding_mask (B, M). 0 or False hides a key; padding of src
-        is hidden from the decoder, too. With `causal` a token of tgt sees those up to itself.
+        is hidden from the decoder, too. With `causal`, tgt token i attends to tgt tokens 0 to i.
         """
         memory = self.encoder(src, src_mask, src_padding_mask)
         return self.decoder(
@@ -61,16 +61,16 @@ class EncoderDecoder(Module):
 
 
 class Transformer(Leaf):
-    """From tokens of a source and of a target so far to logits of the target's next tokens.
+    """Maps source tokens and the target tokens so far to logits of the target's next tokens.
 
-    Embeddings times sqrt(embed_dim) plus sinusoids, `encoder`, `decoder`, then a linear map with,
-    if `tied`, the weights of the target's embedding and no bias (section 3.4); else it is
-    `out_proj`. With tgt_vocab_size None source and target share one vocabulary and one embedding.
+    Embeddings times sqrt(embed_dim) plus sinusoids, then `encoder`, `decoder` and a linear map. If
+    `tied`, the map has the weights of the target's embedding and no bias (section 3.4); otherwise
+    it is `out_proj`. If tgt_vocab_size is None, source and target share vocabulary and embedding.
 
-    Tokens equal to pad_id are hidden: those of src from all that look at it, those of tgt from the
-    self-attention. `norm_first` is pre-norm; `final_norm` puts a LayerNorm behind each stack, as
-    torch.nn.Transformer does and pre-norm needs, though the paper's post-norm has none. Sequences
-    longer than max_len are an error.
+    Tokens equal to pad_id are hidden: those of src from encoder and decoder, those of tgt from the
+    decoder's self-attention. `norm_first` is pre-norm; `final_norm` puts a LayerNorm after each
+    stack, as torch.nn.Transformer does and pre-norm needs; the paper's post-norm has none.
+    Sequences longer than max_len raise.
     """
 
     embed_dim: int
@@ -123,14 +123,14 @@ class Transformer(Leaf):
         if tgt_vocab_size is not None:
             self.tgt_embedding = _embedding(tgt_vocab_size, embed_dim)
         self.positions = SinusoidalPositionalEncoding(embed_dim, max_len, dropout)
-        # No second name for tied weights: a copy of the model could part them.
+        # Tied weights have no second name, because copying the model could separate the two.
         self.out_proj = None
         if not tied:
             self.out_proj = nn.Linear(embed_dim, self.tgt_embedding.num_embeddings)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-        """src (B, N) and tgt (B, M), whole numbers, to logits (B, M, V): those at i are of the
-        token after tgt[:, i], of which only tgt[:, : i + 1] and src are seen."""
+        """src (B, N) and tgt (B, M), int32 or int64, to logits (B, M, V). Logits at i are for the
+        token after tgt[:, i] and depend only on tgt[:, : i + 1] and src."""
         memory = self.encode(src)
         return self.decode(
             tgt, memory, padding_mask=self._shown(tgt), memory_padding_mask=self._shown(src)
@@ -152,8 +152,8 @@ class Transformer(Leaf):
         """Logits (B, M, V) for tgt (B, M) and memory (B, N, E); padding masks (B, M) and (B, N),
         where 0 or False hides.
 
-        cache, from `decoder.new_cache`: tgt goes on where the calls before ended, whose keys it
-        holds, and padding_mask counts their tokens, too.
+        cache, from `decoder.new_cache`, holds the keys of earlier calls. tgt then continues their
+        tokens, and padding_mask covers these, too.
         """
         offset = 0 if cache is None else cache[0].self_attn.length
         x = self.decoder(
@@ -170,11 +170,12 @@ class Transformer(Leaf):
     def generate(
         self, src: Tensor, max_len: int, *, bos_id: int, eos_id: int | None = None
     ) -> Tensor:
-        """Greedy decoding: at most max_len tokens (B, T) for src (B, N), each the likeliest after
-        bos_id and those before it. Past eos_id a row holds eos_id; it ends when all rows have.
+        """Greedy decoding: at most max_len tokens (B, T) for src (B, N), each the most likely after
+        bos_id and the tokens before it. After its eos_id a row is filled with eos_id; decoding
+        stops when every row has one.
 
-        Keys and values are kept, so a token costs one row of each layer. Dropout acts in training
-        mode: call eval() first.
+        Keys and values are cached, so a token costs one row in each layer. Call eval() first:
+        dropout acts in training mode.
         """
         if max_len > self.positions.max_len:
             raise ValueError(
@@ -212,7 +213,7 @@ class Transformer(Leaf):
 
 
 def _embedding(vocab_size: int, embed_dim: int) -> nn.Embedding:
-    """Of variance 1 / embed_dim, so that logits of tied weights begin near 1."""
+    """An embedding with variance 1 / embed_dim, so that logits of tied weights start near 1."""
     embedding = nn.Embedding(vocab_size, embed_dim)
     nn.init.normal_(embedding.weight, std=embed_dim**-0.5)
     return embedding

@@ -1,7 +1,7 @@
 // Atomics and fences: all that orders the blocks of a launch. A release publishes what its thread
-// knows, at an address and in a scope; an acquire at that address, in a scope that holds both, takes
-// it over. A fence is a release for the atomics after it that write, and an acquire for those before
-// that read. A store ends what others published there; what reads and writes in one passes it on.
+// knows, at an address and in a scope; an acquire at that address, in a scope that contains both
+// threads, joins it. A fence is a release for later atomics that write, and an acquire for earlier
+// ones that read. A store discards what others published there; a read-modify-write passes it on.
 #include <utility>
 
 #include "block.h"
@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t kEverywhere = -1;  // else for one block
 std::map<std::pair<uintptr_t, int64_t>, Clocks> published;
-std::set<int64_t> publishers;  // blocks that told others
+std::set<int64_t> publishers;  // blocks that have published
 
 Fences& fences_of(Fiber& fiber) {
   if (!fiber.fences) fiber.fences = std::make_unique<Fences>();
@@ -69,7 +69,7 @@ bool forgotten(int64_t block) { return !running(block) && !publishers.count(bloc
 void atomic_access(const void* at, int bytes, const char* what, Access access, Order order,
                    Scope scope) {
   if (!self) return;
-  give_way();  // before it: whoever spins here lets others run
+  give_way();  // first: a thread that spins here lets others run
   note_atomic(at, bytes, what, access, scope == Scope::kBlock);
   if (!options.check) return;
   const auto address = reinterpret_cast<uintptr_t>(at);

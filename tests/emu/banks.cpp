@@ -1,5 +1,5 @@
-// Conflicts of banks of shared memory: words of one bank, of which a cycle gives one. The lanes of
-// a warp take turns by 128 bytes: all 32 with words, 16 with pairs, 8 with chunks of 16 bytes.
+// Bank conflicts of shared memory: a cycle gives one word of each bank. The lanes of a warp are
+// served in turns of 128 bytes: all 32 with words, 16 with pairs, 8 with chunks of 16 bytes.
 #include <algorithm>
 #include <set>
 

@@ -1,5 +1,5 @@
-// Tiles of csrc/cuda/tile.cuh, loaded and read as the kernels do, and what else takes turns at the
-// banks of shared memory.
+// Tiles of csrc/cuda/tile.cuh, loaded and read as in the kernels, and other accesses to the banks
+// of shared memory.
 #include "cuda/launch.h"
 #include "cuda/tile.cuh"
 

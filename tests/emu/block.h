@@ -1,4 +1,4 @@
-// The state of thread blocks while they run, and what the parts of the emulator offer each other.
+// The state of thread blocks while they run, and the functions that parts of the emulator share.
 #pragma once
 #include <array>
 #include <deque>
@@ -28,7 +28,7 @@ struct Options {
   bool lazy = true;   // asynchronous copies land as late as the ISA allows, else at once
   bool check = true;  // watch memory for races
   size_t shared_limit = 99 * 1024;  // of sm_86 and sm_89
-  bool same_value_stores = false;   // a race of stores is none where the value stays
+  bool same_value_stores = false;   // racing stores are no finding if the value stays
   bool pessimistic = false;  // products of 16 bits and ex2.approx.ftz round as badly as any hardware
   bool banks = false;        // count conflicts of banks
   std::string disabled;      // the site of a synchronisation that does nothing
@@ -58,7 +58,7 @@ struct Copy {
   int size, bytes;
 };
 
-// A store that races with another one, and is none if it leaves what was there.
+// A store that races with another one; no finding if it leaves the value as it was.
 struct Doubt {
   const void* at = nullptr;
   int bytes = 0;
@@ -69,7 +69,7 @@ struct Doubt {
 // What a thread published by its last fence, and what its atomics saw since.
 struct Fences {
   Clocks released, released_in_block, observed, observed_in_block;
-  // By releases of its own at an address: its later writes there publish that once more.
+  // What it released at an address: its later writes there publish that once more.
   std::map<std::pair<uintptr_t, Scope>, Clocks> released_at;
 };
 
@@ -84,17 +84,17 @@ struct Fiber : Thread {
   std::deque<std::vector<Copy>> pending;  // committed groups, oldest first
   std::unique_ptr<Fences> fences;
   Doubt doubt;
-  std::vector<uintptr_t> calls;  // what leads to each function that has been called: see place_here
+  std::vector<uintptr_t> calls;  // a hash of each chain of calls: see place_here
 
   Step step(const char* what) const {
     return {clocks.block, clocks.own[id], static_cast<uint16_t>(id), false, false, what};
   }
 };
 
-// Lanes that come together.
+// Lanes that execute one instruction together.
 struct Meeting {
   const char *name = nullptr, *site = nullptr;
-  const void* place = nullptr;  // the instruction, where it must be one for all; else null
+  const void* place = nullptr;  // the instruction, if it must be the same for all; else null
   uint32_t mask = 0, arrived = 0;
   bool exits_count = false;  // a lane that has exited is not waited for
   bool (*all_here)(Meeting&) = nullptr;
@@ -110,10 +110,10 @@ struct Warp {
 
 struct Barrier {
   int threads = 0, arrived = 0;
-  bool all = false;          // for all threads of the block that there still are
+  bool all = false;          // for all live threads of the block
   uint32_t warps = 0;        // that have arrived
   std::vector<int> waiting;
-  Clocks clocks;  // of those who arrived
+  Clocks clocks;  // of the threads that arrived
 };
 
 // What lanes of a warp access together.
@@ -123,8 +123,8 @@ struct Together {
   uint32_t lanes = 0, offset[32] = {};
 };
 
-// Agents of a block: its threads, the copies of each, and what works through the asynchronous proxy:
-// the products of each warp, and what arrives at each mbarrier.
+// Agents of a block: its threads, the copies of each, and those of the asynchronous proxy: the
+// products of each warp, and the arrivals at each mbarrier.
 struct Agents {
   size_t threads = 0;
 
@@ -146,7 +146,7 @@ struct Block : Here {
   Shadow shadow;           // of shared memory
   Agents agents;
   Proxy proxy;
-  // Where banks are counted: how often a thread came to a place, and what a warp did there that time.
+  // For counting banks: how often a thread came to a place, and what a warp did there that time.
   std::map<std::pair<const void*, int>, long> times;
   std::map<std::tuple<const void*, int, long>, Together> together;
   uint64_t random_state = 0;
@@ -160,12 +160,12 @@ extern Block* block;  // the current fiber's
 
 inline Fiber& current() { return *static_cast<Fiber*>(self); }
 void found(const std::string& finding);  // of a block or a launch: counts it and keeps the first
-void wait_for(const char* what, int barrier = -1);  // until someone wakes the current fiber
+void wait_for(const char* what, int barrier = -1);  // until the current fiber is woken
 void wake(int fiber);
 void give_way();    // others may run before the current fiber goes on
-void lane_exits();  // those who wait for it need not
+void lane_exits();  // meetings no longer wait for it
 
-// The instruction whose code ends here, as told apart by all the calls that lead to it.
+// The instruction that ends here, distinguished by the chain of calls to it.
 inline const void* place_here(const void* after) {
   const std::vector<uintptr_t>& calls = current().calls;
   const auto at = reinterpret_cast<uintptr_t>(after);
@@ -190,8 +190,8 @@ void memory_begins();  // of a launch
 void memory_of_block(Block& begins, int slot, size_t shared);
 
 ptrdiff_t offset_in_shared(const void* at);
-void settle_doubt(Fiber& fiber);  // about its last store, which has happened
-// Of g++'s own loads and stores at a place in the program.
+void settle_doubt(Fiber& fiber);  // about its last store, which is done
+// Loads and stores that g++ compiled, at a place in the program.
 void read_at_place(const void* at, int bytes, const void* place);
 void write_at_place(const void* at, int bytes, const void* place);
 
@@ -199,21 +199,21 @@ void write_at_place(const void* at, int bytes, const void* place);
 void note_read(const Fiber& by, uint32_t address, int bytes, const char* what);
 void note_write(const Fiber& by, uint32_t address, int bytes, const char* what);
 void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place);
-// By the asynchronous proxy, in a step of an agent of its own, for a thread with these clocks; what it
-// reads, with those that it has of this thread.
+// By the asynchronous proxy, in a step of a separate agent, for a thread with these clocks. `known`
+// is what the proxy knows of this thread's work.
 void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& known);
 void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clocks& of);
 void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& known);
 
 void note_atomic(const void* at, int bytes, const char* what, Access access, bool narrow);
 void atomics_begin();  // of a launch
-bool forgotten(int64_t block);  // it has ended, and never told another what it did
+bool forgotten(int64_t block);  // it has ended and never published
 
-// The sum of some terms as the worst of tensor cores adds them.
+// The sum of some terms, as tensor cores with the worst rounding add them.
 float truncated_sum(const double (&terms)[9]);
 
-// Counts, where options.banks says so. Lanes of a warp access together what they do at one place,
-// for the n-th time each.
+// Count, if options.banks is set. Lanes of a warp access together what they access at one place for
+// the n-th time each.
 void note_bank(const char* what, const void* place, ptrdiff_t offset, int bytes);
 void note_turn(const char* what, const std::vector<uint32_t>& offsets, int bytes);
 void count_banks(Block& ends);

@@ -1,4 +1,4 @@
-// Boxes of tensors on their way to shared memory (cp.async.bulk.tensor), and the maps of these
+// Copies of boxes of tensors to shared memory (cp.async.bulk.tensor), and the maps of these
 // tensors. A box lands at any time after it was asked for; until then its target holds NaN.
 #include <sys/uio.h>
 #include <unistd.h>
@@ -22,7 +22,7 @@ uint64_t box_bytes(const TensorMap& map) {
   return bytes;
 }
 
-// Why it is no map of a tensor; empty if it is one.
+// Why this is not the map of a tensor; empty if it is one.
 std::string fault_of(const TensorMap& map) {
   const int bytes = bytes_of(map);
   const auto said = [](const char* what, auto got, const char* expected) {
@@ -51,8 +51,8 @@ std::string fault_of(const TensorMap& map) {
   return "";
 }
 
-// Rows of a box: its target, and where the source is if it is not outside of the tensor; with the
-// elements that are before its first and past its last column.
+// Visits the rows of a box: target, source, how many bytes precede the tensor's first column, and
+// how many are inside the tensor: 0 for a row outside.
 template <class Visit>
 void each_row(const Box& box, Visit visit) {
   const TensorMap& map = box.map;
@@ -75,7 +75,7 @@ void each_row(const Box& box, Visit visit) {
   }
 }
 
-// What lies there, even if that is no memory: a map that is wrong must not end the process.
+// Copies from memory that may not exist: a wrong map must not end the process.
 bool copied(void* to, const void* from, int64_t bytes) {
   iovec target{to, static_cast<size_t>(bytes)};
   iovec source{const_cast<void*>(from), static_cast<size_t>(bytes)};
@@ -98,13 +98,13 @@ void land(const Box& box) {
   bytes_arrive(box.site, box.arrives, box_bytes(box.map));
 }
 
-// Of a map's bytes, in as large pieces as it is aligned by.
+// Notes an access to a map's bytes, in pieces as large as its alignment.
 void note_map(void (*note)(const void*, int, const char*), const void* map, const char* site) {
   for (int at = 0; at < kMapBytes; at += kMapAlign)
     note(static_cast<const unsigned char*>(map) + at, kMapAlign, site);
 }
 
-// The map that a block published there, whole and known to this thread.
+// The map that a block published there, unchanged and acquired by this thread.
 TensorMap published_map(const char* site, const void* map) {
   const auto found_map = block->proxy.maps.find(map);
   if (found_map == block->proxy.maps.end())
@@ -170,7 +170,7 @@ struct Publication {
   uint32_t from;
 };
 
-// Once for the warp, whose lanes say the same.
+// Once for the warp; all lanes must give the same arguments.
 void publish(void** brought, uint32_t) {
   const auto& mine = *static_cast<Publication*>(brought[self->lane]);
   for (int lane = 0; lane < 32; ++lane) {
@@ -200,7 +200,7 @@ void map_acquire(const char* site, const void* map) {
   const auto found_map = block->proxy.maps.find(map);
   if (found_map == block->proxy.maps.end()) return;
   Fiber& fiber = current();
-  // Of the warp that published it, all lanes met to do so.
+  // All lanes of the warp that published it met to do so.
   const Step by = found_map->second.by;
   if (by.agent / 32 == fiber.id / 32 || fiber.clocks.know(by))
     found_map->second.acquired.push_back(fiber.step(site));

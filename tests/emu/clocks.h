@@ -1,5 +1,5 @@
-// Who knows of whose work: vector clocks. Two accesses race when neither happened before the other
-// (FastTrack, Flanagan and Freund 2009).
+// Vector clocks: which steps of other agents an agent knows of. Two accesses race when neither
+// happened before the other (FastTrack, Flanagan and Freund 2009).
 #pragma once
 #include <cstdint>
 #include <map>
@@ -10,8 +10,8 @@ namespace emu {
 
 using Clock = uint32_t;
 
-// One agent at one moment, and what it did. Agents of a block are its threads, and after them those
-// that work beside them: see Agents.
+// One agent at one moment, and what it did. Agents of a block are its threads, followed by those
+// that work asynchronously: see Agents.
 struct Step {
   int64_t block = -1;
   Clock clock = 0;  // 0: nothing was done
@@ -23,15 +23,15 @@ struct Step {
   bool by_same(const Step& other) const { return block == other.block && agent == other.agent; }
 };
 
-// What is known of agents: entry i, up to which of agent i's steps.
+// What is known: for agent i, in entry i, up to which of its steps.
 struct Clocks {
   using Known = std::vector<Clock>;
   int64_t block = -1;
   Known own;  // of the agents of this block
-  // Of these, up to the last fence between the generic and the asynchronous proxy: one of shared
-  // memory, and one of global memory too.
+  // The part of it that the last fence between the generic and the asynchronous proxy covers: for
+  // fences of shared memory, and for those of global memory too.
   Known proxied, proxied_global;
-  // Of other blocks: nothing at first. Only atomics and fences order blocks of a launch.
+  // Of other blocks: empty at first. Only atomics and fences order blocks of a launch.
   std::shared_ptr<const std::map<int64_t, Known>> others;
 
   bool know(const Step& step) const {
@@ -44,8 +44,8 @@ struct Clocks {
     own[agent] = clock;
   }
   void join(const Clocks& from);
-  // What the asynchronous proxy knows that works for this agent: of agents before `first`, which use
-  // the generic one, what a fence between the two has told, which is one of the above.
+  // What the asynchronous proxy knows when it works for this agent. Of agents before `first`, which
+  // use the generic proxy, that is what a fence between the two covered: the first argument.
   Clocks of_async_proxy(const Known& told, size_t first) const;
 
  private:

@@ -1,4 +1,4 @@
-// Launches of kernels that came compiled. What CUDA refuses at a launch is refused here.
+// Launches of kernels that were compiled elsewhere. What CUDA refuses at a launch is refused here.
 #include "compiled.h"
 
 #include <dlfcn.h>
@@ -17,7 +17,7 @@ std::map<std::string, const Compiled*>& all() {
   return kernels;
 }
 
-using Find = void (*)(const char* name);  // asked for a kernel that is to be added
+using Find = void (*)(const char* name);  // called for a kernel that is not there yet
 Find find = nullptr;
 
 void refuse(const char* name, const std::string& why) {
@@ -28,7 +28,7 @@ std::string text(dim3 x) {
   return std::to_string(x.x) + " x " + std::to_string(x.y) + " x " + std::to_string(x.z);
 }
 
-// Why it cannot be launched so; empty if it can.
+// Why it cannot be launched with these arguments; empty if it can.
 std::string refusal(const Compiled& kernel, dim3 size, size_t shared, const Argument* arguments,
                     int count) {
   const unsigned *most = kernel.most, *exactly = kernel.exactly;
@@ -92,7 +92,7 @@ extern "C" {
 // run from their source again.
 void emu_compiled(void (*find)(const char*)) { emu::find = find; }
 
-// What was launched of them since the reset.
+// How many of them were launched since the reset.
 long emu_compiled_launches() { return emu::report.compiled; }
 
 int emu_launch(const char* name, const unsigned* grid, const unsigned* block, size_t shared,

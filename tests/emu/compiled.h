@@ -1,5 +1,5 @@
-// Kernels that come compiled from elsewhere: tests/ptx makes them of PTX. A library of them registers
-// each when it is loaded, and a launch of a kernel with that name runs it.
+// Kernels that are compiled elsewhere: tests/ptx makes them from PTX. Their library registers each
+// when it is loaded, and a launch of a kernel with that name runs it.
 #pragma once
 #include <stddef.h>
 

@@ -1,4 +1,4 @@
-// What Python calls, by way of ctypes: options before a launch, findings after it.
+// The functions that Python calls through ctypes: options before a launch, findings after it.
 #include <cstdio>
 
 #include "block.h"

@@ -1,6 +1,6 @@
-// cp.async: copies to shared memory that land when a wait for their group says so, or any time
-// before. Lazily they land as late as they may, and until then the target holds NaN. To the checker
-// they are an agent beside their thread, whose groups are its steps: known by who waits for them.
+// cp.async: copies to shared memory that land when a thread waits for their group, or any time
+// before. Lazily they land as late as possible, and until then the target holds NaN. To the checker
+// a thread's copies are a separate agent, and groups are its steps: a wait makes them known.
 #include "block.h"
 
 namespace emu {

@@ -1,12 +1,12 @@
-// The part of CUDA's runtime that csrc/cuda/launch.h calls, over the emulator: the launch path of the
-// tests is that of a GPU, compiled against this header instead of CUDA's. runtime.cpp has what it
-// does: devices with memory of their own, streams, graphs, and refusals by CUDA's rules.
+// The part of CUDA's runtime that csrc/cuda/launch.h calls, over the emulator: the tests use the
+// launch path of a GPU, compiled against this header instead of CUDA's. runtime.cpp implements it:
+// devices with separate memory, streams, graphs, and refusals by CUDA's rules.
 #pragma once
 #include <vector>
 
 #include "emu.h"
 
-// Of CUDA's codes those that these calls return.
+// The CUDA error codes that these calls return.
 enum cudaError_t {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
@@ -24,7 +24,7 @@ cudaError_t cudaSetDevice(int device);
 
 using cudaStream_t = struct CUstream_st*;  // null is each device's default stream
 
-struct cudaFuncAttributes {  // of which others are read by nobody
+struct cudaFuncAttributes {  // other fields are not read
   int ptxVersion, binaryVersion;
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8 };
@@ -43,7 +43,7 @@ cudaError_t attributes_of(cudaFuncAttributes* found, const void* kernel);
 cudaError_t set_attribute(const void* kernel, cudaFuncAttribute attribute, int value);
 
 // A kernel with the values of its parameters, to be run now or later: as often as a graph replays,
-// and then released. (No std::shared_ptr: its atomics would be watched as a kernel's.)
+// and then released. (No std::shared_ptr: its atomics would be checked as a kernel's.)
 struct Work {
   const void* kernel;
   dim3 grid, block;

@@ -1,8 +1,9 @@
-// What a kernel sees when g++ compiles it to run on a CPU: the CUDA built-ins that kernels use, and
-// the primitives behind csrc/cuda/ptx.cuh. Force-included (g++ -include emu.h) before the kernel.
+// The environment of a kernel that g++ compiles to run on a CPU: the CUDA built-ins that kernels
+// use, and the primitives behind csrc/cuda/ptx.cuh. Force-included (g++ -include emu.h) before the
+// kernel.
 //
-// A block runs on one OS thread; each of its CUDA threads is a fiber with a stack of its own. What
-// is not declared here does not compile, which is how anything unknown is rejected.
+// A block runs on one OS thread; each of its CUDA threads is a fiber with its own stack. What is
+// not declared here does not compile: anything unknown is rejected.
 #pragma once
 #include <array>
 #include <cmath>
@@ -60,7 +61,7 @@ struct Here {
 // One kernel runs at a time, on whichever OS thread launches it.
 extern Thread* self;
 extern Here* here;
-// The same, for kernels, which are watched where they load: of one thread, they never change.
+// The same for kernels, in which loads are instrumented: for one thread, they never change.
 [[gnu::const]] uint3 thread_index();
 [[gnu::const]] uint3 block_index();
 [[gnu::const]] int lane();
@@ -69,8 +70,8 @@ extern Here* here;
 bool can_launch(dim3 grid, dim3 block);  // by CUDA's limits
 void launch(dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& body);
 
-// The same of a kernel that came compiled, if that is asked for. Arguments are those of its
-// parameters, one by one.
+// The same for a kernel that was compiled elsewhere, if that is asked for. Arguments are those of
+// its parameters, one by one.
 struct Argument {
   const void* at;
   size_t bytes;
@@ -80,7 +81,7 @@ void launch(const Compiled& kernel, dim3 grid, dim3 block, size_t shared_bytes,
 bool launch_compiled(const void* kernel, dim3 grid, dim3 block, size_t shared_bytes,
                      const Argument* arguments, int count);
 
-// What was called on the way here has left its traces on the stack: the kernel begins below them.
+// Earlier calls have left data on the stack: the kernel begins below it.
 template <class... P>
 FA_UNWATCHED __attribute__((noinline)) void enter(void (*kernel)(P...), const P&... of) {
   asm volatile("" ::"r"(__builtin_alloca(2048)));
@@ -110,27 +111,28 @@ bool is_global(const void* at);  // and not shared, nor a thread's own
 uint32_t shared_address(const void* pointer);
 unsigned char* shared_pointer(uint32_t address, int bytes);
 
-// What a thread is about to do with plain loads, stores and atomics: `at` is a real pointer, to shared
-// memory or to global. Its alignment, the end of shared memory and races are checked. `what` tells one
-// such instruction of a kernel from another.
+// Called before plain loads, stores and atomics of a thread: `at` is a real pointer, to shared
+// memory or to global. Its alignment, the end of shared memory and races are checked. `what`
+// distinguishes such instructions of a kernel.
 void plain_read(const void* at, int bytes, const char* what);
 void plain_write(const void* at, int bytes, const char* what);
-// Atomics, by the memory model of PTX: whom they order, and whose they are atomic for. Beside each
-// of them others may run, so that who waits for one by asking again does not wait for ever.
+// Atomics, by the memory model of PTX: which threads they order, and for which they are atomic. At
+// each of them other threads may run, so that a thread that polls one does not poll for ever.
 enum class Access { kLoad, kStore, kBoth };
 enum class Order { kRelaxed, kAcquire, kRelease, kAcquireRelease };
 enum class Scope { kBlock, kDevice };
 void atomic_access(const void* at, int bytes, const char* what, Access access,
                    Order order = Order::kRelaxed, Scope scope = Scope::kDevice);
 void fence(Scope scope);
-// What csrc/cuda/ptx.cuh makes of them, done as well as noted.
+// The operations of csrc/cuda/ptx.cuh, executed as well as noted.
 uint32_t fetch_add(uint32_t* word, uint32_t x, const char* what = "atom");
 void publish(const char* site, uint32_t* word, uint32_t x);
 void wait_until(const char* site, const uint32_t* word, uint32_t x);
 
-// Every lane of mask meets, by an instruction of one name; the last one to come runs act on what all
-// brought. With a place, the address of an instruction, it must be the same of all, who must all be
-// there; else those who have exited are not waited for. `site` is what reports say instead of a name.
+// Every lane of mask meets, at an instruction of one name; the last one to arrive runs act on what
+// all brought. With a place, the address of an instruction, all lanes must be there, at the same
+// place; else lanes that have exited are not waited for. `site` is what reports use instead of a
+// name.
 using Act = void (*)(void** brought, uint32_t lanes);
 void warp_meet(const char* name, uint32_t mask, void* brought, Act act,
                const void* place = nullptr, const char* site = nullptr);
@@ -138,14 +140,14 @@ void warp_sync(const char* site, uint32_t mask);
 void barrier_sync(const char* site, int id, int threads);  // threads < 0: the whole block
 void barrier_arrive(const char* site, int id, int threads);
 
-// cp.async: the rest of size is 0. `site` tells one such instruction of a kernel from another; else the
-// address of the caller does.
+// cp.async: the rest of size is 0. `site` distinguishes such instructions of a kernel; without it
+// the address of the caller does.
 void copy(uint32_t to, const void* from, int size, int bytes, const char* site = nullptr);
 inline void copy16(uint32_t to, const void* from, int bytes) { copy(to, from, 16, bytes); }
 void copies_commit(const char* site);
 void copies_wait(const char* site, int pending);
 
-// The same of these.
+// `site` here, too.
 void load_matrices(uint32_t* registers, int count, bool transposed, uint32_t address,
                    const char* site = nullptr);
 void multiply16816(float* d, const uint32_t* a, uint32_t b0, uint32_t b1, bool bfloat16,

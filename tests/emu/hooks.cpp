@@ -1,5 +1,5 @@
-// What g++ puts into kernels that it compiles with -fsanitize=thread,alignment: calls at every load
-// and store, and where a pointer is misaligned. They come here instead of to its libraries.
+// The calls that g++ inserts into kernels compiled with -fsanitize=thread,alignment: at every load
+// and store, and where a pointer is misaligned. They arrive here instead of in its libraries.
 #include "block.h"
 
 #define ACCESS(n)                                                                             \
@@ -34,7 +34,7 @@ void __tsan_func_exit() {
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 
-// As GCC lays them out (libsanitizer/ubsan).
+// As in GCC's libsanitizer/ubsan.
 struct SourceLocation {
   const char* file;
   unsigned line, column;

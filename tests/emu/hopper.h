@@ -1,14 +1,14 @@
-// Primitives of sm_90: what works beside the threads of a block through the asynchronous proxy.
-// Addresses are of the window of shared memory; `site` names the place in the kernel, for reports
-// and to switch it off. Meaning by the PTX ISA, sections on mbarrier, cp.async.bulk.tensor,
+// Primitives of sm_90: what runs beside the threads of a block, through the asynchronous proxy.
+// Addresses are in the window of shared memory; `site` names the place in the kernel, for reports
+// and to switch it off. Semantics: the PTX ISA, sections on mbarrier, cp.async.bulk.tensor,
 // tensormap.replace and wgmma.
 #pragma once
 #include <cstdint>
 
 namespace emu {
 
-// Where a byte lies that a swizzle of so many chunks of 16 bytes moves, 1 for none: they change places
-// by their row of 128 bytes.
+// The address of a byte under a swizzle of so many chunks of 16 bytes, 1 for none: chunks are
+// permuted by their row of 128 bytes.
 inline uint32_t swizzled(uint32_t address, uint32_t chunks) {
   return address ^ (address >> 7 & (chunks - 1)) << 4;
 }
@@ -49,7 +49,7 @@ struct Product {
   uint64_t a_at, b_at;       // descriptors
   bool add, ordered;         // D +=; its registers are fenced
   int a_sign, b_sign;
-  bool a_across, b_across;  // it does not lie along k
+  bool a_across, b_across;  // it is not contiguous along k
 };
 void products_begin(const char* site, const Product& product);  // wgmma.mma_async
 bool products_fence(const char* site);                          // false: switched off

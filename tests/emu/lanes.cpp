@@ -47,7 +47,7 @@ void store_matrices(const uint32_t* registers, int count, bool transposed, uint3
 int elected(const char* site, uint32_t mask) {
   int leader = 0;
   const auto elect = [](void** brought, uint32_t lanes) {
-    // Which one is not said: here as the seed has it.
+    // The ISA does not specify which one: here the seed decides.
     const uint64_t chosen = (options.seed * 0x9E3779B97F4A7C15ull ^ lanes) * 0xD1B54A32D192ED03ull >> 32;
     uint32_t rest = lanes;
     if (options.schedule != kInOrder)

@@ -1,5 +1,5 @@
-// ldmatrix and mma.sync, by the fragment layouts of the PTX ISA. tests/test_emulator.py holds them
-// to an independent source of those layouts. And arithmetic that hardware approximates.
+// ldmatrix and mma.sync, by the fragment layouts of the PTX ISA. tests/test_emulator.py compares
+// them with an independent source of those layouts. And arithmetic that hardware approximates.
 #include <algorithm>
 #include <cmath>
 
@@ -55,7 +55,7 @@ float element(const uint32_t* registers, int i, bool bfloat16) {
 
 }  // namespace
 
-// Each is cut to the last bit that the largest has, and one more; so is the sum.
+// Terms are truncated to the last bit of the largest, and one more; the sum to a float's last bit.
 float truncated_sum(const double (&terms)[9]) {
   double plain = 0, largest = 0;
   for (const double x : terms) {
@@ -74,7 +74,7 @@ float truncated_sum(const double (&terms)[9]) {
 
 namespace {
 
-// Eight products at a time, with what there is.
+// Eight products at a time, added to d.
 void multiply_pessimistically(const float (&a)[16][16], const float (&b)[16][8], float (&d)[16][8]) {
   for (int i = 0; i < 16; ++i)
     for (int j = 0; j < 8; ++j)
@@ -87,12 +87,12 @@ void multiply_pessimistically(const float (&a)[16][16], const float (&b)[16][8],
 
 float without_subnormal(float x) { return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x; }
 
-// From -1 to 1, as the bits of the argument have it.
+// From -1 to 1, derived from the bits of the argument.
 float error_of(float x) {
   return static_cast<float>((__float_as_uint(x) * 2654435761u >> 16) % 5) / 2 - 1;
 }
 
-// Off by as much as two of its last bits, up or down.
+// Off by up to two units in the last place, up or down.
 float within_two_ulp(float exact, float x) {
   const bool normal = std::fabs(exact) >= 0x1p-125f && std::isfinite(exact);
   if (!options.pessimistic || !normal || exact == 1) return exact;
@@ -100,9 +100,9 @@ float within_two_ulp(float exact, float x) {
   return __uint_as_float(__float_as_uint(exact) + static_cast<unsigned>(off));
 }
 
-// D (16 x 8) += A (16 x 16) B (16 x 8). Lane 4 g + t holds, two at a time along a row:
-// of A the rows g and g + 8, columns 2 t and 2 t + 8; of B, which lies transposed, column g, rows
-// 2 t and 2 t + 8; of D the rows g and g + 8, columns 2 t.
+// D (16 x 8) += A (16 x 16) B (16 x 8). Lane 4 g + t holds, two at a time along a row: of A the
+// rows g and g + 8, columns 2 t and 2 t + 8; of B, which is stored transposed, column g, rows 2 t
+// and 2 t + 8; of D the rows g and g + 8, columns 2 t.
 void multiply(void** brought, uint32_t) {
   report.multiplies++;
   const auto lane_of = [&](int lane) { return static_cast<Multiply*>(brought[lane]); };
@@ -132,7 +132,7 @@ struct Multiply32 {
   const uint32_t *a, *b;
 };
 
-// A float32 counts with the 10 bits of its fraction that tf32 has: what lies below is cut off.
+// tf32 has the first 10 bits of a float32's fraction: the others are cut off.
 float tf32(uint32_t bits) { return __uint_as_float(bits & ~0x1FFFu); }
 
 // D (16 x 8) += A (16 x 8) B (8 x 8). Lane 4 g + t holds of A the rows g and g + 8 of columns t and

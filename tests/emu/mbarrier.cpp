@@ -1,12 +1,12 @@
-// mbarriers: phases that end when so many have arrived and so many bytes have. Who waits for one knows
-// what those knew who arrived.
+// mbarriers: phases that end after so many arrivals and so many bytes. A thread that has waited for
+// one knows what the arrived threads knew.
 #include "block.h"
 
 namespace emu {
 
 namespace {
 
-constexpr uint64_t kOpaque = 0x5EEDBA121E12B0B5;  // what its eight bytes hold, whatever its state
+constexpr uint64_t kOpaque = 0x5EEDBA121E12B0B5;  // the content of its eight bytes, in every state
 
 Mbarrier& valid_at(const char* site, uint32_t address) {
   const unsigned char* const at = shared_pointer(address, 8);
@@ -21,7 +21,7 @@ Mbarrier& valid_at(const char* site, uint32_t address) {
   return found->second;
 }
 
-// The same of one that a thread uses now.
+// The same for one that a thread uses now.
 Mbarrier& used_at(const char* site, uint32_t address) {
   Mbarrier& found = valid_at(site, address);
   note_atomic(shared_pointer(address, 8), 8, site, Access::kBoth, true);
@@ -95,7 +95,7 @@ bool mbarrier_test(const char* site, uint32_t address, uint32_t parity, bool pat
   Mbarrier& mbarrier = used_at(site, address);
   while ((mbarrier.phase & 1) == parity) {
     if (!patient) return false;
-    // Its time may be over before: whoever waits asks again.
+    // The wait may time out before: callers ask again.
     if (options.schedule == kRandom && block->random() % 4 == 0) {
       wake(self->id);
       wait_for(site);

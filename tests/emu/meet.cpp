@@ -3,7 +3,7 @@
 
 namespace emu {
 
-// The meeting of this warp that these lanes are to join, or a new one.
+// The meeting of this warp that these lanes join, or a new one.
 static Meeting& meeting_of(const char* name, const void* place, const char* site, uint32_t mask) {
   Warp& warp = block->warps[self->warp];
   for (int i = 0; i < warp.meetings; ++i) {
@@ -25,7 +25,7 @@ static Meeting& meeting_of(const char* name, const void* place, const char* site
   return meeting;
 }
 
-// Everybody else who waits here; the meeting is over.
+// Ends the meeting; returns the other lanes that wait here.
 static uint32_t disperse(Meeting& meeting) {
   const uint32_t others = meeting.arrived & ~(1u << self->lane);
   Warp& warp = block->warps[self->warp];
@@ -38,7 +38,7 @@ static void wake_lanes(uint32_t lanes) {
   for (; lanes; lanes &= lanes - 1) wake(self->warp * 32 + __builtin_ctz(lanes));
 }
 
-// True for the last to come, who need not wait.
+// True for the last to arrive, which need not wait.
 static bool join(Meeting& meeting, void* brought) {
   meeting.brought[self->lane] = brought;
   meeting.arrived |= 1u << self->lane;
@@ -113,7 +113,7 @@ void release(Barrier& barrier) {
   barrier.waiting.clear();
 }
 
-// What the lanes of a warp say: one of them, all must agree with it.
+// What the lanes of a warp ask for, from the first of them; all must agree with it.
 const Arrival& one_for_all(const Meeting& meeting) {
   const int first = __builtin_ctz(meeting.arrived);
   const auto& mine = *static_cast<Arrival*>(meeting.brought[first]);

@@ -1,4 +1,4 @@
-// What threads do to memory: where it lies, whether it is aligned, and whether it races.
+// Threads' accesses to memory: to which, whether aligned, and whether they race.
 #include "memory.h"
 
 #include <pthread.h>
@@ -32,8 +32,8 @@ std::string name_of(const Step& step) {
   return name + " (" + step.what + ")";
 }
 
-// Of a copy, as long as its own thread has not waited for it; of products, their warp; of what
-// arrives at an mbarrier, as long as its phase is not over.
+// A copy, until its own thread has waited for it; products, until their warp has; what arrives at
+// an mbarrier, until its phase is over.
 bool in_flight(const Step& step) {
   const Agents& agents = block->agents;
   if (step.block != block->number || step.agent < agents.threads) return false;
@@ -44,7 +44,7 @@ bool in_flight(const Step& step) {
   return !block->fibers[by].clocks.know(step);
 }
 
-// What one proxy wrote and the other is to use, and the thread that asks for it knows of.
+// Did one proxy write what the other uses, and does the thread that asks for it know of the write?
 bool wants_fence(Shadow::Kind kind, const Step& before, const Step& now) {
   const Agents& agents = block->agents;
   return kind != Shadow::kReadWrite && now.agent >= agents.proxied() &&
@@ -77,7 +77,7 @@ void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& n
   std::string text = std::string(name_of(kind, before, now)) + " at " + place_of(at) + ": ";
   if (before.clock) text += name_of(before) + ", then ";
   text += name_of(now);
-  // What follows from a word that nobody wrote, an address perhaps, is of no interest.
+  // The effects of a word that was never written, an address perhaps, are of no interest.
   if (kind == Shadow::kUninitialised && now.agent < block->agents.threads) fail("%s", text.c_str());
   Doubt& doubt = current().doubt;
   const bool of_stores = kind == Shadow::kWriteWrite && now.agent < block->agents.threads;
@@ -91,7 +91,7 @@ void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& n
   }
 }
 
-// The shadow of what lies there, after what can be said at once; null where nobody else looks.
+// The shadow of this memory, after checks of its bounds; null if no other thread accesses it.
 Shadow* shadow_at(const void* at, int bytes, const char* what) {
   if (windows.holds(reinterpret_cast<uintptr_t>(at))) {
     const ptrdiff_t offset = offset_in_shared(at);
@@ -109,7 +109,7 @@ void misaligned(const void* at, int bytes, const char* what) {
   fail("global memory: %s of %d bytes at %p is misaligned", what, bytes, at);
 }
 
-// Of a thread's access, which is to happen now. Null: of no further interest.
+// Begins a thread's access, which is to happen now. Null if no further check is needed.
 Shadow* begin_access(const void* at, int bytes, const char* what, const void* place) {
   if (!self || stacks.holds(reinterpret_cast<uintptr_t>(at))) return nullptr;
   if (current().doubt.at) settle_doubt(current());
@@ -145,7 +145,7 @@ Arena::Arena(size_t bytes) : bytes(bytes) {
 
 void memory_begins() {
   global.clear();
-  // What is on the stack of the thread that launches is a kernel's parameters.
+  // A kernel's parameters are on the stack of the thread that launches it.
   static thread_local Arena stack{0};
   if (!stack.bytes) {
     pthread_attr_t attributes;
@@ -253,7 +253,7 @@ void note_proxied_read(uint32_t address, int bytes, const Step& step, const Cloc
 
 void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clocks& of) {
   if (!options.check) return;
-  // What others read is over once that is known: no fence is needed for it.
+  // A read by others is over once it is known of: no fence is needed for it.
   const Clocks known = of.of_async_proxy(of.proxied, block->agents.proxied());
   block->shadow.write(in_window(address), bytes, step, known, of);
 }

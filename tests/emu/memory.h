@@ -1,4 +1,4 @@
-// Where memory lies that belongs to the emulator.
+// The memory of the emulator itself.
 #pragma once
 #include <cstddef>
 #include <cstdint>
@@ -7,10 +7,10 @@ namespace emu {
 
 constexpr int kResident = 4;  // blocks that run at a time
 constexpr size_t kStackBytes = 128 * 1024;
-// Before and after a block's shared memory is a zone in which nobody has business.
+// Zones before and after a block's shared memory, which nothing should access.
 constexpr size_t kGuardBytes = 1 << 20, kWindowBytes = 2 * kGuardBytes + 256 * 1024;
 
-// Addresses, of which the system gives the pages that are touched.
+// A range of addresses; the system provides the pages that are touched.
 struct Arena {
   uintptr_t begin = 0;
   size_t bytes;

@@ -61,7 +61,7 @@ uint32_t zeros_where_invalid(Thread t) {
   return t.shared[t.thread] + t.from[t.opposite()];
 }
 
-// One warp hands over to the other, which alone waits.
+// One warp hands over to the other, and only the other waits.
 uint32_t handed_over(Thread t) {
   const bool gives = t.thread < 32;
   if (gives) {
@@ -274,7 +274,7 @@ extern "C" int launch_of(int threads, int shared_bytes, const uint32_t* from, ui
                     nothing, from, out);
 }
 
-// Two launches, each with a mistake of its own.
+// Two launches, each with another mistake.
 extern "C" int wrong_twice(const uint32_t* from, uint32_t* out) {
   misuse_two_write_the_same(from, out);
   return launch_of(48, 0, from, out);

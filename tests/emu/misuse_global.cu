@@ -1,5 +1,5 @@
-// Kernels whose threads and blocks meet in global memory, and what orders them there: with one thing
-// wrong each, which the emulator must name; and the same things done right.
+// Kernels in which threads and blocks share global memory, and what orders them there: with one
+// thing wrong each, which the emulator must name; and the same things done right.
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
 
@@ -21,8 +21,8 @@ __global__ void run(Body body, const uint32_t* from, uint32_t* out) {
               reinterpret_cast<uint32_t*>(memory), ptx::shared_address(memory), from, out});
 }
 
-// Atomics, of more kinds than the kernels of csrc/cuda have. No other thread runs between what the
-// emulator is told and what is done.
+// Atomics, of more kinds than the kernels of csrc/cuda use. No other thread runs between the
+// emulator's check and the access.
 __attribute__((no_sanitize("thread"), noinline)) uint32_t loaded(const uint32_t* from) {
   return *from;
 }
@@ -68,13 +68,13 @@ void atomic_and_plain_loads_meet(Thread t) {
 }
 
 void an_atomic_stores_first(Thread t) {
-  store(t.shared, 1);  // nobody wrote there before
+  store(t.shared, 1);  // nothing was written there before
   t.out[t.at()] = t.from[t.thread] + seen(t.shared) - 1;
 }
 
 void warps_add_for_their_block(Thread t) { add(t.out + t.block, 1, emu::Scope::kBlock); }
 
-// The first block hands over to the others, which ask until it has.
+// The first block hands over to the others, which poll until it has.
 void handed_to_other_blocks(Thread t) {
   uint32_t* const flag = t.out + 1000;
   if (t.block == 0) {
@@ -89,7 +89,7 @@ void handed_to_other_blocks(Thread t) {
   t.out[t.at()] = t.out[t.thread];
 }
 
-// A fence of each side, for its own block alone or for all.
+// A fence on each side, for its own block alone or for all.
 void hand_over(Thread t, emu::Scope released, emu::Scope acquired) {
   uint32_t* const flag = t.out + 1000;
   if (t.block == 0) {
@@ -188,7 +188,7 @@ void handed_over_without_fences(Thread t) {
   t.out[t.at()] = t.out[t.thread];
 }
 
-// Of the two fences one is too narrow.
+// One of the two fences is too narrow.
 void released_for_one_block(Thread t) { hand_over(t, emu::Scope::kBlock, emu::Scope::kDevice); }
 void acquired_for_one_block(Thread t) { hand_over(t, emu::Scope::kDevice, emu::Scope::kBlock); }
 
@@ -221,7 +221,7 @@ void more_is_read_than_was_handed_over(Thread t) {
   t.out[t.at()] = t.out[t.thread];
 }
 
-// Two blocks have read, and one of them tells so.
+// Two blocks have read, and only one of them publishes that.
 void one_of_two_readers_is_not_waited_for(Thread t) {
   if (t.thread || t.block == 3) return;
   uint32_t* const flag = t.out + 1000;
@@ -276,7 +276,7 @@ void misaligned_word(Thread t) {
   }
 FA_KERNELS(FA_ENTRY)
 
-// Which of the grid's blocks ran when: each takes the next number.
+// When each block of the grid ran: each takes the next number.
 extern "C" int order_of_blocks(unsigned x, unsigned y, unsigned z, uint32_t* numbers) {
   static uint32_t last;
   last = 0;

@@ -1,5 +1,5 @@
-// Kernels whose lanes part ways, whose copies meet, and whose shared memory or registers nobody
-// wrote: with one thing wrong each, which the emulator must name; and the same things done right.
+// Kernels with diverging lanes, conflicting copies, or unwritten shared memory or registers: with
+// one thing wrong each, which the emulator must name; and the same things done right.
 #include "cuda/launch.h"
 #include "cuda/ptx.cuh"
 
@@ -130,7 +130,7 @@ uint32_t a_lane_leaves_before_a_product(Thread t) {
   return __float_as_uint(d[0]);
 }
 
-// -- copies, and who has them in flight ------------------------------------------------------------
+// -- copies in flight -----------------------------------------------------------------------------
 
 uint32_t own_store_over_a_copy(Thread t) {
   ptx::copy16(t.base + 16 * t.thread, t.from, true);
@@ -158,7 +158,7 @@ uint32_t two_own_copies_to_one_place(Thread t) {
 
 // -- readers, bounds, registers --------------------------------------------------------------------
 
-// The first warp has read, but nobody waits for it.
+// The first warp has read, but the writer does not wait for it.
 uint32_t one_of_many_readers_is_not_waited_for(Thread t) {
   if (t.thread == 320) t.shared[0] = 1;
   ptx::block_sync("written");
@@ -219,8 +219,8 @@ uint32_t misaligned_chunk(Thread t) {
   }
 FA_KERNELS(FA_ENTRY)
 
-// What registers have that nobody wrote, of each thread: 0 if all bits are set. Blocks come where
-// others have been.
+// Are unwritten registers poisoned? For each thread: 0 if all bits are set. Later blocks run on
+// stacks that earlier ones have used.
 extern "C" int unwritten_registers(uint32_t* out) {
   const auto body = [](const fa::Thread& t) {
     volatile uint32_t registers[64];
@@ -234,7 +234,7 @@ extern "C" int unwritten_registers(uint32_t* out) {
                     out);
 }
 
-// Threads that store one value to one place, as reductions of Triton's do; or their own numbers.
+// Threads that store one value to one place, as Triton's reductions do; or their own numbers.
 extern "C" int stores_to_one_place(int own_numbers, uint32_t* out) {
   const auto body = [own_numbers](const fa::Thread& t) {
     t.shared[0] = own_numbers ? static_cast<uint32_t>(t.thread) : 7;

@@ -1,6 +1,6 @@
-// Products of warpgroups (wgmma): each of four warps adds 16 rows of A times B to registers of its own.
-// They read shared memory, and write registers, at any time between their issue and the wait for
-// their group: lazily at its end, and until then the registers hold NaN.
+// Products of warpgroups (wgmma): each of four warps adds 16 rows of A times B to its own
+// registers. Products read shared memory, and write registers, at any time between their issue and
+// the wait for their group: lazily at its end, and until then the registers hold NaN.
 #include <algorithm>
 
 #include "block.h"
@@ -12,11 +12,11 @@ namespace {
 constexpr int kRows = 16;  // of a warp
 constexpr uint32_t kNan = 0xFFFFFFFFu;
 
-// A matrix in shared memory as a descriptor tells of it: chunks of 16 bytes in groups of 8 rows. In
-// chunks, `span` of them a row of a swizzle, of elements along k, or where it lies across along the
-// other dimension: the canonical layouts of CUTLASS's GmmaDescriptor.
+// A matrix in shared memory as its descriptor gives it: chunks of 16 bytes in groups of 8 rows. A
+// chunk has elements along k, or along the other dimension if `across`; a swizzle has `span` of
+// them in a row: the canonical layouts of CUTLASS's GmmaDescriptor.
 struct Matrix {
-  uint32_t start, leading, stride, span;  // a swizzle's: 1 for none
+  uint32_t start, leading, stride, span;  // span: a swizzle's, 1 for none
   bool across;
 
   uint32_t at(uint32_t row, uint32_t chunk) const {
@@ -59,7 +59,8 @@ float value_of(const unsigned char* at, Element element) {
 int bytes_of(Element element) { return element == Element::kTf32 ? 4 : 2; }
 int depth_of(Element element) { return 32 / bytes_of(element); }  // k
 
-// Chunks of the rows (of A) or columns (of B) from `first`: visit(address, first of these, first k).
+// Visits chunks of A's rows or B's columns from `first` on: visit(address, its first of these, its
+// k).
 template <class Visit>
 void each_chunk(const Matrix& matrix, Element element, int first, int count, Visit visit) {
   const int per_chunk = 16 / bytes_of(element), depth = depth_of(element);
@@ -74,7 +75,7 @@ void each_chunk(const Matrix& matrix, Element element, int first, int count, Vis
   }
 }
 
-// As rows of k: element (i, k) at k * count + i.
+// Reads them as rows of k: element (i, k) at k * count + i.
 std::vector<float> read(const Matrix& matrix, Element element, int first, int count) {
   std::vector<float> values(static_cast<size_t>(count * depth_of(element)));
   const int bytes = bytes_of(element);
@@ -106,7 +107,7 @@ std::vector<float> fragments(const ProductInFlight& product) {
 
 float signed_by(int sign, float x) { return sign < 0 ? -x : x; }
 
-// Adds to `values`, register by register of each lane: of rows g and g + 8, two columns at a time.
+// Adds to `values`, by lane and register: rows g and g + 8, two columns at a time.
 void multiply(const ProductInFlight& product, int rank, std::vector<float>& values) {
   const Product& of = product.of;
   const int depth = depth_of(of.element), columns = of.columns, registers = columns / 2;
@@ -155,7 +156,8 @@ bool alike(const Product& x, const Product& y) {
   return (x.a || x.a_at == y.a_at) && x.b_at == y.b_at && x.add == y.add;
 }
 
-// Warps of a warpgroup do the same ones in the same order. Each is on its own until the next.
+// Warps of a warpgroup execute the same of these instructions in one order; between them each is
+// free.
 void count_instruction(const char* site, const Product* product = nullptr) {
   const auto group = static_cast<size_t>(self->warp / 4);
   if (4 * group + 4 > block->warps.size())
@@ -174,14 +176,14 @@ void count_instruction(const char* site, const Product* product = nullptr) {
     fail("%s: warps of a warpgroup have different descriptors or scales", site);
 }
 
-// Of the first lane: the others have the same ones.
+// Looks at the first lane: the others have the same registers.
 bool holds(const Accumulator& accumulator, const uint32_t* at) {
   const auto first = accumulator.registers.begin();
   const auto end = first + static_cast<long>(accumulator.registers.size() / 32);
   return std::find(first, end, at) != end;
 }
 
-// The registers that these products add to, of which others may be in flight.
+// The registers that these products add to; earlier products on them may be in flight.
 std::shared_ptr<Accumulator> accumulator_of(const char* site, const Product* const* of) {
   auto found = std::make_shared<Accumulator>();
   for (int lane = 0; lane < 32; ++lane)
@@ -231,7 +233,7 @@ struct Beginning {
   const Product* product;
 };
 
-// All lanes say the same of what is no register.
+// All lanes must agree, except on registers.
 void expect_one(const char* site, const Product* const* of) {
   for (int lane = 1; lane < 32; ++lane) {
     if (!alike(*of[0], *of[lane]))
@@ -244,7 +246,7 @@ void expect_one(const char* site, const Product* const* of) {
 
 void note_reads(const char* site, const Product& product) {
   if (!options.check) return;
-  // Any of its lanes asks for it: all must know what is there.
+  // Any lane may issue it, so all must know of the writes to what it reads.
   const Fiber& by = block->fibers[size_t(self->warp) * 32 + block->random() % 32];
   const Clocks known = by.clocks.of_async_proxy(by.clocks.proxied, block->agents.proxied());
   Step step = by.step(site);
@@ -291,7 +293,7 @@ void products_begin(const char* site, const Product& product) {
   warp_meet(site, ~0u, &mine, begin, site);
 }
 
-// Fences and waits are of a warp, all of whose lanes are at the same one.
+// Fences and waits are for a whole warp: all of its lanes must be at the same one.
 static void together(const char* site, Act act, void* brought = nullptr) {
   warp_meet(site, ~0u, brought, act, site);
 }
@@ -305,13 +307,13 @@ bool products_fence(const char* site) {
 
 namespace {
 
-// Those of the four warps of the current one's warpgroup.
+// The products of the four warps of the current warpgroup.
 Products* products_of_group() { return &block->proxy.products[size_t(self->warp / 4) * 4]; }
 
 struct Wait {
   const char* site;
   int pending;
-  Clock over;  // groups that will be
+  Clock over;  // groups that will be done
 };
 
 void commit(void** brought, uint32_t) {
@@ -336,7 +338,8 @@ void wait(void** brought, uint32_t) {
   }
 }
 
-// Groups up to `over` are: all four warps have read what theirs do, and this one has its registers.
+// Finishes groups up to `over`: all four warps' products are computed, and this one gets its
+// registers.
 void finish_groups(Clock over) {
   for (int warp = self->warp / 4 * 4; warp < self->warp / 4 * 4 + 4; ++warp) {
     Products& each = block->proxy.products[size_t(warp)];
@@ -359,8 +362,8 @@ void products_commit(const char* site) {
   together(site, commit, &site);
 }
 
-// A group is the whole warpgroup's: who waits for it waits for four warps, and knows that they are
-// done. (FlashAttention-3 hands a stage back by one thread of 128.)
+// A group belongs to the whole warpgroup: a thread that waits for it waits for four warps, and then
+// knows of their products. (FlashAttention-3 hands a stage back by one thread of 128.)
 void products_wait(const char* site, int pending) {
   if (skipped(site)) return;
   Wait mine{site, pending, 0};

@@ -1,4 +1,4 @@
-// What is under way through a block's asynchronous proxy.
+// What is in flight through a block's asynchronous proxy.
 #pragma once
 #include <deque>
 #include <map>
@@ -16,11 +16,11 @@ struct Mbarrier {
   bool valid = false;
   uint32_t expected = 0, pending = 0, phase = 0;
   int64_t bytes = 0;             // that are yet to arrive
-  Clocks arrived, completed;     // of those who arrived: in this phase, and before
+  Clocks arrived, completed;     // of arrived threads: in this phase, and before
   std::vector<int> waiting;
 };
 
-// Of bytes at one, in the phase that there is when they are asked for.
+// An arrival of bytes at an mbarrier, in the phase in which they were asked for.
 struct Arrival {
   uint32_t address;
   int index;
@@ -36,14 +36,14 @@ struct TensorMap {
 constexpr int kMapBytes = 128, kMapAlign = 64;
 static_assert(sizeof(TensorMap) <= kMapBytes);
 
-// A map that a block published, and who saw it since.
+// A map that a block published, and the steps that acquired it since.
 struct Published {
   Step by;
   TensorMap map;
   std::vector<Step> acquired;
 };
 
-// A box on its way.
+// A box in flight.
 struct Box {
   const char* site;
   TensorMap map;
@@ -52,7 +52,7 @@ struct Box {
   Arrival arrives;
 };
 
-// Registers that products add to, of all lanes of a warp, and what they will hold.
+// Registers that products add to, of all lanes of a warp, and the values that they will get.
 struct Accumulator {
   std::vector<uint32_t*> registers;
   std::vector<float> values;
@@ -82,19 +82,19 @@ struct GroupInstruction {  // of a warpgroup
 
 struct Proxy {
   std::map<uint32_t, Mbarrier> mbarriers;  // by address
-  std::vector<uint32_t> phases;            // that are over, of each there was
+  std::vector<uint32_t> phases;            // completed ones of each mbarrier so far
   std::map<const void*, Published> maps;
   std::vector<Box> boxes;
   std::vector<Products> products;  // of each warp
-  // What the warps of a warpgroup do together, in order.
+  // The instructions that warps of a warpgroup execute together, in order.
   std::vector<std::vector<GroupInstruction>> instructions;
 };
 
 Arrival mbarrier_arrival(const char* site, uint32_t address);
 void bytes_arrive(const char* site, const Arrival& at, uint32_t bytes);
-void mbarriers_end();  // of the current block, whose threads all have
-void land_box();      // one of the current block's, any
+void mbarriers_end();  // of the current block, after all of its threads
+void land_box();      // any one of the current block
 void products_end();      // of the current thread, which exits
-void products_all_end();  // of the current block, whose threads all have
+void products_all_end();  // of the current block, after all of its threads
 
 }  // namespace emu

@@ -8,7 +8,7 @@
 #if !defined(__x86_64__)
 #error "emulator: the switch between fibers is written for x86-64"
 #endif
-// Saves what a call must keep on this stack, and goes on with another.
+// Saves the registers that a call must preserve on this stack, and switches to another.
 asm(R"(
 .text
 .globl emu_switch
@@ -35,7 +35,7 @@ Report report;
 
 namespace {
 
-// What runs: a grid of blocks, some of which are resident.
+// A running launch: a grid of blocks, some of which are resident.
 struct Launch {
   dim3 grid, size;
   size_t shared = 0;
@@ -49,7 +49,7 @@ struct Launch {
 };
 Launch* running_launch;
 
-std::array<Block, kResident> blocks;  // those that run, and others before and after them
+std::array<Block, kResident> blocks;  // slots: a block runs in one, and then others do
 
 uint32_t next_random(uint64_t& state) {  // xorshift64
   state ^= state << 13;
@@ -125,12 +125,12 @@ void wait_for(const char* what, int barrier) {
 
 void wake(int fiber) { block->ready.push_back(fiber); }
 
-// Whom it waits for may be in a block that is yet to come.
+// The thread that this one waits for may be in a block that has not begun yet.
 void give_way() {
   constexpr long kMost = 4000000;
   if (++running_launch->asked > kMost)
     fail("LIVELOCK: %ld atomics since a block ended, and none is done", kMost);
-  // Deep first is whoever was woken last: all the others, before this one again.
+  // Depth first runs the fiber that was woken last: all the others, before this one again.
   std::vector<int>& ready = block->ready;
   ready.insert(options.schedule == kDepthFirst ? ready.begin() : ready.end(), self->id);
   wait_for("its turn");
@@ -153,8 +153,8 @@ void fiber_main() {
   emu_switch(&never, running_launch->scheduler);
 }
 
-// What a register has that nobody wrote is NaN, or a number that no index should be: all bits of a
-// stack are set, from its end on to where they still are.
+// An unwritten register is NaN, or a number that no index should be: all bits of a stack are set,
+// from its end down to where they are still set.
 void poison(unsigned char* end) {
   constexpr size_t kPiece = 256, kMost = 16 * 1024 / kPiece, kEnough = 16;
   static const std::array<unsigned char, kPiece> set = [] {
@@ -286,7 +286,7 @@ void begin(Launch& launch, int64_t number) {
 
 void enter(Block* next) { here = block = next; }
 
-// One fiber of the current block runs, until it waits.
+// Runs one fiber of the current block until it waits.
 void run_one(Launch& launch) {
   const size_t chosen = choose();
   Fiber& fiber = block->fibers[block->ready[chosen]];
@@ -308,7 +308,7 @@ void end(Launch& launch) {
   enter(nullptr);
 }
 
-// The current block goes on, or another one that can; false if there is none.
+// Stays in the current block, or enters another one that can run; false if there is none.
 bool choose_block(Launch& launch) {
   const std::vector<Block*>& resident = launch.resident;
   const auto ready = [](const Block* x) { return !x->ready.empty(); };
@@ -322,7 +322,7 @@ bool choose_block(Launch& launch) {
   return true;
 }
 
-// Where no thread can go on: a bulk copy of some block, if there is one under way.
+// If no thread can go on: lands a bulk copy of some block, if there is one in flight.
 bool a_box_lands(Launch& launch) {
   for (Block* const each : launch.resident) {
     if (each->proxy.boxes.empty()) continue;

@@ -1,5 +1,5 @@
 // CUDA's runtime, as far as a launch needs it. Work runs at once, or waits in its stream until the
-// host asks for it; of several streams in any order, as on a device that orders only what is in one.
+// host asks for it. Streams run in any order, as a device orders only the work in one stream.
 #include "cuda_runtime.h"
 
 #include <dlfcn.h>
@@ -17,7 +17,7 @@
 
 using Task = std::function<void()>;
 
-// A stream is a handle of a device; recording, its launches become a graph's.
+// A stream belongs to a device; while it records, its launches become a graph's.
 struct CUstream_st {
   int device;
   std::deque<Task> waiting;
@@ -42,7 +42,7 @@ struct Device {
 struct Runtime {
   Device devices[kDevices];
   std::vector<std::unique_ptr<CUstream_st>> streams;
-  std::deque<std::vector<Task>> graphs;  // they stay where they are
+  std::deque<std::vector<Task>> graphs;  // with stable addresses
   std::vector<std::string> log;  // a line for each call
   bool at_once = true, apart = false;
   int driver = 13000;  // the newest CUDA that it knows
@@ -53,7 +53,7 @@ struct Runtime {
 Runtime runtime;
 thread_local int current_device = 0;
 
-// Notes a call. Is it the one that is to fail?
+// Logs a call. Is it the one that must fail?
 bool fails(const std::string& call) {
   runtime.log.push_back(call);
   return runtime.calls++ == runtime.failing;
@@ -64,7 +64,7 @@ bool on_device(int device, uintptr_t address) {
   return begin && address >= begin && address < begin + kMemory;
 }
 
-// Is there memory of this process at this address?
+// Is this address mapped in this process?
 bool mapped(uintptr_t address) {
   constexpr uintptr_t page = 4096;
   unsigned char present;
@@ -72,7 +72,7 @@ bool mapped(uintptr_t address) {
          mincore(reinterpret_cast<void*>(address / page * page), 1, &present) == 0;
 }
 
-// The first word of the parameters that a kernel on this device may not take for a pointer.
+// The first word of the parameters that is a pointer, but not to memory of this device.
 std::string stray_pointer(const Work& work, int device) {
   for (size_t i = 0; i < work.arguments.size(); ++i)
     for (size_t at = 0; at + 8 <= work.arguments[i].bytes; at += 8) {
@@ -135,7 +135,7 @@ cudaError_t launch_on(cudaStream_t stream, const Work& work) {
   if (!can_launch(work.grid, work.block)) return cudaErrorInvalidConfiguration;
   if (runtime.apart) {
     const std::string stray = stray_pointer(work, current_device);
-    if (!stray.empty()) {  // told, and not followed
+    if (!stray.empty()) {  // reported, not dereferenced
       found("launch of " + name + ": " + stray);
       return cudaSuccess;
     }
@@ -187,11 +187,11 @@ const char* cudaGetErrorString(cudaError_t error) {
   return "unrecognized error code";
 }
 
-// What the tests do with the runtime beside what launch.h does.
+// What the tests do with the runtime besides the calls of launch.h.
 extern "C" {
 
-// As new: device 0 is current, no work waits. Memory is empty, and at its place: a tensor of before
-// is no tensor any more, but to look at it ends no process.
+// The initial state: device 0 is current, no work waits. Memory is empty, but stays mapped: an old
+// tensor has lost its values, but reading it does not end the process.
 void emu_runtime_reset() {
   emu::Runtime next;
   for (int i = 0; i < emu::kDevices; ++i) {
@@ -203,8 +203,8 @@ void emu_runtime_reset() {
   emu::current_device = 0;
 }
 
-// Does work run at once, or wait in its stream? Must pointers among a kernel's parameters be to
-// memory of its device?
+// at_once: work runs at once, else it waits in its stream. apart: pointers among a kernel's
+// parameters must be to memory of its device.
 void emu_runtime_mode(int at_once, int apart) {
   emu::runtime.at_once = at_once;
   emu::runtime.apart = apart;
@@ -222,7 +222,7 @@ void emu_runtime_fail(long calls, int code) {
   emu::runtime.failure = static_cast<cudaError_t>(code);
 }
 
-// Memory of a device, at a multiple of 256 bytes as cudaMalloc's; nobody else gets it again.
+// Memory of a device, at a multiple of 256 bytes as cudaMalloc's; it is never reused.
 void* emu_allocate(int device, size_t bytes) {
   emu::Device& on = emu::runtime.devices[device];
   if (!on.memory) {
@@ -242,7 +242,7 @@ void* emu_stream(int device) {
   emu::runtime.streams.back()->device = device;
   return emu::runtime.streams.back().get();
 }
-// Runs at most so many kernels of those that wait; tells how many still do.
+// Runs at most so many of the waiting kernels; returns how many still wait.
 int emu_run_waiting(void* stream, int most) {
   auto& waiting = static_cast<CUstream_st*>(stream)->waiting;
   for (; most > 0 && !waiting.empty(); --most) {
@@ -251,13 +251,13 @@ int emu_run_waiting(void* stream, int most) {
   }
   return static_cast<int>(waiting.size());
 }
-// What was this memory is another's from here on in the stream's order; but a graph keeps its own.
+// From here on in the stream's order this memory may be reused; but a graph keeps its own.
 void emu_free(void* stream, void* at, size_t bytes) {
   auto* queue = static_cast<CUstream_st*>(stream);
   if (!queue->recorder) queue->waiting.push_back([=] { std::memset(at, 0xFF, bytes); });
 }
 
-// What is launched on this stream until `emu_captured`, which tells the number of its graph.
+// Records what is launched on this stream until `emu_captured`, which returns its graph's number.
 void emu_capture(void* stream) {
   auto* from = static_cast<CUstream_st*>(stream);
   from->graph = static_cast<long>(emu::runtime.graphs.size());

@@ -64,7 +64,7 @@ void Shadow::visit(uintptr_t at, int bytes, Visit each) {
   }
 }
 
-// The first of a group that is not known; else a step that nobody took.
+// The first step of a group that is not known; else an empty one.
 static Step unknown(Step first, uint32_t lanes, const Clocks& known) {
   const int warp = first.agent / 32 * 32;
   for (; lanes; lanes &= lanes - 1) {
@@ -86,7 +86,7 @@ bool Shadow::know_all(const std::vector<Group>& groups, uintptr_t at, Kind kind,
   return true;
 }
 
-// Of a cell, all but the last write.
+// Are all accesses to a cell known, except the last write?
 bool Shadow::know_all(const Cell& cell, uintptr_t at, Kind of_readers, const Step& now,
                       const Clocks& known) {
   const Step reader = unknown(cell.read.first, cell.read.lanes, known);
@@ -97,8 +97,8 @@ bool Shadow::know_all(const Cell& cell, uintptr_t at, Kind of_readers, const Ste
   return !cell.crowd || know_all(cell.crowd->readers, at, of_readers, now, known);
 }
 
-// With others of its warp; else in the place of a group that is known, or of one of two blocks that
-// nobody will know of.
+// Adds to a group of the same warp; else replaces a known group, or one of two groups of forgotten
+// blocks.
 void Shadow::remember(std::vector<Group>& groups, const Group& one, const Clocks& known) {
   for (Group& group : groups) {
     if (!group.takes(one.first)) continue;
@@ -122,14 +122,14 @@ void Shadow::read(uintptr_t at, int bytes, const Step& now, const Clocks& known)
   const uint32_t lane = 1u << now.agent % 32;
   visit(at, bytes, [&](Cell& cell, uintptr_t at) {
     const bool together = cell.read.takes(now);
-    if (together && cell.read.lanes & lane) return;  // once more
+    if (together && cell.read.lanes & lane) return;  // a repeated read
     if (cell.fresh)
       complain_(kUninitialised, at, Step(), now);
     else if (!known.know(cell.written))
       complain_(kWriteRead, at, cell.written, now);
     else if (cell.crowd)
       know_all(cell.crowd->atomics, at, kOfAtomics, now, known, false);
-    cell.fresh = false;  // told once
+    cell.fresh = false;  // report once
     if (together) {
       cell.read.lanes |= lane;
       return;

@@ -1,4 +1,4 @@
-// The last accesses to each place of a memory, held against those that come.
+// The last accesses to each place of a memory, which new ones are checked against.
 #pragma once
 #include <array>
 #include <memory>
@@ -15,8 +15,8 @@ class Shadow {
   using Complain = void (*)(Kind kind, uintptr_t at, const Step& before, const Step& now);
   using Forgotten = bool (*)(int64_t block);
 
-  // `fresh`: what is read must have been written. Of blocks whose work nobody will ever know of, one
-  // reader is enough: it races with whoever writes.
+  // `fresh`: memory must be written before it is read. `forgotten`: has this block ended without
+  // publishing? Then one reader is enough: it races with every write.
   Shadow(bool fresh, Complain complain, Forgotten forgotten)
       : fresh_(fresh), complain_(complain), forgotten_(forgotten) {}
 
@@ -26,7 +26,7 @@ class Shadow {
   }
   void write(uintptr_t at, int bytes, const Step& now, const Clocks& known,
              const Clocks& known_of_readers);
-  // `reads`: it needs what is there.
+  // `reads`: it uses the old value.
   void access_atomically(uintptr_t at, int bytes, bool reads, const Step& now, const Clocks& known);
   void clear();
 
@@ -44,7 +44,7 @@ class Shadow {
              first.loads == step.loads;
     }
   };
-  // Accesses that do not know of one another.
+  // Accesses of which none knows of another.
   struct Crowd {
     std::vector<Group> readers, atomics;
   };
@@ -54,8 +54,8 @@ class Shadow {
     std::unique_ptr<Crowd> crowd;  // others before, which are not known to the last
     bool fresh = false;
   };
-  // One cell, until a part of it is accessed: then one for two bytes each, which is the size of most
-  // elements; and for each byte once an access begins or ends between two.
+  // One cell, until a part of it is accessed: then one for every two bytes, which is the size of
+  // most elements; and for each byte once an access begins or ends between two.
   struct Chunk {
     Cell whole;
     std::vector<Cell> parts;

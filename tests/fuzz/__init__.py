@@ -1,1 +1,1 @@
-NUMBERS = 1_000_000  # of a seed
+NUMBERS = 1_000_000  # per seed

@@ -79,15 +79,15 @@ MASKS = ("bool", "float", "float32", "-inf", "finfo.min")
 
 
 def shape_of(rng, name, full):
-    """One of those that an argument may have in a call of sizes (B,H,M,N)."""
+    """A shape that an argument may have in a call of sizes (B,H,M,N)."""
     return rng.choice(shapes_of(name, dict(zip("BHMN", full))))
 
 
 def summable(dtype):
     """Kinds of masks for calls in parts.
 
-    The gradient of a part is rounded to the mask's dtype, which must not be narrower than q's.
-    Beside finfo.min an LSE is too coarse to merge blocks by."""
+    The gradient of a part is rounded to the mask's dtype, which must not be narrower than q's. With
+    finfo.min an LSE is too coarse to merge blocks."""
     return [x for x in MASKS if x != "finfo.min" and (x, dtype) != ("float32", torch.float64)]
 
 
@@ -159,7 +159,7 @@ def optional_tensors(rng, draft, full, longest, masks=MASKS):
 
 
 def problem(rng, dtype, most=150, masks=MASKS, widest=WIDEST):
-    """A dense call. most: of rows, and of keys where rows are not few. widest: head dim."""
+    """A dense call. most: rows, and keys unless rows are few. widest: the largest head dim."""
     d = dims(rng, most, widest)
     draft = Draft(d, dtype, rng.randrange(2**20))
     kwargs = scalars(rng, max(d.M, d.N))

@@ -154,7 +154,7 @@ def passes_with_tangents(rng):
     """A backend's passes `jvp` and `second`, in every dtype."""
     dtype = dtype_of(rng)
     problem = draw.problem(rng, dtype, most=70, masks=draw.summable(dtype))
-    if problem.kwargs.get("dropout_p") == 1:  # of which there is no budget
+    if problem.kwargs.get("dropout_p") == 1:  # which has no error budget
         problem.kwargs["dropout_p"] = 0.9
     if not problem.dout.numel() or not problem.k.numel():
         return
@@ -502,7 +502,7 @@ def flash_attn(rng):
 
 
 def flash_cache(rng, H, Hk, D, Dv):
-    """Arguments of `flash_attn_with_kvcache`; NaN wherever no key lies."""
+    """Arguments of `flash_attn_with_kvcache`, with NaN where the caches have no key."""
     B, M = rng.randint(1, 3), rng.randint(1, 20)
     capacity = rng.randint(1, 90)
     new = rng.choice((0, 0, 1, M))

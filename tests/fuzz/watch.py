@@ -35,7 +35,7 @@ class Worker(Process):
         return self.case is not None and self.silent_seconds() > LONGEST
 
     def skip(self):
-        """Start the next process behind the current case."""
+        """Let the next process start after the current case."""
         number = int(self.case.partition(":")[2])
         self.next, self.case = number % NUMBERS + self.options.workers, None
 

@@ -1,5 +1,5 @@
-"""Altered kernels: for the emulator by g++, and as PTX by nvcc. They are those of one head dim, in
-bfloat16, so that a fault is built in seconds; each content is built once, in build/faults."""
+"""Altered kernels: for the emulator by g++, and as PTX by nvcc. Only one head dim, in bfloat16, is
+compiled, so that a fault is built in seconds; each content is built once, in build/faults."""
 
 import os
 import re
@@ -24,7 +24,7 @@ OF_PASS = {
 
 
 def few_instances(dim):
-    """What csrc has no more kernels by."""
+    """A `Fault` that leaves csrc one head dim and bfloat16."""
     where = "cuda/sm80/instances.h"
     text = (SOURCES / where).read_text()
     dims = re.search(r"  const int64_t d = most.*?(?=\n\}\n)", text, re.S)[0]
@@ -53,12 +53,12 @@ def tree(dim, fault=None):
 
 
 def includes(folder):
-    """What a source begins with that has all kernels of a tree."""
+    """The beginning of a source that includes all kernels of a tree."""
     return "".join(f'#include "{x}"\n' for x in sorted((folder / "cuda/sm80").glob("*.cuh")))
 
 
 def closure(path, known):
-    """A source and what it includes of ours."""
+    """A source and all of our files that it includes."""
     if path not in known:
         known.add(path)
         for name in re.findall(r'(?m)^#include "([^"]+)"', path.read_text()):
@@ -75,14 +75,14 @@ def compiled(folder, unit):
 
 
 class Altered(Emulator):
-    """The small library of kernels, with a fault in the units of `passes`. It is one's own: kernels
-    that are added to it as PTX are no other's."""
+    """The small library of kernels, with a fault in the units of `passes`. Each instance is a
+    separate library: PTX kernels that are added to one are in no other."""
 
     def __init__(self, name, dim, fault=None, passes=()):
         altered = {f"sm80/{x}" for one in passes for x in OF_PASS[one]} | {"library"}
         folders = {False: tree(SMALLEST), True: tree(dim, fault)}
         objects = [emulator.compiled(emulator.EMULATOR / f"{x}.cpp") for x in emulator.PARTS]
-        # Of what several units have, and none inlines, the linker takes the first.
+        # If several units have a function that none inlines, the linker takes the first.
         for wrong in (True, False):
             objects += [compiled(folders[wrong], x) for x in UNITS if (x in altered) == wrong]
         path = FOLDER / f"{library.digest(name, *objects)}.so"

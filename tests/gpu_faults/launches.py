@@ -28,7 +28,8 @@ def slice_of(*passes):
 
 
 def attend(dims, features=(), device=1, backward=True):
-    """Of a call on a stream of one's own: values, and where the kernels ran."""
+    """Make a call on a new stream; yield what is wrong with its values, and with where kernels
+    ran."""
     runtime = Runtime()
     streams = [runtime.stream(0), runtime.stream(1)]
     problem = build(dims, features, torch.bfloat16)
@@ -54,7 +55,7 @@ def launches_on_the_current_device():
 
 @slice_of("backward")
 def launches_with_lengths_apart():
-    """Of 32 bits, and of 64 that are not side by side."""
+    """Lengths of 32 bits, and lengths of 64 bits that are not contiguous."""
     runtime = Runtime()
     problem = build(Dims(4, 2, 1, 37, 67, 24, 24), [FEATURE["lengths"]], torch.bfloat16)
     apart = torch.zeros(8, dtype=torch.int32)
@@ -72,13 +73,13 @@ def launches_of_decoding():
 
 @slice_of("forward")
 def launches_that_ask_for_shared_memory():
-    """A block of theirs has more than 48 KB."""
+    """A block of these kernels has more than 48 KB."""
     return attend(SHAPES["wide"][1], backward=False)
 
 
 @slice_of("backward")
 def launches_of_nothing():
-    """No rows, or no keys: what there is has gradients of zero."""
+    """No rows, or no keys: the other side has gradients of zero."""
     for rows, keys in (0, 5), (5, 0):
         inputs = [torch.randn(1, 1, n, 8).bfloat16().requires_grad_() for n in (rows, keys, keys)]
         runtime = Runtime()
@@ -90,7 +91,7 @@ def launches_of_nothing():
 
 @slice_of("forward")
 def launches_of_too_many_blocks():
-    """One more than 2^32: as many as one, in 32 bits."""
+    """2^32 + 1 blocks, which in 32 bits would be one."""
     q, rows = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(8)
     sizes = dict(B=(1 << 32) + 1, H=1, Hk=1, M=1, N=1, D=8, Dv=8, left=1, right=1)
     spec = AttentionSpec(**sizes, dtype=q.dtype, device="cuda", scale=1.0)
@@ -123,13 +124,14 @@ def launches_of_other_sizes():
 
 @slice_of("backward")
 def each_launch_that_fails():
-    """Is told by its kernel and the text of the code, and nothing is called after it."""
+    """The error has the kernel and the text of the code, and no call follows it."""
     return each_that_fails(build(SHAPES["few rows"][1], (), torch.bfloat16))
 
 
 @slice_of("forward")
 def each_call_that_fails():
-    """The same where shared memory is asked for, on a device that is not the current one."""
+    """The same for a kernel that asks for shared memory, on a device that is not the current
+    one."""
     problem = build(SHAPES["wide"][1], (), torch.bfloat16)
     return each_that_fails(problem, device=1, backward=False)
 
@@ -159,7 +161,7 @@ def each_that_fails(problem, device=0, backward=True):
 
 @slice_of("backward")
 def launches_in_two_streams():
-    """They wait; then a kernel of one runs, one of the other, and so on."""
+    """They wait; then the streams run one kernel each in turn."""
     runtime = Runtime(at_once=False)
     problems = [build(SHAPES["backward"][1], FEATURES, torch.bfloat16, seed=x) for x in (1, 2)]
     streams, found = [runtime.stream() for _ in problems], []

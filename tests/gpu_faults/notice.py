@@ -1,4 +1,4 @@
-"""A slice against kernels with a fault: what it notices, in words."""
+"""Run a slice on kernels with a fault, and return what it notices, in words."""
 
 import functools
 import importlib
@@ -22,7 +22,7 @@ ADDRESSES = "addresses of "  # before a slice: under AddressSanitizer
 
 
 def notices(fault, name=None):
-    """What the slice says of it, or "". That the fault does not compile is no notice: it raises."""
+    """What the slice reports of the fault, or "". A fault that does not compile raises instead."""
     name = name or fault.seen_by
     if name.startswith(ADDRESSES):
         return of_addresses(fault, name.removeprefix(ADDRESSES))
@@ -39,7 +39,7 @@ def notices(fault, name=None):
 
 
 def of_addresses(fault, name):
-    """In a process of its own, which ends at the first address that nobody was given."""
+    """Run it in another process, which ends at the first address that was never allocated."""
     program = (
         "from gpu_faults import notice, table; import torch; torch.set_num_threads(1)\n"
         f"fault = table.every().get({fault.title!r}, notice.RIGHT)\n"
@@ -55,8 +55,8 @@ def of_addresses(fault, name):
 
 @contextmanager
 def altered(fault, name):
-    """Inside, what the slice runs has the fault. Gives the compiled kernels that it edits, as they
-    are met."""
+    """Inside, the slice runs with the fault. Yields a set, which receives the compiled kernels that
+    the fault edits as they are met."""
     met, (engine, _, _) = set(), slices.parts(name)
 
     def edited(ptx):
@@ -77,7 +77,8 @@ def altered(fault, name):
 
 
 def alter_library(patch, fault, name):
-    """The emulator has altered kernels; where nvcc's run, the host's code alone is g++'s."""
+    """The emulator gets altered kernels; with nvcc's kernels, g++ compiles the host's code
+    alone."""
     by_nvcc = slices.parts(name)[0] == "ptx"
     made = builds.Altered(
         f"{name} {fault}",  # with its edits: what was added to a library stays there
@@ -93,7 +94,7 @@ def alter_library(patch, fault, name):
 
 
 def alter_nvcc(patch, fault, name, edited):
-    """What it compiles, and what it made of that."""
+    """Alter the sources that nvcc compiles, and the PTX that it made."""
     of_source = ours.ptx
     altered = builds.includes(builds.tree(slices.dim_of(name), fault))
     patch.setattr(ours, "INCLUDES", altered)
@@ -102,7 +103,7 @@ def alter_nvcc(patch, fault, name, edited):
 
 @contextmanager
 def altered_triton(patch, edited):
-    """Inside, Triton loads its kernels anew, altered."""
+    """Inside, Triton loads its kernels again, altered."""
     from triton.runtime.jit import JITFunction
 
     driver, loaded = triton.driver_of(80), []
@@ -119,14 +120,14 @@ def altered_triton(patch, edited):
     yield
     for kernels, *_ in (of_device for x in loaded for of_device in x.values()):
         for kernel in kernels.values():
-            kernel.module = None  # or its end would ask a driver of GPUs to unload it
+            kernel.module = None  # or its destructor would ask a GPU driver to unload it
 
 
 # -- Python ----------------------------------------------------------------------------------------
 
 
 def alter_python(patch, fault, where):
-    """The functions of a module get the code that its altered text has."""
+    """Give the functions of a module the code of its altered text."""
     module = importlib.import_module(where.removesuffix(".py").replace("/", "."))
     text = table.applied(fault, where, builds.ROOT.joinpath(where).read_text())
     codes = dict(functions_of(compile(text, where, "exec", dont_inherit=True)))
@@ -139,7 +140,7 @@ def alter_python(patch, fault, where):
 
 
 def functions_of(code, within=""):
-    """(dotted name, code) of every function in code, but those inside of functions."""
+    """(dotted name, code) of every function in code, except those inside functions."""
     for x in code.co_consts:
         if hasattr(x, "co_consts") and x.co_name.isidentifier():
             yield within + x.co_name, x

@@ -1,7 +1,7 @@
-"""The smallest calls that notice, by name: a shape, and the features of cases.py after it, joined
-by +. `ptx ` before it: nvcc's kernels run as it compiled them; `triton `: Triton's.
+"""The smallest calls that notice a fault, by name: a shape, then features of cases.py, joined by +.
+The prefix `ptx ` runs nvcc's kernels as it compiled them; `triton ` runs Triton's.
 
-A slice gives what it says against the kernels in use; findings and refusals are raised.
+A slice yields its complaints about the kernels in use; findings and refusals are raised.
 """
 
 import re
@@ -44,7 +44,7 @@ SHAPES = {
     "full gradients": ("backward", Dims(1, 2, 1, 70, 150, 32, 32)),
     "decode": ("decode", Dims(2, 4, 2, 3, 300, 24, 24)),
     "many tiles": ("decode", Dims(2, 4, 2, 3, 700, 24, 24)),
-    "many rows": ("decode", Dims(1, 10, 2, 4, 300, 24, 24)),  # 20 of a tile of 64
+    "many rows": ("decode", Dims(1, 10, 2, 4, 300, 24, 24)),  # 20 rows in a tile of 64
     "weights": ("weights", Dims(1, 2, 1, 70, 150, 24, 24)),
     "mean weights": ("weights", Dims(1, 4, 2, 150, 70, 24, 24)),
 }
@@ -73,7 +73,7 @@ def problem_of(name):
 
 
 def judged(name):
-    """Of a shape with features."""
+    """Complaints about a shape with features."""
     kind = SHAPES[parts(name)[1]][0]
     problem = problem_of(name)
     if kind == "weights":
@@ -98,7 +98,7 @@ OTHERS = {}
 
 @named("forward")
 def between_nan():
-    """Before and after the keys of a head lies NaN."""
+    """In memory NaN precedes and follows the keys of a head."""
     problem = build(Dims(1, 2, 1, 70, 75, 24, 24), (), torch.bfloat16)
     problem = replace(problem, k=inside_nan(problem.k), v=inside_nan(problem.v))
     return Verdict(problem, backward=False).complaints(fastattn.attention)
@@ -106,7 +106,8 @@ def between_nan():
 
 @named("forward")
 def cut_off():
-    """Rounding errs to both sides: a mean of positive values is off by less than cutting off is."""
+    """Rounding errs to both sides: a mean of positive values is off by less than with
+    truncation."""
     problem = problem_of("forward")
     problem.v.abs_()
     exact = problem.to(torch.float64).run(fastattn.reference.attention, backward=False)["out"]
@@ -117,7 +118,7 @@ def cut_off():
 
 @named("forward")
 def no_conflicts():
-    """Of banks, at any access to shared memory."""
+    """No access to shared memory has bank conflicts."""
     with everywhere(banks=True) as backend:
         problem_of("forward").run(fastattn.attention, backward=False)
     (found,) = backend.findings
@@ -125,7 +126,7 @@ def no_conflicts():
 
 
 def moved(shape, ways):
-    """A key or a query that lies in such a way changes no bit."""
+    """Another layout of a key or a query in memory changes no bit."""
     problem = problem_of(shape)
     right = problem.run(fastattn.attention, backward=False)["out"]
     for way in ways:
@@ -147,7 +148,7 @@ def not_aligned_in_decoding():
 
 @named("forward")
 def rows_far_apart():
-    """By more elements than 32 bits count."""
+    """More elements apart than 32 bits can count."""
     near = build(Dims(1, 1, 1, 70, 67, 24, 24), (), torch.bfloat16)
     spread = replace(near, k=far(near.k, 2))
     found, right = (x.run(fastattn.attention, backward=False)["out"] for x in (spread, near))
@@ -161,22 +162,22 @@ def far_from_zero():
 
 @named("forward")
 def nothing_seen():
-    """By some rows of a tile, in a plain kernel."""
+    """Some rows of a tile see nothing, in a plain kernel."""
     problem = build(Dims(1, 1, 1, 100, 70, 24, 24), [FEATURE["bottom_right"]], torch.bfloat16)
     return Verdict(problem, backward=False).complaints(fastattn.attention)
 
 
 @named("forward")
 def a_key_short_of_a_tile():
-    """All keys end there, and one of zeros that leaked would take a row."""
+    """Logits are negative, so a zero key past the end would take a row's weight."""
     problem = build(Dims(1, 1, 1, 70, 127, 32, 32), (), torch.bfloat16)
     return Verdict(negative_logits(problem), backward=False).complaints(fastattn.attention)
 
 
 @named("backward")
 def hidden_nan():
-    """A key of NaN that a bool mask hides changes no bit, under a softcap: but of dq, which is made
-    of zeros times the keys."""
+    """A key of NaN that a bool mask hides changes no bit, under a softcap, except of dq, which sums
+    zeros times the keys."""
     problem = build(Dims(1, 2, 1, 40, 70, 24, 24), [FEATURE["softcap"]], torch.bfloat16)
     hidden = torch.arange(70) % 3 == 1
     problem.kwargs["mask"] = ~hidden
@@ -196,7 +197,7 @@ def with_softcap(cap, size):
 
 @named("forward")
 def weak_cap():
-    """Far above the scores: what 1 - 2 / (1 + e^2x) cancels is more than the scores."""
+    """A cap far above the scores: cancellation in 1 - 2 / (1 + e^2x) costs more than the scores."""
     return with_softcap(1e6, 1.0)
 
 
@@ -214,13 +215,13 @@ def masks_at_odd_elements():
 
 @named("forward")
 def mask_two_keys_short():
-    """Of a whole tile."""
+    """Two keys short of a whole tile."""
     problem = build(Dims(1, 2, 1, 70, 126, 24, 24), [FEATURE["float_mask"]], torch.bfloat16)
     return Verdict(problem, backward=False).complaints(fastattn.attention)
 
 
 def dense(mask):
-    """A mask of M x N that has structure, in the numbers or at the places that the slice is for."""
+    """Complaints about a call with the mask of M x N that mask(rows, keys) makes."""
     problem = build(Dims(2, 2, 1, 150, 333, 24, 24), (), torch.bfloat16)
     problem.kwargs["mask"] = mask(torch.arange(150)[:, None], torch.arange(333))
     return Verdict(problem, backward=False).complaints(fastattn.attention)
@@ -228,7 +229,7 @@ def dense(mask):
 
 @named("forward")
 def dense_mask():
-    """Whose heads and items see other blocks, some of them far away; and one row one key alone."""
+    """Heads and items see different blocks, some of them far away; one row sees one key alone."""
     first = torch.tensor([0, 70, 0, 140]).view(2, 2, 1, 1)
 
     def shown(i, j):
@@ -240,14 +241,14 @@ def dense_mask():
 
 @named("forward")
 def dense_finfo_min():
-    """All that some rows have."""
+    """Some rows have nothing else."""
     least = torch.finfo(torch.bfloat16).min
     return dense(lambda i, j: torch.where((j < 200) & (i % 50 < 46), 0.0, least).bfloat16())
 
 
 @named("forward")
 def odd_dense_mask():
-    """No row of it begins at 16 bytes."""
+    """No row of the mask begins at a multiple of 16 bytes."""
 
     def lies(i, j):
         mask = torch.where((j <= i) & (j > 1), 0.0, -torch.inf).bfloat16()
@@ -264,8 +265,8 @@ def dense_gradients(mask):
 
 @named("backward")
 def dense_mask_gradients():
-    """Of heads and items that see other blocks of keys, and one more at the end: next to theirs, or
-    far away, whole tiles and parts. The last rows see nothing."""
+    """Heads and items see different blocks of keys, and one more at the end: adjacent or far away,
+    whole tiles and parts. The last rows see nothing."""
     first = torch.tensor([0, 128, 0, 256]).view(2, 2, 1, 1)
 
     def shown(i, j):
@@ -277,14 +278,15 @@ def dense_mask_gradients():
 
 @named("backward")
 def finfo_min_gradients():
-    """Which is all that a row has, not the first of its tile."""
+    """finfo.min is all that one row has, which is not the first of its tile."""
     least = torch.finfo(torch.bfloat16).min
     return dense_gradients(lambda i, j: torch.where((j < 200) & (i != 9), 0.0, least).bfloat16())
 
 
 @named("forward")
 def largest_scores():
-    """Of 100 at one key, another in each item: what is measured from less overflows."""
+    """Scores of 100 at one key, another one in each item: relative to a lower maximum they
+    overflow."""
     problem = build(Dims(8, 1, 1, 40, 70, 32, 32), (), torch.bfloat16)
     problem.q[:] = 2
     problem.k[:] *= 0.1
@@ -295,7 +297,7 @@ def largest_scores():
 
 @named("decode")
 def sinks_above_all():
-    """They take most of each row."""
+    """The sinks take most of each row."""
     problem = problem_of("decode+sinks")
     problem.kwargs["sinks"] = problem.kwargs["sinks"] + 6
     return Verdict(problem, backward=False).complaints(fastattn.attention)
@@ -303,7 +305,7 @@ def sinks_above_all():
 
 @named("forward", "backward")
 def folded():
-    """Examples that vmap makes one call of."""
+    """Examples that vmap folds into one call."""
     passes = ("forward", "backward")
     return folded_calls.complaints(None, torch.bfloat16, ["items heads"], passes)
 
@@ -329,13 +331,13 @@ def packed():
 
 @named("forward")
 def packed_decode():
-    """The longest is the last: whoever takes it for all does not write past the end."""
+    """The longest is the last: a fault that uses its length for all does not write past the end."""
     made = test_packed.batch((), torch.bfloat16, ((1, 141), (2, 0), (3, 170)), 32)
     return test_packed.complaints(made, made.run(backward=False))
 
 
 def in_pages(page):
-    """The first is of NaN."""
+    """The first page is of NaN."""
     made = test_packed.batch((), torch.bfloat16, ((37, 41), (0, 3), (40, 70), (5, 9)), 32)
     given = test_paged.in_pages(made, page)
     for x in "kv":
@@ -373,14 +375,14 @@ def packed_backward():
 
 @contextmanager
 def backend_of(name):
-    """The kernels that the slice is for are everybody's."""
+    """Inside, every call runs the kernels that the slice is for."""
     engine, shape, _ = parts(name)
     if engine == "triton":
         with triton.compiled() as found, pytest.MonkeyPatch.context() as patch:
             patch.setattr(tuning, "config", lambda *about: TILE)
             yield found
     elif getattr(OTHERS.get(shape), "launches", False):
-        yield None  # it has a runtime of its own
+        yield None  # it makes its own runtime
     else:
         few_rows = MANY * ("decode" in passes(name))
         with everywhere(sm_count=few_rows, ptx=engine == "ptx") as found:
@@ -388,7 +390,7 @@ def backend_of(name):
 
 
 def complaints(name):
-    """What a slice says against the kernels in use."""
+    """A slice's complaints about the kernels in use."""
     shape = parts(name)[1]
     with backend_of(name):
         return list(judged(name) if shape in SHAPES else OTHERS[shape]())

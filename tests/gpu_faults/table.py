@@ -6,7 +6,7 @@
     -the code as it is
     +the code with the fault
 
-Edits of a file follow one another, and so do files. A number before a title is that in the list
+The edits of a file follow one another, and so do files. A number before a title is from the list
 that the table began with.
 """
 
@@ -40,7 +40,7 @@ class Fault(NamedTuple):
 
     @property
     def number(self):
-        """In the first list, or ""."""
+        """The number in the first list, or ""."""
         found = re.match(r"(\d\db?) ", self.title)
         return found[1] if found else ""
 
@@ -80,7 +80,7 @@ def fault(lines):
 
 
 def applied(fault, where, text):
-    """The text of a file after the fault's edits of it. Each is of code that is there once."""
+    """The text of a file after the fault's edits of it. The old code of each must occur once."""
     for edit in fault.edits:
         if edit.where == where:
             times = text.count(edit.old)
@@ -90,14 +90,14 @@ def applied(fault, where, text):
 
 
 def applied_to_compiled(fault, text):
-    """PTX after the fault's edits of the kernels in it. There `old` is a pattern, and `2: ` or
-    `-1: ` before it tells which of its matches is meant where there are several, from 0 on."""
+    """PTX after the fault's edits of the kernels in it. Here `old` is a pattern; `2: ` or `-1: `
+    before it is the index, from 0, of the match to edit if there are several."""
     kernels = re.split(r"(?=^\.visible \.entry )", text, flags=re.M)
     return "".join(compiled(fault, x) for x in kernels)
 
 
 def kernels_of(edit, text):
-    """The beginnings of the kernels that it is of."""
+    """The beginnings of the kernels that the edit is for."""
     return re.findall(rf"^\.visible \.entry \w*{edit.where}", text, re.M)
 
 

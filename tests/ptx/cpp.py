@@ -13,8 +13,9 @@ NUMBER = re.compile(r"(-?)(0[xX][0-9a-fA-F]+|0[bB][01]+|0[0-7]*|[1-9]\d*)U?")
 FLOAT = {"f32": re.compile(r"0[fF]([0-9a-fA-F]{8})"), "f64": re.compile(r"0[dD]([0-9a-fA-F]{16})")}
 WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
 
-# What blocks may have of shared memory: without asking, and at most, in KB. Local memory is on the
-# stack of a thread of the emulator.
+# In KB: what a kernel may have of static shared memory and of local memory, and what an
+# architecture lets a block have of shared memory. Local memory is on the stack of a thread of the
+# emulator.
 STATIC, LOCAL = 48, 64
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227}
 
@@ -108,7 +109,7 @@ class Writer:
         return [code]
 
     def counted(self, each, kinds):
-        """The number of operands that a form has; a * at the end is one that may be there."""
+        """Check the number of operands; a * at the end of a form's kinds is an optional one."""
         most = len(kinds)
         if kinds and not least_of(kinds) <= len(each.operands) <= most:
             refuse(each.line, f"{each.opcode} with {len(each.operands)} operands, expected {most}")
@@ -161,7 +162,7 @@ class Writer:
         return "L_" + self.plain(name)
 
     def value(self, operand, kind, wider=False, flush=False):
-        """As C++ of that type; of a register that may be wider, its low bits."""
+        """The operand as C++ of that type; of a register that may be wider, its low bits."""
         if flush:
             return f"ftz({self.value(operand, kind, wider)})"
         type = self.type(kind)
@@ -173,8 +174,8 @@ class Writer:
             return cast(type, self.type(own), self.read(operand))
         return f"{type}({self.other(operand, kind)})"
 
-    # -- registers that products use in flight: how many wgmma.fences were there when other
-    # instructions used them, and when products did? And as what: of A (1), or D of such columns --
+    # -- registers that products use in flight: how many wgmma.fences preceded their last use by
+    # other instructions, and by products? And their role then: A (1), or D of so many columns --
 
     def use(self, register):
         return f"used_{self.used[register]} = fenced"
@@ -184,7 +185,8 @@ class Writer:
         return f"({self.use(register)}, {plain})" if register in self.used else plain
 
     def ordered(self, uses):
-        """Was there a fence since? Of (a register of a list, as what); and what remembers these."""
+        """C++: was there a fence since their last use? And what records this use. uses: (one
+        register of each list, its role)."""
         groups = [(self.used[register], what) for register, what in uses]
         fenced = " && ".join(
             f"used_{i} < fenced && (as_{i} == {what} || as_{i}_at < fenced)" for i, what in groups
@@ -198,7 +200,7 @@ class Writer:
         return self.register(operand)
 
     def other(self, operand, kind):
-        """What is no register."""
+        """An operand that is not a register."""
         if found := HERE.fullmatch(operand):
             return f"S.{found[1]}[{'xyz'.index(found[2])}]"
         if operand == "%laneid":
@@ -237,7 +239,8 @@ class Writer:
         return int(found[1] + digits, 8 if octal else 0)
 
     def result(self, operand, kind, code, wider=False):
-        """The statement that gives it to a register, which may be wider: its sign goes on."""
+        """The statement that assigns it to a register, which may be wider: the value is
+        extended."""
         if operand not in self.kernel.registers:
             refuse(self.line, f"result {operand}, expected a register")
         own = self.kernel.registers[operand]
@@ -265,7 +268,7 @@ class Writer:
         return found
 
     def base(self, operand):
-        """What an address is from, and how far."""
+        """The base of an address, and the offset."""
         found = re.fullmatch(rf"\[\s*({NAME}|\d+)\s*(?:\+\s*(-?\w+)\s*)?\]", operand)
         if not found:
             refuse(self.line, f"address {operand}")
@@ -278,7 +281,7 @@ class Writer:
 
 
 def groups_of(lists_of, body):
-    """For each register of a list, the number of those that are together with it in some list."""
+    """For each register of a list, the number of its group: lists that share registers are one."""
     found = {}
     lists = [x for each in body if isinstance(each, Instruction) for x in lists_of(each)]
     for number, names in enumerate(lists):

@@ -1,9 +1,9 @@
-"""The forms of instructions that are known, each with its operands and its meaning in C++.
+"""The known forms of instructions, each with its operands and its meaning in C++.
 
-A form is a whole opcode: <T:u32|s32> stands for one of these types, [.ftz] for a modifier that may
-be there. What matches no form is refused: no modifier is passed over. Operands have a kind: a type;
-T, that of the opcode; B, the unsigned number of T's bits; W and WB, the same of twice the bits.
-{a} is an operand's value as C++ (machine.h has the types and functions), {T} a type.
+A form is a whole opcode: <T:u32|s32> stands for one of these types, [.ftz] for an optional
+modifier. An opcode that matches no form is refused: no modifier is ignored. An operand's kind is a
+type; T, that of the opcode; B, the unsigned type with T's bits; W and WB, the same with twice the
+bits. {a} is an operand's value as C++ (machine.h has the types and functions), {T} a type.
 
 With .ftz, subnormal float32 operands and results are zeros; with .sat, the result is in [0, 1].
 """
@@ -51,7 +51,7 @@ def form(name, kinds, code):
 
 COMPARE = {"eq": "{a} == {b}", "ne": "{a} != {b}", "lt": "{a} < {b}", "le": "{a} <= {b}"}
 COMPARE |= {"gt": "{a} > {b}", "ge": "{a} >= {b}"}
-# Of floats: false where one is NaN. With u, true there: the opposite of the opposite.
+# Of floats: false if one is NaN. With u, true then: the negation of the opposite comparison.
 ORDERED = COMPARE | {"ne": "({a} < {b} || {a} > {b})", "num": "({a} == {a} && {b} == {b})"}
 OPPOSITE = {
     "equ": "ne",
@@ -68,7 +68,7 @@ COMBINE = {"and": "&", "or": "|", "xor": "^"}
 
 def compare(table):
     def code(write, groups, operands, place):
-        """p, and q if it is asked for: the comparison and its opposite, each with c."""
+        """p, and q if it is given: the comparison and its opposite, each combined with c."""
         to, (a, b, *rest) = operands[0], operands[1:]
         kind = groups["T"]
         flush = bool(groups.get("ftz"))
@@ -169,7 +169,7 @@ def narrow_pair(kind):
 
 
 CONVERSIONS = [
-    # A source or a result may lie in a wider register: kinds in brackets.
+    # A source or a result may be in a wider register: kinds in brackets.
     form("cvt.<T:WHOLE>.<S:WHOLE>", "[T] [S]", "{a}"),
     form("cvt.rn.<T:f32|f64>.<S:WHOLE>", "T [S]", "{a}"),
     form(
@@ -204,7 +204,7 @@ for each in FORMS:
 
 
 def known(opcode, line):
-    """The form of an opcode, and what stands for its names."""
+    """The form of an opcode, and the values of its named groups."""
     for each in BY_NAME.get(opcode.partition(".")[0], ()):
         if found := each.pattern.fullmatch(opcode):
             return each, found.groupdict() | {"ftz": "ftz" in opcode.split(".")}

@@ -21,7 +21,7 @@ FIELDS = {
 }
 OF_ALL = ("rank", "global_address", "elemtype", "interleave_layout", "swizzle_mode", "fill_mode")
 ELEMENTS = {"bf16": "kBfloat16", "f16": "kFloat16", "tf32": "kTf32"}
-PER_CHUNK = 8  # columns of a product come by eight
+PER_CHUNK = 8  # the number of columns of a product is a multiple of 8
 
 
 def call(name, *shapes):
@@ -50,7 +50,7 @@ def constant(write, operand):
 
 
 def arrive(write, groups, operands, place):
-    """Also with bytes to expect. What it gives, the state of a phase, is asked for by none."""
+    """Also with bytes to expect. The result, the state of a phase, must be unused."""
     if operands[0] != "_":
         refuse(write.line, f"{operands[0]}, expected _: a state of an mbarrier is not known here")
     at, expects = shared(write, operands[1]), "expect_tx" in groups["way"]
@@ -63,7 +63,7 @@ def arrive(write, groups, operands, place):
 
 
 def test(write, groups, operands, place):
-    """Of a parity. How long it may wait at most is of no meaning here."""
+    """Test or await a parity. The limit of the wait is ignored."""
     at, parity = shared(write, operands[1]), number(write, operands[2])
     patient = "true" if groups["way"] == "try_wait" else "false"
     code = f"emu::mbarrier_test({place}, {at}, {parity}, {patient})"
@@ -150,7 +150,7 @@ def sign(write, operand):
 
 
 def product(write, groups, operands, place):
-    """D, A, B, the scale of D, signs of A and B, and of 16 bits whether they lie across."""
+    """D, A, B, the scale of D, signs of A and B, and for 16 bits whether they are transposed."""
     kind, columns = groups["A"], int(groups["N"])
     if kind != groups["B"] or int(groups["K"]) != (8 if kind == "tf32" else 16):
         refuse(write.line, f"a product of {kind} and {groups['B']} with k = {groups['K']}")
@@ -213,7 +213,7 @@ FORMS = [
     (f"mbarrier.<way:arrive|arrive.expect_tx>[.release.cta].{SHARED}.b64", "_ _ *", arrive),
     (f"mbarrier.<way:try_wait|test_wait>.parity[.acquire.cta].{SHARED}.b64", "_ _ _ *", test),
     ("fence.proxy.async[.shared::cta]", "", fence),
-    # Of blocks that share a cluster there is one.
+    # A cluster has one block here.
     ("fence.mbarrier_init.release.cluster", "", nothing),
     (
         f"tensormap.replace.tile.<field:{'|'.join(FIELDS)}>.shared::cta.b1024.<T:b32|b64>",
@@ -232,7 +232,7 @@ FORMS = [
         "_ _ _",
         load_box,
     ),
-    # Groups are of copies from shared memory, of which no form is known.
+    # Bulk groups are for copies from shared memory, which have no form here.
     ("cp.async.bulk.commit_group", "", nothing),
     ("cp.async.bulk.wait_group[.read]", "_", nothing),
     (

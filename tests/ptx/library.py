@@ -19,7 +19,7 @@ CACHE = emulator.ROOT / "build" / "ptx"
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off")
 FLAGS += tuple(f"-I{folder}" for folder in (HERE, emulator.EMULATOR))
 MOST_SHARED = max(cpp.LIMITS.values()) << 10
-one_at_a_time = threading.Lock()  # compilers of a process
+one_at_a_time = threading.Lock()  # compilers in this process
 
 
 def digest(*parts):
@@ -36,7 +36,7 @@ def made(name, key, command):
 
 
 def written(name, code):
-    """The file of this name in the cache, which is whole or not there: others may read it."""
+    """The file of this name in the cache. It is written as a whole, because others may read it."""
     path = CACHE / name
     with emulator.once.alone(name):
         if not path.exists():
@@ -48,8 +48,8 @@ def written(name, code):
 
 
 def machine():
-    # The emulator takes the address that it returns to for the place in the program. Here it is one
-    # for all instructions of a kind, which have names of their own: g++ may make two of one.
+    # The emulator takes its return address for the place in the program. Here that must be one for
+    # all instructions of a kind, which have separate names: g++ may make two of one.
     command = [*emulator.compiler(), *emulator.FLAGS, "-fno-optimize-sibling-calls"]
     headers = sorted([*emulator.EMULATOR.glob("*.h"), HERE / "machine.h"])
     key = digest(*command, HERE / "machine.cpp", *headers)
@@ -67,7 +67,7 @@ def translated(kernels):
 
 
 class Executor:
-    """Runs PTX on an emulator: that of this text, and what is added later."""
+    """Runs PTX on an emulator: this text, and what is added later."""
 
     def __init__(self, on, ptx=""):
         self.emulator, self.there = on, set()
@@ -76,8 +76,8 @@ class Executor:
             self.add(ptx)
 
     def add(self, ptx, names=None):
-        """The kernels of a text of PTX can be launched from here on; of those in `names`, under the
-        name that stands there."""
+        """Make the kernels of a text of PTX ready to launch; with `names`, only those in it, each
+        under the name that it maps to."""
         kernels = list(text.kernels(ptx).values())
         if names:
             kernels = [x for x in kernels if x.name in names]
@@ -85,16 +85,17 @@ class Executor:
                 x.name = names[x.name]
         objects = [translated(kernels), machine()]
         path = self.emulator.path
-        # It names the emulator that it is linked with, which is in memory by then: another of the
-        # same contents is not that.
+        # It refers by path to the emulator that it is linked with, which is already in memory:
+        # another file with the same contents will not do.
         key = digest(*objects, path, str(path))
         command = [*emulator.compiler(), "-shared", *objects, path]
         ctypes.CDLL(str(made("library", f"{key}.so", command)))
         self.there.update(x.name for x in kernels)
 
     def launch(self, name, grid, block, shared, arguments, **options):
-        """One kernel, and what was found. Arguments are bytes, or arrays for their addresses."""
-        options = dict(shared_limit=MOST_SHARED) | options  # the kernel knows its own
+        """Run one kernel; return the findings. Arguments are bytes, or arrays for their
+        addresses."""
+        options = dict(shared_limit=MOST_SHARED) | options  # the kernel checks its own limit
         packed = [packed_argument(x) for x in arguments]
         count = len(packed)
         return self.emulator.run(
@@ -110,14 +111,14 @@ class Executor:
 
     @contextmanager
     def instead(self, find):
-        """Inside, launches from C++ run the PTX of their kernel. Where it is not there yet, `find`
-        is called with the mangled name, and gives the text."""
+        """Inside, launches from C++ run the PTX of their kernel. For a kernel that is not there
+        yet, `find` is called with the mangled name, and returns the text."""
         failed = []
 
         def asked(name):
             try:
                 self.add(find(name.decode()))
-            except BaseException as error:  # none gets through C++
+            except BaseException as error:  # C++ cannot pass it on
                 failed.append(error)
 
         callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(asked)
@@ -135,7 +136,7 @@ class Executor:
 
 
 def packed_argument(x):
-    """Bytes at a multiple of 16, as a launch lays its parameters out; of an array, its address."""
+    """Bytes at a multiple of 16, as a launch's parameters are; for an array, its address."""
     given = x if isinstance(x, bytes) else x.ctypes.data.to_bytes(8, "little")
     memory = emulator.aligned(len(given), np.uint8)
     memory[:] = np.frombuffer(given, np.uint8)

@@ -1,4 +1,4 @@
-// Instructions that touch memory or meet other lanes, by the emulator of tests/emu.
+// Instructions that access memory or synchronise lanes, on the emulator of tests/emu.
 #include "machine.h"
 
 #include <cmath>
@@ -20,8 +20,8 @@ Special special() {
 
 // -- memory ----------------------------------------------------------------------------------------
 
-// Not misaligned, and not what no pointer is: next to null, or a poison. Reading there would end
-// the process.
+// Fails if the address is misaligned, or cannot be a pointer: next to null, or a poison. Reading
+// there would end the process.
 void* memory(u64 address, int bytes, Place place) {
   if (address % bytes)
     emu::fail("%s: %d bytes at 0x%llx are misaligned", place, bytes,
@@ -44,7 +44,7 @@ void store(u64 to, const void* from, int bytes, Place place) {
   std::memcpy(at, from, bytes);
 }
 
-// What names global memory and is none.
+// Fails if an address is not in global memory.
 static void expect_global(u64 address, int bytes, Place place) {
   if (emu::is_global(reinterpret_cast<void*>(address))) return;
   emu::fail("%s: %d bytes at 0x%llx are not in global memory", place, bytes,
@@ -143,8 +143,9 @@ struct Shuffled {
 };
 }  // namespace
 
-// Lanes at different instructions may meet, if those are alike. Lanes outside the range that clamp (its low bits, and above them the mask of a segment) leaves
-// keep what they have.
+// Lanes at different instructions may meet, if those are alike. `clamp` limits the source lanes, by
+// its low bits and, above them, the mask of a segment: a lane with a source outside keeps its
+// value.
 u32 shuffle(Way way, u32 value, u32 by, u32 clamp, u32 mask, bool& valid, Place place) {
   const int lane = emu::self->lane, segment = clamp >> 8 & 31, most = clamp & 31;
   const int first = lane & segment, last = first | (most & ~segment), step = by & 31;

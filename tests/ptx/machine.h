@@ -1,6 +1,6 @@
-// What a PTX instruction does, for the C++ that tests/ptx makes of kernels. This header is all that
-// a kernel includes, and is small so that it compiles at once; what touches memory or meets other
-// lanes is in machine.cpp. `place` says where in the PTX an instruction stands.
+// What a PTX instruction does, for the C++ that tests/ptx makes of kernels. A kernel includes this
+// header alone, which is small so that it compiles fast; what accesses memory or synchronises lanes
+// is in machine.cpp. `place` is the position of an instruction in the PTX.
 #pragma once
 #include <stdint.h>
 
@@ -38,7 +38,7 @@ Special special();
 void load(void* to, u64 from, int bytes, Place place);  // generic
 void load_global(void* to, u64 from, int bytes, Place place);
 void store_global(u64 to, const void* from, int bytes, Place place);
-void* memory(u64 address, int bytes, Place place);  // where that is, if it can be
+void* memory(u64 address, int bytes, Place place);  // as a pointer, if it can be one
 void store(u64 to, const void* from, int bytes, Place place);
 // Atomic for the device; relaxed, unless they acquire or release.
 void load_in_order(void* to, u64 from, int bytes, bool acquires, Place place);
@@ -49,11 +49,11 @@ void store_shared(u32 to, const void* from, int bytes, Place place);
 u64 of_shared(u32 address);  // a generic address, and back
 u32 to_shared(u64 address);
 
-// A kernel's parameter, at an address that it computed.
+// Loads a kernel's parameter from an address that the kernel computed.
 void load_parameter(void* to, u64 from, int bytes, const emu::Compiled& kernel, Parameters all,
                     Place place);
 
-// A place in a kernel's variable in local memory.
+// A checked address in a kernel's variable in local memory.
 void* local(u64 address, int bytes, void* variable, u64 size, Place place);
 
 void copy(u32 to, u64 from, int size, u32 bytes, Place place);  // cp.async
@@ -74,12 +74,12 @@ void multiply1688(f32* d, const u32* a, const u32* b, Place place);  // of tf32
 
 // -- floating point --------------------------------------------------------------------------------
 
-constexpr f32 kNan = BITS(f32, 0x7FFFFFFFu);  // what the arithmetic of float32 gives
+constexpr f32 kNan = BITS(f32, 0x7FFFFFFFu);  // the NaN of float32 arithmetic
 
 inline f32 ftz(f32 x) { return __builtin_fabsf(x) < 0x1p-126f ? __builtin_copysignf(0, x) : x; }
 inline f32 saturated(f32 x) { return x > 0 ? (x < 1 ? x : 1) : 0; }  // of NaN: 0
 
-// Of a NaN and a number, the number. -0 is less than 0.
+// Of a NaN and a number these give the number. -0 is less than 0.
 template <class F>
 inline F least(F a, F b) {
   if (a != a) return b != b ? F(kNan) : b;
@@ -101,7 +101,7 @@ f64 fused(f64 a, f64 b, f64 c);
 f32 widened(u16 bits, bool bfloat16);
 u32 narrowed(f32 x, bool bfloat16);  // to nearest even; a NaN has but one form
 
-// To whole numbers. Beyond their range, the nearest; NaN is 0, or of 64 bits the top one alone.
+// To whole numbers. Beyond their range, the nearest; NaN gives 0, or in 64 bits the top bit alone.
 template <class I>
 inline I whole(f64 x, bool wide) {
   constexpr bool is_signed = I(-1) < I(0);
@@ -114,7 +114,7 @@ inline I whole(f64 x, bool wide) {
 
 // -- whole numbers ---------------------------------------------------------------------------------
 
-// By zero, PTX does not say: a poison. The lowest number by -1 is itself.
+// By zero, PTX leaves the result open: here a poison. The lowest number by -1 is itself.
 template <class I>
 inline I quotient(I a, I b) {
   if (b == 0) return I(-1);
@@ -126,7 +126,7 @@ inline I remainder(I a, I b) {
   return b == I(-1) && I(-1) < I(0) ? I(0) : I(a % b);
 }
 
-// Shifts by more than the bits there are leave none, or copies of the sign.
+// Shifts by as many bits as there are, or more, give 0 or copies of the sign.
 template <class I>
 inline I left(I a, u32 by) {
   return by < 8 * sizeof(I) ? I(a << by) : I(0);
@@ -137,7 +137,7 @@ inline I right(I a, u32 by) {
   return by < bits ? I(a >> by) : a < I(0) ? I(-1) : I(0);
 }
 
-// `length` bits from `at`; past the end the sign, which is that of the last bit there is.
+// `length` bits from `at`; above them copies of the sign, which is the last bit of the field.
 template <class I>
 inline I field(I a, u32 at, u32 length) {
   constexpr u32 bits = 8 * sizeof(I);

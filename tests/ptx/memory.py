@@ -1,6 +1,6 @@
 """Instructions that are more than a value: moves of several registers, memory, control, and what
-lanes do together. Each is (form, kinds, function of the writer, the opcode's names, the operands,
-and the place in the program) and gives a statement.
+lanes do together. Each is (form, kinds, function); the function takes the writer, the opcode's
+named groups, the operands and the place in the program, and returns a statement.
 """
 
 from .text import SIZES, refuse
@@ -10,7 +10,7 @@ LOADED = "b8|b16|b32|b64|u8|u16|u32|u64|s8|s16|s32|s64|f32|f64"
 
 
 def move(write, groups, operands, place):
-    """Between registers; a vector of them is one number, the first at the bottom."""
+    """Between registers; a vector of them is one number, the first in the low bits."""
     kind, (to, source) = groups["T"], operands
     if to.startswith("{"):
         parts = write.vector(to)
@@ -46,7 +46,7 @@ def load(write, groups, operands, place):
 
 
 def received(write, registers, kind, code):
-    """`code` fills x, and its elements go to registers, which may be wider."""
+    """`code` fills x; its elements are assigned to registers, which may be wider."""
     values = (
         write.result(r, kind, f"x[{i}]", wider=True) for i, r in enumerate(registers) if r != "_"
     )
@@ -63,7 +63,7 @@ def store(write, groups, operands, place):
 
 
 def given(write, registers, kind, code):
-    """x is filled with the registers' elements, for `code` to take."""
+    """Fill x with the registers' elements, for `code` to use."""
     values = ", ".join(write.value(x, kind, wider=True) for x in registers)
     return f"{{ const {write.type(kind)} x[{len(registers)}] = {{{values}}}; {code} }}"
 
@@ -102,7 +102,7 @@ def load_parameter(write, groups, operands, place):
 
 
 def local(write, operand, bytes, place):
-    """Local memory is a thread's own: nobody else is told of it."""
+    """Local memory is private to a thread: the emulator does not check these accesses."""
     if len(write.kernel.local) != 1:
         refuse(write.line, f"{len(write.kernel.local)} variables in local memory, expected one")
     ((name, variable),) = write.kernel.local.items()
@@ -123,7 +123,7 @@ def store_local(write, groups, operands, place):
 
 
 def copy(write, groups, operands, place):
-    """cp.async. Hints for the caches are of no meaning here."""
+    """cp.async. Hints for the caches are ignored."""
     to, source = write.address(operands[0], "u32"), write.address(operands[1], "u64")
     size = write.constant(operands[2])
     if size not in ((16,) if groups["way"] == "cg" else (4, 8, 16)):

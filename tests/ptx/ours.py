@@ -1,4 +1,4 @@
-"""The PTX that nvcc makes of csrc/cuda, kernel by kernel: the one that a launch asks for."""
+"""The PTX that nvcc makes of csrc/cuda, one kernel at a time, when a launch asks for it."""
 
 import functools
 import subprocess
@@ -18,14 +18,14 @@ needs_nvcc = pytest.mark.skipif(not ptxas.find_nvcc(), reason="compiling CUDA ne
 
 @functools.cache
 def sources():
-    """What the kernels are made of, and by what."""
+    """A digest of the kernels' sources and of the compiler."""
     headers = [*(ROOT / "csrc").glob("*.h"), *KERNELS.glob("*.cuh"), *KERNELS.glob("*.h")]
     headers += (KERNELS / "sm80").glob("*.cuh")
     return library.digest(ptxas.version(), *FLAGS, *sorted(headers))
 
 
 def ptx(name):
-    """Of a kernel with this mangled name, which tells all that its template is an instance of."""
+    """The PTX of a kernel with this mangled name, which contains all of its template arguments."""
     signature = subprocess.run(["c++filt", name], capture_output=True, text=True, check=True).stdout
     code = f"{INCLUDES}template __global__ {signature.strip()};\n"
     source = library.written(f"instance-{library.digest(code)}.cu", code)

@@ -1,7 +1,6 @@
-"""PTX text, read: the kernels of a module, and of each its parameters, bounds and instructions.
+"""Parse PTX: the kernels of a module, and of each its parameters, bounds and instructions.
 
-What is not known here is refused by name and line, never passed over: a directive may have a
-meaning.
+Unknown text is refused by name and line, never ignored: a directive may have a meaning.
 """
 
 import re
@@ -9,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 
 class Refused(Exception):
-    """PTX that nothing here gives a meaning to."""
+    """PTX that is not supported here."""
 
 
 def refuse(line, what):
@@ -57,8 +56,8 @@ SIZES |= {"b32": 4, "u32": 4, "s32": 4, "f32": 4, "b64": 8, "u64": 8, "s64": 8, 
 
 NAME = r"[%$\w]+"
 ENTRY = re.compile(rf"(?:\.visible\s+)?\.entry\s+({NAME})\s*\(([^()]*)\)([^{{]*)\{{")
-# Of a module: what has no meaning to a kernel, and the data that none of ours reads. (A kernel that
-# names it is refused: it is no operand that is known.)
+# Parts of a module that have no meaning for a kernel, and data that none of ours reads. (A kernel
+# that names it is refused, as the operand is unknown.)
 IDLE = (r"\.version\s+[\d.]+", r"\.address_size\s+64", r"\.file\s[^\n]*")
 IDLE += (rf"\.global\s+\.align\s+\d+\s+\.b8\s+{NAME}\[\d+\]\s*=\s*\{{[^}}]*\}}\s*;",)
 IDLE += (r"\.section\s+\.debug_\w+\s*\{[^}]*\}",)
@@ -113,7 +112,7 @@ def parameters(text, line):
 
 
 def bounds(kernel, text, line):
-    """Launch bounds. How many blocks share a multiprocessor changes nothing here."""
+    """Launch bounds. The number of blocks for each multiprocessor changes nothing here."""
     for name, numbers in re.findall(r"\.(\w+)([^.]*)", text):
         values = tuple(map(int, re.findall(r"\d+", numbers)))
         if name == "maxntid":
@@ -125,9 +124,9 @@ def bounds(kernel, text, line):
 
 
 def read_body(kernel, text, at):
-    """Statements until the brace that ends the kernel; where the text goes on after it. A scope
-    has registers of its own: each gets a name that no other has."""
-    scopes, begun = [{}], []  # what each scope inside began with, and where
+    """Read statements until the brace that ends the kernel; return the position after it. A scope
+    has separate registers: each gets a name that no other has."""
+    scopes, begun = [{}], []  # for each inner scope, what it began with, and where
     line, seen = text.count("\n", 0, at) + 1, at
     while True:
         at = re.compile(r"\s*").match(text, at).end()
@@ -156,7 +155,7 @@ def read_body(kernel, text, at):
 
 
 def own_labels(body, first, line):
-    """Labels of the scope from `first` on get names that no other has."""
+    """Give labels of the scope from `first` on names that no other has."""
     inside = body[first:]
     own = {x.name: f"{x.name}_{line}" for x in inside if isinstance(x, Label)}
     for i, each in enumerate(inside if own else (), first):

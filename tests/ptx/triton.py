@@ -1,7 +1,7 @@
 """Triton's kernels as it compiles them for a GPU, launched by its own launch path on CPU tensors.
 
-Triton is given a driver for a GPU that is not there. It compiles to PTX and stops; where it would
-load machine code, the PTX is loaded into the emulator; where it would launch, that runs.
+Triton is given a driver for a GPU that is not there. It compiles to PTX and stops; the driver loads
+the PTX into the emulator instead of machine code, and launches run there.
 """
 
 import functools
@@ -21,7 +21,7 @@ from fastattn.backends import triton as launcher
 
 from . import library
 
-# How a parameter of each type lies in memory, as Triton's launcher has it.
+# The layout in memory of a parameter of each type, as in Triton's launcher.
 PACKED = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
 PACKED |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 MULTIPROCESSORS = 132
@@ -30,7 +30,7 @@ OPTIONS = dict(same_value_stores=True)  # its reductions leave a sum in several 
 
 
 class Driver(Absent):
-    """Triton's driver of a GPU of `arch`, behind which is the emulator."""
+    """Triton's driver of a GPU of `arch`; it uses the emulator."""
 
     def __init__(self, arch):
         super().__init__(arch)
@@ -42,10 +42,10 @@ class Driver(Absent):
         self.launcher_cls = self.launcher
 
     def load(self, name, ptx, shared, device):
-        """Kernels of one name are many: each is called by its content."""
+        """Many kernels have one name: each is launched by a digest of its PTX."""
         handle = f"{name}_{library.digest(ptx)}"
         self.executor.add(ptx.decode(), {name: handle})
-        return handle, handle, 0, 0, 1024  # registers and spills are ptxas's to tell
+        return handle, handle, 0, 0, 1024  # ptxas would report registers and spills
 
     def launcher(self, source, metadata):
         types = list(source.signature.values())
@@ -56,7 +56,7 @@ class Driver(Absent):
         return launch
 
     def launch(self, function, grid, metadata, arguments):
-        # Global memory that a kernel asks for, each program its own; and that of the profiler.
+        # Global memory that a kernel asks for, a part for each program; and the profiler's.
         bytes_of_all = metadata.global_scratch_size * math.prod(grid)
         assert SCRATCH_ALIGN % (metadata.global_scratch_align or 1) == 0
         assert not metadata.profile_scratch_size
@@ -70,7 +70,7 @@ class Driver(Absent):
 
 
 def flat(types, arguments):
-    """The bytes of each parameter. Constants are none, tuples are their elements."""
+    """The bytes of each parameter. Constants are left out, tuples are flattened."""
     for kind, x in zip(types, arguments, strict=True):
         if isinstance(kind, tuple):
             yield from flat(kind, x)
@@ -81,21 +81,22 @@ def flat(types, arguments):
 
 
 def until_ptx(backend=None, stages=None, options=None, language=None, capability=None):
-    """Triton's hook into its passes: machine code is PTX."""
+    """Triton's hook into its passes: PTX takes the place of machine code."""
     if stages is not None:
         stages["cubin"] = lambda ptx, metadata: ptx.encode()
     return "ptx", "ptx"
 
 
-# One of each: a kernel that Triton compiled goes on to be launched by the driver that it was for.
+# One for each architecture: a kernel that Triton compiled is launched by its first driver ever
+# after.
 driver_of = functools.cache(Driver)
 
 
 @contextmanager
 def compiled(arch=80, multiprocessors=MULTIPROCESSORS, **options):
-    """Inside, every call runs Triton's kernels of `arch`, as compiled, on the emulator. Gives the
-    driver: it takes options of the emulator, and keeps the names of what was launched and what was
-    found."""
+    """Inside, every call runs Triton's kernels of `arch`, as compiled, on the emulator. Yields the
+    driver: it takes options of the emulator, and keeps the names of launched kernels and the
+    findings."""
     from triton import knobs
     from triton.runtime import driver
 

@@ -24,7 +24,7 @@ OPTIONS = {
         "TSAN_OPTIONS": "halt_on_error=1:ignore_noninstrumented_modules=1:report_signal_unsafe=0"
     },
 }
-# The emulator's threads are not the system's: one compiled for each width of heads.
+# The emulator's threads are not the system's. One emulator is compiled for each width of heads.
 EMULATOR = "from emulated import emulator; emulator({wide})"
 
 
@@ -89,7 +89,7 @@ def emulators():
 
 
 def preloaded(sanitizers):
-    """The runtimes of sanitizers, which have to be there before Python is."""
+    """The runtimes of sanitizers, which must be loaded before Python."""
     compiler = os.environ.get("CXX", "g++").split()
     found = []
     for name in RUNTIMES[sanitizers]:
@@ -104,7 +104,8 @@ def preloaded(sanitizers):
 
 
 def environment(sanitizers):
-    """Of a worker, but for what is preloaded: that would slow its make and compilers down."""
+    """The environment of a worker, without preloads: these would slow its make and compilers
+    down."""
     return (
         os.environ
         | OPTIONS[sanitizers]
@@ -113,8 +114,8 @@ def environment(sanitizers):
 
 
 def without_random_addresses():
-    """ThreadSanitizer of older compilers does not start where addresses have more random bits than
-    these."""
+    """A prefix of commands, if it is needed: ThreadSanitizer of older compilers does not start if
+    addresses have more random bits than these."""
     bits = Path("/proc/sys/vm/mmap_rnd_bits")
     many = bits.exists() and os.access(bits, os.R_OK) and int(bits.read_text()) > 28
     return ["setarch", "-R"] if many and shutil.which("setarch") else []

@@ -34,7 +34,7 @@ class Sizes:
         return Dims(rng.choice((1, 2)), heads * group, heads, M, N, D, Dv)
 
     def packed(self, rng):
-        """Of each sequence; the first is the longest in rows and in keys, as `batch` asks."""
+        """(rows, keys) of each sequence; the first is the longest in both, as `batch` requires."""
         found = [
             (rng.randint(0, self.rows), rng.randint(0, self.keys))
             for _ in range(rng.randint(1, self.sequences))

@@ -1,4 +1,4 @@
-"""Tensors between pages that may not be touched, and backends whose kernels get such tensors.
+"""Tensors between guard pages, and backends that pass such tensors to their kernels.
 
 A sanitizer sees the accesses of code that it compiled. It does not see masked loads and stores, the
 instructions of tiles in inline assembly, or what torch allocated. A guard page stops all of these.
@@ -16,7 +16,7 @@ from fastattn.launcher import convert
 PAGE = mmap.PAGESIZE
 NO_ACCESS, READ_AND_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE
 ANONYMOUS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-FIRST, LAST = "first", "last"  # the data begins right behind a guard page, or ends right before one
+FIRST, LAST = "first", "last"  # the data begins right after a guard page, or ends right before one
 PLACES = (FIRST, LAST)
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -46,7 +46,7 @@ def extent(x):
 
 
 def at(address, size, like):
-    """A tensor of memory that is there already, as `like` lies in its own."""
+    """A tensor in existing memory, with the layout of `like`."""
     raw = (ctypes.c_char * size).from_address(address)
     storage = torch.frombuffer(raw, dtype=torch.uint8).untyped_storage()
     return torch.empty(0, dtype=like.dtype).set_(storage, 0, like.shape, like.stride())
@@ -54,8 +54,8 @@ def at(address, size, like):
 
 @contextmanager
 def moved(tensors, place):
-    """Copies of tensors (or None), each between guard pages; afterwards the tensors have what the
-    copies have. One that is there several times has one copy."""
+    """Copies of tensors (or None), each between guard pages; afterwards they are copied back. A
+    tensor that occurs several times has one copy."""
     with ExitStack() as stack:
         copies, known = [], {}
         for x in tensors:
@@ -75,7 +75,7 @@ def moved(tensors, place):
 
 
 class Guarded:
-    """Beside a `Launcher`: its kernels get all tensors between guard pages, data at `place`. A
+    """A mixin of a `Launcher`: its kernels get all tensors between guard pages, data at `place`. A
     kernel that writes to an argument is an error."""
 
     place = LAST
@@ -96,4 +96,4 @@ def contents(x):
 
 
 class GuardedCpu(Guarded, Cpu):
-    """In the place of the CPU backend, if it is registered."""
+    """Takes the place of the CPU backend when it is registered."""

@@ -15,11 +15,11 @@ class Part:
     share = 1.0  # of the time that is left after the builds
 
     def build(self):
-        """What a worker has to know of what was built."""
+        """Build, and return what a worker has to know of the result."""
         raise NotImplementedError
 
     def prepare(self, built):
-        """In a worker, before the first call."""
+        """Run in a worker, before the first call."""
         raise NotImplementedError
 
     def calls(self, seed):
@@ -34,7 +34,7 @@ def name_of(call):
 
 
 def use(folder):
-    """The libraries in this folder."""
+    """Use the libraries in this folder."""
     from fastattn import native
 
     native._candidates = lambda name, variable="": [Path(folder) / name]
@@ -112,7 +112,7 @@ class Threads(Part):
 
         use(built)
         cpu.get_num_threads = lambda: self.threads
-        launcher.BRIEF = 0  # no call keeps the interpreter
+        launcher.BRIEF = 0  # every call releases the GIL
 
     def calls(self, seed):
         from fastattn import native
@@ -172,7 +172,7 @@ class Emulator(Part):
 
         from . import calls, guards
 
-        kinds = "dense", "weights", "packed", "paged"  # those that the CUDA kernels have
+        kinds = "dense", "weights", "packed", "paged"  # those that the CUDA kernels support
         found = calls.all_of([""], dtypes=DTYPES, kinds=kinds)
         found = [(*x, guards.PLACES[i % 2]) for i, x in enumerate(calls.shuffled(found, seed))]
         return calls.shuffled(found, seed)

@@ -17,8 +17,8 @@ SAID = ("ERROR: ", "runtime error: ", "WARNING: ThreadSanitizer", "FATAL: ")
 
 
 class Worker(Process):
-    """A process that makes every n-th call of a part. If it dies, another one goes on behind the
-    call that it died of."""
+    """A process that makes every n-th call of a part. If it dies, another one continues after the
+    call that ended it."""
 
     def __init__(self, options, part, built, index, lines):
         super().__init__(lines)
@@ -43,7 +43,7 @@ class Worker(Process):
         return self.silent_seconds() > LONGEST
 
     def last_words(self):
-        """What the sanitizer said, from its first line on."""
+        """The sanitizer's report, from its first line on."""
         text = [x.strip() for x in self.errors if x.strip()]
         first = next((i for i, x in enumerate(text) if any(s in x for s in SAID)), -8)
         return "\n    ".join(text[first:][:12])

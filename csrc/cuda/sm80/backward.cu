@@ -9,13 +9,13 @@
 namespace fa {
 namespace sm80 {
 
-// Up to here a lane's registers hold the gradients of its keys and values, and the tiles of a block
-// leave room for ds in shared memory: one kernel makes all gradients that are wanted.
+// Up to this width a lane's registers hold the gradients of its keys and values, and the tiles of a
+// block leave room for ds in shared memory: one kernel computes all gradients that are wanted.
 constexpr int64_t kWidestAtOnce = 128;
 
 bool adds_in_turn(const FaParams& p) { return p.dq.data && most(p.D, p.Dv) <= kWidestAtOnce; }
 
-// What a workspace begins with: of the tiles of a mask, for each of the kernels in its turn.
+// The bytes at the start of a workspace: the tiles of a mask, for one kernel after another.
 int64_t mask_bytes(const FaParams& p) {
   return with_dims(p, [&](auto dims) {
     using To = decltype(dims);

@@ -1,16 +1,16 @@
-// Backward on Ampere-class tensor cores, in kernels of one shape (Dao 2023, algorithm 2). Sums have
-// one order, and results are the same every time.
+// Backward on Ampere-class tensor cores, in kernels of one structure (Dao 2023, algorithm 2). Sums
+// have a fixed order, so results are the same every time.
 //
-// One side of the scores stays: keys and values for dk and dv, rows of q and dout for dq. Tiles of
-// the other side come by. Of narrow heads one kernel makes all three: where keys stay, blocks add to
-// dq in turn (query_sums.cuh). With L and R the left and right of a product,
+// One side of the scores stays in a block: keys and values for dk and dv, rows of q and dout for
+// dq. Tiles of the other side pass. For narrow heads one kernel computes all three: keys stay, and
+// blocks add to dq in turn (query_sums.cuh). With L and R the left and right of a product,
 //
 //   s  = L1 R1^T,  L1 stays: q or k           p  = exp(s - normaliser)
 //   dp = L2 R2^T,  L2 stays: dout or v        ds = p (dp - delta)
 //   first += ds R1: dq or dk                  second += p R2: dv
 //
-// The backward pass of the weights takes the same road. There dp is an input, no values exist, and
-// delta is a sum over keys: it has a kernel, in which a row's p dp are added up.
+// The backward pass of the weights uses the same kernels. There dp is an input, no values exist,
+// and delta is a sum over keys: a separate kernel adds up a row's p dp.
 #pragma once
 #include "../launch.h"
 #include "query_sums.cuh"
@@ -18,7 +18,7 @@
 namespace fa {
 namespace sm80 {
 
-enum Gradient { kOfQ, kOfAll, kOfK, kOfV, kOfMask, kDelta };  // what a kernel makes
+enum Gradient { kOfQ, kOfAll, kOfK, kOfV, kOfMask, kDelta };  // what a kernel computes
 
 // Without values, kDv = 0, dp is given.
 template <class Type_, int kD_, int kDv_, Gradient kWhat_, bool kGeneral_>
@@ -32,14 +32,14 @@ struct Backward {
   static constexpr bool kSecond = kWhat == kOfAll || kWhat == kOfV;
   static constexpr bool kInTurn = kWhat == kOfAll;  // blocks add to dq, too
   static constexpr bool kMakesSums = kWhat != kOfMask && kWhat != kDelta;
-  // 32 rows a warp read shared memory half as often as 16, where a lane has registers for their
-  // sums; beside 128 of them it has some for a tile of dq, but not for features. And it holds what
-  // stays, up to so many registers: with more, ptxas spills.
+  // 32 rows a warp read shared memory half as often as 16, if a lane has registers for their sums;
+  // beside 128 columns of sums it has some for a tile of dq, but not for features. What stays is
+  // held in registers, too, up to so many: with more, ptxas spills.
   static constexpr int kColumns = (kFirst ? kD : 0) + (kSecond ? kDv : 0);
   static constexpr bool kFew = kColumns < 128 || (kColumns == 128 && kInTurn && !kGeneral);
   static constexpr int kStrips = kMakesSums && kFew ? 2 : 1;
   static constexpr int kSums = kStrips * kColumns / 2, kOneSide = kStrips * kWidest / 4;
-  // Nothing happens to dp before: products are added to - delta.
+  // No feature changes dp first: products are accumulated onto - delta.
   static constexpr bool kDeltaFirst = !kGeneral && kFirst && kSums < 128;
   static constexpr bool kMayHold = kMakesSums && kWidest <= 128;
   static constexpr int kMost1 = kStrips == 2 ? 96 : kInTurn ? 112 : 128;
@@ -50,7 +50,7 @@ struct Backward {
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kStaying = 16 * kStrips * kWarps;
   static constexpr int kPassing =
       kHoldsAll || (kWidest <= 64 && !kInTurn) ? 64 : kWidest <= 192 ? 32 : 16;
-  // Of what passes, in registers at a time.
+  // How many of the passing rows or keys are in registers at a time.
   static constexpr bool kMany = kStrips == 1 && kWidest <= 128 && (kKeysStay || kGeneral);
   static constexpr int kAtOnce = !kMakesSums ? kPassing : kMany ? 32 : 16;
   using Left1 = Tile<kStaying, kD>;
@@ -69,13 +69,13 @@ struct Backward {
                                          kKeysStay ? kStaying : kPassing};
 };
 
-// Of masks whose tiles are known: kernels of their own, as in forward.cuh.
+// For masks with known tiles: separate kernels, as in forward.cuh.
 template <class Type, int kD, int kDv, Gradient kWhat>
 struct MaskedBackward : Backward<Type, kD, kDv, kWhat, true> {
   static constexpr bool kTiled = true;
 };
 
-// What a block makes gradients of: rows of one query head, the last rows first, as with a causal
+// What a block computes gradients of: rows of one query head, the last rows first, as with a causal
 // band those have most to do; or keys of one key head, the first keys first. Blocks that add in
 // turn take the last keys first, of some heads at a time, so that fewer begin behind one another.
 template <class B>
@@ -99,7 +99,7 @@ struct Task {
   }
 };
 
-// What passes by: rows of a head, or keys.
+// The side that passes: rows of a head, or keys.
 template <class B>
 struct Passing {
   Matrix right1, right2;
@@ -127,8 +127,8 @@ struct Passing {
   }
 };
 
-// The rows of all query heads that read a key head pass by one after the other. Where deltas are
-// what a kernel makes, they are 0 before.
+// The rows of all query heads that read a key head pass one after the other. A kernel that computes
+// deltas finds 0 in their place.
 template <class B>
 __global__ void __launch_bounds__(B::kThreads, 1)
     backward_kernel(const FaParams batch, float* workspace) {
@@ -141,7 +141,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const Task<B> task(batch, index);
   const int b = task.b, staying_head = task.head, first_row = task.first_row;
   const Item p(batch, b);
-  if (first_row >= (B::kKeysStay ? p.N : p.M)) return;  // another is longer
+  if (first_row >= (B::kKeysStay ? p.N : p.M)) return;  // another item is longer
   if (B::kInTurn && Turns(workspace).fall(batch)) return;
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = first_row + 16 * B::kStrips * warp + lane / 4, column = 2 * (lane % 4);
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const int rows = B::kKeysStay ? end : static_cast<int>(p.M);  // others see nothing here
   const Band by_all = B::kKeysStay ? visible.rows_of_all(first_row, past, rows)
                                    : visible.keys_of_all(first_row, past, rows);
-  // Tiles up to here this block begins: no row of them sees later keys.
+  // Up to this row this block is the first to add to a tile of dq: its rows see no later keys.
   const KeyRange later = row_range(p, b, past, p.N);
   const int begins_to = later.empty() ? end + B::kPassing : static_cast<int>(later.lo);
   const int group = static_cast<int>(p.H / p.Hk);
@@ -168,11 +168,11 @@ __global__ void __launch_bounds__(B::kThreads, 1)
 
   unsigned char *const left1 = memory, *const left2 = left1 + B::Left1::kBytes;
   unsigned char *const stages = memory + B::kLeftBytes, *const scores = memory + B::kScoresAt;
-  // Rows past what is seen are not read: NaN may lie past a key length.
+  // Rows past what is seen are not read: past a key length they may be NaN.
   const int64_t keys = B::kKeysStay ? visible.length : end;
   const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
   Passing<B> coming(p, workspace, b, first_head, rows, k, v);
-  // The next tile, and how many heads are left with it; of a mask the next that is shown.
+  // The next tile, and how many heads are left with it; with a mask, the next one that is shown.
   int next = start, left_next = last_head - first_head;
   const auto enter = [&](int left) {
     for (; left > 0; --left, coming.next_head(batch)) {
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   float delta[B::kStrips][2] = {};
   RowState staying[B::kStrips][2] = {};
   Left<typename B::Left1, B::kStrips, B::kHolds1> first_left(left1, warp);
-  // Tiles of one width are one tile to the compiler, with fewer addresses.
+  // Two tiles of one width are addressed as one tile, which takes fewer addresses.
   constexpr bool kOneWidth = B::kD == B::kDv;
   Left<typename B::Left2, B::kStrips, B::kHolds2, kOneWidth ? B::kStaying / 16 : 0> second_left(
       kOneWidth ? left1 : left2, warp);
@@ -218,7 +218,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   int stage = 0;
   QuerySums<B> queries(p, workspace, b, first_head);
   for (int left = last_head - first_head; left > 0; --left, queries.next_head(batch)) {
-    if (B::kTiled && left != left_next) continue;  // nothing of it is shown
+    if (B::kTiled && left != left_next) continue;  // no tile of this head is shown
     const int h = last_head - left;
     const Head head(B::kGeneral ? all : p, b, h, diagonal(p, b));
     MaskLines mask[B::kStrips];
@@ -298,7 +298,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
           queries.add_in_turn(ptx::shared_address(scores), ptx::shared_address(left1), first, block,
                               before, begins);
         }
-      // With ds this waits for nobody who matters; but without it ptxas spills.
+      // With ds no thread needs to wait here; but without this barrier ptxas spills.
       ptx::block_sync("backward: all are done with this tile");
       first = B::kTiled ? left_next == left ? next : end : last, stage ^= 1;
     } while (first < end);

@@ -1,4 +1,4 @@
-// Into how many splits a decode call's keys go, which kernels serve it, and their launch.
+// The number of splits of a decode call's keys, the kernels that serve it, and their launch.
 #include "decode.cuh"
 
 #include "../launch.h"
@@ -9,7 +9,7 @@
 namespace fa {
 namespace sm80 {
 
-// Tiles of rows of a block.
+// Tiles of rows in a block.
 int64_t row_tiles(const FaParams& p) { return p.H / p.Hk * p.M <= 16 ? 1 : 4; }
 
 int64_t blocks_of_a_split(const FaParams& p) {

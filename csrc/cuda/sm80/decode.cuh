@@ -1,6 +1,6 @@
-// Decode on Ampere-class tensor cores: few query rows, many keys. What costs is to read K and V, so
-// the query heads that share them are rows of one tile, and the keys are split among blocks, whose
-// softmaxes a second kernel combines (Flash-Decoding, Dao et al. 2023).
+// Decode on Ampere-class tensor cores: few query rows, many keys. The cost is reading K and V, so
+// the query heads that share them are rows of one tile, and the keys are split among blocks. A
+// second kernel combines the blocks' softmaxes (Flash-Decoding, Dao et al. 2023).
 #pragma once
 #include "softmax.cuh"
 
@@ -10,8 +10,8 @@ namespace sm80 {
 // How many keys a tile has: K and V of one have at most 32 KB.
 constexpr int decode_keys(int64_t d) { return d <= 64 ? 128 : d <= 128 ? 64 : 32; }
 
-// kD and kDv are what the head dims are padded to; a plain kernel knows scale, band and sinks only.
-// A block has a tile of 16 rows, and its warps share the keys; or several, and a warp for each.
+// kD and kDv are the padded head dims; a plain kernel supports scale, band and sinks only. A block
+// has one tile of 16 rows, and its warps share the keys; or several tiles, and a warp for each.
 template <class Type_, int kD_, int kDv_, int row_tiles, bool kGeneral_>
 struct Decode {
   using Type = Type_;
@@ -27,20 +27,20 @@ struct Decode {
   using QTile = Tile<kRows, kD>;
   using KTile = Tile<kKeys, kD>;
   using VTile = Tile<kKeys, kDv>;
-  // One stage is computed with, the others are on their way. Q comes first, where the last stage
-  // will be. All fits the 99 KB of sm_86 and sm_89.
+  // One stage is computed with while the others are loading. Q is loaded first, to the place of the
+  // last stage. All fits the 99 KB of sm_86 and sm_89.
   static constexpr int kStages = 3, kStageBytes = KTile::kBytes + VTile::kBytes;
   static constexpr int kLastBytes = QTile::kBytes > kStageBytes ? QTile::kBytes : kStageBytes;
   static constexpr int kSharedBytes = (kStages - 1) * kStageBytes + kLastBytes;
-  // And so does, where the stages were, what the warps found: see Parts.
+  // The warps' results take the place of the stages, and fit as well: see Parts.
   static constexpr int kPartWidth = kDv + 8;  // spreads rows over the banks
   static_assert(kKeyWarps * kRows * (kPartWidth + 2) * 4 <= kSharedBytes, "no room for the parts");
 };
 
 // -- rows -----------------------------------------------------------------------------------------
 
-// Row r of those of a key head is query i of head h: the queries of its first head, of its second,
-// and so on. Past the last there is none.
+// Row r of a key head is query i of head h: first the queries of its first head, then of its
+// second, and so on. Past the last row, i is M.
 struct Query {
   int64_t h, i;
 };
@@ -52,14 +52,14 @@ FA_DEVICE Query query_of(const FaParams& p, int64_t hk, int r) {
   return {hk * group + r / M, r % M};
 }
 
-// Where a lane's scores are: Places of rows that stay, which may be of two heads.
+// Where a lane's scores are: as Places with rows that stay, which may be of two heads.
 struct QueryPlaces {
   static constexpr bool kKeysStay = false;
   const Head (&heads)[2];
   const Query (&queries)[2];
   int passes;
 
-  // `e` of drawn_h and i may be known to no compiler: by an index both would have to lie in memory.
+  // The compiler may not know `e` of drawn_h and i: an index would force both values into memory.
   FA_DEVICE const Head& head(int e) const { return heads[e / 2]; }
   FA_DEVICE uint32_t drawn_h(int e) const {
     return e < 2 ? heads[0].drawn_h : heads[1].drawn_h;
@@ -92,10 +92,10 @@ FA_DEVICE QueryRows queries_of(const FaParams& p, int64_t b, int64_t hk) {
 
 // -- parts of softmaxes ---------------------------------------------------------------------------
 
-// Of some keys each: for every row the level of its weights and their sum, and its values weighted
-// by them. They are merged before the division, which then rounds once.
+// Each is of some keys: for every row the level of its weights and their sum, and its values
+// weighted by them. They are merged before the division, which then rounds once.
 struct Parts {
-  float *out, *level, *sum;  // [parts][rows][width], [parts][rows] and again
+  float *out, *level, *sum;  // [parts][rows][width], and two of [parts][rows]
   int64_t rows;
   int width;
 
@@ -103,7 +103,7 @@ struct Parts {
       : out(static_cast<float*>(memory)), level(out + count * rows * width),
         sum(level + count * rows), rows(rows), width(width) {}
 
-  // What a part counts for among others, the highest level of which is `top`.
+  // The factor of a part in the merged sum; `top` is the highest level of all parts.
   template <bool general>
   FA_DEVICE float weight(int part, int64_t row, float top) const {
     return rescale<general>(level[part * rows + row], top == -INFINITY ? 0.0f : top);
@@ -113,7 +113,7 @@ struct Parts {
   }
 };
 
-// What the blocks leave in the workspace.
+// The parts that blocks leave in the workspace.
 FA_SHARED Parts splits_of(const FaParams& p, int64_t splits) {
   return Parts(p.workspace, splits, p.B * p.H * p.M, static_cast<int>((p.Dv + 3) / 4 * 4));
 }
@@ -150,7 +150,7 @@ FA_DEVICE Merged merge(const Parts& parts, int64_t row, int column) {
   return all;
 }
 
-// The output of these columns, and with the first of them the normaliser.
+// Writes the output of these columns, and with the first of them the normaliser.
 template <class Type, bool general>
 FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Merged all) {
   const auto [h, i] = query;
@@ -165,8 +165,8 @@ FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Mer
 // -- kernels --------------------------------------------------------------------------------------
 
 // A block for some rows of a key head and one of `splits` shares of the keys that they see. Blocks
-// that read the same keys are neighbours. A multiprocessor runs out of shared memory before it runs
-// out of registers: one block may have them all.
+// that read the same keys are neighbours. Shared memory limits a multiprocessor before registers
+// do: one block may have them all.
 template <class F>
 __global__ void __launch_bounds__(F::kThreads, 1)
     decode_kernel(const FaParams batch, int splits) {
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
   const int64_t hk = share / splits % batch.Hk, b = share / splits / batch.Hk;
   const Item p(batch, b);
   const int rows = static_cast<int>(group * p.M);
-  if (first_row >= rows) return;  // another has more
+  if (first_row >= rows) return;  // another item has more
 
   const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
   const int warp = thread / 32, row_tile = warp / (F::kKeyWarps * F::kColumnWarps);
@@ -289,13 +289,13 @@ __global__ void __launch_bounds__(F::kThreads, 1)
 
 constexpr int kCombineWarps = 4;
 
-// A block for a row, whose splits its warps take in turns.
+// A block for a row; its warps take the row's splits in turns.
 template <class Type, bool general>
 __global__ void __launch_bounds__(32 * kCombineWarps)
     combine_kernel(const FaParams batch, int splits) {
   FA_SHARED_MEMORY(memory);
   const int64_t row = blockIdx.x, of_item = batch.H * batch.M, b = row / of_item;
-  if (row % of_item >= batch.H * Item(batch, b).M) return;  // another has more
+  if (row % of_item >= batch.H * Item(batch, b).M) return;  // another item has more
   const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
   const Parts parts = splits_of(batch, splits);
 

@@ -1,6 +1,6 @@
 // Forward on Ampere-class tensor cores (mma.sync, cp.async): FlashAttention-2 (Dao 2023, algorithm
-// 1). A block has 128 rows, a warp 32 of them; keys, then values of a tile are computed with while
-// those that come after them are on their way. No kernel has fewer rows: calls of few go to decode.
+// 1). A block has 128 rows, a warp 32 of them (half as many for D > 128); a tile's keys, then its
+// values are computed with while the next ones are loading. Calls of few rows go to decode.
 #pragma once
 #include "../mask_tiles.cuh"
 #include "softmax.cuh"
@@ -8,23 +8,23 @@
 namespace fa {
 namespace sm80 {
 
-// kD and kDv are what the head dims are padded to; a plain kernel knows scale, band and sinks only.
+// kD and kDv are the padded head dims; a plain kernel supports scale, band and sinks only.
 template <class Type_, int kD_, int kDv_, bool kGeneral_>
 struct Forward {
   using Type = Type_;
   static constexpr int kD = kD_, kDv = kDv_;
   static constexpr bool kGeneral = kGeneral_;
-  // Tiles of 16 rows of a warp. Two halve what is read from shared memory, which costs as much as
-  // the products else; the registers of a lane hold their outputs up to 128 columns.
+  // Tiles of 16 rows of a warp. Two halve the reads of shared memory, which otherwise cost as much
+  // as the products; the registers of a lane hold their outputs up to 128 columns.
   static constexpr int kTiles = kD <= 128 ? 2 : 1;
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kRows = 16 * kTiles * kWarps;
-  // Beside outputs of 128 columns a mask of 32 keys is what registers have room for.
+  // Beside outputs of 128 columns, registers have room for the mask of 32 keys.
   static constexpr int kKeys = kD <= (kGeneral ? 96 : 128) ? 64 : 32;
   static constexpr bool kKeepQ = kD <= 64 && !kGeneral;  // in registers, else read for each tile
   using QTile = Tile<kRows, kD>;
   using KTile = Tile<kKeys, kD>;
   using VTile = Tile<kKeys, kDv>;
-  // One is computed with, two are on their way. All leaves room for two blocks in the 164 KB of
+  // One is computed with while two are loading. All leaves room for two blocks in the 164 KB of
   // sm_80, and fits the 99 KB of sm_86 and sm_89.
   static constexpr int kBuffers = 3;
   static constexpr int kBufferBytes =
@@ -34,19 +34,19 @@ struct Forward {
   static constexpr MaskTiling kTiling = {kRows, kKeys};
 };
 
-// The same over pages, a kernel of its own: to look for them takes registers.
+// The same over pages, as a separate kernel: finding pages takes registers.
 template <class Type, int kD, int kDv, bool kGeneral>
 struct PagedForward : Forward<Type, kD, kDv, kGeneral> {
   static constexpr bool kPaged = true;
 };
 
-// Of masks whose tiles are known (mask_tiles.cuh): to find the next one takes registers, too.
+// For masks with known tiles (mask_tiles.cuh): finding the next tile takes registers, too.
 template <class Type, int kD, int kDv>
 struct MaskedForward : Forward<Type, kD, kDv, true> {
   static constexpr bool kTiled = true;
 };
 
-// 16 rows' outputs, times what dropout asks for, and normalisers, from lanes to global memory.
+// Stores 16 rows' outputs, times dropout's factor, and normalisers to global memory.
 template <class F>
 FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, Softmax& state,
                      Accumulator<F::kDv>& out, float to_log2) {
@@ -66,7 +66,7 @@ FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, S
   }
 }
 
-// Were keys of finfo.min skipped for a row that has seen no score far above them? By all threads.
+// For all threads: were keys of finfo.min skipped for a row with no score far above them?
 template <class F>
 FA_DEVICE bool needs_least(const MaskStripe& mask, const FaParams& p, int64_t b, int64_t h,
                            int first_row, int begin, int end, unsigned char* memory) {
@@ -74,12 +74,12 @@ FA_DEVICE bool needs_least(const MaskStripe& mask, const FaParams& p, int64_t b,
   const bool low = thread < F::kRows && row < p.M &&
                    !(Normalisers(p, b, h).lse[row * p.lse.stride[2]] > -0x1p126f);
   constexpr int kLast = F::QTile::kBytes + (F::kBuffers - 1) * F::kBufferBytes;
-  auto* const said = reinterpret_cast<uint32_t*>(memory + kLast);  // nobody loads there soon
+  auto* const said = reinterpret_cast<uint32_t*>(memory + kLast);  // not loaded to soon
   return mask.needs_least<F::kKeys, F::kThreads>(said, begin, end, low);
 }
 
 // A block for some rows of a head, the last rows first: with a causal band those have most to do.
-// Where keys of finfo.min may have been skipped there is a second time, `again`, for blocks with a
+// If keys of finfo.min may have been skipped, the kernel runs once more, `again`, for blocks with a
 // row that has seen nothing else.
 template <class F>
 __global__ void __launch_bounds__(F::kThreads, 1)
@@ -91,12 +91,12 @@ __global__ void __launch_bounds__(F::kThreads, 1)
   const int64_t b = head_at / batch.H, h = head_at % batch.H, hk = key_head(batch, h);
   const Item p(batch, b);
   const int first_row = static_cast<int>(blocks - 1 - blockIdx.x % blocks) * F::kRows;
-  if (first_row >= p.M) return;  // another is longer
+  if (first_row >= p.M) return;  // another item is longer
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int warp_row = first_row + 16 * F::kTiles * warp;
   const int row = warp_row + lane / 4, column = 2 * (lane % 4);  // and row + 8, + 16, + 24
 
-  const FaParams all = batch;  // of an item ptxas would have more in registers
+  const FaParams all = batch;  // with an item ptxas would keep more in registers
   const Head head(F::kGeneral ? all : p, b, h, diagonal(p, b));
   const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
   const KeyRange seen = key_range(p, b, first_row, least(first_row + F::kRows, p.M));
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
   const MaskStripe mask(batch, F::kTiling, b, h, first_row, again);
   if constexpr (F::kTiled)
     if (again && !needs_least<F>(mask, p, b, h, first_row, begin, end, memory)) return;
-  bool read_next = false;  // is the mask of the tile that comes to be read?
+  bool read_next = false;  // must the mask of the next tile be read?
   const auto shown = [&](int from) {
     if constexpr (F::kTiled) return mask.template shown<F::kKeys>(from, end, read_next);
     else return from;
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     else return found;
   };
   const auto k = keys_of(p.k, batch.k, p.D), v = keys_of(p.v, batch.v, p.Dv);
-  // Keys and values come in turns, each to the buffer after that of those before.
+  // Keys and values are loaded alternately, each to the buffer after the previous one's.
   const auto buffer = [&](int i) { return memory + F::QTile::kBytes + i * F::kBufferBytes; };
   const auto after = [](int i) { return i == F::kBuffers - 1 ? 0 : i + 1; };
   const auto before = [](int i) { return i == 0 ? F::kBuffers - 1 : i - 1; };
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     if (read) ask(0);
     float s[F::kTiles][F::kKeys / 8][4] = {};
     const uint32_t q_tile = ptx::shared_address(memory), k_tile = ptx::shared_address(buffer(now));
-    // Unrolled to the end, ptxas would have more addresses ahead than registers.
+    // Fully unrolled, ptxas would compute more addresses ahead than there are registers.
     constexpr bool k90 = ptx::kArch >= 90, kMore = F::kPaged || F::kTiled;
     constexpr int kSteps = F::kD == 128 && k90                                ? (F::kPaged ? 4 : 2)
                            : F::kD == 96 && F::kGeneral && (F::kTiled || !k90) ? 3

@@ -1,4 +1,4 @@
-// Which of its kernels a pass takes: general or plain, and for which head dims.
+// Which kernels a pass uses: general or plain, and for which head dims.
 #pragma once
 #include "../../abi.h"
 #include "../ptx.cuh"
@@ -7,13 +7,13 @@ namespace fa {
 namespace sm80 {
 
 // Does something other than a positive scale and a band change the scores or the weights? Plain
-// kernels take the maximum of products, which another scale does not keep.
+// kernels take the maximum of products, which only a positive scale preserves.
 inline bool is_general(const FaParams& p) {
   return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
          !(static_cast<float>(p.scale) > 0);
 }
 
-// What use makes of the format of this call's elements.
+// Calls `use` with the format of this call's elements.
 template <class Use>
 int with_type(const FaParams& p, Use use) {
   return p.q.dtype == FA_BF16 ? use(ptx::BF16()) : use(ptx::F16());
@@ -25,7 +25,7 @@ struct Dims {
   static constexpr int kD = d, kDv = dv;
 };
 
-// Those that are compiled: all, but where a test does without the minutes that some take.
+// Those that are compiled: all, except in tests that omit some to save minutes.
 #ifndef FA_CUDA_HAS_DIM
 #define FA_CUDA_HAS_DIM(d) true
 #endif
@@ -39,7 +39,7 @@ int64_t instance(Use use) {
   }
 }
 
-// What use makes of the smallest that hold this call's.
+// Calls `use` with the smallest Dims that hold this call's.
 template <class Use>
 int64_t with_dims(const FaParams& p, Use use) {
   const int64_t d = most(p.D, p.Dv);

@@ -15,13 +15,13 @@ int decode(const FaParams& p, int64_t multiprocessors, void* stream);
 int64_t decode_splits(const FaParams& p, int64_t multiprocessors);
 int64_t decode_workspace(const FaParams& p, int64_t multiprocessors);
 
-// dq, dk, dv, dmask and dsinks: those that are there.
+// dq, dk, dv, dmask and dsinks: those that are not null.
 int backward(const FaParams& p, void* stream);
 int64_t backward_workspace(const FaParams& p);
 
 int weights(const FaParams& p, void* stream);
 
-// dq, dk, dmask and dsinks, those that are there, from dweights.
+// dq, dk, dmask and dsinks, those that are not null, from dweights.
 int weights_backward(const FaParams& p, void* stream);
 int64_t weights_backward_workspace(const FaParams& p);
 

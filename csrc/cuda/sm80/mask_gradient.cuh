@@ -1,6 +1,6 @@
-// The gradient of a float mask, in the mask's own shape: ds summed over whatever dimensions it is
-// broadcast along. Each block owns some of its elements and walks everything that flows into
-// them, in one order; it computes ds anew, so that no M x N buffer exists unless the mask is one.
+// The gradient of a float mask, in the mask's own shape: ds summed over the dimensions along which
+// it is broadcast. Each block owns some of its elements and visits all ds that add to them, in one
+// order; it computes ds anew, so that no M x N buffer exists unless the mask is one.
 #pragma once
 #include "backward.cuh"
 
@@ -16,14 +16,15 @@ FA_DEVICE void write(const FaTensor& x, int64_t at, float value) {
     static_cast<uint16_t*>(x.data)[at] = static_cast<uint16_t>(ptx::pack(ptx::F16(), value, 0));
 }
 
-// The parts of one dimension that blocks share out: one, if the mask is broadcast along it.
+// The parts of one dimension among which blocks are divided: one, if the mask is broadcast along
+// it.
 struct Extent {
   int64_t parts;
   bool summed;
 };
 FA_SHARED Extent extent(const FaParams& p, int dim, int64_t whole) {
   const bool summed = p.dmask.stride[dim] == 0;
-  return {summed ? 1 : whole, summed};  // one, too, where there is nothing to sum: that is 0
+  return {summed ? 1 : whole, summed};  // of size 0, too: an empty sum
 }
 
 template <class B>
@@ -35,11 +36,11 @@ FA_SHARED int64_t tiles_of_keys(const FaParams& p) {
   return (p.N + B::kPassing - 1) / B::kPassing;
 }
 
-// ds of one tile onto total.
+// Adds ds of one tile to total.
 template <class B>
 FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, const Item& p,
                         float* workspace, int64_t b, int64_t h, int first_row, int first_key) {
-  if (first_row >= p.M) return;  // another is longer
+  if (first_row >= p.M) return;  // another item is longer
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int row = first_row + 16 * warp + lane / 4, column = first_key + 2 * (lane % 4);
   const int64_t last_row = least(first_row + B::kStaying, p.M);
@@ -87,8 +88,8 @@ FA_DEVICE void add_tile(Accumulator<B::kPassing>& total, unsigned char* memory, 
   ptx::block_sync("mask: all are done with this tile");
 }
 
-// Sums over the rows of the block, to be found in the lanes of the first row; or over its columns,
-// to be found in the first column.
+// Sums over the rows of the block, left in the lanes of the first row; or over its columns, left in
+// the first column.
 template <class B>
 FA_DEVICE void sum_rows(Accumulator<B::kPassing>& total, unsigned char* memory) {
   auto* sums = reinterpret_cast<float*>(memory);  // of each warp

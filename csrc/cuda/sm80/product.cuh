@@ -1,4 +1,4 @@
-// Products of a warp's 16 rows with a tile, and what is done to them, all of it in registers.
+// Products of a warp's 16 rows with a tile, and operations on them, all of it in registers.
 #pragma once
 #include "../normaliser.cuh"
 #include "../tile.cuh"
@@ -16,8 +16,8 @@ FA_DEVICE float row_sum(float x) {
   return x + ptx::shuffle_xor(x, 2);
 }
 
-// A row in global memory to which neighbours are stored, from an even element on: as one word where
-// it lies so.
+// A row in global memory, which is stored in pairs of neighbours from an even element on: as one
+// word where its layout allows.
 template <class Type>
 struct OutputRow {
   uint16_t* data;
@@ -29,7 +29,7 @@ struct OutputRow {
         step(x.stride[3]), width(width),
         in_words(step == 1 && reinterpret_cast<uintptr_t>(data) % 4 == 0) {}
 
-  // Elements j and j + 1: those that there are.
+  // Elements j and j + 1, as far as they exist.
   FA_DEVICE void store(int64_t j, float low, float high) const {
     const uint32_t pair = ptx::pack(Type(), low, high);
     if (in_words && j + 1 < width) {
@@ -44,7 +44,7 @@ struct OutputRow {
 template <class Type, int strips, int n>
 FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row, int column,
                               int64_t rows, int64_t width, float (&x)[strips][n][4], float factor) {
-  if (!to.data) return;  // nobody wants it
+  if (!to.data) return;  // not wanted
 #pragma unroll
   for (int strip = 0; strip < strips; ++strip)
 #pragma unroll
@@ -59,7 +59,7 @@ FA_DEVICE void store_gradient(const FaTensor& to, int64_t b, int64_t h, int row,
     }
 }
 
-// Two neighbouring 16 x 8 parts of an accumulator are what the left side of a product takes.
+// Two neighbouring 16 x 8 parts of an accumulator become the left side of a product.
 template <class Type>
 FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],
                          const float (&high)[4]) {
@@ -70,7 +70,7 @@ FA_DEVICE void pack_left(Type type, uint32_t (&a)[4], const float (&low)[4],
 }
 
 // s += a (16 rows, columns 16 d on) times these columns of the rows of a tile, those from 16 at on.
-// The 16 rows of a warp, or more of them: what is read of the tile feeds the products of all.
+// With several `tiles` of 16 rows, what is read of the tile feeds the products of all.
 template <class Type, class Tile, int tiles, int n>
 FA_DEVICE void add_products(float (&s)[tiles][n][4], const uint32_t (&a)[tiles][4], uint32_t tile,
                             int d, int at = 0) {
@@ -96,8 +96,7 @@ FA_DEVICE void pack_weights(LeftSides<n>& to, const float (&weights)[n][4]) {
   for (int j = 0; j < n / 2; ++j) pack_left(Type(), to[j], weights[2 * j], weights[2 * j + 1]);
 }
 
-// out += weights times the rows of a tile, those from 16 at on, and their columns from 16 column
-// on.
+// out += weights times the rows of a tile from 16 at on, in their columns from 16 column on.
 template <class Type, class Tile, int tiles, int sixteens, int columns>
 FA_DEVICE void multiply_values(float (&out)[tiles][columns][4],
                                const uint32_t (&weights)[tiles][sixteens][4], uint32_t tile,
@@ -116,7 +115,7 @@ FA_DEVICE void multiply_values(float (&out)[tiles][columns][4],
     }
 }
 
-// One of something is an array of it.
+// x as an array of one.
 template <class T>
 FA_DEVICE T (&alone(T& x))[1] {
   return reinterpret_cast<T(&)[1]>(x);
@@ -134,7 +133,7 @@ FA_DEVICE void multiply_values(float (&out)[columns][4], const float (&weights)[
   multiply_values<Type, Tile>(alone(out), alone(left), tile, at, column);
 }
 
-// What dropout drops weighs nothing. The factor of the rest is left to whoever stores their sums.
+// Dropped weights become 0. The factor of the others is applied when their sums are stored.
 template <int n>
 FA_DEVICE void drop(float (&weights)[n][4], const Kept<n>& kept) {
   each_of(weights, [&](int k, int e) {

@@ -1,10 +1,10 @@
-// dQ where keys stay: ds goes through shared memory, so that a warp has a part of a tile's rows and
-// columns and sums over all keys of its block; and the blocks of a head add their sums in turn
-// (turns.cuh), in float32, in the workspace. A kernel after them makes dq of it.
+// dQ where keys stay: ds goes through shared memory, so that each warp sums over all keys of its
+// block, for a part of a tile's rows and columns. The blocks of a head add their sums in turn
+// (turns.cuh), in float32, in the workspace. A later kernel makes dq of it.
 //
 // The last keys have the first turn. With a causal band, or a window, a block begins with rows that
-// see no later keys, and then comes by rows that the block of the next keys has left just before:
-// nobody waits. Of rows that see all keys each block begins one tile after the one before.
+// see no later keys, and then reaches rows that the block of the next keys has just left: no block
+// waits. If rows see all keys, each block begins one tile after the one before.
 #pragma once
 #include "../launch.h"
 #include "score_gradient.cuh"
@@ -14,8 +14,8 @@
 namespace fa {
 namespace sm80 {
 
-// How the warps of a block share a tile of what passes, and where a warp's part of the sums of a
-// query head lies: as lanes hold it, so that each loads and stores 16 bytes.
+// How the warps of a block share a passing tile, and where a warp's part of the sums of a query
+// head is stored: in the order of lanes, so that each loads and stores 16 bytes.
 template <class B>
 struct QuerySums {
   static constexpr int kAcross = B::kPassing <= 32 && B::kD % 64 == 0 ? 4 : 2;
@@ -24,10 +24,10 @@ struct QuerySums {
   using Scores = Tile<B::kStaying, B::kPassing>;  // ds, transposed
   using Sums = Strips<kStrips, kColumns>;
 
-  // Of the first tile of all, of this lane and of its warp; and which row of all is a head's first.
+  // The sums of this lane and the turn of its warp for the first tile of all; the head's first row.
   float4* sums;
   uint32_t* turn;
-  unsigned row;  // of 32 bits: a row has kD floats of workspace, so there are fewer
+  unsigned row;  // 32 bits suffice: a row has kD floats of workspace
 
   static FA_DEVICE int warp() { return static_cast<int>(threadIdx.x) / 32; }
   static FA_DEVICE int strip() { return warp() / kAcross * kStrips; }
@@ -54,7 +54,7 @@ struct QuerySums {
     multiply_values<typename B::Type, typename B::Left1>(sum, left, keys, 0, column() / 16);
   }
 
-  // visit(what of a lane's sums of the tile at row `first`, where that lies) for all of them.
+  // visit(four of a lane's sums of the tile at row `first`, where they are stored) for all of them.
   template <class Visit>
   FA_DEVICE void each(Sums& sum, int first, Visit visit) const {
     const int64_t above = row + static_cast<unsigned>(first);
@@ -71,8 +71,8 @@ struct QuerySums {
     });
   }
 
-  // The product of a tile's rows with this block's keys, onto what the blocks have added up to
-  // `before`: the first to come begins the sums.
+  // Adds the product of a tile's rows with this block's keys to the sums of the blocks up to
+  // `before`. With `begins` this block starts the sums.
   FA_DEVICE void add_in_turn(uint32_t scores, uint32_t keys, int first, int block, int before,
                              bool begins) const {
     Sums sum = {};
@@ -87,7 +87,7 @@ struct QuerySums {
   }
 };
 
-// What a warp has of ds, into the tile that all read, from its columns 16 at on.
+// Stores a warp's ds into the tile that all warps read, from its columns 16 at on.
 template <class Scores, int strips, int sixteens>
 FA_DEVICE void put_scores(unsigned char* tile, const uint32_t (&ds)[strips][sixteens][4], int at) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(B::kThreads)
   const int64_t h = blockIdx.x / tiles % batch.H, b = blockIdx.x / tiles / batch.H;
   const int first = static_cast<int>(blockIdx.x % tiles) * B::kPassing;
   const Item p(batch, b);
-  if (first >= p.M) return;  // another is longer
+  if (first >= p.M) return;  // another item is longer
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const QuerySums<B> sums(p, workspace, b, h);
   typename QuerySums<B>::Sums sum = {};

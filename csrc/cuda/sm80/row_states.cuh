@@ -1,6 +1,6 @@
-// What weights and gradients of a row are measured from, in the workspace of a backward pass: its
-// level, what the level's rounding lost (normaliser.cuh), and - delta (backward.cuh). The rows of a
-// query head end at a whole tile, and what is read of those that are not there weighs nothing.
+// What weights and gradients of a row are relative to, in the workspace of a backward pass: its
+// level, what the level's rounding cut off (normaliser.cuh), and - delta (backward.cuh). The rows
+// of a query head are padded to a whole tile; padding has weight 0.
 #pragma once
 #include "../normaliser.cuh"
 
@@ -13,14 +13,14 @@ struct RowState {
 
 enum Part { kLevel, kRest, kMinusDelta, kParts };
 constexpr int kRowsOfTiles = 128;  // a multiple of the rows of every tile
-constexpr int kTogether = 16;      // rows: their levels lie together, then their rests and deltas
+constexpr int kTogether = 16;      // rows: their levels are adjacent, then their rests and deltas
 
-// A tile at least: with a head's first row the turns begin (turns.cuh), whether keys have rows or not.
+// At least a tile: a head's turns begin at its first row (turns.cuh), even if it has no rows.
 FA_SHARED int64_t padded_rows(const FaParams& p) {
   return (most(p.M, 1) + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
 }
-// Those of a head in all items, and where it has those of one. Sequences of a packed batch begin at
-// whole tiles, one further on with each.
+// The rows of a head in all items, and where those of one item begin. Sequences of a packed batch
+// begin at whole tiles, one further on with each.
 FA_SHARED int64_t rows_of_head(const FaParams& p) {
   return p.cu_q ? (p.T / kRowsOfTiles + p.B) * kRowsOfTiles : p.B * padded_rows(p);
 }
@@ -30,18 +30,18 @@ FA_DEVICE int64_t item_begins(const Item& p, int64_t b, int64_t h) {
   return before + (p.first_row / kRowsOfTiles + b) * kRowsOfTiles;
 }
 
-// The workspace begins with what blocks know each other by (turns.cuh): a word for the next task,
-// of as many, and one for so many rows.
+// The workspace begins with the words by which blocks take turns (turns.cuh): kTaskWords for the
+// next task, and one for every kRowsATurn rows.
 constexpr int kTaskWords = 4, kRowsATurn = 8;
 FA_SHARED int64_t turn_words(const FaParams& p) {
   return kTaskWords + p.H * rows_of_head(p) / kRowsATurn;
 }
-// All that a workspace begins with: of turns, and the states of all rows.
+// The words at the start of a workspace: turns, and the states of all rows.
 FA_SHARED int64_t state_words(const FaParams& p) {
   return turn_words(p) + p.H * rows_of_head(p) * kParts;
 }
 
-// Of the rows of one query head.
+// The states of the rows of one query head.
 struct RowStates {
   float* data;
 
@@ -62,7 +62,7 @@ struct RowStates {
   }
 };
 
-// Those of so many rows, in shared memory.
+// The states of so many rows, in shared memory.
 template <int kRows>
 struct StateTile {
   static constexpr int kBytes = kParts * kRows * static_cast<int>(sizeof(float));
@@ -74,7 +74,7 @@ struct StateTile {
       ptx::copy16(ptx::shared_address(to) + thread * 16, from.data + first * kParts + thread * 4);
   }
 
-  // Those of rows i and i + 1; i is even.
+  // The states of rows i and i + 1; i is even.
   static FA_DEVICE void read(RowState (&two)[2], const unsigned char* tile, int i) {
     const auto* data = reinterpret_cast<const float*>(tile);
     const auto pair = [&](Part part) {

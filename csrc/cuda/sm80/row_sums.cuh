@@ -16,7 +16,7 @@ FA_DEVICE float warp_sum(float x) {
 }
 
 // The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
-// dlse, which a row's every dp is less by. 0 where there is no output. A warp for each row.
+// dlse, which is subtracted from every dp of the row. 0 if there is no output. A warp for each row.
 template <class Type, bool general>
 __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams batch,
                                                               float* workspace) {
@@ -25,9 +25,9 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams batch
   const int64_t rows = padded_rows(batch);
   const int64_t i = at % rows, h = at / rows % batch.H, b = at / rows / batch.H;
   const Item p(batch, b);
-  const Turns turns(workspace);  // nobody has had one yet
+  const Turns turns(workspace);  // none is taken yet
   if (at == 0) turns.clear(batch);
-  if (i >= padded_rows(p)) return;  // another is longer
+  if (i >= padded_rows(p)) return;  // another item is longer
   if (lane == 0) turns.clear(item_begins(p, b, h) + i);
   const RowStates states(p, workspace, b, h);
   if (i >= p.M) {
@@ -54,8 +54,9 @@ __global__ void __launch_bounds__(kRowThreads) delta_kernel(const FaParams batch
   }
 }
 
-// dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a value.
-// A block for each head, of a packed batch for each of every item, which adds in one order.
+// dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a
+// value. A block for each head, in a packed batch for each head of every item; it adds in one
+// order.
 template <int threads>
 __global__ void __launch_bounds__(threads)
     sink_gradient_kernel(const FaParams batch, float* workspace) {

@@ -11,12 +11,12 @@
 namespace fa {
 namespace sm80 {
 
-// What a warp holds of its rows that stay, in strips of 16, at columns that pass.
+// What a warp holds: the rows that stay, in strips of 16, by columns that pass.
 template <int strips, int columns>
 using Strips = Accumulator<columns>[strips];
 
 // A warp's staying rows as the left side of a product: held in registers, or read for each. They
-// lie so many strips below where the tile begins.
+// begin `below` strips after the start of the tile.
 template <class Tile, int strips, bool held, int below = 0>
 struct Left {
   uint32_t tile;  // from the warp's rows on
@@ -53,7 +53,7 @@ FA_DEVICE void product(float (&s)[strips][n][4], const Left& left, uint32_t righ
   }
 }
 
-// out += x R, R the same rows. What is multiplied of x is left in `a`.
+// out += x R, R the same rows. `a` receives x as left sides.
 template <class Type, class Right, int strips, int n, int columns>
 FA_DEVICE void accumulate(float (&out)[strips][columns][4], LeftSides<n> (&a)[strips],
                           const float (&x)[strips][n][4], uint32_t right, int at) {
@@ -62,13 +62,13 @@ FA_DEVICE void accumulate(float (&out)[strips][columns][4], LeftSides<n> (&a)[st
   multiply_values<Type, Right>(out, a, right, at);
 }
 
-// Where a lane's first element lies: a row or key that stays, and one that passes.
+// The staying and the passing index of a lane's first element.
 struct Corner {
   int stays, passes;
 };
 
-// dp -= delta. passing(two, at): the states of rows that pass, a lane's first and the next, `at`
-// further on.
+// dp -= delta. passing(two, at): the states of two passing rows, a lane's first and the next, both
+// `at` further on.
 template <class B, int strips, int n, class Passing>
 FA_DEVICE void subtract_deltas(float (&dp)[strips][n][4], const RowState (&staying)[strips][2],
                                Passing passing) {
@@ -84,13 +84,13 @@ FA_DEVICE void subtract_deltas(float (&dp)[strips][n][4], const RowState (&stayi
   }
 }
 
-// What becomes of dp where ds by the mask is wanted, which is added after softcap.
+// For ds by the mask: the mask is added after softcap, so softcap's derivative does not apply.
 template <int n>
 struct MaskGradient : Gradient<n> {
   FA_DEVICE void multiply(int, int, float) const {}
 };
 
-// Logits become weights, and dp less delta ds. Of a whole tile all rows see all keys.
+// Logits become weights, and dp less delta becomes ds. In a whole tile all rows see all keys.
 template <class B, bool whole, int strips, int n, class Passing>
 FA_DEVICE void weigh(float (&s)[strips][n][4], float (&dp)[strips][n][4], float to_log2,
                      const Visible& visible, int rows, const RowState (&staying)[strips][2],
@@ -119,8 +119,8 @@ FA_DEVICE void weigh(float (&s)[strips][n][4], float (&dp)[strips][n][4], float 
   }
 }
 
-// All of it for one tile, or columns of one: from its products and dp to weights, as dropout leaves
-// them but for its factor, and ds. `whole`: all rows see all keys. `read`: the mask hides some.
+// The whole step for one tile, or columns of one: from its products and dp to ds, and to weights
+// after dropout, without its factor. `whole`: all rows see all keys. `read`: the mask is needed.
 template <class B, int strips, int n, class Passing>
 FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4], const Head& head,
                              const Visible& visible, int rows, bool whole,
@@ -155,7 +155,7 @@ FA_DEVICE void differentiate(float (&s)[strips][n][4], float (&dp)[strips][n][4]
     for (int x = 0; x < strips; ++x) drop(s[x], kept[x]);
 }
 
-// dp of a tile where it is an input, or what a head has of the mean's.
+// dp of a tile, if it is an input: a head's own, or its share of the mean's.
 template <class B, int strips, int n>
 FA_DEVICE void read_given(float (&dp)[strips][n][4], const FaParams& p, int64_t b, int64_t h,
                           Corner corner) {

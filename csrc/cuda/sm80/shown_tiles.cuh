@@ -1,6 +1,6 @@
-// Which tiles of a dense mask the blocks of a backward pass do, and which block adds to a tile of dq
-// before another: found by a kernel before it, of what the mask holds (../mask_tiles.cuh) and, where
-// that is finfo.min, of what the rows of a tile have seen.
+// Which tiles of a dense mask the blocks of a backward pass compute, and which block adds to a tile
+// of dq before another. An earlier kernel finds this from what the mask holds (../mask_tiles.cuh)
+// and, for finfo.min, from what the rows of a tile have seen.
 #pragma once
 #include "../launch.h"
 #include "../mask_tiles.cuh"
@@ -9,12 +9,12 @@
 namespace fa {
 namespace sm80 {
 
-// Four bits for each tile of every head, eight in a word, along what passes a block by. The words
-// lie before the bytes of the mask's tiles, where a workspace begins.
+// Four bits for each tile of every head, eight tiles in a word, in the order in which they pass a
+// block. The words precede the bytes of the mask's tiles, at the start of a workspace.
 template <class B>
 struct ShownTiles {
-  // Is the mask of a shown one to be read? And in which turn is it added to dq: after the block of
-  // the next keys, as the first, or after one that has to be looked for?
+  // kToRead: must the mask of a shown tile be read? And its turn in the sum of dq: after the block
+  // of the next keys, as the first, or, without a bit, after a block that has to be searched for.
   enum : uint32_t { kShown = 1, kToRead = 2, kAfterNext = 4, kBegins = 8 };
   static constexpr int kOfWord = 8, kBits = 4, kThreads = 128;
 
@@ -35,14 +35,14 @@ struct ShownTiles {
 
   const FaParams& p;
   int b, block;
-  uint32_t ahead, found;  // of the word that the next tile is in; of the tile that was found last
+  uint32_t ahead, found;  // the word with the next tile; the bits of the tile that was found last
 
   FA_DEVICE ShownTiles(const FaParams& p, int b, int block)
       : p(p), b(b), block(block), ahead(0), found(kShown) {}
 
   FA_DEVICE uint32_t word(int64_t h, int of_block, int at) const {
     const auto of_head = static_cast<unsigned>(blocks(p));
-    const auto of_each = static_cast<unsigned>(words_of_block(p));  // 32 bits count all of 16 GB
+    const auto of_each = static_cast<unsigned>(words_of_block(p));  // enough for 16 GB
     const unsigned head = static_cast<unsigned>(b) * static_cast<unsigned>(p.H) +
                           static_cast<unsigned>(h);
     const unsigned line = head * of_head + static_cast<unsigned>(of_block);
@@ -56,7 +56,7 @@ struct ShownTiles {
     return word(h, of_block, at) >> kBits * place(at) & kShown;
   }
 
-  // The first tile from `at` on that is shown, or one past the end. `anew`: of another head.
+  // The first shown tile from `at` on, or one past the end. `anew`: of another head.
   FA_DEVICE int next(int64_t h, int at, int end, bool anew) {
     while (at < end) {
       const int in = place(at);
@@ -69,7 +69,7 @@ struct ShownTiles {
     return at;
   }
 
-  // The block that adds to a tile of dq just before this one, by what was found of that.
+  // The block that adds to a tile of dq just before this one, from the tile's bits.
   FA_DEVICE int before(uint32_t of_tile, int64_t h, int at) const {
     int one = block + 1;
     if (!(of_tile & (kAfterNext | kBegins)))
@@ -80,7 +80,7 @@ struct ShownTiles {
 
 // -- how it is found ------------------------------------------------------------------------------
 
-// Of one row tile, by what the mask holds; `p` has its bytes.
+// One tile of rows and what the mask holds there; the workspace of `p` has the mask's bytes.
 template <class B>
 struct RowsOfMask {
   const FaParams& p;
@@ -92,13 +92,13 @@ struct RowsOfMask {
       : p(p), stripe(p, B::kTiling, b, h, row, false), states(Item(p, b), workspace, b, h),
         row(row) {}
 
-  // Has a row seen no score far above finfo.min? Of rows that see nothing that hides all.
+  // Has a row seen no score far above finfo.min? Rows that see nothing have a level of +inf.
   FA_DEVICE bool any_low() const {
     bool low = false;
     for (int i = row; i < row + B::kTiling.rows; ++i) low |= !(states.at(kLevel, i) > -0x1p126f);
     return low;
   }
-  // TileOfMask, by the answer that these rows need.
+  // TileOfMask, from the answer that these rows need.
   FA_DEVICE uint32_t held(int key) const {
     const uint32_t at = stripe.first + static_cast<unsigned>(key) / B::kTiling.keys;
     const uint32_t first = stripe.tile(at);
@@ -106,7 +106,7 @@ struct RowsOfMask {
     const uint32_t exact = stripe.tile(at + stripe.to_exact);
     return exact != first && any_low() ? exact : first;
   }
-  // The first key from `from` on, where a tile begins, of one that is shown; or one past the end.
+  // The first key from `from` on, at the start of a tile, that is shown; or one past the end.
   FA_DEVICE int shown_from(int from, int end) const {
     while (from < end) {
       const uint32_t one = held(from);
@@ -117,7 +117,7 @@ struct RowsOfMask {
   }
 };
 
-// A lane for each tile, and for what a word has none for.
+// A lane for each tile, and for the unused places of a word.
 template <class B>
 __global__ void __launch_bounds__(ShownTiles<B>::kThreads)
     shown_tiles_kernel(const FaParams p, uint32_t* words, float* workspace) {
@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(ShownTiles<B>::kThreads)
   if (in == 0 && word < To::words(p)) words[word] = bits;
 }
 
-// After the states of all rows are known.
+// Runs after the states of all rows are known.
 template <class B>
 int start_shown_tiles(const FaParams& p, float* workspace, void* stream) {
   using To = ShownTiles<B>;

@@ -5,13 +5,13 @@
 namespace fa {
 namespace sm80 {
 
-// The running maximum of two rows, and the sum of their weights above its level; the sum of this
+// The running maximum of two rows, and the sum of their weights relative to its level, over this
 // lane's columns alone.
 struct Softmax {
   float max[2], sum[2];
 };
 
-// One lane's scores of a tile become weights exp(s - level), and what went before is rescaled.
+// A lane's scores of a tile become weights exp(s - level), and earlier sums are rescaled.
 template <bool general, int n, int columns>
 FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
 #pragma unroll
@@ -43,8 +43,8 @@ FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4]
   }
 }
 
-// A sink is one more logit, without a value. It is counted when all keys have been, so that no loop
-// knows of it: in the level and the sum of a row's weights. What the row's values are rescaled by.
+// A sink is one more logit, without a value. It is added to the level and the sum of a row's
+// weights after all keys, outside of every loop. Returns the factor for the row's values.
 template <bool general>
 FA_DEVICE float count_sink(const FaParams& p, int64_t b, int64_t h, float& level, float& sum) {
   if (!p.sinks.data) return 1;

@@ -1,10 +1,10 @@
 // Blocks that add to one sum in a fixed order, so that it is the same every time: each waits for
 // its turn, at a word in the workspace of a backward pass.
 //
-// Nobody waits for ever. A block takes its task by a ticket when it begins, and tasks of lower
-// tickets alone are waited for: whoever holds one runs already. The lowest of those that run waits
-// for nobody, and ends; then the next is the lowest. So it does not matter in which order blocks
-// begin, how many fit, or who else is on the device.
+// This cannot deadlock. A block takes its task by a ticket when it begins, and waits only for tasks
+// of lower tickets, which running blocks hold. The lowest of those that run waits for none, and
+// ends; then the next is the lowest. So it does not matter in which order blocks begin, how many
+// fit, or what else runs on the device.
 #pragma once
 #include "row_states.cuh"
 
@@ -16,8 +16,8 @@ struct Turns {
 
   FA_DEVICE explicit Turns(float* workspace) : words(reinterpret_cast<uint32_t*>(workspace)) {}
 
-  // Before all of it, by the lanes of one warp. Sequences that begin before others end would take
-  // each other's turns, and wait for ever: of such a batch there is nothing to do.
+  // Runs first, on the lanes of one warp. Sequences that begin before others end would take each
+  // other's turns, and wait for ever: such a batch is marked, and blocks return at once.
   FA_DEVICE void clear(const FaParams& batch) const {
     uint32_t falls = 0;
     if (batch.cu_q)
@@ -26,24 +26,24 @@ struct Turns {
     for (int flip = 16; flip; flip /= 2) falls |= ptx::shuffle_xor(falls, flip);
     if (threadIdx.x % 32 == 0) words[0] = 0, words[1] = falls;
   }
-  // And for the row `at` of those of all heads.
+  // Clears the turn of the row `at`, counted over all heads.
   FA_DEVICE void clear(int64_t at) const {
     if (at % kRowsATurn == 0) words[kTaskWords + at / kRowsATurn] = 0;
   }
   FA_DEVICE bool fall(const FaParams& batch) const { return batch.cu_q && words[1]; }
-  // The task of the block that asks, for all of its threads; `shared` has room for it.
+  // The task of the calling block, for all of its threads; `shared` has room for it.
   FA_DEVICE unsigned begin(unsigned* shared) const {
     if (threadIdx.x == 0) *shared = ptx::fetch_add(words, 1);
     ptx::block_sync("turns: all know their task");
     return *shared;
   }
-  // A warp's word for the tile at this row, of those of all heads.
+  // A warp's word for the tile at this row, counted over all heads.
   FA_DEVICE uint32_t* of(int64_t at, int warp) const {
     return words + kTaskWords + at / kRowsATurn + warp;
   }
 };
 
-// By all lanes of a warp, until number `before` has passed this on. They see what it wrote.
+// For all lanes of a warp: waits until `before` has passed this on. They then see what it wrote.
 FA_DEVICE void wait_for_turn(const uint32_t* word, int before) {
   if (threadIdx.x % 32 == 0)
     ptx::wait_until("turns: the one before has added", word, static_cast<uint32_t>(before));

@@ -1,14 +1,14 @@
-// The probabilities themselves, exp(s - normaliser) after dropout, on Ampere-class tensor cores: for every
-// head, or their mean. A block has one tile of rows and keys, a warp 16 rows of it. For the mean it
-// adds up the heads in their order, the same on every run, each computed with while the next is on
-// its way; memory sees the mean alone.
+// The probabilities themselves, exp(s - normaliser) after dropout, on Ampere-class tensor cores:
+// for every head, or their mean. A block has one tile of rows and keys, a warp 16 rows of it. For
+// the mean it adds up the heads in their order, the same on every run, and computes with one while
+// the next is loading; only the mean is written to memory.
 #pragma once
 #include "product.cuh"
 
 namespace fa {
 namespace sm80 {
 
-// kD is what the head dim is padded to; a plain kernel knows scale and band only.
+// kD is the padded head dim; a plain kernel supports scale and band only.
 template <class Type_, int kD_, bool kGeneral_>
 struct Weights {
   using Type = Type_;
@@ -21,13 +21,13 @@ struct Weights {
   using KTile = Tile<kKeys, kD>;
   static constexpr int kStageBytes = QTile::kBytes + KTile::kBytes;
 
-  // A grid is key tiles within row tiles within planes, which are heads unless averaged, of items.
+  // The grid: key tiles within row tiles within planes (heads, unless averaged) within items.
   static FA_SHARED int64_t planes(const FaParams& p) { return p.average_heads ? 1 : p.H; }
   static FA_SHARED int64_t row_tiles(const FaParams& p) { return (p.M + kRows - 1) / kRows; }
   static FA_SHARED int64_t key_tiles(const FaParams& p) { return (p.N + kKeys - 1) / kKeys; }
 };
 
-// Starts to load what one head has of this tile: queries, and keys before `end`.
+// Starts to load a head's part of this tile: queries, and keys before `end`.
 template <class W>
 FA_DEVICE void load_head(unsigned char* stage, const FaParams& p, int64_t b, int64_t h,
                          int first_row, int first_key, int64_t end) {
@@ -54,7 +54,7 @@ FA_DEVICE void probabilities(Accumulator<W::kKeys>& s, const Head& head, int row
   }
 }
 
-// A lane's part of the tile, times a factor, to memory that may lie in any way.
+// Stores a lane's part of the tile, times a factor; the tensor may have any strides.
 template <class W>
 FA_DEVICE void store(const FaParams& p, int64_t b, int64_t plane, int row, int first,
                      const Accumulator<W::kKeys>& weights, float factor) {
@@ -69,7 +69,7 @@ FA_DEVICE void store(const FaParams& p, int64_t b, int64_t plane, int row, int f
   }
 }
 
-// Two blocks for a multiprocessor, where that spills no registers and their shared memory fits.
+// Two blocks for a multiprocessor, if that spills no registers and their shared memory fits.
 template <class W>
 __global__ void __launch_bounds__(W::kThreads, W::kGeneral || W::kD == 32 || W::kD >= 128 ? 1 : 2)
     weights_kernel(const FaParams p) {
