@@ -371,9 +371,13 @@ def resolved(arguments: Any, function: str) -> dict[str, Any]:
     """`arguments` completed with defaults. An unknown one raises TypeError, naming `function`."""
     given = DEFAULTS | arguments if arguments else DEFAULTS
     if len(given) > len(DEFAULTS):
-        unknown = min(arguments.keys() - DEFAULTS.keys())
-        raise TypeError(f"{function}() {unknown_argument(unknown, DEFAULTS)}")
+        raise _unknown(arguments, function)
     return given
+
+
+def _unknown(arguments: Any, function: str) -> TypeError:
+    unknown = min(arguments.keys() - DEFAULTS.keys())
+    return TypeError(f"{function}() {unknown_argument(unknown, DEFAULTS)}")
 
 
 def prepare(
@@ -389,7 +393,10 @@ def prepare(
 
     orders: the memory order of out, and of the gradients of q, k and v (`Options.out_order`).
     """
-    given = resolved(arguments, function)
+    # Inline, because each function call takes a noticeable part of a short attention call.
+    given = DEFAULTS | arguments if arguments else DEFAULTS
+    if len(given) > len(DEFAULTS):
+        raise _unknown(arguments, function)
     compiling = is_compiling()
     window, mask, seed = given["window"], given["mask"], given["seed"]
     scalars = (
@@ -406,7 +413,13 @@ def prepare(
         raise RuntimeError(f"{function}: {context_parallel.WORDS}")
     if window is not None or given["place"] is not None:
         scalars = *scalars, *_edges(window), *_place(given["place"])
-    plain, with_grad = _options(*scalars) if compiling else _same_options(scalars)
+    if compiling:
+        plain, with_grad = _options(*scalars)
+    else:
+        try:
+            plain, with_grad = _remembered(*scalars)
+        except TypeError:  # a scalar that does not hash, or a wrong one, about which this raises
+            plain, with_grad = _options(*scalars)
     if (compiling or _any_autocast()) and isinstance(q, Tensor):
         q, k, v, mask = autocast(q, k, v, mask)
     if seed is not None or plain.dropout_p:
@@ -488,15 +501,6 @@ def _options(
 
 # typed: True == 1, but True is not a number here, and must not hit the entry of 1.
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
-
-
-def _same_options(scalars: tuple) -> tuple[Options, Options]:
-    """`_options`, computed once for each set of scalars."""
-    try:
-        return _remembered(*scalars)
-    except TypeError:  # an argument does not hash, or is invalid: then the call below raises
-        pass
-    return _options(*scalars)
 
 
 _CONSTANT, _VARIABLE = (

@@ -53,16 +53,11 @@ class Launcher:
         raise NotImplementedError
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
-        out, normaliser = self._outputs(spec, t.q)
-        self._launch(native.FORWARD, spec, t, (out, normaliser))
-        return out, normaliser
-
-    def _outputs(self, spec: AttentionSpec, q: Tensor) -> tuple[Tensor, Tensor]:
         like = prepared(spec)
-        out = q.new_empty_strided(*like.out, **like.stored)
-        if spec.wide == spec.dtype:  # passing a dtype takes time
-            return out, q.new_empty_strided(*like.normaliser)
-        return out, q.new_empty_strided(*like.normaliser, dtype=spec.wide)
+        out = t.q.new_empty_strided(*like.out, **like.stored)
+        normaliser = t.q.new_empty_strided(*like.normaliser, **like.wide)
+        self._launch(native.FORWARD, like, t, (out, normaliser))
+        return out, normaliser
 
     def backward(
         self,
@@ -81,14 +76,14 @@ class Launcher:
             return {name: x.to(t.given(name).dtype) for name, x in found.items()}
         grads = self._gradients(spec, t, wants)
         given = (out, normaliser, dout, dlse)
-        self._launch(native.BACKWARD, spec, t, (*given, *map(grads.get, DIFFERENTIABLE)))
+        self._launch(native.BACKWARD, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE)))
         return _as_inputs(spec, grads, t) if spec.given else grads
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
         B, H, M, N = spec.B, spec.H, spec.M, spec.N
         shape = (B, M, N) if spec.average_heads else (B, H, M, N)
         weights = empty(shape, dtype=spec.dtype, device=t.q.device)
-        self._launch(native.WEIGHTS, spec, t, (_with_heads(spec, weights),))
+        self._launch(native.WEIGHTS, prepared(spec), t, (_with_heads(spec, weights),))
         return weights
 
     def weights_backward(
@@ -100,7 +95,7 @@ class Launcher:
                 grad.zero_()
         else:
             given = (_with_heads(spec, dweights), *map(grads.get, DIFFERENTIABLE))
-            self._launch(native.WEIGHTS_BACKWARD, spec, t, given)
+            self._launch(native.WEIGHTS_BACKWARD, prepared(spec), t, given)
         return _as_inputs(spec, grads, t) if spec.given else grads
 
     def jvp(
@@ -111,14 +106,16 @@ class Launcher:
         out: Tensor | None = None,
         normaliser: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        out_t = t.q.new_empty_strided(*prepared(spec).out)
-        lse_t = t.q.new_empty(prepared(spec).out[0][:3], dtype=spec.wide)
+        like = prepared(spec)
+        out_t = t.q.new_empty_strided(*like.out)
+        lse_t = t.q.new_empty(like.out[0][:3], dtype=spec.wide)
         moved = (out_t, lse_t, *_tangents(spec, tangents))
         if out is not None and normaliser is not None:
-            self._launch(native.JVP, spec, t, (out, *moved))
+            self._launch(native.JVP, like, t, (out, *moved))
         else:
-            out, normaliser = self._outputs(spec, t.q)
-            self._launch(native.FORWARD_JVP, spec, t, (out, normaliser, *moved))
+            out = t.q.new_empty_strided(*like.out, **like.stored)
+            normaliser = t.q.new_empty_strided(*like.normaliser, **like.wide)
+            self._launch(native.FORWARD_JVP, like, t, (out, normaliser, *moved))
         return out, normaliser, out_t, lse_t
 
     def second(
@@ -141,7 +138,7 @@ class Launcher:
             return {name: x.to(t.given(name).dtype) for name, x in found.items()}
         grads = self._gradients(spec, t, wants)
         given = (*outs, *_tangents(spec, tangents), dout, dlse, dout_t, dlse_t)
-        self._launch(native.SECOND, spec, t, (*given, *map(grads.get, DIFFERENTIABLE)))
+        self._launch(native.SECOND, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE)))
         return _as_inputs(spec, grads, t) if spec.given else grads
 
     def _gradients(
@@ -163,11 +160,12 @@ class Launcher:
         return grads
 
     def _launch(
-        self, which: int, spec: AttentionSpec, t: Tensors, after: tuple[Tensor | None, ...]
+        self, which: int, like: Prepared, t: Tensors, after: tuple[Tensor | None, ...]
     ) -> None:
         """Pack the arguments and run the pass. after: its tensors in the order of `AFTER`."""
+        spec = like.spec
         t = convert(spec, t)
-        params = pack(prepared(spec).form, PLACES[which], (*t, *after), get_num_threads())
+        params = pack(like.form, PLACES[which], (*t, *after), get_num_threads())
         size = self.workspace(which, params, t)
         if size > 0:
             workspace = empty(size + 63, dtype=torch.uint8, device=t.q.device)
@@ -181,11 +179,13 @@ class Launcher:
 class Prepared(NamedTuple):
     """Data that all calls with one spec share. A layout is a shape with strides."""
 
+    spec: AttentionSpec
     form: bytes  # FaParams without tensors
     out: Layout
     normaliser: Layout
     gradients: list[tuple[str, Layout | None]]  # all possible ones; None: in its input's shape
     stored: dict[str, Any]  # dtype= for out and gradients, if it is not q's
+    wide: dict[str, Any]  # the same for the normaliser: passing a dtype takes time
     brief: bool  # the kernel is too short to release the GIL for
 
 
@@ -208,11 +208,13 @@ def _prepare(spec: AttentionSpec) -> Prepared:
         del like_q["v"]
     laid = {name: dense_layout(*shape, spec.grad_order) for name, shape in like_q.items()}
     return Prepared(
+        spec=spec,
         form=native.form(spec),
         out=dense_layout(B, H, M, Dv, spec.out_order),
         normaliser=((2, B, H, M), (B * H * M, H * M, M, 1)),
         gradients=[(x, laid.get(x)) for x in DIFFERENTIABLE if x in laid or x in spec.given],
         stored={"dtype": spec.wide} if spec.unrounded else {},
+        wide={} if spec.wide == spec.dtype else {"dtype": spec.wide},
         brief=B * H * (1 + M) * (1 + keys) * (64 + D + Dv) < BRIEF,
     )
 

@@ -9,8 +9,8 @@ from ..backend import Support, check_values, register
 from ..check import DTYPES
 from ..crossing import launch
 from ..extents import refused
-from ..launcher import AFTER, PLACES, Launcher, convert, prepared
-from ..spec import AttentionSpec, Feature, Tensors
+from ..launcher import AFTER, PLACES, Launcher, Prepared, convert
+from ..spec import Feature, Tensors
 
 
 class Cpu(Launcher):
@@ -45,14 +45,14 @@ class Cpu(Launcher):
         return native.cpu_unavailable()
 
     def _launch(
-        self, which: int, spec: AttentionSpec, t: Tensors, after: tuple[Tensor | None, ...]
+        self, which: int, like: Prepared, t: Tensors, after: tuple[Tensor | None, ...]
     ) -> None:
         # Packs and launches in one step, without a workspace: the library allocates its own.
+        spec = like.spec
         if spec.given:
             t = convert(spec, t)
-        kept, entry = prepared(spec), native.cpu().run_at
-        given = kept.form, PLACES[which], (*t, *after), get_num_threads()
-        status = launch(entry, which, kept.brief, *given)
+        given = like.form, PLACES[which], (*t, *after), get_num_threads()
+        status = launch(native.cpu().run_at, which, like.brief, *given)
         if status == native.OK:
             return
         if status in (native.BAD_LENGTH, native.BAD_OFFSET, native.BAD_PAGE):

@@ -14,7 +14,7 @@ from .. import gpu, native, trouble
 from ..backend import Support, check_values, register
 from ..crossing import launch_on
 from ..extents import refused
-from ..launcher import AFTER, PLACES, Launcher, convert, prepared
+from ..launcher import AFTER, PLACES, Launcher, Prepared, convert
 from ..spec import AttentionSpec, Feature, Tensors
 
 
@@ -102,18 +102,18 @@ class Cuda(Launcher):
         return self.library.workspace(params, which, self.multiprocessors(t.q))
 
     def _launch(
-        self, which: int, spec: AttentionSpec, t: Tensors, after: tuple[Tensor | None, ...]
+        self, which: int, like: Prepared, t: Tensors, after: tuple[Tensor | None, ...]
     ) -> None:
         # In one step, if there is an extension. Nothing of a call is kept for the next.
-        library, q = self.library, t.q
+        library, spec, q = self.library, like.spec, t.q
         if launch_on is None or not library.run_at:
-            return super()._launch(which, spec, t, after)
+            return super()._launch(which, like, t, after)
         if spec.given:
             t = convert(spec, t)
             check_values(spec, t)
         entries = library.run_at, library.workspace_at, functools.partial(_room, q)
         where = q.get_device(), self.multiprocessors(q), self.stream(q)
-        packed = prepared(spec).form, PLACES[which], (*t, *after)
+        packed = like.form, PLACES[which], (*t, *after)
         with gpu.on(q.device):
             code = launch_on(*entries, which, *where, *packed)
         if status := self._check(code):

@@ -81,12 +81,12 @@ class Guarded:
     place = LAST
     launches = 0
 
-    def _launch(self, which, spec, t, after):
-        t = convert(spec, t) if spec.given else t
+    def _launch(self, which, like, t, after):
+        t = convert(like.spec, t) if like.spec.given else t
         with moved((*t, *after), self.place) as copies:
             given = [x for x in copies[: len(t)] if x is not None and x.numel()]
             before = [contents(x) for x in given]
-            super()._launch(which, spec, type(t)(*copies[: len(t)]), tuple(copies[len(t) :]))
+            super()._launch(which, like, type(t)(*copies[: len(t)]), tuple(copies[len(t) :]))
             assert before == [contents(x) for x in given], "a kernel wrote to an argument"
         Guarded.launches += 1
 
