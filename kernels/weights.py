@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 
 from .score import (
+    EDGES,
     SIZES,
     Keys,
     call_of,
@@ -66,7 +67,7 @@ def add_head(
         rows = rows_of(i[:, None], h, item, call, extras, F)
         tile_q = take(q, item.q, h, i0, item.M, T.D, T.BM, T.BD, F.tma)
         tile_k = take(k, item.k, h // call.group, j0, item.length, T.D, T.BN, T.BD, F.tma)
-        s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, True)
+        s, _ = score(by_rows(tile_q, tile_k, F), rows, keys, call, extras, F, EDGES)
         level, rest = levels_of(normaliser, item.q, h, i, call, F)
         p = probability(s, (level[:, None], rest[:, None]), call, F)
         p = tl.where(visible(rows, keys, item, call, F), p, 0.0)
