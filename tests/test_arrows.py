@@ -9,37 +9,19 @@ import fastattn
 
 PACKAGE = Path(fastattn.__file__).parent
 
-# From the top layer to the bottom. A module imports only from the lines below its own.
-FLOORS = (
-    {"__main__", "examples"},
-    {"__init__"},
-    {"profiling"},
-    {"report", "observing"},
-    {"sights"},
-    {"calls", "untouched"},
-    {"conversion", "distributed", "flash_attn", "integrations", "patching", "structure"},
-    {"multihead", "torch_form", "explaining", "nn", "merging", "cache", "forward_mode"},
-    {"nested_heads"},
-    {"nested"},
-    {"api", "decomposition"},
-    {"operators"},
-    {"roads"},
-    {"transforms"},
-    {"batching", "derivatives", "gradient_batches", "passes"},
-    {"events"},
-    {"operation"},
-    {"backends"},
-    {"launcher", "compiled"},
-    {"packing"},
-    {"crossing", "extents"},
-    {"backend", "native", "autotune", "gpu"},
-    {"check", "tuning", "flops", "elf", "advice", "scalars", "trouble", "pages"}
-    | {"context_parallel", "overrides", "toolchain"},
-    {"quantisation"},
-    {"spec"},
-    {"reference"},
-    {"forwards", "place", "prerequisites", "public_names"},
-)
+DESIGN = Path(__file__).parents[1] / "DESIGN.md"
+
+
+def floors():
+    """Sets of modules, the highest first: each may import those of the sets below. DESIGN.md has a
+    line for each group of floors: its name, then the floors from above, separated by >."""
+    block = DESIGN.read_text().partition("## Floors")[2].split("```")[1]
+    for line in block.strip().splitlines():
+        _, names = line.split(maxsplit=1)
+        yield from ({x.strip() for x in floor.split(",")} for floor in names.split(">"))
+
+
+FLOORS = tuple(floors())
 FLOOR = {name: at for at, floor in enumerate(FLOORS) for name in floor}
 
 # The layers inside packages.
@@ -157,7 +139,7 @@ def test_the_parser_sees_every_kind_of_import(tmp_path):
 
 def test_every_module_has_a_floor():
     unknown = {name.split(".")[0] for name in MODULES} - set(FLOOR)
-    assert not unknown, f"give {sorted(unknown)} a floor in tests/test_arrows.py"
+    assert not unknown, f"give {sorted(unknown)} a floor in DESIGN.md"
 
 
 @pytest.mark.parametrize("name", MODULES)
