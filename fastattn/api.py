@@ -371,13 +371,9 @@ def resolved(arguments: Any, function: str) -> dict[str, Any]:
     """`arguments` completed with defaults. An unknown one raises TypeError, naming `function`."""
     given = DEFAULTS | arguments if arguments else DEFAULTS
     if len(given) > len(DEFAULTS):
-        raise _unknown(arguments, function)
+        unknown = min(arguments.keys() - DEFAULTS.keys())
+        raise TypeError(f"{function}() {unknown_argument(unknown, DEFAULTS)}")
     return given
-
-
-def _unknown(arguments: Any, function: str) -> TypeError:
-    unknown = min(arguments.keys() - DEFAULTS.keys())
-    return TypeError(f"{function}() {unknown_argument(unknown, DEFAULTS)}")
 
 
 def prepare(
@@ -393,10 +389,7 @@ def prepare(
 
     orders: the memory order of out, and of the gradients of q, k and v (`Options.out_order`).
     """
-    # Inline, because each function call takes a noticeable part of a short attention call.
-    given = DEFAULTS | arguments if arguments else DEFAULTS
-    if len(given) > len(DEFAULTS):
-        raise _unknown(arguments, function)
+    given = resolved(arguments, function) if arguments else DEFAULTS
     compiling = is_compiling()
     window, mask, seed = given["window"], given["mask"], given["seed"]
     scalars = (

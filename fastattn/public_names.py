@@ -18,10 +18,10 @@ def set_module(package: str) -> None:
         if not callable(x) or x.__module__ == package:
             continue
         if isinstance(x, type):
-            # Evaluate a class's hints now: later, they are evaluated in the module that it names.
+            # typing evaluates a class's hints in the module that the class names: do it before.
             x.__annotations__ = inspect.get_annotations(x, eval_str=True)
-        overloads = [] if isinstance(x, type) else get_overloads(x)
-        for y in (*overloads, x):
-            y.__module__ = package
-        for y in overloads:  # typing.get_overloads finds them by module and name
-            typing.overload(y)
+        else:
+            for overload in get_overloads(x):
+                overload.__module__ = package
+                typing.overload(overload)  # typing.get_overloads finds them by module and name
+        x.__module__ = package

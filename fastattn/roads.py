@@ -44,14 +44,14 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     if _observers and observed:
         return _observers[-1](functools.partial(call, observed=False), op, t, o)
     if _is_compiling():
-        if handler := _handler(t):
-            return handler(op, t, o)
+        if name := _handled(t):
+            return HANDLERS[name](op, t, o)
         return as_tuple(op.operator()(*t, *o))
     if _transforms() or (forward_ad._current_level >= 0 and passes.has_tangents(t)):
         return transforms.Attention.apply(op, o._replace(grad=True), *t)
     found = None if watched() else kind(t)
     if found is None:
-        return (_handler(t) or seen)(op, t, o)
+        return HANDLERS.get(_handled(t), seen)(op, t, o)
     planned = spec, backend = plan(t, o, found)
     if not o.grad:
         if recording():
@@ -62,12 +62,12 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
     return differentiable((op, o, t, found, planned), *t[: spec.last])
 
 
-def _handler(tensors: Sequence[Tensor | None]) -> Run | None:
-    """The handler of the first tensor with one in `HANDLERS`."""
+def _handled(tensors: Sequence[Tensor | None]) -> str:
+    """The first class of a tensor that `HANDLERS` names, or nothing."""
     for x in tensors:
         if type(x).__name__ in HANDLERS:
-            return HANDLERS[type(x).__name__]
-    return None
+            return type(x).__name__
+    return ""
 
 
 @contextmanager
@@ -83,10 +83,8 @@ def observed(observer: Observer) -> Generator[None]:
 
 def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
     """out, normaliser, and the tangents of out and LSE."""
-    every = (*t, *tangents)
-    if _handler(every):
-        got = next(name for x in every if (name := type(x).__name__) in HANDLERS)
-        raise NotImplementedError(f"attention_jvp: got {got}s, expected plain tensors")
+    if name := _handled((*t, *tangents)):
+        raise NotImplementedError(f"attention_jvp: got {name}s, expected plain tensors")
     o = o._replace(grad=True)
     if _is_compiling():
         return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))

@@ -5,20 +5,21 @@ import subprocess
 import pytest
 from plain_words import REFUSED, cpp_lines, main, python_lines
 
-PYTHON = '''"""Module who."""
-x = "nobody"  # a comment: whose
+# Each text has refused words in comments, which the lint reads, and in code, which it does not.
+PYTHON = '''"""A docstring with the word who."""
+x = "a string: nobody"  # a comment: whose
 def f():
-    """First.
+    """First line.
 
-    Second, told.
+    A later line: told.
     """
-    y = """somebody"""
-    return y  # "quoted" said
+    y = """a string: somebody"""
+    return y  # a comment: said
 '''
-CPP = """#include "who.h"  // whose
-const char* a = "http://nobody";  /* one
-   two */ int b = '"'; // three "said"
-char c = '\\\\'; // four
+CPP = """#include "who.h"  // a comment: whose
+const char* a = "http://nobody";  /* a comment of
+   two lines */ int b = '"'; // a comment: said
+char c = '\\\\'; // a comment: four
 """
 
 
