@@ -113,7 +113,7 @@ def sees_gpu():
 
 
 def without_launcher():
-    """What Triton lacks to launch kernels. It finds both as fastattn/toolchain.py does."""
+    """What Triton lacks to launch kernels. It finds both as the package's toolchain.py does."""
     named = os.environ.get("CC")  # Triton runs it also where it is empty
     compiler = (shutil.which("gcc") or shutil.which("clang")) if named is None else named
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")

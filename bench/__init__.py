@@ -14,7 +14,7 @@ decoding.py modules.py tiny_call.py peak_memory.py   few rows on long keys; nn.M
 flushing.py          the cost of subnormal numbers
 aims.py              the targets, compared with measurements
 results.py comparison.py   a result file; a comparison of two, cell by cell
-printed.py pages.py  the printed output; the tables of the README and of bench/results
+printed.py block_pool.py  the printed output; the tables of the README and of bench/results
 pictures.py glance.py lines.py heatmap.py growth.py   the pictures
 test_calls.py        ten calls for pytest-benchmark, to compare a change with the one before
 commands.py __main__.py   the commands; their options

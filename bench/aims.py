@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from fastattn import native
+from fastattn.backends.native import libraries
 
 from . import ceilings, modules, peak_memory, run, timing, tiny_call
 from .cases import BACKWARD, BOTH, FORWARD, TRAINING, Case
@@ -197,16 +197,16 @@ def instruction_set(name: str) -> Generator[None, None, None]:
     if not name:
         yield
         return
-    before = native.cpu_isa()
-    native.select_cpu_isa(name)
+    before = libraries.cpu_isa()
+    libraries.select_cpu_isa(name)
     try:
         yield
     finally:
-        native.select_cpu_isa(before)
+        libraries.select_cpu_isa(before)
 
 
 def isas() -> list[str]:
-    return [] if native.cpu_unavailable() else native.cpu_isas()
+    return [] if libraries.cpu_unavailable() else libraries.cpu_isas()
 
 
 def _remeasured(limits: Limits, dtype: str) -> Limits:

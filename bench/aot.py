@@ -169,8 +169,8 @@ def rare(case: Case) -> bool:
 
 def call(case: Case) -> None:
     """Run every pass of the launcher on meta tensors of this case."""
-    from fastattn import check, spec
     from fastattn.backends.triton_tangents import TritonWithTangents
+    from fastattn.call import spec, validation
 
     dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
     o = VARIANTS[case.variant].options(B, H, N, N)
@@ -198,7 +198,7 @@ def call(case: Case) -> None:
     few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
     decode = attention._replace(q=attention.q[:, :, : rows // N], **few)
     wants = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
-    describe = check.describe
+    describe = validation.describe
     backend = TritonWithTangents()
     before = torch.backends.cuda.matmul.fp32_precision
     torch.backends.cuda.matmul.fp32_precision = precision

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn import native
+from fastattn.backends.native import libraries
 
 from . import timing
 from .cases import DTYPES
@@ -70,10 +70,10 @@ def sustained_gflops(dtype: str) -> float | None:
 
 def _rates(dtype: str, seconds: float, times: int) -> list[float]:
     """GF/s of `times` register loops of `seconds` CPU time each; [] without our kernels."""
-    if native.cpu_unavailable():
+    if libraries.cpu_unavailable():
         return []
-    peak = native.cpu().entry("fa_cpu_peak", ctypes.c_double, ctypes.c_int64, ctypes.c_double)
-    return [peak(native.DTYPE[DTYPES[dtype]], seconds) for _ in range(times)]
+    peak = libraries.cpu().entry("fa_cpu_peak", ctypes.c_double, ctypes.c_int64, ctypes.c_double)
+    return [peak(libraries.DTYPE[DTYPES[dtype]], seconds) for _ in range(times)]
 
 
 def matmul_gflops(device: str, dtype: str) -> float:

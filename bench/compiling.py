@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import fastattn
-from fastattn import tuning
+from fastattn.backends.triton_support import tile_configs
 
 from . import apart
 from .cases import FORWARD, Case
@@ -49,7 +49,7 @@ def kinds(cases: Iterable[Case]) -> list[Case]:
     Triton specializes only on multiples of 16 and on 1."""
     found: dict[tuple, Case] = {}
     for x in cases:
-        few = x.M if x.M <= tuning.DECODE_ROWS else 0
+        few = x.M if x.M <= tile_configs.DECODE_ROWS else 0
         odd = x.M % 16, x.N % 16
         kind = (x.dtype, x.mask, x.D, x.H == x.Hk, x.B == 1, x.H == 1, few, odd, x.strided)
         found.setdefault(kind, x)

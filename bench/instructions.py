@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from fastattn import native
+from fastattn.backends.native import libraries
 
 HERE = Path(__file__).resolve().parent
 RECORD = HERE / "instructions.json"
@@ -46,10 +46,10 @@ class Counts(NamedTuple):
 
 def unavailable() -> str | None:
     """Why nothing can be counted here, or None."""
-    if reason := native.cpu_unavailable():
+    if reason := libraries.cpu_unavailable():
         return reason
-    if "avx2" not in native.cpu_isas():
-        return f"this machine has no AVX2: its kernels are {', '.join(native.cpu_isas())}"
+    if "avx2" not in libraries.cpu_isas():
+        return f"this machine has no AVX2: its kernels are {', '.join(libraries.cpu_isas())}"
     needed = {"valgrind": shutil.which("valgrind"), "a C compiler": c_compiler()}
     missing = [what for what, path in needed.items() if not path]
     return f"not found: {', '.join(missing)}" if missing else None
@@ -89,7 +89,7 @@ def run(*command: str | Path) -> str:
 
 def counted() -> Counts:
     """Count every case in the library in use."""
-    library = native.cpu().path.resolve()
+    library = libraries.cpu().path.resolve()
     with tempfile.TemporaryDirectory() as folder:
         program = build(library, Path(folder))
         pairs = [(isa, case) for case in run(program).splitlines() for isa in ISAS]

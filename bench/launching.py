@@ -24,8 +24,8 @@ from unittest import mock
 
 import torch
 
-from fastattn.compiled import interpreted
-from fastattn.native import CudaLibrary
+from fastattn.backends.native.libraries import CudaLibrary
+from fastattn.backends.triton_support.launch_cache import interpreted
 
 from .aot import SHARED, Absent
 
@@ -129,13 +129,13 @@ def cuda_backend(library: CudaLibrary, stream: int = 0) -> Any:
 
 def measure(backend: Any, calls: int) -> dict[str, float]:
     """Median CPU time of each kind of call, in microseconds."""
-    from fastattn import check, spec
+    from fastattn.call import spec, validation
 
     def call(M: int, N: int, Hk: int, **options: Any) -> tuple[Any, Any]:
         sizes = ((8, M), (Hk, N), (Hk, N))
         q, k, v = (torch.zeros(2, heads, n, 64, dtype=torch.bfloat16) for heads, n in sizes)
         t = spec.Tensors(q, k, v)
-        return check.describe(t, spec.Options(**options)), t
+        return validation.describe(t, spec.Options(**options)), t
 
     kinds = {
         "forward": call(128, 128, 8),

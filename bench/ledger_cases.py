@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from fastattn import tuning
+from fastattn.backends.triton_support import tile_configs
 
 FEATURES = ("plain", "mask", "block mask", "alibi", "softcap", "dropout", "sinks")
 OF_TRITON = ("block mask",)  # features of Triton's kernels only
@@ -46,7 +46,7 @@ def cases() -> Iterator[Case]:
                 for feature in FEATURES if d < 256 else ("plain",):
                     if compiler == "cuda" and feature in OF_TRITON:
                         continue
-                    split = d > 128 if compiler == "cuda" else tuning.apart(arch, 2, d)
+                    split = d > 128 if compiler == "cuda" else tile_configs.apart(arch, 2, d)
                     backward = ("dq", "dk", "dv") if split else ("dq", "dkv")
                     if compiler == "cuda" and not split:
                         backward = ("dqkv",)

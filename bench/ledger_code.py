@@ -81,7 +81,11 @@ def _make(compiler: Callable[[list[Case]], list[Compiled]], cases: list[Case]) -
 def _sources(compiler: str) -> str:
     folders = {
         "cuda": ("csrc/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh", "csrc/cuda/sm80/*.cuh"),
-        "triton": ("kernels/*.py", "fastattn/tuning.py", "fastattn/backends/triton.py"),
+        "triton": (
+            "kernels/*.py",
+            "fastattn/backends/triton_support/tile_configs.py",
+            "fastattn/backends/triton.py",
+        ),
     }
     found = hashlib.sha256(f"{FORMAT} {version(compiler)}".encode())
     asked = Path(ledger_compilers.__file__)

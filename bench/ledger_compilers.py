@@ -100,7 +100,7 @@ def _by_nvcc(case: Case) -> Compiled:
 
 def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any, Any]:
     """Specification and tensors of a call; `rows` limits its queries."""
-    from fastattn import check, spec
+    from fastattn.call import spec, validation
 
     B, H, N = 2, 8, 4096
     given = FEATURES[feature](B, H, N)
@@ -108,7 +108,7 @@ def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any
     tensors = {x: given.pop(x) for x in names if x in given}
     q, k, v = (meta(B, H, n, head_dim) for n in (rows or N, N, N))
     t = spec.Tensors(q, k, v, **tensors)
-    return check.describe(t, spec.Options(**given)), t
+    return validation.describe(t, spec.Options(**given)), t
 
 
 def by_triton(cases: list[Case]) -> list[Compiled]:
@@ -149,22 +149,24 @@ def constants(case: Case) -> dict[int, int]:
     """The parameters of a call of nvcc's kernel, as words of constant bank 0 by address."""
     if case.compiler != "cuda":
         return {}
-    from fastattn import native
+    from fastattn.backends.native import libraries
 
     spec, t = described(case.head_dim, case.feature)
-    data = bytearray(native.form(spec)[: native.PARAMS_SIZE])
+    data = bytearray(libraries.form(spec)[: libraries.PARAMS_SIZE])
     shape = tuple(t.q.shape)
     both = t._asdict() | {"out": t.q, "lse": meta(*shape[:3], 2, dtype=torch.float32)}
     both |= {"dq": t.q, "dk": t.k, "dv": t.v, "dout": t.q}
-    for place, name in enumerate(native.TENSORS):
+    for place, name in enumerate(libraries.TENSORS):
         if (x := both.get(name)) is not None:
             strides = (*x.stride(), *(0,) * 4)[:4]
-            address, at = (place + 1) << 36, native.offset(name)
-            packed = native.TENSOR.pack(address, *strides, native.DTYPE[x.dtype])
+            address, at = (place + 1) << 36, libraries.offset(name)
+            packed = libraries.TENSOR.pack(address, *strides, libraries.DTYPE[x.dtype])
             data[at : at + len(packed)] = packed
-    for place, name in enumerate(native.POINTERS):
+    for place, name in enumerate(libraries.POINTERS):
         if name in ("workspace", "seed" if case.feature == "dropout" else ""):
             address = (place + 64) << 36
-            data[native.offset(name) : native.offset(name) + 8] = native.POINTER.pack(address)
+            data[libraries.offset(name) : libraries.offset(name) + 8] = libraries.POINTER.pack(
+                address
+            )
     words = struct.unpack(f"<{len(data) // 4}I", data)
     return {PARAMETERS[case.arch] + 4 * k: word for k, word in enumerate(words)}

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fastattn import native
+from fastattn.backends.native import libraries
 
 from .chips import chip
 
@@ -145,10 +145,10 @@ def _cpu() -> dict[str, Any]:
 
 def _isa() -> dict[str, Any]:
     """Which of our kernels run, or why none does."""
-    reason = native.cpu_unavailable()
+    reason = libraries.cpu_unavailable()
     if reason:
         return {"isa": None, "isas": [], "unavailable": reason}
-    return {"isa": native.cpu_isa(), "isas": native.cpu_isas(), "unavailable": None}
+    return {"isa": libraries.cpu_isa(), "isas": libraries.cpu_isas(), "unavailable": None}
 
 
 def _cpuinfo() -> dict[str, str]:

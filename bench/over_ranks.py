@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import fastattn
 from fastattn import distributed
-from fastattn.distributed import hops
-from fastattn.distributed.agreement import need_team
-from fastattn.distributed.calls import Strategy
+from fastattn.distributed import p2p
+from fastattn.distributed.attention_call import Strategy
+from fastattn.distributed.consistency import need_team
 from fastattn.examples.memory import peak_bytes, release, reset_peak
 
 from .cases import TRAINING
@@ -215,7 +215,7 @@ def overlap(given: Given) -> float:
     them) / (time that they take without computing). The median of a few rounds."""
     q, k, v, _ = given.own
     (group,) = need_team(None).groups
-    arrived = hops.Hop.arrived
+    arrived = p2p.Hop.arrived
     waited = 0.0
 
     def waiting(self):
@@ -227,13 +227,13 @@ def overlap(given: Given) -> float:
 
     def alone() -> None:
         for _ in range(dist.get_world_size() - 1):
-            hops.Hop((k, v), [tuple(x.shape) for x in (k, v)], group, "keys").arrived()
+            p2p.Hop((k, v), [tuple(x.shape) for x in (k, v)], group, "keys").arrived()
 
     shares = []
     for _ in range(ROUNDS[0]):
         taken = _lap(torch.no_grad()(alone))
         waited = 0.0
-        with mock.patch.object(hops.Hop, "arrived", waiting), torch.no_grad():
+        with mock.patch.object(p2p.Hop, "arrived", waiting), torch.no_grad():
             given.ours(q, k, v, causal=True)
         shares.append(max(0.0, 1 - _most(waited) / taken))
     return quartiles(shares)["median"]

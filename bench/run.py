@@ -275,7 +275,7 @@ def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Rec
     )
 
 
-def explain(case: Case) -> fastattn.explaining.Explanation:
+def explain(case: Case) -> fastattn.inspection.explain_call.Explanation:
     """Which of our backends runs the case, and why others do not. That depends on kinds, not sizes,
     so one row and one key are enough."""
     small = dataclasses.replace(case, B=1, N=1, M=1)

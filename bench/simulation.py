@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fastattn.distributed import cost, layout
-from fastattn.distributed.cost import H100, UNLIMITED, Call, Cost, Machine, Step
+from fastattn.distributed import cost_model, layout
+from fastattn.distributed.cost_model import H100, UNLIMITED, Call, Cost, Machine, Step
 
 FOLDER = Path(__file__).resolve().parent / "results"
 PAGE, PICTURE = "distributed-simulation.txt", "distributed-simulation.png"
@@ -58,7 +58,9 @@ def costs(N: int, ranks: int, band: Band, machine: Machine = H100) -> dict[str, 
     if ranks > NODE:
         meshes["usp"] = (ranks // NODE, NODE)
     shape = HEADS, KEY_HEADS, True
-    return {x: cost.cost(x, call(N, mesh, band, *shape), machine) for x, mesh in meshes.items()}
+    return {
+        x: cost_model.cost(x, call(N, mesh, band, *shape), machine) for x, mesh in meshes.items()
+    }
 
 
 def least(found: dict[str, Cost]) -> str:
@@ -68,10 +70,10 @@ def least(found: dict[str, Cost]) -> str:
 def efficiency(found: Cost, N: int, ranks: int, band: Band) -> float:
     """The share of the kernels' speed without transfers and with all ranks equally busy."""
     whole = call(N, (1,), band, HEADS, KEY_HEADS, True)
-    scores = cost.alone(whole, (layout.Span(0, N),)).scores
+    scores = cost_model.alone(whole, (layout.Span(0, N),)).scores
     free = dataclasses.replace(H100, call=0.0)
     steps = Step(scores), Step(scores, backward=True)
-    return sum(cost.seconds(x, whole, free) for x in steps) / ranks / found.seconds
+    return sum(cost_model.seconds(x, whole, free) for x in steps) / ranks / found.seconds
 
 
 # -- beside what was published ---------------------------------------------------------------------
@@ -102,7 +104,7 @@ def prefill(run: Run) -> dict[str, float]:
     layer, each rank sends 7/8 of a row twice)."""
     between_nodes = dataclasses.replace(H100, node=1)
     shape = HEADS // NODE, KEY_HEADS // NODE, False
-    attention = cost.cost("ring", call(run.N, (run.nodes,), BANDS[0], *shape), between_nodes)
+    attention = cost_model.cost("ring", call(run.N, (run.nodes,), BANDS[0], *shape), between_nodes)
     rows = run.N / run.nodes
     products = 2 * PARAMETERS * rows / NODE / H100.flops[torch.bfloat16][0]
     sums = LAYERS * 2 * rows * WIDTH * 2 * 2 * 7 / 8 / H100.near.rate
@@ -123,7 +125,7 @@ def page() -> str:
         "backward (FlashAttention-3, published);",
         f"# links {near.rate / 1e9:.0f} GB/s and {1e6 * near.latency:g} us in a node, "
         f"{far.rate / 1e9:.0f} GB/s and {1e6 * far.latency:g} us between; "
-        "fastattn/distributed/cost.py has the sources.",
+        "fastattn/distributed/cost_model.py has the sources.",
         "",
         "Llama 3 405B, prefill, nodes of eight H100: seconds, and published (arXiv:2411.01783)",
         *map(_published, PUBLISHED),

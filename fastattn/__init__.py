@@ -3,32 +3,35 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from . import prerequisites  # noqa: F401
+from . import require_torch  # noqa: F401
 
 # isort: split
 from . import (
     backends,  # noqa: F401  they register themselves
-    decomposition,  # noqa: F401  registers the decompositions that exporters look up
     flash_attn,
     integrations,
+    moved_modules,
     nn,
-    operators,
     reference,
-    roads,
 )
 from .api import attention, attention_packed, attention_weights
-from .backend import available_backends
-from .cache import KVCache
-from .conversion import convert, revert
-from .explaining import explain
+from .backends.base import available_backends
+from .call.place import Place
+from .dispatch import (
+    dispatcher,
+    library_ops,
+    onnx_decomposition,  # noqa: F401  registers the decompositions that exporters look up
+)
+from .dropin.conversion import convert, revert
+from .dropin.multihead import MultiheadAttention
+from .dropin.patching import patch, sdpa, unpatch
+from .dropin.sdpa import scaled_dot_product_attention
 from .forward_mode import attention_jvp
+from .inspection.explain_call import explain
+from .inspection.profiling import profile
+from .kv_cache.cache import KVCache
 from .merging import merge
-from .multihead import MultiheadAttention
-from .patching import patch, sdpa, unpatch
-from .place import Place
-from .profiling import profile
 from .public_names import set_module
-from .torch_form import scaled_dot_product_attention
 
 __all__ = [
     "KVCache",
@@ -54,6 +57,7 @@ __all__ = [
     "unpatch",
 ]
 set_module(__name__)
+moved_modules.install()
 
 
 def _call_on_dtensors(*call: Any) -> tuple[Any, ...]:
@@ -62,7 +66,7 @@ def _call_on_dtensors(*call: Any) -> tuple[Any, ...]:
     return dtensor.call(*call)
 
 
-roads.HANDLERS["DTensor"] = operators.unseen(_call_on_dtensors)
+dispatcher.HANDLERS["DTensor"] = library_ops.unseen(_call_on_dtensors)
 
 
 def __dir__() -> list[str]:
@@ -85,4 +89,6 @@ else:
                 return version("fastattn")
             except PackageNotFoundError:  # imported from a folder, not installed
                 return "unknown"
+        if (module := moved_modules.of_attribute(name)) is not None:
+            return module
         raise AttributeError(f"module 'fastattn' has no attribute {name!r}")

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from . import __version__, native
-from .backend import available_backends
-from .explaining import support_table
+from . import __version__
+from .backends.base import available_backends
+from .backends.native import libraries
+from .inspection.explain_call import support_table
 
 
 def report() -> dict[str, Any]:
     """Everything that decides how a call runs on this machine."""
-    cpu_down, cuda_down = native.cpu_unavailable(), native.cuda_unavailable()
+    cpu_down, cuda_down = libraries.cpu_unavailable(), libraries.cuda_unavailable()
     return {
         "fastattn": __version__,
         "torch": torch.__version__,
@@ -29,14 +30,14 @@ def report() -> dict[str, Any]:
         "cpu": None
         if cpu_down
         else {
-            "isa": native.cpu_isa(),
-            "isas": native.cpu_isas(),
-            "why": native.cpu_isa_reason(),
-            "units": native.cpu_units(),
-            "library": str(native.cpu().path),
+            "isa": libraries.cpu_isa(),
+            "isas": libraries.cpu_isas(),
+            "why": libraries.cpu_isa_reason(),
+            "units": libraries.cpu_units(),
+            "library": str(libraries.cpu().path),
         },
-        "cuda": None if cuda_down else {"library": str(native.cuda().path)},
-        "extension": _status(native.extension_unavailable()),
+        "cuda": None if cuda_down else {"library": str(libraries.cuda().path)},
+        "extension": _status(libraries.extension_unavailable()),
         "backends": {name: _status(reason) for name, reason in available_backends().items()},
     }
 

@@ -13,20 +13,21 @@ from torch import Tensor, is_grad_enabled
 from torch.nn import functional as F
 from typing_extensions import Unpack  # torch depends on it
 
-from . import (
+from .backends.per_sequence import longest
+from .call.argument_hints import unknown_argument
+from .call.packed_layout import heads_first, pages_first, rows_first, scales_first
+from .call.place import EVERYTHING, NUMBERS, Place
+from .call.quantisation import STORAGE
+from .call.scalars import real, whole
+from .call.spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors
+from .call.validation import check_lse, need_dense
+from .dispatch import (
     context_parallel,
-    operators,  # noqa: F401  registers the operators that `roads` dispatches to
+    library_ops,  # noqa: F401  registers the operators that `dispatcher` dispatches to
 )
-from .advice import unknown_argument
-from .check import check_lse, need_dense
-from .operation import ATTENTION, WEIGHTS
-from .overrides import handle, is_compiling, is_overridden
-from .packing import heads_first, longest, pages_first, rows_first, scales_first
-from .place import EVERYTHING, NUMBERS, Place
-from .quantisation import STORAGE
-from .roads import call
-from .scalars import real, whole
-from .spec import ARGUMENTS, TOKENS, UNLIMITED, Options, Tensors
+from .dispatch.dispatcher import call
+from .dispatch.operation import ATTENTION, WEIGHTS
+from .dispatch.torch_function import handle, is_compiling, is_overridden
 
 _ALIGNMENTS = {
     False: "",

@@ -8,10 +8,10 @@ from torch import Tensor
 from typing_extensions import Unpack  # torch depends on it
 
 from .api import Arguments, no_values, prepare, with_arguments
-from .check import check, need, need_dense, need_like
-from .overrides import handle, is_compiling, is_overridden
-from .roads import call_jvp
-from .spec import Tangents, Tensors
+from .call.spec import Tangents, Tensors
+from .call.validation import check, need, need_dense, need_like
+from .dispatch.dispatcher import call_jvp
+from .dispatch.torch_function import handle, is_compiling, is_overridden
 
 
 @overload

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .overrides import is_compiling, is_overridden
-from .spec import wide
+from .call.spec import wide
+from .dispatch.torch_function import is_compiling, is_overridden
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypedDict, Unpack  # torch depends on it
 
-from .place import EVERYTHING, Place
+from .call.place import EVERYTHING, Place
 
 WEYL = 0x9E3779B9, 0xBB67AE85  # Philox-4x32: each round adds these to the key
 MULTIPLIERS = 0xD2511F53, 0xCD9E8D57

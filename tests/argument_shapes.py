@@ -5,7 +5,7 @@ import itertools
 
 import torch
 
-from fastattn.spec import ARGUMENTS, wide
+from fastattn.call.spec import ARGUMENTS, wide
 
 # The optional tensors that `attention` and `attention_packed` take, by their names in `Tensors`.
 OPTIONAL = ("mask", "lengths", "slopes", "sinks", "seed")

@@ -69,10 +69,10 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    from fastattn import native
+    from fastattn.backends.native import libraries
     from fastattn.backends.triton import interpreted
 
-    if why := native.cpu_unavailable():
+    if why := libraries.cpu_unavailable():
         raise pytest.UsageError(f"there is nothing to test: {why}; `make setup` builds it")
     if interpreted() and importlib.util.find_spec("triton"):
         quicken_interpreter()
@@ -121,11 +121,11 @@ def skipped(terminalreporter):
 @pytest.fixture(autouse=True, scope="session")
 def poisoned_scratch():
     """Fill the native library's own workspaces with NaN before use, too."""
-    from fastattn import native
+    from fastattn.backends.native import libraries
 
-    native.poison(True)
+    libraries.poison(True)
     yield
-    native.poison(False)
+    libraries.poison(False)
 
 
 @pytest.fixture(autouse=True)
@@ -157,7 +157,7 @@ def one_thread(threads):
 @pytest.fixture
 def nothing_is_small(monkeypatch):
     """Make patched functions take calls of every size."""
-    from fastattn import patching
+    from fastattn.dropin import patching
 
     monkeypatch.setattr(patching, "SMALL", 0)
 
@@ -175,9 +175,10 @@ def registered():
 @pytest.fixture
 def on(name, monkeypatch):
     """Every call inside runs on backend `name`."""
-    from fastattn import backend, operation
+    from fastattn.backends import base
+    from fastattn.dispatch import operation
 
-    chosen = backend.get(name)
+    chosen = base.get(name)
     monkeypatch.setattr(operation, "choose", lambda spec, asked: chosen)
     operation.forget_plans()
     yield name

@@ -8,8 +8,8 @@ from emulator import KERNELS, Emulator
 from ptx import library, ours
 from runners import every_call
 
-from fastattn import native
 from fastattn.backends.cuda import Cuda
+from fastattn.backends.native import libraries
 
 DTYPES = ("bfloat16", "float16")
 NARROW = 64
@@ -33,7 +33,7 @@ def executor(wide=False):
 @functools.cache
 def binary(wide=False):
     """The same emulator as a library of CUDA kernels. CPU tensors are assigned to device 0."""
-    library = native.CudaLibrary(emulator(wide).path)
+    library = libraries.CudaLibrary(emulator(wide).path)
     run = library.run
     library.run = lambda params, which, device, *more: run(params, which, max(device, 0), *more)
     library.run_at = 0  # disable direct calls, which pass the tensors' device number
@@ -56,7 +56,7 @@ class Watched:
         self.workspace = binary(backend.wide).workspace
 
     def run(self, params, which, device, multiprocessors, stream):
-        if which == native.FORWARD:
+        if which == libraries.FORWARD:
             self.backend.splits = decode_splits(params, multiprocessors)
         device = max(device, 0)  # -1 for CPU tensors
         numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))

@@ -10,8 +10,10 @@ from runners import small
 from torch.func import grad, jvp, vmap
 
 import fastattn
-from fastattn import Place, backend, transforms
-from fastattn.spec import Feature
+from fastattn import Place
+from fastattn.backends import base
+from fastattn.call.spec import Feature
+from fastattn.dispatch import functorch
 
 # The dimensions that each vmap folds along, the innermost first: "items" maps q, k and v, "heads"
 # maps the sinks.
@@ -49,7 +51,7 @@ PASSES = {"forward": forward, "backward": backward, "jvp": tangent, "second": se
 
 def passes_of(name):
     """The passes that a backend supports."""
-    able = backend.get(name).support.features & Feature.TANGENTS
+    able = base.get(name).support.features & Feature.TANGENTS
     return PASSES if able else {x: PASSES[x] for x in ("forward", "backward")}
 
 
@@ -91,8 +93,8 @@ def counted(which):
     """Record the runs of that pass inside the block: a list with an element for each."""
     seen = []
     with pytest.MonkeyPatch.context() as patch:
-        run = getattr(transforms.passes, which)
-        patch.setattr(transforms.passes, which, lambda *x: seen.append(which) or run(*x))
+        run = getattr(functorch.run_pass, which)
+        patch.setattr(functorch.run_pass, which, lambda *x: seen.append(which) or run(*x))
         yield seen
 
 

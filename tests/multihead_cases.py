@@ -145,11 +145,11 @@ def assert_same(got, expected, tolerance):
 
 def spy_on_attention(monkeypatch):
     """A list that receives the keyword arguments of every fused call that modules make."""
-    calls, real = [], fastattn.multihead.api.attend
+    calls, real = [], fastattn.dropin.multihead.api.attend
 
     def spy(q, k, v, **kwargs):
         calls.append(kwargs | {"q": q, "k": k, "v": v})
         return real(q, k, v, **kwargs)
 
-    monkeypatch.setattr(fastattn.multihead.api, "attend", spy)
+    monkeypatch.setattr(fastattn.dropin.multihead.api, "attend", spy)
     return calls

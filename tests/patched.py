@@ -14,7 +14,8 @@ from collections import Counter
 import torch
 
 import fastattn
-from fastattn import api, patching
+from fastattn import api
+from fastattn.dropin import patching
 
 calls: Counter[str] = Counter()
 

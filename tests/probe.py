@@ -200,9 +200,9 @@ def on_gpu(case):
     """The same from nvcc's code on a GPU."""
     import torch
 
-    from fastattn import native
+    from fastattn.backends.native import libraries
 
-    entry = native.cuda().dll.fa_cuda_probe
+    entry = libraries.cuda().dll.fa_cuda_probe
     arrays = [*arguments(**case.inputs), aligned(128, np.uint32)]
     tensors = [torch.from_numpy(x.view(np.int32)).cuda() for x in arrays]
     pointers = [ctypes.c_void_p(x.data_ptr()) for x in tensors]

@@ -14,16 +14,18 @@ import torch
 from cases import DTYPES
 
 import fastattn
-from fastattn import backend, native, operation, tuning
-from fastattn.backends import triton
+from fastattn.backends import base, triton
+from fastattn.backends.native import libraries
 from fastattn.backends.triton import interpreted
-from fastattn.spec import Feature
+from fastattn.backends.triton_support import tile_configs
+from fastattn.call.spec import Feature
+from fastattn.dispatch import operation
 
 INTERPRETED = interpreted()
 REASONS = {
     name: why
     for name, why in fastattn.available_backends().items()
-    if "cpu" in (backend.get(name).support.devices or ()) and (name == "triton") == INTERPRETED
+    if "cpu" in (base.get(name).support.devices or ()) and (name == "triton") == INTERPRETED
 }
 
 
@@ -36,7 +38,7 @@ every_backend = pytest.mark.parametrize("name", FUSED)
 DECLARED = [
     name
     for name, dtype in DTYPES.items()
-    if any(dtype in backend.get(x).support.dtypes for x in REASONS)
+    if any(dtype in base.get(x).support.dtypes for x in REASONS)
 ]
 every_dtype = pytest.mark.parametrize("dtype", DECLARED)
 not_interpreted = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter; runs on a GPU")
@@ -65,7 +67,7 @@ def variants(name, dtype=None):
     if name != "cpu":
         return [None]
     tiles = dtype != torch.float64
-    return [isa for isa in native.cpu_isas() if tiles or not isa.startswith("amx_")]
+    return [isa for isa in libraries.cpu_isas() if tiles or not isa.startswith("amx_")]
 
 
 @contextmanager
@@ -74,20 +76,20 @@ def variant(isa):
     if isa is None:
         yield
         return
-    before = native.cpu_isa()
-    native.select_cpu_isa(isa)
+    before = libraries.cpu_isa()
+    libraries.select_cpu_isa(isa)
     try:
         yield
     finally:
-        native.select_cpu_isa(before)
+        libraries.select_cpu_isa(before)
 
 
 @contextmanager
 def looked_at():
     """Make Triton inspect dense masks of any size for structure before it uses them."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "STRUCTURED", 0)
-        patch.setattr(tuning, "SHARING", 0)
+        patch.setattr(tile_configs, "STRUCTURED", 0)
+        patch.setattr(tile_configs, "SHARING", 0)
         triton.flags.cache_clear()
         yield
     triton.flags.cache_clear()
@@ -106,7 +108,7 @@ def everywhere(name, verdict, tag=""):
 
 def declares(name, dtype, features=Feature.NONE):
     """Skip a test, with a reason, if the backend does not declare support for this."""
-    support = backend.get(name).support
+    support = base.get(name).support
     if dtype not in support.dtypes:
         pytest.skip(f"{name} declares no {dtype}")
     if missing := features & ~support.features:

@@ -12,8 +12,8 @@ from runners import every_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from fastattn import native
 from fastattn.backends import cuda
+from fastattn.backends.native import libraries
 
 TEXT_BYTES = 1 << 16
 
@@ -125,7 +125,7 @@ class OnDevice(TorchFunctionMode):
         return tree_map(self.there, found)
 
 
-class Binary(native.CudaLibrary):
+class Binary(libraries.CudaLibrary):
     """The library of kernels. CPU tensors have no device number, so `device` is passed instead."""
 
     def __init__(self, emulator, device):

@@ -16,9 +16,10 @@ from judge import ROUNDINGS, accumulator, largest_addend, rounded_terms
 from naive import baseline
 
 import fastattn
-from fastattn import api, backend
-from fastattn.check import describe
-from fastattn.spec import Tangents
+from fastattn import api
+from fastattn.backends import base
+from fastattn.call.spec import Tangents
+from fastattn.call.validation import describe
 
 
 def directions(problem: Problem, only=None) -> tuple[dict, torch.Tensor, torch.Tensor]:
@@ -180,7 +181,7 @@ def about(found: dict, problem: Problem, wanted: dict, given: tuple) -> list[str
 
 def passes(name: str, problem: Problem, moves: dict, dout_t, dlse_t, known=True) -> dict:
     """A backend's results. known: does `jvp` get the results of forward?"""
-    run = backend.get(name)
+    run = base.get(name)
     given = {x: y for x, y in problem.tensors().items() if x != "return_lse"}
     q, k, v = (given.pop(x) for x in "qkv")
     t, options = api.prepare(q, k, v, given)

@@ -19,9 +19,11 @@ from test_cpu_mutants import AMX_FLAGS, ON_THE_MODEL, edits, run
 from test_cpu_mutants import build as build_kernels
 
 import fastattn
-from fastattn import native
+from fastattn.backends.native import libraries
 
-TILED = [] if native.cpu_unavailable() else [x for x in native.cpu_isas() if x.startswith("amx_")]
+TILED = (
+    [] if libraries.cpu_unavailable() else [x for x in libraries.cpu_isas() if x.startswith("amx_")]
+)
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
@@ -351,7 +353,7 @@ def in_assembly(folder, flags=(), old="", new=""):
     assert not old or header.read_text().count(old) == 1
     header.write_text(header.read_text().replace(old, new, 1))
     flags = [*ON_THE_MODEL[:-1], *flags]
-    library = native.CpuLibrary(build_kernels(folder / "csrc", folder, *flags))
+    library = libraries.CpuLibrary(build_kernels(folder / "csrc", folder, *flags))
     target = folder / "trap.so"
     flags = ["-std=gnu++17", "-O2", "-fPIC", "-shared", "-ffp-contract=off", "-mfma"]
     run(*flags, ROOT / "tests" / "amx_trap.cpp", "-o", target)
@@ -370,7 +372,7 @@ def of_both(library, trap, monkeypatch, problem):
     """(results of the model, results of the assembly, number of emulated instructions)"""
     with variant("amx_model"):
         expected = problem.run(fastattn.attention, backend="cpu")
-    monkeypatch.setattr(native, "cpu", lambda: library)
+    monkeypatch.setattr(libraries, "cpu", lambda: library)
     trap.begin()
     try:
         found = problem.run(fastattn.attention, backend="cpu")
@@ -495,7 +497,7 @@ def counting(tmp_path_factory):
     header.write_text(text)
     with open(folder / "csrc" / "cpu" / "isa.cpp", "a") as isa:
         isa.write('extern "C" FA_EXPORT int64_t counts[4] = {};\n')
-    library = native.CpuLibrary(build_kernels(folder / "csrc", folder, *ON_THE_MODEL))
+    library = libraries.CpuLibrary(build_kernels(folder / "csrc", folder, *ON_THE_MODEL))
     counts = (ctypes.c_int64 * 4).in_dll(library.dll, "counts")
 
     def since():
@@ -532,7 +534,7 @@ FEW = Dims(1, 4, 1, 4, 1024, 128, 128)
 )
 def test_loads_for_each_product(counting, monkeypatch, dtype, what, dims, most_loads, most_stores):
     library, since = counting
-    monkeypatch.setattr(native, "cpu", lambda: library)
+    monkeypatch.setattr(libraries, "cpu", lambda: library)
     problem = build(dims, (), DTYPES[dtype])
     problem.run(fastattn.attention, False, backend="cpu")
     found = since()

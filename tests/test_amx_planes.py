@@ -17,7 +17,7 @@ from runners import INTERPRETED, variant
 from test_amx import TILED, every_tiled
 
 import fastattn
-from fastattn import native
+from fastattn.backends.native import libraries
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -805,7 +805,7 @@ def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
 @every_tiled
 def test_what_runs_each_dtype_is_named(isa):
     with variant(isa):
-        units = native.cpu_units()
+        units = libraries.cpu_units()
     assert units["float32"]["many rows"] == units["float16"]["many rows"] == isa
     assert units["float64"] == dict.fromkeys(units["float64"], VECTORS)
 

@@ -24,7 +24,7 @@ from slices import problems
 from test_cpu_mutants import AMX_FLAGS, FLAGS, ON_THE_MODEL, complaints, edits, needs_model, run
 
 import fastattn
-from fastattn import native
+from fastattn.backends.native import libraries
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -357,9 +357,9 @@ def kernels_of(monkeypatch, tmp_path):
             objects[2] = without_fault("library")
         path = tmp_path / "mutant.so"
         run("-shared", "-fopenmp", *objects, "-o", path)
-        library = native.CpuLibrary(path)
+        library = libraries.CpuLibrary(path)
         library.poison(1)
-        monkeypatch.setattr(native, "cpu", lambda: library)
+        monkeypatch.setattr(libraries, "cpu", lambda: library)
         monkeypatch.setenv("FASTATTN_LIBRARY", str(path))  # for tests that start processes
 
     return use

@@ -15,8 +15,9 @@ from torch.func import grad, jvp, vmap
 from torch.utils._pytree import tree_map
 
 import fastattn
-from fastattn import Place, launcher
-from fastattn.spec import ARGUMENTS, Feature
+from fastattn import Place
+from fastattn.backends import native_launcher
+from fastattn.call.spec import ARGUMENTS, Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -259,7 +260,7 @@ def test_every_shape_in_every_pass(name, layout, case, monkeypatch):
     for x in public(case.wants):
         assert found[f"d{x}"].dtype == found[f"second d{x}"].dtype == given[x].dtype
     if laid.rows and "mask" in case.wants:  # takes the path for one sequence after the other
-        monkeypatch.setattr(launcher, "ROOM", -1)
+        monkeypatch.setattr(native_launcher, "ROOM", -1)
         close(outcomes(ours, given, public(case.wants)), exact, tolerance_of(case))
 
 

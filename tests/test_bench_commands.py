@@ -156,7 +156,7 @@ def tiny_targets(monkeypatch):
 
 def test_targets_are_measured_and_judged(tiny_targets, tmp_path, capsys, threads):
     threads(2)
-    before = aims.isas() and aims.native.cpu_isa()
+    before = aims.isas() and aims.libraries.cpu_isa()
     result = run(tmp_path, "targets")
     met = {row["name"]: row["met"] for row in result["targets"]}
     wanted = dict.fromkeys(met, True) | {"a ratio": False, "no rival": None, "no such isa": None}
@@ -166,7 +166,7 @@ def test_targets_are_measured_and_judged(tiny_targets, tmp_path, capsys, threads
     assert reasons["no such isa"] == "this machine has no mmx kernels"
     printed = capsys.readouterr().out
     assert "NOT MET: a ratio" in printed and "not measured: no rival" in printed
-    assert aims.native.cpu_isa() == before
+    assert aims.libraries.cpu_isa() == before
 
 
 def test_targets_may_be_selected_and_strict(tiny_targets, tmp_path):

@@ -14,8 +14,9 @@ import fastattn
 from bench import apart, cases, commands, compiling, launching, peers, progress, run
 from bench.cases import FORWARD, PASSES, TRAINING, Case
 from bench.peers import BASELINE, SUBJECT
-from fastattn import api, check
+from fastattn import api
 from fastattn.backends import triton
+from fastattn.call import validation
 from tests.bench_helpers import LIMITS, case
 
 QUICK = [x for grid in cases.GRIDS["quick on a GPU"] for x in grid.cases("cuda")]
@@ -60,7 +61,7 @@ def forward_and_backward(x):
     t, options = api.prepare(q, k, v, given, "attention")
     if options.dropout_p and t.seed is None:
         t = t._replace(seed=torch.tensor(3))
-    s = check.describe(t, options)
+    s = validation.describe(t, options)
     wants = ["mask" if name == "bias" else name for name in x.leaves]
     out, normaliser = triton.Triton().forward(s, t)
     triton.Triton().backward(s, t, out, normaliser, torch.empty_like(out), None, wants)

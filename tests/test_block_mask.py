@@ -6,8 +6,9 @@ import pytest
 import torch
 from runners import INTERPRETED, looked_at
 
-from fastattn import check, spec, tuning
 from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import tile_configs
+from fastattn.call import spec, validation
 
 if not INTERPRETED:
     pytest.skip("runs Triton's interpreter: make test-interpreter", allow_module_level=True)
@@ -54,7 +55,7 @@ def longest(flags):
 def call(mask, band, lengths):
     q, k = torch.zeros(2, 2, M, 16), torch.zeros(2, 2, N, 16)
     t = spec.Tensors(q, k, k, mask=mask, lengths=lengths)
-    return backend.Job(check.describe(t, spec.Options(**BANDS[band])), t)
+    return backend.Job(validation.describe(t, spec.Options(**BANDS[band])), t)
 
 
 def tiled(x, side):
@@ -77,7 +78,7 @@ def test_blocks(what, form, band, side):
     lengths = torch.tensor([100, N]) if band == "lengths" else None
     with looked_at():
         job = call(mask, band, lengths)
-    found = job.block_mask(side, tuning.Config(BM, BN, 4, 1))
+    found = job.block_mask(side, tile_configs.Config(BM, BN, 4, 1))
 
     # What the band and the lengths show.
     n = torch.tensor([N, N]) if lengths is None else lengths
@@ -108,7 +109,7 @@ def test_nan_hides_nothing(side):
     mask = torch.full((M, N), -torch.inf)
     mask[20, 100] = torch.nan
     with looked_at():
-        found = call(mask, "", None).block_mask(side, tuning.Config(BM, BN, 4, 1))
+        found = call(mask, "", None).block_mask(side, tile_configs.Config(BM, BN, 4, 1))
     tile, tiles, block = (1, -(-M // BM), 3) if side == "rows" else (3, -(-N // BN), 1)
     run, edges, read = parts(found, 0, tile, tiles)
     assert not run and edges + read == [block]

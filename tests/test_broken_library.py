@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import elf, native
+from fastattn.backends.native import elf, libraries
 
 NOBODY = 65534
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
@@ -100,9 +100,9 @@ OTHER_ABI = "\n".join(
 
 @pytest.fixture(scope="module")
 def whole():
-    if why := native.cpu_unavailable():
+    if why := libraries.cpu_unavailable():
         pytest.skip(why)
-    return native.cpu().path
+    return libraries.cpu().path
 
 
 def make(folder, name, whole):

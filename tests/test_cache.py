@@ -19,7 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 import fastattn
-from fastattn import KVCache, Place, cache, pages
+from fastattn import KVCache, Place
+from fastattn.kv_cache import block_pool, cache
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
 
@@ -435,7 +436,7 @@ def test_an_error_changes_nothing(page_size):
                 call(x)
             same(before, [state(x) for x in both])
             raised |= places(caught.value)
-    assert page_size is None or raised >= everywhere_raised(cache, pages)
+    assert page_size is None or raised >= everywhere_raised(cache, block_pool)
 
 
 def test_an_error_in_a_cache_that_grows_changes_nothing():

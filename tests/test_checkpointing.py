@@ -15,7 +15,7 @@ from torch.utils.checkpoint import (
 )
 
 import fastattn
-from fastattn import backend
+from fastattn.backends import base
 
 pytestmark = [not_interpreted, pytest.mark.usefixtures("one_thread", "nothing_is_small")]
 
@@ -83,7 +83,7 @@ MODELS = {  # a model; how often its forward runs attention kernels, and weights
 def kernels(monkeypatch):
     """The names of the CPU passes that ran."""
     ran = []
-    cpu = type(backend.get("cpu"))
+    cpu = type(base.get("cpu"))
 
     def spied(name, kernel):
         def spy(self, *args):

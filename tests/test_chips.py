@@ -10,11 +10,11 @@ import torch
 from runners import variant
 
 import fastattn
-from fastattn import native
 from fastattn.__main__ import report, show
+from fastattn.backends.native import libraries
 
 pytestmark = pytest.mark.skipif(
-    bool(native.cpu_unavailable()), reason=str(native.cpu_unavailable())
+    bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
 )
 ALL = "avx512_bf16,avx512,avx2,generic"
 TILES = "amx_bf16," + ALL
@@ -23,7 +23,7 @@ TILES = "amx_bf16," + ALL
 def chosen(vendor, family, model, isas):
     """(instruction set, reason) for any chip, also one that is not present."""
     text, number = ctypes.c_char_p, ctypes.c_int64
-    served = native.cpu().entry("fa_cpu_served", text, text, number, number, text)
+    served = libraries.cpu().entry("fa_cpu_served", text, text, number, number, text)
     return served(vendor.encode(), family, model, isas.encode()).decode().split(": ", 1)
 
 
@@ -72,25 +72,25 @@ def test_without_bfloat16_the_widest_vectors(isas):
 
 
 def test_what_is_listed_first_is_what_is_chosen():
-    listed = native.cpu_isas()
+    listed = libraries.cpu_isas()
     assert sorted(listed) == sorted(x for x in [*TILES.split(","), "amx_model"] if x in listed)
     assert listed[0] != "amx_model"  # the chip's tiles in software, for tests
     with variant(listed[-1]):
-        assert native.cpu_isa() == listed[-1]
-        assert native.cpu().why() == b"selected by its name"
+        assert libraries.cpu_isa() == listed[-1]
+        assert libraries.cpu().why() == b"selected by its name"
 
 
-@pytest.mark.parametrize("isa", native.cpu_isas() if not native.cpu_unavailable() else [])
+@pytest.mark.parametrize("isa", libraries.cpu_isas() if not libraries.cpu_unavailable() else [])
 def test_each_dtype_names_what_runs_it(isa):
     """Tiles multiply dtypes that have planes; for float64 the vector ISA is reported."""
-    before = native.cpu_isa()
-    native.select_cpu_isa(isa)
+    before = libraries.cpu_isa()
+    libraries.select_cpu_isa(isa)
     try:
-        units = native.cpu_units()
+        units = libraries.cpu_units()
         q = torch.ones(1, 1, 3, 4)
         explained = str(fastattn.explain(q, q, q))
     finally:
-        native.select_cpu_isa(before)
+        libraries.select_cpu_isa(before)
     wide = "avx512" if isa.startswith("amx") else isa
     assert units.keys() == {"float32", "bfloat16", "float16", "float64"}
     for dtype, passes in units.items():
@@ -100,7 +100,7 @@ def test_each_dtype_names_what_runs_it(isa):
 
 def test_only_decoding_takes_pairs_where_they_are_slow():
     """Bit for bit, in a process without a selected ISA. (Of the LSE: outputs round equally.)"""
-    listed = native.cpu_isas()
+    listed = libraries.cpu_isas()
     if "avx512_bf16" not in listed[1:]:
         pytest.skip("avx512_bf16 is not here, or is the best here")
     code = f"""
@@ -121,4 +121,4 @@ assert torch.equal(many, run(64)) and not torch.equal(one, run(1))
 
 def test_report_says_why():
     found = report()["cpu"]
-    assert found["why"] == native.cpu_isa_reason() in show(report())
+    assert found["why"] == libraries.cpu_isa_reason() in show(report())

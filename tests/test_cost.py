@@ -13,7 +13,7 @@ from cases import DTYPES, FEATURE, Dims, build
 
 from bench.over_ranks import Counted
 from fastattn import distributed
-from fastattn.distributed import cost
+from fastattn.distributed import cost_model
 from fastattn.distributed import layout as layouts
 
 MESH = (2, 2)
@@ -54,9 +54,9 @@ def count(group, names, dtype, dims, strategy, layout):
         out = distributed.attention(q, k, v, **given, **kwargs)
         forward = found.sent
         out.backward(dout)
-    team = distributed.agreement.need_team(group)
+    team = distributed.consistency.need_team(group)
     said = [0, 0]
-    for x in cost.STEPS[strategy](about.call, team.rank):
+    for x in cost_model.STEPS[strategy](about.call, team.rank):
         said[x.backward] += x.sent
     return (forward, found.sent - forward), tuple(said)
 
@@ -103,12 +103,14 @@ def test_scores_are_those_that_are_seen(lo, hi):
     for rows, keys in itertools.product(spans, spans):
         every = itertools.product(range(*rows), range(*keys))
         right = sum(i + lo <= j <= i + hi for i, j in every)
-        assert cost.seen(rows, keys, lo, hi) == right
+        assert cost_model.seen(rows, keys, lo, hi) == right
         assert layouts.meet(rows, keys, lo, hi) or not right
 
 
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-@pytest.mark.parametrize("lo, hi", [(-cost.UNLIMITED, cost.UNLIMITED), (-9, 0), (-1, 3), (20, 30)])
+@pytest.mark.parametrize(
+    "lo, hi", [(-cost_model.UNLIMITED, cost_model.UNLIMITED), (-9, 0), (-1, 3), (20, 30)]
+)
 def test_hops_end_where_nothing_is_met_any_more(layout, lo, hi):
     for ranks_of, n, keys in itertools.product((1, 2, 3, 5), (0, 1, 7, 40), (1, 16, 40)):
         rows, of = (layouts.spans(layout, x, ranks_of) for x in (n, keys))
@@ -122,7 +124,7 @@ def test_hops_end_where_nothing_is_met_any_more(layout, lo, hi):
 
 def of_sizes(N, mesh, layout="zigzag", H=32, Hk=8, hi=0, dtype=torch.bfloat16, **more):
     spans = layouts.spans(layout, N, math.prod(mesh))
-    return cost.Call(mesh, spans, spans, 1, H, Hk, 128, 128, dtype, hi=hi, **more)
+    return cost_model.Call(mesh, spans, spans, 1, H, Hk, 128, 128, dtype, hi=hi, **more)
 
 
 SHAPES = {"gather": (8,), "ring": (8,), "ulysses": (8,), "usp": (2, 4)}
@@ -133,9 +135,9 @@ SHAPES = {"gather": (8,), "ring": (8,), "ulysses": (8,), "usp": (2, 4)}
 def test_every_score_is_computed_once(strategy, mesh, backward):
     """The sum over ranks is that of the whole call."""
     n = 1000
-    for layout, hi in itertools.product(layouts.LAYOUTS, (0, cost.UNLIMITED)):
+    for layout, hi in itertools.product(layouts.LAYOUTS, (0, cost_model.UNLIMITED)):
         c = of_sizes(n, mesh, layout, hi=hi, backward=backward)
-        steps = [x for rank in range(8) for x in cost.STEPS[strategy](c, rank)]
+        steps = [x for rank in range(8) for x in cost_model.STEPS[strategy](c, rank)]
         whole = 32 * (n * (n + 1) // 2 if hi == 0 else n * n)
         assert sum(x.scores for x in steps if not x.backward) == whole
         assert sum(x.scores for x in steps if x.backward) == whole * backward
@@ -146,25 +148,25 @@ def test_every_score_is_computed_once(strategy, mesh, backward):
 
 def test_a_ring_takes_the_longer_of_what_it_does_at_once():
     """Computed by hand, for a machine with round rates: two ranks, two hops, forward."""
-    link = cost.Link(rate=100.0, latency=0.5, message=0.25)
+    link = cost_model.Link(rate=100.0, latency=0.5, message=0.25)
     flops = {torch.float32: (1000.0, 1000.0)}
     given = dict(memory=math.inf, call=0.0, merge=0.0, node=1, near=link, far=link)
-    machine = cost.Machine("", flops, **given)
+    machine = cost_model.Machine("", flops, **given)
     spans = layouts.spans("contiguous", 20, 2)
-    c = cost.Call((2,), spans, spans, 1, 2, 1, 3, 4, torch.float32)
+    c = cost_model.Call((2,), spans, spans, 1, 2, 1, 3, 4, torch.float32)
     hop = 2 * (2 * 10 * 10) * (3 + 4) / 1000  # 2.8
     sending = 10 * (3 + 4) * 4 / 100 + 0.75  # 3.55
-    assert cost.cost("ring", c, machine).seconds == pytest.approx(sending + hop)
+    assert cost_model.cost("ring", c, machine).seconds == pytest.approx(sending + hop)
     slow = replace(machine, flops={torch.float32: (100.0, 100.0)})
-    assert cost.cost("ring", c, slow).seconds == pytest.approx(20 * hop)
+    assert cost_model.cost("ring", c, slow).seconds == pytest.approx(20 * hop)
     both = 2 * (10 * 7 * 4 / 2 / 100 + 0.75)  # keys, then values
-    assert cost.cost("gather", c, machine).seconds == pytest.approx(both + 2 * hop)
+    assert cost_model.cost("gather", c, machine).seconds == pytest.approx(both + 2 * hop)
 
 
 @pytest.mark.parametrize("strategy, mesh", SHAPES.items())
 def test_more_takes_longer_and_more_ranks_less(strategy, mesh):
     def found(n, mesh=mesh, **more):
-        return cost.cost(strategy, of_sizes(n, mesh, **more), cost.H100)
+        return cost_model.cost(strategy, of_sizes(n, mesh, **more), cost_model.H100)
 
     small, large = found(1 << 16), found(1 << 17)
     assert all(x < y for x, y in zip(small, large))
@@ -179,7 +181,7 @@ def test_hops_and_balance_are_seen():
     """A window omits hops; zigzag halves a causal ring's time; both only where they should."""
 
     def ring(layout, **more):
-        return cost.cost("ring", of_sizes(1 << 18, (8,), layout, **more), cost.H100)
+        return cost_model.cost("ring", of_sizes(1 << 18, (8,), layout, **more), cost_model.H100)
 
     assert ring("zigzag").seconds < 0.6 * ring("contiguous").seconds
     window = ring("contiguous", lo=-4096)
@@ -193,12 +195,12 @@ def test_hops_and_balance_are_seen():
 def choose(group, shape, more):
     """(the strategy that `auto` ran, explain's choice, ...)."""
     B, H, Hk, N, D = shape
-    team = distributed.agreement.need_team(group)
+    team = distributed.consistency.need_team(group)
     n = N // team.ranks + (team.rank == 0)  # one rank has a row more
     q, k, v = (torch.zeros(B, h, n, D) for h in (H, Hk, Hk))
     about = distributed.explain(q, k, v, group=group, **more)
     ran = []
-    calls = distributed.calls
+    calls = distributed.attention_call
     spies = {
         name: lambda *given, name=name, f=f: ran.append(name) or f(*given)
         for name, f in calls.STRATEGIES.items()
@@ -231,7 +233,7 @@ def test_auto_is_the_least_on_every_rank(four, shape, count_of, more):
         assert f"  {name}: {why}" in text
 
 
-RANKS_OF = distributed.calls.STRATEGIES
+RANKS_OF = distributed.attention_call.STRATEGIES
 DECLINED = [
     (3, "usp", "group: got one of 1 dimension for strategy='usp', expected a mesh of two", {}),
     (3, "ulysses", "got 'ulysses' for 4 heads on 3 ranks, expected ranks that divide", {}),

@@ -30,7 +30,7 @@ from test_storage import run as run_packed
 from test_weights import about_weights
 
 import fastattn
-from fastattn import native
+from fastattn.backends.native import libraries
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -591,9 +591,9 @@ def kernels_of(monkeypatch, tmp_path):
             times = text.count(old)
             assert times == 1, f"{old!r} is in {file} {times} times"
             (sources / file).write_text(text.replace(old, new))
-        library = native.CpuLibrary(build(sources, tmp_path, *ON_THE_MODEL * tiled))
+        library = libraries.CpuLibrary(build(sources, tmp_path, *ON_THE_MODEL * tiled))
         library.poison(1)
-        monkeypatch.setattr(native, "cpu", lambda: library)
+        monkeypatch.setattr(libraries, "cpu", lambda: library)
 
     return use
 
@@ -731,7 +731,7 @@ def complaints(name, dtype=torch.float32):
 
 
 needs_model = pytest.mark.skipif(
-    bool(native.cpu_unavailable()) or "amx_model" not in native.cpu_isas(),
+    bool(libraries.cpu_unavailable()) or "amx_model" not in libraries.cpu_isas(),
     reason="AMX's model needs AVX-512",
 )
 

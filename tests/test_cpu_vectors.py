@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from runners import variant
 
-from fastattn import native
+from fastattn.backends.native import libraries
 
 pytestmark = pytest.mark.skipif(
-    bool(native.cpu_unavailable()), reason=str(native.cpu_unavailable())
+    bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
 )
-ISAS = [] if native.cpu_unavailable() else native.cpu_isas()
+ISAS = [] if libraries.cpu_unavailable() else libraries.cpu_isas()
 every_isa = pytest.mark.parametrize("isa", ISAS)
 every_real = pytest.mark.parametrize("real", [np.float32, np.float64])
 EXP, TANH = range(2)
@@ -24,7 +24,7 @@ WITHOUT_FMA = {np.float32: 46, np.float64: 356}
 def call(isa, which, x):
     """Run the vector function of the kernels for `isa`."""
     y, size = np.empty_like(x), ctypes.c_int64
-    entry = native.cpu().entry(
+    entry = libraries.cpu().entry(
         "fa_cpu_vector_function", None, size, size, ctypes.c_void_p, ctypes.c_void_p, size
     )
     with variant(isa):

@@ -16,12 +16,15 @@ from cases import DTYPES
 from runners import INTERPRETED
 
 import fastattn
-from fastattn import api, crossing, launcher, native, operation
-from fastattn.spec import ARGUMENTS
+from fastattn import api
+from fastattn.backends import native_launcher
+from fastattn.backends.native import libraries, marshalling
+from fastattn.call.spec import ARGUMENTS
+from fastattn.dispatch import operation
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 needs_extension = pytest.mark.skipif(
-    crossing.extension is None, reason=f"no extension: {native.extension_unavailable()}"
+    marshalling.extension is None, reason=f"no extension: {libraries.extension_unavailable()}"
 )
 
 
@@ -78,7 +81,7 @@ PLAIN = plain()
 @pytest.mark.parametrize("name", strange())
 def test_what_is_no_plain_memory_has_no_kind(name):
     q = PLAIN["of float32"]
-    for kind in {crossing.kind, crossing._kind}:
+    for kind in {marshalling.kind, marshalling._kind}:
         assert kind((q, strange()[name], None)) is None
 
 
@@ -88,7 +91,7 @@ def test_a_kind_is_shared_by_tensors_that_differ_in_memory_alone():
     sets += [(PLAIN["of float32"], None), (None, PLAIN["of float32"])]
     sets += [(PLAIN["of one dimension"],) * 2, (PLAIN["of one dimension"], PLAIN["of two"])]
     described = [[x if x is None else (x.shape, x.dtype, x.device) for x in some] for some in sets]
-    for kind in {crossing.kind, crossing._kind}:
+    for kind in {marshalling.kind, marshalling._kind}:
         kinds = [kind(some) for some in sets]
         assert None not in kinds
         for a, one in zip(kinds, described):
@@ -129,7 +132,7 @@ def test_arguments_are_told_apart_by_how_they_lie(wrapped):
             return x
         return x.dtype, x.stride(), x.data_ptr() % 16
 
-    for laid in {crossing.laid, crossing._laid}:
+    for laid in {marshalling.laid, marshalling._laid}:
         for a in cases:
             for b in cases:
                 some = [(x, 1, 2) if wrapped and isinstance(x, torch.Tensor) else x for x in (a, b)]
@@ -142,12 +145,12 @@ def test_arguments_are_told_apart_by_how_they_lie(wrapped):
 def test_arguments_that_are_nowhere_are_pythons():
     """Compilation ahead of time has tensors on the meta device; numbers may have any type."""
     for x in (torch.empty(3, device="meta"), PLAIN["of float32"].as_subclass(Subclass), 0.5, "x"):
-        assert crossing.extension.laid((x,)) is None
-        assert crossing.laid((x, 3)) == crossing._laid((x, 3))
+        assert marshalling.extension.laid((x,)) is None
+        assert marshalling.laid((x, 3)) == marshalling._laid((x, 3))
     many = (PLAIN["of float32"],) * 100
-    assert crossing.extension.laid(many) is None and len(crossing.laid(many)) == 300
+    assert marshalling.extension.laid(many) is None and len(marshalling.laid(many)) == 300
     with pytest.raises(OverflowError):
-        crossing.extension.laid((1 << 70,))
+        marshalling.extension.laid((1 << 70,))
 
 
 CASES = {
@@ -171,51 +174,53 @@ SIZES = {  # sizes of the first tensor in each list, as kernels see them
 @needs_extension
 @pytest.mark.parametrize("how", CASES)
 def test_the_extension_packs_what_python_packs(how):
-    form = bytes(range(256)) * (native.SIZE // 256 + 1)
-    form = form[: native.SIZE]
+    form = bytes(range(256)) * (libraries.SIZE // 256 + 1)
+    form = form[: libraries.SIZE]
     for x in CASES[how]:
-        at = native.offset("dlse"), list(crossing.CROSSES).index(how)
-        for tensors, sizes in itertools.product(((x,), (None,)), (-1, native.offset("dv_size"))):
-            place = crossing._PLACE.pack(*at, sizes)
-            packed = crossing._pack(form, place, tensors, 3)
-            assert crossing.extension.pack(form, place, tensors, 3) == packed
-            assert (packed[: native.THREADS] != form[: native.THREADS]) == (tensors == (x,))
+        at = libraries.offset("dlse"), list(marshalling.CROSSES).index(how)
+        for tensors, sizes in itertools.product(((x,), (None,)), (-1, libraries.offset("dv_size"))):
+            place = marshalling._PLACE.pack(*at, sizes)
+            packed = marshalling._pack(form, place, tensors, 3)
+            assert marshalling.extension.pack(form, place, tensors, 3) == packed
+            assert (packed[: libraries.THREADS] != form[: libraries.THREADS]) == (tensors == (x,))
 
 
 @pytest.mark.parametrize("how", SIZES)
 def test_the_sizes_of_a_tensor_cross_in_the_dimensions_of_its_strides(how):
-    place = crossing._PLACE.pack(0, list(crossing.CROSSES).index(how), native.offset("dv_size"))
-    for pack in {crossing.pack, crossing._pack}:
-        packed = pack(bytes(native.SIZE), place, (CASES[how][0],), 1)
-        assert native.EXTENT.unpack_from(packed, native.offset("dv_size")) == SIZES[how]
+    place = marshalling._PLACE.pack(
+        0, list(marshalling.CROSSES).index(how), libraries.offset("dv_size")
+    )
+    for pack in {marshalling.pack, marshalling._pack}:
+        packed = pack(bytes(libraries.SIZE), place, (CASES[how][0],), 1)
+        assert libraries.EXTENT.unpack_from(packed, libraries.offset("dv_size")) == SIZES[how]
 
 
 @needs_extension
-@pytest.mark.parametrize("which", launcher.PLACES)
+@pytest.mark.parametrize("which", native_launcher.PLACES)
 def test_every_field_of_a_pass_has_its_place(which):
     """With every tensor that a pass can have, all different."""
-    after = launcher.AFTER[which]
+    after = native_launcher.AFTER[which]
     fields = {name: a.field for name, a in ARGUMENTS.items()} | {name: name for name in after}
     crosses = {name: a.crosses for name, a in ARGUMENTS.items()} | after
     tensors = tuple(CASES[how][0].clone() for how in crosses.values())
-    form = bytes(native.SIZE)
-    packed = crossing._pack(form, launcher.PLACES[which], tensors, 1)
-    assert crossing.extension.pack(form, launcher.PLACES[which], tensors, 1) == packed
+    form = bytes(libraries.SIZE)
+    packed = marshalling._pack(form, native_launcher.PLACES[which], tensors, 1)
+    assert marshalling.extension.pack(form, native_launcher.PLACES[which], tensors, 1) == packed
     for (name, field), x in zip(fields.items(), tensors):
         if name != "normaliser" or "lse" not in after:  # as an input it is no output
-            assert x.data_ptr().to_bytes(8, "little") == packed[native.offset(field) :][:8]
+            assert x.data_ptr().to_bytes(8, "little") == packed[libraries.offset(field) :][:8]
 
 
 @needs_extension
 def test_what_does_not_cross_is_an_error_and_no_crash():
-    x, form = torch.randn(2, 3), bytes(native.SIZE)
-    pack, place = crossing.extension.pack, crossing._PLACE.pack
+    x, form = torch.randn(2, 3), bytes(libraries.SIZE)
+    pack, place = marshalling.extension.pack, marshalling._PLACE.pack
     bad = [
         ((form, place(0, 0, -1), (x,), 1), "does not cross"),  # two dimensions instead of three
         ((form, place(0, 1, -1), (torch.arange(3),), 1), "does not cross"),  # no such dtype
         ((form, place(0, 9, -1), (x,), 1), "does not cross"),
-        ((form, place(native.SIZE - 8, 1, -1), (x,), 1), "does not cross"),
-        ((form, place(0, 1, native.SIZE - 24), (x,), 1), "does not cross"),
+        ((form, place(libraries.SIZE - 8, 1, -1), (x,), 1), "does not cross"),
+        ((form, place(0, 1, libraries.SIZE - 24), (x,), 1), "does not cross"),
         ((form, place(-8, 4, -1), (x,), 1), "does not cross"),
         ((form[:-1], place(0, 1, -1), (x,), 1), "another size"),
         ((form, place(0, 1, -1), (x, x), 1), "another size"),
@@ -229,7 +234,7 @@ def test_what_does_not_cross_is_an_error_and_no_crash():
         with pytest.raises((ValueError, TypeError, RuntimeError, SystemError), match=said):
             pack(*arguments)
     with pytest.raises((TypeError, SystemError)):
-        crossing.extension.kind([x])
+        marshalling.extension.kind([x])
 
 
 # --------------------------------------------------------------- the whole call, both ways
@@ -239,7 +244,7 @@ import hashlib, json, os, sys, warnings
 import torch, fastattn
 from fastattn import crossing
 torch.set_num_threads(1)
-fastattn.native.poison(True)
+fastattn.backends.native.libraries.poison(True)
 
 def rand(*shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
@@ -521,8 +526,8 @@ def loaded(monkeypatch):
     """A function that loads the file at a path as the extension."""
 
     def load(path):
-        monkeypatch.setattr(native, "_candidates", lambda name, variable="": [path])
-        return native._load_extension.__wrapped__()
+        monkeypatch.setattr(libraries, "_candidates", lambda name, variable="": [path])
+        return libraries._load_extension.__wrapped__()
 
     return load
 
@@ -535,7 +540,7 @@ def test_why_there_is_none(loaded, monkeypatch, tmp_path):
     assert loaded(path) == "it was not built: of a reason"
     path.write_bytes(b"no library")
     assert "is no shared library" in loaded(path)
-    whole = native.cpu().path.read_bytes()
+    whole = libraries.cpu().path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
     assert "it does not load" in loaded(path) and "cut short" in loaded(path)
     path.write_bytes(whole)  # intact, but another library
@@ -543,21 +548,21 @@ def test_why_there_is_none(loaded, monkeypatch, tmp_path):
     monkeypatch.setenv("FASTATTN_EXTENSION", "off")
     assert loaded(path) == "FASTATTN_EXTENSION is off"
     monkeypatch.delenv("FASTATTN_EXTENSION")
-    monkeypatch.setattr(native.machinery, "EXTENSION_SUFFIXES", [".so"])
+    monkeypatch.setattr(libraries.machinery, "EXTENSION_SUFFIXES", [".so"])
     assert loaded(path) == "this Python has no stable ABI"
 
 
 @needs_extension
 def test_one_of_another_abi_is_not_used(loaded, monkeypatch):
-    path = Path(crossing.extension.__file__)
-    assert loaded(path).fields == native.FIELDS
-    monkeypatch.setattr(native, "FIELDS", native.FIELDS + " more")
+    path = Path(marshalling.extension.__file__)
+    assert loaded(path).fields == libraries.FIELDS
+    monkeypatch.setattr(libraries, "FIELDS", libraries.FIELDS + " more")
     assert "another version of csrc/abi.h" in loaded(path)
 
 
 @needs_extension
 def test_a_torch_that_does_not_lend_tensors_is_a_reason(loaded, monkeypatch):
-    path = Path(crossing.extension.__file__)
+    path = Path(marshalling.extension.__file__)
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert "it does not load" in loaded(path) and "dlpack" in loaded(path)
 
@@ -608,7 +613,7 @@ def test_the_report_says_why(capsys, monkeypatch):
     from fastattn import __main__
 
     found = json.loads(run("import fastattn.__main__ as m; m.main(['--json'])"))["extension"]
-    assert found["available"] == (crossing.extension is not None)
-    monkeypatch.setattr(native, "extension_unavailable", lambda: "it is Sunday")
+    assert found["available"] == (marshalling.extension is not None)
+    monkeypatch.setattr(libraries, "extension_unavailable", lambda: "it is Sunday")
     __main__.main([])
     assert "it is Sunday" in capsys.readouterr().out

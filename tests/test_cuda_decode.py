@@ -29,8 +29,9 @@ from judge import Verdict
 from runners import passed
 
 import fastattn
-from fastattn import native, tuning
-from fastattn.spec import AttentionSpec
+from fastattn.backends.native import libraries
+from fastattn.backends.triton_support import tile_configs
+from fastattn.call.spec import AttentionSpec
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -154,7 +155,7 @@ def test_a_short_item_leaves_splits_without_keys(emulated):
 def params(**sizes):
     """FaParams without tensors: only what determines the number of splits."""
     given = dict(B=1, H=1, Hk=1, M=1, N=0, D=128, Dv=128) | sizes
-    return native.form(AttentionSpec(**given, dtype=torch.bfloat16, device="cuda", scale=1.0))
+    return libraries.form(AttentionSpec(**given, dtype=torch.bfloat16, device="cuda", scale=1.0))
 
 
 @pytest.mark.parametrize(
@@ -181,11 +182,13 @@ def test_one_rule_splits_for_both_gpu_backends(multiprocessors):
     """Heads of 128 columns with one row each: a tile has 64 keys, and a block one key head."""
     for heads, N in itertools.product((1, 2, 7, 32, 105, 106, 131), (257, 300, 1000, 4097, 2**17)):
         found = decode_splits(params(H=heads, Hk=heads, N=N), multiprocessors)
-        assert found == tuning.splits(heads, -(-N // 64), multiprocessors), (heads, N)
+        assert found == tile_configs.splits(heads, -(-N // 64), multiprocessors), (heads, N)
 
 
 def test_as_many_rows_are_few_on_both_gpu_backends():
-    few, many = (decode_splits(params(M=tuning.DECODE_ROWS + x, N=2**15), MANY) for x in (0, 1))
+    few, many = (
+        decode_splits(params(M=tile_configs.DECODE_ROWS + x, N=2**15), MANY) for x in (0, 1)
+    )
     assert few > many == 1
 
 

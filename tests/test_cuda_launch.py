@@ -14,8 +14,8 @@ from runners import passed
 from runtime import Launched, Runtime, launching
 
 import fastattn
-from fastattn import native
 from fastattn.backends import cuda
+from fastattn.backends.native import libraries
 
 pytestmark = [needs_emulator, pytest.mark.usefixtures("one_thread")]
 NAMES = ("causal", "softcap", "alibi", "key_bias_grad", "sinks", "dropout", "lse_loss")
@@ -212,12 +212,12 @@ def test_graphs_are_told_apart():
 
 # ------------------------------------------------------------------- sizes of what kernels write
 
-WRITTEN = [x for x in test_extents.CASES if x[0] < native.JVP]
+WRITTEN = [x for x in test_extents.CASES if x[0] < libraries.JVP]
 FIRST = {  # the first kernel of each pass
-    native.FORWARD: "",  # no kernel comes before it
-    native.BACKWARD: "delta_kernel",
-    native.WEIGHTS: "weights_kernel",
-    native.WEIGHTS_BACKWARD: "delta_kernel",
+    libraries.FORWARD: "",  # no kernel comes before it
+    libraries.BACKWARD: "delta_kernel",
+    libraries.WEIGHTS: "weights_kernel",
+    libraries.WEIGHTS_BACKWARD: "delta_kernel",
 }
 
 

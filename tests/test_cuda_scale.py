@@ -12,10 +12,10 @@ from emulated import Emulated, binary, everywhere
 from emulator import KERNELS, needs_emulator
 
 import fastattn
-from fastattn import launcher, native
-from fastattn.backend import broadcast_strides
-from fastattn.backends import cuda
-from fastattn.spec import AttentionSpec, Tensors
+from fastattn.backends import cuda, native_launcher
+from fastattn.backends.base import broadcast_strides
+from fastattn.backends.native import libraries
+from fastattn.call.spec import AttentionSpec, Tensors
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 
@@ -85,7 +85,7 @@ def test_weights_past_32_bits(emulated, monkeypatch, dim):
     def empty(shape, dtype, device):
         return room(shape, dim, dtype) if dtype == q.dtype else torch.empty(shape, dtype=dtype)
 
-    monkeypatch.setattr(launcher, "empty", empty)
+    monkeypatch.setattr(native_launcher, "empty", empty)
     spread = fastattn.attention_weights(q, k)
     assert torch.equal(spread, near)
     for found, right in zip(torch.autograd.grad(spread, (q, k), far(dweights, dim)), grads):
@@ -154,12 +154,12 @@ TOO_MANY = 1 << 31  # blocks for one grid
 
 @pytest.mark.parametrize("name", ["forward", "decode", "weights", "delta"])
 def test_what_is_not_launched_is_raised_by_name(name):
-    which = {"weights": native.WEIGHTS, "delta": native.BACKWARD}.get(name, native.FORWARD)
+    which = {"weights": libraries.WEIGHTS, "delta": libraries.BACKWARD}.get(name, libraries.FORWARD)
     q = torch.empty(1, 1, 1, 8, dtype=torch.float16)
     sizes = dict(B=TOO_MANY * (4 if name == "delta" else 1), H=1, Hk=1, M=1, N=1, D=8, Dv=8)
     spec = AttentionSpec(**sizes, dtype=q.dtype, device="cuda", scale=1.0, left=1, right=1)
-    tensor = native.TENSOR.pack(q.data_ptr(), *broadcast_strides(q), native.DTYPE[q.dtype])
-    params = tensor + native.form(spec)[len(tensor) :]
+    tensor = libraries.TENSOR.pack(q.data_ptr(), *broadcast_strides(q), libraries.DTYPE[q.dtype])
+    params = tensor + libraries.form(spec)[len(tensor) :]
 
     class Unwatched(Emulated):
         library = property(lambda self: binary())

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from bench import launching
-from fastattn import check, crossing, launcher, native, spec
-from fastattn.backends import cuda
+from fastattn.backends import cuda, native_launcher
+from fastattn.backends.native import libraries, marshalling
+from fastattn.call import spec, validation
 
 pytestmark = pytest.mark.skipif(
-    crossing.launch_on is None, reason=f"no extension: {native.extension_unavailable()}"
+    marshalling.launch_on is None, reason=f"no extension: {libraries.extension_unavailable()}"
 )
 FIELDS = ("pass", "device", "multiprocessors", "stream", "runs")
 
@@ -29,8 +30,8 @@ def library(tmp_path_factory):
 def last(library):
     """The last run: FaParams, and the other arguments by name."""
     at = library.entry("stub_last", ctypes.c_void_p)()
-    params = ctypes.string_at(at, native.SIZE)
-    rest = (ctypes.c_int64 * len(FIELDS)).from_address(at + native.SIZE)
+    params = ctypes.string_at(at, libraries.SIZE)
+    rest = (ctypes.c_int64 * len(FIELDS)).from_address(at + libraries.SIZE)
     return params, dict(zip(FIELDS, rest))
 
 
@@ -59,7 +60,7 @@ def described(size, dtype, layout, given, **options):
     shapes = ((1, 2, M, 16), (1, 2, N, 16), (1, 2, N, 16))
     q, k, v = (laid(s, dtype, **layout) for s in shapes)
     t = spec.Tensors(q, k, v, **given)
-    return check.describe(t, spec.Options(**options)), t
+    return validation.describe(t, spec.Options(**options)), t
 
 
 def calls():
@@ -72,12 +73,14 @@ def calls():
 
 def by_python(which, s, t, after):
     """FaParams as Python packs them, without the workspace and the number of threads."""
-    form = launcher.prepared(s).form
-    return crossing._pack(form, launcher.PLACES[which], (*launcher.convert(s, t), *after), 0)
+    form = native_launcher.prepared(s).form
+    return marshalling._pack(
+        form, native_launcher.PLACES[which], (*native_launcher.convert(s, t), *after), 0
+    )
 
 
 def without(params, *fields):
-    for at in map(native.offset, fields):
+    for at in map(libraries.offset, fields):
         params = params[:at] + bytes(8) + params[at + 8 :]
     return params
 
@@ -88,32 +91,32 @@ def test_each_call_is_handed_over_as_it_is(seed, library, monkeypatch):
     backend = launching.cuda_backend(library)
     # Conversion makes new tensors: reuse them, so that the extension and Python get the same.
     converted = {}
-    real = launcher.convert
+    real = native_launcher.convert
 
     def once(s, t):
         key = tuple(map(id, t))
         return converted.setdefault(key, (real(s, t), t))[0]
 
-    monkeypatch.setattr(launcher, "convert", once)
+    monkeypatch.setattr(native_launcher, "convert", once)
     monkeypatch.setattr(cuda, "convert", once)
     some = calls()
     random.Random(seed).shuffle(some)
     for s, t in some:
         out, normaliser = backend.forward(s, t)
         params, rest = last(library)
-        assert rest["pass"] == native.FORWARD
-        (at,) = native.POINTER.unpack_from(params, native.WORKSPACE)
+        assert rest["pass"] == libraries.FORWARD
+        (at,) = libraries.POINTER.unpack_from(params, libraries.WORKSPACE)
         assert at % 64 == 0 and bool(at) == (s.M <= 16)
-        want = by_python(native.FORWARD, s, t, (out, normaliser))
+        want = by_python(libraries.FORWARD, s, t, (out, normaliser))
         assert without(params, "workspace") == want
         dout = torch.zeros_like(out)
         for dlse, wants in ((None, "qkv"), (torch.zeros_like(normaliser[0]), "qv")):
             grads = backend.backward(s, t, out, normaliser, dout, dlse, tuple(wants))
             params, rest = last(library)
-            (at,) = native.POINTER.unpack_from(params, native.WORKSPACE)
-            assert rest["pass"] == native.BACKWARD and at and at % 64 == 0
+            (at,) = libraries.POINTER.unpack_from(params, libraries.WORKSPACE)
+            assert rest["pass"] == libraries.BACKWARD and at and at % 64 == 0
             after = (out, normaliser, dout, dlse, *(grads.get(x) for x in spec.DIFFERENTIABLE))
-            assert without(params, "workspace") == by_python(native.BACKWARD, s, t, after)
+            assert without(params, "workspace") == by_python(libraries.BACKWARD, s, t, after)
 
 
 def test_the_device_and_the_stream_are_those_of_the_call(library, monkeypatch):
@@ -155,7 +158,7 @@ def test_a_tensor_that_is_refused_is_named(library):
     s, t = described("square", torch.float16, {}, {})
     backend = launching.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
-    fail(native.BAD_EXTENT + native.WRITTEN.index("lse"))
+    fail(libraries.BAD_EXTENT + libraries.WRITTEN.index("lse"))
     try:
         told = r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing"
         with pytest.raises(RuntimeError, match=told):
@@ -176,10 +179,10 @@ def test_a_workspace_is_of_the_inputs_device_and_large_enough(size, library, mon
     s, t = described(size, torch.float16, {}, {})
     launching.cuda_backend(library).forward(s, t)
     params, rest = last(library)
-    (at,) = native.POINTER.unpack_from(params, native.WORKSPACE)
+    (at,) = libraries.POINTER.unpack_from(params, libraries.WORKSPACE)
     assert bool(made) == (size == "decoding") == bool(at)
     for q, x in made:
-        want = library.workspace(params, native.FORWARD, rest["multiprocessors"])
+        want = library.workspace(params, libraries.FORWARD, rest["multiprocessors"])
         assert q is t.q and x.data_ptr() <= at and at + want <= x.data_ptr() + x.numel()
 
 
@@ -199,7 +202,7 @@ def test_without_the_extension_the_same_arrives(library, monkeypatch):
     s, t = described("decoding", torch.float16, {}, {})
     backend = launching.cuda_backend(library)
     found = []
-    for way in (crossing.launch_on, None):
+    for way in (marshalling.launch_on, None):
         monkeypatch.setattr(cuda, "launch_on", way)
         backend.forward(s, t)
         params, rest = last(library)
@@ -212,4 +215,4 @@ def test_without_the_extension_the_same_arrives(library, monkeypatch):
 @pytest.mark.parametrize("arguments", [(), (1,) * 10, (0, 0, None, 0, 0, 0, 0, b"", b"", ())])
 def test_what_is_no_call_is_refused(arguments):
     with pytest.raises((TypeError, ValueError)):
-        crossing.launch_on(*arguments)
+        marshalling.launch_on(*arguments)

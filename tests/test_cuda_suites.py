@@ -20,8 +20,9 @@ import test_row_invariant
 from emulated import Emulated
 from emulator import needs_emulator
 
-from fastattn import backend, operation
+from fastattn.backends import base
 from fastattn.backends.cuda import Cuda
+from fastattn.dispatch import operation
 
 pytestmark = [pytest.mark.usefixtures("one_thread", "emulated"), needs_emulator]
 CHOSEN = {
@@ -50,13 +51,13 @@ class OnTheCpu(Emulated):
 
 @pytest.fixture
 def emulated(monkeypatch):
-    monkeypatch.setitem(backend._BACKENDS, "emulated", OnTheCpu(8))
+    monkeypatch.setitem(base._BACKENDS, "emulated", OnTheCpu(8))
     for module in (gpu, test_gpu_calls):
         monkeypatch.setattr(module, "DEVICE", "cpu")
-    for forget in (backend.choose.cache_clear, operation.forget_plans):
+    for forget in (base.choose.cache_clear, operation.forget_plans):
         forget()
     yield
-    for forget in (backend.choose.cache_clear, operation.forget_plans):
+    for forget in (base.choose.cache_clear, operation.forget_plans):
         forget()
 
 

@@ -11,7 +11,8 @@ from runners import passed
 from test_weights import MEANS, WITHOUT_V, about_weights, ask, of_constant_lse, with_identity
 
 import fastattn
-from fastattn import launcher, nn
+from fastattn import nn
+from fastattn.backends import native_launcher
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
@@ -159,7 +160,7 @@ def test_outputs_of_any_strides(emulated, monkeypatch, layout, mean):
         memories.append((wide, part))
         return part.mT if layout == "transposed" else part  # 67 x 67 weights
 
-    monkeypatch.setattr(launcher, "empty", empty)
+    monkeypatch.setattr(native_launcher, "empty", empty)
     found = weights(problem, mean == "mean")
     ((wide, part),) = memories
     assert torch.equal(found, expected)

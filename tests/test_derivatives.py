@@ -256,7 +256,7 @@ def test_the_operators_of_tangents_keep_torchs_rules():
     normaliser = torch.stack([lse, torch.zeros_like(lse)])
     check(torch.ops.fastattn.attention_jvp.default, (*moves, out, normaliser, *t, *o))
     # Inputs without a derivative must not be leaves.
-    t = fastattn.spec.Tensors(*(None if x is None else x.detach() for x in t))
+    t = fastattn.call.spec.Tensors(*(None if x is None else x.detach() for x in t))
     grads = out.cos(), lse.cos(), out.sin().requires_grad_(), None
     rest = (out, normaliser, out_t, lse_t, *grads, *t, *o, ["q", "mask"])
     check(torch.ops.fastattn.attention_second.default, (*moves, *rest))

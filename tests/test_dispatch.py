@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import api, roads
-from fastattn.place import Place
+from fastattn import api
+from fastattn.call.place import Place
+from fastattn.dispatch import dispatcher
 
 
 def tensors():
@@ -24,7 +25,7 @@ def test_an_observer_sees_every_call_and_gives_its_result():
         return run(op, t, o)
 
     expected = fastattn.attention(q, k, v, causal=True)
-    with roads.observed(observe):
+    with dispatcher.observed(observe):
         found = fastattn.attention(q, k, v, causal=True)
         fastattn.attention_weights(q, k)
         fastattn.scaled_dot_product_attention(q, k, v)
@@ -45,7 +46,7 @@ def test_an_observer_may_call_inside():
             fastattn.attention(q, k, v)
         return run(op, t, o)
 
-    with roads.observed(observe):
+    with dispatcher.observed(observe):
         fastattn.attention(q, k, v)
     assert depth == [3]
 
@@ -61,8 +62,8 @@ def test_the_inner_observer_observes_and_goes_with_its_block():
 
         return observe
 
-    with roads.observed(observer("outer")):
-        with pytest.raises(KeyError), roads.observed(observer("inner")):
+    with dispatcher.observed(observer("outer")):
+        with pytest.raises(KeyError), dispatcher.observed(observer("inner")):
             fastattn.attention(q, k, v)
             raise KeyError
         fastattn.attention(q, k, v)
@@ -73,7 +74,7 @@ def test_the_inner_observer_observes_and_goes_with_its_block():
 def test_gradients_of_an_observed_call():
     leaves = [x.requires_grad_() for x in tensors()]
     expected = torch.autograd.grad(fastattn.attention(*leaves).sum(), leaves)
-    with roads.observed(lambda run, *call: run(*call)):
+    with dispatcher.observed(lambda run, *call: run(*call)):
         found = torch.autograd.grad(fastattn.attention(*leaves).sum(), leaves)
     for a, b in zip(found, expected):
         assert torch.equal(a, b)
@@ -92,9 +93,11 @@ def test_a_handler_computes_calls_with_a_tensor_of_its_class(monkeypatch, at):
 
     def handler(op, t, o):
         seen.append(type(t[at]).__name__)
-        return roads.call(op, t._replace(**{t._fields[at]: t[at].as_subclass(torch.Tensor)}), o)
+        return dispatcher.call(
+            op, t._replace(**{t._fields[at]: t[at].as_subclass(torch.Tensor)}), o
+        )
 
-    monkeypatch.setitem(roads.HANDLERS, "Marked", handler)
+    monkeypatch.setitem(dispatcher.HANDLERS, "Marked", handler)
     expected = fastattn.attention(*given)
     given[at] = given[at].as_subclass(Marked)
     assert torch.equal(fastattn.attention(*given), expected)
@@ -103,7 +106,7 @@ def test_a_handler_computes_calls_with_a_tensor_of_its_class(monkeypatch, at):
 
 def test_forward_mode_refuses_what_has_a_handler(monkeypatch):
     q, k, v = tensors()
-    monkeypatch.setitem(roads.HANDLERS, "Marked", roads.call)
+    monkeypatch.setitem(dispatcher.HANDLERS, "Marked", dispatcher.call)
     with pytest.raises(NotImplementedError, match="attention_jvp: got Markeds, expected plain"):
         fastattn.attention_jvp(q, k, v, q.as_subclass(Marked), None, None)
 

@@ -491,7 +491,7 @@ def test_second_derivatives_of_packed_batches(four, strategy):
 
 def pack_wrongly(group, what):
     """Two sequences, of 3 rows and of all other rows: most ranks have no row of the first."""
-    team = distributed.agreement.need_team(group)
+    team = distributed.consistency.need_team(group)
     rank, x, cu = team.rank, torch.zeros(4, 3, 8), torch.tensor([0, 3, 4 * team.ranks])
     given = dict(q=x, k=x, v=x, cu_q=cu, cu_k=cu) | {n: y for n, y in what.items() if n != "on_1"}
     given |= what.get("on_1", {}) if rank == 1 else {}

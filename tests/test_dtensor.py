@@ -165,7 +165,7 @@ def packed(q, k, v):
 
 
 def operator(q, k, v):
-    from fastattn.spec import Options, Tensors
+    from fastattn.call.spec import Options, Tensors
 
     return torch.ops.fastattn.attention(*Tensors(q, k, v), *Options())[0]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import advice
+from fastattn.call import argument_hints
 
 B, H, HK, M, N, D, DV = 2, 4, 2, 5, 7, 3, 6
 BACKENDS = [None, *(name for name, why in fastattn.available_backends().items() if why is None)]
@@ -131,7 +131,7 @@ def test_unknown_arguments_are_answered_by_every_call():
     ):
         with pytest.raises(TypeError, match="'is_causal', expected causal=True"):
             function(*tensors, is_causal=True)
-    for name, instead in advice.INSTEAD.items():
+    for name, instead in argument_hints.INSTEAD.items():
         assert name not in inspect.signature(fastattn.attention).parameters, instead
 
 

@@ -8,8 +8,8 @@ import torch
 from runners import INTERPRETED, variant, variants
 
 import fastattn
-from fastattn import crossing, launcher, native
-from fastattn.backends import cpu
+from fastattn.backends import cpu, native_launcher
+from fastattn.backends.native import libraries, marshalling
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -18,16 +18,16 @@ pytestmark = [
 
 GRADIENTS = ("dq", "dk", "dv", "dmask", "dsinks")
 WRITES = {  # by pass
-    native.FORWARD: ("out", "lse"),
-    native.BACKWARD: GRADIENTS,
-    native.WEIGHTS: ("weights",),
-    native.WEIGHTS_BACKWARD: ("dq", "dk", "dmask", "dsinks"),
-    native.JVP: ("out_t", "lse_t"),
-    native.FORWARD_JVP: ("out", "lse", "out_t", "lse_t"),
-    native.SECOND: GRADIENTS,
+    libraries.FORWARD: ("out", "lse"),
+    libraries.BACKWARD: GRADIENTS,
+    libraries.WEIGHTS: ("weights",),
+    libraries.WEIGHTS_BACKWARD: ("dq", "dk", "dmask", "dsinks"),
+    libraries.JVP: ("out_t", "lse_t"),
+    libraries.FORWARD_JVP: ("out", "lse", "out_t", "lse_t"),
+    libraries.SECOND: GRADIENTS,
 }
-NAMES = {getattr(native, x): x for x in ("FORWARD", "BACKWARD", "WEIGHTS", "WEIGHTS_BACKWARD")}
-NAMES |= {getattr(native, x): x for x in ("JVP", "FORWARD_JVP", "SECOND")}
+NAMES = {getattr(libraries, x): x for x in ("FORWARD", "BACKWARD", "WEIGHTS", "WEIGHTS_BACKWARD")}
+NAMES |= {getattr(libraries, x): x for x in ("JVP", "FORWARD_JVP", "SECOND")}
 MARK = 7  # fills memory that must not be written
 # Packed: three sequences with at most two rows.
 ROWS, KEYS = (2, 2, 1), (3, 1, 2)
@@ -42,7 +42,7 @@ class Replaced:
 
     def __enter__(self):
         self.patch = pytest.MonkeyPatch()
-        launch, names = self.backend._launch, list(launcher.AFTER[self.which])
+        launch, names = self.backend._launch, list(native_launcher.AFTER[self.which])
 
         def replaced(backend, which, spec, t, after):
             if which == self.which and (x := dict(zip(names, after))[self.name]) is not None:
@@ -87,20 +87,20 @@ def run(which, leaves, packed=False):
     def call(*x):
         return attention(*x, packed=packed)
 
-    if which in (native.WEIGHTS, native.WEIGHTS_BACKWARD):
+    if which in (libraries.WEIGHTS, libraries.WEIGHTS_BACKWARD):
         q, k, _, mask, sinks = leaves
         weights = fastattn.attention_weights(q, k, mask=mask, sinks=sinks)
-        if which == native.WEIGHTS_BACKWARD:
+        if which == libraries.WEIGHTS_BACKWARD:
             weights.sum().backward()
-    elif which == native.FORWARD_JVP:
+    elif which == libraries.FORWARD_JVP:
         q, k, v, mask, sinks = leaves
         fastattn.attention_jvp(q, k, v, q, None, None, mask=mask, sinks=sinks)
-    elif which == native.JVP:
+    elif which == libraries.JVP:
         torch.func.jvp(call, leaves, leaves)
     else:
         out, lse = call(*leaves)
-        if which in (native.BACKWARD, native.SECOND):
-            twice = which == native.SECOND
+        if which in (libraries.BACKWARD, libraries.SECOND):
+            twice = which == libraries.SECOND
             grads = torch.autograd.grad(out.sum() + lse.sum(), leaves, create_graph=twice)
             if twice:
                 torch.autograd.grad(sum(x.sum() for x in grads), leaves)
@@ -134,7 +134,9 @@ CASES = [
     for which, names in WRITES.items()
     for name in names
     for packed in (False, True)
-    if not (packed and which in (native.WEIGHTS, native.WEIGHTS_BACKWARD, native.FORWARD_JVP))
+    if not (
+        packed and which in (libraries.WEIGHTS, libraries.WEIGHTS_BACKWARD, libraries.FORWARD_JVP)
+    )
 ]
 every_case = pytest.mark.parametrize(
     "which, name, packed",
@@ -148,7 +150,7 @@ def test_any_other_size_is_refused(which, name, packed, monkeypatch):
     """One more and one less in every dimension, by the extension and by Python."""
     for by_python in (False, True):
         if by_python:
-            monkeypatch.setattr(cpu, "launch", crossing._launch)
+            monkeypatch.setattr(cpu, "launch", marshalling._launch)
         for dim, by in itertools.product(range(dimensions(which, name, packed)), (1, -1)):
             if name != "dmask" or dim in (0, 3) or by == 1:  # 1 head or row is valid: a sum
                 refuse(which, name, changed(dim, by), packed)
@@ -156,7 +158,7 @@ def test_any_other_size_is_refused(which, name, packed, monkeypatch):
 
 def test_a_mask_of_columns_has_no_gradient_by_sequence_and_column():
     """(B,N) would be taken for (M,N)."""
-    for which in (native.BACKWARD, native.SECOND):
+    for which in (libraries.BACKWARD, libraries.SECOND):
         said = refuse(which, "dmask", lambda shape: (shape[0], shape[3]), packed=True)
         expected = "expected (B, H, M, N) = (3, 2, 2, 3), or 1 for H, M and N; nothing"
         assert f"dmask: got shape (3, 3), {expected}" in said
@@ -165,8 +167,8 @@ def test_a_mask_of_columns_has_no_gradient_by_sequence_and_column():
 
 
 def test_an_empty_tensor_is_not_an_absent_one():
-    refuse(native.FORWARD, "out", lambda shape: (*shape[:2], 0, shape[3]))
-    refuse(native.BACKWARD, "dq", lambda shape: (0, *shape[1:]))
+    refuse(libraries.FORWARD, "out", lambda shape: (*shape[:2], 0, shape[3]))
+    refuse(libraries.BACKWARD, "dq", lambda shape: (0, *shape[1:]))
 
 
 def test_a_gradient_may_be_a_sum_over_what_the_mask_repeats():
@@ -183,10 +185,12 @@ def test_a_gradient_may_be_a_sum_over_what_the_mask_repeats():
 def test_every_instruction_set_refuses(name):
     for isa in variants("cpu", torch.float32):
         with variant(isa):
-            refuse(native.BACKWARD, name, changed(0, 1))
+            refuse(libraries.BACKWARD, name, changed(0, 1))
 
 
 def test_both_sides_name_the_same_tensors():
     """`native.WRITTEN` lists enum FaWritten of csrc/abi.h, in the same order."""
-    assert native.FIELDS.split()[-len(native.WRITTEN) :] == [f"{x}_size" for x in native.WRITTEN]
-    assert {x for names in WRITES.values() for x in names} == set(native.WRITTEN)
+    assert libraries.FIELDS.split()[-len(libraries.WRITTEN) :] == [
+        f"{x}_size" for x in libraries.WRITTEN
+    ]
+    assert {x for names in WRITES.values() for x in names} == set(libraries.WRITTEN)

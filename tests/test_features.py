@@ -38,7 +38,8 @@ from runners import (
 from slices import SLICES
 
 import fastattn
-from fastattn import backend, spec
+from fastattn.backends import base
+from fastattn.call import spec
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -68,16 +69,16 @@ def test_cases_cover_the_declared_features():
     assert not missing, f"no case in tests/cases.py for {missing}"
 
 
-@pytest.mark.parametrize("name", backend.names())
+@pytest.mark.parametrize("name", base.names())
 def test_a_feature_that_a_backend_does_not_name_is_declined(name):
     """A feature flag after all existing ones, like a new feature that no kernel has yet."""
     later = 2 * max(feature.value for feature in spec.Feature)
     sizes = dict(B=1, H=2, Hk=2, M=5, N=5, D=16, Dv=16)
     device = "cpu" if name == "cpu" else "cuda"
     call = spec.AttentionSpec(**sizes, dtype=torch.float16, device=device, scale=0.25)
-    assert backend.get(name).support.why_not(call) == []
+    assert base.get(name).support.why_not(call) == []
     call.__dict__["features"] = SimpleNamespace(value=call.features.value | later)
-    assert backend.get(name).support.why_not(call) == [f"does not support feature {later:#x}"]
+    assert base.get(name).support.why_not(call) == [f"does not support feature {later:#x}"]
 
 
 @every_dtype
@@ -163,7 +164,7 @@ def test_every_head_dim(name, dtype, group):
 @every_backend
 @pytest.mark.parametrize("dim, dtype", thinned([192, 256, 257, 320, 511, 512], DECLARED))
 def test_large_head_dims(name, dtype, dim):
-    limit = backend.get(name).support.max_head_dim
+    limit = base.get(name).support.max_head_dim
     if dim > limit:
         pytest.skip(f"{name} declares head dims to {limit}")
     sizes = ((dim, dim), (dim, 3), (40, dim))

@@ -23,8 +23,10 @@ from runtime import Runtime, launching
 
 import fastattn
 from bench import launching as stub
-from fastattn import check, compiled, gpu, launcher, native, spec, trouble
-from fastattn.backends import cuda, triton
+from fastattn.backends import cuda, cuda_errors, gpu, native_launcher, triton
+from fastattn.backends.native import libraries
+from fastattn.backends.triton_support import launch_cache
+from fastattn.call import spec, validation
 
 NOWHERE = "/dev/null/home"  # no user, not even root, can make a folder there
 compiled_triton = pytest.mark.skipif(
@@ -56,8 +58,8 @@ def test_a_code_and_the_drivers_words_for_it_have_one_advice():
         900: "operation not permitted when stream is capturing",
         901: "operation failed due to a previous error during capture",
     }.items():
-        assert trouble.advice(code) == trouble.advice(f"Triton Error [CUDA]: {words}") != ""
-    assert trouble.advice(700) == trouble.advice("an illegal memory access") == ""
+        assert cuda_errors.advice(code) == cuda_errors.advice(f"Triton Error [CUDA]: {words}") != ""
+    assert cuda_errors.advice(700) == cuda_errors.advice("an illegal memory access") == ""
 
 
 # ----------------------------------------------------------------------------- CUDA C++, emulated
@@ -67,8 +69,8 @@ def test_a_code_and_the_drivers_words_for_it_have_one_advice():
 def emulated_gpu(monkeypatch):
     """Use the emulator's library of kernels, and report the GPU as usable."""
     runtime = Runtime()
-    monkeypatch.setattr(native, "cuda", binary)
-    monkeypatch.setattr(native, "cuda_unavailable", lambda: None)
+    monkeypatch.setattr(libraries, "cuda", binary)
+    monkeypatch.setattr(libraries, "cuda_unavailable", lambda: None)
     monkeypatch.setattr(gpu, "unavailable", lambda: None)
     monkeypatch.setattr(gpu, "architecture", lambda device: 120)
     monkeypatch.setattr(gpu, "processors", lambda device: 132)
@@ -79,7 +81,7 @@ def emulated_gpu(monkeypatch):
 def test_an_older_driver_is_a_reason_emulated(emulated_gpu):
     emulated_gpu.driver(12040)
     said = cuda.unavailable.__wrapped__()
-    assert "driver version is insufficient" in said and trouble.advice(35) in said
+    assert "driver version is insufficient" in said and cuda_errors.advice(35) in said
     assert "(CUDA 13.0 there, 12.4 in the driver)" in said
     emulated_gpu.driver(13010)
     assert cuda.unavailable.__wrapped__() is None
@@ -134,7 +136,7 @@ def test_no_room_for_a_workspace_is_torchs_own_error_emulated(problem, monkeypat
     runtime = Runtime()
     with launching(runtime):
         with monkeypatch.context() as patch:
-            patch.setattr(launcher, "empty", full)
+            patch.setattr(native_launcher, "empty", full)
             with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
                 problem.run(fastattn.attention)
         passed(Verdict(problem).about(problem.run(fastattn.attention)))
@@ -146,7 +148,7 @@ def test_no_room_for_a_workspace_is_torchs_own_error_emulated(problem, monkeypat
 def triton_call():
     q, k, v = (torch.zeros(1, 2, n, 16, dtype=torch.bfloat16) for n in (20, 70, 70))
     t = spec.Tensors(q, k, v)
-    s = check.describe(t, spec.Options())
+    s = validation.describe(t, spec.Options())
     return lambda: triton.Triton().forward(s, t)
 
 
@@ -188,20 +190,20 @@ def test_a_cache_of_triton_that_cannot_be_written_stubbed(monkeypatch):
         launched = []
         made.launched = lambda *args: launched.append(args)
         with monkeypatch.context() as patch:
-            patch.setattr(compiled, "find_cache", lambda: None)
+            patch.setattr(launch_cache, "find_cache", lambda: None)
             with pytest.raises(OSError, match=NOWHERE):
                 triton_call()()
         assert not launched
         with pytest.warns(
             UserWarning, match=r"/dev/null/home/.+ \(.+\): .+ TRITON_CACHE_DIR names"
         ):
-            compiled.find_cache.__wrapped__()
+            launch_cache.find_cache.__wrapped__()
         try:
             triton_call()()
             assert launched and any(Path(knobs.cache.dir).iterdir())
         finally:
             knobs.cache.dir = knobs.env  # back to the environment variable
-            compiled._kept.pop().cleanup()
+            launch_cache._kept.pop().cleanup()
 
 
 # ----------------------------------------------------------------------------------------- on a GPU
@@ -292,9 +294,9 @@ def test_a_home_that_cannot_be_written(name):
 
 @pytest.mark.gpu
 def test_a_driver_too_old_for_the_library_is_a_reason():
-    if why := native.cuda_unavailable():
+    if why := libraries.cuda_unavailable():
         pytest.skip(why)
-    library = native.cuda()
+    library = libraries.cuda()
     older = library.version(1) // 1000 < library.version(0) // 1000
     assert bool(library.driver_error()) == older
-    assert (trouble.advice(35) in (cuda.unavailable() or "")) == older
+    assert (cuda_errors.advice(35) in (cuda.unavailable() or "")) == older

@@ -18,8 +18,10 @@ from runners import (
 from torch.func import vmap
 
 import fastattn
-from fastattn import backend, batching, crossing, operation
-from fastattn.spec import Options, Tensors
+from fastattn.backends import base
+from fastattn.backends.native import marshalling
+from fastattn.call.spec import Options, Tensors
+from fastattn.dispatch import operation, vmap_fold
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -44,7 +46,7 @@ def test_one_call_is_each_of_them(name, which, way):
     """The pass runs once."""
     if which not in folded.passes_of(name):
         pytest.skip(f"{name} has no {which}")
-    wide = torch.float32 in backend.get(name).support.dtypes
+    wide = torch.float32 in base.get(name).support.dtypes
     dtype = torch.float32 if wide else torch.bfloat16
     for isa in variants(name, dtype):
         with variant(isa):
@@ -108,7 +110,7 @@ def test_a_plan_knows_what_repeats():
     t = Tensors(q, q, torch.eye(3).expand(4, 4, 3, 3), seed=torch.tensor([5]))
     for again in ((0, 0), (2, 0), (0, 2), (1, 3), (4, 4)):
         o = Options(dropout_p=0.5, backend="cpu", items_again=again[0], heads_again=again[1])
-        out, _ = operation.run_forward(operation.ATTENTION, t, o, crossing.kind(t))
+        out, _ = operation.run_forward(operation.ATTENTION, t, o, marshalling.kind(t))
         kept = fastattn.reference.keep_mask((4, 4, 3, 3), 0.5, 5, again=again)
         assert torch.equal(out != 0, kept), again
 
@@ -132,7 +134,7 @@ def test_what_repeats_is_a_number_of_items_or_heads(name, x):
 def test_packed_batches_are_no_one_call():
     cu = torch.tensor([0, 2])
     t = Tensors(*(torch.zeros(1, 1, 2, 2) for _ in "qkv"), cu_q=cu, cu_k=cu)
-    assert batching.fold_of(3, t, [0, *[None] * (len(t) - 1)], Options()) is None
+    assert vmap_fold.fold_of(3, t, [0, *[None] * (len(t) - 1)], Options()) is None
     with pytest.raises(ValueError, match="items_again: got 2, expected 0, of a packed batch"):
         operation.plan(t, Options(max_q=2, max_k=2, items_again=2), None)
 

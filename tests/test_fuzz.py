@@ -13,8 +13,8 @@ from fuzz import __main__ as command
 from fuzz import parts, watch
 from fuzz.refused import REFUSED
 
-from fastattn import check
 from fastattn.backends.cpu import Cpu
+from fastattn.call import validation
 
 ROOT = Path(__file__).parents[1]
 LAST = re.compile(r"fuzz: (\d+) s, ([\d,]+) cases, (\d+) findings \(seed \d+\)")
@@ -75,7 +75,7 @@ def test_a_part_notices_a_wrong_result(name, monkeypatch):
 
 
 def test_a_call_that_is_not_refused_is_noticed(monkeypatch):
-    monkeypatch.setattr(check, "need", lambda *given: None)
+    monkeypatch.setattr(validation, "need", lambda *given: None)
     assert any(fails("refused", number) for number in range(3 * len(REFUSED)))
 
 

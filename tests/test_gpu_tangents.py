@@ -19,7 +19,7 @@ from gpu import (
 from runners import declares, passed
 from tangents import about, directions, exact, passes
 
-from fastattn.spec import Feature
+from fastattn.call.spec import Feature
 
 pytestmark = [*on_gpu, pytest.mark.usefixtures("compiled")]
 

@@ -13,8 +13,8 @@ from test_packed import FEW, batch, complaints
 from test_paged import in_pages
 
 import fastattn
-from fastattn import backend
-from fastattn.spec import Feature
+from fastattn.backends import base
+from fastattn.call.spec import Feature
 
 pytestmark = on_gpu
 SLOW = "fastattn runs this attention call on the slow"
@@ -173,9 +173,9 @@ def test_tf32_only_when_torch_allows_it(name, monkeypatch):
 
 def falls_back(monkeypatch, tensors, reason):
     """Only the first call warns, with the reason; results are the reference's."""
-    monkeypatch.setattr(backend, "_warned", set())
-    backend.choose.cache_clear()
-    fastattn.operation.forget_plans()
+    monkeypatch.setattr(base, "_warned", set())
+    base.choose.cache_clear()
+    fastattn.dispatch.operation.forget_plans()
     with pytest.warns(UserWarning, match=SLOW) as caught:
         out = fastattn.attention(*tensors)
     (said,) = [str(x.message) for x in caught if SLOW in str(x.message)]
@@ -228,7 +228,7 @@ SEVERAL = ("bottom_right lengths gqa sinks", "causal alibi_batch bias_grad dropo
 
 def packed(name, names):
     """(the batch on the CPU, the batch on the device)"""
-    if Feature.PACKED not in backend.get(name).support.features:
+    if Feature.PACKED not in base.get(name).support.features:
         pytest.skip(f"{name} declares no packed batches")
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SEQUENCES, 64)
     changed = {x: moved(getattr(made, x)) for x in ("dout", "dlse")}

@@ -26,7 +26,7 @@ from runners import (
 from test_weights import about_weights
 
 import fastattn
-from fastattn.backend import get
+from fastattn.backends.base import get
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a constant of mmap from Python 3.13 on

@@ -12,10 +12,12 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import __main__, backend, native
-from fastattn.backend import Support
-from fastattn.check import DTYPES
-from fastattn.spec import Feature
+from fastattn import __main__
+from fastattn.backends import base
+from fastattn.backends.base import Support
+from fastattn.backends.native import libraries
+from fastattn.call.spec import Feature
+from fastattn.call.validation import DTYPES
 
 HERE = {name for name, why in fastattn.available_backends().items() if why is None}
 needs_cpu = pytest.mark.skipif("cpu" not in HERE, reason=str(fastattn.available_backends()["cpu"]))
@@ -52,20 +54,20 @@ class Declining:
 
 @pytest.fixture
 def declining(monkeypatch):
-    monkeypatch.setattr(backend, "_BACKENDS", {"declining": Declining(), **backend._BACKENDS})
-    backend.choose.cache_clear()
+    monkeypatch.setattr(base, "_BACKENDS", {"declining": Declining(), **base._BACKENDS})
+    base.choose.cache_clear()
     yield
-    backend.choose.cache_clear()
+    base.choose.cache_clear()
 
 
 @pytest.fixture(autouse=True)
 def nothing_remembered(monkeypatch):
     """Clear the caches before every test: choices, warnings and log lines are made once."""
-    from fastattn import operation
+    from fastattn.dispatch import operation
 
     monkeypatch.setattr(operation, "_plans", {})
-    monkeypatch.setattr(backend, "_warned", set())
-    backend.choose.cache_clear()
+    monkeypatch.setattr(base, "_warned", set())
+    base.choose.cache_clear()
 
 
 # ---------------------------------------------------------------------------------- the report
@@ -99,12 +101,14 @@ def test_the_version_is_that_of_the_installed_package(monkeypatch):
 @needs_cpu
 def test_report_names_the_instruction_set(capsys):
     __main__.main([])
-    assert f"{native.cpu_isa()} (of {', '.join(native.cpu_isas())})" in capsys.readouterr().out
+    assert (
+        f"{libraries.cpu_isa()} (of {', '.join(libraries.cpu_isas())})" in capsys.readouterr().out
+    )
 
 
 @needs_cpu
 def test_an_instruction_set_can_be_forced():
-    isa = native.cpu_isas()[-1]
+    isa = libraries.cpu_isas()[-1]
     found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_CPU_ISA=isa)[0])
     assert found["cpu"]["isa"] == isa
     assert found["cpu"]["why"] == "FASTATTN_CPU_ISA names it"
@@ -114,10 +118,10 @@ def test_an_instruction_set_can_be_forced():
 def test_an_instruction_set_that_is_not_here_is_a_reason():
     found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_CPU_ISA="mmx")[0])
     why = found["backends"]["cpu"]["reason"]
-    assert "FASTATTN_CPU_ISA" in why and "mmx" in why and native.cpu_isas()[0] in why
+    assert "FASTATTN_CPU_ISA" in why and "mmx" in why and libraries.cpu_isas()[0] in why
     assert found["cpu"] is None
     with pytest.raises(ValueError, match="mmx"):
-        native.select_cpu_isa("mmx")
+        libraries.select_cpu_isa("mmx")
 
 
 def test_a_missing_library_is_a_reason():

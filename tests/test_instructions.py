@@ -6,7 +6,7 @@ import pytest
 
 from bench import instructions
 from bench.instructions import OTHER_COMPILER, SAME_COMPILER, Counts, compare
-from fastattn import native
+from fastattn.backends.native import libraries
 
 reason = instructions.unavailable()
 needs_valgrind = pytest.mark.skipif(bool(reason), reason=str(reason))
@@ -23,7 +23,7 @@ def test_no_more_instructions_than_recorded(capsys):
 
 @needs_valgrind
 def test_counts_are_the_same_in_every_run(tmp_path):
-    program = instructions.build(native.cpu().path.resolve(), tmp_path)
+    program = instructions.build(libraries.cpu().path.resolve(), tmp_path)
     first, second = (instructions.count(program, "avx2", "decode") for _ in range(2))
     assert first == pytest.approx(second, rel=1e-4)
 
@@ -31,7 +31,7 @@ def test_counts_are_the_same_in_every_run(tmp_path):
 @needs_valgrind
 @pytest.mark.parametrize("isa, case", [("avx3", "decode"), ("avx2", "forward nothing")])
 def test_what_does_not_exist_is_not_counted(tmp_path, isa, case):
-    program = instructions.build(native.cpu().path.resolve(), tmp_path)
+    program = instructions.build(libraries.cpu().path.resolve(), tmp_path)
     wrong = isa if isa == "avx3" else case
     with pytest.raises(RuntimeError, match=f"got {wrong}, expected"):
         instructions.count(program, isa, case)

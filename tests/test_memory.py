@@ -19,7 +19,8 @@ import ranks
 import torch
 from runners import every_backend, not_interpreted
 
-from fastattn import distributed, native
+from fastattn import distributed
+from fastattn.backends.native import libraries
 
 pytestmark = not_interpreted
 
@@ -31,8 +32,8 @@ needs_proc = pytest.mark.skipif(
 MEASURE = """
     import ctypes, dataclasses, sys, torch, fastattn
     from fastattn import api, native
-    from fastattn.check import describe
-    from fastattn.spec import Tangents
+    from fastattn.call.validation import describe
+    from fastattn.call.spec import Tangents
     ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
     torch.use_deterministic_algorithms(True, warn_only=True)
     native.poison(True)
@@ -72,7 +73,7 @@ MEASURE = """
         "jvp, and the tangent of backward."
         t, options = api.prepare(q, k, v, {})
         spec = dataclasses.replace(describe(t, options), tangents=True)
-        passes, moves = fastattn.backend.get(backend), Tangents(k, v, q)
+        passes, moves = fastattn.backends.base.get(backend), Tangents(k, v, q)
 
         def run():
             outs = passes.jvp(spec, t, moves)
@@ -138,7 +139,7 @@ def test_dropout_at_4096_stays_under_20_megabytes(name, kind):
     """24 MB if AMX multiplies float32: Q and dO are then stored as planes of 1.5 times the size,
     twice: once for each side of a product."""
     found = extra(name, ("dropout", "everything"), (4096,), heads=2)[kind, 4096]
-    on_tiles = name == "cpu" and native.cpu_units()["float32"]["many rows"].startswith("amx")
+    on_tiles = name == "cpu" and libraries.cpu_units()["float32"]["many rows"].startswith("amx")
     limit = 24 if on_tiles else 20
     assert found < limit * MEGABYTE, f"{found / MEGABYTE:.1f} MB, not {limit}"
 
@@ -171,7 +172,7 @@ def peak_of_a_rank(group, rows, strategy):
         return run
 
     ctypes.CDLL(None).prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE
-    native.poison(True)
+    libraries.poison(True)
     call(64)()
     run = call(rows)
     PROC.write_text("5")

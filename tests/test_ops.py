@@ -15,8 +15,9 @@ from torch.func import functional_call, grad, jacrev, jvp, vjp, vmap
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import api, backend
-from fastattn.spec import Options, Tensors
+from fastattn import api
+from fastattn.backends import base
+from fastattn.call.spec import Options, Tensors
 
 BACKENDS = [name for name, why in fastattn.available_backends().items() if why is None]
 
@@ -708,7 +709,7 @@ def test_a_seed_is_64_bits_however_it_is_written(attention, seed):
 
 
 def test_every_backend_is_registered_in_order_of_preference():
-    assert backend.names()[-1] == "reference" and backend.names()[0] == "cpu"
+    assert base.names()[-1] == "reference" and base.names()[0] == "cpu"
 
 
 # ----------------------------------------------------- checkpointing and hooks on saved tensors

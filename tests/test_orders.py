@@ -9,9 +9,10 @@ from cases import DTYPES, SHAPES, Dims
 from runners import declares, every_backend, not_interpreted, small, thinned, variant, variants
 
 import fastattn
-from fastattn import api, passes
-from fastattn.operation import ATTENTION, WEIGHTS
-from fastattn.spec import DIFFERENTIABLE, TOKENS, Feature, Tangents
+from fastattn import api
+from fastattn.call.spec import DIFFERENTIABLE, TOKENS, Feature, Tangents
+from fastattn.dispatch import run_pass
+from fastattn.dispatch.operation import ATTENTION, WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -43,13 +44,13 @@ def passes_of(name, dims, dtype, orders):
     q, k, v, mask, dout = inputs(dims, dtype)
     t, o = api.prepare(q, k, v, dict(backend=name, mask=mask, causal=True), orders=orders)
     o = o._replace(grad=True)
-    outs = passes.forward(ATTENTION, t, o)
-    *grads, dmask = passes.backward(ATTENTION, t, o, outs, (dout, None), WANTS)
+    outs = run_pass.forward(ATTENTION, t, o)
+    *grads, dmask = run_pass.backward(ATTENTION, t, o, outs, (dout, None), WANTS)
     u = Tangents(q, k, v)
-    out_t, lse_t = passes.jvp(ATTENTION, t, o, u, outs)
-    both = passes.jvp(ATTENTION, t, o, u, (None, None))
+    out_t, lse_t = run_pass.jvp(ATTENTION, t, o, u, outs)
+    both = run_pass.jvp(ATTENTION, t, o, u, (None, None))
     incoming = dout, None, None, None
-    second = passes.second(ATTENTION, t, o, u, (*outs, out_t, lse_t), incoming, WANTS[:3])
+    second = run_pass.second(ATTENTION, t, o, u, (*outs, out_t, lse_t), incoming, WANTS[:3])
     return [outs[0], out_t, both[0], both[2]], [*grads, *second], dmask
 
 
@@ -112,7 +113,7 @@ def test_what_is_no_order_is_refused():
     t, o = api.prepare(q, k, v, {})
     for name, wrong in (("out_order", "BHH"), ("grad_order", "bhm"), ("out_order", "")):
         with pytest.raises(ValueError, match=f"^{name}: got '{wrong}', expected the letters of"):
-            passes.forward(ATTENTION, t, o._replace(**{name: wrong}))
+            run_pass.forward(ATTENTION, t, o._replace(**{name: wrong}))
     weights = t._replace(v=None, normaliser=torch.zeros(2, *q.shape[:3]))
     with pytest.raises(ValueError, match=r"^grad_order: got 'BHM', expected .* of weights"):
-        passes.forward(WEIGHTS, weights, o._replace(grad_order="BHM"))
+        run_pass.forward(WEIGHTS, weights, o._replace(grad_order="BHM"))

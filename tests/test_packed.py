@@ -22,8 +22,9 @@ from slices import inside_nan
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import Place, backend, launcher
-from fastattn.spec import Feature
+from fastattn import Place
+from fastattn.backends import base, native_launcher
+from fastattn.call.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -186,7 +187,7 @@ def complaints(made, found):
 
 def dtype_of(name):
     """float32 if the backend supports it, else bfloat16."""
-    dtypes = backend.get(name).support.dtypes
+    dtypes = base.get(name).support.dtypes
     return torch.float32 if torch.float32 in dtypes else torch.bfloat16
 
 
@@ -415,10 +416,10 @@ def test_a_shared_masks_gradients_are_never_too_many(dtype, monkeypatch):
     names = ("head_bias_grad", "sinks", "gqa", "lse_loss", "lengths", "alibi_batch")
     made = batch([FEATURE[x] for x in names], DTYPES[dtype])
     before = made.run()
-    monkeypatch.setattr(launcher, "ROOM", 0)
+    monkeypatch.setattr(native_launcher, "ROOM", 0)
     asked = []
-    each = launcher.backward_in_turn
-    monkeypatch.setattr(launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
+    each = native_launcher.backward_in_turn
+    monkeypatch.setattr(native_launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
     after = made.run()
     assert asked
     passed(list(complaints(made, after)))

@@ -8,8 +8,8 @@ from runners import declares, every_backend, not_interpreted, small, variant, va
 from test_packed import CASES, SIZES, batch, complaints, name_of
 
 import fastattn
-from fastattn.launcher import prepared
-from fastattn.spec import Feature
+from fastattn.backends.native_launcher import prepared
+from fastattn.call.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

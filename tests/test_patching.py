@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import patching
+from fastattn.dropin import patching
 
 TORCHS = F.scaled_dot_product_attention
 # torch warns of nested tensors (a prototype), torch.jit (deprecated), and its slow vmap of sdpa.

@@ -12,7 +12,7 @@ import pytest
 import torch
 from emulator import Emulator, needs_emulator
 
-from fastattn import native
+from fastattn.backends.native import libraries
 
 every_case = pytest.mark.parametrize("name", probe.CASES)
 
@@ -54,7 +54,7 @@ def test_the_emulator_gives_what_is_committed(emulator, name):
 @pytest.mark.gpu
 @every_case
 def test_the_gpu_gives_what_is_committed(name):
-    if why := native.cuda_unavailable():
+    if why := libraries.cuda_unavailable():
         pytest.skip(why)
     found = probe.on_gpu(probe.CASES[name])
     assert not (wrong := probe.complaints(name, found, committed(name))), wrong[0]
@@ -66,7 +66,7 @@ def test_the_gpu_is_called_as_the_emulator_is(emulator, monkeypatch):
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.cpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     library = SimpleNamespace(dll=emulator.library)
-    monkeypatch.setattr(native, "cuda", lambda: library, raising=False)
+    monkeypatch.setattr(libraries, "cuda", lambda: library, raising=False)
     for name, case in probe.CASES.items():
         assert not (wrong := probe.complaints(name, probe.on_gpu(case), committed(name))), wrong[0]
 

@@ -15,9 +15,11 @@ from torch.nn import functional as F
 from torch.nn.modules import module as modules
 
 import fastattn
-from fastattn import api, patching, profiling
-from fastattn.report import Profile, Round
-from fastattn.structure import structure
+from fastattn import api
+from fastattn.dropin import patching
+from fastattn.inspection import profiling
+from fastattn.inspection.mask_structure import structure
+from fastattn.inspection.report import Profile, Round
 
 pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 

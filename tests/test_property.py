@@ -29,7 +29,7 @@ from test_place import AXES, in_parts
 from torch.func import jvp, vjp
 
 import fastattn
-from fastattn.spec import Feature
+from fastattn.call.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

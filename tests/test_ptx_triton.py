@@ -21,7 +21,7 @@ from ptx import triton
 from runners import looked_at, needs_triton, passed
 
 import fastattn
-from fastattn import tuning
+from fastattn.backends.triton_support import tile_configs
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -33,7 +33,7 @@ pytestmark = [
 class Small(NamedTuple):
     """A small tile, and sizes of problems with several tiles, the last one partial."""
 
-    tile: tuning.Config
+    tile: tile_configs.Config
     keys: int
     keys_of_decode: int
     d: int
@@ -41,8 +41,8 @@ class Small(NamedTuple):
 
 # On sm_90, products of warpgroups need 64 rows, and boxes of tensors need multiples of 16 bytes.
 SMALL = {
-    80: Small(tuning.Config(32, 32, 4, 2), 40, 170, 17),
-    90: Small(tuning.Config(64, 64, 4, 2), 70, 340, 24),
+    80: Small(tile_configs.Config(32, 32, 4, 2), 40, 170, 17),
+    90: Small(tile_configs.Config(64, 64, 4, 2), 70, 340, 24),
 }
 ATTENTION = {"forward_kernel", "delta_kernel", "dq_kernel", "dkv_kernel"}
 
@@ -67,7 +67,7 @@ def compiled(arch):
 @pytest.fixture
 def small(arch, monkeypatch):
     """All kernels use a small tile."""
-    monkeypatch.setattr(tuning, "config", lambda *about: SMALL[arch].tile)
+    monkeypatch.setattr(tile_configs, "config", lambda *about: SMALL[arch].tile)
     return SMALL[arch]
 
 

@@ -12,7 +12,7 @@ from runners import INTERPRETED, declares, every_backend, small, variant, varian
 
 import fastattn
 from fastattn import Place
-from fastattn.spec import Feature
+from fastattn.call.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

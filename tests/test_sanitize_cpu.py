@@ -16,7 +16,8 @@ from emulator import ROOT, compiler
 from runners import not_interpreted
 from test_cpu_mutants import ONLY_FLOAT32
 
-from fastattn import backend, native
+from fastattn.backends import base
+from fastattn.backends.native import libraries
 from tests.sanitize_cpu import __main__ as command
 from tests.sanitize_cpu import builds, calls, guards, watch
 
@@ -100,8 +101,8 @@ def test_a_build_that_fails_is_a_finding(monkeypatch, capsys):
 
 
 def test_every_head_dim_set_and_dtype_has_every_kind_of_call():
-    found = set(calls.all_of(native.cpu_isas()))
-    for isa in native.cpu_isas():
+    found = set(calls.all_of(libraries.cpu_isas()))
+    for isa in libraries.cpu_isas():
         dtypes = set(calls.DTYPES) - ({"float64"} if isa.startswith("amx_") else set())
         for dtype in dtypes:
             assert {(k, D, dtype, isa) for k in calls.KINDS for D in range(1, 131)} <= found
@@ -110,11 +111,11 @@ def test_every_head_dim_set_and_dtype_has_every_kind_of_call():
 
 @pytest.fixture
 def guarded_backend():
-    before = backend.get("cpu")
+    before = base.get("cpu")
     found = guards.GuardedCpu()
-    backend.register(found)
+    base.register(found)
     yield found
-    backend.register(before)
+    base.register(before)
 
 
 @pytest.mark.parametrize("kind", calls.KINDS)
@@ -122,14 +123,14 @@ def guarded_backend():
 def test_calls_are_right_between_guard_pages(kind, place, guarded_backend, one_thread):
     guarded_backend.place, before = place, guards.Guarded.launches
     for seed, D in enumerate((1, 33, 130)):
-        calls.make((kind, D, "float32", native.cpu_isa()), seed)
+        calls.make((kind, D, "float32", libraries.cpu_isa()), seed)
     assert guards.Guarded.launches > before
 
 
 def test_guard_pages_change_no_bit(guarded_backend, one_thread):
     problem = calls.problem(calls.random.Random(1), 33, torch.float32, calls.SMALL)
     found = problem.run(calls.fastattn.attention, backend="cpu")
-    backend.register(guards.Cpu())
+    base.register(guards.Cpu())
     for name, x in problem.run(calls.fastattn.attention, backend="cpu").items():
         assert torch.equal(x, found[name]), name
 

@@ -71,9 +71,9 @@ def test_overloads_are_found():
 
 # Private names that saved files contain: if one moves, its old module keeps an alias.
 PRIVATE = {
-    "fastattn.multihead always_call_forward",  # a hook
-    "fastattn.cache Items",
-    "fastattn.pages Pool",
+    "fastattn.dropin.multihead always_call_forward",  # a hook
+    "fastattn.kv_cache.cache Items",
+    "fastattn.kv_cache.block_pool Pool",
 }
 
 

@@ -280,9 +280,9 @@ def test_views(view):
 
 def test_it_is_written_where_it_lies(monkeypatch):
     """The kernel writes the final layout, without a copy."""
-    from fastattn import roads
+    from fastattn.dispatch import dispatcher
 
-    outs, call = [], roads.call
+    outs, call = [], dispatcher.call
 
     def spy(*args):
         outs.append(call(*args))

@@ -21,9 +21,11 @@ from test_packed import CASES, FEW, batch
 from test_paged import in_pages, of_scores
 
 import fastattn
-from fastattn import KVCache, backend, quantisation
-from fastattn.quantisation import dequantised, quantised
-from fastattn.spec import Feature
+from fastattn import KVCache
+from fastattn.backends import base
+from fastattn.call import quantisation
+from fastattn.call.quantisation import dequantised, quantised
+from fastattn.call.spec import Feature
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -397,6 +399,6 @@ def test_they_are_compiled(storage):
 def test_who_has_it():
     spec = fastattn.explain(**some()).spec
     assert spec.features & Feature.QUANTISED and spec.storage == torch.int8
-    assert not backend.get("triton").support.why_not(dataclasses.replace(spec, device="cuda"))
-    (why,) = (x for x in backend.get("cuda").support.why_not(spec) if "quantised" in x)
+    assert not base.get("triton").support.why_not(dataclasses.replace(spec, device="cuda"))
+    (why,) = (x for x in base.get("cuda").support.why_not(spec) if "quantised" in x)
     assert "does not support" in why

@@ -11,12 +11,12 @@ import torch
 from runners import variant, variants
 
 import fastattn
-from fastattn import native
+from fastattn.backends.native import libraries
 
 pytestmark = pytest.mark.skipif(
-    bool(native.cpu_unavailable()), reason=str(native.cpu_unavailable())
+    bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
 )
-ISAS = [] if native.cpu_unavailable() else variants("cpu")
+ISAS = [] if libraries.cpu_unavailable() else variants("cpu")
 every_isa = pytest.mark.parametrize("isa", ISAS)
 # Sizes of scores that give exponentials below the smallest normal number.
 PEAK = {torch.float32: 30, torch.float64: 300, torch.bfloat16: 30}

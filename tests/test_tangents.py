@@ -24,9 +24,11 @@ from tangents import complaints, directions, exact, passes
 from test_features import EMPTY
 from test_packed import batch
 
-from fastattn import api, backend, packing
-from fastattn.check import describe
-from fastattn.spec import Feature, Tangents
+from fastattn import api
+from fastattn.backends import base, per_sequence
+from fastattn.call import packed_layout
+from fastattn.call.spec import Feature, Tangents
+from fastattn.call.validation import describe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -131,8 +133,8 @@ def test_pairs_of_features(name, dtype, features):
 )
 def test_head_dims(name, dims):
     declares(name, torch.float32, Feature.TANGENTS)
-    if dims.D > backend.get(name).support.max_head_dim:
-        pytest.skip(f"{name} declares head dims to {backend.get(name).support.max_head_dim}")
+    if dims.D > base.get(name).support.max_head_dim:
+        pytest.skip(f"{name} declares head dims to {base.get(name).support.max_head_dim}")
     run_all(name, [build(dims, (FEATURE["causal"],), torch.float32)])
 
 
@@ -209,7 +211,7 @@ def test_threads_change_no_bit(name, threads):
 @pytest.mark.parametrize("seed", range(small(12, 4)))
 def test_jvp_is_the_adjoint_of_backward(name, seed):
     """<u, J v> = <J' u, v> on random calls."""
-    dtype = max((x for x in backend.get(name).support.dtypes), key=lambda x: x.itemsize)
+    dtype = max((x for x in base.get(name).support.dtypes), key=lambda x: x.itemsize)
     declares(name, dtype, Feature.TANGENTS)
     draw = torch.Generator().manual_seed(seed)
     groups = [x for x in OWN if torch.rand((), generator=draw) < 0.5]
@@ -221,7 +223,7 @@ def test_jvp_is_the_adjoint_of_backward(name, seed):
     problem.kwargs["return_lse"] = True
     problem.dlse = torch.randn(problem.q.shape[:3], generator=draw, dtype=dtype)
     moves, *_ = directions(problem)
-    run, (spec, t) = backend.get(name), call(problem)
+    run, (spec, t) = base.get(name), call(problem)
     if "key_lengths" in problem.kwargs:  # past the lengths k and v may be NaN
         t = t._replace(k=t.k.nan_to_num(0), v=t.given("v").nan_to_num(0))
     out, normaliser, out_t, lse_t = run.jvp(spec, t, Tangents(**moves))
@@ -267,18 +269,18 @@ def test_packed(name, features):
         return torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype)
 
     moves = Tangents(**{x: like(t.given(x)) for x in made.wants})
-    dout = packing.heads_first("dout", made.dout)
+    dout = packed_layout.heads_first("dout", made.dout)
     dlse = like(dout[..., 0])
     grads = dout, dlse, like(dout), like(dlse)
-    run = backend.get(name)
+    run = base.get(name)
     for isa in variants(name):
         with variant(isa):
             before = run.forward(spec, t)
             outs = run.jvp(spec, t, moves, *before)
-            alone = packing.jvp_in_turn(run, spec, t, moves, *before)
+            alone = per_sequence.jvp_in_turn(run, spec, t, moves, *before)
             assert all(map(torch.equal, outs[2:], alone[2:]))
             found = run.second(spec, t, moves, outs, *grads, made.wants)
-            expected = packing.second_in_turn(run, spec, t, moves, outs, grads, made.wants)
+            expected = per_sequence.second_in_turn(run, spec, t, moves, outs, grads, made.wants)
             agree(found, {x: y.to(found[x].dtype) for x, y in expected.items()})
             for x in "qkv":
                 assert torch.equal(found[x], expected[x].to(found[x].dtype)), x
@@ -291,7 +293,7 @@ def probability_sums(name, problem):
     """Sums of P over keys: with a tangent of ones, out_t = P V_t for V, and dV = P' dO_t for dO."""
     spec, t = call(problem)
     ones = torch.ones_like(problem.v)
-    run = backend.get(name)
+    run = base.get(name)
     outs = run.jvp(spec, t, Tangents(v=ones), *run.forward(spec, t))
     dout_t = torch.zeros_like(outs[0])
     dout_t[..., 0] = 1

@@ -19,8 +19,9 @@ import pytest
 import torch
 
 import fastattn
-from fastattn import backend, check, compiled, gpu, spec, toolchain
-from fastattn.backends import cuda, triton
+from fastattn.backends import base, cuda, gpu, triton
+from fastattn.backends.triton_support import launch_cache, toolchain
+from fastattn.call import spec, validation
 
 needs_triton = pytest.mark.skipif(
     triton.interpreted() or not importlib.util.find_spec("triton"),
@@ -82,7 +83,7 @@ def test_a_compiler_is_looked_for_on_the_path(name, monkeypatch, tmp_path):
 
 def described():
     q = torch.zeros(1, 2, 5, 16, dtype=torch.bfloat16)
-    s = check.describe(spec.Tensors(q, q, q), spec.Options())
+    s = validation.describe(spec.Tensors(q, q, q), spec.Options())
     return dataclasses.replace(s, device="cuda")
 
 
@@ -92,7 +93,7 @@ def on_a_gpu(monkeypatch):
     monkeypatch.setattr(gpu, "unavailable", lambda: None)
     monkeypatch.setattr(cuda.Cuda, "unavailable", lambda self: None)
     monkeypatch.setattr(triton, "version", lambda: triton.OLDEST)
-    forget = triton.unavailable.cache_clear, backend.choose.cache_clear
+    forget = triton.unavailable.cache_clear, base.choose.cache_clear
     for each in forget:
         each()
     yield monkeypatch
@@ -103,14 +104,14 @@ def on_a_gpu(monkeypatch):
 @pytest.mark.skipif(triton.interpreted(), reason="the interpreter compiles nothing")
 def test_the_next_backend_runs_and_it_is_told_why(on_a_gpu):
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "there is no Python.h")
-    on_a_gpu.setattr(compiled, "_has_launcher", lambda: False)
+    on_a_gpu.setattr(launch_cache, "_has_launcher", lambda: False)
     said = "Triton compiles C code to call the driver, and there is no Python.h"
     assert fastattn.available_backends()["triton"] == said
-    assert backend.choose(described()).name == "cuda"
+    assert base.choose(described()).name == "cuda"
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "")
     triton.unavailable.cache_clear()
-    backend.choose.cache_clear()
-    assert backend.choose(described()).name == "triton"
+    base.choose.cache_clear()
+    assert base.choose(described()).name == "triton"
 
 
 @pytest.mark.skipif(triton.interpreted(), reason="the interpreter compiles nothing")
@@ -118,7 +119,7 @@ def test_it_is_looked_for_once(on_a_gpu):
     looks = []
     on_a_gpu.setattr(toolchain, "unavailable", lambda: looks.append(1) or "")
     for length in range(1, 6):
-        backend.choose(dataclasses.replace(described(), N=length))
+        base.choose(dataclasses.replace(described(), N=length))
     assert len(looks) == 1
 
 

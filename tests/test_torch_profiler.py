@@ -18,7 +18,7 @@ from torch.profiler._memory_profiler import SchemaMatcher
 from torch.utils.flop_counter import FlopCounterMode
 
 import fastattn
-from fastattn import events
+from fastattn.dispatch import profiler_events
 from fastattn.flash_attn import (
     flash_attn_func,
     flash_attn_varlen_func,
@@ -370,7 +370,7 @@ def test_the_old_profiler():
 @pytest.mark.skipif(not torch.profiler.itt.is_available(), reason="torch was built without ITT")
 def test_emit_itt():
     with torch.autograd.profiler.emit_itt():
-        assert events.recording()
+        assert profiler_events.recording()
         fastattn.attention(*tensors())
 
 
@@ -434,7 +434,7 @@ def test_nothing_is_recorded_without_a_profiler(monkeypatch):
     def refuse(*args):
         raise AssertionError("an event without a profiler")
 
-    monkeypatch.setattr(events, "_RecordFunctionFast", refuse)
+    monkeypatch.setattr(profiler_events, "_RecordFunctionFast", refuse)
     given = [x.requires_grad_() for x in tensors()]
     fastattn.attention(*given).sum().backward()
     with torch.no_grad():

@@ -13,20 +13,21 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, line
 from torch.utils.checkpoint import checkpoint
 
 import fastattn
-from fastattn import backend, batching, transforms
-from fastattn.spec import INDEX, Feature, Options
+from fastattn.backends import base
+from fastattn.call.spec import INDEX, Feature, Options
+from fastattn.dispatch import functorch, vmap_fold
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 BACKENDS = [
     name
     for name, why in fastattn.available_backends().items()
-    if why is None and "cpu" in (backend.get(name).support.devices or ("cpu",))
+    if why is None and "cpu" in (base.get(name).support.devices or ("cpu",))
 ]
 ABLE = [
     name
     for name in BACKENDS
-    if backend.get(name).support.features & Feature.TANGENTS
-    and torch.float64 in backend.get(name).support.dtypes
+    if base.get(name).support.features & Feature.TANGENTS
+    and torch.float64 in base.get(name).support.dtypes
 ]
 EVERYTHING = dict(
     causal="bottom_right",
@@ -266,9 +267,9 @@ FOLDED = {
 def test_batches_are_one_call(transform, monkeypatch):
     """At most one call per tensor with batched derivatives, not one per direction."""
     seen = []
-    run = getattr(transforms.passes, FOLDED[transform].lower())
+    run = getattr(functorch.run_pass, FOLDED[transform].lower())
     counted = lambda *args: seen.append(1) or run(*args)  # noqa: E731
-    monkeypatch.setattr(transforms.passes, FOLDED[transform].lower(), counted)
+    monkeypatch.setattr(functorch.run_pass, FOLDED[transform].lower(), counted)
     assert verdict(transform, "reference") == "right"
     assert 1 <= len(seen) <= 3
 
@@ -310,20 +311,20 @@ def test_examples_are_what_they_are_alone(name, at, dropout):
 def test_a_backend_that_takes_no_tangents_leaves_them_to_one_that_does(monkeypatch):
     """Tangents may use another backend than forward, but a backend named explicitly raises."""
     with pytest.MonkeyPatch.context() as patch:
-        cpu = backend.get("cpu")
+        cpu = base.get("cpu")
         lacks = cpu.support.__class__(
             **{**vars(cpu.support), "features": cpu.support.features & ~Feature.TANGENTS}
         )
         patch.setattr(type(cpu), "support", lacks)
-        backend.choose.cache_clear()
-        fastattn.operation.forget_plans()
+        base.choose.cache_clear()
+        fastattn.dispatch.operation.forget_plans()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             found = jvp(lambda q: fastattn.attention(q, K, V, **EVERYTHING), (Q,), (U[0],))
         with pytest.raises(NotImplementedError, match="cpu: does not support tangents"):
             jvp(lambda q: fastattn.attention(q, K, V, backend="cpu"), (Q,), (U[0],))
-    backend.choose.cache_clear()
-    fastattn.operation.forget_plans()
+    base.choose.cache_clear()
+    fastattn.dispatch.operation.forget_plans()
     exact = jvp(lambda q: fastattn.reference.attention(q, K, V, **EVERYTHING), (Q,), (U[0],))
     close(found, exact)
 
@@ -442,9 +443,9 @@ def test_a_hessian_vector_product_through_a_converted_encoder():
 
 def test_directions_fold_with_what_they_move():
     """A mask with batched tangents is expanded; if both are batched, both are folded."""
-    t = fastattn.spec.Tensors(Q, K, V, mask=rand(2, 1, 4))
+    t = fastattn.call.spec.Tensors(Q, K, V, mask=rand(2, 1, 4))
     u, dims = [None] * 3 + [rand(3, 2, 1, 4), None], [None] * 3 + [0, None]
-    fold = batching.fold_of(3, t, [None] * len(t), Options(), dims)
+    fold = vmap_fold.fold_of(3, t, [None] * len(t), Options(), dims)
     tensors, moves = fold.moving(t, [None] * len(t), u, dims)
     mask, mask_t = tensors[INDEX["mask"]], moves[3]
     assert fold.along == "items" and mask.shape == mask_t.shape == (3, 2, 1, 4)
@@ -454,10 +455,10 @@ def test_directions_fold_with_what_they_move():
 @pytest.mark.parametrize("average", [False, True])
 def test_examples_with_sinks_of_their_own_fold_along_heads(average):
     """V examples with sinks (H,) become one call with sinks (V H,): sinks belong to heads."""
-    t = fastattn.spec.Tensors(Q, K, V, mask=rand(2, 1, 4), sinks=rand(3, 2))
+    t = fastattn.call.spec.Tensors(Q, K, V, mask=rand(2, 1, 4), sinks=rand(3, 2))
     dims = [None] * len(t)
     dims[INDEX["sinks"]] = 0
-    fold = batching.fold_of(3, t, dims, Options(average_heads=average))
+    fold = vmap_fold.fold_of(3, t, dims, Options(average_heads=average))
     if average:  # a mean over heads would mix the examples
         assert fold is None
         return

@@ -11,8 +11,8 @@ from judge import Verdict
 from runners import INTERPRETED, every_backend, everywhere, passed
 
 import fastattn
-from fastattn import autotune, tuning
 from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import autotune, tile_configs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 if not INTERPRETED:
@@ -197,7 +197,7 @@ def test_split_keys(name, features, monkeypatch):
 @pytest.mark.parametrize("splits", [2, 3, 7])
 def test_splits_that_hold_no_key(name, splits, monkeypatch):
     """Lengths of 0 and 1 leave most splits, and some rows, with nothing."""
-    monkeypatch.setattr(tuning, "splits", lambda *sizes: splits)
+    monkeypatch.setattr(tile_configs, "splits", lambda *sizes: splits)
     features = (FEATURE["lengths"], FEATURE["sinks"], FEATURE["lse_loss"])
     for chosen in (features[:1], features, (FEATURE["window"],)):
         problem = build(Dims(4, 2, 1, 3, 170, 16, 16), chosen, torch.float32)
@@ -353,7 +353,7 @@ def test_large_heads_have_a_launch_for_each(name, monkeypatch):
     problem = build(square(1, 2, 40, 16), [FEATURE["causal"]], torch.float32)
     together, made = problem.run(fastattn.attention, backend=name), []
     monkeypatch.setattr(backend.Job, "walk_rows", spied(backend.Job.walk_rows, made))
-    monkeypatch.setattr(tuning, "apart", lambda *about: True)
+    monkeypatch.setattr(tile_configs, "apart", lambda *about: True)
     apart = problem.run(fastattn.attention, backend=name)
     assert made == [(True, True), (True, False), (False, True)]
     assert torch.equal(apart["dk"], together["dk"]) and torch.equal(apart["dv"], together["dv"])

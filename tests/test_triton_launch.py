@@ -11,8 +11,9 @@ import torch
 from runners import needs_triton
 
 from bench import launching
-from fastattn import check, compiled, spec, tuning
 from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import launch_cache, tile_configs
+from fastattn.call import spec, validation
 
 pytestmark = [
     needs_triton,
@@ -60,7 +61,7 @@ def described(layouts=({}, {}, {}), tensors=(), dtype=torch.bfloat16, **changed)
     q, k, v = (laid(s, **x).to(dtype) if dtype != torch.bfloat16 else laid(s, **x)
                for s, x in zip(shapes, layouts))  # fmt: skip
     t = spec.Tensors(q, k, v, **dict(tensors))
-    return check.describe(t, spec.Options(**options)), t
+    return validation.describe(t, spec.Options(**options)), t
 
 
 def train(s, t, wants=("q", "k", "v")):
@@ -94,7 +95,7 @@ def launches(stub, call, s, t):
 def as_triton(monkeypatch, stub, call, s, t):
     """The same calls, made by Triton's own launch."""
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "_known", lambda: False)
+        patch.setattr(launch_cache, "_known", lambda: False)
         return launches(stub, call, s, t)
 
 
@@ -180,7 +181,7 @@ def test_pages_of_any_table(M, N, stub, derived, monkeypatch):
     for first, dtype in itertools.product((0, 1), (torch.int32, torch.int64)):
         table = torch.zeros(1 + N // 16 + 1, dtype=dtype)[first:][None, : N // 16 + 1]
         other = t._replace(**pages, cu_k=None, pages=table)
-        s = check.describe(other, spec.Options(max_q=M, max_k=N))
+        s = validation.describe(other, spec.Options(max_q=M, max_k=N))
         forward(s, other)
         derived.clear()
         found = launches(stub, forward, s, other)
@@ -242,7 +243,7 @@ def test_another_tile_is_another_kernel(stub, derived, monkeypatch):
     s, t = described()
     first = launches(stub, forward, s, t)
     with monkeypatch.context() as patch:
-        patch.setattr(tuning, "config", lambda *about: tuning.Config(32, 32, 2, 1))
+        patch.setattr(tile_configs, "config", lambda *about: tile_configs.Config(32, 32, 2, 1))
         patched = launches(stub, forward, s, t)
         assert derived == ["forward_kernel"] * 2 and patched != first
     assert launches(stub, forward, s, t) == first and len(derived) == 2
@@ -324,7 +325,7 @@ def test_workspace_of_descriptors_is_given_for_each_launch(stub, monkeypatch):
     outside = _allocation._allocator.get()
     forward(s, t)
     forward(s, t)
-    assert allocators == [compiled._workspace] * 2
+    assert allocators == [launch_cache._workspace] * 2
     assert _allocation._allocator.get() is outside
 
 
@@ -339,8 +340,10 @@ def test_a_kernel_that_does_not_fit_says_so_each_time(stub, monkeypatch):
 
 
 def test_a_newer_triton_launches_by_itself(stub, derived, monkeypatch):
-    monkeypatch.setattr(compiled, "_known", compiled._known.__wrapped__)
-    monkeypatch.setattr(compiled, "version", lambda: (compiled.NEWEST[0], compiled.NEWEST[1] + 1))
+    monkeypatch.setattr(launch_cache, "_known", launch_cache._known.__wrapped__)
+    monkeypatch.setattr(
+        launch_cache, "version", lambda: (launch_cache.NEWEST[0], launch_cache.NEWEST[1] + 1)
+    )
     s, t = described()
     forward(s, t)
     forward(s, t)
@@ -348,7 +351,7 @@ def test_a_newer_triton_launches_by_itself(stub, derived, monkeypatch):
 
 
 def test_what_is_kept_is_bounded(stub, monkeypatch):
-    monkeypatch.setattr(compiled, "MOST", 3)
+    monkeypatch.setattr(launch_cache, "MOST", 3)
     s, _ = described()
     for layout in LAYOUTS[:6]:
         forward(s, described([layout, {}, {}])[1])

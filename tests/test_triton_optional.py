@@ -10,8 +10,8 @@ import torch
 from runners import INTERPRETED
 
 import fastattn
-from fastattn import tuning
 from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import tile_configs
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about a process that interprets nothing")
 
@@ -36,7 +36,7 @@ print("triton" in sys.modules or "fastattn.kernels.forward" in sys.modules)
 def test_its_absence_is_a_reason(monkeypatch):
     for version, reason in ((None, "not installed"), ("3.5.1", "older than 3.6")):
         backend.unavailable.cache_clear()
-        monkeypatch.setattr(tuning, "triton_version", lambda version=version: version)
+        monkeypatch.setattr(tile_configs, "triton_version", lambda version=version: version)
         assert reason in fastattn.available_backends()["triton"]
     backend.unavailable.cache_clear()
 
@@ -47,9 +47,9 @@ def test_a_build_of_another_name_has_a_version(monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", nameless)
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace(__version__="3.7.0+vendor"))
-    assert tuning.triton_version.__wrapped__() == "3.7.0+vendor"
+    assert tile_configs.triton_version.__wrapped__() == "3.7.0+vendor"
     monkeypatch.setitem(sys.modules, "triton", types.SimpleNamespace())  # a folder named so
-    assert tuning.triton_version.__wrapped__() is None
+    assert tile_configs.triton_version.__wrapped__() is None
 
 
 @pytest.mark.parametrize("first", ["import", "probe"])

@@ -9,87 +9,87 @@ import threading
 import pytest
 import torch
 
-from fastattn import autotune, tuning
-from fastattn.spec import AttentionSpec
-from fastattn.tuning import Config
+from fastattn.backends.triton_support import autotune, tile_configs
+from fastattn.backends.triton_support.tile_configs import Config
+from fastattn.call.spec import AttentionSpec
 
 ARCHS = (80, 86, 89, 90, 100, 103, 120, 121)
 HEAD_DIMS = (1, 64, 65, 128, 129, 256)
-BUSY = ((), *((x,) for x in tuning.FEATURES), ("narrow",), ("given",), ("mask", "softcap"))
+BUSY = ((), *((x,) for x in tile_configs.FEATURES), ("narrow",), ("given",), ("mask", "softcap"))
 
 
 # --------------------------------------------------------------------------------------- the tables
 
 
 @pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
-@pytest.mark.parametrize("which", tuning.PASSES)
+@pytest.mark.parametrize("which", tile_configs.PASSES)
 def test_every_tile_is_one_that_kernels_take(which, arch):
     for itemsize, head_dim, busy in itertools.product((2, 4), HEAD_DIMS, BUSY):
-        tile = tuning.config(which, arch, itemsize, head_dim, busy)
+        tile = tile_configs.config(which, arch, itemsize, head_dim, busy)
         for n in tile[:3]:
             assert n & (n - 1) == 0, "a power of two"
         assert 16 <= tile.BM <= 128 and 16 <= tile.BN <= 128
         assert tile.warps in (2, 4, 8) and tile.stages >= 1
 
 
-@pytest.mark.parametrize("which", tuning.PASSES)
+@pytest.mark.parametrize("which", tile_configs.PASSES)
 def test_the_interpreter_has_one_small_tile(which):
-    assert tuning.config(which, 0, 4, 64, ("mask",)) == tuning.INTERPRETED
+    assert tile_configs.config(which, 0, 4, 64, ("mask",)) == tile_configs.INTERPRETED
 
 
 @pytest.mark.parametrize(
     "arch, like", [(80, 80), (86, 86), (87, 86), (89, 86), (103, 100), (121, 120), (999, 120)]
 )
 def test_a_chip_without_a_table_has_that_of_the_nearest_lower(arch, like):
-    for which in tuning.PASSES:
+    for which in tile_configs.PASSES:
         for itemsize in (2, 4):
-            mine, its = (tuning.config(which, a, itemsize, 128, ()) for a in (arch, like))
+            mine, its = (tile_configs.config(which, a, itemsize, 128, ()) for a in (arch, like))
             assert mine == its
 
 
 def test_features_have_tiles_of_their_own():
     """A single feature uses its tile in the table; several, or an unknown one, share another."""
-    table = {("dq", 64): tuning.Row(*(Config(n, 32, 8, 2) for n in (128, 64, 32, 16)))}
+    table = {("dq", 64): tile_configs.Row(*(Config(n, 32, 8, 2) for n in (128, 64, 32, 16)))}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(tuning.TABLES, 90, table)
-        found = [tuning.config("dq", 90, 2, 64, busy).BM for busy in BUSY]
+        patch.setitem(tile_configs.TABLES, 90, table)
+        found = [tile_configs.config("dq", 90, 2, 64, busy).BM for busy in BUSY]
     assert found == [128, 16, 64, 64, 64, 64, 32, 32]
 
 
 def test_masks_are_looked_at_where_heads_pay_it_back():
     """It depends on the rows, on the heads that share a mask plane, and on the work to save."""
-    assert tuning.structured(heads=4, planes=1, M=2048, N=2048)
-    assert tuning.structured(heads=96, planes=8, M=2048, N=2048)  # 12 heads per mask plane
-    assert not tuning.structured(heads=3, planes=1, M=4096, N=4096)
-    assert not tuning.structured(heads=32, planes=32, M=4096, N=4096)
-    assert not tuning.structured(heads=4, planes=1, M=2047, N=2048)
-    assert not tuning.structured(heads=64, planes=1, M=tuning.DECODE_ROWS, N=1 << 20)
+    assert tile_configs.structured(heads=4, planes=1, M=2048, N=2048)
+    assert tile_configs.structured(heads=96, planes=8, M=2048, N=2048)  # 12 heads per mask plane
+    assert not tile_configs.structured(heads=3, planes=1, M=4096, N=4096)
+    assert not tile_configs.structured(heads=32, planes=32, M=4096, N=4096)
+    assert not tile_configs.structured(heads=4, planes=1, M=2047, N=2048)
+    assert not tile_configs.structured(heads=64, planes=1, M=tile_configs.DECODE_ROWS, N=1 << 20)
 
 
 def test_dk_and_dv_are_made_apart_where_the_table_has_tiles_for_them():
-    assert tuning.apart(90, 2, 256) and tuning.apart(90, 2, 129)
-    assert not tuning.apart(90, 2, 128) and not tuning.apart(90, 4, 256)
-    assert not tuning.apart(80, 2, 256) and not tuning.apart(0, 2, 256)
-    dkv = [tuning.config("dkv", 90, 2, d, ()) for d in (64, 128)]
-    assert dkv == [tuning.config("dk", 90, 2, d, ()) for d in (64, 128)]
+    assert tile_configs.apart(90, 2, 256) and tile_configs.apart(90, 2, 129)
+    assert not tile_configs.apart(90, 2, 128) and not tile_configs.apart(90, 4, 256)
+    assert not tile_configs.apart(80, 2, 256) and not tile_configs.apart(0, 2, 256)
+    dkv = [tile_configs.config("dkv", 90, 2, d, ()) for d in (64, 128)]
+    assert dkv == [tile_configs.config("dk", 90, 2, d, ()) for d in (64, 128)]
 
 
 def test_older_than_every_table_is_an_error():
     with pytest.raises(ValueError, match="arch: got 75, expected 80 or newer"):
-        tuning.config("forward", 75, 2, 64, ())
+        tile_configs.config("forward", 75, 2, 64, ())
 
 
 @pytest.mark.parametrize(
     "which, tile", [("forward", Config(128, 64, 8, 2)), ("decode", Config(16, 64, 2, 3))]
 )
 def test_candidates_are_a_few_other_tiles(which, tile):
-    found = tuning.candidates(which, tile)
+    found = tile_configs.candidates(which, tile)
     assert 2 <= len(found) <= 8 and tile not in found and len(set(found)) == len(found)
     for c in found:
         assert 16 <= c.BM <= 128 and 16 <= c.BN <= 128 and c.warps in (2, 4, 8) and c.stages >= 1
-    assert Config(128, 64, 4, 2) in tuning.candidates("forward", Config(128, 128, 8, 3))
-    assert Config(64, 64, 4, 2) in tuning.candidates("dkv", Config(64, 128, 8, 3))
-    assert tuning.candidates("dmask", tile) == []  # its buffers are sized for one tile
+    assert Config(128, 64, 4, 2) in tile_configs.candidates("forward", Config(128, 128, 8, 3))
+    assert Config(64, 64, 4, 2) in tile_configs.candidates("dkv", Config(64, 128, 8, 3))
+    assert tile_configs.candidates("dmask", tile) == []  # its buffers are sized for one tile
 
 
 # ------------------------------------------------------------------------------------------- splits
@@ -99,7 +99,7 @@ def test_candidates_are_a_few_other_tiles(which, tile):
 @pytest.mark.parametrize("blocks", [1, 4, 5, 16, 97, 1024])
 @pytest.mark.parametrize("programs", [1, 2, 7, 32, 105, 131, 132, 1000])
 def test_no_part_of_a_split_is_empty(programs, blocks, processors):
-    parts = tuning.splits(programs, blocks, processors)
+    parts = tile_configs.splits(programs, blocks, processors)
     assert 1 <= parts <= blocks
     share = math.ceil(blocks / parts)
     assert (parts - 1) * share < blocks  # the last part has a block
@@ -108,20 +108,20 @@ def test_no_part_of_a_split_is_empty(programs, blocks, processors):
 @pytest.mark.parametrize("arch", ARCHS, ids="sm_{}".format)
 def test_a_multiprocessor_decodes_as_many_programs_as_it_has_memory_for(arch):
     kilobytes = {80: 164, 90: 228, 100: 228, 103: 228}.get(arch, 100)
-    tile = tuning.config("decode", arch, 2, 128, ())
+    tile = tile_configs.config("decode", arch, 2, 128, ())
     each = 1 + 2 * tile.BN * 128 * 2 * (tile.stages - 1) // 1024 + 4  # keys, values and queries
-    assert 1 <= tuning.decoding(arch) <= kilobytes // each
-    assert tuning.decoding(0) == 1
+    assert 1 <= tile_configs.decoding(arch) <= kilobytes // each
+    assert tile_configs.decoding(0) == 1
 
 
 def test_busy_processors_are_not_split():
-    assert tuning.splits(105, 1000, 132) > 1
-    assert tuning.splits(106, 1000, 132) == 1  # 80% of 132
+    assert tile_configs.splits(105, 1000, 132) > 1
+    assert tile_configs.splits(106, 1000, 132) == 1  # 80% of 132
 
 
 @pytest.mark.parametrize("programs", [1, 2, 8, 16, 64])
 def test_idle_processors_get_a_part(programs):
-    parts = tuning.splits(programs, 4096, 132)
+    parts = tile_configs.splits(programs, 4096, 132)
     waves = programs * parts / 132
     assert waves / math.ceil(waves) > 0.75
 

@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 
 import fastattn
-from fastattn import api, cache, reference
+from fastattn import api, reference
 from fastattn.flash_attn import flash_attn_interface
+from fastattn.kv_cache import cache
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 TYPED = CHECKOUT / "tests" / "typed"

@@ -8,10 +8,12 @@ import torch
 from cases import DTYPES, FEATURE, SHAPES, Dims, build
 from runners import declares, every_backend, not_interpreted, variant, variants
 
-from fastattn import api, backend, passes
-from fastattn.check import describe
-from fastattn.operation import ATTENTION, WEIGHTS
-from fastattn.spec import DIFFERENTIABLE, Feature, Tangents, wide
+from fastattn import api
+from fastattn.backends import base
+from fastattn.call.spec import DIFFERENTIABLE, Feature, Tangents, wide
+from fastattn.call.validation import describe
+from fastattn.dispatch import run_pass
+from fastattn.dispatch.operation import ATTENTION, WEIGHTS
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,12 +34,12 @@ def run(problem, name, unrounded):
     given = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
     t, o = api.prepare(problem.q, problem.k, problem.v, given | dict(backend=name))
     o = o._replace(unrounded=unrounded, grad=True)
-    out, normaliser = passes.forward(ATTENTION, t, o)
+    out, normaliser = run_pass.forward(ATTENTION, t, o)
     dlse = problem.dlse
     grads = problem.dout, None if dlse is None else torch.stack([dlse, torch.zeros_like(dlse)])
     outs = out.to(problem.q.dtype), normaliser
     wants = [x for x in DIFFERENTIABLE if x in problem.wants]
-    found = passes.backward(ATTENTION, t, o, outs, grads, wants)
+    found = run_pass.backward(ATTENTION, t, o, outs, grads, wants)
     return dict(out=out, normaliser=normaliser) | {f"d{x}": y for x, y in zip(wants, found)}
 
 
@@ -76,18 +78,18 @@ def test_a_wide_out_and_dout_are_taken(name):
     o = o._replace(unrounded=True, grad=True)
     for isa in variants(name, torch.bfloat16):
         with variant(isa):
-            outs = passes.forward(ATTENTION, t, o)
+            outs = run_pass.forward(ATTENTION, t, o)
             each = [
-                passes.backward(ATTENTION, t, o, outs, (dout, None), ["q", "k", "v"])
+                run_pass.backward(ATTENTION, t, o, outs, (dout, None), ["q", "k", "v"])
                 for dout in (problem.dout, problem.dout.float())
             ]
             assert all(torch.equal(x, y) for x, y in zip(*each))
             # With a gradient of the LSE alone.
             dlse = torch.ones_like(outs[1])
-            found = passes.backward(ATTENTION, t, o, outs, (None, dlse), ["v"])
+            found = run_pass.backward(ATTENTION, t, o, outs, (None, dlse), ["v"])
             assert not found[0].any()
             assert (
-                passes.backward(ATTENTION, t, o, outs, (None, None), ["q"])[0].dtype
+                run_pass.backward(ATTENTION, t, o, outs, (None, None), ["q"])[0].dtype
                 == found[0].dtype
             )
 
@@ -120,9 +122,9 @@ def test_of_what_is_wide_it_says_nothing(dtype):
 
 def test_who_cannot_declines():
     """The CUDA C++ kernels can store only 16 bits."""
-    why = backend.get("cuda").support.why_not(spec_of(torch.bfloat16))
+    why = base.get("cuda").support.why_not(spec_of(torch.bfloat16))
     assert "does not support unrounded" in why
-    assert "unrounded" not in str(backend.get("triton").support.why_not(spec_of(torch.bfloat16)))
+    assert "unrounded" not in str(base.get("triton").support.why_not(spec_of(torch.bfloat16)))
 
 
 @not_interpreted
@@ -134,6 +136,6 @@ def test_what_has_none():
     packed = t._replace(cu_q=cu, cu_k=cu), o._replace(max_q=3, max_k=3)
     for op, call in ((WEIGHTS, (weights, o)), (ATTENTION, packed)):
         with pytest.raises(ValueError, match="unrounded: got True, expected False of weights and"):
-            passes.forward(op, *call)
+            run_pass.forward(op, *call)
     with pytest.raises(NotImplementedError, match="unrounded results have no derivative but"):
-        passes.jvp(ATTENTION, t, o, Tangents(x), (None, None))
+        run_pass.jvp(ATTENTION, t, o, Tangents(x), (None, None))

@@ -1,4 +1,4 @@
-// fastattn/crossing.py in C++, for CPython's stable ABI: the functions that pass tensors to the
+// fastattn/backends/native/marshalling.py in C++, for CPython's stable ABI: the functions that pass tensors to the
 // kernels. It is optional: without it Python does the same, some microseconds slower. It uses torch
 // through DLPack alone: the exchange table (a C ABI for exactly this) gives a tensor's address
 // without a method call.

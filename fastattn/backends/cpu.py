@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import Tensor, get_num_threads
 
-from .. import native
-from ..backend import Support, check_values, register
-from ..check import DTYPES
-from ..crossing import launch
-from ..extents import refused
-from ..launcher import AFTER, PLACES, Launcher, Prepared, convert
-from ..spec import Feature, Tensors
+from ..call.spec import Feature, Tensors
+from ..call.validation import DTYPES
+from .base import Support, check_values, register
+from .native import libraries
+from .native.extents import refused
+from .native.marshalling import launch
+from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
 
 
 class Cpu(Launcher):
@@ -19,7 +19,7 @@ class Cpu(Launcher):
     support: Support = Support(
         devices=frozenset({"cpu"}),
         dtypes=frozenset(DTYPES),
-        max_head_dim=native.CPU_MAX_HEAD_DIM,
+        max_head_dim=libraries.CPU_MAX_HEAD_DIM,
         features=(
             Feature.BAND
             | Feature.LENGTHS
@@ -42,7 +42,7 @@ class Cpu(Launcher):
     )
 
     def unavailable(self) -> str | None:
-        return native.cpu_unavailable()
+        return libraries.cpu_unavailable()
 
     def _launch(
         self, which: int, like: Prepared, t: Tensors, after: tuple[Tensor | None, ...]
@@ -52,14 +52,14 @@ class Cpu(Launcher):
         if spec.given:
             t = convert(spec, t)
         given = like.form, PLACES[which], (*t, *after), get_num_threads()
-        status = launch(native.cpu().run_at, which, like.brief, *given)
-        if status == native.OK:
+        status = launch(libraries.cpu().run_at, which, like.brief, *given)
+        if status == libraries.OK:
             return
-        if status in (native.BAD_LENGTH, native.BAD_OFFSET, native.BAD_PAGE):
+        if status in (libraries.BAD_LENGTH, libraries.BAD_OFFSET, libraries.BAD_PAGE):
             check_values(spec, t)
-        if status >= native.BAD_EXTENT:
+        if status >= libraries.BAD_EXTENT:
             raise refused(status, spec, dict(zip(AFTER[which], after)))
-        if status == native.NO_MEMORY:
+        if status == libraries.NO_MEMORY:
             raise MemoryError("the CPU kernels could not allocate their scratch memory")
         raise RuntimeError(f"the CPU kernels returned the unknown status {status}")
 

@@ -10,23 +10,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .. import gpu, native, trouble
-from ..backend import Support, check_values, register
-from ..crossing import launch_on
-from ..extents import refused
-from ..launcher import AFTER, PLACES, Launcher, Prepared, convert
-from ..spec import AttentionSpec, Feature, Tensors
+from ..call.spec import AttentionSpec, Feature, Tensors
+from . import cuda_errors, gpu
+from .base import Support, check_values, register
+from .native import libraries
+from .native.extents import refused
+from .native.marshalling import launch_on
+from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
 
 
 @functools.cache
 def unavailable() -> str | None:
-    if why := native.cuda_unavailable() or gpu.unavailable():
+    if why := libraries.cuda_unavailable() or gpu.unavailable():
         return why
-    library = native.cuda()
+    library = libraries.cuda()
     if code := library.driver_error():
         theirs, ours = (f"{x // 1000}.{x % 1000 // 10}" for x in map(library.version, (1, 0)))
         said = f"{library.error(code).decode()} (CUDA {ours} there, {theirs} in the driver)"
-        what = trouble.advice(code)
+        what = cuda_errors.advice(code)
         return f"the CUDA runtime of its library cannot work here: {said}{what and '; '}{what}"
     return None
 
@@ -42,7 +43,7 @@ def current_stream(device: int) -> int:
 def met(device: torch.device) -> int:
     """The number of multiprocessors of a device. The first call there warns if the driver has to
     translate the kernels."""
-    if device.type == "cuda" and native.cuda().translates():
+    if device.type == "cuda" and libraries.cuda().translates():
         warnings.warn(waiting(device), stacklevel=2)
     return gpu.processors(device)
 
@@ -50,7 +51,7 @@ def met(device: torch.device) -> int:
 def waiting(device: torch.device) -> str:
     arch = gpu.architecture(device)
     cache = Path(os.environ.get("CUDA_CACHE_PATH") or Path.home() / ".nv" / "ComputeCache")
-    why = trouble.why_unwritable(cache)
+    why = cuda_errors.why_unwritable(cache)
     if os.environ.get("CUDA_CACHE_DISABLE", "0") != "0":
         why = "CUDA_CACHE_DISABLE is set"
     each = f", in every process, because {cache} cannot be written ({why})" if why else ""
@@ -65,7 +66,7 @@ class Cuda(Launcher):
     support: Support = Support(
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
-        max_head_dim=native.CUDA_MAX_HEAD_DIM,
+        max_head_dim=libraries.CUDA_MAX_HEAD_DIM,
         max_length=gpu.LONGEST,
         features=(
             Feature.BAND
@@ -89,8 +90,8 @@ class Cuda(Launcher):
         return unavailable()
 
     @property
-    def library(self) -> native.CudaLibrary:
-        return native.cuda()
+    def library(self) -> libraries.CudaLibrary:
+        return libraries.cuda()
 
     def multiprocessors(self, x: Tensor) -> int:
         return met(x.device)
@@ -130,13 +131,13 @@ class Cuda(Launcher):
 
     def _check(self, code: int) -> int:
         """Raise for an error of CUDA. Another code, or 0, is returned."""
-        if code and code < native.BAD_EXTENT:
+        if code and code < libraries.BAD_EXTENT:
             library = self.library
             anybodys = "of anybody's: CUDA_LAUNCH_BLOCKING=1 finds it"
             raise RuntimeError(
                 f"the CUDA kernels failed at {library.failed_kernel().decode()}: "
                 f"{library.error(code).decode()} (CUDA error {code}; "
-                f"{trouble.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
+                f"{cuda_errors.advice(code) or f'it may be that of an earlier kernel, {anybodys}'})"
             )
         return code
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .. import reference as oracle
-from ..backend import Support, check_values, empty_dense, register
-from ..check import DTYPES
-from ..packing import backward_in_turn, jvp_in_turn, second_in_turn, sequences
-from ..spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
+from ..call.spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
+from ..call.validation import DTYPES
+from .base import Support, check_values, empty_dense, register
+from .per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
 
 
 def _without_autocast(method):

@@ -12,13 +12,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .. import autotune, compiled, gpu, quantisation, trouble, tuning
-from ..backend import Support, broadcast_strides, check_values
-from ..compiled import Launch, interpreted, version
-from ..crossing import laid
-from ..gpu import architecture, on, processors
-from ..launcher import prepared
-from ..spec import PLACED, AttentionSpec, Feature, Tensors
+from ..call import quantisation
+from ..call.spec import PLACED, AttentionSpec, Feature, Tensors
+from . import cuda_errors, gpu
+from .base import Support, broadcast_strides, check_values
+from .gpu import architecture, on, processors
+from .native.marshalling import laid
+from .native_launcher import prepared
+from .triton_support import autotune, launch_cache, tile_configs
+from .triton_support.launch_cache import Launch, interpreted, version
 
 OLDEST = (3, 6)
 TINY, HUGE = 1e-18, 1e18  # the range of units of scores by which slopes can be divided
@@ -31,7 +33,7 @@ LONGEST_FIRST_BYTES = 32 << 20  # keys and values that programs share in the L2 
 def kernels() -> SimpleNamespace:
     """The modules of kernels. The first call imports Triton, which nothing does earlier."""
     if not interpreted():
-        compiled.find_cache()
+        launch_cache.find_cache()
     names = ("tile", "score", "block_mask", "forward", "backward", "decode", "weights")
     names += ("tangent", "jvp", "second")
     found = {x: importlib.import_module(f"fastattn.kernels.{x}") for x in names}
@@ -46,13 +48,13 @@ def unavailable() -> str | None:
     if found is None:
         return "Triton is not installed (pip install triton)"
     if found < OLDEST:
-        return f"Triton {tuning.triton_version()} is older than {OLDEST[0]}.{OLDEST[1]}"
+        return f"Triton {tile_configs.triton_version()} is older than {OLDEST[0]}.{OLDEST[1]}"
     if interpreted():
         return None
     missing = gpu.unavailable()
     if missing and not torch.cuda.is_available():
         missing += " (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"
-    return missing or compiled.launcher_unavailable() or None
+    return missing or launch_cache.launcher_unavailable() or None
 
 
 class Triton:
@@ -60,7 +62,7 @@ class Triton:
     support: Support = Support(
         devices=frozenset({"cpu" if interpreted() else "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        max_head_dim=tuning.BUCKETS[-1],
+        max_head_dim=tile_configs.BUCKETS[-1],
         max_length=gpu.LONGEST,
         features=(
             Feature.BAND
@@ -144,7 +146,7 @@ class Alike(NamedTuple):
 
     arch: int
     flags: Any
-    tiled: tuple[Any, ...]  # the arguments by which `tuning.config` chooses its tiles
+    tiled: tuple[Any, ...]  # the arguments by which `tile_configs.config` chooses its tiles
     launches: dict[tuple[Any, ...], Launch]
 
 
@@ -177,13 +179,13 @@ class Job:
         self.inputs = operand(t.q), operand(k), operand(v), operand(dout)
         given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
         arch, fast = architecture(self.device), tf32()
-        self.key = compiled.alike(given, arch, fast)
+        self.key = launch_cache.alike(given, arch, fast)
         kept = spec.kept.setdefault("launches", {})
         found = kept.get(self.key) if self.key else None
         if found is None:
             found = self.derive(arch, fast, (t.q, t.k, t.v, dout))
             if self.key:
-                compiled.keep(kept, self.key, found)
+                launch_cache.keep(kept, self.key, found)
         self.arch, self.flags, self.tiled, self.launches = found
         self.block_masks: dict[tuple[Any, ...], Any] = {}
         self.sees: Tensor | None = None  # which rows see a score far above finfo.min
@@ -200,7 +202,7 @@ class Job:
             90 <= arch < 120 and self.t.v is not None and wide and not (spec.paged or spec.storage)
         )
         f = flags(spec, tf32, tma)
-        busy = [x for x in tuning.FEATURES if getattr(f, x)] + ["given"] * spec.weights
+        busy = [x for x in tile_configs.FEATURES if getattr(f, x)] + ["given"] * spec.weights
         if spec.dtype.itemsize == 2:
             wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
             # row_invariant: in another call the same rows may be narrow, and need the same tile.
@@ -212,16 +214,16 @@ class Job:
     def splits(self) -> int:
         """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
         spec = self.spec
-        if self.M > tuning.DECODE_ROWS or spec.row_invariant:
+        if self.M > tile_configs.DECODE_ROWS or spec.row_invariant:
             return 0
         seen = min(self.N, self.M + spec.left + spec.right)
         tile = self.config("decode")
         of_keys = blocks(seen, tile.BN)
-        if of_keys <= tuning.FEW_TILES:
+        if of_keys <= tile_configs.FEW_TILES:
             return 0
         programs = spec.B * spec.Hk * blocks(self.grouped, tile.BM)
-        places = processors(self.device) * tuning.decoding(self.arch)
-        return tuning.splits(programs, of_keys, places)
+        places = processors(self.device) * tile_configs.decoding(self.arch)
+        return tile_configs.splits(programs, of_keys, places)
 
     @property
     def grouped(self) -> int:
@@ -310,7 +312,7 @@ class Job:
 
     def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
         spec = self.spec
-        if dk is not None and dv is not None and tuning.apart(*self.tiled[:3]):
+        if dk is not None and dv is not None and tile_configs.apart(*self.tiled[:3]):
             self.walk_rows(dk, None)
             self.walk_rows(None, dv)
             return
@@ -396,7 +398,7 @@ class Job:
         heads = max(1, LONGEST_FIRST_BYTES // size) * (spec.H // spec.Hk)
         return min(heads, spec.B * spec.H)
 
-    def block_mask(self, side: str, c: tuning.Config) -> Any:
+    def block_mask(self, side: str, c: tile_configs.Config) -> Any:
         """The BlockMask of a pass with tiles of these sizes that own "rows" or "keys"."""
         if found := self.block_masks.get((side, c.BM, c.BN)):
             return found
@@ -423,23 +425,23 @@ class Job:
             lambda c: programs,
             (),
             (found,),
-            tuning.reading(c),
+            tile_configs.reading(c),
             KEYS=of_keys,
         )
         self.block_masks[side, c.BM, c.BN] = found
         return found
 
-    def config(self, which: str) -> tuning.Config:
-        return _tile(tuning.config, which, *self.tiled)
+    def config(self, which: str) -> tile_configs.Config:
+        return _tile(tile_configs.config, which, *self.tiled)
 
     def launch(
         self,
         kernel: Any,
         which: str,
-        programs: Callable[[tuning.Config], int],
+        programs: Callable[[tile_configs.Config], int],
         own: tuple[Any, ...],
         others: tuple[Any, ...],
-        config: tuning.Config | None = None,
+        config: tile_configs.Config | None = None,
         **constexprs: Any,
     ) -> None:
         """Run a kernel on a grid of `programs(config)`, with this tile, else with that of its table
@@ -450,7 +452,7 @@ class Job:
         spec, args = self.spec, own + others
         constexprs.setdefault("F", self.flags)
 
-        def attempt(c: tuning.Config) -> None:
+        def attempt(c: tile_configs.Config) -> None:
             extras = self.extras
             if side := self.flags.block_mask and OWNS.get(which):
                 extras = extras._replace(block_mask=self.block_mask(side, c))
@@ -468,23 +470,23 @@ class Job:
             made = run(kernel, grid, *args, *sizes, extras, **constants, **options)
             if keeps and made is not None:
                 named = tuple(constants[x] for x in kernel.arg_names if x in constants)
-                compiled.keep(self.launches, key, Launch(made, *grid, sizes, named))
+                launch_cache.keep(self.launches, key, Launch(made, *grid, sizes, named))
 
         config = config or self.config(which)
         if self.searches:
             given = [x is not None for x in args]  # with None for some, it is another kernel
             key = autotune.key(which, spec, self.device, **constexprs, given=given)
-            alternatives = tuning.candidates(which, config)
+            alternatives = tile_configs.candidates(which, config)
             config = autotune.best(key, config, alternatives, lambda c: timed(attempt, c))
         attempt(config)
 
 
 @functools.lru_cache(maxsize=4096)
-def _tile(table: Callable[..., tuning.Config], *about: Any) -> tuning.Config:
+def _tile(table: Callable[..., tile_configs.Config], *about: Any) -> tile_configs.Config:
     return table(*about)
 
 
-def timed(attempt: Callable[[tuning.Config], Any], config: tuning.Config) -> float:
+def timed(attempt: Callable[[tile_configs.Config], Any], config: tile_configs.Config) -> float:
     """Milliseconds that a launch takes."""
     from triton.testing import do_bench
 
@@ -496,9 +498,9 @@ def run(kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> Any:
     if interpreted():
         return kernel[grid](*args, **kwargs)
     try:
-        return compiled.with_workspace(kernel[grid], *args, **kwargs)
+        return launch_cache.with_workspace(kernel[grid], *args, **kwargs)
     except RuntimeError as error:  # from the driver, when it loads or launches a kernel
-        if what := trouble.advice(str(error)):
+        if what := cuda_errors.advice(str(error)):
             raise RuntimeError(f"Triton failed at {kernel.__name__}: {error}: {what}") from error
         raise
 
@@ -610,7 +612,7 @@ def structured(spec: AttentionSpec) -> bool:
     shape = (1,) * 4 + (spec.mask_shape or ())
     if shape[-2] == 1 or spec.packed or spec.weights or spec.row_invariant:
         return False
-    return tuning.structured(spec.B * spec.H, shape[-4] * shape[-3], spec.M, spec.N)
+    return tile_configs.structured(spec.B * spec.H, shape[-4] * shape[-3], spec.M, spec.N)
 
 
 def scaled(spec: AttentionSpec) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import tuning
-from ..backend import Support, register
-from ..gpu import on
-from ..launcher import prepared
-from ..spec import AttentionSpec, Feature, Tangents, Tensors
+from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
+from .base import Support, register
+from .gpu import on
+from .native_launcher import prepared
 from .triton import Job, Triton, blocks, broadcast, kernels, operand
+from .triton_support import tile_configs
 
 
 class TritonWithTangents(Triton):
@@ -133,7 +133,7 @@ class Moved(Job):
 
     def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
         spec, both = self.spec, dk is not None and dv is not None
-        if both and tuning.apart(*self.tiled[:3], "dk_t"):
+        if both and tile_configs.apart(*self.tiled[:3], "dk_t"):
             self.walk_rows(dk, None)
             self.walk_rows(None, dv)
             return

@@ -5,7 +5,7 @@ those of one call on the whole: `fastattn.Place` gives kernels the position of a
 """
 
 from ..public_names import set_module
-from .calls import attention
+from .attention_call import attention
 from .explaining import explain
 from .packed import attention_packed
 from .sharding import shard, unshard

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..spec import wide
+from ..call.spec import wide
 
 Shape = tuple[int, ...]
 

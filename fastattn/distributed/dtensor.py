@@ -24,15 +24,15 @@ from torch.distributed.tensor import (
     distribute_tensor,
 )
 
-from .. import context_parallel, roads
 from ..api import scalars_of
-from ..backend import in_order
-from ..check import check
-from ..operation import ATTENTION, Operation
-from ..operators import unseen
-from ..spec import ARGUMENTS, Argument, Options, Tensors, result_letters
+from ..backends.base import in_order
+from ..call.spec import ARGUMENTS, Argument, Options, Tensors, result_letters
+from ..call.validation import check
+from ..dispatch import context_parallel, dispatcher
+from ..dispatch.library_ops import unseen
+from ..dispatch.operation import ATTENTION, Operation
 from . import layout
-from .calls import attention
+from .attention_call import attention
 from .layout import CONTIGUOUS, Span
 
 AXES = ("B", "H", "M")  # dimensions of q, and of other tensors with these letters in their shapes
@@ -115,7 +115,7 @@ REDISTRIBUTE = "use its redistribute(placements=...)"
 
 @unseen
 def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    """`roads.call` for calls with DTensors."""
+    """`dispatcher.call` for calls with DTensors."""
     for name in ("q", "k", "v"):
         x = getattr(t, name)
         if isinstance(x, Tensor) and not isinstance(x, DTensor):
@@ -128,7 +128,7 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     if o.dropout_p:  # draws depend on the head and the item
         head, item = (cut.part(t.q.shape[i], AXES[i]).first for i in (1, 0))
         o = o._replace(at_head=o.at_head + head, at_item=o.at_item + item)
-    outs = _of_rows(own, o, cut) if "M" in cut.axes else roads.call(op, own, o)
+    outs = _of_rows(own, o, cut) if "M" in cut.axes else dispatcher.call(op, own, o)
     whole = op.outputs(Tensors(*map(_nowhere, t)), o)
     found = []
     for name, x, y in zip(op.results, outs, whole):

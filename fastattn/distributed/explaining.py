@@ -9,11 +9,11 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..api import Arguments, resolved, with_arguments
-from ..operators import unseen
-from . import cost
-from .agreement import need_team
-from .calls import STRATEGIES, Strategy, cheapest, weighed, whole, why_not
-from .cost import Call, Cost, Machine, size_of
+from ..dispatch.library_ops import unseen
+from . import cost_model
+from .attention_call import STRATEGIES, Strategy, cheapest, weighed, whole, why_not
+from .consistency import need_team
+from .cost_model import Call, Cost, Machine, size_of
 from .layout import CONTIGUOUS, Layout
 
 
@@ -82,9 +82,9 @@ def explain(
     about = whole(q, k, v, team, how, agree, given)
     call, costs = weighed(about, q, k, v)
     reasons = {x: why_not(x, call.H, call.mesh, invariant) for x in STRATEGIES if x not in costs}
-    machine = cost.machine_of(q.device.type)
+    machine = cost_model.machine_of(q.device.type)
     if strategy != "auto" and strategy not in costs:  # it is asked for, so it would run
-        costs |= {strategy: cost.cost(strategy, call, machine)}
+        costs |= {strategy: cost_model.cost(strategy, call, machine)}
         del reasons[strategy]
     chosen = cheapest(costs) if strategy == "auto" else strategy
     return Explanation(call, machine, chosen, costs, reasons)

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import api
+from .global_call import Whole, gathered
 from .layout import Span, held
-from .whole import Whole, gathered
 
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

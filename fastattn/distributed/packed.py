@@ -14,17 +14,18 @@ from typing_extensions import Unpack
 
 from .. import api
 from ..api import Arguments, draw_seed, prepare, resolved, with_arguments
-from ..backend import check_values, choose
-from ..check import check, describe, need
-from ..operators import unseen
-from ..packing import heads_first, longest, rows_first
-from ..place import EVERYTHING
-from ..spec import ARGUMENTS
+from ..backends.base import check_values, choose
+from ..backends.per_sequence import longest
+from ..call.packed_layout import heads_first, rows_first
+from ..call.place import EVERYTHING
+from ..call.spec import ARGUMENTS
+from ..call.validation import check, describe, need
+from ..dispatch.library_ops import unseen
 from . import layout
-from .agreement import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told
+from .consistency import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told
+from .global_call import Whole, gathered, of_all
 from .layout import CONTIGUOUS, Span
 from .ulysses import Heads
-from .whole import Whole, gathered, of_all
 
 OF_ROWS = (-3,)  # of q, k and v, counted from the end
 

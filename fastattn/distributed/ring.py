@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .. import api, passes
+from .. import api
+from ..call.spec import Options, Tensors, wide
+from ..dispatch import run_pass
+from ..dispatch.operation import ATTENTION, spread
 from ..merging import weigh
-from ..operation import ATTENTION, spread
-from ..spec import Options, Tensors, wide
 from . import layout
-from .hops import Hop
+from .global_call import Whole, resized
 from .layout import Span, Spans, held
-from .whole import Whole, resized
+from .p2p import Hop
 
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -137,7 +138,7 @@ class Ring(Function):
         def compute(block: Block, k: Tensor, v: Tensor) -> None:
             at = block.own.start
             part = way.part(t, k, v, block, at not in found)
-            new = Found(*passes.forward(ATTENTION, *part))
+            new = Found(*run_pass.forward(ATTENTION, *part))
             found[at] = found[at].merged(new) if at in found else new
 
         for hop, k, v in _keys(way, t):
@@ -241,7 +242,7 @@ class Backward:
         outs = self.outs[0][rows[1]], self.outs[1][rows[0]]
         grads = [x if x is None else x[at] for x, at in zip(self.grads, (rows[1], rows[0]))]
         part = self.way.part(self.t, k, v, block, first)
-        found = dict(zip(wants, passes.backward(ATTENTION, *part, outs, grads, wants)))
+        found = dict(zip(wants, run_pass.backward(ATTENTION, *part, outs, grads, wants)))
         for name, x in found.items():
             if name in ("k", "v"):
                 moving[name == "v"][:, :, block.of_owner] += x

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor
 
-from ..operators import unseen
+from ..dispatch.library_ops import unseen
 from . import layout as layouts
-from .agreement import need_team
+from .consistency import need_team
+from .global_call import gathered
 from .layout import CONTIGUOUS, Layout
-from .whole import gathered
 
 
 def shard(

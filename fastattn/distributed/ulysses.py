@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..spec import ARGUMENTS
+from ..call.spec import ARGUMENTS
 from . import layout
 from .collectives import Exchange
+from .global_call import Whole, gathered, heads_of
 from .layout import Spans
-from .whole import Whole, gathered, heads_of
 
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

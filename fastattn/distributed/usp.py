@@ -7,9 +7,9 @@ from __future__ import annotations
 from torch import Tensor
 
 from . import layout, ring
-from .agreement import Team
+from .consistency import Team
+from .global_call import Whole
 from .ulysses import Heads
-from .whole import Whole
 
 
 def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .. import passes
 from ..api import draw_seed, prepare, prepare_packed
-from ..operation import ATTENTION
-from ..spec import Options, Tensors
+from ..call.spec import Options, Tensors
+from ..dispatch import run_pass
+from ..dispatch.operation import ATTENTION
 from .checks import in_their_names
 from .translation import Arguments, arguments_of, changed, dense, packed
 
@@ -227,7 +227,7 @@ def _gradients(
     """Gradients of q, k and v, as (B,H,·,·). outs: out and LSE, of these keys or of more."""
     out, lse = outs
     known = out, torch.stack([lse, torch.zeros_like(lse)])
-    return passes.backward(
+    return run_pass.backward(
         ATTENTION, t, o._replace(grad=True), known, (dout, None), ("q", "k", "v")
     )
 

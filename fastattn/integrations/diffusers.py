@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..torch_form import scaled_dot_product_attention
+from ..dropin.sdpa import scaled_dot_product_attention
 
 NAME = "fastattn"
 _MEMBER = NAME.upper()

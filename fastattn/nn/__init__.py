@@ -42,11 +42,11 @@ from ..public_names import set_module
 from .cached import CachedAttention, KeyValueCache, record_weights
 from .causal import CausalSelfAttention, ConcatenatedHeads
 from .heads import PackedSelfAttention, SharedHeadAttention, TracedAttention
-from .interchange import from_torch, state_from_torch, state_to_torch, to_torch
 from .layers import Decoder, DecoderLayer, Encoder, EncoderLayer, FeedForward, Residual
 from .positions import RotaryEmbedding, SinusoidalPositionalEncoding, alibi_slopes
 from .seq2seq import BahdanauAttention, LuongAttention
-from .single import ScaledDotProductAttention, SelfAttention
+from .single_head import ScaledDotProductAttention, SelfAttention
+from .state_dict_conversion import from_torch, state_from_torch, state_to_torch, to_torch
 from .transformer import EncoderDecoder, Transformer
 
 __all__ = [

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from .. import api, overrides
-from ..forwards import AsForward
+from .. import api
+from ..dispatch import torch_function
+from ..module_types import AsForward
 
 Causal = bool | Literal["top_left", "bottom_right"]
 
@@ -23,7 +24,7 @@ class Leaf(Module):
     """A module that torch.fx.symbolic_trace records as one node."""
 
     if not TYPE_CHECKING:
-        __call__ = overrides.call
+        __call__ = torch_function.call
 
 
 def attend(

@@ -70,7 +70,7 @@ def prepare():
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     from workers import fill_with_nan
 
-    from fastattn import native
+    from fastattn.backends.native import libraries
     from fastattn.backends.triton import interpreted
 
     fill_with_nan()
@@ -79,7 +79,7 @@ def prepare():
 
         quicken_interpreter()
     else:
-        native.poison(True)
+        libraries.poison(True)
 
 
 def make(name, number):

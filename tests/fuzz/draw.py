@@ -11,7 +11,7 @@ from judge import Verdict
 from runners import REASONS
 
 import fastattn
-from fastattn import backend
+from fastattn.backends import base
 
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129)
 
@@ -28,7 +28,7 @@ def size(rng, most=150):
 
 # The largest head dim that every fused backend supports.
 WIDEST = min(
-    backend.get(name).support.max_head_dim or 512
+    base.get(name).support.max_head_dim or 512
     for name, why in REASONS.items()
     if not why and name != "reference"
 )

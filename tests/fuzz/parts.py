@@ -21,8 +21,9 @@ from test_weights import Averaged, ask, with_identity
 from torch.func import grad, jvp, vjp, vmap
 
 import fastattn
-from fastattn import backend, reference
-from fastattn.spec import Feature
+from fastattn import reference
+from fastattn.backends import base
+from fastattn.call.spec import Feature
 
 from . import draw
 from .refused import REFUSED
@@ -43,8 +44,8 @@ def somewhere(rng, dtype, features=Feature.NONE):
         name
         for name, why in REASONS.items()
         if not why
-        and dtype in backend.get(name).support.dtypes
-        and not features & ~backend.get(name).support.features
+        and dtype in base.get(name).support.dtypes
+        and not features & ~base.get(name).support.features
     ]
     if len(able) > 1 and rng.random() < 0.9:  # the reference backend is simpler: test it less
         able = [name for name in able if name != "reference"]
@@ -67,7 +68,7 @@ def dtype_of(rng):
 
 
 def any_backend_has(dtype):
-    return any(dtype in backend.get(x.values[0]).support.dtypes for x in FUSED)
+    return any(dtype in base.get(x.values[0]).support.dtypes for x in FUSED)
 
 
 def none(complaints):

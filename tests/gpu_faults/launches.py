@@ -12,10 +12,10 @@ from judge import Verdict
 from runtime import Runtime, launching
 
 import fastattn
-from fastattn import native
-from fastattn.backend import broadcast_strides
 from fastattn.backends import cuda
-from fastattn.spec import AttentionSpec
+from fastattn.backends.base import broadcast_strides
+from fastattn.backends.native import libraries
+from fastattn.call.spec import AttentionSpec
 
 from .slices import DIM, SHAPES, named
 
@@ -95,17 +95,17 @@ def launches_of_too_many_blocks():
     q, rows = torch.ones(1, 1, 1, 8, dtype=torch.bfloat16), torch.ones(8)
     sizes = dict(B=(1 << 32) + 1, H=1, Hk=1, M=1, N=1, D=8, Dv=8, left=1, right=1)
     spec = AttentionSpec(**sizes, dtype=q.dtype, device="cuda", scale=1.0)
-    params = bytearray(native.form(spec))
-    tensor = native.TENSOR.pack(q.data_ptr(), *broadcast_strides(q), native.DTYPE[q.dtype])
-    lse = native.TENSOR.pack(rows.data_ptr(), 0, 0, 0, 0, 0)
+    params = bytearray(libraries.form(spec))
+    tensor = libraries.TENSOR.pack(q.data_ptr(), *broadcast_strides(q), libraries.DTYPE[q.dtype])
+    lse = libraries.TENSOR.pack(rows.data_ptr(), 0, 0, 0, 0, 0)
     fields = {"q": tensor, "k": tensor, "v": tensor, "out": tensor, "lse": lse}
-    fields["out_size"] = native.EXTENT.pack(spec.B, 1, 1, 8)
-    fields["lse_size"] = native.EXTENT.pack(spec.B, 1, 1, 2)
+    fields["out_size"] = libraries.EXTENT.pack(spec.B, 1, 1, 8)
+    fields["lse_size"] = libraries.EXTENT.pack(spec.B, 1, 1, 2)
     for field, x in fields.items():
-        at = native.offset(field)
+        at = libraries.offset(field)
         params[at : at + len(x)] = x
     Runtime()
-    code = emulated.binary().run(bytes(params), native.FORWARD, 0, 0, None)
+    code = emulated.binary().run(bytes(params), libraries.FORWARD, 0, 0, None)
     return [] if code == 9 else [f"error {code}, expected 9"]
 
 
@@ -114,7 +114,7 @@ def launches_of_other_sizes():
     """A gradient that is too large, which no fault writes past, is refused."""
     runtime, packed = Runtime(), False
     leaves = test_extents.tensors(packed, torch.bfloat16)
-    which, shape = native.BACKWARD, test_extents.changed(0, 1)
+    which, shape = libraries.BACKWARD, test_extents.changed(0, 1)
     with launching(runtime, runtime.stream()):
         try:
             test_extents.refuse(which, "dmask", shape, packed, backend=cuda.Cuda, leaves=leaves)

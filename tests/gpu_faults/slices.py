@@ -24,12 +24,12 @@ from test_cuda_scale import far
 from test_weights import about_weights
 
 import fastattn
-from fastattn import tuning
+from fastattn.backends.triton_support import tile_configs
 
 from . import builds
 
 MANY = 8  # multiprocessors: decode splits its keys
-TILE = tuning.Config(32, 32, 4, 2)  # of Triton's kernels
+TILE = tile_configs.Config(32, 32, 4, 2)  # of Triton's kernels
 
 # Name: the pass that it runs, and the sizes.
 SHAPES = {
@@ -379,7 +379,7 @@ def backend_of(name):
     engine, shape, _ = parts(name)
     if engine == "triton":
         with triton.compiled() as found, pytest.MonkeyPatch.context() as patch:
-            patch.setattr(tuning, "config", lambda *about: TILE)
+            patch.setattr(tile_configs, "config", lambda *about: TILE)
             yield found
     elif getattr(OTHERS.get(shape), "launches", False):
         yield None  # it makes its own runtime

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 
 from fastattn.backends.cpu import Cpu
-from fastattn.launcher import convert
+from fastattn.backends.native_launcher import convert
 
 PAGE = mmap.PAGESIZE
 NO_ACCESS, READ_AND_WRITE = 0, mmap.PROT_READ | mmap.PROT_WRITE

@@ -35,11 +35,11 @@ def name_of(call):
 
 def use(folder):
     """Use the libraries in this folder."""
-    from fastattn import native
+    from fastattn.backends.native import libraries
 
-    native._candidates = lambda name, variable="": [Path(folder) / name]
-    native.cpu()
-    native.poison(True)
+    libraries._candidates = lambda name, variable="": [Path(folder) / name]
+    libraries.cpu()
+    libraries.poison(True)
 
 
 class Address(Part):
@@ -51,20 +51,20 @@ class Address(Part):
         return str(builds.libraries(self.sanitizers))
 
     def prepare(self, built):
-        from fastattn import backend
+        from fastattn.backends import base
 
         from . import guards
 
         use(built)
         self.backend = guards.GuardedCpu()
-        backend.register(self.backend)
+        base.register(self.backend)
 
     def calls(self, seed):
-        from fastattn import native
+        from fastattn.backends.native import libraries
 
         from . import calls, guards
 
-        of_kernels = itertools.product(calls.all_of(native.cpu_isas()), guards.PLACES)
+        of_kernels = itertools.product(calls.all_of(libraries.cpu_isas()), guards.PLACES)
         others = ["cache", *(f"fuzz-{name}" for name in calls.of_fuzz())]
         others = itertools.product(itertools.product(others, range(40)), guards.PLACES)
         return calls.shuffled([(*call, place) for call, place in (*of_kernels, *others)], seed)
@@ -72,7 +72,7 @@ class Address(Part):
     def make(self, call, seed):
         import torch
 
-        from fastattn import native
+        from fastattn.backends.native import libraries
 
         from . import calls
 
@@ -81,15 +81,15 @@ class Address(Part):
         if len(what) == 2:
             self.make_other(*what, 1000 * seed + what[1])
             return
-        native.select_cpu_isa(what[-1])
+        libraries.select_cpu_isa(what[-1])
         calls.make(tuple(what), seed)
 
     def make_other(self, name, n, number):
-        from fastattn import native
+        from fastattn.backends.native import libraries
 
         from . import calls
 
-        native.select_cpu_isa(native.cpu_isas()[n % len(native.cpu_isas())])
+        libraries.select_cpu_isa(libraries.cpu_isas()[n % len(libraries.cpu_isas())])
         if name == "cache":
             calls.cache(number)
         else:
@@ -107,27 +107,26 @@ class Threads(Part):
         return str(builds.libraries(self.sanitizers))
 
     def prepare(self, built):
-        from fastattn import launcher
-        from fastattn.backends import cpu
+        from fastattn.backends import cpu, native_launcher
 
         use(built)
         cpu.get_num_threads = lambda: self.threads
-        launcher.BRIEF = 0  # every call releases the GIL
+        native_launcher.BRIEF = 0  # every call releases the GIL
 
     def calls(self, seed):
-        from fastattn import native
+        from fastattn.backends.native import libraries
 
         from . import calls
 
-        found = calls.all_of(native.cpu_isas(), head_dims=calls.HEAD_DIMS[:: len(calls.KINDS)])
+        found = calls.all_of(libraries.cpu_isas(), head_dims=calls.HEAD_DIMS[:: len(calls.KINDS)])
         return calls.shuffled(found, seed)
 
     def make(self, call, seed):
-        from fastattn import native
+        from fastattn.backends.native import libraries
 
         from . import calls
 
-        native.select_cpu_isa(call[-1])
+        libraries.select_cpu_isa(call[-1])
         errors = []
 
         def one(of):
@@ -157,7 +156,7 @@ class Emulator(Part):
     def prepare(self, built):
         from emulated import Emulated
 
-        from fastattn import backend
+        from fastattn.backends import base
 
         from . import guards
 
@@ -165,7 +164,7 @@ class Emulator(Part):
             pass
 
         self.backend = Guarded(sm_count=4)
-        backend.register(self.backend)
+        base.register(self.backend)
 
     def calls(self, seed):
         from emulated import DTYPES

@@ -1,0 +1,327 @@
+"""The backend protocol, support declared as data, and the choice among backends."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a backend can do. Selection, errors, test skips and the README's table read it."""
+
+    devices: frozenset[str] | None  # None = any
+    dtypes: frozenset[torch.dtype]
+    max_head_dim: int | None  # for D and Dv; None = any
+    features: Feature
+    max_length: int | None = None  # for M and N, and for T and S of packed batches; None = any
+
+    def why_not(self, spec: AttentionSpec) -> list[str]:
+        """The reasons to decline `spec`; empty if the backend can run it."""
+        devices, limit, longest = self.devices, self.max_head_dim, self.max_length
+        rows, keys = max(spec.rows, spec.T), max(spec.keys, spec.S, spec.P * spec.page)
+        missing = _names(spec.features.value & ~self.features.value)
+        rules = [
+            (devices is None or spec.device in devices, f"no kernel for device {spec.device!r}"),
+            (spec.dtype in self.dtypes, f"no kernel for {spec.dtype}"),
+            (limit is None or spec.D <= limit, f"head dim {spec.D} is over {limit}"),
+            (limit is None or spec.Dv <= limit, f"value head dim {spec.Dv} is over {limit}"),
+            (longest is None or rows <= longest, f"{rows} queries are over {longest}"),
+            (longest is None or keys <= longest, f"{keys} keys are over {longest}"),
+            (not missing, f"does not support {', '.join(missing)}"),
+        ]
+        return [reason for ok, reason in rules if not ok]
+
+
+def _names(bits: int) -> list[str]:
+    """The names of these features; bits that no Feature has are listed by number."""
+    known = [f for f in Feature if f.value & bits]
+    rest = bits & ~sum(f.value for f in known)
+    return [str(f.name).lower() for f in known] + ([f"feature {rest:#x}"] if rest else [])
+
+
+class Backend(Protocol):
+    """Kernels behind one interface.
+
+    `t` has the caller's tensors. `check` has verified their shapes, dtypes and devices; the backend
+    checks values (key lengths in range). out and its tangent have the memory order
+    `spec.out_order`, the gradients of q, k and v have `spec.grad_order`. Gradients are returned by
+    the names of their tensors in `Tensors`, at least those that `wants` lists.
+    """
+
+    name: str
+    support: Support
+
+    def unavailable(self) -> str | None:
+        """Why the backend cannot run on this machine, or None. Constant within a process."""
+        ...
+
+    def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
+        """out (B,H,M,Dv), and the normaliser (2,B,H,M) in spec.wide, contiguous.
+
+        normaliser[0] is the LSE, and normaliser[1] its rounding error: their sum is the row maximum
+        plus the logarithm of the sum. Without the error term exp(s - LSE) is N times too large
+        where log N is below the float32 spacing of the scores. A row without keys has its sink,
+        or -inf if there are no sinks, and 0.
+        """
+        ...
+
+    def backward(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        out: Tensor,
+        normaliser: Tensor,
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """Gradients of q, k, v, mask and sinks, each in its input's dtype and shape."""
+        ...
+
+    def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
+        """Probabilities after dropout (B,H,M,N), or (B,M,N) averaged over heads."""
+        ...
+
+    def weights_backward(
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+    ) -> dict[str, Tensor]:
+        """Gradients of q, k, mask and sinks."""
+        ...
+
+
+class WithTangents(Backend, Protocol):
+    """A backend with Feature.TANGENTS. x_t is the tangent of x; None is zero and costs nothing."""
+
+    def jvp(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        out: Tensor | None = None,
+        normaliser: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """out, the normaliser, and their tangents: out_t with out's shape and dtype, and lse_t
+        (B,H,M) in spec.wide, 0 (or its sink's tangent) for a row without keys. If an earlier
+        forward pass gave out and normaliser, pass them in: they are not computed again.
+
+            lse_t = sum_j P s_t,   out_t = sum_j P Z ((s_t - lse_t) v + v_t)
+
+        s_t is the tangent of the scores; Z is the dropout factor of P.
+        """
+        ...
+
+    def second(
+        self,
+        spec: AttentionSpec,
+        t: Tensors,
+        tangents: Tangents,
+        outs: Sequence[Tensor],
+        dout: Tensor | None,
+        dlse: Tensor | None,
+        dout_t: Tensor | None,
+        dlse_t: Tensor | None,
+        wants: Sequence[str],
+    ) -> dict[str, Tensor]:
+        """The tangents of `backward`'s gradients of q, k, v, mask and sinks, in their dtypes and
+        shapes, for the tangents `tangents` of the tensors, and dout_t and dlse_t of dout and dlse.
+
+        outs: the results of `jvp` for these tangents. With the tangent x_t of each x in `backward`,
+
+            dS_t = P ((s_t - lse_t) (Z dP - delta) + Z dP_t - delta_t)
+        """
+        ...
+
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
+
+
+def dense_layout(B: int, H: int, M: int, D: int, order: str) -> Layout:
+    """The gapless layout of (B,H,M,D): D is innermost, and `order` lists B, H and M from the
+    outermost. A size of 0 counts as 1, as in torch's own strides."""
+    sizes, strides, step = {"B": B, "H": H, "M": M}, {}, torch.sym_max(D, 1)
+    for letter in reversed(order):
+        strides[letter] = step
+        step *= torch.sym_max(sizes[letter], 1)
+    return (B, H, M, D), (strides["B"], strides["H"], strides["M"], 1)
+
+
+def empty_dense(like: Tensor, shape: Sequence[int], dtype: torch.dtype, order: str) -> Tensor:
+    """An uninitialised tensor with the layout `dense_layout(*shape, order)`."""
+    return like.new_empty_strided(*dense_layout(*shape, order), dtype=dtype)
+
+
+def in_order(x: Tensor, order: str) -> Tensor:
+    """x (B,H,M,D) in the layout of `dense_layout`; copied unless it has that layout already."""
+    dims = [*map("BHM".index, order), 3]
+    return x.permute(dims).contiguous().permute([dims.index(at) for at in range(4)])
+
+
+def broadcast_strides(x: Tensor) -> tuple[int, ...]:
+    """The strides of `x` broadcast to (B,H,M,N), aligned to the right: 0 where it repeats."""
+    strides = (0 if n == 1 else s for n, s in zip(x.shape, x.stride()))
+    return (*(0,) * (4 - x.ndim), *strides)
+
+
+def check_values(spec: AttentionSpec, t: Tensors) -> None:
+    """Raise if key lengths, or offsets or pages of a packed batch, are out of range.
+
+    On a GPU this runs only if FASTATTN_CHECK=1, because reading values waits for the device. GPU
+    kernels clamp these values.
+    """
+    if t.q.device.type != "cpu" and os.environ.get("FASTATTN_CHECK") != "1":
+        return
+    if spec.packed:
+        _check_offsets("cu_q", t.given("cu_q"), spec.T, "max_q", spec.M)
+    if spec.paged:
+        return _check_pages(spec, t.given("pages"), t.given("lengths"))
+    if spec.packed:
+        _check_offsets("cu_k", t.given("cu_k"), spec.S, "max_k", spec.N)
+    if t.lengths is None:
+        return
+    if not spec.packed:
+        wrong = t.lengths[(t.lengths < 0) | (t.lengths > spec.keys)].tolist()
+        if wrong:
+            expected = f"values in [0, N] = [0, {spec.keys}]"
+            raise ValueError(f"key_lengths: got {wrong[0]}, expected {expected}")
+        return
+    for b, (length, keys) in enumerate(zip(t.lengths.tolist(), t.given("cu_k").diff().tolist())):
+        if not 0 <= length <= keys:
+            raise ValueError(
+                f"key_lengths: got {length} of sequence {b}, expected a value in [0, {keys}], its "
+                "keys by cu_k"
+            )
+
+
+def _check_pages(spec: AttentionSpec, pages: Tensor, lengths: Tensor) -> None:
+    room = min(spec.N, spec.blocks * spec.page)
+    for b, (row, length) in enumerate(zip(pages.tolist(), lengths.tolist())):
+        if not 0 <= length <= room:
+            raise ValueError(
+                f"key_lengths: got {length} of sequence {b}, expected a value in [0, {room}], what "
+                f"{spec.blocks} pages of {spec.page} keys and max_k = {spec.N} allow"
+            )
+        for at in row[: -(-length // spec.page)]:
+            if not 0 <= at < spec.P:
+                raise ValueError(
+                    f"block_table: got page {at} of sequence {b}, expected one of the {spec.P} "
+                    f"pages that k has, for each {spec.page} of its {length} keys"
+                )
+
+
+def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int) -> None:
+    offsets = cu.tolist()
+    rows = {"cu_q": "q", "cu_k": "k"}[name]
+    if offsets[0] != 0:
+        raise ValueError(f"{name}: got {offsets[0]} first, expected 0")
+    if offsets[-1] != total:
+        raise ValueError(
+            f"{name}: got {offsets[-1]} last, expected {total}, the rows of {rows}: it has one "
+            "offset more than there are sequences"
+        )
+    steps = list(itertools.pairwise(offsets))
+    for first, end in steps:
+        if end < first:
+            raise ValueError(f"{name}: got {end} after {first}, expected offsets that never fall")
+    for b, (first, end) in enumerate(steps):
+        if end - first > most:
+            raise ValueError(
+                f"{name}: got a sequence, {b}, of {end - first}, expected at most {most_name} = "
+                f"{most}; None looks for the longest"
+            )
+
+
+# Triton's kernels come before those in CUDA C++, because they support newer GPUs.
+PREFERENCE = ["cpu", "triton", "cuda", "reference"]
+
+_BACKENDS: dict[str, Backend] = {}
+_warned: set[str] = set()
+
+
+def register(backend: Backend) -> None:
+    """Add `backend` to those that `choose` tries; last if `PREFERENCE` does not name it."""
+    _BACKENDS[backend.name] = backend
+
+
+def names() -> list[str]:
+    """The names of all registered backends, in order of preference."""
+    known = [name for name in PREFERENCE if name in _BACKENDS]
+    return known + [name for name in _BACKENDS if name not in PREFERENCE]
+
+
+def get(name: str) -> Backend:
+    if name not in _BACKENDS:
+        raise ValueError(f"backend: got {name!r}, expected one of {names()}, or None for the best")
+    return _BACKENDS[name]
+
+
+def available_backends() -> dict[str, str | None]:
+    """Every backend in order of preference: None if it can run here, else the reason it cannot."""
+    return {name: get(name).unavailable() for name in names()}
+
+
+def why_not(name: str, spec: AttentionSpec) -> list[str]:
+    """Why backend `name` declines `spec`; empty if it can run it."""
+    backend = get(name)
+    down = backend.unavailable()
+    return ([down] if down else []) + backend.support.why_not(spec)
+
+
+def _declines(name: str, spec: AttentionSpec) -> list[str]:
+    """As `why_not`, but `unavailable` is called only if the declared support admits `spec`: it may
+    load a library or import Triton."""
+    return get(name).support.why_not(spec) or why_not(name, spec)
+
+
+def explain_choice(reasons: dict[str, list[str]]) -> str:
+    return "\n".join(f"  {name}: {'; '.join(why)}" for name, why in reasons.items())
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(spec: AttentionSpec, requested: str = "") -> Backend:
+    """The first backend that can run `spec`; if `requested` is given, only that backend.
+
+    Raises NotImplementedError with every backend's reasons, ValueError for an unknown name.
+    """
+    declined: dict[str, list[str]] = {}
+    for name in [requested] if requested else names():
+        declined[name] = _declines(name, spec)
+        if not declined[name]:
+            if name == "reference" and not requested:
+                _warn_slow(declined)
+            return _BACKENDS[name]
+    if requested:
+        declined |= {name: why_not(name, spec) or ["can run it"] for name in names()}
+    what = f"backend {requested!r} cannot" if requested else "no backend can"
+    raise NotImplementedError(f"{what} run {spec}:\n{explain_choice(declined)}")
+
+
+def _warn_slow(declined: dict[str, list[str]]) -> None:
+    """Warn once, for each set of reasons, that no fused kernel runs."""
+    reasons = explain_choice({name: why for name, why in declined.items() if why})
+    if reasons and reasons not in _warned:
+        _warned.add(reasons)
+        warnings.warn(
+            "fastattn runs this attention call on the slow O(M N) reference backend, because every "
+            f'fused backend declined (backend="reference" asks for it silently):\n{reasons}',
+            stacklevel=_caller_level(),
+        )
+
+
+def _caller_level() -> int:
+    """The stacklevel, counted from our caller, of the first frame outside fastattn and torch."""
+    frame, level, inside = sys._getframe(1), 1, ("fastattn", "torch")
+    while frame.f_back and frame.f_globals.get("__name__", "").startswith(inside):
+        frame, level = frame.f_back, level + 1
+    return level

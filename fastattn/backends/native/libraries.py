@@ -1,0 +1,359 @@
+"""The Python side of csrc/abi.h: arguments as bytes, and the libraries that read them.
+
+FASTATTN_LIBRARY names another build of libfastattn_cpu.so to load, for development, and
+FASTATTN_CUDA_LIBRARY one of libfastattn_cuda.so.
+FASTATTN_CPU_ISA forces one of the instruction sets that `cpu_isas` lists.
+FASTATTN_EXTENSION=off does not load the extension that packs arguments in C++ (see marshalling.py).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import struct
+import sys
+from collections.abc import Callable
+from importlib import machinery, util
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+
+from ...call.spec import AGAIN, ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
+from .elf import why_broken
+
+FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
+OK, BAD_LENGTH, NO_MEMORY, BAD_OFFSET, BAD_PAGE = range(5)  # FaStatus
+BAD_EXTENT = 1 << 16  # plus the index in `WRITTEN` of the tensor
+CPU_MAX_HEAD_DIM, CUDA_MAX_HEAD_DIM = 512, 256  # FA_CPU_MAX_HEAD_DIM, FA_CUDA_MAX_HEAD_DIM
+DTYPE = {
+    torch.float32: 0,
+    torch.float64: 1,
+    torch.bfloat16: 2,
+    torch.float16: 3,
+    torch.bool: 4,
+    torch.int8: 5,
+    torch.float8_e4m3fn: 6,
+    torch.float8_e5m2: 7,
+}
+
+# The fields of FaCall. Each number is 8 bytes, so the struct has no padding.
+TENSORS = (
+    *(a.field for a in ARGUMENTS.values() if a.crosses != "pointer"),
+    *("out", "weights"),
+    *(f"d{name}" for name in DIFFERENTIABLE),
+    *("dout", "dlse", "dweights"),
+)
+POINTERS = (
+    *(a.field for a in ARGUMENTS.values() if a.crosses == "pointer"),
+    "workspace",
+)
+MOVED = (  # the tangents; they follow the scalars
+    *(f"{name}_t" for name in DIFFERENTIABLE),
+    *("out_t", "lse_t", "dout_t", "dlse_t"),
+)
+WRITTEN = (  # enum FaWritten: the tensors that are passed with their sizes
+    *("out", "lse", "weights"),
+    *(f"d{name}" for name in DIFFERENTIABLE),
+    *("out_t", "lse_t"),
+)
+TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
+EXTENT = struct.Struct("=4q")  # size[4]
+POINTER = struct.Struct("=Q")
+SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # `threads` follows WHOLE
+LAST = struct.Struct(f"={len(AGAIN)}q")
+SIZES = tuple(f"{name}_size" for name in WRITTEN)
+FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *AGAIN, *SIZES))
+ABSENT = bytes(TENSOR.size)
+BEFORE_SCALARS = len(TENSORS) * TENSOR.size + len(POINTERS) * 8
+AFTER_SCALARS = len(MOVED) * TENSOR.size
+PARAMS_SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS + LAST.size  # FaParams
+SIZE = PARAMS_SIZE + len(SIZES) * EXTENT.size  # FaCall
+
+
+def offset(field: str) -> int:
+    """The offset in bytes of a field in FaCall, which begins with FaParams."""
+    if field in SIZES:
+        return PARAMS_SIZE + SIZES.index(field) * EXTENT.size
+    if field in MOVED:
+        return BEFORE_SCALARS + SCALARS.size + MOVED.index(field) * TENSOR.size
+    at = FIELDS.split().index(field)
+    return min(at, len(TENSORS)) * TENSOR.size + max(0, at - len(TENSORS)) * 8
+
+
+WORKSPACE, THREADS = offset("workspace"), offset("threads")
+
+
+def form(spec: AttentionSpec) -> bytes:
+    """FaCall with the scalars of a call; tensors, sizes and threads are 0."""
+    whole = (getattr(spec, name) for name in WHOLE)
+    scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
+    again = LAST.pack(*(getattr(spec, name) for name in AGAIN))
+    sizes = bytes(len(SIZES) * EXTENT.size)
+    return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again + sizes
+
+
+Entry = Callable[..., Any]  # a function of a library
+
+
+class Library:
+    """A native library, loaded."""
+
+    path: Path
+    dll: ctypes.CDLL
+
+    def __init__(self, path: Path):
+        if why := why_broken(path):
+            raise OSError(why)
+        # CDLL, not PyDLL, releases the GIL during calls.
+        self.path, self.dll = path, ctypes.CDLL(str(path))
+
+    def entry(self, name: str, result: Any, *arguments: Any) -> Any:
+        found = getattr(self.dll, name)
+        found.restype, found.argtypes = result, arguments
+        return found
+
+    def check_abi(self, fields: str, head_dim: str, expected_head_dim: int) -> None:
+        """Check these two entries before others are looked up: another version may lack some."""
+        found = self.entry(fields, ctypes.c_char_p)().decode()
+        self._same("the fields of FaParams are", found, FIELDS)
+        found = self.entry(head_dim, ctypes.c_int64)()
+        self._same("the largest head dim is", found, expected_head_dim)
+
+    def _same(self, what: str, got: object, expected: object) -> None:
+        if got != expected:
+            raise OSError(
+                f"{self.path} was built from another version of csrc/abi.h: {what} {got} there "
+                f"and {expected} in fastattn/backends/native/libraries.py; build it again"
+            )
+
+
+class CpuLibrary(Library):
+    """libfastattn_cpu.so."""
+
+    workspace: Entry
+    run: Entry
+    run_at: int
+    isas: Entry
+    isa: Entry
+    why: Entry
+    unit: Entry
+    select: Entry
+    float32_on_tiles: Entry
+    poison: Entry
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
+        self.check_abi("fa_abi_fields", "fa_cpu_max_head_dim", CPU_MAX_HEAD_DIM)
+        self.workspace = self.entry("fa_cpu_workspace", integer, params, integer)
+        self.run = self.entry("fa_cpu_run", integer, params, integer)
+        self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        self.isas = self.entry("fa_cpu_isas", text)
+        self.isa = self.entry("fa_cpu_isa", text)
+        self.why = self.entry("fa_cpu_why", text)
+        self.unit = self.entry("fa_cpu_unit", text, params)
+        self.select = self.entry("fa_cpu_select", integer, text)
+        self.float32_on_tiles = self.entry("fa_cpu_float32_on_tiles", None, integer)
+        self.poison = self.entry("fa_cpu_poison", None, integer)
+
+
+class CudaLibrary(Library):
+    """libfastattn_cuda.so. It loads without a GPU, and without CUDA."""
+
+    workspace: Entry
+    workspace_at: int
+    run: Entry
+    run_at: int
+    driver_error: Entry
+    version: Entry
+    translates: Entry
+    error: Entry
+    failed_kernel: Entry
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
+        self.check_abi("fa_cuda_abi_fields", "fa_cuda_max_head_dim", CUDA_MAX_HEAD_DIM)
+        self.workspace = self.entry("fa_cuda_workspace", integer, params, integer, integer)
+        self.workspace_at = ctypes.cast(self.workspace, ctypes.c_void_p).value or 0
+        # params, pass, device, multiprocessors, stream
+        self.run = self.entry(
+            "fa_cuda_run", integer, params, integer, integer, integer, ctypes.c_void_p
+        )
+        self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        self.driver_error = self.entry("fa_cuda_driver_error", integer)
+        self.version = self.entry("fa_cuda_version", integer, integer)  # library's or driver's
+        self.translates = self.entry("fa_cuda_translates", integer)
+        self.error = self.entry("fa_cuda_error", text, integer)
+        self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
+
+
+Loaded = TypeVar("Loaded", bound=Library)
+
+
+def _candidates(name: str, variable: str = "") -> list[Path]:
+    if named := os.environ.get(variable):
+        return [Path(named).absolute()]  # the loader would search for a bare name
+    package = sys.modules[__name__.partition(".")[0]]  # in an editable install it has two folders
+    return [Path(folder) / "lib" / name for folder in package.__path__]
+
+
+def _note(candidates: list[Path], name: str) -> str:
+    """The reason that set-up wrote into the file `name` if it did not build the library."""
+    notes = (p.with_name(name) for p in candidates)
+    where = ", ".join(map(str, candidates))
+    why = next((p.read_text() for p in notes if os.path.exists(p)), None)
+    return why or f"no {where} (pip install .)"
+
+
+@functools.cache
+def _load_cpu() -> CpuLibrary | str:
+    """The library, or the reason there is none."""
+    candidates = _candidates("libfastattn_cpu.so", "FASTATTN_LIBRARY")
+    path = next((p for p in candidates if os.path.exists(p)), None)
+    if path is None:
+        where = ", ".join(map(str, candidates))
+        return f"the native library was not built: no {where} (install with `pip install .`)"
+    try:
+        library = CpuLibrary(path)
+    except (OSError, AttributeError) as error:
+        return f"the native library does not load: {error}"
+    wanted = os.environ.get("FASTATTN_CPU_ISA")
+    if wanted and library.select(wanted.encode()):
+        have = library.isas().decode()
+        return f"FASTATTN_CPU_ISA: got {wanted!r}, expected one that this machine runs: {have}"
+    float32 = os.environ.get("FASTATTN_FLOAT32") or "tiles"
+    if float32 not in ("tiles", "vector"):
+        return f"FASTATTN_FLOAT32: got {float32!r}, expected tiles (as without it) or vector"
+    library.float32_on_tiles(int(float32 == "tiles"))
+    return library
+
+
+@functools.cache
+def _load_cuda() -> CudaLibrary | str:
+    """The library, or the reason there is none."""
+    candidates = _candidates("libfastattn_cuda.so", "FASTATTN_CUDA_LIBRARY")
+    path = next((p for p in candidates if os.path.exists(p)), None)
+    if path is None:
+        return f"the CUDA kernels were not built: {_note(candidates, 'no_cuda.txt')}"
+    try:
+        return CudaLibrary(path)
+    except (OSError, AttributeError) as error:
+        return f"the CUDA kernels do not load: {error}"
+
+
+@functools.cache
+def _load_extension() -> ModuleType | str:
+    """The extension, or the reason there is none."""
+    if os.environ.get("FASTATTN_EXTENSION") == "off":
+        return "FASTATTN_EXTENSION is off"
+    name, suffix = "fastattn_crossing", ".abi3.so"
+    if suffix not in machinery.EXTENSION_SUFFIXES:
+        return "this Python has no stable ABI"
+    candidates = _candidates(name + suffix)
+    path = next((p for p in candidates if os.path.exists(p)), None)
+    if path is None:
+        return f"it was not built: {_note(candidates, 'no_extension.txt')}"
+    if why := why_broken(path):
+        return f"it does not load: {why}"
+    spec = util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    try:
+        module = util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, AttributeError, ValueError) as error:  # a torch without DLPack's C table
+        return f"it does not load: {error}"
+    if module.fields != FIELDS:
+        return f"{path} was built from another version of csrc/abi.h; build it again"
+    return module
+
+
+def _reason(found: Library | ModuleType | str) -> str | None:
+    return found if isinstance(found, str) else None
+
+
+def _required(found: Loaded | str) -> Loaded:
+    if isinstance(found, str):
+        raise RuntimeError(found)
+    return found
+
+
+def cpu_unavailable() -> str | None:
+    """Why the CPU kernels cannot run here, or None."""
+    return _reason(_load_cpu())
+
+
+def cuda_unavailable() -> str | None:
+    """Why the CUDA library cannot be loaded, or None. This does not depend on the GPU."""
+    return _reason(_load_cuda())
+
+
+def extension_unavailable() -> str | None:
+    """Why Python code packs the arguments of kernels, not the extension; or None."""
+    return _reason(_load_extension())
+
+
+def extension() -> ModuleType | None:
+    """The functions of marshalling.py in C++, or None if they cannot be loaded."""
+    found = _load_extension()
+    return None if isinstance(found, str) else found
+
+
+@functools.cache
+def cpu() -> CpuLibrary:
+    """The CPU kernels. Raises RuntimeError with the reason if they cannot run here."""
+    return _required(_load_cpu())
+
+
+@functools.cache
+def cuda() -> CudaLibrary:
+    """The CUDA kernels. Raises RuntimeError with the reason if there are none."""
+    return _required(_load_cuda())
+
+
+def cpu_isas() -> list[str]:
+    """The instruction sets that kernels exist for and this machine has, best first. amx_model, the
+    last, is AMX's tiles in software, for tests: it is never chosen by default."""
+    return cpu().isas().decode().split(",")
+
+
+def cpu_isa() -> str:
+    """The instruction set in use."""
+    return cpu().isa().decode()
+
+
+def cpu_isa_reason() -> str:
+    """Why `cpu_isa` is in use: a property of this chip, or the variable that names it."""
+    named = os.environ.get("FASTATTN_CPU_ISA")
+    return "FASTATTN_CPU_ISA names it" if named == cpu_isa() else cpu().why().decode()
+
+
+def cpu_unit(spec: AttentionSpec) -> str:
+    """The instruction set that runs the passes of this call."""
+    params = bytearray(form(spec))
+    TENSOR.pack_into(params, offset("q"), 0, 0, 0, 0, 0, DTYPE[spec.dtype])
+    return cpu().unit(bytes(params)).decode()
+
+
+def cpu_units() -> dict[str, dict[str, str]]:
+    """For each dtype, the instruction set for a call of many rows, and of one row on many keys."""
+    sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, N=4096, D=64, Dv=64, device="cpu", scale=1.0)
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        many, one = (AttentionSpec(M=m, dtype=dtype, **sizes) for m in (4096, 1))
+        found[str(dtype)[6:]] = {"many rows": cpu_unit(many), "one row": cpu_unit(one)}
+    return found
+
+
+def select_cpu_isa(name: str) -> None:
+    """Use the kernels compiled for `name`, in the whole process."""
+    if cpu().select(name.encode()):
+        raise ValueError(f"name: got {name!r}, expected one of {cpu_isas()}")
+
+
+def poison(on: bool) -> None:
+    """For tests: let the kernels fill their scratch memory with NaN before they use it."""
+    cpu().poison(int(on))

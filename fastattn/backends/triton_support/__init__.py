@@ -1,0 +1,1 @@
+"""What the Triton backends need at launch: tiles, compiled kernels, autotuning, a C compiler."""

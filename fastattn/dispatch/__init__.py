@@ -1,0 +1,1 @@
+"""From a checked call to a kernel: PyTorch's subsystems on the way, and derivatives of passes."""

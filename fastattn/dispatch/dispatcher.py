@@ -1,0 +1,152 @@
+"""How a call reaches a kernel.
+
+The wrapper that a call goes through depends on which PyTorch subsystem is active: no wrapper serves
+all of them, and each costs time:
+
+    torch.compile, torch.export, FakeTensorMode, any dispatch mode  ->  the torch.library operator
+    torch.func transforms (vmap, grad, ...), forward mode           ->  `functorch.Attention`
+    autograd                                                        ->  `Attention`
+    none                                                            ->  the kernel itself
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..backends.native.marshalling import Kind, kind
+from ..call.spec import Options, Tangents, Tensors
+from . import functorch, run_pass
+from .legacy_vmap import is_batched_by_autograd
+from .operation import ATTENTION, Operation, plan, run_backward, spread
+from .profiler_events import recorded, recording
+from .run_pass import as_tuple, seen, watched
+
+_transforms = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_compiling
+_is_traced = torch.compiler.is_dynamo_compiling
+
+Run = Callable[[Operation, Tensors, Options], tuple[Tensor, ...]]
+Observer = Callable[[Run, Operation, Tensors, Options], tuple[Tensor, ...]]
+# The function that computes calls on tensors of a class, by the name of the class, because to
+# import DTensor takes a second. Modules above this one register here.
+HANDLERS: dict[str, Run] = {}
+_observers: list[Observer] = []
+
+
+def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[Tensor, ...]:
+    """Run an operation through the wrapper that the table above selects."""
+    if _observers and observed:
+        return _observers[-1](functools.partial(call, observed=False), op, t, o)
+    if _is_compiling():
+        if name := _handled(t):
+            return HANDLERS[name](op, t, o)
+        return as_tuple(op.operator()(*t, *o))
+    if _transforms() or (forward_ad._current_level >= 0 and run_pass.has_tangents(t)):
+        return functorch.Attention.apply(op, o._replace(grad=True), *t)
+    found = None if watched() else kind(t)
+    if found is None:
+        return HANDLERS.get(_handled(t), seen)(op, t, o)
+    planned = spec, backend = plan(t, o, found)
+    if not o.grad:
+        if recording():
+            return recorded(op, "", op.forward, (backend, spec, t), t, o)
+        return op.forward(backend, spec, t)
+    # Only up to the last tensor that is given: autograd takes time for each argument, even None.
+    differentiable = _attention if op is ATTENTION else _weights
+    return differentiable((op, o, t, found, planned), *t[: spec.last])
+
+
+def _handled(tensors: Sequence[Tensor | None]) -> str:
+    """The first class of a tensor that `HANDLERS` names, or nothing."""
+    for x in tensors:
+        if type(x).__name__ in HANDLERS:
+            return type(x).__name__
+    return ""
+
+
+@contextmanager
+def observed(observer: Observer) -> Generator[None]:
+    """In the block, every call on any thread becomes `observer(run, op, t, o)`, which returns the
+    result of `run(op, t, o)`. If blocks are nested, only the innermost observes."""
+    _observers.append(observer)
+    try:
+        yield
+    finally:
+        _observers.remove(observer)
+
+
+def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
+    """out, normaliser, and the tangents of out and LSE."""
+    if name := _handled((*t, *tangents)):
+        raise NotImplementedError(f"attention_jvp: got {name}s, expected plain tensors")
+    o = o._replace(grad=True)
+    if _is_compiling():
+        return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))
+    if watched() and not _transforms() and forward_ad._current_level < 0:
+        return tuple(run_pass.jvp(ATTENTION, t, o, tangents, (None, None)))
+    return functorch.AttentionJvp.apply(ATTENTION, o, *t, *tangents, None, None)
+
+
+class Attention(torch.autograd.Function):
+    """For autograd alone: the cheapest form of a Function. Autograd sees only `tensors`, which are
+    t's. Users see its name as `grad_fn`: AttentionBackward.
+    """
+
+    @staticmethod
+    def forward(ctx, call, *tensors):
+        op, o, t, found, planned = call
+        spec, backend = planned
+        if recording():
+            outs = recorded(op, "", op.forward, (backend, spec, t), t, o)
+        else:
+            outs = op.forward(backend, spec, t)
+        ctx.save_for_backward(*tensors, *outs)
+        ctx.call = op, o, len(tensors), found, planned
+        ctx.set_materialize_grads(False)
+        return outs
+
+    @staticmethod
+    def backward(ctx, *grads):
+        op, o, n, before, planned = ctx.call
+        tensors = ctx.saved_tensors  # once, because each access unpacks them all (checkpoints)
+        t, outs = Tensors(*tensors[:n]), tensors[n:]
+        wants = op.wants(ctx.needs_input_grad[1:])
+        if _is_traced():  # by compiled autograd
+            found = run_pass.backward(op, t, o, outs, grads, wants)
+        # With create_graph=True these may be differentiated again; torch.func may batch the grads.
+        elif torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
+            found = functorch.backward(op, o, wants, grads, outs, t)
+        elif not watched() and _begins(kind((*t, *outs, *grads)), before):
+            if recording():
+                given, arguments = (op, planned, t, outs, grads, wants), (grads, outs, t, o)
+                found = recorded(op, "_backward", run_backward, given, *arguments, [list(wants)])
+            else:
+                found = run_backward(op, planned, t, outs, grads, wants)
+        elif any(map(is_batched_by_autograd, grads)):
+            found = functorch.backward(op, o, wants, grads, outs, t)
+        else:  # hooks on saved tensors may return other tensors
+            found = run_pass.backward(op, t, o, outs, grads, wants)
+        return None, *spread(found, wants, n)
+
+
+def _begins(found: Kind | None, before: Kind) -> bool:
+    """True if `found`, the kind of some tensors, begins with `before`, the kind of the first."""
+    return found is not None and found[: len(before)] == before
+
+
+class AttentionWeights(Attention):
+    """The same Function for the weights, with a name of its own in `grad_fn`."""
+
+
+# Function.apply first looks for torch.func's wrappers, which takes a microsecond. Here there are
+# none: wrappers are not plain memory, and `call` has sent them elsewhere.
+_attention, _weights = (
+    super(torch.autograd.Function, function).apply  # ty: ignore
+    for function in (Attention, AttentionWeights)
+)

@@ -1,0 +1,275 @@
+"""The two operations, attention and its weights, and how their passes run.
+
+Each has a forward and a backward kernel in every backend; attention also has the passes that take
+tangents. The layers above this file are written once for both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..backends.base import Backend, WithTangents, choose, empty_dense
+from ..backends.native.marshalling import Kind
+from ..call.spec import (
+    ARGUMENTS,
+    DIFFERENTIABLE,
+    INDEX,
+    AttentionSpec,
+    Options,
+    Tangents,
+    Tensors,
+    result_shape,
+    wide,
+)
+from ..call.validation import describe, need_like, need_memory
+
+MAX_PLANS = 4096
+
+_plans: dict[tuple[Any, ...], tuple[AttentionSpec, Backend]] = {}
+
+
+@functools.lru_cache(maxsize=512)
+def _wants(differentiable: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
+    wanted = {name for name, need in zip(INDEX, needed) if need}
+    return tuple(name for name in differentiable if name in wanted)
+
+
+class Operation(NamedTuple):
+    """What differs between attention and its weights."""
+
+    name: str
+    results: tuple[str, ...]  # of `RESULTS`
+    differentiable: tuple[str, ...]  # of `ARGUMENTS`
+    forward: Callable[[Backend, AttentionSpec, Tensors], tuple[Tensor, ...]]
+    backward: Callable[..., dict[str, Tensor]]
+    outputs: Callable[[Tensors, Options], tuple[Tensor, ...]]  # empty ones, for fake tensors
+
+    def operator(self, suffix: str = "") -> Any:
+        return getattr(torch.ops.fastattn, self.name + suffix)
+
+    def wants(self, needed: Sequence[bool]) -> tuple[str, ...]:
+        """The gradients that autograd asks for. needed: a bool for each of the first `Tensors`."""
+        # torch.compile warns that it ignores an lru_cache.
+        wants = _wants.__wrapped__ if torch.compiler.is_dynamo_compiling() else _wants
+        return wants(self.differentiable, tuple(needed))
+
+
+def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Backend]:
+    """The spec of a call and the backend that runs it; checked once for each kind of call."""
+    try:
+        key = o, _described(t) if kind is None else kind
+        return _plans[key]
+    except (KeyError, AttributeError, TypeError, RuntimeError):  # a nested tensor has no shape
+        spec = describe(t, o)  # raises the readable error if the arguments were to blame
+    backend = choose(spec, o.backend)
+    if len(_plans) >= MAX_PLANS:
+        _plans.clear()
+    _plans[key] = spec, backend
+    _log(spec, backend)
+    return spec, backend
+
+
+@functools.lru_cache(maxsize=MAX_PLANS)
+def _plan_tangents(spec: AttentionSpec, requested: str) -> tuple[AttentionSpec, WithTangents]:
+    """Passes with tangents may run on another backend than forward; dropout draws match."""
+    spec = dataclasses.replace(spec, tangents=True)
+    backend = choose(spec, requested)
+    _log(spec, backend)
+    return spec, cast(WithTangents, backend)
+
+
+def _log(spec: AttentionSpec, backend: Backend) -> None:
+    if os.environ.get("FASTATTN_LOG") == "1":
+        print(f"fastattn: {backend.name} runs {spec}", file=sys.stderr)
+
+
+def _described(t: Tensors) -> tuple:
+    """A key of tensors that are not plain memory, in place of their kind."""
+    return tuple(None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in t)
+
+
+def forget_plans() -> None:
+    """Forget all plans, so that calls choose a backend again; for use after the backends change."""
+    _plans.clear()
+    _plan_tangents.cache_clear()
+
+
+def run_forward(op: Operation, t: Tensors, o: Options, kind: Kind | None) -> tuple[Tensor, ...]:
+    spec, backend = plan(t, o, kind)
+    if kind is None:
+        need_memory(t)
+    return op.forward(backend, spec, t)
+
+
+def run_backward(
+    op: Operation,
+    planned: tuple[AttentionSpec, Backend],
+    t: Tensors,
+    outs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    wants: Sequence[str],
+) -> list[Tensor]:
+    """The gradients of the tensors that `wants` names."""
+    spec, backend = planned
+    if grads[0] is None and all(grad is None for grad in grads):
+        given = map(t.given, wants)
+        return [torch.zeros_like(x, dtype=spec.stored(x.dtype)) for x in given]
+    _need_derivatives(spec)
+    found = op.backward(backend, spec, t, outs, grads, wants)
+    return [found[name] for name in wants]
+
+
+def run_jvp(
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    kind: Kind | None,
+    tangents: Tangents,
+    outs: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """The tangents of out and LSE, after out and normaliser if `outs` does not have these."""
+    spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
+    found = backend.jvp(spec, t, tangents, *outs)
+    return list(found[2:] if outs[0] is not None else found)
+
+
+def run_second(
+    op: Operation,
+    t: Tensors,
+    o: Options,
+    kind: Kind | None,
+    tangents: Tangents,
+    outs: Sequence[Tensor],
+    grads: Sequence[Tensor | None],
+    wants: Sequence[str],
+) -> list[Tensor]:
+    """The tangents of the gradients that `wants` names. outs: all results of `WithTangents.jvp`;
+    grads: the gradients of out and LSE, and the tangents of these."""
+    spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
+    found = backend.second(spec, t, tangents, outs, *grads, wants)
+    return [found[name] for name in wants]
+
+
+def _planned_for_tangents(
+    op: Operation, t: Tensors, o: Options, kind: Kind | None, tangents: Tangents
+):
+    need_tangents(op)
+    for name, x_t in zip(Tangents._fields, tangents):
+        if x_t is not None:  # a direct call of the operator may be wrong
+            need_like(name, x_t, t.given(name), "shape")
+    spec, _ = plan(t, o, kind)
+    if kind is None:
+        need_memory(t)
+    _need_derivatives(spec)
+    if spec.unrounded:
+        raise NotImplementedError("unrounded results have no derivative but the first in reverse")
+    return _plan_tangents(spec, o.backend)
+
+
+def need_tangents(op: Operation) -> None:
+    if op.name != "attention":
+        raise NotImplementedError(
+            f"attention_{op.name} has a first derivative in reverse mode and no other (no forward "
+            "mode, no double backward): call a module with need_weights=False, or use "
+            "fastattn.reference.attention(..., return_weights=True), which is made of "
+            "differentiable torch operations"
+        )
+
+
+def _need_derivatives(spec: AttentionSpec) -> None:
+    if spec.paged:
+        raise NotImplementedError(
+            "attention over keys and values in pages (block_table) has no gradient: to train, give "
+            "them one after the other, with cu_k"
+        )
+    if spec.storage is not None:
+        raise NotImplementedError(
+            f"attention over keys and values of {spec.storage} (k_scale, v_scale) has no gradient: "
+            f"to train, give them in {spec.dtype}"
+        )
+
+
+def spread(
+    grads: Sequence[Tensor], wants: Sequence[str], n: int = len(INDEX)
+) -> list[Tensor | None]:
+    """`run_backward`'s gradients in the order of the first n `Tensors`, None for one without a
+    gradient."""
+    if len(wants) == n:
+        return list(grads)
+    every: list[Tensor | None] = [None] * n
+    for name, grad in zip(wants, grads):
+        every[INDEX[name]] = grad
+    return every
+
+
+def empty_gradients(t: Tensors, o: Options, wants: Sequence[str]) -> list[Tensor]:
+    """Uninitialised tensors with the shapes, dtypes and strides of what `run_backward` returns."""
+    wanted = [(ARGUMENTS[name], t.given(name)) for name in wants]
+    return [
+        empty_dense(x, x.shape, o.stored(x.dtype), o.grad_order)
+        if a.crosses == "strided"
+        else x.new_empty(x.shape, dtype=o.stored(x.dtype))
+        for a, x in wanted
+    ]
+
+
+# ----------------------------------------------------------------------------------- the operations
+
+
+def _empty(result: str, t: Tensors, o: Options, dtype: torch.dtype) -> Tensor:
+    return t.q.new_empty(result_shape(result, t, o), dtype=dtype)
+
+
+def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    assert t.v is not None
+    shape = *t.q.shape[:3], t.v.shape[3]
+    out = empty_dense(t.q, shape, o.stored(t.q.dtype), o.out_order)
+    return out, _empty("normaliser", t, o, wide(t.q.dtype))
+
+
+def tangent_outputs(t: Tensors, o: Options, known: bool) -> list[Tensor]:
+    """As `empty_gradients`, for `run_jvp`. known: are out and normaliser given?"""
+    out, normaliser = _attention_outputs(t, o)
+    found = [out, normaliser, torch.empty_like(out), _empty("lse", t, o, normaliser.dtype)]
+    return found[2:] if known else found
+
+
+def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    return (_empty("weights", t, o, t.q.dtype),)
+
+
+def _attention_backward(backend: Backend, spec, t, outs, grads, wants) -> dict[str, Tensor]:
+    """Of the normaliser only the LSE is differentiable; its rounding error is a constant."""
+    dout, dnormaliser = grads
+    dlse = None if dnormaliser is None else dnormaliser[0]
+    if dout is not None and spec.unrounded:
+        dout = dout.to(spec.dtype)  # it is multiplied by v: kernels take both in one dtype
+    return backend.backward(spec, t, *outs, dout, dlse, wants)
+
+
+ATTENTION = Operation(
+    "attention",
+    results=("out", "normaliser"),
+    differentiable=DIFFERENTIABLE,
+    forward=lambda backend, spec, t: backend.forward(spec, t),
+    backward=_attention_backward,
+    outputs=_attention_outputs,
+)
+WEIGHTS = Operation(
+    "weights",
+    results=("weights",),
+    differentiable=tuple(name for name in DIFFERENTIABLE if name != "v"),
+    forward=lambda backend, spec, t: (backend.weights(spec, t),),
+    backward=lambda backend, spec, t, outs, grads, wants: backend.weights_backward(
+        spec, t, grads[0], wants
+    ),
+    outputs=_weights_outputs,
+)

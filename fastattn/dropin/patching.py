@@ -1,0 +1,264 @@
+"""patch, unpatch and sdpa: run torch's scaled_dot_product_attention on fastattn in any model.
+
+A stand-in replaces `torch.nn.functional.scaled_dot_product_attention`. If `why_torchs` returns a
+reason, or if our function raises, it calls torch's function with the arguments unchanged. So errors
+are torch's, and every call that torch can run still runs.
+
+`torch.nn.attention.register_flash_attention_impl` is not used: it replaces the operator that torch
+calls once it has chosen flash attention. torch never chooses that for dropout on a CPU, values of
+another width or 3-D inputs, nor on a GPU for masks or float32, where there is most to gain.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Generator
+from contextlib import contextmanager, suppress
+from types import BuiltinFunctionType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import functional as F
+
+from ..backends import base
+from ..backends.native.marshalling import PLAIN
+from . import nested
+from .sdpa import is_causal_bias
+from .sdpa import scaled_dot_product_attention as _ours
+
+# Below this number of multiplications torch's function is as fast. It takes some 50 us for them;
+# calling ours costs 10 us more, or 40 if the model's other code has evicted it from the caches.
+SMALL = 1 << 20
+
+_lock = threading.RLock()
+os.register_at_fork(
+    before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
+)  # a child has no other thread that would release it
+_holders = {"patch": 0, "sdpa": 0}  # active patches by kind; each kind undoes only its own
+_active = False  # while False, a stand-in that was imported by name runs torch's function
+_buried = False  # another library's function replaced ours, and may call it
+_asking = 0  # the thread in `_calls_ours`, which tests whether it does
+_reached = False
+_torch: Any = F  # the module with the replaced function
+_torchs: Any = F.scaled_dot_product_attention  # the function before the patch
+_head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest of fused kernels here
+
+_PRIORITY = torch._C._get_sdp_priority_order()
+
+
+def patch() -> None:
+    """Make `torch.nn.functional.scaled_dot_product_attention` run on fastattn, in every thread.
+
+    Counted: it stays until `unpatch` has been called as often. It reaches code that looks the
+    function up in its module at each call: most libraries, torch.nn, and compiled functions, also
+    earlier ones, which are compiled again. It does not reach names bound before by `from
+    torch.nn.functional import scaled_dot_product_attention`, nor nn.MultiheadAttention on its
+    inference path or compiled, which calls other operators: use `fastattn.convert` for those.
+
+    torch's own function still runs where sdpa_kernel(...) or torch.backends.cuda ruled out its
+    flash or its math kernel, or set priorities (allowing both selects neither); for tensor
+    subclasses and modes of `__torch_function__`, except CausalBias, jagged tensors and a default
+    device; under torch.func and forward-mode AD; in exported, traced or scripted code; for devices,
+    dtypes and head dims without a fused kernel here; for so few tokens that calling costs more than
+    computing, except in compiled code; and for every call that
+    `fastattn.scaled_dot_product_attention` raises for. Three differences remain: dropout draws
+    another mask; autograd keeps the output of every call, as torch's flash kernel does and its
+    math kernel does not, so that changing one in place raises in backward; and third derivatives
+    raise.
+    """
+    _take("patch")
+
+
+def unpatch() -> None:
+    """Undo one `patch`; the last one restores the function that was there before.
+
+    Raises RuntimeError without a patch to undo. `sdpa` blocks, of any thread, are left alone.
+    """
+    with _lock:
+        if not _holders["patch"]:
+            raise RuntimeError(
+                "unpatch: got a call more than patch() had, expected one for each of those"
+            )
+        _release("patch")
+
+
+@contextmanager
+def sdpa() -> Generator[None]:
+    """A context manager and decorator: `patch` is in effect inside.
+
+    It affects all threads, because activation checkpoints recompute in autograd's threads, and must
+    do what forward did. With checkpoints, run backward in the block, too: after it torch's function
+    would recompute, with other dropout. Blocks may be nested and overlap in any order, across
+    threads. A block inside code that torch.compile traces breaks its graph: put it around the call.
+    """
+    _take("sdpa")
+    try:
+        yield
+    finally:
+        _release("sdpa")
+
+
+def _take(holder: str) -> None:
+    global _active, _buried, _torchs
+    with _lock:
+        _holders[holder] += 1
+        found = F.scaled_dot_product_attention
+        # During a patch, another library's function in our place stays; torch's is replaced again.
+        stays = _active and not isinstance(found, BuiltinFunctionType)
+        if not _active:
+            _head_dims.update(_largest_head_dims())
+        if not stays and not _calls_ours(found):
+            _torchs, _torch.scaled_dot_product_attention = found, _stand_in
+            _script_as(found)
+        _active, _buried = True, False
+
+
+def _release(holder: str) -> None:
+    global _active, _buried
+    with _lock:
+        _holders[holder] -= 1
+        if any(_holders.values()):
+            return
+        _active = False
+        if F.scaled_dot_product_attention is _stand_in:
+            _torch.scaled_dot_product_attention = _torchs
+        else:
+            _buried = True
+
+
+def _calls_ours(found: Any) -> bool:
+    """True if this function ends up calling ours. Then ours may not replace it: each would call the
+    other. A function of another library is tested by a call of the smallest size."""
+    global _asking, _reached
+    if found is _stand_in:
+        return True
+    if not _buried or isinstance(found, BuiltinFunctionType):
+        return False
+    _asking, _reached = threading.get_ident(), False
+    x = torch.zeros(1, 1, 1, 1)
+    try:
+        with suppress(Exception):  # it may refuse such a call
+            found(x, x, x)
+        return _reached
+    finally:
+        _asking = 0
+
+
+def _largest_head_dims() -> dict[str, dict[torch.dtype, int]]:
+    """The largest head dims of the fused backends that can run here, by device and dtype."""
+    found: dict[str, dict[torch.dtype, int]] = {}
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        for each in map(base.get, base.names()):
+            support = each.support
+            if device in (support.devices or ()) and not each.unavailable():
+                limits = dict.fromkeys(support.dtypes, support.max_head_dim or sys.maxsize)
+                known = found.setdefault(device, {})
+                known |= {x: max(limit, known.get(x, 0)) for x, limit in limits.items()}
+    return found
+
+
+def _script_as(function) -> None:
+    """Make torch.jit.script compile the stand-in to the operator of `function`."""
+    with suppress(ImportError, AttributeError):
+        from torch.jit import _builtins
+
+        _builtins._register_builtin(_stand_in, _builtins._find_builtin(function))
+
+
+def _stand_in(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    global _reached
+    rest = attn_mask, dropout_p, is_causal
+    named: dict[str, Any] = dict(scale=scale, enable_gqa=enable_gqa)
+    if _asking and _asking == threading.get_ident():
+        _reached = True
+    elif why_torchs(query, key, value, attn_mask) is None:
+        try:
+            return _ours(query, key, value, *rest, **named)
+        except (RuntimeError, ValueError, TypeError):
+            pass  # torch computes it, or raises its own error
+    if is_causal_bias(attn_mask):  # it handles only the function in F: this one
+        bias: Any = type(attn_mask)
+        return bias._dispatch(query, key, value, *rest, **named)
+    return _torchs(query, key, value, *rest, **named)
+
+
+_stand_in.__name__ = "scaled_dot_product_attention"  # pickle uses __qualname__, which stays
+_stand_in.__doc__ = F.scaled_dot_product_attention.__doc__
+
+
+def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str | None:
+    """Why a call of these runs on torch's function, whatever its other arguments; or None."""
+    if not _active:
+        return "fastattn.patch() was undone"
+    if not {type(query), type(key), type(value)} <= PLAIN:
+        if not all(map(nested.is_jagged, (query, key, value))):
+            return "a tensor subclass, or no tensor"
+    elif query.is_nested or min(query.ndim, key.ndim, value.ndim) < 2:
+        return "no dense matrices"
+    if attn_mask is not None and not is_causal_bias(attn_mask):
+        if type(attn_mask) not in PLAIN:
+            return "a mask that is a tensor subclass, or no tensor"
+        if attn_mask.ndim < 2:
+            return "a mask of fewer than two dimensions"
+    if why := _watched():
+        return why
+    eager = not query.is_nested and not torch.compiler.is_compiling()
+    if eager and query.numel() * key.shape[-2] < SMALL:
+        return "so small that calling costs more than computing"
+    if why := _chosen():
+        return why
+    device, dtype = query.device.type, query.dtype
+    if device not in _head_dims:
+        return f"no fused kernel here for {device}"
+    if torch.is_autocast_enabled(device) and dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+    limit = _head_dims[device].get(dtype)
+    if limit is None:
+        return f"no fused kernel here for {dtype} on {device}"
+    if query.shape[-1] > limit or value.shape[-1] > limit:
+        return f"a head dim over {limit}"
+    return None
+
+
+def _watched() -> str | None:
+    """The reason, if the call is exported or traced, or a mode may test for torch's function."""
+    if torch.compiler.is_exporting():
+        return "torch.export: what is exported runs without fastattn"
+    if not torch.compiler.is_compiling() and torch._C._get_tracing_state() is not None:
+        return "torch.jit: what is traced runs without fastattn"
+    for at in range(torch._C._len_torch_function_stack()):
+        if type(torch._C._get_function_stack_at(at)).__name__ != "DeviceContext":
+            return "a mode of __torch_function__"
+    return None
+
+
+def _chosen() -> str | None:
+    """The reason, if a setting asks for a kernel of torch's, or a transform is active."""
+    # Libraries enable the kernels that they know, as x-transformers does: at least these two.
+    if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
+        return "sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"
+    if torch._C._get_sdp_priority_order() != _PRIORITY:
+        return "sdpa_kernel(..., set_priority=True)"
+    if torch._C._are_functorch_transforms_active():
+        return "a transform of torch.func"
+    if forward_ad._current_level >= 0:
+        return "forward-mode AD"
+    return None
+
+
+# torch.compile calls it when it traces, which is also when it chooses torch's own kernel.
+_chosen._dynamo_marked_constant = True  # ty: ignore

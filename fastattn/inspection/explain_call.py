@@ -1,0 +1,96 @@
+"""Which backend a call would run on, and why the others declined."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ..api import prepare, prepare_packed
+from ..backends import base
+from ..backends.native import libraries
+from ..call.spec import MEANING, AttentionSpec
+from ..call.validation import describe
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """backend: the name of the backend that would run the call, or None. declined: by name, the
+    reasons of every backend that cannot run it. unit: the instruction set of the CPU that the
+    forward pass would run on."""
+
+    spec: AttentionSpec
+    backend: str | None
+    declined: dict[str, list[str]]
+    unit: str | None = None
+
+    def __str__(self) -> str:
+        lines = [str(self.spec)]
+        able = (
+            "could run, but is not preferred" if self.backend else "could run, but is not asked for"
+        )
+        for name in base.names():
+            if name == self.backend:
+                verdict = f"would run, on {self.unit}" if self.unit else "would run"
+            else:
+                verdict = "; ".join(self.declined.get(name, [able]))
+            lines.append(f"  {name}: {verdict}")
+        return "\n".join(lines)
+
+
+def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
+    """What `attention(q, k, v, **arguments)` would run on; with cu_q, what `attention_packed` would
+    run on. Computes nothing. print() of the result lists all backends.
+
+    Raises what `attention` would raise for bad input, except that a call that no backend can run
+    gives an explanation with backend None.
+    """
+    arguments.pop("return_lse", None)  # does not change the choice
+    if v is None:
+        raise TypeError("v: got NoneType, expected a torch.Tensor")
+    if arguments.get("seed") is None:
+        arguments["seed"] = 0  # draw none: explain must not advance torch's generator
+    if "cu_q" in arguments:
+        names = ("cu_q", "cu_k", "block_table", "max_q", "max_k", "k_scale", "v_scale")
+        packed = [arguments.pop(x, None) for x in names]
+        t, options = prepare_packed(q, k, v, *packed, arguments, "explain")
+    else:
+        t, options = prepare(q, k, v, arguments, "explain")
+    spec = describe(t, options)
+    requested = options.backend
+    if requested:
+        base.get(requested)  # raises for an unknown name
+    declined = {name: why for name in base.names() if (why := base.why_not(name, spec))}
+    able = [name for name in base.names() if name not in declined]
+    if requested:
+        able = [name for name in able if name == requested]
+    chosen = able[0] if able else None
+    return Explanation(
+        spec, chosen, declined, libraries.cpu_unit(spec) if chosen == "cpu" else None
+    )
+
+
+def support_table() -> str:
+    """What each backend declares, as the Markdown table in the README."""
+    declared = [base.get(name).support for name in base.names()]
+    rows = [
+        ["", *base.names()],
+        ["---"] * (1 + len(declared)),
+        ["devices", *(_listed(s.devices) for s in declared)],
+        ["dtypes", *(_listed(str(x)[6:] for x in s.dtypes) for s in declared)],
+        [
+            "D and Dv up to",
+            *("any" if s.max_head_dim is None else str(s.max_head_dim) for s in declared),
+        ],
+        *(
+            [what, *("yes" if f & s.features else "no" for s in declared)]
+            for f, what in MEANING.items()
+        ),
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _listed(items: Iterable[str] | None) -> str:
+    return "any" if items is None else ", ".join(sorted(items))

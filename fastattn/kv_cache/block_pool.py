@@ -1,0 +1,138 @@
+"""Pages that the items of a cache share: the number of users of each, and how rows are stored."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..call.quantisation import STORAGE, quantised
+
+
+class Claim(NamedTuple):
+    """Pages that a call takes from a pool and gives back. The pool does not change until
+    `Pool.settle`."""
+
+    kept: dict[str, Tensor]  # the pool's tensors, or longer ones in their place
+    taken: Tensor  # pages that had no user
+    users: Tensor  # the change in each page's number of users
+
+    def copy(self, pages: Tensor, to: Tensor) -> None:
+        device = self.kept["k"].device
+        pages, to = pages.to(device), to.to(device)
+        for x in self.kept.values():
+            x[to] = x[pages]
+
+
+class Pool:
+    """Pages (P,page,Hk,D) of keys and of values, and how many items use each.
+
+    kept: the tensors by their names in `attention_packed`. Rows in eight bits also have scales
+    (P,page,Hk).
+    """
+
+    forked: bool
+    dtype: torch.dtype
+    kept: dict[str, Tensor]
+    users: Tensor
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        D: int,
+        Dv: int,
+        dtype: torch.dtype,
+        storage: torch.dtype,
+        device: torch.device | str | None,
+    ):
+        self.forked, self.dtype = False, dtype
+        self.kept = {
+            name: torch.empty(*shape, columns, dtype=storage, device=device)
+            for name, columns in (("k", D), ("v", Dv))
+        }
+        if storage in STORAGE:
+            for name in ("k_scale", "v_scale"):
+                self.kept[name] = torch.empty(shape, dtype=torch.float32, device=device)
+        self.users = torch.zeros(shape[0], dtype=torch.int64, device="cpu")
+
+    @property
+    def k(self) -> Tensor:
+        return self.kept["k"]
+
+    @property
+    def v(self) -> Tensor:
+        return self.kept["v"]
+
+    @property
+    def page(self) -> int:
+        return self.k.shape[1]
+
+    def rows(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Rows (n,Hk,D) as they are stored. Views of the pages are copied, because the pages
+        will be written."""
+        if self.k.dtype == self.dtype:
+            pages = {x.untyped_storage().data_ptr() for x in self.kept.values()}
+            k, v = (x.clone() if x.untyped_storage().data_ptr() in pages else x for x in (k, v))
+            return {"k": k, "v": v}
+        (k, k_scale), (v, v_scale) = (quantised(x, self.k.dtype) for x in (k, v))
+        return {"k": k, "v": v, "k_scale": k_scale, "v_scale": v_scale}
+
+    def claim(
+        self, n: int, dropped: Tensor, grow: bool = False, kept: dict[str, Tensor] | None = None
+    ) -> Claim:
+        """Claim n pages without a user once `dropped` are given back. kept: tensors to claim in."""
+        kept = kept or self.kept
+        fewer = torch.bincount(dropped, minlength=len(self.users))
+        free = (self.users == fewer).nonzero()[:, 0]
+        if len(free) < n:
+            if not grow:
+                raise RuntimeError(
+                    f"KVCache is full: got {n} more pages of {self.page} keys to find, expected at "
+                    f"most {len(free)}, those that are free; free() gives back those of items, "
+                    "grow=True makes room"
+                )
+            first, more = len(self.users), max(n - len(free), len(self.users) // 2)
+            kept = {
+                name: torch.cat([x, x.new_empty(more, *x.shape[1:])]) for name, x in kept.items()
+            }
+            fewer = torch.cat([fewer, fewer.new_zeros(more)])
+            free = torch.cat([free, torch.arange(first, first + more, device="cpu")])
+        taken = free[:n]
+        return Claim(kept, taken, torch.bincount(taken, minlength=len(fewer)) - fewer)
+
+    def settle(self, claim: Claim) -> None:
+        users = self.users
+        if more := len(claim.users) - len(users):
+            users = torch.cat([users, users.new_zeros(more)])
+        users += claim.users
+        self.users, self.kept = users, claim.kept
+
+    def add(self, pages: Tensor) -> None:
+        self.users += torch.bincount(pages, minlength=len(self.users))
+
+    def drop(self, pages: Tensor) -> None:
+        self.users -= torch.bincount(pages, minlength=len(self.users))
+
+    def longer(self, page: int) -> dict[str, Tensor]:
+        """The tensors with pages lengthened to `page` keys."""
+        longer = {name: x.new_empty(len(x), page, *x.shape[2:]) for name, x in self.kept.items()}
+        for name, x in self.kept.items():
+            longer[name][:, : self.page] = x
+        return longer
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For deepcopy and pickle: without users, because caches that are copied along add
+        themselves."""
+        return self.__dict__ | {"users": torch.zeros_like(self.users)}
+
+
+def write(kept: dict[str, Tensor], at: tuple[Tensor, Tensor], rows: dict[str, Tensor]) -> None:
+    """Write rows into pages. at: the page of each row, and its position in the page."""
+    for name, x in kept.items():
+        x[at] = rows[name]
+
+
+def used(table: Tensor, lengths: Tensor, page: int) -> Tensor:
+    """The pages of all items, each as often as items use it."""
+    return table[torch.arange(table.shape[1], device="cpu") < (-(-lengths // page))[:, None]]

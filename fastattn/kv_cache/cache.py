@@ -1,0 +1,599 @@
+"""Keys and values that are kept from one call to the next: decoding, and prompts in chunks.
+
+This file manages pages and their users; it has no kernel. A contiguous cache has one page per item,
+as long as the capacity.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, NamedTuple, TypedDict, TypeVar, overload
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from typing_extensions import Unpack  # torch depends on it
+
+from ..api import attention_packed
+from ..call.place import Place
+from ..call.quantisation import STORAGE
+from ..call.scalars import whole
+from ..call.validation import DTYPES
+from .block_pool import Claim, Pool, used, write
+
+Counts = int | Sequence[int] | Tensor
+F = TypeVar("F", bound=Callable[..., Any])
+_any_autocast = torch._C._is_any_autocast_enabled
+
+
+class Items(NamedTuple):
+    """The pages and lengths of the items, on the host, where all bookkeeping is done."""
+
+    table: Tensor  # (B,blocks) int64: the pages of each item
+    lengths: Tensor  # (B,) int64: the number of keys of each item
+    goes_on: Tensor  # (B,) bool: may append to its last page; its forks read no row past its keys
+
+
+class Change(NamedTuple):
+    """The state of a cache after a call."""
+
+    items: Items
+    capacity: int
+    claim: Claim
+
+    @property
+    def page(self) -> int:
+        return self.claim.kept["k"].shape[1]
+
+
+def _kept(method: F) -> F:
+    """Run `method` without gradients or inference mode: calls in any mode may use its tensors."""
+    return torch.inference_mode(False)(torch.no_grad()(method))
+
+
+class CacheArguments(TypedDict, total=False):
+    """What `KVCache.attention` takes beside q, causal and offsets: the rest of `api.Arguments`,
+    except key_lengths, which the cache supplies."""
+
+    mask: Tensor | None
+    window: tuple[int | None, int | None] | None
+    alibi_slopes: Tensor | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    scale: float | None
+    place: Place | None
+    row_invariant: bool
+    backend: str | None
+
+
+class KVCache:
+    """Keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items; each item has its own length.
+
+        cache = fastattn.KVCache(batch, Hk, D, capacity=4096, page_size=64, dtype=torch.bfloat16)
+        cache.append(k, v)            # (B,Hk,n,D), n more keys of each item
+        out = cache.attention(q)      # (B,H,M,D): the last M rows of each item, causal
+
+    capacity: the most keys that an item may have. page_size: keys per page; None gives each item
+    one contiguous page and allocates all memory at once. `fork` shares pages until one side writes.
+    grow: add pages and capacity when they run out, instead of raising. dtype: of appended tensors.
+    storage: torch.int8, float8_e4m3fn or float8_e5m2 stores numbers of eight bits and a float32
+    scale for each token's head vector, which kernels read; a vector with a NaN or an infinity is
+    stored as NaN. For normally distributed data and D of 64 or 128, outputs are off by 1% of their
+    own size in int8 (4% in e4m3, 8% in e5m2), and the worst of a hundred rows by 1.5% (7%, 14%).
+
+    There is no gradient: appended tensors are detached, and asking for the gradient of q raises.
+    Under autocast, inputs are cast to the cache's dtype. `copy.copy` is `fork`. Only one thread at
+    a time may use a cache and its forks. Raises RuntimeError if the cache is full, before anything
+    is written, and ValueError or TypeError for tensors that do not fit the cache.
+    """
+
+    capacity: int
+    grow: bool
+
+    @_kept
+    def __init__(
+        self,
+        batch: int,
+        heads: int,
+        head_dim: int,
+        *,
+        value_dim: int | None = None,
+        capacity: int,
+        page_size: int | None = None,
+        dtype: torch.dtype = torch.float32,
+        storage: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        grow: bool = False,
+    ):
+        batch, heads, head_dim = (
+            _size(*x) for x in (("batch", batch), ("heads", heads), ("head_dim", head_dim))
+        )
+        capacity = _size("capacity", capacity, 1)
+        page_size = None if page_size is None else _size("page_size", page_size, 1)
+        value_dim = head_dim if value_dim is None else _size("value_dim", value_dim)
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype: got {dtype}, expected one of {DTYPES}")
+        if storage not in (None, dtype, *STORAGE):
+            expected = f"None for {dtype}, or one of {STORAGE}"
+            raise ValueError(f"storage: got {storage}, expected {expected}")
+        page = capacity if page_size is None else page_size
+        blocks = -(-capacity // page)
+        shape = batch * blocks, page, heads
+        pool = Pool(shape, head_dim, value_dim, dtype, storage or dtype, device)
+        table = torch.zeros(batch, blocks, dtype=torch.int64, device="cpu")
+        lengths = torch.zeros(batch, dtype=torch.int64, device="cpu")
+        items = Items(table, lengths, torch.zeros(batch, dtype=torch.bool, device="cpu"))
+        self._begin(pool, items, capacity, grow, contiguous=page_size is None)
+        self._watch()
+
+    # ----------------------------------------------------------------------------------- contents
+
+    @property
+    def batch(self) -> int:
+        return self._lengths.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(B,) int64 on the cache's device: the number of keys of each item."""
+        return self._on_device[1].clone()
+
+    @property
+    def page_size(self) -> int:
+        return self._pool.page
+
+    @property
+    def block_table(self) -> Tensor:
+        """(B,blocks) int64 on the cache's device, as `attention_packed` takes it."""
+        return self._on_device[0].clone()
+
+    @property
+    def k_pages(self) -> Tensor:
+        """(P,page,Hk,D). A cache shares them with its forks."""
+        return self._pool.k
+
+    @property
+    def v_pages(self) -> Tensor:
+        return self._pool.v
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of queries, and of appended keys and values."""
+        return self._pool.dtype
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The dtype of the pages."""
+        return self._pool.k.dtype
+
+    @property
+    def k_scales(self) -> Tensor | None:
+        """(P,page,Hk) float32, the factor of each row, if pages have eight bits; else None."""
+        return self._pool.kept.get("k_scale")
+
+    @property
+    def v_scales(self) -> Tensor | None:
+        return self._pool.kept.get("v_scale")
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages and their scales, used or free, including those of forks."""
+        return sum(x.nbytes for x in self._pool.kept.values())
+
+    @property
+    def pages_free(self) -> int:
+        return int((self._pool.users == 0).sum())
+
+    def __repr__(self) -> str:
+        P, page, heads, dim = self._pool.k.shape
+        return (
+            f"KVCache({self.batch} items of up to {self.capacity} keys, {heads} heads of {dim}, "
+            f"{str(self._pool.k.dtype)[6:]}, {P - self.pages_free} of {P} pages of {page} keys "
+            f"used, {self.nbytes / 2**20:.1f} MiB)"
+        )
+
+    # ---------------------------------------------------------------------------------- attention
+
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: Literal[False] = False,
+        **arguments: Unpack[CacheArguments],
+    ) -> Tensor: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: Literal[True],
+        **arguments: Unpack[CacheArguments],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        return_lse: bool,
+        **arguments: Unpack[CacheArguments],
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
+    def attention(
+        self,
+        q: Tensor,
+        causal: bool | Literal["top_left", "bottom_right"] = "bottom_right",
+        *,
+        cu_q: Tensor | None = None,
+        max_q: int | None = None,
+        **arguments: Any,
+    ) -> Any:
+        """`fastattn.attention` of q (B,H,M,D) over the cached keys of each item; or of q (T,H,D),
+        where cu_q (B+1,) gives the rows of each item.
+
+        arguments: those of `attention`, except key_lengths, which the cache supplies. A mask
+        broadcasts to (B,H,M,N) with N at least the longest length. With causal=False, rows stand at
+        the first keys; with place=Place(bottom_right=True) as well, they stand at the last.
+        """
+        for name in ("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"):
+            if name in arguments:
+                raise TypeError(f"{name}: got one, expected none: the cache has its own")
+        mask = arguments.get("mask")
+        columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
+        given: dict[str, Any] = arguments | dict(
+            self._pool.kept,
+            causal=causal,
+            block_table=self._on_device[0],
+            key_lengths=self._on_device[1],
+            max_k=None if columns == 1 else columns,
+        )
+        if not self._is_autocast():
+            return self._attend(q, cu_q, max_q, given)
+        with torch.autocast(self._pool.k.device.type, enabled=False):  # pages must not be cast
+            if "mask" in given:
+                given["mask"] = self._cast(given["mask"])
+            return self._attend(self._cast(q), cu_q, max_q, given)
+
+    def _is_autocast(self) -> bool:
+        return _any_autocast() and torch.is_autocast_enabled(self._pool.k.device.type)
+
+    def _cast(self, x: Any) -> Any:
+        """Cast x as autocast does, but to the cache's dtype."""
+        casts = isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64
+        return x.to(self.dtype) if casts else x
+
+    def _attend(self, q: Tensor, cu_q: Tensor | None, max_q: int | None, given: Any) -> Any:
+        if cu_q is not None:
+            if isinstance(cu_q, Tensor) and cu_q.shape != (self.batch + 1,):
+                expected = f"(B + 1,) = ({self.batch + 1},) offsets"
+                raise ValueError(f"cu_q: got shape {tuple(cu_q.shape)}, expected {expected}")
+            return attention_packed(q, cu_q=cu_q, max_q=max_q, **given)
+        if not isinstance(q, Tensor) or q.ndim != 4 or q.shape[0] != self.batch:
+            got = tuple(q.shape) if isinstance(q, Tensor) else type(q).__name__
+            raise ValueError(f"q: got {got}, expected (B, H, M, D) with B = {self.batch}")
+        if max_q is not None:
+            raise TypeError(f"max_q: got {max_q} without cu_q, expected None")
+        B, _, M, _ = q.shape
+        rows = q.transpose(1, 2).flatten(0, 1)
+        found = attention_packed(rows, cu_q=self._every(M), max_q=M, **given)
+        return _each(lambda x: x.unflatten(0, (B, M)).transpose(1, 2), found)
+
+    def _every(self, M: int) -> Tensor:
+        """Offsets (B+1,) of items with M rows each."""
+        if self._offsets is None or self._offsets[0] != M:
+            with torch.inference_mode(False):  # for calls in any mode
+                offsets = torch.arange(self.batch + 1, device=self._pool.k.device) * M
+            self._offsets = M, offsets
+        return self._offsets[1]
+
+    # ---------------------------------------------------------------------------------- appending
+
+    @_kept
+    def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
+        """Append keys and values in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n for each item; or k
+        (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] for item b."""
+        if self._is_autocast():
+            k, v = self._cast(k), self._cast(v)
+        self._check(k, v, cu is not None)
+        if cu is None:
+            rows, n = self._pool.rows(k.transpose(1, 2), v.transpose(1, 2)), k.shape[2]
+            if n <= self._slack:
+                self._go_on(n, rows)
+                return
+            change = self._with(torch.full_like(self._lengths, n), self._items)
+            at = self._next(n, change.items.table, change.page)
+            self._do(change, at, rows, self._left(change))
+        else:
+            rows, counts = self._pool.rows(k, v), _steps(cu, self.batch, k.shape[0])
+            change = self._with(counts, self._items)
+            self._do(change, _places(change.items, counts, change.page), rows)
+
+    def _check(self, k: Tensor, v: Tensor, packed: bool) -> None:
+        _, _, heads, D = self._pool.k.shape
+        Dv = self._pool.v.shape[3]
+        for name, x, d in (("k", k, D), ("v", v, Dv)):
+            letters = "(T, Hk, D)" if packed else "(B, Hk, n, D)"
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name}: got {type(x).__name__}, expected a torch.Tensor")
+            fits = x.ndim == (3 if packed else 4) and x.shape[1] == heads and x.shape[-1] == d
+            if not fits or not (packed or x.shape[0] == self.batch):
+                sizes = f"Hk = {heads}, D = {d}" + ("" if packed else f", B = {self.batch}")
+                raise ValueError(f"{name}: got {tuple(x.shape)}, expected {letters} with {sizes}")
+            dtype, device = self.dtype, self._pool.k.device
+            if (x.dtype, x.device) != (dtype, device):
+                expected = f"{dtype} on {device}, as the cache has"
+                raise ValueError(f"{name}: got {x.dtype} on {x.device}, expected {expected}")
+        rows = 0 if packed else 2
+        if k.shape[rows] != v.shape[rows]:
+            raise ValueError(f"v: got {v.shape[rows]} rows, expected {k.shape[rows]}, as k has")
+
+    def _go_on(self, n: int, rows: dict[str, Tensor]) -> None:
+        """Append n keys to every item in the pages that it has, as most decoding steps do."""
+        table, lengths, goes_on = self._items
+        longer = lengths + n
+        there = self._moved(table, longer)
+        write(self._pool.kept, self._moved(*self._next(n, table, self.page_size)), rows)
+        self._set(Items(table, longer, goes_on), there, self._slack - n)
+
+    def _next(self, n: int, table: Tensor, page: int) -> tuple[Tensor, Tensor]:
+        """Where the next n keys of each item go: the page and the row in it, (B,n) each."""
+        key = self._lengths[:, None] + torch.arange(n, device="cpu")
+        return table.gather(1, key // page), key % page
+
+    def _with(self, counts: Tensor, items: Items, gone: Tensor | None = None) -> Change:
+        """The change that adds `counts` keys to each of `items`, with writable pages from its end
+        on; RuntimeError if there is no room for all. gone: pages that are released first. The cache
+        itself does not change yet: only pages without a user are written."""
+        lengths, pool = items.lengths + counts, self._pool
+        capacity, kept, table = self._capacity_for(lengths), pool.kept, items.table
+        if capacity > self.capacity and self._is_contiguous and not pool.forked:
+            kept = pool.longer(capacity)
+        page = kept["k"].shape[1]
+        blocks = max(table.shape[1], -(-capacity // page))
+        table = torch.cat([table, table.new_zeros(self.batch, blocks - table.shape[1])], 1)
+        has, needs = -(-items.lengths // page), -(-lengths // page)
+        more, last = needs - has, (has - 1).clamp(min=0)
+        mine = table.gather(1, last[:, None])[:, 0]
+        copied = self._copied(items, counts, mine, page)
+        n, left = int(more.sum()), mine[copied]
+        dropped = left if gone is None else torch.cat([gone, left])
+        claim = pool.claim(n + len(left), dropped, self.grow, kept)
+        item = torch.repeat_interleave(torch.arange(self.batch, device="cpu"), more)
+        first = torch.repeat_interleave(more.cumsum(0) - more - has, more)
+        table[item, torch.arange(n, device="cpu") - first] = claim.taken[:n]
+        if len(left):
+            table[copied, last[copied]] = claim.taken[n:]
+            claim.copy(left, claim.taken[n:])
+        return Change(Items(table, lengths, items.goes_on | (counts > 0)), capacity, claim)
+
+    def _capacity_for(self, lengths: Tensor) -> int:
+        longest = int(lengths.max()) if self.batch else 0
+        if longest <= self.capacity:
+            return self.capacity
+        if not self.grow:
+            raise RuntimeError(
+                f"KVCache is full: got {longest} keys of item {int(lengths.argmax())}, expected at "
+                f"most capacity = {self.capacity}; evict() drops the oldest, grow=True makes room"
+            )
+        return max(longest, 2 * self.capacity)
+
+    def _copied(self, items: Items, counts: Tensor, last: Tensor, page: int) -> Tensor:
+        """(B,) bool: items that must copy their last page before they append, because others use
+        it. If all users of a page append, the one with the most keys in it keeps the page: it
+        writes behind the rows that the others read."""
+        users = self._pool.users
+        partial = (counts > 0) & (items.lengths % page > 0)
+        shared = partial & ~items.goes_on & (users[last] > 1)
+        if shared.any():
+            pages, item = last[shared], shared.nonzero()[:, 0]
+            order = items.lengths[shared] % page * self.batch + item
+            most = torch.zeros_like(users).scatter_reduce(0, pages, order, "amax")
+            all_write = torch.bincount(pages, minlength=len(users)) == users
+            shared[item[all_write[pages] & (order == most[pages])]] = False
+        return shared
+
+    def _left(self, change: Change) -> int:
+        """How many keys every item can still append to its last page."""
+        if not self.batch:
+            return 0
+        lengths = change.items.lengths
+        return min(int((-lengths % change.page).min()), change.capacity - int(lengths.max()))
+
+    def _do(
+        self,
+        change: Change,
+        at: tuple[Tensor, Tensor] | None = None,
+        rows: dict[str, Tensor] | None = None,
+        slack: int = 0,
+    ) -> None:
+        """Write the rows, then apply the change: an error in writing leaves the cache as it was."""
+        there = self._moved(*change.items[:2])
+        if at is not None and rows is not None:
+            write(change.claim.kept, self._moved(*at), rows)
+        self._pool.settle(change.claim)
+        self.capacity = change.capacity
+        self._set(change.items, there, slack)
+
+    # ----------------------------------------------------------------------- forking and dropping
+
+    @_kept
+    def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
+        """A cache of these items (None: all; one may be listed several times) that shares their
+        pages. An item copies a shared page before it writes to it, with two exceptions. An item
+        that was the only user of its last page when it was forked writes there until it drops keys.
+        If all items that share a page write in one call, as in beam search, one keeps the page."""
+        chosen = _index(items, self.batch)
+        table, lengths, goes_on = (x[chosen] for x in self._items)
+        pool, page = self._pool, self.page_size
+        last = self._table.gather(1, ((self._lengths - 1) // page).clamp(min=0)[:, None])[:, 0]
+        alone = self._items.goes_on | (pool.users[last] == 1)
+        made = object.__new__(KVCache)
+        kept = self.capacity, self.grow, self._is_contiguous
+        made._begin(pool, Items(table, lengths, torch.zeros_like(goes_on)), *kept)
+        pool.add(used(table, lengths, page))
+        pool.forked, self._items = True, self._items._replace(goes_on=alone)
+        made._watch()
+        return made
+
+    @_kept
+    def evict(self, counts: Counts) -> None:
+        """Drop the oldest `counts` keys of each item. Whole pages are released. If a page is
+        dropped in part, all later keys of the item are copied: multiples of page_size cost
+        nothing."""
+        counts = self._counts("counts", counts)
+        page, blocks = self.page_size, torch.arange(self._table.shape[1], device="cpu")
+        keep, moves = self._lengths - counts, counts % page > 0
+        n = torch.where(moves, -(-self._lengths // page), counts // page)[:, None]
+        table = self._table.gather(1, (blocks + n).clamp(max=len(blocks) - 1))
+        items = Items(table, torch.where(moves, 0, keep), self._items.goes_on)
+        moved = torch.where(moves, keep, 0)
+        change = self._with(moved, items, self._table[blocks < n])
+        kept = [self._rows(b, int(counts[b])) for b in moves.nonzero()[:, 0]]
+        rows = {name: torch.cat([x[name] for x in kept]) for name in self._pool.kept if kept}
+        self._do(change, _places(change.items, moved, change.page) if kept else None, rows)
+
+    @_kept
+    def truncate(self, lengths: Counts) -> None:
+        """Keep the first `lengths` keys of each item, to drop rejected speculative tokens."""
+        keep = self._counts("lengths", lengths)
+        has, needs = (-(-x[:, None] // self.page_size) for x in (self._lengths, keep))
+        block = torch.arange(self._table.shape[1], device="cpu")
+        gone = self._table[(needs <= block) & (block < has)]
+        items = Items(self._table, keep, self._items.goes_on & (keep == self._lengths))
+        self._do(Change(items, self.capacity, self._pool.claim(0, gone)))
+
+    @_kept
+    def free(self, items: Sequence[int] | Tensor | None = None) -> None:
+        """Release all pages of these items (None: all). The items are empty then."""
+        chosen = _index(items, self.batch)
+        keep = self._lengths.clone()
+        keep[chosen] = 0
+        self.truncate(keep)
+
+    # ---------------------------------------------------------------------------------- internals
+
+    def _begin(self, pool: Pool, items: Items, capacity: int, grow: bool, contiguous: bool) -> None:
+        """contiguous: each item has one page, as long as the capacity."""
+        self.capacity, self.grow, self._pool, self._is_contiguous = capacity, grow, pool, contiguous
+        self._offsets: tuple[int, Tensor] | None = None
+        self._held: list[Tensor] = []
+        self._set(items, self._moved(*items[:2]))
+
+    def _watch(self) -> None:
+        """Release the cache's pages when it is garbage collected."""
+        weakref.finalize(self, _let_go, self._pool, self._held).atexit = False
+
+    def __copy__(self) -> KVCache:
+        return self.fork()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:  # for deepcopy and pickle
+        self.__dict__.update(state)
+        self._pool.add(used(*self._held, self.page_size))  # a copied pool counts no users
+        self._watch()
+
+    def _set(self, items: Items, there: tuple[Tensor, Tensor], slack: int = 0) -> None:
+        """there: table and lengths on the pages' device. slack: at most the result of `_left`."""
+        self._items, self._on_device, self._slack = items, there, slack
+        self._held[:] = items[:2]
+
+    @property
+    def _table(self) -> Tensor:
+        return self._items.table
+
+    @property
+    def _lengths(self) -> Tensor:
+        return self._items.lengths
+
+    def _moved(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """x and y on the pages' device; bookkeeping is done on the host."""
+        device = self._pool.k.device
+        return (x, y) if device.type == "cpu" else (x.to(device), y.to(device))
+
+    def _rows(self, b: int, first: int) -> dict[str, Tensor]:
+        """The keys and values of item b from key `first` on, (n,Hk,D), as stored."""
+        pages = self._table[b, : -(-int(self._lengths[b]) // self.page_size)]
+        end = int(self._lengths[b])
+        pages = pages.to(self._pool.k.device)
+        return {name: x[pages].flatten(0, 1)[first:end] for name, x in self._pool.kept.items()}
+
+    def _counts(self, name: str, counts: Counts) -> Tensor:
+        found = _whole(name, counts)
+        if found.ndim > 1 or found.numel() not in (1, self.batch):
+            got = tuple(found.shape)
+            raise ValueError(f"{name}: got shape {got}, expected one number, or ({self.batch},)")
+        found = found.expand(self.batch).clone()
+        wrong = (found < 0) | (found > self._lengths)
+        if wrong.any():
+            b = int(wrong.nonzero()[0])
+            raise ValueError(
+                f"{name}: got {int(found[b])} keys of item {b}, expected a number in "
+                f"[0, {int(self._lengths[b])}], its length"
+            )
+        return found
+
+
+def _places(items: Items, counts: Tensor, page: int) -> tuple[Tensor, Tensor]:
+    """Where the last `counts` keys of each item are: the page and the row in it, (n,) each."""
+    item = torch.repeat_interleave(torch.arange(len(counts), device="cpu"), counts)
+    first = torch.repeat_interleave(counts.cumsum(0) - items.lengths, counts)
+    key = torch.arange(len(item), device="cpu") - first
+    return items.table[item, key // page], key % page
+
+
+def _let_go(pool: Pool, held: list[Tensor]) -> None:
+    with _disable_current_modes():  # a cache may be collected under any mode
+        pool.drop(used(held[0], held[1], pool.page))
+
+
+def _size(name: str, x: Any, least: int = 0) -> int:
+    found = whole(name, x, f"a whole number, {least} or more")
+    if found < least:
+        raise ValueError(f"{name}: got {found}, expected {least} or more")
+    return found
+
+
+def _whole(name: str, x: Any) -> Tensor:
+    """Numbers as int64 on the CPU. Bools, and floats, which would be truncated, raise."""
+    found = x if isinstance(x, Tensor) else torch.as_tensor(x, device="cpu")
+    if found.numel() and found.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name}: got {found.dtype}, expected whole numbers, int32 or int64")
+    return found.cpu().long()
+
+
+def _each(f, found):
+    return tuple(f(x) for x in found) if isinstance(found, tuple) else f(found)
+
+
+def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
+    """The number of rows of each item, by the offsets `cu`."""
+    if not isinstance(cu, Tensor) or cu.shape != (batch + 1,):
+        got = tuple(cu.shape) if isinstance(cu, Tensor) else type(cu).__name__
+        raise ValueError(f"cu: got {got}, expected (B + 1,) = ({batch + 1},) offsets")
+    offsets = _whole("cu", cu)
+    steps = offsets.diff()
+    if offsets[0] != 0 or offsets[-1] != total or (steps < 0).any():
+        raise ValueError(
+            f"cu: got {offsets.tolist()}, expected offsets from 0 to {total}, the rows of k, that "
+            "never fall"
+        )
+    return steps
+
+
+def _index(items: Sequence[int] | Tensor | None, batch: int) -> Tensor:
+    """The indices of these items; None means all."""
+    if items is None:
+        return torch.arange(batch, device="cpu")
+    chosen = _whole("items", items).reshape(-1)
+    if ((chosen < 0) | (chosen >= batch)).any():
+        raise ValueError(f"items: got {chosen.tolist()}, expected numbers in [0, {batch})")
+    return chosen
