@@ -76,11 +76,11 @@ test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
 test-cuda: setup
-	@FASTATTN_CUDA=on $(PYTHON) -m pytest $(wildcard tests/test_cuda_*.py) \
-		$(wildcard tests/test_emulator*.py) tests/test_probe.py tests/test_ptxas.py $(ARGS)
+	@FASTATTN_CUDA=on $(PYTHON) -m pytest tests/cuda \
+		$(wildcard tests/emulator/test_emulator*.py) tests/emulator/test_probe.py $(ARGS)
 
 test-ptx: setup
-	@$(PYTEST) --tier=whole $(wildcard tests/test_ptx_*.py) tests/test_gpu_mutants.py $(ARGS)
+	@$(PYTEST) --tier=whole $(wildcard tests/emulator/test_ptx_*.py) tests/mutation/test_gpu_mutants.py $(ARGS)
 
 fuzz: setup
 	@$(PYTHON) -m tests.fuzz $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
@@ -97,7 +97,7 @@ sanitize: setup
 	@for tool in memcheck initcheck synccheck racecheck; do echo "== $$tool"; \
 		PATH="$$PATH:/usr/local/cuda/bin" PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
 		compute-sanitizer --tool $$tool --error-exitcode 1 \
-			$(PYTHON) -m pytest -m gpu -k "test_features and cuda" tests/test_gpu.py $(ARGS) || exit 1; \
+			$(PYTHON) -m pytest -m gpu -k "test_features and cuda" tests/gpu/test_gpu.py $(ARGS) || exit 1; \
 	done
 
 sanitize-cpu: setup
@@ -115,7 +115,7 @@ ledger: setup
 
 lint: setup
 	$(PYTHON) -m ruff check
-	$(PYTHON) tests/plain_words.py
+	$(PYTHON) -m tests.support.plain_words
 
 format: setup
 	$(PYTHON) -m ruff format --check

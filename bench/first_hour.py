@@ -58,16 +58,16 @@ BENCH = "{python} -m bench"
 TINY = "--device cpu --threads 1 --seconds 0.002 --output {out}"
 PEERS = "fastattn-cuda torch torch-flash torch-cudnn torch-efficient flash-attn"
 SMALL = "--lengths 40 --dims 16 --dtypes bfloat16 --masks full --passes forward --sweep-only"
-CHECKED = f"{TESTS} tests/test_cuda_emulated.py -k 'test_features and plain and bfloat16'"
-EMULATOR = (
-    "import sys; sys.path.insert(0, 'tests'); import emulated; print(emulated.emulator().path)"
-)
+CHECKED = f"{TESTS} tests/cuda/test_cuda_emulated.py -k 'test_features and plain and bfloat16'"
+EMULATOR = "from tests.support import emulated; print(emulated.emulator().path)"
 
 
 def _sanitized(tool: str, limit: float) -> Part:
     """A short run of a sanitizer on plain calls and storage offsets, without torch's caching
     allocator, which would hide accesses beyond a tensor."""
-    few = "tests/test_gpu.py -k 'cuda and bfloat16 and (test_features and plain or test_storage)'"
+    few = (
+        "tests/gpu/test_gpu.py -k 'cuda and bfloat16 and (test_features and plain or test_storage)'"
+    )
     command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {ON_GPU} {few}"
     alone = f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}"
     checked = tool == "memcheck"  # one run of the emulator checks for all four
@@ -75,7 +75,8 @@ def _sanitized(tool: str, limit: float) -> Part:
 
 
 def _tested(file: str, limit: float, rehearsal: str = "") -> Part:
-    return Part(f"tests: {file}", limit, f"{ON_GPU} tests/{file}.py", rehearsal)
+    name = f"tests: {file.rpartition('/')[2]}"
+    return Part(name, limit, f"{ON_GPU} tests/{file}.py", rehearsal)
 
 
 def _swept(name: str, limit: float, what: str, rehearsal: str = "") -> Part:
@@ -92,16 +93,20 @@ PARTS = (
     Part(
         "probe",
         300,
-        f"{ON_GPU} tests/test_probe.py",
-        f"{TESTS} tests/test_probe.py -k 'emulator_gives and shuffle'",
+        f"{ON_GPU} tests/emulator/test_probe.py",
+        f"{TESTS} tests/emulator/test_probe.py -k 'emulator_gives and shuffle'",
     ),
     Part(
         "tests: plain",
         300,
-        f"{ON_GPU} tests/test_gpu.py -k 'fused_kernels or test_features and plain'",
-        f"{TESTS} tests/test_cuda_launch.py -k 'square and (runs_where_it_should or graph)'",
+        f"{ON_GPU} tests/gpu/test_gpu.py -k 'fused_kernels or test_features and plain'",
+        f"{TESTS} tests/cuda/test_cuda_launch.py -k 'square and (runs_where_it_should or graph)'",
     ),
-    _tested("test_first_call", 300, f"{TESTS} tests/test_first_call.py -k 'captured or translate'"),
+    _tested(
+        "package/test_first_call",
+        300,
+        f"{TESTS} tests/package/test_first_call.py -k 'captured or translate'",
+    ),
     Part("launch", 300, f"{BENCH} overhead --output {{out}}", f"{BENCH} overhead {TINY}"),
     _swept(
         "lengths",
@@ -113,13 +118,13 @@ PARTS = (
     Part("decode", 300, f"{BENCH} decode --dtypes bfloat16 --output {{out}}", ""),
     Part("memory", 300, f"{BENCH} memory --output {{out}}", ""),
     *(_sanitized(x, 300) for x in ("memcheck", "racecheck", "synccheck", "initcheck")),
-    _tested("test_gpu", 900),
-    _tested("test_gpu_calls", 600),
-    _tested("test_gpu_streams", 600),
-    _tested("test_gpu_torch", 600),
-    _tested("test_gpu_scale", 600),
-    _tested("test_gpu_pairs", 900),
-    _tested("test_gpu_tangents", 600),
+    _tested("gpu/test_gpu", 900),
+    _tested("gpu/test_gpu_calls", 600),
+    _tested("gpu/test_gpu_streams", 600),
+    _tested("gpu/test_gpu_torch", 600),
+    _tested("gpu/test_gpu_scale", 600),
+    _tested("gpu/test_gpu_pairs", 900),
+    _tested("gpu/test_gpu_tangents", 600),
     Part(
         "ledger",
         900,

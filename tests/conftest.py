@@ -7,9 +7,7 @@ byte buffer read as floats is NaN too), and the native library fills its own scr
 
 import importlib.util
 import os
-import sys
 from collections import Counter
-from pathlib import Path
 
 # Set before torch is loaded. Parallel test workers split the cores among them, and a waiting thread
 # does not spin on a core that another worker needs.
@@ -25,11 +23,7 @@ import torch  # noqa: E402
 # instructions of torch's oneDNN, which some virtual machines announce and then refuse.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 
-# Tests import their helpers by name (`import cases`) whatever pytest's import mode is.
-sys.path.insert(0, str(Path(__file__).parent))
-import deadline  # noqa: E402
-import foreign_warnings  # noqa: E402
-import tiers  # noqa: E402
+from tests.support import deadline, foreign_warnings, tiers  # noqa: E402
 
 if importlib.util.find_spec("hypothesis"):
     from hypothesis import HealthCheck, settings
@@ -82,7 +76,7 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m filter: a share is of all tests
 def pytest_collection_modifyitems(config, items):
-    from runners import INTERPRETED
+    from tests.support.backends import INTERPRETED
 
     items[:], others = tiers.select(items, config.option.tier, INTERPRETED)
     config.hook.pytest_deselected(items=others)

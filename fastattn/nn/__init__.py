@@ -1,8 +1,8 @@
 """Thin modules over `fastattn.attention`, batch first, for models written in plain PyTorch.
 
-They implement the systems of five tutorials. Tests compare them with what the tutorials print (D:
-tests/test_documents.py) and with naive implementations, including gradients (N: tests/test_nn.py,
-T: tests/test_nn_transformer.py). The last column is a word for pytest -k:
+They implement the systems of five tutorials. Tests in tests/nn compare them with what the tutorials
+print (D: test_tutorial_outputs.py) and with naive implementations, including gradients (N:
+test_nn.py, T: test_nn_transformer.py). The last column is a word for pytest -k:
 
 document              system                         class                         test
 --------------------  -----------------------------  ----------------------------  -----------------

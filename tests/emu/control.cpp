@@ -5,7 +5,7 @@
 
 extern "C" {
 
-// As tests/emulator.py has them.
+// As tests/support/emulator.py has them.
 struct EmuOptions {
   uint64_t seed;
   int64_t shared_limit;

@@ -1,4 +1,4 @@
-// ldmatrix and mma.sync, by the fragment layouts of the PTX ISA. tests/test_emulator.py compares
+// ldmatrix and mma.sync, by the fragment layouts of the PTX ISA. tests/emulator/test_emulator.py compares
 // them with an independent source of those layouts. And arithmetic that hardware approximates.
 #include <algorithm>
 #include <cmath>

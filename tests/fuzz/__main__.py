@@ -14,9 +14,6 @@ import os
 import random
 import sys
 import time
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests import their helpers by name
 
 
 def main(argv=None):
@@ -68,10 +65,9 @@ def refusal(options):
 def prepare():
     """Fill uninitialised memory with NaN, as conftest.py does for the tests."""
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-    from workers import fill_with_nan
-
     from fastattn.backends.native import libraries
     from fastattn.backends.triton import interpreted
+    from tests.support.workers import fill_with_nan
 
     fill_with_nan()
     if interpreted():
@@ -92,7 +88,7 @@ def work(options):
     """Make cases. Print a line before and after each. Every part gets the same time."""
     end = time.monotonic() + 60 * options.minutes
     prepare()
-    from workers import in_one_line
+    from tests.support.workers import in_one_line
 
     from . import NUMBERS
     from .parts import PARTS

@@ -5,13 +5,13 @@ import math
 from dataclasses import dataclass, field, replace
 
 import torch
-from argument_shapes import shapes_of
-from cases import Dims, Draft, Problem, spoil_tail
-from judge import Verdict
-from runners import REASONS
 
 import fastattn
 from fastattn.backends import base
+from tests.support.argument_shapes import shapes_of
+from tests.support.backends import REASONS
+from tests.support.cases import Dims, Draft, Problem, spoil_tail
+from tests.support.error_budget import Verdict
 
 EDGES = (15, 16, 17, 31, 32, 33, 63, 64, 65, 96, 127, 128, 129)
 

@@ -5,25 +5,23 @@ import math
 import re
 from contextlib import contextmanager
 
-import cache_model
-import flash_attn_oracle
-import tangents
 import torch
-from cases import DTYPES
-from judge import Verdict
-from runners import FUSED, REASONS, variant, variants
-from test_flash_attn import agree as agree_with_gradients
-from test_flash_attn import leaves_of, offsets
-from test_flash_attn_cache import agree as agree_with_cache
-from test_flash_attn_cache import hide
-from test_place import AXES, in_parts
-from test_weights import Averaged, ask, with_identity
 from torch.func import grad, jvp, vjp, vmap
 
 import fastattn
 from fastattn import reference
 from fastattn.backends import base
 from fastattn.call.spec import Feature
+from tests.integrations.test_flash_attn import agree as agree_with_gradients
+from tests.integrations.test_flash_attn import leaves_of, offsets
+from tests.integrations.test_flash_attn_cache import agree as agree_with_cache
+from tests.integrations.test_flash_attn_cache import hide
+from tests.semantics.test_place import AXES, in_parts
+from tests.semantics.test_weights import Averaged, ask, with_identity
+from tests.support import cache_model, flash_attn_oracle, tangents
+from tests.support.backends import FUSED, REASONS, variant, variants
+from tests.support.cases import DTYPES
+from tests.support.error_budget import Verdict
 
 from . import draw
 from .refused import REFUSED

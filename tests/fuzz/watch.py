@@ -8,7 +8,7 @@ import sys
 import time
 from collections import Counter
 
-from workers import Process
+from tests.support.workers import Process
 
 from . import NUMBERS
 

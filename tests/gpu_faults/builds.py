@@ -4,10 +4,9 @@ compiled, so that a fault is built in seconds; each content is built once, in bu
 import os
 import re
 
-import emulator
-import once
-from emulator import ROOT, Emulator
-from ptx import library
+from tests.ptx import library
+from tests.support import build_lock, emulator
+from tests.support.emulator import ROOT, Emulator
 
 from . import table
 
@@ -41,8 +40,8 @@ def tree(dim, fault=None):
     for change in filter(None, (few_instances(dim), fault)):
         for where in {x.where for x in change.edits if x.of == "sources"}:
             texts[where] = table.applied(change, where, texts[where])
-    folder = FOLDER / once.digest(texts)
-    with once.alone(f"faults-{folder.name}"):
+    folder = FOLDER / build_lock.digest(texts)
+    with build_lock.alone(f"faults-{folder.name}"):
         if not folder.exists():
             part = folder.with_suffix(f".{os.getpid()}")
             for where, text in texts.items():

@@ -3,19 +3,19 @@
 import re
 from dataclasses import replace
 
-import emulated
 import pytest
-import test_extents
 import torch
-from cases import FEATURE, Dims, build
-from judge import Verdict
-from runtime import Runtime, launching
 
 import fastattn
 from fastattn.backends import cuda
 from fastattn.backends.base import broadcast_strides
 from fastattn.backends.native import libraries
 from fastattn.call.spec import AttentionSpec
+from tests.semantics import test_extents
+from tests.support import emulated
+from tests.support.cases import FEATURE, Dims, build
+from tests.support.error_budget import Verdict
+from tests.support.runtime import Runtime, launching
 
 from .slices import DIM, SHAPES, named
 

@@ -7,13 +7,12 @@ import re
 from collections import defaultdict
 from contextlib import contextmanager
 
-import emulated
 import pytest
-import runtime
-from ptx import ours, triton
-from test_cuda_addresses import under_address_sanitizer
 
 from fastattn.backends import triton as launcher
+from tests.cuda.test_cuda_addresses import under_address_sanitizer
+from tests.ptx import ours, triton
+from tests.support import emulated, runtime
 
 from . import builds, launches, slices, table  # noqa: F401 (launches has slices)
 

@@ -8,23 +8,22 @@ import re
 from contextlib import contextmanager
 from dataclasses import replace
 
-import far_logits
-import folded as folded_calls
 import pytest
-import test_packed
-import test_paged
 import torch
-from cases import FEATURE, Dims, build, negative_logits
-from emulated import everywhere
-from judge import Verdict
-from ptx import triton
-from slices import inside_nan
-from test_cuda_emulated import shifted, with_heads_apart, with_wide_rows
-from test_cuda_scale import far
-from test_weights import about_weights
 
 import fastattn
 from fastattn.backends.triton_support import tile_configs
+from tests.cuda.test_cuda_emulated import shifted, with_heads_apart, with_wide_rows
+from tests.cuda.test_cuda_scale import far
+from tests.ptx import triton
+from tests.semantics import test_packed, test_paged
+from tests.semantics.test_weights import about_weights
+from tests.support import large_logits
+from tests.support import vmap_dropout as folded_calls
+from tests.support.cases import FEATURE, Dims, build, negative_logits
+from tests.support.edge_cases import inside_nan
+from tests.support.emulated import everywhere
+from tests.support.error_budget import Verdict
 
 from . import builds
 
@@ -157,7 +156,7 @@ def rows_far_apart():
 
 @named("backward", "weights")
 def far_from_zero():
-    return far_logits.complaints(far_logits.far_logits(torch.bfloat16, M=37, N=70))
+    return large_logits.complaints(large_logits.far_logits(torch.bfloat16, M=37, N=70))
 
 
 @named("forward")

@@ -16,7 +16,7 @@ GRAPH = Graph(PACKAGE)
 MODULES = GRAPH.modules
 
 # At most so many modules lie side by side, so that the folders show what belongs together.
-FLAT = {"fastattn": 16}
+FLAT = {"fastattn": 16, "tests": 30}
 
 # The modules that may import the oracle: the reference backend, exported graphs, and the package's
 # __init__, which exports it.

@@ -7,8 +7,9 @@ import threading
 from contextlib import contextmanager
 from pathlib import Path
 
-import emulator
 import numpy as np
+
+from tests.support import emulator
 
 from . import cpp, text
 

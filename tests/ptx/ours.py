@@ -4,9 +4,9 @@ import functools
 import subprocess
 
 import pytest
-from emulator import KERNELS, ROOT
 
 from bench import ptxas
+from tests.support.emulator import KERNELS, ROOT
 
 from . import library
 

@@ -10,14 +10,14 @@ import struct
 from contextlib import contextmanager
 from types import SimpleNamespace
 
-import emulator
 import numpy as np
 import pytest
-from emulator import Emulator
-from runners import every_call
 
 from bench.aot import SHARED, Absent
 from fastattn.backends import triton as launcher
+from tests.support import emulator
+from tests.support.backends import every_call
+from tests.support.emulator import Emulator
 
 from . import library
 

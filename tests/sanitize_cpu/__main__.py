@@ -14,9 +14,7 @@ findings.
 import argparse
 import os
 import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # tests import their helpers by name
 USUAL = 19.0
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "sanitize"
 JOBS = 2
-TESTS = str(ROOT / "tests")
 ADDRESS, THREAD = "address,undefined", "thread"
 RUNTIMES = {ADDRESS: ("libasan.so", "libubsan.so"), THREAD: ("libtsan.so",)}
 # How they stop at the first finding. Fibers of the emulator have stacks of their own, and Python
@@ -25,7 +24,7 @@ OPTIONS = {
     },
 }
 # The emulator's threads are not the system's. One emulator is compiled for each width of heads.
-EMULATOR = "from emulated import emulator; emulator({wide})"
+EMULATOR = "from tests.support.emulated import emulator; emulator({wide})"
 
 
 class Failed(Exception):
@@ -74,7 +73,7 @@ def emulators():
     found = [
         subprocess.Popen(
             [sys.executable, "-c", EMULATOR.format(wide=wide)],
-            cwd=TESTS,
+            cwd=ROOT,
             env=environment(ADDRESS) | {"LD_PRELOAD": preloaded(ADDRESS)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

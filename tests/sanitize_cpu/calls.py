@@ -7,15 +7,14 @@ import random
 import zlib
 from dataclasses import replace
 
-import cache_model
-import tangents
 import torch
-from cases import DTYPES, FEATURES, Dims, build
-from test_packed import batch
-from test_paged import in_pages, of_scores
-from test_storage import NAMES, kept
 
 import fastattn
+from tests.semantics.test_packed import batch
+from tests.semantics.test_paged import in_pages, of_scores
+from tests.semantics.test_storage import NAMES, kept
+from tests.support import cache_model, tangents
+from tests.support.cases import DTYPES, FEATURES, Dims, build
 
 HEAD_DIMS = range(1, 131)
 SCORES = [f for f in FEATURES if of_scores((f,)) and f.group not in ("queries", "place", "dout")]

@@ -154,9 +154,8 @@ class Emulator(Part):
         return ""
 
     def prepare(self, built):
-        from emulated import Emulated
-
         from fastattn.backends import base
+        from tests.support.emulated import Emulated
 
         from . import guards
 
@@ -167,7 +166,7 @@ class Emulator(Part):
         base.register(self.backend)
 
     def calls(self, seed):
-        from emulated import DTYPES
+        from tests.support.emulated import DTYPES
 
         from . import calls, guards
 
@@ -177,7 +176,7 @@ class Emulator(Part):
         return calls.shuffled(found, seed)
 
     def make(self, call, seed):
-        from runners import every_call
+        from tests.support.backends import every_call
 
         from . import calls
 

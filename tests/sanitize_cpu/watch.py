@@ -5,7 +5,7 @@ import sys
 import time
 from collections import Counter
 
-from workers import Process
+from tests.support.workers import Process
 
 from . import builds
 from .parts import PARTS

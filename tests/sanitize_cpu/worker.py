@@ -3,7 +3,7 @@
 import sys
 import time
 
-from workers import fill_with_nan, in_one_line
+from tests.support.workers import fill_with_nan, in_one_line
 
 from .parts import PARTS, name_of
 

@@ -1,0 +1,291 @@
+"""The benchmark harness: the sweep, its records, and the parts that measure."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import math
+import os
+import pkgutil
+import subprocess
+
+import pytest
+import torch
+
+import bench
+from bench import commands, machine, pictures, printed, progress, results, timing
+from bench.__main__ import _parser, main
+from bench.cases import BACKWARD, FORWARD, GRIDS, PASSES, PLAIN, TRAINING
+from bench.masks import MASKS, SWEPT
+from bench.peers import BASELINE, PEERS, SUBJECT
+from tests.support.bench_helpers import case, hurry, know_ceilings
+
+TINY = ["--device", "cpu", "--lengths", "40", "--dims", "16", "--seconds", "0.002"]
+DEFAULT = {SUBJECT, BASELINE}
+
+
+@pytest.fixture(scope="module")
+def result(tmp_path_factory) -> dict:
+    """The result of one run of the program with all of its parts."""
+    folder = tmp_path_factory.mktemp("bench")
+    with pytest.MonkeyPatch.context() as patch:
+        hurry(patch)
+        patch.setattr("bench.ceilings.BURSTS", 3)
+        patch.setattr("bench.ceilings.SUSTAINED_S", 0.002)
+        patch.setattr("bench.ceilings.BUFFER_BYTES", {"cpu": [1 << 12, 4 << 20]})
+        patch.setattr("bench.ceilings.MATMUL_SIZE", {"cpu": 128})
+        assert main([*TINY, "--masks", *SWEPT, "--output", str(folder)]) == 0
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text()) | {"folder": folder}
+
+
+def test_a_run_says_where_and_with_what(result):
+    assert result["schema"] == results.SCHEMA and result["complete"] and result["kind"] == "sweep"
+    assert result["machine"]["cpu"]["cores"] >= 1 and result["machine"]["name"]
+    assert result["machine"]["threads"] == torch.get_num_threads()
+    assert {"isa", "isas", "torch_isa", "mhz"} <= result["machine"]["cpu"].keys()
+    assert result["machine"]["mkl"]["path"] in ("AVX2", "AVX-512", "none", "unknown")
+    assert result["versions"]["torch"] == torch.__version__
+    assert {"start", "end"} == result["load"].keys()
+    assert "commit" in result and "created" in result and result["seconds"] > 0
+    for dtype in ("float32", "bfloat16"):
+        ceiling = result["ceilings"]["compute"][dtype]
+        assert ceiling["matmul_gflops"] > 0
+        for rate in (ceiling["register_gflops"], ceiling["sustained_gflops"]):
+            assert rate is None or rate > 0
+    counts = [row["threads"] for row in result["ceilings"]["memory"]]
+    assert counts == 2 * list(dict.fromkeys((1, torch.get_num_threads())))  # for two sizes
+    assert all(row["read_gbs"] > 0 < row["copy_gbs"] for row in result["ceilings"]["memory"])
+    for entry in result["overhead"]["timings"]:
+        assert set(entry["peers"]) == DEFAULT
+        assert all(row["median_us"] > 0 for row in entry["peers"].values())
+    assert result["overhead"]["errors"] == {SUBJECT: "", BASELINE: ""}
+
+
+def test_the_memory_probe_sees_a_quadratic_buffer(result):
+    """torch stores the weights for dropout: 67 MB each. Our results take only 4 MB, and an
+    allocator may have a few pages of that free already."""
+    extra = {row["peer"]: row for row in result["memory"]}
+    assert extra[BASELINE]["N"] == 4096 and extra[BASELINE]["error"] == ""
+    assert extra[BASELINE]["extra_bytes"] > 4096**2 * 4
+    assert extra[SUBJECT]["extra_bytes"] > 3 * 4096 * 64 * 4
+
+
+def test_a_run_measures_every_cell_of_its_sweep(result):
+    grid = {(c["dtype"], c["mask"], c["N"], c["D"], c["pass"]) for c in result["cells"]}
+    assert len(grid) == len(result["cells"]) == 2 * len(SWEPT) * len(PASSES)
+    for cell in result["cells"]:
+        assert cell["status"] == "ok" and cell["verified"].endswith("every row of all 4 heads")
+        wanted = {"out"} if cell["pass"] == FORWARD else {"out", "dq", "dk", "dv"}
+        for peer in DEFAULT:
+            assert set(cell["peers"][peer]["errors"]) == wanted
+        assert {t["threads"] for t in cell["timings"]} == {1, torch.get_num_threads()}
+        for entry in cell["timings"]:
+            assert entry["clock"] == ("thread CPU time" if entry["threads"] == 1 else "wall time")
+            assert entry["rounds"] == 2
+            ratio = printed.speedup_of(entry)
+            for q in (ratio, entry["peers"][SUBJECT], entry["peers"][BASELINE]):
+                low, middle, high = (q.get(k, q.get(f"{k}_ms")) for k in ("q1", "median", "q3"))
+                assert 0 < low <= middle <= high
+            assert entry["peers"][SUBJECT]["percent_of_read"] > 0
+
+
+def test_backward_and_training_share_their_samples(result):
+    """Backward is a part of training: training takes longer, in every quartile."""
+    cells = {(c["dtype"], c["mask"], c["pass"]): c for c in result["cells"]}
+    for (dtype, mask, what), cell in cells.items():
+        if what == BACKWARD:
+            for part, whole in zip(cell["timings"], cells[dtype, mask, TRAINING]["timings"]):
+                for peer in DEFAULT:
+                    assert part["peers"][peer]["q1_ms"] < whole["peers"][peer]["q1_ms"]
+
+
+def test_a_run_draws_its_pictures(result):
+    pytest.importorskip("matplotlib")
+    (picture,) = result["folder"].glob("*-speedup.png")  # one length gives no plot of lengths
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_a_sentence_says_so(result, monkeypatch, tmp_path):
+    real = builtins.__import__
+
+    def without(name, *rest):
+        if name.startswith("matplotlib"):
+            raise ImportError(f"No module named {name!r}")
+        return real(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    (said,) = pictures.draw_all(result, tmp_path / "a")
+    assert "matplotlib is not installed" in said
+    assert not list(tmp_path.iterdir())
+
+
+# --- the parts -------------------------------------------------------------------------------
+
+
+def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path):
+    know_ceilings(monkeypatch)
+    real = progress.follow
+
+    def interrupted(*arguments):
+        stream = real(*arguments)
+        yield next(stream)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(progress, "follow", interrupted)
+    monkeypatch.setattr("bench.results.FOLDER", tmp_path)
+    assert main([*TINY, "--sweep-only", "--save"]) == 130
+    assert not list(tmp_path.glob("*.*"))  # an incomplete sweep is no result to commit
+    (path,) = tmp_path.glob("local/*.json")
+    kept = json.loads(path.read_text())
+    assert len(kept["cells"]) == 1 and not kept["complete"]
+    assert kept["overhead"] is None and kept["memory"] == []
+
+
+def test_rounds_are_interleaved_and_nobody_always_comes_second():
+    calls: list[str] = []
+    programs = {name: (lambda _, name=name: calls.append(name),) for name in "ab"}
+    ticks = iter(range(10**9))
+    clock = timing.HostClock("counted", lambda: float(next(ticks)))
+    samples = timing.interleaved(programs, clock, seconds=0.0)
+    assert {len(rounds) for rounds in samples.values()} == {timing.ROUNDS[0]}
+    measured = calls[4:]  # after two warm-up calls of each
+    assert measured == list("abbaabbaab")
+
+
+def test_phases_are_timed_apart_and_hand_on_their_results():
+    ticks = iter([0.0, 1.0, 10.0, 13.0])
+    clock = timing.HostClock("counted", lambda: next(ticks))
+    program = (lambda _: "out", lambda out: out + "!")
+    assert clock.sample(program, 1) == [1.0, 3.0]
+
+
+def test_threads_are_given_back():
+    before = torch.get_num_threads()
+    with pytest.raises(KeyError), timing.torch_threads(1):
+        assert torch.get_num_threads() == 1
+        raise KeyError
+    assert torch.get_num_threads() == before
+
+
+def test_a_setting_is_in_force_only_while_its_program_runs():
+    seen: dict[str, set[int]] = {"one": set(), "all": set()}
+    programs = {
+        name: (lambda _, name=name: seen[name].add(torch.get_num_threads()),) for name in seen
+    }
+    before = torch.get_num_threads()
+    arounds = {
+        "one": lambda: timing.torch_threads(1),
+        "all": lambda: timing.torch_threads(before),
+    }
+    timing.interleaved(programs, timing.WALL_TIME, 0.0, arounds)
+    assert seen == {"one": {1}, "all": {before}} and torch.get_num_threads() == before
+
+
+def test_useful_flops():
+    full, causal = case(B=2, H=3, N=8), case("causal", B=2, H=3, N=8)
+    assert full.flops(FORWARD) == 4 * 8 * 8 * 16 * 6
+    assert full.flops(TRAINING) == full.flops(FORWARD) + full.flops(BACKWARD)
+    assert math.isclose(causal.flops(FORWARD) / full.flops(FORWARD), 36 / 64)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("sizes", [{"N": 300}, {"N": 300, "M": 7}], ids=str)
+def test_the_pairs_counted_are_those_that_are_visible(mask, sizes):
+    for B in (1, 3) if not MASKS[mask].learned else (1,):
+        assert case(mask, B=B, **sizes).pairs() == int(case(mask, B=B, **sizes).visible().sum())
+
+
+def test_a_quarter_of_the_keys_is_padding():
+    assert case("padding", N=400).lengths().tolist() == [300]
+    assert case("padding", B=4, N=400).lengths().tolist() == [225, 275, 325, 375]
+
+
+@pytest.mark.parametrize("preset", GRIDS)
+def test_the_presets_measure_every_mask_and_no_case_twice(preset):
+    cases = [c for grid in GRIDS[preset] for c in grid.cases("cpu")]
+    assert len(set(cases)) == len(cases)
+    assert {c.mask for c in cases} == set(SWEPT)
+    assert {c.dtype for c in cases} == {"float32", "bfloat16", "float16"}
+
+
+def test_an_axis_given_replaces_the_grids():
+    nothing = dict.fromkeys(("lengths", "dims", "dtypes", "masks"))
+    options = commands.Options(**nothing | {"lengths": [40, 50]})
+    (grid,) = commands.grids(options, "quick")
+    assert grid.lengths == (40, 50) and grid.masks == PLAIN
+    assert commands.grids(commands.Options(**nothing), "quick") is GRIDS["quick"]
+
+
+def test_every_peer_says_what_it_is():
+    assert all(peer.title and name == peer.name for name, peer in PEERS.items())
+
+
+@pytest.mark.parametrize(
+    "vendor, family, number, name, expected",
+    [
+        ("AuthenticAMD", "25", "17", "AMD EPYC", "amd-zen-4-256-bit-units"),
+        ("AuthenticAMD", "25", "1", "AMD EPYC 7763 64-Core Processor", "amd-zen-3-256-bit-units"),
+        ("GenuineIntel", "6", "85", "Intel(R) Xeon(R)", "intel-skylake-512-bit-units"),
+        ("GenuineIntel", "6", "0", "Intel(R) Core(TM) i7-920 CPU @ 2.67GHz", "intel-core-i7-920"),
+        ("GenuineIntel", "6", "1", "Intel(R) Xeon(R) Processor", "intel-xeon-6-1"),
+        ("", "", "", "Neoverse-N1", "neoverse-n1"),
+    ],
+)
+def test_the_file_is_named_after_the_device(vendor, family, number, name, expected):
+    cpu = {"vendor": vendor, "family": family, "number": number, "amx": False}
+    assert machine.slug({"device": "cpu", "name": name, "cpu": cpu}) == expected
+    assert machine.slug({"device": "cuda", "name": "NVIDIA H200", "cpu": cpu}) == "nvidia-h200"
+
+
+def test_the_name_says_that_there_are_tiles():
+    cpu = {"vendor": "GenuineIntel", "family": "6", "number": "207", "amx": True}
+    described = {"device": "cpu", "name": "Intel(R) Xeon(R)", "cpu": cpu}
+    assert machine.words(described) == "Intel Emerald Rapids, 512-bit units, AMX"
+    assert machine.slug(described) == "intel-emerald-rapids-512-bit-units-amx"
+
+
+def test_a_function_bears_the_name_of_its_command():
+    """No command has the name of a module, which it would shadow."""
+    _, names = _parser()
+    assert names and all(getattr(commands, x).__module__ == commands.__name__ for x in names)
+    modules = {module.name for module in pkgutil.iter_modules(bench.__path__)}
+    assert not modules & set(names)
+
+
+def test_a_file_has_a_line_for_a_record_and_six_digits(result):
+    text = results.text(result | {"folder": ""})
+    assert json.loads(text)["cells"] == result["cells"]
+    assert text.count("\n") < len(result["cells"]) + 40
+    assert results.text({"a": [{"b": 1234567.8, "c": [1 / 3]}], "d": 1234567}) == (
+        '{\n"a": [\n {"b": 1234570.0, "c": [0.333333]}\n],\n"d": 1234567\n}\n'
+    )
+
+
+@pytest.mark.parametrize("path", sorted(results.FOLDER.glob("*.json")), ids=lambda path: path.stem)
+def test_every_committed_file_can_be_read_and_is_named_after_its_machine(path):
+    kept = results.read(path)
+    assert path.stem == results.stem(kept) and kept["complete"]
+
+
+def test_a_part_of_a_run_is_not_named_as_the_whole(result):
+    sweep = machine.slug(result["machine"])
+    assert results.stem(result) == sweep
+    whole = result | {"kind": "models", "settings": {"only": []}}
+    assert results.stem(whole) == f"{sweep}-models"
+    part = whole | {"settings": {"only": ["autocast", "Llama, N = 1024"]}}
+    assert results.stem(part) == f"{sweep}-models-autocast-llama-n-1024"
+
+
+@pytest.mark.parametrize(
+    "announced, status, expected",
+    [(False, -4, ""), (True, 0, ""), (True, 1, ""), (True, -4, "AVX512_CORE_BF16")],
+)
+def test_a_machine_that_refuses_tiles_is_measured_without(monkeypatch, announced, status, expected):
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    flags = {"flags": "avx2 amx_tile" if announced else "avx2"}
+    monkeypatch.setattr(machine, "_cpuinfo", lambda: flags)
+    done = subprocess.CompletedProcess([], status)
+    monkeypatch.setattr(machine.subprocess, "run", lambda *a, **o: done)
+    assert expected in machine.avoid_refused_tiles()
+    assert os.environ.get("ONEDNN_MAX_CPU_ISA", "") == expected

@@ -1,0 +1,124 @@
+"""The instruction set is chosen by properties of the chip, and the reason is reported."""
+
+import ctypes
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.__main__ import report, show
+from fastattn.backends.native import libraries
+from tests.support.backends import variant
+
+pytestmark = pytest.mark.skipif(
+    bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
+)
+ALL = "avx512_bf16,avx512,avx2,generic"
+TILES = "amx_bf16," + ALL
+
+
+def chosen(vendor, family, model, isas):
+    """(instruction set, reason) for any chip, also one that is not present."""
+    text, number = ctypes.c_char_p, ctypes.c_int64
+    served = libraries.cpu().entry("fa_cpu_served", text, text, number, number, text)
+    return served(vendor.encode(), family, model, isas.encode()).decode().split(": ", 1)
+
+
+@pytest.mark.parametrize(
+    "vendor, family, model, isa, says",
+    [
+        ("GenuineIntel", 6, 207, "avx512", "Emerald Rapids, measured"),
+        ("GenuineIntel", 6, 143, "avx512", "Sapphire Rapids, not measured"),
+        ("GenuineIntel", 6, 173, "avx512", "Granite Rapids, not measured"),
+        ("GenuineIntel", 6, 85, "avx512", "not in the table"),
+        ("GenuineIntel", 19, 1, "avx512", "not in the table"),
+        ("AuthenticAMD", 25, 97, "avx512_bf16", "Zen 4, measured"),
+        ("AuthenticAMD", 26, 68, "avx512_bf16", "Zen 5, measured"),
+        ("AuthenticAMD", 27, 1, "avx512_bf16", "not in the table"),
+        ("CentaurHauls", 7, 11, "avx512_bf16", "not in the table"),
+    ],
+)
+def test_chip_decides(vendor, family, model, isa, says):
+    found, why = chosen(vendor, family, model, ALL)
+    assert found == isa
+    assert says in why and f"{vendor} family {family} model {model}" in why
+    assert ("only decodes" in why) == (isa == "avx512")
+
+
+@pytest.mark.parametrize(
+    "model, says",
+    [
+        (207, "Emerald Rapids, not measured with these kernels"),
+        (143, "Sapphire Rapids, not measured"),
+        (173, "Granite Rapids, not measured"),
+        (300, "not measured"),
+    ],
+)
+def test_tiles_go_first_where_they_are(model, says):
+    for isas in (TILES, TILES + ",amx_model", "amx_bf16,avx512,avx2,generic"):
+        found, why = chosen("GenuineIntel", 6, model, isas)
+        assert found == "amx_bf16"
+        assert says in why and f"GenuineIntel family 6 model {model}" in why
+
+
+@pytest.mark.parametrize("isas", ["avx512,avx2,generic", "avx2,generic", "generic"])
+def test_without_bfloat16_the_widest_vectors(isas):
+    for vendor, family, model in (("GenuineIntel", 6, 143), ("AuthenticAMD", 25, 33), ("", 0, 0)):
+        found, why = chosen(vendor, family, model, isas)
+        assert found == isas.split(",")[0] and "widest" in why
+
+
+def test_what_is_listed_first_is_what_is_chosen():
+    listed = libraries.cpu_isas()
+    assert sorted(listed) == sorted(x for x in [*TILES.split(","), "amx_model"] if x in listed)
+    assert listed[0] != "amx_model"  # the chip's tiles in software, for tests
+    with variant(listed[-1]):
+        assert libraries.cpu_isa() == listed[-1]
+        assert libraries.cpu().why() == b"selected by its name"
+
+
+@pytest.mark.parametrize("isa", libraries.cpu_isas() if not libraries.cpu_unavailable() else [])
+def test_each_dtype_names_what_runs_it(isa):
+    """Tiles multiply dtypes that have planes; for float64 the vector ISA is reported."""
+    before = libraries.cpu_isa()
+    libraries.select_cpu_isa(isa)
+    try:
+        units = libraries.cpu_units()
+        q = torch.ones(1, 1, 3, 4)
+        explained = str(fastattn.explain(q, q, q))
+    finally:
+        libraries.select_cpu_isa(before)
+    wide = "avx512" if isa.startswith("amx") else isa
+    assert units.keys() == {"float32", "bfloat16", "float16", "float64"}
+    for dtype, passes in units.items():
+        assert set(passes.values()) == {wide if dtype == "float64" else isa}
+    assert f"cpu: would run, on {isa}\n" in explained
+
+
+def test_only_decoding_takes_pairs_where_they_are_slow():
+    """Bit for bit, in a process without a selected ISA. (Of the LSE: outputs round equally.)"""
+    listed = libraries.cpu_isas()
+    if "avx512_bf16" not in listed[1:]:
+        pytest.skip("avx512_bf16 is not here, or is the best here")
+    code = f"""
+import torch
+from fastattn import attention, native
+torch.manual_seed(0)
+k = torch.randn(1, 8, 300, 64).mul(0.3).bfloat16()
+run = lambda m: attention(k[:, :, :m], k, k, return_lse=True, backend="cpu")[1]
+one, many = run(1), run(64)
+native.select_cpu_isa("avx512_bf16")
+assert torch.equal(one, run(1)) and not torch.equal(many, run(64))
+native.select_cpu_isa({listed[0]!r})
+assert torch.equal(many, run(64)) and not torch.equal(one, run(1))
+"""
+    environment = {x: y for x, y in os.environ.items() if x != "FASTATTN_CPU_ISA"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
+
+
+def test_report_says_why():
+    found = report()["cpu"]
+    assert found["why"] == libraries.cpu_isa_reason() in show(report())

@@ -1,0 +1,274 @@
+"""`make sanitize-cpu`: the calls it runs, its output, and that it detects faults.
+
+Faults are seeded in a copy of the sources, compiled for one instruction set and float32 only.
+"""
+
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn.backends import base
+from fastattn.backends.native import libraries
+from tests.mutation.test_cpu_mutants import ONLY_FLOAT32
+from tests.sanitize_cpu import __main__ as command
+from tests.sanitize_cpu import builds, calls, guards, watch
+from tests.support import build_lock
+from tests.support.backends import not_interpreted
+from tests.support.emulator import ROOT, compiler
+
+pytestmark = not_interpreted
+
+
+# ---------------------------------------------------------------------------------- its output
+
+SCRIPT = """
+import os, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+print("of 6")
+if WHAT == "nothing":
+    sys.exit()
+for n in range(int(given["--first"]), 6, 2):
+    print("begin", n, f"address:call/{n}", flush=True)
+    if WHAT == "raises" and n == 3:
+        print("end ValueError: no")
+        continue
+    if WHAT == "dies" and n == 2:
+        print("==1==ERROR: AddressSanitizer: heap-buffer-overflow", file=sys.stderr, flush=True)
+        os._exit(66)
+    print("end")
+print("done")
+"""
+
+
+@pytest.fixture
+def script(monkeypatch, tmp_path):
+    """A function that makes workers run SCRIPT in place of calls."""
+
+    def use(what):
+        file = tmp_path / "worker.py"
+        file.write_text(f"WHAT = {what!r}\n{SCRIPT}")
+        monkeypatch.setattr(watch, "COMMAND", [sys.executable, str(file)])
+        monkeypatch.setattr(builds, "preloaded", lambda sanitizers: "")
+
+    return use
+
+
+@pytest.mark.parametrize("what, findings", [("ends", 0), ("raises", 1), ("dies", 1)])
+def test_the_last_line_and_the_status(what, findings, script, capsys):
+    script(what)
+    given = ["--parts", "address", "--libraries", "none", "--workers", "2", "--minutes", "0.01"]
+    status = command.main(given if what == "ends" else given[:-2])
+    lines = capsys.readouterr().out.splitlines()
+    assert status == (findings > 0)
+    *_, seconds, _, cases, _, found, _ = lines[-1].replace(",", "").split()
+    assert lines[-1].startswith("sanitize-cpu: ") and int(seconds) < 60
+    assert int(cases) >= 6 and int(found) == findings
+    if findings:
+        assert "make it again: python -m tests.sanitize_cpu --seed 1 --case address:call/" in (
+            "\n".join(lines)
+        )
+    if what == "dies":
+        assert any("heap-buffer-overflow" in x for x in lines)
+
+
+def test_no_case_is_a_failure(script, capsys):
+    script("nothing")
+    assert command.main(["--parts", "address", "--libraries", "none"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" 0 cases, 0 findings")
+
+
+def test_an_unknown_part_is_refused(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["--parts", "address,nonsense"])
+    assert "--parts: got nonsense, expected some of" in capsys.readouterr().err
+
+
+def test_a_build_that_fails_is_a_finding(monkeypatch, capsys):
+    def fail(sanitizers):
+        raise builds.Failed("no such compiler")
+
+    monkeypatch.setattr(builds, "libraries", fail)
+    assert command.main(["--parts", "address,threads"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].endswith(" 0 cases, 2 findings")
+
+
+# ------------------------------------------------------------------------------- what it runs
+
+
+def test_every_head_dim_set_and_dtype_has_every_kind_of_call():
+    found = set(calls.all_of(libraries.cpu_isas()))
+    for isa in libraries.cpu_isas():
+        dtypes = set(calls.DTYPES) - ({"float64"} if isa.startswith("amx_") else set())
+        for dtype in dtypes:
+            assert {(k, D, dtype, isa) for k in calls.KINDS for D in range(1, 131)} <= found
+    assert set(calls.KINDS) >= {"dense", "packed", "paged", "quantised", "weights", "derivatives"}
+
+
+@pytest.fixture
+def guarded_backend():
+    before = base.get("cpu")
+    found = guards.GuardedCpu()
+    base.register(found)
+    yield found
+    base.register(before)
+
+
+@pytest.mark.parametrize("kind", calls.KINDS)
+@pytest.mark.parametrize("place", guards.PLACES)
+def test_calls_are_right_between_guard_pages(kind, place, guarded_backend, one_thread):
+    guarded_backend.place, before = place, guards.Guarded.launches
+    for seed, D in enumerate((1, 33, 130)):
+        calls.make((kind, D, "float32", libraries.cpu_isa()), seed)
+    assert guards.Guarded.launches > before
+
+
+def test_guard_pages_change_no_bit(guarded_backend, one_thread):
+    problem = calls.problem(calls.random.Random(1), 33, torch.float32, calls.SMALL)
+    found = problem.run(calls.fastattn.attention, backend="cpu")
+    base.register(guards.Cpu())
+    for name, x in problem.run(calls.fastattn.attention, backend="cpu").items():
+        assert torch.equal(x, found[name]), name
+
+
+TOUCH = """
+import ctypes, sys
+sys.path.insert(0, {root!r})
+import torch
+from tests.sanitize_cpu import guards
+x = torch.zeros(3, 7)[:, :5]
+with guards.moved([x], {place!r}) as (y,):
+    assert torch.equal(x, y) and y.stride() == (7, 1)
+    y += 1
+    print("nothing yet", flush=True)
+    ctypes.memset(y.data_ptr() + {offset}, 0, 1)
+"""
+
+
+@pytest.mark.parametrize(
+    "place, offset, dies",
+    [("last", 76, True), ("last", 75, False), ("first", -1, True), ("first", 0, False)],
+)
+def test_the_byte_beyond_a_tensor_cannot_be_touched(place, offset, dies):
+    text = TOUCH.format(root=str(ROOT), place=place, offset=offset)
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
+    assert "nothing yet" in done.stdout, done.stderr
+    assert (done.returncode != 0) == dies
+
+
+# --------------------------------------------------------------------------- what it must notice
+
+
+@dataclass(frozen=True)
+class Fault:
+    file: str
+    old: str
+    new: str
+    case: str
+    said: str
+
+
+FAULTS = {
+    "scratch of half its size": Fault(
+        "library.cpp",
+        "std::aligned_alloc(64, size_)",
+        "std::aligned_alloc(64, size_ / 2)",
+        "address:dense/64/float32/generic/last",
+        "heap-buffer-overflow",
+    ),
+    "an index past the end": Fault(
+        "calls.h",
+        "for (int at = 0; at < kPhases; ++at) {",
+        "for (int at = 0; at <= kPhases; ++at) {",
+        "address:dense/33/float32/generic/last",
+        "runtime error: index",
+    ),
+    "one key too many": Fault(
+        "calls.h",
+        "one.N = p.cu_k[b + 1] - p.cu_k[b];",
+        "one.N = p.cu_k[b + 1] - p.cu_k[b] + 1;",
+        "address:packed/33/float32/generic/last",
+        "AddressSanitizer: SEGV",
+    ),
+    "a count that threads share": Fault(
+        "library.cpp",
+        "      done.fetch_add(1, std::memory_order_relaxed);",
+        "      static int64_t sum; done.fetch_add(1, std::memory_order_relaxed), ++sum;",
+        "threads:dense/61/float32/generic",
+        "ThreadSanitizer: data race",
+    ),
+}
+FLAGS = ["-std=gnu++17", "-O1", "-g1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-w"]
+
+
+def compile_with(sanitizers, *arguments):
+    more = ["-DFA_STD_THREADS"] if sanitizers == builds.THREAD else ["-fopenmp"]
+    watched = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", *more]
+    command = [*compiler(), *FLAGS, *watched, *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def kernels(sanitizers):
+    """The object file of the kernels, without a fault, compiled once."""
+    files = sorted(x for x in (ROOT / "csrc" / "cpu").glob("*.h") if x.name != "calls.h")
+    key = build_lock.digest(
+        *files, ROOT / "csrc" / "cpu" / "isa.cpp", FLAGS, sanitizers, compiler()
+    )
+    name = f"sanitized-{sanitizers.replace(',', '-')}"
+
+    def make():
+        sources = build_lock.FOLDER / f"{name}-sources"
+        shutil.copytree(ROOT / "csrc", sources, dirs_exist_ok=True)
+        isa = sources / "cpu" / "isa.cpp"
+        isa.write_text(isa.read_text().replace(ONLY_FLOAT32, ""))
+        compile_with(
+            sanitizers, "-DFA_ISA=generic", "-c", isa, "-o", build_lock.FOLDER / f"{name}.o"
+        )
+        return build_lock.FOLDER / f"{name}.o"
+
+    return build_lock.made(name, key, make)
+
+
+def library(fault, folder):
+    """Build a library with the given fault, under the name that workers load."""
+    sanitizers = builds.THREAD if fault.case.startswith("threads") else builds.ADDRESS
+    sources = folder / "csrc"
+    shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
+    file = sources / "cpu" / fault.file
+    text = file.read_text()
+    assert text.count(fault.old) == 1, f"{fault.file} has {text.count(fault.old)} times {fault.old}"
+    file.write_text(text.replace(fault.old, fault.new))
+    objects = kernels(sanitizers), sources / "cpu" / "library.cpp"
+    compile_with(sanitizers, "-shared", *objects, "-o", folder / "libfastattn_cpu.so")
+    return folder
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_noticed(name, tmp_path):
+    fault = FAULTS[name]
+    given = ["--libraries", library(fault, tmp_path), "--case", fault.case]
+    for seed in range(1, 6):  # some calls of this kind are too small to show the fault
+        status, said = run_command(*given, "--seed", seed)
+        if status:
+            break
+    assert status == 1 and fault.said in said, said
+    assert said.splitlines()[-1].endswith(" 1 cases, 1 findings")
+
+
+@pytest.mark.parametrize("part", ["address", "threads"])
+def test_without_a_fault_there_is_nothing_to_notice(part, tmp_path):
+    case = f"{part}:dense/61/float32/generic" + "/last" * (part == "address")
+    none = Fault("library.cpp", "double thread_seconds() {", "double thread_seconds() {", case, "")
+    status, said = run_command("--libraries", library(none, tmp_path), "--case", case)
+    assert status == 0 and said.splitlines()[-1].endswith(" 1 cases, 0 findings"), said
+
+
+def run_command(*arguments):
+    line = [sys.executable, "-m", "tests.sanitize_cpu", *map(str, arguments)]
+    done = subprocess.run(line, cwd=Path(ROOT), capture_output=True, text=True)
+    return done.returncode, done.stdout + done.stderr

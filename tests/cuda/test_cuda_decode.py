@@ -1,0 +1,250 @@
+"""The CUDA decode kernels in the emulator: few rows, keys split among blocks, and their
+combination.
+
+The number of multiprocessors decides the number of splits: one for a call that fills them all,
+otherwise several.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends.native import libraries
+from fastattn.backends.triton_support import tile_configs
+from fastattn.call.spec import AttentionSpec
+from tests.support.backends import passed
+from tests.support.cases import (
+    DTYPES,
+    FEATURE,
+    PAIRS,
+    PLAIN,
+    SINGLES,
+    Dims,
+    Feature,
+    build,
+    name_of,
+    negative_logits,
+)
+from tests.support.emulated import DTYPES as NAMES
+from tests.support.emulated import decode_splits, everywhere, survivors
+from tests.support.emulator import SCHEDULES, needs_emulator
+from tests.support.error_budget import Verdict
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
+every_dtype = pytest.mark.parametrize("dtype", NAMES)
+MANY, ONE = 132, 1  # multiprocessors
+
+# Tiles have 128 keys: fewer than one tile, and several with a split for each; rows of one tile, and
+# of four.
+SHAPES = (Dims(1, 2, 2, 3, 45, 17, 17), Dims(1, 5, 1, 1, 300, 24, 24), Dims(1, 4, 1, 16, 300, 5, 5))
+SMALL = Dims(1, 2, 2, 3, 261, 17, 17)
+
+
+@pytest.fixture
+def emulated():
+    """Every call runs on the emulator. A test sets its options."""
+    with everywhere(sm_count=MANY) as backend:
+        yield backend
+
+
+def run_all(problems):
+    found = []
+    for problem in problems:
+        lines = Verdict(problem, backward=False).complaints(fastattn.attention)
+        found += [f"{problem.name} {line}" for line in lines]
+    passed(found)
+
+
+# The sizes are those of SHAPES. Features that change gradients only are left out, too.
+LEFT_OUT = ("queries", "heads", "dout")
+FEATURES = [x for x in SINGLES if x[0].group not in LEFT_OUT]
+ROWS_16 = Feature("16_rows", "rows", dims=lambda dims: replace(dims, M=16))
+GROUP_OF_5 = Feature("group_of_5", "rows", dims=lambda dims: replace(dims, H=5 * dims.Hk))
+
+
+@every_dtype
+@pytest.mark.parametrize("features", [PLAIN, *FEATURES], ids=name_of)
+def test_features(emulated, dtype, features):
+    run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
+
+
+DECISIVE = [p for p in PAIRS if not any(x.group in (*LEFT_OUT, "lse", "values") for x in p)]
+
+
+@pytest.mark.parametrize("features", DECISIVE, ids=name_of)
+def test_pairs_of_features(emulated, features):
+    """Each in one dtype, in turn, and with more rows or more heads per key head, in turn."""
+    at = DECISIVE.index(features)
+    rows = (GROUP_OF_5, ROWS_16)[at // 2 % 2]
+    run_all([build(SMALL, (*features, rows), DTYPES[NAMES[at % 2]])])
+
+
+# Padded size -> pairs of head dims. The last pair is odd, so that its rows are not aligned.
+HEAD_DIMS = {
+    "32": [(32, 32), (31, 1)],
+    "64": [(40, 64), (33, 61)],
+    "96": [(96, 96), (95, 65)],
+    "128": [(112, 128), (97, 127)],
+    "192 and 128": [(192, 128), (191, 99)],
+    "192": [(160, 160), (131, 191)],
+    "256": [(256, 256), (255, 193)],
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("general", [False, True], ids=["plain", "general"])
+@pytest.mark.parametrize("padded", HEAD_DIMS)
+def test_head_dims(emulated, padded, general, dtype):
+    """In every kernel, with one split and with several."""
+    features = [FEATURE[name] for name in ("bottom_right", "softcap")[: 1 + general]]
+    (d, dv), odd = HEAD_DIMS[padded]
+    dims = [Dims(1, 2, 1, 3, 300, d, dv), Dims(1, 4, 1, 5, 67, *odd)]
+    run_all([build(x, features, DTYPES[dtype]) for x in dims])
+
+
+HIDING = [x for x in FEATURES if x[0].group in ("causal", "window", "lengths", "mask")]
+
+
+@pytest.mark.parametrize("M", [1, 3])
+@pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
+def test_no_key_leaks(emulated, features, M):
+    dims = Dims(1, 4, 2, M, 267, 16, 16)
+    run_all([negative_logits(build(dims, features, torch.bfloat16))])
+
+
+@pytest.mark.parametrize("d", [24, 72])
+@pytest.mark.parametrize("N", [0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 257, 383, 384, 385])
+def test_lengths_around_tiles(emulated, N, d):
+    run_all([build(Dims(1, 1, 1, 1, N, d, d), (), torch.float16)])
+
+
+@pytest.mark.parametrize("M, group", [(1, 16), (1, 17), (4, 4), (13, 5), (16, 4), (16, 5)])
+def test_rows_around_tiles(emulated, M, group):
+    features = (FEATURE["bottom_right"], FEATURE["alibi"])
+    run_all([build(Dims(1, 2 * group, 2, M, 70, 8, 8), features, torch.bfloat16)])
+
+
+# --- splits ---------------------------------------------------------------------------------------
+
+
+@every_dtype
+@pytest.mark.parametrize("splits", [1, 2, 3, 4, 5])
+def test_any_number_of_splits(emulated, splits, dtype):
+    """Also where a window or a length leaves some splits without keys."""
+    emulated.sm_count = splits
+    dims = Dims(1, 3, 1, 2, max(300, 128 * splits - 20), 16, 20)
+    chosen = (PLAIN, (FEATURE["sinks"], FEATURE["lse_loss"]), (FEATURE["dropout"],))
+    for features in chosen:
+        run_all([build(dims, features, DTYPES[dtype])])
+        assert emulated.splits == splits
+    mask = torch.arange(dims.N)[None] // 128 == splits - 1  # only one split sees anything
+    problem = build(dims, (), DTYPES[dtype])
+    run_all([replace(problem, kwargs=dict(mask=mask))])
+
+
+def test_a_short_item_leaves_splits_without_keys(emulated):
+    problem = build(Dims(4, 2, 1, 3, 700, 16, 16), (), torch.bfloat16)
+    lengths = torch.tensor([700, 0, 130, 1])
+    run_all([replace(problem, kwargs=dict(key_lengths=lengths))])
+    assert emulated.splits == 6
+
+
+def params(**sizes):
+    """FaParams without tensors: only what determines the number of splits."""
+    given = dict(B=1, H=1, Hk=1, M=1, N=0, D=128, Dv=128) | sizes
+    return libraries.form(AttentionSpec(**given, dtype=torch.bfloat16, device="cuda", scale=1.0))
+
+
+@pytest.mark.parametrize(
+    "sizes, splits",
+    [
+        (dict(N=0), 1),
+        (dict(N=256), 1),  # too few keys for a second kernel
+        (dict(N=257), 5),
+        (dict(N=2**15), 128),  # tiles of 64 keys, four for each split; 132 is no faster
+        (dict(N=2**15, H=64, Hk=8), 14),
+        (dict(N=2**15, H=64, Hk=8, B=8), 2),
+        (dict(N=2**15, H=64, Hk=8, B=14), 1),  # 112 of 132 are busy
+        (dict(N=2**15, left=200, right=0), 1),  # a window leaves 201 keys
+        (dict(N=2**15, H=0, Hk=1), 1),
+        (dict(N=2**15, B=0), 1),
+    ],
+)
+def test_number_of_splits(sizes, splits):
+    assert decode_splits(params(**sizes), 132) == splits
+
+
+@pytest.mark.parametrize("multiprocessors", [1, 8, 108, 132])
+def test_one_rule_splits_for_both_gpu_backends(multiprocessors):
+    """Heads of 128 columns with one row each: a tile has 64 keys, and a block one key head."""
+    for heads, N in itertools.product((1, 2, 7, 32, 105, 106, 131), (257, 300, 1000, 4097, 2**17)):
+        found = decode_splits(params(H=heads, Hk=heads, N=N), multiprocessors)
+        assert found == tile_configs.splits(heads, -(-N // 64), multiprocessors), (heads, N)
+
+
+def test_as_many_rows_are_few_on_both_gpu_backends():
+    few, many = (
+        decode_splits(params(M=tile_configs.DECODE_ROWS + x, N=2**15), MANY) for x in (0, 1)
+    )
+    assert few > many == 1
+
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lazy", [False, True], ids=["eager", "lazy"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("M", [1, 16])
+def test_every_schedule_gives_the_same_bits(emulated, M, schedule, lazy):
+    problem = build(Dims(1, 4, 1, M, 650, 24, 24), (FEATURE["dropout"],), torch.bfloat16)
+    emulated.sm_count = 2
+    expected = problem.run(fastattn.attention, backward=False)
+    for seed in range(2):
+        emulated.options = dict(schedule=schedule, lazy=lazy, seed=seed)
+        found = problem.run(fastattn.attention, backward=False)
+        assert all(torch.equal(x, found[name]) for name, x in expected.items())
+
+
+def test_dropout_is_that_of_the_other_backends():
+    """Bit for bit: with v = I the output shows which weights were kept."""
+    g = torch.Generator().manual_seed(0)
+    q = torch.randn(2, 4, 3, 24, generator=g).bfloat16()
+    k = torch.randn(2, 2, 60, 24, generator=g).bfloat16()
+    v = torch.eye(60).bfloat16().expand(2, 2, 60, 60)
+    options = dict(dropout_p=0.4, seed=77)
+    with everywhere(sm_count=MANY):
+        ours = fastattn.attention(q, k, v, **options)
+    theirs = fastattn.attention(q, k, v, **options, backend="cpu")
+    assert torch.equal(ours == 0, theirs == 0) and 0.3 < (ours == 0).float().mean() < 0.5
+
+
+# --- every synchronisation is needed --------------------------------------------------------------
+
+SITES = {
+    "decode: the rows",
+    "decode: a tile",
+    "decode: the rows have landed",
+    "decode: all see the rows",
+    "decode: this tile has landed",
+    "decode: all see this tile and are done with the one before",
+    "decode: all are done with the last tile",
+    "decode: the warps' parts are there",
+    "combine: the warps' sums are there",
+}
+
+
+@pytest.mark.parametrize("group", [1, 17], ids=["warps share the keys", "a warp for 16 rows"])
+def test_each_site_deleted_is_caught(group):
+    """Four tiles a split: the last uses the first of three stages, where partial results go."""
+    problem = build(Dims(1, group, 1, 1, 1000, 24, 40), (), torch.bfloat16)
+
+    def run():
+        problem.run(fastattn.attention, backward=False)
+
+    with everywhere(sm_count=2) as backend:
+        run()
+    assert {site for found in backend.findings for site in found.sites} == SITES
+    assert not survivors(run, sm_count=2)

@@ -1,0 +1,181 @@
+"""The library that nvcc makes of the CUDA kernels: when it is built, what it contains, that it
+loads, and its error messages without a GPU.
+
+With FASTATTN_CUDA=on (make test-cuda), a missing nvcc is a failure; otherwise a skip.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bench import cuda_library
+from bench.aot import nvidia_tool
+
+ROOT = Path(__file__).resolve().parents[2]
+FORCED = os.environ.get("FASTATTN_CUDA") == "on"
+
+
+def configure(folder, **environment):
+    try:
+        return cuda_library.configure(folder, **environment)
+    except cuda_library.NotBuilt as missing:
+        pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="module")
+def library():
+    """The path of the library."""
+    try:
+        return cuda_library.build()
+    except cuda_library.NotBuilt as missing:
+        assert not FORCED, missing
+        pytest.skip(str(missing))
+
+
+def without_gpu(code, library):
+    """The output of a Python process that uses the library and sees no GPU."""
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "FASTATTN_CUDA_LIBRARY": str(library)}
+    done = subprocess.run(
+        [sys.executable, *code], env=os.environ | hidden, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_what_is_newer(library):
+    """For every source file. A driver needs a minute to translate a missing one, at a user's first
+    call, and in each process if its cache cannot be written."""
+    pytest.importorskip("triton", reason="cuobjdump comes with Triton")
+    binaries = nvidia_tool("cuobjdump", "--list-elf", str(library))
+    texts = nvidia_tool("cuobjdump", "--list-ptx", str(library))
+    sources = len(list((ROOT / "csrc" / "cuda").rglob("*.cu")))
+    expected = Counter({"sm_80.cubin": sources, "sm_90.cubin": sources, "sm_90.ptx": sources})
+    assert Counter(re.findall(r"sm_\d+\.\w+", binaries + texts)) == expected, binaries + texts
+
+
+def test_it_needs_no_library_of_cuda(library):
+    if not shutil.which("readelf"):
+        pytest.skip("reading what a library needs takes readelf")
+    said = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.+)\]", said)
+    assert needed and not any("cuda" in x or "nv" in x for x in needed), needed
+
+
+def test_it_exports_its_c_abi_and_no_more(library):
+    if not shutil.which("nm"):
+        pytest.skip("reading what a library exports takes nm")
+    said = subprocess.run(
+        ["nm", "-D", "--defined-only", library], capture_output=True, text=True
+    ).stdout
+    exported = set(re.findall(r" T (\w+)", said))
+    header = (ROOT / "csrc" / "abi.h").read_text()
+    assert exported == set(re.findall(r"\b(fa_cuda_\w+)\(", header)) | {"fa_cuda_probe"}
+    assert " W " not in said and " B " not in said, said
+
+
+def test_it_loads_without_a_gpu(library):
+    found = json.loads(without_gpu(["-m", "fastattn", "--json"], library))["backends"]["cuda"]
+    assert found == {"available": False, "reason": "torch sees no CUDA GPU"}
+
+
+FAILING = """
+import torch
+from fastattn import native, operation
+from fastattn.backends import cuda
+import fastattn
+
+class Pretending(cuda.Cuda):
+    multiprocessors = stream = lambda self, x: 0
+
+operation.choose = lambda spec, asked: Pretending()
+q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
+try:
+    fastattn.attention(q, q, q)
+except RuntimeError as error:
+    print(error)
+"""
+
+
+def test_what_the_driver_says_is_raised(library):
+    said = without_gpu(["-c", FAILING], library)
+    assert re.match(r"the CUDA kernels failed at cudaSetDevice: .+ \(CUDA error \d+;", said), said
+
+
+# --- when it is built -----------------------------------------------------------------------------
+
+
+def fake_nvcc(folder, version):
+    """A fake nvcc that prints a version and compiles nothing."""
+    tool = folder / "nvcc"
+    tool.write_text(
+        "#!/bin/sh\n"
+        f'[ "$1" = --version ] && echo "Cuda compilation tools, release {version}, V{version}.1"\n'
+        '[ "$1" = --version ] || { echo "fatal error: no compiler" >&2; exit 1; }\n'
+    )
+    tool.chmod(0o755)
+    return str(tool)
+
+
+@pytest.mark.parametrize(
+    "wanted, reason",
+    [("off", "FASTATTN_CUDA was off"), ("auto", "no NVIDIA GPU was there"), ("", "no NVIDIA GPU")],
+    ids=["off", "auto", "unsaid"],
+)
+def test_where_it_is_not_built_the_reason_is_left(tmp_path, wanted, reason):
+    if wanted != "off" and [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]:
+        pytest.skip("there is a GPU here")
+    assert configure(tmp_path, FASTATTN_CUDA=wanted).returncode == 0
+    assert (tmp_path / "no_cuda.txt").read_text().startswith(reason)
+
+
+@pytest.mark.parametrize(
+    "wanted, version, complaint",
+    [
+        ("on", "12.1", "is of CUDA 12.1, older than 12.8"),
+        ("on", "", "nvcc --version does not tell its release"),
+        ("on", "12.8", "nvcc does not compile here: fatal error: no compiler"),
+        ("maybe", "13.0", "FASTATTN_CUDA: got 'maybe', expected on, off or auto"),
+    ],
+    ids=["old", "silent", "unable", "unknown"],
+)
+def test_what_cannot_be_built_is_refused(tmp_path, wanted, version, complaint):
+    done = configure(tmp_path, FASTATTN_CUDA=wanted, CUDACXX=fake_nvcc(tmp_path, version))
+    assert done.returncode and complaint in " ".join(done.stderr.split())
+
+
+def test_one_folder_follows_what_is_asked(library, tmp_path):
+    """On, off, on for other architectures, and on again: no setting affects the next."""
+
+    def asked(**environment):
+        done = configure(tmp_path, **environment)
+        assert done.returncode == 0, done.stderr
+        rules = (tmp_path / "build.ninja").read_text()
+        return set(re.findall(r"code=arch=\w+,code=\[[\w,]+\]", rules))
+
+    usual = {"code=arch=compute_80,code=[sm_80]", "code=arch=compute_90,code=[compute_90,sm_90]"}
+    assert asked(FASTATTN_CUDA="on") == usual
+    assert asked(FASTATTN_CUDA="off") == set()
+    others = {"code=arch=compute_80,code=[compute_80,sm_80]", "code=arch=compute_120,code=[sm_120]"}
+    assert asked(FASTATTN_CUDA="on", CUDAARCHS="80;120-real") == others
+    assert asked(FASTATTN_CUDA="on") == usual
+
+
+def test_the_reason_is_what_the_backend_says(tmp_path):
+    (tmp_path / "no_cuda.txt").write_text("of a reason")
+    missing = tmp_path / "libfastattn_cuda.so"
+    found = json.loads(without_gpu(["-m", "fastattn", "--json"], missing))["backends"]["cuda"]
+    assert found["reason"] == "the CUDA kernels were not built: of a reason"
+
+
+def test_what_is_no_such_library_is_said(tmp_path):
+    broken = tmp_path / "libfastattn_cuda.so"
+    broken.write_bytes(b"no library")
+    found = json.loads(without_gpu(["-m", "fastattn", "--json"], broken))["backends"]["cuda"]
+    assert found["reason"].startswith("the CUDA kernels do not load: ")

@@ -1,0 +1,145 @@
+"""Packed batches in the CUDA kernels, on the emulator: each sequence has the values and the bits of
+a separate call, and unchecked offsets are clamped."""
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends import cuda
+from tests.semantics.test_argument_shapes import PACKED, TOLERANCE, close, rand, values
+from tests.semantics.test_packed import CASES, CUT, FEW, HOSTILE, batch, clamped, complaints
+from tests.semantics.test_paged import PAGES, in_pages, of_scores
+from tests.support.argument_shapes import shapes_of
+from tests.support.backends import passed
+from tests.support.cases import DTYPES, FEATURE, name_of
+from tests.support.emulated import DTYPES as NAMES
+from tests.support.emulated import everywhere
+from tests.support.emulator import needs_emulator
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator]
+MANY = 132  # multiprocessors: few rows of many keys are split among them
+
+# Rows and keys: none, one, a full tile of either, and one more or less; the longest sequence is not
+# the last.
+SIZES = ((5, 7), (0, 3), (1, 1), (130, 65), (3, 0), (128, 64))
+
+
+@pytest.mark.parametrize("features", CASES, ids=name_of)
+def test_features(features):
+    """Each in one dtype, in turn."""
+    made = batch(features, DTYPES[NAMES[CASES.index(features) % 2]], SIZES)
+    with everywhere():
+        passed(list(complaints(made, made.run())))
+
+
+@pytest.mark.parametrize("names", ["", *CUT])
+def test_few_rows_of_many_keys(names):
+    features = [FEATURE[x] for x in names.split()]
+    made = batch(features, torch.float16, tuple((m, 3 * n) for m, n in FEW))
+    with everywhere(sm_count=MANY) as backend:
+        passed(list(complaints(made, made.run(backward=False))))
+    assert backend.splits > 1
+
+
+# Many rows; and few rows with keys that one block takes.
+@pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)])
+@pytest.mark.parametrize("names", ["", *CUT])
+def test_bits_are_those_of_each_alone(names, sizes, processors):
+    made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes)
+    with everywhere(sm_count=processors):
+        found = made.run()
+        for b, problem in enumerate(made.alone):
+            own = problem.run(fastattn.attention)
+            for what, x in made.of_sequence(found, b).items():
+                assert torch.equal(x, own[what]), (b, what)
+
+
+PAGED = [f for f in CASES if of_scores(f)]
+
+
+def test_pages_may_begin_anywhere():
+    """Rows in a page are at multiples of 16 bytes; the pages themselves are not."""
+    made = batch((), torch.bfloat16, ((40, 70), (3, 9)))
+    given = in_pages(made, 16)
+    for name in "kv":
+        pages = given[name]
+        room = pages.new_full((len(pages), pages[0].numel() + 4), torch.nan)
+        given[name] = room[:, :-4].unflatten(1, pages.shape[1:]).copy_(pages)
+    with everywhere(), torch.no_grad():
+        for x, y in zip(
+            fastattn.attention_packed(**made.given, return_lse=True),
+            fastattn.attention_packed(**given, return_lse=True),
+            strict=True,
+        ):
+            assert torch.equal(x, y)
+
+
+@pytest.mark.parametrize("features", PAGED, ids=name_of)
+def test_pages_have_the_bits_of_what_lies_in_a_row(features):
+    """For many rows, and for few with split keys; page sizes vary in turn."""
+    at = PAGED.index(features)
+    for sizes, processors in ((SIZES, 0), (((1, 141), (2, 0), (3, 370)), MANY)):
+        made = batch(features, torch.bfloat16, sizes)
+        with everywhere(sm_count=processors) as backend, torch.no_grad():
+            whole = fastattn.attention_packed(**made.given, return_lse=True)
+            splits = backend.splits
+            for page in (PAGES[at % 6], PAGES[(at + 3) % 6]):
+                given = in_pages(made, page) | dict(max_k=max(n for _, n in sizes))
+                found = fastattn.attention_packed(**given, return_lse=True)
+                assert backend.splits == splits
+                for x, y in zip(whole, found, strict=True):
+                    assert torch.equal(x, y), page
+
+
+@pytest.mark.parametrize("processors", [0, MANY])
+def test_pages_are_clamped(processors, monkeypatch):
+    """Three pages of 16 keys, and lengths beyond their space."""
+    monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
+    q, k = (torch.randn(n, 2, 16).bfloat16() for n in (5, 48))
+    pool = k.view(3, 16, 2, 16)
+    table = torch.tensor([[0, -7, 2**40], [3, 2, 1]])
+
+    def attention(table, lengths):
+        more = dict(block_table=table, key_lengths=torch.tensor(lengths), max_k=48)
+        return fastattn.attention_packed(q, pool, pool, torch.tensor([0, 2, 5]), **more)
+
+    with everywhere(sm_count=processors):
+        found = attention(table, [2**40, -3])
+        assert torch.equal(found, attention(table.clamp(0, 2), [48, 0]))
+        assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+@pytest.mark.parametrize("processors", [0, MANY])
+def test_offsets_are_clamped(kind, processors, monkeypatch):
+    """The memory around rows and keys is NaN."""
+    monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
+    with everywhere(sm_count=processors):  # "falling" offsets have no gradient
+        for found, meant in clamped(kind, torch.bfloat16, gradients=kind != "falling"):
+            assert found.isfinite().all() and torch.equal(found, meant)
+
+
+def test_gradients_where_sequences_overlap_come_to_an_end(monkeypatch):
+    """Two sequences that could wait for each other. The gradients' values do not matter."""
+    monkeypatch.setattr(cuda, "check_values", lambda spec, t: None)
+    x = torch.randn(300, 1, 16).bfloat16().requires_grad_()
+    cu = torch.tensor([0, 300, 0, 300])
+    with everywhere(check=False):
+        out = fastattn.attention_packed(x, x, x, cu, cu, max_q=300, max_k=300)
+        out.sum().backward()
+    assert out.isfinite().all()
+
+
+@pytest.mark.parametrize("shape", shapes_of("mask", PACKED.sizes)[2::4], ids=str)
+def test_a_mask_of_any_shape_has_a_gradient_of_that_shape(shape):
+    given = PACKED.inputs(torch.float16) | dict(mask=values("mask", shape, torch.float16, PACKED))
+
+    def passes(attention, given):
+        leaves = {name: x.detach().requires_grad_() for name, x in given.items()}
+        out, _ = attention(**leaves)
+        incoming = rand(out.shape, 50, out.dtype)
+        return dict(zip(leaves, torch.autograd.grad(out, tuple(leaves.values()), incoming)))
+
+    exact = passes(PACKED.oracle, {name: x.double() for name, x in given.items()})
+    with everywhere():
+        close(passes(PACKED.run, given), exact, TOLERANCE[torch.float16])

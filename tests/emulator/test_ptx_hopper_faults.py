@@ -1,0 +1,215 @@
+"""Faults in the emulator's code for sm_90, one line at a time: some test must fail."""
+
+from functools import partial
+
+import pytest
+
+from tests.emulator import test_ptx_hopper as hopper
+from tests.emulator import test_ptx_hopper_misuse as misuse
+from tests.emulator import test_ptx_products as products
+from tests.emulator.test_emulator import noticed
+from tests.support.emulator import SCHEDULES, Emulator, altered, needs_emulator
+
+pytestmark = needs_emulator
+
+FAULTS = [
+    (
+        "SBO is that of a packed tile",
+        "products",
+        "row / 8 * stride + chunk * leading",
+        "row / 8 * 128 + chunk * leading",
+    ),
+    (
+        "LBO is that of a packed tile",
+        "products",
+        "row / 8 * stride + chunk * leading",
+        "row / 8 * stride + chunk * 128",
+    ),
+    (
+        "SBO of a swizzle is that of a packed tile",
+        "products",
+        "16 * span + row / 8 * stride",
+        "16 * span + row / 8 * 128 * span",
+    ),
+    (
+        "LBO of a swizzle is not looked at",
+        "products",
+        "chunk / span * leading;\n    return",
+        "chunk / span * 128;\n    return",
+    ),
+    (
+        "across, LBO and SBO change places",
+        "products",
+        "across ? chunk * stride + row % 8 * 16 + row / 8 * leading",
+        "across ? chunk * leading + row % 8 * 16 + row / 8 * stride",
+    ),
+    ("products know no swizzle", "products", "swizzled(start + offset, span)", "start + offset"),
+    ("swizzles of 64 and 32 bytes change places", "products", "{1, 8, 4, 2}", "{1, 8, 2, 4}"),
+    ("tf32 has all bits", "products", "bits & ~0x1FFFu", "bits"),
+    ("bfloat16 for float16", "products", "element == Element::kBfloat16)", "true)"),
+    (
+        "rows of A in registers change places",
+        "products",
+        "row = lane / 4 + 8 * (i % 2)",
+        "row = lane / 4 + 8 * (1 - i % 2)",
+    ),
+    (
+        "columns of A in registers change places",
+        "products",
+        "4 * per_word * (i / 2)",
+        "4 * per_word * (1 - i / 2)",
+    ),
+    (
+        "rows of D change places",
+        "products",
+        "j / 8 * 4 + i / 8 * 2 + j % 2",
+        "j / 8 * 4 + j % 2 * 2 + i / 8",
+    ),
+    ("no sign", "products", "return sign < 0 ? -x : x", "return x"),
+    ("D is always added", "products", "of.add ? register_of(j) : 0.0f", "register_of(j)"),
+    (
+        "each warp has the first rows",
+        "products",
+        "read(matrix_of(product.site, of.a_at, of.a_across), of.element, kRows * rank, kRows)",
+        "read(matrix_of(product.site, of.a_at, of.a_across), of.element, 0, kRows)",
+    ),
+    (
+        "a wait is one group short",
+        "products",
+        "committed > pending ? committed - pending : 0",
+        "committed > pending + 1 ? committed - pending - 1 : 0",
+    ),
+    (
+        "a wait is for all",
+        "products",
+        "committed > pending ? committed - pending : 0",
+        "committed",
+    ),
+    ("a wait is of a warp alone", "products", "while (committed() < mine.over)", "while (false)"),
+    (
+        "a wait knows of its own warp alone",
+        "products",
+        "    if (!clocks.know({block",
+        "    if (warp == self->warp && !clocks.know({block",
+    ),
+    ("accumulators are not hidden", "products", "    *x = kNan;", "    ;"),
+    (
+        "a wait orders nothing",
+        "products",
+        "clocks.learn(agent, mine.over)",
+        "clocks.know({})",
+    ),
+    ("reads are not noted", "products", "note_proxied_read(address, 16, step, known);", ""),
+    (
+        "a fence of proxies does nothing",
+        "products",
+        "fiber.clocks.proxied.assign",
+        "if (false) fiber.clocks.proxied.assign",
+    ),
+    (
+        "no fence of proxies is needed",
+        "clocks",
+        "i < told.size() ? told[i] : 0",
+        "known.own[i]",
+    ),
+    ("any fence of proxies is of global memory", "products", "if (!of_shared_alone) ", ""),
+    ("A in registers may change", "products", "*product.a_registers[i] != product.a[i]", "false"),
+    ("boxes know no swizzle", "boxes", "swizzled(to + i, 1u << box.map.swizzle)", "to + i"),
+    (
+        "a swizzle by the place in its box",
+        "boxes",
+        "swizzled(to + i, 1u << box.map.swizzle)",
+        "(box.to + swizzled(to + i - box.to, 1u << box.map.swizzle))",
+    ),
+    (
+        "no zeros outside",
+        "boxes",
+        "std::fill(row.begin(), row.end(), 0);",
+        "std::fill(row.begin(), row.end(), 1);",
+    ),
+    (
+        "bytes outside do not arrive",
+        "boxes",
+        "bytes_arrive(box.site, box.arrives, box_bytes(box.map));",
+        "bytes_arrive(box.site, box.arrives, box_bytes(box.map) - (box.at[0] < 0));",
+    ),
+    ("nothing is before the beginning", "boxes", "std::max<int64_t>(0, -int64_t{box.at[0]})", "0"),
+    ("rows past the end", "boxes", "at >= 0 && at < map.dims[i]", "at >= 0"),
+    ("rows before the beginning", "boxes", "at >= 0 && at < map.dims[i]", "at < map.dims[i]"),
+    ("one stride for all", "boxes", "map.strides[i - 1]", "map.strides[0]"),
+    ("no acquisition is needed", "boxes", "if (options.check && !acquired)", "if (false)"),
+    ("boxes land at once", "boxes", "if (!options.lazy) return", "return"),
+    (
+        "the other parity",
+        "mbarrier",
+        "while ((mbarrier.phase & 1) == parity)",
+        "while ((mbarrier.phase & 1) != parity)",
+    ),
+    (
+        "bytes are not waited for",
+        "mbarrier",
+        "if (mbarrier.pending || mbarrier.bytes) return;",
+        "if (mbarrier.pending) return;",
+    ),
+    (
+        "a phase begins with none to come",
+        "mbarrier",
+        "  mbarrier.pending = mbarrier.expected;\n",
+        "",
+    ),
+    ("an arrival is one", "mbarrier", "mbarrier.pending -= count;", "mbarrier.pending--;"),
+    ("who waits learns nothing", "mbarrier", "current().clocks.join(mbarrier.completed);", ""),
+    ("what comes after an arrival is known", "mbarrier", "  fiber.clocks.own[fiber.id]++;\n", ""),
+    (
+        "stmatrix never transposes",
+        "lanes",
+        "(first.transposed ? m[column][row] : m[row][column]) = x",
+        "m[row][column] = x",
+    ),
+    ("the first lane leads", "lanes", "if (options.schedule != kInOrder)", "if (false)"),
+]
+
+
+def checks(emulator):
+    """Tests of each kind, the quickest first."""
+    one = hopper.made(emulator)
+    for count, way in hopper.MATRICES:
+        yield partial(hopper.test_matrices_go_as_the_layouts_say, one, count, way)
+    yield partial(hopper.test_one_lane_is_elected, one)
+    yield partial(hopper.test_phases_of_an_mbarrier, one)
+    for name in (x for x in hopper.RIGHT if x.startswith("rounds")):
+        yield partial(hopper.test_rounds_of_two_mbarriers, one, name)
+    for rank in hopper.RANKS:
+        yield partial(hopper.test_boxes_of_tensors, one, rank, 2)
+    for swizzle in (1, 2, 3):
+        yield partial(hopper.test_swizzled_boxes, one, swizzle, 2)
+    two = misuse.made(emulator)
+    for name in misuse.RIGHT:
+        yield partial(misuse.test_products_that_are_right, two, name)
+    for name in misuse.SEVERAL:
+        yield partial(misuse.test_boxes_that_are_right, two, name)
+    for name in misuse.IN_FLIGHT:
+        yield partial(misuse.test_an_accumulator_in_flight_is_nan, two, name)
+    for name in misuse.WRONG:
+        yield partial(misuse.test_a_misuse_of_products_is_named, two, name)
+    for name in misuse.MBARRIERS:
+        yield partial(misuse.test_a_misuse_of_mbarriers_is_named, two, name)
+    for name in misuse.WRONG_BOXES:
+        yield partial(misuse.test_a_misuse_of_boxes_is_named, two, name)
+    three = products.made(emulator)
+    for spans in products.SPANS:
+        for kind in products.KINDS:
+            yield partial(products.test_products, three, kind, spans)
+    for kind in products.OTHERS:
+        yield partial(products.test_signs_and_whether_to_add, three, kind)
+    for schedule in SCHEDULES:
+        yield partial(products.test_two_warpgroups, three, products.KINDS[1], schedule)
+
+
+@pytest.mark.parametrize("part, old, new", [x[1:] for x in FAULTS], ids=[x[0] for x in FAULTS])
+def test_a_fault_is_noticed(part, old, new, tmp_path):
+    assert noticed(checks(Emulator(parts=altered(part, old, new, tmp_path)))), "no check noticed"
+
+
+def test_without_a_fault_nothing_is_noticed():
+    assert not noticed(checks(Emulator()))

@@ -1,0 +1,343 @@
+"""On a GPU: every feature alone, sizes at the edges of blocks, head dims, and unusual storage.
+
+The cases, the oracle and the error budget are those of the CPU tests. The oracle runs on the CPU.
+"""
+
+import pytest
+import torch
+
+import fastattn
+from tests.support.backends import declares
+from tests.support.cases import (
+    FEATURE,
+    PLAIN,
+    SINGLES,
+    Dims,
+    name_of,
+    negative_logits,
+    spoil_tail,
+    square,
+)
+from tests.support.gpu import (
+    BACKENDS,
+    DIM,
+    DTYPES,
+    EVERYTHING,
+    attend,
+    build,
+    check,
+    compiled,  # noqa: F401  a fixture
+    every_dtype,
+    judged,
+    on_device,
+    on_every_backend,
+    on_gpu,
+)
+
+pytestmark = [*on_gpu, pytest.mark.usefixtures("compiled")]
+
+
+def shapes(dtype):
+    """Sizes below one large block, and sizes of several blocks; none is a multiple of a block."""
+    dim = DIM[dtype]
+    return square(2, 2, 97, dim), Dims(2, 2, 2, 129, 331, dim, dim)
+
+
+def test_fused_kernels_are_here():
+    """On a GPU that the kernels support, missing kernels are a failure, not a skip."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("the kernels need compute capability 8.0 or newer")
+    assert None in BACKENDS.values(), BACKENDS
+    absent = [why for why in BACKENDS.values() if why]
+    assert all("not installed" in why or "not built" in why for why in absent), absent
+    q = torch.zeros(1, 1, 3, 16, device="cuda", dtype=torch.bfloat16)
+    assert fastattn.explain(q, q, q).backend in BACKENDS
+
+
+@every_dtype
+@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+@judged
+def test_features(name, dtype, features):
+    check(name, [build(dims, features, DTYPES[dtype]) for dims in shapes(dtype)])
+
+
+HIDING = ("causal", "bottom_right", "window", "left_window", "right_window", "own_key", "lengths")
+HIDING += ("bool_mask", "padding_mask", "float_mask", "one_query", "many_queries", "sinks")
+
+
+@every_dtype
+@pytest.mark.parametrize("features", [PLAIN, *((FEATURE[x],) for x in HIDING)], ids=name_of)
+@judged
+def test_no_key_leaks(name, dtype, features):
+    """Every logit is near -32: a hidden key, or a column past the last, would dominate its row."""
+    check(name, [negative_logits(build(x, features, DTYPES[dtype])) for x in shapes(dtype)])
+
+
+# Block sizes are 16, 64 and 128 rows or keys: multiples of them, and one less or more.
+EDGES = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 255, 256, 257)
+
+
+@every_dtype
+@pytest.mark.parametrize("kind", ["plain", "causal", "bottom_right", "window", "lengths"])
+@judged
+def test_sizes_around_blocks(name, dtype, kind):
+    problems = []
+    for at, n in enumerate(EDGES):
+        m = EDGES[(at * 5 + 3) % len(EDGES)]
+        dims = Dims(2, 2, 2, m, n, DIM[dtype], DIM[dtype])
+        chosen = () if kind == "plain" else (FEATURE[kind],)
+        problem = build(dims, chosen, DTYPES[dtype])
+        problems.append(negative_logits(problem) if at % 2 else problem)
+    check(name, problems)
+
+
+BANDS = {
+    "full": {},
+    "causal": dict(causal=True),
+    "bottom_right": dict(causal="bottom_right"),
+    "wide": dict(window=(300, 190)),
+    "left": dict(window=(270, None)),
+    "right": dict(window=(None, 170)),
+    "bottom_right_left": dict(causal="bottom_right", window=(290, None)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("band", BANDS)
+@judged
+def test_bands_with_whole_blocks_inside(name, dtype, band):
+    """Windows wider than two blocks, without lengths and with lengths at or near block edges."""
+    problems = []
+    for lengths in (None, (777, 128, 385)):
+        for m in (129, 640):
+            dims = Dims(3, 2, 2, m, 777, DIM[dtype], DIM[dtype])
+            problem = build(dims, (FEATURE["lse_loss"],), DTYPES[dtype])
+            problem.kwargs |= BANDS[band]
+            problem.name += f":{band}:{lengths}"
+            if m == 129:
+                problem = negative_logits(problem)
+            if lengths:
+                problem.kwargs["key_lengths"] = torch.tensor(lengths)
+                spoil_tail(problem.k, problem.kwargs["key_lengths"])
+                spoil_tail(problem.v, problem.kwargs["key_lengths"])
+            problems.append(problem)
+    check(name, problems)
+
+
+@every_dtype
+@pytest.mark.parametrize("dim", [1, 17, 64, 80, 128, 256])
+@judged
+def test_head_dims(name, dtype, dim):
+    dims = Dims(2, 2, 2, 129, 203, dim, dim)
+    check(name, [build(dims, (FEATURE["causal"],), DTYPES[dtype])])
+
+
+@pytest.mark.parametrize("dims", [(80, 80), (128, 128), (256, 256), (192, 128), (24, 200)], ids=str)
+@judged
+def test_head_dims_with_everything(name, dims):
+    problem = build(Dims(2, 4, 2, 129, 203, *dims), EVERYTHING, torch.bfloat16)
+    check(name, [problem])
+
+
+# ------------------------------------------------------------------------------------ memory
+
+
+def shifted(problem, offset):
+    """The same problem with each tensor `offset` elements into a buffer filled with NaN."""
+
+    def shift(x):
+        memory = torch.full((x.numel() + offset,), torch.nan, dtype=x.dtype)
+        memory[offset:] = x.flatten()
+        return memory[offset:].view(x.shape)
+
+    for what in ("q", "k", "v", "dout"):
+        setattr(problem, what, shift(getattr(problem, what)))
+    problem.kwargs |= {x: shift(problem.kwargs[x]) for x in ("mask",) if x in problem.kwargs}
+    problem.name += f":{offset} elements in"
+    return problem
+
+
+@every_dtype
+@pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+@judged
+def test_storage_offsets(name, dtype, features):
+    """Offsets that a tensor descriptor can read from (8 elements in), and offsets it cannot."""
+    dims = shapes(dtype)[1]
+    check(name, [shifted(build(dims, features, DTYPES[dtype]), x) for x in range(1, 9)])
+
+
+@pytest.mark.parametrize("odd", ["q", "k", "v", "dout"])
+@judged
+def test_one_tensor_that_no_descriptor_reads(name, odd):
+    """One of four tensors is misaligned, or has a row stride that is no multiple of 16 bytes."""
+    problems = [build(shapes("bfloat16")[1], (FEATURE["causal"],), torch.bfloat16) for _ in "ab"]
+    wide = torch.full((*getattr(problems[0], odd).shape[:3], 69), torch.nan, dtype=torch.bfloat16)
+    wide[..., :64] = getattr(problems[0], odd)
+    setattr(problems[0], odd, wide[..., :64])
+    shift = shifted(problems[1], 1)
+    problems[1] = build(shapes("bfloat16")[1], (FEATURE["causal"],), torch.bfloat16)
+    setattr(problems[1], odd, getattr(shift, odd))
+    check(name, problems)
+
+
+@on_every_backend
+@pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
+def test_results_lie_as_promised(name, features):
+    """out and gradients lie as (B,M,H,D) on the inputs' device; return_lse changes no bit."""
+    problem = on_device(build(shapes("bfloat16")[0], features, torch.bfloat16))
+    found = attend(problem, name)
+    for what in ("out", "dq", "dk", "dv"):
+        assert found[what].transpose(1, 2).is_contiguous(), what
+        assert found[what].device == problem.q.device, what
+    kwargs = problem.kwargs | dict(return_lse=True)
+    with torch.no_grad():
+        out, lse = fastattn.attention(problem.q, problem.k, problem.v, **kwargs, backend=name)
+    assert torch.equal(out, found["out"])
+    assert lse.dtype == torch.float32 and lse.is_contiguous() and lse.shape == out.shape[:3]
+
+
+# A kernel may start a block of keys that no row sees: it must not multiply its NaN values by 0.
+TAILS = {
+    "full": {},
+    "bottom_right": dict(causal="bottom_right"),
+    "left": dict(window=(5, None)),
+    "softcap": dict(causal="bottom_right", window=(70, None), softcap=3.0),
+    "dropout": dict(causal=True, dropout_p=0.3, seed=5),
+}
+
+
+@every_dtype
+@on_every_backend
+@pytest.mark.parametrize("kind", TAILS)
+@pytest.mark.parametrize("m", [3, 129])
+def test_keys_past_the_end_are_never_read(name, dtype, kind, m):
+    """Values past the lengths change no bit of the results, and their gradients are 0."""
+    declares(name, DTYPES[dtype])
+    lengths, dim = [0, 1, 65, 330], DIM[dtype]
+    first = None
+    for garbage in (0.0, torch.nan, torch.inf, -3e4):
+        problem = build(Dims(4, 4, 2, m, 330, dim, dim), (), DTYPES[dtype])
+        problem.kwargs |= dict(key_lengths=torch.tensor(lengths), **TAILS[kind])
+        for b, length in enumerate(lengths):
+            problem.k[b, :, length:] = garbage
+            problem.v[b, :, length:] = garbage
+        found = attend(on_device(problem), name)
+        for b, length in enumerate(lengths):
+            assert not found["dk"][b, :, length:].any(), (garbage, b)
+            assert not found["dv"][b, :, length:].any(), (garbage, b)
+        assert not found["out"][0].any() and not found["dq"][0].any(), "an empty item"
+        first = first or found
+        for what, value in found.items():
+            assert value.isfinite().all(), (garbage, what)
+            assert torch.equal(value, first[what]), (garbage, what)
+
+
+def nothing_to_see(m, n, dtype):
+    """(arguments that hide all keys from some rows, which rows these are), for several features."""
+    hidden = torch.zeros(m, n, dtype=torch.bool)
+    hidden[m // 3 : m // 2] = True
+    yield dict(mask=~hidden), hidden.all(-1)
+    yield dict(mask=torch.zeros(m, n, dtype=dtype).masked_fill(hidden, -torch.inf)), hidden.all(-1)
+    yield dict(causal="bottom_right"), torch.arange(m) < m - n
+    yield dict(window=(2, 2)), torch.arange(m) > n + 1
+    yield dict(key_lengths=torch.zeros(1, dtype=torch.int64)), torch.ones(m, dtype=torch.bool)
+
+
+@every_dtype
+@on_every_backend
+@pytest.mark.parametrize("sizes", [(7, 4), (150, 131), (16, 700)], ids=str)
+def test_rows_with_nothing_to_attend_to(name, dtype, sizes):
+    """Output exactly 0, LSE -inf, gradients exactly 0 from those rows and finite everywhere."""
+    declares(name, DTYPES[dtype])
+    m, n = sizes
+    for kwargs, empty in nothing_to_see(m, n, DTYPES[dtype]):
+        problem = build(
+            Dims(1, 2, 2, m, n, *[DIM[dtype]] * 2), (FEATURE["lse_loss"],), DTYPES[dtype]
+        )
+        problem.kwargs |= kwargs
+        problem.dlse.fill_(1)
+        found = attend(on_device(problem), name)
+        empty = empty.to(found["out"].device)
+        case = str(list(kwargs))
+        assert not found["out"][:, :, empty].any(), case
+        assert (found["lse"][:, :, empty] == -torch.inf).all(), case
+        assert found["lse"][:, :, ~empty].isfinite().all(), case
+        assert not found["dq"][:, :, empty].any(), case
+        assert all(found[x].isfinite().all() for x in ("out", "dq", "dk", "dv")), case
+
+
+@every_dtype
+@judged
+def test_rows_of_finfo_min(name, dtype):
+    """A mask row of finfo.min gives uniform weights; padding masks may contain such rows."""
+    dims = Dims(2, 2, 2, 129, 331, DIM[dtype], DIM[dtype])
+    problem = build(dims, (), DTYPES[dtype])
+    mask = torch.zeros(129, 331, dtype=DTYPES[dtype])
+    mask[60] = mask[0, 100:] = torch.finfo(DTYPES[dtype]).min
+    problem.kwargs["mask"] = mask
+    check(name, [problem], run=uniform_row)
+
+
+def uniform_row(problem, name):
+    found = attend(problem, name)
+    if problem.q.dtype != torch.float16:  # -65504 does not absorb the logits
+        tolerance = 4 * torch.finfo(problem.q.dtype).eps
+        mean = problem.v.double().mean(2)
+        torch.testing.assert_close(found["out"][:, :, 60].double(), mean, rtol=0, atol=tolerance)
+    return found
+
+
+@every_dtype
+@pytest.mark.parametrize("softcap", [None, 3.0])
+@on_every_backend
+def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
+    """Tile rows and keys past the last compute 0 * inf = NaN, which may not reach any sum."""
+    declares(name, DTYPES[dtype])
+    problem = build(Dims(1, 1, 1, 5, 9, *[DIM[dtype]] * 2), (), DTYPES[dtype])
+    problem.q.abs_(), problem.dout.fill_(1)
+    problem.k[0, 0, 3] = -torch.inf
+    problem.kwargs |= dict(softcap=softcap, mask=torch.zeros(1, 1, 1, 9, dtype=DTYPES[dtype]))
+    problem.wants = ("k", "v", "mask")
+    found = attend(on_device(problem), name)
+    assert all(x.isfinite().all() for x in found.values())
+
+
+@every_dtype
+@on_every_backend
+def test_nan_query_stays_in_its_row(name, dtype):
+    declares(name, DTYPES[dtype])
+    problem = on_device(build(shapes(dtype)[1], (), DTYPES[dtype]))
+    for kwargs in ({}, dict(causal=True), dict(softcap=3.0), dict(window=(9, 0))):
+        tensors = problem.q, problem.k, problem.v
+        clean = fastattn.attention(*tensors, **kwargs, backend=name)
+        spoiled = problem.q.clone()
+        spoiled[0, 1, 37, 5] = torch.nan
+        out, lse = fastattn.attention(
+            spoiled, *tensors[1:], **kwargs, return_lse=True, backend=name
+        )
+        assert out[0, 1, 37].isnan().all() and lse[0, 1, 37].isnan(), kwargs
+        out[0, 1, 37] = clean[0, 1, 37]
+        assert torch.equal(out, clean), kwargs
+
+
+EMPTY = {
+    "no_batch": Dims(0, 2, 2, 3, 4, 5, 6),
+    "no_heads": Dims(2, 0, 0, 3, 4, 5, 6),
+    "no_queries": Dims(2, 2, 2, 0, 4, 5, 6),
+    "no_keys": Dims(2, 2, 2, 3, 0, 16, 16),
+    "no_values": Dims(2, 2, 2, 3, 4, 16, 0),
+    "no_dims": Dims(2, 2, 2, 3, 4, 0, 16),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@on_every_backend
+@pytest.mark.parametrize("dims", EMPTY.values(), ids=EMPTY)
+def test_sizes_of_zero(name, dtype, dims):
+    declares(name, DTYPES[dtype])
+    problem = build(dims, (FEATURE["lse_loss"],), DTYPES[dtype])
+    found = on_device(problem).run(fastattn.attention, backend=name, scale=1.0)
+    exact = problem.to(torch.float64).run(fastattn.reference.attention, scale=1.0)
+    for what, value in found.items():
+        tolerance = dict(rtol=0, atol=16 * torch.finfo(DTYPES[dtype]).eps)
+        torch.testing.assert_close(value.cpu().double(), exact[what], **tolerance, msg=what)

@@ -1,0 +1,630 @@
+"""`KVCache`: after any sequence of changes each item has the expected keys, bit for bit, and no
+fork changes what it shares with others."""
+
+import ast
+import copy
+import gc
+import inspect
+import itertools
+import pickle
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+import fastattn
+from fastattn import KVCache, Place
+from fastattn.kv_cache import block_pool, cache
+from tests.support import cache_model
+from tests.support.backends import not_interpreted
+from tests.support.cache_model import same, state
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
+
+B, H, HK, D, DV = 3, 4, 2, 8, 12
+PAGES = (None, 1, 4, 16, 7)
+
+
+class Model:
+    """A cache, and the keys and values that each item should have, as lists of rows."""
+
+    def __init__(self, page_size, seed=0, **more):
+        self.generator = torch.Generator().manual_seed(seed)
+        given = dict(value_dim=DV, capacity=40, page_size=page_size) | more
+        self.cache = KVCache(B, HK, D, **given)
+        self.rows = [[] for _ in range(B)]
+
+    def new(self, n):
+        size = dict(generator=self.generator)
+        return torch.randn(n, HK, D, **size), torch.randn(n, HK, DV, **size)
+
+    def copy(self, cache, rows):
+        made = object.__new__(type(self))
+        made.generator, made.cache, made.rows = self.generator, cache, rows
+        return made
+
+    def append(self, counts):
+        news = [self.new(n) for n in counts]
+        if len(set(counts)) == 1:
+            k, v = (torch.stack(x).transpose(1, 2) for x in zip(*news, strict=True))
+            self.cache.append(k, v)
+        else:
+            k, v = (torch.cat(x) for x in zip(*news, strict=True))
+            self.cache.append(k, v, torch.tensor([0, *counts]).cumsum(0))
+        for mine, (k, v) in zip(self.rows, news, strict=True):
+            mine += list(zip(k, v, strict=True))
+
+    def forked(self, chance):
+        items = [chance.randrange(len(self.rows)) for _ in range(chance.randrange(1, 5))]
+        return self.copy(self.cache.fork(items), [list(self.rows[b]) for b in items])
+
+    def evict(self, counts):
+        self.cache.evict(counts)
+        self.rows = [x[n:] for x, n in zip(self.rows, counts, strict=True)]
+
+    def truncate(self, counts):
+        self.cache.truncate(torch.tensor(counts))
+        self.rows = [x[:n] for x, n in zip(self.rows, counts, strict=True)]
+
+    def check(self, rows=2, **given):
+        assert self.cache.lengths.tolist() == [len(x) for x in self.rows]
+        q = torch.randn(len(self.rows), H, rows, D, generator=self.generator)
+        out, lse = self.cache.attention(q, return_lse=True, **given)
+        for b, mine in enumerate(self.rows):
+            k = torch.stack([k for k, _ in mine]) if mine else torch.zeros(0, HK, D)
+            v = torch.stack([v for _, v in mine]) if mine else torch.zeros(0, HK, DV)
+            tensors = (q[b : b + 1], k.transpose(0, 1)[None], v.transpose(0, 1)[None])
+            expected = fastattn.attention(
+                *tensors, **(dict(causal="bottom_right") | given), return_lse=True
+            )
+            assert torch.equal(out[b : b + 1], expected[0])
+            assert torch.equal(lse[b : b + 1], expected[1])
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_any_sequence_of_changes(page_size):
+    chance = random.Random(page_size or 0)
+    models = [Model(page_size, grow=True)]
+    for step in range(60):
+        model = chance.choice(models)
+        what = chance.choice(["append", "append", "packed", "fork", "evict", "truncate", "free"])
+        counts = [chance.randrange(len(x) + 1) for x in model.rows]
+        if what == "append":
+            model.append([chance.randrange(6)] * len(model.rows))
+        elif what == "packed":
+            model.append([chance.randrange(9) for _ in model.rows])
+        elif what == "fork":
+            models.append(model.forked(chance))
+        elif what == "evict":
+            model.evict(counts)
+        elif what == "truncate":
+            model.truncate(counts)
+        elif step % 3 == 0:
+            model.cache.free([0])
+            model.rows[0] = []
+        for x in models[-4:]:
+            x.check(rows=1 + step % 3)
+        del models[:-4]
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_steps_of_one_key_beside_forks(page_size):
+    """The cache that steps first after a fork varies, and truncations come in between."""
+    models = [Model(page_size, grow=True)]
+    models[0].append([3, 5, 2])
+    for step in range(24):
+        for x in models:
+            x.append([1] * len(x.rows))
+            if step % 7 == 3:
+                x.cache.truncate([len(mine) - 1 for mine in x.rows])
+                x.rows = [mine[:-1] for mine in x.rows]
+        if step % 5 == 1:
+            x = models[step % len(models)]
+            models.append(x.copy(x.cache.fork(), [list(mine) for mine in x.rows]))
+            models = models[-2:] if step % 2 else models[-2:][::-1]
+        for x in models:
+            x.check()
+
+
+@pytest.mark.parametrize("page_size", PAGES)
+def test_pages_are_given_back(page_size):
+    model = Model(page_size, grow=True)
+    cache = model.cache
+    model.append([5, 1, 0])
+    forks = [cache.fork(), cache.fork([0, 0])]
+    forks[0].append(torch.zeros(B, HK, 2, D), torch.zeros(B, HK, 2, DV))
+    for x in (*forks, cache):
+        x.free()
+        assert x.lengths.sum() == 0
+    assert cache.pages_free == cache.k_pages.shape[0]
+
+
+@pytest.mark.parametrize("seed", range(0, 40, 4))
+def test_against_a_model(seed):
+    """Full if and only if no page is left; an error changes nothing; all rows are right."""
+    assert sum(cache_model.run(x, 60) for x in range(seed, seed + 4)) > 10
+
+
+@pytest.mark.parametrize("fault, seen", [("never", "a full cache"), ("too_often", "free pages")])
+def test_the_model_finds_a_cache_that_copies(monkeypatch, fault, seen):
+    right = KVCache._copied
+
+    def copied(self, items, counts, *more):
+        goes_on = torch.full_like(items.goes_on, fault == "never")
+        return right(self, items._replace(goes_on=goes_on), counts, *more)
+
+    monkeypatch.setattr(KVCache, "_copied", copied)
+    with pytest.raises(AssertionError, match=rf"cache_model.run\(\d+, 60\).* {seen}"):
+        for seed in range(40):
+            cache_model.run(seed, 60)
+
+
+@pytest.mark.parametrize("page_size", (4, None))
+def test_a_beam_step_needs_pages_for_all_but_one(page_size):
+    model = Model(page_size, capacity=8)
+    model.append([6, 7, 0])
+    beams = model.copy(model.cache.fork([0, 0, 0]), [list(model.rows[0]) for _ in range(3)])
+    del model
+    gc.collect()
+    beams.cache.truncate([5, 6, 6])
+    beams.rows[0].pop()
+    free = beams.cache.pages_free
+    beams.append([1, 1, 1])
+    assert beams.cache.pages_free == free - 2
+    beams.check()
+
+
+def test_a_cache_goes_on_in_a_page_that_forks_have():
+    """Provided each of its items once was the page's only user, and has dropped nothing since."""
+    model = Model(4, capacity=8)
+    model.append([5, 6, 7])
+    fork = model.copy(model.cache.fork(), [list(x) for x in model.rows])
+    assert model.cache.pages_free == 0
+    for counts in ([1, 1, 0], [0, 1, 1], [2, 0, 0]):
+        model.append(counts)
+        model.check()
+        fork.check()
+    model.truncate([7, 8, 8])
+    with pytest.raises(RuntimeError, match="got 1 more pages"):
+        model.append([1, 0, 0])
+
+
+@pytest.mark.parametrize("storage", (None, torch.int8))
+def test_rows_of_the_cache_itself(storage):
+    """Appending a view of the cache's own pages appends their contents at the call."""
+    cache = KVCache(1, HK, D, capacity=12, page_size=6, storage=storage)
+    first = torch.randn(1, HK, 3, D)
+    cache.append(first, first)
+    if storage:
+        k = cache.k_pages[:1].transpose(1, 2)
+        with pytest.raises(ValueError, match=r"k: got torch\.int8"):
+            cache.append(k, k)
+        return
+    k = cache.k_pages[:1, 1:5].transpose(1, 2)  # two of its rows, and two places not yet written
+    expected = torch.cat([first, k], 2)
+    cache.append(k, cache.v_pages[:1, 1:5].transpose(1, 2))
+    kept = cache.k_pages[cache.block_table[0]].flatten(0, 1)[:7]
+    assert torch.equal(kept.nan_to_num(), expected[0].transpose(0, 1).nan_to_num())
+
+
+def test_a_deep_copy_has_no_pages_of_forks_that_do_not_come_along():
+    model = Model(4, capacity=8, grow=False)
+    model.append([4, 4, 4])
+    fork = model.cache.fork()
+    fork.append(torch.zeros(B, HK, 4, D), torch.zeros(B, HK, 4, DV))
+    assert model.cache.pages_free == 0
+    assert copy.deepcopy(model.cache).pages_free == 3
+    both = copy.deepcopy([model.cache, fork])
+    assert both[0]._pool is both[1]._pool and both[0].pages_free == 0
+
+
+def test_a_cache_that_is_full_is_as_it_was():
+    for page_size, capacity in ((None, 10), (4, 10), (4, 12)):
+        model = Model(page_size, capacity=capacity)
+        model.append([capacity, 3, 0])
+        with pytest.raises(RuntimeError, match=rf"{capacity + 1} keys of item 0, .* = {capacity}"):
+            model.append([1, 1, 1])
+        model.check()
+        model.append([0, capacity - 3, 1])
+        model.check()
+
+
+@pytest.mark.parametrize("page_size", (None, 1, 4, 5))
+def test_steps_of_one_key_until_it_is_full(page_size):
+    model = Model(page_size, capacity=10)
+    for _ in range(10):
+        model.append([1, 1, 1])
+    with pytest.raises(RuntimeError, match=r"11 keys of item 0, .* = 10"):
+        model.append([1, 1, 1])
+    model.check()
+
+
+@pytest.mark.parametrize("page_size", (4, None))
+def test_forks_need_pages_of_their_own(page_size):
+    model = Model(page_size, capacity=8)
+    model.append([7, 7, 7])
+    fork = model.copy(model.cache.fork(), [list(x) for x in model.rows])
+    nbytes = model.cache.nbytes
+    with pytest.raises(RuntimeError, match=r"3 more pages of . keys to find, .* at most 0"):
+        fork.append([1, 1, 1])
+    with pytest.raises(RuntimeError, match="is full"):
+        fork.cache.evict([1, 1, 1])  # rows that move would need pages, too
+    for x in (model, fork):
+        x.check()
+    fork.cache.grow = True
+    fork.append([1, 1, 1])
+    assert fork.cache.nbytes == model.cache.nbytes > nbytes
+    for x in (model, fork):
+        x.check()
+
+
+def test_growth_keeps_what_there_is():
+    for page_size in PAGES:
+        model = Model(page_size, capacity=3, grow=True)
+        for counts in ([2, 2, 2], [9, 0, 1], [30, 30, 1]):
+            model.append(counts)
+            model.check()
+        assert model.cache.capacity >= 41
+
+
+def test_pages_grow_in_number_and_not_in_size():
+    for page_size, capacity in ((4, 4), (4, 3)):
+        model = Model(page_size, capacity=capacity, grow=True)
+        model.append([50, 0, 1])
+        model.check()
+        assert model.cache.page_size == page_size
+        assert model.cache.k_pages.shape[0] <= 14 + 3 + 14 // 2
+    contiguous = Model(None, capacity=4, grow=True)
+    contiguous.append([50, 0, 1])
+    contiguous.check()
+    assert contiguous.cache.block_table.shape == (B, 1)
+
+
+def test_features_of_attention():
+    model = Model(4)
+    model.append([5, 17, 0])
+    mask = torch.rand(B, 1, 2, 17) < 0.7
+    out = model.cache.attention(torch.zeros(B, H, 2, D), mask=mask)
+    assert out.shape == (B, H, 2, DV)
+    model.check(window=(3, 0), sinks=torch.ones(H), softcap=2.0)
+    model.check(causal=False, alibi_slopes=torch.rand(H))
+
+
+def test_prompts_in_chunks_are_prompts():
+    """So are packed rows of an item: many of one item and none of the others."""
+    whole, parts = Model(16, capacity=100), Model(5, capacity=100)
+    whole.append([60, 60, 60])
+    q = torch.randn(B, H, 60, D, generator=whole.generator)
+    expected = whole.cache.attention(q)
+    kv = [torch.stack([torch.stack([r[x] for r in rows]) for rows in whole.rows]) for x in (0, 1)]
+    outs = []
+    for first, end in ((0, 20), (20, 43), (43, 60)):  # more rows than decode takes
+        parts.cache.append(*(x[:, first:end].transpose(1, 2) for x in kv))
+        outs.append(parts.cache.attention(q[:, :, first:end]))
+    assert torch.equal(torch.cat(outs, 2), expected)
+    rows, cu_q = q[1].transpose(0, 1), torch.tensor([0, 0, 60, 60])
+    out = whole.cache.attention(rows, cu_q=cu_q)
+    assert torch.equal(out, expected[1].transpose(0, 1))
+
+
+def test_a_fork_that_nobody_has_any_more_gives_its_pages_back():
+    cache = KVCache(1, HK, D, capacity=8, page_size=4)
+    some = torch.randn(1, HK, 4, D)
+    cache.append(some, some)
+    for _ in range(5):
+        fork = cache.fork()
+        fork.append(some[:, :, :1], some[:, :, :1])
+        assert cache.pages_free == 0
+        del fork
+        gc.collect()
+        assert cache.pages_free == 1
+    assert cache.lengths.tolist() == [4]
+
+
+def test_memory_is_accounted():
+    cache = KVCache(2, HK, D, capacity=100, page_size=16, dtype=torch.bfloat16)
+    assert cache.nbytes == 2 * 2 * 7 * 16 * HK * D * 2
+    assert cache.pages_free == 14 and "0 of 14 pages of 16 keys used" in repr(cache)
+    assert KVCache(2, HK, D, capacity=100).page_size == 100
+    assert cache.k_pages.shape == (14, 16, HK, D) and cache.block_table.shape == (2, 7)
+
+
+x = torch.zeros(B, HK, 2, D)
+WRONG = [
+    (lambda c: c.append(x, x), ValueError, r"v: got \(3, 2, 2, 8\), expected \(B, Hk, n, D\) with"),
+    (lambda c: c.append(x[:2], x), ValueError, "k: got .* B = 3"),
+    (lambda c: c.append(x.double(), x), ValueError, "k: got torch.float64 on cpu, expected"),
+    (lambda c: c.append(3, x), TypeError, "k: got int"),
+    (lambda c: c.append(x, torch.zeros(B, HK, 3, DV)), ValueError, "v: got 3 rows, expected 2"),
+    (
+        lambda c: c.append(x[0].mT, torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
+        ValueError,
+        "k: got .*T, Hk, D",
+    ),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
+        ValueError,
+        "cu: got .*, expected offsets from 0 to 2",
+    ),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 2])),
+        ValueError,
+        r"cu: got \(2,\), expected \(B \+ 1,\) = \(4,\)",
+    ),
+    (lambda c: c.attention(x[:2]), ValueError, r"q: got .*, expected \(B, H, M, D\) with B = 3"),
+    (lambda c: c.evict([1, 0, 0]), ValueError, r"counts: got 1 keys of item 0, .* \[0, 0\]"),
+    (lambda c: c.truncate(-1), ValueError, "lengths: got -1"),
+    (lambda c: c.fork([3]), ValueError, r"items: got \[3\], expected numbers in \[0, 3\)"),
+    (lambda c: c.evict([1, 2]), ValueError, r"counts: got shape \(2,\), expected one number, or"),
+    (lambda c: c.evict([0.5, 0, 0]), TypeError, "counts: got torch.float32, expected whole"),
+    (lambda c: c.free(torch.tensor([True, False, True])), TypeError, "items: got torch.bool"),
+    (lambda c: c.fork([0.7]), TypeError, "items: got torch.float32"),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0.0, 1.5, 2, 2])),
+        TypeError,
+        "cu: got torch.float32",
+    ),
+    (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got one, expected"),
+    (lambda c: c.attention(x, place=Place(row=1)), ValueError, "place: got .*, expected no row"),
+    (lambda c: c.attention(x, max_q=7), TypeError, "max_q: got 7 without cu_q, expected None"),
+    (
+        lambda c: c.attention(x[0].transpose(0, 1), cu_q=torch.tensor([0, 1])),
+        ValueError,
+        r"cu_q: got shape \(2,\), expected \(B \+ 1,\) = \(",
+    ),
+    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=2.5), TypeError, "page_size: got 2.5"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, value_dim=-1), ValueError, "value_dim: got -1"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, dtype=torch.int8), ValueError, "dtype: got torch.int8"),
+    (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0, expected 1 or more"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=0), ValueError, "page_size: got 0"),
+    (
+        lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int16),
+        ValueError,
+        "storage: got torch.int16, expected None for torch.float32, or one of",
+    ),
+]
+
+
+FULL = [
+    (lambda c: c.append(*zeros(9)), RuntimeError, "is full: got 14 keys of item 0"),
+    (lambda c: c.append(*zeros(3)), RuntimeError, "is full: got . more pages of . keys to find"),
+    (lambda c: c.evict(1), RuntimeError, "is full: got . more pages of . keys to find"),
+]
+REFUSED = [  # raised by torch, or by the checks of attention
+    (lambda c: c.append(zeros(1)[0], zeros(1)[1].to_sparse()), RuntimeError, ""),
+    (lambda c: c.append(torch.zeros(B, HK, 1, D, device="meta"), 1), ValueError, "k: got"),
+    (lambda c: c.append(*zeros(1), cu=3), ValueError, "k: got"),
+    (lambda c: c.append(*(x[:, :, 0] for x in zeros(1)), cu=3), ValueError, "cu: got int"),
+    (lambda c: c.attention(x, mask=torch.zeros(2, 5)), ValueError, "mask"),
+    (lambda c: c.attention(x, sinks=torch.zeros(H + 1)), ValueError, "sinks"),
+    (lambda c: c.attention(x.double()), ValueError, "dtype"),
+    (lambda c: c.attention(x[..., :3]), ValueError, "D"),
+    (lambda c: c.attention(x, window=3.5), Exception, "window"),
+    (lambda c: c.attention(x, what=1), TypeError, "what"),
+]
+
+
+def zeros(n):
+    return torch.zeros(B, HK, n, D), torch.zeros(B, HK, n, DV)
+
+
+def crowded(page_size=4):
+    """A nearly full cache, and a fork that shares its last pages."""
+    model = Model(page_size, capacity=8)
+    model.append([5, 6, 5])
+    return model.cache, model.cache.fork()
+
+
+@pytest.mark.parametrize("call, error, message", WRONG, ids=[message[:24] for *_, message in WRONG])
+def test_what_does_not_fit(call, error, message):
+    with pytest.raises(error, match=message):
+        call(Model(4).cache)
+
+
+@pytest.mark.parametrize("page_size", (4, None))
+def test_an_error_changes_nothing(page_size):
+    """The errors include every `raise` of the cache, which the last line checks."""
+    raised = set()
+    for call, error, _ in WRONG + FULL + REFUSED:
+        both = crowded(page_size)
+        before = [state(x) for x in both]
+        for x in both:
+            with pytest.raises((error, RuntimeError)) as caught:  # or it is full
+                call(x)
+            same(before, [state(x) for x in both])
+            raised |= places(caught.value)
+    assert page_size is None or raised >= everywhere_raised(cache, block_pool)
+
+
+def test_an_error_in_a_cache_that_grows_changes_nothing():
+    for page_size in (4, None):
+        model = Model(page_size, capacity=8, grow=True)
+        model.append([5, 6, 5])
+        for n in (1, 3, 20):  # within the last page, a new one, more capacity
+            k, v = zeros(n)
+            before = [state(model.cache)]
+            with pytest.raises(RuntimeError):
+                model.cache.append(k, v.to_sparse())
+            same(before, [state(model.cache)])
+
+
+class Failing(TorchFunctionMode):
+    """After `calls` calls of torch functions, the next one raises."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.left -= "grad_enabled" not in function.__name__  # wrappers of a method do not count
+        if self.left < 0:
+            raise MemoryError("no more")
+        return function(*args, **kwargs or {})
+
+
+CHANGES = {
+    "append": lambda c: c.append(*zeros(1)),
+    "new_pages": lambda c: c.append(*zeros(3)),
+    "grow": lambda c: c.append(*zeros(20)),
+    "packed": lambda c: c.append(zeros(1)[0][:, :, 0], zeros(1)[1][:, :, 0], torch.arange(B + 1)),
+    "fork": lambda c: c.fork([0, 2]),
+    "evict": lambda c: c.evict([4, 0, 4] if c.page_size == 4 else c.lengths),
+    "truncate": lambda c: c.truncate([3, 6, 0]),
+    "free": lambda c: c.free([1]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("page_size", (4, None))
+def test_a_change_is_whole_or_none(page_size, name):
+    """Wherever torch runs out of memory. Evictions that move rows are excluded: their new places
+    may hold other rows that move."""
+    for calls in range(1000):
+        cache, fork = crowded(page_size)
+        cache.grow = True
+        before = [state(cache), state(fork)]
+        try:
+            with Failing(calls):
+                made = CHANGES[name](cache)
+            break
+        except MemoryError:
+            pass
+        same(before, [state(cache), state(fork)])
+    assert 3 < calls < 999 and isinstance(made, KVCache) == (name == "fork")
+
+
+def places(error):
+    """The (file, line) pairs in the cache's files of an error's traceback."""
+    found, at = set(), error.__traceback__
+    while at:
+        found.add((at.tb_frame.f_code.co_filename, at.tb_lineno))
+        at = at.tb_next
+    return found
+
+
+def everywhere_raised(*modules):
+    files = [inspect.getsourcefile(x) for x in modules]
+    trees = [(file, ast.parse(Path(file).read_text())) for file in files]
+    return {(f, x.lineno) for f, tree in trees for x in ast.walk(tree) if isinstance(x, ast.Raise)}
+
+
+def test_any_mode():
+    """A cache that is made, filled or forked in inference mode can be used outside it, and vice
+    versa; autocast casts new keys, not stored ones."""
+    q, k = torch.randn(B, H, 1, D), torch.randn(B, HK, 3, D)
+    modes = [torch.inference_mode, torch.no_grad, torch.enable_grad] * 2
+    for first, second in itertools.pairwise(modes):
+        with first():
+            cache = KVCache(B, HK, D, capacity=8, page_size=4, grow=True)
+            cache.append(k, k)
+        with second():
+            fork = cache.fork()
+            for x in (cache, fork):
+                x.append(torch.cat([k] * 4, 2), torch.cat([k] * 4, 2))
+                x.evict(5)
+                x.truncate(6)
+        with first():
+            assert torch.equal(cache.attention(q), fork.attention(q))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cache.attention(q.bfloat16())
+    assert out.dtype == torch.float32
+    assert torch.equal(out, cache.attention(q.bfloat16().float()))
+    with pytest.raises(NotImplementedError, match="has no gradient"):
+        cache.attention(q.requires_grad_()).sum().backward()
+
+
+def test_what_was_asked_stays_as_it_was():
+    cache = Model(4).cache
+    table, lengths = cache.block_table, cache.lengths
+    before = table.clone(), lengths.clone()
+    cache.append(torch.randn(B, HK, 9, D), torch.randn(B, HK, 9, DV))
+    assert torch.equal(table, before[0]) and torch.equal(lengths, before[1])
+
+
+def test_any_mode_of_offsets():
+    """Offsets that a call in inference mode caches can be used by one with gradients."""
+    cache = Model(4).cache
+    cache.append(torch.randn(B, HK, 5, D), torch.randn(B, HK, 5, DV))
+    q = torch.randn(B, H, 2, D)
+    with torch.inference_mode():
+        out = cache.attention(q)
+    assert torch.equal(cache.attention(q.requires_grad_()), out)
+
+
+def test_another_default_device():
+    with torch.device("meta"):
+        cache = KVCache(B, HK, D, capacity=8, page_size=4, device="cpu", grow=True)
+        k = torch.ones(B, HK, 3, D, device="cpu")
+        cache.append(k, k)
+        fork = cache.fork([0, 2])
+        fork.append(k[:2], k[:2])
+        cache.evict([1, 0, 2])
+        cache.truncate(1)
+        cache.free([0])
+        assert cache.lengths.tolist() == [0, 1, 1]
+        cache.append(
+            k[0].transpose(0, 1), k[0].transpose(0, 1), torch.tensor([0, 1, 3, 3], device="cpu")
+        )
+
+
+@pytest.mark.parametrize(
+    "mode", (FakeTensorMode, lambda: torch.device("meta"), torch.inference_mode)
+)
+def test_pages_come_free_wherever_a_cache_dies(mode):
+    cache = KVCache(1, HK, D, capacity=8, page_size=4, grow=True)
+    k = torch.ones(1, HK, 3, D)
+    cache.append(k, k)
+    fork = cache.fork()
+    fork.append(k, k)
+    before = cache.pages_free
+    with mode():
+        del fork
+        gc.collect()
+    assert cache.pages_free == before + 2
+
+
+COPIES = {"shallow": copy.copy, "deep": copy.deepcopy}
+COPIES["pickled"] = lambda x: pickle.loads(pickle.dumps(x))
+
+
+@pytest.mark.parametrize("kind", COPIES)
+def test_copies(kind):
+    """A shallow copy is a fork. Other copies have a pool of their own, which is freed with them."""
+    model = Model(4, grow=True)
+    model.append([3, 5, 0])
+    made = COPIES[kind](model.cache)
+    assert (made._pool is model.cache._pool) == (kind == "shallow")
+    other = model.copy(made, [list(x) for x in model.rows])
+    other.append([2, 1, 1])
+    for x in (other, model):
+        x.check()
+    fork, pool = made.fork(), made._pool
+    used = (pool.users > 0).sum()
+    del made, other, x
+    gc.collect()
+    fork.free()
+    assert (pool.users > 0).sum() == (3 if kind == "shallow" else 0) < used
+
+
+def test_autocast_casts_what_comes():
+    cache = KVCache(B, HK, D, capacity=8)
+    k, q = torch.randn(B, HK, 3, D).bfloat16(), torch.randn(B, H, 1, D).bfloat16()
+    mask = torch.randn(1, 1, 1, 3).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        cache.append(k, k)
+        out = cache.attention(q, mask=mask)
+        with pytest.raises(ValueError, match=r"q.dtype|k.dtype|dtype"):
+            cache.attention(q.double())
+    assert torch.equal(out, cache.attention(q.float(), mask=mask.float()))
+
+
+def test_rows_stand_at_the_last_keys_where_nothing_is_causal():
+    cache = KVCache(1, HK, D, capacity=16, page_size=4)
+    k, q = torch.randn(1, HK, 10, D), torch.randn(1, H, 2, D)
+    cache.append(k, k)
+    given = dict(causal=False, window=(1, 0))
+    last = cache.attention(q, place=Place(bottom_right=True), **given)
+    assert torch.equal(last, cache.attention(q, window=(1, None)))
+    assert not torch.equal(last, cache.attention(q, **given))

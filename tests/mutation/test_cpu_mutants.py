@@ -1,0 +1,769 @@
+"""Seeded faults: each breaks one line of the C++ kernels, and the slice named with it must notice.
+
+The kernels are compiled for one instruction set, in float32 only and without optimisation, in three
+seconds each; those on AMX's tiles for the tile model, in bfloat16. If its slice does not notice a
+fault, the suite has a gap, and the test of that fault fails.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends.native import libraries
+from tests.semantics import test_extents
+from tests.semantics.test_extents import CASES as WRITTEN
+from tests.semantics.test_extents import changed, refuse
+from tests.semantics.test_packed import FEW, batch
+from tests.semantics.test_paged import in_pages
+from tests.semantics.test_storage import kept
+from tests.semantics.test_storage import run as run_packed
+from tests.semantics.test_weights import about_weights
+from tests.support import build_lock, cases, vmap_dropout
+from tests.support.backends import INTERPRETED, variant
+from tests.support.cases import FEATURE
+from tests.support.edge_cases import problems
+from tests.support.emulator import ROOT, compiler
+from tests.support.error_budget import Verdict
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(INTERPRETED, reason="no test of Triton"),
+]
+
+
+class Fault(NamedTuple):
+    file: str
+    old: str
+    new: str
+    seen_by: str
+
+
+# Title: file: the slice that notices; then the code as it is, and the fault.
+FAULTS = r"""
+a key too many where length % 128 is 127: band.h: length_edges
+-most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
++most(0, least(p.lengths[b] + (p.lengths[b] % 128 == 127), all_keys(p))) : all_keys(p);
+lengths ignored: band.h: lengths
+-return p.lengths ? most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
++return all_keys(p);
+diagonal from N, not the length: band.h: bottom_right+lengths
+-p.bottom_right ? whole_length(p, b) - (
++p.bottom_right ? all_keys(p) - (
+a part's own keys are all: band.h: bottom_right+place
+-return p.at_key + p.N + p.keys_after;
++return p.at_key + p.N;
+lengths of a part from its own first key: band.h: lengths+place
+-least(whole_length(p, b) - p.at_key, p.N)
++least(whole_length(p, b), p.N)
+rows after a part are none: band.h: bottom_right+place
+-(p.at_row + p.M + p.rows_after)
++(p.at_row + p.M)
+rows of a part count from its own first: band.h: window+place
+-return shift + p.at_row - p.at_key;
++return shift - p.at_key;
+key heads in turn, not in runs: band.h: weights+gqa
+-return h / (p.H / p.Hk);
++return h % p.Hk;
+band one key short on the right: band.h: causal
+-i1 - 1 + shift + p.right + 1, key_length
++i1 - 1 + shift + p.right, key_length
+band one key short on the left: band.h: window
+-return clip(i0 + shift - p.left, i1 - 1
++return clip(i0 + shift - p.left + 1, i1 - 1
+whole blocks by their last row: band.h: causal
+-i0 + shift + p.right + 1, key_length
++i1 - 1 + shift + p.right + 1, key_length
+whole blocks by their first row: band.h: left_window
+-return clip(i1 - 1 + shift - p.left, i0
++return clip(i0 + shift - p.left, i0
+kept values not scaled: philox.h: dropout
+-1.0 / (1.0 - p)};
++1.0};
+p = 1 keeps all: philox.h: dropout_of_all
+-if (p >= 1.0) return {0xFFFFFFFFu, 0.0};
++if (p >= 1.0) return {0, 1.0};
+nine rounds: philox.h: dropout
+-constexpr int rounds = 10;
++constexpr int rounds = 9;
+draws of a part by its own keys: cpu/tile.h: dropout+place
+-const int64_t first = p.at_key + keys.j0;
++const int64_t first = keys.j0;
+draws in fours from a part's first key: cpu/tile.h: dropout+place
+-for (int64_t j = -(first % 4); j < keys.count; j += 4) {
++for (int64_t j = 0; j < keys.count; j += 4) {
+draws of a part by its own rows: cpu/tile.h: dropout+place
+-uint32_t(p.at_row + rows.i0 + l + x);
++uint32_t(rows.i0 + l + x);
+draws of a part by its own heads: cpu/tile.h: dropout+place
+-drawn(p.at_head, rows.h,
++drawn(0, rows.h,
+draws of a part by its own items: cpu/tile.h: dropout+place
+-drawn(p.at_item, rows.b,
++drawn(0, rows.b,
+draws of folded items go on: cpu/tile.h: folded
+-rows.b, p.items_again);
++rows.b, 0);
+draws of folded heads go on: cpu/tile.h: folded
+-rows.h, p.heads_again);
++rows.h, 0);
+draws of folded heads go on, on tiles: cpu/tile.h: folded
+-rows.h, p.heads_again);
++rows.h, 0);
+draws repeat from the larger call's first: philox.h: folded
+-if (period) x = static_cast<uint32_t>(x) % static_cast<uint32_t>(period);
++if (period) x = (first + x) % period - first;
+three keys lost at a left edge after key 256: cpu/where.h: far_bands
+-lo = std::max(J0, seen.lo / first * first), hi
++lo = std::max(J0, (seen.lo + (seen.lo > 256 ? 3 : 0)) / first * first), hi
+the last keys of a block lost: cpu/where.h: plain
+-hi = std::min(J0 + width, seen.hi);
++hi = std::min(J0 + width - 1, seen.hi);
+padding looked up in the first keys alone: cpu/classes.h: masks_of_heads
+-j < j1 && !mixed(all); j += kKeys)
++j <= j0; j += kKeys)
+a row's mask taken for padding: cpu/classes.h: masks_of_heads
+-i < (a.row == 0 ? i0 + 1 : i1); ++i)
++i < i0 + 1; ++i)
+a tile of finfo.min alone is one of -inf: cpu/where.h: least
+-    if (scores[i] != -kInf<R> ||
+-        !hidden(MaskClasses::scan(a, row.i0, row.end(), seen.lo, seen.hi)))
++    if (scores[i] != -kInf<R>)
+ALiBi's sign: cpu/tile.h: alibi
+-return x - absolute<R>(at[v] - R(j)) * m; });
++return x + absolute<R>(at[v] - R(j)) * m; });
+ALiBi of the first item: cpu/tile.h: alibi_batch
+-rows.b * p.slopes.stride[0] + rows.h
++0 * p.slopes.stride[0] + rows.h
+ALiBi without the diagonal: cpu/tile.h: alibi+bottom_right+few_queries
+-const R first = R(rows.i0 + diagonal(p, rows.b) - keys.j0);
++const R first = R(rows.i0 - keys.j0);
+a cap without its size: cpu/tile.h: softcap
+-return t * c;
++return t;
+softcap's derivative forgotten: cpu/tile.h: softcap
+-V(R(1) - t * t));
++V(R(1) - t));
+the derivative of the first key: cpu/tile.h: softcap
+-x, derivative + j * lanes + v * W);
++x, derivative + v * W);
+ALiBi before the cap: cpu/tile.h: softcap+alibi
+-if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
+-    if (p.slopes.data) alibi(p, rows, keys, s);
++if (p.slopes.data) alibi(p, rows, keys, s);
++    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
+a bool mask adds: cpu/tile.h: nan_scores
+-return add < R(0) ? add : x; });
++return add + x; });
+a mask's row of the first query: cpu/tile.h: float_mask
+-each_lanes(a, rows.i0, rows.count, keys.j0
++each_lanes(a, 0, rows.count, keys.j0
+padding from the first block: cpu/tile.h: padding_mask
+-copy_rows(a, 0, 1, keys.j0, keys.count, scratch
++copy_rows(a, 0, 1, 0, keys.count, scratch
+a band wrong at one number of vectors: cpu/tile.h: band_widths
+-hi[l] = R(std::clamp<int64_t>(first + l + p.right, -1
++hi[l] = R(std::clamp<int64_t>(first + l + p.right + (NV == 2), -1
+a band wrong at one width: cpu/tile.h: band_widths
+-lo[l] = R(std::clamp<int64_t>(first + l - p.left, -1
++lo[l] = R(std::clamp<int64_t>(first + l - p.left + (p.left == 31), -1
+the maximum forgotten: cpu/tile.h: plain
+-store(m + v * W, top[v]);
++;
+the sum not rescaled: cpu/tile.h: plain
+-load(l + v * W) * load(rescale + v * W) + sum[v]
++load(l + v * W) + sum[v]
+the tail forgotten: cpu/tile.h: far_rows
+-exp(V((x - lse[v]) - tail[v]))
++exp(V(x - lse[v]))
+dropout rows past 4096: cpu/tile.h: far_draws
+-c1[x] = uint32_t(p.at_row + rows.i0 + l + x);
++c1[x] = uint32_t(p.at_row + rows.i0 + l + x) & 0xFFF;
+one mask of dropout for all heads: cpu/tile.h: dropout
+-c2 = splat(head)
++c2 = splat(uint32_t(0))
+one mask of dropout for all items: cpu/tile.h: dropout
+-c3 = splat(item)
++c3 = splat(uint32_t(0))
+another word of a draw: cpu/tile.h: dropout
+-store(words + kMaxLanes + l, c1);
++store(words + kMaxLanes + l, c2);
+dP not dropped: cpu/tile.h: dropout
+-br[l] = w[l] >= rule.threshold ? br[l] * factor : R(0);
++br[l] = br[l] * factor;
+tanh by the far formula near 0: cpu/simd.h: weak_softcap
+-a < R(0.625) ? near : far
++a < R(0) ? near : far
+tanh's sign: cpu/simd.h: softcap
+-return x < R(0) ? -t : t;
++return t;
+heads taken for alike in spite of a mask: cpu/tile.h: decode+head_bias_grad
+-(p.mask.stride[1] == 0 && p.mask.stride[2] == 0)
++(p.mask.stride[2] == 0)
+heads taken for alike in spite of ALiBi: cpu/tile.h: decode+alibi
+-return !p.slopes.data && p.dropout_p == 0 &&
++return p.dropout_p == 0 &&
+heads taken for alike in spite of dropout: cpu/tile.h: decode+dropout
+-!p.slopes.data && p.dropout_p == 0 &&
++!p.slopes.data &&
+the last chunk of keys dropped: cpu/decode.h: decode
+-(p.N + kChunkKeys - 1) / kChunkKeys
++p.N / kChunkKeys
+every chunk weighs the same: cpu/decode.h: decode
+-l += weight * from.l[at];
++l += from.l[at];
+a sink for every chunk's head: cpu/decode.h: decode+sinks
+-p.sinks.dtype, h * p.sinks.stride[1])
++p.sinks.dtype, 0 * p.sinks.stride[1])
+the last keys of a row count as keys: cpu/few_rows.h: decode
+-std::fill(s + keys, s + end, -kInf<R>);
++std::fill(s + keys, s + end, R(0));
+few rows are those of the first head: cpu/few_gradients.h: few_rows
+-const int64_t first = h * p.M;
++const int64_t first = 0;
+few rows have the LSE of the first: cpu/few_gradients.h: few_rows
+-const R lse = normaliser.lse[i], tail
++const R lse = normaliser.lse[0], tail
+few rows have the delta of the first: cpu/few_gradients.h: few_rows
+-(load(ds + j) - delta[i]);
++(load(ds + j) - delta[0]);
+few rows have the LSE of the first head: cpu/few_gradients.h: few_rows
+-buf.seen[h], w.normaliser.from(lane(h)), w.delta
++buf.seen[h], w.normaliser.from(lane(0)), w.delta
+few rows' dK without its scale: cpu/few_gradients.h: few_rows
+-outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(p.scale),
++outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(1),
+few rows' dQ without its scale: cpu/few_gradients.h: few_rows
+-row[c] *= R(p.scale);
++row[c] *= R(1);
+few rows' dQ without its last part: cpu/few_gradients.h: few_rows
+-c < Chunks::chunks(p); ++c) {
++c + 1 < Chunks::chunks(p); ++c) {
+few rows' parts of dQ are those of the first: cpu/few_gradients.h: few_rows
+-i = row % p.M;
++i = 0 * row;
+few rows' dK and dV begin at the first key: cpu/few_gradients.h: few_rows
+-static_cast<R*>(data) + to.at(keys.j0 + j) : buf.written;
++static_cast<R*>(data) + to.at(j) : buf.written;
+few rows' dK and dV of part of a vector are all the first key's: cpu/few_gradients.h: few_rows
+-columns, c + i * ld);
++columns, c);
+few rows' dK and dV end with whole vectors: cpu/few_gradients.h: few_rows
+-if (columns > 0) outer_columns<(NV + 1) / 2>(x, y, ldy, rows, keys, columns, to, later);
++;
+a few rows' last key counts as hidden: cpu/few_gradients.h: few_rows+lengths
+-clear(p, of, seen.end(), J1);
++clear(p, of, seen.end() - 1, J1);
+a few rows' first key counts as hidden: cpu/few_gradients.h: few_rows
+-any ? seen.j0 : J1);
++any ? seen.j0 + 1 : J1);
+few rows see a block that a mask hides: cpu/few_gradients.h: masks_of_heads
+-scores.clear(p.M);
++;
+few rows' dV of what was not dropped: cpu/few_gradients.h: few_rows+dropout
+-buf.dropped ? buf.dropped : buf.s;
++buf.s;
+few rows' dP is not dropped: cpu/few_gradients.h: few_rows+dropout
+-load(at.ds + x) * factor
++load(at.ds + x)
+few rows' softcap has no derivative: cpu/few_gradients.h: few_rows+softcap
+-T::product_gradient(p, load(at.ds + x), by)
++load(at.ds + x)
+few rows' scores without features: cpu/few_gradients.h: few_rows+alibi
+-store(at.s + x, score);
++;
+few rows' gradient of a mask begins at the first key: cpu/few_gradients.h: few_rows+head_bias_grad
+-to.at(i, keys.j0), to.step, keys.count, ds);
++to.at(i), to.step, keys.count, ds);
+a sink with a value of 1: cpu/forward.h: sinks
+-sink == -kInf<R> ? R(0) : R(1));
++sink == -kInf<R> ? R(0) : R(2));
+values from the start of a block: cpu/forward.h: far_bands
+-v.data += (keys.j0 - J0) / pair * v.stride;
++;
+delta without dLSE: cpu/backward.h: lse_loss
+-if (p.dlse.data) subtract(p.dlse, rows, delta);
++;
+dQ from the start of a block: cpu/backward.h: far_bands
+-k_across.data + first / pair * k_across.stride
++k_across.data
+gradients of keys from one head: cpu/backward.h: gqa
+-const int64_t all = group * G::tiles(p);
++const int64_t all = G::tiles(p);
+dV of what was not dropped: cpu/backward.h: dropout
+-p.dropout_p > 0 ? buf.dropped : buf.s;
++buf.s;
+the last heads of a group lost: cpu/forward.h: shared_heads
+-return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
++return group(p) / heads_per_task(p);
+one head of a task computed: cpu/forward.h: shared_heads
+-std::min(begin_head + heads_per_task(p), end_head)
++std::min(begin_head + 1, end_head)
+tasks count heads by key heads: cpu/forward.h: shared_heads
+-hk = at % each / shares(p), end_head
++hk = at % p.Hk, end_head
+V not moved on between fetches: cpu/forward.h: shared_heads
+-{v.data + c, v.stride}, weights
++{v.data, v.stride}, weights
+the last segment forgotten: cpu/backward.h: grouped_rows
+-for (int64_t s = 1; s < G::segments(p); ++s)
++for (int64_t s = 1; s + 1 < G::segments(p); ++s)
+the gradient of a sink has the other sign: cpu/backward.h: sinks
+-double sum = 0;
++double sum = -0.5;
+dS without delta: cpu/gradient.h: plain
+-* (dp - shift[v]);
++* dp;
+dK without the scale: cpu/backward.h: plain
+-G::padded(p.D), R(p.scale));
++G::padded(p.D));
+a mask's gradient of one item: cpu/mask_gradient.h: head_bias_grad
+-b < (sum_b ? p.B : item + 1)
++b < item + 1
+a mask's gradient of one head: cpu/mask_gradient.h: key_bias_grad
+-h < (sum_h ? p.H : head + 1)
++h < head + 1
+a mask's gradient where nobody looks: cpu/mask_gradient.h: bias_grad+window
+-clear(l, seen.hi, p.N);
++;
+all that is finfo.min is -inf: mask_holds.h: dense_masks
+-Bits(kLeast) : below;
++Bits(kHidden) : below;
+every word of a mask is the last: cpu/classes.h: dense_masks
+-other |= words[i] ^ first;
++other = words[i] ^ first;
+a mask's second item is the first: cpu/classes.h: dense_masks
+-data + (b * item + h * head)
++data + h * head
+a mask's second head is the first: cpu/classes.h: dense_masks
+-data + (b * item + h * head)
++data + b * item
+the last keys of a tile are like the first: cpu/classes.h: dense_masks
+-g <= (j1 - 1) / kKeys; ++g)
++g <= j0 / kKeys; ++g)
+columns of a mask from the first row: cpu/classes.h: dense_masks
+-a.at(i0, j), 1, rows);
++a.at(0, j), 1, rows);
+rows that have seen nothing but finfo.min are left at that: cpu/where.h: dense_masks
+-    return tiles;
++    return false;
+gradients where every score is finfo.min: cpu/where.h: dense_masks
+-    if (!(scores[i] > R(-0x1p126))) return kHidden;
++    ;
+a mask that hides little is not read: cpu/tile.h: dense_masks
+-p.mask.data && held(p, rows, keys) != kVisible;
++p.mask.data && !(held(p, rows, keys) & kVisible);
+a mask's gradient in parts that are skipped: cpu/mask_gradient.h: dense_masks
+-l < rows.count && left.count < keys.count; ++l)
++l < 0; ++l)
+keys before the last that are hidden: cpu/where.h: dense_masks
+-hi = (hi - 1) / step * step;
++hi = (hi - 1) / step * step - 1;
+the mean over heads is their sum: cpu/weights.h: weights
+-R(1) / R(heads));
++R(1));
+weights without dropout: cpu/weights.h: weights+dropout
+-if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
++;
+packing on tiles, a row past the last: cpu/amx_operand.h: tile_edges
+-if (r >= rows) return kZeros;
++if (r > rows) return kZeros;
+packing on tiles, columns past the last are not 0: cpu/amx_operand.h: plain
+-std::fill(buf + x * ld + columns, buf + (x + 1) * ld, Source(0));
++;
+packing on tiles, a column's stride forgotten: cpu/amx_operand.h: tile_edges+column_major
+-const bool whole = a.step == 1 && columns % kStep == 0;
++const bool whole = columns % kStep == 0;
+packing on tiles, V of the next step is that of the first: cpu/amx_operand.h: plain
+-: row(a, r0, at + x, rows,
++: row(a, r0, x, rows,
+packing on tiles, values past a length: cpu/amx_forward.h: length_edges
+-key_length(p, b)) - J0;
++p.N) - J0;
+packing on tiles, values of the first head: cpu/amx_forward.h: plain
+-(b * p.Hk + hk) * padded_keys(p), all
++b * p.Hk * padded_keys(p), all
+pairs on tiles the wrong way round: cpu/amx_planes.h: plain
+-_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
++_mm512_or_si512(hi, _mm512_slli_epi32(lo, 16));
+pairs on tiles of P the wrong way round: cpu/amx_planes.h: plain
+-_mm512_srli_epi32(first, 16), second);
++_mm512_srli_epi32(second, 16), first);
+pairs on tiles of neighbours: cpu/amx_operand.h: dropout
+-load(tile + l + 16 * lanes)
++load(tile + l + lanes)
+pairs on tiles of dS the wrong way round: cpu/amx_operand.h: plain
+-store(to + plane * 32, pair_up(half[0], half[2]));
++store(to + plane * 32, pair_up(half[2], half[0]));
+pairs on tiles cut off, not rounded: cpu/amx_planes.h: bias
+-return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
++return (__m512i)x;
+tails on tiles, keys past the last have weights: cpu/amx_softmax.h: tile_edges
+-store(s + at, splat(-kInf<float>));
++store(s + at, splat(0.0f));
+tails on tiles, dS past the last key: cpu/amx_operand.h: right_window
+-x[i] = key < keys ? value(key, i % 2) : Vec<float>{};
++x[i] = value(key, i % 2);
+tails on tiles, P past the last key: cpu/amx_operand.h: right_window
+-std::fill(to, to + (round_up(keys, kStep) - keys) * 16 * P, 0);
++;
+tails on tiles, the last 32 lanes of 128 forgotten: cpu/backward.h: tile_edges
+-parts = (rows.count + part - 1) / part;
++parts = std::min<int64_t>(3, (rows.count + part - 1) / part);
+dS on tiles from the start of a block: cpu/backward.h: far_bands
+-Op::multiply_add(k_turned + (seen[x].j0 - block.J0) * d, part
++Op::multiply_add(k_turned, part
+what a part of the rows does not see on tiles: cpu/backward.h: causal
+-std::fill(along + end * part, along + whole * part, E{});
++;
+what comes before what a part sees on tiles: cpu/backward.h: left_window
+-std::fill(along, along + skipped * part, E{});
++;
+the second tile of lanes is the first: cpu/amx_product.h: plain
+-amx::load<5>(b.tile(16, 0), b.stride());
++amx::load<5>(b.tile(0, 0), b.stride());
+a step of the head dim forgotten: cpu/amx_product.h: plain
+-for (int64_t x = 0; x < steps; ++x)
++for (int64_t x = 0; x + 1 < steps; ++x)
+the lazy pivot stays at the first: cpu/amx_softmax.h: rising
+-top[v], pivot(v) + kRise, _CMP_GT_OQ);
++top[v], pivot(v) == -kInf<float> ? pivot(v) : splat(kInf<float>), _CMP_GT_OQ);
+the lazy pivot moves and O does not: cpu/amx_forward.h: rising
+-rescale(st.out, dv);
++;
+the lazy pivot moves and O of a few rows does not: cpu/amx_decode.h: rising
+-load(st.out + at) * buf.rescale[at / dv]
++load(st.out + at)
+the lazy pivot moves and l does not: cpu/amx_softmax.h: rising
+-store(l + v * W, V(load(l + v * W) * change));
++;
+the lazy pivot takes all lanes with it: cpu/amx_softmax.h: rising
+-_mm512_mask_mov_ps(old, up[v], top[v]);
++up[v] ? top[v] : old;
+the largest score is sought among every fourth key: cpu/amx_softmax.h: rising
+-max_or_second(of[0][v], of[1][v])
++of[0][v]
+the largest score is not sought among the last keys: cpu/amx_softmax.h: rising
+-for (; j < keys; ++j) take(j, 0);
++;
+the vectors do not make all of P: cpu/amx_softmax.h: plain
+-here.next_ < here.end_
++here.next_ + 1 < here.end_
+P under the old pivot is summed under the new: cpu/amx_forward.h: rising
+-        sum(j);
++
+P of the chunks before is lost: cpu/amx_forward.h: plain
+-buf.p + (j - keys.j0) * kLanesUsed;
++buf.p;
+rows of a few heads share one's features: cpu/amx_decode.h: few_heads+alibi
+-f(heads.rows(x), one);
++f(heads.rows(0), one);
+lanes of a few heads mixed up: cpu/amx_decode.h: few_heads
+-heads.h + l / heads.M), l % heads.M, 0,
++heads.h + l % heads.count), l / heads.count, 0,
+every tile of keys in pages is the first: cpu/amx_decode.h: pages
+-here{of[j / kKeys].data,
++here{of[0].data,
+a chunk too many for a few rows on tiles: cpu/decode.h: few_heads
+-(chunk + 1) * kChunkKeys, seen.hi);
++(chunk + 2) * kChunkKeys, seen.hi);
+rows in eight bits have the scale of the first: cpu/plane.h: storage
+-later += row_by, by += scale_by)
++later += row_by)
+rows in eight bits have the scale of the first page: cpu/plane.h: storage
+-+ scale.at(at) + block * scale_apart;
+++ scale.at(at);
+rows in eight bits have the scale of the first head: cpu/plane.h: storage
+-plane(scale, b, hk), scale.stride[0]
++plane(scale, b, 0), scale.stride[0]
+values in eight bits have the scales of keys: cpu/plane.h: storage
+-key_plane(p, p.v, p.v_scale, b, hk)
++key_plane(p, p.v, p.k_scale, b, hk)
+rows in eight bits are those of the first page: cpu/plane.h: storage
+-Plane::at(at, c) + block * apart;
++Plane::at(at, c);
+columns in eight bits lie side by side: cpu/plane.h: storage
+-row[i] = src[i * step];
++row[i] = src[i];
+the NaN of float8 is a number: cpu/quantised.h: storage
+-& int16_t(0x7C00))) * 256.0f;
++& int16_t(0))) * 256.0f;
+numbers of float8 are those of halves: cpu/quantised.h: storage
+-0x7C00))) * 256.0f;
++0x7C00)));
+a mask's gradient of any size is written: extents.h: extents
+-check(FA_WRITES_DMASK, p.dmask, {p.B, p.H, p.M, p.N}, true);
++;
+sequences write one part of a mask's gradient: extents.h: extents
+-summed && size[at] == 1 && !(at == 0 && p.cu_q);
++summed && size[at] == 1;
+sequences write one part of the sinks' gradient: extents.h: extents
+-{p.cu_q ? p.B : 1, p.H, 1, 1}
++{1, p.H, 1, 1}
+columns are not counted: extents.h: extents
+-at < 4 && !absent
++at < 3 && !absent
+what is packed has the rows of one sequence: extents.h: extents
+-M = p.cu_q ? p.T : p.M, N
++M = p.M, N
+tangents beside out are not looked at: extents.h: extents
+-if (pass == FA_JVP || pass == FA_FORWARD_JVP) {
++if (pass == FA_JVP) {
+"""
+
+
+def edits(text):
+    """{first line: (old, new)}. Each line of an edit starts with - or +."""
+    found, lines = {}, text.strip().splitlines()
+    while lines:
+        title, parts = lines.pop(0), {"-": [], "+": []}
+        while lines and lines[0][0] in "-+":
+            line = lines.pop(0)
+            parts[line[0]].append(line[1:])
+        found[title] = tuple("\n".join(parts[sign]) for sign in "-+")
+    return found
+
+
+def faults():
+    """{title: Fault}"""
+    found = {tuple(x.split(": ")): edit for x, edit in edits(FAULTS).items()}
+    return {title: Fault(file, *edit, slice) for (title, file, slice), edit in found.items()}
+
+
+FAULT = faults()
+SLICES = sorted({fault.seen_by for fault in FAULT.values()})
+# CMake's flags without optimisation: the compiled code runs only briefly.
+FLAGS = ["-std=gnu++17", "-O0", "-fPIC", "-ffp-contract=fast", "-fno-trapping-math", "-w"]
+FLAGS += ["-fvisibility=hidden", "-fopenmp"]
+AMX_FLAGS = ["-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl"]
+ON_THE_MODEL = [*AMX_FLAGS, "-DFA_AMX", "-DFA_AMX_MODEL"]
+ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);"
+
+
+def build(sources, folder, *more):
+    """Build the kernels in `sources` for the ISA "generic", which every machine has."""
+    isa = sources / "cpu" / "isa.cpp"
+    text = isa.read_text()
+    assert ONLY_FLOAT32 in text
+    isa.write_text(text.replace(ONLY_FLOAT32, ""))
+    objects = [folder / "isa.o", library_object(sources, folder)]
+    run(*FLAGS, *more, "-DFA_ISA=generic", "-c", isa, "-o", objects[0])
+    run("-shared", "-fopenmp", *objects, "-o", folder / "mutant.so")
+    return folder / "mutant.so"
+
+
+def library_object(sources, folder):
+    """The code that calls the kernels: compiled once, unless the fault is in it."""
+    names = ("cpu/library.cpp", "cpu/plan.h", "cpu/threads.h", "abi.h", "extents.h")
+    parts = [Path(name) for name in names]
+    whole, own = ([x / part for part in parts] for x in (ROOT / "csrc", sources))
+
+    def make(target=build_lock.FOLDER / "library-of-mutants.o"):
+        run(*FLAGS, "-c", own[0], "-o", target)
+        return target
+
+    if any(x.read_bytes() != y.read_bytes() for x, y in zip(whole, own, strict=True)):
+        return make(folder / "library.o")
+    return build_lock.made("cpu-mutants", build_lock.digest(*whole, FLAGS, compiler()), make)
+
+
+def run(*arguments):
+    command = [*compiler(), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def kernels_of(monkeypatch, tmp_path):
+    """A function that makes the CPU backend use kernels with this edit."""
+
+    def use(file=None, old="", new="", tiled=False):
+        sources = tmp_path / "csrc"
+        shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
+        if file:
+            text = (sources / file).read_text()
+            times = text.count(old)
+            assert times == 1, f"{old!r} is in {file} {times} times"
+            (sources / file).write_text(text.replace(old, new))
+        library = libraries.CpuLibrary(build(sources, tmp_path, *ON_THE_MODEL * tiled))
+        library.poison(1)
+        monkeypatch.setattr(libraries, "cpu", lambda: library)
+
+    return use
+
+
+def is_tiled(what):
+    """Is the fault in code that runs only on AMX's tiles?"""
+    return FAULT[what].file.startswith("cpu/amx_") or "on tiles" in what
+
+
+def nan_scores():
+    """A NaN key that a bool mask hides has no effect: its score is replaced."""
+    (problem, *_) = problems("bool_mask")
+    clean = problem.run(fastattn.attention, backward=False, backend="cpu")["out"]
+    problem.kwargs["mask"][..., 3] = False
+    hidden = problem.run(fastattn.attention, backward=False, backend="cpu")["out"]
+    problem.k[:, :, 3] = torch.nan
+    spoiled = problem.run(fastattn.attention, backward=False, backend="cpu")["out"]
+    assert not torch.equal(clean, hidden)
+    return [] if torch.equal(hidden, spoiled) else ["a hidden NaN is seen"]
+
+
+def exactly(problem):
+    return problem.to(torch.float64).run(fastattn.reference.attention, backward=False)["out"]
+
+
+def bias():
+    """Rounding is unbiased: a mean of positive values is off by less than 1/8 of its bound."""
+    problem = cases.build(cases.Dims(1, 2, 2, 130, 600, 32, 32), (), torch.bfloat16)
+    problem.v.abs_()
+    out, exact = problem.run(fastattn.attention, False, backend="cpu")["out"], exactly(problem)
+    off = float((out.double() - exact).mean() / exact.mean())
+    return [f"the mean is off by {off:.1e}"] if abs(off) > 2.0**-12 else []
+
+
+def storage():
+    """Quantised rows of eight bits give the results of their values, contiguous and in pages."""
+    for dtype in (torch.int8, torch.float8_e4m3fn):
+        made = batch((FEATURE["gqa"],), torch.float32, (*FEW, (40, 30)))
+        made.given, plain = kept(made, dtype)
+        apart = made.given | dict(v=made.given["v"].repeat_interleave(2, -1)[..., ::2])
+        expected = run_packed(plain, "cpu")
+        for where, given in (("", made.given), (" in pages", in_pages(made, 5)), (" apart", apart)):
+            if not torch.equal(run_packed(given, "cpu")[0], expected[0]):
+                yield f"{dtype}{where} has other bits"
+    ones, nan = torch.ones(1, 1), torch.full((1, 1, 1), 127, dtype=torch.uint8)
+    nan, cu = nan.view(torch.float8_e4m3fn), torch.tensor([0, 1])
+    given = dict(q=ones[None], k=ones[None].to(nan.dtype), v=nan, cu_q=cu, cu_k=cu)
+    if not run_packed(given | dict(k_scale=ones, v_scale=ones), "cpu")[0].isnan():
+        yield "NaN is a number"
+
+
+def pages():
+    """Few rows, where each tile is inside one page: the bits are those of contiguous keys."""
+    made = batch((), torch.bfloat16, ((1, 300), (3, 44)), d=32)
+    if not torch.equal(*(run_packed(x, "cpu")[0] for x in (made.given, in_pages(made, 16)))):
+        yield "pages have other bits"
+
+
+def masks_of_heads():
+    """A few rows of heads that share a key head. A mask hides a block of keys from one head and,
+    from the others, keys inside a block: for all rows, or for a single row in the middle."""
+    for rows in (1, 3):
+        problem = cases.build(cases.Dims(1, 3, 1, rows, 300, 16, 16), (), torch.float32)
+        mask = torch.ones(1, 3, rows, 300, dtype=torch.bool)
+        mask[:, 2, :, :128] = mask[:, 1, :, 70:100] = mask[:, 0, rows // 2, 70:100] = False
+        problem.kwargs["mask"] = mask
+        problem.name += f":masks of heads, {rows}"
+        yield from Verdict(problem).complaints(fastattn.attention, backend="cpu")
+
+
+def least():
+    """Tiles of rows with only finfo.min in the mask give the mean; rows of -inf give 0."""
+    problem = cases.build(cases.Dims(1, 2, 1, 130, 300, 8, 8), (), torch.float32)
+    problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+    problem.kwargs["mask"] = torch.zeros(130, 300)
+    problem.kwargs["mask"][:100] = torch.finfo(torch.float32).min
+    problem.kwargs["mask"][3] = -torch.inf
+    yield from Verdict(problem).complaints(fastattn.attention, backend="cpu")
+
+
+def extents():
+    """Output tensors of a wrong size are refused, right ones are not. The tensors are too large, so
+    that no fault writes past their end."""
+    for which, name, packed in WRITTEN:
+        try:
+            for dim in range(test_extents.dimensions(which, name, packed)):
+                refuse(which, name, changed(dim, 1), packed)
+            if packed and name == "dmask":
+                refuse(which, name, lambda shape: (1, *shape[1:]), packed)
+        except (AssertionError, RuntimeError, pytest.fail.Exception) as error:
+            yield f"{name}: {error}"
+
+
+def rising():
+    """A tighter bound than the judge's: its baseline has 16-bit logits, which are large here."""
+    for problem in problems("rising", torch.bfloat16):
+        out = problem.run(fastattn.attention, False, backend="cpu")["out"]
+        error = (out.double() - exactly(problem)).abs().max()
+        if not error < 0.03:
+            yield f"{problem.name}: an error of {error:.2g}"
+
+
+def of_all_dropped():
+    for problem in problems("dropout"):
+        problem.kwargs["dropout_p"] = 1.0
+        yield from Verdict(problem).complaints(fastattn.attention, backend="cpu")
+
+
+def of_weights(features):
+    for problem in problems(features or "plain"):
+        for average in (False, True):
+            yield from about_weights("cpu", problem, average)
+
+
+verdicts = {}
+FOLDED = ("items heads", "heads items")  # of mapped dimensions
+OTHERS = ("nan_scores", "bias", "pages", "rising", "storage", "masks_of_heads", "least", "extents")
+
+
+def complaints(name, dtype=torch.float32):
+    """The complaints of the named slice about the kernels in use."""
+    if name in OTHERS:
+        yield from globals()[name]()
+    elif name == "folded":
+        yield from vmap_dropout.complaints("cpu", dtype, FOLDED)
+    elif name == "dropout_of_all":
+        yield from of_all_dropped()
+    elif name.startswith("weights"):
+        yield from of_weights(name.partition("+")[2])
+    else:
+        for at, problem in enumerate(problems(name, dtype)):
+            if (name, dtype, at) not in verdicts:
+                verdicts[name, dtype, at] = Verdict(problem)
+            yield from verdicts[name, dtype, at].complaints(fastattn.attention, backend="cpu")
+
+
+needs_model = pytest.mark.skipif(
+    bool(libraries.cpu_unavailable()) or "amx_model" not in libraries.cpu_isas(),
+    reason="AMX's model needs AVX-512",
+)
+
+
+def noticed(what, kernels_of, dtype=torch.float32):
+    fault = FAULT[what]
+    kernels_of(fault.file, fault.old, fault.new, tiled=dtype == torch.bfloat16)
+    assert any(complaints(fault.seen_by, dtype)), f"{fault.seen_by} did not notice"
+
+
+@pytest.mark.parametrize("what", [x for x in FAULT if not is_tiled(x)])
+def test_a_fault_is_noticed(what, kernels_of):
+    noticed(what, kernels_of)
+
+
+@needs_model
+@pytest.mark.parametrize("what", [x for x in FAULT if is_tiled(x)])
+def test_a_fault_on_tiles_is_noticed(what, kernels_of):
+    noticed(what, kernels_of, torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", SLICES)
+def test_without_a_fault_there_is_nothing_to_notice(name):
+    assert not list(complaints(name))
+
+
+@needs_model
+@pytest.mark.parametrize("name", sorted({FAULT[x].seen_by for x in filter(is_tiled, FAULT)}))
+def test_without_a_fault_on_tiles_there_is_nothing_to_notice(name):
+    with variant("amx_model"):
+        assert not list(complaints(name, torch.bfloat16))
+
+
+def test_kernels_compiled_here_are_right(kernels_of):
+    kernels_of()
+    for name in ("plain", "decode", "weights", "softcap+alibi"):
+        assert not list(complaints(name))

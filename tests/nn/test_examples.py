@@ -1,0 +1,154 @@
+"""Every example runs as a user would run it, proves what it claims and saves its picture."""
+
+import importlib
+import importlib.util
+import math
+import os
+import pkgutil
+import subprocess
+import sys
+
+import pytest
+
+import fastattn.examples
+from fastattn.examples import common, complexity, long_context, memory
+from tests.support.backends import INTERPRETED
+
+EXAMPLES = [
+    module.name
+    for module in pkgutil.iter_modules(fastattn.examples.__path__)
+    if hasattr(importlib.import_module(f"fastattn.examples.{module.name}"), "main")
+]
+NEEDS = {"digits_vit": "sklearn"}
+HAS_PLOTS = importlib.util.find_spec("matplotlib") is not None
+pytestmark = pytest.mark.skipif(INTERPRETED, reason="hours in the interpreter")
+
+
+def test_the_package_lists_its_examples():
+    for name in EXAMPLES:
+        assert f"python -m fastattn.examples.{name} " in fastattn.examples.__doc__
+    assert fastattn.examples.__doc__.count("python -m fastattn.examples.") == len(EXAMPLES) == 8
+
+
+TIMES = ": time "  # marks claims about time only
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_example(name, tmp_path, record_property):
+    """Run on one thread that sleeps when it waits, because other tests run at the same time. For
+    the same reason a failed claim about time is only reported."""
+    if name in NEEDS:
+        pytest.importorskip(NEEDS[name])
+    picture = tmp_path / "picture.png"
+    done = subprocess.run(
+        [sys.executable, "-m", f"fastattn.examples.{name}", *["--plot", picture] * HAS_PLOTS],
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
+    claims = [line for line in done.stdout.split("\n") if line.startswith(("proved", "FAILED"))]
+    failed = [line for line in claims if line.startswith("FAILED")]
+    disturbed = [line for line in failed if name == "complexity" and TIMES in line]
+    for line in disturbed:
+        record_property("notice", f"{name}: {line}")
+    assert done.returncode == bool(failed), done.stdout + done.stderr
+    assert len(claims) >= 2 and failed == disturbed, done.stdout + done.stderr
+    assert not HAS_PLOTS or picture.stat().st_size > 10_000
+
+
+def test_ranks_of_torchrun(tmp_path):
+    """Ranks started by torchrun work like those that the example starts, with another strategy."""
+    ours = "fastattn.examples.long_context --ranks 9 --steps 2 --length 512 --strategy usp"
+    run = f"-m torch.distributed.run --standalone --nproc-per-node 2 -m {ours} --layout zigzag"
+    done = subprocess.run(
+        [sys.executable, *run.split()], cwd=tmp_path, capture_output=True, text=True, timeout=600
+    )
+    claims = [line for line in done.stdout.split("\n") if line.startswith("proved")]
+    assert done.returncode == 0 and len(claims) == 4, done.stdout + done.stderr
+    assert "512 tokens on 2 ranks by usp, zigzag" in done.stdout
+
+
+def test_ranks_that_a_strategy_cannot_take_are_told_at_once(capsys):
+    with pytest.raises(SystemExit):
+        long_context.main(["--ranks", "3"])
+    assert "3 ranks can take gather, ring" in capsys.readouterr().err
+
+
+def by_the_paper(cases, spoiled=()):
+    """Seconds that grow as the table states, except in disturbed cases."""
+    found = {}
+    for case in cases:
+        sizes = [getattr(case, x) ** p for x, p in complexity.TABLE[case.layer].time.items()]
+        found[case] = math.prod(sizes) * (9 if case in spoiled else 1)
+    return found
+
+
+@pytest.mark.parametrize("disturbed", [0, 3, complexity.ATTEMPTS])
+def test_what_a_busy_machine_disturbed_is_measured_again(disturbed):
+    """Up to the number of attempts, and only cases with unexpected times."""
+    every = {case for cases in complexity.TIME.values() for case in cases}
+    last = complexity.TIME[complexity.RESTRICTED, "r"][-1]
+    asked = []
+
+    def measured_at(cases):
+        asked.append(set(cases))
+        return by_the_paper(cases, {last} if len(asked) <= disturbed else ())
+
+    found = complexity.times(measured_at)
+    attempts = min(disturbed + 1, complexity.ATTEMPTS)
+    assert asked[0] == every and len(asked) == attempts
+    assert all(last in cases and len(cases) == 3 for cases in asked[1:])
+    near = {key: complexity.is_near(*key, curve.slope()) for key, curve in found.items()}
+    wrong = disturbed == complexity.ATTEMPTS
+    assert [key for key, ok in near.items() if not ok] == [(complexity.RESTRICTED, "r")] * wrong
+
+
+# --- shared helpers -------------------------------------------------------------------------------
+
+
+def test_a_claim_that_fails_is_told_and_ends_with_status_1(capsys):
+    claims = common.Claims()
+    claims.prove("one is one", 1 == 1)
+    assert claims.status() == 0
+    claims.prove("one is two", 1 == 2)
+    assert claims.status() == 1 and claims.failed == ["one is two"]
+    assert capsys.readouterr().out == "proved  one is one\nFAILED  one is two\n"
+
+
+def test_a_picture_that_cannot_be_drawn_is_told_at_once(monkeypatch, capsys):
+    made = common.parser("translate", "doc")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert common.parse(made, []).plot is None
+    with pytest.raises(SystemExit):
+        common.parse(made, ["--plot"])
+    assert "pip install 'fastattn[examples]'" in capsys.readouterr().err
+
+
+def test_a_picture_is_named_after_the_example():
+    pytest.importorskip("matplotlib")
+    made = common.parser("translate", "doc")
+    assert common.parse(made, ["--plot"]).plot.name == "translate.png"
+    assert common.parse(made, ["--plot", "x/y.png"]).plot.as_posix() == "x/y.png"
+
+
+@pytest.mark.parametrize("total", [0, 1, 7, 10, 25, 1000])
+def test_progress_without_a_terminal_is_ten_lines_at_most(total, capsys):
+    assert list(common.progress(range(total), "training")) == list(range(total))
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == min(total, 10)
+    assert not total or lines[-1] == f"training: {total}/{total}"
+
+
+def make_bytes(count):
+    """For the memory probe: a call that fills so many bytes."""
+    return lambda: bytearray(b"x" * count)
+
+
+def test_memory_of_a_fresh_process():
+    found = memory.extra_bytes(make_bytes, (64 << 20,), (1,))
+    assert 64 << 20 <= found < 160 << 20  # the bytes, and their copy in a bytearray
+    before = memory.reset_peak()
+    kept = bytearray(b"x" * (32 << 20))
+    assert memory.peak_bytes() - before >= 30 << 20 and kept

@@ -1,0 +1,143 @@
+"""`python -m tests.fuzz`: one minute of it, the errors that it notices, and its reports."""
+
+import argparse
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from fastattn.backends.cpu import Cpu
+from fastattn.call import validation
+from tests.fuzz import __main__ as command
+from tests.fuzz import parts, watch
+from tests.fuzz.refused import REFUSED
+
+ROOT = Path(__file__).parents[2]
+LAST = re.compile(r"fuzz: (\d+) s, ([\d,]+) cases, (\d+) findings \(seed \d+\)")
+
+
+def fuzz(*arguments):
+    given = [sys.executable, "-m", "tests.fuzz", *map(str, arguments)]
+    return subprocess.run(given, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_one_minute_of_random_calls():
+    """The same calls on every commit, as many as the machine makes; `make fuzz` varies seeds."""
+    found = fuzz("--minutes", 1, "--workers", 1, "--seed", 1)
+    assert found.returncode == 0, found.stdout
+    seconds, cases, findings = LAST.fullmatch(found.stdout.splitlines()[-1]).groups()
+    assert int(seconds) < 66 and int(cases.replace(",", "")) > 10 and findings == "0"
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        (("--case", "dense"), "expected PART:NUMBER"),
+        (("--case", "dense:x"), "expected PART:NUMBER"),
+        (("--case", "nothing:1"), "expected one of dense, packed"),
+        (("--parts", "dense,nothing"), "expected one of dense, packed"),
+        (("--parts", "dense,"), "expected one of dense, packed"),
+        (("--minutes", "0"), "expected a number above 0"),
+        (("--minutes", "nan"), "expected a number above 0"),
+        (("--minutes", "inf"), "expected a number above 0"),
+        (("--workers", "0"), "expected at least 1"),
+    ],
+    ids=" ".join,
+)
+def test_arguments_that_mean_nothing(arguments, expected, capfd):
+    with pytest.raises(SystemExit) as error:
+        command.main(arguments)
+    assert error.value.code == 2 and expected in capfd.readouterr().err
+
+
+PASSES = {"weights": "weights", "passes_with_tangents": "jvp"}  # of a part; or forward
+
+
+@pytest.mark.parametrize("name", sorted(set(parts.PARTS) - {"refused", "wrong_shapes"}))
+def test_a_part_notices_a_wrong_result(name, monkeypatch):
+    which = PASSES.get(name, "forward")
+    monkeypatch.setattr(parts, "variants", lambda name, dtype: [None])
+    right = getattr(Cpu, which)
+
+    def wrong(self, spec, *given):
+        found = right(self, spec, *given)
+        factor = 1.02 + 0.01 * spec.B  # vmap's one call has another B than each separate call
+        return (
+            found * factor if isinstance(found, torch.Tensor) else tuple(x * factor for x in found)
+        )
+
+    monkeypatch.setattr(Cpu, which, wrong)
+    assert any(fails(name, number) for number in range(12))
+
+
+def test_a_call_that_is_not_refused_is_noticed(monkeypatch):
+    monkeypatch.setattr(validation, "need", lambda *given: None)
+    assert any(fails("refused", number) for number in range(3 * len(REFUSED)))
+
+
+def fails(name, number):
+    try:
+        command.make(name, number)
+    except AssertionError:
+        return True
+    return False
+
+
+WORKERS = {  # the lines that a worker prints, and its end
+    "right": ("begin dense:1000000", "end", "sys.exit(0)"),
+    "wrong": ("begin dense:1000000", "end AssertionError: out", "sys.exit(0)"),
+    "killed": ("begin dense:1000000", "os.abort()"),
+    "endless": ("begin dense:1000000", "time.sleep(60)"),
+    "broken": ("sys.exit(3)",),
+    "idle": ("sys.exit(0)",),
+    "interrupted": (
+        "begin dense:1000000",
+        "end",
+        "time.sleep(1); os.kill(os.getppid(), signal.SIGINT); time.sleep(60)",
+    ),
+}
+EXPECTED = {  # (exit status, output)
+    "right": (0, "fuzz: . s, 1 cases, 0 findings"),
+    "wrong": (1, "FOUND AssertionError: out\n  make it again: .* --case dense:1000000\n"),
+    "killed": (1, "FOUND the process ended with SIGABRT.*\n  make it again: .* dense:1000000\n"),
+    "endless": (1, "FOUND no end within 1 s\n  make it again: .* --case dense:1000000\n"),
+    "broken": (1, "FOUND a worker ended with status 3"),
+    "idle": (1, "fuzz: . s, 0 cases, 0 findings"),
+    "interrupted": (130, "fuzz: . s, 1 cases, 0 findings"),
+}
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
+    """After a case that killed its process, fuzz goes on with the next, which is right here."""
+    *lines, end = WORKERS[kind]
+    body = [*(f"print({line!r}, flush=True)" for line in lines), end]
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import os, signal, sys, time\n"
+        "if sys.argv[sys.argv.index('--worker') + 1] != '0': sys.exit(0)\n" + "\n".join(body)
+    )
+    monkeypatch.setattr(watch, "COMMAND", [sys.executable, str(script)])
+    monkeypatch.setattr(watch, "LONGEST", 1)
+    # A job in the background ignores SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        status = command.main(["--minutes", "0.2", "--workers", "1"])
+    finally:
+        signal.signal(signal.SIGINT, before)
+    expected, text = EXPECTED[kind]
+    assert status == expected and re.search(text, capfd.readouterr().out)
+
+
+def test_a_case_is_made_again_with_the_same_settings(monkeypatch, capsys):
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setenv("FASTATTN_FLOAT32", "vector")
+    options = argparse.Namespace(minutes=1, workers=1)
+    watch.Watch(options).report("dense:1000000", "AssertionError: out")
+    (command,) = capsys.readouterr().out.splitlines()[1:]
+    assert command.endswith("python -m tests.fuzz --case dense:1000000")
+    assert "TRITON_INTERPRET=1 " in command and "FASTATTN_FLOAT32=vector " in command

@@ -1,0 +1,115 @@
+"""Messages of the set-up check before a build: got, expected, and what to do."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKOUT = Path(__file__).resolve().parents[2]
+NAMES = ("torch", "scikit-build-core", "pytest")
+HIDE = """
+import runpy, sys, sysconfig
+sysconfig.get_paths = lambda *a, **k: {"include": "/nowhere"}
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def floors():
+    """{package: the minimum version in pyproject.toml}."""
+    text = (CHECKOUT / "pyproject.toml").read_text()
+    return dict(re.findall(r'"([\w-]+)>=([\d.]+)', text))
+
+
+class Machine:
+    """Fake packages and programs that the check finds before the real ones."""
+
+    def __init__(self, folder):
+        self.packages, self.programs = folder / "packages", folder / "programs"
+        self.packages.mkdir()
+        self.programs.mkdir()
+
+    def has(self, name, version):
+        info = self.packages / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+    def has_program(self, name, says="", status=0):
+        path = self.programs / name
+        path.write_text(f"#!/bin/sh\necho '{says}'\nexit {status}\n")
+        path.chmod(0o755)
+
+    def preflight(self, *arguments, hidden=False, **environment):
+        script = str(CHECKOUT / ".ci" / "preflight.py")
+        program = ["-c", HIDE, script] if hidden else [script]
+        path = os.pathsep.join([str(self.programs), os.environ["PATH"]])
+        done = subprocess.run(
+            [sys.executable, *program, *arguments],
+            env=os.environ | {"PYTHONPATH": str(self.packages), "PATH": path} | environment,
+            capture_output=True,
+            text=True,
+        )
+        return done.returncode, done.stderr
+
+
+@pytest.fixture
+def machine(tmp_path):
+    return Machine(tmp_path)
+
+
+def test_nothing_is_said_where_nothing_is_lacking(machine):
+    for name in NAMES:
+        machine.has(name, floors()[name])
+    assert machine.preflight("--as-is") == (0, "")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_package_that_is_too_old_stops_an_installation_as_is(name, machine):
+    machine.has(name, "0.1")
+    status, said = machine.preflight("--as-is")
+    assert status == 1
+    assert f"has {name} 0.1, expected {floors()[name]} or newer: " in said
+    assert f"pip install '{name}>={floors()[name]}'" in said and "without VENV=" in said
+    assert machine.preflight() == (0, "")  # pip fetches a newer one
+
+
+def test_a_package_that_is_missing_stops_it_too(machine):
+    script = str(CHECKOUT / ".ci" / "preflight.py")
+    command = [sys.executable, "-I", "-S", script, "--as-is"]  # installed packages are not found
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 1
+    for name in NAMES:
+        assert f"has no {name}, expected {floors()[name]} or newer: " in done.stderr
+
+
+@pytest.mark.parametrize("version", ["3.5.1", "2.9"])
+def test_what_a_part_alone_needs_is_told_and_stops_nothing(version, machine):
+    machine.has("triton", version)
+    status, said = machine.preflight("--as-is")
+    assert status == 0
+    assert f"has triton {version}, expected {floors()['triton']} or newer: " in said
+
+
+@pytest.mark.parametrize(
+    "version", ["2.11.0a0+1f2e3d", "2.11", "2.13.0+cu130", "10.0", "3.0.0.dev20270101"]
+)
+def test_versions_are_compared_by_their_numbers(version, machine):
+    machine.has("torch", version)
+    assert machine.preflight("--as-is") == (0, "")
+
+
+@pytest.mark.parametrize("gpu", [True, False])
+def test_beside_a_gpu_triton_wants_the_headers_of_python(gpu, machine):
+    """Only a warning: the CUDA C++ kernels do not need Python.h."""
+    machine.has_program("nvidia-smi", "GPU 0: NVIDIA H100 (UUID: GPU-0)" * gpu, 0 if gpu else 9)
+    status, said = machine.preflight(hidden=True)
+    assert status == 0
+    assert ("no /nowhere/Python.h" in said and "apt install python3-dev" in said) == gpu
+    for named in ("/no/such/cc", ""):
+        status, said = machine.preflight(CC=named)
+        assert status == 0 and (f"CC={named} is no C compiler: name one" in said) == gpu
+    status, said = machine.preflight(CC="false")  # the headers are there
+    assert status == 0 and ("false does not compile /" in said and "install gcc" in said) == gpu

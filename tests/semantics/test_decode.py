@@ -1,0 +1,119 @@
+"""Few queries and many keys: the CPU has separate kernels for these, which split keys into chunks
+and process the heads that share keys together."""
+
+import itertools
+
+import pytest
+import torch
+
+import fastattn
+from tests.support.backends import (
+    declares,
+    every_backend,
+    every_dtype,
+    everywhere,
+    of_cpu_blocks,
+    passed,
+)
+from tests.support.cases import (
+    DTYPES,
+    FEATURE,
+    PLAIN,
+    SINGLES,
+    Dims,
+    build,
+    name_of,
+    negative_logits,
+)
+from tests.support.error_budget import Verdict
+
+pytestmark = [of_cpu_blocks, pytest.mark.usefixtures("one_thread")]
+
+# Several chunks of keys, the last not full; rows and columns that do not fill a vector.
+SHAPES = {
+    "one_row": Dims(1, 4, 2, 1, 1111, 40, 24),
+    "three_rows": Dims(1, 4, 2, 3, 1111, 16, 33),
+    "more_heads_than_lanes": Dims(1, 37, 1, 1, 600, 17, 64),
+}
+HIDING = ("causal", "bottom_right", "window", "lengths", "bool_mask", "padding_mask", "sinks")
+PROBED = [PLAIN, *((FEATURE[x],) for x in HIDING)]
+FEATURES = [PLAIN, *(f for f in SINGLES if f[0].group not in ("queries", "dout"))]
+TOGETHER = ["lengths+alibi+softcap", "window+sinks+dropout", "bottom_right+lengths+head_bias_grad"]
+FEATURES += [tuple(FEATURE[x] for x in names.split("+")) for names in TOGETHER]
+
+
+@every_backend
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("features", FEATURES, ids=name_of)
+def test_features(name, shape, features):
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        problem = build(SHAPES[shape], features, dtype)
+        found += everywhere(name, Verdict(problem, backward=False))
+    passed(found)
+
+
+# Numbers of rows that count as few on every instruction set; columns that fill vectors or not.
+TRAINED = {
+    "one_row": Dims(1, 4, 2, 1, 1111, 40, 24),
+    "two_rows": Dims(2, 6, 2, 2, 141, 17, 33),
+    "whole_vectors": Dims(2, 2, 2, 2, 530, 32, 64),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("shape", TRAINED)
+@pytest.mark.parametrize("features", FEATURES, ids=name_of)
+def test_gradients(name, shape, features):
+    dtype = torch.bfloat16 if shape == "two_rows" else torch.float32
+    passed(everywhere(name, Verdict(build(TRAINED[shape], features, dtype))))
+
+
+@every_backend
+def test_gradients_of_many_heads_that_share_keys(name):
+    """As many rows as one task takes, and one head more."""
+    for heads in (64, 65):
+        problem = build(Dims(1, heads, 1, 2, 130, 16, 16), (), torch.float32)
+        passed(everywhere(name, Verdict(problem)))
+
+
+@every_backend
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("features", PROBED, ids=name_of)
+def test_no_key_leaks(name, shape, features):
+    problem = negative_logits(build(SHAPES[shape], features, torch.float32))
+    passed(everywhere(name, Verdict(problem, backward=False)))
+
+
+@every_dtype
+@every_backend
+@pytest.mark.parametrize("sizes", [(0, 5), (1, 0), (1, 1), (4, 127), (4, 512), (2, 513), (5, 700)])
+def test_sizes(name, dtype, sizes):
+    """No rows, no keys, full chunks, one key more; and the first M that does not count as few."""
+    declares(name, DTYPES[dtype])
+    M, N = sizes
+    for D, Dv in ((64, 64), (1, 130)):
+        problem = build(Dims(2, 2, 1, M, N, D, Dv), (), DTYPES[dtype])
+        passed(everywhere(name, Verdict(problem)))
+
+
+@every_backend
+def test_chunks_that_hold_nothing(name):
+    """A window that leaves most chunks empty, lengths of 0 and 1, and a row without keys."""
+    for window, M in itertools.product([(3, 0), (0, 600), (None, 0)], (1, 4)):
+        problem = build(Dims(4, 2, 1, M, 1300, 32, 32), (), torch.float32)
+        problem.kwargs |= {"causal": "bottom_right", "window": window}
+        problem.kwargs["key_lengths"] = torch.tensor([1300, 0, 1, 650])
+        passed(everywhere(name, Verdict(problem, backward=False)))
+
+
+@every_backend
+@pytest.mark.parametrize("queries", [1, 4])
+def test_values_that_are_not_finite_stay_in_their_rows(name, queries):
+    """A NaN key makes the rows that see it NaN, and no others; a hidden one has no effect."""
+    q, k, v = (torch.randn(2, 2, n, 32) for n in (queries, 900, 900))
+    k[0, 0, 800] = torch.nan
+    out = fastattn.attention(q, k, v, backend=name)
+    assert out[0, 0].isnan().all() and out[0, 1].isfinite().all() and out[1].isfinite().all()
+    lengths = torch.tensor([800, 900])
+    assert fastattn.attention(q, k, v, key_lengths=lengths, backend=name).isfinite().all()

@@ -1,0 +1,443 @@
+"""`attention_packed`: each sequence of a batch has the values and bits of a separate call."""
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fastattn
+from fastattn import Place
+from fastattn.backends import base, native_launcher
+from fastattn.call.spec import Feature
+from tests.support.backends import (
+    DECLARED,
+    declares,
+    every_backend,
+    not_interpreted,
+    passed,
+    small,
+    thinned,
+    variant,
+    variants,
+)
+from tests.support.cases import DTYPES, FEATURE, FEATURES, PLAIN, Dims, build, lay, name_of
+from tests.support.edge_cases import inside_nan
+from tests.support.error_budget import Verdict, one_thread
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+# (rows, keys) of each sequence: none, one, few, a tile, one off a tile; the longest is not last.
+SIZES = small(
+    ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (1, 40), (65, 129), (33, 20)),
+    ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16)),
+)
+CASES = [PLAIN, *((f,) for f in FEATURES if f.group not in ("queries", "place", "layout", "dout"))]
+CROSSED = (
+    "bottom_right lengths dropout gqa",
+    "window alibi_batch lengths sinks lse_loss",
+    "causal alibi dropout bias_grad mqa",
+    "bottom_right left_window sinks wide_values",
+    "left_window softcap key_bias_grad dropout lse_loss",
+    "head_bias_grad sinks lengths gqa narrow_values",
+)
+CASES += [tuple(FEATURE[name] for name in names.split()) for names in CROSSED]
+
+
+@dataclass
+class Batch:
+    """One batch, both as a list of single-sequence problems and as packed arguments."""
+
+    alone: list
+    given: dict
+    wants: tuple
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+    rows: list
+    keys: list
+
+    def run(self, function=None, backward=True, **more):
+        """{"out", "lse", "dq", ...} of one packed call."""
+        given = dict(self.given)
+        for name in self.wants:
+            given[name] = given[name].detach().requires_grad_()
+        leaves = [given[name] for name in self.wants]
+        result = (function or fastattn.attention_packed)(**given, **more)
+        outputs = result if isinstance(result, tuple) else (result,)
+        found = dict(zip(("out", "lse"), outputs, strict=False))
+        if not backward:
+            return found
+        grads = torch.autograd.grad(outputs, leaves, (self.dout, self.dlse)[: len(outputs)])
+        return found | {"d" + name: grad for name, grad in zip(self.wants, grads, strict=True)}
+
+    def of_sequence(self, found, b):
+        """The part of these results that belongs to sequence b, without sums over sequences."""
+        rows, keys, mine = self.rows[b], self.keys[b], {}
+        for name, x in found.items():
+            if name in ("out", "dq", "lse", "dk", "dv"):
+                part = x[keys if name in ("dk", "dv") else rows]
+                mine[name] = part.transpose(0, 1)[None]
+            elif name == "dmask" and self.alone[b].kwargs["mask"].ndim == 4:
+                mine[name] = x[b : b + 1][tuple(map(slice, self.alone[b].kwargs["mask"].shape))]
+        return mine
+
+
+def batch(features, dtype, sizes=SIZES, d=8):
+    """A batch of problems from `cases.build`; they share the tensors without an item dimension."""
+    built = [feature for feature in features if feature.group != "lengths"]
+    problems = [build(Dims(1, 2, 2, m, n, d, d), built, dtype, seed=m) for m, n in sizes]
+    largest = max(problems, key=lambda p: p.q.shape[2])
+    for b, problem in enumerate(problems):
+        m, n = problem.q.shape[2], problem.k.shape[2]
+        problem.kwargs["place"] = problem.kwargs.get("place", Place())._replace(item=b)
+        for name in {"alibi_slopes", "sinks", "mask"} & problem.kwargs.keys():
+            common = largest.kwargs[name]
+            if name == "mask" and common.ndim == 3:
+                problem.kwargs[name] = common[:, :m, :n]
+            elif common.ndim == 1:
+                problem.kwargs[name] = common
+        if any(feature.group == "lengths" for feature in features):
+            length = (n, 0, n // 2, min(1, n))[b % 4]
+            problem.kwargs["key_lengths"] = torch.tensor([length])
+            problem.k[:, :, length:] = problem.v[:, :, length:] = torch.nan
+    given = dict(largest.kwargs)
+    given["place"] = given["place"]._replace(item=0)
+    for name in "qkv":
+        given[name] = torch.cat([getattr(p, name)[0].transpose(0, 1) for p in problems])
+    for name in {"alibi_slopes", "key_lengths", "mask"} & given.keys():
+        if name == "mask" and given[name].ndim == 4:
+            given[name] = padded([p.kwargs[name] for p in problems])
+        elif name == "key_lengths" or given[name].ndim == 2:
+            given[name] = torch.cat([p.kwargs[name] for p in problems])
+    offsets = [list(itertools.accumulate(x, initial=0)) for x in zip(*sizes)]
+    given["cu_q"], given["cu_k"] = map(torch.tensor, offsets)
+    return Batch(
+        problems,
+        given,
+        problems[0].wants,
+        torch.cat([p.dout[0].transpose(0, 1) for p in problems]),
+        None if largest.dlse is None else torch.cat([p.dlse[0].T for p in problems]),
+        *([slice(*x) for x in itertools.pairwise(edges)] for edges in offsets),
+    )
+
+
+# {kind: (cu_q, cu_k, cu_q as clamped, cu_k as clamped)} for 12 rows and 20 keys.
+HOSTILE = {
+    "below": ((-3, 5, 12), (-(2**40), 9, 20), (0, 5, 12), (0, 9, 20)),
+    "beyond": ((0, 5, 2**40), (0, 9, 21), (0, 5, 12), (0, 9, 20)),
+    "all beyond": ((0, 12, 99, 2**33), (0, 20, 30, 40), (0, 12, 12, 12), (0, 20, 20, 20)),
+    "falling": ((0, 12, 3), (0, 20, -5), (0, 12, 12), (0, 20, 20)),
+    "too long": ((0, 12), (0, 20), (0, 8), (0, 15)),  # for max_q = 8 and max_k = 15
+}
+
+
+def clamped(kind, dtype, gradients=True, **options):
+    """Pairs of results (and gradients) with hostile offsets and with these offsets clamped. The
+    memory around rows and keys is NaN."""
+    draft = torch.Generator().manual_seed(0)
+    leaves = [torch.randn(1, 2, n, 16, generator=draft).to(dtype) for n in (12, 20, 20)]
+    q, k, v = (inside_nan(x)[0].transpose(0, 1).requires_grad_() for x in leaves)
+    *given, rows, keys = map(torch.tensor, HOSTILE[kind])
+    most = dict(max_q=8, max_k=15) if kind == "too long" else dict(max_q=12, max_k=20)
+
+    def attention(cu_q, cu_k):
+        results = fastattn.attention_packed(q, k, v, cu_q, cu_k, return_lse=True, **most, **options)
+        if not gradients:
+            return [x[: rows.max()] for x in results]
+        loss = sum(x[: rows.max()].float().square().sum() for x in results)
+        grads = torch.autograd.grad(loss, (q, k, v))
+        ends = (rows, rows, rows, keys, keys)
+        return [x[: end.max()] for x, end in zip((*results, *grads), ends, strict=True)]
+
+    return zip(attention(*given), attention(rows, keys), strict=True)
+
+
+def padded(masks):
+    """One (B,H,M,N) mask of all sequences; the rest is NaN, or True."""
+    shape = [max(x.shape[d] for x in masks) for d in range(4)]
+    nothing = True if masks[0].dtype == torch.bool else torch.nan
+    whole = torch.full((len(masks), *shape[1:]), nothing, dtype=masks[0].dtype)
+    for b, mask in enumerate(masks):
+        whole[b][tuple(map(slice, mask.shape[1:]))] = mask[0]
+    return whole
+
+
+def complaints(made, found):
+    """Errors of a packed call, judged by the oracle of each sequence and by sums over sequences."""
+    verdicts = [Verdict(problem) for problem in made.alone]
+    for b, verdict in enumerate(verdicts):
+        mine = made.of_sequence(found, b)
+        for name, x in mine.items():
+            yield from (f"sequence {b}: {line}" for line in verdict._about(name, x))
+        if "dmask" in mine:
+            rest = found["dmask"][b].clone()
+            rest[tuple(map(slice, made.alone[b].kwargs["mask"].shape[1:]))] = 0
+            if rest.any():
+                yield f"sequence {b}: a gradient of the mask where it has none"
+    for name in {"dsinks", "dmask"} & found.keys() - made.of_sequence(found, 0).keys():
+        exact, bound = (torch.zeros(found[name].shape, dtype=torch.float64) for _ in range(2))
+        for verdict in verdicts:
+            at = tuple(map(slice, verdict.exact[name].shape))
+            exact[at] += verdict.exact[name]
+            bound[at] += verdict.bounds[name]
+        if not ((found[name].double() - exact).abs() <= bound).all():
+            yield f"{name}: not the sum over sequences"
+
+
+def dtype_of(name):
+    """float32 if the backend supports it, else bfloat16."""
+    dtypes = base.get(name).support.dtypes
+    return torch.float32 if torch.float32 in dtypes else torch.bfloat16
+
+
+def everywhere(name, made):
+    """Complaints about backend `name` on each of its variants."""
+    lines = []
+    with one_thread():
+        for isa in variants(name, made.given["q"].dtype):
+            with variant(isa):
+                found = made.run(backend=name)
+                lines += [f"{isa or name}: {line}" for line in complaints(made, found)]
+    return lines
+
+
+@every_backend
+@pytest.mark.parametrize("features, dtype", thinned(CASES, DECLARED), ids=name_of)
+def test_packed(name, features, dtype):
+    declares(name, DTYPES[dtype], Feature.PACKED)
+    passed(everywhere(name, batch(features, DTYPES[dtype])))
+
+
+# Few rows and many keys: some backends split the keys.
+FEW = ((1, 170), (0, 20), (3, 150), (2, 0), (1, 1), (2, 139))
+CUT = (
+    "bottom_right lengths gqa",
+    "alibi_batch sinks lse_loss mqa",
+    "left_window dropout bias_grad",
+)
+
+
+@every_backend
+@pytest.mark.parametrize("names", ["", *CUT])
+def test_few_rows_of_many_keys(name, names):
+    passed(everywhere(name, batch([FEATURE[x] for x in names.split()], torch.float32, FEW)))
+
+
+@every_backend
+@pytest.mark.parametrize("features", CASES, ids=name_of)
+def test_packed_has_the_bits_of_each_alone(name, features, threads):
+    made = batch(features, torch.float32)
+    for isa in variants(name):
+        with variant(isa):
+            for n in small((1, 3), (1,)):
+                threads(n)
+                found = made.run(backend=name)
+                for b, problem in enumerate(made.alone):
+                    own = problem.run(fastattn.attention, backend=name)
+                    for what, x in made.of_sequence(found, b).items():
+                        assert torch.equal(x, own[what]), (isa, n, b, what)
+
+
+@every_backend
+def test_packed_draws_and_has_the_bits_of_a_padded_batch(name):
+    """First with equal sizes, which need no padding; then with key_lengths that hide padding."""
+    sizes = [(40, 30)] * 3 if name == "cpu" else [(9, 12)] * 2
+    made = batch((FEATURE["dropout"], FEATURE["causal"]), dtype_of(name), sizes)
+    stacked = [torch.cat([getattr(p, x) for p in made.alone]) for x in "qkv"]
+    given = made.given
+    options = dict(dropout_p=given["dropout_p"], seed=given["seed"], causal=True, backend=name)
+    whole = fastattn.attention(*stacked, **options)
+    packed = fastattn.attention_packed(**made.given, backend=name)
+    assert torch.equal(whole.transpose(1, 2).flatten(0, 1), packed)
+    lengths = torch.tensor([n - 2 * b for b, (_, n) in enumerate(sizes)])
+    shorter = [x.flatten(0, 1) for x in (y.transpose(1, 2) for y in stacked)]
+    within = torch.cat([torch.arange(n) < lengths[b] for b, (_, n) in enumerate(sizes)])
+    cu_k = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    packed = fastattn.attention_packed(
+        *(shorter[0], shorter[1][within], shorter[2][within]), given["cu_q"], cu_k, **options
+    )
+    whole = fastattn.attention(*stacked, **options, key_lengths=lengths)
+    assert torch.equal(whole.transpose(1, 2).flatten(0, 1), packed)
+
+
+@every_backend
+@pytest.mark.parametrize("layout", ("offset_slices", "column_major", "expanded"))
+def test_packed_is_read_as_it_lies(name, layout):
+    made = batch(PLAIN, dtype_of(name))
+    expected = made.run(backend=name)
+    if layout == "expanded":  # one head in memory, expanded
+        for x in "qkv":
+            made.given[x] = made.given[x][:, :1].clone().expand_as(made.given[x])
+        made.given |= {x: made.given[x].contiguous() for x in "qkv"}
+        expected = made.run(backend=name)
+    for x in "qkv":
+        made.given[x] = lay(made.given[x].transpose(0, 1)[None], layout)[0].transpose(0, 1)
+    found = made.run(backend=name)
+    assert all(torch.equal(expected[x], found[x]) for x in expected)
+
+
+@every_backend
+def test_offsets_are_of_any_integers_and_spaced(name):
+    made = batch((FEATURE["bottom_right"],), dtype_of(name))
+    expected = made.run(backend=name)
+    for change in (torch.Tensor.int, lambda x: x.repeat_interleave(2)[::2]):
+        made.given |= {x: change(made.given[x]) for x in ("cu_q", "cu_k")}
+        found = made.run(backend=name, max_q=70, max_k=2**20)
+        assert all(torch.equal(expected[x], found[x]) for x in expected)
+
+
+@every_backend
+def test_batches_of_nothing(name):
+    q = torch.zeros(0, 2, 8, dtype=dtype_of(name), requires_grad=True)
+    for cu in ([0], [0, 0, 0]):
+        given = (q, q, q, torch.tensor(cu), torch.tensor(cu))
+        out, lse = fastattn.attention_packed(*given, return_lse=True, backend=name)
+        assert out.shape == (0, 2, 8) and lse.shape == (0, 2)
+        out.sum().backward()
+        assert q.grad.shape == (0, 2, 8)
+
+
+WRONG = {  # for two sequences with 7 rows and 9 keys in total
+    "cu_q: got 1 first, expected 0": dict(cu_q=[1, 3, 7]),
+    "cu_q: got 6 last, expected 7, the rows of q": dict(cu_q=[0, 3, 6]),
+    "cu_k: got 10 last, expected 9, the rows of k": dict(cu_k=[0, 3, 10]),
+    "cu_q: got 3 after 8, expected offsets that never fall": dict(cu_q=[0, 8, 3, 7]),
+    "cu_q: got 7 after 9223372036854775807, expected offsets": dict(cu_q=[0, 2**63 - 1, 7]),
+    "cu_q: got -9223372036854775808 after 0, expected offsets": dict(cu_q=[0, -(2**63), 7]),
+    "cu_q: got a sequence, 1, of 4, expected at most max_q = 3": dict(max_q=3),
+    "cu_k: got a sequence, 1, of 6, expected at most max_k = 5": dict(max_k=5),
+    r"cu_k: got shape \(4,\), expected \(B\+1,\) = \(3,\)": dict(cu_k=[0, 3, 4, 9]),
+    r"cu_q: got shape \(\), expected \(B \+ 1,\) offsets": dict(cu_q=0),
+    r"cu_q: got shape \(0,\), expected": dict(cu_q=torch.zeros(0, dtype=torch.int64)),
+    "cu_q: got .1,. offsets, of no sequence, expected those of 7 rows": dict(cu_q=[0], cu_k=[0]),
+    "cu_q.dtype: got torch.float32, expected torch.int32 or torch.int64": dict(cu_q=[0.0, 3, 7]),
+    r"max_q: got -1, expected a number in \[0": dict(max_q=-1),
+    "key_lengths: got 4 of sequence 0, expected a value in .0, 3., its keys": dict(
+        key_lengths=torch.tensor([4, 2])
+    ),
+    "place: got .*, expected no row or key of a packed batch": dict(place=Place(row=1)),
+    r"q: got shape \(1, 2, 7, 8\), expected 3 dimensions \(T, H, D\)": dict(
+        q=torch.zeros(1, 2, 7, 8)
+    ),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("message", WRONG)
+def test_batches_that_there_are_not(name, message):
+    given = dict(
+        q=torch.zeros(7, 2, 8),
+        k=torch.zeros(9, 2, 8),
+        v=torch.zeros(9, 2, 8),
+        cu_q=[0, 3, 7],
+        cu_k=[0, 3, 9],
+    )
+    given |= WRONG[message]
+    if given["cu_q"] == [0, 8, 3, 7]:
+        given["cu_k"] = [0, 3, 4, 9]
+    given |= {x: given[x].to(dtype_of(name)) for x in "qkv"}
+    cu = {x: torch.as_tensor(given.pop(x)) for x in ("cu_q", "cu_k")}
+    for also in (name, "reference"):
+        with pytest.raises(ValueError, match=message):
+            fastattn.attention_packed(**given, **cu, backend=also)
+
+
+@pytest.mark.parametrize(
+    "arguments", [dict(q=3), dict(cu_q=[0, 3]), dict(cu_k=None), dict(max_q=2.5)]
+)
+def test_what_is_no_batch(arguments):
+    x = torch.zeros(3, 2, 8)
+    given = dict(q=x, k=x, v=x, cu_q=torch.tensor([0, 3]), cu_k=torch.tensor([0, 3])) | arguments
+    with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
+        fastattn.attention_packed(**given)
+
+
+@not_interpreted
+def test_packed_is_compiled():
+    made = batch((FEATURE["bottom_right"], FEATURE["sinks"]), torch.float32)
+    compiled = torch.compile(fastattn.attention_packed, fullgraph=True, backend="aot_eager")
+    eager, found = made.run(), made.run(compiled)
+    assert all(torch.equal(eager[x], found[x]) for x in eager)
+
+
+@not_interpreted
+def test_packed_of_any_size_is_compiled_once():
+    graphs = []
+
+    def count(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(
+        lambda q, cu: fastattn.attention_packed(q, q, q, cu, cu, causal=True),
+        fullgraph=True,
+        dynamic=True,
+        backend=count,
+    )
+    for n in (10, 11, 7, 30):
+        q, cu = torch.randn(n, 2, 8), torch.tensor([0, 4, n])
+        expected = fastattn.attention_packed(q, q, q, cu, cu, causal=True)
+        assert torch.equal(compiled(q, cu), expected)
+    assert len(graphs) == 1
+
+
+@not_interpreted
+def test_packed_is_mapped():
+    """vmap over keys, with queries and offsets shared."""
+    made = batch((FEATURE["causal"],), torch.float32)
+    q, k, v, cu_q, cu_k = (made.given[x] for x in ("q", "k", "v", "cu_q", "cu_k"))
+    keys = torch.stack([k, k.flip(0), -k])
+
+    def attention(k):
+        return fastattn.attention_packed(q, k, v, cu_q, cu_k, max_q=70, max_k=130, causal=True)
+
+    expected = torch.stack([attention(k) for k in keys])
+    assert torch.equal(torch.func.vmap(attention)(keys), expected)
+
+
+@not_interpreted
+def test_packed_gradients_by_differences():
+    made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), torch.float64, [(3, 4), (1, 1), (5, 2)])
+    tensors = [made.given[x].requires_grad_() for x in "qkv"]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: fastattn.attention_packed(
+            q, k, v, made.given["cu_q"], made.given["cu_k"], causal="bottom_right", return_lse=False
+        ),
+        tensors,
+    )
+
+
+@not_interpreted
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_a_shared_masks_gradients_are_never_too_many(dtype, monkeypatch):
+    """Without memory for one gradient per sequence, they are summed sequence by sequence; other
+    results keep their bits."""
+    names = ("head_bias_grad", "sinks", "gqa", "lse_loss", "lengths", "alibi_batch")
+    made = batch([FEATURE[x] for x in names], DTYPES[dtype])
+    before = made.run()
+    monkeypatch.setattr(native_launcher, "ROOM", 0)
+    asked = []
+    each = native_launcher.backward_in_turn
+    monkeypatch.setattr(native_launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
+    after = made.run()
+    assert asked
+    passed(list(complaints(made, after)))
+    for name in after.keys() - {"dmask", "dsinks"}:
+        assert torch.equal(before[name], after[name]), name
+
+
+def test_packed_is_explained():
+    made = batch((FEATURE["sinks"],), torch.float32)
+    found = fastattn.explain(**made.given)
+    assert found.spec.features & Feature.PACKED and found.spec.B == len(SIZES)
+    assert "packed" in str(found)
+
+
+@not_interpreted
+def test_flops_are_those_of_the_sequences():
+    made = batch(PLAIN, torch.float32)
+    with FlopCounterMode(display=False) as counter:
+        made.run()
+    scores = sum(m * n for m, n in SIZES)
+    assert counter.get_total_flops() == 2 * 2 * scores * (2 * 8 + 5 * 8)

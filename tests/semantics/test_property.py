@@ -1,0 +1,159 @@
+"""Any shape, layout, mask and mixture of features is either right or refused.
+
+FASTATTN_EXAMPLES=10000 runs that many newly drawn examples of each test.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("hypothesis", reason="hypothesis is not installed")
+
+from hypothesis import given, note, settings
+from hypothesis import strategies as st
+from torch.func import jvp, vjp
+
+import fastattn
+from fastattn.call.spec import Feature
+from tests.fuzz import draw
+from tests.fuzz.refused import REFUSED
+from tests.semantics.test_place import AXES, in_parts
+from tests.support.backends import (
+    DECLARED,
+    FUSED,
+    declares,
+    every_backend,
+    every_dtype,
+    passed,
+    small,
+    variant,
+    variants,
+)
+from tests.support.cases import DTYPES, Dims, Draft
+from tests.support.error_budget import Verdict
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def problems(dtype, masks=draw.MASKS):
+    """Dense calls. Hypothesis controls the random draws, so it can shrink them."""
+    limits = dict(most=small(150, 40), widest=129)
+    draws = st.randoms(use_true_random=False)
+    return draws.map(lambda rng: draw.problem(rng, dtype, masks=masks, **limits))
+
+
+@every_dtype
+@every_backend
+@given(data=st.data())
+def test_any_call_is_right(name, dtype, data):
+    declares(name, DTYPES[dtype])
+    problem = data.draw(problems(DTYPES[dtype]))
+    note(problem.name)
+    isa = data.draw(st.sampled_from(variants(name, DTYPES[dtype])))
+    verdict = Verdict(problem)
+    with variant(isa):
+        passed(verdict.complaints(fastattn.attention, backend=name))
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [x for x in DECLARED if DTYPES[x].itemsize > 2])
+@given(data=st.data())
+def test_any_call_in_any_parts_is_right(name, dtype, data):
+    """Calls cut along all axes at once; cuts may coincide, so some parts are empty."""
+    declares(name, DTYPES[dtype], Feature.PLACE)
+    problem = data.draw(problems(DTYPES[dtype], draw.summable(DTYPES[dtype])))
+    (B, Hk, N, _), M = problem.k.shape, problem.q.shape[2]
+    attention = fastattn.attention
+    for axis, size in zip(AXES, (B, Hk, M, N), strict=True):
+        cuts = []
+        if size > 1:
+            cuts = data.draw(st.lists(st.integers(1, size - 1), max_size=small(2, 1)))
+        attention = in_parts(axis, attention, sorted(cuts))
+    passed(Verdict(problem).complaints(attention, backend=name))
+
+
+def moved(problem, name):
+    """(out and LSE as a function f of tensors with gradients, these tensors, two directions)."""
+    given = problem.tensors() | dict(return_lse=True, backend=name)
+    mask = given.get("mask")
+    if mask is not None and mask.is_floating_point():  # finite differences vanish beside -1e308
+        given["mask"] = torch.where(mask == -torch.inf, mask, mask.clamp(min=-9))
+
+    def f(*tensors):
+        call = given | dict(zip(problem.wants, tensors))
+        q, k, v = (call.pop(x) for x in "qkv")
+        out, lse = fastattn.attention(q, k, v, **call)
+        return out, torch.where(lse == -torch.inf, 0.0, lse)
+
+    tensors = tuple(given[x].contiguous() for x in problem.wants)
+    generator = torch.Generator().manual_seed(len(problem.name))
+    draw = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
+    return f, tensors, *(tuple(map(draw, tensors)) for _ in range(2))
+
+
+def dot(a, b):
+    return sum((x * y).sum() for x, y in zip(a, b, strict=True))
+
+
+def agree(a, b, rtol):
+    """Assert that two dot products agree, relative to the size of their terms, not of the sums."""
+    assert abs(dot(*a) - dot(*b)) <= rtol * (1e-3 + dot(*(map(torch.abs, x) for x in a)))
+
+
+@pytest.mark.parametrize("name", [*FUSED, "reference"])
+@settings(max_examples=20)
+@given(data=st.data())
+def test_derivatives_of_any_call_agree_with_each_other(name, data):
+    """Forward mode agrees with finite differences; <g, J u> = <J' g, u>; the Hessian of <g, f> is
+    symmetric, in forward over reverse and in reverse over reverse."""
+    declares(name, torch.float64, Feature.TANGENTS)
+    problem = data.draw(problems(torch.float64)).to(torch.float64)  # a mask may be float32
+    note(problem.name)
+    f, x, u, w = moved(problem, name)
+    outs, outs_t = jvp(f, x, u)
+    g = tuple(map(torch.cos, outs))
+    along = lambda h: f(*(a + h * b for a, b in zip(x, u)))  # noqa: E731
+    step = 1e-6
+    for here, there, slope in zip(along(-step), along(step), outs_t):
+        size = 1 + slope.abs().max() if slope.numel() else 1
+        torch.testing.assert_close((there - here) / (2 * step), slope, rtol=1e-4, atol=1e-5 * size)
+
+    def gradients(*x):
+        return vjp(f, *x)[1](g)
+
+    agree((g, outs_t), (gradients(*x), u), 1e-10)
+    _, forward_u = jvp(gradients, x, u)
+    _, forward_w = jvp(gradients, x, w)
+    agree((forward_u, w), (forward_w, u), 1e-9)
+    agree((vjp(gradients, *x)[1](w), u), (forward_w, u), 1e-9)
+
+
+@pytest.mark.parametrize("why", REFUSED)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_any_bad_call_is_refused(why, data):
+    """One wrong argument in a valid call raises an error that says what it got."""
+    problem = data.draw(problems(torch.float32).filter(lambda p: p.q.numel() and p.k.numel()))
+    if why == "heads do not divide" and problem.k.shape[1] == 1:
+        return  # one key head serves any number of query heads
+    argument, value, error = REFUSED[why]
+    call = problem.tensors()
+    call[argument] = value(problem)
+    q, k, v = (call.pop(x) for x in "qkv")
+    with pytest.raises(error, match=r"got .*expected") as raised:
+        fastattn.attention(q, k, v, **call)
+    assert not isinstance(raised.value, NotImplementedError)
+
+
+@every_backend
+@given(data=st.data())
+def test_window_of_w_is_not_of_w_plus_1(name, data):
+    """A window one larger at either edge changes exactly the rows that have a key there."""
+    n, w = data.draw(st.integers(8, small(150, 40))), data.draw(st.integers(0, 6))
+    draft = Draft(Dims(1, 1, 1, n, n, 8, 8), torch.float32, n)
+    q, k, v = (draft.randn(1, 1, n, 8) for _ in "qkv")
+    base = fastattn.attention(q, k, v, window=(w, w), backend=name)[0, 0]
+    left = fastattn.attention(q, k, v, window=(w + 1, w), backend=name)[0, 0]
+    right = fastattn.attention(q, k, v, window=(w, w + 1), backend=name)[0, 0]
+    rows = torch.arange(n)
+    assert torch.equal((left != base).any(-1), rows > w)  # row w + 1 has a key w + 1 to its left
+    assert torch.equal((right != base).any(-1), rows < n - 1 - w)

@@ -1,0 +1,378 @@
+"""Values and storage that broke other kernels: NaN, infinities, range limits, huge strides."""
+
+import mmap
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastattn
+from fastattn.backends.base import get
+from tests.semantics.test_weights import about_weights
+from tests.support import emulated
+from tests.support.backends import (
+    INTERPRETED,
+    declares,
+    every_backend,
+    every_dtype,
+    everywhere,
+    not_interpreted,
+    passed,
+    small,
+    variant,
+    variants,
+)
+from tests.support.cases import DTYPES, FEATURE, Dims, build, square
+from tests.support.emulator import needs_emulator
+from tests.support.error_budget import Verdict
+from tests.support.large_logit_rows import LARGE, ROWS, far_problem
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # a constant of mmap from Python 3.13 on
+
+
+def on_every_variant(name):
+    for isa in variants(name):
+        with variant(isa):
+            yield isa
+
+
+def randn(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def run_all(name, problems):
+    passed([line for problem in problems for line in everywhere(name, Verdict(problem))])
+
+
+def row_masks(m, n, dtype):
+    """Arguments that hide all keys from some rows: False, -inf, a band, lengths."""
+    hidden = torch.zeros(m, n, dtype=torch.bool)
+    hidden[m // 3 : m // 2] = True
+    yield "bool", dict(mask=~hidden), hidden.all(-1)
+    yield (
+        "-inf",
+        dict(mask=torch.zeros(m, n, dtype=dtype).masked_fill(hidden, -torch.inf)),
+        (hidden.all(-1)),
+    )
+    first = torch.arange(m) < m - n
+    yield "bottom_right", dict(causal="bottom_right"), first
+    after = torch.arange(m) > n + 1
+    yield "window", dict(window=(2, 2)), after
+    yield "lengths", dict(key_lengths=torch.zeros(1, dtype=torch.int64)), torch.ones(m).bool()
+
+
+@every_dtype
+@every_backend
+def test_rows_with_nothing_to_attend_to(name, dtype):
+    """Output exactly 0, LSE -inf, gradients exactly 0 from those rows and finite everywhere."""
+    declares(name, DTYPES[dtype])
+    dtype = DTYPES[dtype]
+    for m, n in ((7, 4), small((150, 131), (70, 37))):
+        for kind, kwargs, empty in row_masks(m, n, dtype):
+            leaves = [randn(1, 2, x, 16, dtype=dtype).requires_grad_() for x in (m, n, n)]
+            for isa in on_every_variant(name):
+                case = (m, n, kind, isa)
+                out, lse = fastattn.attention(*leaves, **kwargs, return_lse=True, backend=name)
+                assert not out[:, :, empty].any(), case
+                assert (lse[:, :, empty] == -torch.inf).all(), case
+                assert lse[:, :, ~empty].isfinite().all(), case
+                dout, dlse = randn(*out.shape, dtype=dtype), torch.ones_like(lse)
+                dq, dk, dv = torch.autograd.grad((out, lse), leaves, (dout, dlse))
+                assert not dq[:, :, empty].any(), case
+                assert all(x.isfinite().all() for x in (dq, dk, dv)), case
+
+
+@every_dtype
+@every_backend
+def test_keys_past_the_end_are_never_read(name, dtype):
+    """NaN, infinities and zeros past key_lengths give bitwise the same results."""
+    declares(name, DTYPES[dtype])
+    lengths = torch.tensor([0, 1, 65, 130])
+    results = []
+    for garbage in (0.0, torch.nan, torch.inf, -3e4):
+        problem = build(Dims(4, 2, 1, 33, 130, 16, 24), (), DTYPES[dtype])
+        problem.kwargs |= dict(key_lengths=lengths, causal="bottom_right")
+        for b, length in enumerate(lengths.tolist()):
+            problem.k[b, :, length:] = garbage
+            problem.v[b, :, length:] = garbage
+        found = []
+        for isa in on_every_variant(name):
+            one = problem.run(fastattn.attention, backend=name)
+            for b, length in enumerate(lengths.tolist()):
+                assert not one["dk"][b, :, length:].any(), (isa, garbage)
+                assert not one["dv"][b, :, length:].any(), (isa, garbage)
+            found.append(one)
+        results.append(found)
+    for found in results[1:]:
+        for one, first in zip(found, results[0], strict=True):
+            assert all(torch.equal(one[x], first[x]) for x in first)
+
+
+@every_dtype
+@every_backend
+def test_nan_query_stays_in_its_row(name, dtype):
+    declares(name, DTYPES[dtype])
+    q, k, v = (randn(1, 2, 70, 16, dtype=DTYPES[dtype], seed=x) for x in range(3))
+    for kwargs in ({}, dict(causal=True), dict(softcap=3.0), dict(window=(9, 0))):
+        for isa in on_every_variant(name):
+            clean = fastattn.attention(q, k, v, **kwargs, backend=name)
+            spoiled = q.clone()
+            spoiled[0, 1, 37, 5] = torch.nan
+            out, lse = fastattn.attention(spoiled, k, v, **kwargs, return_lse=True, backend=name)
+            assert out[0, 1, 37].isnan().all() and lse[0, 1, 37].isnan(), (kwargs, isa)
+            out[0, 1, 37] = clean[0, 1, 37]
+            assert torch.equal(out, clean), (kwargs, isa)
+
+
+@every_backend
+def test_infinite_mask_stays_in_its_row(name):
+    """+inf in a mask gives NaN in that row only, as in torch."""
+    q, k, v = (randn(1, 1, 70, 16, seed=x) for x in range(3))
+    mask = randn(70, 70)
+    clean = {
+        isa: fastattn.attention(q, k, v, mask=mask, backend=name) for isa in on_every_variant(name)
+    }
+    mask[20, 33] = torch.inf
+    for isa in on_every_variant(name):
+        out = fastattn.attention(q, k, v, mask=mask, backend=name)
+        assert out[0, 0, 20].isnan().all(), isa
+        out[0, 0, 20] = clean[isa][0, 0, 20]
+        assert torch.equal(out, clean[isa]), isa
+
+
+@every_dtype
+@every_backend
+def test_rows_of_finfo_min(name, dtype):
+    """A mask row of finfo.min has uniform weights: its output is the mean of v."""
+    declares(name, DTYPES[dtype])
+    dtype = DTYPES[dtype]
+    if dtype == torch.float16:
+        return  # -65504 does not absorb the logits: see test_rows_far_from_zero
+    for n in (5, 131):
+        problem = build(square(1, 2, n, 16), (), dtype)
+        mask = randn(n, n, dtype=dtype)
+        mask[n // 2] = torch.finfo(dtype).min
+        mask[0, n // 2 :] = torch.finfo(dtype).min
+        problem.kwargs["mask"] = mask
+        for isa in on_every_variant(name):
+            out = problem.run(fastattn.attention, backward=False, backend=name)["out"]
+            mean = problem.v.double().mean(2)
+            tolerance = 2 * torch.finfo(dtype).eps * (1 if dtype.itemsize == 2 else 8)
+            torch.testing.assert_close(
+                out[:, :, n // 2].double(), mean, rtol=0, atol=tolerance, msg=str(isa)
+            )
+
+
+# Backends with the normaliser as two numbers in the backward pass and in weights. "triton" runs in
+# its interpreter, "cuda" in the emulator.
+TWO_NUMBERS = ("reference", "cpu", "triton", "cuda")
+FAR = [
+    pytest.param(
+        name,
+        dtype,
+        marks=[pytest.mark.interpreter] * INTERPRETED + [needs_emulator] * (name == "cuda"),
+    )
+    for name in TWO_NUMBERS
+    for dtype in DTYPES
+    if INTERPRETED == (name == "triton") and DTYPES[dtype] in get(name).support.dtypes
+]
+
+
+@pytest.mark.parametrize("value", LARGE)
+@pytest.mark.parametrize("title", ROWS)
+@pytest.mark.parametrize("name, dtype", FAR)
+def test_rows_far_from_zero(name, dtype, title, value):
+    """Outputs, the LSE and all gradients; and the weights, which sum to 1, with their gradients."""
+    problem, found = far_problem(title, value, dtype), []
+    with emulated.everywhere() if name == "cuda" else nullcontext():
+        chosen = None if name == "cuda" else name
+        found += everywhere(chosen, Verdict(problem))
+        if dtype in small(list(DTYPES), ["float32"]):  # in the interpreter, only float32
+            problem.kwargs.pop("return_lse", None)
+            found += about_weights(chosen, replace(problem, dlse=None), average=False)
+    passed(found)
+
+
+@every_dtype
+@every_backend
+@pytest.mark.parametrize("rows", [1, 9])
+def test_a_bool_mask_hides_a_nan_score(name, dtype, rows):
+    """A bool mask replaces the score, rather than adding -inf to it."""
+    declares(name, DTYPES[dtype])
+    problem = build(Dims(1, 2, 2, rows, 37, 16, 16), (FEATURE["bool_mask"],), DTYPES[dtype])
+    problem.kwargs["mask"][..., 3] = False
+    for isa in on_every_variant(name):
+        clean = problem.run(fastattn.attention, backward=False, backend=name)["out"]
+        k = problem.k.index_fill(2, torch.tensor([3]), torch.nan)
+        found = replace(problem, k=k).run(fastattn.attention, backward=False, backend=name)["out"]
+        assert torch.equal(found, clean), isa
+
+
+@every_dtype
+@every_backend
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_blocks_of_nothing_before_the_first_key(name, dtype, kind):
+    """The running maximum stays -inf for whole blocks of keys before the first finite score."""
+    declares(name, DTYPES[dtype])
+    problems = []
+    for n, first in small(((200, 199), (300, 130), (513, 400)), ((70, 69), (100, 65))):
+        problem = build(Dims(1, 1, 1, 9, n, 16, 16), (FEATURE["lse_loss"],), DTYPES[dtype])
+        hidden = (torch.arange(n) < first).expand(9, n).clone()
+        hidden[::3] = False  # neighbours in the same tile do see those keys
+        hidden[4] = True  # and one row sees nothing at all
+        zeros = torch.zeros(9, n, dtype=DTYPES[dtype])
+        problem.kwargs["mask"] = (
+            ~hidden if kind == "bool" else zeros.masked_fill(hidden, -torch.inf)
+        )
+        problem.name += f":{kind} before {first}"
+        problems.append(problem)
+    run_all(name, problems)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
+@pytest.mark.parametrize("offset", [-6e4, -1e3, 1e3, 6e4])
+def test_logits_far_from_zero(name, dtype, offset):
+    """Shifting all logits does not change a softmax, by -60,000 or by 60,000.
+
+    The logits are whole numbers, so every dtype computes them without error.
+    """
+    declares(name, DTYPES[dtype])
+    dtype = DTYPES[dtype]
+    n = 150
+    q = torch.ones(1, 1, 9, 16, dtype=dtype)
+    k = torch.zeros(1, 1, n, 16, dtype=dtype)
+    k[..., 0] = 256 * round(offset / 256)  # exact in bfloat16, too
+    k[..., 1] = (torch.arange(n) % 7 - 3).to(dtype)
+    v = randn(1, 1, n, 16, dtype=dtype)
+    probabilities = torch.softmax(k[0, 0, :, 1].double(), 0)
+    want = (probabilities @ v[0, 0].double()).expand(9, -1)
+    shift = k[0, 0, 0, 0].double()
+    want_lse = shift + torch.logsumexp(k[0, 0, :, 1].double(), 0)
+    eps = torch.finfo(dtype).eps
+    for isa in on_every_variant(name):
+        out, lse = fastattn.attention(q, k, v, scale=1.0, return_lse=True, backend=name)
+        bound = dict(rtol=0, atol=(2 if dtype == torch.bfloat16 else 32) * eps, msg=str(isa))
+        torch.testing.assert_close(out[0, 0].double(), want, **bound)
+        bound = dict(rtol=4 * torch.finfo(lse.dtype).eps, atol=0, msg=str(isa))
+        torch.testing.assert_close(lse[0, 0].double(), want_lse.expand(9), **bound)
+
+
+@every_backend
+def test_half_products_overflow(name):
+    """q.k above 65504 does not overflow float16 before the scale makes it small."""
+    q = torch.full((1, 1, 5, 64), 60.0, dtype=torch.float16)
+    k = randn(1, 1, 70, 64, dtype=torch.float16, seed=1).sign() * 60
+    k[0, 0, 0] = 60.0  # its product is 230400
+    v = randn(1, 1, 70, 64, dtype=torch.float16)
+    exact = fastattn.reference.attention(q.double(), k.double(), v.double(), scale=1e-4)
+    for isa in on_every_variant(name):
+        out = fastattn.attention(q, k, v, scale=1e-4, backend=name)
+        torch.testing.assert_close(out.double(), exact, rtol=0, atol=2e-3, msg=str(isa))
+
+
+@every_dtype
+@every_backend
+@pytest.mark.parametrize("offset", range(1, 8))
+def test_storage_offsets(name, dtype, offset):
+    """Tensors that do not start at a multiple of the vector width."""
+    declares(name, DTYPES[dtype])
+    problem = build(square(1, 2, 37, 16), (FEATURE["bias_grad"],), DTYPES[dtype])
+
+    def moved(x):
+        buffer = torch.full((x.numel() + offset,), torch.nan, dtype=x.dtype)
+        buffer[offset:] = x.flatten()
+        return buffer[offset:].view(x.shape)
+
+    problem.q, problem.k, problem.v = moved(problem.q), moved(problem.k), moved(problem.v)
+    problem.kwargs["mask"], problem.dout = moved(problem.kwargs["mask"]), moved(problem.dout)
+    run_all(name, [problem])
+
+
+@every_backend
+def test_strides_past_32_bits(name):
+    """Heads are 2^31 elements apart, in memory that is reserved but mostly never touched."""
+    heads, n, dim, far = 2, 9, 8, 2**31 + 8
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | NORESERVE
+    memory = mmap.mmap(-1, 4 * (far + n * dim), flags=flags)
+    flat = torch.frombuffer(memory, dtype=torch.float32)
+    k = flat.as_strided((1, heads, n, dim), (0, far, dim, 1))
+    k.copy_(randn(1, heads, n, dim))
+    q, mask = randn(1, heads, n, dim, seed=1), flat.as_strided((1, heads, n, n), (0, far, 1, 7))
+    want = fastattn.reference.attention(*(x.double() for x in (q, k, k)), mask=mask.double())
+    for isa in on_every_variant(name):
+        out = fastattn.attention(q, k, k, mask=mask, backend=name)
+        torch.testing.assert_close(out.double(), want, rtol=0, atol=1e-5, msg=str(isa))
+
+
+@not_interpreted
+@every_backend
+@pytest.mark.parametrize("batch, heads", [(70_000, 1), (1, 70_000), (300, 300)])
+def test_more_heads_than_16_bits(name, batch, heads):
+    q, k, v = (randn(batch, heads, 1, 2, seed=x) for x in range(3))
+    out = fastattn.attention(q, k, v, backend=name)
+    assert torch.equal(out, v)  # with one key, the output is its value
+
+
+@every_backend
+def test_inference_then_training(name):
+    """A call in inference mode caches nothing that breaks a later training call."""
+    q, k, v = (randn(1, 2, 9, 8, seed=x) for x in range(3))
+    with torch.inference_mode():
+        first = fastattn.attention(q, k, v, causal=True, backend=name)
+    q.requires_grad_()
+    out = fastattn.attention(q, k, v, causal=True, backend=name)
+    assert torch.equal(out, first) and out.requires_grad
+    out.sum().backward()
+    assert q.grad.isfinite().all()
+
+
+@every_backend
+def test_backward_twice_over_one_graph(name):
+    """Backward only reads the saved tensors, so it can run twice."""
+    q, k, v = (randn(1, 2, 70, 8, seed=x).requires_grad_() for x in range(3))
+    out = fastattn.attention(q, k, v, causal=True, dropout_p=0.2, seed=3, backend=name)
+    dout = randn(*out.shape, seed=4)
+    first = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    second = torch.autograd.grad(out, (q, k, v), dout)
+    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
+
+
+@every_backend
+def test_gqa_heads_in_order(name):
+    """Query heads 0..G-1 read key head 0: repeat_interleave, not repeat."""
+    q = randn(1, 6, 5, 8)
+    k, v = torch.zeros(1, 3, 4, 8), torch.arange(3.0).view(1, 3, 1, 1).expand(1, 3, 4, 8)
+    out = fastattn.attention(q, k, v, backend=name)
+    torch.testing.assert_close(out[0, :, 0, 0], torch.tensor([0.0, 0, 1, 1, 2, 2]))
+
+
+@every_dtype
+@every_backend
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
+    """Tile lanes past the last row compute 0 * inf = NaN, which may not reach a sum over rows."""
+    declares(name, DTYPES[dtype])
+    q = randn(1, 1, 5, 8, dtype=DTYPES[dtype]).abs()
+    k, v = (randn(1, 1, 9, 8, dtype=DTYPES[dtype], seed=seed) for seed in (1, 2))
+    k[0, 0, 3] = -torch.inf
+    leaves = [x.requires_grad_() for x in (k, v, torch.zeros(1, 1, 1, 9, dtype=k.dtype))]
+    for isa in on_every_variant(name):
+        out = fastattn.attention(q, k, v, mask=leaves[2], softcap=softcap, backend=name)
+        grads = torch.autograd.grad(out.sum(), leaves)
+        assert all(x.isfinite().all() for x in grads), isa
+
+
+@not_interpreted
+@every_backend
+def test_window_edge_is_exact_where_float32_cannot_count(name):
+    """The only nonzero value is at the window's left edge, 2^24 + 1 keys behind the row."""
+    left, N = (1 << 24) + 1, (1 << 25) + 8
+    q, k = torch.zeros(1, 1, 1, 1), torch.zeros(1, 1, 1, 1).expand(1, 1, N, 1)
+    v = torch.zeros(1, 1, N, 1)
+    v[0, 0, N - 1 - left] = 1
+    out = fastattn.attention(q, k, v, causal="bottom_right", window=(left, 0), backend=name)
+    assert out.item() * (left + 1) == pytest.approx(1, rel=1e-4)

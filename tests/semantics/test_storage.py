@@ -1,0 +1,404 @@
+"""Keys and values in eight bits: attention gives the bits that it gives for the dequantised rows in
+the dtype of q, in any storage; and its error is as documented."""
+
+import dataclasses
+import random
+
+import pytest
+import torch
+
+import fastattn
+from fastattn import KVCache
+from fastattn.backends import base
+from fastattn.call import quantisation
+from fastattn.call.quantisation import dequantised, quantised
+from fastattn.call.spec import Feature
+from tests.kv_cache.test_cache import Model
+from tests.semantics.test_packed import CASES, FEW, batch
+from tests.semantics.test_paged import in_pages, of_scores
+from tests.support.backends import (
+    declares,
+    every_backend,
+    every_dtype,
+    not_interpreted,
+    thinned,
+    variant,
+    variants,
+)
+from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+NAMES = {name: dtype for dtype, name in quantisation.NAMES.items()}
+every_storage = pytest.mark.parametrize("storage", NAMES)
+
+
+def kept(made, storage):
+    """(arguments with keys and values in eight bits and scales, arguments with these dequantised).
+    Sizes of rows differ much, so a scale of another row, or of a value for a key, would show."""
+    generator = torch.Generator().manual_seed(1)
+    stored, plain = dict(made.given), dict(made.given)
+    for at, name in enumerate("kv"):
+        x = made.given[name]
+        by = torch.randint(-3 * at, 2, x.shape[:2], generator=generator)
+        numbers, scale = quantised(x * 4.0 ** by[..., None], storage)
+        stored[name], stored[f"{name}_scale"] = numbers, scale
+        plain[name] = dequantised(numbers, scale, x.dtype)
+    return stored, plain
+
+
+def run(given, name):
+    with torch.no_grad():
+        return fastattn.attention_packed(**given, backend=name, return_lse=True)
+
+
+def same(name, made, storage, pages=(), scales=None):
+    """Assert equal bits on every instruction set, for contiguous keys and for pages. `scales`
+    replaces the scales of some keys."""
+    stored, plain = kept(made, NAMES[storage])
+    for key, by in (scales or {}).items():
+        for x in "kv":
+            stored[f"{x}_scale"][key] = by
+            plain[x] = dequantised(stored[x], stored[f"{x}_scale"], made.given[x].dtype)
+    for isa in variants(name, made.given["q"].dtype):
+        with variant(isa):
+            expected = run(plain, name)
+            made.given = stored
+            # Splits depend on max_k: it is the longest length, not the room in the table.
+            most = dict(max_k=max(keys.stop - keys.start for keys in made.keys))
+            lying = {"in a row": stored} | {page: in_pages(made, page) | most for page in pages}
+            for where, given in lying.items():
+                for x, y in zip(expected, run(given, name), strict=True):
+                    assert torch.equal(x.isnan(), y.isnan()), (isa, where)
+                    assert torch.equal(x.nan_to_num(), y.nan_to_num()), (isa, where)
+
+
+FULL = [f for f in CASES if of_scores(f)]
+
+
+@every_backend
+@pytest.mark.parametrize("features, storage", thinned(FULL, NAMES), ids=name_of)
+def test_of_every_feature(name, features, storage):
+    declares(name, torch.float32, Feature.QUANTISED)
+    same(name, batch(features, torch.bfloat16), storage, (5,))
+
+
+@every_backend
+@every_storage
+@every_dtype
+@pytest.mark.parametrize("d", (8, 33, 64, 96))
+def test_of_every_dtype_and_width(name, dtype, storage, d):
+    """Calls of one row, of few and of many; heads with their own keys or shared ones."""
+    declares(name, DTYPES[dtype], Feature.QUANTISED)
+    for features in (PLAIN, (FEATURE["mqa"], FEATURE["bottom_right"])):
+        for sizes in (FEW, ((40, 200), (90, 33))):
+            same(name, batch(features, DTYPES[dtype], sizes, d), storage, (1, 7, 64, 129))
+
+
+@every_backend
+@every_storage
+@every_dtype
+def test_of_huge_and_tiny_scales(name, dtype, storage):
+    """Also NaN and infinite scales: vector kernels compute such rows in place of tile kernels."""
+    declares(name, DTYPES[dtype], Feature.QUANTISED)
+    strange = {3: torch.nan, 150: 1e33, 170: torch.inf, 201: 1e-36, 202: 0.0, 370: -1.0}
+    for sizes in (((40, 200), (90, 190)), ((1, 200), (4, 190))):
+        made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), DTYPES[dtype], sizes, 32)
+        same(name, made, storage, (48,), strange)
+
+
+@every_backend
+@every_storage
+def test_of_rows_with_the_same_bits_among_any(name, storage):
+    declares(name, torch.float32, Feature.QUANTISED | Feature.INVARIANT)
+    for dtype in (torch.float32, torch.bfloat16):
+        made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), dtype, FEW, 64)
+        made.given["row_invariant"] = True
+        same(name, made, storage, (48,))
+
+
+@every_backend
+@every_storage
+def test_as_they_lie(name, storage):
+    """Keys, values and scales with strided columns, heads first, or columns first."""
+    declares(name, torch.float32, Feature.QUANTISED)
+    stored, _ = kept(batch(PLAIN, torch.float32), NAMES[storage])
+    expected = run(stored, name)
+    for change in (
+        lambda x: x.repeat_interleave(2, -1)[..., ::2],
+        lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda x: x.transpose(0, -1).contiguous().transpose(0, -1),
+    ):
+        changed = {x: change(stored[x]) for x in ("k", "v", "k_scale", "v_scale")}
+        for x, y in zip(expected, run(stored | changed, name), strict=True):
+            assert torch.equal(x, y)
+
+
+@every_backend
+@every_storage
+def test_threads_change_no_bits(name, storage, threads):
+    declares(name, torch.float32, Feature.QUANTISED)
+    for dtype in (torch.float32, torch.bfloat16):
+        for sizes in (((1, 3000), (2, 1500)), ((70, 600), (200, 90))):
+            stored, _ = kept(batch((FEATURE["mqa"],), dtype, sizes, 64), NAMES[storage])
+            threads(1)
+            expected = run(stored, name)
+            threads(3)
+            for x, y in zip(expected, run(stored, name), strict=True):
+                assert torch.equal(x, y)
+
+
+# ------------------------------------------------------------------------------------- the numbers
+
+
+@every_storage
+@every_dtype
+def test_a_row_is_as_close_as_its_dtype_allows(dtype, storage):
+    """The error of a row is at most half a step; steps of int8 have one size."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 4, 64, generator=generator, dtype=torch.float64).to(DTYPES[dtype])
+    x *= 2.0 ** torch.randint(-9, 9, (50, 4, 1), generator=generator)
+    numbers, scale = quantised(x, NAMES[storage])
+    assert numbers.dtype == NAMES[storage] and scale.dtype == torch.float32
+    exact = numbers.double() * scale.double()[..., None]
+    most = x.double().abs().amax(-1, keepdim=True)
+    step = {
+        "int8": most / 127,
+        "e4m3fn": exact.abs() / 8 + most / 448 / 2**9,
+        "e5m2": exact.abs() / 4 + most / 57344 / 2**16,
+    }[storage]
+    assert ((exact - x.double()).abs() <= step / 2 * (1 + 2.0**-14)).all()
+    assert (numbers.double().abs().amax(-1) == torch.tensor({"int8": 127, "e4m3fn": 448}.get(
+        storage, 57344)).double()).all()  # fmt: skip
+    again = dequantised(numbers, scale, torch.float64)
+    assert torch.equal(again, exact)
+
+
+@every_storage
+def test_zeros_stay_zeros_and_what_is_no_number_stays_none(storage):
+    x = torch.ones(6, 8, dtype=torch.float64)
+    x[0] = 0
+    x[1, 3] = torch.nan
+    x[2, 3] = torch.inf
+    x[3, 3] = -torch.inf
+    x[4] = 1e200  # its scale overflows float32
+    numbers, scale = quantised(x, NAMES[storage])
+    found = dequantised(numbers, scale, torch.float64)
+    assert scale[0] == 0 and not found[0].any()
+    assert found[1:5].isnan().all() and torch.allclose(found[5], x[5], rtol=1e-6)
+    tiny = torch.full((3, 8), 1e-44)
+    assert (dequantised(*quantised(tiny, NAMES[storage]), torch.float32) <= 2e-44).all()
+    for columns in (0, 1):
+        numbers, scale = quantised(torch.ones(3, columns), NAMES[storage])
+        assert numbers.shape == (3, columns) and scale.shape == (3,)
+
+
+@every_backend
+@every_dtype
+@pytest.mark.parametrize("storage", ("e4m3fn", "e5m2"))
+def test_every_pattern_of_float8(name, storage, dtype):
+    """All 256 bit patterns, also subnormals, zeros, NaN, infinities: each is one key's value."""
+    dtype = DTYPES[dtype]
+    declares(name, dtype, Feature.QUANTISED)
+    v = torch.arange(256, dtype=torch.uint8).view(NAMES[storage])[:, None, None]
+    cu = torch.arange(257)
+    ones = torch.ones(256, 1)
+    q = torch.ones(256, 1, 1, dtype=dtype)
+    k = torch.ones(256, 1, 1).to(NAMES[storage])
+    for isa in variants(name, dtype):
+        with variant(isa), torch.no_grad():
+            out = fastattn.attention_packed(
+                *(q, k, v, cu, cu), k_scale=ones, v_scale=ones * 0.5, backend=name
+            )
+        exact = (v.double() * 0.5).to(dtype)
+        assert torch.equal(out.nan_to_num(7.0, 8.0, 9.0), exact.nan_to_num(7.0, 8.0, 9.0)), isa
+
+
+# Relative errors of outputs for a cache of normal data, (typical, worst), as `KVCache` documents.
+DOCUMENTED = {"int8": (0.01, 0.015), "e4m3fn": (0.04, 0.07), "e5m2": (0.08, 0.14)}
+
+
+@not_interpreted
+@every_storage
+@pytest.mark.parametrize("D", (64, 128))
+def test_the_error_is_what_is_documented(storage, D):
+    """Errors against float64 of the appended rows: typical of all outputs, and in the worst row."""
+    generator = torch.Generator().manual_seed(D)
+    k, v = torch.randn(2, 4, 4, 1000, D, generator=generator)
+    q = torch.randn(4, 8, 4, D, generator=generator)
+    exact = fastattn.reference.attention(q.double(), k.double(), v.double(), causal="bottom_right")
+    cache = KVCache(4, 4, D, capacity=1000, page_size=48, storage=NAMES[storage])
+    cache.append(k, v)
+    error = cache.attention(q).double() - exact
+    typical = error.norm() / exact.norm()
+    worst = (error.norm(dim=-1) / exact.norm(dim=-1)).max()
+    low, high = DOCUMENTED[storage]
+    assert low / 2 < typical <= low and high / 2 < worst <= high
+
+
+# ---------------------------------------------------------------------------------------- the cache
+
+
+class Stored(Model):
+    """A model with rows that are the dequantised rows of its cache."""
+
+    def __init__(self, page_size, storage, dtype=torch.float32, **more):
+        super().__init__(page_size, storage=storage, dtype=dtype, **more)
+
+    def new(self, n):
+        sizes = 4.0 ** torch.randint(-2, 3, (n, 2, 2, 1), generator=self.generator)
+        return tuple(x * y for x, y in zip(super().new(n), sizes.unbind(1), strict=True))
+
+    def append(self, counts):
+        super().append(counts)
+        for mine, n in zip(self.rows, counts, strict=True):
+            for at in range(len(mine) - n, len(mine)):
+                mine[at] = tuple(
+                    dequantised(*quantised(x, self.cache.storage), torch.float32) for x in mine[at]
+                )
+
+
+@not_interpreted
+@every_storage
+@pytest.mark.parametrize("page_size", (None, 1, 4, 16, 7))
+def test_any_sequence_of_changes_keeps_scales_with_their_rows(page_size, storage):
+    chance = random.Random(page_size or 0)
+    models = [Stored(page_size, NAMES[storage], grow=True)]
+    for step in range(40):
+        model = chance.choice(models)
+        what = chance.choice(["append", "append", "fork", "evict", "truncate"])
+        counts = [chance.randrange(len(x) + 1) for x in model.rows]
+        if what == "append":
+            model.append([chance.randrange(9) for _ in model.rows])
+        elif what == "fork":
+            models.append(model.forked(chance))
+        elif what == "evict":
+            model.evict(counts)
+        else:
+            model.truncate(counts)
+        for x in models[-3:]:
+            x.check(rows=1 + step % 3)
+        del models[:-3]
+
+
+@not_interpreted
+def test_growth_keeps_scales():
+    for page_size in (None, 1, 4, 7):
+        model = Stored(page_size, torch.int8, capacity=3, grow=True)
+        for counts in ([2, 2, 2], [9, 0, 1], [30, 30, 1]):
+            model.append(counts)
+            model.check()
+
+
+def test_memory_of_scales_is_accounted():
+    sizes = dict(capacity=100, page_size=16, dtype=torch.bfloat16)
+    for storage in (None, torch.bfloat16):
+        cache = KVCache(2, 3, 64, storage=storage, **sizes)
+        assert cache.nbytes == 2 * 14 * 16 * 3 * 64 * 2 and cache.k_scales is None
+    cache = KVCache(2, 3, 64, value_dim=32, storage=torch.int8, **sizes)
+    assert cache.nbytes == 14 * 16 * 3 * (64 + 32 + 2 * 4)
+    assert cache.dtype == torch.bfloat16 and cache.storage == torch.int8
+    assert cache.k_scales.shape == cache.v_scales.shape == (14, 16, 3)
+    assert "int8" in repr(cache)
+    with pytest.raises(ValueError, match=r"k: got .*float32 on cpu, expected .*bfloat16"):
+        cache.append(torch.zeros(2, 3, 1, 64), torch.zeros(2, 3, 1, 32))
+
+
+def test_rows_that_are_no_numbers_are_seen():
+    """Only the head that has one returns NaN, as in a cache without storage."""
+    for bad in (torch.nan, torch.inf):
+        cache = KVCache(1, 2, 8, capacity=9, page_size=4, storage=torch.int8)
+        k = torch.ones(1, 2, 5, 8)
+        v = k.clone()
+        v[0, 1, 2, 3] = bad
+        cache.append(k, v)
+        out = cache.attention(torch.ones(1, 2, 1, 8))
+        assert torch.allclose(out[0, 0], torch.ones(1, 8)) and out[0, 1].isnan().all()
+
+
+# ------------------------------------------------------------------------------------ what is wrong
+
+
+def some():
+    return dict(
+        q=torch.zeros(5, 4, 8),
+        k=torch.zeros(11, 2, 8, dtype=torch.int8),
+        v=torch.zeros(11, 2, 8, dtype=torch.int8),
+        cu_q=torch.tensor([0, 2, 5]),
+        cu_k=torch.tensor([0, 8, 11]),
+        k_scale=torch.zeros(11, 2),
+        v_scale=torch.zeros(11, 2),
+    )
+
+
+WRONG = {
+    "k_scale and v_scale: got k_scale alone, expected both": dict(v_scale=None),
+    "k.dtype: got torch.int8, expected": dict(k_scale=None, v_scale=None),
+    "k.dtype: got torch.float32, expected torch.int8 or torch.float8_e4m3fn": dict(
+        k=torch.zeros(11, 2, 8), v=torch.zeros(11, 2, 8)
+    ),
+    "v.dtype: got torch.float8_e4m3fn, expected torch.int8, as k has": dict(
+        v=torch.zeros(11, 2, 8).to(torch.float8_e4m3fn)
+    ),
+    r"v_scale: got shape \(2, 11\), expected \(S, Hk\) = \(11, 2\)": dict(
+        v_scale=torch.zeros(2, 11)
+    ),
+    r"k_scale: got shape \(11,\), expected \(S, Hk\)": dict(k_scale=torch.zeros(11)),
+    "k_scale.dtype: got torch.float64, expected torch.float32": dict(
+        k_scale=torch.zeros(11, 2).double()
+    ),
+    "v_scale: got a tensor that requires grad": dict(v_scale=torch.zeros(11, 2).requires_grad_()),
+    r"k_scale: got shape \(11, 2\), expected \(P, page, Hk\) = \(11, 1, 2\)": dict(
+        k=torch.zeros(11, 1, 2, 8, dtype=torch.int8),
+        v=torch.zeros(11, 1, 2, 8, dtype=torch.int8),
+        block_table=torch.zeros(2, 8).long(),
+        key_lengths=torch.tensor([8, 3]),
+        cu_k=None,
+    ),
+}
+
+
+@every_backend
+@pytest.mark.parametrize("message", WRONG)
+def test_scales_that_do_not_fit(name, message):
+    declares(name, torch.float32, Feature.QUANTISED)
+    for backend_name in (name, "reference"):
+        fastattn.attention_packed(**some(), backend=backend_name)
+        with pytest.raises(ValueError, match=message):
+            fastattn.attention_packed(**(some() | WRONG[message]), backend=backend_name)
+    with pytest.raises(TypeError, match="k_scale: got int"):
+        fastattn.attention_packed(**(some() | dict(k_scale=3)))
+
+
+@not_interpreted
+def test_there_is_no_gradient():
+    given = some()
+    given["q"].requires_grad_()
+    out = fastattn.attention_packed(**given)
+    with pytest.raises(NotImplementedError, match=r"torch.int8 \(k_scale.*no gradient.*float32"):
+        out.sum().backward()
+
+
+@not_interpreted
+def test_autocast_leaves_what_has_scales():
+    given = some() | {x: torch.ones(11, 2, 8).to(torch.float8_e4m3fn) for x in "kv"}
+    given |= {x: torch.ones(11, 2) for x in ("k_scale", "v_scale")}
+    with torch.autocast("cpu", torch.bfloat16):
+        out = fastattn.attention_packed(**given)
+    assert out.dtype == torch.bfloat16 and (out == 1).all()
+
+
+@not_interpreted
+@every_storage
+def test_they_are_compiled(storage):
+    stored, _ = kept(batch((FEATURE["bottom_right"],), torch.float32), NAMES[storage])
+    compiled = torch.compile(fastattn.attention_packed, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**stored), fastattn.attention_packed(**stored))
+
+
+def test_who_has_it():
+    spec = fastattn.explain(**some()).spec
+    assert spec.features & Feature.QUANTISED and spec.storage == torch.int8
+    assert not base.get("triton").support.why_not(dataclasses.replace(spec, device="cuda"))
+    (why,) = (x for x in base.get("cuda").support.why_not(spec) if "quantised" in x)
+    assert "does not support" in why

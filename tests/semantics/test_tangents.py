@@ -1,0 +1,389 @@
+"""The passes of forward mode and of second derivatives, on every backend that has them, against
+torch's forward mode of the oracle in float64."""
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+import torch
+
+from fastattn import api
+from fastattn.backends import base, per_sequence
+from fastattn.call import packed_layout
+from fastattn.call.spec import Feature, Tangents
+from fastattn.call.validation import describe
+from tests.semantics.test_features import EMPTY
+from tests.semantics.test_packed import batch
+from tests.support.backends import (
+    DECLARED,
+    INTERPRETED,
+    declares,
+    every_backend,
+    every_dtype,
+    not_interpreted,
+    passed,
+    small,
+    variant,
+    variants,
+)
+from tests.support.cases import (
+    DTYPES,
+    FEATURE,
+    FEATURES,
+    PLAIN,
+    SINGLES,
+    Dims,
+    build,
+    name_of,
+    square,
+)
+from tests.support.tangents import complaints, directions, exact, passes
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SHAPES = small(
+    (square(1, 2, 5, 3), Dims(2, 2, 2, 70, 150, 17, 17)),
+    (square(1, 2, 5, 3), square(2, 2, 23, 7)),
+)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="no test of Triton")
+@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+def test_the_reference_has_the_oracles_tangents(features):
+    for dims in (square(1, 2, 5, 3), square(2, 2, 23, 7)):
+        problem = build(dims, features, torch.float64)
+        moves, *incoming = directions(problem)
+        wanted = exact(problem, moves, *incoming)
+        for known in (True, False):
+            found = passes("reference", problem, moves, *incoming, known=known)
+            assert found.keys() == wanted.keys()
+            for name, x in wanted.items():
+                assert found[name].shape == x.shape and found[name].isfinite().all()
+                assert (found[name] - x).abs().max() <= 1e-12 * max(1, x.abs().max()), name
+
+
+def everywhere(name, problem, only=None):
+    """Complaints about a backend on each of its variants, with and without forward's results."""
+    given = directions(problem, only)
+    wanted = exact(problem, *given)
+    for isa in variants(name, problem.q.dtype):
+        with variant(isa):
+            for known in (True, False):
+                lines = complaints(name, problem, wanted, given, known=known)
+                yield from (f"{isa or ''} {line}" for line in lines)
+
+
+def agree(found, expected, tolerance=1e-5):
+    for what, x in expected.items():
+        size = max(1.0, float(x.abs().max())) if x.numel() else 1.0
+        torch.testing.assert_close(found[what], x, rtol=0, atol=tolerance * size, msg=what)
+
+
+def run_all(name, problems):
+    passed([line for problem in problems for line in everywhere(name, problem)])
+
+
+@every_dtype
+@every_backend
+@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+def test_features(name, dtype, features):
+    declares(name, DTYPES[dtype], Feature.TANGENTS)
+    run_all(name, [build(dims, features, DTYPES[dtype]) for dims in SHAPES])
+
+
+@pytest.mark.skipif(INTERPRETED, reason="Triton declares no torch.float64")
+def test_the_worst_error_in_float64():
+    """The worst error of both passes over all features, relative to each result; -s prints it."""
+    worst = (0.0, "", "")
+    for features, dims in itertools.product([PLAIN, *SINGLES], SHAPES):
+        problem = build(dims, features, torch.float64)
+        given = directions(problem)
+        wanted = exact(problem, *given)
+        for name, x in passes("cpu", problem, *given, known=False).items():
+            error = (x - wanted[name]).abs().max() / max(1.0, wanted[name].abs().max())
+            assert error.isfinite(), (name, problem.name)
+            worst = max(worst, (float(error), name, problem.name))
+    print(f"worst error in float64: {worst[0]:.1e} in {worst[1]} of {worst[2]}")
+    assert worst[0] < 1e-13
+
+
+# Groups of features that these passes treat separately, tested in pairs.
+OWN = (
+    "softcap",
+    "dropout",
+    "sinks",
+    "mask",
+    "heads",
+    "lengths",
+    "causal",
+    "window",
+    "lse",
+    "values",
+)
+PAIRS = [
+    pair
+    for pair in itertools.combinations([x for x in FEATURES if x.group in OWN], 2)
+    if pair[0].group != pair[1].group
+]
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "features, dtype", list(zip(PAIRS, itertools.cycle(DECLARED))), ids=name_of
+)
+def test_pairs_of_features(name, dtype, features):
+    declares(name, DTYPES[dtype], Feature.TANGENTS)
+    run_all(name, [build(SHAPES[1], features, DTYPES[dtype])])
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "dims", [Dims(1, 2, 1, 35, 70, 130, 40), Dims(1, 2, 1, 9, 140, 512, 3)], ids=str
+)
+def test_head_dims(name, dims):
+    declares(name, torch.float32, Feature.TANGENTS)
+    if dims.D > base.get(name).support.max_head_dim:
+        pytest.skip(f"{name} declares head dims to {base.get(name).support.max_head_dim}")
+    run_all(name, [build(dims, (FEATURE["causal"],), torch.float32)])
+
+
+@every_backend
+@pytest.mark.parametrize("dims", EMPTY.values(), ids=EMPTY)
+def test_sizes_of_zero(name, dims):
+    """Empty sums are 0; with D = 0, only values contribute to tangents."""
+    declares(name, torch.float32, Feature.TANGENTS)
+    problem = build(dims, (FEATURE["sinks"], FEATURE["lse_loss"]), torch.float32)
+    problem.kwargs["scale"] = 1.0
+    given = directions(problem)
+    for known in (True, False):
+        found = passes(name, problem, *given, known=known)
+        agree(found, {x: y.float() for x, y in exact(problem, *given).items()})
+
+
+INPUTS = ("q", "k", "v", "mask", "sinks")
+EVERYTHING = tuple(
+    FEATURE[x] for x in ("causal", "softcap", "bias_grad", "sinks", "dropout", "gqa", "lse_loss")
+)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "only", [*itertools.combinations(INPUTS, 1), *itertools.combinations(INPUTS, 4), ()], ids=str
+)
+def test_an_absent_tangent_is_one_of_zeros(name, only):
+    declares(name, torch.float32, Feature.TANGENTS)
+    problem = build(square(2, 2, 19, 8), EVERYTHING, torch.float32)
+    for isa in variants(name):
+        with variant(isa):
+            moves, dout_t, dlse_t = directions(problem)
+            zeros = {x: y if x in only else torch.zeros_like(y) for x, y in moves.items()}
+            kept = {x: moves[x] for x in only}
+            full = passes(name, problem, zeros, dout_t, dlse_t)
+            agree(passes(name, problem, kept, dout_t, dlse_t), full)
+            agree(
+                passes(name, problem, kept, None, None),
+                passes(name, problem, zeros, torch.zeros_like(dout_t), torch.zeros_like(dlse_t)),
+            )
+    passed(list(everywhere(name, problem, only)))
+
+
+@every_backend
+def test_forwards_results_change_nothing(name):
+    """Tangents agree whether out and the normaliser are given or recomputed."""
+    declares(name, torch.float32, Feature.TANGENTS)
+    problem = build(SHAPES[1], EVERYTHING, torch.float32)
+    given = directions(problem)
+    for isa in variants(name):
+        with variant(isa):
+            known, made = (passes(name, problem, *given, known=x) for x in (True, False))
+            agree(known, made, 1e-4)
+
+
+@not_interpreted
+@every_backend
+def test_threads_change_no_bit(name, threads):
+    declares(name, torch.float32, Feature.TANGENTS)
+    for dims in (Dims(1, 4, 2, 517, 517, 24, 24), Dims(2, 6, 2, 130, 201, 16, 40)):
+        problem = build(dims, EVERYTHING, torch.float32)
+        given = directions(problem)
+        for isa in variants(name):
+            with variant(isa):
+                threads(1)
+                first = passes(name, problem, *given)
+                for count in (3, 2):
+                    threads(count)
+                    found = passes(name, problem, *given)
+                    assert all(torch.equal(found[x], y) for x, y in first.items()), isa
+
+
+@every_backend
+@pytest.mark.parametrize("seed", range(small(12, 4)))
+def test_jvp_is_the_adjoint_of_backward(name, seed):
+    """<u, J v> = <J' u, v> on random calls."""
+    dtype = max((x for x in base.get(name).support.dtypes), key=lambda x: x.itemsize)
+    declares(name, dtype, Feature.TANGENTS)
+    draw = torch.Generator().manual_seed(seed)
+    groups = [x for x in OWN if torch.rand((), generator=draw) < 0.5]
+    features = []
+    for group in groups:
+        choice = [x for x in FEATURES if x.group == group and x.name != "float_mask"]
+        features.append(choice[int(torch.randint(len(choice), (), generator=draw))])
+    problem = build(SHAPES[1], features, dtype)
+    problem.kwargs["return_lse"] = True
+    problem.dlse = torch.randn(problem.q.shape[:3], generator=draw, dtype=dtype)
+    moves, *_ = directions(problem)
+    run, (spec, t) = base.get(name), call(problem)
+    if "key_lengths" in problem.kwargs:  # past the lengths k and v may be NaN
+        t = t._replace(k=t.k.nan_to_num(0), v=t.given("v").nan_to_num(0))
+    out, normaliser, out_t, lse_t = run.jvp(spec, t, Tangents(**moves))
+    grads = run.backward(spec, t, out, normaliser, problem.dout, problem.dlse, problem.wants)
+    there = (problem.dout * out_t).sum() + (problem.dlse * lse_t).sum()
+    back = sum((grads[x] * moves[x]).nan_to_num(0).sum() for x in problem.wants)
+    size = sum((grads[x] * moves[x]).nan_to_num(0).abs().sum() for x in problem.wants)
+    assert abs(there - back) <= 64 * torch.finfo(dtype).eps * size, name_of(features)
+
+
+def call(problem):
+    """The (spec, tensors) of a problem."""
+    given = {x: y for x, y in problem.tensors().items() if x != "return_lse"}
+    q, k, v = (given.pop(x) for x in "qkv")
+    t, options = api.prepare(q, k, v, given)
+    return dataclasses.replace(describe(t, options), tangents=True), t
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "features",
+    [
+        PLAIN,
+        ("window", "sinks", "lse_loss", "alibi_batch", "lengths"),
+        ("causal", "dropout", "bias_grad", "softcap", "mqa"),
+        ("bottom_right", "key_bias_grad", "dropout"),
+        ("head_bias_grad", "sinks", "gqa"),
+    ],
+    ids=str,
+)
+def test_packed(name, features):
+    """Sequences of a batch have the bits of separate calls; shared gradients are summed."""
+    declares(name, torch.float32, Feature.TANGENTS | Feature.PACKED)
+    sizes = ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (65, 129))
+    made = batch([FEATURE[x] for x in features], torch.float32, sizes[: small(7, 4)])
+    given = {x: y for x, y in made.given.items() if x != "return_lse"}
+    where = [given.pop(x) for x in ("q", "k", "v", "cu_q", "cu_k")]
+    t, options = api.prepare_packed(*where, *(None,) * 5, given)
+    spec = dataclasses.replace(describe(t, options), tangents=True)
+    draw = torch.Generator().manual_seed(0)
+
+    def like(x):
+        return torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype)
+
+    moves = Tangents(**{x: like(t.given(x)) for x in made.wants})
+    dout = packed_layout.heads_first("dout", made.dout)
+    dlse = like(dout[..., 0])
+    grads = dout, dlse, like(dout), like(dlse)
+    run = base.get(name)
+    for isa in variants(name):
+        with variant(isa):
+            before = run.forward(spec, t)
+            outs = run.jvp(spec, t, moves, *before)
+            alone = per_sequence.jvp_in_turn(run, spec, t, moves, *before)
+            assert all(map(torch.equal, outs[2:], alone[2:]))
+            found = run.second(spec, t, moves, outs, *grads, made.wants)
+            expected = per_sequence.second_in_turn(run, spec, t, moves, outs, grads, made.wants)
+            agree(found, {x: y.to(found[x].dtype) for x, y in expected.items()})
+            for x in "qkv":
+                assert torch.equal(found[x], expected[x].to(found[x].dtype)), x
+
+
+# ------------------------------------------------------------------------------------ hard values
+
+
+def probability_sums(name, problem):
+    """Sums of P over keys: with a tangent of ones, out_t = P V_t for V, and dV = P' dO_t for dO."""
+    spec, t = call(problem)
+    ones = torch.ones_like(problem.v)
+    run = base.get(name)
+    outs = run.jvp(spec, t, Tangents(v=ones), *run.forward(spec, t))
+    dout_t = torch.zeros_like(outs[0])
+    dout_t[..., 0] = 1
+    given = torch.zeros_like(outs[0]), None, dout_t, None
+    found = run.second(spec, t, Tangents(), run.jvp(spec, t, Tangents()), *given, ("q", "k", "v"))
+    return outs[2][..., 0], found["v"][..., 0].sum(-1), found
+
+
+@every_dtype
+@every_backend
+@pytest.mark.parametrize("size", [1e2, 1e4, 1e8])
+def test_huge_logits(name, dtype, size):
+    """Each pass normalises with its own scores, so rows sum to 1 whichever kernel ran forward."""
+    declares(name, DTYPES[dtype], Feature.TANGENTS)
+    problem = build(Dims(1, 1, 1, 40, 70, 16, 16), (), DTYPES[dtype])
+    if INTERPRETED:  # numpy sums q.k and k.q in different orders: make both exact
+        problem.q, problem.k = (
+            (x * 16).round().clamp(-63, 63) / 16 for x in (problem.q, problem.k)
+        )
+        size = 2.0 ** round(math.log2(size))
+    problem.q = problem.q * (size if dtype != "float16" else min(size, 1e4))
+    for isa in variants(name, DTYPES[dtype]):
+        with variant(isa):
+            rows, total, found = probability_sums(name, problem)
+            assert all(x.isfinite().all() for x in found.values())
+            eps = torch.finfo(DTYPES[dtype]).eps
+            # Triton's normaliser is in base 2: at 1e9 its two numbers resolve 1e-6 of a logit.
+            room = 16 if name == "triton" and size > 1e6 else 8
+            assert (rows - 1).abs().max() <= room * eps, isa
+            assert abs(total.item() - 40) <= 200 * eps, isa
+
+
+@every_dtype
+@every_backend
+def test_a_saturated_cap_does_not_move(name, dtype):
+    declares(name, DTYPES[dtype], Feature.TANGENTS)
+    problem = build(SHAPES[1], (FEATURE["softcap"],), DTYPES[dtype])
+    problem.q = problem.q.sign() * 3e3
+    problem.k = problem.k.sign()
+    for isa in variants(name, DTYPES[dtype]):
+        with variant(isa):
+            moves, dout_t, _ = directions(problem, ("q", "k"))
+            found = passes(name, problem, moves, dout_t, None)
+            assert not found["out_t"].any() and not found["lse_t"].any(), isa
+            assert not found["dq_t"].any() and not found["dk_t"].any(), isa
+            assert found["dv_t"].isfinite().all(), isa
+
+
+@every_dtype
+@every_backend
+def test_rows_that_see_nothing_do_not_move(name, dtype):
+    """The tangent of a mask is not read where the mask hides."""
+    declares(name, DTYPES[dtype], Feature.TANGENTS)
+    for n in small((21, 150), (21,)):
+        problem = build(Dims(1, 2, 2, n, n + 3, 8, 8), (FEATURE["bias_grad"],), DTYPES[dtype])
+        problem.kwargs["mask"][:, :, 3:9] = -torch.inf
+        moves, *incoming = directions(problem)
+        hidden = problem.kwargs["mask"] == -torch.inf
+        for isa in variants(name, DTYPES[dtype]):
+            with variant(isa):
+                found = {}
+                for value in (0.0, torch.nan, torch.inf):
+                    moves["mask"] = moves["mask"].masked_fill(hidden, value)
+                    found[value] = passes(name, problem, moves, *incoming)
+                    assert all(map(torch.equal, found[value].values(), found[0.0].values())), isa
+                for what in ("out_t", "lse_t", "dq_t", "dmask_t"):
+                    assert not found[0.0][what][:, :, 3:9].any(), (what, isa)
+                assert not found[0.0]["dmask_t"][hidden].any(), isa
+
+
+@every_backend
+def test_masks_of_the_least_number(name):
+    """Rows of only finfo.min have uniform weights; in other rows finfo.min hides keys."""
+    declares(name, torch.float32, Feature.TANGENTS)
+    problem = build(Dims(1, 1, 1, 150, 200, 8, 8), (), torch.float32)
+    mask = torch.zeros(150, 200)
+    mask[:, 60:] = mask[70:75] = torch.finfo(torch.float32).min
+    problem.kwargs["mask"] = mask
+    for isa in variants(name):
+        with variant(isa):
+            rows, total, found = probability_sums(name, problem)
+            assert (rows - 1).abs().max() <= 1e-5 and abs(total.item() - 150) <= 1e-3, isa
+            assert not found["v"][:, :, 60:].sum() > 5, isa

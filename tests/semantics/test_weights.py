@@ -1,0 +1,165 @@
+"""`attention_weights`: the probabilities are the output of attention with v = I.
+
+So the judge needs no change: with v = I the oracle's output is the matrix of weights, and the
+gradient of the weights is the gradient of the output. To test a constant normaliser, the gradient
+dlse = sum_j w dw is added, which cancels the gradient through the normaliser.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastattn
+from tests.support.backends import (
+    DECLARED,
+    every_backend,
+    passed,
+    small,
+    thinned,
+    variant,
+    variants,
+)
+from tests.support.cases import DTYPES, FEATURE, FEATURES, PAIRS, PLAIN, build, name_of, square
+from tests.support.error_budget import Verdict
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+WITHOUT_V = [f for f in FEATURES if f.group not in ("values", "lse", "dout")]
+MEANS = ["per_head", "mean"]
+ALONE = [PLAIN, *((f,) for f in WITHOUT_V)]
+TOGETHER = [pair for pair in PAIRS if all(f in WITHOUT_V for f in pair)][::5]
+SHAPES = (square(2, 2, 7, 3), square(2, 2, 35, 17), square(1, 2, 150, 32))
+SHAPES = small(SHAPES, (square(2, 2, 7, 3), square(1, 2, 35, 17)))
+
+
+def with_identity(problem, average):
+    """The attention problem with the weights of `problem` as output; dout is then (B,H,M,N)."""
+    batch, kv_heads, n, _ = problem.k.shape
+    heads, m, dtype = problem.q.shape[1], problem.q.shape[2], problem.q.dtype
+    identity = torch.eye(n, dtype=dtype).expand(batch, kv_heads, n, n)
+    generator = torch.Generator().manual_seed(n)
+    dout = torch.randn(batch, heads, m, n, generator=generator, dtype=torch.float64).to(dtype)
+    if average:
+        dout = dout[:, :1].expand_as(dout)
+    wants = tuple(x for x in problem.wants if x != "v")
+    return replace(problem, v=identity, dout=dout, wants=wants)
+
+
+def ask(problem, name, average, lse=None):
+    """The results of `Problem.run` with attention_weights."""
+
+    def attention(q, k, v, **kwargs):
+        return fastattn.attention_weights(
+            q, k, **kwargs, lse=lse, average_heads=average, backend=name
+        )
+
+    dout = problem.dout[:, 0] if average else problem.dout
+    return replace(problem, dout=dout).run(attention)
+
+
+class Averaged(Verdict):
+    """The verdict on the mean over heads: outputs averaged, gradients from dout / H."""
+
+    def __init__(self, problem):
+        heads = problem.q.shape[1]
+        super().__init__(replace(problem, dout=problem.dout / heads))
+        for values in (self.exact, self.bounds):
+            values["out"] = values["out"].mean(1)
+
+
+def about_weights(name, problem, average):
+    problem = with_identity(problem, average)
+    verdict = (Averaged if average else Verdict)(problem)
+    found = []
+    for isa in variants(name, problem.q.dtype):
+        with variant(isa):
+            got = ask(problem, name, average)
+        found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]
+    return found
+
+
+def title(value):
+    return value if isinstance(value, str) else name_of(value)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "features, mean, dtype", thinned(ALONE + TOGETHER, MEANS, DECLARED), ids=title
+)
+def test_weights(name, features, mean, dtype):
+    average = mean == "mean"
+    sizes = SHAPES if len(features) < 2 else SHAPES[1:2]
+    problems = [build(dims, features, DTYPES[dtype]) for dims in sizes]
+    passed([line for x in problems for line in about_weights(name, x, average)])
+
+
+def of_constant_lse(problem, average):
+    """(the verdict on weights with a given, constant normaliser, that normaliser)."""
+    heads = problem.q.shape[1]
+    share = problem.dout / heads if average else problem.dout
+    kwargs = problem.kwargs
+    with torch.no_grad():
+        exact = problem.to(torch.float64)
+        weights, lse = fastattn.reference.attention(
+            exact.q, exact.k, exact.v, **exact.kwargs, return_lse=True
+        )
+    dlse = (weights * share.double()).sum(-1)
+    judged = replace(problem, dout=share, dlse=dlse.float(), kwargs=kwargs | {"return_lse": True})
+    verdict = Verdict(judged)
+    for values in (verdict.exact, verdict.bounds):
+        del values["lse"]
+        values["out"] = values["out"].mean(1) if average else values["out"]
+        values.pop("dsinks", None)
+    return verdict, lse.float()
+
+
+@every_backend
+@pytest.mark.parametrize("features, mean", thinned(ALONE, MEANS), ids=title)
+def test_a_given_lse_is_a_constant(name, features, mean):
+    average = mean == "mean"
+    problem = with_identity(build(SHAPES[1], features, torch.float32), average)
+    verdict, lse = of_constant_lse(problem, average)
+    found = []
+    for isa in variants(name, problem.q.dtype):
+        with variant(isa):
+            got = ask(problem, name, average, lse=lse)
+        if "sinks" in problem.wants:
+            assert not got.pop("dsinks").any(), isa  # sinks affect the normaliser only
+        found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]
+    passed(found)
+
+
+@every_backend
+def test_lse_of_the_forward_gives_the_same_weights(name):
+    q, k, v = (torch.randn(2, 2, 35, 16) for _ in "qkv")
+    _, lse = fastattn.attention(q, k, v, causal=True, return_lse=True, backend=name)
+    given = fastattn.attention_weights(q, k, lse=lse, causal=True, backend=name)
+    found = fastattn.attention_weights(q, k, causal=True, backend=name)
+    # Only the rounded LSE is given, without its rounding error.
+    torch.testing.assert_close(given, found, rtol=2e-6, atol=0)
+    torch.testing.assert_close(given.sum(-1), torch.ones(2, 2, 35))
+
+
+@every_backend
+def test_weights_share_dropout_with_the_output(name):
+    q, k, v = (torch.randn(2, 4, 35, 16) for _ in "qkv")
+    options = dict(dropout_p=0.4, seed=torch.tensor(11), causal=True, backend=name)
+    out = fastattn.attention(q, k, v, **options)
+    weights = fastattn.attention_weights(q, k, **options)
+    torch.testing.assert_close(weights @ v, out, rtol=1e-5, atol=1e-5)
+    mean = fastattn.attention_weights(q, k, average_heads=True, **options)
+    torch.testing.assert_close(mean, weights.mean(1), rtol=1e-6, atol=1e-6)
+
+
+@every_backend
+def test_rows_with_nothing_have_no_weights(name):
+    q, k = torch.randn(1, 2, 9, 16).requires_grad_(), torch.randn(1, 2, 5, 16)
+    features = FEATURE["bool_mask"]
+    mask = build(square(1, 2, 9, 3), (features,), torch.float32).kwargs["mask"][..., :5]
+    for average in (False, True):
+        weights = fastattn.attention_weights(
+            q, k, mask=mask, average_heads=average, causal="bottom_right", backend=name
+        )
+        assert not weights[..., :4, :].any() and weights.isfinite().all()
+        grad = torch.autograd.grad(weights.square().sum(), q)[0]
+        assert grad.isfinite().all() and not grad[:, :, :4].any()

@@ -1,0 +1,206 @@
+"""Named slices: problems at sizes that the generated cases do not have, where a fault can hide.
+
+`problems(name)` also knows the generated cases: features joined by "+", "plain" for none. Seeded
+faults name the slice that catches each (test_cpu_mutants.py).
+"""
+
+from dataclasses import replace
+
+import torch
+
+from tests.support.cases import DTYPES, FEATURE, Dims, build, negative_logits, square
+from tests.support.large_logit_rows import far_problem
+
+
+def length_edges(dtype):
+    """Key lengths at every edge of a block of keys, one below and one above."""
+    edges = [n + e for n in (0, 64, 128, 256) for e in (-1, 0, 1) if n + e >= 0]
+    for m, features in ((5, ()), (1, (FEATURE["gqa"],)), (40, (FEATURE["bottom_right"],))):
+        problem = build(Dims(len(edges), 1, 1, m, 259, 8, 8), features, dtype)
+        lengths = torch.tensor(edges)
+        for b, length in enumerate(edges):
+            problem.k[b, :, length:] = problem.v[b, :, length:] = torch.nan
+        yield replace(problem, kwargs=problem.kwargs | dict(key_lengths=lengths))
+
+
+def far_bands(dtype):
+    """Bands that begin and end far from the first key, inside a block or a group."""
+    for rows, window in ((70, (5, 3)), (33, (130, 1)), (37, (255, 0)), (1, (66, 0)), (3, (301, 0))):
+        problem = build(Dims(1, 2, 1, rows, 711, 8, 8), (), dtype)
+        problem.kwargs |= dict(causal="bottom_right", window=window)
+        problem.name += f":window{window}"
+        yield negative_logits(problem)
+
+
+def band_widths(dtype):
+    """Bands of every width up to 70, each as wide as there are rows."""
+    for width in range(1, 71):
+        problem = build(Dims(1, 1, 1, width, 75, 8, 8), (), dtype)
+        left = width * 7 % (width + 1)
+        problem.kwargs["window"] = (left, width - left)
+        problem.name += f":window({left}, {width - left})"
+        yield problem
+
+
+def weak_softcap(dtype):
+    """A cap far above the scores: tanh is nearly the identity, and its derivative nearly 1."""
+    for features in ((), (FEATURE["one_query"],)):
+        problem = build(square(1, 2, 37, 16), features, dtype)
+        yield replace(problem, kwargs=problem.kwargs | dict(softcap=1e4), name="softcap 1e4")
+
+
+def triangles(dtype):
+    """Triangular bool masks: the first row shows every key or nearly none, other rows differ."""
+    for m, upper in ((37, False), (37, True), (13, True)):
+        problem = build(Dims(1, 2, 1, m, 150, 8, 8), (), dtype)
+        mask = torch.ones(m, 150, dtype=torch.bool)
+        mask = mask.triu() if upper else mask.tril()
+        yield replace(problem, kwargs=dict(mask=mask), name=f"{'triu' if upper else 'tril'} of {m}")
+
+
+def far_draws(dtype):
+    """Dropout where the index of a row, key, head or item is large."""
+    for dims in (Dims(1, 1, 1, 70_000, 4, 2, 2), Dims(1, 1, 1, 2, 70_000, 2, 2)):
+        yield build(dims, (FEATURE["dropout"],), dtype)
+    yield build(Dims(1, 300, 300, 3, 4, 2, 2), (FEATURE["dropout"],), dtype)
+    yield build(Dims(300, 1, 1, 3, 4, 2, 2), (FEATURE["dropout"],), dtype)
+
+
+def decode(dtype, *names):
+    """One query per head and many keys; heads share a key head."""
+    features = tuple(FEATURE[name] for name in ("one_query", "gqa", *names))
+    for dims in (square(2, 2, 200, 16), Dims(1, 2, 2, 1, 1100, 16, 24)):
+        yield build(dims, features, dtype)
+
+
+def grouped_rows(dtype):
+    """Few keys for many rows of grouped heads: the rows are cut into segments."""
+    yield build(Dims(1, 4, 1, 300, 40, 8, 8), (FEATURE["causal"],), dtype)
+
+
+def shared_heads(dtype):
+    """Few rows of many grouped heads. Several heads make one task; the last task has fewer."""
+    for names in (("causal", "alibi"), ("head_bias_grad", "dropout"), ("lengths", "sinks"), ()):
+        features = tuple(FEATURE[name] for name in names)
+        yield build(Dims(2, 10, 2, 10, 300, 16, 24), features, dtype)
+
+
+def tile_edges(dtype, *names):
+    """Rows and keys at the edges of steps and tiles of 16, 32 and 128; head dims around 32n."""
+    features = tuple(FEATURE[name] for name in names)
+    edges = (1, 16, 32), (15, 17, 31), (31, 33, 32), (33, 47, 64), (97, 65, 96), (129, 31, 65)
+    for m, n, d in edges:
+        problem = build(Dims(1, 2, 1, m, n, d, d), features, dtype)
+        if problem.k.is_contiguous():
+            problem.k, problem.v = (inside_nan(x) for x in (problem.k, problem.v))
+        yield problem
+        yield negative_logits(problem)
+
+
+def inside_nan(x):
+    """The values of x, with NaN before and after the keys of each head."""
+    wide = torch.full((*x.shape[:2], x.shape[2] + 80, x.shape[3]), torch.nan, dtype=x.dtype)
+    wide[:, :, 40:-40] = x
+    return wide[:, :, 40:-40]
+
+
+def rising(dtype):
+    """Logits that climb by 100 along the keys in every other row and fall in the rows between, and
+    a single logit at one of the last keys that is 160 more than the others."""
+    for m, heads in ((70, 2), (3, 4), (1, 6)):
+        problem = build(Dims(1, heads, 1, m, 512, 16, 16), (), dtype)
+        signs = 1.0 - 2 * ((torch.arange(heads)[:, None] + torch.arange(m)) % 2)
+        problem.q[:] = (problem.q.double() * 0.1 + 2 * signs[..., None]).to(dtype)
+        climb = torch.arange(512).div(40)[:, None]
+        problem.k[:] = (problem.k.double() * 0.1 + climb).to(dtype)
+        problem.name += ":rising"
+        yield problem
+    for key in range(60, 67):
+        problem = build(Dims(1, 1, 1, 37, 67, 16, 16), (), dtype)
+        problem.q[:] = (problem.q.double() * 0.1 + 2).to(dtype)
+        problem.k[:] *= 0.1
+        problem.k[:, :, key] = 20
+        problem.name += f":largest at {key}"
+        yield problem
+
+
+def few_heads(dtype, *names):
+    """A few rows of heads that share a key head; the keys take several chunks."""
+    features = tuple(FEATURE[name] for name in names)
+    for dims in (Dims(2, 6, 2, 5, 70, 24, 40), Dims(1, 4, 1, 3, 700, 64, 16)):
+        yield build(dims, features, dtype)
+
+
+def few_rows(dtype, *names):
+    """Two rows, which count as few on every instruction set, of heads that share a key head. The
+    last chunk of keys is not full; head dims fill vectors exactly or not."""
+    features = tuple(FEATURE[name] for name in names)
+    for dims in (Dims(1, 4, 2, 2, 700, 16, 24), Dims(2, 2, 1, 2, 140, 17, 9)):
+        yield build(dims, features, dtype)
+
+
+def far_rows(dtype):
+    """Rows that a mask takes far from zero."""
+    name = next(x for x, y in DTYPES.items() if y == dtype)
+    for title in ("left padding", "one query", "sinks"):
+        yield far_problem(title, "-1e9", name)
+
+
+def dense_masks(dtype):
+    """Masks that hide all keys in some blocks and none in others, with a pattern for each plane:
+    bool; -inf with the mask's gradient; finfo.min, with rows that see nothing else; and a mask with
+    column-major memory."""
+    i, j = torch.arange(130)[:, None], torch.arange(300)
+    patterns = j <= i + 20, i // 64 == j // 64, (j < 3) | ((i == 120) & (j == 290)), j != i + 130
+    shown = torch.stack([x.expand(130, 300) for x in patterns]).view(2, 2, 130, 300)
+    least = torch.finfo(torch.float32 if dtype == torch.float16 else dtype).min
+    for form in ("bool", -torch.inf, least, "columns"):
+        problem = build(Dims(2, 2, 1, 130, 300, 8, 8), (), dtype)
+        problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
+        problem.name += f":dense mask, {form}"
+        mask = shown.clone()
+        if form == least:
+            mask[..., 40:43, :] = False
+        if not isinstance(form, str):
+            zeros = torch.zeros(mask.shape, dtype=torch.float32 if form == least else dtype)
+            mask = zeros.masked_fill(~mask, form)
+        if form == -torch.inf:
+            problem.wants += ("mask",)
+        problem.kwargs["mask"] = mask.mT.contiguous().mT if form == "columns" else mask
+        yield problem
+
+
+SLICES = {
+    "length_edges": length_edges,
+    "far_bands": far_bands,
+    "band_widths": band_widths,
+    "weak_softcap": weak_softcap,
+    "triangles": triangles,
+    "far_draws": far_draws,
+    "grouped_rows": grouped_rows,
+    "shared_heads": shared_heads,
+    "tile_edges": tile_edges,
+    "rising": rising,
+}
+
+
+def problems(name, dtype=torch.float32):
+    """The problems of a slice, or of the generated cases with these features, joined by +."""
+    if name in ("far_rows", "dense_masks"):
+        yield from globals()[name](dtype)
+    elif name in SLICES:
+        yield from SLICES[name](dtype)
+    elif name.startswith("decode"):
+        yield from decode(dtype, *name.split("+")[1:])
+    elif name.startswith("few_heads"):
+        yield from few_heads(dtype, *name.split("+")[1:])
+    elif name.startswith("few_rows"):
+        yield from few_rows(dtype, *name.split("+")[1:])
+    elif name.startswith("tile_edges+"):
+        yield from tile_edges(dtype, *name.split("+")[1:])
+    else:
+        features = tuple(FEATURE[x] for x in name.split("+") if x != "plain")
+        for dims in (square(2, 2, 37, 17), square(1, 2, 197, 16)):
+            problem = build(dims, features, dtype)
+            yield problem
+            yield negative_logits(problem)

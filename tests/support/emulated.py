@@ -1,0 +1,124 @@
+"""The CUDA backend on CPU tensors, run by the emulator: for tests only."""
+
+import ctypes
+import functools
+from contextlib import contextmanager, nullcontext
+
+from fastattn.backends.cuda import Cuda
+from fastattn.backends.native import libraries
+from tests.ptx import library, ours
+from tests.support.backends import every_call
+from tests.support.emulator import KERNELS, Emulator
+
+DTYPES = ("bfloat16", "float16")
+NARROW = 64
+
+
+@functools.cache
+def emulator(wide=False):
+    """The emulator with the kernels of head dims up to NARROW or, if `wide`, of those above. Wide
+    kernels take more than twice as long to compile, and few tests run them."""
+    sources = KERNELS / "library.cu", *sorted((KERNELS / "sm80").glob("*.cu"))
+    has = ">" if wide else "<="
+    return Emulator(*sources, flags=[f"-DFA_CUDA_HAS_DIM(d)=(d {has} {NARROW})"])
+
+
+@functools.cache
+def executor(wide=False):
+    """Runs the PTX that nvcc makes of the same kernels."""
+    return library.Executor(emulator(wide))
+
+
+@functools.cache
+def binary(wide=False):
+    """The same emulator as a library of CUDA kernels. CPU tensors are assigned to device 0."""
+    library = libraries.CudaLibrary(emulator(wide).path)
+    run = library.run
+    library.run = lambda params, which, device, *more: run(params, which, max(device, 0), *more)
+    library.run_at = 0  # disable direct calls, which pass the tensors' device number
+    return library
+
+
+def decode_splits(params, multiprocessors):
+    """The number of blocks among which decode splits the keys."""
+    splits = binary().entry("fa_cuda_splits", ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
+    return splits(params, multiprocessors)
+
+
+class Watched:
+    """Replaces native.CudaLibrary: it records the findings of every call, and fails on any."""
+
+    run_at = 0  # no direct calls, which would bypass `run`
+
+    def __init__(self, backend):
+        self.backend = backend
+        self.workspace = binary(backend.wide).workspace
+
+    def run(self, params, which, device, multiprocessors, stream):
+        if which == libraries.FORWARD:
+            self.backend.splits = decode_splits(params, multiprocessors)
+        device = max(device, 0)  # -1 for CPU tensors
+        numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
+        wide = self.backend.wide
+        with executor(wide).instead(ours.ptx) if self.backend.ptx else nullcontext():
+            found = emulator(wide).run(
+                "fa_cuda_run", ctypes.c_char_p(params), *numbers, stream, **self.backend.options
+            )
+        self.backend.launches += executor(wide).launches()
+        self.backend.findings.append(found)
+        found.none()
+        return 0
+
+
+class Emulated(Cuda):
+    """With `sm_count` multiprocessors, calls of few rows use decode. With `ptx` the kernels run as
+    nvcc compiled them; `launches` counts those. `options` go to the emulator; `findings` holds its
+    findings for each call; `splits` are those of the last forward."""
+
+    name = "emulated"
+
+    def __init__(self, sm_count=0, ptx=False, **options):
+        self.sm_count, self.options, self.findings, self.splits = sm_count, options, [], None
+        self.ptx, self.launches, self.wide = ptx, 0, False
+
+    @property
+    def library(self):
+        return Watched(self)
+
+    def workspace(self, which, params, t):  # the first method that runs in a call
+        self.wide = max(x.shape[-1] for x in (t.q, t.v) if x is not None) > NARROW
+        return super().workspace(which, params, t)
+
+    def run(self, which, params, spec, t):
+        assert t.q.dtype in self.support.dtypes
+        return super().run(which, params, spec, t)
+
+    def multiprocessors(self, x):
+        return self.sm_count
+
+    def stream(self, x):
+        return None
+
+
+@contextmanager
+def everywhere(**options):
+    """Every call inside runs on the emulator, whichever backend it asks for."""
+    with every_call(Emulated(**options)) as backend:
+        yield backend
+
+
+def survivors(run, **options):
+    """The sites of the synchronisations in `run` that can be deleted without a finding. One run
+    with the checker decides, whatever the values turn out to be."""
+    with everywhere(**options) as backend:
+        run()
+    found = set()
+    for site in sorted({site for x in backend.findings for site in x.sites}):
+        with everywhere(**options, disabled=site):
+            try:
+                run()
+            except AssertionError as caught:
+                assert "findings" in str(caught)
+            else:
+                found.add(site)
+    return found

@@ -1,0 +1,352 @@
+"""Which tests run at each tier: `check` in two minutes, `test` in ten, `all` of them, and `rest`,
+which is `all` without `test`. README.md says how the shares were found. `whole` also has the tests
+that `all` leaves to commands of their own.
+
+A share is a number n: every n-th case of a test runs; and of cases that differ only by dtype, one
+runs, each in turn. So a feature that is tested in four dtypes is tested in one, and its neighbour
+in the next. The first case of every test is in every share but NONE.
+"""
+
+from pathlib import Path
+
+ALL, NONE = "all", 0
+TIERS = ("check", "test", "rest", "all", "whole")
+DEFAULT = (4, ALL)  # for files that are not in the table
+
+# File, or file::test: its shares in `check` and in `test`.
+SHARES = {
+    # The CPU kernels: every feature in one dtype, and some of the pairs.
+    "test_features": (11, 2),
+    "test_features::test_features": (1, 1),
+    "test_features::test_triples_of_features": (5, 2),
+    "test_features::test_slices": (NONE, 2),
+    "test_features::test_pairs_of_features": (37, 4),
+    "test_weights": (23, 5),
+    "test_decode": (11, 3),
+    "test_derivatives": (4, 2),
+    "test_derivatives::test_features": (13, 11),
+    "test_derivatives::test_pairs_of_features": (NONE, 97),
+    "test_derivatives::test_attention_jvp_compiles_whole_and_is_differentiable": (NONE, 3),
+    "test_transforms::test_the_table_of_transforms": (NONE, 2),
+    "test_vmap_dropout": (7, 2),
+    "test_special_values": (5, 3),
+    "test_special_values::test_rows_far_from_zero": (13, 7),
+    "test_dense_masks": (9, 5),
+    "test_property": (4, 2),
+    "test_fuzz": (ALL, ALL),
+    "test_fuzz::test_one_minute_of_random_calls": (NONE, ALL),
+    "test_property::test_any_bad_call_is_refused": (4, 3),
+    "test_padding::test_skipped_blocks": (4, 4),
+    "test_property::test_derivatives_of_any_call_agree_with_each_other": (NONE, NONE),
+    "test_error_budget": (11, 3),
+    "test_oracle": (7, 2),
+    "test_cpu_mutants": (NONE, 1),
+    "test_cpu_mutants::test_a_fault_is_noticed": (NONE, 37),
+    "test_cpu_mutants::test_a_fault_on_tiles_is_noticed": (NONE, 17),
+    "test_tangents": (17, 5),
+    "test_tangents::test_features": (8, 3),
+    "test_tangents::test_pairs_of_features": (NONE, 29),
+    "test_tangents::test_the_worst_error_in_float64": (NONE, NONE),
+    "test_tangent_mutants": (NONE, NONE),
+    "test_tangent_mutants::test_a_fault_is_noticed": (NONE, 47),
+    "test_amx_bf16_split_mutants": (NONE, 1),
+    "test_amx_bf16_split_mutants::test_a_fault_of_planes_is_noticed": (NONE, 37),
+    "test_amx_bf16_split_mutants::test_without_a_fault_of_planes_there_is_nothing_to_notice": (
+        NONE,
+        NONE,
+    ),
+    "test_packed": (7, 3),
+    "test_argument_shapes": (23, 4),
+    "test_argument_shapes::test_every_shape_in_every_pass": (23, 2),
+    "test_argument_shapes::test_every_shape_is_mapped": (4, ALL),
+    "test_argument_shapes::test_a_mask_of_columns_that_sequences_share": (ALL, ALL),
+    "test_storage": (7, 3),
+    "test_amx": (5, ALL),
+    "test_amx::test_loads_for_each_product": (5, 3),
+    "test_amx::test_a_rule_of_the_model_is_noticed": (NONE, 5),
+    "test_amx::test_a_fault_in_the_assembly_is_noticed": (NONE, 4),
+    "test_amx::test_the_assembly_gives_the_bits_of_the_model": (NONE, NONE),
+    "test_amx_bf16_split": (20, 2),
+    "test_interruption": (NONE, 2),
+    # Each worker starts four ranks, which takes ten seconds.
+    "test_distributed": (NONE, 4),
+    "test_distributed::test_features": (NONE, 47),
+    "test_distributed::test_everything": (NONE, 29),
+    "test_distributed::test_sizes": (NONE, 17),
+    "test_distributed::test_the_table_of_equality": (NONE, 2),
+    "test_distributed::test_what_is_cut_is_joined": (NONE, 3),
+    "test_distributed::test_layouts": (2, ALL),
+    "test_distributed::test_every_shape_of_a_mask": (NONE, 2),
+    "test_distributed::test_every_shape_of_a_mask_of_packed_batches": (NONE, ALL),
+    "test_cost_model": (NONE, ALL),
+    "test_cost_model::test_bytes_are_those_that_leave": (NONE, 61),
+    "test_parallel_models": (NONE, 3),
+    "test_dtensor": (NONE, 3),
+    "test_dtensor::test_features": (NONE, 97),
+    "test_dtensor::test_everything": (NONE, 11),
+    "test_dtensor::test_the_table": (NONE, ALL),
+    # CUDA: the emulator takes a minute to build, and nvcc takes many.
+    "test_sanitize_cpu": (5, 2),
+    "test_sanitize_cpu::test_a_fault_is_noticed": (NONE, NONE),  # they build libraries
+    "test_sanitize_cpu::test_without_a_fault_there_is_nothing_to_notice": (NONE, NONE),
+    "test_cuda_addresses": (NONE, NONE),  # builds an emulator that checks addresses
+    "test_cuda_decode": (NONE, 13),
+    "test_cuda_dense_masks": (NONE, NONE),
+    "test_cuda_dense_masks::test_dense_masks": (NONE, 13),
+    "test_cuda_emulated": (NONE, 13),
+    "test_cuda_emulated::test_features": (NONE, 2),
+    "test_cuda_launch": (NONE, 2),
+    "test_cuda_library": (NONE, NONE),
+    "test_cuda_packed": (NONE, 7),
+    "test_cuda_scale": (NONE, 5),
+    "test_cuda_stub": (NONE, ALL),
+    "test_cuda_suites": (NONE, 7),
+    "test_cuda_weights": (NONE, 17),
+    "test_first_call": (NONE, ALL),
+    # flash-attn's API: pairs of arguments; and transformers, which takes seconds to import.
+    "test_flash_attn": (7, ALL),
+    "test_flash_attn_cache": (11, ALL),
+    "test_flash_attn_install::test_transformers_is_told": (NONE, 2),
+    "test_flash_attn_models": (NONE, ALL),
+    "test_flash_attn_passes::test_diffusers_runs_its_flash_backend": (NONE, ALL),
+    "test_flash_attn_models::test_continuous_batching": (NONE, 3),
+    # Models of other libraries, which take seconds to import.
+    "test_libraries": (NONE, 4),
+    "test_libraries::test_the_environment_of_diffusers": (NONE, NONE),
+    "test_profile::test_a_model_of_transformers": (NONE, ALL),
+    "test_integration_transformers": (NONE, 11),
+    "test_integration_transformers_batching": (NONE, ALL),
+    "test_integration_transformers_masks": (NONE, ALL),
+    "test_integration_transformers_masks::test_it_is_the_mask": (NONE, 5),
+    "test_integration_transformers_masks::test_compiled": (NONE, 3),
+    "test_gpu_session::test_the_rehearsal_runs_from_end_to_end": (NONE, NONE),
+    "test_emulator": (NONE, 9),
+    "test_emulator::test_a_fault_of_the_emulator_is_noticed": (NONE, 23),
+    "test_emulator_banks": (NONE, 3),
+    "test_emulator_misuse": (NONE, 2),
+    "test_probe": (NONE, 5),
+    "test_gpu_mutants": (NONE, ALL),
+    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": (NONE, 144),
+    "test_gpu_mutants::test_a_fault_of_the_assembly_is_noticed": (NONE, 18),
+    "test_gpu_mutants::test_a_fault_of_the_launch_path_is_noticed": (NONE, 36),
+    "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_noticed": (NONE, 36),
+    "test_gpu_mutants::test_without_a_fault_there_is_nothing_to_notice": (NONE, 18),
+    # Compiled kernels on the emulator. Each takes seconds to compile, the first time.
+    "test_ptx_cuda": (NONE, NONE),
+    "test_ptx_cuda::test_features": (NONE, 61),
+    "test_ptx_foreign": (NONE, 24),
+    "test_ptx_hopper": (NONE, ALL),
+    "test_ptx_hopper_misuse": (NONE, ALL),
+    "test_ptx_hopper_faults": (NONE, 28),
+    "test_ptx_machine": (NONE, ALL),
+    "test_ptx_products": (NONE, 3),
+    "test_ptx_triton": (NONE, NONE),
+    "test_ptx_triton::test_features": (NONE, 47),
+    "test_ptx_triton::test_everything_that_orders_the_forward_is_needed": (NONE, ALL),
+    "test_ptx_values": (NONE, ALL),
+    "test_ptxas": (2, ALL),
+    "test_ptxas::test_the_kernels_spill_no_more_than_allowed": (NONE, NONE),
+    # Triton's kernels compiled: one case for each chip. Whole tables: `make aot`.
+    "test_aot": (4, ALL),
+    "test_aot::test_compiles_within_its_budget": (NONE, 23),
+    "test_aot::test_products_are_those_of_the_chip": (NONE, NONE),
+    "test_aot::test_every_pass_is_compiled": (NONE, NONE),
+    "test_ledger": (4, ALL),
+    "test_ledger::test_nvcc_stays_within_the_budget": (NONE, NONE),
+    "test_ledger::test_triton_stays_within_the_budget": (NONE, NONE),
+    # Programs that start others, and training.
+    "test_bench": (4, 2),
+    "test_bench_commands": (4, 2),
+    "test_bench_commands::test_the_ten_calls_run": (NONE, NONE),
+    "test_bench_commands::test_models_hold_ours_against_sdpa": (NONE, NONE),
+    "test_bench_commands::test_derivatives_hold_ours_against_torchs_math_path": (NONE, NONE),
+    "test_bench_commands::test_distributed_holds_ranks_against_one_and_simulates": (NONE, NONE),
+    "test_bench_commands::test_the_simulation_is_near_what_was_published": (ALL, ALL),
+    "test_bench_compiling": (NONE, ALL),
+    "test_bench_gpu": (NONE, 2),
+    "test_bench_verify": (5, 3),
+    "test_broken_library": (NONE, 5),
+    "test_char_lm": (NONE, NONE),
+    "test_marshalling::test_nothing_is_kept_of_a_call": (NONE, ALL),
+    "test_marshalling::test_without_headers_the_reason_is_left": (NONE, ALL),
+    "test_determinism": (5, 2),
+    "test_examples": (4, ALL),
+    "test_examples::test_example": (NONE, 8),
+    "test_examples::test_ranks_of_torchrun": (NONE, NONE),
+    "test_instructions": (4, ALL),
+    "test_instructions::test_no_more_instructions_than_recorded": (NONE, NONE),
+    "test_instructions::test_counts_are_the_same_in_every_run": (NONE, NONE),
+    "test_memory": (NONE, 3),
+    "test_memory::test_a_rank_of_a_ring_has_what_falls_with_the_ranks": (NONE, NONE),
+    "test_toolchain::test_triton_launches_where_it_says_that_it_can": (NONE, ALL),
+    "test_triton_optional": (NONE, ALL),
+    "test_deadline::test_none_start_after_the_deadline_and_it_says_so": (NONE, NONE),
+    "test_wheel": (NONE, ALL),
+    "test_types": (ALL, ALL),
+    "test_types::test_what_pyright_finds": (NONE, ALL),
+    "test_types::test_how_much_of_the_package_has_a_known_type": (NONE, NONE),
+    # torch.compile, and modules compared with torch's.
+    "test_introspection": (4, 2),
+    "test_onnx::test_calls": (7, 5),
+    # A process that loads all programs, and a minute of compilation.
+    "test_saved_programs": (NONE, ALL),
+    "test_saved_programs::test_packages_of_aotinductor": (NONE, NONE),
+    "test_compiled_autograd": (NONE, 4),
+    "test_compiled_autograd::test_compiled_by_inductor": (NONE, NONE),
+    "test_checkpointing": (7, 2),
+    "test_torch_profiler": (7, 2),
+    "test_torch_profiler::test_compiled": (NONE, 2),
+    "test_multihead_calls::test_compiles_as_one_graph_with_gradients": (4, 2),
+    "test_sdpa_layout::test_compiled": (6, 2),
+    "test_sdpa_layout::test_layouts": (5, 2),
+    "test_multihead": (5, 2),
+    "test_nn_transformer": (5, 2),
+    "test_ops": (5, 2),
+    "test_foreign_warnings": (NONE, ALL),
+    # Tests that only a GPU runs.
+    **dict.fromkeys(("test_gpu", "test_gpu_calls", "test_gpu_pairs"), (NONE, ALL)),
+    **dict.fromkeys(("test_gpu_scale", "test_gpu_streams", "test_gpu_torch"), (NONE, ALL)),
+    "test_gpu_tangents": (NONE, ALL),
+}
+
+# Shares in `all` of tests that have a command of their own; `whole` has all their cases.
+OF_ALL = {
+    "test_ptx_cuda::test_features": 3,
+    "test_ptx_cuda::test_features_of_decode": 5,
+    "test_ptx_cuda::test_features_of_weights": 4,
+    "test_ptx_cuda::test_a_given_lse_is_a_constant": 7,
+    "test_ptx_cuda::test_schedules": 5,
+    "test_ptx_cuda::test_schedules_of_decode": 5,
+    "test_ptx_cuda::test_schedules_of_weights": 5,
+    "test_ptx_cuda::test_head_dims": 7,
+    "test_ptx_cuda::test_head_dims_of_decode": 7,
+    "test_ptx_cuda::test_head_dims_of_weights": 7,
+    "test_gpu_mutants::test_a_fault_of_a_kernel_is_noticed": 5,
+    "test_gpu_mutants::test_a_fault_of_the_assembly_is_noticed": 5,
+    "test_gpu_mutants::test_a_fault_of_the_launch_path_is_noticed": 5,
+    "test_gpu_mutants::test_a_fault_of_a_compiled_kernel_is_noticed": 5,
+    "test_gpu_mutants::test_without_a_fault_there_is_nothing_to_notice": 5,
+    "test_derivatives::test_pairs_of_features": 7,  # the others: pytest --tier=whole
+    "test_ptx_triton::test_features": 9,
+    "test_ptx_triton::test_blocks_of_a_mask": 3,
+    "test_ptx_triton::test_packed": 3,
+    "test_ptx_triton::test_paged": 4,
+    "test_ptx_triton::test_paged_decode": 4,
+    "test_ptx_triton::test_features_of_decode": 13,
+    "test_ptx_triton::test_features_of_weights": 25,
+    "test_ptx_triton::test_tiles": 5,
+    "test_ptx_triton::test_tiles_of_decode": 7,
+    "test_ptx_triton::test_tiles_of_weights": 4,
+    "test_ptx_triton::test_every_schedule_gives_the_same_bits": 3,
+}
+
+# The shares of Triton's kernels in its interpreter, which is a separate run.
+INTERPRETED_SHARES = {
+    "test_features": (97, 31),
+    "test_features::test_features": (11, 4),
+    "test_features::test_pairs_of_features": (NONE, 31),
+    "test_features::test_every_broadcast_of_a_mask": (NONE, NONE),
+    "test_features::test_every_subset_of_gradients": (NONE, 1),
+    "test_weights": (97, 29),
+    "test_argument_shapes": (NONE, 11),
+    "test_argument_shapes::test_a_mask_of_columns_that_sequences_share": (NONE, 3),
+    "test_triton": (29, 7),
+    "test_decode": (29, 11),
+    "test_special_values": (29, 7),
+    "test_dense_masks": (NONE, 29),
+    "test_block_mask": (NONE, 61),
+    "test_property": (NONE, 2),
+    "test_property::test_any_call_in_any_parts_is_right": (NONE, NONE),
+    "test_property::test_window_of_w_is_not_of_w_plus_1": (NONE, NONE),
+    "test_storage": (NONE, 31),
+    "test_storage::test_threads_change_no_bits": (NONE, NONE),
+    "test_storage::test_every_pattern_of_float8": (NONE, NONE),
+    "test_triton_mutants": (NONE, 31),
+    "test_triton_tangents": (NONE, 17),
+    "test_tangents": (NONE, 29),
+    "test_tangents::test_features": (NONE, 29),
+    "test_tangents::test_pairs_of_features": (NONE, NONE),
+    "test_tangents::test_packed": (NONE, NONE),
+    "test_tangents::test_an_absent_tangent_is_one_of_zeros": (NONE, NONE),
+    "test_tangents::test_head_dims": (NONE, NONE),
+}
+INTERPRETED_DEFAULT = (NONE, 13)
+INTERPRETED_OF_ALL = {  # two passes with many products: each feature in one dtype, and some pairs
+    "test_tangents::test_features": 1,
+    "test_tangents::test_pairs_of_features": 13,
+}
+
+
+def shares(interpreted):
+    """(the table of a run, the default for files that are not in it)"""
+    return (INTERPRETED_SHARES, INTERPRETED_DEFAULT) if interpreted else (SHARES, DEFAULT)
+
+
+def share(item, tier, interpreted):
+    """The share of an item in `check`, `test` or `all`."""
+    table, default = shares(interpreted)
+    file = Path(item.path).stem
+    function = getattr(item, "originalname", None) or item.name
+    if tier == "all":
+        of_all = INTERPRETED_OF_ALL if interpreted else OF_ALL
+        return of_all.get(f"{file}::{function}", ALL)
+    entry = table.get(f"{file}::{function}") or table.get(file) or default
+    return entry[("check", "test").index(tier)]
+
+
+def family(item):
+    """A name that an item shares with those that differ from it only by dtype."""
+    dtype = getattr(item, "callspec", None) and item.callspec.params.get("dtype")
+    parts = item.nodeid.partition("[")[2].rstrip("]").split("-")
+    return "-".join("*" if part == str(dtype) else part for part in parts)
+
+
+def is_emulated(item):
+    """Does it run on the CUDA emulator, which takes a minute to build?"""
+    values = getattr(item, "callspec", None) and item.callspec.params.values()
+    return any(value in ("cuda", "emulated") for value in values or () if isinstance(value, str))
+
+
+def is_wide(item):
+    """Does it run the emulator's kernels of head dims past `emulated.NARROW`?"""
+    if not Path(item.path).stem.startswith(("test_cuda_", "test_emulator_banks")):
+        return False
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    width = str(params.get("padded", params.get("d", 0))).split()[0]
+    return params.get("shape") == "wide" or int(width) > 64
+
+
+def chosen(items, tier, interpreted):
+    """The items that `check`, `test` or `all` runs, as a set of node ids."""
+    tests = {}
+    if tier == "check":
+        items = [item for item in items if not is_emulated(item)]
+    elif tier == "test":  # compiling those takes two minutes, so they are in `rest`
+        items = [item for item in items if not is_wide(item)]
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = set()
+    for cases in tests.values():
+        n = share(cases[0], tier, interpreted)
+        if n == ALL:
+            kept.update(item.nodeid for item in cases)
+        elif n != NONE:
+            families = {}
+            for item in cases:
+                families.setdefault(family(item), []).append(item.nodeid)
+            for turn, members in enumerate(list(families.values())[::n]):
+                kept.add(members[turn % len(members)])
+    return kept
+
+
+def select(items, tier, interpreted):
+    """(those that run, those that do not)"""
+    if tier == "whole":
+        return items, []
+    inside = chosen(items, "all" if tier == "rest" else tier, interpreted)
+    if tier == "rest":
+        inside -= chosen(items, "test", interpreted)
+    split = [], []
+    for item in items:
+        split[item.nodeid not in inside].append(item)
+    return split

@@ -1,0 +1,230 @@
+"""Every tile in the tables compiles for sm_80 and sm_90, on a machine without a GPU, and the
+checker rejects bad kernels."""
+
+import dataclasses
+import importlib.metadata
+import importlib.util
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from bench import aot
+from bench.aot import Case, Kernel
+from tests.support import build_lock
+from tests.support.backends import INTERPRETED, needs_triton
+
+needs_compiler = [
+    needs_triton,
+    pytest.mark.skipif(INTERPRETED, reason="TRITON_INTERPRET is set: there is nothing to compile"),
+]
+
+
+# ------------------------------------------------------------------------------ the tables' kernels
+
+# The variants that need the most registers and shared memory; `make aot` has the rest. IEEE float32
+# is the same on both chips and slow to compile, so one chip is enough.
+MORE = ((64, "plain"), (128, "packed"), (64, "tangents"))
+CASES = [
+    case
+    for case in aot.cases((80, 90), variants=("causal", "everything"))
+    if case.dtype == "bfloat16" or (case.arch, case.variant) == (80, "causal")
+] + [Case(arch, "bfloat16", *x) for arch in (80, 90) for x in MORE]
+
+
+@pytest.fixture(scope="module")
+def kernels(request):
+    """{case: its kernels} for the cases of the chosen tests."""
+    mine = [x for x in request.session.items if x.path == request.path]
+    items = [x for x in mine if "kernels" in getattr(x, "fixturenames", ())]
+    each = {x.callspec.params["case"] for x in items if hasattr(x, "callspec")}
+    chosen = (
+        [x for x in CASES if x in each] if all(hasattr(x, "callspec") for x in items) else CASES
+    )
+    sources = sorted((Path(__file__).parents[2] / "kernels").glob("*.py"))
+    key = build_lock.digest(
+        importlib.metadata.version("triton"), Path(aot.__file__), *sources, chosen
+    )
+    found = build_lock.made("aot", key, lambda: list(aot.compile_all(chosen, workers=2)))
+    return dict(zip(chosen, found, strict=True))
+
+
+class TestTables:
+    pytestmark = needs_compiler
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_compiles_within_its_budget(self, kernels, case):
+        import triton
+
+        budget = aot.budget_of(triton.__version__)
+        wrong = {str(k): aot.faults(k, budget) for k in kernels[case]}
+        assert kernels[case] and not {name: what for name, what in wrong.items() if what}
+
+    def test_products_are_those_of_the_chip(self, kernels):
+        for case in CASES:
+            for k in kernels[case]:
+                if k.name in ("forward", "dq", *aot.BY_KEYS) and case.dtype == "bfloat16":
+                    assert k.mix["wgmma" if case.arch == 90 else "mma"] and k.mix["exp2"], k
+                    by_pointers = k.name.endswith("_t")  # tiles of tangents
+                    assert bool(k.mix["tma"]) == (case.arch == 90 and not by_pointers), k
+                elif k.name in ("forward", "dq", *aot.BY_KEYS):
+                    assert k.mix["ffma"] and not k.mix["mma"], k
+
+    def test_every_pass_is_compiled(self, kernels):
+        for arch in (80, 90):
+            names = {k.name for case in CASES if case.arch == arch for k in kernels[case]}
+            assert names == {
+                *("forward", "delta", "dq", "dkv", "dmask", "split", "combine", "weights"),
+                *("weights average", "dq given", "dq given sums", "dk given"),
+                *(["dk", "dv"] if arch == 90 else []),  # for 256 columns
+                *("jvp", "rates", "dq_t", "dkv_t"),
+            }
+
+
+# -------------------------------------------------------------------------------------- the checker
+
+CASE = Case(90, "bfloat16", 128, "plain")
+GOOD = Kernel(
+    CASE, "dkv", "64x128 w8 s2", rows=128, registers=255, shared=131072, mix=Counter(wgmma=72)
+)
+
+
+def kernel(**changes):
+    return dataclasses.replace(GOOD, **changes)
+
+
+def on(arch, **changes):
+    return kernel(case=CASE._replace(arch=arch), **changes)
+
+
+def test_a_good_kernel_has_no_fault():
+    assert aot.faults(GOOD, {}) == []
+
+
+@pytest.mark.parametrize(
+    "spills, budget, ok",
+    [
+        (1, {}, False),
+        (1, {str(GOOD): 1}, True),
+        (2, {str(GOOD): 1}, False),
+        (2, {str(kernel(name="dq")): 2}, False),
+        (9, None, True),
+    ],
+    ids=["absent", "within", "beyond", "another's", "none was made for this Triton"],
+)
+def test_spills_are_held_against_the_budget(spills, budget, ok):
+    faults = aot.faults(kernel(spills=spills), budget)
+    assert faults == [] if ok else ["spill instructions" in fault for fault in faults] == [True]
+
+
+@pytest.mark.parametrize(
+    "arch, limit", [(80, 166912), (86, 101376), (90, 232448), (100, 232448), (120, 101376)]
+)
+def test_shared_memory_is_held_against_the_chip(arch, limit):
+    assert aot.faults(on(arch, shared=limit), None) == []
+    (fault,) = aot.faults(on(arch, shared=limit + 16), None)
+    assert f"{limit + 16} bytes of shared memory, sm_{arch} has {limit}" in fault
+
+
+def test_tensor_memory_is_held_against_the_chip():
+    assert aot.faults(on(100, tensor=512), None) == []
+    (fault,) = aot.faults(on(100, tensor=1024), None)
+    assert "1024 columns of tensor memory" in fault
+
+
+NO_WGMMA = Counter(mma=64)
+
+
+@pytest.mark.parametrize(
+    "changes, ok",
+    [
+        (dict(mix=NO_WGMMA), False),
+        (dict(mix=Counter(wgmma=8, mma=8)), False),
+        (dict(mix=NO_WGMMA, rows=64), False),
+        (dict(mix=NO_WGMMA, rows=32), True),
+        (dict(mix=Counter()), False),
+        (dict(mix=Counter(), name="delta", rows=0), True),
+        (dict(mix=NO_WGMMA, case=CASE._replace(dtype="float32")), True),
+        (dict(mix=NO_WGMMA, case=CASE._replace(arch=80)), True),
+    ],
+    ids=[
+        *("mma.sync", "some mma.sync", "64 rows", "32 rows", "no product", "none expected"),
+        *("float32", "sm_80"),
+    ],
+)
+def test_wide_tiles_use_wgmma(changes, ok):
+    faults = aot.faults(kernel(**changes), {})
+    assert faults == [] if ok else len(faults) == 1 and "wgmma expected" in faults[0]
+
+
+def test_an_error_is_the_fault():
+    assert aot.faults(kernel(error="OutOfResources: no"), None) == ["OutOfResources: no"]
+
+
+SASS = """
+.L_x_0:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/              @!P0 STL.64 [R1+0x8], R2 ;
+.L_x_2:
+        /*0020*/                   LDL R4, [R1] ;
+        /*0030*/                   MUFU.EX2 R4, R4 ;
+        /*0040*/               @P1 BRA `(.L_x_2) ;
+        /*0050*/               @P0 BRA `(.L_x_1) ;
+        /*0060*/                   LDL R5, [R1] ;
+        /*0070*/                   BRA `(.L_x_3) ;
+.L_x_3:
+        /*0080*/                   EXIT ;
+"""
+
+
+def test_spills_are_counted_in_all_and_in_the_inner_loop():
+    code, labels = aot.instructions(SASS)
+    assert [opcode for opcode, _ in code][:4] == ["MOV", "STL.64", "LDL", "MUFU.EX2"]
+    assert aot.spills(code) == 3
+    (loop,) = aot.inner_loops(code, labels)
+    assert aot.spills(code[slice(*loop)]) == 1
+
+
+def test_a_report_is_one_line_a_kernel():
+    broken = kernel(name="dq", error="CompilationError: no")
+    first, second, *lines = aot.report("3.9.0", [GOOD, broken]).splitlines()
+    assert "3.9.0" in first and second.split()[:3] == ["kernel", "tile", "registers"]
+    assert lines[0].split()[:9] == [*str(GOOD).split(), *GOOD.tile.split(), "255"]
+    assert lines[1].endswith("CompilationError: no") and len(lines) == 2
+
+
+@pytest.fixture
+def program(monkeypatch, tmp_path):
+    """Run the program with stub compilation results and its own budget file."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(aot, "BUDGET", tmp_path / "budget.json")
+    monkeypatch.setattr(aot, "RESULTS", tmp_path)
+
+    def run(kernel, *arguments):
+        monkeypatch.setattr(aot, "compile_all", lambda every, workers: iter([[kernel]]))
+        return aot.main(list(arguments))
+
+    return run
+
+
+def test_the_program_fails_on_a_fault_and_on_a_stale_report(program, capsys):
+    assert program(GOOD, "--check") == 1 and "is stale" in capsys.readouterr().out
+    assert program(GOOD) == 0
+    assert program(GOOD, "--check") == 0
+    assert program(kernel(registers=254), "--check") == 1
+    assert program(kernel(error="OutOfResources: no")) == 1
+    assert f"{GOOD} ({GOOD.tile}): OutOfResources: no" in capsys.readouterr().out
+
+
+def test_spills_that_are_accepted_are_the_budget(program, capsys):
+    assert program(kernel(spills=5), "--accept") == 0
+    assert program(kernel(spills=5)) == 0
+    assert program(kernel(spills=6)) == 1
+    assert "6 spill instructions, 5 allowed" in capsys.readouterr().out
+
+
+def test_part_of_the_tables_makes_no_report(program, tmp_path):
+    assert program(GOOD, "--arch", "90") == 0 and not list(tmp_path.iterdir())
+    with pytest.raises(SystemExit):
+        program(GOOD, "--arch", "90", "--accept")
