@@ -104,11 +104,11 @@ sanitize-cpu: setup
 	@nice $(PYTHON) -m tests.sanitize_cpu $(if $(MINUTES),--minutes $(MINUTES)) $(ARGS)
 
 aot: setup $(OLDEST)
-	@$(PYTHON) -m bench.aot $(ARGS)
-	@PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTHON) -m bench.aot $(ARGS)
+	@$(PYTHON) -m bench.static_gpu.aot $(ARGS)
+	@PYTHONPATH=$(CURDIR)/$(OLDEST) $(PYTHON) -m bench.static_gpu.aot $(ARGS)
 
 instructions: setup
-	@$(PYTHON) -m bench.instructions $(ARGS)
+	@$(PYTHON) -m bench.benchmarks.instructions $(ARGS)
 
 ledger: setup
 	@$(PYTHON) -m bench ledger $(ARGS)

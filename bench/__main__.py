@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from . import commands, first_hour, flushing, ledger_cases, modules
+from . import commands
+from .benchmarks import gpu_session, subnormal_cost, whole_module
 from .cases import DTYPES, PASSES
-from .machine import avoid_refused_tiles
 from .masks import MASKS
-from .peers import PEERS
+from .measure.machine import avoid_refused_tiles
+from .peers.registry import PEERS
+from .static_gpu import ledger_cases
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -71,8 +73,8 @@ def _add_measurements(add: Add) -> None:
     few_rows = add("few_rows", "forward and backward of one to three rows, beside torch")
 
     mha = add("mha", "nn.MultiheadAttention as a whole against its conversion")
-    mha.add_argument("--modes", nargs="+", choices=tuple(modules.MODES))
-    mha.add_argument("--length", type=int, default=modules.LENGTH, metavar="N")
+    mha.add_argument("--modes", nargs="+", choices=tuple(whole_module.MODES))
+    mha.add_argument("--length", type=int, default=whole_module.LENGTH, metavar="N")
 
     overhead = add("overhead", "a call with almost nothing to compute; lengths 1-64")
 
@@ -85,7 +87,7 @@ def _add_measurements(add: Add) -> None:
     targets.add_argument("--strict", action="store_true", help="status 1 when one is not met")
 
     subnormals = add("subnormals", "what they cost: as it is, over flushed to zero by hand")
-    subnormals.add_argument("--masks", nargs="+", choices=flushing.MASKS)
+    subnormals.add_argument("--masks", nargs="+", choices=subnormal_cost.MASKS)
 
     serving = add("serving", "packed batches and pages: beside padding, torch, contiguous keys")
 
@@ -132,7 +134,7 @@ def _add_others(add: Add) -> None:
         "--rehearse", action="store_true", help="without the GPU; so it is without one"
     )
     gpu.add_argument("--only", nargs="+", metavar="TEXT", help="parts with TEXT in their names")
-    gpu.add_argument("--minutes", type=float, default=first_hour.MINUTES, help="for all parts")
+    gpu.add_argument("--minutes", type=float, default=gpu_session.MINUTES, help="for all parts")
     gpu.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results/gpu")
 
     compare = add("compare", "two result files, regressions first")

@@ -16,36 +16,28 @@ import torch
 
 from fastattn.examples.common import new_figure
 
-from . import (
-    aims,
-    apart,
-    comparison,
-    compiling,
+from .benchmarks import (
     decoding,
-    first_hour,
-    flushing,
-    launching,
-    ledger_report,
-    machine,
-    modules,
-    nvidia,
-    over_ranks,
-    pages,
+    gpu_session,
+    launch_overhead,
     peak_memory,
-    pictures,
-    printed,
-    progress,
-    results,
-    run,
+    performance_targets,
+    rank_scaling,
     second_order,
     simulation,
+    subnormal_cost,
     tiny_call,
-    unpadded,
+    varlen,
     whole_models,
+    whole_module,
 )
 from .cases import BACKWARD, BOTH, DTYPES, FORWARD, GRIDS, PASSES, SECONDS, TRAINING, Case, Grid
-from .peers import BASELINE, SUBJECT, chosen
-from .results import Result
+from .measure import isolated_process, machine, nvidia, precompile, run
+from .peers.registry import BASELINE, SUBJECT, chosen
+from .plots import pictures
+from .reporting import comparison, console, progress, results, results_page
+from .reporting.results import Result
+from .static_gpu import ledger_report
 
 Options = argparse.Namespace
 PAGES = [results.FOLDER / "README.md"]
@@ -65,7 +57,7 @@ def sweep(options: Options) -> int:
                 process.close()
             result["memory"] = peak_memory.measure(device)
         _cells(result, options, cases, tuple(options.passes or PASSES), SECONDS[preset], process)
-    _print(printed.table(result["cells"]))
+    _print(console.table(result["cells"]))
     return _finish(result, options)
 
 
@@ -87,7 +79,7 @@ def decode(options: Options) -> int:
         _result("decode", options, device, _dtypes(cases), process) as result,
     ):
         _cells(result, options, cases, (FORWARD,), 0.5, process)
-    _print(printed.small_table(result["cells"], reading=True))
+    _print(console.small_table(result["cells"], reading=True))
     return _finish(result, options)
 
 
@@ -99,7 +91,7 @@ def few_rows(options: Options) -> int:
         _result("few-rows", options, device, _dtypes(cases), process) as result,
     ):
         _cells(result, options, cases, (TRAINING,), 1.0, process)
-    _print(printed.small_table(result["cells"]))
+    _print(console.small_table(result["cells"]))
     return _finish(result, options)
 
 
@@ -113,19 +105,19 @@ def overhead(options: Options) -> int:
         peers = chosen(device, tuple(options.peers))
         result["overhead"] = tiny_call.measure(device, peers, options.threads, process)
         _cells(result, options, cases, (FORWARD,), 0.1, process)
-    _print(printed.small_table(result["cells"]))
-    _print(launching.lines())
+    _print(console.small_table(result["cells"]))
+    _print(launch_overhead.lines())
     return _finish(result, options)
 
 
 def mha(options: Options) -> int:
     device = _device(options)
     with _result("mha", options, device, ("float32",)) as result:
-        for mode in options.modes or modules.MODES:
-            result["modules"] += modules.measure(
+        for mode in options.modes or whole_module.MODES:
+            result["modules"] += whole_module.measure(
                 device, (mode,), options.length, options.seconds or 1.0, options.threads
             )
-            print(printed.module_line(result["modules"][-1]), flush=True)
+            print(console.module_line(result["modules"][-1]), flush=True)
     return _finish(result, options)
 
 
@@ -141,51 +133,53 @@ def memory(options: Options) -> int:
         for mask in options.masks:
             for n in options.lengths or peak_memory.LENGTHS:
                 result["memory"] += peak_memory.measure(device, (n,), (mask,), peers)
-                _print(map(printed.memory_line, result["memory"][-len(peers) :]))
+                _print(map(console.memory_line, result["memory"][-len(peers) :]))
     return _finish(result, options)
 
 
 def targets(options: Options) -> int:
     """Status 1 if a verification failed; with --strict also if a target was missed."""
     kind = machine.units(machine.describe("cpu")["cpu"])
-    chosen_targets = aims.selected(kind, options.only)
+    chosen_targets = performance_targets.selected(kind, options.only)
     if options.list or not chosen_targets:
         _print(target.name for target in chosen_targets)
         return 0 if chosen_targets else 2
     with _result("targets", options, "cpu", tuple(DTYPES)) as result:
         limits = results.limits(result)
         rows = (target.judge(limits, kind) for target in chosen_targets)
-        for row in progress.follow(rows, len(chosen_targets), printed.target_line):
+        for row in progress.follow(rows, len(chosen_targets), console.target_line):
             result["targets"].append(row)
-    _print(map(printed.target_line, result["targets"]))
+    _print(map(console.target_line, result["targets"]))
     status = _finish(result, options)
-    missed = any(row["met"] is False and not printed.beyond(row) for row in result["targets"])
+    missed = any(row["met"] is False and not console.beyond(row) for row in result["targets"])
     return status or int(options.strict and missed)
 
 
 def subnormals(options: Options) -> int:
-    chosen_cases = list(flushing.cases(options.dtypes or BOTH, options.masks or flushing.MASKS))
+    chosen_cases = list(
+        subnormal_cost.cases(options.dtypes or BOTH, options.masks or subnormal_cost.MASKS)
+    )
     passes = (FORWARD, BACKWARD)
     with _result("subnormals", options, "cpu", _dtypes(chosen_cases)) as result:
         records = (
-            flushing.measure(case, what, options.seconds or flushing.SECONDS)
+            subnormal_cost.measure(case, what, options.seconds or subnormal_cost.SECONDS)
             for case in chosen_cases
             for what in passes
         )
         total = run.cell_count(chosen_cases, passes)
-        for record in progress.follow(records, total, printed.subnormal_line):
+        for record in progress.follow(records, total, console.subnormal_line):
             result["subnormals"].append(record)
-    _print(map(printed.subnormal_line, result["subnormals"]))
+    _print(map(console.subnormal_line, result["subnormals"]))
     return _finish(result, options)
 
 
 def serving(options: Options) -> int:
-    races = unpadded.races(options.dtypes or BOTH)
+    races = varlen.races(options.dtypes or BOTH)
     with _result("serving", options, "cpu", tuple(options.dtypes or BOTH)) as result:
         for race in races:
-            seconds = options.seconds or unpadded.SECONDS
-            result["serving"].append(unpadded.measure(race, seconds))
-            print(unpadded.line(result["serving"][-1]), flush=True)
+            seconds = options.seconds or varlen.SECONDS
+            result["serving"].append(varlen.measure(race, seconds))
+            print(varlen.line(result["serving"][-1]), flush=True)
     return _finish(result, options)
 
 
@@ -197,8 +191,8 @@ def models(options: Options) -> int:
         for race in whole_models.races(dtypes, lengths, only=options.only):
             for count in counts:
                 seconds = options.seconds or whole_models.SECONDS
-                result["models"].append(unpadded.measure(race, seconds, count))
-                print(unpadded.line(result["models"][-1]), flush=True)
+                result["models"].append(varlen.measure(race, seconds, count))
+                print(varlen.line(result["models"][-1]), flush=True)
     return _finish(result, options)
 
 
@@ -206,12 +200,12 @@ def derivatives(options: Options) -> int:
     """Rows are races, as in `serving`, on one thread; then memory."""
     with _result("derivatives", options, "cpu", ("float32",)) as result:
         for race in second_order.races(options.lengths or second_order.LENGTHS):
-            seconds = options.seconds or unpadded.SECONDS
-            result["derivatives"].append(unpadded.measure(race, seconds, 1))
-            print(unpadded.line(result["derivatives"][-1]), flush=True)
+            seconds = options.seconds or varlen.SECONDS
+            result["derivatives"].append(varlen.measure(race, seconds, 1))
+            print(varlen.line(result["derivatives"][-1]), flush=True)
         for row in second_order.memory(options.lengths or second_order.MEMORY_LENGTHS):
             result["memory"].append(row)
-            print(printed.memory_line(row), flush=True)
+            print(console.memory_line(row), flush=True)
     _print(second_order.growth(result["memory"]))
     return _finish(result, options)
 
@@ -222,13 +216,13 @@ def distributed(options: Options) -> int:
     if options.simulate:
         return 0
     with _result("distributed", options, "cpu", ("float32",)) as result:
-        for ranks in options.ranks or over_ranks.RANKS:
-            given = options.lengths or over_ranks.LENGTHS, options.seconds or over_ranks.SECONDS
-            rows, memory = over_ranks.measure(ranks, *given)
+        for ranks in options.ranks or rank_scaling.RANKS:
+            given = options.lengths or rank_scaling.LENGTHS, options.seconds or rank_scaling.SECONDS
+            rows, memory = rank_scaling.measure(ranks, *given)
             result["distributed"] += rows
             result["memory"] += memory
-            _print(map(over_ranks.line, rows))
-    _print(over_ranks.growth(result["memory"]))
+            _print(map(rank_scaling.line, rows))
+    _print(rank_scaling.growth(result["memory"]))
     return _finish(result, options)
 
 
@@ -251,9 +245,9 @@ def ledger(options: Options) -> int:
 
 def gpu(options: Options) -> int:
     """Status 1 if a part failed or ran out of time, else 130 if a part was not begun."""
-    record, path = first_hour.run(options.only, options.rehearse, options.minutes, options.output)
-    _print(first_hour.summary(record, path))
-    failed = {x["status"] for x in record["parts"]} & {first_hour.FAILED, first_hour.TIMEOUT}
+    record, path = gpu_session.run(options.only, options.rehearse, options.minutes, options.output)
+    _print(gpu_session.summary(record, path))
+    failed = {x["status"] for x in record["parts"]} & {gpu_session.FAILED, gpu_session.TIMEOUT}
     return 1 if failed else 0 if record["complete"] else 130
 
 
@@ -278,10 +272,10 @@ def report(options: Options) -> int:
     files = options.files or sorted(results.FOLDER.glob("*.json"))
     found = {path: results.read(path) for path in files}
     if options.files and not options.pages:  # the pages show what is committed
-        for lines in pages.tables(found).values():
+        for lines in results_page.tables(found).values():
             _print(lines)
         return 0
-    _print(pages.write(options.pages or PAGES, found))
+    _print(results_page.write(options.pages or PAGES, found))
     for path, result in found.items():
         _print(pictures.draw_all(result, path.with_suffix("")))
     if not options.files:
@@ -292,9 +286,9 @@ def report(options: Options) -> int:
 # ---------------------------------------------------------------------------------------- the parts
 
 
-def _apart(device: str) -> contextlib.AbstractContextManager[apart.Process | None]:
+def _apart(device: str) -> contextlib.AbstractContextManager[isolated_process.Process | None]:
     """A separate process for work on a GPU; None for the CPU, which this process uses."""
-    return contextlib.nullcontext() if device == "cpu" else apart.Process()
+    return contextlib.nullcontext() if device == "cpu" else isolated_process.Process()
 
 
 @contextlib.contextmanager
@@ -303,13 +297,13 @@ def _result(
     options: Options,
     device: str,
     dtypes: tuple[str, ...],
-    process: apart.Process | None = None,
+    process: isolated_process.Process | None = None,
 ) -> Generator[Result, None, None]:
     """A result to fill. Ctrl-C ends the block and keeps what is done."""
     settings = {k: v for k, v in vars(options).items() if isinstance(v, (str, int, float, list))}
     started = time.perf_counter()
     result = results.start(kind, device, dtypes, settings, process)
-    _print(printed.heading(result))
+    _print(console.heading(result))
     try:
         yield result
         result["complete"] = True
@@ -325,7 +319,7 @@ def _cells(
     cases: list[Case],
     passes: tuple[str, ...],
     seconds: float,
-    process: apart.Process | None,
+    process: isolated_process.Process | None,
 ) -> None:
     device = result["machine"]["device"]
     peers = chosen(device, tuple(options.peers), getattr(options, "full", False))
@@ -334,20 +328,20 @@ def _cells(
     total = run.cell_count(cases, passes)
     if process:
         _compile(process, cases, passes)
-    for record in progress.follow(records, total, printed.one_line):
+    for record in progress.follow(records, total, console.one_line):
         result["cells"].append(record)
 
 
-def _compile(process: apart.Process, cases: list[Case], passes: tuple[str, ...]) -> None:
+def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple[str, ...]) -> None:
     try:
-        for text in process.stream(compiling.ahead, cases, passes):
+        for text in process.stream(precompile.ahead, cases, passes):
             progress.say(text)
-    except (apart.Died, apart.Raised) as error:  # the cells report the error
+    except (isolated_process.Died, isolated_process.Raised) as error:  # the cells report the error
         progress.say(f"nothing more is compiled ahead: {error}")
 
 
 def _finish(result: Result, options: Options) -> int:
-    _print(printed.summary(result))
+    _print(console.summary(result))
     races = ("serving", "models", "derivatives", "distributed")
     sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
@@ -358,7 +352,7 @@ def _finish(result: Result, options: Options) -> int:
     failed = any(row["status"] != "ok" for row in told)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
     failed |= any(row["failed"] for row in result["targets"])
-    failed |= any(flushing.verdict(row) in ("slow", "failed") for row in result["subnormals"])
+    failed |= any(subnormal_cost.verdict(row) in ("slow", "failed") for row in result["subnormals"])
     failed |= bool(result["overhead"] and result["overhead"]["errors"].get(SUBJECT))
     return 1 if failed else 0 if result["complete"] else 130
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from bench import run, timing
 from bench.cases import FORWARD, TRAINING, Case
-from bench.peers import PEERS, SUBJECT
-from bench.verify import Judge
+from bench.measure import run, timing
+from bench.measure.verify import Judge
+from bench.peers.registry import PEERS, SUBJECT
 
 pytest.importorskip("pytest_benchmark")
 

@@ -13,11 +13,14 @@ import pytest
 import torch
 
 import bench
-from bench import commands, machine, pictures, printed, progress, results, timing
+from bench import commands
 from bench.__main__ import _parser, main
 from bench.cases import BACKWARD, FORWARD, GRIDS, PASSES, PLAIN, TRAINING
 from bench.masks import MASKS, SWEPT
-from bench.peers import BASELINE, PEERS, SUBJECT
+from bench.measure import machine, timing
+from bench.peers.registry import BASELINE, PEERS, SUBJECT
+from bench.plots import pictures
+from bench.reporting import console, progress, results
 from tests.support.bench_helpers import case, hurry, know_ceilings
 
 TINY = ["--device", "cpu", "--lengths", "40", "--dims", "16", "--seconds", "0.002"]
@@ -30,10 +33,10 @@ def result(tmp_path_factory) -> dict:
     folder = tmp_path_factory.mktemp("bench")
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
-        patch.setattr("bench.ceilings.BURSTS", 3)
-        patch.setattr("bench.ceilings.SUSTAINED_S", 0.002)
-        patch.setattr("bench.ceilings.BUFFER_BYTES", {"cpu": [1 << 12, 4 << 20]})
-        patch.setattr("bench.ceilings.MATMUL_SIZE", {"cpu": 128})
+        patch.setattr("bench.measure.roofline.BURSTS", 3)
+        patch.setattr("bench.measure.roofline.SUSTAINED_S", 0.002)
+        patch.setattr("bench.measure.roofline.BUFFER_BYTES", {"cpu": [1 << 12, 4 << 20]})
+        patch.setattr("bench.measure.roofline.MATMUL_SIZE", {"cpu": 128})
         assert main([*TINY, "--masks", *SWEPT, "--output", str(folder)]) == 0
     (path,) = folder.glob("*.json")
     return json.loads(path.read_text()) | {"folder": folder}
@@ -83,7 +86,7 @@ def test_a_run_measures_every_cell_of_its_sweep(result):
         for entry in cell["timings"]:
             assert entry["clock"] == ("thread CPU time" if entry["threads"] == 1 else "wall time")
             assert entry["rounds"] == 2
-            ratio = printed.speedup_of(entry)
+            ratio = console.speedup_of(entry)
             for q in (ratio, entry["peers"][SUBJECT], entry["peers"][BASELINE]):
                 low, middle, high = (q.get(k, q.get(f"{k}_ms")) for k in ("q1", "median", "q3"))
                 assert 0 < low <= middle <= high
@@ -133,7 +136,7 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(progress, "follow", interrupted)
-    monkeypatch.setattr("bench.results.FOLDER", tmp_path)
+    monkeypatch.setattr("bench.reporting.results.FOLDER", tmp_path)
     assert main([*TINY, "--sweep-only", "--save"]) == 130
     assert not list(tmp_path.glob("*.*"))  # an incomplete sweep is no result to commit
     (path,) = tmp_path.glob("local/*.json")

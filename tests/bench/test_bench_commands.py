@@ -13,30 +13,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import (
-    aims,
-    beside,
-    comparison,
+from bench.__main__ import main
+from bench.benchmarks import (
     decoding,
-    flushing,
-    glance,
-    machine,
-    over_ranks,
-    pages,
     peak_memory,
-    pictures,
-    printed,
-    results,
+    performance_targets,
+    rank_scaling,
     second_order,
     simulation,
-    unpadded,
+    subnormal_cost,
+    varlen,
     whole_models,
 )
-from bench.__main__ import main
 from bench.cases import BACKWARD, BOTH, FORWARD
-from bench.machine import AMX, FULL, HALF, NARROW
 from bench.masks import MASKS, SUBNORMAL
-from bench.peers import BASELINE, SUBJECT
+from bench.measure import machine
+from bench.measure.machine import AMX, FULL, HALF, NARROW
+from bench.peers import optional_deps
+from bench.peers.registry import BASELINE, SUBJECT
+from bench.plots import pictures, plot_readme
+from bench.reporting import comparison, console, results, results_page
 from fastattn.examples.common import new_figure
 from tests.support.bench_helpers import LIMITS, case, cells, hurry, know_ceilings
 
@@ -80,8 +76,8 @@ def test_few_rows_are_trained(tmp_path, monkeypatch, capsys):
 
 
 def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("bench.tiny_call.SMALL", (1, 4))
-    monkeypatch.setattr("bench.launching.CALLS", 2)
+    monkeypatch.setattr("bench.benchmarks.tiny_call.SMALL", (1, 4))
+    monkeypatch.setattr("bench.benchmarks.launch_overhead.CALLS", 2)
     result = run(tmp_path, "overhead", *FAST)
     assert {c["N"] for c in result["cells"]} == {1, 4} and result["overhead"]["timings"]
     said = capsys.readouterr().out
@@ -98,7 +94,7 @@ def test_mha_measures_every_mode(tmp_path, capsys):
     ]
     for record in result["modules"]:
         assert record["status"] == "ok" and set(record["reasons"].values()) == {""}
-        assert printed.speedup_of(record["timings"][0])["median"] > 0
+        assert console.speedup_of(record["timings"][0])["median"] > 0
     assert capsys.readouterr().out.count("nn.MultiheadAttention") >= 4
 
 
@@ -110,7 +106,7 @@ def test_memory_says_why_a_probe_failed(tmp_path):
     ours, theirs = result["memory"]
     assert ours["peer"] == SUBJECT and ours["extra_bytes"] >= 0 and ours["error"] == ""
     assert theirs["extra_bytes"] is None and theirs["error"] == "runs on CUDA only"
-    assert "FAILED: runs on CUDA only" in printed.memory_line(theirs)
+    assert "FAILED: runs on CUDA only" in console.memory_line(theirs)
 
 
 def test_the_ten_calls_run():
@@ -130,7 +126,7 @@ def test_the_ten_calls_run():
 
 
 def test_targets_have_names_of_their_own():
-    names = [target.name for target in aims.TARGETS]
+    names = [target.name for target in performance_targets.TARGETS]
     assert len(set(names)) == len(names)
     assert main(["targets", "--list", "--only", "no such target"]) == 2
 
@@ -138,25 +134,42 @@ def test_targets_have_names_of_their_own():
 @pytest.fixture
 def tiny_targets(monkeypatch):
     """A target for each way to measure, with cases far from the limits of the machine."""
-    monkeypatch.setattr(aims, "SECONDS", 0.002)
+    monkeypatch.setattr(performance_targets, "SECONDS", 0.002)
     small, other = case(N=8), case("causal", N=8)
     rows = [
         # The rival is ours, for which the machine sets no limit: never beyond it.
-        aims.Target("a ratio", 1e9, "x", aims.Race(small, "x", FORWARD, SUBJECT, other)),
-        aims.Target("a percentage", 1e-9, "% of peak", aims.Race(small, "% of peak")),
-        aims.Target("backward", 0, "x", aims.Race(small, "x", BACKWARD)),
-        aims.Target("of ours", 0, "x", aims.Race(small, "x", FORWARD, SUBJECT, other)),
-        aims.Target("no rival", 0, "x", aims.Race(small, "x", FORWARD, "torch-cudnn")),
-        aims.Target("no such isa", 0, "x", aims.Race(small, "x", isa="mmx")),
-        aims.Target("every isa", 0, "x", aims.Race(small, "x", isa=aims.isas()[-1])),
-        aims.Target("threads", 0, "x", aims.Scaling(small)),
+        performance_targets.Target(
+            "a ratio", 1e9, "x", performance_targets.Race(small, "x", FORWARD, SUBJECT, other)
+        ),
+        performance_targets.Target(
+            "a percentage", 1e-9, "% of peak", performance_targets.Race(small, "% of peak")
+        ),
+        performance_targets.Target(
+            "backward", 0, "x", performance_targets.Race(small, "x", BACKWARD)
+        ),
+        performance_targets.Target(
+            "of ours", 0, "x", performance_targets.Race(small, "x", FORWARD, SUBJECT, other)
+        ),
+        performance_targets.Target(
+            "no rival", 0, "x", performance_targets.Race(small, "x", FORWARD, "torch-cudnn")
+        ),
+        performance_targets.Target(
+            "no such isa", 0, "x", performance_targets.Race(small, "x", isa="mmx")
+        ),
+        performance_targets.Target(
+            "every isa",
+            0,
+            "x",
+            performance_targets.Race(small, "x", isa=performance_targets.isas()[-1]),
+        ),
+        performance_targets.Target("threads", 0, "x", performance_targets.Scaling(small)),
     ]
-    monkeypatch.setattr(aims, "TARGETS", rows)
+    monkeypatch.setattr(performance_targets, "TARGETS", rows)
 
 
 def test_targets_are_measured_and_judged(tiny_targets, tmp_path, capsys, threads):
     threads(2)
-    before = aims.isas() and aims.libraries.cpu_isa()
+    before = performance_targets.isas() and performance_targets.libraries.cpu_isa()
     result = run(tmp_path, "targets")
     met = {row["name"]: row["met"] for row in result["targets"]}
     wanted = dict.fromkeys(met, True) | {"a ratio": False, "no rival": None, "no such isa": None}
@@ -166,7 +179,7 @@ def test_targets_are_measured_and_judged(tiny_targets, tmp_path, capsys, threads
     assert reasons["no such isa"] == "this machine has no mmx kernels"
     printed = capsys.readouterr().out
     assert "NOT MET: a ratio" in printed and "not measured: no rival" in printed
-    assert aims.libraries.cpu_isa() == before
+    assert performance_targets.libraries.cpu_isa() == before
 
 
 def test_targets_may_be_selected_and_strict(tiny_targets, tmp_path):
@@ -179,7 +192,7 @@ def test_at_most_is_the_rule_of_sizes():
         return lambda limits: {"measured": value, "reason": ""}
 
     def judged(unit):
-        rows = (aims.Target("", 12.0, unit, found(x)) for x in (11, 12, 13))
+        rows = (performance_targets.Target("", 12.0, unit, found(x)) for x in (11, 12, 13))
         return [row.judge(LIMITS, FULL)["met"] for row in rows]
 
     assert judged("MB") == [True, True, False] and judged("x") == [False, True, True]
@@ -187,15 +200,22 @@ def test_at_most_is_the_rule_of_sizes():
 
 def test_an_aim_may_differ_by_class_of_machine():
     """The gain over torch depends on the machine's units; a share of the peak does not."""
-    everywhere = aims.Target("a", 82.0, "% of peak", None)
-    some, tiles = (aims.Target("b", of, "x", None) for of in ({FULL: 2.0, HALF: 1.5}, {AMX: 3.0}))
+    everywhere = performance_targets.Target("a", 82.0, "% of peak", None)
+    some, tiles = (
+        performance_targets.Target("b", of, "x", None)
+        for of in ({FULL: 2.0, HALF: 1.5}, {AMX: 3.0})
+    )
     kinds = (AMX, FULL, HALF, NARROW)
     assert [everywhere.bound_on(kind) for kind in kinds] == [82.0] * 4
     assert [some.bound_on(kind) for kind in kinds] == [None, 2.0, 1.5, 1.5]
     assert [tiles.bound_on(kind) for kind in kinds] == [3.0, None, None, None]
     for kind in kinds:
-        assert all(target.bound_on(kind) for target in aims.selected(kind))
-    assert len(aims.selected(AMX, ["M16"])) > len(aims.selected(HALF, ["M16"])) == 0
+        assert all(target.bound_on(kind) for target in performance_targets.selected(kind))
+    assert (
+        len(performance_targets.selected(AMX, ["M16"]))
+        > len(performance_targets.selected(HALF, ["M16"]))
+        == 0
+    )
 
 
 @pytest.mark.parametrize(
@@ -234,10 +254,10 @@ def test_an_aim_that_no_kernel_could_reach_is_told_from_one_missed():
     beyond = missed | {"target": 2.6}
     unknown = beyond | {"percent": None}
     percent = beyond | {"unit": "% of peak", "measured": 80.0, "target": 82.0}
-    found = [printed.beyond(row) for row in (met, missed, beyond, unknown, percent)]
+    found = [console.beyond(row) for row in (met, missed, beyond, unknown, percent)]
     assert found == [False, False, True, False, False]
-    assert "beyond this machine: n" in printed.target_line(beyond)
-    rows = [pages._verdict(row) for row in (met, missed, beyond, percent)]
+    assert "beyond this machine: n" in console.target_line(beyond)
+    rows = [results_page._verdict(row) for row in (met, missed, beyond, percent)]
     assert rows == [
         "2 (aim 1, limit 2.50) met",
         "2 (aim 1, limit 2.50) **missed**",
@@ -251,28 +271,32 @@ def test_an_aim_that_no_kernel_could_reach_is_told_from_one_missed():
 
 def test_subnormals_holds_each_cell_against_flushing_by_hand(tmp_path, monkeypatch):
     """The benchmark's cells at small sizes; times are not judged."""
-    real = flushing.cases
-    monkeypatch.setattr(flushing, "cases", lambda *given: real(*given, n=40))
-    monkeypatch.setattr(flushing, "BOUND", 1e9)
+    real = subnormal_cost.cases
+    monkeypatch.setattr(subnormal_cost, "cases", lambda *given: real(*given, n=40))
+    monkeypatch.setattr(subnormal_cost, "BOUND", 1e9)
     result = run(tmp_path, "subnormals", "--dtypes", "float32", "--seconds", "0.002")
     rows = result["subnormals"]
     assert {row["mask"] for row in rows} == {"full", *SUBNORMAL} and len(rows) == 2 * 5
     for row in rows:
-        assert row["status"] == "ok" and set(row["ms"]) == {SUBJECT, BASELINE, flushing.FLUSHED}
-    assert len(list(pages.subnormals([result]))) == 2 + len(rows)
+        assert row["status"] == "ok" and set(row["ms"]) == {
+            SUBJECT,
+            BASELINE,
+            subnormal_cost.FLUSHED,
+        }
+    assert len(list(results_page.subnormals([result]))) == 2 + len(rows)
 
 
 def test_serving_holds_ours_against_other_ways_to_the_same_numbers(tmp_path, monkeypatch):
     """The benchmark's races at small sizes."""
-    real = unpadded.races
-    monkeypatch.setattr(unpadded, "races", lambda dtypes: real(dtypes, scale=1 / 32))
+    real = varlen.races
+    monkeypatch.setattr(varlen, "races", lambda dtypes: real(dtypes, scale=1 / 32))
     result = run(tmp_path, "serving", "--dtypes", "float32", "--seconds", "0.002")
     rows = result["serving"]
-    assert len(rows) == 2 * 3 + len(unpadded.PAGES) + 1
+    assert len(rows) == 2 * 3 + len(varlen.PAGES) + 1
     for row in rows:
         assert row["status"] == "ok", row
         assert row["ratio"]["q1"] <= row["ratio"]["median"] <= row["ratio"]["q3"]
-    lines = list(pages.serving([result]))
+    lines = list(results_page.serving([result]))
     assert len(lines) == 2 + len(rows)
 
 
@@ -286,10 +310,10 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     given = ["--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
     only = "Mistral, N = 1024, padded", "encoder", "under autocast"
     result = run(tmp_path, "models", *given, "--only", *only)
-    rows, beside_it = result["models"], sum(map(beside.found, ("torchvision", "open_clip")))
+    rows, beside_it = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
     assert len(rows) == 2 * (3 + 4) + 2 + beside_it, rows
     assert all(row["status"] == "ok" for row in rows), rows
-    assert len(list(pages.models([result]))) == 2 + len(rows)
+    assert len(list(results_page.models([result]))) == 2 + len(rows)
 
 
 def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
@@ -297,7 +321,7 @@ def test_derivatives_hold_ours_against_torchs_math_path(tmp_path):
     result = run(tmp_path, "derivatives", "--lengths", "64", "128", "--seconds", "0.002")
     rows, memory = result["derivatives"], result["memory"]
     assert len(rows) == 2 * 6 and all(row["status"] == "ok" for row in rows), rows
-    assert len(list(pages.derivatives([result]))) == 2 + len(rows) + 1 + 2 + 3 * 2
+    assert len(list(results_page.derivatives([result]))) == 2 + len(rows) + 1 + 2 + 3 * 2
     assert len(memory) == 3 * 2 * 2 and all(row["extra_bytes"] is not None for row in memory)
     assert len(list(second_order.growth(memory))) == 3
 
@@ -313,7 +337,9 @@ def test_distributed_holds_ranks_against_one_and_simulates(tmp_path, capsys):
         assert row["bytes"] == row["said_bytes"] > 0 and row["ratio"]["median"] > 0
         assert (row["overlap"] is not None) == (row["strategy"] == "ring")
     assert [(row["peer"], row["N"]) for row in memory[:2]] == [("gather", 64), ("gather", 128)]
-    assert len(memory) == 2 * 3 and len(list(pages.distributed([result]))) == 2 + 3 + 1 + 2 + 2
+    assert (
+        len(memory) == 2 * 3 and len(list(results_page.distributed([result]))) == 2 + 3 + 1 + 2 + 2
+    )
     page = (tmp_path / simulation.PAGE).read_text()
     assert (
         page == (results.FOLDER / simulation.PAGE).read_text() and page in capsys.readouterr().out
@@ -323,7 +349,7 @@ def test_distributed_holds_ranks_against_one_and_simulates(tmp_path, capsys):
 def test_what_falls_by_the_number_of_ranks_is_told_from_what_does_not():
     sizes = {("ring", 64, 2): 100, ("ring", 128, 4): 120, ("usp", 64, 2): 100, ("usp", 128, 4): 130}
     rows = [dict(peer=a, N=n, ranks=p, extra_bytes=x) for (a, n, p), x in sizes.items()]
-    assert [x.rpartition(" ")[2] for x in over_ranks.growth(rows)] == ["met", "MISSED"]
+    assert [x.rpartition(" ")[2] for x in rank_scaling.growth(rows)] == ["met", "MISSED"]
 
 
 @pytest.mark.parametrize("published", simulation.PUBLISHED, ids=str)
@@ -340,15 +366,15 @@ def test_a_picture_of_where_each_strategy_wins():
 
 def test_a_race_of_other_numbers_is_not_timed():
     one, other = torch.ones(3), torch.tensor([1.0, 1.0, 1.1])
-    race = unpadded.Race("", "float32", "forward", lambda: [one], lambda: [other])
-    row = unpadded.measure(race, 0.001)
+    race = varlen.Race("", "float32", "forward", lambda: [one], lambda: [other])
+    row = varlen.measure(race, 0.001)
     assert row["status"] == "failed" and "an error of 0.091" in row["reason"]
-    assert "FAILED" in unpadded.line(row)
+    assert "FAILED" in varlen.line(row)
 
 
 def test_flushing_is_in_force_inside_and_not_after():
     tiny = torch.tensor([1e-39])
-    with flushing.flush_to_zero():
+    with subnormal_cost.flush_to_zero():
         assert float((tiny * 1.0).double()) == 0
     assert float((tiny * 1.0).double()) > 0
 
@@ -359,8 +385,8 @@ def test_flushing_is_in_force_inside_and_not_after():
 )
 def test_a_ratio_is_judged_where_the_rounds_agree(median, spread, verdict):
     ratio = {"q1": median - spread / 2, "median": median, "q3": median + spread / 2}
-    assert flushing.verdict({"status": "ok", "ratio": ratio}) == verdict
-    assert flushing.verdict({"status": "failed", "ratio": None}) == "failed"
+    assert subnormal_cost.verdict({"status": "ok", "ratio": ratio}) == verdict
+    assert subnormal_cost.verdict({"status": "failed", "ratio": None}) == "failed"
 
 
 def test_a_doubtful_ratio_is_measured_again_and_a_clear_one_is_not(monkeypatch):
@@ -369,9 +395,9 @@ def test_a_doubtful_ratio_is_measured_again_and_a_clear_one_is_not(monkeypatch):
     def record(*_):
         return {"status": "ok", "ratio": {"median": next(ratios)}}
 
-    monkeypatch.setattr(flushing.run, "race", lambda *arguments: None)
-    monkeypatch.setattr(flushing, "_record", record)
-    found = [flushing.measure(case(), FORWARD) for _ in range(2)]
+    monkeypatch.setattr(subnormal_cost.run, "race", lambda *arguments: None)
+    monkeypatch.setattr(subnormal_cost, "_record", record)
+    found = [subnormal_cost.measure(case(), FORWARD) for _ in range(2)]
     assert [(row["ratio"]["median"], row["attempts"]) for row in found] == [(1.1, 3), (40.0, 1)]
 
 
@@ -459,18 +485,18 @@ def test_the_picture_of_the_readme_has_a_bar_for_each_feature_and_dtype():
     pytest.importorskip("matplotlib")
     (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
     kept = results.read(path)
-    speed, extra = glance.draw([kept], new_figure).axes
-    assert len(speed.patches) == len(glance.NAMES) * len(BOTH) and len(extra.patches) == 2
+    speed, extra = plot_readme.draw([kept], new_figure).axes
+    assert len(speed.patches) == len(plot_readme.NAMES) * len(BOTH) and len(extra.patches) == 2
     widths = sorted(bar.get_width() for bar in speed.patches)
     said = [text.get_text() for text in speed.texts]
     assert f"{widths[-1]:.1f}×" in said and f"{widths[0]:.1f}×" in said and "torch = 1" in said
-    (alone,) = glance.draw([kept | {"memory": []}], new_figure).axes
+    (alone,) = plot_readme.draw([kept | {"memory": []}], new_figure).axes
     assert len(alone.patches) == len(speed.patches)
     rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}
-    assert glance.draw([rest], new_figure) is None
+    assert plot_readme.draw([rest], new_figure) is None
     older = kept["machine"]["cpu"] | {"number": "33"}
     other = kept | {"machine": kept["machine"] | {"cpu": older}}
-    *each, extra = glance.draw([rest, kept, other], new_figure).axes
+    *each, extra = plot_readme.draw([rest, kept, other], new_figure).axes
     titles = [axis.get_title(loc="left") for axis in each]
     assert titles == ["AMD Zen 4, 256-bit units", "AMD Zen 3, 256-bit units"]
 
@@ -501,14 +527,14 @@ def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys)
 
 
 def test_every_table_has_a_row_for_what_was_measured(sweep):
-    rows = list(pages.memory([sweep]))
+    rows = list(results_page.memory([sweep]))
     assert rows[0] == "| extra MB, forward+backward | fastattn | torch |" and len(rows) == 2 + 4
-    kinds = {name: kind for name, (kind, _) in pages.TABLES.items()}
+    kinds = {name: kind for name, (kind, _) in results_page.TABLES.items()}
     path = Path("a.json")
-    assert set(pages.tables({path: sweep})) == {"speed"} and kinds["speed"] == "sweep"
-    assert not pages.tables({path: sweep | {"kind": "overhead"}})
+    assert set(results_page.tables({path: sweep})) == {"speed"} and kinds["speed"] == "sweep"
+    assert not results_page.tables({path: sweep | {"kind": "overhead"}})
     sweep = sweep | {"targets": [_target(True), _target(None) | {"name": "m"}]}
-    head, _, first, second = pages.targets([sweep])
+    head, _, first, second = results_page.targets([sweep])
     assert head == f"| target | {machine.words(sweep['machine'])} |"
     assert first == "| n | 2 (aim 1, limit 2.50) met |" and second == "| m | why |"
     assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
@@ -520,10 +546,10 @@ def _target(met: bool | None) -> dict:
 
 
 def test_a_ratio_at_the_limit_is_told_where_it_is_near():
-    assert printed.ratio_at_limit(_target(True)) == pytest.approx(2.5)
-    assert "80% of peak, at most 2.50x" in printed.target_line(_target(True))
+    assert console.ratio_at_limit(_target(True)) == pytest.approx(2.5)
+    assert "80% of peak, at most 2.50x" in console.target_line(_target(True))
     for blank in ({"ratio": None}, {"percent": None}, {"percent": 3.0}):
-        assert printed.ratio_at_limit(_target(True) | blank) is None
+        assert console.ratio_at_limit(_target(True) | blank) is None
 
 
 def test_reading_is_held_against_a_buffer_of_its_size():

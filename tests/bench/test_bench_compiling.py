@@ -10,9 +10,13 @@ import pytest
 import torch
 
 import fastattn
-from bench import apart, cases, commands, compiling, launching, peers, progress, run
+from bench import cases, commands
+from bench.benchmarks import launch_overhead
 from bench.cases import FORWARD, PASSES, TRAINING, Case
-from bench.peers import BASELINE, SUBJECT
+from bench.measure import isolated_process, precompile, run
+from bench.peers import registry
+from bench.peers.registry import BASELINE, SUBJECT
+from bench.reporting import progress
 from fastattn import api
 from fastattn.backends import triton
 from fastattn.call import validation
@@ -34,7 +38,7 @@ def asked(monkeypatch):
         seen.add((fn.name, key))
         return True  # tells Triton not to compile
 
-    with launching.stubbed(90):
+    with launch_overhead.stubbed(90):
         from triton import knobs
 
         monkeypatch.setattr(knobs.runtime, "jit_cache_hook", hook)
@@ -55,7 +59,7 @@ def forward_and_backward(x):
         torch.empty(x.B, heads, n, x.D, dtype=dtype)
         for heads, n in ((x.H, x.M), (x.Hk, x.N), (x.Hk, x.N))
     )
-    given = peers.arguments(x)
+    given = registry.arguments(x)
     if x.rule.added:
         given["mask"] = torch.empty(1, x.H, x.M, x.N, dtype=dtype)
     t, options = api.prepare(q, k, v, given, "attention")
@@ -70,7 +74,7 @@ def forward_and_backward(x):
 @needs_triton
 @compiled
 def test_the_quick_sweep_asks_for_few_kernels_and_all_of_them_ahead(asked):
-    kinds = compiling.kinds(QUICK)
+    kinds = precompile.kinds(QUICK)
     ahead = set().union(*map(asked, kinds))
     assert 3 * len(kinds) <= len(ahead) <= MOST, sorted(name for name, _ in ahead)
     for x in QUICK:
@@ -84,27 +88,27 @@ def test_kernels_are_counted_where_they_are_compiled(monkeypatch):
 
     monkeypatch.setattr(knobs.compilation, "listener", None)
     small = Case("cuda", "bfloat16", "full", B=1, H=2, N=16, D=16)
-    before = compiling.count()
-    with launching.stubbed(80):
+    before = precompile.count()
+    with launch_overhead.stubbed(80):
         forward_and_backward(small)
-        found = compiling.count() - before
+        found = precompile.count() - before
         forward_and_backward(small)
-        assert compiling.count() - before == found == 4  # forward, delta, dq, dkv
+        assert precompile.count() - before == found == 4  # forward, delta, dq, dkv
 
 
 def test_the_quick_sweep_has_no_peer_that_is_compiled_for_every_case():
-    assert not {"flex"} & peers.chosen("cuda").keys()
-    assert "flex" in peers.chosen("cuda", full=True) and "flex" not in peers.chosen(
+    assert not {"flex"} & registry.chosen("cuda").keys()
+    assert "flex" in registry.chosen("cuda", full=True) and "flex" not in registry.chosen(
         "cpu", full=True
     )
-    assert "flex" in peers.chosen("cuda", ("flex",))
+    assert "flex" in registry.chosen("cuda", ("flex",))
 
 
 def test_a_sweep_on_a_gpu_is_the_quick_one_for_it(monkeypatch):
     seen = []
     monkeypatch.setattr(commands, "_device", lambda options: "cuda")
     monkeypatch.setattr(commands, "grids", lambda options, preset: seen.append(preset) or ())
-    monkeypatch.setattr(apart, "Process", lambda: (_ for _ in ()).throw(KeyError))
+    monkeypatch.setattr(isolated_process, "Process", lambda: (_ for _ in ()).throw(KeyError))
     for full in (False, True):
         with pytest.raises(KeyError):
             commands.sweep(commands.Options(full=full))
@@ -121,7 +125,7 @@ def runs(monkeypatch):
         if x.N == 512:
             raise RuntimeError("as it will in the cell")
 
-    monkeypatch.setattr(compiling, "compute", compute)
+    monkeypatch.setattr(precompile, "compute", compute)
     monkeypatch.setattr(Case, "inputs", lambda self: None)
     monkeypatch.setattr(fastattn, "available_backends", lambda: {"triton": None})
     return found
@@ -130,11 +134,11 @@ def runs(monkeypatch):
 @pytest.mark.parametrize("passes, what", [(PASSES, "backward"), ((FORWARD,), FORWARD)])
 def test_every_kind_is_run_once_and_the_first_alone(passes, what, runs):
     few = [dataclasses.replace(x, device="cpu") for x in QUICK]
-    said = compiling.ahead(few, passes)
-    assert next(said).startswith(f"compiled 1 of {len(compiling.kinds(few))} kinds of calls, ")
+    said = precompile.ahead(few, passes)
+    assert next(said).startswith(f"compiled 1 of {len(precompile.kinds(few))} kinds of calls, ")
     assert len(runs) == 1
     lines = list(said)
-    assert [x for x, *_ in sorted(runs, key=lambda x: few.index(x[0]))] == compiling.kinds(few)
+    assert [x for x, *_ in sorted(runs, key=lambda x: few.index(x[0]))] == precompile.kinds(few)
     assert {x for _, x, _ in runs} == {what} and len(lines) == len(runs) - 1
     assert f"compiled {len(runs)} of {len(runs)} kinds" in lines[-1]
     assert "kernels in 0 s" in lines[-1]
@@ -142,13 +146,13 @@ def test_every_kind_is_run_once_and_the_first_alone(passes, what, runs):
 
 def test_nothing_is_run_where_triton_is_not(runs, monkeypatch):
     monkeypatch.setattr(fastattn, "available_backends", lambda: {"triton": "not installed"})
-    assert not list(compiling.ahead([case()], PASSES)) and not runs
+    assert not list(precompile.ahead([case()], PASSES)) and not runs
 
 
 class Dying:
     def stream(self, function, *args):
         yield "compiled 1 of 2"
-        raise apart.Died(SUBJECT, "its process died of SIGSEGV")
+        raise isolated_process.Died(SUBJECT, "its process died of SIGSEGV")
 
 
 def test_a_process_that_dies_of_it_is_told(capsys):

@@ -8,22 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from bench import (
-    apart,
-    ceilings,
-    commands,
-    machine,
-    nvidia,
-    peak_memory,
-    printed,
-    results,
-    run,
-    timing,
-    tiny_call,
-)
+from bench import commands
 from bench.__main__ import main
+from bench.benchmarks import peak_memory, tiny_call
 from bench.cases import BACKWARD, FORWARD, TRAINING, Case
-from bench.peers import BASELINE, SUBJECT
+from bench.measure import isolated_process, machine, nvidia, roofline, run, timing
+from bench.peers.registry import BASELINE, SUBJECT
+from bench.reporting import console, results
 from tests.support.bench_helpers import LIMITS, case, hurry
 
 DRIVERS = {  # by driver version: the torch index that supports it, "" for none
@@ -263,13 +254,13 @@ def test_both_times_are_in_the_record_and_on_the_page():
     assert ours[FORWARD] == pytest.approx((0.02, 0.05))
     assert ours[BACKWARD] == pytest.approx((0.06, 0.07))
     assert ours[TRAINING] == pytest.approx((0.08, 0.12))
-    said = printed.host(rows[FORWARD][SUBJECT])
+    said = console.host(rows[FORWARD][SUBJECT])
     assert said == ", device 0.020 ms, host 0.050 ms: bound by the host"
-    assert printed.host(rows[FORWARD][BASELINE]) == ", device 0.040 ms, host 0.010 ms"
+    assert console.host(rows[FORWARD][BASELINE]) == ", device 0.040 ms, host 0.010 ms"
     cells = [{"timings": [{"threads": None, "peers": rows[FORWARD]}]}] * 3
-    assert list(printed._hosts(cells)) == [f"{SUBJECT}: bound by the host in 3 of 3 cells"]
+    assert list(console._hosts(cells)) == [f"{SUBJECT}: bound by the host in 3 of 3 cells"]
     cpu = run._summary(case(), FORWARD, 1, laps, {}, LIMITS)["peers"]
-    assert all("host_ms" not in row and printed.host(row) == "" for row in cpu.values())
+    assert all("host_ms" not in row and console.host(row) == "" for row in cpu.values())
 
 
 # ------------------------------------------------------------------------------- a separate process
@@ -289,17 +280,20 @@ NONE = dict.fromkeys(SECTIONS, ())
 @pytest.fixture(scope="module")
 def crashed():
     """The records of two cases and two passes, with peers that crash in every way."""
-    with pytest.MonkeyPatch.context() as patch, apart.Process("tests.crashing_peers") as process:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        isolated_process.Process("tests.support.crashing_peers") as process,
+    ):
         patch.setattr(run, "LIVES", 1)
         assert len({process.call(os.getpid) for _ in range(2)} - {os.getpid()}) == 1  # it stays
-        with pytest.raises(apart.Raised, match="raised ZeroDivisionError: float divmod"):
+        with pytest.raises(isolated_process.Raised, match="raised ZeroDivisionError: float divmod"):
             process.call(divmod, 1.0, 0.0)
         given = (case(N=20), case(N=30)), (FORWARD, TRAINING), dict.fromkeys(CRASHING)
         yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
 
 
 def test_how_a_process_ended_is_told_of_every_status():
-    told = {status: apart._ending(status) for status in (3, -9, -35)}
+    told = {status: isolated_process._ending(status) for status in (3, -9, -35)}
     assert told[3] == "its process ended with status 3"
     assert told[-9] == "its process died of SIGKILL"
     assert told[-35] == "its process died of signal 35"
@@ -312,7 +306,7 @@ def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):
         assert cell["status"] == "ok" and cell["backend"] == "cpu", cell
         (entry,) = cell["timings"]
         assert set(entry["peers"]) == {SUBJECT, BASELINE}
-        assert printed.speedup_of(entry)["median"] > 0
+        assert console.speedup_of(entry)["median"] > 0
         assert set(cell["peers"]) == set(CRASHING) and not cell["peers"][BASELINE]["reason"]
 
 
@@ -331,7 +325,7 @@ def test_its_entry_says_how_it_ended(name, crashed):
     assert last == (first if kind == "fills" else "not tried: it ended the process in 1 cells")
     count = 4 if kind == "fills" else 2
     assert f"{name}: no time in {count} cells" in "\n".join(
-        printed.summary(NONE | {"cells": crashed})
+        console.summary(NONE | {"cells": crashed})
     )
 
 
@@ -357,12 +351,12 @@ class Here:
         self.living = True
         self.log.append((function, args))
         if self.deaths:
-            raise apart.Died(self.deaths.pop(0), "its process died")
+            raise isolated_process.Died(self.deaths.pop(0), "its process died")
         args = [self.small(x) if isinstance(x, Case) else x for x in args]
         yield from function(*args)
 
     def done(self, function, *args):
-        if function is ceilings.measure:
+        if function is roofline.measure:
             compute = dict.fromkeys(args[1], LIMITS.compute["float32"])
             return LIMITS._replace(compute=compute)._asdict()
         found = function(*("cpu" if x == "cuda" else x for x in args))
@@ -389,7 +383,7 @@ def test_a_cell_is_measured_again_without_what_ended_it(deaths, reasons, status)
     (cell,) = run.cells(*given, process=Here(deaths))
     assert cell["status"] == status
     assert {x: y["reason"] for x, y in cell["peers"].items() if y["reason"]} == reasons
-    assert list(printed.summary(NONE | {"cells": [cell]}))  # a summary of it can be printed
+    assert list(console.summary(NONE | {"cells": [cell]}))  # a summary of it can be printed
 
 
 def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
@@ -420,7 +414,7 @@ def test_the_process_that_measures_has_the_gpu_alone(command, monkeypatch, tmp_p
             return "1000", ""
 
     hurry(monkeypatch)
-    monkeypatch.setattr(apart, "Process", lambda: process)
+    monkeypatch.setattr(isolated_process, "Process", lambda: process)
     monkeypatch.setattr(peak_memory, "subprocess", SimpleNamespace(Popen=Probe))
     monkeypatch.setattr(commands, "launching", SimpleNamespace(lines=lambda: ()))
     monkeypatch.setattr(tiny_call, "SMALL", (4,))

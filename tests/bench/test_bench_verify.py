@@ -9,11 +9,13 @@ import torch
 import torch.nn.functional as F
 
 import fastattn
-from bench import modules, printed, timing, tiny_call, verify
+from bench.benchmarks import tiny_call, whole_module
 from bench.cases import FORWARD, PASSES
 from bench.masks import DROPOUT_P, MASKS, SEED
-from bench.peers import BASELINE, PEERS, SUBJECT, Peer, arguments, chosen
-from bench.verify import Judge, Oracle, judged_groups, relative_errors
+from bench.measure import timing, verify
+from bench.measure.verify import Judge, Oracle, judged_groups, relative_errors
+from bench.peers.registry import BASELINE, PEERS, SUBJECT, Peer, arguments, chosen
+from bench.reporting import console
 from tests.support.bench_helpers import case, cells
 
 REAL = fastattn.attention
@@ -71,8 +73,8 @@ def test_a_wrong_kernel_is_shown_as_failed_and_never_timed(
     for record in records:
         assert record["status"] == "failed" and reason in record["reason"]
         assert record["timings"] == []
-        assert "FAILED, not timed" in printed.one_line(record)
-    assert "FAILED" in "\n".join(printed.table(records))
+        assert "FAILED, not timed" in console.one_line(record)
+    assert "FAILED" in "\n".join(console.table(records))
 
 
 # For each mask, options that make the call ignore a part of it.
@@ -144,7 +146,7 @@ def test_a_wrong_tiny_call_is_not_timed(monkeypatch, timed):
     assert all(set(entry["peers"]) == {BASELINE} for entry in measured["timings"])
 
 
-@pytest.mark.parametrize("mode", modules.MODES)
+@pytest.mark.parametrize("mode", whole_module.MODES)
 def test_a_wrong_module_is_not_timed(mode, monkeypatch, timed):
     real = fastattn.MultiheadAttention.forward
 
@@ -153,18 +155,18 @@ def test_a_wrong_module_is_not_timed(mode, monkeypatch, timed):
         return out * 1.01, weights
 
     monkeypatch.setattr(fastattn.MultiheadAttention, "forward", wrong)
-    (record,) = modules.measure("cpu", (mode,), length=32, seconds=0.0, threads=(1,))
+    (record,) = whole_module.measure("cpu", (mode,), length=32, seconds=0.0, threads=(1,))
     assert record["status"] == "failed" and timed == [] and record["timings"] == []
-    assert "FAILED, not timed: result 0 is off by" in printed.module_line(record)
+    assert "FAILED, not timed: result 0 is off by" in console.module_line(record)
 
 
 def test_a_failed_baseline_leaves_ours_timed_without_a_ratio(monkeypatch, timed):
     monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
     (record,) = cells(case("full"), passes=(FORWARD,))
     assert record["status"] == "ok" and set(timed) == {SUBJECT}
-    assert all(printed.speedup_of(entry) is None for entry in record["timings"])
+    assert all(console.speedup_of(entry) is None for entry in record["timings"])
     assert "no such kernel" in record["peers"][BASELINE]["reason"]
-    assert "\n".join(printed.table([record]))
+    assert "\n".join(console.table([record]))
 
 
 def test_dropout_that_is_not_ours_is_judged_without_it():

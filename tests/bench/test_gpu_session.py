@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from bench import first_hour, first_hour_page, results
 from bench.__main__ import _parser, main
-from bench.first_hour import FAILED, MISSING, OK, PARTS, TIMEOUT, UNDONE, Part
+from bench.benchmarks import gpu_session, gpu_session_page
+from bench.benchmarks.gpu_session import FAILED, MISSING, OK, PARTS, TIMEOUT, UNDONE, Part
+from bench.reporting import results
 from tests.support.emulator import needs_emulator
 
 TESTS = Path(__file__).parents[1]
@@ -43,10 +44,10 @@ def test_the_rehearsal_runs_from_end_to_end(tmp_path, capfd):
 @pytest.fixture
 def of(monkeypatch, tmp_path):
     """Run an hour of these parts: (exit status, record, page)."""
-    monkeypatch.setattr(first_hour, "GRACE", 0.3)
+    monkeypatch.setattr(gpu_session, "GRACE", 0.3)
 
     def run(*parts, arguments=()):
-        monkeypatch.setattr(first_hour, "PARTS", parts)
+        monkeypatch.setattr(gpu_session, "PARTS", parts)
         status = main(["gpu", "--rehearse", "--output", str(tmp_path), *arguments])
         return status, *kept(tmp_path)
 
@@ -115,7 +116,7 @@ def alive(pid):
 def test_a_tool_that_is_missing_is_told(monkeypatch):
     """It does not count as a failure: nothing in this checkout can be fixed."""
     lacking = part("lacking", "raise SystemExit(1)", tool="no-such-tool")
-    found = first_hour.perform(lacking, rehearsal=False, limit=5)
+    found = gpu_session.perform(lacking, rehearsal=False, limit=5)
     assert found["status"] == MISSING and "no no-such-tool on PATH" in found["last"]
     assert found["code"] is None and not found["rehearsal"]
 
@@ -128,14 +129,14 @@ def test_what_is_not_begun_is_told(of):
 
 
 def test_an_interrupt_keeps_what_is_done(of, monkeypatch):
-    real = first_hour.perform
+    real = gpu_session.perform
 
     def interrupted(part, *rest):
         if part.name == "second":
             raise KeyboardInterrupt
         return real(part, *rest)
 
-    monkeypatch.setattr(first_hour, "perform", interrupted)
+    monkeypatch.setattr(gpu_session, "perform", interrupted)
     status, record, _ = of(GOOD, part("second", ""))
     assert status == 130 and not record["complete"]
     assert [x["status"] for x in record["parts"]] == [OK, UNDONE]
@@ -160,15 +161,15 @@ def test_only_some(of, capsys):
 def test_nobody_takes_a_rehearsal_for_an_hour(rehearsal, monkeypatch, tmp_path):
     """The file, the page and each part are marked as a rehearsal, and git ignores them."""
     machine = {"device": "cuda", "name": "NVIDIA H200", "gpu": None}
-    monkeypatch.setattr(first_hour.machine, "describe", lambda device: machine)
-    monkeypatch.setattr(first_hour.apart, "once", lambda function, *args: function(*args))
+    monkeypatch.setattr(gpu_session.machine, "describe", lambda device: machine)
+    monkeypatch.setattr(gpu_session.apart, "once", lambda function, *args: function(*args))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: not rehearsal)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
-    monkeypatch.setattr(first_hour, "PARTS", (GOOD,))
-    record, path = first_hour.run(None, False, 1, None)
+    monkeypatch.setattr(gpu_session, "PARTS", (GOOD,))
+    record, path = gpu_session.run(None, False, 1, None)
     page = path.with_suffix(".md").read_text()
     assert record["rehearsal"] == rehearsal == record["parts"][0]["rehearsal"]
-    assert ("rehearsal" in record["kind"]) == rehearsal == (first_hour_page.REHEARSAL in page)
+    assert ("rehearsal" in record["kind"]) == rehearsal == (gpu_session_page.REHEARSAL in page)
     assert rehearsal == ("## good (rehearsal)" in page) == ("of a rehearsal: " in page)
     where = "local/rehearsal" if rehearsal else "gpu/nvidia-h200"
     assert path == tmp_path / f"{where}-first-hour.json"
@@ -206,4 +207,4 @@ def test_every_file_of_tests_that_needs_a_gpu_has_a_part():
 
 
 def test_the_environment_finds_the_tools_of_cuda():
-    assert first_hour.TOOLS.split(os.pathsep)[-1] == "/usr/local/cuda/bin"
+    assert gpu_session.TOOLS.split(os.pathsep)[-1] == "/usr/local/cuda/bin"

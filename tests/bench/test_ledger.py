@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from bench import (
+from bench.static_gpu import (
     ledger_code,
     ledger_model,
     ledger_page,
@@ -17,8 +17,8 @@ from bench import (
     sass_values,
     sass_walk,
 )
-from bench.ledger_cases import Case, Compiled, cases
-from bench.ledger_model import Tile
+from bench.static_gpu.ledger_cases import Case, Compiled, cases
+from bench.static_gpu.ledger_model import Tile
 from tests.ptx.ours import needs_nvcc
 
 needs_triton = pytest.mark.skipif(

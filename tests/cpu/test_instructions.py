@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import instructions
-from bench.instructions import OTHER_COMPILER, SAME_COMPILER, Counts, compare
+from bench.benchmarks import instructions
+from bench.benchmarks.instructions import OTHER_COMPILER, SAME_COMPILER, Counts, compare
 from fastattn.backends.native import libraries
 
 reason = instructions.unavailable()

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import cuda_library
-from bench.aot import nvidia_tool
+from bench.static_gpu import cuda_library
+from bench.static_gpu.aot import nvidia_tool
 
 ROOT = Path(__file__).resolve().parents[2]
 FORCED = os.environ.get("FASTATTN_CUDA") == "on"

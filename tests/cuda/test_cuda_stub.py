@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from bench import launching
+from bench.benchmarks import launch_overhead
 from fastattn.backends import cuda, native_launcher
 from fastattn.backends.native import libraries, marshalling
 from fastattn.call import spec, validation
@@ -22,7 +22,7 @@ FIELDS = ("pass", "device", "multiprocessors", "stream", "runs")
 @pytest.fixture(scope="module")
 def library(tmp_path_factory):
     try:
-        return launching.compiled_stub(tmp_path_factory.mktemp("stub"))
+        return launch_overhead.compiled_stub(tmp_path_factory.mktemp("stub"))
     except OSError:
         pytest.skip("the stub needs a C++ compiler")
 
@@ -88,7 +88,7 @@ def without(params, *fields):
 @pytest.mark.parametrize("seed", range(3))
 def test_each_call_is_handed_over_as_it_is(seed, library, monkeypatch):
     """With any dtype, strides, alignment and tensors, after calls of all kinds; both passes."""
-    backend = launching.cuda_backend(library)
+    backend = launch_overhead.cuda_backend(library)
     # Conversion makes new tensors: reuse them, so that the extension and Python get the same.
     converted = {}
     real = native_launcher.convert
@@ -123,7 +123,7 @@ def test_the_device_and_the_stream_are_those_of_the_call(library, monkeypatch):
     s, t = described("square", torch.float16, {}, {})
     for stream, processors in ((0, 108), (1 << 47, 132), (7, 108)):
         monkeypatch.setattr(cuda, "met", lambda device, n=processors: n)
-        launching.cuda_backend(library, stream).forward(s, t)
+        launch_overhead.cuda_backend(library, stream).forward(s, t)
         found = last(library)[1]
         assert found["stream"] == stream and found["multiprocessors"] == processors
         assert found["device"] == -1  # the number of a CPU tensor's device
@@ -140,7 +140,7 @@ def test_the_stream_is_asked_for_by_the_number_of_the_device(monkeypatch):
 
 def test_an_error_is_told_and_the_next_call_runs(library):
     s, t = described("square", torch.float16, {}, {})
-    backend = launching.cuda_backend(library)
+    backend = launch_overhead.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(700)
     try:
@@ -156,7 +156,7 @@ def test_an_error_is_told_and_the_next_call_runs(library):
 
 def test_a_tensor_that_is_refused_is_named(library):
     s, t = described("square", torch.float16, {}, {})
-    backend = launching.cuda_backend(library)
+    backend = launch_overhead.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(libraries.BAD_EXTENT + libraries.WRITTEN.index("lse"))
     try:
@@ -177,7 +177,7 @@ def test_a_workspace_is_of_the_inputs_device_and_large_enough(size, library, mon
 
     monkeypatch.setattr(cuda, "_room", room)
     s, t = described(size, torch.float16, {}, {})
-    launching.cuda_backend(library).forward(s, t)
+    launch_overhead.cuda_backend(library).forward(s, t)
     params, rest = last(library)
     (at,) = libraries.POINTER.unpack_from(params, libraries.WORKSPACE)
     assert bool(made) == (size == "decoding") == bool(at)
@@ -194,13 +194,13 @@ def test_no_room_is_told_and_nothing_runs(library, monkeypatch):
     s, t = described("decoding", torch.float16, {}, {})
     before = last(library)[1]["runs"]
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
-        launching.cuda_backend(library).forward(s, t)
+        launch_overhead.cuda_backend(library).forward(s, t)
     assert last(library)[1]["runs"] == before
 
 
 def test_without_the_extension_the_same_arrives(library, monkeypatch):
     s, t = described("decoding", torch.float16, {}, {})
-    backend = launching.cuda_backend(library)
+    backend = launch_overhead.cuda_backend(library)
     found = []
     for way in (marshalling.launch_on, None):
         monkeypatch.setattr(cuda, "launch_on", way)

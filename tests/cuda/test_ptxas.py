@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from bench import cuda_library, ptxas
+from bench.static_gpu import cuda_library, ptxas
 from tests.ptx.ours import needs_nvcc
 
 FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 200, 81920, 0, 96)
@@ -22,7 +22,7 @@ def test_the_kernels_spill_no_more_than_allowed(capsys):
         pytest.skip(str(missing))
     printed = capsys.readouterr().out
     assert printed.rpartition("\n")[0].rpartition("\n")[0] + "\n" == ptxas.REPORT.read_text(), (
-        "the report is stale: python -m bench.ptxas --accept"
+        "the report is stale: python -m bench.static_gpu.ptxas --accept"
     )
 
 

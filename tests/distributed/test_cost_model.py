@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from bench.over_ranks import Counted
+from bench.benchmarks.rank_scaling import Counted
 from fastattn import distributed
 from fastattn.distributed import cost_model
 from fastattn.distributed import layout as layouts

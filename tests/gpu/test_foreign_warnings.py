@@ -22,7 +22,8 @@ def of(module, level):
     return names["call"]
 
 foreign = pytest.mark.parametrize("module", ["torch.cuda", "triton", "triton.runtime.jit"])
-own = pytest.mark.parametrize("module", ["fastattn.api", "fastattn", "torches", "bench.run"])
+OWN = ["fastattn.api", "fastattn", "torches", "bench.measure.run"]
+own = pytest.mark.parametrize("module", OWN)
 levels = pytest.mark.parametrize("level", [1, 2])
 
 @gpu

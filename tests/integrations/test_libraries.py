@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
-from bench import beside
+from bench.peers import optional_deps
 from fastattn import api
 from fastattn.integrations import diffusers as ours_for_diffusers
 
@@ -45,7 +45,7 @@ def calls(monkeypatch):
 def library(name):
     """Import a library, or skip the test."""
     try:
-        return beside.library(name)
+        return optional_deps.library(name)
     except ModuleNotFoundError as missing:
         pytest.skip(f"{name} is not installed (`make test-all` installs it): {missing}")
 

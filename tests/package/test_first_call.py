@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastattn
-from bench import launching as stub
+from bench.benchmarks import launch_overhead as stub
 from fastattn.backends import cuda, cuda_errors, gpu, native_launcher, triton
 from fastattn.backends.native import libraries
 from fastattn.backends.triton_support import launch_cache

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from bench import ptxas
+from bench.static_gpu import ptxas
 from tests.support.emulator import KERNELS, ROOT
 
 from . import library

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from bench.aot import SHARED, Absent
+from bench.static_gpu.aot import SHARED, Absent
 from fastattn.backends import triton as launcher
 from tests.support import emulator
 from tests.support.backends import every_call

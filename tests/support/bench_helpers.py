@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bench import ceilings, peers, run, timing
 from bench.cases import PASSES, Case
+from bench.measure import roofline, run, timing
+from bench.peers import registry
 
-LIMITS = ceilings.Limits(
+LIMITS = roofline.Limits(
     "cpu",
     {"float32": {"register_gflops": 100.0, "matmul_gflops": 90.0}},
     [{"threads": 1, "bytes": 1 << 19, "read_gbs": 20.0, "copy_gbs": 20.0}],
@@ -19,8 +20,8 @@ def case(mask: str = "full", dtype: str = "float32", **sizes) -> Case:
     return Case("cpu", dtype, mask, **{"B": 1, "H": 4, "N": 40, "D": 16} | sizes)
 
 
-def cells(*cases: Case, passes=PASSES, names=(peers.BASELINE,), threads=(1,)) -> list[dict]:
-    chosen = peers.chosen("cpu", names)
+def cells(*cases: Case, passes=PASSES, names=(registry.BASELINE,), threads=(1,)) -> list[dict]:
+    chosen = registry.chosen("cpu", names)
     with pytest.MonkeyPatch.context() as patch:
         hurry(patch)
         return list(run.cells(cases, passes, chosen, LIMITS, SECONDS, threads))
@@ -37,4 +38,4 @@ def know_ceilings(patch: pytest.MonkeyPatch) -> None:
     dtypes = ("float32", "bfloat16", "float16")
     compute = dict.fromkeys(dtypes, LIMITS.compute["float32"])
     known = LIMITS._replace(compute=compute)._asdict()
-    patch.setattr(ceilings, "measure", lambda device, dtypes: known)
+    patch.setattr(roofline, "measure", lambda device, dtypes: known)

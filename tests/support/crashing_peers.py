@@ -7,7 +7,7 @@ import os
 
 import torch
 
-from bench.peers import BASELINE, PEERS, Peer
+from bench.peers.registry import BASELINE, PEERS, Peer
 
 TIMED = 3  # calls: the first is judged, those after it are timed
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 import fastattn
-from bench import beside
+from bench.peers import optional_deps
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -344,7 +344,7 @@ def test_quantization_of_a_graph_leaves_attention_as_it_leaves_torchs():
 
 def test_features_of_torchvision():
     try:
-        beside.library("torchvision")
+        optional_deps.library("torchvision")
     except ModuleNotFoundError as missing:
         pytest.skip(f"torchvision is not installed (`make test-all` installs it): {missing}")
     extraction = importlib.import_module("torchvision.models.feature_extraction")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from bench import aot
-from bench.aot import Case, Kernel
+from bench.static_gpu import aot
+from bench.static_gpu.aot import Case, Kernel
 from tests.support import build_lock
 from tests.support.backends import INTERPRETED, needs_triton
 

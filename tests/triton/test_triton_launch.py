@@ -9,7 +9,7 @@ import random
 import pytest
 import torch
 
-from bench import launching
+from bench.benchmarks import launch_overhead
 from fastattn.backends import triton as backend
 from fastattn.backends.triton_support import launch_cache, tile_configs
 from fastattn.call import spec, validation
@@ -25,7 +25,7 @@ LONG = dict(M=1, N=4000)
 
 @pytest.fixture
 def stub():
-    with launching.stubbed(80) as made:
+    with launch_overhead.stubbed(80) as made:
         made.calls = []
         made.launched = lambda *args: made.calls.append(args)
         yield made
@@ -225,7 +225,7 @@ def test_tiles_are_chosen_by_what_wants_registers(kind, stub):
 
 def test_tensor_descriptors_come_and_go(derived, monkeypatch):
     """On sm_90, rows aligned to 16 bytes use descriptors, others do not; calls alternate."""
-    with launching.stubbed(90) as stub:
+    with launch_overhead.stubbed(90) as stub:
         stub.calls = []
         stub.launched = lambda *args: stub.calls.append(args)
         s, t = described(D=64)
@@ -286,7 +286,7 @@ def test_each_device_has_its_own_kernel(stub, derived):
 def test_each_driver_has_its_own_kernel(derived):
     s, t = described()
     for arch in (80, 86):
-        with launching.stubbed(arch):
+        with launch_overhead.stubbed(arch):
             forward(s, t)
             forward(s, t)
     assert len(derived) == 2
@@ -318,7 +318,7 @@ def test_hooks_are_called(stub, derived):
 def test_workspace_of_descriptors_is_given_for_each_launch(stub, monkeypatch):
     from triton.runtime import _allocation
 
-    monkeypatch.setitem(launching.METADATA, "global_scratch_size", 128)
+    monkeypatch.setitem(launch_overhead.METADATA, "global_scratch_size", 128)
     allocators = []
     stub.launched = lambda *args: allocators.append(_allocation._allocator.get())
     s, t = described()
@@ -332,7 +332,7 @@ def test_workspace_of_descriptors_is_given_for_each_launch(stub, monkeypatch):
 def test_a_kernel_that_does_not_fit_says_so_each_time(stub, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
-    monkeypatch.setitem(launching.METADATA, "shared", 1 << 30)
+    monkeypatch.setitem(launch_overhead.METADATA, "shared", 1 << 30)
     s, t = described()
     for _ in range(2):
         with pytest.raises(OutOfResources, match="shared memory"):

@@ -1,0 +1,1 @@
+"""What is measured besides the sweep: one module for each command."""

@@ -1,0 +1,190 @@
+"""The CPU time of a GPU call before the driver's launch, measured with a stub of the driver.
+
+No GPU is needed. Triton gets the stub as its driver, compiles only to its own IR, and calls the
+stub for each launch. The CUDA backend gets a library that launches nothing (launch_stub.cpp). Two
+costs are not measured: our own library, which does some arithmetic and two queries of CUDA's
+runtime; and torch's allocation of GPU memory, which is slower than that of CPU memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import itertools
+import os
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fastattn.backends.native.libraries import CudaLibrary
+from fastattn.backends.triton_support.launch_cache import interpreted
+
+from ..static_gpu.aot import SHARED, Absent
+
+ARCHS = (80, 90)  # without, and with tensor descriptors
+CALLS = 300
+STAGES = ("ttgir", "llir", "ptx", "cubin")  # the stages after Triton's own IR, which are skipped
+# Metadata that those stages would set; `shared` is the bytes of shared memory.
+METADATA = dict(shared=0, tmem_size=None, global_scratch_size=0, global_scratch_align=1)
+METADATA |= dict(profile_scratch_size=0, profile_scratch_align=1)
+_devices = itertools.count(1000)  # Triton caches kernels per device: each stub is a new one
+
+
+class Stub(Absent):
+    """A Triton driver for a GPU of `arch` that does nothing. If `launched` is set, it is called at
+    each launch, with the compiled kernel's metadata and the arguments of Triton's launcher.
+    """
+
+    def __init__(self, arch: int):
+        super().__init__(arch)
+        self.device, self.stream = next(_devices), 0
+        self.launched: Callable[..., None] | None = None
+        self.utils = SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": SHARED[arch]},
+            load_binary=lambda name, *rest: (name, object(), 0, 0, 1024),
+            unload_module=lambda module: None,
+        )
+        self.launcher_cls = self.launcher
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return self.stream
+
+    def launcher(self, source: Any, metadata: Any) -> Callable[..., None]:
+        def launch(*args: Any) -> None:
+            if self.launched:
+                self.launched(metadata, *args)
+
+        return launch
+
+
+def _stages(backend: Any = None, stages: Any = None, *rest: Any) -> tuple[str, str]:
+    """Triton's hook into its stages: replace those after its own IR by `skip`."""
+
+    def skip(name: str, code: Any, metadata: dict[str, Any]) -> Any:
+        metadata.update(METADATA | {"name": "kernel"} | metadata)
+        return code if name == "ttgir" else b"" if name == "cubin" else ""
+
+    if stages is not None:
+        stages.update({name: functools.partial(skip, name) for name in STAGES})
+    return "stub", "stub"
+
+
+@contextlib.contextmanager
+def stubbed(arch: int) -> Generator[Stub]:
+    """Inside the block, the Triton backend treats CPU tensors as tensors of a stub GPU."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    from fastattn.backends import triton as launcher
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
+        # A separate cache: these kernels are only partly compiled.
+        undo.enter_context(mock.patch.dict("os.environ", TRITON_CACHE_DIR=folder))
+        stub = Stub(arch)
+        for where, name, value in (
+            (driver, "_active", stub),
+            (knobs.runtime, "add_stages_inspection_hook", _stages),
+            (launcher, "architecture", lambda device: arch),
+            (launcher, "processors", lambda device: 132),
+        ):
+            undo.enter_context(mock.patch.object(where, name, value))
+        yield stub
+
+
+def compiled_stub(folder: Path) -> CudaLibrary:
+    """Compile the stub. Raises OSError or CalledProcessError without a C++ compiler."""
+    path = folder / "libfastattn_cuda_stub.so"
+    compiler = os.environ.get("CXX", "c++").split()
+    source = Path(__file__).with_name("launch_stub.cpp")
+    flags = ("-std=c++17", "-O2", "-fPIC", "-shared")
+    subprocess.run([*compiler, *flags, str(source), "-o", str(path)], check=True)
+    return CudaLibrary(path)
+
+
+def cuda_backend(library: CudaLibrary, stream: int = 0) -> Any:
+    """The CUDA backend over a stub library; it treats CPU tensors as GPU tensors."""
+    from fastattn.backends.cuda import Cuda
+
+    class Stubbed(Cuda):
+        @property
+        def library(self) -> CudaLibrary:
+            return library
+
+        def stream(self, x: torch.Tensor) -> int:
+            return stream
+
+    return Stubbed()
+
+
+def measure(backend: Any, calls: int) -> dict[str, float]:
+    """Median CPU time of each kind of call, in microseconds."""
+    from fastattn.call import spec, validation
+
+    def call(M: int, N: int, Hk: int, **options: Any) -> tuple[Any, Any]:
+        sizes = ((8, M), (Hk, N), (Hk, N))
+        q, k, v = (torch.zeros(2, heads, n, 64, dtype=torch.bfloat16) for heads, n in sizes)
+        t = spec.Tensors(q, k, v)
+        return validation.describe(t, spec.Options(**options)), t
+
+    kinds = {
+        "forward": call(128, 128, 8),
+        "forward, causal": call(128, 128, 8, right=0),
+        "decode": call(1, 8192, 2),
+    }
+    found = {
+        name: median(functools.partial(backend.forward, *x), calls) for name, x in kinds.items()
+    }
+    s, t = kinds["forward"]
+    out, normaliser = backend.forward(s, t)
+    given = (s, t, out, normaliser, out, None, ("q", "k", "v"))
+    return found | {"backward": median(functools.partial(backend.backward, *given), calls)}
+
+
+def median(call: Callable[[], Any], calls: int) -> float:
+    laps = []
+    for _ in range(calls + 20):  # the first 20 compile and warm up
+        start = time.thread_time_ns()
+        call()
+        laps.append(time.thread_time_ns() - start)
+    return sorted(laps[20:])[calls // 2] / 1e3
+
+
+def lines() -> Iterator[str]:
+    """The figures of `measure`, as `bench overhead` prints them, or why there are none."""
+    yield "CPU time of a call that has run before, above the driver's launch, in µs:"
+    yield from (f"  {name:13} {said}" for name, said in (("CUDA", _cuda()), *_triton()))
+
+
+def _cuda() -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            library = compiled_stub(Path(folder))
+        except (OSError, subprocess.CalledProcessError) as error:
+            return f"not measured: {error}"
+        return _told(measure(cuda_backend(library), CALLS))
+
+
+def _triton() -> Iterator[tuple[str, str]]:
+    from fastattn.backends.triton import Triton
+
+    if importlib.util.find_spec("triton") is None or interpreted():
+        yield "Triton", "not measured: it is not installed, or its interpreter is on"
+        return
+    for arch in ARCHS:
+        with stubbed(arch):
+            yield f"Triton, sm_{arch}", _told(measure(Triton(), CALLS))
+
+
+def _told(found: dict[str, float]) -> str:
+    return "  ".join(f"{name} {time:.1f}" for name, time in found.items())

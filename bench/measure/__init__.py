@@ -1,0 +1,1 @@
+"""How a call is measured: the machine, the oracle's verdict, clocks, interleaved rounds."""

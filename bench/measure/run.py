@@ -1,0 +1,329 @@
+"""The loop: verify each pass of a case, time it if it is right, yield one record per cell.
+
+A contender is a peer on a case. In a sweep all contenders of a cell share the case; a target may
+also compare two of our own calls. In both uses `race` verifies and times the contenders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+
+import fastattn
+
+from ..cases import BACKWARD, FORWARD, TRAINING, Case
+from ..peers.registry import PEERS, SUBJECT, Peer, arguments
+from ..reporting import progress
+from . import isolated_process, precompile, timing
+from .machine import load
+from .roofline import Limits
+from .verify import Judge, Verdict, differentiable
+
+Record = dict[str, Any]
+PARTS = {FORWARD: (0,), BACKWARD: (1,), TRAINING: (0, 1)}  # phases of a program in each pass
+IDENTITY = ("dtype", "mask", "B", "H", "Hk", "M", "N", "D", "strided")
+
+
+class Contender(NamedTuple):
+    """`around` is a context for its measurements: a thread count or an instruction set."""
+
+    peer: Peer
+    case: Case
+    around: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+class Heat(NamedTuple):
+    """The result of a race. `laps` are seconds per call, by thread count, name and round. `hosts`
+    are seconds to submit each phase, by name, if a device was timed."""
+
+    verdicts: dict[str, Verdict]
+    laps: list[tuple[int | None, str, dict[str, list[list[float]]]]]  # threads, clock, name: rounds
+    scope: str
+    hosts: dict[str, list[float]]
+
+
+def cell_count(cases: Iterable[Case], passes: Sequence[str]) -> int:
+    return len(passes) * sum(1 for _ in cases)
+
+
+def cells(
+    cases: Iterable[Case],
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None = None,
+    process: isolated_process.Process | None = None,
+) -> Iterator[Record]:
+    """Yield one JSON-ready record per cell, as soon as it is done. `seconds` is the timing budget
+    of a cell at one thread count; `threads` are the counts, by default one and all. The work runs
+    in `process`, if it is given: a peer that ends the process loses only its own entry."""
+    if process is not None:
+        yield from _cells_apart(process, cases, passes, peers, limits, seconds, threads)
+        return
+    for case in cases:
+        yield from _cells_of(case, passes, peers, limits, seconds, threads)
+
+
+def _cells_of(
+    case: Case,
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+    lost: Mapping[str, str] | None = None,
+) -> Iterator[Record]:
+    """The records of a case. `lost` names peers that are not tried, and why."""
+    trained = [what for what in passes if what != FORWARD]  # timed as parts of one program
+    compiled = precompile.count() if case.device == "cuda" else 0
+    judge = Judge(case, gradients=bool(trained))
+    clocks = timing.clocks(case.device, threads)
+    for whats in ([FORWARD] * (FORWARD in passes), trained):
+        if not whats:
+            continue
+        contenders = {name: Contender(peer, case) for name, peer in peers.items()}
+        heat = race(contenders, whats[0], clocks, seconds, {case: judge}, lost)
+        for what in whats:
+            record = _record(case, what, heat, limits)
+            if case.device == "cuda":
+                before, compiled = compiled, precompile.count()
+                record["compiled"] = compiled - before
+            yield record
+
+
+LIVES = 3  # a peer that ended the process in this many cells is not tried again
+
+
+def _cells_apart(
+    process: isolated_process.Process,
+    cases: Iterable[Case],
+    passes: Sequence[str],
+    peers: Mapping[str, Peer],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+) -> Iterator[Record]:
+    deaths: Counter[str] = Counter()
+    for case in cases:
+        progress.say(f"measuring {case}, {', '.join(passes)}: {', '.join(peers)}")
+        left = list(passes)
+        lost = {
+            name: f"not tried: it ended the process in {count} cells"
+            for name, count in deaths.items()
+            if count >= LIVES
+        }
+        while left:
+            given = case, left, tuple(peers), limits, seconds, threads, lost
+            reason = ""
+            try:
+                for record in process.stream(_named_cells, *given):
+                    left = [what for what in left if what != record["pass"]]
+                    yield record
+            except isolated_process.Died as death:
+                peer, reason = death.at, str(death)
+                if peer is not None and peer not in lost:  # retry without it
+                    lost[peer] = reason
+                    deaths[peer] += 1
+                    continue
+            except isolated_process.Raised as error:
+                reason = str(error)
+            for what in left:
+                yield _unmeasured(case, what, reason, peers)
+            break
+
+
+def _named_cells(
+    case: Case,
+    passes: Sequence[str],
+    names: Sequence[str],
+    limits: Limits,
+    seconds: float,
+    threads: Sequence[int] | None,
+    lost: Mapping[str, str],
+) -> Iterator[Record]:
+    """`_cells_of` with peers by name, because functions cannot be sent to another process."""
+    peers = {name: PEERS[name] for name in names}
+    return _cells_of(case, passes, peers, limits, seconds, threads, lost)
+
+
+def race(
+    contenders: Mapping[str, Contender],
+    what: str,
+    clocks: Sequence[tuple[int | None, timing.Clock]],
+    seconds: float,
+    judges: Mapping[Case, Judge],
+    lost: Mapping[str, str] | None = None,
+) -> Heat:
+    """Verify each contender that is not in `lost`, then time those that passed, in interleaved
+    rounds. Nothing is timed if the subject failed."""
+    verdicts = {}
+    for name, (peer, case, around) in contenders.items():
+        if reason := (lost or {}).get(name):
+            verdicts[name] = Verdict(reason)
+            continue
+        with isolated_process.at(name), around():
+            verdicts[name] = judges[case](peer, what)
+    scope = judges[contenders[SUBJECT].case].oracle.scope(what)
+    passed = {name: c for name, c in contenders.items() if not verdicts[name].reason}
+    programs = {}
+    if SUBJECT in passed:
+        programs = {n: program(c, what, judges[c.case].oracle.inputs) for n, c in passed.items()}
+    arounds = {name: functools.partial(_around, name, c.around) for name, c in passed.items()}
+    laps, hosts = [], {}
+    for threads, clock in clocks:
+        with timing.torch_threads(threads), torch.set_grad_enabled(what != FORWARD):
+            samples, reasons = timed(programs, clock, seconds, arounds)
+        verdicts |= {name: Verdict(reason) for name, reason in reasons.items()}
+        if SUBJECT not in samples:
+            return Heat(verdicts, [], scope, {})
+        laps.append((threads, clock.name, samples))
+        hosts = {name: host for name in samples if (host := clock.host(programs[name]))}
+    return Heat(verdicts, laps, scope, hosts)
+
+
+def timed(
+    programs: Mapping[str, timing.Program],
+    clock: timing.Clock,
+    seconds: float,
+    arounds: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
+) -> tuple[dict[str, list[list[float]]], dict[str, str]]:
+    """Samples of `timing.interleaved` for programs that do not raise, and the others' errors."""
+    left, reasons = dict(programs), {}
+    while left:
+        try:
+            return timing.interleaved(left, clock, seconds, arounds), reasons
+        except timing.Failed as failed:
+            name, reason = (
+                failed.name,
+                f"{isolated_process.told(failed.__cause__ or failed)}, while timed",
+            )
+        with isolated_process.at(name):
+            isolated_process.recover(reason)
+        reasons[name] = reason
+        del left[name]
+    return {}, reasons
+
+
+@contextlib.contextmanager
+def _around(name: str, around: Callable[[], AbstractContextManager[Any]]) -> Generator[None]:
+    with isolated_process.at(name), around():
+        yield
+
+
+def program(contender: Contender, what: str, inputs: Any) -> timing.Program:
+    case = contender.case
+    call = contender.peer.prepare(case)
+    if what == FORWARD:
+        return (lambda _: call(inputs),)
+    inputs = differentiable(case, inputs)
+    leaves = [getattr(inputs, name) for name in case.leaves]
+    return (
+        lambda _: call(inputs),
+        lambda out: torch.autograd.grad(out, leaves, inputs.dout),
+    )
+
+
+def totals(samples: Mapping[str, list[list[float]]], what: str) -> dict[str, list[float]]:
+    """Seconds of a pass by name, a value for each round."""
+    return {
+        name: [sum(laps[i] for i in PARTS[what]) for laps in rounds]
+        for name, rounds in samples.items()
+    }
+
+
+def _record(case: Case, what: str, heat: Heat, limits: Limits) -> Record:
+    choice = explain(case)
+    failure = heat.verdicts[SUBJECT].reason
+    return (
+        {"pass": what}
+        | {name: getattr(case, name) for name in IDENTITY}
+        | {
+            "backend": choice.backend,
+            "declined": choice.declined if choice.backend == "reference" else {},
+            "status": "failed" if failure else "ok",
+            "reason": failure,
+            "verified": heat.scope,
+            "peers": {
+                name: {"reason": x.reason, "note": x.note, "errors": x.errors}
+                for name, x in heat.verdicts.items()
+            },
+            "load": load(),
+            "timings": [
+                {
+                    "threads": threads,
+                    "clock": clock,
+                    **_summary(case, what, threads, laps, heat.hosts, limits),
+                }
+                for threads, clock, laps in heat.laps
+            ],
+        }
+    )
+
+
+def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Record:
+    """The record of a cell that returned nothing."""
+    blank = {"reason": reason, "note": "", "errors": {}}
+    return (
+        {"pass": what}
+        | {name: getattr(case, name) for name in IDENTITY}
+        | {"backend": "none", "declined": {}, "status": "failed", "reason": reason, "verified": ""}
+        | {"peers": dict.fromkeys(peers, blank), "load": load(), "timings": []}
+    )
+
+
+def explain(case: Case) -> fastattn.inspection.explain_call.Explanation:
+    """Which of our backends runs the case, and why others do not. That depends on kinds, not sizes,
+    so one row and one key are enough."""
+    small = dataclasses.replace(case, B=1, N=1, M=1)
+    q, k, v, _, bias = small.inputs()
+    given = arguments(small) | ({"mask": bias} if small.rule.added else {})
+    return fastattn.explain(q, k, v, **given)
+
+
+def _summary(
+    case: Case, what: str, threads: int | None, samples: Mapping, hosts: Mapping, limits: Limits
+) -> Record:
+    """Medians and quartiles by peer; our speed-up over each, a ratio per round; and, if a device
+    was timed, the milliseconds that the host takes to submit the call."""
+    seconds = totals(samples, what)
+    ours = seconds[SUBJECT]
+    peers: Record = {}
+    for name, values in seconds.items():
+        peers[name] = figures(case, what, threads, values, limits)
+        if name in hosts:
+            peers[name]["host_ms"] = 1e3 * sum(hosts[name][i] for i in PARTS[what])
+        if name != SUBJECT:
+            peers[name]["speedup"] = ratio(values, ours)
+    return {"rounds": len(ours), "peers": peers}
+
+
+def figures(
+    case: Case, what: str, threads: int | None, seconds: list[float], limits: Limits
+) -> Record:
+    """Milliseconds, GF/s of useful work, GB/s of keys and values read, and each rate in percent of
+    its limit, None if that limit was not measured."""
+    quartiles = timing.quartiles(seconds)
+    gflops = case.flops(what) / quartiles["median"] / 1e9
+    gbs = case.kv_bytes / quartiles["median"] / 1e9
+    return {f"{key}_ms": value * 1e3 for key, value in quartiles.items()} | {
+        "gflops": gflops,
+        "percent_of_peak": _percent(gflops, limits.gflops(case.dtype, threads)),
+        "kv_gbs": gbs,
+        "percent_of_read": _percent(gbs, limits.read_gbs(threads, case.kv_bytes)),
+    }
+
+
+def ratio(theirs: list[float], ours: list[float]) -> dict[str, float]:
+    return timing.quartiles([t / o for t, o in zip(theirs, ours, strict=True)])
+
+
+def _percent(value: float, limit: float | None) -> float | None:
+    return 100 * value / limit if limit else None

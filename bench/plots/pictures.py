@@ -1,0 +1,50 @@
+"""Draw and save the pictures of a result, without a display."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fastattn.examples.common import new_figure
+
+from . import heatmap, plot_memory, plot_readme, plot_speed
+
+Result = dict[str, Any]
+
+# suffix of the file: draws a result on a new figure, or returns None without the data
+PICTURES: dict[str, Callable[[Result, Callable[..., Any]], Any]] = {
+    "": plot_speed.draw,
+    "-speedup": heatmap.draw,
+    "-memory": plot_memory.draw,
+}
+
+
+def draw_all(result: Result, stem: Path) -> Iterator[str]:
+    """Write <stem><suffix>.png for each picture that the result has data for; yield what was
+    written, or why nothing was."""
+
+    def draws() -> Iterator[tuple[Any, Path]]:
+        for suffix, draw in PICTURES.items():
+            name = f"{stem.name.removesuffix(suffix)}{suffix}.png"
+            yield draw(result, new_figure), stem.with_name(name)
+
+    return written(draws())
+
+
+def draw_glance(results: Sequence[Result], path: Path) -> Iterator[str]:
+    """Write the picture of the README, which has a panel for each machine."""
+    return written((plot_readme.draw(x, new_figure), path) for x in [results])
+
+
+def written(figures: Iterator[tuple[Any, Path]]) -> Iterator[str]:
+    """Save each figure; yield what was written, or why nothing was."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError as error:
+        yield f"no picture: matplotlib is not installed ({error})"
+        return
+    for figure, path in figures:
+        if figure is not None:
+            figure.savefig(path, dpi=170)
+            yield f"wrote {path}"

@@ -1,0 +1,1 @@
+"""Machine code of the GPU kernels, compiled and counted without a GPU."""

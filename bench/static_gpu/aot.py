@@ -1,0 +1,491 @@
+"""Compile every kernel of the tuning tables with no GPU, and judge the code: `make aot`.
+
+The launcher itself selects the kernels: Triton gets a driver for an absent GPU, the tensors are on
+torch's meta device, and each launch is replaced by a compilation. The binaries are read with
+cuobjdump and nvdisasm from Triton's wheel. These are faults:
+
+    a kernel that does not compile
+    spilled registers beyond aot_budget.json: {version of Triton: {kernel: instructions}}
+    more shared or tensor memory than a block of the chip may have
+    16-bit products on sm_90 without wgmma, if the tile has enough rows for it
+
+The report, one line per kernel, is bench/results/aot-triton-<version>.txt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import functools
+import itertools
+import json
+import multiprocessing
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+BUDGET = HERE / "aot_budget.json"
+RESULTS = HERE.parent / "results"
+
+ARCHS = (80, 90, 100, 120)
+DTYPES = ("bfloat16", "float32")  # float16 shares bfloat16's tiles and instructions
+HEAD_DIMS = (64, 128, 256)
+
+# Most bytes of shared memory that a block may opt in to (CUDA programming guide, table of technical
+# specifications per compute capability), and columns of tensor memory.
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10}
+TENSOR_COLUMNS = 512
+WGMMA_ROWS = 64
+NO_PRODUCTS = ("delta", "combine", "rates", "block_mask", "block_mask keys")
+BY_KEYS = ("dkv", "dk", "dv")
+BY_KEYS += tuple(f"{name}_t" for name in BY_KEYS)
+
+
+class Case(NamedTuple):
+    """A kind of call: every kernel it needs is compiled."""
+
+    arch: int
+    dtype: str
+    head_dim: int
+    variant: str  # of VARIANTS
+
+    def __str__(self) -> str:
+        return f"sm_{self.arch} {self.dtype} D{self.head_dim} {self.variant}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A compiled kernel, and figures of its code."""
+
+    case: Case
+    name: str
+    tile: str  # rows x keys, warps, stages
+    rows: int = 0  # of its matrix products; 0 without any
+    registers: int = 0  # per thread
+    spills: int = 0  # instructions that store or load a spilled register
+    inner: int = 0  # most of those in one innermost loop
+    stack: int = 0  # bytes per thread
+    shared: int = 0  # bytes per block
+    tensor: int = 0  # columns of tensor memory per block
+    mix: Counter[str] = dataclasses.field(default_factory=Counter)  # opcode: instructions
+    error: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.case} {self.name}"
+
+
+# ------------------------------------------------------------------------------------ what to call
+
+
+def everything(B: int, H: int, M: int, N: int) -> dict[str, Any]:
+    meta = functools.partial(torch.empty, device="meta")
+    return dict(
+        Hk=2,
+        causal="bottom_right",
+        left=1000,
+        softcap=30.0,
+        dropout_p=0.1,
+        mask=meta((B, H, M, N)),
+        lengths=meta(B, dtype=torch.int64),
+        slopes=meta((B, H)),
+        sinks=meta(H),
+        seed=meta(1, dtype=torch.int64),
+    )
+
+
+class Variant(NamedTuple):
+    options: Callable[..., dict[str, Any]]
+    kernels: tuple[str, ...] = ()  # the kernels that the options change; () for all
+    tangents: bool = False  # run only the passes that take tangents
+
+
+PAIR = ("forward", "dq", *BY_KEYS)
+MOVED = ("jvp", "rates", "dq_t", *BY_KEYS)
+ONE = {  # each feature alone: its options
+    "mask": ("mask",),
+    "alibi": ("slopes",),
+    "softcap": ("softcap",),
+    "dropout": ("dropout_p", "seed"),
+}
+
+
+def alone(feature: str, *sizes: int) -> dict[str, Any]:
+    """Options of one feature. Its mask is bfloat16; that of `everything` is float32."""
+    found = {x: y for x, y in everything(*sizes).items() if x in ONE[feature]}
+    return dict(mask=found["mask"].to(torch.bfloat16)) if feature == "mask" else found
+
+
+def shared_mask(B: int, H: int, M: int, N: int) -> dict[str, Any]:
+    """One mask for all items and heads: a block mask is computed from it first."""
+    return dict(mask=torch.empty((1, 1, M, N), device="meta", dtype=torch.bfloat16))
+
+
+VARIANTS = {
+    "plain": Variant(lambda *sizes: {}),
+    "causal": Variant(lambda *sizes: dict(causal="top_left", Hk=2), PAIR),
+    **{x: Variant(functools.partial(alone, x), PAIR) for x in ONE},
+    "block mask": Variant(shared_mask, (*PAIR, "block_mask", "block_mask keys")),
+    "everything": Variant(everything, (*PAIR, "dmask", "split", "weights average")),
+    "packed": Variant(
+        lambda *sizes: dict(causal="bottom_right", Hk=2, packed=True), (*PAIR, "split")
+    ),
+    # Pages with fewer keys than a tile: their rows are gathered.
+    "paged": Variant(
+        lambda *sizes: dict(causal="bottom_right", Hk=2, page=16), ("forward", "split")
+    ),
+    # Rows that no tensor descriptor can read: their size is not a multiple of 16 bytes.
+    "strided": Variant(lambda *sizes: dict(causal="top_left", Hk=2, short=4), (*PAIR, "split")),
+    "tf32": Variant(lambda *sizes: dict(causal="top_left", Hk=2, tf32=True), PAIR),
+    "tangents": Variant(lambda *sizes: dict(causal="top_left", Hk=2), MOVED, True),
+    "tangents-all": Variant(everything, (*MOVED, "dmask_t"), True),
+}
+
+
+def cases(
+    archs: Iterable[int] = ARCHS,
+    dtypes: Iterable[str] = DTYPES,
+    variants: Iterable[str] = tuple(VARIANTS),
+) -> Iterator[Case]:
+    for case in map(Case._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
+        absent = (*ONE, "block mask", "packed", "paged") if case.dtype == "float32" else ("tf32",)
+        if case.variant not in absent and not (VARIANTS[case.variant].tangents and rare(case)):
+            yield case
+
+
+def rare(case: Case) -> bool:
+    """Is it a case of tangents that is skipped to save minutes?"""
+    newer = case.variant == "tangents-all" and case.arch > 90
+    return newer or case.dtype == "float32" or case.head_dim > 128
+
+
+def call(case: Case) -> None:
+    """Run every pass of the launcher on meta tensors of this case."""
+    from fastattn.backends.triton_tangents import TritonWithTangents
+    from fastattn.call import spec, validation
+
+    dtype, B, H, N = getattr(torch, case.dtype), 2, 8, 4096
+    o = VARIANTS[case.variant].options(B, H, N, N)
+    Hk, D = o.pop("Hk", H), case.head_dim - o.pop("short", 0)
+    precision = "tf32" if o.pop("tf32", False) else "ieee"
+    extras = {x: o.pop(x) for x in ("mask", "lengths", "slopes", "sinks", "seed") if x in o}
+    meta = functools.partial(torch.empty, device="meta", dtype=dtype)
+    items, rows, max_q = B, N, None
+    page = o.pop("page", 0)
+    packed = o.pop("packed", False) or page
+    if packed:  # B sequences, concatenated
+        items, rows, max_q = 1, B * N, 1
+        extras |= {x: meta(B + 1, dtype=torch.int32) for x in ("cu_q", "cu_k")}
+        o |= dict(max_q=N, max_k=N)
+    keys = items, Hk, rows, D
+    if page:
+        keys = B * N // page, Hk, page, D
+        extras |= dict(pages=meta(B, N // page, dtype=torch.int32), cu_k=None)
+        extras |= dict(lengths=meta(B, dtype=torch.int64))
+    options = spec.Options(**o)
+    k, v = meta(*keys), meta(*keys)
+    attention = spec.Tensors(meta(items, H, rows, D), k, v, **extras)
+    normaliser = meta(2, items, H, rows, dtype=torch.float32)
+    weights = attention._replace(v=None, normaliser=normaliser)
+    few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
+    decode = attention._replace(q=attention.q[:, :, : rows // N], **few)
+    wants = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
+    describe = validation.describe
+    backend = TritonWithTangents()
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = precision
+    try:
+        s = describe(attention, options)
+        out = backend.forward(s, attention)
+        if VARIANTS[case.variant].tangents:
+            moved = spec.Tangents(*(getattr(attention, x) for x in spec.DIFFERENTIABLE))
+            outs = backend.jvp(s, attention, moved, *out)
+            q, lse = attention.q, normaliser[0]
+            backend.second(s, attention, moved, outs, q, lse, q, lse, wants)
+            return
+        if not page:  # pages have no gradient
+            backend.backward(s, attention, *out, attention.q, normaliser[0], wants)
+        backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
+        if packed:  # packed calls have no weights
+            return
+        for average in (False, True):
+            s = describe(weights, options._replace(average_heads=average))
+            dweights = backend.weights(s, weights)
+        backend.weights_backward(s, weights, dweights, [x for x in wants if x != "v"])
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+# ------------------------------------------------------------------------------------- compilation
+
+
+class Absent:
+    """A Triton driver for an absent GPU."""
+
+    def __init__(self, arch: int):
+        from triton.backends.compiler import GPUTarget
+
+        self.arch, self.target = arch, GPUTarget("cuda", arch, 32)
+
+    def get_current_target(self) -> Any:
+        return self.target
+
+    def get_current_device(self) -> int:
+        return self.arch  # Triton caches compiled kernels per device
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+
+def pretend(arch: int, launched: Callable) -> None:
+    """Make the launcher see a GPU of `arch`, and call `launched` instead of launching a kernel.
+    This cannot be undone: call it only in processes that do nothing else.
+    """
+    from triton.runtime import driver
+
+    from fastattn.backends import triton as launcher
+
+    absent: Any = Absent(arch)  # has only the methods that compilation calls
+    driver.set_active(absent)
+    vars(launcher).update(
+        architecture=lambda device: arch, processors=lambda device: 132, run=launched
+    )
+
+
+def name_of(kernel: Any, args: Sequence[Any]) -> str:
+    """The name of a launch: a dkv kernel that computes only dk or dv is named dk or dv."""
+    name = kernel.__name__.removesuffix("_kernel")
+    given = dict(zip(kernel.arg_names, args))
+    if name == "dkv":
+        name = "dv" if given["dk"] is None else "dk" if given["dv"] is None else name
+    if name == "dkv_t":
+        name = "dv_t" if given["dk_t"] is None else "dk_t" if given["dv_t"] is None else name
+    return name
+
+
+def compiled(case: Case) -> list[Kernel]:
+    """The kernels of a case, in launch order."""
+    names = VARIANTS[case.variant].kernels
+    found: dict[str, Kernel] = {}
+
+    def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        flags = [x.lower() for x, on in options.items() if on is True and x.isupper()]
+        name = " ".join([name_of(kernel, args), *flags])
+        tile, warps, stages = (options[x] for x in ("T", "num_warps", "num_stages"))
+        if name in found or (names and name not in names):
+            return
+        result = Kernel(
+            case,
+            name,
+            f"{tile.BM}x{tile.BN} w{warps} s{stages}",
+            0 if name in NO_PRODUCTS else tile.BN if name.split()[0] in BY_KEYS else tile.BM,
+        )
+        try:
+            binary = kernel.warmup(*args, grid=grid, **options)
+        except Exception as e:  # any error of a compiler is reported
+            found[name] = dataclasses.replace(result, error=f"{type(e).__name__}: {_last(str(e))}")
+        else:
+            found[name] = dataclasses.replace(result, **inspect(binary))
+
+    pretend(case.arch, launched)
+    call(case)
+    return list(found.values())
+
+
+def _last(text: str) -> str:
+    return ([""] + [line.strip() for line in text.splitlines() if line.strip()])[-1]
+
+
+def inspect(binary: Any) -> dict[str, Any]:
+    """The fields of a Kernel that are read from its binary."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary.asm["cubin"])
+        file.flush()
+        usage = nvidia_tool("cuobjdump", "--dump-resource-usage", file.name)
+        sass = nvidia_tool("nvdisasm", "-c", file.name)
+    registers, stack = (int(_found(rf"{x}:(\d+)", usage)) for x in ("REG", "STACK"))
+    code, labels = instructions(sass)
+    operations = Counter(opcode.split(".")[0] for opcode, _ in code)
+    return dict(
+        registers=registers,
+        stack=stack,
+        spills=spills(code),
+        inner=max((spills(code[a:b]) for a, b in inner_loops(code, labels)), default=0),
+        shared=binary.metadata.shared,
+        tensor=getattr(binary.metadata, "tmem_size", None) or 0,
+        mix=Counter(
+            wgmma=operations["HGMMA"],
+            tcgen05=operations["UTCHMMA"],
+            mma=operations["HMMA"],
+            tma=operations["UTMALDG"],
+            cp_async=operations["LDGSTS"],
+            exp2=sum(opcode == "MUFU.EX2" for opcode, _ in code),
+            ffma=operations["FFMA"],
+        ),
+    )
+
+
+Code = list[tuple[str, str]]  # (opcode, operands) of each instruction
+INSTRUCTION = re.compile(r"\s+/\*[0-9a-f]+\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*)")
+LABEL = re.compile(r"\.(L_x_\d+):")
+
+
+def instructions(sass: str) -> tuple[Code, dict[str, int]]:
+    """The instructions that nvdisasm -c printed, and the index of the one after each label."""
+    code: Code = []
+    labels = {}
+    for line in sass.splitlines():
+        if found := LABEL.match(line):
+            labels[found[1]] = len(code)
+        elif found := INSTRUCTION.match(line):
+            code.append((found[1], found[2]))
+    return code, labels
+
+
+def spills(code: Code) -> int:
+    return sum(opcode.split(".")[0] in ("STL", "LDL") for opcode, _ in code)
+
+
+def inner_loops(code: Code, labels: dict[str, int]) -> list[tuple[int, int]]:
+    """The loops [first, past) that contain no other loop; a backward branch makes a loop."""
+    loops = []
+    for at, (opcode, operands) in enumerate(code):
+        target = re.search(r"L_x_\d+", operands) if opcode.startswith("BRA") else None
+        if target and labels[target[0]] <= at:
+            loops.append((labels[target[0]], at + 1))
+    return [
+        (a, b)
+        for a, b in loops
+        if not any((c, d) != (a, b) and a <= c and d <= b for c, d in loops)
+    ]
+
+
+def _found(pattern: str, text: str) -> str:
+    match = re.search(pattern, text)
+    if not match:
+        raise RuntimeError(f"cuobjdump: got {text!r}, expected {pattern} in it")
+    return match[1]
+
+
+def nvidia_tool(name: str, *args: str) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return subprocess.run([path, *args], capture_output=True, text=True, check=True).stdout
+
+
+# ------------------------------------------------------------------------------------ the verdicts
+
+
+def faults(kernel: Kernel, budget: dict[str, int] | None) -> list[str]:
+    """The faults of a kernel; `budget` is None if this version of Triton has none."""
+    if kernel.error:
+        return [kernel.error]
+    limit, arch = SHARED[kernel.case.arch], kernel.case.arch
+    allowed = kernel.spills if budget is None else budget.get(str(kernel), 0)
+    wide = arch == 90 and kernel.case.dtype != "float32" and kernel.rows >= WGMMA_ROWS
+    rules = [
+        (kernel.spills <= allowed, f"{kernel.spills} spill instructions, {allowed} allowed"),
+        (kernel.shared <= limit, f"{kernel.shared} bytes of shared memory, sm_{arch} has {limit}"),
+        (
+            kernel.tensor <= TENSOR_COLUMNS,
+            f"{kernel.tensor} columns of tensor memory, sm_{arch} has {TENSOR_COLUMNS}",
+        ),
+        (
+            not wide or (kernel.mix["wgmma"] and not kernel.mix["mma"]),
+            f"{kernel.mix['wgmma']} wgmma and {kernel.mix['mma']} mma.sync, wgmma expected for "
+            f"products of {kernel.rows} rows",
+        ),
+    ]
+    return [reason for ok, reason in rules if not ok]
+
+
+def budget_of(version: str) -> dict[str, int] | None:
+    return json.loads(BUDGET.read_text()).get(version) if BUDGET.exists() else None
+
+
+# --------------------------------------------------------------------------------------- the report
+
+COLUMNS = ("tile", "registers", "spills", "inner", "stack", "shared", "tensor")
+MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
+
+
+def report(version: str, kernels: Iterable[Kernel]) -> str:
+    """One line per kernel, in the given order. Columns have fixed widths, so diffs are small."""
+    head = " ".join([f"{'kernel':48}", f"{'tile':14}", *(f"{x:>9}" for x in COLUMNS[1:] + MIX)])
+    lines = [
+        f"# Triton {version}: make aot. bench/static_gpu/aot.py says what the columns are.",
+        head,
+    ]
+    for k in kernels:
+        numbers = [getattr(k, x) for x in COLUMNS[1:]] + [k.mix[x] for x in MIX]
+        values = k.error.split() or [f"{x:>9}" for x in numbers]
+        lines.append(" ".join([f"{k!s:48}", f"{k.tile:14}", *values]))
+    return "\n".join(lines) + "\n"
+
+
+def compile_all(every: Iterable[Case], workers: int = 2) -> Iterator[list[Kernel]]:
+    """The kernels of each case in turn, compiled by `workers` processes."""
+    context = multiprocessing.get_context("spawn")  # each process sets its own driver
+    with context.Pool(workers) as pool:
+        yield from pool.imap(compiled, every)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("python -m bench.static_gpu.aot", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--arch", type=int, nargs="+", choices=ARCHS, default=ARCHS)
+    parser.add_argument("--variant", nargs="+", choices=VARIANTS, default=tuple(VARIANTS))
+    parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=DTYPES)
+    parser.add_argument("--workers", type=int, default=2, help="processes (default: 2)")
+    parser.add_argument("--check", action="store_true", help="fail if the report is stale")
+    parser.add_argument("--accept", action="store_true", help="write the budget from what is found")
+    options = parser.parse_args(argv)
+
+    import triton
+
+    version, started = triton.__version__, time.perf_counter()
+    every = list(cases(options.arch, options.dtype, options.variant))
+    whole = every == list(cases())
+    if not whole and (options.check or options.accept):
+        parser.error("--check and --accept are of every arch, dtype and variant")
+    found: list[Kernel] = []
+    for case, kernels in zip(every, compile_all(every, workers=options.workers)):
+        elapsed = time.perf_counter() - started
+        spilled = sum(k.spills for k in kernels)
+        text = f"[{elapsed:4.0f}s] {case}: {len(kernels)} kernels, {spilled} spill instructions"
+        print(text, file=sys.stderr, flush=True)
+        found += kernels
+    if options.accept:
+        accept(version, found)
+    budget = budget_of(version)
+    wrong = [f"{k} ({k.tile}): {fault}" for k in found for fault in faults(k, budget)]
+    text, path = report(version, found), RESULTS / f"aot-triton-{version}.txt"
+    if not whole:
+        print(text)
+    elif not options.check:
+        path.write_text(text)
+    elif not path.exists() or path.read_text() != text:
+        wrong.append(f"{path} is stale: make aot writes it anew")
+    print(f"Triton {version}: {len(found)} kernels, {len(wrong)} faults")
+    print("".join(f"  {line}\n" for line in wrong), end="")
+    return bool(wrong)
+
+
+def accept(version: str, found: Iterable[Kernel]) -> None:
+    """Write the spills that were found as the budget of this version of Triton."""
+    every = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
+    every[version] = {str(k): k.spills for k in found if k.spills}
+    BUDGET.write_text(json.dumps(every, indent=2, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

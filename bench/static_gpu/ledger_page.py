@@ -1,0 +1,146 @@
+"""The page of the ledger: our kernels beside the peers'."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import ledger_model
+from .ledger_cases import Case
+from .ledger_model import Loop
+
+PEERS = Path(__file__).resolve().parent / "ledger_peers.json"
+PARTS = dict.fromkeys(("dqkv", "dq", "dkv", "dk", "dv"), "backward")
+KEPT = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branch", "spill")
+
+
+class Row(NamedTuple):
+    """The counts of a kernel."""
+
+    case: Case
+    tile: str
+    registers: int
+    shared: int
+    blocks: int  # that fit on a multiprocessor
+    main: Loop
+    masked: Loop
+
+    def counts(self) -> dict[str, int]:
+        """The counts that the budget limits."""
+        kept = {name: self.main.counts.get(name, 0) for name in KEPT}
+        return kept | {"masked": self.masked.counts["instructions"]}
+
+
+COUNTS = (
+    "fp32",
+    "int",
+    "move",
+    "mufu",
+    "LDSM",
+    "shared",
+    "global",
+    "barrier",
+    "wait",
+    "branch",
+    "spill",
+)
+UNITS = ("tensor", "mufu", "fp32", "shared", "issue")
+
+
+def head() -> str:
+    counts = "".join(f"{x:>8}" for x in ("instr", "masked", "product", *COUNTS))
+    cycles = "".join(f"{x:>8}" for x in UNITS)
+    own = f"{'regs':>5}{'bytes':>8}{'blocks':>7}"
+    bound = f"{'bound':7}{'peak':>5}"
+    flight = f"{'ex2 in flight':19}products, mufu"
+    return f"{'kernel':31}{'tile':14}{counts}  |{cycles}  {bound}  |{own}  {flight}"
+
+
+def line(row: Row) -> str:
+    """Counts, cycles, a block's resources, exponentials while products and copies are in flight,
+    and the opcodes of products and functions."""
+    n = row.main.counts
+    first = (n["instructions"], row.masked.counts["instructions"], f"{row.main.products:g}")
+    counts = "".join(f"{x:>8}" for x in (*first, *(n.get(x, 0) for x in COUNTS)))
+    flight = f"{row.main.under_products}, {row.main.under_copies} of {row.main.exponentials}"
+    own = f"{row.registers:>5}{row.shared:>8}{row.blocks:>7}"
+    kinds = ", ".join(f"{x.removeprefix('MUFU.')} {n}" for x, n in row.main.opcodes.items())
+    name = str(row.case).partition(" ")[2]
+    cycles = _cycles(row.main.cycles)
+    return f"{name:31}{row.tile:14}{counts}{cycles}  |{own}  {flight:19}{kinds}"
+
+
+def _cycles(cycles: dict[str, float]) -> str:
+    unit, most = max(cycles.items(), key=lambda x: x[1])
+    text = "".join(f"{cycles.get(x, 0):>8.0f}" for x in UNITS)
+    return f"  |{text}  {unit:7}{cycles['tensor'] / most:>5.0%}"
+
+
+def compared(rows: Sequence[Row], arch: int) -> list[dict[str, Any]]:
+    """One record for forward and one for all kernels of backward, of our plain calls and of the
+    peers. The peers' exponentials are assumed: 64 x 64, which MUFU computes 16 per cycle."""
+    found: dict[tuple[int, str, str], dict[str, Any]] = {}
+    for row in rows:
+        if row.case.arch != arch or row.case.feature != "plain" or row.case.name == "decode":
+            continue
+        what = PARTS.get(row.case.name, row.case.name)
+        key = row.case.head_dim, what, row.case.compiler
+        record = found.setdefault(
+            key,
+            {"pass": what, "head_dim": key[0], "who": key[2], "tile": "", "instructions": 0}
+            | {"int_move": 0, "LDSM": 0, **dict.fromkeys(UNITS, 0.0), "bound": 0.0},
+        )
+        n = row.main.counts
+        record["tile"] = " ".join(filter(None, (record["tile"], row.tile)))
+        record["instructions"] += n["instructions"]
+        record["int_move"] += n.get("int", 0) + n.get("move", 0)
+        record["LDSM"] += n.get("LDSM", 0)
+        for unit in UNITS:
+            record[unit] += row.main.cycles[unit]
+        record["bound"] += row.main.bound[1]
+    for peer in json.loads(PEERS.read_text())["loops"]:
+        if peer["arch"] == arch:
+            units = {"mufu": 256.0} | {x: float(peer[x]) for x in ("tensor", "shared", "issue")}
+            key = peer["head_dim"], peer["pass"], peer["who"]
+            found[key] = peer | units | {"bound": max(units.values())}
+    order = {"forward": 0, "backward": 1}
+    return [found[x] for x in sorted(found, key=lambda x: (order[x[1]], x[0], x[2]))]
+
+
+def peak(record: dict[str, Any], arch: int) -> float:
+    """Percent of the tensor cores' peak at the bound, counting only needed products."""
+    needed = ledger_model.NEEDED[record["pass"]] * ledger_model.UNIT * record["head_dim"]
+    return 100 * needed / ledger_model.CHIPS[arch].tensor / record["bound"]
+
+
+def beside(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
+    columns = ("instr", "int+mov", "LDSM", *UNITS, "bound", "peak")
+    lines = [f"{'pass':10}{'D':>4} {'':7}" + "".join(f"{x:>9}" for x in columns) + "  tile"]
+    for x in records:
+        keys = ("instructions", "int_move", "LDSM", *UNITS, "bound")
+        numbers = [f"{x[k]:.0f}" if k in x else "-" for k in keys] + [f"{peak(x, arch):.0f}%"]
+        text = "".join(f"{n:>9}" for n in numbers)
+        lines.append(f"{x['pass']:10}{x['head_dim']:>4} {x['who']:7}{text}  {x['tile']}")
+    return lines
+
+
+def report(rows: Sequence[Row], arch: int, versions: dict[str, str]) -> str:
+    """The report of one architecture."""
+    chip = ledger_model.CHIPS[arch]
+    mine = [row for row in rows if row.case.arch == arch]
+    used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in mine))
+    peers = json.loads(PEERS.read_text())["versions"]
+    lines = [
+        f"# sm_{arch} ({chip.name}), {used}: python -m bench ledger. Per 64 x 64 scores of the "
+        "main loop; cycles are of one multiprocessor.",
+        "# bench/static_gpu/ledger_model.py says what is counted and what the bound leaves out. "
+        + "; ".join(f"{x}: {y}" for x, y in peers.items()),
+        *(["# What FA3 copies to shared memory is not in its figures."] if arch == 90 else []),
+        *beside(compared(mine, arch), arch),
+        "",
+        head(),
+        *map(line, mine),
+    ]
+    return "\n".join(x.rstrip() for x in lines) + "\n"

@@ -1,0 +1,185 @@
+"""Compile the CUDA kernels with no GPU, and judge the machine code.
+
+    python -m bench.static_gpu.ptxas
+
+It reads the objects of csrc/cuda for sm_80 and sm_90, in build/cuda. These are faults:
+
+    a kernel that does not compile
+    spilled registers in a plain kernel of head dims up to 128; in others, more bytes than
+    ptxas_budget.json says: {arch: {kernel: bytes}}
+    a kernel of matrix products without tensor-core instructions
+    more shared memory than a block may have on sm_86 and sm_89, which run code for sm_80
+
+The report, one line per kernel, is bench/results/cuda-ptxas.txt; --accept writes it and the budget.
+Both depend on the version of nvcc, which the report's first line names.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from . import cuda_library
+from .aot import nvidia_tool
+
+HERE = Path(__file__).resolve().parent
+BUDGET = HERE / "ptxas_budget.json"
+REPORT = HERE.parent / "results" / "cuda-ptxas.txt"
+ARCHS = ("sm_80", "sm_90")
+SHARED_LIMIT = 99 << 10
+WITHOUT_SPILLS = 128  # head dims of plain kernels up to this
+WITHOUT_PRODUCTS = r"(delta|combine|sink_gradient|query_gradient|mask_tiles|shown_tiles)_kernel"
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel: registers per thread, most bytes of shared memory at a launch (all of it
+    dynamic), bytes spilled in stores and loads, and the number of matrix instructions."""
+
+    arch: str
+    name: str
+    registers: int
+    shared: int
+    spilled: int
+    products: int
+
+    def __str__(self) -> str:
+        memory = f"{self.shared:5d} bytes shared  {self.spilled:4d} bytes spilled"
+        counts = f"{self.registers:3d} registers  {memory}  {self.products:4d} HMMA"
+        return f"{self.arch}  {counts}  {self.name}"
+
+
+def nvcc() -> str:
+    if found := find_nvcc():
+        return found
+    raise SystemExit("bench.static_gpu.ptxas needs nvcc, of the CUDA toolkit 12.8 or newer")
+
+
+def find_nvcc() -> str | None:
+    """Find nvcc in the same places as csrc/cuda/nvcc.cmake."""
+    if named := os.environ.get("CUDACXX"):
+        return named
+    home = os.environ.get("CUDA_HOME")
+    folders = [f"{home}/bin"] * bool(home) + [os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(folders))
+
+
+def version() -> str:
+    """nvcc's version, as in the first line of the report."""
+    said = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"V([\d.]+)", said)
+    return f"nvcc {found[1] if found else 'unknown'}"
+
+
+def shared_memory() -> dict[str, int]:
+    """Bytes per block of each kernel, by its template argument or by its name."""
+    emulator = HERE.parents[1] / "tests" / "emu"
+    flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}"]
+    flags += [f"-I{cuda_library.SOURCES}", "-include", str(emulator / "emu.h")]
+    with tempfile.TemporaryDirectory() as folder:
+        program = Path(folder) / "shared_memory"
+        compiler = os.environ.get("CXX", "c++").split()
+        subprocess.run(
+            [*compiler, *flags, str(HERE / "shared_memory.cpp"), "-o", str(program)], check=True
+        )
+        said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(["c++filt", "-t"], input=said, capture_output=True, text=True).stdout
+    lines = (line.split(maxsplit=1) for line in plain(names).splitlines())
+    return {name: int(size) for size, name in lines}
+
+
+def read_one(made: Path, arch: str, shared: dict[str, int]) -> list[Kernel]:
+    """The kernels of one object for one architecture."""
+    code = nvidia_tool("cuobjdump", "--dump-sass", f"--gpu-architecture={arch}", str(made))
+    functions = re.findall(r"Function : (\w+)(.*?)(?=Function : |\Z)", code, re.DOTALL)
+    products = {name: text.count("HMMA.") for name, text in functions}
+    said = re.findall(
+        rf"Compiling entry function '(\S+)' for '{arch}'.*?(\d+) bytes spill stores, "
+        r"(\d+) bytes spill loads.*?Used (\d+) registers",
+        cuda_library.said(made),
+        re.DOTALL,
+    )
+    found = []
+    for mangled, stores, loads, used in said:
+        name = readable(mangled)
+        kind, _, instance = name.rstrip("> ").partition("<")
+        instance = f"{instance}>" if instance.count("<") else instance
+        size = shared[kind] if kind in shared else shared[instance]
+        spilled = int(stores) + int(loads)
+        found.append(Kernel(arch, name, int(used), size, spilled, products[mangled]))
+    return found
+
+
+def readable(mangled: str) -> str:
+    """Demangle a name, as in forward_kernel<Forward<BF16, 64, 64, false> >."""
+    run = subprocess.run(["c++filt", mangled], capture_output=True, text=True, check=True)
+    return plain(re.sub(r"\([^()]*\)$|^void ", "", run.stdout.strip()))
+
+
+def plain(name: str) -> str:
+    """Drop namespaces and the types of constants from a name."""
+    return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", re.sub(r"\w+::", "", name))
+
+
+def compile_all(jobs: int | None) -> list[Kernel]:
+    """Every kernel, sorted by architecture and name."""
+    cuda_library.build(jobs)
+    shared = shared_memory()
+    sources = [made for x, made in cuda_library.objects().items() if x.parent.name == "sm80"]
+    kernels = [kernel for x in sources for arch in ARCHS for kernel in read_one(x, arch, shared)]
+    return sorted(kernels, key=lambda k: (k.arch, k.name))
+
+
+def may_not_spill(kernel: Kernel) -> bool:
+    """Is it plain, with head dims up to WITHOUT_SPILLS?"""
+    sizes = [int(x) for x in re.findall(r"\b\d+\b", kernel.name)[:2]]
+    return "false" in kernel.name and all(size <= WITHOUT_SPILLS for size in sizes)
+
+
+def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str]:
+    found = []
+    for kernel in kernels:
+        allowed = 0 if may_not_spill(kernel) else budget.get(kernel.arch, {}).get(kernel.name, 0)
+        if kernel.spilled > allowed:
+            found.append(f"{kernel}: expected at most {allowed} bytes spilled")
+        if not kernel.products and not re.match(WITHOUT_PRODUCTS, kernel.name):
+            found.append(f"{kernel}: expected tensor-core instructions")
+        if kernel.shared > SHARED_LIMIT:
+            found.append(f"{kernel}: expected at most {SHARED_LIMIT} bytes shared")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.static_gpu.ptxas", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument("--accept", action="store_true", help="write the budget and the report")
+    parser.add_argument("--jobs", type=int, help="compilers at a time, else two")
+    options = parser.parse_args(arguments)
+    kernels = compile_all(options.jobs)
+    report = "".join(f"{line}\n" for line in (version(), *kernels))
+    if options.accept:
+        spilled = {
+            arch: {k.name: k.spilled for k in kernels if k.arch == arch and k.spilled}
+            for arch in ARCHS
+        }
+        BUDGET.write_text(json.dumps(spilled, indent=1) + "\n")
+        REPORT.write_text(report)
+    print(report, end="")
+    wrong = faults(kernels, json.loads(BUDGET.read_text()))
+    print(*wrong, sep="\n", end="\n" if wrong else "")
+    spilled = sum(kernel.spilled for kernel in kernels)
+    print(f"{len(kernels)} kernels, {spilled} bytes spilled, {len(wrong)} faults")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
