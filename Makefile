@@ -23,7 +23,7 @@
 #                than recorded. ARGS=--accept: record it
 # make ledger    count what the main loops of the GPU kernels issue, with no GPU, beside
 #                FlashAttention's; fails where that is more than recorded. ARGS=--accept: record it
-# make lint, make format, make types    check with ruff, ruff format and ty
+# make lint, make format, make types    check with ruff, ruff format and clang-format, and ty
 # ARGS="..."     goes to pytest or to the module of bench
 #
 # Each first does what set-up is due, in the virtual environment that is active, else in .venv.
@@ -31,6 +31,7 @@
 #   VENV=        in the python3 on PATH as it is: only fastattn is installed, nothing is fetched
 #   FASTATTN_CUDA=on, off    compile the CUDA kernels, or not; else (auto) where there are nvcc and
 #                a GPU. CUDAARCHS="80-real;120": for these, not sm_80 and 90
+#   FASTATTN_ISAS=amx_bf16   build these CPU instruction sets alone, and generic: a faster build
 
 VENV ?= $(or $(VIRTUAL_ENV),.venv)
 PYTHON := $(if $(VENV),$(VENV)/bin/python,python3)
@@ -119,6 +120,7 @@ lint: setup
 
 format: setup
 	$(PYTHON) -m ruff format --check
+	git ls-files csrc | grep -E '[.](h|cpp|cu|cuh)$$' | xargs $(if $(VENV),$(VENV)/bin/)clang-format --dry-run --Werror
 
 types: setup
 	$(PYTHON) -m ty check --python $(PYTHON)
@@ -136,9 +138,11 @@ $(VISION): | setup
 		&& mv $@.part $@ || echo "without torchvision, tests of its models are skipped"
 
 export FASTATTN_CUDA ?=
+export FASTATTN_ISAS ?=
+comma := ,
 semicolon := ;
 STAMP := $(or $(VENV),build)/.fastattn$(addprefix -cuda-,$(FASTATTN_CUDA) $(subst $(semicolon),+,$(CUDAARCHS)))
-STAMP := $(STAMP)$(addprefix -extension-,$(FASTATTN_EXTENSION))
+STAMP := $(STAMP)$(addprefix -extension-,$(FASTATTN_EXTENSION))$(addprefix -isas-,$(subst $(comma),+,$(FASTATTN_ISAS)))
 STAMP := $(subst $() ,,$(STAMP))
 SOURCES := pyproject.toml .ci/constraints.txt $(shell find csrc -type f)
 

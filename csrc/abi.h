@@ -1,6 +1,6 @@
 // The C ABI between Python and the native kernels: plain data, no torch, no
-// Python, no exceptions. fastattn/backends/native/libraries.py mirrors it field by field, in the order
-// of the tables in fastattn/call/spec.py.
+// Python, no exceptions. fastattn/backends/native/libraries.py mirrors it
+// field by field, in the order of the tables in fastattn/call/spec.py.
 #pragma once
 #include <stdint.h>
 

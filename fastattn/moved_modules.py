@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
@@ -44,7 +45,7 @@ def _table() -> dict[str, str]:
 MOVED = _table()
 
 
-class _Finder:
+class _Finder(MetaPathFinder, Loader):
     """Finds an old path where no file has it, and loads the module of the new path."""
 
     def find_spec(self, name, path=None, target=None) -> ModuleSpec | None:

@@ -1,8 +1,8 @@
 // A CUDA library that launches no kernels: the functions that csrc/abi.h declares, for
-// bench/benchmarks/launch_overhead.py to time what precedes a launch, and for tests to see which arguments arrive.
+// launch_overhead.py to time what precedes a launch, and for tests to see which arguments arrive.
 #include <cstring>
 
-#include "../csrc/abi.h"
+#include "../../csrc/abi.h"
 
 namespace {
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 import fastattn
+from fastattn.inspection.explain_call import Explanation
 
 from ..cases import BACKWARD, FORWARD, TRAINING, Case
 from ..peers.registry import PEERS, SUBJECT, Peer, arguments
@@ -279,7 +280,7 @@ def _unmeasured(case: Case, what: str, reason: str, peers: Iterable[str]) -> Rec
     )
 
 
-def explain(case: Case) -> fastattn.inspection.explain_call.Explanation:
+def explain(case: Case) -> Explanation:
     """Which of our backends runs the case, and why others do not. That depends on kinds, not sizes,
     so one row and one key are enough."""
     small = dataclasses.replace(case, B=1, N=1, M=1)

@@ -80,7 +80,13 @@ def _make(compiler: Callable[[list[Case]], list[Compiled]], cases: list[Case]) -
 @functools.cache
 def _sources(compiler: str) -> str:
     folders = {
-        "cuda": ("csrc/*.h", "csrc/cuda/*.h", "csrc/cuda/*.cuh", "csrc/cuda/sm80/*.cuh"),
+        "cuda": (
+            "csrc/*.h",
+            "csrc/common/*.h",
+            "csrc/cuda/*.h",
+            "csrc/cuda/*.cuh",
+            "csrc/cuda/sm80/*.cuh",
+        ),
         "triton": (
             "kernels/*.py",
             "fastattn/backends/triton_support/tile_configs.py",

@@ -7,7 +7,7 @@
 #include "cuda/sm80/decode.cuh"
 #include "cuda/sm80/forward.cuh"
 #include "cuda/sm80/mask_gradient.cuh"
-#include "cuda/sm80/row_sums.cuh"
+#include "cuda/sm80/bwd_preprocess.cuh"
 #include "cuda/sm80/weights.cuh"
 
 using namespace fa::sm80;

@@ -1,5 +1,5 @@
 // Dropout's draws, a lane's part of a tile at a time. Philox draws for four keys of a row at once
-// (csrc/philox.h), which are in several lanes: each lane draws for one row, and they exchange bits.
+// (philox.h), which are in several lanes: each lane draws for one row, and they exchange bits.
 #pragma once
 #include "score.cuh"
 
@@ -74,8 +74,10 @@ FA_DEVICE Kept<n> draw(const Places& at) {
   }
 #pragma unroll
   for (uint32_t& bits : kept.bits) {
-    if (Places::kKeysStay) bits = exchange_bits(exchange_bits(bits, 4, 1), 8, 2);
-    else bits = exchange_bits(bits, 1, 2);
+    if (Places::kKeysStay)
+      bits = exchange_bits(exchange_bits(bits, 4, 1), 8, 2);
+    else
+      bits = exchange_bits(bits, 1, 2);
   }
   return kept;
 }

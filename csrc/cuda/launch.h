@@ -38,12 +38,14 @@ int loadable(void (*kernel)(P...)) {
 template <class... P>
 bool translated(void (*kernel)(P...)) {
   cudaFuncAttributes of_kernel;
-  return !cudaFuncGetAttributes(&of_kernel, kernel) && of_kernel.binaryVersion > of_kernel.ptxVersion;
+  return !cudaFuncGetAttributes(&of_kernel, kernel) &&
+         of_kernel.binaryVersion > of_kernel.ptxVersion;
 }
 
 inline int version(bool of_driver) {
   int found = 0;
-  const cudaError_t failed = of_driver ? cudaDriverGetVersion(&found) : cudaRuntimeGetVersion(&found);
+  const cudaError_t failed =
+      of_driver ? cudaDriverGetVersion(&found) : cudaRuntimeGetVersion(&found);
   return failed ? 0 : found;
 }
 

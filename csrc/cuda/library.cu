@@ -1,6 +1,6 @@
 // The C ABI of csrc/abi.h over the kernels: which kernels serve a pass.
-#include "../band.h"
-#include "../extents.h"
+#include "../common/band.h"
+#include "../common/extents.h"
 #include "launch.h"
 #include "sm80/kernels.h"
 #include "splits.h"
@@ -57,7 +57,7 @@ int64_t fa_cuda_run(const FaCall* call, int64_t pass, int64_t device, int64_t mu
   switch (pass) {
     case FA_FORWARD:
       return decodes(p, multiprocessors) ? fa::sm80::decode(p, multiprocessors, stream)
-                                          : fa::sm80::forward(p, stream);
+                                         : fa::sm80::forward(p, stream);
     case FA_BACKWARD:
       return fa::sm80::backward(p, stream);
     case FA_WEIGHTS:

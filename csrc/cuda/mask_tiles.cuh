@@ -2,8 +2,8 @@
 // its workspace: tiles that are hidden are skipped, and the mask is not read where it hides
 // nothing.
 #pragma once
-#include "../band.h"
-#include "../mask_holds.h"
+#include "../common/band.h"
+#include "../common/mask_bits.h"
 #include "launch.h"
 #include "ptx.cuh"
 
@@ -174,10 +174,14 @@ inline int start_mask_tiles(const FaParams& p, MaskTiling tiling, void* stream) 
                          32 * kMaskWarps, sizeof(uint32_t) * kMaskWarps, stream, p, tiling);
   };
   switch (p.mask.dtype) {
-    case FA_BOOL: return start(mask_tiles_kernel<OfBool>);
-    case FA_BF16: return start(mask_tiles_kernel<OfBF16>);
-    case FA_F16: return start(mask_tiles_kernel<OfF16>);
-    default: return start(mask_tiles_kernel<OfF32>);
+    case FA_BOOL:
+      return start(mask_tiles_kernel<OfBool>);
+    case FA_BF16:
+      return start(mask_tiles_kernel<OfBF16>);
+    case FA_F16:
+      return start(mask_tiles_kernel<OfF16>);
+    default:
+      return start(mask_tiles_kernel<OfF32>);
   }
 }
 

@@ -40,16 +40,26 @@ FA_DEVICE uint32_t of_element(int what, uint32_t a, float x, float neighbour, ui
                               uint32_t* out) {
   const auto half = static_cast<uint16_t>(a);
   switch (what) {
-    case kExp2: return __float_as_uint(ptx::exp2(x));
-    case kLog2: return __float_as_uint(ptx::log2(x));
-    case kPackBF16: return ptx::pack(ptx::BF16(), x, neighbour);
-    case kPackF16: return ptx::pack(ptx::F16(), x, neighbour);
-    case kWidenBF16: return __float_as_uint(ptx::widen(ptx::BF16(), half));
-    case kWidenF16: return __float_as_uint(ptx::widen(ptx::F16(), half));
-    case kShuffle: return __float_as_uint(ptx::shuffle_xor(x, static_cast<int>(flip)));
-    case kReciprocal: return __float_as_uint(ptx::reciprocal(x));
-    case kProductLow: return static_cast<uint32_t>(ptx::product(a, flip));
-    case kProductHigh: return static_cast<uint32_t>(ptx::product(a, flip) >> 32);
+    case kExp2:
+      return __float_as_uint(ptx::exp2(x));
+    case kLog2:
+      return __float_as_uint(ptx::log2(x));
+    case kPackBF16:
+      return ptx::pack(ptx::BF16(), x, neighbour);
+    case kPackF16:
+      return ptx::pack(ptx::F16(), x, neighbour);
+    case kWidenBF16:
+      return __float_as_uint(ptx::widen(ptx::BF16(), half));
+    case kWidenF16:
+      return __float_as_uint(ptx::widen(ptx::F16(), half));
+    case kShuffle:
+      return __float_as_uint(ptx::shuffle_xor(x, static_cast<int>(flip)));
+    case kReciprocal:
+      return __float_as_uint(ptx::reciprocal(x));
+    case kProductLow:
+      return static_cast<uint32_t>(ptx::product(a, flip));
+    case kProductHigh:
+      return static_cast<uint32_t>(ptx::product(a, flip) >> 32);
     case kFetchAdd: {  // the sum, if the first call found the old value and the second call the sum
       uint32_t* const word = out;
       *word = flip;
@@ -85,7 +95,8 @@ __global__ void probe_kernel(int what, const uint32_t* words, const uint32_t* ad
   a += 4 * lane, b += 2 * lane, d += 4 * lane;
   if (what == kMultiplyBF16 || what == kMultiplyF16) multiply(what, r, a, b, d);
   if (what >= kExp2)
-    for (int i = 0; i < 4; ++i) r[i] = of_element(what, a[i], d[i], d[i ^ 1], b[0], out + 4 * lane + i);
+    for (int i = 0; i < 4; ++i)
+      r[i] = of_element(what, a[i], d[i], d[i ^ 1], b[0], out + 4 * lane + i);
   for (int i = 0; i < 4; ++i) out[4 * lane + i] = r[i];
 }
 

@@ -1,17 +1,17 @@
 // The score pipeline of the CUDA kernels: the one place of them that implements features, forward
 // and backward.
 //
-//   where   Visible, row_range, hide: which keys a row sees (csrc/band.h)
+//   where   Visible, row_range, hide: which keys a row sees (csrc/common/band.h)
 //   what    logits: scale, softcap, ALiBi, mask (mask.cuh), in this order
 //   after   draw: dropout's (dropout.cuh)
 //
 // Each is a loop over all that a lane holds of a tile, behind one branch that all threads take
 // alike: a feature that a call does not use costs a comparison for each tile.
 #pragma once
-#include "../band.h"
-#include "../philox.h"
-#include "item.cuh"
+#include "../common/band.h"
+#include "../common/philox.h"
 #include "ptx.cuh"
+#include "seqlen_info.cuh"
 
 namespace fa {
 
@@ -30,7 +30,7 @@ FA_DEVICE float read(const FaTensor& x, int64_t at) {
   }
 }
 
-// Four random words for the keys 4 k to 4 k + 3 (csrc/philox.h).
+// Four random words for the keys 4 k to 4 k + 3 (csrc/common/philox.h).
 FA_DEVICE void philox(uint32_t (&c)[4], uint64_t seed) {
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
 #pragma unroll
@@ -59,7 +59,9 @@ struct Visible {
   int shift, left, right, length;
 
   FA_DEVICE Visible(const FaParams& p, int64_t b)
-      : shift(static_cast<int>(diagonal(p, b))), left(cut(p.left)), right(cut(p.right)),
+      : shift(static_cast<int>(diagonal(p, b))),
+        left(cut(p.left)),
+        right(cut(p.right)),
         length(static_cast<int>(key_length(p, b))) {}
   static FA_DEVICE int cut(int64_t edge) {
     constexpr int64_t far = 1 << 30;
@@ -107,9 +109,18 @@ struct Head {
   uint64_t seed;
 
   FA_DEVICE Head(const FaParams& p, int64_t b, int64_t h, int64_t shift)
-      : p(p), b(b), h(h), shift(static_cast<int>(shift)), scale(static_cast<float>(p.scale)),
-        softcap(static_cast<float>(p.softcap)), slope(0), dropout_factor(1), dropout_threshold(0),
-        drawn_b(0), drawn_h(0), seed(0) {
+      : p(p),
+        b(b),
+        h(h),
+        shift(static_cast<int>(shift)),
+        scale(static_cast<float>(p.scale)),
+        softcap(static_cast<float>(p.softcap)),
+        slope(0),
+        dropout_factor(1),
+        dropout_threshold(0),
+        drawn_b(0),
+        drawn_h(0),
+        seed(0) {
     if (p.slopes.data) slope = read(p.slopes, b * p.slopes.stride[0] + h * p.slopes.stride[1]);
     if (p.dropout_p > 0) {
       const Dropout rule = dropout_rule(p.dropout_p);
@@ -141,9 +152,7 @@ struct Places {
   FA_DEVICE int i(int k, int e) const { return keys_stay ? passing(k, e) : staying(e); }
   FA_DEVICE int j(int k, int e) const { return keys_stay ? staying(e) : passing(k, e); }
   // |i + shift - j| is |from + offset|, and offset is a constant.
-  FA_DEVICE int from(int) const {
-    return passes - stays + (keys_stay ? one.shift : -one.shift);
-  }
+  FA_DEVICE int from(int) const { return passes - stays + (keys_stay ? one.shift : -one.shift); }
   static FA_DEVICE int offset(int k, int e) { return 8 * k + e % 2 - 8 * (e / 2); }
 };
 

@@ -1,6 +1,6 @@
 // Tiles of 16-bit elements in shared memory: where their chunks of 8 are, and how they are loaded.
 #pragma once
-#include "../band.h"
+#include "../common/band.h"
 #include "ptx.cuh"
 
 namespace fa {
@@ -37,7 +37,11 @@ struct Matrix {
 
 FA_DEVICE Matrix matrix_of(const FaTensor& x, int64_t b, int64_t h, int64_t rows, int64_t columns) {
   Matrix own = {static_cast<const uint16_t*>(x.data) + (b * x.stride[0] + h * x.stride[1]),
-                x.stride[2], x.stride[3], static_cast<int>(rows), static_cast<int>(columns), 0};
+                x.stride[2],
+                x.stride[3],
+                static_cast<int>(rows),
+                static_cast<int>(columns),
+                0};
   const bool whole = own.column_stride == 1 && own.columns % 8 == 0 && own.row_stride % 8 == 0 &&
                      reinterpret_cast<uintptr_t>(own.data) % 16 == 0;
   own.chunked = whole ? own.rows : 0;

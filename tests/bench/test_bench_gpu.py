@@ -416,7 +416,7 @@ def test_the_process_that_measures_has_the_gpu_alone(command, monkeypatch, tmp_p
     hurry(monkeypatch)
     monkeypatch.setattr(isolated_process, "Process", lambda: process)
     monkeypatch.setattr(peak_memory, "subprocess", SimpleNamespace(Popen=Probe))
-    monkeypatch.setattr(commands, "launching", SimpleNamespace(lines=lambda: ()))
+    monkeypatch.setattr(commands, "launch_overhead", SimpleNamespace(lines=lambda: ()))
     monkeypatch.setattr(tiny_call, "SMALL", (4,))
     given = ["--device", "cuda", "--output", str(tmp_path), "--peers", BASELINE]
     given += [] if command == "memory" else ["--seconds", "0.002", "--dtypes", "bfloat16"]

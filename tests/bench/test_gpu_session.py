@@ -162,7 +162,9 @@ def test_nobody_takes_a_rehearsal_for_an_hour(rehearsal, monkeypatch, tmp_path):
     """The file, the page and each part are marked as a rehearsal, and git ignores them."""
     machine = {"device": "cuda", "name": "NVIDIA H200", "gpu": None}
     monkeypatch.setattr(gpu_session.machine, "describe", lambda device: machine)
-    monkeypatch.setattr(gpu_session.apart, "once", lambda function, *args: function(*args))
+    monkeypatch.setattr(
+        gpu_session.isolated_process, "once", lambda function, *args: function(*args)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: not rehearsal)
     monkeypatch.setattr(results, "FOLDER", tmp_path)
     monkeypatch.setattr(gpu_session, "PARTS", (GOOD,))

@@ -1,13 +1,13 @@
 // For test_amx.py: TDPBF16PS by the header that the kernels use (the chip's, or with FA_AMX_MODEL
 // the model's), and by the rules of amx_rules.h.
 #include "amx_rules.h"
-#include "cpu/amx_permission.h"
-#include "cpu/convert.h"
+#include "cpu/amx/amx_enable.h"
+#include "cpu/base/convert.h"
 #if defined(FA_AMX_MODEL)
-#include "cpu/amx_model.h"
+#include "cpu/amx/amx_model.h"
 namespace tiles = fa::FA_ISA::amx;
 #else
-#include "cpu/amx.h"
+#include "cpu/amx/amx.h"
 namespace tiles = fa::amx;
 #endif
 

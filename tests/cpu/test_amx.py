@@ -209,7 +209,7 @@ MUTANT = edits(MUTANTS)
 @pytest.mark.parametrize("what", MUTANT)
 def test_a_rule_of_the_model_is_noticed(what, tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cuda"))
-    header = tmp_path / "csrc" / "cpu" / "amx_model.h"
+    header = tmp_path / "csrc" / "cpu" / "amx" / "amx_model.h"
     text, (old, new) = header.read_text(), MUTANT[what]
     assert text.count(old) == 1
     header.write_text(text.replace(old, new))
@@ -349,7 +349,7 @@ def test_subnormal_values_count_as_zero(isa, m):
 def in_assembly(folder, flags=(), old="", new=""):
     """(the kernels with an edit of amx.h, a library that emulates their instructions)"""
     shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cuda"))
-    header = folder / "csrc" / "cpu" / "amx.h"
+    header = folder / "csrc" / "cpu" / "amx" / "amx.h"
     assert not old or header.read_text().count(old) == 1
     header.write_text(header.read_text().replace(old, new, 1))
     flags = [*ON_THE_MODEL[:-1], *flags]
@@ -487,7 +487,7 @@ def counting(tmp_path_factory):
     """The kernels on a model that counts: (library, a function that returns and resets counts)."""
     folder = tmp_path_factory.mktemp("counting")
     shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("cuda"))
-    header = folder / "csrc" / "cpu" / "amx_model.h"
+    header = folder / "csrc" / "cpu" / "amx" / "amx_model.h"
     text = header.read_text()
     head = "struct Machine {"
     text = text.replace(head, f'extern "C" FA_EXPORT int64_t counts[4];\n{head}')
@@ -495,7 +495,7 @@ def counting(tmp_path_factory):
         start = text.index("{", text.index(f"void {name}(")) + 1
         text = text[:start] + f" ++counts[{at}]; " + text[start:]
     header.write_text(text)
-    with open(folder / "csrc" / "cpu" / "isa.cpp", "a") as isa:
+    with open(folder / "csrc" / "cpu" / "kernels_for_isa.cpp", "a") as isa:
         isa.write('extern "C" FA_EXPORT int64_t counts[4] = {};\n')
     library = libraries.CpuLibrary(build_kernels(folder / "csrc", folder, *ON_THE_MODEL))
     counts = (ctypes.c_int64 * 4).in_dll(library.dll, "counts")

@@ -1,4 +1,4 @@
-"""exp and tanh of the CPU kernels: errors as csrc/cpu/simd.h states them, no subnormal results."""
+"""exp and tanh of the CPU kernels: errors as simd.h states them, no subnormal results."""
 
 import ctypes
 

@@ -2,8 +2,11 @@
 
 import ctypes
 import os
+import re
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +19,7 @@ from tests.support.backends import variant
 pytestmark = pytest.mark.skipif(
     bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
 )
+CSRC = Path(__file__).parents[2] / "csrc"
 ALL = "avx512_bf16,avx512,avx2,generic"
 TILES = "amx_bf16," + ALL
 
@@ -122,3 +126,38 @@ assert torch.equal(many, run(64)) and not torch.equal(one, run(1))
 def test_report_says_why():
     found = report()["cpu"]
     assert found["why"] == libraries.cpu_isa_reason() in show(report())
+
+
+def configured(folder, sets):
+    """cmake's run for a build of these instruction sets."""
+    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    cmake = shutil.which("cmake", path=tools)
+    if not cmake or not shutil.which("ninja", path=tools):
+        pytest.skip("building needs cmake and ninja")
+    given = dict(PATH=tools, FASTATTN_ISAS=sets, FASTATTN_CUDA="off", FASTATTN_EXTENSION="off")
+    command = [cmake, "-S", str(CSRC), "-B", str(folder), "-GNinja"]
+    return subprocess.run(command, env=os.environ | given, capture_output=True, text=True)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
+@pytest.mark.parametrize(
+    "sets, built",
+    [
+        ("", {"generic", *ALL.split(","), "amx_bf16", "amx_model"}),
+        ("avx2", {"generic", "avx2"}),
+        ("amx_bf16", {"generic", "avx512", "amx_bf16"}),
+        ("avx512_bf16,generic", {"generic", "avx512_bf16"}),
+    ],
+)
+def test_chosen_sets_are_built(tmp_path, sets, built):
+    done = configured(tmp_path, sets)
+    assert done.returncode == 0, done.stderr
+    text = (tmp_path / "build.ninja").read_text()
+    assert set(re.findall(r"DFA_ISA=(\w+)", text)) == built
+    known = {x.lower() for x in re.findall(r"DFA_HAS_(\w+)", text)}
+    assert known == built - {"generic"}
+
+
+def test_a_set_that_does_not_exist_is_named(tmp_path):
+    done = configured(tmp_path, "avx2,sse")
+    assert done.returncode and "got 'sse', expected some of generic, avx2" in done.stderr

@@ -174,28 +174,28 @@ class Fault:
 
 FAULTS = {
     "scratch of half its size": Fault(
-        "library.cpp",
+        "cpu/runtime/library.cpp",
         "std::aligned_alloc(64, size_)",
         "std::aligned_alloc(64, size_ / 2)",
         "address:dense/64/float32/generic/last",
         "heap-buffer-overflow",
     ),
     "an index past the end": Fault(
-        "calls.h",
+        "cpu/runtime/packed_batch.h",
         "for (int at = 0; at < kPhases; ++at) {",
         "for (int at = 0; at <= kPhases; ++at) {",
         "address:dense/33/float32/generic/last",
         "runtime error: index",
     ),
     "one key too many": Fault(
-        "calls.h",
+        "cpu/runtime/packed_batch.h",
         "one.N = p.cu_k[b + 1] - p.cu_k[b];",
         "one.N = p.cu_k[b + 1] - p.cu_k[b] + 1;",
         "address:packed/33/float32/generic/last",
         "AddressSanitizer: SEGV",
     ),
     "a count that threads share": Fault(
-        "library.cpp",
+        "cpu/runtime/library.cpp",
         "      done.fetch_add(1, std::memory_order_relaxed);",
         "      static int64_t sum; done.fetch_add(1, std::memory_order_relaxed), ++sum;",
         "threads:dense/61/float32/generic",
@@ -215,16 +215,16 @@ def compile_with(sanitizers, *arguments):
 
 def kernels(sanitizers):
     """The object file of the kernels, without a fault, compiled once."""
-    files = sorted(x for x in (ROOT / "csrc" / "cpu").glob("*.h") if x.name != "calls.h")
+    files = sorted(x for x in (ROOT / "csrc" / "cpu").rglob("*.h") if x.name != "packed_batch.h")
     key = build_lock.digest(
-        *files, ROOT / "csrc" / "cpu" / "isa.cpp", FLAGS, sanitizers, compiler()
+        *files, ROOT / "csrc" / "cpu" / "kernels_for_isa.cpp", FLAGS, sanitizers, compiler()
     )
     name = f"sanitized-{sanitizers.replace(',', '-')}"
 
     def make():
         sources = build_lock.FOLDER / f"{name}-sources"
         shutil.copytree(ROOT / "csrc", sources, dirs_exist_ok=True)
-        isa = sources / "cpu" / "isa.cpp"
+        isa = sources / "cpu" / "kernels_for_isa.cpp"
         isa.write_text(isa.read_text().replace(ONLY_FLOAT32, ""))
         compile_with(
             sanitizers, "-DFA_ISA=generic", "-c", isa, "-o", build_lock.FOLDER / f"{name}.o"
@@ -239,11 +239,11 @@ def library(fault, folder):
     sanitizers = builds.THREAD if fault.case.startswith("threads") else builds.ADDRESS
     sources = folder / "csrc"
     shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
-    file = sources / "cpu" / fault.file
+    file = sources / fault.file
     text = file.read_text()
     assert text.count(fault.old) == 1, f"{fault.file} has {text.count(fault.old)} times {fault.old}"
     file.write_text(text.replace(fault.old, fault.new))
-    objects = kernels(sanitizers), sources / "cpu" / "library.cpp"
+    objects = kernels(sanitizers), sources / "cpu" / "cpu/runtime/library.cpp"
     compile_with(sanitizers, "-shared", *objects, "-o", folder / "libfastattn_cpu.so")
     return folder
 
@@ -263,7 +263,13 @@ def test_a_fault_is_noticed(name, tmp_path):
 @pytest.mark.parametrize("part", ["address", "threads"])
 def test_without_a_fault_there_is_nothing_to_notice(part, tmp_path):
     case = f"{part}:dense/61/float32/generic" + "/last" * (part == "address")
-    none = Fault("library.cpp", "double thread_seconds() {", "double thread_seconds() {", case, "")
+    none = Fault(
+        "cpu/runtime/library.cpp",
+        "double thread_seconds() {",
+        "double thread_seconds() {",
+        case,
+        "",
+    )
     status, said = run_command("--libraries", library(none, tmp_path), "--case", case)
     assert status == 0 and said.splitlines()[-1].endswith(" 1 cases, 0 findings"), said
 

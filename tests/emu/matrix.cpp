@@ -6,7 +6,7 @@
 #include "block.h"
 
 #define FA_ISA emulator
-#include "cpu/convert.h"
+#include "cpu/base/convert.h"
 
 namespace emu {
 

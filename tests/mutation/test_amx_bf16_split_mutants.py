@@ -10,6 +10,7 @@ are compiled with the same flags, so that what vectors compute instead of tiles 
 import re
 import shutil
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -53,176 +54,176 @@ class Fault(NamedTuple):
 
 # Title: file: dtype: the judge, from JUDGES or else a slice; then the code as it is, and the fault.
 FAULTS = r"""
-planes of rows in reverse: amx_operand.h: float32: plain
+planes of rows in reverse: cpu/amx/amx_operand.h: float32: plain
 -cut_row(from + c, [&](int x, Vec<int32_t> pairs) { store(to + 16 * x, pairs)
 +cut_row(from + c, [&](int x, Vec<int32_t> pairs) { store(to + 16 * (P - 1 - x), pairs)
-planes of transposed rows in reverse: amx_operand.h: float32: plain
+planes of transposed rows in reverse: cpu/amx/amx_operand.h: float32: plain
 -cut_row(from[r] + c, [&](int x, Vec<int32_t> pairs) { block[x][r] = pairs; });
 +cut_row(from[r] + c, [&](int x, Vec<int32_t> pairs) { block[P - 1 - x][r] = pairs; });
-planes of V plane by plane: amx_operand.h: float32: plain
+planes of V plane by plane: cpu/amx/amx_operand.h: float32: plain
 -store(to + (i * P + x) * 16, block[x][i]);
 +store(to + (x * 16 + i) * 16, block[x][i]);
-planes of Q and dO in reverse: amx_operand.h: float32: plain
+planes of Q and dO in reverse: cpu/amx/amx_operand.h: float32: plain
 -store(to + x * ld + c, pairs)
 +store(to + (P - 1 - x) * ld + c, pairs)
-planes of P for dV in reverse: amx_operand.h: float16: accuracy
+planes of P for dV in reverse: cpu/amx/amx_operand.h: float16: accuracy
 -[&](int x, Vec<int32_t> pairs) { store(to + 16 * x, pairs); });
 -    std::fill
 +[&](int x, Vec<int32_t> pairs) { store(to + 16 * (P - 1 - x), pairs); });
 +    std::fill
-planes of dS for dK in reverse: amx_operand.h: float32: plain
+planes of dS for dK in reverse: cpu/amx/amx_operand.h: float32: plain
 -store(rows + ((j + 16) * P + plane) * 16
 +store(rows + ((j + 16) * P + P - 1 - plane) * 16
-planes of dropped P in reverse: amx_operand.h: float32: dropout
+planes of dropped P in reverse: cpu/amx/amx_operand.h: float32: dropout
 -store(to + x * lanes + l, pairs)
 +store(to + (P - 1 - x) * lanes + l, pairs)
-the last plane dropped: amx_planes.h: float32: plain
+the last plane dropped: cpu/amx/bf16_split.h: float32: plain
 -if (plane == P - 1) return upper_halves(x);
 +if (plane == P - 1) return _mm512_setzero_si512();
-the last plane cut off: amx_planes.h: float16: bias
+the last plane cut off: cpu/amx/bf16_split.h: float16: bias
 -if (plane == P - 1) return upper_halves(x);
 +if (plane == P - 1) return (__m512i)x;
-tensors cut off: amx_planes.h: float32: bias
+tensors cut off: cpu/amx/bf16_split.h: float32: bias
 -nearest ? upper_halves(x) : (__m512i)x;
 +(__m512i)x;
-what is left is the whole number: amx_planes.h: float16: plain
+what is left is the whole number: cpu/amx/bf16_split.h: float16: plain
 -x -= (Vec<float>)_mm512
 +(void)(Vec<float>)_mm512
-a product of float32's sums missing: amx_product.h: float32: plain
+a product of float32's sums missing: cpu/amx/amx_product.h: float32: plain
 -count = 6, a[] = {2, 1, 1, 0, 0, 0}, b[] = {0, 0, 1, 1, 2, 0};
 +count = 5, a[] = {2, 1, 0, 0, 0}, b[] = {0, 0, 1, 2, 0};
-a product of float16's sums missing: amx_product.h: float16: plain
+a product of float16's sums missing: cpu/amx/amx_product.h: float16: plain
 -count = 3, a[] = {1, 0, 0}, b[] = {0, 0, 1};
 +count = 2, a[] = {1, 0}, b[] = {0, 0};
-a product of float16's sums twice: amx_product.h: float16: plain
+a product of float16's sums twice: cpu/amx/amx_product.h: float16: plain
 -count = 3, a[] = {1, 0, 0}, b[] = {0, 0, 1};
 +count = 3, a[] = {1, 1, 0}, b[] = {0, 0, 0};
-a product of float32's scores missing: amx_product.h: float32: accuracy
+a product of float32's scores missing: cpu/amx/amx_product.h: float32: accuracy
 -count = 5, a[] = {2, 1, 1, 0, 0}, b[] = {0, 0, 1, 1, 2};
 +count = 4, a[] = {2, 1, 0, 0}, b[] = {0, 0, 1, 2};
-a product of float16's scores missing: amx_product.h: float16: lse
+a product of float16's scores missing: cpu/amx/amx_product.h: float16: lse
 -count = 3, a[] = {1, 1, 0}, b[] = {0, 1, 1};
 +count = 2, a[] = {1, 0}, b[] = {0, 1};
-the smaller products of scores skipped: amx_product.h: float16: plain
+the smaller products of scores skipped: cpu/amx/amx_product.h: float16: plain
 -tile_product<Sums::overwrite, Smaller<P>, Largest>
 +tile_product<Sums::overwrite, Largest>
-scores in one chain: amx_product.h: float32: head dims
+scores in one chain: cpu/amx/amx_product.h: float32: head dims
 -longest = 8;
 +longest = 16;
-sums of two levels are one: amx_operand.h: float32: long gradients
+sums of two levels are one: cpu/amx/amx_operand.h: float32: long gradients
 -template <Sums To = P == 1 ? Sums::go_on : Sums::add, class
 +template <Sums To = Sums::go_on, class
-sums of two levels are one of a few rows: amx_operand.h: float32: long keys of few rows
+sums of two levels are one of a few rows: cpu/amx/amx_operand.h: float32: long keys of few rows
 -template <Sums To = P == 1 ? Sums::go_on : Sums::add, class
 +template <Sums To = Sums::go_on, class
-a block is all keys: amx_forward.h: float32: long keys
+a block is all keys: cpu/amx/amx_forward.h: float32: long keys
 -P == 1 ? 256 : 128, kChunk
 +P == 1 ? 256 : 2048, kChunk
-scores in the place of those before: amx_forward.h: float16: plain
+scores in the place of those before: cpu/amx/amx_forward.h: float16: plain
 -kChunks = kMeanwhile ? 2 : 1
 +kChunks = 1
-P is summed before it is made: amx_product.h: float32: plain
+P is summed before it is made: cpu/amx/amx_product.h: float32: plain
 -  FA_INLINE void due() { work.rest(); }
 +  FA_INLINE void due() {}
-P of a chunk is lost with the next: amx_forward.h: float32: plain
+P of a chunk is lost with the next: cpu/amx/amx_forward.h: float32: plain
 -      made.rest();
 +
-a block's sum not added: amx_forward.h: float32: plain
+a block's sum not added: cpu/amx/amx_forward.h: float32: plain
 -if (P > 1) add(buf.sum, dv, st.out), add
 +if (P > 1) add
-a block's sum added twice: amx_forward.h: float16: plain
+a block's sum added twice: cpu/amx/amx_forward.h: float16: plain
 -if (P > 1) add(buf.sum, dv, st.out), add
 +if (P > 1) add(buf.sum, dv, st.out), add(buf.sum, dv, st.out), add
-a block's l not added: amx_forward.h: float32: plain
+a block's l not added: cpu/amx/amx_forward.h: float32: plain
 -, add(buf.sum_l, 1, st.l);
 +;
-a block's sum stays under the old pivot: amx_forward.h: float32: rising
+a block's sum stays under the old pivot: cpu/amx/amx_forward.h: float32: rising
 -rescale(buf.sum, dv), rescale(buf.sum_l, 1);
 +rescale(buf.sum_l, 1);
-a block's l stays under the old pivot: amx_forward.h: float32: rising
+a block's l stays under the old pivot: cpu/amx/amx_forward.h: float32: rising
 -rescale(buf.sum, dv), rescale(buf.sum_l, 1);
 +rescale(buf.sum, dv);
-tails, planes of P past the last key: amx_operand.h: float32: right_window
+tails, planes of P past the last key: cpu/amx/amx_operand.h: float32: right_window
 -(round_up(keys, kStep) - keys) * 16 * P, 0
 +(round_up(keys, kStep) - keys) * 16, 0
-a row as it lies, of any dtype: amx_operand.h: float16: tiles in use
+a row as it lies, of any dtype: cpu/amx/amx_operand.h: float16: tiles in use
 -if (whole && a.dtype == (P == 1 ? FA_BF16 : FA_F32)) {
 +if (whole) {
-2^30 is small enough: amx_planes.h: float32: large values
+2^30 is small enough: cpu/amx/bf16_split.h: float32: large values
 -most = power_of_two(30)
 +most = power_of_two(31)
-zero has no planes: amx_planes.h: float32: tiles in use
+zero has no planes: cpu/amx/bf16_split.h: float32: tiles in use
 -_mm512_mask_cmpge_epu32_mask(_mm512_test_epi32_mask(x, x), above
 +_mm512_mask_cmpge_epu32_mask(0xffff, above
-what has no planes is cut: amx_operand.h: float32: rows without planes
+what has no planes is cut: cpu/amx/amx_operand.h: float32: rows without planes
 -return fit == kFits ? row : kZeros;
 +return row;
-queries are not looked at: amx_forward.h: float32: rows without planes
+queries are not looked at: cpu/amx/amx_forward.h: float32: rows without planes
 -if (unfit[i] || (some
 +if ((some
-values are not looked at: unfit.h: float32: rows without planes
+values are not looked at: cpu/amx/split_fallback.h: float32: rows without planes
 -const bool unfit = fits.k[j - fits.J0] != kFits || (fits.v && fits.v[j - fits.J0] != kFits);
 +const bool unfit = fits.k[j - fits.J0] != kFits;
-the band is not looked at beside a mask: unfit.h: float32: unseen keys in a window
+the band is not looked at beside a mask: cpu/amx/split_fallback.h: float32: unseen keys in a window
 -if (seen.lo <= j && j < seen.hi &&
 +if (
-the mask is not looked at: unfit.h: float32: unseen keys
+the mask is not looked at: cpu/amx/split_fallback.h: float32: unseen keys
 -!(mask.data && read
 +!(false && read
-rows decide with their neighbours: amx_forward.h: float32: rows without planes
+rows decide with their neighbours: cpu/amx/amx_forward.h: float32: rows without planes
 -meet_unfit(p, rows.one(i), {0, p.N}, fits)
 +meet_unfit(p, rows, {0, p.N}, fits)
-queries are not looked at in gradients: gradient.h: float32: a tiny query
+queries are not looked at in gradients: cpu/backward/gradient.h: float32: a tiny query
 -fit = !any_unfit(buf.q_unfit, rows.count) &&
 +fit = true &&
-rows on vectors stay in the sums: backward.h: float32: keys without planes
+rows on vectors stay in the sums: cpu/backward/backward.h: float32: keys without planes
 -          std::fill(along, along + whole * part, E{});
 -        if (!keep)
 +          ;
 +        if (!keep)
-dQ of rows on vectors added twice: backward.h: float32: keys without planes
+dQ of rows on vectors added twice: cpu/backward/backward.h: float32: keys without planes
 -seen[lane / part].count = 0;
 +;
-dQ of rows on vectors to the first part: backward.h: float32: keys without planes
+dQ of rows on vectors to the first part: cpu/backward/backward.h: float32: keys without planes
 -add_on_vectors<NV>(p, here, mine, block.J0, dq_part(p, w, rows, lane), buf);
 +add_on_vectors<NV>(p, here, mine, block.J0, dq_part(p, w, rows, 0), buf);
-dV on vectors of what was not dropped: backward.h: float32: keys without planes, dropout
+dV on vectors of undropped P: cpu/backward/backward.h: float32: keys without planes, dropout
 -if (!G::of_weights(p)) add(p.dropout_p > 0 ? buf.dropped : buf.s, p.dout, p.Dv, buf.dv);
 +if (!G::of_weights(p)) add(buf.s, p.dout, p.Dv, buf.dv);
-dS always has planes: amx_operand.h: float32: small dS
+dS always has planes: cpu/amx/amx_operand.h: float32: small dS
 -return P == 1 || sums_fit(largest);
 +return true;
-dS never has planes: amx_operand.h: float32: small dS
+dS never has planes: cpu/amx/amx_operand.h: float32: small dS
 -return P == 1 || sums_fit(largest);
 +return P == 1;
-lanes on vectors mixed up: amx_decode.h: float32: few rows without planes
+lanes on vectors mixed up: cpu/amx/amx_decode.h: float32: few rows without planes
 -not_served(p)[at] = buf.not_served[t * 16 + l];
 +not_served(p)[at] = buf.not_served[l];
-rows of lanes on vectors mixed up: amx_decode.h: float32: few rows without planes, mask
+rows of lanes on vectors mixed up: cpu/amx/amx_decode.h: float32: few rows without planes, mask
 -heads.rows(l / heads.M).one(l % heads.M), keys
 +heads.rows(l / heads.M).one(l % heads.count), keys
-rows of another kernel's scores are not marked: amx_forward.h: float32: far scores
+rows of another kernel's scores are not marked: cpu/amx/amx_forward.h: float32: far scores
 -mark_scores(p, rows, i, not_served[t] >> i & 1);
 +mark_scores(p, rows, i, false);
-few rows of another kernel's scores are not marked: amx_decode.h: float32: far scores of few rows
+few rows of others' scores are not marked: cpu/amx/amx_decode.h: float32: far scores of few rows
 -mark_scores(p, rows, i, unfit);
 +mark_scores(p, rows, i, false);
-marks are not read: unfit.h: float32: far scores
+marks are not read: cpu/amx/split_fallback.h: float32: far scores
 -if ((bits(tail[i]) & 1) || q_unfit
 +if (q_unfit
-one lane's scores are all of theirs: unfit.h: float32: far scores
+one lane's scores are all of theirs: cpu/amx/split_fallback.h: float32: far scores
 -if (which >> at % (NV * 16) & 1) s[at]
 +s[at]
-rows on vectors share what one of them sees: unfit.h: float32: what is theirs
+rows on vectors share what one of them sees: cpu/amx/split_fallback.h: float32: what is theirs
 -if (any(std::min(a.hi, b.hi), std::max(a.hi, b.hi))) return false;
 +;
-hidden keys are numbers on vectors: unfit.h: float32: behind a window
+hidden keys are numbers on vectors: cpu/amx/split_fallback.h: float32: behind a window
 -std::fill_n(buf + j * columns, columns, 0.0f);
 +;
-float32 stays on the tiles: library.cpp: float32: choice
+float32 stays on the tiles: cpu/runtime/library.cpp: float32: choice
 -float32_on_tiles = on != 0;
 +float32_on_tiles = true;
-no scale is too large: library.cpp: float32: scale
+no scale is too large: cpu/runtime/library.cpp: float32: scale
 -on_tiles(p.q.dtype) && (p.q.dtype == FA_BF16 || (-most < p.scale && p.scale < most))
 +on_tiles(p.q.dtype)
 """
@@ -324,22 +325,25 @@ def faults():
 
 FAULT = faults()
 # The library beside the model: the vector kernels, under every other ISA name it knows.
-NAMED = ["-DFA_X86", "-DFA_X86_AMX", "-Dgeneric=avx512", "-Davx2=avx512", f"-Damx_bf16={MODEL}"]
-BESIDE = {"library": NAMED, "isa": [*AMX_FLAGS, "-DFA_ISA=avx512"]}
+SETS = ("AVX2", "AVX512", "AMX_BF16", "AMX_MODEL")
+NAMED = [*(f"-DFA_HAS_{x}" for x in SETS), "-Dgeneric=avx512", "-Davx2=avx512"]
+NAMED += [f"-Damx_bf16={MODEL}"]
+LIBRARY, KERNELS = "cpu/runtime/library.cpp", "cpu/kernels_for_isa.cpp"
+BESIDE = {LIBRARY: NAMED, KERNELS: [*AMX_FLAGS, "-DFA_ISA=avx512"]}
 
 
 def without_fault(name):
-    """The object of csrc/cpu/<name>.cpp, compiled once."""
+    """The object of a source file in csrc, compiled once."""
     headers = [x for x in sorted((ROOT / "csrc").rglob("*.h")) if "cuda" not in x.parts]
-    source, flags = ROOT / "csrc" / "cpu" / f"{name}.cpp", [*FLAGS, *BESIDE[name]]
+    source, flags = ROOT / "csrc" / name, [*FLAGS, *BESIDE[name]]
 
     def make():
-        target = build_lock.FOLDER / f"{name}-of-planes-mutants.o"
+        target = build_lock.FOLDER / f"{Path(name).stem}-of-planes-mutants.o"
         run(*flags, "-c", source, "-o", target)
         return target
 
     key = build_lock.digest(source, *headers, flags, compiler())
-    return build_lock.made(f"planes-mutants-{name}", key, make)
+    return build_lock.made(f"planes-mutants-{Path(name).stem}", key, make)
 
 
 @pytest.fixture
@@ -350,19 +354,19 @@ def kernels_of(monkeypatch, tmp_path):
         sources = tmp_path / "csrc"
         shutil.copytree(ROOT / "csrc", sources, ignore=shutil.ignore_patterns("cuda"))
         if file:
-            text = (sources / "cpu" / file).read_text()
+            text = (sources / file).read_text()
             times = text.count(old)
             assert times == 1, f"{old!r} is in {file} {times} times"
-            (sources / "cpu" / file).write_text(text.replace(old, new))
-        isa = sources / "cpu" / "isa.cpp"
+            (sources / file).write_text(text.replace(old, new))
+        isa = sources / KERNELS
         ours = f"plan_with<{PLANES[dtype]}>(p, pass)"
         isa.write_text(re.sub(r"plan_with<\d>\(p, pass\)", ours, isa.read_text()))
-        objects = [tmp_path / "model.o", without_fault("isa"), tmp_path / "library.o"]
+        objects = [tmp_path / "model.o", without_fault(KERNELS), tmp_path / "library.o"]
         run(*FLAGS, *ON_THE_MODEL, f"-DFA_ISA={MODEL}", "-c", isa, "-o", objects[0])
-        if file == "library.cpp":
-            run(*FLAGS, *NAMED, "-c", sources / "cpu" / file, "-o", objects[2])
+        if file == LIBRARY:
+            run(*FLAGS, *NAMED, "-c", sources / file, "-o", objects[2])
         else:
-            objects[2] = without_fault("library")
+            objects[2] = without_fault(LIBRARY)
         path = tmp_path / "mutant.so"
         run("-shared", "-fopenmp", *objects, "-o", path)
         library = libraries.CpuLibrary(path)

@@ -45,472 +45,471 @@ class Fault(NamedTuple):
 
 # Title: file: the slice that notices; then the code as it is, and the fault.
 FAULTS = r"""
-a key too many where length % 128 is 127: band.h: length_edges
+a key too many where length % 128 is 127: common/band.h: length_edges
 -most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
 +most(0, least(p.lengths[b] + (p.lengths[b] % 128 == 127), all_keys(p))) : all_keys(p);
-lengths ignored: band.h: lengths
+lengths ignored: common/band.h: lengths
 -return p.lengths ? most(0, least(p.lengths[b], all_keys(p))) : all_keys(p);
 +return all_keys(p);
-diagonal from N, not the length: band.h: bottom_right+lengths
+diagonal from N, not the length: common/band.h: bottom_right+lengths
 -p.bottom_right ? whole_length(p, b) - (
 +p.bottom_right ? all_keys(p) - (
-a part's own keys are all: band.h: bottom_right+place
+a part's own keys are all: common/band.h: bottom_right+place
 -return p.at_key + p.N + p.keys_after;
 +return p.at_key + p.N;
-lengths of a part from its own first key: band.h: lengths+place
+lengths of a part from its own first key: common/band.h: lengths+place
 -least(whole_length(p, b) - p.at_key, p.N)
 +least(whole_length(p, b), p.N)
-rows after a part are none: band.h: bottom_right+place
+rows after a part are none: common/band.h: bottom_right+place
 -(p.at_row + p.M + p.rows_after)
 +(p.at_row + p.M)
-rows of a part count from its own first: band.h: window+place
+rows of a part count from its own first: common/band.h: window+place
 -return shift + p.at_row - p.at_key;
 +return shift - p.at_key;
-key heads in turn, not in runs: band.h: weights+gqa
+key heads in turn, not in runs: common/band.h: weights+gqa
 -return h / (p.H / p.Hk);
 +return h % p.Hk;
-band one key short on the right: band.h: causal
+band one key short on the right: common/band.h: causal
 -i1 - 1 + shift + p.right + 1, key_length
 +i1 - 1 + shift + p.right, key_length
-band one key short on the left: band.h: window
+band one key short on the left: common/band.h: window
 -return clip(i0 + shift - p.left, i1 - 1
 +return clip(i0 + shift - p.left + 1, i1 - 1
-whole blocks by their last row: band.h: causal
+whole blocks by their last row: common/band.h: causal
 -i0 + shift + p.right + 1, key_length
 +i1 - 1 + shift + p.right + 1, key_length
-whole blocks by their first row: band.h: left_window
+whole blocks by their first row: common/band.h: left_window
 -return clip(i1 - 1 + shift - p.left, i0
 +return clip(i0 + shift - p.left, i0
-kept values not scaled: philox.h: dropout
+kept values not scaled: common/philox.h: dropout
 -1.0 / (1.0 - p)};
 +1.0};
-p = 1 keeps all: philox.h: dropout_of_all
+p = 1 keeps all: common/philox.h: dropout_of_all
 -if (p >= 1.0) return {0xFFFFFFFFu, 0.0};
 +if (p >= 1.0) return {0, 1.0};
-nine rounds: philox.h: dropout
+nine rounds: common/philox.h: dropout
 -constexpr int rounds = 10;
 +constexpr int rounds = 9;
-draws of a part by its own keys: cpu/tile.h: dropout+place
+draws of a part by its own keys: cpu/score/tile.h: dropout+place
 -const int64_t first = p.at_key + keys.j0;
 +const int64_t first = keys.j0;
-draws in fours from a part's first key: cpu/tile.h: dropout+place
+draws in fours from a part's first key: cpu/score/tile.h: dropout+place
 -for (int64_t j = -(first % 4); j < keys.count; j += 4) {
 +for (int64_t j = 0; j < keys.count; j += 4) {
-draws of a part by its own rows: cpu/tile.h: dropout+place
+draws of a part by its own rows: cpu/score/tile.h: dropout+place
 -uint32_t(p.at_row + rows.i0 + l + x);
 +uint32_t(rows.i0 + l + x);
-draws of a part by its own heads: cpu/tile.h: dropout+place
+draws of a part by its own heads: cpu/score/tile.h: dropout+place
 -drawn(p.at_head, rows.h,
 +drawn(0, rows.h,
-draws of a part by its own items: cpu/tile.h: dropout+place
+draws of a part by its own items: cpu/score/tile.h: dropout+place
 -drawn(p.at_item, rows.b,
 +drawn(0, rows.b,
-draws of folded items go on: cpu/tile.h: folded
+draws of folded items go on: cpu/score/tile.h: folded
 -rows.b, p.items_again);
 +rows.b, 0);
-draws of folded heads go on: cpu/tile.h: folded
+draws of folded heads go on: cpu/score/tile.h: folded
 -rows.h, p.heads_again);
 +rows.h, 0);
-draws of folded heads go on, on tiles: cpu/tile.h: folded
+draws of folded heads go on, on tiles: cpu/score/tile.h: folded
 -rows.h, p.heads_again);
 +rows.h, 0);
-draws repeat from the larger call's first: philox.h: folded
+draws repeat from the larger call's first: common/philox.h: folded
 -if (period) x = static_cast<uint32_t>(x) % static_cast<uint32_t>(period);
 +if (period) x = (first + x) % period - first;
-three keys lost at a left edge after key 256: cpu/where.h: far_bands
+three keys lost at a left edge after key 256: cpu/mask/visible_keys.h: far_bands
 -lo = std::max(J0, seen.lo / first * first), hi
 +lo = std::max(J0, (seen.lo + (seen.lo > 256 ? 3 : 0)) / first * first), hi
-the last keys of a block lost: cpu/where.h: plain
+the last keys of a block lost: cpu/mask/visible_keys.h: plain
 -hi = std::min(J0 + width, seen.hi);
 +hi = std::min(J0 + width - 1, seen.hi);
-padding looked up in the first keys alone: cpu/classes.h: masks_of_heads
+padding looked up in the first keys alone: cpu/mask/mask_classes.h: masks_of_heads
 -j < j1 && !mixed(all); j += kKeys)
 +j <= j0; j += kKeys)
-a row's mask taken for padding: cpu/classes.h: masks_of_heads
+a row's mask taken for padding: cpu/mask/mask_classes.h: masks_of_heads
 -i < (a.row == 0 ? i0 + 1 : i1); ++i)
 +i < i0 + 1; ++i)
-a tile of finfo.min alone is one of -inf: cpu/where.h: least
--    if (scores[i] != -kInf<R> ||
--        !hidden(MaskClasses::scan(a, row.i0, row.end(), seen.lo, seen.hi)))
-+    if (scores[i] != -kInf<R>)
-ALiBi's sign: cpu/tile.h: alibi
+a tile of finfo.min alone is one of -inf: cpu/mask/visible_keys.h: least
+-if (scores[i] != -kInf<R> || !hidden(MaskClasses::scan(a, row.i0, row.end(), seen.lo, seen.hi)))
++if (scores[i] != -kInf<R>)
+ALiBi's sign: cpu/score/tile.h: alibi
 -return x - absolute<R>(at[v] - R(j)) * m; });
 +return x + absolute<R>(at[v] - R(j)) * m; });
-ALiBi of the first item: cpu/tile.h: alibi_batch
+ALiBi of the first item: cpu/score/tile.h: alibi_batch
 -rows.b * p.slopes.stride[0] + rows.h
 +0 * p.slopes.stride[0] + rows.h
-ALiBi without the diagonal: cpu/tile.h: alibi+bottom_right+few_queries
+ALiBi without the diagonal: cpu/score/tile.h: alibi+bottom_right+few_queries
 -const R first = R(rows.i0 + diagonal(p, rows.b) - keys.j0);
 +const R first = R(rows.i0 - keys.j0);
-a cap without its size: cpu/tile.h: softcap
+a cap without its size: cpu/score/tile.h: softcap
 -return t * c;
 +return t;
-softcap's derivative forgotten: cpu/tile.h: softcap
+softcap's derivative forgotten: cpu/score/tile.h: softcap
 -V(R(1) - t * t));
 +V(R(1) - t));
-the derivative of the first key: cpu/tile.h: softcap
+the derivative of the first key: cpu/score/tile.h: softcap
 -x, derivative + j * lanes + v * W);
 +x, derivative + v * W);
-ALiBi before the cap: cpu/tile.h: softcap+alibi
+ALiBi before the cap: cpu/score/tile.h: softcap+alibi
 -if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
 -    if (p.slopes.data) alibi(p, rows, keys, s);
 +if (p.slopes.data) alibi(p, rows, keys, s);
 +    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
-a bool mask adds: cpu/tile.h: nan_scores
+a bool mask adds: cpu/score/tile.h: nan_scores
 -return add < R(0) ? add : x; });
 +return add + x; });
-a mask's row of the first query: cpu/tile.h: float_mask
+a mask's row of the first query: cpu/score/tile.h: float_mask
 -each_lanes(a, rows.i0, rows.count, keys.j0
 +each_lanes(a, 0, rows.count, keys.j0
-padding from the first block: cpu/tile.h: padding_mask
+padding from the first block: cpu/score/tile.h: padding_mask
 -copy_rows(a, 0, 1, keys.j0, keys.count, scratch
 +copy_rows(a, 0, 1, 0, keys.count, scratch
-a band wrong at one number of vectors: cpu/tile.h: band_widths
+a band wrong at one number of vectors: cpu/score/tile.h: band_widths
 -hi[l] = R(std::clamp<int64_t>(first + l + p.right, -1
 +hi[l] = R(std::clamp<int64_t>(first + l + p.right + (NV == 2), -1
-a band wrong at one width: cpu/tile.h: band_widths
+a band wrong at one width: cpu/score/tile.h: band_widths
 -lo[l] = R(std::clamp<int64_t>(first + l - p.left, -1
 +lo[l] = R(std::clamp<int64_t>(first + l - p.left + (p.left == 31), -1
-the maximum forgotten: cpu/tile.h: plain
+the maximum forgotten: cpu/score/tile.h: plain
 -store(m + v * W, top[v]);
 +;
-the sum not rescaled: cpu/tile.h: plain
+the sum not rescaled: cpu/score/tile.h: plain
 -load(l + v * W) * load(rescale + v * W) + sum[v]
 +load(l + v * W) + sum[v]
-the tail forgotten: cpu/tile.h: far_rows
+the tail forgotten: cpu/score/tile.h: far_rows
 -exp(V((x - lse[v]) - tail[v]))
 +exp(V(x - lse[v]))
-dropout rows past 4096: cpu/tile.h: far_draws
+dropout rows past 4096: cpu/score/tile.h: far_draws
 -c1[x] = uint32_t(p.at_row + rows.i0 + l + x);
 +c1[x] = uint32_t(p.at_row + rows.i0 + l + x) & 0xFFF;
-one mask of dropout for all heads: cpu/tile.h: dropout
+one mask of dropout for all heads: cpu/score/tile.h: dropout
 -c2 = splat(head)
 +c2 = splat(uint32_t(0))
-one mask of dropout for all items: cpu/tile.h: dropout
+one mask of dropout for all items: cpu/score/tile.h: dropout
 -c3 = splat(item)
 +c3 = splat(uint32_t(0))
-another word of a draw: cpu/tile.h: dropout
+another word of a draw: cpu/score/tile.h: dropout
 -store(words + kMaxLanes + l, c1);
 +store(words + kMaxLanes + l, c2);
-dP not dropped: cpu/tile.h: dropout
+dP not dropped: cpu/score/tile.h: dropout
 -br[l] = w[l] >= rule.threshold ? br[l] * factor : R(0);
 +br[l] = br[l] * factor;
-tanh by the far formula near 0: cpu/simd.h: weak_softcap
+tanh by the far formula near 0: cpu/base/simd.h: weak_softcap
 -a < R(0.625) ? near : far
 +a < R(0) ? near : far
-tanh's sign: cpu/simd.h: softcap
+tanh's sign: cpu/base/simd.h: softcap
 -return x < R(0) ? -t : t;
 +return t;
-heads taken for alike in spite of a mask: cpu/tile.h: decode+head_bias_grad
+heads taken for alike in spite of a mask: cpu/score/tile.h: decode+head_bias_grad
 -(p.mask.stride[1] == 0 && p.mask.stride[2] == 0)
 +(p.mask.stride[2] == 0)
-heads taken for alike in spite of ALiBi: cpu/tile.h: decode+alibi
+heads taken for alike in spite of ALiBi: cpu/score/tile.h: decode+alibi
 -return !p.slopes.data && p.dropout_p == 0 &&
 +return p.dropout_p == 0 &&
-heads taken for alike in spite of dropout: cpu/tile.h: decode+dropout
+heads taken for alike in spite of dropout: cpu/score/tile.h: decode+dropout
 -!p.slopes.data && p.dropout_p == 0 &&
 +!p.slopes.data &&
-the last chunk of keys dropped: cpu/decode.h: decode
+the last chunk of keys dropped: cpu/forward/decode.h: decode
 -(p.N + kChunkKeys - 1) / kChunkKeys
 +p.N / kChunkKeys
-every chunk weighs the same: cpu/decode.h: decode
+every chunk weighs the same: cpu/forward/decode.h: decode
 -l += weight * from.l[at];
 +l += from.l[at];
-a sink for every chunk's head: cpu/decode.h: decode+sinks
+a sink for every chunk's head: cpu/forward/decode.h: decode+sinks
 -p.sinks.dtype, h * p.sinks.stride[1])
 +p.sinks.dtype, 0 * p.sinks.stride[1])
-the last keys of a row count as keys: cpu/few_rows.h: decode
+the last keys of a row count as keys: cpu/forward/few_rows.h: decode
 -std::fill(s + keys, s + end, -kInf<R>);
 +std::fill(s + keys, s + end, R(0));
-few rows are those of the first head: cpu/few_gradients.h: few_rows
+few rows are those of the first head: cpu/backward/few_gradients.h: few_rows
 -const int64_t first = h * p.M;
 +const int64_t first = 0;
-few rows have the LSE of the first: cpu/few_gradients.h: few_rows
+few rows have the LSE of the first: cpu/backward/few_gradients.h: few_rows
 -const R lse = normaliser.lse[i], tail
 +const R lse = normaliser.lse[0], tail
-few rows have the delta of the first: cpu/few_gradients.h: few_rows
+few rows have the delta of the first: cpu/backward/few_gradients.h: few_rows
 -(load(ds + j) - delta[i]);
 +(load(ds + j) - delta[0]);
-few rows have the LSE of the first head: cpu/few_gradients.h: few_rows
+few rows have the LSE of the first head: cpu/backward/few_gradients.h: few_rows
 -buf.seen[h], w.normaliser.from(lane(h)), w.delta
 +buf.seen[h], w.normaliser.from(lane(0)), w.delta
-few rows' dK without its scale: cpu/few_gradients.h: few_rows
+few rows' dK without its scale: cpu/backward/few_gradients.h: few_rows
 -outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(p.scale),
 +outer(dk, keys, buf.ds, buf.q_rows, n, p.D, R(1),
-few rows' dQ without its scale: cpu/few_gradients.h: few_rows
+few rows' dQ without its scale: cpu/backward/few_gradients.h: few_rows
 -row[c] *= R(p.scale);
 +row[c] *= R(1);
-few rows' dQ without its last part: cpu/few_gradients.h: few_rows
+few rows' dQ without its last part: cpu/backward/few_gradients.h: few_rows
 -c < Chunks::chunks(p); ++c) {
 +c + 1 < Chunks::chunks(p); ++c) {
-few rows' parts of dQ are those of the first: cpu/few_gradients.h: few_rows
+few rows' parts of dQ are those of the first: cpu/backward/few_gradients.h: few_rows
 -i = row % p.M;
 +i = 0 * row;
-few rows' dK and dV begin at the first key: cpu/few_gradients.h: few_rows
+few rows' dK and dV begin at the first key: cpu/backward/few_gradients.h: few_rows
 -static_cast<R*>(data) + to.at(keys.j0 + j) : buf.written;
 +static_cast<R*>(data) + to.at(j) : buf.written;
-few rows' dK and dV of part of a vector are all the first key's: cpu/few_gradients.h: few_rows
+few rows' dK and dV of a part are the first key's: cpu/backward/few_gradients.h: few_rows
 -columns, c + i * ld);
 +columns, c);
-few rows' dK and dV end with whole vectors: cpu/few_gradients.h: few_rows
+few rows' dK and dV end with whole vectors: cpu/backward/few_gradients.h: few_rows
 -if (columns > 0) outer_columns<(NV + 1) / 2>(x, y, ldy, rows, keys, columns, to, later);
 +;
-a few rows' last key counts as hidden: cpu/few_gradients.h: few_rows+lengths
+a few rows' last key counts as hidden: cpu/backward/few_gradients.h: few_rows+lengths
 -clear(p, of, seen.end(), J1);
 +clear(p, of, seen.end() - 1, J1);
-a few rows' first key counts as hidden: cpu/few_gradients.h: few_rows
+a few rows' first key counts as hidden: cpu/backward/few_gradients.h: few_rows
 -any ? seen.j0 : J1);
 +any ? seen.j0 + 1 : J1);
-few rows see a block that a mask hides: cpu/few_gradients.h: masks_of_heads
+few rows see a block that a mask hides: cpu/backward/few_gradients.h: masks_of_heads
 -scores.clear(p.M);
 +;
-few rows' dV of what was not dropped: cpu/few_gradients.h: few_rows+dropout
+few rows' dV of what was not dropped: cpu/backward/few_gradients.h: few_rows+dropout
 -buf.dropped ? buf.dropped : buf.s;
 +buf.s;
-few rows' dP is not dropped: cpu/few_gradients.h: few_rows+dropout
+few rows' dP is not dropped: cpu/backward/few_gradients.h: few_rows+dropout
 -load(at.ds + x) * factor
 +load(at.ds + x)
-few rows' softcap has no derivative: cpu/few_gradients.h: few_rows+softcap
+few rows' softcap has no derivative: cpu/backward/few_gradients.h: few_rows+softcap
 -T::product_gradient(p, load(at.ds + x), by)
 +load(at.ds + x)
-few rows' scores without features: cpu/few_gradients.h: few_rows+alibi
+few rows' scores without features: cpu/backward/few_gradients.h: few_rows+alibi
 -store(at.s + x, score);
 +;
-few rows' gradient of a mask begins at the first key: cpu/few_gradients.h: few_rows+head_bias_grad
+few rows' dmask begins at the first key: cpu/backward/few_gradients.h: few_rows+head_bias_grad
 -to.at(i, keys.j0), to.step, keys.count, ds);
 +to.at(i), to.step, keys.count, ds);
-a sink with a value of 1: cpu/forward.h: sinks
+a sink with a value of 1: cpu/forward/forward.h: sinks
 -sink == -kInf<R> ? R(0) : R(1));
 +sink == -kInf<R> ? R(0) : R(2));
-values from the start of a block: cpu/forward.h: far_bands
+values from the start of a block: cpu/forward/forward.h: far_bands
 -v.data += (keys.j0 - J0) / pair * v.stride;
 +;
-delta without dLSE: cpu/backward.h: lse_loss
+delta without dLSE: cpu/backward/backward.h: lse_loss
 -if (p.dlse.data) subtract(p.dlse, rows, delta);
 +;
-dQ from the start of a block: cpu/backward.h: far_bands
+dQ from the start of a block: cpu/backward/backward.h: far_bands
 -k_across.data + first / pair * k_across.stride
 +k_across.data
-gradients of keys from one head: cpu/backward.h: gqa
+gradients of keys from one head: cpu/backward/backward.h: gqa
 -const int64_t all = group * G::tiles(p);
 +const int64_t all = G::tiles(p);
-dV of what was not dropped: cpu/backward.h: dropout
+dV of what was not dropped: cpu/backward/backward.h: dropout
 -p.dropout_p > 0 ? buf.dropped : buf.s;
 +buf.s;
-the last heads of a group lost: cpu/forward.h: shared_heads
+the last heads of a group lost: cpu/forward/forward.h: shared_heads
 -return (group(p) + heads_per_task(p) - 1) / heads_per_task(p);
 +return group(p) / heads_per_task(p);
-one head of a task computed: cpu/forward.h: shared_heads
+one head of a task computed: cpu/forward/forward.h: shared_heads
 -std::min(begin_head + heads_per_task(p), end_head)
 +std::min(begin_head + 1, end_head)
-tasks count heads by key heads: cpu/forward.h: shared_heads
+tasks count heads by key heads: cpu/forward/forward.h: shared_heads
 -hk = at % each / shares(p), end_head
 +hk = at % p.Hk, end_head
-V not moved on between fetches: cpu/forward.h: shared_heads
+V not moved on between fetches: cpu/forward/forward.h: shared_heads
 -{v.data + c, v.stride}, weights
 +{v.data, v.stride}, weights
-the last segment forgotten: cpu/backward.h: grouped_rows
+the last segment forgotten: cpu/backward/backward.h: grouped_rows
 -for (int64_t s = 1; s < G::segments(p); ++s)
 +for (int64_t s = 1; s + 1 < G::segments(p); ++s)
-the gradient of a sink has the other sign: cpu/backward.h: sinks
+the gradient of a sink has the other sign: cpu/backward/backward.h: sinks
 -double sum = 0;
 +double sum = -0.5;
-dS without delta: cpu/gradient.h: plain
+dS without delta: cpu/backward/gradient.h: plain
 -* (dp - shift[v]);
 +* dp;
-dK without the scale: cpu/backward.h: plain
+dK without the scale: cpu/backward/backward.h: plain
 -G::padded(p.D), R(p.scale));
 +G::padded(p.D));
-a mask's gradient of one item: cpu/mask_gradient.h: head_bias_grad
+a mask's gradient of one item: cpu/backward/mask_gradient.h: head_bias_grad
 -b < (sum_b ? p.B : item + 1)
 +b < item + 1
-a mask's gradient of one head: cpu/mask_gradient.h: key_bias_grad
+a mask's gradient of one head: cpu/backward/mask_gradient.h: key_bias_grad
 -h < (sum_h ? p.H : head + 1)
 +h < head + 1
-a mask's gradient where nobody looks: cpu/mask_gradient.h: bias_grad+window
+a mask's gradient where nobody looks: cpu/backward/mask_gradient.h: bias_grad+window
 -clear(l, seen.hi, p.N);
 +;
-all that is finfo.min is -inf: mask_holds.h: dense_masks
+all that is finfo.min is -inf: common/mask_bits.h: dense_masks
 -Bits(kLeast) : below;
 +Bits(kHidden) : below;
-every word of a mask is the last: cpu/classes.h: dense_masks
+every word of a mask is the last: cpu/mask/mask_classes.h: dense_masks
 -other |= words[i] ^ first;
 +other = words[i] ^ first;
-a mask's second item is the first: cpu/classes.h: dense_masks
+a mask's second item is the first: cpu/mask/mask_classes.h: dense_masks
 -data + (b * item + h * head)
 +data + h * head
-a mask's second head is the first: cpu/classes.h: dense_masks
+a mask's second head is the first: cpu/mask/mask_classes.h: dense_masks
 -data + (b * item + h * head)
 +data + b * item
-the last keys of a tile are like the first: cpu/classes.h: dense_masks
+the last keys of a tile are like the first: cpu/mask/mask_classes.h: dense_masks
 -g <= (j1 - 1) / kKeys; ++g)
 +g <= j0 / kKeys; ++g)
-columns of a mask from the first row: cpu/classes.h: dense_masks
+columns of a mask from the first row: cpu/mask/mask_classes.h: dense_masks
 -a.at(i0, j), 1, rows);
 +a.at(0, j), 1, rows);
-rows that have seen nothing but finfo.min are left at that: cpu/where.h: dense_masks
+rows that have seen nothing but finfo.min are left at that: cpu/mask/visible_keys.h: dense_masks
 -    return tiles;
 +    return false;
-gradients where every score is finfo.min: cpu/where.h: dense_masks
+gradients where every score is finfo.min: cpu/mask/visible_keys.h: dense_masks
 -    if (!(scores[i] > R(-0x1p126))) return kHidden;
 +    ;
-a mask that hides little is not read: cpu/tile.h: dense_masks
+a mask that hides little is not read: cpu/score/tile.h: dense_masks
 -p.mask.data && held(p, rows, keys) != kVisible;
 +p.mask.data && !(held(p, rows, keys) & kVisible);
-a mask's gradient in parts that are skipped: cpu/mask_gradient.h: dense_masks
+a mask's gradient in parts that are skipped: cpu/backward/mask_gradient.h: dense_masks
 -l < rows.count && left.count < keys.count; ++l)
 +l < 0; ++l)
-keys before the last that are hidden: cpu/where.h: dense_masks
+keys before the last that are hidden: cpu/mask/visible_keys.h: dense_masks
 -hi = (hi - 1) / step * step;
 +hi = (hi - 1) / step * step - 1;
-the mean over heads is their sum: cpu/weights.h: weights
+the mean over heads is their sum: cpu/forward/weights.h: weights
 -R(1) / R(heads));
 +R(1));
-weights without dropout: cpu/weights.h: weights+dropout
+weights without dropout: cpu/forward/weights.h: weights+dropout
 -if (p.dropout_p > 0) T::dropout(p, rows, keys, buf.s, nullptr);
 +;
-packing on tiles, a row past the last: cpu/amx_operand.h: tile_edges
+packing on tiles, a row past the last: cpu/amx/amx_operand.h: tile_edges
 -if (r >= rows) return kZeros;
 +if (r > rows) return kZeros;
-packing on tiles, columns past the last are not 0: cpu/amx_operand.h: plain
+packing on tiles, columns past the last are not 0: cpu/amx/amx_operand.h: plain
 -std::fill(buf + x * ld + columns, buf + (x + 1) * ld, Source(0));
 +;
-packing on tiles, a column's stride forgotten: cpu/amx_operand.h: tile_edges+column_major
+packing on tiles, a column's stride forgotten: cpu/amx/amx_operand.h: tile_edges+column_major
 -const bool whole = a.step == 1 && columns % kStep == 0;
 +const bool whole = columns % kStep == 0;
-packing on tiles, V of the next step is that of the first: cpu/amx_operand.h: plain
+packing on tiles, V of the next step is that of the first: cpu/amx/amx_operand.h: plain
 -: row(a, r0, at + x, rows,
 +: row(a, r0, x, rows,
-packing on tiles, values past a length: cpu/amx_forward.h: length_edges
+packing on tiles, values past a length: cpu/amx/amx_forward.h: length_edges
 -key_length(p, b)) - J0;
 +p.N) - J0;
-packing on tiles, values of the first head: cpu/amx_forward.h: plain
+packing on tiles, values of the first head: cpu/amx/amx_forward.h: plain
 -(b * p.Hk + hk) * padded_keys(p), all
 +b * p.Hk * padded_keys(p), all
-pairs on tiles the wrong way round: cpu/amx_planes.h: plain
+pairs on tiles the wrong way round: cpu/amx/bf16_split.h: plain
 -_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
 +_mm512_or_si512(hi, _mm512_slli_epi32(lo, 16));
-pairs on tiles of P the wrong way round: cpu/amx_planes.h: plain
+pairs on tiles of P the wrong way round: cpu/amx/bf16_split.h: plain
 -_mm512_srli_epi32(first, 16), second);
 +_mm512_srli_epi32(second, 16), first);
-pairs on tiles of neighbours: cpu/amx_operand.h: dropout
+pairs on tiles of neighbours: cpu/amx/amx_operand.h: dropout
 -load(tile + l + 16 * lanes)
 +load(tile + l + lanes)
-pairs on tiles of dS the wrong way round: cpu/amx_operand.h: plain
+pairs on tiles of dS the wrong way round: cpu/amx/amx_operand.h: plain
 -store(to + plane * 32, pair_up(half[0], half[2]));
 +store(to + plane * 32, pair_up(half[2], half[0]));
-pairs on tiles cut off, not rounded: cpu/amx_planes.h: bias
+pairs on tiles cut off, not rounded: cpu/amx/bf16_split.h: bias
 -return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
 +return (__m512i)x;
-tails on tiles, keys past the last have weights: cpu/amx_softmax.h: tile_edges
+tails on tiles, keys past the last have weights: cpu/amx/amx_softmax.h: tile_edges
 -store(s + at, splat(-kInf<float>));
 +store(s + at, splat(0.0f));
-tails on tiles, dS past the last key: cpu/amx_operand.h: right_window
+tails on tiles, dS past the last key: cpu/amx/amx_operand.h: right_window
 -x[i] = key < keys ? value(key, i % 2) : Vec<float>{};
 +x[i] = value(key, i % 2);
-tails on tiles, P past the last key: cpu/amx_operand.h: right_window
+tails on tiles, P past the last key: cpu/amx/amx_operand.h: right_window
 -std::fill(to, to + (round_up(keys, kStep) - keys) * 16 * P, 0);
 +;
-tails on tiles, the last 32 lanes of 128 forgotten: cpu/backward.h: tile_edges
+tails on tiles, the last 32 lanes of 128 forgotten: cpu/backward/backward.h: tile_edges
 -parts = (rows.count + part - 1) / part;
 +parts = std::min<int64_t>(3, (rows.count + part - 1) / part);
-dS on tiles from the start of a block: cpu/backward.h: far_bands
+dS on tiles from the start of a block: cpu/backward/backward.h: far_bands
 -Op::multiply_add(k_turned + (seen[x].j0 - block.J0) * d, part
 +Op::multiply_add(k_turned, part
-what a part of the rows does not see on tiles: cpu/backward.h: causal
+what a part of the rows does not see on tiles: cpu/backward/backward.h: causal
 -std::fill(along + end * part, along + whole * part, E{});
 +;
-what comes before what a part sees on tiles: cpu/backward.h: left_window
+what comes before what a part sees on tiles: cpu/backward/backward.h: left_window
 -std::fill(along, along + skipped * part, E{});
 +;
-the second tile of lanes is the first: cpu/amx_product.h: plain
+the second tile of lanes is the first: cpu/amx/amx_product.h: plain
 -amx::load<5>(b.tile(16, 0), b.stride());
 +amx::load<5>(b.tile(0, 0), b.stride());
-a step of the head dim forgotten: cpu/amx_product.h: plain
+a step of the head dim forgotten: cpu/amx/amx_product.h: plain
 -for (int64_t x = 0; x < steps; ++x)
 +for (int64_t x = 0; x + 1 < steps; ++x)
-the lazy pivot stays at the first: cpu/amx_softmax.h: rising
+the lazy pivot stays at the first: cpu/amx/amx_softmax.h: rising
 -top[v], pivot(v) + kRise, _CMP_GT_OQ);
 +top[v], pivot(v) == -kInf<float> ? pivot(v) : splat(kInf<float>), _CMP_GT_OQ);
-the lazy pivot moves and O does not: cpu/amx_forward.h: rising
+the lazy pivot moves and O does not: cpu/amx/amx_forward.h: rising
 -rescale(st.out, dv);
 +;
-the lazy pivot moves and O of a few rows does not: cpu/amx_decode.h: rising
+the lazy pivot moves and O of a few rows does not: cpu/amx/amx_decode.h: rising
 -load(st.out + at) * buf.rescale[at / dv]
 +load(st.out + at)
-the lazy pivot moves and l does not: cpu/amx_softmax.h: rising
+the lazy pivot moves and l does not: cpu/amx/amx_softmax.h: rising
 -store(l + v * W, V(load(l + v * W) * change));
 +;
-the lazy pivot takes all lanes with it: cpu/amx_softmax.h: rising
+the lazy pivot takes all lanes with it: cpu/amx/amx_softmax.h: rising
 -_mm512_mask_mov_ps(old, up[v], top[v]);
 +up[v] ? top[v] : old;
-the largest score is sought among every fourth key: cpu/amx_softmax.h: rising
+the largest score is sought among every fourth key: cpu/amx/amx_softmax.h: rising
 -max_or_second(of[0][v], of[1][v])
 +of[0][v]
-the largest score is not sought among the last keys: cpu/amx_softmax.h: rising
+the largest score is not sought among the last keys: cpu/amx/amx_softmax.h: rising
 -for (; j < keys; ++j) take(j, 0);
 +;
-the vectors do not make all of P: cpu/amx_softmax.h: plain
+the vectors do not make all of P: cpu/amx/amx_softmax.h: plain
 -here.next_ < here.end_
 +here.next_ + 1 < here.end_
-P under the old pivot is summed under the new: cpu/amx_forward.h: rising
+P under the old pivot is summed under the new: cpu/amx/amx_forward.h: rising
 -        sum(j);
 +
-P of the chunks before is lost: cpu/amx_forward.h: plain
+P of the chunks before is lost: cpu/amx/amx_forward.h: plain
 -buf.p + (j - keys.j0) * kLanesUsed;
 +buf.p;
-rows of a few heads share one's features: cpu/amx_decode.h: few_heads+alibi
+rows of a few heads share one's features: cpu/amx/amx_decode.h: few_heads+alibi
 -f(heads.rows(x), one);
 +f(heads.rows(0), one);
-lanes of a few heads mixed up: cpu/amx_decode.h: few_heads
+lanes of a few heads mixed up: cpu/amx/amx_decode.h: few_heads
 -heads.h + l / heads.M), l % heads.M, 0,
 +heads.h + l % heads.count), l / heads.count, 0,
-every tile of keys in pages is the first: cpu/amx_decode.h: pages
+every tile of keys in pages is the first: cpu/amx/amx_decode.h: pages
 -here{of[j / kKeys].data,
 +here{of[0].data,
-a chunk too many for a few rows on tiles: cpu/decode.h: few_heads
+a chunk too many for a few rows on tiles: cpu/forward/decode.h: few_heads
 -(chunk + 1) * kChunkKeys, seen.hi);
 +(chunk + 2) * kChunkKeys, seen.hi);
-rows in eight bits have the scale of the first: cpu/plane.h: storage
+rows in eight bits have the scale of the first: cpu/base/matrix_view.h: storage
 -later += row_by, by += scale_by)
 +later += row_by)
-rows in eight bits have the scale of the first page: cpu/plane.h: storage
+rows in eight bits have the scale of the first page: cpu/base/matrix_view.h: storage
 -+ scale.at(at) + block * scale_apart;
 ++ scale.at(at);
-rows in eight bits have the scale of the first head: cpu/plane.h: storage
+rows in eight bits have the scale of the first head: cpu/base/matrix_view.h: storage
 -plane(scale, b, hk), scale.stride[0]
 +plane(scale, b, 0), scale.stride[0]
-values in eight bits have the scales of keys: cpu/plane.h: storage
+values in eight bits have the scales of keys: cpu/base/matrix_view.h: storage
 -key_plane(p, p.v, p.v_scale, b, hk)
 +key_plane(p, p.v, p.k_scale, b, hk)
-rows in eight bits are those of the first page: cpu/plane.h: storage
+rows in eight bits are those of the first page: cpu/base/matrix_view.h: storage
 -Plane::at(at, c) + block * apart;
 +Plane::at(at, c);
-columns in eight bits lie side by side: cpu/plane.h: storage
+columns in eight bits lie side by side: cpu/base/matrix_view.h: storage
 -row[i] = src[i * step];
 +row[i] = src[i];
-the NaN of float8 is a number: cpu/quantised.h: storage
+the NaN of float8 is a number: cpu/base/quantised.h: storage
 -& int16_t(0x7C00))) * 256.0f;
 +& int16_t(0))) * 256.0f;
-numbers of float8 are those of halves: cpu/quantised.h: storage
+numbers of float8 are those of halves: cpu/base/quantised.h: storage
 -0x7C00))) * 256.0f;
 +0x7C00)));
-a mask's gradient of any size is written: extents.h: extents
+a mask's gradient of any size is written: common/extents.h: extents
 -check(FA_WRITES_DMASK, p.dmask, {p.B, p.H, p.M, p.N}, true);
 +;
-sequences write one part of a mask's gradient: extents.h: extents
+sequences write one part of a mask's gradient: common/extents.h: extents
 -summed && size[at] == 1 && !(at == 0 && p.cu_q);
 +summed && size[at] == 1;
-sequences write one part of the sinks' gradient: extents.h: extents
+sequences write one part of the sinks' gradient: common/extents.h: extents
 -{p.cu_q ? p.B : 1, p.H, 1, 1}
 +{1, p.H, 1, 1}
-columns are not counted: extents.h: extents
+columns are not counted: common/extents.h: extents
 -at < 4 && !absent
 +at < 3 && !absent
-what is packed has the rows of one sequence: extents.h: extents
+what is packed has the rows of one sequence: common/extents.h: extents
 -M = p.cu_q ? p.T : p.M, N
 +M = p.M, N
-tangents beside out are not looked at: extents.h: extents
+tangents beside out are not looked at: common/extents.h: extents
 -if (pass == FA_JVP || pass == FA_FORWARD_JVP) {
 +if (pass == FA_JVP) {
 """
@@ -546,7 +545,7 @@ ONLY_FLOAT32 = "if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass
 
 def build(sources, folder, *more):
     """Build the kernels in `sources` for the ISA "generic", which every machine has."""
-    isa = sources / "cpu" / "isa.cpp"
+    isa = sources / "cpu" / "kernels_for_isa.cpp"
     text = isa.read_text()
     assert ONLY_FLOAT32 in text
     isa.write_text(text.replace(ONLY_FLOAT32, ""))
@@ -558,7 +557,13 @@ def build(sources, folder, *more):
 
 def library_object(sources, folder):
     """The code that calls the kernels: compiled once, unless the fault is in it."""
-    names = ("cpu/library.cpp", "cpu/plan.h", "cpu/threads.h", "abi.h", "extents.h")
+    names = (
+        "cpu/runtime/library.cpp",
+        "cpu/base/plan.h",
+        "cpu/runtime/threads.h",
+        "abi.h",
+        "common/extents.h",
+    )
     parts = [Path(name) for name in names]
     whole, own = ([x / part for part in parts] for x in (ROOT / "csrc", sources))
 
@@ -598,7 +603,7 @@ def kernels_of(monkeypatch, tmp_path):
 
 def is_tiled(what):
     """Is the fault in code that runs only on AMX's tiles?"""
-    return FAULT[what].file.startswith("cpu/amx_") or "on tiles" in what
+    return FAULT[what].file.startswith("cpu/amx/") or "on tiles" in what
 
 
 def nan_scores():

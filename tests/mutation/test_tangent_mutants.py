@@ -17,121 +17,121 @@ pytestmark = [
 
 # Title: file: the features that detect it; then the code, and the fault.
 FAULTS = r"""
-the cap's second derivative is half: tile.h: softcap
+the cap's second derivative is half: cpu/score/tile.h: softcap
 -(R(-2) * inverse)
 +(R(-1) * inverse)
-the second derivative does not move: tile.h: softcap
+the second derivative does not move: cpu/score/tile.h: softcap
 -store(bent, V(x * load(bent)));
 +store(bent, V(load(bent)));
-scores move as their products: tile.h: softcap
+scores move as their products: cpu/score/tile.h: softcap
 -return x * load(derivative + j * lanes + v * W);
 +return x;
-a mask does not move scores: tile.h: bias_grad
+a mask does not move scores: cpu/score/tile.h: bias_grad
 -if (p.mask_t.data)
 +if (false)
-the sink does not move the LSE: jvp.h: sinks
+the sink does not move the LSE: cpu/forward/jvp.h: sinks
 -seen ? of_sink(p.sinks_t, R(0)) : R(0)
 +R(0)
-mu is not rescaled: jvp.h: plain
+mu is not rescaled: cpu/forward/jvp.h: plain
 -load(buf.mu + v * T::W) * load(buf.rescale + v * T::W);
 +load(buf.mu + v * T::W);
-out moves with scores alone: jvp.h: plain
+out moves with scores alone: cpu/forward/jvp.h: plain
 -add(across(value_tangents_of(p, rows.b, hk), buf.v_t), buf.s, buf.out_t, !buf.s_t);
 +;
-out moves as if the LSE stood: jvp.h: plain
+out moves as if the LSE stood: cpu/forward/jvp.h: plain
 -- load(lse_t + v * T::W) * out;
 +;
-only the first product is dropped: jvp.h: dropout
+only the first product is dropped: cpu/forward/jvp.h: dropout
 -T::dropout(p, rows, keys, buf.s, buf.s_t);
 +T::dropout(p, rows, keys, buf.s, nullptr);
-what is hidden moves the LSE: jvp.h: hidden
+what is hidden moves the LSE: cpu/forward/jvp.h: hidden
 -x = e == R(0) ? V{} : V(e * load(buf.s_t + at));
 +x = V(e * load(buf.s_t + at));
-what is hidden moves dS: gradient_tangent.h: hidden
+what is hidden moves dS: cpu/backward/gradient_tangent.h: hidden
 -return none ? V{} : normal_or_zero<R>(y);
 +return normal_or_zero<R>(y);
-q k_t forgotten: jvp.h: plain
+q k_t forgotten: cpu/forward/jvp.h: plain
 -for (int64_t c = 0; c < columns;
 +for (int64_t c = columns; c < columns;
-long products lose their end: jvp.h: wide
+long products lose their end: cpu/forward/jvp.h: wide
 -for (int64_t c = 0; c < columns;
 +for (int64_t c = 0; c < columns && c < Dots::longest;
-scores stand still under the LSE: gradient_tangent.h: plain
+scores stand still under the LSE: cpu/backward/gradient_tangent.h: plain
 -load(buf.s_t + x) - lse_t[v];
 +load(buf.s_t + x);
-probabilities stand still in dS: gradient_tangent.h: plain
+probabilities stand still in dS: cpu/backward/gradient_tangent.h: plain
 -const V ds_t = p_t * by + probability
 +const V ds_t = probability
-dP stands still: gradient_tangent.h: plain
+dP stands still: cpu/backward/gradient_tangent.h: plain
 -(z * load(buf.dp_t + x) - delta_t[v]);
 +(V{} - delta_t[v]);
-delta stands still: gradient_tangent.h: plain
+delta stands still: cpu/backward/gradient_tangent.h: plain
 -(z * load(buf.dp_t + x) - delta_t[v]);
 +(z * load(buf.dp_t + x));
-dP_t is not dropped: gradient_tangent.h: dropout
+dP_t is not dropped: cpu/backward/gradient_tangent.h: dropout
 -(z * load(buf.dp_t + x) - delta_t[v]);
 +(load(buf.dp_t + x) - delta_t[v]);
-dP is not dropped: gradient_tangent.h: dropout
+dP is not dropped: cpu/backward/gradient_tangent.h: dropout
 -by = z * load(buf.ds + x) - delta[v]
 +by = load(buf.ds + x) - delta[v]
-the weights of dV_t are not dropped: gradient_tangent.h: dropout
+the weights of dV_t are not dropped: cpu/backward/gradient_tangent.h: dropout
 -shown(p_t * z)
 +shown(p_t)
-the weights of dO_t are not dropped: gradient_tangent.h: dropout
+the weights of dO_t are not dropped: cpu/backward/gradient_tangent.h: dropout
 -Moved{probability * z,
 +Moved{probability,
-the cap bends nothing: second.h: softcap
+the cap bends nothing: cpu/backward/backward_jvp.h: softcap
 -T::product_gradient(p, ds, buf.second + x);
 +V{};
-dS is of the scores: second.h: softcap
+dS is of the scores: cpu/backward/backward_jvp.h: softcap
 -ds = T::product_gradient(p, ds, buf.derivative + x);
 +;
-dV_t without the moving P: second.h: plain
+dV_t without the moving P: cpu/backward/backward_jvp.h: plain
 -if (lse) add_rows(buf.s_t, p.dout,
 +if (false) add_rows(buf.s_t, p.dout,
-dV_t without dO_t: second.h: plain
+dV_t without dO_t: cpu/backward/backward_jvp.h: plain
 -if (buf.dout_t) add_rows(
 +if (false) add_rows(
-dK_t without q: second.h: plain
+dK_t without q: cpu/backward/backward_jvp.h: plain
 -add_rows(buf.ds_t, p.q, p.D, buf.q_across, buf.dk, R(p.scale));
 +;
-dK_t without q_t: second.h: plain
+dK_t without q_t: cpu/backward/backward_jvp.h: plain
 -if (buf.q_t) add_rows(
 +if (false) add_rows(
-dK_t without the scale: second.h: plain
+dK_t without the scale: cpu/backward/backward_jvp.h: plain
 -buf.q_t_across, buf.dk, R(p.scale));
 +buf.q_t_across, buf.dk, R(1));
-dQ_t without k: second.h: plain
+dQ_t without k: cpu/backward/backward_jvp.h: plain
 -add_keys(buf.ds_t, k);
 +;
-dQ_t without k_t: second.h: plain
+dQ_t without k_t: cpu/backward/backward_jvp.h: plain
 -if (k_t.data) add_keys(
 +if (false) add_keys(
-keys from the start of a block: second.h: window
+keys from the start of a block: cpu/backward/backward_jvp.h: window
 -x.data + first * x.stride,
 +x.data,
-delta_t without out_t: second.h: plain
+delta_t without out_t: cpu/backward/backward_jvp.h: plain
 -B::add_products(p, p.out_t, p.dout, rows, w.delta_t + at);
 +;
-delta_t without dO_t: second.h: plain
+delta_t without dO_t: cpu/backward/backward_jvp.h: plain
 -if (p.dout_t.data) B::add_products(
 +if (false) B::add_products(
-delta_t without dlse_t: second.h: lse_loss
+delta_t without dlse_t: cpu/backward/backward_jvp.h: lse_loss
 -if (p.dlse_t.data) B::subtract(
 +if (false) B::subtract(
-the sink's probability stands still: second.h: sinks
--sum -= share * ((sink_t - double(w.lse_t[at])) *
-+sum -= share * ((0.0) *
-the sink's delta stands still: second.h: sinks
+the sink's probability stands still: cpu/backward/backward_jvp.h: sinks
+-((sink_t - double(w.lse_t[at])) * double(w.delta[at])
++((0.0) * double(w.delta[at])
+the sink's delta stands still: cpu/backward/backward_jvp.h: sinks
 -double(w.delta_t[at]));
 +0.0);
-a mask has dS, not what it moves by: second.h: bias_grad
+a mask has dS, not what it moves by: cpu/backward/backward_jvp.h: bias_grad
 -if (keep) store(buf.sum + x, ds_t);
 +if (keep) store(buf.sum + x, ds);
-a mask that repeats has dS: gradient_tangent.h: key_bias_grad
+a mask that repeats has dS: cpu/backward/gradient_tangent.h: key_bias_grad
 -store(buf.ds + x, moved.ds_t);
 +store(buf.ds + x, moved.ds);
-others' scores have the same roundings: second.h: few huge
+others' scores have the same roundings: cpu/backward/backward_jvp.h: few huge
 -if (kRescored) read_from.lse = own_lse(p);
 +;
 """
@@ -183,7 +183,7 @@ def noticed(features):
 @pytest.mark.parametrize("fault", FAULT, ids=lambda x: x[0])
 def test_a_fault_is_noticed(fault, kernels_of):  # noqa: F811
     _, file, features = fault
-    kernels_of(f"cpu/{file}", *FAULT[fault])
+    kernels_of(file, *FAULT[fault])
     assert noticed(features), f"{features} did not notice"
 
 

@@ -39,7 +39,7 @@ def made(name, key, command):
 def written(name, code):
     """The file of this name in the cache. It is written as a whole, because others may read it."""
     path = CACHE / name
-    with emulator.once.alone(name):
+    with emulator.build_lock.alone(name):
         if not path.exists():
             CACHE.mkdir(parents=True, exist_ok=True)
             part = path.with_suffix(f".{os.getpid()}")

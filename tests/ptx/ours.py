@@ -19,7 +19,12 @@ needs_nvcc = pytest.mark.skipif(not ptxas.find_nvcc(), reason="compiling CUDA ne
 @functools.cache
 def sources():
     """A digest of the kernels' sources and of the compiler."""
-    headers = [*(ROOT / "csrc").glob("*.h"), *KERNELS.glob("*.cuh"), *KERNELS.glob("*.h")]
+    headers = [
+        ROOT / "csrc" / "abi.h",
+        *(ROOT / "csrc" / "common").glob("*.h"),
+        *KERNELS.glob("*.cuh"),
+        *KERNELS.glob("*.h"),
+    ]
     headers += (KERNELS / "sm80").glob("*.cuh")
     return library.digest(ptxas.version(), *FLAGS, *sorted(headers))
 

@@ -1,10 +1,10 @@
 // Which backward kernels serve a call, and in which order.
 #include "backward.cuh"
 
+#include "bwd_preprocess.cuh"
 #include "instances.h"
 #include "kernels.h"
 #include "mask_gradient.cuh"
-#include "row_sums.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -26,9 +26,9 @@ int64_t mask_bytes(const FaParams& p) {
     if constexpr (To::kD <= kWidestAtOnce)
       return of(integral_constant<Gradient, kOfAll>());
     else
-      return most(of(integral_constant<Gradient, kOfQ>()),
-                  most(of(integral_constant<Gradient, kOfK>()),
-                       of(integral_constant<Gradient, kOfV>())));
+      return most(
+          of(integral_constant<Gradient, kOfQ>()),
+          most(of(integral_constant<Gradient, kOfK>()), of(integral_constant<Gradient, kOfV>())));
   });
 }
 

@@ -3,7 +3,7 @@
 //
 // One side of the scores stays in a block: keys and values for dk and dv, rows of q and dout for
 // dq. Tiles of the other side pass. For narrow heads one kernel computes all three: keys stay, and
-// blocks add to dq in turn (query_sums.cuh). With L and R the left and right of a product,
+// blocks add to dq in turn (dq_accum.cuh). With L and R the left and right of a product,
 //
 //   s  = L1 R1^T,  L1 stays: q or k           p  = exp(s - normaliser)
 //   dp = L2 R2^T,  L2 stays: dout or v        ds = p (dp - delta)
@@ -13,7 +13,7 @@
 // and delta is a sum over keys: a separate kernel adds up a row's p dp.
 #pragma once
 #include "../launch.h"
-#include "query_sums.cuh"
+#include "dq_accum.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -48,8 +48,9 @@ struct Backward {
       kMayHold && !kGiven && kFirst && kSums + 2 * kOneSide <= (kStrips == 2 ? 96 : 128);
   static constexpr bool kHoldsAll = kHolds1 && (kHolds2 || kGiven || !kFirst);
   static constexpr int kWarps = 4, kThreads = 32 * kWarps, kStaying = 16 * kStrips * kWarps;
-  static constexpr int kPassing =
-      kHoldsAll || (kWidest <= 64 && !kInTurn) ? 64 : kWidest <= 192 ? 32 : 16;
+  static constexpr int kPassing = kHoldsAll || (kWidest <= 64 && !kInTurn) ? 64
+                                  : kWidest <= 192                         ? 32
+                                                                           : 16;
   // How many of the passing rows or keys are in registers at a time.
   static constexpr bool kMany = kStrips == 1 && kWidest <= 128 && (kKeysStay || kGeneral);
   static constexpr int kAtOnce = !kMakesSums ? kPassing : kMany ? 32 : 16;
@@ -150,8 +151,8 @@ __global__ void __launch_bounds__(B::kThreads, 1)
 
   const FaParams all = batch;  // see forward.cuh
   const Visible visible(p, b);
-  const KeyRange seen = B::kKeysStay ? row_range(p, b, first_row, last_row)
-                                     : key_range(p, b, first_row, last_row);
+  const KeyRange seen =
+      B::kKeysStay ? row_range(p, b, first_row, last_row) : key_range(p, b, first_row, last_row);
   const int start = static_cast<int>(seen.lo) / B::kPassing * B::kPassing;
   const int end = static_cast<int>(seen.hi);
   const int rows = B::kKeysStay ? end : static_cast<int>(p.M);  // others see nothing here
@@ -228,9 +229,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     do {
       const int last = first + B::kPassing;
       const uint32_t found = tiles.found;
-      const auto load = [&](int at) {
-        coming.load(stages + (stage ^ 1) * B::kStageBytes, at);
-      };
+      const auto load = [&](int at) { coming.load(stages + (stage ^ 1) * B::kStageBytes, at); };
       if constexpr (B::kTiled) {
         next = tiles.next(h, last, end, false);
         if (next >= end) {
@@ -281,8 +280,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
           accumulate<Type, typename B::Right1>(first_sum, ds, dp, right1, at / 16);
         if constexpr (B::kSecond)
           accumulate<Type, typename B::Right2>(second_sum, weights, s, right2, kBelow + at / 16);
-        if constexpr (B::kInTurn)
-          put_scores<Tile<B::kStaying, B::kPassing>>(scores, ds, at / 16);
+        if constexpr (B::kInTurn) put_scores<Tile<B::kStaying, B::kPassing>>(scores, ds, at / 16);
         if constexpr (B::kWhat == kDelta)
 #pragma unroll
           for (int x = 0; x < B::kStrips * B::kAtOnce / 2; ++x)

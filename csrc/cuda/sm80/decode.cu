@@ -33,18 +33,16 @@ int start(const FaParams& p, int64_t splits, void* stream) {
   if (error || splits == 1) return error;
   const Parts parts = splits_of(p, splits);
   const size_t bytes = sizeof(float) * kCombineWarps * static_cast<size_t>(parts.width);
-  return launch_blocks("combine_kernel", combine_kernel<typename F::Type, F::kGeneral>,
-                       parts.rows, 32 * kCombineWarps, bytes, stream, p,
-                       static_cast<int>(splits));
+  return launch_blocks("combine_kernel", combine_kernel<typename F::Type, F::kGeneral>, parts.rows,
+                       32 * kCombineWarps, bytes, stream, p, static_cast<int>(splits));
 }
 
 template <class Type, bool general>
 int decode_of(const FaParams& p, int64_t splits, void* stream) {
   return with_dims(p, [&](auto dims) {
     using To = decltype(dims);
-    return row_tiles(p) == 1
-               ? start<Decode<Type, To::kD, To::kDv, 1, general>>(p, splits, stream)
-               : start<Decode<Type, To::kD, To::kDv, 4, general>>(p, splits, stream);
+    return row_tiles(p) == 1 ? start<Decode<Type, To::kD, To::kDv, 1, general>>(p, splits, stream)
+                             : start<Decode<Type, To::kD, To::kDv, 4, general>>(p, splits, stream);
   });
 }
 
@@ -52,7 +50,7 @@ template <class Type>
 int decode_of(const FaParams& p, int64_t splits, void* stream) {
   if (p.B * p.H * p.M == 0) return 0;
   return is_general(p) ? decode_of<Type, true>(p, splits, stream)
-                               : decode_of<Type, false>(p, splits, stream);
+                       : decode_of<Type, false>(p, splits, stream);
 }
 
 int64_t decode_workspace(const FaParams& p, int64_t multiprocessors) {

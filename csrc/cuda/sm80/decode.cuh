@@ -61,9 +61,7 @@ struct QueryPlaces {
 
   // The compiler may not know `e` of drawn_h and i: an index would force both values into memory.
   FA_DEVICE const Head& head(int e) const { return heads[e / 2]; }
-  FA_DEVICE uint32_t drawn_h(int e) const {
-    return e < 2 ? heads[0].drawn_h : heads[1].drawn_h;
-  }
+  FA_DEVICE uint32_t drawn_h(int e) const { return e < 2 ? heads[0].drawn_h : heads[1].drawn_h; }
   FA_DEVICE int passing(int k, int e) const { return passes + 8 * k + e % 2; }
   FA_DEVICE int i(int, int e) const {
     return static_cast<int>(e < 2 ? queries[0].i : queries[1].i);
@@ -100,8 +98,11 @@ struct Parts {
   int width;
 
   FA_SHARED Parts(void* memory, int64_t count, int64_t rows, int width)
-      : out(static_cast<float*>(memory)), level(out + count * rows * width),
-        sum(level + count * rows), rows(rows), width(width) {}
+      : out(static_cast<float*>(memory)),
+        level(out + count * rows * width),
+        sum(level + count * rows),
+        rows(rows),
+        width(width) {}
 
   // The factor of a part in the merged sum; `top` is the highest level of all parts.
   template <bool general>
@@ -168,8 +169,7 @@ FA_DEVICE void finish(const FaParams& p, int64_t b, Query query, int column, Mer
 // that read the same keys are neighbours. Shared memory limits a multiprocessor before registers
 // do: one block may have them all.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads, 1)
-    decode_kernel(const FaParams batch, int splits) {
+__global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams batch, int splits) {
   using Type = typename F::Type;
   FA_SHARED_MEMORY(memory);
   const int64_t group = batch.H / batch.Hk;
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
 #pragma unroll
     for (int n = 0; n < F::kWarpColumns / 8; ++n)
       *reinterpret_cast<float2*>(to + 8 * n) = {out[n][2 * half] * factor,
-                                                  out[n][2 * half + 1] * factor};
+                                                out[n][2 * half + 1] * factor};
   }
   ptx::block_sync("decode: the warps' parts are there");
 

@@ -27,8 +27,7 @@ struct Forward {
   // One is computed with while two are loading. All leaves room for two blocks in the 164 KB of
   // sm_80, and fits the 99 KB of sm_86 and sm_89.
   static constexpr int kBuffers = 3;
-  static constexpr int kBufferBytes =
-      KTile::kBytes > VTile::kBytes ? KTile::kBytes : VTile::kBytes;
+  static constexpr int kBufferBytes = KTile::kBytes > VTile::kBytes ? KTile::kBytes : VTile::kBytes;
   static constexpr int kSharedBytes = QTile::kBytes + kBuffers * kBufferBytes;
   static constexpr bool kPaged = false, kTiled = false;
   static constexpr MaskTiling kTiling = {kRows, kKeys};
@@ -61,8 +60,7 @@ FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, S
 #pragma unroll
     for (int n = 0; n < F::kDv / 8; ++n)
       to.store(8 * n + column, out[n][2 * half] * factor, out[n][2 * half + 1] * factor);
-    if (column == 0)
-      Normalisers(p, head.b, head.h).template store<F::kGeneral>(i, level, sum);
+    if (column == 0) Normalisers(p, head.b, head.h).template store<F::kGeneral>(i, level, sum);
   }
 }
 
@@ -82,8 +80,7 @@ FA_DEVICE bool needs_least(const MaskStripe& mask, const FaParams& p, int64_t b,
 // If keys of finfo.min may have been skipped, the kernel runs once more, `again`, for blocks with a
 // row that has seen nothing else.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads, 1)
-    forward_kernel(const FaParams batch, bool again) {
+__global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams batch, bool again) {
   using Type = typename F::Type;
   FA_SHARED_MEMORY(memory);
   const int64_t blocks = (batch.M + F::kRows - 1) / F::kRows;
@@ -107,8 +104,10 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     if (again && !needs_least<F>(mask, p, b, h, first_row, begin, end, memory)) return;
   bool read_next = false;  // must the mask of the next tile be read?
   const auto shown = [&](int from) {
-    if constexpr (F::kTiled) return mask.template shown<F::kKeys>(from, end, read_next);
-    else return from;
+    if constexpr (F::kTiled)
+      return mask.template shown<F::kKeys>(from, end, read_next);
+    else
+      return from;
   };
   const int start = shown(begin);
   const KeyRange by_all = common_range(p, b, warp_row, least(warp_row + 16 * F::kTiles, p.M));
@@ -120,8 +119,10 @@ __global__ void __launch_bounds__(F::kThreads, 1)
   const Matrix q = matrix_of(p.q, b, h, p.M, p.D);
   const auto keys_of = [&](const FaTensor& own, const FaTensor& pages, int64_t columns) {
     const Matrix found = matrix_of(own, b, hk, end, columns);
-    if constexpr (F::kPaged) return KeyRows(found, batch, pages, b, begin, F::kKeys);
-    else return found;
+    if constexpr (F::kPaged)
+      return KeyRows(found, batch, pages, b, begin, F::kKeys);
+    else
+      return found;
   };
   const auto k = keys_of(p.k, batch.k, p.D), v = keys_of(p.v, batch.v, p.Dv);
   // Keys and values are loaded alternately, each to the buffer after the previous one's.
@@ -153,8 +154,8 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     for (int d = 0; d < F::kD / 16; ++d)
 #pragma unroll
       for (int r = 0; r < F::kTiles; ++r)
-        load_left<typename F::QTile>(left[d][r], ptx::shared_address(memory),
-                                     F::kTiles * warp + r, d);
+        load_left<typename F::QTile>(left[d][r], ptx::shared_address(memory), F::kTiles * warp + r,
+                                     d);
   }
   for (int first = start, next, now = 0; first < end; first = next, now = after(now)) {
     ptx::copies_wait<1>("forward: the keys have landed");
@@ -170,13 +171,13 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     const uint32_t q_tile = ptx::shared_address(memory), k_tile = ptx::shared_address(buffer(now));
     // Fully unrolled, ptxas would compute more addresses ahead than there are registers.
     constexpr bool k90 = ptx::kArch >= 90, kMore = F::kPaged || F::kTiled;
-    constexpr int kSteps = F::kD == 128 && k90                                ? (F::kPaged ? 4 : 2)
+    constexpr int kSteps = F::kD == 128 && k90                                 ? (F::kPaged ? 4 : 2)
                            : F::kD == 96 && F::kGeneral && (F::kTiled || !k90) ? 3
                            : F::kD == 256 && F::kGeneral && kMore              ? 8
                                                                                : F::kD / 16;
 #pragma unroll(kSteps)
     for (int d = 0; d < F::kD / 16; ++d) {
-      uint32_t(&a)[F::kTiles][4] = left[F::kKeepQ ? d : 0];
+      uint32_t (&a)[F::kTiles][4] = left[F::kKeepQ ? d : 0];
       if (!F::kKeepQ)
 #pragma unroll
         for (int r = 0; r < F::kTiles; ++r)

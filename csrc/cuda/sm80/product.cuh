@@ -1,6 +1,6 @@
 // Products of a warp's 16 rows with a tile, and operations on them, all of it in registers.
 #pragma once
-#include "../normaliser.cuh"
+#include "../softmax_lse.cuh"
 #include "../tile.cuh"
 
 namespace fa {
@@ -26,7 +26,8 @@ struct OutputRow {
 
   FA_DEVICE OutputRow(const FaTensor& x, int64_t b, int64_t h, int64_t i, int64_t width)
       : data(static_cast<uint16_t*>(x.data) + b * x.stride[0] + h * x.stride[1] + i * x.stride[2]),
-        step(x.stride[3]), width(width),
+        step(x.stride[3]),
+        width(width),
         in_words(step == 1 && reinterpret_cast<uintptr_t>(data) % 4 == 0) {}
 
   // Elements j and j + 1, as far as they exist.

@@ -1,8 +1,8 @@
 // What weights and gradients of a row are relative to, in the workspace of a backward pass: its
-// level, what the level's rounding cut off (normaliser.cuh), and - delta (backward.cuh). The rows
+// level, what the level's rounding cut off (softmax_lse.cuh), and - delta (backward.cuh). The rows
 // of a query head are padded to a whole tile; padding has weight 0.
 #pragma once
-#include "../normaliser.cuh"
+#include "../softmax_lse.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -15,7 +15,7 @@ enum Part { kLevel, kRest, kMinusDelta, kParts };
 constexpr int kRowsOfTiles = 128;  // a multiple of the rows of every tile
 constexpr int kTogether = 16;      // rows: their levels are adjacent, then their rests and deltas
 
-// At least a tile: a head's turns begin at its first row (turns.cuh), even if it has no rows.
+// At least a tile: a head's turns begin at its first row (semaphore.cuh), even if it has no rows.
 FA_SHARED int64_t padded_rows(const FaParams& p) {
   return (most(p.M, 1) + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
 }
@@ -30,7 +30,7 @@ FA_DEVICE int64_t item_begins(const Item& p, int64_t b, int64_t h) {
   return before + (p.first_row / kRowsOfTiles + b) * kRowsOfTiles;
 }
 
-// The workspace begins with the words by which blocks take turns (turns.cuh): kTaskWords for the
+// The workspace begins with the words by which blocks wait (semaphore.cuh): kTaskWords for the
 // next task, and one for every kRowsATurn rows.
 constexpr int kTaskWords = 4, kRowsATurn = 8;
 FA_SHARED int64_t turn_words(const FaParams& p) {

@@ -1,9 +1,9 @@
 // The backward pass of the weights: the kernels of backward.cuh, given dp. All are general ones.
 #include "backward.cuh"
+#include "bwd_preprocess.cuh"
 #include "instances.h"
 #include "kernels.h"
 #include "mask_gradient.cuh"
-#include "row_sums.cuh"
 
 namespace fa {
 namespace sm80 {

@@ -1,6 +1,6 @@
 """The error for a result tensor with other sizes than the call that writes it.
 
-The library compares the sizes (csrc/extents.h) before it writes; this file makes the message.
+csrc/common/extents.h compares the sizes before the library writes; this file makes the message.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     laid      a key of a kernel's arguments with at least what Triton specialises on: dtypes,
               strides, addresses modulo 16, and the numbers themselves
 
-csrc/python/crossing.cpp implements these for CPython's stable ABI. The Python versions below are
+csrc/python/marshalling.cpp implements these for CPython's stable ABI. The Python versions below are
 used if set-up did not build it, or if FASTATTN_EXTENSION=off.
 """
 

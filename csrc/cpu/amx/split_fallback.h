@@ -1,0 +1,124 @@
+// Rows with a number that is no sum of planes (bf16_split.h), which tiles cannot multiply. These
+// rows, and rows that see such keys, use the vector kernels.
+#pragma once
+#include "../base/scratch.h"
+#include "../score/tile.h"
+
+namespace fa {
+namespace FA_ISA {
+
+enum Fit : uint8_t { kFits = 0, kUnfit = 1 };
+inline bool any_unfit(const uint8_t* fits, int64_t n) {
+  uint8_t all = kFits;
+  for (int64_t i = 0; i < n; ++i) all |= fits[i];
+  return all != kFits;
+}
+
+// Is a key hidden from each of these rows, by the band or by a mask?
+inline bool hidden(const FaParams& p, const Rows& rows, int64_t j) {
+  const Plane mask = plane(p.mask, rows.b, rows.h);
+  for (int64_t i = rows.i0; i < rows.end(); ++i) {
+    const KeyRange seen = key_range(p, rows.b, i, i + 1);
+    if (seen.lo <= j && j < seen.hi &&
+        !(mask.data && read<float>(mask.data, mask.dtype, mask.at(i, j)) == -kInf<float>))
+      return false;
+  }
+  return true;
+}
+// Fits of the keys of a block and of their values, from its first key on; `v` may be null.
+struct KeyFits {
+  const uint8_t *k, *v;
+  int64_t J0;
+};
+// Must these rows meet these keys on vectors? Not for a key that is hidden from all of them: on
+// tiles it is replaced by zeros, and not even a NaN in it has an effect.
+inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, const KeyFits& fits) {
+  const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
+  const int64_t begin = std::max(keys.j0, seen.lo), end = std::min(keys.end(), seen.hi);
+  if (!any_unfit(fits.k + (begin - fits.J0), end - begin) &&
+      !(fits.v && any_unfit(fits.v + (begin - fits.J0), end - begin)))
+    return false;
+  for (int64_t j = begin; j < end; ++j) {
+    const bool unfit = fits.k[j - fits.J0] != kFits || (fits.v && fits.v[j - fits.J0] != kFits);
+    if (unfit && !hidden(p, rows, j)) return true;
+  }
+  return false;
+}
+
+// Do two rows see the same of the keys that have no planes? A key that is in the band of one row
+// only counts as a difference, whatever the mask.
+inline bool see_alike(const FaParams& p, const Rows& one, const Rows& other, const KeyFits& fits) {
+  const KeyRange a = key_range(p, one.b, one.i0, one.end());
+  const KeyRange b = key_range(p, other.b, other.i0, other.end());
+  const auto any = [&](int64_t begin, int64_t end) {
+    return any_unfit(fits.k + begin, end - begin) || any_unfit(fits.v + begin, end - begin);
+  };
+  if (any(std::min(a.lo, b.lo), std::max(a.lo, b.lo))) return false;
+  if (any(std::min(a.hi, b.hi), std::max(a.hi, b.hi))) return false;
+  const Plane mask = plane(p.mask, one.b, one.h);
+  if (!mask.data || mask.row == 0) return true;
+  const auto masked = [&](const Rows& row, int64_t j) {
+    return read<float>(mask.data, mask.dtype, mask.at(row.i0, j)) == -kInf<float>;
+  };
+  for (int64_t j = std::max(a.lo, b.lo); j < std::min(a.hi, b.hi); ++j)
+    if ((fits.k[j] | fits.v[j]) != kFits && masked(one, j) != masked(other, j)) return false;
+  return true;
+}
+
+// A row's scores must be the same numbers in every pass, or P = exp(score - LSE) is off by the
+// rounding of scores, which has no bound. So forward records for each row which kernels made them,
+// in the last bit of the tail of its LSE; if the tail is 0, by a number too small to matter.
+inline void mark_scores(const FaParams& p, const Rows& rows, int64_t i, bool on_vectors) {
+  float* tail = static_cast<float*>(p.lse.data) + plane(p.lse, rows.b, rows.h).at(rows.i0 + i, 1);
+  const uint32_t was = bits(*tail), least = 0x00800000;
+  *tail = number(on_vectors ? (was & 0x7fffffff ? was : least) | 1 : was & ~1u);
+}
+// The lanes in which the vector kernels made the scores of these keys: a bit for each row.
+inline uint32_t scored_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys,
+                                  const KeyFits& k, const uint8_t* q_unfit, const float* tail) {
+  uint32_t found = 0;
+  const bool some = meet_unfit(p, rows, keys, k);
+  for (int64_t i = 0; i < rows.count; ++i)
+    if ((bits(tail[i]) & 1) || q_unfit[i] != kFits || (some && meet_unfit(p, rows.one(i), keys, k)))
+      found |= uint32_t(1) << i;
+  return found;
+}
+
+// Buffers for products on vectors in place of tiles: one operand transposed, the other as rows,
+// whatever the tensors' layouts; and the products.
+struct VectorScratch {
+  float *turned, *rows, *keys, *made;  // [columns][32], [16][columns], [128][columns], [128][32]
+  static VectorScratch of(Scratch& take, int64_t columns) {
+    return {take.array<float>(32 * columns), take.array<float>(16 * columns),
+            take.array<float>(kTileKeys * columns), take.array<float>(kTileKeys * 32)};
+  }
+};
+
+// The keys, with zeros for one without planes that none of the rows sees: it may be NaN or
+// infinite. `unfit` begins with the first key.
+inline Broadcast<float> keys_on_vectors(const FaParams& p, const Plane& x, const Keys& keys,
+                                        const Rows& rows, int64_t columns, const uint8_t* unfit,
+                                        float* buf) {
+  const auto along = Operand<Plain<float>>::along(x, keys.j0, keys.count, columns, buf);
+  if (!any_unfit(unfit, keys.count)) return along;
+  if (along.data != buf) copy_rows(x, keys.j0, keys.count, 0, columns, buf, columns);
+  for (int64_t j = 0; j < keys.count; ++j)
+    if (unfit[j] != kFits && hidden(p, rows, keys.j0 + j))
+      std::fill_n(buf + j * columns, columns, 0.0f);
+  return {buf, columns};
+}
+// S[key][lane], or dP, of the lanes in `which`, as the vector kernels compute it.
+template <int NV>
+void products_on_vectors(const FaParams& p, const Plane& x, const Keys& keys, const uint8_t* unfit,
+                         const Plane& y, const Rows& rows, uint32_t which, int64_t columns,
+                         float factor, const VectorScratch& buf, float* s) {
+  Operand<Plain<float>>::transposed(y, rows.i0, rows.count, 0, columns, NV * 16, buf.turned,
+                                    buf.rows);
+  const Broadcast<float> k = keys_on_vectors(p, x, keys, rows, columns, unfit, buf.keys);
+  DotProducts<Plain<float>, NV>::run(k, buf.turned, columns, keys.count, factor, buf.made);
+  for (int64_t at = 0; at < keys.count * NV * 16; ++at)
+    if (which >> at % (NV * 16) & 1) s[at] = buf.made[at];
+}
+
+}  // namespace FA_ISA
+}  // namespace fa

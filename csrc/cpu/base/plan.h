@@ -1,0 +1,41 @@
+// How a pass is divided into work: phases that follow one another, each a number of tasks. Tasks
+// are handed out in ascending order and run to their end, so a task may wait for a lower one. The
+// number of threads may change the size of tasks, but never a result: each element of it is one
+// chain of operations in a fixed order.
+#pragma once
+#include <cstddef>
+
+#include "../../abi.h"
+
+namespace fa {
+
+struct Phase {
+  int64_t tasks;
+  size_t scratch;  // bytes each thread needs
+  void (*run)(const FaParams& p, int64_t task, char* scratch);
+};
+
+constexpr int kPhases = 8;
+
+struct Plan {
+  Phase phases[kPhases];
+  int count = 0;
+  size_t workspace = 0;  // bytes shared by all tasks
+  __attribute__((always_inline)) void add(const Phase& phase) {
+    if (phase.tasks > 0) phases[count++] = phase;
+  }
+  // Appends another pass, in the same workspace.
+  Plan then(const Plan& other) const {
+    Plan both = *this;
+    for (int at = 0; at < other.count; ++at) both.add(other.phases[at]);
+    if (other.workspace > workspace) both.workspace = other.workspace;
+    return both;
+  }
+};
+
+// Flag of FA_SECOND: forward rounded its scores differently from these kernels.
+constexpr int64_t kOtherScores = 64;
+
+using MakePlan = Plan (*)(const FaParams& p, int64_t pass);
+
+}  // namespace fa

@@ -1,0 +1,267 @@
+// Decoding: few query rows, many keys. The cost is reading K and V, so they are read once, in
+// place, for all query heads that share them. If a feature acts on scores, they are transposed to
+// keys x lanes and back, for the common score pipeline. The keys are split into chunks, which
+// threads share, and the softmaxes of chunks are merged (Flash-Decoding, Dao et al. 2023).
+#pragma once
+#include <optional>
+
+#include "../base/plan.h"
+#include "../base/scratch.h"
+#include "../score/tile.h"
+#include "few_rows.h"
+
+namespace fa {
+namespace FA_ISA {
+
+template <class Mul>
+struct Decode {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  using Op = Operand<Mul>;
+  using T = Tile<R, 1>;
+  using Few = FewRows<Mul>;
+  using Sum = WeightedSum<Mul>;
+  static constexpr int pair = Mul::pair, W = kLanes<R>;
+
+  // Independent of the number of threads: the order of every sum must not depend on it.
+  static constexpr int64_t kChunkKeys = 4 * kTileKeys;
+  static int64_t chunks(const FaParams& p) {
+    return std::max<int64_t>(1, (p.N + kChunkKeys - 1) / kChunkKeys);
+  }
+  // Is this key inside a chunk, not at its end? What follows the end is another task's.
+  static bool goes_on(int64_t key) { return key % kChunkKeys; }
+  static int64_t group(const FaParams& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
+
+  // How many heads are lanes of one tile: all, if their scores differ by q alone.
+  static int64_t heads_per_tile(const FaParams& p) {
+    return p.M == 1 && heads_alike(p) ? std::clamp<int64_t>(group(p), 1, W) : 1;
+  }
+
+  struct Lanes {  // of one tile: rows of one head, or the one row of several
+    Rows rows;
+    int64_t heads, count;
+    FA_INLINE int64_t head(int64_t l) const { return rows.h + (heads > 1 ? l : 0); }
+    FA_INLINE int64_t row(int64_t l) const { return rows.i0 + (heads > 1 ? 0 : l); }
+  };
+  // Calls f(tile, lanes) for every tile of the query heads that share key head hk.
+  template <class F>
+  static void each_tile(const FaParams& p, int64_t b, int64_t hk, F f) {
+    const int64_t most = heads_per_tile(p), end = (hk + 1) * group(p);
+    int64_t t = 0;
+    for (int64_t h = hk * group(p); h < end; h += most)
+      for (int64_t i = 0; i < p.M; i += W) {
+        const int64_t heads = std::min(most, end - h), rows = std::min<int64_t>(W, p.M - i);
+        f(t++, Lanes{{b, h, i, rows}, heads, heads > 1 ? heads : rows});
+      }
+  }
+  static int64_t tiles(const FaParams& p) {
+    return (group(p) + heads_per_tile(p) - 1) / heads_per_tile(p) * ((p.M + W - 1) / W);
+  }
+
+  struct Buffers {
+    E* q;            // [tiles][W][padded(D)]
+    R *out, *m, *l;  // [tiles][W][columns(Dv)], [tiles][W]: out not yet divided by l
+    R *s, *turned;   // [W][kTileKeys], [kTileKeys][W]
+    E *k, *v, *p;
+    ScoreScratch<R> score;
+  };
+  static size_t carve(const FaParams& p, char* base, Buffers& b) {
+    Scratch take{base};
+    const int64_t rows = tiles(p) * W, keys = kTileKeys, d = Few::padded(p.D);
+    b.q = take.array<E>(rows * d);
+    b.out = take.array<R>(rows * Sum::columns(p.Dv));
+    b.m = take.array<R>(rows);
+    b.l = take.array<R>(rows);
+    b.s = take.array<R>(keys * W);
+    b.turned = take.array<R>(keys * W);
+    b.k = take.array<E>(keys * d);
+    b.v = take.array<E>(Sum::staged(keys, p.Dv));
+    b.p = take.array<E>(pair == 1 ? 0 : keys / pair * W);
+    b.score = {take.array<R>(p.mask.data ? keys * W : 0)};
+    return take.used;
+  }
+
+  // The results of the chunks, for the merge.
+  struct Parts {
+    R *out, *m, *l;  // [chunks][B H M][columns(Dv)], [chunks][B H M]
+    size_t bytes;
+  };
+  static Parts parts(const FaParams& p) {
+    Scratch take{static_cast<char*>(p.workspace)};
+    const int64_t rows = chunks(p) * p.B * p.H * p.M;
+    Parts parts;
+    parts.out = take.array<R>(rows * Sum::columns(p.Dv));
+    parts.m = take.array<R>(rows);
+    parts.l = take.array<R>(rows);
+    parts.bytes = take.used;
+    return parts;
+  }
+  static int64_t part(const FaParams& p, int64_t chunk, int64_t b, int64_t h, int64_t i) {
+    return ((chunk * p.B + b) * p.H + h) * p.M + i;
+  }
+
+  static void begin(const FaParams& p, const Lanes& lanes, int64_t t, const Buffers& buf) {
+    const int64_t d = Few::padded(p.D), dv = Sum::columns(p.Dv);
+    for (int64_t l = 0; l < lanes.count; ++l)
+      Few::stage(plane(p.q, lanes.rows.b, lanes.head(l)), lanes.row(l), 1, p.D,
+                 buf.q + (t * W + l) * d);
+    std::fill(buf.out + t * W * dv, buf.out + (t + 1) * W * dv, R(0));
+    std::fill(buf.m + t * W, buf.m + (t + 1) * W, -kInf<R>);
+    std::fill(buf.l + t * W, buf.l + (t + 1) * W, R(0));
+  }
+
+  // A block of keys or values as products read it, W rows at a time; if the block lies in one page,
+  // it is read in place. make(j, n, buffer of row j): rows j to j + n of the block.
+  struct Staged {
+    Broadcast<E> of[kTileKeys / W];
+    template <class Make>
+    Staged(const KeyPlane& a, const Keys& keys, E* buf, int64_t row, Make make) {
+      const bool whole = a.one_block(keys.j0, keys.count);
+      const Broadcast<E> all = whole ? make(0, keys.count, buf) : Broadcast<E>{};
+      for (int64_t j = 0; j < keys.count; j += W)
+        of[j / W] = whole ? Broadcast<E>{all.data + j * all.stride, all.stride}
+                          : make(j, std::min<int64_t>(W, keys.count - j), buf + j * row);
+    }
+  };
+
+  static void attend(const FaParams& p, const Lanes& lanes, int64_t t, const Keys& keys,
+                     const Staged& k, const Staged& v, const Buffers& buf) {
+    const int64_t dv = Sum::columns(p.Dv), hk = key_head(p, lanes.rows.h);
+    const E* q = buf.q + t * W * Few::padded(p.D);
+    R* out = buf.out + t * W * dv;
+    constexpr int64_t size = sizeof(E);
+    for (int64_t j = 0; j < keys.count; j += W) {
+      const int64_t n = std::min<int64_t>(W, keys.count - j);
+      const Broadcast<E> with = v.of[j / W];
+      Later later;
+      if (t == 0) later = {reinterpret_cast<const char*>(with.data), with.stride * size, size};
+      Few::products(k.of[j / W], n, p.D, q, lanes.count, R(p.scale), buf.s + j, later);
+    }
+    if (!T::plain(p, lanes.rows, keys)) score(p, lanes, keys, buf);
+    for (int64_t l = 0; l < lanes.count; ++l) {
+      const R rescale =
+          Few::softmax(keys.count, buf.s + l * kTileKeys, buf.m[t * W + l], buf.l[t * W + l]);
+      for (int64_t c = 0; c < dv; ++c) out[l * dv + c] *= rescale;
+    }
+    if (p.dropout_p > 0) dropout(p, lanes, keys, buf);
+    const E* probabilities = Sum::operand(buf.s, lanes.count, buf.p);
+    for (int64_t j = 0; j < keys.count; j += W) {
+      const int64_t n = std::min<int64_t>(W, keys.count - j);
+      Later later;
+      if (t == 0 && goes_on(keys.end()))
+        later = Later::of(keys_of(p, lanes.rows.b, hk), keys.end() + j, W, p.D);
+      Sum::add(probabilities, j, v.of[j / W], n, lanes.count, p.Dv, out, later);
+    }
+  }
+  static void score(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
+    transpose(buf.s, kTileKeys, lanes.count, keys.count, buf.turned, W);
+    T::score(p, lanes.rows, keys, buf.turned, nullptr, buf.score);
+    Few::turn_back(buf.turned, keys.count, lanes.count,
+                   [&](int64_t at, Vec<R> score) { store(buf.s + at, score); });
+  }
+  // Dropout of a tile of ones gives the factors of P.
+  static void dropout(const FaParams& p, const Lanes& lanes, const Keys& keys, const Buffers& buf) {
+    std::fill(buf.turned, buf.turned + keys.count * W, R(1));
+    T::dropout(p, lanes.rows, keys, buf.turned, nullptr);
+    Few::turn_back(buf.turned, keys.count, lanes.count, [&](int64_t at, Vec<R> factor) {
+      store(buf.s + at, Vec<R>(load(buf.s + at) * factor));
+    });
+  }
+
+  // Calls f(keys) for each block of a chunk that some row of item b sees.
+  template <class F>
+  static FA_INLINE void each_block(const FaParams& p, int64_t b, int64_t chunk, F f) {
+    const KeyRange seen = key_range(p, b, 0, p.M);
+    const int64_t end = std::min((chunk + 1) * kChunkKeys, seen.hi);
+    for (int64_t J0 = chunk * kChunkKeys; J0 < end; J0 += kTileKeys) {
+      const int64_t lo = std::max(J0, seen.lo), hi = std::min(J0 + kTileKeys, end);
+      const Keys keys{lo, hi - lo};
+      if (keys.count > 0) f(keys);
+    }
+  }
+
+  // One chunk of keys against every row that sees them.
+  static void run_chunk(const FaParams& p, int64_t task, char* scratch) {
+    Buffers buf;
+    carve(p, scratch, buf);
+    const int64_t hk = task % p.Hk, b = task / p.Hk % p.B, chunk = task / p.Hk / p.B;
+    each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) { begin(p, lanes, t, buf); });
+    const KeyPlane key = keys_of(p, b, hk), value = values_of(p, b, hk);
+    each_block(p, b, chunk, [&](const Keys& keys) {
+      std::optional<Staged> k, v;  // set once a tile sees them
+      each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
+        const Keys shown{keys.j0, keys.count, held(p, lanes.rows, keys)};
+        if (hidden(shown.holds)) return;
+        if (!k) {
+          k.emplace(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
+            return Op::along(key, keys.j0 + j, n, p.D, to);
+          });
+          v.emplace(value, keys, buf.v, Sum::staged(1, p.Dv), [&](int64_t j, int64_t n, E* to) {
+            return Sum::stage(value, keys.j0 + j, n, p.Dv, to);
+          });
+        }
+        attend(p, lanes, t, shown, *k, *v, buf);
+      });
+    });
+    const Parts to = parts(p);
+    const int64_t dv = Sum::columns(p.Dv);
+    each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
+      for (int64_t l = 0; l < lanes.count; ++l) {
+        const int64_t at = part(p, chunk, b, lanes.head(l), lanes.row(l));
+        Sum::natural(buf.out + (t * W + l) * dv, p.Dv, to.out + at * dv);
+        to.m[at] = buf.m[t * W + l];
+        to.l[at] = buf.l[t * W + l];
+      }
+    });
+  }
+
+  static size_t carve_sum(const FaParams& p, char* base, R*& sum) {
+    Scratch take{base};
+    sum = take.array<R>(Sum::columns(p.Dv));
+    return take.used;
+  }
+  // Merges the parts of one head's rows; a sink is one more part, without a value.
+  static void merge(const FaParams& p, int64_t task, char* scratch) {
+    R* sum;
+    carve_sum(p, scratch, sum);
+    const int64_t b = task / p.H, h = task % p.H, dv = Sum::columns(p.Dv);
+    const Parts from = parts(p);
+    const R sink =
+        p.sinks.data ? read<R>(p.sinks.data, p.sinks.dtype, h * p.sinks.stride[1]) : -kInf<R>;
+    for (int64_t i = 0; i < p.M; ++i) {
+      R m = sink;
+      for (int64_t c = 0; c < chunks(p); ++c) m = std::max(m, from.m[part(p, c, b, h, i)]);
+      const R pivot = m == -kInf<R> ? R(0) : m;
+      R l = exp_one(sink - pivot);
+      std::fill(sum, sum + dv, R(0));
+      for (int64_t c = 0; c < chunks(p); ++c) {
+        const int64_t at = part(p, c, b, h, i);
+        const R weight = exp_one(from.m[at] - pivot);
+        l += weight * from.l[at];
+        for (int64_t x = 0; x < dv; ++x) sum[x] += weight * from.out[at * dv + x];
+      }
+      write_normaliser(p, b, h, i, m, l);
+      const R factor = l == R(0) ? R(0) : R(1) / l;
+      for (int64_t x = 0; x < dv; ++x) sum[x] *= factor;
+      const Plane out = plane(p.out, b, h);
+      write_row(p.out.data, out.dtype, out.at(i), out.step, p.Dv, sum);
+    }
+  }
+
+  static Plan plan(const FaParams& p) {
+    Buffers unused;
+    return plan(p, carve(p, nullptr, unused), run_chunk);
+  }
+  static Plan plan(const FaParams& p, size_t scratch, decltype(Phase::run) of_chunk) {
+    Plan plan;
+    R* sum;
+    plan.workspace = parts(p).bytes;
+    // Key heads without a query head have no rows, and tiles of none cannot be counted.
+    plan.add({p.H ? p.B * p.Hk * chunks(p) : 0, scratch, of_chunk});
+    plan.add({p.B * p.H, carve_sum(p, nullptr, sum), merge});
+    return plan;
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa

@@ -1,0 +1,266 @@
+// A few query rows against keys and values that are read in place, lanes along their columns:
+//
+//   Products   S[row][key] = factor * sum_c Q[row][c] K[key][c]
+//   Softmax    S becomes P, row by row
+//   Sum        O[row][c]  += sum_key P[row][key] V[key][c]
+//
+// (product.h and tile.h have lanes along the rows: most would be empty here.) A row of S or P has
+// room for kTileKeys keys.
+#pragma once
+#include "../score/tile.h"
+
+namespace fa {
+namespace FA_ISA {
+
+template <class Mul>
+struct FewRows {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  static constexpr int pair = Mul::pair, W = kLanes<R>;
+
+  // Measured: as long as lanes of rows would be half empty, lanes of columns are faster, except for
+  // a few rows on so few keys that there is next to nothing to read. (All passes of a call get the
+  // same answer, with values or without.)
+  static bool suit(const FaParams& p) {
+    return !p.row_invariant && p.M <= W / 2 && (p.M == 1 || p.N * p.D > 128 * p.M);
+  }
+
+  static int64_t elements(int64_t columns) { return (columns + pair - 1) / pair; }
+  static int64_t padded(int64_t columns) { return round_up(elements(columns), kLanes<E>); }
+
+  // q is [rows][padded(columns)], with zeros at the end. `later` counts elements.
+  static void products(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
+                       R factor, R* s, Later later = {}) {
+    constexpr int many = W >= 4 ? 4 : 1;
+    int64_t r = 0;
+    for (; r + many <= rows; r += many, later = {})
+      products_of<many>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys,
+                        later);
+    for (; r < rows; ++r, later = {})
+      products_of<1>(k, keys, columns, q + r * padded(columns), factor, s + r * kTileKeys, later);
+  }
+  // The same products in the layout of tile.h, S[key][row]: for gradients and weights of rows that
+  // forward scored here, so that they have the same roundings. `turned` has room for a vector of
+  // rows.
+  static void tile(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, int64_t rows,
+                   R factor, R* turned, R* s) {
+    for (int64_t j = 0; j < keys; j += W)
+      products({k.data + j * k.stride, k.stride}, std::min<int64_t>(W, keys - j), columns, q, rows,
+               factor, turned + j);
+    transpose(turned, kTileKeys, rows, keys, s, W);
+  }
+  // Stages rows [i0, i0 + rows) for that: q is [rows][padded(columns)].
+  static void stage(const Plane& a, int64_t i0, int64_t rows, int64_t columns, E* q) {
+    const int64_t ld = padded(columns);
+    E row[FA_CPU_MAX_HEAD_DIM];
+    for (int64_t i = 0; i < rows; ++i, q += ld) {
+      std::copy_n(Operand<Mul>::along(a, i0 + i, 1, columns, row).data, elements(columns), q);
+      std::fill(q + elements(columns), q + ld, E(0));
+    }
+  }
+  // Transposes back from keys x lanes. Calls f(offset in [rows][kTileKeys], lanes along the keys).
+  template <class F>
+  static FA_INLINE void turn_back(const R* turned, int64_t keys, int64_t rows, F f) {
+    for (int64_t j = 0; j < keys; j += W)
+      each_column(turned + j * W, W, std::min<int64_t>(W, keys - j), rows,
+                  [&](int64_t row, Vec<R> x) { f(row * kTileKeys + j, x); });
+  }
+  // As many products at a time as a vector has lanes, so that the sums over their lanes make one
+  // vector. Past the last key it repeats the last one: there is room in S.
+  template <int ROWS>
+  static void products_of(Broadcast<E> k, int64_t keys, int64_t columns, const E* q, R factor, R* s,
+                          const Later& later) {
+    constexpr int KEYS = W / ROWS;
+    const int64_t n = elements(columns), ldq = padded(columns);
+    const int64_t whole = n / kLanes<E> * kLanes<E>;
+    for (int64_t j = 0; j < keys; j += KEYS) {
+      const E* key[KEYS];
+      for (int x = 0; x < KEYS; ++x) key[x] = k.data + std::min(j + x, keys - 1) * k.stride;
+      Vec<R> sum[W] = {};
+      const auto add = [&](int64_t c, auto read) {
+        Vec<E> y[ROWS];
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) y[r] = load(q + r * ldq + c);
+#pragma GCC unroll 16
+        for (int x = 0; x < KEYS; ++x) {
+          const Vec<E> e = read(key[x] + c);
+          later.ask(j + x, c);
+#pragma GCC unroll 4
+          for (int r = 0; r < ROWS; ++r) sum[r * KEYS + x] = Mul::fma(sum[r * KEYS + x], e, y[r]);
+        }
+      };
+      for (int64_t c = 0; c < whole; c += kLanes<E>) add(c, [](const E* at) { return load(at); });
+      if (whole < n) add(whole, [&](const E* at) { return load_some(at, n - whole); });
+      const Vec<R> sums = sum_lanes<R>(sum) * factor;
+      for (int r = 0; r < ROWS; ++r)
+        std::memcpy(s + r * kTileKeys + j, reinterpret_cast<const R*>(&sums) + r * KEYS,
+                    KEYS * sizeof(R));
+    }
+  }
+
+  // One step of the online softmax of one row, as in Tile; returns the factor for earlier sums. P
+  // is 0 past `keys`.
+  static R softmax(int64_t keys, R* s, R& m, R& l) {
+    const int64_t end = round_up(keys, kPadded);
+    std::fill(s + keys, s + end, -kInf<R>);
+    Vec<R> top = splat(m);
+    for (int64_t j = 0; j < end; j += W) top = max_or_second(load(s + j), top);
+    R most = m;
+    for (int x = 0; x < W; ++x) most = top[x] > most ? top[x] : most;
+    const R pivot = most == -kInf<R> ? R(0) : most;
+    Vec<R> sum{};
+    for (int64_t j = 0; j < end; j += W) {
+      const Vec<R> e = exp(Vec<R>(load(s + j) - pivot));
+      sum += e;
+      store(s + j, e);
+    }
+    const R rescale = exp_one(m - pivot);
+    R total = R(0);
+    for (int x = 0; x < W; ++x) total += sum[x];
+    l = l * rescale + total;
+    m = most;
+    return rescale;
+  }
+  static constexpr int64_t kPadded = 32;  // pairs of the widest vectors
+};
+
+// out is [rows][columns(Dv)], in an order that `natural` undoes. P is read from its key j on, V
+// from its beginning.
+template <class Mul>
+struct WeightedSum {
+  using R = typename Mul::Real;
+  using Op = Operand<Mul>;
+  static int64_t columns(int64_t Dv) { return round_up(Dv, kLanes<R>); }
+  template <class A>
+  static Broadcast<R> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, R* buf) {
+    return Op::across(v, j0, keys, Dv, true, buf);
+  }
+  static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv); }
+  static const R* operand(const R* p, int64_t, R*) { return p; }
+  // `rows` rows and NV vectors of columns from c on.
+  template <int ROWS, int NV>
+  static FA_INLINE void block(const R* p, Broadcast<R> v, int64_t keys, int64_t c, R* out,
+                              int64_t ldo, const Later& later) {
+    constexpr int64_t W = kLanes<R>;
+    Vec<R> acc[ROWS][NV] = {};
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 8
+      for (int g = 0; g < NV; ++g) {
+        const Vec<R> y = load(v.data + j * v.stride + c + W * g);
+        later.ask(j, c + W * g);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) acc[r][g] = Mul::fma(acc[r][g], p + r * kTileKeys + j, y);
+      }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int g = 0; g < NV; ++g) {
+        R* at = out + r * ldo + c + W * g;
+        store(at, Vec<R>(load(at) + acc[r][g]));
+      }
+  }
+  template <int ROWS, int NV>
+  static void rows(const R* p, Broadcast<R> v, int64_t keys, int64_t ldo, R* out,
+                   const Later& later, int64_t c = 0) {
+    constexpr int64_t step = NV * kLanes<R>;
+    for (; c + step <= ldo; c += step) block<ROWS, NV>(p, v, keys, c, out, ldo, later);
+    if constexpr (NV > 1)
+      if (c < ldo) rows<ROWS, NV / 2>(p, v, keys, ldo, out, later, c);
+  }
+  // `later` counts columns.
+  static FA_INLINE void add(const R* p, int64_t j, Broadcast<R> v, int64_t keys, int64_t count,
+                            int64_t Dv, R* out, Later later = {}) {
+    constexpr int many = kLanes<R> >= 16 ? 4 : 2;  // vectors, as registers allow for four rows
+    const int64_t ldo = columns(Dv);
+    p += j;
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4, later = {})
+      rows<4, many>(p + r * kTileKeys, v, keys, ldo, out + r * ldo, later);
+    for (; r < count; ++r, later = {})
+      rows<1, 2 * many>(p + r * kTileKeys, v, keys, ldo, out + r * ldo, later);
+  }
+  static void natural(const R* out, int64_t Dv, R* to) { std::copy_n(out, columns(Dv), to); }
+};
+
+#if defined(__AVX512BF16__)
+// Two keys at a time: one instruction zips their rows to pairs within 128 bits, but takes columns
+// 0-3, 8-11, .. into one vector and 4-7, 12-15, .. into the next.
+template <>
+struct WeightedSum<PairedBf16> {
+  using Op = Operand<PairedBf16>;
+  static int64_t columns(int64_t Dv) { return round_up(Dv, 32); }
+  template <class A>
+  static Broadcast<int32_t> stage(const A& v, int64_t j0, int64_t keys, int64_t Dv, int32_t* buf) {
+    const bool whole = v.dtype == FA_BF16 && v.step == 1 && v.row % 2 == 0 && Dv % 32 == 0;
+    if (whole && v.one_block(j0, keys)) {
+      const uint16_t* first = static_cast<const uint16_t*>(v.data) + v.at(j0);
+      return {reinterpret_cast<const int32_t*>(first), v.row / 2};
+    }
+    const int64_t ld = columns(Dv) / 2;
+    Op::copy_halves(v, j0, keys, Dv, reinterpret_cast<uint16_t*>(buf), 2 * ld);
+    return {buf, ld};
+  }
+  static int64_t staged(int64_t keys, int64_t Dv) { return keys * columns(Dv) / 2; }
+
+  // `rows` rows and 32 G columns.
+  template <int ROWS, int G>
+  static FA_INLINE void block(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys,
+                              float* out, int64_t ldo, const Later& later, int64_t c) {
+    Vec<float> acc[ROWS][2 * G];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int g = 0; g < 2 * G; ++g) acc[r][g] = load(out + r * ldo + 16 * g);
+    for (int64_t j = 0; j < keys; j += 2)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) {
+        const __m512i a = (__m512i)load(v + j * ldv + 16 * g);
+        __m512i b = _mm512_setzero_si512();
+        later.ask(j, c + 32 * g);
+        later.ask(j + 1, c + 32 * g);
+        if (j + 1 < keys) b = (__m512i)load(v + (j + 1) * ldv + 16 * g);
+        const Vec<int32_t> lo = (Vec<int32_t>)_mm512_unpacklo_epi16(a, b);
+        const Vec<int32_t> hi = (Vec<int32_t>)_mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+          const int32_t* both = p + r * (kTileKeys / 2) + j / 2;
+          acc[r][2 * g] = PairedBf16::fma(acc[r][2 * g], both, lo);
+          acc[r][2 * g + 1] = PairedBf16::fma(acc[r][2 * g + 1], both, hi);
+        }
+      }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+      for (int g = 0; g < 2 * G; ++g) store(out + r * ldo + 16 * g, acc[r][g]);
+  }
+  template <int ROWS, int G>
+  static void rows(const int32_t* p, const int32_t* v, int64_t ldv, int64_t keys, int64_t ldo,
+                   float* out, const Later& later, int64_t c = 0) {
+    for (; c + 32 * G <= ldo; c += 32 * G)
+      block<ROWS, G>(p, v + c / 2, ldv, keys, out + c, ldo, later, c);
+    if constexpr (G > 1)
+      if (c < ldo) rows<ROWS, G / 2>(p, v, ldv, keys, ldo, out, later, c);
+  }
+  // P in pairs.
+  static const int32_t* operand(const float* p, int64_t rows, int32_t* buf) {
+    return Op::tile_along(p, rows, kTileKeys, buf);
+  }
+  static FA_INLINE void add(const int32_t* p, int64_t j, Broadcast<int32_t> v, int64_t keys,
+                            int64_t count, int64_t Dv, float* out, Later later = {}) {
+    const int64_t ldo = columns(Dv), ldp = kTileKeys / 2;
+    p += j / 2;
+    int64_t r = 0;
+    for (; r + 4 <= count; r += 4, later = {})
+      rows<4, 2>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo, later);
+    for (; r < count; ++r, later = {})
+      rows<1, 4>(p + r * ldp, v.data, v.stride, keys, ldo, out + r * ldo, later);
+  }
+  static void natural(const float* out, int64_t Dv, float* to) {
+    for (int64_t c = 0; c < columns(Dv); ++c)
+      to[c / 32 * 32 + c % 16 / 4 * 8 + c % 32 / 16 * 4 + c % 4] = out[c];
+  }
+};
+#endif
+
+}  // namespace FA_ISA
+}  // namespace fa

@@ -1,0 +1,157 @@
+// The kernels for one instruction set: CMake compiles this file once for each, with FA_ISA as its
+// name. The caller must check first that the machine has the set.
+#if defined(FA_AMX)
+#include "amx/amx_decode.h"
+#include "amx/amx_forward.h"
+#endif
+#include "backward/backward.h"
+#include "backward/backward_jvp.h"
+#include "backward/few_gradients.h"
+#include "forward/decode.h"
+#include "forward/forward.h"
+#include "forward/jvp.h"
+#include "forward/weights.h"
+
+namespace fa {
+namespace FA_ISA {
+
+#if defined(FA_AMX)
+template <int P>
+Plan plan_with(const FaParams& p, int64_t pass) {
+  switch (pass) {
+    case FA_FORWARD:
+      return AmxDecode<P>::suits(p) ? AmxDecode<P>::plan(p) : AmxForward<P>::plan(p);
+    case FA_WEIGHTS:
+      return Weights<Amx<P>>::plan(p);
+    default:
+      return Backward<Amx<P>>::plan(p);
+  }
+}
+
+Plan make_plan(const FaParams& p, int64_t pass) {
+  switch (p.q.dtype) {
+    case FA_BF16:
+      return plan_with<1>(p, pass);
+    case FA_F16:
+      return plan_with<2>(p, pass);
+    default:
+      return plan_with<3>(p, pass);
+  }
+}
+
+// With fewer than four rows on the same keys, tiles are so empty that they gain nothing, measured.
+// Splitting keys and values that are read once costs what vectors need for some ten or twenty rows,
+// counted in instructions; not measured.
+bool decodes(const FaParams& p) {
+  const int64_t least = p.q.dtype == FA_BF16 ? 4 : p.q.dtype == FA_F16 ? 16 : 32;
+  return !p.row_invariant && p.M <= 16 && p.M * Decode<Plain<float>>::group(p) < least;
+}
+#else
+template <class Mul>
+Plan plan_with(const FaParams& p, int64_t pass) {
+  using Tangent = Jvp<typename Mul::Real>;
+  const bool other_scores = Mul::pair > 1 || FewRows<Mul>::suit(p);  // than those of Plain
+  switch (pass) {
+    case FA_JVP:
+      return Tangent::template plan<false>(p);
+    case FA_FORWARD_JVP:
+      if (other_scores) return plan_with<Mul>(p, FA_FORWARD).then(plan_with<Mul>(p, FA_JVP));
+      return Tangent::template plan<true>(p);
+    case FA_SECOND:
+    case FA_SECOND | kOtherScores:
+      return Second<typename Mul::Real>::plan(p, other_scores || pass != FA_SECOND);
+    case FA_FORWARD:
+      return FewRows<Mul>::suit(p) ? Decode<Mul>::plan(p) : Forward<Mul>::plan(p);
+    case FA_WEIGHTS:
+      return Weights<Mul>::plan(p);
+    case FA_BACKWARD:
+      return FewGradients<Mul>::suit(p) ? FewGradients<Mul>::plan(p) : Backward<Mul>::plan(p);
+    default:
+      return Backward<Mul>::plan(p);
+  }
+}
+
+Plan make_plan(const FaParams& p, int64_t pass) {
+  if (p.q.dtype == FA_F64) return plan_with<Plain<double>>(p, pass);
+#if defined(__AVX512BF16__)
+  if (p.q.dtype == FA_BF16) return plan_with<PairedBf16>(p, pass);
+#endif
+  return plan_with<Plain<float>>(p, pass);
+}
+
+// Is this a call for the instruction set that decodes: few rows on many keys, which reads keys and
+// values in place? Its gradients and weights run there, too: one set computes a call's scores.
+bool decodes(const FaParams& p) {
+  return p.q.dtype == FA_F64 ? FewRows<Plain<double>>::suit(p) : FewRows<Plain<float>>::suit(p);
+}
+#endif
+
+template <class R>
+void each_vector(int64_t which, const R* x, R* y, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes<R>) {
+    const int64_t here = std::min<int64_t>(kLanes<R>, n - i);
+    const Vec<R> at = load_some(x + i, here);
+    const Vec<R> value = which == FA_EXP ? Vec<R>(exp(at)) : Vec<R>(tanh<R>(at));
+    std::memcpy(y + i, &value, here * sizeof(R));
+  }
+}
+void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n) {
+  if (dtype == FA_F64)
+    each_vector(which, static_cast<const double*>(x), static_cast<double*>(y), n);
+  else
+    each_vector(which, static_cast<const float*>(x), static_cast<float*>(y), n);
+}
+
+// GF/s of one core's multiply-adds on registers alone: the upper limit for kernels.
+#if defined(FA_AMX)
+double measure_peak(int64_t dtype, double seconds, double (*now)()) {
+  const amx::Tiles registers;
+  constexpr int64_t batch = 1 << 12;
+  uint16_t half[512];  // no zeros: the clock depends on the data
+  for (int i = 0; i < 512; ++i) half[i] = uint16_t(0x3f80 ^ (i * 40503 & 0x807f));
+  amx::load<4>(half, 64), amx::load<5>(half, 64), amx::load<6>(half, 64), amx::load<7>(half, 64);
+  int64_t batches = 0;
+  const double start = now();
+  double end = start;
+  for (; end - start < seconds; ++batches, end = now())
+    for (int64_t i = 0; i < batch; ++i)
+      amx::dot<0, 4, 6>(), amx::dot<1, 4, 7>(), amx::dot<2, 5, 6>(), amx::dot<3, 5, 7>();
+  const int products = dtype == FA_BF16  ? OfSums<1>::count
+                       : dtype == FA_F16 ? OfSums<2>::count
+                                         : OfSums<3>::count;
+  return 2.0 * 4 * 16 * 16 * 32 * batch * batches / (end - start) * 1e-9 / products;
+}
+#else
+template <class Mul>
+double peak(double seconds, double (*now)()) {
+  using R = typename Mul::Real;
+  using E = typename Mul::Element;
+  constexpr int chains = register_rows(kTileVectors) * kTileVectors;
+  constexpr int64_t batch = 1 << 14;
+  Vec<R> acc[chains] = {};
+  E x = E(0);
+  const Vec<E> y = {};
+  int64_t batches = 0;
+  const double start = now();
+  double end = start;
+  while (end - start < seconds) {
+    for (int64_t i = 0; i < batch; ++i)
+#pragma GCC unroll 32
+      for (int c = 0; c < chains; ++c) acc[c] = Mul::fma(acc[c], &x, y);
+    __asm__ volatile("" : "+m"(x), "+m"(acc));  // the loop must happen
+    ++batches;
+    end = now();
+  }
+  return 2.0 * Mul::pair * kLanes<R> * chains * batch * batches / (end - start) * 1e-9;
+}
+double measure_peak(int64_t dtype, double seconds, double (*now)()) {
+  if (dtype == FA_F64) return peak<Plain<double>>(seconds, now);
+#if defined(__AVX512BF16__)
+  if (dtype == FA_BF16) return peak<PairedBf16>(seconds, now);
+#endif
+  return peak<Plain<float>>(seconds, now);
+}
+#endif
+
+}  // namespace FA_ISA
+}  // namespace fa

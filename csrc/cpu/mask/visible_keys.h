@@ -1,0 +1,119 @@
+// Which keys a tile of rows sees: those that remain where the band, the lengths or a mask hide keys
+// from all of its rows.
+#pragma once
+#include "../../common/band.h"
+#include "../base/product.h"
+#include "mask_classes.h"
+
+namespace fa {
+namespace FA_ISA {
+
+// Keys per tile. A multiple of 4, so that tiles share no Philox group (unless the larger call has
+// keys before this one's) and no pair; measured: 96 to 128 best for both float32 and bfloat16.
+constexpr int64_t kTileKeys = 128;
+
+struct Rows {
+  int64_t b, h, i0, count;
+  FA_INLINE int64_t end() const { return i0 + count; }
+  FA_INLINE Rows one(int64_t i) const { return {b, h, i0 + i, 1}; }
+};
+struct Keys {
+  int64_t j0, count;
+  uint8_t holds = 0;  // what a mask has for the rows at hand (or more); 0 if not determined
+  FA_INLINE int64_t end() const { return j0 + count; }
+};
+
+// The keys of [J0, J0 + width) that some of these rows see, from a multiple of `first` on.
+template <class Mul>
+FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
+                            int64_t width = kTileKeys, int64_t first = Sizes<Mul>::first_key) {
+  const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
+  if (seen.empty()) return {J0, 0};
+  const int64_t lo = std::max(J0, seen.lo / first * first), hi = std::min(J0 + width, seen.hi);
+  return {lo, std::max<int64_t>(hi - lo, 0)};
+}
+
+// What a mask holds for these rows and keys: the union of its classes. If it has none: with few
+// rows (or one row for all queries, padding) the result of a scan, else kOther.
+FA_INLINE uint8_t held(const FaParams& p, const Rows& rows, const Keys& keys) {
+  if (!p.mask.data) return kVisible;
+  if (keys.holds) return keys.holds;
+  if (MaskClasses::suit(p))
+    return MaskClasses::of(p).held(rows.b, rows.h, rows.i0, rows.end(), keys.j0, keys.end());
+  const Plane a = plane(p.mask, rows.b, rows.h);
+  if (p.M > MaskClasses::kFewRows && a.row != 0) return kOther;
+  return MaskClasses::scan(a, rows.i0, rows.end(), keys.j0, keys.end());
+}
+FA_INLINE bool hidden(uint8_t held, uint8_t as = kHidden) { return !(held & ~as); }
+
+// What hides keys from rows with these scores, their largest or their LSE: finfo.min, too, if each
+// score is so far above it that no probability is left, for any product below 2^126.
+template <class R>
+FA_INLINE uint8_t hides(const R* scores, int64_t rows) {
+  for (int64_t i = 0; i < rows; ++i)
+    if (!(scores[i] > R(-0x1p126))) return kHidden;
+  return kHidden | kLeast;
+}
+// The keys without those, at both ends, that a mask hides from all of these rows.
+FA_INLINE Keys shown_keys(const FaParams& p, const Rows& rows, const Keys& keys,
+                          uint8_t as = kHidden) {
+  if (!p.mask.data || keys.count <= 0) return keys;
+  if (!MaskClasses::suit(p)) {
+    const uint8_t all = held(p, rows, keys);
+    return {keys.j0, hidden(all, as) ? 0 : keys.count, all};
+  }
+  constexpr int64_t step = MaskClasses::kKeys;
+  int64_t lo = keys.j0, hi = keys.end();
+  const auto hides = [&](int64_t j) { return hidden(held(p, rows, {j, 1}), as); };
+  while (lo < hi && hides(lo)) lo = (lo / step + 1) * step;
+  while (lo < hi && hides(hi - 1)) hi = (hi - 1) / step * step;
+  return lo < hi ? Keys{lo, hi - lo} : Keys{keys.j0, 0};
+}
+
+// Does one of these rows, with these largest scores, need its keys of finfo.min? Not a row that
+// sees nothing because -inf hides all keys.
+template <class R>
+[[gnu::noinline, gnu::cold]] bool misses(const FaParams& p, const Rows& rows, const R* scores) {
+  const Plane a = plane(p.mask, rows.b, rows.h);
+  for (int64_t i = 0; i < rows.count; ++i) {
+    if (scores[i] > R(-0x1p126)) continue;
+    const Rows row = rows.one(i);
+    const KeyRange seen = key_range(p, row.b, row.i0, row.end());
+    if (scores[i] != -kInf<R> || !hidden(MaskClasses::scan(a, row.i0, row.end(), seen.lo, seen.hi)))
+      return true;
+  }
+  return false;
+}
+
+// The keys that each tile of a forward task sees, before it is known which rows see a score: first
+// as if all keys of finfo.min were hidden, then once more for tiles with a row that sees nothing
+// else.
+template <int kTiles>
+struct ShownKeys {
+  Keys of[kTiles];
+  uint32_t tiles = ~0u, skipped = 0, not_enough = 0;  // bits of tiles; skipped: keys of finfo.min
+  uint8_t as = kHidden | kLeast;
+  FA_INLINE bool due(int64_t t) const { return tiles >> t & 1; }
+  FA_INLINE bool find(int64_t t, const FaParams& p, const Rows& rows, const Keys& keys) {
+    of[t] = shown_keys(p, rows, keys, as);
+    if (of[t].count != keys.count && as != kHidden &&
+        of[t].count != shown_keys(p, rows, {keys.j0, keys.count, of[t].holds}).count)
+      skipped |= uint32_t(1) << t;
+    return of[t].count > 0;
+  }
+  // m: the rows' largest scores.
+  template <class R>
+  FA_INLINE void look_again(int64_t t, const FaParams& p, const Rows& rows, const R* m) {
+    if (skipped >> t & 1 && hides(m, rows.count) == kHidden && misses(p, rows, m))
+      not_enough |= uint32_t(1) << t;
+  }
+  FA_INLINE bool again() {
+    tiles = not_enough;
+    skipped = not_enough = 0;
+    as = kHidden;
+    return tiles;
+  }
+};
+
+}  // namespace FA_ISA
+}  // namespace fa

@@ -1,0 +1,344 @@
+// The C ABI: checks arguments by their values, chooses the instruction set, runs plans on threads.
+#include <pthread.h>
+#include <time.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "../../common/band.h"
+#include "../../common/extents.h"
+#include "../base/plan.h"
+#include "isa_choice.h"
+#include "packed_batch.h"
+#include "threads.h"
+
+// CMake defines FA_HAS_<set> for each instruction set that it builds besides "generic".
+#if defined(FA_HAS_AMX_BF16) || defined(FA_HAS_AMX_MODEL)
+#define FA_HAS_TILES
+#include "../amx/amx_enable.h"
+#endif
+
+namespace fa {
+
+#define FA_DECLARE(isa)                                                                  \
+  namespace isa {                                                                        \
+  Plan make_plan(const FaParams& p, int64_t pass);                                       \
+  bool decodes(const FaParams& p);                                                       \
+  double measure_peak(int64_t dtype, double s, double (*)());                            \
+  void vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n); \
+  }
+FA_DECLARE(generic)
+#if defined(FA_HAS_AVX2)
+FA_DECLARE(avx2)
+#endif
+#if defined(FA_HAS_AVX512)
+FA_DECLARE(avx512)
+#endif
+#if defined(FA_HAS_AVX512_BF16)
+FA_DECLARE(avx512_bf16)
+#endif
+#if defined(FA_HAS_AMX_BF16)
+FA_DECLARE(amx_bf16)
+#endif
+#if defined(FA_HAS_AMX_MODEL)
+FA_DECLARE(amx_model)
+#endif
+
+namespace {
+
+struct Isa {
+  const char* name;
+  const char* (*unit)(const FaParams&);  // the set that runs this call; for some it is another
+  bool (*runs_here)();
+  MakePlan make_plan;
+  bool (*decodes)(const FaParams&);  // does Choice's `decoding` run this call?
+  double (*measure_peak)(int64_t, double, double (*)());
+  void (*vector_function)(int64_t, int64_t, const void*, void*, int64_t);
+};
+
+#if defined(__x86_64__)
+// Everything that the flags in CMake allow the compiler to use, except F16C: every processor with
+// AVX2 has it, and no builtin checks for it alone.
+[[maybe_unused]] bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+}
+[[maybe_unused]] bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+#endif
+#if defined(FA_HAS_AVX512_BF16)
+bool has_avx512_bf16() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
+#endif
+#if defined(FA_HAS_AMX_BF16)
+bool has_amx() { return has_avx512() && tiles_refused().empty(); }
+#endif
+bool always() { return true; }
+
+#define FA_KERNELS(isa, runs_here)                                                     \
+  #isa, [](const FaParams&) { return #isa; }, runs_here, isa::make_plan, isa::decodes, \
+      isa::measure_peak, isa::vector_function
+#if defined(FA_HAS_TILES)
+// Float64 has no planes for tiles, and float32 is taken off tiles on request: these run on the
+// vectors of avx512. So do calls with a scale so large that products below the least normal number,
+// which are 0 on tiles, would show; and the passes that take tangents, for every dtype.
+std::atomic<bool> float32_on_tiles{true};
+bool on_tiles(int64_t dtype) {
+  return dtype == FA_BF16 || dtype == FA_F16 || (dtype == FA_F32 && float32_on_tiles);
+}
+bool on_tiles(const FaParams& p) {
+  constexpr double most = 0x1p60;
+  return on_tiles(p.q.dtype) && (p.q.dtype == FA_BF16 || (-most < p.scale && p.scale < most));
+}
+Plan tiled_plan(const FaParams& p, int64_t pass, MakePlan tiles) {
+  if (pass == FA_FORWARD_JVP) return tiles(p, FA_FORWARD).then(avx512::make_plan(p, FA_JVP));
+  if (pass == FA_SECOND) pass |= kOtherScores;
+  return (pass < FA_JVP ? tiles : avx512::make_plan)(p, pass);
+}
+#define FA_TILED_KERNELS(isa, runs_here)                                                       \
+  #isa, [](const FaParams& p) { return on_tiles(p) ? #isa : "avx512"; }, runs_here,            \
+      [](const FaParams& p, int64_t pass) {                                                    \
+        return on_tiles(p) ? tiled_plan(p, pass, isa::make_plan) : avx512::make_plan(p, pass); \
+      },                                                                                       \
+      [](const FaParams& p) { return (on_tiles(p) ? isa::decodes : avx512::decodes)(p); },     \
+      [](int64_t dtype, double s, double (*now)()) {                                           \
+        return (on_tiles(dtype) ? isa::measure_peak : avx512::measure_peak)(dtype, s, now);    \
+      },                                                                                       \
+      avx512::vector_function
+#endif
+const Isa kIsas[] = {
+// tiles, then the widest vectors first; last the one for tests
+#if defined(FA_HAS_AMX_BF16)
+    {FA_TILED_KERNELS(amx_bf16, has_amx)},
+#endif
+#if defined(FA_HAS_AVX512_BF16)
+    {FA_KERNELS(avx512_bf16, has_avx512_bf16)},
+#endif
+#if defined(FA_HAS_AVX512)
+    {FA_KERNELS(avx512, has_avx512)},
+#endif
+#if defined(FA_HAS_AVX2)
+    {FA_KERNELS(avx2, has_avx2)},
+#endif
+    {FA_KERNELS(generic, always)},
+#if defined(FA_HAS_AMX_MODEL)
+    {FA_TILED_KERNELS(amx_model, has_avx512)},
+#endif
+};
+
+// The kernels in use: one instruction set, or one for decoding and one for everything else.
+struct Choice {
+  const Isa *isa, *decoding;
+  std::string why;
+
+  const Isa& of(const FaParams& p) const { return *(isa->decodes(p) ? decoding : isa); }
+  Plan make_plan(const FaParams& p, int64_t pass) const { return of(p).make_plan(p, pass); }
+};
+
+const Isa* named(const char* name) {
+  for (const Isa& isa : kIsas)
+    if (std::strcmp(isa.name, name) == 0 && isa.runs_here()) return &isa;
+  return nullptr;
+}
+
+std::string names_of_all_here() {  // in the order of kIsas
+  std::string names;
+  for (const Isa& isa : kIsas)
+    if (isa.runs_here()) names += (names.empty() ? "" : ",") + std::string(isa.name);
+  return names;
+}
+
+const Choice& best() {
+  static const Choice choice = [] {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+#endif
+    Order order = order_for(this_chip(), names_of_all_here());
+#if defined(FA_HAS_AMX_BF16)
+    if (announces_amx() && !tiles_refused().empty())
+      order.why += "; not amx_bf16: " + tiles_refused();
+#endif
+    return Choice{named(order.isa.c_str()), named(order.decoding.c_str()), order.why};
+  }();
+  return choice;
+}
+
+// Selected by name, while no other thread is in a call: so the text needs no lock.
+Choice selected;
+std::atomic<const Choice*> chosen{&best()};
+
+Plan make_plan(const FaParams& p, int64_t pass) { return chosen.load()->make_plan(p, pass); }
+
+std::atomic<bool> poisoned{false};
+
+// A thread's scratch outlives the call, so that small calls do not page it in anew; an unusually
+// large one is freed.
+class ScratchMemory {
+ public:
+  ~ScratchMemory() { std::free(data_); }
+  char* get(size_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = (bytes + 4095) / 4096 * 4096;
+      data_ = static_cast<char*>(std::aligned_alloc(64, size_));
+      if (!data_) size_ = 0;
+    }
+    return data_;
+  }
+  void trim() {
+    if (size_ <= kKept) return;
+    std::free(data_);
+    data_ = nullptr;
+    size_ = 0;
+  }
+
+ private:
+  static constexpr size_t kKept = size_t(4) << 20;
+  char* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+// After fork() the OpenMP pool of the parent is gone, and waiting for it would hang: a child
+// computes on the calling thread.
+bool forked = false;
+[[maybe_unused]] const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
+
+// Runs phase `at` of every call, each call's tasks in their order. Waking a thread costs what a
+// million multiply-adds do.
+bool run_phase(const Calls& calls, int at) {
+  const int64_t tasks = calls.tasks(at);
+  const size_t scratch_size = calls.scratch(at);
+  std::atomic<int64_t> next{0}, done{0};
+  const auto work = [&] {
+    static thread_local ScratchMemory memory;
+    char* scratch = scratch_size ? memory.get(scratch_size) : nullptr;
+    if (scratch_size && !scratch) return;  // the other threads take its share
+    for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) {
+      if (poisoned && scratch) std::memset(scratch, 0xFF, scratch_size);
+      calls.run(at, task, scratch);
+      done.fetch_add(1, std::memory_order_relaxed);
+    }
+    memory.trim();
+  };
+  const double worth = 1 + calls.work() / (1 << 20);
+  int64_t threads = std::min(calls.threads(), tasks);
+  if (worth < threads) threads = static_cast<int64_t>(worth);
+  if (forked) threads = 1;
+  if (threads <= 1) {
+    work();
+  } else {
+    on_threads(threads, work);
+  }
+  return done == tasks;
+}
+
+int64_t run_calls(Calls& calls, void* workspace) {
+  if (const size_t size = calls.workspace()) {
+    if (poisoned) std::memset(workspace, 0xFF, size);
+    calls.give_workspace(static_cast<char*>(workspace));
+  }
+  for (int at = 0; calls.tasks(at) > 0; ++at)
+    if (!run_phase(calls, at)) return FA_NO_MEMORY;
+  return FA_OK;
+}
+
+int64_t bad_values(const FaParams& p) {
+  if (p.cu_q && !rises(p.cu_q, p.B, p.T, p.M)) return FA_BAD_OFFSET;
+  if (p.cu_k && !rises(p.cu_k, p.B, p.S, p.N)) return FA_BAD_OFFSET;
+  const int64_t room = p.page ? std::min(p.N, p.blocks * p.page) : all_keys(p);
+  if (p.lengths)
+    for (int64_t b = 0; b < p.B; ++b) {
+      const int64_t most = p.cu_k ? p.cu_k[b + 1] - p.cu_k[b] : room;
+      if (p.lengths[b] < 0 || p.lengths[b] > most) return FA_BAD_LENGTH;
+    }
+  return p.page && !pages_exist(p) ? FA_BAD_PAGE : FA_OK;
+}
+
+double thread_seconds() {
+  timespec t;
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+  return double(t.tv_sec) + 1e-9 * double(t.tv_nsec);
+}
+
+}  // namespace
+}  // namespace fa
+
+extern "C" {
+
+const char* fa_abi_fields(void) { return FA_FIELDS; }
+
+int64_t fa_cpu_max_head_dim(void) { return FA_CPU_MAX_HEAD_DIM; }
+
+int64_t fa_cpu_workspace(const FaParams* p, int64_t pass) {
+  if (fa::bad_values(*p) != FA_OK) return 0;
+  const fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });
+  return static_cast<int64_t>(calls.workspace());
+}
+
+int64_t fa_cpu_run(const FaCall* call, int64_t pass) {
+  const FaParams* const p = &call->params;
+  if (const int64_t status = fa::bad_extent(*call, pass)) return status;
+  if (const int64_t status = fa::bad_values(*p)) return status;
+  try {
+    fa::Calls calls(*p, [&](const FaParams& one) { return fa::make_plan(one, pass); });
+    if (p->workspace || !calls.workspace()) return fa::run_calls(calls, p->workspace);
+    static thread_local fa::ScratchMemory memory;
+    void* workspace = memory.get(calls.workspace());
+    const int64_t status = workspace ? fa::run_calls(calls, workspace) : FA_NO_MEMORY;
+    memory.trim();
+    return status;
+  } catch (const std::bad_alloc&) {  // a batch of very many sequences
+    return FA_NO_MEMORY;
+  }
+}
+
+const char* fa_cpu_isas(void) {
+  static const std::string names = [] {
+    std::string all = fa::best().isa->name;
+    for (const fa::Isa& isa : fa::kIsas)
+      if (isa.runs_here() && &isa != fa::best().isa) all += "," + std::string(isa.name);
+    return all;
+  }();
+  return names.c_str();
+}
+
+const char* fa_cpu_isa(void) { return fa::chosen.load()->isa->name; }
+
+const char* fa_cpu_unit(const FaParams* p) { return fa::chosen.load()->of(*p).unit(*p); }
+
+const char* fa_cpu_why(void) { return fa::chosen.load()->why.c_str(); }
+
+const char* fa_cpu_served(const char* vendor, int64_t family, int64_t model, const char* isas) {
+  static thread_local std::string said;
+  const fa::Order order = fa::order_for({vendor, family, model}, isas);
+  said = order.isa + ": " + order.why;
+  return said.c_str();
+}
+
+int64_t fa_cpu_select(const char* name) {
+  const fa::Isa* isa = fa::named(name);
+  if (!isa) return 1;
+  fa::selected = {isa, isa, "selected by its name"};
+  fa::chosen = &fa::selected;
+  return 0;
+}
+
+void fa_cpu_float32_on_tiles([[maybe_unused]] int64_t on) {
+#if defined(FA_HAS_TILES)
+  fa::float32_on_tiles = on != 0;
+#endif
+}
+
+void fa_cpu_poison(int64_t on) { fa::poisoned = on != 0; }
+
+double fa_cpu_peak(int64_t dtype, double seconds) {
+  return fa::chosen.load()->isa->measure_peak(dtype, seconds, fa::thread_seconds);
+}
+
+void fa_cpu_vector_function(int64_t which, int64_t dtype, const void* x, void* y, int64_t n) {
+  fa::chosen.load()->isa->vector_function(which, dtype, x, y, n);
+}
+
+}  // extern "C"

@@ -1,0 +1,148 @@
+// What one run of the library computes: a call, or the sequences of a packed batch. Each sequence
+// is a separate call with its own plan, so that it has the bits that it has alone. Their phases run
+// together: the tasks of all sequences are one list, the longest sequences first, so that the
+// smallest tasks come last.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <numeric>
+#include <vector>
+
+#include "../../common/item_size.h"
+#include "../base/plan.h"
+
+namespace fa {
+
+// Do the offsets go from 0 to `total` without falling, in steps of at most `most`?
+inline bool rises(const int64_t* cu, int64_t n, int64_t total, int64_t most) {
+  if (cu[0] != 0) return false;
+  for (int64_t b = 0; b < n; ++b)  // bounds first, so that the difference cannot overflow
+    if (cu[b + 1] < cu[b] || cu[b + 1] > total || cu[b + 1] - cu[b] > most) return false;
+  return cu[n] == total;
+}
+
+// Does every page that a length needs exist?
+inline bool pages_exist(const FaParams& p) {
+  for (int64_t b = 0; b < p.B; ++b)
+    for (int64_t at = 0; at * p.page < p.lengths[b]; ++at)
+      if (p.pages[b * p.blocks + at] < 0 || p.pages[b * p.blocks + at] >= p.P) return false;
+  return true;
+}
+
+inline FaTensor moved(FaTensor t, int dimension, int64_t by) {
+  if (t.data) t.data = static_cast<char*>(t.data) + by * t.stride[dimension] * item_size(t.dtype);
+  return t;
+}
+
+// Sequence b of a packed batch.
+inline FaParams sequence(const FaParams& p, int64_t b) {
+  using Field = FaTensor FaParams::*;
+  using P = FaParams;
+  FaParams one = p;
+  for (Field rows : {&P::q, &P::lse, &P::out, &P::dq, &P::dout, &P::dlse, &P::q_t, &P::out_t,
+                     &P::lse_t, &P::dout_t, &P::dlse_t})
+    one.*rows = moved(p.*rows, 2, p.cu_q[b]);
+  if (p.page) {  // N is the number of keys that it has
+    one.pages = p.pages + b * p.blocks;
+    one.N = p.lengths[b];
+    one.lengths = nullptr;
+  } else {
+    for (Field keys : {&P::k, &P::v, &P::k_scale, &P::v_scale, &P::dk, &P::dv, &P::k_t, &P::v_t})
+      one.*keys = moved(p.*keys, 2, p.cu_k[b]);
+    one.N = p.cu_k[b + 1] - p.cu_k[b];
+    if (p.lengths) one.lengths = p.lengths + b;
+  }
+  for (Field items : {&P::mask, &P::slopes, &P::dmask, &P::dsinks, &P::mask_t})
+    one.*items = moved(p.*items, 0, b);
+  one.cu_q = one.cu_k = nullptr;
+  one.B = 1;
+  one.M = p.cu_q[b + 1] - p.cu_q[b];
+  one.at_item = p.at_item + b;
+  return one;
+}
+
+class Calls {
+ public:
+  template <class MakePlan>
+  Calls(const FaParams& p, MakePlan make_plan) : threads_(p.threads) {
+    if (!p.cu_q) {
+      alone_.p = p;
+      begin_ = &alone_;
+      count_ = 1;
+    } else {
+      packed_.reserve(p.B);
+      for (int64_t b : by_length(p)) packed_.emplace_back().p = sequence(p, b);
+      begin_ = packed_.data();
+      count_ = p.B;
+    }
+    for (const Call& call : *this) work_ += work_of(call.p);
+    for (Call& call : *this) {
+      // Its share of the threads: tasks are as large as those of a batch.
+      const double share = work_of(call.p) / work_;
+      if (p.cu_q) call.p.threads = static_cast<int64_t>(std::ceil(p.threads * share));
+      call.plan = make_plan(call.p);
+      call.workspace = workspace_;
+      workspace_ += (call.plan.workspace + 63) / 64 * 64;
+      for (int at = 0; at < kPhases; ++at) {
+        call.first[at] = tasks_[at];
+        if (at >= call.plan.count) continue;
+        tasks_[at] += call.plan.phases[at].tasks;
+        scratch_[at] = std::max(scratch_[at], call.plan.phases[at].scratch);
+      }
+    }
+  }
+  Calls(const Calls&) = delete;
+
+  int64_t threads() const { return threads_; }
+  int64_t tasks(int at) const { return at < kPhases ? tasks_[at] : 0; }
+  size_t scratch(int at) const { return scratch_[at]; }
+  size_t workspace() const { return workspace_; }
+  double work() const { return work_; }  // multiply-adds, at least
+
+  void give_workspace(char* memory) {
+    for (Call& call : *this)
+      if (call.plan.workspace) call.p.workspace = memory + call.workspace;
+  }
+  void run(int at, int64_t task, char* scratch) const {
+    const Call* after = std::upper_bound(
+        begin_, begin_ + count_, task, [at](int64_t t, const Call& x) { return t < x.first[at]; });
+    const Call& call = *(after - 1);
+    call.plan.phases[at].run(call.p, task - call.first[at], scratch);
+  }
+
+ private:
+  struct Call {
+    FaParams p;
+    Plan plan;
+    size_t workspace;        // offset of its workspace
+    int64_t first[kPhases];  // index of its first task among all
+  };
+  static std::vector<int64_t> by_length(const FaParams& p) {
+    std::vector<int64_t> order(p.B);
+    std::iota(order.begin(), order.end(), 0);
+    const auto scores = [&](int64_t b) {
+      const int64_t keys = p.page ? p.lengths[b] : p.cu_k[b + 1] - p.cu_k[b];
+      return (p.cu_q[b + 1] - p.cu_q[b]) * keys;
+    };
+    std::stable_sort(order.begin(), order.end(),
+                     [&](int64_t x, int64_t y) { return scores(x) > scores(y); });
+    return order;
+  }
+  static double work_of(const FaParams& p) {
+    return 1 + double(p.B) * p.H * p.M * p.N * (p.D + p.Dv);
+  }
+  Call* begin() { return begin_; }
+  Call* end() { return begin_ + count_; }
+
+  Call alone_;
+  std::vector<Call> packed_;
+  Call* begin_;
+  int64_t count_;
+  int64_t threads_;
+  double work_ = 0;
+  size_t workspace_ = 0;
+  int64_t tasks_[kPhases] = {};
+  size_t scratch_[kPhases] = {};
+};
+
+}  // namespace fa

@@ -1,0 +1,335 @@
+// The score pipeline of the CPU kernels: the one place here that implements features. What happens
+// to a tile of scores, keys x lanes (lanes are query rows), forward and backward:
+//
+//   where   visible_keys and shown_keys skip keys (visible_keys.h); `band` is exact (band.h)
+//   what    `score`: softcap, ALiBi, mask, band, in this order; `product_gradient`, backward
+//   after   `dropout`: draws (philox.h)
+//
+// Forward, decoding, backward and weights call these, so a feature is written once. A branch is
+// taken per tile, never per element.
+#pragma once
+#include "../../common/philox.h"
+#include "../base/operand_packing.h"
+#include "../mask/visible_keys.h"
+
+namespace fa {
+namespace FA_ISA {
+
+// Does the score of a row depend on a product and its key alone, whatever the head?
+FA_INLINE bool heads_alike(const FaParams& p) {
+  return !p.slopes.data && p.dropout_p == 0 &&
+         (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
+}
+
+// Is the derivative of a score by its scaled product other than 1?
+FA_INLINE bool has_derivative(const FaParams& p) { return p.softcap > 0; }
+
+// The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its
+// rounding cut off. Where scores are as large as a mask of finfo.min, lse alone has lost the sum.
+template <class R>
+struct Normaliser {
+  R *lse, *tail;
+  FA_INLINE Normaliser from(int64_t lane) const { return {lse + lane, tail + lane}; }
+};
+// Writes that of row i: m is its largest score, l its sum relative to m, 0 if nothing was seen.
+template <class R>
+void write_normaliser(const FaParams& p, int64_t b, int64_t h, int64_t i, R m, R l) {
+  const R log = std::log(l), lse = l == R(0) ? -kInf<R> : m + log;
+  const Plane to = plane(p.lse, b, h);
+  R* data = static_cast<R*>(p.lse.data);  // its dtype is the one that the kernel computes in
+  data[to.at(i, 0)] = lse;
+  data[to.at(i, 1)] = std::isfinite(lse) ? (m - lse) + log : R(0);
+}
+// Reads those of some rows; lse is +inf for lanes that see nothing or have no row.
+template <class R>
+void read_normaliser(const FaParams& p, const Rows& rows, int64_t lanes, Normaliser<R> to) {
+  const Plane from = plane(p.lse, rows.b, rows.h);
+  std::fill(to.lse, to.lse + lanes, kInf<R>);
+  std::fill(to.tail, to.tail + lanes, R(0));
+  for (int64_t l = 0; l < rows.count; ++l) {
+    const R* data = static_cast<const R*>(from.data);
+    const R lse = data[from.at(rows.i0 + l, 0)];
+    if (lse == -kInf<R>) continue;
+    to.lse[l] = lse;
+    to.tail[l] = data[from.at(rows.i0 + l, 1)];
+  }
+}
+
+template <class R>
+struct ScoreScratch {
+  R* rows;  // kLanes x kTileKeys, of the mask
+};
+
+template <class R, int NV>
+struct Tile {
+  static constexpr int W = kLanes<R>, lanes = NV * W;
+  using V = Vec<R>;
+
+  template <class F>
+  static FA_INLINE void each(int64_t keys, R* s, F f) {
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        R* at = s + j * lanes + v * W;
+        store(at, V(f(j, v, load(at))));
+      }
+  }
+
+  // i' - j0 of each lane, as numbers.
+  static FA_INLINE void positions(const FaParams& p, const Rows& rows, const Keys& keys, V* at) {
+    const R first = R(rows.i0 + diagonal(p, rows.b) - keys.j0);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v)
+      for (int l = 0; l < W; ++l) at[v][l] = first + R(v * W + l);
+  }
+
+  // s = c tanh(s / c); `derivative` and `second`, if not null, receive the first two by s.
+  static void softcap(R c, int64_t keys, R* s, R* derivative, R* second) {
+    const R inverse = R(1) / c;
+    each(keys, s, [&](int64_t j, int v, V x) {
+      const V t = tanh<R>(x * inverse);
+      if (derivative) store(derivative + j * lanes + v * W, V(R(1) - t * t));
+      if (second) store(second + j * lanes + v * W, V((R(-2) * inverse) * (t - t * t * t)));
+      return t * c;
+    });
+  }
+
+  static void alibi(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
+    const R m = read<R>(p.slopes.data, p.slopes.dtype,
+                        rows.b * p.slopes.stride[0] + rows.h * p.slopes.stride[1]);
+    V at[NV];
+    positions(p, rows, keys, at);
+    each(keys.count, s, [&](int64_t j, int v, V x) { return x - absolute<R>(at[v] - R(j)) * m; });
+  }
+
+  // s = act(s, the element of the mask, or of its tangent).
+  template <class Act>
+  static FA_INLINE void with_mask(const Plane& a, const Rows& rows, const Keys& keys, R* s,
+                                  const ScoreScratch<R>& scratch, Act act) {
+    if (a.row == 0) {  // one row serves every query: O(N) to read
+      copy_rows(a, 0, 1, keys.j0, keys.count, scratch.rows, keys.count);
+      each(keys.count, s, [&](int64_t j, int, V x) { return act(x, splat(scratch.rows[j])); });
+    } else {
+      Operand<Plain<R>>::each_lanes(a, rows.i0, rows.count, keys.j0, keys.count, lanes,
+                                    scratch.rows, [&](int64_t j, int64_t l, V add) {
+                                      R* at = s + j * lanes + l;
+                                      store(at, V(act(load(at), add)));
+                                    });
+    }
+  }
+  static void mask(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
+                   const ScoreScratch<R>& scratch) {
+    const Plane a = plane(p.mask, rows.b, rows.h);
+    if (p.mask.dtype == FA_BOOL)  // hides even a NaN score, as masked_fill does
+      with_mask(a, rows, keys, s, scratch, [](V x, V add) { return add < R(0) ? add : x; });
+    else
+      with_mask(a, rows, keys, s, scratch, [](V x, V add) { return x + add; });
+  }
+
+  static void band(const FaParams& p, const Rows& rows, const Keys& keys, R* s) {
+    // The keys of this tile that each lane sees, [lo, hi]: cut to the tile while they are
+    // integers, because far positions are no exact numbers in R.
+    R lo[lanes], hi[lanes];
+    const int64_t first = rows.i0 + diagonal(p, rows.b) - keys.j0;
+    for (int64_t l = 0; l < lanes; ++l) {
+      lo[l] = R(std::clamp<int64_t>(first + l - p.left, -1, kTileKeys));
+      hi[l] = R(std::clamp<int64_t>(first + l + p.right, -1, kTileKeys));
+    }
+    each(keys.count, s, [&](int64_t j, int v, V x) {
+      const auto seen = (R(j) >= load(lo + v * W)) & (R(j) <= load(hi + v * W));
+      return seen ? x : splat(-kInf<R>);
+    });
+  }
+
+  static bool masked(const FaParams& p, const Rows& rows, const Keys& keys) {
+    return p.mask.data && held(p, rows, keys) != kVisible;
+  }
+  // Prefetches what `mask` will read, if the mask is too large for a cache: its rows are far apart,
+  // so hardware does not prefetch them.
+  static FA_INLINE void prefetch_mask(const FaParams& p, const Rows& rows, const Keys& keys) {
+    Plane a = plane(p.mask, rows.b, rows.h);
+    if (!a.data || a.row == 0 || p.M * p.N < 1 << 18 || !masked(p, rows, keys)) return;
+    a.origin += keys.j0 * a.step;
+    prefetch(a, rows.i0, rows.count, keys.count);
+  }
+  static bool banded(const FaParams& p, const Rows& rows, const Keys& keys) {
+    const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
+    return keys.j0 < all.lo || keys.end() > all.hi;
+  }
+  // Is a scaled product the score itself?
+  static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
+    return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
+  }
+  // Scaled products to scores, -inf where a row may not look. `derivative` and `second` (of the
+  // scores by the scaled products, the first and the second one) may be null.
+  static void score(const FaParams& p, const Rows& rows, const Keys& keys, R* s, R* derivative,
+                    const ScoreScratch<R>& scratch, R* second = nullptr) {
+    if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
+    if (p.slopes.data) alibi(p, rows, keys, s);
+    if (masked(p, rows, keys)) mask(p, rows, keys, s, scratch);
+    if (banded(p, rows, keys)) band(p, rows, keys, s);
+  }
+
+  // The tangents of scores, from those of the scaled products; `second` becomes the tangent of
+  // `derivative`. They are arbitrary where a score is hidden, and in lanes past the last row.
+  static void score_tangents(const FaParams& p, const Rows& rows, const Keys& keys, R* s_t,
+                             const R* derivative, R* second, const ScoreScratch<R>& scratch) {
+    if (has_derivative(p))
+      each(keys.count, s_t, [&](int64_t j, int v, V x) {
+        R* bent = second + j * lanes + v * W;
+        store(bent, V(x * load(bent)));
+        return x * load(derivative + j * lanes + v * W);
+      });
+    if (p.mask_t.data)
+      with_mask(plane(p.mask_t, rows.b, rows.h), rows, keys, s_t, scratch,
+                [](V x, V add) { return x + add; });
+  }
+
+  // The same from products without their scale. Returns the factor that s must still be multiplied
+  // by: the scale, if no feature changes the scores.
+  static R score_unscaled(const FaParams& p, const Rows& rows, const Keys& keys, R* s,
+                          R* derivative, const ScoreScratch<R>& scratch) {
+    const R scale = R(p.scale);
+    if (scale > 0 && plain(p, rows, keys)) return scale;
+    each(keys.count, s, [&](int64_t, int, V x) { return x * scale; });
+    score(p, rows, keys, s, derivative, scratch);
+    return R(1);
+  }
+
+  // Backward, for one vector: from the gradient of scores to that of the scaled products.
+  static FA_INLINE V product_gradient(const FaParams& p, V ds, const R* derivative) {
+    if (!has_derivative(p)) return ds;
+    // A lane past the last row may have NaN for derivative (of tanh(0 * inf)): its dS stays 0.
+    return ds == V{} ? V{} : ds * load(derivative);
+  }
+  static void product_gradient(const FaParams& p, int64_t keys, R* ds, const R* derivative) {
+    if (!has_derivative(p)) return;
+    each(keys, ds, [&](int64_t j, int v, V x) {
+      return product_gradient(p, x, derivative + j * lanes + v * W);
+    });
+  }
+
+  // One step of the online softmax (Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022,
+  // Algorithm 1): s becomes exp(s - m), m and l are updated, and `rescale` is the factor for sums
+  // under the old maximum.
+  static void online_softmax(int64_t keys, R* s, R* m, R* l, R* rescale) {
+    V top[NV], sum[NV], pivot[NV];
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) top[v] = load(m + v * W);
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) top[v] = max_or_second(load(s + j * lanes + v * W), top[v]);
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) {
+      // A row that has seen nothing keeps 0 for its pivot: -inf - (-inf) is NaN.
+      pivot[v] = top[v] == -kInf<R> ? V{} : top[v];
+      const V c = exp(V(load(m + v * W) - pivot[v]));
+      store(rescale + v * W, c);
+      store(m + v * W, top[v]);
+      sum[v] = V{};
+    }
+    for (int64_t j = 0; j < keys; ++j)
+#pragma GCC unroll 4
+      for (int v = 0; v < NV; ++v) {
+        const V e = exp(V(load(s + j * lanes + v * W) - pivot[v]));
+        sum[v] += e;
+        store(s + j * lanes + v * W, e);
+      }
+#pragma GCC unroll 4
+    for (int v = 0; v < NV; ++v) store(l + v * W, load(l + v * W) * load(rescale + v * W) + sum[v]);
+  }
+
+  // s becomes the probabilities exp(s - lse - tail), in this order: first the large numbers cancel.
+  // Unscaled, s is first multiplied by `factor`, and rounded as if a feature had multiplied it: so
+  // it is the same number as in the row's normaliser.
+  template <bool Unscaled = false>
+  static void probabilities(int64_t keys, Normaliser<R> normaliser, R* s, R factor = R(1)) {
+    V lse[NV], tail[NV];
+    for (int v = 0; v < NV; ++v) {
+      lse[v] = load(normaliser.lse + v * W);
+      tail[v] = load(normaliser.tail + v * W);
+    }
+    // Not exp(-inf): the score of a lane without a row may be NaN.
+    each(keys, s, [&](int64_t, int v, V x) {
+      if constexpr (Unscaled) x = rounded_product(x, factor);
+      return lse[v] == kInf<R> ? V{} : exp(V((x - lse[v]) - tail[v]));
+    });
+  }
+
+  // Room for whole vectors of words, which have more lanes than vectors of doubles.
+  static constexpr int kMaxLanes = round_up(lanes, kLanes<uint32_t>);
+
+  // Philox words for four keys from j on of the larger call, for its head and item; 4 x kMaxLanes.
+  static void philox(const FaParams& p, const Rows& rows, uint32_t head, uint32_t item, int64_t j,
+                     uint32_t* words) {
+    const uint64_t seed = static_cast<uint64_t>(*p.seed);
+    for (int l = 0; l < lanes; l += kLanes<uint32_t>) {
+      Words c0 = splat(uint32_t(j >> 2)), c1, c2 = splat(head), c3 = splat(item);
+      for (int x = 0; x < kLanes<uint32_t>; ++x) c1[x] = uint32_t(p.at_row + rows.i0 + l + x);
+      uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+      for (int r = 0; r < Philox::rounds; ++r, k0 += Philox::weyl0, k1 += Philox::weyl1) {
+        Words hi0, lo0, hi1, lo1;
+        multiply_wide(c0, Philox::mul0, hi0, lo0);
+        multiply_wide(c2, Philox::mul1, hi1, lo1);
+        c0 = hi1 ^ c1 ^ splat(k0);
+        c1 = lo1;
+        c2 = hi0 ^ c3 ^ splat(k1);
+        c3 = lo0;
+      }
+      store(words + l, c0);
+      store(words + kMaxLanes + l, c1);
+      store(words + 2 * kMaxLanes + l, c2);
+      store(words + 3 * kMaxLanes + l, c3);
+    }
+  }
+
+  // Drops elements of `a`, and the same ones of `b` when given, scaling the rest.
+  static void dropout(const FaParams& p, const Rows& rows, const Keys& keys, R* a, R* b) {
+    const Dropout rule = dropout_rule(p.dropout_p);
+    const R factor = R(rule.factor);
+    uint32_t words[4 * kMaxLanes];
+    const int64_t first = p.at_key + keys.j0;
+    const uint32_t head = drawn(p.at_head, rows.h, p.heads_again);
+    const uint32_t item = drawn(p.at_item, rows.b, p.items_again);
+    for (int64_t j = -(first % 4); j < keys.count; j += 4) {
+      philox(p, rows, head, item, first + j, words);
+      const int64_t n = std::min<int64_t>(4, keys.count - j);
+      for (int64_t r = std::max<int64_t>(0, -j); r < n; ++r) {
+        const uint32_t* w = words + r * kMaxLanes;
+        R* ar = a + (j + r) * lanes;
+        for (int l = 0; l < lanes; ++l) ar[l] = w[l] >= rule.threshold ? ar[l] * factor : R(0);
+        if (!b) continue;
+        R* br = b + (j + r) * lanes;
+        for (int l = 0; l < lanes; ++l) br[l] = w[l] >= rule.threshold ? br[l] * factor : R(0);
+      }
+    }
+  }
+};
+
+// Calls f with the number of vectors that `rows` query rows fill, as a constant.
+template <class R, class F>
+FA_INLINE void with_vectors(int64_t rows, F f) {
+  const int64_t nv = (rows + kLanes<R> - 1) / kLanes<R>;
+  if (nv <= 1) return f(std::integral_constant<int, 1>{});
+  if (nv == 2) return f(std::integral_constant<int, 2>{});
+  if (nv == 3) return f(std::integral_constant<int, 3>{});
+  if constexpr (kTileVectors > 3) f(std::integral_constant<int, 4>{});
+}
+template <class R>
+constexpr int64_t kTileRows = kTileVectors * kLanes<R>;
+
+// Calls f(number of vectors, rows, first lane) for each part of a tile's rows.
+template <class Mul, class F>
+FA_INLINE void each_part(const Rows& rows, F f) {
+  using R = typename Mul::Real;
+  constexpr int64_t part = Sizes<Mul>::part;
+  if constexpr (part == Sizes<Mul>::rows)
+    with_vectors<R>(rows.count, [&](auto nv) { f(nv, rows, int64_t(0)); });
+  else
+    for (int64_t l = 0; l < rows.count; l += part)
+      f(std::integral_constant<int, part / kLanes<R>>{},
+        Rows{rows.b, rows.h, rows.i0 + l, std::min(part, rows.count - l)}, l);
+}
+
+}  // namespace FA_ISA
+}  // namespace fa

@@ -1,0 +1,359 @@
+// fastattn/backends/native/marshalling.py in C++, for CPython's stable ABI: the functions that pass
+// tensors to the kernels. It is optional: without it Python does the same, some microseconds slower. It uses torch
+// through DLPack alone: the exchange table (a C ABI for exactly this) gives a tensor's address
+// without a method call.
+#define Py_LIMITED_API 0x030A0000  // Python 3.10
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+
+#include "../abi.h"
+
+namespace {
+
+// --- what is read of DLPack 1.x (github.com/dmlc/dlpack, dlpack.h) ------------------------------
+
+struct DLTensor {
+  void* data;
+  int32_t device, device_id;
+  int32_t ndim;
+  uint8_t code, bits;
+  uint16_t lanes;
+  const int64_t *shape, *strides;
+  uint64_t byte_offset;
+};
+
+struct DLExchange {
+  uint32_t major, minor;
+  void* older;
+  void *allocate, *lend, *take;
+  int (*view)(void* tensor, DLTensor* out);  // 0; or -1, with a Python exception
+  void* stream;
+};
+
+int (*view)(void* tensor, DLTensor* out);
+PyObject *tensor_type, *parameter_type, *is_neg;
+
+// FaDtype, or -1 for what kernels do not read.
+int64_t dtype_of(const DLTensor& x) {
+  enum { kInt = 0, kFloat = 2, kBfloat = 4, kBool = 6, kE4m3 = 10, kE5m2 = 12 };  // DLDataTypeCode
+  if (x.lanes != 1) return -1;
+  switch (x.code << 8 | x.bits) {
+    case kFloat << 8 | 32:
+      return FA_F32;
+    case kFloat << 8 | 64:
+      return FA_F64;
+    case kFloat << 8 | 16:
+      return FA_F16;
+    case kBfloat << 8 | 16:
+      return FA_BF16;
+    case kBool << 8 | 8:
+      return FA_BOOL;
+    case kInt << 8 | 8:
+      return FA_I8;
+    case kE4m3 << 8 | 8:
+      return FA_E4M3;
+    case kE5m2 << 8 | 8:
+      return FA_E5M2;
+    default:
+      return -1;
+  }
+}
+
+char* address(const DLTensor& x) { return static_cast<char*>(x.data) + x.byte_offset; }
+
+// --- kind ---------------------------------------------------------------------------------------
+
+// 1 if `x` is memory with its strides and nothing else, 0 if it is not, -1 with an exception.
+int is_plain(PyObject* x, DLTensor& d) {
+  PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+  if (type != tensor_type && type != parameter_type) return 0;
+  if (view(x, &d)) {  // without storage, not strided, or of a dtype that DLPack lacks
+    PyErr_Clear();
+    return 0;
+  }
+  if (!d.data) {  // an empty tensor, or zeros without memory
+    int64_t size = 1;
+    for (int32_t i = 0; i < d.ndim; ++i) size *= d.shape[i];
+    if (size) return 0;
+  }
+  PyObject* negative = PyObject_CallFunctionObjArgs(is_neg, x, nullptr);
+  if (!negative) return -1;
+  const int plain = negative == Py_False;
+  Py_DECREF(negative);
+  return plain;
+}
+
+PyObject* kind(PyObject*, PyObject* tensors) {
+  constexpr Py_ssize_t kMost = 128;  // of words: dtype with ndim, device, shape
+  int64_t words[kMost];
+  Py_ssize_t used = 0;
+  const Py_ssize_t count = PyTuple_Size(tensors);
+  if (count < 0) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* x = PyTuple_GetItem(tensors, i);  // borrowed
+    if (x == Py_None) {
+      if (used == kMost) Py_RETURN_NONE;
+      words[used++] = -1;
+      continue;
+    }
+    DLTensor d;
+    const int plain = is_plain(x, d);
+    if (plain < 0) return nullptr;
+    if (!plain || used + 2 + d.ndim > kMost) Py_RETURN_NONE;
+    words[used++] = d.code | int64_t(d.bits) << 8 | int64_t(d.lanes) << 16 | int64_t(d.ndim) << 32;
+    words[used++] = d.device | int64_t(d.device_id) << 32;
+    for (int32_t n = 0; n < d.ndim; ++n) words[used++] = d.shape[n];
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(words), used * 8);
+}
+
+// --- laid ---------------------------------------------------------------------------------------
+
+// For a tuple of tensors, of tuples that begin with one, of whole numbers and None. Returns None if
+// something else is among them, or a tensor that DLPack cannot describe.
+PyObject* laid(PyObject*, PyObject* args) {
+  enum { kNone = -1, kNumber = -2 };
+  constexpr Py_ssize_t kMost = 192;  // of words
+  int64_t words[kMost];
+  Py_ssize_t used = 0;
+  const Py_ssize_t count = PyTuple_Size(args);
+  if (count < 0) return nullptr;
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* x = PyTuple_GetItem(args, i);  // borrowed
+    if (PyTuple_Check(x) && !(x = PyTuple_GetItem(x, 0))) return nullptr;
+    if (used + 2 > kMost) Py_RETURN_NONE;
+    if (x == Py_None) {
+      words[used++] = kNone;
+      continue;
+    }
+    if (PyLong_Check(x)) {
+      words[used++] = kNumber;
+      words[used++] = PyLong_AsLongLong(x);
+      if (PyErr_Occurred()) return nullptr;
+      continue;
+    }
+    DLTensor d;
+    PyObject* type = reinterpret_cast<PyObject*>(Py_TYPE(x));
+    if (type != tensor_type && type != parameter_type) Py_RETURN_NONE;
+    if (view(x, &d)) {
+      PyErr_Clear();
+      Py_RETURN_NONE;
+    }
+    if (used + 1 + d.ndim > kMost) Py_RETURN_NONE;
+    const auto off = static_cast<int64_t>(reinterpret_cast<uintptr_t>(address(d)) % 16);
+    words[used++] = d.code | int64_t(d.bits) << 8 | off << 16 | int64_t(d.ndim) << 32;
+    for (int32_t n = 0; n < d.ndim; ++n) words[used++] = d.strides[n];
+  }
+  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(words), used * 8);
+}
+
+// --- pack and launch ----------------------------------------------------------------------------
+
+enum Crosses { kStrided, kBroadcast, kColumn, kPair, kPointer };  // marshalling.CROSSES
+
+struct Place {
+  int32_t at;  // in bytes, in FaCall
+  int32_t crosses;
+  int32_t size;  // offset of its sizes, or -1
+};
+
+// Writes `x` to a place; false if it does not fit there.
+bool write(FaCall& call, Place place, const DLTensor& x) {
+  const size_t bytes = place.crosses == kPointer ? sizeof(void*) : sizeof(FaTensor);
+  if (place.at < 0 || place.at + bytes > sizeof call) return false;
+  char* to = reinterpret_cast<char*>(&call) + place.at;
+  if (place.crosses == kPointer) {
+    char* data = address(x);
+    std::memcpy(to, &data, sizeof data);
+    return true;
+  }
+  FaTensor t = {address(x), {0, 0, 0, 0}, dtype_of(x)};
+  int64_t size[4] = {1, 1, 1, 1};
+  bool fits = t.dtype >= 0;
+  const int32_t n = x.ndim;
+  switch (place.crosses) {
+    case kStrided:
+      fits = fits && n == 4;
+      for (int32_t i = 0; fits && i < 4; ++i) t.stride[i] = x.strides[i], size[i] = x.shape[i];
+      break;
+    case kBroadcast:  // aligned to the right; what repeats has stride 0
+      fits = fits && n <= 4;
+      for (int32_t i = 0; fits && i < n; ++i) {
+        t.stride[4 - n + i] = x.shape[i] == 1 ? 0 : x.strides[i];
+        size[4 - n + i] = x.shape[i];
+      }
+      break;
+    case kColumn:  // (H), (B,H) or (B,H,M)
+      fits = fits && 1 <= n && n <= 4;
+      for (int32_t i = 0; fits && i < n; ++i) {
+        t.stride[(n == 1) + i] = x.strides[i];
+        size[(n == 1) + i] = x.shape[i];
+      }
+      break;
+    case kPair:  // (2,B,H,M) as (B,H,M,2)
+      fits = fits && n == 4;
+      for (int32_t i = 0; fits && i < 4; ++i) {
+        t.stride[i] = x.strides[(i + 1) % 4];
+        size[i] = x.shape[(i + 1) % 4];
+      }
+      break;
+    default:
+      fits = false;
+  }
+  std::memcpy(to, &t, sizeof t);
+  if (place.size >= 0) {
+    fits = fits && place.size + sizeof size <= sizeof call;
+    if (fits) std::memcpy(reinterpret_cast<char*>(&call) + place.size, size, sizeof size);
+  }
+  return fits;
+}
+
+// Makes an FaCall of a template and of `tensors`, each at its place; None is skipped.
+bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors) {
+  char *bytes, *at;
+  Py_ssize_t size, places_size;
+  if (PyBytes_AsStringAndSize(form, &bytes, &size)) return false;
+  if (PyBytes_AsStringAndSize(places, &at, &places_size)) return false;
+  const Py_ssize_t count = PyTuple_Size(tensors);
+  if (count < 0) return false;
+  if (size != sizeof call || places_size != count * Py_ssize_t(sizeof(Place))) {
+    PyErr_SetString(PyExc_ValueError, "FaCall, or the places in it, have another size");
+    return false;
+  }
+  std::memcpy(&call, bytes, sizeof call);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* x = PyTuple_GetItem(tensors, i);
+    if (x == Py_None) continue;
+    Place place;
+    std::memcpy(&place, at + i * sizeof place, sizeof place);
+    DLTensor d;
+    if (view(x, &d)) return false;
+    if (!write(call, place, d)) {
+      PyErr_Format(PyExc_ValueError, "tensor %zd does not cross to its place", i);
+      return false;
+    }
+  }
+  return true;
+}
+
+bool fill(FaCall& call, PyObject* form, PyObject* places, PyObject* tensors, PyObject* threads) {
+  if (!fill(call, form, places, tensors)) return false;
+  call.params.threads = PyLong_AsLongLong(threads);
+  return !PyErr_Occurred();
+}
+
+bool has(Py_ssize_t got, Py_ssize_t expected) {
+  if (got == expected) return true;
+  PyErr_Format(PyExc_TypeError, "got %zd arguments, expected %zd", got, expected);
+  return false;
+}
+
+PyObject* pack(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  FaCall call;
+  if (!has(n, 4) || !fill(call, args[0], args[1], args[2], args[3])) return nullptr;
+  return PyBytes_FromStringAndSize(reinterpret_cast<char*>(&call), sizeof call);
+}
+
+PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  FaCall call;
+  if (!has(n, 7) || !fill(call, args[3], args[4], args[5], args[6])) return nullptr;
+  using Run = int64_t (*)(const FaCall*, int64_t);
+  const Run run = reinterpret_cast<Run>(PyLong_AsVoidPtr(args[0]));
+  const int64_t which = PyLong_AsLongLong(args[1]);
+  const int brief = PyObject_IsTrue(args[2]);
+  if (PyErr_Occurred()) return nullptr;
+  int64_t status;
+  if (brief) {  // releasing the GIL would take as long
+    status = run(&call, which);
+  } else {
+    Py_BEGIN_ALLOW_THREADS status = run(&call, which);
+    Py_END_ALLOW_THREADS
+  }
+  return PyLong_FromLongLong(status);
+}
+
+// For the CUDA library: two entries, what allocates a workspace, then what csrc/abi.h asks for.
+PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
+  FaCall call;
+  if (!has(n, 10) || !fill(call, args[7], args[8], args[9])) return nullptr;
+  using Run = int64_t (*)(const FaCall*, int64_t, int64_t, int64_t, void*);
+  using Workspace = int64_t (*)(const FaParams*, int64_t, int64_t);
+  const Run run = reinterpret_cast<Run>(PyLong_AsVoidPtr(args[0]));
+  const Workspace wanted = reinterpret_cast<Workspace>(PyLong_AsVoidPtr(args[1]));
+  int64_t numbers[3];  // pass, device, multiprocessors
+  for (int i = 0; i < 3; ++i) numbers[i] = PyLong_AsLongLong(args[3 + i]);
+  void* stream = PyLong_AsVoidPtr(args[6]);
+  if (PyErr_Occurred()) return nullptr;
+  PyObject* workspace = nullptr;
+  if (const int64_t size = wanted(&call.params, numbers[0], numbers[2]); size > 0) {
+    constexpr uintptr_t kTo = 64;
+    DLTensor d;
+    workspace = PyObject_CallFunction(args[2], "L", static_cast<long long>(size + kTo - 1));
+    if (!workspace || view(workspace, &d)) {
+      Py_XDECREF(workspace);
+      return nullptr;
+    }
+    const auto at = reinterpret_cast<uintptr_t>(address(d));
+    call.params.workspace = reinterpret_cast<void*>((at + kTo - 1) / kTo * kTo);
+  }
+  int64_t code;
+  Py_BEGIN_ALLOW_THREADS  // waits if the queue of launches is full
+      code = run(&call, numbers[0], numbers[1], numbers[2], stream);
+  Py_END_ALLOW_THREADS Py_XDECREF(workspace);  // memory is reused later on the same stream
+  return PyLong_FromLongLong(code);
+}
+
+// --- the module ---------------------------------------------------------------------------------
+
+// A new reference to the attribute at the end of this path.
+PyObject* attribute(PyObject* of, const char* name) {
+  PyObject* found = of ? PyObject_GetAttrString(of, name) : nullptr;
+  Py_XDECREF(of);
+  return found;
+}
+
+int begin(PyObject* module) {
+  tensor_type = attribute(PyImport_ImportModule("torch"), "Tensor");
+  parameter_type = attribute(PyImport_ImportModule("torch.nn"), "Parameter");
+  if (!tensor_type || !parameter_type) return -1;
+  is_neg = PyObject_GetAttrString(tensor_type, "is_neg");
+  PyObject* capsule = PyObject_GetAttrString(tensor_type, "__dlpack_c_exchange_api__");
+  if (!is_neg || !capsule) return -1;
+  const void* table = PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+  Py_DECREF(capsule);  // the table itself lives as long as the process
+  if (!table) return -1;
+  const auto& exchange = *static_cast<const DLExchange*>(table);
+  if (exchange.major != 1 || !exchange.view) {
+    PyErr_Format(PyExc_ImportError, "DLPack: got %u, expected 1 with views", exchange.major);
+    return -1;
+  }
+  view = exchange.view;
+  return PyModule_AddStringConstant(module, "fields", FA_FIELDS);
+}
+
+using Fast = PyObject* (*)(PyObject*, PyObject* const*, Py_ssize_t);
+PyCFunction fast(Fast f) { return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(f)); }
+PyMethodDef functions[] = {{"kind", kind, METH_O, nullptr},
+                           {"laid", laid, METH_O, nullptr},
+                           {"pack", fast(pack), METH_FASTCALL, nullptr},
+                           {"launch", fast(launch), METH_FASTCALL, nullptr},
+                           {"launch_on", fast(launch_on), METH_FASTCALL, nullptr},
+                           {nullptr, nullptr, 0, nullptr}};
+PyModuleDef_Slot slots[] = {{Py_mod_exec, reinterpret_cast<void*>(begin)}, {0, nullptr}};
+PyModuleDef definition = {PyModuleDef_HEAD_INIT,
+                          "fastattn_crossing",
+                          nullptr,
+                          0,
+                          functions,
+                          slots,
+                          nullptr,
+                          nullptr,
+                          nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_fastattn_crossing() { return PyModuleDef_Init(&definition); }
