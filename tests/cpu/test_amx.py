@@ -177,9 +177,8 @@ the last pair forgotten
 +k = 0; k < 15; ++k) {
 +      const __m512i
 products rounded before they are added
--even = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(x, 16), (__m512)_mm512_slli_epi32(y, 16),
--                             even)
-+even += (__m512)_mm512_slli_epi32(x, 16) * (__m512)_mm512_slli_epi32(y, 16)
+-_mm512_fmadd_ps((__m512)_mm512_slli_epi32(x, 16), (__m512)_mm512_slli_epi32(y, 16), even);
++even + (__m512)_mm512_slli_epi32(x, 16) * (__m512)_mm512_slli_epi32(y, 16);
 NaN of B before A
 -  if (is_nan(a)) return quiet(a);
 -  if (is_nan(b)) return quiet(b);
