@@ -83,12 +83,15 @@ else:
         if name == "distributed":  # on demand: torch may be built without torch.distributed
             return importlib.import_module("fastattn.distributed")
         if name == "__version__":
-            from importlib.metadata import PackageNotFoundError, version
+            from importlib.metadata import PackageNotFoundError
+            from importlib.metadata import version as installed
+
+            from .version import FALLBACK
 
             try:
-                return version("fastattn")
+                return installed("fastattn")
             except PackageNotFoundError:  # imported from a folder, not installed
-                return "unknown"
+                return FALLBACK
         if (module := moved_modules.of_attribute(name)) is not None:
             return module
         raise AttributeError(f"module 'fastattn' has no attribute {name!r}")

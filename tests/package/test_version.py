@@ -1,0 +1,72 @@
+"""The version comes from git tags; without them a build has one fallback."""
+
+import importlib.metadata
+import shutil
+import subprocess
+
+import pytest
+
+import fastattn
+from fastattn import version
+from tests.support.import_graph import ROOT
+
+GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false"]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A function that runs git in a new checkout with one commit."""
+    if shutil.which("git") is None:
+        pytest.skip("git is not installed")
+
+    def git(*arguments):
+        command = [*GIT, "-C", tmp_path, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    git("init", "-q")
+    git("commit", "-q", "--allow-empty", "-m", "first")
+    git.root = tmp_path.resolve()
+    return git
+
+
+def test_without_a_tag_there_is_none(checkout):
+    assert version.of_tags(checkout.root) is None
+
+
+def test_a_tag_is_the_version(checkout):
+    checkout("tag", "v1.2.3")
+    checkout("tag", "other")
+    assert version.of_tags(checkout.root) == "1.2.3"
+    checkout("commit", "-q", "--allow-empty", "-m", "second")
+    commit = checkout("rev-parse", "HEAD")
+    found = version.of_tags(checkout.root)
+    assert found.startswith("1.2.3.post1+g") and commit.startswith(found.partition("+g")[2])
+
+
+def test_tags_of_a_project_around_it_do_not_count(checkout):
+    checkout("tag", "v9.9.9")
+    inside = checkout.root / "vendored"
+    inside.mkdir()
+    assert version.of_tags(inside) is None
+
+
+def test_an_sdist_has_its_version_in_pkg_info(tmp_path):
+    assert version.of_sdist(tmp_path) is None
+    (tmp_path / "PKG-INFO").write_text("Metadata-Version: 2.2\nName: x\nVersion: 3.4.5\n")
+    assert version.of_sdist(tmp_path) == "3.4.5"
+
+
+def test_the_installed_package_was_built_by_this_rule():
+    """An editable install keeps the version of the time at which it was made."""
+    assert importlib.metadata.version("fastattn") == fastattn.__version__
+    assert version.dynamic_metadata("version") == (version.of_tags(ROOT) or version.FALLBACK)
+    with pytest.raises(ValueError, match="got field 'name'"):
+        version.dynamic_metadata("name")
+
+
+def test_without_metadata_there_is_the_same_fallback(monkeypatch):
+    def nameless(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", nameless)
+    assert fastattn.__version__ == version.FALLBACK
