@@ -519,7 +519,7 @@ def prepare(
     else:
         try:
             plain, with_grad = _remembered(*scalars)
-        except TypeError:  # a scalar that does not hash, or a wrong one, about which this raises
+        except TypeError:  # a scalar is not hashable, or wrong: then this call raises
             plain, with_grad = _options(*scalars)
     if (compiling or _any_autocast()) and isinstance(q, Tensor):
         q, k, v, mask = autocast(q, k, v, mask)
@@ -600,7 +600,7 @@ def _options(
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 
-# typed: True == 1, but True is not a number here, and must not hit the entry of 1.
+# typed=True: a call with True must not get the cached result for 1, which is equal to it.
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
 
 

@@ -1,8 +1,8 @@
 """The oracle: attention as the mathematics states it, one line for each feature.
 
-It computes in the dtype of its inputs and upcasts nothing, so the same lines are the yardstick in
-float64 and a same-dtype baseline in bfloat16. Memory is O(M N). Every fused backend is compared
-with this file; read it to learn what the operation means.
+It computes in the dtype of its inputs and upcasts nothing. So in float64 it is the exact result
+that every fused backend is compared with, and in bfloat16 a baseline of the same dtype. Memory is
+O(M N). Read this file to learn what the operation means.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ def attention(
         >>> fused = fastattn.attention(q, k, v, causal=True, softcap=5.0)
         >>> torch.testing.assert_close(fused, exact)
     """
-    v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)  # GQA: a key head serves a run
+    # GQA: neighbouring query heads share a head of k and v.
+    v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)
     place = located(place, q, k)
     if key_lengths is not None:
         v = v.masked_fill(~within(key_lengths, v.shape[2], place)[:, None, :, None], 0)
@@ -221,7 +222,7 @@ def scores(
         inside = within(key_lengths, N, place)
         keep = keep & inside[:, None, None]
         k = k.masked_fill(~inside[:, None, :, None], 0)  # padding may hold NaN
-    s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # not k.mT: exporters know no such operator
+    s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # exporters do not support k.mT
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
@@ -384,7 +385,7 @@ def philox(counter: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
     c0, c1, c2, c3 = counter
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(10):
-        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # int64 wraps, but all 64 bits are right
+        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # overflows, but all 64 bits are right
         c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return c0, c1, c2, c3

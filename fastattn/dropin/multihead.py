@@ -406,7 +406,7 @@ def _one_for_one(
 
 
 def _split_rows(x: Tensor, rows: list[int]) -> Sequence[Tensor]:
-    return x.split(rows) if len(rows) > 1 else [x]  # the gradient of split would copy the whole
+    return x.split(rows) if len(rows) > 1 else [x]  # split of one part would copy x in backward
 
 
 def _may_attend(mask: Tensor) -> Tensor:
@@ -429,7 +429,7 @@ def _combine(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor |
 def _with_dtype_for(q: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dtype in (torch.bool, torch.float32, q.dtype):
         return mask
-    if torch.is_autocast_enabled(q.device.type):  # it cast the inputs, so it casts the mask
+    if torch.is_autocast_enabled(q.device.type):  # it cast the inputs: cast the mask, too
         return mask.to(q.dtype)
     raise RuntimeError(
         "Expected attn_mask dtype to be bool or float or to match query dtype, but got "

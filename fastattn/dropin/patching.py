@@ -42,12 +42,12 @@ os.register_at_fork(
 )
 _holders = {"patch": 0, "sdpa": 0}  # active patches by kind; each kind undoes only its own
 _active = False  # while False, a stand-in that was imported by name runs torch's function
-_buried = False  # another library's function replaced ours, and may call it
-_asking = 0  # the thread in `_calls_ours`, which tests whether it does
+_buried = False  # another library's function replaced our stand-in, and may call it
+_asking = 0  # the thread that runs `_calls_ours`, which tests if such a function calls ours
 _reached = False
 _torch: Any = F  # the module with the replaced function
 _torchs: Any = F.scaled_dot_product_attention  # the function that the patch replaces
-_head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest of fused kernels here
+_head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest with a fused kernel
 
 _PRIORITY = torch._C._get_sdp_priority_order()
 
@@ -238,7 +238,7 @@ def _stand_in(
             return _ours(query, key, value, *rest, **named)
         except (RuntimeError, ValueError, TypeError):
             pass  # torch computes it, or raises its own error
-    if is_causal_bias(attn_mask):  # it handles only the function in F: this one
+    if is_causal_bias(attn_mask):  # its handler accepts only the function in F, which is ours
         bias: Any = type(attn_mask)
         return bias._dispatch(query, key, value, *rest, **named)
     return _torchs(query, key, value, *rest, **named)
@@ -299,7 +299,7 @@ def _watched() -> str | None:
 
 def _chosen() -> str | None:
     """The reason, if a setting asks for a kernel of torch's, or a transform is active."""
-    # Libraries enable the kernels that they know, as x-transformers does: at least these two.
+    # Libraries such as x-transformers enable the kernels that they know: at least these two.
     if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
         return "sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"
     if torch._C._get_sdp_priority_order() != _PRIORITY:
@@ -311,5 +311,5 @@ def _chosen() -> str | None:
     return None
 
 
-# torch.compile calls it when it traces, which is also when it chooses torch's own kernel.
+# torch.compile calls it once, when it traces. Then torch chooses its own kernel, too.
 _chosen._dynamo_marked_constant = True  # ty: ignore

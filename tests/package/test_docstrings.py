@@ -182,8 +182,11 @@ def is_exception(name):
     return isinstance(found, type) and issubclass(found, BaseException)
 
 
-def faults(public, is_result=False):
-    """What is wrong with the form of a docstring, as texts."""
+def faults(public, is_result=False, owner=None):
+    """What is wrong with the form of a docstring, as texts. owner: the class, for a method.
+
+    The docstring of a module may have the Shape and the Example of its forward, as torch's do.
+    """
     doc = inspect.getdoc(public) if public.__doc__ else None
     if not doc:
         return ["no docstring"]
@@ -232,6 +235,8 @@ def faults(public, is_result=False):
             expected.add("Shape")
         elif "Shape" in body and given.keys() >= {x.lstrip("*") for x in shown}:
             found.append("Shape: got this section, expected none: there is no tensor")
+    if getattr(public, "__name__", "") == "forward" and owner and owner.__doc__:
+        expected -= {"Shape", "Example"} & {x for x, _ in parse(inspect.getdoc(owner))[1]}
     found += [f"{x}: got none, expected this section" for x in SECTIONS if x in expected - {*body}]
 
     for name in ("Args", "Attributes", "Shape", "Raises"):
@@ -257,13 +262,26 @@ def faults(public, is_result=False):
 # ---------------------------------------------------------------------------- the public names
 
 
-def members(name, public):
-    """A public object, and if it is a class its public methods and properties."""
-    yield name, public
+class Public(typing.NamedTuple):
+    name: str
+    object: typing.Any
+    is_result: bool = False  # a dataclass that a public function returns
+    owner: type | None = None  # of a method
+
+
+def members(name, public, is_result=False):
+    """A public object, and if it is a class its public methods and properties.
+
+    Methods that override one of torch.nn.Module, as extra_repr does, have torch's documentation.
+    """
+    yield Public(name, public, is_result)
     for member, x in vars(public).items() if isinstance(public, type) else ():
         x = x.__func__ if isinstance(x, (classmethod, staticmethod)) else x
-        if not member.startswith("_") and isinstance(x, (FunctionType, property)):
-            yield f"{name}.{member}", x
+        of_torch = issubclass(public, torch.nn.Module) and hasattr(torch.nn.Module, member)
+        if member.startswith("_") or (of_torch and member != "forward"):
+            continue
+        if isinstance(x, (FunctionType, property)):
+            yield Public(f"{name}.{member}", x, owner=public)
 
 
 def results(public):
@@ -285,7 +303,7 @@ def public_names(module):
 
 
 def documented(module):
-    """(name, object, True if it is the result of a function) of all public names of a module."""
+    """All that is public in a module."""
     for name in public_names(module):
         x = getattr(module, name)
         full = f"{module.__name__}.{name}"
@@ -293,18 +311,16 @@ def documented(module):
             if x not in PACKAGES:
                 yield from documented(x)
         elif callable(x):
-            yield from ((*member, False) for member in members(full, x))
+            yield from members(full, x)
             for result in results(x) if not isinstance(x, type) else ():
-                full = f"{module.__name__}.{result.__qualname__}"
-                yield full, result, True
-                yield from ((*each, False) for each in members(full, result) if each[1] != result)
+                yield from members(f"{module.__name__}.{result.__qualname__}", result, True)
 
 
 def unique(found):
     """Without names of an object that another name has already."""
     known = {}
-    for name, x, is_result in found:
-        known.setdefault(id(x), (name, x, is_result))
+    for public in found:
+        known.setdefault(id(public.object), public)
     return list(known.values())
 
 
@@ -318,14 +334,14 @@ def is_done(name):
 @pytest.mark.parametrize("package", NOT_YET)
 def test_what_is_not_done_yet_has_faults(package):
     """A package that has none any more must leave NOT_YET."""
-    assert any(faults(x, result) for name, x, result in ALL if name.startswith(f"{package}."))
+    assert any(faults(*public[1:]) for public in ALL if public.name.startswith(f"{package}."))
 
 
 @pytest.mark.parametrize(
-    ("public", "is_result"), [pytest.param(*x, id=name) for name, *x in ALL if is_done(name)]
+    "public", [pytest.param(public, id=public.name) for public in ALL if is_done(public.name)]
 )
-def test_form(public, is_result):
-    assert faults(public, is_result) == []
+def test_form(public):
+    assert faults(*public[1:]) == []
 
 
 # ------------------------------------------------------------------------------------ examples
@@ -357,7 +373,7 @@ def why_skipped(doc):
     ("doc", "name"),
     [
         pytest.param(inspect.getdoc(x), name, id=name)
-        for name, x, _ in ALL
+        for name, x, *_ in ALL
         if is_done(name) and x.__doc__ and ">>> " in x.__doc__
     ],
 )
@@ -458,6 +474,16 @@ def test_the_fields_of_a_result_are_noticed():
     assert faults(made, is_result=True) == []
     made.__doc__ = made.__doc__.replace("seconds", "minutes")
     assert "Attributes" in faults(made, is_result=True)[0]
+
+
+def test_a_module_may_have_the_example_of_its_forward():
+    forward = documented_by(without("Example"))
+    module = type("Module", (), {"__doc__": RIGHT})
+    assert any("Example" in fault for fault in faults(forward, owner=module))  # of another name
+    forward.__name__ = "forward"
+    assert faults(forward, owner=module) == []
+    module.__doc__ = without("Example")
+    assert any("Example" in fault for fault in faults(forward, owner=module))
 
 
 def test_a_raise_that_is_reached_through_calls_is_noticed():
