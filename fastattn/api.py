@@ -107,52 +107,13 @@ def attention(
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = False, **arguments: Unpack[Arguments]
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """softmax(score(q k^T)) v, fused: no M x N matrix is ever stored (FlashAttention-2, Dao 2023).
+    """Compute softmax(score(q k^T)) v in one fused pass (FlashAttention-2, Dao 2023).
 
-    q is (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv): float32, float64, bfloat16 or float16, all alike,
-    of any strides. Hk divides H; query head h reads key head h // (H / Hk) (GQA). Any size may be
-    0. Scores go through, in this order: scale, softcap, ALiBi, mask.
+    No M x N matrix is stored. Scores go through these stages, in this order: scale, softcap, ALiBi,
+    mask. Query head h reads key head h // (H / Hk) (GQA).
 
-    mask: bool (True = may attend), or added to the scores in q's dtype or float32. Any shape that
-        broadcasts to (B,H,M,N), read in place. Rows that are all False or -inf are empty. The
-        gradient of a float mask has the mask's shape: it is summed over broadcast dimensions.
-    causal: keeps j <= i'. True or "top_left" puts row i at i' = i, "bottom_right" at
-        i' = i + length - M, where length is key_lengths[b] or N: rows with i' < 0 are empty.
-    window: (left, right) keeps i' - left <= j <= i' + right; None is no limit. Rows with no key in
-        their window are empty.
-    key_lengths: (B,) int32 or int64, each in [0, N]. Keys at or past the length are never read and
-        have gradient 0; an item of length 0 has empty rows.
-    alibi_slopes: (H,) or (B,H). Subtracts slope |i' - j|. Constants: they have no gradient.
-    softcap: above 0. Replaces s by softcap tanh(s / softcap). The gradient of s is multiplied by
-        1 - tanh(s / softcap)^2.
-    sinks: (H,). One more logit in each row's denominator, with no value; the gradient is (H,).
-    dropout_p, seed: after the softmax, drops probabilities and divides the others by 1 - dropout_p;
-        the LSE does not change. The kernel draws (Philox-4x32-10) by seed and place, the same in
-        backward. seed is an int or an int64 tensor of one element on q's device; None draws one
-        from torch's generator. Under vmap, each example of one seed draws what it draws alone.
-    scale: multiplies q k^T; 1 / sqrt(D) by default; 0 and below are allowed.
-    place: a `fastattn.Place`: where this call lies in a larger one, of which it is a part. causal,
-        window, key_lengths (up to the larger call's keys), ALiBi and dropout count from the larger
-        call's beginning; q, k, v, mask, slopes and sinks are the part's own. A call cut into blocks
-        of rows, keys, heads or items equals the whole. `fastattn.merge` combines blocks of keys;
-        only one of them gets the sinks. place.bottom_right aligns rows of a call without causal.
-    row_invariant: a row's bits do not depend on the number of rows in the call: decoding token by
-        token, in chunks or at once gives the same bits. It turns off the kernels made for few rows;
-        without it only their results differ, in the last bits.
-    return_lse: also return the natural log of the softmax denominator, (B,H,M) in float32 (float64
-        for float64), sinks included; a loss on it has a gradient too.
-    backend: run on this backend or raise; None takes the first that can. See `fastattn.explain`.
-
-    scale, softcap and dropout_p are Python or numpy numbers. Bools and tensors raise TypeError: a
-    tensor would have no gradient, and reading it would wait for the GPU.
-
-    Returns (B,H,M,Dv) in q's dtype. For any layout of q, its memory order is (B,M,H,Dv), and that
-    of the gradients of q, k and v is (B,M,H,D): out.transpose(1, 2) is contiguous, and `flatten(2)`
-    then merges heads without a copy. `out.view(B * H, M, Dv)` raises; use `reshape`, or
-    `scaled_dot_product_attention`, which returns torch's memory layout.
-
-    An empty row, which has no key to attend to, has output 0, LSE -inf (or its sink) and zero
-    gradients.
+    A row that may attend to no key is empty: its output is 0, its LSE is -inf (or its sink), and
+    its gradients are zero.
 
     Only key_lengths keeps NaN and infinity in hidden keys of k or v out of the results. With mask,
     causal or window it is unspecified whether they reach a result: whole blocks are skipped, single
@@ -163,9 +124,86 @@ def attention(
     reverse: torch.func, dual numbers, create_graph=True, is_grads_batched. `attention_jvp` is
     forward mode that works in compiled code.
 
-    Raises ValueError or TypeError for arguments that break these rules, NotImplementedError with
-    every backend's reasons when none can run the call, for third derivatives, for forward mode over
-    forward mode, and for forward mode of compiled code.
+    scale, softcap and dropout_p are Python or numpy numbers. Bools and tensors raise TypeError: a
+    tensor would have no gradient, and reading it would wait for the GPU.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        return_lse: If True, also return the natural logarithm of the softmax denominator, sinks
+            included. A loss on it has a gradient too.
+        mask: Either bool (True = may attend), or float, which is added to the scores. It is read in
+            place. Rows that are all False or -inf are empty. The gradient of a float mask has the
+            mask's shape: it is summed over broadcast dimensions.
+        causal: Keep the keys j <= i'. True or "top_left" puts row i at i' = i. "bottom_right" puts
+            it at i' = i + length - M, where length is key_lengths[b] or N; rows with i' < 0 are
+            empty.
+        window: A pair (left, right): keep the keys i' - left <= j <= i' + right. None in the pair
+            is no limit. Rows with no key in their window are empty.
+        key_lengths: The number of keys of each item, in [0, N]. Keys at or past the length are
+            never read and have gradient 0. An item of length 0 has empty rows.
+        alibi_slopes: Subtract slope |i' - j| from the scores. The slopes have no gradient.
+        softcap: Replace each score s by softcap tanh(s / softcap); above 0. The gradient of s is
+            multiplied by 1 - tanh(s / softcap)^2.
+        sinks: One more logit for each head in each row's denominator. It has no value.
+        dropout_p: After the softmax, drop each probability with this probability and divide the
+            others by 1 - dropout_p. The LSE does not change.
+        seed: The seed of dropout. The kernel draws (Philox-4x32-10) by seed and place, and draws
+            the same in backward. None draws a seed from torch's generator. Under vmap, each example
+            of one seed draws what it draws alone.
+        scale: The factor of q k^T; 1 / sqrt(D) by default. 0 and negative numbers are allowed.
+        place: A `fastattn.Place`, if this call is a part of a larger call. causal, window,
+            key_lengths (up to the larger call's keys), ALiBi and dropout count from the start of
+            the larger call. q, k, v, mask, slopes and sinks are those of the part. The results of a
+            call cut into blocks of rows, keys, heads or items equal those of the whole call.
+            `fastattn.merge` combines blocks of keys; only one of them gets the sinks.
+            place.bottom_right aligns the rows of a call without causal.
+        row_invariant: If True, the bits of a row do not depend on the number of rows in the call:
+            decoding token by token, in chunks or at once gives the same bits. This turns off the
+            kernels for few rows. If False, only the results of those kernels differ, in the last
+            bits.
+        backend: Run on this backend, or raise. None takes the first backend that can run the call.
+            See `fastattn.explain`.
+
+    Shape:
+        q: (B, H, M, D), float32, float64, bfloat16 or float16, of any strides.
+        k: (B, Hk, N, D), same dtype and device. Hk divides H. Any size may be 0.
+        v: (B, Hk, N, Dv), same dtype and device.
+        mask: Broadcasts to (B, H, M, N); bool, q's dtype or float32.
+        key_lengths: (B,), int32 or int64.
+        alibi_slopes: (H,) or (B, H).
+        sinks: (H,). The gradient is (H,).
+        seed: An int, or one int64 element on q's device.
+        out: (B, H, M, Dv), q's dtype.
+        lse: (B, H, M), float32 (float64 for float64).
+
+    Returns:
+        out, or (out, lse) with return_lse. For any layout of q, the memory order of out is (B, M,
+        H, Dv), and that of the gradients of q, k and v is (B, M, H, D). So out.transpose(1, 2) is
+        contiguous, and `flatten(2)` then merges heads without a copy. `out.view(B * H, M, Dv)`
+        raises: use `reshape`, or `scaled_dot_product_attention`, which returns torch's memory
+        layout.
+
+    Raises:
+        ValueError: An argument has a value, shape, dtype or device that breaks these rules.
+        TypeError: An argument has a wrong type, or its name is unknown.
+        NotImplementedError: No backend can run the call (the text has every backend's reasons).
+            Also for third derivatives, for forward mode over forward mode, and for forward mode of
+            compiled code.
+        RuntimeError: The call is inside torch's context_parallel, and has no place.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q = torch.randn(1, 8, 128, 64)
+        >>> k, v = torch.randn(2, 1, 2, 256, 64)  # four query heads share a key head
+        >>> out, lse = fastattn.attention(q, k, v, return_lse=True)
+        >>> out.shape, lse.shape
+        (torch.Size([1, 8, 128, 64]), torch.Size([1, 8, 128]))
+        >>> p = torch.softmax(q @ k.repeat_interleave(4, 1).mT / 8, -1)
+        >>> torch.testing.assert_close(out, p @ v.repeat_interleave(4, 1))
+        >>> recent = fastattn.attention(q, k, v, causal="bottom_right", window=(63, None))
     """
     if is_overridden(q, k, v) and not is_compiling():
         return handle(attention, (q, k, v), return_lse=return_lse, **arguments)
@@ -225,35 +263,76 @@ def attention_packed(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`attention` of B sequences of different lengths, one after the other and without padding.
+    """Compute `attention` of B sequences of different lengths, stored without padding.
 
-    q is (T,H,D), k (S,Hk,D), v (S,Hk,Dv). cu_q and cu_k are (B+1,) int32 or int64 and on q's
-    device: sequence b has rows cu_q[b] to cu_q[b+1] and keys cu_k[b] to cu_k[b+1]. They begin at 0,
-    never fall, and end at T and S; a sequence may be empty.
+    The sequences lie one after the other in q, k and v. Each one is an item of `attention`. On a
+    CPU a sequence has the same bits alone and in every batch. It has them in a padded batch too, if
+    both calls have more rows than the kernels for few rows take. On a GPU this holds with
+    row_invariant, or many rows.
 
-    block_table: replaces cu_k: k is (P,page,Hk,D) and v (P,page,Hk,Dv), P pages of any number of
-        keys. block_table (B,blocks), int32 or int64, lists the pages of each sequence in order;
-        sequence b has key_lengths[b] keys in them. Sequences may share a page. Pages and table
-        entries past a sequence's length are never read. There is no gradient.
-    max_q, max_k: the most rows, or keys, that any sequence has. None reads them from the offsets,
-        which waits for a GPU; compiled code cannot read them and takes T and S, so pass them there
-        if there is a mask. With block_table, None does not read lengths: max_k is blocks * page,
-        and a mask has that many columns, or one. A mask of fewer columns needs max_k.
-    k_scale, v_scale: for k and v in torch.int8, float8_e4m3fn or float8_e5m2: a float32 per row,
-        (S,Hk) or (P,page,Hk). A row's values are its numbers times its scale, computed in float32
-        (float64 for float64) and rounded to q's dtype; on a CPU the result has the bits of a call
-        on rows stored that way. Kernels widen rows as they read them. There is no gradient.
-    arguments: those of `attention`; each sequence is an item. mask broadcasts to (B,H,max_q,max_k),
-        key_lengths is (B,) and at most a sequence's keys, "bottom_right" aligns each sequence's
-        last row and key, and dropout draws for sequence b what it draws for item b of a batch. Only
-        head, item and bottom_right of place may be set.
+    Args:
+        q: Queries of all sequences.
+        k: Keys of all sequences, or pages of keys with block_table.
+        v: Values, laid out as k.
+        cu_q: Offsets: sequence b has rows cu_q[b] to cu_q[b+1]. They begin at 0, never fall, and
+            end at T. A sequence may be empty.
+        cu_k: The same for keys; they end at S. None with block_table.
+        block_table: The pages of each sequence, in order; it replaces cu_k. Sequence b has
+            key_lengths[b] keys in its pages. Pages may have any number of keys, and sequences may
+            share a page. Pages and table entries past a sequence's length are never read. There is
+            no gradient.
+        max_q: The largest number of rows of a sequence. None reads it from the offsets, which waits
+            for a GPU. Compiled code cannot read offsets and takes T: pass max_q there if there is a
+            mask.
+        max_k: The same for keys; compiled code takes S. With block_table, None does not read
+            lengths: max_k is then blocks * page, and a mask has that many columns, or one. A mask
+            of fewer columns needs max_k.
+        k_scale: The scales of the rows of k, if k is stored in eight bits. A row's values are its
+            numbers times its scale, computed in float32 (float64 for float64) and rounded to q's
+            dtype; on a CPU the result has the bits of a call on rows stored that way. Kernels widen
+            rows as they read them. There is no gradient.
+        v_scale: The same for v.
+        return_lse: If True, also return the LSE.
+        **arguments: Those of `attention`. "bottom_right" aligns the last row of each sequence with
+            its last key. Dropout draws for sequence b what it draws for item b of a batch.
+            key_lengths is at most a sequence's number of keys. Only head, item and bottom_right of
+            place may be set.
 
-    Returns (T,H,Dv) in q's dtype, and with return_lse the LSE (T,H). On a CPU a sequence has the
-    same bits alone and in every batch. It has them in a padded batch too, if both calls have more
-    rows than the kernels for few rows take. On a GPU this holds with row_invariant, or many rows.
+    Shape:
+        q: (T, H, D), T rows of all sequences.
+        k: (S, Hk, D), or (P, page, Hk, D) with block_table: P pages. q's dtype; torch.int8,
+            float8_e4m3fn or float8_e5m2 with k_scale.
+        v: (S, Hk, Dv), or (P, page, Hk, Dv).
+        cu_q: (B + 1,), int32 or int64, on q's device.
+        cu_k: As cu_q.
+        block_table: (B, blocks), int32 or int64.
+        k_scale: (S, Hk) or (P, page, Hk), float32.
+        v_scale: As k_scale.
+        mask: Broadcasts to (B, H, max_q, max_k).
+        key_lengths: (B,).
+        out: (T, H, Dv), q's dtype.
+        lse: (T, H), float32 (float64 for float64).
 
-    Raises as `attention`. Invalid offsets and pages raise ValueError, on a GPU only if
-    FASTATTN_CHECK=1; otherwise GPU kernels clamp them.
+    Returns:
+        out, or (out, lse) with return_lse.
+
+    Raises:
+        ValueError: As `attention`. Also for offsets or pages out of range, on a GPU only if
+            FASTATTN_CHECK=1; otherwise GPU kernels clamp them.
+        TypeError: As `attention`.
+        NotImplementedError: As `attention`.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v = torch.randn(3, 7, 4, 32)  # sequences of 3, 0 and 4 tokens
+        >>> cu = torch.tensor([0, 3, 3, 7])
+        >>> out = fastattn.attention_packed(q, k, v, cu, cu, causal=True)
+        >>> out.shape
+        torch.Size([7, 4, 32])
+        >>> first = (x[:3].transpose(0, 1)[None] for x in (q, k, v))
+        >>> alone = fastattn.attention(*first, causal=True)
+        >>> torch.testing.assert_close(out[:3], alone[0].transpose(0, 1))
     """
     if is_overridden(q, k, v) and not is_compiling():
         own = {"block_table": block_table, "max_q": max_q, "max_k": max_k}
@@ -277,14 +356,42 @@ def attention_weights(
     average_heads: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor:
-    """The probabilities that `attention` with the same arguments multiplies v by, after dropout.
+    """Compute the probabilities that `attention` multiplies v by, after dropout.
 
-    Returns (B,H,M,N) in q's dtype, or with `average_heads` their mean over heads (B,M,N), in no
-    more memory than that. `lse` (B,H,M), from `attention(..., return_lse=True)`, saves the pass
-    that computes it and is a constant to autograd. Without `lse`, gradients reach q, k, mask and
-    sinks through the normaliser too, which then has more than float32 precision: omit `lse` where
-    every score of a row is huge (a mask of finfo.min or -1e9). Raises as `attention`. It has a
-    first derivative in reverse mode; any other derivative raises NotImplementedError.
+    They have a first derivative in reverse mode. Without lse, gradients reach q, k, mask and sinks
+    through the normaliser too, which then has more than float32 precision. So omit lse where every
+    score of a row is huge (a mask of finfo.min or -1e9).
+
+    Args:
+        q: Queries, as in `attention`.
+        k: Keys, as in `attention`.
+        lse: The LSE that `attention(..., return_lse=True)` returned for the same arguments. It
+            saves the pass that computes it, and is a constant to autograd.
+        average_heads: If True, return the mean over heads, in no more memory than that.
+        **arguments: Those of `attention`.
+
+    Shape:
+        q: (B, H, M, D).
+        k: (B, Hk, N, D).
+        lse: (B, H, M), float32 (float64 for float64).
+        weights: (B, H, M, N), or (B, M, N) with average_heads; q's dtype.
+
+    Returns:
+        The weights.
+
+    Raises:
+        ValueError: As `attention`.
+        TypeError: As `attention`.
+        NotImplementedError: As `attention`, and for a derivative of any other kind.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k = torch.randn(2, 1, 4, 10, 32)
+        >>> weights = fastattn.attention_weights(q, k, causal=True, average_heads=True)
+        >>> weights.shape
+        torch.Size([1, 10, 10])
+        >>> torch.testing.assert_close(weights.sum(-1), torch.ones(1, 10))
     """
     if is_overridden(q, k) and not is_compiling():
         own = {"lse": lse, "average_heads": average_heads}
@@ -412,7 +519,7 @@ def prepare(
     else:
         try:
             plain, with_grad = _remembered(*scalars)
-        except TypeError:  # a scalar that does not hash, or a wrong one, about which this raises
+        except TypeError:  # a scalar is not hashable, or wrong: then this call raises
             plain, with_grad = _options(*scalars)
     if (compiling or _any_autocast()) and isinstance(q, Tensor):
         q, k, v, mask = autocast(q, k, v, mask)
@@ -493,7 +600,7 @@ def _options(
     return Options(*fields, **lies), Options(*fields, grad=True, **lies)
 
 
-# typed: True == 1, but True is not a number here, and must not hit the entry of 1.
+# typed=True: a call with True must not get the cached result for 1, which is equal to it.
 _remembered = functools.lru_cache(maxsize=4096, typed=True)(_options)
 
 

@@ -70,25 +70,57 @@ def attention_jvp(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> tuple[Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`attention` and the tangent of its result, in one fused pass with memory linear in the
-    length. It works in compiled code; in eager mode, torch.func.jvp and dual numbers of `attention`
-    give the same.
+    """Compute `attention` and the tangent of its result in one fused pass.
+
+    Memory is linear in the length. The function works in compiled code. In eager mode,
+    torch.func.jvp and dual numbers of `attention` give the same.
 
         out_t = sum_j P Z ((s_t - lse_t) v + v_t),   lse_t = sum_j P s_t
 
     with the probabilities P, their dropout factors Z, and the tangents s_t of the scores
     (Lu and Song, Simplifying, Stabilizing and Scaling Continuous-Time Consistency Models, 2024).
 
-    q_t, k_t, v_t, mask_t, sinks_t: the tangents of q, k, v, of a float mask and of sinks, each with
-        its tensor's shape, dtype and device. None is a zero tangent, and costs nothing.
-    arguments: those of `attention`.
+    All results have gradients by tensors and tangents. None has a third derivative or forward mode.
 
-    Returns (out, out_t), or with return_lse (out, lse, out_t, lse_t): out and lse as `attention`
-    gives them, out_t like out, and lse_t (B,H,M) like lse, 0 (or its sink's tangent) for a row
-    without keys. All have gradients by tensors and tangents; none has a third derivative or forward
-    mode.
+    Args:
+        q: Queries, as in `attention`.
+        k: Keys.
+        v: Values.
+        q_t: The tangent of q. None is a zero tangent, here and below, and costs nothing.
+        k_t: The tangent of k.
+        v_t: The tangent of v.
+        mask_t: The tangent of a float mask.
+        sinks_t: The tangent of sinks.
+        return_lse: If True, also return the LSE and its tangent.
+        **arguments: Those of `attention`.
 
-    Raises as `attention`, and ValueError or TypeError for tangents that do not fit.
+    Shape:
+        q: (B, H, M, D).
+        k: (B, Hk, N, D).
+        v: (B, Hk, N, Dv).
+        q_t, k_t, v_t: Shape, dtype and device of q, k and v.
+        mask_t, sinks_t: Shape, dtype and device of mask and sinks.
+        out, out_t: (B, H, M, Dv), q's dtype.
+        lse, lse_t: (B, H, M), float32 (float64 for float64).
+
+    Returns:
+        (out, out_t), or (out, lse, out_t, lse_t) with return_lse. out and lse are those of
+        `attention`. For a row without keys lse_t is 0 (or its sink's tangent).
+
+    Raises:
+        ValueError: As `attention`, and for a tangent that does not have the shape, dtype and device
+            of its tensor.
+        TypeError: As `attention`, and for a tangent that is not a tensor.
+        NotImplementedError: As `attention`.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v, q_t = torch.randn(4, 1, 2, 10, 16, dtype=torch.float64)
+        >>> out, out_t = fastattn.attention_jvp(q, k, v, q_t, None, None, causal=True)
+        >>> h = 1e-6
+        >>> ahead = fastattn.attention(q + h * q_t, k, v, causal=True)
+        >>> torch.testing.assert_close((ahead - out) / h, out_t, atol=1e-4, rtol=1e-4)
     """
     if is_overridden(q, k, v) and not is_compiling():
         own = {"mask_t": mask_t, "sinks_t": sinks_t, "return_lse": return_lse}

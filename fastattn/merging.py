@@ -13,18 +13,37 @@ from .dispatch.torch_function import is_compiling, is_overridden
 
 
 def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Attention over all keys, from the results over blocks of the keys.
+    """Combine attention over blocks of the keys into attention over all keys.
 
-    parts: (out, lse) of the same rows, one for each block of keys, as `attention(...,
-    return_lse=True)` gives them: out (..., Dv), all of one shape and dtype, lse (...) in float32,
-    or float64 for float64. If there are sinks, exactly one part includes them.
+    Gradients flow to every out and lse. 16-bit outputs are rounded before they are merged; if that
+    is too coarse, use parts in float32.
 
-    Returns (out, lse) of the same shapes: lse is the log of the sum of exp(lse), and out the sum of
-    the outputs, each weighted by its share of it (FlashAttention-2, Dao 2023, section 3.1). A row
-    that has no keys in any part is empty: 0 and -inf. Gradients flow to every out and lse. 16-bit
-    outputs are rounded before they are merged; if that is too coarse, use parts in float32.
+    Args:
+        parts: Pairs (out, lse) of the same rows, one for each block of keys, as
+            `attention(..., return_lse=True)` returns them. If there are sinks, exactly one part
+            includes them.
 
-    Raises ValueError or TypeError for parts that do not fit each other.
+    Shape:
+        out: (..., Dv), one shape and dtype for all parts; the result has it too.
+        lse: (...), float32, or float64 for float64; the result has it too.
+
+    Returns:
+        (out, lse): lse is the log of the sum of exp(lse), and out is the sum of the outputs, each
+        weighted by its share of it (FlashAttention-2, Dao 2023, section 3.1). A row that has no
+        keys in any part is empty: 0 and -inf.
+
+    Raises:
+        ValueError: There are no parts, or their shapes, dtypes or devices differ.
+        TypeError: A part is not a pair of tensors.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 16)
+        >>> blocks = zip(k.split(4, 2), v.split(4, 2))
+        >>> parts = [fastattn.attention(q, *block, return_lse=True) for block in blocks]
+        >>> out, lse = fastattn.merge(parts)
+        >>> torch.testing.assert_close(out, fastattn.attention(q, k, v))
     """
     parts = list(parts)
     given = [x for part in parts for x in (part if isinstance(part, (tuple, list)) else (part,))]
@@ -37,11 +56,13 @@ def merge(parts: Sequence[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def weigh(lses: Tensor, lost: Tensor | float = 0.0) -> tuple[Tensor, Tensor, Tensor]:
-    """Weigh parts by their LSEs. Dimension 0 is the part; `lost` is the rounding error of `lses`.
+    """Weigh parts by their LSEs.
 
-    Returns the share of each part in the whole, with a last dimension of size 1 to multiply out;
-    and two terms that add up to the LSE of the whole: the largest LSE (0 if all are -inf), and the
-    log of a sum.
+    lses: dimension 0 is the part. lost: the rounding error of `lses`.
+
+    Returns the share of each part in the whole, with a last dimension of size 1, so that it
+    broadcasts with an output; and two terms that add up to the LSE of the whole: the largest LSE
+    (0 if all are -inf), and the log of a sum.
     """
     top = lses.detach().amax(0)
     top = torch.where(top == -torch.inf, 0.0, top)  # or -inf - (-inf) = NaN

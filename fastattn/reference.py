@@ -1,8 +1,8 @@
 """The oracle: attention as the mathematics states it, one line for each feature.
 
-It computes in the dtype of its inputs and upcasts nothing, so the same lines are the yardstick in
-float64 and a same-dtype baseline in bfloat16. Memory is O(M N). Every fused backend is compared
-with this file; read it to learn what the operation means.
+It computes in the dtype of its inputs and upcasts nothing. So in float64 it is the exact result
+that every fused backend is compared with, and in bfloat16 a baseline of the same dtype. Memory is
+O(M N). Read this file to learn what the operation means.
 """
 
 from __future__ import annotations
@@ -117,14 +117,64 @@ def attention(
     return_weights: bool = False,
     return_normaliser: bool = False,
 ) -> Tensor | tuple[Tensor, ...]:
-    """softmax(score(q k^T)) v for q (B,H,M,D), k (B,Hk,N,D), v (B,Hk,N,Dv).
+    """Compute softmax(score(q k^T)) v as the mathematics states it, in O(M N) memory.
 
-    The arguments mean the same as in `fastattn.attention`; `again`, for dropout, the same as in
-    `keep_mask`. Returns out (B,H,M,Dv), then the LSE (B,H,M) if `return_lse`, then the
-    probabilities after dropout (B,H,M,N) if `return_weights`, then the normaliser (2,B,H,M), the
-    LSE and its rounding error, if `return_normaliser`.
+    The arguments up to place mean the same as in `fastattn.attention`. The result is computed in
+    the dtype of the inputs.
+
+    Args:
+        q: Queries.
+        k: Keys.
+        v: Values.
+        mask: Either bool (True = may attend), or float, which is added to the scores.
+        causal: Keep the keys j <= i'; aligned to the "top_left" (True) or the "bottom_right".
+        window: A pair (left, right): keep the keys i' - left <= j <= i' + right.
+        key_lengths: The number of keys of each item.
+        alibi_slopes: Subtract slope |i' - j| from the scores.
+        softcap: Replace each score s by softcap tanh(s / softcap).
+        sinks: One more logit for each head in each row's denominator.
+        dropout_p: The probability of dropout.
+        seed: The seed of dropout; None draws one.
+        scale: The factor of q k^T; 1 / sqrt(D) by default.
+        place: The position of this call in a larger one.
+        again: For dropout: the numbers of items and of heads after which the draws repeat; 0 is
+            never.
+        return_lse: If True, also return the LSE.
+        return_weights: If True, also return the probabilities after dropout.
+        return_normaliser: If True, also return the LSE and its rounding error.
+
+    Shape:
+        q: (B, H, M, D).
+        k: (B, Hk, N, D). Hk divides H.
+        v: (B, Hk, N, Dv).
+        mask: Broadcasts to (B, H, M, N).
+        key_lengths: (B,), int32 or int64.
+        alibi_slopes: (H,) or (B, H).
+        sinks: (H,).
+        seed: An int, or an int64 tensor of one element.
+        out: (B, H, M, Dv), q's dtype.
+        lse: (B, H, M), float32 (float64 for float64).
+        weights: (B, H, M, N), q's dtype.
+        normaliser: (2, B, H, M), the dtype of lse.
+
+    Returns:
+        out, or a tuple of out and those of lse, weights and normaliser that the flags ask for, in
+        this order.
+
+    Raises:
+        ValueError: causal or window has an unknown value, or place.bottom_right is True beside
+            causal="top_left".
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v = torch.randn(3, 1, 2, 10, 16, dtype=torch.float64)
+        >>> exact = fastattn.reference.attention(q, k, v, causal=True, softcap=5.0)
+        >>> fused = fastattn.attention(q, k, v, causal=True, softcap=5.0)
+        >>> torch.testing.assert_close(fused, exact)
     """
-    v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)  # GQA: a key head serves a run
+    # GQA: neighbouring query heads share a head of k and v.
+    v = v.repeat_interleave(q.shape[1] // max(v.shape[1], 1), dim=1)
     place = located(place, q, k)
     if key_lengths is not None:
         v = v.masked_fill(~within(key_lengths, v.shape[2], place)[:, None, :, None], 0)
@@ -139,7 +189,10 @@ def attention(
 
 
 def located(place: Place | None, q: Tensor, k: Tensor) -> Place:
-    """`place` with its defaults filled in: this call's last row and key are the larger call's."""
+    """Return `place` with its defaults filled in.
+
+    By default, this call's last row and key are those of the larger call.
+    """
     place = place or EVERYTHING
     rows = place.row + q.shape[2] if place.rows is None else place.rows
     keys = place.key + k.shape[2] if place.keys is None else place.keys
@@ -158,7 +211,7 @@ def scores(
     scale: float | None,
     place: Place | None = None,
 ) -> Tensor:
-    """(B,H,M,N) scores, -inf where a query may not attend to a key."""
+    """Compute the scores (B,H,M,N): -inf where a query may not attend to a key."""
     (B, H, M, D), N = q.shape, k.shape[2]
     place = located(place, q, k)
     k = k.repeat_interleave(H // max(k.shape[1], 1), dim=1)
@@ -169,7 +222,7 @@ def scores(
         inside = within(key_lengths, N, place)
         keep = keep & inside[:, None, None]
         k = k.masked_fill(~inside[:, None, :, None], 0)  # padding may hold NaN
-    s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # not k.mT: exporters know no such operator
+    s = q @ k.transpose(-1, -2) * scale_of(D, scale)  # exporters do not support k.mT
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     if alibi_slopes is not None:
@@ -182,6 +235,7 @@ def scores(
 
 
 def scale_of(D: int, scale: float | None) -> float:
+    """Return the factor of q k^T: `scale`, by default 1 / sqrt(D), or 1 if D is 0."""
     return (1 / math.sqrt(D) if D else 1.0) if scale is None else scale
 
 
@@ -286,6 +340,10 @@ def dropout(
     place: Place = EVERYTHING,
     again: tuple[int, int] = (0, 0),
 ) -> Tensor:
+    """Drop the probabilities p (B,H,M,N) that `keep_mask` does not keep, and scale the others.
+
+    The factor is 1 / (1 - dropout_p). A seed of None draws one from torch's generator.
+    """
     if dropout_p == 0:
         return p
     if seed is None:
@@ -327,7 +385,7 @@ def philox(counter: tuple[Tensor, ...], seed: int) -> tuple[Tensor, ...]:
     c0, c1, c2, c3 = counter
     k0, k1 = seed & WORD, (seed >> 32) & WORD
     for _ in range(10):
-        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # int64 wraps, but all 64 bits are right
+        a, b = c0 * MULTIPLIERS[0], c2 * MULTIPLIERS[1]  # overflows, but all 64 bits are right
         c0, c1, c2, c3 = (b >> 32 & WORD) ^ c1 ^ k0, b & WORD, (a >> 32 & WORD) ^ c3 ^ k1, a & WORD
         k0, k1 = (k0 + WEYL[0]) & WORD, (k1 + WEYL[1]) & WORD
     return c0, c1, c2, c3

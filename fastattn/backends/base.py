@@ -216,19 +216,19 @@ def _check_pages(spec: AttentionSpec, pages: Tensor, lengths: Tensor) -> None:
             if not 0 <= at < spec.P:
                 raise ValueError(
                     f"block_table: got page {at} of sequence {b}, expected one of the {spec.P} "
-                    f"pages that k has, for each {spec.page} of its {length} keys"
+                    f"pages of k, for every {spec.page} of its {length} keys"
                 )
 
 
 def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int) -> None:
     offsets = cu.tolist()
-    rows = {"cu_q": "q", "cu_k": "k"}[name]
+    rows, what = {"cu_q": ("q", "rows"), "cu_k": ("k", "keys")}[name]
     if offsets[0] != 0:
         raise ValueError(f"{name}: got {offsets[0]} first, expected 0")
     if offsets[-1] != total:
         raise ValueError(
-            f"{name}: got {offsets[-1]} last, expected {total}, the rows of {rows}: it has one "
-            "offset more than there are sequences"
+            f"{name}: got {offsets[-1]} last, expected {total}, the rows of {rows}; B sequences "
+            "have B + 1 offsets"
         )
     steps = list(itertools.pairwise(offsets))
     for first, end in steps:
@@ -237,8 +237,8 @@ def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int)
     for b, (first, end) in enumerate(steps):
         if end - first > most:
             raise ValueError(
-                f"{name}: got a sequence, {b}, of {end - first}, expected at most {most_name} = "
-                f"{most}; None looks for the longest"
+                f"{name}: got {end - first} {what} in sequence {b}, expected at most {most_name} = "
+                f"{most}; {most_name}=None finds the longest"
             )
 
 
@@ -267,7 +267,20 @@ def get(name: str) -> Backend:
 
 
 def available_backends() -> dict[str, str | None]:
-    """Every backend in order of preference: None if it can run here, else the reason it cannot."""
+    """List all backends in order of preference, with the reason why one cannot run here.
+
+    Returns:
+        A dict from the name of each backend to None if it can run on this machine, else to the
+        reason why it cannot.
+
+    Example:
+        >>> import fastattn
+        >>> found = fastattn.available_backends()
+        >>> list(found)[:3]
+        ['cpu', 'triton', 'cuda']
+        >>> found["reference"] is None
+        True
+    """
     return {name: get(name).unavailable() for name in names()}
 
 
@@ -279,8 +292,8 @@ def why_not(name: str, spec: AttentionSpec) -> list[str]:
 
 
 def _declines(name: str, spec: AttentionSpec) -> list[str]:
-    """As `why_not`, but `unavailable` is called only if the declared support admits `spec`: it may
-    load a library or import Triton."""
+    """Return what `why_not` returns, but call `unavailable` only if the declared support admits
+    `spec`, because `unavailable` may load a library or import Triton."""
     return get(name).support.why_not(spec) or why_not(name, spec)
 
 

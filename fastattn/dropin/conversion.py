@@ -27,7 +27,22 @@ _BY_TYPE = (
 
 @dataclass(frozen=True)
 class Conversion:
-    """What `convert` or `revert` did, by qualified module name ("" is the model itself)."""
+    """Report what `convert` or `revert` did.
+
+    `str()` lists it. Modules are named by qualified name; "" is the model itself.
+
+    Attributes:
+        swapped: The names of the modules that were swapped.
+        left: The names of the attention modules that were left, each with the reason.
+        note: A warning about the swapped modules.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> made = fastattn.convert(torch.nn.TransformerDecoderLayer(64, 4))
+        >>> made.swapped, made.left
+        (('self_attn', 'multihead_attn'), {})
+    """
 
     swapped: tuple[str, ...] = ()
     left: dict[str, str] = field(default_factory=dict)  # name -> why
@@ -42,22 +57,63 @@ class Conversion:
 
 
 def convert(model: nn.Module) -> Conversion:
-    """Make every plain torch.nn.MultiheadAttention in `model` (or `model` itself) a fused one.
+    """Make every plain torch.nn.MultiheadAttention in `model` a fused one, in place.
 
-    In place; only modules of exactly the type nn.MultiheadAttention are swapped. The Conversion
-    returned says which were, and why any other attention module was left.
+    Only modules of exactly the type nn.MultiheadAttention are swapped; `model` itself may be one.
 
     Some libraries look modules up by exact type and skip the swapped ones, mostly without a
     warning. torch.ao.quantization.prepare quantizes only their output projection. Opacus accepts
     them and has no rule for their gradients. ptflops does not count them. Call
     `fastattn.revert(model)` before you use such a library. isinstance checks, torch.fx and
     prepare_fx treat the swapped modules as torch's own.
+
+    Args:
+        model: A model of any kind.
+
+    Returns:
+        A Conversion: `swapped` names the modules that were swapped, and `left` gives the reason why
+        any other attention module was left.
+
+    Raises:
+        TypeError: model is not a torch.nn.Module.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> model = torch.nn.TransformerEncoderLayer(64, 4)
+        >>> fastattn.convert(model).swapped
+        ('self_attn',)
+        >>> type(model.self_attn)
+        <class 'fastattn.MultiheadAttention'>
+        >>> fastattn.revert(model).swapped
+        ('self_attn',)
     """
     return _swap(model, _why_not_convert, _convert_one, _BY_TYPE)
 
 
 def revert(model: nn.Module) -> Conversion:
-    """Undo `convert`: every module that it swapped is a plain torch.nn.MultiheadAttention again."""
+    """Undo `convert`: make every module that it swapped a plain torch.nn.MultiheadAttention again.
+
+    Args:
+        model: The model, or any part of it.
+
+    Returns:
+        A Conversion, as from `convert`.
+
+    Raises:
+        TypeError: model is not a torch.nn.Module.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> model = torch.nn.Sequential(torch.nn.MultiheadAttention(64, 4))
+        >>> made = fastattn.convert(model)
+        >>> print(fastattn.revert(model))
+        swapped 1, left 0
+          swapped 0
+        >>> type(model[0]) is torch.nn.MultiheadAttention
+        True
+    """
     return _swap(model, _why_not_revert, _revert_one)
 
 
@@ -68,7 +124,7 @@ def _swap(
     note: str = "",
 ) -> Conversion:
     if not isinstance(model, nn.Module):
-        raise TypeError(f"got {type(model).__name__}, expected a torch.nn.Module")
+        raise TypeError(f"model: got {type(model).__name__}, expected a torch.nn.Module")
     swapped, left = [], {}
     for name, module in list(model.named_modules()):  # lists a module with several names once
         if not _is_attention(module):

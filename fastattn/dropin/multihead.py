@@ -33,13 +33,39 @@ def always_call_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 
 class MultiheadAttention(nn.MultiheadAttention):
-    """torch.nn.MultiheadAttention: the same constructor, parameters, state_dict, call and errors.
+    """Replace torch.nn.MultiheadAttention.
 
-    Differences, all on purpose: rows with every key masked give out_proj.bias, weights 0 and finite
-    gradients in every mode; a float mask may be float32 with 16-bit inputs; nested self-attention
-    works in training, too; jagged query, key and value may differ, and are computed packed
-    (is_causal=True then needs no mask). torch.jit.script cannot compile it; torch.compile,
-    torch.export and torch.jit.trace can, and torch.fx.symbolic_trace records it as one node.
+    The constructor, the parameters, the state_dict, the call and the errors are the same. These
+    differences are on purpose. Rows with every key masked give out_proj.bias, weights 0 and finite
+    gradients in every mode. A float mask may be float32 with 16-bit inputs. Nested self-attention
+    works in training, too. Jagged query, key and value may differ, and are computed packed
+    (is_causal=True then needs no mask).
+
+    torch.jit.script cannot compile the module. torch.compile, torch.export and torch.jit.trace can,
+    and torch.fx.symbolic_trace records it as one node.
+
+    Args:
+        embed_dim: E, the size of queries and outputs.
+        num_heads: The number of heads, which divides embed_dim.
+        dropout: The probability of dropout of the weights, in training.
+        bias: If True, the projections have biases.
+        add_bias_kv: If True, append a learned key and value.
+        add_zero_attn: If True, append a key and a value of zeros.
+        kdim: The size of keys; embed_dim by default.
+        vdim: The size of values; embed_dim by default.
+        batch_first: If True, inputs and outputs are (B, L, E), otherwise (L, B, E).
+        device: The device of the parameters.
+        dtype: The dtype of the parameters.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> torchs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        >>> ours = fastattn.MultiheadAttention(32, 4, batch_first=True)
+        >>> ours.load_state_dict(torchs.state_dict())
+        <All keys matched successfully>
+        >>> x = torch.randn(2, 10, 32)
+        >>> torch.testing.assert_close(ours(x, x, x), torchs(x, x, x))
     """
 
     if TYPE_CHECKING:
@@ -61,7 +87,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As torch.nn.MultiheadAttention."""
+        """Take the arguments of torch.nn.MultiheadAttention."""
         sizes = dict(kdim=kdim, vdim=vdim, batch_first=batch_first, device=device, dtype=dtype)
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, **sizes)
         self.register_forward_pre_hook(always_call_forward)
@@ -120,7 +146,51 @@ class MultiheadAttention(nn.MultiheadAttention):
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """As torch.nn.MultiheadAttention.forward, in the meaning and layout of every argument."""
+        """Compute multi-head attention, as torch.nn.MultiheadAttention.forward.
+
+        The meaning and layout of every argument are torch's.
+
+        Args:
+            query: Queries.
+            key: Keys.
+            value: Values.
+            key_padding_mask: Keys to ignore: bool (True = ignore), or float, which is added to the
+                scores.
+            need_weights: If True, also return the attention weights.
+            attn_mask: Pairs that may not attend: bool (True = may not), or float, which is added to
+                the scores.
+            average_attn_weights: If True, the weights are the mean over heads.
+            is_causal: A hint that attn_mask is the causal mask; it needs attn_mask.
+
+        Shape:
+            query: (L, B, E), (B, L, E) with batch_first, or (L, E) without a batch; or nested.
+            key: (S, B, kdim), (B, S, kdim) or (S, kdim).
+            value: (S, B, vdim), (B, S, vdim) or (S, vdim).
+            key_padding_mask: (B, S), or (S,) without a batch.
+            attn_mask: (L, S) or (B num_heads, L, S).
+            out: As query.
+            weights: (B, L, S), or (B, num_heads, L, S) if not averaged; without B if there is no
+                batch.
+
+        Returns:
+            (out, weights), or (out, None) without need_weights.
+
+        Raises:
+            RuntimeError: Where torch does.
+            AssertionError: Where torch does.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> module = fastattn.MultiheadAttention(32, 4, batch_first=True)
+            >>> x = torch.randn(2, 10, 32)
+            >>> padding = torch.arange(10) >= torch.tensor([[7], [10]])
+            >>> out, weights = module(x, x, x, key_padding_mask=padding)
+            >>> out.shape, weights.shape
+            (torch.Size([2, 10, 32]), torch.Size([2, 10, 10]))
+            >>> weights[0, :, 7:].abs().max().item()
+            0.0
+        """
         if isinstance(query, torch.fx.Proxy):
             torch_function.refuse(self)
         _check_mask_kinds(key_padding_mask, attn_mask)
@@ -336,7 +406,7 @@ def _one_for_one(
 
 
 def _split_rows(x: Tensor, rows: list[int]) -> Sequence[Tensor]:
-    return x.split(rows) if len(rows) > 1 else [x]  # the gradient of split would copy the whole
+    return x.split(rows) if len(rows) > 1 else [x]  # split of one part would copy x in backward
 
 
 def _may_attend(mask: Tensor) -> Tensor:
@@ -359,7 +429,7 @@ def _combine(a: Tensor | None, b: Tensor | None, dtype: torch.dtype) -> Tensor |
 def _with_dtype_for(q: Tensor, mask: Tensor | None) -> Tensor | None:
     if mask is None or mask.dtype in (torch.bool, torch.float32, q.dtype):
         return mask
-    if torch.is_autocast_enabled(q.device.type):  # it cast the inputs, so it casts the mask
+    if torch.is_autocast_enabled(q.device.type):  # it cast the inputs: cast the mask, too
         return mask.to(q.dtype)
     raise RuntimeError(
         "Expected attn_mask dtype to be bool or float or to match query dtype, but got "

@@ -35,17 +35,19 @@ from .sdpa import scaled_dot_product_attention as _ours
 SMALL = 1 << 20
 
 _lock = threading.RLock()
+# A forked child has none of the parent's other threads, so a lock that one of them holds would stay
+# locked in it.
 os.register_at_fork(
     before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release
-)  # a child has no other thread that would release it
+)
 _holders = {"patch": 0, "sdpa": 0}  # active patches by kind; each kind undoes only its own
 _active = False  # while False, a stand-in that was imported by name runs torch's function
-_buried = False  # another library's function replaced ours, and may call it
-_asking = 0  # the thread in `_calls_ours`, which tests whether it does
+_buried = False  # another library's function replaced our stand-in, and may call it
+_asking = 0  # the thread that runs `_calls_ours`, which tests if such a function calls ours
 _reached = False
 _torch: Any = F  # the module with the replaced function
-_torchs: Any = F.scaled_dot_product_attention  # the function before the patch
-_head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest of fused kernels here
+_torchs: Any = F.scaled_dot_product_attention  # the function that the patch replaces
+_head_dims: dict[str, dict[torch.dtype, int]] = {}  # by device: the largest with a fused kernel
 
 _PRIORITY = torch._C._get_sdp_priority_order()
 
@@ -53,47 +55,92 @@ _PRIORITY = torch._C._get_sdp_priority_order()
 def patch() -> None:
     """Make `torch.nn.functional.scaled_dot_product_attention` run on fastattn, in every thread.
 
-    Counted: it stays until `unpatch` has been called as often. It reaches code that looks the
-    function up in its module at each call: most libraries, torch.nn, and compiled functions, also
-    earlier ones, which are compiled again. It does not reach names bound before by `from
-    torch.nn.functional import scaled_dot_product_attention`, nor nn.MultiheadAttention on its
-    inference path or compiled, which calls other operators: use `fastattn.convert` for those.
+    Patches are counted: the function stays until `unpatch` has been called as often. The patch
+    reaches code that looks the function up in its module at each call: most libraries, torch.nn,
+    and compiled functions, also earlier ones, which are compiled again. It does not reach names
+    that `from torch.nn.functional import scaled_dot_product_attention` bound before, nor
+    nn.MultiheadAttention on its inference path or compiled, which calls other operators: use
+    `fastattn.convert` for those.
 
-    torch's own function still runs where sdpa_kernel(...) or torch.backends.cuda ruled out its
-    flash or its math kernel, or set priorities (allowing both selects neither); for tensor
-    subclasses and modes of `__torch_function__`, except CausalBias, jagged tensors and a default
-    device; under torch.func and forward-mode AD; in exported, traced or scripted code; for devices,
-    dtypes and head dims without a fused kernel here; for so few tokens that calling costs more than
-    computing, except in compiled code; and for every call that
-    `fastattn.scaled_dot_product_attention` raises for. Three differences remain: dropout draws
-    another mask; autograd keeps the output of every call, as torch's flash kernel does and its
-    math kernel does not, so that changing one in place raises in backward; and third derivatives
-    raise.
+    torch's own function still runs:
+
+    - where sdpa_kernel(...) or torch.backends.cuda ruled out its flash or its math kernel, or set
+      priorities (allowing both selects neither);
+    - for tensor subclasses and modes of `__torch_function__`, except CausalBias, jagged tensors and
+      a default device;
+    - under torch.func and forward-mode AD;
+    - in exported, traced or scripted code;
+    - for devices, dtypes and head dims without a fused kernel on this machine;
+    - for so few tokens that calling costs more than computing, except in compiled code;
+    - for every call that `fastattn.scaled_dot_product_attention` raises for.
+
+    Three differences from torch remain. Dropout draws another mask. Autograd keeps the output of
+    every call, as torch's flash kernel does and its math kernel does not, so changing an output in
+    place raises in backward. Third derivatives raise.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> from torch.nn import functional as F
+        >>> q, k, v = torch.randn(3, 1, 8, 256, 64)
+        >>> torchs = F.scaled_dot_product_attention
+        >>> expected = torchs(q, k, v)
+        >>> fastattn.patch()
+        >>> torch.testing.assert_close(F.scaled_dot_product_attention(q, k, v), expected)
+        >>> F.scaled_dot_product_attention is torchs
+        False
+        >>> fastattn.unpatch()
+        >>> F.scaled_dot_product_attention is torchs
+        True
     """
     _take("patch")
 
 
 def unpatch() -> None:
-    """Undo one `patch`; the last one restores the function that was there before.
+    """Undo one call of `patch`; the last one restores the function that was there before.
 
-    Raises RuntimeError without a patch to undo. `sdpa` blocks, of any thread, are left alone.
+    `sdpa` blocks, of any thread, are left alone.
+
+    Raises:
+        RuntimeError: There is no patch to undo.
+
+    Example:
+        >>> import fastattn
+        >>> fastattn.patch()
+        >>> fastattn.unpatch()
+        >>> fastattn.unpatch()
+        Traceback (most recent call last):
+        RuntimeError: unpatch: got no patch to undo, expected a call of patch() before it
     """
     with _lock:
         if not _holders["patch"]:
             raise RuntimeError(
-                "unpatch: got a call more than patch() had, expected one for each of those"
+                "unpatch: got no patch to undo, expected a call of patch() before it"
             )
         _release("patch")
 
 
 @contextmanager
 def sdpa() -> Generator[None]:
-    """A context manager and decorator: `patch` is in effect inside.
+    """Run torch's scaled_dot_product_attention on fastattn inside a `with` block or a function.
 
-    It affects all threads, because activation checkpoints recompute in autograd's threads, and must
-    do what forward did. With checkpoints, run backward in the block, too: after it torch's function
-    would recompute, with other dropout. Blocks may be nested and overlap in any order, across
-    threads. A block inside code that torch.compile traces breaks its graph: put it around the call.
+    Inside, `patch` is in effect. It affects all threads, because activation checkpoints recompute
+    in autograd's threads, and must do what forward did. With checkpoints, run backward in the
+    block, too: after it torch's function would recompute, with other dropout. Blocks may be nested
+    and overlap in any order, across threads. A block inside code that torch.compile traces breaks
+    its graph: put it around the call.
+
+    Returns:
+        A context manager that is also a decorator.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> layer = torch.nn.TransformerEncoderLayer(64, 4, batch_first=True, dropout=0.0)
+        >>> x = torch.randn(2, 128, 64)
+        >>> with fastattn.sdpa():
+        ...     out = layer(x)
+        >>> torch.testing.assert_close(out, layer(x))
     """
     _take("sdpa")
     try:
@@ -131,8 +178,9 @@ def _release(holder: str) -> None:
 
 
 def _calls_ours(found: Any) -> bool:
-    """True if this function ends up calling ours. Then ours may not replace it: each would call the
-    other. A function of another library is tested by a call of the smallest size."""
+    """Return True if this function ends up calling ours. Then ours may not replace it, because each
+    would call the other. A function of another library is tested by a call of the smallest size.
+    """
     global _asking, _reached
     if found is _stand_in:
         return True
@@ -190,7 +238,7 @@ def _stand_in(
             return _ours(query, key, value, *rest, **named)
         except (RuntimeError, ValueError, TypeError):
             pass  # torch computes it, or raises its own error
-    if is_causal_bias(attn_mask):  # it handles only the function in F: this one
+    if is_causal_bias(attn_mask):  # its handler accepts only the function in F, which is ours
         bias: Any = type(attn_mask)
         return bias._dispatch(query, key, value, *rest, **named)
     return _torchs(query, key, value, *rest, **named)
@@ -201,7 +249,10 @@ _stand_in.__doc__ = F.scaled_dot_product_attention.__doc__
 
 
 def why_torchs(query: Any, key: Any, value: Any, attn_mask: Any = None) -> str | None:
-    """Why a call of these runs on torch's function, whatever its other arguments; or None."""
+    """Return the reason why torch's function runs a call with these tensors; None if ours runs it.
+
+    The reason does not depend on the call's other arguments.
+    """
     if not _active:
         return "fastattn.patch() was undone"
     if not {type(query), type(key), type(value)} <= PLAIN:
@@ -248,7 +299,7 @@ def _watched() -> str | None:
 
 def _chosen() -> str | None:
     """The reason, if a setting asks for a kernel of torch's, or a transform is active."""
-    # Libraries enable the kernels that they know, as x-transformers does: at least these two.
+    # Libraries such as x-transformers enable the kernels that they know: at least these two.
     if not (torch._C._get_flash_sdp_enabled() and torch._C._get_math_sdp_enabled()):
         return "sdpa_kernel(...) or torch.backends.cuda ruled out flash or math"
     if torch._C._get_sdp_priority_order() != _PRIORITY:
@@ -260,5 +311,5 @@ def _chosen() -> str | None:
     return None
 
 
-# torch.compile calls it when it traces, which is also when it chooses torch's own kernel.
+# torch.compile calls it once, when it traces. Then torch chooses its own kernel, too.
 _chosen._dynamo_marked_constant = True  # ty: ignore

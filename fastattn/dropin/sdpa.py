@@ -31,29 +31,57 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(query key^T scale + attn_mask) value, as torch's function of the same name.
-
-    query (..., L, E), key (..., S, E), value (..., S, Ev) of float32, float64, bfloat16 or
-    float16; leading dimensions broadcast. attn_mask broadcasts to (..., L, S): bool (True = may
-    attend), or added to the scores, in query's dtype or float32; CausalBias is understood.
-    Jagged (B, H, L*, E) are computed sequence by sequence, without padding and without a mask.
-    `is_causal` aligns to the top left. With `enable_gqa` the heads (dimension -3) of key and value
-    divide those of query. Returns (..., L, Ev); a row that may attend to nothing gives 0.
+    """Compute softmax(query key^T scale + attn_mask) value, as torch's function of the same name.
 
     It differs from torch's on purpose in four things: a mask together with is_causal always raises,
     as do keys and values of different lengths and a scale that is not finite; masks may have fewer
-    than two dimensions; dropout runs inside the kernel and draws its own mask.
+    than two dimensions; dropout runs inside the kernel and draws its own mask. A row that may
+    attend to no key gives 0.
 
-    Results and gradients have the memory layout of torch's on a CPU, so that the same `view` calls
-    work. Where torch takes its flash kernel, the result has the layout of query, and the gradients
-    are laid out as (B, L, H, E). Otherwise all are contiguous, even a gradient that torch's math
-    kernel leaves transposed. In compiled code all are contiguous if a size depends on data.
-
-    `dropout_p` and `scale` are numbers, bools among them, numpy scalars, or tensors of no dimension
-    that do not require grad; `is_causal` and `enable_gqa` are bools.
-
-    Raises RuntimeError and TypeError where torch does, with the same first words.
+    Jagged tensors are computed sequence by sequence, without padding and without a mask.
     `fastattn.attention` is the same computation with more features and fewer shapes.
+
+    Args:
+        query: Queries.
+        key: Keys.
+        value: Values.
+        attn_mask: Either bool (True = may attend), or float, which is added to the scores, or a
+            CausalBias.
+        dropout_p: The probability of dropout.
+        is_causal: A bool. If True, mask as causal, aligned to the top left.
+        scale: The factor of query key^T; 1 / sqrt(E) by default. Like dropout_p, it is a number
+            (bools count as numbers), a numpy scalar, or a tensor of no dimension that does not
+            require grad.
+        enable_gqa: A bool. If True, the heads (dimension -3) of key and value divide query's.
+
+    Shape:
+        query: (..., L, E), float32, float64, bfloat16 or float16; leading dimensions broadcast. Or
+            jagged: (B, H, L*, E).
+        key: (..., S, E), query's dtype.
+        value: (..., S, Ev), query's dtype.
+        attn_mask: Broadcasts to (..., L, S); bool, query's dtype or float32.
+        out: (..., L, Ev), query's dtype.
+
+    Returns:
+        out. It and the gradients have the memory layout of torch's on a CPU, so that the same
+        `view` calls work. Where torch takes its flash kernel, the result has the layout of query,
+        and the gradients are laid out as (B, L, H, E). Otherwise all are contiguous, even a
+        gradient that torch's math kernel leaves transposed. In compiled code all are contiguous if
+        a size depends on data.
+
+    Raises:
+        RuntimeError: Where torch does, with the same first words.
+        TypeError: Where torch does, with the same first words.
+        ValueError: is_causal is True beside a CausalBias.
+        NotImplementedError: As `fastattn.attention`.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> query, key, value = torch.randn(3, 2, 4, 10, 32)
+        >>> out = fastattn.scaled_dot_product_attention(query, key, value, is_causal=True)
+        >>> torchs = torch.nn.functional.scaled_dot_product_attention
+        >>> torch.testing.assert_close(out, torchs(query, key, value, is_causal=True))
     """
     if is_overridden(query, key, value) and not is_compiling():
         given, rest = (query, key, value), (attn_mask, dropout_p, is_causal)
@@ -180,12 +208,12 @@ def _attend_jagged(
     q: Tensor, k: Tensor, v: Tensor, mask, dropout_p, is_causal, scale, enable_gqa
 ) -> Tensor:
     if mask is not None:
-        raise RuntimeError("attn_mask: got one beside jagged tensors, expected None")
+        raise RuntimeError("attn_mask: got a mask beside jagged tensors, expected None")
     _check_scalars(dropout_p, scale)
     if not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
         heads = [x.shape[1] for x in (q, k, v)]
         raise RuntimeError(
-            f"query, key, value: got {heads} heads, expected as many each, or enable_gqa=True"
+            f"query, key, value: got {heads} heads, expected equal numbers, or enable_gqa=True"
         )
     causal = "top_left" if is_causal else False
     return nested.attend(q, k, v, dropout_p=dropout_p, causal=causal, scale=scale)
@@ -214,7 +242,9 @@ def _any_rank(q, k, v, mask, dropout_p, causal, scale, enable_gqa) -> Tensor:
     B = 1."""
     rank = max(q.ndim, k.ndim, v.ndim)
     if enable_gqa and rank < 3:
-        raise RuntimeError("enable_gqa: got 2 dimensions, expected a dimension -3 for the heads")
+        raise RuntimeError(
+            "enable_gqa: got tensors of 2 dimensions, expected 3 or more: dimension -3 is heads"
+        )
     q, k, v = (x[(None,) * (max(rank, 4) - x.ndim)] for x in (q, k, v))
     q, k, v = _match_heads(q, k, v, enable_gqa)
     lead = _broadcast(q.shape[:-3], k.shape[:-3], v.shape[:-3])
@@ -240,8 +270,8 @@ def _merge_mask(mask: Tensor | None, lead: Size) -> Tensor | None:
         return mask[(0,) * (mask.ndim - 3)]
     if _broadcast(mask.shape[:-3], lead) != lead:
         raise RuntimeError(
-            f"attn_mask: got leading dimensions {tuple(mask.shape[:-3])}, expected some that "
-            f"broadcast to {tuple(lead)}, as the scores have"
+            f"attn_mask: got leading dimensions {tuple(mask.shape[:-3])}, expected dimensions "
+            f"that broadcast to {tuple(lead)}, as the scores have"
         )
     return _merge(mask, lead)
 

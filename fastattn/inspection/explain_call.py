@@ -17,9 +17,24 @@ from ..call.validation import describe
 
 @dataclass(frozen=True)
 class Explanation:
-    """backend: the name of the backend that would run the call, or None. declined: by name, the
-    reasons of every backend that cannot run it. unit: the instruction set of the CPU that the
-    forward pass would run on."""
+    """Name the backend that would run a call.
+
+    `str()` lists all backends.
+
+    Attributes:
+        spec: What kind of call it is: sizes, dtype, device, features.
+        backend: The name of the backend that would run the call, or None.
+        declined: By name, the reasons of every backend that cannot run it.
+        unit: The instruction set of the CPU that the forward pass would run on; None for other
+            backends.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
+        >>> print(fastattn.explain(q, k, v, backend="reference").backend)
+        reference
+    """
 
     spec: AttentionSpec
     backend: str | None
@@ -41,11 +56,36 @@ class Explanation:
 
 
 def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
-    """What `attention(q, k, v, **arguments)` would run on; with cu_q, what `attention_packed` would
-    run on. Computes nothing. print() of the result lists all backends.
+    """Find the backend that `attention` or `attention_packed` would run on, without computing.
 
-    Raises what `attention` would raise for bad input, except that a call that no backend can run
-    gives an explanation with backend None.
+    Args:
+        q: Queries, as in `attention`; with cu_q among the arguments, as in `attention_packed`.
+        k: Keys.
+        v: Values.
+        **arguments: The other arguments of the call, by name.
+
+    Shape:
+        q: (B, H, M, D), or (T, H, D) with cu_q.
+        k: (B, Hk, N, D), or (S, Hk, D) with cu_q.
+        v: (B, Hk, N, Dv), or (S, Hk, Dv) with cu_q.
+
+    Returns:
+        An Explanation. Its backend is None if no backend can run the call. print() of it lists all
+        backends.
+
+    Raises:
+        ValueError: As the call would.
+        TypeError: As the call would.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> q, k, v = torch.randn(3, 1, 8, 128, 64)
+        >>> explanation = fastattn.explain(q, k, v, causal=True)
+        >>> explanation.backend
+        'cpu'
+        >>> "no kernel for device 'cpu'" in explanation.declined["cuda"]
+        True
     """
     arguments.pop("return_lse", None)  # does not change the choice
     if v is None:

@@ -24,28 +24,52 @@ from .recorder import Observer, clock
 from .report import Measured, Profile, Round
 from .restore_state import Inputs, need_initialised, tensors_in, unchanged
 
-SECONDS = 10.0  # for the whole model, unless a few runs take longer; and again for its calls
+# A budget for the runs of the whole model, and as much again for its calls. It is exceeded if the
+# smallest number of runs takes longer.
+SECONDS = 10.0
 MOST = 12  # kinds of calls that are timed, the most expensive ones
 
 
 def profile(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Profile:
-    """Run `model(*inputs, **kwargs)` a few times, and report its attention.
+    """Run a model a few times, and report what its attention costs and what fastattn would gain.
 
-    model is a torch.nn.Module, or a method of one (`model.generate`). In training mode, with
-    gradients enabled, forward and backward are timed; otherwise forward alone. Put
-    `torch.no_grad()` or autocast around this call as around the model.
+    In training mode, with gradients enabled, forward and backward are timed; otherwise forward
+    alone. Put `torch.no_grad()` or autocast around this call as around the model. Compiled code
+    runs eagerly.
 
     It records calls of `torch.nn.functional.scaled_dot_product_attention`, of nn.MultiheadAttention
-    with weights, of the inference paths of that and nn.TransformerEncoderLayer, and fastattn's own;
-    not matrices that a model multiplies itself, traced or scripted code, nor names bound by `from
-    torch.nn.functional import ...`. The whole model is timed as it is, and under `fastattn.sdpa()`
-    with `fastattn.convert`; each kind of call also as `fastattn.attention` with arguments in place
-    of its mask, if the mask's structure is known. Compiled code runs eagerly.
+    with weights, of the inference paths of nn.MultiheadAttention and nn.TransformerEncoderLayer,
+    and of fastattn. It does not record matrices that a model multiplies itself, traced or scripted
+    code, nor names that `from torch.nn.functional import ...` bound.
 
-    `str()` of the report is the text; it has `json()` and `plot(path)`. The model's mode,
-    gradients, buffers, hooks and classes, torch's functions and generators, and the input tensors
-    are as before, also after an exception, which is the model's own. A lazy module that has not run
-    yet raises ValueError, because its class would change.
+    The whole model is timed as it is, and under `fastattn.sdpa()` with `fastattn.convert`. Each
+    kind of call is also timed as `fastattn.attention` with arguments in place of its mask, if the
+    mask's structure is known.
+
+    The model's mode, gradients, buffers, hooks and classes, torch's functions and generators, and
+    the input tensors are as before, also after an exception.
+
+    Args:
+        model: A torch.nn.Module, or a method of one (`model.generate`).
+        *inputs: The model's arguments.
+        **kwargs: The model's arguments by name.
+
+    Returns:
+        A Profile: `str()` of it is the text; it has `json()` and `plot(path)`.
+
+    Raises:
+        ValueError: The model has a lazy module that has not run yet, so its class would change.
+        Exception: Any exception of the model.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> model = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> report = fastattn.profile(model, torch.randn(1, 16, 32))
+        >>> report.step
+        'forward and backward'
+        >>> [kind.call.path for kind in report.calls]
+        ['self_attn']
     """
     target = getattr(model, "_orig_mod", model)  # inside a compiled module
     owner = target if isinstance(target, nn.Module) else getattr(model, "__self__", None)
@@ -211,7 +235,7 @@ def _refusal(arguments: dict[str, Any]) -> str:
         patching._ours(**arguments)
     except (RuntimeError, ValueError, TypeError) as error:
         return str(error).partition("\n")[0]
-    return "it was not asked"
+    return "fastattn was not called"
 
 
 def _seconds(ways: dict[str, Callable[[], Any]]) -> dict[str, float]:

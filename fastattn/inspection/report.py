@@ -19,7 +19,7 @@ No attention call was seen. Perhaps the model
   multiplies its own matrices (transformers: attn_implementation="fastattn" after
   `fastattn.integrations.transformers.register()`, or "sdpa"; timm:
   `timm.layers.set_fused_attn(True, experimental=True)`),
-  has the function by a name bound at import, or is traced or scripted."""
+  bound the function to a name of its own at import, or is traced or scripted."""
 
 
 class Round(NamedTuple):
@@ -32,8 +32,11 @@ class Round(NamedTuple):
 
 @dataclass
 class Measured:
-    """Measurements of a kind of call by way: "now", "sdpa" (patched), or "shown" (with arguments
-    for what its mask shows)."""
+    """Measurements of one kind of call.
+
+    The keys of the dicts are ways to run it: "now" (as the model runs it), "sdpa" (patched), or
+    "shown" (with arguments for what its mask shows).
+    """
 
     call: Call
     ours_runs: str = ""
@@ -42,8 +45,11 @@ class Measured:
     trouble: dict[str, str] = field(default_factory=dict)
 
     def total(self, way: str) -> float:
-        """Seconds of all calls of the kind. An untimed way takes the seconds of "sdpa" or "now"; a
-        kind without timings takes those of the profiled run."""
+        """Sum the seconds of all calls of the kind.
+
+        A way without timings takes the seconds of "sdpa" or "now"; a kind without timings takes
+        those of the profiled run.
+        """
         if not self.seconds:
             return self.call.seconds
         best = self.seconds.get(way, self.seconds.get("sdpa", self.seconds.get("now", 0.0)))
@@ -52,8 +58,25 @@ class Measured:
 
 @dataclass(frozen=True)
 class Profile:
-    """`str()` is the text. Seconds of a call are the minimum of a few. `shown` is an estimate: the
-    model on fastattn, minus what its calls save with arguments for what their masks show."""
+    """Report the attention of a model.
+
+    `str()` is the text.
+
+    Attributes:
+        model: The name of the model's class, or of the method.
+        of_transformers: True for a model of the transformers library.
+        step: "forward", or "forward and backward".
+        threads: The number of torch's threads.
+        rounds: The seconds of the whole model as it is, and on fastattn, one pair for each round.
+        calls: The measurements of each kind of call; seconds of a call are the minimum of a few.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> report = fastattn.profile(torch.nn.MultiheadAttention(32, 4), *torch.randn(3, 9, 1, 32))
+        >>> report.now >= report.attention > 0
+        True
+    """
 
     model: str
     of_transformers: bool  # a model of the transformers library
@@ -64,16 +87,21 @@ class Profile:
 
     @property
     def now(self) -> float:
+        """The seconds of the model as it is: the minimum of the rounds."""
         return min(x.now for x in self.rounds)
 
     @property
     def ours(self) -> float:
+        """The seconds of the model on fastattn: `now` divided by `gain`."""
         return self.now / self.gain
 
     @property
     def gains(self) -> tuple[float, float, float]:
-        """Low, middle and high speed-up: quartiles of the rounds; of fewer than FEW rounds their
-        minimum, median and maximum."""
+        """The low, middle and high speed-up.
+
+        These are quartiles of the rounds; of fewer than FEW rounds their minimum, median and
+        maximum.
+        """
         ratios = [x.now / x.ours for x in self.rounds]
         if len(ratios) < FEW:
             return min(ratios), median(ratios), max(ratios)
@@ -82,20 +110,39 @@ class Profile:
 
     @property
     def gain(self) -> float:
+        """The middle speed-up of `gains`."""
         return self.gains[1]
 
     @property
     def shown(self) -> float:
+        """The estimated seconds of the model on fastattn with small masks.
+
+        They are `ours` minus what the calls save with arguments for what their masks show.
+        """
         saved = sum(m.total("sdpa") - m.total("shown") for m in self.calls)
         return max(self.ours - max(saved, 0.0), 1e-9)
 
     @property
     def attention(self) -> float:
-        """Seconds of `now` that are attention, at most `now`: noise could make their sum larger."""
+        """The seconds of `now` that are attention.
+
+        They are at most `now`: noise could make their sum larger.
+        """
         return min(self.now, sum(m.total("now") for m in self.calls))
 
     def verdict(self) -> str:
-        """A sentence: whether fastattn is worth it, and which line of code to add."""
+        """Judge in a sentence whether fastattn is worth it, and name the line of code to add.
+
+        Returns:
+            The sentence; or, if no attention call was seen, the possible reasons.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> report = fastattn.profile(torch.nn.Linear(4, 4), torch.randn(1, 4))
+            >>> report.verdict().partition(".")[0]
+            'No attention call was seen'
+        """
         converted = self.rounds[0].converted
         if not self.calls and not converted:
             return UNSEEN
@@ -112,6 +159,18 @@ class Profile:
         return f"No difference that could be measured here: {gain:.2f}x by {line}.{small}"
 
     def lines(self) -> list[str]:
+        """List the lines of code that make the model run on fastattn.
+
+        Returns:
+            One or two of `fastattn.convert(model)` and `with fastattn.sdpa():`.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> report = fastattn.profile(torch.nn.Linear(4, 4), torch.randn(1, 4))
+            >>> report.lines()
+            ['`with fastattn.sdpa():`']
+        """
         found = ["fastattn.convert(model)"] if self.rounds[0].converted else []
         if not found or any(m.call.function == SDPA and not m.call.heads for m in self.calls):
             found.append("`with fastattn.sdpa():`")
@@ -134,7 +193,19 @@ class Profile:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """The report with every module's name. Seconds and bytes of calls are those of one call."""
+        """Write the report as JSON, with every module's name.
+
+        Returns:
+            The text of a JSON object. Seconds and bytes of calls are those of one call.
+
+        Example:
+            >>> import json
+            >>> import torch
+            >>> import fastattn
+            >>> report = fastattn.profile(torch.nn.Linear(4, 4), torch.randn(1, 4))
+            >>> sorted(json.loads(report.json()))
+            ['attention_seconds', 'calls', 'model', 'seconds', 'step', 'threads', 'verdict']
+        """
         return json.dumps(
             {
                 "model": self.model,
@@ -150,7 +221,27 @@ class Profile:
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Write a bar chart to an image file: attention's milliseconds by kind of call and by way.
-        Needs matplotlib."""
+
+        Args:
+            path: The image file; its ending gives the format.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+
+        Example:
+            Needs the library matplotlib.
+
+            >>> import os
+            >>> import tempfile
+            >>> import torch
+            >>> import fastattn
+            >>> report = fastattn.profile(torch.nn.Linear(4, 4), torch.randn(1, 4))
+            >>> with tempfile.TemporaryDirectory() as folder:
+            ...     path = os.path.join(folder, "attention.png")
+            ...     report.plot(path)
+            ...     os.path.getsize(path) > 0
+            True
+        """
         from matplotlib.figure import Figure
 
         ways = {"now": "now", "sdpa": "fastattn", "shown": "fastattn, mask kept small"}

@@ -32,7 +32,7 @@ class Items(NamedTuple):
 
     table: Tensor  # (B,blocks) int64: the pages of each item
     lengths: Tensor  # (B,) int64: the number of keys of each item
-    goes_on: Tensor  # (B,) bool: may append to its last page; its forks read no row past its keys
+    goes_on: Tensor  # (B,) bool: may append to its last page, where no fork reads past its keys
 
 
 class Change(NamedTuple):
@@ -48,7 +48,8 @@ class Change(NamedTuple):
 
 
 def _kept(method: F) -> F:
-    """Run `method` without gradients or inference mode: calls in any mode may use its tensors."""
+    """Run `method` with gradients and inference mode off, so that calls in any mode may use the
+    tensors that it makes."""
     return torch.inference_mode(False)(torch.no_grad()(method))
 
 
@@ -70,24 +71,46 @@ class CacheArguments(TypedDict, total=False):
 
 
 class KVCache:
-    """Keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items; each item has its own length.
+    """Keep the keys (B,Hk,N,D) and values (B,Hk,N,Dv) of B items, each with its own length.
 
-        cache = fastattn.KVCache(batch, Hk, D, capacity=4096, page_size=64, dtype=torch.bfloat16)
-        cache.append(k, v)            # (B,Hk,n,D), n more keys of each item
-        out = cache.attention(q)      # (B,H,M,D): the last M rows of each item, causal
+    `fork` shares pages until one side writes. `copy.copy` is `fork`. There is no gradient: appended
+    tensors are detached, and asking for the gradient of q raises. Under autocast, inputs are cast
+    to the cache's dtype. Only one thread at a time may use a cache and its forks.
 
-    capacity: the most keys that an item may have. page_size: keys per page; None gives each item
-    one contiguous page and allocates all memory at once. `fork` shares pages until one side writes.
-    grow: add pages and capacity when they run out, instead of raising. dtype: of appended tensors.
-    storage: torch.int8, float8_e4m3fn or float8_e5m2 stores numbers of eight bits and a float32
-    scale for each token's head vector, which kernels read; a vector with a NaN or an infinity is
-    stored as NaN. For normally distributed data and D of 64 or 128, outputs are off by 1% of their
-    own size in int8 (4% in e4m3, 8% in e5m2), and the worst of a hundred rows by 1.5% (7%, 14%).
+    Numbers of eight bits (see storage) have a float32 scale for each token's head vector, which
+    kernels read. A vector with a NaN or an infinity is stored as NaN. For normally distributed data
+    and D of 64 or 128, outputs are off by 1% of their own size in int8 (4% in e4m3, 8% in e5m2),
+    and the worst of a hundred rows by 1.5% (7%, 14%).
 
-    There is no gradient: appended tensors are detached, and asking for the gradient of q raises.
-    Under autocast, inputs are cast to the cache's dtype. `copy.copy` is `fork`. Only one thread at
-    a time may use a cache and its forks. Raises RuntimeError if the cache is full, before anything
-    is written, and ValueError or TypeError for tensors that do not fit the cache.
+    Args:
+        batch: B, the number of items.
+        heads: Hk, the number of key heads.
+        head_dim: D, the size of a key.
+        value_dim: Dv, the size of a value; head_dim by default.
+        capacity: The largest number of keys of an item.
+        page_size: The number of keys of a page. None gives each item one contiguous page, and
+            allocates all memory at once.
+        dtype: The dtype of queries, and of appended keys and values.
+        storage: The dtype of the pages: dtype by default; torch.int8, float8_e4m3fn or float8_e5m2
+            store numbers of eight bits.
+        device: The device of the pages; torch's default device by default.
+        grow: If True, add pages and capacity when they run out. If False, raise.
+
+    Raises:
+        ValueError: A size is too small, or there are no kernels for the dtype or storage.
+        TypeError: A size is not a whole number.
+
+    Example:
+        >>> import torch
+        >>> import fastattn
+        >>> cache = fastattn.KVCache(2, 4, 32, capacity=64, page_size=16)
+        >>> k, v = torch.randn(2, 2, 4, 10, 32)  # a prompt of 10 tokens for each of 2 items
+        >>> cache.append(k, v)
+        >>> q = torch.randn(2, 4, 10, 32)
+        >>> out = cache.attention(q)  # causal: row i is the i-th of the last 10
+        >>> torch.testing.assert_close(out, fastattn.attention(q, k, v, causal=True))
+        >>> cache.pages_free, cache.nbytes  # of 8 pages
+        (6, 131072)
     """
 
     capacity: int
@@ -133,29 +156,32 @@ class KVCache:
 
     @property
     def batch(self) -> int:
+        """The number of items, B."""
         return self._lengths.shape[0]
 
     @property
     def lengths(self) -> Tensor:
-        """(B,) int64 on the cache's device: the number of keys of each item."""
+        """The number of keys of each item, (B,) int64 on the cache's device."""
         return self._on_device[1].clone()
 
     @property
     def page_size(self) -> int:
+        """The number of keys of a page."""
         return self._pool.page
 
     @property
     def block_table(self) -> Tensor:
-        """(B,blocks) int64 on the cache's device, as `attention_packed` takes it."""
+        """The pages of each item for `attention_packed`: (B,blocks) int64 on the cache's device."""
         return self._on_device[0].clone()
 
     @property
     def k_pages(self) -> Tensor:
-        """(P,page,Hk,D). A cache shares them with its forks."""
+        """The pages of keys, (P,page,Hk,D), shared with all forks."""
         return self._pool.k
 
     @property
     def v_pages(self) -> Tensor:
+        """The pages of values, (P,page,Hk,Dv), shared with all forks."""
         return self._pool.v
 
     @property
@@ -170,11 +196,12 @@ class KVCache:
 
     @property
     def k_scales(self) -> Tensor | None:
-        """(P,page,Hk) float32, the factor of each row, if pages have eight bits; else None."""
+        """The factor of each row of k, (P,page,Hk) float32; None unless pages have eight bits."""
         return self._pool.kept.get("k_scale")
 
     @property
     def v_scales(self) -> Tensor | None:
+        """The factor of each row of v, (P,page,Hk) float32; None unless pages have eight bits."""
         return self._pool.kept.get("v_scale")
 
     @property
@@ -184,6 +211,7 @@ class KVCache:
 
     @property
     def pages_free(self) -> int:
+        """The number of pages that no item uses, forks included."""
         return int((self._pool.users == 0).sum())
 
     def __repr__(self) -> str:
@@ -238,16 +266,44 @@ class KVCache:
         max_q: int | None = None,
         **arguments: Any,
     ) -> Any:
-        """`fastattn.attention` of q (B,H,M,D) over the cached keys of each item; or of q (T,H,D),
-        where cu_q (B+1,) gives the rows of each item.
+        """Compute `fastattn.attention` of q over the cached keys of each item.
 
-        arguments: those of `attention`, except key_lengths, which the cache supplies. A mask
-        broadcasts to (B,H,M,N) with N at least the longest length. With causal=False, rows stand at
-        the first keys; with place=Place(bottom_right=True) as well, they stand at the last.
+        Args:
+            q: Queries. Without cu_q, M rows of each item; with cu_q, the rows of all items.
+            causal: As in `fastattn.attention`. With causal=False, rows stand at the first keys;
+                with place=Place(bottom_right=True) as well, they stand at the last.
+            cu_q: Offsets: item b has rows cu_q[b] to cu_q[b+1].
+            max_q: The largest number of rows of an item; only with cu_q. See `attention_packed`.
+            **arguments: Those of `fastattn.attention`, return_lse among them, except key_lengths,
+                which the cache supplies.
+
+        Shape:
+            q: (B, H, M, D), or (T, H, D) with cu_q; the cache's dtype.
+            cu_q: (B + 1,), int32 or int64, on the cache's device.
+            mask: Broadcasts to (B, H, M, N), where N is at least the longest length.
+            out: (B, H, M, Dv), or (T, H, Dv) with cu_q.
+            lse: (B, H, M), or (T, H) with cu_q; float32 (float64 for float64).
+
+        Returns:
+            out, or (out, lse) with return_lse.
+
+        Raises:
+            ValueError: q or cu_q does not fit the cache, or as `fastattn.attention`.
+            TypeError: An argument is one that the cache supplies, or as `fastattn.attention`.
+            NotImplementedError: As `fastattn.attention`.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> cache = fastattn.KVCache(2, 4, 32, capacity=64)
+            >>> cache.append(*torch.randn(2, 2, 4, 10, 32))
+            >>> token = torch.randn(2, 8, 1, 32)  # two query heads for each key head
+            >>> cache.attention(token, window=(3, 0)).shape
+            torch.Size([2, 8, 1, 32])
         """
         for name in ("key_lengths", "block_table", "cu_k", "max_k", "k_scale", "v_scale"):
             if name in arguments:
-                raise TypeError(f"{name}: got one, expected none: the cache has its own")
+                raise TypeError(f"{name}: got an argument, expected none: the cache passes its own")
         mask = arguments.get("mask")
         columns = mask.shape[-1] if isinstance(mask, Tensor) and mask.ndim else 1
         given: dict[str, Any] = arguments | dict(
@@ -300,8 +356,32 @@ class KVCache:
 
     @_kept
     def append(self, k: Tensor, v: Tensor, cu: Tensor | None = None) -> None:
-        """Append keys and values in place: k (B,Hk,n,D) and v (B,Hk,n,Dv), n for each item; or k
-        (T,Hk,D), v (T,Hk,Dv) and cu (B+1,), rows cu[b] to cu[b+1] for item b."""
+        """Append keys and values to the items, in place.
+
+        Args:
+            k: Keys. Without cu, n for each item; with cu, the new keys of all items.
+            v: Values, laid out as k.
+            cu: Offsets: item b gets rows cu[b] to cu[b+1].
+
+        Shape:
+            k: (B, Hk, n, D), or (T, Hk, D) with cu; the cache's dtype and device.
+            v: (B, Hk, n, Dv), or (T, Hk, Dv) with cu; the cache's dtype and device.
+            cu: (B + 1,), int32 or int64.
+
+        Raises:
+            RuntimeError: The cache is full. Nothing was written.
+            ValueError: A tensor does not fit the cache.
+            TypeError: k or v is not a tensor, or cu is not of whole numbers.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> cache = fastattn.KVCache(2, 4, 32, capacity=64)
+            >>> k, v = torch.randn(2, 5, 4, 32)  # 3 tokens for the first item, 2 for the second
+            >>> cache.append(k, v, torch.tensor([0, 3, 5]))
+            >>> cache.lengths
+            tensor([3, 2])
+        """
         if self._is_autocast():
             k, v = self._cast(k), self._cast(v)
         self._check(k, v, cu is not None)
@@ -351,9 +431,12 @@ class KVCache:
         return table.gather(1, key // page), key % page
 
     def _with(self, counts: Tensor, items: Items, gone: Tensor | None = None) -> Change:
-        """The change that adds `counts` keys to each of `items`, with writable pages from its end
-        on; RuntimeError if there is no room for all. gone: pages that are released first. The cache
-        itself does not change yet: only pages without a user are written."""
+        """Return the change that gives each of `items` room for `counts` more keys, in pages that
+        it may write. gone: pages that are released first.
+
+        The cache itself does not change yet: only pages without a user are written. Raises
+        RuntimeError if there is no room for all keys.
+        """
         lengths, pool = items.lengths + counts, self._pool
         capacity, kept, table = self._capacity_for(lengths), pool.kept, items.table
         if capacity > self.capacity and self._is_contiguous and not pool.forked:
@@ -428,10 +511,36 @@ class KVCache:
 
     @_kept
     def fork(self, items: Sequence[int] | Tensor | None = None) -> KVCache:
-        """A cache of these items (None: all; one may be listed several times) that shares their
-        pages. An item copies a shared page before it writes to it, with two exceptions. An item
-        that was the only user of its last page when it was forked writes there until it drops keys.
-        If all items that share a page write in one call, as in beam search, one keeps the page."""
+        """Make a cache of these items that shares their pages.
+
+        An item copies a shared page before it writes to it, with two exceptions. An item that was
+        the only user of its last page when it was forked writes there until it drops keys. If all
+        items that share a page write in one call, as in beam search, one keeps the page.
+
+        Args:
+            items: The items, by index. An item may be listed several times. None: all.
+
+        Shape:
+            items: (n,), int32 or int64, if it is a tensor.
+
+        Returns:
+            The new cache. It has one item for each of `items`.
+
+        Raises:
+            ValueError: An index is out of range.
+            TypeError: An index is not a whole number.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> prompt = fastattn.KVCache(1, 4, 32, capacity=64, page_size=16)
+            >>> prompt.append(*torch.randn(2, 1, 4, 16, 32))
+            >>> beams = prompt.fork([0, 0, 0])
+            >>> beams.lengths
+            tensor([16, 16, 16])
+            >>> beams.block_table[:, 0].unique().numel()  # all share the page of the prompt
+            1
+        """
         chosen = _index(items, self.batch)
         table, lengths, goes_on = (x[chosen] for x in self._items)
         pool, page = self._pool, self.page_size
@@ -447,9 +556,31 @@ class KVCache:
 
     @_kept
     def evict(self, counts: Counts) -> None:
-        """Drop the oldest `counts` keys of each item. Whole pages are released. If a page is
-        dropped in part, all later keys of the item are copied: multiples of page_size cost
-        nothing."""
+        """Drop the oldest keys of each item.
+
+        Whole pages are released. If a page is dropped in part, all later keys of the item are
+        copied; multiples of page_size need no copy.
+
+        Args:
+            counts: The number of keys to drop: one for all items, or one for each.
+
+        Shape:
+            counts: One element, or (B,), int32 or int64, if it is a tensor.
+
+        Raises:
+            ValueError: The shape is wrong, or an item has fewer keys.
+            TypeError: A count is not a whole number.
+            RuntimeError: There is no free page for a copy.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> cache = fastattn.KVCache(2, 4, 32, capacity=64, page_size=16)
+            >>> cache.append(*torch.randn(2, 2, 4, 40, 32))
+            >>> cache.evict([16, 0])
+            >>> cache.lengths
+            tensor([24, 40])
+        """
         counts = self._counts("counts", counts)
         page, blocks = self.page_size, torch.arange(self._table.shape[1], device="cpu")
         keep, moves = self._lengths - counts, counts % page > 0
@@ -464,7 +595,27 @@ class KVCache:
 
     @_kept
     def truncate(self, lengths: Counts) -> None:
-        """Keep the first `lengths` keys of each item, to drop rejected speculative tokens."""
+        """Keep only the first keys of each item, to drop rejected speculative tokens.
+
+        Args:
+            lengths: The number of keys to keep: one for all items, or one for each.
+
+        Shape:
+            lengths: One element, or (B,), int32 or int64, if it is a tensor.
+
+        Raises:
+            ValueError: The shape is wrong, or an item has fewer keys.
+            TypeError: A length is not a whole number.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> cache = fastattn.KVCache(2, 4, 32, capacity=64)
+            >>> cache.append(*torch.randn(2, 2, 4, 10, 32))
+            >>> cache.truncate([7, 10])
+            >>> cache.lengths
+            tensor([ 7, 10])
+        """
         keep = self._counts("lengths", lengths)
         has, needs = (-(-x[:, None] // self.page_size) for x in (self._lengths, keep))
         block = torch.arange(self._table.shape[1], device="cpu")
@@ -474,7 +625,27 @@ class KVCache:
 
     @_kept
     def free(self, items: Sequence[int] | Tensor | None = None) -> None:
-        """Release all pages of these items (None: all). The items are empty then."""
+        """Release all pages of these items, which are empty then.
+
+        Args:
+            items: The items, by index. None: all.
+
+        Shape:
+            items: (n,), int32 or int64, if it is a tensor.
+
+        Raises:
+            ValueError: An index is out of range.
+            TypeError: An index is not a whole number.
+
+        Example:
+            >>> import torch
+            >>> import fastattn
+            >>> cache = fastattn.KVCache(2, 4, 32, capacity=64)
+            >>> cache.append(*torch.randn(2, 2, 4, 10, 32))
+            >>> cache.free([1])
+            >>> cache.lengths
+            tensor([10,  0])
+        """
         chosen = _index(items, self.batch)
         keep = self._lengths.clone()
         keep[chosen] = 0
@@ -583,8 +754,8 @@ def _steps(cu: Tensor, batch: int, total: int) -> Tensor:
     steps = offsets.diff()
     if offsets[0] != 0 or offsets[-1] != total or (steps < 0).any():
         raise ValueError(
-            f"cu: got {offsets.tolist()}, expected offsets from 0 to {total}, the rows of k, that "
-            "never fall"
+            f"cu: got {offsets.tolist()}, expected offsets that begin at 0, never fall, and "
+            f"end at {total}, the rows of k"
         )
     return steps
 

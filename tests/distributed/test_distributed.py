@@ -518,7 +518,7 @@ X = torch.zeros(4, 3, 8)
         (dict(cu_k=torch.tensor([0, 8])), r"cu_k: got shape \(2,\), expected .* = \(3,\)"),
         (dict(place=fastattn.Place(row=1)), "place: got .*, expected no row or key of a packed"),
         # Errors that a call on one rank would find itself.
-        (dict(max_q=4), "cu_q: got a sequence, 1, of 5, expected at most max_q = 4"),
+        (dict(max_q=4), "cu_q: got 5 rows in sequence 1, expected at most max_q = 4"),
         (
             dict(key_lengths=torch.tensor([4, 1])),
             "key_lengths: got 4 of sequence 0, expected a val",

@@ -347,7 +347,7 @@ WRONG = [
     (
         lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
         ValueError,
-        "cu: got .*, expected offsets from 0 to 2",
+        "cu: got .*, expected offsets that begin at 0, never fall, and end at 2",
     ),
     (
         lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 2])),
@@ -367,7 +367,7 @@ WRONG = [
         TypeError,
         "cu: got torch.float32",
     ),
-    (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got one, expected"),
+    (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got an arg"),
     (lambda c: c.attention(x, place=Place(row=1)), ValueError, "place: got .*, expected no row"),
     (lambda c: c.attention(x, max_q=7), TypeError, "max_q: got 7 without cu_q, expected None"),
     (

@@ -182,6 +182,7 @@ SHARES = {
     "test_triton_optional": (NONE, ALL),
     "test_deadline::test_none_start_after_the_deadline_and_it_says_so": (NONE, NONE),
     "test_wheel": (NONE, ALL),
+    "test_docstrings::test_form": (ALL, ALL),
     "test_types": (ALL, ALL),
     "test_types::test_what_pyright_finds": (NONE, ALL),
     "test_types::test_how_much_of_the_package_has_a_known_type": (NONE, NONE),

@@ -74,10 +74,10 @@ def test_what_is_refused():
     other, _ = jagged(KEYS)
     dense, flat = torch.zeros(4, 2, 5, 16), q.select(1, 0)
     for arguments, message in (
-        ((q, q, q, torch.ones(1, 1)), "attn_mask: got one beside jagged"),
+        ((q, q, q, torch.ones(1, 1)), "attn_mask: got a mask beside jagged"),
         ((q, q, other), "value: got sequences at .*, expected .*, as key has"),
         ((flat, flat, flat), r"query: got 3 dimensions, expected 4 \(B, H, L\*, E\)"),
-        ((q, *(jagged(KEYS, 1)[0],) * 2), "heads, expected as many each, or enable_gqa"),
+        ((q, *(jagged(KEYS, 1)[0],) * 2), "heads, expected equal numbers, or enable_gqa"),
         ((q, q, q, None, 1.5), "dropout probability"),
     ):
         with pytest.raises(RuntimeError, match=message):

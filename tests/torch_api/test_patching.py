@@ -390,7 +390,7 @@ def test_patches_are_counted(calls):
     fastattn.unpatch()
     F.scaled_dot_product_attention(Q, K, V)
     assert len(calls) == 1
-    with fastattn.sdpa(), pytest.raises(RuntimeError, match="got a call more"):
+    with fastattn.sdpa(), pytest.raises(RuntimeError, match="got no patch to undo"):
         fastattn.unpatch()
 
 
