@@ -5,7 +5,7 @@ python -m bench --help     every command
 
 masks.py cases.py          the measured cases: kinds of mask, sizes, passes, the grids of a sweep
 commands.py __main__.py    the commands; their options
-measure                    verify (a call is timed only after this passes), clocks, rounds, the machine
+measure                    verification (a call is timed only after it passes), clocks, rounds
 peers                      a registry of ways to compute a case
 benchmarks                 what is measured besides the sweep, a module for each command
 reporting, plots           result files, comparison, printed output, pages; pictures
