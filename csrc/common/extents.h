@@ -1,5 +1,5 @@
-// Are the tensors that a pass writes as large as the call says? Kernels compute addresses from the
-// sizes in FaParams: a smaller tensor would be written past its end.
+// Compares the sizes of the tensors that a pass writes with the sizes in FaParams. Kernels compute
+// addresses from FaParams: a smaller tensor would be written past its end.
 #pragma once
 #include "../abi.h"
 

@@ -4,7 +4,7 @@
 #ifdef __CUDACC__
 #define FA_SHARED __host__ __device__ inline
 #else
-// Always inlined: one copy, shared by objects compiled for different instruction sets, could be one
-// that this machine cannot run.
+// Always inlined: a linker keeps one copy of a function, and that could be one that was compiled
+// for an instruction set that this machine does not have.
 #define FA_SHARED inline __attribute__((always_inline))
 #endif

@@ -9,7 +9,7 @@ namespace fa {
 // the row has another score, and equal weights if it has not. (That of float16 is among possible
 // scores.)
 enum Holds : uint8_t { kVisible = 1, kHidden = 2, kLeast = 4, kOther = 8 };
-// Can further numbers not change what the kernel does?
+// True if further numbers cannot change what the kernel does.
 FA_SHARED bool mixed(uint8_t held) {
   return held & kOther || (held & kVisible && held != kVisible);
 }

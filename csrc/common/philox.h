@@ -1,4 +1,4 @@
-// Dropout's random numbers: the generator's constants, and the rule of what is kept. Every native
+// Dropout's random numbers: the generator's constants, and which elements are kept. Every native
 // backend runs the rounds on its own vectors.
 #pragma once
 #include <stdint.h>

@@ -79,8 +79,8 @@ Plan make_plan(const FaParams& p, int64_t pass) {
   return plan_with<Plain<float>>(p, pass);
 }
 
-// Is this a call for the instruction set that decodes: few rows on many keys, which reads keys and
-// values in place? Its gradients and weights run there, too: one set computes a call's scores.
+// True if the instruction set for decoding runs this call: few rows on many keys, with keys and
+// values read in place. Its gradients and weights run there, too: one set computes a call's scores.
 bool decodes(const FaParams& p) {
   return p.q.dtype == FA_F64 ? FewRows<Plain<double>>::suit(p) : FewRows<Plain<float>>::suit(p);
 }

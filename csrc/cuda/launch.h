@@ -25,16 +25,16 @@ inline const char* error_text(int code) {
   return cudaGetErrorString(static_cast<cudaError_t>(code));
 }
 
-// Can the driver load code of this library onto the current device? It may be too old for this
-// library's CUDA runtime, or for its PTX.
+// 0 if the driver can load code of this library onto the current device, else CUDA's error. The
+// driver may be too old for this library's CUDA runtime, or for its PTX.
 template <class... P>
 int loadable(void (*kernel)(P...)) {
   cudaFuncAttributes of_kernel;
   return cudaFuncGetAttributes(&of_kernel, kernel);
 }
 
-// Does the driver compile the kernel's PTX for the current device? Code from nvcc is not of a newer
-// architecture than its PTX.
+// True if the driver compiles the kernel's PTX for the current device. Code from nvcc is not of a
+// newer architecture than its PTX.
 template <class... P>
 bool translated(void (*kernel)(P...)) {
   cudaFuncAttributes of_kernel;

@@ -1,4 +1,5 @@
-// The C ABI of csrc/abi.h over the kernels: which kernels serve a pass.
+// The exports of libfastattn_cuda.so (csrc/abi.h). They choose the kernels of a pass and launch
+// them.
 #include "../common/band.h"
 #include "../common/extents.h"
 #include "launch.h"

@@ -1,4 +1,4 @@
-// Masks, a lane's part of a tile at a time: loaded before the products that they are added to, so
+// Loads masks, a lane's part of a tile at a time, before the products that they are added to, so
 // that the latency of memory overlaps with these.
 #pragma once
 #include "score.cuh"

@@ -1,6 +1,6 @@
-// What a mask holds in the tiles of a pass. A kernel before it writes this to the first bytes of
-// its workspace: tiles that are hidden are skipped, and the mask is not read where it hides
-// nothing.
+// Classifies a dense mask by the tiles of a pass. A kernel that runs before the pass writes a byte
+// for each tile to the beginning of the workspace. The pass skips tiles that are hidden, and does
+// not read the mask where it hides nothing.
 #pragma once
 #include "../common/band.h"
 #include "../common/mask_bits.h"
@@ -9,9 +9,9 @@
 
 namespace fa {
 
-// A byte for each tile: must its mask be read, or does it hide nothing? Else the tile is skipped:
-// with kSkip alone, with kSkip + n and the n after it. If finfo.min hides a tile there are two
-// answers: for rows that see a score elsewhere, and for rows that do not.
+// A byte for each tile: its mask must be read; its mask hides nothing and is not read; or the tile
+// is skipped. kSkip skips it alone, kSkip + n skips it and the n tiles after it. If finfo.min hides
+// a tile there are two answers: for rows that see a score elsewhere, and for rows that do not.
 enum TileOfMask : uint32_t { kRead, kNotRead, kSkip };
 
 // How the planes of a mask are cut into tiles; heads and items that share a plane share its bytes.
@@ -66,7 +66,7 @@ struct MaskStripe {
   }
 
   // The first key from `from` on, at the start of a tile, that is not skipped; or one past the end.
-  // `read`: must the mask of that tile be read?
+  // `read`: true if the mask of that tile must be read.
   template <int keys>
   FA_DEVICE int shown(int from, int end, bool& read) const {
     while (from < end) {
@@ -78,8 +78,9 @@ struct MaskStripe {
     return from;
   }
 
-  // For all threads of a block: are there keys of finfo.min in this range, which the first answers
-  // skip, and is one of the threads `low`? The first argument is shared memory of no other use.
+  // For all threads of a block: true if there are keys of finfo.min in this range, which the first
+  // answers skip, and one of the threads is `low`. The first argument is shared memory of no other
+  // use.
   template <int keys, int threads>
   FA_DEVICE bool needs_least(uint32_t* said, int from, int end, bool low) const {
     const unsigned thread = threadIdx.x, tiles = static_cast<unsigned>(end + keys - 1) / keys;
@@ -99,8 +100,8 @@ struct MaskStripe {
 
 constexpr int kMaskWarps = 8;  // of a block, each with a tile; the tiles are adjacent
 
-// What `rows` rows hold, found by all lanes of a warp, `together` rows at a time: read(i), for the
-// row i of this lane. Several are loaded ahead, until the result is known.
+// The class of `rows` rows, found by all lanes of a warp, `together` rows at a time: read(i), for
+// the row i of this lane. Several are loaded ahead, until the result is known.
 template <class Read>
 FA_DEVICE uint32_t held_by_rows(int rows, int together, int own, Read read) {
   constexpr int kAhead = 8;

@@ -1,5 +1,5 @@
-// Single instructions of ptx.cuh, one kernel for all: a GPU and the emulator must give the same
-// outputs for the same inputs, and what either gives must be what the PTX ISA says.
+// A kernel for tests that runs single instructions of ptx.cuh. A GPU and the emulator must give the
+// same outputs for the same inputs, and these must be what the PTX ISA says.
 #include "launch.h"
 #include "ptx.cuh"
 

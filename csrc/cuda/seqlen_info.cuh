@@ -1,6 +1,6 @@
-// A packed batch as calls of its sequences: a block computes with the sizes of its sequence, and
-// with tensors that begin where that does. So a sequence has the bits that it has alone, and loops
-// are the same.
+// The sizes and addresses of one sequence of a packed batch. A block computes with the sizes of its
+// sequence, and with tensors that begin where the sequence does. So a sequence has the bits that it
+// has alone, and the loops are those of other calls.
 #pragma once
 #include "../common/band.h"
 #include "../common/item_size.h"

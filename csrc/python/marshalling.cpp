@@ -1,7 +1,7 @@
-// fastattn/backends/native/marshalling.py in C++, for CPython's stable ABI: the functions that pass
-// tensors to the kernels. It is optional: without it Python does the same, some microseconds slower. It uses torch
-// through DLPack alone: the exchange table (a C ABI for exactly this) gives a tensor's address
-// without a method call.
+// A Python extension that passes tensors to the kernels: the functions of
+// fastattn/backends/native/marshalling.py in C++, for CPython's stable ABI. It is optional: without
+// it Python does the same, some microseconds slower. It uses torch through DLPack alone: the
+// exchange table (a C ABI for exactly this) gives a tensor's address without a method call.
 #define Py_LIMITED_API 0x030A0000  // Python 3.10
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>

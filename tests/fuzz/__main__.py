@@ -71,7 +71,7 @@ def prepare():
 
     fill_with_nan()
     if interpreted():
-        from conftest import quicken_interpreter
+        from tests.conftest import quicken_interpreter
 
         quicken_interpreter()
     else:

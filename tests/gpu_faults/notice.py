@@ -40,7 +40,7 @@ def notices(fault, name=None):
 def of_addresses(fault, name):
     """Run it in another process, which ends at the first address that was never allocated."""
     program = (
-        "from gpu_faults import notice, table; import torch; torch.set_num_threads(1)\n"
+        "from tests.gpu_faults import notice, table; import torch; torch.set_num_threads(1)\n"
         f"fault = table.every().get({fault.title!r}, notice.RIGHT)\n"
         f"print('noticed' if notice.notices(fault, {name!r}) else 'passed')"
     )

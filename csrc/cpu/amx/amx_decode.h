@@ -1,8 +1,8 @@
-// Decoding on tiles: rows and heads that share a key head fill the lanes of one tile of scores, up
-// to 16 of them, so that grouped heads cost as much as one. S^T = K Q^T reads bfloat16 K in place;
-// for O += P V, V's rows are only paired (or split and paired), and P, which is small, is
-// transposed. Chunks and their merge are those of decode.h; the merge recomputes a row that tiles
-// could not serve in one of its chunks.
+// Decoding (few query rows, many keys) on AMX tiles. Rows and heads that share a key head fill the
+// lanes of one tile of scores, up to 16 of them, so that grouped heads cost as much as one.
+// S^T = K Q^T reads bfloat16 K in place. For O += P V, V's rows are only paired (or split and
+// paired), and P, which is small, is transposed. Chunks and their merge are those of decode.h. The
+// merge recomputes a row that tiles could not compute in one of its chunks.
 #pragma once
 #include "../forward/decode.h"
 #include "../forward/forward.h"

@@ -1,6 +1,7 @@
-// May this process use the tiles of AMX? The chip must announce them, the system must save them
-// with a thread's state, and each process must request them from the kernel once. On one virtual
-// machine all three hold and the first instruction is still illegal, so one is tried.
+// Decides if this process may use the tiles of AMX, and enables them. The chip must announce them,
+// the system must save them with a thread's state, and each process must request them from the
+// kernel once. On one virtual machine all three are so and the first instruction is still illegal,
+// so one is tried.
 #pragma once
 #include <cpuid.h>
 #include <pthread.h>

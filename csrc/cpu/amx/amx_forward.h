@@ -1,5 +1,6 @@
-// Forward on tiles. S^T = K Q^T reads bfloat16 K in place. O^T += V^T P reads V^T, which a separate
-// phase packs once for all rows and heads that share it; so it does K, if K is split into planes.
+// The forward pass on AMX tiles; csrc/README.md draws which tile has what. S^T = K Q^T reads
+// bfloat16 K in place. O^T += V^T P reads V^T, which a separate phase packs once for all rows and
+// heads that share it; that phase also packs K, if K is split into planes.
 // Scores are computed for a few keys at a time and exponentiated while they are in L1; P is
 // collected for a block of keys, so that O is loaded once per block. Q, S, P and O of one tile of
 // bfloat16 stay under 40 KB at D = 64.

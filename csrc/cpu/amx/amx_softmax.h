@@ -1,7 +1,7 @@
-// The online softmax for probabilities that become planes of bfloat16. The pivot, which is
-// subtracted before exponentiation, moves only if an exponential would exceed 2^8. That is rare
-// after a row's first keys, so earlier sums are seldom rescaled. Each lane decides alone: a row's
-// result does not depend on the rows beside it.
+// The online softmax of the AMX kernels. Its probabilities become planes of bfloat16. The pivot,
+// which is subtracted before exponentiation, moves only if an exponential would exceed 2^8. That is
+// rare after a row's first keys, so earlier sums are seldom rescaled. Each lane decides alone: a
+// row's result does not depend on the rows beside it.
 #pragma once
 #include "amx_operand.h"
 

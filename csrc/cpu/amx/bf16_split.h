@@ -1,7 +1,8 @@
-// Numbers as planes of bfloat16, and which numbers have none. For tensors each plane is the
-// remainder rounded to nearest: the plane products that are omitted, below a number's last bit,
-// then have no bias. P and dS are multiplied by tensors only; their planes are truncated, which
-// costs less. The last plane is exact, except where P of float16 has more bits than two planes.
+// Splits numbers into planes of bfloat16, and finds the numbers that cannot be split. For tensors
+// each plane is the remainder rounded to nearest: the plane products that are omitted, below a
+// number's last bit, then have no bias. P and dS are multiplied by tensors only; their planes are
+// truncated, which costs less. The last plane is exact, except where P of float16 has more bits
+// than two planes.
 #pragma once
 #include "amx_product.h"
 #include "split_fallback.h"
@@ -47,9 +48,9 @@ FA_INLINE void each_plane(Vec<float> first, Vec<float> second, Out out) {
   }
 }
 
-// Does a row have planes? Tiles flush subnormal numbers to 0, so the last plane must not
-// be one; and from 2^30 on a sum of products of sums may overflow, which would give planes that are
-// infinities of both signs. Float16 is always within both limits, if it is finite.
+// Limits of the numbers that have planes. Tiles flush subnormal numbers to 0, so the last plane
+// must not be one; and from 2^30 on a sum of products of sums may overflow, which would give planes
+// that are infinities of both signs. Float16 is always within both limits, if it is finite.
 constexpr uint32_t power_of_two(int exponent) { return uint32_t(exponent + 127) << 23; }
 
 FA_INLINE __m512i magnitude(Vec<float> x) {

@@ -1,5 +1,5 @@
-// Rows with a number that is no sum of planes (bf16_split.h), which tiles cannot multiply. These
-// rows, and rows that see such keys, use the vector kernels.
+// Finds the query rows that tiles cannot compute; the vector kernels compute them. These are the
+// rows with a number that is no sum of planes (bf16_split.h), and rows that see a key with one.
 #pragma once
 #include "../base/scratch.h"
 #include "../score/tile.h"
@@ -14,7 +14,7 @@ inline bool any_unfit(const uint8_t* fits, int64_t n) {
   return all != kFits;
 }
 
-// Is a key hidden from each of these rows, by the band or by a mask?
+// True if a key is hidden from each of these rows, by the band or by a mask.
 inline bool hidden(const FaParams& p, const Rows& rows, int64_t j) {
   const Plane mask = plane(p.mask, rows.b, rows.h);
   for (int64_t i = rows.i0; i < rows.end(); ++i) {
@@ -30,8 +30,8 @@ struct KeyFits {
   const uint8_t *k, *v;
   int64_t J0;
 };
-// Must these rows meet these keys on vectors? Not for a key that is hidden from all of them: on
-// tiles it is replaced by zeros, and not even a NaN in it has an effect.
+// True if a key without planes is visible to one of these rows: then the vector kernels compute the
+// rows. On tiles a hidden key is replaced by zeros, and not even a NaN in it has an effect.
 inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, const KeyFits& fits) {
   const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
   const int64_t begin = std::max(keys.j0, seen.lo), end = std::min(keys.end(), seen.hi);
@@ -45,8 +45,8 @@ inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, co
   return false;
 }
 
-// Do two rows see the same of the keys that have no planes? A key that is in the band of one row
-// only counts as a difference, whatever the mask.
+// True if two rows see the same keys of those that have no planes. A key that is in the band of one
+// row only counts as a difference, whatever the mask.
 inline bool see_alike(const FaParams& p, const Rows& one, const Rows& other, const KeyFits& fits) {
   const KeyRange a = key_range(p, one.b, one.i0, one.end());
   const KeyRange b = key_range(p, other.b, other.i0, other.end());

@@ -1,8 +1,8 @@
-// Backward. The main phase assigns each block of keys of one key head (and, if blocks are few, each
-// segment of its rows) to a task. The task accumulates its own dK and dV, and adds its share of dQ
-// to the current tile of rows. These additions are made in turn, first block first, so every sum
-// has one order whatever the threads do; a task only ever waits for tasks taken before it, and
-// follows its predecessor one tile behind.
+// The backward pass. The main phase assigns each block of keys of one key head (and, if blocks are
+// few, each segment of its rows) to a task. The task accumulates its own dK and dV, and adds its
+// share of dQ to the current tile of rows. These additions are made in turn, first block first, so
+// every sum has one order whatever the threads do. A task only ever waits for tasks taken before
+// it, and follows its predecessor one tile behind.
 #pragma once
 #include <thread>
 

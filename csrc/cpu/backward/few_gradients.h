@@ -1,6 +1,6 @@
-// Backward of a few query rows. Its time is that of reading K and V and of writing dK and dV, so
-// each is read or written once, in place. A task has a chunk of keys, as in decode.h, and all query
-// rows that share them. Lanes are columns, as in few_rows.h:
+// The backward pass of calls with few query rows. Its time is that of reading K and V and of
+// writing dK and dV, so each is read or written once, in place. A task has a chunk of keys, as in
+// decode.h, and all query rows that share them. Lanes are columns, as in few_rows.h:
 //
 //   S = scale Q K^T, dP = dO V^T; P and dS as in gradient.h   [rows][keys]
 //   dV = dropout(P)^T dO, dK = scale dS^T Q                   sums over the rows

@@ -1,5 +1,6 @@
-// What every backward phase shares: the workspace, a thread's buffers, and the gradient of one tile
-// of scores (FlashAttention-2, Dao 2023, Algorithm 2, with the tile transposed):
+// The gradient of one tile of scores (FlashAttention-2, Dao 2023, Algorithm 2, with the tile
+// transposed), and what every phase of the backward pass shares: the workspace and a thread's
+// buffers.
 //
 //   P = exp(S - lse - tail)   dP = V dO^T   dS = P * (dropout(dP) - delta)
 //
@@ -37,11 +38,11 @@ struct Gradient {
     return most(1, least(group * tiles(p) / 4, 16 / few));
   }
 
-  // Does dP come from the gradient of the weights, or from dO and V?
+  // True if dP comes from the gradient of the weights, not from dO and V.
   static bool of_weights(const FaParams& p) { return p.dweights.data != nullptr; }
 
   static constexpr bool kByParts = kPart < kRows, kPlanes = Mul::planes > 1;
-  // Do scores have the roundings of few_rows.h? (AMX tiles have one path only.)
+  // True if scores have the roundings of few_rows.h. (AMX tiles have one path only.)
   static bool few(const FaParams& p) {
     if constexpr (kByParts) return false;
     return FewRows<Mul>::suit(p);

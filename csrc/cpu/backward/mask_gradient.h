@@ -15,7 +15,7 @@ struct MaskGradient {
   using Buffers = typename G::Buffers;
   static constexpr int64_t kLanesKept = G::kRows;
 
-  // Is every element of dS an element of the mask's gradient?
+  // True if every element of dS is an element of the mask's gradient.
   static bool is_ds(const FaParams& p) {
     const int64_t sizes[4] = {p.B, p.H, p.M, p.N};
     for (int dim = 0; dim < 4; ++dim)

@@ -1,4 +1,4 @@
-// The rows of one batch item and head in memory. Those of keys and values may be in pages, and in
+// Addresses of the rows of one batch item and head. Rows of keys and values may be in pages, and in
 // eight bits with a scale each. Reading a row converts it to a type that kernels compute with.
 #pragma once
 #include "quantised.h"
@@ -19,7 +19,7 @@ struct Plane {
       read_row(data, dtype, at(r + x, c), step, columns, dst + x * ld);
   }
   static constexpr bool scaled() { return false; }
-  // Are these rows at a constant distance of `row`?
+  // True if these rows are at a constant distance of `row`.
   static constexpr bool one_block(int64_t, int64_t) { return true; }
 };
 // A plane of keys or values. It may be in pages, `apart` from each other, and may have scales: its
@@ -98,7 +98,7 @@ struct KeyPlane : Plane {
 FA_INLINE Plane plane(const FaTensor& t, int64_t b, int64_t h) {
   return {t.data, t.dtype, b * t.stride[0] + h * t.stride[1], t.stride[2], t.stride[3]};
 }
-// For k or v. A call with pages has one item: calls.h.
+// For k or v. A call with pages has one item: packed_batch.h.
 FA_INLINE KeyPlane key_plane(const FaParams& p, const FaTensor& t, const FaTensor& scale, int64_t b,
                              int64_t hk) {
   return {plane(t, b, hk),     p.pages,         p.page,   t.stride[0], p.N,

@@ -1,6 +1,5 @@
-// Brings tensors into the layouts that products read, copying only where the
-// tensor's own layout will not do. Three layouts serve everything (A is a slice of
-// rows x columns):
+// Brings tensors into the layouts that products read. A tensor is copied only if its own layout
+// will not do. There are three layouts (A is a slice of rows x columns):
 //
 //   along      A[r][c]      broadcast operand, summed along the columns   (K, V)
 //   across     A[r][c]      summed along the rows                         (V, Q, dO, K)

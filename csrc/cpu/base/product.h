@@ -1,11 +1,11 @@
-// The one matrix product behind every kernel:
+// The one matrix product of the vector kernels (that of tiles is in amx/amx_product.h):
 //
 //   C[r][lane] (op)= sum_k X[r][k] * Y[k][lane]
 //
-// X is broadcast element by element, Y and C are rows of vectors. Scores, dP, O,
-// dQ, dK and dV differ only in what stands for X, Y and C. Each sum is made of
-// chains of fused multiply-adds in the order of k, so its value depends neither on
-// the register tile that computed it nor on how rows were shared among threads.
+// X is broadcast element by element, Y and C are rows of vectors. Scores, dP, O, dQ, dK and dV
+// differ only in what stands for X, Y and C. Each sum is made of chains of fused multiply-adds in
+// the order of k, so its value depends neither on the register tile that computed it nor on how
+// rows were shared among threads.
 #pragma once
 #include "simd.h"
 

@@ -1,4 +1,4 @@
-// Rows of eight bits as the numbers they stand for: each times the row's scale, rounded to the
+// Reads rows of eight bits as numbers: each is multiplied by the row's scale and rounded to the
 // dtype that the call computes in. So kernels read the numbers that rows in that dtype would have.
 #pragma once
 #include "convert.h"

@@ -28,7 +28,7 @@ struct Decode {
   static int64_t chunks(const FaParams& p) {
     return std::max<int64_t>(1, (p.N + kChunkKeys - 1) / kChunkKeys);
   }
-  // Is this key inside a chunk, not at its end? What follows the end is another task's.
+  // True if this key is inside a chunk, not at its end. What follows the end is another task's.
   static bool goes_on(int64_t key) { return key % kChunkKeys; }
   static int64_t group(const FaParams& p) { return p.H / std::max<int64_t>(p.Hk, 1); }
 

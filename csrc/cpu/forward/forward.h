@@ -1,6 +1,7 @@
-// Forward: a task is a few tiles of query rows that share each block of keys and values while it is
-// in cache. They are of one head, or of several heads with few rows each and one key head. Q is
-// transposed once; S^T = K Q^T and O^T = V^T P^T then read K and V in place.
+// The forward pass on vectors; csrc/README.md has a drawing. A task is a few tiles of query rows
+// that share each block of keys and values while it is in cache. They are of one head, or of
+// several heads with few rows each and one key head. Q is transposed once; S^T = K Q^T and
+// O^T = V^T P^T then read K and V in place.
 #pragma once
 #include "../base/plan.h"
 #include "../base/scratch.h"

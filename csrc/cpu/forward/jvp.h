@@ -19,7 +19,7 @@
 namespace fa {
 namespace FA_ISA {
 
-// Do scores have tangents? Do scores or sinks, and so the normaliser?
+// True if scores have tangents; and if scores or sinks have, and so the normaliser.
 FA_INLINE bool scores_move(const FaParams& p) { return p.q_t.data || p.k_t.data || p.mask_t.data; }
 FA_INLINE bool lse_moves(const FaParams& p) { return scores_move(p) || p.sinks_t.data; }
 
@@ -84,7 +84,7 @@ struct Jvp {
     return take.used;
   }
 
-  // Does this pass compute out?
+  // True if this pass computes out.
   template <bool kForward>
   static bool makes_out(const FaParams& p) {
     return kForward && p.out.data;

@@ -1,5 +1,5 @@
-// The probabilities themselves, after dropout, from q, k and the normaliser of a forward pass; per
-// head, or averaged over heads with no per-head M x N buffer.
+// Attention weights: the probabilities after dropout, from q, k and the normaliser of a forward
+// pass; per head, or averaged over heads with no per-head M x N buffer.
 #pragma once
 #include "../backward/gradient.h"
 

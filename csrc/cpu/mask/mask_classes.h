@@ -1,6 +1,7 @@
-// What a mask holds, computed once per pass: a byte for every 32 rows x 64 keys of each of its
-// planes (heads that share a plane share its bytes). Passes skip keys that are hidden from all rows
-// of a tile, and do not read a mask where it hides nothing.
+// Classifies a dense mask, once per pass: a byte for every 32 rows x 64 keys of each of its planes
+// says which kinds of numbers are there (mask_bits.h). Heads that share a plane share its bytes.
+// Passes skip keys that are hidden from all rows of a tile, and do not read a mask where it hides
+// nothing.
 #pragma once
 #include "../../common/mask_bits.h"
 #include "../base/matrix_view.h"
@@ -99,7 +100,7 @@ struct MaskClasses {
       for (int64_t i = 0; i < n; ++i) all |= Of::held(x[i * step]);
     return uint8_t(all);
   }
-  // Is a row of a granule one number? Most are, and then the loop only waits for memory:
+  // True if a row of a granule is one number. Most are, and then the loop only waits for memory:
   // prefetching makes it faster by a quarter, measured.
   template <class Bits>
   static FA_INLINE bool alike(const Bits* x) {

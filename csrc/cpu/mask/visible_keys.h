@@ -33,8 +33,9 @@ FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
   return {lo, std::max<int64_t>(hi - lo, 0)};
 }
 
-// What a mask holds for these rows and keys: the union of its classes. If it has none: with few
-// rows (or one row for all queries, padding) the result of a scan, else kOther.
+// The classes of the mask's numbers for these rows and keys, as one set. If the mask was not
+// classified, it is scanned if there are few rows (or one row for all queries, padding); else the
+// result is kOther.
 FA_INLINE uint8_t held(const FaParams& p, const Rows& rows, const Keys& keys) {
   if (!p.mask.data) return kVisible;
   if (keys.holds) return keys.holds;
@@ -46,15 +47,16 @@ FA_INLINE uint8_t held(const FaParams& p, const Rows& rows, const Keys& keys) {
 }
 FA_INLINE bool hidden(uint8_t held, uint8_t as = kHidden) { return !(held & ~as); }
 
-// What hides keys from rows with these scores, their largest or their LSE: finfo.min, too, if each
-// score is so far above it that no probability is left, for any product below 2^126.
+// The classes that hide keys from these rows; `scores` are the rows' largest scores, or their LSEs.
+// finfo.min is among them if each score is so far above it that no probability is left, for any
+// product below 2^126.
 template <class R>
 FA_INLINE uint8_t hides(const R* scores, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i)
     if (!(scores[i] > R(-0x1p126))) return kHidden;
   return kHidden | kLeast;
 }
-// The keys without those, at both ends, that a mask hides from all of these rows.
+// `keys`, without the keys at both ends that a mask hides from all of these rows.
 FA_INLINE Keys shown_keys(const FaParams& p, const Rows& rows, const Keys& keys,
                           uint8_t as = kHidden) {
   if (!p.mask.data || keys.count <= 0) return keys;
@@ -70,8 +72,8 @@ FA_INLINE Keys shown_keys(const FaParams& p, const Rows& rows, const Keys& keys,
   return lo < hi ? Keys{lo, hi - lo} : Keys{keys.j0, 0};
 }
 
-// Does one of these rows, with these largest scores, need its keys of finfo.min? Not a row that
-// sees nothing because -inf hides all keys.
+// True if one of these rows needs its keys of finfo.min: its largest score (`scores`) is not far
+// above finfo.min, and it is not a row that sees nothing because -inf hides all keys.
 template <class R>
 [[gnu::noinline, gnu::cold]] bool misses(const FaParams& p, const Rows& rows, const R* scores) {
   const Plane a = plane(p.mask, rows.b, rows.h);

@@ -1,7 +1,8 @@
-// Which instruction set suits a chip best, from facts about the chip and measurements of some:
-// never from a timing in the process, because instruction sets differ in the last bits, and runs
-// and ranks must repeat. Tiles go first, then wider vectors (on no measured chip are they slower);
-// the question is only whether to use VDPBF16PS, the one instruction that avx512_bf16 adds.
+// Chooses the instruction set for a chip, from facts about the chip and measurements of some chips.
+// It never times anything in the process, because instruction sets differ in the last bits, and
+// runs and ranks must repeat. Tiles go first, then wider vectors (on no measured chip are they
+// slower); the question is only whether to use VDPBF16PS, the one instruction that avx512_bf16
+// adds.
 #pragma once
 #include <cstdint>
 #include <cstring>

@@ -1,7 +1,7 @@
-// What one run of the library computes: a call, or the sequences of a packed batch. Each sequence
-// is a separate call with its own plan, so that it has the bits that it has alone. Their phases run
-// together: the tasks of all sequences are one list, the longest sequences first, so that the
-// smallest tasks come last.
+// The calls of one run of the library: one, or one for each sequence of a packed batch. Each has
+// its own plan, so that a sequence has the bits that it has alone. Their phases run together: the
+// tasks of all sequences are one list, the longest sequences first, so that the smallest tasks come
+// last.
 #pragma once
 #include <algorithm>
 #include <cmath>
@@ -13,7 +13,7 @@
 
 namespace fa {
 
-// Do the offsets go from 0 to `total` without falling, in steps of at most `most`?
+// True if the offsets go from 0 to `total` without falling, in steps of at most `most`.
 inline bool rises(const int64_t* cu, int64_t n, int64_t total, int64_t most) {
   if (cu[0] != 0) return false;
   for (int64_t b = 0; b < n; ++b)  // bounds first, so that the difference cannot overflow
@@ -21,7 +21,7 @@ inline bool rises(const int64_t* cu, int64_t n, int64_t total, int64_t most) {
   return cu[n] == total;
 }
 
-// Does every page that a length needs exist?
+// True if every page that a length needs exists.
 inline bool pages_exist(const FaParams& p) {
   for (int64_t b = 0; b < p.B; ++b)
     for (int64_t at = 0; at * p.page < p.lengths[b]; ++at)

@@ -15,13 +15,13 @@
 namespace fa {
 namespace FA_ISA {
 
-// Does the score of a row depend on a product and its key alone, whatever the head?
+// True if the score of a row depends on a product and its key alone, not on the head.
 FA_INLINE bool heads_alike(const FaParams& p) {
   return !p.slopes.data && p.dropout_p == 0 &&
          (!p.mask.data || (p.mask.stride[1] == 0 && p.mask.stride[2] == 0));
 }
 
-// Is the derivative of a score by its scaled product other than 1?
+// True if the derivative of a score by its scaled product may differ from 1.
 FA_INLINE bool has_derivative(const FaParams& p) { return p.softcap > 0; }
 
 // The logarithm of a row's sum of exponentials as two numbers, of one lane each: `lse` and what its
@@ -156,7 +156,7 @@ struct Tile {
     const KeyRange all = common_range(p, rows.b, rows.i0, rows.end());
     return keys.j0 < all.lo || keys.end() > all.hi;
   }
-  // Is a scaled product the score itself?
+  // True if a scaled product is the score itself.
   static bool plain(const FaParams& p, const Rows& rows, const Keys& keys) {
     return !(p.softcap > 0 || p.slopes.data || masked(p, rows, keys) || banded(p, rows, keys));
   }

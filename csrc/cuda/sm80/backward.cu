@@ -1,4 +1,4 @@
-// Which backward kernels serve a call, and in which order.
+// Launches a backward pass: chooses its kernels, and their order.
 #include "backward.cuh"
 
 #include "bwd_preprocess.cuh"

@@ -1,6 +1,6 @@
-// Which tiles of a dense mask the blocks of a backward pass compute, and which block adds to a tile
-// of dq before another. An earlier kernel finds this from what the mask holds (../mask_tiles.cuh)
-// and, for finfo.min, from what the rows of a tile have seen.
+// Which tiles the blocks of a backward pass compute under a dense mask, and in which order blocks
+// add to a tile of dq. A kernel that runs before the pass finds both from the mask's classes
+// (../mask_tiles.cuh) and, for finfo.min, from what the rows of a tile have seen.
 #pragma once
 #include "../launch.h"
 #include "../mask_tiles.cuh"
@@ -13,8 +13,9 @@ namespace sm80 {
 // block. The words precede the bytes of the mask's tiles, at the start of a workspace.
 template <class B>
 struct ShownTiles {
-  // kToRead: must the mask of a shown tile be read? And its turn in the sum of dq: after the block
-  // of the next keys, as the first, or, without a bit, after a block that has to be searched for.
+  // kToRead: the mask of a shown tile must be read. The tile's turn in the sum of dq: kAfterNext is
+  // after the block of the next keys, kBegins is the first; without these bits it is after a block
+  // that has to be searched for.
   enum : uint32_t { kShown = 1, kToRead = 2, kAfterNext = 4, kBegins = 8 };
   static constexpr int kOfWord = 8, kBits = 4, kThreads = 128;
 
@@ -81,7 +82,7 @@ struct ShownTiles {
 
 // -- how it is found ------------------------------------------------------------------------------
 
-// One tile of rows and what the mask holds there; the workspace of `p` has the mask's bytes.
+// One tile of rows and the mask's classes there; the workspace of `p` has the mask's bytes.
 template <class B>
 struct RowsOfMask {
   const FaParams& p;
@@ -95,7 +96,7 @@ struct RowsOfMask {
         states(Item(p, b), workspace, b, h),
         row(row) {}
 
-  // Has a row seen no score far above finfo.min? Rows that see nothing have a level of +inf.
+  // True if a row has seen no score far above finfo.min. Rows that see nothing have level +inf.
   FA_DEVICE bool any_low() const {
     bool low = false;
     for (int i = row; i < row + B::kTiling.rows; ++i) low |= !(states.at(kLevel, i) > -0x1p126f);

@@ -1,4 +1,4 @@
-// The number of splits of a decode call's keys, the kernels that serve it, and their launch.
+// Launches a decode call: chooses the number of splits of its keys, and its kernels.
 #include "decode.cuh"
 
 #include "../launch.h"

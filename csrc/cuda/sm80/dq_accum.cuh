@@ -1,6 +1,7 @@
-// dQ where keys stay: ds goes through shared memory, so that each warp sums over all keys of its
-// block, for a part of a tile's rows and columns. The blocks of a head add their sums in turn
-// (semaphore.cuh), in float32, in the workspace. A later kernel makes dq of it.
+// The accumulation of dQ in the kernel where keys stay (backward.cuh). ds goes through shared
+// memory, so that each warp sums over all keys of its block, for a part of a tile's rows and
+// columns. The blocks of a head add their sums in turn (semaphore.cuh), in float32, in the
+// workspace. A later kernel rounds them to dq.
 //
 // The last keys have the first turn. With a causal band, or a window, a block begins with rows that
 // see no later keys, and then reaches rows that the block of the next keys has just left: no block

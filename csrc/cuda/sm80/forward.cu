@@ -1,4 +1,4 @@
-// Which forward kernel serves a call, and its launch.
+// Launches a forward pass: chooses its kernel.
 #include "forward.cuh"
 
 #include "../launch.h"

@@ -64,7 +64,7 @@ FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, S
   }
 }
 
-// For all threads: were keys of finfo.min skipped for a row with no score far above them?
+// For all threads: true if keys of finfo.min were skipped for a row with no score far above them.
 template <class F>
 FA_DEVICE bool needs_least(const MaskStripe& mask, const FaParams& p, int64_t b, int64_t h,
                            int first_row, int begin, int end, unsigned char* memory) {

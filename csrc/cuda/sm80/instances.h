@@ -6,7 +6,7 @@
 namespace fa {
 namespace sm80 {
 
-// Does something other than a positive scale and a band change the scores or the weights? Plain
+// True if something other than a positive scale and a band changes the scores or the weights. Plain
 // kernels take the maximum of products, which only a positive scale preserves.
 inline bool is_general(const FaParams& p) {
   return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||

@@ -6,7 +6,7 @@
 namespace fa {
 namespace sm80 {
 
-// What lane 4 g + t holds of 16 rows: of rows g and g + 8 the columns 2 t and 2 t + 1 of every 8.
+// The part of 16 rows in lane 4 g + t: of rows g and g + 8 the columns 2 t and 2 t + 1 of every 8.
 template <int columns>
 using Accumulator = float[columns / 8][4];
 

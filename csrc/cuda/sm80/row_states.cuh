@@ -1,6 +1,6 @@
-// What weights and gradients of a row are relative to, in the workspace of a backward pass: its
-// level, what the level's rounding cut off (softmax_lse.cuh), and - delta (backward.cuh). The rows
-// of a query head are padded to a whole tile; padding has weight 0.
+// Three numbers of each row in the workspace of a backward pass, by which weights and gradients are
+// computed: its level, what the level's rounding cut off (softmax_lse.cuh), and - delta
+// (backward.cuh). The rows of a query head are padded to a whole tile; padding has weight 0.
 #pragma once
 #include "../softmax_lse.cuh"
 

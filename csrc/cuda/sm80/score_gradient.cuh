@@ -1,5 +1,5 @@
-// From the products of one tile to weights and to ds, in the registers of a warp: the middle of
-// every backward pass.
+// Computes the weights and ds of one tile from its products, in the registers of a warp. Every
+// backward pass uses this.
 #pragma once
 #include <type_traits>
 

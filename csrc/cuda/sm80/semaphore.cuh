@@ -1,5 +1,5 @@
-// Blocks that add to one sum in a fixed order, so that it is the same every time: each waits for
-// its turn, at a word in the workspace of a backward pass.
+// A fixed order for blocks that add to one sum, so that it is the same every time. Each block waits
+// for its turn, at a word in the workspace of a backward pass.
 //
 // This cannot deadlock. A block takes its task by a ticket when it begins, and waits only for tasks
 // of lower tickets, which running blocks hold. The lowest of those that run waits for none, and

@@ -1,4 +1,4 @@
-// Which weights kernel serves a call, and its launch.
+// Launches attention weights: chooses the kernel.
 #include "weights.cuh"
 
 #include "../launch.h"

@@ -1,7 +1,7 @@
-// The probabilities themselves, exp(s - normaliser) after dropout, on Ampere-class tensor cores:
-// for every head, or their mean. A block has one tile of rows and keys, a warp 16 rows of it. For
-// the mean it adds up the heads in their order, the same on every run, and computes with one while
-// the next is loading; only the mean is written to memory.
+// Attention weights on Ampere-class tensor cores: the probabilities exp(s - normaliser) after
+// dropout, for every head, or their mean. A block has one tile of rows and keys, a warp 16 rows of
+// it. For the mean it adds up the heads in their order, the same on every run, and computes with
+// one while the next is loading; only the mean is written to memory.
 #pragma once
 #include "product.cuh"
 

@@ -1,4 +1,5 @@
-// The backward pass of the weights: the kernels of backward.cuh, given dp. All are general ones.
+// Launches the backward pass of attention weights: the kernels of backward.cuh, given dp. All are
+// general ones.
 #include "backward.cuh"
 #include "bwd_preprocess.cuh"
 #include "instances.h"
