@@ -34,6 +34,10 @@ def part(function):
     return function
 
 
+class NoBackend(Exception):
+    """No backend here supports a call: Triton in its interpreter has no float64."""
+
+
 @contextmanager
 def somewhere(rng, dtype, features=Feature.NONE):
     """Choose a backend that supports the dtype and the features, an instruction set of it and a
@@ -47,6 +51,8 @@ def somewhere(rng, dtype, features=Feature.NONE):
     ]
     if len(able) > 1 and rng.random() < 0.9:  # the reference backend is simpler: test it less
         able = [name for name in able if name != "reference"]
+    if not able:
+        raise NoBackend(f"got {dtype} and {features!r}, which no backend here supports")
     name = rng.choice(able)
     isa = rng.choice(variants(name, dtype))
     before = torch.get_num_threads()

@@ -10,7 +10,14 @@ import fastattn
 
 ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
-PAGES = [README, CONTRIBUTING, CONTRIBUTING.with_name("DEBUGGING.md"), *sorted(ROOT.glob("[!.b]*/README.md")), *ROOT.glob("bench/**/*.md")]
+DEBUGGING = CONTRIBUTING.with_name("DEBUGGING.md")
+PAGES = [
+    README,
+    CONTRIBUTING,
+    DEBUGGING,
+    *sorted(ROOT.glob("[!.b]*/README.md")),
+    *ROOT.glob("bench/**/*.md"),
+]
 VARIABLE = re.compile(
     r"\b(?:FASTATTN_[A-Z_0-9]*[A-Z0-9]|TRITON_INTERPRET|CUDAARCHS|CMAKE_BUILD_\w+LEVEL)\b"
 )
