@@ -67,7 +67,7 @@ class Cuda(Launcher):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=libraries.CUDA_MAX_HEAD_DIM,
-        max_length=gpu.LONGEST,
+        max_length=gpu.MAX_LENGTH,
         features=(
             Feature.BAND
             | Feature.LENGTHS

@@ -63,7 +63,7 @@ class Triton:
         devices=frozenset({"cpu" if interpreted() else "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=tile_configs.BUCKETS[-1],
-        max_length=gpu.LONGEST,
+        max_length=gpu.MAX_LENGTH,
         features=(
             Feature.BAND
             | Feature.LENGTHS
@@ -566,7 +566,7 @@ def step(page: int) -> int:
 def pages(spec: AttentionSpec, table: Tensor | None) -> Any:
     if table is None:
         return None
-    room = min(spec.blocks * spec.page, gpu.LONGEST) if spec.P else 0
+    room = min(spec.blocks * spec.page, gpu.MAX_LENGTH) if spec.P else 0
     steps = spec.page // step(spec.page)
     return kernels().tile.Pages(table.contiguous(), spec.blocks, steps, spec.P, room)
 
@@ -670,8 +670,8 @@ def scalars(spec: AttentionSpec, together: int) -> tuple[Any, ...]:
         group=spec.H // max(spec.Hk, 1),
         M=M,
         N=N,
-        left=min(spec.left, gpu.LONGEST),
-        right=min(spec.right, gpu.LONGEST),
+        left=min(spec.left, gpu.MAX_LENGTH),
+        right=min(spec.right, gpu.MAX_LENGTH),
         threshold=threshold - (threshold >> 31 << 32),
         together=together,
         **{name: getattr(spec, name) for name in PLACED},
