@@ -15,7 +15,7 @@ from torch import Tensor
 from ..call import quantisation
 from ..call.spec import PLACED, AttentionSpec, Feature, Tensors
 from . import cuda_errors, gpu
-from .base import Support, broadcast_strides, check_values
+from .base import COMMON_FEATURES, Support, broadcast_strides, check_values
 from .gpu import architecture, on, processors
 from .native.marshalling import laid
 from .native_launcher import prepared
@@ -64,24 +64,7 @@ class Triton:
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=tile_configs.BUCKETS[-1],
         max_length=gpu.MAX_LENGTH,
-        features=(
-            Feature.BAND
-            | Feature.LENGTHS
-            | Feature.MASK
-            | Feature.ALIBI
-            | Feature.SOFTCAP
-            | Feature.SINKS
-            | Feature.DROPOUT
-            | Feature.GQA
-            | Feature.WEIGHTS
-            | Feature.GRAD
-            | Feature.PLACE
-            | Feature.PACKED
-            | Feature.PAGED
-            | Feature.INVARIANT
-            | Feature.QUANTISED
-            | Feature.UNROUNDED
-        ),
+        features=COMMON_FEATURES | Feature.INVARIANT | Feature.QUANTISED | Feature.UNROUNDED,
     )
 
     def unavailable(self) -> str | None:
