@@ -9,7 +9,9 @@ cuobjdump and nvdisasm from Triton's wheel. These are faults:
     more shared or tensor memory than a block of the chip may have
     16-bit products on sm_90 without wgmma, if the tile has enough rows for it
 
-The report, one line per kernel, is bench/results/aot-triton-<version>.txt.
+The listing, one line per kernel, is bench/results/local/aot-triton-<version>.txt, which git
+ignores. Its summary, one line per pass, is bench/results/aot-triton-<version>.txt. It has the
+listing's hash: --check fails if any number of the listing has changed.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import hashlib
 import itertools
 import json
 import multiprocessing
@@ -412,24 +415,54 @@ def budget_of(version: str) -> dict[str, int] | None:
     return json.loads(BUDGET.read_text()).get(version) if BUDGET.exists() else None
 
 
-# --------------------------------------------------------------------------------------- the report
+# -------------------------------------------------------------------------------------- the reports
 
-COLUMNS = ("tile", "registers", "spills", "inner", "stack", "shared", "tensor")
+COLUMNS = ("registers", "spills", "inner", "stack", "shared", "tensor")
 MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
+NUMBERS = "".join(f"{x:>10}" for x in COLUMNS + MIX)
 
 
-def report(version: str, kernels: Iterable[Kernel]) -> str:
+def listing(version: str, kernels: Iterable[Kernel]) -> str:
     """One line per kernel, in the given order. Columns have fixed widths, so diffs are small."""
-    head = " ".join([f"{'kernel':48}", f"{'tile':14}", *(f"{x:>9}" for x in COLUMNS[1:] + MIX)])
     lines = [
         f"# Triton {version}: make aot. bench/static_gpu/aot.py says what the columns are.",
-        head,
+        f"{'kernel':48} {'tile':14}{NUMBERS}",
     ]
     for k in kernels:
-        numbers = [getattr(k, x) for x in COLUMNS[1:]] + [k.mix[x] for x in MIX]
-        values = k.error.split() or [f"{x:>9}" for x in numbers]
-        lines.append(" ".join([f"{k!s:48}", f"{k.tile:14}", *values]))
+        numbers = "".join(f"{x:>10}" for x in values(k))
+        lines.append(f"{k!s:48} {k.tile:14}{f' {k.error}' if k.error else numbers}")
     return "\n".join(lines) + "\n"
+
+
+def values(kernel: Kernel) -> list[int]:
+    return [getattr(kernel, x) for x in COLUMNS] + [kernel.mix[x] for x in MIX]
+
+
+def summary(version: str, kernels: Iterable[Kernel]) -> str:
+    """One line for the kernels of each architecture, dtype and pass: their number, the most of each
+    column, and the kernel with most spills. A kernel that does not compile has its own line."""
+    every = list(kernels)
+    lines = [
+        f"# Triton {version}: make aot. bench/static_gpu/aot.py says what the columns are.",
+        "# The most of each column over head dims and variants, and where most registers spill.",
+        f"# sha256 of local/aot-triton-{version}.txt: {digest(listing(version, every))}",
+        f"{'pass':40}{'kernels':>8}{NUMBERS}",
+    ]
+    alike: dict[str, list[Kernel]] = {}
+    for k in every:
+        alike.setdefault(f"sm_{k.case.arch} {k.case.dtype} {k.name}", []).append(k)
+    for name, group in alike.items():
+        if made := [k for k in group if not k.error]:
+            numbers = "".join(f"{max(x):>10}" for x in zip(*map(values, made), strict=True))
+            worst = max(made, key=lambda k: k.spills)
+            where = f"  D{worst.case.head_dim} {worst.case.variant}" if worst.spills else ""
+            lines.append(f"{name:40}{len(made):>8}{numbers}{where}")
+        lines += [f"{k}: {k.error}" for k in group if k.error]
+    return "\n".join(lines) + "\n"
+
+
+def digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def compile_all(every: Iterable[Case], workers: int = 2) -> Iterator[list[Kernel]]:
@@ -468,12 +501,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         accept(version, found)
     budget = budget_of(version)
     wrong = [f"{k} ({k.tile}): {fault}" for k in found for fault in faults(k, budget)]
-    text, path = report(version, found), RESULTS / f"aot-triton-{version}.txt"
-    if not whole:
-        print(text)
-    elif not options.check:
+    text, path = summary(version, found), RESULTS / f"aot-triton-{version}.txt"
+    if whole:
+        (RESULTS / "local").mkdir(exist_ok=True)
+        (RESULTS / "local" / path.name).write_text(listing(version, found))
+    else:
+        print(listing(version, found))
+    if whole and not options.check:
         path.write_text(text)
-    elif not path.exists() or path.read_text() != text:
+    elif whole and not (path.exists() and path.read_text() == text):
         wrong.append(f"{path} is stale: make aot writes it anew")
     print(f"Triton {version}: {len(found)} kernels, {len(wrong)} faults")
     print("".join(f"  {line}\n" for line in wrong), end="")

@@ -78,6 +78,21 @@ def _cycles(cycles: dict[str, float]) -> str:
     return f"  |{text}  {unit:7}{cycles['tensor'] / most:>5.0%}"
 
 
+def short_head() -> str:
+    columns = "".join(f"{x:>8}" for x in ("instr", "masked", "LDSM", "spill", "regs", "blocks"))
+    return f"{'kernel':31}{'tile':14}{columns}  {'bound':7}{'cycles':>7}{'peak':>5}"
+
+
+def short_line(row: Row) -> str:
+    """What bounds the main loop, and its instructions; `line` has all counts."""
+    n = row.main.counts
+    first = (n["instructions"], row.masked.counts["instructions"], n.get("LDSM", 0))
+    counts = "".join(f"{x:>8}" for x in (*first, n.get("spill", 0), row.registers, row.blocks))
+    unit, most = row.main.bound
+    name, percent = str(row.case).partition(" ")[2], row.main.cycles["tensor"] / most
+    return f"{name:31}{row.tile:14}{counts}  {unit:7}{most:>7.0f}{percent:>5.0%}"
+
+
 def compared(rows: Sequence[Row], arch: int) -> list[dict[str, Any]]:
     """One record for forward and one for all kernels of backward, of our plain calls and of the
     peers. The peers' exponentials are assumed: 64 x 64, which MUFU computes 16 per cycle."""
@@ -126,21 +141,22 @@ def beside(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
     return lines
 
 
-def report(rows: Sequence[Row], arch: int, versions: dict[str, str]) -> str:
-    """The report of one architecture."""
+def report(rows: Sequence[Row], arch: int, versions: dict[str, str], full: bool = True) -> str:
+    """The report of one architecture; with `full`, all counts of each kernel."""
     chip = ledger_model.CHIPS[arch]
     mine = [row for row in rows if row.case.arch == arch]
     used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in mine))
     peers = json.loads(PEERS.read_text())["versions"]
+    rest = "" if full else f" local/ledger-sm_{arch}.txt has all counts."
     lines = [
         f"# sm_{arch} ({chip.name}), {used}: python -m bench ledger. Per 64 x 64 scores of the "
-        "main loop; cycles are of one multiprocessor.",
+        f"main loop; cycles are of one multiprocessor.{rest}",
         "# bench/static_gpu/ledger_model.py says what is counted and what the bound leaves out. "
         + "; ".join(f"{x}: {y}" for x, y in peers.items()),
         *(["# What FA3 copies to shared memory is not in its figures."] if arch == 90 else []),
         *beside(compared(mine, arch), arch),
         "",
-        head(),
-        *map(line, mine),
+        head() if full else short_head(),
+        *map(line if full else short_line, mine),
     ]
     return "\n".join(x.rstrip() for x in lines) + "\n"

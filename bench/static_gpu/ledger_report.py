@@ -10,8 +10,9 @@ tiles with hidden pairs. These are faults:
     a loop that cannot be read: no loop, an unknown opcode, fewer products than the pass has
 
 FlashAttention's kernels, from ledger_peers.json, are listed beside ours. The report of each
-architecture is bench/results/ledger-sm_<arch>.txt; a partial report is only printed. Counts depend
-on the compiler: if the budget is for another version, there are no faults.
+architecture is bench/results/ledger-sm_<arch>.txt; the same with all counts of each kernel is
+bench/results/local/ledger-sm_<arch>.txt, which git ignores. A partial report is only printed.
+Counts depend on the compiler: if the budget is for another version, there are no faults.
 """
 
 from __future__ import annotations
@@ -163,7 +164,10 @@ def run(options: Any) -> int:
         print(text)
         of_arch = [x for x in cases() if x.arch == arch]
         if not wrong and [x.case for x in rows if x.case.arch == arch] == of_arch:
-            (RESULTS / f"ledger-sm_{arch}.txt").write_text(text)
+            name, short = f"ledger-sm_{arch}.txt", ledger_page.report(rows, arch, versions, False)
+            (RESULTS / "local").mkdir(exist_ok=True)
+            (RESULTS / "local" / name).write_text(text)
+            (RESULTS / name).write_text(short)
     if whole and not wrong:
         print(*ledger_picture.draw(rows, RESULTS / "ledger.png"), sep="\n")
     if options.accept:

@@ -10,8 +10,10 @@ It reads the objects of csrc/cuda for sm_80 and sm_90, in build/cuda. These are 
     a kernel of matrix products without tensor-core instructions
     more shared memory than a block may have on sm_86 and sm_89, which run code for sm_80
 
-The report, one line per kernel, is bench/results/cuda-ptxas.txt; --accept writes it and the budget.
-Both depend on the version of nvcc, which the report's first line names.
+The listing, one line per kernel, is printed, and written to bench/results/local/cuda-ptxas.txt,
+which git ignores. Its summary, one line per template and dtype, is bench/results/cuda-ptxas.txt,
+with the listing's hash: --check fails if any number of the listing has changed. --accept writes the
+summary and the budget. All depend on the version of nvcc, which their first line names.
 """
 
 from __future__ import annotations
@@ -28,11 +30,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import cuda_library
-from .aot import nvidia_tool
+from .aot import digest, nvidia_tool
 
 HERE = Path(__file__).resolve().parent
 BUDGET = HERE / "ptxas_budget.json"
 REPORT = HERE.parent / "results" / "cuda-ptxas.txt"
+LISTING = "local/cuda-ptxas.txt"  # beside the report
 ARCHS = ("sm_80", "sm_90")
 SHARED_LIMIT = 99 << 10
 WITHOUT_SPILLS = 128  # head dims of plain kernels up to this
@@ -73,7 +76,7 @@ def find_nvcc() -> str | None:
 
 
 def version() -> str:
-    """nvcc's version, as in the first line of the report."""
+    """nvcc's version, as in the first line of the reports."""
     said = subprocess.run([nvcc(), "--version"], capture_output=True, text=True, check=True).stdout
     found = re.search(r"V([\d.]+)", said)
     return f"nvcc {found[1] if found else 'unknown'}"
@@ -157,24 +160,57 @@ def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str
     return found
 
 
+def listing(kernels: list[Kernel]) -> str:
+    return "".join(f"{line}\n" for line in (version(), *kernels))
+
+
+def summary(kernels: list[Kernel]) -> str:
+    """One line for the kernels of each architecture, template and dtype: their number, the most
+    registers, shared memory and spills, and the fewest and most matrix instructions."""
+    lines = [version(), f"sha256 of {LISTING}: {digest(listing(kernels))}"]
+    alike: dict[tuple[str, str], list[Kernel]] = {}
+    for kernel in kernels:
+        alike.setdefault((kernel.arch, without_constants(kernel.name)), []).append(kernel)
+    for (arch, name), group in alike.items():
+        registers, shared, spilled = (
+            max(getattr(k, x) for k in group) for x in ("registers", "shared", "spilled")
+        )
+        products = [k.products for k in group]
+        lines.append(
+            f"{arch}  {len(group):2d} kernels  {registers:3d} registers  {shared:5d} bytes shared  "
+            f"{spilled:4d} bytes spilled  {min(products):3d} to {max(products):3d} HMMA  {name}"
+        )
+    return "".join(f"{line}\n" for line in lines)
+
+
+def without_constants(name: str) -> str:
+    """A name without the numbers and switches among its template arguments."""
+    return re.sub(r", (?:\d+|true|false)\b", "", name)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m bench.static_gpu.ptxas", description=__doc__.split("\n")[0]
     )
     parser.add_argument("--accept", action="store_true", help="write the budget and the report")
+    parser.add_argument("--check", action="store_true", help="fail if the report is stale")
     parser.add_argument("--jobs", type=int, help="compilers at a time, else two")
     options = parser.parse_args(arguments)
     kernels = compile_all(options.jobs)
-    report = "".join(f"{line}\n" for line in (version(), *kernels))
+    full = REPORT.parent / LISTING
+    full.parent.mkdir(exist_ok=True)
+    full.write_text(listing(kernels))
     if options.accept:
         spilled = {
             arch: {k.name: k.spilled for k in kernels if k.arch == arch and k.spilled}
             for arch in ARCHS
         }
         BUDGET.write_text(json.dumps(spilled, indent=1) + "\n")
-        REPORT.write_text(report)
-    print(report, end="")
+        REPORT.write_text(summary(kernels))
+    print(listing(kernels), end="")
     wrong = faults(kernels, json.loads(BUDGET.read_text()))
+    if options.check and REPORT.read_text() != summary(kernels):
+        wrong.append(f"{REPORT} is stale: --accept writes it anew")
     print(*wrong, sep="\n", end="\n" if wrong else "")
     spilled = sum(kernel.spilled for kernel in kernels)
     print(f"{len(kernels)} kernels, {spilled} bytes spilled, {len(wrong)} faults")

@@ -16,6 +16,24 @@ from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
 
+# The features that every backend has. Each backend lists the others that it has. A new feature
+# belongs here only if all backends have it: a backend must decline a feature that it lacks.
+COMMON_FEATURES = (
+    Feature.BAND
+    | Feature.LENGTHS
+    | Feature.MASK
+    | Feature.ALIBI
+    | Feature.SOFTCAP
+    | Feature.SINKS
+    | Feature.DROPOUT
+    | Feature.GQA
+    | Feature.WEIGHTS
+    | Feature.GRAD
+    | Feature.PLACE
+    | Feature.PACKED
+    | Feature.PAGED
+)
+
 
 @dataclass(frozen=True)
 class Support:

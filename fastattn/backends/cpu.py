@@ -6,7 +6,7 @@ from torch import Tensor, get_num_threads
 
 from ..call.spec import Feature, Tensors
 from ..call.validation import DTYPES
-from .base import Support, check_values, register
+from .base import COMMON_FEATURES, Support, check_values, register
 from .native import libraries
 from .native.extents import refused
 from .native.marshalling import launch
@@ -21,20 +21,8 @@ class Cpu(Launcher):
         dtypes=frozenset(DTYPES),
         max_head_dim=libraries.CPU_MAX_HEAD_DIM,
         features=(
-            Feature.BAND
-            | Feature.LENGTHS
-            | Feature.MASK
-            | Feature.ALIBI
-            | Feature.SOFTCAP
-            | Feature.SINKS
-            | Feature.DROPOUT
-            | Feature.GQA
-            | Feature.WEIGHTS
-            | Feature.GRAD
-            | Feature.PLACE
+            COMMON_FEATURES
             | Feature.INVARIANT
-            | Feature.PACKED
-            | Feature.PAGED
             | Feature.QUANTISED
             | Feature.TANGENTS
             | Feature.UNROUNDED

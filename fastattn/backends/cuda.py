@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tensors
 from . import cuda_errors, gpu
-from .base import Support, check_values, register
+from .base import COMMON_FEATURES, Support, check_values, register
 from .native import libraries
 from .native.extents import refused
 from .native.marshalling import launch_on
@@ -67,23 +67,8 @@ class Cuda(Launcher):
         devices=frozenset({"cuda"}),
         dtypes=frozenset({torch.bfloat16, torch.float16}),
         max_head_dim=libraries.CUDA_MAX_HEAD_DIM,
-        max_length=gpu.LONGEST,
-        features=(
-            Feature.BAND
-            | Feature.LENGTHS
-            | Feature.MASK
-            | Feature.ALIBI
-            | Feature.SOFTCAP
-            | Feature.SINKS
-            | Feature.DROPOUT
-            | Feature.GQA
-            | Feature.WEIGHTS
-            | Feature.GRAD
-            | Feature.PLACE
-            | Feature.INVARIANT
-            | Feature.PACKED
-            | Feature.PAGED
-        ),
+        max_length=gpu.MAX_LENGTH,
+        features=COMMON_FEATURES | Feature.INVARIANT,
     )
 
     def unavailable(self) -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 OLDEST_CAPABILITY = (8, 0)
-LONGEST = 1 << 29  # queries or keys: positions and their differences are 32 bits wide
+MAX_LENGTH = 1 << 29  # queries or keys: positions and their differences are 32 bits wide
 
 
 def unavailable() -> str | None:

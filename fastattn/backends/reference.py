@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import reference as oracle
 from ..call.spec import ARGUMENTS, UNLIMITED, AttentionSpec, Feature, Tangents, Tensors
 from ..call.validation import DTYPES
-from .base import Support, check_values, empty_dense, register
+from .base import COMMON_FEATURES, Support, check_values, empty_dense, register
 from .per_sequence import backward_in_turn, jvp_in_turn, second_in_turn, sequences
 
 
@@ -27,20 +27,8 @@ def _without_autocast(method):
     return run
 
 
-# The features of every tensor, because the oracle raises for an argument that it lacks. Features of
-# scalars are listed here.
-ORACLES = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values())) | (
-    Feature.BAND
-    | Feature.SOFTCAP
-    | Feature.DROPOUT
-    | Feature.GQA
-    | Feature.WEIGHTS
-    | Feature.GRAD
-    | Feature.PLACE
-    | Feature.PACKED
-    | Feature.TANGENTS
-    | Feature.UNROUNDED
-)
+# The features of every tensor, because the oracle raises for an argument that it lacks.
+OF_TENSORS = functools.reduce(Feature.__or__, (a.feature for a in ARGUMENTS.values()))
 
 
 class Reference:
@@ -49,7 +37,7 @@ class Reference:
         devices=None,
         dtypes=frozenset(DTYPES),
         max_head_dim=None,
-        features=ORACLES,
+        features=COMMON_FEATURES | OF_TENSORS | Feature.TANGENTS | Feature.UNROUNDED,
     )
 
     def unavailable(self) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..call import quantisation
 from ..call.spec import PLACED, AttentionSpec, Feature, Tensors
 from . import cuda_errors, gpu
-from .base import Support, broadcast_strides, check_values
+from .base import COMMON_FEATURES, Support, broadcast_strides, check_values
 from .gpu import architecture, on, processors
 from .native.marshalling import laid
 from .native_launcher import prepared
@@ -63,25 +63,8 @@ class Triton:
         devices=frozenset({"cpu" if interpreted() else "cuda"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
         max_head_dim=tile_configs.BUCKETS[-1],
-        max_length=gpu.LONGEST,
-        features=(
-            Feature.BAND
-            | Feature.LENGTHS
-            | Feature.MASK
-            | Feature.ALIBI
-            | Feature.SOFTCAP
-            | Feature.SINKS
-            | Feature.DROPOUT
-            | Feature.GQA
-            | Feature.WEIGHTS
-            | Feature.GRAD
-            | Feature.PLACE
-            | Feature.PACKED
-            | Feature.PAGED
-            | Feature.INVARIANT
-            | Feature.QUANTISED
-            | Feature.UNROUNDED
-        ),
+        max_length=gpu.MAX_LENGTH,
+        features=COMMON_FEATURES | Feature.INVARIANT | Feature.QUANTISED | Feature.UNROUNDED,
     )
 
     def unavailable(self) -> str | None:
@@ -566,7 +549,7 @@ def step(page: int) -> int:
 def pages(spec: AttentionSpec, table: Tensor | None) -> Any:
     if table is None:
         return None
-    room = min(spec.blocks * spec.page, gpu.LONGEST) if spec.P else 0
+    room = min(spec.blocks * spec.page, gpu.MAX_LENGTH) if spec.P else 0
     steps = spec.page // step(spec.page)
     return kernels().tile.Pages(table.contiguous(), spec.blocks, steps, spec.P, room)
 
@@ -670,8 +653,8 @@ def scalars(spec: AttentionSpec, together: int) -> tuple[Any, ...]:
         group=spec.H // max(spec.Hk, 1),
         M=M,
         N=N,
-        left=min(spec.left, gpu.LONGEST),
-        right=min(spec.right, gpu.LONGEST),
+        left=min(spec.left, gpu.MAX_LENGTH),
+        right=min(spec.right, gpu.MAX_LENGTH),
         threshold=threshold - (threshold >> 31 << 32),
         together=together,
         **{name: getattr(spec, name) for name in PLACED},

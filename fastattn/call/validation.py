@@ -251,7 +251,7 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
         need(fits, name, x is not None and _shape(x), "(B + 1,) offsets, one or more")
     for name, most in (("max_q", o.max_q), ("max_k", o.max_k)):
         fits = most is not None and _counted(most)
-        need(fits, name, most, f"a number in [0, {LONGEST}]")
+        need(fits, name, most, f"a number in [0, {INT32_MAX}]")
     need(t.q.shape[0] == 1, "q", _shape(t.q), "batch size 1 of what is packed")
     for name, rows, cu in (("cu_q", t.q.shape[2], t.cu_q), ("cu_k", t.k.shape[2], t.cu_k)):
         told = cu is None or cu.shape[0] > 1 or rows == 0
@@ -266,7 +266,7 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
     if t.pages is None:
         return sizes
     need(t.pages.ndim == 2, "block_table", _shape(t.pages), "2 dimensions (B, blocks)")
-    need(0 < t.k.shape[2] <= LONGEST, "k", _shape(t.k), f"pages of 1 to {LONGEST} keys")
+    need(0 < t.k.shape[2] <= INT32_MAX, "k", _shape(t.k), f"pages of 1 to {INT32_MAX} keys")
     need(t.lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
     return sizes | {"blocks": t.pages.shape[1]}
 
@@ -289,24 +289,24 @@ def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
         need(False, name, _shape(x), expected)
 
 
-LONGEST = 2**31 - 1  # kernels count rows and keys in 32 bits
+INT32_MAX = 2**31 - 1  # kernels count rows and keys in 32 bits
 
 
 def _counted(n: int | torch.SymInt) -> bool:
     """True if n fits the 32-bit counters of kernels. A symbolic size is not compared, because
     torch.export would bound it: the exported program checks the number when it runs."""
-    return not isinstance(n, int) or 0 <= n <= LONGEST
+    return not isinstance(n, int) or 0 <= n <= INT32_MAX
 
 
 def _place(place: Place, M: int, N: int) -> None:
     for name, x in zip(NUMBERS, place):
-        need(x is None or 0 <= x <= LONGEST, f"place.{name}", x, f"a number in [0, {LONGEST}]")
+        need(x is None or 0 <= x <= INT32_MAX, f"place.{name}", x, f"a number in [0, {INT32_MAX}]")
     for name, first, own, x in (
         ("rows", place.row, M, place.rows),
         ("keys", place.key, N, place.keys),
     ):
         end = first + own
-        need(_counted(end), f"place.{name[:-1]}", first, f"at most {LONGEST} - {own} {name}")
+        need(_counted(end), f"place.{name[:-1]}", first, f"at most {INT32_MAX} - {own} {name}")
         expected = f"at least {end}, where this call's end, or None for that"
         need(x is None or x >= end, f"place.{name}", x, expected)
 
@@ -362,7 +362,7 @@ def _scalars(o: Options, dtype: torch.dtype) -> None:
     need(0 <= p <= 1, "dropout_p", p, "a number in [0, 1]")
     for name in AGAIN:
         x = getattr(o, name)
-        need(0 <= x <= LONGEST, name, x, f"a number in [0, {LONGEST}]")
+        need(0 <= x <= INT32_MAX, name, x, f"a number in [0, {INT32_MAX}]")
     for name in ("scale", "softcap"):
         if (x := getattr(o, name)) is not None:
             need(math.isfinite(x), name, x, "a finite number, or None")

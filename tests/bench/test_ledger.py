@@ -366,6 +366,23 @@ def test_the_budget_and_the_pages_are_of_every_kernel():
                 assert f"\n{str(case).partition(' ')[2]} " in page, case
 
 
+def test_a_short_report_has_the_same_table_and_fewer_columns():
+    row, versions = ledger_report.count(KERNEL), {"triton": "triton 1.0"}
+    full, short = (
+        ledger_page.report([row], 80, versions, full=x).splitlines()[1:] for x in (True, False)
+    )
+    end = full.index("")
+    assert short[: end + 1] == full[: end + 1] and len(short) == len(full) == end + 3
+    found = dict(zip(short[-2].split()[2:], short[-1][45:].split()))
+    assert short[-1][:45] == full[-1][:45]
+    of_full = dict(zip(full[-2].split()[2:], full[-1][45:].split()))
+    for name in ("instr", "masked", "LDSM", "spill"):
+        assert found[name] == of_full[name]
+    unit, cycles = row.main.bound
+    expected = dict(regs=row.registers, blocks=row.blocks, bound=unit, cycles=f"{cycles:.0f}")
+    assert {x: found[x] for x in expected} == {x: str(y) for x, y in expected.items()}
+
+
 def test_peers_stand_beside_ours():
     peers = json.loads(ledger_page.PEERS.read_text())
     assert peers["source"] and {x["who"] for x in peers["loops"]} == set(peers["versions"])

@@ -26,7 +26,7 @@ SHAPES = {
     "wide": Dims(1, 2, 1, 40, 40, 256, 256),  # more shared memory than the default limit
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES)
-INVALID_VALUE, INVALID_CONFIGURATION, INVALID_DEVICE, INVALID_HANDLE = 1, 9, 101, 400
+INVALID_VALUE, INVALID_CONFIGURATION, INVALID_DEVICE = 1, 9, 101
 CODES = {
     INVALID_VALUE: "invalid argument",
     INVALID_DEVICE: "invalid device ordinal",

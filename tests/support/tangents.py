@@ -68,92 +68,123 @@ def budgets(problem: Problem, moves: dict, dout_t, dlse_t, wanted: dict) -> dict
     rounding in the accumulation dtype explains: the formulas of both passes in absolute values,
     where a probability errs by eps times the size of the logits that made it. 16-bit results may
     err further by their own rounding, and by that of out and out_t, which `second` gets."""
-    wide = accumulator(problem.q.dtype)
-    eps = torch.finfo(wide).eps
+    eps = torch.finfo(accumulator(problem.q.dtype)).eps
     stored = torch.finfo(problem.q.dtype).eps if problem.q.dtype.itemsize == 2 else 0.0
-    as_drawn = problem
-    problem = problem.to(torch.float64)
-    q, k, v, dout = (x.abs().nan_to_num(0) for x in (problem.q, problem.k, problem.v, problem.dout))
-    others = ("dropout_p", "seed", "return_lse")
-    kwargs = {x: y for x, y in problem.kwargs.items() if x not in others}
-    grown = 1 / (1 - problem.kwargs.get("dropout_p", 0.0))
-    scale = kwargs.get("scale")
-    scale = abs(scale if scale is not None else 1 / math.sqrt(q.shape[-1]))
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    absolute = Absolute(problem, moves, dout_t, dlse_t)
+    sizes, through = absolute.results(), absolute.through_out(wanted["out_t"])
+    size = absolute.of_a_probability()
+    found = {}
+    for name, x in wanted.items():
+        shape = x.shape
+        found[name] = ROUNDINGS * eps * size * absolute.shaped(name, sizes[name], shape) + 1e-30
+        if stored and name != "lse_t":
+            found[name] = found[name] + 2 * stored * x.abs().amax()
+            if name in through:
+                found[name] = found[name] + stored * absolute.shaped(name, through[name], shape)
+    return found
 
-    def of(name, like, heads=1):
-        given = moves.get(name)
+
+class Absolute:
+    """The formulas of `jvp` and `second` in absolute values, in float64. x_t is the tangent of x;
+    k, v and their tangents are repeated for the query heads of a group."""
+
+    def __init__(self, problem: Problem, moves: dict, dout_t, dlse_t):
+        self.problem, self.moves = problem, moves
+        wide = problem.to(torch.float64)
+        parts = wide.q, wide.k, wide.v, wide.dout
+        self.q, k, v, self.dout = (x.abs().nan_to_num(0) for x in parts)
+        others = ("dropout_p", "seed", "return_lse")
+        self.kwargs = {x: y for x, y in wide.kwargs.items() if x not in others}
+        self.grown = 1 / (1 - problem.kwargs.get("dropout_p", 0.0))
+        scale = self.kwargs.get("scale")
+        self.scale = abs(scale if scale is not None else 1 / math.sqrt(self.q.shape[-1]))
+        self.group = self.q.shape[1] // k.shape[1]
+        self.k, self.v = (x.repeat_interleave(self.group, 1) for x in (k, v))
+        self.q_t = self._moved("q", self.q)
+        self.k_t = self._moved("k", self.k, self.group)
+        self.v_t = self._moved("v", self.v, self.group)
+        self.dout_t = dout_t.double().abs()
+        zero = self.dout.new_zeros(())
+        self.dlse, self.dlse_t = (
+            zero if problem.dlse is None else x.double().abs()[..., None]
+            for x in (zero if problem.dlse is None else wide.dlse, dlse_t)
+        )
+        p = baseline(wide.q, wide.k, wide.v, **self.kwargs, return_weights=True)
+        self.sink = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
+        self.p = self._with_least(p)
+        self._move_scores()
+
+    def _moved(self, name: str, like: torch.Tensor, heads: int = 1) -> torch.Tensor:
+        given = self.moves.get(name)
         if given is None:
             return torch.zeros_like(like)
         return given.double().abs().nan_to_num(0).repeat_interleave(heads, 1)
 
-    q_t, k_t, v_t = of("q", q), of("k", k, group), of("v", v, group)
-    dout_t = dout_t.double().abs()
-    zero = dout.new_zeros(())
-    dlse, dlse_t = (
-        zero if problem.dlse is None else x.double().abs()[..., None]
-        for x in (zero if problem.dlse is None else problem.dlse, dlse_t)
-    )
-    p = baseline(problem.q, problem.k, problem.v, **kwargs, return_weights=True)
-    sink = (1 - p.sum(-1, keepdim=True)).clamp(min=0)
-    # A kernel's exp is 0 below 2^-100 (float64: 2^-900).
-    least = 2.0**-900 if wide == torch.float64 else 2.0**-100
-    p = p + (p > 0) * (least / (ROUNDINGS * eps))
-    sinks_t = zero
-    if "sinks" in moves:
-        sinks_t = moves["sinks"].double().abs()[None, :, None, None]
-    size = 1 + scale * (q @ k.mT).amax() + largest_addend(kwargs, p)
-    size = size + rounded_terms(as_drawn, p) / 2  # the error of a probability
+    def _with_least(self, p: torch.Tensor) -> torch.Tensor:
+        """Probabilities, and beside each the least one: a kernel's exp is 0 below 2^-100 (float64:
+        2^-900)."""
+        wide = accumulator(self.problem.q.dtype)
+        least = 2.0**-900 if wide == torch.float64 else 2.0**-100
+        return p + (p > 0) * (least / (ROUNDINGS * torch.finfo(wide).eps))
 
-    products_t = scale * (q_t @ k.mT + q @ k_t.mT)
-    s_t = products_t
-    if "mask" in moves:
-        s_t = s_t + moves["mask"].double().abs().nan_to_num(0, 0, 0)
-    lse_t = (p * s_t).sum(-1, keepdim=True) + sink * sinks_t
-    r = s_t + lse_t
-    sizes = {
-        "out_t": grown * ((p * r) @ v + p @ v_t),
-        "lse_t": lse_t[..., 0],
-    }
-    bend = 2 / kwargs["softcap"] * products_t if kwargs.get("softcap") else zero
+    def _move_scores(self) -> None:
+        """The tangents of the sinks, of the LSE and, as r, of scores and the LSE together."""
+        zero = self.dout.new_zeros(())
+        self.sinks_t = zero
+        if "sinks" in self.moves:
+            self.sinks_t = self.moves["sinks"].double().abs()[None, :, None, None]
+        products_t = self.scale * (self.q_t @ self.k.mT + self.q @ self.k_t.mT)
+        s_t = products_t
+        if "mask" in self.moves:
+            s_t = s_t + self.moves["mask"].double().abs().nan_to_num(0, 0, 0)
+        self.lse_t = (self.p * s_t).sum(-1, keepdim=True) + self.sink * self.sinks_t
+        self.r = s_t + self.lse_t
+        softcap = self.kwargs.get("softcap")
+        self.bend = 2 / softcap * products_t if softcap else zero  # the derivative of a softcap's
 
-    def gradients(by, by_t, row, row_t):
+    def of_a_probability(self) -> torch.Tensor:
+        """The largest relative error of a probability, in eps: the size of its logits."""
+        size = 1 + self.scale * (self.q @ self.k.mT).amax() + largest_addend(self.kwargs, self.p)
+        return (size + rounded_terms(self.problem, self.p) / 2).amax()
+
+    def results(self) -> dict:
+        """{"out_t", "lse_t", "dq_t", ...} of both passes."""
+        p, r, grown, dout, v = self.p, self.r, self.grown, self.dout, self.v
+        dp, dp_t = grown * dout @ v.mT, grown * (dout @ self.v_t.mT + self.dout_t @ v.mT)
+        row = (p * dp).sum(-1, keepdim=True) + self.dlse
+        row_t = (p * (r * dp + dp_t)).sum(-1, keepdim=True) + self.dlse_t
+        return {
+            "out_t": grown * ((p * r) @ v + p @ self.v_t),
+            "lse_t": self.lse_t[..., 0],
+            **self._gradients(dp + row, dp_t + row_t, row, row_t),
+            "dv_t": grown * ((p * r).mT @ dout + p.mT @ self.dout_t),
+        }
+
+    def through_out(self, exact_out_t: torch.Tensor) -> dict:
+        """What results change by, per relative error of out and out_t, which delta is made of."""
+        out = self.grown * self.p @ self.v
+        out_t = exact_out_t.abs() + self.lse_t * out
+        row = (self.dout * out).sum(-1, True)
+        row_t = (self.dout * out_t + self.dout_t * out).sum(-1, True)
+        return self._gradients(row, row_t, row, row_t) | {"out_t": self.lse_t * out}
+
+    def _gradients(self, by, by_t, row, row_t) -> dict:
         """Gradients from |dP - delta| and its tangent, and from delta and its tangent."""
-        ds, ds_t = p * by, p * (r * by + by_t)
+        ds, ds_t = self.p * by, self.p * (self.r * by + by_t)
         found = {"dmask_t": ds_t}
-        if "sinks" in problem.wants:
-            share = sink * ((sinks_t + lse_t) * row + row_t)
+        if "sinks" in self.problem.wants:
+            share = self.sink * ((self.sinks_t + self.lse_t) * row + row_t)
             found["dsinks_t"] = share.sum((0, 2, 3))
-        ds_t = ds_t + ds * bend
-        found["dq_t"] = scale * (ds_t @ k + ds @ k_t)
-        found["dk_t"] = scale * (ds_t.mT @ q + ds.mT @ q_t)
+        ds_t = ds_t + ds * self.bend
+        found["dq_t"] = self.scale * (ds_t @ self.k + ds @ self.k_t)
+        found["dk_t"] = self.scale * (ds_t.mT @ self.q + ds.mT @ self.q_t)
         return found
 
-    dp, dp_t = grown * dout @ v.mT, grown * (dout @ v_t.mT + dout_t @ v.mT)
-    row = (p * dp).sum(-1, keepdim=True) + dlse
-    row_t = (p * (r * dp + dp_t)).sum(-1, keepdim=True) + dlse_t
-    sizes |= gradients(dp + row, dp_t + row_t, row, row_t)
-    sizes["dv_t"] = grown * ((p * r).mT @ dout + p.mT @ dout_t)
-    out = grown * p @ v
-    out_t = wanted["out_t"].abs() + lse_t * out
-    row, row_t = ((dout * out).sum(-1, True), (dout * out_t + dout_t * out).sum(-1, True))
-    through = gradients(row, row_t, row, row_t) | {"out_t": lse_t * out}
-
-    def shaped(name, x):
+    def shaped(self, name: str, x: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """x of all query heads, summed to the shape of the result."""
         if name in ("dk_t", "dv_t"):
-            return x.unflatten(1, (-1, group)).sum(2)
-        return x.sum_to_size(wanted[name].shape) if name == "dmask_t" else x
-
-    size = size.amax() if isinstance(size, torch.Tensor) else size
-    found = {}
-    for name, x in wanted.items():
-        found[name] = ROUNDINGS * eps * size * shaped(name, sizes[name]) + 1e-30
-        if stored and name != "lse_t":
-            found[name] = found[name] + 2 * stored * x.abs().amax()
-            if name in through:
-                found[name] = found[name] + stored * shaped(name, through[name])
-    return found
+            return x.unflatten(1, (-1, self.group)).sum(2)
+        return x.sum_to_size(shape) if name == "dmask_t" else x
 
 
 def complaints(name: str, problem: Problem, wanted: dict, given: tuple, **how) -> list[str]:

@@ -77,11 +77,6 @@ class Family(NamedTuple):
     config: dict
     given: str = "text"
     features: str = ""
-    held_against: str = "eager"
-
-    @property
-    def generates(self) -> bool:
-        return self.given in ("text", "pair")
 
 
 CAUSAL, BARE = "ForCausalLM", "Model"

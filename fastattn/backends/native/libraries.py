@@ -66,7 +66,6 @@ SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # `threads` follows 
 LAST = struct.Struct(f"={len(AGAIN)}q")
 SIZES = tuple(f"{name}_size" for name in WRITTEN)
 FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *AGAIN, *SIZES))
-ABSENT = bytes(TENSOR.size)
 BEFORE_SCALARS = len(TENSORS) * TENSOR.size + len(POINTERS) * 8
 AFTER_SCALARS = len(MOVED) * TENSOR.size
 PARAMS_SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS + LAST.size  # FaParams

@@ -66,7 +66,7 @@ Table = dict[tuple[str, int], Row]  # by pass and head dim
 
 # Chosen so that loops over tiles issue the fewest instructions (bench/results/ledger-sm_*.txt) with
 # few spills, in a causal call with grouped heads and with every feature at once
-# (bench/results/aot-triton-*.txt).
+# (bench/static_gpu/aot_budget.json).
 
 # fmt: off
 AMPERE: Table = {  # 16 bits on sm_80: mma.sync, cp.async, 163 KB of shared memory
