@@ -42,6 +42,26 @@ def test_saved_files_load(file):
     assert done.stdout.split() == [str(len(saved_objects.modules())), "modules"]
 
 
+PROGRAMS = sorted((Path(__file__).parents[1] / "saved").glob("*.pt2"))
+RUNS = """
+import io, sys, torch, fastattn
+extra = {"expected.pt": ""}
+program = torch.export.load(sys.argv[1], extra_files=extra).module()
+given, expected = torch.load(io.BytesIO(bytes.fromhex(extra["expected.pt"])))
+for name, x, y in zip(("out", "lse", "weights", "packed"), program(*given), expected, strict=True):
+    torch.testing.assert_close(x, y, msg=lambda text: f"{name}: {text}")
+print("4 results")
+"""
+
+
+@pytest.mark.parametrize("file", PROGRAMS, ids=lambda path: path.stem)
+def test_saved_programs_run(file):
+    """A saved program contains the names of the operators' arguments."""
+    done = subprocess.run([sys.executable, "-c", RUNS, file], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["4", "results"]
+
+
 PUBLIC = [
     pytest.param(package, name, id=f"{package.__name__}.{name}")
     for package, names in saved_objects.PUBLIC.items()
