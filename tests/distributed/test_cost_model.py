@@ -13,7 +13,6 @@ from bench.benchmarks.rank_scaling import Counted
 from fastattn import distributed
 from fastattn.distributed import cost_model
 from fastattn.distributed import layout as layouts
-from tests.support import ranks
 from tests.support.cases import DTYPES, FEATURE, Dims, build
 
 MESH = (2, 2)
@@ -24,12 +23,6 @@ WAYS = [
     ("usp", MESH),
 ]
 DIMS = Dims(2, 12, 4, 13, 22, 3, 5)  # uneven parts; values with another head dim
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks.ranks(4) as found:
-        yield found
 
 
 # -- bytes -----------------------------------------------------------------------------------------
