@@ -86,7 +86,7 @@ def stubbed(arch: int) -> Generator[Stub]:
     from triton import knobs
     from triton.runtime import driver
 
-    from fastattn.backends import triton as launcher
+    from fastattn.backends.triton_support import job as launcher
 
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as undo:
         # A separate cache: these kernels are only partly compiled.

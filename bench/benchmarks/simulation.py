@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn.distributed import cost_model, layout
-from fastattn.distributed.cost_model import H100, UNLIMITED, Call, Cost, Machine, Step
+from fastattn.distributed.cost_model import UNLIMITED, Call, Cost, Step
+from fastattn.distributed.machines import H100, Machine
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
 PAGE, PICTURE = "distributed-simulation.txt", "distributed-simulation.png"

@@ -254,7 +254,7 @@ def pretend(arch: int, launched: Callable) -> None:
     """
     from triton.runtime import driver
 
-    from fastattn.backends import triton as launcher
+    from fastattn.backends.triton_support import job as launcher
 
     absent: Any = Absent(arch)  # has only the methods that compilation calls
     driver.set_active(absent)

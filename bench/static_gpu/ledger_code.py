@@ -89,6 +89,9 @@ def _sources(compiler: str) -> str:
         ),
         "triton": (
             "kernels/*.py",
+            "fastattn/backends/triton_support/arguments.py",
+            "fastattn/backends/triton_support/job.py",
+            "fastattn/backends/triton_support/runtime.py",
             "fastattn/backends/triton_support/tile_configs.py",
             "fastattn/backends/triton.py",
         ),

@@ -13,8 +13,11 @@ from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
 from .base import Support, register
 from .gpu import on
 from .native_launcher import prepared
-from .triton import Job, Triton, blocks, broadcast, kernels, operand
+from .triton import Triton
 from .triton_support import tile_configs
+from .triton_support.arguments import blocks, broadcast, operand
+from .triton_support.job import Job
+from .triton_support.runtime import kernels
 
 
 class TritonWithTangents(Triton):

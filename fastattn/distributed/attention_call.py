@@ -21,6 +21,7 @@ from .consistency import agree as _agree
 from .cost_model import Cost
 from .global_call import Whole, of_all
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
+from .machines import machine_of
 
 OF_ROWS = (-2,)  # of q, k, v and mask, counted from the end
 
@@ -142,7 +143,7 @@ def weighed(
     known = cost_model.Call(
         sizes, call.rows, call.keys, B, H, Hk, D, Dv, q.dtype, o.grad, lo, hi, mask
     )
-    machine = cost_model.machine_of(q.device.type)
+    machine = machine_of(q.device.type)
     able = (x for x in STRATEGIES if not why_not(x, H, sizes, o.row_invariant))
     return known, {name: cost_model.cost(name, known, machine) for name in able}
 

@@ -13,8 +13,9 @@ from ..dispatch.library_ops import unseen
 from . import cost_model
 from .attention_call import STRATEGIES, Strategy, cheapest, weighed, whole, why_not
 from .consistency import need_team
-from .cost_model import Call, Cost, Machine, size_of
+from .cost_model import Call, Cost, size_of
 from .layout import CONTIGUOUS, Layout
+from .machines import Machine, machine_of
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def explain(
     about = whole(q, k, v, team, how, agree, given)
     call, costs = weighed(about, q, k, v)
     reasons = {x: why_not(x, call.H, call.mesh, invariant) for x in STRATEGIES if x not in costs}
-    machine = cost_model.machine_of(q.device.type)
+    machine = machine_of(q.device.type)
     if strategy != "auto" and strategy not in costs:  # it is asked for, so it would run
         costs |= {strategy: cost_model.cost(strategy, call, machine)}
         del reasons[strategy]

@@ -2,7 +2,8 @@
 
 They implement the systems of five tutorials. Tests in tests/nn compare them with what the tutorials
 print (D: test_tutorial_outputs.py) and with naive implementations, including gradients (N:
-test_nn.py, T: test_nn_transformer.py). The last column is a word for pytest -k:
+test_nn.py, T: test_nn_transformer.py, C: test_nn_conversion.py). The last column is a word for
+pytest -k:
 
 document              system                         class                         test
 --------------------  -----------------------------  ----------------------------  -----------------
@@ -13,7 +14,7 @@ chapter-3 notebook    attention without parameters   ScaledDotProductAttention  
 attention overview    self-attention, three tokens   SelfAttention                 D overview
                       scaled dot product with mask   ScaledDotProductAttention     N leading
                       projections that heads share   SharedHeadAttention           N shared_head
-                      multi-head                     CachedAttention               T is_torchs
+                      multi-head                     CachedAttention               C is_torchs
                       dot-product seq2seq            LuongAttention                N luong
                       additive seq2seq               BahdanauAttention             N bahdanau
 Transformer practice  n_Q != n_K, d_V != d_K         ScaledDotProductAttention     D shapes
@@ -26,7 +27,7 @@ paper review          positions, sequence first      SinusoidalPositionalEncodin
                       residual and norm              Residual                      T encoder_layer
                       encoder block, stack           EncoderLayer, Encoder         T encoder_layer
                       decoder block, stack           DecoderLayer, Decoder         T decoder_layer
-                      encode, decode                 EncoderDecoder                T and_back
+                      encode, decode                 EncoderDecoder                C and_back
                       tokens, tied embeddings        Transformer                   T transformer
 
 A mask hides a key where it is 0, in any dtype. For a tutorial's mask that has 1 where a key is

@@ -1,21 +1,18 @@
 """The benchmark on machines with a GPU, without one: fakes replace it."""
 
-import dataclasses
 import math
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bench import commands
 from bench.__main__ import main
-from bench.benchmarks import peak_memory, tiny_call
-from bench.cases import BACKWARD, FORWARD, TRAINING, Case
-from bench.measure import isolated_process, machine, nvidia, roofline, run, timing
+from bench.cases import BACKWARD, FORWARD, TRAINING
+from bench.measure import nvidia, run, timing
 from bench.peers.registry import BASELINE, SUBJECT
-from bench.reporting import console, results
-from tests.support.bench_helpers import LIMITS, case, hurry
+from bench.reporting import console
+from tests.support.bench_helpers import LIMITS, case
 
 DRIVERS = {  # by driver version: the torch index that supports it, "" for none
     "470.82.01": "",
@@ -261,173 +258,3 @@ def test_both_times_are_in_the_record_and_on_the_page():
     assert list(console._hosts(cells)) == [f"{SUBJECT}: bound by the host in 3 of 3 cells"]
     cpu = run._summary(case(), FORWARD, 1, laps, {}, LIMITS)["peers"]
     assert all("host_ms" not in row and console.host(row) == "" for row in cpu.values())
-
-
-# ------------------------------------------------------------------------------- a separate process
-
-
-ENDINGS = {
-    "aborts": "its process died of SIGABRT",
-    "fills": "raised OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB",
-    "poisons": "raised RuntimeError: CUDA error: an illegal memory access was encountered; the GPU "
-    "was lost to its process",
-}
-CRASHING = (SUBJECT, BASELINE, "aborts", "fills while timed", "poisons while timed")
-SECTIONS = ("overhead", "memory", "modules", "targets", "subnormals", "complete")
-NONE = dict.fromkeys(SECTIONS, ())
-
-
-@pytest.fixture(scope="module")
-def crashed():
-    """The records of two cases and two passes, with peers that crash in every way."""
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        isolated_process.Process("tests.support.crashing_peers") as process,
-    ):
-        patch.setattr(run, "LIVES", 1)
-        assert len({process.call(os.getpid) for _ in range(2)} - {os.getpid()}) == 1  # it stays
-        with pytest.raises(isolated_process.Raised, match="raised ZeroDivisionError: float divmod"):
-            process.call(divmod, 1.0, 0.0)
-        given = (case(N=20), case(N=30)), (FORWARD, TRAINING), dict.fromkeys(CRASHING)
-        yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
-
-
-def test_how_a_process_ended_is_told_of_every_status():
-    told = {status: isolated_process._ending(status) for status in (3, -9, -35)}
-    assert told[3] == "its process ended with status 3"
-    assert told[-9] == "its process died of SIGKILL"
-    assert told[-35] == "its process died of signal 35"
-
-
-def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):
-    cells = [(n, what) for n in (20, 30) for what in (FORWARD, TRAINING)]
-    assert [(x["N"], x["pass"]) for x in crashed] == cells
-    for cell in crashed:
-        assert cell["status"] == "ok" and cell["backend"] == "cpu", cell
-        (entry,) = cell["timings"]
-        assert set(entry["peers"]) == {SUBJECT, BASELINE}
-        assert console.speedup_of(entry)["median"] > 0
-        assert set(cell["peers"]) == set(CRASHING) and not cell["peers"][BASELINE]["reason"]
-
-
-@pytest.mark.parametrize("name", CRASHING[2:])
-def test_its_entry_says_how_it_ended(name, crashed):
-    first, *_, last = (cell["peers"][name]["reason"] for cell in crashed)
-    kind, _, _ = name.partition(" while ")
-    if kind == "aborts":
-        assert first == ENDINGS[kind]
-    elif kind == "fills":
-        assert first == f"{ENDINGS[kind]}, while timed"
-    else:
-        said, _, lost = ENDINGS[kind].partition("; ")
-        assert first == f"{said}, while timed; {lost}"
-    # A process that only ran out of memory survives, so its peer may be tried again.
-    assert last == (first if kind == "fills" else "not tried: it ended the process in 1 cells")
-    count = 4 if kind == "fills" else 2
-    assert f"{name}: no time in {count} cells" in "\n".join(
-        console.summary(NONE | {"cells": crashed})
-    )
-
-
-class Here:
-    """An apart.Process without another process. GPU work is replaced by small work on the CPU."""
-
-    def __init__(self, deaths=()):
-        self.deaths, self.log, self.living = list(deaths), [], False
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *about):
-        self.close()
-
-    def close(self):
-        self.living = False
-
-    def call(self, function, *args):
-        return next(self.stream(lambda: iter([self.done(function, *args)])))
-
-    def stream(self, function, *args):
-        self.living = True
-        self.log.append((function, args))
-        if self.deaths:
-            raise isolated_process.Died(self.deaths.pop(0), "its process died")
-        args = [self.small(x) if isinstance(x, Case) else x for x in args]
-        yield from function(*args)
-
-    def done(self, function, *args):
-        if function is roofline.measure:
-            compute = dict.fromkeys(args[1], LIMITS.compute["float32"])
-            return LIMITS._replace(compute=compute)._asdict()
-        found = function(*("cpu" if x == "cuda" else x for x in args))
-        return found | {"device": "cuda"} if function is machine.describe else found
-
-    def small(self, x):
-        return dataclasses.replace(x, device="cpu", B=1, H=2, Hk=2)
-
-
-@pytest.mark.parametrize(
-    "deaths, reasons, status",
-    [
-        ([], {}, "ok"),
-        ([BASELINE], {BASELINE: "its process died"}, "ok"),
-        ([SUBJECT], {SUBJECT: "its process died"}, "failed"),
-        ([BASELINE, SUBJECT], dict.fromkeys((BASELINE, SUBJECT), "its process died"), "failed"),
-        ([None], dict.fromkeys((BASELINE, SUBJECT), "its process died"), "failed"),
-        ([SUBJECT, SUBJECT], dict.fromkeys((BASELINE, SUBJECT), "its process died"), "failed"),
-    ],
-    ids=["none", "a peer", "the subject", "both", "outside of any", "the subject again"],
-)
-def test_a_cell_is_measured_again_without_what_ended_it(deaths, reasons, status):
-    given = (case(),), (FORWARD,), dict.fromkeys((SUBJECT, BASELINE)), LIMITS, 0.002, (1,)
-    (cell,) = run.cells(*given, process=Here(deaths))
-    assert cell["status"] == status
-    assert {x: y["reason"] for x, y in cell["peers"].items() if y["reason"]} == reasons
-    assert list(console.summary(NONE | {"cells": [cell]}))  # a summary of it can be printed
-
-
-def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
-    monkeypatch.setattr(tiny_call, "CALLS", 1)
-    peers = dict.fromkeys((SUBJECT, BASELINE))
-    found = tiny_call.measure("cpu", peers, (1,), Here([BASELINE]))
-    assert found["errors"] == {SUBJECT: "", BASELINE: "its process died"}
-    assert all(set(entry["peers"]) == {SUBJECT} for entry in found["timings"])
-    with pytest.raises(OSError, match="its process died"):
-        tiny_call.measure("cpu", peers, (1,), Here([None]))
-
-
-@pytest.mark.parametrize("command", ["sweep", "decode", "overhead", "memory"])
-def test_the_process_that_measures_has_the_gpu_alone(command, monkeypatch, tmp_path):
-    """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
-    process, probes = Here(), []
-
-    class Probe:
-        returncode = 0
-
-        def __init__(self, *given, **options):
-            probes.append(self)
-            self.alone = not process.living and all(x.ended for x in probes[:-1])
-            self.ended = False
-
-        def communicate(self):
-            self.ended = True
-            return "1000", ""
-
-    hurry(monkeypatch)
-    monkeypatch.setattr(isolated_process, "Process", lambda: process)
-    monkeypatch.setattr(peak_memory, "subprocess", SimpleNamespace(Popen=Probe))
-    monkeypatch.setattr(commands, "launch_overhead", SimpleNamespace(lines=lambda: ()))
-    monkeypatch.setattr(tiny_call, "SMALL", (4,))
-    given = ["--device", "cuda", "--output", str(tmp_path), "--peers", BASELINE]
-    given += [] if command == "memory" else ["--seconds", "0.002", "--dtypes", "bfloat16"]
-    given += ["--lengths", "40"] if command != "overhead" else []
-    given += ["--dims", "16"] if command == "sweep" else []
-    if command == "overhead":
-        given.remove("--dtypes")
-        given.remove("bfloat16")
-    assert main([command, *given]) == 0
-    (path,) = tmp_path.glob("*.json")
-    found = results.read(path)
-    assert found["machine"]["device"] == "cuda" and (found["cells"] or found["memory"])
-    assert bool(probes) == (command in ("sweep", "memory")) and all(x.alone for x in probes)
-    assert not process.living

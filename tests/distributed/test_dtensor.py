@@ -7,7 +7,6 @@ import pytest
 import torch
 
 import fastattn
-from tests.support import ranks
 from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims, build
 from tests.support.error_budget import Verdict
 
@@ -31,12 +30,6 @@ LIES = {
     "sinks": dict(H=-1),
     "key_lengths": dict(B=-1),
 }
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks.ranks(4) as found:
-        yield found
 
 
 def problem_of(names, dtype, dims=DIMS):

@@ -16,16 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import fastattn
 from fastattn import distributed
-from tests.support import ranks
 
 WIDTH, HEADS, KEY_HEADS, DIM, LENGTH, LAYERS = 32, 4, 2, 8, 21, 2
 CLOSE = dict(rtol=1e-11, atol=1e-12)  # float64
-
-
-@pytest.fixture(scope="module")
-def four():
-    with ranks.ranks(4) as found:
-        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from fastattn.backends import triton as launcher
+from fastattn.backends.triton_support.runtime import kernels as triton_kernels
 from tests.cuda.test_cuda_addresses import under_address_sanitizer
 from tests.ptx import ours, triton
 from tests.support import emulated, runtime
@@ -111,7 +111,7 @@ def altered_triton(patch, edited):
         return driver.load(name, edited(ptx.decode()).encode(), *more)
 
     patch.setattr(driver.utils, "load_binary", load)
-    for module in vars(launcher.kernels()).values():
+    for module in vars(triton_kernels()).values():
         for x in vars(module).values():
             if isinstance(x, JITFunction):
                 loaded.append(defaultdict(x.create_binder))

@@ -18,6 +18,9 @@ import pytest
 import fastattn
 from fastattn.backends.native import libraries
 from tests.cpu import test_amx_bf16_split as planes
+from tests.cpu import test_amx_bf16_split_blocks as blocks
+from tests.cpu import test_amx_bf16_split_ranges as ranges
+from tests.cpu import test_amx_bf16_split_unseen as unseen_keys
 from tests.mutation.test_cpu_mutants import (
     AMX_FLAGS,
     FLAGS,
@@ -230,17 +233,17 @@ no scale is too large: cpu/runtime/library.cpp: float32: scale
 
 
 def without_planes(dtype, band="causal", shape="100 rows"):
-    planes.test_a_row_without_planes_is_of_the_vector_kernels(MODEL, dtype, "nan", band, shape)
+    blocks.test_a_row_without_planes_is_of_the_vector_kernels(MODEL, dtype, "nan", band, shape)
 
 
 def large_values(dtype):
     for name in "qkv":
-        planes.test_the_first_values_without_planes(MODEL, planes.LARGEST, name, "100 rows")
+        blocks.test_the_first_values_without_planes(MODEL, blocks.LARGEST, name, "100 rows")
 
 
 def far_scores(dtype, m):
     for name in "qkv":
-        planes.test_a_neighbour_without_planes_changes_no_score(MODEL, 1e4, m, name, 1e-31)
+        blocks.test_a_neighbour_without_planes_changes_no_score(MODEL, 1e4, m, name, 1e-31)
 
 
 def long_gradients(dtype):
@@ -248,7 +251,7 @@ def long_gradients(dtype):
 
 
 def tiny_query(dtype):
-    planes.test_small_and_large_values_err_no_more(MODEL, "one of q 1e-40")
+    ranges.test_small_and_large_values_err_no_more(MODEL, "one of q 1e-40")
 
 
 def long_keys_of_few_rows(dtype):
@@ -260,11 +263,11 @@ def large_scale(dtype):
 
 
 def unseen(dtype, how="mask"):
-    planes.test_a_key_that_no_row_sees_changes_no_bit(MODEL, how, "70 rows", dtype)
+    unseen_keys.test_a_key_that_no_row_sees_changes_no_bit(MODEL, how, "70 rows", dtype)
 
 
 def featured(name):
-    return lambda dtype: planes.test_features_where_keys_have_no_planes(MODEL, name)
+    return lambda dtype: blocks.test_features_where_keys_have_no_planes(MODEL, name)
 
 
 def rising(dtype):
@@ -291,14 +294,14 @@ JUDGES = {
     ),
     "far scores": partial(far_scores, m=64),
     "far scores of few rows": partial(far_scores, m=12),
-    "what is theirs": lambda dtype: planes.test_rows_on_vectors_see_what_is_theirs(MODEL),
-    "behind a window": lambda dtype: planes.test_nothing_comes_from_behind_a_window(MODEL),
+    "what is theirs": lambda dtype: blocks.test_rows_on_vectors_see_what_is_theirs(MODEL),
+    "behind a window": lambda dtype: blocks.test_nothing_comes_from_behind_a_window(MODEL),
     "large values": large_values,
     "unseen keys": unseen,
     "unseen keys in a window": partial(unseen, how="mask in a window"),
     "keys without planes": featured("plain"),
     "keys without planes, dropout": featured("dropout"),
-    "small dS": lambda dtype: planes.test_small_gradients_of_scores_leave_the_tiles(MODEL),
+    "small dS": lambda dtype: blocks.test_small_gradients_of_scores_leave_the_tiles(MODEL),
     "tiles in use": lambda dtype: planes.test_the_tiles_are_in_use(MODEL, dtype, 70, 64),
     "choice": lambda dtype: planes.test_float32_can_be_left_to_the_vector_kernels(MODEL),
     "scale": large_scale,

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import arguments, job, runtime
 from tests.semantics import test_packed, test_paged, test_storage, test_tangents
 from tests.semantics.test_weights import about_weights
 from tests.support import large_logits, vmap_dropout
@@ -674,7 +674,7 @@ def kernels_in():
     before = {name: importlib.import_module(name) for name in names}
 
     def install(modules):
-        for cached in (backend.kernels, backend.flags, backend.scalars):
+        for cached in (runtime.kernels, arguments.flags, arguments.scalars):
             cached.cache_clear()
         for name, module in modules.items():
             sys.modules[name] = module
@@ -710,14 +710,14 @@ def test_a_fault_is_noticed(name, what, kernels_in, tmp_path):
 @every_backend
 def test_the_gradient_of_sinks_without_the_tail_is_noticed(name, monkeypatch):
     """This gradient is computed outside the kernels, so its fault is not in the table."""
-    right = backend.Job.sink_gradient
+    right = job.Job.sink_gradient
 
-    def forgetful(job, *args):
-        job.normaliser = torch.stack((job.normaliser[0], torch.zeros_like(job.normaliser[1])))
-        return right(job, *args)
+    def forgetful(own, *args):
+        own.normaliser = torch.stack((own.normaliser[0], torch.zeros_like(own.normaliser[1])))
+        return right(own, *args)
 
     assert not notices("far_sinks")
-    monkeypatch.setattr(backend.Job, "sink_gradient", forgetful)
+    monkeypatch.setattr(job.Job, "sink_gradient", forgetful)
     assert notices("far_sinks")
 
 

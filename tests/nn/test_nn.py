@@ -13,6 +13,8 @@ from fastattn import nn
 from tests.support.backends import every_backend, small
 from tests.support.nn_naive import naive, same
 
+pytestmark = pytest.mark.usefixtures("seeded")
+
 MASKS = {
     "none": lambda m, n: None,
     "matrix": lambda m, n: torch.arange(n) % 3 != torch.arange(m)[:, None] % 3,
@@ -20,11 +22,6 @@ MASKS = {
     "floats": lambda m, n: (torch.arange(n) > 0).float(),
     "a row hidden": lambda m, n: (torch.arange(m) != 1)[:, None].expand(m, n),
 }
-
-
-@pytest.fixture(autouse=True)
-def seeded():
-    torch.manual_seed(0)
 
 
 @every_backend
@@ -459,9 +456,10 @@ def test_every_class_is_known_here():
 
 
 def test_the_table_of_documents_names_classes_and_tests_that_exist():
-    rows = re.findall(r"^ *\S.*  ([A-Z]\w+(?:, \w+)*) +([DNT]) (\w+)$", nn.__doc__, re.MULTILINE)
+    rows = re.findall(r"^ *\S.*  ([A-Z]\w+(?:, \w+)*) +([CDNT]) (\w+)$", nn.__doc__, re.MULTILINE)
     assert len(rows) == 22
     files = {"D": "test_tutorial_outputs.py", "N": "test_nn.py", "T": "test_nn_transformer.py"}
+    files["C"] = "test_nn_conversion.py"
     for classes, file, words in rows:
         text = Path(__file__).with_name(files[file]).read_text()
         assert re.search(rf"^def test_\w*{words}", text, re.MULTILINE), words

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from bench.static_gpu.aot import SHARED, Absent
-from fastattn.backends import triton as launcher
+from fastattn.backends.triton import Triton
+from fastattn.backends.triton_support import job
 from tests.support import emulator
 from tests.support.backends import every_call
 from tests.support.emulator import Emulator
@@ -100,12 +101,12 @@ def compiled(arch=80, multiprocessors=MULTIPROCESSORS, **options):
     from triton import knobs
     from triton.runtime import driver
 
-    made, backend = driver_of(arch), launcher.Triton()
+    made, backend = driver_of(arch), Triton()
     made.options, made.launched = options, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(driver, "_active", made)
         patch.setattr(knobs.runtime, "add_stages_inspection_hook", until_ptx)
-        patch.setattr(launcher, "architecture", lambda device: arch)
-        patch.setattr(launcher, "processors", lambda device: multiprocessors)
+        patch.setattr(job, "architecture", lambda device: arch)
+        patch.setattr(job, "processors", lambda device: multiprocessors)
         with every_call(backend):
             yield made

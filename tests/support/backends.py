@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import base, triton
+from fastattn.backends import base
 from fastattn.backends.native import libraries
-from fastattn.backends.triton import interpreted
-from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton_support import arguments, tile_configs
+from fastattn.backends.triton_support.launch_cache import interpreted
 from fastattn.call.spec import Feature
 from fastattn.dispatch import operation
 from tests.support.cases import DTYPES
@@ -90,9 +90,9 @@ def looked_at():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tile_configs, "STRUCTURED", 0)
         patch.setattr(tile_configs, "SHARING", 0)
-        triton.flags.cache_clear()
+        arguments.flags.cache_clear()
         yield
-    triton.flags.cache_clear()
+    arguments.flags.cache_clear()
 
 
 def everywhere(name, verdict, tag=""):

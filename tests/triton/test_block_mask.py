@@ -5,8 +5,8 @@ reading the mask."""
 import pytest
 import torch
 
-from fastattn.backends import triton as backend
 from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton_support.job import Job
 from fastattn.call import spec, validation
 from tests.support.backends import INTERPRETED, looked_at
 
@@ -55,7 +55,7 @@ def longest(flags):
 def call(mask, band, lengths):
     q, k = torch.zeros(2, 2, M, 16), torch.zeros(2, 2, N, 16)
     t = spec.Tensors(q, k, k, mask=mask, lengths=lengths)
-    return backend.Job(validation.describe(t, spec.Options(**BANDS[band])), t)
+    return Job(validation.describe(t, spec.Options(**BANDS[band])), t)
 
 
 def tiled(x, side):

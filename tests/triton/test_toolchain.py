@@ -19,12 +19,12 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import base, cuda, gpu, triton
-from fastattn.backends.triton_support import launch_cache, toolchain
+from fastattn.backends import base, cuda, gpu
+from fastattn.backends.triton_support import launch_cache, runtime, toolchain
 from fastattn.call import spec, validation
 
 needs_triton = pytest.mark.skipif(
-    triton.interpreted() or not importlib.util.find_spec("triton"),
+    launch_cache.interpreted() or not importlib.util.find_spec("triton"),
     reason="no Triton, or its interpreter",
 )
 needs_compiler = pytest.mark.skipif(
@@ -92,8 +92,8 @@ def on_a_gpu(monkeypatch):
     """torch accepts the GPU, and the CUDA library counts as built."""
     monkeypatch.setattr(gpu, "unavailable", lambda: None)
     monkeypatch.setattr(cuda.Cuda, "unavailable", lambda self: None)
-    monkeypatch.setattr(triton, "version", lambda: triton.OLDEST)
-    forget = triton.unavailable.cache_clear, base.choose.cache_clear
+    monkeypatch.setattr(runtime, "version", lambda: runtime.OLDEST)
+    forget = runtime.unavailable.cache_clear, base.choose.cache_clear
     for each in forget:
         each()
     yield monkeypatch
@@ -101,7 +101,7 @@ def on_a_gpu(monkeypatch):
         each()
 
 
-@pytest.mark.skipif(triton.interpreted(), reason="the interpreter compiles nothing")
+@pytest.mark.skipif(launch_cache.interpreted(), reason="the interpreter compiles nothing")
 def test_the_next_backend_runs_and_it_is_told_why(on_a_gpu):
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "there is no Python.h")
     on_a_gpu.setattr(launch_cache, "_has_launcher", lambda: False)
@@ -109,12 +109,12 @@ def test_the_next_backend_runs_and_it_is_told_why(on_a_gpu):
     assert fastattn.available_backends()["triton"] == said
     assert base.choose(described()).name == "cuda"
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "")
-    triton.unavailable.cache_clear()
+    runtime.unavailable.cache_clear()
     base.choose.cache_clear()
     assert base.choose(described()).name == "triton"
 
 
-@pytest.mark.skipif(triton.interpreted(), reason="the interpreter compiles nothing")
+@pytest.mark.skipif(launch_cache.interpreted(), reason="the interpreter compiles nothing")
 def test_it_is_looked_for_once(on_a_gpu):
     looks = []
     on_a_gpu.setattr(toolchain, "unavailable", lambda: looks.append(1) or "")

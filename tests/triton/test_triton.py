@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import triton as backend
-from fastattn.backends.triton_support import autotune, tile_configs
+from fastattn.backends.triton_support import autotune, job, tile_configs
+from fastattn.backends.triton_support.arguments import describable
 from tests.support.backends import INTERPRETED, every_backend, everywhere, passed
 from tests.support.cases import (
     DTYPES,
@@ -197,7 +197,7 @@ DECODE = [PLAIN, *(f for f in SINGLES if f[0].group not in ("queries", "layout",
 @pytest.mark.parametrize("features", DECODE, ids=name_of)
 def test_split_keys(name, features, monkeypatch):
     """Few queries, many keys, and heads packed as rows: every feature, at several splits."""
-    monkeypatch.setattr(backend, "processors", lambda device: 13)
+    monkeypatch.setattr(job, "processors", lambda device: 13)
     for queries, dtype in ((1, torch.float32), (5, torch.bfloat16)):
         problem = build(Dims(1, 4, 2, queries, 203, 16, 24), features, dtype)
         passed(everywhere(name, Verdict(problem, backward=False)))
@@ -234,9 +234,9 @@ EVERYTHING = tuple(FEATURE[name] for name in (*EVERYTHING, "dropout", "gqa"))
 @pytest.mark.parametrize("features", [PLAIN, (FEATURE["causal"],), EVERYTHING], ids=name_of)
 def test_tiles_of_a_gpu(name, arch, dtype, features, monkeypatch):
     """The tiles of an A100 and of an H100, the latter with tensor descriptors."""
-    monkeypatch.setattr(backend, "architecture", lambda device: arch)
+    monkeypatch.setattr(job, "architecture", lambda device: arch)
     seen = []
-    monkeypatch.setattr(backend.Job, "launch", spy(backend.Job.launch, seen))
+    monkeypatch.setattr(job.Job, "launch", spy(job.Job.launch, seen))
     problem = build(square(1, 2, 150, 64), features, DTYPES[dtype])
     passed(everywhere(name, Verdict(problem)))
     assert {flags.tma for flags in seen} == {arch == 90 and dtype == "bfloat16"}
@@ -253,9 +253,9 @@ def spy(launch, seen):
 @every_backend
 @pytest.mark.parametrize("layout", ["offset_slices", "column_major", "expanded", "token_major"])
 def test_descriptors_only_where_strides_allow(name, layout, monkeypatch):
-    monkeypatch.setattr(backend, "architecture", lambda device: 90)
+    monkeypatch.setattr(job, "architecture", lambda device: 90)
     problem = build(square(1, 2, 70, 16), (FEATURE[layout],), torch.bfloat16)
-    able = all(map(backend.describable, (problem.q, problem.k, problem.v)))
+    able = all(map(describable, (problem.q, problem.k, problem.v)))
     assert able == (layout in ("token_major", "expanded"))
     passed(everywhere(name, Verdict(problem)))
 
@@ -264,7 +264,7 @@ def test_descriptors_only_where_strides_allow(name, layout, monkeypatch):
 @pytest.mark.parametrize("others", ["plain", "left_window+softcap", "bottom_right+softcap"])
 def test_descriptors_read_no_key_past_the_length(name, others, monkeypatch):
     """Keys past the lengths are NaN, in one item all of them."""
-    monkeypatch.setattr(backend, "architecture", lambda device: 90)
+    monkeypatch.setattr(job, "architecture", lambda device: 90)
     features = (FEATURE["lengths"], *(FEATURE[x] for x in others.split("+") if x != "plain"))
     problem = build(square(4, 2, 70, 16), features, torch.bfloat16)
     assert problem.k.isnan().any()
@@ -274,7 +274,7 @@ def test_descriptors_read_no_key_past_the_length(name, others, monkeypatch):
 @every_backend
 def test_weights_need_no_values(name, monkeypatch):
     """Forward computes their LSE with values of width 0, which no tensor descriptor supports."""
-    monkeypatch.setattr(backend, "architecture", lambda device: 90)
+    monkeypatch.setattr(job, "architecture", lambda device: 90)
     q = randn(1, 2, 70, 16).bfloat16()
     weights = fastattn.attention_weights(q, q, backend=name)
     torch.testing.assert_close(weights.float().sum(-1), torch.ones(1, 2, 70), rtol=0, atol=2e-2)
@@ -348,7 +348,7 @@ def test_softcap_beside_an_infinite_key(name):
 def test_keys_and_values_have_gradients_of_their_own(name, features, monkeypatch):
     """dK and dV do not depend on whether the other is requested; only requested ones are made."""
     made = []
-    monkeypatch.setattr(backend.Job, "walk_rows", spied(backend.Job.walk_rows, made))
+    monkeypatch.setattr(job.Job, "walk_rows", spied(job.Job.walk_rows, made))
     features = [FEATURE[x] for x in features.split("+")]
     problem = build(square(1, 2, 70, 16), features, torch.bfloat16)
     both = problem.run(fastattn.attention, backend=name)
@@ -362,7 +362,7 @@ def test_keys_and_values_have_gradients_of_their_own(name, features, monkeypatch
 def test_large_heads_have_a_launch_for_each(name, monkeypatch):
     problem = build(square(1, 2, 40, 16), [FEATURE["causal"]], torch.float32)
     together, made = problem.run(fastattn.attention, backend=name), []
-    monkeypatch.setattr(backend.Job, "walk_rows", spied(backend.Job.walk_rows, made))
+    monkeypatch.setattr(job.Job, "walk_rows", spied(job.Job.walk_rows, made))
     monkeypatch.setattr(tile_configs, "apart", lambda *about: True)
     apart = problem.run(fastattn.attention, backend=name)
     assert made == [(True, True), (True, False), (False, True)]
@@ -373,7 +373,7 @@ def test_large_heads_have_a_launch_for_each(name, monkeypatch):
 def test_a_kernel_that_makes_less_is_searched_for_apart(name, monkeypatch):
     """The best tile for dK alone may be too large for dK and dV together."""
     keys = []
-    monkeypatch.setattr(backend, "architecture", lambda device: 90)
+    monkeypatch.setattr(job, "architecture", lambda device: 90)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU")
     monkeypatch.setattr(autotune, "enabled", lambda: True)
     monkeypatch.setattr(autotune, "best", lambda key, tile, *others: keys.append(key) or tile)
@@ -394,9 +394,9 @@ def spied(walk, made):
 @every_backend
 def test_an_expanded_gradient_is_read_as_any_other(name, monkeypatch):
     """The gradient of out.sum() is one expanded number, which no tensor descriptor supports."""
-    monkeypatch.setattr(backend, "architecture", lambda device: 90)
+    monkeypatch.setattr(job, "architecture", lambda device: 90)
     seen = []
-    monkeypatch.setattr(backend.Job, "launch", spy(backend.Job.launch, seen))
+    monkeypatch.setattr(job.Job, "launch", spy(job.Job.launch, seen))
     q, k, v = (randn(1, 2, 70, 16, seed=x).bfloat16().requires_grad_() for x in range(3))
     out = fastattn.attention(q, k, v, backend=name)
     found = torch.autograd.grad(out.sum(), (q, k, v), retain_graph=True)

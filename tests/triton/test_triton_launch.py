@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from bench.benchmarks import launch_overhead
-from fastattn.backends import triton as backend
-from fastattn.backends.triton_support import launch_cache, tile_configs
+from fastattn.backends.triton import Triton, interpreted
+from fastattn.backends.triton_support import job, launch_cache, runtime, tile_configs
 from fastattn.call import spec, validation
 from tests.support.backends import needs_triton
 
 pytestmark = [
     needs_triton,
-    pytest.mark.skipif(backend.interpreted(), reason="nothing is compiled in the interpreter"),
+    pytest.mark.skipif(interpreted(), reason="nothing is compiled in the interpreter"),
 ]
 DIMS = dict(B=1, H=2, M=20, N=70, D=16)
 LONG = dict(M=1, N=4000)
@@ -34,13 +34,13 @@ def stub():
 @pytest.fixture
 def derived(monkeypatch):
     """The names of kernels that Triton's own launch ran."""
-    seen, own = [], backend.run
+    seen, own = [], job.run
 
     def run(kernel, *args, **kwargs):
         seen.append(kernel.__name__)
         return own(kernel, *args, **kwargs)
 
-    monkeypatch.setattr(backend, "run", run)
+    monkeypatch.setattr(job, "run", run)
     return seen
 
 
@@ -65,12 +65,12 @@ def described(layouts=({}, {}, {}), tensors=(), dtype=torch.bfloat16, **changed)
 
 
 def train(s, t, wants=("q", "k", "v")):
-    out, normaliser = backend.Triton().forward(s, t)
-    return backend.Triton().backward(s, t, out, normaliser, torch.zeros_like(out), None, wants)
+    out, normaliser = Triton().forward(s, t)
+    return Triton().backward(s, t, out, normaliser, torch.zeros_like(out), None, wants)
 
 
 def forward(s, t):
-    return backend.Triton().forward(s, t)
+    return Triton().forward(s, t)
 
 
 def flat(x, inputs):
@@ -192,14 +192,14 @@ def test_pages_of_any_table(M, N, stub, derived, monkeypatch):
 @pytest.mark.parametrize("strided", [False, True], ids=["whole", "strided"])
 def test_gradients_of_any_layout(strided, stub, monkeypatch):
     s, t = described()
-    out, normaliser = backend.Triton().forward(s, t)
+    out, normaliser = Triton().forward(s, t)
     for at in (0, 8, 1):
         dout = laid(out.shape, row=8 * strided, first=at)
         dlse = noise(2 * normaliser[0].numel())[at % 3 :: 1 + strided][: normaliser[0].numel()]
         dlse = dlse.view(normaliser[0].shape) if dlse.numel() == normaliser[0].numel() else None
 
         def call(s, t, dout=dout, dlse=dlse):
-            backend.Triton().backward(s, t, out, normaliser, dout, dlse, ("q", "v"))
+            Triton().backward(s, t, out, normaliser, dout, dlse, ("q", "v"))
 
         call(s, t)
         assert launches(stub, call, s, t) == as_triton(monkeypatch, stub, call, s, t)
@@ -220,7 +220,7 @@ BUSY = {
 @pytest.mark.parametrize("kind", BUSY)
 def test_tiles_are_chosen_by_what_wants_registers(kind, stub):
     arguments, busy = BUSY[kind]
-    assert list(backend.Job(*described(**arguments)).tiled[3]) == busy
+    assert list(job.Job(*described(**arguments)).tiled[3]) == busy
 
 
 def test_tensor_descriptors_come_and_go(derived, monkeypatch):
@@ -257,7 +257,7 @@ def test_a_knob_of_the_compiler_is_another_kernel(knob, stub, derived, monkeypat
     first = launches(stub, forward, s, t)
     with monkeypatch.context() as patch:
         if knob == "tf32":
-            patch.setattr(backend, "tf32", lambda: not torch.backends.cuda.matmul.allow_tf32)
+            patch.setattr(job, "tf32", lambda: not torch.backends.cuda.matmul.allow_tf32)
         elif knob == "debug":
             patch.setattr(knobs.runtime, "debug", not knobs.runtime.debug)
         else:
@@ -298,7 +298,7 @@ def test_hooks_are_called(stub, derived):
 
     s, t = described()
     forward(s, t)
-    seen, kernel = [], backend.kernels().forward.forward_kernel
+    seen, kernel = [], runtime.kernels().forward.forward_kernel
     knobs.runtime.launch_enter_hook.add(seen.append)
     try:
         forward(s, t)

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import triton as backend
-from fastattn.backends.triton_support import tile_configs
+from fastattn.backends.triton_support import runtime, tile_configs
 from tests.support.backends import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about a process that interprets nothing")
@@ -35,10 +34,10 @@ print("triton" in sys.modules or "fastattn.kernels.forward" in sys.modules)
 
 def test_its_absence_is_a_reason(monkeypatch):
     for version, reason in ((None, "not installed"), ("3.5.1", "older than 3.6")):
-        backend.unavailable.cache_clear()
+        runtime.unavailable.cache_clear()
         monkeypatch.setattr(tile_configs, "triton_version", lambda version=version: version)
         assert reason in fastattn.available_backends()["triton"]
-    backend.unavailable.cache_clear()
+    runtime.unavailable.cache_clear()
 
 
 def test_a_build_of_another_name_has_a_version(monkeypatch):

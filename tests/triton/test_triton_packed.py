@@ -4,7 +4,7 @@ offsets, which kernels on a GPU clamp."""
 import pytest
 import torch
 
-from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import job
 from tests.semantics.test_packed import FEW, HOSTILE, batch, clamped, everywhere
 from tests.support.backends import INTERPRETED, every_backend, passed
 from tests.support.cases import DTYPES, FEATURE, PLAIN, name_of
@@ -25,7 +25,7 @@ BUSY = tuple(
 def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
     """On sm_90 a tensor descriptor ends with its sequence. With lengths, keys past a length are
     NaN."""
-    monkeypatch.setattr(backend, "architecture", lambda device: arch)
+    monkeypatch.setattr(job, "architecture", lambda device: arch)
     made = batch(features, DTYPES["bfloat16"], SIZES)
     passed(everywhere(name, made))
 
@@ -34,9 +34,9 @@ def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
 @pytest.mark.parametrize("arch", [80, 90])
 def test_few_rows_are_those_of_a_key_head(name, arch, monkeypatch):
     """For few rows, keys are split, and the rows of all heads of a key head form one tile."""
-    monkeypatch.setattr(backend, "architecture", lambda device: arch)
-    split, own = [], backend.Job.decode
-    monkeypatch.setattr(backend.Job, "decode", lambda *args: split.append(args[-1]) or own(*args))
+    monkeypatch.setattr(job, "architecture", lambda device: arch)
+    split, own = [], job.Job.decode
+    monkeypatch.setattr(job.Job, "decode", lambda *args: split.append(args[-1]) or own(*args))
     features = [FEATURE[x] for x in ("gqa", "bottom_right", "lengths")]
     made = batch(features, torch.float16, tuple((m, 3 * n) for m, n in FEW))
     passed(everywhere(name, made))
@@ -48,7 +48,7 @@ def test_few_rows_are_those_of_a_key_head(name, arch, monkeypatch):
 @pytest.mark.parametrize("causal", [False, "bottom_right"])
 def test_offsets_are_clamped(name, kind, causal, monkeypatch):
     """The memory around rows and keys is NaN."""
-    monkeypatch.setattr(backend, "check_values", lambda spec, t: None)
+    monkeypatch.setattr(job, "check_values", lambda spec, t: None)
     options = dict(causal=causal, backend=name)
     for found, meant in clamped(kind, torch.float32, **options):
         assert found.isfinite().all() and torch.equal(found, meant)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import fastattn
-from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import job
 from tests.kv_cache.test_cache import Model
 from tests.semantics.test_packed import FEW, batch
 from tests.semantics.test_paged import in_pages
@@ -42,7 +42,7 @@ def same_bits(name, made, pages, **more):
 @pytest.mark.parametrize("features", [PLAIN, BUSY, DRAWN], ids=name_of)
 def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
     """Also on sm_90, where tensor descriptors read contiguous keys but not pages."""
-    monkeypatch.setattr(backend, "architecture", lambda device: arch)
+    monkeypatch.setattr(job, "architecture", lambda device: arch)
     same_bits(name, batch(features, DTYPES["bfloat16"], SIZES), PAGES)
 
 
@@ -50,9 +50,9 @@ def test_tiles_of_a_gpu(name, arch, features, monkeypatch):
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("features", [PLAIN, DRAWN], ids=name_of)
 def test_keys_are_split(name, arch, features, monkeypatch):
-    monkeypatch.setattr(backend, "architecture", lambda device: arch)
-    split, own = [], backend.Job.decode
-    monkeypatch.setattr(backend.Job, "decode", lambda *args: split.append(args[-1]) or own(*args))
+    monkeypatch.setattr(job, "architecture", lambda device: arch)
+    split, own = [], job.Job.decode
+    monkeypatch.setattr(job.Job, "decode", lambda *args: split.append(args[-1]) or own(*args))
     same_bits(name, batch(features, torch.float16, tuple((m, 3 * n) for m, n in FEW)), PAGES[1::2])
     assert split[0] > 1 and set(split) == {split[0]}
 
@@ -84,7 +84,7 @@ def unchecked(name, kind, table_dtype=torch.int64, **more):
         return fastattn.attention_packed(q, k, v, **given, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backend, "check_values", lambda spec, t: None)
+        patch.setattr(job, "check_values", lambda spec, t: None)
         return attention(*HOSTILE[kind][:2]), attention(*HOSTILE[kind][2:])
 
 
@@ -100,7 +100,7 @@ def test_tables_and_lengths_are_clamped(name, kind, dtype):
 @every_backend
 def test_a_table_of_no_pages(name, monkeypatch):
     """With no pages, the output is 0, for any table and lengths."""
-    monkeypatch.setattr(backend, "check_values", lambda spec, t: None)
+    monkeypatch.setattr(job, "check_values", lambda spec, t: None)
     pool = torch.zeros(0, 4, 2, 16)
     table, lengths = torch.tensor([[3, 0]]), torch.tensor([7])
     given = dict(block_table=table, key_lengths=lengths, cu_q=torch.tensor([0, 5]))

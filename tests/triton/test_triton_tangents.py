@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fastattn.backends import triton as backend
+from fastattn.backends.triton_support import job
 from tests.support.backends import INTERPRETED, every_backend, looked_at, passed
 from tests.support.cases import DTYPES, FEATURE, Dims, build, square
 from tests.support.tangents import complaints, directions, exact, passes
@@ -31,7 +31,7 @@ def wrong(problem, known=True):
 @pytest.mark.parametrize("names", ["plain", "causal+softcap+bias_grad+dropout+gqa"])
 def test_tiles_of_a_gpu(name, names, dim, arch, monkeypatch):
     """At head dim 72 on sm_90, dK and dV have separate launches."""
-    monkeypatch.setattr(backend, "architecture", lambda device: arch)
+    monkeypatch.setattr(job, "architecture", lambda device: arch)
     passed(wrong(build(Dims(1, 1, 1, 70, 140, dim, dim), named(names), DTYPES["float16"])))
 
 

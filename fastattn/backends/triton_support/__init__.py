@@ -1,1 +1,2 @@
-"""What the Triton backends need at launch: tiles, compiled kernels, autotuning, a C compiler."""
+"""What the Triton backends need at launch: arguments, tiles, compiled kernels, autotuning, a C
+compiler."""

@@ -1,0 +1,205 @@
+"""The arguments of a call in the form that kernels take: operands, optional tensors, constants,
+sizes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...call import quantisation
+from ...call.spec import PLACED, AttentionSpec, Feature, Tensors
+from .. import gpu
+from ..base import broadcast_strides
+from . import tile_configs
+from .runtime import kernels
+
+TINY, HUGE = 1e-18, 1e18  # the range of units of scores by which slopes can be divided
+MOST = 1e38  # the bound for a call's real numbers, which float32 can hold
+
+
+def longest(spec: AttentionSpec) -> tuple[int, int]:
+    """M and N; in a packed batch, those of its longest sequence: no more than all sequences have,
+    unless a mask has more."""
+    if spec.packed and spec.mask_shape is None:
+        return min(spec.M, spec.T), spec.N if spec.paged else min(spec.N, spec.S)
+    return spec.M, spec.N
+
+
+def blocks(n: int, size: int) -> int:
+    """How many blocks of `size` cover n."""
+    return -(-n // size)
+
+
+def padded(head_dim: int) -> int:
+    """The columns of a tile: a power of two that tensor cores take."""
+    return max(16, 1 << max(head_dim - 1, 0).bit_length())
+
+
+def tf32() -> bool:
+    """True if the user lets torch compute float32 products in tf32."""
+    return torch.backends.cuda.matmul.fp32_precision == "tf32"
+
+
+def describable(x: Tensor) -> bool:
+    """True if a tensor descriptor can read x: 16-bit, with the address of every row a multiple of
+    16 bytes."""
+    *outer, last = x.stride()
+    return (
+        x.dtype.itemsize == 2
+        and last == 1
+        and outer[-1] > 0
+        and x.numel() > 0
+        and x.data_ptr() % 16 == 0
+        and all(s % 8 == 0 for s in outer)
+    )
+
+
+def operand(x: Tensor | None) -> Any:
+    """An Operand of (B,H,M,D), or of the first of these dimensions."""
+    if x is None:
+        return None
+    strides = x.stride()
+    if len(strides) < 4:
+        strides += (0,) * (4 - len(strides))
+    return kernels().operand((x, *strides))
+
+
+def bits(x: Tensor | None) -> Tensor | None:
+    """8-bit rows viewed as int8, because `tile.widened` decodes float8 itself."""
+    return None if x is None else x.view(torch.int8)
+
+
+def step(page: int) -> int:
+    """The largest power of two that divides a page, 256 at most: kernels divide by it at no cost,
+    and a tile of a size that divides it is inside one page."""
+    return math.gcd(page, 256)
+
+
+def pages(spec: AttentionSpec, table: Tensor | None) -> Any:
+    if table is None:
+        return None
+    room = min(spec.blocks * spec.page, gpu.MAX_LENGTH) if spec.P else 0
+    steps = spec.page // step(spec.page)
+    return kernels().tile.Pages(table.contiguous(), spec.blocks, steps, spec.P, room)
+
+
+def offsets(cu: Tensor | None, total: int) -> Any:
+    return None if cu is None else kernels().score.Offsets(cu.contiguous(), total)
+
+
+def broadcast(x: Tensor) -> Any:
+    """An Operand of whatever broadcasts to (B, H, M, N): strides of 0 where it repeats."""
+    return kernels().tile.Operand(x, *broadcast_strides(x))
+
+
+def extras(spec: AttentionSpec, t: Tensors) -> Any:
+    """The optional tensors, in the dtypes that kernels read."""
+    if not spec.given and t.seed is None:
+        return _no_extras()
+    mask, slopes = t.mask, t.slopes
+    if mask is not None:
+        mask = broadcast(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
+    if slopes is not None:
+        slopes = slopes.to(torch.float32)
+        slopes = operand(slopes if slopes.ndim == 2 else slopes.expand(spec.B, spec.H))
+    return kernels().score.Extras(
+        mask=mask,
+        lengths=None if t.lengths is None else t.lengths.to(torch.int64).contiguous(),
+        slopes=slopes,
+        sinks=None if t.sinks is None else t.sinks.to(torch.float32).contiguous(),
+        seed=t.seed if spec.dropout_p > 0 else None,
+        cu_q=offsets(t.cu_q, spec.T),
+        cu_k=offsets(t.cu_k, spec.S),
+        pages=pages(spec, t.pages),
+        k_scale=operand(t.k_scale),
+        v_scale=operand(t.v_scale),
+        items_again=spec.items_again or None,
+        heads_again=spec.heads_again or None,
+    )
+
+
+def structured(spec: AttentionSpec) -> bool:
+    """True if a mask is looked at for its structure before it is used. Not with row_invariant: the
+    order of keys would depend on the tile."""
+    shape = (1,) * 4 + (spec.mask_shape or ())
+    if shape[-2] == 1 or spec.packed or spec.weights or spec.row_invariant:
+        return False
+    return tile_configs.structured(spec.B * spec.H, shape[-4] * shape[-3], spec.M, spec.N)
+
+
+def scaled(spec: AttentionSpec) -> bool:
+    """True if logits are scores times a positive number. Not with an additive mask, which has the
+    unit of logits."""
+    added = spec.mask_shape is not None and spec.mask_dtype != torch.bool
+    return TINY < (spec.softcap or spec.scale) < HUGE and not added
+
+
+@functools.cache
+def _no_extras():
+    return kernels().score.Extras(None, None, None, None, None)
+
+
+@functools.lru_cache(maxsize=4096)
+def flags(spec: AttentionSpec, tf32: bool, tma: bool):
+    """The features that a call uses, as constants for Triton's compiler."""
+    masked = spec.mask_shape is not None
+    varies = [n > 1 for n in (1,) * 4 + (spec.mask_shape or ())][-4:]
+    return kernels().score.Flags(
+        scaled=scaled(spec),
+        left=spec.left < spec.rows + spec.keys,
+        right=spec.right < spec.rows + spec.keys,
+        bottom_right=spec.bottom_right,
+        place=bool(spec.features & Feature.PLACE),
+        packed=spec.packed,
+        step=step(spec.page) if spec.paged else 0,
+        lengths="lengths" in spec.given,
+        aligned=spec.N % 16 == 0 and (masked or spec.weights),
+        gqa=spec.H != spec.Hk,
+        mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
+        mask_rows=varies[2],
+        block_mask=masked and structured(spec),
+        alibi="slopes" in spec.given,
+        softcap=spec.softcap > 0,
+        sinks="sinks" in spec.given,
+        dropout=spec.dropout_p > 0,
+        fours=spec.at_key % 4 == 0,
+        precision="tf32" if tf32 else "ieee",
+        tma=tma,
+        kept="" if spec.storage is None else quantisation.NAMES[spec.storage],
+        in_order=spec.row_invariant and spec.left < spec.rows + spec.keys,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def scalars(spec: AttentionSpec, together: int) -> tuple[Any, ...]:
+    """The sizes, as score.SIZES lists them, and the Reals."""
+    score = kernels().score
+    M, N = longest(spec)
+    threshold = min(int(spec.dropout_p * 2**32), 2**32 - 1)
+    sizes = dict(
+        B=spec.B,
+        H=spec.H,
+        group=spec.H // max(spec.Hk, 1),
+        M=M,
+        N=N,
+        left=min(spec.left, gpu.MAX_LENGTH),
+        right=min(spec.right, gpu.MAX_LENGTH),
+        threshold=threshold - (threshold >> 31 << 32),
+        together=together,
+        **{name: getattr(spec, name) for name in PLACED},
+    )
+    unit = spec.softcap or spec.scale or 1.0
+    reals = score.Reals(
+        scale=float(spec.scale),
+        unit=unit * score.LOG2E.value,
+        per_unit=1 / unit if scaled(spec) else 1.0,
+        softcap=float(spec.softcap),
+        per_softcap=min(max(2 * score.LOG2E.value * spec.scale / unit, -MOST), MOST),
+        factor=1 / (1 - spec.dropout_p) if spec.dropout_p < 1 else 0.0,
+        share=1 / max(spec.H, 1) if spec.average_heads else 1.0,
+    )
+    return *(sizes[name] for name in score.SIZES), reals

@@ -1,0 +1,380 @@
+"""The passes over one call: which kernels run, on which tiles and grids, and what they write."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...call.spec import AttentionSpec, Tensors
+from ..base import check_values
+from ..gpu import architecture, processors
+from ..native.marshalling import laid
+from ..native_launcher import prepared
+from . import autotune, launch_cache, tile_configs
+from .arguments import (
+    bits,
+    blocks,
+    describable,
+    extras,
+    flags,
+    longest,
+    operand,
+    padded,
+    scalars,
+    tf32,
+)
+from .launch_cache import Launch
+from .runtime import kernels, run, timed
+
+OWNS = dict(forward="rows", dq="rows", dkv="keys", dk="keys", dv="keys")
+LONGEST_FIRST_BYTES = 32 << 20  # keys and values that programs share in the L2 cache
+
+
+class Alike(NamedTuple):
+    """What is derived from a call, and cached for calls of the same kind."""
+
+    arch: int
+    flags: Any
+    tiled: tuple[Any, ...]  # the arguments by which `tile_configs.config` chooses its tiles
+    launches: dict[tuple[Any, ...], Launch]
+
+
+class Job:
+    """One call's arguments in the form that kernels take, and the passes over them. Its device must
+    be the current one."""
+
+    spec: AttentionSpec
+    t: Tensors
+    device: torch.device
+    extras: Any
+    inputs: tuple[Any, ...]
+    key: tuple[Any, ...] | None
+    arch: int
+    flags: Any
+    tiled: tuple[Any, ...]
+    launches: dict[tuple[Any, ...], Launch]
+    normaliser: Tensor
+    of_rows: Tensor
+
+    of_mask = "dmask"  # the pass that makes the mask's gradient
+
+    def __init__(self, spec: AttentionSpec, t: Tensors, dout: Tensor | None = None):
+        check_values(spec, t)
+        self.spec, self.t = spec, t
+        self.M, self.N = longest(spec)
+        self.device = t.q.device
+        self.extras = extras(spec, t)
+        k, v = (x if spec.storage is None else bits(x) for x in (t.k, t.v))
+        self.inputs = operand(t.q), operand(k), operand(v), operand(dout)
+        given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
+        arch, fast = architecture(self.device), tf32()
+        self.key = launch_cache.alike(given, arch, fast)
+        kept = spec.kept.setdefault("launches", {})
+        found = kept.get(self.key) if self.key else None
+        if found is None:
+            found = self.derive(arch, fast, (t.q, t.k, t.v, dout))
+            if self.key:
+                launch_cache.keep(kept, self.key, found)
+        self.arch, self.flags, self.tiled, self.launches = found
+        self.block_masks: dict[tuple[Any, ...], Any] = {}
+        self.sees: Tensor | None = None  # which rows see a score far above finfo.min
+        self.searches = arch and autotune.enabled() and not spec.row_invariant
+
+    def derive(self, arch: int, tf32: bool, inputs: tuple[Any, ...]) -> Alike:
+        spec = self.spec
+        if spec.storage is not None:  # judge k and v by their head dims, as 16-bit rows
+            inputs = inputs[:1] if spec.D % 8 == spec.Dv % 8 == 0 else ()
+        wide = bool(inputs) and all(describable(x) for x in inputs if x is not None)
+        # sm_120 has descriptors, but no wgmma to feed from them: there they spill registers. A
+        # descriptor cannot gather rows of pages.
+        tma = (
+            90 <= arch < 120 and self.t.v is not None and wide and not (spec.paged or spec.storage)
+        )
+        f = flags(spec, tf32, tma)
+        busy = [x for x in tile_configs.FEATURES if getattr(f, x)] + ["given"] * spec.weights
+        if spec.dtype.itemsize == 2:
+            wide_mask = spec.mask_dtype in (torch.float32, torch.float64)
+            # row_invariant: in another call the same rows may be narrow, and need the same tile.
+            busy += ["narrow"] * (not wide or spec.row_invariant) + ["wide mask"] * wide_mask
+        return Alike(arch, f, (arch, spec.dtype.itemsize, max(spec.D, spec.Dv), tuple(busy)), {})
+
+    # ------------------------------------------------------------------------------------ forward
+
+    def splits(self) -> int:
+        """Into how many parts to split the keys of few queries; 0 for the forward kernel."""
+        spec = self.spec
+        if self.M > tile_configs.DECODE_ROWS or spec.row_invariant:
+            return 0
+        seen = min(self.N, self.M + spec.left + spec.right)
+        tile = self.config("decode")
+        of_keys = blocks(seen, tile.BN)
+        if of_keys <= tile_configs.FEW_TILES:
+            return 0
+        programs = spec.B * spec.Hk * blocks(self.grouped, tile.BM)
+        places = processors(self.device) * tile_configs.decoding(self.arch)
+        return tile_configs.splits(programs, of_keys, places)
+
+    @property
+    def grouped(self) -> int:
+        """Rows of a tile in decoding: the queries of every head that shares a key head."""
+        return self.spec.H // self.spec.Hk * self.M
+
+    def forward(self, out: Tensor, normaliser: Tensor) -> None:
+        spec = self.spec
+        self.launch(
+            kernels().forward.forward_kernel,
+            "forward",
+            lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
+            self.inputs[:3],
+            (operand(out), normaliser),
+        )
+
+    def decode(self, out: Tensor, normaliser: Tensor, splits: int) -> None:
+        spec, decode = self.spec, kernels().decode
+        items, M, _ = spec.lies
+        rows = (splits, items, spec.H, M)
+        partial = out.new_empty((*rows, spec.Dv), dtype=torch.float32)
+        partial_m, partial_l = normaliser.new_empty(rows), normaliser.new_empty(rows)
+        parts = partial, partial_m, partial_l
+        self.launch(
+            decode.split_kernel,
+            "decode",
+            lambda c: blocks(self.grouped, c.BM) * spec.B * spec.Hk * splits,
+            self.inputs[:3],
+            parts,
+        )
+        self.launch(
+            decode.combine_kernel,
+            "combine",
+            lambda c: items * spec.H * M,
+            (),
+            (*parts, operand(out), normaliser, splits),
+        )
+
+    def weights(self, weights: Tensor) -> None:
+        spec = self.spec
+        heads = 1 if spec.average_heads else spec.H
+        self.launch(
+            kernels().weights.weights_kernel,
+            "weights",
+            lambda c: blocks(spec.M, c.BM) * blocks(spec.N, c.BN) * spec.B * heads,
+            self.inputs[:2],
+            (self.t.given("normaliser").contiguous(), operand(weights)),
+            AVERAGE=spec.average_heads,
+        )
+
+    # ----------------------------------------------------------------------------------- backward
+
+    def find_delta(self, out: Tensor | None, normaliser: Tensor, dlse: Tensor | None) -> None:
+        """Compute self.normaliser, and self.of_rows, which backward reads for each row: two numbers
+        to subtract from its scores, and delta, to subtract from dP."""
+        spec = self.spec
+        self.normaliser = normaliser.contiguous()
+        items, M, _ = spec.lies
+        PITCH = kernels().score.PITCH.value
+        pitch = (blocks(M, PITCH) + spec.packed) * PITCH
+        self.of_rows = normaliser.new_empty((3, items, spec.H, pitch))
+        if not self.of_rows.numel():
+            return
+        self.launch(
+            kernels().backward.delta_kernel,
+            "delta",
+            lambda c: blocks(pitch, c.BM) * items * spec.H,
+            (),
+            (operand(out), self.inputs[3], operand(dlse), self.normaliser, self.of_rows),
+            F=kernels().score.Flags(scaled=self.flags.scaled, packed=self.flags.packed),
+        )
+        if spec.weights and not spec.constant_lse:
+            self.walk_keys(None, sums=True)
+
+    def walk_keys(self, dq: Tensor | None, sums: bool = False) -> None:
+        spec = self.spec
+        self.launch(
+            kernels().backward.dq_kernel,
+            "dq",
+            lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
+            self.inputs,
+            (self.of_rows, operand(dq)),
+            GIVEN=spec.weights,
+            SUMS=sums,
+        )
+
+    def walk_rows(self, dk: Tensor | None, dv: Tensor | None) -> None:
+        spec = self.spec
+        if dk is not None and dv is not None and tile_configs.apart(*self.tiled[:3]):
+            self.walk_rows(dk, None)
+            self.walk_rows(None, dv)
+            return
+        self.launch(
+            kernels().backward.dkv_kernel,
+            "dkv" if dk is not None and dv is not None else "dv" if dk is None else "dk",
+            lambda c: blocks(self.N, c.BN) * spec.B * spec.Hk,
+            self.inputs,
+            (self.of_rows, operand(dk), operand(dv)),
+            GIVEN=spec.weights,
+        )
+
+    def gradients(self, wants: Sequence[str]) -> dict[str, Tensor]:
+        t, spec = self.t, self.spec
+        wanted = {name: x for name in wants if (x := getattr(t, name)) is not None}
+        like = prepared(spec)
+        laid = [(name, layout) for name, layout in like.gradients if name in wanted and layout]
+        grads = {name: t.q.new_empty_strided(*layout, **like.stored) for name, layout in laid}
+        if not spec.B * spec.H * self.M * self.N:
+            grads = {name: x.zero_() for name, x in grads.items()}
+            if "mask" in wanted:
+                mask = wanted["mask"]
+                grads["mask"] = torch.zeros_like(mask, dtype=spec.stored(mask.dtype))
+        else:
+            if "q" in grads:
+                self.walk_keys(grads["q"])
+            if "k" in grads or "v" in grads:
+                self.walk_rows(grads.get("k"), grads.get("v"))
+            if "mask" in wanted:
+                grads["mask"] = self.mask_gradient(wanted["mask"])
+        if "sinks" in wanted:
+            grads["sinks"] = self.sink_gradient(wanted["sinks"])
+        return grads
+
+    def mask_gradient(self, mask: Tensor) -> Tensor:
+        spec = self.spec
+        shape = (1,) * (4 - mask.ndim) + tuple(mask.shape)
+        c = self.config(self.of_mask)
+        whole = (spec.B, spec.H, blocks(spec.M, c.BM), blocks(spec.N, c.BN))
+        summed = tuple(n == 1 for n in shape)
+        tiles = math.prod(n for n, s in zip(whole, summed) if not s)
+        work = math.prod(n for n, s in zip(whole, summed) if s)
+        splits = min(work, max(1, 2 * processors(self.device) // tiles))
+        partial = mask.new_empty((splits, *shape), dtype=torch.float32)
+        self.walk_mask(partial, tiles * splits, summed)
+        dmask = partial[0] if splits == 1 else partial.sum(0)
+        return dmask.to(spec.stored(mask.dtype)).view(mask.shape)
+
+    def walk_mask(self, partial: Tensor, programs: int, summed: tuple[bool, ...]) -> None:
+        self.launch(
+            kernels().backward.dmask_kernel,
+            self.of_mask,
+            lambda c: programs,
+            self.inputs,
+            (self.of_rows, partial),
+            # One tile from each tensor is not worth a descriptor. The mask is read in any case.
+            F=self.flags._replace(tma=False, block_mask=False),
+            GIVEN=self.spec.weights,
+            SUMMED=summed,
+        )
+
+    def sink_gradient(self, sinks: Tensor) -> Tensor:
+        """dsinks = -sum p_sink delta: a sink is a key with a probability and no value."""
+        p, delta = self.sink_shares(sinks)
+        return -(p * delta).sum((0, 2)).to(self.spec.stored(sinks.dtype))
+
+    def sink_shares(self, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        """The probabilities of sinks (B,H,M), and delta."""
+        wide = sinks.to(torch.float32)[:, None]
+        lse, tail = self.normaliser
+        p = torch.exp(wide - lse - tail).masked_fill(lse == -torch.inf, 0.0)
+        return p, self.of_rows[2, ..., : self.spec.lies[1]]
+
+    # ----------------------------------------------------------------------------------- launching
+
+    @property
+    def together(self) -> int:
+        """How many heads' keys and values the cache holds, for longest-first scheduling."""
+        spec = self.spec
+        if spec.right >= self.M + self.N:
+            return 1
+        size = max(1, self.N * (spec.D + spec.Dv) * spec.dtype.itemsize)
+        heads = max(1, LONGEST_FIRST_BYTES // size) * (spec.H // spec.Hk)
+        return min(heads, spec.B * spec.H)
+
+    def block_mask(self, side: str, c: tile_configs.Config) -> Any:
+        """The BlockMask of a pass with tiles of these sizes that own "rows" or "keys"."""
+        if found := self.block_masks.get((side, c.BM, c.BN)):
+            return found
+        spec, (mask, lengths, *_), of_keys = self.spec, self.extras, side == "keys"
+        items = spec.B if mask.sb or lengths is not None else 1
+        heads = spec.H if mask.sh else 1
+        in_numbers = self.flags.mask == "add"
+        if in_numbers and of_keys and self.sees is None:
+            self.block_mask("rows", c)
+        elif in_numbers and not of_keys:
+            self.sees = self.t.q.new_empty((items * heads, spec.M), dtype=torch.int8)
+        tiles, steps = blocks(spec.M, c.BM), blocks(spec.N, c.BN)
+        if of_keys:
+            tiles, steps = steps, tiles
+        lists = 2 if in_numbers and not of_keys else 1
+        kernel = kernels().block_mask
+        size, programs = kernel.HEADER.value + lists * steps, items * heads * tiles
+        to = self.t.q.new_empty((programs, size), dtype=torch.int32)
+        planes = heads, heads if items > 1 else 0, 1 if heads > 1 else 0
+        found = kernel.BlockMask(to, size, self.sees, *planes)
+        self.launch(
+            kernel.block_mask_kernel,
+            "block_mask",
+            lambda c: programs,
+            (),
+            (found,),
+            tile_configs.reading(c),
+            KEYS=of_keys,
+        )
+        self.block_masks[side, c.BM, c.BN] = found
+        return found
+
+    def config(self, which: str) -> tile_configs.Config:
+        return _tile(tile_configs.config, which, *self.tiled)
+
+    def launch(
+        self,
+        kernel: Any,
+        which: str,
+        programs: Callable[[tile_configs.Config], int],
+        own: tuple[Any, ...],
+        others: tuple[Any, ...],
+        config: tile_configs.Config | None = None,
+        **constexprs: Any,
+    ) -> None:
+        """Run a kernel on a grid of `programs(config)`, with this tile, else with that of its table
+        or of the autotuner.
+
+        own: its first arguments, which are tensors of the call.
+        """
+        spec, args = self.spec, own + others
+        constexprs.setdefault("F", self.flags)
+
+        def attempt(c: tile_configs.Config) -> None:
+            extras = self.extras
+            if side := self.flags.block_mask and OWNS.get(which):
+                extras = extras._replace(block_mask=self.block_mask(side, c))
+            keeps = self.key and not kernel.pre_run_hooks
+            if keeps:
+                key = (kernel.fn, c, *constexprs.values(), laid(others))
+                if again := self.launches.get(key):
+                    return again(args, extras)
+            options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)
+            tile = kernels().score.Tile(
+                c.BM, c.BN, spec.D, spec.Dv, padded(spec.D), padded(spec.Dv)
+            )
+            constants, sizes = constexprs | dict(T=tile), scalars(spec, self.together)
+            grid = (programs(c),)
+            made = run(kernel, grid, *args, *sizes, extras, **constants, **options)
+            if keeps and made is not None:
+                named = tuple(constants[x] for x in kernel.arg_names if x in constants)
+                launch_cache.keep(self.launches, key, Launch(made, *grid, sizes, named))
+
+        config = config or self.config(which)
+        if self.searches:
+            given = [x is not None for x in args]  # with None for some, it is another kernel
+            key = autotune.key(which, spec, self.device, **constexprs, given=given)
+            alternatives = tile_configs.candidates(which, config)
+            config = autotune.best(key, config, alternatives, lambda c: timed(attempt, c))
+        attempt(config)
+
+
+@functools.lru_cache(maxsize=4096)
+def _tile(table: Callable[..., tile_configs.Config], *about: Any) -> tile_configs.Config:
+    return table(*about)

@@ -1,0 +1,64 @@
+"""Triton at run time: whether it can run here, the modules of kernels, a launch, its duration."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from .. import cuda_errors, gpu
+from . import launch_cache, tile_configs
+from .launch_cache import interpreted, version
+
+OLDEST = (3, 6)
+
+
+@functools.cache
+def unavailable() -> str | None:
+    found = version()
+    if found is None:
+        return "Triton is not installed (pip install triton)"
+    if found < OLDEST:
+        return f"Triton {tile_configs.triton_version()} is older than {OLDEST[0]}.{OLDEST[1]}"
+    if interpreted():
+        return None
+    missing = gpu.unavailable()
+    if missing and not torch.cuda.is_available():
+        missing += " (TRITON_INTERPRET=1 runs it on CPU tensors, slowly)"
+    return missing or launch_cache.launcher_unavailable() or None
+
+
+@functools.lru_cache(maxsize=1)
+def kernels() -> SimpleNamespace:
+    """The modules of kernels. The first call imports Triton, which nothing does earlier."""
+    if not interpreted():
+        launch_cache.find_cache()
+    names = ("tile", "score", "block_mask", "forward", "backward", "decode", "weights")
+    names += ("tangent", "jvp", "second")
+    found = {x: importlib.import_module(f"fastattn.kernels.{x}") for x in names}
+    # NamedTuple._make without its check of the length.
+    operand = functools.partial(tuple.__new__, found["tile"].Operand)
+    return SimpleNamespace(**found, operand=operand)
+
+
+def run(kernel: Any, grid: tuple[int], *args: Any, **kwargs: Any) -> Any:
+    """Launch through Triton. Returns the compiled kernel, or None in the interpreter."""
+    if interpreted():
+        return kernel[grid](*args, **kwargs)
+    try:
+        return launch_cache.with_workspace(kernel[grid], *args, **kwargs)
+    except RuntimeError as error:  # from the driver, when it loads or launches a kernel
+        if what := cuda_errors.advice(str(error)):
+            raise RuntimeError(f"Triton failed at {kernel.__name__}: {error}: {what}") from error
+        raise
+
+
+def timed(attempt: Callable[[tile_configs.Config], Any], config: tile_configs.Config) -> float:
+    """Milliseconds that a launch takes."""
+    from triton.testing import do_bench
+
+    return do_bench(lambda: attempt(config), warmup=5, rep=25)

@@ -1,0 +1,174 @@
+"""The harness's files: compared, plotted, and written into pages."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import main
+from bench.benchmarks import (
+    peak_memory,
+)
+from bench.cases import BOTH
+from bench.masks import MASKS
+from bench.measure import machine
+from bench.peers.registry import BASELINE, SUBJECT
+from bench.plots import pictures, plot_readme
+from bench.reporting import comparison, results, results_page
+from fastattn.examples.common import new_figure
+from tests.bench.test_bench_targets import _target
+from tests.support.bench_helpers import case, cells, know_ceilings
+
+pytestmark = pytest.mark.usefixtures("one_thread", "known_ceilings")
+
+
+# --- files -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory) -> dict:
+    """A sweep of three lengths with two lengths of memory."""
+    with pytest.MonkeyPatch.context() as patch:
+        know_ceilings(patch)
+        result = results.start("sweep", "cpu", ("float32",), {})
+    cases = [case(mask, N=n, D=64) for mask in ("full", "causal", "window") for n in (16, 32, 64)]
+    result["cells"] = cells(*cases)
+    size = {"full": 100, "dropout": 1000}
+    result["memory"] = [
+        {"mask": mask, "N": n, "dtype": "float32", "pass": "forward+backward", "peer": peer}
+        | {"extra_bytes": n * size[mask], "error": ""}
+        | peak_memory.SHAPE
+        for mask in size
+        for n in (1024, 2048)
+        for peer in (SUBJECT, BASELINE)
+    ]
+    return json.loads(json.dumps(result))
+
+
+@pytest.fixture
+def files(sweep, tmp_path):
+    """A result, and another in which one cell is half as fast."""
+    slower = copy.deepcopy(sweep)
+    peers = slower["cells"][4]["timings"][0]["peers"]
+    peers[SUBJECT]["median_ms"] *= 2
+    paths = []
+    for name, result in (("a", sweep), ("b", slower)):
+        paths.append(tmp_path / f"{name}.json")
+        paths[-1].write_text(json.dumps(result))
+    return paths
+
+
+def test_compare_finds_a_planted_regression(files, sweep, capsys):
+    assert main(["compare", *map(str, files)]) == 0
+    first = capsys.readouterr().out.splitlines()[1]
+    planted = sweep["cells"][4]
+    assert first.split()[:2] == ["0.50", "1.00"]
+    assert f"{planted['mask']} " in first and f"N{planted['N']} " in first
+    assert first.endswith(f"{planted['pass']}, 1 thread")
+    assert main(["compare", *map(str, files), "--fail-under", "0.9"]) == 1
+    assert "1 under 0.9: FAILED" in capsys.readouterr().out
+    assert main(["compare", *map(str, files), "--fail-under", "0.4"]) == 0
+    assert main(["compare", str(files[0]), str(files[0]), "--fail-under", "0.99"]) == 0
+
+
+def test_compare_takes_a_failed_cell_for_a_regression(files, sweep, capsys):
+    broken = copy.deepcopy(sweep)
+    broken["cells"][0] |= {"status": "failed", "timings": []}
+    files[1].write_text(json.dumps(broken))
+    assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
+    assert "FAILED in the second" in capsys.readouterr().out
+
+
+def test_compare_of_nothing_in_common_is_no_success(files, sweep, capsys):
+    files[1].write_text(json.dumps(sweep | {"cells": []}))
+    assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
+    assert "no timed cell in common" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, reason", [("{}", "got schema None"), ("x", "got no JSON")])
+def test_a_file_of_another_kind_is_refused(text, reason, tmp_path, capsys):
+    path = tmp_path / "old.json"
+    path.write_text(text)
+    assert main(["plot", str(path)]) == 2
+    assert reason in capsys.readouterr().err
+    assert main(["plot", str(tmp_path / "absent.json")]) == 2
+
+
+def test_plot_draws_every_picture(files):
+    pytest.importorskip("matplotlib")
+    assert main(["plot", str(files[0])]) == 0
+    for suffix in pictures.PICTURES:
+        picture = files[0].with_name(f"a{suffix}.png")
+        assert picture.read_bytes().startswith(b"\x89PNG"), suffix
+
+
+def test_the_picture_of_the_readme_has_a_bar_for_each_feature_and_dtype():
+    pytest.importorskip("matplotlib")
+    (path,) = results.FOLDER.glob("amd-zen-4-256-bit-units.json")
+    kept = results.read(path)
+    speed, extra = plot_readme.draw([kept], new_figure).axes
+    assert len(speed.patches) == len(plot_readme.NAMES) * len(BOTH) and len(extra.patches) == 2
+    widths = sorted(bar.get_width() for bar in speed.patches)
+    said = [text.get_text() for text in speed.texts]
+    assert f"{widths[-1]:.1f}×" in said and f"{widths[0]:.1f}×" in said and "torch = 1" in said
+    (alone,) = plot_readme.draw([kept | {"memory": []}], new_figure).axes
+    assert len(alone.patches) == len(speed.patches)
+    rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}
+    assert plot_readme.draw([rest], new_figure) is None
+    older = kept["machine"]["cpu"] | {"number": "33"}
+    other = kept | {"machine": kept["machine"] | {"cpu": older}}
+    *each, extra = plot_readme.draw([rest, kept, other], new_figure).axes
+    titles = [axis.get_title(loc="left") for axis in each]
+    assert titles == ["AMD Zen 4, 256-bit units", "AMD Zen 3, 256-bit units"]
+
+
+def test_a_report_is_written_between_markers(files, tmp_path, sweep):
+    text = "before\n<!-- speed:begin -->\nold\n<!-- speed:end -->\nafter\n"
+    page = tmp_path / "README.md"
+    page.write_text(text)
+    assert main(["report", str(files[0]), "--pages", str(page)]) == 0
+    written = page.read_text()
+    assert written.startswith("before\n<!-- speed:begin -->\n- `a.json`: ")
+    assert written.endswith("<!-- speed:end -->\nafter\n") and "old" not in written
+    assert "| D=64 | machine | full, N=64 | causal, N=64 | window, N=64 |" in written
+    assert re.search(r"\| float32 forward \| [^|]+ \| \d+\.\d\dx, \d+% \|", written)
+    assert main(["report", str(files[0]), "--pages", str(page)]) == 0
+    assert page.read_text() == written  # a second report changes nothing
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no marker", "<!-- speed:begin -->", "<!-- speed:end --><!-- speed:begin -->"],
+)
+def test_a_page_without_its_markers_is_left_alone(text, files, tmp_path, capsys):
+    page = tmp_path / "README.md"
+    page.write_text(text)
+    assert main(["report", str(files[0]), "--pages", str(page)]) == 2
+    assert page.read_text() == text and "expected" in capsys.readouterr().err
+
+
+def test_every_table_has_a_row_for_what_was_measured(sweep):
+    rows = list(results_page.memory([sweep]))
+    assert rows[0] == "| extra MB, forward+backward | fastattn | torch |" and len(rows) == 2 + 4
+    kinds = {name: kind for name, (kind, _) in results_page.TABLES.items()}
+    path = Path("a.json")
+    assert set(results_page.tables({path: sweep})) == {"speed"} and kinds["speed"] == "sweep"
+    assert not results_page.tables({path: sweep | {"kind": "overhead"}})
+    sweep = sweep | {"targets": [_target(True), _target(None) | {"name": "m"}]}
+    head, _, first, second = results_page.targets([sweep])
+    assert head == f"| target | {machine.words(sweep['machine'])} |"
+    assert first == "| n | 2 (aim 1, limit 2.50) met |" and second == "| m | why |"
+    assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
+
+
+def test_a_regression_is_what_torch_did_not_share():
+    """A slowdown that torch shares is the machine's; a faster machine does not hide one of ours."""
+    ratios = {"slower alone": (0.5, 1.0), "slower with torch": (0.5, 0.5), "failed": (0.0, None)}
+    ratios |= {"slower, torch faster": (0.8, 1.5), "no torch": (0.8, None), "faster": (1.2, 0.5)}
+    found = [comparison.Change(ratio, name, torch) for name, (ratio, torch) in ratios.items()]
+    worse = {change.cell for change in comparison.regressions(found, 0.9)}
+    assert worse == {"slower alone", "failed", "slower, torch faster", "no torch"}

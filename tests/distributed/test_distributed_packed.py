@@ -1,0 +1,201 @@
+"""Packed batches over ranks equal those on one rank: every feature and strategy, and gradients."""
+
+import functools
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import fastattn
+from fastattn import distributed
+from tests.distributed.test_distributed import ALONE, MESH, OF_ROWS, divides
+from tests.semantics import test_packed
+from tests.support.argument_shapes import shapes_of
+from tests.support.cases import DTYPES, FEATURE, FEATURES, Dims
+
+# -- packed batches --------------------------------------------------------------------------------
+
+
+PACKED = ("", "bottom_right left_window lengths alibi_batch softcap sinks dropout gqa lse_loss")
+PACKED += ("causal bias_grad sinks wide_values gqa", "head_bias_grad window dropout lse_loss")
+SEQUENCES = ((5, 7), (0, 3), (1, 1), (37, 51), (3, 0), (16, 64), (1, 40), (65, 69), (33, 20))
+PART = ((5, 7), (0, 3), (1, 1), (18, 21), (3, 0), (17, 16))
+PACKED_DIMS = Dims(1, 2, 2, 1, 1, 8, 8)  # the heads of test_packed's batches
+UNPACKED = [x.name for x in FEATURES if x.group in ("queries", "layout", "dout")]
+
+
+def packed_of(names, dtype, sizes):
+    return test_packed.batch([FEATURE[x] for x in names.split()], DTYPES[dtype], sizes)
+
+
+def part_of(x, sizes, group):
+    """This rank's rows: as `shard` cuts them, or by the given sizes."""
+    if sizes is None:
+        return distributed.shard(x, dim=0, group=group)
+    return x.split(sizes)[dist.get_rank(group)]
+
+
+def run_packed(group, names, dtype, sizes, cuts, more):
+    """This rank's part of a packed batch."""
+    batch = packed_of(names, dtype, sizes)
+    rows, keys = (functools.partial(part_of, sizes=x, group=group) for x in cuts)
+    given = batch.given | {x: (rows if x == "q" else keys)(batch.given[x]) for x in "qkv"}
+    own = replace(batch, given=given, dout=rows(batch.dout))
+    own = replace(own, dlse=None if batch.dlse is None else rows(batch.dlse))
+    found = own.run(functools.partial(distributed.attention_packed, group=group, **more))
+    return {name: x.detach() for name, x in found.items()}
+
+
+def over_packed(four, count, names, dtype, sizes=SEQUENCES, cuts=(None, None), **more):
+    """(the batch, the whole call's results)"""
+    found, whole = four.run(count, run_packed, names, dtype, sizes, cuts, more), {}
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    for name in found[0]:
+        each = [x[name] for x in found]
+        if name in ("dmask", "dsinks"):
+            assert all(torch.equal(x, each[0]) for x in each), f"{name} differs between ranks"
+            whole[name] = each[0]
+        else:
+            whole[name] = torch.cat(each)
+    return packed_of(names, dtype, sizes), whole
+
+
+def close(batch, found):
+    right = batch.run()
+    assert found.keys() == right.keys()
+    for name, x in right.items():
+        torch.testing.assert_close(found[name], x, rtol=1e-11, atol=1e-12, msg=name)
+
+
+PACKED_WAYS = (("gather", 1), ("gather", 4), ("gather", MESH), ("ulysses", 2), ("auto", 3))
+
+
+PACKED_SIZES = dict(B=len(PART), H=2, M=18, N=21)
+PACKED_MASKS = shapes_of("mask", PACKED_SIZES)
+
+
+def packed_masked(shape):
+    batch = packed_of("lse_loss", "float64", PART)
+    mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return replace(batch, given=batch.given | {"mask": mask}, wants=(*batch.wants, "mask"))
+
+
+def run_packed_masked(group, strategy):
+    cut = functools.partial(part_of, sizes=None, group=group)
+    attention = functools.partial(distributed.attention_packed, group=group, strategy=strategy)
+    found = []
+    for batch in map(packed_masked, PACKED_MASKS):
+        given = batch.given | {x: cut(batch.given[x]) for x in "qkv"}
+        own = replace(batch, given=given, dout=cut(batch.dout), dlse=cut(batch.dlse))
+        found.append({name: x.detach() for name, x in own.run(attention).items()})
+    return found
+
+
+@pytest.mark.parametrize("strategy, count", [("gather", 3), ("ulysses", 2)], ids=str)
+def test_every_shape_of_a_mask_of_packed_batches(four, strategy, count):
+    found = four.run(count, run_packed_masked, strategy)
+    for x in found:
+        if isinstance(x, Exception):
+            raise x
+    for shape, *each in zip(PACKED_MASKS, *found, strict=True):
+        for name, x in packed_masked(shape).run().items():
+            own = [y[name] for y in each]
+            got = own[0] if name == "dmask" else torch.cat(own)
+            torch.testing.assert_close(got, x, rtol=1e-11, atol=1e-12, msg=f"{shape} {name}")
+
+
+@pytest.mark.parametrize("names", PACKED, ids=lambda x: x.replace(" ", "+") or "plain")
+@pytest.mark.parametrize("strategy, count", PACKED_WAYS, ids=str)
+def test_packed_batches(four, strategy, count, names):
+    close(*over_packed(four, count, names, "float64", strategy=strategy))
+
+
+@pytest.mark.parametrize(
+    "feature, strategy, count",
+    [
+        (x, *way)
+        for x in ALONE
+        for way in (("gather", 3), ("ulysses", 2))
+        if x not in UNPACKED and divides(*way, x, PACKED_DIMS)
+    ],
+)
+def test_packed_features(four, feature, strategy, count):
+    close(*over_packed(four, count, feature, "float64", PART, strategy=strategy))
+
+
+@pytest.mark.parametrize("names", [PACKED[1], PACKED[3]])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("strategy, count", [("gather", 4), ("ulysses", 2)])
+def test_packed_batches_have_the_bits_of_one_rank(four, strategy, count, dtype, names):
+    """For rows and, if ranks divide key heads, for keys too."""
+    given = dict(row_invariant=True)
+    batch, found = over_packed(four, count, names, dtype, strategy=strategy, **given)
+    right = batch.run(**given)
+    for name in (*OF_ROWS, "dk", "dv") if strategy == "ulysses" else OF_ROWS:
+        assert torch.equal(found[name], right[name]), name
+
+
+CUTS = {  # of 161 rows and 255 keys
+    "none at first": ((0, 1, 160), (200, 55, 0)),
+    "none in between": ((80, 0, 81), (0, 255, 0)),
+    "where sequences end": ((5, 2, 154), (7, 0, 248)),
+    "all on the last": ((0, 0, 161), (0, 0, 255)),
+}
+
+
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("names", PACKED[1:3])
+def test_packed_batches_are_cut_anywhere(four, names, cuts):
+    """Ranks without rows or keys take part in the gradients."""
+    close(*over_packed(four, 3, names, "float64", cuts=CUTS[cuts]))
+
+
+@pytest.mark.parametrize(
+    "sizes", [((3, 5),), ((0, 0), (0, 4)), ((1, 2), (1, 1)), ((0, 0),)], ids=str
+)
+def test_packed_batches_of_fewer_rows_than_ranks(four, sizes):
+    close(*over_packed(four, 4, PACKED[2], "float64", sizes))
+
+
+def drop_packed(group, seed):
+    torch.manual_seed(5 if seed == "same" else dist.get_rank(group))
+    x, cu = torch.ones(6, 4, 8), torch.tensor([0, 4, 6 * group.size()])
+    out = distributed.attention_packed(x, x, x, cu, cu, group=group, dropout_p=0.5)
+    return out, torch.rand(()).item()
+
+
+@pytest.mark.parametrize("count", [2, 3])  # ulysses, and gather
+def test_with_no_seed_the_first_rank_draws_of_packed_batches(four, count):
+    whole, cu = torch.ones(6 * count, 4, 8), torch.tensor([0, 4, 6 * count])
+    for seed in ("same", "own"):
+        found = four.run(count, drop_packed, seed)
+        torch.manual_seed(5 if seed == "same" else 0)
+        right = fastattn.attention_packed(whole, whole, whole, cu, cu, dropout_p=0.5)
+        assert torch.equal(torch.cat([out for out, _ in found]), right)
+        assert found[0][1] == torch.rand(()).item()
+
+
+def packed_twice(group, strategy):
+    g = torch.Generator().manual_seed(0)
+    x, moves = (torch.randn(6, 2, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    cu = torch.tensor([0, 4, 6])
+
+    def second(attention, x, moves):
+        x = x.detach().requires_grad_()
+        (grad,) = torch.autograd.grad(attention(x).square().sum(), x, create_graph=True)
+        return torch.autograd.grad((grad * moves).sum(), x)[0]
+
+    ours = functools.partial(distributed.attention_packed, group=group, strategy=strategy)
+    cut = functools.partial(distributed.shard, dim=0, group=group)
+    found = second(lambda x: ours(x, x, x, cu, cu, causal=True), cut(x), cut(moves))
+    whole = fastattn.attention_packed
+    right = second(lambda x: whole(x, x, x, cu, cu, causal=True), x, moves)
+    return float((found - cut(right)).abs().max())
+
+
+@pytest.mark.parametrize("strategy", ["gather", "ulysses"])
+def test_second_derivatives_of_packed_batches(four, strategy):
+    assert max(four.run(2, packed_twice, strategy)) < 1e-13

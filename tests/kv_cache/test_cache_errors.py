@@ -1,0 +1,195 @@
+"""What a KVCache refuses, and that an error changes nothing."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fastattn import KVCache, Place
+from fastattn.kv_cache import block_pool, cache
+from tests.kv_cache.test_cache import DV, HK, B, D, H, Model
+from tests.support.backends import not_interpreted
+from tests.support.cache_model import same, state
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), not_interpreted]
+
+
+x = torch.zeros(B, HK, 2, D)
+WRONG = [
+    (lambda c: c.append(x, x), ValueError, r"v: got \(3, 2, 2, 8\), expected \(B, Hk, n, D\) with"),
+    (lambda c: c.append(x[:2], x), ValueError, "k: got .* B = 3"),
+    (lambda c: c.append(x.double(), x), ValueError, "k: got torch.float64 on cpu, expected"),
+    (lambda c: c.append(3, x), TypeError, "k: got int"),
+    (lambda c: c.append(x, torch.zeros(B, HK, 3, DV)), ValueError, "v: got 3 rows, expected 2"),
+    (
+        lambda c: c.append(x[0].mT, torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
+        ValueError,
+        "k: got .*T, Hk, D",
+    ),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 1, 2, 3])),
+        ValueError,
+        "cu: got .*, expected offsets that begin at 0, never fall, and end at 2",
+    ),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0, 2])),
+        ValueError,
+        r"cu: got \(2,\), expected \(B \+ 1,\) = \(4,\)",
+    ),
+    (lambda c: c.attention(x[:2]), ValueError, r"q: got .*, expected \(B, H, M, D\) with B = 3"),
+    (lambda c: c.evict([1, 0, 0]), ValueError, r"counts: got 1 keys of item 0, .* \[0, 0\]"),
+    (lambda c: c.truncate(-1), ValueError, "lengths: got -1"),
+    (lambda c: c.fork([3]), ValueError, r"items: got \[3\], expected numbers in \[0, 3\)"),
+    (lambda c: c.evict([1, 2]), ValueError, r"counts: got shape \(2,\), expected one number, or"),
+    (lambda c: c.evict([0.5, 0, 0]), TypeError, "counts: got torch.float32, expected whole"),
+    (lambda c: c.free(torch.tensor([True, False, True])), TypeError, "items: got torch.bool"),
+    (lambda c: c.fork([0.7]), TypeError, "items: got torch.float32"),
+    (
+        lambda c: c.append(x[0], torch.zeros(2, HK, DV), torch.tensor([0.0, 1.5, 2, 2])),
+        TypeError,
+        "cu: got torch.float32",
+    ),
+    (lambda c: c.attention(x, key_lengths=c.lengths), TypeError, "key_lengths: got an arg"),
+    (lambda c: c.attention(x, place=Place(row=1)), ValueError, "place: got .*, expected no row"),
+    (lambda c: c.attention(x, max_q=7), TypeError, "max_q: got 7 without cu_q, expected None"),
+    (
+        lambda c: c.attention(x[0].transpose(0, 1), cu_q=torch.tensor([0, 1])),
+        ValueError,
+        r"cu_q: got shape \(2,\), expected \(B \+ 1,\) = \(",
+    ),
+    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=2.5), TypeError, "page_size: got 2.5"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, value_dim=-1), ValueError, "value_dim: got -1"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, dtype=torch.int8), ValueError, "dtype: got torch.int8"),
+    (lambda c: KVCache(1, 2, 8, capacity=0), ValueError, "capacity: got 0, expected 1 or more"),
+    (lambda c: KVCache(1, 2, 8, capacity=4, page_size=0), ValueError, "page_size: got 0"),
+    (
+        lambda c: KVCache(1, 2, 8, capacity=4, storage=torch.int16),
+        ValueError,
+        "storage: got torch.int16, expected None for torch.float32, or one of",
+    ),
+]
+
+
+FULL = [
+    (lambda c: c.append(*zeros(9)), RuntimeError, "is full: got 14 keys of item 0"),
+    (lambda c: c.append(*zeros(3)), RuntimeError, "is full: got . more pages of . keys to find"),
+    (lambda c: c.evict(1), RuntimeError, "is full: got . more pages of . keys to find"),
+]
+REFUSED = [  # raised by torch, or by the checks of attention
+    (lambda c: c.append(zeros(1)[0], zeros(1)[1].to_sparse()), RuntimeError, ""),
+    (lambda c: c.append(torch.zeros(B, HK, 1, D, device="meta"), 1), ValueError, "k: got"),
+    (lambda c: c.append(*zeros(1), cu=3), ValueError, "k: got"),
+    (lambda c: c.append(*(x[:, :, 0] for x in zeros(1)), cu=3), ValueError, "cu: got int"),
+    (lambda c: c.attention(x, mask=torch.zeros(2, 5)), ValueError, "mask"),
+    (lambda c: c.attention(x, sinks=torch.zeros(H + 1)), ValueError, "sinks"),
+    (lambda c: c.attention(x.double()), ValueError, "dtype"),
+    (lambda c: c.attention(x[..., :3]), ValueError, "D"),
+    (lambda c: c.attention(x, window=3.5), Exception, "window"),
+    (lambda c: c.attention(x, what=1), TypeError, "what"),
+]
+
+
+def zeros(n):
+    return torch.zeros(B, HK, n, D), torch.zeros(B, HK, n, DV)
+
+
+def crowded(page_size=4):
+    """A nearly full cache, and a fork that shares its last pages."""
+    model = Model(page_size, capacity=8)
+    model.append([5, 6, 5])
+    return model.cache, model.cache.fork()
+
+
+@pytest.mark.parametrize("call, error, message", WRONG, ids=[message[:24] for *_, message in WRONG])
+def test_what_does_not_fit(call, error, message):
+    with pytest.raises(error, match=message):
+        call(Model(4).cache)
+
+
+@pytest.mark.parametrize("page_size", (4, None))
+def test_an_error_changes_nothing(page_size):
+    """The errors include every `raise` of the cache, which the last line checks."""
+    raised = set()
+    for call, error, _ in WRONG + FULL + REFUSED:
+        both = crowded(page_size)
+        before = [state(x) for x in both]
+        for x in both:
+            with pytest.raises((error, RuntimeError)) as caught:  # or it is full
+                call(x)
+            same(before, [state(x) for x in both])
+            raised |= places(caught.value)
+    assert page_size is None or raised >= everywhere_raised(cache, block_pool)
+
+
+def test_an_error_in_a_cache_that_grows_changes_nothing():
+    for page_size in (4, None):
+        model = Model(page_size, capacity=8, grow=True)
+        model.append([5, 6, 5])
+        for n in (1, 3, 20):  # within the last page, a new one, more capacity
+            k, v = zeros(n)
+            before = [state(model.cache)]
+            with pytest.raises(RuntimeError):
+                model.cache.append(k, v.to_sparse())
+            same(before, [state(model.cache)])
+
+
+class Failing(TorchFunctionMode):
+    """After `calls` calls of torch functions, the next one raises."""
+
+    def __init__(self, calls):
+        self.left = calls
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        self.left -= "grad_enabled" not in function.__name__  # wrappers of a method do not count
+        if self.left < 0:
+            raise MemoryError("no more")
+        return function(*args, **kwargs or {})
+
+
+CHANGES = {
+    "append": lambda c: c.append(*zeros(1)),
+    "new_pages": lambda c: c.append(*zeros(3)),
+    "grow": lambda c: c.append(*zeros(20)),
+    "packed": lambda c: c.append(zeros(1)[0][:, :, 0], zeros(1)[1][:, :, 0], torch.arange(B + 1)),
+    "fork": lambda c: c.fork([0, 2]),
+    "evict": lambda c: c.evict([4, 0, 4] if c.page_size == 4 else c.lengths),
+    "truncate": lambda c: c.truncate([3, 6, 0]),
+    "free": lambda c: c.free([1]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("page_size", (4, None))
+def test_a_change_is_whole_or_none(page_size, name):
+    """Wherever torch runs out of memory. Evictions that move rows are excluded: their new places
+    may hold other rows that move."""
+    for calls in range(1000):
+        cache, fork = crowded(page_size)
+        cache.grow = True
+        before = [state(cache), state(fork)]
+        try:
+            with Failing(calls):
+                made = CHANGES[name](cache)
+            break
+        except MemoryError:
+            pass
+        same(before, [state(cache), state(fork)])
+    assert 3 < calls < 999 and isinstance(made, KVCache) == (name == "fork")
+
+
+def places(error):
+    """The (file, line) pairs in the cache's files of an error's traceback."""
+    found, at = set(), error.__traceback__
+    while at:
+        found.add((at.tb_frame.f_code.co_filename, at.tb_lineno))
+        at = at.tb_next
+    return found
+
+
+def everywhere_raised(*modules):
+    files = [inspect.getsourcefile(x) for x in modules]
+    trees = [(file, ast.parse(Path(file).read_text())) for file in files]
+    return {(f, x.lineno) for f, tree in trees for x in ast.walk(tree) if isinstance(x, ast.Raise)}

@@ -1,0 +1,237 @@
+"""Batches of calls fold into one call; and transforms of packed batches, pages and modules."""
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.autograd.functional as AF
+from torch import nn
+from torch.autograd import forward_ad
+from torch.func import grad, jvp, vmap
+
+import fastattn
+from fastattn.backends import base
+from fastattn.call.spec import INDEX, Feature, Options
+from fastattn.dispatch import functorch, vmap_fold
+from tests.torch_api.test_transforms import ABLE, EVERYTHING, QS, K, Q, U, V, close, rand, verdict
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+FOLDED = {
+    "is_grads_batched": "Backward",
+    "functional.jacobian, vectorized": "Backward",
+    "functional.jacobian, forward mode": "Jvp",
+    "jacfwd": "Jvp",
+    "jacrev": "Backward",
+    "vmap of jvp": "Jvp",
+    "functional.hessian, vectorized": "Second",
+    "vmap of jvp of grad": "Second",
+}
+
+
+@pytest.mark.parametrize("transform", FOLDED)
+def test_batches_are_one_call(transform, monkeypatch):
+    """At most one call per tensor with batched derivatives, not one per direction."""
+    seen = []
+    run = getattr(functorch.run_pass, FOLDED[transform].lower())
+    counted = lambda *args: seen.append(1) or run(*args)  # noqa: E731
+    monkeypatch.setattr(functorch.run_pass, FOLDED[transform].lower(), counted)
+    assert verdict(transform, "reference") == "right"
+    assert 1 <= len(seen) <= 3
+
+
+def mapped(f, at, dropout):
+    """jvp of examples that differ in the tensor `at`, by vmap and by a loop."""
+    given = dict(q=Q, k=K, v=V, mask=rand(2, 3, 4), sinks=rand(2))
+    own = dict(q=QS, k=rand(3, *K.shape), v=rand(3, *V.shape), mask=rand(3, 2, 3, 4))
+    own["sinks"] = rand(3, 2)
+    rest = dict(dropout_p=0.4, seed=3) if dropout else {}
+
+    def one(x, u):
+        def call(x):
+            tensors = given | {at: x}
+            q, k, v = (tensors.pop(name) for name in "qkv")
+            return f(q, k, v, **tensors, **rest)
+
+        return jvp(call, (x,), (u,)), jvp(grad(lambda x: call(x).pow(3).sum()), (x,), (u,))
+
+    moves = own[at].cos()
+    turns = [one(x, u) for x, u in zip(own[at], moves)]
+    stacked = torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *turns)
+    fixed = own[at][0]
+    alone = vmap(lambda u: one(fixed, u))(moves)  # several directions, one value of the tensor
+    return vmap(one)(own[at], moves), stacked, alone, [one(fixed, u) for u in moves]
+
+
+@pytest.mark.parametrize("name", ABLE)
+@pytest.mark.parametrize("dropout", [False, True], ids=["kept", "dropout"])
+@pytest.mark.parametrize("at", ["q", "k", "v", "mask", "sinks"])
+def test_examples_are_what_they_are_alone(name, at, dropout):
+    both, turns, alone, each = mapped(partial(fastattn.attention, backend=name), at, dropout)
+    close(both, turns)
+    close(alone, torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *each))
+    exact = mapped(fastattn.reference.attention, at, dropout)
+    close(both, exact[1])
+
+
+def test_a_backend_that_takes_no_tangents_leaves_them_to_one_that_does(monkeypatch):
+    """Tangents may use another backend than forward, but a backend named explicitly raises."""
+    with pytest.MonkeyPatch.context() as patch:
+        cpu = base.get("cpu")
+        lacks = cpu.support.__class__(
+            **{**vars(cpu.support), "features": cpu.support.features & ~Feature.TANGENTS}
+        )
+        patch.setattr(type(cpu), "support", lacks)
+        base.choose.cache_clear()
+        fastattn.dispatch.operation.forget_plans()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = jvp(lambda q: fastattn.attention(q, K, V, **EVERYTHING), (Q,), (U[0],))
+        with pytest.raises(NotImplementedError, match="cpu: does not support tangents"):
+            jvp(lambda q: fastattn.attention(q, K, V, backend="cpu"), (Q,), (U[0],))
+    base.choose.cache_clear()
+    fastattn.dispatch.operation.forget_plans()
+    exact = jvp(lambda q: fastattn.reference.attention(q, K, V, **EVERYTHING), (Q,), (U[0],))
+    close(found, exact)
+
+
+@pytest.mark.parametrize("function", ["attention", "attention_weights", "attention_jvp"])
+def test_vmap_compiles_whole(function):
+    run = {
+        "attention": lambda q: fastattn.attention(q, K, V),
+        "attention_weights": lambda q: fastattn.attention_weights(q, K),
+        "attention_jvp": lambda q: fastattn.attention_jvp(q, K, V, q.cos(), U[1], None)[1],
+    }[function]
+    torch._dynamo.reset()
+    compiled = torch.compile(vmap(run), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(QS), vmap(run)(QS))
+    if function != "attention_jvp":  # torch refuses its compiled second derivative
+        given = [QS.clone().requires_grad_() for _ in range(2)]
+        grads = [
+            torch.autograd.grad(f(x).sin().sum(), x)[0]
+            for f, x in zip((compiled, vmap(run)), given)
+        ]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("name", ABLE)
+def test_autograds_own_batches_by_what_folds_along_heads(name):
+    sinks = rand(Q.shape[1])
+
+    def of(attention):
+        def loss(s):
+            return attention(Q, K, V, sinks=s).sin().sum()
+
+        forward = dict(vectorize=True, strategy="forward-mode")
+        yield AF.jacobian(lambda s: attention(Q, K, V, sinks=s), sinks, **forward)
+        yield AF.hessian(loss, sinks, vectorize=True, outer_jacobian_strategy="forward-mode")
+
+    for found, exact in zip(
+        of(partial(fastattn.attention, backend=name)), of(fastattn.reference.attention)
+    ):
+        close(found, exact)
+
+
+def test_forward_mode_that_has_no_tangent_here_is_no_reason_to_refuse():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    q = Q.clone().requires_grad_()
+    with forward_ad.dual_level(), FlopCounterMode(display=False):
+        (found,) = torch.autograd.grad(fastattn.attention(q, K, V).sin().sum(), q)
+    (exact,) = torch.autograd.grad(fastattn.attention(q, K, V).sin().sum(), q)
+    torch.testing.assert_close(found, exact)
+
+
+def test_a_constant_has_no_tangent():
+    slopes = torch.ones(2, dtype=torch.float64)
+    with pytest.raises(ValueError, match="alibi_slopes: got a tensor with a tangent"):
+        jvp(lambda x: fastattn.attention(Q, K, V, alibi_slopes=x), (slopes,), (slopes,))
+
+
+def test_packed_sequences_and_pages():
+    cu_q, cu_k = torch.tensor([0, 2, 2, 5]), torch.tensor([0, 4, 5, 6])
+    q, k, v = rand(5, 2, 3), rand(6, 1, 3), rand(6, 1, 2)
+    moves = q.cos(), k.cos(), v.cos()
+
+    def packed(q, k, v):
+        return fastattn.attention_packed(
+            q, k, v, cu_q, cu_k, max_q=3, max_k=4, causal="bottom_right", backend="reference"
+        )
+
+    def one_by_one(q, k, v):
+        found = []
+        for b in range(3):
+            rows, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
+            own = [x.transpose(0, 1)[None] for x in (q[rows], k[keys], v[keys])]
+            found.append(fastattn.reference.attention(*own, causal="bottom_right")[0])
+        return torch.cat(found, 1).transpose(0, 1)
+
+    for way in (
+        lambda f: jvp(f, (q, k, v), moves),
+        lambda f: jvp(grad(lambda *x: f(*x).pow(3).sum(), (0, 1, 2)), (q, k, v), moves),
+        lambda f: grad(lambda *x: grad(lambda *y: f(*y).pow(3).sum())(*x).sin().sum())(q, k, v),
+    ):
+        close(way(packed), way(one_by_one))
+    pages = dict(block_table=torch.zeros(1, 1, dtype=torch.int64), key_lengths=torch.tensor([4]))
+    k, v = k[None, :4], v[None, :4]
+    with pytest.raises(NotImplementedError, match="in pages"):
+        jvp(
+            lambda q: fastattn.attention_packed(
+                q, k, v, torch.tensor([0, 5]), **pages, backend="reference"
+            ),
+            (q,),
+            moves[:1],
+        )
+
+
+def test_a_hessian_vector_product_through_a_converted_encoder():
+    """Hessian-vector products of parameters and inputs, against torch's math path."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    x = rand(2, 4, 8)
+    padding = torch.tensor([[False] * 4, [False, False, True, True]])
+
+    def product():
+        parameters = [p for p in encoder.parameters() if p.requires_grad]
+        out = encoder(x, src_key_padding_mask=padding)
+        grads = torch.autograd.grad(out.pow(3).sum(), parameters, create_graph=True)
+        along = [torch.sin(torch.arange(p.numel()).double()).view_as(p) for p in parameters]
+        return torch.autograd.grad(grads, parameters, along)
+
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        exact = product()
+    fastattn.convert(encoder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of falling back to the reference
+        close(product(), exact)
+
+
+def test_directions_fold_with_what_they_move():
+    """A mask with batched tangents is expanded; if both are batched, both are folded."""
+    t = fastattn.call.spec.Tensors(Q, K, V, mask=rand(2, 1, 4))
+    u, dims = [None] * 3 + [rand(3, 2, 1, 4), None], [None] * 3 + [0, None]
+    fold = vmap_fold.fold_of(3, t, [None] * len(t), Options(), dims)
+    tensors, moves = fold.moving(t, [None] * len(t), u, dims)
+    mask, mask_t = tensors[INDEX["mask"]], moves[3]
+    assert fold.along == "items" and mask.shape == mask_t.shape == (3, 2, 1, 4)
+    assert torch.equal(mask[2], t.mask) and torch.equal(mask_t, u[3])
+
+
+@pytest.mark.parametrize("average", [False, True])
+def test_examples_with_sinks_of_their_own_fold_along_heads(average):
+    """V examples with sinks (H,) become one call with sinks (V H,): sinks belong to heads."""
+    t = fastattn.call.spec.Tensors(Q, K, V, mask=rand(2, 1, 4), sinks=rand(3, 2))
+    dims = [None] * len(t)
+    dims[INDEX["sinks"]] = 0
+    fold = vmap_fold.fold_of(3, t, dims, Options(average_heads=average))
+    if average:  # a mean over heads would mix the examples
+        assert fold is None
+        return
+    folded = fold.tensors(t, dims)
+    assert fold.along == "heads" and folded.q.shape[1] == 6 and folded.k.shape[1] == 3
+    assert folded.mask.shape == (1, 6, 1, 4) and torch.equal(folded.sinks, t.sinks.flatten())
+    o = fold.options(Options(dropout_p=0.5))
+    assert (o.items_again, o.heads_again) == (0, 2)
