@@ -88,7 +88,7 @@ def test_an_unknown_part_is_refused(capsys):
     assert "--parts: got nonsense, expected some of" in capsys.readouterr().err
 
 
-def test_a_build_that_fails_is_a_finding(monkeypatch, capsys):
+def test_a_failed_build_is_reported(monkeypatch, capsys):
     def fail(sanitizers):
         raise builds.Failed("no such compiler")
 
@@ -153,7 +153,7 @@ with guards.moved([x], {place!r}) as (y,):
     "place, offset, dies",
     [("last", 76, True), ("last", 75, False), ("first", -1, True), ("first", 0, False)],
 )
-def test_the_byte_beyond_a_tensor_cannot_be_touched(place, offset, dies):
+def test_the_byte_beyond_a_tensor_is_protected(place, offset, dies):
     text = TOUCH.format(root=str(ROOT), place=place, offset=offset)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert "nothing yet" in done.stdout, done.stderr
@@ -249,7 +249,7 @@ def library(fault, folder):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_noticed(name, tmp_path):
+def test_a_fault_is_detected(name, tmp_path):
     fault = FAULTS[name]
     given = ["--libraries", library(fault, tmp_path), "--case", fault.case]
     for seed in range(1, 6):  # some calls of this kind are too small to show the fault
@@ -261,7 +261,7 @@ def test_a_fault_is_noticed(name, tmp_path):
 
 
 @pytest.mark.parametrize("part", ["address", "threads"])
-def test_without_a_fault_there_is_nothing_to_notice(part, tmp_path):
+def test_the_source_without_faults_passes(part, tmp_path):
     case = f"{part}:dense/61/float32/generic" + "/last" * (part == "address")
     none = Fault(
         "cpu/runtime/library.cpp",

@@ -49,7 +49,7 @@ def without_gpu(code, library):
     return done.stdout
 
 
-def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_what_is_newer(library):
+def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_newer_gpus(library):
     """For every source file. A driver needs a minute to translate a missing one, at a user's first
     call, and in each process if its cache cannot be written."""
     pytest.importorskip("triton", reason="cuobjdump comes with Triton")
@@ -103,7 +103,7 @@ except RuntimeError as error:
 """
 
 
-def test_what_the_driver_says_is_raised(library):
+def test_the_drivers_error_is_raised(library):
     said = without_gpu(["-c", FAILING], library)
     assert re.match(r"the CUDA kernels failed at cudaSetDevice: .+ \(CUDA error \d+;", said), said
 
@@ -128,7 +128,7 @@ def fake_nvcc(folder, version):
     [("off", "FASTATTN_CUDA was off"), ("auto", "no NVIDIA GPU was there"), ("", "no NVIDIA GPU")],
     ids=["off", "auto", "unsaid"],
 )
-def test_where_it_is_not_built_the_reason_is_left(tmp_path, wanted, reason):
+def test_without_a_build_the_reason_is_written(tmp_path, wanted, reason):
     if wanted != "off" and [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]:
         pytest.skip("there is a GPU here")
     assert configure(tmp_path, FASTATTN_CUDA=wanted).returncode == 0
@@ -145,12 +145,12 @@ def test_where_it_is_not_built_the_reason_is_left(tmp_path, wanted, reason):
     ],
     ids=["old", "silent", "unable", "unknown"],
 )
-def test_what_cannot_be_built_is_refused(tmp_path, wanted, version, complaint):
+def test_an_impossible_build_is_refused(tmp_path, wanted, version, complaint):
     done = configure(tmp_path, FASTATTN_CUDA=wanted, CUDACXX=fake_nvcc(tmp_path, version))
     assert done.returncode and complaint in " ".join(done.stderr.split())
 
 
-def test_one_folder_follows_what_is_asked(library, tmp_path):
+def test_one_build_folder_follows_each_setting(library, tmp_path):
     """On, off, on for other architectures, and on again: no setting affects the next."""
 
     def asked(**environment):
@@ -167,14 +167,14 @@ def test_one_folder_follows_what_is_asked(library, tmp_path):
     assert asked(FASTATTN_CUDA="on") == usual
 
 
-def test_the_reason_is_what_the_backend_says(tmp_path):
+def test_the_backend_reports_the_written_reason(tmp_path):
     (tmp_path / "no_cuda.txt").write_text("of a reason")
     missing = tmp_path / "libfastattn_cuda.so"
     found = json.loads(without_gpu(["-m", "fastattn", "--json"], missing))["backends"]["cuda"]
     assert found["reason"] == "the CUDA kernels were not built: of a reason"
 
 
-def test_what_is_no_such_library_is_said(tmp_path):
+def test_a_file_that_is_no_library_is_reported(tmp_path):
     broken = tmp_path / "libfastattn_cuda.so"
     broken.write_bytes(b"no library")
     found = json.loads(without_gpu(["-m", "fastattn", "--json"], broken))["backends"]["cuda"]

@@ -50,7 +50,7 @@ def test_the_report_is_of_every_dtype_and_pass():
         ({"shared": 99 * 1024 + 16}, {}, True),
     ],
 )
-def test_what_is_at_fault(changed, budget, wrong):
+def test_faults_of_a_kernel_are_found(changed, budget, wrong):
     kernel = dataclasses.replace(FITS, **changed)
     allowed = {kernel.arch: {kernel.name: budget}} if budget else {}
     assert bool(ptxas.faults([kernel], allowed)) == wrong

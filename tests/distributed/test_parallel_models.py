@@ -209,7 +209,7 @@ def patched(group, order):
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["patched outside", "patched inside"])
-def test_there_a_patched_function_is_torchs(four, order):
+def test_inside_context_parallel_a_patched_function_is_torchs(four, order):
     """Our function in its place would see only part of the keys."""
     for found in four.run(2, patched, order):
         assert found == [(tensor.Shard(2),)]

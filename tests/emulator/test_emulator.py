@@ -23,11 +23,11 @@ from tests.support.misuses import RIGHT, WRONG, check_right, check_wrong
 pytestmark = needs_emulator
 SOURCES = (probe.SOURCE, *misuses.SOURCES, test_emulator_banks.SOURCE)
 OTHER_CHECKS = (
-    test_emulator_misuse.test_registers_that_nobody_wrote_have_all_bits_set,
-    test_emulator_misuse.test_stores_of_one_value_are_a_race_unless_told,
+    test_emulator_misuse.test_unwritten_registers_have_all_bits_set,
+    test_emulator_misuse.test_stores_of_one_value_race_unless_allowed,
     test_emulator_misuse.test_blocks_run_in_any_order,
     test_emulator_misuse.test_the_first_finding_is_kept,
-    test_emulator_misuse.test_what_is_in_flight_is_nan,
+    test_emulator_misuse.test_copies_in_flight_read_as_nan,
     test_emulator_banks.test_conflicts_are_counted,
     test_emulator_banks.test_the_swizzle_is_free_of_conflicts,
 )
@@ -187,7 +187,7 @@ def test_the_worst_rounding_is_within_its_bounds(emulator, name):
     check(emulator, name, pessimistic=True)
 
 
-def test_every_instruction_that_gives_something_is_probed():
+def test_every_instruction_with_a_result_is_probed():
     """Instructions that only synchronise have a Site parameter instead."""
     wrappers = re.findall(r"FA_DEVICE \w+ (\w+)\((\w+)", probe.INSTRUCTIONS.read_text())
     probed = re.findall(r"ptx::(\w+)", probe.SOURCE.read_text())
@@ -402,7 +402,7 @@ def faults():
 
 
 @pytest.mark.parametrize("part, old, new", faults().values(), ids=faults())
-def test_a_fault_of_the_emulator_is_noticed(part, old, new, tmp_path):
+def test_a_fault_of_the_emulator_is_detected(part, old, new, tmp_path):
     faulty = Emulator(*SOURCES, parts=altered(part, old, new, tmp_path))
     checks = [lambda x=x: check(faulty, x) for x in probe.CASES]
     checks += [lambda: check(faulty, "copy16", lazy=False)]

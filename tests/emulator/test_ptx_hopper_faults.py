@@ -174,7 +174,7 @@ def checks(emulator):
     """Tests of each kind, the quickest first."""
     one = hopper.made(emulator)
     for count, way in hopper.MATRICES:
-        yield partial(hopper.test_matrices_go_as_the_layouts_say, one, count, way)
+        yield partial(hopper.test_matrices_are_stored_in_cutlass_layouts, one, count, way)
     yield partial(hopper.test_one_lane_is_elected, one)
     yield partial(hopper.test_phases_of_an_mbarrier, one)
     for name in (x for x in hopper.RIGHT if x.startswith("rounds")):
@@ -185,9 +185,9 @@ def checks(emulator):
         yield partial(hopper.test_swizzled_boxes, one, swizzle, 2)
     two = misuse.made(emulator)
     for name in misuse.RIGHT:
-        yield partial(misuse.test_products_that_are_right, two, name)
+        yield partial(misuse.test_correct_products_pass, two, name)
     for name in misuse.SEVERAL:
-        yield partial(misuse.test_boxes_that_are_right, two, name)
+        yield partial(misuse.test_correct_boxes_pass, two, name)
     for name in misuse.IN_FLIGHT:
         yield partial(misuse.test_an_accumulator_in_flight_is_nan, two, name)
     for name in misuse.WRONG:
@@ -201,15 +201,15 @@ def checks(emulator):
         for kind in products.KINDS:
             yield partial(products.test_products, three, kind, spans)
     for kind in products.OTHERS:
-        yield partial(products.test_signs_and_whether_to_add, three, kind)
+        yield partial(products.test_signs_and_accumulation, three, kind)
     for schedule in SCHEDULES:
         yield partial(products.test_two_warpgroups, three, products.KINDS[1], schedule)
 
 
 @pytest.mark.parametrize("part, old, new", [x[1:] for x in FAULTS], ids=[x[0] for x in FAULTS])
-def test_a_fault_is_noticed(part, old, new, tmp_path):
+def test_a_fault_is_detected(part, old, new, tmp_path):
     assert noticed(checks(Emulator(parts=altered(part, old, new, tmp_path)))), "no check noticed"
 
 
-def test_without_a_fault_nothing_is_noticed():
+def test_without_a_fault_nothing_is_detected():
     assert not noticed(checks(Emulator()))

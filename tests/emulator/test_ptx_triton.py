@@ -303,7 +303,7 @@ def without_each(driver, problem, backward, chosen):
 
 
 @on(80)
-def test_a_barrier_deleted_is_noticed(compiled, small):
+def test_a_deleted_barrier_is_detected(compiled, small):
     """Triton also emits barriers that this call does not need, before it reuses memory."""
     problem = build(square(1, 1, 100, 40), (), DTYPES["bfloat16"])
     sites, noticed = without_each(compiled, problem, False, "bar.sync")
@@ -317,7 +317,7 @@ HOPPER += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "tensormap.replace
 
 
 @on(90)
-def test_everything_that_orders_the_forward_is_needed(compiled, small):
+def test_every_ordering_instruction_of_the_forward_is_needed(compiled, small):
     problem = build(square(1, 1, 280, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
     sites, noticed = without_each(compiled, problem, False, HOPPER)
     assert {x for x in HOPPER if not any(y.startswith(x) for y in sites)} == set()
@@ -325,7 +325,7 @@ def test_everything_that_orders_the_forward_is_needed(compiled, small):
 
 
 @on(90)
-def test_what_orders_the_backward_is_needed(compiled, small):
+def test_every_ordering_instruction_of_the_backward_is_needed(compiled, small):
     """Except for waits and fences between two products that are both used only after the second."""
     problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
     sites, noticed = without_each(compiled, problem, True, HOPPER)

@@ -197,7 +197,7 @@ def test_float64_falls_back(monkeypatch):
 
 
 @on_every_backend
-def test_a_backend_asked_for_by_name_says_why_not(name):
+def test_a_backend_chosen_by_name_raises_its_reason(name):
     for tensors, reason in (
         (inputs(dim=277), "head dim 277 is over 256"),
         (inputs(torch.float64), "no kernel for torch.float64"),

@@ -142,7 +142,7 @@ def test_keys_that_count_and_pages():
     torch.testing.assert_close(found[:2], expected[:2])
 
 
-def test_what_cannot_be_honoured_is_named():
+def test_unsupported_arguments_are_named():
     q, k, v = drawn((9, H, D), (13, HK, D), (13, HK, D))
     where = *(torch.tensor(x) for x in ([0, 9], [0, 13])), 9, 13
     options = passed(OPTIONS["dropout"])
@@ -179,7 +179,7 @@ def test_signatures(name):
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="the real one is")
-def test_they_are_where_flash_attn_has_them():
+def test_names_have_the_modules_of_flash_attn():
     fa.install()
     try:
         package = importlib.import_module("flash_attn")

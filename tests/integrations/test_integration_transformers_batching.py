@@ -158,7 +158,7 @@ def test_the_old_spelling(calls):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
-def test_steps_read_pages_where_all_layers_are_full(name, calls):
+def test_steps_read_pages_if_all_layers_use_full_attention(name, calls):
     """Layers with a window keep keys in a ring, for which transformers has no block table."""
     together(made(FAMILY[name]), "fastattn")
     steps = [x for x in calls if x.get("max_q") == 1]
@@ -240,7 +240,7 @@ def manager(model, **changes):
     ).continuous_batching_config
 
 
-def test_it_is_not_switched_away(registered, monkeypatch):
+def test_the_implementation_stays_selected(registered, monkeypatch):
     """Flash attention does not replace "fastattn", and other implementations behave as before."""
     for version in (2, 3):
         monkeypatch.setattr(
@@ -314,7 +314,7 @@ def test_every_argument():
             torch.testing.assert_close(part, oracle(x, y, z, **told).transpose(1, 2))
 
 
-def test_what_cannot_be_is_named():
+def test_impossible_arguments_are_named():
     q = k = torch.randn(1, 2, 3, 8)
     with pytest.raises(
         NotImplementedError, match=r"^cache: got object, expected transformers' Pag"

@@ -230,17 +230,17 @@ no scale is too large: cpu/runtime/library.cpp: float32: scale
 
 
 def without_planes(dtype, band="causal", shape="100 rows"):
-    planes.test_a_row_without_planes_is_of_the_vector_kernels(MODEL, dtype, "nan", band, shape)
+    planes.test_a_row_without_bf16_split_runs_on_vector_kernels(MODEL, dtype, "nan", band, shape)
 
 
 def large_values(dtype):
     for name in "qkv":
-        planes.test_the_first_values_without_planes(MODEL, planes.LARGEST, name, "100 rows")
+        planes.test_the_first_values_without_bf16_split(MODEL, planes.LARGEST, name, "100 rows")
 
 
 def far_scores(dtype, m):
     for name in "qkv":
-        planes.test_a_neighbour_without_planes_changes_no_score(MODEL, 1e4, m, name, 1e-31)
+        planes.test_a_neighbour_without_bf16_split_changes_no_score(MODEL, 1e4, m, name, 1e-31)
 
 
 def long_gradients(dtype):
@@ -256,15 +256,15 @@ def long_keys_of_few_rows(dtype):
 
 
 def large_scale(dtype):
-    planes.test_a_scale_that_shows_tiny_products_is_of_the_vector_kernels(MODEL, 127, True)
+    planes.test_a_scale_that_makes_tiny_products_visible_runs_on_vector_kernels(MODEL, 127, True)
 
 
 def unseen(dtype, how="mask"):
-    planes.test_a_key_that_no_row_sees_changes_no_bit(MODEL, how, "70 rows", dtype)
+    planes.test_a_key_hidden_from_all_rows_changes_no_bit(MODEL, how, "70 rows", dtype)
 
 
 def featured(name):
-    return lambda dtype: planes.test_features_where_keys_have_no_planes(MODEL, name)
+    return lambda dtype: planes.test_features_where_keys_have_no_bf16_split(MODEL, name)
 
 
 def rising(dtype):
@@ -282,7 +282,7 @@ JUDGES = {
     "long keys of few rows": long_keys_of_few_rows,
     "long gradients": long_gradients,
     "rising": rising,
-    "lse": lambda dtype: planes.test_an_lse_is_a_float32_whatever_q_is(MODEL, 100, dtype),
+    "lse": lambda dtype: planes.test_lse_is_float32_for_every_dtype_of_q(MODEL, 100, dtype),
     "a tiny query": tiny_query,
     "rows without planes": without_planes,
     "few rows without planes": partial(without_planes, band="full", shape="12 rows of 8 heads"),
@@ -291,14 +291,14 @@ JUDGES = {
     ),
     "far scores": partial(far_scores, m=64),
     "far scores of few rows": partial(far_scores, m=12),
-    "what is theirs": lambda dtype: planes.test_rows_on_vectors_see_what_is_theirs(MODEL),
-    "behind a window": lambda dtype: planes.test_nothing_comes_from_behind_a_window(MODEL),
+    "what is theirs": lambda dtype: planes.test_rows_on_vector_kernels_see_their_own_keys(MODEL),
+    "behind a window": lambda dtype: planes.test_nan_keys_outside_a_window_change_nothing(MODEL),
     "large values": large_values,
     "unseen keys": unseen,
     "unseen keys in a window": partial(unseen, how="mask in a window"),
     "keys without planes": featured("plain"),
     "keys without planes, dropout": featured("dropout"),
-    "small dS": lambda dtype: planes.test_small_gradients_of_scores_leave_the_tiles(MODEL),
+    "small dS": lambda dtype: planes.test_small_gradients_of_scores_run_on_vector_kernels(MODEL),
     "tiles in use": lambda dtype: planes.test_the_tiles_are_in_use(MODEL, dtype, 70, 64),
     "choice": lambda dtype: planes.test_float32_can_be_left_to_the_vector_kernels(MODEL),
     "scale": large_scale,
@@ -378,7 +378,7 @@ def kernels_of(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("what", FAULT)
-def test_a_fault_of_planes_is_noticed(what, kernels_of):
+def test_a_fault_of_bf16_splits_is_detected(what, kernels_of):
     fault = FAULT[what]
     kernels_of(fault.dtype, fault.file, fault.old, fault.new)
     try:
@@ -389,7 +389,7 @@ def test_a_fault_of_planes_is_noticed(what, kernels_of):
 
 
 @pytest.mark.parametrize("dtype", PLANES)
-def test_without_a_fault_of_planes_there_is_nothing_to_notice(dtype, kernels_of):
+def test_the_source_without_faults_of_bf16_splits_passes(dtype, kernels_of):
     kernels_of(dtype)
     for name in sorted({fault.seen_by for fault in FAULT.values() if fault.dtype == dtype}):
         judge(name, dtype)

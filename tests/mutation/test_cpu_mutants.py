@@ -746,24 +746,24 @@ def noticed(what, kernels_of, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("what", [x for x in FAULT if not is_tiled(x)])
-def test_a_fault_is_noticed(what, kernels_of):
+def test_a_fault_is_detected(what, kernels_of):
     noticed(what, kernels_of)
 
 
 @needs_model
 @pytest.mark.parametrize("what", [x for x in FAULT if is_tiled(x)])
-def test_a_fault_on_tiles_is_noticed(what, kernels_of):
+def test_a_fault_on_tiles_is_detected(what, kernels_of):
     noticed(what, kernels_of, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_without_a_fault_there_is_nothing_to_notice(name):
+def test_the_source_without_faults_passes(name):
     assert not list(complaints(name))
 
 
 @needs_model
 @pytest.mark.parametrize("name", sorted({FAULT[x].seen_by for x in filter(is_tiled, FAULT)}))
-def test_without_a_fault_on_tiles_there_is_nothing_to_notice(name):
+def test_the_source_without_faults_on_tiles_passes(name):
     with variant("amx_model"):
         assert not list(complaints(name, torch.bfloat16))
 

@@ -181,12 +181,12 @@ def noticed(features):
 
 
 @pytest.mark.parametrize("fault", FAULT, ids=lambda x: x[0])
-def test_a_fault_is_noticed(fault, kernels_of):  # noqa: F811
+def test_a_fault_is_detected(fault, kernels_of):  # noqa: F811
     _, file, features = fault
     kernels_of(file, *FAULT[fault])
     assert noticed(features), f"{features} did not notice"
 
 
 @pytest.mark.parametrize("features", sorted({x[2] for x in FAULT}))
-def test_without_a_fault_there_is_nothing_to_notice(features):
+def test_the_source_without_faults_passes(features):
     assert not noticed(features)

@@ -695,7 +695,7 @@ def kernels_in():
 
 @every_backend
 @pytest.mark.parametrize("what", FAULT)
-def test_a_fault_is_noticed(name, what, kernels_in, tmp_path):
+def test_a_fault_is_detected(name, what, kernels_in, tmp_path):
     fault = FAULT[what]
     folder = tmp_path / "kernels"
     shutil.copytree(SOURCE, folder)
@@ -708,7 +708,7 @@ def test_a_fault_is_noticed(name, what, kernels_in, tmp_path):
 
 
 @every_backend
-def test_the_gradient_of_sinks_without_the_tail_is_noticed(name, monkeypatch):
+def test_the_gradient_of_sinks_without_the_tail_is_detected(name, monkeypatch):
     """This gradient is computed outside the kernels, so its fault is not in the table."""
     right = backend.Job.sink_gradient
 
@@ -723,7 +723,7 @@ def test_the_gradient_of_sinks_without_the_tail_is_noticed(name, monkeypatch):
 
 @every_backend
 @pytest.mark.parametrize("names", sorted({x for f in FAULT.values() for x in f.seen_by}))
-def test_without_a_fault_there_is_nothing_to_notice(name, names, kernels_in, tmp_path):
+def test_the_source_without_faults_passes(name, names, kernels_in, tmp_path):
     shutil.copytree(SOURCE, tmp_path / "kernels")
     kernels_in(tmp_path / "kernels")
     assert not notices(names)

@@ -177,5 +177,5 @@ def test_a_broken_library_is_a_reason(name, cuda, said):
     assert reason.startswith(prefix) and expected in reason, reason
 
 
-def test_a_whole_library_has_nothing_amiss(whole):
+def test_an_intact_library_passes(whole):
     assert elf.why_broken(whole) is None and elf.why_broken(TORCH) is None

@@ -48,7 +48,7 @@ def problem():
     return build(square(1, 2, 40, 32), (), torch.bfloat16)
 
 
-def test_a_code_and_the_drivers_words_for_it_have_one_advice():
+def test_an_error_code_and_its_text_get_the_same_advice():
     for code, words in {
         2: "out of memory",
         35: "CUDA driver version is insufficient for CUDA runtime version",
@@ -89,7 +89,7 @@ def test_an_older_driver_is_a_reason_emulated(emulated_gpu):
 
 @needs_emulator
 @pytest.mark.parametrize("cache", ["kept", "nowhere", "off"])
-def test_what_the_driver_has_to_translate_is_told_emulated(
+def test_a_warning_if_the_driver_has_to_translate_ptx_emulated(
     cache, emulated_gpu, monkeypatch, tmp_path
 ):
     """Once; the warning says if every process has to, because the cache cannot be written."""
@@ -107,7 +107,7 @@ def test_what_the_driver_has_to_translate_is_told_emulated(
 
 @needs_emulator
 @pytest.mark.parametrize("code", ADVICE)
-def test_what_a_launch_meets_is_told_with_what_to_do_emulated(code, problem):
+def test_a_launch_error_says_how_to_fix_it_emulated(code, problem):
     """The next call is right."""
     runtime = Runtime()
     with launching(runtime):
@@ -162,7 +162,7 @@ def triton_call():
     ],
     ids=["memory", "driver", "capture"],
 )
-def test_what_triton_meets_is_told_with_what_to_do_stubbed(words, code):
+def test_a_triton_error_says_how_to_fix_it_stubbed(words, code):
     """The next call launches its kernels."""
     call = triton_call()
     with stub.stubbed(80) as made:

@@ -85,7 +85,7 @@ def test_backends_do_not_know_each_other(name):
     assert all(name.startswith(f"{x}_") for x in others), f"{name} imports {others}"
 
 
-def test_only_its_backend_knows_the_oracle():
+def test_only_its_backend_imports_the_oracle():
     know = {name for name, others in GRAPH.edges().items() if "reference" in others}
     assert know <= KNOW_THE_ORACLE, f"{know - KNOW_THE_ORACLE} import the oracle"
 

@@ -60,7 +60,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_nothing_is_said_where_nothing_is_lacking(machine):
+def test_no_message_if_nothing_is_missing(machine):
     for name in NAMES:
         machine.has(name, floors()[name])
     assert machine.preflight("--as-is") == (0, "")
@@ -86,7 +86,7 @@ def test_a_package_that_is_missing_stops_it_too(machine):
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "2.9"])
-def test_what_a_part_alone_needs_is_told_and_stops_nothing(version, machine):
+def test_an_outdated_optional_dependency_only_warns(version, machine):
     machine.has("triton", version)
     status, said = machine.preflight("--as-is")
     assert status == 0
@@ -102,7 +102,7 @@ def test_versions_are_compared_by_their_numbers(version, machine):
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_beside_a_gpu_triton_wants_the_headers_of_python(gpu, machine):
+def test_triton_with_a_gpu_needs_the_headers_of_python(gpu, machine):
     """Only a warning: the CUDA C++ kernels do not need Python.h."""
     machine.has_program("nvidia-smi", "GPU 0: NVIDIA H100 (UUID: GPU-0)" * gpu, 0 if gpu else 9)
     status, said = machine.preflight(hidden=True)

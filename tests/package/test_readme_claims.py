@@ -27,7 +27,7 @@ def rows(page: Path, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_readme_is_read_in_one_sitting():
+def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 120
 
 
@@ -56,7 +56,7 @@ def test_every_environment_variable_has_its_row():
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     for link in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link
 

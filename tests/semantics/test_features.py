@@ -107,7 +107,7 @@ def test_triples_of_features(name, dtype, features):
 @not_interpreted
 @every_backend
 @pytest.mark.parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)))
-def test_slices(name, which, dtype):
+def test_edge_cases(name, which, dtype):
     """Sizes that the other cases do not have."""
     run_all(name, edge_cases.problems(which, DTYPES[dtype]))
 
@@ -125,7 +125,7 @@ PROBED += [
 
 @every_backend
 @pytest.mark.parametrize("features, dtype", thinned(PROBED, DECLARED), ids=name_of)
-def test_no_key_leaks(name, dtype, features):
+def test_hidden_keys_do_not_change_results(name, dtype, features):
     sizes = (square(1, 2, 13, 8), square(2, 2, 131, 16))
     dims = small(sizes, (square(1, 2, 13, 8), square(1, 1, 70, 16)))
     run_all(name, [negative_logits(build(x, features, DTYPES[dtype])) for x in dims])

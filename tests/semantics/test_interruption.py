@@ -98,5 +98,5 @@ def test_no_memory_is_a_memory_error():
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_an_interrupted_process_goes_on(threads, backward):
+def test_an_interrupted_process_continues(threads, backward):
     assert told(INTERRUPTED, THREADS=threads, BACKWARD=backward) == "interrupted"

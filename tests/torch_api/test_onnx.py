@@ -184,7 +184,7 @@ def test_dropout_is_refused_with_a_sentence(exporter):
 
 
 @exporters
-def test_packed_batches_are_refused_with_a_sentence(exporter):
+def test_packed_batches_are_refused_with_a_message(exporter):
     given = {name: torch.randn(N, H, D) for name in "qkv"} | {"cu": torch.tensor([0, 3, N])}
     said = sentence_of(exporter, Packed(), given)
     assert "cu_q: got a packed batch" in said and "key_lengths" in said
