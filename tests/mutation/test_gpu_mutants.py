@@ -27,33 +27,33 @@ def faults_of(kind):
     return pytest.mark.parametrize("title", cases)
 
 
-def noticed(title):
+def detected(title):
     fault = table.every()[title]
     found = notice.notices(fault)
     if fault.survives:
-        assert not found, f"{title}: it is said to survive ({fault.survives}), but: {found}"
+        assert not found, f"{title}: expected no complaint ({fault.survives}), got {found}"
     else:
-        assert found, f"{title}: {fault.seen_by} did not notice"
+        assert found, f"{title}: {fault.seen_by} did not detect it"
 
 
 @faults_of("kernels")
 def test_a_fault_of_a_kernel_is_detected(title):
-    noticed(title)
+    detected(title)
 
 
 @faults_of("assembly")
 def test_a_fault_of_the_assembly_is_detected(title):
-    noticed(title)
+    detected(title)
 
 
 @faults_of("launch")
 def test_a_fault_of_the_launch_path_is_detected(title):
-    noticed(title)
+    detected(title)
 
 
 @faults_of("compiled")
 def test_a_fault_of_a_compiled_kernel_is_detected(title):
-    noticed(title)
+    detected(title)
 
 
 SLICES = sorted({x.seen_by for x in table.every().values()})
