@@ -66,7 +66,7 @@ def compiled(every: Iterable[Case], workers: int = 2) -> Iterator[Compiled]:
         for case in every:
             if case in waiting:
                 waiting[case]()
-            yield _kept(case)
+            yield _cached(case)
 
 
 def _make(compiler: Callable[[list[Case]], list[Compiled]], cases: list[Case]) -> None:
@@ -94,8 +94,8 @@ def _sources(compiler: str) -> str:
         ),
     }
     found = hashlib.sha256(f"{FORMAT} {version(compiler)}".encode())
-    asked = Path(ledger_compilers.__file__)
-    for path in (asked, *sorted(x for y in folders[compiler] for x in ROOT.glob(y))):
+    compilers_file = Path(ledger_compilers.__file__)
+    for path in (compilers_file, *sorted(x for y in folders[compiler] for x in ROOT.glob(y))):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
@@ -115,6 +115,6 @@ def _keep(found: Compiled) -> None:
     part.replace(path)
 
 
-def _kept(case: Case) -> Compiled:
+def _cached(case: Case) -> Compiled:
     case_fields, *rest = json.loads(gzip.decompress(_path(case).read_bytes()))
     return Compiled(Case(*case_fields), *rest)

@@ -13,7 +13,7 @@ from .ledger_model import Loop
 
 PEERS = Path(__file__).resolve().parent / "ledger_peers.json"
 PARTS = dict.fromkeys(("dqkv", "dq", "dkv", "dk", "dv"), "backward")
-KEPT = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branch", "spill")
+LIMITED = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branch", "spill")
 
 
 class Row(NamedTuple):
@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
     def counts(self) -> dict[str, int]:
         """The counts that the budget limits."""
-        kept = {name: self.main.counts.get(name, 0) for name in KEPT}
-        return kept | {"masked": self.masked.counts["instructions"]}
+        limited = {name: self.main.counts.get(name, 0) for name in LIMITED}
+        return limited | {"masked": self.masked.counts["instructions"]}
 
 
 COUNTS = (
@@ -115,7 +115,7 @@ def peak(record: dict[str, Any], arch: int) -> float:
     return 100 * needed / ledger_model.CHIPS[arch].tensor / record["bound"]
 
 
-def beside(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
+def comparison_table(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
     columns = ("instr", "int+mov", "LDSM", *UNITS, "bound", "peak")
     lines = [f"{'pass':10}{'D':>4} {'':7}" + "".join(f"{x:>9}" for x in columns) + "  tile"]
     for x in records:
@@ -129,8 +129,8 @@ def beside(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
 def report(rows: Sequence[Row], arch: int, versions: dict[str, str]) -> str:
     """The report of one architecture."""
     chip = ledger_model.CHIPS[arch]
-    mine = [row for row in rows if row.case.arch == arch]
-    used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in mine))
+    of_arch = [row for row in rows if row.case.arch == arch]
+    used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in of_arch))
     peers = json.loads(PEERS.read_text())["versions"]
     lines = [
         f"# sm_{arch} ({chip.name}), {used}: python -m bench ledger. Per 64 x 64 scores of the "
@@ -138,9 +138,9 @@ def report(rows: Sequence[Row], arch: int, versions: dict[str, str]) -> str:
         "# bench/static_gpu/ledger_model.py says what is counted and what the bound leaves out. "
         + "; ".join(f"{x}: {y}" for x, y in peers.items()),
         *(["# What FA3 copies to shared memory is not in its figures."] if arch == 90 else []),
-        *beside(compared(mine, arch), arch),
+        *comparison_table(compared(of_arch, arch), arch),
         "",
         head(),
-        *map(line, mine),
+        *map(line, of_arch),
     ]
     return "\n".join(x.rstrip() for x in lines) + "\n"

@@ -73,11 +73,11 @@ def count(kernel: Compiled) -> Row:
 
 def chosen(options: Any) -> list[Case]:
     """The cases that the options select."""
-    wanted = [options.compilers, options.archs, options.passes, options.dims, options.features]
+    selection = [options.compilers, options.archs, options.passes, options.dims, options.features]
     found = [
         case
         for case in cases()
-        if all(not x or getattr(case, y) in x for x, y in zip(wanted, Case._fields, strict=True))
+        if all(not x or getattr(case, y) in x for x, y in zip(selection, Case._fields, strict=True))
     ]
     if not found:
         raise ValueError("no kernel is left by these options together")
@@ -147,11 +147,11 @@ def accept(rows: Iterable[Row], versions: dict[str, str]) -> None:
 
 
 def run(options: Any) -> int:
-    every, versions, whole = chosen(options), {}, chosen(options) == list(cases())
+    every, versions, complete = chosen(options), {}, chosen(options) == list(cases())
     for compiler in dict.fromkeys(case.compiler for case in every):
         if reason := ledger_code.unavailable(compiler):
             print(f"not counted, {compiler}: {reason}")
-            every, whole = [x for x in every if x.compiler != compiler], False
+            every, complete = [x for x in every if x.compiler != compiler], False
         else:
             versions[compiler] = ledger_code.version(compiler)
     if not every:
@@ -164,7 +164,7 @@ def run(options: Any) -> int:
         of_arch = [x for x in cases() if x.arch == arch]
         if not wrong and [x.case for x in rows if x.case.arch == arch] == of_arch:
             (RESULTS / f"ledger-sm_{arch}.txt").write_text(text)
-    if whole and not wrong:
+    if complete and not wrong:
         print(*ledger_picture.draw(rows, RESULTS / "ledger.png"), sep="\n")
     if options.accept:
         accept(rows, versions)

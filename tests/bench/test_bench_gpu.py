@@ -240,7 +240,7 @@ def test_a_sample_is_not_lengthened_by_the_devices_sleep(device, monkeypatch):
     short = device.phase((5 * US, 20 * US))
     timing.interleaved({"short": (lambda x: calls.append(1) or short(x),)}, clock, 0.0)
     each = (len(calls) - 2) / timing.ROUNDS[0]
-    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.beside)) < 11
+    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.unmeasured)) < 11
 
 
 def test_both_times_are_in_the_record_and_on_the_page():

@@ -207,7 +207,7 @@ def test_the_blocked_oracle_is_the_reference(mask, sizes, monkeypatch):
 def test_the_oracle_repeats_our_draws_in_blocks():
     chosen_case = case("dropout", B=2, N=37)
     whole = fastattn.reference.keep_mask((2, 4, 37, 37), DROPOUT_P, SEED).flatten(0, 1)
-    some = verify.kept_rows(torch.tensor([[1, 2], [5, 7]]), chosen_case, 5, 20)
+    some = verify.keep_mask_of_rows(torch.tensor([[1, 2], [5, 7]]), chosen_case, 5, 20)
     assert torch.equal(some, whole[[[1, 2], [5, 7]], 5:20])
 
 

@@ -375,7 +375,7 @@ def test_peers_are_listed_with_ours():
     assert of_peak["FA2", "forward", 128] == 100
     assert of_peak["FA2", "backward", 64] == pytest.approx(100 * 1280 / 1496)
     assert of_peak["triton", "forward", 8] == pytest.approx(100 * 64 / 512)
-    assert len(ledger_page.beside(records, 80)) == len(records) + 1
+    assert len(ledger_page.comparison_table(records, 80)) == len(records) + 1
 
 
 def held(case):
