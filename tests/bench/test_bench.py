@@ -118,8 +118,8 @@ def test_without_matplotlib_a_message_is_printed(result, monkeypatch, tmp_path):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    (said,) = pictures.draw_all(result, tmp_path / "a")
-    assert "matplotlib is not installed" in said
+    (message,) = pictures.draw_all(result, tmp_path / "a")
+    assert "matplotlib is not installed" in message
     assert not list(tmp_path.iterdir())
 
 

@@ -80,8 +80,8 @@ def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.benchmarks.launch_overhead.CALLS", 2)
     result = run(tmp_path, "overhead", *FAST)
     assert {c["N"] for c in result["cells"]} == {1, 4} and result["overhead"]["timings"]
-    said = capsys.readouterr().out
-    assert "tiny call" in said and "launch" in said
+    output = capsys.readouterr().out
+    assert "tiny call" in output and "launch" in output
 
 
 def test_mha_measures_every_mode(tmp_path, capsys):
@@ -310,8 +310,8 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     given = ["--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
     only = "Mistral, N = 1024, padded", "encoder", "under autocast"
     result = run(tmp_path, "models", *given, "--only", *only)
-    rows, beside_it = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
-    assert len(rows) == 2 * (3 + 4) + 2 + beside_it, rows
+    rows, optional = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
+    assert len(rows) == 2 * (3 + 4) + 2 + optional, rows
     assert all(row["status"] == "ok" for row in rows), rows
     assert len(list(results_page.models([result]))) == 2 + len(rows)
 
@@ -488,8 +488,8 @@ def test_the_picture_of_the_readme_has_a_bar_for_each_feature_and_dtype():
     speed, extra = plot_readme.draw([kept], new_figure).axes
     assert len(speed.patches) == len(plot_readme.NAMES) * len(BOTH) and len(extra.patches) == 2
     widths = sorted(bar.get_width() for bar in speed.patches)
-    said = [text.get_text() for text in speed.texts]
-    assert f"{widths[-1]:.1f}×" in said and f"{widths[0]:.1f}×" in said and "torch = 1" in said
+    texts = [text.get_text() for text in speed.texts]
+    assert f"{widths[-1]:.1f}×" in texts and f"{widths[0]:.1f}×" in texts and "torch = 1" in texts
     (alone,) = plot_readme.draw([kept | {"memory": []}], new_figure).axes
     assert len(alone.patches) == len(speed.patches)
     rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}

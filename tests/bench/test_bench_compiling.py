@@ -29,7 +29,7 @@ compiled = pytest.mark.skipif(triton.interpreted(), reason="nothing is compiled 
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def kernels_of(monkeypatch):
     """The kernels that the calls of a case request from Triton. None is compiled."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     seen = set()
@@ -73,12 +73,12 @@ def forward_and_backward(x):
 
 @needs_triton
 @compiled
-def test_the_quick_sweep_compiles_few_kernels_ahead(asked):
+def test_the_quick_sweep_compiles_few_kernels_ahead(kernels_of):
     kinds = precompile.kinds(QUICK)
-    ahead = set().union(*map(asked, kinds))
+    ahead = set().union(*map(kernels_of, kinds))
     assert 3 * len(kinds) <= len(ahead) <= MOST, sorted(name for name, _ in ahead)
     for x in QUICK:
-        assert asked(x) <= ahead, x
+        assert kernels_of(x) <= ahead, x
 
 
 @needs_triton

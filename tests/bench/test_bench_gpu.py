@@ -74,42 +74,42 @@ def fake(tmp_path, monkeypatch):
 @pytest.mark.parametrize("by", ["smi", "proc"])
 def test_the_device_index_is_the_drivers(by, driver, fake):
     fake.smi(f"NVIDIA H100, {driver}") if by == "smi" else fake.proc(driver)
-    said = nvidia.unusable()
-    assert said.startswith("got torch 2.13.0+cpu, expected one that can use the GPU")
-    assert f"driver {driver}): it is built for CPUs alone; " in said
-    assert ("NVIDIA H100" if by == "smi" else "NVIDIA A100-SXM4-40GB") in said
+    message = nvidia.unusable()
+    assert message.startswith("got torch 2.13.0+cpu, expected one that can use the GPU")
+    assert f"driver {driver}): it is built for CPUs alone; " in message
+    assert ("NVIDIA H100" if by == "smi" else "NVIDIA A100-SXM4-40GB") in message
     if DRIVERS[driver]:
-        assert said.partition("--index-url ")[2].startswith(f"{nvidia.URL}{DRIVERS[driver]}")
+        assert message.partition("--index-url ")[2].startswith(f"{nvidia.URL}{DRIVERS[driver]}")
     else:
-        assert "update the driver to 525 or newer" in said
+        assert "update the driver to 525 or newer" in message
 
 
 def test_a_cuda_newer_than_the_driver_is_reported(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 550.54.15")
     fake.torch("2.13.0+cu130", "13.0")
-    said = nvidia.unusable()
-    assert "built for CUDA 13.0; install a build for that driver" in said and "cu126" in said
+    message = nvidia.unusable()
+    assert "built for CUDA 13.0; install a build for that driver" in message and "cu126" in message
 
 
 def test_torchs_error_is_printed_if_the_driver_is_new_enough(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 580.65.06")
     fake.torch("2.13.0+cu130", "13.0", "Error 802: system not yet initialized\nmore")
-    said = nvidia.unusable()
-    assert "and says: Error 802: system not yet initialized; nvidia-smi may tell more" in said
-    assert "index-url" not in said
+    message = nvidia.unusable()
+    assert "and says: Error 802: system not yet initialized; nvidia-smi may tell more" in message
+    assert "index-url" not in message
 
 
 def test_a_device_node_alone_reveals_a_gpu(fake):
     fake.node()
-    said = nvidia.unusable()
-    assert "(an NVIDIA GPU, a driver of unknown version)" in said and nvidia.URL in said
+    text = nvidia.unusable()
+    assert "(an NVIDIA GPU, a driver of unknown version)" in text and nvidia.URL in text
 
 
 @pytest.mark.parametrize("version", ["[N/A]", "Graphics Device"])
 def test_an_unknown_driver_version_is_reported_as_unknown(version, fake):
     fake.smi(f"NVIDIA RTX A6000, 48 GB, {version}")
-    said = nvidia.unusable()
-    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in said and nvidia.URL in said
+    text = nvidia.unusable()
+    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in text and nvidia.URL in text
 
 
 @pytest.mark.parametrize("why", ["none", "no driver", "hidden", "usable"])
@@ -130,9 +130,9 @@ def test_an_unusable_gpu_stops_only_gpu_benchmarks(command, fake, monkeypatch, c
     """For the commands that take a device. Naming a device overrides the stop."""
     fake.smi("NVIDIA H100, 550.54.15")
     assert main([command]) == 2
-    said = capsys.readouterr().err
-    assert "it is built for CPUs alone" in said and f"{nvidia.URL}cu126" in said
-    assert ("--rehearse" if command == "gpu" else "--device cpu measures the CPU") in said
+    message = capsys.readouterr().err
+    assert "it is built for CPUs alone" in message and f"{nvidia.URL}cu126" in message
+    assert ("--rehearse" if command == "gpu" else "--device cpu measures the CPU") in message
     if command != "gpu":
         options = commands.Options(device="cpu")
         assert commands._device(options) == "cpu"
@@ -254,8 +254,8 @@ def test_both_times_are_in_the_record_and_on_the_page():
     assert ours[FORWARD] == pytest.approx((0.02, 0.05))
     assert ours[BACKWARD] == pytest.approx((0.06, 0.07))
     assert ours[TRAINING] == pytest.approx((0.08, 0.12))
-    said = console.host(rows[FORWARD][SUBJECT])
-    assert said == ", device 0.020 ms, host 0.050 ms: bound by the host"
+    message = console.host(rows[FORWARD][SUBJECT])
+    assert message == ", device 0.020 ms, host 0.050 ms: bound by the host"
     assert console.host(rows[FORWARD][BASELINE]) == ", device 0.040 ms, host 0.010 ms"
     cells = [{"timings": [{"threads": None, "peers": rows[FORWARD]}]}] * 3
     assert list(console._hosts(cells)) == [f"{SUBJECT}: bound by the host in 3 of 3 cells"]
@@ -293,10 +293,10 @@ def crashed():
 
 
 def test_every_exit_status_of_a_process_is_described():
-    told = {status: isolated_process._ending(status) for status in (3, -9, -35)}
-    assert told[3] == "its process ended with status 3"
-    assert told[-9] == "its process died of SIGKILL"
-    assert told[-35] == "its process died of signal 35"
+    endings = {status: isolated_process._ending(status) for status in (3, -9, -35)}
+    assert endings[3] == "its process ended with status 3"
+    assert endings[-9] == "its process died of SIGKILL"
+    assert endings[-35] == "its process died of signal 35"
 
 
 def test_a_peer_that_crashes_loses_only_its_own_entry(crashed):
@@ -319,8 +319,8 @@ def test_the_entry_has_the_exit_status(name, crashed):
     elif kind == "fills":
         assert first == f"{ENDINGS[kind]}, while timed"
     else:
-        said, _, lost = ENDINGS[kind].partition("; ")
-        assert first == f"{said}, while timed; {lost}"
+        message, _, lost = ENDINGS[kind].partition("; ")
+        assert first == f"{message}, while timed; {lost}"
     # A process that only ran out of memory survives, so its peer may be tried again.
     assert last == (first if kind == "fills" else "not tried: it ended the process in 1 cells")
     count = 4 if kind == "fills" else 2

@@ -37,8 +37,8 @@ def test_the_rehearsal_runs_from_end_to_end(tmp_path, capfd):
     kinds = [y["kind"] for x in found.values() for y in x["results"]]
     assert kinds == ["overhead", "sweep"]
     assert "forward" in "".join(found["launch"]["tail"])
-    said = capfd.readouterr().out
-    assert said.startswith("A rehearsal: ") and said.count(": ok in ") == len(found)
+    stdout = capfd.readouterr().out
+    assert stdout.startswith("A rehearsal: ") and stdout.count(": ok in ") == len(found)
 
 
 @pytest.fixture

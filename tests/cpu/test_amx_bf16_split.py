@@ -876,6 +876,6 @@ def test_an_unknown_value_of_FASTATTN_FLOAT32_is_refused(isa):
     code = "from fastattn import native; print(native.cpu_unavailable()); native.cpu()"
     found = in_a_process(code, FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vectors")
     assert found.returncode and "RuntimeError" in found.stderr
-    for said in (found.stdout, found.stderr.splitlines()[-1]):
-        what, _, expected = said.partition("expected")
-        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, said
+    for message in (found.stdout, found.stderr.splitlines()[-1]):
+        what, _, expected = message.partition("expected")
+        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, message

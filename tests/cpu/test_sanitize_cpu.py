@@ -253,11 +253,11 @@ def test_a_fault_is_detected(name, tmp_path):
     fault = FAULTS[name]
     given = ["--libraries", library(fault, tmp_path), "--case", fault.case]
     for seed in range(1, 6):  # some calls of this kind are too small to show the fault
-        status, said = run_command(*given, "--seed", seed)
+        status, output = run_command(*given, "--seed", seed)
         if status:
             break
-    assert status == 1 and fault.said in said, said
-    assert said.splitlines()[-1].endswith(" 1 cases, 1 findings")
+    assert status == 1 and fault.said in output, output
+    assert output.splitlines()[-1].endswith(" 1 cases, 1 findings")
 
 
 @pytest.mark.parametrize("part", ["address", "threads"])
@@ -270,8 +270,8 @@ def test_the_source_without_faults_passes(part, tmp_path):
         case,
         "",
     )
-    status, said = run_command("--libraries", library(none, tmp_path), "--case", case)
-    assert status == 0 and said.splitlines()[-1].endswith(" 1 cases, 0 findings"), said
+    status, output = run_command("--libraries", library(none, tmp_path), "--case", case)
+    assert status == 0 and output.splitlines()[-1].endswith(" 1 cases, 0 findings"), output
 
 
 def run_command(*arguments):

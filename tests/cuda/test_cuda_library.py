@@ -63,21 +63,21 @@ def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_newer_gpus(library):
 def test_it_needs_no_library_of_cuda(library):
     if not shutil.which("readelf"):
         pytest.skip("reading what a library needs takes readelf")
-    said = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
-    needed = re.findall(r"NEEDED.*\[(.+)\]", said)
+    stdout = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.+)\]", stdout)
     assert needed and not any("cuda" in x or "nv" in x for x in needed), needed
 
 
 def test_it_exports_its_c_abi_and_no_more(library):
     if not shutil.which("nm"):
         pytest.skip("reading what a library exports takes nm")
-    said = subprocess.run(
+    stdout = subprocess.run(
         ["nm", "-D", "--defined-only", library], capture_output=True, text=True
     ).stdout
-    exported = set(re.findall(r" T (\w+)", said))
+    exported = set(re.findall(r" T (\w+)", stdout))
     header = (ROOT / "csrc" / "abi.h").read_text()
     assert exported == set(re.findall(r"\b(fa_cuda_\w+)\(", header)) | {"fa_cuda_probe"}
-    assert " W " not in said and " B " not in said, said
+    assert " W " not in stdout and " B " not in stdout, stdout
 
 
 def test_it_loads_without_a_gpu(library):
@@ -104,8 +104,8 @@ except RuntimeError as error:
 
 
 def test_the_drivers_error_is_raised(library):
-    said = without_gpu(["-c", FAILING], library)
-    assert re.match(r"the CUDA kernels failed at cudaSetDevice: .+ \(CUDA error \d+;", said), said
+    text = without_gpu(["-c", FAILING], library)
+    assert re.match(r"the CUDA kernels failed at cudaSetDevice: .+ \(CUDA error \d+;", text), text
 
 
 # --- when it is built -----------------------------------------------------------------------------
@@ -153,18 +153,18 @@ def test_an_impossible_build_is_refused(tmp_path, wanted, version, complaint):
 def test_one_build_folder_follows_each_setting(library, tmp_path):
     """On, off, on for other architectures, and on again: no setting affects the next."""
 
-    def asked(**environment):
+    def configured(**environment):
         done = configure(tmp_path, **environment)
         assert done.returncode == 0, done.stderr
         rules = (tmp_path / "build.ninja").read_text()
         return set(re.findall(r"code=arch=\w+,code=\[[\w,]+\]", rules))
 
     usual = {"code=arch=compute_80,code=[sm_80]", "code=arch=compute_90,code=[compute_90,sm_90]"}
-    assert asked(FASTATTN_CUDA="on") == usual
-    assert asked(FASTATTN_CUDA="off") == set()
+    assert configured(FASTATTN_CUDA="on") == usual
+    assert configured(FASTATTN_CUDA="off") == set()
     others = {"code=arch=compute_80,code=[compute_80,sm_80]", "code=arch=compute_120,code=[sm_120]"}
-    assert asked(FASTATTN_CUDA="on", CUDAARCHS="80;120-real") == others
-    assert asked(FASTATTN_CUDA="on") == usual
+    assert configured(FASTATTN_CUDA="on", CUDAARCHS="80;120-real") == others
+    assert configured(FASTATTN_CUDA="on") == usual
 
 
 def test_the_backend_reports_the_written_reason(tmp_path):

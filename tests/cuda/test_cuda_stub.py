@@ -144,8 +144,8 @@ def test_an_error_raises_and_the_next_call_runs(library):
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(700)
     try:
-        told = r"at stub_kernel: an error of the stub \(CUDA error 700; it may be that of"
-        with pytest.raises(RuntimeError, match=told):
+        message = r"at stub_kernel: an error of the stub \(CUDA error 700; it may be that of"
+        with pytest.raises(RuntimeError, match=message):
             backend.forward(s, t)
     finally:
         fail(0)
@@ -160,8 +160,8 @@ def test_a_refused_tensor_is_named(library):
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(libraries.BAD_EXTENT + libraries.WRITTEN.index("lse"))
     try:
-        told = r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing"
-        with pytest.raises(RuntimeError, match=told):
+        text = r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing"
+        with pytest.raises(RuntimeError, match=text):
             backend.forward(s, t)
     finally:
         fail(0)

@@ -193,9 +193,9 @@ def test_the_table_of_equality(four, dtype):
     for (strategy, count), layout in itertools.product(STRATEGIES, layouts.LAYOUTS):
         _, found = over(four, count, EVERYTHING, dtype, strategy, layout, row_invariant=True)
         apart = {x: (found[x] - right[x]).abs().max() / right[x].abs().max() for x in right}
-        said = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
+        distances = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
         ranks_of = "x".join(map(str, count)) if isinstance(count, tuple) else count
-        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in said))
+        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in distances))
         assert max(apart.values()) < TO_ROUNDING[dtype]
         exact = right if count == 1 else BITS.get(strategy, right if strategy == "ulysses" else ())
         assert not any(apart[name] for name in exact)

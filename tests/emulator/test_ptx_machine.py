@@ -489,12 +489,12 @@ def test_copies(executor, way, size, lazy):
     """The second copy of each thread has a source size, and fills the rest with zeros."""
     given = words()
     out, source = lanes32(run(executor, f"copy_{way}_{size}", given, lazy=lazy)), lanes32(given)
-    told = np.minimum(np.arange(LANES) % 4 * 4, size)
+    expected = np.minimum(np.arange(LANES) % 4 * 4, size)
     last = source[:, 4 + size // 4 - 1]
     assert np.array_equal(out[:, 0], source[:, 0])
-    assert np.array_equal(out[:, 1], np.where(told > 0, source[:, 4], 0))
+    assert np.array_equal(out[:, 1], np.where(expected > 0, source[:, 4], 0))
     assert np.array_equal(out[:, 2], source[:, size // 4 - 1])
-    assert np.array_equal(out[:, 3], np.where(told == size, last, 0))
+    assert np.array_equal(out[:, 3], np.where(expected == size, last, 0))
 
 
 TESTED = (*RIGHT.values(), *(x[0] for x in PLAN.values()))

@@ -178,8 +178,8 @@ def falls_back(monkeypatch, tensors, reason):
     fastattn.dispatch.operation.forget_plans()
     with pytest.warns(UserWarning, match=SLOW) as caught:
         out = fastattn.attention(*tensors)
-    (said,) = [str(x.message) for x in caught if SLOW in str(x.message)]
-    assert reason in said
+    (message,) = [str(x.message) for x in caught if SLOW in str(x.message)]
+    assert reason in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = fastattn.attention(*tensors)

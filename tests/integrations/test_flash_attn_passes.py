@@ -173,8 +173,8 @@ SIGNATURES = {
 def test_signatures(name):
     function = getattr(passes, f"_flash_attn_{name}")
     found = inspect.signature(function).parameters.values()
-    told = [x.name + ("" if x.default is x.empty else f"={x.default}") for x in found]
-    assert told == SIGNATURES[name].split()
+    signature = [x.name + ("" if x.default is x.empty else f"={x.default}") for x in found]
+    assert signature == SIGNATURES[name].split()
     assert getattr(passes, f"_wrapped_flash_attn_{name}") is function
 
 

@@ -309,9 +309,9 @@ def test_every_argument():
             q[:, :, :11].split(rows, 2), k[:, :, :18].split(keys, 2), v[:, :, :18].split(keys, 2)
         )
         for part, (x, y, z) in zip(out[:, :11].split(rows, 1), places):
-            told = dict(window=(window - 1, None)) if window else {}
-            told |= dict(scale=0.3, softcap=2.0, sinks=sinks, causal="bottom_right")
-            torch.testing.assert_close(part, oracle(x, y, z, **told).transpose(1, 2))
+            options = dict(window=(window - 1, None)) if window else {}
+            options |= dict(scale=0.3, softcap=2.0, sinks=sinks, causal="bottom_right")
+            torch.testing.assert_close(part, oracle(x, y, z, **options).transpose(1, 2))
 
 
 def test_impossible_arguments_are_named():

@@ -32,8 +32,8 @@ def calls(monkeypatch, registered):
         original = getattr(transformers_attention, name)
 
         def spy(*args, original=original, name=name, **kwargs):
-            told = {x: y for x, y in kwargs.items() if y is not None}
-            found.append(told | dict(call=name, args=args))
+            given = {x: y for x, y in kwargs.items() if y is not None}
+            found.append(given | dict(call=name, args=args))
             return original(*args, **kwargs)
 
         monkeypatch.setattr(transformers_attention, name, spy)
@@ -121,19 +121,19 @@ def test_results_equal_those_of_the_dense_mask(kind, place):
             continue
         seen = None if padding == "none" else seen_by(padding, last + 1)
         given = (3, M, N, row, key, KINDS[kind](max(N, last + 1)), seen)
-        said = f"padding: {padding}\n{{}}".format
+        message_of = f"padding: {padding}\n{{}}".format
         mask = make_mask(*given)
         assert isinstance(mask, Mask) and mask.shape == (3, 1, M, N)
         exact = masks.sdpa_mask(*given, allow_is_causal_skip=False)
         assert torch.equal(mask.exact(), exact)
         out, _ = transformers_attention.attend(MODULE, q, k, v, mask)
         expected = F.scaled_dot_product_attention(q, k, v, exact, enable_gqa=True)
-        torch.testing.assert_close(out, expected.transpose(1, 2), msg=said)
+        torch.testing.assert_close(out, expected.transpose(1, 2), msg=message_of)
         dout = torch.randn_like(out)
         mine = torch.autograd.grad(out, (q, k, v), dout)
         theirs = torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2))
         for x, y in zip(mine, theirs):
-            torch.testing.assert_close(x, y, msg=said)
+            torch.testing.assert_close(x, y, msg=message_of)
 
 
 def seen_by(padding, N):
@@ -181,8 +181,8 @@ def test_no_mask_is_dense(name, padding, expected, calls):
     ids, mask = text(padding)
     ran(name, calls, input_ids=ids, attention_mask=mask)
     assert not any(map(is_dense, calls)) and {x["call"] for x in calls} == {"attention"}
-    told = [{x for x in structure(call) if call[x] is not False} for call in calls]
-    assert told == expected
+    structures = [{x for x in structure(call) if call[x] is not False} for call in calls]
+    assert structures == expected
     if "key_lengths" in calls[0]:
         assert calls[0]["key_lengths"].tolist() == mask.sum(1).tolist()
 
@@ -255,8 +255,8 @@ def test_packed_positions_with_a_cache_are_one_sequence(name, cuts, calls):
 
 def test_chunks_are_packed(calls):
     ran("Llama4", calls, input_ids=text("none")[0])
-    told = {x["call"]: x for x in calls}
-    assert told["attention_packed"]["args"][3].tolist() == list(range(0, 73, 8))
+    by_name = {x["call"]: x for x in calls}
+    assert by_name["attention_packed"]["args"][3].tolist() == list(range(0, 73, 8))
     assert not any(map(is_dense, calls))
 
 

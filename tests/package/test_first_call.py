@@ -80,9 +80,9 @@ def emulated_gpu(monkeypatch):
 @needs_emulator
 def test_an_older_driver_is_a_reason_emulated(emulated_gpu):
     emulated_gpu.driver(12040)
-    said = cuda.unavailable.__wrapped__()
-    assert "driver version is insufficient" in said and cuda_errors.advice(35) in said
-    assert "(CUDA 13.0 there, 12.4 in the driver)" in said
+    message = cuda.unavailable.__wrapped__()
+    assert "driver version is insufficient" in message and cuda_errors.advice(35) in message
+    assert "(CUDA 13.0 there, 12.4 in the driver)" in message
     emulated_gpu.driver(13010)
     assert cuda.unavailable.__wrapped__() is None
 
@@ -98,9 +98,9 @@ def test_a_warning_if_the_driver_has_to_translate_ptx_emulated(
     device = torch.device("cuda", 0)
     assert cuda.met.__wrapped__(device) == 132
     emulated_gpu.driver(13000, 120)
-    with pytest.warns(UserWarning, match="no code for sm_120: .+ CUDAARCHS=120-real") as said:
+    with pytest.warns(UserWarning, match="no code for sm_120: .+ CUDAARCHS=120-real") as caught:
         cuda.met.__wrapped__(device)
-    (text,) = (str(x.message) for x in said)
+    (text,) = (str(x.message) for x in caught)
     assert ("in every process" in text) == (cache != "kept"), text
     assert ("Not a directory" in text) == (cache == "nowhere")
 
@@ -288,8 +288,8 @@ def test_no_memory_left(name, when):
 def test_a_home_that_cannot_be_written(name):
     """Neither Triton's cache nor CUDA's can be written."""
     away = dict(HOME=NOWHERE, TRITON_HOME=NOWHERE, CUDA_CACHE_PATH=f"{NOWHERE}/cache")
-    first, said = in_a_process(CALLED, name, **away)
-    assert first == "right" and ("Triton's cache" in said) == (name == "triton"), said
+    first, stderr = in_a_process(CALLED, name, **away)
+    assert first == "right" and ("Triton's cache" in stderr) == (name == "triton"), stderr
 
 
 @pytest.mark.gpu

@@ -230,8 +230,8 @@ def test_unsupported_tensors_raise_and_do_not_crash():
         (("form", place(0, 1, -1), (x,), 1), None),
         ((form,), "expected 4"),
     ]
-    for arguments, said in bad:
-        with pytest.raises((ValueError, TypeError, RuntimeError, SystemError), match=said):
+    for arguments, message in bad:
+        with pytest.raises((ValueError, TypeError, RuntimeError, SystemError), match=message):
             pack(*arguments)
     with pytest.raises((TypeError, SystemError)):
         marshalling.extension.kind([x])

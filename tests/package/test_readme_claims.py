@@ -41,8 +41,8 @@ def test_the_example_runs():
 def test_every_argument_has_its_row():
     parameters = inspect.signature(fastattn.attention).parameters.values()
     has = {(f"`{x.name}`", f"`{x.default}`") for x in parameters if x.kind == x.KEYWORD_ONLY}
-    told = [tuple(row[:2]) for row in rows(README, "The arguments of `attention`")]
-    assert set(told) == has and len(told) == len(has)
+    documented = [tuple(row[:2]) for row in rows(README, "The arguments of `attention`")]
+    assert set(documented) == has and len(documented) == len(has)
 
 
 def test_every_environment_variable_has_its_row():
@@ -51,8 +51,8 @@ def test_every_environment_variable_has_its_row():
     found = {
         name for path in files if path.is_file() for name in VARIABLE.findall(path.read_text())
     }
-    told = [row[0].strip("`") for row in rows(CONTRIBUTING, "Environment variables")]
-    assert sorted(told) == sorted(found)
+    documented = [row[0].strip("`") for row in rows(CONTRIBUTING, "Environment variables")]
+    assert sorted(documented) == sorted(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

@@ -117,6 +117,6 @@ def test_a_missing_build_is_reported_in_one_message(tmp_path):
         __file__,
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    said = (done.stdout + done.stderr).strip()
-    assert done.returncode == 4 and said.count("\n") == 0, said
-    assert said.startswith("ERROR: there is nothing to test: the native library was not built")
+    output = (done.stdout + done.stderr).strip()
+    assert done.returncode == 4 and output.count("\n") == 0, output
+    assert output.startswith("ERROR: there is nothing to test: the native library was not built")

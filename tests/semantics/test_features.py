@@ -55,17 +55,17 @@ def test_backend_is_here():
 
 def test_cases_cover_the_declared_features():
     """A feature added to the declarations must be added to the cases."""
-    asked = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
+    required = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
     # Tested by test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
-    asked |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
-    asked |= spec.Feature.UNROUNDED
-    asked |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
+    required |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
+    required |= spec.Feature.UNROUNDED
+    required |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
     for features in SINGLES:
         problem = build(SHAPES[1], features, torch.float32)
         given = problem.tensors()
         q, k, v = (given.pop(x) for x in "qkv")
-        asked |= fastattn.explain(q, k, v, **given).spec.features
-    missing = [f.name for f in spec.Feature if f & ~asked]
+        required |= fastattn.explain(q, k, v, **given).spec.features
+    missing = [f.name for f in spec.Feature if f & ~required]
     assert not missing, f"no case in tests/support/cases.py for {missing}"
 
 

@@ -195,8 +195,8 @@ def test_memory_of_a_ring_falls_with_the_number_of_ranks():
         with ranks.ranks(4) as four:
 
             def most(count, rows, strategy="ring", calls=3):
-                asked = (four.run(count, peak_of_a_rank, rows, strategy) for _ in range(calls))
-                return max(itertools.chain(*asked)) / MEGABYTE
+                peaks = (four.run(count, peak_of_a_rank, rows, strategy) for _ in range(calls))
+                return max(itertools.chain(*peaks)) / MEGABYTE
 
             part, long, more = most(3, 1024), most(3, 2048), most(4, 1024)
             some, all_ = (most(count, 1024, "gather", calls=1) for count in (3, 4))

@@ -417,11 +417,11 @@ def test_gradients_of_a_shared_mask_fit_in_memory(dtype, monkeypatch):
     made = batch([FEATURE[x] for x in names], DTYPES[dtype])
     before = made.run()
     monkeypatch.setattr(native_launcher, "ROOM", 0)
-    asked = []
+    calls = []
     each = native_launcher.backward_in_turn
-    monkeypatch.setattr(native_launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
+    monkeypatch.setattr(native_launcher, "backward_in_turn", lambda *x: calls.append(1) or each(*x))
     after = made.run()
-    assert asked
+    assert calls
     passed(list(complaints(made, after)))
     for name in after.keys() - {"dmask", "dsinks"}:
         assert torch.equal(before[name], after[name]), name

@@ -68,9 +68,9 @@ def test_each_plain_module_is_swapped_once_and_reported():
 def test_the_report_and_the_help_name_libraries_that_pass_it_by():
     model = Model()
     report = str(fastattn.convert(model))
-    for said in (report, fastattn.convert.__doc__):
+    for text in (report, fastattn.convert.__doc__):
         for word in ("exact type", "torch.ao.quantization", "Opacus", "fastattn.revert"):
-            assert word in said
+            assert word in text
     assert report.splitlines()[:4] == ["swapped 3, left 0", *(f"  swapped {x}" for x in NAMES)]
     assert len(report.splitlines()) == 5
     assert "Opacus" not in str(fastattn.revert(model))
