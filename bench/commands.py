@@ -308,7 +308,7 @@ def _result(
         yield result
         result["complete"] = True
     except KeyboardInterrupt:
-        print("\ninterrupted: keeping what is done", file=sys.stderr)
+        print("\ninterrupted: finished results are kept", file=sys.stderr)
     result["seconds"] = round(time.perf_counter() - started, 1)
     result["load"]["end"] = machine.load()
 

@@ -173,7 +173,7 @@ def run(
             print(f"{heading}: {done['status']} in {_minutes(done['seconds'])}: {done['last']}")
         record["complete"] = all(x["status"] != UNDONE for x in record["parts"])
     except KeyboardInterrupt:
-        print("\ninterrupted: keeping what is done", file=sys.stderr)
+        print("\ninterrupted: finished parts are kept", file=sys.stderr)
     return record, save(record, path)
 
 

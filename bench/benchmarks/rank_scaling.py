@@ -269,8 +269,8 @@ def line(row: Record) -> str:
     return (
         f"{row['what']}, N = {row['N']}: {found['median']:.2f} [{found['q1']:.2f} "
         f"{found['q3']:.2f}] times as fast as one rank, {ms['ranks']:.1f} and "
-        f"{ms['one rank']:.1f} ms (said {row['said_ms']:.1f}); sends {row['bytes'] / 1e6:.2f} MB "
-        f"(said {row['said_bytes'] / 1e6:.2f}){hidden}"
+        f"{ms['one rank']:.1f} ms (predicted {row['said_ms']:.1f}); "
+        f"sends {row['bytes'] / 1e6:.2f} MB (predicted {row['said_bytes'] / 1e6:.2f}){hidden}"
     )
 
 

@@ -456,7 +456,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     every = list(cases(options.arch, options.dtype, options.variant))
     complete = every == list(cases())
     if not complete and (options.check or options.accept):
-        parser.error("--check and --accept are of every arch, dtype and variant")
+        parser.error("--check and --accept need every arch, dtype and variant")
     found: list[Kernel] = []
     for case, kernels in zip(every, compile_all(every, workers=options.workers)):
         elapsed = time.perf_counter() - started

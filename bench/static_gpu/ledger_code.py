@@ -26,7 +26,7 @@ FORMAT = 1  # version of the cache files
 def unavailable(compiler: str) -> str | None:
     """Why the compiler or the tools that read its code cannot be used here, or None."""
     if not importlib.util.find_spec("triton"):
-        return "Triton is not installed, whose wheel has nvdisasm and cuobjdump"
+        return "Triton is not installed; its wheel has nvdisasm and cuobjdump"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET is set: there is nothing to compile"
     if compiler == "cuda" and not ptxas.find_nvcc():

@@ -80,7 +80,7 @@ def chosen(options: Any) -> list[Case]:
         if all(not x or getattr(case, y) in x for x, y in zip(selection, Case._fields, strict=True))
     ]
     if not found:
-        raise ValueError("no kernel is left by these options together")
+        raise ValueError("got options that together select no kernel; leave one out")
     return found
 
 
@@ -170,7 +170,7 @@ def run(options: Any) -> int:
         accept(rows, versions)
     for compiler, name in versions.items():
         if name not in budgets():
-            print(f"the budget is not of {name}: {compiler}'s kernels are not judged")
+            print(f"there is no budget for {name}: {compiler}'s kernels are not judged")
     wrong += faults(rows, versions)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(f"{len(rows)} kernels, {len(wrong)} faults")

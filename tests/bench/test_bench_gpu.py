@@ -95,7 +95,9 @@ def test_torchs_error_is_printed_if_the_driver_is_new_enough(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 580.65.06")
     fake.torch("2.13.0+cu130", "13.0", "Error 802: system not yet initialized\nmore")
     message = nvidia.unusable()
-    assert "and says: Error 802: system not yet initialized; nvidia-smi may tell more" in message
+    assert (
+        "and fails with: Error 802: system not yet initialized; nvidia-smi may show more" in message
+    )
     assert "index-url" not in message
 
 

@@ -69,7 +69,7 @@ def test_the_last_line_and_the_status(what, findings, script, capsys):
     assert lines[-1].startswith("sanitize-cpu: ") and int(seconds) < 60
     assert int(cases) >= 6 and int(found) == findings
     if findings:
-        assert "make it again: python -m tests.sanitize_cpu --seed 1 --case address:call/" in (
+        assert "repeat it: python -m tests.sanitize_cpu --seed 1 --case address:call/" in (
             "\n".join(lines)
         )
     if what == "dies":

@@ -102,9 +102,9 @@ WORKERS = {  # the lines that a worker prints, and its end
 }
 EXPECTED = {  # (exit status, output)
     "right": (0, "fuzz: . s, 1 cases, 0 findings"),
-    "wrong": (1, "FOUND AssertionError: out\n  make it again: .* --case dense:1000000\n"),
-    "killed": (1, "FOUND the process ended with SIGABRT.*\n  make it again: .* dense:1000000\n"),
-    "endless": (1, "FOUND no end within 1 s\n  make it again: .* --case dense:1000000\n"),
+    "wrong": (1, "FOUND AssertionError: out\n  repeat it: .* --case dense:1000000\n"),
+    "killed": (1, "FOUND the process ended with SIGABRT.*\n  repeat it: .* dense:1000000\n"),
+    "endless": (1, "FOUND no end within 1 s\n  repeat it: .* --case dense:1000000\n"),
     "broken": (1, "FOUND a worker ended with status 3"),
     "idle": (1, "fuzz: . s, 0 cases, 0 findings"),
     "interrupted": (130, "fuzz: . s, 1 cases, 0 findings"),

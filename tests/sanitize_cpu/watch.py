@@ -125,7 +125,7 @@ class Watch:
         self.findings += 1
         case = worker.case or self.options.case
         again = f"python -m tests.sanitize_cpu --seed {worker.seed} --case {case}"
-        print(f"FOUND {why}\n  make it again: {again}", flush=True)
+        print(f"FOUND {why}\n  repeat it: {again}", flush=True)
 
     def conclude(self, begun):
         seconds, total = time.time() - begun, sum(self.cases.values())
