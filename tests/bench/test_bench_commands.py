@@ -80,8 +80,8 @@ def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.benchmarks.launch_overhead.CALLS", 2)
     result = run(tmp_path, "overhead", *FAST)
     assert {c["N"] for c in result["cells"]} == {1, 4} and result["overhead"]["timings"]
-    said = capsys.readouterr().out
-    assert "tiny call" in said and "launch" in said
+    output = capsys.readouterr().out
+    assert "tiny call" in output and "launch" in output
 
 
 def test_mha_measures_every_mode(tmp_path, capsys):
@@ -98,7 +98,7 @@ def test_mha_measures_every_mode(tmp_path, capsys):
     assert capsys.readouterr().out.count("nn.MultiheadAttention") >= 4
 
 
-def test_memory_says_why_a_probe_failed(tmp_path):
+def test_memory_records_the_reason_of_a_failed_probe(tmp_path):
     names = ["--peers", "torch-cudnn"]
     result = run(
         tmp_path, "memory", "--device", "cpu", "--lengths", "64", "--masks", "full", *names
@@ -198,7 +198,7 @@ def test_at_most_is_the_rule_of_sizes():
     assert judged("MB") == [True, True, False] and judged("x") == [False, True, True]
 
 
-def test_an_aim_may_differ_by_class_of_machine():
+def test_a_target_may_differ_by_class_of_machine():
     """The gain over torch depends on the machine's units; a share of the peak does not."""
     everywhere = performance_targets.Target("a", 82.0, "% of peak", None)
     some, tiles = (
@@ -248,7 +248,7 @@ def test_a_wrong_kernel_meets_no_target(tiny_targets, monkeypatch, tmp_path):
     assert row["met"] is None and row["failed"] and "out is off by" in row["reason"]
 
 
-def test_an_aim_that_no_kernel_could_reach_is_told_from_one_missed():
+def test_an_unreachable_target_is_distinguished_from_a_missed_one():
     """At 80% of the peak and 2.0 times its rival's speed, a call could at best reach 2.5 times."""
     met, missed = _target(True), _target(False)
     beyond = missed | {"target": 2.6}
@@ -310,8 +310,8 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     given = ["--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
     only = "Mistral, N = 1024, padded", "encoder", "under autocast"
     result = run(tmp_path, "models", *given, "--only", *only)
-    rows, beside_it = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
-    assert len(rows) == 2 * (3 + 4) + 2 + beside_it, rows
+    rows, optional = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
+    assert len(rows) == 2 * (3 + 4) + 2 + optional, rows
     assert all(row["status"] == "ok" for row in rows), rows
     assert len(list(results_page.models([result]))) == 2 + len(rows)
 
@@ -346,14 +346,14 @@ def test_distributed_holds_ranks_against_one_and_simulates(tmp_path, capsys):
     )
 
 
-def test_what_falls_by_the_number_of_ranks_is_told_from_what_does_not():
+def test_the_record_shows_memory_that_falls_with_ranks():
     sizes = {("ring", 64, 2): 100, ("ring", 128, 4): 120, ("usp", 64, 2): 100, ("usp", 128, 4): 130}
     rows = [dict(peer=a, N=n, ranks=p, extra_bytes=x) for (a, n, p), x in sizes.items()]
     assert [x.rpartition(" ")[2] for x in rank_scaling.growth(rows)] == ["met", "MISSED"]
 
 
 @pytest.mark.parametrize("published", simulation.PUBLISHED, ids=str)
-def test_the_simulation_is_near_what_was_published(published):
+def test_the_simulation_is_near_published_times(published):
     found = sum(simulation.prefill(published).values())
     assert 1 / simulation.FACTOR <= found / published.seconds <= simulation.FACTOR
 
@@ -364,7 +364,7 @@ def test_a_picture_of_where_each_strategy_wins():
     assert [len(axis.texts) for axis in figure.axes] == [6, 6]
 
 
-def test_a_race_of_other_numbers_is_not_timed():
+def test_a_race_with_different_results_is_not_timed():
     one, other = torch.ones(3), torch.tensor([1.0, 1.0, 1.1])
     race = varlen.Race("", "float32", "forward", lambda: [one], lambda: [other])
     row = varlen.measure(race, 0.001)
@@ -383,13 +383,13 @@ def test_flushing_is_in_force_inside_and_not_after():
     "median, spread, verdict",
     [(1.0, 0.5, "ok"), (1.15, 0.0, "ok"), (1.2, 0.02, "slow"), (1.2, 0.2, "noisy"), (9, 3, "slow")],
 )
-def test_a_ratio_is_judged_where_the_rounds_agree(median, spread, verdict):
+def test_a_ratio_is_judged_only_if_rounds_agree(median, spread, verdict):
     ratio = {"q1": median - spread / 2, "median": median, "q3": median + spread / 2}
     assert subnormal_cost.verdict({"status": "ok", "ratio": ratio}) == verdict
     assert subnormal_cost.verdict({"status": "failed", "ratio": None}) == "failed"
 
 
-def test_a_doubtful_ratio_is_measured_again_and_a_clear_one_is_not(monkeypatch):
+def test_only_a_doubtful_ratio_is_measured_again(monkeypatch):
     ratios = iter([1.3, 1.2, 1.1, 40.0])
 
     def record(*_):
@@ -458,7 +458,7 @@ def test_compare_takes_a_failed_cell_for_a_regression(files, sweep, capsys):
     assert "FAILED in the second" in capsys.readouterr().out
 
 
-def test_compare_of_nothing_in_common_is_no_success(files, sweep, capsys):
+def test_compare_without_common_cells_fails(files, sweep, capsys):
     files[1].write_text(json.dumps(sweep | {"cells": []}))
     assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
     assert "no timed cell in common" in capsys.readouterr().out
@@ -488,8 +488,8 @@ def test_the_picture_of_the_readme_has_a_bar_for_each_feature_and_dtype():
     speed, extra = plot_readme.draw([kept], new_figure).axes
     assert len(speed.patches) == len(plot_readme.NAMES) * len(BOTH) and len(extra.patches) == 2
     widths = sorted(bar.get_width() for bar in speed.patches)
-    said = [text.get_text() for text in speed.texts]
-    assert f"{widths[-1]:.1f}×" in said and f"{widths[0]:.1f}×" in said and "torch = 1" in said
+    texts = [text.get_text() for text in speed.texts]
+    assert f"{widths[-1]:.1f}×" in texts and f"{widths[0]:.1f}×" in texts and "torch = 1" in texts
     (alone,) = plot_readme.draw([kept | {"memory": []}], new_figure).axes
     assert len(alone.patches) == len(speed.patches)
     rest = kept | {"cells": [c for c in kept["cells"] if c["mask"] != "window"]}
@@ -545,14 +545,14 @@ def _target(met: bool | None) -> dict:
     return row | {"met": met, "reason": "why", "ratio": 2.0, "percent": 80.0, "limit": "% of peak"}
 
 
-def test_a_ratio_at_the_limit_is_told_where_it_is_near():
+def test_a_ratio_at_the_limit_is_printed_if_near():
     assert console.ratio_at_limit(_target(True)) == pytest.approx(2.5)
     assert "80% of peak, at most 2.50x" in console.target_line(_target(True))
     for blank in ({"ratio": None}, {"percent": None}, {"percent": 3.0}):
         assert console.ratio_at_limit(_target(True) | blank) is None
 
 
-def test_reading_is_held_against_a_buffer_of_its_size():
+def test_reading_is_compared_with_a_buffer_of_its_size():
     """Data that fits a cache is read faster than memory; tiny data has no bandwidth limit."""
     row = {"threads": 1, "copy_gbs": 1.0}
     rows = [row | {"bytes": mb << 20, "read_gbs": gbs} for mb, gbs in ((4, 50.0), (256, 20.0))]
@@ -561,7 +561,7 @@ def test_reading_is_held_against_a_buffer_of_its_size():
     assert found == [None, 50.0, 50.0, 20.0, 20.0] and limits.read_gbs(2, 4 << 20) is None
 
 
-def test_a_regression_is_what_torch_did_not_share():
+def test_a_slowdown_that_torch_shares_is_no_regression():
     """A slowdown that torch shares is the machine's; a faster machine does not hide one of ours."""
     ratios = {"slower alone": (0.5, 1.0), "slower with torch": (0.5, 0.5), "failed": (0.0, None)}
     ratios |= {"slower, torch faster": (0.8, 1.5), "no torch": (0.8, None), "faster": (1.2, 0.5)}

@@ -72,48 +72,50 @@ def fake(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("by", ["smi", "proc"])
-def test_the_index_is_that_of_the_driver(by, driver, fake):
+def test_the_device_index_is_the_drivers(by, driver, fake):
     fake.smi(f"NVIDIA H100, {driver}") if by == "smi" else fake.proc(driver)
-    said = nvidia.unusable()
-    assert said.startswith("got torch 2.13.0+cpu, expected one that can use the GPU")
-    assert f"driver {driver}): it is built for CPUs alone; " in said
-    assert ("NVIDIA H100" if by == "smi" else "NVIDIA A100-SXM4-40GB") in said
+    message = nvidia.unusable()
+    assert message.startswith("got torch 2.13.0+cpu, expected one that can use the GPU")
+    assert f"driver {driver}): it is built for CPUs alone; " in message
+    assert ("NVIDIA H100" if by == "smi" else "NVIDIA A100-SXM4-40GB") in message
     if DRIVERS[driver]:
-        assert said.partition("--index-url ")[2].startswith(f"{nvidia.URL}{DRIVERS[driver]}")
+        assert message.partition("--index-url ")[2].startswith(f"{nvidia.URL}{DRIVERS[driver]}")
     else:
-        assert "update the driver to 525 or newer" in said
+        assert "update the driver to 525 or newer" in message
 
 
-def test_a_cuda_newer_than_the_driver_is_told(fake):
+def test_a_cuda_newer_than_the_driver_is_reported(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 550.54.15")
     fake.torch("2.13.0+cu130", "13.0")
-    said = nvidia.unusable()
-    assert "built for CUDA 13.0; install a build for that driver" in said and "cu126" in said
+    message = nvidia.unusable()
+    assert "built for CUDA 13.0; install a build for that driver" in message and "cu126" in message
 
 
-def test_what_torch_says_is_told_where_the_driver_is_new_enough(fake):
+def test_torchs_error_is_printed_if_the_driver_is_new_enough(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 580.65.06")
     fake.torch("2.13.0+cu130", "13.0", "Error 802: system not yet initialized\nmore")
-    said = nvidia.unusable()
-    assert "and says: Error 802: system not yet initialized; nvidia-smi may tell more" in said
-    assert "index-url" not in said
+    message = nvidia.unusable()
+    assert (
+        "and fails with: Error 802: system not yet initialized; nvidia-smi may show more" in message
+    )
+    assert "index-url" not in message
 
 
-def test_a_device_alone_tells_of_a_gpu(fake):
+def test_a_device_node_alone_reveals_a_gpu(fake):
     fake.node()
-    said = nvidia.unusable()
-    assert "(an NVIDIA GPU, a driver of unknown version)" in said and nvidia.URL in said
+    text = nvidia.unusable()
+    assert "(an NVIDIA GPU, a driver of unknown version)" in text and nvidia.URL in text
 
 
 @pytest.mark.parametrize("version", ["[N/A]", "Graphics Device"])
-def test_a_driver_without_a_version_is_told_as_one(version, fake):
+def test_an_unknown_driver_version_is_reported_as_unknown(version, fake):
     fake.smi(f"NVIDIA RTX A6000, 48 GB, {version}")
-    said = nvidia.unusable()
-    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in said and nvidia.URL in said
+    text = nvidia.unusable()
+    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in text and nvidia.URL in text
 
 
 @pytest.mark.parametrize("why", ["none", "no driver", "hidden", "usable"])
-def test_nothing_is_said_where_there_is_nothing_to_mend(why, fake, monkeypatch):
+def test_no_message_if_nothing_can_be_fixed(why, fake, monkeypatch):
     if why == "no driver":
         fake.smi("NVIDIA-SMI has failed, no devices were found", 9)
     elif why != "none":
@@ -126,13 +128,13 @@ def test_nothing_is_said_where_there_is_nothing_to_mend(why, fake, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["sweep", "decode", "mha", "overhead", "memory", "gpu"])
-def test_it_stops_the_benchmark_and_not_one_of_the_cpu(command, fake, monkeypatch, capsys):
+def test_an_unusable_gpu_stops_only_gpu_benchmarks(command, fake, monkeypatch, capsys):
     """For the commands that take a device. Naming a device overrides the stop."""
     fake.smi("NVIDIA H100, 550.54.15")
     assert main([command]) == 2
-    said = capsys.readouterr().err
-    assert "it is built for CPUs alone" in said and f"{nvidia.URL}cu126" in said
-    assert ("--rehearse" if command == "gpu" else "--device cpu measures the CPU") in said
+    message = capsys.readouterr().err
+    assert "it is built for CPUs alone" in message and f"{nvidia.URL}cu126" in message
+    assert ("--rehearse" if command == "gpu" else "--device cpu measures the CPU") in message
     if command != "gpu":
         options = commands.Options(device="cpu")
         assert commands._device(options) == "cpu"
@@ -212,7 +214,7 @@ def test_the_clock_of_a_device_times_no_gaps(host, loops, device):
     assert clock.host(program) == pytest.approx([2 * host, host], rel=1e-6)
 
 
-def test_a_first_call_that_compiles_is_not_slept_for(device):
+def test_no_sleep_for_a_first_call_that_compiles(device):
     """Nor is a call that waits for the device itself."""
     clock = timing.DeviceClock(device, lambda: device.host)
     hosts = iter([3.0, *[10 * US] * 50])
@@ -234,13 +236,13 @@ def test_a_first_call_that_compiles_is_not_slept_for(device):
     assert device.slept < 20 * 4 * timing.SLEEP[0]
 
 
-def test_a_sample_is_no_longer_for_a_device_that_sleeps(device, monkeypatch):
+def test_a_sample_is_not_lengthened_by_the_devices_sleep(device, monkeypatch):
     """A short kernel is called often in a sample, but not for seconds."""
     clock, calls = timing.DeviceClock(device, lambda: device.host), []
     short = device.phase((5 * US, 20 * US))
     timing.interleaved({"short": (lambda x: calls.append(1) or short(x),)}, clock, 0.0)
     each = (len(calls) - 2) / timing.ROUNDS[0]
-    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.beside)) < 11
+    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.unmeasured)) < 11
 
 
 def test_both_times_are_in_the_record_and_on_the_page():
@@ -254,8 +256,8 @@ def test_both_times_are_in_the_record_and_on_the_page():
     assert ours[FORWARD] == pytest.approx((0.02, 0.05))
     assert ours[BACKWARD] == pytest.approx((0.06, 0.07))
     assert ours[TRAINING] == pytest.approx((0.08, 0.12))
-    said = console.host(rows[FORWARD][SUBJECT])
-    assert said == ", device 0.020 ms, host 0.050 ms: bound by the host"
+    message = console.host(rows[FORWARD][SUBJECT])
+    assert message == ", device 0.020 ms, host 0.050 ms: bound by the host"
     assert console.host(rows[FORWARD][BASELINE]) == ", device 0.040 ms, host 0.010 ms"
     cells = [{"timings": [{"threads": None, "peers": rows[FORWARD]}]}] * 3
     assert list(console._hosts(cells)) == [f"{SUBJECT}: bound by the host in 3 of 3 cells"]
@@ -292,14 +294,14 @@ def crashed():
         yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
 
 
-def test_how_a_process_ended_is_told_of_every_status():
-    told = {status: isolated_process._ending(status) for status in (3, -9, -35)}
-    assert told[3] == "its process ended with status 3"
-    assert told[-9] == "its process died of SIGKILL"
-    assert told[-35] == "its process died of signal 35"
+def test_every_exit_status_of_a_process_is_described():
+    endings = {status: isolated_process._ending(status) for status in (3, -9, -35)}
+    assert endings[3] == "its process ended with status 3"
+    assert endings[-9] == "its process died of SIGKILL"
+    assert endings[-35] == "its process died of signal 35"
 
 
-def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):
+def test_a_peer_that_crashes_loses_only_its_own_entry(crashed):
     cells = [(n, what) for n in (20, 30) for what in (FORWARD, TRAINING)]
     assert [(x["N"], x["pass"]) for x in crashed] == cells
     for cell in crashed:
@@ -311,7 +313,7 @@ def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):
 
 
 @pytest.mark.parametrize("name", CRASHING[2:])
-def test_its_entry_says_how_it_ended(name, crashed):
+def test_the_entry_has_the_exit_status(name, crashed):
     first, *_, last = (cell["peers"][name]["reason"] for cell in crashed)
     kind, _, _ = name.partition(" while ")
     if kind == "aborts":
@@ -319,8 +321,8 @@ def test_its_entry_says_how_it_ended(name, crashed):
     elif kind == "fills":
         assert first == f"{ENDINGS[kind]}, while timed"
     else:
-        said, _, lost = ENDINGS[kind].partition("; ")
-        assert first == f"{said}, while timed; {lost}"
+        message, _, lost = ENDINGS[kind].partition("; ")
+        assert first == f"{message}, while timed; {lost}"
     # A process that only ran out of memory survives, so its peer may be tried again.
     assert last == (first if kind == "fills" else "not tried: it ended the process in 1 cells")
     count = 4 if kind == "fills" else 2
@@ -378,7 +380,7 @@ class Here:
     ],
     ids=["none", "a peer", "the subject", "both", "outside of any", "the subject again"],
 )
-def test_a_cell_is_measured_again_without_what_ended_it(deaths, reasons, status):
+def test_a_crashed_cell_is_measured_again_without_the_cause(deaths, reasons, status):
     given = (case(),), (FORWARD,), dict.fromkeys((SUBJECT, BASELINE)), LIMITS, 0.002, (1,)
     (cell,) = run.cells(*given, process=Here(deaths))
     assert cell["status"] == status
@@ -397,7 +399,7 @@ def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["sweep", "decode", "overhead", "memory"])
-def test_the_process_that_measures_has_the_gpu_alone(command, monkeypatch, tmp_path):
+def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path):
     """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
     process, probes = Here(), []
 

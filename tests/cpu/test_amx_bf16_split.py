@@ -154,7 +154,7 @@ def test_rounding_has_no_sign(isa, dtype):
 @every_tiled
 @every_planed
 @pytest.mark.parametrize("m", [100, 5])
-def test_an_lse_is_a_float32_whatever_q_is(isa, m, dtype):
+def test_lse_is_float32_for_every_dtype_of_q(isa, m, dtype):
     """With one key the LSE is the score itself, where a product of the last planes matters: its
     error is that of float32, except for the lower precision of e^x."""
     problem = case(Dims(1, 8, 2, m, 150, 64, 64), dtype, window=(0, 0))
@@ -489,7 +489,7 @@ SEEING = {
 @every_shape
 @pytest.mark.parametrize("band", BANDS)
 @every_value
-def test_a_row_without_planes_is_of_the_vector_kernels(isa, dtype, value, band, shape):
+def test_a_row_without_bf16_split_runs_on_vector_kernels(isa, dtype, value, band, shape):
     """Its out and LSE are those of the vector kernels, bit for bit; every other row has the bits
     that it has without the value."""
     dims = SHAPES[shape]
@@ -515,7 +515,7 @@ def kinds(x):
 @every_shape
 @pytest.mark.parametrize("band", ["full", "causal"])
 @every_value
-def test_what_is_no_number_is_so_everywhere(isa, dtype, value, band, shape):
+def test_non_finite_values_appear_in_every_pass(isa, dtype, value, band, shape):
     """Infinities and NaN are in the results of every pass where the vector kernels have them. The
     results of other heads, items and blocks of rows do not change."""
     dims = SHAPES[shape]
@@ -539,7 +539,7 @@ def test_what_is_no_number_is_so_everywhere(isa, dtype, value, band, shape):
 
 @every_tiled
 @every_value
-def test_what_is_no_number_in_one_of_several_chunks(isa, dtype, value):
+def test_non_finite_values_in_one_of_several_chunks(isa, dtype, value):
     """Few rows take their keys in chunks of 512, and the kernel is chosen for each chunk."""
     clean = case(Dims(1, 4, 1, 3, 1100, 32, 32), dtype)
     for name, places in (("q", (0,)), ("k", (5, 700, 1099)), ("v", (700,)), ("dout", (0,))):
@@ -559,7 +559,7 @@ INNER = float(torch.nextafter(ONE, torch.tensor(0.0)))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [LARGEST, -LARGEST, SMALLEST * INNER, -SMALLEST / 2, 1e-45])
-def test_the_first_values_without_planes(isa, value, name, shape):
+def test_the_first_values_without_bf16_split(isa, value, name, shape):
     problem = place(case(SHAPES[shape]), name, value, 150)
     vectors, found = (computed(x, problem, everything=False) for x in (VECTORS, isa))
     rows = touched(problem, name, 150)
@@ -570,7 +570,7 @@ def test_the_first_values_without_planes(isa, value, name, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [LARGEST * INNER, -SMALLEST, 0.0, -0.0])
-def test_the_last_values_with_planes(isa, value, name, shape):
+def test_the_last_values_with_bf16_split(isa, value, name, shape):
     """Rows with these values stay on tiles. Zeros have planes, so padding keeps rows on tiles."""
     if name == "q" and abs(value) > 1:
         value = 8.0  # a larger q gives one key all the weight, and all kernels agree
@@ -603,7 +603,7 @@ def test_rows_decide_alone(isa, dtype, m, heads):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("m", [12, 64])
 @pytest.mark.parametrize("size", [1e2, 1e4])
-def test_a_neighbour_without_planes_changes_no_score(isa, size, m, name, value):
+def test_a_neighbour_without_bf16_split_changes_no_score(isa, size, m, name, value):
     """Far from zero the scores of tiles and of vectors differ by more than 1. Each row uses one of
     the two in every pass: its weights sum to 1, and dV agrees with them."""
     if name != "q" and value != value:
@@ -622,7 +622,7 @@ def test_a_neighbour_without_planes_changes_no_score(isa, size, m, name, value):
 
 
 @every_tiled
-def test_rows_on_vectors_see_what_is_theirs(isa):
+def test_rows_on_vector_kernels_see_their_own_keys(isa):
     """A NaN that one row sees is not multiplied by the zero weights of another row."""
     clean = build(Dims(1, 1, 1, 64, 64, 32, 32), (), torch.float32)
     clean.kwargs["causal"] = True
@@ -635,7 +635,7 @@ def test_rows_on_vectors_see_what_is_theirs(isa):
 
 
 @every_tiled
-def test_nothing_comes_from_behind_a_window(isa):
+def test_nan_keys_outside_a_window_change_nothing(isa):
     """Gradients take keys by 32s. A NaN in a key that no row sees is not multiplied by zero."""
     clean = build(Dims(1, 1, 1, 96, 96, 32, 32), (), torch.float32)
     clean.kwargs |= dict(causal=True, window=(8, 0))
@@ -648,7 +648,7 @@ def test_nothing_comes_from_behind_a_window(isa):
 
 @every_tiled
 @pytest.mark.parametrize("name", ["plain", *FEATURE])
-def test_features_where_keys_have_no_planes(isa, name):
+def test_features_where_keys_have_no_bf16_split(isa, name):
     """The scores and gradients that vectors compute instead of tiles support every feature."""
     features = () if name == "plain" else (FEATURE[name],)
     clean = build(Dims(1, 2, 2, 100, 150, 33, 40), features, torch.float32)
@@ -662,7 +662,7 @@ def test_features_where_keys_have_no_planes(isa, name):
 
 
 @every_tiled
-def test_small_gradients_of_scores_leave_the_tiles(isa):
+def test_small_gradients_of_scores_run_on_vector_kernels(isa):
     """Only small ones do. Scaling by a power of two leaves the bits of a gradient as they are,
     unless another kernel computes it."""
     clean = case(Dims(1, 2, 1, 100, 150, 33, 40))
@@ -751,7 +751,7 @@ def filled(problem, names, keys, value):
 @every_planed
 @pytest.mark.parametrize("shape", UNSEEN_SHAPES)
 @pytest.mark.parametrize("how", HIDING)
-def test_a_key_that_no_row_sees_changes_no_bit(isa, how, shape, dtype):
+def test_a_key_hidden_from_all_rows_changes_no_bit(isa, how, shape, dtype):
     """Neither the contents of the key nor its lack of planes has an effect."""
     dims = UNSEEN_SHAPES[shape]
     arguments, hidden = HIDING[how](dims.M, dims.N)
@@ -782,7 +782,7 @@ APPENDED = [
 @every_tiled
 @every_planed
 @pytest.mark.parametrize("how, shape", APPENDED)
-def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
+def test_a_key_hidden_from_all_rows_equals_an_absent_one(isa, how, shape, dtype):
     """Appended keys with any contents."""
     dims = UNSEEN_SHAPES[shape]
     arguments, hidden = HIDING[how](dims.M, dims.N)
@@ -803,7 +803,7 @@ def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
 
 
 @every_tiled
-def test_what_runs_each_dtype_is_named(isa):
+def test_the_compute_unit_of_each_dtype_is_named(isa):
     with variant(isa):
         units = libraries.cpu_units()
     assert units["float32"]["many rows"] == units["float16"]["many rows"] == isa
@@ -822,7 +822,7 @@ def test_the_tiles_are_in_use(isa, dtype, m, d):
 
 @every_tiled
 @pytest.mark.parametrize("exponent, vectors", [(59, False), (60, True), (127, True)])
-def test_a_scale_that_shows_tiny_products_is_of_the_vector_kernels(isa, exponent, vectors):
+def test_a_scale_that_makes_tiny_products_visible_runs_on_vector_kernels(isa, exponent, vectors):
     """Products below the least normal number are 0 on tiles."""
     clean = case(Dims(1, 4, 1, 70, 150, 33, 40), scale=2.0**exponent)
     half = 2.0 ** (-exponent / 2)
@@ -872,10 +872,10 @@ def test_float32_can_be_left_to_the_vector_kernels(isa):
 
 
 @every_tiled
-def test_another_word_for_that_is_refused(isa):
+def test_an_unknown_value_of_FASTATTN_FLOAT32_is_refused(isa):
     code = "from fastattn import native; print(native.cpu_unavailable()); native.cpu()"
     found = in_a_process(code, FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vectors")
     assert found.returncode and "RuntimeError" in found.stderr
-    for said in (found.stdout, found.stderr.splitlines()[-1]):
-        what, _, expected = said.partition("expected")
-        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, said
+    for message in (found.stdout, found.stderr.splitlines()[-1]):
+        what, _, expected = message.partition("expected")
+        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, message

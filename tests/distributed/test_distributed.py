@@ -134,14 +134,14 @@ def test_features(four, feature, strategy, count, layout):
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 @every_strategy
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_everything(four, dtype, strategy, count, layout):
+def test_all_features_together(four, dtype, strategy, count, layout):
     problem, found = over(four, count, EVERYTHING, dtype, strategy, layout)
     assert not Verdict(problem).about(found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @most_ranks
-def test_everything_by_the_reference(four, strategy, count, dtype):
+def test_all_features_together_by_the_reference(four, strategy, count, dtype):
     """Its backward, too, handles rows with keys on other ranks."""
     given = "zigzag", DIMS
     problem, found = over(four, count, EVERYTHING, dtype, strategy, *given, backend="reference")
@@ -193,9 +193,9 @@ def test_the_table_of_equality(four, dtype):
     for (strategy, count), layout in itertools.product(STRATEGIES, layouts.LAYOUTS):
         _, found = over(four, count, EVERYTHING, dtype, strategy, layout, row_invariant=True)
         apart = {x: (found[x] - right[x]).abs().max() / right[x].abs().max() for x in right}
-        said = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
+        distances = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
         ranks_of = "x".join(map(str, count)) if isinstance(count, tuple) else count
-        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in said))
+        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in distances))
         assert max(apart.values()) < TO_ROUNDING[dtype]
         exact = right if count == 1 else BITS.get(strategy, right if strategy == "ulysses" else ())
         assert not any(apart[name] for name in exact)
@@ -289,7 +289,7 @@ def drop(group, seed):
     return out, torch.rand(()).item()
 
 
-def test_with_no_seed_the_first_rank_draws(four):
+def test_without_a_seed_the_first_rank_draws(four):
     found = four.run(3, drop, "same")
     torch.manual_seed(5)
     whole = torch.ones(1, 4, 18, 8)
@@ -456,7 +456,7 @@ def drop_packed(group, seed):
 
 
 @pytest.mark.parametrize("count", [2, 3])  # ulysses, and gather
-def test_with_no_seed_the_first_rank_draws_of_packed_batches(four, count):
+def test_without_a_seed_the_first_rank_draws_for_packed_batches(four, count):
     whole, cu = torch.ones(6 * count, 4, 8), torch.tensor([0, 4, 6 * count])
     for seed in ("same", "own"):
         found = four.run(count, drop_packed, seed)
@@ -597,7 +597,7 @@ def test_ranks_that_differ_on_a_packed_batch(four, count, what, words):
     ],
     ids=named,
 )
-def test_a_rank_in_trouble_with_a_packed_batch_is_named(four, what, kind, words):
+def test_a_rank_failing_on_a_packed_batch_is_named(four, what, kind, words):
     one, own, other = four.run(3, pack_wrongly, dict(on_1=what))
     with pytest.raises(kind, match=words):
         raise own
@@ -623,7 +623,7 @@ def cut_and_join(group, layout, n, dim):
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8, 13])
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-def test_what_is_cut_is_joined(four, layout, n):
+def test_cut_tensors_are_joined_again(four, layout, n):
     for dim in (0, 1, -1):
         for count in (4, MESH):
             found = four.run(count, cut_and_join, layout, n, dim)
@@ -707,7 +707,7 @@ TROUBLES = {
 
 
 @pytest.mark.parametrize("what", TROUBLES)
-def test_a_rank_in_trouble_is_named(four, what):
+def test_a_failing_rank_is_named(four, what):
     kind, words = TROUBLES[what]
     *others, own = four.run(3, differ, what)
     with pytest.raises(kind, match=words):
@@ -756,7 +756,7 @@ def alike(group, strategy, layout, more):
         ("gather", "contiguous", dict(mask=torch.zeros(1, 7)), "mask: got"),
     ],
 )
-def test_what_all_do_wrong(four, strategy, layout, more, words):
+def test_an_error_common_to_all_ranks_is_raised_on_each(four, strategy, layout, more, words):
     for found in four.run(2, alike, strategy, layout, more):
         with pytest.raises(ValueError, match=words):
             raise found
@@ -774,7 +774,7 @@ WRONG = {  # for 11 keys: checked before anything is sent
 
 @pytest.mark.parametrize("words", WRONG)
 @pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
-def test_what_all_do_wrong_of_all_keys(four, strategy, words):
+def test_an_error_about_all_keys_is_raised_on_each_rank(four, strategy, words):
     """A single rank raises the same error."""
     x = torch.zeros(1, 2, 11, 4)
     with pytest.raises((TypeError, ValueError), match=words):
@@ -805,7 +805,7 @@ def on_one_rank(group, seed):
     return fastattn.attention(x, x, x, dropout_p=0.4, seed=seed)
 
 
-def test_ranks_need_not_be_asked(four):
+def test_ranks_need_no_check_of_agreement(four):
     (right,) = four.run(1, on_one_rank, 7)
     assert torch.equal(torch.cat(four.run(2, unasked, 7), 2), right)
     for error in four.run(2, unasked, None):
@@ -825,7 +825,7 @@ def die(group, when):
 
 
 @pytest.mark.parametrize("when", ["before", "before its backward"])
-def test_a_rank_that_dies_is_told_of(when):
+def test_a_rank_that_dies_is_reported(when):
     with ranks.ranks(3, timeout=10) as three:
         one, gone, other = three.run(3, die, when)
     assert str(gone) == "gone"
@@ -874,7 +874,7 @@ def test_second_derivatives(four, strategy):
         assert max(errors) < 1e-13
 
 
-def test_a_ring_has_first_derivatives_alone(four):
+def test_a_ring_has_first_derivatives_only(four):
     for error in four.run(2, differentiate_twice, "ring"):
         with pytest.raises(NotImplementedError, match="got 'ring' and create_graph=True, expected"):
             raise error

@@ -80,7 +80,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_a_mask_shows(name):
+def test_structure_names_masks_and_equivalent_arguments(name):
     """A mask is named, and the arguments advised in its place give the same output."""
     mask, what = SHOWN[name]
     M = mask.shape[-2] if mask.shape[-2] > 1 else N
@@ -105,14 +105,14 @@ def test_what_a_mask_shows(name):
     torch.testing.assert_close(out * seen, wanted * seen)
 
 
-def test_rows_that_nobody_sees_say_nothing_of_keys():
+def test_padded_queries_are_not_reported_as_padded_keys():
     """Padded queries are not reported as padded keys if the item's other queries see all keys."""
     rows = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
     assert structure(rows[:, None, :, None].expand(2, 1, 6, 10), 6, 10).what == "shows everything"
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 3, 4), (0, 1, 3, 4), (2, 1, 0, 0)])
-def test_a_mask_that_cannot_be_looked_at(shape):
+def test_a_mask_without_readable_values_has_no_structure(shape):
     assert structure(torch.ones(shape).bool(), *shape[-2:]).arguments is None
 
 
@@ -212,13 +212,13 @@ def test_calls_of_every_sort():
     assert ("scaled_dot_product_attention", "causal, a scale", "") in found
 
 
-def test_a_patched_model_says_so():
+def test_a_patched_model_is_reported_as_patched():
     with fastattn.sdpa():
         report = fastattn.profile(lambda: F.scaled_dot_product_attention(*[X[:, None]] * 3))
     assert report.calls[0].call.runs == "fastattn.patch()"
 
 
-def test_why_a_call_stays_torchs(monkeypatch):
+def test_a_call_left_to_torch_has_a_reason(monkeypatch):
     wide = torch.randn(1, 1, 4, 600)
     report = fastattn.profile(lambda: F.scaled_dot_product_attention(wide, wide, wide))
     assert report.calls[0].ours_runs == "torch: a head dim over 512"
@@ -297,7 +297,7 @@ def test_nothing_is_changed_by_an_exception():
     assert state(model) == before
 
 
-def test_compiled_models_are_looked_at_eagerly():
+def test_compiled_models_are_profiled_eagerly():
     model = torch.compile(encoder(), backend="eager")
     (m,) = fastattn.profile(model, X).calls
     assert m.call.count == 2
@@ -510,7 +510,7 @@ def test_heads_that_convert_leaves():
     assert "a subclass of nn.MultiheadAttention" in m.ours_runs and "sdpa" not in m.seconds
 
 
-def test_a_verdict_without_calls_judges_what_was_measured(monkeypatch):
+def test_a_verdict_without_calls_recommends_a_conversion(monkeypatch):
     report = fastattn.profile(Heads(), X)
     report.calls.clear()
     assert "by fastattn.convert(model)" in report.verdict()

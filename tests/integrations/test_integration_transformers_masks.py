@@ -32,8 +32,8 @@ def calls(monkeypatch, registered):
         original = getattr(transformers_attention, name)
 
         def spy(*args, original=original, name=name, **kwargs):
-            told = {x: y for x, y in kwargs.items() if y is not None}
-            found.append(told | dict(call=name, args=args))
+            given = {x: y for x, y in kwargs.items() if y is not None}
+            found.append(given | dict(call=name, args=args))
             return original(*args, **kwargs)
 
         monkeypatch.setattr(transformers_attention, name, spy)
@@ -109,7 +109,7 @@ CASES = [  # transformers packs only without a cache
 
 
 @pytest.mark.parametrize("kind, place", CASES)
-def test_it_is_the_mask(kind, place):
+def test_results_equal_those_of_the_dense_mask(kind, place):
     """Output and gradients are those of torch's function with transformers' dense mask."""
     M, N, row, key = PLACES[place]
     torch.manual_seed(0)
@@ -121,19 +121,19 @@ def test_it_is_the_mask(kind, place):
             continue
         seen = None if padding == "none" else seen_by(padding, last + 1)
         given = (3, M, N, row, key, KINDS[kind](max(N, last + 1)), seen)
-        said = f"padding: {padding}\n{{}}".format
+        message_of = f"padding: {padding}\n{{}}".format
         mask = make_mask(*given)
         assert isinstance(mask, Mask) and mask.shape == (3, 1, M, N)
         exact = masks.sdpa_mask(*given, allow_is_causal_skip=False)
         assert torch.equal(mask.exact(), exact)
         out, _ = transformers_attention.attend(MODULE, q, k, v, mask)
         expected = F.scaled_dot_product_attention(q, k, v, exact, enable_gqa=True)
-        torch.testing.assert_close(out, expected.transpose(1, 2), msg=said)
+        torch.testing.assert_close(out, expected.transpose(1, 2), msg=message_of)
         dout = torch.randn_like(out)
         mine = torch.autograd.grad(out, (q, k, v), dout)
         theirs = torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2))
         for x, y in zip(mine, theirs):
-            torch.testing.assert_close(x, y, msg=said)
+            torch.testing.assert_close(x, y, msg=message_of)
 
 
 def seen_by(padding, N):
@@ -181,8 +181,8 @@ def test_no_mask_is_dense(name, padding, expected, calls):
     ids, mask = text(padding)
     ran(name, calls, input_ids=ids, attention_mask=mask)
     assert not any(map(is_dense, calls)) and {x["call"] for x in calls} == {"attention"}
-    told = [{x for x in structure(call) if call[x] is not False} for call in calls]
-    assert told == expected
+    structures = [{x for x in structure(call) if call[x] is not False} for call in calls]
+    assert structures == expected
     if "key_lengths" in calls[0]:
         assert calls[0]["key_lengths"].tolist() == mask.sum(1).tolist()
 
@@ -255,8 +255,8 @@ def test_packed_positions_with_a_cache_are_one_sequence(name, cuts, calls):
 
 def test_chunks_are_packed(calls):
     ran("Llama4", calls, input_ids=text("none")[0])
-    told = {x["call"]: x for x in calls}
-    assert told["attention_packed"]["args"][3].tolist() == list(range(0, 73, 8))
+    by_name = {x["call"]: x for x in calls}
+    assert by_name["attention_packed"]["args"][3].tolist() == list(range(0, 73, 8))
     assert not any(map(is_dense, calls))
 
 
@@ -274,7 +274,7 @@ def test_prefixes_are_exact(registered):
 # ------------------------------------------------------------------------------------- the traps
 
 
-def test_trap_of_dense_masks(calls):
+def test_masks_of_keys_stay_masks_of_keys(calls):
     """sdpa's mask function makes a correct dense mask; ours passes a mask of keys alone."""
     ids, seen = text("left")
     exact = masks.sdpa_mask(3, 24, 24, attention_mask=seen.bool())
@@ -283,7 +283,7 @@ def test_trap_of_dense_masks(calls):
     assert {tuple(x["mask"].shape) for x in calls} == {(3, 1, 1, 24)}
 
 
-def test_trap_of_no_mask_function(registered):
+def test_the_mask_function_is_registered(registered):
     """Without a registered mask function, an attention function gets no padding or sequences."""
     model, (ids, seen) = made(FAMILY["Llama"]), text("left")
     name, interface = "test-attention-alone", transformers.AttentionInterface
@@ -314,7 +314,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_trap_of_models_that_never_call(name, registered):
+def test_models_that_never_call_attention(name, registered):
     """Construction with "fastattn" raises, setting it later changes nothing, and a call raises if
     the config was changed directly."""
     config = getattr(transformers, f"{name}Config")(**STRANGERS[name] | SMALL)
@@ -339,14 +339,14 @@ PICKING = {
 
 
 @pytest.mark.parametrize("module", PICKING)
-def test_trap_of_models_that_pick_keys(module):
+def test_models_that_select_keys(module):
     """The model passes the picked keys to eager and sdpa only: others would attend to all keys."""
     name = f"transformers.models.{module}.modeling_{module}"
     kind = getattr(pytest.importorskip(name), PICKING[module])
     assert "picks keys, or has sinks" in ours._why_not(kind)
 
 
-def test_a_head_made_in_a_notebook_is_what_it_stands_on():
+def test_a_head_made_in_a_notebook_is_treated_as_its_base_class():
     def made(base):
         return type("Head", (getattr(transformers, base),), {"__module__": "of a notebook"})
 
@@ -488,7 +488,7 @@ def test_compiled(name, padding, calls):
 
 
 @pytest.mark.parametrize("overlay", [None, masks.sliding_window_overlay(6)])
-def test_steps_of_a_static_cache_are_told_alike(overlay):
+def test_steps_of_a_static_cache_have_the_same_arguments(overlay):
     """All steps pass the same arguments, so one compiled graph serves them, up to a full cache."""
     causal = masks.causal_mask_function
     function = masks.and_masks(causal, overlay) if overlay else causal
@@ -496,7 +496,7 @@ def test_steps_of_a_static_cache_are_told_alike(overlay):
     assert len({tuple(sorted(step.arguments)) for step in steps}) == 1
 
 
-def test_it_goes_where_the_model_does():
+def test_the_mask_moves_to_the_models_device():
     """Models spread over devices move the mask between them."""
     mask = make_mask(2, 5, 5, attention_mask=seen_by("left", 5)[1:])
     moved = mask.to("meta", non_blocking=True)
@@ -507,7 +507,7 @@ def test_it_goes_where_the_model_does():
 
 
 @pytest.mark.parametrize("padding", ["none", "right", "hole"])
-def test_a_mask_of_one_row_is_that_of_all(padding, registered):
+def test_a_mask_of_one_row_applies_to_all_rows(padding, registered):
     """Some models make a mask of one row that is meant for all rows."""
     torch.manual_seed(0)
     q, k = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 24, 8)
@@ -528,7 +528,7 @@ def test_a_mask_of_one_key_hides_nothing(registered):
     assert torch.equal(transformers_attention.attend(MODULE, q, k, k, one)[0], expected)
 
 
-def test_models_that_mean_something_else_are_refused():
+def test_models_with_other_semantics_are_refused():
     pytest.importorskip("transformers.models.bridgetower")
     from transformers import BridgeTowerModel, DeepseekV4ForCausalLM
 
@@ -536,7 +536,7 @@ def test_models_that_mean_something_else_are_refused():
     assert "picks keys" in ours._why_not(DeepseekV4ForCausalLM)
 
 
-def test_what_somebody_wrapped_since_stays():
+def test_a_later_wrapper_stays():
     from transformers import PreTrainedModel
 
     original = PreTrainedModel.get_correct_attn_implementation
@@ -554,7 +554,7 @@ def test_what_somebody_wrapped_since_stays():
         PreTrainedModel.get_correct_attn_implementation = original
 
 
-def test_what_cannot_be_is_named(registered):
+def test_impossible_arguments_are_named(registered):
     q = k = torch.randn(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match=r"^cache: got object, expected transformers'"):
         transformers_attention.attend(MODULE, q, k, k, None, cache=object())

@@ -111,7 +111,7 @@ def test_any_sequence_of_changes(page_size):
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-def test_steps_of_one_key_beside_forks(page_size):
+def test_steps_of_one_key_with_forks(page_size):
     """The cache that steps first after a fork varies, and truncations come in between."""
     models = [Model(page_size, grow=True)]
     models[0].append([3, 5, 2])
@@ -130,7 +130,7 @@ def test_steps_of_one_key_beside_forks(page_size):
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-def test_pages_are_given_back(page_size):
+def test_pages_are_freed(page_size):
     model = Model(page_size, grow=True)
     cache = model.cache
     model.append([5, 1, 0])
@@ -177,7 +177,7 @@ def test_a_beam_step_needs_pages_for_all_but_one(page_size):
     beams.check()
 
 
-def test_a_cache_goes_on_in_a_page_that_forks_have():
+def test_a_cache_appends_to_a_page_shared_with_forks():
     """Provided each of its items once was the page's only user, and has dropped nothing since."""
     model = Model(4, capacity=8)
     model.append([5, 6, 7])
@@ -210,7 +210,7 @@ def test_rows_of_the_cache_itself(storage):
     assert torch.equal(kept.nan_to_num(), expected[0].transpose(0, 1).nan_to_num())
 
 
-def test_a_deep_copy_has_no_pages_of_forks_that_do_not_come_along():
+def test_a_deep_copy_has_no_pages_of_forks_outside_it():
     model = Model(4, capacity=8, grow=False)
     model.append([4, 4, 4])
     fork = model.cache.fork()
@@ -221,7 +221,7 @@ def test_a_deep_copy_has_no_pages_of_forks_that_do_not_come_along():
     assert both[0]._pool is both[1]._pool and both[0].pages_free == 0
 
 
-def test_a_cache_that_is_full_is_as_it_was():
+def test_an_append_to_a_full_cache_changes_nothing():
     for page_size, capacity in ((None, 10), (4, 10), (4, 12)):
         model = Model(page_size, capacity=capacity)
         model.append([capacity, 3, 0])
@@ -243,7 +243,7 @@ def test_steps_of_one_key_until_it_is_full(page_size):
 
 
 @pytest.mark.parametrize("page_size", (4, None))
-def test_forks_need_pages_of_their_own(page_size):
+def test_forks_need_their_own_pages(page_size):
     model = Model(page_size, capacity=8)
     model.append([7, 7, 7])
     fork = model.copy(model.cache.fork(), [list(x) for x in model.rows])
@@ -261,7 +261,7 @@ def test_forks_need_pages_of_their_own(page_size):
         x.check()
 
 
-def test_growth_keeps_what_there_is():
+def test_growth_keeps_the_contents():
     for page_size in PAGES:
         model = Model(page_size, capacity=3, grow=True)
         for counts in ([2, 2, 2], [9, 0, 1], [30, 30, 1]):
@@ -310,7 +310,7 @@ def test_prompts_in_chunks_are_prompts():
     assert torch.equal(out, expected[1].transpose(0, 1))
 
 
-def test_a_fork_that_nobody_has_any_more_gives_its_pages_back():
+def test_a_deleted_fork_frees_its_pages():
     cache = KVCache(1, HK, D, capacity=8, page_size=4)
     some = torch.randn(1, HK, 4, D)
     cache.append(some, some)
@@ -419,7 +419,7 @@ def crowded(page_size=4):
 
 
 @pytest.mark.parametrize("call, error, message", WRONG, ids=[message[:24] for *_, message in WRONG])
-def test_what_does_not_fit(call, error, message):
+def test_inputs_of_wrong_sizes_raise(call, error, message):
     with pytest.raises(error, match=message):
         call(Model(4).cache)
 
@@ -478,7 +478,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("page_size", (4, None))
-def test_a_change_is_whole_or_none(page_size, name):
+def test_a_change_is_atomic(page_size, name):
     """Wherever torch runs out of memory. Evictions that move rows are excluded: their new places
     may hold other rows that move."""
     for calls in range(1000):
@@ -535,7 +535,7 @@ def test_any_mode():
         cache.attention(q.requires_grad_()).sum().backward()
 
 
-def test_what_was_asked_stays_as_it_was():
+def test_earlier_tables_and_lengths_stay_unchanged():
     cache = Model(4).cache
     table, lengths = cache.block_table, cache.lengths
     before = table.clone(), lengths.clone()
@@ -572,7 +572,7 @@ def test_another_default_device():
 @pytest.mark.parametrize(
     "mode", (FakeTensorMode, lambda: torch.device("meta"), torch.inference_mode)
 )
-def test_pages_come_free_wherever_a_cache_dies(mode):
+def test_pages_are_freed_in_any_mode(mode):
     cache = KVCache(1, HK, D, capacity=8, page_size=4, grow=True)
     k = torch.ones(1, HK, 3, D)
     cache.append(k, k)
@@ -608,7 +608,7 @@ def test_copies(kind):
     assert (pool.users > 0).sum() == (3 if kind == "shallow" else 0) < used
 
 
-def test_autocast_casts_what_comes():
+def test_autocast_casts_the_inputs():
     cache = KVCache(B, HK, D, capacity=8)
     k, q = torch.randn(B, HK, 3, D).bfloat16(), torch.randn(B, H, 1, D).bfloat16()
     mask = torch.randn(1, 1, 1, 3).bfloat16()
@@ -620,7 +620,7 @@ def test_autocast_casts_what_comes():
     assert torch.equal(out, cache.attention(q.float(), mask=mask.float()))
 
 
-def test_rows_stand_at_the_last_keys_where_nothing_is_causal():
+def test_rows_end_at_the_last_key_without_causal():
     cache = KVCache(1, HK, D, capacity=16, page_size=4)
     k, q = torch.randn(1, HK, 10, D), torch.randn(1, H, 2, D)
     cache.append(k, k)

@@ -195,7 +195,7 @@ def test_dropout_acts_in_training_in_each_place():
     assert rates == {everywhere.self_attn.dropout, everywhere.cross_attn.dropout} == {0.3}
 
 
-def test_what_is_hidden_does_not_matter():
+def test_hidden_tokens_do_not_change_outputs():
     """Values of future tokens and padding do not change the outputs of other tokens."""
     model = tokens_model().eval()
     src, tgt = torch.randint(1, 11, (B, N)) * SHOWN, torch.randint(1, 11, (B, M))
@@ -224,7 +224,7 @@ def test_layers_of_a_stack_begin_apart():
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_dropout_zeroes_what_a_sublayer_adds(norm_first):
+def test_dropout_zeroes_the_output_of_a_sublayer(norm_first):
     """At rate 1 a residual adds nothing, and a feed-forward network returns its last bias."""
     x, residual = torch.randn(2, 3, E), nn.Residual(E, dropout=1.0, norm_first=norm_first)
     assert torch.equal(residual(x, torch.nn.Linear(E, E)), x if norm_first else residual.norm(x))
@@ -233,7 +233,7 @@ def test_dropout_zeroes_what_a_sublayer_adds(norm_first):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_an_encoder_decoder_hands_on_every_mask(causal):
+def test_an_encoder_decoder_passes_on_every_mask(causal):
     encoder = nn.Encoder(nn.EncoderLayer(E, H, FF), 1)
     decoder = nn.Decoder(nn.DecoderLayer(E, H, FF), 1)
     model = drawn(nn.EncoderDecoder(encoder, decoder)).eval()
@@ -381,7 +381,7 @@ def test_cached_language_model_equals_the_full_pass(name, on):
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=2e-5, atol=5e-6)
 
 
-def test_a_cache_says_what_does_not_fit():
+def test_a_cache_raises_for_wrong_sizes():
     encoder = nn.Encoder(nn.EncoderLayer(E, H, FF), 1)
     x = torch.randn(B, N, E)
     with torch.no_grad():
@@ -398,7 +398,7 @@ def test_a_cache_says_what_does_not_fit():
             encoder(x[:, :1], causal=True, cache=cache)
 
 
-def test_a_cache_of_another_stack_is_told():
+def test_a_cache_of_another_stack_raises():
     deep, shallow = (nn.Encoder(nn.EncoderLayer(E, H, FF), n) for n in (3, 1))
     x = torch.randn(B, N, E)
     for cache in (shallow.new_cache(N), []):
@@ -695,7 +695,7 @@ def test_an_altered_layer_of_ours_is_refused():
             nn.to_torch(layer)
 
 
-def test_what_has_no_counterpart_is_refused():
+def test_modules_without_a_counterpart_are_refused():
     for convert in (nn.from_torch, nn.to_torch):
         with pytest.raises(ValueError, match="got Linear, expected one of"):
             convert(torch.nn.Linear(2, 2))
@@ -737,7 +737,7 @@ def test_layers_that_differ_and_norms_are_copied():
     assert len({id(m.norm) for m in (theirs, ours, back)}) == 3
 
 
-def test_wrong_shapes_are_told():
+def test_wrong_shapes_raise():
     layer, x = nn.DecoderLayer(E, H, FF), torch.randn(B, M, E)
     for bad in (x[0], torch.randn(B, M, E + 1)):
         with pytest.raises(ValueError, match=r"x: got shape .* expected \(B, N, 12\)"):

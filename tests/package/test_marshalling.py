@@ -79,13 +79,13 @@ PLAIN = plain()
 
 
 @pytest.mark.parametrize("name", strange())
-def test_what_is_no_plain_memory_has_no_kind(name):
+def test_tensors_without_plain_memory_have_no_kind(name):
     q = PLAIN["of float32"]
     for kind in {marshalling.kind, marshalling._kind}:
         assert kind((q, strange()[name], None)) is None
 
 
-def test_a_kind_is_shared_by_tensors_that_differ_in_memory_alone():
+def test_tensors_that_differ_only_in_memory_share_a_kind():
     """The kind, from C and from Python, differs exactly if shape, dtype or device differs."""
     sets = [*((x,) for x in PLAIN.values()), (), (None,), (None, None)]
     sets += [(PLAIN["of float32"], None), (None, PLAIN["of float32"])]
@@ -122,7 +122,7 @@ def lying():
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "with strides"])
-def test_arguments_are_told_apart_by_how_they_lie(wrapped):
+def test_arguments_are_distinguished_by_memory_layout(wrapped):
     """C and Python distinguish arguments by dtype, by strides, also those of a single row, and by
     whether 16 bytes divide the address; and by nothing else."""
     cases = list(lying().values())
@@ -212,7 +212,7 @@ def test_every_field_of_a_pass_has_its_place(which):
 
 
 @needs_extension
-def test_what_does_not_cross_is_an_error_and_no_crash():
+def test_unsupported_tensors_raise_and_do_not_crash():
     x, form = torch.randn(2, 3), bytes(libraries.SIZE)
     pack, place = marshalling.extension.pack, marshalling._PLACE.pack
     bad = [
@@ -230,8 +230,8 @@ def test_what_does_not_cross_is_an_error_and_no_crash():
         (("form", place(0, 1, -1), (x,), 1), None),
         ((form,), "expected 4"),
     ]
-    for arguments, said in bad:
-        with pytest.raises((ValueError, TypeError, RuntimeError, SystemError), match=said):
+    for arguments, message in bad:
+        with pytest.raises((ValueError, TypeError, RuntimeError, SystemError), match=message):
             pack(*arguments)
     with pytest.raises((TypeError, SystemError)):
         marshalling.extension.kind([x])
@@ -337,7 +337,7 @@ def run(program, **environment):
 
 
 @needs_extension
-def test_calls_are_the_same_to_the_bit_and_errors_to_the_letter():
+def test_calls_have_the_same_bits_and_errors_the_same_text():
     pytest.importorskip("numpy", reason="digests are of numpy's bytes")
     found, without = (json.loads(run(PROGRAM, FASTATTN_EXTENSION=x)) for x in ("auto", "off"))
     assert (found.pop("extension"), without.pop("extension")) == (True, False)
@@ -423,7 +423,7 @@ def test_calls_that_differ_in_anything_follow_one_another(one_thread):
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
-def test_true_is_no_number_after_one_was_given(name):
+def test_true_is_refused_as_a_number_after_1(name):
     q = torch.randn(1, 2, 3, 4)
     fastattn.attention(q, q, q, **{name: 1})
     fastattn.attention(q, q, q, **{name: 1.0})
@@ -434,7 +434,7 @@ def test_true_is_no_number_after_one_was_given(name):
         fastattn.attention(q, q, q, window=(True, 1))
 
 
-def test_a_default_device_is_not_where_results_lie():
+def test_results_ignore_the_default_device():
     q, k, v = (torch.randn(1, 2, 6, 8).requires_grad_() for _ in "qkv")
     expected = fastattn.attention(q, k, v)
     with torch.device("meta"):
@@ -483,7 +483,7 @@ assert more - blocks < 500, more - blocks  # none a call
 """
 
 
-def test_nothing_is_kept_of_a_call():
+def test_a_call_leaves_no_references():
     run(MANY)
 
 
@@ -532,7 +532,7 @@ def loaded(monkeypatch):
     return load
 
 
-def test_why_there_is_none(loaded, monkeypatch, tmp_path):
+def test_a_missing_extension_has_a_reason(loaded, monkeypatch, tmp_path):
     monkeypatch.delenv("FASTATTN_EXTENSION", raising=False)
     path = tmp_path / "fastattn_crossing.abi3.so"
     assert loaded(path).startswith(f"it was not built: no {path}")
@@ -561,7 +561,7 @@ def test_one_of_another_abi_is_not_used(loaded, monkeypatch):
 
 
 @needs_extension
-def test_a_torch_that_does_not_lend_tensors_is_a_reason(loaded, monkeypatch):
+def test_a_torch_without_dlpack_exchange_is_a_reason(loaded, monkeypatch):
     path = Path(marshalling.extension.__file__)
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert "it does not load" in loaded(path) and "dlpack" in loaded(path)
@@ -581,7 +581,7 @@ def configured(folder, wanted, *more):
 
 
 @pytest.mark.parametrize("header", [None, "#error of an old Python"], ids=["none", "broken"])
-def test_without_headers_the_reason_is_left(tmp_path, header):
+def test_without_headers_the_reason_is_written(tmp_path, header):
     """A file with the reason replaces the extension; if that is required, it is an error."""
     python = ["-DSKBUILD_SABI_VERSION=3.10", f"-DPython_INCLUDE_DIR={tmp_path}"]
     if header:
@@ -599,17 +599,17 @@ def test_without_headers_the_reason_is_left(tmp_path, header):
 @pytest.mark.parametrize(
     "wanted, reason", [("off", "FASTATTN_EXTENSION was off"), ("auto", "pip builds it")]
 )
-def test_where_nobody_asks_for_it_the_reason_is_left(tmp_path, wanted, reason):
+def test_without_the_extension_the_reason_is_written(tmp_path, wanted, reason):
     assert configured(tmp_path, wanted).returncode == 0
     assert (tmp_path / "no_extension.txt").read_text().startswith(reason)
 
 
-def test_another_word_is_refused(tmp_path):
+def test_an_unknown_value_is_refused(tmp_path):
     done = configured(tmp_path, "maybe")
     assert done.returncode and "got 'maybe', expected on, off or auto" in done.stderr
 
 
-def test_the_report_says_why(capsys, monkeypatch):
+def test_the_report_has_the_reason(capsys, monkeypatch):
     from fastattn import __main__
 
     found = json.loads(run("import fastattn.__main__ as m; m.main(['--json'])"))["extension"]

@@ -325,7 +325,7 @@ WRONG = {  # for two sequences with 7 rows and 9 keys in total
 
 @every_backend
 @pytest.mark.parametrize("message", WRONG)
-def test_batches_that_there_are_not(name, message):
+def test_invalid_batches_raise(name, message):
     given = dict(
         q=torch.zeros(7, 2, 8),
         k=torch.zeros(9, 2, 8),
@@ -346,7 +346,7 @@ def test_batches_that_there_are_not(name, message):
 @pytest.mark.parametrize(
     "arguments", [dict(q=3), dict(cu_q=[0, 3]), dict(cu_k=None), dict(max_q=2.5)]
 )
-def test_what_is_no_batch(arguments):
+def test_arguments_that_form_no_batch_raise(arguments):
     x = torch.zeros(3, 2, 8)
     given = dict(q=x, k=x, v=x, cu_q=torch.tensor([0, 3]), cu_k=torch.tensor([0, 3])) | arguments
     with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):
@@ -410,18 +410,18 @@ def test_packed_gradients_by_differences():
 
 @not_interpreted
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_a_shared_masks_gradients_are_never_too_many(dtype, monkeypatch):
+def test_gradients_of_a_shared_mask_fit_in_memory(dtype, monkeypatch):
     """Without memory for one gradient per sequence, they are summed sequence by sequence; other
     results keep their bits."""
     names = ("head_bias_grad", "sinks", "gqa", "lse_loss", "lengths", "alibi_batch")
     made = batch([FEATURE[x] for x in names], DTYPES[dtype])
     before = made.run()
     monkeypatch.setattr(native_launcher, "ROOM", 0)
-    asked = []
+    calls = []
     each = native_launcher.backward_in_turn
-    monkeypatch.setattr(native_launcher, "backward_in_turn", lambda *x: asked.append(1) or each(*x))
+    monkeypatch.setattr(native_launcher, "backward_in_turn", lambda *x: calls.append(1) or each(*x))
     after = made.run()
-    assert asked
+    assert calls
     passed(list(complaints(made, after)))
     for name in after.keys() - {"dmask", "dsinks"}:
         assert torch.equal(before[name], after[name]), name

@@ -238,17 +238,17 @@ def verdict(transform, name, arguments=EVERYTHING):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_table_of_transforms(name):
-    told = {transform: verdict(transform, name) for transform in TRANSFORMS}
+    verdicts = {transform: verdict(transform, name) for transform in TRANSFORMS}
     expected = {x: REFUSED.get(x, "right") for x in TRANSFORMS}
     if name not in ABLE:
         expected |= {x: "does not support tangents" for x in TRANSFORMS if x not in FIRST_ORDER}
     print(f"\n{name}")
-    for transform, said in told.items():
-        at = max(0, said.find(expected[transform]))
-        line = said[max(said.rfind("\n", 0, at) + 1, at - 60) :].partition("\n")[0]
+    for transform, text in verdicts.items():
+        at = max(0, text.find(expected[transform]))
+        line = text[max(text.rfind("\n", 0, at) + 1, at - 60) :].partition("\n")[0]
         print(f"  {transform:42} {line[:140].strip()}")
-    for transform, said in told.items():
-        assert expected[transform] in said, transform
+    for transform, text in verdicts.items():
+        assert expected[transform] in text, transform
 
 
 FOLDED = {
@@ -300,7 +300,7 @@ def mapped(f, at, dropout):
 @pytest.mark.parametrize("name", ABLE)
 @pytest.mark.parametrize("dropout", [False, True], ids=["kept", "dropout"])
 @pytest.mark.parametrize("at", ["q", "k", "v", "mask", "sinks"])
-def test_examples_are_what_they_are_alone(name, at, dropout):
+def test_mapped_examples_equal_single_calls(name, at, dropout):
     both, turns, alone, each = mapped(partial(fastattn.attention, backend=name), at, dropout)
     close(both, turns)
     close(alone, torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *each))
@@ -308,7 +308,7 @@ def test_examples_are_what_they_are_alone(name, at, dropout):
     close(both, exact[1])
 
 
-def test_a_backend_that_takes_no_tangents_leaves_them_to_one_that_does(monkeypatch):
+def test_tangents_run_on_another_backend_if_needed(monkeypatch):
     """Tangents may use another backend than forward, but a backend named explicitly raises."""
     with pytest.MonkeyPatch.context() as patch:
         cpu = base.get("cpu")
@@ -349,7 +349,7 @@ def test_vmap_compiles_whole(function):
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_autograds_own_batches_by_what_folds_along_heads(name):
+def test_autograds_own_batches_fold_along_heads(name):
     sinks = rand(Q.shape[1])
 
     def of(attention):
@@ -366,7 +366,7 @@ def test_autograds_own_batches_by_what_folds_along_heads(name):
         close(found, exact)
 
 
-def test_forward_mode_that_has_no_tangent_here_is_no_reason_to_refuse():
+def test_forward_mode_without_tangents_is_allowed():
     from torch.utils.flop_counter import FlopCounterMode
 
     q = Q.clone().requires_grad_()
@@ -441,7 +441,7 @@ def test_a_hessian_vector_product_through_a_converted_encoder():
         close(product(), exact)
 
 
-def test_directions_fold_with_what_they_move():
+def test_directions_fold_with_their_inputs():
     """A mask with batched tangents is expanded; if both are batched, both are folded."""
     t = fastattn.call.spec.Tensors(Q, K, V, mask=rand(2, 1, 4))
     u, dims = [None] * 3 + [rand(3, 2, 1, 4), None], [None] * 3 + [0, None]
