@@ -84,7 +84,7 @@ def _add_measurements(add: Add) -> None:
     targets = add("targets", "what is aimed at: measured, target, met or not")
     targets.add_argument("--only", nargs="+", default=[], metavar="TEXT", help="names with TEXT")
     targets.add_argument("--list", action="store_true", help="print the names, measure nothing")
-    targets.add_argument("--strict", action="store_true", help="status 1 when one is not met")
+    targets.add_argument("--strict", action="store_true", help="status 1 if one is not met")
 
     subnormals = add("subnormals", "what they cost: as it is, over flushed to zero by hand")
     subnormals.add_argument("--masks", nargs="+", choices=subnormal_cost.MASKS)
@@ -98,15 +98,15 @@ def _add_measurements(add: Add) -> None:
 
     distributed = add("distributed", "over ranks: measured with gloo, simulated on a cluster")
     distributed.add_argument("--ranks", type=int, nargs="+", metavar="P", help="default: 2 and 4")
-    distributed.add_argument("--simulate", action="store_true", help="the simulation alone")
+    distributed.add_argument("--simulate", action="store_true", help="only the simulation")
     distributed.add_argument("--plot", action="store_true", help="draw where each strategy wins")
 
     rows, racing = (decode, few_rows), (serving, models, derivatives, distributed)
     for measuring in (sweep, *rows, mha, overhead, memory, targets, subnormals, *racing):
-        measuring.add_argument("--save", action="store_true", help="keep it in bench/results/")
+        measuring.add_argument("--save", action="store_true", help="save in bench/results/")
         measuring.add_argument("--output", type=Path, metavar="DIR", help="write there instead")
     for measuring in (sweep, *rows, mha, overhead, memory):
-        measuring.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda, if seen")
+        measuring.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if usable")
     for measuring in (sweep, *rows, mha, overhead, models):
         measuring.add_argument("--threads", type=int, nargs="+", help="default: 1 and all")
     for measuring in (sweep, *rows, mha, overhead, subnormals, *racing):
@@ -131,16 +131,16 @@ def _add_others(add: Add) -> None:
 
     gpu = add("gpu", "the first hour with a GPU: build, tests, sanitizers, measurements, one page")
     gpu.add_argument(
-        "--rehearse", action="store_true", help="without the GPU; so it is without one"
+        "--rehearse", action="store_true", help="run without a GPU; the default if there is none"
     )
     gpu.add_argument("--only", nargs="+", metavar="TEXT", help="parts with TEXT in their names")
-    gpu.add_argument("--minutes", type=float, default=gpu_session.MINUTES, help="for all parts")
+    gpu.add_argument("--minutes", type=float, default=gpu_session.MINUTES, help="time limit")
     gpu.add_argument("--output", type=Path, metavar="DIR", help="default: bench/results/gpu")
 
     compare = add("compare", "two result files, regressions first")
     compare.add_argument("first", type=Path, metavar="A.json")
     compare.add_argument("second", type=Path, metavar="B.json")
-    compare.add_argument("--fail-under", type=float, metavar="RATIO", help="status 1 if any is")
+    compare.add_argument("--fail-under", type=float, metavar="RATIO", help="status 1 below it")
 
     plot = add("plot", "draw a result file's pictures")
     plot.add_argument("file", type=Path)

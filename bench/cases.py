@@ -85,7 +85,7 @@ class Case:
             keep = keep & (j <= i + right)
         return keep.expand(self.B, 1, len(i), self.N)
 
-    def kept(self) -> Tensor:
+    def compact_mask(self) -> Tensor:
         """`visible` as a caller would store it: (B, 1, M, N) for a dense mask, (1, 1, M, N) for
         a band, (B, 1, 1, N) for padding."""
         if self.rule.dense:
@@ -95,8 +95,8 @@ class Case:
         return self.visible()[:1].contiguous()
 
     def stored(self) -> Tensor:
-        """`kept` as it is passed to a peer: bool, or float with -inf for hidden keys."""
-        keep = self.kept()
+        """`compact_mask` as it is passed to a peer: bool, or float with -inf for hidden keys."""
+        keep = self.compact_mask()
         if self.rule.dense != "float":
             return keep
         return torch.zeros(keep.shape, device=self.device).masked_fill(~keep, -torch.inf)

@@ -263,9 +263,9 @@ def compare(options: Options) -> int:
 def plot(options: Options) -> int:
     folder = options.output or options.file.parent
     folder.mkdir(parents=True, exist_ok=True)
-    said = list(pictures.draw_all(results.read(options.file), folder / options.file.stem))
-    _print(said or ["no picture: the file has no cells to draw"])
-    return 0 if any(line.startswith("wrote") for line in said) else 1
+    messages = list(pictures.draw_all(results.read(options.file), folder / options.file.stem))
+    _print(messages or ["no picture: the file has no cells to draw"])
+    return 0 if any(line.startswith("wrote") for line in messages) else 1
 
 
 def report(options: Options) -> int:
@@ -308,7 +308,7 @@ def _result(
         yield result
         result["complete"] = True
     except KeyboardInterrupt:
-        print("\ninterrupted: keeping what is done", file=sys.stderr)
+        print("\ninterrupted: finished results are kept", file=sys.stderr)
     result["seconds"] = round(time.perf_counter() - started, 1)
     result["load"]["end"] = machine.load()
 
@@ -335,9 +335,9 @@ def _cells(
 def _compile(process: isolated_process.Process, cases: list[Case], passes: tuple[str, ...]) -> None:
     try:
         for text in process.stream(precompile.ahead, cases, passes):
-            progress.say(text)
+            progress.show(text)
     except (isolated_process.Died, isolated_process.Raised) as error:  # the cells report the error
-        progress.say(f"nothing more is compiled ahead: {error}")
+        progress.show(f"nothing more is compiled ahead: {error}")
 
 
 def _finish(result: Result, options: Options) -> int:
@@ -346,10 +346,10 @@ def _finish(result: Result, options: Options) -> int:
     sections = ("cells", "memory", "modules", "targets", "subnormals", *races)
     if any(result[section] for section in sections):
         # An incomplete run never replaces a committed file.
-        whole = options.save and result["complete"]
-        results.save(result, options.output or (results.FOLDER / ("" if whole else "local")))
-    told = [row for section in ("cells", "modules", *races) for row in result[section]]
-    failed = any(row["status"] != "ok" for row in told)
+        complete = options.save and result["complete"]
+        results.save(result, options.output or (results.FOLDER / ("" if complete else "local")))
+    rows = [row for section in ("cells", "modules", *races) for row in result[section]]
+    failed = any(row["status"] != "ok" for row in rows)
     failed |= any(row["peer"] == SUBJECT and row["error"] for row in result["memory"])
     failed |= any(row["failed"] for row in result["targets"])
     failed |= any(subnormal_cost.verdict(row) in ("slow", "failed") for row in result["subnormals"])

@@ -164,16 +164,16 @@ def run(
             left = end - time.monotonic()
             if left <= 0:
                 break
-            said = f"[{number + 1}/{len(chosen)}] {part.name}"
+            heading = f"[{number + 1}/{len(chosen)}] {part.name}"
             limit = min(part.limit, left)
-            print(f"{said}: at most {_minutes(limit)}", flush=True)
+            print(f"{heading}: at most {_minutes(limit)}", flush=True)
             done = perform(part, rehearsal, limit)
             record["parts"][number] = done
             save(record, path)
-            print(f"{said}: {done['status']} in {_minutes(done['seconds'])}: {done['last']}")
+            print(f"{heading}: {done['status']} in {_minutes(done['seconds'])}: {done['last']}")
         record["complete"] = all(x["status"] != UNDONE for x in record["parts"])
     except KeyboardInterrupt:
-        print("\ninterrupted: keeping what is done", file=sys.stderr)
+        print("\ninterrupted: finished parts are kept", file=sys.stderr)
     return record, save(record, path)
 
 
@@ -187,11 +187,11 @@ def _begun(rehearsal: bool, where: Record, parts: list[Part]) -> Record:
         "machine": where,
         "versions": machine.versions(),
         "commit": machine.commit(),
-        "parts": [_told(x, UNDONE, rehearsal, x.limit) for x in parts],
+        "parts": [_part_record(x, UNDONE, rehearsal, x.limit) for x in parts],
     }
 
 
-def _told(part: Part, status: str, rehearsal: bool, limit: float, **more: Any) -> Record:
+def _part_record(part: Part, status: str, rehearsal: bool, limit: float, **more: Any) -> Record:
     """A part's record."""
     blank = {"code": None, "seconds": 0.0, "last": "", "tail": [], "results": []}
     about = {"name": part.name, "status": status, "rehearsal": rehearsal, "limit": limit}
@@ -202,7 +202,7 @@ def perform(part: Part, rehearsal: bool, limit: float) -> Record:
     """Run a part and return its record, even if the part fails."""
     if part.tool and not rehearsal and not shutil.which(part.tool, path=TOOLS):
         last = f"no {part.tool} on PATH or in /usr/local/cuda/bin"
-        return _told(part, MISSING, rehearsal, limit, last=last)
+        return _part_record(part, MISSING, rehearsal, limit, last=last)
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         command = _filled(part.rehearsal if rehearsal else part.command, folder)
@@ -212,8 +212,8 @@ def perform(part: Part, rehearsal: bool, limit: float) -> Record:
     last = next((x for x in reversed(lines) if x.strip()), "")
     seconds = round(time.monotonic() - started, 1)
     status = TIMEOUT if late else OK if code == 0 else FAILED
-    said = {"code": code, "seconds": seconds, "last": last, "tail": lines, "results": found}
-    return _told(part, status, rehearsal, limit, **said)
+    outcome = {"code": code, "seconds": seconds, "last": last, "tail": lines, "results": found}
+    return _part_record(part, status, rehearsal, limit, **outcome)
 
 
 def _filled(command: str, out: str) -> list[str]:
@@ -229,14 +229,14 @@ def _filled(command: str, out: str) -> list[str]:
 def _call(command: list[str], limit: float) -> tuple[int | None, bool, list[str]]:
     """Run a command: its status, whether it ran out of time, and its last lines of output."""
     env = os.environ | {"PATH": TOOLS, "PYTHONUNBUFFERED": "1"}
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as log:
         try:
             process = subprocess.Popen(
                 command,
                 cwd=machine.ROOT,
                 env=env,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -249,18 +249,18 @@ def _call(command: list[str], limit: float) -> tuple[int | None, bool, list[str]
             late = True
         finally:
             _end(process)
-        said.seek(0)
-        text = said.read().replace(f"{machine.ROOT}{os.sep}", "")  # no local paths on the page
+        log.seek(0)
+        text = log.read().replace(f"{machine.ROOT}{os.sep}", "")  # no local paths on the page
     lines = [line.rstrip()[:COLUMNS] for line in text.splitlines()]
     return process.returncode, late, lines[-LINES:]
 
 
 def _end(process: subprocess.Popen) -> None:
     """End a process and its children: an interrupt first, which saves results, then SIGKILL."""
-    for ask, wait in ((signal.SIGINT, GRACE), (signal.SIGKILL, REAPED)):
-        if process.poll() is None or ask == signal.SIGKILL:
+    for signum, wait in ((signal.SIGINT, GRACE), (signal.SIGKILL, REAPED)):
+        if process.poll() is None or signum == signal.SIGKILL:
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, ask)
+                os.killpg(process.pid, signum)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(wait)
 

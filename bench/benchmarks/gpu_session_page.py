@@ -39,8 +39,8 @@ def table(record: Record) -> Iterator[str]:
         yield f"| {x['name']} | {x['status']} | {x['seconds']:.0f} | {x['limit']:.0f} | {last} |"
     counts = Counter(x["status"] for x in parts)
     yield ""
-    said = ", ".join(f"{count} {status}" for status, count in counts.items())
-    yield f"{len(parts)} parts{' of a rehearsal' * record['rehearsal']}: {said}."
+    summary = ", ".join(f"{count} {status}" for status, count in counts.items())
+    yield f"{len(parts)} parts{' of a rehearsal' * record['rehearsal']}: {summary}."
 
 
 def section(part: Record) -> Iterator[str]:

@@ -71,10 +71,10 @@ def build(library: Path, folder: Path) -> Path:
 def count(program: Path, isa: str, case: str) -> int:
     """Instructions executed within the one call that the program makes for a case."""
     callgrind = ("valgrind", "--tool=callgrind", "--toggle-collect=counted")
-    said = run(*callgrind, "--callgrind-out-file=/dev/null", program, isa, case)
-    found = re.search(r"Collected : ([1-9]\d*)", said)
+    text = run(*callgrind, "--callgrind-out-file=/dev/null", program, isa, case)
+    found = re.search(r"Collected : ([1-9]\d*)", text)
     if not found:
-        raise RuntimeError(f"callgrind: got {said!r}, expected 'Collected : <count>' in it")
+        raise RuntimeError(f"callgrind: got {text!r}, expected 'Collected : <count>' in it")
     return int(found[1])
 
 

@@ -163,7 +163,7 @@ def median(call: Callable[[], Any], calls: int) -> float:
 def lines() -> Iterator[str]:
     """The figures of `measure`, as `bench overhead` prints them, or why there are none."""
     yield "CPU time of a call that has run before, above the driver's launch, in µs:"
-    yield from (f"  {name:13} {said}" for name, said in (("CUDA", _cuda()), *_triton()))
+    yield from (f"  {name:13} {value}" for name, value in (("CUDA", _cuda()), *_triton()))
 
 
 def _cuda() -> str:
@@ -172,7 +172,7 @@ def _cuda() -> str:
             library = compiled_stub(Path(folder))
         except (OSError, subprocess.CalledProcessError) as error:
             return f"not measured: {error}"
-        return _told(measure(cuda_backend(library), CALLS))
+        return _formatted(measure(cuda_backend(library), CALLS))
 
 
 def _triton() -> Iterator[tuple[str, str]]:
@@ -183,8 +183,8 @@ def _triton() -> Iterator[tuple[str, str]]:
         return
     for arch in ARCHS:
         with stubbed(arch):
-            yield f"Triton, sm_{arch}", _told(measure(Triton(), CALLS))
+            yield f"Triton, sm_{arch}", _formatted(measure(Triton(), CALLS))
 
 
-def _told(found: dict[str, float]) -> str:
+def _formatted(found: dict[str, float]) -> str:
     return "  ".join(f"{name} {time:.1f}" for name, time in found.items())

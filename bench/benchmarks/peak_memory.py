@@ -50,12 +50,12 @@ def _together(device: str, mask: str, n: int, peers: Sequence[str]) -> list[Reco
     records = []
     for name in peers:
         running = probes.get(name) or probe(name)
-        printed, said = running.communicate()
+        stdout, stderr = running.communicate()
         failed = running.returncode != 0
-        extra = None if failed else int(printed.split()[-1])
+        extra = None if failed else int(stdout.split()[-1])
         error = ""
         if failed:
-            error = said.strip().rpartition("\n")[2] or f"ended with status {running.returncode}"
+            error = stderr.strip().rpartition("\n")[2] or f"ended with status {running.returncode}"
         case = {"mask": mask, "N": n, "dtype": "float32", "pass": TRAINING} | SHAPE
         records.append(case | {"peer": name, "extra_bytes": extra, "error": error})
     return records

@@ -263,9 +263,9 @@ def _masks() -> Iterator[Target]:
     yield _row(0.9, RATIO, given, rival=SUBJECT, rival_case=padded, note="against key_lengths")
     for dense, plain, least in (("full, bool", "full", 0.95), ("causal, float", "causal", 0.8)):
         for dtype, what in itertools.product(BOTH, (FORWARD, TRAINING)):
-            given, told = (square(dtype, mask, 2048, H=8) for mask in (dense, plain))
+            given, as_argument = (square(dtype, mask, 2048, H=8) for mask in (dense, plain))
             note = f"against {plain}"
-            yield _row(least, RATIO, given, what, note, rival=SUBJECT, rival_case=told)
+            yield _row(least, RATIO, given, what, note, rival=SUBJECT, rival_case=as_argument)
     for dtype, least in (("float32", 2.8), ("bfloat16", 6.0)):
         yield _row(least, RATIO, square(dtype, "window", 4096), rival="flex")
     yield _row(aim(full=3.0, half=1.4), RATIO, square("float32", "bias", 1024))

@@ -146,10 +146,10 @@ def _row(strategy: Strategy, group: Any, N: int, seconds: float) -> Record:
 def disagreement(given: Given) -> str:
     """Why out and gradients differ from those of one rank, or ""; the same on every rank."""
     worst = 0.0
-    for mine, whole in zip(given.together(), given.alone(), strict=True):
-        mine, whole = mine.detach(), whole.detach()
-        apart = (mine - distributed.shard(whole, **given.how)).abs().max()
-        worst = max(worst, float(apart / whole.abs().max()))
+    for actual, expected in zip(given.together(), given.alone(), strict=True):
+        actual, expected = actual.detach(), expected.detach()
+        apart = (actual - distributed.shard(expected, **given.how)).abs().max()
+        worst = max(worst, float(apart / expected.abs().max()))
     worst = _most(worst)
     return f"an error of {worst:.2g} of the largest value" if not worst <= TOLERANCE else ""
 
@@ -248,9 +248,9 @@ def _memory(ranks: int, lengths: Sequence[int]) -> Iterator[Record]:
             given.together()
             del given.whole
             before = reset_peak()
-            kept = given.together()
+            results = given.together()
             found = int(_most(max(0, peak_bytes() - before)))
-            del kept
+            del results
             row: Record = {"mask": f"causal, {ranks} ranks", "N": N, "dtype": "float32"}
             row |= {"pass": TRAINING, "B": 1, "H": HEADS, "D": DIM, "ranks": ranks}
             yield row | {"peer": strategy, "extra_bytes": found, "error": ""}
@@ -269,8 +269,8 @@ def line(row: Record) -> str:
     return (
         f"{row['what']}, N = {row['N']}: {found['median']:.2f} [{found['q1']:.2f} "
         f"{found['q3']:.2f}] times as fast as one rank, {ms['ranks']:.1f} and "
-        f"{ms['one rank']:.1f} ms (said {row['said_ms']:.1f}); sends {row['bytes'] / 1e6:.2f} MB "
-        f"(said {row['said_bytes'] / 1e6:.2f}){hidden}"
+        f"{ms['one rank']:.1f} ms (predicted {row['said_ms']:.1f}); "
+        f"sends {row['bytes'] / 1e6:.2f} MB (predicted {row['said_bytes'] / 1e6:.2f}){hidden}"
     )
 
 

@@ -101,13 +101,13 @@ TRANSFORMS = {
 def races(lengths: Sequence[int] = LENGTHS) -> Iterator[Race]:
     for n in lengths:
         x = given(n)
-        for name, whole, part, aim in (
+        for name, transform, base, aim in (
             ("attention_jvp over forward", at_once, forward, 3.5),
             ("jvp over forward", jvp, forward, 3.5),
             ("double backward over backward", double_backward, backward, 4.0),
         ):
-            what = FORWARD if part is forward else TRAINING
-            sides = whole(ours, x), part(ours, x)
+            what = FORWARD if base is forward else TRAINING
+            sides = transform(ours, x), base(ours, x)
             yield Race(f"{name}, N = {n}", "float32", what, *sides, "at most", aim, same=False)
         for name, way in TRANSFORMS.items():
             what = FORWARD if way is jvp else TRAINING
@@ -136,8 +136,8 @@ def prepared(side: str, name: str, n: int) -> Callable[[], Any]:
 def growth(rows: Sequence[Record]) -> Iterator[str]:
     """How our memory of each transform grows if N doubles: 2 is linear."""
     for name in TRANSFORMS:
-        mine = [row for row in rows if (row["mask"], row["peer"]) == (name, SUBJECT)]
-        for a, b in itertools.pairwise(mine):
+        ours_rows = [row for row in rows if (row["mask"], row["peer"]) == (name, SUBJECT)]
+        for a, b in itertools.pairwise(ours_rows):
             by = b["extra_bytes"] / max(1, a["extra_bytes"])
             met = "met" if by <= GROWTH * b["N"] / a["N"] / 2 else "MISSED"
             yield f"{name}, N = {a['N']} to {b['N']}: {by:.2f} times, at most {GROWTH:g}: {met}"

@@ -70,11 +70,11 @@ def least(found: dict[str, Cost]) -> str:
 
 def efficiency(found: Cost, N: int, ranks: int, band: Band) -> float:
     """The share of the kernels' speed without transfers and with all ranks equally busy."""
-    whole = call(N, (1,), band, HEADS, KEY_HEADS, True)
-    scores = cost_model.alone(whole, (layout.Span(0, N),)).scores
+    single = call(N, (1,), band, HEADS, KEY_HEADS, True)
+    scores = cost_model.alone(single, (layout.Span(0, N),)).scores
     free = dataclasses.replace(H100, call=0.0)
     steps = Step(scores), Step(scores, backward=True)
-    return sum(cost_model.seconds(x, whole, free) for x in steps) / ranks / found.seconds
+    return sum(cost_model.seconds(x, single, free) for x in steps) / ranks / found.seconds
 
 
 # -- beside what was published ---------------------------------------------------------------------
@@ -139,9 +139,9 @@ def page() -> str:
 def _published(run: Run) -> str:
     parts = prefill(run)
     total = sum(parts.values())
-    said = ", ".join(f"{name} {x:.1f}" for name, x in parts.items())
+    times = ", ".join(f"{name} {x:.1f}" for name, x in parts.items())
     off = f"{total / run.seconds - 1:+.0%}"
-    return f"{run.N:>9} tokens, nodes {run.nodes:>2}: {said}: {total:.1f}, {run.seconds:g} ({off})"
+    return f"{run.N:>9} tokens, nodes {run.nodes:>2}: {times}: {total:.1f}, {run.seconds:g} ({off})"
 
 
 def _table(band: Band) -> Iterator[str]:

@@ -155,8 +155,8 @@ def disagreement(race: Race) -> str:
     """Why the two results differ, or ""."""
     if not race.same:
         return ""
-    mine, theirs = race.ours(), race.other()
-    for x, y in zip(mine, theirs, strict=True):
+    actual, expected = race.ours(), race.other()
+    for x, y in zip(actual, expected, strict=True):
         error = (x.float() - y.float()).abs().max() / y.float().abs().max().clamp(min=1e-9)
         if not error <= TOLERANCE[race.dtype]:
             return f"an error of {float(error):.2g} of the largest value"

@@ -194,14 +194,14 @@ def _encoder(
 ) -> tuple[Results, Results, bool]:
     """The encoder of torch.nn, which has an inference fast path. With `autocast` it computes in
     `dtype` and its weights are float32."""
-    kept = torch.float32 if autocast else DTYPES[dtype]
+    weights_dtype = torch.float32 if autocast else DTYPES[dtype]
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(512, 8, 1408, 0.0, "gelu", batch_first=True)
-    other = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(kept)
+    other = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False).to(weights_dtype)
     ours = copy.deepcopy(other)
     fastattn.convert(ours)
     n = max(16, int(1024 * scale))
-    x = torch.randn(BATCH, n, 512, dtype=kept)
+    x = torch.randn(BATCH, n, 512, dtype=weights_dtype)
     lengths = torch.arange(1, BATCH + 1) * n // BATCH
     hidden = torch.arange(n) >= lengths[:, None] if padded else None
     real = torch.ones(BATCH, n, dtype=torch.bool) if hidden is None else ~hidden

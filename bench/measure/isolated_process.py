@@ -92,17 +92,17 @@ class Process:
         try:
             self.pipe.send((function, args))
             while True:
-                kind, said = self.pipe.recv()
+                kind, value = self.pipe.recv()
                 if kind == "item":
-                    yield said
+                    yield value
                 elif kind == "at":
-                    peer = said
+                    peer = value
                 elif kind == "lost":
-                    raise Died(peer, said)
+                    raise Died(peer, value)
                 else:
                     finished = True
                     if kind == "raised":
-                        raise Raised(said)
+                        raise Raised(value)
                     return
         except (EOFError, BrokenPipeError, ConnectionResetError):
             self.worker.join(LEAVE)
@@ -113,10 +113,10 @@ class Process:
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.worker = context.Process(target=_serve, args=(theirs, self.modules), daemon=True)
+        self.pipe, child_pipe = context.Pipe()
+        self.worker = context.Process(target=_serve, args=(child_pipe, self.modules), daemon=True)
         self.worker.start()
-        theirs.close()  # otherwise recv would not notice the worker's end
+        child_pipe.close()  # otherwise recv would not notice the worker's end
 
     def close(self) -> None:
         """End the process, which releases its GPU."""
@@ -169,7 +169,7 @@ def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
         except Unusable:
             raise
         except Exception as error:
-            reason = told(error)
+            reason = one_line(error)
         if reason:  # the error is freed, with the tensors of its frames
             recover(reason)
         _send("raised" if reason else "done", reason)
@@ -187,7 +187,7 @@ def _send(kind: str, what: Any) -> None:
         _pipe.send((kind, what))
 
 
-def told(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     """An error as one line."""
-    said = (str(error).splitlines() or [""])[0]
-    return f"raised {type(error).__name__}: {said[:200]}"
+    first_line = (str(error).splitlines() or [""])[0]
+    return f"raised {type(error).__name__}: {first_line[:200]}"

@@ -47,7 +47,7 @@ def _reason(driver: str) -> tuple[str, str]:
     if index is None:
         return why, f"update the driver to {INDICES[-1][1]} or newer, as torch's CUDA builds need"
     if cuda and _number(cuda) <= _number(index):  # the driver is new enough: another cause
-        return f"{why}, and says: {_said()}", "nvidia-smi may tell more"
+        return f"{why}, and fails with: {_init_error()}", "nvidia-smi may show more"
     pip = f"{sys.executable} -m pip install --force-reinstall torch --index-url {URL}{index}"
     return why, f"install a build for that driver: {pip}"
 
@@ -57,7 +57,7 @@ def _number(cuda: str) -> int:
     return int("".join(re.findall(r"\d", cuda)))
 
 
-def _said() -> str:
+def _init_error() -> str:
     try:
         torch.cuda.init()
     except (RuntimeError, AssertionError) as error:

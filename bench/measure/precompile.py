@@ -64,7 +64,7 @@ def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
     begun, before, chosen = time.monotonic(), count(), kinds(cases)
     what = next((x for x in passes if x != FORWARD), FORWARD)
 
-    def told(done: int, case: Case) -> str:
+    def progress_line(done: int, case: Case) -> str:
         spent = f"{count() - before} kernels in {time.monotonic() - begun:.0f} s"
         return f"compiled {done} of {len(chosen)} kinds of calls, {case}: {spent}"
 
@@ -73,10 +73,10 @@ def ahead(cases: Sequence[Case], passes: Sequence[str]) -> Iterator[str]:
         ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool,
     ):
         _run(chosen[0], what)  # alone: it sets up the compiler and the driver
-        yield told(1, chosen[0])
+        yield progress_line(1, chosen[0])
         jobs = {pool.submit(_run, case, what): case for case in chosen[1:]}
         for done, job in enumerate(as_completed(jobs), 2):
-            yield told(done, jobs[job])
+            yield progress_line(done, jobs[job])
     with isolated_process.at(SUBJECT):
         isolated_process.recover(
             "compiling ahead"

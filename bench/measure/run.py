@@ -114,7 +114,7 @@ def _cells_apart(
 ) -> Iterator[Record]:
     deaths: Counter[str] = Counter()
     for case in cases:
-        progress.say(f"measuring {case}, {', '.join(passes)}: {', '.join(peers)}")
+        progress.show(f"measuring {case}, {', '.join(passes)}: {', '.join(peers)}")
         left = list(passes)
         lost = {
             name: f"not tried: it ended the process in {count} cells"
@@ -204,7 +204,7 @@ def timed(
         except timing.Failed as failed:
             name, reason = (
                 failed.name,
-                f"{isolated_process.told(failed.__cause__ or failed)}, while timed",
+                f"{isolated_process.one_line(failed.__cause__ or failed)}, while timed",
             )
         with isolated_process.at(name):
             isolated_process.recover(reason)

@@ -27,7 +27,7 @@ SLEEP = (2e-4, 2e-2)  # sleep of the device before a phase, in s: added to twice
 
 class Clock(Protocol):
     name: str
-    beside: float  # approximate unmeasured seconds per call
+    unmeasured: float  # approximate unmeasured seconds per call
 
     def sample(self, program: Program, loops: int) -> list[float]:
         """Seconds per call of each phase, averaged over loops calls."""
@@ -42,7 +42,7 @@ class Clock(Protocol):
 class HostClock:
     """Times with one of Python's clocks: time.thread_time or time.perf_counter."""
 
-    beside = 0.0
+    unmeasured = 0.0
 
     def __init__(self, name: str, now: Callable[[], float]):
         self.name, self.now = name, now
@@ -70,7 +70,7 @@ class DeviceClock:
     """
 
     name = "device events"
-    beside = SLEEP[0] + 1e-4  # the device sleeps, and empties its cache
+    unmeasured = SLEEP[0] + 1e-4  # the device sleeps, and empties its cache
 
     def __init__(self, cuda: Any = torch.cuda, now: Callable[[], float] = time.perf_counter):
         self.cuda, self.now = cuda, now
@@ -173,7 +173,7 @@ def interleaved(
     loops, round_s = {}, 0.0
     for name in programs:
         sample(name, 1)  # warm: first calls allocate, page in and choose kernels
-        once = sum(sample(name, 1)) + clock.beside
+        once = sum(sample(name, 1)) + clock.unmeasured
         loops[name] = max(1, math.ceil(MIN_SAMPLE_S / max(once, 1e-6)))
         round_s += once * loops[name]
     rounds = int(min(ROUNDS[1], max(ROUNDS[0], seconds / round_s)))

@@ -105,19 +105,19 @@ class Oracle:
         p, _ = reference.softmax(s.masked_fill(~keep, -torch.inf))
         if rule.dropout_p:
             heads = self._heads().view(len(self.groups), -1)
-            kept = kept_rows(heads, case, start, stop)[..., first:last]
-            p = torch.where(kept, p, 0.0) / (1 - rule.dropout_p)
+            keep_mask = keep_mask_of_rows(heads, case, start, stop)[..., first:last]
+            p = torch.where(keep_mask, p, 0.0) / (1 - rule.dropout_p)
         return p @ v
 
     def judge(self, actual: dict[str, Tensor]) -> Verdict:
         """Compare what `compute` returned for this case."""
         errors = {}
-        whole_bound, row_bound = bounds(self.case)
+        tensor_bound, row_bound = bounds(self.case)
         for name, x in actual.items():
             errors[name], worst = relative_errors(self.select(x), self.expected[name])
-            if not (errors[name] <= whole_bound and worst <= row_bound):
+            if not (errors[name] <= tensor_bound and worst <= row_bound):
                 return Verdict(
-                    f"{name} is off by {errors[name]:.1e} (at most {whole_bound:.0e}),"
+                    f"{name} is off by {errors[name]:.1e} (at most {tensor_bound:.0e}),"
                     f" its worst row by {worst:.1e} (at most {row_bound:.0e})",
                     errors,
                 )
@@ -146,7 +146,7 @@ class Judge:
             plain = self.plain.case
             verdict = self.plain.judge(compute(peer.prepare(plain), plain, inputs, what))
         except Exception as error:  # the table must show any error of a peer
-            reason = isolated_process.told(error)
+            reason = isolated_process.one_line(error)
         else:
             verdict.note = "judged without dropout: its draws are its own"
             return verdict
@@ -158,8 +158,8 @@ def bounds(case: Case) -> tuple[float, float]:
     """BOUNDS of the case. exp turns the rounding error of a float32 score, which grows with the
     score, into a relative error of its probability."""
     float32 = (case.rule.peak * bound for bound in BOUNDS["float32"])
-    whole, row = map(max, BOUNDS[case.dtype], float32)
-    return whole, row
+    tensor_bound, row = map(max, BOUNDS[case.dtype], float32)
+    return tensor_bound, row
 
 
 def compute(call: Call, case: Case, inputs: Inputs, what: str) -> dict[str, Tensor]:
@@ -181,7 +181,7 @@ def differentiable(case: Case, inputs: Inputs) -> Inputs:
     )
 
 
-def kept_rows(heads: Tensor, case: Case, start: int, stop: int) -> Tensor:
+def keep_mask_of_rows(heads: Tensor, case: Case, start: int, stop: int) -> Tensor:
     """reference.keep_mask for rows start:stop of some heads, counted over the batch; heads is
     (groups, G), and the result (groups, G, stop - start, N)."""
     device = case.device

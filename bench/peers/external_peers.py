@@ -33,7 +33,7 @@ def naive_why_not(case: Case, what: str) -> str:
 def naive(case: Case) -> Call:
     rule, group = case.rule, case.H // case.Hk
     banded = rule.padded or rule.right is not None
-    hidden = ~case.kept() if banded else None
+    hidden = ~case.compact_mask() if banded else None
 
     def call(x: Inputs) -> Tensor:
         k, v = (y.repeat_interleave(group, 1) if group > 1 else y for y in (x.k, x.v))

@@ -61,7 +61,7 @@ def arguments(case: Case) -> dict[str, Any]:
     elif rule.right is not None:
         given["causal"] = True
     if rule.padded and rule.tensor:
-        given["mask"] = case.kept()
+        given["mask"] = case.compact_mask()
     elif rule.padded:
         given["key_lengths"] = case.lengths()
     if rule.dropout_p:

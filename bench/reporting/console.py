@@ -120,9 +120,9 @@ def _entry(cell: Record | None, threads: int | None, every: int | None) -> str:
     if cell["status"] != "ok":
         return " FAILED"
     entry = timing_of(cell, threads)
-    ours, theirs = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
+    ours, baseline = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
     percent = ours["percent_of_peak"]
-    text = _number(ours["gflops"]) + _number(theirs["gflops"] if theirs else None)
+    text = _number(ours["gflops"]) + _number(baseline["gflops"] if baseline else None)
     text += _speedup(speedup_of(entry)) + (f"{percent:4.0f}" if percent else "   -")
     if every:
         other = speedup_of(timing_of(cell, every))
@@ -163,9 +163,9 @@ def small_table(cells: list[Record], reading: bool = False) -> Iterator[str]:
             yield one_line(cell)
         for entry in cell["timings"]:
             threads = f", {entry['threads']} threads" if (entry["threads"] or 1) > 1 else ""
-            ours, theirs = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
+            ours, baseline = entry["peers"][SUBJECT], entry["peers"].get(BASELINE)
             text = f"{title(cell) + threads:56}{ours['median_ms']:9.3f}"
-            text += f"{theirs['median_ms']:9.3f}" if theirs else f"{'-':>9}"
+            text += f"{baseline['median_ms']:9.3f}" if baseline else f"{'-':>9}"
             ratio = speedup_of(entry)
             text += f"{ratio['median']:7.2f}" if ratio else f"{'-':>7}"
             text += host(ours)
@@ -190,8 +190,8 @@ def module_line(record: Record) -> str:
 
 def memory_line(record: Record) -> str:
     extra, where = record["extra_bytes"], f"extra memory, {record['mask']} N{record['N']}"
-    said = f"FAILED: {record['error']}" if extra is None else f"{extra / 1e6:.1f} MB"
-    return f"{where} D{record['D']} {record['dtype']} {record['pass']}: {record['peer']} {said}"
+    value = f"FAILED: {record['error']}" if extra is None else f"{extra / 1e6:.1f} MB"
+    return f"{where} D{record['D']} {record['dtype']} {record['pass']}: {record['peer']} {value}"
 
 
 def target_line(row: Record) -> str:
@@ -199,13 +199,13 @@ def target_line(row: Record) -> str:
     verdict = "beyond this machine" if beyond(row) else verdict
     value = "-" if row["measured"] is None else f"{row['measured']:.3g}"
     text = f"{verdict:>19}: {row['name']}: {value} ({row['rule']} {row['target']:g} {row['unit']})"
-    beside = [f"{row['ratio']:.2f}x"] if row["ratio"] and row["unit"] != "x" else []
+    notes = [f"{row['ratio']:.2f}x"] if row["ratio"] and row["unit"] != "x" else []
     if row["percent"] and not row["unit"].startswith("%"):
-        beside.append(f"{row['percent']:.0f}{row['limit']}")
+        notes.append(f"{row['percent']:.0f}{row['limit']}")
     most = ratio_at_limit(row)
-    beside += [f"at most {most:.2f}x on this machine"] if most else []
-    beside += [row["reason"]] if row["reason"] else []
-    return text + (f"; {', '.join(beside)}" if beside else "")
+    notes += [f"at most {most:.2f}x on this machine"] if most else []
+    notes += [row["reason"]] if row["reason"] else []
+    return text + (f"; {', '.join(notes)}" if notes else "")
 
 
 def ratio_at_limit(row: Record) -> float | None:
@@ -287,10 +287,10 @@ def summary(result: Result) -> Iterator[str]:
         )
     if rows := result["subnormals"]:
         counts = Counter(map(subnormal_cost.verdict, rows))
-        said = ", ".join(f"{count} {what}" for what, count in counts.items())
+        summary = ", ".join(f"{count} {what}" for what, count in counts.items())
         noise = [abs(x["ratio"]["median"] - 1) for x in rows if x["mask"] == "full" and x["ratio"]]
-        beside = f"; noise {100 * max(noise):.0f}%, of the cells without any" if noise else ""
-        yield f"subnormals, at most {subnormal_cost.BOUND}x: {said}{beside}{rest}"
+        noise_note = f"; noise {100 * max(noise):.0f}%, of the cells without any" if noise else ""
+        yield f"subnormals, at most {subnormal_cost.BOUND}x: {summary}{noise_note}{rest}"
     if result["cells"]:
         failed = sum(cell["status"] != "ok" for cell in result["cells"])
         yield f"{len(result['cells'])} cells verified, {failed} failed{rest}"

@@ -12,7 +12,7 @@ Record = dict[str, Any]
 _bars: list[Any] = []  # the bar on the screen, if any
 
 
-def say(text: str) -> None:
+def show(text: str) -> None:
     """Show the current step."""
     if _bars:
         _bars[-1].set_description_str(text)

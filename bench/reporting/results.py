@@ -100,7 +100,7 @@ def read(path: Path) -> Result:
         raise ValueError(f"{path}: got no JSON ({error}), expected a result file") from None
     found = result.get("schema") if isinstance(result, dict) else None
     if found != SCHEMA:
-        raise ValueError(f"{path}: got schema {found}, expected {SCHEMA}; measure it anew")
+        raise ValueError(f"{path}: got schema {found}, expected {SCHEMA}; measure it again")
     return result
 
 

@@ -182,9 +182,9 @@ def subnormals(results: Sequence[Result]) -> Iterator[str]:
     yield _row(*["---"] * 6)
     rows = [(_machine(result), row) for result in results for row in result["subnormals"]]
     names = [f"{row['dtype']} {row['mask']}, {row['pass']}" for _, row in rows]
-    for wanted in dict.fromkeys(names):
+    for current in dict.fromkeys(names):
         for name, (machine, row) in zip(names, rows, strict=True):
-            if name == wanted:
+            if name == current:
                 yield _row(name, machine, *_flushed(row))
 
 

@@ -200,7 +200,7 @@ def call(case: Case) -> None:
     weights = attention._replace(v=None, normaliser=normaliser)
     few = {} if "mask" not in extras else {"mask": extras["mask"][:, :, :1]}
     decode = attention._replace(q=attention.q[:, :, : rows // N], **few)
-    wants = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
+    needs_grad = ["q", "k", "v", *(x for x in ("mask", "sinks") if x in extras)]
     describe = validation.describe
     backend = TritonWithTangents()
     before = torch.backends.cuda.matmul.fp32_precision
@@ -212,17 +212,17 @@ def call(case: Case) -> None:
             moved = spec.Tangents(*(getattr(attention, x) for x in spec.DIFFERENTIABLE))
             outs = backend.jvp(s, attention, moved, *out)
             q, lse = attention.q, normaliser[0]
-            backend.second(s, attention, moved, outs, q, lse, q, lse, wants)
+            backend.second(s, attention, moved, outs, q, lse, q, lse, needs_grad)
             return
         if not page:  # pages have no gradient
-            backend.backward(s, attention, *out, attention.q, normaliser[0], wants)
+            backend.backward(s, attention, *out, attention.q, normaliser[0], needs_grad)
         backend.forward(describe(decode, options._replace(max_q=max_q)), decode)
         if packed:  # packed calls have no weights
             return
         for average in (False, True):
             s = describe(weights, options._replace(average_heads=average))
             dweights = backend.weights(s, weights)
-        backend.weights_backward(s, weights, dweights, [x for x in wants if x != "v"])
+        backend.weights_backward(s, weights, dweights, [x for x in needs_grad if x != "v"])
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
 
@@ -487,9 +487,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     version, started = triton.__version__, time.perf_counter()
     every = list(cases(options.arch, options.dtype, options.variant))
-    whole = every == list(cases())
-    if not whole and (options.check or options.accept):
-        parser.error("--check and --accept are of every arch, dtype and variant")
+    complete = every == list(cases())
+    if not complete and (options.check or options.accept):
+        parser.error("--check and --accept need every arch, dtype and variant")
     found: list[Kernel] = []
     for case, kernels in zip(every, compile_all(every, workers=options.workers)):
         elapsed = time.perf_counter() - started

@@ -72,8 +72,8 @@ def objects() -> dict[Path, Path]:
     return {x: made / f"{x.relative_to(SOURCES / 'cuda')}.o" for x in sources}
 
 
-def said(made: Path) -> str:
-    return made.with_suffix(".said").read_text()
+def ptxas_output(made: Path) -> str:
+    return made.with_suffix(".ptxas").read_text()
 
 
 def launch(command: list[str]) -> int:
@@ -82,7 +82,7 @@ def launch(command: list[str]) -> int:
     if done.returncode or "-o" not in command:
         print(done.stdout, done.stderr, sep="", end="", file=sys.stderr)
         return done.returncode
-    Path(command[command.index("-o") + 1]).with_suffix(".said").write_text(done.stderr)
+    Path(command[command.index("-o") + 1]).with_suffix(".ptxas").write_text(done.stderr)
     return 0
 
 

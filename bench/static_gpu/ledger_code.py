@@ -26,7 +26,7 @@ FORMAT = 1  # version of the cache files
 def unavailable(compiler: str) -> str | None:
     """Why the compiler or the tools that read its code cannot be used here, or None."""
     if not importlib.util.find_spec("triton"):
-        return "Triton is not installed, whose wheel has nvdisasm and cuobjdump"
+        return "Triton is not installed; its wheel has nvdisasm and cuobjdump"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET is set: there is nothing to compile"
     if compiler == "cuda" and not ptxas.find_nvcc():
@@ -66,7 +66,7 @@ def compiled(every: Iterable[Case], workers: int = 2) -> Iterator[Compiled]:
         for case in every:
             if case in waiting:
                 waiting[case]()
-            yield _kept(case)
+            yield _cached(case)
 
 
 def _make(compiler: Callable[[list[Case]], list[Compiled]], cases: list[Case]) -> None:
@@ -97,8 +97,8 @@ def _sources(compiler: str) -> str:
         ),
     }
     found = hashlib.sha256(f"{FORMAT} {version(compiler)}".encode())
-    asked = Path(ledger_compilers.__file__)
-    for path in (asked, *sorted(x for y in folders[compiler] for x in ROOT.glob(y))):
+    compilers_file = Path(ledger_compilers.__file__)
+    for path in (compilers_file, *sorted(x for y in folders[compiler] for x in ROOT.glob(y))):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
@@ -118,6 +118,6 @@ def _keep(found: Compiled) -> None:
     part.replace(path)
 
 
-def _kept(case: Case) -> Compiled:
+def _cached(case: Case) -> Compiled:
     case_fields, *rest = json.loads(gzip.decompress(_path(case).read_bytes()))
     return Compiled(Case(*case_fields), *rest)

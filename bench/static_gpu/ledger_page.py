@@ -13,7 +13,7 @@ from .ledger_model import Loop
 
 PEERS = Path(__file__).resolve().parent / "ledger_peers.json"
 PARTS = dict.fromkeys(("dqkv", "dq", "dkv", "dk", "dv"), "backward")
-KEPT = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branch", "spill")
+LIMITED = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branch", "spill")
 
 
 class Row(NamedTuple):
@@ -29,8 +29,8 @@ class Row(NamedTuple):
 
     def counts(self) -> dict[str, int]:
         """The counts that the budget limits."""
-        kept = {name: self.main.counts.get(name, 0) for name in KEPT}
-        return kept | {"masked": self.masked.counts["instructions"]}
+        limited = {name: self.main.counts.get(name, 0) for name in LIMITED}
+        return limited | {"masked": self.masked.counts["instructions"]}
 
 
 COUNTS = (
@@ -130,7 +130,7 @@ def peak(record: dict[str, Any], arch: int) -> float:
     return 100 * needed / ledger_model.CHIPS[arch].tensor / record["bound"]
 
 
-def beside(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
+def comparison_table(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
     columns = ("instr", "int+mov", "LDSM", *UNITS, "bound", "peak")
     lines = [f"{'pass':10}{'D':>4} {'':7}" + "".join(f"{x:>9}" for x in columns) + "  tile"]
     for x in records:
@@ -144,8 +144,8 @@ def beside(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
 def report(rows: Sequence[Row], arch: int, versions: dict[str, str], full: bool = True) -> str:
     """The report of one architecture; with `full`, all counts of each kernel."""
     chip = ledger_model.CHIPS[arch]
-    mine = [row for row in rows if row.case.arch == arch]
-    used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in mine))
+    of_arch = [row for row in rows if row.case.arch == arch]
+    used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in of_arch))
     peers = json.loads(PEERS.read_text())["versions"]
     rest = "" if full else f" local/ledger-sm_{arch}.txt has all counts."
     lines = [
@@ -154,7 +154,7 @@ def report(rows: Sequence[Row], arch: int, versions: dict[str, str], full: bool 
         "# bench/static_gpu/ledger_model.py says what is counted and what the bound leaves out. "
         + "; ".join(f"{x}: {y}" for x, y in peers.items()),
         *(["# What FA3 copies to shared memory is not in its figures."] if arch == 90 else []),
-        *beside(compared(mine, arch), arch),
+        *comparison_table(compared(of_arch, arch), arch),
         "",
         head() if full else short_head(),
         *map(line if full else short_line, mine),

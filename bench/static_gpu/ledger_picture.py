@@ -38,17 +38,17 @@ def draw(rows: Sequence[Any], path: Path) -> Iterator[str]:
 
 def _panel(axis: Any, records: Sequence[dict[str, Any]], arch: int) -> None:
     dims = sorted({x["head_dim"] for x in records})
-    who = list(
+    libraries = list(
         dict.fromkeys(x["who"] for x in sorted(records, key=lambda x: list(COLORS).index(x["who"])))
     )
-    width = 0.84 / max(1, len(who))
-    for k, name in enumerate(who):
-        mine = [x for x in records if x["who"] == name]
-        places = [dims.index(x["head_dim"]) + (k - (len(who) - 1) / 2) * width for x in mine]
+    width = 0.84 / max(1, len(libraries))
+    for k, name in enumerate(libraries):
+        own = [x for x in records if x["who"] == name]
+        places = [dims.index(x["head_dim"]) + (k - (len(libraries) - 1) / 2) * width for x in own]
         axis.bar(
-            places, [x["instructions"] for x in mine], width * 0.92, color=COLORS[name], label=name
+            places, [x["instructions"] for x in own], width * 0.92, color=COLORS[name], label=name
         )
-        for place, x in zip(places, mine, strict=True):
+        for place, x in zip(places, own, strict=True):
             text = f"{ledger_page.peak(x, arch):.0f}%"
             axis.text(place, x["instructions"], text, ha="center", va="bottom", fontsize=7.5)
     axis.set_yscale("log")

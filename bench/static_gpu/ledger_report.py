@@ -74,14 +74,14 @@ def count(kernel: Compiled) -> Row:
 
 def chosen(options: Any) -> list[Case]:
     """The cases that the options select."""
-    wanted = [options.compilers, options.archs, options.passes, options.dims, options.features]
+    selection = [options.compilers, options.archs, options.passes, options.dims, options.features]
     found = [
         case
         for case in cases()
-        if all(not x or getattr(case, y) in x for x, y in zip(wanted, Case._fields, strict=True))
+        if all(not x or getattr(case, y) in x for x, y in zip(selection, Case._fields, strict=True))
     ]
     if not found:
-        raise ValueError("no kernel is left by these options together")
+        raise ValueError("got options that together select no kernel; leave one out")
     return found
 
 
@@ -148,11 +148,11 @@ def accept(rows: Iterable[Row], versions: dict[str, str]) -> None:
 
 
 def run(options: Any) -> int:
-    every, versions, whole = chosen(options), {}, chosen(options) == list(cases())
+    every, versions, complete = chosen(options), {}, chosen(options) == list(cases())
     for compiler in dict.fromkeys(case.compiler for case in every):
         if reason := ledger_code.unavailable(compiler):
             print(f"not counted, {compiler}: {reason}")
-            every, whole = [x for x in every if x.compiler != compiler], False
+            every, complete = [x for x in every if x.compiler != compiler], False
         else:
             versions[compiler] = ledger_code.version(compiler)
     if not every:
@@ -174,7 +174,7 @@ def run(options: Any) -> int:
         accept(rows, versions)
     for compiler, name in versions.items():
         if name not in budgets():
-            print(f"the budget is not of {name}: {compiler}'s kernels are not judged")
+            print(f"there is no budget for {name}: {compiler}'s kernels are not judged")
     wrong += faults(rows, versions)
     print(*wrong, sep="\n", end="\n" if wrong else "")
     print(f"{len(rows)} kernels, {len(wrong)} faults")

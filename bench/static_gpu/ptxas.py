@@ -93,8 +93,8 @@ def shared_memory() -> dict[str, int]:
         subprocess.run(
             [*compiler, *flags, str(HERE / "shared_memory.cpp"), "-o", str(program)], check=True
         )
-        said = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    names = subprocess.run(["c++filt", "-t"], input=said, capture_output=True, text=True).stdout
+        sizes = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    names = subprocess.run(["c++filt", "-t"], input=sizes, capture_output=True, text=True).stdout
     lines = (line.split(maxsplit=1) for line in plain(names).splitlines())
     return {name: int(size) for size, name in lines}
 
@@ -104,14 +104,14 @@ def read_one(made: Path, arch: str, shared: dict[str, int]) -> list[Kernel]:
     code = nvidia_tool("cuobjdump", "--dump-sass", f"--gpu-architecture={arch}", str(made))
     functions = re.findall(r"Function : (\w+)(.*?)(?=Function : |\Z)", code, re.DOTALL)
     products = {name: text.count("HMMA.") for name, text in functions}
-    said = re.findall(
+    compiled = re.findall(
         rf"Compiling entry function '(\S+)' for '{arch}'.*?(\d+) bytes spill stores, "
         r"(\d+) bytes spill loads.*?Used (\d+) registers",
-        cuda_library.said(made),
+        cuda_library.ptxas_output(made),
         re.DOTALL,
     )
     found = []
-    for mangled, stores, loads, used in said:
+    for mangled, stores, loads, used in compiled:
         name = readable(mangled)
         kind, _, instance = name.rstrip("> ").partition("<")
         instance = f"{instance}>" if instance.count("<") else instance

@@ -37,8 +37,8 @@ def _sum(state: State, x: Instruction) -> Values:
     if len(known) < len(terms):
         return {}
     total = sum(known)
-    told = len(carries) == 1 or total < WORD  # with two carries it is unknown which is set
-    return {to: total} | dict.fromkeys(carries if told else (), total >= WORD)
+    carries_known = len(carries) == 1 or total < WORD  # with two carries it is unknown which is set
+    return {to: total} | dict.fromkeys(carries if carries_known else (), total >= WORD)
 
 
 def _product(state: State, x: Instruction) -> Values:
@@ -86,11 +86,11 @@ def _lea(state: State, x: Instruction) -> Values:
 
 
 def _logic(state: State, x: Instruction) -> Values:
-    tells, to, _ = _parts(x)
+    predicates, to, _ = _parts(x)
     known, value = _bits(state, x)
     values: Values = {to: value} if known == WORD - 1 else {}
     if known == WORD - 1 or value:
-        values |= dict.fromkeys(tells[:1], value != 0)
+        values |= dict.fromkeys(predicates[:1], value != 0)
     return values
 
 
@@ -178,8 +178,8 @@ def _compare(state: State, x: Instruction) -> Values:
     test = COMPARE[parts[1]]
     if first is None or second is None:
         both = REGISTER.match(a.removesuffix(".reuse")) and REGISTER.match(b.removesuffix(".reuse"))
-        nobody = first is None and second is None and both and parts[1] in ("EQ", "NE")
-        if nobody and "EX" not in parts:
+        both_unknown = first is None and second is None and both and parts[1] in ("EQ", "NE")
+        if both_unknown and "EX" not in parts:
             guess = _joined(parts, parts[1] == "NE", state.predicate(other))
             return {ASSUMED + to: guess}
         result = None

@@ -42,7 +42,7 @@ def result(tmp_path_factory) -> dict:
     return json.loads(path.read_text()) | {"folder": folder}
 
 
-def test_a_run_says_where_and_with_what(result):
+def test_a_run_records_the_machine_and_versions(result):
     assert result["schema"] == results.SCHEMA and result["complete"] and result["kind"] == "sweep"
     assert result["machine"]["cpu"]["cores"] >= 1 and result["machine"]["name"]
     assert result["machine"]["threads"] == torch.get_num_threads()
@@ -65,7 +65,7 @@ def test_a_run_says_where_and_with_what(result):
     assert result["overhead"]["errors"] == {SUBJECT: "", BASELINE: ""}
 
 
-def test_the_memory_probe_sees_a_quadratic_buffer(result):
+def test_the_memory_probe_detects_a_quadratic_buffer(result):
     """torch stores the weights for dropout: 67 MB each. Our results take only 4 MB, and an
     allocator may have a few pages of that free already."""
     extra = {row["peer"]: row for row in result["memory"]}
@@ -109,7 +109,7 @@ def test_a_run_draws_its_pictures(result):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_without_matplotlib_a_sentence_says_so(result, monkeypatch, tmp_path):
+def test_without_matplotlib_a_message_is_printed(result, monkeypatch, tmp_path):
     real = builtins.__import__
 
     def without(name, *rest):
@@ -118,8 +118,8 @@ def test_without_matplotlib_a_sentence_says_so(result, monkeypatch, tmp_path):
         return real(name, *rest)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    (said,) = pictures.draw_all(result, tmp_path / "a")
-    assert "matplotlib is not installed" in said
+    (message,) = pictures.draw_all(result, tmp_path / "a")
+    assert "matplotlib is not installed" in message
     assert not list(tmp_path.iterdir())
 
 
@@ -145,7 +145,7 @@ def test_an_interrupt_keeps_what_is_done(monkeypatch, tmp_path):
     assert kept["overhead"] is None and kept["memory"] == []
 
 
-def test_rounds_are_interleaved_and_nobody_always_comes_second():
+def test_rounds_are_interleaved_in_alternating_order():
     calls: list[str] = []
     programs = {name: (lambda _, name=name: calls.append(name),) for name in "ab"}
     ticks = iter(range(10**9))
@@ -156,14 +156,14 @@ def test_rounds_are_interleaved_and_nobody_always_comes_second():
     assert measured == list("abbaabbaab")
 
 
-def test_phases_are_timed_apart_and_hand_on_their_results():
+def test_phases_are_timed_separately_and_pass_on_their_results():
     ticks = iter([0.0, 1.0, 10.0, 13.0])
     clock = timing.HostClock("counted", lambda: next(ticks))
     program = (lambda _: "out", lambda out: out + "!")
     assert clock.sample(program, 1) == [1.0, 3.0]
 
 
-def test_threads_are_given_back():
+def test_the_thread_count_is_restored():
     before = torch.get_num_threads()
     with pytest.raises(KeyError), timing.torch_threads(1):
         assert torch.get_num_threads() == 1
@@ -212,7 +212,7 @@ def test_the_presets_measure_every_mask_and_no_case_twice(preset):
     assert {c.dtype for c in cases} == {"float32", "bfloat16", "float16"}
 
 
-def test_an_axis_given_replaces_the_grids():
+def test_a_given_axis_replaces_the_grids():
     nothing = dict.fromkeys(("lengths", "dims", "dtypes", "masks"))
     options = commands.Options(**nothing | {"lengths": [40, 50]})
     (grid,) = commands.grids(options, "quick")
@@ -220,7 +220,7 @@ def test_an_axis_given_replaces_the_grids():
     assert commands.grids(commands.Options(**nothing), "quick") is GRIDS["quick"]
 
 
-def test_every_peer_says_what_it_is():
+def test_every_peer_has_a_title():
     assert all(peer.title and name == peer.name for name, peer in PEERS.items())
 
 
@@ -241,14 +241,14 @@ def test_the_file_is_named_after_the_device(vendor, family, number, name, expect
     assert machine.slug({"device": "cuda", "name": "NVIDIA H200", "cpu": cpu}) == "nvidia-h200"
 
 
-def test_the_name_says_that_there_are_tiles():
+def test_the_name_of_a_machine_includes_its_tiles():
     cpu = {"vendor": "GenuineIntel", "family": "6", "number": "207", "amx": True}
     described = {"device": "cpu", "name": "Intel(R) Xeon(R)", "cpu": cpu}
     assert machine.words(described) == "Intel Emerald Rapids, 512-bit units, AMX"
     assert machine.slug(described) == "intel-emerald-rapids-512-bit-units-amx"
 
 
-def test_a_function_bears_the_name_of_its_command():
+def test_a_command_function_has_the_commands_name():
     """No command has the name of a module, which it would shadow."""
     _, names = _parser()
     assert names and all(getattr(commands, x).__module__ == commands.__name__ for x in names)
@@ -271,7 +271,7 @@ def test_every_committed_file_can_be_read_and_is_named_after_its_machine(path):
     assert path.stem == results.stem(kept) and kept["complete"]
 
 
-def test_a_part_of_a_run_is_not_named_as_the_whole(result):
+def test_a_partial_run_has_its_own_name(result):
     sweep = machine.slug(result["machine"])
     assert results.stem(result) == sweep
     whole = result | {"kind": "models", "settings": {"only": []}}
@@ -284,7 +284,7 @@ def test_a_part_of_a_run_is_not_named_as_the_whole(result):
     "announced, status, expected",
     [(False, -4, ""), (True, 0, ""), (True, 1, ""), (True, -4, "AVX512_CORE_BF16")],
 )
-def test_a_machine_that_refuses_tiles_is_measured_without(monkeypatch, announced, status, expected):
+def test_tiles_are_not_measured_without_permission(monkeypatch, announced, status, expected):
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     flags = {"flags": "avx2 amx_tile" if announced else "avx2"}
     monkeypatch.setattr(machine, "_cpuinfo", lambda: flags)

@@ -66,8 +66,8 @@ def test_overhead_measures_small_lengths(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("bench.benchmarks.launch_overhead.CALLS", 2)
     result = run(tmp_path, "overhead", *FAST)
     assert {c["N"] for c in result["cells"]} == {1, 4} and result["overhead"]["timings"]
-    said = capsys.readouterr().out
-    assert "tiny call" in said and "launch" in said
+    output = capsys.readouterr().out
+    assert "tiny call" in output and "launch" in output
 
 
 def test_mha_measures_every_mode(tmp_path, capsys):
@@ -84,7 +84,7 @@ def test_mha_measures_every_mode(tmp_path, capsys):
     assert capsys.readouterr().out.count("nn.MultiheadAttention") >= 4
 
 
-def test_memory_says_why_a_probe_failed(tmp_path):
+def test_memory_records_the_reason_of_a_failed_probe(tmp_path):
     names = ["--peers", "torch-cudnn"]
     result = run(
         tmp_path, "memory", "--device", "cpu", "--lengths", "64", "--masks", "full", *names
@@ -152,8 +152,8 @@ def test_models_hold_ours_against_sdpa(tmp_path, monkeypatch):
     given = ["--lengths", "1024", "--threads", "1", "--seconds", "0.002"]
     only = "Mistral, N = 1024, padded", "encoder", "under autocast"
     result = run(tmp_path, "models", *given, "--only", *only)
-    rows, beside_it = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
-    assert len(rows) == 2 * (3 + 4) + 2 + beside_it, rows
+    rows, optional = result["models"], sum(map(optional_deps.found, ("torchvision", "open_clip")))
+    assert len(rows) == 2 * (3 + 4) + 2 + optional, rows
     assert all(row["status"] == "ok" for row in rows), rows
     assert len(list(results_page.models([result]))) == 2 + len(rows)
 
@@ -188,14 +188,14 @@ def test_distributed_holds_ranks_against_one_and_simulates(tmp_path, capsys):
     )
 
 
-def test_what_falls_by_the_number_of_ranks_is_told_from_what_does_not():
+def test_the_record_shows_memory_that_falls_with_ranks():
     sizes = {("ring", 64, 2): 100, ("ring", 128, 4): 120, ("usp", 64, 2): 100, ("usp", 128, 4): 130}
     rows = [dict(peer=a, N=n, ranks=p, extra_bytes=x) for (a, n, p), x in sizes.items()]
     assert [x.rpartition(" ")[2] for x in rank_scaling.growth(rows)] == ["met", "MISSED"]
 
 
 @pytest.mark.parametrize("published", simulation.PUBLISHED, ids=str)
-def test_the_simulation_is_near_what_was_published(published):
+def test_the_simulation_is_near_published_times(published):
     found = sum(simulation.prefill(published).values())
     assert 1 / simulation.FACTOR <= found / published.seconds <= simulation.FACTOR
 
@@ -206,7 +206,7 @@ def test_a_picture_of_where_each_strategy_wins():
     assert [len(axis.texts) for axis in figure.axes] == [6, 6]
 
 
-def test_a_race_of_other_numbers_is_not_timed():
+def test_a_race_with_different_results_is_not_timed():
     one, other = torch.ones(3), torch.tensor([1.0, 1.0, 1.1])
     race = varlen.Race("", "float32", "forward", lambda: [one], lambda: [other])
     row = varlen.measure(race, 0.001)
@@ -225,13 +225,13 @@ def test_flushing_is_in_force_inside_and_not_after():
     "median, spread, verdict",
     [(1.0, 0.5, "ok"), (1.15, 0.0, "ok"), (1.2, 0.02, "slow"), (1.2, 0.2, "noisy"), (9, 3, "slow")],
 )
-def test_a_ratio_is_judged_where_the_rounds_agree(median, spread, verdict):
+def test_a_ratio_is_judged_only_if_rounds_agree(median, spread, verdict):
     ratio = {"q1": median - spread / 2, "median": median, "q3": median + spread / 2}
     assert subnormal_cost.verdict({"status": "ok", "ratio": ratio}) == verdict
     assert subnormal_cost.verdict({"status": "failed", "ratio": None}) == "failed"
 
 
-def test_a_doubtful_ratio_is_measured_again_and_a_clear_one_is_not(monkeypatch):
+def test_only_a_doubtful_ratio_is_measured_again(monkeypatch):
     ratios = iter([1.3, 1.2, 1.1, 40.0])
 
     def record(*_):

@@ -29,7 +29,7 @@ compiled = pytest.mark.skipif(triton.interpreted(), reason="nothing is compiled 
 
 
 @pytest.fixture
-def asked(monkeypatch):
+def kernels_of(monkeypatch):
     """The kernels that the calls of a case request from Triton. None is compiled."""
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
     seen = set()
@@ -73,12 +73,12 @@ def forward_and_backward(x):
 
 @needs_triton
 @compiled
-def test_the_quick_sweep_asks_for_few_kernels_and_all_of_them_ahead(asked):
+def test_the_quick_sweep_compiles_few_kernels_ahead(kernels_of):
     kinds = precompile.kinds(QUICK)
-    ahead = set().union(*map(asked, kinds))
+    ahead = set().union(*map(kernels_of, kinds))
     assert 3 * len(kinds) <= len(ahead) <= MOST, sorted(name for name, _ in ahead)
     for x in QUICK:
-        assert asked(x) <= ahead, x
+        assert kernels_of(x) <= ahead, x
 
 
 @needs_triton
@@ -144,7 +144,7 @@ def test_every_kind_is_run_once_and_the_first_alone(passes, what, runs):
     assert "kernels in 0 s" in lines[-1]
 
 
-def test_nothing_is_run_where_triton_is_not(runs, monkeypatch):
+def test_without_triton_nothing_runs(runs, monkeypatch):
     monkeypatch.setattr(fastattn, "available_backends", lambda: {"triton": "not installed"})
     assert not list(precompile.ahead([case()], PASSES)) and not runs
 
@@ -155,7 +155,7 @@ class Dying:
         raise isolated_process.Died(SUBJECT, "its process died of SIGSEGV")
 
 
-def test_a_process_that_dies_of_it_is_told(capsys):
+def test_a_crashed_compile_process_is_reported(capsys):
     commands._compile(Dying(), [case()], PASSES)
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "compiled 1 of 2" and said[1].endswith("ahead: its process died of SIGSEGV")
@@ -166,7 +166,7 @@ class Here:
         return function(*args)
 
 
-def test_what_is_measured_is_told_before_it_is_done(capsys):
+def test_progress_is_printed_before_each_measurement(capsys):
     given = (case(),), (FORWARD, TRAINING), dict.fromkeys((SUBJECT, BASELINE)), LIMITS, 0.002, (1,)
     records = progress.follow(run.cells(*given, process=Here()), 2, lambda record: "done")
     next(records)

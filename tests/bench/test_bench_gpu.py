@@ -69,48 +69,50 @@ def fake(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("driver", DRIVERS)
 @pytest.mark.parametrize("by", ["smi", "proc"])
-def test_the_index_is_that_of_the_driver(by, driver, fake):
+def test_the_device_index_is_the_drivers(by, driver, fake):
     fake.smi(f"NVIDIA H100, {driver}") if by == "smi" else fake.proc(driver)
-    said = nvidia.unusable()
-    assert said.startswith("got torch 2.13.0+cpu, expected one that can use the GPU")
-    assert f"driver {driver}): it is built for CPUs alone; " in said
-    assert ("NVIDIA H100" if by == "smi" else "NVIDIA A100-SXM4-40GB") in said
+    message = nvidia.unusable()
+    assert message.startswith("got torch 2.13.0+cpu, expected one that can use the GPU")
+    assert f"driver {driver}): it is built for CPUs alone; " in message
+    assert ("NVIDIA H100" if by == "smi" else "NVIDIA A100-SXM4-40GB") in message
     if DRIVERS[driver]:
-        assert said.partition("--index-url ")[2].startswith(f"{nvidia.URL}{DRIVERS[driver]}")
+        assert message.partition("--index-url ")[2].startswith(f"{nvidia.URL}{DRIVERS[driver]}")
     else:
-        assert "update the driver to 525 or newer" in said
+        assert "update the driver to 525 or newer" in message
 
 
-def test_a_cuda_newer_than_the_driver_is_told(fake):
+def test_a_cuda_newer_than_the_driver_is_reported(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 550.54.15")
     fake.torch("2.13.0+cu130", "13.0")
-    said = nvidia.unusable()
-    assert "built for CUDA 13.0; install a build for that driver" in said and "cu126" in said
+    message = nvidia.unusable()
+    assert "built for CUDA 13.0; install a build for that driver" in message and "cu126" in message
 
 
-def test_what_torch_says_is_told_where_the_driver_is_new_enough(fake):
+def test_torchs_error_is_printed_if_the_driver_is_new_enough(fake):
     fake.smi("NVIDIA H100 80GB HBM3, 580.65.06")
     fake.torch("2.13.0+cu130", "13.0", "Error 802: system not yet initialized\nmore")
-    said = nvidia.unusable()
-    assert "and says: Error 802: system not yet initialized; nvidia-smi may tell more" in said
-    assert "index-url" not in said
+    message = nvidia.unusable()
+    assert (
+        "and fails with: Error 802: system not yet initialized; nvidia-smi may show more" in message
+    )
+    assert "index-url" not in message
 
 
-def test_a_device_alone_tells_of_a_gpu(fake):
+def test_a_device_node_alone_reveals_a_gpu(fake):
     fake.node()
-    said = nvidia.unusable()
-    assert "(an NVIDIA GPU, a driver of unknown version)" in said and nvidia.URL in said
+    text = nvidia.unusable()
+    assert "(an NVIDIA GPU, a driver of unknown version)" in text and nvidia.URL in text
 
 
 @pytest.mark.parametrize("version", ["[N/A]", "Graphics Device"])
-def test_a_driver_without_a_version_is_told_as_one(version, fake):
+def test_an_unknown_driver_version_is_reported_as_unknown(version, fake):
     fake.smi(f"NVIDIA RTX A6000, 48 GB, {version}")
-    said = nvidia.unusable()
-    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in said and nvidia.URL in said
+    text = nvidia.unusable()
+    assert "(NVIDIA RTX A6000, 48 GB, a driver of unknown version)" in text and nvidia.URL in text
 
 
 @pytest.mark.parametrize("why", ["none", "no driver", "hidden", "usable"])
-def test_nothing_is_said_where_there_is_nothing_to_mend(why, fake, monkeypatch):
+def test_no_message_if_nothing_can_be_fixed(why, fake, monkeypatch):
     if why == "no driver":
         fake.smi("NVIDIA-SMI has failed, no devices were found", 9)
     elif why != "none":
@@ -123,13 +125,13 @@ def test_nothing_is_said_where_there_is_nothing_to_mend(why, fake, monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["sweep", "decode", "mha", "overhead", "memory", "gpu"])
-def test_it_stops_the_benchmark_and_not_one_of_the_cpu(command, fake, monkeypatch, capsys):
+def test_an_unusable_gpu_stops_only_gpu_benchmarks(command, fake, monkeypatch, capsys):
     """For the commands that take a device. Naming a device overrides the stop."""
     fake.smi("NVIDIA H100, 550.54.15")
     assert main([command]) == 2
-    said = capsys.readouterr().err
-    assert "it is built for CPUs alone" in said and f"{nvidia.URL}cu126" in said
-    assert ("--rehearse" if command == "gpu" else "--device cpu measures the CPU") in said
+    message = capsys.readouterr().err
+    assert "it is built for CPUs alone" in message and f"{nvidia.URL}cu126" in message
+    assert ("--rehearse" if command == "gpu" else "--device cpu measures the CPU") in message
     if command != "gpu":
         options = commands.Options(device="cpu")
         assert commands._device(options) == "cpu"
@@ -209,7 +211,7 @@ def test_the_clock_of_a_device_times_no_gaps(host, loops, device):
     assert clock.host(program) == pytest.approx([2 * host, host], rel=1e-6)
 
 
-def test_a_first_call_that_compiles_is_not_slept_for(device):
+def test_no_sleep_for_a_first_call_that_compiles(device):
     """Nor is a call that waits for the device itself."""
     clock = timing.DeviceClock(device, lambda: device.host)
     hosts = iter([3.0, *[10 * US] * 50])
@@ -231,13 +233,13 @@ def test_a_first_call_that_compiles_is_not_slept_for(device):
     assert device.slept < 20 * 4 * timing.SLEEP[0]
 
 
-def test_a_sample_is_no_longer_for_a_device_that_sleeps(device, monkeypatch):
+def test_a_sample_is_not_lengthened_by_the_devices_sleep(device, monkeypatch):
     """A short kernel is called often in a sample, but not for seconds."""
     clock, calls = timing.DeviceClock(device, lambda: device.host), []
     short = device.phase((5 * US, 20 * US))
     timing.interleaved({"short": (lambda x: calls.append(1) or short(x),)}, clock, 0.0)
     each = (len(calls) - 2) / timing.ROUNDS[0]
-    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.beside)) < 11
+    assert each == math.ceil(timing.MIN_SAMPLE_S / (20 * US + clock.unmeasured)) < 11
 
 
 def test_both_times_are_in_the_record_and_on_the_page():
@@ -251,8 +253,8 @@ def test_both_times_are_in_the_record_and_on_the_page():
     assert ours[FORWARD] == pytest.approx((0.02, 0.05))
     assert ours[BACKWARD] == pytest.approx((0.06, 0.07))
     assert ours[TRAINING] == pytest.approx((0.08, 0.12))
-    said = console.host(rows[FORWARD][SUBJECT])
-    assert said == ", device 0.020 ms, host 0.050 ms: bound by the host"
+    message = console.host(rows[FORWARD][SUBJECT])
+    assert message == ", device 0.020 ms, host 0.050 ms: bound by the host"
     assert console.host(rows[FORWARD][BASELINE]) == ", device 0.040 ms, host 0.010 ms"
     cells = [{"timings": [{"threads": None, "peers": rows[FORWARD]}]}] * 3
     assert list(console._hosts(cells)) == [f"{SUBJECT}: bound by the host in 3 of 3 cells"]

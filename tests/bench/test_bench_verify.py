@@ -108,7 +108,7 @@ def test_a_call_with_another_mask_fails(mask, monkeypatch, timed):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("sizes", [{}, {"Hk": 2}, {"M": 13, "Hk": 1}], ids=["MHA", "GQA", "few"])
-def test_every_peer_that_runs_here_passes_or_says_why(mask, sizes):
+def test_every_available_peer_passes_or_has_a_reason(mask, sizes):
     names = tuple(name for name in PEERS if name != "flex")  # it compiles for half a minute
     for record in cells(case(mask, **sizes), names=names):
         assert record["status"] == "ok" and record["reason"] == ""
@@ -130,7 +130,7 @@ def test_a_wrong_gradient_fails_the_training_passes_alone(monkeypatch, timed):
     assert set(timed) == {SUBJECT, BASELINE}
 
 
-def test_a_wrong_gradient_of_the_bias_is_seen(monkeypatch):
+def test_a_wrong_gradient_of_the_bias_is_detected(monkeypatch):
     def wrong(q, k, v, mask, **options):
         return REAL(q, k, v, mask=mask.detach() + 1.01 * (mask - mask.detach()), **options)
 
@@ -160,7 +160,7 @@ def test_a_wrong_module_is_not_timed(mode, monkeypatch, timed):
     assert "FAILED, not timed: result 0 is off by" in console.module_line(record)
 
 
-def test_a_failed_baseline_leaves_ours_timed_without_a_ratio(monkeypatch, timed):
+def test_a_failed_baseline_gives_times_without_a_ratio(monkeypatch, timed):
     monkeypatch.setattr(F, "scaled_dot_product_attention", raises)
     (record,) = cells(case("full"), passes=(FORWARD,))
     assert record["status"] == "ok" and set(timed) == {SUBJECT}
@@ -169,7 +169,7 @@ def test_a_failed_baseline_leaves_ours_timed_without_a_ratio(monkeypatch, timed)
     assert "\n".join(console.table([record]))
 
 
-def test_dropout_that_is_not_ours_is_judged_without_it():
+def test_another_dropout_generator_is_judged_without_dropout():
     """The result has a note about that. A peer that is wrong in everything else still fails."""
     (record,) = cells(case("dropout"), passes=(FORWARD,))
     ours, theirs = record["peers"][SUBJECT], record["peers"][BASELINE]
@@ -207,7 +207,7 @@ def test_the_blocked_oracle_is_the_reference(mask, sizes, monkeypatch):
 def test_the_oracle_repeats_our_draws_in_blocks():
     chosen_case = case("dropout", B=2, N=37)
     whole = fastattn.reference.keep_mask((2, 4, 37, 37), DROPOUT_P, SEED).flatten(0, 1)
-    some = verify.kept_rows(torch.tensor([[1, 2], [5, 7]]), chosen_case, 5, 20)
+    some = verify.keep_mask_of_rows(torch.tensor([[1, 2], [5, 7]]), chosen_case, 5, 20)
     assert torch.equal(some, whole[[[1, 2], [5, 7]], 5:20])
 
 
@@ -222,7 +222,7 @@ def test_one_wrong_row_is_seen_among_larger_ones():
     assert relative_errors(expected, expected) == (0.0, 0.0)
 
 
-def test_when_not_every_head_is_judged_the_last_one_is():
+def test_the_last_head_is_always_verified():
     heads = judged_groups(case("causal", B=4, H=16, N=1024, D=128))
     assert 1 <= len(heads) < 64 and heads[-1] == 63 and sorted(set(heads)) == heads
     assert judged_groups(case(B=2, N=16)) == list(range(8))

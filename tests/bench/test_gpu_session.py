@@ -37,8 +37,8 @@ def test_the_rehearsal_runs_from_end_to_end(tmp_path, capfd):
     kinds = [y["kind"] for x in found.values() for y in x["results"]]
     assert kinds == ["overhead", "sweep"]
     assert "forward" in "".join(found["launch"]["tail"])
-    said = capfd.readouterr().out
-    assert said.startswith("A rehearsal: ") and said.count(": ok in ") == len(found)
+    stdout = capfd.readouterr().out
+    assert stdout.startswith("A rehearsal: ") and stdout.count(": ok in ") == len(found)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def part(name, program, limit=30, tool=""):
 GOOD = part("good", "print('done')")
 
 
-def test_a_part_that_fails_is_told_and_the_rest_goes_on(of):
+def test_a_failed_part_is_reported_and_the_others_run(of):
     raising = part("raising", "print('so far'); raise SystemExit('the reason')")
     absent = Part("absent", 5, "no-such-program", "no-such-program")
     killed = part("killed", "import os; os.kill(os.getpid(), 9)")
@@ -92,7 +92,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_a_part_that_hangs_is_ended_with_all_it_started(of):
+def test_a_part_that_hangs_is_killed_with_its_children(of):
     begun = time.monotonic()
     status, record, page = of(part("stubborn", STUBBORN, 2), part("obliging", OBLIGING, 2), GOOD)
     assert status == 1 and time.monotonic() - begun < 20
@@ -113,7 +113,7 @@ def alive(pid):
         return False
 
 
-def test_a_tool_that_is_missing_is_told(monkeypatch):
+def test_a_missing_tool_is_reported(monkeypatch):
     """It does not count as a failure: nothing in this checkout can be fixed."""
     lacking = part("lacking", "raise SystemExit(1)", tool="no-such-tool")
     found = gpu_session.perform(lacking, rehearsal=False, limit=5)
@@ -121,7 +121,7 @@ def test_a_tool_that_is_missing_is_told(monkeypatch):
     assert found["code"] is None and not found["rehearsal"]
 
 
-def test_what_is_not_begun_is_told(of):
+def test_parts_that_did_not_start_are_reported(of):
     status, record, page = of(GOOD, part("other", ""), arguments=["--minutes", "0"])
     assert status == 130 and not record["complete"]
     assert [x["status"] for x in record["parts"]] == [UNDONE] * 2
@@ -158,7 +158,7 @@ def test_only_some(of, capsys):
 
 
 @pytest.mark.parametrize("rehearsal", [True, False])
-def test_nobody_takes_a_rehearsal_for_an_hour(rehearsal, monkeypatch, tmp_path):
+def test_rehearsals_are_marked_as_rehearsals(rehearsal, monkeypatch, tmp_path):
     """The file, the page and each part are marked as a rehearsal, and git ignores them."""
     machine = {"device": "cuda", "name": "NVIDIA H200", "gpu": None}
     monkeypatch.setattr(gpu_session.machine, "describe", lambda device: machine)

@@ -106,7 +106,7 @@ def test_loops_are_those_of_branches_back():
     )
 
 
-def test_an_iteration_of_a_whole_tile():
+def test_an_iteration_of_a_full_tile():
     """It has three copies and the exponential, but no feature, mask, first tile or second wait."""
     total, kinds = counted()
     assert total == PLAIN
@@ -119,7 +119,7 @@ def test_an_iteration_of_a_whole_tile():
     [({0x160: 1}, False, 2), ({}, True, 3 + 2 + 3), ({0x160: 0}, True, 3 + 3)],
     ids=["a switch is on", "masked, switch unknown", "masked"],
 )
-def test_other_ways_through_the_loop(constants, dear, more):
+def test_other_paths_through_the_loop(constants, dear, more):
     total, kinds = counted(constants or {0: 0}, dear)
     assert (total, kinds["tensor"], kinds["mufu"]) == (PLAIN + more, 1, 1)
 
@@ -142,7 +142,7 @@ def test_predicates_that_are_kept_as_bits(known):
     assert [state.predicate(x) for x in ("P0", "P2", "P3")] == [known, None, known]
 
 
-def test_what_a_loop_computes_is_not_known_of_the_next_iteration():
+def test_values_computed_in_a_loop_are_unknown_in_the_next_iteration():
     """The copy counter is unknown in the next iteration. Carried over, the loop would not end."""
     carried = TOY.replace("IMAD.MOV.U32 R6, RZ, RZ, 0x3", "NOP").replace(
         "IMAD.MOV.U32 R20", "IMAD.MOV.U32 R6, RZ, RZ, 0x3 ;\n        /*0025*/ IMAD.MOV.U32 R20"
@@ -248,7 +248,7 @@ def flight(*lines, stages=2):
     return ledger_model.in_flight(code.instructions, stages)
 
 
-def test_what_is_in_flight_under_exponentials():
+def test_products_in_flight_during_exponentials():
     product, ex2 = "HGMMA.64x64x16.F32.BF16 R8, gdesc[UR4], R8, gsb0", "MUFU.EX2 R0, R0"
     wait = "WARPGROUP.DEPBAR.LE gsb0, 0x{}"
     assert flight(product, wait.format(0), ex2, ex2) == (2, 0, 0)
@@ -310,7 +310,7 @@ def test_a_count_may_not_grow(program, capsys, tmp_path):
     assert program(more, accept=True) == 0 and program() == 0  # a smaller count is no fault
 
 
-def test_a_budget_is_of_one_version_of_each_compiler(program, monkeypatch, tmp_path):
+def test_a_budget_holds_for_one_version_of_each_compiler(program, monkeypatch, tmp_path):
     def recorded():
         return set(json.loads((tmp_path / "budget.json").read_text()))
 
@@ -322,7 +322,7 @@ def test_a_budget_is_of_one_version_of_each_compiler(program, monkeypatch, tmp_p
     assert recorded() == {"triton 2.0", "cuda 1.0"}
 
 
-def test_kernels_that_there_are_no_more_have_no_budget(program, tmp_path):
+def test_removed_kernels_have_no_budget(program, tmp_path):
     """Cases that no longer exist are removed, for either compiler; cases not run now are kept."""
     file, one = tmp_path / "budget.json", str(next(cases()))
     file.write_text(json.dumps({"cuda 1.0": {one: {}, "sm_80 cuda dq D8": {}}}))
@@ -343,7 +343,7 @@ def test_a_kernel_without_a_budget_is_a_fault(program, capsys):
     assert "got no budget" in capsys.readouterr().out
 
 
-def test_a_compiler_that_is_missing_is_named(program, monkeypatch, capsys):
+def test_a_missing_compiler_is_named(program, monkeypatch, capsys):
     monkeypatch.setattr(ledger_code, "unavailable", lambda compiler: "nvcc is not installed")
     assert program() == 2 and "triton: nvcc is not installed" in capsys.readouterr().out
 
@@ -392,7 +392,7 @@ def test_peers_stand_beside_ours():
     assert of_peak["FA2", "forward", 128] == 100
     assert of_peak["FA2", "backward", 64] == pytest.approx(100 * 1280 / 1496)
     assert of_peak["triton", "forward", 8] == pytest.approx(100 * 64 / 512)
-    assert len(ledger_page.beside(records, 80)) == len(records) + 1
+    assert len(ledger_page.comparison_table(records, 80)) == len(records) + 1
 
 
 def held(case):

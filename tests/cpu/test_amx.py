@@ -110,7 +110,7 @@ def products(library, plain=False, mxcsr=DEFAULT):
     return c
 
 
-def test_a_product_is_what_the_rules_say(tiles):
+def test_a_product_follows_the_amx_rules(tiles):
     """Bit for bit, in any rounding mode of the process."""
     expected = products(tiles, plain=True)
     assert np.isnan(expected.view(np.float32)).any() and np.isinf(expected.view(np.float32)).any()
@@ -118,7 +118,7 @@ def test_a_product_is_what_the_rules_say(tiles):
         np.testing.assert_array_equal(products(tiles, mxcsr=mxcsr), expected)
 
 
-def test_tiles_are_illegal_but_inside_a_use(tiles):
+def test_tiles_are_illegal_outside_a_use(tiles):
     """A nested use leaves the outer one, torch's for example, its tiles."""
     always, before, inside, nested, after, chip = (tiles.legal() >> x & 1 for x in range(6))
     assert (always, before, inside, nested, after) == (1, 0, 1, 1, 0)
@@ -195,7 +195,7 @@ MUTANT = edits(MUTANTS)
 
 
 @pytest.mark.parametrize("what", MUTANT)
-def test_a_rule_of_the_model_is_noticed(what, tmp_path):
+def test_a_changed_rule_of_the_model_is_detected(what, tmp_path):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cuda"))
     header = tmp_path / "csrc" / "cpu" / "amx" / "amx_model.h"
     text, (old, new) = header.read_text(), MUTANT[what]

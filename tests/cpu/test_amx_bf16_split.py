@@ -153,7 +153,7 @@ def test_rounding_has_no_sign(isa, dtype):
 @every_tiled
 @every_planed
 @pytest.mark.parametrize("m", [100, 5])
-def test_an_lse_is_a_float32_whatever_q_is(isa, m, dtype):
+def test_lse_is_float32_for_every_dtype_of_q(isa, m, dtype):
     """With one key the LSE is the score itself, where a product of the last planes matters: its
     error is that of float32, except for the lower precision of e^x."""
     problem = case(Dims(1, 8, 2, m, 150, 64, 64), dtype, window=(0, 0))
@@ -169,7 +169,7 @@ def test_an_lse_is_a_float32_whatever_q_is(isa, m, dtype):
 
 
 @every_tiled
-def test_what_runs_each_dtype_is_named(isa):
+def test_the_compute_unit_of_each_dtype_is_named(isa):
     with variant(isa):
         units = libraries.cpu_units()
     assert units["float32"]["many rows"] == units["float16"]["many rows"] == isa
@@ -188,7 +188,7 @@ def test_the_tiles_are_in_use(isa, dtype, m, d):
 
 @every_tiled
 @pytest.mark.parametrize("exponent, vectors", [(59, False), (60, True), (127, True)])
-def test_a_scale_that_shows_tiny_products_is_of_the_vector_kernels(isa, exponent, vectors):
+def test_a_scale_that_makes_tiny_products_visible_runs_on_vector_kernels(isa, exponent, vectors):
     """Products below the least normal number are 0 on tiles."""
     clean = case(Dims(1, 4, 1, 70, 150, 33, 40), scale=2.0**exponent)
     half = 2.0 ** (-exponent / 2)
@@ -238,10 +238,10 @@ def test_float32_can_be_left_to_the_vector_kernels(isa):
 
 
 @every_tiled
-def test_another_word_for_that_is_refused(isa):
+def test_an_unknown_value_of_FASTATTN_FLOAT32_is_refused(isa):
     code = "from fastattn import native; print(native.cpu_unavailable()); native.cpu()"
     found = in_a_process(code, FASTATTN_CPU_ISA=isa, FASTATTN_FLOAT32="vectors")
     assert found.returncode and "RuntimeError" in found.stderr
-    for said in (found.stdout, found.stderr.splitlines()[-1]):
-        what, _, expected = said.partition("expected")
-        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, said
+    for message in (found.stdout, found.stderr.splitlines()[-1]):
+        what, _, expected = message.partition("expected")
+        assert "FASTATTN_FLOAT32: got 'vectors'" in what and "vector" in expected, message

@@ -30,7 +30,7 @@ def test_counts_are_the_same_in_every_run(tmp_path):
 
 @needs_valgrind
 @pytest.mark.parametrize("isa, case", [("avx3", "decode"), ("avx2", "forward nothing")])
-def test_what_does_not_exist_is_not_counted(tmp_path, isa, case):
+def test_instructions_of_unknown_cases_raise(tmp_path, isa, case):
     program = instructions.build(libraries.cpu().path.resolve(), tmp_path)
     wrong = isa if isa == "avx3" else case
     with pytest.raises(RuntimeError, match=f"got {wrong}, expected"):
@@ -43,7 +43,7 @@ def test_a_program_without_the_call_has_no_count():
         instructions.count(Path("true"), "avx2", "decode")
 
 
-def test_record_is_of_work_that_features_save():
+def test_the_record_counts_work_saved_by_features():
     """Vectors twice as wide, and keys that no row sees, reduce the recorded counts."""
     counts = instructions.recorded().instructions
     for name in counts:

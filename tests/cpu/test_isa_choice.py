@@ -61,7 +61,7 @@ def test_chip_decides(vendor, family, model, isa, says):
         (300, "not measured"),
     ],
 )
-def test_tiles_go_first_where_they_are(model, says):
+def test_tiles_are_preferred_if_available(model, says):
     for isas in (TILES, TILES + ",amx_model", "amx_bf16,avx512,avx2,generic"):
         found, why = chosen("GenuineIntel", 6, model, isas)
         assert found == "amx_bf16"
@@ -75,7 +75,7 @@ def test_without_bfloat16_the_widest_vectors(isas):
         assert found == isas.split(",")[0] and "widest" in why
 
 
-def test_what_is_listed_first_is_what_is_chosen():
+def test_the_first_listed_isa_is_chosen():
     listed = libraries.cpu_isas()
     assert sorted(listed) == sorted(x for x in [*TILES.split(","), "amx_model"] if x in listed)
     assert listed[0] != "amx_model"  # the chip's tiles in software, for tests
@@ -85,7 +85,7 @@ def test_what_is_listed_first_is_what_is_chosen():
 
 
 @pytest.mark.parametrize("isa", libraries.cpu_isas() if not libraries.cpu_unavailable() else [])
-def test_each_dtype_names_what_runs_it(isa):
+def test_each_dtype_names_its_compute_unit(isa):
     """Tiles multiply dtypes that have planes; for float64 the vector ISA is reported."""
     before = libraries.cpu_isa()
     libraries.select_cpu_isa(isa)
@@ -123,7 +123,7 @@ assert torch.equal(many, run(64)) and not torch.equal(one, run(1))
     subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=120)
 
 
-def test_report_says_why():
+def test_the_report_has_the_reason_for_the_isa():
     found = report()["cpu"]
     assert found["why"] == libraries.cpu_isa_reason() in show(report())
 
@@ -158,6 +158,6 @@ def test_chosen_sets_are_built(tmp_path, sets, built):
     assert known == built - {"generic"}
 
 
-def test_a_set_that_does_not_exist_is_named(tmp_path):
+def test_an_unknown_set_is_named(tmp_path):
     done = configured(tmp_path, "avx2,sse")
     assert done.returncode and "got 'sse', expected some of generic, avx2" in done.stderr

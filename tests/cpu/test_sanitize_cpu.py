@@ -69,7 +69,7 @@ def test_the_last_line_and_the_status(what, findings, script, capsys):
     assert lines[-1].startswith("sanitize-cpu: ") and int(seconds) < 60
     assert int(cases) >= 6 and int(found) == findings
     if findings:
-        assert "make it again: python -m tests.sanitize_cpu --seed 1 --case address:call/" in (
+        assert "repeat it: python -m tests.sanitize_cpu --seed 1 --case address:call/" in (
             "\n".join(lines)
         )
     if what == "dies":
@@ -88,7 +88,7 @@ def test_an_unknown_part_is_refused(capsys):
     assert "--parts: got nonsense, expected some of" in capsys.readouterr().err
 
 
-def test_a_build_that_fails_is_a_finding(monkeypatch, capsys):
+def test_a_failed_build_is_reported(monkeypatch, capsys):
     def fail(sanitizers):
         raise builds.Failed("no such compiler")
 
@@ -153,7 +153,7 @@ with guards.moved([x], {place!r}) as (y,):
     "place, offset, dies",
     [("last", 76, True), ("last", 75, False), ("first", -1, True), ("first", 0, False)],
 )
-def test_the_byte_beyond_a_tensor_cannot_be_touched(place, offset, dies):
+def test_the_byte_beyond_a_tensor_is_protected(place, offset, dies):
     text = TOUCH.format(root=str(ROOT), place=place, offset=offset)
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True)
     assert "nothing yet" in done.stdout, done.stderr
@@ -249,19 +249,19 @@ def library(fault, folder):
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_noticed(name, tmp_path):
+def test_a_fault_is_detected(name, tmp_path):
     fault = FAULTS[name]
     given = ["--libraries", library(fault, tmp_path), "--case", fault.case]
     for seed in range(1, 6):  # some calls of this kind are too small to show the fault
-        status, said = run_command(*given, "--seed", seed)
+        status, output = run_command(*given, "--seed", seed)
         if status:
             break
-    assert status == 1 and fault.said in said, said
-    assert said.splitlines()[-1].endswith(" 1 cases, 1 findings")
+    assert status == 1 and fault.said in output, output
+    assert output.splitlines()[-1].endswith(" 1 cases, 1 findings")
 
 
 @pytest.mark.parametrize("part", ["address", "threads"])
-def test_without_a_fault_there_is_nothing_to_notice(part, tmp_path):
+def test_the_source_without_faults_passes(part, tmp_path):
     case = f"{part}:dense/61/float32/generic" + "/last" * (part == "address")
     none = Fault(
         "cpu/runtime/library.cpp",
@@ -270,8 +270,8 @@ def test_without_a_fault_there_is_nothing_to_notice(part, tmp_path):
         case,
         "",
     )
-    status, said = run_command("--libraries", library(none, tmp_path), "--case", case)
-    assert status == 0 and said.splitlines()[-1].endswith(" 1 cases, 0 findings"), said
+    status, output = run_command("--libraries", library(none, tmp_path), "--case", case)
+    assert status == 0 and output.splitlines()[-1].endswith(" 1 cases, 0 findings"), output
 
 
 def run_command(*arguments):

@@ -110,7 +110,7 @@ HIDING = [x for x in FEATURES if x[0].group in ("causal", "window", "lengths", "
 
 @pytest.mark.parametrize("M", [1, 3])
 @pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
-def test_no_key_leaks(emulated, features, M):
+def test_hidden_keys_do_not_change_results(emulated, features, M):
     dims = Dims(1, 4, 2, M, 267, 16, 16)
     run_all([negative_logits(build(dims, features, torch.bfloat16))])
 
@@ -185,7 +185,7 @@ def test_one_rule_splits_for_both_gpu_backends(multiprocessors):
         assert found == tile_configs.splits(heads, -(-N // 64), multiprocessors), (heads, N)
 
 
-def test_as_many_rows_are_few_on_both_gpu_backends():
+def test_both_gpu_backends_have_the_same_few_rows_limit():
     few, many = (
         decode_splits(params(M=tile_configs.DECODE_ROWS + x, N=2**15), MANY) for x in (0, 1)
     )

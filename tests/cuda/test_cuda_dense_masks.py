@@ -80,7 +80,7 @@ def test_a_row_of_finfo_min_is_the_mean(emulated, pattern):
 
 
 @pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
-def test_planes(emulated, shape):
+def test_mask_planes(emulated, shape):
     """Every plane has its own tiles, with any strides."""
     dims = Dims(2, 2, 1, 131, 150, 16, 16)
     sizes = dict(B=2, H=2, M=131, N=150)
@@ -186,7 +186,7 @@ def products(emulated, problem, backward=False, **arguments):
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 @pytest.mark.parametrize("form", HIDING)
-def test_what_is_hidden_costs_nothing(emulated, form, backward):
+def test_hidden_keys_cost_no_work(emulated, form, backward):
     """No more products than with the equivalent argument, and none where nothing is seen."""
     plain = build(Dims(1, 1, 1, 300, 300, 16, 16), [], BF16)
     i, j = torch.arange(300)[:, None], torch.arange(300)
@@ -206,7 +206,7 @@ def test_what_is_hidden_costs_nothing(emulated, form, backward):
 
 
 @pytest.mark.parametrize("D", [64, 128, 256])
-def test_what_is_hidden_costs_no_gradient_anything(emulated, D):
+def test_hidden_keys_cost_no_work_in_backward(emulated, D):
     """For head dims with different tiles."""
     problem = build(Dims(1, 1, 1, 256, 256, D, D), [], BF16)
     i, j = torch.arange(256)[:, None], torch.arange(256)

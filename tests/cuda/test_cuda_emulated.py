@@ -158,7 +158,7 @@ HIDING = [x for x in SINGLES if x[0].group in ("causal", "window", "lengths", "m
 
 
 @pytest.mark.parametrize("features", [PLAIN, *HIDING], ids=name_of)
-def test_no_key_leaks(emulated, features):
+def test_hidden_keys_do_not_change_results(emulated, features):
     dims = square(1, 2, 67, 16)
     run_all([negative_logits(build(dims, features, torch.bfloat16))])
 
@@ -252,7 +252,7 @@ def test_every_schedule_gives_the_same_bits(emulated, features, schedule, lazy):
 
 @every_dtype
 @pytest.mark.parametrize("decode", [False, True], ids=["rows", "decode"])
-def test_plain_kernels_know_what_the_lse_lost(emulated, decode, dtype):
+def test_plain_kernels_use_the_rounding_error_of_the_lse(emulated, decode, dtype):
     """For q.k far from zero. test_special_values.py has logits that a mask moves there."""
     emulated.sm_count = 132 * decode
     sizes = dict(M=1, N=300, H=4) if decode else dict(M=37, N=150)

@@ -71,7 +71,7 @@ def test_weights_run_there_too():
 
 
 @pytest.mark.parametrize("whose", ["a host pointer", "a pointer of another device"])
-def test_memory_of_somebody_else_is_noticed(whose, monkeypatch):
+def test_memory_of_another_device_is_detected(whose, monkeypatch):
     spec, t = call_of(problem_of("square", ()))
     runtime = Runtime()
     with launching(runtime) as backend:
@@ -145,7 +145,7 @@ def test_a_graph_replays_with_new_values(shape):
 
 @every_shape
 @pytest.mark.parametrize("code", CODES)
-def test_each_call_that_fails_is_told(shape, code):
+def test_each_failing_call_is_reported(shape, code):
     """With its text and the kernel's name; nothing is called after it; the next call is right."""
     problem = problem_of(shape, ())
     with launching(runtime := runtime_of(shape)):
@@ -170,7 +170,7 @@ def test_each_call_that_fails_is_told(shape, code):
     [(5, 0, "cudaSetDevice: invalid device ordinal"), (0, 1, "_kernel: invalid resource handle")],
     ids=["no such device", "a stream of another device"],
 )
-def test_what_the_runtime_refuses_is_told(device, streams_device, says):
+def test_errors_of_the_runtime_are_raised(device, streams_device, says):
     runtime = Runtime(apart=False)
     problem = problem_of("square", ())
     with launching(runtime, runtime.stream(streams_device)) as backend:
@@ -181,7 +181,7 @@ def test_what_the_runtime_refuses_is_told(device, streams_device, says):
 
 @pytest.mark.parametrize("shape, asked", [("square", False), ("wide", True)])
 @pytest.mark.parametrize("device", [0, 1])
-def test_shared_memory_is_asked_for_where_it_is_needed(shape, asked, device):
+def test_shared_memory_over_48_kilobytes_is_requested(shape, asked, device):
     """A block has 48 KB by default; a larger limit applies to one device only."""
     problem, runtime = problem_of(shape, ()), runtime_of(shape)
     with launching(runtime, device=device):
@@ -202,7 +202,7 @@ def test_a_tensor_of_an_old_runtime_changes_nothing():
     assert (new == 1).all()
 
 
-def test_graphs_are_told_apart():
+def test_graphs_are_distinguished():
     runtime = Runtime()
     first, second = runtime.stream(), runtime.stream()
     with runtime.recording(first) as one, runtime.recording(second) as other:

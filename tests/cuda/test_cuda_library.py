@@ -49,7 +49,7 @@ def without_gpu(code, library):
     return done.stdout
 
 
-def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_what_is_newer(library):
+def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_newer_gpus(library):
     """For every source file. A driver needs a minute to translate a missing one, at a user's first
     call, and in each process if its cache cannot be written."""
     pytest.importorskip("triton", reason="cuobjdump comes with Triton")
@@ -63,21 +63,21 @@ def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_what_is_newer(library):
 def test_it_needs_no_library_of_cuda(library):
     if not shutil.which("readelf"):
         pytest.skip("reading what a library needs takes readelf")
-    said = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
-    needed = re.findall(r"NEEDED.*\[(.+)\]", said)
+    stdout = subprocess.run(["readelf", "-d", library], capture_output=True, text=True).stdout
+    needed = re.findall(r"NEEDED.*\[(.+)\]", stdout)
     assert needed and not any("cuda" in x or "nv" in x for x in needed), needed
 
 
 def test_it_exports_its_c_abi_and_no_more(library):
     if not shutil.which("nm"):
         pytest.skip("reading what a library exports takes nm")
-    said = subprocess.run(
+    stdout = subprocess.run(
         ["nm", "-D", "--defined-only", library], capture_output=True, text=True
     ).stdout
-    exported = set(re.findall(r" T (\w+)", said))
+    exported = set(re.findall(r" T (\w+)", stdout))
     header = (ROOT / "csrc" / "abi.h").read_text()
     assert exported == set(re.findall(r"\b(fa_cuda_\w+)\(", header)) | {"fa_cuda_probe"}
-    assert " W " not in said and " B " not in said, said
+    assert " W " not in stdout and " B " not in stdout, stdout
 
 
 def test_it_loads_without_a_gpu(library):
@@ -103,9 +103,9 @@ except RuntimeError as error:
 """
 
 
-def test_what_the_driver_says_is_raised(library):
-    said = without_gpu(["-c", FAILING], library)
-    assert re.match(r"the CUDA kernels failed at cudaSetDevice: .+ \(CUDA error \d+;", said), said
+def test_the_drivers_error_is_raised(library):
+    text = without_gpu(["-c", FAILING], library)
+    assert re.match(r"the CUDA kernels failed at cudaSetDevice: .+ \(CUDA error \d+;", text), text
 
 
 # --- when it is built -----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ def fake_nvcc(folder, version):
     [("off", "FASTATTN_CUDA was off"), ("auto", "no NVIDIA GPU was there"), ("", "no NVIDIA GPU")],
     ids=["off", "auto", "unsaid"],
 )
-def test_where_it_is_not_built_the_reason_is_left(tmp_path, wanted, reason):
+def test_without_a_build_the_reason_is_written(tmp_path, wanted, reason):
     if wanted != "off" and [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]:
         pytest.skip("there is a GPU here")
     assert configure(tmp_path, FASTATTN_CUDA=wanted).returncode == 0
@@ -145,36 +145,36 @@ def test_where_it_is_not_built_the_reason_is_left(tmp_path, wanted, reason):
     ],
     ids=["old", "silent", "unable", "unknown"],
 )
-def test_what_cannot_be_built_is_refused(tmp_path, wanted, version, complaint):
+def test_an_impossible_build_is_refused(tmp_path, wanted, version, complaint):
     done = configure(tmp_path, FASTATTN_CUDA=wanted, CUDACXX=fake_nvcc(tmp_path, version))
     assert done.returncode and complaint in " ".join(done.stderr.split())
 
 
-def test_one_folder_follows_what_is_asked(library, tmp_path):
+def test_one_build_folder_follows_each_setting(library, tmp_path):
     """On, off, on for other architectures, and on again: no setting affects the next."""
 
-    def asked(**environment):
+    def configured(**environment):
         done = configure(tmp_path, **environment)
         assert done.returncode == 0, done.stderr
         rules = (tmp_path / "build.ninja").read_text()
         return set(re.findall(r"code=arch=\w+,code=\[[\w,]+\]", rules))
 
     usual = {"code=arch=compute_80,code=[sm_80]", "code=arch=compute_90,code=[compute_90,sm_90]"}
-    assert asked(FASTATTN_CUDA="on") == usual
-    assert asked(FASTATTN_CUDA="off") == set()
+    assert configured(FASTATTN_CUDA="on") == usual
+    assert configured(FASTATTN_CUDA="off") == set()
     others = {"code=arch=compute_80,code=[compute_80,sm_80]", "code=arch=compute_120,code=[sm_120]"}
-    assert asked(FASTATTN_CUDA="on", CUDAARCHS="80;120-real") == others
-    assert asked(FASTATTN_CUDA="on") == usual
+    assert configured(FASTATTN_CUDA="on", CUDAARCHS="80;120-real") == others
+    assert configured(FASTATTN_CUDA="on") == usual
 
 
-def test_the_reason_is_what_the_backend_says(tmp_path):
+def test_the_backend_reports_the_written_reason(tmp_path):
     (tmp_path / "no_cuda.txt").write_text("of a reason")
     missing = tmp_path / "libfastattn_cuda.so"
     found = json.loads(without_gpu(["-m", "fastattn", "--json"], missing))["backends"]["cuda"]
     assert found["reason"] == "the CUDA kernels were not built: of a reason"
 
 
-def test_what_is_no_such_library_is_said(tmp_path):
+def test_a_file_that_is_no_library_is_reported(tmp_path):
     broken = tmp_path / "libfastattn_cuda.so"
     broken.write_bytes(b"no library")
     found = json.loads(without_gpu(["-m", "fastattn", "--json"], broken))["backends"]["cuda"]

@@ -44,7 +44,7 @@ def test_few_rows_of_many_keys(names):
 # Many rows; and few rows with keys that one block takes.
 @pytest.mark.parametrize("sizes, processors", [(SIZES, 0), (((1, 141), (2, 0), (3, 70)), MANY)])
 @pytest.mark.parametrize("names", ["", *CUT])
-def test_bits_are_those_of_each_alone(names, sizes, processors):
+def test_a_batch_has_the_bits_of_single_calls(names, sizes, processors):
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, sizes)
     with everywhere(sm_count=processors):
         found = made.run()
@@ -75,7 +75,7 @@ def test_pages_may_begin_anywhere():
 
 
 @pytest.mark.parametrize("features", PAGED, ids=name_of)
-def test_pages_have_the_bits_of_what_lies_in_a_row(features):
+def test_pages_have_the_bits_of_a_contiguous_cache(features):
     """For many rows, and for few with split keys; page sizes vary in turn."""
     at = PAGED.index(features)
     for sizes, processors in ((SIZES, 0), (((1, 141), (2, 0), (3, 370)), MANY)):

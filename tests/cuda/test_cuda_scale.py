@@ -124,7 +124,7 @@ def test_gradients_of_nothing_are_zero(emulated, without, mask):
 
 
 @pytest.mark.parametrize("m", [3, 20], ids=["decoding", "forward"])
-def test_lengths_are_cut_to_what_there_is(emulated, monkeypatch, m):
+def test_lengths_are_clamped_to_the_keys(emulated, monkeypatch, m):
     """On a GPU, values are checked only on request."""
     emulated.sm_count = 8
     q, k, v = (torch.randn(2, 2, n, 8).half() for n in (m, 300, 300))
@@ -153,7 +153,7 @@ TOO_MANY = 1 << 31  # blocks for one grid
 
 
 @pytest.mark.parametrize("name", ["forward", "decode", "weights", "delta"])
-def test_what_is_not_launched_is_raised_by_name(name):
+def test_a_refused_launch_raises_with_the_kernels_name(name):
     which = {"weights": libraries.WEIGHTS, "delta": libraries.BACKWARD}.get(name, libraries.FORWARD)
     q = torch.empty(1, 1, 1, 8, dtype=torch.float16)
     sizes = dict(B=TOO_MANY * (4 if name == "delta" else 1), H=1, Hk=1, M=1, N=1, D=8, Dv=8)

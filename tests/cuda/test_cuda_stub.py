@@ -86,7 +86,7 @@ def without(params, *fields):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_each_call_is_handed_over_as_it_is(seed, library, monkeypatch):
+def test_each_call_is_passed_on_unchanged(seed, library, monkeypatch):
     """With any dtype, strides, alignment and tensors, after calls of all kinds; both passes."""
     backend = launch_overhead.cuda_backend(library)
     # Conversion makes new tensors: reuse them, so that the extension and Python get the same.
@@ -129,7 +129,7 @@ def test_the_device_and_the_stream_are_those_of_the_call(library, monkeypatch):
         assert found["device"] == -1  # the number of a CPU tensor's device
 
 
-def test_the_stream_is_asked_for_by_the_number_of_the_device(monkeypatch):
+def test_the_stream_is_queried_by_device_index(monkeypatch):
     class OnTwo:
         def get_device(self):
             return 2
@@ -138,14 +138,14 @@ def test_the_stream_is_asked_for_by_the_number_of_the_device(monkeypatch):
     assert cuda.Cuda().stream(OnTwo()) == 102
 
 
-def test_an_error_is_told_and_the_next_call_runs(library):
+def test_an_error_raises_and_the_next_call_runs(library):
     s, t = described("square", torch.float16, {}, {})
     backend = launch_overhead.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(700)
     try:
-        told = r"at stub_kernel: an error of the stub \(CUDA error 700; it may be that of"
-        with pytest.raises(RuntimeError, match=told):
+        message = r"at stub_kernel: an error of the stub \(CUDA error 700; it may be that of"
+        with pytest.raises(RuntimeError, match=message):
             backend.forward(s, t)
     finally:
         fail(0)
@@ -154,14 +154,14 @@ def test_an_error_is_told_and_the_next_call_runs(library):
     assert last(library)[1]["runs"] == before + 1
 
 
-def test_a_tensor_that_is_refused_is_named(library):
+def test_a_refused_tensor_is_named(library):
     s, t = described("square", torch.float16, {}, {})
     backend = launch_overhead.cuda_backend(library)
     fail = library.entry("stub_fail", None, ctypes.c_int64)
     fail(libraries.BAD_EXTENT + libraries.WRITTEN.index("lse"))
     try:
-        told = r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing"
-        with pytest.raises(RuntimeError, match=told):
+        text = r"lse: got shape \(2, 1, 2, 20\), expected \(2, B, H, M\) = \(2, 1, 2, 20\); nothing"
+        with pytest.raises(RuntimeError, match=text):
             backend.forward(s, t)
     finally:
         fail(0)
@@ -186,7 +186,7 @@ def test_a_workspace_is_of_the_inputs_device_and_large_enough(size, library, mon
         assert q is t.q and x.data_ptr() <= at and at + want <= x.data_ptr() + x.numel()
 
 
-def test_no_room_is_told_and_nothing_runs(library, monkeypatch):
+def test_without_memory_an_error_raises_and_nothing_runs(library, monkeypatch):
     def full(q, size):
         raise torch.OutOfMemoryError("Tried to allocate")
 
@@ -198,7 +198,7 @@ def test_no_room_is_told_and_nothing_runs(library, monkeypatch):
     assert last(library)[1]["runs"] == before
 
 
-def test_without_the_extension_the_same_arrives(library, monkeypatch):
+def test_without_the_extension_launches_have_the_same_arguments(library, monkeypatch):
     s, t = described("decoding", torch.float16, {}, {})
     backend = launch_overhead.cuda_backend(library)
     found = []
@@ -213,6 +213,6 @@ def test_without_the_extension_the_same_arrives(library, monkeypatch):
 
 
 @pytest.mark.parametrize("arguments", [(), (1,) * 10, (0, 0, None, 0, 0, 0, 0, b"", b"", ())])
-def test_what_is_no_call_is_refused(arguments):
+def test_invalid_launch_arguments_are_refused(arguments):
     with pytest.raises((TypeError, ValueError)):
         marshalling.launch_on(*arguments)

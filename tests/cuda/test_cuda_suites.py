@@ -32,7 +32,7 @@ CHOSEN = {
     test_place: "of_16_bits draws_go_on",
     test_row_invariant: "rows_have",
     test_paged: "every_dtype",
-    test_packed: "draws read_as_it_lies any_integers of_nothing there_are_not",
+    test_packed: "draws read_as_it_lies any_integers of_nothing invalid_batches",
     test_gpu: "past_the_end nothing_to_attend finfo infinite_key nan_query sizes_of_zero "
     "storage_offsets one_tensor",
     test_gpu_calls: "masks subsets dtype philox same",
@@ -85,7 +85,7 @@ def chosen(module, words):
     return {x.replace("test", prefix, 1): clone(y) for x, y in found.items()}
 
 
-def test_a_skip_while_compiling_skips_nothing_else():
+def test_a_skip_while_compiling_skips_only_that_test():
     """The fixture that compiles a module's kernels runs its tests, also those that skip what a
     backend does not declare."""
 

@@ -84,7 +84,7 @@ def test_a_report_that_is_stale_is_a_fault(monkeypatch, tmp_path, capsys):
         ({"shared": 99 * 1024 + 16}, {}, True),
     ],
 )
-def test_what_is_at_fault(changed, budget, wrong):
+def test_faults_of_a_kernel_are_found(changed, budget, wrong):
     kernel = dataclasses.replace(FITS, **changed)
     allowed = {kernel.arch: {kernel.name: budget}} if budget else {}
     assert bool(ptxas.faults([kernel], allowed)) == wrong

@@ -48,10 +48,10 @@ def count(group, names, dtype, dims, strategy, layout):
         forward = found.sent
         out.backward(dout)
     team = distributed.consistency.need_team(group)
-    said = [0, 0]
+    predicted = [0, 0]
     for x in cost_model.STEPS[strategy](about.call, team.rank):
-        said[x.backward] += x.sent
-    return (forward, found.sent - forward), tuple(said)
+        predicted[x.backward] += x.sent
+    return (forward, found.sent - forward), tuple(predicted)
 
 
 CALLS = {
@@ -73,12 +73,12 @@ def test_bytes_are_those_that_leave(four, strategy, count_of, call, layout):
     """On each rank, forward and backward, in two dtypes."""
     names, dims = CALLS[call]
     for dtype in ("float32", "bfloat16"):
-        for found in asked(four, count_of, count, names, dtype, dims, strategy, layout):
-            sent, said = found
-            assert sent == said
+        for found in explained(four, count_of, count, names, dtype, dims, strategy, layout):
+            sent, predicted = found
+            assert sent == predicted
 
 
-def asked(four, *args):
+def explained(four, *args):
     found = four.run(*args)
     for x in found:
         if isinstance(x, Exception):
@@ -104,7 +104,7 @@ def test_scores_are_those_that_are_seen(lo, hi):
 @pytest.mark.parametrize(
     "lo, hi", [(-cost_model.UNLIMITED, cost_model.UNLIMITED), (-9, 0), (-1, 3), (20, 30)]
 )
-def test_hops_end_where_nothing_is_met_any_more(layout, lo, hi):
+def test_hops_end_after_the_last_visible_keys(layout, lo, hi):
     for ranks_of, n, keys in itertools.product((1, 2, 3, 5), (0, 1, 7, 40), (1, 16, 40)):
         rows, of = (layouts.spans(layout, x, ranks_of) for x in (n, keys))
         met = [
@@ -139,7 +139,7 @@ def test_every_score_is_computed_once(strategy, mesh, backward):
 # -- time and memory -------------------------------------------------------------------------------
 
 
-def test_a_ring_takes_the_longer_of_what_it_does_at_once():
+def test_a_ring_hop_costs_the_longer_of_compute_and_transfer():
     """Computed by hand, for a machine with round rates: two ranks, two hops, forward."""
     link = machines.Link(rate=100.0, latency=0.5, message=0.25)
     flops = {torch.float32: (1000.0, 1000.0)}
@@ -157,7 +157,7 @@ def test_a_ring_takes_the_longer_of_what_it_does_at_once():
 
 
 @pytest.mark.parametrize("strategy, mesh", SHAPES.items())
-def test_more_takes_longer_and_more_ranks_less(strategy, mesh):
+def test_cost_rises_with_work_and_falls_with_ranks(strategy, mesh):
     def found(n, mesh=mesh, **more):
         return cost_model.cost(strategy, of_sizes(n, mesh, **more), machines.H100)
 
@@ -215,8 +215,8 @@ def choose(group, shape, more):
     ],
     ids=str,
 )
-def test_auto_is_the_least_on_every_rank(four, shape, count_of, more):
-    found = asked(four, count_of, choose, shape, more)
+def test_auto_is_the_cheapest_on_every_rank(four, shape, count_of, more):
+    found = explained(four, count_of, choose, shape, more)
     assert all(x == found[0] for x in found)
     ran, chosen, costs, declined, text = found[0]
     assert ran == [chosen] == [min(costs, key=lambda name: costs[name].seconds)]
@@ -236,16 +236,16 @@ DECLINED = [
 
 
 @pytest.mark.parametrize("count_of, strategy, words, more", DECLINED, ids=str)
-def test_explain_says_why_not(four, count_of, strategy, words, more):
-    for _, chosen, costs, declined, _ in asked(four, count_of, choose, (1, 4, 4, 64, 8), more):
+def test_explain_has_the_reason_of_each_declined_strategy(four, count_of, strategy, words, more):
+    for _, chosen, costs, declined, _ in explained(four, count_of, choose, (1, 4, 4, 64, 8), more):
         assert words in declined[strategy] and strategy not in costs and chosen != strategy
 
 
-def test_what_is_asked_for_would_run(four):
+def test_a_requested_strategy_can_run(four):
     """Also with row_invariant, for which `auto` would not choose a ring."""
     for strategy, asking in (("ring", {"row_invariant": True}), ("ulysses", {})):
         more = {"strategy": strategy} | asking
-        for ran, chosen, costs, _, text in asked(four, 2, choose, (1, 4, 4, 64, 8), more):
+        for ran, chosen, costs, _, text in explained(four, 2, choose, (1, 4, 4, 64, 8), more):
             assert ran == [chosen] == [strategy] and strategy in costs
             assert ("takes the least time, but is not asked for" in text) == (
                 strategy != min(costs, key=lambda name: costs[name].seconds)

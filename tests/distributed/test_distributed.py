@@ -125,14 +125,14 @@ def test_features(four, feature, strategy, count, layout):
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
 @every_strategy
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_everything(four, dtype, strategy, count, layout):
+def test_all_features_together(four, dtype, strategy, count, layout):
     problem, found = over(four, count, EVERYTHING, dtype, strategy, layout)
     assert not Verdict(problem).about(found)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @most_ranks
-def test_everything_by_the_reference(four, strategy, count, dtype):
+def test_all_features_together_by_the_reference(four, strategy, count, dtype):
     """Its backward, too, handles rows with keys on other ranks."""
     given = "zigzag", DIMS
     problem, found = over(four, count, EVERYTHING, dtype, strategy, *given, backend="reference")
@@ -184,9 +184,9 @@ def test_the_table_of_equality(four, dtype):
     for (strategy, count), layout in itertools.product(STRATEGIES, layouts.LAYOUTS):
         _, found = over(four, count, EVERYTHING, dtype, strategy, layout, row_invariant=True)
         apart = {x: (found[x] - right[x]).abs().max() / right[x].abs().max() for x in right}
-        said = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
+        distances = ("the bits" if not x else f"{x.item():.1e}" for x in apart.values())
         ranks_of = "x".join(map(str, count)) if isinstance(count, tuple) else count
-        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in said))
+        print(f"{strategy:8}{ranks_of:>5} {layout:16}" + "".join(f"{x:>9}" for x in distances))
         assert max(apart.values()) < TO_ROUNDING[dtype]
         exact = right if count == 1 else BITS.get(strategy, right if strategy == "ulysses" else ())
         assert not any(apart[name] for name in exact)
@@ -280,7 +280,7 @@ def drop(group, seed):
     return out, torch.rand(()).item()
 
 
-def test_with_no_seed_the_first_rank_draws(four):
+def test_without_a_seed_the_first_rank_draws(four):
     found = four.run(3, drop, "same")
     torch.manual_seed(5)
     whole = torch.ones(1, 4, 18, 8)
@@ -309,7 +309,7 @@ def cut_and_join(group, layout, n, dim):
 
 @pytest.mark.parametrize("n", [0, 1, 3, 8, 13])
 @pytest.mark.parametrize("layout", layouts.LAYOUTS)
-def test_what_is_cut_is_joined(four, layout, n):
+def test_cut_tensors_are_joined_again(four, layout, n):
     for dim in (0, 1, -1):
         for count in (4, MESH):
             found = four.run(count, cut_and_join, layout, n, dim)
@@ -363,7 +363,7 @@ def test_second_derivatives(four, strategy):
         assert max(errors) < 1e-13
 
 
-def test_a_ring_has_first_derivatives_alone(four):
+def test_a_ring_has_first_derivatives_only(four):
     for error in four.run(2, differentiate_twice, "ring"):
         with pytest.raises(NotImplementedError, match="got 'ring' and create_graph=True, expected"):
             raise error

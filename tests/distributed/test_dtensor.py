@@ -107,7 +107,7 @@ def test_features(four, feature, count, axes):
 
 @every_way
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_everything(four, dtype, count, axes):
+def test_all_features_together(four, dtype, count, axes):
     found = over(four, count, EVERYTHING, dtype, DIMS, axes)
     assert not Verdict(problem_of(EVERYTHING, dtype)).about(found)
 
@@ -298,7 +298,7 @@ OTHERWISE = {
 
 
 @pytest.mark.parametrize("what", OTHERWISE)
-def test_what_lies_otherwise(four, what):
+def test_tensors_with_other_placements(four, what):
     for found in four.run(2, beside, what):
         if OTHERWISE[what] is None:
             assert not isinstance(found, Exception), found

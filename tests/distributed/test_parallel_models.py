@@ -28,7 +28,7 @@ def float64():
     torch.set_default_dtype(torch.float32)
 
 
-def asked(four, count, function, *args):
+def results_of(four, count, function, *args):
     """The result of `function`, which all ranks must agree on."""
     found = four.run(count, in_float64, function.__name__, args)
     for x in found:
@@ -56,7 +56,7 @@ def close(found, right):
     assert found.keys() == right.keys()
     for name, x in right.items():
         torch.testing.assert_close(
-            found[name], x, msg=lambda said, name=name: f"{name}: {said}", **CLOSE
+            found[name], x, msg=lambda message, name=name: f"{name}: {message}", **CLOSE
         )
 
 
@@ -104,7 +104,7 @@ def heads_cut(group, local):
 @pytest.mark.parametrize("local", [False, True], ids=["DTensors", "local tensors and their place"])
 def test_heads_by_parallelize_module(four, local):
     """Dropout on each rank is that of its heads in the whole call."""
-    close(asked(four, 2, heads_cut, local), heads_alone())
+    close(results_of(four, 2, heads_cut, local), heads_alone())
 
 
 def items_cut(group):
@@ -116,7 +116,7 @@ def items_cut(group):
 
 def test_items_by_distribute_module(four):
     """Dropout on each rank is that of its items in the whole call."""
-    close(asked(four, 2, items_cut), heads_alone())
+    close(results_of(four, 2, items_cut), heads_alone())
 
 
 def of_torch(module, x, **about):
@@ -141,14 +141,14 @@ def test_distribute_module_gives_what_stock_gives(four, placement, weights):
     torch.manual_seed(0)
     module = type(module)(WIDTH, HEADS, batch_first=True)
     right = of_torch(module, torch.randn(4, LENGTH, WIDTH), need_weights=weights)
-    close(asked(four, 2, module_cut, placement, weights), right)
+    close(results_of(four, 2, module_cut, placement, weights), right)
 
 
 def test_a_distributed_module_runs_where_rows_are_cut(four):
     torch.manual_seed(0)
     module = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
     right = of_torch(module, torch.randn(4, LENGTH, WIDTH), need_weights=False)
-    close(asked(four, 2, module_cut, tensor.Shard(1), False), right)
+    close(results_of(four, 2, module_cut, tensor.Shard(1), False), right)
     for error in four.run(2, in_float64, "module_cut", (tensor.Shard(1), True)):
         with pytest.raises(ValueError, match=r"got placements \[Shard.dim=2.\].*weights are asked"):
             raise error
@@ -179,7 +179,7 @@ def inside(group):
 
 def test_inside_torchs_context_parallel_a_call_raises_or_runs_over_ranks(four):
     """context_parallel shards the sequence, and only torch's own function accounts for that."""
-    assert asked(four, 2, inside).abs().max() < 1e-14
+    assert results_of(four, 2, inside).abs().max() < 1e-14
 
 
 def patched(group, order):
@@ -202,7 +202,7 @@ def patched(group, order):
 
 
 @pytest.mark.parametrize("order", [1, -1], ids=["patched outside", "patched inside"])
-def test_there_a_patched_function_is_torchs(four, order):
+def test_inside_context_parallel_a_patched_function_is_torchs(four, order):
     """Our function in its place would see only part of the keys."""
     for found in four.run(2, patched, order):
         assert found == [(tensor.Shard(2),)]
@@ -318,20 +318,20 @@ STRATEGIES = pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
 
 @STRATEGIES
 def test_ddp(four, strategy):
-    close(asked(four, 2, by_ddp, strategy), alone())
+    close(results_of(four, 2, by_ddp, strategy), alone())
 
 
 @STRATEGIES
 def test_fsdp2(four, strategy):
-    close(asked(four, 2, by_fsdp, strategy), alone())
+    close(results_of(four, 2, by_fsdp, strategy), alone())
 
 
 @STRATEGIES
 @pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
 def test_checkpoints(four, strategy, reentrant):
-    close(asked(four, 2, by_checkpoints, strategy, reentrant), alone())
+    close(results_of(four, 2, by_checkpoints, strategy, reentrant), alone())
 
 
 @STRATEGIES
 def test_compiled(four, strategy):
-    close(asked(four, 2, by_compile, strategy), alone())
+    close(results_of(four, 2, by_compile, strategy), alone())

@@ -23,11 +23,11 @@ from tests.support.misuses import RIGHT, WRONG, check_right, check_wrong
 pytestmark = needs_emulator
 SOURCES = (probe.SOURCE, *misuses.SOURCES, test_emulator_banks.SOURCE)
 OTHER_CHECKS = (
-    test_emulator_misuse.test_registers_that_nobody_wrote_have_all_bits_set,
-    test_emulator_misuse.test_stores_of_one_value_are_a_race_unless_told,
+    test_emulator_misuse.test_unwritten_registers_have_all_bits_set,
+    test_emulator_misuse.test_stores_of_one_value_race_unless_allowed,
     test_emulator_misuse.test_blocks_run_in_any_order,
     test_emulator_misuse.test_the_first_finding_is_kept,
-    test_emulator_misuse.test_what_is_in_flight_is_nan,
+    test_emulator_misuse.test_copies_in_flight_read_as_nan,
     test_emulator_banks.test_conflicts_are_counted,
     test_emulator_banks.test_the_swizzle_is_free_of_conflicts,
 )
@@ -187,7 +187,7 @@ def test_the_worst_rounding_is_within_its_bounds(emulator, name):
     check(emulator, name, pessimistic=True)
 
 
-def test_every_instruction_that_gives_something_is_probed():
+def test_every_instruction_with_a_result_is_probed():
     """Instructions that only synchronise have a Site parameter instead."""
     wrappers = re.findall(r"FA_DEVICE \w+ (\w+)\((\w+)", probe.INSTRUCTIONS.read_text())
     probed = re.findall(r"ptx::(\w+)", probe.SOURCE.read_text())
@@ -208,13 +208,13 @@ def test_one_file_has_inline_assembly():
 
 # Title: part of the emulator; then the code as it is, and the fault.
 FAULTS = r"""
-columns of A change places: matrix
+columns of A are swapped: matrix
 -+ 8 * (i / 4)] = element(x.a
 ++ 8 * (1 - i / 4)] = element(x.a
-rows of A change places: matrix
+rows of A are swapped: matrix
 -a[g + 8 * (i / 2 % 2)]
 +a[g + 8 * (1 - i / 2 % 2)]
-rows of B change places: matrix
+rows of B are swapped: matrix
 -b[2 * t + i % 2 + 8 * (i / 2)][g]
 +b[2 * t + i % 2 + 8 * (1 - i / 2)][g]
 D starts at zero: matrix
@@ -223,7 +223,7 @@ D starts at zero: matrix
 ldmatrix never transposes: matrix
 -low = first.transposed ? m[column][row]
 +low = false ? m[column][row]
-halves change places: matrix
+halves are swapped: matrix
 -low | high << 16
 +high | low << 16
 addresses from other lanes: matrix
@@ -241,12 +241,12 @@ all narrowed to bfloat16: matrix
 +true ? fa::emulator::to_bf16(x)
 no zeros where invalid: copy
 -std::memset(to + copy.bytes, 0, copy.size - copy.bytes);
-a wait waits for nothing: copy
+a wait completes no copy: copy
 -land(copy);
 -    fiber
 +(void)copy;
 +    fiber
-copies land at once: copy
+copies complete at once: copy
 -  if (options.lazy)
 -    std::memset
 +  if (false)
@@ -263,19 +263,19 @@ an arrival orders nothing: meet
 a barrier lets one warp through early: meet
 -barrier.arrived >= barrier.threads;
 +barrier.arrived >= barrier.threads - 32;
-a barrier waits for those who have left: meet
+a barrier waits for warps that have exited: meet
 -if (block->warps[i].live && !(
 +if (!(
-lanes that have left are waited for: meet
+a warp's barrier waits for lanes that have exited: meet
 -  meeting.exits_count = all;
 +  meeting.exits_count = false;
-a warp is where its first lane is: meet
+a warp takes the state of its first lane: meet
 -    if (mine.id != other.id || mine.threads != other.threads || mine.wait != other.wait)
 +    if (false)
-any place will do: meet
+the place of a warp's barrier is ignored: meet
 -if (meeting.place != place || meeting.mask
 +if (meeting.mask
-any place will do for products: matrix
+the place of a product is ignored: matrix
 -&mine, multiply, site ? site : place_here(__builtin_return_address(0)));
 +&mine, multiply);
 a warp's barrier orders nothing: meet
@@ -286,18 +286,18 @@ a warp's barrier orders the block: meet
 +    for (Fiber& fiber : block->fibers) all.join(fiber.clocks);
 +    for (uint32_t rest = lanes; rest; rest &= rest - 1)
 +      all.join
-divergence goes unseen: meet
+divergence is not detected: meet
 -    if (meeting.place != place ||
 +    if (false && meeting.place != place ||
-reads are forgotten: shadow
+reads are not recorded: shadow
 -    cell.read = {now, lane};
-all but some reads are forgotten: shadow
+only four reads are recorded: shadow
 -  groups.push_back(one);
 +  if (groups.size() < 4) groups.push_back(one);
-two bytes are one: shadow
+two bytes share a race record: shadow
 -(at | end) % 2 ? kChunkBytes :
 +false ? kChunkBytes :
-writes are forgotten: shadow
+writes are not recorded: shadow
 -    cell.written = now;
 +    (void)now;
 all memory counts as written: shadow
@@ -307,76 +307,76 @@ all memory counts as written: shadow
 -      complain_(kWriteRead
 +    if (!known.know(cell.written))
 +      complain_(kWriteRead
-atomics race with nobody: shadow
+atomics never race: shadow
 -know_all(cell, at, kOfAtomics, now, known);
 +(void)0;
-loads race with no atomic: shadow
+loads do not race with atomics: shadow
 -      know_all(cell.crowd->atomics, at, kOfAtomics, now, known, false);
 -    cell.fresh = false;  // report once
 +      (void)0;
 +    cell.fresh = false;  // report once
 atomics that load race with loads: shadow
 -    if (group.first.loads && !of_loads) continue;
-atomics that store need what is there: shadow
+atomic stores count as reads of old contents: shadow
 -if (cell.fresh && reads)
 +if (cell.fresh)
 loads by atomics race with readers: shadow
 -    else if (!now.loads)
 +    else
-atomics know no scope: shadow
+atomics ignore their scope: shadow
 -!(group.first.narrow || now.narrow)
 +true
-all blocks know of each other: clocks
+all blocks count as synchronised: clocks
 -return of != others->end() &&
 +return true || of != others->end() &&
-blocks that are ordered do not know it: clocks
+ordered blocks are not synchronised: clocks
 -emu::join(all[from.block], from.own);
 +all[from.block];
-an acquire takes nothing over: atomics
+an acquire does not synchronise: atomics
 -  to.join(published[{at, block->number}]);
 -  if (scope == Scope::kDevice) to.join(published[{at, kEverywhere}]);
 +  (void)to, (void)at, (void)scope;
 a release publishes for any scope: atomics
 -  if (scope == Scope::kDevice) published[{at, kEverywhere}].join(from);
 +  published[{at, kEverywhere}].join(from);
-readers of blocks that have ended are forgotten: atomics
+readers of finished blocks are not recorded: atomics
 -!running(block) && !publishers.count(block)
 +!running(block)
-a load releases: atomics
+a load counts as a release: atomics
 -if (access != Access::kLoad) write
 +write
-a store passes on what was released: atomics
+a store keeps an earlier release: atomics
 -  if (access == Access::kStore) take_back(address);
-a store takes its own release back: atomics
+a store removes its own release: atomics
 -  release(at, fences.released_at[{at, Scope::kDevice}], scope);
 +  if (releases(order)) release(at, fences.released_at[{at, Scope::kDevice}], scope);
-a fence publishes nothing: atomics
+a fence releases nothing: atomics
 -  (scope == Scope::kDevice ? fences.released : fences.released_in_block) = fiber.clocks;
-plain loads go unseen: memory
+plain loads are not checked: memory
 -shadow->read(reinterpret_cast<uintptr_t>(at), bytes, by.step(what), by.clocks);
 +(void)by;
-plain stores go unseen: memory
+plain stores are not checked: memory
 -shadow->write(reinterpret_cast<uintptr_t>(at), bytes, by.step(what), by.clocks);
 +(void)by;
-global memory goes unseen: memory
+global memory is not checked: memory
 -(at)) ? nullptr : &global;
 +(at)) ? nullptr : nullptr;
-the end of shared memory goes unseen: memory
+the end of shared memory is not checked: memory
 -if (offset < 0 || offset + bytes >
 +if (offset < -4096 || offset - 4096 >
 copies read nothing: memory
 -  if (source) source->read(reinterpret_cast<uintptr_t>(from), bytes, step, by.clocks);
-copies are their thread's own work: memory
+copies count as accesses of their thread: memory
 -  step.agent = block->agents.copies(by.id);
 -  step.clock = by.committed + 1;
-shared memory is that of the block before: memory
+shared memory keeps the previous block's record: memory
 -  begins.shadow.clear();
-one value is as good as another: memory
+writes of different values count as equal: memory
 -  if (std::memcmp(doubt.at, doubt.before, static_cast<size_t>(doubt.bytes))) found(doubt.finding);
-misalignment goes unseen: hooks
+misalignment is not detected: hooks
 -  if (!emu::self) return;
 +  return;
-stacks are as they were left: run
+stacks keep their contents: run
 -  poison(stack_end);
 blocks run in one order: run
 -int64_t& chosen = launch.upcoming[next_random(launch.random_state) % launch.upcoming.size()];
@@ -402,18 +402,18 @@ def faults():
 
 
 @pytest.mark.parametrize("part, old, new", faults().values(), ids=faults())
-def test_a_fault_of_the_emulator_is_noticed(part, old, new, tmp_path):
+def test_a_fault_of_the_emulator_is_detected(part, old, new, tmp_path):
     faulty = Emulator(*SOURCES, parts=altered(part, old, new, tmp_path))
     checks = [lambda x=x: check(faulty, x) for x in probe.CASES]
     checks += [lambda: check(faulty, "copy16", lazy=False)]
     checks += [lambda x=x: check_right(faulty, x) for x in RIGHT]
     checks += [lambda x=x: check_wrong(faulty, x) for x in WRONG]
     checks += [lambda x=x: x(faulty) for x in OTHER_CHECKS]
-    assert noticed(checks), "no check noticed"
+    assert detected(checks), "no check failed"
 
 
-def noticed(checks):
-    """Run the checks in a forked process: a faulty emulator may crash, which counts as noticed."""
+def detected(checks):
+    """Run the checks in a forked process: a faulty emulator may crash, which counts as detected."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # fork warns of other threads' locks: there are none
         child = os.fork()

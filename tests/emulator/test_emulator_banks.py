@@ -38,7 +38,7 @@ def test_the_swizzle_is_free_of_conflicts(emulator):
 
 
 @pytest.mark.parametrize("columns", COLUMNS)
-def test_a_tile_without_its_swizzle_is_noticed(tmp_path, columns):
+def test_a_tile_without_its_swizzle_is_detected(tmp_path, columns):
     """The sources with one term changed."""
     text = (KERNELS / "tile.cuh").read_text()
     assert text.count("(chunk ^ flip)") == 1
@@ -52,7 +52,7 @@ def test_a_tile_without_its_swizzle_is_noticed(tmp_path, columns):
 
 
 @pytest.mark.parametrize("bytes, step, turns, each", [(4, 1, 1, 0), (8, 1, 2, 0), (4, 2, 1, 1)])
-def test_plain_accesses_take_turns(emulator, bytes, step, turns, each):
+def test_wide_accesses_take_several_steps(emulator, bytes, step, turns, each):
     steps(emulator, bytes, step, turns, each)
 
 

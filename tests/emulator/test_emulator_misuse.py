@@ -21,18 +21,18 @@ def named(names):
     return pytest.mark.parametrize("name", names)
 
 
-def test_every_kernel_is_known_here():
+def test_every_kernel_is_in_the_table():
     text = "".join(x.read_text() for x in misuses.SOURCES)
     assert sorted(re.findall(r"EACH\((\w+)\)", text)) == sorted([*RIGHT, *WRONG])
 
 
 @named(RIGHT)
-def test_what_is_right_passes_in_every_schedule(emulator, name):
+def test_correct_kernels_pass_in_every_schedule(emulator, name):
     check_right(emulator, name)
 
 
 @named(misuses.SHARED_MEMORY)
-def test_what_is_wrong_is_named(emulator, name):
+def test_faults_are_named(emulator, name):
     check_wrong(emulator, name)
 
 
@@ -48,7 +48,7 @@ def test_plain_accesses_are_aligned(emulator, name):
 
 
 @named(misuses.BYTES)
-def test_every_byte_is_watched(emulator, name):
+def test_every_byte_is_checked(emulator, name):
     check_wrong(emulator, name)
 
 
@@ -69,7 +69,7 @@ def test_own_copies_in_flight_are_not_touched(emulator, name):
     check_wrong(emulator, name)
 
 
-def test_what_is_in_flight_is_nan(emulator):
+def test_copies_in_flight_read_as_nan(emulator):
     """Also without the race checker, unless copies complete at once."""
     for lazy in (True, False):
         options = dict(schedule=IN_ORDER, lazy=lazy, check=False)
@@ -80,13 +80,13 @@ def test_what_is_in_flight_is_nan(emulator):
 
 @named(misuses.MANY_READERS)
 @pytest.mark.parametrize("seed", range(6))
-def test_no_reader_is_forgotten(emulator, name, seed):
+def test_every_reader_is_checked_for_races(emulator, name, seed):
     """One of 352 readers races, however many read after it."""
     findings, _, _ = run_misuse(emulator, name, seed=seed)
     assert findings.count and re.search(WRONG[name], findings.first), findings.first
 
 
-def test_registers_that_nobody_wrote_have_all_bits_set(emulator):
+def test_unwritten_registers_have_all_bits_set(emulator):
     """In every block, also after another block has run."""
     for schedule in (IN_ORDER, RANDOM):
         out = aligned(8 * 352, np.uint32)
@@ -94,7 +94,7 @@ def test_registers_that_nobody_wrote_have_all_bits_set(emulator):
         assert not out.any()
 
 
-def test_stores_of_one_value_are_a_race_unless_told(emulator):
+def test_stores_of_one_value_race_unless_allowed(emulator):
     out = aligned(64, np.uint32)
     assert "RACE write/write" in emulator.run("stores_to_one_place", 0, out).first
     assert not emulator.run("stores_to_one_place", 0, out, same_value_stores=True).count
@@ -125,7 +125,7 @@ def test_impossible_launches_are_refused(emulator, threads, shared, code):
     assert emulator.call("launch_of", threads, shared, *arrays)[0] == code
 
 
-def test_a_warp_that_is_not_whole_is_told(emulator):
+def test_a_partial_warp_is_reported(emulator):
     """A GPU would run it; none of our kernels is written for it."""
     findings = emulator.run("launch_of", 48, 0, aligned(256, np.uint32), aligned(64, np.uint32))
     assert findings.count == 1 and "48 threads" in findings.first
@@ -137,7 +137,7 @@ def test_the_first_finding_is_kept(emulator):
     assert findings.count > 1 and "RACE write/write" in findings.first
 
 
-def test_shared_memory_has_the_limit_that_is_asked_for(emulator):
+def test_shared_memory_has_the_requested_limit(emulator):
     arrays = aligned(256, np.uint32), aligned(64, np.uint32)
     for limit, code in ((227 << 10, 0), (200 << 10, INVALID_VALUE)):
         found = emulator.call("launch_of", 64, 227 << 10, *arrays, shared_limit=limit)

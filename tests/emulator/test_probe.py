@@ -35,7 +35,7 @@ def committed(name):
     return probe.as_words(probe.recorded()["outputs"][name])
 
 
-def test_every_case_is_committed_and_no_other(record_property):
+def test_exactly_the_listed_cases_are_committed(record_property):
     assert list(probe.recorded()["outputs"]) == list(probe.CASES)
     if probe.recorded()["confirmed_on"] is None:
         digest = probe.recorded()["ptx_sha256"]
@@ -61,7 +61,7 @@ def test_the_gpu_gives_what_is_committed(name):
 
 
 @needs_emulator
-def test_the_gpu_is_called_as_the_emulator_is(emulator, monkeypatch):
+def test_the_gpu_and_the_emulator_have_one_interface(emulator, monkeypatch):
     """Runs the code path of a GPU with the emulator's library in place of the GPU's."""
     monkeypatch.setattr(torch.Tensor, "cuda", torch.Tensor.cpu)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
@@ -104,7 +104,7 @@ def test_one_nan_is_like_another_and_like_no_infinity(name, nan, other):
 
 
 @pytest.mark.parametrize("name", ["shuffle_xor_1", "widen_bf16"])
-def test_what_is_moved_keeps_its_nan(name):
+def test_a_move_keeps_the_bits_of_a_nan(name):
     found = committed(name)
     lane, i = np.argwhere(np.isnan(found.view(np.float32)))[0]
     found[lane, i] ^= 0x00010000  # a NaN with other bits
@@ -134,7 +134,7 @@ def test_how_near_an_approximation_must_be(what, x, found, expected, right):
 # --- notices and the record -----------------------------------------------------------------------
 
 
-def test_what_is_said_until_a_gpu_confirms_the_file_as_it_is():
+def test_a_file_is_unconfirmed_until_a_gpu_confirms_it_unchanged():
     now = probe.digest()
     assert probe.unconfirmed(dict(confirmed_on="a GPU", ptx_sha256=now)) is None
     assert "no GPU has" in probe.unconfirmed(dict(confirmed_on=None, ptx_sha256=now))
@@ -159,7 +159,7 @@ def test_a_gpu_that_gives_the_same_is_recorded(own_record, monkeypatch, capsys):
 
 
 @needs_emulator
-def test_accepting_other_outputs_takes_the_confirmation_back(own_record):
+def test_accepting_other_outputs_removes_the_confirmation(own_record):
     probe.accept()  # outputs with this machine's libm
     outputs = probe.recorded()["outputs"]
     probe.record("a GPU", "0", outputs)

@@ -229,7 +229,7 @@ def test_rounds_of_two_mbarriers(executor, name):
             assert np.array_equal(found[32:, 0], expected.astype(np.uint32))
 
 
-def test_an_mbarrier_begins_again(executor):
+def test_an_mbarrier_can_be_reinitialised(executor):
     for schedule in SCHEDULES:
         found = run(executor, "again", schedule=schedule)
         assert (found[:, 0] == 7).all() and np.array_equal(found[:, 1], np.arange(LANES) ^ 63)
@@ -366,7 +366,7 @@ def test_boxes_on_every_schedule(executor, name, lazy):
             assert np.array_equal(out, expected)
 
 
-def test_a_box_of_more_bytes_than_a_number_has(executor):
+def test_a_box_over_4_gigabytes_is_refused(executor):
     tensor = Tensor(*SHAPES[4], 1, 0, np.random.default_rng(0))
     fields = tensor.fields(**{f"box_dim{i}": 256 for i in range(4)})
     with pytest.raises(AssertionError, match="bytes of a box 4294967296, expected no more than"):
@@ -382,7 +382,7 @@ def test_groups_of_nothing(executor):
 
 
 @named("count, way", MATRICES, ids=[f"x{n}{way}" for n, way in MATRICES])
-def test_matrices_go_as_the_layouts_say(executor, count, way):
+def test_matrices_are_stored_in_cutlass_layouts(executor, count, way):
     atoms = pytest.importorskip("tensor_layouts.atoms_nv")
     atom = getattr(atoms, f"SM90_U16x{2 * count}_STSM_T" if way else f"SM90_U32x{count}_STSM_N")
     given = words()
@@ -478,7 +478,7 @@ REFUSED = [
 
 
 @named("code, expected", REFUSED)
-def test_what_has_no_meaning_here_is_refused_by_name(code, expected):
+def test_unsupported_ptx_is_refused_by_name(code, expected):
     module = f"{HEADER}.visible .entry k(.param .u64 n)\n{{ {REGISTERS}\n{code}\nret;\n}}\n"
     with pytest.raises(text.Refused, match=f"line 6: .*{expected}"):
         cpp.source(list(text.kernels(module).values()))

@@ -7,7 +7,7 @@ import pytest
 from tests.emulator import test_ptx_hopper as hopper
 from tests.emulator import test_ptx_hopper_misuse as misuse
 from tests.emulator import test_ptx_products as products
-from tests.emulator.test_emulator import noticed
+from tests.emulator.test_emulator import detected
 from tests.support.emulator import SCHEDULES, Emulator, altered, needs_emulator
 
 pytestmark = needs_emulator
@@ -32,40 +32,40 @@ FAULTS = [
         "16 * span + row / 8 * 128 * span",
     ),
     (
-        "LBO of a swizzle is not looked at",
+        "LBO of a swizzle is ignored",
         "products",
         "chunk / span * leading;\n    return",
         "chunk / span * 128;\n    return",
     ),
     (
-        "across, LBO and SBO change places",
+        "LBO and SBO are swapped across",
         "products",
         "across ? chunk * stride + row % 8 * 16 + row / 8 * leading",
         "across ? chunk * leading + row % 8 * 16 + row / 8 * stride",
     ),
-    ("products know no swizzle", "products", "swizzled(start + offset, span)", "start + offset"),
-    ("swizzles of 64 and 32 bytes change places", "products", "{1, 8, 4, 2}", "{1, 8, 2, 4}"),
-    ("tf32 has all bits", "products", "bits & ~0x1FFFu", "bits"),
+    ("products ignore swizzles", "products", "swizzled(start + offset, span)", "start + offset"),
+    ("swizzles of 64 and 32 bytes are swapped", "products", "{1, 8, 4, 2}", "{1, 8, 2, 4}"),
+    ("tf32 keeps all bits", "products", "bits & ~0x1FFFu", "bits"),
     ("bfloat16 for float16", "products", "element == Element::kBfloat16)", "true)"),
     (
-        "rows of A in registers change places",
+        "rows of A in registers are swapped",
         "products",
         "row = lane / 4 + 8 * (i % 2)",
         "row = lane / 4 + 8 * (1 - i % 2)",
     ),
     (
-        "columns of A in registers change places",
+        "columns of A in registers are swapped",
         "products",
         "4 * per_word * (i / 2)",
         "4 * per_word * (1 - i / 2)",
     ),
     (
-        "rows of D change places",
+        "rows of D are swapped",
         "products",
         "j / 8 * 4 + i / 8 * 2 + j % 2",
         "j / 8 * 4 + j % 2 * 2 + i / 8",
     ),
-    ("no sign", "products", "return sign < 0 ? -x : x", "return x"),
+    ("the sign is ignored", "products", "return sign < 0 ? -x : x", "return x"),
     ("D is always added", "products", "of.add ? register_of(j) : 0.0f", "register_of(j)"),
     (
         "each warp has the first rows",
@@ -80,14 +80,14 @@ FAULTS = [
         "committed > pending + 1 ? committed - pending - 1 : 0",
     ),
     (
-        "a wait is for all",
+        "a wait waits for all groups",
         "products",
         "committed > pending ? committed - pending : 0",
         "committed",
     ),
-    ("a wait is of a warp alone", "products", "while (committed() < mine.over)", "while (false)"),
+    ("a wait covers one warp only", "products", "while (committed() < mine.over)", "while (false)"),
     (
-        "a wait knows of its own warp alone",
+        "a wait synchronises with its own warp only",
         "products",
         "    if (!clocks.know({block",
         "    if (warp == self->warp && !clocks.know({block",
@@ -99,7 +99,7 @@ FAULTS = [
         "clocks.learn(agent, mine.over)",
         "clocks.know({})",
     ),
-    ("reads are not noted", "products", "note_proxied_read(address, 16, step, known);", ""),
+    ("reads are not recorded", "products", "note_proxied_read(address, 16, step, known);", ""),
     (
         "a fence of proxies does nothing",
         "products",
@@ -112,35 +112,40 @@ FAULTS = [
         "i < told.size() ? told[i] : 0",
         "known.own[i]",
     ),
-    ("any fence of proxies is of global memory", "products", "if (!of_shared_alone) ", ""),
+    ("every fence of proxies covers global memory", "products", "if (!of_shared_alone) ", ""),
     ("A in registers may change", "products", "*product.a_registers[i] != product.a[i]", "false"),
-    ("boxes know no swizzle", "boxes", "swizzled(to + i, 1u << box.map.swizzle)", "to + i"),
+    ("boxes ignore swizzles", "boxes", "swizzled(to + i, 1u << box.map.swizzle)", "to + i"),
     (
-        "a swizzle by the place in its box",
+        "a swizzle by the offset in its box",
         "boxes",
         "swizzled(to + i, 1u << box.map.swizzle)",
         "(box.to + swizzled(to + i - box.to, 1u << box.map.swizzle))",
     ),
     (
-        "no zeros outside",
+        "no zeros outside the tensor",
         "boxes",
         "std::fill(row.begin(), row.end(), 0);",
         "std::fill(row.begin(), row.end(), 1);",
     ),
     (
-        "bytes outside do not arrive",
+        "bytes outside the tensor are not counted",
         "boxes",
         "bytes_arrive(box.site, box.arrives, box_bytes(box.map));",
         "bytes_arrive(box.site, box.arrives, box_bytes(box.map) - (box.at[0] < 0));",
     ),
-    ("nothing is before the beginning", "boxes", "std::max<int64_t>(0, -int64_t{box.at[0]})", "0"),
+    (
+        "negative coordinates are not handled",
+        "boxes",
+        "std::max<int64_t>(0, -int64_t{box.at[0]})",
+        "0",
+    ),
     ("rows past the end", "boxes", "at >= 0 && at < map.dims[i]", "at >= 0"),
     ("rows before the beginning", "boxes", "at >= 0 && at < map.dims[i]", "at < map.dims[i]"),
     ("one stride for all", "boxes", "map.strides[i - 1]", "map.strides[0]"),
     ("no acquisition is needed", "boxes", "if (options.check && !acquired)", "if (false)"),
-    ("boxes land at once", "boxes", "if (!options.lazy) return", "return"),
+    ("boxes complete at once", "boxes", "if (!options.lazy) return", "return"),
     (
-        "the other parity",
+        "a wait for the other parity",
         "mbarrier",
         "while ((mbarrier.phase & 1) == parity)",
         "while ((mbarrier.phase & 1) != parity)",
@@ -152,21 +157,31 @@ FAULTS = [
         "if (mbarrier.pending) return;",
     ),
     (
-        "a phase begins with none to come",
+        "a phase begins without pending arrivals",
         "mbarrier",
         "  mbarrier.pending = mbarrier.expected;\n",
         "",
     ),
-    ("an arrival is one", "mbarrier", "mbarrier.pending -= count;", "mbarrier.pending--;"),
-    ("who waits learns nothing", "mbarrier", "current().clocks.join(mbarrier.completed);", ""),
-    ("what comes after an arrival is known", "mbarrier", "  fiber.clocks.own[fiber.id]++;\n", ""),
+    ("an arrival counts as one", "mbarrier", "mbarrier.pending -= count;", "mbarrier.pending--;"),
+    ("a wait does not synchronise", "mbarrier", "current().clocks.join(mbarrier.completed);", ""),
+    (
+        "writes after an arrival count as synchronised",
+        "mbarrier",
+        "  fiber.clocks.own[fiber.id]++;\n",
+        "",
+    ),
     (
         "stmatrix never transposes",
         "lanes",
         "(first.transposed ? m[column][row] : m[row][column]) = x",
         "m[row][column] = x",
     ),
-    ("the first lane leads", "lanes", "if (options.schedule != kInOrder)", "if (false)"),
+    (
+        "the first lane is always elected",
+        "lanes",
+        "if (options.schedule != kInOrder)",
+        "if (false)",
+    ),
 ]
 
 
@@ -174,7 +189,7 @@ def checks(emulator):
     """Tests of each kind, the quickest first."""
     one = hopper.made(emulator)
     for count, way in hopper.MATRICES:
-        yield partial(hopper.test_matrices_go_as_the_layouts_say, one, count, way)
+        yield partial(hopper.test_matrices_are_stored_in_cutlass_layouts, one, count, way)
     yield partial(hopper.test_one_lane_is_elected, one)
     yield partial(hopper.test_phases_of_an_mbarrier, one)
     for name in (x for x in hopper.RIGHT if x.startswith("rounds")):
@@ -185,9 +200,9 @@ def checks(emulator):
         yield partial(hopper.test_swizzled_boxes, one, swizzle, 2)
     two = misuse.made(emulator)
     for name in misuse.RIGHT:
-        yield partial(misuse.test_products_that_are_right, two, name)
+        yield partial(misuse.test_correct_products_pass, two, name)
     for name in misuse.SEVERAL:
-        yield partial(misuse.test_boxes_that_are_right, two, name)
+        yield partial(misuse.test_correct_boxes_pass, two, name)
     for name in misuse.IN_FLIGHT:
         yield partial(misuse.test_an_accumulator_in_flight_is_nan, two, name)
     for name in misuse.WRONG:
@@ -201,15 +216,15 @@ def checks(emulator):
         for kind in products.KINDS:
             yield partial(products.test_products, three, kind, spans)
     for kind in products.OTHERS:
-        yield partial(products.test_signs_and_whether_to_add, three, kind)
+        yield partial(products.test_signs_and_accumulation, three, kind)
     for schedule in SCHEDULES:
         yield partial(products.test_two_warpgroups, three, products.KINDS[1], schedule)
 
 
 @pytest.mark.parametrize("part, old, new", [x[1:] for x in FAULTS], ids=[x[0] for x in FAULTS])
-def test_a_fault_is_noticed(part, old, new, tmp_path):
-    assert noticed(checks(Emulator(parts=altered(part, old, new, tmp_path)))), "no check noticed"
+def test_a_fault_is_detected(part, old, new, tmp_path):
+    assert detected(checks(Emulator(parts=altered(part, old, new, tmp_path)))), "no check failed"
 
 
-def test_without_a_fault_nothing_is_noticed():
-    assert not noticed(checks(Emulator()))
+def test_without_a_fault_nothing_is_detected():
+    assert not detected(checks(Emulator()))

@@ -365,7 +365,7 @@ def multiply(executor, name, **options):
 
 
 @named("name", RIGHT)
-def test_products_that_are_right(executor, name):
+def test_correct_products_pass(executor, name):
     for schedule, lazy in WAYS:
         out, found = multiply(executor, name, schedule=schedule, lazy=lazy)
         assert not found.count and (out == 16).all(), found.first
@@ -409,7 +409,7 @@ def load_box(executor, name, skip=0, total=256, **options):
 
 
 @named("name", SEVERAL)
-def test_boxes_that_are_right(executor, name):
+def test_correct_boxes_pass(executor, name):
     for schedule, lazy in WAYS:
         found, out, expected = load_box(executor, name, schedule=schedule, lazy=lazy)
         assert not found.count and np.array_equal(out, expected), found.first
@@ -425,7 +425,7 @@ def test_a_misuse_of_boxes_is_named(executor, name):
 
 
 @named("name", FIELDS)
-def test_what_is_no_tensor_map_is_named(executor, name):
+def test_an_invalid_tensor_map_is_named(executor, name):
     for lazy in (False, True):
         found, *_ = load_box(executor, "one_box", lazy=lazy, **FIELDS[name][0])
         assert found.count and re.search(FIELDS[name][1], found.first), found.first

@@ -366,7 +366,7 @@ def test_addresses_of_each_space(executor):
     assert (lanes32(run(executor, "addresses", words()))[:, :4] == [0, 5, 6, 9]).all()
 
 
-def test_registers_and_local_memory_that_nobody_wrote_are_poison(executor):
+def test_unwritten_registers_and_local_memory_are_poison(executor):
     out = lanes32(run(executor, "poison", words()))[:, [0, 2, 3, 4, 5]]
     assert (out == [2**32 - 1] * 3 + [1, 2**32 - 1]).all()
 
@@ -385,7 +385,7 @@ def test_tickets_are_drawn_once(executor):
     assert sorted(lanes32(out)[:, 0]) == list(range(0, 2 * LANES, 2))
 
 
-def test_what_a_release_publishes_an_acquire_sees(executor):
+def test_an_acquire_reads_released_writes(executor):
     """One warp spins until the other is done, whichever runs first."""
     for schedule in SCHEDULES:
         out = run(executor, "in_turn", aligned(LANES * 4, np.uint64), schedule=schedule)
@@ -402,7 +402,7 @@ def test_banks_are_counted_for_each_instruction(executor):
 
 
 @pytest.mark.parametrize("name", ["two_places", "two_shuffles"])
-def test_lanes_at_two_instructions_meet_where_they_are_alike(executor, name):
+def test_lanes_at_two_instructions_reconverge(executor, name):
     """Barriers and shuffles of a warp are not .aligned: lanes match by opcode and mask."""
     for schedule in SCHEDULES:
         out = lanes32(run(executor, name, words(), schedule=schedule))[:, 0]
@@ -430,7 +430,7 @@ def test_shuffles(executor, way, width):
 
 
 @pytest.mark.parametrize("count, way", MATRICES, ids=[f"x{n}{way}" for n, way in MATRICES])
-def test_matrices_come_as_the_layouts_say(executor, count, way):
+def test_matrices_are_loaded_in_cutlass_layouts(executor, count, way):
     layouts = pytest.importorskip("tensor_layouts.atoms_nv")
     kind = f"U16x{2 * count}_LDSM_T" if way else f"U32x{count}_LDSM_N"
     atom = getattr(layouts, f"SM75_{kind}")
@@ -461,7 +461,7 @@ def matrix(layout, of, rows):
 
 
 @pytest.mark.parametrize("kind", PRODUCTS)
-def test_products_of_fragments_as_the_layouts_say(executor, kind):
+def test_products_of_fragments_follow_cutlass_layouts(executor, kind):
     layouts = pytest.importorskip("tensor_layouts.atoms_nv")
     letters = kind.upper()
     atom = getattr(layouts, f"SM80_16x8x{8 if kind == 'tf32' else 16}_F32{letters}{letters}F32_TN")
@@ -489,12 +489,12 @@ def test_copies(executor, way, size, lazy):
     """The second copy of each thread has a source size, and fills the rest with zeros."""
     given = words()
     out, source = lanes32(run(executor, f"copy_{way}_{size}", given, lazy=lazy)), lanes32(given)
-    told = np.minimum(np.arange(LANES) % 4 * 4, size)
+    expected = np.minimum(np.arange(LANES) % 4 * 4, size)
     last = source[:, 4 + size // 4 - 1]
     assert np.array_equal(out[:, 0], source[:, 0])
-    assert np.array_equal(out[:, 1], np.where(told > 0, source[:, 4], 0))
+    assert np.array_equal(out[:, 1], np.where(expected > 0, source[:, 4], 0))
     assert np.array_equal(out[:, 2], source[:, size // 4 - 1])
-    assert np.array_equal(out[:, 3], np.where(told == size, last, 0))
+    assert np.array_equal(out[:, 3], np.where(expected == size, last, 0))
 
 
 TESTED = (*RIGHT.values(), *(x[0] for x in PLAN.values()))
@@ -577,7 +577,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_what_is_wrong_is_named(executor, name):
+def test_faults_are_named(executor, name):
     for schedule in SCHEDULES:
         arrays = [words(), aligned(LANES * 4, np.uint64)]
         found = executor.launch(name, (1,), (LANES,), 2048, arrays, schedule=schedule)
@@ -628,7 +628,7 @@ LAUNCHED = "".join(
         ("absent", (32,), 0, [], "launch of absent: it was not compiled"),
     ],
 )
-def test_launches_are_held_to_what_the_kernel_says(
+def test_launches_are_checked_against_the_kernels_directives(
     executor, name, block, shared, arguments, expected
 ):
     found = executor.launch(name, (1,), block, shared, arguments)

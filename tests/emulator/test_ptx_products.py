@@ -317,7 +317,7 @@ def test_products(executor, kind, spans):
 
 
 @named("kind", OTHERS, ids=lambda x: x.name)
-def test_signs_and_whether_to_add(executor, kind):
+def test_signs_and_accumulation(executor, kind):
     for add in (False, True):
         found, expected = multiply(executor, kind, (8, 8), add=add)
         assert np.array_equal(found, expected)

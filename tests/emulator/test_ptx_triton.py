@@ -286,7 +286,7 @@ def without_each(driver, problem, backward, chosen):
         driver.options = options
         return problem.run(fastattn.attention, backward=backward)
 
-    def noticed(site):
+    def detected(site):
         for order in ({}, dict(lazy=False, schedule=IN_ORDER)):
             try:
                 found = run(disabled=site, **order)
@@ -299,15 +299,15 @@ def without_each(driver, problem, backward, chosen):
 
     expected = run()
     sites = {x for _, found in driver.launched for x in found.sites if x.startswith(chosen)}
-    return sites, {x for x in sorted(sites) if noticed(x)}
+    return sites, {x for x in sorted(sites) if detected(x)}
 
 
 @on(80)
-def test_a_barrier_deleted_is_noticed(compiled, small):
+def test_a_deleted_barrier_is_detected(compiled, small):
     """Triton also emits barriers that this call does not need, before it reuses memory."""
     problem = build(square(1, 1, 100, 40), (), DTYPES["bfloat16"])
-    sites, noticed = without_each(compiled, problem, False, "bar.sync")
-    assert len(noticed) > 0.9 * len(sites) > 10, sites - noticed
+    sites, detected = without_each(compiled, problem, False, "bar.sync")
+    assert len(detected) > 0.9 * len(sites) > 10, sites - detected
 
 
 # Instructions that order products, boxes and proxies. (bar.sync is tested above: on sm_90 most are
@@ -317,19 +317,19 @@ HOPPER += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "tensormap.replace
 
 
 @on(90)
-def test_everything_that_orders_the_forward_is_needed(compiled, small):
+def test_every_ordering_instruction_of_the_forward_is_needed(compiled, small):
     problem = build(square(1, 1, 280, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
-    sites, noticed = without_each(compiled, problem, False, HOPPER)
+    sites, detected = without_each(compiled, problem, False, HOPPER)
     assert {x for x in HOPPER if not any(y.startswith(x) for y in sites)} == set()
-    assert sites == noticed, sites - noticed
+    assert sites == detected, sites - detected
 
 
 @on(90)
-def test_what_orders_the_backward_is_needed(compiled, small):
+def test_every_ordering_instruction_of_the_backward_is_needed(compiled, small):
     """Except for waits and fences between two products that are both used only after the second."""
     problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
-    sites, noticed = without_each(compiled, problem, True, HOPPER)
+    sites, detected = without_each(compiled, problem, True, HOPPER)
     between = ("wgmma.fence", "wgmma.commit_group", "wgmma.wait_group")
-    assert {x for x in sites - noticed if not x.startswith(between)} == set()
+    assert {x for x in sites - detected if not x.startswith(between)} == set()
     ordering = {x for x in sites if x.startswith(between)}
-    assert len(noticed & ordering) > 0.7 * len(ordering) > 20
+    assert len(detected & ordering) > 0.7 * len(ordering) > 20

@@ -27,7 +27,7 @@ def main(argv=None):
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--parts", help="names separated by commas; all by default")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--case", help="make this call alone: PART:NUMBER")
+    parser.add_argument("--case", help="run only this call: PART:NUMBER")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.worker is not None:

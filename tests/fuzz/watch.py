@@ -119,7 +119,7 @@ class Watch:
     def report(self, case, why):
         self.findings += 1
         again = shlex.join(["python", "-m", "tests.fuzz", "--case", case])
-        print(f"FOUND {why}\n  make it again: {' '.join([*settings(), again])}", flush=True)
+        print(f"FOUND {why}\n  repeat it: {' '.join([*settings(), again])}", flush=True)
 
     def conclude(self):
         """Print the totals and return the exit status."""

@@ -80,20 +80,20 @@ def found(tmp_path_factory):
     return verdicts, done.stdout
 
 
-def test_they_are_no_errors_of_tests_on_a_gpu(found):
+def test_foreign_warnings_are_no_errors_in_gpu_tests(found):
     verdicts, said = found
     assert verdicts["test_foreign_on_a_gpu"] == ["PASSED"] * 6, said
     assert verdicts["test_cpp_on_a_gpu"] == ["PASSED"], said
     assert "UserWarning: new" in said and "torch.range is deprecated" in said  # they are reported
 
 
-def test_our_own_stay_errors(found):
+def test_our_own_warnings_stay_errors(found):
     verdicts, said = found
     assert verdicts["test_own_on_a_gpu"] == ["FAILED"] * 8, said
     assert verdicts["test_awaited_on_a_gpu"] == ["PASSED"], said
 
 
-def test_they_stay_errors_of_other_tests(found):
+def test_foreign_warnings_stay_errors_in_other_tests(found):
     verdicts, said = found
     assert verdicts["test_foreign_elsewhere"] == ["FAILED"] * 6, said
     assert verdicts["test_cpp_elsewhere"] == ["FAILED"], said

@@ -68,7 +68,7 @@ HIDING += ("bool_mask", "padding_mask", "float_mask", "one_query", "many_queries
 @every_dtype
 @pytest.mark.parametrize("features", [PLAIN, *((FEATURE[x],) for x in HIDING)], ids=name_of)
 @judged
-def test_no_key_leaks(name, dtype, features):
+def test_hidden_keys_do_not_change_results(name, dtype, features):
     """Every logit is near -32: a hidden key, or a column past the last, would dominate its row."""
     check(name, [negative_logits(build(x, features, DTYPES[dtype])) for x in shapes(dtype)])
 
@@ -182,7 +182,7 @@ def test_one_tensor_that_no_descriptor_reads(name, odd):
 
 @on_every_backend
 @pytest.mark.parametrize("features", [PLAIN, EVERYTHING], ids=["plain", "everything"])
-def test_results_lie_as_promised(name, features):
+def test_results_have_the_documented_layout(name, features):
     """out and gradients lie as (B,M,H,D) on the inputs' device; return_lse changes no bit."""
     problem = on_device(build(shapes("bfloat16")[0], features, torch.bfloat16))
     found = attend(problem, name)

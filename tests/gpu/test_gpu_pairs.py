@@ -34,7 +34,7 @@ PROBED = [p for p in PAIRS if any(f.name in HIDING for f in p) and any(f.name in
 
 @pytest.mark.parametrize("pair", PROBED, ids=name_of)
 @judged
-def test_no_key_leaks(name, pair):
+def test_hidden_keys_do_not_change_results(name, pair):
     check(name, [negative_logits(problem_of(pair))])
 
 

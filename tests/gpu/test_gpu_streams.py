@@ -186,7 +186,7 @@ def test_graph_reads_the_seed_when_it_replays(name, shape):
 
 
 @on_every_backend
-def test_graph_draws_anew_at_each_replay(name):
+def test_each_graph_replay_draws_a_new_mask(name):
     """Without a seed, every replay draws a new mask, and backward uses its forward's mask."""
     n, options = 61, dict(dtype=torch.bfloat16, device="cuda")
     q, k = torch.zeros(2, 3, n, 16, **options), torch.zeros(2, 3, n, 16, **options)
@@ -241,7 +241,7 @@ def test_repeats(name, shape):
 
 
 @on_every_backend
-def test_repeats_beside_other_work(name):
+def test_repeats_with_other_work_on_the_device(name):
     """Repeats while another stream keeps the device busy, which changes the order of programs."""
     problem = on_device(build(Dims(3, 4, 2, 501, 777, 64, 64), EVERYTHING, torch.bfloat16))
     first = attend(problem, name)
@@ -283,6 +283,6 @@ def repeated(x):
 
 
 @on_every_backend
-def test_everything_here_is_also_right(name):
+def test_the_compared_calls_match_the_oracle(name):
     """The calls that the tests above compare with themselves, compared with the oracle."""
     check(name, [problem_of(shape) for shape in SHAPES])

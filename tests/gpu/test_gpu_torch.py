@@ -178,8 +178,8 @@ def falls_back(monkeypatch, tensors, reason):
     fastattn.dispatch.operation.forget_plans()
     with pytest.warns(UserWarning, match=SLOW) as caught:
         out = fastattn.attention(*tensors)
-    (said,) = [str(x.message) for x in caught if SLOW in str(x.message)]
-    assert reason in said
+    (message,) = [str(x.message) for x in caught if SLOW in str(x.message)]
+    assert reason in message
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         again = fastattn.attention(*tensors)
@@ -197,7 +197,7 @@ def test_float64_falls_back(monkeypatch):
 
 
 @on_every_backend
-def test_a_backend_asked_for_by_name_says_why_not(name):
+def test_a_backend_chosen_by_name_raises_its_reason(name):
     for tensors, reason in (
         (inputs(dim=277), "head dim 277 is over 256"),
         (inputs(torch.float64), "no kernel for torch.float64"),

@@ -148,13 +148,13 @@ def each_that_fails(problem, device=0, backward=True):
         runtime = Runtime()
         with launching(runtime, device=device):
             runtime.fail(at, 101)
-            said = "no exception"
+            message = "no exception"
             try:
                 problem.run(fastattn.attention, backward)
             except RuntimeError as caught:
-                said = str(caught)
-        if "invalid device ordinal (CUDA error 101" not in said or kernel not in said:
-            yield f"{call} fails: got {said!r}"
+                message = str(caught)
+        if "invalid device ordinal (CUDA error 101" not in message or kernel not in message:
+            yield f"{call} fails: got {message!r}"
         if len(runtime.log()) != at + 1:
             yield f"{call} fails: {len(runtime.log())} calls, expected {at + 1}"
 

@@ -109,7 +109,7 @@ def test_an_instruction_set_can_be_forced():
 
 
 @needs_cpu
-def test_an_instruction_set_that_is_not_here_is_a_reason():
+def test_an_unavailable_instruction_set_is_a_reason():
     found = json.loads(python(["-m", "fastattn", "--json"], FASTATTN_CPU_ISA="mmx")[0])
     why = found["backends"]["cpu"]["reason"]
     assert "FASTATTN_CPU_ISA" in why and "mmx" in why and libraries.cpu_isas()[0] in why
@@ -126,7 +126,7 @@ def test_a_missing_library_is_a_reason():
 
 
 @pytest.mark.parametrize("code", [["-m", "fastattn"], ["-c", "import fastattn"]], ids=" ".join)
-def test_without_torch_it_says_what_to_install(tmp_path, code):
+def test_without_torch_the_error_names_the_package(tmp_path, code):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('none', name='torch')")
     path = os.pathsep.join([str(tmp_path), os.path.dirname(os.path.dirname(fastattn.__file__))])
     run = subprocess.run(
@@ -152,7 +152,7 @@ def test_explain_names_the_backend_that_then_runs():
     fastattn.attention(q, k, v, causal=True, backend=found.backend)
 
 
-def test_explain_says_why_others_declined(declining):
+def test_explain_has_the_reason_of_each_declining_backend(declining):
     found = fastattn.explain(*qkv(), causal=True, softcap=1.0)
     assert found.backend != "declining"
     why = "; ".join(found.declined["declining"])
@@ -195,7 +195,7 @@ def test_falling_back_to_the_reference_warns_once_with_the_reasons():
         fastattn.attention(*qkv(D=600))
 
 
-def test_asking_for_the_reference_does_not_warn():
+def test_choosing_the_reference_does_not_warn():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fastattn.attention(*qkv(D=513), backend="reference")
@@ -246,7 +246,7 @@ def test_log_has_one_line_per_new_kind_of_call():
     assert "[band grad]" in lines[0] and "[softcap]" in lines[1]
 
 
-def test_nothing_is_logged_unasked(capsys, monkeypatch):
+def test_logging_is_off_by_default(capsys, monkeypatch):
     monkeypatch.delenv("FASTATTN_LOG", raising=False)
     fastattn.attention(*qkv(), backend="reference")
     assert capsys.readouterr() == ("", "")
@@ -274,7 +274,7 @@ def test_help_shows_every_argument_with_its_type():
         assert "arguments" not in text and "ForwardRef" not in text
 
 
-def test_to_ask_draws_nothing():
+def test_explain_draws_no_random_numbers():
     q = torch.randn(1, 1, 3, 4)
     before = torch.get_rng_state()
     assert fastattn.explain(q, q, q, dropout_p=0.1).spec.dropout_p == 0.1

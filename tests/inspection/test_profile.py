@@ -116,13 +116,13 @@ def test_calls_of_every_sort():
     assert ("scaled_dot_product_attention", "causal, a scale", "") in found
 
 
-def test_a_patched_model_says_so():
+def test_a_patched_model_is_reported_as_patched():
     with fastattn.sdpa():
         report = fastattn.profile(lambda: F.scaled_dot_product_attention(*[X[:, None]] * 3))
     assert report.calls[0].call.runs == "fastattn.patch()"
 
 
-def test_why_a_call_stays_torchs(monkeypatch):
+def test_a_call_left_to_torch_has_a_reason(monkeypatch):
     wide = torch.randn(1, 1, 4, 600)
     report = fastattn.profile(lambda: F.scaled_dot_product_attention(wide, wide, wide))
     assert report.calls[0].ours_runs == "torch: a head dim over 512"
@@ -201,7 +201,7 @@ def test_nothing_is_changed_by_an_exception():
     assert state(model) == before
 
 
-def test_compiled_models_are_looked_at_eagerly():
+def test_compiled_models_are_profiled_eagerly():
     model = torch.compile(encoder(), backend="eager")
     (m,) = fastattn.profile(model, X).calls
     assert m.call.count == 2
@@ -323,7 +323,7 @@ def test_heads_that_convert_leaves():
     assert "a subclass of nn.MultiheadAttention" in m.ours_runs and "sdpa" not in m.seconds
 
 
-def test_a_verdict_without_calls_judges_what_was_measured(monkeypatch):
+def test_a_verdict_without_calls_recommends_a_conversion(monkeypatch):
     report = fastattn.profile(Heads(), X)
     report.calls.clear()
     assert "by fastattn.convert(model)" in report.verdict()

@@ -160,7 +160,7 @@ def test_gradcheck_of_a_packed_batch():
 
 @pytest.mark.parametrize("names", [(), ("causal",), ("window", "sinks"), ("alibi",)], ids=str)
 @pytest.mark.parametrize("form", ["dense", "packed"])
-def test_S_dmask_says_what_was_dropped(form, names):
+def test_S_dmask_marks_the_dropped_weights(form, names):
     p = 0.3
     if form == "dense":
         tensors, arguments = drawn((2, 33, H, D), (2, 65, HK, D), (2, 65, HK, D)), given(names, 2)
@@ -273,13 +273,13 @@ C = torch.tensor([0, 2, 4])
         (lambda: fa.flash_attn_varlen_func(*[X[0]] * 3, C, C, 2, 2), ValueError, "cu_seqlens_q"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(call, kind, message):
+def test_unsupported_arguments_are_named(call, kind, message):
     with pytest.raises(kind, match=message):
         call()
 
 
 @pytest.mark.parametrize("arguments", [{}, dict(causal=True), dict(window_size=(2, 1))], ids=str)
-def test_a_sequence_longer_than_was_said(arguments):
+def test_a_sequence_longer_than_max_seqlen_raises(arguments):
     x, cu = random(10, H, D), torch.tensor([0, 4, 10])
     message = "^cu_seqlens_q: got 4 rows in sequence 0, expected at most max_seqlen_q = 3; max_seq"
     with pytest.raises(ValueError, match=message):
@@ -289,7 +289,7 @@ def test_a_sequence_longer_than_was_said(arguments):
 @pytest.mark.parametrize("look", [dict(causal=True), dict(window_size=(2, 1))], ids=str)
 @pytest.mark.parametrize("wrong", [[0], [0, 4, 12], [0, 4], [1, 4, 10], [0, 12, 10], [0, 4, 9, 10]])
 @pytest.mark.parametrize("side", ["q", "k"])
-def test_offsets_that_are_none(side, wrong, look):
+def test_invalid_offsets_raise(side, wrong, look):
     x, wrong, right = random(10, H, D), torch.tensor(wrong), torch.tensor([0, 5, 10])
     cu_q, cu_k = (wrong, right) if side == "q" else (right, wrong)
     with pytest.raises(ValueError, match=r"cu_seqlens_[qk]"):
@@ -338,7 +338,7 @@ def test_a_gradient_of_the_lse():
         torch.testing.assert_close(x, y)
 
 
-def test_it_is_fastattn_underneath():
+def test_the_result_equals_fastattn_attention():
     q, k, v = (random(2, 17, H, D) for _ in range(3))
     out = fastattn.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal="bottom_right")
     assert torch.equal(fa.flash_attn_func(q, k, v, causal=True), out.transpose(1, 2))

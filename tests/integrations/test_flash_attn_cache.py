@@ -165,7 +165,7 @@ def test_the_cache_may_have_any_strides():
     agree(given | {"causal": True})
 
 
-def test_a_cache_that_requires_grad_is_written_all_the_same():
+def test_a_cache_that_requires_grad_is_written():
     given = problem("plain", "three")
     given["k_cache"].requires_grad_()
     given["q"].requires_grad_()
@@ -200,7 +200,7 @@ def test_pages_of_a_packed_batch(page, look):
 
 @pytest.mark.parametrize("look", [{}, LOOKS["window"]])
 @pytest.mark.parametrize("entry", [-1, 9, -(2**31)])
-def test_pages_that_are_none(entry, look):
+def test_invalid_pages_raise(entry, look):
     k = random(9, 16, HK, D)
     table = torch.tensor([[0, 1], [8, entry]], dtype=torch.int32)
     where = offsets([3, 4]), offsets([32, 17]), 4, 32
@@ -287,13 +287,13 @@ def pointing(entry, new="nothing"):
         (changed("plain", q=random(B, M, H, 9)), "k_cache: got shape"),
     ],
 )
-def test_what_cannot_be_honoured_is_named(call, message):
+def test_unsupported_arguments_are_named(call, message):
     with pytest.raises(ValueError, match=message):
         call()
 
 
 @pytest.mark.parametrize("last", [5, torch.tensor([5, 0, 8, 2])], ids=str)
-def test_elsewhere_than_on_a_cpu_entries_are_clamped(last):
+def test_entries_are_clamped_on_other_devices_than_cpu(last):
     """Checking values would wait for the GPU. A meta tensor stands for a tensor on one."""
     x = torch.tensor([-(2**31), 0, 2**31 - 1, 2])
     assert checks.within("x", x.to("meta"), 5).device.type == "meta"

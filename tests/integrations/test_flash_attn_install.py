@@ -38,7 +38,7 @@ def installed():
     assert not {name for name in set(sys.modules) - before[1] if name.startswith("flash_attn")}
 
 
-def test_it_is_imported(installed):
+def test_the_installed_modules_are_imported(installed):
     package, interface, padding = (importlib.import_module(name) for name in MODULES)
     for name in fa.flash_attn_interface.__all__:
         assert getattr(package, name) is getattr(interface, name) is getattr(fa, name)
@@ -47,7 +47,7 @@ def test_it_is_imported(installed):
     assert package.flash_attn_interface is interface
 
 
-def test_importlib_tells_of_it(installed):
+def test_importlib_metadata_lists_it(installed):
     for name in ("flash-attn", "flash_attn", "Flash_Attn"):
         assert importlib.metadata.version(name) == fa.__version__
     assert importlib.metadata.packages_distributions()["flash_attn"] == ["flash-attn"]
@@ -58,12 +58,12 @@ def test_importlib_tells_of_it(installed):
     assert importlib.util.find_spec("flash_attn.layers") is None
 
 
-def test_what_there_is_not_is_named(installed):
+def test_a_missing_module_is_named(installed):
     with pytest.raises(ModuleNotFoundError, match=r"flash_attn\.layers"):
         importlib.import_module("flash_attn.layers.rotary")
 
 
-def test_twice_is_once(installed):
+def test_a_second_install_or_uninstall_changes_nothing(installed):
     finders = list(sys.meta_path)
     fa.install()
     assert sys.meta_path == finders
@@ -74,7 +74,7 @@ def test_twice_is_once(installed):
 
 
 @pytest.mark.parametrize("imported", [False, True])
-def test_it_refuses_beside_the_real_one(imported, tmp_path, monkeypatch):
+def test_install_refuses_if_flash_attn_is_installed(imported, tmp_path, monkeypatch):
     (tmp_path / "flash_attn").mkdir()
     (tmp_path / "flash_attn" / "__init__.py").write_text("__version__ = '2.8.3'\n")
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -129,7 +129,7 @@ print("done")
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_transformers_is_told(order):
+def test_transformers_finds_the_installed_flash_attn(order):
     pytest.importorskip("transformers", reason="transformers is not installed")
     program = textwrap.dedent(PROGRAM).format(order=ORDERS[order])
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

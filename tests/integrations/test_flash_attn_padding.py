@@ -38,7 +38,7 @@ def test_tokens_go_there_and_back(name, shape, dtype):
     assert torch.equal(gradient, (x * real).detach())
 
 
-def test_places_that_are_kept_but_unused():
+def test_reserved_but_unused_places():
     mask, unused = torch.tensor(MASKS["right"]), torch.tensor([[0, 0, 0, 1], [0, 1, 0, 0], [0] * 4])
     x = hidden(mask, 2)
     for a, b in ((mask, unused), (mask.bool(), unused.bool())):

@@ -142,7 +142,7 @@ def test_keys_that_count_and_pages():
     torch.testing.assert_close(found[:2], expected[:2])
 
 
-def test_what_cannot_be_honoured_is_named():
+def test_unsupported_arguments_are_named():
     q, k, v = drawn((9, H, D), (13, HK, D), (13, HK, D))
     where = *(torch.tensor(x) for x in ([0, 9], [0, 13])), 9, 13
     options = passed(OPTIONS["dropout"])
@@ -173,13 +173,13 @@ SIGNATURES = {
 def test_signatures(name):
     function = getattr(passes, f"_flash_attn_{name}")
     found = inspect.signature(function).parameters.values()
-    told = [x.name + ("" if x.default is x.empty else f"={x.default}") for x in found]
-    assert told == SIGNATURES[name].split()
+    signature = [x.name + ("" if x.default is x.empty else f"={x.default}") for x in found]
+    assert signature == SIGNATURES[name].split()
     assert getattr(passes, f"_wrapped_flash_attn_{name}") is function
 
 
 @pytest.mark.skipif(importlib.util.find_spec("flash_attn") is not None, reason="the real one is")
-def test_they_are_where_flash_attn_has_them():
+def test_names_have_the_modules_of_flash_attn():
     fa.install()
     try:
         package = importlib.import_module("flash_attn")

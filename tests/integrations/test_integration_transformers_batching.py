@@ -158,7 +158,7 @@ def test_the_old_spelling(calls):
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral", "Gemma2"])
-def test_steps_read_pages_where_all_layers_are_full(name, calls):
+def test_steps_read_pages_if_all_layers_use_full_attention(name, calls):
     """Layers with a window keep keys in a ring, for which transformers has no block table."""
     together(made(FAMILY[name]), "fastattn")
     steps = [x for x in calls if x.get("max_q") == 1]
@@ -240,7 +240,7 @@ def manager(model, **changes):
     ).continuous_batching_config
 
 
-def test_it_is_not_switched_away(registered, monkeypatch):
+def test_the_implementation_stays_selected(registered, monkeypatch):
     """Flash attention does not replace "fastattn", and other implementations behave as before."""
     for version in (2, 3):
         monkeypatch.setattr(
@@ -309,12 +309,12 @@ def test_every_argument():
             q[:, :, :11].split(rows, 2), k[:, :, :18].split(keys, 2), v[:, :, :18].split(keys, 2)
         )
         for part, (x, y, z) in zip(out[:, :11].split(rows, 1), places):
-            told = dict(window=(window - 1, None)) if window else {}
-            told |= dict(scale=0.3, softcap=2.0, sinks=sinks, causal="bottom_right")
-            torch.testing.assert_close(part, oracle(x, y, z, **told).transpose(1, 2))
+            options = dict(window=(window - 1, None)) if window else {}
+            options |= dict(scale=0.3, softcap=2.0, sinks=sinks, causal="bottom_right")
+            torch.testing.assert_close(part, oracle(x, y, z, **options).transpose(1, 2))
 
 
-def test_what_cannot_be_is_named():
+def test_impossible_arguments_are_named():
     q = k = torch.randn(1, 2, 3, 8)
     with pytest.raises(
         NotImplementedError, match=r"^cache: got object, expected transformers' Pag"

@@ -93,7 +93,7 @@ CASES = [  # transformers packs only without a cache
 
 
 @pytest.mark.parametrize("kind, place", CASES)
-def test_it_is_the_mask(kind, place):
+def test_results_equal_those_of_the_dense_mask(kind, place):
     """Output and gradients are those of torch's function with transformers' dense mask."""
     M, N, row, key = PLACES[place]
     torch.manual_seed(0)
@@ -105,19 +105,19 @@ def test_it_is_the_mask(kind, place):
             continue
         seen = None if padding == "none" else seen_by(padding, last + 1)
         given = (3, M, N, row, key, KINDS[kind](max(N, last + 1)), seen)
-        said = f"padding: {padding}\n{{}}".format
+        message_of = f"padding: {padding}\n{{}}".format
         mask = make_mask(*given)
         assert isinstance(mask, Mask) and mask.shape == (3, 1, M, N)
         exact = masks.sdpa_mask(*given, allow_is_causal_skip=False)
         assert torch.equal(mask.exact(), exact)
         out, _ = transformers_attention.attend(MODULE, q, k, v, mask)
         expected = F.scaled_dot_product_attention(q, k, v, exact, enable_gqa=True)
-        torch.testing.assert_close(out, expected.transpose(1, 2), msg=said)
+        torch.testing.assert_close(out, expected.transpose(1, 2), msg=message_of)
         dout = torch.randn_like(out)
         mine = torch.autograd.grad(out, (q, k, v), dout)
         theirs = torch.autograd.grad(expected, (q, k, v), dout.transpose(1, 2))
         for x, y in zip(mine, theirs):
-            torch.testing.assert_close(x, y, msg=said)
+            torch.testing.assert_close(x, y, msg=message_of)
 
 
 def seen_by(padding, N):
@@ -165,8 +165,8 @@ def test_no_mask_is_dense(name, padding, expected, calls):
     ids, mask = text(padding)
     ran(name, calls, input_ids=ids, attention_mask=mask)
     assert not any(map(is_dense, calls)) and {x["call"] for x in calls} == {"attention"}
-    told = [{x for x in structure(call) if call[x] is not False} for call in calls]
-    assert told == expected
+    structures = [{x for x in structure(call) if call[x] is not False} for call in calls]
+    assert structures == expected
     if "key_lengths" in calls[0]:
         assert calls[0]["key_lengths"].tolist() == mask.sum(1).tolist()
 
@@ -239,8 +239,8 @@ def test_packed_positions_with_a_cache_are_one_sequence(name, cuts, calls):
 
 def test_chunks_are_packed(calls):
     ran("Llama4", calls, input_ids=text("none")[0])
-    told = {x["call"]: x for x in calls}
-    assert told["attention_packed"]["args"][3].tolist() == list(range(0, 73, 8))
+    by_name = {x["call"]: x for x in calls}
+    assert by_name["attention_packed"]["args"][3].tolist() == list(range(0, 73, 8))
     assert not any(map(is_dense, calls))
 
 
@@ -258,7 +258,7 @@ def test_prefixes_are_exact(registered):
 # ------------------------------------------------------------------------------------- the traps
 
 
-def test_trap_of_dense_masks(calls):
+def test_masks_of_keys_stay_masks_of_keys(calls):
     """sdpa's mask function makes a correct dense mask; ours passes a mask of keys alone."""
     ids, seen = text("left")
     exact = masks.sdpa_mask(3, 24, 24, attention_mask=seen.bool())
@@ -267,7 +267,7 @@ def test_trap_of_dense_masks(calls):
     assert {tuple(x["mask"].shape) for x in calls} == {(3, 1, 1, 24)}
 
 
-def test_trap_of_no_mask_function(registered):
+def test_the_mask_function_is_registered(registered):
     """Without a registered mask function, an attention function gets no padding or sequences."""
     model, (ids, seen) = made(FAMILY["Llama"]), text("left")
     name, interface = "test-attention-alone", transformers.AttentionInterface
@@ -298,7 +298,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("name", STRANGERS)
-def test_trap_of_models_that_never_call(name, registered):
+def test_models_that_never_call_attention(name, registered):
     """Construction with "fastattn" raises, setting it later changes nothing, and a call raises if
     the config was changed directly."""
     config = getattr(transformers, f"{name}Config")(**STRANGERS[name] | SMALL)
@@ -323,14 +323,14 @@ PICKING = {
 
 
 @pytest.mark.parametrize("module", PICKING)
-def test_trap_of_models_that_pick_keys(module):
+def test_models_that_select_keys(module):
     """The model passes the picked keys to eager and sdpa only: others would attend to all keys."""
     name = f"transformers.models.{module}.modeling_{module}"
     kind = getattr(pytest.importorskip(name), PICKING[module])
     assert "picks keys, or has sinks" in ours._why_not(kind)
 
 
-def test_a_head_made_in_a_notebook_is_what_it_stands_on():
+def test_a_head_made_in_a_notebook_is_treated_as_its_base_class():
     def made(base):
         return type("Head", (getattr(transformers, base),), {"__module__": "of a notebook"})
 

@@ -65,8 +65,8 @@ def same(found, wanted):
     assert found.keys() == wanted.keys()
     for name, x in wanted.items():
         bound = 2e-5 * x.abs().max().item() + 1e-7
-        says = partial("{}: {}".format, name)
-        torch.testing.assert_close(found[name], x, rtol=1e-4, atol=bound, msg=says)
+        titled = partial("{}: {}".format, name)
+        torch.testing.assert_close(found[name], x, rtol=1e-4, atol=bound, msg=titled)
 
 
 def spread_out(model):

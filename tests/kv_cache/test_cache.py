@@ -102,7 +102,7 @@ def test_any_sequence_of_changes(page_size):
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-def test_steps_of_one_key_beside_forks(page_size):
+def test_steps_of_one_key_with_forks(page_size):
     """The cache that steps first after a fork varies, and truncations come in between."""
     models = [Model(page_size, grow=True)]
     models[0].append([3, 5, 2])
@@ -121,7 +121,7 @@ def test_steps_of_one_key_beside_forks(page_size):
 
 
 @pytest.mark.parametrize("page_size", PAGES)
-def test_pages_are_given_back(page_size):
+def test_pages_are_freed(page_size):
     model = Model(page_size, grow=True)
     cache = model.cache
     model.append([5, 1, 0])
@@ -168,7 +168,7 @@ def test_a_beam_step_needs_pages_for_all_but_one(page_size):
     beams.check()
 
 
-def test_a_cache_goes_on_in_a_page_that_forks_have():
+def test_a_cache_appends_to_a_page_shared_with_forks():
     """Provided each of its items once was the page's only user, and has dropped nothing since."""
     model = Model(4, capacity=8)
     model.append([5, 6, 7])
@@ -201,7 +201,7 @@ def test_rows_of_the_cache_itself(storage):
     assert torch.equal(kept.nan_to_num(), expected[0].transpose(0, 1).nan_to_num())
 
 
-def test_a_deep_copy_has_no_pages_of_forks_that_do_not_come_along():
+def test_a_deep_copy_has_no_pages_of_forks_outside_it():
     model = Model(4, capacity=8, grow=False)
     model.append([4, 4, 4])
     fork = model.cache.fork()
@@ -212,7 +212,7 @@ def test_a_deep_copy_has_no_pages_of_forks_that_do_not_come_along():
     assert both[0]._pool is both[1]._pool and both[0].pages_free == 0
 
 
-def test_a_cache_that_is_full_is_as_it_was():
+def test_an_append_to_a_full_cache_changes_nothing():
     for page_size, capacity in ((None, 10), (4, 10), (4, 12)):
         model = Model(page_size, capacity=capacity)
         model.append([capacity, 3, 0])
@@ -234,7 +234,7 @@ def test_steps_of_one_key_until_it_is_full(page_size):
 
 
 @pytest.mark.parametrize("page_size", (4, None))
-def test_forks_need_pages_of_their_own(page_size):
+def test_forks_need_their_own_pages(page_size):
     model = Model(page_size, capacity=8)
     model.append([7, 7, 7])
     fork = model.copy(model.cache.fork(), [list(x) for x in model.rows])
@@ -252,7 +252,7 @@ def test_forks_need_pages_of_their_own(page_size):
         x.check()
 
 
-def test_growth_keeps_what_there_is():
+def test_growth_keeps_the_contents():
     for page_size in PAGES:
         model = Model(page_size, capacity=3, grow=True)
         for counts in ([2, 2, 2], [9, 0, 1], [30, 30, 1]):
@@ -301,7 +301,7 @@ def test_prompts_in_chunks_are_prompts():
     assert torch.equal(out, expected[1].transpose(0, 1))
 
 
-def test_a_fork_that_nobody_has_any_more_gives_its_pages_back():
+def test_a_deleted_fork_frees_its_pages():
     cache = KVCache(1, HK, D, capacity=8, page_size=4)
     some = torch.randn(1, HK, 4, D)
     cache.append(some, some)

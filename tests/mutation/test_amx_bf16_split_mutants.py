@@ -63,7 +63,7 @@ planes of rows in reverse: cpu/amx/amx_operand.h: float32: plain
 planes of transposed rows in reverse: cpu/amx/amx_operand.h: float32: plain
 -cut_row(from[r] + c, [&](int x, Vec<int32_t> pairs) { block[x][r] = pairs; });
 +cut_row(from[r] + c, [&](int x, Vec<int32_t> pairs) { block[P - 1 - x][r] = pairs; });
-planes of V plane by plane: cpu/amx/amx_operand.h: float32: plain
+planes of V are stored plane by plane: cpu/amx/amx_operand.h: float32: plain
 -store(to + (i * P + x) * 16, block[x][i]);
 +store(to + (x * 16 + i) * 16, block[x][i]);
 planes of Q and dO in reverse: cpu/amx/amx_operand.h: float32: plain
@@ -83,13 +83,13 @@ planes of dropped P in reverse: cpu/amx/amx_operand.h: float32: dropout
 the last plane dropped: cpu/amx/bf16_split.h: float32: plain
 -if (plane == P - 1) return upper_halves(x);
 +if (plane == P - 1) return _mm512_setzero_si512();
-the last plane cut off: cpu/amx/bf16_split.h: float16: bias
+the last plane truncated: cpu/amx/bf16_split.h: float16: bias
 -if (plane == P - 1) return upper_halves(x);
 +if (plane == P - 1) return (__m512i)x;
-tensors cut off: cpu/amx/bf16_split.h: float32: bias
+tensors truncated: cpu/amx/bf16_split.h: float32: bias
 -nearest ? upper_halves(x) : (__m512i)x;
 +(__m512i)x;
-what is left is the whole number: cpu/amx/bf16_split.h: float16: plain
+the remainder after a plane is the full number: cpu/amx/bf16_split.h: float16: plain
 -x -= (Vec<float>)_mm512
 +(void)(Vec<float>)_mm512
 a product of float32's sums missing: cpu/amx/amx_product.h: float32: plain
@@ -110,25 +110,25 @@ a product of float16's scores missing: cpu/amx/amx_product.h: float16: lse
 the smaller products of scores skipped: cpu/amx/amx_product.h: float16: plain
 -tile_product<Sums::overwrite, Smaller<P>, Largest>
 +tile_product<Sums::overwrite, Largest>
-scores in one chain: cpu/amx/amx_product.h: float32: head dims
+all products of scores in one sum: cpu/amx/amx_product.h: float32: head dims
 -longest = 8;
 +longest = 16;
-sums of two levels are one: cpu/amx/amx_operand.h: float32: long gradients
+one level of sums in place of two: cpu/amx/amx_operand.h: float32: long gradients
 -template <Sums To = P == 1 ? Sums::go_on : Sums::add, class
 +template <Sums To = Sums::go_on, class
-sums of two levels are one of a few rows: cpu/amx/amx_operand.h: float32: long keys of few rows
+one level of sums in place of two, few rows: cpu/amx/amx_operand.h: float32: long keys of few rows
 -template <Sums To = P == 1 ? Sums::go_on : Sums::add, class
 +template <Sums To = Sums::go_on, class
-a block is all keys: cpu/amx/amx_forward.h: float32: long keys
+a block contains all keys: cpu/amx/amx_forward.h: float32: long keys
 -P == 1 ? 256 : 128, kChunk
 +P == 1 ? 256 : 2048, kChunk
-scores in the place of those before: cpu/amx/amx_forward.h: float16: plain
+scores overwrite those in use: cpu/amx/amx_forward.h: float16: plain
 -kChunks = kMeanwhile ? 2 : 1
 +kChunks = 1
-P is summed before it is made: cpu/amx/amx_product.h: float32: plain
+P is summed before it is computed: cpu/amx/amx_product.h: float32: plain
 -  FA_INLINE void due() { work.rest(); }
 +  FA_INLINE void due() {}
-P of a chunk is lost with the next: cpu/amx/amx_forward.h: float32: plain
+P of a chunk is incomplete at the next chunk: cpu/amx/amx_forward.h: float32: plain
 -      made.rest();
 +
 a block's sum not added: cpu/amx/amx_forward.h: float32: plain
@@ -149,37 +149,37 @@ a block's l stays under the old pivot: cpu/amx/amx_forward.h: float32: rising
 tails, planes of P past the last key: cpu/amx/amx_operand.h: float32: right_window
 -(round_up(keys, kStep) - keys) * 16 * P, 0
 +(round_up(keys, kStep) - keys) * 16, 0
-a row as it lies, of any dtype: cpu/amx/amx_operand.h: float16: tiles in use
+rows of any dtype are read in place: cpu/amx/amx_operand.h: float16: tiles in use
 -if (whole && a.dtype == (P == 1 ? FA_BF16 : FA_F32)) {
 +if (whole) {
-2^30 is small enough: cpu/amx/bf16_split.h: float32: large values
+2^30 counts as small enough: cpu/amx/bf16_split.h: float32: large values
 -most = power_of_two(30)
 +most = power_of_two(31)
-zero has no planes: cpu/amx/bf16_split.h: float32: tiles in use
+zero counts as a value without planes: cpu/amx/bf16_split.h: float32: tiles in use
 -_mm512_mask_cmpge_epu32_mask(_mm512_test_epi32_mask(x, x), above
 +_mm512_mask_cmpge_epu32_mask(0xffff, above
-what has no planes is cut: cpu/amx/amx_operand.h: float32: rows without planes
+values without planes are truncated: cpu/amx/amx_operand.h: float32: rows without planes
 -return fit == kFits ? row : kZeros;
 +return row;
-queries are not looked at: cpu/amx/amx_forward.h: float32: rows without planes
+queries are not checked: cpu/amx/amx_forward.h: float32: rows without planes
 -if (unfit[i] || (some
 +if ((some
-values are not looked at: cpu/amx/split_fallback.h: float32: rows without planes
+values are not checked: cpu/amx/split_fallback.h: float32: rows without planes
 -const bool unfit = fits.k[j - fits.J0] != kFits || (fits.v && fits.v[j - fits.J0] != kFits);
 +const bool unfit = fits.k[j - fits.J0] != kFits;
-the band is not looked at beside a mask: cpu/amx/split_fallback.h: float32: unseen keys in a window
+the band is not checked with a mask: cpu/amx/split_fallback.h: float32: unseen keys in a window
 -if (seen.lo <= j && j < seen.hi &&
 +if (
-the mask is not looked at: cpu/amx/split_fallback.h: float32: unseen keys
+the mask is not checked: cpu/amx/split_fallback.h: float32: unseen keys
 -!(mask.data && read
 +!(false && read
-rows decide with their neighbours: cpu/amx/amx_forward.h: float32: rows without planes
+rows are judged together with their neighbours: cpu/amx/amx_forward.h: float32: rows without planes
 -meet_unfit(p, rows.one(i), {0, p.N}, fits)
 +meet_unfit(p, rows, {0, p.N}, fits)
-queries are not looked at in gradients: cpu/backward/gradient.h: float32: a tiny query
+queries are not checked in gradients: cpu/backward/gradient.h: float32: a tiny query
 -fit = !any_unfit(buf.q_unfit, rows.count) &&
 +fit = true &&
-rows on vectors stay in the sums: cpu/backward/backward.h: float32: keys without planes
+rows on vectors stay in the tiles' sums: cpu/backward/backward.h: float32: keys without planes
 -          std::fill(along, along + whole * part, E{});
 -        if (!keep)
 +          ;
@@ -187,10 +187,10 @@ rows on vectors stay in the sums: cpu/backward/backward.h: float32: keys without
 dQ of rows on vectors added twice: cpu/backward/backward.h: float32: keys without planes
 -seen[lane / part].count = 0;
 +;
-dQ of rows on vectors to the first part: cpu/backward/backward.h: float32: keys without planes
+dQ of rows on vectors goes to the first part: cpu/backward/backward.h: float32: keys without planes
 -add_on_vectors<NV>(p, here, mine, block.J0, dq_part(p, w, rows, lane), buf);
 +add_on_vectors<NV>(p, here, mine, block.J0, dq_part(p, w, rows, 0), buf);
-dV on vectors of undropped P: cpu/backward/backward.h: float32: keys without planes, dropout
+dV on vectors without dropout: cpu/backward/backward.h: float32: keys without planes, dropout
 -if (!G::of_weights(p)) add(p.dropout_p > 0 ? buf.dropped : buf.s, p.dout, p.Dv, buf.dv);
 +if (!G::of_weights(p)) add(buf.s, p.dout, p.Dv, buf.dv);
 dS always has planes: cpu/amx/amx_operand.h: float32: small dS
@@ -199,34 +199,34 @@ dS always has planes: cpu/amx/amx_operand.h: float32: small dS
 dS never has planes: cpu/amx/amx_operand.h: float32: small dS
 -return P == 1 || sums_fit(largest);
 +return P == 1;
-lanes on vectors mixed up: cpu/amx/amx_decode.h: float32: few rows without planes
+lanes on vectors are permuted: cpu/amx/amx_decode.h: float32: few rows without planes
 -not_served(p)[at] = buf.not_served[t * 16 + l];
 +not_served(p)[at] = buf.not_served[l];
-rows of lanes on vectors mixed up: cpu/amx/amx_decode.h: float32: few rows without planes, mask
+rows of lanes on vectors are permuted: cpu/amx/amx_decode.h: float32: few rows without planes, mask
 -heads.rows(l / heads.M).one(l % heads.M), keys
 +heads.rows(l / heads.M).one(l % heads.count), keys
-rows of another kernel's scores are not marked: cpu/amx/amx_forward.h: float32: far scores
+rescored rows are not marked: cpu/amx/amx_forward.h: float32: far scores
 -mark_scores(p, rows, i, not_served[t] >> i & 1);
 +mark_scores(p, rows, i, false);
-few rows of others' scores are not marked: cpu/amx/amx_decode.h: float32: far scores of few rows
+rescored few rows are not marked: cpu/amx/amx_decode.h: float32: far scores of few rows
 -mark_scores(p, rows, i, unfit);
 +mark_scores(p, rows, i, false);
-marks are not read: cpu/amx/split_fallback.h: float32: far scores
+marks are ignored: cpu/amx/split_fallback.h: float32: far scores
 -if ((bits(tail[i]) & 1) || q_unfit
 +if (q_unfit
-one lane's scores are all of theirs: cpu/amx/split_fallback.h: float32: far scores
+all lanes are rescored if one is: cpu/amx/split_fallback.h: float32: far scores
 -if (which >> at % (NV * 16) & 1) s[at]
 +s[at]
-rows on vectors share what one of them sees: cpu/amx/split_fallback.h: float32: what is theirs
+rows on vectors share visible keys: cpu/amx/split_fallback.h: float32: own keys
 -if (any(std::min(a.hi, b.hi), std::max(a.hi, b.hi))) return false;
 +;
-hidden keys are numbers on vectors: cpu/amx/split_fallback.h: float32: behind a window
+hidden keys are not zeroed on vectors: cpu/amx/split_fallback.h: float32: outside a window
 -std::fill_n(buf + j * columns, columns, 0.0f);
 +;
 float32 stays on the tiles: cpu/runtime/library.cpp: float32: choice
 -float32_on_tiles = on != 0;
 +float32_on_tiles = true;
-no scale is too large: cpu/runtime/library.cpp: float32: scale
+large scales are not checked: cpu/runtime/library.cpp: float32: scale
 -on_tiles(p.q.dtype) && (p.q.dtype == FA_BF16 || (-most < p.scale && p.scale < most))
 +on_tiles(p.q.dtype)
 """
@@ -259,7 +259,7 @@ def long_keys_of_few_rows(dtype):
 
 
 def large_scale(dtype):
-    planes.test_a_scale_that_shows_tiny_products_is_of_the_vector_kernels(MODEL, 127, True)
+    planes.test_a_scale_that_makes_tiny_products_visible_runs_on_vector_kernels(MODEL, 127, True)
 
 
 def unseen(dtype, how="mask"):
@@ -285,7 +285,7 @@ JUDGES = {
     "long keys of few rows": long_keys_of_few_rows,
     "long gradients": long_gradients,
     "rising": rising,
-    "lse": lambda dtype: planes.test_an_lse_is_a_float32_whatever_q_is(MODEL, 100, dtype),
+    "lse": lambda dtype: planes.test_lse_is_float32_for_every_dtype_of_q(MODEL, 100, dtype),
     "a tiny query": tiny_query,
     "rows without planes": without_planes,
     "few rows without planes": partial(without_planes, band="full", shape="12 rows of 8 heads"),
@@ -381,18 +381,18 @@ def kernels_of(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("what", FAULT)
-def test_a_fault_of_planes_is_noticed(what, kernels_of):
+def test_a_fault_of_bf16_splits_is_detected(what, kernels_of):
     fault = FAULT[what]
     kernels_of(fault.dtype, fault.file, fault.old, fault.new)
     try:
         judge(fault.seen_by, fault.dtype)
     except AssertionError:
         return
-    pytest.fail(f"{fault.seen_by} did not notice")
+    pytest.fail(f"{fault.seen_by} did not detect it")
 
 
 @pytest.mark.parametrize("dtype", PLANES)
-def test_without_a_fault_of_planes_there_is_nothing_to_notice(dtype, kernels_of):
+def test_the_source_without_faults_of_bf16_splits_passes(dtype, kernels_of):
     kernels_of(dtype)
     for name in sorted({fault.seen_by for fault in FAULT.values() if fault.dtype == dtype}):
         judge(name, dtype)

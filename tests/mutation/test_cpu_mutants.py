@@ -54,19 +54,19 @@ lengths ignored: common/band.h: lengths
 diagonal from N, not the length: common/band.h: bottom_right+lengths
 -p.bottom_right ? whole_length(p, b) - (
 +p.bottom_right ? all_keys(p) - (
-a part's own keys are all: common/band.h: bottom_right+place
+keys after a part are ignored: common/band.h: bottom_right+place
 -return p.at_key + p.N + p.keys_after;
 +return p.at_key + p.N;
-lengths of a part from its own first key: common/band.h: lengths+place
+lengths are counted from a part's first key: common/band.h: lengths+place
 -least(whole_length(p, b) - p.at_key, p.N)
 +least(whole_length(p, b), p.N)
-rows after a part are none: common/band.h: bottom_right+place
+rows after a part are ignored: common/band.h: bottom_right+place
 -(p.at_row + p.M + p.rows_after)
 +(p.at_row + p.M)
-rows of a part count from its own first: common/band.h: window+place
+rows are counted from a part's first row: common/band.h: window+place
 -return shift + p.at_row - p.at_key;
 +return shift - p.at_key;
-key heads in turn, not in runs: common/band.h: weights+gqa
+key heads are interleaved: common/band.h: weights+gqa
 -return h / (p.H / p.Hk);
 +return h % p.Hk;
 band one key short on the right: common/band.h: causal
@@ -75,10 +75,10 @@ band one key short on the right: common/band.h: causal
 band one key short on the left: common/band.h: window
 -return clip(i0 + shift - p.left, i1 - 1
 +return clip(i0 + shift - p.left + 1, i1 - 1
-whole blocks by their last row: common/band.h: causal
+whole blocks are judged by their last row: common/band.h: causal
 -i0 + shift + p.right + 1, key_length
 +i1 - 1 + shift + p.right + 1, key_length
-whole blocks by their first row: common/band.h: left_window
+whole blocks are judged by their first row: common/band.h: left_window
 -return clip(i1 - 1 + shift - p.left, i0
 +return clip(i0 + shift - p.left, i0
 kept values not scaled: common/philox.h: dropout
@@ -90,31 +90,31 @@ p = 1 keeps all: common/philox.h: dropout_of_all
 nine rounds: common/philox.h: dropout
 -constexpr int rounds = 10;
 +constexpr int rounds = 9;
-draws of a part by its own keys: cpu/score/tile.h: dropout+place
+draws by key numbers within a part: cpu/score/tile.h: dropout+place
 -const int64_t first = p.at_key + keys.j0;
 +const int64_t first = keys.j0;
-draws in fours from a part's first key: cpu/score/tile.h: dropout+place
+draws in fours that start at a part's first key: cpu/score/tile.h: dropout+place
 -for (int64_t j = -(first % 4); j < keys.count; j += 4) {
 +for (int64_t j = 0; j < keys.count; j += 4) {
-draws of a part by its own rows: cpu/score/tile.h: dropout+place
+draws by row numbers within a part: cpu/score/tile.h: dropout+place
 -uint32_t(p.at_row + rows.i0 + l + x);
 +uint32_t(rows.i0 + l + x);
-draws of a part by its own heads: cpu/score/tile.h: dropout+place
+draws by head numbers within a part: cpu/score/tile.h: dropout+place
 -drawn(p.at_head, rows.h,
 +drawn(0, rows.h,
-draws of a part by its own items: cpu/score/tile.h: dropout+place
+draws by item numbers within a part: cpu/score/tile.h: dropout+place
 -drawn(p.at_item, rows.b,
 +drawn(0, rows.b,
-draws of folded items go on: cpu/score/tile.h: folded
+draws of folded items do not repeat: cpu/score/tile.h: folded
 -rows.b, p.items_again);
 +rows.b, 0);
-draws of folded heads go on: cpu/score/tile.h: folded
+draws of folded heads do not repeat: cpu/score/tile.h: folded
 -rows.h, p.heads_again);
 +rows.h, 0);
-draws of folded heads go on, on tiles: cpu/score/tile.h: folded
+draws of folded heads do not repeat, on tiles: cpu/score/tile.h: folded
 -rows.h, p.heads_again);
 +rows.h, 0);
-draws repeat from the larger call's first: common/philox.h: folded
+draws repeat at the larger call's first item: common/philox.h: folded
 -if (period) x = static_cast<uint32_t>(x) % static_cast<uint32_t>(period);
 +if (period) x = (first + x) % period - first;
 three keys lost at a left edge after key 256: cpu/mask/visible_keys.h: far_bands
@@ -123,16 +123,16 @@ three keys lost at a left edge after key 256: cpu/mask/visible_keys.h: far_bands
 the last keys of a block lost: cpu/mask/visible_keys.h: plain
 -hi = std::min(J0 + width, seen.hi);
 +hi = std::min(J0 + width - 1, seen.hi);
-padding looked up in the first keys alone: cpu/mask/mask_classes.h: masks_of_heads
+padding is searched in the first keys only: cpu/mask/mask_classes.h: masks_of_heads
 -j < j1 && !mixed(all); j += kKeys)
 +j <= j0; j += kKeys)
-a row's mask taken for padding: cpu/mask/mask_classes.h: masks_of_heads
+a mask of one row counts as padding: cpu/mask/mask_classes.h: masks_of_heads
 -i < (a.row == 0 ? i0 + 1 : i1); ++i)
 +i < i0 + 1; ++i)
-a tile of finfo.min alone is one of -inf: cpu/mask/visible_keys.h: least
+a tile of only finfo.min counts as -inf: cpu/mask/visible_keys.h: least
 -if (scores[i] != -kInf<R> || !hidden(MaskClasses::scan(a, row.i0, row.end(), seen.lo, seen.hi)))
 +if (scores[i] != -kInf<R>)
-ALiBi's sign: cpu/score/tile.h: alibi
+ALiBi with the opposite sign: cpu/score/tile.h: alibi
 -return x - absolute<R>(at[v] - R(j)) * m; });
 +return x + absolute<R>(at[v] - R(j)) * m; });
 ALiBi of the first item: cpu/score/tile.h: alibi_batch
@@ -141,16 +141,16 @@ ALiBi of the first item: cpu/score/tile.h: alibi_batch
 ALiBi without the diagonal: cpu/score/tile.h: alibi+bottom_right+few_queries
 -const R first = R(rows.i0 + diagonal(p, rows.b) - keys.j0);
 +const R first = R(rows.i0 - keys.j0);
-a cap without its size: cpu/score/tile.h: softcap
+a softcap without its factor: cpu/score/tile.h: softcap
 -return t * c;
 +return t;
-softcap's derivative forgotten: cpu/score/tile.h: softcap
+softcap's derivative is wrong: cpu/score/tile.h: softcap
 -V(R(1) - t * t));
 +V(R(1) - t));
-the derivative of the first key: cpu/score/tile.h: softcap
+every key has softcap's derivative of the first: cpu/score/tile.h: softcap
 -x, derivative + j * lanes + v * W);
 +x, derivative + v * W);
-ALiBi before the cap: cpu/score/tile.h: softcap+alibi
+ALiBi before softcap: cpu/score/tile.h: softcap+alibi
 -if (p.softcap > 0) softcap(R(p.softcap), keys.count, s, derivative, second);
 -    if (p.slopes.data) alibi(p, rows, keys, s);
 +if (p.slopes.data) alibi(p, rows, keys, s);
@@ -158,7 +158,7 @@ ALiBi before the cap: cpu/score/tile.h: softcap+alibi
 a bool mask adds: cpu/score/tile.h: nan_scores
 -return add < R(0) ? add : x; });
 +return add + x; });
-a mask's row of the first query: cpu/score/tile.h: float_mask
+every query has the first one's mask row: cpu/score/tile.h: float_mask
 -each_lanes(a, rows.i0, rows.count, keys.j0
 +each_lanes(a, 0, rows.count, keys.j0
 padding from the first block: cpu/score/tile.h: padding_mask
@@ -170,13 +170,13 @@ a band wrong at one number of vectors: cpu/score/tile.h: band_widths
 a band wrong at one width: cpu/score/tile.h: band_widths
 -lo[l] = R(std::clamp<int64_t>(first + l - p.left, -1
 +lo[l] = R(std::clamp<int64_t>(first + l - p.left + (p.left == 31), -1
-the maximum forgotten: cpu/score/tile.h: plain
+the maximum ignored: cpu/score/tile.h: plain
 -store(m + v * W, top[v]);
 +;
 the sum not rescaled: cpu/score/tile.h: plain
 -load(l + v * W) * load(rescale + v * W) + sum[v]
 +load(l + v * W) + sum[v]
-the tail forgotten: cpu/score/tile.h: far_rows
+the tail omitted: cpu/score/tile.h: far_rows
 -exp(V((x - lse[v]) - tail[v]))
 +exp(V(x - lse[v]))
 dropout rows past 4096: cpu/score/tile.h: far_draws
@@ -188,25 +188,25 @@ one mask of dropout for all heads: cpu/score/tile.h: dropout
 one mask of dropout for all items: cpu/score/tile.h: dropout
 -c3 = splat(item)
 +c3 = splat(uint32_t(0))
-another word of a draw: cpu/score/tile.h: dropout
+a draw takes another word: cpu/score/tile.h: dropout
 -store(words + kMaxLanes + l, c1);
 +store(words + kMaxLanes + l, c2);
 dP not dropped: cpu/score/tile.h: dropout
 -br[l] = w[l] >= rule.threshold ? br[l] * factor : R(0);
 +br[l] = br[l] * factor;
-tanh by the far formula near 0: cpu/base/simd.h: weak_softcap
+tanh near 0 with the formula for large arguments: cpu/base/simd.h: weak_softcap
 -a < R(0.625) ? near : far
 +a < R(0) ? near : far
-tanh's sign: cpu/base/simd.h: softcap
+tanh without its sign: cpu/base/simd.h: softcap
 -return x < R(0) ? -t : t;
 +return t;
-heads taken for alike in spite of a mask: cpu/score/tile.h: decode+head_bias_grad
+heads with different masks count as equal: cpu/score/tile.h: decode+head_bias_grad
 -(p.mask.stride[1] == 0 && p.mask.stride[2] == 0)
 +(p.mask.stride[2] == 0)
-heads taken for alike in spite of ALiBi: cpu/score/tile.h: decode+alibi
+heads with different ALiBi slopes count as equal: cpu/score/tile.h: decode+alibi
 -return !p.slopes.data && p.dropout_p == 0 &&
 +return p.dropout_p == 0 &&
-heads taken for alike in spite of dropout: cpu/score/tile.h: decode+dropout
+heads with different dropout count as equal: cpu/score/tile.h: decode+dropout
 -!p.slopes.data && p.dropout_p == 0 &&
 +!p.slopes.data &&
 the last chunk of keys dropped: cpu/forward/decode.h: decode
@@ -215,22 +215,22 @@ the last chunk of keys dropped: cpu/forward/decode.h: decode
 every chunk weighs the same: cpu/forward/decode.h: decode
 -l += weight * from.l[at];
 +l += from.l[at];
-a sink for every chunk's head: cpu/forward/decode.h: decode+sinks
+a sink is counted in every chunk: cpu/forward/decode.h: decode+sinks
 -p.sinks.dtype, h * p.sinks.stride[1])
 +p.sinks.dtype, 0 * p.sinks.stride[1])
 the last keys of a row count as keys: cpu/forward/few_rows.h: decode
 -std::fill(s + keys, s + end, -kInf<R>);
 +std::fill(s + keys, s + end, R(0));
-few rows are those of the first head: cpu/backward/few_gradients.h: few_rows
+few rows are read from the first head: cpu/backward/few_gradients.h: few_rows
 -const int64_t first = h * p.M;
 +const int64_t first = 0;
-few rows have the LSE of the first: cpu/backward/few_gradients.h: few_rows
+few rows have the first row's LSE: cpu/backward/few_gradients.h: few_rows
 -const R lse = normaliser.lse[i], tail
 +const R lse = normaliser.lse[0], tail
-few rows have the delta of the first: cpu/backward/few_gradients.h: few_rows
+few rows have the first row's delta: cpu/backward/few_gradients.h: few_rows
 -(load(ds + j) - delta[i]);
 +(load(ds + j) - delta[0]);
-few rows have the LSE of the first head: cpu/backward/few_gradients.h: few_rows
+few rows have the first head's LSE: cpu/backward/few_gradients.h: few_rows
 -buf.seen[h], w.normaliser.from(lane(h)), w.delta
 +buf.seen[h], w.normaliser.from(lane(0)), w.delta
 few rows' dK without its scale: cpu/backward/few_gradients.h: few_rows
@@ -242,7 +242,7 @@ few rows' dQ without its scale: cpu/backward/few_gradients.h: few_rows
 few rows' dQ without its last part: cpu/backward/few_gradients.h: few_rows
 -c < Chunks::chunks(p); ++c) {
 +c + 1 < Chunks::chunks(p); ++c) {
-few rows' parts of dQ are those of the first: cpu/backward/few_gradients.h: few_rows
+few rows' parts of dQ are the first part: cpu/backward/few_gradients.h: few_rows
 -i = row % p.M;
 +i = 0 * row;
 few rows' dK and dV begin at the first key: cpu/backward/few_gradients.h: few_rows
@@ -263,7 +263,7 @@ a few rows' first key counts as hidden: cpu/backward/few_gradients.h: few_rows
 few rows see a block that a mask hides: cpu/backward/few_gradients.h: masks_of_heads
 -scores.clear(p.M);
 +;
-few rows' dV of what was not dropped: cpu/backward/few_gradients.h: few_rows+dropout
+few rows' dV without dropout: cpu/backward/few_gradients.h: few_rows+dropout
 -buf.dropped ? buf.dropped : buf.s;
 +buf.s;
 few rows' dP is not dropped: cpu/backward/few_gradients.h: few_rows+dropout
@@ -281,19 +281,19 @@ few rows' dmask begins at the first key: cpu/backward/few_gradients.h: few_rows+
 a sink with a value of 1: cpu/forward/forward.h: sinks
 -sink == -kInf<R> ? R(0) : R(1));
 +sink == -kInf<R> ? R(0) : R(2));
-values from the start of a block: cpu/forward/forward.h: far_bands
+values are read from the start of a block: cpu/forward/forward.h: far_bands
 -v.data += (keys.j0 - J0) / pair * v.stride;
 +;
 delta without dLSE: cpu/backward/backward.h: lse_loss
 -if (p.dlse.data) subtract(p.dlse, rows, delta);
 +;
-dQ from the start of a block: cpu/backward/backward.h: far_bands
+dQ starts at the first key of a block: cpu/backward/backward.h: far_bands
 -k_across.data + first / pair * k_across.stride
 +k_across.data
 gradients of keys from one head: cpu/backward/backward.h: gqa
 -const int64_t all = group * G::tiles(p);
 +const int64_t all = G::tiles(p);
-dV of what was not dropped: cpu/backward/backward.h: dropout
+dV without dropout: cpu/backward/backward.h: dropout
 -p.dropout_p > 0 ? buf.dropped : buf.s;
 +buf.s;
 the last heads of a group lost: cpu/forward/forward.h: shared_heads
@@ -305,10 +305,10 @@ one head of a task computed: cpu/forward/forward.h: shared_heads
 tasks count heads by key heads: cpu/forward/forward.h: shared_heads
 -hk = at % each / shares(p), end_head
 +hk = at % p.Hk, end_head
-V not moved on between fetches: cpu/forward/forward.h: shared_heads
+V is not advanced between fetches: cpu/forward/forward.h: shared_heads
 -{v.data + c, v.stride}, weights
 +{v.data, v.stride}, weights
-the last segment forgotten: cpu/backward/backward.h: grouped_rows
+the last segment omitted: cpu/backward/backward.h: grouped_rows
 -for (int64_t s = 1; s < G::segments(p); ++s)
 +for (int64_t s = 1; s + 1 < G::segments(p); ++s)
 the gradient of a sink has the other sign: cpu/backward/backward.h: sinks
@@ -326,10 +326,10 @@ a mask's gradient of one item: cpu/backward/mask_gradient.h: head_bias_grad
 a mask's gradient of one head: cpu/backward/mask_gradient.h: key_bias_grad
 -h < (sum_h ? p.H : head + 1)
 +h < head + 1
-a mask's gradient where nobody looks: cpu/backward/mask_gradient.h: bias_grad+window
+a mask's gradient at hidden keys is not zeroed: cpu/backward/mask_gradient.h: bias_grad+window
 -clear(l, seen.hi, p.N);
 +;
-all that is finfo.min is -inf: common/mask_bits.h: dense_masks
+finfo.min counts as -inf: common/mask_bits.h: dense_masks
 -Bits(kLeast) : below;
 +Bits(kHidden) : below;
 every word of a mask is the last: cpu/mask/mask_classes.h: dense_masks
@@ -347,19 +347,19 @@ the last keys of a tile are like the first: cpu/mask/mask_classes.h: dense_masks
 columns of a mask from the first row: cpu/mask/mask_classes.h: dense_masks
 -a.at(i0, j), 1, rows);
 +a.at(0, j), 1, rows);
-rows that have seen nothing but finfo.min are left at that: cpu/mask/visible_keys.h: dense_masks
+rows with only finfo.min so far stop there: cpu/mask/visible_keys.h: dense_masks
 -    return tiles;
 +    return false;
 gradients where every score is finfo.min: cpu/mask/visible_keys.h: dense_masks
 -    if (!(scores[i] > R(-0x1p126))) return kHidden;
 +    ;
-a mask that hides little is not read: cpu/score/tile.h: dense_masks
+a mask that hides few keys is not read: cpu/score/tile.h: dense_masks
 -p.mask.data && held(p, rows, keys) != kVisible;
 +p.mask.data && !(held(p, rows, keys) & kVisible);
-a mask's gradient in parts that are skipped: cpu/backward/mask_gradient.h: dense_masks
+a mask's gradient in skipped parts is not zeroed: cpu/backward/mask_gradient.h: dense_masks
 -l < rows.count && left.count < keys.count; ++l)
 +l < 0; ++l)
-keys before the last that are hidden: cpu/mask/visible_keys.h: dense_masks
+the last visible block is dropped: cpu/mask/visible_keys.h: dense_masks
 -hi = (hi - 1) / step * step;
 +hi = (hi - 1) / step * step - 1;
 the mean over heads is their sum: cpu/forward/weights.h: weights
@@ -374,7 +374,7 @@ packing on tiles, a row past the last: cpu/amx/amx_operand.h: tile_edges
 packing on tiles, columns past the last are not 0: cpu/amx/amx_operand.h: plain
 -std::fill(buf + x * ld + columns, buf + (x + 1) * ld, Source(0));
 +;
-packing on tiles, a column's stride forgotten: cpu/amx/amx_operand.h: tile_edges+column_major
+packing on tiles, a column's stride ignored: cpu/amx/amx_operand.h: tile_edges+column_major
 -const bool whole = a.step == 1 && columns % kStep == 0;
 +const bool whole = columns % kStep == 0;
 packing on tiles, V of the next step is that of the first: cpu/amx/amx_operand.h: plain
@@ -386,19 +386,19 @@ packing on tiles, values past a length: cpu/amx/amx_forward.h: length_edges
 packing on tiles, values of the first head: cpu/amx/amx_forward.h: plain
 -(b * p.Hk + hk) * padded_keys(p), all
 +b * p.Hk * padded_keys(p), all
-pairs on tiles the wrong way round: cpu/amx/bf16_split.h: plain
+pairs on tiles swapped: cpu/amx/bf16_split.h: plain
 -_mm512_or_si512(lo, _mm512_slli_epi32(hi, 16));
 +_mm512_or_si512(hi, _mm512_slli_epi32(lo, 16));
-pairs on tiles of P the wrong way round: cpu/amx/bf16_split.h: plain
+pairs on tiles of P swapped: cpu/amx/bf16_split.h: plain
 -_mm512_srli_epi32(first, 16), second);
 +_mm512_srli_epi32(second, 16), first);
-pairs on tiles of neighbours: cpu/amx/amx_operand.h: dropout
+pairs on tiles from neighbouring rows: cpu/amx/amx_operand.h: dropout
 -load(tile + l + 16 * lanes)
 +load(tile + l + lanes)
-pairs on tiles of dS the wrong way round: cpu/amx/amx_operand.h: plain
+pairs on tiles of dS swapped: cpu/amx/amx_operand.h: plain
 -store(to + plane * 32, pair_up(half[0], half[2]));
 +store(to + plane * 32, pair_up(half[2], half[0]));
-pairs on tiles cut off, not rounded: cpu/amx/bf16_split.h: bias
+pairs on tiles truncated, not rounded: cpu/amx/bf16_split.h: bias
 -return _mm512_add_epi32((__m512i)x, _mm512_set1_epi32(0x8000));
 +return (__m512i)x;
 tails on tiles, keys past the last have weights: cpu/amx/amx_softmax.h: tile_edges
@@ -410,22 +410,22 @@ tails on tiles, dS past the last key: cpu/amx/amx_operand.h: right_window
 tails on tiles, P past the last key: cpu/amx/amx_operand.h: right_window
 -std::fill(to, to + (round_up(keys, kStep) - keys) * 16 * P, 0);
 +;
-tails on tiles, the last 32 lanes of 128 forgotten: cpu/backward/backward.h: tile_edges
+tails on tiles, the last 32 lanes of 128 omitted: cpu/backward/backward.h: tile_edges
 -parts = (rows.count + part - 1) / part;
 +parts = std::min<int64_t>(3, (rows.count + part - 1) / part);
-dS on tiles from the start of a block: cpu/backward/backward.h: far_bands
+dS on tiles starts at the first key of a block: cpu/backward/backward.h: far_bands
 -Op::multiply_add(k_turned + (seen[x].j0 - block.J0) * d, part
 +Op::multiply_add(k_turned, part
-what a part of the rows does not see on tiles: cpu/backward/backward.h: causal
+hidden keys after a part's band are not zeroed on tiles: cpu/backward/backward.h: causal
 -std::fill(along + end * part, along + whole * part, E{});
 +;
-what comes before what a part sees on tiles: cpu/backward/backward.h: left_window
+hidden keys before a part's band are not zeroed on tiles: cpu/backward/backward.h: left_window
 -std::fill(along, along + skipped * part, E{});
 +;
 the second tile of lanes is the first: cpu/amx/amx_product.h: plain
 -amx::load<5>(b.tile(16, 0), b.stride());
 +amx::load<5>(b.tile(0, 0), b.stride());
-a step of the head dim forgotten: cpu/amx/amx_product.h: plain
+a step of the head dim omitted: cpu/amx/amx_product.h: plain
 -for (int64_t x = 0; x < steps; ++x)
 +for (int64_t x = 0; x + 1 < steps; ++x)
 the lazy pivot stays at the first: cpu/amx/amx_softmax.h: rising
@@ -440,28 +440,28 @@ the lazy pivot moves and O of a few rows does not: cpu/amx/amx_decode.h: rising
 the lazy pivot moves and l does not: cpu/amx/amx_softmax.h: rising
 -store(l + v * W, V(load(l + v * W) * change));
 +;
-the lazy pivot takes all lanes with it: cpu/amx/amx_softmax.h: rising
+the lazy pivot of one lane moves all lanes: cpu/amx/amx_softmax.h: rising
 -_mm512_mask_mov_ps(old, up[v], top[v]);
 +up[v] ? top[v] : old;
-the largest score is sought among every fourth key: cpu/amx/amx_softmax.h: rising
+the largest score is searched in every fourth key: cpu/amx/amx_softmax.h: rising
 -max_or_second(of[0][v], of[1][v])
 +of[0][v]
-the largest score is not sought among the last keys: cpu/amx/amx_softmax.h: rising
+the largest score is not searched in the last keys: cpu/amx/amx_softmax.h: rising
 -for (; j < keys; ++j) take(j, 0);
 +;
-the vectors do not make all of P: cpu/amx/amx_softmax.h: plain
+the vector kernels omit the last part of P: cpu/amx/amx_softmax.h: plain
 -here.next_ < here.end_
 +here.next_ + 1 < here.end_
 P under the old pivot is summed under the new: cpu/amx/amx_forward.h: rising
 -        sum(j);
 +
-P of the chunks before is lost: cpu/amx/amx_forward.h: plain
+P of earlier chunks is overwritten: cpu/amx/amx_forward.h: plain
 -buf.p + (j - keys.j0) * kLanesUsed;
 +buf.p;
-rows of a few heads share one's features: cpu/amx/amx_decode.h: few_heads+alibi
+rows of a few heads use one head's features: cpu/amx/amx_decode.h: few_heads+alibi
 -f(heads.rows(x), one);
 +f(heads.rows(0), one);
-lanes of a few heads mixed up: cpu/amx/amx_decode.h: few_heads
+lanes of a few heads are permuted: cpu/amx/amx_decode.h: few_heads
 -heads.h + l / heads.M), l % heads.M, 0,
 +heads.h + l % heads.count), l / heads.count, 0,
 every tile of keys in pages is the first: cpu/amx/amx_decode.h: pages
@@ -470,46 +470,46 @@ every tile of keys in pages is the first: cpu/amx/amx_decode.h: pages
 a chunk too many for a few rows on tiles: cpu/forward/decode.h: few_heads
 -(chunk + 1) * kChunkKeys, seen.hi);
 +(chunk + 2) * kChunkKeys, seen.hi);
-rows in eight bits have the scale of the first: cpu/base/matrix_view.h: storage
+rows in eight bits have the first row's scale: cpu/base/matrix_view.h: storage
 -later += row_by, by += scale_by)
 +later += row_by)
-rows in eight bits have the scale of the first page: cpu/base/matrix_view.h: storage
+rows in eight bits have the first page's scale: cpu/base/matrix_view.h: storage
 -+ scale.at(at) + block * scale_apart;
 ++ scale.at(at);
-rows in eight bits have the scale of the first head: cpu/base/matrix_view.h: storage
+rows in eight bits have the first head's scale: cpu/base/matrix_view.h: storage
 -plane(scale, b, hk), scale.stride[0]
 +plane(scale, b, 0), scale.stride[0]
 values in eight bits have the scales of keys: cpu/base/matrix_view.h: storage
 -key_plane(p, p.v, p.v_scale, b, hk)
 +key_plane(p, p.v, p.k_scale, b, hk)
-rows in eight bits are those of the first page: cpu/base/matrix_view.h: storage
+rows in eight bits are read from the first page: cpu/base/matrix_view.h: storage
 -Plane::at(at, c) + block * apart;
 +Plane::at(at, c);
-columns in eight bits lie side by side: cpu/base/matrix_view.h: storage
+columns in eight bits are read as contiguous: cpu/base/matrix_view.h: storage
 -row[i] = src[i * step];
 +row[i] = src[i];
-the NaN of float8 is a number: cpu/base/quantised.h: storage
+the NaN of float8 is read as a number: cpu/base/quantised.h: storage
 -& int16_t(0x7C00))) * 256.0f;
 +& int16_t(0))) * 256.0f;
-numbers of float8 are those of halves: cpu/base/quantised.h: storage
+float8 is converted without the exponent's offset: cpu/base/quantised.h: storage
 -0x7C00))) * 256.0f;
 +0x7C00)));
-a mask's gradient of any size is written: common/extents.h: extents
+the size of a mask's gradient is not checked: common/extents.h: extents
 -check(FA_WRITES_DMASK, p.dmask, {p.B, p.H, p.M, p.N}, true);
 +;
-sequences write one part of a mask's gradient: common/extents.h: extents
+the part of a mask's gradient per sequence is not checked: common/extents.h: extents
 -summed && size[at] == 1 && !(at == 0 && p.cu_q);
 +summed && size[at] == 1;
-sequences write one part of the sinks' gradient: common/extents.h: extents
+the part of the sinks' gradient per sequence is not checked: common/extents.h: extents
 -{p.cu_q ? p.B : 1, p.H, 1, 1}
 +{1, p.H, 1, 1}
-columns are not counted: common/extents.h: extents
+the number of columns is not checked: common/extents.h: extents
 -at < 4 && !absent
 +at < 3 && !absent
-what is packed has the rows of one sequence: common/extents.h: extents
+a packed batch is checked with one sequence's rows: common/extents.h: extents
 -M = p.cu_q ? p.T : p.M, N
 +M = p.M, N
-tangents beside out are not looked at: common/extents.h: extents
+tangents computed with out are not checked: common/extents.h: extents
 -if (pass == FA_JVP || pass == FA_FORWARD_JVP) {
 +if (pass == FA_JVP) {
 """
@@ -739,31 +739,31 @@ needs_model = pytest.mark.skipif(
 )
 
 
-def noticed(what, kernels_of, dtype=torch.float32):
+def detected(what, kernels_of, dtype=torch.float32):
     fault = FAULT[what]
     kernels_of(fault.file, fault.old, fault.new, tiled=dtype == torch.bfloat16)
-    assert any(complaints(fault.seen_by, dtype)), f"{fault.seen_by} did not notice"
+    assert any(complaints(fault.seen_by, dtype)), f"{fault.seen_by} did not detect it"
 
 
 @pytest.mark.parametrize("what", [x for x in FAULT if not is_tiled(x)])
-def test_a_fault_is_noticed(what, kernels_of):
-    noticed(what, kernels_of)
+def test_a_fault_is_detected(what, kernels_of):
+    detected(what, kernels_of)
 
 
 @needs_model
 @pytest.mark.parametrize("what", [x for x in FAULT if is_tiled(x)])
-def test_a_fault_on_tiles_is_noticed(what, kernels_of):
-    noticed(what, kernels_of, torch.bfloat16)
+def test_a_fault_on_tiles_is_detected(what, kernels_of):
+    detected(what, kernels_of, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", SLICES)
-def test_without_a_fault_there_is_nothing_to_notice(name):
+def test_the_source_without_faults_passes(name):
     assert not list(complaints(name))
 
 
 @needs_model
 @pytest.mark.parametrize("name", sorted({FAULT[x].seen_by for x in filter(is_tiled, FAULT)}))
-def test_without_a_fault_on_tiles_there_is_nothing_to_notice(name):
+def test_the_source_without_faults_on_tiles_passes(name):
     with variant("amx_model"):
         assert not list(complaints(name, torch.bfloat16))
 

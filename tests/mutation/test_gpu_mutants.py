@@ -27,40 +27,40 @@ def faults_of(kind):
     return pytest.mark.parametrize("title", cases)
 
 
-def noticed(title):
+def detected(title):
     fault = table.every()[title]
     found = notice.notices(fault)
     if fault.survives:
-        assert not found, f"{title}: it is said to survive ({fault.survives}), but: {found}"
+        assert not found, f"{title}: expected no complaint ({fault.survives}), got {found}"
     else:
-        assert found, f"{title}: {fault.seen_by} did not notice"
+        assert found, f"{title}: {fault.seen_by} did not detect it"
 
 
 @faults_of("kernels")
-def test_a_fault_of_a_kernel_is_noticed(title):
-    noticed(title)
+def test_a_fault_of_a_kernel_is_detected(title):
+    detected(title)
 
 
 @faults_of("assembly")
-def test_a_fault_of_the_assembly_is_noticed(title):
-    noticed(title)
+def test_a_fault_of_the_assembly_is_detected(title):
+    detected(title)
 
 
 @faults_of("launch")
-def test_a_fault_of_the_launch_path_is_noticed(title):
-    noticed(title)
+def test_a_fault_of_the_launch_path_is_detected(title):
+    detected(title)
 
 
 @faults_of("compiled")
-def test_a_fault_of_a_compiled_kernel_is_noticed(title):
-    noticed(title)
+def test_a_fault_of_a_compiled_kernel_is_detected(title):
+    detected(title)
 
 
 SLICES = sorted({x.seen_by for x in table.every().values()})
 
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=run_by(x)) for x in SLICES])
-def test_without_a_fault_there_is_nothing_to_notice(name):
+def test_the_source_without_faults_passes(name):
     assert not notice.notices(notice.RIGHT, name)
 
 
@@ -71,7 +71,7 @@ def test_the_first_list_is_in_the_table():
 
 
 @pytest.mark.parametrize("old, times", [("no such code", 0), ("block_sync", 3)])
-def test_an_edit_is_of_code_that_is_there_once(old, times):
+def test_an_edit_matches_the_source_once(old, times):
     edit = table.Edit("cuda/sm80/forward.cuh", old, "")
     fault = table.Fault("a fault", "forward", (edit,), "")
     with pytest.raises(AssertionError, match=f"a fault: '{old}' is in .* {times} times"):
@@ -80,14 +80,14 @@ def test_an_edit_is_of_code_that_is_there_once(old, times):
 
 @pytest.mark.parametrize("old, times", [("no such code", 0), (r"bar\.sync 0;", 3)])
 @ours.needs_nvcc
-def test_so_is_one_of_a_compiled_kernel(old, times):
+def test_an_edit_of_a_compiled_kernel_matches_once(old, times):
     fault = table.Fault("a fault", "ptx forward", (table.Edit("forward_kernel", old, ""),), "")
     with pytest.raises(AssertionError, match=f"a fault: .* is in forward_kernel {times} times"):
         notice.notices(fault)
 
 
 @ours.needs_nvcc
-def test_an_edit_is_of_a_kernel_that_runs():
+def test_an_edit_changes_a_kernel_that_runs():
     fault = table.Fault("a fault", "ptx forward", (table.Edit("dq_kernel", "a", ""),), "")
     with pytest.raises(AssertionError, match="a fault: ptx forward runs no dq_kernel"):
         notice.notices(fault)

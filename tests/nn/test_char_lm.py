@@ -102,7 +102,7 @@ def torchs_on_two_threads():
     return torch.tensor(json.loads(done.stdout), dtype=torch.float64)
 
 
-def test_trains_as_torch_does(threads):
+def test_training_equals_torchs(threads):
     text, characters = standard_library()
     threads(1)
     torchs = loss_curve(text, characters, ours=False)

@@ -70,7 +70,7 @@ def test_ranks_of_torchrun(tmp_path):
     assert "512 tokens on 2 ranks by usp, zigzag" in done.stdout
 
 
-def test_ranks_that_a_strategy_cannot_take_are_told_at_once(capsys):
+def test_an_impossible_number_of_ranks_raises_at_once(capsys):
     with pytest.raises(SystemExit):
         long_context.main(["--ranks", "3"])
     assert "3 ranks can take gather, ring" in capsys.readouterr().err
@@ -86,7 +86,7 @@ def by_the_paper(cases, spoiled=()):
 
 
 @pytest.mark.parametrize("disturbed", [0, 3, complexity.ATTEMPTS])
-def test_what_a_busy_machine_disturbed_is_measured_again(disturbed):
+def test_disturbed_timings_are_measured_again(disturbed):
     """Up to the number of attempts, and only cases with unexpected times."""
     every = {case for cases in complexity.TIME.values() for case in cases}
     last = complexity.TIME[complexity.RESTRICTED, "r"][-1]
@@ -108,7 +108,7 @@ def test_what_a_busy_machine_disturbed_is_measured_again(disturbed):
 # --- shared helpers -------------------------------------------------------------------------------
 
 
-def test_a_claim_that_fails_is_told_and_ends_with_status_1(capsys):
+def test_a_failed_claim_is_printed_and_the_status_is_1(capsys):
     claims = common.Claims()
     claims.prove("one is one", 1 == 1)
     assert claims.status() == 0
@@ -117,7 +117,7 @@ def test_a_claim_that_fails_is_told_and_ends_with_status_1(capsys):
     assert capsys.readouterr().out == "proved  one is one\nFAILED  one is two\n"
 
 
-def test_a_picture_that_cannot_be_drawn_is_told_at_once(monkeypatch, capsys):
+def test_a_picture_that_cannot_be_drawn_raises_at_once(monkeypatch, capsys):
     made = common.parser("translate", "doc")
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert common.parse(made, []).plot is None

@@ -84,7 +84,7 @@ def test_concatenated_heads_are_single_heads_side_by_side(name, on):
 
 @every_backend
 @pytest.mark.parametrize("heads", [1, 2])
-def test_dropout_is_of_training_alone_and_in_the_weights(name, heads, on):
+def test_dropout_is_active_in_training_only_and_in_the_weights(name, heads, on):
     module = nn.CausalSelfAttention(8, 8, dropout=0.4, num_heads=heads)
     x = torch.randn(2, 9, 8)
     torch.manual_seed(5)
@@ -99,7 +99,7 @@ def test_dropout_is_of_training_alone_and_in_the_weights(name, heads, on):
     assert torch.equal(module.eval()(x), module(x))
 
 
-def test_wrong_shapes_are_told():
+def test_wrong_shapes_raise():
     attention = nn.ScaledDotProductAttention()
     x = torch.randn(2, 5, 8)
     with pytest.raises(ValueError, match="same leading dimensions"):
@@ -163,7 +163,7 @@ def test_masks_of_causal_self_attention(heads, shape):
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 7), (4, 1, 5, 7), (2, 1, 3, 5, 1), (7,)], ids=str)
-def test_masks_beside_many_leading_dimensions(shape):
+def test_masks_with_many_leading_dimensions(shape):
     q, k, v = (torch.randn(2, 4, 3, n, 8) for n in (5, 7, 7))
     mask = (torch.arange(math.prod(shape)) ** 2 % 5 - 1).view(shape)  # -1 shows, like all but 0
     found = nn.ScaledDotProductAttention()(q, k, v, mask, need_weights=True)
@@ -171,7 +171,7 @@ def test_masks_beside_many_leading_dimensions(shape):
         torch.testing.assert_close(x, y, rtol=2e-5, atol=2e-6)
 
 
-def test_beside_the_minus_1e9_of_the_tutorials():
+def test_results_compared_with_minus_1e9_of_the_tutorials():
     """Tutorials add -1e9 to the scores where a mask is 1. Results agree except for rows without
     keys: in tutorials their weights are equal and the output is the mean of v; here it is 0."""
     q, k, v = torch.randn(3, 2, 5, 8)
@@ -275,7 +275,7 @@ def test_every_step_of_traced_attention(name, embed, heads, mask, on):
     same([module(*inputs, mask)], [expected["x"]], [*inputs, *module.parameters()])
 
 
-def test_the_scale_of_the_paper_may_be_asked_for():
+def test_the_scale_of_the_paper_can_be_set():
     x = torch.randn(2, 6, 12)
     module = nn.TracedAttention(12, 4, dropout=0.0, scale=3**-0.5)
     q, k, v = (heads_of(p(x), 4) for p in (module.q_proj, module.k_proj, module.v_proj))
@@ -447,7 +447,7 @@ OTHERS = {"Residual", "EncoderDecoder", "Transformer", "ScaledDotProductAttentio
 OTHERS |= {"SinusoidalPositionalEncoding", "RotaryEmbedding"}
 
 
-def test_every_class_is_known_here():
+def test_every_class_is_in_the_table():
     classes = [getattr(nn, name) for name in nn.__all__]
     modules = {
         x.__name__ for x in classes if isinstance(x, type) and issubclass(x, torch.nn.Module)

@@ -191,7 +191,7 @@ def test_dropout_acts_in_training_in_each_place():
     assert rates == {everywhere.self_attn.dropout, everywhere.cross_attn.dropout} == {0.3}
 
 
-def test_what_is_hidden_does_not_matter():
+def test_hidden_tokens_do_not_change_outputs():
     """Values of future tokens and padding do not change the outputs of other tokens."""
     model = tokens_model().eval()
     src, tgt = torch.randint(1, 11, (B, N)) * SHOWN, torch.randint(1, 11, (B, M))
@@ -220,7 +220,7 @@ def test_layers_of_a_stack_begin_apart():
 
 
 @pytest.mark.parametrize("norm_first", [False, True])
-def test_dropout_zeroes_what_a_sublayer_adds(norm_first):
+def test_dropout_zeroes_the_output_of_a_sublayer(norm_first):
     """At rate 1 a residual adds nothing, and a feed-forward network returns its last bias."""
     x, residual = torch.randn(2, 3, E), nn.Residual(E, dropout=1.0, norm_first=norm_first)
     assert torch.equal(residual(x, torch.nn.Linear(E, E)), x if norm_first else residual.norm(x))
@@ -229,7 +229,7 @@ def test_dropout_zeroes_what_a_sublayer_adds(norm_first):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_an_encoder_decoder_hands_on_every_mask(causal):
+def test_an_encoder_decoder_passes_on_every_mask(causal):
     encoder = nn.Encoder(nn.EncoderLayer(E, H, FF), 1)
     decoder = nn.Decoder(nn.DecoderLayer(E, H, FF), 1)
     model = drawn(nn.EncoderDecoder(encoder, decoder)).eval()

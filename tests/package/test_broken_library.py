@@ -17,7 +17,7 @@ import torch
 import fastattn
 from fastattn.backends.native import elf, libraries
 
-NOBODY = 65534
+UNPRIVILEGED = 65534
 TORCH = Path(torch.__file__).parent / "lib" / "libtorch_global_deps.so"
 
 LOADER = f"""
@@ -27,7 +27,7 @@ from fastattn import native
 
 def reason(cuda, unreadable):
     if unreadable and os.geteuid() == 0:
-        os.seteuid({NOBODY})  # nothing is unreadable to root
+        os.seteuid({UNPRIVILEGED})  # nothing is unreadable to root
     return native.cuda_unavailable() if cuda else native.cpu_unavailable()
 
 for name, path, cuda, unreadable in json.load(sys.stdin):
@@ -40,13 +40,13 @@ for name, path, cuda, unreadable in json.load(sys.stdin):
             os.write(write, repr(error).encode())
         os._exit(0)
     os.close(write)
-    said = os.read(read, 1 << 16).decode()  # nothing from one that was killed
-    print(json.dumps([name, os.waitpid(child, 0)[1], said]))
+    output = os.read(read, 1 << 16).decode()  # nothing from one that was killed
+    print(json.dumps([name, os.waitpid(child, 0)[1], output]))
 """
 
 
-def patched(whole, at, *values):
-    found = bytearray(whole)
+def patched(intact, at, *values):
+    found = bytearray(intact)
     found[at : at + len(values)] = bytes(values)
     return bytes(found)
 
@@ -99,17 +99,17 @@ OTHER_ABI = "\n".join(
 
 
 @pytest.fixture(scope="module")
-def whole():
+def intact():
     if why := libraries.cpu_unavailable():
         pytest.skip(why)
     return libraries.cpu().path
 
 
-def make(folder, name, whole):
+def make(folder, name, intact):
     """Create the broken library of that name."""
     path = folder / name.replace(" ", "_")
     if name in CONTENTS:
-        path.write_bytes(CONTENTS[name][0](whole.read_bytes()))
+        path.write_bytes(CONTENTS[name][0](intact.read_bytes()))
     elif name == "a directory":
         path.mkdir()
     elif name == "a pipe":
@@ -117,11 +117,11 @@ def make(folder, name, whole):
     elif name == "a link to nothing":
         path.symlink_to(folder / "nowhere")
     elif name == "unreadable":
-        shutil.copy(whole, path)
+        shutil.copy(intact, path)
         path.chmod(0)
     elif name == "in an unreadable folder":
         path.mkdir()
-        shutil.copy(whole, path / "library.so")
+        shutil.copy(intact, path / "library.so")
         path.chmod(0)
         return path / "library.so"
     elif name == "without the symbols":
@@ -136,15 +136,15 @@ def make(folder, name, whole):
 
 
 @pytest.fixture(scope="module")
-def said(whole):
+def reasons(intact):
     """{(name, is it the CUDA library): (how its process ended, the reason it printed)}."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's folders are private to their owner
         os.chmod(folder, 0o755)
-        return load_all(Path(folder), whole)
+        return load_all(Path(folder), intact)
 
 
-def load_all(folder, whole):
-    made = {name: make(folder, name, whole) for name in (*CONTENTS, *OTHERS)}
+def load_all(folder, intact):
+    made = {name: make(folder, name, intact) for name in (*CONTENTS, *OTHERS)}
     wanted = [
         ((name, cuda), str(path), cuda, "unreadable" in name)
         for name, path in made.items()
@@ -167,15 +167,15 @@ def load_all(folder, whole):
 
 @pytest.mark.parametrize("cuda", [False, True], ids=["cpu", "cuda"])
 @pytest.mark.parametrize("name", [*CONTENTS, *OTHERS])
-def test_a_broken_library_is_a_reason(name, cuda, said):
-    if (name, cuda) not in said:
+def test_a_broken_library_is_a_reason(name, cuda, reasons):
+    if (name, cuda) not in reasons:
         pytest.skip("building a library needs a C compiler")
-    status, reason = said[name, cuda]
+    status, reason = reasons[name, cuda]
     assert status == 0, f"the process ended with status {status}"
     expected = CONTENTS[name][1] if name in CONTENTS else OTHERS[name]
     prefix = "the CUDA kernels" if cuda else "the native library"
     assert reason.startswith(prefix) and expected in reason, reason
 
 
-def test_a_whole_library_has_nothing_amiss(whole):
-    assert elf.why_broken(whole) is None and elf.why_broken(TORCH) is None
+def test_an_intact_library_passes(intact):
+    assert elf.why_broken(intact) is None and elf.why_broken(TORCH) is None

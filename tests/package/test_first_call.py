@@ -48,7 +48,7 @@ def problem():
     return build(square(1, 2, 40, 32), (), torch.bfloat16)
 
 
-def test_a_code_and_the_drivers_words_for_it_have_one_advice():
+def test_an_error_code_and_its_text_get_the_same_advice():
     for code, words in {
         2: "out of memory",
         35: "CUDA driver version is insufficient for CUDA runtime version",
@@ -80,16 +80,16 @@ def emulated_gpu(monkeypatch):
 @needs_emulator
 def test_an_older_driver_is_a_reason_emulated(emulated_gpu):
     emulated_gpu.driver(12040)
-    said = cuda.unavailable.__wrapped__()
-    assert "driver version is insufficient" in said and cuda_errors.advice(35) in said
-    assert "(CUDA 13.0 there, 12.4 in the driver)" in said
+    message = cuda.unavailable.__wrapped__()
+    assert "driver version is insufficient" in message and cuda_errors.advice(35) in message
+    assert "(CUDA 13.0 there, 12.4 in the driver)" in message
     emulated_gpu.driver(13010)
     assert cuda.unavailable.__wrapped__() is None
 
 
 @needs_emulator
 @pytest.mark.parametrize("cache", ["kept", "nowhere", "off"])
-def test_what_the_driver_has_to_translate_is_told_emulated(
+def test_a_warning_if_the_driver_has_to_translate_ptx_emulated(
     cache, emulated_gpu, monkeypatch, tmp_path
 ):
     """Once; the warning says if every process has to, because the cache cannot be written."""
@@ -98,16 +98,16 @@ def test_what_the_driver_has_to_translate_is_told_emulated(
     device = torch.device("cuda", 0)
     assert cuda.met.__wrapped__(device) == 132
     emulated_gpu.driver(13000, 120)
-    with pytest.warns(UserWarning, match="no code for sm_120: .+ CUDAARCHS=120-real") as said:
+    with pytest.warns(UserWarning, match="no code for sm_120: .+ CUDAARCHS=120-real") as caught:
         cuda.met.__wrapped__(device)
-    (text,) = (str(x.message) for x in said)
+    (text,) = (str(x.message) for x in caught)
     assert ("in every process" in text) == (cache != "kept"), text
     assert ("Not a directory" in text) == (cache == "nowhere")
 
 
 @needs_emulator
 @pytest.mark.parametrize("code", ADVICE)
-def test_what_a_launch_meets_is_told_with_what_to_do_emulated(code, problem):
+def test_a_launch_error_says_how_to_fix_it_emulated(code, problem):
     """The next call is right."""
     runtime = Runtime()
     with launching(runtime):
@@ -162,7 +162,7 @@ def triton_call():
     ],
     ids=["memory", "driver", "capture"],
 )
-def test_what_triton_meets_is_told_with_what_to_do_stubbed(words, code):
+def test_a_triton_error_says_how_to_fix_it_stubbed(words, code):
     """The next call launches its kernels."""
     call = triton_call()
     with stub.stubbed(80) as made:
@@ -288,8 +288,8 @@ def test_no_memory_left(name, when):
 def test_a_home_that_cannot_be_written(name):
     """Neither Triton's cache nor CUDA's can be written."""
     away = dict(HOME=NOWHERE, TRITON_HOME=NOWHERE, CUDA_CACHE_PATH=f"{NOWHERE}/cache")
-    first, said = in_a_process(CALLED, name, **away)
-    assert first == "right" and ("Triton's cache" in said) == (name == "triton"), said
+    first, stderr = in_a_process(CALLED, name, **away)
+    assert first == "right" and ("Triton's cache" in stderr) == (name == "triton"), stderr
 
 
 @pytest.mark.gpu

@@ -58,7 +58,7 @@ PASSES = {"weights": "weights", "passes_with_tangents": "jvp"}  # of a part; or 
 
 
 @pytest.mark.parametrize("name", sorted(set(parts.PARTS) - {"refused", "wrong_shapes"}))
-def test_a_part_notices_a_wrong_result(name, monkeypatch):
+def test_a_part_detects_a_wrong_result(name, monkeypatch):
     which = PASSES.get(name, "forward")
     monkeypatch.setattr(parts, "variants", lambda name, dtype: [None])
     right = getattr(Cpu, which)
@@ -74,7 +74,7 @@ def test_a_part_notices_a_wrong_result(name, monkeypatch):
     assert any(fails(name, number) for number in range(12))
 
 
-def test_a_call_that_is_not_refused_is_noticed(monkeypatch):
+def test_an_accepted_bad_call_is_detected(monkeypatch):
     monkeypatch.setattr(validation, "need", lambda *given: None)
     assert any(fails("refused", number) for number in range(3 * len(REFUSED)))
 
@@ -102,9 +102,9 @@ WORKERS = {  # the lines that a worker prints, and its end
 }
 EXPECTED = {  # (exit status, output)
     "right": (0, "fuzz: . s, 1 cases, 0 findings"),
-    "wrong": (1, "FOUND AssertionError: out\n  make it again: .* --case dense:1000000\n"),
-    "killed": (1, "FOUND the process ended with SIGABRT.*\n  make it again: .* dense:1000000\n"),
-    "endless": (1, "FOUND no end within 1 s\n  make it again: .* --case dense:1000000\n"),
+    "wrong": (1, "FOUND AssertionError: out\n  repeat it: .* --case dense:1000000\n"),
+    "killed": (1, "FOUND the process ended with SIGABRT.*\n  repeat it: .* dense:1000000\n"),
+    "endless": (1, "FOUND no end within 1 s\n  repeat it: .* --case dense:1000000\n"),
     "broken": (1, "FOUND a worker ended with status 3"),
     "idle": (1, "fuzz: . s, 0 cases, 0 findings"),
     "interrupted": (130, "fuzz: . s, 1 cases, 0 findings"),
@@ -112,7 +112,7 @@ EXPECTED = {  # (exit status, output)
 
 
 @pytest.mark.parametrize("kind", WORKERS)
-def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
+def test_workers_report_their_results(kind, monkeypatch, capfd, tmp_path):
     """After a case that killed its process, fuzz goes on with the next, which is right here."""
     *lines, end = WORKERS[kind]
     body = [*(f"print({line!r}, flush=True)" for line in lines), end]
@@ -133,7 +133,7 @@ def test_what_a_worker_does_is_reported(kind, monkeypatch, capfd, tmp_path):
     assert status == expected and re.search(text, capfd.readouterr().out)
 
 
-def test_a_case_is_made_again_with_the_same_settings(monkeypatch, capsys):
+def test_a_case_is_rebuilt_with_the_same_settings(monkeypatch, capsys):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setenv("FASTATTN_FLOAT32", "vector")
     options = argparse.Namespace(minutes=1, workers=1)

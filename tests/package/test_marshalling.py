@@ -69,13 +69,13 @@ PLAIN = plain()
 
 
 @pytest.mark.parametrize("name", strange())
-def test_what_is_no_plain_memory_has_no_kind(name):
+def test_tensors_without_plain_memory_have_no_kind(name):
     q = PLAIN["of float32"]
     for kind in {marshalling.kind, marshalling._kind}:
         assert kind((q, strange()[name], None)) is None
 
 
-def test_a_kind_is_shared_by_tensors_that_differ_in_memory_alone():
+def test_tensors_that_differ_only_in_memory_share_a_kind():
     """The kind, from C and from Python, differs exactly if shape, dtype or device differs."""
     sets = [*((x,) for x in PLAIN.values()), (), (None,), (None, None)]
     sets += [(PLAIN["of float32"], None), (None, PLAIN["of float32"])]
@@ -112,7 +112,7 @@ def lying():
 
 
 @pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "with strides"])
-def test_arguments_are_told_apart_by_how_they_lie(wrapped):
+def test_arguments_are_distinguished_by_memory_layout(wrapped):
     """C and Python distinguish arguments by dtype, by strides, also those of a single row, and by
     whether 16 bytes divide the address; and by nothing else."""
     cases = list(lying().values())
@@ -202,7 +202,7 @@ def test_every_field_of_a_pass_has_its_place(which):
 
 
 @needs_extension
-def test_what_does_not_cross_is_an_error_and_no_crash():
+def test_unsupported_tensors_raise_and_do_not_crash():
     x, form = torch.randn(2, 3), bytes(libraries.SIZE)
     pack, place = marshalling.extension.pack, marshalling._PLACE.pack
     bad = [
@@ -220,8 +220,8 @@ def test_what_does_not_cross_is_an_error_and_no_crash():
         (("form", place(0, 1, -1), (x,), 1), None),
         ((form,), "expected 4"),
     ]
-    for arguments, said in bad:
-        with pytest.raises((ValueError, TypeError, RuntimeError, SystemError), match=said):
+    for arguments, message in bad:
+        with pytest.raises((ValueError, TypeError, RuntimeError, SystemError), match=message):
             pack(*arguments)
     with pytest.raises((TypeError, SystemError)):
         marshalling.extension.kind([x])

@@ -23,7 +23,7 @@ def test_an_old_path_is_an_attribute(old):
     assert getattr(fastattn, old.partition(".")[2]) is importlib.import_module(MOVED[old])
 
 
-def test_a_class_from_an_old_path_is_the_public_one():
+def test_a_class_from_an_old_path_is_the_public_class():
     code = """
     import fastattn.cache, fastattn.multihead
     from fastattn.place import Place

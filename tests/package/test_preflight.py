@@ -60,7 +60,7 @@ def machine(tmp_path):
     return Machine(tmp_path)
 
 
-def test_nothing_is_said_where_nothing_is_lacking(machine):
+def test_no_message_if_nothing_is_missing(machine):
     for name in NAMES:
         machine.has(name, floors()[name])
     assert machine.preflight("--as-is") == (0, "")
@@ -69,10 +69,10 @@ def test_nothing_is_said_where_nothing_is_lacking(machine):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_package_that_is_too_old_stops_an_installation_as_is(name, machine):
     machine.has(name, "0.1")
-    status, said = machine.preflight("--as-is")
+    status, output = machine.preflight("--as-is")
     assert status == 1
-    assert f"has {name} 0.1, expected {floors()[name]} or newer: " in said
-    assert f"pip install '{name}>={floors()[name]}'" in said and "without VENV=" in said
+    assert f"has {name} 0.1, expected {floors()[name]} or newer: " in output
+    assert f"pip install '{name}>={floors()[name]}'" in output and "without VENV=" in output
     assert machine.preflight() == (0, "")  # pip fetches a newer one
 
 
@@ -86,11 +86,11 @@ def test_a_package_that_is_missing_stops_it_too(machine):
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "2.9"])
-def test_what_a_part_alone_needs_is_told_and_stops_nothing(version, machine):
+def test_an_outdated_optional_dependency_only_warns(version, machine):
     machine.has("triton", version)
-    status, said = machine.preflight("--as-is")
+    status, output = machine.preflight("--as-is")
     assert status == 0
-    assert f"has triton {version}, expected {floors()['triton']} or newer: " in said
+    assert f"has triton {version}, expected {floors()['triton']} or newer: " in output
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_versions_are_compared_by_their_numbers(version, machine):
 
 
 @pytest.mark.parametrize("gpu", [True, False])
-def test_beside_a_gpu_triton_wants_the_headers_of_python(gpu, machine):
+def test_triton_with_a_gpu_needs_the_headers_of_python(gpu, machine):
     """Only a warning: the CUDA C++ kernels do not need Python.h."""
     machine.has_program("nvidia-smi", "GPU 0: NVIDIA H100 (UUID: GPU-0)" * gpu, 0 if gpu else 9)
-    status, said = machine.preflight(hidden=True)
+    status, output = machine.preflight(hidden=True)
     assert status == 0
-    assert ("no /nowhere/Python.h" in said and "apt install python3-dev" in said) == gpu
+    assert ("no /nowhere/Python.h" in output and "apt install python3-dev" in output) == gpu
     for named in ("/no/such/cc", ""):
-        status, said = machine.preflight(CC=named)
-        assert status == 0 and (f"CC={named} is no C compiler: name one" in said) == gpu
-    status, said = machine.preflight(CC="false")  # the headers are there
-    assert status == 0 and ("false does not compile /" in said and "install gcc" in said) == gpu
+        status, output = machine.preflight(CC=named)
+        assert status == 0 and (f"CC={named} is no C compiler: name one" in output) == gpu
+    status, output = machine.preflight(CC="false")  # the headers are there
+    assert status == 0 and ("false does not compile /" in output and "install gcc" in output) == gpu

@@ -34,7 +34,7 @@ def rows(page: Path, heading: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
-def test_the_readme_is_read_in_one_sitting():
+def test_the_readme_is_short():
     assert len(README.read_text().splitlines()) <= 120
 
 
@@ -48,8 +48,8 @@ def test_the_example_runs():
 def test_every_argument_has_its_row():
     parameters = inspect.signature(fastattn.attention).parameters.values()
     has = {(f"`{x.name}`", f"`{x.default}`") for x in parameters if x.kind == x.KEYWORD_ONLY}
-    told = [tuple(row[:2]) for row in rows(README, "The arguments of `attention`")]
-    assert set(told) == has and len(told) == len(has)
+    documented = [tuple(row[:2]) for row in rows(README, "The arguments of `attention`")]
+    assert set(documented) == has and len(documented) == len(has)
 
 
 def test_every_environment_variable_has_its_row():
@@ -58,12 +58,12 @@ def test_every_environment_variable_has_its_row():
     found = {
         name for path in files if path.is_file() for name in VARIABLE.findall(path.read_text())
     }
-    told = [row[0].strip("`") for row in rows(CONTRIBUTING, "Environment variables")]
-    assert sorted(told) == sorted(found)
+    documented = [row[0].strip("`") for row in rows(CONTRIBUTING, "Environment variables")]
+    assert sorted(documented) == sorted(found)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_link_leads_somewhere(page):
+def test_every_link_has_a_target(page):
     for link in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link
 

@@ -77,7 +77,7 @@ def test_a_public_name_belongs_to_its_package(package, name):
 
 
 @pytest.mark.parametrize("package, name", PUBLIC)
-def test_tools_that_look_at_public_names(package, name):
+def test_tools_can_inspect_public_names(package, name):
     """Type hints resolve in the module that a class names in __module__."""
     x = getattr(package, name)
     typing.get_type_hints(x)

@@ -47,13 +47,13 @@ def test_test_and_rest_are_all(interpreted):
     assert sorted(x.nodeid for x in test + rest) == sorted(x.nodeid for x in ITEMS)
 
 
-def test_every_feature_is_there_in_dtypes_that_take_turns():
+def test_every_feature_runs_in_alternating_dtypes():
     found = tiers.chosen(ITEMS[:24], "test", False)
     names = [f"test_features::test_features[feature{x}-{DTYPES[x % 4]}]" for x in range(6)]
     assert found == set(names)
 
 
-def test_every_nth_case_is_there_and_the_first_always():
+def test_every_nth_case_and_the_first_are_chosen():
     found, n = tiers.chosen(ITEMS, "check", False), tiers.SHARES["test_oracle"][0]
     assert found >= {f"test_oracle::test_pairs[pair{x}]" for x in range(0, 20, n)}
     assert f"test_oracle::test_pairs[pair{n - 1}]" not in found
@@ -88,7 +88,7 @@ def test_test_builds_no_wide_kernels(file, wide):
     assert tiers.chosen(items, "all", False) == {x.nodeid for x in items}
 
 
-def test_what_has_a_command_of_its_own_is_not_all_in_all():
+def test_all_leaves_cases_to_tests_with_their_own_command():
     items = [item("test_ptx_triton", "test_features", f"feature{x}") for x in range(11)]
     every, others = tiers.select(items, "all", False)
     test, rest = (tiers.select(items, tier, False)[0] for tier in ("test", "rest"))
@@ -106,7 +106,7 @@ def test_the_tables_name_what_exists(name):
     assert f"def {test}" in written or f"\n{test} = " in written
 
 
-def test_where_nothing_is_built_one_sentence_says_so(tmp_path):
+def test_a_missing_build_is_reported_in_one_message(tmp_path):
     environment = {"FASTATTN_LIBRARY": str(tmp_path / "nothing.so"), "PATH": ""}
     command = [
         sys.executable,
@@ -117,6 +117,6 @@ def test_where_nothing_is_built_one_sentence_says_so(tmp_path):
         __file__,
     ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    said = (done.stdout + done.stderr).strip()
-    assert done.returncode == 4 and said.count("\n") == 0, said
-    assert said.startswith("ERROR: there is nothing to test: the native library was not built")
+    output = (done.stdout + done.stderr).strip()
+    assert done.returncode == 4 and output.count("\n") == 0, output
+    assert output.startswith("ERROR: there is nothing to test: the native library was not built")

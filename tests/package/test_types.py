@@ -56,7 +56,7 @@ def pyright(site: Path, project: Path, *arguments: str) -> dict[str, typing.Any]
     return json.loads(done.stdout)
 
 
-def test_what_pyright_finds(site: Path, tmp_path: Path):
+def test_pyright_finds_the_expected_errors(site: Path, tmp_path: Path):
     """pyright on the scripts in `typed`, and on each Python block in the README."""
     for path in TYPED.glob("*.py"):
         shutil.copy(path, tmp_path)
@@ -118,7 +118,7 @@ def test_the_stub_has_the_functions_parameters(name):
     assert no == "Tensor" and yes.startswith("tuple[Tensor, Tensor") and either == f"{no} | {yes}"
 
 
-def test_arguments_that_are_listed_again():
+def test_repeated_lists_of_arguments_agree():
     every = typing.get_type_hints(api.Arguments)
     of_cache = {x: y for x, y in every.items() if x not in ("causal", "key_lengths")}
     assert typing.get_type_hints(cache.CacheArguments) == of_cache

@@ -75,7 +75,7 @@ def test_name_binds_the_wheel_to_a_platform_and_the_stable_abi(wheel):
     assert not wheel.name.endswith("-any.whl"), "it holds a compiled library"
 
 
-def test_the_extension_or_the_reason_is_in_it(wheel):
+def test_the_wheel_has_the_extension_or_the_reason(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist()) & {EXTENSION, "fastattn/lib/no_extension.txt"}
         assert len(found) == 1
@@ -84,7 +84,7 @@ def test_the_extension_or_the_reason_is_in_it(wheel):
         assert needed not in content
 
 
-def test_what_type_checkers_read_is_in_it(wheel):
+def test_the_wheel_has_the_files_for_type_checkers(wheel):
     with zipfile.ZipFile(wheel) as archive:
         found = set(archive.namelist())
     assert found >= {"fastattn/py.typed", "fastattn/flash_attn/flash_attn_interface.pyi"}

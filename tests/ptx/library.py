@@ -116,13 +116,13 @@ class Executor:
         yet, `find` is called with the mangled name, and returns the text."""
         failed = []
 
-        def asked(name):
+        def option_of(name):
             try:
                 self.add(find(name.decode()))
             except BaseException as error:  # C++ cannot pass it on
                 failed.append(error)
 
-        callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(asked)
+        callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(option_of)
         self.emulator.library.emu_compiled(callback)
         try:
             yield

@@ -26,10 +26,12 @@ def main(argv=None):
     )
     parser.add_argument("--minutes", type=float, help="in total, builds included")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--parts", default="address,threads,emulator", help="by comma")
+    parser.add_argument(
+        "--parts", default="address,threads,emulator", help="names separated by commas"
+    )
     parser.add_argument("--workers", type=int, default=min(2, os.cpu_count() or 1))
-    parser.add_argument("--libraries", help="take those in this folder, and build none")
-    parser.add_argument("--case", help="make one call alone, as a finding names it: PART:CALL")
+    parser.add_argument("--libraries", help="use the libraries in this folder; build none")
+    parser.add_argument("--case", help="run one call of a finding: PART:CALL")
     parser.add_argument("--worker", help=argparse.SUPPRESS)  # part:index
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--until", type=float, help=argparse.SUPPRESS)  # seconds since 1970

@@ -81,8 +81,8 @@ def emulators():
         )
         for wide in (False, True)
     ]
-    said = [x.communicate()[0] for x in found]
-    for process, text in zip(found, said, strict=True):
+    outputs = [x.communicate()[0] for x in found]
+    for process, text in zip(found, outputs, strict=True):
         if process.returncode:
             raise Failed(text[-4000:])
 

@@ -13,7 +13,7 @@ from .parts import PARTS
 COMMAND = [sys.executable, "-m", "tests.sanitize_cpu"]  # of a worker
 LONGEST = 300  # seconds that one case may take, or a worker until its first
 ENOUGH = 20  # findings, after which the run stops
-SAID = ("ERROR: ", "runtime error: ", "WARNING: ThreadSanitizer", "FATAL: ")
+REPORTS = ("ERROR: ", "runtime error: ", "WARNING: ThreadSanitizer", "FATAL: ")
 
 
 class Worker(Process):
@@ -45,7 +45,7 @@ class Worker(Process):
     def last_words(self):
         """The sanitizer's report, from its first line on."""
         text = [x.strip() for x in self.errors if x.strip()]
-        first = next((i for i, x in enumerate(text) if any(s in x for s in SAID)), -8)
+        first = next((i for i, x in enumerate(text) if any(s in x for s in REPORTS)), -8)
         return "\n    ".join(text[first:][:12])
 
 
@@ -125,7 +125,7 @@ class Watch:
         self.findings += 1
         case = worker.case or self.options.case
         again = f"python -m tests.sanitize_cpu --seed {worker.seed} --case {case}"
-        print(f"FOUND {why}\n  make it again: {again}", flush=True)
+        print(f"FOUND {why}\n  repeat it: {again}", flush=True)
 
     def conclude(self, begun):
         seconds, total = time.time() - begun, sum(self.cases.values())

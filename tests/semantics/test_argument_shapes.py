@@ -165,7 +165,7 @@ def cases(layout, dtypes):
         for name in OPTIONAL
         if name != "mask"
     }
-    found, asked = [], itertools.count()
+    found, counter = [], itertools.count()
     for dtype in dtypes:
         masks = [
             (shape, own)
@@ -180,7 +180,7 @@ def cases(layout, dtypes):
             each = subsets((*"qkv", *has))
             if mask and mask[1] == dtypes[0]:  # so that each mask shape has its gradient tested
                 each = [x for x in each if "mask" in x]
-            found.append(Case(dtype=dtype, kinds=kinds, wants=each[next(asked) % len(each)]))
+            found.append(Case(dtype=dtype, kinds=kinds, wants=each[next(counter) % len(each)]))
     return found
 
 

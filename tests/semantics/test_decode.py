@@ -80,7 +80,7 @@ def test_gradients_of_many_heads_that_share_keys(name):
 @every_backend
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("features", PROBED, ids=name_of)
-def test_no_key_leaks(name, shape, features):
+def test_hidden_keys_do_not_change_results(name, shape, features):
     problem = negative_logits(build(SHAPES[shape], features, torch.float32))
     passed(everywhere(name, Verdict(problem, backward=False)))
 
@@ -98,7 +98,7 @@ def test_sizes(name, dtype, sizes):
 
 
 @every_backend
-def test_chunks_that_hold_nothing(name):
+def test_empty_chunks(name):
     """A window that leaves most chunks empty, lengths of 0 and 1, and a row without keys."""
     for window, M in itertools.product([(3, 0), (0, 600), (None, 0)], (1, 4)):
         problem = build(Dims(4, 2, 1, M, 1300, 32, 32), (), torch.float32)
@@ -109,7 +109,7 @@ def test_chunks_that_hold_nothing(name):
 
 @every_backend
 @pytest.mark.parametrize("queries", [1, 4])
-def test_values_that_are_not_finite_stay_in_their_rows(name, queries):
+def test_non_finite_values_stay_in_their_rows(name, queries):
     """A NaN key makes the rows that see it NaN, and no others; a hidden one has no effect."""
     q, k, v = (torch.randn(2, 2, n, 32) for n in (queries, 900, 900))
     k[0, 0, 800] = torch.nan

@@ -180,7 +180,7 @@ def test_hidden_keys_of_few_rows_are_not_read(name, rows, form, lies):
 
 
 @every_backend
-def test_rows_of_none_beside_rows_of_finfo_min(name):
+def test_fully_hidden_rows_with_rows_of_finfo_min(name):
     """What finfo.min hides from a tile is not read for rows of it that -inf hides fully."""
     problem = case("causal", "finfo.min", torch.float32)
     problem.kwargs["mask"][:: small(20, 9)] = -torch.inf
@@ -227,7 +227,7 @@ def test_a_row_of_finfo_min_is_the_mean(name, pattern, threads):
 
 @every_backend
 @pytest.mark.parametrize("shape", ["1HMN", "B1MN", "BHMN", "B11N", "11MN", "MN"])
-def test_planes(name, shape):
+def test_mask_planes(name, shape):
     """Every plane of a mask has its own block structure; broadcast planes share one."""
     sizes = dict(B=2, H=4, M=M, N=N)
     shown = torch.stack([keep(x) for x in ("causal", "left padding", "blocks", "one visible")])

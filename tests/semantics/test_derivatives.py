@@ -117,7 +117,7 @@ def test_attention_jvp_is_what_forward_mode_gives(name):
 
 @every_able
 @pytest.mark.parametrize("empty", ["mask", "lengths", "window"])
-def test_a_row_that_sees_nothing_does_not_move(name, empty):
+def test_a_row_without_visible_keys_is_constant(name, empty):
     hidden = dict(
         mask=dict(mask=torch.tensor([[True], [False], [True]])),
         lengths=dict(key_lengths=torch.tensor([0])),
@@ -200,7 +200,7 @@ def test_tangents_that_do_not_fit(given, why):
 
 
 @pytest.mark.parametrize("what", ["array", "jagged", "k", "mask"])
-def test_what_attention_refuses_is_refused_in_its_words(what):
+def test_attention_jvp_raises_the_errors_of_attention(what):
     jagged = torch.nested.nested_tensor([Q[0], Q[0]], layout=torch.jagged)
     q, k = {"array": (Q.numpy(), K), "jagged": (jagged, K), "k": (Q, None)}.get(what, (Q, K))
     beside = dict(mask="all") if what == "mask" else {}
@@ -211,7 +211,7 @@ def test_what_attention_refuses_is_refused_in_its_words(what):
     assert str(ours.value) == str(theirs.value)
 
 
-def test_an_operator_that_is_called_itself_takes_no_tangent_of_another_shape():
+def test_an_operator_refuses_a_tangent_of_another_shape():
     from fastattn import api
 
     t, o = api.prepare(*X, {})
@@ -221,7 +221,7 @@ def test_an_operator_that_is_called_itself_takes_no_tangent_of_another_shape():
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_a_sink_that_is_not_there_may_move_by_no_number(name):
+def test_tangents_of_absent_sinks_are_ignored(name):
     sinks = torch.tensor([-torch.inf, 0.5], dtype=torch.float64)
     moves = torch.tensor([torch.inf, 0.3], dtype=torch.float64)
     call = partial(fastattn.attention_jvp, *X, None, None, None, sinks=sinks, backend=name)
@@ -235,7 +235,7 @@ def test_a_sink_that_is_not_there_may_move_by_no_number(name):
     assert found.isfinite().all()
 
 
-def test_its_signature_has_the_arguments_of_attention():
+def test_attention_jvp_has_the_arguments_of_attention():
     own = inspect.signature(fastattn.attention_jvp).parameters
     assert set(inspect.signature(fastattn.attention).parameters) < set(own)
 

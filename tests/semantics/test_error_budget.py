@@ -70,7 +70,7 @@ every_problem = pytest.mark.parametrize(
 
 
 @every_problem
-def test_what_is_right_passes(title, value, dtype):
+def test_correct_results_pass(title, value, dtype):
     problem = far_problem(title, value, dtype)
     assert not Verdict(problem).about(plain(problem))
 
@@ -92,7 +92,7 @@ FAULTS = ("one number", "another row's tail", "a uniform row", "rows far away ar
 
 @every_problem
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_wrong_is_named(fault, title, value, dtype):
+def test_faults_are_named(fault, title, value, dtype):
     problem = far_problem(title, value, dtype)
     complaints = Verdict(problem).about(plain(problem, fault))
     assert bool(complaints) != harmless(fault, value, dtype), complaints

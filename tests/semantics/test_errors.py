@@ -206,7 +206,7 @@ def in_words(changes):
     ],
     ids=in_words,
 )
-def test_unusual_but_right(changes):
+def test_unusual_but_valid_calls(changes):
     given = dict(q=r(B, H, M, D), k=r(B, HK, N, D), v=r(B, HK, N, DV)) | changes
     found = call(**given)
     exact = fastattn.reference.attention(given.pop("q"), given.pop("k"), given.pop("v"), **given)
@@ -214,7 +214,7 @@ def test_unusual_but_right(changes):
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v", "mask", "alibi_slopes"])
-def test_a_tensor_whose_storage_was_given_back(name):
+def test_a_tensor_with_freed_storage(name):
     """The tensor has its shape, but a null address."""
     tensors = dict(zip("qkv", torch.randn(3, 1, 2, 5, 4).clone().unbind()))
     tensors |= dict(mask=torch.zeros(5, 5), alibi_slopes=torch.ones(2))
@@ -247,7 +247,7 @@ def attend(given):
 
 
 @pytest.mark.parametrize("name", VMAPPED)
-def test_bad_input_under_vmap_is_told_of_one_call(name):
+def test_bad_input_under_vmap_is_reported_per_call(name):
     changes, message = VMAPPED[name]
     given = dict(q=r(3, B, H, M, D), k=r(3, B, HK, N, D), v=r(3, B, HK, N, DV)) | changes
     with pytest.raises(ValueError, match=message):
@@ -262,18 +262,18 @@ def test_bad_input_under_vmap_is_told_of_one_call(name):
         (fastattn.attention_weights, dict(normaliser=1), r"attention_weights\(\) got .*normaliser"),
     ],
 )
-def test_an_unknown_argument_is_told_by_the_function_that_was_called(function, arguments, message):
+def test_an_unknown_argument_is_reported_by_the_called_function(function, arguments, message):
     q = r(B, H, M, D)
     given = (q, q, q) if function is fastattn.attention else (q, q)
     with pytest.raises(TypeError, match=message):
         function(*given, **arguments)
 
 
-def test_weights_without_keys_speak_of_the_keys():
+def test_weights_without_keys_name_k_in_the_error():
     with pytest.raises(TypeError, match="k: got NoneType"):
         fastattn.attention_weights(r(B, H, M, D), None)
 
 
-def test_what_is_no_tensor_is_told_inside_forward_mode_too():
+def test_a_non_tensor_raises_inside_forward_mode_too():
     with torch.autograd.forward_ad.dual_level(), pytest.raises(TypeError, match="q: got str"):
         fastattn.attention("q", r(B, H, M, D), r(B, H, M, D))

@@ -159,9 +159,9 @@ def test_any_other_size_is_refused(which, name, packed, monkeypatch):
 def test_a_mask_of_columns_has_no_gradient_by_sequence_and_column():
     """(B,N) would be taken for (M,N)."""
     for which in (libraries.BACKWARD, libraries.SECOND):
-        said = refuse(which, "dmask", lambda shape: (shape[0], shape[3]), packed=True)
+        message = refuse(which, "dmask", lambda shape: (shape[0], shape[3]), packed=True)
         expected = "expected (B, H, M, N) = (3, 2, 2, 3), or 1 for H, M and N; nothing"
-        assert f"dmask: got shape (3, 3), {expected}" in said
+        assert f"dmask: got shape (3, 3), {expected}" in message
         refuse(which, "dmask", lambda shape: (1, *shape[1:]), packed=True)  # no part for each
         refuse(which, "dsinks", lambda shape: shape[1:], packed=True)
 

@@ -55,17 +55,17 @@ def test_backend_is_here():
 
 def test_cases_cover_the_declared_features():
     """A feature added to the declarations must be added to the cases."""
-    asked = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
+    required = spec.Feature.WEIGHTS | spec.Feature.GRAD  # tested by test_weights, and by every case
     # Tested by test_packed, test_paged, test_row_invariant, test_unrounded and test_storage.
-    asked |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
-    asked |= spec.Feature.UNROUNDED
-    asked |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
+    required |= spec.Feature.PACKED | spec.Feature.PAGED | spec.Feature.INVARIANT
+    required |= spec.Feature.UNROUNDED
+    required |= spec.Feature.QUANTISED | spec.Feature.TANGENTS  # the latter by test_tangents
     for features in SINGLES:
         problem = build(SHAPES[1], features, torch.float32)
         given = problem.tensors()
         q, k, v = (given.pop(x) for x in "qkv")
-        asked |= fastattn.explain(q, k, v, **given).spec.features
-    missing = [f.name for f in spec.Feature if f & ~asked]
+        required |= fastattn.explain(q, k, v, **given).spec.features
+    missing = [f.name for f in spec.Feature if f & ~required]
     assert not missing, f"no case in tests/support/cases.py for {missing}"
 
 
@@ -107,7 +107,7 @@ def test_triples_of_features(name, dtype, features):
 @not_interpreted
 @every_backend
 @pytest.mark.parametrize("which, dtype", list(itertools.product(SLICES, DECLARED)))
-def test_slices(name, which, dtype):
+def test_edge_cases(name, which, dtype):
     """Sizes that the other cases do not have."""
     run_all(name, edge_cases.problems(which, DTYPES[dtype]))
 
@@ -125,7 +125,7 @@ PROBED += [
 
 @every_backend
 @pytest.mark.parametrize("features, dtype", thinned(PROBED, DECLARED), ids=name_of)
-def test_no_key_leaks(name, dtype, features):
+def test_hidden_keys_do_not_change_results(name, dtype, features):
     sizes = (square(1, 2, 13, 8), square(2, 2, 131, 16))
     dims = small(sizes, (square(1, 2, 13, 8), square(1, 1, 70, 16)))
     run_all(name, [negative_logits(build(x, features, DTYPES[dtype])) for x in dims])

@@ -81,7 +81,7 @@ is_right(pass_over(2, 2, 70, 16), 2, 2, 70, 16)
 """
 
 
-def told(program, **constants):
+def output_of(program, **constants):
     """What a fresh process prints; it must exit with status 0."""
     lines = [f"{name} = {value!r}" for name, value in constants.items()]
     code = "\n".join([*lines, COMMON, program])
@@ -92,11 +92,11 @@ def told(program, **constants):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits of memory are those of Linux")
 def test_no_memory_is_a_memory_error():
-    found = told(NO_MEMORY, THREADS=1, BACKWARD=False)
+    found = output_of(NO_MEMORY, THREADS=1, BACKWARD=False)
     assert found == "the CPU kernels could not allocate their scratch memory"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-def test_an_interrupted_process_goes_on(threads, backward):
-    assert told(INTERRUPTED, THREADS=threads, BACKWARD=backward) == "interrupted"
+def test_an_interrupted_process_continues(threads, backward):
+    assert output_of(INTERRUPTED, THREADS=threads, BACKWARD=backward) == "interrupted"

@@ -145,7 +145,7 @@ def test_dropout_at_4096_stays_under_20_megabytes(name, kind):
 
 
 @needs_proc
-def test_the_measurement_sees_a_quadratic_one():
+def test_the_measurement_detects_a_quadratic_buffer():
     found = extra("reference", ("forward",), (1024, 2048), heads=2)
     assert found["forward", 2048] > 3 * found["forward", 1024]
 
@@ -184,7 +184,7 @@ def peak_of_a_rank(group, rows, strategy):
 
 
 @needs_proc
-def test_a_rank_of_a_ring_has_what_falls_with_the_ranks():
+def test_memory_of_a_ring_falls_with_the_number_of_ranks():
     """A rank's peak is linear in N / P: the same for equally long parts on more ranks, twice as
     much for parts of twice the length. It needs three ranks, which wait for keys and gradients at
     once. `gather`, where each rank has all keys, shows that one rank's memory is measured. The peak
@@ -195,8 +195,8 @@ def test_a_rank_of_a_ring_has_what_falls_with_the_ranks():
         with ranks.ranks(4) as four:
 
             def most(count, rows, strategy="ring", calls=3):
-                asked = (four.run(count, peak_of_a_rank, rows, strategy) for _ in range(calls))
-                return max(itertools.chain(*asked)) / MEGABYTE
+                peaks = (four.run(count, peak_of_a_rank, rows, strategy) for _ in range(calls))
+                return max(itertools.chain(*peaks)) / MEGABYTE
 
             part, long, more = most(3, 1024), most(3, 2048), most(4, 1024)
             some, all_ = (most(count, 1024, "gather", calls=1) for count in (3, 4))

@@ -21,7 +21,7 @@ def parts_of(*shape, dtype=torch.float64, parts=3, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 7), (7, 3), ()], ids=str)  # packed rows, too
-def test_it_is_the_softmax_of_all(shape, dtype):
+def test_a_merge_equals_the_softmax_of_all_parts(shape, dtype):
     parts = parts_of(*shape, dtype=dtype)
     out, lse = merge(parts)
     outs, lses = (torch.stack(x).double() for x in zip(*parts))
@@ -31,13 +31,13 @@ def test_it_is_the_softmax_of_all(shape, dtype):
     assert lse.dtype == parts[0][1].dtype
 
 
-def test_its_gradient():
+def test_gradient_of_a_merge():
     parts = parts_of(2, 3, 4)
     flat = [x.requires_grad_() for part in parts for x in part]
     assert torch.autograd.gradcheck(lambda *x: merge(list(zip(x[::2], x[1::2]))), flat)
 
 
-def test_rows_that_a_part_or_none_sees():
+def test_rows_hidden_in_one_part_or_in_all():
     parts = parts_of(4, dtype=torch.float32)
     with torch.no_grad():
         for at, (out, lse) in enumerate(parts):
@@ -78,6 +78,6 @@ def test_far_logits_stay_finite():
         (lambda p: [(p[0][0], p[0][1][:1])], ValueError, r"parts\[0\]: got lse"),
     ],
 )
-def test_parts_that_do_not_fit(change, kind, message):
+def test_parts_of_other_shapes_raise(change, kind, message):
     with pytest.raises(kind, match=message):
         merge(change(parts_of(2, 3)))

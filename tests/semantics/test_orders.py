@@ -84,7 +84,7 @@ def test_every_pass_writes_in_every_order(name, order, dtype):
 
 @not_interpreted
 @pytest.mark.parametrize("order", ORDERS)
-def test_the_reference_does(order):
+def test_the_reference_supports_orders(order):
     holds("reference", DIMS[0], torch.float32, order)
 
 
@@ -116,7 +116,7 @@ def test_vmap_and_double_backward():
 
 
 @not_interpreted
-def test_what_is_no_order_is_refused():
+def test_an_invalid_order_is_refused():
     q, k, v, _, _ = inputs(DIMS[0], torch.float32)
     t, o = api.prepare(q, k, v, {})
     for name, wrong in (("out_order", "BHH"), ("grad_order", "bhm"), ("out_order", "")):

@@ -323,7 +323,7 @@ WRONG = {  # for two sequences with 7 rows and 9 keys in total
 
 @every_backend
 @pytest.mark.parametrize("message", WRONG)
-def test_batches_that_there_are_not(name, message):
+def test_invalid_batches_raise(name, message):
     given = dict(
         q=torch.zeros(7, 2, 8),
         k=torch.zeros(9, 2, 8),
@@ -344,7 +344,7 @@ def test_batches_that_there_are_not(name, message):
 @pytest.mark.parametrize(
     "arguments", [dict(q=3), dict(cu_q=[0, 3]), dict(cu_k=None), dict(max_q=2.5)]
 )
-def test_what_is_no_batch(arguments):
+def test_arguments_that_form_no_batch_raise(arguments):
     x = torch.zeros(3, 2, 8)
     given = dict(q=x, k=x, v=x, cu_q=torch.tensor([0, 3]), cu_k=torch.tensor([0, 3])) | arguments
     with pytest.raises((TypeError, ValueError), match=next(iter(arguments))):

@@ -52,7 +52,7 @@ def test_skipped_blocks(name, pattern, others, queries, one_thread):
 
 @every_backend
 @pytest.mark.parametrize("pattern", ["middle", "every_other_block"])
-def test_blocks_wait_for_those_that_are_skipped(name, pattern, threads):
+def test_blocks_wait_for_skipped_blocks(name, pattern, threads):
     """dq is summed over blocks of keys in order: a skipped block must pass on its turn."""
     problem = build(Dims(1, 1, 1, 300, N, 16, 16), (FEATURE["causal"],), torch.float32)
     problem.kwargs["mask"] = masks(pattern)[:1]
@@ -68,7 +68,7 @@ def test_blocks_wait_for_those_that_are_skipped(name, pattern, threads):
 
 @every_backend
 @pytest.mark.parametrize("step", [1, 2])
-def test_masks_that_do_not_lie_key_by_key(name, step, one_thread):
+def test_masks_with_strided_keys(name, step, one_thread):
     problem = build(Dims(2, 2, 2, 130, N, 16, 16), (), torch.float32)
     problem.kwargs["mask"] = masks("middle").repeat_interleave(step, -1)[..., ::step]
     passed(everywhere(name, Verdict(problem)))

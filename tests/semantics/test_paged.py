@@ -60,7 +60,7 @@ def of_scores(features):
 
 @every_backend
 @pytest.mark.parametrize("features", [f for f in CASES if of_scores(f)], ids=name_of)
-def test_pages_have_the_bits_of_what_lies_in_a_row(name, features):
+def test_pages_have_the_bits_of_a_contiguous_cache(name, features):
     declares(name, torch.float32, Feature.PAGED)
     for dtype in small((torch.float32, torch.bfloat16), (torch.float32,)):
         made = batch(features, dtype)
@@ -188,7 +188,7 @@ def some():
 
 @every_backend
 @pytest.mark.parametrize("message", WRONG)
-def test_pages_that_there_are_not(name, message):
+def test_invalid_page_tables_raise(name, message):
     declares(name, torch.float32, Feature.PAGED)
     for backend in (name, "reference"):
         fastattn.attention_packed(**some(), backend=backend)
@@ -222,7 +222,7 @@ def test_pages_have_no_gradient():
 
 
 @not_interpreted
-def test_other_threads_run_beside_a_long_call():
+def test_other_threads_run_during_a_long_call():
     """Brief calls keep the GIL; whether a call is brief depends on the number of its pages."""
     for blocks, brief in ((2, True), (2000, False)):
         given = some() | dict(block_table=torch.zeros(2, blocks, dtype=torch.int64))

@@ -165,7 +165,7 @@ def test_a_place_of_its_own_changes_nothing():
     ],
     ids=lambda x: "".join(c for c in str(x) if c.isalnum())[:40],
 )
-def test_places_that_there_are_not(place, message):
+def test_invalid_places_raise(place, message):
     problem = build(DIMS, (), torch.float32)
     for function in (fastattn.attention, fastattn.explain):
         with pytest.raises(ValueError, match=message):
@@ -175,7 +175,7 @@ def test_places_that_there_are_not(place, message):
 @pytest.mark.parametrize(
     "place", [(0, 0), 3, Place(row=True), Place(head=1.5), Place(key=None), Place(bottom_right=1)]
 )
-def test_what_is_no_place(place):
+def test_a_place_of_another_type_raises(place):
     problem = build(DIMS, (), torch.float32)
     with pytest.raises(TypeError, match="place"):
         fastattn.attention(**problem.tensors(), place=place)

@@ -65,7 +65,7 @@ def test_rows_have_their_bits_among_any_others(name, dtype, features):
 
 @every_backend
 @pytest.mark.parametrize("heads", (2, 4))
-def test_decoding_over_pages_is_the_whole(name, heads, threads):
+def test_decoding_over_pages_equals_the_full_pass(name, heads, threads):
     """A model's decoding: keys are appended with their rows; threads and pages vary."""
     declares(name, torch.float32, Feature.INVARIANT | Feature.PAGED)
     problem = build(DIMS, (FEATURE["left_window"], FEATURE["sinks"]), torch.float32)
@@ -93,7 +93,7 @@ def test_gradients_are_those_of_the_scores_that_were_made():
     )
 
 
-def test_what_is_no_choice():
+def test_row_invariant_must_be_a_bool():
     x = torch.zeros(1, 1, 2, 8)
     for wrong in (1, "yes", None):
         with pytest.raises(TypeError, match=r"row_invariant: got .*, expected True or False"):

@@ -128,7 +128,7 @@ def test_nan_query_stays_in_its_row(name, dtype):
 
 
 @every_backend
-def test_infinite_mask_stays_in_its_row(name):
+def test_an_infinite_mask_value_stays_in_its_row(name):
     """+inf in a mask gives NaN in that row only, as in torch."""
     q, k, v = (randn(1, 1, 70, 16, seed=x) for x in range(3))
     mask = randn(70, 70)

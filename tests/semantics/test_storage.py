@@ -78,7 +78,7 @@ FULL = [f for f in CASES if of_scores(f)]
 
 @every_backend
 @pytest.mark.parametrize("features, storage", thinned(FULL, NAMES), ids=name_of)
-def test_of_every_feature(name, features, storage):
+def test_quantised_cache_with_every_feature(name, features, storage):
     declares(name, torch.float32, Feature.QUANTISED)
     same(name, batch(features, torch.bfloat16), storage, (5,))
 
@@ -87,7 +87,7 @@ def test_of_every_feature(name, features, storage):
 @every_storage
 @every_dtype
 @pytest.mark.parametrize("d", (8, 33, 64, 96))
-def test_of_every_dtype_and_width(name, dtype, storage, d):
+def test_quantised_cache_of_every_dtype_and_width(name, dtype, storage, d):
     """Calls of one row, of few and of many; heads with their own keys or shared ones."""
     declares(name, DTYPES[dtype], Feature.QUANTISED)
     for features in (PLAIN, (FEATURE["mqa"], FEATURE["bottom_right"])):
@@ -98,7 +98,7 @@ def test_of_every_dtype_and_width(name, dtype, storage, d):
 @every_backend
 @every_storage
 @every_dtype
-def test_of_huge_and_tiny_scales(name, dtype, storage):
+def test_quantised_cache_with_huge_and_tiny_scales(name, dtype, storage):
     """Also NaN and infinite scales: vector kernels compute such rows in place of tile kernels."""
     declares(name, DTYPES[dtype], Feature.QUANTISED)
     strange = {3: torch.nan, 150: 1e33, 170: torch.inf, 201: 1e-36, 202: 0.0, 370: -1.0}
@@ -109,7 +109,7 @@ def test_of_huge_and_tiny_scales(name, dtype, storage):
 
 @every_backend
 @every_storage
-def test_of_rows_with_the_same_bits_among_any(name, storage):
+def test_quantised_cache_with_row_invariant(name, storage):
     declares(name, torch.float32, Feature.QUANTISED | Feature.INVARIANT)
     for dtype in (torch.float32, torch.bfloat16):
         made = batch((FEATURE["bottom_right"], FEATURE["gqa"]), dtype, FEW, 64)
@@ -119,7 +119,7 @@ def test_of_rows_with_the_same_bits_among_any(name, storage):
 
 @every_backend
 @every_storage
-def test_as_they_lie(name, storage):
+def test_any_layout_of_keys_values_and_scales(name, storage):
     """Keys, values and scales with strided columns, heads first, or columns first."""
     declares(name, torch.float32, Feature.QUANTISED)
     stored, _ = kept(batch(PLAIN, torch.float32), NAMES[storage])
@@ -175,7 +175,7 @@ def test_a_row_is_as_close_as_its_dtype_allows(dtype, storage):
 
 
 @every_storage
-def test_zeros_stay_zeros_and_what_is_no_number_stays_none(storage):
+def test_zeros_and_non_finite_values_survive_quantisation(storage):
     x = torch.ones(6, 8, dtype=torch.float64)
     x[0] = 0
     x[1, 3] = torch.nan
@@ -221,7 +221,7 @@ DOCUMENTED = {"int8": (0.01, 0.015), "e4m3fn": (0.04, 0.07), "e5m2": (0.08, 0.14
 @not_interpreted
 @every_storage
 @pytest.mark.parametrize("D", (64, 128))
-def test_the_error_is_what_is_documented(storage, D):
+def test_the_error_is_as_documented(storage, D):
     """Errors against float64 of the appended rows: typical of all outputs, and in the worst row."""
     generator = torch.Generator().manual_seed(D)
     k, v = torch.randn(2, 4, 4, 1000, D, generator=generator)
@@ -304,7 +304,7 @@ def test_memory_of_scales_is_accounted():
         cache.append(torch.zeros(2, 3, 1, 64), torch.zeros(2, 3, 1, 32))
 
 
-def test_rows_that_are_no_numbers_are_seen():
+def test_a_non_finite_row_makes_its_head_nan():
     """Only the head that has one returns NaN, as in a cache without storage."""
     for bad in (torch.nan, torch.inf):
         cache = KVCache(1, 2, 8, capacity=9, page_size=4, storage=torch.int8)
@@ -371,7 +371,7 @@ def test_scales_that_do_not_fit(name, message):
 
 
 @not_interpreted
-def test_there_is_no_gradient():
+def test_quantised_keys_and_values_have_no_gradient():
     given = some()
     given["q"].requires_grad_()
     out = fastattn.attention_packed(**given)
@@ -380,7 +380,7 @@ def test_there_is_no_gradient():
 
 
 @not_interpreted
-def test_autocast_leaves_what_has_scales():
+def test_autocast_leaves_quantised_tensors():
     given = some() | {x: torch.ones(11, 2, 8).to(torch.float8_e4m3fn) for x in "kv"}
     given |= {x: torch.ones(11, 2) for x in ("k_scale", "v_scale")}
     with torch.autocast("cpu", torch.bfloat16):
@@ -390,13 +390,13 @@ def test_autocast_leaves_what_has_scales():
 
 @not_interpreted
 @every_storage
-def test_they_are_compiled(storage):
+def test_quantised_calls_compile(storage):
     stored, _ = kept(batch((FEATURE["bottom_right"],), torch.float32), NAMES[storage])
     compiled = torch.compile(fastattn.attention_packed, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(**stored), fastattn.attention_packed(**stored))
 
 
-def test_who_has_it():
+def test_backends_that_support_quantised_caches():
     spec = fastattn.explain(**some()).spec
     assert spec.features & Feature.QUANTISED and spec.storage == torch.int8
     assert not base.get("triton").support.why_not(dataclasses.replace(spec, device="cuda"))

@@ -113,7 +113,7 @@ def test_state_of_every_thread_is_left_alone():
         torch.set_num_threads(threads)
 
 
-def test_a_caller_who_flushes_still_flushes():
+def test_a_callers_flush_mode_is_kept():
     q, k, v = peaked(torch.float32, 300)
     if not torch.set_flush_denormal(True):
         pytest.skip("this machine cannot flush")

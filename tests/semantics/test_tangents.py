@@ -171,7 +171,7 @@ EVERYTHING = tuple(
 @pytest.mark.parametrize(
     "only", [*itertools.combinations(INPUTS, 1), *itertools.combinations(INPUTS, 4), ()], ids=str
 )
-def test_an_absent_tangent_is_one_of_zeros(name, only):
+def test_an_absent_tangent_is_zero(name, only):
     declares(name, torch.float32, Feature.TANGENTS)
     problem = build(square(2, 2, 19, 8), EVERYTHING, torch.float32)
     for isa in variants(name):
@@ -338,7 +338,7 @@ def test_huge_logits(name, dtype, size):
 
 @every_dtype
 @every_backend
-def test_a_saturated_cap_does_not_move(name, dtype):
+def test_a_saturated_softcap_has_zero_tangent(name, dtype):
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     problem = build(SHAPES[1], (FEATURE["softcap"],), DTYPES[dtype])
     problem.q = problem.q.sign() * 3e3
@@ -354,7 +354,7 @@ def test_a_saturated_cap_does_not_move(name, dtype):
 
 @every_dtype
 @every_backend
-def test_rows_that_see_nothing_do_not_move(name, dtype):
+def test_rows_without_visible_keys_have_zero_tangent(name, dtype):
     """The tangent of a mask is not read where the mask hides."""
     declares(name, DTYPES[dtype], Feature.TANGENTS)
     for n in small((21, 150), (21,)):
@@ -375,7 +375,7 @@ def test_rows_that_see_nothing_do_not_move(name, dtype):
 
 
 @every_backend
-def test_masks_of_the_least_number(name):
+def test_masks_of_finfo_min(name):
     """Rows of only finfo.min have uniform weights; in other rows finfo.min hides keys."""
     declares(name, torch.float32, Feature.TANGENTS)
     problem = build(Dims(1, 1, 1, 150, 200, 8, 8), (), torch.float32)

@@ -57,7 +57,7 @@ def test_rounded_they_are_the_plain_ones(name, dtype, names, dims):
 
 @not_interpreted
 @pytest.mark.parametrize("names", CASES[:2], ids=["plain", "everything"])
-def test_the_reference_has_them(names):
+def test_the_reference_supports_unrounded_outputs(names):
     holds(build(DIMS[0], [FEATURE[x] for x in names.split()], torch.bfloat16), "reference")
 
 
@@ -96,7 +96,7 @@ def test_a_wide_out_and_dout_are_taken(name):
 
 @not_interpreted
 @pytest.mark.parametrize("names", [CASES[1], "key_bias_grad"])
-def test_fake_ones_are_alike(names):
+def test_fake_tensors_have_the_same_layout(names):
     problem = build(DIMS[0], [FEATURE[x] for x in names.split()], torch.bfloat16)
     given = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
     t, o = api.prepare(problem.q, problem.k, problem.v, given)
@@ -116,11 +116,11 @@ def spec_of(dtype, unrounded=True):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_of_what_is_wide_it_says_nothing(dtype):
+def test_unrounded_does_not_change_float32_and_float64(dtype):
     assert spec_of(DTYPES[dtype]) == spec_of(DTYPES[dtype], unrounded=False)
 
 
-def test_who_cannot_declines():
+def test_backends_without_unrounded_outputs_decline():
     """The CUDA C++ kernels can store only 16 bits."""
     why = base.get("cuda").support.why_not(spec_of(torch.bfloat16))
     assert "does not support unrounded" in why
@@ -128,7 +128,7 @@ def test_who_cannot_declines():
 
 
 @not_interpreted
-def test_what_has_none():
+def test_calls_without_unrounded_outputs():
     x = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
     t, o = api.prepare(x, x, x, {})
     o, cu = o._replace(unrounded=True), torch.tensor([0, 3])

@@ -57,7 +57,7 @@ def test_one_call_is_each_of_them(name, which, way):
 
 @not_interpreted
 @pytest.mark.parametrize("way", vmap_dropout.WAYS)
-def test_so_it_is_of_the_reference(way):
+def test_vmap_dropout_of_the_reference(way):
     assert vmap_dropout.draws_alike("reference", way, torch.float64)
     passed(list(vmap_dropout.complaints("reference", torch.float64, [way])))
 
@@ -108,7 +108,7 @@ def test_no_examples():
 
 
 @not_interpreted
-def test_a_plan_knows_what_repeats():
+def test_a_plan_includes_the_repeats():
     """Calls that differ only in the repeats of items or heads have different draws."""
     q = torch.zeros(4, 4, 3, 8)
     t = Tensors(q, q, torch.eye(3).expand(4, 4, 3, 3), seed=torch.tensor([5]))
@@ -130,14 +130,14 @@ def test_the_oracle_repeats_its_draws():
 
 @not_interpreted
 @pytest.mark.parametrize("name, x", [("items_again", -1), ("heads_again", 1 << 32)])
-def test_what_repeats_is_a_number_of_items_or_heads(name, x):
+def test_repeats_must_be_valid_numbers(name, x):
     t = Tensors(*(torch.zeros(1, 1, 2, 2) for _ in "qkv"))
     with pytest.raises(ValueError, match=f"{name}: got {x}"):
         operation.plan(t, Options(**{name: x}), None)
 
 
 @not_interpreted
-def test_packed_batches_are_no_one_call():
+def test_packed_batches_are_not_one_call():
     cu = torch.tensor([0, 2])
     t = Tensors(*(torch.zeros(1, 1, 2, 2) for _ in "qkv"), cu_q=cu, cu_k=cu)
     assert vmap_fold.fold_of(3, t, [0, *[None] * (len(t) - 1)], Options()) is None
@@ -146,7 +146,7 @@ def test_packed_batches_are_no_one_call():
 
 
 @not_interpreted
-def test_it_compiles_whole():
+def test_it_compiles_as_one_graph():
     q, k, v, _ = vmap_dropout.tensors("items", torch.float32)
     run = vmap(lambda q: vmap_dropout.attention("reference", q, k[0], v[0]))
     torch._dynamo.reset()

@@ -306,15 +306,15 @@ def run(seed, steps=40):
     chance = random.Random(seed)
     page, capacity = chance.choice(PAGES), chance.randrange(1, 11)
     storage = chance.choice((None, None, None, torch.int8))
-    machine, told = Machine(chance, page, capacity, storage), []
+    machine, log = Machine(chance, page, capacity, storage), []
     for _ in range(steps):
         try:
-            told.append(machine.step())
+            log.append(machine.step())
         except Exception as error:
             given = f"page_size={page}, capacity={capacity}, storage={storage}"
             raise AssertionError(
-                f"cache_model.run({seed}, {steps}): {given}: step {len(told)} after "
-                f"{' '.join(told[-8:])}: {error}"
+                f"cache_model.run({seed}, {steps}): {given}: step {len(log)} after "
+                f"{' '.join(log[-8:])}: {error}"
             ) from error
     return machine.fulls
 

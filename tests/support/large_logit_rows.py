@@ -57,15 +57,15 @@ def far_rows(problem):
     if mask is None or mask.dtype == torch.bool or problem.q.numel() * problem.k.numel() == 0:
         return None
     wide, dtype = problem.to(torch.float64), accumulator(problem.q.dtype)
-    logits, beside = scores(wide, wide.kwargs["mask"]), scores(wide, None)
+    logits, without_mask = scores(wide, wide.kwargs["mask"]), scores(wide, None)
     top = logits.amax(-1, keepdim=True)
     rows = (top.abs() >= FAR) & top.isfinite()
     if not rows.any():
         return None
     held = logits.to(dtype).double()
     step = torch.finfo(dtype).eps * torch.exp2(top.abs().log2().floor())
-    doubt = 32 * torch.finfo(dtype).eps * (1 + beside.abs()) / step
-    middle = ((beside / step).remainder(1) - 0.5).abs() <= doubt
+    doubt = 32 * torch.finfo(dtype).eps * (1 + without_mask.abs()) / step
+    middle = ((without_mask / step).remainder(1) - 0.5).abs() <= doubt
     below = held.amax(-1, keepdim=True) - held
     return FarRows(
         rows,

@@ -154,5 +154,5 @@ def check_wrong(emulator, name):
     for schedule in SCHEDULES:
         for lazy in (False, True):
             findings, _, _ = run_misuse(emulator, name, schedule=schedule, lazy=lazy)
-            assert findings.count, f"{name} was not noticed in schedule {schedule}"
+            assert findings.count, f"{name} was not detected in schedule {schedule}"
             assert re.search(WRONG[name], findings.first), findings.first

@@ -22,12 +22,12 @@ class Ranks:
         context = multiprocessing.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(most):
-            ours, theirs = context.Pipe()
-            given = rank, most, str(Path(self.folder.name) / "store"), timeout, theirs
+            ours, child_pipe = context.Pipe()
+            given = rank, most, str(Path(self.folder.name) / "store"), timeout, child_pipe
             self.processes.append(context.Process(target=serve, args=given, daemon=True))
             self.pipes.append(ours)
             self.processes[-1].start()
-            theirs.close()
+            child_pipe.close()
 
     def run(self, ranks, function, *args):
         """The result, or the exception, of each of the first ranks. The function's first argument

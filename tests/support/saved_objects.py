@@ -85,12 +85,12 @@ def cache():
 
 def save(file):
     with torch.no_grad():
-        kept = {name: (m, given, first(m(*given))) for name, (m, given) in modules().items()}
+        expected = {name: (m, given, first(m(*given))) for name, (m, given) in modules().items()}
     q = torch.randn(1, H, 3, 4)
     held = cache()
     torch.save(
         dict(
-            modules=kept,
+            modules=expected,
             names={p.__name__: {x: getattr(p, x) for x in names} for p, names in PUBLIC.items()},
             place=fastattn.Place(row=3, rows=9),
             cache=(held, q, held.attention(q)),

@@ -63,8 +63,8 @@ def exact(problem: Problem, moves: dict, dout_t: torch.Tensor, dlse_t: torch.Ten
     return dict(out_t=out_t, lse_t=lse_t) | {f"d{name}_t": x for name, x in found.items()}
 
 
-def budgets(problem: Problem, moves: dict, dout_t, dlse_t, wanted: dict) -> dict:
-    """A bound on |error| for every element of `wanted`, which is exact. Every dtype may err by what
+def budgets(problem: Problem, moves: dict, dout_t, dlse_t, expected: dict) -> dict:
+    """A bound on |error| for every element of `expected`, which is exact. A dtype may err by what
     rounding in the accumulation dtype explains: the formulas of both passes in absolute values,
     where a probability errs by eps times the size of the logits that made it. 16-bit results may
     err further by their own rounding, and by that of out and out_t, which `second` gets."""
@@ -187,16 +187,16 @@ class Absolute:
         return x.sum_to_size(shape) if name == "dmask_t" else x
 
 
-def complaints(name: str, problem: Problem, wanted: dict, given: tuple, **how) -> list[str]:
+def complaints(name: str, problem: Problem, expected: dict, given: tuple, **how) -> list[str]:
     """One line for each result of a backend that is out of budget."""
-    return about(passes(name, problem, *given, **how), problem, wanted, given)
+    return about(passes(name, problem, *given, **how), problem, expected, given)
 
 
-def about(found: dict, problem: Problem, wanted: dict, given: tuple) -> list[str]:
+def about(found: dict, problem: Problem, expected: dict, given: tuple) -> list[str]:
     """One line for each result in `found` that is out of budget."""
-    bounds = budgets(problem, *given, wanted)
+    bounds = budgets(problem, *given, expected)
     lines = []
-    for what, x in wanted.items():
+    for what, x in expected.items():
         if found[what].shape != x.shape:
             lines.append(f"{problem.name}: {what}: got {found[what].shape}, not {x.shape}")
             continue

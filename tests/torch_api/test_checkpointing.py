@@ -117,7 +117,7 @@ def checkpointed(model, saved, asked):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("saved", (OURS, TORCHS), ids=("ours", "torchs"))
-def test_what_is_saved_is_not_computed_again(kernels, name, saved):
+def test_saved_results_are_not_recomputed(kernels, name, saved):
     make, once = MODELS[name]
     model, asked = make(), set()
     found = gradients(model, checkpointed(model, saved, asked))

@@ -108,7 +108,7 @@ def check(forward, compiler):
 
 
 @pytest.mark.parametrize("name", FORWARDS)
-def test_traced_whole(name):
+def test_tracing_gives_one_graph(name):
     torch._dynamo.reset()
     check(FORWARDS[name], torch.compile(backend="eager", fullgraph=True))
 

@@ -54,7 +54,7 @@ def kinds(model):
     return [type(model.get_submodule(name)) for name in NAMES]
 
 
-def test_swaps_each_plain_module_once_and_says_so():
+def test_each_plain_module_is_swapped_once_and_reported():
     model = Model()
     report = fastattn.convert(model)
     assert report.swapped == NAMES and report.left == {}
@@ -68,16 +68,16 @@ def test_swaps_each_plain_module_once_and_says_so():
 def test_the_report_and_the_help_name_libraries_that_pass_it_by():
     model = Model()
     report = str(fastattn.convert(model))
-    for said in (report, fastattn.convert.__doc__):
+    for text in (report, fastattn.convert.__doc__):
         for word in ("exact type", "torch.ao.quantization", "Opacus", "fastattn.revert"):
-            assert word in said
+            assert word in text
     assert report.splitlines()[:4] == ["swapped 3, left 0", *(f"  swapped {x}" for x in NAMES)]
     assert len(report.splitlines()) == 5
     assert "Opacus" not in str(fastattn.revert(model))
     assert "Opacus" not in str(fastattn.convert(nn.Linear(1, 1)))
 
 
-def test_quantization_by_exact_type_passes_it_by_until_it_is_reverted():
+def test_quantization_by_exact_type_skips_it_until_it_is_reverted():
     quantization = pytest.importorskip("torch.ao.quantization")
 
     def prepared(model):
@@ -250,7 +250,7 @@ LEFT = {
 
 @pytest.mark.parametrize("why", LEFT)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_leaves_what_it_must_not_touch_and_says_why(why):
+def test_unsupported_modules_are_left_with_a_reason(why):
     model = nn.Sequential(nn.Linear(2, 2), LEFT[why](), plain())
     before = type(model[1])
     report = fastattn.convert(model)

@@ -51,7 +51,7 @@ def test_an_observer_may_call_inside():
     assert depth == [3]
 
 
-def test_the_inner_observer_observes_and_goes_with_its_block():
+def test_the_inner_observer_is_removed_after_its_block():
     q, k, v = tensors()
     seen = []
 
@@ -104,7 +104,7 @@ def test_a_handler_computes_calls_with_a_tensor_of_its_class(monkeypatch, at):
     assert seen == ["Marked"]
 
 
-def test_forward_mode_refuses_what_has_a_handler(monkeypatch):
+def test_forward_mode_refuses_tensors_with_a_handler(monkeypatch):
     q, k, v = tensors()
     monkeypatch.setitem(dispatcher.HANDLERS, "Marked", dispatcher.call)
     with pytest.raises(NotImplementedError, match="attention_jvp: got Markeds, expected plain"):

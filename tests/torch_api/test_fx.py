@@ -165,7 +165,7 @@ class Own(fastattn.MultiheadAttention):
 
 
 @pytest.mark.parametrize("kind", [fastattn.MultiheadAttention, Own])
-def test_what_is_built_as_ours_is_traced_likewise(kind):
+def test_modules_built_as_ours_are_traced_too(kind):
     model = Layer(kind).eval()
     traced = torch.fx.symbolic_trace(model)
     mask = torch.arange(M).expand(B, M) > 3
@@ -217,7 +217,7 @@ def test_hooks_run_with_the_program_and_not_while_it_is_traced():
     assert seen == ["before", "after"] and found.equal(model(X))
 
 
-def test_a_tracer_that_asks_first_and_transformers_of_graphs():
+def test_tracers_with_is_leaf_module_and_graph_transformers():
     class Leaves(torch.fx.Tracer):
         def is_leaf_module(self, m, name):
             return isinstance(m, fastattn.MultiheadAttention) or super().is_leaf_module(m, name)
@@ -229,7 +229,7 @@ def test_a_tracer_that_asks_first_and_transformers_of_graphs():
     assert torch.fx.Interpreter(traced).run(X).equal(model(X))
 
 
-def test_where_it_cannot_be_traced_the_error_says_what_can():
+def test_an_untraceable_module_raises_with_alternatives():
     module = converted(layer()).attend
     sentence = "one node.*is_leaf_module returns True.*fastattn.revert"
     with pytest.raises(TypeError, match=sentence):

@@ -46,7 +46,7 @@ def test_each_sequence_by_itself(causal, key_heads):
         torch.testing.assert_close(x, y)
 
 
-def test_it_is_compiled():
+def test_compiled_results_equal_eager_ones():
     """Compiled results equal eager ones, also after the lengths change."""
 
     def attention(x):
@@ -60,7 +60,7 @@ def test_it_is_compiled():
         assert torch.equal(compiled(x).values(), attention(x).values())
 
 
-def test_it_is_torchs():
+def test_results_equal_torchs():
     """Where torch supports it too: the same values and a jagged tensor of the same shape."""
     q, _ = jagged((5, 9, 33), grad=False)
     theirs = torch.nn.functional.scaled_dot_product_attention(q, q, q)
@@ -69,7 +69,7 @@ def test_it_is_torchs():
     assert (ours + q).shape == q.shape == theirs.shape
 
 
-def test_what_is_refused():
+def test_unsupported_jagged_calls_are_refused():
     q, _ = jagged(ROWS)
     other, _ = jagged(KEYS)
     dense, flat = torch.zeros(4, 2, 5, 16), q.select(1, 0)
@@ -163,7 +163,7 @@ def test_a_module_is_compiled():
         assert torch.equal(compiled(x).values(), mha(x, x, x)[0].values())
 
 
-def test_what_a_module_refuses():
+def test_modules_refuse_unsupported_jagged_calls():
     x, _ = of_width(ROWS, 12)
     mask = torch.zeros(4, 33, dtype=torch.bool)
     for given, made, reason in (

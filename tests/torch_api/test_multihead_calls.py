@@ -77,7 +77,7 @@ def test_three_dimensional_mask_is_one_mask_per_batch_item_and_head():
         torch.testing.assert_close(together[item], alone)
 
 
-def test_float32_masks_beside_sixteen_bits():
+def test_float32_masks_with_16_bit_inputs():
     ours = fastattn.MultiheadAttention(E, H, dtype=torch.bfloat16)
     x = torch.randn(L, N, E, dtype=torch.bfloat16)
     mask = torch.randn(L, L).bfloat16().float().requires_grad_()

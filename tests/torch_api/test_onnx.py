@@ -179,15 +179,15 @@ class Packed(nn.Module):
 
 @exporters
 def test_dropout_is_refused_with_a_sentence(exporter):
-    said = sentence_of(exporter, Trained(), tensors())
-    assert "dropout_p: got 0.5" in said and "model.eval()" in said
+    message = sentence_of(exporter, Trained(), tensors())
+    assert "dropout_p: got 0.5" in message and "model.eval()" in message
 
 
 @exporters
-def test_packed_batches_are_refused_with_a_sentence(exporter):
+def test_packed_batches_are_refused_with_a_message(exporter):
     given = {name: torch.randn(N, H, D) for name in "qkv"} | {"cu": torch.tensor([0, 3, N])}
-    said = sentence_of(exporter, Packed(), given)
-    assert "cu_q: got a packed batch" in said and "key_lengths" in said
+    message = sentence_of(exporter, Packed(), given)
+    assert "cu_q: got a packed batch" in message and "key_lengths" in message
 
 
 def test_torchs_own_exports_keep_the_operators():

@@ -119,7 +119,7 @@ def test_manual_seed_repeats_and_only_dropout_draws(attention):
 
 
 @pytest.mark.parametrize("seed", [0, 5, -1, 2**63 - 1, 2**63 + 12345, 2**64 - 1, -(2**63)])
-def test_a_seed_is_64_bits_however_it_is_written(attention, seed):
+def test_a_seed_is_64_bits_in_any_form(attention, seed):
     q, k, v = inputs()
     as_int = attention(q, k, v, dropout_p=0.5, seed=seed)
     signed = seed - 2**64 if seed >= 2**63 else seed

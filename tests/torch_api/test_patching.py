@@ -67,7 +67,7 @@ OURS = {
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_on_ours(name, calls):
+def test_attention_on_our_kernels(name, calls):
     wanted = OURS[name]()
     with fastattn.sdpa():
         found = OURS[name]()
@@ -114,7 +114,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_the_layout_is_torchs(name, calls):
+def test_the_layout_equals_torchs(name, calls):
     """The output is laid out like query, or contiguous, since models call view on it."""
     *tensors, given = LAYOUTS[name]
     wanted = F.scaled_dot_product_attention(*tensors, **given)
@@ -252,7 +252,7 @@ TORCH_S = {
 
 
 @pytest.mark.parametrize("name", TORCH_S)
-def test_on_torchs(name, calls):
+def test_attention_on_torchs_kernels(name, calls):
     wanted = TORCH_S[name]()
     with fastattn.sdpa():
         found = TORCH_S[name]()
@@ -273,7 +273,7 @@ def test_small_calls_cost_less_on_torchs(calls, monkeypatch):
         assert len(calls) == 1
 
 
-def test_what_ours_refuses_and_torchs_runs(calls):
+def test_a_mask_with_is_causal_runs_as_in_torch(calls):
     """torch's flash attention accepts a mask together with is_causal and applies both."""
     wanted = TORCHS(Q, Q, Q, KEEP[..., :5], is_causal=True)
     with fastattn.sdpa():

@@ -228,10 +228,10 @@ def test_packed_sizes_without_a_bound_stay_free():
 
 
 def test_a_trace_warns_of_none_of_our_rules():
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.jit.trace(calling(), (X,))
-    assert not [x for x in told if issubclass(x.category, torch.jit.TracerWarning)]
+    assert not [x for x in caught if issubclass(x.category, torch.jit.TracerWarning)]
 
 
 def test_the_page_for_users_has_a_decomposition_that_runs():

@@ -278,7 +278,7 @@ def test_views(view):
     assert seen == {True, False}
 
 
-def test_it_is_written_where_it_lies(monkeypatch):
+def test_output_is_written_in_its_final_layout(monkeypatch):
     """The kernel writes the final layout, without a copy."""
     from fastattn.dispatch import dispatcher
 
@@ -294,7 +294,7 @@ def test_it_is_written_where_it_lies(monkeypatch):
         assert out.data_ptr() == outs[-1][0].data_ptr()
 
 
-def test_attention_keeps_its_own():
+def test_attention_keeps_its_own_layout():
     for layout in LAYOUTS:
         out = fastattn.attention(*inputs("4-D", layout))
         assert out.transpose(1, 2).is_contiguous()
@@ -412,7 +412,7 @@ def test_jagged():
     assert found.values().stride() == wanted.values().stride()
 
 
-def test_flash_is_ruled_out():
+def test_flash_is_excluded():
     """The layout is that of the kernel which torch would choose, also in compiled code."""
     given = inputs("4-D", "tokens")
 

@@ -190,7 +190,7 @@ def test_compiled_errors(given):
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap", "dropout_p"])
-def test_attention_takes_numbers_alone(name):
+def test_attention_takes_only_numbers_as_scalars(name):
     """A tensor might need a gradient, and a bool might be meant for another argument."""
     for x in (0.5, 1, np.float32(0.5), np.float64(0.5), np.int64(1), fractions.Fraction(1, 2)):
         torch.manual_seed(0)

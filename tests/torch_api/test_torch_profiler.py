@@ -180,7 +180,7 @@ def seen(prof):
 
 @every_backend
 @every_way
-def test_every_way_in(on, way):
+def test_every_way_to_call_attention_is_recorded(on, way):
     call, forward, backward = WAYS[way]
     with profile(activities=CPU) as prof, torch.no_grad():
         call(*tensors())

@@ -173,7 +173,7 @@ def test_decoder_gives_torchs_results(train, options, monkeypatch):
     assert len(calls) == len(kinds) * 2 * 4  # two layers, each with self- and cross-attention
 
 
-def test_whole_transformer_with_every_padding_mask():
+def test_full_transformer_with_every_padding_mask():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         theirs = nn.Transformer(E, H, 2, 2, 16, dropout=0.0)

@@ -237,14 +237,14 @@ def verdict(transform, name, arguments=EVERYTHING):
 
 @pytest.mark.parametrize("name", BACKENDS)
 def test_the_table_of_transforms(name):
-    told = {transform: verdict(transform, name) for transform in TRANSFORMS}
+    verdicts = {transform: verdict(transform, name) for transform in TRANSFORMS}
     expected = {x: REFUSED.get(x, "right") for x in TRANSFORMS}
     if name not in ABLE:
         expected |= {x: "does not support tangents" for x in TRANSFORMS if x not in FIRST_ORDER}
     print(f"\n{name}")
-    for transform, said in told.items():
-        at = max(0, said.find(expected[transform]))
-        line = said[max(said.rfind("\n", 0, at) + 1, at - 60) :].partition("\n")[0]
+    for transform, text in verdicts.items():
+        at = max(0, text.find(expected[transform]))
+        line = text[max(text.rfind("\n", 0, at) + 1, at - 60) :].partition("\n")[0]
         print(f"  {transform:42} {line[:140].strip()}")
     for transform, said in told.items():
         assert expected[transform] in said, transform

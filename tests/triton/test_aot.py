@@ -113,7 +113,7 @@ def test_a_good_kernel_has_no_fault():
     ],
     ids=["absent", "within", "beyond", "another's", "none was made for this Triton"],
 )
-def test_spills_are_held_against_the_budget(spills, budget, ok):
+def test_spills_are_compared_with_the_budget(spills, budget, ok):
     faults = aot.faults(kernel(spills=spills), budget)
     assert faults == [] if ok else ["spill instructions" in fault for fault in faults] == [True]
 
@@ -121,13 +121,13 @@ def test_spills_are_held_against_the_budget(spills, budget, ok):
 @pytest.mark.parametrize(
     "arch, limit", [(80, 166912), (86, 101376), (90, 232448), (100, 232448), (120, 101376)]
 )
-def test_shared_memory_is_held_against_the_chip(arch, limit):
+def test_shared_memory_is_checked_against_the_chip(arch, limit):
     assert aot.faults(on(arch, shared=limit), None) == []
     (fault,) = aot.faults(on(arch, shared=limit + 16), None)
     assert f"{limit + 16} bytes of shared memory, sm_{arch} has {limit}" in fault
 
 
-def test_tensor_memory_is_held_against_the_chip():
+def test_tensor_memory_is_checked_against_the_chip():
     assert aot.faults(on(100, tensor=512), None) == []
     (fault,) = aot.faults(on(100, tensor=1024), None)
     assert "1024 columns of tensor memory" in fault
@@ -158,7 +158,7 @@ def test_wide_tiles_use_wgmma(changes, ok):
     assert faults == [] if ok else len(faults) == 1 and "wgmma expected" in faults[0]
 
 
-def test_an_error_is_the_fault():
+def test_an_error_counts_as_detection():
     assert aot.faults(kernel(error="OutOfResources: no"), None) == ["OutOfResources: no"]
 
 

@@ -40,7 +40,7 @@ def test_the_interpreter_has_one_small_tile(which):
 @pytest.mark.parametrize(
     "arch, like", [(80, 80), (86, 86), (87, 86), (89, 86), (103, 100), (121, 120), (999, 120)]
 )
-def test_a_chip_without_a_table_has_that_of_the_nearest_lower(arch, like):
+def test_a_chip_without_a_table_uses_the_nearest_lower_one(arch, like):
     for which in tile_configs.PASSES:
         for itemsize in (2, 4):
             mine, its = (tile_configs.config(which, a, itemsize, 128, ()) for a in (arch, like))
@@ -56,7 +56,7 @@ def test_features_have_tiles_of_their_own():
     assert found == [128, 16, 64, 64, 64, 64, 32, 32]
 
 
-def test_masks_are_looked_at_where_heads_pay_it_back():
+def test_masks_are_analysed_if_enough_heads_share_them():
     """It depends on the rows, on the heads that share a mask plane, and on the work to save."""
     assert tile_configs.structured(heads=4, planes=1, M=2048, N=2048)
     assert tile_configs.structured(heads=96, planes=8, M=2048, N=2048)  # 12 heads per mask plane
@@ -120,7 +120,7 @@ def test_busy_processors_are_not_split():
 
 
 @pytest.mark.parametrize("programs", [1, 2, 8, 16, 64])
-def test_idle_processors_get_a_part(programs):
+def test_idle_processors_get_a_split(programs):
     parts = tile_configs.splits(programs, 4096, 132)
     waves = programs * parts / 132
     assert waves / math.ceil(waves) > 0.75
@@ -195,7 +195,7 @@ def test_the_winner_is_remembered_here_and_in_the_next_process(cache):
     assert again.asked
 
 
-def test_candidates_that_fail_are_passed_over():
+def test_failed_candidates_are_skipped():
     assert search(Timer({SLOW: 3.0, QUICK: 2.0})) == QUICK
 
 
@@ -205,7 +205,7 @@ def test_one_choice_needs_no_search(cache):
     assert not timer.asked and not cache.exists()
 
 
-def test_where_all_fail_the_default_is_left_to_say_why(cache):
+def test_if_all_candidates_fail_the_default_runs_and_raises(cache):
     assert search(Timer({})) == SLOW
     assert not cache.exists()
     assert search(Timer()) == SLOW  # this process does not search again
@@ -214,7 +214,7 @@ def test_where_all_fail_the_default_is_left_to_say_why(cache):
 
 
 @pytest.mark.parametrize("field", autotune.Key._fields)
-def test_the_key_forgets_nothing(field):
+def test_each_field_of_the_key_starts_a_new_search(field):
     search(Timer())
     was = getattr(KEY, field)
     other = {int: 7, str: "other", tuple: ("dropout=True",)}[type(was)]
@@ -263,7 +263,7 @@ def test_sizes_are_rounded_up_to_powers_of_two(n, rounded):
     ],
     ids=["empty", "half", "a list", "null", "other fields", "other key", "other tile"],
 )
-def test_a_damaged_file_is_searched_for_and_written_anew(cache, damage):
+def test_a_damaged_file_is_replaced_after_a_new_search(cache, damage):
     search(Timer())
     (file,) = cache.iterdir()
     whole = file.read_text()
@@ -301,7 +301,7 @@ def test_a_folder_that_cannot_be_written_costs_a_search_in_each_process(cache, w
     assert search(later) == QUICKEST and later.asked
 
 
-def test_a_write_that_breaks_off_leaves_the_old_file(cache, monkeypatch):
+def test_an_interrupted_write_leaves_the_old_file(cache, monkeypatch):
     search(Timer())
     (file,) = cache.iterdir()
     whole = file.read_text()
@@ -351,7 +351,7 @@ def test_nothing_is_timed_while_a_graph_is_captured(cache, monkeypatch):
 
 
 @pytest.mark.parametrize("value, on", [(None, False), ("", False), ("0", False), ("1", True)])
-def test_only_the_variable_asks_for_it(monkeypatch, value, on):
+def test_only_the_variable_enables_autotuning(monkeypatch, value, on):
     monkeypatch.delenv("FASTATTN_AUTOTUNE", raising=False)
     if value is not None:
         monkeypatch.setenv("FASTATTN_AUTOTUNE", value)

@@ -39,12 +39,12 @@ def no_header(monkeypatch, tmp_path):
 
 
 @needs_compiler
-def test_the_header_is_looked_for_where_python_has_it(no_header):
+def test_the_header_is_searched_in_pythons_include_folder(no_header):
     assert toolchain.unavailable().startswith(f"there is no {no_header}: install it (Debian")
 
 
 @needs_compiler
-def test_a_header_elsewhere_on_the_compilers_path_serves(no_header, monkeypatch, tmp_path_factory):
+def test_a_header_on_the_compilers_path_is_found(no_header, monkeypatch, tmp_path_factory):
     elsewhere = tmp_path_factory.mktemp("include")
     (elsewhere / "Python.h").write_text("")
     monkeypatch.setenv("CPATH", str(elsewhere))
@@ -52,15 +52,15 @@ def test_a_header_elsewhere_on_the_compilers_path_serves(no_header, monkeypatch,
 
 
 @needs_compiler
-def test_a_header_that_does_not_compile_is_told(no_header):
+def test_a_header_that_does_not_compile_is_reported(no_header):
     """For example if the headers of the C library are not installed."""
     no_header.write_text("#include <no_such_header.h>\n")
-    said = toolchain.unavailable()
-    assert f"does not compile {no_header} (" in said and "no_such_header.h" in said
+    message = toolchain.unavailable()
+    assert f"does not compile {no_header} (" in message and "no_such_header.h" in message
 
 
 @pytest.mark.parametrize("named", ["/no/such/cc", "gcc -O2", ""])
-def test_a_compiler_that_is_named_and_absent_is_told(named, monkeypatch):
+def test_a_compiler_in_CC_that_does_not_exist_is_reported(named, monkeypatch):
     """Triton uses all of CC as the name of one program, even if CC is empty."""
     monkeypatch.setenv("CC", named)
     assert toolchain.unavailable().startswith(f"CC={named} is no program: name a C compiler")
@@ -68,7 +68,7 @@ def test_a_compiler_that_is_named_and_absent_is_told(named, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize("name", ["gcc", "clang"])
-def test_a_compiler_is_looked_for_on_the_path(name, monkeypatch, tmp_path):
+def test_a_compiler_is_searched_on_the_path(name, monkeypatch, tmp_path):
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -105,8 +105,8 @@ def on_a_gpu(monkeypatch):
 def test_the_next_backend_runs_and_it_is_told_why(on_a_gpu):
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "there is no Python.h")
     on_a_gpu.setattr(launch_cache, "_has_launcher", lambda: False)
-    said = "Triton compiles C code to call the driver, and there is no Python.h"
-    assert fastattn.available_backends()["triton"] == said
+    message = "Triton compiles C code to call the driver, and there is no Python.h"
+    assert fastattn.available_backends()["triton"] == message
     assert base.choose(described()).name == "cuda"
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "")
     runtime.unavailable.cache_clear()
@@ -140,14 +140,14 @@ sysconfig.get_paths = hidden if "hidden" in sys.argv else real
 
 import fastattn
 reason = fastattn.available_backends()["triton"]
-asked = "triton" in sys.modules  # whether it had to be asked
+imported = "triton" in sys.modules
 launches = True
 try:
     from triton.runtime import driver
     driver.active.utils.load_binary
 except Exception as error:
     launches = False
-print(json.dumps([reason, asked, launches]))
+print(json.dumps([reason, imported, launches]))
 """
 
 
@@ -163,7 +163,7 @@ def driver(tmp_path_factory):
     return folder
 
 
-def asked_of(driver, cache, *arguments, **environment):
+def run_with(driver, cache, *arguments, **environment):
     where = {"TRITON_LIBCUDA_PATH": str(driver), "LD_LIBRARY_PATH": str(driver)}
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, *arguments],
@@ -177,11 +177,11 @@ def asked_of(driver, cache, *arguments, **environment):
 
 @needs_triton
 @needs_compiler
-def test_triton_launches_where_it_says_that_it_can(driver, tmp_path):
+def test_triton_launches_where_it_is_reported_available(driver, tmp_path):
     """Triton builds its launcher only with headers; a cached launcher needs none."""
-    reason, asked, launches, said = asked_of(driver, tmp_path, "hidden")
-    assert "there is no /nowhere/Python.h" in reason and asked and not launches
-    reason, asked, launches, said = asked_of(driver, tmp_path)
-    assert (reason, asked, launches) == (None, False, True), said
-    reason, asked, launches, said = asked_of(driver, tmp_path, "hidden", CC="/no/such/cc")
-    assert (reason, asked, launches) == (None, True, True), said
+    reason, imported, launches, stderr = run_with(driver, tmp_path, "hidden")
+    assert "there is no /nowhere/Python.h" in reason and imported and not launches
+    reason, imported, launches, stderr = run_with(driver, tmp_path)
+    assert (reason, imported, launches) == (None, False, True), stderr
+    reason, imported, launches, stderr = run_with(driver, tmp_path, "hidden", CC="/no/such/cc")
+    assert (reason, imported, launches) == (None, True, True), stderr

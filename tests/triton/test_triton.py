@@ -156,7 +156,7 @@ BANDS = [(1000, 1000), (1000, 0), (0, 0), (3, 5), (20, 0), (0, 20), (17, 40), (4
 @every_backend
 @pytest.mark.parametrize("rows", [False, True], ids=["keys_of_rows", "rows_of_keys"])
 @pytest.mark.parametrize("left, right", BANDS)
-def test_ranges_of_blocks_hold_what_is_seen(name, rows, left, right):
+def test_ranges_of_blocks_contain_the_visible_keys(name, rows, left, right):
     """For every pair (i, j): no visible pair is left out, no pair in a WHOLE block is hidden, and
     both loops together visit each block once."""
     block, size = 8, 16
@@ -312,7 +312,7 @@ def test_strong_dropout_in_float16(name):
 
 @every_backend
 @pytest.mark.parametrize("average", [False, True], ids=["per_head", "mean"])
-def test_no_query_heads_beside_key_heads(name, average):
+def test_no_query_heads_with_key_heads(name, average):
     q = torch.empty(1, 0, 3, 8)
     k, v = (torch.ones(1, 2, 4, 8, requires_grad=True) for _ in "kv")
     out = fastattn.attention(q, k, v, backend=name)
@@ -332,7 +332,7 @@ def test_masks_of_packed_heads(name, shape):
 
 
 @every_backend
-def test_softcap_beside_an_infinite_key(name):
+def test_softcap_with_an_infinite_key(name):
     """The softcap's slope is NaN in lanes past the last row, and may not reach other gradients."""
     q, v = randn(1, 1, 5, 8).abs(), randn(1, 1, 9, 8, seed=2)
     k = randn(1, 1, 9, 8, seed=1)
@@ -370,7 +370,7 @@ def test_large_heads_have_a_launch_for_each(name, monkeypatch):
 
 
 @every_backend
-def test_a_kernel_that_makes_less_is_searched_for_apart(name, monkeypatch):
+def test_a_kernel_with_fewer_outputs_has_its_own_search(name, monkeypatch):
     """The best tile for dK alone may be too large for dK and dV together."""
     keys = []
     monkeypatch.setattr(job, "architecture", lambda device: 90)

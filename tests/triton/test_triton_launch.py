@@ -218,7 +218,7 @@ BUSY = {
 
 
 @pytest.mark.parametrize("kind", BUSY)
-def test_tiles_are_chosen_by_what_wants_registers(kind, stub):
+def test_tiles_are_chosen_by_register_demand(kind, stub):
     arguments, busy = BUSY[kind]
     assert list(job.Job(*described(**arguments)).tiled[3]) == busy
 
@@ -239,7 +239,7 @@ def test_tensor_descriptors_come_and_go(derived, monkeypatch):
         assert seen[0] == seen[2] != seen[1] == seen[3]
 
 
-def test_another_tile_is_another_kernel(stub, derived, monkeypatch):
+def test_another_tile_makes_another_kernel(stub, derived, monkeypatch):
     s, t = described()
     first = launches(stub, forward, s, t)
     with monkeypatch.context() as patch:
@@ -250,7 +250,7 @@ def test_another_tile_is_another_kernel(stub, derived, monkeypatch):
 
 
 @pytest.mark.parametrize("knob", ["debug", "instrumentation_mode", "tf32"])
-def test_a_knob_of_the_compiler_is_another_kernel(knob, stub, derived, monkeypatch):
+def test_a_compiler_option_makes_another_kernel(knob, stub, derived, monkeypatch):
     from triton import knobs
 
     s, t = described(dtype=torch.float32)
@@ -329,7 +329,7 @@ def test_workspace_of_descriptors_is_given_for_each_launch(stub, monkeypatch):
     assert _allocation._allocator.get() is outside
 
 
-def test_a_kernel_that_does_not_fit_says_so_each_time(stub, monkeypatch):
+def test_a_kernel_that_does_not_fit_raises_each_time(stub, monkeypatch):
     from triton.runtime.errors import OutOfResources
 
     monkeypatch.setitem(launch_overhead.METADATA, "shared", 1 << 30)
@@ -350,7 +350,7 @@ def test_a_newer_triton_launches_by_itself(stub, derived, monkeypatch):
     assert len(derived) == 2
 
 
-def test_what_is_kept_is_bounded(stub, monkeypatch):
+def test_the_launch_cache_is_bounded(stub, monkeypatch):
     monkeypatch.setattr(launch_cache, "MOST", 3)
     s, _ = described()
     for layout in LAYOUTS[:6]:

@@ -32,7 +32,7 @@ print("triton" in sys.modules or "fastattn.kernels.forward" in sys.modules)
     assert run(code).split() == ["False"]
 
 
-def test_its_absence_is_a_reason(monkeypatch):
+def test_a_missing_triton_is_a_reason(monkeypatch):
     for version, reason in ((None, "not installed"), ("3.5.1", "older than 3.6")):
         runtime.unavailable.cache_clear()
         monkeypatch.setattr(tile_configs, "triton_version", lambda version=version: version)
@@ -52,7 +52,7 @@ def test_a_build_of_another_name_has_a_version(monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["import", "probe"])
-def test_flops_are_counted_whoever_looks_for_the_counter_first(first):
+def test_flops_are_counted_in_either_order_of_imports(first):
     code = """
 import importlib.util, torch, fastattn
 importlib.util.find_spec("torch.utils.flop_counter") if PROBE else None

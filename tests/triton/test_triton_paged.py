@@ -110,7 +110,7 @@ def test_a_table_of_no_pages(name, monkeypatch):
 
 @every_backend
 @pytest.mark.parametrize("page_size", (None, 7, 16))
-def test_a_cache(name, page_size):
+def test_cache_used_in_calls_of_few_and_many_rows(name, page_size):
     """A cache with prompts, tokens, forks and evictions, read by calls of few rows and of many."""
     model = Model(page_size, grow=True)
     model.append([20, 0, 33])

@@ -37,7 +37,7 @@ def test_tiles_of_a_gpu(name, names, dim, arch, monkeypatch):
 
 @every_backend
 @pytest.mark.parametrize("names", ["bool_mask", "bias_grad+causal"])
-def test_masks_that_forward_looks_at(name, names):
+def test_masks_whose_structure_forward_uses(name, names):
     """Forward uses the block structure of these masks; the tangent passes read them whole."""
     with looked_at():
         passed(wrong(build(square(1, 2, 37, 7), named(names), torch.float32), known=False))
@@ -72,5 +72,5 @@ def hidden_leaks():
 
 
 @every_backend
-def test_what_is_hidden_moves_nothing(name):
+def test_hidden_keys_do_not_change_tangents(name):
     assert not hidden_leaks()
