@@ -502,14 +502,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     budget = budget_of(version)
     wrong = [f"{k} ({k.tile}): {fault}" for k in found for fault in faults(k, budget)]
     text, path = summary(version, found), RESULTS / f"aot-triton-{version}.txt"
-    if whole:
+    if complete:
         (RESULTS / "local").mkdir(exist_ok=True)
         (RESULTS / "local" / path.name).write_text(listing(version, found))
     else:
         print(listing(version, found))
-    if whole and not options.check:
+    if complete and not options.check:
         path.write_text(text)
-    elif whole and not (path.exists() and path.read_text() == text):
+    elif complete and not (path.exists() and path.read_text() == text):
         wrong.append(f"{path} is stale: make aot writes it anew")
     print(f"Triton {version}: {len(found)} kernels, {len(wrong)} faults")
     print("".join(f"  {line}\n" for line in wrong), end="")

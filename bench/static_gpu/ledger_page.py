@@ -157,6 +157,6 @@ def report(rows: Sequence[Row], arch: int, versions: dict[str, str], full: bool 
         *comparison_table(compared(of_arch, arch), arch),
         "",
         head() if full else short_head(),
-        *map(line if full else short_line, mine),
+        *map(line if full else short_line, of_arch),
     ]
     return "\n".join(x.rstrip() for x in lines) + "\n"

@@ -168,7 +168,7 @@ def run(options: Any) -> int:
             (RESULTS / "local").mkdir(exist_ok=True)
             (RESULTS / "local" / name).write_text(text)
             (RESULTS / name).write_text(short)
-    if whole and not wrong:
+    if complete and not wrong:
         print(*ledger_picture.draw(rows, RESULTS / "ledger.png"), sep="\n")
     if options.accept:
         accept(rows, versions)

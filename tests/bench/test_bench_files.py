@@ -83,7 +83,7 @@ def test_compare_takes_a_failed_cell_for_a_regression(files, sweep, capsys):
     assert "FAILED in the second" in capsys.readouterr().out
 
 
-def test_compare_of_nothing_in_common_is_no_success(files, sweep, capsys):
+def test_compare_without_common_cells_fails(files, sweep, capsys):
     files[1].write_text(json.dumps(sweep | {"cells": []}))
     assert main(["compare", *map(str, files), "--fail-under", "0.5"]) == 1
     assert "no timed cell in common" in capsys.readouterr().out
@@ -165,7 +165,7 @@ def test_every_table_has_a_row_for_what_was_measured(sweep):
     assert set(MASKS) >= {cell["mask"] for cell in sweep["cells"]}
 
 
-def test_a_regression_is_what_torch_did_not_share():
+def test_a_slowdown_that_torch_shares_is_no_regression():
     """A slowdown that torch shares is the machine's; a faster machine does not hide one of ours."""
     ratios = {"slower alone": (0.5, 1.0), "slower with torch": (0.5, 0.5), "failed": (0.0, None)}
     ratios |= {"slower, torch faster": (0.8, 1.5), "no torch": (0.8, None), "faster": (1.2, 0.5)}

@@ -44,14 +44,14 @@ def crashed():
         yield list(run.cells(*given, LIMITS, 0.002, (1,), process))
 
 
-def test_how_a_process_ended_is_told_of_every_status():
+def test_every_exit_status_of_a_process_is_described():
     told = {status: isolated_process._ending(status) for status in (3, -9, -35)}
     assert told[3] == "its process ended with status 3"
     assert told[-9] == "its process died of SIGKILL"
     assert told[-35] == "its process died of signal 35"
 
 
-def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):
+def test_a_peer_that_crashes_loses_only_its_own_entry(crashed):
     cells = [(n, what) for n in (20, 30) for what in (FORWARD, TRAINING)]
     assert [(x["N"], x["pass"]) for x in crashed] == cells
     for cell in crashed:
@@ -63,7 +63,7 @@ def test_a_peer_that_crashes_costs_its_own_entry_alone(crashed):
 
 
 @pytest.mark.parametrize("name", CRASHING[2:])
-def test_its_entry_says_how_it_ended(name, crashed):
+def test_the_entry_has_the_exit_status(name, crashed):
     first, *_, last = (cell["peers"][name]["reason"] for cell in crashed)
     kind, _, _ = name.partition(" while ")
     if kind == "aborts":
@@ -130,7 +130,7 @@ class Here:
     ],
     ids=["none", "a peer", "the subject", "both", "outside of any", "the subject again"],
 )
-def test_a_cell_is_measured_again_without_what_ended_it(deaths, reasons, status):
+def test_a_crashed_cell_is_measured_again_without_the_cause(deaths, reasons, status):
     given = (case(),), (FORWARD,), dict.fromkeys((SUBJECT, BASELINE)), LIMITS, 0.002, (1,)
     (cell,) = run.cells(*given, process=Here(deaths))
     assert cell["status"] == status
@@ -149,7 +149,7 @@ def test_tiny_calls_are_measured_without_what_ended_them(monkeypatch):
 
 
 @pytest.mark.parametrize("command", ["sweep", "decode", "overhead", "memory"])
-def test_the_process_that_measures_has_the_gpu_alone(command, monkeypatch, tmp_path):
+def test_only_the_measuring_process_uses_the_gpu(command, monkeypatch, tmp_path):
     """As exclusive compute mode requires. This torch has no CUDA: using it here would raise."""
     process, probes = Here(), []
 

@@ -95,7 +95,7 @@ def test_at_most_is_the_rule_of_sizes():
     assert judged("MB") == [True, True, False] and judged("x") == [False, True, True]
 
 
-def test_an_aim_may_differ_by_class_of_machine():
+def test_a_target_may_differ_by_class_of_machine():
     """The gain over torch depends on the machine's units; a share of the peak does not."""
     everywhere = performance_targets.Target("a", 82.0, "% of peak", None)
     some, tiles = (
@@ -145,7 +145,7 @@ def test_a_wrong_kernel_meets_no_target(tiny_targets, monkeypatch, tmp_path):
     assert row["met"] is None and row["failed"] and "out is off by" in row["reason"]
 
 
-def test_an_aim_that_no_kernel_could_reach_is_told_from_one_missed():
+def test_an_unreachable_target_is_distinguished_from_a_missed_one():
     """At 80% of the peak and 2.0 times its rival's speed, a call could at best reach 2.5 times."""
     met, missed = _target(True), _target(False)
     beyond = missed | {"target": 2.6}
@@ -168,14 +168,14 @@ def _target(met: bool | None) -> dict:
     return row | {"met": met, "reason": "why", "ratio": 2.0, "percent": 80.0, "limit": "% of peak"}
 
 
-def test_a_ratio_at_the_limit_is_told_where_it_is_near():
+def test_a_ratio_at_the_limit_is_printed_if_near():
     assert console.ratio_at_limit(_target(True)) == pytest.approx(2.5)
     assert "80% of peak, at most 2.50x" in console.target_line(_target(True))
     for blank in ({"ratio": None}, {"percent": None}, {"percent": 3.0}):
         assert console.ratio_at_limit(_target(True) | blank) is None
 
 
-def test_reading_is_held_against_a_buffer_of_its_size():
+def test_reading_is_compared_with_a_buffer_of_its_size():
     """Data that fits a cache is read faster than memory; tiny data has no bandwidth limit."""
     row = {"threads": 1, "copy_gbs": 1.0}
     rows = [row | {"bytes": mb << 20, "read_gbs": gbs} for mb, gbs in ((4, 50.0), (256, 20.0))]

@@ -383,7 +383,7 @@ def test_a_short_report_has_the_same_table_and_fewer_columns():
     assert {x: found[x] for x in expected} == {x: str(y) for x, y in expected.items()}
 
 
-def test_peers_stand_beside_ours():
+def test_peers_are_listed_with_ours():
     peers = json.loads(ledger_page.PEERS.read_text())
     assert peers["source"] and {x["who"] for x in peers["loops"]} == set(peers["versions"])
     records = ledger_page.compared([ledger_report.count(KERNEL)], 80)

@@ -106,7 +106,7 @@ SEEING = {
 @every_shape
 @pytest.mark.parametrize("band", BANDS)
 @every_value
-def test_a_row_without_planes_is_of_the_vector_kernels(isa, dtype, value, band, shape):
+def test_a_row_without_bf16_split_runs_on_vector_kernels(isa, dtype, value, band, shape):
     """Its out and LSE are those of the vector kernels, bit for bit; every other row has the bits
     that it has without the value."""
     dims = SHAPES[shape]
@@ -132,7 +132,7 @@ def kinds(x):
 @every_shape
 @pytest.mark.parametrize("band", ["full", "causal"])
 @every_value
-def test_what_is_no_number_is_so_everywhere(isa, dtype, value, band, shape):
+def test_non_finite_values_appear_in_every_pass(isa, dtype, value, band, shape):
     """Infinities and NaN are in the results of every pass where the vector kernels have them. The
     results of other heads, items and blocks of rows do not change."""
     dims = SHAPES[shape]
@@ -156,7 +156,7 @@ def test_what_is_no_number_is_so_everywhere(isa, dtype, value, band, shape):
 
 @every_tiled
 @every_value
-def test_what_is_no_number_in_one_of_several_chunks(isa, dtype, value):
+def test_non_finite_values_in_one_of_several_chunks(isa, dtype, value):
     """Few rows take their keys in chunks of 512, and the kernel is chosen for each chunk."""
     clean = case(Dims(1, 4, 1, 3, 1100, 32, 32), dtype)
     for name, places in (("q", (0,)), ("k", (5, 700, 1099)), ("v", (700,)), ("dout", (0,))):
@@ -176,7 +176,7 @@ INNER = float(torch.nextafter(ONE, torch.tensor(0.0)))
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [LARGEST, -LARGEST, SMALLEST * INNER, -SMALLEST / 2, 1e-45])
-def test_the_first_values_without_planes(isa, value, name, shape):
+def test_the_first_values_without_bf16_split(isa, value, name, shape):
     problem = place(case(SHAPES[shape]), name, value, 150)
     vectors, found = (computed(x, problem, everything=False) for x in (VECTORS, isa))
     rows = touched(problem, name, 150)
@@ -187,7 +187,7 @@ def test_the_first_values_without_planes(isa, value, name, shape):
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("value", [LARGEST * INNER, -SMALLEST, 0.0, -0.0])
-def test_the_last_values_with_planes(isa, value, name, shape):
+def test_the_last_values_with_bf16_split(isa, value, name, shape):
     """Rows with these values stay on tiles. Zeros have planes, so padding keeps rows on tiles."""
     if name == "q" and abs(value) > 1:
         value = 8.0  # a larger q gives one key all the weight, and all kernels agree
@@ -220,7 +220,7 @@ def test_rows_decide_alone(isa, dtype, m, heads):
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("m", [12, 64])
 @pytest.mark.parametrize("size", [1e2, 1e4])
-def test_a_neighbour_without_planes_changes_no_score(isa, size, m, name, value):
+def test_a_neighbour_without_bf16_split_changes_no_score(isa, size, m, name, value):
     """Far from zero the scores of tiles and of vectors differ by more than 1. Each row uses one of
     the two in every pass: its weights sum to 1, and dV agrees with them."""
     if name != "q" and value != value:
@@ -239,7 +239,7 @@ def test_a_neighbour_without_planes_changes_no_score(isa, size, m, name, value):
 
 
 @every_tiled
-def test_rows_on_vectors_see_what_is_theirs(isa):
+def test_rows_on_vector_kernels_see_their_own_keys(isa):
     """A NaN that one row sees is not multiplied by the zero weights of another row."""
     clean = build(Dims(1, 1, 1, 64, 64, 32, 32), (), torch.float32)
     clean.kwargs["causal"] = True
@@ -252,7 +252,7 @@ def test_rows_on_vectors_see_what_is_theirs(isa):
 
 
 @every_tiled
-def test_nothing_comes_from_behind_a_window(isa):
+def test_nan_keys_outside_a_window_change_nothing(isa):
     """Gradients take keys by 32s. A NaN in a key that no row sees is not multiplied by zero."""
     clean = build(Dims(1, 1, 1, 96, 96, 32, 32), (), torch.float32)
     clean.kwargs |= dict(causal=True, window=(8, 0))
@@ -265,7 +265,7 @@ def test_nothing_comes_from_behind_a_window(isa):
 
 @every_tiled
 @pytest.mark.parametrize("name", ["plain", *FEATURE])
-def test_features_where_keys_have_no_planes(isa, name):
+def test_features_where_keys_have_no_bf16_split(isa, name):
     """The scores and gradients that vectors compute instead of tiles support every feature."""
     features = () if name == "plain" else (FEATURE[name],)
     clean = build(Dims(1, 2, 2, 100, 150, 33, 40), features, torch.float32)
@@ -279,7 +279,7 @@ def test_features_where_keys_have_no_planes(isa, name):
 
 
 @every_tiled
-def test_small_gradients_of_scores_leave_the_tiles(isa):
+def test_small_gradients_of_scores_run_on_vector_kernels(isa):
     """Only small ones do. Scaling by a power of two leaves the bits of a gradient as they are,
     unless another kernel computes it."""
     clean = case(Dims(1, 2, 1, 100, 150, 33, 40))

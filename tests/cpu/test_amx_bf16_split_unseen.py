@@ -93,7 +93,7 @@ def filled(problem, names, keys, value):
 @every_planed
 @pytest.mark.parametrize("shape", UNSEEN_SHAPES)
 @pytest.mark.parametrize("how", HIDING)
-def test_a_key_that_no_row_sees_changes_no_bit(isa, how, shape, dtype):
+def test_a_key_hidden_from_all_rows_changes_no_bit(isa, how, shape, dtype):
     """Neither the contents of the key nor its lack of planes has an effect."""
     dims = UNSEEN_SHAPES[shape]
     arguments, hidden = HIDING[how](dims.M, dims.N)
@@ -124,7 +124,7 @@ APPENDED = [
 @every_tiled
 @every_planed
 @pytest.mark.parametrize("how, shape", APPENDED)
-def test_a_key_that_no_row_sees_may_as_well_be_absent(isa, how, shape, dtype):
+def test_a_key_hidden_from_all_rows_equals_an_absent_one(isa, how, shape, dtype):
     """Appended keys with any contents."""
     dims = UNSEEN_SHAPES[shape]
     arguments, hidden = HIDING[how](dims.M, dims.N)

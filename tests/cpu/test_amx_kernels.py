@@ -219,7 +219,7 @@ tiles left configured
 
 @pytest.mark.skipif("amx_bf16" in TILED, reason="the chip does not tell what it was left with")
 @pytest.mark.parametrize("what", ASSEMBLY_MUTANTS)
-def test_a_fault_in_the_assembly_is_noticed(what, tmp_path, monkeypatch):
+def test_a_fault_in_the_assembly_is_detected(what, tmp_path, monkeypatch):
     library, trap = in_assembly(tmp_path, (), *ASSEMBLY_MUTANTS[what])
     problem = build(Dims(1, 1, 1, 40, 99, 64, 40), (), torch.bfloat16)
     expected, found, executed = of_both(library, trap, monkeypatch, problem)

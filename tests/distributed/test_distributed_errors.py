@@ -120,7 +120,7 @@ def test_ranks_that_differ_on_a_packed_batch(four, count, what, words):
     ],
     ids=named,
 )
-def test_a_rank_in_trouble_with_a_packed_batch_is_named(four, what, kind, words):
+def test_a_rank_failing_on_a_packed_batch_is_named(four, what, kind, words):
     one, own, other = four.run(3, pack_wrongly, dict(on_1=what))
     with pytest.raises(kind, match=words):
         raise own
@@ -191,7 +191,7 @@ TROUBLES = {
 
 
 @pytest.mark.parametrize("what", TROUBLES)
-def test_a_rank_in_trouble_is_named(four, what):
+def test_a_failing_rank_is_named(four, what):
     kind, words = TROUBLES[what]
     *others, own = four.run(3, differ, what)
     with pytest.raises(kind, match=words):
@@ -240,7 +240,7 @@ def alike(group, strategy, layout, more):
         ("gather", "contiguous", dict(mask=torch.zeros(1, 7)), "mask: got"),
     ],
 )
-def test_what_all_do_wrong(four, strategy, layout, more, words):
+def test_an_error_common_to_all_ranks_is_raised_on_each(four, strategy, layout, more, words):
     for found in four.run(2, alike, strategy, layout, more):
         with pytest.raises(ValueError, match=words):
             raise found
@@ -258,7 +258,7 @@ WRONG = {  # for 11 keys: checked before anything is sent
 
 @pytest.mark.parametrize("words", WRONG)
 @pytest.mark.parametrize("strategy", ["gather", "ring", "ulysses"])
-def test_what_all_do_wrong_of_all_keys(four, strategy, words):
+def test_an_error_about_all_keys_is_raised_on_each_rank(four, strategy, words):
     """A single rank raises the same error."""
     x = torch.zeros(1, 2, 11, 4)
     with pytest.raises((TypeError, ValueError), match=words):
@@ -289,7 +289,7 @@ def on_one_rank(group, seed):
     return fastattn.attention(x, x, x, dropout_p=0.4, seed=seed)
 
 
-def test_ranks_need_not_be_asked(four):
+def test_ranks_need_no_check_of_agreement(four):
     (right,) = four.run(1, on_one_rank, 7)
     assert torch.equal(torch.cat(four.run(2, unasked, 7), 2), right)
     for error in four.run(2, unasked, None):
@@ -309,7 +309,7 @@ def die(group, when):
 
 
 @pytest.mark.parametrize("when", ["before", "before its backward"])
-def test_a_rank_that_dies_is_told_of(when):
+def test_a_rank_that_dies_is_reported(when):
     with ranks.ranks(3, timeout=10) as three:
         one, gone, other = three.run(3, die, when)
     assert str(gone) == "gone"

@@ -168,7 +168,7 @@ def drop_packed(group, seed):
 
 
 @pytest.mark.parametrize("count", [2, 3])  # ulysses, and gather
-def test_with_no_seed_the_first_rank_draws_of_packed_batches(four, count):
+def test_without_a_seed_the_first_rank_draws_for_packed_batches(four, count):
     whole, cu = torch.ones(6 * count, 4, 8), torch.tensor([0, 4, 6 * count])
     for seed in ("same", "own"):
         found = four.run(count, drop_packed, seed)

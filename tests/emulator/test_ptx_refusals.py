@@ -51,7 +51,7 @@ REGISTERS = ".reg .b32 %r<9>; .reg .b64 %d<9>; .reg .pred %p<3>; .reg .b16 %h<3>
         ("@%r0 mov.u32 %r1, 0;", "%r0 is .b32, expected .pred"),
     ],
 )
-def test_what_has_no_meaning_here_is_refused_by_name(code, expected):
+def test_unsupported_ptx_is_refused_by_name(code, expected):
     module = f"{HEADER}.visible .entry k(.param .u64 n)\n{{ {REGISTERS}\n{code}\nret;\n}}\n"
     with pytest.raises(text.Refused, match=expected):
         cpp.source(list(text.kernels(module).values()))

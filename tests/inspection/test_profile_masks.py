@@ -65,7 +65,7 @@ SHOWN = {
 
 
 @pytest.mark.parametrize("name", SHOWN)
-def test_what_a_mask_shows(name):
+def test_structure_names_masks_and_equivalent_arguments(name):
     """A mask is named, and the arguments advised in its place give the same output."""
     mask, what = SHOWN[name]
     M = mask.shape[-2] if mask.shape[-2] > 1 else N
@@ -90,14 +90,14 @@ def test_what_a_mask_shows(name):
     torch.testing.assert_close(out * seen, wanted * seen)
 
 
-def test_rows_that_nobody_sees_say_nothing_of_keys():
+def test_padded_queries_are_not_reported_as_padded_keys():
     """Padded queries are not reported as padded keys if the item's other queries see all keys."""
     rows = torch.tensor([[True] * 3 + [False] * 3, [True] * 6])
     assert structure(rows[:, None, :, None].expand(2, 1, 6, 10), 6, 10).what == "shows everything"
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1, 3, 4), (0, 1, 3, 4), (2, 1, 0, 0)])
-def test_a_mask_that_cannot_be_looked_at(shape):
+def test_a_mask_without_readable_values_has_no_structure(shape):
     assert structure(torch.ones(shape).bool(), *shape[-2:]).arguments is None
 
 

@@ -151,7 +151,7 @@ def test_compiled(name, padding, calls):
 
 
 @pytest.mark.parametrize("overlay", [None, masks.sliding_window_overlay(6)])
-def test_steps_of_a_static_cache_are_told_alike(overlay):
+def test_steps_of_a_static_cache_have_the_same_arguments(overlay):
     """All steps pass the same arguments, so one compiled graph serves them, up to a full cache."""
     causal = masks.causal_mask_function
     function = masks.and_masks(causal, overlay) if overlay else causal
@@ -159,7 +159,7 @@ def test_steps_of_a_static_cache_are_told_alike(overlay):
     assert len({tuple(sorted(step.arguments)) for step in steps}) == 1
 
 
-def test_it_goes_where_the_model_does():
+def test_the_mask_moves_to_the_models_device():
     """Models spread over devices move the mask between them."""
     mask = make_mask(2, 5, 5, attention_mask=seen_by("left", 5)[1:])
     moved = mask.to("meta", non_blocking=True)
@@ -170,7 +170,7 @@ def test_it_goes_where_the_model_does():
 
 
 @pytest.mark.parametrize("padding", ["none", "right", "hole"])
-def test_a_mask_of_one_row_is_that_of_all(padding, registered):
+def test_a_mask_of_one_row_applies_to_all_rows(padding, registered):
     """Some models make a mask of one row that is meant for all rows."""
     torch.manual_seed(0)
     q, k = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 24, 8)
@@ -191,7 +191,7 @@ def test_a_mask_of_one_key_hides_nothing(registered):
     assert torch.equal(transformers_attention.attend(MODULE, q, k, k, one)[0], expected)
 
 
-def test_models_that_mean_something_else_are_refused():
+def test_models_with_other_semantics_are_refused():
     pytest.importorskip("transformers.models.bridgetower")
     from transformers import BridgeTowerModel, DeepseekV4ForCausalLM
 
@@ -199,7 +199,7 @@ def test_models_that_mean_something_else_are_refused():
     assert "picks keys" in ours._why_not(DeepseekV4ForCausalLM)
 
 
-def test_what_somebody_wrapped_since_stays():
+def test_a_later_wrapper_stays():
     from transformers import PreTrainedModel
 
     original = PreTrainedModel.get_correct_attn_implementation
@@ -217,7 +217,7 @@ def test_what_somebody_wrapped_since_stays():
         PreTrainedModel.get_correct_attn_implementation = original
 
 
-def test_what_cannot_be_is_named(registered):
+def test_impossible_arguments_are_named(registered):
     q = k = torch.randn(1, 2, 3, 8)
     with pytest.raises(NotImplementedError, match=r"^cache: got object, expected transformers'"):
         transformers_attention.attend(MODULE, q, k, k, None, cache=object())

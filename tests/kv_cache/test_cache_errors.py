@@ -104,7 +104,7 @@ def crowded(page_size=4):
 
 
 @pytest.mark.parametrize("call, error, message", WRONG, ids=[message[:24] for *_, message in WRONG])
-def test_what_does_not_fit(call, error, message):
+def test_inputs_of_wrong_sizes_raise(call, error, message):
     with pytest.raises(error, match=message):
         call(Model(4).cache)
 
@@ -163,7 +163,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("name", CHANGES)
 @pytest.mark.parametrize("page_size", (4, None))
-def test_a_change_is_whole_or_none(page_size, name):
+def test_a_change_is_atomic(page_size, name):
     """Wherever torch runs out of memory. Evictions that move rows are excluded: their new places
     may hold other rows that move."""
     for calls in range(1000):

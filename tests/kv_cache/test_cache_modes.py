@@ -41,7 +41,7 @@ def test_any_mode():
         cache.attention(q.requires_grad_()).sum().backward()
 
 
-def test_what_was_asked_stays_as_it_was():
+def test_earlier_tables_and_lengths_stay_unchanged():
     cache = Model(4).cache
     table, lengths = cache.block_table, cache.lengths
     before = table.clone(), lengths.clone()
@@ -78,7 +78,7 @@ def test_another_default_device():
 @pytest.mark.parametrize(
     "mode", (FakeTensorMode, lambda: torch.device("meta"), torch.inference_mode)
 )
-def test_pages_come_free_wherever_a_cache_dies(mode):
+def test_pages_are_freed_in_any_mode(mode):
     cache = KVCache(1, HK, D, capacity=8, page_size=4, grow=True)
     k = torch.ones(1, HK, 3, D)
     cache.append(k, k)
@@ -114,7 +114,7 @@ def test_copies(kind):
     assert (pool.users > 0).sum() == (3 if kind == "shallow" else 0) < used
 
 
-def test_autocast_casts_what_comes():
+def test_autocast_casts_the_inputs():
     cache = KVCache(B, HK, D, capacity=8)
     k, q = torch.randn(B, HK, 3, D).bfloat16(), torch.randn(B, H, 1, D).bfloat16()
     mask = torch.randn(1, 1, 1, 3).bfloat16()
@@ -126,7 +126,7 @@ def test_autocast_casts_what_comes():
     assert torch.equal(out, cache.attention(q.float(), mask=mask.float()))
 
 
-def test_rows_stand_at_the_last_keys_where_nothing_is_causal():
+def test_rows_end_at_the_last_key_without_causal():
     cache = KVCache(1, HK, D, capacity=16, page_size=4)
     k, q = torch.randn(1, HK, 10, D), torch.randn(1, H, 2, D)
     cache.append(k, k)

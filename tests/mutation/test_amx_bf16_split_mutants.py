@@ -233,17 +233,17 @@ large scales are not checked: cpu/runtime/library.cpp: float32: scale
 
 
 def without_planes(dtype, band="causal", shape="100 rows"):
-    blocks.test_a_row_without_planes_is_of_the_vector_kernels(MODEL, dtype, "nan", band, shape)
+    blocks.test_a_row_without_bf16_split_runs_on_vector_kernels(MODEL, dtype, "nan", band, shape)
 
 
 def large_values(dtype):
     for name in "qkv":
-        blocks.test_the_first_values_without_planes(MODEL, blocks.LARGEST, name, "100 rows")
+        blocks.test_the_first_values_without_bf16_split(MODEL, blocks.LARGEST, name, "100 rows")
 
 
 def far_scores(dtype, m):
     for name in "qkv":
-        blocks.test_a_neighbour_without_planes_changes_no_score(MODEL, 1e4, m, name, 1e-31)
+        blocks.test_a_neighbour_without_bf16_split_changes_no_score(MODEL, 1e4, m, name, 1e-31)
 
 
 def long_gradients(dtype):
@@ -263,11 +263,11 @@ def large_scale(dtype):
 
 
 def unseen(dtype, how="mask"):
-    unseen_keys.test_a_key_that_no_row_sees_changes_no_bit(MODEL, how, "70 rows", dtype)
+    unseen_keys.test_a_key_hidden_from_all_rows_changes_no_bit(MODEL, how, "70 rows", dtype)
 
 
 def featured(name):
-    return lambda dtype: blocks.test_features_where_keys_have_no_planes(MODEL, name)
+    return lambda dtype: blocks.test_features_where_keys_have_no_bf16_split(MODEL, name)
 
 
 def rising(dtype):
@@ -294,14 +294,14 @@ JUDGES = {
     ),
     "far scores": partial(far_scores, m=64),
     "far scores of few rows": partial(far_scores, m=12),
-    "what is theirs": lambda dtype: blocks.test_rows_on_vectors_see_what_is_theirs(MODEL),
-    "behind a window": lambda dtype: blocks.test_nothing_comes_from_behind_a_window(MODEL),
+    "what is theirs": lambda dtype: blocks.test_rows_on_vector_kernels_see_their_own_keys(MODEL),
+    "behind a window": lambda dtype: blocks.test_nan_keys_outside_a_window_change_nothing(MODEL),
     "large values": large_values,
     "unseen keys": unseen,
     "unseen keys in a window": partial(unseen, how="mask in a window"),
     "keys without planes": featured("plain"),
     "keys without planes, dropout": featured("dropout"),
-    "small dS": lambda dtype: blocks.test_small_gradients_of_scores_leave_the_tiles(MODEL),
+    "small dS": lambda dtype: blocks.test_small_gradients_of_scores_run_on_vector_kernels(MODEL),
     "tiles in use": lambda dtype: planes.test_the_tiles_are_in_use(MODEL, dtype, 70, 64),
     "choice": lambda dtype: planes.test_float32_can_be_left_to_the_vector_kernels(MODEL),
     "scale": large_scale,

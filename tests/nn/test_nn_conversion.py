@@ -223,7 +223,7 @@ def test_an_altered_layer_of_ours_is_refused():
             nn.to_torch(layer)
 
 
-def test_what_has_no_counterpart_is_refused():
+def test_modules_without_a_counterpart_are_refused():
     for convert in (nn.from_torch, nn.to_torch):
         with pytest.raises(ValueError, match="got Linear, expected one of"):
             convert(torch.nn.Linear(2, 2))
@@ -265,7 +265,7 @@ def test_layers_that_differ_and_norms_are_copied():
     assert len({id(m.norm) for m in (theirs, ours, back)}) == 3
 
 
-def test_wrong_shapes_are_told():
+def test_wrong_shapes_raise():
     layer, x = nn.DecoderLayer(E, H, FF), torch.randn(B, M, E)
     for bad in (x[0], torch.randn(B, M, E + 1)):
         with pytest.raises(ValueError, match=r"x: got shape .* expected \(B, N, 12\)"):

@@ -50,7 +50,7 @@ def test_cached_language_model_equals_the_full_pass(name, on):
     torch.testing.assert_close(torch.cat(parts, 1), full, rtol=2e-5, atol=5e-6)
 
 
-def test_a_cache_says_what_does_not_fit():
+def test_a_cache_raises_for_wrong_sizes():
     encoder = nn.Encoder(nn.EncoderLayer(E, H, FF), 1)
     x = torch.randn(B, N, E)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_a_cache_says_what_does_not_fit():
             encoder(x[:, :1], causal=True, cache=cache)
 
 
-def test_a_cache_of_another_stack_is_told():
+def test_a_cache_of_another_stack_raises():
     deep, shallow = (nn.Encoder(nn.EncoderLayer(E, H, FF), n) for n in (3, 1))
     x = torch.randn(B, N, E)
     for cache in (shallow.new_cache(N), []):

@@ -120,7 +120,7 @@ def run(program, **environment):
 
 
 @needs_extension
-def test_calls_are_the_same_to_the_bit_and_errors_to_the_letter():
+def test_calls_have_the_same_bits_and_errors_the_same_text():
     pytest.importorskip("numpy", reason="digests are of numpy's bytes")
     found, without = (json.loads(run(PROGRAM, FASTATTN_EXTENSION=x)) for x in ("auto", "off"))
     assert (found.pop("extension"), without.pop("extension")) == (True, False)
@@ -206,7 +206,7 @@ def test_calls_that_differ_in_anything_follow_one_another(one_thread):
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])
-def test_true_is_no_number_after_one_was_given(name):
+def test_true_is_refused_as_a_number_after_1(name):
     q = torch.randn(1, 2, 3, 4)
     fastattn.attention(q, q, q, **{name: 1})
     fastattn.attention(q, q, q, **{name: 1.0})
@@ -217,7 +217,7 @@ def test_true_is_no_number_after_one_was_given(name):
         fastattn.attention(q, q, q, window=(True, 1))
 
 
-def test_a_default_device_is_not_where_results_lie():
+def test_results_ignore_the_default_device():
     q, k, v = (torch.randn(1, 2, 6, 8).requires_grad_() for _ in "qkv")
     expected = fastattn.attention(q, k, v)
     with torch.device("meta"):
@@ -266,7 +266,7 @@ assert more - blocks < 500, more - blocks  # none a call
 """
 
 
-def test_nothing_is_kept_of_a_call():
+def test_a_call_leaves_no_references():
     run(MANY)
 
 

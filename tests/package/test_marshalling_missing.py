@@ -31,7 +31,7 @@ def loaded(monkeypatch):
     return load
 
 
-def test_why_there_is_none(loaded, monkeypatch, tmp_path):
+def test_a_missing_extension_has_a_reason(loaded, monkeypatch, tmp_path):
     monkeypatch.delenv("FASTATTN_EXTENSION", raising=False)
     path = tmp_path / "fastattn_crossing.abi3.so"
     assert loaded(path).startswith(f"it was not built: no {path}")
@@ -60,7 +60,7 @@ def test_one_of_another_abi_is_not_used(loaded, monkeypatch):
 
 
 @needs_extension
-def test_a_torch_that_does_not_lend_tensors_is_a_reason(loaded, monkeypatch):
+def test_a_torch_without_dlpack_exchange_is_a_reason(loaded, monkeypatch):
     path = Path(marshalling.extension.__file__)
     monkeypatch.delattr(torch.Tensor, "__dlpack_c_exchange_api__")
     assert "it does not load" in loaded(path) and "dlpack" in loaded(path)
@@ -80,7 +80,7 @@ def configured(folder, wanted, *more):
 
 
 @pytest.mark.parametrize("header", [None, "#error of an old Python"], ids=["none", "broken"])
-def test_without_headers_the_reason_is_left(tmp_path, header):
+def test_without_headers_the_reason_is_written(tmp_path, header):
     """A file with the reason replaces the extension; if that is required, it is an error."""
     python = ["-DSKBUILD_SABI_VERSION=3.10", f"-DPython_INCLUDE_DIR={tmp_path}"]
     if header:
@@ -98,17 +98,17 @@ def test_without_headers_the_reason_is_left(tmp_path, header):
 @pytest.mark.parametrize(
     "wanted, reason", [("off", "FASTATTN_EXTENSION was off"), ("auto", "pip builds it")]
 )
-def test_where_nobody_asks_for_it_the_reason_is_left(tmp_path, wanted, reason):
+def test_without_the_extension_the_reason_is_written(tmp_path, wanted, reason):
     assert configured(tmp_path, wanted).returncode == 0
     assert (tmp_path / "no_extension.txt").read_text().startswith(reason)
 
 
-def test_another_word_is_refused(tmp_path):
+def test_an_unknown_value_is_refused(tmp_path):
     done = configured(tmp_path, "maybe")
     assert done.returncode and "got 'maybe', expected on, off or auto" in done.stderr
 
 
-def test_the_report_says_why(capsys, monkeypatch):
+def test_the_report_has_the_reason(capsys, monkeypatch):
     from fastattn import __main__
 
     found = json.loads(run("import fastattn.__main__ as m; m.main(['--json'])"))["extension"]

@@ -74,7 +74,7 @@ def test_packed_gradients_by_differences():
 
 @not_interpreted
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-def test_a_shared_masks_gradients_are_never_too_many(dtype, monkeypatch):
+def test_gradients_of_a_shared_mask_fit_in_memory(dtype, monkeypatch):
     """Without memory for one gradient per sequence, they are summed sequence by sequence; other
     results keep their bits."""
     names = ("head_bias_grad", "sinks", "gqa", "lse_loss", "lengths", "alibi_batch")

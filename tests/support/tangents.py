@@ -71,10 +71,10 @@ def budgets(problem: Problem, moves: dict, dout_t, dlse_t, expected: dict) -> di
     eps = torch.finfo(accumulator(problem.q.dtype)).eps
     stored = torch.finfo(problem.q.dtype).eps if problem.q.dtype.itemsize == 2 else 0.0
     absolute = Absolute(problem, moves, dout_t, dlse_t)
-    sizes, through = absolute.results(), absolute.through_out(wanted["out_t"])
+    sizes, through = absolute.results(), absolute.through_out(expected["out_t"])
     size = absolute.of_a_probability()
     found = {}
-    for name, x in wanted.items():
+    for name, x in expected.items():
         shape = x.shape
         found[name] = ROUNDINGS * eps * size * absolute.shaped(name, sizes[name], shape) + 1e-30
         if stored and name != "lse_t":

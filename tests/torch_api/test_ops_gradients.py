@@ -108,7 +108,7 @@ def test_gradcheck_of_weights(attention, average, constant):
     assert torch.autograd.gradcheck(f, leaves)
 
 
-def test_weights_are_what_attention_multiplies_v_by(attention):
+def test_weights_times_v_is_the_output(attention):
     q, k, v = inputs()
     rest = everything()
     weights = fastattn.attention_weights(q, k, **rest, backend=attention.backend)

@@ -37,7 +37,7 @@ def test_patches_are_counted(calls):
         fastattn.unpatch()
 
 
-def test_an_exception_undoes_and_a_decorator_does(calls):
+def test_an_exception_restores_and_a_decorator_patches(calls):
     with pytest.raises(KeyError), fastattn.sdpa():
         raise KeyError
     assert F.scaled_dot_product_attention is TORCHS
@@ -69,7 +69,7 @@ def test_blocks_overlap_across_threads(calls):
     assert len(calls) == 1
 
 
-def test_a_name_kept_from_within_is_torchs_afterwards(calls):
+def test_a_function_taken_inside_sdpa_is_torchs_afterwards(calls):
     with fastattn.sdpa():
         kept = F.scaled_dot_product_attention
     for function in (kept, pickle.loads(pickle.dumps(kept))):
@@ -83,7 +83,7 @@ def restored():
     F.scaled_dot_product_attention = TORCHS
 
 
-def test_somebody_elses_patch_over_ours_stays(calls, restored):
+def test_another_librarys_patch_over_ours_stays(calls, restored):
     """Another library's patch over ours stays, and calls ours again in the next `sdpa()`."""
     with fastattn.sdpa():
         beneath = F.scaled_dot_product_attention
@@ -119,7 +119,7 @@ def test_torchs_own_put_back_is_patched_again(calls, restored):
     assert F.scaled_dot_product_attention is TORCHS and len(calls) == 2
 
 
-def test_a_patch_that_never_calls_ours_is_patched_over(calls, restored):
+def test_a_patch_that_never_calls_ours_is_replaced(calls, restored):
     """Also after an earlier patch that did call ours and has been removed."""
     with fastattn.sdpa():
         beneath = F.scaled_dot_product_attention
@@ -154,7 +154,7 @@ def test_a_fork_while_another_thread_patches():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_somebody_elses_patch_under_ours_runs_where_ours_does_not(calls, restored):
+def test_another_librarys_patch_under_ours_runs_if_ours_declines(calls, restored):
     seen = []
     theirs = F.scaled_dot_product_attention = lambda *x, **y: seen.append(x)
     with fastattn.sdpa(), sdpa_kernel(SDPBackend.MATH):

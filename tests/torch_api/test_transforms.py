@@ -246,5 +246,5 @@ def test_the_table_of_transforms(name):
         at = max(0, text.find(expected[transform]))
         line = text[max(text.rfind("\n", 0, at) + 1, at - 60) :].partition("\n")[0]
         print(f"  {transform:42} {line[:140].strip()}")
-    for transform, said in told.items():
-        assert expected[transform] in said, transform
+    for transform, text in verdicts.items():
+        assert expected[transform] in text, transform

@@ -68,7 +68,7 @@ def mapped(f, at, dropout):
 @pytest.mark.parametrize("name", ABLE)
 @pytest.mark.parametrize("dropout", [False, True], ids=["kept", "dropout"])
 @pytest.mark.parametrize("at", ["q", "k", "v", "mask", "sinks"])
-def test_examples_are_what_they_are_alone(name, at, dropout):
+def test_mapped_examples_equal_single_calls(name, at, dropout):
     both, turns, alone, each = mapped(partial(fastattn.attention, backend=name), at, dropout)
     close(both, turns)
     close(alone, torch.utils._pytree.tree_map(lambda *x: torch.stack(x), *each))
@@ -76,7 +76,7 @@ def test_examples_are_what_they_are_alone(name, at, dropout):
     close(both, exact[1])
 
 
-def test_a_backend_that_takes_no_tangents_leaves_them_to_one_that_does(monkeypatch):
+def test_tangents_run_on_another_backend_if_needed(monkeypatch):
     """Tangents may use another backend than forward, but a backend named explicitly raises."""
     with pytest.MonkeyPatch.context() as patch:
         cpu = base.get("cpu")
@@ -117,7 +117,7 @@ def test_vmap_compiles_whole(function):
 
 
 @pytest.mark.parametrize("name", ABLE)
-def test_autograds_own_batches_by_what_folds_along_heads(name):
+def test_autograds_own_batches_fold_along_heads(name):
     sinks = rand(Q.shape[1])
 
     def of(attention):
@@ -134,7 +134,7 @@ def test_autograds_own_batches_by_what_folds_along_heads(name):
         close(found, exact)
 
 
-def test_forward_mode_that_has_no_tangent_here_is_no_reason_to_refuse():
+def test_forward_mode_without_tangents_is_allowed():
     from torch.utils.flop_counter import FlopCounterMode
 
     q = Q.clone().requires_grad_()
@@ -209,7 +209,7 @@ def test_a_hessian_vector_product_through_a_converted_encoder():
         close(product(), exact)
 
 
-def test_directions_fold_with_what_they_move():
+def test_directions_fold_with_their_inputs():
     """A mask with batched tangents is expanded; if both are batched, both are folded."""
     t = fastattn.call.spec.Tensors(Q, K, V, mask=rand(2, 1, 4))
     u, dims = [None] * 3 + [rand(3, 2, 1, 4), None], [None] * 3 + [0, None]

@@ -102,7 +102,7 @@ def on_a_gpu(monkeypatch):
 
 
 @pytest.mark.skipif(launch_cache.interpreted(), reason="the interpreter compiles nothing")
-def test_the_next_backend_runs_and_it_is_told_why(on_a_gpu):
+def test_the_next_backend_runs_and_explain_has_the_reason(on_a_gpu):
     on_a_gpu.setattr(toolchain, "unavailable", lambda: "there is no Python.h")
     on_a_gpu.setattr(launch_cache, "_has_launcher", lambda: False)
     message = "Triton compiles C code to call the driver, and there is no Python.h"
@@ -115,7 +115,7 @@ def test_the_next_backend_runs_and_it_is_told_why(on_a_gpu):
 
 
 @pytest.mark.skipif(launch_cache.interpreted(), reason="the interpreter compiles nothing")
-def test_it_is_looked_for_once(on_a_gpu):
+def test_the_header_is_searched_once(on_a_gpu):
     looks = []
     on_a_gpu.setattr(toolchain, "unavailable", lambda: looks.append(1) or "")
     for length in range(1, 6):
