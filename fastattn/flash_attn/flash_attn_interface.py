@@ -1,20 +1,7 @@
 """flash-attn 2.8's functions, with its names, argument order and defaults.
 
 The last row is aligned with the last key: row i of M is at position i' = i + N - M among N keys.
-Arguments that all functions share:
-
-dropout_p: of the probabilities. Draws are fastattn's, not flash-attn's.
-softmax_scale: of q k^T; None is 1 / sqrt(D).
-causal: row i sees keys to i'. Rows with i' < 0 are empty: output 0, LSE -inf.
-window_size: (left, right), row i sees keys from i' - left to i' + right; below 0 is no limit.
-softcap: replaces a score s by softcap tanh(s / softcap); 0.0 is off.
-alibi_slopes: (H,) or (B,H); subtracts slope |i' - j|.
-deterministic: accepted; results are always deterministic.
-return_attn_probs: return (out, softmax_lse, S_dmask). softmax_lse is the natural log of the
-    denominator, float32 (float64 for float64), with a gradient. S_dmask is None without dropout;
-    with dropout it is the probabilities (B,H,M,N) before dropout, negative where dropped.
-s_aux: (H,), keyword only, not in flash-attn: one more logit in each row's denominator; has a
-    gradient.
+`flash_attn_func` documents the arguments that the functions share.
 
 Tensors are float32, float64, bfloat16 or float16, on any device, with any strides, and with D up
 to the limits of `fastattn.attention`. Hk divides H, and v may have another head dim. Errors are
@@ -278,8 +265,8 @@ def flash_attn_varlen_func(
         alibi_slopes, deterministic, return_attn_probs: As in `flash_attn_func`.
         block_table: The pages of each sequence: key j of sequence b is in page block_table[b, j //
             page]. Pages may have any size. Entries past a sequence's keys are never read; other
-            entries out of range raise on a CPU and are clamped elsewhere. k and v then have no
-            gradients, as in flash-attn.
+            entries out of range raise on a CPU and are clamped elsewhere. With a block_table there
+            are no gradients, as in flash-attn.
         s_aux: As in `flash_attn_func`.
 
     Shape:
