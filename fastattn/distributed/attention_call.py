@@ -89,36 +89,77 @@ def attention(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastattn.attention` of a sequence that is divided among the ranks of a group.
+    """Compute `fastattn.attention` of a sequence that is divided among the ranks of a group.
 
-    q (B,H,M,D), k (B,Hk,N,D) and v (B,Hk,N,Dv) are this rank's rows and keys, with all heads. Each
-    rank passes its own and gets the out of its rows (B,H,M,Dv), and with return_lse their LSE
-    (B,H,M). These are the results of one call on the whole sequence, with causal, windows, ALiBi
-    and dropout's draws. Gradients of q, k and v are those of the sum of all ranks' losses.
+    Each rank passes its own rows and keys, with all heads, and gets the results of its rows. These
+    are the results of one call on the whole sequence, with causal, windows, ALiBi and dropout's
+    draws. Gradients of q, k and v are those of the sum of all ranks' losses.
 
-    group: a torch.distributed group, a DeviceMesh, or None for all ranks. In a mesh of several
-        dimensions ranks count along the last one first.
-    strategy: "gather" sends every rank all keys and values; out, LSE and the gradients of q and of
-        a mask that has rows have the bits that they have on one rank. "ulysses" (DeepSpeed-Ulysses,
-        Jacobs 2023) sends each rank all rows of H / P heads; P must divide H. If it divides Hk,
-        too, everything has the bits of one rank. "ring" (Ring Attention, Liu 2023) sends keys on
-        from rank to rank while it computes, so that memory falls as 1 / P. It leaves out hops with
-        keys that no row sees, and has first derivatives alone. "usp" (Fang 2024) is ulysses along
-        the last dimension of a mesh of two and a ring along the first. "auto" is the strategy that
-        takes the least time by `cost_model.py`, from sizes and stated rates; with row_invariant,
-        one that keeps the bits. `explain` shows which, and why.
-    layout: how the sequence is divided, "contiguous" (parts of any sizes, in the order of ranks) or
-        "zigzag"; see `shard`.
-    agree: first check in one small exchange that all ranks make the same call; a difference raises
-        on every rank. With False each rank must have as many rows and keys as the others, a layout
-        with such parts, and with dropout a seed.
-    arguments: those of `attention`. mask broadcasts to (B,H,M, all keys), with this rank's rows.
-        key_lengths, alibi_slopes and sinks are the whole call's. Every rank has sinks, and a mask
-        without rows, whole: their gradients are sums over ranks, the same on each. With seed None
-        the first rank draws. place may set head, item and bottom_right alone.
+    The strategies, on P ranks:
 
-    Raises as `attention`; ValueError naming rank and argument if ranks differ; RuntimeError if
-    another rank raised, died, or did not answer within the group's timeout.
+    - "gather" sends every rank all keys and values. out, LSE and the gradients of q and of a mask
+      that has rows have the bits that they have on one rank.
+    - "ulysses" (DeepSpeed-Ulysses, Jacobs 2023) sends each rank all rows of H / P heads. P must
+      divide H. If it divides Hk, too, everything has the bits of one rank.
+    - "ring" (Ring Attention, Liu 2023) sends keys from rank to rank while it computes, so that
+      memory falls as 1 / P. It leaves out hops with keys that no row sees. It has first derivatives
+      only.
+    - "usp" (Fang 2024) is ulysses along the last dimension of a mesh of two and a ring along the
+      first.
+    - "auto" is the strategy that takes the least time by `cost_model.py`, from sizes and stated
+      rates; with row_invariant, among those that keep the bits. `explain` shows which, and why.
+
+    Args:
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        group: A torch.distributed group, a DeviceMesh, or None for all ranks. In a mesh of several
+            dimensions ranks count along the last one first.
+        strategy: "auto", "gather", "ring", "ulysses" or "usp".
+        layout: How the sequence is divided: "contiguous" (parts of any sizes, in the order of
+            ranks) or "zigzag"; see `shard`.
+        agree: If True, first check in one small exchange that all ranks make the same call; a
+            difference raises on every rank. If False, each rank must have as many rows and keys as
+            the others, and parts that the layout allows; with dropout a seed is required.
+        return_lse: If True, also return the LSE.
+        **arguments: Those of `fastattn.attention`. The mask has this rank's rows and all keys.
+            key_lengths, alibi_slopes and sinks are those of the whole call. Every rank has the
+            whole of sinks, and of a mask without rows: their gradients are sums over ranks, the
+            same on each. With seed None the first rank draws. Only head, item and bottom_right of
+            place may be set.
+
+    Shape:
+        q: (B, H, M, D), M rows of this rank. Dtypes are those of `fastattn.attention`.
+        k: (B, Hk, N, D), N keys of this rank.
+        v: (B, Hk, N, Dv).
+        mask: Broadcasts to (B, H, M, all keys).
+        out: (B, H, M, Dv), q's dtype.
+        lse: (B, H, M), float32 (float64 for float64).
+
+    Returns:
+        out, or (out, lse) with return_lse.
+
+    Raises:
+        ValueError: As `fastattn.attention`. If ranks differ, the text names the rank and the
+            argument.
+        TypeError: As `fastattn.attention`.
+        NotImplementedError: As `fastattn.attention`, and for second derivatives of a ring.
+        RuntimeError: torch.distributed has no group, or another rank raised, died, or did not
+            answer within the group's timeout.
+
+    Example:
+        >>> import torch
+        >>> from torch import distributed as dist
+        >>> import fastattn
+        >>> from fastattn import distributed
+        >>> store = dist.HashStore()  # of a group with one rank; torchrun makes groups of several
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> whole = torch.randn(3, 1, 4, 16, 8)
+        >>> q, k, v = (distributed.shard(x, layout="zigzag") for x in whole)
+        >>> out = distributed.attention(q, k, v, layout="zigzag", causal=True)
+        >>> out = distributed.unshard(out, layout="zigzag")
+        >>> torch.testing.assert_close(out, fastattn.attention(*whole, causal=True))
+        >>> dist.destroy_process_group()
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.attention")

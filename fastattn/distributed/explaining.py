@@ -20,9 +20,31 @@ from .machines import Machine, machine_of
 
 @dataclass(frozen=True)
 class Explanation:
-    """strategy: the one that would run. costs: of each that could run, for the rank with the most
-    work. declined: the reason for each of the others. Nothing was measured: `machine` has the rates
-    that were assumed."""
+    """What `explain` found: the strategy that would run, and the cost of each.
+
+    Nothing was measured. Print it for a table.
+
+    Attributes:
+        call: The sizes of the call, which are the same on every rank.
+        machine: The rates that were assumed.
+        strategy: The strategy that would run.
+        costs: For each strategy that could run: seconds, bytes sent and bytes of memory, of the
+            rank with the most work.
+        declined: The reason for each of the other strategies.
+
+    Example:
+        >>> import torch
+        >>> from torch import distributed as dist
+        >>> from fastattn import distributed
+        >>> store = dist.HashStore()  # of a group with one rank; torchrun makes groups of several
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> found = distributed.explain(*torch.randn(3, 1, 4, 16, 8), strategy="ring")
+        >>> found.strategy, found.costs["ring"].sent
+        ('ring', 0)
+        >>> found.declined["usp"]
+        "group: got one of 1 dimension for strategy='usp', expected a mesh of two"
+        >>> dist.destroy_process_group()
+    """
 
     call: Call
     machine: Machine
@@ -68,12 +90,42 @@ def explain(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Explanation:
-    """What `fastattn.distributed.attention` with these arguments would do, and what each strategy
-    would take: time, bytes sent and memory of a rank, estimated. It computes no attention; print
-    the result.
+    """Explain what `fastattn.distributed.attention` with these arguments would do.
 
-    All ranks must call it, because they exchange their sizes. Each gets the same result. Raises as
-    `attention`.
+    The result has an estimate for each strategy: time, bytes sent and memory of a rank. No
+    attention is computed. All ranks must call this function, because they exchange their sizes.
+    Each gets the same result.
+
+    Args:
+        q, k, v: As in `fastattn.distributed.attention`.
+        group: As in `fastattn.distributed.attention`.
+        strategy: As in `fastattn.distributed.attention`. One that is named would run.
+        layout, agree, return_lse: As in `fastattn.distributed.attention`.
+        **arguments: Those of `fastattn.distributed.attention`.
+
+    Shape:
+        q: (B, H, M, D), M rows of this rank.
+        k: (B, Hk, N, D), N keys of this rank.
+        v: (B, Hk, N, Dv).
+
+    Returns:
+        An `Explanation`; print it.
+
+    Raises:
+        ValueError: As `fastattn.distributed.attention`.
+        TypeError: As `fastattn.distributed.attention`.
+        RuntimeError: As `fastattn.distributed.attention`.
+
+    Example:
+        >>> import torch
+        >>> from torch import distributed as dist
+        >>> from fastattn import distributed
+        >>> store = dist.HashStore()  # of a group with one rank; torchrun makes groups of several
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> explanation = distributed.explain(*torch.randn(3, 1, 4, 16, 8), strategy="gather")
+        >>> print(str(explanation).partition(";")[0])
+        q (1, 4, 16, 8), k (1, 4, 16, 8) float32 on 1 ranks, forward
+        >>> dist.destroy_process_group()
     """
     team = need_team(group)
     given = resolved(arguments, "fastattn.distributed.explain")

@@ -94,26 +94,63 @@ def attention_packed(
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`fastattn.attention_packed` of sequences that are divided among the ranks of a group.
+    """Compute `fastattn.attention_packed` of sequences that are divided among the ranks of a group.
 
-    q (T,H,D), k (S,Hk,D) and v (S,Hk,Dv) are this rank's part of all rows and of all keys. Parts
-    are in the order of ranks and of any size, as `shard(x, dim=0)` cuts them: sequences may be cut
-    anywhere. cu_q and cu_k (B+1,) are the whole batch's. Returns the out of this rank's rows
-    (T,H,Dv), and with return_lse their LSE (T,H). Gradients of q, k and v are those of the sum of
-    all ranks' losses.
+    Each rank passes its part of all rows and of all keys. Parts are in the order of ranks and of
+    any size, as `shard(x, dim=0)` cuts them: a sequence may be cut anywhere. Gradients of q, k and
+    v are those of the sum of all ranks' losses. First all ranks compare their arguments in one
+    small exchange. Offsets are read, which waits for a GPU.
 
-    group: as in `attention`.
-    strategy: "gather" sends every rank all keys and values. "ulysses" sends each rank all rows of
-        H / P heads; it needs a group of P ranks, not a mesh, and a P that divides H. "auto" is
-        ulysses if it is possible, else gather. There is no ring. Results have the bits of one rank
-        as `attention` states for each strategy, except the gradients of mask and sinks, which
-        sequences share.
-    arguments: those of `fastattn.attention_packed`, the whole batch's, each the same on every rank.
-        The gradients of mask and sinks are sums over ranks, the same on each. With seed None the
-        first rank draws. Offsets are read, which waits for a GPU.
+    Args:
+        q: Queries of this rank.
+        k: Keys of this rank.
+        v: Values of this rank.
+        cu_q: Offsets of the rows of the whole batch.
+        cu_k: Offsets of the keys of the whole batch.
+        group: As in `fastattn.distributed.attention`.
+        strategy: "gather" sends every rank all keys and values. "ulysses" sends each rank all rows
+            of H / P heads; it needs a group of P ranks, not a mesh, and a P that divides H. "auto"
+            is ulysses if it is possible, else gather. There is no ring. Results have the bits of
+            one rank as `fastattn.distributed.attention` states for each strategy, except the
+            gradients of mask and sinks, which sequences share.
+        max_q: As in `fastattn.attention_packed`, of the whole batch.
+        max_k: As in `fastattn.attention_packed`, of the whole batch.
+        return_lse: If True, also return the LSE.
+        **arguments: Those of `fastattn.attention_packed`, of the whole batch and the same on every
+            rank. The gradients of mask and sinks are sums over ranks, the same on each. With seed
+            None the first rank draws.
 
-    First all ranks compare their arguments in one small exchange. Raises as `attention` does; if
-    one rank raises for its arguments, all do, in that exchange.
+    Shape:
+        q: (T, H, D), T rows of this rank. Dtypes are those of `fastattn.attention`.
+        k: (S, Hk, D), S keys of this rank.
+        v: (S, Hk, Dv).
+        cu_q: (B + 1,), int32 or int64. They end at the number of rows of all ranks.
+        cu_k: (B + 1,), int32 or int64. They end at the number of keys of all ranks.
+        out: (T, H, Dv), q's dtype.
+        lse: (T, H), float32 (float64 for float64).
+
+    Returns:
+        out, or (out, lse) with return_lse, of this rank's rows.
+
+    Raises:
+        ValueError: As `fastattn.distributed.attention`. If one rank raises for its arguments, all
+            do, in the first exchange.
+        TypeError: As `fastattn.distributed.attention`.
+        NotImplementedError: As `fastattn.attention`.
+        RuntimeError: As `fastattn.distributed.attention`.
+
+    Example:
+        >>> import torch
+        >>> from torch import distributed as dist
+        >>> import fastattn
+        >>> from fastattn import distributed
+        >>> store = dist.HashStore()  # of a group with one rank; torchrun makes groups of several
+        >>> dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        >>> whole, cu = torch.randn(3, 7, 4, 8), torch.tensor([0, 3, 3, 7])
+        >>> q, k, v = (distributed.shard(x, dim=0) for x in whole)
+        >>> out = distributed.unshard(distributed.attention_packed(q, k, v, cu, cu), dim=0)
+        >>> torch.testing.assert_close(out, fastattn.attention_packed(*whole, cu, cu))
+        >>> dist.destroy_process_group()
     """
     team = need_team(group)
     given: dict[str, Any] = resolved(arguments, "fastattn.distributed.attention_packed")

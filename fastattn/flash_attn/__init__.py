@@ -1,8 +1,8 @@
 """flash-attn 2.8's functions on `fastattn.attention`: CPUs and GPUs, forward and backward.
 
 Use `from fastattn.flash_attn import flash_attn_func` in code that can be changed. For code that
-cannot, `install()` makes `import flash_attn` find this package. README.md beside this file says
-what each argument does.
+cannot, `install()` makes `import flash_attn` find this package. README.md beside this file lists
+what each function supports, and the differences from flash-attn.
 """
 
 from ..public_names import set_module

@@ -28,14 +28,26 @@ _PRIVATE = {f"{_NAME}.flash_attn_interface": passes}  # private, but imported by
 
 
 def install() -> None:
-    """Make `import flash_attn`, its `flash_attn_interface` and its `bert_padding` find this
-    package.
+    """Make `import flash_attn` find this package.
 
+    `flash_attn.flash_attn_interface` and `flash_attn.bert_padding` are found, too.
     importlib.metadata then lists flash-attn 2.8.3, and transformers, imported before or after,
     accepts "flash_attention_2", on CPUs too. diffusers checks for flash_attn when it is imported:
-    call this first. A second call changes nothing.
+    call this function first. A second call changes nothing.
 
-    Raises RuntimeError if another flash_attn is installed.
+    Raises:
+        RuntimeError: Another flash_attn is installed.
+
+    Example:
+        >>> import importlib.metadata
+        >>> import fastattn.flash_attn
+        >>> fastattn.flash_attn.install()
+        >>> from flash_attn import flash_attn_func
+        >>> flash_attn_func is fastattn.flash_attn.flash_attn_func
+        True
+        >>> importlib.metadata.version("flash-attn")
+        '2.8.3'
+        >>> fastattn.flash_attn.uninstall()
     """
     if _FINDER in sys.meta_path:
         return
@@ -50,7 +62,19 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo `install` for later imports and checks. Does nothing if `install` was not called."""
+    """Undo `install` for later imports and checks.
+
+    Modules that have imported functions by name keep them. Nothing happens if `install` was not
+    called.
+
+    Example:
+        >>> import importlib.util
+        >>> import fastattn.flash_attn
+        >>> fastattn.flash_attn.install()
+        >>> fastattn.flash_attn.uninstall()
+        >>> print(importlib.util.find_spec("flash_attn"))
+        None
+    """
     if _FINDER not in sys.meta_path:
         return
     sys.meta_path.remove(_FINDER)

@@ -21,10 +21,27 @@ _DEFAULT = "DIFFUSERS_ATTN_BACKEND"  # environment variable that diffusers reads
 
 
 def register() -> None:
-    """Register "fastattn" as a diffusers backend. A second call changes nothing.
+    """Register "fastattn" as an attention backend of diffusers.
 
-    Raises ImportError without a diffusers that has backends (0.35 or newer), and ValueError if
-    DIFFUSERS_ATTN_BACKEND names "fastattn", because diffusers reads it before `register` can run.
+    A second call changes nothing.
+
+    Raises:
+        ImportError: There is no diffusers that has backends (0.35 or newer).
+        ValueError: The environment variable DIFFUSERS_ATTN_BACKEND names "fastattn". diffusers
+            reads it before `register` can run.
+
+    Example:
+        Needs the library diffusers.
+
+        >>> import torch
+        >>> from diffusers.models import attention_dispatch
+        >>> import fastattn.integrations.diffusers
+        >>> fastattn.integrations.diffusers.register()
+        >>> q, k, v = torch.randn(3, 1, 16, 2, 32)
+        >>> with attention_dispatch.attention_backend("fastattn"):
+        ...     attention_dispatch.dispatch_attention_fn(q, k, v).shape
+        torch.Size([1, 16, 2, 32])
+        >>> fastattn.integrations.diffusers.unregister()
     """
     dispatch = _dispatch()
     if NAME in dispatch.AttentionBackendName._value2member_map_:
@@ -35,10 +52,25 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Does nothing if `register` was not called.
+    """Undo `register`.
 
-    If "fastattn" is diffusers' active backend, its default becomes active again. Models set to
-    "fastattn" need another backend, or `reset_attention_backend()`, before this call.
+    Nothing happens if `register` was not called. If "fastattn" is diffusers' active backend, its
+    default becomes active again. Models set to "fastattn" need another backend, or
+    `reset_attention_backend()`, before this call.
+
+    Raises:
+        ImportError: As `register`.
+        ValueError: As `register`.
+
+    Example:
+        Needs the library diffusers.
+
+        >>> from diffusers.models.attention_dispatch import AttentionBackendName
+        >>> import fastattn.integrations.diffusers
+        >>> fastattn.integrations.diffusers.register()
+        >>> fastattn.integrations.diffusers.unregister()
+        >>> "fastattn" in [x.value for x in AttentionBackendName]
+        False
     """
     dispatch = _dispatch()
     names, registry = dispatch.AttentionBackendName, dispatch._AttentionBackendRegistry

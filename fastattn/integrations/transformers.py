@@ -21,13 +21,32 @@ _undo: list[Callable[[], None]] = []
 
 
 def register() -> None:
-    """Enable `attn_implementation="fastattn"` in transformers 5: attention, masks and
-    `generate_batch`.
+    """Enable `attn_implementation="fastattn"` in transformers 5.
 
-    A second call changes nothing. Making a model that computes its attention itself, and so would
-    never call fastattn, raises ValueError. Any other model that uses its mask, an object only
-    fastattn can read, in an operation of its own raises TypeError. Raises ImportError without
-    transformers.
+    This includes attention, masks and `generate_batch`. A second call changes nothing. Later calls
+    of transformers raise for models that fastattn cannot run:
+
+    - Making a model that computes its attention itself, and so would never call fastattn, raises
+      ValueError.
+    - A model that uses its mask in an operation of its own raises TypeError: the mask is an object
+      that only fastattn can read.
+
+    Raises:
+        ImportError: There is no transformers.
+
+    Example:
+        Needs the library transformers.
+
+        >>> import torch
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> import fastattn.integrations.transformers
+        >>> fastattn.integrations.transformers.register()
+        >>> sizes = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, vocab_size=50)
+        >>> config = LlamaConfig(num_attention_heads=2, attn_implementation="fastattn", **sizes)
+        >>> model = LlamaForCausalLM(config)
+        >>> model(torch.tensor([[1, 2, 3]])).logits.shape
+        torch.Size([1, 3, 50])
+        >>> fastattn.integrations.transformers.unregister()
     """
     if _undo:
         return
@@ -46,8 +65,23 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Undo `register`. Models set to "fastattn" then raise KeyError when they run. Does nothing if
-    `register` was not called."""
+    """Undo `register`.
+
+    Models set to "fastattn" then raise KeyError when they run. Nothing happens if `register` was
+    not called.
+
+    Example:
+        Needs the library transformers.
+
+        >>> from transformers import AttentionInterface
+        >>> import fastattn.integrations.transformers
+        >>> fastattn.integrations.transformers.register()
+        >>> "fastattn" in AttentionInterface().valid_keys()
+        True
+        >>> fastattn.integrations.transformers.unregister()
+        >>> "fastattn" in AttentionInterface().valid_keys()
+        False
+    """
     while _undo:
         _undo.pop()()
 

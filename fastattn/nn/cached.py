@@ -15,11 +15,29 @@ from .heads import MultiHead
 
 
 class KeyValueCache:
-    """The keys and values (B, H, n, D) of one attention module, for decoding without gradients.
+    """The keys and values of one attention module, for decoding without gradients.
 
-    The first `append` allocates space for max_len tokens. With max_len None it allocates space for
-    its own tokens only, which suits the memory of an encoder. All calls must have the dtype, device
-    and grad mode of the first. If a call with this cache raises, make a new cache.
+    The first `append` allocates space. All calls must have the dtype, device and grad mode of the
+    first. If a call with this cache raises, make a new cache.
+
+    Args:
+        max_len: Allocate space for so many tokens. None allocates space for the tokens of the first
+            `append` only, which suits the memory of an encoder.
+
+    Shape:
+        keys: (B, H, length, D), any dtype.
+        values: (B, H, length, D).
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import CachedAttention, KeyValueCache
+        >>> attention, cache = CachedAttention(32, num_heads=4), KeyValueCache(max_len=3)
+        >>> x = torch.randn(1, 3, 32)
+        >>> with torch.no_grad():
+        ...     steps = [attention(x[:, i : i + 1], causal=True, cache=cache) for i in range(3)]
+        ...     torch.testing.assert_close(torch.cat(steps, 1), attention(x, causal=True))
+        >>> cache.length
+        3
     """
 
     max_len: int | None
@@ -31,7 +49,33 @@ class KeyValueCache:
         self._v: Tensor | None = None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Append k and v (B, H, m, D); return views of all keys and values so far."""
+        """Append keys and values, and return all of them so far.
+
+        Args:
+            k: The new keys.
+            v: The new values.
+
+        Shape:
+            k: (B, H, m, D).
+            v: (B, H, m, D).
+            all_k: (B, H, length, D), with the new length.
+            all_v: (B, H, length, D).
+
+        Returns:
+            (all_k, all_v), views of the cache.
+
+        Raises:
+            ValueError: k or v requires grad, there is no room for m tokens, or the shapes are not
+                those of the calls before.
+
+        Example:
+            >>> import torch
+            >>> from fastattn.nn import KeyValueCache
+            >>> cache = KeyValueCache(max_len=10)
+            >>> k, v = torch.randn(2, 1, 4, 3, 8)
+            >>> k.shape, cache.append(k, v)[0].shape, cache.append(k, v)[0].shape
+            (torch.Size([1, 4, 3, 8]), torch.Size([1, 4, 3, 8]), torch.Size([1, 4, 6, 8]))
+        """
         if torch.is_grad_enabled() and (k.requires_grad or v.requires_grad):
             raise ValueError(
                 "cache: got keys that require grad, expected to decode under torch.no_grad()"
@@ -59,7 +103,26 @@ class KeyValueCache:
         return all_k[:, :, :end], all_v[:, :, :end]
 
     def view(self) -> tuple[Tensor, Tensor] | None:
-        """The keys and values (B, H, length, D) so far; None before the first `append`."""
+        """Return the keys and values so far.
+
+        Shape:
+            k: (B, H, length, D).
+            v: (B, H, length, D).
+
+        Returns:
+            (k, v), views of the cache; None before the first `append`.
+
+        Example:
+            >>> import torch
+            >>> from fastattn.nn import KeyValueCache
+            >>> cache = KeyValueCache(max_len=10)
+            >>> print(cache.view())
+            None
+            >>> _ = cache.append(*torch.randn(2, 1, 4, 3, 8))
+            >>> k, v = cache.view()
+            >>> k.shape
+            torch.Size([1, 4, 3, 8])
+        """
         if self._k is None or self._v is None:
             return None
         return self._k[:, :, : self.length], self._v[:, :, : self.length]
@@ -70,8 +133,36 @@ _recorders: list[dict[nn.Module, Callable[[Tensor], None]]] = []
 
 
 class CachedAttention(MultiHead):
-    """Multi-head attention of a sequence to itself or to another (Vaswani et al. 2017, section
-    3.2.2). Its parameters and state dict are those of torch.nn.MultiheadAttention."""
+    """Multi-head attention of a sequence to itself or to another, with an optional cache.
+
+    This is the attention of Vaswani et al. 2017, section 3.2.2. Parameters and state dict are those
+    of torch.nn.MultiheadAttention.
+
+    Args:
+        embed_dim: The number of columns E of the input and the output.
+        num_heads: The number of heads. It must divide embed_dim.
+        dropout: The probability with which each weight is dropped in training.
+        bias: If True, all projections have a bias.
+
+    Shape:
+        x: (B, M, E).
+        memory: (B, N, E).
+        mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; bool or any other
+            dtype. With a cache N counts cached and new tokens.
+        out: (B, M, E).
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import CachedAttention
+        >>> attention = CachedAttention(32, num_heads=4)
+        >>> torchs = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+        >>> _ = torchs.load_state_dict(attention.state_dict())
+        >>> x = torch.randn(2, 5, 32)
+        >>> torch.testing.assert_close(attention(x), torchs(x, x, x)[0])
+    """
 
     in_proj_weight: nn.Parameter
     in_proj_bias: nn.Parameter | None
@@ -88,7 +179,15 @@ class CachedAttention(MultiHead):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialize parameters as torch.nn.MultiheadAttention does."""
+        """Initialize the parameters as torch.nn.MultiheadAttention does.
+
+        Example:
+            >>> from fastattn.nn import CachedAttention
+            >>> attention = CachedAttention(32, num_heads=4)
+            >>> attention.reset_parameters()
+            >>> bool((attention.in_proj_bias == 0).all())
+            True
+        """
         nn.init.xavier_uniform_(self.in_proj_weight)
         self.out_proj.reset_parameters()
         for bias in (self.in_proj_bias, self.out_proj.bias):
@@ -104,13 +203,24 @@ class CachedAttention(MultiHead):
         causal: bool = False,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """x (B, M, E) attends to memory (B, N, E), or to itself without one; gives (B, M, E).
+        """Attend each token of x to the memory, or to x itself without one.
 
-        mask: 0 or False hides; (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them.
-        causal: token i of a sequence attends to tokens 0 to i; not allowed with a memory.
-        cache: x continues the cached tokens and attends to them, too; N counts cached and new
-            tokens. With a memory, the first call stores the memory's keys in the cache, and later
-            calls use these and ignore their `memory`.
+        Args:
+            x: Tokens.
+            memory: The tokens to attend to; None is x.
+            mask: 0 or False hides a key. A mask of three dimensions is the same for all heads.
+            causal: If True, token i of a sequence attends to tokens 0 to i. Not allowed with a
+                memory.
+            cache: The keys of earlier calls. x continues the cached tokens and attends to them,
+                too. With a memory, the first call stores the memory's keys in the cache, and later
+                calls use these and ignore their `memory`.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, causal is True beside a
+                memory, a float mask on a CPU contains -inf, or the cache has no room.
         """
         self._check(x, memory, causal)
         if memory is None:
@@ -164,13 +274,31 @@ class CachedAttention(MultiHead):
 
 @contextmanager
 def record_weights(model: nn.Module) -> Generator[dict[str, Tensor], None, None]:
-    """Record attention weights: inside the block, every `CachedAttention` of `model` stores the
-    weights of its last call, after dropout and detached, in the yielded dict. Keys are qualified
-    module names, values (B, H, M, N). Outside the block there is no cost.
+    """Record the attention weights of every `CachedAttention` of a model, as a context manager.
 
-    >>> with record_weights(model) as weights:
-    ...     model(src, tgt)
-    >>> weights["decoder.layers.0.cross_attn"]
+    Inside the block each module stores the weights of its last call. Outside the block there is no
+    cost.
+
+    Args:
+        model: A module.
+
+    Shape:
+        weights: (B, H, M, N) of each module, after dropout and detached.
+
+    Returns:
+        A context manager that yields a dict. Its keys are qualified module names, its values the
+        weights.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import Transformer, record_weights
+        >>> sizes = dict(embed_dim=32, num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
+        >>> model = Transformer(vocab_size=100, ff_dim=64, **sizes)
+        >>> src, tgt = torch.randint(100, (2, 7)), torch.randint(100, (2, 5))
+        >>> with record_weights(model) as weights:
+        ...     logits = model(src, tgt)
+        >>> weights["decoder.layers.0.cross_attn"].shape
+        torch.Size([2, 4, 5, 7])
     """
     found: dict[str, Tensor] = {}
     attentions = [(name, m) for name, m in model.named_modules() if isinstance(m, CachedAttention)]

@@ -12,11 +12,39 @@ from .core import Leaf, attend, check_heads, merge_heads, split_heads
 
 
 class CausalSelfAttention(Leaf):
-    """Token i attends to tokens 0 to i, over num_heads heads split from projections to d_out.
+    """Causal self-attention with one or more heads: token i attends to tokens 0 to i.
 
-    Outputs of several heads are concatenated and go through `out_proj`; a single head has no
-    `out_proj`. dropout acts on the weights in training. There is no mask buffer: context_length is
-    only the longest sequence that is accepted (None: any).
+    The projections to d_out columns are split into heads. Outputs of several heads are concatenated
+    and go through `out_proj`; a single head has no `out_proj`.
+
+    Args:
+        d_in: The number of columns of the input.
+        d_out: The number of columns of q, k, v and the output, over all heads.
+        context_length: The length of the longest sequence that is accepted; None accepts any. There
+            is no mask buffer.
+        dropout: The probability with which each weight is dropped in training.
+        num_heads: The number of heads. It must divide d_out.
+        qkv_bias: If True, the projections of q, k and v have a bias.
+
+    Shape:
+        x: (..., N, d_in).
+        mask: Broadcasts to (..., N, N), the same for all heads, or has one more dimension, (..., H,
+            N, N). bool or any other dtype.
+        out: (..., N, d_out).
+        weights: (..., H, N, N), or (..., N, N) with one head.
+
+    Raises:
+        ValueError: num_heads does not divide d_out.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import CausalSelfAttention
+        >>> attention = CausalSelfAttention(16, 32, context_length=10, num_heads=4)
+        >>> x = torch.randn(2, 6, 16)
+        >>> out = attention(x)
+        >>> out.shape
+        torch.Size([2, 6, 32])
+        >>> torch.testing.assert_close(attention(x[:, :3]), out[:, :3])
     """
 
     context_length: int | None
@@ -59,12 +87,19 @@ class CausalSelfAttention(Leaf):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., N, d_in) to (..., N, d_out).
+        """Attend each token of x to itself and the tokens before it.
 
-        mask hides keys in addition to the causal mask: bool or any dtype, 0 hides. It broadcasts to
-        (..., N, N), the same for all heads, or has one more dimension, (..., H, N, N). With
-        need_weights the second result is the weights after dropout, (..., H, N, N), or (..., N, N)
-        with one head. Raises ValueError past context_length.
+        Args:
+            x: Tokens.
+            mask: Hides keys in addition to the causal mask, where it is 0 or False.
+            need_weights: If True, also return the weights after dropout.
+
+        Returns:
+            out, or (out, weights) with need_weights.
+
+        Raises:
+            ValueError: x has more than context_length tokens, the mask does not broadcast, or a
+                float mask on a CPU contains -inf.
         """
         if self.context_length is not None and x.shape[-2] > self.context_length:
             raise ValueError(
@@ -97,8 +132,30 @@ class CausalSelfAttention(Leaf):
 
 
 class ConcatenatedHeads(Leaf):
-    """num_heads separate single-head `CausalSelfAttention` modules of d_out columns each, with
-    concatenated outputs: (..., N, d_in) to (..., N, num_heads * d_out)."""
+    """A stack of separate single-head `CausalSelfAttention` modules with concatenated outputs.
+
+    Args:
+        d_in: The number of columns of the input.
+        d_out: The number of columns of each head.
+        context_length: As in `CausalSelfAttention`.
+        dropout: As in `CausalSelfAttention`.
+        num_heads: The number of heads.
+        qkv_bias: As in `CausalSelfAttention`.
+
+    Shape:
+        x: (..., N, d_in).
+        mask: Broadcasts to (..., N, N); bool or any other dtype.
+        out: (..., N, num_heads * d_out).
+        weights: (..., H, N, N).
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import ConcatenatedHeads
+        >>> attention = ConcatenatedHeads(16, 8, num_heads=3)
+        >>> out, weights = attention(torch.randn(2, 6, 16), need_weights=True)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 6, 24]), torch.Size([2, 3, 6, 6]))
+    """
 
     heads: nn.ModuleList
 
@@ -132,8 +189,19 @@ class ConcatenatedHeads(Leaf):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """With need_weights, the second result is the weights (..., H, N, N). Every head uses
-        mask."""
+        """Run every head on x and concatenate the outputs.
+
+        Args:
+            x: Tokens.
+            mask: As in `CausalSelfAttention`; every head uses it.
+            need_weights: If True, also return the weights after dropout.
+
+        Returns:
+            out, or (out, weights) with need_weights.
+
+        Raises:
+            ValueError: As `CausalSelfAttention`.
+        """
         if not need_weights:
             return torch.cat([head(x, mask) for head in self.heads], dim=-1)
         outs, weights = zip(*(head(x, mask, need_weights=True) for head in self.heads), strict=True)

@@ -46,7 +46,7 @@ class MultiHead(Leaf):
         causal: Causal = False,
         need_weights: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Attend with q, k, v (B, H, N, D); heads are not merged yet."""
+        """Attend with q, k, v (B, H, N, D) and return the output before its heads are merged."""
         return attend(
             *(q, k, v),
             mask=of_heads(mask),
@@ -61,8 +61,35 @@ class MultiHead(Leaf):
 
 
 class PackedSelfAttention(MultiHead):
-    """q, k and v in one projection of the input, split into heads, then `out_proj`; the scale is
-    1 / sqrt(head_dim)."""
+    """Multi-head self-attention with one projection for q, k and v.
+
+    The projection is split into heads. The merged outputs of the heads go through `out_proj`. The
+    scale is 1 / sqrt(head_dim).
+
+    Args:
+        embed_dim: The number of columns of the input and the output.
+        num_heads: The number of heads. It must divide embed_dim.
+        dropout: The probability with which each weight is dropped in training.
+        bias: If True, both projections have a bias.
+
+    Shape:
+        x: (B, N, E).
+        mask: (N, N), (B, N, N) or (B, H, N, N), or what broadcasts to them; bool or any other
+            dtype.
+        out: (B, N, E).
+        weights: (B, H, N, N).
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import PackedSelfAttention
+        >>> attention = PackedSelfAttention(64, num_heads=4)
+        >>> out, weights = attention(torch.randn(2, 10, 64), need_weights=True)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 10, 64]), torch.Size([2, 4, 10, 10]))
+    """
 
     qkv_proj: nn.Linear
     out_proj: nn.Linear
@@ -89,9 +116,19 @@ class PackedSelfAttention(MultiHead):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (B, N, E) to (B, N, E). mask: 0 or False hides; (N, N), (B, N, N) or (B, H, N, N), or
-        what broadcasts to them. With need_weights, the second result is the weights (B, H, N, N)
-        after dropout."""
+        """Project x, attend with every head, and project the merged outputs.
+
+        Args:
+            x: Tokens.
+            mask: 0 or False hides a key. A mask of three dimensions is the same for all heads.
+            need_weights: If True, also return the weights after dropout.
+
+        Returns:
+            out, or (out, weights) with need_weights.
+
+        Raises:
+            ValueError: The mask does not broadcast, or a float mask on a CPU contains -inf.
+        """
         heads = (split_heads(y, self.num_heads) for y in self.qkv_proj(x).chunk(3, dim=-1))
         out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)
         out = self.out_proj(merge_heads(out))
@@ -99,10 +136,40 @@ class PackedSelfAttention(MultiHead):
 
 
 class TracedAttention(MultiHead):
-    """Three projections of separate inputs, and every intermediate tensor on request.
+    """Multi-head attention that returns every intermediate tensor on request.
 
-    The scale is 1 / sqrt(embed_dim) unless given, as in the tutorial; the paper's is
-    1 / sqrt(embed_dim / num_heads). Head dims need not be powers of two: 40 works, too.
+    q, k and v are projections of separate inputs. Head dims need not be powers of two: 40 works,
+    too.
+
+    Args:
+        embed_dim: The number of columns of q, k, v and the output.
+        num_heads: The number of heads. It must divide embed_dim.
+        dropout: The probability with which each weight is dropped in training.
+        bias: If True, the four projections have a bias.
+        scale: The factor of q k^T; 1 / sqrt(embed_dim) by default, as in the tutorial. The paper's
+            is 1 / sqrt(embed_dim / num_heads).
+
+    Shape:
+        q: (B, M, E).
+        k: (B, N, E).
+        v: (B, N, E).
+        mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; bool or any other
+            dtype.
+        out: (B, M, E).
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import TracedAttention
+        >>> attention = TracedAttention(120, num_heads=3)
+        >>> q, k = torch.randn(2, 5, 120), torch.randn(2, 7, 120)
+        >>> trace = {}
+        >>> attention(q, k, k, trace=trace).shape
+        torch.Size([2, 5, 120])
+        >>> trace["K_split"].shape, trace["attention"].shape
+        (torch.Size([2, 3, 7, 40]), torch.Size([2, 3, 5, 7]))
     """
 
     q_proj: nn.Linear
@@ -135,14 +202,24 @@ class TracedAttention(MultiHead):
         mask: Tensor | None = None,
         trace: dict[str, Tensor] | None = None,
     ) -> Tensor:
-        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask as in `PackedSelfAttention`, for
-        (M, N).
+        """Project q, k and v, attend with every head, and project the merged outputs.
 
-        trace: a dict that receives Q_feat, K_feat, V_feat (B, N, E); Q_split, K_split, V_split
-        (B, H, N, D); scores and attention (B, H, M, N), before dropout; x_raw (B, H, M, D), x_rsh1
-        (B, M, H, D), x_rsh2 and x (B, M, E). Without a trace, no M x N tensor is stored. A row with
-        every key hidden has attention 0; in the tutorial, which fills scores with -1e9, its output
-        is the mean of v.
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            mask: 0 or False hides a key. A row with every key hidden has attention 0; in the
+                tutorial, which fills scores with -1e9, its output is the mean of v.
+            trace: A dict that receives the intermediate tensors: Q_feat (B, M, E), K_feat and
+                V_feat (B, N, E); Q_split (B, H, M, D), K_split and V_split (B, H, N, D); scores and
+                attention (B, H, M, N), before dropout; x_raw (B, H, M, D), x_rsh1 (B, M, H, D),
+                x_rsh2 and x (B, M, E). Without a trace, no M x N tensor is stored.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: The mask does not broadcast, or a float mask on a CPU contains -inf.
         """
         feats = self.q_proj(q), self.k_proj(k), self.v_proj(v)
         splits = tuple(split_heads(y, self.num_heads) for y in feats)
@@ -162,8 +239,38 @@ class TracedAttention(MultiHead):
 
 
 class SharedHeadAttention(MultiHead):
-    """The embedding is split into heads first. All heads share one head_dim x head_dim projection
-    each for q, k and v. The scale is 1 / sqrt(embed_dim), as in the tutorial."""
+    """Multi-head attention with small projections that all heads share.
+
+    The embedding is split into heads first. All heads share one head_dim x head_dim projection each
+    for q, k and v. The scale is 1 / sqrt(embed_dim), as in the tutorial.
+
+    Args:
+        embed_dim: The number of columns of q, k, v and the output.
+        num_heads: The number of heads. It must divide embed_dim.
+        dropout: The probability with which each weight is dropped in training.
+
+    Shape:
+        q: (B, M, E).
+        k: (B, N, E).
+        v: (B, N, E).
+        mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; bool or any other
+            dtype.
+        out: (B, M, E).
+        weights: (B, H, M, N).
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import SharedHeadAttention
+        >>> attention = SharedHeadAttention(64, num_heads=4)
+        >>> attention.q_proj.weight.shape
+        torch.Size([16, 16])
+        >>> x = torch.randn(2, 10, 64)
+        >>> attention(x, x, x).shape
+        torch.Size([2, 10, 64])
+    """
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -214,8 +321,21 @@ class SharedHeadAttention(MultiHead):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q (B, M, E), k and v (B, N, E) to (B, M, E); mask and weights as in
-        `PackedSelfAttention`, for (M, N)."""
+        """Split q, k and v into heads, project them, attend, and project the merged outputs.
+
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            mask: As in `PackedSelfAttention`, for (M, N): 0 or False hides a key.
+            need_weights: If True, also return the weights after dropout.
+
+        Returns:
+            out, or (out, weights) with need_weights.
+
+        Raises:
+            ValueError: The mask does not broadcast, or a float mask on a CPU contains -inf.
+        """
         projections = (self.q_proj, self.k_proj, self.v_proj)
         heads = (proj(split_heads(x, self.num_heads)) for proj, x in zip(projections, (q, k, v)))
         out, weights = self._attend(*heads, mask=mask, need_weights=need_weights)

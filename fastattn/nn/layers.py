@@ -24,9 +24,30 @@ ACTIVATIONS: dict[str, Activation] = {"relu": F.relu, "gelu": F.gelu}
 
 
 class FeedForward(Module):
-    """activation(x W_1 + b_1) W_2 + b_2 for every token (section 3.3), with dropout before W_2.
+    """The position-wise feed-forward network of a Transformer layer.
 
-    activation is "relu", "gelu" or any function of a tensor.
+    It computes activation(x W_1 + b_1) W_2 + b_2 for every token (Vaswani et al. 2017, section
+    3.3), with dropout before W_2.
+
+    Args:
+        embed_dim: The number of columns E of the input and the output.
+        ff_dim: The number of columns between the two linear maps.
+        dropout: The probability with which each element is dropped in training.
+        activation: "relu", "gelu" or any function of a tensor.
+        bias: If True, both linear maps have a bias.
+
+    Shape:
+        x: (..., E).
+        out: (..., E).
+
+    Raises:
+        ValueError: activation is another string.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import FeedForward
+        >>> FeedForward(16, ff_dim=64, activation="gelu")(torch.randn(2, 5, 16)).shape
+        torch.Size([2, 5, 16])
     """
 
     linear1: nn.Linear
@@ -54,13 +75,43 @@ class FeedForward(Module):
         self.activation = ACTIVATIONS[activation] if isinstance(activation, str) else activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., E) to (..., E)."""
+        """Apply the network to every token.
+
+        Args:
+            x: Tokens.
+
+        Returns:
+            out.
+        """
         return self.linear2(self.dropout(self.activation(self.linear1(x))))
 
 
 class Residual(Module):
-    """A residual connection around a sublayer, with LayerNorm: norm(x + dropout(sublayer(x)))
-    (section 5.4), or with norm_first x + dropout(sublayer(norm(x))) (Xiong et al. 2020)."""
+    """A residual connection around a sublayer, with LayerNorm.
+
+    It computes norm(x + dropout(sublayer(x))) (Vaswani et al. 2017, section 5.4) or, with
+    norm_first, x + dropout(sublayer(norm(x))) (Xiong et al. 2020).
+
+    Args:
+        embed_dim: The number of columns E of the input and the output.
+        dropout: The probability with which each element of the sublayer's output is dropped in
+            training.
+        norm_first: If True, normalize the input of the sublayer (pre-norm), otherwise the sum
+            (post-norm).
+        eps: The eps of LayerNorm.
+        bias: If True, LayerNorm has a bias.
+
+    Shape:
+        x: (..., E).
+        out: (..., E).
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import Residual
+        >>> residual = Residual(16, norm_first=True)
+        >>> x = torch.randn(2, 5, 16)
+        >>> torch.testing.assert_close(residual(x, torch.zeros_like), x)
+    """
 
     norm: nn.LayerNorm
     dropout: nn.Dropout
@@ -80,7 +131,15 @@ class Residual(Module):
         self.norm_first = norm_first
 
     def forward(self, x: Tensor, sublayer: Callable[[Tensor], Tensor]) -> Tensor:
-        """(..., E) to (..., E), the shapes of the sublayer."""
+        """Apply the sublayer to x and add the result to x.
+
+        Args:
+            x: Tokens.
+            sublayer: A function from (..., E) to (..., E).
+
+        Returns:
+            out.
+        """
         if self.norm_first:
             return x + self.dropout(sublayer(self.norm(x)))
         return self.norm(x + self.dropout(sublayer(x)))
@@ -90,8 +149,11 @@ class Residual(Module):
 
 
 class _Layer(Module):
-    """Base of both layers: the modules named in `attentions`, then a feed-forward network, with a
-    residual connection around each."""
+    """Base class of both layers.
+
+    It has the modules named in `attentions`, then a feed-forward network, each with a residual
+    connection around it.
+    """
 
     attentions: tuple[str, ...]
     self_attn: CachedAttention
@@ -126,10 +188,39 @@ class _Layer(Module):
 
 
 class EncoderLayer(_Layer):
-    """Self-attention, then a feed-forward network; post-norm unless norm_first.
+    """A Transformer encoder layer: self-attention, then a feed-forward network.
 
-    dropout acts on the attention weights, inside the feed-forward network and on each sublayer's
-    output. With `causal` this is a layer of a language model.
+    With causal attention it is a layer of a language model.
+
+    Args:
+        embed_dim: The number of columns E of the input and the output.
+        num_heads: The number of heads. It must divide embed_dim.
+        ff_dim: The number of columns inside the feed-forward network.
+        dropout: The probability of dropout in training. It acts on the attention weights, inside
+            the feed-forward network and on each sublayer's output.
+        activation: "relu", "gelu" or any function of a tensor.
+        norm_first: If True, the layer is pre-norm, otherwise post-norm.
+        eps: The eps of LayerNorm.
+        bias: If True, all linear maps and LayerNorms have a bias.
+
+    Shape:
+        x: (B, M, E).
+        mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; bool or any other
+            dtype. N is M, plus the number of cached tokens.
+        padding_mask: (B, N); bool or any other dtype.
+        out: (B, M, E).
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim, or activation is another string.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import EncoderLayer
+        >>> layer = EncoderLayer(32, num_heads=4, ff_dim=64).eval()
+        >>> x = torch.randn(2, 5, 32)
+        >>> padding_mask = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 0, 0]])
+        >>> out = layer(x, padding_mask=padding_mask)
+        >>> torch.testing.assert_close(out[1:, :3], layer(x[1:, :3]))
     """
 
     attentions: tuple[str, ...] = ("self_attn",)
@@ -143,14 +234,44 @@ class EncoderLayer(_Layer):
         causal: bool = False,
         cache: KeyValueCache | None = None,
     ) -> Tensor:
-        """x (B, M, E) to (B, M, E), with mask (M, N), (B, M, N) or (B, H, M, N) and padding_mask
-        (B, N): 0 or False hides a key. N is M, plus the cached tokens with a cache, which works as
-        in `CachedAttention`."""
+        """Run the layer.
+
+        Args:
+            x: Tokens.
+            mask: 0 or False hides a key from a row.
+            padding_mask: 0 or False hides a key from all rows and heads.
+            causal: If True, token i attends to tokens 0 to i.
+            cache: The keys of earlier tokens, as in `CachedAttention`.
+
+        Returns:
+            out. Rows of padded tokens are finite but meaningless.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, or a float mask on a CPU
+                contains -inf.
+        """
         mask = merge_masks(mask, padding_mask, _keys(x, cache), "padding_mask")
         x = self.residual1(x, lambda y: self.self_attn(y, mask=mask, causal=causal, cache=cache))
         return self.residual2(x, self.feed_forward)
 
     def new_cache(self, max_len: int) -> KeyValueCache:
+        """Make an empty cache for `forward`.
+
+        Args:
+            max_len: The largest number of tokens that it can have.
+
+        Returns:
+            A `KeyValueCache`.
+
+        Example:
+            >>> import torch
+            >>> from fastattn.nn import EncoderLayer
+            >>> layer = EncoderLayer(32, num_heads=4, ff_dim=64).eval()
+            >>> x, cache = torch.randn(1, 3, 32), layer.new_cache(max_len=3)
+            >>> with torch.no_grad():
+            ...     steps = [layer(x[:, i : i + 1], causal=True, cache=cache) for i in range(3)]
+            ...     torch.testing.assert_close(torch.cat(steps, 1), layer(x, causal=True))
+        """
         return KeyValueCache(max_len)
 
 
@@ -162,8 +283,40 @@ class DecoderCache(NamedTuple):
 
 
 class DecoderLayer(_Layer):
-    """Masked self-attention, attention to the encoder's memory, then a feed-forward network;
-    dropout and norm_first as in `EncoderLayer`."""
+    """A Transformer decoder layer: self-attention, attention to a memory, a feed-forward network.
+
+    The memory is the output of an encoder.
+
+    Args:
+        embed_dim: As in `EncoderLayer`.
+        num_heads: As in `EncoderLayer`.
+        ff_dim: As in `EncoderLayer`.
+        dropout: As in `EncoderLayer`.
+        activation: As in `EncoderLayer`.
+        norm_first: As in `EncoderLayer`.
+        eps: As in `EncoderLayer`.
+        bias: As in `EncoderLayer`.
+
+    Shape:
+        x: (B, M, E).
+        memory: (B, N, E).
+        mask: (M, M), (B, M, M) or (B, H, M, M), or what broadcasts to them; bool or any other
+            dtype. With a cache its columns are the cached and the new tokens.
+        memory_mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them.
+        padding_mask: (B, M); with a cache it has the cached tokens too.
+        memory_padding_mask: (B, N).
+        out: (B, M, E).
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim, or activation is another string.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import DecoderLayer
+        >>> layer = DecoderLayer(32, num_heads=4, ff_dim=64)
+        >>> layer(torch.randn(2, 5, 32), torch.randn(2, 7, 32)).shape
+        torch.Size([2, 5, 32])
+    """
 
     attentions: tuple[str, ...] = ("self_attn", "cross_attn")
     cross_attn: CachedAttention
@@ -181,11 +334,24 @@ class DecoderLayer(_Layer):
         causal: bool = True,
         cache: DecoderCache | None = None,
     ) -> Tensor:
-        """x (B, M, E) and memory (B, N, E) to (B, M, E).
+        """Run the layer.
 
-        mask and padding_mask act on the self-attention, as in `EncoderLayer`. memory_mask, (M, N),
-        (B, M, N) or (B, H, M, N), and memory_padding_mask, (B, N), act on the attention to memory.
-        0 or False hides a key.
+        Args:
+            x: Tokens.
+            memory: The encoder's output.
+            mask: 0 or False hides a key from a row of the self-attention.
+            memory_mask: 0 or False hides a key of the memory from a row.
+            padding_mask: 0 or False hides a key of the self-attention from all rows and heads.
+            memory_padding_mask: 0 or False hides a key of the memory from all rows and heads.
+            causal: If True, token i attends to tokens 0 to i of x.
+            cache: The keys of earlier tokens and of the memory, from `new_cache`.
+
+        Returns:
+            out. Rows of padded tokens are finite but meaningless.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, or a float mask on a CPU
+                contains -inf.
         """
         own, cross = (None, None) if cache is None else cache
         mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
@@ -197,6 +363,21 @@ class DecoderLayer(_Layer):
         return self.residual3(x, self.feed_forward)
 
     def new_cache(self, max_len: int) -> DecoderCache:
+        """Make empty caches for `forward`.
+
+        Args:
+            max_len: The largest number of tokens of x that the cache can have. The memory may have
+                any number.
+
+        Returns:
+            A `DecoderCache`: the cache of the self-attention and that of the attention to memory.
+
+        Example:
+            >>> from fastattn.nn import DecoderLayer
+            >>> cache = DecoderLayer(32, num_heads=4).new_cache(max_len=10)
+            >>> cache.self_attn.max_len, cache.cross_attn.max_len
+            (10, None)
+        """
         return DecoderCache(KeyValueCache(max_len), KeyValueCache())
 
 
@@ -206,8 +387,10 @@ def _keys(x: Tensor, cache: KeyValueCache | None = None) -> tuple[int, int]:
 
 
 class _Stack(Module):
-    """num_layers copies of `layer`, then `norm` if given. All copies but the first draw new
-    parameters."""
+    """Base class of both stacks: num_layers copies of `layer`, then `norm` if given.
+
+    All copies but the first draw new parameters.
+    """
 
     layers: nn.ModuleList
     norm: nn.Module | None
@@ -221,7 +404,19 @@ class _Stack(Module):
         self.norm = norm
 
     def new_cache(self, max_len: int) -> list[Any]:
-        """Empty caches for `forward`, one for each layer, for sequences of up to max_len tokens."""
+        """Make empty caches for `forward`.
+
+        Args:
+            max_len: The largest number of tokens that they can have.
+
+        Returns:
+            A list of caches, one for each layer.
+
+        Example:
+            >>> from fastattn.nn import Encoder, EncoderLayer
+            >>> len(Encoder(EncoderLayer(32, 4), num_layers=2).new_cache(max_len=10))
+            2
+        """
         layers: Any = self.layers
         return [layer.new_cache(max_len) for layer in layers]
 
@@ -238,7 +433,30 @@ class _Stack(Module):
 
 
 class Encoder(_Stack):
-    """A stack of `EncoderLayer`s: Encoder(EncoderLayer(512, 8), num_layers=6)."""
+    """A stack of encoder layers.
+
+    Args:
+        layer: An `EncoderLayer`. The stack has copies of it; all but the first draw new parameters.
+        num_layers: The number of layers.
+        norm: A module that is applied to the output of the last layer, or None.
+
+    Shape:
+        x: (B, M, E).
+        mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them; bool or any other
+            dtype. N is M, plus the number of cached tokens.
+        padding_mask: (B, N); bool or any other dtype.
+        out: (B, M, E).
+
+    Raises:
+        ValueError: num_layers is below 1.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import Encoder, EncoderLayer
+        >>> encoder = Encoder(EncoderLayer(32, num_heads=4, ff_dim=64), num_layers=2)
+        >>> encoder(torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
+    """
 
     def forward(
         self,
@@ -249,9 +467,23 @@ class Encoder(_Stack):
         causal: bool = False,
         cache: list[KeyValueCache] | None = None,
     ) -> Tensor:
-        """x (B, M, E) to (B, M, E), masks as in `EncoderLayer`: (M, N) and (B, N), 0 or False
-        hides. cache comes from `new_cache`; with it, the M new tokens attend to all cached tokens
-        and, unless `causal`, to each other."""
+        """Run all layers, then the norm.
+
+        Args:
+            x: Tokens.
+            mask: 0 or False hides a key from a row.
+            padding_mask: 0 or False hides a key from all rows and heads.
+            causal: If True, token i attends to tokens 0 to i.
+            cache: Caches from `new_cache`. The M new tokens attend to all cached tokens and, unless
+                causal, to each other.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, a float mask on a CPU
+                contains -inf, or cache has another number of layers.
+        """
         layers = self._with_caches(cache)
         own = cache[0] if cache else None  # all layers' caches have one length
         mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")
@@ -261,7 +493,33 @@ class Encoder(_Stack):
 
 
 class Decoder(_Stack):
-    """A stack of `DecoderLayer`s: Decoder(DecoderLayer(512, 8), num_layers=6)."""
+    """A stack of decoder layers.
+
+    Args:
+        layer: A `DecoderLayer`. The stack has copies of it; all but the first draw new parameters.
+        num_layers: The number of layers.
+        norm: A module that is applied to the output of the last layer, or None.
+
+    Shape:
+        x: (B, M, E).
+        memory: (B, N, E).
+        mask: (M, M), (B, M, M) or (B, H, M, M), or what broadcasts to them; bool or any other
+            dtype. With a cache its columns are the cached and the new tokens.
+        memory_mask: (M, N), (B, M, N) or (B, H, M, N), or what broadcasts to them.
+        padding_mask: (B, M); with a cache it has the cached tokens too.
+        memory_padding_mask: (B, N).
+        out: (B, M, E).
+
+    Raises:
+        ValueError: num_layers is below 1.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import Decoder, DecoderLayer
+        >>> decoder = Decoder(DecoderLayer(32, num_heads=4, ff_dim=64), num_layers=2)
+        >>> decoder(torch.randn(2, 5, 32), torch.randn(2, 7, 32)).shape
+        torch.Size([2, 5, 32])
+    """
 
     def forward(
         self,
@@ -275,8 +533,25 @@ class Decoder(_Stack):
         causal: bool = True,
         cache: list[DecoderCache] | None = None,
     ) -> Tensor:
-        """x (B, M, E) and memory (B, N, E) to (B, M, E), masks as in `DecoderLayer`: (M, M),
-        (M, N), (B, M) and (B, N), 0 or False hides. cache comes from `new_cache`."""
+        """Run all layers, then the norm.
+
+        Args:
+            x: Tokens.
+            memory: The encoder's output.
+            mask: 0 or False hides a key from a row of the self-attention.
+            memory_mask: 0 or False hides a key of the memory from a row.
+            padding_mask: 0 or False hides a key of the self-attention from all rows and heads.
+            memory_padding_mask: 0 or False hides a key of the memory from all rows and heads.
+            causal: If True, token i attends to tokens 0 to i of x.
+            cache: Caches from `new_cache`: the keys of earlier tokens and of the memory.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, a float mask on a CPU
+                contains -inf, or cache has another number of layers.
+        """
         layers = self._with_caches(cache)
         own = cache[0].self_attn if cache else None  # all layers' caches have one length
         mask = merge_masks(mask, padding_mask, _keys(x, own), "padding_mask")

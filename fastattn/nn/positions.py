@@ -9,8 +9,29 @@ from .core import Leaf
 
 
 class SinusoidalPositionalEncoding(Leaf):
-    """Adds sin(pos / 10000^(2i/E)) to column 2i and the cosine to column 2i + 1 (Vaswani et al.
-    2017, section 3.5), then applies dropout. E may be odd: the last column is then a sine."""
+    """Sinusoidal position encodings, which are added to the tokens.
+
+    The source is section 3.5 of Vaswani et al. 2017. Column 2i gets sin(pos / 10000^(2i/E)) and
+    column 2i + 1 the cosine. Dropout follows. E may be odd: the last column is then a sine.
+
+    Args:
+        embed_dim: The number of columns E.
+        max_len: The number of positions. Positions from max_len on raise.
+        dropout: The probability with which each element of the sum is dropped in training.
+        batch_first: If True, x is (B, N, E), otherwise (N, B, E).
+
+    Shape:
+        x: (B, N, E) or (N, E), or (N, B, E) without batch_first; any floating dtype.
+        out: As x.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import SinusoidalPositionalEncoding
+        >>> encoding = SinusoidalPositionalEncoding(4, dropout=0.0)
+        >>> encoding(torch.zeros(2, 4))
+        tensor([[0.0000, 1.0000, 0.0000, 1.0000],
+                [0.8415, 0.5403, 0.0100, 0.9999]])
+    """
 
     embed_dim: int
     max_len: int
@@ -29,8 +50,18 @@ class SinusoidalPositionalEncoding(Leaf):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
-        """x is (B, N, E) or (N, E), or (N, B, E) without batch_first; its first token is at
-        position `offset`. Raises ValueError past max_len."""
+        """Add the encodings of the positions to x, then apply dropout.
+
+        Args:
+            x: Tokens.
+            offset: The position of the first token.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: x has another shape or dtype, or a position is not below max_len.
+        """
         if x.ndim not in (2, 3) or x.shape[-1] != self.embed_dim or not x.is_floating_point():
             raise ValueError(
                 f"x: got {x.dtype} of shape {tuple(x.shape)}, expected floats of 2 or 3 "
@@ -48,8 +79,11 @@ class SinusoidalPositionalEncoding(Leaf):
         return self.dropout(x + (pe[:, None] if at == 0 else pe))
 
     def _encode(self, positions: Tensor) -> Tensor:
-        """(N, E) in float64. Computed in every call, which costs less than its addition to a batch:
-        a buffer would be rounded by model.bfloat16() and left empty by model.to_empty()."""
+        """Return the encodings (N, E) in float64.
+
+        They are computed in every call, which costs less than their addition to a batch. A buffer
+        would be rounded by model.bfloat16() and left empty by model.to_empty().
+        """
         column = torch.arange(self.embed_dim, device=positions.device)
         exponent = (column // 2 * 2).to(torch.float64) / self.embed_dim
         angle = positions.to(torch.float64)[:, None] * 1e4**-exponent
@@ -60,8 +94,11 @@ class SinusoidalPositionalEncoding(Leaf):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotate the first R columns of x (..., D) pair by pair, by cos and sin (..., R/2): a pair is
-    columns i and i + R/2 or, interleaved, 2i and 2i + 1. Computed in float32 or float64."""
+    """Rotate the first R columns of x (..., D) in pairs, by cos and sin (..., R/2).
+
+    A pair is columns i and i + R/2 or, if interleaved, 2i and 2i + 1. Computed in float32 or
+    float64.
+    """
     columns = 2 * cos.shape[-1]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     cos, sin = cos.to(wide), sin.to(wide)
@@ -76,12 +113,37 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
 
 
 class RotaryEmbedding(Leaf):
-    """Rotates pairs of columns of queries and keys by an angle that grows with the position, so
-    that q.k depends on positions by their difference alone (RoPE, Su et al. 2021, equation 34).
+    """Rotary position embedding (RoPE) of queries and keys.
 
+    The source is equation 34 of Su et al. 2021. The module rotates pairs of columns by an angle
+    that grows with the position, so that q.k depends on positions only through their difference.
     Pair i turns by pos / base^(2i/D). A pair is columns i and i + D/2 (half-split, as in Llama and
-    NeoX) or, interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). The first rotary_dim
-    columns are rotated, all by default; the others stay unchanged.
+    NeoX) or, if interleaved, columns 2i and 2i + 1 (as in the paper and GPT-J). With rotary_dim, D
+    is rotary_dim in these formulas.
+
+    Args:
+        head_dim: The number of columns of x.
+        rotary_dim: The number of columns that are rotated, the first ones; all by default. It must
+            be even. The other columns stay unchanged.
+        base: The base of the angles.
+        interleaved: If True, adjacent columns are a pair.
+
+    Shape:
+        x: (..., N, head_dim), such as (B, H, N, D).
+        positions: Broadcasts to the shape of x without its last dimension: (N,), or (B, 1, N) if
+            batch items differ. Any dtype.
+        out: As x.
+
+    Raises:
+        ValueError: rotary_dim is odd, or not between 2 and head_dim.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import RotaryEmbedding
+        >>> rotary = RotaryEmbedding(8)
+        >>> q, k = torch.randn(2, 1, 8)
+        >>> score = rotary(q, offset=5) @ rotary(k, offset=3).mT
+        >>> torch.testing.assert_close(score, rotary(q, offset=2) @ rotary(k).mT)
     """
 
     head_dim: int
@@ -107,9 +169,19 @@ class RotaryEmbedding(Leaf):
         self.base, self.interleaved = base, interleaved
 
     def forward(self, x: Tensor, positions: Tensor | None = None, offset: int = 0) -> Tensor:
-        """x is (..., N, head_dim), such as (B, H, N, D). Row n is at position offset + n, or at
-        positions[n]. positions broadcasts to x without its last dimension: (B, 1, N) if batch items
-        differ."""
+        """Rotate the columns of x by the angles of its positions.
+
+        Args:
+            x: Queries or keys.
+            positions: The position of each row. None: row n is at position offset + n.
+            offset: The position of the first row; only without positions.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: x does not have head_dim columns, or both positions and offset are given.
+        """
         if x.shape[-1] != self.head_dim:
             raise ValueError(f"x: got {x.shape[-1]} columns, expected head_dim = {self.head_dim}")
         if positions is not None and offset:
@@ -127,9 +199,29 @@ class RotaryEmbedding(Leaf):
 
 
 def alibi_slopes(num_heads: int) -> Tensor:
-    """(num_heads,) float32: the slopes that `fastattn.attention` takes as `alibi_slopes` (ALiBi,
-    Press et al. 2022, section 3): 2^(-8/H), 2^(-16/H), ... if H is a power of two. Other numbers
-    take the slopes of the next smaller power P, then every second slope of 2 P heads."""
+    """Return the slopes that `fastattn.attention` takes as alibi_slopes.
+
+    They are those of ALiBi (Press et al. 2022, section 3): 2^(-8/H), 2^(-16/H), ... if H is a power
+    of two. For other numbers of heads, the first slopes are those of the next smaller power P, and
+    the rest are every second slope of 2 P heads.
+
+    Args:
+        num_heads: The number of heads H.
+
+    Shape:
+        slopes: (num_heads,), float32.
+
+    Returns:
+        slopes.
+
+    Raises:
+        ValueError: num_heads is below 1.
+
+    Example:
+        >>> from fastattn.nn import alibi_slopes
+        >>> alibi_slopes(4)
+        tensor([0.2500, 0.0625, 0.0156, 0.0039])
+    """
     if num_heads < 1:
         raise ValueError(f"num_heads: got {num_heads}, expected at least 1")
     power = 2 ** (num_heads.bit_length() - 1)

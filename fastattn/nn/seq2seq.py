@@ -11,9 +11,33 @@ from .core import Leaf, attend, masked_softmax
 
 
 class LuongAttention(Leaf):
-    """Dot-product ("global, dot") attention and the attentional state (Luong et al. 2015,
-    equations 5 to 8): score s.h, context a = sum of weights times h, then tanh(W_c [a; s] + b_c).
-    Scores and context run fused."""
+    """Dot-product attention of a recurrent decoder, with the attentional state.
+
+    This is "global, dot" attention (Luong et al. 2015, equations 5 to 8): the score is s.h, the
+    context a is the sum of weights times h, and the output is tanh(W_c [a; s] + b_c). Scores and
+    context run fused.
+
+    Args:
+        state_dim: The number of columns E of the decoder's and the encoder's states.
+        out_dim: The number of columns of the output; state_dim by default.
+        bias: If True, the output has the bias b_c.
+
+    Shape:
+        state: (B, M, E): M decoder states, or (B, E): one.
+        memory: (B, N, E): encoder states.
+        mask: (B, N), or three dimensions that broadcast to (B, M, N); bool or any other dtype.
+        out: (B, M, out_dim), or (B, out_dim) if state is (B, E).
+        weights: (B, M, N), or (B, N) if state is (B, E).
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import LuongAttention
+        >>> attention = LuongAttention(16, out_dim=8)
+        >>> state, memory = torch.randn(2, 16), torch.randn(2, 5, 16)
+        >>> out, weights = attention(state, memory, need_weights=True)
+        >>> out.shape, weights.shape
+        (torch.Size([2, 8]), torch.Size([2, 5]))
+    """
 
     combine: nn.Linear
 
@@ -54,11 +78,20 @@ class LuongAttention(Leaf):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """state (B, M, E): M decoder states, or (B, E): one. memory (B, N, E): encoder states.
+        """Attend decoder states to encoder states and return attentional states.
 
-        mask: (B, N), or three dimensions that broadcast to (B, M, N); 0 or False hides an encoder
-        state.
-        Returns (B, M, out_dim), with need_weights also (B, M, N); without M if state is (B, E).
+        Args:
+            state: Decoder states.
+            memory: Encoder states.
+            mask: 0 or False hides an encoder state.
+            need_weights: If True, also return the weights.
+
+        Returns:
+            out, or (out, weights) with need_weights.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, or a float mask on a CPU
+                contains -inf.
         """
         state, mask, one = _prepare(state, memory, mask)
         context, weights = attend(
@@ -72,10 +105,32 @@ class LuongAttention(Leaf):
 
 
 class BahdanauAttention(Leaf):
-    """Additive attention (Bahdanau et al. 2015, section A.1.2): score v.tanh(W s + U h).
+    """Additive attention of a recurrent decoder.
 
-    Its scores are not products of queries and keys, so this is plain torch, not fused: it stores a
-    (B, M, N, hidden_dim) tensor for the backward pass.
+    The score is v.tanh(W s + U h) (Bahdanau et al. 2015, section A.1.2). It is not a product of
+    query and key, so this is plain torch, not fused: it stores a (B, M, N, hidden_dim) tensor for
+    the backward pass.
+
+    Args:
+        state_dim: The number of columns of the decoder's states.
+        memory_dim: The number of columns of the encoder's states.
+        hidden_dim: The number of columns of W s and U h.
+
+    Shape:
+        state: (B, M, state_dim): M decoder states, or (B, state_dim): one.
+        memory: (B, N, memory_dim): encoder states.
+        mask: (B, N), or three dimensions that broadcast to (B, M, N); bool or any other dtype.
+        context: (B, M, memory_dim), or (B, memory_dim) for one state.
+        weights: (B, M, N), or (B, N) for one state.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import BahdanauAttention
+        >>> attention = BahdanauAttention(16, 12, hidden_dim=8)
+        >>> state, memory = torch.randn(2, 16), torch.randn(2, 5, 12)
+        >>> context, weights = attention(state, memory, need_weights=True)
+        >>> context.shape, weights.shape
+        (torch.Size([2, 12]), torch.Size([2, 5]))
     """
 
     state_proj: nn.Linear
@@ -120,8 +175,22 @@ class BahdanauAttention(Leaf):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """state (B, M, state_dim) or (B, state_dim), memory (B, N, memory_dim); mask and weights as
-        in `LuongAttention`. Returns the context (B, M, memory_dim), 0 if all states are hidden."""
+        """Attend decoder states to encoder states and return the context.
+
+        Args:
+            state: Decoder states.
+            memory: Encoder states.
+            mask: 0 or False hides an encoder state.
+            need_weights: If True, also return the weights.
+
+        Returns:
+            context, or (context, weights) with need_weights. context is 0 if all encoder states are
+            hidden.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, or a float mask on a CPU
+                contains -inf.
+        """
         state, mask, one = _prepare(state, memory, mask)
         hidden = torch.tanh(self.state_proj(state)[:, :, None] + self.memory_proj(memory)[:, None])
         weights = masked_softmax(self.score(hidden).squeeze(-1), mask)

@@ -10,10 +10,32 @@ from .core import Leaf, attend
 
 
 class ScaledDotProductAttention(Leaf):
-    """softmax(q k^T scale) v without parameters (Vaswani et al. 2017, equation 1).
+    """Scaled dot-product attention without parameters: softmax(q k^T scale) v.
 
-    scale is 1 / sqrt(D) by default; 1.0 gives the plain dot-product attention. dropout acts on the
-    weights in training. With causal, row i sees keys 0 to i.
+    This is equation 1 of Vaswani et al. 2017.
+
+    Args:
+        scale: The factor of q k^T; 1 / sqrt(D) by default. 1.0 gives plain dot-product attention.
+        causal: If True, row i attends to keys 0 to i.
+        dropout: The probability with which each weight is dropped in training.
+
+    Shape:
+        q: (..., M, D), float32, float64, bfloat16 or float16.
+        k: (..., N, D), same dtype. M and N may differ.
+        v: (..., N, Dv), same dtype. D and Dv may differ.
+        mask: Broadcasts to (..., M, N); bool or any other dtype.
+        out: (..., M, Dv).
+        weights: (..., M, N).
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import ScaledDotProductAttention
+        >>> attention = ScaledDotProductAttention()
+        >>> q, k, v = torch.randn(5, 8), torch.randn(7, 8), torch.randn(7, 3)
+        >>> out, weights = attention(q, k, v, need_weights=True)
+        >>> out.shape, weights.shape
+        (torch.Size([5, 3]), torch.Size([5, 7]))
+        >>> torch.testing.assert_close(weights, torch.softmax(q @ k.mT / 8**0.5, -1))
     """
 
     scale: float | None
@@ -62,11 +84,22 @@ class ScaledDotProductAttention(Leaf):
         mask: Tensor | None = None,
         need_weights: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """q (..., M, D), k (..., N, D), v (..., N, Dv); M and N may differ, and D and Dv.
+        """Attend each row of q to the keys k and return the weighted sums of v.
 
-        mask: bool or any dtype, broadcast to (..., M, N); 0 hides a key. A row with every key
-        hidden gives 0; filling scores with -1e9 would give the mean of v.
-        Returns (..., M, Dv), with need_weights also the weights (..., M, N) after dropout.
+        Args:
+            q: Queries.
+            k: Keys.
+            v: Values.
+            mask: 0 or False hides a key. A row with every key hidden has output 0; if hidden scores
+                were filled with -1e9, it would be the mean of v.
+            need_weights: If True, also return the weights after dropout.
+
+        Returns:
+            out, or (out, weights) with need_weights.
+
+        Raises:
+            ValueError: The leading dimensions of q, k and v differ, the mask does not broadcast, or
+                a float mask on a CPU contains -inf.
         """
         out, weights = attend(
             *(q, k, v),
@@ -83,7 +116,32 @@ class ScaledDotProductAttention(Leaf):
 
 
 class SelfAttention(Leaf):
-    """One head over one sequence: x W_q attends to x W_k and x W_v, all of d_out columns."""
+    """Self-attention with one head: x W_q attends to x W_k and x W_v.
+
+    Args:
+        d_in: The number of columns of the input.
+        d_out: The number of columns of q, k, v and the output; d_in by default.
+        qkv_bias: If True, the three projections have a bias.
+        scale: As in `ScaledDotProductAttention`.
+        causal: As in `ScaledDotProductAttention`.
+        dropout: As in `ScaledDotProductAttention`.
+
+    Shape:
+        x: (..., N, d_in).
+        mask: Broadcasts to (..., N, N); bool or any other dtype.
+        out: (..., N, d_out).
+        weights: (..., N, N).
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import SelfAttention
+        >>> attention = SelfAttention(8, 4, causal=True)
+        >>> out, weights = attention(torch.randn(2, 3, 8), need_weights=True)
+        >>> out.shape
+        torch.Size([2, 3, 4])
+        >>> bool((weights.triu(1) == 0).all())
+        True
+    """
 
     q_proj: nn.Linear
     k_proj: nn.Linear
@@ -122,7 +180,18 @@ class SelfAttention(Leaf):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, need_weights: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x (..., N, d_in) to (..., N, d_out), with need_weights also (..., N, N); mask as in
-        `ScaledDotProductAttention`."""
+        """Project x and attend to all tokens of its sequence.
+
+        Args:
+            x: Tokens.
+            mask: As in `ScaledDotProductAttention`: 0 or False hides a key.
+            need_weights: If True, also return the weights after dropout.
+
+        Returns:
+            out, or (out, weights) with need_weights.
+
+        Raises:
+            ValueError: The mask does not broadcast, or a float mask on a CPU contains -inf.
+        """
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         return self.attention(q, k, v, mask, need_weights)

@@ -45,26 +45,75 @@ TORCHS_TO_OURS = (
 
 
 def state_from_torch(state: State) -> State:
-    """Rename torch's state_dict to our names; tensors are not copied."""
+    """Rename the entries of torch's state dict to the names of fastattn.
+
+    Args:
+        state: The state dict of torch.nn.Transformer, or of one of its stacks or layers.
+
+    Shape:
+        state: Tensors of any shape. They are not copied.
+
+    Returns:
+        A state dict for the class that `from_torch` makes.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import EncoderLayer, state_from_torch
+        >>> torchs = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> EncoderLayer(32, 4).load_state_dict(state_from_torch(torchs.state_dict()))
+        <All keys matched successfully>
+    """
     return _renamed(state, TORCHS_TO_OURS)
 
 
 def state_to_torch(state: State) -> State:
-    """Rename our state_dict to torch's names; tensors are not copied. Of a `Transformer`, only
-    encoder and decoder remain, because torch's has no embeddings."""
+    """Rename the entries of fastattn's state dict to the names of torch.
+
+    Args:
+        state: The state dict of a module of fastattn. Of a `Transformer` only encoder and decoder
+            remain, because torch's has no embeddings.
+
+    Shape:
+        state: Tensors of any shape. They are not copied.
+
+    Returns:
+        A state dict for the class that `to_torch` makes.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import EncoderLayer, state_to_torch
+        >>> torchs = torch.nn.TransformerEncoderLayer(32, 4, batch_first=True)
+        >>> torchs.load_state_dict(state_to_torch(EncoderLayer(32, 4).state_dict()))
+        <All keys matched successfully>
+    """
     if "src_embedding.weight" in state:
         state = {name: x for name, x in state.items() if name.startswith(("encoder.", "decoder."))}
     return _renamed(state, OURS_TO_TORCHS)
 
 
 def from_torch(module: nn.Module) -> nn.Module:
-    """Our module that computes what torch's does, with copied parameters and the same modes.
+    """Convert torch.nn.Transformer, a stack or a layer of it to the module of fastattn.
 
-    Takes torch.nn.TransformerEncoderLayer, TransformerDecoderLayer, TransformerEncoder,
-    TransformerDecoder, and Transformer, which becomes an `EncoderDecoder`. Calls differ: masks hide
-    where they are 0 or False, decoders are causal unless causal=False is passed, and padding of src
-    is hidden from the decoder, too. Raises ValueError for any other module, and for a layer that
-    was altered.
+    The result computes the same, with copied parameters and the same modes. Calls differ: masks
+    hide where they are 0 or False, decoders are causal unless causal=False is passed, and padding
+    of src is hidden from the decoder, too.
+
+    Args:
+        module: A torch.nn.TransformerEncoderLayer, TransformerDecoderLayer, TransformerEncoder,
+            TransformerDecoder or Transformer.
+
+    Returns:
+        An `EncoderLayer`, `DecoderLayer`, `Encoder`, `Decoder` or `EncoderDecoder`.
+
+    Raises:
+        ValueError: module is of another class, or a layer was altered.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import from_torch
+        >>> torchs = torch.nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True)
+        >>> x = torch.randn(2, 5, 32)
+        >>> torch.testing.assert_close(from_torch(torchs)(x), torchs(x))
     """
     with torch.device("meta"):  # parameters are loaded later: do not draw them
         ours = _ours(module)
@@ -72,8 +121,26 @@ def from_torch(module: nn.Module) -> nn.Module:
 
 
 def to_torch(module: nn.Module) -> nn.Module:
-    """The reverse of `from_torch`, with batch_first. A `Transformer` gives a torch.nn.Transformer
-    of its encoder and decoder, without embeddings and out_proj."""
+    """Convert a module of fastattn to the one of torch.nn, the reverse of `from_torch`.
+
+    Args:
+        module: An `EncoderLayer`, `DecoderLayer`, `Encoder`, `Decoder`, `EncoderDecoder` or
+            `Transformer`.
+
+    Returns:
+        The module of torch.nn, with batch_first. A `Transformer` gives a torch.nn.Transformer of
+        its encoder and decoder, without embeddings and out_proj.
+
+    Raises:
+        ValueError: module is of another class, or a layer was altered.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import EncoderLayer, to_torch
+        >>> layer = EncoderLayer(32, num_heads=4, dropout=0.0)
+        >>> x = torch.randn(2, 5, 32)
+        >>> torch.testing.assert_close(to_torch(layer)(x), layer(x))
+    """
     with torch.device("meta"):
         torchs = _torchs(module)
     return _filled(torchs, module, state_to_torch)

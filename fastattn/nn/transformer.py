@@ -23,9 +23,32 @@ from .positions import SinusoidalPositionalEncoding
 
 
 class EncoderDecoder(Module):
-    """An encoder, and a decoder that attends to its output: the structure of torch.nn.Transformer.
+    """An encoder, and a decoder that attends to its output.
 
-    >>> EncoderDecoder(Encoder(EncoderLayer(512, 8), 6), Decoder(DecoderLayer(512, 8), 6))
+    This is the structure of torch.nn.Transformer.
+
+    Args:
+        encoder: An `Encoder`.
+        decoder: A `Decoder`.
+
+    Shape:
+        src: (B, N, E).
+        tgt: (B, M, E).
+        src_mask: (N, N), (B, N, N) or (B, H, N, N); bool or any other dtype.
+        tgt_mask: (M, M), (B, M, M) or (B, H, M, M).
+        memory_mask: (M, N), (B, M, N) or (B, H, M, N).
+        src_padding_mask: (B, N).
+        tgt_padding_mask: (B, M).
+        out: (B, M, E).
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import Decoder, DecoderLayer, Encoder, EncoderDecoder, EncoderLayer
+        >>> encoder = Encoder(EncoderLayer(32, num_heads=4, ff_dim=64), num_layers=2)
+        >>> decoder = Decoder(DecoderLayer(32, num_heads=4, ff_dim=64), num_layers=2)
+        >>> model = EncoderDecoder(encoder, decoder)
+        >>> model(torch.randn(2, 7, 32), torch.randn(2, 5, 32)).shape
+        torch.Size([2, 5, 32])
     """
 
     encoder: Encoder
@@ -47,11 +70,25 @@ class EncoderDecoder(Module):
         *,
         causal: bool = True,
     ) -> Tensor:
-        """src (B, N, E) and tgt (B, M, E) to (B, M, E).
+        """Encode src, then decode tgt.
 
-        src_mask is (N, N), tgt_mask (M, M), memory_mask (M, N), each also (B, ..) or (B, H, ..);
-        src_padding_mask is (B, N), tgt_padding_mask (B, M). 0 or False hides a key; padding of src
-        is hidden from the decoder, too. With `causal`, tgt token i attends to tgt tokens 0 to i.
+        Args:
+            src: Tokens of the encoder.
+            tgt: Tokens of the decoder.
+            src_mask: 0 or False hides a key from a row of the encoder.
+            tgt_mask: 0 or False hides a key from a row of the decoder's self-attention.
+            memory_mask: 0 or False hides a key of the encoder's output from a row of the decoder.
+            src_padding_mask: 0 or False hides a key of src from the encoder, and from the decoder,
+                too.
+            tgt_padding_mask: 0 or False hides a key of tgt.
+            causal: If True, tgt token i attends to tgt tokens 0 to i.
+
+        Returns:
+            out.
+
+        Raises:
+            ValueError: A tensor does not have the shape stated above, or a float mask on a CPU
+                contains -inf.
         """
         memory = self.encoder(src, src_mask, src_padding_mask)
         return self.decoder(
@@ -61,16 +98,50 @@ class EncoderDecoder(Module):
 
 
 class Transformer(Leaf):
-    """Maps source tokens and the target tokens so far to logits of the target's next tokens.
+    """A Transformer from source tokens and the target tokens so far to logits of the next tokens.
 
-    Embeddings times sqrt(embed_dim) plus sinusoids, then `encoder`, `decoder` and a linear map. If
-    `tied`, the map has the weights of the target's embedding and no bias (section 3.4); otherwise
-    it is `out_proj`. If tgt_vocab_size is None, source and target share vocabulary and embedding.
+    It adds sinusoids to the embeddings times sqrt(embed_dim), then applies the encoder, the decoder
+    and a linear map (Vaswani et al. 2017).
 
-    Tokens equal to pad_id are hidden: those of src from encoder and decoder, those of tgt from the
-    decoder's self-attention. `norm_first` is pre-norm; `final_norm` puts a LayerNorm after each
-    stack, as torch.nn.Transformer does and pre-norm needs; the paper's post-norm has none.
-    Sequences longer than max_len raise.
+    Args:
+        vocab_size: The number of source tokens.
+        tgt_vocab_size: The number of target tokens. None: source and target share vocabulary and
+            embedding.
+        embed_dim: The number of columns E of the embeddings.
+        num_heads: The number of heads. It must divide embed_dim.
+        num_encoder_layers: The number of encoder layers.
+        num_decoder_layers: The number of decoder layers.
+        ff_dim: The number of columns inside the feed-forward networks.
+        dropout: As in `EncoderLayer`, and on the sum of embeddings and sinusoids.
+        activation: "relu", "gelu" or any function of a tensor.
+        norm_first: If True, layers are pre-norm, otherwise post-norm.
+        final_norm: If True, a LayerNorm follows each stack, as in torch.nn.Transformer. Pre-norm
+            needs it; the paper's post-norm has none.
+        eps: The eps of LayerNorm.
+        bias: If True, the linear maps of the layers and the LayerNorms have a bias.
+        max_len: The largest length of a sequence. Longer ones raise.
+        pad_id: Tokens equal to it are hidden: those of src from encoder and decoder, those of tgt
+            from the decoder's self-attention. None hides no tokens.
+        tied: If True, the last linear map has the weights of the target's embedding and no bias
+            (section 3.4). Otherwise it is `out_proj`.
+
+    Shape:
+        src: (B, N), int32 or int64.
+        tgt: (B, M), int32 or int64.
+        logits: (B, M, V), V target tokens.
+
+    Raises:
+        ValueError: num_heads does not divide embed_dim, a number of layers is below 1, or
+            activation is another string.
+
+    Example:
+        >>> import torch
+        >>> from fastattn.nn import Transformer
+        >>> sizes = dict(embed_dim=32, num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
+        >>> model = Transformer(vocab_size=100, ff_dim=64, **sizes)
+        >>> src, tgt = torch.randint(100, (2, 7)), torch.randint(100, (2, 5))
+        >>> model(src, tgt).shape
+        torch.Size([2, 5, 100])
     """
 
     embed_dim: int
@@ -129,15 +200,48 @@ class Transformer(Leaf):
             self.out_proj = nn.Linear(embed_dim, self.tgt_embedding.num_embeddings)
 
     def forward(self, src: Tensor, tgt: Tensor) -> Tensor:
-        """src (B, N) and tgt (B, M), int32 or int64, to logits (B, M, V). Logits at i are for the
-        token after tgt[:, i] and depend only on tgt[:, : i + 1] and src."""
+        """Compute the logits of the token after each target token.
+
+        Args:
+            src: Source tokens.
+            tgt: Target tokens.
+
+        Returns:
+            logits. Those at i are for the token after tgt[:, i] and depend only on tgt[:, : i + 1]
+            and src.
+
+        Raises:
+            ValueError: src or tgt has another shape or dtype, or is longer than max_len.
+        """
         memory = self.encode(src)
         return self.decode(
             tgt, memory, padding_mask=self._shown(tgt), memory_padding_mask=self._shown(src)
         )
 
     def encode(self, src: Tensor) -> Tensor:
-        """src (B, N) to the memory (B, N, E)."""
+        """Compute the encoder's output.
+
+        Args:
+            src: Source tokens.
+
+        Shape:
+            src: (B, N), int32 or int64.
+            memory: (B, N, E).
+
+        Returns:
+            memory.
+
+        Raises:
+            ValueError: src has another shape or dtype, or is longer than max_len.
+
+        Example:
+            >>> import torch
+            >>> from fastattn.nn import Transformer
+            >>> sizes = dict(embed_dim=32, num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
+            >>> model = Transformer(vocab_size=100, ff_dim=64, **sizes)
+            >>> model.encode(torch.randint(100, (2, 7))).shape
+            torch.Size([2, 7, 32])
+        """
         return self.encoder(self._embed(src, self.src_embedding), padding_mask=self._shown(src))
 
     def decode(
@@ -149,11 +253,38 @@ class Transformer(Leaf):
         memory_padding_mask: Tensor | None = None,
         cache: list[DecoderCache] | None = None,
     ) -> Tensor:
-        """Logits (B, M, V) for tgt (B, M) and memory (B, N, E); padding masks (B, M) and (B, N),
-        where 0 or False hides.
+        """Compute logits from target tokens and the encoder's output.
 
-        cache, from `decoder.new_cache`, holds the keys of earlier calls. tgt then continues their
-        tokens, and padding_mask covers these, too.
+        Args:
+            tgt: Target tokens. With a cache they continue the cached tokens.
+            memory: The output of `encode`.
+            padding_mask: 0 or False hides a target token from the decoder's self-attention. With a
+                cache it covers the cached tokens, too.
+            memory_padding_mask: 0 or False hides a source token.
+            cache: The keys of earlier calls, from `decoder.new_cache`.
+
+        Shape:
+            tgt: (B, M), int32 or int64.
+            memory: (B, N, E).
+            padding_mask: (B, M), or (B, cached and new tokens).
+            memory_padding_mask: (B, N).
+            logits: (B, M, V), V target tokens.
+
+        Returns:
+            logits.
+
+        Raises:
+            ValueError: A tensor has another shape or dtype, tgt is longer than max_len, or the
+                cache has no room.
+
+        Example:
+            >>> import torch
+            >>> from fastattn.nn import Transformer
+            >>> sizes = dict(embed_dim=32, num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
+            >>> model = Transformer(vocab_size=100, ff_dim=64, **sizes).eval()
+            >>> src, tgt = torch.randint(100, (2, 7)), torch.randint(100, (2, 5))
+            >>> logits = model.decode(tgt, model.encode(src))
+            >>> torch.testing.assert_close(logits, model(src, tgt))
         """
         offset = 0 if cache is None else cache[0].self_attn.length
         x = self.decoder(
@@ -170,12 +301,36 @@ class Transformer(Leaf):
     def generate(
         self, src: Tensor, max_len: int, *, bos_id: int, eos_id: int | None = None
     ) -> Tensor:
-        """Greedy decoding: at most max_len tokens (B, T) for src (B, N), each the most likely after
-        bos_id and the tokens before it. After its eos_id a row is filled with eos_id; decoding
-        stops when every row has one.
+        """Decode greedily: each token is the most likely one after bos_id and the tokens before it.
 
         Keys and values are cached, so a token costs one row in each layer. Call eval() first:
         dropout acts in training mode.
+
+        Args:
+            src: Source tokens.
+            max_len: The largest number of tokens T to generate.
+            bos_id: The token before the first one.
+            eos_id: The token that ends a row. The rest of the row is filled with it, and decoding
+                stops when every row has one. None: every row has max_len tokens.
+
+        Shape:
+            src: (B, N), int32 or int64.
+            tokens: (B, T), int64.
+
+        Returns:
+            tokens.
+
+        Raises:
+            ValueError: src has another shape or dtype, or max_len or the length of src is above the
+                max_len of the model.
+
+        Example:
+            >>> import torch
+            >>> from fastattn.nn import Transformer
+            >>> sizes = dict(embed_dim=32, num_heads=4, num_encoder_layers=1, num_decoder_layers=1)
+            >>> model = Transformer(vocab_size=100, ff_dim=64, **sizes).eval()
+            >>> model.generate(torch.randint(100, (2, 7)), max_len=4, bos_id=1).shape
+            torch.Size([2, 4])
         """
         if max_len > self.positions.max_len:
             raise ValueError(
@@ -213,7 +368,7 @@ class Transformer(Leaf):
 
 
 def _embedding(vocab_size: int, embed_dim: int) -> nn.Embedding:
-    """An embedding with variance 1 / embed_dim, so that logits of tied weights start near 1."""
+    """Make an embedding of variance 1 / embed_dim, so that logits of tied weights start near 1."""
     embedding = nn.Embedding(vocab_size, embed_dim)
     nn.init.normal_(embedding.weight, std=embed_dim**-0.5)
     return embedding
