@@ -24,13 +24,6 @@ from torch import Tensor
 import fastattn
 import fastattn.distributed
 
-NOT_YET = (
-    "fastattn.nn",
-    "fastattn.distributed",
-    "fastattn.flash_attn",
-    "fastattn.integrations",
-)
-
 PACKAGES = (
     fastattn,
     fastattn.nn,
@@ -327,19 +320,7 @@ def unique(found):
 ALL = unique(x for package in PACKAGES for x in documented(package))
 
 
-def is_done(name):
-    return not name.startswith(tuple(f"{package}." for package in NOT_YET))
-
-
-@pytest.mark.parametrize("package", NOT_YET)
-def test_what_is_not_done_yet_has_faults(package):
-    """A package that has none any more must leave NOT_YET."""
-    assert any(faults(*public[1:]) for public in ALL if public.name.startswith(f"{package}."))
-
-
-@pytest.mark.parametrize(
-    "public", [pytest.param(public, id=public.name) for public in ALL if is_done(public.name)]
-)
+@pytest.mark.parametrize("public", [pytest.param(public, id=public.name) for public in ALL])
 def test_form(public):
     assert faults(*public[1:]) == []
 
@@ -374,7 +355,7 @@ def why_skipped(doc):
     [
         pytest.param(inspect.getdoc(x), name, id=name)
         for name, x, *_ in ALL
-        if is_done(name) and x.__doc__ and ">>> " in x.__doc__
+        if x.__doc__ and ">>> " in x.__doc__
     ],
 )
 def test_example(doc, name):
