@@ -66,7 +66,7 @@ def _call_on_dtensors(*call: Any) -> tuple[Any, ...]:
     return dtensor.call(*call)
 
 
-dispatcher.HANDLERS["DTensor"] = library_ops.unseen(_call_on_dtensors)
+dispatcher.HANDLERS["DTensor"] = library_ops.opaque_to_dynamo(_call_on_dtensors)
 
 
 def __dir__() -> list[str]:

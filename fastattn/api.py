@@ -70,10 +70,10 @@ class PackedArguments(Arguments, total=False):
 DEFAULTS: dict[str, Any] = dict.fromkeys(typing.get_type_hints(Arguments))  # None, except these:
 DEFAULTS |= {"causal": False, "dropout_p": 0.0, "row_invariant": False}
 
-Call = TypeVar("Call", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def with_arguments(function: Call) -> Call:
+def with_arguments(function: Function) -> Function:
     """Give `function` a signature that lists each of `Arguments`, for help() and editors."""
     signature = inspect.signature(function)
     own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -532,7 +532,7 @@ def prepare(
 def scalars_of(o: Options) -> dict[str, Any]:
     """The scalars of `Arguments` from which `prepare` made these options."""
     found = dict(window=(o.left, o.right), place=o.place)
-    tensors = {argument.public for argument in ARGUMENTS.values()}
+    tensors = {argument.name for argument in ARGUMENTS.values()}
     for name in DEFAULTS.keys() - found.keys() - tensors:
         found[name] = DEFAULTS[name] if getattr(o, name) == "" else getattr(o, name)
     return found
@@ -565,7 +565,7 @@ def prepare_packed(
     if max_k is None and isinstance(block_table, Tensor) and block_table.ndim == 2:
         max_k = block_table.shape[1] * k.shape[1]
     max_k = longest("max_k", max_k, cu_k, k.shape[0])
-    t = t._replace(cu_q=cu_q, cu_k=cu_k, pages=block_table)
+    t = t._replace(cu_q=cu_q, cu_k=cu_k, block_table=block_table)
     return t, o._replace(max_q=max_q, max_k=max_k)
 
 
@@ -613,7 +613,7 @@ def _requires_grad(t: Tensors) -> bool:
     for at in _CONSTANT:
         x = t[at]
         if x is not None and isinstance(x, Tensor) and x.requires_grad:
-            _no_gradient(list(ARGUMENTS.values())[at].public, x)
+            _no_gradient(list(ARGUMENTS.values())[at].name, x)
     for at in _VARIABLE:
         x = t[at]
         if x is not None and isinstance(x, Tensor) and x.requires_grad:  # checks reject non-tensors

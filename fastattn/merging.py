@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from .call.spec import wide
+from .call.spec import acc_dtype
 from .dispatch.torch_function import is_compiling, is_overridden
 
 
@@ -86,9 +86,9 @@ def _check(parts: list) -> None:
         got = out.shape, out.dtype, out.device
         if got != expected:
             raise ValueError(f"parts[{at}]: got out {_told(out)}, expected {_told(first)}")
-        if (lse.shape, lse.dtype, lse.device) != (out.shape[:-1], wide(out.dtype), out.device):
+        if (lse.shape, lse.dtype, lse.device) != (out.shape[:-1], acc_dtype(out.dtype), out.device):
             raise ValueError(
-                f"parts[{at}]: got lse {_told(lse)}, expected {wide(out.dtype)} "
+                f"parts[{at}]: got lse {_told(lse)}, expected {acc_dtype(out.dtype)} "
                 f"{tuple(out.shape[:-1])} on {out.device}, as attention(return_lse=True) gives"
             )
 

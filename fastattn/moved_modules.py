@@ -45,7 +45,7 @@ def _table() -> dict[str, str]:
 MOVED = _table()
 
 
-class _Finder(MetaPathFinder, Loader):
+class _OldPathFinder(MetaPathFinder, Loader):
     """Finds an old path where no file has it, and loads the module of the new path."""
 
     def find_spec(self, name, path=None, target=None) -> ModuleSpec | None:
@@ -63,7 +63,7 @@ class _Finder(MetaPathFinder, Loader):
 
 def install() -> None:
     """Resolve old paths from now on. A finder that comes last: files go before."""
-    sys.meta_path.append(_Finder())
+    sys.meta_path.append(_OldPathFinder())
 
 
 def of_attribute(name: str) -> ModuleType | None:

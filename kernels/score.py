@@ -142,8 +142,12 @@ class Extras(NamedTuple):
     k_scale: Any = None  # Operands (B,Hk,N): the multiplier of each row of k and v
     v_scale: Any = None
     block_mask: Any = None  # BlockMask, if F.block_mask
-    items_again: Any = None  # dropout draws repeat after this many items and heads. Not in SIZES:
-    heads_again: Any = None  # kernels are compiled for special values, but these do not grow
+    dropout_batch_period: Any = (
+        None  # dropout draws repeat after this many items and heads. Not in SIZES:
+    )
+    dropout_head_period: Any = (
+        None  # kernels are compiled for special values, but these do not grow
+    )
     nothing: Any = None  # Triton 3.6 loses nested constants of a tuple without one of its own
 
 
@@ -479,10 +483,10 @@ def statistics(of_rows, at, h, i, call, F: tl.constexpr):
 def drawn(h, b, call, extras, F: tl.constexpr):
     """The head and item indices for dropout's counters. Computed once for all tiles of a pass,
     because it divides. h: one, or (BM, 1)."""
-    if extras.heads_again is not None:
-        h %= extras.heads_again
-    if extras.items_again is not None:
-        b %= extras.items_again
+    if extras.dropout_head_period is not None:
+        h %= extras.dropout_head_period
+    if extras.dropout_batch_period is not None:
+        b %= extras.dropout_batch_period
     if F.place:
         h, b = h + call.at_head, b + call.at_item
     return h, b

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fastattn.distributed import cost_model, layout
-from fastattn.distributed.cost_model import UNLIMITED, Call, Cost, Step
+from fastattn.distributed.cost_model import UNLIMITED, CallSizes, Cost, Step
 from fastattn.distributed.machines import H100, Machine
 
 FOLDER = Path(__file__).resolve().parents[1] / "results"
@@ -45,10 +45,10 @@ BANDS = (
 
 def call(
     N: int, mesh: tuple[int, ...], band: Band, heads: int, key_heads: int, backward: bool
-) -> Call:
+) -> CallSizes:
     spans = layout.spans(band.layout, N, math.prod(mesh))
     sizes = 1, heads, key_heads, DIM, DIM, torch.bfloat16
-    return Call(mesh, spans, spans, *sizes, backward, -band.left, 0)
+    return CallSizes(mesh, spans, spans, *sizes, backward, -band.left, 0)
 
 
 def costs(N: int, ranks: int, band: Band, machine: Machine = H100) -> dict[str, Cost]:

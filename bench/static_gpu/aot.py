@@ -53,7 +53,7 @@ BY_KEYS = ("dkv", "dk", "dv")
 BY_KEYS += tuple(f"{name}_t" for name in BY_KEYS)
 
 
-class Case(NamedTuple):
+class KernelCase(NamedTuple):
     """A kind of call: every kernel it needs is compiled."""
 
     arch: int
@@ -66,10 +66,10 @@ class Case(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
+class CompiledKernel:
     """A compiled kernel, and figures of its code."""
 
-    case: Case
+    case: KernelCase
     name: str
     tile: str  # rows x keys, warps, stages
     rows: int = 0  # of its matrix products; 0 without any
@@ -157,20 +157,20 @@ def cases(
     archs: Iterable[int] = ARCHS,
     dtypes: Iterable[str] = DTYPES,
     variants: Iterable[str] = tuple(VARIANTS),
-) -> Iterator[Case]:
-    for case in map(Case._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
+) -> Iterator[KernelCase]:
+    for case in map(KernelCase._make, itertools.product(archs, dtypes, HEAD_DIMS, variants)):
         absent = (*ONE, "block mask", "packed", "paged") if case.dtype == "float32" else ("tf32",)
         if case.variant not in absent and not (VARIANTS[case.variant].tangents and rare(case)):
             yield case
 
 
-def rare(case: Case) -> bool:
+def rare(case: KernelCase) -> bool:
     """Is it a case of tangents that is skipped to save minutes?"""
     newer = case.variant == "tangents-all" and case.arch > 90
     return newer or case.dtype == "float32" or case.head_dim > 128
 
 
-def call(case: Case) -> None:
+def call(case: KernelCase) -> None:
     """Run every pass of the launcher on meta tensors of this case."""
     from fastattn.backends.triton_tangents import TritonWithTangents
     from fastattn.call import spec, validation
@@ -274,10 +274,10 @@ def name_of(kernel: Any, args: Sequence[Any]) -> str:
     return name
 
 
-def compiled(case: Case) -> list[Kernel]:
+def compiled(case: KernelCase) -> list[CompiledKernel]:
     """The kernels of a case, in launch order."""
     names = VARIANTS[case.variant].kernels
-    found: dict[str, Kernel] = {}
+    found: dict[str, CompiledKernel] = {}
 
     def launched(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
         flags = [x.lower() for x, on in options.items() if on is True and x.isupper()]
@@ -285,7 +285,7 @@ def compiled(case: Case) -> list[Kernel]:
         tile, warps, stages = (options[x] for x in ("T", "num_warps", "num_stages"))
         if name in found or (names and name not in names):
             return
-        result = Kernel(
+        result = CompiledKernel(
             case,
             name,
             f"{tile.BM}x{tile.BN} w{warps} s{stages}",
@@ -388,7 +388,7 @@ def nvidia_tool(name: str, *args: str) -> str:
 # ------------------------------------------------------------------------------------ the verdicts
 
 
-def faults(kernel: Kernel, budget: dict[str, int] | None) -> list[str]:
+def faults(kernel: CompiledKernel, budget: dict[str, int] | None) -> list[str]:
     """The faults of a kernel; `budget` is None if this version of Triton has none."""
     if kernel.error:
         return [kernel.error]
@@ -422,7 +422,7 @@ MIX = ("wgmma", "tcgen05", "mma", "tma", "cp_async", "exp2", "ffma")
 NUMBERS = "".join(f"{x:>10}" for x in COLUMNS + MIX)
 
 
-def listing(version: str, kernels: Iterable[Kernel]) -> str:
+def listing(version: str, kernels: Iterable[CompiledKernel]) -> str:
     """One line per kernel, in the given order. Columns have fixed widths, so diffs are small."""
     lines = [
         f"# Triton {version}: make aot. bench/static_gpu/aot.py says what the columns are.",
@@ -434,11 +434,11 @@ def listing(version: str, kernels: Iterable[Kernel]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def values(kernel: Kernel) -> list[int]:
+def values(kernel: CompiledKernel) -> list[int]:
     return [getattr(kernel, x) for x in COLUMNS] + [kernel.mix[x] for x in MIX]
 
 
-def summary(version: str, kernels: Iterable[Kernel]) -> str:
+def summary(version: str, kernels: Iterable[CompiledKernel]) -> str:
     """One line for the kernels of each architecture, dtype and pass: their number, the most of each
     column, and the kernel with most spills. A kernel that does not compile has its own line."""
     every = list(kernels)
@@ -448,7 +448,7 @@ def summary(version: str, kernels: Iterable[Kernel]) -> str:
         f"# sha256 of local/aot-triton-{version}.txt: {digest(listing(version, every))}",
         f"{'pass':40}{'kernels':>8}{NUMBERS}",
     ]
-    alike: dict[str, list[Kernel]] = {}
+    alike: dict[str, list[CompiledKernel]] = {}
     for k in every:
         alike.setdefault(f"sm_{k.case.arch} {k.case.dtype} {k.name}", []).append(k)
     for name, group in alike.items():
@@ -465,7 +465,7 @@ def digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def compile_all(every: Iterable[Case], workers: int = 2) -> Iterator[list[Kernel]]:
+def compile_all(every: Iterable[KernelCase], workers: int = 2) -> Iterator[list[CompiledKernel]]:
     """The kernels of each case in turn, compiled by `workers` processes."""
     context = multiprocessing.get_context("spawn")  # each process sets its own driver
     with context.Pool(workers) as pool:
@@ -490,7 +490,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     complete = every == list(cases())
     if not complete and (options.check or options.accept):
         parser.error("--check and --accept need every arch, dtype and variant")
-    found: list[Kernel] = []
+    found: list[CompiledKernel] = []
     for case, kernels in zip(every, compile_all(every, workers=options.workers)):
         elapsed = time.perf_counter() - started
         spilled = sum(k.spills for k in kernels)
@@ -516,7 +516,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return bool(wrong)
 
 
-def accept(version: str, found: Iterable[Kernel]) -> None:
+def accept(version: str, found: Iterable[CompiledKernel]) -> None:
     """Write the spills that were found as the budget of this version of Triton."""
     every = json.loads(BUDGET.read_text()) if BUDGET.exists() else {}
     every[version] = {str(k): k.spills for k in found if k.spills}

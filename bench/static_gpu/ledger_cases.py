@@ -13,7 +13,7 @@ COMPILERS = {"cuda": (80, 90), "triton": (80, 90, 100, 120)}
 PASSES = ("forward", "dqkv", "dq", "dkv", "dk", "dv", "decode")
 
 
-class Case(NamedTuple):
+class LedgerCase(NamedTuple):
     """One kernel, in bfloat16."""
 
     compiler: str
@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    case: Case
+    case: LedgerCase
     rows: int  # of the tile of one iteration
     keys: int
     warps: int
@@ -38,7 +38,7 @@ class Compiled(NamedTuple):
     listing: str  # the output of nvdisasm -c
 
 
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[LedgerCase]:
     """Every kernel that the ledger covers."""
     for compiler, archs in COMPILERS.items():
         for arch in archs:
@@ -52,4 +52,4 @@ def cases() -> Iterator[Case]:
                         backward = ("dqkv",)
                     decode = ("decode",) * (d == 128 and feature == "plain")
                     for name in ("forward", *backward, *decode):
-                        yield Case(compiler, arch, name, d, feature)
+                        yield LedgerCase(compiler, arch, name, d, feature)

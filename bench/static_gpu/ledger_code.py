@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from . import ledger_compilers, ptxas
-from .ledger_cases import Case, Compiled
+from .ledger_cases import Compiled, LedgerCase
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "ledger"
@@ -43,11 +43,13 @@ def version(compiler: str) -> str:
     return f"triton {triton.__version__}"
 
 
-def compiled(every: Iterable[Case], workers: int = 2) -> Iterator[Compiled]:
+def compiled(every: Iterable[LedgerCase], workers: int = 2) -> Iterator[Compiled]:
     """Kernels in the given order; those not in the cache are compiled by `workers` processes."""
     every = list(every)
     missing = [x for x in every if not _path(x).exists()]
-    calls: dict[Case, list[Case]] = {}  # one call of Triton's launcher compiles several passes
+    calls: dict[
+        LedgerCase, list[LedgerCase]
+    ] = {}  # one call of Triton's launcher compiles several passes
     for case in missing:
         one = case if case.compiler == "cuda" else case._replace(name="")
         calls.setdefault(one, []).append(case)
@@ -56,7 +58,7 @@ def compiled(every: Iterable[Case], workers: int = 2) -> Iterator[Compiled]:
         if any(x.compiler == "triton" for x in calls):
             spawn = multiprocessing.get_context("spawn")
             processes = stack.enter_context(spawn.Pool(workers, maxtasksperchild=4))
-        waiting: dict[Case, Callable[[], Any]] = {}
+        waiting: dict[LedgerCase, Callable[[], Any]] = {}
         for one, cases in calls.items():
             if one.compiler == "cuda":
                 wait = threads.submit(_make, ledger_compilers.by_nvcc, cases).result
@@ -69,7 +71,7 @@ def compiled(every: Iterable[Case], workers: int = 2) -> Iterator[Compiled]:
             yield _cached(case)
 
 
-def _make(compiler: Callable[[list[Case]], list[Compiled]], cases: list[Case]) -> None:
+def _make(compiler: Callable[[list[LedgerCase]], list[Compiled]], cases: list[LedgerCase]) -> None:
     for found in compiler(cases):
         _keep(found)
 
@@ -103,7 +105,7 @@ def _sources(compiler: str) -> str:
     return found.hexdigest()[:16]
 
 
-def _path(case: Case) -> Path:
+def _path(case: LedgerCase) -> Path:
     return CACHE / f"{'-'.join(map(str, case))}-{_sources(case.compiler)}.json.gz"
 
 
@@ -118,6 +120,6 @@ def _keep(found: Compiled) -> None:
     part.replace(path)
 
 
-def _cached(case: Case) -> Compiled:
+def _cached(case: LedgerCase) -> Compiled:
     case_fields, *rest = json.loads(gzip.decompress(_path(case).read_bytes()))
-    return Compiled(Case(*case_fields), *rest)
+    return Compiled(LedgerCase(*case_fields), *rest)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import aot, cuda_library, ptxas
-from .ledger_cases import Case, Compiled
+from .ledger_cases import Compiled, LedgerCase
 
 FLAGS = ("-std=c++17", "-O3", f"-I{cuda_library.SOURCES}")
 FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
@@ -54,7 +54,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, device="meta", dtype=dtype)
 
 
-def source(case: Case) -> str:
+def source(case: LedgerCase) -> str:
     """Source of the one kernel, and of an empty one: its mangled name encodes the tile."""
     kind, kernel, sides = CUDA.get(f"{case.name} {case.feature}") or CUDA[case.name]
     general = "false" if case.feature in ("plain", "sinks") else "true"  # instances.h: is_general
@@ -75,12 +75,12 @@ template __global__ void tile<K::{sides}, K::kWarps, {stages}, K::kSharedBytes>(
 """
 
 
-def by_nvcc(cases: list[Case]) -> list[Compiled]:
+def by_nvcc(cases: list[LedgerCase]) -> list[Compiled]:
     """Raises RuntimeError if a kernel does not compile."""
     return [_by_nvcc(case) for case in cases]
 
 
-def _by_nvcc(case: Case) -> Compiled:
+def _by_nvcc(case: LedgerCase) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         code, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
         code.write_text(source(case))
@@ -111,7 +111,7 @@ def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any
     return validation.describe(t, spec.Options(**given)), t
 
 
-def by_triton(cases: list[Case]) -> list[Compiled]:
+def by_triton(cases: list[LedgerCase]) -> list[Compiled]:
     """Compile passes of one call, through the launcher."""
     from fastattn.backends.triton import Triton
 
@@ -145,7 +145,7 @@ def by_triton(cases: list[Case]) -> list[Compiled]:
     return list(found.values())
 
 
-def constants(case: Case) -> dict[int, int]:
+def constants(case: LedgerCase) -> dict[int, int]:
     """The parameters of a call of nvcc's kernel, as words of constant bank 0 by address."""
     if case.compiler != "cuda":
         return {}

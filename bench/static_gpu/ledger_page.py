@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import ledger_model
-from .ledger_cases import Case
+from .ledger_cases import LedgerCase
 from .ledger_model import Loop
 
 PEERS = Path(__file__).resolve().parent / "ledger_peers.json"
@@ -19,7 +19,7 @@ LIMITED = ("instructions", "mufu", "shared", "global", "barrier", "wait", "branc
 class Row(NamedTuple):
     """The counts of a kernel."""
 
-    case: Case
+    case: LedgerCase
     tile: str
     registers: int
     shared: int

@@ -33,7 +33,7 @@ from . import (
     sass,
     sass_walk,
 )
-from .ledger_cases import Case, Compiled, cases
+from .ledger_cases import Compiled, LedgerCase, cases
 from .ledger_model import Tile
 from .ledger_page import Row
 
@@ -72,20 +72,23 @@ def count(kernel: Compiled) -> Row:
     )
 
 
-def chosen(options: Any) -> list[Case]:
+def chosen(options: Any) -> list[LedgerCase]:
     """The cases that the options select."""
     selection = [options.compilers, options.archs, options.passes, options.dims, options.features]
     found = [
         case
         for case in cases()
-        if all(not x or getattr(case, y) in x for x, y in zip(selection, Case._fields, strict=True))
+        if all(
+            not x or getattr(case, y) in x
+            for x, y in zip(selection, LedgerCase._fields, strict=True)
+        )
     ]
     if not found:
         raise ValueError("got options that together select no kernel; leave one out")
     return found
 
 
-def count_all(every: Sequence[Case], workers: int = 2) -> tuple[list[Row], list[str]]:
+def count_all(every: Sequence[LedgerCase], workers: int = 2) -> tuple[list[Row], list[str]]:
     """The rows, and the errors of kernels that could not be read."""
     started = time.perf_counter()
     rows, wrong = [], []

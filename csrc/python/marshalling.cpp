@@ -153,7 +153,7 @@ PyObject* laid(PyObject*, PyObject* args) {
 
 // --- pack and launch ----------------------------------------------------------------------------
 
-enum Crosses { kStrided, kBroadcast, kColumn, kPair, kPointer };  // marshalling.CROSSES
+enum PassedAs { kStrided, kBroadcast, kColumn, kPair, kPointer };  // marshalling.PASSED_AS
 
 struct Place {
   int32_t at;  // in bytes, in FaCall

@@ -75,7 +75,7 @@ class Backend(Protocol):
     `t` has the caller's tensors. `check` has verified their shapes, dtypes and devices; the backend
     checks values (key lengths in range). out and its tangent have the memory order
     `spec.out_order`, the gradients of q, k and v have `spec.grad_order`. Gradients are returned by
-    the names of their tensors in `Tensors`, at least those that `wants` lists.
+    the names of their tensors in `Tensors`, at least those that `needs_grad` lists.
     """
 
     name: str
@@ -86,7 +86,7 @@ class Backend(Protocol):
         ...
 
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
-        """out (B,H,M,Dv), and the normaliser (2,B,H,M) in spec.wide, contiguous.
+        """out (B,H,M,Dv), and the normaliser (2,B,H,M) in spec.acc_dtype, contiguous.
 
         normaliser[0] is the LSE, and normaliser[1] its rounding error: their sum is the row maximum
         plus the logarithm of the sum. Without the error term exp(s - LSE) is N times too large
@@ -103,7 +103,7 @@ class Backend(Protocol):
         normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         """Gradients of q, k, v, mask and sinks, each in its input's dtype and shape."""
         ...
@@ -113,7 +113,7 @@ class Backend(Protocol):
         ...
 
     def weights_backward(
-        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         """Gradients of q, k, mask and sinks."""
         ...
@@ -131,7 +131,7 @@ class WithTangents(Backend, Protocol):
         normaliser: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """out, the normaliser, and their tangents: out_t with out's shape and dtype, and lse_t
-        (B,H,M) in spec.wide, 0 (or its sink's tangent) for a row without keys. If an earlier
+        (B,H,M) in spec.acc_dtype, 0 (or its sink's tangent) for a row without keys. If an earlier
         forward pass gave out and normaliser, pass them in: they are not computed again.
 
             lse_t = sum_j P s_t,   out_t = sum_j P Z ((s_t - lse_t) v + v_t)
@@ -150,7 +150,7 @@ class WithTangents(Backend, Protocol):
         dlse: Tensor | None,
         dout_t: Tensor | None,
         dlse_t: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         """The tangents of `backward`'s gradients of q, k, v, mask and sinks, in their dtypes and
         shapes, for the tangents `tangents` of the tensors, and dout_t and dlse_t of dout and dlse.
@@ -203,18 +203,20 @@ def check_values(spec: AttentionSpec, t: Tensors) -> None:
     if spec.packed:
         _check_offsets("cu_q", t.given("cu_q"), spec.T, "max_q", spec.M)
     if spec.paged:
-        return _check_pages(spec, t.given("pages"), t.given("lengths"))
+        return _check_pages(spec, t.given("block_table"), t.given("key_lengths"))
     if spec.packed:
         _check_offsets("cu_k", t.given("cu_k"), spec.S, "max_k", spec.N)
-    if t.lengths is None:
+    if t.key_lengths is None:
         return
     if not spec.packed:
-        wrong = t.lengths[(t.lengths < 0) | (t.lengths > spec.keys)].tolist()
+        wrong = t.key_lengths[(t.key_lengths < 0) | (t.key_lengths > spec.keys)].tolist()
         if wrong:
             expected = f"values in [0, N] = [0, {spec.keys}]"
             raise ValueError(f"key_lengths: got {wrong[0]}, expected {expected}")
         return
-    for b, (length, keys) in enumerate(zip(t.lengths.tolist(), t.given("cu_k").diff().tolist())):
+    for b, (length, keys) in enumerate(
+        zip(t.key_lengths.tolist(), t.given("cu_k").diff().tolist())
+    ):
         if not 0 <= length <= keys:
             raise ValueError(
                 f"key_lengths: got {length} of sequence {b}, expected a value in [0, {keys}], its "

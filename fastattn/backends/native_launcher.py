@@ -17,8 +17,8 @@ from .native.marshalling import pack, places
 from .per_sequence import backward_in_turn, second_in_turn
 
 # The tensors of each pass after the call's own: field of FaCall -> `Argument.crosses`.
-_GRADIENTS = {f"d{name}": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
-_TANGENTS = {f"{name}_t": ARGUMENTS[name].crosses for name in DIFFERENTIABLE}
+_GRADIENTS = {f"d{name}": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}
+_TANGENTS = {f"{name}_t": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}
 _MOVED = dict(out_t="strided", lse_t="column")
 AFTER: dict[int, dict[str, str]] = {
     libraries.FORWARD: dict(out="strided", lse="pair"),
@@ -57,7 +57,7 @@ class Launcher:
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         like = prepared(spec)
         out = t.q.new_empty_strided(*like.out, **like.stored)
-        normaliser = t.q.new_empty_strided(*like.normaliser, **like.wide)
+        normaliser = t.q.new_empty_strided(*like.normaliser, **like.acc)
         self._launch(libraries.FORWARD, like, t, (out, normaliser))
         return out, normaliser
 
@@ -69,14 +69,14 @@ class Launcher:
         normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         if dout is None:
             dout = t.q.new_zeros(()).expand(out.shape)
-        if spec.packed and "mask" in wants and _copies(spec, t.given("mask")) > ROOM:
-            found = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, wants)
+        if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
+            found = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, needs_grad)
             return {name: x.to(t.given(name).dtype) for name, x in found.items()}
-        grads = self._gradients(spec, t, wants)
+        grads = self._gradients(spec, t, needs_grad)
         given = (out, normaliser, dout, dlse)
         self._launch(
             libraries.BACKWARD, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE))
@@ -91,9 +91,9 @@ class Launcher:
         return weights
 
     def weights_backward(
-        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
-        grads = self._gradients(spec, t, wants)
+        grads = self._gradients(spec, t, needs_grad)
         if dweights.numel() == 0:  # its pointer is null, which kernels take for no tensor
             for grad in grads.values():
                 grad.zero_()
@@ -112,13 +112,13 @@ class Launcher:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         like = prepared(spec)
         out_t = t.q.new_empty_strided(*like.out)
-        lse_t = t.q.new_empty(like.out[0][:3], dtype=spec.wide)
+        lse_t = t.q.new_empty(like.out[0][:3], dtype=spec.acc_dtype)
         moved = (out_t, lse_t, *_tangents(spec, tangents))
         if out is not None and normaliser is not None:
             self._launch(libraries.JVP, like, t, (out, *moved))
         else:
             out = t.q.new_empty_strided(*like.out, **like.stored)
-            normaliser = t.q.new_empty_strided(*like.normaliser, **like.wide)
+            normaliser = t.q.new_empty_strided(*like.normaliser, **like.acc)
             self._launch(libraries.FORWARD_JVP, like, t, (out, normaliser, *moved))
         return out, normaliser, out_t, lse_t
 
@@ -132,32 +132,32 @@ class Launcher:
         dlse: Tensor | None,
         dout_t: Tensor | None,
         dlse_t: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         if dout is None:
             dout = outs[0].new_zeros(()).expand(outs[0].shape)
-        if spec.packed and "mask" in wants and _copies(spec, t.given("mask")) > ROOM:
+        if spec.packed and "mask" in needs_grad and _copies(spec, t.given("mask")) > ROOM:
             given = (dout, dlse, dout_t, dlse_t)
-            found = second_in_turn(self, spec, t, tangents, outs, given, wants)
+            found = second_in_turn(self, spec, t, tangents, outs, given, needs_grad)
             return {name: x.to(t.given(name).dtype) for name, x in found.items()}
-        grads = self._gradients(spec, t, wants)
+        grads = self._gradients(spec, t, needs_grad)
         given = (*outs, *_tangents(spec, tangents), dout, dlse, dout_t, dlse_t)
         self._launch(libraries.SECOND, prepared(spec), t, (*given, *map(grads.get, DIFFERENTIABLE)))
         return _as_inputs(spec, grads, t) if spec.given else grads
 
     def _gradients(
-        self, spec: AttentionSpec, t: Tensors, wants: Sequence[str]
+        self, spec: AttentionSpec, t: Tensors, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         """Allocate the gradients: of q, k and v in `grad_order`; of mask and sinks in their shape,
         or in a packed batch with a part for each sequence."""
         grads = {}
         for name, layout in prepared(spec).gradients:
-            if name in wants or (self.makes_all and layout):
+            if name in needs_grad or (self.makes_all and layout):
                 x = t.given(name)
                 if layout:
                     grads[name] = x.new_empty_strided(*layout, **prepared(spec).stored)
                 elif spec.packed:
-                    grads[name] = x.new_zeros(_by_sequence(spec, name, x), dtype=spec.wide)
+                    grads[name] = x.new_zeros(_by_sequence(spec, name, x), dtype=spec.acc_dtype)
                 else:
                     dtype = _kernel_dtype(ARGUMENTS[name].dtype, x, spec)
                     grads[name] = x.new_empty(x.shape, dtype=spec.stored(dtype))
@@ -189,7 +189,7 @@ class Prepared(NamedTuple):
     normaliser: Layout
     gradients: list[tuple[str, Layout | None]]  # all possible ones; None: in its input's shape
     stored: dict[str, Any]  # dtype= for out and gradients, if it is not q's
-    wide: dict[str, Any]  # the same for the normaliser: passing a dtype takes time
+    acc: dict[str, Any]  # the same for the normaliser: passing a dtype takes time
     brief: bool  # the kernel is too short to release the GIL for
 
 
@@ -217,8 +217,8 @@ def _prepare(spec: AttentionSpec) -> Prepared:
         out=dense_layout(B, H, M, Dv, spec.out_order),
         normaliser=((2, B, H, M), (B * H * M, H * M, M, 1)),
         gradients=[(x, laid.get(x)) for x in DIFFERENTIABLE if x in laid or x in spec.given],
-        stored={"dtype": spec.wide} if spec.unrounded else {},
-        wide={} if spec.wide == spec.dtype else {"dtype": spec.wide},
+        stored={"dtype": spec.acc_dtype} if spec.acc_dtype_out else {},
+        acc={} if spec.acc_dtype == spec.dtype else {"dtype": spec.acc_dtype},
         brief=B * H * (1 + M) * (1 + keys) * (64 + D + Dv) < BRIEF,
     )
 
@@ -231,7 +231,7 @@ def _tangents(spec: AttentionSpec, tangents: Tangents) -> tuple[Tensor | None, .
 
 def _kernel_dtype(rule: str, x: Tensor, spec: AttentionSpec) -> torch.dtype:
     """The dtype in which kernels read or write x. rule: its `Argument.dtype`."""
-    return {"floating": spec.wide, "integer": torch.int64}.get(rule, x.dtype)
+    return {"floating": spec.acc_dtype, "integer": torch.int64}.get(rule, x.dtype)
 
 
 def convert(spec: AttentionSpec, t: Tensors) -> Tensors:
@@ -242,7 +242,7 @@ def convert(spec: AttentionSpec, t: Tensors) -> Tensors:
         dtype = _kernel_dtype(a.dtype, x, spec)
         if x.dtype != dtype:
             changed[name] = x = x.to(dtype)
-        if a.crosses == "pointer" and not x.is_contiguous():
+        if a.passed_as == "pointer" and not x.is_contiguous():
             changed[name] = x.contiguous()
     return t._replace(**changed) if changed else t
 
@@ -253,7 +253,7 @@ ROOM = 64 << 20  # most bytes for gradients of a shared mask, one for each seque
 def _copies(spec: AttentionSpec, mask: Tensor) -> int:
     """Bytes of a shared mask's gradients, one for each sequence; 0 if the mask is not shared."""
     shape = _by_sequence(spec, "mask", mask)
-    return 0 if shape == mask.shape else math.prod(shape) * spec.wide.itemsize
+    return 0 if shape == mask.shape else math.prod(shape) * spec.acc_dtype.itemsize
 
 
 def _by_sequence(spec: AttentionSpec, name: str, x: Tensor) -> tuple[int, ...]:

@@ -50,7 +50,7 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
     """Yield the sequences of a batch with ordered offsets. It reads values: it waits for a GPU."""
     starts = _within(t.given("cu_q"), spec.T, spec.M)
     ends = None if t.cu_k is None else _within(t.cu_k, spec.S, spec.N)
-    given = spec.given - {"cu_q", "cu_k", "pages", "k_scale", "v_scale"}
+    given = spec.given - {"cu_q", "cu_k", "block_table", "k_scale", "v_scale"}
     kept = t.k, t.v, t.k_scale, t.v_scale
     for b in range(spec.B):
         rows = starts[b]
@@ -58,7 +58,7 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
             keys = ends[b]
             found = [None if x is None else x[:, :, keys] for x in kept]
         else:
-            keys = slice(0, int(t.given("lengths")[b]))
+            keys = slice(0, int(t.given("key_lengths")[b]))
             found = [None if x is None else gathered(x, t, b, keys.stop) for x in kept]
         k, v, *scales = found
         k, v = (dequantised(x, by, t.q.dtype) for x, by in zip((k, v), scales))
@@ -68,11 +68,13 @@ def sequences(spec: AttentionSpec, t: Tensors) -> Iterator[Sequence]:
             k=k,
             v=v,
             mask=None if t.mask is None else of_sequence(t.mask, b)[..., :M, :N],
-            lengths=None if t.lengths is None else t.lengths[b : b + 1],
-            slopes=t.slopes if t.slopes is None or t.slopes.ndim == 1 else t.slopes[b : b + 1],
+            key_lengths=None if t.key_lengths is None else t.key_lengths[b : b + 1],
+            alibi_slopes=t.alibi_slopes
+            if t.alibi_slopes is None or t.alibi_slopes.ndim == 1
+            else t.alibi_slopes[b : b + 1],
             cu_q=None,
             cu_k=None,
-            pages=None,
+            block_table=None,
             k_scale=None,
             v_scale=None,
             normaliser=None if t.normaliser is None else t.normaliser[..., rows],
@@ -109,15 +111,15 @@ def backward_in_turn(
     normaliser: Tensor,
     dout: Tensor | None,
     dlse: Tensor | None,
-    wants: Collection[str],
+    needs_grad: Collection[str],
 ) -> dict[str, Tensor]:
     """`Backend.backward` of a packed batch, with one call for each sequence."""
 
     def of(one: Sequence) -> dict[str, Tensor]:
         given = _rows(("out", "normaliser", "out", "lse"), (out, normaliser, dout, dlse), one.rows)
-        return backend.backward(one.spec, one.t, *given, wants)
+        return backend.backward(one.spec, one.t, *given, needs_grad)
 
-    return _summed(spec, t, wants, of)
+    return _summed(spec, t, needs_grad, of)
 
 
 def jvp_in_turn(
@@ -132,7 +134,7 @@ def jvp_in_turn(
     like_out = (*t.q.shape[:3], t.given("v").shape[3])
     like_lse = t.q.shape[:3]
     outs = [empty_dense(t.q, like_out, t.q.dtype, TOKENS) for _ in range(2)]
-    wide = [t.q.new_empty(shape, dtype=spec.wide) for shape in ((2, *like_lse), like_lse)]
+    wide = [t.q.new_empty(shape, dtype=spec.acc_dtype) for shape in ((2, *like_lse), like_lse)]
     rooms = outs[0], wide[0], outs[1], wide[1]
     for one in sequences(spec, t):
         given = _rows(WITH_TANGENTS, (out, normaliser), one.rows)
@@ -150,7 +152,7 @@ def second_in_turn(
     tangents: Tangents,
     outs: Iterable[Tensor],
     grads: Iterable[Tensor | None],
-    wants: Collection[str],
+    needs_grad: Collection[str],
 ) -> dict[str, Tensor]:
     """`WithTangents.second` likewise. grads: dout and dlse, and their tangents."""
     outs, grads = list(outs), list(grads)
@@ -159,24 +161,24 @@ def second_in_turn(
         own = _rows(WITH_TANGENTS, outs, one.rows)
         given = _rows(INCOMING, grads, one.rows)
         turned = _tangents_of(one, spec, tangents)
-        return backend.second(one.spec, one.t, turned, own, *given, wants)
+        return backend.second(one.spec, one.t, turned, own, *given, needs_grad)
 
-    return _summed(spec, t, wants, of)
+    return _summed(spec, t, needs_grad, of)
 
 
 def _summed(
     spec: AttentionSpec,
     t: Tensors,
-    wants: Collection[str],
+    needs_grad: Collection[str],
     of: Callable[[Sequence], dict[str, Tensor]],
 ) -> dict[str, Tensor]:
-    """Gradients in spec.wide. Those of shared tensors are summed in the order of sequences."""
-    grads = {name: torch.zeros_like(t.given(name), dtype=spec.wide) for name in wants}
+    """Gradients in spec.acc_dtype. Those of shared tensors are summed in the order of sequences."""
+    grads = {name: torch.zeros_like(t.given(name), dtype=spec.acc_dtype) for name in needs_grad}
     for one in sequences(spec, t):
         found = of(one)
-        for name in wants:
+        for name in needs_grad:
             own = _own(name, grads[name], one, spec)
-            own += found[name].to(spec.wide)
+            own += found[name].to(spec.acc_dtype)
     return grads
 
 
@@ -207,7 +209,7 @@ def gathered(x: Tensor, t: Tensors, b: int, length: int) -> Tensor:
     """A sequence's keys or values from their pages (P,Hk,page,D), as (1,Hk,length,D); likewise
     scales."""
     page = x.shape[2]
-    mine = x[t.given("pages")[b, : -(-length // page)].long()]
+    mine = x[t.given("block_table")[b, : -(-length // page)].long()]
     return mine.transpose(0, 1).flatten(1, 2)[None, :, :length]
 
 

@@ -56,7 +56,7 @@ class Reference:
             sinks=w.sinks,
             dropout_p=spec.dropout_p,
             seed=w.seed,
-            again=(spec.items_again, spec.heads_again),
+            again=(spec.dropout_batch_period, spec.dropout_head_period),
             return_normaliser=True,
         )
         room = empty_dense(t.q, out.shape, spec.stored(spec.dtype), spec.out_order)
@@ -71,11 +71,11 @@ class Reference:
         normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         if spec.packed:
-            grads = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, wants)
-            return _as_inputs(spec, t, grads, wants)
+            grads = backward_in_turn(self, spec, t, out, normaliser, dout, dlse, needs_grad)
+            return _as_inputs(spec, t, grads, needs_grad)
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
         dout = (torch.zeros_like(out) if dout is None else dout).to(p.dtype)
@@ -84,7 +84,7 @@ class Reference:
         delta = (out.to(p.dtype) * dout).sum(-1) - (0 if dlse is None else dlse)
         grads = _score_gradients(spec, w, p, dp, delta)
         grads["v"] = _sum_groups(spec, (p * kept).mT @ dout)
-        return _as_inputs(spec, t, grads, wants)
+        return _as_inputs(spec, t, grads, needs_grad)
 
     @_without_autocast
     def jvp(
@@ -101,7 +101,7 @@ class Reference:
             out, normaliser = self.forward(spec, t)
         w = _wide(spec, t)._replace(normaliser=normaliser)
         p, kept = _probabilities(spec, w)
-        moved = _moved(spec, w, _tangents(spec, tangents), p)
+        moved = _score_and_lse_tangents(spec, w, _tangents(spec, tangents), p)
         out_t = (moved.p_t * kept) @ _heads(spec, w.given("v"), w)
         if tangents.v is not None:
             out_t = out_t + (p * kept) @ _heads(spec, tangents.v.to(p), w)
@@ -118,16 +118,16 @@ class Reference:
         dlse: Tensor | None,
         dout_t: Tensor | None,
         dlse_t: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         if spec.packed:
             grads = (dout, dlse, dout_t, dlse_t)
-            found = second_in_turn(self, spec, t, tangents, outs, grads, wants)
-            return _as_inputs(spec, t, found, wants)
+            found = second_in_turn(self, spec, t, tangents, outs, grads, needs_grad)
+            return _as_inputs(spec, t, found, needs_grad)
         w = _wide(spec, t)._replace(normaliser=outs[1])
         p, kept = _probabilities(spec, w)
         u = _tangents(spec, tangents)
-        moved = _moved(spec, w, u, p)
+        moved = _score_and_lse_tangents(spec, w, u, p)
         zeros = torch.zeros_like(outs[0])
         dout, dout_t = ((zeros if x is None else x).to(p.dtype) for x in (dout, dout_t))
         v = _heads(spec, w.given("v"), w)
@@ -138,7 +138,7 @@ class Reference:
         delta_t = (moved.p_t * dp + p * dp_t).sum(-1) - (0 if dlse_t is None else dlse_t)
         grads = _score_tangents(spec, w, u, moved, p, (dp, dp_t), (delta, delta_t))
         grads["v"] = _sum_groups(spec, (moved.p_t * kept).mT @ dout + (p * kept).mT @ dout_t)
-        return _as_inputs(spec, t, grads, wants)
+        return _as_inputs(spec, t, grads, needs_grad)
 
     @_without_autocast
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
@@ -148,7 +148,7 @@ class Reference:
 
     @_without_autocast
     def weights_backward(
-        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         w = _wide(spec, t)
         p, kept = _probabilities(spec, w)
@@ -156,29 +156,29 @@ class Reference:
             dweights = (dweights[:, None] / max(spec.H, 1)).expand(p.shape)
         dp = dweights.to(p.dtype) * kept
         delta = (p * dp).sum(-1) * (0 if spec.constant_lse else 1)
-        return _as_inputs(spec, t, _score_gradients(spec, w, p, dp, delta), wants)
+        return _as_inputs(spec, t, _score_gradients(spec, w, p, dp, delta), needs_grad)
 
 
 # The optional tensors, except those used after the scores and those of packed batches alone.
-_OTHERS = ("sinks", "seed", "normaliser", "cu_q", "cu_k", "pages", "k_scale", "v_scale")
+_OTHERS = ("sinks", "seed", "normaliser", "cu_q", "cu_k", "block_table", "k_scale", "v_scale")
 _OF_SCORES = [x for x in Tensors._field_defaults if x not in _OTHERS]
 
 
 def _wide(spec: AttentionSpec, t: Tensors) -> Tensors:
     """The tensors with q, k and v in float32 at least, and with key lengths clamped to the keys."""
     check_values(spec, t)
-    q, k, v, lengths = t.q, t.k, t.v, t.lengths
+    q, k, v, lengths = t.q, t.k, t.v, t.key_lengths
     if lengths is not None:
         lengths = lengths.clamp(0, spec.keys)
-    q, k = q.to(spec.wide), k.to(spec.wide)
-    v = None if v is None else v.to(spec.wide)
-    return t._replace(q=q, k=k, v=v, lengths=lengths)
+    q, k = q.to(spec.acc_dtype), k.to(spec.acc_dtype)
+    v = None if v is None else v.to(spec.acc_dtype)
+    return t._replace(q=q, k=k, v=v, key_lengths=lengths)
 
 
 def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
     """The oracle's arguments for scores. The window's right edge and the place stand for causal."""
     left, right = (None if x >= UNLIMITED else x for x in (spec.left, spec.right))
-    return {ARGUMENTS[name].public: getattr(t, name) for name in _OF_SCORES} | dict(
+    return {ARGUMENTS[name].name: getattr(t, name) for name in _OF_SCORES} | dict(
         causal=False,
         window=(left, right),
         softcap=spec.softcap or None,
@@ -193,8 +193,8 @@ def score_arguments(spec: AttentionSpec, t: Tensors) -> dict[str, Any]:
 
 def _heads(spec: AttentionSpec, x: Tensor, t: Tensors) -> Tensor:
     """Keys or values repeated for all query heads, with 0 at and past the key lengths."""
-    if t.lengths is not None:
-        inside = oracle.within(t.lengths, x.shape[2], spec.place)
+    if t.key_lengths is not None:
+        inside = oracle.within(t.key_lengths, x.shape[2], spec.place)
         x = x.masked_fill(~inside[:, None, :, None], 0)
     return x.repeat_interleave(t.q.shape[1] // max(x.shape[1], 1), dim=1)
 
@@ -202,7 +202,10 @@ def _heads(spec: AttentionSpec, x: Tensor, t: Tensors) -> Tensor:
 def _probabilities(spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor | float]:
     """P = exp(S - normaliser), and the factors by which dropout multiplies it."""
     s = oracle.scores(t.q, t.k, **score_arguments(spec, t))
-    p, again = oracle.weights(s, t.given("normaliser")), (spec.items_again, spec.heads_again)
+    p, again = (
+        oracle.weights(s, t.given("normaliser")),
+        (spec.dropout_batch_period, spec.dropout_head_period),
+    )
     return p, oracle.dropout(torch.ones_like(p), spec.dropout_p, t.seed, spec.place, again)
 
 
@@ -223,7 +226,7 @@ def _score_gradients(
     return grads
 
 
-class _Moved(NamedTuple):
+class _ScoreTangents(NamedTuple):
     """Tangents of what a call computes on the way to out."""
 
     products_t: Tensor  # of q.k, (B,H,M,N)
@@ -232,10 +235,12 @@ class _Moved(NamedTuple):
 
 
 def _tangents(spec: AttentionSpec, tangents: Tangents) -> Tangents:
-    return Tangents(*(None if x is None else x.to(spec.wide) for x in tangents))
+    return Tangents(*(None if x is None else x.to(spec.acc_dtype) for x in tangents))
 
 
-def _moved(spec: AttentionSpec, t: Tensors, u: Tangents, p: Tensor) -> _Moved:
+def _score_and_lse_tangents(
+    spec: AttentionSpec, t: Tensors, u: Tangents, p: Tensor
+) -> _ScoreTangents:
     k, zero = _heads(spec, t.k, t), torch.zeros_like(p)
     products_t = zero if u.q is None else u.q @ k.mT
     if u.k is not None:
@@ -247,7 +252,7 @@ def _moved(spec: AttentionSpec, t: Tensors, u: Tangents, p: Tensor) -> _Moved:
     lse_t = (p * s_t).sum(-1)
     if u.sinks is not None:
         lse_t = lse_t + _seen(_shares(t, p), u.sinks[:, None])
-    return _Moved(products_t, p * (s_t - lse_t[..., None]), lse_t)
+    return _ScoreTangents(products_t, p * (s_t - lse_t[..., None]), lse_t)
 
 
 def _shares(t: Tensors, p: Tensor) -> Tensor:
@@ -265,7 +270,7 @@ def _score_tangents(
     spec: AttentionSpec,
     t: Tensors,
     u: Tangents,
-    moved: _Moved,
+    moved: _ScoreTangents,
     p: Tensor,
     dps: tuple[Tensor, Tensor],
     deltas: tuple[Tensor, Tensor],
@@ -299,11 +304,11 @@ def _sum_groups(spec: AttentionSpec, x: Tensor) -> Tensor:
 
 
 def _as_inputs(
-    spec: AttentionSpec, t: Tensors, grads: dict[str, Tensor], wants: Sequence[str]
+    spec: AttentionSpec, t: Tensors, grads: dict[str, Tensor], needs_grad: Sequence[str]
 ) -> dict[str, Tensor]:
     """The gradients that are wanted, each in its input's shape and in the dtype of storage."""
     found = {}
-    for name in wants:
+    for name in needs_grad:
         x = getattr(t, name)
         dtype = spec.stored(x.dtype)
         room = (
@@ -322,7 +327,7 @@ def _forward_packed(run: Reference, spec: AttentionSpec, t: Tensors) -> tuple[Te
     check_values(spec, t)
     v = t.given("v")
     out = empty_dense(t.q, (*t.q.shape[:3], v.shape[3]), spec.dtype, spec.out_order)
-    normaliser = t.q.new_empty((2, *t.q.shape[:3]), dtype=spec.wide)
+    normaliser = t.q.new_empty((2, *t.q.shape[:3]), dtype=spec.acc_dtype)
     for one in sequences(spec, t):
         out[:, :, one.rows], normaliser[..., one.rows] = run.forward(one.spec, one.t)
     return out, normaliser

@@ -35,7 +35,7 @@ class Triton:
     def forward(self, spec: AttentionSpec, t: Tensors) -> tuple[Tensor, Tensor]:
         like = prepared(spec)
         out = t.q.new_empty_strided(*like.out, **like.stored)
-        normaliser = t.q.new_empty_strided(*like.normaliser, dtype=spec.wide)
+        normaliser = t.q.new_empty_strided(*like.normaliser, dtype=spec.acc_dtype)
         if normaliser.numel():
             with on(t.q.device):
                 job = Job(spec, t)
@@ -53,7 +53,7 @@ class Triton:
         normaliser: Tensor,
         dout: Tensor | None,
         dlse: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         if dout is None:
             dout = torch.zeros_like(out, dtype=spec.dtype)
@@ -62,7 +62,7 @@ class Triton:
         with on(t.q.device):
             job = Job(spec, t, dout)
             job.find_delta(out, normaliser, dlse)
-            return job.gradients(wants)
+            return job.gradients(needs_grad)
 
     def weights(self, spec: AttentionSpec, t: Tensors) -> Tensor:
         B, H, M, N = spec.B, spec.H, spec.M, spec.N
@@ -76,11 +76,11 @@ class Triton:
         return weights
 
     def weights_backward(
-        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, wants: Sequence[str]
+        self, spec: AttentionSpec, t: Tensors, dweights: Tensor, needs_grad: Sequence[str]
     ) -> dict[str, Tensor]:
         if spec.average_heads:
             dweights = dweights[:, None].expand(spec.B, spec.H, spec.M, spec.N)
         with on(t.q.device):
             job = Job(spec, t, dweights)
             job.find_delta(None, t.given("normaliser"), None)
-            return job.gradients(wants)
+            return job.gradients(needs_grad)

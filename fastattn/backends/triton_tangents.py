@@ -1,4 +1,4 @@
-"""Triton's backend with the passes that take tangents: kernels/jvp.py and kernels/second.py."""
+"""Triton's backend with the passes that take tangents: kernels jvp.py and backward_jvp.py."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ class TritonWithTangents(Triton):
         if out is None or normaliser is None:
             out, normaliser = self.forward(spec, t)
         out_t = t.q.new_empty_strided(*prepared(spec).out)
-        lse_t = t.q.new_empty(normaliser.shape[1:], dtype=spec.wide)
+        lse_t = t.q.new_empty(normaliser.shape[1:], dtype=spec.acc_dtype)
         if lse_t.numel():
             with on(t.q.device):
-                Moved(spec, t, tangents).jvp(out, normaliser, out_t, lse_t)
+                TangentJob(spec, t, tangents).jvp(out, normaliser, out_t, lse_t)
         return out, normaliser, out_t, lse_t
 
     def second(
@@ -52,18 +52,18 @@ class TritonWithTangents(Triton):
         dlse: Tensor | None,
         dout_t: Tensor | None,
         dlse_t: Tensor | None,
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ) -> dict[str, Tensor]:
         out, normaliser, out_t, lse_t = outs
         dout = torch.zeros_like(out) if dout is None else rows_in_line(dout)
         with on(t.q.device):
-            job = Moved(spec, t, tangents, dout, dout_t)
+            job = TangentJob(spec, t, tangents, dout, dout_t)
             job.find_delta(out, normaliser, dlse)
             job.find_rates(out, out_t, lse_t, dlse_t)
-            return job.gradients(wants)
+            return job.gradients(needs_grad)
 
 
-class Moved(Job):
+class TangentJob(Job):
     """One call on tensors with tangents. Its gradients are the tangents of gradients."""
 
     moving: Any
@@ -115,7 +115,7 @@ class Moved(Job):
             return
         given = (operand(x) for x in (lse_t, dlse_t))
         self.launch(
-            kernels().second.rates_kernel,
+            kernels().backward_jvp.rates_kernel,
             "rates",
             lambda c: blocks(pitch, c.BM) * items * self.spec.H,
             (),
@@ -126,7 +126,7 @@ class Moved(Job):
     def walk_keys(self, dq: Tensor | None, sums: bool = False) -> None:
         spec = self.spec
         self.launch(
-            kernels().second.dq_t_kernel,
+            kernels().backward_jvp.dq_t_kernel,
             "dq_t",
             lambda c: blocks(self.M, c.BM) * spec.B * spec.H,
             self.inputs,
@@ -141,7 +141,7 @@ class Moved(Job):
             self.walk_rows(None, dv)
             return
         self.launch(
-            kernels().second.dkv_t_kernel,
+            kernels().backward_jvp.dkv_t_kernel,
             "dkv_t" if both else "dv_t" if dk is None else "dk_t",
             lambda c: blocks(self.N, c.BN) * spec.B * spec.Hk,
             self.inputs,
@@ -151,7 +151,7 @@ class Moved(Job):
 
     def walk_mask(self, partial: Tensor, programs: int, summed: tuple[bool, ...]) -> None:
         self.launch(
-            kernels().second.dmask_t_kernel,
+            kernels().backward_jvp.dmask_t_kernel,
             self.of_mask,
             lambda c: programs,
             self.inputs,

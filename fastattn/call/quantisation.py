@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .spec import wide
+from .spec import acc_dtype
 
 LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 STORAGE = tuple(LARGEST)
@@ -28,7 +28,7 @@ def quantised(x: Tensor, storage: torch.dtype) -> tuple[Tensor, Tensor]:
     a NaN, or with a value that is infinite in float32, gets scale NaN and becomes NaN.
     """
     largest = LARGEST[storage]
-    x = x.to(wide(x.dtype))
+    x = x.to(acc_dtype(x.dtype))
     most = x.abs().amax(-1) if x.shape[-1] else x.new_zeros(x.shape[:-1])
     scale = (most / largest).float().clamp(max=MOST / largest * (1 - 2**-23))  # a product is finite
     scale = scale.masked_fill(~(most <= MOST), torch.nan)
@@ -41,4 +41,4 @@ def dequantised(x: Any, scale: Tensor | None, dtype: torch.dtype) -> Any:
     """The values of rows (..., D) with scales (...). Without scales, x itself; it may be None."""
     if scale is None:
         return x
-    return (x.to(wide(dtype)) * scale[..., None]).to(dtype)
+    return (x.to(acc_dtype(dtype)) * scale[..., None]).to(dtype)

@@ -65,6 +65,18 @@ MEANING = {  # the rows of the support table, for readers
 }
 
 
+# Names in csrc/abi.h and in the operators' schemas, which saved programs contain, if these differ
+# from the names in Python.
+NATIVE_NAMES = {
+    "key_lengths": "lengths",
+    "alibi_slopes": "slopes",
+    "block_table": "pages",
+    "acc_dtype_out": "unrounded",
+    "dropout_batch_period": "items_again",
+    "dropout_head_period": "heads_again",
+}
+
+
 class Argument(NamedTuple):
     """The properties of one tensor.
 
@@ -74,19 +86,19 @@ class Argument(NamedTuple):
         and values in pages have the number of pages for B, and the rows of a page for N. Bk and Nk
         are k's sizes for B and N.
     dtype: "q", that of q; "kept", that of q or, with scales, one of quantisation.STORAGE; "mask",
-        that of q, bool or float32; "floating", any, which kernels get as `wide`; "wide", float32,
-        or float64 for float64 inputs; "float32"; "integer", int32 or int64; "int64".
-    crosses: how it is passed to kernels behind csrc/abi.h: a key of `marshalling.CROSSES`.
+        that of q, bool or float32; "floating", any, which kernels get as `acc_dtype`; "acc",
+        float32, or float64 for float64 inputs; "float32"; "integer", int32 or int64; "int64".
+    passed_as: how it is passed to kernels behind csrc/abi.h: a key of `marshalling.PASSED_AS`.
     """
 
     shapes: tuple[str, ...]
     dtype: str
-    crosses: str
-    public: str = ""  # the name in the public functions, if it differs
+    passed_as: str
+    name: str = ""  # set from the field of `Tensors`
     feature: Feature = Feature.NONE
     gradient: bool = False
     broadcast: bool = False
-    field: str = ""  # the name in FaParams, if it differs
+    field: str = ""  # the name in FaParams, if it is not that of `NATIVE_NAMES`
     optional: bool = True
 
 
@@ -105,13 +117,11 @@ class Tensors(NamedTuple):
             ("B H M N",), "mask", "broadcast", feature=Feature.MASK, gradient=True, broadcast=True
         ),
     ] = None
-    lengths: Annotated[
-        Tensor | None,
-        Argument(("B",), "integer", "pointer", public="key_lengths", feature=Feature.LENGTHS),
+    key_lengths: Annotated[
+        Tensor | None, Argument(("B",), "integer", "pointer", feature=Feature.LENGTHS)
     ] = None
-    slopes: Annotated[
-        Tensor | None,
-        Argument(("H", "B H"), "floating", "column", public="alibi_slopes", feature=Feature.ALIBI),
+    alibi_slopes: Annotated[
+        Tensor | None, Argument(("H", "B H"), "floating", "column", feature=Feature.ALIBI)
     ] = None
     sinks: Annotated[
         Tensor | None,
@@ -124,9 +134,8 @@ class Tensors(NamedTuple):
     cu_k: Annotated[
         Tensor | None, Argument(("B+1",), "integer", "pointer", feature=Feature.PACKED)
     ] = None
-    pages: Annotated[  # packed batch: the pages that hold each sequence's keys and values
-        Tensor | None,
-        Argument(("B blocks",), "integer", "pointer", public="block_table", feature=Feature.PAGED),
+    block_table: Annotated[  # packed batch: the pages of each sequence's keys and values
+        Tensor | None, Argument(("B blocks",), "integer", "pointer", feature=Feature.PAGED)
     ] = None
     k_scale: Annotated[  # packed batch with k in eight bits: the factor of each row
         Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
@@ -135,7 +144,7 @@ class Tensors(NamedTuple):
         Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
     ] = None
     normaliser: Annotated[  # the LSE and its rounding error
-        Tensor | None, Argument(("2 B H M",), "wide", "pair", field="lse")
+        Tensor | None, Argument(("2 B H M",), "acc", "pair", field="lse")
     ] = None
 
     def given(self, name: str) -> Tensor:
@@ -172,11 +181,11 @@ class Options(NamedTuple):
     max_q: int | None = None  # packed batch: no sequence has more rows (max_k: more keys)
     max_k: int | None = None
     row_invariant: bool = False
-    unrounded: bool = False  # attention only: results in `wide`, to be added to others
+    acc_dtype_out: bool = False  # attention only: results in `acc_dtype`, to be added to others
     out_order: str = TOKENS  # out's dimensions in memory, the outermost first; D is the innermost
     grad_order: str = TOKENS  # the same of the gradients of q, k and v; "M" is rows or keys
-    items_again: int = 0  # `vmap_fold`
-    heads_again: int = 0
+    dropout_batch_period: int = 0  # `vmap_fold`
+    dropout_head_period: int = 0
     at_row: int = 0  # from here on: `Place`
     at_key: int = 0
     at_head: int = 0
@@ -200,16 +209,16 @@ class Options(NamedTuple):
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of out if q has this dtype, and of the gradient of a tensor with this dtype."""
-        return wide(dtype) if self.unrounded else dtype
+        return acc_dtype(dtype) if self.acc_dtype_out else dtype
 
 
 def _arguments() -> dict[str, Argument]:
     found = {}
     for name, hint in get_type_hints(Tensors, include_extras=True).items():
         kind, argument = get_args(hint)
-        public, field = argument.public or name, argument.field or name
+        field = argument.field or NATIVE_NAMES.get(name, name)
         optional = get_origin(kind) is not None  # a union, with None
-        found[name] = argument._replace(public=public, field=field, optional=optional)
+        found[name] = argument._replace(name=name, field=field, optional=optional)
     return found
 
 
@@ -217,7 +226,8 @@ ARGUMENTS = _arguments()  # by name, in the order of `Tensors`
 INDEX = {name: at for at, name in enumerate(ARGUMENTS)}
 DIFFERENTIABLE = tuple(name for name, a in ARGUMENTS.items() if a.gradient)
 assert Tangents._fields == DIFFERENTIABLE
-RESULTS = {  # what passes return, in q's dtype unless `unrounded`; normaliser and lse in `wide`
+# What passes return, in q's dtype unless `acc_dtype_out`; normaliser and lse in `acc_dtype`.
+RESULTS = {
     "out": "B H M Dv",
     "normaliser": "2 B H M",
     "lse": "B H M",  # its tangent
@@ -241,7 +251,7 @@ def result_shape(name: str, t: Tensors, o: Options) -> tuple[int, ...]:
     return tuple(sizes[letter] for letter in result_letters(name, o))
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
+def acc_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of the normaliser, slopes and sinks: float32 at least."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -289,7 +299,9 @@ class AttentionSpec:
     average_heads: bool = False
     constant_lse: bool = False
     row_invariant: bool = False
-    unrounded: bool = False  # out and gradients are stored in `wide`, not in their own dtype
+    acc_dtype_out: bool = (
+        False  # out and gradients are stored in `acc_dtype`, not in their own dtype
+    )
     out_order: str = TOKENS
     grad_order: str = TOKENS
     at_row: int = 0
@@ -298,8 +310,8 @@ class AttentionSpec:
     at_item: int = 0
     rows_after: int = 0
     keys_after: int = 0
-    items_again: int = 0  # 0: never
-    heads_again: int = 0
+    dropout_batch_period: int = 0  # 0: never
+    dropout_head_period: int = 0
     T: int = 0  # packed batch: the rows of all sequences together, and in S the keys
     S: int = 0
     P: int = 0  # the number of pages, the rows of one, and the most pages of a sequence
@@ -320,12 +332,12 @@ class AttentionSpec:
         return {}
 
     @functools.cached_property
-    def wide(self) -> torch.dtype:
-        return wide(self.dtype)
+    def acc_dtype(self) -> torch.dtype:
+        return acc_dtype(self.dtype)
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
         """As `Options.stored`."""
-        return wide(dtype) if self.unrounded else dtype
+        return acc_dtype(dtype) if self.acc_dtype_out else dtype
 
     @functools.cached_property
     def features(self) -> Feature:
@@ -338,8 +350,8 @@ class AttentionSpec:
             Feature.GRAD: self.needs_grad,
             Feature.TANGENTS: self.tangents,
             Feature.INVARIANT: self.row_invariant,
-            Feature.UNROUNDED: self.unrounded,
-            Feature.PLACE: any(getattr(self, name) for name in (*PLACED, *AGAIN)),
+            Feature.UNROUNDED: self.acc_dtype_out,
+            Feature.PLACE: any(getattr(self, name) for name in (*PLACED, *DROPOUT_PERIODS)),
         }
         by_tensors = (ARGUMENTS[name].feature for name in self.given)
         by_scalars = (feature for feature, on in used.items() if on)
@@ -356,7 +368,7 @@ class AttentionSpec:
 
     @property
     def paged(self) -> bool:
-        return "pages" in self.given
+        return "block_table" in self.given
 
     @property
     def lies(self) -> tuple[int, int, int]:
@@ -385,7 +397,10 @@ class AttentionSpec:
 
 # The position of the call in a larger one.
 PLACED = ("at_row", "at_key", "at_head", "at_item", "rows_after", "keys_after")
-AGAIN = ("items_again", "heads_again")  # whole numbers, too, but last in FaParams
+DROPOUT_PERIODS = (
+    "dropout_batch_period",
+    "dropout_head_period",
+)  # whole numbers, too, but last in FaParams
 # The scalars for kernels behind csrc/abi.h, in the order of FaParams. It has `threads` between the
 # WHOLE and the REAL ones.
 WHOLE = (

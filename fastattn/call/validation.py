@@ -17,16 +17,16 @@ from torch import Tensor
 from .place import EVERYTHING, NUMBERS, Place
 from .quantisation import STORAGE
 from .spec import (
-    AGAIN,
     ARGUMENTS,
+    DROPOUT_PERIODS,
     TOKENS,
     Argument,
     AttentionSpec,
     Options,
     Tensors,
+    acc_dtype,
     result_letters,
     result_shape,
-    wide,
 )
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -63,22 +63,22 @@ def describe(t: Tensors, o: Options) -> AttentionSpec:
         average_heads=o.average_heads,
         constant_lse=o.constant_lse,
         row_invariant=o.row_invariant,
-        unrounded=o.stored(t.q.dtype) != t.q.dtype,
+        acc_dtype_out=o.stored(t.q.dtype) != t.q.dtype,
         out_order=o.out_order,
         grad_order=o.grad_order,
         at_row=o.at_row,
         at_key=o.at_key,
         at_head=o.at_head,
         at_item=o.at_item,
-        items_again=o.items_again,
-        heads_again=o.heads_again,
+        dropout_batch_period=o.dropout_batch_period,
+        dropout_head_period=o.dropout_head_period,
         rows_after=0 if o.rows is None else o.rows - o.at_row - M,
         keys_after=0 if o.keys is None else o.keys - o.at_key - N,
         T=0 if t.cu_q is None else T,
         S=0 if t.cu_k is None else S,
-        P=0 if t.pages is None else t.k.shape[0],
-        page=0 if t.pages is None else S,
-        blocks=0 if t.pages is None else t.pages.shape[1],
+        P=0 if t.block_table is None else t.k.shape[0],
+        page=0 if t.block_table is None else S,
+        blocks=0 if t.block_table is None else t.block_table.shape[1],
         storage=None if t.k_scale is None else t.k.dtype,
     )
 
@@ -98,7 +98,7 @@ def check(t: Tensors, o: Options) -> None:
     for _, argument, x in _present(t):
         _dtype(argument, x, t.q.dtype, t.k_scale is not None)
         expected = f"{t.q.device}, as q has"
-        need(x.device == t.q.device, f"{argument.public}.device", x.device, expected)
+        need(x.device == t.q.device, f"{argument.name}.device", x.device, expected)
     sizes = _layout(t) | _packed(t, o)
     for name, argument, x in _present(t):
         if name in Tensors._field_defaults:
@@ -106,7 +106,9 @@ def check(t: Tensors, o: Options) -> None:
     _scalars(o, t.q.dtype)
     _place(o.place, *_counts(t, o)[1:])
     sums = t.v is not None and t.cu_q is None
-    need(sums or not o.unrounded, "unrounded", True, "False of weights and of packed batches")
+    need(
+        sums or not o.acc_dtype_out, "acc_dtype_out", True, "False of weights and of packed batches"
+    )
     for name in ("out_order", "grad_order"):
         order = getattr(o, name)
         fits = order == TOKENS or (sums and sorted(order) == sorted(TOKENS))
@@ -149,7 +151,7 @@ def need_memory(t: Tensors) -> None:
     """Raise ValueError for a tensor without storage, as `storage.resize_(0)` leaves it."""
     for _, argument, x in _present(t):
         released = x.numel() and not x.is_meta and not x.data_ptr()
-        need(not released, argument.public, "a tensor without storage", "one that has its values")
+        need(not released, argument.name, "a tensor without storage", "one that has its values")
 
 
 def _present(t: Tensors) -> Iterator[tuple[str, Argument, Any]]:
@@ -160,7 +162,7 @@ def _present(t: Tensors) -> Iterator[tuple[str, Argument, Any]]:
 
 
 def _type(argument: Argument, x: object, optional: bool) -> None:
-    name, kind = argument.public, "a torch.Tensor" + (" or None" if optional else "")
+    name, kind = argument.name, "a torch.Tensor" + (" or None" if optional else "")
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: got {type(x).__name__}, expected {kind}")
     need_dense(name, x)
@@ -178,7 +180,7 @@ def _scales(t: Tensors) -> None:
 
 
 def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> None:
-    exact = wide(of_q)
+    exact = acc_dtype(of_q)
     listed = " or ".join(map(str, STORAGE))
     rules = {
         "kept": (
@@ -199,11 +201,11 @@ def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> No
         "integer": (x.dtype in (torch.int32, torch.int64), "torch.int32 or torch.int64"),
         "int64": (x.dtype == torch.int64, "torch.int64"),
         "floating": (x.is_floating_point(), f"a floating dtype such as {exact}"),
-        "wide": (x.dtype == exact, str(exact)),
+        "acc": (x.dtype == exact, str(exact)),
         "float32": (x.dtype == torch.float32, "torch.float32"),
     }
     ok, expected = rules["q" if argument.dtype == "kept" and not scaled else argument.dtype]
-    need(ok, f"{argument.public}.dtype", x.dtype, expected)
+    need(ok, f"{argument.name}.dtype", x.dtype, expected)
 
 
 def _shape(x: Tensor) -> str:
@@ -219,13 +221,13 @@ def _layout(t: Tensors) -> dict[str, int]:
             need(x.ndim == 4, name, _shape(x), f"4 dimensions ({axes})")
     B, H, M, D = q.shape
     _, Hk, N, _ = k.shape
-    if t.pages is None:
+    if t.block_table is None:
         need(k.shape[0] == B, "k", _shape(k), f"batch size {B}, as q has")
     need(k.shape[3] == D, "k", _shape(k), f"head dim {D}, as q has")
     divides = H % Hk == 0 if Hk else H == 0
     need(divides, "k", f"{Hk} heads", f"a divisor of q's {H} heads")
     if v is not None:
-        if t.pages is None:
+        if t.block_table is None:
             need(v.shape[0] == B, "v", _shape(v), f"batch size {B}, as q has")
         else:
             need(v.shape[0] == k.shape[0], "v", _shape(v), f"{k.shape[0]} pages, as k has")
@@ -237,12 +239,12 @@ def _layout(t: Tensors) -> dict[str, int]:
 def _packed(t: Tensors, o: Options) -> dict[str, int]:
     """The sizes of letters in a packed batch, beside or in place of `_layout`'s; {} if dense."""
     if t.cu_q is None:
-        for name, x in (("cu_k", t.cu_k), ("block_table", t.pages)):
+        for name, x in (("cu_k", t.cu_k), ("block_table", t.block_table)):
             need(x is None, name, "a tensor", "None, because cu_q is None")
         need(o.max_q is None and o.max_k is None, "max_q", o.max_q, "None, of what is not packed")
         return {}
     need(
-        (t.cu_k is None) != (t.pages is None),
+        (t.cu_k is None) != (t.block_table is None),
         *("cu_k and block_table", "neither" if t.cu_k is None else "both"),
         "cu_k where keys lie one after the other, block_table where they lie in pages",
     )
@@ -258,21 +260,21 @@ def _packed(t: Tensors, o: Options) -> dict[str, int]:
         need(told, name, "(1,) offsets, of no sequence", f"those of {rows} rows, or keys")
     at = o.place._replace(head=0, item=0, bottom_right=False)
     need(at == EVERYTHING, "place", o.place, "no row or key of a packed batch")
-    for name in AGAIN:
+    for name in DROPOUT_PERIODS:
         x = getattr(o, name)
         need(x == 0, name, x, "0, of a packed batch")
     B, M, N = _counts(t, o)
     sizes = {"B": B, "B+1": B + 1, "M": M, "N": N}
-    if t.pages is None:
+    if t.block_table is None:
         return sizes
-    need(t.pages.ndim == 2, "block_table", _shape(t.pages), "2 dimensions (B, blocks)")
+    need(t.block_table.ndim == 2, "block_table", _shape(t.block_table), "2 dimensions (B, blocks)")
     need(0 < t.k.shape[2] <= INT32_MAX, "k", _shape(t.k), f"pages of 1 to {INT32_MAX} keys")
-    need(t.lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
-    return sizes | {"blocks": t.pages.shape[1]}
+    need(t.key_lengths is not None, "key_lengths", None, "how many keys each sequence has in pages")
+    return sizes | {"blocks": t.block_table.shape[1]}
 
 
 def _shape_fits(argument: Argument, x: Tensor, sizes: dict[str, int]) -> None:
-    name = argument.public
+    name = argument.name
     shapes = [tuple(sizes[letter] for letter in shape.split()) for shape in argument.shapes]
     if argument.shapes == ("",):
         return need(x.numel() == 1, name, _shape(x), "one element")
@@ -319,7 +321,7 @@ def check_results(
     of: the name of each tensor in `RESULTS`. what: "gradient of ", for example, for tensors that
     have the shapes of results. Kernels read these tensors by the sizes of the call.
     """
-    exact, stored = wide(t.q.dtype), o.stored(t.q.dtype)
+    exact, stored = acc_dtype(t.q.dtype), o.stored(t.q.dtype)
     for name, x in zip(of, tensors):
         if x is None:
             continue
@@ -338,7 +340,7 @@ def check_lse(q: object, lse: object) -> None:
     need_dense("lse", lse)
     if not isinstance(q, Tensor) or q.ndim != 4:
         return  # the checks of q raise
-    exact = wide(q.dtype)
+    exact = acc_dtype(q.dtype)
     need(
         lse.dtype == exact, "lse.dtype", lse.dtype, f"{exact}, as attention(return_lse=True) gives"
     )
@@ -360,13 +362,13 @@ def _scalars(o: Options, dtype: torch.dtype) -> None:
     need(not o.bottom_right or o.causal != "top_left", "place.bottom_right", True, expected)
     p = o.dropout_p
     need(0 <= p <= 1, "dropout_p", p, "a number in [0, 1]")
-    for name in AGAIN:
+    for name in DROPOUT_PERIODS:
         x = getattr(o, name)
         need(0 <= x <= INT32_MAX, name, x, f"a number in [0, {INT32_MAX}]")
     for name in ("scale", "softcap"):
         if (x := getattr(o, name)) is not None:
             need(math.isfinite(x), name, x, "a finite number, or None")
-    finfo = torch.finfo(wide(dtype))
+    finfo = torch.finfo(acc_dtype(dtype))
     fits = o.softcap is None or finfo.tiny <= o.softcap <= finfo.max
     need(fits, "softcap", o.softcap, f"a number above 0 that {finfo.dtype} holds, or None")
     for name, x in (("left", o.left), ("right", o.right)):

@@ -116,23 +116,25 @@ class Attention(torch.autograd.Function):
         op, o, n, before, planned = ctx.call
         tensors = ctx.saved_tensors  # once, because each access unpacks them all (checkpoints)
         t, outs = Tensors(*tensors[:n]), tensors[n:]
-        wants = op.wants(ctx.needs_input_grad[1:])
+        needs_grad = op.needs_grad(ctx.needs_input_grad[1:])
         if _is_traced():  # by compiled autograd
-            found = run_pass.backward(op, t, o, outs, grads, wants)
+            found = run_pass.backward(op, t, o, outs, grads, needs_grad)
         # With create_graph=True these may be differentiated again; torch.func may batch the grads.
         elif torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
-            found = functorch.backward(op, o, wants, grads, outs, t)
+            found = functorch.backward(op, o, needs_grad, grads, outs, t)
         elif not watched() and _begins(kind((*t, *outs, *grads)), before):
             if recording():
-                given, arguments = (op, planned, t, outs, grads, wants), (grads, outs, t, o)
-                found = recorded(op, "_backward", run_backward, given, *arguments, [list(wants)])
+                given, arguments = (op, planned, t, outs, grads, needs_grad), (grads, outs, t, o)
+                found = recorded(
+                    op, "_backward", run_backward, given, *arguments, [list(needs_grad)]
+                )
             else:
-                found = run_backward(op, planned, t, outs, grads, wants)
+                found = run_backward(op, planned, t, outs, grads, needs_grad)
         elif any(map(is_batched_by_autograd, grads)):
-            found = functorch.backward(op, o, wants, grads, outs, t)
+            found = functorch.backward(op, o, needs_grad, grads, outs, t)
         else:  # hooks on saved tensors may return other tensors
-            found = run_pass.backward(op, t, o, outs, grads, wants)
-        return None, *spread(found, wants, n)
+            found = run_pass.backward(op, t, o, outs, grads, needs_grad)
+        return None, *spread(found, needs_grad, n)
 
 
 def _begins(found: Kind | None, before: Kind) -> bool:

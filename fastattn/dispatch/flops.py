@@ -15,7 +15,7 @@ from typing import Any
 from ..call.spec import INDEX
 
 COUNTER = "torch.utils.flop_counter"
-PACKED = ("cu_q", "cu_k", "lengths")
+PACKED = ("cu_q", "cu_k", "key_lengths")
 
 
 def forward(*args: Any, out_val: Any = None, **kwargs: Any) -> int:
@@ -61,7 +61,7 @@ def _scores(args) -> int:
     if cu_q is None:
         return B * H * M * k.shape[2]
     try:
-        keys = given["lengths"] if cu_k is None else cu_k.diff()
+        keys = given["key_lengths"] if cu_k is None else cu_k.diff()
         return H * int((cu_q.diff() * keys).sum())
     except RuntimeError:  # fake tensors, and those on the meta device, have no values
         return H * M * k.shape[2] // max(1, cu_q.shape[0] - 1)

@@ -22,7 +22,7 @@ from ..call.spec import DIFFERENTIABLE, Options, Tangents, Tensors
 from .operation import Operation
 
 Grads = Sequence[Tensor | None]
-Wants = Sequence[str]
+NeedsGrad = Sequence[str]
 
 
 class Passes(NamedTuple):
@@ -34,7 +34,7 @@ class Passes(NamedTuple):
     second: Callable[..., Sequence[Tensor]]  # op, o, wants, t, tangents, outs, grads
 
 
-class Call(NamedTuple):
+class PassCall(NamedTuple):
     """The call that a pass belongs to: its operation, options, tensors and results."""
 
     op: Operation
@@ -49,51 +49,67 @@ def names(needed: Sequence[bool]) -> tuple[str, ...]:
 
 
 def of_backward(
-    run: Passes, call: Call, grads: Grads, moves: Grads, made: Wants, wants: Wants
+    run: Passes, call: PassCall, grads: Grads, moves: Grads, made: NeedsGrad, needs_grad: NeedsGrad
 ) -> tuple[list[Tensor], Sequence[Tensor]]:
     """Differentiate `backward`: the gradients for its incoming gradients, and for the tensors that
-    `wants` names. moves: the gradient for each result of `backward`; `made` names these results."""
+    `needs_grad` names. moves: the gradient for each result of `backward`; `made` names these."""
     op, o, t, outs = call
     u = tangents(moves, made)
     out_t, lse_t = run.jvp(op, o, t, u, outs)
     dout, dlse = grads[0], lse_of(grads[1])
     found: Sequence[Tensor] = ()
-    if wants:
+    if needs_grad:
         every = dout, dlse, None, None
-        found = run.second(op, o, wants, t, u, (*outs, out_t, lse_t), every)
+        found = run.second(op, o, needs_grad, t, u, (*outs, out_t, lse_t), every)
     return [out_t, normaliser_of(lse_t)], found
 
 
 def of_jvp(
-    run: Passes, call: Call, u: Tangents, grads: Grads, wants: Wants, wants_u: Wants
+    run: Passes,
+    call: PassCall,
+    u: Tangents,
+    grads: Grads,
+    needs_grad: NeedsGrad,
+    needs_grad_u: NeedsGrad,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Differentiate `jvp`: the gradients for the tensors in `wants`, and for the tangents in
-    `wants_u`. grads: those of out, normaliser and their tangents."""
+    """Differentiate `jvp`: the gradients for the tensors in `needs_grad`, and for the tangents in
+    `needs_grad_u`. grads: those of out, normaliser and their tangents."""
     op, o, t, outs = call
     dout, dnormaliser, g, g_lse = grads
     if g is None and g_lse is None:  # the loss does not use the tangents
-        none = [torch.zeros_like(getattr(u, name)) for name in wants_u]
-        return run.backward(op, o, wants, (dout, dnormaliser), outs[:2], t) if wants else (), none
+        none = [torch.zeros_like(getattr(u, name)) for name in needs_grad_u]
+        return run.backward(
+            op, o, needs_grad, (dout, dnormaliser), outs[:2], t
+        ) if needs_grad else (), none
     every = g, g_lse, dout, lse_of(dnormaliser)
-    found = run.second(op, o, wants, t, u, outs, every) if wants else ()
+    found = run.second(op, o, needs_grad, t, u, outs, every) if needs_grad else ()
     incoming = g, None if g_lse is None else normaliser_of(g_lse)
-    return found, run.backward(op, o, wants_u, incoming, outs[:2], t) if wants_u else ()
+    return found, run.backward(op, o, needs_grad_u, incoming, outs[:2], t) if needs_grad_u else ()
 
 
 def of_second(
-    run: Passes, call: Call, grads: Grads, moves: Grads, made: Wants, wants_u: Wants
+    run: Passes,
+    call: PassCall,
+    grads: Grads,
+    moves: Grads,
+    made: NeedsGrad,
+    needs_grad_u: NeedsGrad,
 ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Differentiate `second`: the gradients for the tangents that `wants_u` names, and for the
+    """Differentiate `second`: the gradients for the tangents that `needs_grad_u` names, and for the
     tangents of dout and dlse. moves, made: as in `of_backward`."""
     op, o, t, outs = call
     w = tangents(moves, made)
     out_w, lse_w = run.jvp(op, o, t, w, outs[:2])
     every = *grads[:2], None, None
-    found = run.second(op, o, wants_u, t, w, (*outs[:2], out_w, lse_w), every) if wants_u else ()
+    found = (
+        run.second(op, o, needs_grad_u, t, w, (*outs[:2], out_w, lse_w), every)
+        if needs_grad_u
+        else ()
+    )
     return found, (out_w, lse_w)
 
 
-def tangents(moves: Grads, made: Wants) -> Tangents:
+def tangents(moves: Grads, made: NeedsGrad) -> Tangents:
     """The gradients that arrive for gradients, as tangents of the same tensors."""
     return Tangents(**dict(zip(made, moves)))
 

@@ -25,7 +25,7 @@ from ..call.spec import (
 )
 from ..call.validation import check
 from . import formulas, run_pass, vmap_fold
-from .formulas import Call, Passes, names, normaliser_of
+from .formulas import PassCall, Passes, names, normaliser_of
 from .legacy_vmap import unbatched
 from .operation import Operation, need_tangents, spread
 from .vmap_fold import Dim
@@ -60,9 +60,9 @@ class Attention(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         op, o = ctx.call
         t, outs = parts(ctx.saved_tensors, N_TENSORS)
-        wants = op.wants(ctx.needs_input_grad[2:])
-        found = backward(op, o, wants, grads, outs, t)
-        return None, None, *spread(found, wants)
+        needs_grad = op.needs_grad(ctx.needs_input_grad[2:])
+        found = backward(op, o, needs_grad, grads, outs, t)
+        return None, None, *spread(found, needs_grad)
 
     @staticmethod
     def jvp(ctx: Any, *moves: Any) -> Any:
@@ -87,9 +87,9 @@ class AttentionBackward(Function):
     """(op, o, wants, *gradients of the results, *results, *tensors)"""
 
     @staticmethod
-    def forward(op: Operation, o: Options, wants: Sequence[str], *tensors: Any) -> Any:
+    def forward(op: Operation, o: Options, needs_grad: Sequence[str], *tensors: Any) -> Any:
         grads, outs, t = _around(op, tensors)
-        return tuple(run_pass.backward(op, Tensors(*t), o, outs, grads, wants))
+        return tuple(run_pass.backward(op, Tensors(*t), o, outs, grads, needs_grad))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -97,14 +97,14 @@ class AttentionBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, *moves: Any) -> Any:
-        op, o, wants = ctx.call
+        op, o, needs_grad = ctx.call
         need_tangents(op)
         grads, outs, t = _around(op, ctx.saved_tensors)
         of_grads, of_outs, of_t = _around(op, ctx.needs_input_grad[3:])
-        call, wanted = Call(op, o, Tensors(*t), outs), op.wants(of_t)
+        call, wanted = PassCall(op, o, Tensors(*t), outs), op.needs_grad(of_t)
 
         def gradients(*moves):
-            incoming, found = formulas.of_backward(RUN, call, grads, moves, wants, wanted)
+            incoming, found = formulas.of_backward(RUN, call, grads, moves, needs_grad, wanted)
             return *incoming, *spread(found, wanted)
 
         found = unbatched(gradients, moves)
@@ -114,7 +114,7 @@ class AttentionBackward(Function):
 
     @staticmethod
     def jvp(ctx: Any, *moves: Any) -> Any:
-        op, o, wants = ctx.call
+        op, o, needs_grad = ctx.call
         need_tangents(op)
         grads, outs, t = _around(op, run_pass.primals(ctx.saved_tensors))
         grads_t, outs_t, t_t = _around(op, moves[3:])
@@ -124,19 +124,19 @@ class AttentionBackward(Function):
         def tangents(*moves):
             grads_t, outs_t, u = parts(moves, n, n)
             if all(x is None for x in u):
-                return RUN.backward(op, o, wants, grads_t, outs, t)
+                return RUN.backward(op, o, needs_grad, grads_t, outs, t)
             out_t, lse_t = outs_t[0], formulas.lse_of(outs_t[1])
             if out_t is None or lse_t is None:
                 out_t, lse_t = RUN.jvp(op, o, t, u, outs)
             every = (*_with_lse(grads), *_with_lse(grads_t))
-            return RUN.second(op, o, wants, t, u, (*outs, out_t, lse_t), every)
+            return RUN.second(op, o, needs_grad, t, u, (*outs, out_t, lse_t), every)
 
         return tuple(unbatched(tangents, (*grads_t, *outs_t, *u)))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        op, o, wants, *tensors = args
-        return batched_backward(RUN, op, info.batch_size, in_dims[3:], tensors, o, wants)
+        op, o, needs_grad, *tensors = args
+        return batched_backward(RUN, op, info.batch_size, in_dims[3:], tensors, o, needs_grad)
 
 
 class AttentionJvp(Function):
@@ -158,14 +158,14 @@ class AttentionJvp(Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         op, o = ctx.call
         t, u, outs = parts(ctx.saved_tensors, N_TENSORS, N_TANGENTS)
-        call, u = Call(op, o, Tensors(*t), outs), Tangents(*u)
+        call, u = PassCall(op, o, Tensors(*t), outs), Tangents(*u)
         of_t, of_u, of_known = parts(ctx.needs_input_grad[2:], N_TENSORS, N_TANGENTS)
-        wants, wants_u = op.wants(of_t), names(of_u)
+        needs_grad, needs_grad_u = op.needs_grad(of_t), names(of_u)
 
         def gradients(*grads):
             every = (None,) * (4 - len(grads)) + grads
-            found, of_u = formulas.of_jvp(RUN, call, u, every, wants, wants_u)
-            return *spread(found, wants), *formulas.tangents(of_u, wants_u)
+            found, of_u = formulas.of_jvp(RUN, call, u, every, needs_grad, needs_grad_u)
+            return *spread(found, needs_grad), *formulas.tangents(of_u, needs_grad_u)
 
         return None, None, *unbatched(gradients, grads), *_constant(outs[:2], of_known)
 
@@ -184,9 +184,9 @@ class AttentionSecond(Function):
     and their tangents). The tensors and these gradients have gone through `DifferentiatedTwice`."""
 
     @staticmethod
-    def forward(op: Operation, o: Options, wants: Sequence[str], *tensors: Any) -> Any:
+    def forward(op: Operation, o: Options, needs_grad: Sequence[str], *tensors: Any) -> Any:
         t, u, outs, grads = parts(tensors, N_TENSORS, N_TANGENTS, 4)
-        return tuple(run_pass.second(op, Tensors(*t), o, Tangents(*u), outs, grads, wants))
+        return tuple(run_pass.second(op, Tensors(*t), o, Tangents(*u), outs, grads, needs_grad))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -194,14 +194,14 @@ class AttentionSecond(Function):
 
     @staticmethod
     def backward(ctx: Any, *moves: Any) -> Any:
-        op, o, wants = ctx.call
+        op, o, needs_grad = ctx.call
         t, _, outs, grads = parts(ctx.saved_tensors, N_TENSORS, N_TANGENTS, 4)
         _, of_u, _, of_grads = parts(ctx.needs_input_grad[3:], N_TENSORS, N_TANGENTS, 4)
-        call, wants_u = Call(op, o, Tensors(*t), outs), names(of_u)
+        call, needs_grad_u = PassCall(op, o, Tensors(*t), outs), names(of_u)
 
         def gradients(*moves):
-            found, of_t = formulas.of_second(RUN, call, grads, moves, wants, wants_u)
-            return *formulas.tangents(found, wants_u), *of_t
+            found, of_t = formulas.of_second(RUN, call, grads, moves, needs_grad, needs_grad_u)
+            return *formulas.tangents(found, needs_grad_u), *of_t
 
         found = unbatched(gradients, moves)
         incoming = (x if need else None for x, need in zip(found[N_TANGENTS:], of_grads[2:]))
@@ -214,8 +214,8 @@ class AttentionSecond(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        op, o, wants, *tensors = args
-        return batched_second(RUN, op, info.batch_size, in_dims[3:], tensors, o, wants)
+        op, o, needs_grad, *tensors = args
+        return batched_second(RUN, op, info.batch_size, in_dims[3:], tensors, o, needs_grad)
 
 
 class DifferentiatedTwice(Function):
@@ -248,10 +248,10 @@ def _forward(op: Operation, o: Options, t) -> Sequence[Tensor]:
     return Attention.apply(op, o, *t)
 
 
-def _backward(op: Operation, o: Options, wants, grads, outs, t) -> Sequence[Tensor]:
+def _backward(op: Operation, o: Options, needs_grad, grads, outs, t) -> Sequence[Tensor]:
     if _is_traced():
-        return run_pass.backward(op, Tensors(*t), o, outs, grads, wants)
-    return AttentionBackward.apply(op, o, wants, *grads, *outs, *t)
+        return run_pass.backward(op, Tensors(*t), o, outs, grads, needs_grad)
+    return AttentionBackward.apply(op, o, needs_grad, *grads, *outs, *t)
 
 
 def _jvp(op: Operation, o: Options, t, u, outs) -> Sequence[Tensor]:
@@ -260,20 +260,20 @@ def _jvp(op: Operation, o: Options, t, u, outs) -> Sequence[Tensor]:
     return AttentionJvp.apply(op, o, *t, *u, *outs)
 
 
-def _second(op: Operation, o: Options, wants, t, u, outs, grads) -> Sequence[Tensor]:
+def _second(op: Operation, o: Options, needs_grad, t, u, outs, grads) -> Sequence[Tensor]:
     if _is_traced():
-        return run_pass.second(op, Tensors(*t), o, u, outs, grads, wants)
+        return run_pass.second(op, Tensors(*t), o, u, outs, grads, needs_grad)
     *t, dout, dlse = DifferentiatedTwice.apply(*t, *grads[:2])
-    return AttentionSecond.apply(op, o, wants, *t, *u, *outs, dout, dlse, *grads[2:])
+    return AttentionSecond.apply(op, o, needs_grad, *t, *u, *outs, dout, dlse, *grads[2:])
 
 
 # While a compiler traces, the passes are operators. It is compiled autograd, which sees no forward.
 RUN = Passes(_forward, _backward, _jvp, _second)
 
 
-def backward(op: Operation, o: Options, wants, grads, outs, t) -> Sequence[Tensor]:
+def backward(op: Operation, o: Options, needs_grad, grads, outs, t) -> Sequence[Tensor]:
     """Gradients that can be differentiated again. The incoming ones may be batched."""
-    return unbatched(lambda *grads: RUN.backward(op, o, wants, grads, outs, t), grads)
+    return unbatched(lambda *grads: RUN.backward(op, o, needs_grad, grads, outs, t), grads)
 
 
 def _keep(ctx, call: tuple, tensors: Sequence[Tensor | None]) -> None:
@@ -304,8 +304,8 @@ def _moving(moves: Sequence[Tensor | None]) -> Tangents:
     for (name, a), x in zip(ARGUMENTS.items(), moves):
         if x is not None and name not in DIFFERENTIABLE:
             raise ValueError(
-                f"{a.public}: got a tensor with a tangent, expected a constant: there is no "
-                f"derivative by it; pass {a.public}.detach()"
+                f"{a.name}: got a tensor with a tangent, expected a constant: there is no "
+                f"derivative by it; pass {a.name}.detach()"
             )
     return Tangents(*(moves[INDEX[name]] for name in DIFFERENTIABLE))
 
@@ -327,17 +327,25 @@ def batched_forward(
 
 
 def batched_backward(
-    run: Passes, op: Operation, V: int, dims: Sequence[Dim], tensors: Sequence, o: Options, wants
+    run: Passes,
+    op: Operation,
+    V: int,
+    dims: Sequence[Dim],
+    tensors: Sequence,
+    o: Options,
+    needs_grad,
 ):
     grads, outs, t = _around(op, tensors)
     dgrads, douts, dt = _around(op, dims)
-    fold = vmap_fold.fold_of(V, Tensors(*t), dt, o, wants=wants)
+    fold = vmap_fold.fold_of(V, Tensors(*t), dt, o, needs_grad=needs_grad)
     if fold is None:
-        return _in_turn(V, lambda *x: run.backward(op, o, wants, *_around(op, x)), tensors, dims)
+        return _in_turn(
+            V, lambda *x: run.backward(op, o, needs_grad, *_around(op, x)), tensors, dims
+        )
     grads, outs = fold.results(op.results, grads, dgrads), fold.results(op.results, outs, douts)
     folded = fold.tensors(Tensors(*t), dt)
-    found = run.backward(op, fold.options(o), wants, grads, outs, folded)
-    return _first(fold.back(wants, found))
+    found = run.backward(op, fold.options(o), needs_grad, grads, outs, folded)
+    return _first(fold.back(needs_grad, found))
 
 
 def batched_jvp(
@@ -355,18 +363,26 @@ def batched_jvp(
 
 
 def batched_second(
-    run: Passes, op: Operation, V: int, dims: Sequence[Dim], tensors: Sequence, o: Options, wants
+    run: Passes,
+    op: Operation,
+    V: int,
+    dims: Sequence[Dim],
+    tensors: Sequence,
+    o: Options,
+    needs_grad,
 ):
     sizes = N_TENSORS, N_TANGENTS, 4
     t, u, outs, grads = parts(tensors, *sizes)
     dt, du, douts, dgrads = parts(dims, *sizes)
-    fold = vmap_fold.fold_of(V, Tensors(*t), dt, o, du, wants)
+    fold = vmap_fold.fold_of(V, Tensors(*t), dt, o, du, needs_grad)
     if fold is None:
-        return _in_turn(V, lambda *x: run.second(op, o, wants, *parts(x, *sizes)), tensors, dims)
+        return _in_turn(
+            V, lambda *x: run.second(op, o, needs_grad, *parts(x, *sizes)), tensors, dims
+        )
     outs, grads = fold.results(WITH_TANGENTS, outs, douts), fold.results(INCOMING, grads, dgrads)
     moving = fold.moving(Tensors(*t), dt, u, du)
-    found = run.second(op, fold.options(o), wants, *moving, outs, grads)
-    return _first(fold.back(wants, found))
+    found = run.second(op, fold.options(o), needs_grad, *moving, outs, grads)
+    return _first(fold.back(needs_grad, found))
 
 
 def _in_turn(V: int, function: Callable, tensors: Sequence, dims: Sequence[Dim]):

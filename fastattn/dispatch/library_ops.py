@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ..backends.native.marshalling import kind
 from ..call.spec import (
-    AGAIN,
     ARGUMENTS,
     DIFFERENTIABLE,
+    DROPOUT_PERIODS,
     INCOMING,
+    NATIVE_NAMES,
     WITH_TANGENTS,
     Options,
     Tangents,
@@ -26,7 +27,7 @@ from ..call.spec import (
 )
 from ..call.validation import check, check_results
 from . import flops, formulas, functorch
-from .formulas import Call, Passes, names
+from .formulas import PassCall, Passes, names
 from .functorch import N_TANGENTS, N_TENSORS, parts
 from .operation import (
     ATTENTION,
@@ -55,7 +56,7 @@ _TYPES = {
 }
 # Sizes: by default those of tensors, which are symbols in a compiler.
 _SYMBOLS = {"max_q": "SymInt?", "max_k": "SymInt?"}
-_SYMBOLS |= dict.fromkeys(AGAIN, "SymInt")
+_SYMBOLS |= dict.fromkeys(DROPOUT_PERIODS, "SymInt")
 
 # The layouts in `Options` may follow the strides of inputs: a compiler has to keep these strides.
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
@@ -64,10 +65,9 @@ library: torch.library.Library = torch.library.Library("fastattn", "DEF")
 
 def inputs_schema() -> str:
     """The arguments for `Tensors`, then `Options`."""
-    tensors = [f"Tensor{'?' if a.optional else ''} {name}" for name, a in ARGUMENTS.items()]
-    hints = get_type_hints(Options)
-    scalars = [f"{_SYMBOLS.get(name) or _TYPES[hint]} {name}" for name, hint in hints.items()]
-    return ", ".join(tensors + scalars)
+    types = {name: f"Tensor{'?' if a.optional else ''}" for name, a in ARGUMENTS.items()}
+    types |= {name: _TYPES[hint] for name, hint in get_type_hints(Options).items()} | _SYMBOLS
+    return ", ".join(f"{kind} {NATIVE_NAMES.get(name, name)}" for name, kind in types.items())
 
 
 def _define(op: Operation) -> None:
@@ -119,7 +119,7 @@ def _untuple(outs: tuple):
 
 # Keeps the compiler from tracing into operators. torch.compiler.disable would do that, too, but it
 # imports the compiler at once, which takes a second. torch's own modules use this instead.
-unseen = torch._disable_dynamo
+opaque_to_dynamo = torch._disable_dynamo
 
 
 def _refuse_forward_mode() -> None:
@@ -135,14 +135,14 @@ def _refuse_forward_mode() -> None:
 # ----------------------------------------------------------------------------- forward and backward
 
 
-@unseen
+@opaque_to_dynamo
 def _forward_kernel(op: Operation, *args):
     _refuse_forward_mode()
     t, o = split(args)
     return _untuple(run_forward(op, t, o, kind(t)))
 
 
-@unseen
+@opaque_to_dynamo
 def fake(op: Operation, *args):
     _refuse_forward_mode()
     _keep_whole_in_inductor(op.operator().default)
@@ -168,9 +168,9 @@ def _save(ctx, inputs, output) -> None:
 
 def _autograd(op: Operation, ctx, *grads):
     t, outs = parts(ctx.saved_tensors, N_TENSORS)
-    wants = op.wants(ctx.needs_input_grad)
-    found = RUN.backward(op, ctx.options, wants, grads, outs, t)
-    return (*spread(found, wants), *(None,) * N_SCALARS)
+    needs_grad = op.needs_grad(ctx.needs_input_grad)
+    found = RUN.backward(op, ctx.options, needs_grad, grads, outs, t)
+    return (*spread(found, needs_grad), *(None,) * N_SCALARS)
 
 
 def _vmap(op: Operation, info, in_dims, *args):
@@ -180,20 +180,20 @@ def _vmap(op: Operation, info, in_dims, *args):
     return _untuple(outs), _untuple(dims)
 
 
-@unseen
+@opaque_to_dynamo
 def _backward_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
-    grads, outs, t, o, wants = _backward_arguments(op, args)
+    grads, outs, t, o, needs_grad = _backward_arguments(op, args)
     planned = plan(t, o, kind(t))
     check_results(t, o, op.results, outs)
     check_results(t, o, op.results, grads, "gradient of ")
-    return run_backward(op, planned, t, outs, grads, wants)
+    return run_backward(op, planned, t, outs, grads, needs_grad)
 
 
-@unseen
+@opaque_to_dynamo
 def _fake_backward(op: Operation, *args) -> list[Tensor]:
-    *_, t, o, wants = _backward_arguments(op, args)
-    return empty_gradients(t, o, wants)
+    *_, t, o, needs_grad = _backward_arguments(op, args)
+    return empty_gradients(t, o, needs_grad)
 
 
 def _backward_arguments(op: Operation, args):
@@ -213,20 +213,22 @@ def _save_all(ctx, inputs, output) -> None:
 
 def _autograd_of_backward(op: Operation, ctx, moves):
     need_tangents(op)
-    o, wants = ctx.call
+    o, needs_grad = ctx.call
     n = len(op.results)
     grads, outs, t = parts(ctx.saved_tensors, n, n)
     of_t = ctx.needs_input_grad[2 * n : 2 * n + N_TENSORS]
-    call, wanted = Call(op, o, Tensors(*t), outs), op.wants(of_t)
-    incoming, found = formulas.of_backward(RUN, call, grads, moves, wants, wanted)
+    call, wanted = PassCall(op, o, Tensors(*t), outs), op.needs_grad(of_t)
+    incoming, found = formulas.of_backward(RUN, call, grads, moves, needs_grad, wanted)
     incoming = (x if need else None for x, need in zip(incoming, ctx.needs_input_grad))
     return (*incoming, *(None,) * n, *spread(found, wanted), *(None,) * (N_SCALARS + 1))
 
 
 def _vmap_backward(op: Operation, info, in_dims, *args):
     n = 2 * len(op.results) + N_TENSORS
-    o, wants = Options(*args[n:-1]), tuple(args[-1])
-    found = functorch.batched_backward(RUN, op, info.batch_size, in_dims[:n], args[:n], o, wants)
+    o, needs_grad = Options(*args[n:-1]), tuple(args[-1])
+    found = functorch.batched_backward(
+        RUN, op, info.batch_size, in_dims[:n], args[:n], o, needs_grad
+    )
     return tuple(map(list, found))
 
 
@@ -241,7 +243,7 @@ def _jvp_arguments(args):
     return Tangents(*u), outs, Tensors(*t), Options(*o)
 
 
-@unseen
+@opaque_to_dynamo
 def _jvp_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     u, outs, t, o = _jvp_arguments(args)
@@ -251,7 +253,7 @@ def _jvp_kernel(op: Operation, *args) -> list[Tensor]:
     return run_jvp(op, t, o, found, u, outs)
 
 
-@unseen
+@opaque_to_dynamo
 def _fake_jvp(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
     _, outs, t, o = _jvp_arguments(args)
@@ -270,12 +272,12 @@ def _save_jvp(ctx, inputs, output) -> None:
 def _autograd_of_jvp(op: Operation, ctx, grads):
     u, t, outs = parts(ctx.saved_tensors, N_TANGENTS, N_TENSORS)
     of_u, _, of_t = parts(ctx.needs_input_grad, N_TANGENTS, 2)
-    wants, wants_u = op.wants(of_t[:N_TENSORS]), names(of_u)
+    needs_grad, needs_grad_u = op.needs_grad(of_t[:N_TENSORS]), names(of_u)
     every = (*(None,) * (4 - len(grads)), *grads)
-    call = Call(op, ctx.options, Tensors(*t), outs)
-    found, moved = formulas.of_jvp(RUN, call, Tangents(*u), every, wants, wants_u)
-    tangents = formulas.tangents(moved, wants_u)
-    return (*tangents, None, None, *spread(found, wants), *(None,) * N_SCALARS)
+    call = PassCall(op, ctx.options, Tensors(*t), outs)
+    found, moved = formulas.of_jvp(RUN, call, Tangents(*u), every, needs_grad, needs_grad_u)
+    tangents = formulas.tangents(moved, needs_grad_u)
+    return (*tangents, None, None, *spread(found, needs_grad), *(None,) * N_SCALARS)
 
 
 def _vmap_jvp(op: Operation, info, in_dims, *args):
@@ -294,42 +296,42 @@ def _second_arguments(args):
     return Tangents(*u), outs, grads, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
 
 
-@unseen
+@opaque_to_dynamo
 def _second_kernel(op: Operation, *args) -> list[Tensor]:
     _refuse_forward_mode()
-    u, outs, grads, t, o, wants = _second_arguments(args)
+    u, outs, grads, t, o, needs_grad = _second_arguments(args)
     found = kind(t)
     plan(t, o, found)
     check_results(t, o, WITH_TANGENTS, outs)
     check_results(t, o, INCOMING, grads, "gradient of ")
-    return run_second(op, t, o, found, u, outs, grads, wants)
+    return run_second(op, t, o, found, u, outs, grads, needs_grad)
 
 
-@unseen
+@opaque_to_dynamo
 def _fake_second(op: Operation, *args) -> list[Tensor]:
-    *_, t, o, wants = _second_arguments(args)
-    return empty_gradients(t, o, wants)
+    *_, t, o, needs_grad = _second_arguments(args)
+    return empty_gradients(t, o, needs_grad)
 
 
 def _autograd_of_second(op: Operation, ctx, moves):
-    o, wants = ctx.call
+    o, needs_grad = ctx.call
     _, outs, grads, t = parts(ctx.saved_tensors, N_TANGENTS, 4, 4)
     of_u, _, of_grads, rest = parts(ctx.needs_input_grad, N_TANGENTS, 4, 4)
     if any((*of_grads[:2], *rest[:N_TENSORS])):
         formulas.refuse_third()
-    call, wants_u = Call(op, o, Tensors(*t), outs), names(of_u)
-    found, incoming = formulas.of_second(RUN, call, grads, moves, wants, wants_u)
+    call, needs_grad_u = PassCall(op, o, Tensors(*t), outs), names(of_u)
+    found, incoming = formulas.of_second(RUN, call, grads, moves, needs_grad, needs_grad_u)
     incoming = (x if need else None for x, need in zip(incoming, of_grads[2:]))
-    tangents = formulas.tangents(found, wants_u)
+    tangents = formulas.tangents(found, needs_grad_u)
     none = (None,) * (N_TENSORS + N_SCALARS + 1)
     return (*tangents, *(None,) * 6, *incoming, *none)
 
 
 def _vmap_second(op: Operation, info, in_dims, *args):
-    u, outs, grads, t, o, wants = _second_arguments(args)
+    u, outs, grads, t, o, needs_grad = _second_arguments(args)
     du, douts, dgrads, dt, _ = parts(in_dims, N_TANGENTS, 4, 4, N_TENSORS)
     dims, tensors = (*dt, *du, *douts, *dgrads), (*t, *u, *outs, *grads)
-    found = functorch.batched_second(RUN, op, info.batch_size, dims, tensors, o, wants)
+    found = functorch.batched_second(RUN, op, info.batch_size, dims, tensors, o, needs_grad)
     return tuple(map(list, found))
 
 
@@ -346,12 +348,12 @@ def _run(operator, tensors: Sequence[Tensor | None], *rest):
 
 RUN = Passes(
     forward=lambda op, o, t: as_tuple(_run(op.operator(), t, *o)),
-    backward=lambda op, o, wants, grads, outs, t: _run(
-        op.operator("_backward"), (*grads, *outs, *t), *o, list(wants)
+    backward=lambda op, o, needs_grad, grads, outs, t: _run(
+        op.operator("_backward"), (*grads, *outs, *t), *o, list(needs_grad)
     ),
     jvp=lambda op, o, t, u, outs: _run(op.operator("_jvp"), (*u, *outs, *t), *o),
-    second=lambda op, o, wants, t, u, outs, grads: _run(
-        op.operator("_second"), (*u, *outs, *grads, *t), *o, list(wants)
+    second=lambda op, o, needs_grad, t, u, outs, grads: _run(
+        op.operator("_second"), (*u, *outs, *grads, *t), *o, list(needs_grad)
     ),
 )
 

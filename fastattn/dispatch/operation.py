@@ -26,8 +26,8 @@ from ..call.spec import (
     Options,
     Tangents,
     Tensors,
+    acc_dtype,
     result_shape,
-    wide,
 )
 from ..call.validation import describe, need_like, need_memory
 
@@ -37,7 +37,7 @@ _plans: dict[tuple[Any, ...], tuple[AttentionSpec, Backend]] = {}
 
 
 @functools.lru_cache(maxsize=512)
-def _wants(differentiable: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
+def _needs_grad(differentiable: tuple[str, ...], needed: tuple[bool, ...]) -> tuple[str, ...]:
     wanted = {name for name, need in zip(INDEX, needed) if need}
     return tuple(name for name in differentiable if name in wanted)
 
@@ -55,11 +55,13 @@ class Operation(NamedTuple):
     def operator(self, suffix: str = "") -> Any:
         return getattr(torch.ops.fastattn, self.name + suffix)
 
-    def wants(self, needed: Sequence[bool]) -> tuple[str, ...]:
+    def needs_grad(self, needed: Sequence[bool]) -> tuple[str, ...]:
         """The gradients that autograd asks for. needed: a bool for each of the first `Tensors`."""
         # torch.compile warns that it ignores an lru_cache.
-        wants = _wants.__wrapped__ if torch.compiler.is_dynamo_compiling() else _wants
-        return wants(self.differentiable, tuple(needed))
+        needs_grad = (
+            _needs_grad.__wrapped__ if torch.compiler.is_dynamo_compiling() else _needs_grad
+        )
+        return needs_grad(self.differentiable, tuple(needed))
 
 
 def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Backend]:
@@ -115,16 +117,16 @@ def run_backward(
     t: Tensors,
     outs: Sequence[Tensor],
     grads: Sequence[Tensor | None],
-    wants: Sequence[str],
+    needs_grad: Sequence[str],
 ) -> list[Tensor]:
-    """The gradients of the tensors that `wants` names."""
+    """The gradients of the tensors that `needs_grad` names."""
     spec, backend = planned
     if grads[0] is None and all(grad is None for grad in grads):
-        given = map(t.given, wants)
+        given = map(t.given, needs_grad)
         return [torch.zeros_like(x, dtype=spec.stored(x.dtype)) for x in given]
     _need_derivatives(spec)
-    found = op.backward(backend, spec, t, outs, grads, wants)
-    return [found[name] for name in wants]
+    found = op.backward(backend, spec, t, outs, grads, needs_grad)
+    return [found[name] for name in needs_grad]
 
 
 def run_jvp(
@@ -149,13 +151,13 @@ def run_second(
     tangents: Tangents,
     outs: Sequence[Tensor],
     grads: Sequence[Tensor | None],
-    wants: Sequence[str],
+    needs_grad: Sequence[str],
 ) -> list[Tensor]:
-    """The tangents of the gradients that `wants` names. outs: all results of `WithTangents.jvp`;
-    grads: the gradients of out and LSE, and the tangents of these."""
+    """The tangents of the gradients that `needs_grad` names. outs: all results of
+    `WithTangents.jvp`; grads: the gradients of out and LSE, and the tangents of these."""
     spec, backend = _planned_for_tangents(op, t, o, kind, tangents)
-    found = backend.second(spec, t, tangents, outs, *grads, wants)
-    return [found[name] for name in wants]
+    found = backend.second(spec, t, tangents, outs, *grads, needs_grad)
+    return [found[name] for name in needs_grad]
 
 
 def _planned_for_tangents(
@@ -169,7 +171,7 @@ def _planned_for_tangents(
     if kind is None:
         need_memory(t)
     _need_derivatives(spec)
-    if spec.unrounded:
+    if spec.acc_dtype_out:
         raise NotImplementedError("unrounded results have no derivative but the first in reverse")
     return _plan_tangents(spec, o.backend)
 
@@ -198,24 +200,24 @@ def _need_derivatives(spec: AttentionSpec) -> None:
 
 
 def spread(
-    grads: Sequence[Tensor], wants: Sequence[str], n: int = len(INDEX)
+    grads: Sequence[Tensor], needs_grad: Sequence[str], n: int = len(INDEX)
 ) -> list[Tensor | None]:
     """`run_backward`'s gradients in the order of the first n `Tensors`, None for one without a
     gradient."""
-    if len(wants) == n:
+    if len(needs_grad) == n:
         return list(grads)
     every: list[Tensor | None] = [None] * n
-    for name, grad in zip(wants, grads):
+    for name, grad in zip(needs_grad, grads):
         every[INDEX[name]] = grad
     return every
 
 
-def empty_gradients(t: Tensors, o: Options, wants: Sequence[str]) -> list[Tensor]:
+def empty_gradients(t: Tensors, o: Options, needs_grad: Sequence[str]) -> list[Tensor]:
     """Uninitialised tensors with the shapes, dtypes and strides of what `run_backward` returns."""
-    wanted = [(ARGUMENTS[name], t.given(name)) for name in wants]
+    wanted = [(ARGUMENTS[name], t.given(name)) for name in needs_grad]
     return [
         empty_dense(x, x.shape, o.stored(x.dtype), o.grad_order)
-        if a.crosses == "strided"
+        if a.passed_as == "strided"
         else x.new_empty(x.shape, dtype=o.stored(x.dtype))
         for a, x in wanted
     ]
@@ -232,7 +234,7 @@ def _attention_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     assert t.v is not None
     shape = *t.q.shape[:3], t.v.shape[3]
     out = empty_dense(t.q, shape, o.stored(t.q.dtype), o.out_order)
-    return out, _empty("normaliser", t, o, wide(t.q.dtype))
+    return out, _empty("normaliser", t, o, acc_dtype(t.q.dtype))
 
 
 def tangent_outputs(t: Tensors, o: Options, known: bool) -> list[Tensor]:
@@ -246,13 +248,13 @@ def _weights_outputs(t: Tensors, o: Options) -> tuple[Tensor, ...]:
     return (_empty("weights", t, o, t.q.dtype),)
 
 
-def _attention_backward(backend: Backend, spec, t, outs, grads, wants) -> dict[str, Tensor]:
+def _attention_backward(backend: Backend, spec, t, outs, grads, needs_grad) -> dict[str, Tensor]:
     """Of the normaliser only the LSE is differentiable; its rounding error is a constant."""
     dout, dnormaliser = grads
     dlse = None if dnormaliser is None else dnormaliser[0]
-    if dout is not None and spec.unrounded:
+    if dout is not None and spec.acc_dtype_out:
         dout = dout.to(spec.dtype)  # it is multiplied by v: kernels take both in one dtype
-    return backend.backward(spec, t, *outs, dout, dlse, wants)
+    return backend.backward(spec, t, *outs, dout, dlse, needs_grad)
 
 
 ATTENTION = Operation(
@@ -268,8 +270,8 @@ WEIGHTS = Operation(
     results=("weights",),
     differentiable=tuple(name for name in DIFFERENTIABLE if name != "v"),
     forward=lambda backend, spec, t: (backend.weights(spec, t),),
-    backward=lambda backend, spec, t, outs, grads, wants: backend.weights_backward(
-        spec, t, grads[0], wants
+    backward=lambda backend, spec, t, outs, grads, needs_grad: backend.weights_backward(
+        spec, t, grads[0], needs_grad
     ),
     outputs=_weights_outputs,
 )

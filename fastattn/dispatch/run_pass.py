@@ -37,14 +37,14 @@ def forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
 
 
 def backward(
-    op: Operation, t: Tensors, o: Options, outs: Outs, grads: Outs, wants: Sequence[str]
+    op: Operation, t: Tensors, o: Options, outs: Outs, grads: Outs, needs_grad: Sequence[str]
 ) -> list[Tensor]:
     found = _kind(t, *outs, *grads)
     if found is None:
-        return op.operator("_backward")(*grads, *outs, *t, *o, list(wants))
-    given = op, plan(t, o, found), t, outs, grads, wants
+        return op.operator("_backward")(*grads, *outs, *t, *o, list(needs_grad))
+    given = op, plan(t, o, found), t, outs, grads, needs_grad
     if recording():
-        return recorded(op, "_backward", run_backward, given, grads, outs, t, o, [list(wants)])
+        return recorded(op, "_backward", run_backward, given, grads, outs, t, o, [list(needs_grad)])
     return run_backward(*given)
 
 
@@ -67,14 +67,14 @@ def second(
     tangents: Tangents,
     outs: Outs,
     grads: Outs,
-    wants: Sequence[str],
+    needs_grad: Sequence[str],
 ) -> list[Tensor]:
     found = _kind(t, *tangents, *outs, *grads)
     if found is None:
-        return op.operator("_second")(*tangents, *outs, *grads, *t, *o, list(wants))
-    given = op, t, o, found, tangents, outs, grads, wants
+        return op.operator("_second")(*tangents, *outs, *grads, *t, *o, list(needs_grad))
+    given = op, t, o, found, tangents, outs, grads, needs_grad
     if recording():
-        arguments = tangents, outs, grads, t, o, [list(wants)]
+        arguments = tangents, outs, grads, t, o, [list(needs_grad)]
         return recorded(op, "_second", run_second, given, *arguments)
     return run_second(*given)
 

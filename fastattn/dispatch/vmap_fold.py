@@ -37,8 +37,8 @@ class Fold(NamedTuple):
         if not o.dropout_p:
             return o
         if self.along == "items":
-            return o._replace(items_again=o.items_again or self.sizes["B"])
-        return o._replace(heads_again=o.heads_again or self.sizes["H"])
+            return o._replace(dropout_batch_period=o.dropout_batch_period or self.sizes["B"])
+        return o._replace(dropout_head_period=o.dropout_head_period or self.sizes["H"])
 
     def tensors(self, t: Tensors, dims: Sequence[Dim]) -> Tensors:
         each = zip(ARGUMENTS.values(), t, dims)
@@ -118,7 +118,7 @@ def fold_of(
     dims: Sequence[Dim],
     o: Options,
     tangents: Sequence[Dim] = NO_DIMS,
-    wants: Sequence[str] = (),
+    needs_grad: Sequence[str] = (),
 ) -> Fold | None:
     """How to fold V calls; None if they cannot be folded: a mapped tensor has neither items nor
     heads (a packed batch, a seed), or a wanted gradient is summed over both (a mask's).
@@ -134,7 +134,7 @@ def fold_of(
     for along in LETTERS:
         fold = Fold(V, along, _sizes(t, dims))
         folds = all(any(fold.at(s) is not None for s in a.shapes) for a in mapped)
-        made = (ARGUMENTS[name] for name in wants)
+        made = (ARGUMENTS[name] for name in needs_grad)
         folds &= all(fold.at(a.shapes[0]) is not None and not a.broadcast for a in made)
         if folds and (along == "items" or (V and not o.average_heads)):
             return fold

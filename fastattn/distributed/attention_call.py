@@ -14,12 +14,12 @@ from ..api import DEFAULTS, Arguments, draw_seed, prepare, resolved, with_argume
 from ..backends.base import check_values
 from ..call.place import EVERYTHING
 from ..call.validation import check, describe
-from ..dispatch.library_ops import unseen
+from ..dispatch.library_ops import opaque_to_dynamo
 from . import cost_model, gather, ring, ulysses, usp
 from .consistency import NOTHING, ROWS, UNCLEAR, Own, Team, facts_of, mask_rows, need_team, told
 from .consistency import agree as _agree
 from .cost_model import Cost
-from .global_call import Whole, of_all
+from .global_call import GlobalCall, of_all
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
 from .machines import machine_of
 
@@ -27,7 +27,7 @@ OF_ROWS = (-2,)  # of q, k, v and mask, counted from the end
 
 
 Strategy = Literal["auto", "gather", "ring", "ulysses", "usp"]
-STRATEGIES: dict[str, Callable[[Whole, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+STRATEGIES: dict[str, Callable[[GlobalCall, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
     "gather": gather.attention,
     "ring": ring.attention,
     "ulysses": ulysses.attention,
@@ -75,7 +75,7 @@ def attention(
     return_lse: bool,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@unseen  # by compilers: what ranks send to each other is no part of a graph
+@opaque_to_dynamo  # by compilers: what ranks send to each other is no part of a graph
 @with_arguments
 def attention(
     q: Tensor,
@@ -171,17 +171,17 @@ def attention(
 
 
 def weighed(
-    call: Whole, q: Tensor, k: Tensor, v: Tensor
-) -> tuple[cost_model.Call, dict[str, Cost]]:
+    call: GlobalCall, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[cost_model.CallSizes, dict[str, Cost]]:
     """What is known of a call, and the cost of each strategy that `auto` may choose. Both are the
     same on every rank, because nothing that differs between ranks goes in."""
     undropped = {"place": call.at(), "dropout_p": 0.0, "seed": None}
     t, o = prepare(q, k, v, call.arguments | undropped)
-    lo, hi = ring.band(call.rows, call.keys, o, t.lengths is not None)
+    lo, hi = ring.band(call.rows, call.keys, o, t.key_lengths is not None)
     (B, H, _, D), Hk, Dv = q.shape, k.shape[1], v.shape[3]
     sizes = call.team.sizes
-    mask = cost_model.Mask.of(t.mask) if call.mask_rows and t.mask is not None else None
-    known = cost_model.Call(
+    mask = cost_model.MaskSizes.of(t.mask) if call.mask_rows and t.mask is not None else None
+    known = cost_model.CallSizes(
         sizes, call.rows, call.keys, B, H, Hk, D, Dv, q.dtype, o.grad, lo, hi, mask
     )
     machine = machine_of(q.device.type)
@@ -219,7 +219,7 @@ def whole(
     how: dict[str, Any],
     asks: bool,
     given: dict[str, Any],
-) -> Whole:
+) -> GlobalCall:
     strategy, layout = how["strategy"], how["layout"]
     check_own = functools.partial(_check_own, q, k, v, team, strategy, layout, given)
     draws = bool(given["dropout_p"]) and given["seed"] is None
@@ -237,7 +237,7 @@ def whole(
         given = given | {"seed": found[0].seed}
     kinds = {x.mask_rows for x in found}
     has_rows = ROWS in kinds or kinds == {UNCLEAR}
-    return Whole(team, rows, keys, given, has_rows, given["place"] or EVERYTHING)
+    return GlobalCall(team, rows, keys, given, has_rows, given["place"] or EVERYTHING)
 
 
 def _agreed(q, k, v, team, given, how, draws, check_own) -> list[Own]:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ..call.spec import wide
+from ..call.spec import acc_dtype
 
 Shape = tuple[int, ...]
 
@@ -73,7 +73,7 @@ class Gather(Function):
 
 def total(parts: Sequence[Tensor]) -> Tensor:
     first = parts[0]
-    found = first.to(wide(first.dtype))
+    found = first.to(acc_dtype(first.dtype))
     for x in parts[1:]:
         found = found + x
     return found.to(first.dtype)

@@ -151,7 +151,7 @@ def digest(value: Any) -> int:
     return int.from_bytes(found, "little", signed=True)
 
 
-BROADCAST = {argument.public for argument in ARGUMENTS.values() if argument.broadcast}
+BROADCAST = {argument.name for argument in ARGUMENTS.values() if argument.broadcast}
 
 
 def facts_of(arguments: Mapping[str, Any], but: Sequence[int] = ()) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..call.spec import UNLIMITED, wide
+from ..call.spec import UNLIMITED, acc_dtype
 from . import layout
 from .layout import Span, Spans, size_of
 from .machines import Machine
@@ -24,7 +24,7 @@ from .machines import Machine
 # -- calls -----------------------------------------------------------------------------------------
 
 
-class Mask(NamedTuple):
+class MaskSizes(NamedTuple):
     """A mask with rows. heads: 1, or one for each head. row: the bytes of a row in all items."""
 
     heads: int
@@ -32,13 +32,13 @@ class Mask(NamedTuple):
     grad: bool
 
     @classmethod
-    def of(cls, mask: torch.Tensor) -> Mask:
+    def of(cls, mask: torch.Tensor) -> MaskSizes:
         items, heads, _, keys = (1,) * (4 - mask.ndim) + mask.shape
         grad = mask.requires_grad and torch.is_grad_enabled()
         return cls(heads, items * keys * mask.element_size(), grad)
 
 
-class Call(NamedTuple):
+class CallSizes(NamedTuple):
     """What all ranks know of a call. mesh: the number of ranks along each dimension, the outermost
     first. rows, keys: those of each rank. lo, hi: a row i sees no keys but i + lo to i + hi."""
 
@@ -54,7 +54,7 @@ class Call(NamedTuple):
     backward: bool = False
     lo: int = -UNLIMITED
     hi: int = UNLIMITED
-    mask: Mask | None = None
+    mask: MaskSizes | None = None
 
     @property
     def key(self) -> int:
@@ -109,13 +109,13 @@ class Step(NamedTuple):
     touched: int = 0
 
 
-def alone(c: Call, rows: tuple[Span, ...]) -> Step:
+def alone(c: CallSizes, rows: tuple[Span, ...]) -> Step:
     """The step that computes these rows with all keys, and sends nothing."""
     blocks = c.met(rows, (Span(0, sum(map(size_of, c.keys))),))
     return Step(c.scores(blocks), len(blocks))
 
 
-def gather(c: Call, rank: int) -> Iterator[Step]:
+def gather(c: CallSizes, rank: int) -> Iterator[Step]:
     """Keys and values are gathered, along the last dimension first; their gradients go back."""
     sizes, key = [size_of(x) for x in c.keys], c.key * c.dtype.itemsize
     ways, n = [], 1
@@ -135,14 +135,14 @@ def gather(c: Call, rank: int) -> Iterator[Step]:
             yield Step(0, 0, (every - own) * key, 2, 2 * (c.mesh[dim] - 1), dim, True)
 
 
-def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
+def ring(c: CallSizes, rank: int, dim: int = -1) -> Iterator[Step]:
     """The next keys arrive while these are computed. In backward, the gradients of the previous
     keys are sent on, too, and at the end they are sent to the rank that has the keys."""
     hops = layout.hops(c.rows, c.keys, c.lo, c.hi)
     owners = [(rank - hop) % len(c.rows) for hop in range(hops)]
     keys = [c.key * size_of(c.keys[owner]) for owner in owners]
     blocks = [c.met(c.rows[rank], c.keys[owner]) for owner in owners]
-    scores, wider = [c.scores(x) for x in blocks], wide(c.dtype).itemsize
+    scores, wider = [c.scores(x) for x in blocks], acc_dtype(c.dtype).itemsize
     coming = [n * c.dtype.itemsize for n in keys[:-1]] + [0]
     behind = [0, *(n * wider for n in keys)]
     known: set[Span] = set()
@@ -170,40 +170,42 @@ def ring(c: Call, rank: int, dim: int = -1) -> Iterator[Step]:
         yield Step(0, 0, behind[-1], 1, 1, dim, True)
 
 
-def ulysses(c: Call, rank: int) -> Iterator[Step]:
+def ulysses(c: CallSizes, rank: int) -> Iterator[Step]:
     """Each rank exchanges its rows of all heads for all rows of some heads; results go back."""
-    heads = Heads.of(c, rank)
+    heads = HeadGroups.of(c, rank)
     computed = alone(c._replace(H=heads.each), (Span(0, sum(map(size_of, c.rows))),))
     yield from heads.around([computed], [computed._replace(backward=True)])
 
 
-def usp(c: Call, rank: int) -> Iterator[Step]:
+def usp(c: CallSizes, rank: int) -> Iterator[Step]:
     """Ulysses along the last dimension, a ring along the first."""
     _, n = c.mesh
     own = rank // n * n
-    heads = Heads.of(c._replace(rows=c.rows[own : own + n], keys=c.keys[own : own + n]), rank - own)
+    heads = HeadGroups.of(
+        c._replace(rows=c.rows[own : own + n], keys=c.keys[own : own + n]), rank - own
+    )
     steps = list(ring(heads.outside(c), rank // n, dim=0))
     forward = [x for x in steps if not x.backward]
     yield from heads.around(forward, steps[len(forward) :])
 
 
-class Heads(NamedTuple):
+class HeadGroups(NamedTuple):
     """The heads of the ranks along the last dimension: `each` on every rank. read: the number of
     key heads that the heads of each rank read."""
 
-    c: Call
+    c: CallSizes
     rank: int
     each: int
     read: tuple[int, ...]
 
     @classmethod
-    def of(cls, c: Call, rank: int) -> Heads:
+    def of(cls, c: CallSizes, rank: int) -> HeadGroups:
         each, group = c.H // c.mesh[-1], max(1, c.H // max(1, c.Hk))
         firsts = (r * each for r in range(c.mesh[-1]))
         read = tuple(-(-(h + each) // group) - h // group for h in firsts)
         return cls(c, rank, each, read)
 
-    def outside(self, c: Call) -> Call:
+    def outside(self, c: CallSizes) -> CallSizes:
         """The call among the ranks that have the same heads."""
         n, read, group = c.mesh[-1], self.read[self.rank], max(1, c.H // max(1, c.Hk))
         even = read <= 1 or self.each % group == 0  # else each head has its own copy
@@ -227,7 +229,7 @@ class Heads(NamedTuple):
         exchanges = 3 + (c.mask is not None)
         yield Step(0, 0, go + there, exchanges, exchanges * peers)
         yield from forward
-        sent = rest * self.each * c.B * (c.Dv * e + wide(c.dtype).itemsize)
+        sent = rest * self.each * c.B * (c.Dv * e + acc_dtype(c.dtype).itemsize)
         yield Step(0, 0, sent, 2, 2 * peers)
         if c.backward:
             yield Step(0, 0, own * others * c.B * c.Dv * e, 1, peers, backward=True)
@@ -249,7 +251,7 @@ class Heads(NamedTuple):
 # -- what they take --------------------------------------------------------------------------------
 
 
-STEPS: dict[str, Callable[[Call, int], Iterator[Step]]] = {
+STEPS: dict[str, Callable[[CallSizes, int], Iterator[Step]]] = {
     "gather": gather,
     "ring": ring,
     "ulysses": ulysses,
@@ -267,7 +269,7 @@ class Cost(NamedTuple):
 
 
 @functools.lru_cache(maxsize=512)
-def cost(strategy: str, c: Call, machine: Machine) -> Cost:
+def cost(strategy: str, c: CallSizes, machine: Machine) -> Cost:
     rank = busiest(c)
     steps = list(STEPS[strategy](c, rank))
     taken = sum(seconds(x, c, machine) for x in steps)
@@ -275,14 +277,14 @@ def cost(strategy: str, c: Call, machine: Machine) -> Cost:
 
 
 @functools.lru_cache(maxsize=128)
-def busiest(c: Call) -> int:
+def busiest(c: CallSizes) -> int:
     """The rank with the rows that see the most keys."""
     every = (Span(0, sum(map(size_of, c.keys))),)
     scores = [c.scores(c.met(own, every)) for own in c.rows]
     return scores.index(max(scores))
 
 
-def seconds(x: Step, c: Call, machine: Machine) -> float:
+def seconds(x: Step, c: CallSizes, machine: Machine) -> float:
     rates = machine.flops[c.dtype]
     # As fastattn/dispatch/flops.py counts them.
     products = 3 * c.D + 2 * c.Dv if x.backward else c.D + c.Dv
@@ -293,7 +295,7 @@ def seconds(x: Step, c: Call, machine: Machine) -> float:
     return max(computing, sending + x.exchanges * link.latency * (x.messages > 0))
 
 
-def gathers(c: Call, rank: int) -> int:
+def gathers(c: CallSizes, rank: int) -> int:
     """Memory of gather: all keys and values; in backward also their gradients for each part of the
     rows."""
     every = c.key * sum(map(size_of, c.keys)) * c.dtype.itemsize
@@ -303,23 +305,23 @@ def gathers(c: Call, rank: int) -> int:
     return every * (1 + max(1, len(c.rows[rank]))) + q + out + norm
 
 
-def rings(c: Call, rank: int) -> int:
+def rings(c: CallSizes, rank: int) -> int:
     """Memory of ring: the keys and values in use, those that arrive and those that are sent, N / P
     of each; and out, or the gradients, in float32 at least."""
     most = max(map(size_of, c.keys))
-    keys, widened = (c.key * most * x.itemsize for x in (c.dtype, wide(c.dtype)))
+    keys, widened = (c.key * most * x.itemsize for x in (c.dtype, acc_dtype(c.dtype)))
     rows, parts = size_of(c.rows[rank]), max(1, len(c.rows[rank]))
-    q, out, norm = _of_rows(c, rows, wide(c.dtype))
+    q, out, norm = _of_rows(c, rows, acc_dtype(c.dtype))
     forward = 3 * keys + out + 4 * out // parts + 2 * norm  # to merge a part takes three more
     if not c.backward:
         return forward
     return max(forward, 3 * keys + 5 * widened + q + 2 * q // parts + out + 2 * norm)
 
 
-def divided(c: Call, rank: int) -> int:
+def divided(c: CallSizes, rank: int) -> int:
     """Memory of ulysses: q, k, v and out of some heads and all rows, what is sent and received, and
     out."""
-    own = Heads.of(c, rank)
+    own = HeadGroups.of(c, rank)
     here = own.outside(c)
     every = here.key * sum(map(size_of, c.keys)) * c.dtype.itemsize
     q, out, norm = _of_rows(here, sum(map(size_of, c.rows)), c.dtype)
@@ -327,26 +329,26 @@ def divided(c: Call, rank: int) -> int:
     return forward if not c.backward else max(forward, 2 * (q + every) + 4 * out + norm)
 
 
-def divided_ring(c: Call, rank: int) -> int:
+def divided_ring(c: CallSizes, rank: int) -> int:
     """Memory of usp: q, k and v of some heads and more rows, and the memory of a ring."""
     n = c.mesh[1]
     own = rank // n * n
     inside = c._replace(mesh=(n,), rows=c.rows[own : own + n], keys=c.keys[own : own + n])
-    outside = Heads.of(inside, rank - own).outside(c)
+    outside = HeadGroups.of(inside, rank - own).outside(c)
     q, _, _ = _of_rows(outside, sum(map(size_of, inside.rows)), c.dtype)
     kept = outside.key * sum(map(size_of, inside.keys)) * c.dtype.itemsize
     return q + kept + rings(outside, rank // n)
 
 
-def _of_rows(c: Call, rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
+def _of_rows(c: CallSizes, rows: int, dtype: torch.dtype) -> tuple[int, int, int]:
     """Bytes of q, of out and of the LSE in two numbers."""
     numbers = c.B * c.H * rows
-    sizes = c.D * dtype.itemsize, c.Dv * dtype.itemsize, 2 * wide(dtype).itemsize
+    sizes = c.D * dtype.itemsize, c.Dv * dtype.itemsize, 2 * acc_dtype(dtype).itemsize
     q, out, norm = (numbers * x for x in sizes)
     return q, out, norm
 
 
-MEMORY: dict[str, Callable[[Call, int], int]] = {
+MEMORY: dict[str, Callable[[CallSizes, int], int]] = {
     "gather": gathers,
     "ring": rings,
     "ulysses": divided,

@@ -29,7 +29,7 @@ from ..backends.base import in_order
 from ..call.spec import ARGUMENTS, Argument, Options, Tensors, result_letters
 from ..call.validation import check
 from ..dispatch import context_parallel, dispatcher
-from ..dispatch.library_ops import unseen
+from ..dispatch.library_ops import opaque_to_dynamo
 from ..dispatch.operation import ATTENTION, Operation
 from . import layout
 from .attention_call import attention
@@ -87,11 +87,11 @@ class Cut(NamedTuple):
             x = self._whole(name, argument, x)
         if x.device_mesh != self.mesh:
             got = f"a DTensor on {x.device_mesh}"
-            raise ValueError(f"{argument.public}: got {got}, expected {self.mesh}, as q is on")
+            raise ValueError(f"{argument.name}: got {got}, expected {self.mesh}, as q is on")
         also = ALSO_OF_KEYS if name in ("k", "v") else ALSO
         found = self.lies(_letters(argument, x), also)
         if any(not has.is_replicate() and has != to for has, to in zip(x.placements, found)):
-            raise _elsewhere(argument.public, x, f"{_shown(found)}, as q has {_shown(self)}")
+            raise _elsewhere(argument.name, x, f"{_shown(found)}, as q has {_shown(self)}")
         # The gradient of a replicated tensor is the sum over ranks. Over ranks that divide rows,
         # `attention` has summed it already.
         by_part = (
@@ -106,14 +106,14 @@ class Cut(NamedTuple):
         if name == "seed":
             return distribute_tensor(x, self.mesh, whole)
         if x.requires_grad and torch.is_grad_enabled():
-            raise _plain(argument.public)
+            raise _plain(argument.name)
         return DTensor.from_local(x, self.mesh, whole, run_check=False)
 
 
 REDISTRIBUTE = "use its redistribute(placements=...)"
 
 
-@unseen
+@opaque_to_dynamo
 def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
     """`dispatcher.call` for calls with DTensors."""
     for name in ("q", "k", "v"):
@@ -196,7 +196,7 @@ def _of_rows(t: Tensors, o: Options, cut: Cut) -> tuple[Tensor, Tensor]:
         group = mesh
     else:
         group = mesh[tuple((mesh.mesh_dim_names or ())[i] for i in dims)]
-    given = {ARGUMENTS[name].public: x for name, x in t._asdict().items() if x is not None}
+    given = {ARGUMENTS[name].name: x for name, x in t._asdict().items() if x is not None}
     out, lse = attention(**given, **scalars_of(o), group=group, return_lse=True)
     out = in_order(out, o.out_order)  # its memory order on one rank
     return out, torch.stack([lse, torch.zeros_like(lse)])

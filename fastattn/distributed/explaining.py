@@ -9,17 +9,17 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from ..api import Arguments, resolved, with_arguments
-from ..dispatch.library_ops import unseen
+from ..dispatch.library_ops import opaque_to_dynamo
 from . import cost_model
 from .attention_call import STRATEGIES, Strategy, cheapest, weighed, whole, why_not
 from .consistency import need_team
-from .cost_model import Call, Cost, size_of
+from .cost_model import CallSizes, Cost, size_of
 from .layout import CONTIGUOUS, Layout
 from .machines import Machine, machine_of
 
 
 @dataclass(frozen=True)
-class Explanation:
+class DistributedExplanation:
     """What `explain` found: the strategy that would run, and the cost of each.
 
     Nothing was measured. Print it for a table.
@@ -46,7 +46,7 @@ class Explanation:
         >>> dist.destroy_process_group()
     """
 
-    call: Call
+    call: CallSizes
     machine: Machine
     strategy: str
     costs: dict[str, Cost]
@@ -76,7 +76,7 @@ class Explanation:
         return f"{said}: could run, takes {found.seconds / least.seconds:.2f} times the least"
 
 
-@unseen
+@opaque_to_dynamo
 @with_arguments
 def explain(
     q: Tensor,
@@ -89,7 +89,7 @@ def explain(
     agree: bool = True,
     return_lse: bool = False,
     **arguments: Unpack[Arguments],
-) -> Explanation:
+) -> DistributedExplanation:
     """Explain what `fastattn.distributed.attention` with these arguments would do.
 
     The result has an estimate for each strategy: time, bytes sent and memory of a rank. No
@@ -109,7 +109,7 @@ def explain(
         v: (B, Hk, N, Dv).
 
     Returns:
-        An `Explanation`; print it.
+        An `DistributedExplanation`; print it.
 
     Raises:
         ValueError: As `fastattn.distributed.attention`.
@@ -140,7 +140,7 @@ def explain(
         costs |= {strategy: cost_model.cost(strategy, call, machine)}
         del reasons[strategy]
     chosen = cheapest(costs) if strategy == "auto" else strategy
-    return Explanation(call, machine, chosen, costs, reasons)
+    return DistributedExplanation(call, machine, chosen, costs, reasons)
 
 
 def _time(seconds: float) -> str:

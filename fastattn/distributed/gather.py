@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from .. import api
-from .global_call import Whole, gathered
+from .global_call import GlobalCall, gathered
 from .layout import Span, held
 
 
-def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attention(call: GlobalCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
     k = gathered(call.team, k, call.keys, "all keys")
     v = gathered(call.team, v, call.keys, "all values")

@@ -17,7 +17,7 @@ from .consistency import Team
 from .layout import Spans
 
 
-class Whole(NamedTuple):
+class GlobalCall(NamedTuple):
     """arguments: those of `fastattn.attention`, by name; slopes and sinks are the whole call's.
     mask_rows: True if the mask has a row for each of this rank's rows, False if it has one row for
     the whole call. place: the position of the whole call in heads and items."""

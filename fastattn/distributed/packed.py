@@ -20,10 +20,10 @@ from ..call.packed_layout import heads_first, rows_first
 from ..call.place import EVERYTHING
 from ..call.spec import ARGUMENTS
 from ..call.validation import check, describe, need
-from ..dispatch.library_ops import unseen
+from ..dispatch.library_ops import opaque_to_dynamo
 from . import layout
 from .consistency import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told
-from .global_call import Whole, gathered, of_all
+from .global_call import GlobalCall, gathered, of_all
 from .layout import CONTIGUOUS, Span
 from .ulysses import Heads
 
@@ -78,7 +78,7 @@ def attention_packed(
     return_lse: bool,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@unseen
+@opaque_to_dynamo
 @with_arguments
 def attention_packed(
     q: Tensor,
@@ -165,7 +165,7 @@ def attention_packed(
         need(end == total, name, f"{end} last", f"{total}, the rows of all ranks")
     if given["dropout_p"] and given["seed"] is None:
         given = given | {"seed": found[0].seed}
-    call = Whole(team, rows, keys, given, False, given["place"] or EVERYTHING)
+    call = GlobalCall(team, rows, keys, given, False, given["place"] or EVERYTHING)
     if strategy == "auto":
         strategy = "gather" if _why_not_heads(q.shape[1], team) else "ulysses"
     out, lse = STRATEGIES[strategy](call, q, k, v, cu_q, cu_k, _longest(offsets, most, T, S))
@@ -198,7 +198,9 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
     seed = 0 if given["seed"] is None else given["seed"]  # so that none is drawn
     laid = (heads_first(name, x) for name, x in zip("qkv", (q, k, v)))
     t, o = prepare(*laid, given | {"seed": seed})
-    check(t._replace(mask=None, lengths=None, slopes=None), o)  # these are the whole batch's
+    check(
+        t._replace(mask=None, key_lengths=None, alibi_slopes=None), o
+    )  # these are the whole batch's
     T, S = (_end(name, cu) for name, cu in offsets.items())
     # The whole batch: only its shapes and offsets are checked.
     q_all, k_all, v_all = map(of_all, (t.q, t.k, t.given("v")), (T, S, S))
@@ -244,7 +246,7 @@ def _why_not_heads(heads: int, team: Team) -> str:
 # -- the strategies --------------------------------------------------------------------------------
 
 
-def _ulysses(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
+def _ulysses(call: GlobalCall, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
     heads = Heads(call, q.shape[1], k.shape[1])
     about = heads.arguments(call.differentiable())
     about["place"] = call.place._replace(head=call.place.head + heads.own.start)
@@ -257,7 +259,7 @@ def _ulysses(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
     return rows_first(heads.give(heads_first("out", out))), rows_first(lse).squeeze(-1)
 
 
-def _gather(call: Whole, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
+def _gather(call: GlobalCall, q, k, v, cu_q, cu_k, most) -> tuple[Tensor, Tensor]:
     k = gathered(call.team, k, call.keys, "all keys", 0)
     v = gathered(call.team, v, call.keys, "all values", 0)
     arguments = call.arguments | call.differentiable()
@@ -324,14 +326,14 @@ def _of_items(arguments: dict[str, Any], items: slice) -> dict[str, Any]:
     """The arguments of these sequences, cut from those of the whole batch."""
     found = dict(arguments)
     for argument in ARGUMENTS.values():
-        x, shapes = arguments.get(argument.public), [x.split() for x in argument.shapes]
+        x, shapes = arguments.get(argument.name), [x.split() for x in argument.shapes]
         if not isinstance(x, Tensor):
             continue
         if argument.broadcast:
             (letters,) = shapes
-            found[argument.public] = _cut(x, -len(letters), items.start, items.stop)
+            found[argument.name] = _cut(x, -len(letters), items.start, items.stop)
         elif ["B"] in [letters[:1] for letters in shapes if len(letters) == x.ndim]:
-            found[argument.public] = x[items]
+            found[argument.name] = x[items]
     return found
 
 

@@ -16,33 +16,33 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .. import api
-from ..call.spec import Options, Tensors, wide
+from ..call.spec import Options, Tensors, acc_dtype
 from ..dispatch import run_pass
 from ..dispatch.operation import ATTENTION, spread
 from ..merging import weigh
 from . import layout
-from .global_call import Whole, resized
+from .global_call import GlobalCall, resized
 from .layout import Span, Spans, held
 from .p2p import Hop
 
 
-def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attention(call: GlobalCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
     arguments = call.arguments | call.differentiable()
     return around(call._replace(arguments=arguments), q, k, v)
 
 
-def around(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """The same, if the arguments include those of `Whole.differentiable` already."""
+def around(call: GlobalCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """The same, if the arguments include those of `GlobalCall.differentiable` already."""
     t, o = api.prepare(q, k, v, call.arguments | {"place": call.at()})
-    out, normaliser = Ring.apply(Round.of(call, t, o._replace(unrounded=True)), *t)
+    out, normaliser = Ring.apply(RingCall.of(call, t, o._replace(acc_dtype_out=True)), *t)
     return out, normaliser[0]
 
 
 # -- which blocks there are ------------------------------------------------------------------------
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Rows of this rank and keys of an owner: their spans in the whole call, and their slices of
     this rank's rows and of the owner's keys."""
 
@@ -52,33 +52,33 @@ class Block(NamedTuple):
     of_owner: slice
 
 
-class Round(NamedTuple):
+class RingCall(NamedTuple):
     """A call's way around the ring. A row i sees no keys but those from i + lo to i + hi. After
     `hops` no rank meets keys that it may see. All of this is the same on every rank."""
 
-    call: Whole
+    call: GlobalCall
     o: Options
     lo: int
     hi: int
     hops: int
 
     @classmethod
-    def of(cls, call: Whole, t: Tensors, o: Options) -> Round:
-        lo, hi = band(call.rows, call.keys, o, t.lengths is not None)
+    def of(cls, call: GlobalCall, t: Tensors, o: Options) -> RingCall:
+        lo, hi = band(call.rows, call.keys, o, t.key_lengths is not None)
         return cls(call, o, lo, hi, layout.hops(call.rows, call.keys, lo, hi))
 
     def owner(self, hop: int) -> int:
         """The rank that has the keys which are here after so many hops."""
         return (self.call.rank - hop) % self.call.ranks
 
-    def blocks(self, hop: int) -> Iterator[Block]:
+    def blocks(self, hop: int) -> Iterator[KeyBlock]:
         for rows, own in held(self.call.rows[self.call.rank]):
             for keys, of_owner in held(self.call.keys[self.owner(hop)]):
                 if layout.meet(rows, keys, self.lo, self.hi):
-                    yield Block(rows, keys, own, of_owner)
+                    yield KeyBlock(rows, keys, own, of_owner)
 
     def part(
-        self, t: Tensors, k: Tensor, v: Tensor, block: Block, first: bool
+        self, t: Tensors, k: Tensor, v: Tensor, block: KeyBlock, first: bool
     ) -> tuple[Tensors, Options]:
         """(tensors, options) of a block. Only the first block of some rows gets their sinks."""
         mask = t.mask if t.mask is None else t.mask[self.of_mask(t.mask, block)]
@@ -86,7 +86,7 @@ class Round(NamedTuple):
         tensors = t._replace(**given, mask=mask, sinks=t.sinks if first else None)
         return tensors, self.o._replace(at_row=block.rows.first, at_key=block.keys.first)
 
-    def of_mask(self, mask: Tensor, block: Block) -> tuple[Any, ...]:
+    def of_mask(self, mask: Tensor, block: KeyBlock) -> tuple[Any, ...]:
         """The index of a block in a mask of this rank's rows and all keys; either may broadcast."""
         whole = slice(None)
         rows = block.own if self.call.mask_rows else whole
@@ -94,9 +94,9 @@ class Round(NamedTuple):
         return (..., *(rows, keys)[2 - min(mask.ndim, 2) :])  # a mask may lack both dimensions
 
 
-def nothing(rows: Span, own: slice) -> Block:
+def nothing(rows: Span, own: slice) -> KeyBlock:
     """A block without keys, for rows that are in no other block: they may have sinks."""
-    return Block(rows, Span(0, 0), own, slice(0, 0))
+    return KeyBlock(rows, Span(0, 0), own, slice(0, 0))
 
 
 def band(rows: Spans, keys: Spans, o: Options, lengths: bool) -> tuple[int, int]:
@@ -111,20 +111,20 @@ def band(rows: Spans, keys: Spans, o: Options, lengths: bool) -> tuple[int, int]
 # -- the passes ------------------------------------------------------------------------------------
 
 
-class Found(NamedTuple):
+class PartialResult(NamedTuple):
     """The result for some rows: out in float32 at least, and the normaliser's two numbers."""
 
     out: Tensor
     normaliser: Tensor
 
-    def merged(self, other: Found) -> Found:
+    def merged(self, other: PartialResult) -> PartialResult:
         """The result merged with that of other keys."""
         (lses, lost) = torch.stack([self.normaliser, other.normaliser], 1)
         (own, others), top, log = weigh(lses, lost)
         lse = top + log
         # The rounding error of that sum. If top is large, log is only its last digits.
         lost = torch.where(lse == -torch.inf, 0.0, top - lse + log)
-        return Found(self.out * own + other.out * others, torch.stack([lse, lost]))
+        return PartialResult(self.out * own + other.out * others, torch.stack([lse, lost]))
 
 
 class Ring(Function):
@@ -133,12 +133,12 @@ class Ring(Function):
     @staticmethod
     def forward(ctx: Any, way: Any, *tensors: Any) -> Any:
         t = Tensors(*tensors)
-        found: dict[int, Found] = {}
+        found: dict[int, PartialResult] = {}
 
-        def compute(block: Block, k: Tensor, v: Tensor) -> None:
+        def compute(block: KeyBlock, k: Tensor, v: Tensor) -> None:
             at = block.own.start
             part = way.part(t, k, v, block, at not in found)
-            new = Found(*run_pass.forward(ATTENTION, *part))
+            new = PartialResult(*run_pass.forward(ATTENTION, *part))
             found[at] = found[at].merged(new) if at in found else new
 
         for hop, k, v in _keys(way, t):
@@ -163,12 +163,12 @@ class Ring(Function):
                 "ring has first derivatives alone"
             )
         *tensors, out, normaliser = ctx.saved_tensors
-        wants = ATTENTION.wants(ctx.needs_input_grad[1:])
-        found = Backward(ctx.way, Tensors(*tensors), (out, normaliser), grads, wants).run()
-        return None, *spread([found[name] for name in wants], wants)
+        needs_grad = ATTENTION.needs_grad(ctx.needs_input_grad[1:])
+        found = Backward(ctx.way, Tensors(*tensors), (out, normaliser), grads, needs_grad).run()
+        return None, *spread([found[name] for name in needs_grad], needs_grad)
 
 
-def _keys(way: Round, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _keys(way: RingCall, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(hop, k, v) of each hop. The next k and v are on their way meanwhile."""
     k, v = t.k, t.given("v")
     for hop in range(way.hops):
@@ -186,29 +186,29 @@ class Backward:
     """The backward pass. Gradients are summed in float32 at least; those of keys and values go
     around behind them."""
 
-    way: Round
+    way: RingCall
     t: Tensors
     outs: Sequence[Tensor]
     grads: Sequence[Tensor | None]
-    wants: Sequence[str]
+    needs_grad: Sequence[str]
     sums: dict[str, Tensor]
 
     def __init__(
         self,
-        way: Round,
+        way: RingCall,
         t: Tensors,
         outs: Sequence[Tensor],
         grads: Sequence[Tensor | None],
-        wants: Sequence[str],
+        needs_grad: Sequence[str],
     ):
-        self.way, self.t, self.outs, self.grads, self.wants = way, t, outs, grads, wants
-        given = ((name, t.given(name)) for name in wants if name not in ("k", "v"))
-        self.sums = {name: torch.zeros_like(x, dtype=wide(x.dtype)) for name, x in given}
+        self.way, self.t, self.outs, self.grads, self.needs_grad = way, t, outs, grads, needs_grad
+        given = ((name, t.given(name)) for name in needs_grad if name not in ("k", "v"))
+        self.sums = {name: torch.zeros_like(x, dtype=acc_dtype(x.dtype)) for name, x in given}
 
     def run(self) -> dict[str, Tensor]:
         t, way, seen, behind = self.t, self.way, set(), None
         for hop, k, v in _keys(way, t):
-            moving = [torch.zeros_like(x, dtype=wide(x.dtype)) for x in (k, v)]
+            moving = [torch.zeros_like(x, dtype=acc_dtype(x.dtype)) for x in (k, v)]
             for block in way.blocks(hop):
                 self.add(block, k, v, moving, block.own.start not in seen)
                 seen.add(block.own.start)
@@ -219,7 +219,7 @@ class Backward:
             if own.start not in seen:
                 self.add(nothing(rows, own), k, v, moving, True)
         home = zip("kv", behind.arrived() if behind else moving)
-        self.sums |= {name: x for name, x in home if name in self.wants}
+        self.sums |= {name: x for name, x in home if name in self.needs_grad}
         return {name: x.to(t.given(name).dtype) for name, x in self.sums.items()}
 
     def send(self, moving: Sequence[Tensor], hop: int) -> Hop | None:
@@ -234,15 +234,15 @@ class Backward:
         return Hop(moving, shapes, call.group, "the gradients of a ring's keys and values", step)
 
     def add(
-        self, block: Block, k: Tensor, v: Tensor, moving: Sequence[Tensor], first: bool
+        self, block: KeyBlock, k: Tensor, v: Tensor, moving: Sequence[Tensor], first: bool
     ) -> None:
         """Add the gradients of a block."""
-        wants = [name for name in self.wants if first or name != "sinks"]
+        needs_grad = [name for name in self.needs_grad if first or name != "sinks"]
         rows = (..., block.own), (..., block.own, slice(None))
         outs = self.outs[0][rows[1]], self.outs[1][rows[0]]
         grads = [x if x is None else x[at] for x, at in zip(self.grads, (rows[1], rows[0]))]
         part = self.way.part(self.t, k, v, block, first)
-        found = dict(zip(wants, run_pass.backward(ATTENTION, *part, outs, grads, wants)))
+        found = dict(zip(needs_grad, run_pass.backward(ATTENTION, *part, outs, grads, needs_grad)))
         for name, x in found.items():
             if name in ("k", "v"):
                 moving[name == "v"][:, :, block.of_owner] += x

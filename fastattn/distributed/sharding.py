@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..dispatch.library_ops import unseen
+from ..dispatch.library_ops import opaque_to_dynamo
 from . import layout as layouts
 from .consistency import need_team
 from .global_call import gathered
@@ -60,7 +60,7 @@ def shard(
     return layouts.part(x, of[team.rank], dim)
 
 
-@unseen
+@opaque_to_dynamo
 def unshard(
     x: Tensor,
     *,

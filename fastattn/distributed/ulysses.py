@@ -11,11 +11,11 @@ from .. import api
 from ..call.spec import ARGUMENTS
 from . import layout
 from .collectives import Exchange
-from .global_call import Whole, gathered, heads_of
+from .global_call import GlobalCall, gathered, heads_of
 from .layout import Spans
 
 
-def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attention(call: GlobalCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
     heads = Heads(call, q.shape[1], k.shape[1])
     about = heads.arguments(call.differentiable())
@@ -29,12 +29,12 @@ class Heads:
     """The heads of each rank of a call, all equally many. `take` exchanges this rank's rows of all
     heads for all rows of its own heads, and `give` does the reverse."""
 
-    call: Whole
+    call: GlobalCall
     group: int
     heads: list[range]
     own: range
 
-    def __init__(self, call: Whole, H: int, Hk: int):
+    def __init__(self, call: GlobalCall, H: int, Hk: int):
         each = H // call.ranks
         self.call, self.group = call, max(1, H // max(1, Hk))
         self.heads = [range(r * each, r * each + each) for r in range(call.ranks)]
@@ -42,11 +42,11 @@ class Heads:
 
     def arguments(self, differentiable: dict[str, Tensor | None]) -> dict[str, Any]:
         """The arguments for all rows and this rank's heads. differentiable: those that
-        `Whole.differentiable` returns."""
+        `GlobalCall.differentiable` returns."""
         own, found = slice(self.own.start, self.own.stop), {}
         given = self.call.arguments | differentiable
         for argument in ARGUMENTS.values():
-            letters, name = argument.shapes[-1].split(), argument.public
+            letters, name = argument.shapes[-1].split(), argument.name
             if name in given and "H" in letters:
                 at = letters.index("H") - len(letters)
                 mask = argument.broadcast and self.call.mask_rows

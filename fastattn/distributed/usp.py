@@ -8,11 +8,11 @@ from torch import Tensor
 
 from . import layout, ring
 from .consistency import Team
-from .global_call import Whole
+from .global_call import GlobalCall
 from .ulysses import Heads
 
 
-def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def attention(call: GlobalCall, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """(out, LSE) of this rank's rows."""
     inside, outside = cut(call)
     heads = Heads(inside, q.shape[1], k.shape[1])
@@ -25,7 +25,7 @@ def attention(call: Whole, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     return heads.give(out), heads.give(lse.unsqueeze(-1)).squeeze(-1)
 
 
-def cut(call: Whole) -> tuple[Whole, Whole]:
+def cut(call: GlobalCall) -> tuple[GlobalCall, GlobalCall]:
     """The call among the ranks that divide heads, and the call among the ranks of a ring."""
     outer, inner = (Team((group,)) for group in call.team.groups)
     n = inner.ranks

@@ -26,7 +26,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, **arguments: Any) -> Tenso
     return as_jagged(attend_rows(q, k, v, **arguments), q).transpose(1, 2)
 
 
-class Rows(NamedTuple):
+class JaggedRows(NamedTuple):
     """The parts of a jagged (B,L*,...): its rows (T,...), the offsets of sequences (B+1,), and
     bounds on lengths if torch has them cached: computing them would wait for a GPU."""
 
@@ -36,7 +36,7 @@ class Rows(NamedTuple):
     longest: int | None
 
 
-def rows_of(name: str, x: Tensor) -> Rows:
+def rows_of(name: str, x: Tensor) -> JaggedRows:
     """The parts of x. Raises RuntimeError if sequences are not in dimension 1, or have holes."""
     jagged: Any = x  # type checkers do not know a jagged tensor's methods
     if getattr(jagged, "_ragged_idx", 1) != 1:
@@ -44,10 +44,10 @@ def rows_of(name: str, x: Tensor) -> Rows:
     if jagged.lengths() is not None:
         raise RuntimeError(f"{name}: got a jagged tensor with holes, expected x.contiguous()")
     bounds = (getattr(x, f"_maybe_{which}_seqlen", None) for which in ("min", "max"))
-    return Rows(jagged.values(), jagged.offsets(), *bounds)
+    return JaggedRows(jagged.values(), jagged.offsets(), *bounds)
 
 
-def attend_rows(q: Rows, k: Rows, v: Rows, **arguments: Any) -> Tensor:
+def attend_rows(q: JaggedRows, k: JaggedRows, v: JaggedRows, **arguments: Any) -> Tensor:
     """Attention of rows (T,H,E), (S,Hk,E) and (S,Hk,Ev). Returns rows (T,H,Ev)."""
     if v.cu is not k.cu and not torch.equal(v.cu, k.cu):
         raise RuntimeError(
@@ -57,7 +57,7 @@ def attend_rows(q: Rows, k: Rows, v: Rows, **arguments: Any) -> Tensor:
     return cast("Tensor", attention_packed(q.rows, k.rows, v.rows, q.cu, k.cu, **given))
 
 
-def weights_of(q: Rows, k: Rows, average: bool, **arguments: Any) -> Tensor:
+def weights_of(q: JaggedRows, k: JaggedRows, average: bool, **arguments: Any) -> Tensor:
     """The probabilities (B,H,L,S), or (B,L,S) averaged over heads, padded with zeros."""
     padded = (torch.nested.to_padded_tensor(as_jagged(x.rows, x), 0.0) for x in (q, k))
     heads_first = (x.transpose(1, 2) for x in padded)
@@ -73,14 +73,14 @@ def without_rows_past(weights: Tensor, lengths: Tensor) -> Tensor:
     return weights.masked_fill(past, 0.0)
 
 
-def as_jagged(rows: Tensor, like: Rows) -> Tensor:
+def as_jagged(rows: Tensor, like: JaggedRows) -> Tensor:
     """Rows (T,...) as a jagged tensor with the sequences of `like`."""
     return torch.nested.nested_tensor_from_jagged(
         rows, offsets=like.cu, min_seqlen=like.shortest, max_seqlen=like.longest
     )
 
 
-def _heads_last(name: str, x: Tensor) -> Rows:
+def _heads_last(name: str, x: Tensor) -> JaggedRows:
     if x.ndim != 4:
         raise RuntimeError(f"{name}: got {x.ndim} dimensions, expected 4 (B, H, L*, E) of jagged")
     return rows_of(name, x.transpose(1, 2))

@@ -83,7 +83,7 @@ def uninstall() -> None:
     transformers_checks.retract(flash_attn_interface)
 
 
-class _Finder(MetaPathFinder, Loader):
+class _FlashAttnFinder(MetaPathFinder, Loader):
     def find_spec(self, name, path=None, target=None) -> ModuleSpec | None:
         if name in _MODULES:
             return ModuleSpec(name, self, origin=_MODULES[name].__file__, is_package=name == _NAME)
@@ -134,4 +134,4 @@ def _then(act, spec: ModuleSpec | None) -> ModuleSpec | None:
     return spec
 
 
-_FINDER = _Finder()
+_FINDER = _FlashAttnFinder()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..dropin.sdpa import is_causal_bias
-from .mask_structure import Shown
+from .mask_structure import MaskStructure
 
 SDPA = "scaled_dot_product_attention"
 HEADS = "nn.MultiheadAttention, torch's inference path"
@@ -71,7 +71,7 @@ class State(NamedTuple):
 
 
 @dataclass
-class Call:
+class CallRecord:
     """Calls of one kind: the same shapes, the same kind of mask, modules of the same name."""
 
     function: str
@@ -79,7 +79,7 @@ class Call:
     k: tuple[int, ...]
     dtype: str
     mask: str  # "" for none
-    shown: Shown | None
+    shown: MaskStructure | None
     options: str  # "causal, dropout 0.1"
     runs: str  # the kernel or operator that ran it
     state: State = field(repr=False)

@@ -1,4 +1,4 @@
-"""Convert intercepted attention calls into `Call` records."""
+"""Convert intercepted attention calls into call records."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from ..dispatch.operation import Operation
 from ..dropin import conversion
 from ..dropin.multihead import MultiheadAttention
 from ..dropin.sdpa import is_causal_bias
-from .call_record import HEADS, LAYER, SDPA, WEIGHTS, Call, State, named, options, shape
-from .mask_structure import Shown, kept, structure
+from .call_record import HEADS, LAYER, SDPA, WEIGHTS, CallRecord, State, named, options, shape
+from .mask_structure import MaskStructure, kept, structure
 
 Found = Callable[..., Any]  # the intercepted function
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
@@ -51,12 +51,12 @@ def _bound(args, kwargs) -> dict[str, Any]:
     return given.arguments
 
 
-class Sights:
-    """Makes `Call` records. modules: returns those that may be running, the likeliest first."""
+class CallCapture:
+    """Makes call records. modules: returns those that may be running, the likeliest first."""
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]):
         self._modules = modules
-        self._masks: dict[tuple, tuple[Tensor, Shown]] = {}
+        self._masks: dict[tuple, tuple[Tensor, MaskStructure]] = {}
 
     # --------------------------------------------------------------------------- torch's function
 
@@ -70,7 +70,7 @@ class Sights:
         dropout_p: float = 0.0,
         is_causal: bool = False,
         **rest: Any,
-    ) -> Call:
+    ) -> CallRecord:
         given: dict[str, Any] = dict(
             attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **rest
         )
@@ -81,7 +81,7 @@ class Sights:
         q, k, v = (_leaf(x) for x in (query, key, value))
         if attn_mask is not None and not is_causal_bias(attn_mask):
             given["attn_mask"] = attn_mask.detach()
-        return Call(
+        return CallRecord(
             SDPA,
             tuple(q.shape),
             tuple(k.shape),
@@ -97,10 +97,10 @@ class Sights:
             leaves=[x for x in (q, k, v) if x.requires_grad],
         )
 
-    def _nested(self, tensors, given, state, said, found) -> Call:
+    def _nested(self, tensors, given, state, said, found) -> CallRecord:
         """A call on nested tensors, which have no regular shape."""
         q, k, v = (x.detach() for x in tensors)
-        return Call(
+        return CallRecord(
             SDPA,
             shape(q),
             shape(k),
@@ -116,7 +116,7 @@ class Sights:
 
     # ----------------------------------------------------------------------------- torch's modules
 
-    def heads(self, found: Found, *args: Any) -> Call:
+    def heads(self, found: Found, *args: Any) -> CallRecord:
         query, key, value, width, heads = args[:5]
         mask, need_weights, average, kind = args[9:13]
         module, ours, left = self._module(nn.MultiheadAttention, args[7]), None, ""
@@ -130,7 +130,7 @@ class Sights:
         call.ours, call.left, call.module = ours, left, module
         return call
 
-    def layer(self, found: Found, *args: Any) -> Call:
+    def layer(self, found: Found, *args: Any) -> CallRecord:
         x, width, heads, mask, kind = args[0], args[1], args[2], args[-2], args[-1]
         module: Any = self._module(nn.TransformerEncoderLayer, args[5])
         call = self._of_heads(LAYER, x, x, heads, width, mask, kind, lambda: found(*args))
@@ -148,7 +148,7 @@ class Sights:
         call.ours = None if call.left else ours
         return call
 
-    def _of_heads(self, function, query, key, heads, width, mask, kind, now) -> Call:
+    def _of_heads(self, function, query, key, heads, width, mask, kind, now) -> CallRecord:
         q, k = ((x[0], heads, x[1], width // heads) for x in (shape(query), shape(key)))
         shown = None
         if mask is not None and not query.is_nested:
@@ -156,9 +156,9 @@ class Sights:
         state = State.of(query.device.type)
         said = named(mask, columns=kind == 1)
         dtype, runs = state.computed(query.dtype), "torch, one operator"
-        return Call(function, q, k, dtype, said, shown, "", runs, state, now, None)
+        return CallRecord(function, q, k, dtype, said, shown, "", runs, state, now, None)
 
-    def weights(self, found: Found, *args: Any, **kwargs: Any) -> Call:
+    def weights(self, found: Found, *args: Any, **kwargs: Any) -> CallRecord:
         """A call with weights, for which torch multiplies the matrices itself."""
         given = _bound(args, kwargs)
         given |= _leaves_of({x: given[x] for x in ("query", "key", "value")})
@@ -173,7 +173,7 @@ class Sights:
         module = self._module(nn.MultiheadAttention, given["out_proj_weight"])
         twin, left = (None, "") if module is None else _twin(module)
         state = State.of(query.device.type)
-        return Call(
+        return CallRecord(
             WEIGHTS,
             q,
             k,
@@ -202,13 +202,13 @@ class Sights:
 
     # ------------------------------------------------------------------------------ fastattn's own
 
-    def own(self, found: Found, op: Operation, t: Tensors, o: Options) -> Call:
+    def own(self, found: Found, op: Operation, t: Tensors, o: Options) -> CallRecord:
         spec = describe(t, o)
         said = options(o.causal, o.dropout_p, o.scale, None)
         beside = [n for n in ("left", "right", "softcap") if getattr(o, n) is not None]
         known = ("q", "k", "v", "mask", "seed", "normaliser")
         beside += [n for n in t._fields if n not in known and getattr(t, n) is not None]
-        return Call(
+        return CallRecord(
             f"fastattn {op.name}",
             tuple(t.q.shape),
             tuple(t.k.shape),
@@ -226,7 +226,7 @@ class Sights:
 
     def _shown(
         self, mask: Tensor | None, M: int, N: int, *, hides: bool = False, columns: bool = False
-    ) -> Shown | None:
+    ) -> MaskStructure | None:
         """The structure of a mask, computed once for the same memory, even through different views.
         hides: True hides a key, as in a module's masks. columns: the mask covers keys only."""
         if not isinstance(mask, Tensor) or type(mask) not in (Tensor, nn.Parameter):
@@ -240,7 +240,7 @@ class Sights:
                 self._masks[at] = mask, structure(keep, M, N)  # the mask keeps its address in use
         return self._masks[at][1]
 
-    def _shown_together(self, mask, padding, heads: int, M: int, N: int) -> Shown | None:
+    def _shown_together(self, mask, padding, heads: int, M: int, N: int) -> MaskStructure | None:
         """The structure of multi_head_attention_forward's two masks together. A mask that is not
         bool is added to the scores."""
         if mask is None and padding is None:
@@ -252,7 +252,7 @@ class Sights:
             return self._shown(padding, M, N, hides=True, columns=padding.ndim == 2)
         keep = [~x if x.dtype == torch.bool else kept(x) for x in (mask, padding)]
         if keep[0] is None or keep[1] is None:
-            return Shown("added to the scores: a bias")
+            return MaskStructure("added to the scores: a bias")
         rows = keep[0].unflatten(0, (-1, heads)) if mask.ndim == 3 else keep[0]
         keys = keep[1][:, None, None] if padding.ndim == 2 else keep[1]
         return structure(rows & keys, M, N)

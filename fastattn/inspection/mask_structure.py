@@ -14,7 +14,7 @@ Band = tuple[int | None, int | None]  # keys to the left and to the right; None:
 MOST = 1 << 26  # elements that are examined: of larger masks, the first items
 
 
-class Shown(NamedTuple):
+class MaskStructure(NamedTuple):
     what: str  # "causal + left padding"
     arguments: dict[str, Any] | None = None  # to pass to `attention` instead; None: unknown
     instead: str = ""  # the same as text
@@ -30,7 +30,7 @@ class Shown(NamedTuple):
         return f"fastattn.attention(q, k, v{given})"
 
 
-def structure(mask: Tensor, M: int, N: int) -> Shown:
+def structure(mask: Tensor, M: int, N: int) -> MaskStructure:
     """The structure of a mask that broadcasts to (B,H,M,N), bool (True = may attend) or added to
     the scores.
 
@@ -38,26 +38,28 @@ def structure(mask: Tensor, M: int, N: int) -> Shown:
     and its result is not used.
     """
     if mask.ndim > 4 or not mask.numel():
-        return Shown("of more than four dimensions" if mask.ndim > 4 else "of no elements")
+        return MaskStructure("of more than four dimensions" if mask.ndim > 4 else "of no elements")
     keep = kept(mask)
     if keep is None:
         values = "learned, added to the scores" if mask.requires_grad else "added to the scores"
-        return Shown(f"{values}: a bias")
+        return MaskStructure(f"{values}: a bias")
     keep = keep[(None,) * (4 - keep.ndim)]
     if keep.shape[1] > 1 and (keep == keep[:, :1]).all():
         keep = keep[:, :1]
     items, heads = keep.shape[:2]
     if heads > 1 or heads * M * N > MOST:
-        return Shown("other keys for each head" if heads > 1 else "too large to be looked at")
+        return MaskStructure(
+            "other keys for each head" if heads > 1 else "too large to be looked at"
+        )
     keep = keep[:, 0].expand(items, M, N)
     looked_at = max(1, MOST // max(1, M * N))
     found = _banded(keep[:looked_at]) or _documents(keep[:looked_at])
     if found is None:
         share = keep[:looked_at].float().mean().item()
-        return Shown(f"no structure that is known, {share:.0%} shown")
+        return MaskStructure(f"no structure that is known, {share:.0%} shown")
     rows = mask.shape[-2] if mask.ndim > 1 else 1
     if rows == 1 and list(found.arguments or ()) == ["mask"]:
-        return Shown(found.what)  # it is small already
+        return MaskStructure(found.what)  # it is small already
     if looked_at < items:
         return found._replace(what=f"{found.what} (of the first {looked_at} items)", arguments=None)
     return found
@@ -74,7 +76,7 @@ def kept(mask: Tensor) -> Tensor | None:
     return ~hidden if bool((hidden | (mask == 0)).all()) else None
 
 
-def _banded(keep: Tensor) -> Shown | None:
+def _banded(keep: Tensor) -> MaskStructure | None:
     """A band around a diagonal, and keys that are hidden from every row. keep (B,M,N).
 
     Of the bands that fit, the one that leaves the fewest rows without a key. Rows that see every
@@ -93,7 +95,7 @@ def _banded(keep: Tensor) -> Shown | None:
         wrong = (expected != keep).any(-1) & rows & (sees | ~whole)
         emptied = int((rows & ~sees).sum())
         if emptied < fewest and not wrong.any():
-            found, fewest = _said(band, corner, keys), emptied
+            found, fewest = _argument_text(band, corner, keys), emptied
         if not fewest:
             break
     return found and found._replace(taken="rows that see every key are padding" * bool(fewest))
@@ -122,7 +124,7 @@ def _bands(some: Tensor) -> Iterator[tuple[Band, int, Tensor]]:
                 yield band, corner, inside
 
 
-def _said(band: Band, corner: int, keys: Tensor) -> Shown:
+def _argument_text(band: Band, corner: int, keys: Tensor) -> MaskStructure:
     what, instead = [], []
     arguments: dict[str, Any] = {}
     if band[1] == 0:
@@ -142,8 +144,8 @@ def _said(band: Band, corner: int, keys: Tensor) -> Shown:
         instead.append("mask=keep[:, None, None, :]")
     what += [name] * bool(name)
     if not what:
-        return Shown("shows everything", {}, "no mask")
-    return Shown(" + ".join(what), arguments, ", ".join(instead))
+        return MaskStructure("shows everything", {}, "no mask")
+    return MaskStructure(" + ".join(what), arguments, ", ".join(instead))
 
 
 def _padding(keys: Tensor) -> str:
@@ -158,7 +160,7 @@ def _padding(keys: Tensor) -> str:
     return "hidden keys"
 
 
-def _documents(keep: Tensor) -> Shown | None:
+def _documents(keep: Tensor) -> MaskStructure | None:
     """Sequences one after the other that do not see each other; or a prefix that every row sees."""
     _, M, N = keep.shape
     if M != N:
@@ -171,8 +173,10 @@ def _documents(keep: Tensor) -> Shown | None:
     for name, expected in (("causal documents", same & before), ("documents", same)):
         if in_turn and torch.equal(keep, expected & rows[:, :, None]):
             count = int((first[:, 1:].lt(N) & first.diff(dim=1).ne(0)).sum(1).max()) + 1
-            return Shown(f"{name}, up to {count} in a row", None, "attention_packed, cu_seqlens")
+            return MaskStructure(
+                f"{name}, up to {count} in a row", None, "attention_packed, cu_seqlens"
+            )
     prefix = keep[:, :1].sum(-1, keepdim=True)  # the number of keys that the first row sees
     if torch.equal(keep, before | (torch.arange(N, device=keep.device) < prefix)):
-        return Shown(f"causal after a prefix of up to {int(prefix.max())} keys")
+        return MaskStructure(f"causal after a prefix of up to {int(prefix.max())} keys")
     return None

@@ -18,10 +18,10 @@ from ..backends.base import choose
 from ..call.validation import describe
 from ..dispatch import dispatcher
 from ..dropin import patching
-from .call_record import Call, State
+from .call_record import CallRecord, State
 from .capture import converted
-from .recorder import Observer, clock
-from .report import Measured, Profile, Round
+from .recorder import Recorder, clock
+from .report import Measured, ModelTimes, Profile
 from .restore_state import Inputs, need_initialised, tensors_in, unchanged
 
 # A budget for the runs of the whole model, and as much again for its calls. It is exceeded if the
@@ -75,7 +75,7 @@ def profile(model: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Profile:
     owner = target if isinstance(target, nn.Module) else getattr(model, "__self__", None)
     owner = owner if isinstance(owner, nn.Module) else None
     need_initialised(owner)
-    observer = Observer(owner)
+    observer = Recorder(owner)
     with unchanged(owner), Inputs(inputs, kwargs) as given, _eager():
         run = _Runner(target, owner, given)
         with observer.watching():
@@ -134,7 +134,7 @@ def _replaced(owner: nn.Module | None) -> Generator[tuple[str, ...]]:
         yield swapped
 
 
-def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
+def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[ModelTimes]:
     """Time the model as it is, and on fastattn, in turn. The first round is a warm-up."""
 
     def timed() -> float:
@@ -142,10 +142,10 @@ def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
         run()
         return clock() - began
 
-    def both() -> Round:
+    def both() -> ModelTimes:
         now = timed()
         with _replaced(owner) as swapped:
-            return Round(now, timed(), bool(swapped))
+            return ModelTimes(now, timed(), bool(swapped))
 
     first = both()
     rounds = int(SECONDS / (first.now + first.ours + 1e-9))
@@ -155,7 +155,7 @@ def _whole(run: Callable[[], None], owner: nn.Module | None) -> list[Round]:
 # --------------------------------------------------------------------------------- one kind of call
 
 
-def _measured(call: Call) -> Measured:
+def _measured(call: CallRecord) -> Measured:
     """Time each way to run a call, and measure its memory, in the state that the call ran in."""
     found = Measured(call)
     outside = State.of(call.state.device)
@@ -178,7 +178,7 @@ def _measured(call: Call) -> Measured:
     return found
 
 
-def _differentiated(call: Call, way: Callable[[], Any], outside: State) -> Callable[[], Any]:
+def _differentiated(call: CallRecord, way: Callable[[], Any], outside: State) -> Callable[[], Any]:
     """`way` with backward, if the call had one; that runs in `outside`, the state of the model."""
     if not (call.backward and call.leaves):
         return way
@@ -192,7 +192,7 @@ def _differentiated(call: Call, way: Callable[[], Any], outside: State) -> Calla
     return both
 
 
-def _structured(call: Call) -> Callable[[], Any] | None:
+def _structured(call: CallRecord) -> Callable[[], Any] | None:
     """The call as `attention` with arguments in place of the mask, if its structure is known."""
     a = call.arguments
     if not a or call.shown is None or call.shown.arguments is None or a["is_causal"]:
@@ -207,7 +207,7 @@ def _structured(call: Call) -> Callable[[], Any] | None:
     return lambda: api.attention(a["query"], a["key"], a["value"], **given)
 
 
-def _backend(call: Call) -> str:
+def _backend(call: CallRecord) -> str:
     """The backend that runs the call in a patched model, or why torch still runs it."""
     ran = []
 

@@ -19,8 +19,8 @@ from torch.nn.modules.module import (
 )
 
 from ..dispatch import dispatcher
-from .call_record import SDPA, Call
-from .capture import Sights, torchs, wants_weights
+from .call_record import SDPA, CallRecord
+from .capture import CallCapture, torchs, wants_weights
 
 
 class _Here(threading.local):
@@ -31,20 +31,20 @@ class _Here(threading.local):
         self.modules: list[nn.Module] = []
 
 
-class Observer:
+class Recorder:
     def __init__(self, owner: nn.Module | None):
         self.owner = owner
         self.names: dict[int, str] = (
             {} if owner is None else {id(m): n for n, m in owner.named_modules()}
         )
-        self.calls: dict[tuple[Any, ...], Call] = {}
+        self.calls: dict[tuple[Any, ...], CallRecord] = {}
         self._here, self._lock = _Here(), threading.Lock()
         self._last: dict[tuple, int] = {}  # number of keys in the latest call by module and kind
         self._growing: set[tuple] = set()
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        sights = Sights(self._modules)
+        sights = CallCapture(self._modules)
         with ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter).remove)
             undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
@@ -85,7 +85,7 @@ class Observer:
 
         return stand_in
 
-    def _own(self, sights: Sights) -> dispatcher.Observer:
+    def _own(self, sights: CallCapture) -> dispatcher.Observer:
         """The observer of fastattn's own calls."""
 
         def observe(run, *call):
@@ -94,8 +94,8 @@ class Observer:
         return observe
 
     def _see(self, run: Callable, watch: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run `run(*args, **kwargs)` and record it as the `Call` that `watch` makes, unless it is
-        made inside a call that is recorded."""
+        """Run `run(*args, **kwargs)` and record it as the `CallRecord` that `watch` makes, unless
+        it is made inside a call that is recorded."""
         here = self._here
         if here.inside:
             return run(*args, **kwargs)
@@ -112,7 +112,7 @@ class Observer:
         _note_backward(call, out)
         return out
 
-    def _add(self, call: Call, seconds: float) -> Call:
+    def _add(self, call: CallRecord, seconds: float) -> CallRecord:
         """Add a call to the calls of its kind, and return the one that represents them."""
         modules = self._here.modules
         module = call.module or (modules[-1] if modules else self.owner)
@@ -136,7 +136,7 @@ class Observer:
         self.calls[key].seconds += seconds
         return self.calls[key]
 
-    def _watch_growth(self, call: Call, kind: tuple, by: tuple) -> None:
+    def _watch_growth(self, call: CallRecord, kind: tuple, by: tuple) -> None:
         """Find kinds of calls with growing keys: a call has one row, or the module's next call has
         one key more (grouped heads may be passed as rows)."""
         last, self._last[by] = self._last.get(by), call.k[-2]
@@ -150,7 +150,7 @@ class Observer:
             self.calls[kind] = kept
 
 
-def _inherit(call: Call, kept: Call | None) -> None:
+def _inherit(call: CallRecord, kept: CallRecord | None) -> None:
     if kept is not None:
         call.where.update(kept.where)
         call.seconds += kept.seconds
@@ -158,7 +158,7 @@ def _inherit(call: Call, kept: Call | None) -> None:
         call.backward |= kept.backward
 
 
-def _note_backward(call: Call, out) -> None:
+def _note_backward(call: CallRecord, out) -> None:
     out = out[0] if isinstance(out, tuple) else out
     if isinstance(out, Tensor) and out.requires_grad and not out.is_nested:
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from statistics import median, quantiles
 from typing import Any, NamedTuple
 
-from .call_record import SDPA, Call
+from .call_record import SDPA, CallRecord
 
 WORTH = 1.03  # a smaller speed-up is noise
 FEW = 5  # with fewer rounds, `gains` spans all of them, not their quartiles
@@ -22,7 +22,7 @@ No attention call was seen. Perhaps the model
   bound the function to a name of its own at import, or is traced or scripted."""
 
 
-class Round(NamedTuple):
+class ModelTimes(NamedTuple):
     """Seconds of two runs of the model, one after the other, so that other load slows both."""
 
     now: float
@@ -38,7 +38,7 @@ class Measured:
     "shown" (with arguments for what its mask shows).
     """
 
-    call: Call
+    call: CallRecord
     ours_runs: str = ""
     seconds: dict[str, float] = field(default_factory=dict)  # of one call
     bytes: dict[str, int] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Profile:
     of_transformers: bool  # a model of the transformers library
     step: str  # "forward", or "forward and backward"
     threads: int
-    rounds: list[Round]
+    rounds: list[ModelTimes]
     calls: list[Measured]
 
     @property
@@ -260,7 +260,7 @@ class Profile:
         figure.savefig(path)
 
 
-def _place(call: Call) -> str:
+def _place(call: CallRecord) -> str:
     return f"{call.path or 'the model'} ({_counted(call.count, 'call')})"
 
 
@@ -302,7 +302,7 @@ def _advice(m: Measured, of_transformers: bool) -> str:
     return f", but {shown.what}{taken}: {_instead(m.call, of_transformers)}"
 
 
-def _instead(call: Call, of_transformers: bool) -> str:
+def _instead(call: CallRecord, of_transformers: bool) -> str:
     shown = call.shown
     assert shown is not None
     if of_transformers and not call.heads:

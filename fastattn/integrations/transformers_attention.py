@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..api import attention, attention_packed, attention_weights, draw_seed
-from .transformers_masks import RELATIVE, Mask
+from .transformers_masks import RELATIVE, StructuredMask
 from .transformers_paged import attend_pages
 
 
@@ -17,7 +17,7 @@ def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Mask | Tensor | None,
+    attention_mask: StructuredMask | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -49,7 +49,7 @@ def attend(
         return attend_pages(module, query, key, value, cache, asked, given), None
     if query.shape[0] != key.shape[0]:  # learned queries, the same for all items
         query = query.expand(key.shape[0], -1, -1, -1)
-    if isinstance(attention_mask, Mask):
+    if isinstance(attention_mask, StructuredMask):
         arguments, offsets = attention_mask.arguments, _offsets(attention_mask, query, key, kwargs)
     else:
         arguments, offsets = _plain(module, attention_mask, is_causal, query), None
@@ -82,7 +82,7 @@ def _given(query: Tensor, scaling: Any, softcap: Any, sinks: Any, dropout: float
 Offsets = tuple[Tensor, Tensor, int | None, int | None]  # cu_q, cu_k, max_q, max_k
 
 
-def _offsets(mask: Mask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | None:
+def _offsets(mask: StructuredMask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | None:
     if not mask.fits(query.shape[2], key.shape[2]):
         got, expected = tuple(mask.shape[2:]), (query.shape[2], key.shape[2])
         raise ValueError(
@@ -96,9 +96,9 @@ def _offsets(mask: Mask, query: Tensor, key: Tensor, kwargs: Any) -> Offsets | N
     return _given_offsets(query, kwargs) if plain else None
 
 
-def _exact(mask: Mask | Tensor | None) -> Tensor:
+def _exact(mask: StructuredMask | Tensor | None) -> Tensor:
     """The (M, N) mask of a packed batch, which weights and a position bias need."""
-    if isinstance(mask, Mask) and mask.starts is not None:
+    if isinstance(mask, StructuredMask) and mask.starts is not None:
         return mask.exact()
     raise NotImplementedError(
         "cu_seq_lens_q: got some beside output_attentions or a position bias, expected "

@@ -18,7 +18,7 @@ _is_compiling = torch.compiler.is_compiling
 RELATIVE = {"causal", "window"}  # arguments that a packed batch applies to each sequence
 
 
-class Mask:
+class StructuredMask:
     """The object that `make_mask` gives the model for `attend`, in place of a (B,1,M,N) tensor.
 
     arguments: of `fastattn.attention`. starts: (B,N), True where a packed sequence begins. exact()
@@ -61,10 +61,10 @@ class Mask:
         alike = self.shape[2] == 1 and not RELATIVE & self.arguments.keys()
         return self.shape[3] == N and (alike or self.shape[2] == M)
 
-    def __getitem__(self, where: Any) -> Mask:
+    def __getitem__(self, where: Any) -> StructuredMask:
         return of_tensor(self.exact()[where])
 
-    def to(self, *args: Any, **kwargs: Any) -> Mask:
+    def to(self, *args: Any, **kwargs: Any) -> StructuredMask:
         """This mask on another device, which models spread over several devices ask for."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is None:
@@ -75,9 +75,9 @@ class Mask:
 
         arguments = {name: moved(x) for name, x in self.arguments.items()}
         starts, exact = moved(self.starts), self.exact
-        return Mask(self.shape, arguments, lambda: exact().to(device), starts)
+        return StructuredMask(self.shape, arguments, lambda: exact().to(device), starts)
 
-    def contiguous(self) -> Mask:
+    def contiguous(self) -> StructuredMask:
         return self
 
     @classmethod
@@ -86,14 +86,14 @@ class Mask:
     ) -> Any:
         raise _strange(f"torch.{getattr(function, '__name__', function)}")
 
-    def _added(self, other: Any) -> Mask:
+    def _added(self, other: Any) -> StructuredMask:
         raise _strange("a sum")
 
-    def _inverted(self) -> Mask:
+    def _inverted(self) -> StructuredMask:
         raise _strange("`~`")
 
     def __eq__(self, other: object) -> bool:
-        if other is None or isinstance(other, Mask):
+        if other is None or isinstance(other, StructuredMask):
             return self is other
         raise _strange("a comparison")
 
@@ -111,14 +111,14 @@ class Mask:
 
 # The operators that a mask refuses. setattr hides them from type checkers, which then refuse them.
 _REFUSED = {
-    Mask._counted: "len iter abs int float index",
-    Mask._added: "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul xor rxor "
-    "floordiv mod and rand or ror lt gt le ge",
-    Mask._inverted: "invert neg",
+    StructuredMask._counted: "len iter abs int float index",
+    StructuredMask._added: "add radd sub rsub mul rmul truediv rtruediv pow rpow matmul rmatmul "
+    "xor rxor floordiv mod and rand or ror lt gt le ge",
+    StructuredMask._inverted: "invert neg",
 }
 for _answer, _operators in _REFUSED.items():
     for _name in _operators.split():
-        setattr(Mask, f"__{_name}__", _answer)
+        setattr(StructuredMask, f"__{_name}__", _answer)
 
 
 class MaskError(AttributeError, TypeError):
@@ -133,8 +133,8 @@ def _strange(where: str) -> TypeError:
     )
 
 
-def of_tensor(mask: Tensor) -> Mask:
-    return Mask(tuple(mask.shape), {"mask": mask}, lambda: mask)
+def of_tensor(mask: Tensor) -> StructuredMask:
+    return StructuredMask(tuple(mask.shape), {"mask": mask}, lambda: mask)
 
 
 class Pattern(NamedTuple):
@@ -157,10 +157,10 @@ def make_mask(
     use_vmap: bool = False,
     device: torch.device | str = "cpu",
     **rest: Any,
-) -> Mask:
+) -> StructuredMask:
     """The mask function of `AttentionMaskInterface`. It never returns None, so that a model that
     does not pass its masks to fastattn fails at its first call."""
-    if isinstance(attention_mask, Mask):  # `generate` made it before
+    if isinstance(attention_mask, StructuredMask):  # `generate` made it before
         return attention_mask
     shape = batch_size, 1, q_length, kv_length
 
@@ -184,16 +184,18 @@ def make_mask(
         if static and q_offset.device.type == "cpu" and not _is_compiling():
             q_offset = int(q_offset)
         seen = _seen(attention_mask, kv_offset, kv_length)
-        rows = Rows(batch_size, q_length, kv_length, q_offset, kv_offset, device, static)
+        rows = CallRows(batch_size, q_length, kv_length, q_offset, kv_offset, device, static)
         if (starts := _starts(pattern, seen, rows)) is not None:
-            return Mask(shape, {"causal": pattern.causal, **_window(pattern)}, exact, starts)
+            return StructuredMask(
+                shape, {"causal": pattern.causal, **_window(pattern)}, exact, starts
+            )
         if (arguments := _arguments(pattern, seen, rows)) is not None:
-            return Mask(shape, arguments, exact)
+            return StructuredMask(shape, arguments, exact)
     mask = exact()
-    return Mask(shape, {"mask": mask}, lambda: mask)
+    return StructuredMask(shape, {"mask": mask}, lambda: mask)
 
 
-class Rows(NamedTuple):
+class CallRows(NamedTuple):
     """Positions of a call's rows and keys: the first are at q_offset and kv_offset. `static`: the
     cache is static, so arguments must have the same form at every step, for compiled code."""
 
@@ -261,7 +263,7 @@ def _seen(padding: Tensor | None, first: int, N: int) -> Tensor | None:
     return padding
 
 
-def _starts(pattern: Pattern, seen: Tensor | None, rows: Rows) -> Tensor | None:
+def _starts(pattern: Pattern, seen: Tensor | None, rows: CallRows) -> Tensor | None:
     """(B,N): where packed sequences or chunks begin. None if the call does not have that form."""
     if _is_compiling() or (pattern.sequences is None and pattern.chunk is None):
         return None
@@ -279,7 +281,7 @@ def _starts(pattern: Pattern, seen: Tensor | None, rows: Rows) -> Tensor | None:
     return starts
 
 
-def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, Any] | None:
+def _arguments(pattern: Pattern, seen: Tensor | None, rows: CallRows) -> dict[str, Any] | None:
     """The arguments of `fastattn.attention`, or None if they cannot express the mask."""
     if pattern.sequences is not None or not _in_one_chunk(pattern, rows):
         return None
@@ -306,7 +308,7 @@ def _arguments(pattern: Pattern, seen: Tensor | None, rows: Rows) -> dict[str, A
     return arguments
 
 
-def _in_one_chunk(pattern: Pattern, rows: Rows) -> bool:
+def _in_one_chunk(pattern: Pattern, rows: CallRows) -> bool:
     """Whether there is only one chunk, so that chunks hide nothing."""
     if pattern.chunk is None:
         return True
@@ -316,7 +318,7 @@ def _in_one_chunk(pattern: Pattern, rows: Rows) -> bool:
     return rows.end <= size and not begun.any()
 
 
-def _padding(seen: Tensor | None, rows: Rows, *, right: bool) -> dict[str, Any]:
+def _padding(seen: Tensor | None, rows: CallRows, *, right: bool) -> dict[str, Any]:
     """Arguments for padding among the keys up to the last row's: key_lengths if `right` and all
     padding is on the right, else a mask of columns."""
     if seen is None:

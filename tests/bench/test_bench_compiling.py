@@ -66,9 +66,9 @@ def forward_and_backward(x):
     if options.dropout_p and t.seed is None:
         t = t._replace(seed=torch.tensor(3))
     s = validation.describe(t, options)
-    wants = ["mask" if name == "bias" else name for name in x.leaves]
+    needs_grad = ["mask" if name == "bias" else name for name in x.leaves]
     out, normaliser = triton.Triton().forward(s, t)
-    triton.Triton().backward(s, t, out, normaliser, torch.empty_like(out), None, wants)
+    triton.Triton().backward(s, t, out, normaliser, torch.empty_like(out), None, needs_grad)
 
 
 @needs_triton

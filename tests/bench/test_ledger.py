@@ -17,7 +17,7 @@ from bench.static_gpu import (
     sass_values,
     sass_walk,
 )
-from bench.static_gpu.ledger_cases import Case, Compiled, cases
+from bench.static_gpu.ledger_cases import Compiled, LedgerCase, cases
 from bench.static_gpu.ledger_model import Tile
 from tests.ptx.ours import needs_nvcc
 
@@ -76,7 +76,7 @@ TOY = """
         /*0220*/              @!P0 BRA `(.L_x_8) ;
         /*0230*/                   BRA `(.L_x_2) ;
 """
-CASE = Case("triton", 80, "forward", 8, "plain")
+CASE = LedgerCase("triton", 80, "forward", 8, "plain")
 KERNEL = Compiled(CASE, 16, 8, 1, 2, 128, 40960, 0, TOY)
 TILE = Tile(rows=16, keys=8, passing=8, head_dim=8, warps=1, stages=2)
 PLAIN = 30  # instructions of an iteration
@@ -409,10 +409,10 @@ def held(case):
 @pytest.mark.parametrize(
     "case",
     [
-        Case("cuda", 80, "forward", 64, "plain"),
-        Case("cuda", 80, "dqkv", 64, "plain"),
-        Case("cuda", 80, "dqkv", 64, "mask"),
-        Case("cuda", 90, "forward", 128, "softcap"),
+        LedgerCase("cuda", 80, "forward", 64, "plain"),
+        LedgerCase("cuda", 80, "dqkv", 64, "plain"),
+        LedgerCase("cuda", 80, "dqkv", 64, "mask"),
+        LedgerCase("cuda", 90, "forward", 128, "softcap"),
     ],
     ids=str,
 )
@@ -423,8 +423,8 @@ def test_nvcc_stays_within_the_budget(case):
 @needs_triton
 @pytest.mark.parametrize(
     "case",
-    [Case("triton", arch, "forward", 64, "plain") for arch in ledger_model.CHIPS]
-    + [Case("triton", 90, "dkv", 128, "softcap")],
+    [LedgerCase("triton", arch, "forward", 64, "plain") for arch in ledger_model.CHIPS]
+    + [LedgerCase("triton", 90, "dkv", 128, "softcap")],
     ids=str,
 )
 def test_triton_stays_within_the_budget(case):

@@ -73,7 +73,7 @@ UNSEEN = {
 }
 
 
-def unseen(dtype, how):
+def opaque_to_dynamo(dtype, how):
     """[(tensors, value)] to fill hidden keys with. Where these are read, v gets no NaN, as 0 * NaN
     is NaN, and no 3e38, which makes dP infinite."""
     values = UNSEEN[dtype]
@@ -100,7 +100,7 @@ def test_a_key_hidden_from_all_rows_changes_no_bit(isa, how, shape, dtype):
     clean = case(dims, dtype, **arguments)
     expected = computed(isa, clean)
     assert hidden.any() and not expected["weights"][..., hidden].any()
-    for names, value in unseen(dtype, how):
+    for names, value in opaque_to_dynamo(dtype, how):
         found = computed(isa, filled(clean, names, hidden, value))
         if how in READ and not abs(value) < torch.inf:
             found.pop("dq")  # it has 0 * NaN, as in torch
@@ -134,7 +134,7 @@ def test_a_key_hidden_from_all_rows_equals_an_absent_one(isa, how, shape, dtype)
     if how in ("lengths", "padding mask"):
         cut.kwargs = {"return_lse": True}
     expected = computed(isa, cut)
-    for names, value in unseen(dtype, how)[-2:]:
+    for names, value in opaque_to_dynamo(dtype, how)[-2:]:
         found = computed(isa, filled(whole, names, hidden, value))
         found["weights"] = found["weights"][..., :kept]
         found |= {name: found[name][:, :, :kept] for name in ("dk", "dv")}

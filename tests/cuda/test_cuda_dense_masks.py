@@ -240,7 +240,7 @@ def test_each_site_deleted_is_caught():
     problem.kwargs["mask"] = mask_of("finfo.min", shown, BF16)
 
     def run():
-        for wants in (problem.wants, ("k",)):
-            replace(problem, wants=wants).run(fastattn.attention)
+        for needs_grad in (problem.needs_grad, ("k",)):
+            replace(problem, needs_grad=needs_grad).run(fastattn.attention)
 
     assert survivors(run) == {"backward: nothing is on its way"}

@@ -228,13 +228,13 @@ def test_lengths_around_tiles(emulated, M, N):
 
 @pytest.mark.parametrize("d", [32, 160], ids=["dk and dv together", "apart"])
 @pytest.mark.parametrize("wants", ["q", "k", "v", "mask", "sinks", "kv", "qv"])
-def test_each_gradient_alone_is_the_same(emulated, wants, d):
+def test_each_gradient_alone_is_the_same(emulated, needs_grad, d):
     features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
     problem = build(Dims(1, 2, 1, 70, 67, d, d), features, torch.bfloat16)
     every = problem.run(fastattn.attention)
-    wants = (wants,) if wants in ("mask", "sinks") else tuple(wants)
-    found = replace(problem, wants=wants).run(fastattn.attention)
-    assert {x for x in found if x.startswith("d")} == {f"d{x}" for x in wants}
+    needs_grad = (needs_grad,) if needs_grad in ("mask", "sinks") else tuple(needs_grad)
+    found = replace(problem, needs_grad=needs_grad).run(fastattn.attention)
+    assert {x for x in found if x.startswith("d")} == {f"d{x}" for x in needs_grad}
     assert all(torch.equal(x, every[name]) for name, x in found.items())
 
 
@@ -286,7 +286,7 @@ def run_problems():
     for chosen in ((), features):
         problem = build(square(1, 1, 150, 40), chosen, torch.bfloat16)
         problem.run(fastattn.attention)
-        replace(problem, wants=("k",)).run(fastattn.attention)
+        replace(problem, needs_grad=("k",)).run(fastattn.attention)
 
 
 def test_every_site_is_reached():

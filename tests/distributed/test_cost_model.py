@@ -117,7 +117,7 @@ def test_hops_end_after_the_last_visible_keys(layout, lo, hi):
 
 def of_sizes(N, mesh, layout="zigzag", H=32, Hk=8, hi=0, dtype=torch.bfloat16, **more):
     spans = layouts.spans(layout, N, math.prod(mesh))
-    return cost_model.Call(mesh, spans, spans, 1, H, Hk, 128, 128, dtype, hi=hi, **more)
+    return cost_model.CallSizes(mesh, spans, spans, 1, H, Hk, 128, 128, dtype, hi=hi, **more)
 
 
 SHAPES = {"gather": (8,), "ring": (8,), "ulysses": (8,), "usp": (2, 4)}
@@ -146,7 +146,7 @@ def test_a_ring_hop_costs_the_longer_of_compute_and_transfer():
     given = dict(memory=math.inf, call=0.0, merge=0.0, node=1, near=link, far=link)
     machine = machines.Machine("", flops, **given)
     spans = layouts.spans("contiguous", 20, 2)
-    c = cost_model.Call((2,), spans, spans, 1, 2, 1, 3, 4, torch.float32)
+    c = cost_model.CallSizes((2,), spans, spans, 1, 2, 1, 3, 4, torch.float32)
     hop = 2 * (2 * 10 * 10) * (3 + 4) / 1000  # 2.8
     sending = 10 * (3 + 4) * 4 / 100 + 0.75  # 3.55
     assert cost_model.cost("ring", c, machine).seconds == pytest.approx(sending + hop)

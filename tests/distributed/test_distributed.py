@@ -224,7 +224,9 @@ MASKS = shapes_of("mask", dict(B=3, H=4, M=5, N=6))
 def masked(shape):
     problem = problem_of(("lse_loss",), "float64", MASKED)
     mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return replace(problem, kwargs=problem.kwargs | {"mask": mask}, wants=(*problem.wants, "mask"))
+    return replace(
+        problem, kwargs=problem.kwargs | {"mask": mask}, needs_grad=(*problem.needs_grad, "mask")
+    )
 
 
 def run_masked(group, strategy, layout):

@@ -80,7 +80,9 @@ PACKED_MASKS = shapes_of("mask", PACKED_SIZES)
 def packed_masked(shape):
     batch = packed_of("lse_loss", "float64", PART)
     mask = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    return replace(batch, given=batch.given | {"mask": mask}, wants=(*batch.wants, "mask"))
+    return replace(
+        batch, given=batch.given | {"mask": mask}, needs_grad=(*batch.needs_grad, "mask")
+    )
 
 
 def run_packed_masked(group, strategy):

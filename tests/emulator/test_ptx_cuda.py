@@ -66,7 +66,7 @@ def test_each_wait_deleted_is_caught(backward, empty):
     """Except the wait at the end of a kernel, where no copy is in flight. Where dq is made, turns
     replace a barrier."""
     problem = build(square(1, 1, 150, 24), (), torch.bfloat16)
-    problems = [problem, *[replace(problem, wants=("k",))] * backward]
+    problems = [problem, *[replace(problem, needs_grad=("k",))] * backward]
 
     def run():
         for each in problems:

@@ -86,7 +86,7 @@ def test_features(compiled, small, features):
     problem = build(square(1, 2, small.keys, small.d), features, DTYPES["bfloat16"])
     judge(problem)
     masks = {"dmask_kernel"} & kernels(compiled)
-    assert kernels(compiled) == ATTENTION | masks and bool(masks) == ("mask" in problem.wants)
+    assert kernels(compiled) == ATTENTION | masks and bool(masks) == ("mask" in problem.needs_grad)
 
 
 @pytest.mark.parametrize("form", ["bool", "finfo.min"])

@@ -142,20 +142,20 @@ def optional_tensors(rng, draft, full, longest, masks=MASKS):
     """Some of mask, alibi_slopes, sinks and key_lengths, and the names of those that require grad.
 
     full: (B,H,M,N). longest: the largest key length of each item."""
-    found, wants = {}, []
+    found, needs_grad = {}, []
     if rng.random() < 0.5:
         found["mask"] = mask(rng, draft, full, masks)
         if found["mask"].is_floating_point() and rng.random() < 0.7:
-            wants.append("mask")
+            needs_grad.append("mask")
     if rng.random() < 0.25:
-        found["alibi_slopes"] = draft.rand(*shape_of(rng, "slopes", full)).to(draft.exact)
+        found["alibi_slopes"] = draft.rand(*shape_of(rng, "alibi_slopes", full)).to(draft.exact)
     if rng.random() < 0.25:
         found["sinks"] = draft.randn(*shape_of(rng, "sinks", full), dtype=draft.exact)
-        wants.append("sinks")
+        needs_grad.append("sinks")
     if rng.random() < 0.3:
         index = rng.choice((torch.int32, torch.int64))
         found["key_lengths"] = torch.tensor([rng.randint(0, n) for n in longest]).to(index)
-    return found, wants
+    return found, needs_grad
 
 
 def problem(rng, dtype, most=150, masks=MASKS, widest=WIDEST):
@@ -164,7 +164,7 @@ def problem(rng, dtype, most=150, masks=MASKS, widest=WIDEST):
     draft = Draft(d, dtype, rng.randrange(2**20))
     kwargs = scalars(rng, max(d.M, d.N))
     full = d.B, d.H, d.M, d.N
-    given, wants = optional_tensors(rng, draft, full, [d.N] * d.B, masks)
+    given, needs_grad = optional_tensors(rng, draft, full, [d.N] * d.B, masks)
     kwargs |= given
     q = draft.randn(d.B, d.H, d.M, d.D)
     k, v = draft.randn(d.B, d.Hk, d.N, d.D), draft.randn(d.B, d.Hk, d.N, d.Dv)
@@ -173,7 +173,9 @@ def problem(rng, dtype, most=150, masks=MASKS, widest=WIDEST):
         k, v = (spoil_tail(x.contiguous(), kwargs["key_lengths"]) for x in (k, v))
     dout = strided(rng, draft.randn(d.B, d.H, d.M, d.Dv))
     dlse = draft.randn(d.B, d.H, d.M, dtype=draft.exact) if kwargs["return_lse"] else None
-    return Problem(str(d), q, k, v, kwargs, dout, dlse, wanted(rng, wants, kwargs["return_lse"]))
+    return Problem(
+        str(d), q, k, v, kwargs, dout, dlse, wanted(rng, needs_grad, kwargs["return_lse"])
+    )
 
 
 # ----------------------------------------------------------------------------------- packed batches
@@ -190,7 +192,7 @@ class Packed:
     given: dict
     rows: list
     keys: list
-    wants: tuple
+    needs_grad: tuple
     dout: torch.Tensor
     dlse: torch.Tensor | None
     alone: list = field(default_factory=list)
@@ -203,16 +205,16 @@ class Packed:
         """{"out", "lse", "dq", ...}, by a function like `attention_packed`."""
         given = dict(self.given)
         if backward:
-            for name in self.wants:
+            for name in self.needs_grad:
                 given[name] = given[name].detach().requires_grad_()
-        leaves = [given[name] for name in self.wants]
+        leaves = [given[name] for name in self.needs_grad]
         result = function(**given, **more)
         outputs = result if isinstance(result, tuple) else (result,)
         found = dict(zip(("out", "lse"), outputs, strict=False))
         if backward:
             incoming = (self.dout, self.dlse)[: len(outputs)]
             grads = torch.autograd.grad(outputs, leaves, incoming)
-            found |= {"d" + name: grad for name, grad in zip(self.wants, grads, strict=True)}
+            found |= {"d" + name: grad for name, grad in zip(self.needs_grad, grads, strict=True)}
         return {name: x.detach() for name, x in found.items()}
 
     def part(self, name, x, b):
@@ -254,7 +256,7 @@ def packed(rng, dtype, most=100, masks=MASKS):
     spare = rng.choice((0, 0, 3))
     max_q, max_k = (max(x, default=0) + spare for x in zip(*counts, (0, 0)))
     draft = Draft(d, dtype, rng.randrange(2**20))
-    given, wants = optional_tensors(
+    given, needs_grad = optional_tensors(
         rng, draft, (B, d.H, max_q, max_k), [n for _, n in counts], masks
     )
     given |= scalars(rng, max(max_q, max_k))
@@ -275,7 +277,7 @@ def packed(rng, dtype, most=100, masks=MASKS):
         given,
         rows,
         keys,
-        wanted(rng, wants, given["return_lse"]),
+        wanted(rng, needs_grad, given["return_lse"]),
         strided(rng, draft.randn(T, d.H, d.Dv)),
         draft.randn(T, d.H, dtype=draft.exact) if given["return_lse"] else None,
     )
@@ -298,7 +300,7 @@ def alone(batch, b):
         given["key_lengths"] = given["key_lengths"][b : b + 1]
     dout = batch.part("out", batch.dout, b)
     dlse = None if batch.dlse is None else batch.part("lse", batch.dlse, b)
-    return Problem(f"sequence {b} of {batch.name}", q, k, v, given, dout, dlse, batch.wants)
+    return Problem(f"sequence {b} of {batch.name}", q, k, v, given, dout, dlse, batch.needs_grad)
 
 
 class PackedVerdict(Verdict):
@@ -313,7 +315,7 @@ class PackedVerdict(Verdict):
         if not given["return_lse"]:
             del shapes["lse"]
         if backward:
-            shapes |= {"d" + name: given[name] for name in batch.wants}
+            shapes |= {"d" + name: given[name] for name in batch.needs_grad}
         self.exact, self.bounds = (
             {name: torch.zeros(x.shape, dtype=torch.float64) for name, x in shapes.items()}
             for _ in range(2)

@@ -145,7 +145,7 @@ def weights(rng):
     problem = draw.problem(rng, dtype, most=70)
     problem.kwargs.pop("return_lse")
     problem.dlse = None
-    problem.wants = tuple(x for x in problem.wants if x != "v") or ("q",)
+    problem.needs_grad = tuple(x for x in problem.needs_grad if x != "v") or ("q",)
     if not problem.k.shape[2] or not problem.q.numel():
         return
     problem = with_identity(problem, average)
@@ -164,7 +164,7 @@ def passes_with_tangents(rng):
     if not problem.dout.numel() or not problem.k.numel():
         return
     with somewhere(rng, dtype, Feature.TANGENTS) as name:
-        given = tangents.directions(problem, draw.some(rng, problem.wants))
+        given = tangents.directions(problem, draw.some(rng, problem.needs_grad))
         wanted = tangents.exact(problem, *given)
         none(tangents.complaints(name, problem, wanted, given, known=rng.random() < 0.5))
 
@@ -177,16 +177,21 @@ def derivatives(rng):
     masks = ("bool", "float", "-inf")
     if many:
         batch = draw.packed(rng, torch.float64, most=40, masks=masks)
-        given, wants, ours, oracle = dict(batch.given), batch.wants, fastattn.attention_packed, None
+        given, needs_grad, ours, oracle = (
+            dict(batch.given),
+            batch.needs_grad,
+            fastattn.attention_packed,
+            None,
+        )
         oracle = one_by_one(batch)
     else:
         problem = draw.problem(rng, torch.float64, most=60, masks=masks)
-        given, wants = problem.tensors(), problem.wants
+        given, needs_grad = problem.tensors(), problem.needs_grad
         ours, oracle = fastattn.attention, reference.attention
     given["return_lse"] = True
     features = Feature.TANGENTS | (Feature.PACKED if many else Feature.NONE)
     with somewhere(rng, torch.float64, features) as name:
-        same_derivatives(rng, given, wants, ours, oracle, name)
+        same_derivatives(rng, given, needs_grad, ours, oracle, name)
 
 
 def one_by_one(batch):
@@ -211,9 +216,9 @@ def without(given, *names):
     return {name: x for name, x in given.items() if name not in names}
 
 
-def same_derivatives(rng, given, wants, ours, oracle, name):
+def same_derivatives(rng, given, needs_grad, ours, oracle, name):
     """Results, their tangents, gradients and their tangents."""
-    leaves = tuple(given[x].detach().clone() for x in wants)
+    leaves = tuple(given[x].detach().clone() for x in needs_grad)
     generator = torch.Generator().manual_seed(rng.randrange(2**20))
 
     def like(x):
@@ -221,7 +226,7 @@ def same_derivatives(rng, given, wants, ours, oracle, name):
 
     def of(function, **more):
         def f(*x):
-            call = given | dict(zip(wants, x)) | more
+            call = given | dict(zip(needs_grad, x)) | more
             if "cu_q" not in call:
                 q, k, v = (call.pop(n) for n in "qkv")
                 return tuple(map(draw.finite, function(q, k, v, **call)))
@@ -280,7 +285,7 @@ def vmapped(rng):
     def loss(*x):
         return sum(x.sin().sum() for x in results(*x))
 
-    at = tuple(tensors.index(x) for x in problem.wants)
+    at = tuple(tensors.index(x) for x in problem.needs_grad)
     with somewhere(rng, torch.float64) as name:
         for what, f in (("results", results), ("gradients", grad(loss, at))):
             found = vmap(f, tuple(along.values()))(*batched.values())

@@ -297,7 +297,7 @@ def test_infinite_key_leaves_other_gradients_finite(name, dtype, softcap):
     problem.q.abs_(), problem.dout.fill_(1)
     problem.k[0, 0, 3] = -torch.inf
     problem.kwargs |= dict(softcap=softcap, mask=torch.zeros(1, 1, 1, 9, dtype=DTYPES[dtype]))
-    problem.wants = ("k", "v", "mask")
+    problem.needs_grad = ("k", "v", "mask")
     found = attend(on_device(problem), name)
     assert all(x.isfinite().all() for x in found.values())
 

@@ -50,7 +50,7 @@ def test_every_broadcast_of_a_mask(name, kind, pattern):
         "grad": mask.bfloat16(),
         "float32_grad": mask,
     }[kind]
-    problem.wants += ("mask",) if kind != "bool" else ()
+    problem.needs_grad += ("mask",) if kind != "bool" else ()
     problem.name += f":mask{shape}"
     check(name, [problem])
 
@@ -70,7 +70,7 @@ def test_strided_masks(name, kind):
     for view in views:
         problem = build(Dims(2, 2, 2, 97, 103, 64, 64), (), torch.bfloat16)
         problem.kwargs["mask"] = view
-        problem.wants += ("mask",) if kind == "bias" else ()
+        problem.needs_grad += ("mask",) if kind == "bias" else ()
         problem.name += f":{view.stride()}"
         problems.append(problem)
     check(name, problems)
@@ -81,10 +81,10 @@ WANTS = [("q",), ("k",), ("v",), ("mask",), ("sinks",), ("q", "mask"), ("v", "si
 
 @pytest.mark.parametrize("wants", WANTS, ids="+".join)
 @judged
-def test_subsets_of_gradients(name, wants):
+def test_subsets_of_gradients(name, needs_grad):
     features = (FEATURE["bias_grad"], FEATURE["sinks"], FEATURE["causal"])
     problem = build(square(2, 2, 97, 64), features, torch.bfloat16)
-    check(name, [replace(problem, wants=wants)])
+    check(name, [replace(problem, needs_grad=needs_grad)])
 
 
 @pytest.mark.parametrize("dtype", ["int32", "int64"])

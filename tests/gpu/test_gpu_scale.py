@@ -204,7 +204,7 @@ def test_strides_past_32_bits(name, far):
     need_memory(6 * GIGABYTE)
     near = on_device(build(Dims(3 if far == "items" else 1, 2, 2, 129, 129, 64, 64), (), BFLOAT16))
     near.kwargs["mask"] = randn(near.q.shape[0], 2, 129, 129)
-    near.wants += ("mask",)
+    near.needs_grad += ("mask",)
     memory = torch.empty((1 << 31) + (1 << 26), dtype=BFLOAT16, device=DEVICE)
 
     def spread(at, x, strides):

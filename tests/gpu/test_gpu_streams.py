@@ -267,14 +267,14 @@ def test_place_in_the_batch_does_not_matter(name, sizes, dtype):
             one,
             **{x: repeated(getattr(one, x)) for x in ("q", "k", "v", "dout", "dlse")},
             kwargs=one.kwargs | dict(mask=repeated(one.kwargs["mask"])),
-            wants=("q", "k", "v"),
+            needs_grad=("q", "k", "v"),
         )
     )
     found = attend(five, name)
     for what, value in found.items():
         assert torch.equal(value, value[:1].expand_as(value)), what
     if sizes[0] > 16:  # in decoding, the splits of keys depend on the number of heads
-        alone = attend(on_device(replace(one, wants=("q", "k", "v"))), name)
+        alone = attend(on_device(replace(one, needs_grad=("q", "k", "v"))), name)
         same({x: y[3:4] for x, y in found.items()}, alone)
 
 

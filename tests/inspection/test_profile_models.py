@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import fastattn
-from fastattn.inspection.report import Profile, Round
+from fastattn.inspection.report import ModelTimes, Profile
 from tests.inspection.test_profile import PADDING, Heads, Mixed, Under, X, encoder
 
 pytestmark = [
@@ -256,7 +256,7 @@ def test_padding_masks_are_not_dense():
 
 def test_few_rounds_must_agree():
     def verdict(*gains):
-        rounds = [Round(x, 1.0, True) for x in gains]
+        rounds = [ModelTimes(x, 1.0, True) for x in gains]
         return Profile("M", False, "forward", 1, rounds, []).verdict()
 
     assert verdict(2.0, 2.0, 2.0).startswith("Worth it")

@@ -197,7 +197,7 @@ def test_no_mask_is_made(name, calls, monkeypatch):
     for owner, made_by in (
         (batching.input_outputs, "build_attention_mask"),
         (transformers_masks.masking_utils, "sdpa_mask"),
-        (transformers_masks.Mask, "__getitem__"),
+        (transformers_masks.StructuredMask, "__getitem__"),
         (torch.Tensor, "nonzero"),  # nor are the starts of requests searched for
     ):
         monkeypatch.setattr(owner, made_by, never)

@@ -13,7 +13,7 @@ from transformers import masking_utils as masks  # noqa: E402
 
 import fastattn.integrations.transformers as ours  # noqa: E402
 from fastattn.integrations import transformers_attention  # noqa: E402
-from fastattn.integrations.transformers_masks import Mask, make_mask  # noqa: E402
+from fastattn.integrations.transformers_masks import StructuredMask, make_mask  # noqa: E402
 
 from ..support.transformers_families import FAMILY, VOCABULARY, made, text  # noqa: E402
 
@@ -107,7 +107,7 @@ def test_results_equal_those_of_the_dense_mask(kind, place):
         given = (3, M, N, row, key, KINDS[kind](max(N, last + 1)), seen)
         message_of = f"padding: {padding}\n{{}}".format
         mask = make_mask(*given)
-        assert isinstance(mask, Mask) and mask.shape == (3, 1, M, N)
+        assert isinstance(mask, StructuredMask) and mask.shape == (3, 1, M, N)
         exact = masks.sdpa_mask(*given, allow_is_causal_skip=False)
         assert torch.equal(mask.exact(), exact)
         out, _ = transformers_attention.attend(MODULE, q, k, v, mask)

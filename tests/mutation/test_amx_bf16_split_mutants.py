@@ -262,7 +262,7 @@ def large_scale(dtype):
     planes.test_a_scale_that_makes_tiny_products_visible_runs_on_vector_kernels(MODEL, 127, True)
 
 
-def unseen(dtype, how="mask"):
+def opaque_to_dynamo(dtype, how="mask"):
     unseen_keys.test_a_key_hidden_from_all_rows_changes_no_bit(MODEL, how, "70 rows", dtype)
 
 
@@ -297,8 +297,8 @@ JUDGES = {
     "what is theirs": lambda dtype: blocks.test_rows_on_vector_kernels_see_their_own_keys(MODEL),
     "behind a window": lambda dtype: blocks.test_nan_keys_outside_a_window_change_nothing(MODEL),
     "large values": large_values,
-    "unseen keys": unseen,
-    "unseen keys in a window": partial(unseen, how="mask in a window"),
+    "unseen keys": opaque_to_dynamo,
+    "unseen keys in a window": partial(opaque_to_dynamo, how="mask in a window"),
     "keys without planes": featured("plain"),
     "keys without planes, dropout": featured("dropout"),
     "small dS": lambda dtype: blocks.test_small_gradients_of_scores_run_on_vector_kernels(MODEL),

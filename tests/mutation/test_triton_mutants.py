@@ -96,10 +96,10 @@ draws by head numbers within a part: score.py: dropout+place
 -h + call.at_head
 +h
 draws of folded heads do not repeat: score.py: folded
--h %= extras.heads_again
+-h %= extras.dropout_head_period
 +pass
 draws of folded items do not repeat: score.py: folded
--b %= extras.items_again
+-b %= extras.dropout_batch_period
 +pass
 draws of dq differ from forward's: backward.py: folded
 -draw = drawn(rows.h, item.b, call, extras, F)
@@ -110,10 +110,10 @@ draws of dk differ from forward's: backward.py: folded
 draws of a tangent differ from forward's: jvp.py: folded
 -draw = drawn(rows.h, item.b, call, extras, F)
 +draw = rows.h, item.b
-draws of dq_t differ from forward's: second.py: folded
+draws of dq_t differ from forward's: backward_jvp.py: folded
 -draw = drawn(rows.h, item.b, call, extras, F)
 +draw = rows.h, item.b
-draws of dk_t differ from forward's: second.py: folded
+draws of dk_t differ from forward's: backward_jvp.py: folded
 -draw = drawn(h, item.b, call, extras, F)
 +draw = h, item.b
 draws by item numbers within a part: score.py: dropout+place
@@ -401,79 +401,79 @@ dropout omitted with values' tangents: jvp.py: moved+dropout
 kept tangents not scaled: jvp.py: moved+dropout
 -acc *= call.reals.factor
 +acc *= 1.0
-delta_t without dO O_t: second.py: moved
+delta_t without dO O_t: backward_jvp.py: moved
 -total = tl.sum(tile_do.to(tl.float32) * tile_ot.to(tl.float32), 1)
 +total = tl.full([T.BM], 0, tl.float32)
-delta_t without dO_t O: second.py: moved
+delta_t without dO_t O: backward_jvp.py: moved
 -total += tl.sum(tile_dot.to(tl.float32) * tile_o.to(tl.float32), 1)
 +pass
-delta_t without dLSE_t: second.py: moved+sinks+lse_loss
+delta_t without dLSE_t: backward_jvp.py: moved+sinks+lse_loss
 -total -= tl.load(at, mask=inside, other=0.0)
 +pass
-probabilities' tangents without the LSE's: second.py: moved
+probabilities' tangents without the LSE's: backward_jvp.py: moved
 -live, rate, dropped = p > 0, s_t - lse_t, p
 +live, rate, dropped = p > 0, s_t, p
-dS without delta: second.py: moved
+dS without delta: backward_jvp.py: moved
 -ds = p * (dp - delta)
 +ds = p * dp
-dS_t without P_t: second.py: moved
+dS_t without P_t: backward_jvp.py: moved
 -ds_t = ds * rate + p * (dp_t - delta_t)
 +ds_t = p * (dp_t - delta_t)
-dS_t without dP_t: second.py: moved
+dS_t without dP_t: backward_jvp.py: moved
 -ds * rate + p * (dp_t - delta_t)
 +ds * rate + p * -delta_t
-dS_t without delta_t: second.py: moved
+dS_t without delta_t: backward_jvp.py: moved
 -ds * rate + p * (dp_t - delta_t)
 +ds * rate + p * dp_t
-dS_t without softcap: second.py: moved+softcap
+dS_t without softcap: backward_jvp.py: moved+softcap
 -dqk, dqk_t = ds * phi, ds_t * phi
 +dqk, dqk_t = ds * phi, ds_t
-dS without softcap: second.py: moved+softcap
+dS without softcap: backward_jvp.py: moved+softcap
 -dqk, dqk_t = ds * phi, ds_t * phi
 +dqk, dqk_t = ds, ds_t * phi
-softcap's second derivative omitted: second.py: moved+softcap
+softcap's second derivative omitted: backward_jvp.py: moved+softcap
 -dqk_t += ds * phi_t
 +pass
-dropout omitted in dP_t: second.py: moved+dropout
+dropout omitted in dP_t: backward_jvp.py: moved+dropout
 -dp_t = tl.where(keep, dp_t * call.reals.factor, 0.0)
 +dp_t = dp_t * 1.0
-dropout omitted in P_t of dV: second.py: moved+dropout
+dropout omitted in P_t of dV: backward_jvp.py: moved+dropout
 -dropped_t = tl.where(live, dropped * rate, 0.0)
 +dropped_t = tl.where(live, p * rate, 0.0)
-dropout omitted in P of dV: second.py: moved+dropout
+dropout omitted in P of dV: backward_jvp.py: moved+dropout
 -dropped = tl.where(keep, p, 0.0)
 +dropped = p
-hidden keys change dS's tangent: second.py: moved_hidden
+hidden keys change dS's tangent: backward_jvp.py: moved_hidden
 -tl.where(live, dqk, 0.0), tl.where(live, dqk_t, 0.0)
 +tl.where(live, dqk, 0.0), dqk_t
-dQ_t without K_t: second.py: moved
+dQ_t without K_t: backward_jvp.py: moved
 -acc = dot(narrow(dqk, tile_k.dtype), tile_kt, acc, F)
 +pass
-dK_t without Q_t: second.py: moved
+dK_t without Q_t: backward_jvp.py: moved
 -dk_t = dot(narrow(dqk, tile_q.dtype), tile_qt, dk_t, F)
 +pass
-dV_t without dO_t: second.py: moved
+dV_t without dO_t: backward_jvp.py: moved
 -dv_t = dot(narrow(p, tile_do.dtype), tile_dot, dv_t, F)
 +pass
-dV_t without P_t: second.py: moved
+dV_t without P_t: backward_jvp.py: moved
 -dv_t = dot(narrow(p_t, tile_do.dtype), tile_do, dv_t, F)
 +pass
-dQ_t without the scale: second.py: moved
+dQ_t without the scale: backward_jvp.py: moved
 -acc * call.reals.scale, T.D, T.BM
 +acc, T.D, T.BM
-dK_t without the scale: second.py: moved
+dK_t without the scale: backward_jvp.py: moved
 -acc_k * call.reals.scale
 +acc_k
-kept dV_t not scaled: second.py: moved+dropout
+kept dV_t not scaled: backward_jvp.py: moved+dropout
 -acc_v *= call.reals.factor
 +acc_v *= 1.0
-key tangents from one head: second.py: moved+gqa
+key tangents from one head: backward_jvp.py: moved+gqa
 -hk * groups + g, blocks
 +hk * groups, blocks
-the mask's gradient tangent is that of q.k: second.py: moved+bias_grad+softcap
+the mask's gradient tangent is that of q.k: backward_jvp.py: moved+bias_grad+softcap
 -_, _, _, _, ds_t = gradients_t(
 +_, _, _, ds_t, _ = gradients_t(
-a sequence's rates begin at 0: second.py: moved_packed
+a sequence's rates begin at 0: backward_jvp.py: moved_packed
 -row = rates + row_index(at, h, i, call.H, pitch)
 +row = rates + row_index(Start(at.b, 0), h, i, call.H, pitch)
 a sequence's tangents begin at 0: tangent.py: moved_packed
@@ -515,7 +515,7 @@ def infinities_spread():
     """True if the NaN that a key of -inf makes in tile rows past the last reaches a gradient."""
     problem = build(square(1, 1, 5, 8), (), torch.float32)
     problem.k[0, 0, 3] = -torch.inf
-    problem = replace(problem, q=problem.q.abs(), wants=("k", "v"))
+    problem = replace(problem, q=problem.q.abs(), needs_grad=("k", "v"))
     found = problem.run(fastattn.attention, backend="triton")
     return not all(x.isfinite().all() for x in found.values())
 
@@ -664,7 +664,7 @@ def detected(complaints):
 PACKAGE = importlib.import_module("fastattn.kernels")
 SOURCE = Path(next(iter(PACKAGE.__path__)))
 IN_ORDER = ("tile", "score", "block_mask", "softmax", "forward", "backward", "decode", "weights")
-IN_ORDER += ("tangent", "jvp", "second")
+IN_ORDER += ("tangent", "jvp", "backward_jvp")
 
 
 @pytest.fixture

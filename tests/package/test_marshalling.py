@@ -167,7 +167,7 @@ def test_the_extension_packs_what_python_packs(how):
     form = bytes(range(256)) * (libraries.SIZE // 256 + 1)
     form = form[: libraries.SIZE]
     for x in CASES[how]:
-        at = libraries.offset("dlse"), list(marshalling.CROSSES).index(how)
+        at = libraries.offset("dlse"), list(marshalling.PASSED_AS).index(how)
         for tensors, sizes in itertools.product(((x,), (None,)), (-1, libraries.offset("dv_size"))):
             place = marshalling._PLACE.pack(*at, sizes)
             packed = marshalling._pack(form, place, tensors, 3)
@@ -178,7 +178,7 @@ def test_the_extension_packs_what_python_packs(how):
 @pytest.mark.parametrize("how", SIZES)
 def test_the_sizes_of_a_tensor_cross_in_the_dimensions_of_its_strides(how):
     place = marshalling._PLACE.pack(
-        0, list(marshalling.CROSSES).index(how), libraries.offset("dv_size")
+        0, list(marshalling.PASSED_AS).index(how), libraries.offset("dv_size")
     )
     for pack in {marshalling.pack, marshalling._pack}:
         packed = pack(bytes(libraries.SIZE), place, (CASES[how][0],), 1)
@@ -191,8 +191,8 @@ def test_every_field_of_a_pass_has_its_place(which):
     """With every tensor that a pass can have, all different."""
     after = native_launcher.AFTER[which]
     fields = {name: a.field for name, a in ARGUMENTS.items()} | {name: name for name in after}
-    crosses = {name: a.crosses for name, a in ARGUMENTS.items()} | after
-    tensors = tuple(CASES[how][0].clone() for how in crosses.values())
+    passed_as = {name: a.passed_as for name, a in ARGUMENTS.items()} | after
+    tensors = tuple(CASES[how][0].clone() for how in passed_as.values())
     form = bytes(libraries.SIZE)
     packed = marshalling._pack(form, native_launcher.PLACES[which], tensors, 1)
     assert marshalling.extension.pack(form, native_launcher.PLACES[which], tensors, 1) == packed

@@ -60,8 +60,8 @@ def features(rng, among=FEATURES):
 
 def problem(rng, D, dtype, sizes):
     found = build(sizes.dims(rng, D), features(rng), dtype, seed=rng.randrange(2**20))
-    some = tuple(x for x in found.wants if rng.random() < 0.7) or found.wants
-    return replace(found, wants=found.wants if found.dlse is not None else some)
+    some = tuple(x for x in found.needs_grad if rng.random() < 0.7) or found.needs_grad
+    return replace(found, needs_grad=found.needs_grad if found.dlse is not None else some)
 
 
 @kind
@@ -75,7 +75,7 @@ def weights(rng, D, dtype, sizes, backend):
     """Probabilities, their mean over heads, and the gradients of both."""
     made = problem(rng, D, dtype, sizes)
     given = {x: y for x, y in made.tensors().items() if x not in ("v", "return_lse")}
-    leaves = [x for x in made.wants if x != "v"]
+    leaves = [x for x in made.needs_grad if x != "v"]
     given |= {x: given[x].detach().requires_grad_() for x in leaves}
     found = fastattn.attention_weights(**given, average_heads=rng.random() < 0.5, backend=backend)
     if leaves:

@@ -110,12 +110,12 @@ def rand(shape, seed, dtype=torch.float64):
 
 def values(name, shape, dtype, layout, seed=0):
     """The values of a tensor argument."""
-    if name == "lengths":
+    if name == "key_lengths":
         return torch.tensor(layout.lengths, dtype=dtype)
     if name == "seed":
         return torch.full(shape, 5 + seed, dtype=dtype)
     x = rand(shape, 100 + seed)
-    return x > -0.7 if dtype == torch.bool else (x.abs() if name == "slopes" else x).to(dtype)
+    return x > -0.7 if dtype == torch.bool else (x.abs() if name == "alibi_slopes" else x).to(dtype)
 
 
 # ------------------------------------------------------------------------------------------- cases
@@ -127,13 +127,13 @@ class Case(SimpleNamespace):
 
     def __str__(self):
         text = (f"{name}{list(shape)}.{str(x)[6:]}" for name, (shape, x) in self.kinds.items())
-        return " ".join([str(self.dtype)[6:], *text, "by", *self.wants]).replace(" ", "")
+        return " ".join([str(self.dtype)[6:], *text, "by", *self.needs_grad]).replace(" ", "")
 
     def given(self, layout, dtype=None):
         """The tensors of the call, by public name; floating ones in `dtype`, if it is given."""
         found = layout.inputs(self.dtype)
         for name, (shape, own) in self.kinds.items():
-            found[ARGUMENTS[name].public] = values(name, shape, own, layout)
+            found[ARGUMENTS[name].name] = values(name, shape, own, layout)
         if dtype:
             found = {x: y.to(dtype) if y.is_floating_point() else y for x, y in found.items()}
         return found
@@ -180,7 +180,7 @@ def cases(layout, dtypes):
             each = subsets((*"qkv", *has))
             if mask and mask[1] == dtypes[0]:  # so that each mask shape has its gradient tested
                 each = [x for x in each if "mask" in x]
-            found.append(Case(dtype=dtype, kinds=kinds, wants=each[next(counter) % len(each)]))
+            found.append(Case(dtype=dtype, kinds=kinds, needs_grad=each[next(counter) % len(each)]))
     return found
 
 
@@ -197,14 +197,14 @@ every_case = pytest.mark.parametrize(
 # ------------------------------------------------------------------------------------------- passes
 
 
-def outcomes(attention, given, wants):
+def outcomes(attention, given, needs_grad):
     """{name: result} of every pass of a call, with these gradients."""
-    leaves = {x: given[x].detach().requires_grad_() for x in wants}
-    others = {x: y for x, y in given.items() if x not in wants}
+    leaves = {x: given[x].detach().requires_grad_() for x in needs_grad}
+    others = {x: y for x, y in given.items() if x not in needs_grad}
     found = dict(zip(("out alone", "lse alone"), attention(**given), strict=True))
 
     def call(*tensors):
-        out, lse = attention(**dict(zip(wants, tensors, strict=True)), **others)
+        out, lse = attention(**dict(zip(needs_grad, tensors, strict=True)), **others)
         return out, torch.where(lse == -torch.inf, 0.0, lse)
 
     tensors = tuple(leaves.values())
@@ -217,8 +217,8 @@ def outcomes(attention, given, wants):
     for names, results in (
         (("out", "lse"), outs),
         (("out_t", "lse_t"), tangents),
-        ([f"d{x}" for x in wants], grads),
-        ([f"second d{x}" for x in wants], second),
+        ([f"d{x}" for x in needs_grad], grads),
+        ([f"second d{x}" for x in needs_grad], second),
     ):
         found |= dict(zip(names, results, strict=True))
     return {name: x.detach() for name, x in found.items()}
@@ -254,18 +254,18 @@ def test_every_shape_in_every_pass(name, layout, case, monkeypatch):
         return laid.oracle(**given, **case.options)
 
     given = case.given(laid)
-    exact = outcomes(oracle, case.given(laid, torch.float64), public(case.wants))
-    found = outcomes(ours, given, public(case.wants))
+    exact = outcomes(oracle, case.given(laid, torch.float64), public(case.needs_grad))
+    found = outcomes(ours, given, public(case.needs_grad))
     close(found, exact, tolerance_of(case))
-    for x in public(case.wants):
+    for x in public(case.needs_grad):
         assert found[f"d{x}"].dtype == found[f"second d{x}"].dtype == given[x].dtype
-    if laid.rows and "mask" in case.wants:  # takes the path for one sequence after the other
+    if laid.rows and "mask" in case.needs_grad:  # takes the path for one sequence after the other
         monkeypatch.setattr(native_launcher, "ROOM", -1)
-        close(outcomes(ours, given, public(case.wants)), exact, tolerance_of(case))
+        close(outcomes(ours, given, public(case.needs_grad)), exact, tolerance_of(case))
 
 
 def public(names):
-    return tuple(ARGUMENTS[x].public for x in names)
+    return tuple(ARGUMENTS[x].name for x in names)
 
 
 @every_backend
@@ -273,7 +273,7 @@ def public(names):
 @pytest.mark.parametrize("average", [False, True], ids=["heads", "average"])
 def test_every_shape_of_weights(name, case, average):
     declares(name, case.dtype, Feature.WEIGHTS)
-    wants = public(x for x in case.wants if x != "v") or ("q",)
+    needs_grad = public(x for x in case.needs_grad if x != "v") or ("q",)
 
     def ours(q, k, v, **given):
         options = case.options | dict(average_heads=average, backend=name)
@@ -284,11 +284,11 @@ def test_every_shape_of_weights(name, case, average):
         return weights.mean(1) if average else weights
 
     def passes(weights, given):
-        leaves = {x: given[x].detach().requires_grad_() for x in wants}
+        leaves = {x: given[x].detach().requires_grad_() for x in needs_grad}
         found = weights(**given | leaves)
         incoming = rand(found.shape, 60, found.dtype)
         grads = torch.autograd.grad(found, tuple(leaves.values()), incoming)
-        return dict(weights=found.detach()) | dict(zip(wants, grads, strict=True))
+        return dict(weights=found.detach()) | dict(zip(needs_grad, grads, strict=True))
 
     exact = passes(oracle, case.given(DENSE, torch.float64))
     close(passes(ours, case.given(DENSE)), exact, tolerance_of(case))
@@ -297,7 +297,7 @@ def test_every_shape_of_weights(name, case, average):
 # ------------------------------------------------------------------------------------------- pages
 
 PAGE, PAGES, BLOCKS = 2, 13, 7
-PAGED = [x for x in cases(PACKED, DTYPES_OF["triton" if INTERPRETED else "cpu"]) if x.wants]
+PAGED = [x for x in cases(PACKED, DTYPES_OF["triton" if INTERPRETED else "cpu"]) if x.needs_grad]
 
 
 def in_pages(x, table):
@@ -328,11 +328,11 @@ def test_every_shape_in_pages(name, case, quantised):
     table[:, 3:] = 10**6  # entries past the keys
     used = torch.tensor([0, 1, 2]) + 3 * torch.arange(B)[:, None]
     table[:, :3] = used * 5 % PAGES
-    (of_table,) = shapes_of("pages", dict(B=B, blocks=BLOCKS))
+    (of_table,) = shapes_of("block_table", dict(B=B, blocks=BLOCKS))
     exact = {x: y.double() if y.is_floating_point() else y for x, y in given.items()}
     right = PACKED.oracle(**exact, **case.options)
     given |= {x: in_pages(y, table) for x, y in (kept | scales).items()}
-    for dtype in dtypes_of("pages", case.dtype):
+    for dtype in dtypes_of("block_table", case.dtype):
         found = fastattn.attention_packed(
             **given,
             cu_q=PACKED.offsets[0].to(dtype),
@@ -373,7 +373,7 @@ def test_every_shape_is_mapped(name, layout):
     dtype = next(x for x in dtypes_of(name, torch.float64) if x != torch.bool)
 
     def gradients(attention):
-        return grad(partial(loss, attention, ARGUMENTS[name].public, given), by, has_aux=True)
+        return grad(partial(loss, attention, ARGUMENTS[name].name, given), by, has_aux=True)
 
     for shape in shapes_of(name, laid.sizes):
         own = torch.stack([values(name, shape, dtype, laid, seed=i) for i in range(V)])

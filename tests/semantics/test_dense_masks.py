@@ -261,7 +261,7 @@ def test_gradient_of_a_mask_with_structure(name, pattern, shape):
         rows = slice(None) if "M" in shape else slice(M // 2, M // 2 + 1)
         mask = problem.kwargs["mask"][rows].expand([sizes.get(x, 1) for x in shape]).clone()
         problem.kwargs["mask"] = mask
-        problem = replace(problem, wants=(*problem.wants, "mask"))
+        problem = replace(problem, needs_grad=(*problem.needs_grad, "mask"))
         found += everywhere(name, Verdict(problem))
     passed(found)
 

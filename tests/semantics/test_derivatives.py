@@ -22,10 +22,10 @@ DIMS = square(1, 2, 3, 2)
 def function_of(problem, name):
     """(f, tensors): f maps tensors that have gradients to out and, where finite, the LSE."""
     given = problem.tensors() | dict(return_lse=True, backend=name)
-    tensors = [given[x].contiguous().requires_grad_() for x in problem.wants]
+    tensors = [given[x].contiguous().requires_grad_() for x in problem.needs_grad]
 
     def f(*tensors):
-        call = given | dict(zip(problem.wants, tensors))
+        call = given | dict(zip(problem.needs_grad, tensors))
         q, k, v = (call.pop(x) for x in "qkv")
         out, lse = fastattn.attention(q, k, v, **call)
         return out, torch.where(lse == -torch.inf, 0.0, lse)

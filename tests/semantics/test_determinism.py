@@ -81,8 +81,8 @@ def part(problem, batch, heads):
     for given in ("alibi_slopes", "sinks"):
         if given in kwargs:
             kwargs[given] = kwargs[given][heads]
-    wants = tuple(x for x in problem.wants if x in "qkv")
-    return replace(problem, kwargs=kwargs, wants=wants, **cut)
+    needs_grad = tuple(x for x in problem.needs_grad if x in "qkv")
+    return replace(problem, kwargs=kwargs, needs_grad=needs_grad, **cut)
 
 
 @every_dtype

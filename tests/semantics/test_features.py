@@ -213,7 +213,7 @@ def test_every_broadcast_of_a_mask(name, dtype, kind):
                 mask = mask.to(torch.float32 if "float32" in kind else problem.q.dtype)
             problem.kwargs["mask"] = mask
             if kind.endswith("grad"):
-                problem.wants += ("mask",)
+                problem.needs_grad += ("mask",)
             problem.name += f":mask{list(shape)}"
             problems.append(problem)
     if dtype == "float64" and kind.startswith("float32"):
@@ -237,7 +237,7 @@ def test_strided_masks(name):
         for view in views:
             problem = build(Dims(2, 2, 2, 21, 37, 8, 8), (), torch.float32)
             problem.kwargs["mask"] = view
-            problem.wants += ("mask",) if dtype == torch.float32 else ()
+            problem.needs_grad += ("mask",) if dtype == torch.float32 else ()
             problem.name += f":{dtype}{view.stride()}"
             problems.append(problem)
     run_all(name, problems)
@@ -254,7 +254,7 @@ def test_every_subset_of_gradients(name):
     """Only the mask requires grad, only the sinks, all but v, etc.: all are independent."""
     features = (FEATURE["bias_grad"], FEATURE["sinks"], FEATURE["causal"])
     problem = build(square(2, 2, 19, 8), features, torch.float32)
-    run_all(name, [replace(problem, wants=x, name="+".join(x)) for x in WANTS])
+    run_all(name, [replace(problem, needs_grad=x, name="+".join(x)) for x in WANTS])
 
 
 @every_backend

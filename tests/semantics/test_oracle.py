@@ -77,10 +77,10 @@ def test_oracles_gradients_are_differences(features):
     if torch.is_tensor(problem.kwargs.get("mask")) and problem.kwargs["mask"].is_floating_point():
         problem.kwargs["mask"].clamp_(min=-30)
     given = problem.tensors()
-    leaves = [given[name].contiguous().requires_grad_() for name in problem.wants]
+    leaves = [given[name].contiguous().requires_grad_() for name in problem.needs_grad]
 
     def call(*leaves):
-        now = given | dict(zip(problem.wants, leaves, strict=True)) | dict(return_lse=True)
+        now = given | dict(zip(problem.needs_grad, leaves, strict=True)) | dict(return_lse=True)
         q, k, v = (now.pop(x) for x in "qkv")
         out, lse = reference.attention(q, k, v, **now)
         return out, lse.masked_fill(lse == -torch.inf, 0)  # differences of infinities are NaN

@@ -49,7 +49,7 @@ class Batch:
 
     alone: list
     given: dict
-    wants: tuple
+    needs_grad: tuple
     dout: torch.Tensor
     dlse: torch.Tensor | None
     rows: list
@@ -58,16 +58,16 @@ class Batch:
     def run(self, function=None, backward=True, **more):
         """{"out", "lse", "dq", ...} of one packed call."""
         given = dict(self.given)
-        for name in self.wants:
+        for name in self.needs_grad:
             given[name] = given[name].detach().requires_grad_()
-        leaves = [given[name] for name in self.wants]
+        leaves = [given[name] for name in self.needs_grad]
         result = (function or fastattn.attention_packed)(**given, **more)
         outputs = result if isinstance(result, tuple) else (result,)
         found = dict(zip(("out", "lse"), outputs, strict=False))
         if not backward:
             return found
         grads = torch.autograd.grad(outputs, leaves, (self.dout, self.dlse)[: len(outputs)])
-        return found | {"d" + name: grad for name, grad in zip(self.wants, grads, strict=True)}
+        return found | {"d" + name: grad for name, grad in zip(self.needs_grad, grads, strict=True)}
 
     def of_sequence(self, found, b):
         """The part of these results that belongs to sequence b, without sums over sequences."""
@@ -113,7 +113,7 @@ def batch(features, dtype, sizes=SIZES, d=8):
     return Batch(
         problems,
         given,
-        problems[0].wants,
+        problems[0].needs_grad,
         torch.cat([p.dout[0].transpose(0, 1) for p in problems]),
         None if largest.dlse is None else torch.cat([p.dlse[0].T for p in problems]),
         *([slice(*x) for x in itertools.pairwise(edges)] for edges in offsets),

@@ -83,5 +83,5 @@ def test_gradient_of_a_mask_that_is_not_broadcast(name, others, kind, one_thread
     problem = build(Dims(2, 4, 4, 150, 400, 16, 16), features, torch.bfloat16)
     shape = (problem.q.shape[0], problem.q.shape[1], 150, 400)
     problem.kwargs["mask"] = torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(kind)
-    problem.wants += ("mask",)
+    problem.needs_grad += ("mask",)
     passed(everywhere(name, Verdict(problem)))

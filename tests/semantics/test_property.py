@@ -79,12 +79,12 @@ def moved(problem, name):
         given["mask"] = torch.where(mask == -torch.inf, mask, mask.clamp(min=-9))
 
     def f(*tensors):
-        call = given | dict(zip(problem.wants, tensors))
+        call = given | dict(zip(problem.needs_grad, tensors))
         q, k, v = (call.pop(x) for x in "qkv")
         out, lse = fastattn.attention(q, k, v, **call)
         return out, torch.where(lse == -torch.inf, 0.0, lse)
 
-    tensors = tuple(given[x].contiguous() for x in problem.wants)
+    tensors = tuple(given[x].contiguous() for x in problem.needs_grad)
     generator = torch.Generator().manual_seed(len(problem.name))
     draw = lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype)  # noqa: E731
     return f, tensors, *(tuple(map(draw, tensors)) for _ in range(2))

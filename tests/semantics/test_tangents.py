@@ -237,10 +237,10 @@ def test_jvp_is_the_adjoint_of_backward(name, seed):
     if "key_lengths" in problem.kwargs:  # past the lengths k and v may be NaN
         t = t._replace(k=t.k.nan_to_num(0), v=t.given("v").nan_to_num(0))
     out, normaliser, out_t, lse_t = run.jvp(spec, t, Tangents(**moves))
-    grads = run.backward(spec, t, out, normaliser, problem.dout, problem.dlse, problem.wants)
+    grads = run.backward(spec, t, out, normaliser, problem.dout, problem.dlse, problem.needs_grad)
     there = (problem.dout * out_t).sum() + (problem.dlse * lse_t).sum()
-    back = sum((grads[x] * moves[x]).nan_to_num(0).sum() for x in problem.wants)
-    size = sum((grads[x] * moves[x]).nan_to_num(0).abs().sum() for x in problem.wants)
+    back = sum((grads[x] * moves[x]).nan_to_num(0).sum() for x in problem.needs_grad)
+    size = sum((grads[x] * moves[x]).nan_to_num(0).abs().sum() for x in problem.needs_grad)
     assert abs(there - back) <= 64 * torch.finfo(dtype).eps * size, name_of(features)
 
 
@@ -278,7 +278,7 @@ def test_packed(name, features):
     def like(x):
         return torch.randn(x.shape, generator=draw, dtype=torch.float64).to(x.dtype)
 
-    moves = Tangents(**{x: like(t.given(x)) for x in made.wants})
+    moves = Tangents(**{x: like(t.given(x)) for x in made.needs_grad})
     dout = packed_layout.heads_first("dout", made.dout)
     dlse = like(dout[..., 0])
     grads = dout, dlse, like(dout), like(dlse)
@@ -289,8 +289,10 @@ def test_packed(name, features):
             outs = run.jvp(spec, t, moves, *before)
             alone = per_sequence.jvp_in_turn(run, spec, t, moves, *before)
             assert all(map(torch.equal, outs[2:], alone[2:]))
-            found = run.second(spec, t, moves, outs, *grads, made.wants)
-            expected = per_sequence.second_in_turn(run, spec, t, moves, outs, grads, made.wants)
+            found = run.second(spec, t, moves, outs, *grads, made.needs_grad)
+            expected = per_sequence.second_in_turn(
+                run, spec, t, moves, outs, grads, made.needs_grad
+            )
             agree(found, {x: y.to(found[x].dtype) for x, y in expected.items()})
             for x in "qkv":
                 assert torch.equal(found[x], expected[x].to(found[x].dtype)), x

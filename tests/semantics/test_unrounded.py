@@ -1,4 +1,4 @@
-"""`Options.unrounded`: results of 16-bit calls in the accumulation dtype, for parts of a call.
+"""`Options.acc_dtype_out`: results of 16-bit calls in the accumulation dtype, for parts of a call.
 
 After rounding, they equal the results of the plain call bit for bit.
 """
@@ -8,7 +8,7 @@ import torch
 
 from fastattn import api
 from fastattn.backends import base
-from fastattn.call.spec import DIFFERENTIABLE, Feature, Tangents, wide
+from fastattn.call.spec import DIFFERENTIABLE, Feature, Tangents, acc_dtype
 from fastattn.call.validation import describe
 from fastattn.dispatch import run_pass
 from fastattn.dispatch.operation import ATTENTION, WEIGHTS
@@ -29,18 +29,18 @@ DIMS = (SHAPES[1], Dims(1, 2, 2, 70, 45, 32, 32))  # head dims of partial and of
 SIXTEEN = ("bfloat16", "float16")
 
 
-def run(problem, name, unrounded):
+def run(problem, name, acc_dtype_out):
     """{"out", "normaliser", "dq", ...}; backward gets the rounded out in both cases."""
     given = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
     t, o = api.prepare(problem.q, problem.k, problem.v, given | dict(backend=name))
-    o = o._replace(unrounded=unrounded, grad=True)
+    o = o._replace(acc_dtype_out=acc_dtype_out, grad=True)
     out, normaliser = run_pass.forward(ATTENTION, t, o)
     dlse = problem.dlse
     grads = problem.dout, None if dlse is None else torch.stack([dlse, torch.zeros_like(dlse)])
     outs = out.to(problem.q.dtype), normaliser
-    wants = [x for x in DIFFERENTIABLE if x in problem.wants]
-    found = run_pass.backward(ATTENTION, t, o, outs, grads, wants)
-    return dict(out=out, normaliser=normaliser) | {f"d{x}": y for x, y in zip(wants, found)}
+    needs_grad = [x for x in DIFFERENTIABLE if x in problem.needs_grad]
+    found = run_pass.backward(ATTENTION, t, o, outs, grads, needs_grad)
+    return dict(out=out, normaliser=normaliser) | {f"d{x}": y for x, y in zip(needs_grad, found)}
 
 
 @every_backend
@@ -62,9 +62,9 @@ def test_the_reference_supports_unrounded_outputs(names):
 
 
 def holds(problem, name):
-    plain, found = (run(problem, name, unrounded) for unrounded in (False, True))
+    plain, found = (run(problem, name, acc_dtype_out) for acc_dtype_out in (False, True))
     for x, value in found.items():
-        assert value.dtype == wide(plain[x].dtype), x
+        assert value.dtype == acc_dtype(plain[x].dtype), x
         assert torch.equal(value.to(plain[x].dtype), plain[x]), x
     for x in ("out", "dq", "dk", "dv"):
         assert not torch.equal(found[x], plain[x].float()), f"{x} was rounded"
@@ -75,7 +75,7 @@ def test_a_wide_out_and_dout_are_taken(name):
     problem = build(DIMS[0], (), torch.bfloat16)
     declares(name, torch.bfloat16, Feature.UNROUNDED)
     t, o = api.prepare(problem.q, problem.k, problem.v, dict(backend=name))
-    o = o._replace(unrounded=True, grad=True)
+    o = o._replace(acc_dtype_out=True, grad=True)
     for isa in variants(name, torch.bfloat16):
         with variant(isa):
             outs = run_pass.forward(ATTENTION, t, o)
@@ -100,42 +100,44 @@ def test_fake_tensors_have_the_same_layout(names):
     problem = build(DIMS[0], [FEATURE[x] for x in names.split()], torch.bfloat16)
     given = {x: y for x, y in problem.kwargs.items() if x != "return_lse"}
     t, o = api.prepare(problem.q, problem.k, problem.v, given)
-    o = o._replace(unrounded=True, grad=True)
+    o = o._replace(acc_dtype_out=True, grad=True)
     operator = torch.ops.fastattn.attention
     torch.library.opcheck(operator, (*t, *o), test_utils="test_faketensor")
     outs = operator(*t, *o)
-    wants = [x for x in DIFFERENTIABLE if x in problem.wants]
-    back = problem.dout, None, *outs, *t, *o, wants
+    needs_grad = [x for x in DIFFERENTIABLE if x in problem.needs_grad]
+    back = problem.dout, None, *outs, *t, *o, needs_grad
     torch.library.opcheck(torch.ops.fastattn.attention_backward, back, test_utils="test_faketensor")
 
 
-def spec_of(dtype, unrounded=True):
+def spec_of(dtype, acc_dtype_out=True):
     x = torch.zeros(1, 2, 3, 8, dtype=dtype)
     t, o = api.prepare(x, x, x, {})
-    return describe(t, o._replace(unrounded=unrounded))
+    return describe(t, o._replace(acc_dtype_out=acc_dtype_out))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_unrounded_does_not_change_float32_and_float64(dtype):
-    assert spec_of(DTYPES[dtype]) == spec_of(DTYPES[dtype], unrounded=False)
+    assert spec_of(DTYPES[dtype]) == spec_of(DTYPES[dtype], acc_dtype_out=False)
 
 
 def test_backends_without_unrounded_outputs_decline():
     """The CUDA C++ kernels can store only 16 bits."""
     why = base.get("cuda").support.why_not(spec_of(torch.bfloat16))
     assert "does not support unrounded" in why
-    assert "unrounded" not in str(base.get("triton").support.why_not(spec_of(torch.bfloat16)))
+    assert "acc_dtype_out" not in str(base.get("triton").support.why_not(spec_of(torch.bfloat16)))
 
 
 @not_interpreted
 def test_calls_without_unrounded_outputs():
     x = torch.zeros(1, 2, 3, 8, dtype=torch.bfloat16)
     t, o = api.prepare(x, x, x, {})
-    o, cu = o._replace(unrounded=True), torch.tensor([0, 3])
+    o, cu = o._replace(acc_dtype_out=True), torch.tensor([0, 3])
     weights = t._replace(v=None, normaliser=torch.zeros(2, 1, 2, 3))
     packed = t._replace(cu_q=cu, cu_k=cu), o._replace(max_q=3, max_k=3)
     for op, call in ((WEIGHTS, (weights, o)), (ATTENTION, packed)):
-        with pytest.raises(ValueError, match="unrounded: got True, expected False of weights and"):
+        with pytest.raises(
+            ValueError, match="acc_dtype_out: got True, expected False of weights and"
+        ):
             run_pass.forward(op, *call)
     with pytest.raises(NotImplementedError, match="unrounded results have no derivative but"):
         run_pass.jvp(ATTENTION, t, o, Tangents(x), (None, None))

@@ -113,7 +113,12 @@ def test_a_plan_includes_the_repeats():
     q = torch.zeros(4, 4, 3, 8)
     t = Tensors(q, q, torch.eye(3).expand(4, 4, 3, 3), seed=torch.tensor([5]))
     for again in ((0, 0), (2, 0), (0, 2), (1, 3), (4, 4)):
-        o = Options(dropout_p=0.5, backend="cpu", items_again=again[0], heads_again=again[1])
+        o = Options(
+            dropout_p=0.5,
+            backend="cpu",
+            dropout_batch_period=again[0],
+            dropout_head_period=again[1],
+        )
         out, _ = operation.run_forward(operation.ATTENTION, t, o, marshalling.kind(t))
         kept = fastattn.reference.keep_mask((4, 4, 3, 3), 0.5, 5, again=again)
         assert torch.equal(out != 0, kept), again
@@ -129,7 +134,9 @@ def test_the_oracle_repeats_its_draws():
 
 
 @not_interpreted
-@pytest.mark.parametrize("name, x", [("items_again", -1), ("heads_again", 1 << 32)])
+@pytest.mark.parametrize(
+    "name, x", [("dropout_batch_period", -1), ("dropout_head_period", 1 << 32)]
+)
 def test_repeats_must_be_valid_numbers(name, x):
     t = Tensors(*(torch.zeros(1, 1, 2, 2) for _ in "qkv"))
     with pytest.raises(ValueError, match=f"{name}: got {x}"):
@@ -141,8 +148,10 @@ def test_packed_batches_are_not_one_call():
     cu = torch.tensor([0, 2])
     t = Tensors(*(torch.zeros(1, 1, 2, 2) for _ in "qkv"), cu_q=cu, cu_k=cu)
     assert vmap_fold.fold_of(3, t, [0, *[None] * (len(t) - 1)], Options()) is None
-    with pytest.raises(ValueError, match="items_again: got 2, expected 0, of a packed batch"):
-        operation.plan(t, Options(max_q=2, max_k=2, items_again=2), None)
+    with pytest.raises(
+        ValueError, match="dropout_batch_period: got 2, expected 0, of a packed batch"
+    ):
+        operation.plan(t, Options(max_q=2, max_k=2, dropout_batch_period=2), None)
 
 
 @not_interpreted

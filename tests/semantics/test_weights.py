@@ -41,8 +41,8 @@ def with_identity(problem, average):
     dout = torch.randn(batch, heads, m, n, generator=generator, dtype=torch.float64).to(dtype)
     if average:
         dout = dout[:, :1].expand_as(dout)
-    wants = tuple(x for x in problem.wants if x != "v")
-    return replace(problem, v=identity, dout=dout, wants=wants)
+    needs_grad = tuple(x for x in problem.needs_grad if x != "v")
+    return replace(problem, v=identity, dout=dout, needs_grad=needs_grad)
 
 
 def ask(problem, name, average, lse=None):
@@ -123,7 +123,7 @@ def test_a_given_lse_is_a_constant(name, features, mean):
     for isa in variants(name, problem.q.dtype):
         with variant(isa):
             got = ask(problem, name, average, lse=lse)
-        if "sinks" in problem.wants:
+        if "sinks" in problem.needs_grad:
             assert not got.pop("dsinks").any(), isa  # sinks affect the normaliser only
         found += [f"{problem.name} {isa or ''}: {line}" for line in verdict.about(got)]
     passed(found)

@@ -5,10 +5,10 @@ import itertools
 
 import torch
 
-from fastattn.call.spec import ARGUMENTS, wide
+from fastattn.call.spec import ARGUMENTS, acc_dtype
 
 # The optional tensors that `attention` and `attention_packed` take, by their names in `Tensors`.
-OPTIONAL = ("mask", "lengths", "slopes", "sinks", "seed")
+OPTIONAL = ("mask", "key_lengths", "alibi_slopes", "sinks", "seed")
 
 
 def shapes_of(name, sizes):
@@ -38,8 +38,8 @@ def dtypes_of(name, dtype):
         "mask": (torch.bool, dtype, torch.float32),
         "integer": (torch.int64, torch.int32),
         "int64": (torch.int64,),
-        "floating": (wide(dtype), dtype, torch.float64),
-        "wide": (wide(dtype),),
+        "floating": (acc_dtype(dtype), dtype, torch.float64),
+        "acc": (acc_dtype(dtype),),
         "float32": (torch.float32,),
     }
     return list(dict.fromkeys(rules.get(ARGUMENTS[name].dtype, (dtype,))))

@@ -85,7 +85,7 @@ class Feature:
     group: str
     dims: Callable = lambda dims: dims
     args: Callable = lambda draft: {}
-    wants: str | None = None  # an optional tensor that requires a gradient
+    needs_grad: str | None = None  # an optional tensor that requires a gradient
     layout: str | None = None  # the memory layout of q, k, v (or of dout, in that group)
 
 
@@ -135,25 +135,25 @@ FEATURES = (
         "bias_grad",
         "mask",
         args=lambda x: dict(mask=x.float_mask(*bhmn(x.dims))),
-        wants="mask",
+        needs_grad="mask",
     ),
     Feature(
         "head_bias_grad",
         "mask",
         args=lambda x: dict(mask=x.randn(x.dims.H, x.dims.M, x.dims.N, dtype=x.exact)),
-        wants="mask",
+        needs_grad="mask",
     ),
     Feature(
         "key_bias_grad",
         "mask",
         args=lambda x: dict(mask=x.randn(x.dims.B, 1, 1, x.dims.N)),
-        wants="mask",
+        needs_grad="mask",
     ),
     Feature(
         "sinks",
         "sinks",
         args=lambda x: dict(sinks=x.randn(x.dims.H, dtype=x.exact)),
-        wants="sinks",
+        needs_grad="sinks",
     ),
     Feature("dropout", "dropout", args=constant(dropout_p=0.3, seed=2**63 - 25)),
     Feature("place", "place", args=lambda x: dict(place=somewhere(x.dims))),
@@ -222,7 +222,7 @@ class Problem:
     kwargs: dict
     dout: torch.Tensor
     dlse: torch.Tensor | None = None
-    wants: tuple = ("q", "k", "v")
+    needs_grad: tuple = ("q", "k", "v")
 
     def tensors(self):
         return dict(q=self.q, k=self.k, v=self.v, **self.kwargs)
@@ -248,9 +248,9 @@ class Problem:
         """{"out", "lse", "dq", "dk", "dv", "dmask", "dsinks"}, as far as the problem has them."""
         given = self.tensors()
         if backward:
-            for name in self.wants:
+            for name in self.needs_grad:
                 given[name] = given[name].detach().requires_grad_()
-        leaves = [given[name] for name in self.wants]
+        leaves = [given[name] for name in self.needs_grad]
         q, k, v = (given.pop(name) for name in "qkv")
         result = attention(q, k, v, **given, **more)
         outputs = result if isinstance(result, tuple) else (result,)
@@ -258,7 +258,7 @@ class Problem:
         if backward:
             incoming = (self.dout, self.dlse)[: len(outputs)]
             grads = torch.autograd.grad(outputs, leaves, incoming)
-            found |= {"d" + name: grad for name, grad in zip(self.wants, grads, strict=True)}
+            found |= {"d" + name: grad for name, grad in zip(self.needs_grad, grads, strict=True)}
         return {name: x.detach() for name, x in found.items()}
 
 
@@ -267,10 +267,10 @@ def build(dims, features, dtype, seed=None):
         dims = feature.dims(dims)
     name = f"{dims}:{name_of(features)}"
     draft = Draft(dims, dtype, zlib.crc32(name.encode()) if seed is None else seed)
-    kwargs, wants, layout, dout_layout = {}, ["q", "k", "v"], None, None
+    kwargs, needs_grad, layout, dout_layout = {}, ["q", "k", "v"], None, None
     for feature in features:
         kwargs |= feature.args(draft)
-        wants += [feature.wants] if feature.wants else []
+        needs_grad += [feature.needs_grad] if feature.needs_grad else []
         if feature.group == "layout":
             layout = feature.layout
         if feature.group == "dout":
@@ -285,7 +285,7 @@ def build(dims, features, dtype, seed=None):
     dout = lay(draft.randn(dims.B, dims.H, dims.M, dims.Dv), dout_layout)
     dlse = draft.randn(dims.B, dims.H, dims.M, dtype=draft.exact)
     return Problem(
-        name, q, k, v, kwargs, dout, dlse if kwargs.get("return_lse") else None, tuple(wants)
+        name, q, k, v, kwargs, dout, dlse if kwargs.get("return_lse") else None, tuple(needs_grad)
     )
 
 

@@ -165,7 +165,7 @@ def dense_masks(dtype):
             zeros = torch.zeros(mask.shape, dtype=torch.float32 if form == least else dtype)
             mask = zeros.masked_fill(~mask, form)
         if form == -torch.inf:
-            problem.wants += ("mask",)
+            problem.needs_grad += ("mask",)
         problem.kwargs["mask"] = mask.mT.contiguous().mT if form == "columns" else mask
         yield problem
 

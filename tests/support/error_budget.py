@@ -110,18 +110,18 @@ def magnitudes(problem, out, backward=True, far=None):
 
     def through_scores(ds, sink_row):
         found = {"dq": scale * (ds @ all_heads(k)), "dk": scale * key_heads(ds.mT @ q)}
-        if "mask" in problem.wants:
+        if "mask" in problem.needs_grad:
             found["dmask"] = ds.sum_to_size(problem.kwargs["mask"].shape)
-        if "sinks" in problem.wants:
+        if "sinks" in problem.needs_grad:
             found["dsinks"] = ((1 - p.sum(-1, keepdim=True)).clamp(min=0) * sink_row).sum((0, 2, 3))
-        return {x: y for x, y in found.items() if x[1:] in problem.wants}
+        return {x: y for x, y in found.items() if x[1:] in problem.needs_grad}
 
     dout = exact.dout.abs()
     dlse = 0 if exact.dlse is None else exact.dlse.abs().unsqueeze(-1)
     weighted = grown * (dout @ all_heads(v).mT) * p  # |P dP|
     row = weighted.sum(-1, keepdim=True) + dlse
     sizes |= through_scores((weighted + p * row) * logit, row * logit)
-    if "v" in problem.wants:
+    if "v" in problem.needs_grad:
         sizes["dv"] = grown * key_heads((p * logit).mT @ dout)
     delta = (dout * out.abs()).sum(-1, keepdim=True)
     return {"all": sizes, "delta": through_scores(p * delta, delta)}

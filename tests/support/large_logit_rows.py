@@ -133,4 +133,4 @@ def far_problem(title, value, dtype):
     problem.kwargs["mask"] = mask.masked_fill(where(shape, draft), least).to(wide)
     if "sinks" in problem.kwargs:  # one head's sink is as large, so it gets a share of the row
         problem.kwargs["sinks"][0] = problem.kwargs["mask"].min().double()
-    return replace(problem, wants=(*problem.wants, "mask"))
+    return replace(problem, needs_grad=(*problem.needs_grad, "mask"))

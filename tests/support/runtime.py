@@ -163,17 +163,19 @@ class Launched(cuda.Cuda):
             return super().forward(spec, self.moved(t))
 
     def backward(self, spec, t, *given):
-        *given, wants = given
+        *given, needs_grad = given
         with self.mode:
-            return super().backward(spec, self.moved(t), *map(self.mode.there, given), wants)
+            return super().backward(spec, self.moved(t), *map(self.mode.there, given), needs_grad)
 
     def weights(self, spec, t):
         with self.mode:
             return super().weights(spec, self.moved(t))
 
-    def weights_backward(self, spec, t, dweights, wants):
+    def weights_backward(self, spec, t, dweights, needs_grad):
         with self.mode:
-            return super().weights_backward(spec, self.moved(t), self.mode.there(dweights), wants)
+            return super().weights_backward(
+                spec, self.moved(t), self.mode.there(dweights), needs_grad
+            )
 
 
 @contextmanager

@@ -30,7 +30,7 @@ def directions(problem: Problem, only=None) -> tuple[dict, torch.Tensor, torch.T
         return torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
 
     given = problem.tensors()
-    found = {name: like(given[name]) for name in problem.wants}
+    found = {name: like(given[name]) for name in problem.needs_grad}
     dlse = problem.dlse if problem.dlse is not None else problem.dout.new_zeros(1)
     incoming = like(problem.dout), like(dlse)
     return {name: x for name, x in found.items() if only is None or name in only}, *incoming
@@ -43,8 +43,8 @@ def exact(problem: Problem, moves: dict, dout_t: torch.Tensor, dlse_t: torch.Ten
     dout_t, dlse_t = dout_t.double(), dlse_t.double()
     dlse = torch.zeros(problem.dout.shape[:3]).double() if problem.dlse is None else problem.dlse
     dlse_t = torch.zeros_like(dlse) if problem.dlse is None else dlse_t
-    others = {x: y for x, y in problem.tensors().items() if x not in problem.wants}
-    given = {name: problem.tensors()[name].contiguous() for name in problem.wants}
+    others = {x: y for x, y in problem.tensors().items() if x not in problem.needs_grad}
+    given = {name: problem.tensors()[name].contiguous() for name in problem.needs_grad}
     others["return_lse"] = True
 
     def outputs(inputs):
@@ -172,7 +172,7 @@ class Absolute:
         """Gradients from |dP - delta| and its tangent, and from delta and its tangent."""
         ds, ds_t = self.p * by, self.p * (self.r * by + by_t)
         found = {"dmask_t": ds_t}
-        if "sinks" in self.problem.wants:
+        if "sinks" in self.problem.needs_grad:
             share = self.sink * ((self.sinks_t + self.lse_t) * row + row_t)
             found["dsinks_t"] = share.sum((0, 2, 3))
         ds_t = ds_t + ds * self.bend
@@ -226,5 +226,7 @@ def passes(name: str, problem: Problem, moves: dict, dout_t, dlse_t, known=True)
         for x, y in zip(before, outs):
             torch.testing.assert_close(y, x, rtol=loose, atol=loose)
     dlse, dlse_t = (None, None) if problem.dlse is None else (problem.dlse, dlse_t)
-    found = run.second(spec, t, tangents, outs, problem.dout, dlse, dout_t, dlse_t, problem.wants)
+    found = run.second(
+        spec, t, tangents, outs, problem.dout, dlse, dout_t, dlse_t, problem.needs_grad
+    )
     return dict(out_t=outs[2], lse_t=outs[3]) | {f"d{x}_t": y for x, y in found.items()}

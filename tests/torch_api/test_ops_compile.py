@@ -37,12 +37,13 @@ def test_opcheck_of_the_backward_operators():
     t = op_arguments(False)
     out, normaliser = torch.ops.fastattn.attention(*t)
     dout = torch.randn_like(out)
-    for given, wants in (
+    for given, needs_grad in (
         (None, ["q", "k", "v", "mask", "sinks"]),
         (normaliser, ["q", "v", "sinks"]),
     ):
         torch.library.opcheck(
-            torch.ops.fastattn.attention_backward.default, (dout, given, out, normaliser, *t, wants)
+            torch.ops.fastattn.attention_backward.default,
+            (dout, given, out, normaliser, *t, needs_grad),
         )
     t = op_arguments(False, v=False, normaliser=True, average=True)
     weights = torch.ops.fastattn.weights(*t)

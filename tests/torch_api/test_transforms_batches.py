@@ -234,4 +234,4 @@ def test_examples_with_sinks_of_their_own_fold_along_heads(average):
     assert fold.along == "heads" and folded.q.shape[1] == 6 and folded.k.shape[1] == 3
     assert folded.mask.shape == (1, 6, 1, 4) and torch.equal(folded.sinks, t.sinks.flatten())
     o = fold.options(Options(dropout_p=0.5))
-    assert (o.items_again, o.heads_again) == (0, 2)
+    assert (o.dropout_batch_period, o.dropout_head_period) == (0, 2)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bench.static_gpu import aot
-from bench.static_gpu.aot import Case, Kernel
+from bench.static_gpu.aot import CompiledKernel, KernelCase
 from tests.support import build_lock
 from tests.support.backends import INTERPRETED, needs_triton
 
@@ -30,7 +30,7 @@ CASES = [
     case
     for case in aot.cases((80, 90), variants=("causal", "everything"))
     if case.dtype == "bfloat16" or (case.arch, case.variant) == (80, "causal")
-] + [Case(arch, "bfloat16", *x) for arch in (80, 90) for x in MORE]
+] + [KernelCase(arch, "bfloat16", *x) for arch in (80, 90) for x in MORE]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ class TestTables:
 
 # -------------------------------------------------------------------------------------- the checker
 
-CASE = Case(90, "bfloat16", 128, "plain")
-GOOD = Kernel(
+CASE = KernelCase(90, "bfloat16", 128, "plain")
+GOOD = CompiledKernel(
     CASE, "dkv", "64x128 w8 s2", rows=128, registers=255, shared=131072, mix=Counter(wgmma=72)
 )
 

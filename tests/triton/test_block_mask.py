@@ -54,7 +54,7 @@ def longest(flags):
 
 def call(mask, band, lengths):
     q, k = torch.zeros(2, 2, M, 16), torch.zeros(2, 2, N, 16)
-    t = spec.Tensors(q, k, k, mask=mask, lengths=lengths)
+    t = spec.Tensors(q, k, k, mask=mask, key_lengths=lengths)
     return Job(validation.describe(t, spec.Options(**BANDS[band])), t)
 
 

@@ -353,7 +353,7 @@ def test_keys_and_values_have_gradients_of_their_own(name, features, monkeypatch
     problem = build(square(1, 2, 70, 16), features, torch.bfloat16)
     both = problem.run(fastattn.attention, backend=name)
     for wanted in ("k", "v"):
-        alone = replace(problem, wants=(wanted,)).run(fastattn.attention, backend=name)
+        alone = replace(problem, needs_grad=(wanted,)).run(fastattn.attention, backend=name)
         assert torch.equal(alone[f"d{wanted}"], both[f"d{wanted}"])
     assert made == [(True, True), (True, False), (False, True)]
 
@@ -378,8 +378,8 @@ def test_a_kernel_with_fewer_outputs_has_its_own_search(name, monkeypatch):
     monkeypatch.setattr(autotune, "enabled", lambda: True)
     monkeypatch.setattr(autotune, "best", lambda key, tile, *others: keys.append(key) or tile)
     problem = build(square(1, 1, 20, 16), (), torch.float32)
-    for wants in ("k", "kv"):
-        replace(problem, wants=tuple(wants)).run(fastattn.attention, backend=name)
+    for needs_grad in ("k", "kv"):
+        replace(problem, needs_grad=tuple(needs_grad)).run(fastattn.attention, backend=name)
     assert len({key for key in keys if key.which in ("dk", "dkv")}) == 2
 
 

@@ -64,9 +64,9 @@ def described(layouts=({}, {}, {}), tensors=(), dtype=torch.bfloat16, **changed)
     return validation.describe(t, spec.Options(**options)), t
 
 
-def train(s, t, wants=("q", "k", "v")):
+def train(s, t, needs_grad=("q", "k", "v")):
     out, normaliser = Triton().forward(s, t)
-    return Triton().backward(s, t, out, normaliser, torch.zeros_like(out), None, wants)
+    return Triton().backward(s, t, out, normaliser, torch.zeros_like(out), None, needs_grad)
 
 
 def forward(s, t):
@@ -177,10 +177,10 @@ def test_offsets_of_any_integers_and_address(stub, derived, monkeypatch):
 def test_pages_of_any_table(M, N, stub, derived, monkeypatch):
     """Tables of either integer type and any alignment share one spec."""
     _, t = described(**packed(M, N))
-    pages = dict(k=laid((9, 2, 16, 16)), v=laid((9, 2, 16, 16)), lengths=torch.tensor([N // 2]))
+    pages = dict(k=laid((9, 2, 16, 16)), v=laid((9, 2, 16, 16)), key_lengths=torch.tensor([N // 2]))
     for first, dtype in itertools.product((0, 1), (torch.int32, torch.int64)):
         table = torch.zeros(1 + N // 16 + 1, dtype=dtype)[first:][None, : N // 16 + 1]
-        other = t._replace(**pages, cu_k=None, pages=table)
+        other = t._replace(**pages, cu_k=None, block_table=table)
         s = validation.describe(other, spec.Options(max_q=M, max_k=N))
         forward(s, other)
         derived.clear()

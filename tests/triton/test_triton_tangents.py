@@ -45,20 +45,20 @@ def test_masks_whose_structure_forward_uses(name, names):
 
 @every_backend
 @pytest.mark.parametrize("wants", ["q", "k", "v", "qv"])
-def test_some_gradients_only(name, wants):
+def test_some_gradients_only(name, needs_grad):
     problem = build(square(1, 2, 19, 5), named("gqa"), torch.float32)
     given = directions(problem)
     every = passes("triton", problem, *given)
-    found = passes("triton", replace(problem, wants=tuple(wants)), *given)
-    for x in wants:
+    found = passes("triton", replace(problem, needs_grad=tuple(needs_grad)), *given)
+    for x in needs_grad:
         assert torch.equal(found[f"d{x}_t"], every[f"d{x}_t"])
-    assert found.keys() == {"out_t", "lse_t", *(f"d{x}_t" for x in wants)}
+    assert found.keys() == {"out_t", "lse_t", *(f"d{x}_t" for x in needs_grad)}
 
 
 def hidden_leaks():
     """True if tangents past the key lengths, or where a mask is -inf, change any result."""
     problem = build(square(4, 1, 21, 5), named("lengths+float_mask"), torch.float32)
-    problem = replace(problem, wants=("q", "k", "v", "mask"))
+    problem = replace(problem, needs_grad=("q", "k", "v", "mask"))
     moves, *incoming = directions(problem)
     calm = passes("triton", problem, moves, *incoming)
     wild = {x: y.clone() for x, y in moves.items()}

@@ -21,7 +21,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from ...call.spec import AGAIN, ARGUMENTS, DIFFERENTIABLE, REAL, WHOLE, AttentionSpec
+from ...call.spec import (
+    ARGUMENTS,
+    DIFFERENTIABLE,
+    DROPOUT_PERIODS,
+    NATIVE_NAMES,
+    REAL,
+    WHOLE,
+    AttentionSpec,
+)
 from .elf import why_broken
 
 FORWARD, BACKWARD, WEIGHTS, WEIGHTS_BACKWARD, JVP, FORWARD_JVP, SECOND = range(7)  # FaPass
@@ -41,13 +49,13 @@ DTYPE = {
 
 # The fields of FaCall. Each number is 8 bytes, so the struct has no padding.
 TENSORS = (
-    *(a.field for a in ARGUMENTS.values() if a.crosses != "pointer"),
+    *(a.field for a in ARGUMENTS.values() if a.passed_as != "pointer"),
     *("out", "weights"),
     *(f"d{name}" for name in DIFFERENTIABLE),
     *("dout", "dlse", "dweights"),
 )
 POINTERS = (
-    *(a.field for a in ARGUMENTS.values() if a.crosses == "pointer"),
+    *(a.field for a in ARGUMENTS.values() if a.passed_as == "pointer"),
     "workspace",
 )
 MOVED = (  # the tangents; they follow the scalars
@@ -63,9 +71,10 @@ TENSOR = struct.Struct("=Q4qq")  # data, stride[4], dtype
 EXTENT = struct.Struct("=4q")  # size[4]
 POINTER = struct.Struct("=Q")
 SCALARS = struct.Struct(f"={len(WHOLE) + 1}q{len(REAL)}d")  # `threads` follows WHOLE
-LAST = struct.Struct(f"={len(AGAIN)}q")
+LAST = struct.Struct(f"={len(DROPOUT_PERIODS)}q")
+PERIODS = tuple(NATIVE_NAMES[name] for name in DROPOUT_PERIODS)
 SIZES = tuple(f"{name}_size" for name in WRITTEN)
-FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *AGAIN, *SIZES))
+FIELDS = " ".join((*TENSORS, *POINTERS, *WHOLE, "threads", *REAL, *MOVED, *PERIODS, *SIZES))
 BEFORE_SCALARS = len(TENSORS) * TENSOR.size + len(POINTERS) * 8
 AFTER_SCALARS = len(MOVED) * TENSOR.size
 PARAMS_SIZE = BEFORE_SCALARS + SCALARS.size + AFTER_SCALARS + LAST.size  # FaParams
@@ -89,7 +98,7 @@ def form(spec: AttentionSpec) -> bytes:
     """FaCall with the scalars of a call; tensors, sizes and threads are 0."""
     whole = (getattr(spec, name) for name in WHOLE)
     scalars = SCALARS.pack(*whole, 0, *(getattr(spec, name) for name in REAL))
-    again = LAST.pack(*(getattr(spec, name) for name in AGAIN))
+    again = LAST.pack(*(getattr(spec, name) for name in DROPOUT_PERIODS))
     sizes = bytes(len(SIZES) * EXTENT.size)
     return bytes(BEFORE_SCALARS) + scalars + bytes(AFTER_SCALARS) + again + sizes
 

@@ -54,7 +54,7 @@ def _as_pair(of: Sequence[int]) -> tuple[int, ...]:
     return b, h, m, two
 
 
-CROSSES: dict[str, Four | None] = {  # enum Crosses
+PASSED_AS: dict[str, Four | None] = {  # enum Crosses
     "strided": Four(Tensor.stride, lambda x: x.shape),  # a 4-D tensor, read in place
     # Broadcast to (B,H,M,N), aligned to the right; a broadcast dimension has stride 0.
     "broadcast": Four(broadcast_strides, lambda x: (*(1,) * (4 - x.ndim), *x.shape)),
@@ -62,18 +62,18 @@ CROSSES: dict[str, Four | None] = {  # enum Crosses
     "pair": Four(lambda x: _as_pair(x.stride()), lambda x: _as_pair(x.shape)),
     "pointer": None,  # only the address
 }
-_PLACE = struct.Struct("=iii")  # offset in FaCall, index in `CROSSES`, offset of the sizes or -1
+_PLACE = struct.Struct("=iii")  # offset in FaCall, index in `PASSED_AS`, offset of the sizes or -1
 
 
 def places(after: Mapping[str, str]) -> bytes:
-    """The places in FaCall of a call's tensors, then of `after`, which maps fields to `CROSSES`."""
-    fields = [(a.field, a.crosses) for a in ARGUMENTS.values()]
+    """The places in FaCall of a call's tensors, then of `after`: fields and their `PASSED_AS`."""
+    fields = [(a.field, a.passed_as) for a in ARGUMENTS.values()]
     return b"".join(_place(*x) for x in (*fields, *after.items()))
 
 
-def _place(field: str, crosses: str) -> bytes:
+def _place(field: str, passed_as: str) -> bytes:
     sizes = libraries.offset(f"{field}_size") if field in libraries.WRITTEN else -1
-    return _PLACE.pack(libraries.offset(field), list(CROSSES).index(crosses), sizes)
+    return _PLACE.pack(libraries.offset(field), list(PASSED_AS).index(passed_as), sizes)
 
 
 # ------------------------------------------------------------- the extension's functions, in Python
@@ -98,7 +98,7 @@ def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
 
 @functools.cache
 def _read(places: bytes) -> list[tuple[int, Four | None, int]]:
-    functions = list(CROSSES.values())
+    functions = list(PASSED_AS.values())
     return [(at, functions[which], sizes) for at, which, sizes in _PLACE.iter_unpack(places)]
 
 

@@ -100,7 +100,7 @@ def extras(spec: AttentionSpec, t: Tensors) -> Any:
     """The optional tensors, in the dtypes that kernels read."""
     if not spec.given and t.seed is None:
         return _no_extras()
-    mask, slopes = t.mask, t.slopes
+    mask, slopes = t.mask, t.alibi_slopes
     if mask is not None:
         mask = broadcast(mask.view(torch.uint8) if mask.dtype == torch.bool else mask)
     if slopes is not None:
@@ -108,17 +108,17 @@ def extras(spec: AttentionSpec, t: Tensors) -> Any:
         slopes = operand(slopes if slopes.ndim == 2 else slopes.expand(spec.B, spec.H))
     return kernels().score.Extras(
         mask=mask,
-        lengths=None if t.lengths is None else t.lengths.to(torch.int64).contiguous(),
+        lengths=None if t.key_lengths is None else t.key_lengths.to(torch.int64).contiguous(),
         slopes=slopes,
         sinks=None if t.sinks is None else t.sinks.to(torch.float32).contiguous(),
         seed=t.seed if spec.dropout_p > 0 else None,
         cu_q=offsets(t.cu_q, spec.T),
         cu_k=offsets(t.cu_k, spec.S),
-        pages=pages(spec, t.pages),
+        pages=pages(spec, t.block_table),
         k_scale=operand(t.k_scale),
         v_scale=operand(t.v_scale),
-        items_again=spec.items_again or None,
-        heads_again=spec.heads_again or None,
+        dropout_batch_period=spec.dropout_batch_period or None,
+        dropout_head_period=spec.dropout_head_period or None,
     )
 
 
@@ -156,13 +156,13 @@ def flags(spec: AttentionSpec, tf32: bool, tma: bool):
         place=bool(spec.features & Feature.PLACE),
         packed=spec.packed,
         step=step(spec.page) if spec.paged else 0,
-        lengths="lengths" in spec.given,
+        lengths="key_lengths" in spec.given,
         aligned=spec.N % 16 == 0 and (masked or spec.weights),
         gqa=spec.H != spec.Hk,
         mask="" if not masked else "bool" if spec.mask_dtype == torch.bool else "add",
         mask_rows=varies[2],
         block_mask=masked and structured(spec),
-        alibi="slopes" in spec.given,
+        alibi="alibi_slopes" in spec.given,
         softcap=spec.softcap > 0,
         sinks="sinks" in spec.given,
         dropout=spec.dropout_p > 0,

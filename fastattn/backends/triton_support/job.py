@@ -219,9 +219,9 @@ class Job:
             GIVEN=spec.weights,
         )
 
-    def gradients(self, wants: Sequence[str]) -> dict[str, Tensor]:
+    def gradients(self, needs_grad: Sequence[str]) -> dict[str, Tensor]:
         t, spec = self.t, self.spec
-        wanted = {name: x for name in wants if (x := getattr(t, name)) is not None}
+        wanted = {name: x for name in needs_grad if (x := getattr(t, name)) is not None}
         like = prepared(spec)
         laid = [(name, layout) for name, layout in like.gradients if name in wanted and layout]
         grads = {name: t.q.new_empty_strided(*layout, **like.stored) for name, layout in laid}
