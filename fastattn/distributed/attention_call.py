@@ -75,7 +75,7 @@ def attention(
     return_lse: bool,
     **arguments: Unpack[Arguments],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-@opaque_to_dynamo  # by compilers: what ranks send to each other is no part of a graph
+@opaque_to_dynamo  # by compilers: communication between ranks is not part of a graph
 @with_arguments
 def attention(
     q: Tensor,
@@ -173,8 +173,10 @@ def attention(
 def weighed(
     call: GlobalCall, q: Tensor, k: Tensor, v: Tensor
 ) -> tuple[cost_model.CallSizes, dict[str, Cost]]:
-    """What is known of a call, and the cost of each strategy that `auto` may choose. Both are the
-    same on every rank, because nothing that differs between ranks goes in."""
+    """Return the sizes of a call, and the cost of each strategy that `auto` may choose.
+
+    Both are the same on every rank: they depend on nothing that differs between ranks.
+    """
     undropped = {"place": call.at(), "dropout_p": 0.0, "seed": None}
     t, o = prepare(q, k, v, call.arguments | undropped)
     lo, hi = ring.band(call.rows, call.keys, o, t.key_lengths is not None)
@@ -194,12 +196,14 @@ def cheapest(found: Mapping[str, Cost]) -> str:
 
 
 def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bool = False) -> str:
-    """Why a strategy cannot run a call of so many heads on a mesh of these sizes, or cannot keep
-    the bits that row_invariant promises; "" if it can."""
+    """Return why a strategy cannot run a call, or cannot keep the bits that row_invariant promises.
+
+    Returns "" if it can. heads: the heads of q. sizes: those of the mesh.
+    """
     dims, ranks = len(sizes), sizes[-1]
     if DIMENSIONS.get(strategy, dims) != dims:
-        expected = {1: "a group, or a mesh of one", 2: "a mesh of two"}[DIMENSIONS[strategy]]
-        got = f"one of {dims} dimension{'s' * (dims > 1)} for strategy={strategy!r}"
+        expected = {1: "a group, or a mesh of 1", 2: "a mesh of 2"}[DIMENSIONS[strategy]]
+        got = f"{dims} dimension{'s' * (dims > 1)} for strategy={strategy!r}"
         return f"group: got {got}, expected {expected}"
     if strategy in ("ulysses", "usp") and heads % ranks:
         return (
@@ -207,7 +211,10 @@ def why_not(strategy: str, heads: int, sizes: tuple[int, ...], row_invariant: bo
             "divide the heads; use strategy='gather' or 'ring'"
         )
     if row_invariant and strategy in ("ring", "usp"):
-        return "row_invariant: got True, and the bits of a ring's rows are those of its ranks"
+        return (
+            "row_invariant: got True, expected False: in a ring the bits of a row depend on the "
+            "ranks; use strategy='gather' or 'ulysses'"
+        )
     return ""
 
 
@@ -228,7 +235,7 @@ def whole(
     else:
         check_own()
         if draws:
-            raise ValueError("seed: got None, expected the same on every rank where agree is False")
+            raise ValueError("seed: got None, expected the same on every rank if agree is False")
         found = [_own(q, k, given, 0)] * team.ranks
     rows = spans_of(layout, [x.rows for x in found], "q.shape[2]")
     keys = spans_of(layout, [x.keys for x in found], "k.shape[2]")
@@ -259,7 +266,7 @@ def _own(q, k, given, seed) -> Own:
 
 
 def _check_own(q, k, v, team, strategy, layout, given) -> None:
-    """Raise for all that this rank can find wrong alone."""
+    """Raise for every error that this rank can find without the others."""
     of_whole = ("mask", "key_lengths")  # they are of all keys, not of this rank's
     check(*prepare(q, k, v, _placeless(given) | dict.fromkeys(of_whole)))
     need_layout(layout)
@@ -275,7 +282,7 @@ def _check_own(q, k, v, team, strategy, layout, given) -> None:
     if mask is not None and not isinstance(mask, Tensor):
         raise TypeError(f"mask: got {type(mask).__name__}, expected a torch.Tensor or None")
     if place is not None and (place.row, place.key, place.rows, place.keys) != (0, 0, None, None):
-        expected = "head, item and bottom_right alone: rows and keys lie where the ranks' do"
+        expected = "only head, item and bottom_right to be set: the ranks give rows and keys"
         raise ValueError(f"place: got {place}, expected {expected}")
 
 

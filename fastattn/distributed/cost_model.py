@@ -1,11 +1,14 @@
-"""What a call over ranks takes by each strategy: seconds, bytes sent and memory of a rank, from its
-sizes and the stated rates of kernels and links. `strategy="auto"` is the strategy of least time.
+"""Estimate the cost of a call over ranks for each strategy: seconds, bytes sent, memory of a rank.
 
-A rank goes through steps. It computes scores while it sends bytes, and the step takes the longer of
-the two times. The bytes are exact, but without what is small: the exchange before a call, and the
-gradients of what every rank has whole. The rank with the most work sets the pace. Hidden scores
-cost nothing, key lengths count as full, and if one of q, k and v has a gradient, all count as
-having one. Memory is the peak of what the code holds, within a factor of two.
+The inputs are the sizes of the call and the stated rates of kernels and links. `strategy="auto"`
+runs the strategy of least time.
+
+A rank's work is a sequence of steps. In a step it computes scores while it sends bytes; the step
+takes the longer of the two times. The bytes are exact, except that two small parts are omitted: the
+exchange before a call, and the gradients of tensors that every rank has whole. The time of a call
+is that of the rank with the most work. Hidden scores cost nothing, key lengths count as full, and
+if one of q, k and v has a gradient, all count as having one. Memory is the peak of the tensors that
+the code allocates, within a factor of two.
 """
 
 from __future__ import annotations
@@ -71,12 +74,14 @@ class CallSizes(NamedTuple):
 
 
 def seen(rows: Span, keys: Span, lo: int, hi: int) -> int:
-    """How many pairs (i, j) have i + lo <= j <= i + hi."""
+    """Count the pairs (i, j) of a row and a key with i + lo <= j <= i + hi."""
 
     def up_to(edge: int) -> int:
-        """The pairs with j - i <= edge. A row has all keys up to its last one: 0 at least, and at
-        most all n. Unclamped, the numbers of rows in turn are consecutive, so sums are in closed
-        form."""
+        """Count the pairs with j - i <= edge.
+
+        Row i has the keys up to i + edge: at least 0 and at most n. Without these two limits the
+        counts of consecutive rows are consecutive integers, so their sums have a closed form.
+        """
         last = rows.end - keys.first + edge
         first = last - rows.size
         n = keys.size
@@ -248,7 +253,7 @@ class HeadGroups(NamedTuple):
         return there * mask.row, home * mask.row
 
 
-# -- what they take --------------------------------------------------------------------------------
+# -- costs -----------------------------------------------------------------------------------------
 
 
 STEPS: dict[str, Callable[[CallSizes, int], Iterator[Step]]] = {

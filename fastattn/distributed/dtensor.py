@@ -135,8 +135,8 @@ def call(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
         letters = result_letters(name, o)
         lies = cut.lies(letters, ALSO)
         x = DTensor.from_local(x, cut.mesh, lies, shape=y.shape, stride=y.stride())
-        # A gradient may have other placements. redistribute converts it and keeps its grad_fn,
-        # which from_local would drop.
+        # The incoming gradient may have other placements. redistribute converts it and keeps its
+        # grad_fn, which from_local would drop.
         found.append(x.redistribute(placements=lies))
     return tuple(found)
 
@@ -168,7 +168,7 @@ def _need_possible(op: Operation, t: Tensors, o: Options, cut: Cut) -> None:
         raise ValueError(f"q: got a packed batch cut by rows, expected {expected}: {REDISTRIBUTE}")
     if "M" not in cut.axes:
         if o.average_heads and "H" in cut.axes:
-            expected = "average_heads=False, and the mean of what it returns"
+            expected = "average_heads=False; then take the mean over heads"
             raise ValueError(
                 f"average_heads: got True for heads on {ranks} ranks, expected {expected}"
             )
@@ -182,7 +182,7 @@ def _need_possible(op: Operation, t: Tensors, o: Options, cut: Cut) -> None:
         raise RuntimeError(
             "q: got DTensors of a sequence whose order torch's context parallelism has changed, "
             "expected that of the sequence (load_balancer=None); fastattn.distributed.attention("
-            "..., layout='zigzag') has such a balance"
+            "..., layout='zigzag') balances the work"
         )
 
 

@@ -1,4 +1,4 @@
-"""Explain a call: what each strategy would take, which would run, and why the others would not."""
+"""Explain a call: the cost of each strategy, which would run, and why the others would not."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class DistributedExplanation:
         >>> found.strategy, found.costs["ring"].sent
         ('ring', 0)
         >>> found.declined["usp"]
-        "group: got one of 1 dimension for strategy='usp', expected a mesh of two"
+        "group: got 1 dimension for strategy='usp', expected a mesh of 2"
         >>> dist.destroy_process_group()
     """
 
@@ -72,7 +72,7 @@ class DistributedExplanation:
         if name == self.strategy:
             return f"{said}: would run"
         if found is least:
-            return f"{said}: takes the least time, but is not asked for"
+            return f"{said}: takes the least time, but another one was requested"
         return f"{said}: could run, takes {found.seconds / least.seconds:.2f} times the least"
 
 
@@ -136,7 +136,7 @@ def explain(
     call, costs = weighed(about, q, k, v)
     reasons = {x: why_not(x, call.H, call.mesh, invariant) for x in STRATEGIES if x not in costs}
     machine = machine_of(q.device.type)
-    if strategy != "auto" and strategy not in costs:  # it is asked for, so it would run
+    if strategy != "auto" and strategy not in costs:  # it was requested, so it would run
         costs |= {strategy: cost_model.cost(strategy, call, machine)}
         del reasons[strategy]
     chosen = cheapest(costs) if strategy == "auto" else strategy

@@ -1,5 +1,7 @@
-"""All keys and values on every rank: a row's sums over keys are one chain, so it has the bits of
-one rank (context parallelism of Llama 3, Grattafiori 2024, section 3.3.2)."""
+"""Every rank gathers all keys and values (Llama 3, Grattafiori 2024, section 3.3.2).
+
+A row's sums over keys are then computed in the same order as on one rank, with the same bits.
+"""
 
 from __future__ import annotations
 

@@ -12,8 +12,10 @@ from .collectives import Shape, waiting
 
 
 class Hop:
-    """Tensors on their way to the rank that is `step` further, and others on their way here from
-    the rank that is `step` before. All have one dtype. shapes: those of the received tensors."""
+    """A transfer in progress: to the rank `step` further, and from the rank `step` before.
+
+    All tensors have one dtype. shapes: those of the received tensors.
+    """
 
     group: dist.ProcessGroup
     what: str

@@ -1,6 +1,9 @@
-"""Packed batches over ranks. The rows of all sequences, one after the other, are divided among the
-ranks, and so are the keys. A sequence that a rank has only in part becomes a call at a place of the
-sequence's own call (`Place`). Sequences that a rank has whole stay one packed call."""
+"""Packed batches over ranks.
+
+The rows of all sequences, one after the other, are divided among the ranks, and so are the keys. A
+sequence that a rank has only in part becomes a call at a place of the sequence's own call
+(`Place`). Sequences that a rank has whole stay one packed call.
+"""
 
 from __future__ import annotations
 
@@ -190,8 +193,11 @@ def _agreed(q, k, v, team, given, offsets, most, how) -> list[Own]:
 
 
 def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
-    """Raise for all that the calls of any rank would refuse. Sequences of other ranks are checked,
-    too: a rank that raised alone after the exchange would leave the others waiting."""
+    """Raise every error that a call on any rank would raise.
+
+    Sequences of other ranks are checked, too: if one rank raised after the exchange, the others
+    would wait for it.
+    """
     if strategy not in ("auto", *STRATEGIES):
         expected = "'auto', 'gather' or 'ulysses' of a packed batch"
         raise ValueError(f"strategy: got {strategy!r}, expected {expected}")
@@ -234,7 +240,7 @@ def _longest(offsets, most, T: int, S: int) -> tuple[int, int]:
 
 
 def _why_not_heads(heads: int, team: Team) -> str:
-    """Why the heads cannot be divided among the ranks; "" if they can."""
+    """Return why the heads cannot be divided among the ranks, or "" if they can."""
     *outer, ranks = team.sizes
     if outer:
         return "of a mesh, expected a group"

@@ -1,9 +1,10 @@
-"""Keys and values travel from rank to rank (Ring Attention, Liu 2023, arXiv:2310.01889). Each rank
-computes its own rows with the keys of one rank at a time, and merges the results.
+"""Ring attention: ranks send keys and values around a ring (Liu 2023, arXiv:2310.01889).
+
+Each rank computes its own rows with the keys of one rank at a time, and merges the results.
 
 The out of a block is stored in the dtype of its sums, float32 at least, and its LSE in two numbers,
 so that nothing is rounded between hops. In backward the sums of the gradients of keys and values
-travel behind them.
+are sent one hop behind them.
 """
 
 from __future__ import annotations
@@ -53,8 +54,11 @@ class KeyBlock(NamedTuple):
 
 
 class RingCall(NamedTuple):
-    """A call's way around the ring. A row i sees no keys but those from i + lo to i + hi. After
-    `hops` no rank meets keys that it may see. All of this is the same on every rank."""
+    """The hops of a call around the ring. Everything but call.rank is the same on every rank.
+
+    lo, hi: a row i may attend only to keys from i + lo to i + hi. hops: after so many hops no rank
+    gets keys that its rows may attend to.
+    """
 
     call: GlobalCall
     o: Options
@@ -160,7 +164,7 @@ class Ring(Function):
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "strategy: got 'ring' and create_graph=True, expected 'gather' or 'ulysses': a "
-                "ring has first derivatives alone"
+                "ring has first derivatives only"
             )
         *tensors, out, normaliser = ctx.saved_tensors
         needs_grad = ATTENTION.needs_grad(ctx.needs_input_grad[1:])
@@ -169,7 +173,7 @@ class Ring(Function):
 
 
 def _keys(way: RingCall, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(hop, k, v) of each hop. The next k and v are on their way meanwhile."""
+    """(hop, k, v) of each hop. The next k and v are received meanwhile."""
     k, v = t.k, t.given("v")
     for hop in range(way.hops):
         coming = None
@@ -183,8 +187,10 @@ def _keys(way: RingCall, t: Tensors) -> Iterator[tuple[int, Tensor, Tensor]]:
 
 
 class Backward:
-    """The backward pass. Gradients are summed in float32 at least; those of keys and values go
-    around behind them."""
+    """The backward pass. Gradients are summed in float32 at least.
+
+    Those of keys and values are sent around the ring one hop behind the keys.
+    """
 
     way: RingCall
     t: Tensors

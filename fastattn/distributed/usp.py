@@ -1,5 +1,6 @@
-"""Ulysses inside, a ring outside, on a mesh of two dimensions (USP, Fang 2024, arXiv:2405.07719):
-the ranks of the inner one divide heads. Along the outer one, a ring passes on the keys of them all.
+"""Ulysses and a ring on a mesh of two dimensions (USP, Fang 2024, arXiv:2405.07719).
+
+Ranks along the last dimension divide the heads. A ring along the first sends their keys on.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Cache(NamedTuple):
             need_integers("block_table", block_table, (batch, "pages"))
             for name, x in (("_batch_idx", cache_batch_idx), ("_leftpad", cache_leftpad)):
                 if x is not None:
-                    raise ValueError(f"cache{name}: got it beside block_table, expected one alone")
+                    raise ValueError(f"cache{name}: got it beside block_table, expected only one")
         need_shape("k_cache", k_cache, (*lie, "heads", "head_dim"))
         need_shape("v_cache", v_cache, (*k_cache.shape[:3], "head_dim"))
         table, is_plain = block_table, False
@@ -140,15 +140,17 @@ def _need_own(rows: Tensor) -> None:
     """Raise if two sequences would write to one row of the cache. Only a CPU checks this."""
     if rows.device.type == "cpu" and rows.unique().numel() < rows.numel():
         raise ValueError(
-            "k: got keys of two sequences for one row of the cache, expected some of their own; "
-            "cache_batch_idx and block_table may share what nobody writes"
+            "k: got keys of two sequences for one row of the cache, expected a row of its own "
+            "for each new key; sequences may share only rows that this call does not write"
         )
 
 
 def _count_new(k: Tensor | None, v: Tensor | None, cache: Cache, cache_seqlens) -> int:
     """The number of keys to append; raise if k or v does not fit the cache."""
     if cache_seqlens is None:
-        raise ValueError("cache_seqlens: got None beside k and v, expected where to write them")
+        raise ValueError(
+            "cache_seqlens: got None beside k and v, expected the position at which to write them"
+        )
     n = k.shape[1] if isinstance(k, Tensor) and k.ndim > 1 else 0
     for name, x, into in (("k", k, cache.k), ("v", v, cache.v)):
         expected = len(cache.table), n, *into.shape[2:]
@@ -163,7 +165,9 @@ def _rotated(q, k, lengths, rotation, together: bool) -> tuple[Tensor, Tensor]:
     lengths + i, or, if `together`, every row of q at `lengths`."""
     cos, sin, interleaved = rotation
     if k is None:
-        raise ValueError("rotary_cos: got it without k, expected both or None")
+        raise ValueError(
+            "rotary_cos: got it without k, expected k too; rotate q alone before the call"
+        )
     for name, x in (("rotary_cos", cos), ("rotary_sin", sin)):
         if not isinstance(x, Tensor) or x.ndim != 2 or 2 * x.shape[1] > q.shape[3]:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)

@@ -54,7 +54,7 @@ def install() -> None:
     if _NAME in sys.modules or importlib.util.find_spec(_NAME):
         raise RuntimeError(
             "flash_attn: another package of this name is installed, expected none; uninstall it "
-            "(pip uninstall flash-attn), or import from fastattn.flash_attn and leave it as it is"
+            "(pip uninstall flash-attn), or import from fastattn.flash_attn and keep it installed"
         )
     sys.meta_path.insert(0, _FINDER)
     importlib.invalidate_caches()

@@ -90,8 +90,8 @@ def _flash_attn_varlen_forward(
         )
     if seqused_k is not None and return_softmax and dropout_p:
         raise NotImplementedError(
-            "return_softmax: got True beside seqused_k and dropout_p, expected False, or lengths "
-            "in cu_seqlens_k alone"
+            "return_softmax: got True beside seqused_k and dropout_p, expected False; or give the "
+            "lengths by cu_seqlens_k and omit seqused_k"
         )
     window = window_size_left, window_size_right
     arguments = _arguments(dropout_p, softmax_scale, causal, window, softcap, alibi_slopes)

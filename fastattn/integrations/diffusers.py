@@ -97,7 +97,7 @@ def _dispatch() -> Any:
             raise
         raise ValueError(
             f"{_DEFAULT}: got {NAME!r}, which diffusers reads before it can be registered, "
-            "expected a backend of its own or none; after register() say so in code, by "
+            "expected a backend of its own or no value; after register() call "
             "model.set_attention_backend or attention_backend"
         ) from error
 
@@ -113,15 +113,18 @@ def _attend(
     enable_gqa: bool = False,
     _parallel_config: Any = None,
 ) -> Tensor:
-    """query (B,L,H,E), key (B,S,Hk,E), value (B,S,Hk,Ev) to (B,L,H,Ev). attn_mask is (B,S), or any
-    mask that torch takes; the shape decides, as in diffusers' own backends. Raises
-    NotImplementedError for context parallelism, which each diffusers backend has to implement."""
+    """Attend query (B,L,H,E) to key (B,S,Hk,E) and value (B,S,Hk,Ev); return out (B,L,H,Ev).
+
+    attn_mask is (B,S), or any mask that torch takes; the shape decides, as in diffusers' own
+    backends. Raises NotImplementedError for context parallelism, which each diffusers backend has
+    to implement.
+    """
     ranks = getattr(_parallel_config, "context_parallel_config", None)
     if ranks is not None and ranks._world_size > 1:
         raise NotImplementedError(
-            f"parallel_config: got {ranks._world_size} ranks, expected one with the backend "
-            "'fastattn', which would see this rank's part of the sequence alone; use one of "
-            "diffusers' for it, or fastattn.distributed"
+            f"parallel_config: got {ranks._world_size} ranks, expected 1: the backend "
+            "'fastattn' would attend only to this rank's part of the sequence; use one of "
+            "diffusers' backends, or fastattn.distributed"
         )
     if attn_mask is not None and attn_mask.shape == (query.shape[0], key.shape[1]):
         attn_mask = attn_mask[:, None, None, :]

@@ -136,10 +136,10 @@ _ELSE = {
     # only if the mask is a tensor; or it passes a sink for each row.
     r"""attn_implementation in \("eager", "sdpa"\)|^\s+sinks="""
     r"""|isinstance\(attention_mask, torch\.Tensor\) and kv""": (
-        "this one picks keys, or has sinks, that other implementations are not told of"
+        "this one picks keys, or has sinks, that it does not pass to other implementations"
     ),
     r"Attention\(config, is_causal=True": (
-        "this one calls causal what its eager attention shows all of"
+        "this one declares causal attention, but its eager attention is not causal"
     ),
 }
 
@@ -161,4 +161,4 @@ def _why_not(kind: Any) -> str | None:
             break
         found = (why for sign, why in _ELSE.items() if re.search(sign, source, re.MULTILINE))
         return next(found, None)
-    return "this one computes its own and would never call fastattn"
+    return "this one computes its own attention and would never call fastattn"

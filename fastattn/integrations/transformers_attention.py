@@ -27,8 +27,9 @@ def attend(
     cache: Any = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """query (B,H,M,D), key (B,Hk,N,D), value (B,Hk,N,Dv): out (B,M,H,Dv), and the weights
-    (B,H,M,N) if `output_attentions` asks for them.
+    """Attend query (B,H,M,D) to key (B,Hk,N,D) and value (B,Hk,N,Dv).
+
+    Returns out (B,M,H,Dv), and the weights (B,H,M,N) if `output_attentions` requests them.
 
     attention_mask: from `make_mask`, or the caller's own tensor, boolean or added to scores.
     Without a mask, `is_causal` or else module.is_causal applies, aligned to the top left.
@@ -40,8 +41,8 @@ def attend(
     for name in ("indices", "block_indices", "sinks"):
         if kwargs.get(name) is not None:
             raise NotImplementedError(
-                f"{name}: got some, expected none: fastattn would ignore what they say; leave this "
-                "model at 'eager' or 'sdpa'"
+                f"{name}: got some, expected none: fastattn does not implement this argument; "
+                "leave this model at 'eager' or 'sdpa'"
             )
     given = _given(query, scaling, softcap, s_aux, dropout)
     if cache is not None:
@@ -86,8 +87,8 @@ def _offsets(mask: StructuredMask, query: Tensor, key: Tensor, kwargs: Any) -> O
     if not mask.fits(query.shape[2], key.shape[2]):
         got, expected = tuple(mask.shape[2:]), (query.shape[2], key.shape[2])
         raise ValueError(
-            f"attention_mask: got one of (M, N) = {got}, expected {expected} or what is the same "
-            "for all rows; leave this model at 'eager' or 'sdpa'"
+            f"attention_mask: got one of (M, N) = {got}, expected {expected} or one that is the "
+            "same for all rows; leave this model at 'eager' or 'sdpa'"
         )
     if mask.offsets is not None:
         offsets, longest = mask.offsets
@@ -102,7 +103,7 @@ def _exact(mask: StructuredMask | Tensor | None) -> Tensor:
         return mask.exact()
     raise NotImplementedError(
         "cu_seq_lens_q: got some beside output_attentions or a position bias, expected "
-        "position_ids that begin anew with every sequence"
+        "position_ids that restart in every sequence"
     )
 
 

@@ -54,8 +54,11 @@ class StructuredMask:
         return self._offsets
 
     def fits(self, M: int, N: int) -> bool:
-        """Whether this mask describes M rows and N keys. Some models make it for one row and use it
-        for all rows, or, if nothing is hidden, for one key."""
+        """Return True if this mask describes M rows and N keys.
+
+        Some models make a mask for one row and use it for all rows. If nothing is hidden, some make
+        it for one key.
+        """
         if not self.arguments and self.starts is None and self.shape[3] == 1:
             return True
         alike = self.shape[2] == 1 and not RELATIVE & self.arguments.keys()
@@ -65,7 +68,7 @@ class StructuredMask:
         return of_tensor(self.exact()[where])
 
     def to(self, *args: Any, **kwargs: Any) -> StructuredMask:
-        """This mask on another device, which models spread over several devices ask for."""
+        """Copy this mask to another device, as models that span several devices do."""
         device = torch._C._nn._parse_to(*args, **kwargs)[0]
         if device is None:
             return self
@@ -128,8 +131,8 @@ class MaskError(AttributeError, TypeError):
 def _strange(where: str) -> TypeError:
     return TypeError(
         f"mask: got one that fastattn made in {where}, expected it in fastattn's attention "
-        "function alone: this model computes attention of its own beside "
-        "attn_implementation='fastattn' and would be wrong; leave it at 'eager' or 'sdpa'"
+        "function alone: this model also computes attention itself, which would be "
+        "wrong with attn_implementation='fastattn'; leave it at 'eager' or 'sdpa'"
     )
 
 

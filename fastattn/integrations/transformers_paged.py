@@ -93,7 +93,7 @@ def _reaching_us(name: str, original: Callable) -> Callable:
         if self.cache.config._attn_implementation == name and self.cache not in _reached:
             raise NotImplementedError(
                 f"attn_implementation: got {name!r} for {type(model).__name__} in continuous "
-                "batching, expected a model that hands the paged cache on to its attention, which "
+                "batching, expected a model that passes the paged cache to its attention, which "
                 "this one does not; generate without batching"
             )
 
@@ -151,8 +151,8 @@ def _check(module: torch.nn.Module, cache: Any, asked: dict[str, Any]) -> None:
     causal = asked["is_causal"]
     if not (getattr(module, "is_causal", True) if causal is None else causal):
         raise NotImplementedError(
-            "is_causal: got False beside a paged cache, expected True: requests of a batch come in "
-            "pieces; run this model without continuous batching"
+            "is_causal: got False beside a paged cache, expected True: a request is divided among "
+            "several batches; run this model without continuous batching"
         )
     for name in ("output_attentions", "position_bias"):
         if asked.get(name) is not None and asked[name] is not False:

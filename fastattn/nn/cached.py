@@ -266,7 +266,9 @@ class CachedAttention(MultiHead):
                 f"memory: got a batch of {memory.shape[0]}, expected {x.shape[0]}, as x has"
             )
         if memory is not None and causal:
-            raise ValueError("causal: got True beside a memory, expected it of self-attention only")
+            raise ValueError(
+                "causal: got True beside a memory, expected False: only self-attention is causal"
+            )
 
     def extra_repr(self) -> str:
         return f"embed_dim={self.embed_dim}, {super().extra_repr()}"

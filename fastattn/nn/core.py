@@ -78,7 +78,7 @@ def merge_heads(x: Tensor) -> Tensor:
 
 
 def of_heads(mask: Tensor | None) -> Tensor | None:
-    """The mask with a head dimension if it is (B, M, N), which is the same for all heads."""
+    """Add a head dimension to a mask (B, M, N), which is the same for all heads."""
     return mask.unsqueeze(1) if mask is not None and mask.ndim == 3 else mask
 
 
@@ -90,8 +90,8 @@ def merge_masks(
         return mask
     if padding_mask.shape != shape:
         raise ValueError(
-            f"{name}: got shape {tuple(padding_mask.shape)}, expected {shape}: the batch and all "
-            "the keys, those of a cache too"
+            f"{name}: got shape {tuple(padding_mask.shape)}, expected {shape}: the batch and the "
+            "number of keys, with those of a cache"
         )
     shown = _may_attend(padding_mask)[:, None, None]
     mask = of_heads(mask)
@@ -118,7 +118,7 @@ def _may_attend(mask: Tensor) -> Tensor:
 
 
 def _may_look(x: Tensor) -> bool:
-    """Can the values be read without synchronizing with a device?"""
+    """Return True if the values can be read without synchronizing with a device."""
     plain = type(x) is Tensor and x.device.type == "cpu"
     traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
     return plain and not traced
@@ -129,7 +129,7 @@ def _four_dimensional(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     sizes = zip(reversed(mask.shape), reversed(shape), strict=False)
     if mask.ndim > len(shape) or any(n not in (1, size) for n, size in sizes):
         raise ValueError(
-            f"mask: got shape {tuple(mask.shape)}, expected what broadcasts to {tuple(shape)}"
+            f"mask: got shape {tuple(mask.shape)}, expected one that broadcasts to {tuple(shape)}"
         )
     if mask.ndim <= 2 or len(shape) == 4:  # broadcasting aligns to the right
         return mask
@@ -141,7 +141,7 @@ def masked_softmax(scores: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return torch.softmax(scores, dim=-1)
     keep = _may_attend(mask)
-    seen = keep.any(-1, keepdim=True)  # a row with none keeps its scores, so that none is NaN
+    seen = keep.any(-1, keepdim=True)  # a row with every key hidden keeps its scores: no NaN
     scores = scores.masked_fill(~keep & seen, -torch.inf)
     return torch.softmax(scores, dim=-1) * seen
 

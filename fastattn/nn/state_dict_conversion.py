@@ -250,7 +250,7 @@ def _checked(
     if differing:
         name = differing[0]
         raise ValueError(
-            f"module: got a {type(layer).__name__} whose {name or 'own'} part is "
+            f"module: got a {type(layer).__name__} that was altered: {name or 'the layer'} is "
             f"{found.get(name, 'none')}, expected {made.get(name, 'none')}, as its constructor "
             "makes it from its other parts"
         )

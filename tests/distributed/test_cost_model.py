@@ -228,10 +228,10 @@ def test_auto_is_the_cheapest_on_every_rank(four, shape, count_of, more):
 
 RANKS_OF = distributed.attention_call.STRATEGIES
 DECLINED = [
-    (3, "usp", "group: got one of 1 dimension for strategy='usp', expected a mesh of two", {}),
+    (3, "usp", "group: got 1 dimension for strategy='usp', expected a mesh of 2", {}),
     (3, "ulysses", "got 'ulysses' for 4 heads on 3 ranks, expected ranks that divide", {}),
     (2, "ring", "row_invariant: got True", {"row_invariant": True}),
-    (MESH, "ring", "got one of 2 dimensions for strategy='ring'", {}),
+    (MESH, "ring", "got 2 dimensions for strategy='ring'", {}),
 ]
 
 
@@ -247,6 +247,6 @@ def test_a_requested_strategy_can_run(four):
         more = {"strategy": strategy} | asking
         for ran, chosen, costs, _, text in explained(four, 2, choose, (1, 4, 4, 64, 8), more):
             assert ran == [chosen] == [strategy] and strategy in costs
-            assert ("takes the least time, but is not asked for" in text) == (
+            assert ("takes the least time, but another one was requested" in text) == (
                 strategy != min(costs, key=lambda name: costs[name].seconds)
             )

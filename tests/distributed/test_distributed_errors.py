@@ -186,7 +186,7 @@ TROUBLES = {
     "type": (TypeError, "q: got ndarray, expected a torch.Tensor"),
     "softcap": (ValueError, "softcap: got -1.0"),
     "mask": (ValueError, "mask: got 5 rows, expected 1, or this rank's 6, by all keys"),
-    "place": (ValueError, "place: got Place.row=3.* expected head, item and bottom_right alone"),
+    "place": (ValueError, "place: got Place.row=3.* expected only head, item and bottom_right"),
 }
 
 
@@ -209,8 +209,8 @@ def meshed(mesh, strategy):
 @pytest.mark.parametrize(
     "ranks, strategy, words",
     [
-        (MESH, "ring", "got one of 2 dimensions for strategy='ring', expected a group, or a mesh"),
-        (2, "usp", "got one of 1 dimension for strategy='usp', expected a mesh of two"),
+        (MESH, "ring", "got 2 dimensions for strategy='ring', expected a group, or a mesh"),
+        (2, "usp", "got 1 dimension for strategy='usp', expected a mesh of 2"),
         (MESH, "usp", "got 'usp' for 3 heads on 2 ranks, expected ranks that divide the heads"),
     ],
 )
