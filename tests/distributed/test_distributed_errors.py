@@ -165,7 +165,7 @@ DIFFERENCES = {
     "shape": r"q: got .*1, 4, 'any', 8.* on rank 2, expected .*2, 4, 'any', 8.* as on rank 0",
     "dtype": r"q: got \('torch.float64'.* on rank 2, expected \('torch.float32'",
     "causal": r"causal: got True on rank 2, expected False, as on rank 0",
-    "dropout": r"seed: got 1 on rank 2, expected None.*dropout_p: got 0.1 on rank 2, expected 0",
+    "dropout": r"dropout_p: got 0.1 on rank 2, expected 0.*seed: got 1 on rank 2, expected None",
     "sinks": r"sinks: got .*1.0, 1.0.* on rank 2, expected .*0.0, 0.0.* as on rank 0",
     "strategy": r"strategy: got gather on rank 2, expected auto, as on rank 0",
     "return_lse": r"return_lse: got True on rank 2, expected False, as on rank 0",

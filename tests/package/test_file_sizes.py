@@ -13,6 +13,7 @@ REASONS = {
     "csrc/cpu/backward/backward.h": "one class: a task, and the order of its sums",
     "csrc/python/marshalling.cpp": "one module, as its twin in Python",
     "fastattn/api.py": "the public functions, with the documentation of every argument",
+    "fastattn/call/spec.py": "the table of a call, and the spec made of it",
     "fastattn/dropin/multihead.py": "one class, with the documentation of torch's arguments",
     "fastattn/dropin/sdpa.py": "one function, with the documentation of torch's arguments",
     "fastattn/flash_attn/flash_attn_interface.py": "the functions of the file of that name",
