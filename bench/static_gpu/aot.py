@@ -98,8 +98,8 @@ def everything(B: int, H: int, M: int, N: int) -> dict[str, Any]:
         softcap=30.0,
         dropout_p=0.1,
         mask=meta((B, H, M, N)),
-        lengths=meta(B, dtype=torch.int64),
-        slopes=meta((B, H)),
+        key_lengths=meta(B, dtype=torch.int64),
+        alibi_slopes=meta((B, H)),
         sinks=meta(H),
         seed=meta(1, dtype=torch.int64),
     )
@@ -115,7 +115,7 @@ PAIR = ("forward", "dq", *BY_KEYS)
 MOVED = ("jvp", "rates", "dq_t", *BY_KEYS)
 ONE = {  # each feature alone: its options
     "mask": ("mask",),
-    "alibi": ("slopes",),
+    "alibi": ("alibi_slopes",),
     "softcap": ("softcap",),
     "dropout": ("dropout_p", "seed"),
 }
@@ -179,7 +179,9 @@ def call(case: KernelCase) -> None:
     o = VARIANTS[case.variant].options(B, H, N, N)
     Hk, D = o.pop("Hk", H), case.head_dim - o.pop("short", 0)
     precision = "tf32" if o.pop("tf32", False) else "ieee"
-    extras = {x: o.pop(x) for x in ("mask", "lengths", "slopes", "sinks", "seed") if x in o}
+    extras = {
+        x: o.pop(x) for x in ("mask", "key_lengths", "alibi_slopes", "sinks", "seed") if x in o
+    }
     meta = functools.partial(torch.empty, device="meta", dtype=dtype)
     items, rows, max_q = B, N, None
     page = o.pop("page", 0)
@@ -191,8 +193,8 @@ def call(case: KernelCase) -> None:
     keys = items, Hk, rows, D
     if page:
         keys = B * N // page, Hk, page, D
-        extras |= dict(pages=meta(B, N // page, dtype=torch.int32), cu_k=None)
-        extras |= dict(lengths=meta(B, dtype=torch.int64))
+        extras |= dict(block_table=meta(B, N // page, dtype=torch.int32), cu_k=None)
+        extras |= dict(key_lengths=meta(B, dtype=torch.int64))
     options = spec.Options(**o)
     k, v = meta(*keys), meta(*keys)
     attention = spec.Tensors(meta(items, H, rows, D), k, v, **extras)

@@ -22,7 +22,7 @@ FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "plain": lambda B, H, N: {},
     "mask": lambda B, H, N: dict(mask=meta(B, H, N, N)),
     "block mask": lambda B, H, N: dict(mask=meta(1, 1, N, N)),
-    "alibi": lambda B, H, N: dict(slopes=meta(B, H, dtype=torch.float32)),
+    "alibi": lambda B, H, N: dict(alibi_slopes=meta(B, H, dtype=torch.float32)),
     "softcap": lambda B, H, N: dict(softcap=30.0),
     "dropout": lambda B, H, N: dict(dropout_p=0.1, seed=meta(1, dtype=torch.int64)),
     "sinks": lambda B, H, N: dict(sinks=meta(H, dtype=torch.float32)),
@@ -104,7 +104,7 @@ def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any
 
     B, H, N = 2, 8, 4096
     given = FEATURES[feature](B, H, N)
-    names = ("mask", "slopes", "sinks", "seed")
+    names = ("mask", "alibi_slopes", "sinks", "seed")
     tensors = {x: given.pop(x) for x in names if x in given}
     q, k, v = (meta(B, H, n, head_dim) for n in (rows or N, N, N))
     t = spec.Tensors(q, k, v, **tensors)

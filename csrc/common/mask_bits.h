@@ -10,19 +10,19 @@ namespace fa {
 // scores.)
 enum Holds : uint8_t { kVisible = 1, kHidden = 2, kLeast = 4, kOther = 8 };
 // True if further numbers cannot change what the kernel does.
-FA_SHARED bool mixed(uint8_t held) {
-  return held & kOther || (held & kVisible && held != kVisible);
+FA_SHARED bool mixed(uint8_t classes) {
+  return classes & kOther || (classes & kVisible && classes != kVisible);
 }
 
 // By their bits, as many at a time as a vector has: true and 0 are visible, false and -inf hidden.
 struct OfBool {
   using Bits = uint8_t;
-  static FA_SHARED Bits held(Bits x) { return x ? kVisible : kHidden; }
+  static FA_SHARED Bits classes_in(Bits x) { return x ? kVisible : kHidden; }
 };
 template <class B, B hidden, B least>
 struct OfFloat {
   using Bits = B;
-  static FA_SHARED Bits held(Bits x) {
+  static FA_SHARED Bits classes_in(Bits x) {
     const Bits below = x == hidden ? Bits(kHidden) : Bits(kOther);
     const Bits other = x >= least && x < hidden ? Bits(kLeast) : below;
     return Bits(x << 1) == 0 ? Bits(kVisible) : other;

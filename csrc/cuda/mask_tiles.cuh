@@ -68,7 +68,7 @@ struct MaskStripe {
   // The first key from `from` on, at the start of a tile, that is not skipped; or one past the end.
   // `read`: true if the mask of that tile must be read.
   template <int keys>
-  FA_DEVICE int shown(int from, int end, bool& read) const {
+  FA_DEVICE int visible_tile(int from, int end, bool& read) const {
     while (from < end) {
       const uint32_t found = tile(first + static_cast<unsigned>(from) / keys);
       read = found == kRead;
@@ -143,13 +143,14 @@ __global__ void __launch_bounds__(32 * kMaskWarps)
       for (const uint32_t word : {four.x, four.y, four.z, four.w})
 #pragma unroll
         for (int x = 0; x < kOfWord; ++x)
-          held |= Of::held(static_cast<Bits>(word >> 8 * kSize * x));
+          held |= Of::classes_in(static_cast<Bits>(word >> 8 * kSize * x));
       return held;
     });
   } else if (keys > 0) {
     all = held_by_rows(rows, 1, 0, [&](int i) {
       uint32_t held = 0;
-      for (int j = lane; j < keys; j += 32) held |= Of::held(from[i * stride[2] + j * stride[3]]);
+      for (int j = lane; j < keys; j += 32)
+        held |= Of::classes_in(from[i * stride[2] + j * stride[3]]);
       return held;
     });
   }

@@ -84,7 +84,7 @@ class Attention(Function):
 
 
 class AttentionBackward(Function):
-    """(op, o, wants, *gradients of the results, *results, *tensors)"""
+    """(op, o, needs_grad, *gradients of the results, *results, *tensors)"""
 
     @staticmethod
     def forward(op: Operation, o: Options, needs_grad: Sequence[str], *tensors: Any) -> Any:
@@ -180,8 +180,8 @@ class AttentionJvp(Function):
 
 
 class AttentionSecond(Function):
-    """(op, o, wants, *tensors, *tangents, *results and their tangents, *gradients of out and LSE
-    and their tangents). The tensors and these gradients have gone through `DifferentiatedTwice`."""
+    """(op, o, needs_grad, *tensors, *tangents, *results and their tangents,
+    *gradients of out and LSE and their tangents)"""
 
     @staticmethod
     def forward(op: Operation, o: Options, needs_grad: Sequence[str], *tensors: Any) -> Any:

@@ -197,14 +197,14 @@ def _fake_backward(op: Operation, *args) -> list[Tensor]:
 
 
 def _backward_arguments(op: Operation, args):
-    """Gradients, results, tensors, options and wants."""
+    """Gradients, results, tensors, options and needs_grad."""
     n = len(op.results)
     grads, outs, t, rest = parts(args, n, n, N_TENSORS)
     return grads, outs, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
 
 
 def _save_all(ctx, inputs, output) -> None:
-    """Save all arguments of `_backward` or `_second`: tensors, options and wants."""
+    """Save all arguments of `_backward` or `_second`: tensors, options and needs_grad."""
     at = len(inputs) - N_SCALARS - 1
     ctx.save_for_backward(*inputs[:at])
     ctx.call = Options(*inputs[at:-1]), tuple(inputs[-1])
@@ -291,7 +291,7 @@ JVP = _jvp_kernel, _fake_jvp, _autograd_of_jvp, _save_jvp, _vmap_jvp
 
 
 def _second_arguments(args):
-    """Tangents; results and their tangents; gradients and theirs; tensors; options; wants."""
+    """Tangents; results and their tangents; gradients and theirs; tensors; options; needs_grad."""
     u, outs, grads, t, rest = parts(args, N_TANGENTS, 4, 4, N_TENSORS)
     return Tangents(*u), outs, grads, Tensors(*t), Options(*rest[:-1]), tuple(rest[-1])
 

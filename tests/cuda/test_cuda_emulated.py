@@ -227,7 +227,7 @@ def test_lengths_around_tiles(emulated, M, N):
 
 
 @pytest.mark.parametrize("d", [32, 160], ids=["dk and dv together", "apart"])
-@pytest.mark.parametrize("wants", ["q", "k", "v", "mask", "sinks", "kv", "qv"])
+@pytest.mark.parametrize("needs_grad", ["q", "k", "v", "mask", "sinks", "kv", "qv"])
 def test_each_gradient_alone_is_the_same(emulated, needs_grad, d):
     features = [f for (f,) in SINGLES if f.name in ("key_bias_grad", "sinks")]
     problem = build(Dims(1, 2, 1, 70, 67, d, d), features, torch.bfloat16)

@@ -48,9 +48,9 @@ SIZES = {"square": (20, 70), "decoding": (1, 300)}
 GIVEN = {
     "": {},
     "a mask": dict(mask=torch.zeros(1, 2, 1, 70, dtype=torch.bool)),
-    "lengths": dict(lengths=torch.tensor([31])),
-    "lengths of 32 bits": dict(lengths=torch.tensor([31], dtype=torch.int32)),
-    "slopes and sinks": dict(slopes=torch.zeros(2), sinks=torch.zeros(2)),
+    "lengths": dict(key_lengths=torch.tensor([31])),
+    "lengths of 32 bits": dict(key_lengths=torch.tensor([31], dtype=torch.int32)),
+    "slopes and sinks": dict(alibi_slopes=torch.zeros(2), sinks=torch.zeros(2)),
 }
 LAYOUTS = [dict(column=c, first=f, row=r) for c, f, r in itertools.product((1, 2), (0, 1), (0, 8))]
 

@@ -189,8 +189,8 @@ SENTENCES = {
     "Replicate(): use its redistribute(placements=...)",
     "5": "q: got placements [Shard(dim=2)], expected Shard(0) by items, Shard(1) by heads, or "
     "Replicate(), where weights are asked for: use its redistribute(placements=...)",
-    "6": "average_heads: got True for heads on 2 ranks, expected average_heads=False, and the mean "
-    "of what it returns",
+    "6": "average_heads: got True for heads on 2 ranks, expected average_heads=False; then "
+    "take the mean over heads",
     "7": "attention_jvp: got DTensors, expected plain tensors",
     "8": "Operator fastattn.attention.default does not have a sharding strategy registered.",
 }

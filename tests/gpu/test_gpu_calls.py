@@ -79,7 +79,7 @@ def test_strided_masks(name, kind):
 WANTS = [("q",), ("k",), ("v",), ("mask",), ("sinks",), ("q", "mask"), ("v", "sinks")]
 
 
-@pytest.mark.parametrize("wants", WANTS, ids="+".join)
+@pytest.mark.parametrize("needs_grad", WANTS, ids="+".join)
 @judged
 def test_subsets_of_gradients(name, needs_grad):
     features = (FEATURE["bias_grad"], FEATURE["sinks"], FEATURE["causal"])

@@ -174,8 +174,8 @@ the mask is not checked: cpu/amx/split_fallback.h: float32: unseen keys
 -!(mask.data && read
 +!(false && read
 rows are judged together with their neighbours: cpu/amx/amx_forward.h: float32: rows without planes
--meet_unfit(p, rows.one(i), {0, p.N}, fits)
-+meet_unfit(p, rows, {0, p.N}, fits)
+-see_unfit_key(p, rows.one(i), {0, p.N}, fits)
++see_unfit_key(p, rows, {0, p.N}, fits)
 queries are not checked in gradients: cpu/backward/gradient.h: float32: a tiny query
 -fit = !any_unfit(buf.q_unfit, rows.count) &&
 +fit = true &&
@@ -215,7 +215,7 @@ marks are ignored: cpu/amx/split_fallback.h: float32: far scores
 -if ((bits(tail[i]) & 1) || q_unfit
 +if (q_unfit
 all lanes are rescored if one is: cpu/amx/split_fallback.h: float32: far scores
--if (which >> at % (NV * 16) & 1) s[at]
+-if ((which >> (at % (NV * 16))) & 1) s[at]
 +s[at]
 rows on vectors share visible keys: cpu/amx/split_fallback.h: float32: own keys
 -if (any(std::min(a.hi, b.hi), std::max(a.hi, b.hi))) return false;

@@ -354,8 +354,8 @@ gradients where every score is finfo.min: cpu/mask/visible_keys.h: dense_masks
 -    if (!(scores[i] > R(-0x1p126))) return kHidden;
 +    ;
 a mask that hides few keys is not read: cpu/score/tile.h: dense_masks
--p.mask.data && held(p, rows, keys) != kVisible;
-+p.mask.data && !(held(p, rows, keys) & kVisible);
+-p.mask.data && classes_in(p, rows, keys) != kVisible;
++p.mask.data && !(classes_in(p, rows, keys) & kVisible);
 a mask's gradient in skipped parts is not zeroed: cpu/backward/mask_gradient.h: dense_masks
 -l < rows.count && left.count < keys.count; ++l)
 +l < 0; ++l)

@@ -75,8 +75,8 @@ dP is not dropped: cpu/backward/gradient_tangent.h: dropout
 -by = z * load(buf.ds + x) - delta[v]
 +by = load(buf.ds + x) - delta[v]
 the weights of dV_t are not dropped: cpu/backward/gradient_tangent.h: dropout
--shown(p_t * z)
-+shown(p_t)
+-visible(p_t * z)
++visible(p_t)
 the weights of dO_t are not dropped: cpu/backward/gradient_tangent.h: dropout
 -Moved{probability * z,
 +Moved{probability,

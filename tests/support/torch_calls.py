@@ -39,7 +39,7 @@ def op_arguments(grads=True, v=True, normaliser=False, average=False):
     for x in (q, k, value, mask, sinks):
         x.requires_grad_(grads)
     given = rand(2, 2, 4, 5, dtype=torch.float32) if normaliser else None
-    beside = dict(mask=mask, lengths=torch.tensor([7, 5]), sinks=sinks, seed=torch.tensor([3]))
+    beside = dict(mask=mask, key_lengths=torch.tensor([7, 5]), sinks=sinks, seed=torch.tensor([3]))
     t = Tensors(q, k, value if v else None, **beside, normaliser=given)
     o = Options(scale=0.5, causal="top_left", left=4, softcap=2.0, dropout_p=0.25, grad=grads)
     return (*t, *o._replace(average_heads=average))

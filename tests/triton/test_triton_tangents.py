@@ -44,7 +44,7 @@ def test_masks_whose_structure_forward_uses(name, names):
 
 
 @every_backend
-@pytest.mark.parametrize("wants", ["q", "k", "v", "qv"])
+@pytest.mark.parametrize("needs_grad", ["q", "k", "v", "qv"])
 def test_some_gradients_only(name, needs_grad):
     problem = build(square(1, 2, 19, 5), named("gqa"), torch.float32)
     given = directions(problem)

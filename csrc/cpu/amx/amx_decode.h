@@ -195,7 +195,7 @@ struct AmxDecode : Decode<Amx<P>> {
   static uint8_t held_by(const FaParams& p, const Heads& heads, const Keys& keys) {
     uint8_t all = 0;
     for (int64_t x = 0; x < (p.mask.stride[1] == 0 ? 1 : heads.count) && !mixed(all); ++x)
-      all |= held(p, heads.rows(x), keys);
+      all |= classes_in(p, heads.rows(x), keys);
     return all;
   }
   // One block of keys against every row that sees them.
@@ -205,8 +205,8 @@ struct AmxDecode : Decode<Amx<P>> {
     std::optional<Staged> staged;  // set once a tile sees them
     const KeyFits fits{buf.k_unfit, buf.v_unfit, keys.j0};
     each_tile(p, b, hk, [&](int64_t t, const Heads& heads) {
-      const Keys shown{keys.j0, keys.count, held_by(p, heads, keys)};
-      if (hidden(shown.holds)) return;
+      const Keys visible{keys.j0, keys.count, held_by(p, heads, keys)};
+      if (hidden(visible.classes)) return;
       if (!staged) {
         staged.emplace(k, keys, p.D, buf);
         each_step(v, keys, p.Dv, [&](int64_t j, int64_t n) {
@@ -216,8 +216,8 @@ struct AmxDecode : Decode<Amx<P>> {
       if constexpr (P > 1)
         for (int64_t l = 0; l < heads.count * heads.M; ++l)
           buf.not_served[t * 16 + l] |=
-              meet_unfit(p, heads.rows(l / heads.M).one(l % heads.M), keys, fits);
-      attend(p, heads, shown, *staged, buf.state(p, t), buf);
+              see_unfit_key(p, heads.rows(l / heads.M).one(l % heads.M), keys, fits);
+      attend(p, heads, visible, *staged, buf.state(p, t), buf);
     });
   }
   static void run_chunk(const FaParams& p, int64_t task, char* scratch) {

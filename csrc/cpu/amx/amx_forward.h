@@ -123,10 +123,10 @@ struct AmxForward {
     if (P == 1) return 0;
     const Packed keys = packed(p, rows.b, key_head(p, rows.h));
     const KeyFits fits{keys.k_unfit, keys.v_unfit, 0};
-    const bool some = meet_unfit(p, rows, {0, p.N}, fits);
+    const bool some = see_unfit_key(p, rows, {0, p.N}, fits);
     uint32_t found = 0;
     for (int64_t i = 0; i < rows.count; ++i)
-      if (unfit[i] || (some && meet_unfit(p, rows.one(i), {0, p.N}, fits)))
+      if (unfit[i] || (some && see_unfit_key(p, rows.one(i), {0, p.N}, fits)))
         found |= uint32_t(1) << i;
     return found;
   }
@@ -211,7 +211,7 @@ struct AmxForward {
       if (!(which >> i & 1)) continue;
       Rows some = rows.one(i);
       while (i + 1 < rows.count && which >> (i + 1) & 1 &&
-             see_alike(p, some.one(0), rows.one(i + 1), fits))
+             see_same_unfit_keys(p, some.one(0), rows.one(i + 1), fits))
         ++i, ++some.count;
       Vectors::over_keys(p, rows.b, key_head(p, rows.h), some.i0, some.end(), buf, [&](auto f) {
         if (p.M <= kLanes<float>)  // `carve` has sized the buffers for one vector
@@ -242,32 +242,33 @@ struct AmxForward {
       });
     };
     const KeyRange seen = key_range(p, b, begin_row, end_row);
-    ShownKeys<kMostTiles> shown;
+    UnmaskedKeys<kMostTiles> visible;
     do {
       const auto each_due = [&](auto f) {
         each_tile([&](const Rows& rows, int64_t t) {
-          if (shown.due(t)) f(rows, t);
+          if (visible.due(t)) f(rows, t);
         });
       };
       each([&](const Rows& rows, int64_t t) {
-        if (shown.due(t)) not_served[t] = begin(p, rows, buf.state[t], buf.rows);
+        if (visible.due(t)) not_served[t] = begin(p, rows, buf.state[t], buf.rows);
       });
       for (int64_t J0 = seen.lo / kBlockKeys * kBlockKeys; J0 < seen.hi; J0 += kBlockKeys) {
         bool any = false;
         each_due([&](const Rows& rows, int64_t t) {
           // Start at a chunk boundary, whatever the rows: a row's pivot moves chunk by chunk.
-          any |= shown.find(t, p, rows, visible_keys<Mul>(p, rows, J0, kBlockKeys, kChunkKeys));
+          any |= visible.find(t, p, rows, visible_keys<Mul>(p, rows, J0, kBlockKeys, kChunkKeys));
         });
         if (!any) continue;
         const int64_t count = std::min(J0 + kBlockKeys, seen.hi) - J0;
         Broadcast<E> k{packed(p, b, hk).k + J0 * padded(p.D), padded(p.D)};
         if constexpr (P == 1) k = Op::along(keys_of(p, b, hk), J0, count, p.D, buf.k);
         each_due([&](const Rows& rows, int64_t t) {
-          if (shown.of[t].count > 0) attend(p, rows, shown.of[t], J0, k, buf.state[t], buf);
+          if (visible.of[t].count > 0) attend(p, rows, visible.of[t], J0, k, buf.state[t], buf);
         });
       }
-      each_due([&](const Rows& rows, int64_t t) { shown.look_again(t, p, rows, buf.state[t].m); });
-    } while (shown.again());
+      each_due(
+          [&](const Rows& rows, int64_t t) { visible.check_skipped(t, p, rows, buf.state[t].m); });
+    } while (visible.again());
     each_tile([&](const Rows& rows, int64_t t) { finish(p, rows, buf.state[t]); });
     if constexpr (P > 1)
       each([&](const Rows& rows, int64_t t) {

@@ -1,5 +1,6 @@
-// Finds the query rows that tiles cannot compute; the vector kernels compute them. These are the
-// rows with a number that is no sum of planes (bf16_split.h), and rows that see a key with one.
+// Finds the query rows that tiles cannot compute; the vector kernels compute them. These are rows
+// with a number that cannot be split into bfloat16 terms exactly (bf16_split.h: it is unfit), and
+// rows that see a key with such a number.
 #pragma once
 #include "../base/scratch.h"
 #include "../score/tile.h"
@@ -25,14 +26,14 @@ inline bool hidden(const FaParams& p, const Rows& rows, int64_t j) {
   }
   return true;
 }
-// Fits of the keys of a block and of their values, from its first key on; `v` may be null.
+// For each key from J0 on: is its row of k, and of v, unfit? `v` may be null.
 struct KeyFits {
   const uint8_t *k, *v;
   int64_t J0;
 };
-// True if a key without planes is visible to one of these rows: then the vector kernels compute the
-// rows. On tiles a hidden key is replaced by zeros, and not even a NaN in it has an effect.
-inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, const KeyFits& fits) {
+// True if an unfit key is visible to one of these rows: then the vector kernels compute the rows. On tiles a hidden key is replaced by zeros, and not even a NaN in it has an effect.
+inline bool see_unfit_key(const FaParams& p, const Rows& rows, const Keys& keys,
+                          const KeyFits& fits) {
   const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
   const int64_t begin = std::max(keys.j0, seen.lo), end = std::min(keys.end(), seen.hi);
   if (!any_unfit(fits.k + (begin - fits.J0), end - begin) &&
@@ -45,9 +46,10 @@ inline bool meet_unfit(const FaParams& p, const Rows& rows, const Keys& keys, co
   return false;
 }
 
-// True if two rows see the same keys of those that have no planes. A key that is in the band of one
-// row only counts as a difference, whatever the mask.
-inline bool see_alike(const FaParams& p, const Rows& one, const Rows& other, const KeyFits& fits) {
+// True if two rows see the same unfit keys. A key that is in the band of one row only counts as a
+// difference, whatever the mask. Needs fits.v, and fits.J0 = 0.
+inline bool see_same_unfit_keys(const FaParams& p, const Rows& one, const Rows& other,
+                                const KeyFits& fits) {
   const KeyRange a = key_range(p, one.b, one.i0, one.end());
   const KeyRange b = key_range(p, other.b, other.i0, other.end());
   const auto any = [&](int64_t begin, int64_t end) {
@@ -66,20 +68,23 @@ inline bool see_alike(const FaParams& p, const Rows& one, const Rows& other, con
 }
 
 // A row's scores must be the same numbers in every pass, or P = exp(score - LSE) is off by the
-// rounding of scores, which has no bound. So forward records for each row which kernels made them,
-// in the last bit of the tail of its LSE; if the tail is 0, by a number too small to matter.
+// rounding of scores, which has no bound. So forward records for each row which kernels made them.
+// The LSE is stored as two floats, the value and its rounding error (the tail). The last bit of the
+// tail is 1 if vector kernels made the scores; a tail of 0 becomes the least normal number first.
 inline void mark_scores(const FaParams& p, const Rows& rows, int64_t i, bool on_vectors) {
   float* tail = static_cast<float*>(p.lse.data) + plane(p.lse, rows.b, rows.h).at(rows.i0 + i, 1);
   const uint32_t was = bits(*tail), least = 0x00800000;
-  *tail = number(on_vectors ? (was & 0x7fffffff ? was : least) | 1 : was & ~1u);
+  *tail = number(on_vectors ? ((was & 0x7fffffff) ? was : least) | 1 : was & ~1u);
 }
-// The lanes in which the vector kernels made the scores of these keys: a bit for each row.
+// The rows for which the vector kernels made the scores of these keys, a bit for each. A lane of
+// the vectors is a row.
 inline uint32_t scored_on_vectors(const FaParams& p, const Rows& rows, const Keys& keys,
                                   const KeyFits& k, const uint8_t* q_unfit, const float* tail) {
   uint32_t found = 0;
-  const bool some = meet_unfit(p, rows, keys, k);
+  const bool some = see_unfit_key(p, rows, keys, k);
   for (int64_t i = 0; i < rows.count; ++i)
-    if ((bits(tail[i]) & 1) || q_unfit[i] != kFits || (some && meet_unfit(p, rows.one(i), keys, k)))
+    if ((bits(tail[i]) & 1) || q_unfit[i] != kFits ||
+        (some && see_unfit_key(p, rows.one(i), keys, k)))
       found |= uint32_t(1) << i;
   return found;
 }
@@ -94,8 +99,7 @@ struct VectorScratch {
   }
 };
 
-// The keys, with zeros for one without planes that none of the rows sees: it may be NaN or
-// infinite. `unfit` begins with the first key.
+// The keys, with zeros for an unfit one that none of the rows sees: it may be NaN or infinite. `unfit` begins with the first key.
 inline Broadcast<float> keys_on_vectors(const FaParams& p, const Plane& x, const Keys& keys,
                                         const Rows& rows, int64_t columns, const uint8_t* unfit,
                                         float* buf) {
@@ -117,7 +121,7 @@ void products_on_vectors(const FaParams& p, const Plane& x, const Keys& keys, co
   const Broadcast<float> k = keys_on_vectors(p, x, keys, rows, columns, unfit, buf.keys);
   DotProducts<Plain<float>, NV>::run(k, buf.turned, columns, keys.count, factor, buf.made);
   for (int64_t at = 0; at < keys.count * NV * 16; ++at)
-    if (which >> at % (NV * 16) & 1) s[at] = buf.made[at];
+    if ((which >> (at % (NV * 16))) & 1) s[at] = buf.made[at];
 }
 
 }  // namespace FA_ISA

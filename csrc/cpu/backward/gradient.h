@@ -202,7 +202,7 @@ struct Gradient {
       const bool outputs = !of_weights(p);
       fit = !any_unfit(buf.q_unfit, rows.count) &&
             !(outputs && any_unfit(buf.dout_unfit, rows.count)) &&
-            !meet_unfit(p, rows, keys, {buf.k_unfit, outputs ? buf.v_unfit : nullptr, block.J0});
+            !see_unfit_key(p, rows, keys, {buf.k_unfit, outputs ? buf.v_unfit : nullptr, block.J0});
     }
     if constexpr (kByParts) {
       uint32_t lanes = 0;
@@ -275,10 +275,10 @@ struct Gradient {
     });
   }
 
-  // The keys of the block at J0 that some of the rows see, given their LSE (see `hides`).
+  // The keys of the block at J0 that some of the rows see, given their LSE (see `hiding_classes`).
   static Keys seen_keys(const FaParams& p, const Rows& rows, int64_t J0, const R* lse) {
     const Keys keys = visible_keys<Mul>(p, rows, J0);
-    return p.mask.data ? shown_keys(p, rows, keys, hides(lse, rows.count)) : keys;
+    return p.mask.data ? unmasked_keys(p, rows, keys, hiding_classes(lse, rows.count)) : keys;
   }
 
   // Calls f(keys, block) for every block of keys that the rows see, as `Of` stages it.

@@ -139,8 +139,8 @@ struct GradientTangent : Gradient<Plain<R_>> {
         const V p_t = probability * moves, ds = probability * by;
         const V ds_t = p_t * by + probability * (z * load(buf.dp_t + x) - delta_t[v]);
         const auto none = probability == R(0);
-        const auto shown = [&](V y) { return none ? V{} : normal_or_zero<R>(y); };
-        f(x, Moved{probability * z, shown(p_t * z), shown(ds), shown(ds_t)});
+        const auto visible = [&](V y) { return none ? V{} : normal_or_zero<R>(y); };
+        f(x, Moved{probability * z, visible(p_t * z), visible(ds), visible(ds_t)});
       }
   }
 

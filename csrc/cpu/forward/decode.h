@@ -190,8 +190,8 @@ struct Decode {
     each_block(p, b, chunk, [&](const Keys& keys) {
       std::optional<Staged> k, v;  // set once a tile sees them
       each_tile(p, b, hk, [&](int64_t t, const Lanes& lanes) {
-        const Keys shown{keys.j0, keys.count, held(p, lanes.rows, keys)};
-        if (hidden(shown.holds)) return;
+        const Keys visible{keys.j0, keys.count, classes_in(p, lanes.rows, keys)};
+        if (hidden(visible.classes)) return;
         if (!k) {
           k.emplace(key, keys, buf.k, Few::padded(p.D), [&](int64_t j, int64_t n, E* to) {
             return Op::along(key, keys.j0 + j, n, p.D, to);
@@ -200,7 +200,7 @@ struct Decode {
             return Sum::stage(value, keys.j0 + j, n, p.Dv, to);
           });
         }
-        attend(p, lanes, t, shown, *k, *v, buf);
+        attend(p, lanes, t, visible, *k, *v, buf);
       });
     });
     const Parts to = parts(p);

@@ -137,11 +137,11 @@ struct Forward {
     // keys are converted on the way, or with more rows, it costs as much as it gains.
     [[maybe_unused]] const bool few =
         p.M <= kTileRows<R> && readable_in_place<R>(values_of(p, b, hk));
-    ShownKeys<kMostTiles> shown;
+    UnmaskedKeys<kMostTiles> visible;
     do {
       const auto each = [&](auto f) {
         each_tile([&](auto nv, const Rows& rows, const State& st) {
-          if (shown.due(&st - buf.state)) f(nv, rows, st, &st - buf.state);
+          if (visible.due(&st - buf.state)) f(nv, rows, st, &st - buf.state);
         });
       };
       each([&](auto nv, const Rows& rows, const State& st, int64_t) {
@@ -150,14 +150,14 @@ struct Forward {
       for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys) {
         bool any = false;
         each([&](auto, const Rows& rows, const State&, int64_t t) {
-          any |= shown.find(t, p, rows, visible_keys<Mul>(p, rows, J0));
+          any |= visible.find(t, p, rows, visible_keys<Mul>(p, rows, J0));
         });
         if (!any) continue;
         const int64_t count = std::min(J0 + kTileKeys, seen.hi) - J0;
         const Broadcast<E> k = Op::along(keys_of(p, b, hk), J0, count, p.D, buf.k);
         const Broadcast<E> v = Op::across(values_of(p, b, hk), J0, count, p.Dv, false, buf.v);
         each([&](auto nv, const Rows& rows, const State& st, int64_t t) {
-          const Keys& keys = shown.of[t];
+          const Keys& keys = visible.of[t];
           if (keys.count <= 0) return;
           if constexpr (pair == 1)
             if (few && t == 0)
@@ -166,9 +166,9 @@ struct Forward {
         });
       }
       each([&](auto, const Rows& rows, const State& st, int64_t t) {
-        shown.look_again(t, p, rows, st.m);
+        visible.check_skipped(t, p, rows, st.m);
       });
-    } while (shown.again());
+    } while (visible.again());
     each_tile([&](auto nv, const Rows& rows, const State& st) {
       finish<decltype(nv)::value>(p, rows, st);
     });

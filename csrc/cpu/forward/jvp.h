@@ -215,14 +215,14 @@ struct Jvp {
     const KeyRange seen = key_range(p, rows.b, rows.i0, rows.end());
     with_vectors<R>(rows.count, [&](auto nv) {
       constexpr int NV = decltype(nv)::value;
-      ShownKeys<1> shown;
+      UnmaskedKeys<1> visible;
       do {
         begin<NV>(p, rows, buf);
         for (int64_t J0 = seen.lo / kTileKeys * kTileKeys; J0 < seen.hi; J0 += kTileKeys)
-          if (shown.find(0, p, rows, visible_keys<Mul>(p, rows, J0)))
-            attend<NV, kForward>(p, rows, shown.of[0], buf);
-        shown.look_again(0, p, rows, buf.m);
-      } while (shown.again());
+          if (visible.find(0, p, rows, visible_keys<Mul>(p, rows, J0)))
+            attend<NV, kForward>(p, rows, visible.of[0], buf);
+        visible.check_skipped(0, p, rows, buf.m);
+      } while (visible.again());
       finish<NV, kForward>(p, rows, buf);
     });
   }

@@ -54,8 +54,8 @@ struct MaskClasses {
   }
 
   // The union of the bytes of rows [i0, i1) and keys [j0, j1), neither of them empty.
-  FA_INLINE uint8_t held(int64_t b, int64_t h, int64_t i0, int64_t i1, int64_t j0,
-                         int64_t j1) const {
+  FA_INLINE uint8_t classes_in(int64_t b, int64_t h, int64_t i0, int64_t i1, int64_t j0,
+                               int64_t j1) const {
     const uint8_t* plane = data + (b * item + h * head) * stripes * keys;
     const int64_t last = stripes == 1 ? 0 : (i1 - 1) / kRows;
     uint8_t all = 0;
@@ -75,29 +75,29 @@ struct MaskClasses {
       const auto* x = static_cast<const typename Of::Bits*>(a.data);
       for (const int64_t i : {i0, i1 - 1})
         for (const int64_t j : {j0, j0 + (j1 - j0) / 2, j1 - 1})
-          all |= uint8_t(Of::held(x[a.at(i, j)]));
+          all |= uint8_t(Of::classes_in(x[a.at(i, j)]));
       if (mixed(all)) return;
       if (a.step != 1 && a.row == 1) {
         for (int64_t j = j0; j < j1 && !mixed(all); ++j)
-          all |= held<Of>(a.data, a.at(i0, j), 1, i1 - i0);
+          all |= classes_in<Of>(a.data, a.at(i0, j), 1, i1 - i0);
         return;
       }
       for (int64_t i = i0; i < (a.row == 0 ? i0 + 1 : i1); ++i)
         for (int64_t j = j0; j < j1 && !mixed(all); j += kKeys)
-          all |= held<Of>(a.data, a.at(i, j), a.step, std::min(kKeys, j1 - j));
+          all |= classes_in<Of>(a.data, a.at(i, j), a.step, std::min(kKeys, j1 - j));
     });
     return all;
   }
 
   template <class Of>
-  static FA_INLINE uint8_t held(const void* mask, int64_t at, int64_t step, int64_t n) {
+  static FA_INLINE uint8_t classes_in(const void* mask, int64_t at, int64_t step, int64_t n) {
     const auto* x = static_cast<const typename Of::Bits*>(mask) + at;
-    if (step == 1 && n == kKeys && alike(x)) return uint8_t(Of::held(*x));
+    if (step == 1 && n == kKeys && alike(x)) return uint8_t(Of::classes_in(*x));
     typename Of::Bits all = 0;
     if (step == 1)
-      for (int64_t i = 0; i < n; ++i) all |= Of::held(x[i]);
+      for (int64_t i = 0; i < n; ++i) all |= Of::classes_in(x[i]);
     else
-      for (int64_t i = 0; i < n; ++i) all |= Of::held(x[i * step]);
+      for (int64_t i = 0; i < n; ++i) all |= Of::classes_in(x[i * step]);
     return uint8_t(all);
   }
   // True if a row of a granule is one number. Most are, and then the loop only waits for memory:
@@ -119,13 +119,13 @@ struct MaskClasses {
     std::fill_n(to, (N + kKeys - 1) / kKeys, uint8_t(0));
     if (a.step != 1 && a.row == 1) {
       for (int64_t j = 0; j < N; ++j)
-        if (!mixed(to[j / kKeys])) to[j / kKeys] |= held<Of>(a.data, a.at(i0, j), 1, rows);
+        if (!mixed(to[j / kKeys])) to[j / kKeys] |= classes_in<Of>(a.data, a.at(i0, j), 1, rows);
       return;
     }
     for (int64_t i = i0; i < i0 + rows; ++i)
       for (int64_t j = 0; j < N; j += kKeys)
         if (!mixed(to[j / kKeys]))
-          to[j / kKeys] |= held<Of>(a.data, a.at(i, j), a.step, std::min(kKeys, N - j));
+          to[j / kKeys] |= classes_in<Of>(a.data, a.at(i, j), a.step, std::min(kKeys, N - j));
   }
   // As many stripes as make it worthwhile to wake a thread.
   static int64_t stripes_per_task(const FaParams& p) {

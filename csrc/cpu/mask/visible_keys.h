@@ -19,11 +19,12 @@ struct Rows {
 };
 struct Keys {
   int64_t j0, count;
-  uint8_t holds = 0;  // what a mask has for the rows at hand (or more); 0 if not determined
+  uint8_t classes = 0;  // of the mask's numbers for the rows at hand (or more); 0: not known yet
   FA_INLINE int64_t end() const { return j0 + count; }
 };
 
-// The keys of [J0, J0 + width) that some of these rows see, from a multiple of `first` on.
+// The keys of [J0, J0 + width) that the band and the lengths leave visible to some of these rows.
+// The first is rounded down to a multiple of `first`, so up to first - 1 hidden keys come before.
 template <class Mul>
 FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
                             int64_t width = kTileKeys, int64_t first = Sizes<Mul>::first_key) {
@@ -36,46 +37,48 @@ FA_INLINE Keys visible_keys(const FaParams& p, const Rows& rows, int64_t J0,
 // The classes of the mask's numbers for these rows and keys, as one set. If the mask was not
 // classified, it is scanned if there are few rows (or one row for all queries, padding); else the
 // result is kOther.
-FA_INLINE uint8_t held(const FaParams& p, const Rows& rows, const Keys& keys) {
+FA_INLINE uint8_t classes_in(const FaParams& p, const Rows& rows, const Keys& keys) {
   if (!p.mask.data) return kVisible;
-  if (keys.holds) return keys.holds;
+  if (keys.classes) return keys.classes;
   if (MaskClasses::suit(p))
-    return MaskClasses::of(p).held(rows.b, rows.h, rows.i0, rows.end(), keys.j0, keys.end());
+    return MaskClasses::of(p).classes_in(rows.b, rows.h, rows.i0, rows.end(), keys.j0, keys.end());
   const Plane a = plane(p.mask, rows.b, rows.h);
   if (p.M > MaskClasses::kFewRows && a.row != 0) return kOther;
   return MaskClasses::scan(a, rows.i0, rows.end(), keys.j0, keys.end());
 }
-FA_INLINE bool hidden(uint8_t held, uint8_t as = kHidden) { return !(held & ~as); }
+FA_INLINE bool hidden(uint8_t classes, uint8_t hiding = kHidden) { return !(classes & ~hiding); }
 
 // The classes that hide keys from these rows; `scores` are the rows' largest scores, or their LSEs.
-// finfo.min is among them if each score is so far above it that no probability is left, for any
-// product below 2^126.
+// finfo.min is among them if each score is so far above it that exp(finfo.min + s - score) is 0 for
+// every scaled product s of q and k below 2^126.
 template <class R>
-FA_INLINE uint8_t hides(const R* scores, int64_t rows) {
+FA_INLINE uint8_t hiding_classes(const R* scores, int64_t rows) {
   for (int64_t i = 0; i < rows; ++i)
     if (!(scores[i] > R(-0x1p126))) return kHidden;
   return kHidden | kLeast;
 }
-// `keys`, without the keys at both ends that a mask hides from all of these rows.
-FA_INLINE Keys shown_keys(const FaParams& p, const Rows& rows, const Keys& keys,
-                          uint8_t as = kHidden) {
+// `keys`, without the keys at both ends that a mask hides from all of these rows. `hiding`: the
+// classes that hide a key.
+FA_INLINE Keys unmasked_keys(const FaParams& p, const Rows& rows, const Keys& keys,
+                             uint8_t hiding = kHidden) {
   if (!p.mask.data || keys.count <= 0) return keys;
   if (!MaskClasses::suit(p)) {
-    const uint8_t all = held(p, rows, keys);
-    return {keys.j0, hidden(all, as) ? 0 : keys.count, all};
+    const uint8_t all = classes_in(p, rows, keys);
+    return {keys.j0, hidden(all, hiding) ? 0 : keys.count, all};
   }
   constexpr int64_t step = MaskClasses::kKeys;
   int64_t lo = keys.j0, hi = keys.end();
-  const auto hides = [&](int64_t j) { return hidden(held(p, rows, {j, 1}), as); };
-  while (lo < hi && hides(lo)) lo = (lo / step + 1) * step;
-  while (lo < hi && hides(hi - 1)) hi = (hi - 1) / step * step;
+  const auto skipped = [&](int64_t j) { return hidden(classes_in(p, rows, {j, 1}), hiding); };
+  while (lo < hi && skipped(lo)) lo = (lo / step + 1) * step;
+  while (lo < hi && skipped(hi - 1)) hi = (hi - 1) / step * step;
   return lo < hi ? Keys{lo, hi - lo} : Keys{keys.j0, 0};
 }
 
 // True if one of these rows needs its keys of finfo.min: its largest score (`scores`) is not far
 // above finfo.min, and it is not a row that sees nothing because -inf hides all keys.
 template <class R>
-[[gnu::noinline, gnu::cold]] bool misses(const FaParams& p, const Rows& rows, const R* scores) {
+[[gnu::noinline, gnu::cold]] bool needs_least(const FaParams& p, const Rows& rows,
+                                              const R* scores) {
   const Plane a = plane(p.mask, rows.b, rows.h);
   for (int64_t i = 0; i < rows.count; ++i) {
     if (scores[i] > R(-0x1p126)) continue;
@@ -87,32 +90,37 @@ template <class R>
   return false;
 }
 
-// The keys that each tile of a forward task sees, before it is known which rows see a score: first
-// as if all keys of finfo.min were hidden, then once more for tiles with a row that sees nothing
-// else.
+// The visible keys of each tile of a forward task. A key of finfo.min counts only for a row in which
+// no other score is far above it, and scores are not known before the task has run. So the first
+// round skips these keys, and a second round computes the tiles again that have such a row:
+//
+//   do
+//     for each block of keys, for each tile t that is `due`: if (find(t, ...)) compute it
+//     for each tile t: check_skipped(t, ..., the rows' largest scores)
+//   while (again());
 template <int kTiles>
-struct ShownKeys {
+struct UnmaskedKeys {
   Keys of[kTiles];
   uint32_t tiles = ~0u, skipped = 0, not_enough = 0;  // bits of tiles; skipped: keys of finfo.min
-  uint8_t as = kHidden | kLeast;
+  uint8_t hiding = kHidden | kLeast;
   FA_INLINE bool due(int64_t t) const { return tiles >> t & 1; }
   FA_INLINE bool find(int64_t t, const FaParams& p, const Rows& rows, const Keys& keys) {
-    of[t] = shown_keys(p, rows, keys, as);
-    if (of[t].count != keys.count && as != kHidden &&
-        of[t].count != shown_keys(p, rows, {keys.j0, keys.count, of[t].holds}).count)
+    of[t] = unmasked_keys(p, rows, keys, hiding);
+    if (of[t].count != keys.count && hiding != kHidden &&
+        of[t].count != unmasked_keys(p, rows, {keys.j0, keys.count, of[t].classes}).count)
       skipped |= uint32_t(1) << t;
     return of[t].count > 0;
   }
   // m: the rows' largest scores.
   template <class R>
-  FA_INLINE void look_again(int64_t t, const FaParams& p, const Rows& rows, const R* m) {
-    if (skipped >> t & 1 && hides(m, rows.count) == kHidden && misses(p, rows, m))
+  FA_INLINE void check_skipped(int64_t t, const FaParams& p, const Rows& rows, const R* m) {
+    if (skipped >> t & 1 && hiding_classes(m, rows.count) == kHidden && needs_least(p, rows, m))
       not_enough |= uint32_t(1) << t;
   }
   FA_INLINE bool again() {
     tiles = not_enough;
     skipped = not_enough = 0;
-    as = kHidden;
+    hiding = kHidden;
     return tiles;
   }
 };

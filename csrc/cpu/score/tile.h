@@ -1,7 +1,7 @@
 // The score pipeline of the CPU kernels: the one place here that implements features. What happens
 // to a tile of scores, keys x lanes (lanes are query rows), forward and backward:
 //
-//   where   visible_keys and shown_keys skip keys (visible_keys.h); `band` is exact (band.h)
+//   where   visible_keys and unmasked_keys skip keys (visible_keys.h); `band` is exact (band.h)
 //   what    `score`: softcap, ALiBi, mask, band, in this order; `product_gradient`, backward
 //   after   `dropout`: draws (philox.h)
 //
@@ -142,7 +142,7 @@ struct Tile {
   }
 
   static bool masked(const FaParams& p, const Rows& rows, const Keys& keys) {
-    return p.mask.data && held(p, rows, keys) != kVisible;
+    return p.mask.data && classes_in(p, rows, keys) != kVisible;
   }
   // Prefetches what `mask` will read, if the mask is too large for a cache: its rows are far apart,
   // so hardware does not prefetch them.

@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const int64_t keys = B::kKeysStay ? visible.length : end;
   const Matrix k = matrix_of(p.k, b, hk, keys, p.D), v = matrix_of(p.v, b, hk, keys, p.Dv);
   Passing<B> coming(p, workspace, b, first_head, rows, k, v);
-  // The next tile, and how many heads are left with it; with a mask, the next one that is shown.
+  // The next tile, and how many heads are left with it; with a mask, the next one that is visible.
   int next = start, left_next = last_head - first_head;
   const auto enter = [&](int left) {
     for (; left > 0; --left, coming.next_head(batch)) {
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   int stage = 0;
   QuerySums<B> queries(p, workspace, b, first_head);
   for (int left = last_head - first_head; left > 0; --left, queries.next_head(batch)) {
-    if (B::kTiled && left != left_next) continue;  // no tile of this head is shown
+    if (B::kTiled && left != left_next) continue;  // no tile of this head is visible
     const int h = last_head - left;
     const Head head(B::kGeneral ? all : p, b, h, diagonal(p, b));
     MaskLines mask[B::kStrips];

@@ -13,7 +13,7 @@ namespace sm80 {
 // block. The words precede the bytes of the mask's tiles, at the start of a workspace.
 template <class B>
 struct ShownTiles {
-  // kToRead: the mask of a shown tile must be read. The tile's turn in the sum of dq: kAfterNext is
+  // kToRead: the mask of a visible tile must be read. The tile's turn in the sum of dq: kAfterNext is
   // after the block of the next keys, kBegins is the first; without these bits it is after a block
   // that has to be searched for.
   enum : uint32_t { kShown = 1, kToRead = 2, kAfterNext = 4, kBegins = 8 };
@@ -53,11 +53,11 @@ struct ShownTiles {
   static FA_DEVICE int place(int at) {
     return static_cast<int>(static_cast<unsigned>(at) / B::kPassing % kOfWord);
   }
-  FA_DEVICE bool shown(int64_t h, int of_block, int at) const {
+  FA_DEVICE bool visible_tile(int64_t h, int of_block, int at) const {
     return word(h, of_block, at) >> kBits * place(at) & kShown;
   }
 
-  // The first shown tile from `at` on, or one past the end. `anew`: of another head.
+  // The first visible tile from `at` on, or one past the end. `anew`: of another head.
   FA_DEVICE int next(int64_t h, int at, int end, bool anew) {
     while (at < end) {
       const int in = place(at);
@@ -74,7 +74,7 @@ struct ShownTiles {
   FA_DEVICE int before(uint32_t of_tile, int64_t h, int at) const {
     int one = block + 1;
     if (!(of_tile & (kAfterNext | kBegins)))
-      while (!shown(h, ++one, at)) {
+      while (!visible_tile(h, ++one, at)) {
       }
     return one;
   }
@@ -103,17 +103,17 @@ struct RowsOfMask {
     return low;
   }
   // TileOfMask, from the answer that these rows need.
-  FA_DEVICE uint32_t held(int key) const {
+  FA_DEVICE uint32_t classes_in(int key) const {
     const uint32_t at = stripe.first + static_cast<unsigned>(key) / B::kTiling.keys;
     const uint32_t first = stripe.tile(at);
     if (first < kSkip || !MaskTiling::may_hold_least(p)) return first;
     const uint32_t exact = stripe.tile(at + stripe.to_exact);
     return exact != first && any_low() ? exact : first;
   }
-  // The first key from `from` on, at the start of a tile, that is shown; or one past the end.
+  // The first key from `from` on, at the start of a tile, that is visible; or one past the end.
   FA_DEVICE int shown_from(int from, int end) const {
     while (from < end) {
-      const uint32_t one = held(from);
+      const uint32_t one = classes_in(from);
       if (one < kSkip) break;
       from += static_cast<int>(one - kSkip + 1) * B::kTiling.keys;
     }
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(ShownTiles<B>::kThreads)
   uint32_t bits = 0;
   if (word < To::words(p) && row < p.M && key < p.N) {
     const RowsOfMask<B> rows(p, workspace, b, h, row);
-    const uint32_t held = rows.held(key);
+    const uint32_t held = rows.classes_in(key);
     if (held < kSkip) bits = To::kShown | (held == kRead ? To::kToRead : 0);
     if (B::kInTurn && bits) {
       const KeyRange seen = key_range(p, b, row, least(row + B::kPassing, p.M));

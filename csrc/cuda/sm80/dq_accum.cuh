@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(B::kThreads)
     const ShownTiles<B> tiles(batch, static_cast<int>(b), 0);
     int block = static_cast<int>(seen.lo) / B::kStaying;
     const int end = static_cast<int>(seen.hi + B::kStaying - 1) / B::kStaying;
-    while (block < end && !tiles.shown(h, block, first)) ++block;
+    while (block < end && !tiles.visible_tile(h, block, first)) ++block;
     any = block < end;
   }
   if (any) sums.add(sum, first);

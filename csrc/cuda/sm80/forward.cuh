@@ -103,13 +103,13 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
   if constexpr (F::kTiled)
     if (again && !needs_least<F>(mask, p, b, h, first_row, begin, end, memory)) return;
   bool read_next = false;  // must the mask of the next tile be read?
-  const auto shown = [&](int from) {
+  const auto visible_tile = [&](int from) {
     if constexpr (F::kTiled)
-      return mask.template shown<F::kKeys>(from, end, read_next);
+      return mask.template visible_tile<F::kKeys>(from, end, read_next);
     else
       return from;
   };
-  const int start = shown(begin);
+  const int start = visible_tile(begin);
   const KeyRange by_all = common_range(p, b, warp_row, least(warp_row + 16 * F::kTiles, p.M));
   const int all_from = static_cast<int>(by_all.lo), all_to = static_cast<int>(by_all.hi);
   const Visible visible(p, b);
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) forward_kernel(const FaParams 
     ptx::copies_wait<1>("forward: the keys have landed");
     ptx::block_sync("forward: all see the keys, and are done with the values before");
     const bool read = F::kTiled ? read_next : F::kGeneral;
-    next = shown(first + F::kKeys);
+    next = visible_tile(first + F::kKeys);
     load_keys(next, before(now));  // to where those values were
 
     MaskPairs<F::kKeys / 8> pairs;

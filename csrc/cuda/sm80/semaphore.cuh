@@ -11,13 +11,16 @@
 namespace fa {
 namespace sm80 {
 
+// The words: [0] the next ticket, [1] whether offsets decrease; from kTaskWords on, for each
+// kRowsATurn rows of all heads, the number of the task that added last (0: none).
 struct Turns {
   uint32_t* words;
 
   FA_DEVICE explicit Turns(float* workspace) : words(reinterpret_cast<uint32_t*>(workspace)) {}
 
-  // Runs first, on the lanes of one warp. Sequences that begin before others end would take each
-  // other's turns, and wait for ever: such a batch is marked, and blocks return at once.
+  // Clears the first two words, on the lanes of one warp of the kernel before the backward pass.
+  // Sequences that overlap, by offsets that decrease, would wait for each other's turns for ever:
+  // such a batch is marked, and blocks return at once.
   FA_DEVICE void clear(const FaParams& batch) const {
     uint32_t falls = 0;
     if (batch.cu_q)
@@ -43,7 +46,8 @@ struct Turns {
   }
 };
 
-// For all lanes of a warp: waits until `before` has passed this on. They then see what it wrote.
+// For all lanes of a warp: waits until the word has the number `before`, that of the task
+// before this one. They then see what that task wrote.
 FA_DEVICE void wait_for_turn(const uint32_t* word, int before) {
   if (threadIdx.x % 32 == 0)
     ptx::wait_until("turns: the one before has added", word, static_cast<uint32_t>(before));
