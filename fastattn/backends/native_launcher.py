@@ -16,7 +16,7 @@ from .native.extents import refused
 from .native.marshalling import pack, places
 from .per_sequence import backward_in_turn, second_in_turn
 
-# The tensors of each pass after the call's own: field of FaCall -> `Argument.crosses`.
+# The tensors of each pass after the call's own: field of FaCall -> `Argument.passed_as`.
 _GRADIENTS = {f"d{name}": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}
 _TANGENTS = {f"{name}_t": ARGUMENTS[name].passed_as for name in DIFFERENTIABLE}
 _MOVED = dict(out_t="strided", lse_t="column")
@@ -197,15 +197,15 @@ BRIEF = 1 << 18  # steps of about ten microseconds in all, the cost of releasing
 
 
 def prepared(spec: AttentionSpec) -> Prepared:
-    found = spec.kept.get("prepared")
+    found = spec.launcher_cache.get("prepared")
     if found is None:
-        found = spec.kept["prepared"] = _prepare(spec)
+        found = spec.launcher_cache["prepared"] = _prepare(spec)
     return found
 
 
 def _prepare(spec: AttentionSpec) -> Prepared:
     H, Hk, D, Dv = (getattr(spec, x) for x in ("H", "Hk", "D", "Dv"))
-    B, M, N = spec.lies
+    B, M, N = spec.memory_sizes
     keys = spec.B * spec.N if spec.paged else N
     like_q = {"q": (B, H, M, D), "k": (B, Hk, N, D), "v": (B, Hk, N, Dv)}
     if spec.weights:

@@ -163,7 +163,7 @@ class TangentJob(Job):
     def sink_gradient(self, sinks: Tensor) -> Tensor:
         """-sum (p_sink_t delta + p_sink delta_t), with p_sink_t = p_sink (sink_t - lse_t)."""
         p, delta = self.sink_shares(sinks)
-        delta_t = self.rates[1, ..., : self.spec.lies[1]]
+        delta_t = self.rates[1, ..., : self.spec.memory_sizes[1]]
         sinks_t = 0 if self.sinks_t is None else self.sinks_t.to(torch.float32)[:, None]
         p_t = torch.where(p > 0, p * (sinks_t - self.lse_t), 0.0)
         return -(p_t * delta + p * delta_t).sum((0, 2)).to(sinks.dtype)

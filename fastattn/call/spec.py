@@ -3,6 +3,12 @@
 `Tensors` lists every tensor of a call once, `Options` its scalars. The operators' schemas, plans,
 vmap's folding, the packing for native kernels and the rules on tensors are loops over these lists.
 A scalar also has a default (`validation.describe`) and rules (`validation._scalars`).
+
+Two names for the logarithm of the softmax's denominator:
+
+    LSE, lse    (B,H,M): log(sum(exp(s))) of each row's scores s, with the sink's logit if any
+    normaliser  (2,B,H,M): the LSE, and its rounding error. The probabilities before dropout are
+                exp(s - normaliser[0] - normaliser[1]). FaParams has it as `lse`.
 """
 
 from __future__ import annotations
@@ -85,7 +91,7 @@ class Argument(NamedTuple):
         tensor has the rows or keys of all sequences, T or S, in place of M or N, and 1 for B. Keys
         and values in pages have the number of pages for B, and the rows of a page for N. Bk and Nk
         are k's sizes for B and N.
-    dtype: "q", that of q; "kept", that of q or, with scales, one of quantisation.STORAGE; "mask",
+    dtype: "q", that of q; "kv", that of q or, with scales, one of quantisation.STORAGE; "mask",
         that of q, bool or float32; "floating", any, which kernels get as `acc_dtype`; "acc",
         float32, or float64 for float64 inputs; "float32"; "integer", int32 or int64; "int64".
     passed_as: how it is passed to kernels behind csrc/abi.h: a key of `marshalling.PASSED_AS`.
@@ -109,8 +115,8 @@ class Tensors(NamedTuple):
     """
 
     q: Annotated[Tensor, Argument(("B H M D",), "q", "strided", gradient=True)]
-    k: Annotated[Tensor, Argument(("B Hk N D",), "kept", "strided", gradient=True)]
-    v: Annotated[Tensor | None, Argument(("B Hk N Dv",), "kept", "strided", gradient=True)]
+    k: Annotated[Tensor, Argument(("B Hk N D",), "kv", "strided", gradient=True)]
+    v: Annotated[Tensor | None, Argument(("B Hk N Dv",), "kv", "strided", gradient=True)]
     mask: Annotated[  # bool (True = may attend) or additive
         Tensor | None,
         Argument(
@@ -143,9 +149,7 @@ class Tensors(NamedTuple):
     v_scale: Annotated[
         Tensor | None, Argument(("Bk Hk Nk",), "float32", "column", feature=Feature.QUANTISED)
     ] = None
-    normaliser: Annotated[  # the LSE and its rounding error
-        Tensor | None, Argument(("2 B H M",), "acc", "pair", field="lse")
-    ] = None
+    normaliser: Annotated[Tensor | None, Argument(("2 B H M",), "acc", "pair", field="lse")] = None
 
     def given(self, name: str) -> Tensor:
         """The tensor of that name, which must not be None."""
@@ -192,7 +196,9 @@ class Options(NamedTuple):
     at_item: int = 0
     rows: int | None = None
     keys: int | None = None
-    bottom_right: bool = False  # for a call without `causal`, which has an alignment itself
+    # `Place.bottom_right`: align windows and ALiBi of a call without `causal` at the bottom right.
+    # It changes nothing beside causal="bottom_right", and is refused beside causal="top_left".
+    bottom_right: bool = False
 
     @property
     def place(self) -> Place:
@@ -230,7 +236,7 @@ assert Tangents._fields == DIFFERENTIABLE
 RESULTS = {
     "out": "B H M Dv",
     "normaliser": "2 B H M",
-    "lse": "B H M",  # its tangent
+    "lse": "B H M",  # the tangent of the LSE
     "weights": "B H M N",  # or, averaged over heads, B M N
 }
 WITH_TANGENTS = ("out", "normaliser", "out", "lse")  # what a jvp pass returns, as in `RESULTS`
@@ -272,7 +278,7 @@ class AttentionSpec:
     a part of a larger one, i, j, length and M in the formula are those of the larger call: i and j
     count from at_row and at_key, M is at_row + M + rows_after, and dropout counts heads and items
     from at_head and at_item. If this call is several calls (`vmap_fold`), dropout's draws repeat
-    after the items and heads of one: item b draws what b % items_again does.
+    after the items and heads of one: item b draws what b % dropout_batch_period does.
     """
 
     B: int
@@ -327,8 +333,8 @@ class AttentionSpec:
         return hash(tuple(getattr(self, name) for name in self.__dataclass_fields__))
 
     @functools.cached_property
-    def kept(self) -> dict[str, Any]:
-        """A cache of what launchers derive from this spec."""
+    def launcher_cache(self) -> dict[str, Any]:
+        """A cache of what launchers derive from this spec, by name. Launchers write to it."""
         return {}
 
     @functools.cached_property
@@ -358,8 +364,9 @@ class AttentionSpec:
         return functools.reduce(Feature.__or__, (*by_tensors, *by_scalars), Feature.NONE)
 
     @functools.cached_property
-    def last(self) -> int:
-        """The number of fields of `Tensors` up to the last one that is given; v always counts."""
+    def fields_to_last_given(self) -> int:
+        """The number of fields of `Tensors` from q to the last one that is given. It is at least 3,
+        because v counts even if it is None."""
         return 1 + max(INDEX[name] for name in {"v", *self.given})
 
     @property
@@ -371,8 +378,9 @@ class AttentionSpec:
         return "block_table" in self.given
 
     @property
-    def lies(self) -> tuple[int, int, int]:
-        """B, M and N in memory: the sizes of q, k, v and of results with these dimensions."""
+    def memory_sizes(self) -> tuple[int, int, int]:
+        """The sizes in memory of the dimensions B, M and N of q, k, v and of results. They are 1, T
+        and S for a packed batch."""
         return (1, self.T, self.S) if self.packed else (self.B, self.M, self.N)
 
     @property

@@ -183,7 +183,7 @@ def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> No
     exact = acc_dtype(of_q)
     listed = " or ".join(map(str, STORAGE))
     rules = {
-        "kept": (
+        "kv": (
             x.dtype in STORAGE and of_q in DTYPES,
             f"{listed}, because there are scales",
         ),
@@ -204,7 +204,7 @@ def _dtype(argument: Argument, x: Tensor, of_q: torch.dtype, scaled: bool) -> No
         "acc": (x.dtype == exact, str(exact)),
         "float32": (x.dtype == torch.float32, "torch.float32"),
     }
-    ok, expected = rules["q" if argument.dtype == "kept" and not scaled else argument.dtype]
+    ok, expected = rules["q" if argument.dtype == "kv" and not scaled else argument.dtype]
     need(ok, f"{argument.name}.dtype", x.dtype, expected)
 
 

@@ -25,7 +25,7 @@ from . import functorch, run_pass
 from .legacy_vmap import is_batched_by_autograd
 from .operation import ATTENTION, Operation, plan, run_backward, spread
 from .profiler_events import recorded, recording
-from .run_pass import as_tuple, seen, watched
+from .run_pass import as_tuple, call_via_operator, dispatch_mode_active
 
 _transforms = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_compiling
@@ -49,17 +49,18 @@ def call(op: Operation, t: Tensors, o: Options, observed: bool = True) -> tuple[
         return as_tuple(op.operator()(*t, *o))
     if _transforms() or (forward_ad._current_level >= 0 and run_pass.has_tangents(t)):
         return functorch.Attention.apply(op, o._replace(grad=True), *t)
-    found = None if watched() else kind(t)
-    if found is None:
-        return HANDLERS.get(_handled(t), seen)(op, t, o)
-    planned = spec, backend = plan(t, o, found)
+    kind_of_tensors = None if dispatch_mode_active() else kind(t)
+    if kind_of_tensors is None:
+        return HANDLERS.get(_handled(t), call_via_operator)(op, t, o)
+    planned = plan(t, o, kind_of_tensors)
+    spec, backend = planned
     if not o.grad:
         if recording():
             return recorded(op, "", op.forward, (backend, spec, t), t, o)
         return op.forward(backend, spec, t)
     # Only up to the last tensor that is given: autograd takes time for each argument, even None.
     differentiable = _attention if op is ATTENTION else _weights
-    return differentiable((op, o, t, found, planned), *t[: spec.last])
+    return differentiable((op, o, t, kind_of_tensors, planned), *t[: spec.fields_to_last_given])
 
 
 def _handled(tensors: Sequence[Tensor | None]) -> str:
@@ -88,7 +89,7 @@ def call_jvp(t: Tensors, o: Options, tangents: Tangents) -> tuple[Tensor, ...]:
     o = o._replace(grad=True)
     if _is_compiling():
         return tuple(ATTENTION.operator("_jvp")(*tangents, None, None, *t, *o))
-    if watched() and not _transforms() and forward_ad._current_level < 0:
+    if dispatch_mode_active() and not _transforms() and forward_ad._current_level < 0:
         return tuple(run_pass.jvp(ATTENTION, t, o, tangents, (None, None)))
     return functorch.AttentionJvp.apply(ATTENTION, o, *t, *tangents, None, None)
 
@@ -100,46 +101,53 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call, *tensors):
-        op, o, t, found, planned = call
+        op, o, t, kind_of_tensors, planned = call
         spec, backend = planned
         if recording():
             outs = recorded(op, "", op.forward, (backend, spec, t), t, o)
         else:
             outs = op.forward(backend, spec, t)
         ctx.save_for_backward(*tensors, *outs)
-        ctx.call = op, o, len(tensors), found, planned
+        ctx.call = op, o, len(tensors), kind_of_tensors, planned
         ctx.set_materialize_grads(False)
         return outs
 
     @staticmethod
     def backward(ctx, *grads):
-        op, o, n, before, planned = ctx.call
+        op, o, n, saved_kind, planned = ctx.call
         tensors = ctx.saved_tensors  # once, because each access unpacks them all (checkpoints)
         t, outs = Tensors(*tensors[:n]), tensors[n:]
         needs_grad = op.needs_grad(ctx.needs_input_grad[1:])
         if _is_traced():  # by compiled autograd
-            found = run_pass.backward(op, t, o, outs, grads, needs_grad)
+            input_grads = run_pass.backward(op, t, o, outs, grads, needs_grad)
         # With create_graph=True these may be differentiated again; torch.func may batch the grads.
         elif torch.is_grad_enabled() or _transforms() or forward_ad._current_level >= 0:
-            found = functorch.backward(op, o, needs_grad, grads, outs, t)
-        elif not watched() and _begins(kind((*t, *outs, *grads)), before):
+            input_grads = functorch.backward(op, o, needs_grad, grads, outs, t)
+        elif not dispatch_mode_active() and _begins_with(kind((*t, *outs, *grads)), saved_kind):
             if recording():
                 given, arguments = (op, planned, t, outs, grads, needs_grad), (grads, outs, t, o)
-                found = recorded(
+                input_grads = recorded(
                     op, "_backward", run_backward, given, *arguments, [list(needs_grad)]
                 )
             else:
-                found = run_backward(op, planned, t, outs, grads, needs_grad)
+                input_grads = run_backward(op, planned, t, outs, grads, needs_grad)
         elif any(map(is_batched_by_autograd, grads)):
-            found = functorch.backward(op, o, needs_grad, grads, outs, t)
+            input_grads = functorch.backward(op, o, needs_grad, grads, outs, t)
         else:  # hooks on saved tensors may return other tensors
-            found = run_pass.backward(op, t, o, outs, grads, needs_grad)
-        return None, *spread(found, needs_grad, n)
+            input_grads = run_pass.backward(op, t, o, outs, grads, needs_grad)
+        return None, *spread(input_grads, needs_grad, n)
 
 
-def _begins(found: Kind | None, before: Kind) -> bool:
-    """True if `found`, the kind of some tensors, begins with `before`, the kind of the first."""
-    return found is not None and found[: len(before)] == before
+def _begins_with(kind_of_all: Kind | None, saved_kind: Kind) -> bool:
+    """True if `kind_of_all`, the kind of a call's tensors, its results and their gradients, begins
+    with `saved_kind`, the kind that the call's tensors had in forward.
+
+    Then the kernel can run with the plan of forward: all tensors are plain memory, because their
+    kind is not None, and the call's tensors still have the shapes, dtypes and devices of forward.
+    Hooks on saved tensors may return others. A kind has an entry for each tensor, in order, so one
+    call of `kind`, which takes time, checks both.
+    """
+    return kind_of_all is not None and kind_of_all[: len(saved_kind)] == saved_kind
 
 
 class AttentionWeights(Attention):

@@ -1,8 +1,8 @@
 """Decompositions into torch's operators, for exporters that know no others: torch.onnx.export.
 
 They run the oracle: exact, in O(M N) memory. Exporters find them in torch's `decomposition_table`.
-The TorchScript exporter does not use it: `run_pass.seen` decomposes the call there. torch.compile
-and torch.export keep the operators whole; `run_decompositions` takes the table.
+The TorchScript exporter does not use it: `run_pass.call_via_operator` decomposes the call there.
+torch.compile and torch.export keep the operators whole; `run_decompositions` takes the table.
 """
 
 from __future__ import annotations

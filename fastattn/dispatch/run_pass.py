@@ -28,21 +28,21 @@ Outs = Sequence[Any]  # results, or gradients of them, some None
 
 
 def forward(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    found = _kind(t)
-    if found is None:
-        return seen(op, t, o)
+    kind_of_tensors = _kind(t)
+    if kind_of_tensors is None:
+        return call_via_operator(op, t, o)
     if recording():
-        return recorded(op, "", run_forward, (op, t, o, found), t, o)
-    return run_forward(op, t, o, found)
+        return recorded(op, "", run_forward, (op, t, o, kind_of_tensors), t, o)
+    return run_forward(op, t, o, kind_of_tensors)
 
 
 def backward(
     op: Operation, t: Tensors, o: Options, outs: Outs, grads: Outs, needs_grad: Sequence[str]
 ) -> list[Tensor]:
-    found = _kind(t, *outs, *grads)
-    if found is None:
+    kind_of_tensors = _kind(t, *outs, *grads)
+    if kind_of_tensors is None:
         return op.operator("_backward")(*grads, *outs, *t, *o, list(needs_grad))
-    given = op, plan(t, o, found), t, outs, grads, needs_grad
+    given = op, plan(t, o, kind_of_tensors), t, outs, grads, needs_grad
     if recording():
         return recorded(op, "_backward", run_backward, given, grads, outs, t, o, [list(needs_grad)])
     return run_backward(*given)
@@ -50,11 +50,11 @@ def backward(
 
 def jvp(op: Operation, t: Tensors, o: Options, tangents: Tangents, outs: Outs) -> list[Tensor]:
     """outs: out and normaliser of an earlier forward, or None and None."""
-    found = _kind(t, *tangents, *outs)
-    if found is None:
+    kind_of_tensors = _kind(t, *tangents, *outs)
+    if kind_of_tensors is None:
         check(t, o)
         return op.operator("_jvp")(*tangents, *outs, *t, *o)
-    given = op, t, o, found, tangents, outs
+    given = op, t, o, kind_of_tensors, tangents, outs
     if recording():
         return recorded(op, "_jvp", run_jvp, given, tangents, outs, t, o)
     return run_jvp(*given)
@@ -69,10 +69,10 @@ def second(
     grads: Outs,
     needs_grad: Sequence[str],
 ) -> list[Tensor]:
-    found = _kind(t, *tangents, *outs, *grads)
-    if found is None:
+    kind_of_tensors = _kind(t, *tangents, *outs, *grads)
+    if kind_of_tensors is None:
         return op.operator("_second")(*tangents, *outs, *grads, *t, *o, list(needs_grad))
-    given = op, t, o, found, tangents, outs, grads, needs_grad
+    given = op, t, o, kind_of_tensors, tangents, outs, grads, needs_grad
     if recording():
         arguments = tangents, outs, grads, t, o, [list(needs_grad)]
         return recorded(op, "_second", run_second, given, *arguments)
@@ -80,17 +80,20 @@ def second(
 
 
 def _kind(t: Tensors, *others: Tensor | None):
-    """The kind of t; None if the operator must run, for a mode or a tensor that is not plain."""
-    return None if _is_traced() or watched() or kind(others) is None else kind(t)
+    """`marshalling.kind` of t. None if the operator must run, because a mode is active or because
+    one of t or `others` is not plain memory."""
+    return None if _is_traced() or dispatch_mode_active() or kind(others) is None else kind(t)
 
 
-def watched() -> bool:
-    """True if a dispatch mode or torch.jit.trace is active, which have to see operators."""
+def dispatch_mode_active() -> bool:
+    """True if a dispatch mode or torch.jit.trace is active. These intercept operators; they do not
+    see a direct call of a kernel."""
     return _modes() > 0 or _tracing() is not None
 
 
-def seen(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
-    """Call the operator: for modes, and for tensors that are not plain memory."""
+def call_via_operator(op: Operation, t: Tensors, o: Options) -> tuple[Tensor, ...]:
+    """Run forward as the registered operator, because a mode is active or because a tensor is not
+    plain memory."""
     if _tracing() is not None:
         return _traced(op, t, o)
     check(t, o)

@@ -355,4 +355,4 @@ def test_the_launch_cache_is_bounded(stub, monkeypatch):
     s, _ = described()
     for layout in LAYOUTS[:6]:
         forward(s, described([layout, {}, {}])[1])
-        assert len(s.kept["launches"]) <= 3
+        assert len(s.launcher_cache["launches"]) <= 3

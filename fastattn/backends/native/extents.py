@@ -34,7 +34,7 @@ def refused(status: int, spec: AttentionSpec, after: Mapping[str, Tensor | None]
 
 def expected(spec: AttentionSpec, name: str) -> str:
     """The shape that a written tensor must have, in letters and numbers."""
-    B, M, N = spec.lies
+    B, M, N = spec.memory_sizes
     sizes = {x: getattr(spec, x) for x in ("H", "Hk", "D", "Dv")} | {"2": 2, "B": B, "M": M, "N": N}
     of = name[1:] if name[1:] in DIFFERENTIABLE else ""
     a = ARGUMENTS.get(of)

@@ -1,15 +1,18 @@
 """How tensors are passed to the native kernels: the kind of a call's tensors, and packed FaCalls.
 
-    kind      a key of the tensors: calls with equal keys share a plan; None if a tensor is not
-              plain memory, so that the call must go through the operator
-    pack      FaCall as bytes: a template, with each tensor written at its place
-    launch    pack, then call a function of the CPU library with the result
-    launch_on the same for the CUDA library, with a workspace; None if only Python packs
-    laid      a key of a kernel's arguments with at least what Triton specialises on: dtypes,
-              strides, addresses modulo 16, and the numbers themselves
+    kind       plan key: shapes, dtypes and devices of the tensors. Calls with equal kinds and equal
+               options share a plan. None if a tensor is not plain memory: then the call must go
+               through the operator.
+    pack       FaCall as bytes: a template, with each tensor written at its offset
+    launch     pack, then call a function of the CPU library with the result
+    launch_on  the same for the CUDA library, with a workspace; None if only Python packs
+    specialization_key
+               a key of a kernel's arguments with at least what Triton specialises on: dtypes,
+               strides, addresses modulo 16, and the numbers themselves
 
-csrc/python/marshalling.cpp implements these for CPython's stable ABI. The Python versions below are
-used if set-up did not build it, or if FASTATTN_EXTENSION=off.
+csrc/python/marshalling.cpp implements these for CPython's stable ABI; `specialization_key` has the
+name `laid` there. The Python versions below are used if set-up did not build it, or if
+FASTATTN_EXTENSION=off.
 """
 
 from __future__ import annotations
@@ -28,16 +31,16 @@ from . import libraries
 from .libraries import DTYPE, EXTENT, POINTER, TENSOR
 
 Kind = bytes | tuple[Any, ...]  # hashable; comparable with kinds of the same implementation
-Laid = bytes | tuple[Any, ...]  # likewise
+SpecializationKey = bytes | tuple[Any, ...]  # likewise
 
 # Not the subclasses that override dispatch.
 PLAIN: frozenset[type[Tensor]] = frozenset({Tensor, torch.nn.Parameter})
 
-# ----------------------------- `Argument.crosses`: strides (in elements) and sizes of each FaTensor
+# --------------------------- `Argument.passed_as`: strides (in elements) and sizes of each FaTensor
 
 
-class Four(NamedTuple):
-    """How to present a tensor in the four dimensions that kernels read."""
+class As4D(NamedTuple):
+    """Functions that give a tensor's strides and sizes in four dimensions, as kernels read it."""
 
     strides: Callable[[Tensor], tuple[int, ...]]
     sizes: Callable[[Tensor], tuple[int, ...]]  # 1 for a missing dimension
@@ -54,19 +57,22 @@ def _as_pair(of: Sequence[int]) -> tuple[int, ...]:
     return b, h, m, two
 
 
-PASSED_AS: dict[str, Four | None] = {  # enum Crosses
-    "strided": Four(Tensor.stride, lambda x: x.shape),  # a 4-D tensor, read in place
+PASSED_AS: dict[str, As4D | None] = {  # enum PassedAs in marshalling.cpp
+    "strided": As4D(Tensor.stride, lambda x: x.shape),  # a 4-D tensor, read in place
     # Broadcast to (B,H,M,N), aligned to the right; a broadcast dimension has stride 0.
-    "broadcast": Four(broadcast_strides, lambda x: (*(1,) * (4 - x.ndim), *x.shape)),
-    "column": Four(lambda x: _as_column(x.stride(), 0), lambda x: _as_column(x.shape, 1)),
-    "pair": Four(lambda x: _as_pair(x.stride()), lambda x: _as_pair(x.shape)),
+    "broadcast": As4D(broadcast_strides, lambda x: (*(1,) * (4 - x.ndim), *x.shape)),
+    "column": As4D(lambda x: _as_column(x.stride(), 0), lambda x: _as_column(x.shape, 1)),
+    "pair": As4D(lambda x: _as_pair(x.stride()), lambda x: _as_pair(x.shape)),
     "pointer": None,  # only the address
 }
 _PLACE = struct.Struct("=iii")  # offset in FaCall, index in `PASSED_AS`, offset of the sizes or -1
 
 
 def places(after: Mapping[str, str]) -> bytes:
-    """The places in FaCall of a call's tensors, then of `after`: fields and their `PASSED_AS`."""
+    """The offsets of the call's tensors in FaCall, then of the extra fields, as packed `_PLACE`s.
+
+    after: the extra fields, which follow the call's tensors: name in FaCall -> key of `PASSED_AS`.
+    """
     fields = [(a.field, a.passed_as) for a in ARGUMENTS.values()]
     return b"".join(_place(*x) for x in (*fields, *after.items()))
 
@@ -80,6 +86,8 @@ def _place(field: str, passed_as: str) -> bytes:
 
 
 def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
+    """plan key: an entry for each tensor, in order, so that the kind of more tensors begins with
+    the kind of the first ones. None if a tensor is not plain memory."""
     found: list[Any] = []
     for x in tensors:
         if x is None:
@@ -97,22 +105,23 @@ def _kind(tensors: Sequence[Tensor | None]) -> Kind | None:
 
 
 @functools.cache
-def _read(places: bytes) -> list[tuple[int, Four | None, int]]:
+def _read(places: bytes) -> list[tuple[int, As4D | None, int]]:
     functions = list(PASSED_AS.values())
-    return [(at, functions[which], sizes) for at, which, sizes in _PLACE.iter_unpack(places)]
+    return [(at, functions[index], sizes) for at, index, sizes in _PLACE.iter_unpack(places)]
 
 
 def _pack(form: bytes, places: bytes, tensors: Sequence[Tensor | None], threads: int) -> bytes:
+    """form: FaCall without tensors. places: the result of `places`, for these tensors in order."""
     params = bytearray(form)
-    for (at, four, sizes), x in zip(_read(places), tensors):
+    for (at, as_4d, sizes), x in zip(_read(places), tensors):
         if x is None:
             continue
-        if four is None:
+        if as_4d is None:
             POINTER.pack_into(params, at, x.data_ptr())
             continue
-        TENSOR.pack_into(params, at, x.data_ptr(), *four.strides(x), DTYPE[x.dtype])
+        TENSOR.pack_into(params, at, x.data_ptr(), *as_4d.strides(x), DTYPE[x.dtype])
         if sizes >= 0:
-            EXTENT.pack_into(params, sizes, *four.sizes(x))
+            EXTENT.pack_into(params, sizes, *as_4d.sizes(x))
     POINTER.pack_into(params, libraries.THREADS, threads)
     return bytes(params)
 
@@ -120,11 +129,19 @@ def _pack(form: bytes, places: bytes, tensors: Sequence[Tensor | None], threads:
 def _launch(
     entry: int, which: int, brief: bool, form: bytes, places: bytes, tensors: Sequence, threads: int
 ) -> int:
-    """entry: the address of fa_cpu_run. brief: the kernel is too short to release the GIL for."""
+    """Pack a call and run it. Returns the status of fa_cpu_run.
+
+    entry: the address of fa_cpu_run. The extension calls it; this version calls it through ctypes
+        and ignores the address.
+    which: the pass, such as `libraries.FORWARD`.
+    brief: True if the kernel is too short to release the GIL for. The extension then holds the GIL;
+        this version ignores it, and ctypes releases the GIL.
+    form, places, tensors, threads: as for `pack`.
+    """
     return libraries.cpu().run(_pack(form, places, tensors, threads), which)
 
 
-def _laid(args: tuple) -> Laid:
+def _specialization_key(args: tuple) -> SpecializationKey:
     found: list[Any] = []
     for x in args:
         if isinstance(x, tuple):  # (tensor, its strides)
@@ -146,9 +163,12 @@ kind, pack, launch = (
     else (extension.kind, extension.pack, extension.launch)
 )
 launch_on: Any = getattr(extension, "launch_on", None)
-_fast_laid = getattr(extension, "laid", _laid)
+_fast_specialization_key = getattr(extension, "laid", _specialization_key)
 
 
-def laid(args: tuple[Any, ...]) -> Laid:
-    found = _fast_laid(args)
-    return _laid(args) if found is None else found  # for example meta tensors, as in make aot
+def specialization_key(args: tuple[Any, ...]) -> SpecializationKey:
+    """args: tensors, tuples that begin with a tensor, numbers and None."""
+    found = _fast_specialization_key(args)
+    if found is None:  # for example meta tensors, as in make aot
+        return _specialization_key(args)
+    return found

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...call.spec import AttentionSpec, Tensors
 from ..base import check_values
 from ..gpu import architecture, processors
-from ..native.marshalling import laid
+from ..native.marshalling import specialization_key
 from ..native_launcher import prepared
 from . import autotune, launch_cache, tile_configs
 from .arguments import (
@@ -74,7 +74,7 @@ class Job:
         given = (*self.inputs, *self.extras) if spec.given or t.seed is not None else self.inputs
         arch, fast = architecture(self.device), tf32()
         self.key = launch_cache.alike(given, arch, fast)
-        kept = spec.kept.setdefault("launches", {})
+        kept = spec.launcher_cache.setdefault("launches", {})
         found = kept.get(self.key) if self.key else None
         if found is None:
             found = self.derive(arch, fast, (t.q, t.k, t.v, dout))
@@ -136,7 +136,7 @@ class Job:
 
     def decode(self, out: Tensor, normaliser: Tensor, splits: int) -> None:
         spec, decode = self.spec, kernels().decode
-        items, M, _ = spec.lies
+        items, M, _ = spec.memory_sizes
         rows = (splits, items, spec.H, M)
         partial = out.new_empty((*rows, spec.Dv), dtype=torch.float32)
         partial_m, partial_l = normaliser.new_empty(rows), normaliser.new_empty(rows)
@@ -175,7 +175,7 @@ class Job:
         to subtract from its scores, and delta, to subtract from dP."""
         spec = self.spec
         self.normaliser = normaliser.contiguous()
-        items, M, _ = spec.lies
+        items, M, _ = spec.memory_sizes
         PITCH = kernels().score.PITCH.value
         pitch = (blocks(M, PITCH) + spec.packed) * PITCH
         self.of_rows = normaliser.new_empty((3, items, spec.H, pitch))
@@ -278,7 +278,7 @@ class Job:
         wide = sinks.to(torch.float32)[:, None]
         lse, tail = self.normaliser
         p = torch.exp(wide - lse - tail).masked_fill(lse == -torch.inf, 0.0)
-        return p, self.of_rows[2, ..., : self.spec.lies[1]]
+        return p, self.of_rows[2, ..., : self.spec.memory_sizes[1]]
 
     # ----------------------------------------------------------------------------------- launching
 
@@ -352,7 +352,7 @@ class Job:
                 extras = extras._replace(block_mask=self.block_mask(side, c))
             keeps = self.key and not kernel.pre_run_hooks
             if keeps:
-                key = (kernel.fn, c, *constexprs.values(), laid(others))
+                key = (kernel.fn, c, *constexprs.values(), specialization_key(others))
                 if again := self.launches.get(key):
                     return again(args, extras)
             options = dict(num_warps=c.warps, num_stages=c.stages, enable_fp_fusion=True)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..cuda_errors import why_unwritable
-from ..native.marshalling import laid
+from ..native.marshalling import specialization_key
 from . import tile_configs, toolchain
 
 NEWEST = (3, 9)  # a later Triton may derive kernels from more, so its own launch runs
@@ -152,7 +152,7 @@ def alike(args: tuple[Any, ...], *about: Any) -> tuple[Any, ...] | None:
         compilation.instrumentation_mode,
         getattr(compilation, "fpsan_homomorphic_casts", None),
         inspect and inspect(),
-        laid(args),
+        specialization_key(args),
     )
 
 
