@@ -19,7 +19,7 @@ from . import cost_model, gather, ring, ulysses, usp
 from .consistency import NOTHING, ROWS, UNCLEAR, Own, Team, facts_of, mask_rows, need_team, told
 from .consistency import agree as _agree
 from .cost_model import Cost
-from .global_call import GlobalCall, of_all
+from .global_call import GlobalCall, placeholder_with_all_rows
 from .layout import CONTIGUOUS, Layout, need_layout, size_of, spans_of
 from .machines import machine_of
 
@@ -289,7 +289,9 @@ def _check_own(q, k, v, team, strategy, layout, given) -> None:
 def _check_whole(q, k, v, N: int, given) -> None:
     """Check what is of all keys, once their number is known. If one rank raises here, all do: they
     have agreed on dtypes, and on shapes except for rows."""
-    t, o = prepare(q, of_all(k, N), of_all(v, N), _placeless(given))
+    t, o = prepare(
+        q, placeholder_with_all_rows(k, N), placeholder_with_all_rows(v, N), _placeless(given)
+    )
     check(t, o)
     check_values(describe(t, o), t)
 

@@ -1,4 +1,5 @@
-"""The whole call, of which the ranks' calls are parts, and functions that strategies share."""
+"""The call that all ranks make together, of which each rank computes a part, and functions that
+several strategies use."""
 
 from __future__ import annotations
 
@@ -18,9 +19,17 @@ from .layout import Spans
 
 
 class GlobalCall(NamedTuple):
-    """arguments: those of `fastattn.attention`, by name; slopes and sinks are the whole call's.
-    mask_rows: True if the mask has a row for each of this rank's rows, False if it has one row for
-    the whole call. place: the position of the whole call in heads and items."""
+    """The call that all ranks make together.
+
+    team: the ranks.
+    rows: for each rank the spans of query rows that it owns.
+    keys: for each rank the spans of keys that it owns.
+    arguments: those of `fastattn.attention` or of `fastattn.attention_packed`, by name; slopes and
+        sinks are the whole call's.
+    mask_rows: True if each rank holds the mask's rows for its own rows; False if every rank holds
+        the whole mask, which has one row or is that of a packed batch, or if there is no mask.
+    place: the position of the whole call in a still larger call, in heads and items of the batch.
+    """
 
     team: Team
     rows: Spans
@@ -44,12 +53,14 @@ class GlobalCall(NamedTuple):
         return self.team.ranks
 
     def at(self, row: int = 0, head: int = 0) -> Place:
-        """The place of a call that begins at this row and head of the whole, and has all keys."""
+        """The place of a part of the whole call: it begins at this row and head, and has all keys.
+        The rows and keys of the place are those of the whole call."""
         rows, keys = (sum(map(layout.size_of, of)) for of in (self.rows, self.keys))
         return self.place._replace(row=row, head=self.place.head + head, rows=rows, keys=keys)
 
     def shared(self, name: str) -> Tensor | None:
-        """An argument that every rank has whole: its gradient is the sum over ranks."""
+        """An argument of which every rank holds the same whole tensor. Its gradient is summed over
+        ranks."""
         x = self.arguments[name]
         if x is not None and x.requires_grad:
             for group in self.team.groups:
@@ -58,41 +69,62 @@ class GlobalCall(NamedTuple):
 
     def differentiable(self) -> dict[str, Tensor | None]:
         """The arguments other than q, k and v that can have gradients, in the form that strategies
-        must use: the gradient of what every rank has whole is summed over ranks."""
+        must use.
+
+        The gradient of a tensor that every rank holds whole is summed over ranks (`shared`). With
+        `mask_rows` a rank holds its own rows of the mask (the argument that is declared with
+        `broadcast`), so the gradient of the mask is not summed.
+        """
         names = [name for name in DIFFERENTIABLE if name in self.arguments]
         own = [name for name in names if self.mask_rows and ARGUMENTS[name].broadcast]
         return {x: self.arguments[x] if x in own else self.shared(x) for x in names}
 
 
-def gathered(team: Team, x: Tensor, of: Spans, what: str, dim: int = 2) -> Tensor:
-    """All ranks' x along dim, in the order of the sequence."""
-    sizes, n = [layout.size_of(own) for own in of], 1
-    blocks = (x,)  # each block is from n ranks
+def gathered(team: Team, x: Tensor, spans: Spans, tensor_name: str, dim: int = 2) -> Tensor:
+    """The x of all ranks, concatenated along dim in the order of the sequence.
+
+    spans: for each rank the spans of the sequence that its x holds.
+    tensor_name: names the tensor in errors, as "all keys".
+
+    The groups of the team are nested. The innermost group, which is the last, gathers first. Each
+    further group gathers what the groups inside it have gathered.
+    """
+    sizes = [layout.size_of(own) for own in spans]  # of each rank's x along dim
+    gathered_blocks, ranks_per_block = (x,), 1  # in the order of ranks
     for group in reversed(team.groups):
-        n *= len(blocks)
-        x = torch.cat(blocks, dim) if len(blocks) > 1 else blocks[0]
-        ranks = dist.get_world_size(group)
-        first = team.rank // (n * ranks) * n * ranks
-        each = (sizes[first + r * n : first + r * n + n] for r in range(ranks))
-        shapes = [resized(x, dim, sum(of_each)) for of_each in each]
-        blocks = Gather.apply(group, what, shapes, x)
-    parts = (block.split(sizes[r * n : r * n + n], dim) for r, block in enumerate(blocks))
-    return layout.whole([x for of_block in parts for x in of_block], of, dim)
+        ranks_per_block *= len(gathered_blocks)
+        x = torch.cat(gathered_blocks, dim) if len(gathered_blocks) > 1 else gathered_blocks[0]
+        group_size = dist.get_world_size(group)
+        ranks_per_gather = ranks_per_block * group_size
+        first_rank = team.rank // ranks_per_gather * ranks_per_gather
+        block_starts = range(first_rank, first_rank + ranks_per_gather, ranks_per_block)
+        shapes = [
+            resized(x, dim, sum(sizes[start : start + ranks_per_block])) for start in block_starts
+        ]
+        gathered_blocks = Gather.apply(group, tensor_name, shapes, x)
+    rank_tensors = []
+    for index, block in enumerate(gathered_blocks):
+        start = index * ranks_per_block
+        rank_tensors += block.split(sizes[start : start + ranks_per_block], dim)
+    return layout.whole(rank_tensors, spans, dim)
 
 
 def resized(x: Tensor, dim: int, size: int) -> Shape:
+    """The shape of x with another size of dimension `dim`."""
     shape = list(x.shape)
     shape[dim] = size
     return tuple(shape)
 
 
-def of_all(x: Tensor, rows: int) -> Tensor:
-    """x with as many rows as all ranks have, expanded from one element."""
+def placeholder_with_all_rows(x: Tensor, rows: int) -> Tensor:
+    """A tensor like x, but with `rows`, the rows of all ranks, as the size of dimension 2. It is
+    for checks of shapes and dtypes. Its values are undefined: all are one uninitialised element."""
     return x.new_empty(()).expand(resized(x, 2, rows))
 
 
 def heads_of(x: Tensor | None, own: Sequence[int] | slice, dim: int) -> Tensor | None:
-    """The heads `own` along dim. x itself if it has one for all heads, or no such dimension."""
+    """The heads `own` of x along the dimension `dim`, which counts from the end (negative). Returns
+    x itself if it has one entry for all heads, or no such dimension."""
     if x is None or x.ndim < -dim or x.shape[dim] == 1:
         return x
     return x[(..., own, *(slice(None),) * (-dim - 1))]

@@ -26,7 +26,7 @@ from ..call.validation import check, describe, need
 from ..dispatch.library_ops import opaque_to_dynamo
 from . import layout
 from .consistency import NO_ROWS, NOTHING, Own, Team, agree, facts_of, need_team, told
-from .global_call import GlobalCall, gathered, of_all
+from .global_call import GlobalCall, gathered, placeholder_with_all_rows
 from .layout import CONTIGUOUS, Span
 from .ulysses import Heads
 
@@ -209,7 +209,7 @@ def _check_own(q, k, v, team, given, offsets, most, strategy) -> None:
     )  # these are the whole batch's
     T, S = (_end(name, cu) for name, cu in offsets.items())
     # The whole batch: only its shapes and offsets are checked.
-    q_all, k_all, v_all = map(of_all, (t.q, t.k, t.given("v")), (T, S, S))
+    q_all, k_all, v_all = map(placeholder_with_all_rows, (t.q, t.k, t.given("v")), (T, S, S))
     max_q, max_k = _longest(offsets, most, T, S)
     t = t._replace(q=q_all, k=k_all, v=v_all, **offsets)
     spec = describe(t, o._replace(max_q=max_q, max_k=max_k))

@@ -1,4 +1,7 @@
-"""Record of an attention call in a model: its arguments, its global state, and how to repeat it."""
+"""Store an attention call of a model: its arguments, its global state, and how to repeat it.
+
+`recorder` replaces the functions and finds the calls; `capture` converts their arguments.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ..dropin.sdpa import is_causal_bias
 from .mask_structure import MaskStructure
 
 SDPA = "scaled_dot_product_attention"
-HEADS = "nn.MultiheadAttention, torch's inference path"
+MULTIHEAD = "nn.MultiheadAttention, torch's inference path"
 LAYER = "nn.TransformerEncoderLayer, torch's inference path"
 WEIGHTS = "nn.MultiheadAttention with weights"
 
@@ -79,19 +82,19 @@ class CallRecord:
     k: tuple[int, ...]
     dtype: str
     mask: str  # "" for none
-    shown: MaskStructure | None
+    mask_structure: MaskStructure | None  # None: no mask, or not examined
     options: str  # "causal, dropout 0.1"
     runs: str  # the kernel or operator that ran it
     state: State = field(repr=False)
-    now: Callable[[], Any] = field(repr=False)  # repeats one of the calls
+    run_original: Callable[[], Any] = field(repr=False)  # repeats one call as it ran
     ours: Callable[[], Any] | None = field(repr=False)  # the same call in a patched model
-    left: str = ""  # why `convert` does not swap its module
+    not_converted_because: str = ""  # why `convert` does not swap its module; "" for no reason
     arguments: dict[str, Any] = field(default_factory=dict, repr=False)  # of torch's function
     leaves: list[Tensor] = field(default_factory=list, repr=False)  # tensors that require grad
     module: Any = field(default=None, repr=False)  # the module that made it, if known
     path: str = ""  # the module's name, with * for each number
     where: Counter[str] = field(default_factory=Counter)  # calls by the module's full name
-    heads: bool = False  # made by an nn.MultiheadAttention, which `convert` can swap
+    of_multihead: bool = False  # made by an nn.MultiheadAttention, which `convert` can swap
     backward: bool = False  # a backward pass ran through its result
     fewest: int = 0  # the fewest keys of its calls, which gain keys while a text grows
     seconds: float = 0.0  # measured time of all its calls
@@ -135,5 +138,11 @@ def named(mask: Tensor | None, columns: bool = False) -> str:
 
 
 def options(causal: Any, dropout_p: float, scale: float | None, grouped: bool | None) -> str:
-    said = {"causal": causal, f"dropout {dropout_p:g}": dropout_p, "a scale": scale is not None}
-    return ", ".join(name for name, given in {**said, "grouped heads": grouped}.items() if given)
+    """The options of a call that are not their defaults, as text."""
+    texts = {
+        "causal": causal,
+        f"dropout {dropout_p:g}": dropout_p,
+        "a scale": scale is not None,
+        "grouped heads": grouped,
+    }
+    return ", ".join(text for text, given in texts.items() if given)

@@ -1,4 +1,8 @@
-"""Convert intercepted attention calls into call records."""
+"""Make a call record from the arguments of an intercepted attention call.
+
+This module only converts arguments: `recorder` replaces the functions, and `call_record` defines
+the record that is stored.
+"""
 
 from __future__ import annotations
 
@@ -20,17 +24,17 @@ from ..dispatch.operation import Operation
 from ..dropin import conversion
 from ..dropin.multihead import MultiheadAttention
 from ..dropin.sdpa import is_causal_bias
-from .call_record import HEADS, LAYER, SDPA, WEIGHTS, CallRecord, State, named, options, shape
+from .call_record import LAYER, MULTIHEAD, SDPA, WEIGHTS, CallRecord, State, named, options, shape
 from .mask_structure import MaskStructure, kept, structure
 
-Found = Callable[..., Any]  # the intercepted function
+Original = Callable[..., Any]  # the intercepted function, as it was before it was replaced
 SIGNATURE = inspect.signature(F.multi_head_attention_forward)
 
 
 @contextmanager
 def converted(module: nn.Module) -> Generator[tuple[str, ...]]:
-    """In the block the module is converted by `fastattn.convert`. Afterwards the swapped submodules
-    are reverted."""
+    """Convert the module by `fastattn.convert` for the time of the block. Yields the names of the
+    submodules that were swapped; they are reverted at the end of the block."""
     swapped = conversion.convert(module).swapped
     try:
         yield swapped
@@ -40,29 +44,32 @@ def converted(module: nn.Module) -> Generator[tuple[str, ...]]:
 
 
 def wants_weights(*args: Any, **kwargs: Any) -> bool:
-    """True if multi_head_attention_forward is asked for weights. If not, it calls another function
-    that is intercepted."""
+    """True if these arguments ask F.multi_head_attention_forward for weights. Without weights the
+    function calls F.scaled_dot_product_attention, which is intercepted, too."""
     return _bound(args, kwargs)["need_weights"]
 
 
 def _bound(args, kwargs) -> dict[str, Any]:
+    """All arguments of F.multi_head_attention_forward by name, with defaults."""
     given = SIGNATURE.bind(*args, **kwargs)
     given.apply_defaults()
     return given.arguments
 
 
 class CallCapture:
-    """Makes call records. modules: returns those that may be running, the likeliest first."""
+    """Makes call records. modules: returns the modules that may have made the call, the innermost
+    running module first. Each method takes the intercepted function `original` and the arguments
+    of one call."""
 
     def __init__(self, modules: Callable[[], Iterable[nn.Module]]):
         self._modules = modules
         self._masks: dict[tuple, tuple[Tensor, MaskStructure]] = {}
 
-    # --------------------------------------------------------------------------- torch's function
+    # ------------------------------------------------------------- F.scaled_dot_product_attention
 
     def sdpa(
         self,
-        found: Found,
+        original: Original,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -71,13 +78,14 @@ class CallCapture:
         is_causal: bool = False,
         **rest: Any,
     ) -> CallRecord:
+        """A call of F.scaled_dot_product_attention."""
         given: dict[str, Any] = dict(
             attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal, **rest
         )
         state = State.of(query.device.type)
-        said = options(is_causal, dropout_p, rest.get("scale"), rest.get("enable_gqa"))
+        options_text = options(is_causal, dropout_p, rest.get("scale"), rest.get("enable_gqa"))
         if query.is_nested:
-            return self._nested((query, key, value), given, state, said, found)
+            return self._nested((query, key, value), given, state, options_text, original)
         q, k, v = (_leaf(x) for x in (query, key, value))
         if attn_mask is not None and not is_causal_bias(attn_mask):
             given["attn_mask"] = attn_mask.detach()
@@ -87,17 +95,17 @@ class CallCapture:
             tuple(k.shape),
             state.computed(q.dtype),
             named(attn_mask),
-            self._shown(attn_mask, q.shape[-2], k.shape[-2]),
-            said,
-            _kernel(found, q, k, v, given),
+            self._structure(attn_mask, q.shape[-2], k.shape[-2]),
+            options_text,
+            _kernel(original, q, k, v, given),
             state,
-            now=lambda: torchs(found)(q, k, v, **given),
+            run_original=lambda: with_original_restored(original)(q, k, v, **given),
             ours=lambda: F.scaled_dot_product_attention(q, k, v, **given),
             arguments=dict(query=q, key=k, value=v, **given),
             leaves=[x for x in (q, k, v) if x.requires_grad],
         )
 
-    def _nested(self, tensors, given, state, said, found) -> CallRecord:
+    def _nested(self, tensors, given, state, options_text, original) -> CallRecord:
         """A call on nested tensors, which have no regular shape."""
         q, k, v = (x.detach() for x in tensors)
         return CallRecord(
@@ -107,128 +115,164 @@ class CallCapture:
             state.computed(q.dtype),
             named(given["attn_mask"]),
             None,
-            said,
+            options_text,
             "torch, nested",
             state,
-            now=lambda: found(q, k, v, **given),
+            run_original=lambda: original(q, k, v, **given),
             ours=lambda: F.scaled_dot_product_attention(q, k, v, **given),
         )
 
     # ----------------------------------------------------------------------------- torch's modules
 
-    def heads(self, found: Found, *args: Any) -> CallRecord:
-        query, key, value, width, heads = args[:5]
-        mask, need_weights, average, kind = args[9:13]
-        module, ours, left = self._module(nn.MultiheadAttention, args[7]), None, ""
+    def multihead(self, original: Original, *args: Any) -> CallRecord:
+        """A call of torch._native_multi_head_attention, the inference path of
+        nn.MultiheadAttention, which passes all arguments by position:
+
+        0 query, 1 key, 2 value, 3 embed_dim, 4 num_head, 5 qkv_weight, 6 qkv_bias, 7 proj_weight,
+        8 proj_bias, 9 mask, 10 need_weights, 11 average_attn_weights, 12 mask_type. mask_type is 0
+        for attn_mask (L,L), 1 for key_padding_mask (B,L), 2 for (B,H,L,L): attn_mask, merged with
+        key_padding_mask if there is one.
+        """
+        query, key, value, width, num_heads = args[:5]
+        mask, need_weights, average, mask_type = args[9:13]
+        module = self._module_of(nn.MultiheadAttention, args[7])
+        ours, not_converted_because = None, ""
         if module is not None:
             names = {0: "attn_mask", 1: "key_padding_mask", 2: "attn_mask"}
             asked: dict[str, Any] = dict(need_weights=need_weights, average_attn_weights=average)
-            asked |= {} if mask is None else {names[kind]: mask if kind < 2 else mask.flatten(0, 1)}
-            twin, left = _twin(module)
+            if mask is not None:
+                asked[names[mask_type]] = mask if mask_type < 2 else mask.flatten(0, 1)
+            twin, not_converted_because = _twin(module)
             ours = twin and (lambda: twin.forward(query, key, value, **asked))
-        call = self._of_heads(HEADS, query, key, heads, width, mask, kind, lambda: found(*args))
-        call.ours, call.left, call.module = ours, left, module
+        call = self._inference_record(
+            MULTIHEAD, query, key, num_heads, width, mask, mask_type, lambda: original(*args)
+        )
+        call.ours, call.not_converted_because, call.module = ours, not_converted_because, module
         return call
 
-    def layer(self, found: Found, *args: Any) -> CallRecord:
-        x, width, heads, mask, kind = args[0], args[1], args[2], args[-2], args[-1]
-        module: Any = self._module(nn.TransformerEncoderLayer, args[5])
-        call = self._of_heads(LAYER, x, x, heads, width, mask, kind, lambda: found(*args))
+    def encoder_layer(self, original: Original, *args: Any) -> CallRecord:
+        """A call of torch._transformer_encoder_layer_fwd, the inference path of
+        nn.TransformerEncoderLayer, which passes all arguments by position:
+
+        0 src, 1 embed_dim, 2 num_heads, 3 qkv_weight, 4 qkv_bias, 5 proj_weight, 6 proj_bias,
+        7 use_gelu, 8 norm_first, 9 eps, 10 to 13 the weight and bias of two norms, 14 to 17 the
+        weight and bias of two linear layers, 18 mask, 19 mask_type. mask_type is 0 for src_mask
+        (L,L), 1 for src_key_padding_mask (B,L), 2 for (B,H,L,L): src_mask, merged with
+        src_key_padding_mask if there is one.
+        """
+        x, width, num_heads, mask, mask_type = args[0], args[1], args[2], args[-2], args[-1]
+        module: Any = self._module_of(nn.TransformerEncoderLayer, args[5])
+        call = self._inference_record(
+            LAYER, x, x, num_heads, width, mask, mask_type, lambda: original(*args)
+        )
         call.module = module
         if module is None:
             return call
-        call.left = conversion._why_not_convert(module.self_attn) or ""
+        call.not_converted_because = conversion._why_not_convert(module.self_attn) or ""
         names = {0: "src_mask", 1: "src_key_padding_mask", 2: "src_mask"}
-        asked = {} if mask is None else {names[kind]: mask if kind < 2 else mask.flatten(0, 1)}
+        asked = {}
+        if mask is not None:
+            asked[names[mask_type]] = mask if mask_type < 2 else mask.flatten(0, 1)
 
         def ours():
             with converted(module):
                 return module.forward(x, **asked)
 
-        call.ours = None if call.left else ours
+        call.ours = None if call.not_converted_because else ours
         return call
 
-    def _of_heads(self, function, query, key, heads, width, mask, kind, now) -> CallRecord:
-        q, k = ((x[0], heads, x[1], width // heads) for x in (shape(query), shape(key)))
-        shown = None
+    def _inference_record(
+        self, function, query, key, num_heads, width, mask, mask_type, run_original
+    ) -> CallRecord:
+        """The record of a call of one of torch's operators for inference, without `ours`."""
+        q, k = ((x[0], num_heads, x[1], width // num_heads) for x in (shape(query), shape(key)))
+        mask_structure = None
         if mask is not None and not query.is_nested:
-            shown = self._shown(mask, q[2], k[2], hides=True, columns=kind == 1)
+            columns = mask_type == 1
+            mask_structure = self._structure(mask, q[2], k[2], hides=True, columns=columns)
         state = State.of(query.device.type)
-        said = named(mask, columns=kind == 1)
+        mask_text = named(mask, columns=mask_type == 1)
         dtype, runs = state.computed(query.dtype), "torch, one operator"
-        return CallRecord(function, q, k, dtype, said, shown, "", runs, state, now, None)
+        return CallRecord(
+            function, q, k, dtype, mask_text, mask_structure, "", runs, state, run_original, None
+        )
 
-    def weights(self, found: Found, *args: Any, **kwargs: Any) -> CallRecord:
-        """A call with weights, for which torch multiplies the matrices itself."""
+    def weights(self, original: Original, *args: Any, **kwargs: Any) -> CallRecord:
+        """A call of F.multi_head_attention_forward that returns weights. For these torch multiplies
+        the matrices itself and calls no other function that is intercepted."""
         given = _bound(args, kwargs)
         given |= _leaves_of({x: given[x] for x in ("query", "key", "value")})
         for name in ("attn_mask", "key_padding_mask"):
             given[name] = given[name] if given[name] is None else given[name].detach()
         query, key, width = given["query"], given["key"], given["embed_dim_to_check"]
         sizes = [x.shape if x.ndim == 3 else (x.shape[0], 1) for x in (query, key)]
-        heads, dropout = given["num_heads"], given["dropout_p"] * given["training"]
-        q, k = ((B, heads, L, width // heads) for L, B, *_ in sizes)
+        num_heads, dropout = given["num_heads"], given["dropout_p"] * given["training"]
+        q, k = ((B, num_heads, L, width // num_heads) for L, B, *_ in sizes)
         masks = given["attn_mask"], given["key_padding_mask"]
-        said = named(masks[0]), named(masks[1], columns=True)
-        module = self._module(nn.MultiheadAttention, given["out_proj_weight"])
-        twin, left = (None, "") if module is None else _twin(module)
+        mask_texts = named(masks[0]), named(masks[1], columns=True)
+        module = self._module_of(nn.MultiheadAttention, given["out_proj_weight"])
+        twin, not_converted_because = (None, "") if module is None else _twin(module)
         state = State.of(query.device.type)
         return CallRecord(
             WEIGHTS,
             q,
             k,
             state.computed(query.dtype),
-            " and ".join(filter(None, said)),
-            self._shown_together(*masks, heads, q[2], k[2]),
+            " and ".join(filter(None, mask_texts)),
+            self._structure_of_both(*masks, num_heads, q[2], k[2]),
             options(False, dropout, None, None),
             "torch, matrices multiplied",
             state,
-            now=lambda: found(**given),
+            run_original=lambda: original(**given),
             ours=twin and _as_module(twin, given),
-            left=left,
-            leaves=_unique(x for x in given.values() if isinstance(x, Tensor) and _differs(x)),
+            not_converted_because=not_converted_because,
+            leaves=_unique(x for x in given.values() if isinstance(x, Tensor) and _needs_grad(x)),
             module=module,
         )
 
-    def _module(self, kind: type[nn.Module], weight: Tensor) -> Any:
-        """The running module, found by the weight of its output projection, because its hooks may
-        not have run; None if it is not found."""
+    def _module_of(self, kind: type[nn.Module], weight: Tensor) -> Any:
+        """The module of class `kind` that made the call: the one with this weight in its output
+        projection, because the hooks that note running modules may not have run for it. None if no
+        module has the weight."""
         for module in self._modules():
             if isinstance(module, kind):
-                heads = getattr(module, "self_attn", module)
-                if getattr(getattr(heads, "out_proj", None), "weight", None) is weight:
+                attention = getattr(module, "self_attn", module)
+                if getattr(getattr(attention, "out_proj", None), "weight", None) is weight:
                     return module
         return None
 
     # ------------------------------------------------------------------------------ fastattn's own
 
-    def own(self, found: Found, op: Operation, t: Tensors, o: Options) -> CallRecord:
+    def own(self, original: Original, op: Operation, t: Tensors, o: Options) -> CallRecord:
+        """A call of one of fastattn's own operations, as the dispatcher ran it."""
         spec = describe(t, o)
-        said = options(o.causal, o.dropout_p, o.scale, None)
-        beside = [n for n in ("left", "right", "softcap") if getattr(o, n) is not None]
+        options_text = options(o.causal, o.dropout_p, o.scale, None)
+        extra_features = [n for n in ("left", "right", "softcap") if getattr(o, n) is not None]
         known = ("q", "k", "v", "mask", "seed", "normaliser")
-        beside += [n for n in t._fields if n not in known and getattr(t, n) is not None]
+        extra_features += [n for n in t._fields if n not in known and getattr(t, n) is not None]
         return CallRecord(
             f"fastattn {op.name}",
             tuple(t.q.shape),
             tuple(t.k.shape),
             str(t.q.dtype)[6:],
             named(t.mask),
-            self._shown(t.mask, t.q.shape[-2], t.k.shape[-2]) if t.cu_q is None else None,
-            ", ".join(filter(None, [said, *beside])),
+            self._structure(t.mask, t.q.shape[-2], t.k.shape[-2]) if t.cu_q is None else None,
+            ", ".join(filter(None, [options_text, *extra_features])),
             f"fastattn {choose(spec, o.backend).name}",
             State.of(t.q.device.type),
-            now=lambda: found(op, t, o)[0],
+            run_original=lambda: original(op, t, o)[0],
             ours=None,
         )
 
     # --------------------------------------------------------------------------------------- masks
 
-    def _shown(
+    def _structure(
         self, mask: Tensor | None, M: int, N: int, *, hides: bool = False, columns: bool = False
     ) -> MaskStructure | None:
-        """The structure of a mask, computed once for the same memory, even through different views.
-        hides: True hides a key, as in a module's masks. columns: the mask covers keys only."""
+        """The structure of a mask for M rows and N keys; None for no mask or another class of
+        tensor. It is computed once for the same memory, even through different views. hides: in a
+        bool mask True hides a key, as in the masks of modules. columns: the mask has shape (B,N)
+        and is the same for all rows."""
         if not isinstance(mask, Tensor) or type(mask) not in (Tensor, nn.Parameter):
             return None
         version = 0 if mask.is_inference() else mask._version
@@ -240,48 +284,56 @@ class CallCapture:
                 self._masks[at] = mask, structure(keep, M, N)  # the mask keeps its address in use
         return self._masks[at][1]
 
-    def _shown_together(self, mask, padding, heads: int, M: int, N: int) -> MaskStructure | None:
-        """The structure of multi_head_attention_forward's two masks together. A mask that is not
-        bool is added to the scores."""
+    def _structure_of_both(
+        self, mask, padding, num_heads: int, M: int, N: int
+    ) -> MaskStructure | None:
+        """The structure of attn_mask and key_padding_mask of F.multi_head_attention_forward
+        together. A mask that is not bool is added to the scores."""
         if mask is None and padding is None:
             return None
         if padding is None:
-            split = mask.ndim == 3 and mask.shape[0] % heads == 0
-            return self._shown(mask.unflatten(0, (-1, heads)) if split else mask, M, N, hides=True)
+            split = mask.ndim == 3 and mask.shape[0] % num_heads == 0
+            mask = mask.unflatten(0, (-1, num_heads)) if split else mask
+            return self._structure(mask, M, N, hides=True)
         if mask is None:
-            return self._shown(padding, M, N, hides=True, columns=padding.ndim == 2)
+            return self._structure(padding, M, N, hides=True, columns=padding.ndim == 2)
         keep = [~x if x.dtype == torch.bool else kept(x) for x in (mask, padding)]
         if keep[0] is None or keep[1] is None:
             return MaskStructure("added to the scores: a bias")
-        rows = keep[0].unflatten(0, (-1, heads)) if mask.ndim == 3 else keep[0]
+        rows = keep[0].unflatten(0, (-1, num_heads)) if mask.ndim == 3 else keep[0]
         keys = keep[1][:, None, None] if padding.ndim == 2 else keep[1]
         return structure(rows & keys, M, N)
 
 
-def torchs(found: Callable) -> Callable:
-    """torch's function, put back into F while it gets a CausalBias: a CausalBias handles only the
-    function that F has, and is an uninitialised tensor for others."""
+def with_original_restored(original: Callable) -> Callable:
+    """A function that calls `original`, the F.scaled_dot_product_attention before recording.
+
+    F.scaled_dot_product_attention must be torch's own while it gets a CausalBias, because a
+    CausalBias handles a function only if it is this attribute of F. For any other function a
+    CausalBias is a tensor with uninitialised values. Therefore `original` is put back into F for
+    the time of such a call.
+    """
 
     def call(query, key, value, attn_mask=None, *args, **kwargs):
         if not is_causal_bias(attn_mask):
-            return found(query, key, value, attn_mask, *args, **kwargs)
+            return original(query, key, value, attn_mask, *args, **kwargs)
         holder: Any = F
-        standing, holder.scaled_dot_product_attention = F.scaled_dot_product_attention, found
+        standing, holder.scaled_dot_product_attention = F.scaled_dot_product_attention, original
         try:
-            return found(query, key, value, attn_mask, *args, **kwargs)
+            return original(query, key, value, attn_mask, *args, **kwargs)
         finally:
             holder.scaled_dot_product_attention = standing
 
     return call
 
 
-def _kernel(found, q, k, v, given) -> str:
+def _kernel(original, q, k, v, given) -> str:
     """The torch kernel that takes the call, or the name of what replaces torch's function."""
-    if not isinstance(found, type(len)):
+    if not isinstance(original, type(len)):
         return (
             "fastattn.patch()"
-            if found.__module__ == "fastattn.dropin.patching"
-            else found.__module__
+            if original.__module__ == "fastattn.dropin.patching"
+            else original.__module__
         )
     if is_causal_bias(given["attn_mask"]):
         return "torch"
@@ -297,12 +349,14 @@ def _kernel(found, q, k, v, given) -> str:
 # --------------------------------------------------------------- copies with which a call can rerun
 
 
-def _differs(x: Tensor) -> bool:
+def _needs_grad(x: Tensor) -> bool:
+    """True if a gradient with respect to x is recorded now."""
     return x.requires_grad and torch.is_grad_enabled()
 
 
 def _leaf(x: Tensor) -> Tensor:
-    return x.detach().requires_grad_(_differs(x))
+    """x as a leaf of autograd's graph, which requires grad if x needs a gradient."""
+    return x.detach().requires_grad_(_needs_grad(x))
 
 
 def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -310,13 +364,15 @@ def _unique(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _leaves_of(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A leaf for each tensor, one for the same tensor: torch projects equal inputs at once."""
+    """A leaf for each tensor. One tensor under several names gets one leaf, because torch projects
+    inputs that are the same tensor in one product."""
     made = {id(x): _leaf(x) for x in tensors.values()}
     return {name: made[id(x)] for name, x in tensors.items()}
 
 
 def _twin(module: nn.MultiheadAttention) -> tuple[Any, str]:
-    """What `convert` would make of the module, with the same parameters; or why it would not."""
+    """The module that `convert` would make of this one, with the same parameters, and ""; or None
+    and the reason why `convert` does not convert it."""
     if why := conversion._why_not_convert(module):
         return None, why
     twin = copy.copy(module)
@@ -325,8 +381,8 @@ def _twin(module: nn.MultiheadAttention) -> tuple[Any, str]:
 
 
 def _as_module(twin: nn.Module, given: dict[str, Any]) -> Callable[[], Any]:
-    """A call of multi_head_attention_forward as a call of the module `twin`. The function takes
-    (L,B,E); a batch_first module takes (B,L,E)."""
+    """A function that calls the module `twin` with the arguments `given` of
+    F.multi_head_attention_forward. That takes (L,B,E); a module with batch_first takes (B,L,E)."""
     tensors = [given[x] for x in ("query", "key", "value")]
     if getattr(twin, "batch_first", False) and tensors[0].ndim == 3:
         turned = {id(x): x.transpose(0, 1) for x in tensors}

@@ -160,9 +160,10 @@ def _measured(call: CallRecord) -> Measured:
     found = Measured(call)
     outside = State.of(call.state.device)
     with patching.sdpa(), call.state.entered():
-        ways: dict[str, Callable[[], Any]] = {"now": _differentiated(call, call.now, outside)}
-        if call.left:
-            found.ours_runs = f"torch: {call.left}"
+        ways: dict[str, Callable[[], Any]] = {}
+        ways["now"] = _differentiated(call, call.run_original, outside)
+        if call.not_converted_because:
+            found.ours_runs = f"torch: {call.not_converted_because}"
         if call.ours is not None:
             found.ours_runs = _backend(call)
             ways["sdpa"] = _differentiated(call, call.ours, outside)
@@ -195,13 +196,13 @@ def _differentiated(call: CallRecord, way: Callable[[], Any], outside: State) ->
 def _structured(call: CallRecord) -> Callable[[], Any] | None:
     """The call as `attention` with arguments in place of the mask, if its structure is known."""
     a = call.arguments
-    if not a or call.shown is None or call.shown.arguments is None or a["is_causal"]:
+    structure = call.mask_structure
+    if not a or structure is None or structure.arguments is None or a["is_causal"]:
         return None
     if a["query"].ndim != 4 or a["query"].shape[0] != a["key"].shape[0]:
         return None
-    shown = call.shown.arguments
-    given = {x: y for x, y in shown.items() if x != "key_lengths"}
-    if (lengths := shown.get("key_lengths")) is not None:
+    given = {x: y for x, y in structure.arguments.items() if x != "key_lengths"}
+    if (lengths := structure.arguments.get("key_lengths")) is not None:
         given["key_lengths"] = lengths.expand(a["query"].shape[0]).contiguous()
     given |= dict(dropout_p=a["dropout_p"], scale=a.get("scale"))
     return lambda: api.attention(a["query"], a["key"], a["value"], **given)

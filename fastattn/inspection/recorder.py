@@ -1,4 +1,7 @@
-"""Record the attention calls of a model, by replacing attention functions while it runs."""
+"""Replace attention functions while a model runs, and collect the records of their calls.
+
+`capture` converts the arguments of a call into a record, which `call_record` defines.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from torch.nn.modules.module import (
 
 from ..dispatch import dispatcher
 from .call_record import SDPA, CallRecord
-from .capture import CallCapture, torchs, wants_weights
+from .capture import CallCapture, wants_weights, with_original_restored
 
 
 class _Here(threading.local):
@@ -44,20 +47,20 @@ class Recorder:
 
     @contextmanager
     def watching(self) -> Generator[None]:
-        sights = CallCapture(self._modules)
+        capture = CallCapture(self._modules)
         with ExitStack() as undo:
             undo.callback(register_module_forward_pre_hook(self._enter).remove)
             undo.callback(register_module_forward_hook(self._leave, always_call=True).remove)
-            for holder, name, watch in (
-                (F, SDPA, sights.sdpa),
-                (F, "multi_head_attention_forward", sights.weights),
-                (torch, "_native_multi_head_attention", sights.heads),
-                (torch, "_transformer_encoder_layer_fwd", sights.layer),
+            for holder, name, make_record in (
+                (F, SDPA, capture.sdpa),
+                (F, "multi_head_attention_forward", capture.weights),
+                (torch, "_native_multi_head_attention", capture.multihead),
+                (torch, "_transformer_encoder_layer_fwd", capture.encoder_layer),
             ):
-                found = getattr(holder, name)
-                undo.callback(setattr, holder, name, found)
-                setattr(holder, name, self._stand_in(found, name, watch))
-            undo.enter_context(dispatcher.observed(self._own(sights)))
+                original = getattr(holder, name)
+                undo.callback(setattr, holder, name, original)
+                setattr(holder, name, self._stand_in(original, name, make_record))
+            undo.enter_context(dispatcher.observed(self._own(capture)))
             yield
 
     def _enter(self, module: nn.Module, args) -> None:
@@ -74,28 +77,32 @@ class Recorder:
         if self.owner is not None:
             yield from self.owner.modules()
 
-    def _stand_in(self, found: Callable, name: str, watch: Callable) -> Callable:
-        run = torchs(found) if name == SDPA else found
+    def _stand_in(self, original: Callable, name: str, make_record: Callable) -> Callable:
+        run = with_original_restored(original) if name == SDPA else original
         wanted = wants_weights if name == "multi_head_attention_forward" else None
 
         def stand_in(*args, **kwargs):
             if wanted is not None and not wanted(*args, **kwargs):
                 return run(*args, **kwargs)
-            return self._see(run, functools.partial(watch, found), *args, **kwargs)
+            return self._run_and_record(
+                run, functools.partial(make_record, original), *args, **kwargs
+            )
 
         return stand_in
 
-    def _own(self, sights: CallCapture) -> dispatcher.Observer:
+    def _own(self, capture: CallCapture) -> dispatcher.Observer:
         """The observer of fastattn's own calls."""
 
         def observe(run, *call):
-            return self._see(run, functools.partial(sights.own, run), *call)
+            return self._run_and_record(run, functools.partial(capture.own, run), *call)
 
         return observe
 
-    def _see(self, run: Callable, watch: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Run `run(*args, **kwargs)` and record it as the `CallRecord` that `watch` makes, unless
-        it is made inside a call that is recorded."""
+    def _run_and_record(
+        self, run: Callable, make_record: Callable, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Run `run(*args, **kwargs)` and record it as the `CallRecord` that `make_record` makes. A
+        call inside a call that is recorded is run, but not recorded."""
         here = self._here
         if here.inside:
             return run(*args, **kwargs)
@@ -104,7 +111,7 @@ class Recorder:
             began = clock()
             out = run(*args, **kwargs)
             seconds = clock() - began
-            call = watch(*args, **kwargs)
+            call = make_record(*args, **kwargs)
         finally:
             here.inside = False
         with self._lock:
@@ -118,11 +125,11 @@ class Recorder:
         module = call.module or (modules[-1] if modules else self.owner)
         path = "" if module is None else self.names.get(id(module), type(module).__name__)
         call.path = re.sub(r"(?<![a-zA-Z\d])\d+", "*", path)  # but attn1 and attn2 differ
-        call.heads, call.fewest = isinstance(module, nn.MultiheadAttention), call.k[-2]
+        call.of_multihead, call.fewest = isinstance(module, nn.MultiheadAttention), call.k[-2]
         kind: tuple = call.function, call.path, call.q, call.dtype, call.options, call.runs
         # Calls that backward recomputes are kept apart from those that it differentiates.
         kind += bool(call.leaves), torch._C._current_graph_task_id() != -1
-        key = *kind, call.k, call.mask, call.shown and call.shown.what
+        key = *kind, call.k, call.mask, call.mask_structure and call.mask_structure.what
         self._watch_growth(call, kind, (id(module), *kind))
         grows = kind in self._growing
         key = kind if grows else key

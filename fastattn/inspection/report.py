@@ -172,7 +172,8 @@ class Profile:
             ['`with fastattn.sdpa():`']
         """
         found = ["fastattn.convert(model)"] if self.rounds[0].converted else []
-        if not found or any(m.call.function == SDPA and not m.call.heads for m in self.calls):
+        calls = (m.call for m in self.calls)
+        if not found or any(x.function == SDPA and not x.of_multihead for x in calls):
             found.append("`with fastattn.sdpa():`")
         return found
 
@@ -274,10 +275,10 @@ def _entry(m: Measured, report: Profile) -> list[str]:
     if call.fewest < call.k[-2]:
         keys = keys.replace(f", {call.k[-2]}, ", f", {call.fewest} to {call.k[-2]}, ")
     alone = "without backward" if "backward" in report.step and not call.backward else ""
-    said = ", ".join(
+    call_text = ", ".join(
         filter(None, [f"q {_sizes(call.q)}, k {keys} {call.dtype}", call.options, alone])
     )
-    lines = [f"{_place(call)}: {said}"]
+    lines = [f"{_place(call)}: {call_text}"]
     if call.function != SDPA:
         lines.append(f"  {call.function}")
     if call.mask:
@@ -293,26 +294,26 @@ def _entry(m: Measured, report: Profile) -> list[str]:
 
 def _advice(m: Measured, of_transformers: bool) -> str:
     """What a mask shows, and the arguments to pass instead, unless they raised."""
-    shown = m.call.shown
-    if shown is None:
+    structure = m.call.mask_structure
+    if structure is None:
         return ""
-    if not shown.instead or "shown" in m.trouble:
-        return f": {shown.what}"
-    taken = f" ({shown.taken})" * bool(shown.taken)
-    return f", but {shown.what}{taken}: {_instead(m.call, of_transformers)}"
+    if not structure.instead or "shown" in m.trouble:
+        return f": {structure.what}"
+    taken = f" ({structure.taken})" * bool(structure.taken)
+    return f", but {structure.what}{taken}: {_instead(m.call, of_transformers)}"
 
 
 def _instead(call: CallRecord, of_transformers: bool) -> str:
-    shown = call.shown
-    assert shown is not None
-    if of_transformers and not call.heads:
+    structure = call.mask_structure
+    assert structure is not None
+    if of_transformers and not call.of_multihead:
         return f"{TRANSFORMERS} keep it so"
-    if call.heads or call.by == "converted":
-        given = "no mask" if not shown.arguments else shown.instead
+    if call.of_multihead or call.by == "converted":
+        given = "no mask" if not structure.arguments else structure.instead
         return f"pass {given} to fastattn.attention, in a module of your own"
     given = {"scale": "scale", "dropout_p": f"{call.arguments.get('dropout_p', 0.0):g}"}
     asked = [x for x in given if call.arguments.get(x)]
-    return shown.call.removesuffix(")") + "".join(f", {x}={given[x]}" for x in asked) + ")"
+    return structure.call.removesuffix(")") + "".join(f", {x}={given[x]}" for x in asked) + ")"
 
 
 def _cost(m: Measured, way: str) -> str:
@@ -344,8 +345,8 @@ def _record(m: Measured) -> dict[str, Any]:
         "dtype": call.dtype,
         "options": call.options,
         "mask": call.mask or None,
-        "shows": call.shown and call.shown.what,
-        "instead": (call.shown and call.shown.instead) or None,
+        "shows": call.mask_structure and call.mask_structure.what,
+        "instead": (call.mask_structure and call.mask_structure.instead) or None,
         "runs": call.runs,
         "patched_runs": m.ours_runs or None,
         "seconds": m.seconds,

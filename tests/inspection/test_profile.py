@@ -57,7 +57,7 @@ def test_training():
     assert dict(m.call.where) == {"layers.0.self_attn": 1, "layers.1.self_attn": 1}
     assert m.call.path == "layers.*.self_attn" and m.call.q == m.call.k == (2, 2, 9, 16)
     assert (m.call.runs, m.ours_runs) == ("torch math", "fastattn cpu")  # because of dropout
-    assert m.call.shown.what == "right padding" and m.call.options == "dropout 0.1"
+    assert m.call.mask_structure.what == "right padding" and m.call.options == "dropout 0.1"
     assert set(m.seconds) == set(m.bytes) == {"now", "sdpa", "shown"}
     text = str(report)
     assert text.startswith("TransformerEncoder, forward and backward, 1 thread: ")
@@ -82,7 +82,7 @@ def test_the_inference_path_of_heads():
         report = fastattn.profile(heads, X, X, X, key_padding_mask=PADDING, need_weights=False)
     (m,) = report.calls
     assert m.call.function.startswith("nn.MultiheadAttention") and m.call.path == ""
-    assert m.call.shown.what == "right padding" and m.ours_runs == "fastattn cpu"
+    assert m.call.mask_structure.what == "right padding" and m.ours_runs == "fastattn cpu"
 
 
 class Mixed(nn.Module):
@@ -112,7 +112,7 @@ def test_calls_of_every_sort():
     assert found["fastattn attention", "", ""].call.runs == "fastattn cpu"
     assert found["fastattn weights", "", ""].call.path == "heads"
     m = found["scaled_dot_product_attention", "", "(9, 9) bool, dense"]
-    assert m.call.shown.instead == "causal=True" and "shown" in m.seconds
+    assert m.call.mask_structure.instead == "causal=True" and "shown" in m.seconds
     assert ("scaled_dot_product_attention", "causal, a scale", "") in found
 
 
@@ -139,9 +139,9 @@ def test_a_mask_that_is_small_already():
     """No arguments are advised in its place, unless key_lengths could skip keys."""
     q, columns = torch.randn(2, 1, 9, 8), PADDING.logical_not()[:, None, None]
     (m,) = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, columns.flip(-1))).calls
-    assert (m.call.shown.what, m.call.shown.instead) == ("left padding", "")
+    assert (m.call.mask_structure.what, m.call.mask_structure.instead) == ("left padding", "")
     (m,) = fastattn.profile(lambda: F.scaled_dot_product_attention(q, q, q, columns)).calls
-    assert m.call.shown.instead == "key_lengths=lengths" and "dense" not in m.call.mask
+    assert m.call.mask_structure.instead == "key_lengths=lengths" and "dense" not in m.call.mask
 
 
 def test_growing_keys_are_one_line():
@@ -230,7 +230,7 @@ def test_a_model_of_transformers():
         )
     (m,) = report.calls
     assert m.call.path == "model.layers.*.self_attn" and m.call.count == 2
-    assert m.call.shown.what == "causal + left padding"
+    assert m.call.mask_structure.what == "causal + left padding"
     assert cache.get_seq_length() == 0
 
 
@@ -262,7 +262,7 @@ def test_autocast_that_the_model_chose():
     (m,) = fastattn.profile(model, q).calls
     assert m.call.dtype == "bfloat16" and m.ours_runs == "fastattn cpu"
     with m.call.state.entered():
-        assert m.call.now().dtype == m.call.ours().dtype == torch.bfloat16
+        assert m.call.run_original().dtype == m.call.ours().dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
 
 
@@ -290,11 +290,13 @@ def test_heads_with_weights(mode, batch_first):
     assert m.call.q == m.call.k == (B, 2, L, 16) and m.call.backward == (mode == "train")
     assert m.call.options == "dropout 0.1" * (mode == "train")
     assert m.ours_runs == "fastattn cpu" and {"now", "sdpa"} == set(m.seconds)
-    assert m.call.shown.what == ("right padding" if batch_first else "shows everything")
+    assert m.call.mask_structure.what == ("right padding" if batch_first else "shows everything")
     assert "by fastattn.convert(model)" in str(report)
     assert "\n  converted fastattn cpu: " in str(report) and "patched" not in str(report)
     if mode == "eval":
-        torch.testing.assert_close(m.call.now()[0], as_first(m.call.ours()[0], batch_first))
+        torch.testing.assert_close(
+            m.call.run_original()[0], as_first(m.call.ours()[0], batch_first)
+        )
 
 
 def as_first(out, batch_first):
@@ -304,13 +306,13 @@ def as_first(out, batch_first):
 def test_weights_and_both_masks():
     mask = torch.ones(9, 9, dtype=torch.bool).triu(1)
     report = fastattn.profile(Heads(batch_first=True), X, attn_mask=mask, key_padding_mask=PADDING)
-    assert report.calls[0].call.shown.what == "causal + right padding"
+    assert report.calls[0].call.mask_structure.what == "causal + right padding"
     assert "(9, 9) float32, dense and (2, 9) float32, but causal" in str(report)
 
 
 def test_without_weights_it_is_torchs_function():
     (m,) = fastattn.profile(Heads(), X, need_weights=False).calls
-    assert m.call.function == "scaled_dot_product_attention" and m.call.heads
+    assert m.call.function == "scaled_dot_product_attention" and m.call.of_multihead
 
 
 class Derived(nn.MultiheadAttention):

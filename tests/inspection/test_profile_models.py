@@ -86,9 +86,9 @@ def test_the_inference_path_with_a_mask(padded, whole):
     mask = nn.Transformer.generate_square_subsequent_mask(9)
     with torch.no_grad():
         (m,) = fastattn.profile(model, X, mask.isinf(), **given).calls
-        assert m.call.shown.what == "causal" + " + right padding" * padded
+        assert m.call.mask_structure.what == "causal" + " + right padding" * padded
         assert m.ours_runs == "fastattn cpu"
-        torch.testing.assert_close(m.call.now(), m.call.ours())
+        torch.testing.assert_close(m.call.run_original(), m.call.ours())
 
 
 def jagged():
@@ -113,7 +113,7 @@ def test_causal_biases(rows):
     for out in outs:
         torch.testing.assert_close(out, wanted)
     (m,) = report.calls
-    torch.testing.assert_close(m.call.now(), wanted)
+    torch.testing.assert_close(m.call.run_original(), wanted)
     assert (m.call.mask, m.ours_runs) == ("CausalBias", "fastattn cpu") and "now" in m.seconds
 
 

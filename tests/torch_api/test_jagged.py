@@ -72,11 +72,15 @@ def test_results_equal_torchs():
 def test_unsupported_jagged_calls_are_refused():
     q, _ = jagged(ROWS)
     other, _ = jagged(KEYS)
-    dense, flat = torch.zeros(4, 2, 5, 16), q.select(1, 0)
+    dense, flat, rows_first = torch.zeros(4, 2, 5, 16), q.select(1, 0), q.transpose(1, 2)
     for arguments, message in (
         ((q, q, q, torch.ones(1, 1)), "attn_mask: got a mask beside jagged"),
         ((q, q, other), "value: got sequences at .*, expected .*, as key has"),
         ((flat, flat, flat), r"query: got 3 dimensions, expected 4 \(B, H, L\*, E\)"),
+        (
+            (rows_first, rows_first, rows_first),
+            r"query: got \(4, j\d+, 2, 16\), expected \(B, H, L\*, E\)",
+        ),
         ((q, *(jagged(KEYS, 1)[0],) * 2), "heads, expected equal numbers, or enable_gqa"),
         ((q, q, q, None, 1.5), "dropout probability"),
     ):
@@ -192,5 +196,9 @@ def test_modules_refuse_unsupported_jagged_calls():
     other, _ = of_width((39,), 12)
     with pytest.raises(RuntimeError, match="value: got sequences at"):
         module()(x, x, other)
+    with pytest.raises(
+        RuntimeError, match=r"query: got \(4, 12, j\d+\), expected \(B, L\*, \.\.\.\)"
+    ):
+        module()(*[x.transpose(1, 2)] * 3)
     with pytest.raises(AssertionError, match="embedding dimension of 12, but got 5"):
         module()(*[of_width(ROWS, 5)[0]] * 3)
