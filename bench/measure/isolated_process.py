@@ -1,8 +1,21 @@
 """Run GPU work in a separate process, because a fault may end that process.
 
-After an illegal memory access a process cannot use its GPU any more, and a fault on the host ends
-the process. The caller then starts another one and goes on without the peer that caused it. The
-caller itself uses no GPU: in exclusive compute mode a GPU serves one process at a time.
+A peer is a library being measured. After an illegal memory access a process cannot use its GPU any
+more, and a fault on the host ends the process. The caller then starts another process and goes on
+without the peer that caused the fault. The caller itself uses no GPU: in exclusive compute mode a
+GPU serves one process at a time.
+
+The caller sends (function, arguments) through a pipe. The worker process answers with messages
+(kind, value):
+
+    "item"    a result of the function
+    "at"      the peer that is running now, or None
+    "done"    the function has returned
+    "raised"  the function raised; the value is the error in one line. The caller raises Raised.
+    "lost"    the GPU is unusable; the value is the reason. The caller raises Died.
+
+Errors cross the pipe as strings: Died and Raised are raised by the caller, from these messages.
+Unusable is raised and caught in the worker.
 """
 
 from __future__ import annotations
@@ -18,12 +31,12 @@ from typing import Any
 
 import torch
 
-LEAVE = 5.0  # seconds to wait for a process to end after a request
-_pipe: Any = None  # to the caller; set only inside such a process
+EXIT_TIMEOUT = 5.0  # seconds to wait for a process to end after a request
 
 
 class Died(ChildProcessError):
-    """The process has ended; the text says how. `at` is the peer that was running, or None."""
+    """Raised in the caller: the worker process has ended, or cannot use its GPU any more. The text
+    gives the reason. `at` is the peer that was running, or None."""
 
     def __init__(self, at: str | None, how: str):
         super().__init__(how)
@@ -31,11 +44,100 @@ class Died(ChildProcessError):
 
 
 class Raised(ValueError):
-    """The function that was called in the process raised; the process goes on."""
+    """Raised in the caller: the function raised in the worker process. The text is its error in one
+    line. The process continues and takes the next call."""
+
+
+class Process:
+    """A worker process. It starts at the first call, and again at the first call after it ended. It
+    imports `modules` first."""
+
+    def __init__(self, *modules: str):
+        self.modules = modules
+        self.worker: Any = None
+        self.pipe: Any = None
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *about: Any) -> None:
+        self.close()
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the function in the process and return its result. Raises Died and Raised."""
+        (found,) = self.stream(_as_iterator, function, *args)
+        return found
+
+    def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
+        """Run the iterator in the process and yield its items. Raises Died and Raised."""
+        if self.worker is None:
+            self._start()
+        peer, finished = None, False
+        try:
+            self.pipe.send((function, args))
+            while True:
+                kind, value = self.pipe.recv()
+                if kind == "item":
+                    yield value
+                elif kind == "at":
+                    peer = value
+                elif kind == "lost":
+                    raise Died(peer, value)
+                else:
+                    finished = True
+                    if kind == "raised":
+                        raise Raised(value)
+                    return
+        except (EOFError, BrokenPipeError, ConnectionResetError):
+            self.worker.join(EXIT_TIMEOUT)
+            raise Died(peer, _ending(self.worker.exitcode)) from None
+        finally:
+            if not finished:  # the process died, or the caller stopped iterating
+                self.close()
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pipe, child_pipe = context.Pipe()
+        self.worker = context.Process(target=_serve, args=(child_pipe, self.modules), daemon=True)
+        self.worker.start()
+        child_pipe.close()  # otherwise recv would not notice the worker's end
+
+    def close(self) -> None:
+        """End the process, which releases its GPU."""
+        worker, self.worker = self.worker, None
+        if worker is None:
+            return
+        self.pipe.close()
+        for end in (worker.terminate, worker.kill):
+            end()
+            worker.join(EXIT_TIMEOUT)
+            if worker.exitcode is not None:
+                break
+
+
+def once(function: Callable[..., Any], *args: Any) -> Any:
+    """Call the function in a process that ends after the call; return its result."""
+    with Process() as process:
+        return process.call(function, *args)
+
+
+def _ending(status: int | None) -> str:
+    """How a process ended, from its exit status, in words."""
+    if status is not None and status < 0:
+        known = -status in set(signal.Signals)  # real-time signals have no names
+        name = signal.Signals(-status).name if known else f"signal {-status}"
+        return f"its process died of {name}"
+    return f"its process ended with status {status}"
+
+
+# ------------------------------------------------------------------------------- inside the process
+
+_pipe: Any = None  # to the caller; None in a process that is not a worker
 
 
 class Unusable(Exception):
-    """This process cannot use its GPU any more."""
+    """This process cannot use its GPU any more. `_answer` catches it, reports it as "lost" and ends
+    the process."""
 
 
 @contextlib.contextmanager
@@ -64,91 +166,8 @@ def recover(reason: str) -> None:
         raise Unusable(f"{reason}; the GPU was lost to its process") from None
 
 
-class Process:
-    """A worker process. It starts at the first call, and again after it died. It imports `modules`
-    first."""
-
-    def __init__(self, *modules: str):
-        self.modules = modules
-        self.worker: Any = None
-        self.pipe: Any = None
-
-    def __enter__(self) -> Process:
-        return self
-
-    def __exit__(self, *about: Any) -> None:
-        self.close()
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call the function in the process and return its result. Raises Died and Raised."""
-        (found,) = self.stream(_once, function, *args)
-        return found
-
-    def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-        """Run the iterator in the process and yield its items. Raises Died and Raised."""
-        if self.worker is None:
-            self._start()
-        peer, finished = None, False
-        try:
-            self.pipe.send((function, args))
-            while True:
-                kind, value = self.pipe.recv()
-                if kind == "item":
-                    yield value
-                elif kind == "at":
-                    peer = value
-                elif kind == "lost":
-                    raise Died(peer, value)
-                else:
-                    finished = True
-                    if kind == "raised":
-                        raise Raised(value)
-                    return
-        except (EOFError, BrokenPipeError, ConnectionResetError):
-            self.worker.join(LEAVE)
-            raise Died(peer, _ending(self.worker.exitcode)) from None
-        finally:
-            if not finished:  # the process died, or the caller stopped iterating
-                self.close()
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipe, child_pipe = context.Pipe()
-        self.worker = context.Process(target=_serve, args=(child_pipe, self.modules), daemon=True)
-        self.worker.start()
-        child_pipe.close()  # otherwise recv would not notice the worker's end
-
-    def close(self) -> None:
-        """End the process, which releases its GPU."""
-        worker, self.worker = self.worker, None
-        if worker is None:
-            return
-        self.pipe.close()
-        for end in (worker.terminate, worker.kill):
-            end()
-            worker.join(LEAVE)
-            if worker.exitcode is not None:
-                break
-
-
-def once(function: Callable[..., Any], *args: Any) -> Any:
-    """Call the function in a process that ends after the call; return its result."""
-    with Process() as process:
-        return process.call(function, *args)
-
-
-def _ending(status: int | None) -> str:
-    if status is not None and status < 0:
-        known = -status in set(signal.Signals)  # real-time signals have no names
-        name = signal.Signals(-status).name if known else f"signal {-status}"
-        return f"its process died of {name}"
-    return f"its process ended with status {status}"
-
-
-# ------------------------------------------------------------------------------- inside the process
-
-
 def _serve(pipe: Any, modules: tuple[str, ...]) -> None:
+    """The main function of a worker: answer calls until the caller closes the pipe."""
     global _pipe
     _pipe = pipe
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the caller gets it too, and ends this process
@@ -161,6 +180,7 @@ def _serve(pipe: Any, modules: tuple[str, ...]) -> None:
 
 
 def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
+    """Run one call and send its messages."""
     reason = ""
     try:
         try:
@@ -170,7 +190,9 @@ def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
             raise
         except Exception as error:
             reason = one_line(error)
-        if reason:  # the error is freed, with the tensors of its frames
+        # `recover` must run after the except block: Python deletes `error` at the end of the block.
+        # Until then its traceback keeps the frames, and their tensors, so they cannot be freed.
+        if reason:
             recover(reason)
         _send("raised" if reason else "done", reason)
     except Unusable as error:
@@ -178,11 +200,13 @@ def _answer(function: Callable[..., Iterator[Any]], args: tuple) -> None:
         os._exit(1)  # skip all cleanup: freeing memory of that GPU would raise or hang
 
 
-def _once(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+def _as_iterator(function: Callable[..., Any], *args: Any) -> Iterator[Any]:
+    """The result of the function as the only item of an iterator."""
     yield function(*args)
 
 
 def _send(kind: str, what: Any) -> None:
+    """Send a message to the caller, or nothing if this process is not a worker."""
     if _pipe is not None:
         _pipe.send((kind, what))
 

@@ -1,16 +1,20 @@
 """Estimate the cost of a loop from instruction counts, per 64 x 64 scores on one multiprocessor.
 
-One iteration of a main loop is what a warp issues from header to header. Its counts are multiplied
-by the warps of a block and scaled from the tile of an iteration to 64 x 64 scores. The time of each
-unit is its count over its documented rate. The busiest unit gives the bound: no schedule is faster,
-and a good one with several warps comes near. `peak` is the tensor cores' share of the bound.
+One iteration of a main loop is the instructions that a warp issues from the loop's header until it
+reaches the header again. Their counts are multiplied by the warps of a block, and scaled from the
+scores of the iteration's tile to 64 x 64 scores. The time of each unit (tensor cores, exponentials,
+float32 lanes, shared memory, issue) is its count divided by its documented rate. The longest of
+these times is the bound: no schedule is faster, and a good schedule with several warps comes near.
+`peak` (ledger_page.py) is the time of the needed products on the tensor cores, in percent of the
+bound.
 
-The model has no latency: waits, barriers that keep warps in step, late loads, and too few warps to
-hide them make a kernel slower than its bound. Therefore their counts, the blocks that fit, and the
-exponentials under products and copies in flight are reported too. Also omitted are bank conflicts,
-caches, memory, clocks under load, prologues, and tiles cut by a causal edge. FlashAttention-2 and
--3 reach 60 to 75% of the peak where their bounds are 75 to 100%. tcgen05 instructions do not encode
-their shapes: the algorithm's products are assumed, and the shared memory that they read is omitted.
+The model has no latency. Waits, barriers between warps, late loads, and too few warps to hide them
+make a kernel slower than its bound. Therefore the report also has the counts of these, the blocks
+that fit on a multiprocessor, and the exponentials while a product or a copy is in flight. The model
+also omits bank conflicts, caches, memory, clocks under load, the code outside of the loop, and
+tiles cut by a causal edge. FlashAttention-2 and -3 reach 60 to 75% of the peak where their bounds
+are 75 to 100%. tcgen05 instructions do not encode their shapes: the model assumes the products that
+the algorithm needs, and omits the shared memory that these instructions read.
 """
 
 from __future__ import annotations
@@ -26,8 +30,12 @@ from .sass_walk import Issued
 UNIT = 64 * 64  # scores
 LANES, REGISTERS, RESERVED = 32, 65536, 1024  # per warp; per multiprocessor; shared bytes per block
 MUFU, ISSUE, SHARED = 16, 4, 128  # results, instructions and bytes per cycle
+INPUTS_LOADED, ELEMENT_BYTES = 2, 2  # K and V, or Q and dO; bfloat16
+# How many products of 64 x 64 x head_dim 64 x 64 scores take. PRODUCTS: in each kernel (S and O in
+# forward; S, dP, dQ, dK and dV in backward, where each kernel computes the S and dP that it needs).
+# NEEDED: in each pass, if no product is computed twice.
 PRODUCTS = {"forward": 2, "dqkv": 5, "dq": 3, "dkv": 4, "dk": 3, "dv": 2, "decode": 2}
-NEEDED = {"forward": 2, "backward": 5, "decode": 2}  # if nothing is computed twice
+NEEDED = {"forward": 2, "backward": 5, "decode": 2}
 HMMA = {"16816": 16 * 8 * 16, "1688": 16 * 8 * 8}
 
 
@@ -52,14 +60,14 @@ CHIPS = {
 
 
 class Tile(NamedTuple):
-    """One iteration: a block's rows and keys, `passing` (the side that it loads), and warps."""
+    """One iteration of a block."""
 
     rows: int
     keys: int
-    passing: int
+    loaded_side: int  # rows or keys, whichever the iteration loads; the others stay
     head_dim: int
     warps: int
-    stages: int
+    stages: int  # of the pipeline of copies: stages - 1 are in flight at first
 
 
 class Loop(NamedTuple):
@@ -82,7 +90,9 @@ NAMED = ("LDSM", "LDS", "STS", "SHFL", "LDG", "LDGSTS", "UTMALDG", "STG")
 
 
 def loop(issued: Sequence[Issued], tile: Tile, arch: int, name: str) -> Loop:
-    """Raises ValueError for an unknown opcode, and for fewer products than the pass needs."""
+    """The counts and cycles of an iteration of the kernel `name`, from the instructions that a warp
+    issues, each with whether its guard lets it run. Raises ValueError for an unknown opcode, and
+    for fewer products than PRODUCTS."""
     run = [x for x, runs in issued if runs]
     kinds = Counter({"instructions": len(issued)}) | sass_kinds.count(run)
     kinds += Counter({name: n for name in NAMED if (n := sum(x.base == name for x in run))})
@@ -95,7 +105,10 @@ def loop(issued: Sequence[Issued], tile: Tile, arch: int, name: str) -> Loop:
             f"got {fmas / UNIT / tile.head_dim:.2f} products of 64 x 64 x {tile.head_dim} in a "
             f"main loop, expected {PRODUCTS[name]} or more: sass_walk.py missed some of its way"
         )
-    copied = 2 * tile.passing * tile.head_dim * 2 / (tile.rows * tile.keys) * UNIT
+    # The opcode of a TMA copy (UTMALDG) has no size: its bytes come from the tile, once for the
+    # block. Other copies are in shared_bytes.
+    elements = INPUTS_LOADED * tile.loaded_side * tile.head_dim
+    copied = elements * ELEMENT_BYTES / (tile.rows * tile.keys) * UNIT
     moved = scale * sum(map(shared_bytes, run)) + copied * bool(kinds["UTMALDG"])
     floats = sum(1 + x.base.endswith("2") for x in run if sass_kinds.kind(x) == "fp32")
     cycles = {
@@ -147,9 +160,11 @@ def shared_bytes(x: Instruction) -> float:
 
 
 def in_flight(run: Sequence[Instruction], stages: int) -> tuple[int, int, int]:
-    """Exponentials of an iteration that is not the first: all, those while a product is in flight,
-    and those while a copy is. Waits for a group tell what has finished. Barriers in memory do not
-    name their copy or product: these are assumed to finish in order."""
+    """Three counts of the exponentials of an iteration after the first: all; those while a product
+    is in flight; those while a copy is in flight. The loop runs twice, and the second turn counts.
+    A wait for groups (DEPBAR) gives the number that may still be in flight. A wait at a barrier in
+    memory (SYNCS.PHASECHK) does not name its copy or product: it finishes one. If products signal
+    such barriers, a wait finishes a product while one is in flight, else a copy."""
     in_memory = any(x.base == "UTCBAR" for x in run)  # tcgen05 products signal barriers in memory
     products, copies = 0, (stages - 1) * sum(x.base == "UTMALDG" for x in run)
     found = [0, 0, 0]
@@ -179,9 +194,11 @@ def _number(x: Instruction) -> int:
 
 
 def blocks(registers: int, shared: int, warps: int, columns: int, arch: int) -> int:
-    """How many blocks fit on a multiprocessor."""
+    """How many blocks fit on a multiprocessor at the same time. `registers` are per thread,
+    `shared` is the bytes of a block, and `columns` those of tensor memory, of 512 (0: none used).
+    The smallest limit counts."""
     chip = CHIPS[arch]
-    each = -(-registers // 8) * 8 * LANES  # registers of a warp
+    each = -(-registers // 8) * 8 * LANES  # registers of a warp: allocated 8 per thread at a time
     room = [
         REGISTERS // (each * warps),
         (chip.shared << 10) // (shared + RESERVED),

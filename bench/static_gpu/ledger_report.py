@@ -46,10 +46,10 @@ def count(kernel: Compiled) -> Row:
     """Count a kernel. Raises ValueError if its loops cannot be read."""
     codes = [x for name, x in sass.read(kernel.listing).items() if "4tile" not in name]
     code = max(codes, key=lambda x: len(x.instructions))
-    case, passing = kernel.case, kernel.keys
+    case, loaded_side = kernel.case, kernel.keys
     if case.name in ("dqkv", "dkv", "dk", "dv"):
-        passing = kernel.rows
-    tile = Tile(kernel.rows, kernel.keys, passing, case.head_dim, kernel.warps, kernel.stages)
+        loaded_side = kernel.rows
+    tile = Tile(kernel.rows, kernel.keys, loaded_side, case.head_dim, kernel.warps, kernel.stages)
     known = ledger_compilers.constants(case)
     loops = code.main_loops()
     if not loops:

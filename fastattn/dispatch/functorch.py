@@ -181,7 +181,8 @@ class AttentionJvp(Function):
 
 class AttentionSecond(Function):
     """(op, o, needs_grad, *tensors, *tangents, *results and their tangents,
-    *gradients of out and LSE and their tangents)"""
+    *gradients of out and LSE and their tangents). The tensors and these gradients have gone through
+    `DifferentiatedTwice`."""
 
     @staticmethod
     def forward(op: Operation, o: Options, needs_grad: Sequence[str], *tensors: Any) -> Any:

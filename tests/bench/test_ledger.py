@@ -78,7 +78,7 @@ TOY = """
 """
 CASE = LedgerCase("triton", 80, "forward", 8, "plain")
 KERNEL = Compiled(CASE, 16, 8, 1, 2, 128, 40960, 0, TOY)
-TILE = Tile(rows=16, keys=8, passing=8, head_dim=8, warps=1, stages=2)
+TILE = Tile(rows=16, keys=8, loaded_side=8, head_dim=8, warps=1, stages=2)
 PLAIN = 30  # instructions of an iteration
 
 
@@ -349,7 +349,7 @@ def test_a_missing_compiler_is_named(program, monkeypatch, capsys):
 
 
 def test_options_that_leave_nothing_are_refused(program):
-    with pytest.raises(ValueError, match="together select no kernel"):
+    with pytest.raises(ValueError, match="options that together select no kernel"):
         program(compilers=["cuda"], archs=[120])
 
 

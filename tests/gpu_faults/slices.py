@@ -1,4 +1,4 @@
-"""The smallest calls that notice a fault, by name: a shape, then features of cases.py, joined by +.
+"""The smallest calls that detect a fault, by name: a shape, then features of cases.py, joined by +.
 The prefix `ptx ` runs nvcc's kernels as it compiled them; `triton ` runs Triton's.
 
 A slice yields its complaints about the kernels in use; findings and refusals are raised.

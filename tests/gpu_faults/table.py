@@ -1,6 +1,6 @@
 """The table of seeded faults, in the text files beside this one. Blocks of lines:
 
-    title: the slice that must notice
+    title: the slice that must detect it
     = why it survives, if it does
     a file of csrc/ or fastattn/, or a compiled kernel
     -the code as it is

@@ -8,7 +8,7 @@ gives the reason, and must still survive.
 
 import pytest
 
-from tests.gpu_faults import notice, slices, table
+from tests.gpu_faults import detect, slices, table
 from tests.ptx import ours
 from tests.support.backends import needs_triton
 from tests.support.emulator import needs_emulator
@@ -29,7 +29,7 @@ def faults_of(kind):
 
 def detected(title):
     fault = table.every()[title]
-    found = notice.notices(fault)
+    found = detect.detect(fault)
     if fault.survives:
         assert not found, f"{title}: expected no complaint ({fault.survives}), got {found}"
     else:
@@ -61,7 +61,7 @@ SLICES = sorted({x.seen_by for x in table.every().values()})
 
 @pytest.mark.parametrize("name", [pytest.param(x, marks=run_by(x)) for x in SLICES])
 def test_the_source_without_faults_passes(name):
-    assert not notice.notices(notice.RIGHT, name)
+    assert not detect.detect(detect.NO_FAULT, name)
 
 
 def test_the_first_list_is_in_the_table():
@@ -75,7 +75,7 @@ def test_an_edit_matches_the_source_once(old, times):
     edit = table.Edit("cuda/sm80/forward.cuh", old, "")
     fault = table.Fault("a fault", "forward", (edit,), "")
     with pytest.raises(AssertionError, match=f"a fault: '{old}' is in .* {times} times"):
-        notice.notices(fault)
+        detect.detect(fault)
 
 
 @pytest.mark.parametrize("old, times", [("no such code", 0), (r"bar\.sync 0;", 3)])
@@ -83,17 +83,17 @@ def test_an_edit_matches_the_source_once(old, times):
 def test_an_edit_of_a_compiled_kernel_matches_once(old, times):
     fault = table.Fault("a fault", "ptx forward", (table.Edit("forward_kernel", old, ""),), "")
     with pytest.raises(AssertionError, match=f"a fault: .* is in forward_kernel {times} times"):
-        notice.notices(fault)
+        detect.detect(fault)
 
 
 @ours.needs_nvcc
 def test_an_edit_changes_a_kernel_that_runs():
     fault = table.Fault("a fault", "ptx forward", (table.Edit("dq_kernel", "a", ""),), "")
     with pytest.raises(AssertionError, match="a fault: ptx forward runs no dq_kernel"):
-        notice.notices(fault)
+        detect.detect(fault)
 
 
 def test_a_fault_that_does_not_compile_is_an_error():
     edit = table.Edit("cuda/sm80/forward.cuh", "now = after(now)) {", "now = after(one)) {")
     with pytest.raises(AssertionError, match=r"error: .one. was not declared"):
-        notice.notices(table.Fault("a fault", "forward", (edit,), ""))
+        detect.detect(table.Fault("a fault", "forward", (edit,), ""))

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import os
 import pickle
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "build" / "once"
 
 @contextmanager
 def alone(name):
-    """No other process is inside a block of this name at the same time."""
+    """An exclusive lock between processes: only one at a time is inside a block of this name."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     with open(FOLDER / f"{name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -19,7 +20,7 @@ def alone(name):
 
 
 def digest(*things):
-    """A name for the contents of these files (given as Path) and for all other arguments."""
+    """A hash, 16 hex digits, of the contents of files (given as Path) and the repr of the rest."""
     found = hashlib.sha256()
     for x in things:
         found.update(x.read_bytes() if isinstance(x, Path) else repr(x).encode())
@@ -27,12 +28,17 @@ def digest(*things):
 
 
 def made(name, key, make):
-    """`make()`, or its stored value if it was last called with this key."""
+    """`make()`, or its stored value if there is one for this key. The folder keeps only the newest
+    key of each name."""
     with alone(name):
         path = FOLDER / f"{name}-{key}.pickle"
         if not path.exists():
             value = make()
             for old in FOLDER.glob(f"{name}-*.pickle"):
                 old.unlink()
-            path.write_bytes(pickle.dumps(value))
+            # Rename a complete file: a process that is killed while it writes leaves no truncated
+            # pickle. The suffix is not .pickle, so that nothing reads or lists it.
+            partial = path.with_suffix(".partial")
+            partial.write_bytes(pickle.dumps(value))
+            os.replace(partial, path)
         return pickle.loads(path.read_bytes())

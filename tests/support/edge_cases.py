@@ -1,7 +1,12 @@
-"""Named slices: problems at sizes that the generated cases do not have, where a fault can hide.
+"""Slices: named groups of edge-case problems, at sizes that the generated cases do not have.
 
-`problems(name)` also knows the generated cases: features joined by "+", "plain" for none. Seeded
-faults name the slice that catches each (test_cpu_mutants.py).
+`problems(name)` returns the problems of a slice. Features can follow the names of some slices,
+joined by "+": "decode+alibi". Any other name is the features of a generated case, joined by "+", or
+"plain" for none. Seeded faults name the slice that detects each (test_cpu_mutants.py).
+
+The CPU's kernels take 128 keys at a time, a block (kTileKeys); in decoding, a task has a chunk of
+512 keys (kChunkKeys in decode.h). `negative_logits` puts every logit near -32: a hidden key that
+counts, with a logit of zero, then takes the whole row.
 """
 
 from dataclasses import replace
@@ -14,17 +19,21 @@ from tests.support.large_logit_rows import far_problem
 
 def length_edges(dtype):
     """Key lengths at every edge of a block of keys, one below and one above."""
+    # 64: a chunk of AMX tiles in bfloat16; 128: a block of keys; 256: a block of AMX tiles.
     edges = [n + e for n in (0, 64, 128, 256) for e in (-1, 0, 1) if n + e >= 0]
+    # 259 keys are more than the largest length.
     for m, features in ((5, ()), (1, (FEATURE["gqa"],)), (40, (FEATURE["bottom_right"],))):
         problem = build(Dims(len(edges), 1, 1, m, 259, 8, 8), features, dtype)
         lengths = torch.tensor(edges)
-        for b, length in enumerate(edges):
+        for b, length in enumerate(edges):  # a kernel that reads a key past the length gets NaN
             problem.k[b, :, length:] = problem.v[b, :, length:] = torch.nan
         yield replace(problem, kwargs=problem.kwargs | dict(key_lengths=lengths))
 
 
 def far_bands(dtype):
     """Bands that begin and end far from the first key, inside a block or a group."""
+    # The last row's own key is the last of 711, and every row's own key is in the sixth block of
+    # keys. Windows of 130, 255 and 301 keys begin in earlier blocks.
     for rows, window in ((70, (5, 3)), (33, (130, 1)), (37, (255, 0)), (1, (66, 0)), (3, (301, 0))):
         problem = build(Dims(1, 2, 1, rows, 711, 8, 8), (), dtype)
         problem.kwargs |= dict(causal="bottom_right", window=window)
@@ -36,7 +45,7 @@ def band_widths(dtype):
     """Bands of every width up to 70, each as wide as there are rows."""
     for width in range(1, 71):
         problem = build(Dims(1, 1, 1, width, 75, 8, 8), (), dtype)
-        left = width * 7 % (width + 1)
+        left = width * 7 % (width + 1)  # width - 6 from width 6 on
         problem.kwargs["window"] = (left, width - left)
         problem.name += f":window({left}, {width - left})"
         yield problem
@@ -44,6 +53,7 @@ def band_widths(dtype):
 
 def weak_softcap(dtype):
     """A cap far above the scores: tanh is nearly the identity, and its derivative nearly 1."""
+    # 37 rows run the kernels of many rows; one query runs those of decoding.
     for features in ((), (FEATURE["one_query"],)):
         problem = build(square(1, 2, 37, 16), features, dtype)
         yield replace(problem, kwargs=problem.kwargs | dict(softcap=1e4), name="softcap 1e4")
@@ -51,6 +61,7 @@ def weak_softcap(dtype):
 
 def triangles(dtype):
     """Triangular bool masks: the first row shows every key or nearly none, other rows differ."""
+    # 150 keys are a block of 128 and a part of the next.
     for m, upper in ((37, False), (37, True), (13, True)):
         problem = build(Dims(1, 2, 1, m, 150, 8, 8), (), dtype)
         mask = torch.ones(m, 150, dtype=torch.bool)
@@ -59,7 +70,8 @@ def triangles(dtype):
 
 
 def far_draws(dtype):
-    """Dropout where the index of a row, key, head or item is large."""
+    """Dropout where the index of a row, key, head or item is large: above 2^16 for rows and keys,
+    above 2^8 for heads and items."""
     for dims in (Dims(1, 1, 1, 70_000, 4, 2, 2), Dims(1, 1, 1, 2, 70_000, 2, 2)):
         yield build(dims, (FEATURE["dropout"],), dtype)
     yield build(Dims(1, 300, 300, 3, 4, 2, 2), (FEATURE["dropout"],), dtype)
@@ -67,19 +79,25 @@ def far_draws(dtype):
 
 
 def decode(dtype, *names):
-    """One query per head and many keys; heads share a key head."""
+    """One query per head and many keys; heads share a key head. On the CPU, decode.h makes several
+    heads the lanes of one tile if their scores differ by q alone; few_rows.h has its products."""
     features = tuple(FEATURE[name] for name in ("one_query", "gqa", *names))
+    # 200 keys are one chunk. 1100 keys are three, and the last is not full.
     for dims in (square(2, 2, 200, 16), Dims(1, 2, 2, 1, 1100, 16, 24)):
         yield build(dims, features, dtype)
 
 
 def grouped_rows(dtype):
-    """Few keys for many rows of grouped heads: the rows are cut into segments."""
+    """Few keys for many rows of grouped heads. The CPU's backward.h splits the rows into segments
+    and adds their dK and dV (`segments` in gradient.h)."""
     yield build(Dims(1, 4, 1, 300, 40, 8, 8), (FEATURE["causal"],), dtype)
 
 
 def shared_heads(dtype):
-    """Few rows of many grouped heads. Several heads make one task; the last task has fewer."""
+    """Few rows of many grouped heads. In the CPU's forward.h several heads make one task
+    (`heads_per_task`); the last task of a key head has fewer."""
+    # 5 heads share a key head, which tasks of 2 to 4 heads do not divide. 10 rows do not fill a
+    # tile, and are more rows than few_rows.h takes.
     for names in (("causal", "alibi"), ("head_bias_grad", "dropout"), ("lengths", "sinks"), ()):
         features = tuple(FEATURE[name] for name in names)
         yield build(Dims(2, 10, 2, 10, 300, 16, 24), features, dtype)
@@ -91,6 +109,8 @@ def tile_edges(dtype, *names):
     edges = (1, 16, 32), (15, 17, 31), (31, 33, 32), (33, 47, 64), (97, 65, 96), (129, 31, 65)
     for m, n, d in edges:
         problem = build(Dims(1, 2, 1, m, n, d, d), features, dtype)
+        # A kernel that reads past the keys of a head gets NaN. Keys that are not contiguous have
+        # the layout of a feature, which a copy would lose.
         if problem.k.is_contiguous():
             problem.k, problem.v = (inside_nan(x) for x in (problem.k, problem.v))
         yield problem
@@ -107,6 +127,7 @@ def inside_nan(x):
 def rising(dtype):
     """Logits that climb by 100 along the keys in every other row and fall in the rows between, and
     a single logit at one of the last keys that is 160 more than the others."""
+    # Logits are near 16 * 2 * climb / sqrt(16), and climb ends at 12.8.
     for m, heads in ((70, 2), (3, 4), (1, 6)):
         problem = build(Dims(1, heads, 1, m, 512, 16, 16), (), dtype)
         signs = 1.0 - 2 * ((torch.arange(heads)[:, None] + torch.arange(m)) % 2)
@@ -115,6 +136,7 @@ def rising(dtype):
         problem.k[:] = (problem.k.double() * 0.1 + climb).to(dtype)
         problem.name += ":rising"
         yield problem
+    # Of 67 keys, the last 7: before and after the edge at 64. Its logit is 16 * 2 * 20 / sqrt(16).
     for key in range(60, 67):
         problem = build(Dims(1, 1, 1, 37, 67, 16, 16), (), dtype)
         problem.q[:] = (problem.q.double() * 0.1 + 2).to(dtype)
@@ -125,23 +147,28 @@ def rising(dtype):
 
 
 def few_heads(dtype, *names):
-    """A few rows of heads that share a key head; the keys take several chunks."""
+    """A few rows of heads that share a key head; the keys take several chunks. On AMX tiles this
+    runs amx_decode.h, where the rows of several heads are lanes of one tile."""
     features = tuple(FEATURE[name] for name in names)
+    # 3 heads of 5 rows and 4 heads of 3 rows fill 15 and 12 of a tile's 16 lanes. 700 keys are two
+    # chunks.
     for dims in (Dims(2, 6, 2, 5, 70, 24, 40), Dims(1, 4, 1, 3, 700, 64, 16)):
         yield build(dims, features, dtype)
 
 
 def few_rows(dtype, *names):
     """Two rows, which count as few on every instruction set, of heads that share a key head. The
-    last chunk of keys is not full; head dims fill vectors exactly or not."""
+    last chunk of keys is not full; head dims fill vectors exactly or not. On the CPU this runs
+    decode.h, and few_gradients.h in backward."""
     features = tuple(FEATURE[name] for name in names)
+    # 700 keys are chunks of 512 and 188. 140 keys are one chunk, of blocks of 128 and 12.
     for dims in (Dims(1, 4, 2, 2, 700, 16, 24), Dims(2, 2, 1, 2, 140, 17, 9)):
         yield build(dims, features, dtype)
 
 
 def far_rows(dtype):
     """Rows that a mask takes far from zero."""
-    name = next(x for x, y in DTYPES.items() if y == dtype)
+    name = next(x for x, y in DTYPES.items() if y == dtype)  # far_problem takes a name
     for title in ("left padding", "one query", "sinks"):
         yield far_problem(title, "-1e9", name)
 
@@ -150,6 +177,7 @@ def dense_masks(dtype):
     """Masks that hide all keys in some blocks and none in others, with a pattern for each plane:
     bool; -inf with the mask's gradient; finfo.min, with rows that see nothing else; and a mask with
     column-major memory."""
+    # mask_classes.h classifies 32 x 64 scores at a time; 130 rows and 300 keys are not multiples.
     i, j = torch.arange(130)[:, None], torch.arange(300)
     patterns = j <= i + 20, i // 64 == j // 64, (j < 3) | ((i == 120) & (j == 290)), j != i + 130
     shown = torch.stack([x.expand(130, 300) for x in patterns]).view(2, 2, 130, 300)
@@ -159,7 +187,7 @@ def dense_masks(dtype):
         problem.q, problem.k = (x.round().clamp(-2, 2) for x in (problem.q, problem.k))
         problem.name += f":dense mask, {form}"
         mask = shown.clone()
-        if form == least:
+        if form == least:  # rows 40 to 42 see nothing else
             mask[..., 40:43, :] = False
         if not isinstance(form, str):
             zeros = torch.zeros(mask.shape, dtype=torch.float32 if form == least else dtype)
@@ -170,6 +198,7 @@ def dense_masks(dtype):
         yield problem
 
 
+# test_features.py runs these slices on every backend.
 SLICES = {
     "length_edges": length_edges,
     "far_bands": far_bands,
@@ -182,22 +211,25 @@ SLICES = {
     "tile_edges": tile_edges,
     "rising": rising,
 }
+# Only seeded faults use these: test_special_values.py and test_dense_masks.py run more such calls
+# on every backend.
+FAULT_SLICES = {"far_rows": far_rows, "dense_masks": dense_masks}
+# Features can follow these names. Only seeded faults use them, and test_features.py tile_edges.
+FEATURED_SLICES = {
+    "decode": decode,
+    "few_heads": few_heads,
+    "few_rows": few_rows,
+    "tile_edges": tile_edges,
+}
 
 
 def problems(name, dtype=torch.float32):
     """The problems of a slice, or of the generated cases with these features, joined by +."""
-    if name in ("far_rows", "dense_masks"):
-        yield from globals()[name](dtype)
-    elif name in SLICES:
-        yield from SLICES[name](dtype)
-    elif name.startswith("decode"):
-        yield from decode(dtype, *name.split("+")[1:])
-    elif name.startswith("few_heads"):
-        yield from few_heads(dtype, *name.split("+")[1:])
-    elif name.startswith("few_rows"):
-        yield from few_rows(dtype, *name.split("+")[1:])
-    elif name.startswith("tile_edges+"):
-        yield from tile_edges(dtype, *name.split("+")[1:])
+    first, *names = name.split("+")
+    if make := (SLICES | FAULT_SLICES).get(name):
+        yield from make(dtype)
+    elif make := FEATURED_SLICES.get(first):
+        yield from make(dtype, *names)
     else:
         features = tuple(FEATURE[x] for x in name.split("+") if x != "plain")
         for dims in (square(2, 2, 37, 17), square(1, 2, 197, 16)):

@@ -1,4 +1,9 @@
-"""Run a slice on kernels with a fault, and return what it notices, in words."""
+"""Run a slice on kernels with a fault, and return the complaints of the slice as text.
+
+A slice is one small call, or a few, with a check of their results; slices.py has them by name. A
+slice detects a fault (table.py) if it has a complaint: a wrong value, a finding of the emulator, or
+a launch that the runtime refuses.
+"""
 
 import functools
 import importlib
@@ -16,33 +21,36 @@ from tests.support import emulated, runtime
 
 from . import builds, launches, slices, table  # noqa: F401 (launches has slices)
 
-RIGHT = table.Fault("no fault", "", (), "")
+NO_FAULT = table.Fault("no fault", "", (), "")
 ADDRESSES = "addresses of "  # before a slice: under AddressSanitizer
 
 
-def notices(fault, name=None):
-    """What the slice reports of the fault, or "". A fault that does not compile raises instead."""
+def detect(fault, name=None):
+    """The complaints of a slice about the fault, "" if it has none. The slice is `name`, by default
+    the one that the table names. Raises AssertionError if the fault does not compile, or if it
+    edits a compiled kernel that the slice does not run."""
     name = name or fault.seen_by
     if name.startswith(ADDRESSES):
         return of_addresses(fault, name.removeprefix(ADDRESSES))
-    with altered(fault, name) as met:
+    with altered(fault, name) as seen_kernels:
         try:
             found = "\n".join(slices.complaints(name))
         except (AssertionError, RuntimeError) as caught:
             if re.search("findings: |fa_cuda_run returns|CUDA error", str(caught)):
                 return str(caught)
             raise
-    absent = {x.where for x in fault.edits if x.of == "compiled"} - met
-    assert not absent, f"{fault.title}: {name} runs no {', '.join(absent)}"
+    not_run = {x.where for x in fault.edits if x.of == "compiled"} - seen_kernels
+    assert not not_run, f"{fault.title}: {name} runs no {', '.join(not_run)}"
     return found
 
 
 def of_addresses(fault, name):
-    """Run it in another process, which ends at the first address that was never allocated."""
+    """`detect` in another process with AddressSanitizer, which ends the process at the first access
+    to memory that is not allocated."""
     program = (
-        "from tests.gpu_faults import notice, table; import torch; torch.set_num_threads(1)\n"
-        f"fault = table.every().get({fault.title!r}, notice.RIGHT)\n"
-        f"print('noticed' if notice.notices(fault, {name!r}) else 'passed')"
+        "from tests.gpu_faults import detect, table; import torch; torch.set_num_threads(1)\n"
+        f"fault = table.every().get({fault.title!r}, detect.NO_FAULT)\n"
+        f"print('detected' if detect.detect(fault, {name!r}) else 'passed')"
     )
     done = under_address_sanitizer("-c", program)
     if done.returncode == 0:
@@ -54,12 +62,12 @@ def of_addresses(fault, name):
 
 @contextmanager
 def altered(fault, name):
-    """Inside, the slice runs with the fault. Yields a set, which receives the compiled kernels that
-    the fault edits as they are met."""
-    met, (engine, _, _) = set(), slices.parts(name)
+    """Inside, the slice runs with the fault. Yields a set, to which `Edit.where` of a compiled
+    kernel is added when its PTX is read."""
+    seen_kernels, (engine, _, _) = set(), slices.parts(name)
 
     def edited(ptx):
-        met.update(x.where for x in fault.edits if table.kernels_of(x, ptx))
+        seen_kernels.update(x.where for x in fault.edits if table.kernels_of(x, ptx))
         return table.applied_to_compiled(fault, ptx)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -67,22 +75,23 @@ def altered(fault, name):
             alter_python(patch, fault, where)
         if engine == "triton":
             with altered_triton(patch, edited):
-                yield met
+                yield seen_kernels
         else:
             alter_library(patch, fault, name)
             if engine == "ptx":
                 alter_nvcc(patch, fault, name, edited)
-            yield met
+            yield seen_kernels
 
 
 def alter_library(patch, fault, name):
-    """The emulator gets altered kernels; with nvcc's kernels, g++ compiles the host's code
-    alone."""
-    by_nvcc = slices.parts(name)[0] == "ptx"
+    """Build the emulator's library from altered sources. If nvcc compiles the kernels, g++ compiles
+    only the host's code here, and alter_nvcc applies the fault."""
+    nvcc_compiles = slices.parts(name)[0] == "ptx"
     made = builds.Altered(
-        f"{name} {fault}",  # with its edits: what was added to a library stays there
+        # The edits are part of the name: PTX kernels that were added to a library stay there.
+        f"{name} {fault}",
         slices.dim_of(name),
-        fault=None if by_nvcc else fault,
+        fault=None if nvcc_compiles else fault,
         passes=slices.passes(name),
     )
     for module in (emulated, runtime):
@@ -116,10 +125,12 @@ def altered_triton(patch, edited):
             if isinstance(x, JITFunction):
                 loaded.append(defaultdict(x.create_binder))
                 patch.setattr(x, "device_caches", loaded[-1])
-    yield
-    for kernels, *_ in (of_device for x in loaded for of_device in x.values()):
-        for kernel in kernels.values():
-            kernel.module = None  # or its destructor would ask a GPU driver to unload it
+    try:
+        yield
+    finally:
+        for kernels, *_ in (of_device for x in loaded for of_device in x.values()):
+            for kernel in kernels.values():
+                kernel.module = None  # or its destructor would ask a GPU driver to unload it
 
 
 # -- Python ----------------------------------------------------------------------------------------
