@@ -48,7 +48,8 @@ def of_tags(root: Path) -> str | None:
 def _git(root: Path, *arguments: str) -> str:
     try:
         return subprocess.run(
-            ["git", "-C", str(root), *arguments],
+            # git refuses a checkout of another user, but a build of it trusts it already.
+            ["git", "-c", f"safe.directory={root}", "-C", str(root), *arguments],
             env={name: x for name, x in os.environ.items() if name not in ELSEWHERE},
             capture_output=True,
             text=True,

@@ -70,6 +70,15 @@ def test_variables_of_another_checkout_do_not_count(checkout, tmp_path_factory, 
     assert version.of_tags(tmp_path_factory.mktemp("unpacked").resolve()) is None
 
 
+def test_a_checkout_of_another_user_has_its_tags(checkout, monkeypatch):
+    """As in a container that builds a mounted checkout. This variable is of git's own tests."""
+    checkout("tag", "v1.2.3")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(subprocess.CalledProcessError):
+        checkout("describe")
+    assert version.of_tags(checkout.root) == "1.2.3"
+
+
 def test_tags_of_a_project_around_it_do_not_count(checkout):
     checkout("tag", "v9.9.9")
     inside = checkout.root / "vendored"
