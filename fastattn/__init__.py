@@ -92,6 +92,4 @@ else:
                 return installed("fastattn")
             except PackageNotFoundError:  # imported from a folder, not installed
                 return FALLBACK
-        if (module := moved_modules.of_attribute(name)) is not None:
-            return module
-        raise AttributeError(f"module 'fastattn' has no attribute {name!r}")
+        return moved_modules.attributes(__name__)(name)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -62,11 +63,18 @@ class _OldPathFinder(MetaPathFinder, Loader):
 
 
 def install() -> None:
-    """Resolve old paths from now on. A finder that comes last: files go before."""
-    sys.meta_path.append(_OldPathFinder())
+    """Resolve old paths from now on. A finder that comes last: files go before. A reloaded package
+    calls this again."""
+    if not any(type(finder).__name__ == _OldPathFinder.__name__ for finder in sys.meta_path):
+        sys.meta_path.append(_OldPathFinder())
 
 
-def of_attribute(name: str) -> ModuleType | None:
-    """The module for `fastattn.<name>` if that is an old path, imported as if it had been."""
-    old = f"fastattn.{name}"
-    return importlib.import_module(old) if old in MOVED else None
+def attributes(package: str) -> Callable[[str], ModuleType]:
+    """The `__getattr__` of a package: imports `package.<name>` if that is an old path."""
+
+    def __getattr__(name: str) -> ModuleType:
+        if (old := f"{package}.{name}") in MOVED:
+            return importlib.import_module(old)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return __getattr__

@@ -18,13 +18,32 @@ def test_an_old_path_is_the_module(old):
     importlib.reload(importlib.import_module("fastattn.moved_modules"))  # installs nothing
 
 
-@pytest.mark.parametrize("old", [x for x in MOVED if x.count(".") == 1])
-def test_an_old_path_is_an_attribute(old):
-    assert getattr(fastattn, old.partition(".")[2]) is importlib.import_module(MOVED[old])
+def run(code):
+    """Run it in a process that has imported no old path."""
+    subprocess.run([sys.executable, "-c", "\n".join(map(str.strip, code.splitlines()))], check=True)
+
+
+def test_an_old_path_is_an_attribute():
+    run("""
+    import fastattn, importlib, operator
+    from fastattn.moved_modules import MOVED
+    found = {x: operator.attrgetter(x.removeprefix("fastattn."))(fastattn) for x in MOVED}
+    assert {x: module.__name__ for x, module in found.items()} == MOVED
+    """)
+
+
+def test_a_reload_adds_no_second_finder():
+    run("""
+    import fastattn, importlib, sys
+    count = len(sys.meta_path)
+    importlib.reload(importlib.reload(fastattn).moved_modules)
+    importlib.reload(fastattn)
+    assert len(sys.meta_path) == count, sys.meta_path
+    """)
 
 
 def test_a_class_from_an_old_path_is_the_public_class():
-    code = """
+    run("""
     import fastattn.cache, fastattn.multihead
     from fastattn.place import Place
     from fastattn import torch_form, distributed
@@ -33,8 +52,7 @@ def test_a_class_from_an_old_path_is_the_public_class():
     assert fastattn.multihead.MultiheadAttention is fastattn.MultiheadAttention
     assert torch_form.scaled_dot_product_attention is fastattn.scaled_dot_product_attention
     assert fastattn.distributed.cost_model.size_of is size_of
-    """
-    subprocess.run([sys.executable, "-c", "\n".join(map(str.strip, code.splitlines()))], check=True)
+    """)
 
 
 @pytest.mark.parametrize("name", ["fastattn.no_such_module", "fastattn.dispatch.roads"])
@@ -43,3 +61,5 @@ def test_other_names_are_not_found(name):
         importlib.import_module(name)
     with pytest.raises(AttributeError, match="no_such_module"):
         getattr(fastattn, "no_such_module")  # noqa: B009
+    with pytest.raises(AttributeError, match=r"'fastattn[.]nn' has no attribute 'hops'"):
+        getattr(fastattn.nn, "hops")  # noqa: B009

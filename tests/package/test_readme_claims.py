@@ -17,6 +17,8 @@ PAGES = [
     DEBUGGING,
     *sorted(ROOT.glob("[!.b]*/README.md")),
     *ROOT.glob("bench/**/*.md"),
+    *ROOT.glob("fastattn/**/*.md"),
+    ROOT / "DESIGN.md",
 ]
 VARIABLE = re.compile(
     r"\b(?:FASTATTN_[A-Z_0-9]*[A-Z0-9]|TRITON_INTERPRET|CUDAARCHS|CMAKE_BUILD_\w+LEVEL)\b"
@@ -66,6 +68,12 @@ def test_every_environment_variable_has_its_row():
 def test_every_link_has_a_target(page):
     for link in re.findall(r"\]\(([^)#:]*)(?:#[^)]*)?\)", page.read_text()):
         assert (page.parent / link).exists(), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_link_with_the_name_of_a_file_leads_to_it(page):
+    for text, link in re.findall(r"\[`?([\w./-]+[.]\w+)`?\]\(([^)#:]+)", page.read_text()):
+        assert Path(text).name == Path(link).name, text
 
 
 @pytest.mark.parametrize("page", [README, CONTRIBUTING, ROOT / "bench" / "README.md"], ids=str)

@@ -3,6 +3,7 @@
 import inspect
 import pickle
 import pickletools
+import re
 import subprocess
 import sys
 import typing
@@ -40,6 +41,28 @@ def test_saved_files_load(file):
     done = subprocess.run([sys.executable, "-c", LOADS, file], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == [str(len(saved_objects.modules())), "modules"]
+
+
+WEIGHTS_ONLY = """
+import pkgutil, sys, torch, fastattn
+names = torch.serialization.get_unsafe_globals_in_checkpoint(sys.argv[1])
+torch.serialization.add_safe_globals([(pkgutil.resolve_name(x), x) for x in names])
+torch.load(sys.argv[1], weights_only=True)
+print(*sorted(x for x in names if x.startswith("fastattn.multihead.")))
+"""
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_saved_files_load_with_weights_only(file):
+    """All old names must be allowed; the changelog lists those of MultiheadAttention."""
+    command = [sys.executable, "-c", WEIGHTS_ONLY, file]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    changelog = Path(__file__).parents[2] / "CHANGELOG.md"
+    if not changelog.exists():
+        pytest.skip("no CHANGELOG.md: not a checkout")
+    allowed = re.findall(r'"(fastattn[.]multihead[.]\w+)"', changelog.read_text())
+    assert sorted(allowed) == done.stdout.split()
 
 
 PROGRAMS = sorted((Path(__file__).parents[1] / "saved").glob("*.pt2"))

@@ -1,8 +1,10 @@
 """The version comes from git tags; without them a build has one fallback."""
 
 import importlib.metadata
+import os
 import shutil
 import subprocess
+import sys
 
 import pytest
 
@@ -43,6 +45,40 @@ def test_a_tag_is_the_version(checkout):
     assert found.startswith("1.2.3.post1+g") and commit.startswith(found.partition("+g")[2])
 
 
+@pytest.mark.parametrize("tag", ["1.0rc1", "1.0a2", "2.0b10"])
+def test_a_tag_of_a_prerelease_is_the_version(checkout, tag):
+    checkout("tag", "v0.9")
+    checkout("commit", "-q", "--allow-empty", "-m", "second")
+    checkout("tag", f"v{tag}")
+    assert version.of_tags(checkout.root) == tag
+    checkout("commit", "-q", "--allow-empty", "-m", "third")
+    assert version.of_tags(checkout.root).startswith(f"{tag}.post1+g")
+
+
+@pytest.mark.parametrize("tag", ["v2-beta", "v1_2"])
+def test_a_tag_that_is_no_version_is_skipped(checkout, tag):
+    checkout("tag", "v0.9")
+    checkout("commit", "-q", "--allow-empty", "-m", "second")
+    checkout("tag", tag)
+    assert version.of_tags(checkout.root).startswith("0.9.post1+g")
+
+
+def test_variables_of_another_checkout_do_not_count(checkout, tmp_path_factory, monkeypatch):
+    """As in a git hook, where git sets GIT_DIR."""
+    checkout("tag", "v9.9.9")
+    monkeypatch.setenv("GIT_DIR", str(checkout.root / ".git"))
+    assert version.of_tags(tmp_path_factory.mktemp("unpacked").resolve()) is None
+
+
+def test_a_checkout_of_another_user_has_its_tags(checkout, monkeypatch):
+    """As in a container that builds a mounted checkout. This variable is of git's own tests."""
+    checkout("tag", "v1.2.3")
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    with pytest.raises(subprocess.CalledProcessError):
+        checkout("describe")
+    assert version.of_tags(checkout.root) == "1.2.3"
+
+
 def test_tags_of_a_project_around_it_do_not_count(checkout):
     checkout("tag", "v9.9.9")
     inside = checkout.root / "vendored"
@@ -52,8 +88,16 @@ def test_tags_of_a_project_around_it_do_not_count(checkout):
 
 def test_an_sdist_has_its_version_in_pkg_info(tmp_path):
     assert version.of_sdist(tmp_path) is None
-    (tmp_path / "PKG-INFO").write_text("Metadata-Version: 2.2\nName: x\nVersion: 3.4.5\n")
+    text = "Metadata-Version: 2.2\nName: x\nVersion: 3.4.5\n\n1 / √D\n"
+    (tmp_path / "PKG-INFO").write_text(text, encoding="utf-8")
     assert version.of_sdist(tmp_path) == "3.4.5"
+    (tmp_path / "fastattn").mkdir()
+    shutil.copy(version.__file__, tmp_path / "fastattn")
+    code = "import version; print(version.dynamic_metadata('version'))"
+    ascii_only = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    command = [sys.executable, "-X", "utf8=0", "-c", code]
+    where = dict(cwd=tmp_path / "fastattn", env=ascii_only)
+    assert subprocess.check_output(command, text=True, **where) == "3.4.5\n"
 
 
 def test_the_installed_package_was_built_by_this_rule():
