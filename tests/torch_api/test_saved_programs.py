@@ -236,7 +236,7 @@ def test_a_trace_warns_of_none_of_our_rules():
 
 def test_the_page_for_users_has_a_decomposition_that_runs():
     page = Path(fastattn.integrations.__file__).with_name("README.md").read_text()
-    (code,) = re.findall(r"```python\n(from torch._decomp.*?)```", page, flags=re.S)
+    (code,) = re.findall(r"```python\n(import torch\nfrom torch._decomp.*?)```", page, flags=re.S)
     names = {"torch": torch, "model": calling(), "inputs": (X,)}
     exec(code, names)
     assert "fastattn" not in str(names["program"].graph)

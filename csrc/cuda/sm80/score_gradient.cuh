@@ -17,7 +17,7 @@ using Strips = Accumulator<columns>[strips];
 
 // A warp's staying rows as the left side of a product: held in registers, or read for each. They
 // begin `below` strips after the start of the tile.
-template <class Tile, int strips, bool classes, int below = 0>
+template <class Tile, int strips, bool held, int below = 0>
 struct Left {
   uint32_t tile;  // from the warp's rows on
   uint32_t a[held ? strips : 1][held ? Tile::kColumns / 16 : 1][4];
