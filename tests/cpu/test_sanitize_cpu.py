@@ -243,7 +243,7 @@ def library(fault, folder):
     text = file.read_text()
     assert text.count(fault.old) == 1, f"{fault.file} has {text.count(fault.old)} times {fault.old}"
     file.write_text(text.replace(fault.old, fault.new))
-    objects = kernels(sanitizers), sources / "cpu" / "cpu/runtime/library.cpp"
+    objects = kernels(sanitizers), sources / "cpu/runtime/library.cpp"
     compile_with(sanitizers, "-shared", *objects, "-o", folder / "libfastattn_cpu.so")
     return folder
 
