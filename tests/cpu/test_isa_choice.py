@@ -3,10 +3,8 @@
 import ctypes
 import os
 import re
-import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,11 +13,11 @@ import fastattn
 from fastattn.__main__ import report, show
 from fastattn.backends.native import libraries
 from tests.support.backends import variant
+from tests.support.checkout import configured
 
 pytestmark = pytest.mark.skipif(
     bool(libraries.cpu_unavailable()), reason=str(libraries.cpu_unavailable())
 )
-CSRC = Path(__file__).parents[2] / "csrc"
 ALL = "avx512_bf16,avx512,avx2,generic"
 TILES = "amx_bf16," + ALL
 
@@ -128,17 +126,6 @@ def test_the_report_has_the_reason_for_the_isa():
     assert found["why"] == libraries.cpu_isa_reason() in show(report())
 
 
-def configured(folder, sets):
-    """cmake's run for a build of these instruction sets."""
-    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    cmake = shutil.which("cmake", path=tools)
-    if not cmake or not shutil.which("ninja", path=tools):
-        pytest.skip("building needs cmake and ninja")
-    given = dict(PATH=tools, FASTATTN_ISAS=sets, FASTATTN_CUDA="off", FASTATTN_EXTENSION="off")
-    command = [cmake, "-S", str(CSRC), "-B", str(folder), "-GNinja"]
-    return subprocess.run(command, env=os.environ | given, capture_output=True, text=True)
-
-
 @pytest.mark.skipif(os.uname().machine != "x86_64", reason="the sets are those of x86-64")
 @pytest.mark.parametrize(
     "sets, built",
@@ -150,7 +137,7 @@ def configured(folder, sets):
     ],
 )
 def test_chosen_sets_are_built(tmp_path, sets, built):
-    done = configured(tmp_path, sets)
+    done = configured(tmp_path, FASTATTN_ISAS=sets, FASTATTN_EXTENSION="off")
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "build.ninja").read_text()
     assert set(re.findall(r"DFA_ISA=(\w+)", text)) == built
@@ -159,5 +146,5 @@ def test_chosen_sets_are_built(tmp_path, sets, built):
 
 
 def test_an_unknown_set_is_named(tmp_path):
-    done = configured(tmp_path, "avx2,sse")
+    done = configured(tmp_path, FASTATTN_ISAS="avx2,sse", FASTATTN_EXTENSION="off")
     assert done.returncode and "got 'sse', expected some of generic, avx2" in done.stderr

@@ -19,7 +19,8 @@ from tests.sanitize_cpu import __main__ as command
 from tests.sanitize_cpu import builds, calls, guards, watch
 from tests.support import build_lock
 from tests.support.backends import not_interpreted
-from tests.support.emulator import ROOT, compiler
+from tests.support.checkout import ROOT
+from tests.support.emulator import compiler
 
 pytestmark = not_interpreted
 

@@ -17,8 +17,8 @@ import pytest
 
 from bench.static_gpu import cuda_library
 from bench.static_gpu.aot import nvidia_tool
+from tests.support.checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 FORCED = os.environ.get("FASTATTN_CUDA") == "on"
 
 

@@ -6,7 +6,8 @@ import re
 
 from tests.ptx import library
 from tests.support import build_lock, emulator
-from tests.support.emulator import ROOT, Emulator
+from tests.support.checkout import ROOT
+from tests.support.emulator import Emulator
 
 from . import table
 

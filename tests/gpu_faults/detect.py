@@ -18,6 +18,7 @@ from fastattn.backends.triton_support.runtime import kernels as triton_kernels
 from tests.cuda.test_cuda_addresses import under_address_sanitizer
 from tests.ptx import ours, triton
 from tests.support import emulated, runtime
+from tests.support.checkout import ROOT
 
 from . import builds, launches, slices, table  # noqa: F401 (launches has slices)
 
@@ -139,7 +140,7 @@ def altered_triton(patch, edited):
 def alter_python(patch, fault, where):
     """Give the functions of a module the code of its altered text."""
     module = importlib.import_module(where.removesuffix(".py").replace("/", "."))
-    text = table.applied(fault, where, builds.ROOT.joinpath(where).read_text())
+    text = table.applied(fault, where, ROOT.joinpath(where).read_text())
     codes = dict(functions_of(compile(text, where, "exec", dont_inherit=True)))
     for name, code in codes.items():
         owner, _, own = name.rpartition(".")

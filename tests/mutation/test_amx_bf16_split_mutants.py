@@ -34,8 +34,9 @@ from tests.semantics import test_accuracy
 from tests.support import build_lock
 from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import DTYPES
+from tests.support.checkout import ROOT
 from tests.support.edge_cases import problems
-from tests.support.emulator import ROOT, compiler
+from tests.support.emulator import compiler
 from tests.support.error_budget import Verdict
 
 pytestmark = [

@@ -26,8 +26,9 @@ from tests.semantics.test_weights import about_weights
 from tests.support import build_lock, cases, vmap_dropout
 from tests.support.backends import INTERPRETED, variant
 from tests.support.cases import FEATURE
+from tests.support.checkout import ROOT
 from tests.support.edge_cases import problems
-from tests.support.emulator import ROOT, compiler
+from tests.support.emulator import compiler
 from tests.support.error_budget import Verdict
 
 pytestmark = [

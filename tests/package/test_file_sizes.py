@@ -4,7 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.support.import_graph import ROOT
+from tests.support.checkout import ROOT
 
 LONGEST = {".py": 400} | dict.fromkeys((".cpp", ".h", ".cu", ".cuh"), 350)  # lines
 # Why a long file is one file.

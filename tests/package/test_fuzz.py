@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,8 @@ from fastattn.call import validation
 from tests.fuzz import __main__ as command
 from tests.fuzz import parts, watch
 from tests.fuzz.refused import REFUSED
+from tests.support.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 LAST = re.compile(r"fuzz: (\d+) s, ([\d,]+) cases, (\d+) findings \(seed \d+\)")
 
 

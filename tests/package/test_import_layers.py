@@ -9,7 +9,8 @@ import pytest
 
 import fastattn
 from tests.support import import_graph
-from tests.support.import_graph import ROOT, Graph, folder_of
+from tests.support.checkout import ROOT
+from tests.support.import_graph import Graph, folder_of
 
 PACKAGE = Path(fastattn.__file__).parent
 GRAPH = Graph(PACKAGE)

@@ -1,7 +1,6 @@
 """Passing tensors to the kernels: the C extension packs arguments as Python does."""
 
 import itertools
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,9 +15,6 @@ pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 needs_extension = pytest.mark.skipif(
     marshalling.extension is None, reason=f"no extension: {libraries.extension_unavailable()}"
 )
-
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class Subclass(torch.Tensor):

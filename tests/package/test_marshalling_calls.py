@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +16,6 @@ from tests.package.test_marshalling import needs_extension
 from tests.support.backends import INTERPRETED
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
-ROOT = Path(__file__).resolve().parents[2]
 
 
 # --------------------------------------------------------------- the whole call, both ways

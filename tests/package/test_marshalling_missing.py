@@ -1,18 +1,15 @@
 """Without the extension: the reason, at set-up and in use."""
 
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from fastattn.backends.native import libraries, marshalling
-from tests.package.test_marshalling_calls import ROOT, needs_extension, run
+from tests.package.test_marshalling_calls import needs_extension, run
 from tests.support.backends import INTERPRETED
+from tests.support.checkout import configured
 
 pytestmark = pytest.mark.skipif(INTERPRETED, reason="about the native library")
 
@@ -66,32 +63,19 @@ def test_a_torch_without_dlpack_exchange_is_a_reason(loaded, monkeypatch):
     assert "it does not load" in loaded(path) and "dlpack" in loaded(path)
 
 
-def configured(folder, wanted, *more):
-    tools = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    tool = shutil.which("cmake", path=tools)
-    if not tool or not shutil.which("ninja", path=tools):
-        pytest.skip("building needs cmake and ninja")
-    return subprocess.run(
-        [tool, "-S", str(ROOT / "csrc"), "-B", str(folder), "-GNinja", *more],
-        env=os.environ | dict(PATH=tools, FASTATTN_EXTENSION=wanted, FASTATTN_CUDA="off"),
-        capture_output=True,
-        text=True,
-    )
-
-
 @pytest.mark.parametrize("header", [None, "#error of an old Python"], ids=["none", "broken"])
 def test_without_headers_the_reason_is_written(tmp_path, header):
     """A file with the reason replaces the extension; if that is required, it is an error."""
     python = ["-DSKBUILD_SABI_VERSION=3.10", f"-DPython_INCLUDE_DIR={tmp_path}"]
     if header:
         (tmp_path / "Python.h").write_text(header)
-    done = configured(tmp_path / "build", "auto", *python)
+    done = configured(tmp_path / "build", *python, FASTATTN_EXTENSION="auto")
     assert done.returncode == 0, done.stderr
     reason = (tmp_path / "build" / "no_extension.txt").read_text()
     expected = "does not compile here" if header else f"there is no {tmp_path}/Python.h"
     assert expected in reason and ("of an old Python" if header else "python3-dev") in reason
     assert "fastattn_crossing" not in (tmp_path / "build" / "build.ninja").read_text()
-    done = configured(tmp_path / "build", "on", *python)
+    done = configured(tmp_path / "build", *python, FASTATTN_EXTENSION="on")
     assert done.returncode and "FASTATTN_EXTENSION is on, but" in " ".join(done.stderr.split())
 
 
@@ -99,12 +83,12 @@ def test_without_headers_the_reason_is_written(tmp_path, header):
     "wanted, reason", [("off", "FASTATTN_EXTENSION was off"), ("auto", "pip builds it")]
 )
 def test_without_the_extension_the_reason_is_written(tmp_path, wanted, reason):
-    assert configured(tmp_path, wanted).returncode == 0
+    assert configured(tmp_path, FASTATTN_EXTENSION=wanted).returncode == 0
     assert (tmp_path / "no_extension.txt").read_text().startswith(reason)
 
 
 def test_an_unknown_value_is_refused(tmp_path):
-    done = configured(tmp_path, "maybe")
+    done = configured(tmp_path, FASTATTN_EXTENSION="maybe")
     assert done.returncode and "got 'maybe', expected on, off or auto" in done.stderr
 
 

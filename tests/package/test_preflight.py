@@ -4,11 +4,11 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-CHECKOUT = Path(__file__).resolve().parents[2]
+from tests.support.checkout import ROOT as CHECKOUT
+
 NAMES = ("torch", "scikit-build-core", "pytest")
 HIDE = """
 import runpy, sys, sysconfig

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import fastattn
+from tests.support.checkout import ROOT
 
-ROOT = Path(__file__).parents[2]
 README, CONTRIBUTING = ROOT / "README.md", ROOT / ".github" / "CONTRIBUTING.md"
 DEBUGGING = CONTRIBUTING.with_name("DEBUGGING.md")
 PAGES = [

@@ -14,6 +14,7 @@ import pytest
 
 import fastattn
 from tests.support import saved_objects
+from tests.support.checkout import ROOT
 
 FILES = sorted((Path(__file__).parents[1] / "saved").glob("*.pt"))
 LOADS = """
@@ -58,7 +59,7 @@ def test_saved_files_load_with_weights_only(file):
     command = [sys.executable, "-c", WEIGHTS_ONLY, file]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    changelog = Path(__file__).parents[2] / "CHANGELOG.md"
+    changelog = ROOT / "CHANGELOG.md"
     if not changelog.exists():
         pytest.skip("no CHANGELOG.md: not a checkout")
     allowed = re.findall(r'"(fastattn[.]multihead[.]\w+)"', changelog.read_text())

@@ -2,11 +2,12 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "README.md"
+from tests.support.checkout import ROOT
+
+README = ROOT / "README.md"
 BEGIN, END = "<!-- support:begin -->", "<!-- support:end -->"
 
 

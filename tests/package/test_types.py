@@ -22,8 +22,8 @@ import fastattn
 from fastattn import api, reference
 from fastattn.flash_attn import flash_attn_interface
 from fastattn.kv_cache import cache
+from tests.support.checkout import ROOT as CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 TYPED = CHECKOUT / "tests" / "typed"
 RULES = {"strict": ["user_script.py"], "reportUnnecessaryTypeIgnoreComment": "error"}
 NEEDED = 95.0  # per cent of the package's names, as `pyright --verifytypes` counts them

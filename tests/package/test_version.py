@@ -10,7 +10,7 @@ import pytest
 
 import fastattn
 from fastattn import version
-from tests.support.import_graph import ROOT
+from tests.support.checkout import ROOT
 
 GIT = ["git", "-c", "user.name=x", "-c", "user.email=x@y", "-c", "commit.gpgsign=false"]
 

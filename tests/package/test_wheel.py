@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from tests.support import build_lock
+from tests.support.checkout import ROOT as CHECKOUT
 
-CHECKOUT = Path(__file__).resolve().parents[2]
 LIBRARY = "fastattn/lib/libfastattn_cpu.so"
 EXTENSION = "fastattn/lib/fastattn_crossing.abi3.so"
 

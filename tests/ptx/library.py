@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 
 from tests.support import emulator
+from tests.support.checkout import ROOT
 
 from . import cpp, text
 
 HERE = Path(__file__).resolve().parent
-CACHE = emulator.ROOT / "build" / "ptx"
+CACHE = ROOT / "build" / "ptx"
 # A kernel is thousands of small statements: more optimisation would cost more than it saves. No
 # contraction: what PTX does not fuse is not fused.
 FLAGS = ("-std=c++17", "-O1", "-fPIC", "-w", "-fno-strict-aliasing", "-fwrapv", "-ffp-contract=off")

@@ -7,7 +7,8 @@ import sys
 import sysconfig
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.checkout import ROOT
+
 FOLDER = ROOT / "build" / "sanitize"
 JOBS = 2
 ADDRESS, THREAD = "address,undefined", "thread"

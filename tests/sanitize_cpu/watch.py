@@ -5,6 +5,7 @@ import sys
 import time
 from collections import Counter
 
+from tests.support.checkout import ROOT
 from tests.support.workers import Process
 
 from . import builds
@@ -35,7 +36,7 @@ class Worker(Process):
         self.seed, self.is_done = seed, False
         self.start(
             [*before, *command],
-            cwd=builds.ROOT,
+            cwd=ROOT,
             env=builds.environment(sanitizers) | {"LD_PRELOAD": builds.preloaded(sanitizers)},
         )
 

@@ -7,7 +7,9 @@ import pickle
 from contextlib import contextmanager
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[2] / "build" / "once"
+from tests.support.checkout import ROOT
+
+FOLDER = ROOT / "build" / "once"
 
 
 @contextmanager

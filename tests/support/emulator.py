@@ -15,8 +15,8 @@ import pytest
 
 from tests.support import build_lock
 from tests.support.backends import INTERPRETED
+from tests.support.checkout import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
 PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "boxes", "products", "lanes")

@@ -7,7 +7,7 @@ import ast
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.support.checkout import ROOT
 
 
 class Graph:

@@ -14,6 +14,7 @@ from bench.static_gpu import aot
 from bench.static_gpu.aot import CompiledKernel, KernelCase
 from tests.support import build_lock
 from tests.support.backends import INTERPRETED, needs_triton
+from tests.support.checkout import ROOT
 
 needs_compiler = [
     needs_triton,
@@ -42,7 +43,7 @@ def kernels(request):
     chosen = (
         [x for x in CASES if x in each] if all(hasattr(x, "callspec") for x in items) else CASES
     )
-    sources = sorted((Path(__file__).parents[2] / "kernels").glob("*.py"))
+    sources = sorted((ROOT / "kernels").glob("*.py"))
     key = build_lock.digest(
         importlib.metadata.version("triton"), Path(aot.__file__), *sources, chosen
     )
