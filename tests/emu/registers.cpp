@@ -100,11 +100,14 @@ void registers_end() {
 std::string registers_wanted() {
   const Registers& of = block->proxy.registers;
   if (of.waiting.empty()) return "";
-  std::string text = "; registers: " + std::to_string(of.spare) + " of the block's pool are free";
-  for (size_t i = 0; i < of.warps.size(); ++i)
-    if (const int more = of.warps[i].asks - of.warps[i].has; more > 0)
-      text += ", warp " + std::to_string(i) + " waits for " + std::to_string(32 * more);
-  return text;
+  int warps = 0, more = 0;
+  for (const WarpRegisters& each : of.warps)
+    if (each.asks > each.has) {
+      warps++;
+      more += 32 * (each.asks - each.has);
+    }
+  return "; " + std::to_string(of.spare) + " registers of the block's pool are free, " +
+         std::to_string(warps) + " warps wait for " + std::to_string(more);
 }
 
 }  // namespace emu
