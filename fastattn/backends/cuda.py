@@ -40,12 +40,12 @@ def current_stream(device: int) -> int:
 
 
 @functools.cache
-def met(device: torch.device) -> int:
-    """The number of multiprocessors of a device. The first call there warns if the driver has to
+def met(device: torch.device) -> gpu.Chip:
+    """What launches on a device have to know of it. The first call there warns if the driver has to
     translate the kernels."""
     if device.type == "cuda" and libraries.cuda().translates():
         warnings.warn(waiting(device), stacklevel=2)
-    return gpu.processors(device)
+    return gpu.Chip(gpu.processors(device), gpu.architecture(device))
 
 
 def waiting(device: torch.device) -> str:
@@ -78,14 +78,14 @@ class Cuda(Launcher):
     def library(self) -> libraries.CudaLibrary:
         return libraries.cuda()
 
-    def multiprocessors(self, x: Tensor) -> int:
+    def chip(self, x: Tensor) -> gpu.Chip:
         return met(x.device)
 
     def stream(self, x: Tensor) -> int:
         return current_stream(x.get_device())
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
-        return self.library.workspace(params, which, self.multiprocessors(t.q))
+        return self.library.workspace(params, which, *self.chip(t.q))
 
     def _launch(
         self, which: int, like: Prepared, t: Tensors, after: tuple[Tensor | None, ...]
@@ -98,7 +98,7 @@ class Cuda(Launcher):
             t = convert(spec, t)
             check_values(spec, t)
         entries = library.run_at, library.workspace_at, functools.partial(_room, q)
-        where = q.get_device(), self.multiprocessors(q), self.stream(q)
+        where = q.get_device(), *self.chip(q), self.stream(q)
         packed = like.form, PLACES[which], (*t, *after)
         with gpu.on(q.device):
             code = launch_on(*entries, which, *where, *packed)
@@ -109,9 +109,7 @@ class Cuda(Launcher):
         check_values(spec, t)
         q, library = t.q, self.library
         with gpu.on(q.device):
-            code = library.run(
-                params, which, q.get_device(), self.multiprocessors(q), self.stream(q)
-            )
+            code = library.run(params, which, q.get_device(), *self.chip(q), self.stream(q))
         return self._check(code)
 
     def _check(self, code: int) -> int:

@@ -92,7 +92,7 @@ from fastattn.backends import cuda
 import fastattn
 
 class Pretending(cuda.Cuda):
-    multiprocessors = stream = lambda self, x: 0
+    chip, stream = lambda self, x: (0, 80), lambda self, x: 0
 
 operation.choose = lambda spec, asked: Pretending()
 q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
