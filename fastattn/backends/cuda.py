@@ -6,6 +6,7 @@ import functools
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,17 @@ from . import cuda_errors, gpu
 from .base import COMMON_FEATURES, Support, check_values, register
 from .native import libraries
 from .native.extents import refused
-from .native.marshalling import launch_on
+from .native.imagined import imagined
+from .native.marshalling import launch_on, pack
 from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
+from .preference import passes_of
+
+PASSES = {
+    "forward": libraries.FORWARD,
+    "backward": libraries.BACKWARD,
+    "weights": libraries.WEIGHTS,
+    "weights_backward": libraries.WEIGHTS_BACKWARD,
+}
 
 
 @functools.cache
@@ -30,6 +40,14 @@ def unavailable() -> str | None:
         what = cuda_errors.advice(code)
         return f"the CUDA runtime of its library cannot work here: {said}{what and '; '}{what}"
     return None
+
+
+def lacks_sm_90() -> str:
+    """Why the library has no kernels of sm_90; "" if it has."""
+    sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, M=256, N=256, D=64, Dv=64, scale=1.0)
+    usual = AttentionSpec(dtype=torch.bfloat16, device="cuda", **sizes)
+    said = libraries.cuda().kernels(imagined(usual, libraries.FORWARD), libraries.FORWARD, 90)
+    return said.decode().partition(": ")[2]
 
 
 def current_stream(device: int) -> int:
@@ -83,6 +101,21 @@ class Cuda(Launcher):
 
     def stream(self, x: Tensor) -> int:
         return current_stream(x.get_device())
+
+    def kernels(
+        self, spec: AttentionSpec, device: torch.device, t: Tensors | None = None
+    ) -> dict[str, str]:
+        chip, found = gpu.architecture(device), {}
+        for name in passes_of(spec):
+            which = PASSES[name]
+            params = imagined(spec, which)
+            if t is not None:
+                # Others may be converted before kernels read them.
+                read_in_place = Tensors(t.q, t.k, t.v, t.mask)
+                rest = (None,) * len(AFTER[which])
+                params = pack(params, PLACES[which], (*read_in_place, *rest), 0)
+            found[name] = self.library.kernels(params, which, chip).decode()
+        return found
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         return self.library.workspace(params, which, *self.chip(t.q))

@@ -3,15 +3,16 @@ they decline; else those of sm_80. In place of the kernels are functions that re
 
 import ctypes
 import dataclasses
+import struct
 
 import pytest
 import torch
 
 from fastattn.backends.native import libraries
 from fastattn.call.spec import AttentionSpec
-from tests.support.checkout import ROOT
+from tests.support import kernel_classes
 from tests.support.emulated import binary
-from tests.support.emulator import KERNELS, Emulator, needs_emulator
+from tests.support.emulator import needs_emulator
 
 pytestmark = needs_emulator
 MANY = 2  # multiprocessors
@@ -32,17 +33,14 @@ every_pass = pytest.mark.parametrize("spec, which", PASSES)
 
 @pytest.fixture(scope="module")
 def library():
-    """library.cu with the functions of kernel_classes.cpp."""
-    built = Emulator(KERNELS / "library.cu", ROOT / "tests" / "cuda" / "kernel_classes.cpp")
-    return libraries.CudaLibrary(built.path)
+    return kernel_classes.library()
 
 
 @pytest.fixture
 def decline(library):
     """A function that sets the reason of sm_90's kernels to decline, b"" for none."""
-    said = library.entry("classes_decline", None, ctypes.c_char_p)
-    yield said
-    said(b"")
+    yield lambda why: kernel_classes.decline(why)
+    kernel_classes.decline(b"")
 
 
 def results(library, spec, which, architecture):
@@ -106,7 +104,8 @@ def test_sizes_of_packed_batches_are_clamped_first(library, decline):
     params = bytearray(libraries.form(packed))
     libraries.POINTER.pack_into(params, libraries.offset("cu_q"), 64)
     library.kernels(bytes(params), libraries.FORWARD, 90)
-    assert library.entry("classes_seen_rows", ctypes.c_int64)() == 11
+    (seen,) = struct.unpack_from("=q", kernel_classes.seen(), libraries.offset("M"))
+    assert seen == 11
 
 
 def test_only_kernels_of_sm_80_split(library, decline):

@@ -9,8 +9,8 @@
 #include "cuda/sm90/kernels.h"
 
 namespace {
-std::string reason;  // of sm_90's kernels to decline, or nothing
-FaParams seen;       // by `declines`
+std::string reasons[4];  // of sm_90's kernels to decline a pass, or nothing
+FaParams seen;           // by `declines`
 }  // namespace
 
 namespace fa {
@@ -28,9 +28,9 @@ int64_t weights_backward_workspace(const FaParams&) { return 8041; }
 }  // namespace sm80
 
 namespace sm90 {
-const char* declines(const FaParams& p, int64_t) {
+const char* declines(const FaParams& p, int64_t pass) {
   seen = p;
-  return reason.empty() ? nullptr : reason.c_str();
+  return reasons[pass].empty() ? nullptr : reasons[pass].c_str();
 }
 int forward(const FaParams&, int64_t multiprocessors, void*) { return 9000 + multiprocessors; }
 int64_t forward_workspace(const FaParams&, int64_t) { return 9001; }
@@ -39,5 +39,5 @@ int64_t backward_workspace(const FaParams&, int64_t) { return 9021; }
 }  // namespace sm90
 }  // namespace fa
 
-extern "C" void classes_decline(const char* why) { reason = why; }
-extern "C" int64_t classes_seen_rows() { return seen.M; }
+extern "C" void classes_decline(int64_t pass, const char* why) { reasons[pass] = why; }
+extern "C" const void* classes_seen() { return &seen; }
