@@ -92,9 +92,9 @@ from fastattn.backends import cuda
 import fastattn
 
 class Pretending(cuda.Cuda):
-    multiprocessors = stream = lambda self, x: 0
+    chip, stream = lambda self, x: (0, 80), lambda self, x: 0
 
-operation.choose = lambda spec, asked: Pretending()
+operation.choose = lambda spec, asked, device: Pretending()
 q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
 try:
     fastattn.attention(q, q, q)

@@ -4,6 +4,7 @@ import ctypes
 import functools
 from contextlib import contextmanager, nullcontext
 
+from fastattn.backends import gpu
 from fastattn.backends.cuda import Cuda
 from fastattn.backends.native import libraries
 from tests.ptx import library, ours
@@ -18,7 +19,8 @@ NARROW = 64
 def emulator(wide=False):
     """The emulator with the kernels of head dims up to NARROW or, if `wide`, of those above. Wide
     kernels take more than twice as long to compile, and few tests run them."""
-    sources = KERNELS / "library.cu", *sorted((KERNELS / "sm80").glob("*.cu"))
+    sources = [KERNELS / x for x in ("library.cu", "sm90_absent.cu")]
+    sources += sorted((KERNELS / "sm80").glob("*.cu"))
     has = ">" if wide else "<="
     return Emulator(*sources, flags=[f"-DFA_CUDA_HAS_DIM(d)=(d {has} {NARROW})"])
 
@@ -39,10 +41,11 @@ def binary(wide=False):
     return library
 
 
-def decode_splits(params, multiprocessors):
+def decode_splits(params, multiprocessors, architecture=80):
     """The number of blocks among which decode splits the keys."""
-    splits = binary().entry("fa_cuda_splits", ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
-    return splits(params, multiprocessors)
+    integer = ctypes.c_int64
+    splits = binary().entry("fa_cuda_splits", integer, ctypes.c_char_p, integer, integer)
+    return splits(params, multiprocessors, architecture)
 
 
 class Watched:
@@ -54,11 +57,12 @@ class Watched:
         self.backend = backend
         self.workspace = binary(backend.wide).workspace
 
-    def run(self, params, which, device, multiprocessors, stream):
+    def run(self, params, which, device, multiprocessors, architecture, stream):
+        chip = multiprocessors, architecture
         if which == libraries.FORWARD:
-            self.backend.splits = decode_splits(params, multiprocessors)
+            self.backend.splits = decode_splits(params, *chip)
         device = max(device, 0)  # -1 for CPU tensors
-        numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
+        numbers = (ctypes.c_int64(x) for x in (which, device, *chip))
         wide = self.backend.wide
         with executor(wide).instead(ours.ptx) if self.backend.ptx else nullcontext():
             found = emulator(wide).run(
@@ -71,14 +75,16 @@ class Watched:
 
 
 class Emulated(Cuda):
-    """With `sm_count` multiprocessors, calls of few rows use decode. With `ptx` the kernels run as
-    nvcc compiled them; `launches` counts those. `options` go to the emulator; `findings` holds its
-    findings for each call; `splits` are those of the last forward."""
+    """With `sm_count` multiprocessors, calls of few rows use decode. Kernels are chosen for a chip
+    of `architecture`. With `ptx` they run as nvcc compiled them; `launches` counts those. `options`
+    go to the emulator; `findings` holds its findings for each call; `splits` are those of the last
+    forward."""
 
     name = "emulated"
 
-    def __init__(self, sm_count=0, ptx=False, **options):
-        self.sm_count, self.options, self.findings, self.splits = sm_count, options, [], None
+    def __init__(self, sm_count=0, ptx=False, architecture=80, **options):
+        self.sm_count, self.architecture = sm_count, architecture
+        self.options, self.findings, self.splits = options, [], None
         self.ptx, self.launches, self.wide = ptx, 0, False
 
     @property
@@ -93,8 +99,8 @@ class Emulated(Cuda):
         assert t.q.dtype in self.support.dtypes
         return super().run(which, params, spec, t)
 
-    def multiprocessors(self, x):
-        return self.sm_count
+    def chip(self, x):
+        return gpu.Chip(self.sm_count, self.architecture)
 
     def stream(self, x):
         return None

@@ -51,5 +51,11 @@ int forward(const FaParams& p, int64_t multiprocessors, void* stream) {
   return p.q.dtype == FA_BF16 ? of(ptx::BF16()) : of(ptx::F16());
 }
 
+int64_t forward_workspace(const FaParams&, int64_t) { return 0; }
+
+// No kernel of this class computes it yet: `declines` says so.
+int backward(const FaParams&, int64_t, void*) { return cudaErrorInvalidValue; }
+int64_t backward_workspace(const FaParams&, int64_t) { return 0; }
+
 }  // namespace sm90
 }  // namespace fa
