@@ -3,7 +3,6 @@
 #include "kernels.h"
 
 #include "../mask_tiles.cuh"
-#include "forward_launch.cuh"
 
 namespace fa {
 namespace sm90 {
@@ -35,7 +34,7 @@ int forward_of(const FaParams& p, int64_t multiprocessors, void* stream) {
   const auto start = [&](auto dims) {
     using To = decltype(dims);
     if constexpr (FA_CUDA_HAS_DIM(To::kD) && (!general || To::kD <= kWidestGeneral))
-      return start_forward<Forward<Type, To::kD, To::kDv, general>>(p, multiprocessors, stream);
+      return start_forward<Type, To::kD, To::kDv, general>(p, multiprocessors, stream);
     else
       return static_cast<int>(cudaErrorInvalidValue);
   };

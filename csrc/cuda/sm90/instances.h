@@ -2,7 +2,7 @@
 #pragma once
 #include "../../common/band.h"
 #include "../splits.h"
-#include "tensor_map.h"
+#include "ptx.cuh"
 
 namespace fa {
 namespace sm90 {
@@ -38,6 +38,11 @@ int with_dims(const FaParams& p, Use use) {
   if (d <= 192) return use(Dims<192, 192>());
   return use(Dims<256, 256>());
 }
+
+// Starts a forward pass. Each head dim has a source that defines its instances (forward_launch.cuh),
+// so that these compile side by side.
+template <class Type, int kD, int kDv, bool general>
+int start_forward(const FaParams& p, int64_t multiprocessors, void* stream);
 
 // Rows of a box of keys: those of a tile, or as many of a page as divide both.
 inline int64_t box_rows(const FaParams& p, int64_t tile) {
