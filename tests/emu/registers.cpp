@@ -15,7 +15,7 @@ constexpr int kOfMultiprocessor = 64 << 10, kLeast = 24, kMost = 256, kStep = 8;
 // Of each thread. For a kernel from g++, whose bounds are unknown, as for a single block of this size.
 int at_launch(const char* site) {
   if (launch_registers == 0)
-    fail("%s: its kernel has neither launch bounds nor .maxnreg, and ptxas ignores it", site);
+    fail("%s: its kernel has neither .maxnreg nor .minnctapersm, and ptxas ignores it", site);
   if (launch_registers > 0) return launch_registers;
   const int threads = static_cast<int>(block->warps.size() + 3) / 4 * 128;
   return std::min(kMost, kOfMultiprocessor / threads / kStep * kStep);

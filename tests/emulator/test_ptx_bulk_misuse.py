@@ -352,9 +352,7 @@ def test_stores_are_handed_to_another_block(executor):
     reads in flight, if it was not too early for that."""
     for schedule, lazy in WAYS:
         run_two(executor, "handed_over", schedule=schedule, lazy=lazy)[0].none()
-        found, _ = run_two(
-            executor, "handed_over_after_reads_alone", schedule=schedule, lazy=lazy
-        )
+        found, _ = run_two(executor, "handed_over_after_reads_alone", schedule=schedule, lazy=lazy)
         assert re.search("RACE write/read at global .*: a bulk copy of thread", found.first)
 
 

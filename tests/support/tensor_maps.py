@@ -57,14 +57,10 @@ def encode(
     return code, bytes(memory[map_at or 0 :][:BYTES])
 
 
-def encoded(emulator, *fields, **more):
-    code, map = encode(emulator, *fields, **more)
-    assert code == 0
-    return map
-
-
 def of_tensor(emulator, tensor, **other):
     """The map of a tensor with dims, strides, box and swizzle, of elements of `size` bytes."""
-    fields = dict(swizzle=tensor.swizzle, type=TYPES[tensor.size]) | other
-    at = tensor.memory.ctypes.data
-    return encoded(emulator, at, tensor.dims, tensor.strides, tensor.box, **fields)
+    fields = {x: getattr(tensor, x) for x in ("dims", "strides", "box", "swizzle")}
+    fields |= dict(address=tensor.memory.ctypes.data, type=TYPES[tensor.size])
+    code, map = encode(emulator, **fields | other)
+    assert code == 0
+    return map
