@@ -24,7 +24,7 @@ struct Tensor {
   CUtensorMapFloatOOBfill fill;
 };
 
-// The driver numbers some types in another order than tensormap.replace, whose numbers a map has.
+// A map has the numbers of tensormap.replace; those of the driver differ for some types.
 uint8_t number_of(CUtensorMapDataType type) {
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT32_FTZ: return 8;

@@ -56,7 +56,7 @@ def store(rank, source="%to", tile=""):
 
 
 def stores(rank):
-    """A kernel whose first thread stores boxes, one group for each."""
+    """A kernel: its first thread stores boxes, one group for each."""
     coordinates = "".join(f"ld.global.b32 %at{i}, [%c+{4 * i}];" for i in range(rank))
     return f"""{OF_MAP} {FILL} {PROXY} bar.sync 0; @!%first bra $end; $next: {coordinates}
     {store(rank, tile=".tile" if rank == 2 else "")} {COMMIT}
@@ -124,7 +124,7 @@ def executor():
 
 
 def after(tensor, memory, coordinates, box):
-    """A tensor's memory after a store of this box, whose bytes outside are dropped."""
+    """A tensor's memory after a store of this box: bytes outside are dropped."""
     memory = as_aligned(memory)
     strides = [tensor.size, *tensor.strides][::-1]
     shape = (*tensor.dims[::-1], tensor.size)

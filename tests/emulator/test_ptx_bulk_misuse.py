@@ -78,7 +78,7 @@ WRONG = {
     "never_written": (f"{LEADS} {ASK} @%p0 {COMMIT} @%p0 {READ}", "UNINITIALISED at shared byte"),
     "reused_in_flight": (
         f"{ASKED} @%p0 {OVER} @%p0 {READ}",
-        r"SOURCE CHANGED IN FLIGHT at shared byte \d+: a bulk copy of thread (\d+) .*thread \1 \(st",
+        r"SOURCE CHANGED IN FLIGHT at shared byte \d+: a bulk copy of thread (\d+) .*thread \1 ",
     ),
     "reused_by_others": (
         f"{ASKED} {BARRIER} {OVER} @%p0 {READ}",
@@ -136,7 +136,7 @@ WRONG = {
     ),
     "stored_twice_at_once": (
         f"{GIVE} {ASK} {ASK} @%p0 {COMMIT} @%p0 {READ}",
-        r"WRITE IN FLIGHT at global .*: a bulk copy of thread (\d+) .*then a bulk copy of thread \1 ",
+        r"WRITE IN FLIGHT at global .*: a bulk copy of thread (\d+) .*a bulk copy of thread \1 ",
     ),
     "added_over_a_store_in_flight": (
         f"{GIVE} {ASK} {SUM} @%p0 {COMMIT} @%p0 {READ}",
@@ -271,7 +271,7 @@ HANDED = f"""{FLAG} {BLOCKS} {LEADS} @!%p3 bra $gives; {SPIN} ld.param.u64 %d0, 
 ld.global.b32 %s1, [%d0]; st.global.b32 [%o+2048], %s1; ret; $gives: {FILL} {PROXY} {BARRIER}
 @!%first bra $end; ld.param.u64 %d0, [out]; {STORE} [%d0], [%m], 512; {COMMIT} WAIT {RELEASE}
 $end:"""
-# Block 0 waits for block 1, all of whose threads wait for bytes.
+# Block 0 waits for block 1, and all threads of block 1 for bytes.
 SPINNING = f"""{FLAG} {BLOCKS} {READY} @!%p3 bra $waits; {SPIN} ret; $waits:
 @%first {EXPECT} 16; @%first {TO_SHARED} [%m], [%a], 16, [%bar]; {wait("%bar", 0)}
 ld.shared.b32 %s1, [%m]; @%first st.global.b32 [%o], %s1; bar.sync 0; @%first {RELEASE}"""

@@ -58,7 +58,9 @@ __global__ void __launch_bounds__(128, 1)
 
 }  // namespace fa::sm90
 """
-NAMES = [f"_ZN2fa4sm9011copy_kernelILi{rows}EEEvNS0_10ParametersE14CUtensorMap_st" for rows in (8, 16)]
+NAMES = [
+    f"_ZN2fa4sm9011copy_kernelILi{rows}EEEvNS0_10ParametersE14CUtensorMap_st" for rows in (8, 16)
+]
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +82,10 @@ def test_the_namespace_chooses_headers_and_architecture(kernels):
 
 SIGNATURES = {
     "void fa::sm80::a_kernel<fa::sm90::A>(int)": ("sm80", "fa::sm80::a_kernel<fa::sm90::A>"),
-    "void fa::sm90::a_kernel<(fa::sm80::A)1>(int, B)": ("sm90", "fa::sm90::a_kernel<(fa::sm80::A)1>"),
+    "void fa::sm90::a_kernel<(fa::sm80::A)1>(int, B)": (
+        "sm90",
+        "fa::sm90::a_kernel<(fa::sm80::A)1>",
+    ),
     "void fa::a_kernel<64, 64>(void (*)(int), C)": ("sm80", "fa::a_kernel<64, 64>"),
 }
 

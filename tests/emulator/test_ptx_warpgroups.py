@@ -11,7 +11,7 @@ import pytest
 from bench.static_gpu import ptxas
 from tests.emulator.test_ptx_products import HEADER, SHARED
 from tests.ptx import cpp, library, ours, text
-from tests.support.emulator import SCHEDULES, Emulator, aligned, needs_emulator
+from tests.support.emulator import SCHEDULES, Emulator, needs_emulator
 
 pytestmark = needs_emulator
 named = pytest.mark.parametrize
@@ -90,8 +90,8 @@ REGISTERS = {  # {case: (threads, bounds, code, the error or None)}
         384,
         OF_384,
         each(fewer(80), more(224), more(224)),
-        r"DEADLOCK: .* at setmaxnreg.inc.* in line \d+ of .*; \d+ registers of the block's pool are "
-        r"free, \d warps wait for \d+",
+        r"DEADLOCK: .* at setmaxnreg.inc.* in line \d+ of .*; \d+ registers of the block's pool "
+        r"are free, \d warps wait for \d+",
     ),
     "eight_too_many": (384, OF_384, each(fewer(24), more(240), more(248)), "DEADLOCK.*setmaxnreg"),
     "nothing_returned": (
@@ -114,13 +114,13 @@ REGISTERS = {  # {case: (threads, bounds, code, the error or None)}
         384,
         OF_384,
         more(160),
-        "160 registers, expected no less than the 168 that it",
+        "160 registers, expected no less than the 168 that",
     ),
     "more_by_dec": (
         384,
         OF_384,
         fewer(176),
-        "176 registers, expected no more than the 168 that it",
+        "176 registers, expected no more than the 168 that",
     ),
     "no_bounds": (128, "", fewer(24), "neither .maxnreg nor .minnctapersm, and ptxas ignores it"),
     "bounds_of_threads_alone": (128, ".maxntid 128, 1, 1", fewer(24), "and ptxas ignores it"),
@@ -134,7 +134,7 @@ REGISTERS = {  # {case: (threads, bounds, code, the error or None)}
         128,
         bounds(128),
         f"{LAST_WARP} @%p0 bra $other; {fewer(24)} bra $end; \n$other: {fewer(24)} $end:",
-        r"warps of a warpgroup have diverged: warp \d is at setmaxnreg.dec.*, warp \d was at setmaxn",
+        r"warps of a warpgroup have diverged: warp \d is at setmaxnreg.dec.*, warp \d was at",
     ),
     "three_warps": (
         96,

@@ -220,11 +220,15 @@ def of_struct(name, lines):
     return code.replace("mov.b64 %map, map;", "mov.b64 %map, map; add.s64 %map, %map, 128;")
 
 
-@pytest.fixture(scope="module")
-def executor(emulator):
+def made(emulator):
     kernels = [of_map(f"boxes_{x}", [BEGIN, boxes(x)], NAMES) for x in SHAPES]
     kernels.append(of_struct("in_a_structure", [BEGIN, boxes(2)]))
     return library.Executor(emulator, HEADER + SHARED + "".join(kernels))
+
+
+@pytest.fixture(scope="module")
+def executor(emulator):
+    return made(emulator)
 
 
 def load_box(executor, name, tensor, at, lead=(), pack=bytes, **fields):

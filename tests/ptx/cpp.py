@@ -18,8 +18,8 @@ WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
 # architecture lets a block have of shared memory. Local memory is on the stack of a thread of the
 # emulator.
 STATIC, LOCAL = 48, 64
-# Registers of a multiprocessor, and how many a thread may have, by eights. Each of its four parts has
-# a quarter of them, and a quarter of the warps of all blocks.
+# Registers of a multiprocessor, and how many a thread may have, by eights. Each of its four parts
+# has a quarter of them, and a quarter of the warps of all blocks.
 REGISTERS, MOST_REGISTERS, BY, QUARTERS = 64 << 10, 256, 8, 4
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227}
 
