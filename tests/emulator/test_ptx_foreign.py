@@ -111,8 +111,8 @@ def test_product_of_boxes(compiled, dtype, depth, stages):
 
 @triton.jit
 def shifted(a, b, M, N, down, right, BM: tl.constexpr, BN: tl.constexpr):
-    """B = A, moved down and to the right: boxes are loaded and stored. There are zeros outside of A,
-    and what leaves B is dropped."""
+    """B = A, moved down and to the right: boxes are loaded and stored. Outside of A are zeros, and
+    what leaves B is dropped."""
     of_a = tl.make_tensor_descriptor(a, [M, N], [N, 1], [BM, BN])
     of_b = tl.make_tensor_descriptor(b, [M, N], [N, 1], [BM, BN])
     row, column = tl.program_id(0) * BM, tl.program_id(1) * BN

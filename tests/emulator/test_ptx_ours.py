@@ -1,8 +1,6 @@
-"""nvcc's PTX of kernels for sm_90a: which headers and which architecture a kernel's name chooses, and
-a map of the host in a parameter, as nvcc passes it.
+"""nvcc's PTX of kernels for sm_90a: a kernel's name chooses its headers and its architecture, and a
+map of the host passes through a parameter.
 """
-
-import subprocess
 
 import numpy as np
 import pytest
@@ -10,7 +8,7 @@ import pytest
 from tests.emulator.test_ptx_hopper import Tensor
 from tests.ptx import cpp, library, ours, text
 from tests.support import tensor_maps
-from tests.support.emulator import SCHEDULES, aligned, needs_emulator
+from tests.support.emulator import SCHEDULES, needs_emulator
 
 pytestmark = [needs_emulator, ours.needs_nvcc]
 
@@ -58,9 +56,8 @@ __global__ void __launch_bounds__(128, 1)
 
 }  // namespace fa::sm90
 """
-NAMES = [
-    f"_ZN2fa4sm9011copy_kernelILi{rows}EEEvNS0_10ParametersE14CUtensorMap_st" for rows in (8, 16)
-]
+NAME = "_ZN2fa4sm9011copy_kernelILi{}EEEvNS0_10ParametersE14CUtensorMap_st"
+NAMES = [NAME.format(rows) for rows in (8, 16)]
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +79,7 @@ def test_the_namespace_chooses_headers_and_architecture(kernels):
 
 SIGNATURES = {
     "void fa::sm80::a_kernel<fa::sm90::A>(int)": ("sm80", "fa::sm80::a_kernel<fa::sm90::A>"),
-    "void fa::sm90::a_kernel<(fa::sm80::A)1>(int, B)": (
-        "sm90",
-        "fa::sm90::a_kernel<(fa::sm80::A)1>",
-    ),
+    "void fa::sm90::a_kernel<(fa::sm80::A)1>(B)": ("sm90", "fa::sm90::a_kernel<(fa::sm80::A)1>"),
     "void fa::a_kernel<64, 64>(void (*)(int), C)": ("sm80", "fa::a_kernel<64, 64>"),
 }
 

@@ -1,4 +1,4 @@
-"""The PTX translator refuses an unknown form by its name and line. Known forms of sm_90 are tested."""
+"""The PTX translator refuses an unknown form by its name and line; known ones are tested."""
 
 import re
 

@@ -12,8 +12,8 @@ from tests.support.emulator import KERNELS, ROOT
 from . import library
 
 FLAGS = ("-std=c++17", "-O3", f"-I{ROOT / 'csrc'}", "-ptx")
-# {namespace of a kernel, and folder of its headers: what it is compiled for}. Kernels outside of both
-# are included by those of sm80.
+# {namespace of a kernel, and folder of its headers: what it is compiled for}. The headers of sm80
+# include those of kernels in neither.
 ARCHITECTURES = {"sm80": "sm_80", "sm90": "sm_90a"}
 
 needs_nvcc = pytest.mark.skipif(not ptxas.find_nvcc(), reason="compiling CUDA needs nvcc")
@@ -34,15 +34,15 @@ def sources(folder):
 
 
 def ptx(*names, kernels=KERNELS):
-    """The PTX of kernels with these mangled names, which contain all template arguments. They are of
+    """The PTX of kernels with these mangled names, which contain all template arguments. They have
     one architecture."""
     command = ["c++filt", *names]
     found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
     (name,) = {namespace(x) for x in found}
     folder, flags = kernels / name, (*FLAGS, f"-arch={ARCHITECTURES[name]}")
     includes = "".join(f'#include "{x}"\n' for x in sorted(folder.glob("*.cuh")))
-    # A use, not an explicit instantiation: the latter must repeat __grid_constant__, which no mangled
-    # name has.
+    # A use, no explicit instantiation: that would have to repeat __grid_constant__, which a mangled
+    # name does not have.
     used = ", ".join(f"(void*)&{instance(x)}" for x in found)
     code = f"{includes}void* const used[] = {{{used}}};\n"
     source = library.written(f"instance-{library.digest(code)}.cu", code)
