@@ -231,8 +231,9 @@ def test_sums_round_and_flush(executor):
     given = g.standard_normal(LANES * 4).astype(np.float32)
     before = g.standard_normal(LANES * 4).astype(np.float32)
     tiny = np.float32(2.0**-130)
-    given[:8] = [tiny, -tiny, 1, 2.0**-126, -0.0, np.inf, np.nan, -(2.0**-126)]
-    before[:8] = [2.0**-126, -0.0, tiny, -(1.5 * 2.0**-126), -tiny, 1, 1, 2.0**-126]
+    for at in (0, 64):  # added three times, and once
+        given[at:][:8] = [tiny, -tiny, 1, 2.0**-126, -0.0, np.inf, np.nan, -(2.0**-126)]
+        before[at:][:8] = [2.0**-126, -0.0, tiny, -(1.5 * 2.0**-126), -tiny, 1, 1, 2.0**-126]
     expected = flushed(flushed(before) + flushed(given))
     half = np.arange(LANES * 4) % 128 < 64  # the first 256 bytes of a warp's: added three times
     for _ in range(2):

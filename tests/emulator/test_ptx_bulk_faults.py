@@ -173,7 +173,13 @@ FAULTS = [
         "parameters have no alignment",
         "compiled",
         "offsets.push_back((end + align - 1) / align * align);",
-        "offsets.push_back((end + most - 1) / most * most);",
+        "offsets.push_back(end);",
+    ),
+    (
+        "the first parameter has any alignment",
+        "compiled",
+        "(3 * most - begin % (2 * most)) % (2 * most)",
+        "(128 - begin % 128) % 128",
     ),
     (
         "all memory is a parameter's",
