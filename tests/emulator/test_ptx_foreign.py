@@ -129,7 +129,8 @@ def test_boxes_are_stored(compiled, dtype, width):
     padded[:M] = a
     for down in (-3, 5):
         b, expected = torch.full_like(a, 201), torch.full_like(a, 201)
-        shifted[(triton.cdiv(M, 8), triton.cdiv(N, width))](a, b, M, N, down, right, BM=8, BN=width)
+        grid, tile = (triton.cdiv(M, 8), triton.cdiv(N, width)), dict(BM=8, BN=width)
+        shifted[grid](a, b, M, N, down, right, num_warps=4, **tile, **FUSED)
         first, end = max(0, down), min(M, len(padded) + down)
         expected[first:end, right:] = padded[first - down : end - down, :-right]
         assert torch.equal(b, expected)
