@@ -41,8 +41,10 @@ def cmake(
     return subprocess.run([tool, *map(str, arguments)], env=env, capture_output=True, text=True)
 
 
-def configure(folder: Path, *more: str, **environment: str) -> subprocess.CompletedProcess:
-    return cmake("-S", SOURCES, "-B", folder, "-GNinja", *more, environment=environment)
+def configure(
+    folder: Path, *more: str, sources: Path = SOURCES, **environment: str
+) -> subprocess.CompletedProcess:
+    return cmake("-S", sources, "-B", folder, "-GNinja", *more, environment=environment)
 
 
 def build(jobs: int | None = None) -> Path:
@@ -66,10 +68,14 @@ def build(jobs: int | None = None) -> Path:
 
 
 def objects() -> dict[Path, Path]:
-    """The object of each source under csrc/cuda."""
-    made = BUILD / "cuda" / "CMakeFiles" / "fastattn_cuda.dir"
-    sources = sorted((SOURCES / "cuda").rglob("*.cu"))
-    return {x: made / f"{x.relative_to(SOURCES / 'cuda')}.o" for x in sources}
+    """The object of each source of kernels: in csrc/cuda/sm80 and csrc/cuda/sm90."""
+    made, cuda = BUILD / "cuda" / "CMakeFiles", SOURCES / "cuda"
+    targets = {"sm80": "fastattn_cuda", "sm90": "fastattn_sm90"}
+    return {
+        source: made / f"{target}.dir" / f"{source.relative_to(cuda)}.o"
+        for folder, target in targets.items()
+        for source in sorted((cuda / folder).glob("*.cu"))
+    }
 
 
 def ptxas_output(made: Path) -> str:
