@@ -26,21 +26,25 @@ std::string name_of(const Step& step) {
   const Agents& agents = block->agents;
   std::string name = "thread " + std::to_string(step.agent % agents.threads);
   if (step.agent >= agents.proxied()) name = "products of warp " + std::to_string(step.agent - agents.proxied());
+  if (step.agent >= agents.bulk_reads(0))
+    name = "a bulk copy of thread " + std::to_string((step.agent - agents.bulk_reads(0)) % agents.threads);
   if (step.agent >= agents.arrivals(0))
     name = "an arrival at mbarrier " + std::to_string(step.agent - agents.arrivals(0));
   if (step.block != block->number) name += " of block " + coordinates(step.block);
   return name + " (" + step.what + ")";
 }
 
-// A copy, until its own thread has waited for it; products, until their warp has; what arrives at
-// an mbarrier, until its phase is over.
+// A copy, until its own thread has waited for it, also by bulk; products, until their warp has; what
+// arrives at an mbarrier, until its phase is over.
 bool in_flight(const Step& step) {
   const Agents& agents = block->agents;
   if (step.block != block->number || step.agent < agents.threads) return false;
   if (step.agent >= agents.arrivals(0))
     return step.clock > block->proxy.phases[step.agent - agents.arrivals(0)];
   const size_t by = step.agent < agents.proxied() ? step.agent - agents.threads
-                                                  : size_t(step.agent - agents.proxied()) * 32;
+                    : step.agent >= agents.bulk_reads(0)
+                        ? (step.agent - agents.bulk_reads(0)) % agents.threads
+                        : size_t(step.agent - agents.proxied()) * 32;
   return !block->fibers[by].clocks.know(step);
 }
 
@@ -260,6 +264,16 @@ void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clo
 
 void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& known) {
   if (options.check) global.read(reinterpret_cast<uintptr_t>(from), bytes, step, known);
+}
+
+void note_proxied_target(const void* to, int bytes, bool adds, const Step& step, const Clocks& of) {
+  if (!options.check) return;
+  const Clocks known = of.of_async_proxy(of.proxied_global, block->agents.proxied());
+  const auto at = reinterpret_cast<uintptr_t>(to);
+  if (adds)
+    global.access_atomically(at, bytes, true, step, known, of);
+  else
+    global.write(at, bytes, step, known, of);
 }
 
 void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place) {

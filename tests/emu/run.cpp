@@ -146,6 +146,7 @@ void fiber_main() {
   for (const auto& group : fiber.pending)
     if (!group.empty()) fail("exits with asynchronous copies in flight");
   products_end();
+  bulk_end();
   lane_exits();
   fiber.done = true;
   block->live--;
@@ -185,6 +186,7 @@ void prepare(Fiber& fiber, const Block& of, int id, unsigned char* stack_end) {
   fiber.committed = 0;
   fiber.issued.clear();
   fiber.pending.clear();
+  fiber.bulk = BulkGroups();
   fiber.fences.reset();
   fiber.doubt.at = nullptr;
   fiber.calls.clear();
@@ -229,7 +231,8 @@ void tell_deadlock() {
   }
   std::string text = "DEADLOCK: no thread can run;";
   for (const auto& [what, count] : waiting) text += " " + std::to_string(count) + " at " + what + ",";
-  found(text + " " + std::to_string(block->fibers.size() - block->live) + " have exited");
+  found(text + " " + std::to_string(block->fibers.size() - block->live) + " have exited" +
+        registers_wanted());
 }
 
 // -- blocks ----------------------------------------------------------------------------------------
@@ -299,9 +302,10 @@ void run_one(Launch& launch) {
 void end(Launch& launch) {
   count_banks(*block);
   if (!block->failed && !block->live) {
-    if (!block->proxy.boxes.empty()) found("ends with bulk copies in flight");
+    boxes_end();
     mbarriers_end();
     products_all_end();
+    registers_end();
   }
   launch.asked = 0;
   launch.resident.erase(std::find(launch.resident.begin(), launch.resident.end(), block));
@@ -333,6 +337,16 @@ bool a_box_lands(Launch& launch) {
   return false;
 }
 
+// At times a bulk copy of any block lands: all threads of that block may wait for it, and those of
+// another for them.
+void a_box_may_land(Launch& launch) {
+  if (next_random(launch.random_state) % 64) return;
+  Block* const runs = block;
+  enter(launch.resident[next_random(launch.random_state) % launch.resident.size()]);
+  if (!block->proxy.boxes.empty()) land_box();
+  enter(runs);
+}
+
 // How many blocks run at a time.
 size_t most_resident(const Launch& launch) {
   if (launch.asked) return kResident;
@@ -352,7 +366,7 @@ void run(Launch& launch) {
       end(launch);
       continue;
     }
-    if (!block->proxy.boxes.empty() && block->random() % 64 == 0) land_box();
+    a_box_may_land(launch);
     run_one(launch);
     if (!block->live || block->failed) end(launch);
   }

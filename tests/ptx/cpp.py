@@ -3,6 +3,7 @@
 Registers that are never written are poison, all ones. What an instruction does is in forms.py.
 """
 
+import math
 import re
 
 from . import forms, hopper
@@ -17,6 +18,9 @@ WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
 # architecture lets a block have of shared memory. Local memory is on the stack of a thread of the
 # emulator.
 STATIC, LOCAL = 48, 64
+# Registers of a multiprocessor, and how many a thread may have. A warp gets them by eights, a block
+# for whole warpgroups.
+REGISTERS, MOST_REGISTERS, BY = 64 << 10, 256, 8
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227}
 
 
@@ -32,7 +36,9 @@ def one(kernel):
         refuse(kernel.line, f"target sm_{kernel.target}, expected one of {[*LIMITS]}")
     writer = Writer(kernel)
     body = [x for each in kernel.body for x in writer.statement(each)]
-    sizes = ", ".join(map(str, [*kernel.parameters.values(), 0]))
+    sizes, aligns = (
+        ", ".join(map(str, [*x.values(), 0])) for x in (kernel.parameters, kernel.aligns)
+    )
     at, align = writer.static, max([16, *(x.align for x in kernel.shared.values() if not x.bytes)])
     if at > STATIC << 10:
         refuse(kernel.line, f"{at} bytes of static shared memory, expected at most {STATIC} KB")
@@ -46,15 +52,24 @@ def one(kernel):
         *body,
         "return;",
         "}",
-        f"const size_t bytes[] = {{{sizes}}};",
+        f"const size_t bytes[] = {{{sizes}}}, aligns[] = {{{aligns}}};",
         f'const emu::Compiled kernel = {{"{kernel.name}", body, {len(kernel.parameters)}, bytes,',
-        f"{{{three(kernel.most)}}}, {{{three(kernel.exactly)}}},",
-        f"{at}, {align}, {LIMITS[kernel.target] << 10}}};",
+        f"aligns, {{{three(kernel.most)}}}, {{{three(kernel.exactly)}}},",
+        f"{at}, {align}, {LIMITS[kernel.target] << 10}, {registers(kernel)}}};",
         "const struct Register {",
         "Register() { emu::add(&kernel); }",
         "} registered;",
     ]
     return "".join(f"{x}\n" for x in lines)
+
+
+def registers(kernel):
+    """Registers of each thread at a launch, where setmaxnreg makes ptxas use all that the bounds
+    give; 0 without bounds."""
+    if kernel.most_registers:
+        return min(MOST_REGISTERS, -(-kernel.most_registers // BY) * BY)
+    threads = -(-math.prod(kernel.exactly or kernel.most or (0,)) // 128) * 128
+    return threads and min(MOST_REGISTERS, REGISTERS // (threads * kernel.blocks) // BY * BY)
 
 
 def three(shape):

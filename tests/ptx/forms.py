@@ -189,9 +189,10 @@ CONVERSIONS = [
     form("cvt.rn.f16.f32", "b16 f32", "narrowed({a}, false)"),
     form("cvt.rn.bf16x2.f32", "b32 f32 f32", narrow_pair("true")),
     form("cvt.rn.f16x2.f32", "b32 f32 f32", narrow_pair("false")),
-    # Addresses: those of global memory are generic ones.
+    # Addresses: those of global memory and of parameters are generic ones.
     form("cvta.to.global.u64", "u64 u64", "{a}"),
     form("cvta.global.u64", "u64 u64", "{a}"),
+    form("cvta.param.u64", "u64 u64", "{a}"),
     form("cvta.local.u64", "u64 u64", "{a}"),
     form("cvta.shared.u64", "u64 u64", "of_shared({a})"),
     form("cvta.to.shared.u64", "u64 u64", "to_shared({a})"),

@@ -19,7 +19,8 @@ from tests.support.checkout import ROOT
 
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
-PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "boxes", "products", "lanes")
+PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "maps", "boxes", "bulk")
+PARTS = (*PARTS, "products", "registers", "lanes", "encode")
 FLAGS = [
     "-std=c++17",
     "-O2",
