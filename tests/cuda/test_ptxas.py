@@ -1,7 +1,9 @@
 """The check on nvcc's machine code of the CUDA kernels, and that the check can fail."""
 
 import dataclasses
+import itertools
 import json
+import re
 
 import pytest
 
@@ -24,13 +26,17 @@ def test_the_kernels_spill_no_more_than_allowed(capsys):
 
 def test_the_report_is_of_every_dtype_and_pass():
     report = ptxas.REPORT.read_text()
-    for arch in ptxas.ARCHS:
-        for what in ("forward", "backward", "mask_gradient", "weights", "decode"):
-            for dtype in ("BF16", "F16"):
-                assert f"{what}_kernel<" in report and dtype in report and arch in report
+    sm80 = ("forward", "backward", "mask_gradient", "weights", "decode")
+    for folder, passes in {"sm80": sm80, "sm90": ("forward",)}.items():
+        for arch, what, dtype in itertools.product(
+            ptxas.OF_FOLDER[folder], passes, ("BF16", "F16")
+        ):
+            kernel = rf"^{arch} .* {ptxas.PRODUCTS[arch]}  {what}_kernel<\w+<{dtype}> >"
+            assert re.search(kernel, report, re.M), kernel
     assert set(json.loads(ptxas.BUDGET.read_text())) == set(ptxas.ARCHS)
 
 
+HOPPER = dataclasses.replace(FITS, arch="sm_90a", registers=240, shared=200 * 1024)
 OTHERS = [
     dataclasses.replace(FITS, name="forward_kernel<Forward<BF16, 64, 64, true> >", products=64),
     dataclasses.replace(FITS, arch="sm_90", registers=168),
@@ -88,3 +94,47 @@ def test_faults_of_a_kernel_are_found(changed, budget, wrong):
     kernel = dataclasses.replace(FITS, **changed)
     allowed = {kernel.arch: {kernel.name: budget}} if budget else {}
     assert bool(ptxas.faults([kernel], allowed)) == wrong
+
+
+@pytest.mark.parametrize(
+    "changed, budget, fault",
+    [
+        ({}, {}, ""),
+        ({"spilled": 4, "name": FITS.name.replace("128", "256")}, 4, "at most 0 bytes spilled"),
+        ({"spilled": 4, "name": FITS.name.replace("false", "true")}, 4, ""),
+        ({"spilled": 8, "name": FITS.name.replace("false", "true")}, 4, "at most 4 bytes spilled"),
+        ({"products": 0}, {}, "expected HGMMA"),
+        ({"shared": 227 * 1024}, {}, ""),
+        ({"shared": 227 * 1024 + 16}, {}, "at most 232448 bytes shared"),
+        ({"serialised": ("C7510",)}, {}, "C7510: expected no products that ptxas serialises"),
+    ],
+)
+def test_faults_of_a_kernel_for_sm_90a_are_found(changed, budget, fault):
+    """Spills in any plain kernel, and what only such a chip has."""
+    kernel = dataclasses.replace(HOPPER, **changed)
+    allowed = {kernel.arch: {kernel.name: budget}} if budget else {}
+    found = ptxas.faults([kernel], allowed)
+    assert len(found) == bool(fault) and all(x.endswith(fault) for x in found), found
+
+
+SAID = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'one' for 'sm_90a'
+ptxas info    : Used 168 registers, used 6 barriers
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized \
+due to insufficient register resources for the wgmma pipeline in the function 'two'
+ptxas info    : (C7512) Potential Performance Loss: some other reason in function 'two'
+ptxas info    : (C7517) warpgroup.wait is injected in around line 54 by compiler in function 'two'
+ptxas info    : (C7601) another warning about 'one'
+"""
+
+
+def test_serialised_products_are_those_of_their_kernel():
+    assert ptxas.serialisations(SAID) == {"two": ("C7510", "C7512", "C7517")}
+
+
+def test_kernels_of_both_folders_have_their_own_shared_memory():
+    name = "fa::{}::Forward<fa::ptx::BF16, 64, 64, false>"
+    for folder in ptxas.OF_FOLDER:
+        assert ptxas.qualified(name.format(folder)) == f"{folder}::Forward<BF16, 64, 64, false>"
+    assert ptxas.qualified("delta_kernel") == "delta_kernel"
