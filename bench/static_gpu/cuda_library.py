@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
@@ -47,9 +47,10 @@ def configure(
     return cmake("-S", sources, "-B", folder, "-GNinja", *more, environment=environment)
 
 
-def build(jobs: int | None = None) -> Path:
-    """Build the library and return its path. `jobs` compilers run at a time, by default
-    CMAKE_BUILD_PARALLEL_LEVEL, else two."""
+def build(jobs: int | None = None, files: Iterable[Path] = ()) -> Path:
+    """Build the library, or only some files of it, and return its path. `jobs` compilers run at a
+    time, by default CMAKE_BUILD_PARALLEL_LEVEL, else two."""
+    targets = [str(x.relative_to(BUILD)) for x in files] or ["fastattn_cuda"]
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building
@@ -61,7 +62,7 @@ def build(jobs: int | None = None) -> Path:
             done = configure(BUILD, LAUNCHER, FASTATTN_CUDA="on")
         if not done.returncode:
             at_a_time = jobs or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
-            done = cmake("--build", BUILD, "--target", "fastattn_cuda", "--parallel", at_a_time)
+            done = cmake("--build", BUILD, "--parallel", at_a_time, "--target", *targets)
         if done.returncode:
             raise RuntimeError(f"the CUDA kernels do not build:\n{done.stdout}{done.stderr}")
     return BUILD / "cuda" / "libfastattn_cuda.so"

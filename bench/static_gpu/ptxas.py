@@ -12,10 +12,11 @@ for sm_90a. These are faults:
     a warning of ptxas that it serialises products of warpgroups, each then waits for the last
     more shared memory than a block may have: on sm_86 and sm_89 for code of sm_80, which they run
 
-The listing, one line per kernel, is printed, and written to bench/results/local/cuda-ptxas.txt,
-which git ignores. Its summary, one line per template and dtype, is bench/results/cuda-ptxas.txt,
-with the listing's hash: --check fails if any number of the listing has changed. --accept writes the
-summary and the budget. All depend on the version of nvcc, which their first line names.
+Each folder has a listing and a report; --of names one folder, and only its sources are compiled.
+The listing, one line per kernel, is printed, and written to bench/results/local, which git ignores.
+Its summary, one line per template and dtype, is the report in bench/results, with the listing's
+hash: --check fails if any number of the listing has changed. --accept writes the report and the
+budget. All depend on the version of nvcc, which their first line names.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ from .aot import digest, nvidia_tool
 
 HERE = Path(__file__).resolve().parent
 BUDGET = HERE / "ptxas_budget.json"
-REPORT = HERE.parent / "results" / "cuda-ptxas.txt"
-LISTING = "local/cuda-ptxas.txt"  # beside the report
+RESULTS = HERE.parent / "results"
+REPORTS = {"sm80": "cuda-ptxas.txt", "sm90": "cuda-ptxas-sm90.txt"}
 # By folder of csrc/cuda, what its sources are compiled for.
 OF_FOLDER = {"sm80": ("sm_80", "sm_90"), "sm90": ("sm_90a",)}
 ARCHS = tuple(arch for archs in OF_FOLDER.values() for arch in archs)
@@ -160,15 +161,16 @@ def plain(name: str) -> str:
     return re.sub(r"\((?:bool|int|\w*Gradient)\)", "", re.sub(r"\w+::", "", name))
 
 
-def compile_all(jobs: int | None) -> list[Kernel]:
-    """Every kernel, sorted by architecture and name."""
-    cuda_library.build(jobs)
+def compile_all(folder: str, jobs: int | None) -> list[Kernel]:
+    """Every kernel of a folder, sorted by architecture and name."""
+    objects = [made for x, made in cuda_library.objects().items() if x.parent.name == folder]
+    cuda_library.build(jobs, objects)
     shared = shared_memory()
     kernels = [
         kernel
-        for source, made in cuda_library.objects().items()
-        for arch in OF_FOLDER[source.parent.name]
-        for kernel in read_one(made, arch, source.parent.name, shared)
+        for made in objects
+        for arch in OF_FOLDER[folder]
+        for kernel in read_one(made, arch, folder, shared)
     ]
     return sorted(kernels, key=lambda k: (k.arch, k.name))
 
@@ -199,10 +201,10 @@ def listing(kernels: list[Kernel]) -> str:
     return "".join(f"{line}\n" for line in (version(), *kernels))
 
 
-def summary(kernels: list[Kernel]) -> str:
+def summary(folder: str, kernels: list[Kernel]) -> str:
     """One line for the kernels of each architecture, template and dtype: their number, the most
     registers, shared memory and spills, and the fewest and most matrix instructions."""
-    lines = [version(), f"sha256 of {LISTING}: {digest(listing(kernels))}"]
+    lines = [version(), f"sha256 of local/{REPORTS[folder]}: {digest(listing(kernels))}"]
     alike: dict[tuple[str, str], list[Kernel]] = {}
     for kernel in kernels:
         alike.setdefault((kernel.arch, without_constants(kernel.name)), []).append(kernel)
@@ -231,25 +233,31 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--accept", action="store_true", help="write the budget and the report")
     parser.add_argument("--check", action="store_true", help="fail if the report is stale")
     parser.add_argument("--jobs", type=int, help="compilers at a time, else two")
+    parser.add_argument("--of", choices=OF_FOLDER, help="one folder of csrc/cuda, else all")
     options = parser.parse_args(arguments)
-    kernels = compile_all(options.jobs)
-    full = REPORT.parent / LISTING
+    folders = [options.of] if options.of else list(OF_FOLDER)
+    return max([judge(folder, options) for folder in folders])
+
+
+def judge(folder: str, options: argparse.Namespace) -> int:
+    """Compile the kernels of a folder, and print their listing and faults. Returns 1 for any."""
+    kernels, report = compile_all(folder, options.jobs), RESULTS / REPORTS[folder]
+    full = RESULTS / "local" / REPORTS[folder]
     full.parent.mkdir(exist_ok=True)
     full.write_text(listing(kernels))
+    budget = json.loads(BUDGET.read_text())
     if options.accept:
-        spilled = {
-            arch: {k.name: k.spilled for k in kernels if k.arch == arch and k.spilled}
-            for arch in ARCHS
-        }
-        BUDGET.write_text(json.dumps(spilled, indent=1) + "\n")
-        REPORT.write_text(summary(kernels))
+        for arch in OF_FOLDER[folder]:
+            budget[arch] = {k.name: k.spilled for k in kernels if k.arch == arch and k.spilled}
+        BUDGET.write_text(json.dumps(budget, indent=1) + "\n")
+        report.write_text(summary(folder, kernels))
     print(listing(kernels), end="")
-    wrong = faults(kernels, json.loads(BUDGET.read_text()))
-    if options.check and REPORT.read_text() != summary(kernels):
-        wrong.append(f"{REPORT} is stale: --accept writes it anew")
+    wrong = faults(kernels, budget)
+    if options.check and report.read_text() != summary(folder, kernels):
+        wrong.append(f"{report} is stale: --accept writes it anew")
     print(*wrong, sep="\n", end="\n" if wrong else "")
     spilled = sum(kernel.spilled for kernel in kernels)
-    print(f"{len(kernels)} kernels, {spilled} bytes spilled, {len(wrong)} faults")
+    print(f"{folder}: {len(kernels)} kernels, {spilled} bytes spilled, {len(wrong)} faults")
     return 1 if wrong else 0
 
 

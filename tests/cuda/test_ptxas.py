@@ -14,25 +14,31 @@ FITS = ptxas.Kernel("sm_80", "forward_kernel<Forward<BF16, 128, 128, false> >", 
 
 
 @needs_nvcc
-def test_the_kernels_spill_no_more_than_allowed(capsys):
-    recorded = ptxas.REPORT.read_text().partition("\n")[0]
+@pytest.mark.parametrize("folder", ptxas.OF_FOLDER)
+def test_the_kernels_spill_no_more_than_allowed(folder, capsys):
+    recorded = report(folder).partition("\n")[0]
     if ptxas.version() != recorded:
         pytest.skip(f"the budget is of {recorded}, here is {ptxas.version()}")
     try:
-        assert ptxas.main(["--check"]) == 0, capsys.readouterr().out
+        assert ptxas.main(["--check", "--of", folder]) == 0, capsys.readouterr().out
     except cuda_library.NotBuilt as missing:
         pytest.skip(str(missing))
 
 
-def test_the_report_is_of_every_dtype_and_pass():
-    report = ptxas.REPORT.read_text()
-    sm80 = ("forward", "backward", "mask_gradient", "weights", "decode")
-    for folder, passes in {"sm80": sm80, "sm90": ("forward",)}.items():
-        for arch, what, dtype in itertools.product(
-            ptxas.OF_FOLDER[folder], passes, ("BF16", "F16")
-        ):
-            kernel = rf"^{arch} .* {ptxas.PRODUCTS[arch]}  {what}_kernel<\w+<{dtype}> >"
-            assert re.search(kernel, report, re.M), kernel
+def report(folder):
+    return (ptxas.RESULTS / ptxas.REPORTS[folder]).read_text()
+
+
+PASSES = {"sm80": ("forward", "backward", "mask_gradient", "weights", "decode")}
+PASSES |= {"sm90": ("forward",)}
+
+
+@pytest.mark.parametrize("folder", ptxas.OF_FOLDER)
+def test_a_report_is_of_every_dtype_and_pass(folder):
+    archs, dtypes = ptxas.OF_FOLDER[folder], ("BF16", "F16")
+    for arch, what, dtype in itertools.product(archs, PASSES[folder], dtypes):
+        kernel = rf"^{arch} .* {ptxas.PRODUCTS[arch]}  {what}_kernel<\w+<{dtype}> >"
+        assert re.search(kernel, report(folder), re.M), kernel
     assert set(json.loads(ptxas.BUDGET.read_text())) == set(ptxas.ARCHS)
 
 
@@ -45,9 +51,10 @@ OTHERS = [
 
 def test_a_summary_has_the_most_of_alike_kernels(monkeypatch):
     monkeypatch.setattr(ptxas, "version", lambda: "nvcc 1.0")
-    first, second, *lines = ptxas.summary([FITS, *OTHERS]).splitlines()
+    first, second, *lines = ptxas.summary("sm80", [FITS, *OTHERS]).splitlines()
     assert first == "nvcc 1.0"
-    assert ptxas.digest(ptxas.listing([FITS, *OTHERS])) in second
+    hashed = ptxas.digest(ptxas.listing([FITS, *OTHERS]))
+    assert second == f"sha256 of local/cuda-ptxas.txt: {hashed}"
     name = "forward_kernel<Forward<BF16> >"
     memory = "81920 bytes shared     0 bytes spilled"
     assert lines == [
@@ -57,22 +64,28 @@ def test_a_summary_has_the_most_of_alike_kernels(monkeypatch):
 
 
 def test_a_report_that_is_stale_is_a_fault(monkeypatch, tmp_path, capsys):
-    """Even if the change is not in the summary's own columns."""
+    """Even if the change is not in the summary's own columns. Each folder has its own."""
     monkeypatch.setattr(ptxas, "version", lambda: "nvcc 1.0")
     monkeypatch.setattr(ptxas, "BUDGET", tmp_path / "budget.json")
-    monkeypatch.setattr(ptxas, "REPORT", tmp_path / "cuda-ptxas.txt")
+    monkeypatch.setattr(ptxas, "RESULTS", tmp_path)
+    ptxas.BUDGET.write_text("{}")
 
     def run(*arguments, other=OTHERS[0]):
-        monkeypatch.setattr(ptxas, "compile_all", lambda jobs: [FITS, other])
+        kernels = {"sm80": [FITS, other], "sm90": [HOPPER]}
+        monkeypatch.setattr(ptxas, "compile_all", lambda folder, jobs: kernels[folder])
         return ptxas.main(list(arguments))
 
     assert run("--accept") == 0 and run("--check") == 0
-    listing = (tmp_path / ptxas.LISTING).read_text()
+    listing = (tmp_path / "local" / "cuda-ptxas.txt").read_text()
     assert FITS.name in listing and listing in capsys.readouterr().out
     smaller = dataclasses.replace(OTHERS[0], registers=199)
     assert run(other=smaller) == 0 and run("--check", other=smaller) == 1
-    assert "is stale" in capsys.readouterr().out
+    assert "cuda-ptxas.txt is stale" in capsys.readouterr().out
+    assert run("--check", "--of", "sm90", other=smaller) == 0
+    assert run("--accept", "--of", "sm90", other=smaller) == 0
+    assert run("--check", other=smaller) == 1
     assert run("--accept", other=smaller) == 0 and run("--check", other=smaller) == 0
+    assert set(json.loads(ptxas.BUDGET.read_text())) == set(ptxas.ARCHS)
 
 
 @pytest.mark.parametrize(
