@@ -119,7 +119,8 @@ def test_faults_of_a_kernel_are_found(changed, budget, wrong):
         ({"products": 0}, {}, "expected HGMMA"),
         ({"shared": 227 * 1024}, {}, ""),
         ({"shared": 227 * 1024 + 16}, {}, "at most 232448 bytes shared"),
-        ({"serialised": ("C7510",)}, {}, "C7510: expected no products that ptxas serialises"),
+        ({"warnings": ("C7510",)}, {}, "C7510: expected no such warning"),
+        ({"warnings": (ptxas.NO_CLASS,)}, {}, "its name has no sm90: expected no such warning"),
     ],
 )
 def test_faults_of_a_kernel_for_sm_90a_are_found(changed, budget, fault):
