@@ -401,11 +401,14 @@ __global__ void __launch_bounds__(F::kThreads, 1)
       }
       // Tiles that some rows see in part, whole ones, and those at the left edge of a band.
 #pragma unroll 1
-      for (; tile >= tiles.whole_end; --tile) step(Known<true>());
+      for (bool left = false;; left = true) {
+        const int end = left ? tiles.begin : tiles.whole_end;
 #pragma unroll 1
-      for (; tile >= tiles.whole_begin; --tile) step(Known<false>());
+        for (; tile >= end; --tile) step(Known<true>());
+        if (left) break;
 #pragma unroll 1
-      for (; tile >= tiles.begin; --tile) step(Known<true>());
+        for (; tile >= tiles.whole_begin; --tile) step(Known<false>());
+      }
       if (F::kScalesFirst) scale_rows(out, decay);
       ptx::mbarrier_wait("forward: the last values have landed", memory.values_full(stage.index),
                          stage.parity);
