@@ -38,6 +38,7 @@ struct Forward {
   // Where the sums take most registers, they are rescaled before the next product reads them. Their
   // factors are then not needed after it.
   static constexpr bool kScalesFirst = kDv > 128;
+  static_assert(kStages == 2, "Stage counts to two");
   static_assert(kSharedBytes <= kMostShared, "a block has no room for these tiles");
   static_assert(kValueParts <= kParts, "outputs are stored from the memory of Q");
 };
@@ -75,15 +76,11 @@ struct ForwardMemory {
   }
 };
 
-// A stage of a pipeline, and the parity of the phase in which it is full.
+// A stage of a pipeline of two, and the parity of the phase in which it is full.
 struct Stage {
   int index = 0;
   uint32_t parity = 0;
-  template <int stages>
-  FA_DEVICE Stage next() const {
-    const bool last = index + 1 == stages;
-    return {last ? 0 : index + 1, parity ^ static_cast<uint32_t>(last)};
-  }
+  FA_DEVICE Stage next() const { return {index ^ 1, parity ^ static_cast<uint32_t>(index)}; }
 };
 
 // The tiles of keys that a block's rows see: [begin, end), of which all rows see all keys of
@@ -149,7 +146,7 @@ FA_DEVICE void load_tasks(const ForwardMemory<F>& memory, const TensorMap* of_q,
                            F::kValueBytes);
       boxes.load<F::kKeys, F::kValueParts>("forward: values", memory.values(stage.index), of_v,
                                            batch.v, tile, memory.values_full(stage.index));
-      stage = stage.next<F::kStages>();
+      stage = stage.next();
     }
   }
 }
@@ -198,15 +195,23 @@ struct Consumer {
   using Scores = ptx::Products<F::kKeys>;
   using Sums = ptx::Products<F::kDv>;
 
-  const ForwardMemory<F>& memory;
-  int mine;  // of the consumers' warpgroups
+  uint32_t q, keys, values;  // descriptors: of its rows, and of the first stages
 
+  FA_DEVICE Consumer(const ForwardMemory<F>& memory, int mine)
+      : q(kept(ptx::k_major(memory.q(mine)))),
+        keys(kept(ptx::k_major(memory.keys(0)))),
+        values(kept(ptx::mn_major(memory.values(0), F::kPart))) {}
+
+  // x, which ptxas then does not compute again in each iteration.
+  static FA_DEVICE uint32_t kept(uint32_t x) {
+    return static_cast<uint32_t>(warp_uniform(static_cast<int>(x)));
+  }
   FA_DEVICE int thread() const { return static_cast<int>(threadIdx.x) % kWarpgroup; }
   FA_DEVICE bool leads() const { return thread() == 0; }
 
   // s = Q K^T
   FA_DEVICE void ask_scores(float (&s)[F::kKeys / 8][4], int stage) const {
-    const uint32_t q = ptx::k_major(memory.q(mine)), k = ptx::k_major(memory.keys(stage));
+    const uint32_t k = keys + stage * ptx::in_descriptor(F::kKeyBytes);
     ptx::products_fence("forward: registers of scores are free");
 #pragma unroll
     for (int d = 0; d < F::kD / 16; ++d)
@@ -219,7 +224,7 @@ struct Consumer {
   // out += P V
   FA_DEVICE void ask_values(float (&out)[F::kDv / 8][4], const LeftSides<F::kKeys / 8>& p,
                             int stage) const {
-    const uint32_t v = ptx::mn_major(memory.values(stage), F::kPart);
+    const uint32_t v = values + stage * ptx::in_descriptor(F::kValueBytes);
     ptx::fence_operand(out);
     ptx::products_fence("forward: sums and weights are ready");
 #pragma unroll
@@ -293,7 +298,7 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
   ptx::more_registers<F::kRegisters>("forward: registers of others");
 
   const int mine = group - 1, lane = static_cast<int>(threadIdx.x) % 32;
-  const Consumer<F> consumer = {memory, mine};
+  const Consumer<F> consumer(memory, mine);
   const int column = 2 * (lane % 4);
   const int row_below = kGroupRows * mine + consumer.thread() / 32 * 16 + lane / 4;  // and + 8
   // Warpgroup g waits at barrier 1 + g for its turn. The first begins.
@@ -364,7 +369,7 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
 
       const auto step = [&](auto hides) {
         const Stage before = stage;
-        stage = stage.next<F::kStages>();
+        stage = stage.next();
         await_turn();
         consumer.ask_scores(s, stage.index);
         ask_mask(tile);
@@ -380,7 +385,7 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
         softmax(tile, hides);
         // The wait for the next keys is here, because ptxas then leaves all exponentials before it,
         // under the product.
-        const Stage after = stage.next<F::kStages>();
+        const Stage after = stage.next();
         if (tile > tiles.begin)
           ptx::mbarrier_wait("forward: keys have landed", memory.keys_full(after.index),
                              after.parity);
@@ -393,17 +398,20 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
       };
       --tile;
       if (tile >= tiles.begin) {
-        const Stage after = stage.next<F::kStages>();
+        const Stage after = stage.next();
         ptx::mbarrier_wait("forward: the second keys have landed", memory.keys_full(after.index),
                            after.parity);
       }
       // Tiles that some rows see in part, whole ones, and those at the left edge of a band.
 #pragma unroll 1
-      for (; tile >= tiles.whole_end; --tile) step(Known<true>());
+      for (bool left = false;; left = true) {
+        const int end = left ? tiles.begin : tiles.whole_end;
 #pragma unroll 1
-      for (; tile >= tiles.whole_begin; --tile) step(Known<false>());
+        for (; tile >= end; --tile) step(Known<true>());
+        if (left) break;
 #pragma unroll 1
-      for (; tile >= tiles.begin; --tile) step(Known<true>());
+        for (; tile >= tiles.whole_begin; --tile) step(Known<false>());
+      }
       if (F::kScalesFirst) scale_rows(out, decay);
       ptx::mbarrier_wait("forward: the last values have landed", memory.values_full(stage.index),
                          stage.parity);
@@ -412,7 +420,7 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
       ptx::fence_operand(out);
       if (consumer.leads())
         ptx::mbarrier_arrive("forward: the last values are read", memory.values_free(stage.index));
-      stage = stage.next<F::kStages>();
+      stage = stage.next();
       q_parity ^= 1;
     }
 
