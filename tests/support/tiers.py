@@ -102,6 +102,8 @@ SHARES = {
     "test_cuda_dense_masks::test_dense_masks": (NONE, 13),
     "test_cuda_emulated": (NONE, 13),
     "test_cuda_emulated::test_features": (NONE, 2),
+    "test_cuda_kernel_classes": (NONE, 3),
+    "test_preference": (NONE, ALL),
     "test_cuda_launch": (NONE, 2),
     "test_cuda_library": (NONE, NONE),
     "test_cuda_packed": (NONE, 7),
