@@ -236,7 +236,8 @@ RIGHT = {
         ld.global.b32 %s0, [%a]; st.shared.b32 [%w], %s0; bar.sync 0; xor.b32 %s1, %t, 63;
         mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s3, [%s2];
         barrier.sync 1, 64; st.shared.b32 [%w], %s3; bar.warp.sync -1; xor.b32 %s1, %t, 1;
-        mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s4, [%s2]; st.global.b32 [%o], %s4;""",
+        mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s4, [%s2];
+        st.global.b32 [%o], %s4;""",
     "banks": """
         and.b32 %s0, %t, 1; setp.eq.b32 %p0, %s0, 0; shl.b32 %s1, %t, 2; mov.u32 %s2, memory;
         add.s32 %s1, %s1, %s2; @%p0 st.shared.b32 [%s1], 0;
