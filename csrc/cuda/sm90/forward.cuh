@@ -25,7 +25,10 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kKeys = kTile.keys, kRows = kGroupRows * kGroups;
   static constexpr int kThreads = kWarpgroup * (kGroups + 1), kConsumers = kWarpgroup * kGroups;
   static constexpr int kStages = 2;
-  static constexpr int kFewRegisters = 32, kRegisters = kGroups == 2 ? 240 : 160;
+  // Of a thread of the producer and of the consumers: together what a launch allocates, 168 for each
+  // of three warpgroups or 128 for each of four.
+  static constexpr int kFewRegisters = kGroups == 2 ? 24 : 32,
+                       kRegisters = kGroups == 2 ? 240 : 160;
   // Tiles are stored in parts of 64 columns, a row of 128 bytes each.
   static constexpr int kParts = (kD + 63) / 64, kValueParts = (kDv + 63) / 64;
   static constexpr int kQPart = kGroupRows * 128, kPart = kKeys * 128;
@@ -277,11 +280,11 @@ FA_DEVICE void store_rows(const ForwardMemory<F>& memory, const TensorMap* of_ou
   }
 }
 
+// All that a thread does.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads, 1)
-    forward_kernel(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k,
-                   const __grid_constant__ TensorMap of_v, const __grid_constant__ TensorMap of_out,
-                   const __grid_constant__ FaParams batch, const Schedule schedule) {
+FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, const TensorMap& of_v,
+                              const TensorMap& of_out, const FaParams& batch,
+                              const Schedule& schedule) {
   using Type = typename F::Type;
   constexpr int kKeys = F::kKeys;
   FA_SHARED_MEMORY(shared);
@@ -444,6 +447,15 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     }
   }
   if (mine == 0) await_turn();  // the last turn that was passed on
+}
+
+template <class F>
+__global__ void __launch_bounds__(F::kThreads, 1)
+    forward_kernel(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k,
+                   const __grid_constant__ TensorMap of_v, const __grid_constant__ TensorMap of_out,
+                   const __grid_constant__ FaParams batch,
+                   const __grid_constant__ Schedule schedule) {
+  FA_BODY(forward_thread<F>(of_q, of_k, of_v, of_out, batch, schedule));
 }
 
 }  // namespace sm90

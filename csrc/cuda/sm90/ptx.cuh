@@ -5,6 +5,13 @@
 #include "../ptx.cuh"
 #include "tensor_map.h"
 
+// What a kernel does. Tests that run kernels as compiled PTX build the host's code without it.
+#ifdef FA_WITHOUT_BODIES
+#define FA_BODY(...)
+#else
+#define FA_BODY(...) __VA_ARGS__
+#endif
+
 namespace fa {
 namespace ptx {
 
@@ -175,9 +182,10 @@ FA_DEVICE void products_wait(Site site) {
 template <int n>
 FA_DEVICE void fence_operand(float (&d)[n][4]) {
 #pragma unroll
-  for (int j = 0; j < n; ++j)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) FA_EMULATED_OR(, asm volatile("" : "+f"(d[j][e])::"memory");)
+  for (int i = 0; i < 4 * n; ++i) {
+    float& x = d[i / 4][i % 4];
+    FA_EMULATED_OR(static_cast<void>(x);, asm volatile("" : "+f"(x)::"memory");)
+  }
 }
 
 // A matrix descriptor is two words. The upper one is the same for all tiles here: rows of 128
