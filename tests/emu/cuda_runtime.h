@@ -14,6 +14,7 @@ enum cudaError_t {
   cudaErrorInsufficientDriver = 35,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
+  cudaErrorNotSupported = 801,
 };
 const char* cudaGetErrorString(cudaError_t error);
 

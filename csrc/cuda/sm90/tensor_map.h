@@ -36,16 +36,14 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
                                  CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 inline EncodeTiled encode_tiled() {
-  static const EncodeTiled found = [] {
-    constexpr unsigned kSince = 12000;
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult status;
-    const cudaError_t failed = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry,
-                                                                kSince, cudaEnableDefault, &status);
-    const bool there = !failed && status == cudaDriverEntryPointSuccess;
-    return there ? reinterpret_cast<EncodeTiled>(entry) : nullptr;
-  }();
-  return found;
+  static thread_local void* entry = nullptr;  // a lookup takes time
+  constexpr unsigned kSince = 12000;
+  cudaDriverEntryPointQueryResult status;
+  if (!entry && (cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, kSince,
+                                                  cudaEnableDefault, &status) ||
+                 status != cudaDriverEntryPointSuccess))
+    entry = nullptr;
+  return reinterpret_cast<EncodeTiled>(entry);
 }
 
 // Encodes a map of x with boxes of kBoxColumns columns by `box_rows` rows, swizzled by 128 bytes.
