@@ -221,10 +221,10 @@ struct FaProbe {
   const void* a;
   const void* b;
   void* out;
-  void* report;             // two words of 32 bits: the step that was begun last, and the step whose
-                            // wait reached the limit, else 0
-  struct FaTensor tensor;   // of a copy by a tensor map
-  int64_t size[4], at[4];   // its sizes; the first item, head, row and column of the copy
+  void* report;            // two words of 32 bits: the step that was begun last; the step that waited
+                           // until the limit, or 0
+  struct FaTensor tensor;  // of a copy by a tensor map
+  int64_t size[4], at[4];  // its sizes; the first item, head, row and column of the copy
 };
 // On the current device, without waiting for it. 0, a cudaError_t, or a CUresult for a tensor map.
 FA_EXPORT int64_t fa_cuda_probe_sm90(const struct FaProbe* p, void* stream);

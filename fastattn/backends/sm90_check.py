@@ -18,9 +18,9 @@ import warnings
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from .sm90_probe import NEVER, cases, complaint, launch
+from . import gpu
+from .sm90_probe import NEVER, Case, cases, complaint, launch
 
 SETTINGS = ("checked", "unchecked", "off")  # of FASTATTN_SM90
 SECONDS = 20.0  # for all of the check: a kernel that still runs then has hung
@@ -32,8 +32,8 @@ class _Check:
 
     def __init__(self, library: Any, device: torch.device):
         self.library, self.device = library, device
-        self.wrong, self.at = "", "torch"
-        self.report: Tensor | None = None
+        self.results: dict[str, str] = {}  # by case: what is wrong
+        self.at, self.report = "torch", torch.zeros(2, dtype=torch.int32)
         self.thread = threading.Thread(target=self._run, name="fastattn: sm_90", daemon=True)
 
     def _run(self) -> None:
@@ -41,33 +41,33 @@ class _Check:
             with torch.cuda.device(self.device):
                 stream = torch.cuda.Stream(self.device)
                 with torch.cuda.stream(stream):
-                    self._run_on(stream)
-        except Exception as error:  # of CUDA, raised by torch
+                    for case in cases():
+                        self.results[case.name] = self._result(case, stream)
+        except Exception as error:  # of CUDA, raised by torch: it can do no more
             first = (str(error).splitlines() or [""])[0]
-            self.wrong = f"{self.at}: {type(error).__name__}: {first}"
+            self.results[self.at] = f"{self.at}: {type(error).__name__}: {first}"
 
-    def _run_on(self, stream: torch.cuda.Stream) -> None:
-        for case in cases():
-            self.at = case.name
-            self.report = torch.zeros(2, dtype=torch.int32).pin_memory()
-            ran = launch(self.library, case, self.device, self.report, stream.cuda_stream)
-            stream.synchronize()
-            self.wrong = complaint(self.library, case, ran, self.report)
-            if self.wrong:
-                return
+    def _result(self, case: Case, stream: torch.cuda.Stream) -> str:
+        self.at = case.name
+        self.report = torch.zeros(
+            2, dtype=torch.int32
+        ).pin_memory()  # the host reads it at any time
+        ran = launch(self.library, case, self.device, self.report, stream.cuda_stream)
+        stream.synchronize()
+        return complaint(self.library, case, ran, self.report)
 
-    def wait(self, seconds: float) -> str:
-        """What went wrong, "" for nothing."""
+    def wait(self, seconds: float) -> dict[str, str]:
         self.thread.start()
         self.thread.join(seconds)
-        if not self.thread.is_alive():
-            return self.wrong
-        step = 0 if self.report is None else int(self.report[0])
-        return f"{self.at}: after {seconds:.0f} s, {NEVER.get(step, 'it has not ended')}"
+        found = dict(self.results)
+        if self.thread.is_alive():
+            what = NEVER.get(int(self.report[0]), "it has not ended")
+            found[self.at] = f"{self.at}: after {seconds:.0f} s, {what}"
+        return found
 
 
-def run(library: Any, device: torch.device) -> str:
-    """Run all cases on a GPU. Returns what the first wrong one did, "" if there is none."""
+def run(library: Any, device: torch.device) -> dict[str, str]:
+    """Run all cases on a GPU: for each one that was begun, what it did wrong, "" for nothing."""
     return _Check(library, device).wait(SECONDS)
 
 
@@ -105,12 +105,14 @@ def _found(library: Any, device: torch.device) -> str:
         return "FASTATTN_SM90 is off"
     if setting() == "unchecked":
         return ""
-    if torch.cuda.is_current_stream_capturing():
-        raise Capturing("a CUDA graph is being captured before the check of sm_90 instructions")
-    wrong = run(library, device)
+    with gpu.on(device):
+        if torch.cuda.is_current_stream_capturing():
+            raise Capturing("a CUDA graph is being captured before the check of sm_90 instructions")
+    wrong = [x for x in run(library, device).values() if x]
     if not wrong:
         return ""
-    why = f"the self-check of sm_90 instructions failed: {wrong}"
+    more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+    why = f"the self-check of sm_90 instructions failed: {wrong[0]}{more}"
     warnings.warn(
         f"{why}. Other kernels serve this process. FASTATTN_SM90=off omits the check and these "
         "kernels, FASTATTN_SM90=unchecked the check alone; please report this message",

@@ -13,6 +13,7 @@ from torch import Tensor
 from .native import libraries
 
 NANOSECONDS = 200_000_000  # that a kernel waits for an mbarrier
+SHORT = 1_000_000  # the same, where it waits in vain
 
 # What probe.cu runs, and what its reports name.
 PRODUCTS, F16, IN_REGISTERS, A_ACROSS, B_ACROSS = 0, 16, 8, 2, 1
@@ -179,7 +180,9 @@ def _matrices() -> Iterator[Case]:
 
 
 def cases() -> list[Case]:
-    return [*_others(), *_boxes(), *_products()]
+    """All of them; first the one that shows that a wait has a limit."""
+    vain = Case("a wait with a limit", NOTHING_ARRIVES, torch.empty(0))
+    return [vain, *_others(), *_boxes(), *_products()]
 
 
 # --- running them --------------------------------------------------------------------------------
@@ -199,9 +202,10 @@ def launch(
     device: torch.device,
     report: Tensor,
     stream: int = 0,
-    limit: int = NANOSECONDS,
+    limit: int = 0,
 ) -> Ran:
     """Start a probe. `report` has two words that the device can write and the host can read."""
+    limit = limit or (SHORT if case.what == NOTHING_ARRIVES else NANOSECONDS)
     a, b, out = (None if x is None else x.clone().to(device) for x in (case.a, case.b, case.out))
     tile = case.tile
     memory = None if tile is None else tile.memory.clone().to(device)
@@ -224,6 +228,11 @@ def complaint(library: Any, case: Case, ran: Ran, report: Tensor) -> str:
     if ran.code:
         where, what = library.failed_kernel().decode(), library.error(ran.code).decode()
         return f"{case.name}: {where} failed with {what} (error {ran.code})"
+    if case.what == NOTHING_ARRIVES:
+        ended = (step, late) == (PHASE_ENDS, PHASE_ENDS)
+        return (
+            "" if ended else f"{case.name}: it was not reported, {NEVER.get(step, 'got its end')}"
+        )
     if late or step != DONE:
         return f"{case.name}: {NEVER.get(late or step, 'its report makes no sense')}"
     found = ran.result.cpu().view(case.expected.dtype).reshape(case.expected.shape)

@@ -1,16 +1,14 @@
 // Kernels that run the instructions of ptx.cuh in this folder, each alone: for tests, and for a check
-// before the first call that kernels of this folder serve (fastattn/backends/sm90_check.py, which
-// has the inputs and what must come out). A wait for an mbarrier has a limit of time, so that a
-// mistake is reported, and does not hang.
-#include "tiles.h"
-
+// before the first call that kernels of this folder serve. fastattn/backends/sm90_probe.py has the
+// inputs, and what must come out. Waits for mbarriers have a limit of time, so that a mistake is
+// reported, and does not hang.
 #include "../launch.h"
-#include "ptx.cuh"
+#include "probe.cuh"
 
 namespace fa {
 namespace sm90 {
 
-// What is run, numbered as in sm90_check.py. Products: kProducts + 16 F16 + 8 registers + 2 A + B,
+// What is run, numbered as in sm90_probe.py. Products: kProducts + 16 F16 + 8 registers + 2 A + B,
 // where A and B are 1 if mn_major.
 enum Probe {
   kProducts = 0,
@@ -25,71 +23,6 @@ enum Probe {
   kTurns,
   kNothingArrives,
 };
-
-// What a report names, numbered as in sm90_check.py.
-enum Step {
-  kBegun = 1,
-  kBytesArrive,
-  kPhaseEnds,
-  kCopiedOut,
-  kProductsEnd,
-  kExchanged,
-  kTurn,
-  kDone
-};
-
-constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128, kBoxWords = kBoxBytes / 4;
-
-struct Report {
-  uint32_t* words;
-  uint64_t limit;
-  FA_DEVICE void begins(Step step) const {
-    if (threadIdx.x == 0) words[0] = step;
-  }
-  FA_DEVICE void reached_limit(Step step) const {
-    if (threadIdx.x == 0) words[1] = step;
-  }
-};
-
-// An mbarrier and a word beside it, at the end of the memory of a probe.
-struct Awaited {
-  uint32_t* word;
-  uint32_t at;  // of the mbarrier
-
-  FA_DEVICE explicit Awaited(unsigned char* memory, int count) {
-    at = ptx::shared_address(memory), word = reinterpret_cast<uint32_t*>(memory + 8);
-    if (threadIdx.x == 0) ptx::mbarrier_init("probe: an mbarrier", at, count);
-    ptx::mbarrier_init_fence();
-    ptx::block_sync("probe: it is initialised");
-  }
-  // One thread waits for the phase and tells the others. False if it reached the limit.
-  FA_DEVICE bool ends(const Report& report, Step step, uint32_t parity) const {
-    report.begins(step);
-    if (threadIdx.x == 0)
-      *word = ptx::mbarrier_wait_for("probe: a phase", at, parity, report.limit);
-    ptx::block_sync("probe: it is known whether it ended");
-    const bool ended = *word;
-    ptx::block_sync("probe: all know");
-    if (!ended) report.reached_limit(step);
-    return ended;
-  }
-};
-constexpr int kAwaitedBytes = 16;
-
-// Words to shared memory, where the asynchronous proxy will read or overwrite them. Rows of 128
-// bytes are swizzled by 128 bytes if `swizzles`.
-template <bool swizzles>
-FA_DEVICE void fill(uint32_t* to, const uint32_t* from, int words) {
-  for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x)) {
-    const int row = i / 32, chunk = i / 4 % 8;
-    to[swizzles ? row * 32 + (chunk ^ row % 8) * 4 + i % 4 : i] = from[i];
-  }
-  ptx::async_proxy_fence("probe: words before the asynchronous proxy");
-}
-FA_DEVICE void copy_out(uint32_t* out, const uint32_t* from, int words) {
-  for (int i = static_cast<int>(threadIdx.x); i < words; i += static_cast<int>(blockDim.x))
-    out[i] = from[i];
-}
 
 // -- products -------------------------------------------------------------------------------------
 
@@ -142,6 +75,8 @@ __global__ void __launch_bounds__(kWarpgroup)
 }
 
 // -- copies ---------------------------------------------------------------------------------------
+
+constexpr int kBoxRows = 16, kBoxBytes = kBoxRows * 128, kBoxWords = kBoxBytes / 4;
 
 // out = a box of 16 rows of the tensor, as shared memory has it; `a` is there before.
 __global__ void probe_load_box(const __grid_constant__ TensorMap map, ptx::BoxAt at,
@@ -264,7 +199,7 @@ __global__ void probe_store_matrices(const uint32_t* a, const uint32_t* b, uint3
   report.begins(kDone);
 }
 
-// Two warpgroups take turns by named barriers: out = whose each turn was.
+// Two warpgroups take turns by named barriers: out = the one that had each turn.
 __global__ void probe_turns(uint32_t* out, Report report) {
   FA_SHARED_MEMORY(memory);
   auto* next = reinterpret_cast<uint32_t*>(memory);
