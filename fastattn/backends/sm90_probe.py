@@ -123,7 +123,8 @@ def _boxes() -> Iterator[Case]:
         memory = _words(seed, sizes[0] * sizes[1] * sizes[2] * sizes[3]).to(torch.int16)
         back = [order.index(x) for x in range(4)]
         x = memory.reshape(inner).permute(back)
-        tile = Tile(memory, x.stride(), sizes, at)
+        B, H, M, D = x.stride()
+        tile = Tile(memory, (B, H, M, D), sizes, at)
         before = torch.full((BOX_WORDS,), FILL, dtype=torch.int32)
         rows = _part(x, at)
         yield Case(f"TMA load, {name}", LOAD_BOX, _swizzled(rows), a=before, out=before, tile=tile)
