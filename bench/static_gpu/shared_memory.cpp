@@ -9,13 +9,34 @@
 #include "cuda/sm80/mask_gradient.cuh"
 #include "cuda/sm80/bwd_preprocess.cuh"
 #include "cuda/sm80/weights.cuh"
-
-using namespace fa::sm80;
+#include "cuda/sm90/forward.cuh"
 
 template <class Kernel>
 void tell(int bytes = Kernel::kSharedBytes) {
   std::printf("%d %s\n", bytes, typeid(Kernel).name());
 }
+
+// -- the kernels of sm90/ -------------------------------------------------------------------------
+
+template <class Type, int D, int Dv = D>
+void of_sm90(bool general = true) {
+  tell<fa::sm90::Forward<Type, D, Dv, false>>();
+  if (general) tell<fa::sm90::Forward<Type, D, Dv, true>>();
+}
+
+template <class Type>
+void all_of_sm90() {
+  of_sm90<Type, 64>();
+  of_sm90<Type, 96>();
+  of_sm90<Type, 128>();
+  of_sm90<Type, 192, 128>();
+  of_sm90<Type, 192>();
+  of_sm90<Type, 256>(false);
+}
+
+// -- the kernels of sm80/ -------------------------------------------------------------------------
+
+using namespace fa::sm80;
 
 template <class Type, int D, int Dv, bool general>
 void attention() {
@@ -75,4 +96,6 @@ int main() {
   std::printf("%zu combine_kernel\n", sizeof(float) * kCombineWarps * kWidest);
   of_type<fa::ptx::BF16>();
   of_type<fa::ptx::F16>();
+  all_of_sm90<fa::ptx::BF16>();
+  all_of_sm90<fa::ptx::F16>();
 }

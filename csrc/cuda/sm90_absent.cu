@@ -4,8 +4,10 @@
 
 #include "sm90/kernels.h"
 
-// Why there are none. The build defines it.
-#ifndef FA_WHY_NO_SM90
+// Why there are none: CMake writes it.
+#if __has_include("why_no_sm90.h")
+#include "why_no_sm90.h"
+#else
 #define FA_WHY_NO_SM90 "no kernel of this class is built"
 #endif
 

@@ -25,10 +25,18 @@ class KernelClasses(Protocol):
 
 
 class Figures(NamedTuple):
-    """What a main loop takes for 64 x 64 scores, by `python -m bench ledger`."""
+    """What the main loops of some kernels take together for 64 x 64 scores, by the ledger."""
 
     instructions: int
     bound: int  # cycles of the busiest unit of a multiprocessor
+
+
+class Evidence(NamedTuple):
+    """Kernels in bench/results/ledger-sm_*.txt that run the passes of a rule, for calls of the same
+    head dims and features. They are named as in "forward D96 plain"."""
+
+    of_backend: dict[str, Figures]
+    of_other: dict[str, Figures]  # of `instead_of`, which may pad head dims to others
 
 
 class Rule(NamedTuple):
@@ -43,8 +51,7 @@ class Rule(NamedTuple):
     backend: str
     kernels: str
     instead_of: str
-    # The evidence, for each pass: figures of `backend`, then those of `instead_of`.
-    ledger: dict[str, tuple[Figures, Figures]]
+    evidence: tuple[Evidence, ...]
 
     def admits(self, spec: AttentionSpec, architecture: int) -> bool:
         least, most = self.head_dims
@@ -70,7 +77,7 @@ class Rule(NamedTuple):
         )
 
 
-# A rule needs a bound that is at least this much lower, over all passes of a call.
+# A rule needs a measurement, or until there is one a bound that is lower by this factor.
 MARGIN = 1.1
 RULES: list[Rule] = []
 

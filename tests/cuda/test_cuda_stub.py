@@ -4,14 +4,18 @@ calls before. The stub library here launches nothing."""
 import ctypes
 import itertools
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import fastattn
 from bench.benchmarks import launch_overhead
 from fastattn.backends import cuda, gpu, native_launcher
 from fastattn.backends.native import libraries, marshalling
 from fastattn.call import spec, validation
+from tests.support.backends import every_call
 
 pytestmark = pytest.mark.skipif(
     marshalling.launch_on is None, reason=f"no extension: {libraries.extension_unavailable()}"
@@ -129,6 +133,29 @@ def test_the_device_its_chip_and_the_stream_are_those_of_the_call(library, monke
         assert found["stream"] == stream
         assert (found["multiprocessors"], found["architecture"]) == chip
         assert found["device"] == -1  # the number of a CPU tensor's device
+
+
+def test_a_warm_call_runs_few_functions_of_ours(library, monkeypatch):
+    """The chip is known from the first call on, and no choice is made again."""
+    folder, found = str(Path(cuda.__file__).parents[1]), []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found.append(frame.f_code.co_name)
+
+    backend = launch_overhead.cuda_backend(library)
+    q = torch.zeros(1, 2, 20, 16, dtype=torch.float16)
+    with every_call(backend):
+        fastattn.attention(q, q, q)  # makes the plan
+        sys.setprofile(note)
+        try:
+            fastattn.attention(q, q, q)
+        finally:
+            sys.setprofile(None)
+    of_backend = ["forward", "prepared", "_launch", "chip", "_check"]
+    assert [x for x in found if x in of_backend] == of_backend
+    assert not {"choose", "ordered", "met", "architecture", "kernels"} & set(found)
+    assert len(found) <= 14, found
 
 
 def test_the_stream_is_queried_by_device_index(monkeypatch):

@@ -125,8 +125,8 @@ struct Together {
 };
 
 // Agents of a block: its threads, the copies of each, and those of the asynchronous proxy: the
-// products of each warp, the reads and the writes of each thread's bulk copies from shared memory, and
-// the arrivals at each mbarrier.
+// products of each warp, the reads and the writes of each thread's bulk copies from shared memory,
+// and the arrivals at each mbarrier.
 struct Agents {
   size_t threads = 0;
 

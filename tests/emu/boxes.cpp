@@ -58,7 +58,7 @@ void land(const Box& box) {
   bytes_arrive(box.site, box.arrives, box_bytes(box.map));
 }
 
-// Begins a copy whose addresses are right.
+// Begins a copy; its addresses are right.
 void begin(const Box& box) {
   const auto bytes = static_cast<uint32_t>(box_bytes(box.map));
   shared_pointer(box.to + bytes - 16, 16);
@@ -117,8 +117,8 @@ void boxes_end() {
                       false, ""};
     const auto waited = [&](const Fiber& fiber) { return fiber.clocks.know(end); };
     if (std::none_of(block->fibers.begin(), block->fibers.end(), waited))
-      return found(std::string("ends with bulk copies in flight: no thread has waited for those of ") +
-                   site);
+      return found("ends with bulk copies in flight: no thread has waited for those of " +
+                   std::string(site));
   }
 }
 

@@ -1,6 +1,6 @@
-// Copies from shared memory by bulk: boxes of tensors, contiguous bytes, and sums of float32. A group
-// has read its sources when a thread waits for that (.read), and has written when it waits for all.
-// Lazily both happen as late as that, or when the thread exits.
+// Copies from shared memory by bulk: boxes of tensors, contiguous bytes, and sums of float32. A
+// group has read its sources when a thread waits for that (.read), and has written when it waits
+// for all. Lazily both happen as late as that, or when the thread exits.
 #include <algorithm>
 
 #include "block.h"
@@ -43,11 +43,12 @@ void write(Bulk& bulk) {
     const BoxRow& row = bulk.rows[i];
     if ((bulk.adds && !add(bulk.data[i], row)) ||
         !copied(row.global(), bulk.data[i].data(), row.bytes, true))
-      found(std::string(bulk.site) + ": " + std::to_string(row.bytes) + " bytes that are no memory");
+      found(std::string(bulk.site) + ": " + std::to_string(row.bytes) +
+            " bytes that are no memory");
   }
 }
 
-// The proxy reads what fences told it of, and adds atomically, for the device.
+// The proxy knows of what fences covered. It adds atomically, for the device.
 void note(const Bulk& bulk) {
   const Fiber& by = current();
   const Agents& agents = block->agents;

@@ -29,8 +29,8 @@ std::string text(dim3 x) {
   return std::to_string(x.x) + " x " + std::to_string(x.y) + " x " + std::to_string(x.z);
 }
 
-// The parameters of the kernel that runs, as a GPU has them: one after another, each at a multiple of
-// its alignment. The first address is a multiple of the largest alignment, and of no more.
+// The parameters of the kernel that runs, as a GPU has them: one after another, each at a multiple
+// of its alignment. The first address is a multiple of the largest alignment, and of no more.
 struct ParameterSpace {
   std::vector<unsigned char> memory;
   std::vector<const unsigned char*> at;

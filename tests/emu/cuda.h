@@ -1,6 +1,6 @@
-// The part of the driver's header that the host needs to describe tensors to copies by bulk: names and
-// values are those of CUDA 13's cuda.h. cuTensorMapEncodeTiled is declared for its type alone: like a
-// library without libcuda, callers get it by cudaGetDriverEntryPointByVersion (encode.cpp).
+// The part of the driver's header that the host needs to describe tensors to bulk copies: names and
+// values are those of CUDA 13's cuda.h. cuTensorMapEncodeTiled is declared for its type alone: as
+// without libcuda, callers get it by cudaGetDriverEntryPointByVersion (encode.cpp).
 #pragma once
 #include <cstdint>
 
@@ -72,4 +72,5 @@ extern "C" CUresult cuTensorMapEncodeTiled(
     CUtensorMap* tensorMap, CUtensorMapDataType tensorDataType, cuuint32_t tensorRank,
     void* globalAddress, const cuuint64_t* globalDim, const cuuint64_t* globalStrides,
     const cuuint32_t* boxDim, const cuuint32_t* elementStrides, CUtensorMapInterleave interleave,
-    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion l2Promotion, CUtensorMapFloatOOBfill oobFill);
+    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion l2Promotion,
+    CUtensorMapFloatOOBfill oobFill);

@@ -23,7 +23,7 @@ cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
 
-// The driver's functions, which the runtime finds by name, for a version of CUDA: encode.cpp has one.
+// The driver's functions, which the runtime finds by name and version: encode.cpp has one.
 // As the real one it succeeds, with a null pointer, if there is no such function.
 enum cudaDriverEntryPointQueryResult {
   cudaDriverEntryPointSuccess = 0,

@@ -24,7 +24,7 @@ struct Tensor {
   CUtensorMapFloatOOBfill fill;
 };
 
-// The driver numbers some types in another order than tensormap.replace, whose numbers a map has.
+// A map has the numbers of tensormap.replace; those of the driver differ for some types.
 uint8_t number_of(CUtensorMapDataType type) {
   switch (type) {
     case CU_TENSOR_MAP_DATA_TYPE_FLOAT32_FTZ: return 8;
@@ -58,7 +58,9 @@ bool sizes_allowed(const Tensor& of, uint64_t bytes) {
     if (!of.dims[i] || of.dims[i] > uint64_t{1} << 32) return false;
     if (!of.box[i] || of.box[i] > 256) return false;
     if (!of.element_strides[i] || of.element_strides[i] > 8) return false;
-    if (i && (of.strides[i - 1] % align || of.strides[i - 1] >> 40)) return false;
+    // 0 is a multiple, too, but the documentation's formula gives no stride of 0.
+    if (i && (!of.strides[i - 1] || of.strides[i - 1] % align || of.strides[i - 1] >> 40))
+      return false;
   }
   const uint64_t row = of.box[0] * bytes;
   if (of.interleave) return true;

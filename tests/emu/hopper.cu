@@ -1,5 +1,6 @@
-// A kernel of sm_90 that g++ compiles, and the tensor maps that its host encodes: products of boxes by
-// two warpgroups, for which a third one loads. The result goes out as boxes, and is added to sums.
+// A kernel of sm_90 that g++ compiles, and the tensor maps that its host encodes: products of boxes
+// by two warpgroups, for which a third one loads. The result goes out as boxes, and is added to
+// sums.
 #include <cuda.h>
 
 #include "cuda/launch.h"
@@ -80,18 +81,21 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 Encode encoder() {
   void* found = nullptr;
   cudaDriverEntryPointQueryResult status;
-  const cudaError_t failed = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000,
-                                                              cudaEnableDefault, &status);
-  return failed || status != cudaDriverEntryPointSuccess ? nullptr : reinterpret_cast<Encode>(found);
+  const cudaError_t failed = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found,
+                                                              12000, cudaEnableDefault, &status);
+  const bool there = !failed && status == cudaDriverEntryPointSuccess;
+  return there ? reinterpret_cast<Encode>(found) : nullptr;
 }
 
 CUresult map_of(CUtensorMap* map, const void* at, bool is_float, uint64_t rows, uint32_t box_rows) {
   const cuuint64_t dims[] = {64, rows}, strides[] = {64 * uint64_t{is_float ? 4u : 2u}};
   const cuuint32_t box[] = {is_float ? 32u : 64u, box_rows}, ones[] = {1, 1};
-  return encoder()(map, is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-                   const_cast<void*>(at), dims, strides, box, ones, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                   is_float ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B,
-                   CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const auto type =
+      is_float ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto swizzle = is_float ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B;
+  return encoder()(map, type, 2, const_cast<void*>(at), dims, strides, box, ones,
+                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
+                   CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 }  // namespace fa
@@ -127,7 +131,8 @@ extern "C" int encode_map(void* map, int type, int rank, void* address, const cu
   if (!encode) return -1;
   return encode(static_cast<CUtensorMap*>(map), static_cast<CUtensorMapDataType>(type),
                 static_cast<cuuint32_t>(rank), address, dims, strides, box, element_strides,
-                static_cast<CUtensorMapInterleave>(interleave), static_cast<CUtensorMapSwizzle>(swizzle),
+                static_cast<CUtensorMapInterleave>(interleave),
+                static_cast<CUtensorMapSwizzle>(swizzle),
                 static_cast<CUtensorMapL2promotion>(promotion),
                 static_cast<CUtensorMapFloatOOBfill>(fill));
 }

@@ -26,7 +26,7 @@ bool mbarrier_test(const char* site, uint32_t address, uint32_t parity, bool pat
 
 uint64_t nanoseconds();
 
-// -- tensors in global memory, by maps of 128 bytes that the kernel or the host makes ---------------
+// -- tensors in global memory, by maps of 128 bytes that the kernel or the host makes --------------
 
 enum class MapField {
   kAddress, kRank, kBox, kDims, kStride, kElementStride, kType, kInterleave, kSwizzle, kFill
@@ -41,15 +41,15 @@ void load_box(const char* site, uint32_t to, const void* map, int rank, const in
 // cp.async.bulk: the same of contiguous bytes.
 void load_bytes(const char* site, uint32_t to, const void* from, uint32_t bytes, uint32_t mbarrier);
 
-// -- copies from shared memory, in groups of a thread -----------------------------------------------
+// -- copies from shared memory, in groups of a thread ----------------------------------------------
 
 // cp.async.bulk.tensor: a box of a tensor.
 void bulk_box(const char* site, const void* map, int rank, const int32_t* at, uint32_t from);
 // cp.async.bulk: contiguous bytes; cp.reduce.async.bulk, if they are float32 that it adds.
 void bulk_bytes(const char* site, void* to, uint32_t from, uint32_t bytes, bool adds);
 void bulk_commit(const char* site);
-// Until so many groups of this thread are pending. The others have read shared memory, and unless
-// reads are enough, they have written, too.
+// Until at most so many groups of this thread are pending. The others have read shared memory, and
+// unless reads are enough, they have written, too.
 void bulk_wait(const char* site, int pending, bool reads_only);
 
 // -- products of warpgroups ------------------------------------------------------------------------
@@ -73,8 +73,8 @@ bool products_fence(const char* site);                          // false: switch
 void products_commit(const char* site);
 void products_wait(const char* site, int pending);
 
-// setmaxnreg: a warp's threads have so many registers from here on. More come from the block's pool,
-// and are waited for.
+// setmaxnreg: a warp's threads have so many registers from here on. More come from the block's
+// pool, and are waited for.
 void set_registers(const char* site, int count, bool more);
 
 // -- lanes -----------------------------------------------------------------------------------------

@@ -87,7 +87,7 @@ struct Bulk {
   bool done = false;
 };
 struct BulkGroups {  // of a thread
-  Clock committed = 0, read = 0;          // groups: all, and those whose reads were waited for
+  Clock committed = 0, read = 0;          // groups: all, and those that are known to have been read
   std::vector<Bulk> issued;               // since the last commit
   std::deque<std::vector<Bulk>> pending;  // groups that were not waited for, oldest first
 };

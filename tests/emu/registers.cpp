@@ -1,5 +1,5 @@
-// setmaxnreg: warps return registers to their block's pool, and wait there for more. The pool has what
-// the block got at its launch: the registers of each thread that the kernel was compiled for.
+// setmaxnreg: warps return registers to their block's pool, and wait there for more. The pool has
+// what the block got at its launch: the registers that the kernel was compiled for.
 #include <algorithm>
 
 #include "block.h"
@@ -12,10 +12,10 @@ namespace {
 
 constexpr int kOfMultiprocessor = 64 << 10, kLeast = 24, kMost = 256, kStep = 8;
 
-// Of each thread. For a kernel from g++, whose bounds are unknown, as for a single block of this size.
+// Of each thread. Of a kernel from g++ no bounds are known: as for a single block of this size.
 int at_launch(const char* site) {
   if (launch_registers == 0)
-    fail("%s: its kernel has neither launch bounds nor .maxnreg, and ptxas ignores it", site);
+    fail("%s: its kernel has neither .maxnreg nor .minnctapersm, and ptxas ignores it", site);
   if (launch_registers > 0) return launch_registers;
   const int threads = static_cast<int>(block->warps.size() + 3) / 4 * 128;
   return std::min(kMost, kOfMultiprocessor / threads / kStep * kStep);
@@ -38,8 +38,8 @@ void expect_in_step(const Change& change, const Registers& of) {
     if (i == warp) continue;
     const std::vector<Step>& steps = of.warps[i].steps;
     if (steps.size() < done || (done && options.check && !current().clocks.know(steps[done - 1])))
-      fail("%s: warp %zu has not synchronised with warp %zu since the setmaxnreg before", change.site,
-           warp, i);
+      fail("%s: warp %zu has not synchronised with warp %zu since the setmaxnreg before",
+           change.site, warp, i);
     if (steps.size() > done && std::strcmp(steps[done].what, change.site))
       fail("warps of a warpgroup have diverged: warp %zu is at %s, warp %zu was at %s", warp,
            change.site, i, steps[done].what);
@@ -82,19 +82,18 @@ void set_registers(const char* site, int count, bool more) {
     of.waiting.push_back(self->id);
     wait_for(site);
   }
-  of.spare -= 32 * (count - warp.has);  // the first lane's turn; for the others nothing is left to do
+  of.spare -= 32 * (count - warp.has);  // by the first lane; the others find it done
   warp.has = count;
-  Fiber& fiber = current();
-  fiber.clocks.own[static_cast<size_t>(fiber.id)]++;
 }
 
 void registers_end() {
   const std::vector<WarpRegisters>& warps = block->proxy.registers.warps;
   for (size_t i = 0; i < warps.size(); ++i)
     if (const size_t all = warps[i / 4 * 4].steps.size(); warps[i].steps.size() != all)
-      return found("warps of a warpgroup have diverged: warp " + std::to_string(i) + " ends after " +
-                   std::to_string(warps[i].steps.size()) + " of setmaxnreg, warp " +
-                   std::to_string(i / 4 * 4) + " after " + std::to_string(all));
+      return found("warps of a warpgroup have diverged: warp " + std::to_string(i) +
+                   " ends after " + std::to_string(warps[i].steps.size()) +
+                   " of setmaxnreg, warp " + std::to_string(i / 4 * 4) + " after " +
+                   std::to_string(all));
 }
 
 std::string registers_wanted() {

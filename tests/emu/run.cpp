@@ -60,6 +60,7 @@ uint32_t next_random(uint64_t& state) {  // xorshift64
 
 uint64_t random_state(uint64_t stream) {
   uint64_t state = options.seed * 0x9E3779B97F4A7C15ull + 0x1234567 * (stream + 1);
+  if (!state) state = 0x1234567;  // of 0 there is no other number
   for (int i = 0; i < 8; ++i) next_random(state);
   return state;
 }

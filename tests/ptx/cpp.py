@@ -18,9 +18,9 @@ WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
 # architecture lets a block have of shared memory. Local memory is on the stack of a thread of the
 # emulator.
 STATIC, LOCAL = 48, 64
-# Registers of a multiprocessor, and how many a thread may have. A warp gets them by eights, a block
-# for whole warpgroups.
-REGISTERS, MOST_REGISTERS, BY = 64 << 10, 256, 8
+# Registers of a multiprocessor, and how many a thread may have, by eights. Each of its four parts
+# has a quarter of them, and a quarter of the warps of all blocks.
+REGISTERS, MOST_REGISTERS, BY, QUARTERS = 64 << 10, 256, 8, 4
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227}
 
 
@@ -64,12 +64,13 @@ def one(kernel):
 
 
 def registers(kernel):
-    """Registers of each thread at a launch, where setmaxnreg makes ptxas use all that the bounds
-    give; 0 without bounds."""
+    """Registers of each thread at a launch: with setmaxnreg, ptxas uses all that .maxnreg or
+    .minnctapersm give. 0 if there is neither."""
     if kernel.most_registers:
         return min(MOST_REGISTERS, -(-kernel.most_registers // BY) * BY)
-    threads = -(-math.prod(kernel.exactly or kernel.most or (0,)) // 128) * 128
-    return threads and min(MOST_REGISTERS, REGISTERS // (threads * kernel.blocks) // BY * BY)
+    warps = -(-math.prod(kernel.exactly or kernel.most or (0,)) // 32) * kernel.blocks
+    of_quarter = -(-warps // QUARTERS)
+    return warps and min(MOST_REGISTERS, REGISTERS // QUARTERS // 32 // of_quarter // BY * BY)
 
 
 def three(shape):

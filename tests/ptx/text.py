@@ -47,7 +47,7 @@ class Kernel:
     shared: dict[str, Memory]  # of the module, and of the kernel
     most: tuple[int, ...] = ()  # .maxntid
     exactly: tuple[int, ...] = ()  # .reqntid
-    blocks: int = 1  # .minnctapersm
+    blocks: int = 0  # .minnctapersm
     most_registers: int = 0  # .maxnreg
     registers: dict[str, str] = field(default_factory=dict)  # by name, the type
     local: dict[str, Memory] = field(default_factory=dict)

@@ -2,7 +2,7 @@
 #include "instances.h"
 #include "kernels.h"
 
-#include "../mask_tiles.cuh"
+#include "../mask_tiling.h"
 
 namespace fa {
 namespace sm90 {

@@ -23,7 +23,10 @@ struct Forward {
   static constexpr int kGroups = kTile.groups, kKeys = kTile.keys, kRows = kGroupRows * kGroups;
   static constexpr int kThreads = kWarpgroup * (kGroups + 1), kConsumers = kWarpgroup * kGroups;
   static constexpr int kStages = 2;
-  static constexpr int kFewRegisters = 32, kRegisters = kGroups == 2 ? 240 : 160;
+  // Of a thread of the producer and of the consumers: together what a launch allocates, 168 for each
+  // of three warpgroups or 128 for each of four.
+  static constexpr int kFewRegisters = kGroups == 2 ? 24 : 32,
+                       kRegisters = kGroups == 2 ? 240 : 160;
   // Tiles are stored in parts of 64 columns, a row of 128 bytes each.
   static constexpr int kParts = (kD + 63) / 64, kValueParts = (kDv + 63) / 64;
   static constexpr int kQPart = kGroupRows * 128, kPart = kKeys * 128;
@@ -35,6 +38,7 @@ struct Forward {
   // Where the sums take most registers, they are rescaled before the next product reads them. Their
   // factors are then not needed after it.
   static constexpr bool kScalesFirst = kDv > 128;
+  static_assert(kStages == 2, "Stage counts to two");
   static_assert(kSharedBytes <= kMostShared, "a block has no room for these tiles");
   static_assert(kValueParts <= kParts, "outputs are stored from the memory of Q");
 };
@@ -72,15 +76,11 @@ struct ForwardMemory {
   }
 };
 
-// A stage of a pipeline, and the parity of the phase in which it is full.
+// A stage of a pipeline of two, and the parity of the phase in which it is full.
 struct Stage {
   int index = 0;
   uint32_t parity = 0;
-  template <int stages>
-  FA_DEVICE Stage next() const {
-    const bool last = index + 1 == stages;
-    return {last ? 0 : index + 1, parity ^ static_cast<uint32_t>(last)};
-  }
+  FA_DEVICE Stage next() const { return {index ^ 1, parity ^ static_cast<uint32_t>(index)}; }
 };
 
 // The tiles of keys that a block's rows see: [begin, end), of which all rows see all keys of
@@ -146,7 +146,7 @@ FA_DEVICE void load_tasks(const ForwardMemory<F>& memory, const TensorMap* of_q,
                            F::kValueBytes);
       boxes.load<F::kKeys, F::kValueParts>("forward: values", memory.values(stage.index), of_v,
                                            batch.v, tile, memory.values_full(stage.index));
-      stage = stage.next<F::kStages>();
+      stage = stage.next();
     }
   }
 }
@@ -195,15 +195,23 @@ struct Consumer {
   using Scores = ptx::Products<F::kKeys>;
   using Sums = ptx::Products<F::kDv>;
 
-  const ForwardMemory<F>& memory;
-  int mine;  // of the consumers' warpgroups
+  uint32_t q, keys, values;  // descriptors: of its rows, and of the first stages
 
+  FA_DEVICE Consumer(const ForwardMemory<F>& memory, int mine)
+      : q(kept(ptx::k_major(memory.q(mine)))),
+        keys(kept(ptx::k_major(memory.keys(0)))),
+        values(kept(ptx::mn_major(memory.values(0), F::kPart))) {}
+
+  // x, which ptxas then does not compute again in each iteration.
+  static FA_DEVICE uint32_t kept(uint32_t x) {
+    return static_cast<uint32_t>(warp_uniform(static_cast<int>(x)));
+  }
   FA_DEVICE int thread() const { return static_cast<int>(threadIdx.x) % kWarpgroup; }
   FA_DEVICE bool leads() const { return thread() == 0; }
 
   // s = Q K^T
   FA_DEVICE void ask_scores(float (&s)[F::kKeys / 8][4], int stage) const {
-    const uint32_t q = ptx::k_major(memory.q(mine)), k = ptx::k_major(memory.keys(stage));
+    const uint32_t k = keys + stage * ptx::in_descriptor(F::kKeyBytes);
     ptx::products_fence("forward: registers of scores are free");
 #pragma unroll
     for (int d = 0; d < F::kD / 16; ++d)
@@ -216,7 +224,7 @@ struct Consumer {
   // out += P V
   FA_DEVICE void ask_values(float (&out)[F::kDv / 8][4], const LeftSides<F::kKeys / 8>& p,
                             int stage) const {
-    const uint32_t v = ptx::mn_major(memory.values(stage), F::kPart);
+    const uint32_t v = values + stage * ptx::in_descriptor(F::kValueBytes);
     ptx::fence_operand(out);
     ptx::products_fence("forward: sums and weights are ready");
 #pragma unroll
@@ -270,11 +278,11 @@ FA_DEVICE void store_rows(const ForwardMemory<F>& memory, const TensorMap* of_ou
   }
 }
 
+// All that a thread does.
 template <class F>
-__global__ void __launch_bounds__(F::kThreads, 1)
-    forward_kernel(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k,
-                   const __grid_constant__ TensorMap of_v, const __grid_constant__ TensorMap of_out,
-                   const __grid_constant__ FaParams batch, const Schedule schedule) {
+FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, const TensorMap& of_v,
+                              const TensorMap& of_out, const FaParams& batch,
+                              const Schedule& schedule) {
   using Type = typename F::Type;
   constexpr int kKeys = F::kKeys;
   FA_SHARED_MEMORY(shared);
@@ -290,7 +298,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
   ptx::more_registers<F::kRegisters>("forward: registers of others");
 
   const int mine = group - 1, lane = static_cast<int>(threadIdx.x) % 32;
-  const Consumer<F> consumer = {memory, mine};
+  const Consumer<F> consumer(memory, mine);
   const int column = 2 * (lane % 4);
   const int row_below = kGroupRows * mine + consumer.thread() / 32 * 16 + lane / 4;  // and + 8
   // Warpgroup g waits at barrier 1 + g for its turn. The first begins.
@@ -361,7 +369,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
 
       const auto step = [&](auto hides) {
         const Stage before = stage;
-        stage = stage.next<F::kStages>();
+        stage = stage.next();
         await_turn();
         consumer.ask_scores(s, stage.index);
         ask_mask(tile);
@@ -377,7 +385,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
         softmax(tile, hides);
         // The wait for the next keys is here, because ptxas then leaves all exponentials before it,
         // under the product.
-        const Stage after = stage.next<F::kStages>();
+        const Stage after = stage.next();
         if (tile > tiles.begin)
           ptx::mbarrier_wait("forward: keys have landed", memory.keys_full(after.index),
                              after.parity);
@@ -390,17 +398,20 @@ __global__ void __launch_bounds__(F::kThreads, 1)
       };
       --tile;
       if (tile >= tiles.begin) {
-        const Stage after = stage.next<F::kStages>();
+        const Stage after = stage.next();
         ptx::mbarrier_wait("forward: the second keys have landed", memory.keys_full(after.index),
                            after.parity);
       }
       // Tiles that some rows see in part, whole ones, and those at the left edge of a band.
 #pragma unroll 1
-      for (; tile >= tiles.whole_end; --tile) step(Known<true>());
+      for (bool left = false;; left = true) {
+        const int end = left ? tiles.begin : tiles.whole_end;
 #pragma unroll 1
-      for (; tile >= tiles.whole_begin; --tile) step(Known<false>());
+        for (; tile >= end; --tile) step(Known<true>());
+        if (left) break;
 #pragma unroll 1
-      for (; tile >= tiles.begin; --tile) step(Known<true>());
+        for (; tile >= tiles.whole_begin; --tile) step(Known<false>());
+      }
       if (F::kScalesFirst) scale_rows(out, decay);
       ptx::mbarrier_wait("forward: the last values have landed", memory.values_full(stage.index),
                          stage.parity);
@@ -409,7 +420,7 @@ __global__ void __launch_bounds__(F::kThreads, 1)
       ptx::fence_operand(out);
       if (consumer.leads())
         ptx::mbarrier_arrive("forward: the last values are read", memory.values_free(stage.index));
-      stage = stage.next<F::kStages>();
+      stage = stage.next();
       q_parity ^= 1;
     }
 
@@ -434,6 +445,15 @@ __global__ void __launch_bounds__(F::kThreads, 1)
     }
   }
   if (mine == 0) await_turn();  // the last turn that was passed on
+}
+
+template <class F>
+__global__ void __launch_bounds__(F::kThreads, 1)
+    forward_kernel(const __grid_constant__ TensorMap of_q, const __grid_constant__ TensorMap of_k,
+                   const __grid_constant__ TensorMap of_v, const __grid_constant__ TensorMap of_out,
+                   const __grid_constant__ FaParams batch,
+                   const __grid_constant__ Schedule schedule) {
+  FA_BODY(forward_thread<F>(of_q, of_k, of_v, of_out, batch, schedule));
 }
 
 }  // namespace sm90

@@ -5,6 +5,13 @@
 #include "../ptx.cuh"
 #include "tensor_map.h"
 
+// What a kernel does. Tests that run kernels as compiled PTX build the host's code without it.
+#ifdef FA_WITHOUT_BODIES
+#define FA_BODY(...)
+#else
+#define FA_BODY(...) __VA_ARGS__
+#endif
+
 namespace fa {
 namespace ptx {
 
