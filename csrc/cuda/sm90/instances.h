@@ -20,6 +20,9 @@ inline bool is_general(const FaParams& p) {
 template <int d, int dv>
 struct Dims {
   static constexpr int kD = d, kDv = dv;
+  // Is there a general kernel without masks, too? Only for those that are used most: it costs as
+  // much time to compile.
+  static constexpr bool kUnmasked = d == dv && (d == 64 || d == 128);
 };
 
 // Those that are compiled: all, except in tests that omit some to save minutes.
@@ -41,7 +44,7 @@ int with_dims(const FaParams& p, Use use) {
 
 // Starts a forward pass. Each head dim has a source that defines its instances (forward_launch.cuh),
 // so that these compile side by side.
-template <class Type, int kD, int kDv, bool general>
+template <class Type, int kD, int kDv, bool general, bool masked>
 int start_forward(const FaParams& p, int64_t multiprocessors, void* stream);
 
 // The same for a backward pass; `banded` if a band hides keys.

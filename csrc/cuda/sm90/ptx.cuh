@@ -52,6 +52,28 @@ FA_DEVICE void mbarrier_wait(Site site, uint32_t at, uint32_t parity) {
                               "r"(parity) : "memory");)
 }
 
+// Nanoseconds since some moment, to about a microsecond.
+FA_DEVICE uint64_t nanoseconds() {
+  FA_EMULATED_OR(return emu::nanoseconds();, uint64_t now;
+                 asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory"); return now;)
+}
+
+// As mbarrier_wait, for about so many nanoseconds at most: false if the phase has not ended then.
+FA_DEVICE bool mbarrier_wait_for(Site site, uint32_t at, uint32_t parity, uint64_t limit) {
+  const auto ended = [&] {
+    FA_EMULATED_OR(return emu::mbarrier_test(site, at, parity, false);, uint32_t found;
+                   asm volatile("{ .reg .pred ended;\n"
+                                "mbarrier.test_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+                                "selp.u32 %0, 1, 0, ended; }" : "=r"(found) : "r"(at),
+                                "r"(parity) : "memory");
+                   return found != 0;)
+  };
+  const uint64_t begin = nanoseconds();
+  while (!ended())
+    if (nanoseconds() - begin > limit) return false;
+  return true;
+}
+
 // -- copies by the asynchronous proxy -------------------------------------------------------------
 
 // The coordinates of a box's first element, in the order of a map's dimensions.
