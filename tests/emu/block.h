@@ -31,6 +31,7 @@ struct Options {
   bool same_value_stores = false;   // racing stores are no finding if the value stays
   bool pessimistic = false;  // products of 16 bits and ex2.approx.ftz round as badly as any hardware
   bool banks = false;        // count conflicts of banks
+  bool tensor_fences = true;  // accesses to tensor memory are ordered by tcgen05.fence alone
   std::string disabled;      // the site of a synchronisation that does nothing
 };
 extern Options options;
@@ -124,15 +125,19 @@ struct Together {
 };
 
 // Agents of a block: its threads, the copies of each, and those of the asynchronous proxy: the
-// products of each warp, and the arrivals at each mbarrier.
+// products of each warp, what each warp does with tensor memory, and the arrivals at each mbarrier.
+enum TensorWork { kTensorProducts = 0, kTensorLoads = 1, kTensorStores = 2, kTensorWorks = 3 };
 struct Agents {
   size_t threads = 0;
 
   uint16_t copies(int thread) const { return static_cast<uint16_t>(threads + thread); }
   uint16_t proxied() const { return static_cast<uint16_t>(2 * threads); }  // the first of those
   uint16_t products(int warp) const { return static_cast<uint16_t>(proxied() + warp); }
+  uint16_t tensor(TensorWork work, int warp) const {
+    return static_cast<uint16_t>(proxied() + (1 + work) * threads / 32 + warp);
+  }
   uint16_t arrivals(int mbarrier) const {
-    return static_cast<uint16_t>(proxied() + threads / 32 + mbarrier);
+    return static_cast<uint16_t>(tensor(kTensorWorks, 0) + mbarrier);
   }
 };
 
@@ -208,6 +213,10 @@ void note_proxied_source(const void* from, int bytes, const Step& step, const Cl
 void note_atomic(const void* at, int bytes, const char* what, Access access, bool narrow);
 void atomics_begin();  // of a launch
 bool forgotten(int64_t block);  // it has ended and never published
+
+// A shadow of tensor memory, whose addresses begin at kTensorMemory: it complains as others do.
+constexpr uintptr_t kTensorMemory = 1 << 20;
+std::unique_ptr<Shadow> shadow_of_tensor_memory();
 
 // The sum of some terms, as tensor cores with the worst rounding add them.
 float truncated_sum(const double (&terms)[9]);

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "block.h"
+#include "tensor.h"
 
 #if !defined(__x86_64__)
 #error "emulator: the switch between fibers is written for x86-64"
@@ -180,6 +181,7 @@ void prepare(Fiber& fiber, const Block& of, int id, unsigned char* stack_end) {
   fiber.clocks.own.assign(of.agents.proxied(), 0);
   fiber.clocks.proxied.clear();
   fiber.clocks.proxied_global.clear();
+  fiber.clocks.tensor.clear();
   fiber.clocks.own[id] = 1;
   fiber.clocks.others.reset();
   fiber.committed = 0;
@@ -301,6 +303,7 @@ void end(Launch& launch) {
   if (!block->failed && !block->live) {
     if (!block->proxy.boxes.empty()) found("ends with bulk copies in flight");
     mbarriers_end();
+    tensor_memory_ends();
     products_all_end();
   }
   launch.asked = 0;
@@ -322,12 +325,18 @@ bool choose_block(Launch& launch) {
   return true;
 }
 
-// If no thread can go on: lands a bulk copy of some block, if there is one in flight.
+// A bulk copy lands, or what a commit of products in tensor memory waits for.
+void land_one() {
+  const bool boxes = !block->proxy.boxes.empty(), commits = commits_in_flight(*block);
+  boxes && (!commits || block->random() % 2) ? land_box() : land_commit();
+}
+
+// If no thread can go on: one of these lands in some block, if there is one in flight.
 bool a_box_lands(Launch& launch) {
   for (Block* const each : launch.resident) {
-    if (each->proxy.boxes.empty()) continue;
+    if (each->proxy.boxes.empty() && !commits_in_flight(*each)) continue;
     enter(each);
-    land_box();
+    land_one();
     return true;
   }
   return false;
@@ -352,7 +361,8 @@ void run(Launch& launch) {
       end(launch);
       continue;
     }
-    if (!block->proxy.boxes.empty() && block->random() % 64 == 0) land_box();
+    if ((!block->proxy.boxes.empty() || commits_in_flight(*block)) && block->random() % 64 == 0)
+      land_one();
     run_one(launch);
     if (!block->live || block->failed) end(launch);
   }

@@ -22,7 +22,6 @@ REASONS = {
     "kernels/backward.py": "the passes of backward, which share the gradients of one tile",
     "kernels/score.py": "the score pipeline: forward and backward share each feature's code",
     "tests/bench/test_ledger.py": "one listing, read, counted and judged",
-    "tests/emu/products.cpp": "one instruction, wgmma",
     "tests/emu/run.cpp": "fibers, schedules and launches share the state of one run",
     "tests/emulator/test_emulator.py": "one library of kernels, compiled once for every test",
     "tests/emulator/test_ptx_hopper.py": "one module of kernels, compiled once for every test",

@@ -17,7 +17,7 @@ WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
 # architecture lets a block have of shared memory. Local memory is on the stack of a thread of the
 # emulator.
 STATIC, LOCAL = 48, 64
-LIMITS = {80: 163, 86: 99, 89: 99, 90: 227}
+LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
 def source(kernels):
@@ -97,7 +97,7 @@ class Writer:
         if not isinstance(each, Instruction):
             return [f"{self.label(each.name)}:;"]
         self.each, self.line = each, each.line
-        found, groups = forms.known(each.opcode, each.line)
+        found, groups = forms.known(each.opcode, each.line, len(each.operands))
         self.counted(each, found.kinds)
         place = f'"{each.opcode} in line {each.line} of {self.name}"'
         if callable(found.code):

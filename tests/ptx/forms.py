@@ -11,7 +11,7 @@ With .ftz, subnormal float32 operands and results are zeros; with .sat, the resu
 import re
 from dataclasses import dataclass
 
-from . import hopper, memory
+from . import blackwell, hopper, memory
 from .text import refuse
 
 SETS = {
@@ -144,6 +144,8 @@ ARITHMETIC = [
     form("lg2.approx.<T:f32>", "T T", "approximate_log2({a}, false)"),
     form("min[.ftz].<T:f32>", "T T T", "least<f32>({a}, {b})"),
     form("max[.ftz].<T:f32>", "T T T", "most<f32>({a}, {b})"),
+    form("min[.ftz].<T:f32>", "T T T T", "least<f32>(least<f32>({a}, {b}), {c})"),
+    form("max[.ftz].<T:f32>", "T T T T", "most<f32>(most<f32>({a}, {b}), {c})"),
     form("abs[.ftz].<T:f32>", "T T", "__builtin_fabsf({a})"),
     form("neg[.ftz].<T:f32>", "T T", "-{a}"),
     form("copysign.<T:f32>", "T T T", "__builtin_copysignf({b}, {a})"),
@@ -197,16 +199,19 @@ CONVERSIONS = [
     form("cvta.to.shared.u64", "u64 u64", "to_shared({a})"),
 ]
 
-FORMS = [*ARITHMETIC, *CONVERSIONS, *(form(*each) for each in (*memory.FORMS, *hopper.FORMS))]
+OTHERS = (*memory.FORMS, *hopper.FORMS, *blackwell.FORMS)
+FORMS = [*ARITHMETIC, *CONVERSIONS, *(form(*each) for each in OTHERS)]
 BY_NAME = {}
 for each in FORMS:
     BY_NAME.setdefault(each.name.partition(".")[0].partition("[")[0], []).append(each)
 
 
-def known(opcode, line):
-    """The form of an opcode, and the values of its named groups."""
-    for each in BY_NAME.get(opcode.partition(".")[0], ()):
-        if found := each.pattern.fullmatch(opcode):
-            return each, found.groupdict() | {"ftz": "ftz" in opcode.split(".")}
-    near = ", ".join(x.name for x in BY_NAME.get(opcode.partition(".")[0], ()))
+def known(opcode, line, operands=None):
+    """The form of an opcode, and the values of its named groups. Where several differ by the number
+    of their operands, that of so many."""
+    alike = BY_NAME.get(opcode.partition(".")[0], ())
+    matching = [(x, found) for x in alike if (found := x.pattern.fullmatch(opcode))]
+    for each, found in [x for x in matching if len(x[0].kinds) == operands] or matching:
+        return each, found.groupdict() | {"ftz": "ftz" in opcode.split(".")}
+    near = ", ".join(x.name for x in alike)
     refuse(line, f"{opcode} is no form that is known" + (f"; known are {near}" if near else ""))

@@ -171,6 +171,19 @@ u32 shuffle(Way way, u32 value, u32 by, u32 clamp, u32 mask, bool& valid, Place 
   return mine.found;
 }
 
+// Of NaN and numbers the greatest number.
+f32 greatest(f32 value, u32 mask, Place place) {
+  const auto reduce = [](void** brought, u32 mask) {
+    f32 found = kNan;
+    for (int lane = 0; lane < 32; ++lane)
+      if (mask >> lane & 1) found = most(found, *static_cast<f32*>(brought[lane]));
+    for (int lane = 0; lane < 32; ++lane)
+      if (mask >> lane & 1) *static_cast<f32*>(brought[lane]) = found;
+  };
+  emu::warp_meet("redux.sync", mask, &value, reduce, nullptr, place);
+  return value;
+}
+
 void load_matrices(u32* to, int count, bool transposed, u32 address, Place place) {
   emu::load_matrices(to, count, transposed, address, place);
 }
