@@ -1,4 +1,4 @@
-"""Triton's kernels, compiled for sm_80 and sm_90 and run on the emulator, which shows faults that
+"""Triton's kernels, compiled for sm_80, sm_90 and sm_100 and run on the emulator, which shows faults that
 Triton's interpreter cannot.
 
 Every feature alone on one small tile, and every tile of the tuning tables. The launcher chooses the
@@ -38,10 +38,12 @@ class Small(NamedTuple):
     d: int
 
 
-# On sm_90, products of warpgroups need 64 rows, and boxes of tensors need multiples of 16 bytes.
+# On sm_90, products of warpgroups need 64 rows, and boxes of tensors need multiples of 16 bytes. On
+# sm_100 products in tensor memory need 64 rows, and as many keys for those of dK and dV.
 SMALL = {
     80: Small(tile_configs.Config(32, 32, 4, 2), 40, 170, 17),
     90: Small(tile_configs.Config(64, 64, 4, 2), 70, 340, 24),
+    100: Small(tile_configs.Config(64, 64, 4, 2), 70, 340, 24),
 }
 ATTENTION = {"forward_kernel", "delta_kernel", "dq_kernel", "dkv_kernel"}
 
