@@ -2,8 +2,8 @@
 
 Operands lie in shared memory as CUTLASS's mma_traits_sm100.hpp has them, built with the algebra and
 swizzles of PyPI's tensor-layouts; descriptors have the bits of its mma_sm100_desc.hpp; registers of
-loads and stores are those of its copy_traits_sm100.hpp. Numbers are whole and small, so products are
-exact. Misuses are in test_ptx_blackwell_misuse.py.
+loads and stores are those of its copy_traits_sm100.hpp. Numbers are whole and small, so that
+products are exact. Misuses are in test_ptx_blackwell_misuse.py.
 """
 
 import re
@@ -46,11 +46,13 @@ setp.lt.u32 %warp, %t, 32; ld.param.u64 %g, [image]; ld.param.u64 %end, [bytes];
 cvt.u32.u64 %w, %end; add.s32 %bar, %m, %w;
 $fill: setp.ge.u64 %p, %at, %end; @%p bra $filled;
 add.s64 %x, %g, %at; ld.global.v4.b32 {{%s0, %s1, %s2, %s3}}, [%x]; cvt.u32.u64 %w, %at;
-add.s32 %w, %w, %m; st.shared.v4.b32 [%w], {{%s0, %s1, %s2, %s3}}; add.s64 %at, %at, 2048; bra $fill;
+add.s32 %w, %w, %m; st.shared.v4.b32 [%w], {{%s0, %s1, %s2, %s3}}; add.s64 %at, %at, 2048;
+bra $fill;
 $filled: @%first mbarrier.init.shared::cta.b64 [%bar], 1; fence.proxy.async.shared::cta;
 @%warp {ALLOC} [%bar+8], 512; @%warp {RELINQUISH} bar.sync 0;
 ld.shared.b32 %tm, [%bar+8]; shr.u32 %lane, %t, 5; shl.b32 %lane, %lane, 21;
-ld.param.u64 %da, [a]; ld.param.u64 %db, [b]; ld.param.u64 %sa, [step_a]; ld.param.u64 %sb, [step_b];
+ld.param.u64 %da, [a]; ld.param.u64 %db, [b];
+ld.param.u64 %sa, [step_a]; ld.param.u64 %sb, [step_b];
 shr.u32 %w, %m, 4; cvt.u64.u32 %x, %w; add.s64 %da, %da, %x; add.s64 %db, %db, %x;
 ld.param.u64 %v, [values]; mul.wide.u32 %at, %t, 4; add.s64 %v, %v, %at; ld.param.u64 %o, [out];
 add.s64 %o, %o, %at; ld.param.u64 %x, [add]; setp.ne.s64 %add, %x, 0; ld.param.u64 %x, [steps];
@@ -83,7 +85,8 @@ class Moved:
         at, apart = "[%own]", f", {self.count}" if self.twice else ""
         lanes = f"add.s32 %own, %tm, {column + (half << 20)}; add.s32 %own, %own, %lane;"
         if way == "ld":
-            yield f"{lanes} tcgen05.ld.sync.aligned.{self.opcode}.b32 {braces}, {at}{apart}; {LOADED}"
+            load = f"tcgen05.ld.sync.aligned.{self.opcode}.b32 {braces}, {at}{apart};"
+            yield f"{lanes} {load} {LOADED}"
         for i, x in enumerate(registers):
             yield (
                 f"st.global.b32 [%o+{512 * i}], {x};"
@@ -209,7 +212,8 @@ OTHERS = [
 EACH = """
 .reg .b32 %t, %x<2>; .reg .b64 %at, %g, %o, %a, %b, %c, %d; .reg .f32 %f<5>; mov.u32 %t, %tid.x;
 mul.wide.u32 %at, %t, 8; ld.param.u64 %g, [given]; add.s64 %g, %g, %at; ld.param.u64 %o, [out];
-add.s64 %o, %o, %at; ld.global.b64 %a, [%g]; ld.global.b64 %b, [%g+1024]; ld.global.b64 %c, [%g+2048];
+add.s64 %o, %o, %at; ld.global.b64 %a, [%g]; ld.global.b64 %b, [%g+1024];
+ld.global.b64 %c, [%g+2048];
 """
 PAIRS = {
     f"{name}{more}{ftz}.f32x2": count
@@ -344,7 +348,7 @@ def test_signs_and_accumulation(executor, kind):
 @named("schedule", SCHEDULES)
 @named("kind", [KINDS[1], KINDS[4]], ids=lambda x: x.name)
 def test_schedules(executor, kind, schedule):
-    """Tensor memory begins at any column; products are exact with the worst rounding, too."""
+    """Whole numbers are exact with the worst rounding, too."""
     for seed in range(3):
         options = dict(schedule=schedule, seed=seed, pessimistic=seed == 1, lazy=seed != 2)
         found, expected = multiply(executor, kind, (4, 8), **options)

@@ -97,8 +97,8 @@ RIGHT = {
     "product": f"{READY} {DONE} {KEEP} {END}",
     # Registers are used before the wait: a dependency between registers is respected.
     "used_before_the_wait": f"{READY} {BEGUN} {WAITED} {load()} {KEEP} {LOADED} {END}",
-    "the_same_accumulator": f"{READY} {mma()} {mma(1)} {COMMITTED} {WAITED} {load()} {LOADED} {KEEP} "
-    f"{END}",
+    "the_same_accumulator": f"{READY} {mma()} {mma(1)} {COMMITTED} {WAITED} {load()} {LOADED} "
+    f"{KEEP} {END}",
     "a_inside": f"{READY} {INSIDE} {STORED} {SYNC} {mma(a=A_INSIDE)} {COMMITTED} {WAITED} {load()} "
     f"{LOADED} {KEEP} {END}",
     "again": f"{READY} {DONE} {SYNC} {BEGUN} {AGAIN} {load()} {LOADED} {KEEP} {END}",
@@ -106,8 +106,8 @@ RIGHT = {
     f"{LOADED} {KEEP} {END}",
     "stored_and_loaded": f"{READY} {DONE} {store()} {STORED} {load()} {LOADED} {KEEP} {END}",
     "two_shapes": f"{READY} {mma(instruction=WIDE, d='%tm + 32')} {DONE} {KEEP} {END}",
-    "two_commits": f"{READY} {BEGUN} {wait('%bar', 0)} {BARRIER} {COMMITTED} {AGAIN} {load()} {LOADED} {KEEP} "
-    f"{END}",
+    "two_commits": f"{READY} {BEGUN} {wait('%bar', 0)} {BARRIER} {COMMITTED} {AGAIN} {load()} "
+    f"{LOADED} {KEEP} {END}",
     "two_allocations": f"{FILL} {PROXY} {INIT} {allocate()} {allocate(32, '%bar+12')} "
     f"@%warp {RELINQUISH} {BARRIER} {ADDRESS} ld.shared.b32 %i, [%bar+12]; {DONE} {KEEP} {END} "
     f"{deallocate(32, '%i')}",
@@ -122,8 +122,8 @@ WRONG = {
     "loaded_before_the_wait": (
         f"{READY} {BEGUN} {BARRIER} {load()} {LOADED} {WAITED} {END}",
         r"(READ IN FLIGHT|RACE write/read) at lane \d+, column \d+ of tensor memory: products in "
-        r"tensor memory by warp 0 \(tcgen05.mma.* in line \d+ of loaded_before_the_wait\), then loads "
-        r"of tensor memory by warp \d|NO TENSOR FENCE",
+        r"tensor memory by warp 0 \(tcgen05.mma.* in line \d+ of loaded_before_the_wait\), then "
+        r"loads of tensor memory by warp \d|NO TENSOR FENCE",
     ),
     "no_fence_after_the_wait": (
         f"{READY} {BEGUN} {wait('%bar', 0)} {load()} {LOADED} {END}",

@@ -70,8 +70,8 @@ FAULTS = [
     (
         "each warp has the first rows",
         "products",
-        "read(matrix_of_operand(product.site, of.a_at, of.a_across), of.element, kRows * rank, kRows)",
-        "read(matrix_of_operand(product.site, of.a_at, of.a_across), of.element, 0, kRows)",
+        "of.a_across), of.element, kRows * rank, kRows)",
+        "of.a_across), of.element, 0, kRows)",
     ),
     (
         "a wait is one group short",

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.emulator.test_ptx_values import HEADER, as_aligned, bits, entry, opcodes
+from tests.ptx import blackwell as ptx_blackwell
 from tests.ptx import forms, library
 from tests.ptx import hopper as ptx_hopper
 from tests.support.emulator import SCHEDULES, Emulator, aligned, needs_emulator
@@ -231,7 +232,7 @@ RIGHT = {
         st.global.b32 [%o+16], %s0; .local .align 4 .b8 mine[4]; ld.local.b32 %s1, [mine];
         st.global.b32 [%o+20], %s1;""",
     "barriers": """
-        ld.global.b32 %s0, [%a]; st.shared.b32 [%w], %s0; bar.sync 0; xor.b32 %s1, %t, 63;
+        ld.global.b32 %s0, [%a]; st.shared.b32 [%w], %s0; barrier.sync 0; xor.b32 %s1, %t, 63;
         mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s3, [%s2]; bar.sync 1, 64;
         st.shared.b32 [%w], %s3; bar.warp.sync -1; xor.b32 %s1, %t, 1; mov.u32 %s2, memory;
         mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s4, [%s2]; st.global.b32 [%o], %s4;""",
@@ -501,11 +502,11 @@ TESTED = (*RIGHT.values(), *(x[0] for x in PLAN.values()))
 
 
 def test_every_form_is_tested():
-    """test_ptx_values.py tests values, test_ptx_hopper.py forms of sm_90; all other opcodes are in
-    a kernel here."""
-    hopper = {name for name, *_ in ptx_hopper.FORMS}
+    """test_ptx_values.py tests values, test_ptx_hopper.py forms of sm_90, test_ptx_blackwell.py
+    forms of sm_100; all other opcodes are in a kernel here."""
+    newer = {name for name, *_ in (*ptx_hopper.FORMS, *ptx_blackwell.FORMS)}
     others = [x for x in forms.FORMS if x.name.startswith("cvta") or callable(x.code)]
-    others = [x for x in others if x.name not in hopper]
+    others = [x for x in others if x.name not in newer]
     for form in others:
         if not form.name.startswith("setp"):
             pattern = re.compile(rf"(?<![\w.]){form.pattern.pattern}(?=[\s;])")

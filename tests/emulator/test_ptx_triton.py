@@ -1,5 +1,5 @@
-"""Triton's kernels, compiled for sm_80, sm_90 and sm_100 and run on the emulator, which shows faults that
-Triton's interpreter cannot.
+"""Triton's kernels, compiled for sm_80, sm_90 and sm_100 and run on the emulator, which shows
+faults that Triton's interpreter cannot.
 
 Every feature alone on one small tile, and every tile of the tuning tables. The launcher chooses the
 kernels and their arguments, as on a GPU.

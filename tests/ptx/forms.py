@@ -191,6 +191,13 @@ CONVERSIONS = [
     form("cvt.rn.f16.f32", "b16 f32", "narrowed({a}, false)"),
     form("cvt.rn.bf16x2.f32", "b32 f32 f32", narrow_pair("true")),
     form("cvt.rn.f16x2.f32", "b32 f32 f32", narrow_pair("false")),
+    # Of one float32 and numbers of 16 bits, rounded once.
+    form(
+        "fma.rn.f32.bf16", "f32 b16 b16 f32", "fused(widened({a}, true), widened({b}, true), {c})"
+    ),
+    form(
+        "fma.rn.f32.f16", "f32 b16 b16 f32", "fused(widened({a}, false), widened({b}, false), {c})"
+    ),
     # Addresses: those of global memory are generic ones.
     form("cvta.to.global.u64", "u64 u64", "{a}"),
     form("cvta.global.u64", "u64 u64", "{a}"),
