@@ -335,3 +335,26 @@ def test_every_ordering_instruction_of_the_backward_is_needed(compiled, small):
     assert {x for x in sites - detected if not x.startswith(between)} == set()
     ordering = {x for x in sites if x.startswith(between)}
     assert len(detected & ordering) > 0.7 * len(ordering) > 20
+
+
+# Without bar.sync: as on sm_90, most are redundant with an mbarrier.
+BLACKWELL = ("tcgen05.", "fence.proxy.", "mbarrier.init", "mbarrier.arrive", "mbarrier.try_wait")
+BLACKWELL += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "bar.warp.sync")
+# What nothing notices: the permit, which is for other blocks of the multiprocessor; a wait for
+# loads that a later one repeats before threads synchronise (for S, then for O); a wait for products
+# that a later commit of the same thread covers (P V, then Q K of the next tile).
+COVERED = ("tcgen05.relinquish_alloc_permit", "tcgen05.wait::ld", "mbarrier.try_wait")
+
+
+def most_are_needed(sites, detected):
+    assert {x for x in BLACKWELL if not any(y.startswith(x) for y in sites)} == set()
+    assert {x for x in sites - detected if not x.startswith(COVERED)} == set()
+    for name in COVERED[1:]:
+        assert any(x.startswith(name) for x in detected)
+    assert len(detected) > 0.9 * len(sites) > 60, sites - detected
+
+
+@on(100)
+def test_ordering_instructions_of_the_forward_are_needed(compiled, small):
+    problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
+    most_are_needed(*without_each(compiled, problem, False, BLACKWELL))

@@ -340,11 +340,10 @@ def expected(form, opcode, names, kinds, words):
             return compared(names, *operands)
         if base == "cvt" and "[T] [S]" != " ".join(form.kinds):
             return flushed(converted(opcode, kinds, names, *operands), names)
-        if re.fullmatch(r"fma.rn.f32.b?f16", opcode):  # two factors of 16 bits
+        if re.fullmatch(r"(add|fma).rn.f32.b?f16", opcode):  # one or two numbers of 16 bits
             kind = f"cvt.f32.{opcode.rpartition('.')[2]}"
-            return fused(
-                *(converted(kind, ["f32", "b16"], names, x) for x in operands[:2]), operands[2]
-            )
+            *few, last = operands
+            return FLOAT[base](*(converted(kind, ["f32", "b16"], names, x) for x in few), last)
         if kinds[1][0] == "f":
             found = flushed(FLOAT[base](*operands), names)
             return np.nan_to_num(np.clip(found, 0, 1)) + np.float32(0) if "sat" in names else found

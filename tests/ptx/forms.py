@@ -170,6 +170,13 @@ def narrow_pair(kind):
     return f"narrowed({{b}}, {kind}) | narrowed({{a}}, {kind}) << 16"  # the first is the upper half
 
 
+def mixed(opcode, kinds, code, narrow):
+    """Of bfloat16 and of float16: the operands named in `narrow` have 16 bits, the others 32."""
+    for kind, bfloat16 in (("bf16", "true"), ("f16", "false")):
+        wide = {x: f"widened({{{x}}}, {bfloat16})" if x in narrow else f"{{{x}}}" for x in "abc"}
+        yield form(f"{opcode}.{kind}", kinds, code.format(**wide))
+
+
 CONVERSIONS = [
     # A source or a result may be in a wider register: kinds in brackets.
     form("cvt.<T:WHOLE>.<S:WHOLE>", "[T] [S]", "{a}"),
@@ -192,12 +199,8 @@ CONVERSIONS = [
     form("cvt.rn.bf16x2.f32", "b32 f32 f32", narrow_pair("true")),
     form("cvt.rn.f16x2.f32", "b32 f32 f32", narrow_pair("false")),
     # Of one float32 and numbers of 16 bits, rounded once.
-    form(
-        "fma.rn.f32.bf16", "f32 b16 b16 f32", "fused(widened({a}, true), widened({b}, true), {c})"
-    ),
-    form(
-        "fma.rn.f32.f16", "f32 b16 b16 f32", "fused(widened({a}, false), widened({b}, false), {c})"
-    ),
+    *mixed("fma.rn.f32", "f32 b16 b16 f32", "fused({a}, {b}, {c})", "ab"),
+    *mixed("add.rn.f32", "f32 b16 f32", "{a} + {b}", "a"),
     # Addresses: those of global memory are generic ones.
     form("cvta.to.global.u64", "u64 u64", "{a}"),
     form("cvta.global.u64", "u64 u64", "{a}"),
