@@ -227,10 +227,10 @@ PAIRS = {
     for ftz in ("", ".ftz")
 }
 SOME = 0x0F03F0FC
-GREATEST = f"""mov.b64 {{%x0, %x1}}, %a; mov.b32 %f0, %x0; redux.sync.max.f32 %f1, %f0, -1;
+REDUCED = f"""mov.b64 {{%x0, %x1}}, %a; mov.b32 %f0, %x0; redux.sync.WAY.f32 %f1, %f0, -1;
 st.global.f32 [%o], %f1; .reg .pred %p; and.b32 %t, %t, 31; mov.b32 %x0, {SOME};
 shr.u32 %x0, %x0, %t; and.b32 %x0, %x0, 1; setp.eq.u32 %p, %x0, 0; @%p bra $end;
-redux.sync.max.f32 %f1, %f0, {SOME}; st.global.f32 [%o+4], %f1; $end:"""
+redux.sync.WAY.f32 %f1, %f0, {SOME}; st.global.f32 [%o+4], %f1; $end:"""
 
 
 def pair(opcode, count):
@@ -245,7 +245,7 @@ KERNELS = {x.name: entry(x.name, POINTERS, x.code(), "") for x in KINDS + OTHERS
 KERNELS |= {
     of_values(x): entry(of_values(x), "given out", [EACH, pair(x, n)], "") for x, n in PAIRS.items()
 }
-KERNELS["greatest"] = entry("greatest", "given out", [EACH, GREATEST], "")
+KERNELS |= {x: entry(x, "given out", [EACH, REDUCED.replace("WAY", x)], "") for x in ("max", "min")}
 
 
 def made(emulator):
@@ -388,17 +388,18 @@ def test_pairs(executor, opcode):
     assert np.array_equal(np.signbit(out)[number], np.signbit(expected)[number])
 
 
-def test_the_greatest_of_a_warp(executor):
+@named("way", ["max", "min"])
+def test_the_greatest_and_the_least_of_a_warp(executor, way):
     x = numbers(256)[0].reshape(128, 2)
     x[64:96, 0] = np.nan
     given = np.zeros((3, 256), np.float32)
     given[0] = x.ravel()
     out = aligned(256, np.float32)
-    found = executor.launch("greatest", (1,), (128,), 0, [as_aligned(given.ravel()), out])
+    found = executor.launch(way, (1,), (128,), 0, [as_aligned(given.ravel()), out])
     assert not found.count, found.first
     inside = np.array([SOME >> lane & 1 == 1 for lane in range(32)])
     for warp, got in zip(x[:, 0].reshape(4, 32), out.reshape(4, 32, 2)):
-        of_all, of_some = (np.fmax.reduce(y) for y in (warp, warp[inside]))
+        of_all, of_some = (getattr(np, f"f{way}").reduce(y) for y in (warp, warp[inside]))
         np.testing.assert_array_equal(got[:, 0], np.full(32, of_all))
         np.testing.assert_array_equal(got[inside, 1], np.full(inside.sum(), of_some))
 

@@ -341,15 +341,16 @@ def test_every_ordering_instruction_of_the_backward_is_needed(compiled, small):
 BLACKWELL = ("tcgen05.", "fence.proxy.", "mbarrier.init", "mbarrier.arrive", "mbarrier.try_wait")
 BLACKWELL += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "bar.warp.sync")
 # What nothing notices: the permit, which is for other blocks of the multiprocessor; a wait for
-# loads that a later one repeats before threads synchronise (for S, then for O); a wait for products
-# that a later commit of the same thread covers (P V, then Q K of the next tile).
-COVERED = ("tcgen05.relinquish_alloc_permit", "tcgen05.wait::ld", "mbarrier.try_wait")
+# loads or stores that a later one repeats before threads synchronise (for S, then for O); a wait for
+# products that a later commit of the same thread covers (P V, then Q K of the next tile).
+COVERED = ("tcgen05.wait::ld", "tcgen05.wait::st", "mbarrier.try_wait")
+PERMIT = "tcgen05.relinquish_alloc_permit"
 
 
 def most_are_needed(sites, detected):
     assert {x for x in BLACKWELL if not any(y.startswith(x) for y in sites)} == set()
-    assert {x for x in sites - detected if not x.startswith(COVERED)} == set()
-    for name in COVERED[1:]:
+    assert {x for x in sites - detected if not x.startswith((*COVERED, PERMIT))} == set()
+    for name in COVERED:
         assert any(x.startswith(name) for x in detected)
     assert len(detected) > 0.9 * len(sites) > 60, sites - detected
 
@@ -358,3 +359,9 @@ def most_are_needed(sites, detected):
 def test_ordering_instructions_of_the_forward_are_needed(compiled, small):
     problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
     most_are_needed(*without_each(compiled, problem, False, BLACKWELL))
+
+
+@on(100)
+def test_ordering_instructions_of_the_backward_are_needed(compiled, small):
+    problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
+    most_are_needed(*without_each(compiled, problem, True, BLACKWELL))

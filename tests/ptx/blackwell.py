@@ -89,10 +89,11 @@ def pair(operation):
     return code
 
 
-def greatest(write, groups, operands, place):
-    """redux.sync of float32: a shuffle in which every lane has the greatest."""
+def reduced(write, groups, operands, place):
+    """redux.sync of float32: every lane gets the greatest or the least of all."""
     value, mask = write.value(operands[1], "f32"), number(write, operands[2])
-    return write.result(operands[0], "f32", f"greatest({value}, {mask}, {place})")
+    greatest = FLAG[groups["what"] == "max"]
+    return write.result(operands[0], "f32", f"reduced({value}, {mask}, {greatest}, {place})")
 
 
 GROUP = "cta_group::1"
@@ -119,5 +120,5 @@ FORMS = [
     ("sub[.rn][.ftz].f32x2", "_ _ _", pair("{a} - {b}")),
     ("mul[.rn][.ftz].f32x2", "_ _ _", pair("{a} * {b}")),
     ("fma.rn[.ftz].f32x2", "_ _ _ _", pair("fused({a}, {b}, {c})")),
-    ("redux.sync.max.f32", "_ _ _", greatest),
+    ("redux.sync.<what:max|min>.f32", "_ _ _", reduced),
 ]
