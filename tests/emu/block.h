@@ -214,7 +214,7 @@ void note_atomic(const void* at, int bytes, const char* what, Access access, boo
 void atomics_begin();  // of a launch
 bool forgotten(int64_t block);  // it has ended and never published
 
-// A shadow of tensor memory, whose addresses begin at kTensorMemory: it complains as others do.
+// A shadow of tensor memory: addresses from kTensorMemory on. It complains as others do.
 constexpr uintptr_t kTensorMemory = 1 << 20;
 std::unique_ptr<Shadow> shadow_of_tensor_memory();
 

@@ -43,7 +43,7 @@ void each_chunk(const Matrix& matrix, Element element, int first, int count, Vis
 // Reads them as rows of k: element (i, k) at k * count + i.
 std::vector<float> read(const Matrix& matrix, Element element, int first, int count);
 
-// Adds to a row of D the products of a row of A, whose elements are `apart`, with the columns of B.
+// Adds to a row of D the products of a row of A with the columns of B. Elements of A are `apart`.
 void add_products(std::vector<float>& row, const float* a, int apart, int depth, int sign,
                   const float* b);
 
