@@ -340,9 +340,9 @@ def test_every_ordering_instruction_of_the_backward_is_needed(compiled, small):
 # Without bar.sync: as on sm_90, most are redundant with an mbarrier.
 BLACKWELL = ("tcgen05.", "fence.proxy.", "mbarrier.init", "mbarrier.arrive", "mbarrier.try_wait")
 BLACKWELL += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "bar.warp.sync")
-# What nothing notices: the permit, which is for other blocks of the multiprocessor; a wait for loads
-# or stores that a later one repeats before threads synchronise (for S, then for O); a wait for
-# products that a later commit of the same thread covers (P V, then Q K of the next tile).
+# What nothing notices: the permit, which is for other blocks of the multiprocessor; a wait for
+# loads or stores that a later one repeats before threads synchronise (for S, then for O); a wait
+# for products that a later commit of the same thread covers (P V, then Q K of the next tile).
 COVERED = ("tcgen05.wait::ld", "tcgen05.wait::st", "mbarrier.try_wait")
 PERMIT = "tcgen05.relinquish_alloc_permit"
 
