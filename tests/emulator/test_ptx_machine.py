@@ -503,7 +503,7 @@ TESTED = (*RIGHT.values(), *(x[0] for x in PLAN.values()))
 
 def test_every_form_is_tested():
     """test_ptx_values.py tests values, test_ptx_hopper.py forms of sm_90, test_ptx_blackwell.py
-    forms of sm_100; all other opcodes are in a kernel here."""
+    and test_ptx_blackwell_values.py forms of sm_100; all other opcodes are in a kernel here."""
     newer = {name for name, *_ in (*ptx_hopper.FORMS, *ptx_blackwell.FORMS)}
     others = [x for x in forms.FORMS if x.name.startswith("cvta") or callable(x.code)]
     others = [x for x in others if x.name not in newer]

@@ -27,6 +27,7 @@ REASONS = {
     "tests/emulator/test_ptx_hopper.py": "one module of kernels, compiled once for every test",
     "tests/emulator/test_ptx_hopper_misuse.py": "a table of misuses",
     "tests/emulator/test_ptx_machine.py": "one module of kernels, compiled once for every test",
+    "tests/emulator/test_ptx_values.py": "one module of kernels, compiled once for every test",
     "tests/fuzz/parts.py": "a table of parts, from which the fuzzer draws by its order",
     "tests/mutation/test_cpu_mutants.py": "a table of faults",
     "tests/mutation/test_triton_mutants.py": "a table of faults",

@@ -145,6 +145,7 @@ SHARES = {
     "test_ptx_foreign": (NONE, 24),
     "test_ptx_blackwell": (NONE, 5),
     "test_ptx_blackwell_misuse": (NONE, 3),
+    "test_ptx_blackwell_values": (NONE, ALL),
     "test_ptx_blackwell_faults": (NONE, NONE),
     "test_ptx_hopper": (NONE, ALL),
     "test_ptx_hopper_misuse": (NONE, ALL),
