@@ -22,6 +22,7 @@ template <class Type, int D, int Dv = D>
 void of_sm90(bool general = true) {
   tell<fa::sm90::Forward<Type, D, Dv, false>>();
   if (general) tell<fa::sm90::Forward<Type, D, Dv, true>>();
+  if (D == Dv && (D == 64 || D == 128)) tell<fa::sm90::UnmaskedForward<Type, D, Dv>>();
 }
 
 template <class Type>
