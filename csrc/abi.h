@@ -214,6 +214,21 @@ FA_EXPORT int64_t fa_cuda_translates(void);            // 1 if the driver here t
 FA_EXPORT const char* fa_cuda_error(int64_t code);     // the text of a cudaError_t
 FA_EXPORT const char* fa_cuda_failed_kernel(void);     // of this thread's last failed launch
 
+// One of the instructions that the kernels of sm_90 rely on, run alone by a kernel of its own.
+struct FaProbe {
+  int64_t what;         // numbered in csrc/cuda/sm90/probe.cu
+  int64_t nanoseconds;  // that a wait may take
+  const void* a;
+  const void* b;
+  void* out;
+  void* report;            // two words of 32 bits: the step that was begun last; the step that waited
+                           // until the limit, or 0
+  struct FaTensor tensor;  // of a copy by a tensor map
+  int64_t size[4], at[4];  // its sizes; the first item, head, row and column of the copy
+};
+// On the current device, without waiting for it. 0, a cudaError_t, or a CUresult for a tensor map.
+FA_EXPORT int64_t fa_cuda_probe_sm90(const struct FaProbe* p, void* stream);
+
 #ifdef __cplusplus
 }
 #endif

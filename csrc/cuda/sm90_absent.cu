@@ -24,3 +24,5 @@ int64_t backward_workspace(const FaParams&, int64_t) { return 0; }
 
 }  // namespace sm90
 }  // namespace fa
+
+extern "C" int64_t fa_cuda_probe_sm90(const FaProbe*, void*) { return cudaErrorNotSupported; }

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tensors
-from . import cuda_errors, gpu
+from . import cuda_errors, gpu, sm90_check
 from .base import COMMON_FEATURES, Support, check_values, register
 from .native import libraries
 from .native.extents import refused
@@ -21,6 +21,7 @@ from .native.marshalling import launch_on, pack
 from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
 from .preference import passes_of
 
+SM_80, SM_90 = 80, 90
 PASSES = {
     "forward": libraries.FORWARD,
     "backward": libraries.BACKWARD,
@@ -31,7 +32,8 @@ PASSES = {
 
 @functools.cache
 def unavailable() -> str | None:
-    if why := libraries.cuda_unavailable() or gpu.unavailable():
+    why = libraries.cuda_unavailable() or gpu.unavailable() or sm90_check.refused_setting()
+    if why:
         return why
     library = libraries.cuda()
     if code := library.driver_error():
@@ -60,10 +62,15 @@ def current_stream(device: int) -> int:
 @functools.cache
 def met(device: torch.device) -> gpu.Chip:
     """What launches on a device have to know of it. The first call there warns if the driver has to
-    translate the kernels."""
+    translate the kernels, and if a check of the device's instructions fails. Raises
+    sm90_check.Capturing, and keeps nothing then."""
     if device.type == "cuda" and libraries.cuda().translates():
         warnings.warn(waiting(device), stacklevel=2)
-    return gpu.Chip(gpu.processors(device), gpu.architecture(device))
+    architecture = gpu.architecture(device)
+    has_kernels = architecture == SM_90 and not lacks_sm_90()
+    if has_kernels and sm90_check.why_declined(libraries.cuda(), device):
+        architecture = SM_80
+    return gpu.Chip(gpu.processors(device), architecture)
 
 
 def waiting(device: torch.device) -> str:
@@ -97,7 +104,10 @@ class Cuda(Launcher):
         return libraries.cuda()
 
     def chip(self, x: Tensor) -> gpu.Chip:
-        return met(x.device)
+        try:
+            return met(x.device)
+        except sm90_check.Capturing:
+            return gpu.Chip(gpu.processors(x.device), SM_80)
 
     def stream(self, x: Tensor) -> int:
         return current_stream(x.get_device())
@@ -115,7 +125,16 @@ class Cuda(Launcher):
                 rest = (None,) * len(AFTER[which])
                 params = pack(params, PLACES[which], (*read_in_place, *rest), 0)
             found[name] = self.library.kernels(params, which, chip).decode()
+        if "sm_90" in found.values() and (why := self._unchecked(device)):
+            found = {name: f"sm_80: {why}" if x == "sm_90" else x for name, x in found.items()}
         return found
+
+    def _unchecked(self, device: torch.device) -> str:
+        """Why no kernel of sm_90 runs on this device, "" if some may."""
+        try:
+            return sm90_check.why_declined(self.library, device)
+        except sm90_check.Capturing as why:
+            return str(why)
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
         return self.library.workspace(params, which, *self.chip(t.q))

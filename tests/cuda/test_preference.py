@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fastattn
 from fastattn import __main__
-from fastattn.backends import base, cuda, gpu, preference, triton
+from fastattn.backends import base, cuda, gpu, preference, sm90_check, triton
 from fastattn.backends.native import libraries
 from fastattn.backends.native.imagined import imagined
 from fastattn.backends.preference import RULES, Evidence, Figures, Rule
@@ -55,6 +55,7 @@ def two_gpus(monkeypatch):
         (cuda.Cuda, "unavailable", lambda self: None),
         (libraries, "cuda", lambda: library),
         (libraries, "cuda_unavailable", lambda: None),
+        (sm90_check, "why_declined", lambda library, device: ""),
         (preference, "RULES", [RULE]),
         (base, "RULES", [RULE]),
         (__main__, "RULES", [RULE]),
@@ -130,6 +131,18 @@ def test_a_backend_that_cannot_run_is_not_preferred(monkeypatch):
 def test_without_the_other_backend_nothing_changes(monkeypatch):
     monkeypatch.setattr(triton.Triton, "unavailable", lambda self: "no Triton")
     assert chosen(CALL) == chosen(CALL, AMPERE) == "cuda"
+
+
+def test_a_device_that_failed_the_check_keeps_the_general_order(monkeypatch):
+    """explain says why."""
+    why = "the self-check of sm_90 instructions failed: bulk load: the bytes never arrived"
+    monkeypatch.setattr(sm90_check, "why_declined", lambda library, device: why)
+    assert chosen(CALL) == "triton"
+    found = base.get("cuda").kernels(CALL, HOPPER)
+    assert found == dict.fromkeys(("forward", "backward"), f"sm_80: {why}")
+    kernel_classes.decline(b"tiles are too wide", [libraries.BACKWARD])
+    found = base.get("cuda").kernels(CALL, HOPPER)
+    assert found == dict(forward=f"sm_80: {why}", backward="sm_80: tiles are too wide")
 
 
 def test_a_requested_backend_runs():

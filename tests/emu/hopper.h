@@ -22,6 +22,10 @@ void mbarrier_arrive(const char* site, uint32_t address, uint32_t count);
 // Is the phase of this parity over? `patient`: it waits for that, though not for ever.
 bool mbarrier_test(const char* site, uint32_t address, uint32_t parity, bool patient);
 
+// -- time: %globaltimer. A microsecond passes from one reading to the next -------------------------
+
+uint64_t nanoseconds();
+
 // -- tensors in global memory, by maps of 128 bytes that the kernel or the host makes --------------
 
 enum class MapField {

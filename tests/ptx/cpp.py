@@ -221,6 +221,8 @@ class Writer:
             return f"S.{found[1]}[{'xyz'.index(found[2])}]"
         if operand == "%laneid":
             return "S.laneid"
+        if operand == "%globaltimer":
+            return "emu::nanoseconds()"
         if operand in self.shared:
             return f"{WINDOW + self.shared[operand]}u"
         if operand in self.kernel.local:

@@ -26,7 +26,7 @@ const char* declines_forward(const FaParams& p) {
 
 const char* declines(const FaParams& p, int64_t pass) {
   if (!encode_tiled()) return "the driver cannot encode tensor maps";
-  return pass == FA_FORWARD ? declines_forward(p) : "no kernel of this class computes this pass";
+  return pass == FA_FORWARD ? declines_forward(p) : declines_backward(p);
 }
 
 template <class Type, bool general, bool masked>
@@ -53,10 +53,6 @@ int forward(const FaParams& p, int64_t multiprocessors, void* stream) {
 }
 
 int64_t forward_workspace(const FaParams&, int64_t) { return 0; }
-
-// No kernel of this class computes it yet: `declines` says so.
-int backward(const FaParams&, int64_t, void*) { return cudaErrorInvalidValue; }
-int64_t backward_workspace(const FaParams&, int64_t) { return 0; }
 
 }  // namespace sm90
 }  // namespace fa

@@ -191,12 +191,6 @@ FA_DEVICE void hide_keys(float (&s)[n][4], const Visible& visible, int row, int 
   });
 }
 
-// Known at compile time.
-template <bool x>
-struct Known {
-  static constexpr bool value = x;
-};
-
 // A warpgroup's rows of one task.
 template <class F>
 struct Consumer {

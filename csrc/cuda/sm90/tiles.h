@@ -34,5 +34,14 @@ constexpr ForwardTile forward_tile(int d, int dv, bool general, bool masked) {
   return {2, 80};                              // 128 + 40 + 20; 64 + 160 KB
 }
 
+// Backward: two warpgroups with 64 keys each, and tiles of so many rows in two stages. The registers
+// of a lane hold (D + Dv) / 2 sums of keys, and of a tile rows / 2 scores and as many dp.
+constexpr int kBlockKeys = 128;
+constexpr int backward_rows(int d, bool banded, bool general) {
+  if (general) return 64;
+  if (d <= 64) return banded ? 96 : 128;
+  return banded ? 64 : 80;
+}
+
 }  // namespace sm90
 }  // namespace fa
