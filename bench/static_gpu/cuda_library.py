@@ -69,7 +69,7 @@ def build(jobs: int | None = None, files: Iterable[Path] = ()) -> Path:
 
 
 def objects() -> dict[Path, Path]:
-    """The object of each source of kernels: in csrc/cuda/sm80 and csrc/cuda/sm90. Probes are none."""
+    """The object of each source of kernels, in csrc/cuda/sm80 and sm90. Probes are none."""
     made, cuda = BUILD / "cuda" / "CMakeFiles", SOURCES / "cuda"
     targets = {"sm80": "fastattn_cuda", "sm90": "fastattn_sm90"}
     return {
