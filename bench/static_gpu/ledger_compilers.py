@@ -50,7 +50,7 @@ CUDA = {
 MAP, PARAMS = "const __grid_constant__ TensorMap", "const __grid_constant__ FaParams"
 SM90 = {
     "forward": (
-        "Forward<Type, {d}, {d}, {general}>",
+        "Forward<Type, {d}, {d}, {general}, {masked}>",
         "forward_kernel",
         "kRows, K::kKeys",
         ", ".join((*[MAP] * 4, PARAMS, "const Schedule")),
@@ -68,11 +68,12 @@ def source(case: LedgerCase) -> str:
     general = "false" if case.feature in ("plain", "sinks") else "true"  # instances.h: is_general
     if case.folder == "sm90":
         kind, kernel, sides, parameters = SM90[case.name]
+        masked = "true" if case.feature == "mask" else "false"  # forward.cu
         return f"""\
 #include "cuda/sm90/{case.name}.cuh"
 namespace fa {{ namespace sm90 {{
 using Type = ptx::BF16;
-using K = {kind.format(d=case.head_dim, general=general)};
+using K = {kind.format(d=case.head_dim, general=general, masked=masked)};
 template __global__ void {kernel}<K>({parameters});
 }} }}
 template <int...> __global__ void tile() {{}}

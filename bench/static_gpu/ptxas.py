@@ -31,6 +31,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -95,18 +96,19 @@ def version() -> str:
     return f"nvcc {found[1] if found else 'unknown'}"
 
 
-def shared_memory() -> dict[str, int]:
+def shared_memory(of_sm90: Iterable[str] = ()) -> dict[str, int]:
     """Bytes per block of each kernel, by its template argument with the namespace, as in
-    sm80::Forward<...>, or by its name."""
+    sm80::Forward<...>, or by its name. of_sm90: such arguments of kernels of csrc/cuda/sm90."""
     emulator = HERE.parents[1] / "tests" / "emu"
     flags = ["-std=c++17", "-DFA_EMULATED", "-Wno-unknown-pragmas", f"-I{emulator}"]
     flags += [f"-I{cuda_library.SOURCES}", "-include", str(emulator / "emu.h")]
     with tempfile.TemporaryDirectory() as folder:
-        program = Path(folder) / "shared_memory"
+        program, instances = Path(folder) / "shared_memory", Path(folder) / "instances.inc"
+        instances.write_text("".join(f"tell<{x}>();\n" for x in of_sm90))
         compiler = os.environ.get("CXX", "c++").split()
-        subprocess.run(
-            [*compiler, *flags, str(HERE / "shared_memory.cpp"), "-o", str(program)], check=True
-        )
+        source = str(HERE / "shared_memory.cpp")
+        command = [*compiler, *flags, f"-I{folder}", source, "-o", str(program)]
+        subprocess.run(command, check=True)
         sizes = subprocess.run([program], capture_output=True, text=True, check=True).stdout
     names = subprocess.run(["c++filt", "-t"], input=sizes, capture_output=True, text=True).stdout
     lines = (line.split(maxsplit=1) for line in names.splitlines())
@@ -135,14 +137,25 @@ def read_one(made: Path, arch: str, folder: str, shared: dict[str, int]) -> list
     found = []
     for mangled, stores, loads, used in compiled:
         name = readable(mangled)
-        kind, _, instance = name.rstrip("> ").partition("<")
-        instance = f"{instance}>" if instance.count("<") else instance
-        size = shared[kind] if kind in shared else shared[f"{folder}::{instance}"]
+        kind, _, instance = name.partition("<")
+        found_by = (kind, f"{folder}::{kind}", f"{folder}::{instance[:-1].rstrip()}")
+        size = next(shared[x] for x in found_by if x in shared)
         spilled = int(stores) + int(loads)
         counts = int(used), size, spilled, products[mangled]
         stray = (NO_CLASS,) * (folder == "sm90" and folder not in mangled)
         found.append(Kernel(arch, name, *counts, (*serialised.get(mangled, ()), *stray)))
     return found
+
+
+def instances(made: Iterable[Path]) -> list[str]:
+    """The template arguments of the kernels of csrc/cuda/sm90 in these objects, in full."""
+    mangled = "\n".join(x for path in made for x in entries(cuda_library.ptxas_output(path)))
+    names = subprocess.run(["c++filt"], input=mangled, capture_output=True, text=True).stdout
+    return sorted(set(re.findall(r"^void fa::sm90::\w+<(fa::sm90::.*>) >\(", names, re.M)))
+
+
+def entries(said: str) -> list[str]:
+    return re.findall(r"Compiling entry function '(\S+)'", said)
 
 
 def serialisations(said: str) -> dict[str, tuple[str, ...]]:
@@ -169,7 +182,7 @@ def compile_all(folder: str, jobs: int | None) -> list[Kernel]:
     """Every kernel of a folder, sorted by architecture and name."""
     objects = [made for x, made in cuda_library.objects().items() if x.parent.name == folder]
     cuda_library.build(jobs, objects)
-    shared = shared_memory()
+    shared = shared_memory(instances(objects))
     kernels = [
         kernel
         for made in objects
@@ -180,9 +193,12 @@ def compile_all(folder: str, jobs: int | None) -> list[Kernel]:
 
 
 def may_not_spill(kernel: Kernel) -> bool:
-    """Is it plain, with head dims up to WITHOUT_SPILLS?"""
+    """Is it plain, with head dims up to WITHOUT_SPILLS? Its last flag says if it is general, in
+    forward the first one."""
     sizes = [int(x) for x in re.findall(r"\b\d+\b", kernel.name)[:2]]
-    return "false" in kernel.name and all(x <= WITHOUT_SPILLS[kernel.arch] for x in sizes)
+    flags = re.findall(r"\b(?:true|false)\b", kernel.name)
+    plain = flags[0 if kernel.name.startswith("forward_kernel") else -1 :][:1] == ["false"]
+    return plain and all(x <= WITHOUT_SPILLS[kernel.arch] for x in sizes)
 
 
 def faults(kernels: list[Kernel], budget: dict[str, dict[str, int]]) -> list[str]:

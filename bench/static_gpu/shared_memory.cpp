@@ -18,20 +18,9 @@ void tell(int bytes = Kernel::kSharedBytes) {
 
 // -- the kernels of sm90/ -------------------------------------------------------------------------
 
-template <class Type, int D, int Dv = D>
-void of_sm90(bool general = true) {
-  tell<fa::sm90::Forward<Type, D, Dv, false>>();
-  if (general) tell<fa::sm90::Forward<Type, D, Dv, true>>();
-}
-
-template <class Type>
-void all_of_sm90() {
-  of_sm90<Type, 64>();
-  of_sm90<Type, 96>();
-  of_sm90<Type, 128>();
-  of_sm90<Type, 192, 128>();
-  of_sm90<Type, 192>();
-  of_sm90<Type, 256>(false);
+// ptxas.py writes a line for each that nvcc compiled: tell<fa::sm90::Forward<...>>();
+void of_sm90() {
+#include "instances.inc"
 }
 
 // -- the kernels of sm80/ -------------------------------------------------------------------------
@@ -96,6 +85,5 @@ int main() {
   std::printf("%zu combine_kernel\n", sizeof(float) * kCombineWarps * kWidest);
   of_type<fa::ptx::BF16>();
   of_type<fa::ptx::F16>();
-  all_of_sm90<fa::ptx::BF16>();
-  all_of_sm90<fa::ptx::F16>();
+  of_sm90();
 }

@@ -1,5 +1,7 @@
 // The online softmax of a warp's 16 rows over tiles of keys, which forward and decode share.
 #pragma once
+#include <float.h>
+
 #include "fragment.cuh"
 
 namespace fa {
@@ -25,7 +27,7 @@ FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&decay)[2], float
     const float before = state.level[half];
     state.level[half] = fmaxf(before, level_of<general>(max, to_log2));
     // A row that has seen nothing: -inf - -inf would be NaN.
-    const float level = state.level[half] == -INFINITY ? 0.0f : state.level[half];
+    const float level = fmaxf(state.level[half], -FLT_MAX);
     decay[half] = rescale<general>(before, level);
     float sum = state.sum[half] * decay[half];
 #pragma unroll

@@ -131,6 +131,23 @@ def test_faults_of_a_kernel_for_sm_90a_are_found(changed, budget, fault):
     assert len(found) == bool(fault) and all(x.endswith(fault) for x in found), found
 
 
+@pytest.mark.parametrize(
+    "name, plain",
+    [
+        ("forward_kernel<Forward<BF16, 64, 64, false> >", True),
+        ("forward_kernel<Forward<BF16, 64, 64, true> >", False),
+        ("forward_kernel<Forward<BF16, 64, 64, true, false> >", False),  # general, without a mask
+        ("forward_kernel<Forward<BF16, 64, 64, false, false> >", True),
+        ("forward_kernel<MaskedForward<BF16, 64, 64> >", False),
+        ("backward_kernel<Backward<BF16, 64, true, false> >", True),  # with a band
+        ("backward_kernel<Backward<BF16, 64, false, true> >", False),
+        ("backward_kernel<Backward<BF16, 64, 64, 3, false> >", True),
+    ],
+)
+def test_plain_kernels_are_known_by_their_names(name, plain):
+    assert ptxas.may_not_spill(dataclasses.replace(HOPPER, name=name)) == plain
+
+
 SAID = """\
 ptxas info    : 0 bytes gmem
 ptxas info    : Compiling entry function 'one' for 'sm_90a'

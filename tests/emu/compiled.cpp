@@ -29,8 +29,9 @@ std::string text(dim3 x) {
   return std::to_string(x.x) + " x " + std::to_string(x.y) + " x " + std::to_string(x.z);
 }
 
-// The parameters of the kernel that runs, as a GPU has them: one after another, each at a multiple
-// of its alignment. The first address is a multiple of the largest alignment, and of no more.
+// The parameters of the kernel that runs: one after another, each at a multiple of its alignment.
+// The first address is a multiple of the largest alignment, and of no more. There are gaps, so that
+// no address past a parameter is another's.
 struct ParameterSpace {
   std::vector<unsigned char> memory;
   std::vector<const unsigned char*> at;
@@ -38,13 +39,14 @@ struct ParameterSpace {
 
   ParameterSpace() = default;
   ParameterSpace(const Compiled& kernel, const Argument* arguments) : of(&kernel) {
+    constexpr size_t kGap = 16;
     size_t most = 16, end = 0;
     std::vector<size_t> offsets;
     for (int i = 0; i < kernel.parameters; ++i) {
       const size_t align = kernel.aligns[i];
       most = std::max(most, align);
       offsets.push_back((end + align - 1) / align * align);
-      end = offsets.back() + kernel.bytes[i];
+      end = offsets.back() + kernel.bytes[i] + kGap;
     }
     memory.resize(end + 3 * most);
     const auto begin = reinterpret_cast<uintptr_t>(memory.data());

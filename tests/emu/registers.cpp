@@ -27,17 +27,19 @@ struct Change {
   bool more;
 };
 
-// All four warps execute each of these instructions, and synchronise before the next.
+// All four warps execute each of these instructions, and synchronise before the next, except one
+// that changes nothing: Triton has these.
 void expect_in_step(const Change& change, const Registers& of) {
   const auto warp = static_cast<size_t>(self->warp), first = warp / 4 * 4;
   if (first + 4 > of.warps.size())
     fail("%s: warp %zu of %zu, expected one of a whole warpgroup of four", change.site, warp,
          of.warps.size());
   const size_t done = of.warps[warp].steps.size();
+  const bool changes = done && change.count != of.warps[warp].has;
   for (size_t i = first; i < first + 4; ++i) {
     if (i == warp) continue;
     const std::vector<Step>& steps = of.warps[i].steps;
-    if (steps.size() < done || (done && options.check && !current().clocks.know(steps[done - 1])))
+    if (changes && (steps.size() < done || !current().clocks.know(steps[done - 1])))
       fail("%s: warp %zu has not synchronised with warp %zu since the setmaxnreg before",
            change.site, warp, i);
     if (steps.size() > done && std::strcmp(steps[done].what, change.site))

@@ -154,6 +154,12 @@ REGISTERS = {  # {case: (threads, bounds, code, the error or None)}
         f"{fewer(40)} {fewer(24)}",
         r"warp \d has not synchronised with warp \d since the setmaxnreg before",
     ),
+    "unchanged_without_a_barrier": (
+        384,
+        OF_384,
+        each(f"{fewer(24)} {fewer(24)}", *[f"{more(240)} {more(240)}"] * 2),
+        None,
+    ),
     "synchronised": (128, bounds(128), f"{fewer(40)} {BARRIER} {more(64)}", None),
 }
 

@@ -69,6 +69,8 @@ class Watched:
         chip = multiprocessors, architecture
         if which == libraries.FORWARD:
             self.backend.splits = decode_splits(params, *chip)
+        named = binary(*self.which).kernels(params, which, architecture).decode()
+        self.backend.kernels.append(named)
         device = max(device, 0)  # -1 for CPU tensors
         numbers = (ctypes.c_int64(x) for x in (which, device, *chip))
         executes = executor(*self.which)
@@ -85,15 +87,15 @@ class Watched:
 class Emulated(Cuda):
     """With `sm_count` multiprocessors, calls of few rows use decode. Kernels are chosen for a chip
     of `architecture`. With `ptx` they run as nvcc compiled them; `launches` counts those. `options`
-    go to the emulator; `findings` holds its findings for each call; `splits` are those of the last
-    forward."""
+    go to the emulator; `findings` holds its findings for each call, `kernels` what the library says
+    of the class that runs it; `splits` are those of the last forward."""
 
     name = "emulated"
 
     def __init__(self, sm_count=0, ptx=False, architecture=80, **options):
         self.sm_count, self.architecture = sm_count, architecture
         options = {"shared_limit": SHARED_LIMITS[architecture], **options}
-        self.options, self.findings, self.splits = options, [], None
+        self.options, self.findings, self.kernels, self.splits = options, [], [], None
         self.ptx, self.launches, self.wide = ptx, 0, False
 
     @property

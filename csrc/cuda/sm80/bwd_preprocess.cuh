@@ -15,23 +15,31 @@ FA_DEVICE float warp_sum(float x) {
   return x;
 }
 
+// What the backward kernels of this folder read: as it is, of tiles of kTile rows at most.
+struct StateForm {
+  static constexpr int kTile = kRowsOfTiles;
+  static FA_DEVICE RowState of(const FaParams&, Normaliser from, float minus_delta) {
+    return {from.level, from.rest, minus_delta};
+  }
+};
+
 // The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
 // dlse, which is subtracted from every dp of the row. 0 if there is no output. A warp for each row.
-template <class Type, bool general>
+template <class Type, bool general, class Form>
 __global__ void __launch_bounds__(kRowThreads)
     delta_kernel(const FaParams batch, float* workspace) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
-  const int64_t rows = padded_rows(batch);
+  const int64_t rows = padded_rows(batch, Form::kTile);
   const int64_t i = at % rows, h = at / rows % batch.H, b = at / rows / batch.H;
   const Item p(batch, b);
   const Turns turns(workspace);  // none is taken yet
   if (at == 0) turns.clear(batch);
-  if (i >= padded_rows(p)) return;  // another item is longer
-  if (lane == 0) turns.clear(item_begins(p, b, h) + i);
-  const RowStates states(p, workspace, b, h);
+  if (i >= padded_rows(p, Form::kTile)) return;  // another item is longer
+  if (lane == 0) turns.clear(item_begins(p, b, h, Form::kTile) + i);
+  const RowStates states(p, workspace, b, h, Form::kTile);
   if (i >= p.M) {
-    if (lane == 0) states.set(i, {INFINITY, 0.0f, 0.0f});
+    if (lane == 0) states.set(i, Form::of(p, {INFINITY, 0.0f}, 0.0f));
     return;
   }
   const auto row_of = [&](const FaTensor& x) {
@@ -48,16 +56,13 @@ __global__ void __launch_bounds__(kRowThreads)
     const int64_t* stride = p.dlse.stride;
     sum -= read(p.dlse, b * stride[0] + h * stride[1] + i * stride[2]);
   }
-  if (lane == 0) {
-    const Normaliser normaliser = Normalisers(p, b, h).at<general>(i);
-    states.set(i, {normaliser.level, normaliser.rest, -sum});
-  }
+  if (lane == 0) states.set(i, Form::of(p, Normalisers(p, b, h).at<general>(i), -sum));
 }
 
 // dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a
 // value. A block for each head, in a packed batch for each head of every item; it adds in one
 // order.
-template <int threads>
+template <int threads, class Form>
 __global__ void __launch_bounds__(threads)
     sink_gradient_kernel(const FaParams batch, float* workspace) {
   FA_SHARED_MEMORY(memory);
@@ -71,7 +76,7 @@ __global__ void __launch_bounds__(threads)
     const int64_t b = first + at / p.M, i = at % p.M;
     const Normaliser normaliser = Normalisers(p, b, h).at<true>(i);
     if (normaliser.level == INFINITY || sink == -INFINITY) continue;
-    const float minus_delta = RowStates(p, workspace, b, h).at(kMinusDelta, i);
+    const float minus_delta = RowStates(p, workspace, b, h, Form::kTile).at(kMinusDelta, i);
     sum += probability<true>(sink, normaliser, kLog2e) * minus_delta;
   }
   sum = warp_sum(sum);
@@ -83,17 +88,19 @@ __global__ void __launch_bounds__(threads)
   static_cast<float*>(p.dsinks.data)[first * p.dsinks.stride[0] + h * p.dsinks.stride[1]] = total;
 }
 
-template <class Type, bool general>
+template <class Type, bool general, class Form = StateForm>
 int start_delta(const FaParams& p, float* workspace, void* stream) {
   constexpr int warps = kRowThreads / 32;
-  static_assert(kRowsOfTiles % warps == 0, "blocks would be left over");
-  return launch_blocks("delta_kernel", delta_kernel<Type, general>,
-                       p.B * p.H * padded_rows(p) / warps, kRowThreads, 0, stream, p, workspace);
+  static_assert(Form::kTile % warps == 0, "blocks would be left over");
+  return launch_blocks("delta_kernel", delta_kernel<Type, general, Form>,
+                       p.B * p.H * padded_rows(p, Form::kTile) / warps, kRowThreads, 0, stream, p,
+                       workspace);
 }
 
-inline int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
+template <class Form = StateForm>
+int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
   const int64_t blocks = p.cu_q ? p.B * p.H : p.H;
-  return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads>, blocks,
+  return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads, Form>, blocks,
                        kRowThreads, sizeof(float) * (kRowThreads / 32), stream, p, workspace);
 }
 

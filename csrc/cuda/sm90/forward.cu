@@ -26,15 +26,16 @@ const char* declines_forward(const FaParams& p) {
 
 const char* declines(const FaParams& p, int64_t pass) {
   if (!encode_tiled()) return "the driver cannot encode tensor maps";
-  return pass == FA_FORWARD ? declines_forward(p) : "no kernel of this class computes this pass";
+  return pass == FA_FORWARD ? declines_forward(p) : declines_backward(p);
 }
 
-template <class Type, bool general>
+template <class Type, bool general, bool masked>
 int forward_of(const FaParams& p, int64_t multiprocessors, void* stream) {
   const auto start = [&](auto dims) {
     using To = decltype(dims);
     if constexpr (FA_CUDA_HAS_DIM(To::kD) && (!general || To::kD <= kWidestGeneral))
-      return start_forward<Type, To::kD, To::kDv, general>(p, multiprocessors, stream);
+      return start_forward < Type, To::kD, To::kDv, general,
+             masked || (general && !To::kUnmasked) > (p, multiprocessors, stream);
     else
       return static_cast<int>(cudaErrorInvalidValue);
   };
@@ -44,17 +45,14 @@ int forward_of(const FaParams& p, int64_t multiprocessors, void* stream) {
 int forward(const FaParams& p, int64_t multiprocessors, void* stream) {
   const auto of = [&](auto type) {
     using Type = decltype(type);
-    return is_general(p) ? forward_of<Type, true>(p, multiprocessors, stream)
-                         : forward_of<Type, false>(p, multiprocessors, stream);
+    if (!is_general(p)) return forward_of<Type, false, false>(p, multiprocessors, stream);
+    return p.mask.data ? forward_of<Type, true, true>(p, multiprocessors, stream)
+                       : forward_of<Type, true, false>(p, multiprocessors, stream);
   };
   return p.q.dtype == FA_BF16 ? of(ptx::BF16()) : of(ptx::F16());
 }
 
 int64_t forward_workspace(const FaParams&, int64_t) { return 0; }
-
-// No kernel of this class computes it yet: `declines` says so.
-int backward(const FaParams&, int64_t, void*) { return cudaErrorInvalidValue; }
-int64_t backward_workspace(const FaParams&, int64_t) { return 0; }
 
 }  // namespace sm90
 }  // namespace fa

@@ -13,13 +13,15 @@
 namespace fa {
 namespace sm90 {
 
-// kD and kDv are the padded head dims; a plain kernel supports scale, band, lengths and sinks only.
-template <class Type_, int kD_, int kDv_, bool kGeneral_>
+// kD and kDv are the padded head dims. A plain kernel supports a positive scale, band, lengths and
+// sinks only; a general one all features, or all but masks. Without masks, levels are in powers of
+// two (softmax_lse.cuh), and tiles are larger.
+template <class Type_, int kD_, int kDv_, bool kGeneral_, bool kMasked_ = kGeneral_>
 struct Forward {
   using Type = Type_;
   static constexpr int kD = kD_, kDv = kDv_;
-  static constexpr bool kGeneral = kGeneral_;
-  static constexpr ForwardTile kTile = forward_tile(kD, kDv, kGeneral);
+  static constexpr bool kGeneral = kGeneral_, kMasked = kMasked_;
+  static constexpr ForwardTile kTile = forward_tile(kD, kDv, kGeneral, kMasked);
   static constexpr int kGroups = kTile.groups, kKeys = kTile.keys, kRows = kGroupRows * kGroups;
   static constexpr int kThreads = kWarpgroup * (kGroups + 1), kConsumers = kWarpgroup * kGroups;
   static constexpr int kStages = 2;
@@ -182,12 +184,6 @@ FA_DEVICE void hide_keys(float (&s)[n][4], const Visible& visible, int row, int 
   });
 }
 
-// Known at compile time.
-template <bool x>
-struct Known {
-  static constexpr bool value = x;
-};
-
 // A warpgroup's rows of one task.
 template <class F>
 struct Consumer {
@@ -326,7 +322,7 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
     const float to_log2 = F::kGeneral ? kLog2e : head.scale * kLog2e;
     const auto places = [&](int tile) { return Places<false>{head, row, tile * kKeys + column}; };
     MaskLines lines;
-    if constexpr (F::kGeneral) lines = MaskLines(places(0));
+    if constexpr (F::kMasked) lines = MaskLines(places(0));
 
     Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
     float out[F::kDv / 8][4] = {}, s[kKeys / 8][4], decay[2] = {1.0f, 1.0f};
@@ -334,15 +330,15 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
     MaskPairs<kKeys / 8> pairs;
     // From products to weights, for one tile.
     const auto softmax = [&](int tile, auto hides) {
-      if (F::kGeneral) logits(s, places(tile), lines, pairs, NoGradient());
+      if (F::kGeneral) logits(s, places(tile), lines, pairs, NoGradient(), F::kMasked);
       if (decltype(hides)::value)
         hide_keys(s, visible, row, tile * kKeys + column,
                   tile < tiles.whole_begin || tiles.whole_end == tiles.begin);
-      update<F::kGeneral>(state, s, decay, to_log2);
+      update<F::kMasked>(state, s, decay, to_log2);
       if (F::kGeneral && head.p.dropout_p > 0) drop(s, draw<kKeys / 8>(places(tile)));
     };
     const auto ask_mask = [&](int tile) {
-      if (F::kGeneral && head.p.mask.data) load_mask(pairs, lines, places(tile));
+      if (F::kMasked && head.p.mask.data) load_mask(pairs, lines, places(tile));
     };
 
     if (!tiles.empty()) {
@@ -430,11 +426,11 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
     for (int half = 0; half < 2; ++half) {
       float level = state.level[half];
       float sum = row_sum(state.sum[half]);
-      const float of_sink = count_sink<F::kGeneral>(again, task.b, task.h, level, sum);
+      const float of_sink = count_sink<F::kMasked>(again, task.b, task.h, level, sum);
       factor[half] = sum == 0.0f ? 0.0f : head.dropout_factor * of_sink / sum;
       const int i = row + 8 * half;
       if (column == 0 && i < again.M)
-        Normalisers(again, task.b, task.h).template store<F::kGeneral>(i, level, sum);
+        Normalisers(again, task.b, task.h).template store<F::kMasked>(i, level, sum);
     }
     scale_rows(out, factor);
     store_rows<F>(memory, &of_out, again, batch, task, mine, !tiles.empty(), out);

@@ -6,6 +6,7 @@ namespace fa {
 namespace sm90 {
 
 FA_FORWARD(128, 128)
+FA_UNMASKED_FORWARD(128, 128)
 
 }  // namespace sm90
 }  // namespace fa

@@ -6,6 +6,7 @@ namespace fa {
 namespace sm90 {
 
 FA_FORWARD(64, 64)
+FA_UNMASKED_FORWARD(64, 64)
 
 }  // namespace sm90
 }  // namespace fa

@@ -16,9 +16,9 @@ inline int64_t heads_together(const FaParams& p) {
   return most(1, kCache / of_head) * (p.H / p.Hk);
 }
 
-template <class Type, int kD, int kDv, bool general>
+template <class Type, int kD, int kDv, bool general, bool masked>
 int start_forward(const FaParams& p, int64_t multiprocessors, void* stream) {
-  using F = Forward<Type, kD, kDv, general>;
+  using F = Forward<Type, kD, kDv, general, masked>;
   const int64_t blocks = ceil_div(p.M, F::kRows), heads = p.B * p.H, tasks = blocks * heads;
   if (tasks > INT32_MAX) return checked(cudaErrorInvalidConfiguration, "forward_kernel");
   Schedule schedule = {static_cast<int>(tasks), static_cast<int>(blocks),
@@ -36,15 +36,14 @@ int start_forward(const FaParams& p, int64_t multiprocessors, void* stream) {
 }
 
 // The instances of two head dims: FA_FORWARD(64, 64).
-#define FA_FORWARD_OF(TYPE, D, DV, GENERAL) \
-  template int start_forward<TYPE, D, DV, GENERAL>(const FaParams&, int64_t, void*);
-#define FA_PLAIN_FORWARD(D, DV)          \
-  FA_FORWARD_OF(ptx::BF16, D, DV, false) \
-  FA_FORWARD_OF(ptx::F16, D, DV, false)
-#define FA_FORWARD(D, DV)               \
-  FA_PLAIN_FORWARD(D, DV)               \
-  FA_FORWARD_OF(ptx::BF16, D, DV, true) \
-  FA_FORWARD_OF(ptx::F16, D, DV, true)
+#define FA_FORWARD_OF(D, DV, GENERAL, MASKED)                                                     \
+  template int start_forward<ptx::BF16, D, DV, GENERAL, MASKED>(const FaParams&, int64_t, void*); \
+  template int start_forward<ptx::F16, D, DV, GENERAL, MASKED>(const FaParams&, int64_t, void*);
+#define FA_PLAIN_FORWARD(D, DV) FA_FORWARD_OF(D, DV, false, false)
+#define FA_UNMASKED_FORWARD(D, DV) FA_FORWARD_OF(D, DV, true, false)
+#define FA_FORWARD(D, DV) \
+  FA_PLAIN_FORWARD(D, DV) \
+  FA_FORWARD_OF(D, DV, true, true)
 
 }  // namespace sm90
 }  // namespace fa

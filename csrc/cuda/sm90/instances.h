@@ -8,7 +8,7 @@ namespace fa {
 namespace sm90 {
 
 // Kernels exist for these head dims; others are padded to the next.
-constexpr int64_t kWidest = 256, kWidestGeneral = 192;
+constexpr int64_t kWidest = 256, kWidestGeneral = 192, kWidestBackward = 128;
 
 // True if something other than a positive scale, a band, lengths and sinks changes the scores or the
 // weights, as for the kernels of sm80.
@@ -20,6 +20,9 @@ inline bool is_general(const FaParams& p) {
 template <int d, int dv>
 struct Dims {
   static constexpr int kD = d, kDv = dv;
+  // Is there a general kernel without masks, too? Only for those that are used most: it costs as
+  // much time to compile.
+  static constexpr bool kUnmasked = d == dv && (d == 64 || d == 128);
 };
 
 // Those that are compiled: all, except in tests that omit some to save minutes.
@@ -41,8 +44,15 @@ int with_dims(const FaParams& p, Use use) {
 
 // Starts a forward pass. Each head dim has a source that defines its instances (forward_launch.cuh),
 // so that these compile side by side.
-template <class Type, int kD, int kDv, bool general>
+template <class Type, int kD, int kDv, bool general, bool masked>
 int start_forward(const FaParams& p, int64_t multiprocessors, void* stream);
+
+// The same for a backward pass; `banded` if a band hides keys.
+template <class Type, int kD, bool banded, bool general>
+int start_backward(const FaParams& p, void* stream);
+
+// Why there is no kernel for this backward pass, or null.
+const char* declines_backward(const FaParams& p);
 
 // Rows of a box of keys: those of a tile, or as many of a page as divide both.
 inline int64_t box_rows(const FaParams& p, int64_t tile) {

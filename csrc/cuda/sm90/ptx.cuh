@@ -101,8 +101,8 @@ FA_DEVICE void load_bytes(Site site, uint32_t to, const void* from, uint32_t byt
                                 "l"(from), "r"(bytes), "r"(mbarrier) : "memory");)
 }
 
-// Stores a box from shared memory; elements outside of the tensor are skipped. This and add_bytes
-// belong to the group that the thread commits next.
+// Stores a box from shared memory; elements outside of the tensor are skipped. This and the next
+// two belong to the group that the thread commits next.
 FA_DEVICE void store_box(Site site, const TensorMap* map, BoxAt at, uint32_t from) {
   FA_EMULATED_OR(emu::bulk_box(site, map, 4, &at.column, from);
                  , asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group "
@@ -111,7 +111,14 @@ FA_DEVICE void store_box(Site site, const TensorMap* map, BoxAt at, uint32_t fro
                                 "r"(at.item) : "memory");)
 }
 
-// Adds float32 numbers in shared memory to those in global memory.
+// Stores bytes, a multiple of 16, from shared memory to global memory, both at multiples of 16; or
+// adds float32 numbers to those in global memory.
+FA_DEVICE void store_bytes(Site site, void* to, uint32_t from, uint32_t bytes) {
+  FA_EMULATED_OR(
+      emu::bulk_bytes(site, to, from, bytes, false);
+      , asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                     "r"(from), "r"(bytes) : "memory");)
+}
 FA_DEVICE void add_bytes(Site site, float* to, uint32_t from, uint32_t bytes) {
   FA_EMULATED_OR(emu::bulk_bytes(site, to, from, bytes, true);
                  , asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 "
@@ -258,13 +265,13 @@ struct Products {
 };
 #else
 // Lists of registers, by fours.
-#define FA_FOURS_8(FIRST, NEXT) \
+#define FA_FOURS_4(FIRST, NEXT) \
   FIRST(0, 0, 1, 2, 3)          \
-  NEXT(1, 4, 5, 6, 7)           \
-  NEXT(2, 8, 9, 10, 11)         \
-  NEXT(3, 12, 13, 14, 15)       \
-  NEXT(4, 16, 17, 18, 19)       \
-  NEXT(5, 20, 21, 22, 23) NEXT(6, 24, 25, 26, 27) NEXT(7, 28, 29, 30, 31)
+  NEXT(1, 4, 5, 6, 7) NEXT(2, 8, 9, 10, 11) NEXT(3, 12, 13, 14, 15)
+#define FA_FOURS_6(FIRST, NEXT) \
+  FA_FOURS_4(FIRST, NEXT) NEXT(4, 16, 17, 18, 19) NEXT(5, 20, 21, 22, 23)
+#define FA_FOURS_8(FIRST, NEXT) \
+  FA_FOURS_6(FIRST, NEXT) NEXT(6, 24, 25, 26, 27) NEXT(7, 28, 29, 30, 31)
 #define FA_FOURS_10(FIRST, NEXT) \
   FA_FOURS_8(FIRST, NEXT) NEXT(8, 32, 33, 34, 35) NEXT(9, 36, 37, 38, 39)
 #define FA_FOURS_12(FIRST, NEXT) \
@@ -329,6 +336,8 @@ struct Products {
     FA_PRODUCTS_OF(BF16, "bf16", N, __VA_ARGS__) \
     FA_PRODUCTS_OF(F16, "f16", N, __VA_ARGS__)   \
   };
+FA_PRODUCTS(32, FA_FOURS_4, 16, 17, 18, 19, 20, 21, 22, 23)
+FA_PRODUCTS(48, FA_FOURS_6, 24, 25, 26, 27, 28, 29, 30, 31)
 FA_PRODUCTS(64, FA_FOURS_8, 32, 33, 34, 35, 36, 37, 38, 39)
 FA_PRODUCTS(80, FA_FOURS_10, 40, 41, 42, 43, 44, 45, 46, 47)
 FA_PRODUCTS(96, FA_FOURS_12, 48, 49, 50, 51, 52, 53, 54, 55)

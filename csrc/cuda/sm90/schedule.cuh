@@ -10,6 +10,12 @@ namespace sm90 {
 // The value of the warp's first lane, for all lanes: the compiler then knows that they agree.
 FA_DEVICE int warp_uniform(int x) { return __shfl_sync(ptx::kWholeWarp, x, 0); }
 
+// Known at compile time.
+template <bool x>
+struct Known {
+  static constexpr bool value = x;
+};
+
 // Some rows of a head.
 struct Task {
   int b, h, first_row;
