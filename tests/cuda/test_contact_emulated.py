@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import fastattn
+from tests.ptx import ours
 from tests.support import contact
 from tests.support.backends import passed
 from tests.support.cases import DTYPES, Dims, build
@@ -65,6 +66,21 @@ def test_repeats_have_equal_bits(emulated):
         emulated.options |= dict(schedule=schedule, seed=at + 2)
         found = problem.run(fastattn.attention)
         assert not (wrong := contact.different(first, found)), (schedule, wrong)
+
+
+@ours.needs_nvcc
+def test_kernels_of_sm_90_read_nothing_behind_sequences():
+    """As nvcc compiled them. What they decline runs on kernels of sm_80."""
+    dtype, first = torch.bfloat16, None
+    with everywhere(architecture=90, ptx=True) as backend:
+        for _, problem in contact.behind_lengths(dtype, rows=20):
+            found = problem.run(fastattn.attention)
+            first = first or found
+            assert not contact.different(first, found)
+        first = contact.packed_beside(1.0, dtype, "cpu")
+        assert all(map(torch.equal, first, contact.packed_beside(torch.nan, dtype, "cpu")))
+        run_all(contact.awkward_tensors(dtype)[:3])
+    assert {"sm_90"} < set(backend.kernels), backend.kernels
 
 
 def test_a_changed_bit_is_seen():
