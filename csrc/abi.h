@@ -190,16 +190,22 @@ FA_EXPORT double fa_cpu_peak(int64_t dtype, double seconds);  // GF/s of one thr
 // The CUDA library. No function waits for the GPU, and all may be captured in a CUDA graph once a
 // call outside it has loaded the kernels. Key lengths are clamped to [0, N]; gradients with null
 // data are not computed. Few rows on many keys are split among `multiprocessors`, the number that
-// the device has; 0 never splits.
+// the device has; 0 never splits. `architecture` is the device's, 90 for compute capability 9.0: it
+// has a part in the choice of the kernels. A workspace is for a run with the same numbers.
 FA_EXPORT const char* fa_cuda_abi_fields(void);
 FA_EXPORT int64_t fa_cuda_max_head_dim(void);  // FA_CUDA_MAX_HEAD_DIM
 FA_EXPORT int64_t fa_cuda_workspace(const struct FaParams* p, int64_t pass,
-                                    int64_t multiprocessors);
+                                    int64_t multiprocessors, int64_t architecture);
 // How many parts forward splits the keys into.
-FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocessors);
+FA_EXPORT int64_t fa_cuda_splits(const struct FaParams* p, int64_t multiprocessors,
+                                 int64_t architecture);
 // 0, a cudaError_t, or FA_BAD_EXTENT plus an FaWritten.
 FA_EXPORT int64_t fa_cuda_run(const struct FaCall* call, int64_t pass, int64_t device,
-                              int64_t multiprocessors, void* stream);
+                              int64_t multiprocessors, int64_t architecture, void* stream);
+// The class of the kernels that run this pass of a call, addresses and strides included: "sm_90";
+// "sm_80"; or "sm_80: " with the reason why those of sm_90 do not, on a device that could run them.
+// The text is valid until this thread's next call.
+FA_EXPORT const char* fa_cuda_kernels(const struct FaParams* p, int64_t pass, int64_t architecture);
 FA_EXPORT int64_t fa_cuda_driver_error(void);          // 0 if the driver here can load its code
 FA_EXPORT int64_t fa_cuda_version(int64_t of_driver);  // 13010 is CUDA 13.1: the library's, or the
                                                        // newest that the driver knows
@@ -207,6 +213,21 @@ FA_EXPORT int64_t fa_cuda_translates(void);            // 1 if the driver here t
                                                        // kernels from PTX
 FA_EXPORT const char* fa_cuda_error(int64_t code);     // the text of a cudaError_t
 FA_EXPORT const char* fa_cuda_failed_kernel(void);     // of this thread's last failed launch
+
+// One of the instructions that the kernels of sm_90 rely on, run alone by a kernel of its own.
+struct FaProbe {
+  int64_t what;         // numbered in csrc/cuda/sm90/probe.cu
+  int64_t nanoseconds;  // that a wait may take
+  const void* a;
+  const void* b;
+  void* out;
+  void* report;            // two words of 32 bits: the step that was begun last; the step that waited
+                           // until the limit, or 0
+  struct FaTensor tensor;  // of a copy by a tensor map
+  int64_t size[4], at[4];  // its sizes; the first item, head, row and column of the copy
+};
+// On the current device, without waiting for it. 0, a cudaError_t, or a CUresult for a tensor map.
+FA_EXPORT int64_t fa_cuda_probe_sm90(const struct FaProbe* p, void* stream);
 
 #ifdef __cplusplus
 }

@@ -13,7 +13,9 @@ import torch
 
 from . import __version__
 from .backends.base import available_backends
+from .backends.cuda import lacks_sm_90
 from .backends.native import libraries
+from .backends.preference import RULES
 from .inspection.explain_call import support_table
 
 
@@ -36,9 +38,12 @@ def report() -> dict[str, Any]:
             "units": libraries.cpu_units(),
             "library": str(libraries.cpu().path),
         },
-        "cuda": None if cuda_down else {"library": str(libraries.cuda().path)},
+        "cuda": None
+        if cuda_down
+        else {"library": str(libraries.cuda().path), "lacks_sm_90": lacks_sm_90()},
         "extension": _status(libraries.extension_unavailable()),
         "backends": {name: _status(reason) for name, reason in available_backends().items()},
+        "rules": [str(rule) for rule in RULES],
     }
 
 
@@ -58,12 +63,16 @@ def show(found: dict[str, Any]) -> str:
         lines.append(f"{'library':10} {cpu['library']}")
     if cuda := found["cuda"]:
         lines.append(f"{'cuda':10} {cuda['library']}")
+        lacks = cuda["lacks_sm_90"]
+        kinds = f"of sm_80; none of sm_90: {lacks}" if lacks else "of sm_80 and of sm_90"
+        lines.append(f"{'':10} kernels {kinds}")
     if why := found["extension"]["reason"]:
         lines.append(f"{'extension':10} none, tiny calls take longer: {why}")
     lines.append("backends, in order of preference:")
     for name, status in found["backends"].items():
         verdict = "available" if status["available"] else f"not available: {status['reason']}"
         lines.append(f"  {name:10} {verdict}")
+    lines += [f"  {rule}" for rule in found["rules"]]
     return "\n".join(lines)
 
 

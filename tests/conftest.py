@@ -173,7 +173,7 @@ def on(name, monkeypatch):
     from fastattn.dispatch import operation
 
     chosen = base.get(name)
-    monkeypatch.setattr(operation, "choose", lambda spec, asked: chosen)
+    monkeypatch.setattr(operation, "choose", lambda spec, asked, device: chosen)
     operation.forget_plans()
     yield name
     operation.forget_plans()

@@ -8,7 +8,7 @@ namespace {
 
 struct Run {
   FaCall call;
-  int64_t pass, device, multiprocessors;
+  int64_t pass, device, multiprocessors, architecture;
   void* stream;
   int64_t runs;
 } last;
@@ -23,19 +23,21 @@ FA_EXPORT int64_t fa_cuda_max_head_dim(void) { return FA_CUDA_MAX_HEAD_DIM; }
 FA_EXPORT int64_t fa_cuda_driver_error(void) { return 0; }
 FA_EXPORT int64_t fa_cuda_version(int64_t) { return 13000; }
 FA_EXPORT int64_t fa_cuda_translates(void) { return 0; }
+FA_EXPORT const char* fa_cuda_kernels(const FaParams*, int64_t, int64_t) { return "sm_80"; }
 FA_EXPORT const char* fa_cuda_error(int64_t) { return "an error of the stub"; }
 FA_EXPORT const char* fa_cuda_failed_kernel(void) { return "stub_kernel"; }
 
 // As much as the kernels want: a float for each row, or for each row and part of the keys.
-FA_EXPORT int64_t fa_cuda_workspace(const FaParams* p, int64_t pass, int64_t multiprocessors) {
+FA_EXPORT int64_t fa_cuda_workspace(const FaParams* p, int64_t pass, int64_t multiprocessors,
+                                    int64_t) {
   if (pass == FA_WEIGHTS || (pass == FA_FORWARD && p->M > 16)) return 0;
   const int64_t rows = p->B * p->H * p->M * 4;
   return pass == FA_FORWARD ? rows * (p->Dv + 2) * multiprocessors : rows;
 }
 
 FA_EXPORT int64_t fa_cuda_run(const FaCall* call, int64_t pass, int64_t device,
-                              int64_t multiprocessors, void* stream) {
-  last = {*call, pass, device, multiprocessors, stream, last.runs + 1};
+                              int64_t multiprocessors, int64_t architecture, void* stream) {
+  last = {*call, pass, device, multiprocessors, architecture, stream, last.runs + 1};
   return code;
 }
 

@@ -67,7 +67,7 @@ def _init_error() -> str:
 
 def _seen() -> Iterator[Gpu]:
     """The GPU as nvidia-smi, /proc and /dev report it, in this order."""
-    driver = _driver()
+    driver = driver_version()
     query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, errors="replace", timeout=60)
@@ -84,7 +84,7 @@ def _seen() -> Iterator[Gpu]:
         yield Gpu("an NVIDIA GPU", driver)
 
 
-def _driver() -> str:
+def driver_version() -> str:
     try:
         text = (PROC / "version").read_text()
     except OSError:

@@ -15,7 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parents[2] / "csrc"
@@ -41,13 +41,16 @@ def cmake(
     return subprocess.run([tool, *map(str, arguments)], env=env, capture_output=True, text=True)
 
 
-def configure(folder: Path, *more: str, **environment: str) -> subprocess.CompletedProcess:
-    return cmake("-S", SOURCES, "-B", folder, "-GNinja", *more, environment=environment)
+def configure(
+    folder: Path, *more: str, sources: Path = SOURCES, **environment: str
+) -> subprocess.CompletedProcess:
+    return cmake("-S", sources, "-B", folder, "-GNinja", *more, environment=environment)
 
 
-def build(jobs: int | None = None) -> Path:
-    """Build the library and return its path. `jobs` compilers run at a time, by default
-    CMAKE_BUILD_PARALLEL_LEVEL, else two."""
+def build(jobs: int | None = None, files: Iterable[Path] = ()) -> Path:
+    """Build the library, or only some files of it, and return its path. `jobs` compilers run at a
+    time, by default CMAKE_BUILD_PARALLEL_LEVEL, else two."""
+    targets = [str(x.relative_to(BUILD)) for x in files] or ["fastattn_cuda"]
     BUILD.mkdir(parents=True, exist_ok=True)
     with open(BUILD / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process may be building
@@ -59,17 +62,22 @@ def build(jobs: int | None = None) -> Path:
             done = configure(BUILD, LAUNCHER, FASTATTN_CUDA="on")
         if not done.returncode:
             at_a_time = jobs or os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
-            done = cmake("--build", BUILD, "--target", "fastattn_cuda", "--parallel", at_a_time)
+            done = cmake("--build", BUILD, "--parallel", at_a_time, "--target", *targets)
         if done.returncode:
             raise RuntimeError(f"the CUDA kernels do not build:\n{done.stdout}{done.stderr}")
     return BUILD / "cuda" / "libfastattn_cuda.so"
 
 
 def objects() -> dict[Path, Path]:
-    """The object of each source under csrc/cuda."""
-    made = BUILD / "cuda" / "CMakeFiles" / "fastattn_cuda.dir"
-    sources = sorted((SOURCES / "cuda").rglob("*.cu"))
-    return {x: made / f"{x.relative_to(SOURCES / 'cuda')}.o" for x in sources}
+    """The object of each source of kernels, in csrc/cuda/sm80 and sm90. Probes are none."""
+    made, cuda = BUILD / "cuda" / "CMakeFiles", SOURCES / "cuda"
+    targets = {"sm80": "fastattn_cuda", "sm90": "fastattn_sm90"}
+    return {
+        source: made / f"{target}.dir" / f"{source.relative_to(cuda)}.o"
+        for folder, target in targets.items()
+        for source in sorted((cuda / folder).glob("*.cu"))
+        if source.stem != "probe"
+    }
 
 
 def ptxas_output(made: Path) -> str:

@@ -20,7 +20,7 @@ from .ledger_cases import Compiled, LedgerCase
 
 ROOT = Path(__file__).resolve().parents[2]
 CACHE = ROOT / "build" / "ledger"
-FORMAT = 1  # version of the cache files
+FORMAT = 2  # version of the cache files
 
 
 def unavailable(compiler: str) -> str | None:
@@ -29,14 +29,14 @@ def unavailable(compiler: str) -> str | None:
         return "Triton is not installed; its wheel has nvdisasm and cuobjdump"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return "TRITON_INTERPRET is set: there is nothing to compile"
-    if compiler == "cuda" and not ptxas.find_nvcc():
+    if compiler != "triton" and not ptxas.find_nvcc():
         return "nvcc is not installed (of the CUDA toolkit 12.8 or newer)"
     return None
 
 
 @functools.cache
 def version(compiler: str) -> str:
-    if compiler == "cuda":
+    if compiler != "triton":
         return ptxas.version()
     import triton
 
@@ -51,7 +51,7 @@ def compiled(every: Iterable[LedgerCase], workers: int = 2) -> Iterator[Compiled
         LedgerCase, list[LedgerCase]
     ] = {}  # one call of Triton's launcher compiles several passes
     for case in missing:
-        one = case if case.compiler == "cuda" else case._replace(name="")
+        one = case if case.by_nvcc else case._replace(name="")
         calls.setdefault(one, []).append(case)
     with ThreadPoolExecutor(workers) as threads, contextlib.ExitStack() as stack:
         processes: Any = None  # each process sets its own driver
@@ -60,7 +60,7 @@ def compiled(every: Iterable[LedgerCase], workers: int = 2) -> Iterator[Compiled
             processes = stack.enter_context(spawn.Pool(workers, maxtasksperchild=4))
         waiting: dict[LedgerCase, Callable[[], Any]] = {}
         for one, cases in calls.items():
-            if one.compiler == "cuda":
+            if one.by_nvcc:
                 wait = threads.submit(_make, ledger_compilers.by_nvcc, cases).result
             else:
                 wait = processes.apply_async(_make, (ledger_compilers.by_triton, cases)).get
@@ -80,15 +80,12 @@ def _make(compiler: Callable[[list[LedgerCase]], list[Compiled]], cases: list[Le
 
 
 @functools.cache
-def _sources(compiler: str) -> str:
+def _sources(folder: str) -> str:
+    """A hash of all that the code depends on; `folder` is LedgerCase's, or triton."""
+    files = [f"csrc/{x}" for x in ("*.h", "common/*.h", "cuda/*.h", "cuda/*.cuh")]
     folders = {
-        "cuda": (
-            "csrc/*.h",
-            "csrc/common/*.h",
-            "csrc/cuda/*.h",
-            "csrc/cuda/*.cuh",
-            "csrc/cuda/sm80/*.cuh",
-        ),
+        "sm80": (*files, "csrc/cuda/sm80/*.cuh"),
+        "sm90": (*files, *(f"csrc/cuda/{x}" for x in ("sm80/*.cuh", "sm90/*.h", "sm90/*.cuh"))),
         "triton": (
             "kernels/*.py",
             "fastattn/backends/triton_support/arguments.py",
@@ -98,15 +95,16 @@ def _sources(compiler: str) -> str:
             "fastattn/backends/triton.py",
         ),
     }
-    found = hashlib.sha256(f"{FORMAT} {version(compiler)}".encode())
+    found = hashlib.sha256(f"{FORMAT} {version(folder)}".encode())
     compilers_file = Path(ledger_compilers.__file__)
-    for path in (compilers_file, *sorted(x for y in folders[compiler] for x in ROOT.glob(y))):
+    for path in (compilers_file, *sorted(x for y in folders[folder] for x in ROOT.glob(y))):
         found.update(path.read_bytes())
     return found.hexdigest()[:16]
 
 
 def _path(case: LedgerCase) -> Path:
-    return CACHE / f"{'-'.join(map(str, case))}-{_sources(case.compiler)}.json.gz"
+    sources = _sources(case.folder if case.by_nvcc else case.compiler)
+    return CACHE / f"{'-'.join(map(str, case))}-{sources}.json.gz"
 
 
 def _keep(found: Compiled) -> None:

@@ -20,6 +20,7 @@ from .ledger_cases import Compiled, LedgerCase
 FLAGS = ("-std=c++17", "-O3", f"-I{cuda_library.SOURCES}")
 FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "plain": lambda B, H, N: {},
+    "band": lambda B, H, N: dict(causal="top_left"),
     "mask": lambda B, H, N: dict(mask=meta(B, H, N, N)),
     "block mask": lambda B, H, N: dict(mask=meta(1, 1, N, N)),
     "alibi": lambda B, H, N: dict(alibi_slopes=meta(B, H, dtype=torch.float32)),
@@ -46,8 +47,24 @@ CUDA = {
         ("dv", "kOfV", "kPassing, K::kStaying"),
     )
 }
+# The same of csrc/cuda/sm90, with the parameters.
+MAP, PARAMS = "const __grid_constant__ TensorMap", "const __grid_constant__ FaParams"
+SM90 = {
+    "forward": (
+        "Forward<Type, {d}, {d}, {general}>",
+        "forward_kernel",
+        "kRows, K::kKeys",
+        ", ".join((*[MAP] * 4, PARAMS, "const Schedule")),
+    ),
+    "dqkv": (
+        "Backward<Type, {d}, {banded}, {general}>",
+        "backward_kernel",
+        "kRows, K::kKeys",
+        ", ".join((*[MAP] * 4, PARAMS, "const KeySchedule", "float*")),
+    ),
+}
+SM90_UNMASKED = {"forward": "UnmaskedForward<Type, {d}, {d}>"}  # general, but for masks
 TRITON = {"split": "decode"}  # pass by kernel, where the names differ
-PARAMETERS = {80: 0x160, 90: 0x210}  # first address in constant bank 0, by architecture
 
 
 def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
@@ -56,8 +73,26 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def source(case: LedgerCase) -> str:
     """Source of the one kernel, and of an empty one: its mangled name encodes the tile."""
+    plain = case.feature in ("plain", "band", "sinks")  # instances.h: is_general
+    general, banded = ("true" if x else "false" for x in (not plain, case.feature == "band"))
+    if case.folder == "sm90":
+        kind, kernel, sides, parameters = SM90[case.name]
+        if not plain and case.feature != "mask":
+            kind = SM90_UNMASKED.get(case.name, kind)
+        file = "forward" if case.name == "forward" else "backward"
+        return f"""\
+#include "cuda/sm90/{file}.cuh"
+namespace fa {{ namespace sm90 {{
+using Type = ptx::BF16;
+using K = {kind.format(d=case.head_dim, general=general, banded=banded)};
+template __global__ void {kernel}<K>({parameters});
+}} }}
+template <int...> __global__ void tile() {{}}
+using fa::sm90::K;
+template __global__ void tile<K::{sides}, K::kConsumers / 32, K::kStages, K::kSharedBytes,
+                              K::kThreads / 32, K::kFewRegisters, K::kRegisters>();
+"""
     kind, kernel, sides = CUDA.get(f"{case.name} {case.feature}") or CUDA[case.name]
-    general = "false" if case.feature in ("plain", "sinks") else "true"  # instances.h: is_general
     more = {"forward": "bool", "backward": "float*"}.get(kernel.removesuffix("_kernel"), "int")
     stages = "K::kStages" if case.name == "decode" else "2"
     return f"""\
@@ -84,18 +119,41 @@ def _by_nvcc(case: LedgerCase) -> Compiled:
     with tempfile.TemporaryDirectory() as folder:
         code, cubin = Path(folder) / "kernel.cu", Path(folder) / "kernel.cubin"
         code.write_text(source(case))
-        command = [ptxas.nvcc(), *FLAGS, f"-arch=sm_{case.arch}", "-cubin", code, "-o", cubin]
+        arch = f"sm_{case.arch}" + "a" * (case.folder == "sm90")
+        told = ("-Xptxas", "-v")
+        command = [ptxas.nvcc(), *FLAGS, *told, f"-arch={arch}", "-cubin", code, "-o", cubin]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise RuntimeError(f"{case} does not compile:\n{done.stderr}")
         listing = aot.nvidia_tool("nvdisasm", "-c", str(cubin))
         usage = aot.nvidia_tool("cuobjdump", "--dump-resource-usage", str(cubin))
+        parameters = parameters_at(aot.nvidia_tool("cuobjdump", "--dump-elf", str(cubin)))
     tile = re.search(r"\.text\._Z4tileIJ((?:Li\d+E)+)E", listing)
-    used = re.search(rf"Function \S*{CUDA[case.name][1]}\S*:\s+REG:(\d+)", usage)
+    kernels = SM90 if case.folder == "sm90" else CUDA
+    used = re.search(rf"Function \S*{kernels[case.name][1]}\S*:\s+REG:(\d+)", usage)
     if not tile or not used:
         raise RuntimeError(f"{case}: got no tile or no registers from {usage!r}")
-    rows, keys, warps, stages, shared = map(int, re.findall(r"Li(\d+)E", tile[1]))
-    return Compiled(case, rows, keys, warps, stages, int(used[1]), shared, 0, listing)
+    sizes = list(map(int, re.findall(r"Li(\d+)E", tile[1])))
+    rows, keys, warps, stages, shared = sizes[:5]
+    launched, *declared = sizes[5:] or [warps]
+    kernel = Compiled(case, rows, keys, warps, stages, int(used[1]), shared, 0, listing)
+    return kernel._replace(
+        said=done.stderr, launched=launched, declared=tuple(declared), parameters=parameters
+    )
+
+
+def parameters_at(elf: str) -> int:
+    """Where FaParams begins in constant bank 0: its offset from the first parameter is told apart
+    by its size."""
+    from fastattn.backends.native.libraries import PARAMS_SIZE
+
+    bank = re.search(r"EIATTR_PARAM_CBANK\s.*?Value:\s+0x\w+ 0x(\w+)", elf, re.DOTALL)
+    at = re.search(rf"Offset\s*: 0x(\w+)\s+Size\s*: {PARAMS_SIZE:#x}\b", elf)
+    if not bank or not at:
+        raise RuntimeError(
+            f"got no parameter of {PARAMS_SIZE} bytes in a kernel, expected FaParams"
+        )
+    return (int(bank[1], 16) & 0xFFFF) + int(at[1], 16)
 
 
 def described(head_dim: int, feature: str, rows: int | None = None) -> tuple[Any, Any]:
@@ -145,16 +203,20 @@ def by_triton(cases: list[LedgerCase]) -> list[Compiled]:
     return list(found.values())
 
 
-def constants(case: LedgerCase) -> dict[int, int]:
-    """The parameters of a call of nvcc's kernel, as words of constant bank 0 by address."""
-    if case.compiler != "cuda":
+def constants(case: LedgerCase, first: int) -> dict[int, int]:
+    """The parameters of a call of nvcc's kernel, as words of constant bank 0 by address; FaParams
+    begins at `first`."""
+    if not case.by_nvcc:
         return {}
     from fastattn.backends.native import libraries
 
     spec, t = described(case.head_dim, case.feature)
     data = bytearray(libraries.form(spec)[: libraries.PARAMS_SIZE])
     shape = tuple(t.q.shape)
-    both = t._asdict() | {"out": t.q, "lse": meta(*shape[:3], 2, dtype=torch.float32)}
+    both = {libraries.ARGUMENTS[x].field: y for x, y in t._asdict().items()} | {
+        "out": t.q,
+        "lse": meta(*shape[:3], 2, dtype=torch.float32),
+    }
     both |= {"dq": t.q, "dk": t.k, "dv": t.v, "dout": t.q}
     for place, name in enumerate(libraries.TENSORS):
         if (x := both.get(name)) is not None:
@@ -169,4 +231,4 @@ def constants(case: LedgerCase) -> dict[int, int]:
                 address
             )
     words = struct.unpack(f"<{len(data) // 4}I", data)
-    return {PARAMETERS[case.arch] + 4 * k: word for k, word in enumerate(words)}
+    return {first + 4 * k: word for k, word in enumerate(words)}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from . import ledger_model
 from .ledger_cases import LedgerCase
+from .ledger_gates import Order
 from .ledger_model import Loop
 
 PEERS = Path(__file__).resolve().parent / "ledger_peers.json"
@@ -26,6 +27,9 @@ class Row(NamedTuple):
     blocks: int  # that fit on a multiprocessor
     main: Loop
     masked: Loop
+    order: Order  # of the main loop
+    limits: tuple[int, ...]  # of registers, which warps set
+    wrong: tuple[str, ...]  # by ledger_gates.py
 
     def counts(self) -> dict[str, int]:
         """The counts that the budget limits."""
@@ -49,18 +53,18 @@ COUNTS = (
 UNITS = ("tensor", "mufu", "fp32", "shared", "issue")
 
 
-def head() -> str:
+def head(order: str = "") -> str:
     counts = "".join(f"{x:>8}" for x in ("instr", "masked", "product", *COUNTS))
     cycles = "".join(f"{x:>8}" for x in UNITS)
     own = f"{'regs':>5}{'bytes':>8}{'blocks':>7}"
     bound = f"{'bound':7}{'peak':>5}"
     flight = f"{'ex2 in flight':19}products, mufu"
-    return f"{'kernel':31}{'tile':14}{counts}  |{cycles}  {bound}  |{own}  {flight}"
+    return f"{'kernel':31}{'tile':14}{counts}  |{cycles}  {bound}  |{own}{order}  {flight}"
 
 
-def line(row: Row) -> str:
-    """Counts, cycles, a block's resources, exponentials while products and copies are in flight,
-    and the opcodes of products and functions."""
+def line(row: Row, order: str = "") -> str:
+    """Counts, cycles, a block's resources, the order, exponentials while products and copies are in
+    flight, and the opcodes of products and functions."""
     n = row.main.counts
     first = (n["instructions"], row.masked.counts["instructions"], f"{row.main.products:g}")
     counts = "".join(f"{x:>8}" for x in (*first, *(n.get(x, 0) for x in COUNTS)))
@@ -69,7 +73,7 @@ def line(row: Row) -> str:
     kinds = ", ".join(f"{x.removeprefix('MUFU.')} {n}" for x, n in row.main.opcodes.items())
     name = str(row.case).partition(" ")[2]
     cycles = _cycles(row.main.cycles)
-    return f"{name:31}{row.tile:14}{counts}{cycles}  |{own}  {flight:19}{kinds}"
+    return f"{name:31}{row.tile:14}{counts}{cycles}  |{own}{order}  {flight:19}{kinds}"
 
 
 def _cycles(cycles: dict[str, float]) -> str:
@@ -78,19 +82,34 @@ def _cycles(cycles: dict[str, float]) -> str:
     return f"  |{text}  {unit:7}{cycles['tensor'] / most:>5.0%}"
 
 
-def short_head() -> str:
+def short_head(order: str = "") -> str:
     columns = "".join(f"{x:>8}" for x in ("instr", "masked", "LDSM", "spill", "regs", "blocks"))
-    return f"{'kernel':31}{'tile':14}{columns}  {'bound':7}{'cycles':>7}{'peak':>5}"
+    return f"{'kernel':31}{'tile':14}{columns}  {'bound':7}{'cycles':>7}{'peak':>5}{order}"
 
 
-def short_line(row: Row) -> str:
+ORDER = ("waits", "overlap", "barriers", "setmaxnreg")  # further columns where there is wgmma
+
+
+def order_head() -> str:
+    return "".join(f"{x:>11}" for x in ORDER)
+
+
+def order_line(row: Row) -> str:
+    """Of an iteration: how many groups of products may run after each wait for them; the
+    exponentials after the first wait and before the last, of all; the barriers. Then the limits of
+    registers that the warps of a block set."""
+    limits = "/".join(map(str, row.limits)) or "-"
+    return "".join(f"{x:>11}" for x in (*row.order.text, limits))
+
+
+def short_line(row: Row, order: str = "") -> str:
     """What bounds the main loop, and its instructions; `line` has all counts."""
     n = row.main.counts
     first = (n["instructions"], row.masked.counts["instructions"], n.get("LDSM", 0))
     counts = "".join(f"{x:>8}" for x in (*first, n.get("spill", 0), row.registers, row.blocks))
     unit, most = row.main.bound
     name, percent = str(row.case).partition(" ")[2], row.main.cycles["tensor"] / most
-    return f"{name:31}{row.tile:14}{counts}  {unit:7}{most:>7.0f}{percent:>5.0%}"
+    return f"{name:31}{row.tile:14}{counts}  {unit:7}{most:>7.0f}{percent:>5.0%}{order}"
 
 
 def compared(rows: Sequence[Row], arch: int) -> list[dict[str, Any]]:
@@ -132,20 +151,26 @@ def peak(record: dict[str, Any], arch: int) -> float:
 
 def comparison_table(records: Sequence[dict[str, Any]], arch: int) -> list[str]:
     columns = ("instr", "int+mov", "LDSM", *UNITS, "bound", "peak")
-    lines = [f"{'pass':10}{'D':>4} {'':7}" + "".join(f"{x:>9}" for x in columns) + "  tile"]
+    lines = [f"{'pass':10}{'D':>4} {'':9}" + "".join(f"{x:>9}" for x in columns) + "  tile"]
     for x in records:
         keys = ("instructions", "int_move", "LDSM", *UNITS, "bound")
         numbers = [f"{x[k]:.0f}" if k in x else "-" for k in keys] + [f"{peak(x, arch):.0f}%"]
         text = "".join(f"{n:>9}" for n in numbers)
-        lines.append(f"{x['pass']:10}{x['head_dim']:>4} {x['who']:7}{text}  {x['tile']}")
+        lines.append(f"{x['pass']:10}{x['head_dim']:>4} {x['who']:9}{text}  {x['tile']}")
     return lines
+
+
+OF_SM90 = (
+    "# What FA3 copies to shared memory is not in its figures. cuda: kernels of csrc/cuda/sm90; "
+    "cuda_sm80: those of csrc/cuda/sm80, which run what the former decline.",
+)
 
 
 def report(rows: Sequence[Row], arch: int, versions: dict[str, str], full: bool = True) -> str:
     """The report of one architecture; with `full`, all counts of each kernel."""
     chip = ledger_model.CHIPS[arch]
     of_arch = [row for row in rows if row.case.arch == arch]
-    used = ", ".join(versions[x] for x in dict.fromkeys(row.case.compiler for row in of_arch))
+    used = ", ".join(dict.fromkeys(versions[row.case.compiler] for row in of_arch))
     peers = json.loads(PEERS.read_text())["versions"]
     rest = "" if full else f" local/ledger-sm_{arch}.txt has all counts."
     lines = [
@@ -153,10 +178,10 @@ def report(rows: Sequence[Row], arch: int, versions: dict[str, str], full: bool 
         f"main loop; cycles are of one multiprocessor.{rest}",
         "# bench/static_gpu/ledger_model.py says what is counted and what the bound leaves out. "
         + "; ".join(f"{x}: {y}" for x, y in peers.items()),
-        *(["# What FA3 copies to shared memory is not in its figures."] if arch == 90 else []),
+        *(OF_SM90 if arch == 90 else []),
         *comparison_table(compared(of_arch, arch), arch),
         "",
-        head() if full else short_head(),
-        *map(line if full else short_line, of_arch),
+        (head if full else short_head)(order_head() if arch == 90 else ""),
+        *((line if full else short_line)(x, order_line(x) if arch == 90 else "") for x in of_arch),
     ]
     return "\n".join(x.rstrip() for x in lines) + "\n"

@@ -11,7 +11,13 @@ from fastattn.examples.common import new_figure
 from ..plots import pictures
 from . import ledger_page
 
-COLORS = {"cuda": "#0b6e4f", "triton": "#6fbf9b", "FA2": "#d1495b", "FA3": "#d1495b"}
+COLORS = {
+    "cuda": "#0b6e4f",
+    "cuda_sm80": "#a9a9a9",
+    "triton": "#6fbf9b",
+    "FA2": "#d1495b",
+    "FA3": "#d1495b",
+}
 TICKS = (500, 1000, 2000, 5000, 10_000, 20_000, 40_000)
 PASSES = ("forward", "backward")
 

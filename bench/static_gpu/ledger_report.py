@@ -8,6 +8,7 @@ tiles with hidden pairs. These are faults:
     a count of ledger_budget.json that has grown: {compiler: {kernel: {count: most}}}
     a kernel without a budget
     a loop that cannot be read: no loop, an unknown opcode, fewer products than the pass has
+    an order or registers that a kernel of csrc/cuda/sm90 must not have (ledger_gates.py)
 
 FlashAttention's kernels, from ledger_peers.json, are listed beside ours. The report of each
 architecture is bench/results/ledger-sm_<arch>.txt; the same with all counts of each kernel is
@@ -27,6 +28,7 @@ from typing import Any
 from . import (
     ledger_code,
     ledger_compilers,
+    ledger_gates,
     ledger_model,
     ledger_page,
     ledger_picture,
@@ -50,17 +52,18 @@ def count(kernel: Compiled) -> Row:
     if case.name in ("dqkv", "dkv", "dk", "dv"):
         loaded_side = kernel.rows
     tile = Tile(kernel.rows, kernel.keys, loaded_side, case.head_dim, kernel.warps, kernel.stages)
-    known = ledger_compilers.constants(case)
+    known = ledger_compilers.constants(case, kernel.parameters)
     loops = code.main_loops()
     if not loops:
         raise ValueError("got no loop with products and exponentials, expected one")
     ways = [sass_walk.iteration(code, x, known) for x in loops]
     if len(loops) == 1:
         ways.append(sass_walk.iteration(code, loops[0], known, dear=True))
+    ways.sort(key=len)
     read = [ledger_model.loop(way, tile, case.arch, case.name) for way in ways]
-    read.sort(key=lambda x: x.counts["instructions"])
     stages = f" s{kernel.stages}"
-    room = (kernel.registers, kernel.shared, kernel.warps, kernel.tensor, case.arch)
+    launched = kernel.launched or kernel.warps
+    room = (kernel.registers, kernel.shared, launched, kernel.tensor, case.arch)
     return Row(
         case,
         f"{kernel.rows}x{kernel.keys} w{kernel.warps}{stages}",
@@ -69,6 +72,9 @@ def count(kernel: Compiled) -> Row:
         ledger_model.blocks(*room),
         read[0],
         read[-1],
+        ledger_gates.order(ways[0]),
+        ledger_gates.limits(code.instructions),
+        tuple(ledger_gates.faults(kernel, code, ways)),
     )
 
 
@@ -89,15 +95,16 @@ def chosen(options: Any) -> list[LedgerCase]:
 
 
 def count_all(every: Sequence[LedgerCase], workers: int = 2) -> tuple[list[Row], list[str]]:
-    """The rows, and the errors of kernels that could not be read."""
-    started = time.perf_counter()
+    """The rows, and what is wrong with kernels that could not be read, or whose order is wrong."""
+    started, done = time.perf_counter(), 0
     rows, wrong = [], []
     for kernel in ledger_code.compiled(every, workers):
         try:
             rows.append(count(kernel))
+            wrong += [f"{kernel.case}: {x}" for x in rows[-1].wrong]
         except ValueError as error:
             wrong.append(f"{kernel.case}: {error}")
-        done, elapsed = len(rows) + len(wrong), time.perf_counter() - started
+        done, elapsed = done + 1, time.perf_counter() - started
         if done % 20 == 0:
             print(f"[{elapsed:4.0f}s] {done} of {len(every)} kernels", file=sys.stderr, flush=True)
     return rows, wrong

@@ -9,13 +9,27 @@
 #include "cuda/sm80/mask_gradient.cuh"
 #include "cuda/sm80/bwd_preprocess.cuh"
 #include "cuda/sm80/weights.cuh"
-
-using namespace fa::sm80;
+#include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/forward.cuh"
 
 template <class Kernel>
 void tell(int bytes = Kernel::kSharedBytes) {
   std::printf("%d %s\n", bytes, typeid(Kernel).name());
 }
+
+// -- the kernels of sm90/ -------------------------------------------------------------------------
+
+// ptxas.py writes a line for each that nvcc compiled: tell<fa::sm90::Forward<...>>();
+void of_sm90() {
+  using Wide = fa::sm90::Backward<fa::ptx::BF16, 128, false, false>;  // as start_query_gradient
+  std::printf("%zu fa::sm90::query_gradient_kernel\n",
+              sizeof(float) * Wide::kRows * (Wide::kD + 4));
+#include "instances.inc"
+}
+
+// -- the kernels of sm80/ -------------------------------------------------------------------------
+
+using namespace fa::sm80;
 
 template <class Type, int D, int Dv, bool general>
 void attention() {
@@ -75,4 +89,5 @@ int main() {
   std::printf("%zu combine_kernel\n", sizeof(float) * kCombineWarps * kWidest);
   of_type<fa::ptx::BF16>();
   of_type<fa::ptx::F16>();
+  of_sm90();
 }

@@ -1,9 +1,12 @@
 // The exports of libfastattn_cuda.so (csrc/abi.h). They choose the kernels of a pass and launch
 // them.
+#include <stdio.h>
+
 #include "../common/band.h"
 #include "../common/extents.h"
 #include "launch.h"
 #include "sm80/kernels.h"
+#include "sm90/kernels.h"
 #include "splits.h"
 
 namespace {
@@ -18,6 +21,21 @@ FaParams cut(FaParams p) {
   return p;
 }
 
+// Which kernels of sm90/ run on: on 9.0 alone, as no other chip has their instructions.
+constexpr int64_t kHopper = 90;
+
+// Why the kernels of sm90/ do not run this pass on a chip that could; null if they do.
+const char* sm90_declines(const FaParams& p, int64_t pass) {
+  if (pass != FA_FORWARD && pass != FA_BACKWARD) return "the weights have no kernel of sm_90";
+  // What they decline depends on addresses, and kernels of another class have other bits.
+  if (p.row_invariant) return "row_invariant asks for one class of kernels at any address";
+  return fa::sm90::declines(p, pass);
+}
+
+bool on_sm90(const FaParams& p, int64_t pass, int64_t architecture) {
+  return architecture == kHopper && !sm90_declines(p, pass);
+}
+
 bool decodes(const FaParams& p, int64_t multiprocessors) {
   return multiprocessors > 0 && !p.row_invariant && p.M <= fa::kDecodeRows &&
          p.Dv > 0;  // without values, only the LSE
@@ -30,13 +48,27 @@ extern "C" {
 const char* fa_cuda_abi_fields(void) { return FA_FIELDS; }
 int64_t fa_cuda_max_head_dim(void) { return FA_CUDA_MAX_HEAD_DIM; }
 
-int64_t fa_cuda_splits(const FaParams* call, int64_t multiprocessors) {
+int64_t fa_cuda_splits(const FaParams* call, int64_t multiprocessors, int64_t architecture) {
   const FaParams p = cut(*call);
+  if (on_sm90(p, FA_FORWARD, architecture)) return 1;
   return decodes(p, multiprocessors) ? fa::sm80::decode_splits(p, multiprocessors) : 1;
 }
 
-int64_t fa_cuda_workspace(const FaParams* call, int64_t pass, int64_t multiprocessors) {
+const char* fa_cuda_kernels(const FaParams* call, int64_t pass, int64_t architecture) {
+  if (architecture != kHopper) return "sm_80";
+  const char* declined = sm90_declines(cut(*call), pass);
+  if (!declined) return "sm_90";
+  static thread_local char text[256];
+  snprintf(text, sizeof text, "sm_80: %s", declined);
+  return text;
+}
+
+int64_t fa_cuda_workspace(const FaParams* call, int64_t pass, int64_t multiprocessors,
+                          int64_t architecture) {
   const FaParams p = cut(*call);
+  if (on_sm90(p, pass, architecture))
+    return pass == FA_FORWARD ? fa::sm90::forward_workspace(p, multiprocessors)
+                              : fa::sm90::backward_workspace(p, multiprocessors);
   switch (pass) {
     case FA_FORWARD:
       return decodes(p, multiprocessors) ? fa::sm80::decode_workspace(p, multiprocessors)
@@ -51,10 +83,13 @@ int64_t fa_cuda_workspace(const FaParams* call, int64_t pass, int64_t multiproce
 }
 
 int64_t fa_cuda_run(const FaCall* call, int64_t pass, int64_t device, int64_t multiprocessors,
-                    void* stream) {
+                    int64_t architecture, void* stream) {
   if (const int64_t status = fa::bad_extent(*call, pass)) return status;
   if (const int failed = fa::use_device(device)) return failed;
   const FaParams p = cut(call->params);
+  if (on_sm90(p, pass, architecture))
+    return pass == FA_FORWARD ? fa::sm90::forward(p, multiprocessors, stream)
+                              : fa::sm90::backward(p, multiprocessors, stream);
   switch (pass) {
     case FA_FORWARD:
       return decodes(p, multiprocessors) ? fa::sm80::decode(p, multiprocessors, stream)

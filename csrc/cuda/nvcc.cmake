@@ -63,3 +63,27 @@ function(fa_try_nvcc nvcc why_not)
   set(${nvcc} "${found}" PARENT_SCOPE)
   set(${why_not} "${reason}" PARENT_SCOPE)
 endfunction()
+
+# Sets `why_not` to the reason not to build the kernels of FA_SM90, or to nothing: FA_ARCHITECTURES
+# must name 90 or 90a, and nvcc must compile for it. To be called after enable_language(CUDA).
+function(fa_why_no_sm90 why_not)
+  string(REPLACE "native" "${CMAKE_CUDA_ARCHITECTURES_NATIVE}" named "${FA_ARCHITECTURES}")
+  set(reason "")
+  if(NOT FA_SM90)
+    set(reason "there are no sources of them")
+  elseif(NOT ";${named};" MATCHES ";(90a?(-real|-virtual)?|all|all-major);")
+    set(reason "CUDAARCHS (${FA_ARCHITECTURES}) names no 90")
+  else()
+    set(folder "${CMAKE_CURRENT_BINARY_DIR}/try_sm90")
+    file(WRITE "${folder}/try.cu" "__global__ void nothing() { asm(\"wgmma.fence.sync.aligned;\"); }\n")
+    execute_process(
+      COMMAND "${CMAKE_CUDA_COMPILER}" -cubin -arch=sm_90a "${folder}/try.cu" -o "${folder}/try.cubin"
+      OUTPUT_VARIABLE said ERROR_VARIABLE said RESULT_VARIABLE failed)
+    if(failed)
+      string(REGEX MATCH "[^\n]*(error|fatal)[^\n]*" said "${said}\n")
+      string(REGEX REPLACE "[\"\\\\]" "'" said "${said}")  # the text goes into a C string
+      set(reason "${CMAKE_CUDA_COMPILER} does not compile for sm_90a: ${said}")
+    endif()
+  endif()
+  set(${why_not} "${reason}" PARENT_SCOPE)
+endfunction()

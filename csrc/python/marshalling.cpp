@@ -279,17 +279,19 @@ PyObject* launch(PyObject*, PyObject* const* args, Py_ssize_t n) {
 // For the CUDA library: two entries, what allocates a workspace, then what csrc/abi.h asks for.
 PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
   FaCall call;
-  if (!has(n, 10) || !fill(call, args[7], args[8], args[9])) return nullptr;
-  using Run = int64_t (*)(const FaCall*, int64_t, int64_t, int64_t, void*);
-  using Workspace = int64_t (*)(const FaParams*, int64_t, int64_t);
+  if (!has(n, 11) || !fill(call, args[8], args[9], args[10])) return nullptr;
+  using Run = decltype(&fa_cuda_run);
+  using Workspace = decltype(&fa_cuda_workspace);
   const Run run = reinterpret_cast<Run>(PyLong_AsVoidPtr(args[0]));
   const Workspace wanted = reinterpret_cast<Workspace>(PyLong_AsVoidPtr(args[1]));
-  int64_t numbers[3];  // pass, device, multiprocessors
-  for (int i = 0; i < 3; ++i) numbers[i] = PyLong_AsLongLong(args[3 + i]);
-  void* stream = PyLong_AsVoidPtr(args[6]);
+  int64_t numbers[4];  // pass, device, multiprocessors, architecture
+  for (int i = 0; i < 4; ++i) numbers[i] = PyLong_AsLongLong(args[3 + i]);
+  const auto [pass, device, multiprocessors, architecture] = numbers;
+  void* stream = PyLong_AsVoidPtr(args[7]);
   if (PyErr_Occurred()) return nullptr;
   PyObject* workspace = nullptr;
-  if (const int64_t size = wanted(&call.params, numbers[0], numbers[2]); size > 0) {
+  const int64_t size = wanted(&call.params, pass, multiprocessors, architecture);
+  if (size > 0) {
     constexpr uintptr_t kTo = 64;
     DLTensor d;
     workspace = PyObject_CallFunction(args[2], "L", static_cast<long long>(size + kTo - 1));
@@ -302,7 +304,7 @@ PyObject* launch_on(PyObject*, PyObject* const* args, Py_ssize_t n) {
   }
   int64_t code;
   Py_BEGIN_ALLOW_THREADS  // waits if the queue of launches is full
-      code = run(&call, numbers[0], numbers[1], numbers[2], stream);
+      code = run(&call, pass, device, multiprocessors, architecture, stream);
   Py_END_ALLOW_THREADS Py_XDECREF(workspace);  // memory is reused later on the same stream
   return PyLong_FromLongLong(code);
 }

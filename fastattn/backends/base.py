@@ -9,12 +9,14 @@ import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tangents, Tensors
+from . import gpu
+from .preference import PREFERENCE, RULES, KernelClasses, Rule
 
 # The features that every backend has. Each backend lists the others that it has. A new feature
 # belongs here only if all backends have it: a backend must decline a feature that it lacks.
@@ -262,9 +264,6 @@ def _check_offsets(name: str, cu: Tensor, total: int, most_name: str, most: int)
             )
 
 
-# Triton's kernels come before those in CUDA C++, because they support newer GPUs.
-PREFERENCE = ["cpu", "triton", "cuda", "reference"]
-
 _BACKENDS: dict[str, Backend] = {}
 _warned: set[str] = set()
 
@@ -280,6 +279,26 @@ def names() -> list[str]:
     return known + [name for name in _BACKENDS if name not in PREFERENCE]
 
 
+def ordered(spec: AttentionSpec, device: torch.device | None) -> list[str]:
+    """The names of all registered backends, in order of preference for a call on this device."""
+    found = names()
+    for rule in RULES:
+        if {rule.backend, rule.instead_of} <= set(found) and _applies(rule, spec, device):
+            found.remove(rule.backend)
+            found.insert(found.index(rule.instead_of), rule.backend)
+    return found
+
+
+def _applies(rule: Rule, spec: AttentionSpec, device: torch.device | None) -> bool:
+    # A library is loaded last: only for a call that the rule is about.
+    if device is None or device.type != "cuda" or gpu.unavailable():
+        return False
+    if not rule.admits(spec, gpu.architecture(device)) or _declines(rule.backend, spec):
+        return False
+    backend = cast(KernelClasses, get(rule.backend))
+    return set(backend.kernels(spec, device).values()) == {rule.kernels}
+
+
 def get(name: str) -> Backend:
     if name not in _BACKENDS:
         raise ValueError(f"backend: got {name!r}, expected one of {names()}, or None for the best")
@@ -288,6 +307,9 @@ def get(name: str) -> Backend:
 
 def available_backends() -> dict[str, str | None]:
     """List all backends in order of preference, with the reason why one cannot run here.
+
+    On some GPUs some calls have another order, which `explain` follows and `python -m fastattn`
+    prints.
 
     Returns:
         A dict from the name of each backend to None if it can run on this machine, else to the
@@ -322,13 +344,14 @@ def explain_choice(reasons: dict[str, list[str]]) -> str:
 
 
 @functools.lru_cache(maxsize=4096)
-def choose(spec: AttentionSpec, requested: str = "") -> Backend:
-    """The first backend that can run `spec`; if `requested` is given, only that backend.
+def choose(spec: AttentionSpec, requested: str = "", device: torch.device | None = None) -> Backend:
+    """The first backend that can run `spec` on a device (None: any device of the type that it
+    names); if `requested` is given, only that backend.
 
     Raises NotImplementedError with every backend's reasons, ValueError for an unknown name.
     """
     declined: dict[str, list[str]] = {}
-    for name in [requested] if requested else names():
+    for name in [requested] if requested else ordered(spec, device):
         declined[name] = _declines(name, spec)
         if not declined[name]:
             if name == "reference" and not requested:

@@ -6,22 +6,34 @@ import functools
 import os
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..call.spec import AttentionSpec, Feature, Tensors
-from . import cuda_errors, gpu
+from . import cuda_errors, gpu, sm90_check
 from .base import COMMON_FEATURES, Support, check_values, register
 from .native import libraries
 from .native.extents import refused
-from .native.marshalling import launch_on
+from .native.imagined import imagined
+from .native.marshalling import launch_on, pack
 from .native_launcher import AFTER, PLACES, Launcher, Prepared, convert
+from .preference import passes_of
+
+SM_80, SM_90 = 80, 90
+PASSES = {
+    "forward": libraries.FORWARD,
+    "backward": libraries.BACKWARD,
+    "weights": libraries.WEIGHTS,
+    "weights_backward": libraries.WEIGHTS_BACKWARD,
+}
 
 
 @functools.cache
 def unavailable() -> str | None:
-    if why := libraries.cuda_unavailable() or gpu.unavailable():
+    why = libraries.cuda_unavailable() or gpu.unavailable() or sm90_check.refused_setting()
+    if why:
         return why
     library = libraries.cuda()
     if code := library.driver_error():
@@ -32,6 +44,14 @@ def unavailable() -> str | None:
     return None
 
 
+def lacks_sm_90() -> str:
+    """Why the library has no kernels of sm_90; "" if it has."""
+    sizes: dict[str, Any] = dict(B=1, H=1, Hk=1, M=256, N=256, D=64, Dv=64, scale=1.0)
+    usual = AttentionSpec(dtype=torch.bfloat16, device="cuda", **sizes)
+    said = libraries.cuda().kernels(imagined(usual, libraries.FORWARD), libraries.FORWARD, 90)
+    return said.decode().partition(": ")[2]
+
+
 def current_stream(device: int) -> int:
     """The caller's stream on a device. It makes no Stream object if torch can do without: that
     would take longer than all else here."""
@@ -40,12 +60,17 @@ def current_stream(device: int) -> int:
 
 
 @functools.cache
-def met(device: torch.device) -> int:
-    """The number of multiprocessors of a device. The first call there warns if the driver has to
-    translate the kernels."""
+def met(device: torch.device) -> gpu.Chip:
+    """What launches on a device have to know of it. The first call there warns if the driver has to
+    translate the kernels, and if a check of the device's instructions fails. Raises
+    sm90_check.Capturing, and keeps nothing then."""
     if device.type == "cuda" and libraries.cuda().translates():
         warnings.warn(waiting(device), stacklevel=2)
-    return gpu.processors(device)
+    architecture = gpu.architecture(device)
+    has_kernels = architecture == SM_90 and not lacks_sm_90()
+    if has_kernels and sm90_check.why_declined(libraries.cuda(), device):
+        architecture = SM_80
+    return gpu.Chip(gpu.processors(device), architecture)
 
 
 def waiting(device: torch.device) -> str:
@@ -78,14 +103,41 @@ class Cuda(Launcher):
     def library(self) -> libraries.CudaLibrary:
         return libraries.cuda()
 
-    def multiprocessors(self, x: Tensor) -> int:
-        return met(x.device)
+    def chip(self, x: Tensor) -> gpu.Chip:
+        try:
+            return met(x.device)
+        except sm90_check.Capturing:
+            return gpu.Chip(gpu.processors(x.device), SM_80)
 
     def stream(self, x: Tensor) -> int:
         return current_stream(x.get_device())
 
+    def kernels(
+        self, spec: AttentionSpec, device: torch.device, t: Tensors | None = None
+    ) -> dict[str, str]:
+        chip, found = gpu.architecture(device), {}
+        for name in passes_of(spec):
+            which = PASSES[name]
+            params = imagined(spec, which)
+            if t is not None:
+                # Others may be converted before kernels read them.
+                read_in_place = Tensors(t.q, t.k, t.v, t.mask)
+                rest = (None,) * len(AFTER[which])
+                params = pack(params, PLACES[which], (*read_in_place, *rest), 0)
+            found[name] = self.library.kernels(params, which, chip).decode()
+        if "sm_90" in found.values() and (why := self._unchecked(device)):
+            found = {name: f"sm_80: {why}" if x == "sm_90" else x for name, x in found.items()}
+        return found
+
+    def _unchecked(self, device: torch.device) -> str:
+        """Why no kernel of sm_90 runs on this device, "" if some may."""
+        try:
+            return sm90_check.why_declined(self.library, device)
+        except sm90_check.Capturing as why:
+            return str(why)
+
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:
-        return self.library.workspace(params, which, self.multiprocessors(t.q))
+        return self.library.workspace(params, which, *self.chip(t.q))
 
     def _launch(
         self, which: int, like: Prepared, t: Tensors, after: tuple[Tensor | None, ...]
@@ -98,7 +150,7 @@ class Cuda(Launcher):
             t = convert(spec, t)
             check_values(spec, t)
         entries = library.run_at, library.workspace_at, functools.partial(_room, q)
-        where = q.get_device(), self.multiprocessors(q), self.stream(q)
+        where = q.get_device(), *self.chip(q), self.stream(q)
         packed = like.form, PLACES[which], (*t, *after)
         with gpu.on(q.device):
             code = launch_on(*entries, which, *where, *packed)
@@ -109,9 +161,7 @@ class Cuda(Launcher):
         check_values(spec, t)
         q, library = t.q, self.library
         with gpu.on(q.device):
-            code = library.run(
-                params, which, q.get_device(), self.multiprocessors(q), self.stream(q)
-            )
+            code = library.run(params, which, q.get_device(), *self.chip(q), self.stream(q))
         return self._check(code)
 
     def _check(self, code: int) -> int:

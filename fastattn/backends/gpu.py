@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 OLDEST_CAPABILITY = (8, 0)
 MAX_LENGTH = 1 << 29  # queries or keys: positions and their differences are 32 bits wide
+
+
+class Chip(NamedTuple):
+    """The numbers of a device that the CUDA library asks for, in the order of csrc/abi.h."""
+
+    multiprocessors: int
+    architecture: int
 
 
 def unavailable() -> str | None:

@@ -71,7 +71,7 @@ def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Back
         return _plans[key]
     except (KeyError, AttributeError, TypeError, RuntimeError):  # a nested tensor has no shape
         spec = describe(t, o)  # raises the readable error if the arguments were to blame
-    backend = choose(spec, o.backend)
+    backend = choose(spec, o.backend, t.q.device)
     if len(_plans) >= MAX_PLANS:
         _plans.clear()
     _plans[key] = spec, backend

@@ -258,7 +258,7 @@ class CallCapture:
             named(t.mask),
             self._structure(t.mask, t.q.shape[-2], t.k.shape[-2]) if t.cu_q is None else None,
             ", ".join(filter(None, [options_text, *extra_features])),
-            f"fastattn {choose(spec, o.backend).name}",
+            f"fastattn {choose(spec, o.backend, t.q.device).name}",
             State.of(t.q.device.type),
             run_original=lambda: original(op, t, o)[0],
             ours=None,

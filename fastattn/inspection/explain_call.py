@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 from torch import Tensor
 
 from ..api import prepare, prepare_packed
 from ..backends import base
 from ..backends.native import libraries
+from ..backends.native.marshalling import kind
+from ..backends.preference import RULES, KernelClasses
 from ..call.spec import MEANING, AttentionSpec
 from ..call.validation import describe
 
@@ -27,6 +29,9 @@ class Explanation:
         declined: By name, the reasons of every backend that cannot run it.
         unit: The instruction set of the CPU that the forward pass would run on; None for other
             backends.
+        kernels: By pass, the class of the CUDA kernels that would run it with these tensors:
+            "sm_90", "sm_80", or "sm_80: " and why those of sm_90 would not. Empty if the backend
+            cuda cannot run the call.
 
     Example:
         >>> import torch
@@ -40,6 +45,7 @@ class Explanation:
     backend: str | None
     declined: dict[str, list[str]]
     unit: str | None = None
+    kernels: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [str(self.spec)]
@@ -51,6 +57,8 @@ class Explanation:
                 verdict = f"would run, on {self.unit}" if self.unit else "would run"
             else:
                 verdict = "; ".join(self.declined.get(name, [able]))
+            if name == "cuda" and self.kernels:
+                verdict += f": {_by_class(self.kernels)}"
             lines.append(f"  {name}: {verdict}")
         return "\n".join(lines)
 
@@ -103,13 +111,26 @@ def explain(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Explanation:
     if requested:
         base.get(requested)  # raises for an unknown name
     declined = {name: why for name in base.names() if (why := base.why_not(name, spec))}
-    able = [name for name in base.names() if name not in declined]
+    able = [name for name in base.ordered(spec, t.q.device) if name not in declined]
     if requested:
         able = [name for name in able if name == requested]
     chosen = able[0] if able else None
-    return Explanation(
-        spec, chosen, declined, libraries.cpu_unit(spec) if chosen == "cpu" else None
-    )
+    unit = libraries.cpu_unit(spec) if chosen == "cpu" else None
+    kernels = {}
+    if "cuda" not in declined:
+        in_memory = t if kind(t) is not None else None  # fake tensors have no addresses
+        kernels = cast(KernelClasses, base.get("cuda")).kernels(spec, t.q.device, in_memory)
+    return Explanation(spec, chosen, declined, unit, kernels)
+
+
+def _by_class(kernels: dict[str, str]) -> str:
+    """As in "forward by sm_90, backward by sm_80 (sm_90: head dim 256 is over 128)"."""
+    said = []
+    for found in dict.fromkeys(kernels.values()):
+        kind, _, why = found.partition(": ")
+        passes = " and ".join(name for name, x in kernels.items() if x == found)
+        said.append(f"{passes} by {kind}" + (f" (sm_90: {why})" if why else ""))
+    return ", ".join(said)
 
 
 def support_table() -> str:
@@ -118,6 +139,7 @@ def support_table() -> str:
     rows = [
         ["", *base.names()],
         ["---"] * (1 + len(declared)),
+        ["order of choice", *(_order(at, name) for at, name in enumerate(base.names(), 1))],
         ["devices", *(_listed(s.devices) for s in declared)],
         ["dtypes", *(_listed(str(x)[6:] for x in s.dtypes) for s in declared)],
         [
@@ -130,6 +152,10 @@ def support_table() -> str:
         ),
     ]
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _order(at: int, name: str) -> str:
+    return "; ".join([str(at), *(rule.brief() for rule in RULES if rule.backend == name)])
 
 
 def _listed(items: Iterable[str] | None) -> str:

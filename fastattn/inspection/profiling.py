@@ -213,7 +213,7 @@ def _backend(call: CallRecord) -> str:
     ran = []
 
     def note(run, op, t, o):
-        ran.append(choose(describe(t, o), o.backend).name)
+        ran.append(choose(describe(t, o), o.backend, t.q.device).name)
         return run(op, t, o)
 
     try:

@@ -10,12 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 import pytest
 
-from bench.static_gpu import cuda_library
+from bench.static_gpu import cuda_library, ptxas
 from bench.static_gpu.aot import nvidia_tool
 from tests.support.checkout import ROOT
 
@@ -55,8 +55,11 @@ def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_newer_gpus(library):
     pytest.importorskip("triton", reason="cuobjdump comes with Triton")
     binaries = nvidia_tool("cuobjdump", "--list-elf", str(library))
     texts = nvidia_tool("cuobjdump", "--list-ptx", str(library))
-    sources = len(list((ROOT / "csrc" / "cuda").rglob("*.cu")))
-    expected = Counter({"sm_80.cubin": sources, "sm_90.cubin": sources, "sm_90.ptx": sources})
+    sources = set((ROOT / "csrc" / "cuda").rglob("*.cu"))
+    of_sm90 = {x for x in sources if x.parent.name == "sm90"}
+    others = len(sources - of_sm90) - bool(of_sm90)  # sm90_absent.cu is there if they are not
+    expected = Counter({"sm_80.cubin": others, "sm_90.cubin": others, "sm_90.ptx": others})
+    expected += Counter({"sm_90a.cubin": len(of_sm90)})
     assert Counter(re.findall(r"sm_\d+\.\w+", binaries + texts)) == expected, binaries + texts
 
 
@@ -92,9 +95,9 @@ from fastattn.backends import cuda
 import fastattn
 
 class Pretending(cuda.Cuda):
-    multiprocessors = stream = lambda self, x: 0
+    chip, stream = lambda self, x: (0, 80), lambda self, x: 0
 
-operation.choose = lambda spec, asked: Pretending()
+operation.choose = lambda spec, asked, device: Pretending()
 q = torch.zeros(1, 1, 3, 8, dtype=torch.float16)
 try:
     fastattn.attention(q, q, q)
@@ -156,15 +159,98 @@ def test_one_build_folder_follows_each_setting(library, tmp_path):
     def configured(**environment):
         done = configure(tmp_path, **environment)
         assert done.returncode == 0, done.stderr
-        rules = (tmp_path / "build.ninja").read_text()
-        return set(re.findall(r"code=arch=\w+,code=\[[\w,]+\]", rules))
+        return code_of(tmp_path)["forward"]
 
-    usual = {"code=arch=compute_80,code=[sm_80]", "code=arch=compute_90,code=[compute_90,sm_90]"}
+    usual = {"80,code=[sm_80]", "90,code=[compute_90,sm_90]"}
     assert configured(FASTATTN_CUDA="on") == usual
     assert configured(FASTATTN_CUDA="off") == set()
-    others = {"code=arch=compute_80,code=[compute_80,sm_80]", "code=arch=compute_120,code=[sm_120]"}
+    others = {"80,code=[compute_80,sm_80]", "120,code=[sm_120]"}
     assert configured(FASTATTN_CUDA="on", CUDAARCHS="80;120-real") == others
     assert configured(FASTATTN_CUDA="on") == usual
+
+
+def code_of(folder):
+    """By stem of a source, the code that nvcc makes of it in a configured build: what follows
+    "arch=compute_"."""
+    found = defaultdict(set)
+    text = (folder / "build.ninja").read_text()
+    for source, rule in re.findall(r"/(\w+)\.cu\.o: CUDA_COMPILER(.*?)\n\n", text, re.DOTALL):
+        found[source] |= set(re.findall(r"code=arch=compute_(\w+,code=\[[\w,]+\])", rule))
+    return found
+
+
+@pytest.fixture(scope="module")
+def with_sm90(tmp_path_factory):
+    """A folder with a copy of csrc that has one more source in sm90/."""
+    if not ptxas.find_nvcc():
+        assert not FORCED, "no nvcc was found"
+        pytest.skip("no nvcc was found")
+    folder = tmp_path_factory.mktemp("with_sm90")
+    shutil.copytree(ROOT / "csrc", folder / "csrc")
+    (folder / "csrc" / "cuda" / "sm90" / "one_more.cu").write_text("")
+    return folder
+
+
+SM90, PLAIN_SM90 = {"90a,code=[sm_90a]"}, "90,code=[sm_90]"
+
+
+@pytest.mark.parametrize(
+    "wanted, others",
+    [
+        ("", {"80,code=[sm_80]", "90,code=[compute_90,sm_90]"}),
+        ("80-real;90-real", {"80,code=[sm_80]", PLAIN_SM90}),
+        ("90a-real;80-real", {"80,code=[sm_80]", PLAIN_SM90}),
+        ("90a", {"90,code=[compute_90,sm_90]"}),
+    ],
+)
+def test_sources_of_sm90_have_code_for_sm_90a_alone(wanted, others, with_sm90):
+    """Also if another value was set before."""
+    folder = with_sm90 / "build"
+    sources = with_sm90 / "csrc"
+    assert configure(folder, sources=sources, FASTATTN_CUDA="on", CUDAARCHS="80").returncode == 0
+    done = configure(folder, sources=sources, FASTATTN_CUDA="on", CUDAARCHS=wanted)
+    assert done.returncode == 0, done.stderr
+    found = code_of(folder)
+    assert found["one_more"] == SM90 and found["forward"] == found["library"] == others
+    assert "sm90_absent" not in found
+
+
+def without_90a(folder):
+    """An nvcc that cannot compile for sm_90a."""
+    tool = folder / "nvcc"
+    lines = (
+        "#!/bin/sh",
+        "said='nvcc fatal : Value \"sm_90a\" is not defined'",
+        'case "$*" in *-arch=sm_90a*) echo "$said" >&2; exit 1; esac',
+        f'exec "{ptxas.nvcc()}" "$@"',
+    )
+    tool.write_text("\n".join(lines))
+    tool.chmod(0o755)
+    return str(tool)
+
+
+@pytest.mark.parametrize(
+    "wanted, reason",
+    [
+        ("80-real;120-real", "CUDAARCHS (80-real;120-real) names no 90"),
+        ("90", "nvcc does not compile for sm_90a: nvcc fatal : Value 'sm_90a' is not defined"),
+    ],
+    ids=["not named", "not known"],
+)
+def test_without_sm_90a_the_reason_is_in_the_library(wanted, reason, with_sm90, tmp_path):
+    folder = tmp_path / "build"
+    environment = dict(FASTATTN_CUDA="on", CUDAARCHS=wanted)
+    if wanted == "90":
+        environment["CUDACXX"] = without_90a(tmp_path)
+    done = configure(folder, sources=with_sm90 / "csrc", **environment)
+    assert done.returncode == 0 and "for sm_90a: not built: " in done.stdout, done.stderr
+    found = code_of(folder)
+    assert "one_more" not in found and found["sm90_absent"] == found["forward"] != set()
+    made = "cuda/CMakeFiles/fastattn_cuda.dir/sm90_absent.cu.o"
+    done = cuda_library.cmake("--build", folder, "--target", made)
+    assert done.returncode == 0, done.stdout
+    text = (folder / made).read_bytes()
+    assert b"no kernel of this class is built: " in text and reason.encode() in text
 
 
 def test_the_backend_reports_the_written_reason(tmp_path):

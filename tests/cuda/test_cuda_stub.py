@@ -4,19 +4,23 @@ calls before. The stub library here launches nothing."""
 import ctypes
 import itertools
 import random
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 
+import fastattn
 from bench.benchmarks import launch_overhead
-from fastattn.backends import cuda, native_launcher
+from fastattn.backends import cuda, gpu, native_launcher
 from fastattn.backends.native import libraries, marshalling
 from fastattn.call import spec, validation
+from tests.support.backends import every_call
 
 pytestmark = pytest.mark.skipif(
     marshalling.launch_on is None, reason=f"no extension: {libraries.extension_unavailable()}"
 )
-FIELDS = ("pass", "device", "multiprocessors", "stream", "runs")
+FIELDS = ("pass", "device", "multiprocessors", "architecture", "stream", "runs")
 
 
 @pytest.fixture(scope="module")
@@ -119,14 +123,39 @@ def test_each_call_is_passed_on_unchanged(seed, library, monkeypatch):
             assert without(params, "workspace") == by_python(libraries.BACKWARD, s, t, after)
 
 
-def test_the_device_and_the_stream_are_those_of_the_call(library, monkeypatch):
+def test_the_device_its_chip_and_the_stream_are_those_of_the_call(library, monkeypatch):
     s, t = described("square", torch.float16, {}, {})
-    for stream, processors in ((0, 108), (1 << 47, 132), (7, 108)):
-        monkeypatch.setattr(cuda, "met", lambda device, n=processors: n)
+    chips = gpu.Chip(108, 80), gpu.Chip(132, 90), gpu.Chip(108, 80)
+    for stream, chip in zip((0, 1 << 47, 7), chips):
+        monkeypatch.setattr(cuda, "met", lambda device, chip=chip: chip)
         launch_overhead.cuda_backend(library, stream).forward(s, t)
         found = last(library)[1]
-        assert found["stream"] == stream and found["multiprocessors"] == processors
+        assert found["stream"] == stream
+        assert (found["multiprocessors"], found["architecture"]) == chip
         assert found["device"] == -1  # the number of a CPU tensor's device
+
+
+def test_a_warm_call_runs_few_functions_of_ours(library, monkeypatch):
+    """The chip is known from the first call on, and no choice is made again."""
+    folder, found = str(Path(cuda.__file__).parents[1]), []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(folder):
+            found.append(frame.f_code.co_name)
+
+    backend = launch_overhead.cuda_backend(library)
+    q = torch.zeros(1, 2, 20, 16, dtype=torch.float16)
+    with every_call(backend):
+        fastattn.attention(q, q, q)  # makes the plan
+        sys.setprofile(note)
+        try:
+            fastattn.attention(q, q, q)
+        finally:
+            sys.setprofile(None)
+    of_backend = ["forward", "prepared", "_launch", "chip", "_check"]
+    assert [x for x in found if x in of_backend] == of_backend
+    assert not {"choose", "ordered", "met", "architecture", "kernels"} & set(found)
+    assert len(found) <= 14, found
 
 
 def test_the_stream_is_queried_by_device_index(monkeypatch):
@@ -182,7 +211,8 @@ def test_a_workspace_is_of_the_inputs_device_and_large_enough(size, library, mon
     (at,) = libraries.POINTER.unpack_from(params, libraries.WORKSPACE)
     assert bool(made) == (size == "decoding") == bool(at)
     for q, x in made:
-        want = library.workspace(params, libraries.FORWARD, rest["multiprocessors"])
+        chip = rest["multiprocessors"], rest["architecture"]
+        want = library.workspace(params, libraries.FORWARD, *chip)
         assert q is t.q and x.data_ptr() <= at and at + want <= x.data_ptr() + x.numel()
 
 
@@ -206,13 +236,12 @@ def test_without_the_extension_launches_have_the_same_arguments(library, monkeyp
         monkeypatch.setattr(cuda, "launch_on", way)
         backend.forward(s, t)
         params, rest = last(library)
-        found.append(
-            (without(params, "workspace", "threads", "out", "lse"), rest["multiprocessors"])
-        )
+        del rest["runs"]
+        found.append((without(params, "workspace", "threads", "out", "lse"), rest))
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("arguments", [(), (1,) * 10, (0, 0, None, 0, 0, 0, 0, b"", b"", ())])
+@pytest.mark.parametrize("arguments", [(), (1,) * 11, (0, 0, None, 0, 0, 0, 0, 0, b"", b"", ())])
 def test_invalid_launch_arguments_are_refused(arguments):
     with pytest.raises((TypeError, ValueError)):
         marshalling.launch_on(*arguments)

@@ -83,6 +83,7 @@ struct Fiber : Thread {
   Clock committed = 0;                    // groups of copies
   std::vector<Copy> issued;               // cp.async since the last commit
   std::deque<std::vector<Copy>> pending;  // committed groups, oldest first
+  BulkGroups bulk;
   std::unique_ptr<Fences> fences;
   Doubt doubt;
   std::vector<uintptr_t> calls;  // a hash of each chain of calls: see place_here
@@ -125,7 +126,8 @@ struct Together {
 };
 
 // Agents of a block: its threads, the copies of each, and those of the asynchronous proxy: the
-// products of each warp, what each warp does with tensor memory, and the arrivals at each mbarrier.
+// products of each warp, the reads and the writes of each thread's bulk copies from shared memory,
+// what each warp does with tensor memory, and the arrivals at each mbarrier.
 enum TensorWork { kTensorProducts = 0, kTensorLoads = 1, kTensorStores = 2, kTensorWorks = 3 };
 struct Agents {
   size_t threads = 0;
@@ -133,8 +135,14 @@ struct Agents {
   uint16_t copies(int thread) const { return static_cast<uint16_t>(threads + thread); }
   uint16_t proxied() const { return static_cast<uint16_t>(2 * threads); }  // the first of those
   uint16_t products(int warp) const { return static_cast<uint16_t>(proxied() + warp); }
+  uint16_t bulk_reads(int thread) const {
+    return static_cast<uint16_t>(proxied() + threads / 32 + thread);
+  }
+  uint16_t bulk_writes(int thread) const {
+    return static_cast<uint16_t>(bulk_reads(0) + threads + thread);
+  }
   uint16_t tensor(TensorWork work, int warp) const {
-    return static_cast<uint16_t>(proxied() + (1 + work) * threads / 32 + warp);
+    return static_cast<uint16_t>(bulk_writes(0) + threads + work * threads / 32 + warp);
   }
   uint16_t arrivals(int mbarrier) const {
     return static_cast<uint16_t>(tensor(kTensorWorks, 0) + mbarrier);
@@ -188,6 +196,9 @@ inline void leave_function() {
 
 std::string coordinates(int64_t block);
 bool running(int64_t block);
+// Of the launch: registers of each thread, 0 if the kernel's bounds give no number, -1 if they are
+// unknown.
+extern int launch_registers;
 
 // -- memory ----------------------------------------------------------------------------------------
 
@@ -209,6 +220,7 @@ void note_copy(uint32_t to, const void* from, int size, int bytes, const void* p
 void note_proxied_read(uint32_t address, int bytes, const Step& step, const Clocks& known);
 void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clocks& of);
 void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& known);
+void note_proxied_target(const void* to, int bytes, bool adds, const Step& step, const Clocks& of);
 
 void note_atomic(const void* at, int bytes, const char* what, Access access, bool narrow);
 void atomics_begin();  // of a launch

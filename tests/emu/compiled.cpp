@@ -3,6 +3,7 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <map>
 #include <vector>
 
@@ -28,6 +29,36 @@ std::string text(dim3 x) {
   return std::to_string(x.x) + " x " + std::to_string(x.y) + " x " + std::to_string(x.z);
 }
 
+// The parameters of the kernel that runs: one after another, each at a multiple of its alignment.
+// The first address is a multiple of the largest alignment, and of no more. There are gaps, so that
+// no address past a parameter is another's.
+struct ParameterSpace {
+  std::vector<unsigned char> memory;
+  std::vector<const unsigned char*> at;
+  const Compiled* of = nullptr;
+
+  ParameterSpace() = default;
+  ParameterSpace(const Compiled& kernel, const Argument* arguments) : of(&kernel) {
+    constexpr size_t kGap = 16;
+    size_t most = 16, end = 0;
+    std::vector<size_t> offsets;
+    for (int i = 0; i < kernel.parameters; ++i) {
+      const size_t align = kernel.aligns[i];
+      most = std::max(most, align);
+      offsets.push_back((end + align - 1) / align * align);
+      end = offsets.back() + kernel.bytes[i] + kGap;
+    }
+    memory.resize(end + 3 * most);
+    const auto begin = reinterpret_cast<uintptr_t>(memory.data());
+    unsigned char* const first = memory.data() + (3 * most - begin % (2 * most)) % (2 * most);
+    for (int i = 0; i < kernel.parameters; ++i) {
+      at.push_back(first + offsets[static_cast<size_t>(i)]);
+      std::memcpy(first + offsets[static_cast<size_t>(i)], arguments[i].at, kernel.bytes[i]);
+    }
+  }
+};
+ParameterSpace space;
+
 // Why it cannot be launched with these arguments; empty if it can.
 std::string refusal(const Compiled& kernel, dim3 size, size_t shared, const Argument* arguments,
                     int count) {
@@ -52,6 +83,16 @@ std::string refusal(const Compiled& kernel, dim3 size, size_t shared, const Argu
 
 }  // namespace
 
+bool is_parameter(const void* at, size_t bytes) {
+  if (!space.of) return stacks.holds(reinterpret_cast<uintptr_t>(at));
+  const auto asked = reinterpret_cast<uintptr_t>(at);
+  for (size_t i = 0; i < space.at.size(); ++i) {
+    const auto first = reinterpret_cast<uintptr_t>(space.at[i]);
+    if (asked >= first && asked + bytes <= first + space.of->bytes[i]) return true;
+  }
+  return false;
+}
+
 void add(const Compiled* kernel) { all()[kernel->name] = kernel; }
 
 const Compiled* compiled(const char* name) {
@@ -65,10 +106,12 @@ void launch(const Compiled& kernel, dim3 grid, dim3 size, size_t dynamic, const 
   const size_t shared = dynamic ? begin + dynamic : kernel.shared;
   const std::string why = refusal(kernel, size, shared, arguments, count);
   if (!why.empty()) return refuse(kernel.name, why);
-  std::vector<const unsigned char*> at;
-  for (int i = 0; i < count; ++i) at.push_back(static_cast<const unsigned char*>(arguments[i].at));
+  space = ParameterSpace(kernel, arguments);
+  launch_registers = kernel.registers;
   report.compiled++;
-  launch(grid, size, shared, [&] { kernel.body(at.data()); });
+  launch(grid, size, shared, [&] { kernel.body(space.at.data()); });
+  launch_registers = -1;
+  space = ParameterSpace();
 }
 
 bool launch_compiled(const void* kernel, dim3 grid, dim3 size, size_t shared,

@@ -3,6 +3,15 @@
 
 #include "block.h"
 
+namespace emu {
+
+uint64_t nanoseconds() {
+  static thread_local uint64_t now = 0;
+  return now += 1000;
+}
+
+}  // namespace emu
+
 extern "C" {
 
 // As tests/support/emulator.py has them.

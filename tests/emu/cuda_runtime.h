@@ -14,6 +14,7 @@ enum cudaError_t {
   cudaErrorInsufficientDriver = 35,
   cudaErrorInvalidDevice = 101,
   cudaErrorInvalidResourceHandle = 400,
+  cudaErrorNotSupported = 801,
 };
 const char* cudaGetErrorString(cudaError_t error);
 
@@ -21,6 +22,22 @@ cudaError_t cudaDriverGetVersion(int* version);
 cudaError_t cudaRuntimeGetVersion(int* version);
 cudaError_t cudaGetDevice(int* device);
 cudaError_t cudaSetDevice(int device);
+
+// The driver's functions, which the runtime finds by name and version: encode.cpp has one.
+// As the real one it succeeds, with a null pointer, if there is no such function.
+enum cudaDriverEntryPointQueryResult {
+  cudaDriverEntryPointSuccess = 0,
+  cudaDriverEntryPointSymbolNotFound = 1,
+  cudaDriverEntryPointVersionNotSufficent = 2,
+};
+enum cudaGetDriverEntryPointFlags {
+  cudaEnableDefault = 0,
+  cudaEnableLegacyStream = 1,
+  cudaEnablePerThreadDefaultStream = 2,
+};
+cudaError_t cudaGetDriverEntryPointByVersion(
+    const char* symbol, void** funcPtr, unsigned cudaVersion, unsigned long long flags,
+    cudaDriverEntryPointQueryResult* driverStatus = nullptr);
 
 using cudaStream_t = struct CUstream_st*;  // null is each device's default stream
 

@@ -14,6 +14,7 @@
 #include <tuple>
 
 #include "compiled.h"
+#include "hopper.h"
 
 #define FA_UNWATCHED __attribute__((no_sanitize("thread", "alignment")))
 #define __global__
@@ -21,6 +22,7 @@
 #define __host__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
+#define __grid_constant__
 #define __align__(n) alignas(n)
 // A static array would silently be one per fiber: kernels take all shared memory at launch.
 #define __shared__ emu_error_shared_memory_is_FA_SHARED_MEMORY_here

@@ -1,7 +1,7 @@
 // Primitives of sm_90: what runs beside the threads of a block, through the asynchronous proxy.
 // Addresses are in the window of shared memory; `site` names the place in the kernel, for reports
-// and to switch it off. Semantics: the PTX ISA, sections on mbarrier, cp.async.bulk.tensor,
-// tensormap.replace and wgmma.
+// and to switch it off. Semantics: the PTX ISA, sections on mbarrier, cp.async.bulk and
+// cp.reduce.async.bulk, tensormap.replace, wgmma and setmaxnreg.
 #pragma once
 #include <cstdint>
 
@@ -22,7 +22,11 @@ void mbarrier_arrive(const char* site, uint32_t address, uint32_t count);
 // Is the phase of this parity over? `patient`: it waits for that, though not for ever.
 bool mbarrier_test(const char* site, uint32_t address, uint32_t parity, bool patient);
 
-// -- tensors in global memory, by maps of 128 bytes that the kernel makes ---------------------------
+// -- time: %globaltimer. A microsecond passes from one reading to the next -------------------------
+
+uint64_t nanoseconds();
+
+// -- tensors in global memory, by maps of 128 bytes that the kernel or the host makes --------------
 
 enum class MapField {
   kAddress, kRank, kBox, kDims, kStride, kElementStride, kType, kInterleave, kSwizzle, kFill
@@ -34,6 +38,19 @@ void map_acquire(const char* site, const void* map);          // fence.proxy.ten
 // cp.async.bulk.tensor: a box of a tensor to shared memory, which arrives at an mbarrier.
 void load_box(const char* site, uint32_t to, const void* map, int rank, const int32_t* at,
               uint32_t mbarrier);
+// cp.async.bulk: the same of contiguous bytes.
+void load_bytes(const char* site, uint32_t to, const void* from, uint32_t bytes, uint32_t mbarrier);
+
+// -- copies from shared memory, in groups of a thread ----------------------------------------------
+
+// cp.async.bulk.tensor: a box of a tensor.
+void bulk_box(const char* site, const void* map, int rank, const int32_t* at, uint32_t from);
+// cp.async.bulk: contiguous bytes; cp.reduce.async.bulk, if they are float32 that it adds.
+void bulk_bytes(const char* site, void* to, uint32_t from, uint32_t bytes, bool adds);
+void bulk_commit(const char* site);
+// Until at most so many groups of this thread are pending. The others have read shared memory, and
+// unless reads are enough, they have written, too.
+void bulk_wait(const char* site, int pending, bool reads_only);
 
 // -- products of warpgroups ------------------------------------------------------------------------
 
@@ -55,6 +72,10 @@ void products_begin(const char* site, const Product& product);  // wgmma.mma_asy
 bool products_fence(const char* site);                          // false: switched off
 void products_commit(const char* site);
 void products_wait(const char* site, int pending);
+
+// setmaxnreg: a warp's threads have so many registers from here on. More come from the block's
+// pool, and are waited for.
+void set_registers(const char* site, int count, bool more);
 
 // -- lanes -----------------------------------------------------------------------------------------
 

@@ -27,6 +27,8 @@ std::string name_of(const Step& step) {
   const Agents& agents = block->agents;
   std::string name = "thread " + std::to_string(step.agent % agents.threads);
   if (step.agent >= agents.proxied()) name = "products of warp " + std::to_string(step.agent - agents.proxied());
+  if (step.agent >= agents.bulk_reads(0))
+    name = "a bulk copy of thread " + std::to_string((step.agent - agents.bulk_reads(0)) % agents.threads);
   constexpr const char* kTensorNames[] = {"products in tensor memory", "loads of tensor memory",
                                           "stores to tensor memory"};
   for (const auto work : {kTensorProducts, kTensorLoads, kTensorStores})
@@ -39,8 +41,8 @@ std::string name_of(const Step& step) {
   return name + " (" + step.what + ")";
 }
 
-// A copy, until its own thread has waited for it; products, until their warp has; what arrives at
-// an mbarrier, until its phase is over.
+// A copy, until its own thread has waited for it, also by bulk; products, until their warp has; what
+// arrives at an mbarrier, until its phase is over.
 bool in_flight(const Step& step) {
   const Agents& agents = block->agents;
   if (step.block != block->number || step.agent < agents.threads) return false;
@@ -48,7 +50,9 @@ bool in_flight(const Step& step) {
     return step.clock > block->proxy.phases[step.agent - agents.arrivals(0)];
   if (step.agent >= agents.tensor(kTensorProducts, 0)) return tensor_work_in_flight(step);
   const size_t by = step.agent < agents.proxied() ? step.agent - agents.threads
-                                                  : size_t(step.agent - agents.proxied()) * 32;
+                    : step.agent >= agents.bulk_reads(0)
+                        ? (step.agent - agents.bulk_reads(0)) % agents.threads
+                        : size_t(step.agent - agents.proxied()) * 32;
   return !block->fibers[by].clocks.know(step);
 }
 
@@ -297,6 +301,16 @@ void note_proxied_write(uint32_t address, int bytes, const Step& step, const Clo
 
 void note_proxied_source(const void* from, int bytes, const Step& step, const Clocks& known) {
   if (options.check) global.read(reinterpret_cast<uintptr_t>(from), bytes, step, known);
+}
+
+void note_proxied_target(const void* to, int bytes, bool adds, const Step& step, const Clocks& of) {
+  if (!options.check) return;
+  const Clocks known = of.of_async_proxy(of.proxied_global, block->agents.proxied());
+  const auto at = reinterpret_cast<uintptr_t>(to);
+  if (adds)
+    global.access_atomically(at, bytes, true, step, known, of);
+  else
+    global.write(at, bytes, step, known, of);
 }
 
 void note_copy(uint32_t to, const void* from, int size, int bytes, const void* place) {

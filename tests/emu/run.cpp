@@ -61,6 +61,7 @@ uint32_t next_random(uint64_t& state) {  // xorshift64
 
 uint64_t random_state(uint64_t stream) {
   uint64_t state = options.seed * 0x9E3779B97F4A7C15ull + 0x1234567 * (stream + 1);
+  if (!state) state = 0x1234567;  // of 0 there is no other number
   for (int i = 0; i < 8; ++i) next_random(state);
   return state;
 }
@@ -147,6 +148,7 @@ void fiber_main() {
   for (const auto& group : fiber.pending)
     if (!group.empty()) fail("exits with asynchronous copies in flight");
   products_end();
+  bulk_end();
   lane_exits();
   fiber.done = true;
   block->live--;
@@ -187,6 +189,7 @@ void prepare(Fiber& fiber, const Block& of, int id, unsigned char* stack_end) {
   fiber.committed = 0;
   fiber.issued.clear();
   fiber.pending.clear();
+  fiber.bulk = BulkGroups();
   fiber.fences.reset();
   fiber.doubt.at = nullptr;
   fiber.calls.clear();
@@ -231,7 +234,8 @@ void tell_deadlock() {
   }
   std::string text = "DEADLOCK: no thread can run;";
   for (const auto& [what, count] : waiting) text += " " + std::to_string(count) + " at " + what + ",";
-  found(text + " " + std::to_string(block->fibers.size() - block->live) + " have exited");
+  found(text + " " + std::to_string(block->fibers.size() - block->live) + " have exited" +
+        registers_wanted());
 }
 
 // -- blocks ----------------------------------------------------------------------------------------
@@ -301,10 +305,11 @@ void run_one(Launch& launch) {
 void end(Launch& launch) {
   count_banks(*block);
   if (!block->failed && !block->live) {
-    if (!block->proxy.boxes.empty()) found("ends with bulk copies in flight");
+    boxes_end();
     mbarriers_end();
     tensor_memory_ends();
     products_all_end();
+    registers_end();
   }
   launch.asked = 0;
   launch.resident.erase(std::find(launch.resident.begin(), launch.resident.end(), block));
@@ -342,6 +347,16 @@ bool a_box_lands(Launch& launch) {
   return false;
 }
 
+// At times one of these of any block lands: all threads of that block may wait for it, and those of
+// another for them.
+void a_box_may_land(Launch& launch) {
+  if (next_random(launch.random_state) % 64) return;
+  Block* const runs = block;
+  enter(launch.resident[next_random(launch.random_state) % launch.resident.size()]);
+  if (!block->proxy.boxes.empty() || commits_in_flight(*block)) land_one();
+  enter(runs);
+}
+
 // How many blocks run at a time.
 size_t most_resident(const Launch& launch) {
   if (launch.asked) return kResident;
@@ -361,8 +376,7 @@ void run(Launch& launch) {
       end(launch);
       continue;
     }
-    if ((!block->proxy.boxes.empty() || commits_in_flight(*block)) && block->random() % 64 == 0)
-      land_one();
+    a_box_may_land(launch);
     run_one(launch);
     if (!block->live || block->failed) end(launch);
   }

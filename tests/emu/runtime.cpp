@@ -1,6 +1,6 @@
 // CUDA's runtime, as far as a launch needs it. Work runs at once, or waits in its stream until the
 // host asks for it. Streams run in any order, as a device orders only the work in one stream.
-#include "cuda_runtime.h"
+#include "runtime.h"
 
 #include <dlfcn.h>
 #include <sys/mman.h>
@@ -53,12 +53,6 @@ struct Runtime {
 Runtime runtime;
 thread_local int current_device = 0;
 
-// Logs a call. Is it the one that must fail?
-bool fails(const std::string& call) {
-  runtime.log.push_back(call);
-  return runtime.calls++ == runtime.failing;
-}
-
 bool on_device(int device, uintptr_t address) {
   const auto begin = reinterpret_cast<uintptr_t>(runtime.devices[device].memory);
   return begin && address >= begin && address < begin + kMemory;
@@ -97,6 +91,13 @@ bool known(cudaStream_t stream) {
 }
 
 }  // namespace
+
+bool fails(const std::string& call) {
+  runtime.log.push_back(call);
+  return runtime.calls++ == runtime.failing;
+}
+cudaError_t failure() { return runtime.failure; }
+int driver_version() { return runtime.driver; }
 
 cudaError_t attributes_of(cudaFuncAttributes* found, const void*) {
   if (fails("attributes")) return runtime.failure;

@@ -157,7 +157,7 @@ void Shadow::write(uintptr_t at, int bytes, const Step& now, const Clocks& known
 }
 
 void Shadow::access_atomically(uintptr_t at, int bytes, bool reads, const Step& now,
-                               const Clocks& known) {
+                               const Clocks& known, const Clocks& known_of_readers) {
   visit(at, bytes, [&](Cell& cell, uintptr_t at) {
     if (!cell.crowd) cell.crowd = std::make_unique<Crowd>();
     if (cell.fresh && reads)
@@ -165,7 +165,7 @@ void Shadow::access_atomically(uintptr_t at, int bytes, bool reads, const Step& 
     else if (!known.know(cell.written))
       complain_(kOfAtomics, at, cell.written, now);
     else if (!now.loads)
-      know_all(cell, at, kOfAtomics, now, known);
+      know_all(cell, at, kOfAtomics, now, known_of_readers);
     for (const Group& group : cell.crowd->atomics) {
       if (group.first.block == now.block || !(group.first.narrow || now.narrow)) continue;
       const Step other = unknown(group.first, group.lanes, known);

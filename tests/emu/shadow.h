@@ -27,7 +27,11 @@ class Shadow {
   void write(uintptr_t at, int bytes, const Step& now, const Clocks& known,
              const Clocks& known_of_readers);
   // `reads`: it uses the old value.
-  void access_atomically(uintptr_t at, int bytes, bool reads, const Step& now, const Clocks& known);
+  void access_atomically(uintptr_t at, int bytes, bool reads, const Step& now, const Clocks& known) {
+    access_atomically(at, bytes, reads, now, known, known);
+  }
+  void access_atomically(uintptr_t at, int bytes, bool reads, const Step& now, const Clocks& known,
+                         const Clocks& known_of_readers);
   void clear();
 
  private:

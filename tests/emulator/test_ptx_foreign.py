@@ -111,6 +111,63 @@ def test_product_of_boxes(compiled, dtype, depth, stages):
 
 
 @triton.jit
+def shifted(a, b, M, N, down, right, BM: tl.constexpr, BN: tl.constexpr):
+    """B = A, moved down and to the right: boxes are loaded and stored. Outside of A are zeros, and
+    what leaves B is dropped."""
+    of_a = tl.make_tensor_descriptor(a, [M, N], [N, 1], [BM, BN])
+    of_b = tl.make_tensor_descriptor(b, [M, N], [N, 1], [BM, BN])
+    row, column = tl.program_id(0) * BM, tl.program_id(1) * BN
+    of_b.store([row + down, column + right], of_a.load([row, column]))
+
+
+@with_tensor_maps
+@pytest.mark.parametrize("width", [16, 32, 64])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32], ids=str)
+def test_boxes_are_stored(compiled, dtype, width):
+    M, N, right = 45, 144, 16 // dtype.itemsize
+    a = torch.randint(1, 200, (M, N), generator=torch.Generator().manual_seed(3)).to(dtype)
+    padded = torch.zeros(triton.cdiv(M, 8) * 8, N, dtype=dtype)
+    padded[:M] = a
+    for down in (-3, 5):
+        b, expected = torch.full_like(a, 201), torch.full_like(a, 201)
+        grid, tile = (triton.cdiv(M, 8), triton.cdiv(N, width)), dict(BM=8, BN=width)
+        shifted[grid](a, b, M, N, down, right, num_warps=4, **tile, **FUSED)
+        first, end = max(0, down), min(M, len(padded) + down)
+        expected[first:end, right:] = padded[first - down : end - down, :-right]
+        assert torch.equal(b, expected)
+    assert sites(compiled, "cp.async.bulk.tensor.2d.global")
+
+
+@triton.jit
+def specialised_product(a, b, c, M, N, K, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+    """C = A B by warpgroups of two kinds: one loads, two multiply and store. They exchange
+    registers."""
+    of_a = tl.make_tensor_descriptor(a, [M, K], [K, 1], [BM, BK])
+    of_b = tl.make_tensor_descriptor(b, [K, N], [N, 1], [BK, BN])
+    of_c = tl.make_tensor_descriptor(c, [M, N], [N, 1], [BM, BN])
+    row, column = tl.program_id(0) * BM, tl.program_id(1) * BN
+    total = tl.zeros((BM, BN), dtype=tl.float32)
+    for k in tl.range(0, K, BK, warp_specialize=True, num_stages=2):
+        total = tl.dot(of_a.load([row, k]), of_b.load([k, column]), total)
+    of_c.store([row, column], total)
+
+
+@with_tensor_maps
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_product_of_specialised_warpgroups(compiled, dtype):
+    """In two steps. From the third on Triton waits for a parity of -1; the ISA knows 0 and 1."""
+    a, b, c = whole_numbers(dtype)
+    a = torch.cat([a, a + 1])  # 160 rows: the second tile has rows past the end
+    c = c.repeat(2, 1)
+    (M, K), N = a.shape, b.shape[1]
+    grid, tile = (triton.cdiv(M, 128), triton.cdiv(N, 64)), dict(BM=128, BN=64, BK=128)
+    specialised_product[grid](a, b, c, M, N, K, num_warps=4, **tile, **FUSED)
+    assert torch.equal(c, a.float() @ b.float())
+    for opcode in ("setmaxnreg.inc", "setmaxnreg.dec", "cp.async.bulk.tensor.2d.global"):
+        assert sites(compiled, opcode)
+
+
+@triton.jit
 def attention(q, k, v, out, N, scale, D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Causal attention with an online softmax; the program's second axis is the head."""
     head = tl.program_id(1) * N * D

@@ -114,12 +114,17 @@ FAULTS = [
     ),
     ("every fence of proxies covers global memory", "products", "if (!of_shared_alone) ", ""),
     ("A in registers may change", "products", "*product.a_registers[i] != product.a[i]", "false"),
-    ("boxes ignore swizzles", "boxes", "swizzled(to + i, 1u << box.map.swizzle)", "to + i"),
+    (
+        "boxes ignore swizzles",
+        "boxes",
+        "swizzled(of.shared + i, 1u << box.map.swizzle)",
+        "(of.shared + i)",
+    ),
     (
         "a swizzle by the offset in its box",
         "boxes",
-        "swizzled(to + i, 1u << box.map.swizzle)",
-        "(box.to + swizzled(to + i - box.to, 1u << box.map.swizzle))",
+        "swizzled(of.shared + i, 1u << box.map.swizzle)",
+        "(box.to + swizzled(of.shared + i - box.to, 1u << box.map.swizzle))",
     ),
     (
         "no zeros outside the tensor",
@@ -136,13 +141,13 @@ FAULTS = [
     (
         "negative coordinates are not handled",
         "boxes",
-        "std::max<int64_t>(0, -int64_t{box.at[0]})",
+        "std::max<int64_t>(0, -int64_t{at[0]})",
         "0",
     ),
-    ("rows past the end", "boxes", "at >= 0 && at < map.dims[i]", "at >= 0"),
-    ("rows before the beginning", "boxes", "at >= 0 && at < map.dims[i]", "at < map.dims[i]"),
+    ("rows past the end", "boxes", "of >= 0 && of < map.dims[i]", "of >= 0"),
+    ("rows before the beginning", "boxes", "of >= 0 && of < map.dims[i]", "of < map.dims[i]"),
     ("one stride for all", "boxes", "map.strides[i - 1]", "map.strides[0]"),
-    ("no acquisition is needed", "boxes", "if (options.check && !acquired)", "if (false)"),
+    ("no acquisition is needed", "maps", "if (options.check && !acquired)", "if (false)"),
     ("boxes complete at once", "boxes", "if (!options.lazy) return", "return"),
     (
         "a wait for the other parity",

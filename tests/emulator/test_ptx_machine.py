@@ -226,16 +226,19 @@ RIGHT = {
         ld.shared.b32 %s1, [%w]; st.global.b32 [%o+4], %s1; cvta.to.global.u64 %d2, %o;
         cvta.global.u64 %d2, %d2; st.global.b32 [%d2+8], 6; .local .align 8 .b8 mine[8];
         mov.u64 %d3, mine; cvta.local.u64 %d3, %d3; st.local.b32 [%d3+4], 9;
-        ld.local.b32 %s2, [mine+4]; st.global.b32 [%o+12], %s2;""",
+        mov.b64 %d4, out; cvta.param.u64 %d4, %d4; ld.b64 %d5, [%d4]; ld.param.u64 %d4, [out];
+        sub.s64 %d5, %d5, %d4; cvt.u32.u64 %s3, %d5;
+        ld.local.b32 %s2, [mine+4]; add.s32 %s2, %s2, %s3; st.global.b32 [%o+12], %s2;""",
     "poison": """
         st.global.b32 [%o], %s8; st.global.b64 [%o+8], %d8; selp.b32 %s0, 1, 2, %p2;
         st.global.b32 [%o+16], %s0; .local .align 4 .b8 mine[4]; ld.local.b32 %s1, [mine];
         st.global.b32 [%o+20], %s1;""",
     "barriers": """
-        ld.global.b32 %s0, [%a]; st.shared.b32 [%w], %s0; barrier.sync 0; xor.b32 %s1, %t, 63;
-        mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s3, [%s2]; bar.sync 1, 64;
-        st.shared.b32 [%w], %s3; bar.warp.sync -1; xor.b32 %s1, %t, 1; mov.u32 %s2, memory;
-        mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s4, [%s2]; st.global.b32 [%o], %s4;""",
+        ld.global.b32 %s0, [%a]; st.shared.b32 [%w], %s0; bar.sync 0; xor.b32 %s1, %t, 63;
+        mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s3, [%s2];
+        barrier.sync 1, 64; st.shared.b32 [%w], %s3; bar.warp.sync -1; xor.b32 %s1, %t, 1;
+        mov.u32 %s2, memory; mad.lo.s32 %s2, %s1, 32, %s2; ld.shared.b32 %s4, [%s2];
+        st.global.b32 [%o], %s4;""",
     "banks": """
         and.b32 %s0, %t, 1; setp.eq.b32 %p0, %s0, 0; shl.b32 %s1, %t, 2; mov.u32 %s2, memory;
         add.s32 %s1, %s1, %s2; @%p0 st.shared.b32 [%s1], 0;

@@ -1,9 +1,17 @@
-"""The PTX translator refuses an unknown form by its name and line."""
+"""The PTX translator refuses an unknown form by its name and line; known ones are tested."""
+
+import re
 
 import pytest
 
+from tests.emulator import (
+    test_ptx_bulk,
+    test_ptx_hopper,
+    test_ptx_products,
+    test_ptx_warpgroups,
+)
 from tests.emulator.test_ptx_values import HEADER
-from tests.ptx import cpp, text
+from tests.ptx import cpp, forms, hopper, text
 from tests.support.emulator import needs_emulator
 
 pytestmark = needs_emulator
@@ -71,3 +79,12 @@ def test_unsupported_ptx_is_refused_by_name(code, expected):
 def test_modules_with_what_has_no_meaning_here_are_refused(module, expected):
     with pytest.raises(text.Refused, match=expected):
         cpp.source(list(text.kernels(module).values()))
+
+
+def test_every_form_of_hopper_is_tested():
+    modules = test_ptx_hopper, test_ptx_products, test_ptx_bulk
+    kernels = [code for x in modules for code in x.KERNELS.values()]
+    kernels += [code for _, _, code, _ in test_ptx_warpgroups.REGISTERS.values()]
+    for form in (forms.form(*x) for x in hopper.FORMS):
+        pattern = re.compile(rf"(?<![\w.]){form.pattern.pattern}(?=[\s;])")
+        assert any(pattern.search(code) for code in kernels), form.name

@@ -14,7 +14,8 @@ from . import table
 FOLDER, SOURCES = ROOT / "build" / "faults", ROOT / "csrc"
 SMALLEST = 32  # head dim; others are for slices that ask for them
 FLAGS = [x for x in emulator.FLAGS if not x.startswith("-g")]
-UNITS = ("library", *(f"sm80/{x.stem}" for x in sorted((SOURCES / "cuda/sm80").glob("*.cu"))))
+PASSES = sorted((SOURCES / "cuda/sm80").glob("*.cu"))
+UNITS = ("library", "sm90_absent", *(f"sm80/{x.stem}" for x in PASSES))
 OF_PASS = {
     "forward": ("forward",),
     "backward": ("forward", "backward"),

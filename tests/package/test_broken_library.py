@@ -94,7 +94,7 @@ OTHER_ABI = "\n".join(
     + [f"void fa_cpu_{x}(void) {{}}" for x in ("workspace", "run", "isas", "isa", "select")]
     + ["void fa_cpu_poison(void) {}"]
     + [f"void fa_cuda_{x}(void) {{}}" for x in ("workspace", "run", "driver_error", "error")]
-    + ["void fa_cuda_failed_kernel(void) {}"]
+    + [f"void fa_cuda_{x}(void) {{}}" for x in ("kernels", "failed_kernel")]
 )
 
 

@@ -96,7 +96,7 @@ def test_a_warning_if_the_driver_has_to_translate_ptx_emulated(
     monkeypatch.setenv("CUDA_CACHE_PATH", NOWHERE if cache == "nowhere" else str(tmp_path))
     monkeypatch.setenv("CUDA_CACHE_DISABLE", str(int(cache == "off")))
     device = torch.device("cuda", 0)
-    assert cuda.met.__wrapped__(device) == 132
+    assert cuda.met.__wrapped__(device) == (132, 120)
     emulated_gpu.driver(13000, 120)
     with pytest.warns(UserWarning, match="no code for sm_120: .+ CUDAARCHS=120-real") as caught:
         cuda.met.__wrapped__(device)

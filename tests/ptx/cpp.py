@@ -3,6 +3,7 @@
 Registers that are never written are poison, all ones. What an instruction does is in forms.py.
 """
 
+import math
 import re
 
 from . import forms, hopper
@@ -17,6 +18,9 @@ WINDOW = 1024  # where shared memory begins in its window, as in tests/emu
 # architecture lets a block have of shared memory. Local memory is on the stack of a thread of the
 # emulator.
 STATIC, LOCAL = 48, 64
+# Registers of a multiprocessor, and how many a thread may have, by eights. Each of its four parts
+# has a quarter of them, and a quarter of the warps of all blocks.
+REGISTERS, MOST_REGISTERS, BY, QUARTERS = 64 << 10, 256, 8, 4
 LIMITS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 
 
@@ -32,7 +36,9 @@ def one(kernel):
         refuse(kernel.line, f"target sm_{kernel.target}, expected one of {[*LIMITS]}")
     writer = Writer(kernel)
     body = [x for each in kernel.body for x in writer.statement(each)]
-    sizes = ", ".join(map(str, [*kernel.parameters.values(), 0]))
+    sizes, aligns = (
+        ", ".join(map(str, [*x.values(), 0])) for x in (kernel.parameters, kernel.aligns)
+    )
     at, align = writer.static, max([16, *(x.align for x in kernel.shared.values() if not x.bytes)])
     if at > STATIC << 10:
         refuse(kernel.line, f"{at} bytes of static shared memory, expected at most {STATIC} KB")
@@ -46,15 +52,25 @@ def one(kernel):
         *body,
         "return;",
         "}",
-        f"const size_t bytes[] = {{{sizes}}};",
+        f"const size_t bytes[] = {{{sizes}}}, aligns[] = {{{aligns}}};",
         f'const emu::Compiled kernel = {{"{kernel.name}", body, {len(kernel.parameters)}, bytes,',
-        f"{{{three(kernel.most)}}}, {{{three(kernel.exactly)}}},",
-        f"{at}, {align}, {LIMITS[kernel.target] << 10}}};",
+        f"aligns, {{{three(kernel.most)}}}, {{{three(kernel.exactly)}}},",
+        f"{at}, {align}, {LIMITS[kernel.target] << 10}, {registers(kernel)}}};",
         "const struct Register {",
         "Register() { emu::add(&kernel); }",
         "} registered;",
     ]
     return "".join(f"{x}\n" for x in lines)
+
+
+def registers(kernel):
+    """Registers of each thread at a launch: with setmaxnreg, ptxas uses all that .maxnreg or
+    .minnctapersm give. 0 if there is neither."""
+    if kernel.most_registers:
+        return min(MOST_REGISTERS, -(-kernel.most_registers // BY) * BY)
+    warps = -(-math.prod(kernel.exactly or kernel.most or (0,)) // 32) * kernel.blocks
+    of_quarter = -(-warps // QUARTERS)
+    return warps and min(MOST_REGISTERS, REGISTERS // QUARTERS // 32 // of_quarter // BY * BY)
 
 
 def three(shape):
@@ -205,6 +221,8 @@ class Writer:
             return f"S.{found[1]}[{'xyz'.index(found[2])}]"
         if operand == "%laneid":
             return "S.laneid"
+        if operand == "%globaltimer":
+            return "emu::nanoseconds()"
         if operand in self.shared:
             return f"{WINDOW + self.shared[operand]}u"
         if operand in self.kernel.local:

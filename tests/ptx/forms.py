@@ -201,9 +201,10 @@ CONVERSIONS = [
     # Of one float32 and numbers of 16 bits, rounded once.
     *mixed("fma.rn.f32", "f32 b16 b16 f32", "fused({a}, {b}, {c})", "ab"),
     *mixed("add.rn.f32", "f32 b16 f32", "{a} + {b}", "a"),
-    # Addresses: those of global memory are generic ones.
+    # Addresses: those of global memory and of parameters are generic ones.
     form("cvta.to.global.u64", "u64 u64", "{a}"),
     form("cvta.global.u64", "u64 u64", "{a}"),
+    form("cvta.param.u64", "u64 u64", "{a}"),
     form("cvta.local.u64", "u64 u64", "{a}"),
     form("cvta.shared.u64", "u64 u64", "of_shared({a})"),
     form("cvta.to.shared.u64", "u64 u64", "to_shared({a})"),

@@ -1,4 +1,4 @@
-"""Instructions of sm_90: mbarriers, boxes of tensors, products of warpgroups.
+"""Instructions of sm_90: mbarriers, bulk copies, boxes of tensors, products of warpgroups.
 
 The meaning of each is in tests/emu (hopper.h); here are their operands. As in memory.py, a form is
 (name, kinds, function).
@@ -110,18 +110,57 @@ def fence(write, groups, operands, place):
     return f"emu::async_proxy_fence({place}, {of_shared_alone});"
 
 
-def load_box(write, groups, operands, place):
-    """cp.async.bulk.tensor [to], [map, {coordinates}], [mbarrier]."""
-    rank, source = int(groups["rank"]), operands[1].strip("[] ")
-    map, _, rest = source.partition(",")
+def box(write, operand, rank, place):
+    """[map, {coordinates}]: the map, and a declaration of `at`."""
+    map, _, rest = operand.strip("[] ").partition(",")
     at = write.vector(rest.strip())
     if len(at) != rank:
         refuse(write.line, f"{len(at)} coordinates of {rank}")
     values = ", ".join(write.value(x, "s32") for x in at)
+    return of_map(write, f"[{map}]", place), f"const s32 at[] = {{{values}}};"
+
+
+def load_box(write, groups, operands, place):
+    """cp.async.bulk.tensor [to], [map, {coordinates}], [mbarrier]."""
+    map, at = box(write, operands[1], rank := int(groups["rank"]), place)
     to, mbarrier = shared(write, operands[0]), shared(write, operands[2])
-    map = of_map(write, f"[{map}]", place)
-    call = f"emu::load_box({place}, {to}, {map}, {rank}, at, {mbarrier});"
-    return f"{{ const s32 at[] = {{{values}}}; {call} }}"
+    return f"{{ {at} emu::load_box({place}, {to}, {map}, {rank}, at, {mbarrier}); }}"
+
+
+def store_box(write, groups, operands, place):
+    """cp.async.bulk.tensor [map, {coordinates}], [from]."""
+    map, at = box(write, operands[0], rank := int(groups["rank"]), place)
+    return f"{{ {at} emu::bulk_box({place}, {map}, {rank}, at, {shared(write, operands[1])}); }}"
+
+
+def of_bytes(write, operand, place):
+    return f"memory({write.address(operand, 'u64')}, 16, {place})"
+
+
+def load_bytes(write, groups, operands, place):
+    """cp.async.bulk [to], [from], bytes, [mbarrier]."""
+    to, source = shared(write, operands[0]), of_bytes(write, operands[1], place)
+    bytes, mbarrier = number(write, operands[2]), shared(write, operands[3])
+    return f"emu::load_bytes({place}, {to}, {source}, {bytes}, {mbarrier});"
+
+
+def store_bytes(adds):
+    def code(write, groups, operands, place):
+        """cp.async.bulk [to], [from], bytes."""
+        to, source = of_bytes(write, operands[0], place), shared(write, operands[1])
+        return f"emu::bulk_bytes({place}, {to}, {source}, {number(write, operands[2])}, {adds});"
+
+    return code
+
+
+def wait_for_groups(write, groups, operands, place):
+    reads_only = "true" if groups["read"] else "false"
+    return f"emu::bulk_wait({place}, {write.constant(operands[0])}, {reads_only});"
+
+
+def set_registers(write, groups, operands, place):
+    more = "true" if groups["way"] == "inc" else "false"
+    return f"emu::set_registers({place}, {write.constant(operands[0])}, {more});"
 
 
 # --- products -------------------------------------------------------------------------------------
@@ -232,9 +271,25 @@ FORMS = [
         "_ _ _",
         load_box,
     ),
-    # Bulk groups are for copies from shared memory, which have no form here.
-    ("cp.async.bulk.commit_group", "", nothing),
-    ("cp.async.bulk.wait_group[.read]", "_", nothing),
+    (
+        "cp.async.bulk.<to:shared::cta|shared::cluster>.global.mbarrier::complete_tx::bytes",
+        "_ _ _ _",
+        load_bytes,
+    ),
+    (
+        "cp.async.bulk.tensor.<rank:1|2|3|4|5>d.global.shared::cta[.tile].bulk_group",
+        "_ _",
+        store_box,
+    ),
+    ("cp.async.bulk.global.shared::cta.bulk_group", "_ _ _", store_bytes("false")),
+    (
+        "cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32",
+        "_ _ _",
+        store_bytes("true"),
+    ),
+    ("cp.async.bulk.commit_group", "", call("bulk_commit")),
+    ("cp.async.bulk.wait_group[.read]", "_", wait_for_groups),
+    ("setmaxnreg.<way:inc|dec>.sync.aligned.u32", "_", set_registers),
     (
         "wgmma.fence.sync.aligned",
         "",

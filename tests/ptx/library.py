@@ -141,7 +141,7 @@ class Executor:
 
 
 def packed_argument(x):
-    """Bytes at a multiple of 16, as a launch's parameters are; for an array, its address."""
+    """The bytes of a parameter; for an array, its address."""
     given = x if isinstance(x, bytes) else x.ctypes.data.to_bytes(8, "little")
     memory = emulator.aligned(len(given), np.uint8)
     memory[:] = np.frombuffer(given, np.uint8)

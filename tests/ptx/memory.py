@@ -207,7 +207,8 @@ FORMS = [
     ("cp.async.commit_group", "", lambda w, g, o, place: f"commit({place});"),
     ("cp.async.wait_group", "_", lambda w, g, o, place: f"wait({w.constant(o[0])}, {place});"),
     ("bar.sync", "_ *", barrier("true")),
-    ("barrier.sync", "_ *", barrier("true")),  # lanes may differ on a GPU, and must not here
+    # Lanes may come to this one at different instructions; that is reported here, as of bar.sync.
+    ("barrier.sync", "_ *", barrier("true")),
     ("bar.arrive", "_ _", barrier("false")),
     ("bar.warp.sync", "_", lambda w, g, o, place: f"warp_sync({w.value(o[0], 'u32')}, {place});"),
     ("shfl.sync.<way:up|down|bfly|idx>.b32", "_ _ _ _ _", shuffle),

@@ -43,9 +43,12 @@ class Kernel:
     line: int
     target: int  # 80 of sm_80
     parameters: dict[str, int]  # bytes of each
+    aligns: dict[str, int]  # of each parameter
     shared: dict[str, Memory]  # of the module, and of the kernel
     most: tuple[int, ...] = ()  # .maxntid
     exactly: tuple[int, ...] = ()  # .reqntid
+    blocks: int = 0  # .minnctapersm
+    most_registers: int = 0  # .maxnreg
     registers: dict[str, str] = field(default_factory=dict)  # by name, the type
     local: dict[str, Memory] = field(default_factory=dict)
     body: list[Instruction | Label] = field(default_factory=list)
@@ -83,7 +86,7 @@ def kernels(text):
             name, variable = variable_of(memory)
             shared, at = shared | {name: variable}, memory.end()
         elif entry := ENTRY.match(text, at):
-            kernel = Kernel(entry[1], line, target, parameters(entry[2], line), shared)
+            kernel = Kernel(entry[1], line, target, *parameters(entry[2], line), shared)
             bounds(kernel, entry[3], line)
             at = read_body(kernel, text, entry.end())
             found[kernel.name] = kernel
@@ -98,28 +101,34 @@ def variable_of(found):
 
 
 def parameters(text, line):
-    """Bytes of each parameter."""
-    found = {}
+    """Bytes of each parameter, and the alignment of each."""
+    found, aligns = {}, {}
     for each in filter(None, (x.strip() for x in text.split(","))):
         pointer = r"(?:\s+\.ptr(?:\s+\.global)?(?:\s+\.align\s+\d+)?)?"
         one = re.fullmatch(
-            rf"\.param(?:\s+\.align\s+\d+)?\s+\.(\w+){pointer}\s+({NAME})(?:\[(\d+)\])?", each
+            rf"\.param(?:\s+\.align\s+(\d+))?\s+\.(\w+){pointer}\s+({NAME})(?:\[(\d+)\])?", each
         )
-        if not one or one[1] not in SIZES:
+        if not one or one[2] not in SIZES:
             refuse(line, f"parameter {each!r}")
-        found[one[2]] = SIZES[one[1]] * int(one[3] or 1)
-    return found
+        align, kind, name, count = one.groups()
+        found[name] = SIZES[kind] * int(count or 1)
+        aligns[name] = int(align or SIZES[kind])
+    return found, aligns
 
 
 def bounds(kernel, text, line):
-    """Launch bounds. The number of blocks for each multiprocessor changes nothing here."""
+    """Launch bounds."""
     for name, numbers in re.findall(r"\.(\w+)([^.]*)", text):
         values = tuple(map(int, re.findall(r"\d+", numbers)))
         if name == "maxntid":
             kernel.most = values
         elif name == "reqntid":
             kernel.exactly = values
-        elif name not in ("minnctapersm", "maxnreg"):
+        elif name == "minnctapersm":
+            kernel.blocks = values[0]
+        elif name == "maxnreg":
+            kernel.most_registers = values[0]
+        else:
             refuse(line, f"directive .{name}")
 
 
@@ -180,7 +189,7 @@ def statement(kernel, text, line, scopes):
             kernel.shared = kernel.shared | {name: variable}
         else:
             kernel.local[name] = variable
-    elif not re.fullmatch(r'\.pragma "(nounroll|used_bytes_mask 0x[0-9a-f]+)"', text):
+    elif not re.fullmatch(r'\.pragma "(nounroll|used_bytes_mask (0x[0-9a-f]+|\d+))"', text):
         kernel.body.append(instruction(text, line, scopes))
 
 

@@ -123,7 +123,7 @@ def passed(found):
 def every_call(backend):
     """Every call inside runs on this backend, whichever backend it asks for."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operation, "choose", lambda spec, requested: backend)
+        patch.setattr(operation, "choose", lambda spec, requested, device: backend)
         operation.forget_plans()
         try:
             yield backend

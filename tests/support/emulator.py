@@ -3,6 +3,7 @@
 import ctypes
 import hashlib
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -19,7 +20,8 @@ from tests.support.checkout import ROOT
 
 EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
-PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "boxes", "products", "lanes")
+PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "maps", "boxes", "bulk")
+PARTS = (*PARTS, "products", "registers", "lanes", "encode")
 PARTS = (*PARTS, "operands", "tensor_memory", "tensor_products")
 FLAGS = [
     "-std=c++17",
@@ -61,14 +63,23 @@ def compiler():
 def compiled(source, *flags):
     """The object file of a source, from the cache if no file that it includes has changed."""
     command = [*compiler(), *FLAGS, *flags]
-    headers = sorted(
-        [*EMULATOR.glob("*.h"), *(ROOT / "csrc").rglob("*.h"), *KERNELS.rglob("*.cuh")]
-    )
     digest = hashlib.sha256("\n".join(command).encode())
-    for file in (source, *headers):
-        digest.update(Path(file).read_bytes())
+    for file in sorted({*EMULATOR.glob("*.h"), *included(Path(source))}):
+        digest.update(file.read_bytes())
     target = CACHE / f"{Path(source).stem}-{digest.hexdigest()[:16]}.o"
     return made(target, [*command, "-c", source])
+
+
+def included(source):
+    """The source, and the files of csrc that it includes, directly or not."""
+    found, left = set(), [source.resolve()]
+    while left:
+        file = left.pop()
+        found.add(file)
+        for name in re.findall(r'^#include "(.+)"', file.read_text(), re.MULTILINE):
+            places = (folder / name for folder in (file.parent, ROOT / "csrc", KERNELS, EMULATOR))
+            left += {x.resolve() for x in places if x.exists()} - found
+    return found
 
 
 def linked(objects):
@@ -127,11 +138,14 @@ class Findings:
 
 
 class Emulator:
-    """A library of kernels, compiled with `flags`. `parts` replaces sources of the emulator."""
+    """A library of kernels, compiled with `flags`: sources, or tuples of a source and flags of its
+    own. `parts` replaces sources of the emulator."""
 
     def __init__(self, *kernels, flags=(), parts=None):
         objects = [compiled((parts or {}).get(x, EMULATOR / f"{x}.cpp")) for x in PARTS]
-        objects += [compiled(kernel, *KERNEL_FLAGS, *flags) for kernel in kernels]
+        for kernel in kernels:
+            source, *own = kernel if isinstance(kernel, tuple) else [kernel]
+            objects.append(compiled(source, *KERNEL_FLAGS, *flags, *own))
         self.load(linked(objects))
 
     def load(self, path):

@@ -131,9 +131,10 @@ class Binary(libraries.CudaLibrary):
     def __init__(self, emulator, device):
         super().__init__(emulator.path)
 
-        def run(params, which, number, multiprocessors, stream):
+        def run(params, which, number, *chip_and_stream):
             assert number == -1
-            numbers = (ctypes.c_int64(x) for x in (which, device, multiprocessors))
+            *chip, stream = chip_and_stream
+            numbers = (ctypes.c_int64(x) for x in (which, device, *chip))
             params, stream = ctypes.c_char_p(params), ctypes.c_void_p(stream)
             code, found = emulator.call("fa_cuda_run", params, *numbers, stream)
             found.none()

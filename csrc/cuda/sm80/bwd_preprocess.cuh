@@ -1,4 +1,5 @@
-// The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
+// The small kernels beside the backward pass: delta of every row, and the gradient of the sinks. The
+// kernels of sm90 have the same bodies, with states of another form.
 #pragma once
 #include "../launch.h"
 #include "semaphore.cuh"
@@ -15,23 +16,30 @@ FA_DEVICE float warp_sum(float x) {
   return x;
 }
 
+// What the backward kernels of this folder read: as it is, of tiles of kTile rows at most.
+struct StateForm {
+  static constexpr int kTile = kRowsOfTiles;
+  static FA_DEVICE RowState of(const FaParams&, Normaliser from, float minus_delta) {
+    return {from.level, from.rest, minus_delta};
+  }
+};
+
 // The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
 // dlse, which is subtracted from every dp of the row. 0 if there is no output. A warp for each row.
-template <class Type, bool general>
-__global__ void __launch_bounds__(kRowThreads)
-    delta_kernel(const FaParams batch, float* workspace) {
+template <class Type, bool general, class Form>
+FA_DEVICE void put_states(const FaParams& batch, float* workspace) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
-  const int64_t rows = padded_rows(batch);
+  const int64_t rows = padded_rows(batch, Form::kTile);
   const int64_t i = at % rows, h = at / rows % batch.H, b = at / rows / batch.H;
   const Item p(batch, b);
   const Turns turns(workspace);  // none is taken yet
   if (at == 0) turns.clear(batch);
-  if (i >= padded_rows(p)) return;  // another item is longer
-  if (lane == 0) turns.clear(item_begins(p, b, h) + i);
-  const RowStates states(p, workspace, b, h);
+  if (i >= padded_rows(p, Form::kTile)) return;  // another item is longer
+  if (lane == 0) turns.clear(item_begins(p, b, h, Form::kTile) + i);
+  const RowStates states(p, workspace, b, h, Form::kTile);
   if (i >= p.M) {
-    if (lane == 0) states.set(i, {INFINITY, 0.0f, 0.0f});
+    if (lane == 0) states.set(i, Form::of(p, {INFINITY, 0.0f}, 0.0f));
     return;
   }
   const auto row_of = [&](const FaTensor& x) {
@@ -48,18 +56,20 @@ __global__ void __launch_bounds__(kRowThreads)
     const int64_t* stride = p.dlse.stride;
     sum -= read(p.dlse, b * stride[0] + h * stride[1] + i * stride[2]);
   }
-  if (lane == 0) {
-    const Normaliser normaliser = Normalisers(p, b, h).at<general>(i);
-    states.set(i, {normaliser.level, normaliser.rest, -sum});
-  }
+  if (lane == 0) states.set(i, Form::of(p, Normalisers(p, b, h).at<general>(i), -sum));
+}
+
+template <class Type, bool general>
+__global__ void __launch_bounds__(kRowThreads)
+    delta_kernel(const FaParams batch, float* workspace) {
+  put_states<Type, general, StateForm>(batch, workspace);
 }
 
 // dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a
 // value. A block for each head, in a packed batch for each head of every item; it adds in one
 // order.
-template <int threads>
-__global__ void __launch_bounds__(threads)
-    sink_gradient_kernel(const FaParams batch, float* workspace) {
+template <int threads, class Form>
+FA_DEVICE void put_sink_gradient(const FaParams& batch, float* workspace) {
   FA_SHARED_MEMORY(memory);
   auto* sums = reinterpret_cast<float*>(memory);
   const int64_t h = blockIdx.x % batch.H, first = blockIdx.x / batch.H;
@@ -71,7 +81,7 @@ __global__ void __launch_bounds__(threads)
     const int64_t b = first + at / p.M, i = at % p.M;
     const Normaliser normaliser = Normalisers(p, b, h).at<true>(i);
     if (normaliser.level == INFINITY || sink == -INFINITY) continue;
-    const float minus_delta = RowStates(p, workspace, b, h).at(kMinusDelta, i);
+    const float minus_delta = RowStates(p, workspace, b, h, Form::kTile).at(kMinusDelta, i);
     sum += probability<true>(sink, normaliser, kLog2e) * minus_delta;
   }
   sum = warp_sum(sum);
@@ -83,18 +93,34 @@ __global__ void __launch_bounds__(threads)
   static_cast<float*>(p.dsinks.data)[first * p.dsinks.stride[0] + h * p.dsinks.stride[1]] = total;
 }
 
+template <int threads>
+__global__ void __launch_bounds__(threads)
+    sink_gradient_kernel(const FaParams batch, float* workspace) {
+  put_sink_gradient<threads, StateForm>(batch, workspace);
+}
+
+template <class Form, class Kernel>
+int start_states(Kernel kernel, const FaParams& p, float* workspace, void* stream) {
+  constexpr int warps = kRowThreads / 32;
+  static_assert(Form::kTile % warps == 0, "blocks would be left over");
+  return launch_blocks("delta_kernel", kernel, p.B * p.H * padded_rows(p, Form::kTile) / warps,
+                       kRowThreads, 0, stream, p, workspace);
+}
+
+template <class Kernel>
+int start_sinks(Kernel kernel, const FaParams& p, float* workspace, void* stream) {
+  const int64_t blocks = p.cu_q ? p.B * p.H : p.H;
+  return launch_blocks("sink_gradient_kernel", kernel, blocks, kRowThreads,
+                       sizeof(float) * (kRowThreads / 32), stream, p, workspace);
+}
+
 template <class Type, bool general>
 int start_delta(const FaParams& p, float* workspace, void* stream) {
-  constexpr int warps = kRowThreads / 32;
-  static_assert(kRowsOfTiles % warps == 0, "blocks would be left over");
-  return launch_blocks("delta_kernel", delta_kernel<Type, general>,
-                       p.B * p.H * padded_rows(p) / warps, kRowThreads, 0, stream, p, workspace);
+  return start_states<StateForm>(delta_kernel<Type, general>, p, workspace, stream);
 }
 
 inline int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
-  const int64_t blocks = p.cu_q ? p.B * p.H : p.H;
-  return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads>, blocks,
-                       kRowThreads, sizeof(float) * (kRowThreads / 32), stream, p, workspace);
+  return start_sinks(sink_gradient_kernel<kRowThreads>, p, workspace, stream);
 }
 
 }  // namespace sm80

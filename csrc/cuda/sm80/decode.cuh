@@ -2,7 +2,8 @@
 // the query heads that share them are rows of one tile, and the keys are split among blocks. A
 // second kernel combines the blocks' softmaxes (Flash-Decoding, Dao et al. 2023).
 #pragma once
-#include "softmax.cuh"
+#include "../softmax.cuh"
+#include "product.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -257,7 +258,7 @@ __global__ void __launch_bounds__(F::kThreads, 1) decode_kernel(const FaParams b
     const int64_t at = key_warp * F::kRows + row + 8 * half;
     const float sum = row_sum(state.sum[half]);
     if (first_column + column == 0) {
-      parts.level[at] = level_of<F::kGeneral>(state.max[half], to_log2);
+      parts.level[at] = state.level[half];
       parts.sum[at] = sum;
     }
     const float factor = head[half].dropout_factor;

@@ -3,7 +3,8 @@
 // values are computed with while the next ones are loading. Calls of few rows go to decode.
 #pragma once
 #include "../mask_tiles.cuh"
-#include "softmax.cuh"
+#include "../softmax.cuh"
+#include "product.cuh"
 
 namespace fa {
 namespace sm80 {
@@ -51,7 +52,7 @@ FA_DEVICE void store(const FaParams& p, const Head& head, int row, int column, S
                      Accumulator<F::kDv>& out, float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float level = level_of<F::kGeneral>(state.max[half], to_log2), sum = row_sum(state.sum[half]);
+    float level = state.level[half], sum = row_sum(state.sum[half]);
     const int64_t i = row + 8 * half;
     if (i >= p.M) continue;
     const float decay = count_sink<F::kGeneral>(p, head.b, head.h, level, sum);

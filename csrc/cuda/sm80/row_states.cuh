@@ -1,6 +1,7 @@
 // Three numbers of each row in the workspace of a backward pass, by which weights and gradients are
 // computed: its level, what the level's rounding cut off (softmax_lse.cuh), and - delta
-// (backward.cuh). The rows of a query head are padded to a whole tile; padding has weight 0.
+// (backward.cuh). The rows of a query head are padded to a whole tile; padding has weight 0. Kernels of
+// another class have tiles of other rows, and states of their own (sm90/row_states.cuh).
 #pragma once
 #include "../softmax_lse.cuh"
 
@@ -12,41 +13,42 @@ struct RowState {
 };
 
 enum Part { kLevel, kRest, kMinusDelta, kParts };
-constexpr int kRowsOfTiles = 128;  // a multiple of the rows of every tile
+constexpr int kRowsOfTiles = 128;  // a multiple of the rows of every tile of these kernels
 constexpr int kTogether = 16;      // rows: their levels are adjacent, then their rests and deltas
 
 // At least a tile: a head's turns begin at its first row (semaphore.cuh), even if it has no rows.
-FA_SHARED int64_t padded_rows(const FaParams& p) {
-  return (most(p.M, 1) + kRowsOfTiles - 1) / kRowsOfTiles * kRowsOfTiles;
+FA_SHARED int64_t padded_rows(const FaParams& p, int64_t tile = kRowsOfTiles) {
+  return (most(p.M, 1) + tile - 1) / tile * tile;
 }
 // The rows of a head in all items, and where those of one item begin. Sequences of a packed batch
 // begin at whole tiles, one further on with each.
-FA_SHARED int64_t rows_of_head(const FaParams& p) {
-  return p.cu_q ? (p.T / kRowsOfTiles + p.B) * kRowsOfTiles : p.B * padded_rows(p);
+FA_SHARED int64_t rows_of_head(const FaParams& p, int64_t tile = kRowsOfTiles) {
+  return p.cu_q ? (p.T / tile + p.B) * tile : p.B * padded_rows(p, tile);
 }
-FA_DEVICE int64_t item_begins(const Item& p, int64_t b, int64_t h) {
-  const int64_t before = h * rows_of_head(p);
-  if (!p.cu_q) return before + b * padded_rows(p);
-  return before + (p.first_row / kRowsOfTiles + b) * kRowsOfTiles;
+FA_DEVICE int64_t item_begins(const Item& p, int64_t b, int64_t h, int tile = kRowsOfTiles) {
+  const int64_t before = h * rows_of_head(p, tile);
+  if (!p.cu_q) return before + b * padded_rows(p, tile);
+  return before + (p.first_row / tile + b) * tile;
 }
 
 // The workspace begins with the words by which blocks wait (semaphore.cuh): kTaskWords for the
 // next task, and one for every kRowsATurn rows.
 constexpr int kTaskWords = 4, kRowsATurn = 8;
-FA_SHARED int64_t turn_words(const FaParams& p) {
-  return kTaskWords + p.H * rows_of_head(p) / kRowsATurn;
+FA_SHARED int64_t turn_words(const FaParams& p, int64_t tile = kRowsOfTiles) {
+  return kTaskWords + p.H * rows_of_head(p, tile) / kRowsATurn;
 }
 // The words at the start of a workspace: turns, and the states of all rows.
-FA_SHARED int64_t state_words(const FaParams& p) {
-  return turn_words(p) + p.H * rows_of_head(p) * kParts;
+FA_SHARED int64_t state_words(const FaParams& p, int64_t tile = kRowsOfTiles) {
+  return turn_words(p, tile) + p.H * rows_of_head(p, tile) * kParts;
 }
 
 // The states of the rows of one query head.
 struct RowStates {
   float* data;
 
-  FA_DEVICE RowStates(const Item& p, float* workspace, int64_t b, int64_t h)
-      : data(workspace + turn_words(p) + item_begins(p, b, h) * kParts) {}
+  FA_DEVICE RowStates(const Item& p, float* workspace, int64_t b, int64_t h,
+                      int tile = kRowsOfTiles)
+      : data(workspace + turn_words(p, tile) + item_begins(p, b, h, tile) * kParts) {}
 
   static FA_DEVICE int place(Part part, int i) {
     return (i / kTogether * kParts + part) * kTogether + i % kTogether;

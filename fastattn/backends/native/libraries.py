@@ -175,6 +175,7 @@ class CudaLibrary(Library):
     workspace_at: int
     run: Entry
     run_at: int
+    kernels: Entry
     driver_error: Entry
     version: Entry
     translates: Entry
@@ -185,18 +186,24 @@ class CudaLibrary(Library):
         super().__init__(path)
         integer, params, text = ctypes.c_int64, ctypes.c_char_p, ctypes.c_char_p
         self.check_abi("fa_cuda_abi_fields", "fa_cuda_max_head_dim", CUDA_MAX_HEAD_DIM)
-        self.workspace = self.entry("fa_cuda_workspace", integer, params, integer, integer)
+        # params, pass, multiprocessors, architecture
+        self.workspace = self.entry("fa_cuda_workspace", integer, params, *(integer,) * 3)
         self.workspace_at = ctypes.cast(self.workspace, ctypes.c_void_p).value or 0
-        # params, pass, device, multiprocessors, stream
-        self.run = self.entry(
-            "fa_cuda_run", integer, params, integer, integer, integer, ctypes.c_void_p
-        )
+        # params, pass, device, multiprocessors, architecture, stream
+        self.run = self.entry("fa_cuda_run", integer, params, *(integer,) * 4, ctypes.c_void_p)
         self.run_at = ctypes.cast(self.run, ctypes.c_void_p).value or 0
+        # params, pass, architecture
+        self.kernels = self.entry("fa_cuda_kernels", text, params, integer, integer)
         self.driver_error = self.entry("fa_cuda_driver_error", integer)
         self.version = self.entry("fa_cuda_version", integer, integer)  # library's or driver's
         self.translates = self.entry("fa_cuda_translates", integer)
         self.error = self.entry("fa_cuda_error", text, integer)
         self.failed_kernel = self.entry("fa_cuda_failed_kernel", text)
+
+    def probe_sm90(self, probe: bytes, stream: int) -> int:
+        """Start one of the probes of sm90_probe.py."""
+        entry = self.entry("fa_cuda_probe_sm90", ctypes.c_int64, ctypes.c_char_p, ctypes.c_void_p)
+        return entry(probe, stream)
 
 
 Loaded = TypeVar("Loaded", bound=Library)

@@ -1,31 +1,35 @@
 // The online softmax of a warp's 16 rows over tiles of keys, which forward and decode share.
 #pragma once
-#include "product.cuh"
+#include <float.h>
+
+#include "fragment.cuh"
 
 namespace fa {
-namespace sm80 {
 
-// The running maximum of two rows, and the sum of their weights relative to its level, over this
-// lane's columns alone.
+// The running maximum of two rows, as a level, and the sum of their weights relative to it, over
+// this lane's columns alone.
 struct Softmax {
-  float max[2], sum[2];
+  float level[2], sum[2];
 };
 
-// A lane's scores of a tile become weights exp(s - level), and earlier sums are rescaled.
-template <bool general, int n, int columns>
-FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
+// A lane's scores of a tile become weights exp(s - level). decay is the factor of earlier sums of
+// each row; the caller applies it to the row's values.
+template <bool general, int n>
+FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&decay)[2], float to_log2) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float max = state.max[half];
+    float max = s[0][2 * half];
 #pragma unroll
     for (int j = 0; j < n; ++j) max = fmaxf(max, fmaxf(s[j][2 * half], s[j][2 * half + 1]));
     max = fmaxf(max, ptx::shuffle_xor(max, 1));
     max = fmaxf(max, ptx::shuffle_xor(max, 2));
+    // Levels are rounded alike: where the maximum stays, nothing is rescaled.
+    const float before = state.level[half];
+    state.level[half] = fmaxf(before, level_of<general>(max, to_log2));
     // A row that has seen nothing: -inf - -inf would be NaN.
-    const float level = level_of<general>(max == -INFINITY ? 0.0f : max, to_log2);
-    // Both are rounded alike: where the maximum stays, nothing is rescaled.
-    const float decay = rescale<general>(level_of<general>(state.max[half], to_log2), level);
-    float sum = state.sum[half] * decay;
+    const float level = fmaxf(state.level[half], -FLT_MAX);
+    decay[half] = rescale<general>(before, level);
+    float sum = state.sum[half] * decay[half];
 #pragma unroll
     for (int j = 0; j < n; ++j)
 #pragma unroll
@@ -33,14 +37,21 @@ FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4]
         s[j][e] = exponential<general>(s[j][e], level, to_log2);
         sum += s[j][e];
       }
-#pragma unroll
-    for (int d = 0; d < columns; ++d) {
-      out[d][2 * half] *= decay;
-      out[d][2 * half + 1] *= decay;
-    }
-    state.max[half] = max;
     state.sum[half] = sum;
   }
+}
+
+// Multiplies the rows of x by these factors.
+template <int n>
+FA_DEVICE void scale_rows(float (&x)[n][4], const float (&factor)[2]) {
+  each_of(x, [&](int k, int e) { x[k][e] *= factor[e / 2]; });
+}
+
+template <bool general, int n, int columns>
+FA_DEVICE void update(Softmax& state, float (&s)[n][4], float (&out)[columns][4], float to_log2) {
+  float decay[2];
+  update<general>(state, s, decay, to_log2);
+  scale_rows(out, decay);
 }
 
 // A sink is one more logit, without a value. It is added to the level and the sum of a row's
@@ -57,5 +68,4 @@ FA_DEVICE float count_sink(const FaParams& p, int64_t b, int64_t h, float& level
   return decay;
 }
 
-}  // namespace sm80
 }  // namespace fa

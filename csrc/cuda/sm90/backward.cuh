@@ -1,0 +1,328 @@
+// Backward on Hopper's tensor cores. A block has 128 keys, 64 to each of two warpgroups, and rows
+// pass. Scores are transposed (keys by rows), so that weights and ds go on from registers to the
+// products for dv and dk. Only ds goes through shared memory, for dq, which is transposed, too:
+//
+//   s  = K Q^T       p  = exp(s - normaliser)       dv += p dO
+//   dp = V dO^T      ds = p (dp - delta)            dk += ds Q      dq^T = K^T ds
+//
+// The rows of all query heads that read a key head pass one after the other. In the first warpgroup
+// one thread asks for boxes of k and q, one for those of v and dout, and a warp for each half of dq
+// adds it to the sums of other blocks in global memory, in turn (dq_accum.cuh).
+#pragma once
+#include "../sm80/score_gradient.cuh"
+#include "dq_accum.cuh"
+
+namespace fa {
+namespace sm90 {
+
+// Zeros in the rows of a tile from `first` on, of which `rows` are loaded: they are of another
+// sequence, or behind the last key, and may be NaN.
+template <class B>
+FA_DEVICE void clear_rows(unsigned char* tile, int part_bytes, int first, int rows) {
+  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
+  for (int part = 0; part < B::kParts; ++part)
+    for (int i = thread; i < (rows - first) * 8; i += B::kConsumers)
+      reinterpret_cast<uint4*>(tile + part * part_bytes + first * 128)[i] = {0, 0, 0, 0};
+}
+
+template <class B>
+FA_DEVICE void zeros_are_there() {
+  ptx::async_proxy_fence("backward: products see the zeros");
+  ptx::barrier_sync("backward: all have written zeros", kRowsCleared, B::kConsumers);
+}
+
+// A warpgroup's 64 keys of a block.
+template <class B>
+struct KeyConsumer {
+  using Type = typename B::Type;
+  using Scores = ptx::Products<B::kRows>;
+  using Sums = ptx::Products<B::kD>;
+  using QuerySums = ptx::Products<B::kQueryRows>;
+  static constexpr int kScoreFours = B::kRows / 8;
+
+  const BackwardMemory<B>& memory;
+  int mine;  // of the consumers' warpgroups
+
+  FA_DEVICE int thread() const { return static_cast<int>(threadIdx.x) % kWarpgroup; }
+  FA_DEVICE bool leads() const { return thread() == 0; }
+
+  // s += K Q^T, or V dO^T
+  FA_DEVICE void ask_scores(float (&s)[kScoreFours][4], uint32_t keys, uint32_t rows) const {
+    const uint32_t left = ptx::k_major(keys + mine * kGroupRows * 128), right = ptx::k_major(rows);
+    ptx::fence_operand(s);
+    ptx::products_fence("backward: first sums of scores are there");
+#pragma unroll
+    for (int d = 0; d < B::kD / 16; ++d)
+      Scores::template ss<false, false>(
+          "backward: scores", Type(), s,
+          left + ptx::in_descriptor(d / 4 * B::kKeyPart + d % 4 * 32),
+          right + ptx::in_descriptor(d / 4 * B::kRowPart + d % 4 * 32), B::kOnto || d > 0);
+    ptx::products_commit("backward: scores are asked for");
+  }
+
+  // sum += x rows, for dv and dk
+  FA_DEVICE void ask_sums(float (&sum)[B::kD / 8][4], const LeftSides<kScoreFours>& x,
+                          uint32_t rows) const {
+    const uint32_t right = ptx::mn_major(rows, B::kRowPart);
+    ptx::fence_operand(sum);
+    ptx::products_fence("backward: sums and left sides are ready");
+#pragma unroll
+    for (int j = 0; j < B::kRows / 16; ++j)
+      Sums::template rs<true>("backward: sums of keys", Type(), sum, x[j],
+                              right + ptx::in_descriptor(2048 * j), true);
+    ptx::products_commit("backward: sums of keys are asked for");
+  }
+
+  // dq^T = K^T ds, this warpgroup's half
+  FA_DEVICE void ask_queries(float (&dq)[B::kQueryRows / 8][4], int stage) const {
+    const uint32_t keys = memory.keys() + (B::kHalvesColumns ? mine * B::kKeyPart : 0);
+    const uint32_t scores =
+        memory.scores(stage) + (B::kHalvesColumns ? 0 : mine * B::kQueryRows * 128);
+    const uint32_t left = ptx::mn_major(keys, B::kKeyPart), right = ptx::k_major(scores);
+    ptx::products_fence("backward: registers of dq are free");
+#pragma unroll
+    for (int j = 0; j < B::kKeys / 16; ++j)
+      QuerySums::template ss<true, false>(
+          "backward: K^T ds", Type(), dq, left + ptx::in_descriptor(2048 * j),
+          right + ptx::in_descriptor(j / 4 * B::kRowPart + j % 4 * 32), j > 0);
+    ptx::products_commit("backward: dq is asked for");
+  }
+};
+
+// Weights of keys that a row does not see become 0. `first` is the lane's first row of the tile, and
+// `seen` the rows that see its keys. Before the first of these, one comparison a score suffices.
+template <int n>
+FA_DEVICE void hide_rows(float (&p)[n][4], const Band (&seen)[2], int first, bool right) {
+  const int begin[2] = {seen[0].lo - first, seen[1].lo - first};
+  each_of(p, [&](int k, int e) {
+    if (8 * k + e % 2 < begin[e / 2]) p[k][e] = 0.0f;
+  });
+  if (!right) return;
+  const int end[2] = {seen[0].hi - first, seen[1].hi - first};
+  each_of(p, [&](int k, int e) {
+    if (8 * k + e % 2 >= end[e / 2]) p[k][e] = 0.0f;
+  });
+}
+
+// A lane's part of a row of states: two adjacent rows of every eight.
+FA_DEVICE float2 states_of(const float* states, sm80::Part part, int k) {
+  return *reinterpret_cast<const float2*>(states + sm80::RowStates::place(part, 8 * k));
+}
+
+// For each of a lane's keys the states of its rows.
+template <sm80::Part part, int n>
+FA_DEVICE void spread(float (&x)[n][4], const float* states) {
+#pragma unroll
+  for (int k = 0; k < n; ++k) {
+    const float2 two = states_of(states, part, k);
+    x[k][0] = x[k][2] = two.x, x[k][1] = x[k][3] = two.y;
+  }
+}
+
+// All that a thread does.
+template <class B>
+FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
+                               const TensorMap& of_k, const TensorMap& of_v, const FaParams& batch,
+                               const KeySchedule& schedule, float* workspace) {
+  using Type = typename B::Type;
+  constexpr int kFours = B::kRows / 8;
+  FA_SHARED_MEMORY(shared);
+  const BackwardMemory<B> memory(shared);
+  if (threadIdx.x == 0) memory.init();
+  const sm80::Turns turns(workspace);
+  const KeyTask task(schedule, turns.begin(memory.ticket()));
+  const Item p(batch, task.b);
+  if (warp_uniform(task.first_key >= p.N)) return;  // another item is longer
+  if (warp_uniform(turns.fall(batch))) return;
+  const RowTiles tiles = RowTiles::of<B::kRows>(p, task);
+  const int group = warp_uniform(static_cast<int>(threadIdx.x) / kWarpgroup);
+  if (group == 0) {
+    ptx::fewer_registers<B::kFewRegisters>("backward: registers for others");
+    const int warp = warp_uniform(static_cast<int>(threadIdx.x) / 32);
+    if (tiles.begin >= tiles.end) return;
+    if (warp >= 2)
+      add_half<B>(memory.half(warp - 2), batch, p, schedule, task, tiles, workspace, warp - 2);
+    else if (threadIdx.x == 0)
+      load_boxes<B, true>(memory, &of_q, &of_k, batch, p, schedule, task, tiles, workspace);
+    else if (threadIdx.x == 32)
+      load_boxes<B, false>(memory, &of_dout, &of_v, batch, p, schedule, task, tiles, workspace);
+    return;
+  }
+  ptx::more_registers<B::kRegisters>("backward: registers of others");
+
+  const int mine = group - 1, lane = static_cast<int>(threadIdx.x) % 32;
+  const KeyConsumer<B> consumer = {memory, mine};
+  const int thread = consumer.thread(), warp = thread / 32;
+  const int key_below = kGroupRows * mine + 16 * warp + lane / 4;  // and + 8
+  const int column = 2 * (lane % 4);
+  const Visible visible(p, task.b);
+  const float to_log2 = static_cast<float>(p.scale) * kLog2e;
+  // This lane's part of ds in shared memory, of 8 x 8 matrices, and its part of dq.
+  const uint32_t scores = memory.scores(0) + mine * B::kRowPart + (lane / 16 * 8 + lane % 8) * 128 +
+                          ((32 * warp + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
+  unsigned char* const query_sums = shared + B::kQueriesAt + mine * B::kHalfBytes + thread * 16;
+  Band seen[2] = {};
+  if (B::kBanded && !B::kGeneral)
+    for (int half = 0; half < 2; ++half)
+      seen[half] = visible.rows_of(task.first_key + key_below + 8 * half, 1 << 30);
+  const auto rows = static_cast<int>(p.M);
+  const int keys = warp_uniform(visible.length - task.first_key);  // of the block exist
+  const int keys_left = keys - key_below;                          // from this lane's first on
+
+  float dk[B::kD / 8][4] = {}, dv[B::kD / 8][4] = {};
+  Passed passed;
+  // In a packed batch, the rows behind the last one are of another sequence.
+  const int rows_there = warp_uniform(batch.cu_q ? static_cast<int>(p.M) : 1 << 30);
+  if (tiles.begin < tiles.end) {
+    ptx::mbarrier_wait("backward: keys have landed", memory.keys_full(), 0);
+    if (keys < B::kKeys) {
+      clear_rows<B>(shared, B::kKeyPart, keys, B::kKeys);
+      clear_rows<B>(shared + B::kKeyBytes, B::kKeyPart, keys, B::kKeys);
+      zeros_are_there<B>();
+    }
+  }
+
+  const auto step = [&](int tile, const Head& head, const MaskLines(&mask)[1], auto hides) {
+    float s[kFours][4], dp[kFours][4];
+    LeftSides<kFours> weights, ds;
+    const float* const states = memory.states(passed.stage()) + column;
+    ptx::mbarrier_wait("backward: rows of q have landed", memory.q_full(passed.stage()),
+                       passed.parity());
+    if ((tile + 1) * B::kRows > rows_there) {
+      ptx::mbarrier_wait("backward: rows of dout have landed, too",
+                         memory.dout_full(passed.stage()), passed.parity());
+      unsigned char* const q = shared + B::kRowsAt + passed.stage() * B::kRowBytes;
+      const int left = rows_there - tile * B::kRows;
+      clear_rows<B>(q, B::kRowPart, left, B::kRows);
+      clear_rows<B>(q + B::kStages * B::kRowBytes, B::kRowPart, left, B::kRows);
+      zeros_are_there<B>();
+    }
+    if constexpr (B::kGeneral) {
+      const sm80::Corner corner = {task.first_key + key_below, tile * B::kRows + column};
+      MaskPairs<kFours> pairs[1];
+      if (batch.mask.data)
+        load_mask(pairs[0], mask[0], Places<true>{head, corner.stays, corner.passes});
+      consumer.ask_scores(s, memory.keys(), memory.q(passed.stage()));
+      ptx::mbarrier_wait("backward: rows of dout have landed", memory.dout_full(passed.stage()),
+                         passed.parity());
+      consumer.ask_scores(dp, memory.values(), memory.dout(passed.stage()));
+      ptx::products_wait<0>("backward: scores and dp are there");
+      ptx::fence_operand(s);
+      ptx::fence_operand(dp);
+      const auto passing = [&](sm80::RowState(&two)[2], int further) {
+        sm80::StateTile<B::kRows>::read(two, reinterpret_cast<const unsigned char*>(states),
+                                        further);
+      };
+      const bool whole = tile >= tiles.whole_begin && tile < tiles.whole_end && keys >= B::kKeys;
+      const sm80::RowState none[1][2] = {};
+      sm80::differentiate<B>(sm80::alone(s), sm80::alone(dp), head, visible, rows, whole, none,
+                             passing, mask, pairs, corner);
+      pack_weights<Type>(weights, s);
+      consumer.ask_sums(dv, weights, memory.dout(passed.stage()));
+    } else {
+      spread<sm80::kLevel>(s, states);
+      spread<sm80::kMinusDelta>(dp, states);
+      // Scores of keys past the last one begin at -inf, so that their weights are 0.
+      if (keys < B::kKeys)
+        each_of(s, [&](int k, int e) {
+          if (8 * (e / 2) >= keys_left) s[k][e] = -INFINITY;
+        });
+      ptx::fence_operand(dp);
+      consumer.ask_scores(s, memory.keys(), memory.q(passed.stage()));
+      ptx::mbarrier_wait("backward: rows of dout have landed", memory.dout_full(passed.stage()),
+                         passed.parity());
+      consumer.ask_scores(dp, memory.values(), memory.dout(passed.stage()));
+      ptx::products_wait<1>("backward: scores are there");
+      ptx::fence_operand(s);
+#pragma unroll
+      for (int k = 0; k < kFours; ++k) {
+        const float2 rest = states_of(states, sm80::kRest, k);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[k][e] = ptx::exp2(fmaf(s[k][e], to_log2, e % 2 ? rest.y : rest.x));
+      }
+      if (decltype(hides)::value)
+        hide_rows(s, seen, tile * B::kRows + column, tile >= tiles.whole_end);
+      pack_weights<Type>(weights, s);
+      consumer.ask_sums(dv, weights, memory.dout(passed.stage()));
+      ptx::products_wait<1>("backward: dp is there");
+      ptx::fence_operand(dp);
+      each_of(dp, [&](int k, int e) { dp[k][e] *= s[k][e]; });
+    }
+    pack_weights<Type>(ds, dp);
+    const uint32_t to = scores + passed.stage() * B::kScoreBytes;
+    // The last tile's ds is at another place: the other warpgroup may not have read it.
+#pragma unroll
+    for (int j = 0; j < kFours / 2; ++j)
+      ptx::store_matrices_transposed("backward: ds", to + j * 2048, ds[j]);
+    ptx::async_proxy_fence("backward: products see this ds");
+    ptx::barrier_sync("backward: both have written ds", kScoresThere, B::kConsumers);
+    float dq[B::kQueryRows / 8][4];
+    consumer.ask_queries(dq, passed.stage());
+    consumer.ask_sums(dk, ds, memory.q(passed.stage()));
+    ptx::products_wait<1>("backward: dv and dq are there");
+    ptx::fence_operand(dq);
+    ptx::fence_operand(dv);
+    if (consumer.leads())
+      ptx::mbarrier_arrive("backward: dout is read", memory.dout_free(passed.stage()));
+    const int half = ptx::anew(mine);  // numbers of barriers need no registers before
+    ptx::barrier_sync("backward: the last dq is sent", kHalfFree + half, kWarpgroup + 32);
+#pragma unroll
+    for (int j = 0; j < B::kQueryRows / 8; ++j)
+      reinterpret_cast<float4*>(query_sums)[kWarpgroup * j] = {dq[j][0], dq[j][1], dq[j][2],
+                                                               dq[j][3]};
+    ptx::async_proxy_fence("backward: bulk copies see this dq");
+    ptx::barrier_arrive("backward: this dq is written", kHalfThere + half, kWarpgroup + 32);
+    ptx::products_wait<0>("backward: dk is there");
+    ptx::fence_operand(dk);
+    if (consumer.leads())
+      ptx::mbarrier_arrive("backward: q is read", memory.q_free(passed.stage()));
+    ++passed.tiles;
+  };
+  const auto all = static_cast<unsigned>((tiles.end - tiles.begin) * schedule.group);
+  for (int h = task.hk * schedule.group; passed.tiles < all; ++h) {
+    const Head head(B::kGeneral ? batch : p, task.b, h, visible.shift);
+    MaskLines mask[1];
+    if constexpr (B::kGeneral)
+      mask[0] = MaskLines(Places<true>{head, task.first_key + key_below, 0});
+    int tile = tiles.begin;
+    const auto to = [&](int end, auto hides) {
+#pragma unroll 1
+      for (; tile < end; ++tile) step(tile, head, mask, hides);
+    };
+    if constexpr (B::kBanded && !B::kGeneral) {
+      // Tiles that see some keys in part, whole ones, and those at the other edge of the band.
+      for (int until = tiles.whole_begin;; until = tiles.end) {
+        to(until, Known<true>());
+        if (tile >= tiles.end) break;
+        to(tiles.whole_end, Known<false>());
+      }
+    } else {
+      to(tiles.end, Known<false>());
+    }
+  }
+
+  // What is computed again needs no registers before.
+  const KeyTask own(schedule, *memory.ticket());
+  const Item of(batch, own.b);
+  const int again = static_cast<int>(ptx::thread_anew()) - kWarpgroup;
+  const int key = own.first_key + again / 32 * 16 + again % 32 / 4, columns = 2 * (again % 4);
+  store_gradient<Type>(of.dk, own.b, own.hk, key, columns, of.N, of.D, sm80::alone(dk),
+                       static_cast<float>(of.scale));
+  const bool dropout = B::kGeneral && of.dropout_p > 0;
+  store_gradient<Type>(of.dv, own.b, own.hk, key, columns, of.N, of.Dv, sm80::alone(dv),
+                       dropout ? static_cast<float>(dropout_rule(of.dropout_p).factor) : 1.0f);
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::kThreads, 1)
+    backward_kernel(const __grid_constant__ TensorMap of_q,
+                    const __grid_constant__ TensorMap of_dout,
+                    const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v,
+                    const __grid_constant__ FaParams batch,
+                    const __grid_constant__ KeySchedule schedule, float* workspace) {
+  FA_BODY(backward_thread<B>(of_q, of_dout, of_k, of_v, batch, schedule, workspace));
+}
+
+}  // namespace sm90
+}  // namespace fa

@@ -1,0 +1,13 @@
+// Forward kernels for head dims up to 128.
+#include "forward_launch.cuh"
+
+#if FA_CUDA_HAS_DIM(128)
+namespace fa {
+namespace sm90 {
+
+FA_FORWARD(128, 128)
+FA_UNMASKED_FORWARD(128, 128)
+
+}  // namespace sm90
+}  // namespace fa
+#endif

@@ -1,0 +1,200 @@
+"""The kernels of csrc/cuda/sm90 as nvcc compiled them for sm_90a, held to float64 with the checker
+on: every instance, feature class and edge of a tile."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fastattn
+from tests.ptx import ours
+from tests.semantics.test_packed import batch, complaints
+from tests.semantics.test_paged import in_pages
+from tests.support.backends import passed
+from tests.support.cases import DTYPES, FEATURE, PLAIN, SINGLES, Dims, build, name_of, square
+from tests.support.emulated import DTYPES as NAMES
+from tests.support.emulated import everywhere, survivors
+from tests.support.emulator import SCHEDULES, needs_emulator
+from tests.support.error_budget import Verdict
+
+pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, ours.needs_nvcc]
+every_dtype = pytest.mark.parametrize("dtype", NAMES)
+
+# Rows of a block, and keys of a tile of plain and of general kernels: csrc/cuda/sm90/tiles.h.
+ROWS = 128
+KEYS = {64: (192, 128), 96: (160, 96), 128: (176, 96), 192: (112, 64), 256: (80, None)}
+FORWARD = "sm_90"
+
+
+def on_hopper(**options):
+    return everywhere(architecture=90, ptx=True, **options)
+
+
+def run_all(problems, **options):
+    """Every forward pass is one of sm_90's, and right."""
+    found = []
+    with on_hopper(**options) as backend:
+        for problem in problems:
+            lines = Verdict(problem, backward=False).complaints(fastattn.attention)
+            found += [f"{problem.name} {line}" for line in lines]
+    assert set(backend.kernels) == {FORWARD}, backend.kernels
+    assert backend.launches >= len(backend.findings) > 0
+    passed(found)
+
+
+# Dense masks of whole tiles have kernels of sm80 that skip some.
+SHAPES = (square(2, 2, 63, 24), square(1, 2, 105, 64), Dims(1, 4, 2, 81, 139, 64, 40))
+
+
+@every_dtype
+@pytest.mark.parametrize("features", [PLAIN, *SINGLES], ids=name_of)
+def test_features(dtype, features):
+    run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
+
+
+def around(*sizes):
+    return sorted({size + off for size in sizes for off in (-1, 0, 1)})
+
+
+@pytest.mark.parametrize("name", ["", "causal", "bottom_right", "window", "lengths", "sinks"])
+@pytest.mark.parametrize("M", [17, *around(64, ROWS, 2 * ROWS)])
+def test_edges_of_tiles(M, name):
+    features = [FEATURE[name]] if name else []
+    keys = [1, 15, *around(KEYS[64][0], 2 * KEYS[64][0])]
+    run_all([build(Dims(1, 1, 1, M, N, 64, 64), features, torch.bfloat16) for N in keys])
+
+
+HEAD_DIMS = {
+    "64": [(64, 64), (8, 24), (40, 64)],
+    "96": [(96, 96), (80, 72)],
+    "128": [(128, 128), (112, 128), (104, 8)],
+    "192 and 128": [(192, 128), (136, 128)],
+    "192": [(192, 192), (160, 160), (136, 184)],
+    "256": [(256, 256), (200, 256), (256, 64)],
+}
+
+
+@every_dtype
+@pytest.mark.parametrize("name", ["bottom_right", "softcap", "window"])
+@pytest.mark.parametrize("padded", HEAD_DIMS)
+def test_head_dims(padded, name, dtype):
+    if padded == "256" and name == "softcap":
+        pytest.skip("declined: no general kernel is as wide")
+    dims = [
+        Dims(1, 2, 1, 150, 2 * KEYS[int(padded.split()[0])][0] + 7, *x) for x in HEAD_DIMS[padded]
+    ]
+    run_all([build(x, [FEATURE[name]], DTYPES[dtype]) for x in dims])
+
+
+@pytest.mark.parametrize("sm_count", [1, 3, 4])
+def test_persistent_blocks(sm_count):
+    """A block has several tasks, of several heads and items, some without keys."""
+    dims = Dims(2, 4, 2, 300, 410, 64, 64)
+    names = ("bottom_right", "lengths", "sinks")
+    run_all([build(dims, [FEATURE[x]], torch.bfloat16) for x in names], sm_count=sm_count)
+
+
+def test_every_schedule_gives_the_same_bits():
+    problem = build(Dims(1, 2, 1, 200, 500, 64, 64), [FEATURE["bottom_right"]], torch.bfloat16)
+    found = []
+    for schedule, lazy, sm_count in itertools.product(SCHEDULES, (True, False), (0, 2)):
+        with on_hopper(schedule=schedule, lazy=lazy, sm_count=sm_count, seed=len(found)):
+            found.append(problem.run(fastattn.attention, backward=False))
+    for other in found[1:]:
+        assert all(torch.equal(x, other[name]) for name, x in found[0].items())
+
+
+SIZES = ((5, 7), (0, 3), (1, 1), (137, 251), (3, 0), (17, 192), (1, 40), (65, 129), (129, 20))
+
+
+@pytest.mark.parametrize("names", ["", "bottom_right", "window sinks", "causal alibi dropout gqa"])
+@pytest.mark.parametrize("sm_count", [0, 3])
+def test_packed(names, sm_count):
+    made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SIZES)
+    with on_hopper(sm_count=sm_count) as backend, torch.no_grad():
+        passed(list(complaints(made, made.run(backward=False))))
+    assert set(backend.kernels) <= {FORWARD, *declined(backend)}
+
+
+def declined(backend):
+    """Calls of few rows, which are made for comparison."""
+    return {x for x in backend.kernels if x.startswith("sm_80: few rows")}
+
+
+@pytest.mark.parametrize("page", [8, 16, 24, 64, 192, 256])
+def test_pages(page):
+    made = batch((), torch.bfloat16, SIZES)
+    with on_hopper(), torch.no_grad():
+        found = dict(out=fastattn.attention_packed(**in_pages(made, page)))
+        passed(list(complaints(made, found)))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_nan_behind_a_length_is_not_read(d):
+    """TMA fills with zeros only what is behind the tensor."""
+    problem = build(Dims(2, 2, 1, 70, 300, d, d), (), torch.bfloat16)
+    lengths = torch.tensor([201, 17])
+    spoiled = replace(problem, k=problem.k.clone(), v=problem.v.clone())
+    for b, length in enumerate(lengths.tolist()):
+        spoiled.k[b, :, length:] = torch.nan
+        spoiled.v[b, :, length:] = torch.nan
+    with on_hopper():
+        right, found = (
+            fastattn.attention(x.q, x.k, x.v, key_lengths=lengths) for x in (problem, spoiled)
+        )
+    assert torch.equal(right, found)
+
+
+def test_expanded_tensors():
+    """A dimension of stride 0 has size 1 in a tensor map."""
+    problem = build(Dims(2, 2, 2, 40, 70, 64, 64), (), torch.bfloat16)
+    expanded = replace(
+        problem,
+        k=problem.k[:, :1].expand_as(problem.k),
+        v=problem.v[:1].expand_as(problem.v),
+        q=problem.q[:1, :1].expand_as(problem.q),
+    )
+    run_all([expanded])
+
+
+# What these kernels decline, and what they say.
+DECLINED = {
+    "few rows": (Dims(1, 2, 2, 16, 70, 64, 64), {}, "few rows"),
+    "odd head dim": (Dims(1, 2, 2, 40, 70, 60, 64), {}, "head dims are not multiples of 8"),
+    "wide and general": (Dims(1, 1, 1, 40, 70, 256, 256), dict(softcap=3.0), "is over 192"),
+    "a dense mask": (Dims(1, 1, 1, 130, 130, 64, 64), dict(mask=True), "skip tiles of its mask"),
+    "unaligned rows": (Dims(1, 2, 2, 40, 70, 64, 64), {}, "multiples of 16 bytes"),
+}
+
+
+@pytest.mark.parametrize("case", DECLINED)
+def test_declined_calls_say_why_and_run(case):
+    dims, kwargs, why = DECLINED[case]
+    problem = build(dims, (), torch.bfloat16)
+    if kwargs.get("mask"):
+        kwargs = dict(mask=torch.ones(dims.M, dims.N, dtype=torch.bool).tril())
+    if case == "unaligned rows":
+        wide = torch.full((*problem.k.shape[:3], 68), torch.nan, dtype=torch.bfloat16)
+        wide[..., :64] = problem.k
+        problem = replace(problem, k=wide[..., :64])
+    with on_hopper() as backend:
+        lines = list(
+            Verdict(replace(problem, kwargs=kwargs), backward=False).complaints(fastattn.attention)
+        )
+    assert all(x.startswith("sm_80: ") and why in x for x in backend.kernels), backend.kernels
+    passed(lines)
+
+
+# A wait that nothing can outrun, at the end of what a thread does, may be deleted unnoticed.
+HARMLESS = ()
+
+
+def test_each_synchronisation_deleted_is_noticed():
+    problem = build(Dims(1, 2, 1, 200, 500, 64, 64), [FEATURE["bottom_right"]], torch.bfloat16)
+
+    def run():
+        problem.run(fastattn.attention, backward=False)
+
+    survived = survivors(run, architecture=90, ptx=True, sm_count=1)
+    assert not [x for x in survived if not x.startswith(HARMLESS)], survived
