@@ -162,6 +162,8 @@ def checks(emulator):
         yield partial(misuse.test_correct_code_passes, two, name)
     for name in misuse.WRONG:
         yield partial(misuse.test_a_misuse_is_named, two, name)
+    for name in misuse.EARLY:
+        yield partial(misuse.test_values_are_late, two, name)
     for name in misuse.OF_FENCES:
         yield partial(misuse.test_without_the_rule_no_fence_is_needed, two, name)
     one = blackwell.made(emulator)

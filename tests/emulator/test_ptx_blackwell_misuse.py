@@ -296,6 +296,12 @@ WRONG = {
         "A in tensor memory, expected along k",
     ),
 }
+# What loads get too early, where work happens as late as it may.
+EARLY = {
+    "early_load_of_stores": f"{READY} {ONES} {store('%own', 8)} {load(count=8)} {KEEP} {LOADED} "
+    f"{STORED} {END}",
+    "early_load_of_products": f"{READY} {BEGUN} {BARRIER} {load()} {KEEP} {LOADED} {WAITED} {END}",
+}
 # What only a fence of tcgen05 orders: ptxas makes no instruction of one (CUDA 13.0), and Triton has
 # none, so that its kernels run without this rule.
 OF_FENCES = [x for x in WRONG if x.startswith("no_fence")]
@@ -304,6 +310,7 @@ OF_FENCES = [x for x in WRONG if x.startswith("no_fence")]
 def made(emulator):
     kernels = [entry(f"t_{x}", "given out", [BEGIN, code], "") for x, code in RIGHT.items()]
     kernels += [entry(x, "given out", [BEGIN, code], "") for x, (code, _) in WRONG.items()]
+    kernels += [entry(x, "given out", [BEGIN, code], "") for x, code in EARLY.items()]
     return library.Executor(emulator, HEADER + SHARED + "".join(kernels))
 
 
@@ -333,6 +340,15 @@ def test_a_misuse_is_named(executor, name):
     for schedule, lazy in WAYS:
         _, found = run(executor, name, schedule=schedule, lazy=lazy)
         assert found.count and re.search(WRONG[name][1], found.first), found.first
+
+
+@named("name", EARLY)
+def test_values_are_late(executor, name):
+    """Without the checker: whoever reads too early gets another value, but not if work is eager."""
+    runs = [run(executor, name, lazy=True, check=False, seed=seed)[0] for seed in range(8)]
+    assert any(np.isnan(out.reshape(THREADS, 16)[:, :8]).any() for out in runs)
+    eager, _ = run(executor, name, lazy=False, check=False)
+    assert not np.isnan(eager.reshape(THREADS, 16)[:, :8]).any()
 
 
 @named("name", OF_FENCES)
