@@ -11,7 +11,7 @@
 namespace fa {
 namespace sm90 {
 
-// The heads whose tasks are taken together.
+// How many heads have their tasks taken together.
 inline int64_t heads_together(const FaParams& p) {
   constexpr int64_t kCache = 32 << 20;  // bytes of keys and values, of 50 MB of L2
   const int64_t of_head = 2 * most(1, p.N) * (p.D + p.Dv);
