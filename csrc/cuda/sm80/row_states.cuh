@@ -1,7 +1,7 @@
 // Three numbers of each row in the workspace of a backward pass, by which weights and gradients are
 // computed: its level, what the level's rounding cut off (softmax_lse.cuh), and - delta
-// (backward.cuh). The rows of a query head are padded to a whole tile; padding has weight 0. Kernels of
-// another class have tiles of other rows, and states of their own (sm90/row_states.cuh).
+// (backward.cuh). The rows of a query head are padded to a whole tile; padding has weight 0. The
+// kernels of sm90 have tiles of other rows, and states of their own (../sm90/bwd_preprocess.cuh).
 #pragma once
 #include "../softmax_lse.cuh"
 
