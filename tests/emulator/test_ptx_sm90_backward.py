@@ -28,7 +28,7 @@ BACKWARD = "sm_90"
 
 
 def run_all(problems, declined=(), **options):
-    """Backward passes are sm_90's, and right; those of calls with features in `declined` are not."""
+    """Backward passes are sm_90's, and right; with features in `declined` not."""
     found = []
     with on_hopper(**options) as backend:
         for problem in problems:
