@@ -344,7 +344,7 @@ def test_a_misuse_is_named(executor, name):
 
 @named("name", EARLY)
 def test_values_are_late(executor, name):
-    """Without the checker: whoever reads too early gets another value, but not if work is eager."""
+    """Without the checker: a load that is too early gets another value, but not if work is eager."""
     runs = [run(executor, name, lazy=True, check=False, seed=seed)[0] for seed in range(8)]
     assert any(np.isnan(out.reshape(THREADS, 16)[:, :8]).any() for out in runs)
     eager, _ = run(executor, name, lazy=False, check=False)
