@@ -173,6 +173,14 @@ WRONG = {
         f"{READY} {BEGUN} {BARRIER} {FILL} {WAITED} {END}",
         "(SOURCE CHANGED IN FLIGHT|RACE read/write) at shared byte",
     ),
+    **{
+        f"{matrix}_stored_while_read": (
+            f"{READY} {BEGUN} {BARRIER} setp.eq.u32 %p1, %t, {thread}; "
+            f"@%p1 st.shared.b32 [%w], %s0; {WAITED} {END}",
+            "(SOURCE CHANGED IN FLIGHT|RACE read/write) at shared byte",
+        )
+        for matrix, thread in (("a", 1), ("b", 90))
+    },
     "two_shapes_of_one_accumulator": (
         f"{READY} {mma()} {mma(1, instruction=WIDE)} {COMMITTED} {WAITED} {END}",
         "NOT IN ORDER with tcgen05.mma",
