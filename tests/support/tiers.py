@@ -152,6 +152,10 @@ SHARES = {
     "test_ptx_cuda": (NONE, NONE),
     "test_ptx_cuda::test_features": (NONE, 61),
     "test_ptx_foreign": (NONE, 24),
+    "test_ptx_blackwell": (NONE, 5),
+    "test_ptx_blackwell_misuse": (NONE, 3),
+    "test_ptx_blackwell_values": (NONE, ALL),
+    "test_ptx_blackwell_faults": (NONE, NONE),
     "test_ptx_hopper": (NONE, ALL),
     "test_ptx_hopper_misuse": (NONE, ALL),
     "test_ptx_hopper_faults": (NONE, 28),
@@ -283,6 +287,7 @@ OF_ALL = {
     "test_ptx_triton::test_tiles_of_decode": 7,
     "test_ptx_triton::test_tiles_of_weights": 4,
     "test_ptx_triton::test_every_schedule_gives_the_same_bits": 3,
+    "test_ptx_blackwell_faults::test_a_fault_is_detected": 5,
 }
 
 # The shares of Triton's kernels in its interpreter, which is a separate run.

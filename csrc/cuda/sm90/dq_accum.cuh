@@ -39,10 +39,13 @@ FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
   const bool leads = threadIdx.x % 32 == 0;
   const auto block = static_cast<uint32_t>(task.first_key / kBlockKeys);
   QueryHalf<B> to(p, workspace, task.b, task.hk * schedule.group, half);
+  const auto free = [half] {
+    ptx::barrier_arrive("backward: the memory of dq is free", kHalfFree + half, kWarpgroup + 32);
+  };
+  free();
   for (int left = schedule.group; left > 0; --left, to.next_head(batch))
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      ptx::barrier_arrive("backward: the memory of dq is free", kHalfFree + half, kWarpgroup + 32);
       ptx::barrier_sync("backward: dq is there", kHalfThere + half, kWarpgroup + 32);
       if (leads) {
         if (tile < tiles.begins_to) {
@@ -55,8 +58,8 @@ FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
         ptx::bulk_commit("backward: dq is on its way");
         ptx::bulk_wait_read<0>("backward: dq is read");
       }
-      ptx::warp_sync("backward: all know that dq is read");
-      // The next tile can be written meanwhile: see above.
+      ptx::warp_sync("backward: all lanes know that dq is read");
+      if (left > 1 || tile + 1 < tiles.end) free();  // the next dq is written meanwhile
       if (leads) {
         ptx::bulk_wait<0>("backward: dq is added");
         ptx::async_proxy_fence_of_all("backward: the next block sees these sums");
