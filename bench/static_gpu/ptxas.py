@@ -47,7 +47,7 @@ OF_FOLDER = {"sm80": ("sm_80", "sm_90"), "sm90": ("sm_90a",)}
 ARCHS = tuple(arch for archs in OF_FOLDER.values() for arch in archs)
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 99 << 10, "sm_90a": 227 << 10}
 PRODUCTS = {"sm_80": "HMMA", "sm_90": "HMMA", "sm_90a": "HGMMA"}
-PROBE = "probe"  # the stem of a source without passes
+PROBE = "probe"  # a source with kernels that are no passes
 NO_CLASS = "its name has no sm90"
 # Plain kernels may not spill up to these head dims.
 WITHOUT_SPILLS = {"sm_80": 128, "sm_90": 128, "sm_90a": 256}
