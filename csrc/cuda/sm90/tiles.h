@@ -34,8 +34,8 @@ constexpr ForwardTile forward_tile(int d, int dv, bool general, bool masked) {
   return {2, 80};                              // 128 + 40 + 20; 64 + 160 KB
 }
 
-// Backward: two warpgroups with 64 keys each, and tiles of so many rows in two stages. The registers
-// of a lane hold (D + Dv) / 2 sums of keys, and of a tile rows / 2 scores and as many dp.
+// Backward: two warpgroups with 64 keys each, and tiles of so many rows in two stages. The
+// registers of a lane hold (D + Dv) / 2 sums of keys, and of a tile rows / 2 scores and as many dp.
 constexpr int kBlockKeys = 128;
 constexpr int backward_rows(int d, bool banded, bool general) {
   if (general) return d <= 64 ? 64 : 48;
