@@ -118,7 +118,7 @@ def test_packed(names, sm_count):
 
 
 def declined(backend):
-    """Calls of few rows, which are made for comparison."""
+    """Calls of few rows with features, which are made for comparison."""
     return {x for x in backend.kernels if x.startswith("sm_80: few rows")}
 
 
@@ -160,7 +160,7 @@ def test_expanded_tensors():
 
 # What these kernels decline, and what they say.
 DECLINED = {
-    "few rows": (Dims(1, 2, 2, 16, 70, 64, 64), {}, "few rows"),
+    "few rows": (Dims(1, 2, 2, 16, 70, 64, 64), dict(softcap=3.0), "few rows with a mask"),
     "odd head dim": (Dims(1, 2, 2, 40, 70, 60, 64), {}, "head dims are not multiples of 8"),
     "wide and general": (Dims(1, 1, 1, 40, 70, 256, 256), dict(softcap=3.0), "is over 192"),
     "a dense mask": (Dims(1, 1, 1, 130, 130, 64, 64), dict(mask=True), "skip tiles of its mask"),

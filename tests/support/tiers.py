@@ -105,6 +105,7 @@ SHARES = {
     "test_cuda_kernel_classes": (NONE, 3),
     "test_preference": (NONE, ALL),
     "test_sm90_check": (NONE, 2),
+    "test_ptx_sm90_decode": (NONE, 13),
     "test_cuda_launch": (NONE, 2),
     "test_cuda_library": (NONE, NONE),
     "test_cuda_packed": (NONE, 7),

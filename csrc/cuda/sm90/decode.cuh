@@ -135,6 +135,8 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
   Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
   float out[F::kDv / 8][4] = {}, s[F::kKeys / 8][4];
   LeftSides<F::kKeys / 8> weights;
+  const int filled = shares.heads * static_cast<int>(batch.M);  // rows of the tile of Q
+  if (filled < F::kRows) clear_rows<F, F::kRows, F::kParts>(shared, filled);
   if (!tiles.empty()) ptx::mbarrier_wait("decode: rows have landed", memory.q_full(0), 0);
   Stage stage;
 #pragma unroll 1
@@ -152,7 +154,8 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
     ptx::mbarrier_wait("decode: values have landed", memory.values_full(stage.index), stage.parity);
     const int behind = visible.length - tile * F::kKeys;            // of this tile exist
     if (behind < F::kKeys && (batch.cu_q || visible.length < p.N))  // else zeros are behind them
-      clear_values<F>(shared + F::kValuesAt + stage.index * F::kValueBytes, behind);
+      clear_rows<F, F::kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
+                                              behind);
     consumer.ask_values(out, weights, stage.index);
     ptx::products_wait<0>("decode: sums are there");
     ptx::fence_operand(out);

@@ -187,7 +187,8 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
       if (behind < kKeys && (batch.cu_q || visible.length < p.N)) {  // else zeros are behind them
         ptx::mbarrier_wait("forward: the first values have landed", memory.values_full(stage.index),
                            stage.parity);
-        clear_values<F>(shared + F::kValuesAt + stage.index * F::kValueBytes, behind);
+        clear_rows<F, kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
+                                             behind);
       }
       ptx::products_wait<0>("forward: the first scores are there");
       ptx::fence_operand(s);

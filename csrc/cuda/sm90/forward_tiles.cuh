@@ -115,15 +115,15 @@ FA_DEVICE void load_values(const ForwardMemory<F>& memory, const TensorMap* map,
 
 // -- a consumer -----------------------------------------------------------------------------------
 
-// Zeros in the rows of a tile of values from `first` on, which are behind the item's last key: they
-// may be NaN, and their weights of 0 would not hide that.
-template <class F>
-FA_DEVICE void clear_values(unsigned char* tile, int first) {
+// Zeros in the rows from `first` on of a tile with so many rows and parts. Values behind the item's
+// last key may be NaN, and their weights of 0 would not hide that.
+template <class F, int rows, int parts>
+FA_DEVICE void clear_rows(unsigned char* tile, int first) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-  const int chunks = (F::kKeys - first) * 8;
-  for (int part = 0; part < F::kValueParts; ++part)
+  const int chunks = (rows - first) * 8;
+  for (int part = 0; part < parts; ++part)
     for (int i = thread; i < chunks; i += F::kConsumers)
-      reinterpret_cast<uint4*>(tile + part * F::kPart + first * 128)[i] = {0, 0, 0, 0};
+      reinterpret_cast<uint4*>(tile + (part * rows + first) * 128)[i] = {0, 0, 0, 0};
   ptx::async_proxy_fence("forward: products see the zeros");
   ptx::barrier_sync("forward: all have written zeros", F::kGroups + 1, F::kConsumers);
 }

@@ -3,6 +3,7 @@
 #include "../../common/band.h"
 #include "../splits.h"
 #include "ptx.cuh"
+#include "tiles.h"
 
 namespace fa {
 namespace sm90 {
