@@ -61,7 +61,7 @@ def test_features(dtype, features):
     run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(NAMED[:5], 2), ids="-".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(NAMED[:5], 2)), ids="-".join)
 def test_pairs_of_features(pair):
     if {"causal", "window", "bottom_right"} >= set(pair):
         pytest.skip("both are bands")
@@ -69,7 +69,7 @@ def test_pairs_of_features(pair):
 
 
 @pytest.mark.parametrize("group", [1, 4, 8, 71])
-@pytest.mark.parametrize("M", range(1, 17))
+@pytest.mark.parametrize("M", list(range(1, 17)))
 def test_rows_and_heads_of_a_tile(M, group):
     """64 rows have all rows of 64 / M heads. Where they do not fill it, the rest is not stored."""
     problem = build(Dims(1, 2 * group, 2, M, 150, 8, 8), [FEATURE["bottom_right"]], torch.bfloat16)

@@ -13,9 +13,10 @@ namespace sm90 {
 // A positive scale, band, lengths and sinks. Levels are in powers of two.
 template <class Type, int d, int dv>
 struct Decode : ForwardTiles<Type, d, dv, 1, decode_tile(d, dv)> {
-  // Of a thread of the producer and of the consumers. Two blocks have all registers of a
-  // multiprocessor, if its shared memory holds both.
-  static constexpr int kBlocks = 2, kFewRegisters = 24, kRegisters = 232;
+  // Where shared memory holds two blocks, both together have all registers of a multiprocessor. Then
+  // so many are for a thread of the producer and of the consumers.
+  static constexpr int kBlocks = 2 * Decode::ForwardTiles::kSharedBytes <= kMostShared ? 2 : 1;
+  static constexpr int kFewRegisters = 24, kRegisters = 232;
 };
 
 // How the rows of a key head are shared out to tiles, and its keys to blocks.
@@ -118,11 +119,12 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
   if (threadIdx.x == 0) memory.init();
   ptx::block_sync("decode: mbarriers are initialised");
   if (group == 0) {
-    ptx::fewer_registers<F::kFewRegisters>("decode: registers for others");
+    if constexpr (F::kBlocks > 1)
+      ptx::fewer_registers<F::kFewRegisters>("decode: registers for others");
     if (threadIdx.x == 0) load_share(memory, &of_q, &of_k, &of_v, batch, p, shares, share, tiles);
     return;
   }
-  ptx::more_registers<F::kRegisters>("decode: registers of others");
+  if constexpr (F::kBlocks > 1) ptx::more_registers<F::kRegisters>("decode: registers of others");
 
   const Consumer<F> consumer(memory, 0);
   const int lane = static_cast<int>(threadIdx.x) % 32, column = 2 * (lane % 4);
