@@ -10,7 +10,7 @@ for sm_90a. These are faults:
     others, more bytes than ptxas_budget.json says: {arch: {kernel: bytes}}
     a kernel of matrix products without the tensor-core instructions of its architecture
     a warning of ptxas that it serialises products of warpgroups, each then waits for the last
-    a kernel of sm90/ whose name has no sm90: sources of sm80/ may have the same one, for other
+    a kernel of sm90/ without sm90 in its name: sources of sm80/ may have the same one, for other
     chips, and the library would launch one of the two
     more shared memory than a block may have: on sm_86 and sm_89 for code of sm_80, which they run
 
@@ -47,6 +47,7 @@ OF_FOLDER = {"sm80": ("sm_80", "sm_90"), "sm90": ("sm_90a",)}
 ARCHS = tuple(arch for archs in OF_FOLDER.values() for arch in archs)
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 99 << 10, "sm_90a": 227 << 10}
 PRODUCTS = {"sm_80": "HMMA", "sm_90": "HMMA", "sm_90a": "HGMMA"}
+PROBE = "probe"  # a source with kernels that are no passes
 NO_CLASS = "its name has no sm90"
 # Plain kernels may not spill up to these head dims.
 WITHOUT_SPILLS = {"sm_80": 128, "sm_90": 128, "sm_90a": 256}
@@ -138,7 +139,7 @@ def read_one(made: Path, arch: str, folder: str, shared: dict[str, int]) -> list
     for mangled, stores, loads, used in compiled:
         name = readable(mangled)
         kind, _, instance = name.partition("<")
-        found_by = (kind, f"{folder}::{kind}", f"{folder}::{instance[:-1].rstrip()}")
+        found_by = (f"{folder}::{kind}", kind, f"{folder}::{instance[:-1].rstrip()}")
         size = next(shared[x] for x in found_by if x in shared)
         spilled = int(stores) + int(loads)
         counts = int(used), size, spilled, products[mangled]
@@ -180,7 +181,8 @@ def plain(name: str) -> str:
 
 def compile_all(folder: str, jobs: int | None) -> list[Kernel]:
     """Every kernel of a folder, sorted by architecture and name."""
-    objects = [made for x, made in cuda_library.objects().items() if x.parent.name == folder]
+    sources = cuda_library.objects().items()
+    objects = [y for x, y in sources if x.parent.name == folder and x.stem != PROBE]
     cuda_library.build(jobs, objects)
     shared = shared_memory(instances(objects))
     kernels = [

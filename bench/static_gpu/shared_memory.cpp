@@ -9,6 +9,7 @@
 #include "cuda/sm80/mask_gradient.cuh"
 #include "cuda/sm80/bwd_preprocess.cuh"
 #include "cuda/sm80/weights.cuh"
+#include "cuda/sm90/backward.cuh"
 #include "cuda/sm90/forward.cuh"
 
 template <class Kernel>
@@ -20,6 +21,9 @@ void tell(int bytes = Kernel::kSharedBytes) {
 
 // ptxas.py writes a line for each that nvcc compiled: tell<fa::sm90::Forward<...>>();
 void of_sm90() {
+  using Wide = fa::sm90::Backward<fa::ptx::BF16, 128, false, false>;  // as start_query_gradient
+  std::printf("%zu fa::sm90::query_gradient_kernel\n",
+              sizeof(float) * Wide::kRows * (Wide::kD + 4));
 #include "instances.inc"
 }
 

@@ -30,7 +30,7 @@ def report(folder):
 
 
 PASSES = {"sm80": ("forward", "backward", "mask_gradient", "weights", "decode")}
-PASSES |= {"sm90": ("forward",)}
+PASSES |= {"sm90": ("forward", "backward")}
 
 
 @pytest.mark.parametrize("folder", ptxas.OF_FOLDER)

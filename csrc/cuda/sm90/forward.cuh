@@ -12,12 +12,9 @@
 namespace fa {
 namespace sm90 {
 
-// A plain kernel supports a positive scale, band, lengths and sinks only; a general one all
-// features, or all but masks. Without masks, levels are in powers of two (softmax_lse.cuh), and
-// tiles are larger.
-template <class Type, int d, int dv, bool kGeneral_, bool kMasked_ = kGeneral_>
-struct Forward : ForwardTiles<Type, d, dv, forward_tile(d, dv, kGeneral_, kMasked_).groups,
-                              forward_tile(d, dv, kGeneral_, kMasked_).keys> {
+template <class Type, int d, int dv, bool kGeneral_, bool kMasked_>
+struct ForwardOf : ForwardTiles<Type, d, dv, forward_tile(d, dv, kGeneral_, kMasked_).groups,
+                                forward_tile(d, dv, kGeneral_, kMasked_).keys> {
   static constexpr bool kGeneral = kGeneral_, kMasked = kMasked_;
   // Of a thread of the producer and of the consumers: together what a launch allocates, 168 for each
   // of three warpgroups or 128 for each of four.
@@ -27,6 +24,15 @@ struct Forward : ForwardTiles<Type, d, dv, forward_tile(d, dv, kGeneral_, kMaske
   // factors are then not needed after it.
   static constexpr bool kScalesFirst = dv > 128;
 };
+
+// A plain kernel supports a positive scale, band, lengths and sinks only, a general one all features.
+template <class Type, int kD, int kDv, bool general>
+struct Forward : ForwardOf<Type, kD, kDv, general, general> {};
+
+// A general kernel but for masks: its levels are in powers of two (softmax_lse.cuh), and its tiles
+// are larger.
+template <class Type, int kD, int kDv>
+struct UnmaskedForward : ForwardOf<Type, kD, kDv, true, false> {};
 
 // -- the producer ---------------------------------------------------------------------------------
 
