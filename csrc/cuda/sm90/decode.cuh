@@ -137,8 +137,9 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
   Softmax state = {{-INFINITY, -INFINITY}, {0.0f, 0.0f}};
   float out[F::kDv / 8][4] = {}, s[F::kKeys / 8][4];
   LeftSides<F::kKeys / 8> weights;
+  // No box fills the rest, which products read.
   const int filled = shares.heads * static_cast<int>(batch.M);  // rows of the tile of Q
-  if (filled < F::kRows) clear_rows<F, F::kRows, F::kParts>(shared, filled);
+  if (filled < F::kRows) clear_rest<F, F::kRows, F::kParts>(shared, filled);
   if (!tiles.empty()) ptx::mbarrier_wait("decode: rows have landed", memory.q_full(0), 0);
   Stage stage;
 #pragma unroll 1
@@ -156,7 +157,7 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
     ptx::mbarrier_wait("decode: values have landed", memory.values_full(stage.index), stage.parity);
     const int behind = visible.length - tile * F::kKeys;            // of this tile exist
     if (behind < F::kKeys && (batch.cu_q || visible.length < p.N))  // else zeros are behind them
-      clear_rows<F, F::kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
+      clear_rest<F, F::kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
                                               behind);
     consumer.ask_values(out, weights, stage.index);
     ptx::products_wait<0>("decode: sums are there");
@@ -179,10 +180,10 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
     }
     const float of_sink = count_sink<false>(p, share.b, h, level, sum);
     const float factor = sum == 0.0f ? 0.0f : of_sink / sum;
-    each_of(out, [&](int k, int e) {
-      if (e / 2 == half) out[k][e] *= factor;
-    });
-    store_row(OutputRow<Type>(p.out, share.b, h, i, p.Dv), out, half);
+    const OutputRow<Type> to(p.out, share.b, h, i, p.Dv);
+#pragma unroll
+    for (int n = 0; n < F::kDv / 8; ++n)
+      to.store(8 * n + column, out[n][2 * half] * factor, out[n][2 * half + 1] * factor);
     if (column == 0) Normalisers(p, share.b, h).store<false>(i, level, sum);
   }
 }

@@ -1,4 +1,4 @@
-// Chooses the kernel of a forward pass, or says why there is none.
+// Chooses the kernel of a forward pass, of few rows or many, or says why there is none.
 #include "instances.h"
 #include "kernels.h"
 

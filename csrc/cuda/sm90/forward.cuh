@@ -88,7 +88,10 @@ FA_DEVICE void store_rows(const ForwardMemory<F>& memory, const TensorMap* of_ou
     for (int half = 0; half < 2; ++half) {
       const int i = row + lane / 4 + 8 * half;
       if (i >= p.M) continue;
-      store_row(OutputRow<Type>(p.out, task.b, task.h, i, p.Dv), out, half);
+      const OutputRow<Type> to(p.out, task.b, task.h, i, p.Dv);
+#pragma unroll
+      for (int n = 0; n < F::kDv / 8; ++n)
+        to.store(8 * n + 2 * (lane % 4), out[n][2 * half], out[n][2 * half + 1]);
     }
     return;
   }
@@ -193,7 +196,7 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
       if (behind < kKeys && (batch.cu_q || visible.length < p.N)) {  // else zeros are behind them
         ptx::mbarrier_wait("forward: the first values have landed", memory.values_full(stage.index),
                            stage.parity);
-        clear_rows<F, kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
+        clear_rest<F, kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
                                              behind);
       }
       ptx::products_wait<0>("forward: the first scores are there");

@@ -115,10 +115,10 @@ FA_DEVICE void load_values(const ForwardMemory<F>& memory, const TensorMap* map,
 
 // -- a consumer -----------------------------------------------------------------------------------
 
-// Zeros in the rows from `first` on of a tile with so many rows and parts. Values behind the item's
-// last key may be NaN, and their weights of 0 would not hide that.
+// Zeros in the rest of a tile with so many rows and parts, from row `first` on. Values behind the
+// item's last key may be NaN, and their weights of 0 would not hide that.
 template <class F, int rows, int parts>
-FA_DEVICE void clear_rows(unsigned char* tile, int first) {
+FA_DEVICE void clear_rest(unsigned char* tile, int first) {
   const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
   const int chunks = (rows - first) * 8;
   for (int part = 0; part < parts; ++part)
@@ -189,14 +189,6 @@ struct Consumer {
     ptx::products_commit("forward: P V is asked for");
   }
 };
-
-// Stores one of a lane's two rows.
-template <class Type, int n>
-FA_DEVICE void store_row(const OutputRow<Type>& to, const float (&out)[n][4], int half) {
-  const int column = 2 * (static_cast<int>(threadIdx.x) % 4);
-#pragma unroll
-  for (int k = 0; k < n; ++k) to.store(8 * k + column, out[k][2 * half], out[k][2 * half + 1]);
-}
 
 }  // namespace sm90
 }  // namespace fa
