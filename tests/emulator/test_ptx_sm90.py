@@ -113,21 +113,18 @@ SIZES = ((5, 7), (0, 3), (1, 1), (137, 251), (3, 0), (17, 192), (1, 40), (65, 12
 def test_packed(names, sm_count):
     made = batch([FEATURE[x] for x in names.split()], torch.bfloat16, SIZES)
     with on_hopper(sm_count=sm_count) as backend, torch.no_grad():
-        passed(list(complaints(made, made.run(backward=False))))
-    assert set(backend.kernels) <= {FORWARD, *declined(backend)}
-
-
-def declined(backend):
-    """Calls of few rows with features, which are made for comparison."""
-    return {x for x in backend.kernels if x.startswith("sm_80: few rows")}
+        found = made.run(backward=False)
+    assert set(backend.kernels) == {FORWARD}
+    passed(list(complaints(made, found)))
 
 
 @pytest.mark.parametrize("page", [8, 16, 24, 64, 192, 256])
 def test_pages(page):
     made = batch((), torch.bfloat16, SIZES)
-    with on_hopper(), torch.no_grad():
+    with on_hopper() as backend, torch.no_grad():
         found = dict(out=fastattn.attention_packed(**in_pages(made, page)))
-        passed(list(complaints(made, found)))
+    assert set(backend.kernels) == {FORWARD}
+    passed(list(complaints(made, found)))
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -61,11 +61,13 @@ def test_features(dtype, features):
     run_all([build(dims, features, DTYPES[dtype]) for dims in SHAPES])
 
 
-@pytest.mark.parametrize("pair", list(itertools.combinations(NAMED[:5], 2)), ids="-".join)
-def test_pairs_of_features(pair):
-    if {"causal", "window", "bottom_right"} >= set(pair):
-        pytest.skip("both are bands")
-    run_all([build(SHAPES[1], [FEATURE[x] for x in pair], torch.bfloat16)])
+BANDS, OTHERS = ("causal", "bottom_right", "window"), ("lengths", "sinks", "gqa")
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("band", BANDS)
+def test_pairs_of_features(band, other):
+    run_all([build(SHAPES[1], [FEATURE[x] for x in (band, other)], torch.bfloat16)])
 
 
 @pytest.mark.parametrize("group", [1, 4, 8, 71])
