@@ -62,14 +62,13 @@ TINY = "--device cpu --threads 1 --seconds 0.002 --output {out}"
 PEERS = "fastattn-cuda torch torch-flash torch-cudnn torch-efficient flash-attn"
 SMALL = "--lengths 40 --dims 16 --dtypes bfloat16 --masks full --passes forward --sweep-only"
 CHECKED = f"{TESTS} tests/cuda/test_cuda_emulated.py -k 'test_features and plain and bfloat16'"
-PREFLIGHT = "{python} .ci/preflight.py --as-is"
 WARNINGS = f"{TESTS} tests/gpu/test_foreign_warnings.py"
 QUICK = f"{TESTS} tests/bench/test_bench_compiling.py -k 'no_peer or sweep_on_a_gpu'"
 SM90_CHECK, HANGS = "tests/cuda/test_sm90_check.py", "never_happens or hangs"
 OVERLAP = "--compilers cuda --passes forward --dims 64 --features plain"
 EMULATOR = (
-    "from tests.support import emulated, probe90;"
-    "print(emulated.emulator().path, probe90.emulator().path)"
+    "from tests.support import emulated, kernel_classes, probe90;"
+    "print(emulated.emulator().path, probe90.emulator().path, kernel_classes.library().path)"
 )
 
 
@@ -121,7 +120,7 @@ PARTS = (
     Part("status", 120, "{python} -m fastattn", "{python} -m fastattn"),
     _checked("driver"),
     _checked("launcher"),
-    Part("check: versions", CHECK, PREFLIGHT, PREFLIGHT),
+    _checked("versions"),
     _checked("processes"),
     _checked("memory"),
     _checked("fault"),
@@ -136,7 +135,7 @@ PARTS = (
     ),
     Part(
         "probe: sm_90",
-        CHECK,
+        300,
         f"{ON_GPU} tests/emulator/test_probe90.py",
         f"{TESTS} tests/emulator/test_probe90.py {SM90_CHECK} -k '{HANGS} or source_gives'",
     ),

@@ -24,7 +24,7 @@ import torch
 
 from fastattn.backends.triton_support import launch_cache
 
-from . import isolated_process, nvidia, timing
+from . import isolated_process, machine, nvidia, timing
 from .isolated_process import Died, Process, Raised
 
 SECONDS = 60  # of a check, a few of them where no other process has the cores
@@ -62,6 +62,16 @@ def driver(device: str) -> Iterator[str]:
                 f"got torch for {torch.cuda.get_arch_list()}, expected code for {capability}: "
                 "install a build of torch for this GPU"
             )
+
+
+def versions(device: str) -> Iterator[str]:
+    """An environment that is used as it is may have packages that are too old."""
+    command = [sys.executable, str(machine.ROOT / ".ci" / "preflight.py"), "--as-is"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise Wrong(done.stderr.strip())
+    yield from done.stderr.splitlines()  # what a part of fastattn lacks
+    yield ", ".join(f"{name} {x}" for name, x in machine.versions().items())
 
 
 def processes(device: str) -> Iterator[str]:
@@ -166,7 +176,7 @@ def _between_events(cuda: Any, run: Callable[..., Any], cycles: float) -> float:
 
 
 CHECKS: dict[str, Check] = {
-    x.__name__: x for x in (launcher, driver, processes, memory, fault, clock)
+    x.__name__: x for x in (driver, launcher, versions, processes, memory, fault, clock)
 }
 
 

@@ -132,7 +132,7 @@ def _by_nvcc(case: LedgerCase) -> Compiled:
 
 
 def parameters_at(elf: str) -> int:
-    """Where FaParams begins in constant bank 0: its offset from the first parameter is told apart
+    """Where FaParams begins in constant bank 0: its offset from the first parameter is found
     by its size."""
     from fastattn.backends.native.libraries import PARAMS_SIZE
 

@@ -95,7 +95,7 @@ def chosen(options: Any) -> list[LedgerCase]:
 
 
 def count_all(every: Sequence[LedgerCase], workers: int = 2) -> tuple[list[Row], list[str]]:
-    """The rows, and what is wrong with kernels that could not be read, or whose order is wrong."""
+    """The rows, and what is wrong with kernels that could not be read, or have a wrong order."""
     started, done = time.perf_counter(), 0
     rows, wrong = [], []
     for kernel in ledger_code.compiled(every, workers):

@@ -63,7 +63,7 @@ def current_stream(device: int) -> int:
 def met(device: torch.device) -> gpu.Chip:
     """What launches on a device have to know of it. The first call there warns if the driver has to
     translate the kernels, and if a check of the device's instructions fails. Raises
-    sm90_check.Capturing, and keeps nothing then."""
+    sm90_check.NotNow, and keeps nothing then."""
     if device.type == "cuda" and libraries.cuda().translates():
         warnings.warn(waiting(device), stacklevel=2)
     architecture = gpu.architecture(device)
@@ -106,7 +106,7 @@ class Cuda(Launcher):
     def chip(self, x: Tensor) -> gpu.Chip:
         try:
             return met(x.device)
-        except sm90_check.Capturing:
+        except sm90_check.NotNow:
             return gpu.Chip(gpu.processors(x.device), SM_80)
 
     def stream(self, x: Tensor) -> int:
@@ -133,7 +133,7 @@ class Cuda(Launcher):
         """Why no kernel of sm_90 runs on this device, "" if some may."""
         try:
             return sm90_check.why_declined(self.library, device)
-        except sm90_check.Capturing as why:
+        except sm90_check.NotNow as why:
             return str(why)
 
     def workspace(self, which: int, params: bytes, t: Tensors) -> int:

@@ -6,7 +6,8 @@ tens of milliseconds. If one gives something else, reaches its limit of time or 
 warning, and other kernels serve the calls of this process.
 
 FASTATTN_SM90=unchecked omits the check, and FASTATTN_SM90=off these kernels. There is no check
-while a CUDA graph is captured: kernels of sm_80 serve that call, and a later one checks.
+while a CUDA graph is captured or memory is full: kernels of sm_80 serve that call, and a later one
+checks.
 """
 
 from __future__ import annotations
@@ -88,13 +89,16 @@ def refused_setting() -> str | None:
 _lock = threading.Lock()
 
 
-class Capturing(Exception):
-    """A CUDA graph is being captured, so that the check cannot run now."""
+class NotNow(Exception):
+    """A later call has to run the check. The text says why."""
+
+
+PASSING = ("captur", "out of memory")  # words of errors that say nothing of the instructions
 
 
 def why_declined(library: Any, device: torch.device) -> str:
     """Why the kernels of sm_90 must not run on this device, "" if they may. The first call runs the
-    check; if the device fails, it warns. Raises Capturing."""
+    check; if the device fails, it warns. Raises NotNow."""
     with _lock:
         return _found(library, device)
 
@@ -107,10 +111,12 @@ def _found(library: Any, device: torch.device) -> str:
         return ""
     with gpu.on(device):
         if torch.cuda.is_current_stream_capturing():
-            raise Capturing("a CUDA graph is being captured before the check of sm_90 instructions")
+            raise NotNow("a CUDA graph is being captured before the check of sm_90 instructions")
     wrong = [x for x in run(library, device).values() if x]
     if not wrong:
         return ""
+    if any(word in wrong[-1].lower() for word in PASSING):
+        raise NotNow(f"the check of sm_90 instructions has to be run again: {wrong[-1]}")
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     why = f"the self-check of sm_90 instructions failed: {wrong[0]}{more}"
     warnings.warn(

@@ -2,6 +2,7 @@
 
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,6 +43,19 @@ def test_a_torch_without_code_for_the_gpu_is_named(monkeypatch):
     about = "NVIDIA H100", "9.0", False
     monkeypatch.setattr(first_contact.isolated_process, "once", lambda function: about)
     assert "expected code for 9.0: install a build of torch" in said(first_contact.driver, "cuda")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_versions_that_are_too_old_are_named(status, monkeypatch):
+    """Those of needed packages are wrong, those of others a remark."""
+    text = "python has triton 3.5.1, expected 3.6 or newer\n"
+    done = SimpleNamespace(returncode=status, stderr=text)
+    monkeypatch.setattr(first_contact.subprocess, "run", lambda *about, **options: done)
+    if status:
+        assert said(first_contact.versions) == text.strip()
+    else:
+        monkeypatch.setattr(first_contact.machine, "versions", lambda: {"torch": "2.13.0"})
+        assert list(first_contact.versions("cpu")) == [text.strip(), "torch 2.13.0"]
 
 
 def test_a_gpu_that_another_process_holds_is_named(monkeypatch):

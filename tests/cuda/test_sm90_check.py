@@ -175,6 +175,31 @@ def test_nothing_is_checked_while_a_graph_is_captured(on_hopper, monkeypatch):
     assert chip(HOPPER) == (132, 90)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "CUDA out of memory. Tried to allocate 2.00 MiB",
+        "CUDA error: operation not permitted when stream is capturing",
+        "CUDA error: operation failed due to a previous error during capture",
+    ],
+)
+def test_an_error_that_says_nothing_of_instructions_is_no_result(text, on_hopper, monkeypatch):
+    """As if another thread captures a graph."""
+    library = on_hopper(Library())
+
+    def fail():
+        raise RuntimeError(text)
+
+    stream, real = SimpleNamespace(cuda_stream=0, synchronize=fail), torch.cuda.Stream
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: stream)
+    for _ in range(2):
+        assert chip(HOPPER) == (132, 80)
+    assert "has to be run again: a wait with a limit: " in cuda.Cuda()._unchecked(HOPPER)
+    assert library.probes == 3
+    monkeypatch.setattr(torch.cuda, "Stream", real)
+    assert chip(HOPPER) == (132, 90)
+
+
 @pytest.mark.parametrize("setting, architecture", [("off", 80), ("unchecked", 90), ("", 90)])
 def test_the_setting(setting, architecture, on_hopper, monkeypatch):
     library = on_hopper(Library())

@@ -162,6 +162,7 @@ def checks(emulator):
         yield partial(misuse.test_correct_code_passes, two, name)
     for name in misuse.WRONG:
         yield partial(misuse.test_a_misuse_is_named, two, name)
+    yield partial(misuse.test_an_allocation_begins_at_either_end, two)
     for name in misuse.EARLY:
         yield partial(misuse.test_values_are_late, two, name)
     for name in misuse.OF_FENCES:

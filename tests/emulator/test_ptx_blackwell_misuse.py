@@ -173,6 +173,14 @@ WRONG = {
         f"{READY} {BEGUN} {BARRIER} {FILL} {WAITED} {END}",
         "(SOURCE CHANGED IN FLIGHT|RACE read/write) at shared byte",
     ),
+    **{
+        f"{matrix}_stored_while_read": (
+            f"{READY} {BEGUN} {BARRIER} setp.eq.u32 %p1, %t, {thread}; "
+            f"@%p1 st.shared.b32 [%w], %s0; {WAITED} {END}",
+            "(SOURCE CHANGED IN FLIGHT|RACE read/write) at shared byte",
+        )
+        for matrix, thread in (("a", 1), ("b", 90))
+    },
     "two_shapes_of_one_accumulator": (
         f"{READY} {mma()} {mma(1, instruction=WIDE)} {COMMITTED} {WAITED} {END}",
         "NOT IN ORDER with tcgen05.mma",
@@ -310,7 +318,8 @@ OF_FENCES = [x for x in WRONG if x.startswith("no_fence")]
 def made(emulator):
     kernels = [entry(f"t_{x}", "given out", [BEGIN, code], "") for x, code in RIGHT.items()]
     kernels += [entry(x, "given out", [BEGIN, code], "") for x, (code, _) in WRONG.items()]
-    kernels += [entry(x, "given out", [BEGIN, code], "") for x, code in EARLY.items()]
+    others = EARLY | {"address": f"{ALLOCATED} st.global.b32 [%o], %tm; {END}"}
+    kernels += [entry(x, "given out", [BEGIN, code], "") for x, code in others.items()]
     return library.Executor(emulator, HEADER + SHARED + "".join(kernels))
 
 
@@ -342,9 +351,15 @@ def test_a_misuse_is_named(executor, name):
         assert found.count and re.search(WRONG[name][1], found.first), found.first
 
 
+def test_an_allocation_begins_at_either_end(executor):
+    """Another block may hold the other columns of the multiprocessor."""
+    found = {int(run(executor, "address", seed=x)[0].view(np.uint32)[0]) for x in range(12)}
+    assert found == {0, 512 - 64}
+
+
 @named("name", EARLY)
 def test_values_are_late(executor, name):
-    """Without the checker: a thread that reads too early gets another value, but not if work is eager."""
+    """Without the checker, a load that is too early gets another value, unless work is eager."""
     runs = [run(executor, name, lazy=True, check=False, seed=seed)[0] for seed in range(8)]
     assert any(np.isnan(out.reshape(THREADS, 16)[:, :8]).any() for out in runs)
     eager, _ = run(executor, name, lazy=False, check=False)

@@ -21,9 +21,10 @@ from tests.support.error_budget import Verdict
 pytestmark = [pytest.mark.usefixtures("one_thread"), needs_emulator, ours.needs_nvcc]
 every_dtype = pytest.mark.parametrize("dtype", NAMES)
 
-# Rows of a block, and keys of a tile of plain and of general kernels: csrc/cuda/sm90/tiles.h.
+# Rows of a block, and keys of a tile of plain kernels: csrc/cuda/sm90/tiles.h.
 ROWS = 128
-KEYS = {64: (192, 128), 96: (160, 96), 128: (176, 96), 192: (112, 64), 256: (80, None)}
+KEYS = {64: 192, 96: 160, 128: 176, 192: 112, 256: 80}
+UNMASKED_KEYS = 176  # of the kernels of head dim 64 for all features but masks
 FORWARD = "sm_90"
 
 
@@ -57,11 +58,17 @@ def around(*sizes):
     return sorted({size + off for size in sizes for off in (-1, 0, 1)})
 
 
-@pytest.mark.parametrize("name", ["", "causal", "bottom_right", "window", "lengths", "sinks"])
+UNMASKED = ("alibi", "softcap")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "causal", "bottom_right", "window", "lengths", "sinks", *UNMASKED]
+)
 @pytest.mark.parametrize("M", [17, *around(64, ROWS, 2 * ROWS)])
 def test_edges_of_tiles(M, name):
     features = [FEATURE[name]] if name else []
-    keys = [1, 15, *around(KEYS[64][0], 2 * KEYS[64][0])]
+    tile = UNMASKED_KEYS if name in UNMASKED else KEYS[64]
+    keys = [1, 15, *around(tile, 2 * tile)]
     run_all([build(Dims(1, 1, 1, M, N, 64, 64), features, torch.bfloat16) for N in keys])
 
 
@@ -81,9 +88,7 @@ HEAD_DIMS = {
 def test_head_dims(padded, name, dtype):
     if padded == "256" and name == "softcap":
         pytest.skip("declined: no general kernel is as wide")
-    dims = [
-        Dims(1, 2, 1, 150, 2 * KEYS[int(padded.split()[0])][0] + 7, *x) for x in HEAD_DIMS[padded]
-    ]
+    dims = [Dims(1, 2, 1, 150, 2 * KEYS[int(padded.split()[0])] + 7, *x) for x in HEAD_DIMS[padded]]
     run_all([build(x, [FEATURE[name]], DTYPES[dtype]) for x in dims])
 
 

@@ -28,7 +28,7 @@ BACKWARD = "sm_90"
 
 
 def run_all(problems, declined=(), **options):
-    """Backward passes are sm_90's, and right; those of calls with features in `declined` are not."""
+    """Every backward pass is one of sm_90's, or declined for such a reason; and right."""
     found = []
     with on_hopper(**options) as backend:
         for problem in problems:
@@ -78,6 +78,13 @@ def test_head_dims(padded, name, dtype):
     features = [FEATURE[name]] if name else []
     dims = [Dims(1, 2, 1, 150, 2 * KEYS + 7, *x) for x in HEAD_DIMS[padded]]
     run_all([build(x, features, DTYPES[dtype]) for x in dims])
+
+
+@pytest.mark.parametrize("name", ["", "softcap"])
+def test_states_are_at_multiples_of_16_bytes(name):
+    """Bulk copies need that, whatever number of tiles all heads have."""
+    features = [FEATURE[name]] if name else []
+    run_all([build(Dims(1, 1, 1, M, 70, 128, 128), features, torch.bfloat16) for M in (17, 97)])
 
 
 @pytest.mark.parametrize("name", ["", "bottom_right", "lengths", "sinks"])

@@ -62,7 +62,7 @@ def packed_beside(garbage, dtype, device, backend=None):
     q[70:] = k[70:] = v[70:] = garbage
     q, k, v = (x.to(device).requires_grad_() for x in (q, k, v))
     cu = torch.tensor([0, 70, 150], dtype=torch.int32, device=device)
-    out = fastattn.attention_packed(q, k, v, cu, backend=backend)
+    out = fastattn.attention_packed(q, k, v, cu, cu, backend=backend)
     out[:70].float().sum().backward()
     return [x.detach()[:70] for x in (out, q.grad, k.grad, v.grad)]
 

@@ -1,5 +1,5 @@
-// The small kernels beside the backward pass: delta of every row, and the gradient of the sinks. The
-// kernels of sm90 have the same bodies, with states of another form.
+// The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
+// The kernels of sm90 have the same bodies, with states of another form.
 #pragma once
 #include "../launch.h"
 #include "semaphore.cuh"

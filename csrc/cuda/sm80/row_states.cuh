@@ -1,7 +1,7 @@
 // Three numbers of each row in the workspace of a backward pass, by which weights and gradients are
 // computed: its level, what the level's rounding cut off (softmax_lse.cuh), and - delta
-// (backward.cuh). The rows of a query head are padded to a whole tile; padding has weight 0. Kernels of
-// another class have tiles of other rows, and states of their own (sm90/row_states.cuh).
+// (backward.cuh). The rows of a query head are padded to a whole tile; padding has weight 0. The
+// kernels of sm90 have tiles of other rows, and states of their own (../sm90/bwd_preprocess.cuh).
 #pragma once
 #include "../softmax_lse.cuh"
 
@@ -32,10 +32,10 @@ FA_DEVICE int64_t item_begins(const Item& p, int64_t b, int64_t h, int tile = kR
 }
 
 // The workspace begins with the words by which blocks wait (semaphore.cuh): kTaskWords for the
-// next task, and one for every kRowsATurn rows.
+// next task, and one for every kRowsATurn rows. What follows is at a multiple of 16 bytes.
 constexpr int kTaskWords = 4, kRowsATurn = 8;
 FA_SHARED int64_t turn_words(const FaParams& p, int64_t tile = kRowsOfTiles) {
-  return kTaskWords + p.H * rows_of_head(p, tile) / kRowsATurn;
+  return (kTaskWords + p.H * rows_of_head(p, tile) / kRowsATurn + 3) / 4 * 4;
 }
 // The words at the start of a workspace: turns, and the states of all rows.
 FA_SHARED int64_t state_words(const FaParams& p, int64_t tile = kRowsOfTiles) {

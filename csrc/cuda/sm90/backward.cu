@@ -9,8 +9,8 @@
 namespace fa {
 namespace sm90 {
 
-// Calls `use` with the head dim, whether a band hides keys, and whether the call is general. General
-// kernels are compiled with a band only.
+// Calls `use` with the head dim, whether a band hides keys, and whether the call is general.
+// General kernels are compiled with a band only.
 template <class Use>
 int64_t with_backward(const FaParams& p, Use use) {
   using std::integral_constant;

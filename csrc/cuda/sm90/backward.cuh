@@ -89,8 +89,8 @@ struct KeyConsumer {
   }
 };
 
-// Weights of keys that a row does not see become 0. `first` is the lane's first row of the tile, and
-// `seen` the rows that see its keys. Before the first of these, one comparison a score suffices.
+// Weights of keys that a row does not see become 0. `first` is the lane's first row of the tile,
+// and `seen` the rows that see its keys. Before the `right` edge one comparison a score suffices.
 template <int n>
 FA_DEVICE void hide_rows(float (&p)[n][4], const Band (&seen)[2], int first, bool right) {
   const int begin[2] = {seen[0].lo - first, seen[1].lo - first};

@@ -8,8 +8,8 @@ namespace fa {
 namespace sm90 {
 
 // Plain kernels accumulate products onto minus the level, which is divided by the factor that makes
-// products powers of two. What is left of the normaliser is added after that factor, in one FMA with
-// it. So a level of infinity makes weights 0, whatever the finite product is.
+// products powers of two. What is left of the normaliser is added after that factor, in one FMA
+// with it. So a level of infinity makes weights 0, whatever the finite product is.
 template <int tile, bool general>
 struct StateForm {
   static constexpr int kTile = tile;

@@ -1,6 +1,6 @@
 // The accumulation of dQ in the backward pass (backward.cuh). A tile's sums are in shared memory in
-// the order of threads, and bulk copies add them to those in the workspace, in float32. Blocks add in
-// turn, the last keys first, as in ../sm80/dq_accum.cuh. A later kernel rounds the sums to dq.
+// the order of threads, and bulk copies add them to those in the workspace, in float32. Blocks add
+// in turn, the last keys first, as in ../sm80/dq_accum.cuh. A later kernel rounds the sums to dq.
 #pragma once
 #include "backward_tiles.cuh"
 #include "bwd_preprocess.cuh"
@@ -8,8 +8,8 @@
 namespace fa {
 namespace sm90 {
 
-// The sums of dq in the workspace: for each tile of a query head first one warpgroup's half, then the
-// other's, four adjacent numbers of each thread at a time.
+// The sums of dq in the workspace: for each tile of a query head first one warpgroup's half, then
+// the other's, four adjacent numbers of each thread at a time.
 template <class B>
 struct QueryHalf {
   float* sums;

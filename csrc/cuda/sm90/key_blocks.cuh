@@ -43,8 +43,9 @@ FA_DEVICE ptx::BoxAt key_box(const FaTensor& x, const FaParams& batch, const Key
   return {kBoxColumns * part, first, x.stride[1] ? task.hk : 0, item};
 }
 
-// The tiles of rows that see a block's keys: [begin, end). In [whole_begin, whole_end), which is empty
-// at `begin` if there are none, the band hides none of these keys. Up to `begins_to` no rows see later keys, and this block is the first to add.
+// The tiles of rows that see a block's keys: [begin, end). The band hides none of these keys in
+// [whole_begin, whole_end), which is empty at `begin` if there are no such tiles. Up to `begins_to`
+// no rows see later keys, and this block is the first to add.
 struct RowTiles {
   int begin, end, whole_begin, whole_end, begins_to;
 

@@ -171,6 +171,7 @@ __global__ void probe_phases(const uint32_t* a, uint32_t* out, Report report) {
 // Warpgroups that exchange registers as those of the kernels do: out = the number of each thread.
 __global__ void __launch_bounds__(3 * kWarpgroup, 1) probe_registers(uint32_t* out, Report report) {
   report.begins(kExchanged);
+  ptx::block_sync("probe: the step is reported");  // no store moves past it
   if (threadIdx.x < kWarpgroup)
     ptx::fewer_registers<24>("probe: registers for others");
   else
