@@ -167,6 +167,7 @@ DECLINED = {
     "wide and general": (Dims(1, 1, 1, 40, 70, 256, 256), dict(softcap=3.0), "is over 192"),
     "a dense mask": (Dims(1, 1, 1, 130, 130, 64, 64), dict(mask=True), "skip tiles of its mask"),
     "unaligned rows": (Dims(1, 2, 2, 40, 70, 64, 64), {}, "multiples of 16 bytes"),
+    "rows in one place": (Dims(1, 2, 2, 40, 70, 64, 64), {}, "in one place"),
 }
 
 
@@ -180,6 +181,8 @@ def test_declined_calls_say_why_and_run(case):
         wide = torch.full((*problem.k.shape[:3], 68), torch.nan, dtype=torch.bfloat16)
         wide[..., :64] = problem.k
         problem = replace(problem, k=wide[..., :64])
+    if case == "rows in one place":
+        problem = replace(problem, v=problem.v[:, :, :1].expand_as(problem.v))
     with on_hopper() as backend:
         lines = list(
             Verdict(replace(problem, kwargs=kwargs), backward=False).complaints(fastattn.attention)

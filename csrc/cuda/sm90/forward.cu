@@ -24,7 +24,7 @@ const char* declines_forward(const FaParams& p) {
   if (MaskTiling::suits(p)) return "other kernels skip tiles of its mask";
   if (!has_tensor_map(p.q, q) || !has_tensor_map(p.k, k) || !has_tensor_map(p.v, v) ||
       !has_tensor_map(p.out, rows_of(p, p.Dv)))
-    return "its tensors are not at multiples of 16 bytes";
+    return "rows of its tensors are in one place, or not at multiples of 16 bytes";
   return nullptr;
 }
 

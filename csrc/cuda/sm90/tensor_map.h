@@ -22,9 +22,11 @@ inline bool is_empty(const Sizes& of) {
 }
 
 // True if the asynchronous proxy can read the tensor: its elements of 16 bits are adjacent, and
-// rows, heads and items are at multiples of 16 bytes.
+// rows, heads and items are at multiples of 16 bytes. Rows are in several places, as boxes have many
+// of them.
 inline bool has_tensor_map(const FaTensor& x, const Sizes& of) {
   bool fits = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[3] == 1;
+  fits &= of.size[2] == 1 || x.stride[2];
   for (int at = 0; at < 3; ++at) fits &= of.size[at] == 1 || x.stride[at] % 8 == 0;
   return fits;
 }
