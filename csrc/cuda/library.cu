@@ -50,7 +50,7 @@ int64_t fa_cuda_max_head_dim(void) { return FA_CUDA_MAX_HEAD_DIM; }
 
 int64_t fa_cuda_splits(const FaParams* call, int64_t multiprocessors, int64_t architecture) {
   const FaParams p = cut(*call);
-  if (on_sm90(p, FA_FORWARD, architecture)) return 1;
+  if (on_sm90(p, FA_FORWARD, architecture)) return fa::sm90::forward_splits(p, multiprocessors);
   return decodes(p, multiprocessors) ? fa::sm80::decode_splits(p, multiprocessors) : 1;
 }
 

@@ -18,6 +18,7 @@ const char* declines(const FaParams&, int64_t) { return FA_WHY_NO_SM90; }
 
 int forward(const FaParams&, int64_t, void*) { return cudaErrorInvalidValue; }
 int64_t forward_workspace(const FaParams&, int64_t) { return 0; }
+int64_t forward_splits(const FaParams&, int64_t) { return 1; }
 
 int backward(const FaParams&, int64_t, void*) { return cudaErrorInvalidValue; }
 int64_t backward_workspace(const FaParams&, int64_t) { return 0; }

@@ -20,6 +20,7 @@ int64_t forward_workspace(const FaParams&) { return 8001; }
 int decode(const FaParams&, int64_t multiprocessors, void*) { return 8010 + multiprocessors; }
 int64_t decode_splits(const FaParams&, int64_t) { return 7; }
 int64_t decode_workspace(const FaParams&, int64_t) { return 8011; }
+int combine(const FaParams&, int64_t, void*) { return 8012; }
 int backward(const FaParams&, void*) { return 8020; }
 int64_t backward_workspace(const FaParams&) { return 8021; }
 int weights(const FaParams&, void*) { return 8030; }
@@ -34,6 +35,7 @@ const char* declines(const FaParams& p, int64_t pass) {
 }
 int forward(const FaParams&, int64_t multiprocessors, void*) { return 9000 + multiprocessors; }
 int64_t forward_workspace(const FaParams&, int64_t) { return 9001; }
+int64_t forward_splits(const FaParams&, int64_t) { return 9; }
 int backward(const FaParams&, int64_t multiprocessors, void*) { return 9020 + multiprocessors; }
 int64_t backward_workspace(const FaParams&, int64_t) { return 9021; }
 }  // namespace sm90

@@ -48,10 +48,10 @@ def binary(*which):
     return library
 
 
-def decode_splits(params, multiprocessors, architecture=80):
-    """The number of blocks among which decode splits the keys."""
+def decode_splits(params, multiprocessors, architecture=80, which=()):
+    """The number of blocks among which decode splits the keys, as this emulator's library says."""
     integer = ctypes.c_int64
-    splits = binary().entry("fa_cuda_splits", integer, ctypes.c_char_p, integer, integer)
+    splits = binary(*which).entry("fa_cuda_splits", integer, ctypes.c_char_p, integer, integer)
     return splits(params, multiprocessors, architecture)
 
 
@@ -68,7 +68,7 @@ class Watched:
     def run(self, params, which, device, multiprocessors, architecture, stream):
         chip = multiprocessors, architecture
         if which == libraries.FORWARD:
-            self.backend.splits = decode_splits(params, *chip)
+            self.backend.splits = decode_splits(params, *chip, self.which)
         named = binary(*self.which).kernels(params, which, architecture).decode()
         self.backend.kernels.append(named)
         device = max(device, 0)  # -1 for CPU tensors

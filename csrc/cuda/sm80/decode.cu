@@ -2,7 +2,6 @@
 #include "decode.cuh"
 
 #include "../launch.h"
-#include "../splits.h"
 #include "instances.h"
 #include "kernels.h"
 
@@ -17,12 +16,21 @@ int64_t blocks_of_a_split(const FaParams& p) {
 }
 
 int64_t decode_splits(const FaParams& p, int64_t multiprocessors) {
-  constexpr int64_t kFewKeys = 256;  // not worth a second kernel
   if (p.B * p.H * p.M == 0) return 1;
-  const int64_t keys = least(p.N, least(p.left, p.N) + least(p.right, p.N) + p.M);
-  if (keys <= kFewKeys) return 1;
-  const int64_t tiles = ceil_div(keys, decode_keys(most(p.D, p.Dv)));
-  return fa::splits(blocks_of_a_split(p), tiles, multiprocessors);
+  return splits_of_keys(p, blocks_of_a_split(p), decode_keys(most(p.D, p.Dv)), multiprocessors);
+}
+
+template <class Type, bool general>
+int combine_of(const FaParams& p, int64_t splits, void* stream) {
+  const Parts parts = splits_of(p, splits);
+  const size_t bytes = sizeof(float) * kCombineWarps * static_cast<size_t>(parts.width);
+  return launch_blocks("combine_kernel", combine_kernel<Type, general>, parts.rows,
+                       32 * kCombineWarps, bytes, stream, p, static_cast<int>(splits));
+}
+
+int combine(const FaParams& p, int64_t splits, void* stream) {
+  return with_type(p,
+                   [&](auto type) { return combine_of<decltype(type), false>(p, splits, stream); });
 }
 
 template <class F>
@@ -31,10 +39,7 @@ int start(const FaParams& p, int64_t splits, void* stream) {
       launch_blocks("decode_kernel", decode_kernel<F>, blocks_of_a_split(p) * splits, F::kThreads,
                     F::kSharedBytes, stream, p, static_cast<int>(splits));
   if (error || splits == 1) return error;
-  const Parts parts = splits_of(p, splits);
-  const size_t bytes = sizeof(float) * kCombineWarps * static_cast<size_t>(parts.width);
-  return launch_blocks("combine_kernel", combine_kernel<typename F::Type, F::kGeneral>, parts.rows,
-                       32 * kCombineWarps, bytes, stream, p, static_cast<int>(splits));
+  return combine_of<typename F::Type, F::kGeneral>(p, splits, stream);
 }
 
 template <class Type, bool general>

@@ -2,6 +2,7 @@
 // the query heads that share them are rows of one tile, and the keys are split among blocks. A
 // second kernel combines the blocks' softmaxes (Flash-Decoding, Dao et al. 2023).
 #pragma once
+#include "../decode_parts.cuh"
 #include "../softmax.cuh"
 #include "product.cuh"
 
@@ -90,39 +91,6 @@ FA_DEVICE QueryRows queries_of(const FaParams& p, int64_t b, int64_t hk) {
 }
 
 // -- parts of softmaxes ---------------------------------------------------------------------------
-
-// Each is of some keys: for every row the level of its weights and their sum, and its values
-// weighted by them. They are merged before the division, which then rounds once.
-struct Parts {
-  float *out, *level, *sum;  // [parts][rows][width], and two of [parts][rows]
-  int64_t rows;
-  int width;
-
-  FA_SHARED Parts(void* memory, int64_t count, int64_t rows, int width)
-      : out(static_cast<float*>(memory)),
-        level(out + count * rows * width),
-        sum(level + count * rows),
-        rows(rows),
-        width(width) {}
-
-  // The factor of a part in the merged sum; `top` is the highest level of all parts.
-  template <bool general>
-  FA_DEVICE float weight(int part, int64_t row, float top) const {
-    return rescale<general>(level[part * rows + row], top == -INFINITY ? 0.0f : top);
-  }
-  FA_DEVICE float4* columns(int part, int64_t row, int column) const {
-    return reinterpret_cast<float4*>(out + (part * rows + row) * width + column);
-  }
-};
-
-// The parts that blocks leave in the workspace.
-FA_SHARED Parts splits_of(const FaParams& p, int64_t splits) {
-  return Parts(p.workspace, splits, p.B * p.H * p.M, static_cast<int>((p.Dv + 3) / 4 * 4));
-}
-FA_SHARED int64_t splits_bytes(const FaParams& p, int64_t splits) {
-  const Parts parts = splits_of(p, splits);
-  return splits * parts.rows * (parts.width + 2) * static_cast<int64_t>(sizeof(float));
-}
 
 // Four columns of a row.
 struct Merged {

@@ -15,6 +15,10 @@ int decode(const FaParams& p, int64_t multiprocessors, void* stream);
 int64_t decode_splits(const FaParams& p, int64_t multiprocessors);
 int64_t decode_workspace(const FaParams& p, int64_t multiprocessors);
 
+// Combines the parts of decode's plain kernels, also those of sm90/: `splits` of them for each row,
+// in the workspace (../decode_parts.cuh). Their levels are in powers of two.
+int combine(const FaParams& p, int64_t splits, void* stream);
+
 // dq, dk, dv, dmask and dsinks: those that are not null.
 int backward(const FaParams& p, void* stream);
 int64_t backward_workspace(const FaParams& p);

@@ -36,7 +36,7 @@ const char* declines_backward(const FaParams& p) {
   if (is_empty(q) || is_empty(k)) return "it has no queries or no keys";
   if (!has_tensor_map(p.q, q) || !has_tensor_map(p.k, k) || !has_tensor_map(p.v, v) ||
       !has_tensor_map(p.dout, rows_of(p, p.Dv)))
-    return "its tensors are not at multiples of 16 bytes";
+    return "rows of its tensors are in one place, or not at multiples of 16 bytes";
   return nullptr;
 }
 

@@ -1,7 +1,8 @@
-// Chooses the kernel of a forward pass, or says why there is none.
+// Chooses the kernel of a forward pass, of few rows or many, or says why there is none.
 #include "instances.h"
 #include "kernels.h"
 
+#include "../decode_parts.cuh"
 #include "../mask_tiling.h"
 
 namespace fa {
@@ -15,12 +16,15 @@ const char* declines_forward(const FaParams& p) {
   if (is_general(p) && most(p.D, p.Dv) > kWidestGeneral)
     return "with a mask, ALiBi, softcap or dropout its head dim is over 192";
   if (is_empty(q) || is_empty(k)) return "it has no queries or no keys";
-  if (p.M <= kDecodeRows) return "few rows have kernels that split the keys";
+  if (p.M <= kDecodeRows && is_general(p))
+    return "few rows with a mask, ALiBi, softcap or dropout have no kernel of sm_90";
+  if (p.M <= kDecodeRows && p.H > 1 && !p.q.stride[1])
+    return "few rows of heads that are one in memory have no kernel of sm_90";
   if (p.page % 8) return "its pages are not of a multiple of 8 keys";
   if (MaskTiling::suits(p)) return "other kernels skip tiles of its mask";
   if (!has_tensor_map(p.q, q) || !has_tensor_map(p.k, k) || !has_tensor_map(p.v, v) ||
       !has_tensor_map(p.out, rows_of(p, p.Dv)))
-    return "its tensors are not at multiples of 16 bytes";
+    return "rows of its tensors are in one place, or not at multiples of 16 bytes";
   return nullptr;
 }
 
@@ -42,7 +46,36 @@ int forward_of(const FaParams& p, int64_t multiprocessors, void* stream) {
   return with_dims(p, start);
 }
 
+int64_t forward_splits(const FaParams& p, int64_t multiprocessors) {
+  if (p.M > kDecodeRows) return 1;
+  int64_t splits = 1;
+  with_dims(p, [&](auto dims) {
+    constexpr int tile = decode_tile(dims.kD, dims.kDv);
+    splits = splits_of_keys(p, DecodeRows(p).blocks(p), tile, multiprocessors);
+    return 0;
+  });
+  return splits;
+}
+
+template <class Type>
+int decode_of(const FaParams& p, int64_t splits, void* stream) {
+  return with_dims(p, [&](auto dims) {
+    using To = decltype(dims);
+    if constexpr (FA_CUDA_HAS_DIM(To::kD))
+      return start_decode<Type, To::kD, To::kDv>(p, splits, stream);
+    else
+      return static_cast<int>(cudaErrorInvalidValue);
+  });
+}
+
+int decode(const FaParams& p, int64_t multiprocessors, void* stream) {
+  const int64_t splits = forward_splits(p, multiprocessors);
+  return p.q.dtype == FA_BF16 ? decode_of<ptx::BF16>(p, splits, stream)
+                              : decode_of<ptx::F16>(p, splits, stream);
+}
+
 int forward(const FaParams& p, int64_t multiprocessors, void* stream) {
+  if (p.M <= kDecodeRows) return decode(p, multiprocessors, stream);
   const auto of = [&](auto type) {
     using Type = decltype(type);
     if (!is_general(p)) return forward_of<Type, false, false>(p, multiprocessors, stream);
@@ -52,7 +85,10 @@ int forward(const FaParams& p, int64_t multiprocessors, void* stream) {
   return p.q.dtype == FA_BF16 ? of(ptx::BF16()) : of(ptx::F16());
 }
 
-int64_t forward_workspace(const FaParams&, int64_t) { return 0; }
+int64_t forward_workspace(const FaParams& p, int64_t multiprocessors) {
+  const int64_t splits = forward_splits(p, multiprocessors);
+  return splits == 1 ? 0 : splits_bytes(p, splits);
+}
 
 }  // namespace sm90
 }  // namespace fa

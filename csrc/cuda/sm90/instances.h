@@ -3,6 +3,7 @@
 #include "../../common/band.h"
 #include "../splits.h"
 #include "ptx.cuh"
+#include "tiles.h"
 
 namespace fa {
 namespace sm90 {
@@ -47,12 +48,27 @@ int with_dims(const FaParams& p, Use use) {
 template <class Type, int kD, int kDv, bool general, bool masked>
 int start_forward(const FaParams& p, int64_t multiprocessors, void* stream);
 
+// The same for a forward pass of few rows, with parts of the keys in the workspace if there are
+// several splits.
+template <class Type, int kD, int kDv>
+int start_decode(const FaParams& p, int64_t splits, void* stream);
+
 // The same for a backward pass; `banded` if a band hides keys.
 template <class Type, int kD, bool banded, bool general>
 int start_backward(const FaParams& p, void* stream);
 
 // Why there is no kernel for this backward pass, or null.
 const char* declines_backward(const FaParams& p);
+
+// How decode's tiles have the rows of a key head: all rows of as many query heads as fit.
+struct DecodeRows {
+  int64_t heads, tiles;
+
+  explicit DecodeRows(const FaParams& p)
+      : heads(least(p.H / p.Hk, kGroupRows / p.M)), tiles(ceil_div(p.H / p.Hk, heads)) {}
+  int64_t blocks(const FaParams& p) const { return tiles * p.Hk * p.B; }
+};
+static_assert(kDecodeRows <= kGroupRows, "a tile has all rows of a head");
 
 // Rows of a box of keys: those of a tile, or as many of a page as divide both.
 inline int64_t box_rows(const FaParams& p, int64_t tile) {

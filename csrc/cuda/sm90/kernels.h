@@ -13,6 +13,8 @@ const char* declines(const FaParams& p, int64_t pass);
 
 int forward(const FaParams& p, int64_t multiprocessors, void* stream);
 int64_t forward_workspace(const FaParams& p, int64_t multiprocessors);
+// Into how many parts a forward pass splits the keys: 1, except of few rows.
+int64_t forward_splits(const FaParams& p, int64_t multiprocessors);
 
 // dq, dk, dv, dmask and dsinks: those that are not null.
 int backward(const FaParams& p, int64_t multiprocessors, void* stream);

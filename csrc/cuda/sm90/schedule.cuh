@@ -56,8 +56,7 @@ struct KeyBoxes {
   const int64_t* pages;  // of the item, or null
   int item, head, first_key, page, last_page, P, box;
 
-  FA_DEVICE KeyBoxes(const FaParams& batch, const Item& p, const Schedule& schedule,
-                     const Task& task)
+  FA_DEVICE KeyBoxes(const FaParams& batch, const Item& p, int key_box, const Task& task)
       : pages(batch.page ? batch.pages + task.b * batch.blocks : nullptr),
         item(batch.cu_q ? 0 : task.b),
         head(static_cast<int>(key_head(batch, task.h))),
@@ -65,7 +64,7 @@ struct KeyBoxes {
         page(static_cast<int>(batch.page)),
         last_page(0),
         P(static_cast<int>(batch.P)),
-        box(schedule.key_box) {
+        box(key_box) {
     if (pages)
       last_page = (static_cast<int>(p.N) - 1) / page;
     else if (batch.cu_k)

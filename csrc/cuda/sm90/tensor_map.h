@@ -22,9 +22,11 @@ inline bool is_empty(const Sizes& of) {
 }
 
 // True if the asynchronous proxy can read the tensor: its elements of 16 bits are adjacent, and
-// rows, heads and items are at multiples of 16 bytes.
+// rows, heads and items are at multiples of 16 bytes. Rows are in several places, as boxes have many
+// of them.
 inline bool has_tensor_map(const FaTensor& x, const Sizes& of) {
   bool fits = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[3] == 1;
+  fits &= of.size[2] == 1 || x.stride[2];
   for (int at = 0; at < 3; ++at) fits &= of.size[at] == 1 || x.stride[at] % 8 == 0;
   return fits;
 }
@@ -46,10 +48,12 @@ inline EncodeTiled encode_tiled() {
   return reinterpret_cast<EncodeTiled>(entry);
 }
 
-// Encodes a map of x with boxes of kBoxColumns columns by `box_rows` rows, swizzled by 128 bytes.
+// Encodes a map of x with boxes of kBoxColumns columns by `box_rows` rows of `box_heads` heads,
+// swizzled by 128 bytes.
 // Elements past an edge read as 0. The driver refuses strides of 0: such a dimension has size 1 in
 // the map, as has one that is never stepped along. Returns CUDA's error code, 0 for none.
-inline int encode(TensorMap& map, const FaTensor& x, const Sizes& of, int64_t box_rows) {
+inline int encode(TensorMap& map, const FaTensor& x, const Sizes& of, int64_t box_rows,
+                  int64_t box_heads = 1) {
   const EncodeTiled entry = encode_tiled();
   if (!entry) return cudaErrorNotSupported;
   cuuint64_t sizes[4], strides[3];  // columns first
@@ -58,7 +62,8 @@ inline int encode(TensorMap& map, const FaTensor& x, const Sizes& of, int64_t bo
     sizes[3 - at] = stepped ? static_cast<cuuint64_t>(of.size[at]) : 1;
     if (at < 3) strides[2 - at] = stepped ? static_cast<cuuint64_t>(x.stride[at]) * 2 : 16;
   }
-  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows), 1, 1};
+  const cuuint32_t box[] = {kBoxColumns, static_cast<cuuint32_t>(box_rows),
+                            static_cast<cuuint32_t>(box_heads), 1};
   const cuuint32_t steps[] = {1, 1, 1, 1};
   const auto type =
       x.dtype == FA_BF16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;

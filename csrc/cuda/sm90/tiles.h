@@ -34,6 +34,15 @@ constexpr ForwardTile forward_tile(int d, int dv, bool general, bool masked) {
   return {2, 80};                              // 128 + 40 + 20; 64 + 160 KB
 }
 
+// Decode: one warpgroup has the rows, as in Forward, and tiles have so many keys.
+constexpr int decode_tile(int d, int dv) {
+  // sums + scores + weights, as above; bytes of Q, and of two stages of K and V
+  if (d <= 128) return 128;               // 64 + 64 + 32;  16 + 128 KB, and for 64 8 + 64 KB
+  if (d <= 192 && dv <= 128) return 128;  // 64 + 64 + 32;  24 + 160 KB
+  if (d <= 192) return 96;                // 96 + 48 + 24;  24 + 144 KB
+  return 80;                              // 128 + 40 + 20; 32 + 160 KB
+}
+
 // Backward: two warpgroups with 64 keys each, and tiles of so many rows in two stages. The
 // registers of a lane hold (D + Dv) / 2 sums of keys, and of a tile rows / 2 scores and as many dp.
 constexpr int kBlockKeys = 128;

@@ -1,0 +1,35 @@
+// Launches a decode call of one instance. A source for each head dim instantiates this, so that they
+// compile side by side.
+#pragma once
+#include "decode.cuh"
+#include "instances.h"
+
+#include "../launch.h"
+#include "../sm80/kernels.h"
+
+namespace fa {
+namespace sm90 {
+
+template <class Type, int kD, int kDv>
+int start_decode(const FaParams& p, int64_t splits, void* stream) {
+  using F = Decode<Type, kD, kDv>;
+  const DecodeRows rows(p);
+  const Shares shares = {static_cast<int>(splits), static_cast<int>(rows.tiles),
+                         static_cast<int>(rows.heads), static_cast<int>(box_rows(p, F::kKeys))};
+  TensorMap q, k, v;
+  int failed = encode(q, p.q, rows_of(p, p.D), p.M, rows.heads);
+  if (!failed) failed = encode(k, p.k, keys_of(p, p.D), shares.key_box);
+  if (!failed) failed = encode(v, p.v, keys_of(p, p.Dv), shares.key_box);
+  if (failed) return checked(failed, "cuTensorMapEncodeTiled");
+  failed = launch_blocks("decode_kernel", decode_kernel<F>, rows.blocks(p) * splits, F::kThreads,
+                         F::kSharedBytes, stream, q, k, v, p, shares);
+  return failed || splits == 1 ? failed : sm80::combine(p, splits, stream);
+}
+
+// The instances of two head dims: FA_DECODE(64, 64).
+#define FA_DECODE(D, DV)                                                        \
+  template int start_decode<ptx::BF16, D, DV>(const FaParams&, int64_t, void*); \
+  template int start_decode<ptx::F16, D, DV>(const FaParams&, int64_t, void*);
+
+}  // namespace sm90
+}  // namespace fa
