@@ -54,6 +54,7 @@ class Part(NamedTuple):
     tool: str = ""  # that the command needs
 
 
+CHECK = 90.0  # seconds of a check, which takes ten where no other process has the cores
 TESTS = "{python} -m pytest -q -rfE"
 ON_GPU = f"{TESTS} -m gpu"
 BENCH = "{python} -m bench"
@@ -61,17 +62,26 @@ TINY = "--device cpu --threads 1 --seconds 0.002 --output {out}"
 PEERS = "fastattn-cuda torch torch-flash torch-cudnn torch-efficient flash-attn"
 SMALL = "--lengths 40 --dims 16 --dtypes bfloat16 --masks full --passes forward --sweep-only"
 CHECKED = f"{TESTS} tests/cuda/test_cuda_emulated.py -k 'test_features and plain and bfloat16'"
-EMULATOR = "from tests.support import emulated; print(emulated.emulator().path)"
+PREFLIGHT = "{python} .ci/preflight.py --as-is"
+WARNINGS = f"{TESTS} tests/gpu/test_foreign_warnings.py"
+QUICK = f"{TESTS} tests/bench/test_bench_compiling.py -k 'no_peer or sweep_on_a_gpu'"
+SM90_CHECK, HANGS = "tests/cuda/test_sm90_check.py", "never_happens or hangs"
+OVERLAP = "--compilers cuda --passes forward --dims 64 --features plain"
+EMULATOR = (
+    "from tests.support import emulated, probe90;"
+    "print(emulated.emulator().path, probe90.emulator().path)"
+)
 
 
 def _sanitized(tool: str, limit: float) -> Part:
     """A short run of a sanitizer on plain calls and storage offsets, without torch's caching
-    allocator, which would hide accesses beyond a tensor."""
+    allocator, which would hide accesses beyond a tensor; and without probes, because racecheck
+    takes bulk copies for races."""
     few = (
         "tests/gpu/test_gpu.py -k 'cuda and bfloat16 and (test_features and plain or test_storage)'"
     )
     command = f"compute-sanitizer --tool {tool} --error-exitcode 1 {ON_GPU} {few}"
-    alone = f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 {command}"
+    alone = f"env PYTORCH_NO_CUDA_MEMORY_CACHING=1 FASTATTN_SM90=unchecked {command}"
     checked = tool == "memcheck"  # one run of the emulator checks for all four
     return Part(f"sanitizer: {tool}", limit, alone, CHECKED * checked, "compute-sanitizer")
 
@@ -81,6 +91,21 @@ def _tested(file: str, limit: float, rehearsal: str = "") -> Part:
     return Part(name, limit, f"{ON_GPU} tests/{file}.py", rehearsal)
 
 
+def _checked(name: str, rehearsal: str | None = None) -> Part:
+    """A check of the machine by bench/measure/first_contact.py."""
+    command = f"{{python}} -m bench.measure.first_contact {name}"
+    rehearsal = rehearsal or f"{command} --rehearse"
+    return Part(f"check: {name}", CHECK, command, rehearsal)
+
+
+def _contact(name: str, chosen: str, rehearsal: str = "") -> Part:
+    """A part of tests/gpu/test_gpu_contact.py, with the kernels of the cuda backend, which compile
+    nothing. Its rehearsal is the same of the emulator."""
+    command = f"{ON_GPU} tests/gpu/test_gpu_contact.py -k '({chosen}) and (cuda or sm_90)'"
+    small = f"{TESTS} tests/cuda/test_contact_emulated.py -k '({chosen}) and (bfloat16 or repeats)'"
+    return Part(f"check: {name}", CHECK, command, rehearsal or small)
+
+
 def _swept(name: str, limit: float, what: str, rehearsal: str = "") -> Part:
     command = (
         f"{BENCH} sweep --sweep-only --dtypes bfloat16 {what} --peers {PEERS} --output {{out}}"
@@ -88,15 +113,42 @@ def _swept(name: str, limit: float, what: str, rehearsal: str = "") -> Part:
     return Part(f"sweep: {name}", limit, command, rehearsal)
 
 
-# The most informative parts come first: an hour may be cut short.
+# First what would make the rest fail or hang: the machine; single instructions; calls that new
+# kernels likely get wrong; small shapes of every kernel. Then the most informative parts, because
+# an hour may be cut short.
 PARTS = (
     Part("build", 1200, "make setup VENV={venv}", f"{{python}} -c {shlex.quote(EMULATOR)}", "make"),
     Part("status", 120, "{python} -m fastattn", "{python} -m fastattn"),
+    _checked("driver"),
+    _checked("launcher"),
+    Part("check: versions", CHECK, PREFLIGHT, PREFLIGHT),
+    _checked("processes"),
+    _checked("memory"),
+    _checked("fault"),
+    _checked("clock", f"{TESTS} tests/bench/test_first_contact.py -k clock_of_short_kernels"),
+    Part("check: warnings", CHECK, WARNINGS, WARNINGS),
+    Part("check: quick sweep", CHECK, QUICK, QUICK),
     Part(
         "probe",
         300,
         f"{ON_GPU} tests/emulator/test_probe.py",
         f"{TESTS} tests/emulator/test_probe.py -k 'emulator_gives and shuffle'",
+    ),
+    Part(
+        "probe: sm_90",
+        CHECK,
+        f"{ON_GPU} tests/emulator/test_probe90.py",
+        f"{TESTS} tests/emulator/test_probe90.py {SM90_CHECK} -k '{HANGS} or source_gives'",
+    ),
+    _contact("tensors that TMA cannot copy", "tma"),
+    _contact("numbers behind lengths", "behind or neighbour"),
+    _contact("repeats", "repeats"),
+    _contact("kernels of sm_90 serve", "serve", f"{TESTS} {SM90_CHECK} -k passes"),
+    Part("check: overlap", 300, f"{BENCH} ledger --archs {{arch}} {OVERLAP}", "", "nvcc"),
+    _tested(
+        "gpu/test_gpu_contact",
+        600,
+        f"{TESTS} tests/cuda/test_contact_emulated.py -k 'small and bfloat16 and 64'",
     ),
     Part(
         "tests: plain",

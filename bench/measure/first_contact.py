@@ -17,7 +17,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import torch
@@ -211,7 +211,7 @@ def _compute_mode() -> str:
 
 
 @contextlib.contextmanager
-def _at_most(seconds: int) -> Iterator[None]:
+def _at_most(seconds: int) -> Generator[None, None, None]:
     def late(*about: Any) -> None:
         raise Wrong(f"got no result in {seconds} s")
 

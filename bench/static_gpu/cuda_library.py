@@ -69,13 +69,14 @@ def build(jobs: int | None = None, files: Iterable[Path] = ()) -> Path:
 
 
 def objects() -> dict[Path, Path]:
-    """The object of each source of kernels: in csrc/cuda/sm80 and csrc/cuda/sm90."""
+    """The object of each source of kernels, in csrc/cuda/sm80 and sm90. Probes are none."""
     made, cuda = BUILD / "cuda" / "CMakeFiles", SOURCES / "cuda"
     targets = {"sm80": "fastattn_cuda", "sm90": "fastattn_sm90"}
     return {
         source: made / f"{target}.dir" / f"{source.relative_to(cuda)}.o"
         for folder, target in targets.items()
         for source in sorted((cuda / folder).glob("*.cu"))
+        if source.stem != "probe"
     }
 
 

@@ -7,13 +7,19 @@ from typing import NamedTuple
 
 from fastattn.backends.triton_support import tile_configs
 
-FEATURES = ("plain", "mask", "block mask", "alibi", "softcap", "dropout", "sinks")
+FEATURES = ("plain", "band", "mask", "block mask", "alibi", "softcap", "dropout", "sinks")
 OF_TRITON = ("block mask",)  # features of Triton's kernels only
+OF_SM90 = ("band",)  # of csrc/cuda/sm90 only: elsewhere plain kernels have it
 # cuda: the kernels that the CUDA library prefers on an architecture, those of csrc/cuda/sm90 on
 # sm_90. cuda_sm80: those of csrc/cuda/sm80 there, which run what the former decline.
 COMPILERS = {"cuda": (80, 90), "cuda_sm80": (90,), "triton": (80, 90, 100, 120)}
 PASSES = ("forward", "dqkv", "dq", "dkv", "dk", "dv", "decode")
-OF_SM90 = {"forward": (64, 96, 128, 192, 256)}  # head dims of the passes of csrc/cuda/sm90
+# Head dims of csrc/cuda/sm90, by pass, with the features that have a kernel there.
+SCORES = ("mask", "alibi", "softcap", "dropout", "sinks")
+DIMS_OF_SM90 = {
+    "forward": {d: ("plain", *(SCORES if d in (64, 128) else ())) for d in (64, 96, 128, 192, 256)},
+    "dqkv": dict.fromkeys((64, 128), ("plain", "band", "sinks")),
+}
 
 
 class LedgerCase(NamedTuple):
@@ -64,7 +70,7 @@ def cases() -> Iterator[LedgerCase]:
             for d in (64, 128, 256):
                 for feature in FEATURES if d < 256 else ("plain",):
                     one = LedgerCase(compiler, arch, "", d, feature)
-                    if one.by_nvcc and feature in OF_TRITON:
+                    if feature in OF_SM90 or (one.by_nvcc and feature in OF_TRITON):
                         continue
                     split = d > 128 if one.by_nvcc else tile_configs.apart(arch, 2, d)
                     backward = ("dq", "dk", "dv") if split else ("dq", "dkv")
@@ -76,8 +82,7 @@ def cases() -> Iterator[LedgerCase]:
 
 
 def _of_sm90() -> Iterator[LedgerCase]:
-    for name, dims in OF_SM90.items():
-        for d in dims:
-            for feature in FEATURES if d in (64, 128) else ("plain",):
-                if feature not in OF_TRITON:
-                    yield LedgerCase("cuda", 90, name, d, feature)
+    for name, dims in DIMS_OF_SM90.items():
+        for d, features in dims.items():
+            for feature in features:
+                yield LedgerCase("cuda", 90, name, d, feature)

@@ -85,7 +85,7 @@ def _sources(folder: str) -> str:
     files = [f"csrc/{x}" for x in ("*.h", "common/*.h", "cuda/*.h", "cuda/*.cuh")]
     folders = {
         "sm80": (*files, "csrc/cuda/sm80/*.cuh"),
-        "sm90": (*files, "csrc/cuda/sm90/*.h", "csrc/cuda/sm90/*.cuh"),
+        "sm90": (*files, *(f"csrc/cuda/{x}" for x in ("sm80/*.cuh", "sm90/*.h", "sm90/*.cuh"))),
         "triton": (
             "kernels/*.py",
             "fastattn/backends/triton_support/arguments.py",

@@ -20,6 +20,7 @@ from .ledger_cases import Compiled, LedgerCase
 FLAGS = ("-std=c++17", "-O3", f"-I{cuda_library.SOURCES}")
 FEATURES: dict[str, Callable[[int, int, int], dict[str, Any]]] = {
     "plain": lambda B, H, N: {},
+    "band": lambda B, H, N: dict(causal="top_left"),
     "mask": lambda B, H, N: dict(mask=meta(B, H, N, N)),
     "block mask": lambda B, H, N: dict(mask=meta(1, 1, N, N)),
     "alibi": lambda B, H, N: dict(alibi_slopes=meta(B, H, dtype=torch.float32)),
@@ -46,16 +47,12 @@ CUDA = {
         ("dv", "kOfV", "kPassing, K::kStaying"),
     )
 }
-# The same of csrc/cuda/sm90, with the parameters.
-MAP, PARAMS = "const __grid_constant__ TensorMap", "const __grid_constant__ FaParams"
+# The same of csrc/cuda/sm90, whose tiles have constants of the same names.
 SM90 = {
-    "forward": (
-        "Forward<Type, {d}, {d}, {general}, {masked}>",
-        "forward_kernel",
-        "kRows, K::kKeys",
-        ", ".join((*[MAP] * 4, PARAMS, "const Schedule")),
-    ),
+    "forward": ("Forward<Type, {d}, {d}, {general}>", "forward_kernel"),
+    "dqkv": ("Backward<Type, {d}, {banded}, {general}>", "backward_kernel"),
 }
+SM90_UNMASKED = {"forward": "UnmaskedForward<Type, {d}, {d}>"}  # general, but for masks
 TRITON = {"split": "decode"}  # pass by kernel, where the names differ
 
 
@@ -65,20 +62,23 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def source(case: LedgerCase) -> str:
     """Source of the one kernel, and of an empty one: its mangled name encodes the tile."""
-    general = "false" if case.feature in ("plain", "sinks") else "true"  # instances.h: is_general
+    plain = case.feature in ("plain", "band", "sinks")  # instances.h: is_general
+    general, banded = ("true" if x else "false" for x in (not plain, case.feature == "band"))
     if case.folder == "sm90":
-        kind, kernel, sides, parameters = SM90[case.name]
-        masked = "true" if case.feature == "mask" else "false"  # forward.cu
+        kind, kernel = SM90[case.name]
+        if not plain and case.feature != "mask":
+            kind = SM90_UNMASKED.get(case.name, kind)
+        file = "forward" if case.name == "forward" else "backward"
         return f"""\
-#include "cuda/sm90/{case.name}.cuh"
+#include "cuda/sm90/{file}.cuh"
 namespace fa {{ namespace sm90 {{
 using Type = ptx::BF16;
-using K = {kind.format(d=case.head_dim, general=general, masked=masked)};
-template __global__ void {kernel}<K>({parameters});
+using K = {kind.format(d=case.head_dim, general=general, banded=banded)};
+void* const used = (void*)&{kernel}<K>;
 }} }}
 template <int...> __global__ void tile() {{}}
 using fa::sm90::K;
-template __global__ void tile<K::{sides}, K::kConsumers / 32, K::kStages, K::kSharedBytes,
+template __global__ void tile<K::kRows, K::kKeys, K::kConsumers / 32, K::kStages, K::kSharedBytes,
                               K::kThreads / 32, K::kFewRegisters, K::kRegisters>();
 """
     kind, kernel, sides = CUDA.get(f"{case.name} {case.feature}") or CUDA[case.name]
@@ -118,7 +118,8 @@ def _by_nvcc(case: LedgerCase) -> Compiled:
         usage = aot.nvidia_tool("cuobjdump", "--dump-resource-usage", str(cubin))
         parameters = parameters_at(aot.nvidia_tool("cuobjdump", "--dump-elf", str(cubin)))
     tile = re.search(r"\.text\._Z4tileIJ((?:Li\d+E)+)E", listing)
-    used = re.search(r"Function \S*_kernel\S*:\s+REG:(\d+)", usage)
+    kernels = SM90 if case.folder == "sm90" else CUDA
+    used = re.search(rf"Function \S*{kernels[case.name][1]}\S*:\s+REG:(\d+)", usage)
     if not tile or not used:
         raise RuntimeError(f"{case}: got no tile or no registers from {usage!r}")
     sizes = list(map(int, re.findall(r"Li(\d+)E", tile[1])))

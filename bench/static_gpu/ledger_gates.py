@@ -23,7 +23,7 @@ from .sass_walk import Issued
 
 # By pass: for each wait, how many groups of products may still run after it; the most barriers.
 WAITS = {"forward": (1, 0), "dqkv": (1, 1, 1, 0)}
-BARRIERS = {"forward": 2}
+BARRIERS = {"forward": 2, "dqkv": 4}
 
 
 class Order(NamedTuple):

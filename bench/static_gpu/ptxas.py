@@ -10,7 +10,7 @@ for sm_90a. These are faults:
     others, more bytes than ptxas_budget.json says: {arch: {kernel: bytes}}
     a kernel of matrix products without the tensor-core instructions of its architecture
     a warning of ptxas that it serialises products of warpgroups, each then waits for the last
-    a kernel of sm90/ whose name has no sm90: sources of sm80/ may have the same one, for other
+    a kernel of sm90/ without sm90 in its name: sources of sm80/ may have the same one, for other
     chips, and the library would launch one of the two
     more shared memory than a block may have: on sm_86 and sm_89 for code of sm_80, which they run
 
@@ -47,7 +47,7 @@ OF_FOLDER = {"sm80": ("sm_80", "sm_90"), "sm90": ("sm_90a",)}
 ARCHS = tuple(arch for archs in OF_FOLDER.values() for arch in archs)
 SHARED_LIMIT = {"sm_80": 99 << 10, "sm_90": 99 << 10, "sm_90a": 227 << 10}
 PRODUCTS = {"sm_80": "HMMA", "sm_90": "HMMA", "sm_90a": "HGMMA"}
-PROBE = "probe"  # a source whose kernels are no passes
+PROBE = "probe"  # a source with kernels that are no passes
 NO_CLASS = "its name has no sm90"
 # Plain kernels may not spill up to these head dims.
 WITHOUT_SPILLS = {"sm_80": 128, "sm_90": 128, "sm_90a": 256}

@@ -2,8 +2,8 @@
 copies by tensor maps, mbarriers, setmaxnreg, stmatrix, named barriers.
 
 The first call on a device that those kernels could serve runs all cases of sm90_probe.py, in some
-milliseconds. If one gives something else, reaches its limit of time or raises, that is a warning,
-and other kernels serve the calls of this process.
+tens of milliseconds. If one gives something else, reaches its limit of time or raises, that is a
+warning, and other kernels serve the calls of this process.
 
 FASTATTN_SM90=unchecked omits the check, and FASTATTN_SM90=off these kernels. There is no check
 while a CUDA graph is captured: kernels of sm_80 serve that call, and a later one checks.

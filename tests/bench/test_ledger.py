@@ -412,7 +412,8 @@ def held(case):
         LedgerCase("cuda", 80, "forward", 64, "plain"),
         LedgerCase("cuda", 80, "dqkv", 64, "plain"),
         LedgerCase("cuda", 80, "dqkv", 64, "mask"),
-        LedgerCase("cuda", 90, "forward", 128, "softcap"),
+        LedgerCase("cuda", 90, "forward", 128, "plain"),
+        LedgerCase("cuda_sm80", 90, "forward", 128, "softcap"),
     ],
     ids=str,
 )

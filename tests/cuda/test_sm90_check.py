@@ -38,6 +38,8 @@ class Library(probe90.Emulated):
 @pytest.fixture
 def on_hopper(monkeypatch):
     """A function that makes a library the one of a machine with two H100 and an A100."""
+    probe90.emulator(), kernel_classes.library()  # they compile for longer than a check may take
+    monkeypatch.setattr(sm90_check, "SECONDS", 300.0)
     monkeypatch.delenv("FASTATTN_SM90", raising=False)
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     nothing = contextlib.nullcontext

@@ -31,6 +31,7 @@ struct Options {
   bool same_value_stores = false;   // racing stores are no finding if the value stays
   bool pessimistic = false;  // products of 16 bits and ex2.approx.ftz round as badly as any hardware
   bool banks = false;        // count conflicts of banks
+  bool tensor_fences = true;  // accesses to tensor memory are ordered by tcgen05.fence alone
   std::string disabled;      // the site of a synchronisation that does nothing
 };
 extern Options options;
@@ -126,7 +127,8 @@ struct Together {
 
 // Agents of a block: its threads, the copies of each, and those of the asynchronous proxy: the
 // products of each warp, the reads and the writes of each thread's bulk copies from shared memory,
-// and the arrivals at each mbarrier.
+// what each warp does with tensor memory, and the arrivals at each mbarrier.
+enum TensorWork { kTensorProducts = 0, kTensorLoads = 1, kTensorStores = 2, kTensorWorks = 3 };
 struct Agents {
   size_t threads = 0;
 
@@ -139,8 +141,11 @@ struct Agents {
   uint16_t bulk_writes(int thread) const {
     return static_cast<uint16_t>(bulk_reads(0) + threads + thread);
   }
+  uint16_t tensor(TensorWork work, int warp) const {
+    return static_cast<uint16_t>(bulk_writes(0) + threads + work * threads / 32 + warp);
+  }
   uint16_t arrivals(int mbarrier) const {
-    return static_cast<uint16_t>(bulk_writes(0) + threads + mbarrier);
+    return static_cast<uint16_t>(tensor(kTensorWorks, 0) + mbarrier);
   }
 };
 
@@ -220,6 +225,10 @@ void note_proxied_target(const void* to, int bytes, bool adds, const Step& step,
 void note_atomic(const void* at, int bytes, const char* what, Access access, bool narrow);
 void atomics_begin();  // of a launch
 bool forgotten(int64_t block);  // it has ended and never published
+
+// A shadow of tensor memory: addresses from kTensorMemory on. It complains as others do.
+constexpr uintptr_t kTensorMemory = 1 << 20;
+std::unique_ptr<Shadow> shadow_of_tensor_memory();
 
 // The sum of some terms, as tensor cores with the worst rounding add them.
 float truncated_sum(const double (&terms)[9]);

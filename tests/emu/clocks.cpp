@@ -14,6 +14,7 @@ void Clocks::join(const Clocks& from) {
     emu::join(own, from.own);
     emu::join(proxied, from.proxied);
     emu::join(proxied_global, from.proxied_global);
+    emu::join(tensor, from.tensor);
   }
   if (from.others == others && (from.block == block || from.own.empty())) return;
   auto all = others ? *others : std::map<int64_t, Known>();

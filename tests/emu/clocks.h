@@ -31,6 +31,9 @@ struct Clocks {
   // The part of it that the last fence between the generic and the asynchronous proxy covers: for
   // fences of shared memory, and for those of global memory too.
   Known proxied, proxied_global;
+  // Of agents that use tensor memory, what fences of tcgen05 published; counted from the first of
+  // these agents on.
+  Known tensor;
   // Of other blocks: empty at first. Only atomics and fences order blocks of a launch.
   std::shared_ptr<const std::map<int64_t, Known>> others;
 

@@ -18,7 +18,8 @@ extern "C" {
 struct EmuOptions {
   uint64_t seed;
   int64_t shared_limit;
-  int32_t schedule, lazy, check, same_value_stores, pessimistic, banks;
+  int32_t schedule, lazy, check, same_value_stores, pessimistic, banks,
+      tensor_fences;
   const char* disabled;
 };
 
@@ -32,6 +33,7 @@ void emu_reset(const EmuOptions* given) {
   options.same_value_stores = given->same_value_stores;
   options.pessimistic = given->pessimistic;
   options.banks = given->banks;
+  options.tensor_fences = given->tensor_fences;
   options.disabled = given->disabled;
   emu::report = emu::Report{};
 }

@@ -122,6 +122,15 @@ void bytes_arrive(const char* site, const Arrival& at, uint32_t bytes) {
   end_phase_if_complete(mbarrier);
 }
 
+void arrival_lands(const char* site, const Arrival& at, const Clocks& of) {
+  Mbarrier& mbarrier = block->proxy.mbarriers[at.address];
+  if (!mbarrier.valid || mbarrier.index != at.index || !mbarrier.pending)
+    return found(std::string(site) + ": it arrives at an mbarrier that waits for no arrival");
+  mbarrier.arrived.join(of);
+  mbarrier.pending--;
+  end_phase_if_complete(mbarrier);
+}
+
 void mbarriers_end() {
   for (const auto& [address, mbarrier] : block->proxy.mbarriers)
     if (mbarrier.valid && mbarrier.bytes < 0)

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include "block.h"
+#include "tensor.h"
 
 namespace emu {
 
@@ -28,6 +29,12 @@ std::string name_of(const Step& step) {
   if (step.agent >= agents.proxied()) name = "products of warp " + std::to_string(step.agent - agents.proxied());
   if (step.agent >= agents.bulk_reads(0))
     name = "a bulk copy of thread " + std::to_string((step.agent - agents.bulk_reads(0)) % agents.threads);
+  constexpr const char* kTensorNames[] = {"products in tensor memory", "loads of tensor memory",
+                                          "stores to tensor memory"};
+  for (const auto work : {kTensorProducts, kTensorLoads, kTensorStores})
+    if (step.agent >= agents.tensor(work, 0))
+      name = std::string(kTensorNames[work]) + " by warp " +
+             std::to_string(step.agent - agents.tensor(work, 0));
   if (step.agent >= agents.arrivals(0))
     name = "an arrival at mbarrier " + std::to_string(step.agent - agents.arrivals(0));
   if (step.block != block->number) name += " of block " + coordinates(step.block);
@@ -41,6 +48,7 @@ bool in_flight(const Step& step) {
   if (step.block != block->number || step.agent < agents.threads) return false;
   if (step.agent >= agents.arrivals(0))
     return step.clock > block->proxy.phases[step.agent - agents.arrivals(0)];
+  if (step.agent >= agents.tensor(kTensorProducts, 0)) return tensor_work_in_flight(step);
   const size_t by = step.agent < agents.proxied() ? step.agent - agents.threads
                     : step.agent >= agents.bulk_reads(0)
                         ? (step.agent - agents.bulk_reads(0)) % agents.threads
@@ -55,8 +63,19 @@ bool wants_fence(Shadow::Kind kind, const Step& before, const Step& now) {
          before.agent < agents.proxied() && current().clocks.know(before);
 }
 
+bool is_of_tensor_memory(const Step& step) {
+  const Agents& agents = block->agents;
+  return step.agent >= agents.tensor(kTensorProducts, 0) && step.agent < agents.arrivals(0);
+}
+
+// Does the thread know of the earlier access to tensor memory, but not by fences of tcgen05?
+bool wants_tensor_fence(const Step& before) {
+  return options.tensor_fences && is_of_tensor_memory(before) && current().clocks.know(before);
+}
+
 const char* name_of(Shadow::Kind kind, const Step& before, const Step& now) {
   if (kind != Shadow::kUninitialised && wants_fence(kind, before, now)) return "NO PROXY FENCE";
+  if (kind != Shadow::kUninitialised && wants_tensor_fence(before)) return "NO TENSOR FENCE";
   switch (kind) {
     case Shadow::kUninitialised: return "UNINITIALISED";
     case Shadow::kWriteRead: return in_flight(before) ? "READ IN FLIGHT" : "RACE write/read";
@@ -68,8 +87,16 @@ const char* name_of(Shadow::Kind kind, const Step& before, const Step& now) {
   return "";
 }
 
+bool is_tensor_memory(uintptr_t at) { return at - kTensorMemory < kTensorBytes; }
+
 std::string place_of(uintptr_t at) {
   char text[64];
+  if (is_tensor_memory(at)) {
+    const uintptr_t offset = at - kTensorMemory;
+    snprintf(text, sizeof text, "lane %zu, column %zu of tensor memory", offset / kTensorRow,
+             offset % kTensorRow / 4);
+    return text;
+  }
   if (windows.holds(at))
     snprintf(text, sizeof text, "shared byte %ld", offset_in_shared(reinterpret_cast<void*>(at)));
   else
@@ -78,13 +105,19 @@ std::string place_of(uintptr_t at) {
 }
 
 void complain(Shadow::Kind kind, uintptr_t at, const Step& before, const Step& now) {
+  // Compilers load an accumulator before they know whether there is one: its registers are poison.
+  if (kind == Shadow::kUninitialised && is_tensor_memory(at) &&
+      now.agent < block->agents.tensor(kTensorStores, 0) &&
+      now.agent >= block->agents.tensor(kTensorLoads, 0))
+    return;
   std::string text = std::string(name_of(kind, before, now)) + " at " + place_of(at) + ": ";
   if (before.clock) text += name_of(before) + ", then ";
   text += name_of(now);
   // The effects of a word that was never written, an address perhaps, are of no interest.
   if (kind == Shadow::kUninitialised && now.agent < block->agents.threads) fail("%s", text.c_str());
   Doubt& doubt = current().doubt;
-  const bool of_stores = kind == Shadow::kWriteWrite && now.agent < block->agents.threads;
+  const bool of_stores = kind == Shadow::kWriteWrite && now.agent < block->agents.threads &&
+                         !is_tensor_memory(at);
   if (!options.same_value_stores || !of_stores || now_bytes > int{sizeof doubt.before}) {
     found(text);
   } else if (!doubt.at) {
@@ -170,6 +203,10 @@ void memory_of_block(Block& begins, int slot, size_t shared) {
 }
 
 Block::Block() : shadow(true, complain, forgotten) {}
+
+std::unique_ptr<Shadow> shadow_of_tensor_memory() {
+  return std::make_unique<Shadow>(true, complain, forgotten);
+}
 
 void settle_doubt(Fiber& fiber) {
   Doubt& doubt = fiber.doubt;

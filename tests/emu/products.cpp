@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "block.h"
+#include "operands.h"
 
 namespace emu {
 
@@ -12,81 +13,10 @@ namespace {
 constexpr int kRows = 16;  // of a warp
 constexpr uint32_t kNan = 0xFFFFFFFFu;
 
-// A matrix in shared memory as its descriptor gives it: chunks of 16 bytes in groups of 8 rows. A
-// chunk has elements along k, or along the other dimension if `across`; a swizzle has `span` of
-// them in a row: the canonical layouts of CUTLASS's GmmaDescriptor.
-struct Matrix {
-  uint32_t start, leading, stride, span;  // span: a swizzle's, 1 for none
-  bool across;
-
-  uint32_t at(uint32_t row, uint32_t chunk) const {
-    uint32_t offset;
-    if (span == 1)
-      offset = across ? chunk * stride + row % 8 * 16 + row / 8 * leading
-                      : row % 8 * 16 + row / 8 * stride + chunk * leading;
-    else
-      offset = row % 8 * 16 * span + row / 8 * stride + chunk % span * 16 + chunk / span * leading;
-    return swizzled(start + offset, span);
-  }
-};
-
-Matrix matrix_of(const char* site, uint64_t descriptor, bool across) {
-  constexpr uint64_t kFields = 3ull << 62 | 7ull << 49 | 0x3FFFull << 32 | 0x3FFFull << 16 | 0x3FFF;
-  if (descriptor & ~kFields || descriptor >> 49 & 7)
-    fail("%s: descriptor 0x%llx, expected a base offset of 0 and no bit beside its fields", site,
-         static_cast<unsigned long long>(descriptor));
+// As wgmma has it: the swizzle is in the last two bits.
+Matrix matrix_of_operand(const char* site, uint64_t descriptor, bool across) {
   constexpr uint32_t kSpans[] = {1, 8, 4, 2};
-  const auto field = [&](int bit) { return static_cast<uint32_t>(descriptor >> bit & 0x3FFF) << 4; };
-  const Matrix found{field(0), field(16), field(32), kSpans[descriptor >> 62], across};
-  if (found.start >> 7 & (found.span - 1))
-    fail("%s: descriptor 0x%llx begins inside the pattern of its swizzle, expected a multiple of %u "
-         "and part of a row: without a base offset, it is not said what that means", site,
-         static_cast<unsigned long long>(descriptor), 128 * found.span);
-  return found;
-}
-
-float value_of(const unsigned char* at, Element element) {
-  if (element == Element::kTf32) {
-    uint32_t bits;
-    std::memcpy(&bits, at, 4);
-    return __uint_as_float(bits & ~0x1FFFu);  // the fraction has ten bits
-  }
-  uint16_t bits;
-  std::memcpy(&bits, at, 2);
-  return widened(bits, element == Element::kBfloat16);
-}
-
-int bytes_of(Element element) { return element == Element::kTf32 ? 4 : 2; }
-int depth_of(Element element) { return 32 / bytes_of(element); }  // k
-
-// Visits chunks of A's rows or B's columns from `first` on: visit(address, its first of these, its
-// k).
-template <class Visit>
-void each_chunk(const Matrix& matrix, Element element, int first, int count, Visit visit) {
-  const int per_chunk = 16 / bytes_of(element), depth = depth_of(element);
-  if (matrix.across) {
-    for (int k = 0; k < depth; ++k)
-      for (int i = first; i < first + count; i += per_chunk)
-        visit(matrix.at(static_cast<uint32_t>(k), static_cast<uint32_t>(i / per_chunk)), i - first, k);
-  } else {
-    for (int i = first; i < first + count; ++i)
-      for (int k = 0; k < depth; k += per_chunk)
-        visit(matrix.at(static_cast<uint32_t>(i), static_cast<uint32_t>(k / per_chunk)), i - first, k);
-  }
-}
-
-// Reads them as rows of k: element (i, k) at k * count + i.
-std::vector<float> read(const Matrix& matrix, Element element, int first, int count) {
-  std::vector<float> values(static_cast<size_t>(count * depth_of(element)));
-  const int bytes = bytes_of(element);
-  each_chunk(matrix, element, first, count, [&](uint32_t address, int i, int k) {
-    const unsigned char* const chunk = shared_pointer(address, 16);
-    for (int e = 0; e < 16 / bytes; ++e) {
-      const int row = matrix.across ? i + e : i, column = matrix.across ? k : k + e;
-      values[static_cast<size_t>(column * count + row)] = value_of(chunk + e * bytes, element);
-    }
-  });
-  return values;
+  return matrix_of(site, descriptor, 3ull << 62, kSpans[descriptor >> 62], across);
 }
 
 // Lane 4 g + t holds of A the rows g and g + 8, of k two words at a time, or for 32 bits one.
@@ -105,17 +35,15 @@ std::vector<float> fragments(const ProductInFlight& product) {
   return values;
 }
 
-float signed_by(int sign, float x) { return sign < 0 ? -x : x; }
-
 // Adds to `values`, by lane and register: rows g and g + 8, two columns at a time.
 void multiply(const ProductInFlight& product, int rank, std::vector<float>& values) {
   const Product& of = product.of;
   const int depth = depth_of(of.element), columns = of.columns, registers = columns / 2;
   const std::vector<float> a = product.a.empty()
-      ? read(matrix_of(product.site, of.a_at, of.a_across), of.element, kRows * rank, kRows)
+      ? read(matrix_of_operand(product.site, of.a_at, of.a_across), of.element, kRows * rank, kRows)
       : fragments(product);
   const std::vector<float> b =
-      read(matrix_of(product.site, of.b_at, of.b_across), of.element, 0, columns);
+      read(matrix_of_operand(product.site, of.b_at, of.b_across), of.element, 0, columns);
   std::vector<float> row(static_cast<size_t>(columns));
   report.multiplies++;
   for (int i = 0; i < kRows; ++i) {
@@ -124,22 +52,7 @@ void multiply(const ProductInFlight& product, int rank, std::vector<float>& valu
       return values[static_cast<size_t>(lane * registers + j / 8 * 4 + i / 8 * 2 + j % 2)];
     };
     for (int j = 0; j < columns; ++j) row[size_t(j)] = of.add ? register_of(j) : 0.0f;
-    for (int first = 0; first < depth; first += 8) {
-      if (options.pessimistic) {
-        for (int j = 0; j < columns; ++j) {
-          double terms[9] = {row[size_t(j)]};
-          for (int k = 0; k < 8; ++k)
-            terms[k + 1] = double{signed_by(of.a_sign * of.b_sign, a[size_t((first + k) * kRows + i)])} *
-                           b[size_t((first + k) * columns + j)];
-          row[size_t(j)] = truncated_sum(terms);
-        }
-        continue;
-      }
-      for (int k = first; k < first + 8; ++k) {
-        const float x = signed_by(of.a_sign * of.b_sign, a[size_t(k * kRows + i)]);
-        for (int j = 0; j < columns; ++j) row[size_t(j)] += x * b[size_t(k * columns + j)];
-      }
-    }
+    add_products(row, a.data() + i, kRows, depth, of.a_sign * of.b_sign, b.data());
     for (int j = 0; j < columns; ++j) register_of(j) = row[size_t(j)];
   }
 }
@@ -257,9 +170,9 @@ void note_reads(const char* site, const Product& product) {
     note_proxied_read(address, 16, step, known);
   };
   if (!product.a)
-    each_chunk(matrix_of(site, product.a_at, product.a_across), product.element,
+    each_chunk(matrix_of_operand(site, product.a_at, product.a_across), product.element,
                kRows * (self->warp % 4), kRows, note);
-  each_chunk(matrix_of(site, product.b_at, product.b_across), product.element, 0, product.columns,
+  each_chunk(matrix_of_operand(site, product.b_at, product.b_across), product.element, 0, product.columns,
              note);
 }
 

@@ -131,6 +131,8 @@ struct GroupInstruction {  // of a warpgroup
   Product product;  // of one, without registers
 };
 
+struct TensorMemory;  // tensor.h
+
 struct Proxy {
   std::map<uint32_t, Mbarrier> mbarriers;  // by address
   std::vector<uint32_t> phases;            // completed ones of each mbarrier so far
@@ -142,10 +144,12 @@ struct Proxy {
   std::vector<Products> products;  // of each warp
   // The instructions that warps of a warpgroup execute together, in order.
   std::vector<std::vector<GroupInstruction>> instructions;
+  std::shared_ptr<TensorMemory> tensor;  // null until some of it is allocated
 };
 
 Arrival mbarrier_arrival(const char* site, uint32_t address);
 void bytes_arrive(const char* site, const Arrival& at, uint32_t bytes);
+void arrival_lands(const char* site, const Arrival& at, const Clocks& of);  // and counts as one
 void mbarriers_end();      // of the current block, after all of its threads
 void land_box();           // any one of the current block
 void boxes_end();          // of the current block, after all of its threads

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "block.h"
+#include "tensor.h"
 
 #if !defined(__x86_64__)
 #error "emulator: the switch between fibers is written for x86-64"
@@ -182,6 +183,7 @@ void prepare(Fiber& fiber, const Block& of, int id, unsigned char* stack_end) {
   fiber.clocks.own.assign(of.agents.proxied(), 0);
   fiber.clocks.proxied.clear();
   fiber.clocks.proxied_global.clear();
+  fiber.clocks.tensor.clear();
   fiber.clocks.own[id] = 1;
   fiber.clocks.others.reset();
   fiber.committed = 0;
@@ -305,6 +307,7 @@ void end(Launch& launch) {
   if (!block->failed && !block->live) {
     boxes_end();
     mbarriers_end();
+    tensor_memory_ends();
     products_all_end();
     registers_end();
   }
@@ -327,24 +330,30 @@ bool choose_block(Launch& launch) {
   return true;
 }
 
-// If no thread can go on: lands a bulk copy of some block, if there is one in flight.
+// A bulk copy lands, or what a commit of products in tensor memory waits for.
+void land_one() {
+  const bool boxes = !block->proxy.boxes.empty(), commits = commits_in_flight(*block);
+  boxes && (!commits || block->random() % 2) ? land_box() : land_commit();
+}
+
+// If no thread can go on: one of these lands in some block, if there is one in flight.
 bool a_box_lands(Launch& launch) {
   for (Block* const each : launch.resident) {
-    if (each->proxy.boxes.empty()) continue;
+    if (each->proxy.boxes.empty() && !commits_in_flight(*each)) continue;
     enter(each);
-    land_box();
+    land_one();
     return true;
   }
   return false;
 }
 
-// At times a bulk copy of any block lands: all threads of that block may wait for it, and those of
+// At times one of these of any block lands: all threads of that block may wait for it, and those of
 // another for them.
 void a_box_may_land(Launch& launch) {
   if (next_random(launch.random_state) % 64) return;
   Block* const runs = block;
   enter(launch.resident[next_random(launch.random_state) % launch.resident.size()]);
-  if (!block->proxy.boxes.empty()) land_box();
+  if (!block->proxy.boxes.empty() || commits_in_flight(*block)) land_one();
   enter(runs);
 }
 

@@ -40,8 +40,7 @@ def test_the_ptx_gives_what_it_must(name):
 def test_exactly_these_outputs_are_committed(record_property):
     found = probe90.recorded()
     assert found["outputs"] == probe90.expected(), "python -m tests.support.probe90 --accept"
-    if found["confirmed_on"] is None:
-        assert found["instructions_sha256"] == probe90.instructions()
+    assert (found["confirmed_on"] is None) == (found["instructions_sha256"] is None)
     if notice := probe90.unconfirmed(found):
         record_property("notice", notice)
 
@@ -54,6 +53,32 @@ def test_the_gpu_gives_what_it_must():
         pytest.skip(why)
     wrong = {name: probe90.on_gpu().get(name, "it was not run") for name in probe90.CASES}
     assert not any(wrong.values()), "\n".join(filter(None, wrong.values()))
+
+
+def test_a_record_is_confirmed_until_the_instructions_change(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe90, "RECORD", tmp_path / "probe90.json")
+    probe90.accept()
+    assert "no GPU has confirmed" in probe90.unconfirmed(probe90.recorded())
+    probe90.record("a GPU", probe90.instructions())
+    assert probe90.unconfirmed(probe90.recorded()) is None
+    probe90.accept()
+    assert probe90.recorded()["confirmed_on"] == "a GPU"  # the outputs are unchanged
+    probe90.record("a GPU", "0")
+    assert "of sm90 has changed since" in probe90.unconfirmed(probe90.recorded())
+
+
+def test_a_gpu_that_gives_something_else_is_not_recorded(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(probe90, "RECORD", tmp_path / "probe90.json")
+    monkeypatch.setattr(probe90.probe, "gpu_name", lambda: "a GPU")
+    probe90.accept()
+    right = dict.fromkeys(probe90.CASES, "")
+    for found in (right | {"bulk add": "bulk add: 1 of 512 values are wrong"}, {"bulk add": ""}):
+        monkeypatch.setattr(probe90, "on_gpu", lambda found=found: found)
+        assert probe90.main(["--confirm"]) == 1 and probe90.recorded()["confirmed_on"] is None
+    said = capsys.readouterr().out
+    assert "bulk add: 1 of 512 values are wrong" in said and "bulk load: it was not run" in said
+    monkeypatch.setattr(probe90, "on_gpu", lambda: right)
+    assert probe90.main(["--confirm"]) == 0 and probe90.recorded()["confirmed_on"] == "a GPU"
 
 
 # --- mistakes -------------------------------------------------------------------------------------

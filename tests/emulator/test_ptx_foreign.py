@@ -19,7 +19,7 @@ if INTERPRETED:
 FUSED = dict(enable_fp_fusion=True)  # Triton's default
 
 
-ROWS = {80: 32, 90: 64}  # {arch: rows of a tile}, as the matrix products of the chip need
+ROWS = {80: 32, 90: 64, 100: 64}  # {arch: rows of a tile}, as the matrix products of the chip need
 
 
 @pytest.fixture(params=ROWS, ids="sm_{}".format)
@@ -75,6 +75,7 @@ def test_product(compiled, arch, dtype, stages):
     product[grid](a, b, c, M, N, K, BM=BM, BN=64, BK=32, num_warps=4, num_stages=stages, **FUSED)
     assert torch.equal(c, a.float() @ b.float())
     assert bool(sites(compiled, "wgmma.mma_async")) == (arch == 90)
+    assert bool(sites(compiled, "tcgen05.commit")) == (arch == 100)
 
 
 def whole_numbers(dtype):

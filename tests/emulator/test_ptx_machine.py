@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.emulator.test_ptx_values import HEADER, as_aligned, bits, entry, opcodes
+from tests.ptx import blackwell as ptx_blackwell
 from tests.ptx import forms, library
 from tests.ptx import hopper as ptx_hopper
 from tests.support.emulator import SCHEDULES, Emulator, aligned, needs_emulator
@@ -504,11 +505,11 @@ TESTED = (*RIGHT.values(), *(x[0] for x in PLAN.values()))
 
 
 def test_every_form_is_tested():
-    """test_ptx_values.py tests values, test_ptx_hopper.py forms of sm_90; all other opcodes are in
-    a kernel here."""
-    hopper = {name for name, *_ in ptx_hopper.FORMS}
+    """test_ptx_values.py tests values, test_ptx_hopper.py forms of sm_90, test_ptx_blackwell.py
+    and test_ptx_blackwell_values.py forms of sm_100; all other opcodes are in a kernel here."""
+    newer = {name for name, *_ in (*ptx_hopper.FORMS, *ptx_blackwell.FORMS)}
     others = [x for x in forms.FORMS if x.name.startswith("cvta") or callable(x.code)]
-    others = [x for x in others if x.name not in hopper]
+    others = [x for x in others if x.name not in newer]
     for form in others:
         if not form.name.startswith("setp"):
             pattern = re.compile(rf"(?<![\w.]){form.pattern.pattern}(?=[\s;])")

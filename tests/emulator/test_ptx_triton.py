@@ -1,5 +1,5 @@
-"""Triton's kernels, compiled for sm_80 and sm_90 and run on the emulator, which shows faults that
-Triton's interpreter cannot.
+"""Triton's kernels, compiled for sm_80, sm_90 and sm_100 and run on the emulator, which shows
+faults that Triton's interpreter cannot.
 
 Every feature alone on one small tile, and every tile of the tuning tables. The launcher chooses the
 kernels and their arguments, as on a GPU.
@@ -38,10 +38,12 @@ class Small(NamedTuple):
     d: int
 
 
-# On sm_90, products of warpgroups need 64 rows, and boxes of tensors need multiples of 16 bytes.
+# On sm_90, products of warpgroups need 64 rows, and boxes of tensors need multiples of 16 bytes. On
+# sm_100 products in tensor memory need 64 rows, and as many keys for those of dK and dV.
 SMALL = {
     80: Small(tile_configs.Config(32, 32, 4, 2), 40, 170, 17),
     90: Small(tile_configs.Config(64, 64, 4, 2), 70, 340, 24),
+    100: Small(tile_configs.Config(64, 64, 4, 2), 70, 340, 24),
 }
 ATTENTION = {"forward_kernel", "delta_kernel", "dq_kernel", "dkv_kernel"}
 
@@ -333,3 +335,33 @@ def test_every_ordering_instruction_of_the_backward_is_needed(compiled, small):
     assert {x for x in sites - detected if not x.startswith(between)} == set()
     ordering = {x for x in sites if x.startswith(between)}
     assert len(detected & ordering) > 0.7 * len(ordering) > 20
+
+
+# Without bar.sync: as on sm_90, most are redundant with an mbarrier.
+BLACKWELL = ("tcgen05.", "fence.proxy.", "mbarrier.init", "mbarrier.arrive", "mbarrier.try_wait")
+BLACKWELL += ("cp.async.bulk.tensor", "tensormap.cp_fenceproxy", "bar.warp.sync")
+# What nothing notices: the permit, which is for other blocks of the multiprocessor; a wait for
+# loads or stores that a later one repeats before threads synchronise (for S, then for O); a wait
+# for products that a later commit of the same thread covers (P V, then Q K of the next tile).
+COVERED = ("tcgen05.wait::ld", "tcgen05.wait::st", "mbarrier.try_wait")
+PERMIT = "tcgen05.relinquish_alloc_permit"
+
+
+def most_are_needed(sites, detected):
+    assert {x for x in BLACKWELL if not any(y.startswith(x) for y in sites)} == set()
+    assert {x for x in sites - detected if not x.startswith((*COVERED, PERMIT))} == set()
+    for name in COVERED:
+        assert any(x.startswith(name) for x in detected)
+    assert len(detected) > 0.9 * len(sites) > 60, sites - detected
+
+
+@on(100)
+def test_ordering_instructions_of_the_forward_are_needed(compiled, small):
+    problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
+    most_are_needed(*without_each(compiled, problem, False, BLACKWELL))
+
+
+@on(100)
+def test_ordering_instructions_of_the_backward_are_needed(compiled, small):
+    problem = build(square(1, 1, 150, 64), (FEATURE["causal"],), DTYPES["bfloat16"])
+    most_are_needed(*without_each(compiled, problem, True, BLACKWELL))

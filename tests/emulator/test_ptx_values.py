@@ -238,7 +238,9 @@ def fused(a, b, c):
 def chosen(pick, zero_negative):
     """min and max: numpy handles NaN, and `zero_negative` decides the sign of two zeros."""
 
-    def result(a, b):
+    def result(a, b, *more):
+        if more:  # three operands
+            return result(result(a, b), *more)
         zeros = np.where(zero_negative(np.signbit(a), np.signbit(b)), -0.0, 0.0).astype(a.dtype)
         return np.where((a == 0) & (b == 0), zeros, pick(a, b))
 
@@ -338,6 +340,10 @@ def expected(form, opcode, names, kinds, words):
             return compared(names, *operands)
         if base == "cvt" and "[T] [S]" != " ".join(form.kinds):
             return flushed(converted(opcode, kinds, names, *operands), names)
+        if re.fullmatch(r"(add|fma).rn.f32.b?f16", opcode):  # one or two numbers of 16 bits
+            kind = f"cvt.f32.{opcode.rpartition('.')[2]}"
+            *few, last = operands
+            return FLOAT[base](*(converted(kind, ["f32", "b16"], names, x) for x in few), last)
         if kinds[1][0] == "f":
             found = flushed(FLOAT[base](*operands), names)
             return np.nan_to_num(np.clip(found, 0, 1)) + np.float32(0) if "sat" in names else found

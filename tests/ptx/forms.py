@@ -11,7 +11,7 @@ With .ftz, subnormal float32 operands and results are zeros; with .sat, the resu
 import re
 from dataclasses import dataclass
 
-from . import hopper, memory
+from . import blackwell, hopper, memory
 from .text import refuse
 
 SETS = {
@@ -144,6 +144,8 @@ ARITHMETIC = [
     form("lg2.approx.<T:f32>", "T T", "approximate_log2({a}, false)"),
     form("min[.ftz].<T:f32>", "T T T", "least<f32>({a}, {b})"),
     form("max[.ftz].<T:f32>", "T T T", "most<f32>({a}, {b})"),
+    form("min[.ftz].<T:f32>", "T T T T", "least<f32>(least<f32>({a}, {b}), {c})"),
+    form("max[.ftz].<T:f32>", "T T T T", "most<f32>(most<f32>({a}, {b}), {c})"),
     form("abs[.ftz].<T:f32>", "T T", "__builtin_fabsf({a})"),
     form("neg[.ftz].<T:f32>", "T T", "-{a}"),
     form("copysign.<T:f32>", "T T T", "__builtin_copysignf({b}, {a})"),
@@ -168,6 +170,13 @@ def narrow_pair(kind):
     return f"narrowed({{b}}, {kind}) | narrowed({{a}}, {kind}) << 16"  # the first is the upper half
 
 
+def mixed(opcode, kinds, code, narrow):
+    """Of bfloat16 and of float16: the operands named in `narrow` have 16 bits, the others 32."""
+    for kind, bfloat16 in (("bf16", "true"), ("f16", "false")):
+        wide = {x: f"widened({{{x}}}, {bfloat16})" if x in narrow else f"{{{x}}}" for x in "abc"}
+        yield form(f"{opcode}.{kind}", kinds, code.format(**wide))
+
+
 CONVERSIONS = [
     # A source or a result may be in a wider register: kinds in brackets.
     form("cvt.<T:WHOLE>.<S:WHOLE>", "[T] [S]", "{a}"),
@@ -189,6 +198,9 @@ CONVERSIONS = [
     form("cvt.rn.f16.f32", "b16 f32", "narrowed({a}, false)"),
     form("cvt.rn.bf16x2.f32", "b32 f32 f32", narrow_pair("true")),
     form("cvt.rn.f16x2.f32", "b32 f32 f32", narrow_pair("false")),
+    # Of one float32 and numbers of 16 bits, rounded once.
+    *mixed("fma.rn.f32", "f32 b16 b16 f32", "fused({a}, {b}, {c})", "ab"),
+    *mixed("add.rn.f32", "f32 b16 f32", "{a} + {b}", "a"),
     # Addresses: those of global memory and of parameters are generic ones.
     form("cvta.to.global.u64", "u64 u64", "{a}"),
     form("cvta.global.u64", "u64 u64", "{a}"),
@@ -198,16 +210,19 @@ CONVERSIONS = [
     form("cvta.to.shared.u64", "u64 u64", "to_shared({a})"),
 ]
 
-FORMS = [*ARITHMETIC, *CONVERSIONS, *(form(*each) for each in (*memory.FORMS, *hopper.FORMS))]
+OTHERS = (*memory.FORMS, *hopper.FORMS, *blackwell.FORMS)
+FORMS = [*ARITHMETIC, *CONVERSIONS, *(form(*each) for each in OTHERS)]
 BY_NAME = {}
 for each in FORMS:
     BY_NAME.setdefault(each.name.partition(".")[0].partition("[")[0], []).append(each)
 
 
-def known(opcode, line):
-    """The form of an opcode, and the values of its named groups."""
-    for each in BY_NAME.get(opcode.partition(".")[0], ()):
-        if found := each.pattern.fullmatch(opcode):
-            return each, found.groupdict() | {"ftz": "ftz" in opcode.split(".")}
-    near = ", ".join(x.name for x in BY_NAME.get(opcode.partition(".")[0], ()))
+def known(opcode, line, operands=None):
+    """The form of an opcode, and the values of its named groups. Where several differ by the number
+    of their operands, that of so many."""
+    alike = BY_NAME.get(opcode.partition(".")[0], ())
+    matching = [(x, found) for x in alike if (found := x.pattern.fullmatch(opcode))]
+    for each, found in [x for x in matching if len(x[0].kinds) == operands] or matching:
+        return each, found.groupdict() | {"ftz": "ftz" in opcode.split(".")}
+    near = ", ".join(x.name for x in alike)
     refuse(line, f"{opcode} is no form that is known" + (f"; known are {near}" if near else ""))

@@ -62,7 +62,10 @@ def translated(kernels):
     """The object file of these kernels."""
     code = cpp.source(kernels)
     command = [*emulator.compiler(), *FLAGS]
-    headers = [HERE / "machine.h", *(emulator.EMULATOR / x for x in ("compiled.h", "hopper.h"))]
+    headers = [
+        HERE / "machine.h",
+        *(emulator.EMULATOR / f"{x}.h" for x in ("compiled", "hopper", "blackwell")),
+    ]
     key = digest(*command, code, *headers)
     source = written(f"kernels-{key}.cpp", code)
     return made("kernels", f"{key}.o", [*command, "-c", source])

@@ -171,6 +171,29 @@ u32 shuffle(Way way, u32 value, u32 by, u32 clamp, u32 mask, bool& valid, Place 
   return mine.found;
 }
 
+namespace {
+struct Reduced {
+  f32 value;
+  bool greatest;
+};
+}  // namespace
+
+// Of NaN and numbers a number.
+f32 reduced(f32 value, u32 mask, bool greatest, Place place) {
+  const auto reduce = [](void** brought, u32 mask) {
+    f32 found = kNan;
+    const auto mine = [&](int lane) -> Reduced& { return *static_cast<Reduced*>(brought[lane]); };
+    for (int lane = 0; lane < 32; ++lane)
+      if (mask >> lane & 1)
+        found = mine(lane).greatest ? most(found, mine(lane).value) : least(found, mine(lane).value);
+    for (int lane = 0; lane < 32; ++lane)
+      if (mask >> lane & 1) mine(lane).value = found;
+  };
+  Reduced mine{value, greatest};
+  emu::warp_meet(greatest ? "redux.sync.max" : "redux.sync.min", mask, &mine, reduce, nullptr, place);
+  return mine.value;
+}
+
 void load_matrices(u32* to, int count, bool transposed, u32 address, Place place) {
   emu::load_matrices(to, count, transposed, address, place);
 }

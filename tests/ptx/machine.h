@@ -4,6 +4,7 @@
 #pragma once
 #include <stdint.h>
 
+#include "blackwell.h"
 #include "compiled.h"
 #include "hopper.h"
 
@@ -67,6 +68,8 @@ void warp_sync(u32 mask, Place place);
 
 enum Way { kUp, kDown, kFlip, kIndex };
 u32 shuffle(Way way, u32 value, u32 by, u32 clamp, u32 mask, bool& valid, Place place);
+
+f32 reduced(f32 value, u32 mask, bool greatest, Place place);  // of the lanes in mask
 
 void load_matrices(u32* to, int count, bool transposed, u32 address, Place place);
 void multiply16816(f32* d, const u32* a, const u32* b, bool bfloat16, Place place);

@@ -27,7 +27,7 @@ PACKED = {"i1": "b", "i8": "b", "i16": "h", "i32": "i", "i64": "q"}
 PACKED |= {"u1": "B", "u8": "B", "u16": "H", "u32": "I", "u64": "Q", "fp32": "f", "fp64": "d"}
 MULTIPROCESSORS = 132
 SCRATCH_ALIGN = 128  # of a tensor map
-OPTIONS = dict(same_value_stores=True)  # its reductions leave a sum in several lanes: all store it
+OPTIONS = dict(same_value_stores=True, tensor_fences=False)
 
 
 class Driver(Absent):

@@ -22,6 +22,7 @@ EMULATOR, KERNELS = ROOT / "tests" / "emu", ROOT / "csrc" / "cuda"
 PARTS = ("clocks", "shadow", "memory", "atomics", "banks", "run", "meet", "copy", "matrix", "hooks")
 PARTS = (*PARTS, "control", "compiled", "runtime", "mbarrier", "maps", "boxes", "bulk")
 PARTS = (*PARTS, "products", "registers", "lanes", "encode")
+PARTS = (*PARTS, "operands", "tensor_memory", "tensor_products")
 FLAGS = [
     "-std=c++17",
     "-O2",
@@ -112,11 +113,13 @@ class Options(ctypes.Structure):
         ("same_value_stores", ctypes.c_int32),
         ("pessimistic", ctypes.c_int32),
         ("banks", ctypes.c_int32),
+        ("tensor_fences", ctypes.c_int32),
         ("disabled", ctypes.c_char_p),
     ]
 
 
 DEFAULTS = dict(seed=1, schedule=RANDOM, lazy=True, check=True, shared_limit=99 << 10)
+DEFAULTS |= dict(tensor_fences=True)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-// The small kernels beside the backward pass: delta of every row, and the gradient of the sinks.
+// The small kernels beside the backward pass: delta of every row, and the gradient of the sinks. The
+// kernels of sm90 have the same bodies, with states of another form.
 #pragma once
 #include "../launch.h"
 #include "semaphore.cuh"
@@ -26,8 +27,7 @@ struct StateForm {
 // The states of all rows: their normalisers, and delta[b, h, i] = sum over d of dout * out, less
 // dlse, which is subtracted from every dp of the row. 0 if there is no output. A warp for each row.
 template <class Type, bool general, class Form>
-__global__ void __launch_bounds__(kRowThreads)
-    delta_kernel(const FaParams batch, float* workspace) {
+FA_DEVICE void put_states(const FaParams& batch, float* workspace) {
   const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
   const int64_t at = static_cast<int64_t>(blockIdx.x) * (kRowThreads / 32) + warp;
   const int64_t rows = padded_rows(batch, Form::kTile);
@@ -59,12 +59,17 @@ __global__ void __launch_bounds__(kRowThreads)
   if (lane == 0) states.set(i, Form::of(p, Normalisers(p, b, h).at<general>(i), -sum));
 }
 
+template <class Type, bool general>
+__global__ void __launch_bounds__(kRowThreads)
+    delta_kernel(const FaParams batch, float* workspace) {
+  put_states<Type, general, StateForm>(batch, workspace);
+}
+
 // dsinks[h] = - sum over b and i of exp(sink - normaliser) delta: the sink is a key without a
 // value. A block for each head, in a packed batch for each head of every item; it adds in one
 // order.
 template <int threads, class Form>
-__global__ void __launch_bounds__(threads)
-    sink_gradient_kernel(const FaParams batch, float* workspace) {
+FA_DEVICE void put_sink_gradient(const FaParams& batch, float* workspace) {
   FA_SHARED_MEMORY(memory);
   auto* sums = reinterpret_cast<float*>(memory);
   const int64_t h = blockIdx.x % batch.H, first = blockIdx.x / batch.H;
@@ -88,20 +93,34 @@ __global__ void __launch_bounds__(threads)
   static_cast<float*>(p.dsinks.data)[first * p.dsinks.stride[0] + h * p.dsinks.stride[1]] = total;
 }
 
-template <class Type, bool general, class Form = StateForm>
-int start_delta(const FaParams& p, float* workspace, void* stream) {
-  constexpr int warps = kRowThreads / 32;
-  static_assert(Form::kTile % warps == 0, "blocks would be left over");
-  return launch_blocks("delta_kernel", delta_kernel<Type, general, Form>,
-                       p.B * p.H * padded_rows(p, Form::kTile) / warps, kRowThreads, 0, stream, p,
-                       workspace);
+template <int threads>
+__global__ void __launch_bounds__(threads)
+    sink_gradient_kernel(const FaParams batch, float* workspace) {
+  put_sink_gradient<threads, StateForm>(batch, workspace);
 }
 
-template <class Form = StateForm>
-int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
+template <class Form, class Kernel>
+int start_states(Kernel kernel, const FaParams& p, float* workspace, void* stream) {
+  constexpr int warps = kRowThreads / 32;
+  static_assert(Form::kTile % warps == 0, "blocks would be left over");
+  return launch_blocks("delta_kernel", kernel, p.B * p.H * padded_rows(p, Form::kTile) / warps,
+                       kRowThreads, 0, stream, p, workspace);
+}
+
+template <class Kernel>
+int start_sinks(Kernel kernel, const FaParams& p, float* workspace, void* stream) {
   const int64_t blocks = p.cu_q ? p.B * p.H : p.H;
-  return launch_blocks("sink_gradient_kernel", sink_gradient_kernel<kRowThreads, Form>, blocks,
-                       kRowThreads, sizeof(float) * (kRowThreads / 32), stream, p, workspace);
+  return launch_blocks("sink_gradient_kernel", kernel, blocks, kRowThreads,
+                       sizeof(float) * (kRowThreads / 32), stream, p, workspace);
+}
+
+template <class Type, bool general>
+int start_delta(const FaParams& p, float* workspace, void* stream) {
+  return start_states<StateForm>(delta_kernel<Type, general>, p, workspace, stream);
+}
+
+inline int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
+  return start_sinks(sink_gradient_kernel<kRowThreads>, p, workspace, stream);
 }
 
 }  // namespace sm80

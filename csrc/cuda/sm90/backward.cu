@@ -1,21 +1,25 @@
 // Chooses the kernels of a backward pass, or says why there are none.
 #include "instances.h"
 #include "kernels.h"
-#include "row_states.cuh"
-
 #include "tiles.h"
+
+#include "../mask_tiling.h"
+#include "../sm80/row_states.cuh"
 
 namespace fa {
 namespace sm90 {
 
-// Calls `use` with the head dim, and whether a band hides keys.
+// Calls `use` with the head dim, whether a band hides keys, and whether the call is general. General
+// kernels are compiled with a band only.
 template <class Use>
 int64_t with_backward(const FaParams& p, Use use) {
   using std::integral_constant;
   constexpr int64_t kFar = 1 << 30;  // no sequence reaches it: see Visible
   const bool banded = p.left < kFar || p.right < kFar;
   const auto of = [&](auto d) {
-    return banded ? use(d, std::true_type()) : use(d, std::false_type());
+    if (is_general(p)) return use(d, std::true_type(), std::true_type());
+    return banded ? use(d, std::true_type(), std::false_type())
+                  : use(d, std::false_type(), std::false_type());
   };
   if (most(p.D, p.Dv) <= 64) return of(integral_constant<int, 64>());
   return of(integral_constant<int, 128>());
@@ -26,8 +30,9 @@ const char* declines_backward(const FaParams& p) {
   const Sizes q = rows_of(p, p.D), k = keys_of(p, p.D), v = keys_of(p, p.Dv);
   if (p.D % 8 || p.Dv % 8 || !p.Dv) return "its head dims are not multiples of 8";
   if (most(p.D, p.Dv) > kWidestBackward) return "its head dim is over 128";
-  if (is_general(p)) return "it has a mask, ALiBi, softcap or dropout";
-  if (p.scale < kSmallest) return "its scale is below 1e-30";
+  if (p.dmask.data) return "it computes the gradient of a mask";
+  if (MaskTiling::suits(p)) return "other kernels skip tiles of its mask";
+  if (!is_general(p) && p.scale < kSmallest) return "its scale is below 1e-30";
   if (is_empty(q) || is_empty(k)) return "it has no queries or no keys";
   if (!has_tensor_map(p.q, q) || !has_tensor_map(p.k, k) || !has_tensor_map(p.v, v) ||
       !has_tensor_map(p.dout, rows_of(p, p.Dv)))
@@ -36,21 +41,20 @@ const char* declines_backward(const FaParams& p) {
 }
 
 int64_t backward_workspace(const FaParams& p, int64_t) {
-  return with_backward(p, [&](auto d, auto banded) {
+  return with_backward(p, [&](auto d, auto banded, auto general) {
     constexpr int kD = decltype(d)::value;
-    constexpr int64_t kRows = backward_rows(kD, decltype(banded)::value, false);
+    constexpr int64_t kRows = backward_rows(kD, banded(), general());
     const int64_t sums = p.H * sm80::rows_of_head(p, kRows) * kD;
     return (sm80::state_words(p, kRows) + sums) * static_cast<int64_t>(sizeof(float));
   });
 }
 
 int backward(const FaParams& p, int64_t, void* stream) {
-  return static_cast<int>(with_backward(p, [&](auto d, auto banded) -> int64_t {
+  return static_cast<int>(with_backward(p, [&](auto d, auto banded, auto general) -> int64_t {
     constexpr int kD = decltype(d)::value;
-    constexpr bool kBanded = decltype(banded)::value;
     if constexpr (FA_CUDA_HAS_DIM(kD))
-      return p.q.dtype == FA_BF16 ? start_backward<ptx::BF16, kD, kBanded, false>(p, stream)
-                                  : start_backward<ptx::F16, kD, kBanded, false>(p, stream);
+      return p.q.dtype == FA_BF16 ? start_backward<ptx::BF16, kD, banded(), general()>(p, stream)
+                                  : start_backward<ptx::F16, kD, banded(), general()>(p, stream);
     else
       return static_cast<int64_t>(cudaErrorInvalidValue);
   }));

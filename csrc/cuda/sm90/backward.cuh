@@ -15,128 +15,6 @@
 namespace fa {
 namespace sm90 {
 
-// kD is the padded head dim, of values, too. Without a band, all rows see all keys up to a length.
-template <class Type_, int kD_, bool kBanded_, bool kGeneral_>
-struct Backward {
-  using Type = Type_;
-  static constexpr int kD = kD_, kKeys = kBlockKeys;
-  static constexpr bool kBanded = kBanded_, kGeneral = kGeneral_;
-  static constexpr bool kOnto = !kGeneral;  // products are accumulated onto states of rows
-  static constexpr int kRows = backward_rows(kD, kBanded, kGeneral);
-  using Form = StateForm<kRows, kGeneral>;
-  static constexpr int kGroups = 2, kStages = 2;
-  static constexpr int kThreads = kWarpgroup * (kGroups + 1), kConsumers = kWarpgroup * kGroups;
-  static constexpr int kFewRegisters = 24, kRegisters = 240;
-  // A warpgroup has of dq^T 64 of 128 columns, or all columns and half of the rows.
-  static constexpr bool kHalvesColumns = kD == 128;
-  static constexpr int kQueryRows = kHalvesColumns ? kRows : kRows / 2;
-  // Tiles are stored in parts of 64 columns, a row of 128 bytes each.
-  static constexpr int kParts = kD / 64, kKeyPart = kKeys * 128, kRowPart = kRows * 128;
-  static constexpr int kKeyBytes = kParts * kKeyPart, kRowBytes = kParts * kRowPart;
-  static constexpr int kScoreBytes = kGroups * kRowPart, kHalfBytes = kRows * kD * 2;  // of dq
-  static constexpr int kStateBytes = sm80::StateTile<kRows>::kBytes;
-  static constexpr int kRowsAt = kGroups * kKeyBytes;  // after keys and values
-  static constexpr int kScoresAt = kRowsAt + 2 * kStages * kRowBytes;
-  static constexpr int kQueriesAt = kScoresAt + kScoreBytes;
-  static constexpr int kStatesAt = kQueriesAt + kGroups * kHalfBytes;
-  static constexpr int kBarriersAt = kStatesAt + kStages * kStateBytes;
-  static constexpr int kTicketAt = kBarriersAt + 8 * (1 + 4 * kStages);
-  static constexpr int kSharedBytes = kTicketAt + 8;
-  static_assert(kD == 64 || kD == 128, "no such warpgroups share dq");
-  static_assert(kSharedBytes <= kMostShared, "a block has no room for these tiles");
-};
-
-// Where tiles and mbarriers are in shared memory.
-template <class B>
-struct BackwardMemory {
-  unsigned char* shared;
-  uint32_t base;
-
-  FA_DEVICE explicit BackwardMemory(unsigned char* shared)
-      : shared(shared), base(ptx::shared_address(shared)) {}
-  FA_DEVICE uint32_t keys() const { return base; }
-  FA_DEVICE uint32_t values() const { return base + B::kKeyBytes; }
-  FA_DEVICE uint32_t q(int stage) const { return base + B::kRowsAt + stage * B::kRowBytes; }
-  FA_DEVICE uint32_t dout(int stage) const { return q(B::kStages + stage); }
-  FA_DEVICE uint32_t scores() const { return base + B::kScoresAt; }
-  FA_DEVICE uint32_t half(int of) const { return base + B::kQueriesAt + of * B::kHalfBytes; }
-  FA_DEVICE float* states(int stage) const {
-    return reinterpret_cast<float*>(shared + B::kStatesAt + stage * B::kStateBytes);
-  }
-  FA_DEVICE unsigned* ticket() const { return reinterpret_cast<unsigned*>(shared + B::kTicketAt); }
-  FA_DEVICE uint32_t barrier(int i) const { return base + B::kBarriersAt + 8 * i; }
-  FA_DEVICE uint32_t keys_full() const { return barrier(0); }
-  FA_DEVICE uint32_t q_full(int stage) const { return barrier(1 + stage); }
-  FA_DEVICE uint32_t q_free(int stage) const { return barrier(1 + B::kStages + stage); }
-  FA_DEVICE uint32_t dout_full(int stage) const { return barrier(1 + 2 * B::kStages + stage); }
-  FA_DEVICE uint32_t dout_free(int stage) const { return barrier(1 + 3 * B::kStages + stage); }
-
-  FA_DEVICE void init() const {
-    ptx::mbarrier_init("backward: keys full", keys_full(), 2);
-    for (int i = 0; i < B::kStages; ++i) {
-      ptx::mbarrier_init("backward: rows of q full", q_full(i), 1);
-      ptx::mbarrier_init("backward: rows of q free", q_free(i), B::kGroups);
-      ptx::mbarrier_init("backward: rows of dout full", dout_full(i), 1);
-      ptx::mbarrier_init("backward: rows of dout free", dout_free(i), B::kGroups);
-    }
-    ptx::mbarrier_init_fence();
-  }
-};
-
-// A tile's place among all that pass: its stage, and the parity of the phase in which that is full.
-struct Passed {
-  unsigned tiles = 0;
-  FA_DEVICE int stage() const { return static_cast<int>(tiles % 2); }
-  FA_DEVICE uint32_t parity() const { return tiles / 2 % 2; }
-};
-
-// -- the producer ---------------------------------------------------------------------------------
-
-// Asks for the boxes of a block: its keys, and the rows of q of all tiles with their states; or its
-// values, and the rows of dout. One thread.
-template <class B, bool of_q>
-FA_DEVICE void load_boxes(const BackwardMemory<B>& memory, const TensorMap* of_rows,
-                          const TensorMap* of_keys, const FaParams& batch, const Item& p,
-                          const KeySchedule& schedule, const KeyTask& task, const RowTiles& tiles,
-                          float* workspace) {
-  const FaTensor& keys = of_q ? batch.k : batch.v;
-  const FaTensor& rows = of_q ? batch.q : batch.dout;
-  const uint32_t keys_to = of_q ? memory.keys() : memory.values();
-  ptx::mbarrier_expect("backward: keys are asked for", memory.keys_full(), B::kKeyBytes);
-#pragma unroll
-  for (int part = 0; part < B::kParts; ++part)
-    ptx::load_box("backward: keys", keys_to + part * B::kKeyPart, of_keys,
-                  key_box(keys, batch, task, part), memory.keys_full());
-  const float* const states = workspace + sm80::turn_words(batch, B::kRows);
-  const int first_head = task.hk * schedule.group;
-  auto row = static_cast<unsigned>(sm80::item_begins(p, task.b, first_head, B::kRows));
-  Passed passed;
-  for (int h = first_head; h < first_head + schedule.group; ++h) {
-#pragma unroll 1
-    for (int tile = tiles.begin; tile < tiles.end; ++tile, ++passed.tiles) {
-      const int stage = passed.stage();
-      const uint32_t free = of_q ? memory.q_free(stage) : memory.dout_free(stage);
-      const uint32_t full = of_q ? memory.q_full(stage) : memory.dout_full(stage);
-      const uint32_t to = of_q ? memory.q(stage) : memory.dout(stage);
-      ptx::mbarrier_wait(of_q ? "backward: a stage of q is free" : "backward: one of dout is free",
-                         free, passed.parity() ^ 1);  // every stage is free at first
-      ptx::mbarrier_expect(of_q ? "backward: q is asked for" : "backward: dout is asked for", full,
-                           B::kRowBytes + (of_q ? B::kStateBytes : 0));
-#pragma unroll
-      for (int part = 0; part < B::kParts; ++part)
-        ptx::load_box("backward: rows", to + part * B::kRowPart, of_rows,
-                      row_box(rows, p, {task.b, h, tile * B::kRows}, part, 0), full);
-      if (of_q)
-        ptx::load_bytes("backward: states", ptx::shared_address(memory.states(stage)),
-                        states + int64_t{row + tile * B::kRows} * sm80::kParts, B::kStateBytes,
-                        full);
-    }
-    row += static_cast<unsigned>(sm80::rows_of_head(p, B::kRows));
-  }
-}
-
-// -- a consumer -----------------------------------------------------------------------------------
-
 // Zeros in the rows of a tile from `first` on, of which `rows` are loaded: they are of another
 // sequence, or behind the last key, and may be NaN.
 template <class B>
@@ -196,9 +74,10 @@ struct KeyConsumer {
   }
 
   // dq^T = K^T ds, this warpgroup's half
-  FA_DEVICE void ask_queries(float (&dq)[B::kQueryRows / 8][4]) const {
+  FA_DEVICE void ask_queries(float (&dq)[B::kQueryRows / 8][4], int stage) const {
     const uint32_t keys = memory.keys() + (B::kHalvesColumns ? mine * B::kKeyPart : 0);
-    const uint32_t scores = memory.scores() + (B::kHalvesColumns ? 0 : mine * B::kQueryRows * 128);
+    const uint32_t scores =
+        memory.scores(stage) + (B::kHalvesColumns ? 0 : mine * B::kQueryRows * 128);
     const uint32_t left = ptx::mn_major(keys, B::kKeyPart), right = ptx::k_major(scores);
     ptx::products_fence("backward: registers of dq are free");
 #pragma unroll
@@ -240,13 +119,11 @@ FA_DEVICE void spread(float (&x)[n][4], const float* states) {
   }
 }
 
+// All that a thread does.
 template <class B>
-__global__ void __launch_bounds__(B::kThreads, 1)
-    backward_kernel(const __grid_constant__ TensorMap of_q,
-                    const __grid_constant__ TensorMap of_dout,
-                    const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v,
-                    const __grid_constant__ FaParams batch, const KeySchedule schedule,
-                    float* workspace) {
+FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
+                               const TensorMap& of_k, const TensorMap& of_v, const FaParams& batch,
+                               const KeySchedule& schedule, float* workspace) {
   using Type = typename B::Type;
   constexpr int kFours = B::kRows / 8;
   FA_SHARED_MEMORY(shared);
@@ -281,13 +158,14 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const Visible visible(p, task.b);
   const float to_log2 = static_cast<float>(p.scale) * kLog2e;
   // This lane's part of ds in shared memory, of 8 x 8 matrices, and its part of dq.
-  const uint32_t scores = memory.scores() + mine * B::kRowPart + (lane / 16 * 8 + lane % 8) * 128 +
+  const uint32_t scores = memory.scores(0) + mine * B::kRowPart + (lane / 16 * 8 + lane % 8) * 128 +
                           ((32 * warp + lane / 8 % 2 * 16) ^ (lane % 8 * 16));
   unsigned char* const query_sums = shared + B::kQueriesAt + mine * B::kHalfBytes + thread * 16;
   Band seen[2] = {};
-  if (B::kBanded)
+  if (B::kBanded && !B::kGeneral)
     for (int half = 0; half < 2; ++half)
       seen[half] = visible.rows_of(task.first_key + key_below + 8 * half, 1 << 30);
+  const auto rows = static_cast<int>(p.M);
   const int keys = warp_uniform(visible.length - task.first_key);  // of the block exist
   const int keys_left = keys - key_below;                          // from this lane's first on
 
@@ -304,7 +182,7 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     }
   }
 
-  const auto step = [&](int tile, auto hides) {
+  const auto step = [&](int tile, const Head& head, const MaskLines(&mask)[1], auto hides) {
     float s[kFours][4], dp[kFours][4];
     LeftSides<kFours> weights, ds;
     const float* const states = memory.states(passed.stage()) + column;
@@ -314,48 +192,73 @@ __global__ void __launch_bounds__(B::kThreads, 1)
       ptx::mbarrier_wait("backward: rows of dout have landed, too",
                          memory.dout_full(passed.stage()), passed.parity());
       unsigned char* const q = shared + B::kRowsAt + passed.stage() * B::kRowBytes;
-      const int rows = rows_there - tile * B::kRows;
-      clear_rows<B>(q, B::kRowPart, rows, B::kRows);
-      clear_rows<B>(q + B::kStages * B::kRowBytes, B::kRowPart, rows, B::kRows);
+      const int left = rows_there - tile * B::kRows;
+      clear_rows<B>(q, B::kRowPart, left, B::kRows);
+      clear_rows<B>(q + B::kStages * B::kRowBytes, B::kRowPart, left, B::kRows);
       zeros_are_there<B>();
     }
-    spread<sm80::kLevel>(s, states);
-    spread<sm80::kMinusDelta>(dp, states);
-    // Scores of keys past the last one begin at -inf, so that their weights are 0.
-    if (keys < B::kKeys)
-      each_of(s, [&](int k, int e) {
-        if (8 * (e / 2) >= keys_left) s[k][e] = -INFINITY;
-      });
-    ptx::fence_operand(dp);
-    consumer.ask_scores(s, memory.keys(), memory.q(passed.stage()));
-    ptx::mbarrier_wait("backward: rows of dout have landed", memory.dout_full(passed.stage()),
-                       passed.parity());
-    consumer.ask_scores(dp, memory.values(), memory.dout(passed.stage()));
-    ptx::products_wait<1>("backward: scores are there");
-    ptx::fence_operand(s);
+    if constexpr (B::kGeneral) {
+      const sm80::Corner corner = {task.first_key + key_below, tile * B::kRows + column};
+      MaskPairs<kFours> pairs[1];
+      if (batch.mask.data)
+        load_mask(pairs[0], mask[0], Places<true>{head, corner.stays, corner.passes});
+      consumer.ask_scores(s, memory.keys(), memory.q(passed.stage()));
+      ptx::mbarrier_wait("backward: rows of dout have landed", memory.dout_full(passed.stage()),
+                         passed.parity());
+      consumer.ask_scores(dp, memory.values(), memory.dout(passed.stage()));
+      ptx::products_wait<0>("backward: scores and dp are there");
+      ptx::fence_operand(s);
+      ptx::fence_operand(dp);
+      const auto passing = [&](sm80::RowState(&two)[2], int further) {
+        sm80::StateTile<B::kRows>::read(two, reinterpret_cast<const unsigned char*>(states),
+                                        further);
+      };
+      const bool whole = tile >= tiles.whole_begin && tile < tiles.whole_end && keys >= B::kKeys;
+      const sm80::RowState none[1][2] = {};
+      sm80::differentiate<B>(sm80::alone(s), sm80::alone(dp), head, visible, rows, whole, none,
+                             passing, mask, pairs, corner);
+      pack_weights<Type>(weights, s);
+      consumer.ask_sums(dv, weights, memory.dout(passed.stage()));
+    } else {
+      spread<sm80::kLevel>(s, states);
+      spread<sm80::kMinusDelta>(dp, states);
+      // Scores of keys past the last one begin at -inf, so that their weights are 0.
+      if (keys < B::kKeys)
+        each_of(s, [&](int k, int e) {
+          if (8 * (e / 2) >= keys_left) s[k][e] = -INFINITY;
+        });
+      ptx::fence_operand(dp);
+      consumer.ask_scores(s, memory.keys(), memory.q(passed.stage()));
+      ptx::mbarrier_wait("backward: rows of dout have landed", memory.dout_full(passed.stage()),
+                         passed.parity());
+      consumer.ask_scores(dp, memory.values(), memory.dout(passed.stage()));
+      ptx::products_wait<1>("backward: scores are there");
+      ptx::fence_operand(s);
 #pragma unroll
-    for (int k = 0; k < kFours; ++k) {
-      const float2 rest = states_of(states, sm80::kRest, k);
+      for (int k = 0; k < kFours; ++k) {
+        const float2 rest = states_of(states, sm80::kRest, k);
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[k][e] = ptx::exp2(fmaf(s[k][e], to_log2, e % 2 ? rest.y : rest.x));
+        for (int e = 0; e < 4; ++e)
+          s[k][e] = ptx::exp2(fmaf(s[k][e], to_log2, e % 2 ? rest.y : rest.x));
+      }
+      if (decltype(hides)::value)
+        hide_rows(s, seen, tile * B::kRows + column, tile >= tiles.whole_end);
+      pack_weights<Type>(weights, s);
+      consumer.ask_sums(dv, weights, memory.dout(passed.stage()));
+      ptx::products_wait<1>("backward: dp is there");
+      ptx::fence_operand(dp);
+      each_of(dp, [&](int k, int e) { dp[k][e] *= s[k][e]; });
     }
-    if (decltype(hides)::value)
-      hide_rows(s, seen, tile * B::kRows + column, tile >= tiles.whole_end);
-    pack_weights<Type>(weights, s);
-    consumer.ask_sums(dv, weights, memory.dout(passed.stage()));
-    ptx::products_wait<1>("backward: dp is there");
-    ptx::fence_operand(dp);
-    each_of(dp, [&](int k, int e) { dp[k][e] *= s[k][e]; });
     pack_weights<Type>(ds, dp);
-    ptx::barrier_sync("backward: both have read the last ds", kScoresFree, B::kConsumers);
+    const uint32_t to = scores + passed.stage() * B::kScoreBytes;
+    // The last tile's ds is at another place: the other warpgroup may not have read it.
 #pragma unroll
     for (int j = 0; j < kFours / 2; ++j)
-      ptx::store_matrices_transposed("backward: ds", scores + j * 2048, ds[j]);
+      ptx::store_matrices_transposed("backward: ds", to + j * 2048, ds[j]);
     ptx::async_proxy_fence("backward: products see this ds");
     ptx::barrier_sync("backward: both have written ds", kScoresThere, B::kConsumers);
     float dq[B::kQueryRows / 8][4];
-    consumer.ask_queries(dq);
+    consumer.ask_queries(dq, passed.stage());
     consumer.ask_sums(dk, ds, memory.q(passed.stage()));
     ptx::products_wait<1>("backward: dv and dq are there");
     ptx::fence_operand(dq);
@@ -377,20 +280,25 @@ __global__ void __launch_bounds__(B::kThreads, 1)
     ++passed.tiles;
   };
   const auto all = static_cast<unsigned>((tiles.end - tiles.begin) * schedule.group);
-  while (passed.tiles < all) {
+  for (int h = task.hk * schedule.group; passed.tiles < all; ++h) {
+    const Head head(B::kGeneral ? batch : p, task.b, h, visible.shift);
+    MaskLines mask[1];
+    if constexpr (B::kGeneral)
+      mask[0] = MaskLines(Places<true>{head, task.first_key + key_below, 0});
     int tile = tiles.begin;
-    if constexpr (B::kBanded) {
+    const auto to = [&](int end, auto hides) {
+#pragma unroll 1
+      for (; tile < end; ++tile) step(tile, head, mask, hides);
+    };
+    if constexpr (B::kBanded && !B::kGeneral) {
       // Tiles that see some keys in part, whole ones, and those at the other edge of the band.
       for (int until = tiles.whole_begin;; until = tiles.end) {
-#pragma unroll 1
-        for (; tile < until; ++tile) step(tile, Known<true>());
+        to(until, Known<true>());
         if (tile >= tiles.end) break;
-#pragma unroll 1
-        for (; tile < tiles.whole_end; ++tile) step(tile, Known<false>());
+        to(tiles.whole_end, Known<false>());
       }
     } else {
-#pragma unroll 1
-      for (; tile < tiles.end; ++tile) step(tile, Known<false>());
+      to(tiles.end, Known<false>());
     }
   }
 
@@ -401,7 +309,19 @@ __global__ void __launch_bounds__(B::kThreads, 1)
   const int key = own.first_key + again / 32 * 16 + again % 32 / 4, columns = 2 * (again % 4);
   store_gradient<Type>(of.dk, own.b, own.hk, key, columns, of.N, of.D, sm80::alone(dk),
                        static_cast<float>(of.scale));
-  store_gradient<Type>(of.dv, own.b, own.hk, key, columns, of.N, of.Dv, sm80::alone(dv), 1.0f);
+  const bool dropout = B::kGeneral && of.dropout_p > 0;
+  store_gradient<Type>(of.dv, own.b, own.hk, key, columns, of.N, of.Dv, sm80::alone(dv),
+                       dropout ? static_cast<float>(dropout_rule(of.dropout_p).factor) : 1.0f);
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::kThreads, 1)
+    backward_kernel(const __grid_constant__ TensorMap of_q,
+                    const __grid_constant__ TensorMap of_dout,
+                    const __grid_constant__ TensorMap of_k, const __grid_constant__ TensorMap of_v,
+                    const __grid_constant__ FaParams batch,
+                    const __grid_constant__ KeySchedule schedule, float* workspace) {
+  FA_BODY(backward_thread<B>(of_q, of_dout, of_k, of_v, batch, schedule, workspace));
 }
 
 }  // namespace sm90

@@ -27,9 +27,10 @@ template <class Type, int kD, bool banded, bool general>
 int start_backward(const FaParams& p, void* stream) {
   using B = Backward<Type, kD, banded, general>;
   auto* workspace = static_cast<float*>(p.workspace);
-  int failed = sm80::start_delta<Type, general, typename B::Form>(p, workspace, stream);
+  using Form = typename B::Form;
+  int failed = sm80::start_states<Form>(delta_kernel<Type, general, Form>, p, workspace, stream);
   if (!failed && p.dsinks.data)
-    failed = sm80::start_sink_gradient<typename B::Form>(p, workspace, stream);
+    failed = sm80::start_sinks(sink_gradient_kernel<Form>, p, workspace, stream);
   if (!failed && (p.dq.data || p.dk.data || p.dv.data))
     failed = start_gradients<B>(p, workspace, stream);
   if (!failed && p.dq.data) failed = start_query_gradient<B>(p, workspace, stream);
@@ -39,11 +40,13 @@ int start_backward(const FaParams& p, void* stream) {
 // The instances of a head dim.
 #define FA_BACKWARD_OF(TYPE, D, BANDED, GENERAL) \
   template int start_backward<TYPE, D, BANDED, GENERAL>(const FaParams&, void*);
-#define FA_BACKWARD(D)                       \
-  FA_BACKWARD_OF(ptx::BF16, D, false, false) \
-  FA_BACKWARD_OF(ptx::F16, D, false, false)  \
-  FA_BACKWARD_OF(ptx::BF16, D, true, false)  \
-  FA_BACKWARD_OF(ptx::F16, D, true, false)
+#define FA_BACKWARD_FOR(D, BANDED, GENERAL)     \
+  FA_BACKWARD_OF(ptx::BF16, D, BANDED, GENERAL) \
+  FA_BACKWARD_OF(ptx::F16, D, BANDED, GENERAL)
+#define FA_BACKWARD(D)             \
+  FA_BACKWARD_FOR(D, false, false) \
+  FA_BACKWARD_FOR(D, true, false)  \
+  FA_BACKWARD_FOR(D, true, true)
 
 }  // namespace sm90
 }  // namespace fa

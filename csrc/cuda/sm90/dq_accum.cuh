@@ -1,76 +1,12 @@
-// The keys of a block of the backward pass, the rows that see them, and the accumulation of dQ
-// (backward.cuh): a tile's sums are in shared memory in the order of threads, and bulk copies add
-// them to those in the workspace, in float32. Blocks add in turn, the last keys first, as in
-// ../sm80/dq_accum.cuh. A later kernel rounds the sums to dq.
+// The accumulation of dQ in the backward pass (backward.cuh). A tile's sums are in shared memory in
+// the order of threads, and bulk copies add them to those in the workspace, in float32. Blocks add in
+// turn, the last keys first, as in ../sm80/dq_accum.cuh. A later kernel rounds the sums to dq.
 #pragma once
-#include "row_states.cuh"
-#include "schedule.cuh"
+#include "backward_tiles.cuh"
+#include "bwd_preprocess.cuh"
 
 namespace fa {
 namespace sm90 {
-
-// The blocks of a call: of a head's keys; the key heads of an item, and the query heads of each.
-struct KeySchedule {
-  unsigned blocks, heads, all_heads;
-  int group;
-
-  explicit KeySchedule(const FaParams& p)
-      : blocks(static_cast<unsigned>((p.N + kBlockKeys - 1) / kBlockKeys)),
-        heads(static_cast<unsigned>(p.Hk)),
-        all_heads(static_cast<unsigned>(p.Hk * p.B)),
-        group(static_cast<int>(p.H / p.Hk)) {}
-};
-
-// The keys of a block, by its ticket. Blocks take the last keys first, of some heads at a time, so
-// that fewer begin behind one another.
-struct KeyTask {
-  int b, hk, first_key, past;
-
-  FA_DEVICE KeyTask(const KeySchedule& schedule, unsigned ticket) {
-    constexpr unsigned kTogether = 8;
-    const unsigned before = ticket / (schedule.blocks * kTogether) * kTogether;  // heads
-    const unsigned here = min(kTogether, schedule.all_heads - before);
-    const unsigned own = ticket - before * schedule.blocks, of = before + own % here;
-    b = warp_uniform(static_cast<int>(of / schedule.heads));
-    hk = warp_uniform(static_cast<int>(of % schedule.heads));
-    first_key = warp_uniform(static_cast<int>(schedule.blocks - 1 - own / here) * kBlockKeys);
-    past = first_key + kBlockKeys;
-  }
-};
-
-// Where the box is that begins with the first of these keys, and with column 64 part.
-FA_DEVICE ptx::BoxAt key_box(const FaTensor& x, const FaParams& batch, const KeyTask& task,
-                             int part) {
-  int first = task.first_key;
-  if (batch.cu_k) first += static_cast<int>(Span(batch.cu_k, task.b, batch.S, batch.N).first);
-  const int item = batch.cu_k || !x.stride[0] ? 0 : task.b;  // maps have no dimensions of stride 0
-  return {kBoxColumns * part, first, x.stride[1] ? task.hk : 0, item};
-}
-
-// The tiles of rows that see a block's keys: [begin, end). In [whole_begin, whole_end), which is empty
-// at `begin` if there are none, the band hides none of these keys. Up to `begins_to` no rows see later keys, and this block is the first to add.
-struct RowTiles {
-  int begin, end, whole_begin, whole_end, begins_to;
-
-  template <int rows>
-  static FA_DEVICE RowTiles of(const Item& p, const KeyTask& task) {
-    constexpr int kFar = 1 << 30;
-    const KeyRange seen = row_range(p, task.b, task.first_key, least(task.past, p.N));
-    const KeyRange later = row_range(p, task.b, task.past, p.N);
-    const Visible visible(p, task.b);
-    const int begin = static_cast<int>(seen.lo) / rows;
-    const int end = (static_cast<int>(seen.hi) + rows - 1) / rows;
-    const int last = min(task.past, visible.length) - 1;
-    const int from = max(visible.rows_of(last, kFar).lo, 0);
-    const int to = visible.rows_of(task.first_key, kFar).hi;
-    const int whole_begin = max(begin, (min(from, kFar) + rows - 1) / rows);
-    const int whole_end = min(end, to >= p.M ? end : max(to, 0) / rows);
-    const bool any = whole_begin < whole_end;
-    return {warp_uniform(begin), warp_uniform(end), warp_uniform(any ? whole_begin : begin),
-            warp_uniform(any ? whole_end : begin),
-            warp_uniform(later.empty() ? end : static_cast<int>(later.lo) / rows)};
-  }
-};
 
 // The sums of dq in the workspace: for each tile of a query head first one warpgroup's half, then the
 // other's, four adjacent numbers of each thread at a time.
@@ -95,15 +31,6 @@ struct QueryHalf {
   }
 };
 
-// Barriers of threads. Those of dq are two, for its halves.
-enum BackwardBarrier {
-  kScoresThere = 1,
-  kScoresFree,
-  kRowsCleared,
-  kHalfThere,
-  kHalfFree = kHalfThere + 2,
-};
-
 // Adds one half of a block's dq to the sums of the blocks before it, tile by tile; one warp.
 template <class B>
 FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
@@ -112,10 +39,13 @@ FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
   const bool leads = threadIdx.x % 32 == 0;
   const auto block = static_cast<uint32_t>(task.first_key / kBlockKeys);
   QueryHalf<B> to(p, workspace, task.b, task.hk * schedule.group, half);
+  const auto free = [half] {
+    ptx::barrier_arrive("backward: the memory of dq is free", kHalfFree + half, kWarpgroup + 32);
+  };
+  free();
   for (int left = schedule.group; left > 0; --left, to.next_head(batch))
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      ptx::barrier_arrive("backward: the memory of dq is free", kHalfFree + half, kWarpgroup + 32);
       ptx::barrier_sync("backward: dq is there", kHalfThere + half, kWarpgroup + 32);
       if (leads) {
         if (tile < tiles.begins_to) {
@@ -128,8 +58,8 @@ FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
         ptx::bulk_commit("backward: dq is on its way");
         ptx::bulk_wait_read<0>("backward: dq is read");
       }
-      ptx::warp_sync("backward: all know that dq is read");
-      // The next tile can be written meanwhile: see above.
+      ptx::warp_sync("backward: all lanes know that dq is read");
+      if (left > 1 || tile + 1 < tiles.end) free();  // the next dq is written meanwhile
       if (leads) {
         ptx::bulk_wait<0>("backward: dq is added");
         ptx::async_proxy_fence_of_all("backward: the next block sees these sums");
@@ -138,10 +68,9 @@ FA_DEVICE void add_half(uint32_t from, const FaParams& batch, const Item& p,
     }
 }
 
-// A block for each tile of rows. Rows that see no key have no sums.
+// Rounds a tile's sums; a block. Rows that see no key have no sums.
 template <class B>
-__global__ void __launch_bounds__(B::kConsumers)
-    query_gradient_kernel(const FaParams batch, float* workspace) {
+FA_DEVICE void round_queries(const FaParams& batch, float* workspace) {
   constexpr int kWidth = B::kD + 4;  // of a row in shared memory
   FA_SHARED_MEMORY(shared);
   auto* const memory = reinterpret_cast<float*>(shared);
@@ -175,6 +104,12 @@ __global__ void __launch_bounds__(B::kConsumers)
     OutputRow<typename B::Type>(p.dq, b, h, first + row, p.D)
         .store(column, two.x * scale, two.y * scale);
   }
+}
+
+template <class B>
+__global__ void __launch_bounds__(B::kConsumers)
+    query_gradient_kernel(const __grid_constant__ FaParams batch, float* workspace) {
+  FA_BODY(round_queries<B>(batch, workspace));
 }
 
 template <class B>

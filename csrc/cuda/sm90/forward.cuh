@@ -13,11 +13,9 @@
 namespace fa {
 namespace sm90 {
 
-// kD and kDv are the padded head dims. A plain kernel supports a positive scale, band, lengths and
-// sinks only; a general one all features, or all but masks. Without masks, levels are in powers of
-// two (softmax_lse.cuh), and tiles are larger.
-template <class Type_, int kD_, int kDv_, bool kGeneral_, bool kMasked_ = kGeneral_>
-struct Forward {
+// kD and kDv are the padded head dims.
+template <class Type_, int kD_, int kDv_, bool kGeneral_, bool kMasked_>
+struct ForwardOf {
   using Type = Type_;
   static constexpr int kD = kD_, kDv = kDv_;
   static constexpr bool kGeneral = kGeneral_, kMasked = kMasked_;
@@ -44,6 +42,15 @@ struct Forward {
   static_assert(kSharedBytes <= kMostShared, "a block has no room for these tiles");
   static_assert(kValueParts <= kParts, "outputs are stored from the memory of Q");
 };
+
+// A plain kernel supports a positive scale, band, lengths and sinks only, a general one all features.
+template <class Type, int kD, int kDv, bool general>
+struct Forward : ForwardOf<Type, kD, kDv, general, general> {};
+
+// A general kernel but for masks: its levels are in powers of two (softmax_lse.cuh), and its tiles
+// are larger.
+template <class Type, int kD, int kDv>
+struct UnmaskedForward : ForwardOf<Type, kD, kDv, true, false> {};
 
 // Where tiles and mbarriers are in shared memory.
 template <class F>

@@ -1,6 +1,8 @@
 // Launches a forward pass of one instance. A source for each head dim instantiates this, so that
 // they compile side by side.
 #pragma once
+#include <type_traits>
+
 #include "forward.cuh"
 #include "instances.h"
 
@@ -18,7 +20,8 @@ inline int64_t heads_together(const FaParams& p) {
 
 template <class Type, int kD, int kDv, bool general, bool masked>
 int start_forward(const FaParams& p, int64_t multiprocessors, void* stream) {
-  using F = Forward<Type, kD, kDv, general, masked>;
+  using F = std::conditional_t<general && !masked, UnmaskedForward<Type, kD, kDv>,
+                               Forward<Type, kD, kDv, general>>;
   const int64_t blocks = ceil_div(p.M, F::kRows), heads = p.B * p.H, tasks = blocks * heads;
   if (tasks > INT32_MAX) return checked(cudaErrorInvalidConfiguration, "forward_kernel");
   Schedule schedule = {static_cast<int>(tasks), static_cast<int>(blocks),

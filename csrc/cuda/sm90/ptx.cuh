@@ -226,7 +226,7 @@ FA_DEVICE uint64_t descriptor(uint32_t low) {
 }
 // Bytes as a difference between lower words.
 FA_DEVICE uint32_t in_descriptor(int bytes) { return static_cast<uint32_t>(bytes) >> 4; }
-// The lower word for a tile at this address with rows that run along the products' sums. The next 16
+// The lower word for a tile at this address with rows along the products' sums. The next 16
 // columns are 32 bytes further.
 FA_DEVICE uint32_t k_major(uint32_t at) { return at >> 4 | 1u << 16; }
 // The same where rows run across: the next 64 columns are `stride` bytes further, and the next 16

@@ -38,7 +38,7 @@ constexpr ForwardTile forward_tile(int d, int dv, bool general, bool masked) {
 // of a lane hold (D + Dv) / 2 sums of keys, and of a tile rows / 2 scores and as many dp.
 constexpr int kBlockKeys = 128;
 constexpr int backward_rows(int d, bool banded, bool general) {
-  if (general) return 64;
+  if (general) return d <= 64 ? 64 : 48;
   if (d <= 64) return banded ? 96 : 128;
   return banded ? 64 : 80;
 }

@@ -1,7 +1,8 @@
-// The states of rows as the backward kernels of this folder read them, in the places of
-// ../sm80/row_states.cuh.
+// The small kernels before the backward kernel of this folder: those of ../sm80/bwd_preprocess.cuh,
+// with states of rows in the form that this one reads.
 #pragma once
 #include "../sm80/bwd_preprocess.cuh"
+#include "ptx.cuh"
 
 namespace fa {
 namespace sm90 {
@@ -20,6 +21,18 @@ struct StateForm {
     return {-level, fmaf(level, to_log2, -from.level) - from.rest, minus_delta};
   }
 };
+
+template <class Type, bool general, class Form>
+__global__ void __launch_bounds__(sm80::kRowThreads)
+    delta_kernel(const __grid_constant__ FaParams batch, float* workspace) {
+  FA_BODY(sm80::put_states<Type, general, Form>(batch, workspace));
+}
+
+template <class Form>
+__global__ void __launch_bounds__(sm80::kRowThreads)
+    sink_gradient_kernel(const __grid_constant__ FaParams batch, float* workspace) {
+  FA_BODY(sm80::put_sink_gradient<sm80::kRowThreads, Form>(batch, workspace));
+}
 
 }  // namespace sm90
 }  // namespace fa
