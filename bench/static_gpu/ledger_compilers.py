@@ -47,7 +47,7 @@ CUDA = {
         ("dv", "kOfV", "kPassing, K::kStaying"),
     )
 }
-# The same of csrc/cuda/sm90, whose tiles have constants of the same names.
+# The same of csrc/cuda/sm90: its tiles have constants of the same names.
 SM90 = {
     "forward": ("Forward<Type, {d}, {d}, {general}>", "forward_kernel"),
     "dqkv": ("Backward<Type, {d}, {banded}, {general}>", "backward_kernel"),

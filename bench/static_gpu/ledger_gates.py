@@ -5,7 +5,7 @@ Each is a fault of `python -m bench ledger`, whatever the budget says:
 
     waits for products other than those of WAITS, or in another order
     an exponential before the first wait of an iteration or after the last: no product runs under it
-    more barriers in an iteration than BARRIERS: BAR.SYNC and BAR.ARV
+    more barriers in the shortest iteration than BARRIERS: BAR.SYNC and BAR.ARV
     limits of registers (setmaxnreg) other than those that the source sets
     spilled registers in a plain kernel
     products that ptxas serialises (its messages C7500 to C7599)
@@ -76,8 +76,11 @@ def faults(kernel: Compiled, code: Code, ways: Sequence[Sequence[Issued]]) -> li
             found.append(f"waits: got {one.waits}, expected {WAITS[name]}")
         if one.between < one.exponentials:
             found.append(f"overlap: got {one.text[1]} exponentials between the waits, expected all")
-        if one.barriers > BARRIERS.get(name, one.barriers):
-            found.append(f"barriers: got {one.barriers}, expected at most {BARRIERS[name]}")
+    # On the shortest way through each loop, which comes first: a tile at a sequence's end has one
+    # more, for the rows that it clears.
+    barriers = max(order(way).barriers for way in ways[: len(code.main_loops())])
+    if barriers > BARRIERS.get(name, barriers):
+        found.append(f"barriers: got {barriers}, expected at most {BARRIERS[name]}")
     if (set_by := limits(code.instructions)) != tuple(kernel.declared):
         found.append(
             f"setmaxnreg: got {set_by}, expected {tuple(kernel.declared)} as in its source"
