@@ -63,23 +63,79 @@ class Rule(NamedTuple):
             and spec.dtype in self.dtypes
         )
 
-    def brief(self) -> str:
+    def calls(self) -> str:
         least, most = self.head_dims
-        what = f"{' and '.join(self.passes)} with D from {least} to {most}"
-        return f"before {self.instead_of} on sm_{self.architecture} for {what}"
+        return f"{' and '.join(self.passes)} with D {least} to {most}"
 
     def __str__(self) -> str:
         features = ", ".join(str(x.name).lower() for x in Feature if x & self.features)
         dtypes = " and ".join(sorted(str(x)[6:] for x in self.dtypes))
+        where = f"{self.backend} before {self.instead_of} on sm_{self.architecture}"
         return (
-            f"{self.backend} {self.brief()}, in {dtypes}, plain or with {features}, if kernels of "
+            f"{where} for {self.calls()}, in {dtypes}, plain or with {features}, if kernels of "
             f"{self.kernels} run them"
         )
 
 
 # A rule needs a measurement, or until there is one a bound that is lower by this factor.
 MARGIN = 1.1
-RULES: list[Rule] = []
+_HALF = frozenset({torch.bfloat16, torch.float16})
+# What the loops of plain kernels compute, as they have no code for anything else.
+_PLAIN = Feature.BAND | Feature.LENGTHS | Feature.SINKS | Feature.GQA | Feature.PACKED
+
+
+def _on_hopper(
+    passes: tuple[str, ...],
+    head_dims: tuple[int, int],
+    features: Feature,
+    *evidence: tuple[dict[str, Figures], dict[str, Figures]],
+) -> Rule:
+    pairs = tuple(Evidence(*x) for x in evidence)
+    return Rule(90, passes, head_dims, features, _HALF, "cuda", "sm_90", "triton", pairs)
+
+
+# Triton's kernels pad head dims to powers of two.
+RULES: list[Rule] = [
+    _on_hopper(
+        ("forward", "backward"),
+        (33, 128),
+        _PLAIN,
+        (
+            {"forward D64 plain": Figures(767, 261), "dqkv D64 plain": Figures(1192, 768)},
+            {
+                "forward D64 plain": Figures(954, 264),
+                "dq D64 plain": Figures(1014, 384),
+                "dkv D64 plain": Figures(1616, 652),
+            },
+        ),
+        (
+            {"forward D128 plain": Figures(851, 512), "dqkv D128 plain": Figures(1584, 1331)},
+            {
+                "forward D128 plain": Figures(1048, 512),
+                "dq D128 plain": Figures(1420, 768),
+                "dkv D128 plain": Figures(1752, 1100),
+            },
+        ),
+    ),
+    _on_hopper(
+        ("forward",),
+        (65, 96),
+        _PLAIN,
+        (
+            {"forward D96 plain": Figures(834, 384)},
+            {"forward D128 plain": Figures(1048, 512)},
+        ),
+    ),
+    _on_hopper(
+        ("forward",),
+        (129, 192),
+        _PLAIN,
+        (
+            {"forward D192 plain": Figures(1095, 768)},
+            {"forward D256 plain": Figures(1876, 1056)},
+        ),
+    ),
+]
 
 
 def passes_of(spec: AttentionSpec) -> tuple[str, ...]:

@@ -155,7 +155,13 @@ def support_table() -> str:
 
 
 def _order(at: int, name: str) -> str:
-    return "; ".join([str(at), *(rule.brief() for rule in RULES if rule.backend == name)])
+    """Its place among the backends, and the calls for which it comes before another."""
+    calls: dict[str, list[str]] = {}
+    for rule in RULES:
+        if rule.backend == name:
+            where = f"before {rule.instead_of} on sm_{rule.architecture}"
+            calls.setdefault(where, []).append(rule.calls())
+    return "; ".join([str(at), *(f"{where} for {', '.join(x)}" for where, x in calls.items())])
 
 
 def _listed(items: Iterable[str] | None) -> str:

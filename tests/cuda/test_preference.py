@@ -179,6 +179,32 @@ def test_a_plan_is_of_the_device_of_its_tensors(monkeypatch):
     assert asked == [HOPPER, AMPERE]
 
 
+@pytest.mark.parametrize("device", [HOPPER, AMPERE])
+@pytest.mark.parametrize(
+    "training, D, Dv, features, name",
+    [
+        (True, 64, 64, {}, "cuda"),
+        (True, 128, 128, dict(right=0), "cuda"),
+        (True, 80, 64, {}, "cuda"),
+        (True, 32, 32, {}, "triton"),
+        (True, 136, 64, {}, "triton"),
+        (True, 64, 64, dict(softcap=1.0), "triton"),
+        (False, 64, 64, {}, "triton"),
+        (False, 96, 96, {}, "cuda"),
+        (False, 128, 128, {}, "triton"),
+        (False, 192, 128, {}, "cuda"),
+        (False, 256, 256, {}, "triton"),
+        (False, 96, 96, dict(dropout_p=0.5), "triton"),
+    ],
+)
+def test_the_rules_that_are(training, D, Dv, features, name, device, monkeypatch):
+    """On other architectures the order is the general one."""
+    monkeypatch.setattr(base, "RULES", RULES)
+    for dtype in (torch.bfloat16, torch.float16):
+        call = dataclasses.replace(CALL, needs_grad=training, D=D, Dv=Dv, dtype=dtype, **features)
+        assert chosen(call, device) == (name if device == HOPPER else "triton")
+
+
 # ------------------------------------------------------------------------------- their evidence
 
 
@@ -284,7 +310,7 @@ def test_the_report_has_the_rules_and_the_classes():
     assert found["rules"] == [str(RULE)] and found["cuda"]["lacks_sm_90"] == ""
     text = __main__.show(found)
     assert "kernels of sm_80 and of sm_90\n" in text
-    brief = "before triton on sm_90 for forward and backward with D from 33 to 128"
+    brief = "before triton on sm_90 for forward and backward with D 33 to 128"
     rest = "in bfloat16, plain or with band, lengths, if kernels of sm_90 run them"
     assert text.splitlines()[-1] == f"  cuda {brief}, {rest}"
     kernel_classes.decline(b"nvcc cannot")
@@ -298,7 +324,7 @@ def test_the_support_table_has_the_order(monkeypatch):
     )
     assert line == (
         "| order of choice | 1 | 2 | "
-        "3; before triton on sm_90 for forward and backward with D from 33 to 128 | 4 |"
+        "3; before triton on sm_90 for forward and backward with D 33 to 128 | 4 |"
     )
 
 
