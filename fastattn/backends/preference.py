@@ -101,7 +101,7 @@ RULES: list[Rule] = [
         (33, 128),
         _PLAIN,
         (
-            {"forward D64 plain": Figures(767, 261), "dqkv D64 plain": Figures(1192, 768)},
+            {"forward D64 plain": Figures(767, 261), "dqkv D64 plain": Figures(1196, 768)},
             {
                 "forward D64 plain": Figures(954, 264),
                 "dq D64 plain": Figures(1014, 384),
@@ -109,7 +109,7 @@ RULES: list[Rule] = [
             },
         ),
         (
-            {"forward D128 plain": Figures(851, 512), "dqkv D128 plain": Figures(1584, 1331)},
+            {"forward D128 plain": Figures(851, 512), "dqkv D128 plain": Figures(1587, 1331)},
             {
                 "forward D128 plain": Figures(1048, 512),
                 "dq D128 plain": Figures(1420, 768),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fastattn
-from tests.emulator.test_ptx_sm90 import around, on_hopper
+from tests.emulator.test_ptx_sm90 import around, on_hopper, unnoticed
 from tests.ptx import ours
 from tests.semantics.test_packed import batch, complaints
 from tests.support.backends import passed
@@ -202,27 +202,8 @@ def test_declined_calls_say_why_and_run(case):
 HARMLESS = ("setmaxnreg.inc", "wgmma.fence", "fence.proxy.async", "bar.warp.sync")
 
 
-def survivors(problem, runs):
-    """The instructions of the backward kernel that can be deleted one at a time without a finding,
-    or another bit, in any of these runs."""
-    with on_hopper() as backend:
-        right = problem.run(fastattn.attention)
-    found = {x for x in backend.findings[1].sites if x.endswith(" of backward_kernel")}
-    for options in runs:
-        for site in sorted(found):
-            try:
-                with on_hopper(disabled=site, **options):
-                    other = problem.run(fastattn.attention)
-            except AssertionError:
-                found.remove(site)
-            else:
-                if not all(torch.equal(x, other[name]) for name, x in right.items()):
-                    found.remove(site)
-    return found
-
-
 def test_each_synchronisation_deleted_is_noticed():
     problem = build(Dims(1, 2, 1, 200, 300, 64, 64), [FEATURE["bottom_right"]], torch.bfloat16)
     runs = [dict(schedule=1), dict(schedule=2), dict(schedule=3, lazy=False)]
-    survived = survivors(problem, runs)
+    survived = unnoticed(problem, runs, "backward_kernel")
     assert not [x for x in survived if not x.startswith(HARMLESS)], survived
