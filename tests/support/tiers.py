@@ -275,15 +275,27 @@ OF_ALL = {
     "test_ptx_cuda::test_head_dims_of_decode": 7,
     "test_ptx_cuda::test_head_dims_of_weights": 7,
     # Many kernels, each of which takes up to a minute to compile.
-    **{
-        f"test_ptx_sm90{pass_}::{test}": NONE
-        for pass_ in ("", "_backward", "_decode")
-        for test in (
-            *("test_features", "test_edges_of_tiles", "test_head_dims", "test_keys_around_tiles"),
-            *("test_packed", "test_pages", "test_each_synchronisation_deleted_is_noticed"),
-            *("test_rows_and_heads_of_a_tile", "test_declined_calls_say_why_and_run"),
-        )
-    },
+    "test_ptx_sm90::test_features": NONE,
+    "test_ptx_sm90::test_edges_of_tiles": NONE,
+    "test_ptx_sm90::test_head_dims": NONE,
+    "test_ptx_sm90::test_packed": NONE,
+    "test_ptx_sm90::test_pages": NONE,
+    "test_ptx_sm90::test_each_synchronisation_deleted_is_noticed": NONE,
+    "test_ptx_sm90::test_declined_calls_say_why_and_run": NONE,
+    "test_ptx_sm90_backward::test_features": NONE,
+    "test_ptx_sm90_backward::test_edges_of_tiles": NONE,
+    "test_ptx_sm90_backward::test_head_dims": NONE,
+    "test_ptx_sm90_backward::test_packed": NONE,
+    "test_ptx_sm90_backward::test_each_synchronisation_deleted_is_noticed": NONE,
+    "test_ptx_sm90_backward::test_declined_calls_say_why_and_run": NONE,
+    "test_ptx_sm90_decode::test_features": NONE,
+    "test_ptx_sm90_decode::test_head_dims": NONE,
+    "test_ptx_sm90_decode::test_keys_around_tiles": NONE,
+    "test_ptx_sm90_decode::test_packed": NONE,
+    "test_ptx_sm90_decode::test_pages": NONE,
+    "test_ptx_sm90_decode::test_each_synchronisation_deleted_is_noticed": NONE,
+    "test_ptx_sm90_decode::test_rows_and_heads_of_a_tile": NONE,
+    "test_ptx_sm90_decode::test_declined_calls_say_why_and_run": NONE,
     "test_gpu_mutants::test_a_fault_of_a_kernel_is_detected": 5,
     "test_gpu_mutants::test_a_fault_of_the_assembly_is_detected": 5,
     "test_gpu_mutants::test_a_fault_of_the_launch_path_is_detected": 5,
