@@ -80,10 +80,12 @@ def plan(t: Tensors, o: Options, kind: Kind | None) -> tuple[AttentionSpec, Back
 
 
 @functools.lru_cache(maxsize=MAX_PLANS)
-def _plan_tangents(spec: AttentionSpec, requested: str) -> tuple[AttentionSpec, WithTangents]:
+def _plan_tangents(
+    spec: AttentionSpec, requested: str, device: torch.device
+) -> tuple[AttentionSpec, WithTangents]:
     """Passes with tangents may run on another backend than forward; dropout draws match."""
     spec = dataclasses.replace(spec, tangents=True)
-    backend = choose(spec, requested)
+    backend = choose(spec, requested, device)
     _log(spec, backend)
     return spec, cast(WithTangents, backend)
 
@@ -173,7 +175,7 @@ def _planned_for_tangents(
     _need_derivatives(spec)
     if spec.acc_dtype_out:
         raise NotImplementedError("unrounded results have no derivative but the first in reverse")
-    return _plan_tangents(spec, o.backend)
+    return _plan_tangents(spec, o.backend, t.q.device)
 
 
 def need_tangents(op: Operation) -> None:

@@ -53,14 +53,9 @@ def tree(dim, fault=None):
     return folder
 
 
-def includes(folder):
-    """The beginning of a source that includes all kernels of a tree."""
-    return "".join(f'#include "{x}"\n' for x in sorted((folder / "cuda/sm80").glob("*.cuh")))
-
-
 def closure(path, known):
-    """A source and all of our files that it includes."""
-    if path not in known:
+    """A source and all of our files that it includes, but for one that only the build writes."""
+    if path not in known and path.exists():
         known.add(path)
         for name in re.findall(r'(?m)^#include "([^"]+)"', path.read_text()):
             closure((path.parent / name).resolve(), known)

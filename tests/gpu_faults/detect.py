@@ -96,7 +96,7 @@ def alter_library(patch, fault, name):
         passes=slices.passes(name),
     )
     for module in (emulated, runtime):
-        patch.setattr(module, "emulator", lambda wide=False: made)
+        patch.setattr(module, "emulator", lambda *which: made)
     for cached in ("executor", "binary"):
         again = functools.cache(getattr(emulated, cached).__wrapped__)
         patch.setattr(emulated, cached, again)
@@ -105,9 +105,8 @@ def alter_library(patch, fault, name):
 def alter_nvcc(patch, fault, name, edited):
     """Alter the sources that nvcc compiles, and the PTX that it made."""
     of_source = ours.ptx
-    altered = builds.includes(builds.tree(slices.dim_of(name), fault))
-    patch.setattr(ours, "INCLUDES", altered)
-    patch.setattr(ours, "ptx", lambda name: edited(of_source(name)))
+    altered = builds.tree(slices.dim_of(name), fault) / "cuda"
+    patch.setattr(ours, "ptx", lambda name: edited(of_source(name, kernels=altered)))
 
 
 @contextmanager

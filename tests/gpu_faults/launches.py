@@ -105,7 +105,7 @@ def launches_of_too_many_blocks():
         at = libraries.offset(field)
         params[at : at + len(x)] = x
     Runtime()
-    code = emulated.binary().run(bytes(params), libraries.FORWARD, 0, 0, None)
+    code = emulated.binary().run(bytes(params), libraries.FORWARD, 0, 0, 80, None)
     return [] if code == 9 else [f"error {code}, expected 9"]
 
 
