@@ -2,6 +2,7 @@
 // that the kernel is an instance of, mangled. Small kernels are listed by name. For bench/static_gpu/ptxas.py;
 // any C++ compiler builds it, with the tests' emulator in the place of CUDA's headers.
 #include <cstdio>
+#include <type_traits>
 #include <typeinfo>
 
 #include "cuda/sm80/decode.cuh"
@@ -10,10 +11,17 @@
 #include "cuda/sm80/bwd_preprocess.cuh"
 #include "cuda/sm80/weights.cuh"
 #include "cuda/sm90/backward.cuh"
+#include "cuda/sm90/decode.cuh"
 #include "cuda/sm90/forward.cuh"
 
+// 0 for kernels that ask for none.
+template <class Kernel, class = void>
+constexpr int kShared = 0;
 template <class Kernel>
-void tell(int bytes = Kernel::kSharedBytes) {
+constexpr int kShared<Kernel, std::void_t<decltype(Kernel::kSharedBytes)>> = Kernel::kSharedBytes;
+
+template <class Kernel>
+void tell(int bytes = kShared<Kernel>) {
   std::printf("%d %s\n", bytes, typeid(Kernel).name());
 }
 

@@ -119,8 +119,10 @@ int start_delta(const FaParams& p, float* workspace, void* stream) {
   return start_states<StateForm>(delta_kernel<Type, general>, p, workspace, stream);
 }
 
-inline int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
-  return start_sinks(sink_gradient_kernel<kRowThreads>, p, workspace, stream);
+// A template, so that sources of sm90, which include this, have no instance.
+template <int rows = kRowThreads>
+int start_sink_gradient(const FaParams& p, float* workspace, void* stream) {
+  return start_sinks(sink_gradient_kernel<rows>, p, workspace, stream);
 }
 
 }  // namespace sm80
