@@ -105,7 +105,7 @@ SHARES = {
     "test_cuda_kernel_classes": (NONE, 3),
     "test_preference": (NONE, ALL),
     "test_sm90_check": (NONE, 2),
-    "test_contact_emulated": (NONE, 5),
+    "test_contact_emulated": (NONE, 23),
     "test_contact_emulated::test_kernels_of_sm_90_read_nothing_behind_sequences": (NONE, NONE),
     "test_cuda_launch": (NONE, 2),
     "test_cuda_library": (NONE, NONE),
