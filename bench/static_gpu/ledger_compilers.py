@@ -62,7 +62,7 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 def source(case: LedgerCase) -> str:
     """Source of the one kernel, and of an empty one: its mangled name encodes the tile."""
-    plain = case.feature in ("plain", "band", "sinks")  # instances.h: is_general
+    plain = case.feature in ("plain", "band", "sinks")  # kernel_choice.h: is_general
     general, banded = ("true" if x else "false" for x in (not plain, case.feature == "band"))
     if case.folder == "sm90":
         kind, kernel = SM90[case.name]

@@ -1,17 +1,10 @@
 // Which kernels a pass uses: general or plain, and for which head dims.
 #pragma once
-#include "../../abi.h"
+#include "../kernel_choice.h"
 #include "../ptx.cuh"
 
 namespace fa {
 namespace sm80 {
-
-// True if something other than a positive scale and a band changes the scores or the weights. Plain
-// kernels take the maximum of products, which only a positive scale preserves.
-inline bool is_general(const FaParams& p) {
-  return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
-         !(static_cast<float>(p.scale) > 0);
-}
 
 // Calls `use` with the format of this call's elements.
 template <class Use>
@@ -24,11 +17,6 @@ template <int d, int dv>
 struct Dims {
   static constexpr int kD = d, kDv = dv;
 };
-
-// Those that are compiled: all, except in tests that omit some to save minutes.
-#ifndef FA_CUDA_HAS_DIM
-#define FA_CUDA_HAS_DIM(d) true
-#endif
 
 template <int d, int dv, class Use>
 int64_t instance(Use use) {

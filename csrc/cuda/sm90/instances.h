@@ -1,6 +1,7 @@
 // Which calls these kernels serve, with which instance, and the tensor maps of a call.
 #pragma once
 #include "../../common/band.h"
+#include "../kernel_choice.h"
 #include "../splits.h"
 #include "ptx.cuh"
 #include "tiles.h"
@@ -11,13 +12,6 @@ namespace sm90 {
 // Kernels exist for these head dims; others are padded to the next.
 constexpr int64_t kWidest = 256, kWidestGeneral = 192, kWidestBackward = 128;
 
-// True if something other than a positive scale, a band, lengths and sinks changes the scores or the
-// weights, as for the kernels of sm80.
-inline bool is_general(const FaParams& p) {
-  return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
-         !(static_cast<float>(p.scale) > 0);
-}
-
 template <int d, int dv>
 struct Dims {
   static constexpr int kD = d, kDv = dv;
@@ -25,11 +19,6 @@ struct Dims {
   // much time to compile.
   static constexpr bool kUnmasked = d == dv && (d == 64 || d == 128);
 };
-
-// Those that are compiled: all, except in tests that omit some to save minutes.
-#ifndef FA_CUDA_HAS_DIM
-#define FA_CUDA_HAS_DIM(d) true
-#endif
 
 // Calls `use` with the smallest Dims that hold this call's.
 template <class Use>
