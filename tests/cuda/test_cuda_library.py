@@ -60,7 +60,7 @@ def test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_newer_gpus(library):
     others = len(sources - of_sm90) - bool(of_sm90)  # sm90_absent.cu is there if they are not
     expected = Counter({"sm_80.cubin": others, "sm_90.cubin": others, "sm_90.ptx": others})
     expected += Counter({"sm_90a.cubin": len(of_sm90)})
-    assert Counter(re.findall(r"sm_\d+\.\w+", binaries + texts)) == expected, binaries + texts
+    assert Counter(re.findall(r"sm_\d+a?\.\w+", binaries + texts)) == expected, binaries + texts
 
 
 def test_it_needs_no_library_of_cuda(library):
