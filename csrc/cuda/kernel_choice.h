@@ -1,6 +1,7 @@
 // What decides in both classes which kernel a call gets.
 #pragma once
 #include "../abi.h"
+#include "ptx.cuh"
 
 namespace fa {
 
@@ -9,6 +10,12 @@ namespace fa {
 inline bool is_general(const FaParams& p) {
   return p.mask.data || p.slopes.data || p.softcap > 0 || p.dropout_p > 0 ||
          !(static_cast<float>(p.scale) > 0);
+}
+
+// Calls `use` with the format of this call's elements.
+template <class Use>
+int with_type(const FaParams& p, Use use) {
+  return p.q.dtype == FA_BF16 ? use(ptx::BF16()) : use(ptx::F16());
 }
 
 // The head dims with kernels: all, except in tests that omit some to save minutes.

@@ -1,16 +1,9 @@
 // Which kernels a pass uses: general or plain, and for which head dims.
 #pragma once
 #include "../kernel_choice.h"
-#include "../ptx.cuh"
 
 namespace fa {
 namespace sm80 {
-
-// Calls `use` with the format of this call's elements.
-template <class Use>
-int with_type(const FaParams& p, Use use) {
-  return p.q.dtype == FA_BF16 ? use(ptx::BF16()) : use(ptx::F16());
-}
 
 // The head dims that kernels exist for. Others are padded to them.
 template <int d, int dv>

@@ -53,8 +53,9 @@ int backward(const FaParams& p, int64_t, void* stream) {
   return static_cast<int>(with_backward(p, [&](auto d, auto banded, auto general) -> int64_t {
     constexpr int kD = decltype(d)::value;
     if constexpr (FA_CUDA_HAS_DIM(kD))
-      return p.q.dtype == FA_BF16 ? start_backward<ptx::BF16, kD, banded(), general()>(p, stream)
-                                  : start_backward<ptx::F16, kD, banded(), general()>(p, stream);
+      return with_type(p, [&](auto type) {
+        return start_backward<decltype(type), kD, banded(), general()>(p, stream);
+      });
     else
       return static_cast<int64_t>(cudaErrorInvalidValue);
   }));

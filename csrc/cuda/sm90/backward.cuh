@@ -10,26 +10,11 @@
 // adds it to the sums of other blocks in global memory, in turn (dq_accum.cuh).
 #pragma once
 #include "../sm80/score_gradient.cuh"
+#include "clear_rows.cuh"
 #include "dq_accum.cuh"
 
 namespace fa {
 namespace sm90 {
-
-// Zeros in the rows of a tile from `first` on, of which `rows` are loaded: they are of another
-// sequence, or behind the last key, and may be NaN.
-template <class B>
-FA_DEVICE void clear_rows(unsigned char* tile, int part_bytes, int first, int rows) {
-  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-  for (int part = 0; part < B::kParts; ++part)
-    for (int i = thread; i < (rows - first) * 8; i += B::kConsumers)
-      reinterpret_cast<uint4*>(tile + part * part_bytes + first * 128)[i] = {0, 0, 0, 0};
-}
-
-template <class B>
-FA_DEVICE void zeros_are_there() {
-  ptx::async_proxy_fence("backward: products see the zeros");
-  ptx::barrier_sync("backward: all have written zeros", kRowsCleared, B::kConsumers);
-}
 
 // A warpgroup's 64 keys of a block.
 template <class B>
@@ -176,9 +161,9 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
   if (tiles.begin < tiles.end) {
     ptx::mbarrier_wait("backward: keys have landed", memory.keys_full(), 0);
     if (keys < B::kKeys) {
-      clear_rows<B>(shared, B::kKeyPart, keys, B::kKeys);
-      clear_rows<B>(shared + B::kKeyBytes, B::kKeyPart, keys, B::kKeys);
-      zeros_are_there<B>();
+      clear_rows<B, B::kKeys, B::kParts>(shared, keys);
+      clear_rows<B, B::kKeys, B::kParts>(shared + B::kKeyBytes, keys);
+      rows_are_cleared<B>(kRowsCleared);
     }
   }
 
@@ -193,9 +178,9 @@ FA_DEVICE void backward_thread(const TensorMap& of_q, const TensorMap& of_dout,
                          memory.dout_full(passed.stage()), passed.parity());
       unsigned char* const q = shared + B::kRowsAt + passed.stage() * B::kRowBytes;
       const int left = rows_there - tile * B::kRows;
-      clear_rows<B>(q, B::kRowPart, left, B::kRows);
-      clear_rows<B>(q + B::kStages * B::kRowBytes, B::kRowPart, left, B::kRows);
-      zeros_are_there<B>();
+      clear_rows<B, B::kRows, B::kParts>(q, left);
+      clear_rows<B, B::kRows, B::kParts>(q + B::kStages * B::kRowBytes, left);
+      rows_are_cleared<B>(kRowsCleared);
     }
     if constexpr (B::kGeneral) {
       const sm80::Corner corner = {task.first_key + key_below, tile * B::kRows + column};

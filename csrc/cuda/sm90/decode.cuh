@@ -139,7 +139,10 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
   LeftSides<F::kKeys / 8> weights;
   // No box fills the rest, which products read.
   const int filled = shares.heads * static_cast<int>(batch.M);  // rows of the tile of Q
-  if (filled < F::kRows) clear_rest<F, F::kRows, F::kParts>(shared, filled);
+  if (filled < F::kRows) {
+    clear_rows<F, F::kRows, F::kParts>(shared, filled);
+    rows_are_cleared<F>(F::kGroups + 1);
+  }
   if (!tiles.empty()) ptx::mbarrier_wait("decode: rows have landed", memory.q_full(0), 0);
   Stage stage;
 #pragma unroll 1
@@ -155,10 +158,12 @@ FA_DEVICE void decode_thread(const TensorMap& of_q, const TensorMap& of_k, const
     update<false>(state, s, out, to_log2);
     pack_weights<Type>(weights, s);
     ptx::mbarrier_wait("decode: values have landed", memory.values_full(stage.index), stage.parity);
-    const int behind = visible.length - tile * F::kKeys;            // of this tile exist
-    if (behind < F::kKeys && (batch.cu_q || visible.length < p.N))  // else zeros are behind them
-      clear_rest<F, F::kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
+    const int behind = visible.length - tile * F::kKeys;              // of this tile exist
+    if (behind < F::kKeys && (batch.cu_q || visible.length < p.N)) {  // else zeros are behind them
+      clear_rows<F, F::kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
                                               behind);
+      rows_are_cleared<F>(F::kGroups + 1);
+    }
     consumer.ask_values(out, weights, stage.index);
     ptx::products_wait<0>("decode: sums are there");
     ptx::fence_operand(out);

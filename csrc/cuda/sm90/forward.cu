@@ -70,19 +70,17 @@ int decode_of(const FaParams& p, int64_t splits, void* stream) {
 
 int decode(const FaParams& p, int64_t multiprocessors, void* stream) {
   const int64_t splits = forward_splits(p, multiprocessors);
-  return p.q.dtype == FA_BF16 ? decode_of<ptx::BF16>(p, splits, stream)
-                              : decode_of<ptx::F16>(p, splits, stream);
+  return with_type(p, [&](auto type) { return decode_of<decltype(type)>(p, splits, stream); });
 }
 
 int forward(const FaParams& p, int64_t multiprocessors, void* stream) {
   if (p.M <= kDecodeRows) return decode(p, multiprocessors, stream);
-  const auto of = [&](auto type) {
+  return with_type(p, [&](auto type) {
     using Type = decltype(type);
     if (!is_general(p)) return forward_of<Type, false, false>(p, multiprocessors, stream);
     return p.mask.data ? forward_of<Type, true, true>(p, multiprocessors, stream)
                        : forward_of<Type, true, false>(p, multiprocessors, stream);
-  };
-  return p.q.dtype == FA_BF16 ? of(ptx::BF16()) : of(ptx::F16());
+  });
 }
 
 int64_t forward_workspace(const FaParams& p, int64_t multiprocessors) {

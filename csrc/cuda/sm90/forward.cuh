@@ -196,8 +196,9 @@ FA_DEVICE void forward_thread(const TensorMap& of_q, const TensorMap& of_k, cons
       if (behind < kKeys && (batch.cu_q || visible.length < p.N)) {  // else zeros are behind them
         ptx::mbarrier_wait("forward: the first values have landed", memory.values_full(stage.index),
                            stage.parity);
-        clear_rest<F, kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
+        clear_rows<F, kKeys, F::kValueParts>(shared + F::kValuesAt + stage.index * F::kValueBytes,
                                              behind);
+        rows_are_cleared<F>(F::kGroups + 1);
       }
       ptx::products_wait<0>("forward: the first scores are there");
       ptx::fence_operand(s);

@@ -2,6 +2,7 @@
 // first warpgroup asks for their boxes, and the other warpgroups multiply them.
 #pragma once
 #include "../softmax.cuh"
+#include "clear_rows.cuh"
 #include "schedule.cuh"
 
 namespace fa {
@@ -114,19 +115,6 @@ FA_DEVICE void load_values(const ForwardMemory<F>& memory, const TensorMap* map,
 }
 
 // -- a consumer -----------------------------------------------------------------------------------
-
-// Zeros in the rest of a tile with so many rows and parts, from row `first` on. Values behind the
-// item's last key may be NaN, and their weights of 0 would not hide that.
-template <class F, int rows, int parts>
-FA_DEVICE void clear_rest(unsigned char* tile, int first) {
-  const int thread = static_cast<int>(threadIdx.x) - kWarpgroup;
-  const int chunks = (rows - first) * 8;
-  for (int part = 0; part < parts; ++part)
-    for (int i = thread; i < chunks; i += F::kConsumers)
-      reinterpret_cast<uint4*>(tile + (part * rows + first) * 128)[i] = {0, 0, 0, 0};
-  ptx::async_proxy_fence("forward: products see the zeros");
-  ptx::barrier_sync("forward: all have written zeros", F::kGroups + 1, F::kConsumers);
-}
 
 // Scores of keys that a lane's two rows do not see become -inf. `first` is the lane's first key;
 // past its rows' last keys, one comparison a score suffices.
