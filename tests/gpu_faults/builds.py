@@ -30,8 +30,11 @@ def few_instances(dim):
     text = (SOURCES / where).read_text()
     dims = re.search(r"  const int64_t d = most.*?(?=\n\}\n)", text, re.S)[0]
     types = "return p.q.dtype == FA_BF16 ? use(ptx::BF16()) : use(ptx::F16());"
-    edits = (dims, f"  return use(Dims<{dim}, {dim}>());"), (types, "return use(ptx::BF16());")
-    return table.Fault("few instances", "", tuple(table.Edit(where, *x) for x in edits), "")
+    edits = (
+        table.Edit(where, dims, f"  return use(Dims<{dim}, {dim}>());"),
+        table.Edit("cuda/kernel_choice.h", types, "return use(ptx::BF16());"),
+    )
+    return table.Fault("few instances", "", edits, "")
 
 
 def tree(dim, fault=None):
