@@ -77,7 +77,7 @@ test-gpu: setup
 	@$(PYTHON) -m pytest -m gpu $(ARGS)
 
 test-cuda: setup
-	@FASTATTN_CUDA=on $(PYTHON) -m pytest tests/cuda \
+	@FASTATTN_CUDA=on $(PYTHON) -m pytest --tier=whole tests/cuda \
 		$(wildcard tests/emulator/test_emulator*.py) tests/emulator/test_probe.py $(ARGS)
 
 test-ptx: setup

@@ -28,7 +28,7 @@ ITEMS = [
         for y in DTYPES
     ),
     *(item("test_oracle", "test_pairs", f"pair{x}") for x in range(20)),
-    item("test_ptxas", "test_the_kernels_spill_no_more_than_allowed"),
+    item("test_aot", "test_every_pass_is_compiled"),
     item("test_new", "test_one"),
 ]
 
@@ -58,7 +58,7 @@ def test_every_nth_case_and_the_first_are_chosen():
     assert found >= {f"test_oracle::test_pairs[pair{x}]" for x in range(0, 20, n)}
     assert f"test_oracle::test_pairs[pair{n - 1}]" not in found
     assert "test_new::test_one" in found
-    assert "test_ptxas::test_the_kernels_spill_no_more_than_allowed" not in found
+    assert "test_aot::test_every_pass_is_compiled" not in found
 
 
 def test_check_builds_no_emulator():

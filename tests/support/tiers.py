@@ -264,6 +264,14 @@ SHARES = {
 
 # Shares in `all` of tests that have a command of their own; `whole` has all their cases.
 OF_ALL = {
+    # All CUDA kernels by nvcc, twenty minutes of one core: `make test-cuda`.
+    "test_cuda_library::test_it_has_code_for_sm_80_and_sm_90_and_ptx_for_newer_gpus": NONE,
+    "test_cuda_library::test_it_needs_no_library_of_cuda": NONE,
+    "test_cuda_library::test_it_exports_its_c_abi_and_no_more": NONE,
+    "test_cuda_library::test_it_loads_without_a_gpu": NONE,
+    "test_cuda_library::test_the_drivers_error_is_raised": NONE,
+    "test_cuda_library::test_one_build_folder_follows_each_setting": NONE,
+    "test_ptxas::test_the_kernels_spill_no_more_than_allowed": NONE,
     "test_ptx_cuda::test_features": 3,
     "test_ptx_cuda::test_features_of_decode": 5,
     "test_ptx_cuda::test_features_of_weights": 4,
